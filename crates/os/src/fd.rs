@@ -1,0 +1,116 @@
+//! Files: an owned descriptor, and reading and writing it.
+
+use crate::raw::{Result, retry};
+use crate::syscall;
+use core::ffi::CStr;
+
+/// A file descriptor that is closed when dropped.
+#[derive(Debug)]
+pub struct Fd(i32);
+
+impl Fd {
+    /// Takes ownership of `fd`.
+    ///
+    /// # Safety
+    /// `fd` is open and nobody else closes it.
+    pub const unsafe fn from_raw(fd: i32) -> Fd {
+        Fd(fd)
+    }
+
+    /// The number, still owned by this value.
+    pub const fn raw(&self) -> i32 {
+        self.0
+    }
+
+    /// Gives the number away; it is no longer closed on drop.
+    pub fn into_raw(self) -> i32 {
+        let fd = self.0;
+        core::mem::forget(self);
+        fd
+    }
+
+    /// Opens `path` with `flags` of open(2) (close-on-exec is added) and `mode`.
+    ///
+    /// # Errors
+    /// As open(2).
+    pub fn open(path: &CStr, flags: i32, mode: u32) -> Result<Fd> {
+        retry(|| {
+            // SAFETY: the path is a valid C string for the duration of the call.
+            unsafe { syscall!(libc::SYS_openat, libc::AT_FDCWD, path.as_ptr(), flags | libc::O_CLOEXEC, mode) }
+        })
+        .map(|fd| Fd(fd as i32))
+    }
+
+    /// Duplicates the descriptor, close-on-exec.
+    ///
+    /// # Errors
+    /// As fcntl(2) `F_DUPFD_CLOEXEC`.
+    pub fn duplicate(&self) -> Result<Fd> {
+        // SAFETY: the call takes numbers only.
+        unsafe { syscall!(libc::SYS_fcntl, self.0, libc::F_DUPFD_CLOEXEC, 0) }.map(|fd| Fd(fd as i32))
+    }
+
+    /// Reads into `buffer` and returns the number of bytes; 0 at the end.
+    ///
+    /// # Errors
+    /// As read(2), but never `EINTR`.
+    pub fn read(&self, buffer: &mut [u8]) -> Result<usize> {
+        // SAFETY: the kernel writes at most `buffer.len()` bytes into `buffer`.
+        retry(|| unsafe { syscall!(libc::SYS_read, self.0, buffer.as_mut_ptr(), buffer.len()) })
+    }
+
+    /// Reads into `buffer` from byte `offset` and returns the number of bytes.
+    ///
+    /// # Errors
+    /// As pread(2), but never `EINTR`.
+    pub fn read_at(&self, buffer: &mut [u8], offset: u64) -> Result<usize> {
+        // SAFETY: the kernel writes at most `buffer.len()` bytes into `buffer`.
+        retry(|| unsafe { syscall!(libc::SYS_pread64, self.0, buffer.as_mut_ptr(), buffer.len(), offset) })
+    }
+
+    /// Writes `bytes` and returns how many were taken.
+    ///
+    /// # Errors
+    /// As write(2), but never `EINTR`.
+    pub fn write(&self, bytes: &[u8]) -> Result<usize> {
+        // SAFETY: the kernel reads `bytes` only.
+        retry(|| unsafe { syscall!(libc::SYS_write, self.0, bytes.as_ptr(), bytes.len()) })
+    }
+}
+
+impl Drop for Fd {
+    fn drop(&mut self) {
+        // SAFETY: we own the descriptor. An error of close(2) leaves nothing to do.
+        let _ = unsafe { syscall!(libc::SYS_close, self.0) };
+    }
+}
+
+#[cfg(feature = "std")]
+impl std::os::fd::AsRawFd for Fd {
+    fn as_raw_fd(&self) -> i32 {
+        self.0
+    }
+}
+
+#[cfg(feature = "std")]
+impl From<std::os::fd::OwnedFd> for Fd {
+    fn from(fd: std::os::fd::OwnedFd) -> Fd {
+        use std::os::fd::IntoRawFd;
+        Fd(fd.into_raw_fd())
+    }
+}
+
+/// Waits until one of `polls` is ready or `timeout_ms` passed (-1: for ever) and returns how many are.
+///
+/// # Errors
+/// As poll(2); `EINTR` counts as nothing ready.
+pub fn poll(polls: &mut [libc::pollfd], timeout_ms: i32) -> Result<usize> {
+    let timeout =
+        libc::timespec { tv_sec: i64::from(timeout_ms / 1000), tv_nsec: i64::from(timeout_ms % 1000) * 1_000_000 };
+    let timeout: *const libc::timespec = if timeout_ms < 0 { core::ptr::null() } else { &timeout };
+    // SAFETY: the kernel writes the `revents` of the slice only.
+    match unsafe { syscall!(libc::SYS_ppoll, polls.as_mut_ptr(), polls.len(), timeout, 0usize, 8usize) } {
+        Err(crate::Errno(libc::EINTR)) => Ok(0),
+        other => other,
+    }
+}

@@ -1,0 +1,81 @@
+//! Linux calls that pagefold needs, typed.
+//!
+//! Every call is made directly (module [`raw`]), not through the C library:
+//! the same code runs inside a client, on a thread that has no thread-local
+//! storage and therefore no `errno`, and in the daemon. The crates of the
+//! field have no `PAGEMAP_SCAN`, `UFFDIO_MOVE` or asynchronous write
+//! protection; those are what this floor adds.
+//!
+//! Without the feature `std` the crate neither allocates nor panics.
+
+#![cfg_attr(not(feature = "std"), no_std)]
+
+#[cfg(not(target_os = "linux"))]
+compile_error!("pagefold is made of Linux mechanisms; there is nothing to build on other systems");
+
+pub mod fd;
+pub mod maps;
+pub mod mem;
+pub mod memfd;
+pub mod pagemap;
+pub mod raw;
+pub mod sched;
+pub mod sock;
+pub mod uffd;
+
+#[cfg(feature = "std")]
+pub mod ksm;
+#[cfg(feature = "std")]
+pub mod probe;
+#[cfg(feature = "std")]
+pub mod procfs;
+
+pub use raw::Errno;
+
+/// Bytes in a page: pagefold shares memory in units of this size.
+pub const PAGE_SIZE: usize = 4096;
+
+/// A page's content.
+pub type Page = [u8; PAGE_SIZE];
+
+/// A half-open range of addresses in some process, in bytes, page aligned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(C)]
+pub struct Range {
+    /// First address.
+    pub start: u64,
+    /// First address after the range.
+    pub end: u64,
+}
+
+impl Range {
+    /// Makes the range of `pages` pages from `start`.
+    pub const fn pages_from(start: u64, pages: u64) -> Range {
+        Range { start, end: start + pages * PAGE_SIZE as u64 }
+    }
+
+    /// Length in bytes.
+    pub const fn len(&self) -> u64 {
+        self.end - self.start
+    }
+
+    /// True if the range holds nothing.
+    pub const fn is_empty(&self) -> bool {
+        self.end <= self.start
+    }
+
+    /// Length in pages.
+    pub const fn pages(&self) -> u64 {
+        self.len() / PAGE_SIZE as u64
+    }
+
+    /// True if the two ranges have an address in common.
+    pub const fn overlaps(&self, other: &Range) -> bool {
+        self.start < other.end && other.start < self.end
+    }
+
+    /// True if `other` lies inside this range.
+    pub const fn contains(&self, other: &Range) -> bool {
+        self.start <= other.start && other.end <= self.end
+    }
+}

@@ -1,0 +1,138 @@
+//! Memory mappings of the calling process.
+
+use crate::raw::Result;
+use crate::{PAGE_SIZE, syscall};
+
+/// Maps memory as mmap(2) and returns its address.
+///
+/// # Errors
+/// As mmap(2).
+///
+/// # Safety
+/// With `MAP_FIXED` whatever was mapped at `addr` is gone: nothing may refer to it.
+pub unsafe fn map(addr: u64, len: u64, prot: i32, flags: i32, fd: i32, offset: u64) -> Result<u64> {
+    // SAFETY: passed on to the caller.
+    unsafe { syscall!(libc::SYS_mmap, addr, len, prot, flags, fd, offset) }.map(|addr| addr as u64)
+}
+
+/// Unmaps `len` bytes at `addr`.
+///
+/// # Errors
+/// As munmap(2).
+///
+/// # Safety
+/// Nothing may refer to the range afterwards.
+pub unsafe fn unmap(addr: u64, len: u64) -> Result<()> {
+    // SAFETY: passed on to the caller.
+    unsafe { syscall!(libc::SYS_munmap, addr, len) }.map(drop)
+}
+
+/// Moves a mapping as mremap(2) and returns its new address.
+///
+/// # Errors
+/// As mremap(2).
+///
+/// # Safety
+/// Nothing may refer to the old range, nor, with `MREMAP_FIXED`, to what was at `new_addr`.
+pub unsafe fn remap(addr: u64, len: u64, new_len: u64, flags: i32, new_addr: u64) -> Result<u64> {
+    // SAFETY: passed on to the caller.
+    unsafe { syscall!(libc::SYS_mremap, addr, len, new_len, flags, new_addr) }.map(|addr| addr as u64)
+}
+
+/// Gives advice about a range as madvise(2).
+///
+/// # Errors
+/// As madvise(2).
+///
+/// # Safety
+/// Advice that discards (`MADV_DONTNEED` and its like) changes what the range reads.
+pub unsafe fn advise(addr: u64, len: u64, advice: i32) -> Result<()> {
+    // SAFETY: passed on to the caller.
+    unsafe { syscall!(libc::SYS_madvise, addr, len, advice) }.map(drop)
+}
+
+/// Sets the protection of a range as mprotect(2).
+///
+/// # Errors
+/// As mprotect(2).
+///
+/// # Safety
+/// Later accesses that the protection forbids are fatal.
+pub unsafe fn protect(addr: u64, len: u64, prot: i32) -> Result<()> {
+    // SAFETY: passed on to the caller.
+    unsafe { syscall!(libc::SYS_mprotect, addr, len, prot) }.map(drop)
+}
+
+/// A private or shared mapping that is unmapped when dropped.
+#[derive(Debug)]
+pub struct Mapping {
+    addr: u64,
+    len: u64,
+}
+
+// SAFETY: a mapping is plain memory of the process; what threads do to it is up to the users of its address.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps `len` bytes of private anonymous memory, never on huge pages.
+    ///
+    /// # Errors
+    /// As mmap(2).
+    pub fn anonymous(len: usize) -> Result<Mapping> {
+        let len = len.next_multiple_of(PAGE_SIZE) as u64;
+        // SAFETY: the kernel chooses a free range.
+        let addr = unsafe {
+            map(
+                0,
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        }?;
+        // SAFETY: the range is ours; the advice discards nothing. Kernels without huge pages refuse it, which is as good.
+        let _ = unsafe { advise(addr, len, libc::MADV_NOHUGEPAGE) };
+        Ok(Mapping { addr, len })
+    }
+
+    /// Maps `len` bytes of `fd` from `offset` with `prot` and `flags`.
+    ///
+    /// # Errors
+    /// As mmap(2).
+    pub fn file(fd: i32, offset: u64, len: usize, prot: i32, flags: i32) -> Result<Mapping> {
+        let len = len.next_multiple_of(PAGE_SIZE) as u64;
+        // SAFETY: without MAP_FIXED the kernel chooses a free range.
+        let addr = unsafe { map(0, len, prot, flags & !libc::MAP_FIXED, fd, offset) }?;
+        Ok(Mapping { addr, len })
+    }
+
+    /// First address.
+    pub const fn addr(&self) -> u64 {
+        self.addr
+    }
+
+    /// Length in bytes.
+    pub const fn len(&self) -> usize {
+        self.len as usize
+    }
+
+    /// True if nothing is mapped.
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// First address as a pointer.
+    pub const fn as_ptr(&self) -> *mut u8 {
+        self.addr as *mut u8
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, and nobody holds its address past its life.
+        let _ = unsafe { unmap(self.addr, self.len) };
+    }
+}

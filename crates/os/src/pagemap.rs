@@ -1,0 +1,95 @@
+//! `PAGEMAP_SCAN` on /proc/PID/pagemap: which pages were written, and protect them again.
+
+use crate::fd::Fd;
+use crate::raw::Result;
+use crate::{Range, syscall};
+
+/// The page was written since it was last protected (or never was protected).
+pub const WRITTEN: u64 = 1 << 1;
+/// The page is a file's (page cache), not the process's own.
+pub const FILE: u64 = 1 << 2;
+/// The page is in memory.
+pub const PRESENT: u64 = 1 << 3;
+/// The page is in swap.
+pub const SWAPPED: u64 = 1 << 4;
+/// The page is the kernel's zero page.
+pub const PFNZERO: u64 = 1 << 5;
+/// The page is part of a huge page.
+pub const HUGE: u64 = 1 << 6;
+/// The mapping is watched for writes asynchronously.
+pub const WPALLOWED: u64 = 1 << 0;
+
+/// Protect the pages that match.
+pub const PROTECT: u64 = 1 << 0;
+/// Fail on ranges that are not watched asynchronously.
+pub const CHECK_WPASYNC: u64 = 1 << 1;
+
+/// Neighbouring pages of the same categories.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Region {
+    /// First address.
+    pub start: u64,
+    /// First address after the region.
+    pub end: u64,
+    /// What the pages have in common, of what was asked for.
+    pub categories: u64,
+}
+
+#[repr(C)]
+#[derive(Default)]
+struct Arg {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+const SCAN: u32 = (3 << 30) | ((size_of::<Arg>() as u32) << 16) | ((b'f' as u32) << 8) | 16;
+
+/// What to look for and what to tell about it.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Query {
+    /// All of these must hold (after inversion).
+    pub all_of: u64,
+    /// At least one of these must hold (after inversion), if any is given.
+    pub any_of: u64,
+    /// These count as holding when they do not.
+    pub inverted: u64,
+    /// Categories to report.
+    pub report: u64,
+    /// [`PROTECT`] and [`CHECK_WPASYNC`].
+    pub flags: u64,
+}
+
+/// Scans `range` of the process whose pagemap `fd` is; fills `out` and returns how many
+/// regions it got and the address up to which the range has been walked.
+///
+/// # Errors
+/// `EPERM` if protection is asked for on a range that is not watched, `ESRCH` if the process is gone.
+pub fn scan(fd: &Fd, range: Range, query: Query, out: &mut [Region]) -> Result<(usize, u64)> {
+    let mut arg = Arg {
+        size: size_of::<Arg>() as u64,
+        flags: query.flags,
+        start: range.start,
+        end: range.end,
+        vec: out.as_mut_ptr() as u64,
+        vec_len: out.len() as u64,
+        category_inverted: query.inverted,
+        category_mask: query.all_of,
+        category_anyof_mask: query.any_of,
+        return_mask: query.report,
+        ..Arg::default()
+    };
+    // SAFETY: the kernel writes at most `vec_len` regions into `out`, and the walk's end into `arg`.
+    let count = unsafe { syscall!(libc::SYS_ioctl, fd.raw(), SCAN, core::ptr::from_mut(&mut arg)) }?;
+    Ok((count, arg.walk_end))
+}

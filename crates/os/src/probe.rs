@@ -1,0 +1,135 @@
+//! What this kernel and this user may do, found by trying.
+
+use crate::uffd::{self, Uffd};
+use std::fs;
+
+/// One thing that pagefold needs or can use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finding {
+    /// What was tried.
+    pub name: &'static str,
+    /// Whether it works.
+    pub works: bool,
+    /// Whether pagefold cannot merge without it.
+    pub needed: bool,
+    /// What was seen.
+    pub detail: String,
+    /// The one command or act that mends it, if it does not work.
+    pub cure: String,
+}
+
+/// Features of userfaultfd that merging needs.
+pub const MERGE_FEATURES: u64 = uffd::FEATURE_PAGEFAULT_FLAG_WP
+    | uffd::FEATURE_WP_ASYNC
+    | uffd::FEATURE_MOVE
+    | uffd::FEATURE_WP_HUGETLBFS_SHMEM
+    | uffd::FEATURE_EVENT_REMOVE
+    | uffd::FEATURE_MISSING_SHMEM
+    | uffd::FEATURE_MINOR_SHMEM;
+
+/// Tries everything.
+pub fn all() -> Vec<Finding> {
+    vec![kernel(), userfaultfd(), device(), map_count(), thp(), ksm(), fuse(), zswap()]
+}
+
+fn kernel() -> Finding {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_owned();
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|n| n.parse::<u32>().unwrap_or(0));
+    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    Finding {
+        name: "kernel 6.8 or later",
+        works: version >= (6, 8),
+        needed: true,
+        detail: release,
+        cure: "boot a kernel of 6.8 or later (UFFDIO_MOVE came with it)".into(),
+    }
+}
+
+fn userfaultfd() -> Finding {
+    let device = uffd::open_device().ok();
+    let made = Uffd::new(device.as_ref(), MERGE_FEATURES);
+    let (works, detail, cure) = match &made {
+        Ok(_) if device.is_some() => (true, "through /dev/userfaultfd".to_owned(), String::new()),
+        Ok(_) => (true, "through the system call".to_owned(), String::new()),
+        Err(crate::Errno(libc::EINVAL)) => (
+            false,
+            "the kernel lacks asynchronous write protection or UFFDIO_MOVE".into(),
+            "boot a kernel of 6.8 or later with CONFIG_USERFAULTFD".into(),
+        ),
+        Err(errno) => (
+            false,
+            format!("refused: {errno}"),
+            "let this user open it: setfacl -m u:$USER:rw /dev/userfaultfd (as root), or run the daemon as root".into(),
+        ),
+    };
+    Finding { name: "userfaultfd with kernel faults", works, needed: true, detail, cure }
+}
+
+fn device() -> Finding {
+    let device = uffd::open_device();
+    Finding {
+        name: "/dev/userfaultfd for unprivileged clients",
+        works: device.is_ok(),
+        needed: false,
+        detail: device.err().map_or("open".to_owned(), |errno| format!("{errno}")),
+        cure: "sudo setfacl -m u:$USER:rw /dev/userfaultfd".into(),
+    }
+}
+
+fn map_count() -> Finding {
+    let count: u64 =
+        fs::read_to_string("/proc/sys/vm/max_map_count").ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0);
+    Finding {
+        name: "mappings per process",
+        works: count >= 262_144,
+        needed: false,
+        detail: format!("vm.max_map_count = {count}; a quarter of it is ours"),
+        cure: "sudo sysctl vm.max_map_count=1048576 (more scattered pages can merge)".into(),
+    }
+}
+
+fn thp() -> Finding {
+    let text = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+    let works = !text.contains("[never]") && !text.is_empty();
+    Finding {
+        name: "huge pages for our indexes",
+        works,
+        needed: false,
+        detail: format!("transparent_hugepage: {}", text.trim()),
+        cure: "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled".into(),
+    }
+}
+
+fn ksm() -> Finding {
+    let works = crate::ksm::exists();
+    Finding {
+        name: "KSM, for --backend ksm",
+        works,
+        needed: false,
+        detail: if works { format!("run = {}", crate::ksm::read("run").unwrap_or(-1)) } else { "absent".into() },
+        cure: "boot a kernel with CONFIG_KSM".into(),
+    }
+}
+
+fn fuse() -> Finding {
+    let opened = fs::OpenOptions::new().read(true).write(true).open("/dev/fuse");
+    Finding {
+        name: "FUSE, for pagefold disk",
+        works: opened.is_ok(),
+        needed: false,
+        detail: opened.err().map_or("/dev/fuse opens".into(), |error| format!("/dev/fuse: {error}")),
+        cure: "sudo modprobe fuse, and rights on /dev/fuse".into(),
+    }
+}
+
+fn zswap() -> Finding {
+    let enabled = fs::read_to_string("/sys/module/zswap/parameters/enabled").unwrap_or_default();
+    let on = enabled.trim() == "Y";
+    Finding {
+        name: "kernel zswap off (it would compress what we hold)",
+        works: !on,
+        needed: false,
+        detail: if enabled.is_empty() { "absent".into() } else { format!("enabled = {}", enabled.trim()) },
+        cure: "echo N | sudo tee /sys/module/zswap/parameters/enabled".into(),
+    }
+}

@@ -1,0 +1,230 @@
+//! Unix sockets of packets, with descriptors passed along.
+
+use crate::fd::Fd;
+use crate::raw::{Errno, Result, retry};
+use crate::syscall;
+
+/// Most descriptors that one packet carries here.
+pub const FDS_MAX: usize = 64;
+
+/// Makes a socket of whole packets, close-on-exec.
+///
+/// # Errors
+/// As socket(2).
+pub fn packet_socket() -> Result<Fd> {
+    // SAFETY: numbers only.
+    let fd = unsafe { syscall!(libc::SYS_socket, libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0) }?;
+    // SAFETY: just made, ours.
+    Ok(unsafe { Fd::from_raw(fd as i32) })
+}
+
+/// Makes the address of `path`; a leading NUL byte means an abstract name.
+///
+/// # Errors
+/// `ENAMETOOLONG` if the path does not fit.
+pub fn address(path: &[u8]) -> Result<(libc::sockaddr_un, u32)> {
+    let mut addr = libc::sockaddr_un { sun_family: libc::AF_UNIX as u16, sun_path: [0; 108] };
+    if path.len() >= addr.sun_path.len() {
+        return Err(Errno(libc::ENAMETOOLONG));
+    }
+    for (to, from) in addr.sun_path.iter_mut().zip(path) {
+        *to = *from as libc::c_char;
+    }
+    let terminator = u32::from(path.first() != Some(&0));
+    Ok((addr, 2 + path.len() as u32 + terminator))
+}
+
+/// Connects to the socket at `path`.
+///
+/// # Errors
+/// As connect(2).
+pub fn connect(path: &[u8]) -> Result<Fd> {
+    let socket = packet_socket()?;
+    let (addr, len) = address(path)?;
+    // SAFETY: the address outlives the call.
+    retry(|| unsafe { syscall!(libc::SYS_connect, socket.raw(), core::ptr::from_ref(&addr), len) })?;
+    Ok(socket)
+}
+
+/// Listens at `path`.
+///
+/// # Errors
+/// As bind(2) and listen(2).
+pub fn listen(path: &[u8]) -> Result<Fd> {
+    let socket = packet_socket()?;
+    let (addr, len) = address(path)?;
+    // SAFETY: the address outlives the call.
+    unsafe { syscall!(libc::SYS_bind, socket.raw(), core::ptr::from_ref(&addr), len) }?;
+    // SAFETY: numbers only.
+    unsafe { syscall!(libc::SYS_listen, socket.raw(), 128) }?;
+    Ok(socket)
+}
+
+/// Accepts one connection.
+///
+/// # Errors
+/// As accept4(2).
+pub fn accept(listener: &Fd) -> Result<Fd> {
+    // SAFETY: no address is asked for.
+    let fd = retry(|| unsafe { syscall!(libc::SYS_accept4, listener.raw(), 0, 0, libc::SOCK_CLOEXEC) })?;
+    // SAFETY: just made, ours.
+    Ok(unsafe { Fd::from_raw(fd as i32) })
+}
+
+/// Process, user and group at the other end when it connected.
+///
+/// # Errors
+/// As getsockopt(2) `SO_PEERCRED`.
+pub fn peer(socket: &Fd) -> Result<libc::ucred> {
+    let mut cred = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut len = size_of::<libc::ucred>() as u32;
+    // SAFETY: the kernel fills at most `len` bytes of the structure.
+    unsafe {
+        syscall!(
+            libc::SYS_getsockopt,
+            socket.raw(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            core::ptr::from_mut(&mut cred),
+            core::ptr::from_mut(&mut len)
+        )
+    }?;
+    Ok(cred)
+}
+
+/// Lets neither sending nor receiving wait longer than `timeout_ms`.
+///
+/// # Errors
+/// As setsockopt(2).
+pub fn set_timeout(socket: &Fd, timeout_ms: u64) -> Result<()> {
+    let time = libc::timeval { tv_sec: (timeout_ms / 1000) as i64, tv_usec: (timeout_ms % 1000) as i64 * 1000 };
+    for option in [libc::SO_RCVTIMEO, libc::SO_SNDTIMEO] {
+        // SAFETY: the structure outlives the call.
+        unsafe {
+            syscall!(
+                libc::SYS_setsockopt,
+                socket.raw(),
+                libc::SOL_SOCKET,
+                option,
+                core::ptr::from_ref(&time),
+                size_of::<libc::timeval>()
+            )
+        }?;
+    }
+    Ok(())
+}
+
+#[repr(C, align(8))]
+struct Control {
+    bytes: [u8; 16 + 4 * FDS_MAX],
+}
+
+/// Sends one packet with descriptors.
+///
+/// # Errors
+/// As sendmsg(2); `EINVAL` for more than [`FDS_MAX`] descriptors.
+pub fn send(socket: &Fd, bytes: &[u8], fds: &[i32]) -> Result<()> {
+    if fds.len() > FDS_MAX {
+        return Err(Errno(libc::EINVAL));
+    }
+    let mut control = Control { bytes: [0; 16 + 4 * FDS_MAX] };
+    let len = 16 + 4 * fds.len();
+    control.bytes[..8].copy_from_slice(&len.to_ne_bytes());
+    control.bytes[8..12].copy_from_slice(&libc::SOL_SOCKET.to_ne_bytes());
+    control.bytes[12..16].copy_from_slice(&libc::SCM_RIGHTS.to_ne_bytes());
+    for (index, fd) in fds.iter().enumerate() {
+        control.bytes[16 + 4 * index..20 + 4 * index].copy_from_slice(&fd.to_ne_bytes());
+    }
+    let mut iov = libc::iovec { iov_base: bytes.as_ptr() as *mut _, iov_len: bytes.len() };
+    // SAFETY: all-zero is a valid msghdr.
+    let mut header: libc::msghdr = unsafe { core::mem::zeroed() };
+    header.msg_iov = &mut iov;
+    header.msg_iovlen = 1;
+    if !fds.is_empty() {
+        header.msg_control = control.bytes.as_mut_ptr().cast();
+        header.msg_controllen = (len.next_multiple_of(8)) as _;
+    }
+    // SAFETY: header, vector and control outlive the call and describe memory we own; the kernel only reads them.
+    retry(|| unsafe { syscall!(libc::SYS_sendmsg, socket.raw(), core::ptr::from_ref(&header), libc::MSG_NOSIGNAL) })
+        .map(drop)
+}
+
+/// Descriptors that came with a packet; those not taken are closed.
+#[derive(Debug)]
+pub struct Fds {
+    fds: [i32; FDS_MAX],
+    len: usize,
+}
+
+impl Fds {
+    /// How many there are.
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True if there are none.
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Takes the descriptor at `index`, once.
+    pub fn take(&mut self, index: usize) -> Option<Fd> {
+        let fd = self.fds[..self.len].get_mut(index)?;
+        if *fd < 0 {
+            return None;
+        }
+        // SAFETY: the kernel made the descriptor for us, and the slot is emptied now.
+        Some(unsafe { Fd::from_raw(core::mem::replace(fd, -1)) })
+    }
+}
+
+impl Drop for Fds {
+    fn drop(&mut self) {
+        for index in 0..self.len {
+            drop(self.take(index));
+        }
+    }
+}
+
+/// Receives one packet into `buffer`; returns its length (0: the other end is closed) and its descriptors.
+///
+/// # Errors
+/// As recvmsg(2); `EMSGSIZE` if the packet does not fit.
+pub fn receive(socket: &Fd, buffer: &mut [u8], flags: i32) -> Result<(usize, Fds)> {
+    let mut control = Control { bytes: [0; 16 + 4 * FDS_MAX] };
+    let mut iov = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+    // SAFETY: all-zero is a valid msghdr.
+    let mut header: libc::msghdr = unsafe { core::mem::zeroed() };
+    header.msg_iov = &mut iov;
+    header.msg_iovlen = 1;
+    header.msg_control = control.bytes.as_mut_ptr().cast();
+    header.msg_controllen = control.bytes.len() as _;
+    let flags = flags | libc::MSG_CMSG_CLOEXEC;
+    // SAFETY: the kernel writes into `buffer` and `control` within the lengths given.
+    let got = retry(|| unsafe { syscall!(libc::SYS_recvmsg, socket.raw(), core::ptr::from_mut(&mut header), flags) })?;
+    let mut fds = Fds { fds: [-1; FDS_MAX], len: 0 };
+    let mut at = 0;
+    #[allow(clippy::unnecessary_cast)]
+    let control_len = (header.msg_controllen as usize).min(control.bytes.len());
+    while at + 16 <= control_len {
+        let len = usize::from_ne_bytes(control.bytes[at..at + 8].try_into().unwrap_or([0; 8]));
+        let level = i32::from_ne_bytes(control.bytes[at + 8..at + 12].try_into().unwrap_or([0; 4]));
+        let kind = i32::from_ne_bytes(control.bytes[at + 12..at + 16].try_into().unwrap_or([0; 4]));
+        if len < 16 || at + len > control_len {
+            break;
+        }
+        if level == libc::SOL_SOCKET && kind == libc::SCM_RIGHTS {
+            for fd in control.bytes[at + 16..at + len].chunks_exact(4) {
+                if fds.len < FDS_MAX {
+                    fds.fds[fds.len] = i32::from_ne_bytes(fd.try_into().unwrap_or([0xff; 4]));
+                    fds.len += 1;
+                }
+            }
+        }
+        at += len.next_multiple_of(8);
+    }
+    if header.msg_flags & libc::MSG_TRUNC != 0 {
+        return Err(Errno(libc::EMSGSIZE));
+    }
+    Ok((got, fds))
+}

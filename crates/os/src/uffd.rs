@@ -1,0 +1,289 @@
+//! userfaultfd(2): watching and freezing pages.
+//!
+//! Structures and numbers are the kernel's (`include/uapi/linux/userfaultfd.h`).
+
+use crate::fd::Fd;
+use crate::raw::{Errno, Result};
+use crate::{Range, syscall};
+use core::ffi::CStr;
+
+/// The kernel has page-fault events for write protection.
+pub const FEATURE_PAGEFAULT_FLAG_WP: u64 = 1 << 0;
+/// fork(2) sends an event.
+pub const FEATURE_EVENT_FORK: u64 = 1 << 1;
+/// mremap(2) sends an event.
+pub const FEATURE_EVENT_REMAP: u64 = 1 << 2;
+/// Discarding advice sends an event, and waits until it is read.
+pub const FEATURE_EVENT_REMOVE: u64 = 1 << 3;
+/// Missing pages of shared memory files can be served.
+pub const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
+/// munmap(2) sends an event.
+pub const FEATURE_EVENT_UNMAP: u64 = 1 << 6;
+/// A fault is answered by SIGBUS in the faulting thread.
+pub const FEATURE_SIGBUS: u64 = 1 << 7;
+/// Page-cache pages that are not yet mapped can be served.
+pub const FEATURE_MINOR_SHMEM: u64 = 1 << 10;
+/// Memory files can be write-protected.
+pub const FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
+/// Pages that do not exist yet can be write-protected.
+pub const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
+/// Poisoning is there.
+pub const FEATURE_POISON: u64 = 1 << 14;
+/// Write protection resolves itself: a write only leaves a mark.
+pub const FEATURE_WP_ASYNC: u64 = 1 << 15;
+/// Pages can be moved.
+pub const FEATURE_MOVE: u64 = 1 << 16;
+
+/// Accesses to absent pages wait.
+pub const MODE_MISSING: u64 = 1 << 0;
+/// Writes are noticed.
+pub const MODE_WP: u64 = 1 << 1;
+/// Accesses to pages that are only in the page cache wait.
+pub const MODE_MINOR: u64 = 1 << 2;
+
+/// Event: a thread waits at a page.
+pub const EVENT_PAGEFAULT: u8 = 0x12;
+/// Event: a range is being discarded.
+pub const EVENT_REMOVE: u8 = 0x15;
+
+const fn ioc(dir: u32, ty: u32, nr: u32, size: usize) -> u32 {
+    (dir << 30) | ((size as u32) << 16) | (ty << 8) | nr
+}
+const READ: u32 = 2;
+const BOTH: u32 = 3;
+const UFFD: u32 = 0xAA;
+
+/// `USERFAULTFD_IOC_NEW`: on /dev/userfaultfd, makes a descriptor of the calling process.
+const DEV_NEW: u32 = ioc(0, UFFD, 0x00, 0);
+const API: u32 = ioc(BOTH, UFFD, 0x3F, size_of::<Api>());
+const REGISTER: u32 = ioc(BOTH, UFFD, 0x00, size_of::<Register>());
+const UNREGISTER: u32 = ioc(READ, UFFD, 0x01, size_of::<UffdRange>());
+const WAKE: u32 = ioc(READ, UFFD, 0x02, size_of::<UffdRange>());
+const COPY: u32 = ioc(BOTH, UFFD, 0x03, size_of::<Copy_>());
+const ZEROPAGE: u32 = ioc(BOTH, UFFD, 0x04, size_of::<Zeropage>());
+const MOVE: u32 = ioc(BOTH, UFFD, 0x05, size_of::<Move>());
+const CONTINUE: u32 = ioc(BOTH, UFFD, 0x07, size_of::<Zeropage>());
+const WRITEPROTECT: u32 = ioc(BOTH, UFFD, 0x06, size_of::<WriteProtect>());
+
+#[repr(C)]
+struct Api {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+#[repr(C)]
+struct UffdRange {
+    start: u64,
+    len: u64,
+}
+#[repr(C)]
+struct Register {
+    range: UffdRange,
+    mode: u64,
+    ioctls: u64,
+}
+#[repr(C)]
+struct Copy_ {
+    dst: u64,
+    src: u64,
+    len: u64,
+    mode: u64,
+    copied: i64,
+}
+#[repr(C)]
+struct Zeropage {
+    range: UffdRange,
+    mode: u64,
+    zeroed: i64,
+}
+#[repr(C)]
+struct Move {
+    dst: u64,
+    src: u64,
+    len: u64,
+    mode: u64,
+    moved: i64,
+}
+#[repr(C)]
+struct WriteProtect {
+    range: UffdRange,
+    mode: u64,
+}
+
+impl From<Range> for UffdRange {
+    fn from(range: Range) -> Self {
+        UffdRange { start: range.start, len: range.len() }
+    }
+}
+
+/// Do not wake those who wait for the range; the caller wakes them later.
+pub const DONTWAKE: u64 = 1;
+/// `MOVE`: holes in the source are skipped instead of failing.
+pub const MOVE_ALLOW_SRC_HOLES: u64 = 1 << 1;
+
+/// An event that a descriptor delivered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// A thread waits at this address.
+    PageFault {
+        /// The page's address.
+        addr: u64,
+        /// The access was a write.
+        write: bool,
+    },
+    /// The range is about to be discarded; the discarding thread waited until this was read.
+    Remove(Range),
+    /// Any other event, by number.
+    Other(u8),
+}
+
+/// A userfaultfd: a watch over ranges of one process's memory.
+#[derive(Debug)]
+pub struct Uffd(Fd);
+
+impl Uffd {
+    /// Makes a descriptor for the calling process with `features`, non-blocking, close-on-exec.
+    ///
+    /// `device` is an open /dev/userfaultfd, which needs no privilege; without it the system call is used.
+    ///
+    /// # Errors
+    /// `EPERM` without device and privilege; `EINVAL` if the kernel lacks a feature.
+    pub fn new(device: Option<&Fd>, features: u64) -> Result<Uffd> {
+        let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+        let fd = match device {
+            // SAFETY: the ioctl takes flags only and returns a new descriptor.
+            Some(device) => unsafe { syscall!(libc::SYS_ioctl, device.raw(), DEV_NEW, flags) }?,
+            // SAFETY: flags only.
+            None => unsafe { syscall!(libc::SYS_userfaultfd, flags) }?,
+        };
+        // SAFETY: just made, ours.
+        let fd = unsafe { Fd::from_raw(fd as i32) };
+        let mut api = Api { api: 0xAA, features, ioctls: 0 };
+        ioctl(&fd, API, &mut api)?;
+        Ok(Uffd(fd))
+    }
+
+    /// Wraps a descriptor that another process made and passed to us.
+    pub fn from_fd(fd: Fd) -> Uffd {
+        Uffd(fd)
+    }
+
+    /// The descriptor.
+    pub const fn fd(&self) -> &Fd {
+        &self.0
+    }
+
+    /// Watches `range` in `mode`.
+    ///
+    /// # Errors
+    /// `EBUSY` if another descriptor has part of it, `EINVAL` if a mapping there cannot be watched.
+    pub fn register(&self, range: Range, mode: u64) -> Result<()> {
+        ioctl(&self.0, REGISTER, &mut Register { range: range.into(), mode, ioctls: 0 })
+    }
+
+    /// Stops watching `range`, wakes who waits there, and drops its write protection.
+    ///
+    /// # Errors
+    /// `EINVAL` if nothing is mapped there or a mapping there cannot be watched at all.
+    pub fn unregister(&self, range: Range) -> Result<()> {
+        ioctl(&self.0, UNREGISTER, &mut UffdRange::from(range))
+    }
+
+    /// Wakes everybody who waits in `range`.
+    ///
+    /// # Errors
+    /// `EINVAL` for a range that is no range.
+    pub fn wake(&self, range: Range) -> Result<()> {
+        ioctl(&self.0, WAKE, &mut UffdRange::from(range))
+    }
+
+    /// Moves the pages of `src` to `dst`, which must be empty and watched for missing pages.
+    ///
+    /// Returns the bytes moved, and the error that ended the move early, if one did:
+    /// `EBUSY` a page is pinned or shared by fork, `EAGAIN` try again, `ENOENT` a hole,
+    /// `EINVAL` the source is not plain anonymous memory.
+    pub fn move_pages(&self, dst: u64, src: Range, mode: u64) -> (u64, Option<Errno>) {
+        let mut arg = Move { dst, src: src.start, len: src.len(), mode, moved: 0 };
+        match ioctl(&self.0, MOVE, &mut arg) {
+            Ok(()) => (src.len(), None),
+            Err(errno) => (arg.moved.max(0) as u64, Some(errno)),
+        }
+    }
+
+    /// Copies `src` of our memory to the absent pages at `dst`; returns the bytes copied and the error that ended it.
+    ///
+    /// # Safety
+    /// `src..src + len` is readable memory of the calling process.
+    pub unsafe fn copy(&self, dst: u64, src: u64, len: u64, mode: u64) -> (u64, Option<Errno>) {
+        let mut arg = Copy_ { dst, src, len, mode, copied: 0 };
+        match ioctl(&self.0, COPY, &mut arg) {
+            Ok(()) => (len, None),
+            Err(errno) => (arg.copied.max(0) as u64, Some(errno)),
+        }
+    }
+
+    /// Maps the zero page over the absent pages of `range`; returns the bytes done and the error that ended it.
+    pub fn zero(&self, range: Range, mode: u64) -> (u64, Option<Errno>) {
+        let mut arg = Zeropage { range: range.into(), mode, zeroed: 0 };
+        match ioctl(&self.0, ZEROPAGE, &mut arg) {
+            Ok(()) => (range.len(), None),
+            Err(errno) => (arg.zeroed.max(0) as u64, Some(errno)),
+        }
+    }
+
+    /// Maps what the page cache holds for the unmapped pages of `range`; returns the bytes done and the error that ended it.
+    ///
+    /// `EEXIST` a page is mapped already, `EAGAIN` a discard is under way.
+    pub fn map_cached(&self, range: Range, mode: u64) -> (u64, Option<Errno>) {
+        let mut arg = Zeropage { range: range.into(), mode, zeroed: 0 };
+        match ioctl(&self.0, CONTINUE, &mut arg) {
+            Ok(()) => (range.len(), None),
+            Err(errno) => (arg.zeroed.max(0) as u64, Some(errno)),
+        }
+    }
+
+    /// Write-protects `range`.
+    ///
+    /// # Errors
+    /// `ENOENT` if the range is not watched for writes.
+    pub fn write_protect(&self, range: Range) -> Result<()> {
+        ioctl(&self.0, WRITEPROTECT, &mut WriteProtect { range: range.into(), mode: 1 })
+    }
+
+    /// Reads one event, `None` if there is none now. Reading a removal lets the remover go on.
+    ///
+    /// # Errors
+    /// As read(2).
+    pub fn read_event(&self) -> Result<Option<Event>> {
+        let mut message = [0u8; 32];
+        match self.0.read(&mut message) {
+            Ok(32) => {}
+            Ok(_) | Err(Errno(libc::EAGAIN)) => return Ok(None),
+            Err(errno) => return Err(errno),
+        }
+        let word = |at: usize| {
+            let mut bytes = [0u8; 8];
+            bytes.copy_from_slice(&message[at..at + 8]);
+            u64::from_ne_bytes(bytes)
+        };
+        Ok(Some(match message[0] {
+            EVENT_PAGEFAULT => Event::PageFault { addr: word(16), write: word(8) & 1 != 0 },
+            EVENT_REMOVE => Event::Remove(Range { start: word(8), end: word(16) }),
+            other => Event::Other(other),
+        }))
+    }
+}
+
+/// Opens /dev/userfaultfd.
+///
+/// # Errors
+/// As open(2).
+pub fn open_device() -> Result<Fd> {
+    const PATH: &CStr = c"/dev/userfaultfd";
+    Fd::open(PATH, libc::O_RDWR, 0)
+}
+
+fn ioctl<T>(fd: &Fd, request: u32, arg: &mut T) -> Result<()> {
+    // SAFETY: each request constant carries the size of its structure, and the callers above pass that structure.
+    unsafe { syscall!(libc::SYS_ioctl, fd.raw(), request, core::ptr::from_mut(arg)) }.map(drop)
+}
