@@ -1,0 +1,124 @@
+//! Size classes: which block sizes a span is cut into.
+//!
+//! Steps of 16 bytes up to 512, then 16 steps per doubling, so a block wastes
+//! at most 1/16 of its size above 256 bytes. Every multiple of 64 up to 2048
+//! is a class of its own: structures made of cache lines waste nothing there.
+
+/// Bytes of a span, the unit in which memory is handed to a class.
+///
+/// Small under `--cfg pagefold_stress`, so that spans fill, empty and move in every run.
+pub const SPAN_BYTES: usize = if cfg!(pagefold_stress) { 64 << 10 } else { 512 << 10 };
+
+/// Largest block that shares a span; anything larger takes whole spans.
+pub const SMALL_BYTES_MAX: usize = SPAN_BYTES / 2;
+
+/// Number of classes; class 0 is not a block size, it names free spans; the last two are logs.
+pub const CLASS_COUNT: usize = LOG + 2;
+
+/// The first of two classes of extents that are filled from front to back with blocks of any size.
+pub const LOG: usize = class_of(SMALL_BYTES_MAX) + 1;
+
+/// Spans of a log extent.
+pub const LOG_SPANS: usize = 8;
+
+/// Largest block that goes into a log extent.
+pub const LOG_BYTES_MAX: usize = LOG_SPANS * SPAN_BYTES / 4;
+
+/// Returns the smallest class whose blocks hold `size` bytes (`size` <= [`SMALL_BYTES_MAX`]).
+#[inline]
+pub const fn class_of(size: usize) -> usize {
+    if size <= 512 {
+        return if size == 0 { 1 } else { size.div_ceil(16) };
+    }
+    // Which doubling (512 << shift, 1024 << shift], and which of its 16 steps.
+    let shift = (size - 1).ilog2() as usize - 9;
+    let step = 32usize << shift;
+    32 + shift * 16 + (size - (512 << shift)).div_ceil(step)
+}
+
+/// Returns the block size of `class` in bytes.
+#[inline]
+pub const fn class_bytes(class: usize) -> usize {
+    if class <= 32 {
+        return class * 16;
+    }
+    let shift = (class - 33) / 16;
+    (512 << shift) + ((class - 33) % 16 + 1) * (32 << shift)
+}
+
+/// How a span of one class is cut: where its first block is and how many there are.
+#[derive(Clone, Copy)]
+pub struct Cut {
+    /// Bytes of one block.
+    pub block_bytes: u32,
+    /// Offset of block 0 from the start of the span; the bitmap lies before it when it does not fit the table.
+    pub first: u32,
+    /// Number of blocks.
+    pub count: u32,
+    /// Words of the bitmap; 1 means it lives in the span table.
+    pub words: u32,
+}
+
+/// The cut of every class.
+pub const CUTS: [Cut; CLASS_COUNT] = {
+    let mut cuts = [Cut { block_bytes: 1, first: 0, count: 0, words: 1 }; CLASS_COUNT];
+    let log_first = (LOG_SPANS * SPAN_BYTES / 64 / 8).next_multiple_of(64);
+    let log_count = (LOG_SPANS * SPAN_BYTES - log_first) / 64;
+    let log =
+        Cut { block_bytes: 64, first: log_first as u32, count: log_count as u32, words: log_count.div_ceil(64) as u32 };
+    cuts[LOG] = log;
+    cuts[LOG + 1] = log;
+    let mut class = 1;
+    while class < LOG {
+        let size = class_bytes(class);
+        let mut count = SPAN_BYTES / size;
+        let mut words = count.div_ceil(64);
+        let mut first = 0;
+        if words > 1 {
+            first = (words * 8).next_multiple_of(64);
+            count = (SPAN_BYTES - first) / size;
+            words = count.div_ceil(64);
+            if words == 1 {
+                // The bitmap would just fit the table: keep the in-span form, words > 1 is the switch.
+                words = 2;
+            }
+        }
+        cuts[class] = Cut { block_bytes: size as u32, first: first as u32, count: count as u32, words: words as u32 };
+        class += 1;
+    }
+    cuts
+};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_size_gets_the_smallest_class_that_holds_it() {
+        for size in 1..=SMALL_BYTES_MAX {
+            let class = class_of(size);
+            assert!(class_bytes(class) >= size, "size {size} class {class}");
+            assert!(class == 1 || class_bytes(class - 1) < size, "size {size} class {class}");
+        }
+        assert_eq!(class_bytes(LOG - 1), SMALL_BYTES_MAX);
+    }
+
+    #[test]
+    fn lines_waste_nothing() {
+        for lines in 1..=32 {
+            assert_eq!(class_bytes(class_of(lines * 64)), lines * 64);
+        }
+    }
+
+    #[test]
+    fn cuts_fit_their_span() {
+        for cut in &CUTS[1..LOG] {
+            assert!(cut.first as usize + cut.count as usize * cut.block_bytes as usize <= SPAN_BYTES);
+            assert!(cut.count as usize <= cut.words as usize * 64);
+            if cut.words > 1 {
+                assert!(cut.words as usize * 8 <= cut.first as usize);
+            }
+            assert!(cut.count >= 2);
+        }
+    }
+}

@@ -1,0 +1,281 @@
+//! The mapping under an arena: one range of address space, reserved once,
+//! filled with the largest pages the system has.
+
+use super::{Error, Numa, Pages};
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+use std::ptr::NonNull;
+
+const MIB_2: usize = 2 << 20;
+const GIB_1: usize = 1 << 30;
+const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
+const TMPFS_MAGIC: i64 = 0x0102_1994;
+
+/// The pages an arena really stands on; `stats` says which.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backing {
+    /// Ordinary pages of 4 KiB.
+    Small,
+    /// Ordinary memory that the kernel backs with 2 MiB pages where it can.
+    Transparent,
+    /// Explicit huge pages of 2 MiB.
+    Huge2M,
+    /// Explicit huge pages of 1 GiB.
+    Huge1G,
+}
+
+impl Backing {
+    /// Returns the name used in statistics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Backing::Small => "4 KiB",
+            Backing::Transparent => "transparent 2 MiB",
+            Backing::Huge2M => "2 MiB",
+            Backing::Huge1G => "1 GiB",
+        }
+    }
+}
+
+/// A mapping that lives as long as this value.
+pub struct Mapping {
+    base: NonNull<u8>,
+    bytes: usize,
+    backing: Backing,
+    file: Option<File>,
+}
+
+// SAFETY: the mapping is plain memory; all access to it goes through atomics or is ordered by the arena's protocol.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Reserves `bytes` of private memory.
+    ///
+    /// # Errors
+    /// [`Error::Reserve`] if the address space or, for explicit huge pages without fallback, the pages are not there.
+    pub fn private(bytes: usize, pages: Pages, numa: Numa) -> Result<Mapping, Error> {
+        let explicit = match pages {
+            Pages::Auto => [None, Some((MIB_2, Backing::Huge2M))],
+            Pages::Huge1G => [Some((GIB_1, Backing::Huge1G)), Some((MIB_2, Backing::Huge2M))],
+            Pages::Huge2M => [None, Some((MIB_2, Backing::Huge2M))],
+            Pages::Small | Pages::Transparent => [None, None],
+        };
+        for (page_bytes, backing) in explicit.into_iter().flatten() {
+            if bytes.next_multiple_of(page_bytes) > free_huge_bytes(page_bytes) {
+                continue;
+            }
+            let flags = libc::MAP_HUGETLB | ((page_bytes.ilog2() as i32) << libc::MAP_HUGE_SHIFT);
+            if let Ok(mapping) = anonymous(bytes.next_multiple_of(page_bytes), page_bytes, flags, backing) {
+                mapping.place(numa);
+                return Ok(mapping);
+            }
+        }
+        let mut mapping = anonymous(bytes, MIB_2, libc::MAP_NORESERVE, Backing::Small)
+            .map_err(|source| Error::Reserve { bytes: bytes as u64, source })?;
+        mapping.place(numa);
+        if pages != Pages::Small && thp_allowed() && mapping.advise(0, mapping.bytes, libc::MADV_HUGEPAGE).is_ok() {
+            mapping.backing = Backing::Transparent;
+        } else if pages == Pages::Small {
+            let _ = mapping.advise(0, mapping.bytes, libc::MADV_NOHUGEPAGE);
+        }
+        Ok(mapping)
+    }
+
+    /// Maps the first `bytes` of `file`, shared with whoever else maps it.
+    ///
+    /// # Errors
+    /// [`Error::Reserve`] as the kernel refused, e.g. a hugetlbfs without enough free pages.
+    pub fn shared(file: File, bytes: usize, pages: Pages) -> Result<Mapping, Error> {
+        let (magic, block_bytes) = file_system(&file);
+        let huge = magic == HUGETLBFS_MAGIC;
+        // Reserve aligned address space first, then put the file over it, so that 2 MiB pages line up.
+        let reserve = |source| Error::Reserve { bytes: bytes as u64, source };
+        let align = if huge { block_bytes.max(MIB_2) } else { MIB_2 };
+        let hold =
+            anonymous_prot(bytes, align, libc::MAP_NORESERVE, Backing::Small, libc::PROT_NONE).map_err(reserve)?;
+        // SAFETY: the range is exactly the reservation we own; MAP_FIXED replaces it.
+        let base = unsafe {
+            libc::mmap(
+                hold.base.as_ptr().cast(),
+                bytes,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED | libc::MAP_FIXED,
+                file.as_raw_fd(),
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(reserve(io::Error::last_os_error()));
+        }
+        let mut mapping = hold;
+        mapping.backing = if huge && block_bytes >= GIB_1 {
+            Backing::Huge1G
+        } else if huge {
+            Backing::Huge2M
+        } else if pages != Pages::Small
+            && magic == TMPFS_MAGIC
+            && tmpfs_huge(&file)
+            && mapping.advise(0, bytes, libc::MADV_HUGEPAGE).is_ok()
+        {
+            Backing::Transparent
+        } else {
+            Backing::Small
+        };
+        mapping.file = Some(file);
+        Ok(mapping)
+    }
+
+    /// Returns the first byte of the mapping.
+    #[inline]
+    pub fn base(&self) -> *mut u8 {
+        self.base.as_ptr()
+    }
+
+    /// Returns the pages the mapping stands on.
+    pub fn backing(&self) -> Backing {
+        self.backing
+    }
+
+    /// Makes sure that pages for `offset..offset+bytes` can be had, so that touching them cannot kill the process.
+    ///
+    /// # Errors
+    /// The kernel's, e.g. ENOSPC when the tmpfs is full.
+    pub fn secure(&self, offset: usize, bytes: usize) -> io::Result<()> {
+        let Some(file) = &self.file else { return Ok(()) };
+        // SAFETY: fallocate on our own descriptor touches no memory of this process.
+        let done = unsafe { libc::fallocate(file.as_raw_fd(), 0, offset as i64, bytes as i64) };
+        if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Gives the pages of `offset..offset+bytes` back to the system; they read as zero afterwards.
+    pub fn give_back(&self, offset: usize, bytes: usize) {
+        match &self.file {
+            // A hole in hugetlbfs could not be read again if its pool ran dry, so those pages stay.
+            Some(_) if matches!(self.backing, Backing::Huge2M | Backing::Huge1G) => {}
+            Some(file) => {
+                let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+                // SAFETY: fallocate on our own descriptor; the arena says that no live block is in the range.
+                unsafe { libc::fallocate(file.as_raw_fd(), mode, offset as i64, bytes as i64) };
+            }
+            None => {
+                let _ = self.advise(offset, bytes, libc::MADV_DONTNEED);
+            }
+        }
+    }
+
+    fn advise(&self, offset: usize, bytes: usize, advice: i32) -> io::Result<()> {
+        assert!(offset + bytes <= self.bytes);
+        // SAFETY: the range lies inside our own mapping (asserted above).
+        let done = unsafe { libc::madvise(self.base.as_ptr().add(offset).cast(), bytes, advice) };
+        if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Asks for pages on all nodes in turn, where there is more than one.
+    fn place(&self, numa: Numa) {
+        let nodes = node_mask();
+        if numa != Numa::Interleave || nodes.count_ones() < 2 {
+            return;
+        }
+        const MPOL_INTERLEAVE: i32 = 3;
+        // SAFETY: mbind on our own range with a mask that outlives the call; a refusal only costs placement.
+        unsafe {
+            libc::syscall(libc::SYS_mbind, self.base.as_ptr(), self.bytes, MPOL_INTERLEAVE, &raw const nodes, 64, 0);
+        }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: base and bytes are what mmap gave us; nobody holds the mapping any more.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };
+    }
+}
+
+fn anonymous(bytes: usize, align: usize, flags: i32, backing: Backing) -> io::Result<Mapping> {
+    anonymous_prot(bytes, align, flags, backing, libc::PROT_READ | libc::PROT_WRITE)
+}
+
+/// Maps `bytes` anonymously, aligned to `align`.
+fn anonymous_prot(bytes: usize, align: usize, flags: i32, backing: Backing, prot: i32) -> io::Result<Mapping> {
+    let slack = if flags & libc::MAP_HUGETLB != 0 { 0 } else { align };
+    // SAFETY: a fresh anonymous mapping at an address the kernel chooses.
+    let raw = unsafe {
+        libc::mmap(std::ptr::null_mut(), bytes + slack, prot, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | flags, -1, 0)
+    };
+    if raw == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    let start = raw as usize;
+    let aligned = start.next_multiple_of(align);
+    let head = aligned - start;
+    // SAFETY: head and tail lie inside the mapping just made and outside the part we keep.
+    unsafe {
+        if slack != 0 && head != 0 {
+            libc::munmap(raw, head);
+        }
+        if slack != 0 && slack != head {
+            libc::munmap((aligned + bytes) as *mut libc::c_void, slack - head);
+        }
+        let name = c"llds arena";
+        // Names the range in /proc/PID/maps where the kernel can (CONFIG_ANON_VMA_NAME); whoever merges pages skips it.
+        libc::prctl(libc::PR_SET_VMA, libc::PR_SET_VMA_ANON_NAME, aligned, bytes, name.as_ptr());
+    }
+    let base = NonNull::new(aligned as *mut u8).ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
+    Ok(Mapping { base, bytes, backing, file: None })
+}
+
+/// Bytes of free explicit huge pages of one size.
+fn free_huge_bytes(page_bytes: usize) -> usize {
+    let path = format!("/sys/kernel/mm/hugepages/hugepages-{}kB/free_hugepages", page_bytes >> 10);
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    text.trim().parse::<usize>().map_or(0, |count| count.saturating_mul(page_bytes))
+}
+
+/// Bytes of free explicit huge pages behind `file`'s hugetlbfs, or none for another file system.
+pub fn hugetlbfs_free_bytes(file: &File) -> Option<(usize, usize)> {
+    let (magic, block_bytes) = file_system(file);
+    (magic == HUGETLBFS_MAGIC).then(|| (block_bytes, free_huge_bytes(block_bytes)))
+}
+
+fn thp_allowed() -> bool {
+    std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled")
+        .is_ok_and(|text| text.contains("[madvise]") || text.contains("[always]"))
+}
+
+/// Magic number and block size of the file system that `file` lives on.
+fn file_system(file: &File) -> (i64, usize) {
+    // SAFETY: statfs is plain data, for which all zeros is a value.
+    let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: the descriptor is open and the buffer is ours.
+    let done = unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) };
+    if done == 0 { (stat.f_type as i64, stat.f_bsize as usize) } else { (0, 4096) }
+}
+
+/// Whether the tmpfs that `file` lives on gives huge pages when asked.
+fn tmpfs_huge(file: &File) -> bool {
+    let Ok(meta) = file.metadata() else { return false };
+    let device = format!("{}:{}", libc::major(meta.dev()), libc::minor(meta.dev()));
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    mounts
+        .lines()
+        .filter(|line| line.split(' ').nth(2) == Some(device.as_str()))
+        .any(|line| ["huge=advise", "huge=always", "huge=within_size"].iter().any(|option| line.contains(option)))
+}
+
+/// Bit mask of the memory nodes that are online (the first 64).
+fn node_mask() -> u64 {
+    let text = std::fs::read_to_string("/sys/devices/system/node/has_memory").unwrap_or_default();
+    let mut mask = 0;
+    for part in text.trim().split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        if let (Ok(first), Ok(last)) = (first.parse::<u32>(), last.parse::<u32>()) {
+            for node in first..=last.min(63) {
+                mask |= 1 << node;
+            }
+        }
+    }
+    mask
+}

@@ -1,0 +1,751 @@
+//! Spans: how blocks are given out and taken back.
+//!
+//! Memory is cut into spans of [`SPAN_BYTES`]. A span is free, or holds blocks
+//! of one class under a bitmap, or is part of a large block. A thread leases a
+//! span per class: only the lease holder sets bits of its bitmap, anybody
+//! clears them. The `meta` word of a span, changed by compare-and-swap, is the
+//! truth; the per-class bitmaps of spans with room are hints, and may be
+//! wrong in both directions without harm.
+//!
+//! Orders are chosen so that a death between two stores loses at most one
+//! block until the next audit, and never gives one block out twice.
+
+use super::class::{CUTS, Cut, LOG, LOG_BYTES_MAX, LOG_SPANS, SMALL_BYTES_MAX, SPAN_BYTES, class_of};
+use super::fault;
+use super::seat::{INTENT_ALLOC, Seat};
+use super::{Error, Inner};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// State: never used.
+const UNUSED: u64 = 0;
+/// State: free, pages may be present.
+const FREE: u64 = 1;
+/// State: free, pages were given back.
+const HOLE: u64 = 2;
+/// State: holds blocks of one class.
+const SMALL: u64 = 3;
+/// State: first span of a large block.
+const LARGE: u64 = 4;
+/// State: further span of a large block.
+const REST: u64 = 5;
+
+/// Spans that lie in one 2 MiB page and are given back together.
+const GROUP: usize = (2 << 20) / SPAN_BYTES;
+
+/// Free spans kept with their pages before any are given back.
+const KEEP_SPANS: u64 = if cfg!(pagefold_stress) { 4 } else { 16 };
+
+/// A span's table entry.
+#[repr(C)]
+pub(super) struct Entry {
+    /// State, class, owner seat (plus one), and length of a large block in spans.
+    pub meta: AtomicU64,
+    /// The bitmap of a class with at most 64 blocks per span.
+    pub bits: AtomicU64,
+}
+
+/// A `meta` word taken apart.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Meta {
+    state: u64,
+    class: usize,
+    owner: u64,
+    spans: u64,
+}
+
+impl Meta {
+    fn of(word: u64) -> Meta {
+        Meta {
+            state: word & 0xff,
+            class: ((word >> 8) & 0xff) as usize,
+            owner: (word >> 16) & 0xffff,
+            spans: word >> 32,
+        }
+    }
+
+    fn word(self) -> u64 {
+        self.state | (self.class as u64) << 8 | self.owner << 16 | self.spans << 32
+    }
+
+    fn free(state: u64, owner: u64) -> u64 {
+        Meta { state, class: 0, owner, spans: 0 }.word()
+    }
+
+    fn claimable(self) -> bool {
+        self.owner == 0 && matches!(self.state, UNUSED | FREE | HOLE)
+    }
+}
+
+/// What the spans of an arena hold.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SpanStats {
+    /// Bytes in blocks that are given out.
+    pub allocated_bytes: u64,
+    /// Blocks that are given out.
+    pub block_count: u64,
+    /// Bytes of spans that have pages: in use, leased or kept for reuse.
+    pub held_bytes: u64,
+    /// Bytes of free spans kept with their pages.
+    pub kept_bytes: u64,
+}
+
+impl Inner {
+    /// Gives out a block of at least `size` bytes and writes the intent to link it into `seat`.
+    pub(super) fn alloc(&self, seat: &Seat, owner: u64, size: usize) -> Result<u64, Error> {
+        let block = if size <= SMALL_BYTES_MAX {
+            self.alloc_small(seat, owner, class_of(size))?
+        } else {
+            self.alloc_large(seat, owner, size.div_ceil(SPAN_BYTES))?
+        };
+        // A reader that still looks at this block's former life must, once it sees our stores, also see
+        // that life's end: pairs with the acquire fence before such a reader's last check.
+        std::sync::atomic::fence(Ordering::Release);
+        Ok(block)
+    }
+
+    /// Gives out `size` bytes (a multiple of 64) right behind what this thread got here last.
+    pub(super) fn alloc_log(&self, seat: &Seat, owner: u64, size: usize, second: bool) -> Result<u64, Error> {
+        let units = size.div_ceil(64) as u32;
+        // An extent would be too large a part of a small arena.
+        if size > LOG_BYTES_MAX || self.layout.spans < 16 * LOG_SPANS {
+            return self.alloc(seat, owner, size);
+        }
+        let class = LOG + usize::from(second);
+        let cut = &CUTS[class];
+        loop {
+            let leased = seat.leases[class].load(Ordering::Relaxed);
+            let at = seat.cursors[class].load(Ordering::Relaxed);
+            if leased != 0 && at + units <= cut.count {
+                let span = leased as usize - 1;
+                let block = self.span_offset(span) + u64::from(cut.first) + u64::from(at) * 64;
+                seat.intents[INTENT_ALLOC].store(block, Ordering::Release);
+                fault::point();
+                self.bitmap(span, cut, at / 64).fetch_or(1 << (at % 64), Ordering::SeqCst);
+                fault::point();
+                seat.cursors[class].store(at + units, Ordering::Relaxed);
+                std::sync::atomic::fence(Ordering::Release);
+                return Ok(block);
+            }
+            if leased != 0 {
+                seat.leases[class].store(0, Ordering::Relaxed);
+                self.drop_lease(leased as usize - 1, owner);
+            }
+            let span = match self.claim_extent(LOG_SPANS, owner) {
+                Ok(span) => span,
+                // Not enough free spans in a row: any block of the size will do.
+                Err(Error::Full { .. }) => return self.alloc(seat, owner, size),
+                Err(error) => return Err(error),
+            };
+            for index in 0..cut.words {
+                self.bitmap(span, cut, index).store(tail_mask(cut, index), Ordering::Relaxed);
+            }
+            fault::point();
+            // Head first: from here the rest belongs to it, whoever looks.
+            let head = Meta { state: SMALL, class, owner, spans: LOG_SPANS as u64 };
+            self.entry(span).meta.store(head.word(), Ordering::SeqCst);
+            for rest in 1..LOG_SPANS {
+                fault::point();
+                self.entry(span + rest).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
+            }
+            seat.cursors[class].store(0, Ordering::Relaxed);
+            seat.leases[class].store(span as u32 + 1, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether a block lies in a second log.
+    pub(super) fn is_second_log(&self, block: u64) -> bool {
+        self.head_of(block).is_some_and(|(_, meta)| meta.state == SMALL && meta.class == LOG + 1)
+    }
+
+    /// Whether the extent of a log block holds so little else that moving the block away is worth it, if its other
+    /// blocks are of `size` bytes like this one. False while a thread still fills it.
+    pub(super) fn is_log_sparse(&self, block: u64, size: usize) -> bool {
+        let Some((span, meta)) = self.head_of(block) else { return false };
+        if meta.state != SMALL || meta.class < LOG || meta.owner != 0 {
+            return false;
+        }
+        let cut = &CUTS[LOG];
+        let enough = cut.count as usize * 64 / size.max(64) / 10 * 8;
+        let mut count = 0;
+        for index in 0..cut.words {
+            let bits = self.bitmap(span, cut, index).load(Ordering::Relaxed) & !tail_mask(cut, index);
+            count += bits.count_ones() as usize;
+            if count >= enough {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn alloc_small(&self, seat: &Seat, owner: u64, class: usize) -> Result<u64, Error> {
+        loop {
+            let leased = seat.leases[class].load(Ordering::Relaxed);
+            if leased != 0 {
+                let span = leased as usize - 1;
+                if let Some(block) = self.take_block(seat, span, class) {
+                    return Ok(block);
+                }
+                seat.leases[class].store(0, Ordering::Relaxed);
+                self.drop_lease(span, owner);
+            }
+            match self.take_lease(owner, class) {
+                Ok(span) => {
+                    seat.cursors[class].store(0, Ordering::Relaxed);
+                    seat.leases[class].store(span as u32 + 1, Ordering::Relaxed);
+                }
+                Err(error) => return self.alloc_tight(seat, owner, class).ok_or(error),
+            }
+        }
+    }
+
+    /// Finds a block when no span is free: in a span this thread leases and does not need, else in a larger class.
+    #[cold]
+    fn alloc_tight(&self, seat: &Seat, owner: u64, class: usize) -> Option<u64> {
+        for (other, lease) in seat.leases.iter().enumerate().skip(1) {
+            let leased = lease.load(Ordering::Relaxed);
+            if leased != 0 && self.is_empty(leased as usize - 1, &CUTS[other]) {
+                lease.store(0, Ordering::Relaxed);
+                self.drop_lease(leased as usize - 1, owner);
+                let span = self.take_lease(owner, class).ok()?;
+                seat.cursors[class].store(0, Ordering::Relaxed);
+                seat.leases[class].store(span as u32 + 1, Ordering::Relaxed);
+                return self.take_block(seat, span, class);
+            }
+        }
+        let lines = CUTS[class].block_bytes.is_multiple_of(64);
+        for (larger, cut) in CUTS[..LOG].iter().enumerate().skip(class + 1) {
+            if lines && !cut.block_bytes.is_multiple_of(64) {
+                continue;
+            }
+            let leased = seat.leases[larger].load(Ordering::Relaxed);
+            if leased != 0
+                && let Some(block) = self.take_block(seat, leased as usize - 1, larger)
+            {
+                return Some(block);
+            }
+            if let Some(span) = self.take_partial(owner, larger) {
+                if leased != 0 {
+                    self.drop_lease(leased as usize - 1, owner);
+                }
+                seat.cursors[larger].store(0, Ordering::Relaxed);
+                seat.leases[larger].store(span as u32 + 1, Ordering::Relaxed);
+                return self.take_block(seat, span, larger);
+            }
+        }
+        None
+    }
+
+    /// Takes a free block of a span this thread leases.
+    #[inline]
+    fn take_block(&self, seat: &Seat, span: usize, class: usize) -> Option<u64> {
+        let cut = &CUTS[class];
+        let start = seat.cursors[class].load(Ordering::Relaxed);
+        for step in 0..cut.words {
+            let index = if start + step < cut.words { start + step } else { start + step - cut.words };
+            let word = self.bitmap(span, cut, index);
+            let bits = word.load(Ordering::Relaxed);
+            if bits == u64::MAX {
+                continue;
+            }
+            let bit = bits.trailing_ones();
+            let number = u64::from(index * 64 + bit);
+            let block = self.span_offset(span) + u64::from(cut.first) + number * u64::from(cut.block_bytes);
+            seat.intents[INTENT_ALLOC].store(block, Ordering::Release);
+            fault::point();
+            // SeqCst: pairs with the look at `meta` in `free_small`.
+            word.fetch_or(1 << bit, Ordering::SeqCst);
+            fault::point();
+            seat.cursors[class].store(index, Ordering::Relaxed);
+            return Some(block);
+        }
+        None
+    }
+
+    /// Leases a span of `class` with room, or a free one that it cuts for the class.
+    fn take_lease(&self, owner: u64, class: usize) -> Result<usize, Error> {
+        if let Some(span) = self.take_partial(owner, class) {
+            return Ok(span);
+        }
+        let span = self.claim_span(owner)?;
+        let cut = &CUTS[class];
+        for index in 0..cut.words {
+            self.bitmap(span, cut, index).store(tail_mask(cut, index), Ordering::Relaxed);
+        }
+        fault::point();
+        self.entry(span).meta.store(Meta { state: SMALL, class, owner, spans: 0 }.word(), Ordering::SeqCst);
+        Ok(span)
+    }
+
+    /// Leases a span of `class` that nobody leases and that has room.
+    fn take_partial(&self, owner: u64, class: usize) -> Option<usize> {
+        let words = self.fresh().div_ceil(64);
+        for index in 0..words {
+            let hints = self.hints(class, index);
+            let mut bits = hints.load(Ordering::Relaxed);
+            while bits != 0 {
+                let bit = bits.trailing_zeros();
+                bits &= bits - 1;
+                hints.fetch_and(!(1 << bit), Ordering::SeqCst);
+                let span = index * 64 + bit as usize;
+                let idle = Meta { state: SMALL, class, owner: 0, spans: 0 };
+                if !self.swap_meta(span, idle.word(), Meta { owner, ..idle }.word()) {
+                    continue;
+                }
+                fault::point();
+                if self.has_room(span, &CUTS[class]) {
+                    return Some(span);
+                }
+                self.drop_lease(span, owner);
+            }
+        }
+        None
+    }
+
+    /// Ends a lease, and sees to it that the span is found again if it has room.
+    pub(super) fn drop_lease(&self, span: usize, owner: u64) {
+        let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+        if meta.state != SMALL || meta.owner != owner {
+            return;
+        }
+        fault::point();
+        self.entry(span).meta.store(Meta { owner: 0, ..meta }.word(), Ordering::SeqCst);
+        // Whoever freed a block while we held the span left the hint to us; SeqCst on both sides means
+        // that one of the two sees the other.
+        std::sync::atomic::fence(Ordering::SeqCst);
+        let cut = &CUTS[meta.class];
+        if self.has_room(span, cut) {
+            if meta.class < LOG {
+                self.hint(meta.class, span);
+            }
+            if self.is_empty(span, cut) {
+                self.release_span(span, meta.class, owner);
+            }
+        }
+    }
+
+    /// Takes a free span: one that was used before, else a fresh one. It stays in state FREE under `owner`.
+    fn claim_span(&self, owner: u64) -> Result<usize, Error> {
+        let words = self.fresh().div_ceil(64);
+        for index in 0..words {
+            let hints = self.hints(0, index);
+            let mut bits = hints.load(Ordering::Relaxed);
+            while bits != 0 {
+                let bit = bits.trailing_zeros();
+                bits &= bits - 1;
+                hints.fetch_and(!(1 << bit), Ordering::SeqCst);
+                let span = index * 64 + bit as usize;
+                let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+                if meta.claimable() && self.claim(span, meta, owner)? {
+                    return Ok(span);
+                }
+            }
+        }
+        loop {
+            let span = self.fresh();
+            if span >= self.layout.spans {
+                return Err(Error::Full { limit_bytes: (self.layout.spans * SPAN_BYTES) as u64 });
+            }
+            let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+            let claimed = meta.state == UNUSED && meta.owner == 0 && self.claim(span, meta, owner)?;
+            let fresh = &self.header().fresh;
+            let _ = fresh.compare_exchange(span as u64, span as u64 + 1, Ordering::SeqCst, Ordering::SeqCst);
+            if claimed {
+                return Ok(span);
+            }
+        }
+    }
+
+    /// Takes `span`, seen claimable as `meta`, and makes sure it has pages. False if somebody else was quicker.
+    fn claim(&self, span: usize, meta: Meta, owner: u64) -> Result<bool, Error> {
+        let held = Meta { owner, ..meta };
+        if !self.swap_meta(span, meta.word(), held.word()) {
+            return Ok(false);
+        }
+        fault::point();
+        if meta.state == FREE {
+            let _ = self.header().kept.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
+        } else if let Err(source) = self.map.secure(self.span_offset(span) as usize, SPAN_BYTES) {
+            // UNUSED stays UNUSED, a hole stays a hole: the next try asks for pages again.
+            self.entry(span).meta.store(Meta { owner: 0, ..meta }.word(), Ordering::SeqCst);
+            if meta.state == HOLE {
+                self.hint(0, span);
+            }
+            return Err(Error::NoMemory { source });
+        }
+        self.entry(span).meta.store(Meta::free(FREE, owner), Ordering::SeqCst);
+        Ok(true)
+    }
+
+    fn alloc_large(&self, seat: &Seat, owner: u64, count: usize) -> Result<u64, Error> {
+        let start = self.claim_extent(count, owner)?;
+        let block = self.span_offset(start);
+        seat.intents[INTENT_ALLOC].store(block, Ordering::Release);
+        fault::point();
+        // From here the block is given out; the rest of its spans follow, by us or by our recoverer.
+        let head = Meta { state: LARGE, class: 0, owner: 0, spans: count as u64 };
+        self.entry(start).meta.store(head.word(), Ordering::SeqCst);
+        for span in start + 1..start + count {
+            fault::point();
+            self.entry(span).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
+        }
+        Ok(block)
+    }
+
+    /// Claims `count` neighbouring spans; they stay in state FREE under `owner`.
+    fn claim_extent(&self, count: usize, owner: u64) -> Result<usize, Error> {
+        let mut start = 0;
+        while start + count <= self.layout.spans {
+            let taken = |span: &usize| !Meta::of(self.entry(*span).meta.load(Ordering::Relaxed)).claimable();
+            if let Some(span) = (start..start + count).rev().find(taken) {
+                start = span + 1;
+                continue;
+            }
+            if let Some(span) = self.claim_run(start, count, owner)? {
+                start = span + 1;
+                continue;
+            }
+            self.header().fresh.fetch_max((start + count) as u64, Ordering::SeqCst);
+            return Ok(start);
+        }
+        Err(Error::Full { limit_bytes: (self.layout.spans * SPAN_BYTES) as u64 })
+    }
+
+    /// Claims `count` spans from `start`, or none of them and returns the one that was taken by somebody else.
+    fn claim_run(&self, start: usize, count: usize, owner: u64) -> Result<Option<usize>, Error> {
+        for span in start..start + count {
+            let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+            let claimed = if meta.claimable() { self.claim(span, meta, owner) } else { Ok(false) };
+            if !matches!(claimed, Ok(true)) {
+                for back in start..span {
+                    self.make_free(back, owner);
+                }
+                return claimed.map(|_| Some(span));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Takes a block back. `owner` names the seat on whose behalf.
+    pub(super) fn free(&self, block: u64, owner: u64) {
+        let Some((span, meta)) = self.head_of(block) else {
+            debug_assert!(false, "free of an offset outside the spans");
+            return;
+        };
+        match meta.state {
+            SMALL => self.free_small(block, span, meta.class, owner),
+            LARGE => self.free_large(span, owner),
+            _ => debug_assert!(false, "free in a span of state {}", meta.state),
+        }
+    }
+
+    fn free_small(&self, block: u64, span: usize, class: usize, owner: u64) {
+        let cut = &CUTS[class];
+        let number = (block - self.span_offset(span)) as u32;
+        let number = (number - cut.first) / cut.block_bytes;
+        let mask = 1u64 << (number % 64);
+        let before = self.bitmap(span, cut, number / 64).fetch_and(!mask, Ordering::SeqCst);
+        debug_assert!(before & mask != 0, "block {block:#x} freed twice");
+        fault::point();
+        // SeqCst: pairs with `drop_lease`.
+        let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+        if meta.state != SMALL || meta.owner != 0 || meta.class != class {
+            return;
+        }
+        if class < LOG {
+            self.hint(class, span);
+        }
+        if before & !mask == tail_mask(cut, number / 64) && self.is_empty(span, cut) {
+            self.release_span(span, class, owner);
+        }
+    }
+
+    /// The span in which the block at `block` is accounted for, and its meta word.
+    #[inline]
+    fn head_of(&self, block: u64) -> Option<(usize, Meta)> {
+        let mut span = self.span_of(block)?;
+        let mut meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+        for _ in 1..LOG_SPANS {
+            if meta.state != REST || span == 0 {
+                break;
+            }
+            span -= 1;
+            meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+        }
+        Some((span, meta))
+    }
+
+    fn free_large(&self, head: usize, owner: u64) {
+        let meta = Meta::of(self.entry(head).meta.load(Ordering::SeqCst));
+        // The block shrinks from its end, so that a death leaves a shorter block, not a torn one.
+        for rest in (1..meta.spans).rev() {
+            let shorter = Meta { owner, spans: rest, ..meta };
+            self.entry(head).meta.store(shorter.word(), Ordering::SeqCst);
+            fault::point();
+            self.make_free(head + rest as usize, owner);
+        }
+        self.make_free(head, owner);
+    }
+
+    /// Makes an empty, unowned span of `class` free, unless somebody leases it first.
+    fn release_span(&self, span: usize, class: usize, owner: u64) {
+        let spans = if class >= LOG { LOG_SPANS as u64 } else { 0 };
+        let idle = Meta { state: SMALL, class, owner: 0, spans };
+        if !self.swap_meta(span, idle.word(), Meta { owner, ..idle }.word()) {
+            return;
+        }
+        fault::point();
+        if self.is_empty(span, &CUTS[class]) && class >= LOG {
+            // An empty extent is an empty large block.
+            self.entry(span).meta.store(Meta { state: LARGE, class: 0, owner, spans }.word(), Ordering::SeqCst);
+            fault::point();
+            self.free_large(span, owner);
+        } else if self.is_empty(span, &CUTS[class]) {
+            self.make_free(span, owner);
+        } else {
+            self.drop_lease(span, owner);
+        }
+    }
+
+    /// Makes a span that `owner` holds free, and gives pages back when enough free spans are kept.
+    fn make_free(&self, span: usize, owner: u64) {
+        let entry = self.entry(span);
+        entry.meta.store(Meta::free(FREE, owner), Ordering::SeqCst);
+        fault::point();
+        let kept = self.header().kept.fetch_add(1, Ordering::Relaxed) + 1;
+        if kept > KEEP_SPANS + (self.fresh() / 16) as u64 {
+            self.give_back_group(span, owner);
+        }
+        let state = Meta::of(entry.meta.load(Ordering::SeqCst)).state;
+        entry.meta.store(Meta::free(state, 0), Ordering::SeqCst);
+        self.hint(0, span);
+    }
+
+    /// Gives the 2 MiB around `span`, held free by `owner`, back to the system if its neighbours are free too.
+    fn give_back_group(&self, span: usize, owner: u64) {
+        let first = span / GROUP * GROUP;
+        let last = (first + GROUP).min(self.layout.spans);
+        let mut held = Vec::with_capacity(GROUP);
+        let mut whole = true;
+        for near in first..last {
+            if near == span {
+                continue;
+            }
+            let meta = Meta::of(self.entry(near).meta.load(Ordering::SeqCst));
+            if meta.claimable() && self.swap_meta(near, meta.word(), Meta { owner, ..meta }.word()) {
+                held.push((near, meta));
+                fault::point();
+            } else {
+                whole = false;
+                break;
+            }
+        }
+        if whole {
+            self.map.give_back(self.span_offset(first) as usize, (last - first) * SPAN_BYTES);
+            let freed = 1 + held.iter().filter(|(_, meta)| meta.state == FREE).count() as u64;
+            let kept = &self.header().kept;
+            let _ = kept.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| Some(n.saturating_sub(freed)));
+            self.entry(span).meta.store(Meta::free(HOLE, owner), Ordering::SeqCst);
+        }
+        for (near, meta) in held {
+            let state = if whole && meta.state != UNUSED { HOLE } else { meta.state };
+            self.entry(near).meta.store(Meta::free(state, 0), Ordering::SeqCst);
+            if state != UNUSED {
+                self.hint(0, near);
+            }
+        }
+    }
+
+    /// Gives all pages of free spans back to the system.
+    pub(super) fn trim(&self, owner: u64) {
+        for first in (0..self.fresh()).step_by(GROUP) {
+            let meta = Meta::of(self.entry(first).meta.load(Ordering::SeqCst));
+            let held = Meta { owner, ..meta };
+            if meta.state == FREE && meta.owner == 0 && self.swap_meta(first, meta.word(), held.word()) {
+                self.give_back_group(first, owner);
+                let state = Meta::of(self.entry(first).meta.load(Ordering::SeqCst)).state;
+                self.entry(first).meta.store(Meta::free(state, 0), Ordering::SeqCst);
+                self.hint(0, first);
+            }
+        }
+    }
+
+    /// Puts back every span a dead seat held. `linked` is the block its last intent names if that block was kept.
+    pub(super) fn release_spans_of(&self, owner: u64) {
+        for span in 0..self.fresh().max(1).min(self.layout.spans) {
+            let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+            if meta.owner != owner {
+                continue;
+            }
+            match meta.state {
+                SMALL => self.drop_lease(span, owner),
+                LARGE => self.free_large(span, owner),
+                _ if self.inside_large(span) => {
+                    self.entry(span).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
+                }
+                UNUSED => self.entry(span).meta.store(0, Ordering::SeqCst),
+                // It may have died before it secured the pages: a hole asks for them again.
+                FREE | HOLE => {
+                    self.entry(span).meta.store(Meta::free(HOLE, 0), Ordering::SeqCst);
+                    self.hint(0, span);
+                }
+                _ => {}
+            }
+        }
+        // The one just past `fresh` may have been claimed by a seat that died before it moved `fresh` on.
+        let span = self.fresh();
+        if span < self.layout.spans {
+            let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+            if meta.owner == owner && matches!(meta.state, UNUSED | FREE | HOLE) {
+                self.entry(span).meta.store(0, Ordering::SeqCst);
+            }
+        }
+    }
+
+    /// Whether `span` belongs to the large block that begins at or before it.
+    fn inside_large(&self, span: usize) -> bool {
+        for head in (0..span).rev() {
+            let meta = Meta::of(self.entry(head).meta.load(Ordering::SeqCst));
+            match meta.state {
+                LARGE => return head as u64 + meta.spans > span as u64,
+                SMALL if meta.class >= LOG => return head + LOG_SPANS > span,
+                REST => {}
+                FREE | HOLE if meta.owner != 0 => {}
+                _ => return false,
+            }
+        }
+        false
+    }
+
+    /// Whether `block` is the start of a block that is given out.
+    pub(super) fn is_allocated(&self, block: u64) -> bool {
+        let Some((span, meta)) = self.head_of(block) else { return false };
+        match meta.state {
+            LARGE => block == self.span_offset(span),
+            SMALL => {
+                let cut = &CUTS[meta.class];
+                let inside = (block - self.span_offset(span)) as u32;
+                if inside < cut.first || !(inside - cut.first).is_multiple_of(cut.block_bytes) {
+                    return false;
+                }
+                let number = (inside - cut.first) / cut.block_bytes;
+                number < cut.count
+                    && self.bitmap(span, cut, number / 64).load(Ordering::SeqCst) & (1 << (number % 64)) != 0
+            }
+            _ => false,
+        }
+    }
+
+    /// Bytes of the block that begins at `block`, 0 if there is none; at least 64 for a log block.
+    pub(super) fn block_bytes(&self, block: u64) -> u64 {
+        let Some((span, meta)) = self.head_of(block) else { return 0 };
+        let _ = span;
+        match meta.state {
+            SMALL => u64::from(CUTS[meta.class].block_bytes),
+            LARGE => meta.spans * SPAN_BYTES as u64,
+            _ => 0,
+        }
+    }
+
+    /// Calls `visit` with every block that is given out.
+    pub(super) fn each_block(&self, mut visit: impl FnMut(u64)) {
+        for span in 0..self.fresh() {
+            let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+            match meta.state {
+                LARGE => visit(self.span_offset(span)),
+                SMALL => {
+                    let cut = &CUTS[meta.class];
+                    for index in 0..cut.words {
+                        let mut bits = self.bitmap(span, cut, index).load(Ordering::SeqCst) & !tail_mask(cut, index);
+                        while bits != 0 {
+                            let number = index * 64 + bits.trailing_zeros();
+                            bits &= bits - 1;
+                            let inside = cut.first + number * cut.block_bytes;
+                            visit(self.span_offset(span) + u64::from(inside));
+                        }
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
+    pub(super) fn span_stats(&self) -> SpanStats {
+        let mut stats = SpanStats::default();
+        self.each_block(|block| {
+            stats.block_count += 1;
+            stats.allocated_bytes += self.block_bytes(block);
+        });
+        for span in 0..self.fresh() {
+            match Meta::of(self.entry(span).meta.load(Ordering::Relaxed)).state {
+                FREE => {
+                    stats.kept_bytes += SPAN_BYTES as u64;
+                    stats.held_bytes += SPAN_BYTES as u64;
+                }
+                SMALL | LARGE | REST => stats.held_bytes += SPAN_BYTES as u64,
+                _ => {}
+            }
+        }
+        stats
+    }
+
+    fn fresh(&self) -> usize {
+        (self.header().fresh.load(Ordering::SeqCst) as usize).min(self.layout.spans)
+    }
+
+    fn swap_meta(&self, span: usize, from: u64, to: u64) -> bool {
+        self.entry(span).meta.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok()
+    }
+
+    /// Word `index` of the bitmap of a span that is cut as `cut`.
+    #[inline]
+    fn bitmap(&self, span: usize, cut: &Cut, index: u32) -> &AtomicU64 {
+        if cut.words == 1 { &self.entry(span).bits } else { self.word(self.span_offset(span) + u64::from(index) * 8) }
+    }
+
+    fn has_room(&self, span: usize, cut: &Cut) -> bool {
+        (0..cut.words).any(|index| self.bitmap(span, cut, index).load(Ordering::SeqCst) != u64::MAX)
+    }
+
+    fn is_empty(&self, span: usize, cut: &Cut) -> bool {
+        (0..cut.words).all(|index| self.bitmap(span, cut, index).load(Ordering::SeqCst) == tail_mask(cut, index))
+    }
+
+    /// Notes that `span` has room for `class`, or is free for class 0.
+    fn hint(&self, class: usize, span: usize) {
+        let word = self.hints(class, span / 64);
+        let mask = 1 << (span % 64);
+        if word.load(Ordering::SeqCst) & mask == 0 {
+            word.fetch_or(mask, Ordering::SeqCst);
+        }
+    }
+
+    fn hints(&self, class: usize, index: usize) -> &AtomicU64 {
+        self.word((self.layout.hints + (class * self.layout.hint_words + index) * 8) as u64)
+    }
+
+    fn entry(&self, span: usize) -> &Entry {
+        assert!(span < self.layout.spans);
+        let offset = self.layout.table + span * size_of::<Entry>();
+        // SAFETY: the table holds `spans` entries (asserted), lies inside the mapping, is 64-byte aligned, and
+        // consists of atomics for which every bit pattern is a value.
+        unsafe { &*self.map.base().add(offset).cast::<Entry>() }
+    }
+
+    #[inline]
+    fn span_offset(&self, span: usize) -> u64 {
+        (self.layout.data + span * SPAN_BYTES) as u64
+    }
+
+    #[inline]
+    fn span_of(&self, block: u64) -> Option<usize> {
+        let span = block.checked_sub(self.layout.data as u64)? as usize / SPAN_BYTES;
+        (span < self.layout.spans).then_some(span)
+    }
+}
+
+/// Bits of bitmap word `index` that stand for no block; they are always set.
+#[inline]
+fn tail_mask(cut: &Cut, index: u32) -> u64 {
+    let used = cut.count.saturating_sub(index * 64);
+    if used >= 64 { 0 } else { u64::MAX << used }
+}

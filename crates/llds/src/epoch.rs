@@ -1,0 +1,302 @@
+//! Epochs: memory that was unlinked is used again only when nobody can still hold it.
+//!
+//! The idea is the classic one of three ages. A thread that is about to follow links *pins*: it
+//! publishes the epoch it saw. The epoch moves from `e` to `e + 1` only when every pinned thread
+//! has published `e`. Memory unlinked and then stamped with `e` can be used again once the epoch
+//! is `e + 2`: whoever pinned before the unlinking has left by then.
+//!
+//! This module keeps time and nothing else. It holds no garbage, runs no destructor and allocates
+//! nothing: each structure keeps its own limbo list, stamped with [`Clock::now`], and asks
+//! [`Clock::is_past`]. So a structure may be dropped while threads are pinned elsewhere, and its
+//! memory may lie in a file that several mappings show.
+//!
+//! What it does not promise: a thread that stops while pinned stops the clock. Nobody waits for
+//! it, but what is unlinked meanwhile is not used again until it goes on.
+
+use crate::primitive::{AtomicU64, Ordering, fence};
+
+#[cfg(loom)]
+const PARTICIPANTS: usize = 3;
+#[cfg(not(loom))]
+const PARTICIPANTS: usize = 512;
+
+/// Set in a participant's word by the thread that owns it.
+const OWNED: u64 = 1;
+/// Set in a participant's word while its owner is pinned; the epoch stands above it.
+const PINNED: u64 = 2;
+const EPOCH_SHIFT: u32 = 2;
+
+/// One thread's place on the board. Two cache lines, for the neighbour-line prefetcher.
+#[repr(align(128))]
+struct Participant {
+    /// `epoch << 2 | PINNED | OWNED`. Written by its owner, read by whoever advances the clock.
+    word: AtomicU64,
+}
+
+/// The board of epochs that a set of structures shares.
+pub struct Clock {
+    epoch: AtomicU64,
+    /// Pinned threads that found no place on the board: while there are any, time stands still.
+    unplaced: AtomicU64,
+    /// Places ever taken: how far whoever advances has to look.
+    places: AtomicU64,
+    board: [Participant; PARTICIPANTS],
+}
+
+impl Clock {
+    /// Makes a clock at epoch 2, so that "two epochs ago" always exists.
+    #[cfg(not(loom))]
+    pub const fn new() -> Self {
+        Self {
+            epoch: AtomicU64::new(2),
+            unplaced: AtomicU64::new(0),
+            places: AtomicU64::new(0),
+            board: [const { Participant { word: AtomicU64::new(0) } }; PARTICIPANTS],
+        }
+    }
+
+    /// Makes a clock at epoch 2, so that "two epochs ago" always exists.
+    #[cfg(loom)]
+    pub fn new() -> Self {
+        Self {
+            epoch: AtomicU64::new(2),
+            unplaced: AtomicU64::new(0),
+            places: AtomicU64::new(0),
+            board: std::array::from_fn(|_| Participant { word: AtomicU64::new(0) }),
+        }
+    }
+
+    /// Reads the epoch: the stamp for what has just been unlinked.
+    pub fn now(&self) -> u64 {
+        // The caller's unlinking comes before the stamp; pairs with the fence in `announce`.
+        fence(Ordering::SeqCst);
+        self.epoch.load(Ordering::SeqCst)
+    }
+
+    /// Tells whether whatever was unlinked before the stamp was taken can be used again.
+    pub fn is_past(&self, stamp: u64) -> bool {
+        self.epoch.load(Ordering::Acquire) >= stamp + 2
+    }
+
+    /// Moves the epoch on by one if every pinned thread has seen it; never waits.
+    pub fn try_advance(&self) -> bool {
+        let epoch = self.epoch.load(Ordering::SeqCst);
+        // Pairs with the fence in `announce`: either we see a thread's word, or it sees all that
+        // was unlinked before this.
+        fence(Ordering::SeqCst);
+        if self.unplaced.load(Ordering::SeqCst) != 0 {
+            return false;
+        }
+        let places = self.places.load(Ordering::SeqCst) as usize;
+        for participant in &self.board[..places] {
+            let word = participant.word.load(Ordering::Acquire);
+            if word == 0 {
+                continue;
+            }
+            if word & PINNED != 0 && word >> EPOCH_SHIFT != epoch {
+                return false;
+            }
+        }
+        self.epoch.compare_exchange(epoch, epoch + 1, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+    }
+
+    /// Takes a free place on the board.
+    fn register(&self) -> Option<usize> {
+        let place = self.board.iter().position(|participant| {
+            participant.word.load(Ordering::Relaxed) == 0
+                && participant.word.compare_exchange(0, OWNED, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        })?;
+        // Before the first pin at this place, so that its fence covers this too.
+        self.places.fetch_max(place as u64 + 1, Ordering::SeqCst);
+        Some(place)
+    }
+
+    fn deregister(&self, place: usize) {
+        self.board[place].word.store(0, Ordering::Release);
+    }
+
+    fn announce(&self, place: Option<usize>) {
+        match place {
+            Some(place) => {
+                let epoch = self.epoch.load(Ordering::Relaxed);
+                // On x86 an exchange is a full fence, and cheaper than one.
+                if cfg!(all(target_arch = "x86_64", not(loom), not(miri))) {
+                    self.board[place].word.swap(epoch << EPOCH_SHIFT | PINNED | OWNED, Ordering::SeqCst);
+                    std::sync::atomic::compiler_fence(Ordering::SeqCst);
+                    return;
+                }
+                self.board[place].word.store(epoch << EPOCH_SHIFT | PINNED | OWNED, Ordering::Relaxed);
+            }
+            None => {
+                self.unplaced.fetch_add(1, Ordering::SeqCst);
+            }
+        }
+        // Pairs with the fences in `now` and `try_advance`.
+        fence(Ordering::SeqCst);
+    }
+
+    fn withdraw(&self, place: Option<usize>) {
+        match place {
+            // Release: all that was done while pinned comes before whoever sees us gone.
+            Some(place) => self.board[place].word.store(OWNED, Ordering::Release),
+            None => {
+                self.unplaced.fetch_sub(1, Ordering::Release);
+            }
+        }
+    }
+}
+
+impl Default for Clock {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[cfg(not(loom))]
+static CLOCK: Clock = Clock::new();
+
+#[cfg(loom)]
+loom::lazy_static! {
+    static ref CLOCK: Clock = Clock::new();
+}
+
+/// Gives the clock that all structures of this process share.
+pub fn clock() -> &'static Clock {
+    &CLOCK
+}
+
+/// A thread's registration: its place and how many pins are nested.
+struct Registration {
+    place: std::cell::Cell<Place>,
+    depth: std::cell::Cell<u32>,
+}
+
+#[derive(Clone, Copy)]
+enum Place {
+    Unasked,
+    At(usize),
+    None,
+}
+
+impl Registration {
+    const fn new() -> Self {
+        Self { place: std::cell::Cell::new(Place::Unasked), depth: std::cell::Cell::new(0) }
+    }
+
+    fn place(&self) -> Option<usize> {
+        match self.place.get() {
+            Place::At(place) => Some(place),
+            Place::None => None,
+            Place::Unasked => {
+                let place = clock().register();
+                self.place.set(place.map_or(Place::None, Place::At));
+                place
+            }
+        }
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        // Under loom the clock dies with the model's execution, before the threads' locals.
+        #[cfg(not(loom))]
+        if let Place::At(place) = self.place.get() {
+            clock().deregister(place);
+        }
+        #[cfg(loom)]
+        let _ = Clock::deregister;
+    }
+}
+
+#[cfg(not(loom))]
+thread_local! {
+    static REGISTRATION: Registration = const { Registration::new() };
+}
+
+#[cfg(loom)]
+loom::thread_local! {
+    static REGISTRATION: Registration = Registration::new();
+}
+
+/// Proof that this thread is pinned; leaves on drop.
+pub struct Pin {
+    /// `None` inside another pin of the same thread, or the place to leave.
+    leave: Option<Option<usize>>,
+    /// A pin belongs to the thread that made it.
+    _not_send: std::marker::PhantomData<*const ()>,
+}
+
+/// Pins this thread to the current epoch until the guard is dropped. Pins may nest.
+pub fn pin() -> Pin {
+    let leave = REGISTRATION
+        .try_with(|registration| {
+            let depth = registration.depth.get();
+            registration.depth.set(depth + 1);
+            (depth == 0).then(|| {
+                let place = registration.place();
+                clock().announce(place);
+                place
+            })
+        })
+        // In the destructor of another thread-local ours may be gone: pin without a place.
+        .unwrap_or_else(|_| {
+            clock().announce(None);
+            Some(None)
+        });
+    Pin { leave, _not_send: std::marker::PhantomData }
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        let _ =
+            REGISTRATION.try_with(|registration| registration.depth.set(registration.depth.get().saturating_sub(1)));
+        if let Some(place) = self.leave {
+            clock().withdraw(place);
+        }
+    }
+}
+
+/// A small number that tells this thread from most others: which shard of a counter to use.
+pub(crate) fn thread_index() -> usize {
+    REGISTRATION.try_with(|registration| registration.place().unwrap_or(0)).unwrap_or(0)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pinned_thread_holds_the_clock_and_leaving_frees_it() {
+        let clock = Clock::new();
+        let place = clock.register();
+        clock.announce(place);
+        let stamp = clock.now();
+        assert!(clock.try_advance(), "a thread pinned at this epoch lets it move once");
+        assert!(!clock.try_advance(), "but not twice");
+        assert!(!clock.is_past(stamp));
+        clock.withdraw(place);
+        assert!(clock.try_advance());
+        assert!(clock.is_past(stamp));
+    }
+
+    #[test]
+    fn threads_beyond_the_board_still_hold_the_clock() {
+        let clock = Clock::new();
+        while clock.register().is_some() {}
+        clock.announce(None);
+        assert!(!clock.try_advance());
+        clock.withdraw(None);
+        assert!(clock.try_advance());
+    }
+
+    #[test]
+    fn pins_nest() {
+        let outer = pin();
+        let inner = pin();
+        drop(inner);
+        let place = REGISTRATION.with(|registration| registration.place()).expect("the board has room");
+        assert_ne!(CLOCK.board[place].word.load(Ordering::SeqCst) & PINNED, 0);
+        drop(outer);
+        assert_eq!(CLOCK.board[place].word.load(Ordering::SeqCst) & PINNED, 0);
+    }
+}

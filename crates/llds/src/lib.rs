@@ -1,0 +1,10 @@
+//! Low-level data structures for very large memory.
+
+pub mod arena;
+pub mod b_tree;
+pub mod epoch;
+mod lines;
+mod primitive;
+pub mod sd_tree;
+#[cfg(all(target_arch = "x86_64", not(loom), not(miri)))]
+mod wide;

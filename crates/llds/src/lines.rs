@@ -1,0 +1,182 @@
+//! The memory of the lock-free structures: one range of cache lines, reserved once, filled as it
+//! is touched.
+//!
+//! Lines are named by number, never by address, so the same memory works at any address and at
+//! several at once. It is never unmapped while its owner lives: who reads a line that was given
+//! back reads zeros, and a structure takes a zero for "gone".
+
+use crate::primitive::AtomicU64;
+use std::io;
+
+/// Bytes in a line.
+pub(crate) const LINE_BYTES: usize = 64;
+#[cfg(not(loom))]
+const HUGE_BYTES: usize = 2 << 20;
+
+/// A mapping of lines.
+pub(crate) struct Memory {
+    #[cfg(not(loom))]
+    base: *mut AtomicU64,
+    #[cfg(loom)]
+    words: Vec<AtomicU64>,
+    lines: u64,
+}
+
+// SAFETY: the memory is reached through atomics alone and unmapped only by Drop.
+#[cfg(not(loom))]
+unsafe impl Send for Memory {}
+// SAFETY: as above.
+#[cfg(not(loom))]
+unsafe impl Sync for Memory {}
+
+#[cfg(not(loom))]
+impl Memory {
+    /// Reserves address space for `lines` lines of zeros. Physical memory comes with the first
+    /// touch, in huge pages behind the first 2 MiB if `huge` and the system has them.
+    pub(crate) fn reserve(lines: u64, huge: bool) -> io::Result<Self> {
+        let bytes = lines as usize * LINE_BYTES;
+        // One huge page more, so that the base can be aligned to it.
+        let padded = bytes + HUGE_BYTES;
+        // SAFETY: a fresh private mapping at an address of the kernel's choice touches nobody's memory.
+        let raw = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                padded,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if raw == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let start = raw as usize;
+        let aligned = start.next_multiple_of(HUGE_BYTES);
+        // SAFETY: both ranges are the unused ends of the mapping made above.
+        unsafe {
+            if aligned > start {
+                libc::munmap(raw, aligned - start);
+            }
+            if aligned + bytes < start + padded {
+                libc::munmap((aligned + bytes) as *mut libc::c_void, start + padded - aligned - bytes);
+            }
+        }
+        let memory = Self { base: aligned as *mut AtomicU64, lines };
+        // An index must not itself become a candidate for merging, and a crash dump of terabytes helps nobody.
+        // Huge pages are a wish: a kernel without them refuses, and ordinary pages do.
+        // SAFETY: advice on our own mapping; none of these changes its content.
+        unsafe {
+            libc::madvise(raw_at(aligned), bytes, libc::MADV_UNMERGEABLE);
+            libc::madvise(raw_at(aligned), bytes, libc::MADV_DONTDUMP);
+            let advice = if huge { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
+            if bytes > HUGE_BYTES {
+                libc::madvise(raw_at(aligned + HUGE_BYTES), bytes - HUGE_BYTES, advice);
+            }
+        }
+        Ok(memory)
+    }
+
+    /// Maps `lines` lines of a file that is long enough, shared with all who map it.
+    pub(crate) fn map(file: std::os::fd::BorrowedFd<'_>, lines: u64) -> io::Result<Self> {
+        use std::os::fd::AsRawFd;
+        // SAFETY: a fresh mapping at an address of the kernel's choice touches nobody's memory.
+        let raw = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                lines as usize * LINE_BYTES,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED | libc::MAP_NORESERVE,
+                file.as_raw_fd(),
+                0,
+            )
+        };
+        if raw == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(Self { base: raw.cast(), lines })
+    }
+
+    /// The word `index` (0 to 7) of a line.
+    #[inline(always)]
+    pub(crate) fn word(&self, line: u64, index: usize) -> &AtomicU64 {
+        debug_assert!(line < self.lines && index < 8, "line {line} of {}", self.lines);
+        // SAFETY: line and index lie in the mapping, which lives as long as self; the kernel fills it with
+        // zeros, which are valid atomics, and everybody reaches it through atomics.
+        unsafe { &*self.base.add(line as usize * 8 + index) }
+    }
+
+    /// Asks for a line's arrival in the cache and does not wait for it.
+    #[inline(always)]
+    pub(crate) fn prefetch(&self, line: u64) {
+        debug_assert!(line < self.lines);
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: prefetch is a hint; the address lies in the mapping.
+        unsafe {
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(
+                self.base.add(line as usize * 8).cast::<i8>(),
+            );
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = line;
+    }
+
+    /// Gives the lines' memory back to the system; they read as zeros from now on.
+    pub(crate) fn release(&self, lines: std::ops::Range<u64>) {
+        debug_assert!(lines.end <= self.lines);
+        let start = self.base as usize + lines.start as usize * LINE_BYTES;
+        let bytes = (lines.end - lines.start) as usize * LINE_BYTES;
+        // SAFETY: the range is ours; the tree releases only lines that no pinned thread can write, and readers
+        // take a zero control word for "gone".
+        unsafe {
+            // REMOVE punches the hole in a shared file; on private memory it is refused and DONTNEED does it.
+            if libc::madvise(raw_at(start), bytes, libc::MADV_REMOVE) != 0 {
+                libc::madvise(raw_at(start), bytes, libc::MADV_DONTNEED);
+            }
+        }
+    }
+}
+
+#[cfg(not(loom))]
+fn raw_at(address: usize) -> *mut libc::c_void {
+    address as *mut libc::c_void
+}
+
+#[cfg(not(loom))]
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours and nobody can hold a reference into it any more.
+        unsafe {
+            libc::munmap(self.base.cast(), self.lines as usize * LINE_BYTES);
+        }
+    }
+}
+
+#[cfg(loom)]
+impl Memory {
+    pub(crate) fn reserve(lines: u64, _huge: bool) -> io::Result<Self> {
+        Ok(Self { words: (0..lines * 8).map(|_| AtomicU64::new(0)).collect(), lines })
+    }
+
+    pub(crate) fn word(&self, line: u64, index: usize) -> &AtomicU64 {
+        assert!(line < self.lines && index < 8);
+        &self.words[line as usize * 8 + index]
+    }
+
+    pub(crate) fn prefetch(&self, _line: u64) {}
+
+    pub(crate) fn release(&self, lines: std::ops::Range<u64>) {
+        for line in lines {
+            for index in 0..8 {
+                self.word(line, index).store(0, crate::primitive::Ordering::Relaxed);
+            }
+        }
+    }
+}
+
+impl Memory {
+    /// How many lines there are.
+    pub(crate) fn lines(&self) -> u64 {
+        self.lines
+    }
+}

@@ -1,0 +1,225 @@
+//! Children: splitting a full node, and the life of a child's line.
+
+use super::word::{self, Control, SLOTS, State};
+use super::{DEPTH_MAX, Full, Point, SdTree, place, stop_here};
+use crate::epoch;
+use crate::primitive::Ordering;
+
+/// Children kept back so that a helper never lacks one: more than threads can be in a split at once.
+const RESERVED_CHILDREN: u64 = if cfg!(loom) { 2 } else { 1 << 13 };
+
+const LINE_BITS: u32 = word::VALUE_BITS;
+const LINE_MASK: u64 = word::VALUE_MAX;
+const STAMP_MASK: u64 = u64::MAX >> LINE_BITS;
+
+impl SdTree {
+    fn first_child_line(&self) -> u64 {
+        2 << self.max_bits
+    }
+
+    fn child_limit(&self) -> u64 {
+        self.memory.lines() - self.first_child_line()
+    }
+
+    /// Makes room in a full node: chooses the half with more leaves and begins to hand it to a
+    /// child. `depth` is the node's distance from its bucket. The caller is pinned and looks again.
+    pub(super) fn start_move(&self, line: u64, control: Control, depth: u32) -> Result<(), Full> {
+        if depth >= DEPTH_MAX
+            || self.shared(place::CHILDREN).load(Ordering::Relaxed) + RESERVED_CHILDREN > self.child_limit()
+        {
+            return Err(Full);
+        }
+        let mut halves: [(usize, Option<usize>); 2] = [(0, None); 2];
+        for slot in 0..SLOTS {
+            if control.state(slot) != State::Leaf {
+                continue;
+            }
+            let word = self.memory.slot(line, slot).load(Ordering::Acquire);
+            if !word::is_leaf(word) || word::known_bits(word) == 0 {
+                continue;
+            }
+            let (count, first) = &mut halves[word::half(word)];
+            *count += 1;
+            first.get_or_insert(slot);
+        }
+        if self.memory.load_control(line) != control {
+            return Ok(());
+        }
+        let half = usize::from(halves[1].0 > halves[0].0);
+        let Some(slot) = halves[half].1 else {
+            // Nothing but links and slots that other threads are writing at this moment.
+            return Err(Full);
+        };
+        debug_assert!(control.link(half).is_none(), "leaves of a linked half are in its child");
+        let moving = control.with(Control::MOVING).set_link(half, Some(slot)).next_version();
+        if self.memory.change(line, control, moving) {
+            stop_here(Point::Moving);
+            self.finish_move(line, moving);
+        }
+        Ok(())
+    }
+
+    /// Finishes a split: whoever meets a moving node does this before anything else. Pinned.
+    ///
+    /// All helpers see the same leaves, because a moving node cannot change otherwise. Each builds a
+    /// child of its own; the first to put its link over the leaf in the link's slot wins. That slot
+    /// holds the same leaf again only after the link was removed, which the sweep does only when
+    /// everybody who was pinned at the split has left: no late helper can mistake it.
+    pub(super) fn finish_move(&self, line: u64, control: Control) {
+        let (half, link_slot) = control.moving();
+        let mut next = control.without(Control::MOVING).set_state(link_slot, State::Link).next_version();
+        let mut leaves = [0; SLOTS];
+        let mut count = 0;
+        let first = self.memory.slot(line, link_slot).load(Ordering::Acquire);
+        for slot in 0..SLOTS {
+            if control.state(slot) != State::Leaf {
+                continue;
+            }
+            let word = if slot == link_slot { first } else { self.memory.slot(line, slot).load(Ordering::Acquire) };
+            if !word::is_leaf(word) || word::half(word) != half {
+                continue;
+            }
+            if slot != link_slot {
+                next = next.set_state(slot, State::Free);
+            }
+            // A leaf without known bits is never in a moving half; if the node has changed meanwhile it may look so.
+            if word::known_bits(word) > 0 {
+                leaves[count] = word::down(word);
+                count += 1;
+            }
+        }
+        if word::is_leaf(first) {
+            if self.memory.load_control(line) != control {
+                return;
+            }
+            let Some(child) = self.allocate_child() else { return };
+            let mut states = self.memory.load_control(child).reborn();
+            for (slot, leaf) in leaves[..count].iter().enumerate() {
+                self.memory.slot(child, slot).store(*leaf, Ordering::Release);
+                states = states.set_state(slot, State::Leaf);
+            }
+            self.memory.control(child).store(states.0, Ordering::Release);
+            let link = self.memory.slot(line, link_slot);
+            if link.compare_exchange(first, child, Ordering::AcqRel, Ordering::Acquire).is_err() {
+                self.free_child(child);
+            } else {
+                stop_here(Point::Linked);
+            }
+        }
+        self.memory.change(line, control, next);
+    }
+
+    /// Takes a line for a child: one that was freed, one whose epoch is over, or a new one.
+    fn allocate_child(&self) -> Option<u64> {
+        if let Some(line) = self.pop_free() {
+            return Some(line);
+        }
+        if self.drain_limbo()
+            && let Some(line) = self.pop_free()
+        {
+            return Some(line);
+        }
+        let count = self.shared(place::CHILDREN).fetch_add(1, Ordering::Relaxed);
+        if count >= self.child_limit() {
+            self.shared(place::CHILDREN).fetch_sub(1, Ordering::Relaxed);
+            return None;
+        }
+        Some(self.first_child_line() + count)
+    }
+
+    fn pop_free(&self) -> Option<u64> {
+        let head = self.shared(place::FREE);
+        let mut word = head.load(Ordering::Acquire);
+        loop {
+            let line = word & LINE_MASK;
+            if line == 0 {
+                return None;
+            }
+            // May be another owner's leaf by now; then the count of changes above the line differs.
+            let next = self.memory.slot(line, 0).load(Ordering::Acquire) & LINE_MASK;
+            let changed = ((word >> LINE_BITS) + 1) << LINE_BITS | next;
+            match head.compare_exchange(word, changed, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => {
+                    self.shared(place::FREE_COUNT).fetch_sub(1, Ordering::Relaxed);
+                    return Some(line);
+                }
+                Err(seen) => word = seen,
+            }
+        }
+    }
+
+    /// Puts a line that nobody else can reach into the free list.
+    fn free_child(&self, line: u64) {
+        self.shared(place::FREE_COUNT).fetch_add(1, Ordering::Relaxed);
+        let head = self.shared(place::FREE);
+        let mut word = head.load(Ordering::Acquire);
+        loop {
+            self.memory.slot(line, 0).store(word & LINE_MASK, Ordering::Release);
+            let changed = ((word >> LINE_BITS) + 1) << LINE_BITS | line;
+            match head.compare_exchange(word, changed, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return,
+                Err(seen) => word = seen,
+            }
+        }
+    }
+
+    /// Hands an unlinked, frozen child to the epochs. The caller is pinned.
+    ///
+    /// The bag is chosen by the epoch modulo 3, so what an older bag of the same place holds is at
+    /// least three epochs old. The chain runs through a slot that no stopped claimer can still write.
+    pub(super) fn retire_child(&self, line: u64) {
+        let Some(slot) = self.memory.load_control(line).quiet_slot() else {
+            // Every slot is claimed by a stopped thread: the line is lost, not reused under it.
+            return;
+        };
+        let now = epoch::clock().now();
+        let bag = self.shared(place::LIMBO + (now % 3) as usize);
+        loop {
+            let word = bag.load(Ordering::Acquire);
+            let same_epoch = word >> LINE_BITS == now & STAMP_MASK;
+            let next = if same_epoch { word & LINE_MASK } else { 0 };
+            self.memory.slot(line, slot).store(next, Ordering::Release);
+            let changed = (now & STAMP_MASK) << LINE_BITS | line;
+            if bag.compare_exchange(word, changed, Ordering::AcqRel, Ordering::Acquire).is_ok() {
+                if !same_epoch {
+                    self.free_chain(word & LINE_MASK);
+                }
+                return;
+            }
+        }
+    }
+
+    /// Moves children whose epoch is over to the free list; tells whether there were any.
+    pub(super) fn drain_limbo(&self) -> bool {
+        let full = (0..3).any(|bag| self.shared(place::LIMBO + bag).load(Ordering::Relaxed) & LINE_MASK != 0);
+        if !full {
+            return false;
+        }
+        epoch::clock().try_advance();
+        let mut drained = false;
+        for bag in 0..3 {
+            let bag = self.shared(place::LIMBO + bag);
+            let word = bag.load(Ordering::Acquire);
+            let line = word & LINE_MASK;
+            let age = epoch::clock().now().wrapping_sub(word >> LINE_BITS) & STAMP_MASK;
+            if line == 0 || age < 2 {
+                continue;
+            }
+            let emptied = word & !LINE_MASK;
+            if bag.compare_exchange(word, emptied, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+                self.free_chain(line);
+                drained = true;
+            }
+        }
+        drained
+    }
+
+    fn free_chain(&self, mut line: u64) {
+        while line != 0 {
+            let slot = self.memory.load_control(line).quiet_slot().expect("the slot the chain runs through");
+            let next = self.memory.slot(line, slot).load(Ordering::Acquire) & LINE_MASK;
+            self.free_child(line);
+            line = next;
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! Growing the static part: a segment at a time, by whoever inserts, without stopping anybody.
+
+use super::word::{self, Control, SLOTS, State};
+use super::{LOAD_TENTHS, Point, SEGMENT_BITS, SEGMENTS, SdTree, place, stop_here};
+use crate::epoch;
+use crate::primitive::{AtomicU64, Ordering};
+
+/// Inserts of one thread between its steps of work on growing.
+pub(super) const INSERTS_PER_STEP: u64 = if cfg!(loom) { 1 } else { 16 };
+/// Buckets moved in a step. Sixteen inserts fill three buckets, so growing stays ahead of filling.
+const BUCKETS_PER_STEP: u64 = 24;
+/// Lines in a huge page: the piece in which memory goes back.
+const LINES_PER_HUGE_PAGE: u64 = (2 << 20) / super::LINE_BYTES as u64;
+
+/// The growth under way, packed into one word so that everybody agrees on it.
+#[derive(Clone, Copy)]
+struct Growth {
+    segment: u64,
+    bits: u32,
+    position: u64,
+}
+
+impl Growth {
+    fn pack(self) -> u64 {
+        (self.segment << 48 | u64::from(self.bits) << 40 | self.position) + 1
+    }
+
+    fn unpack(word: u64) -> Option<Self> {
+        let word = word.checked_sub(1)?;
+        Some(Self { segment: word >> 48, bits: (word >> 40) as u8 as u32, position: word & ((1 << 40) - 1) })
+    }
+
+    /// Buckets to be moved.
+    fn bucket_count(self) -> u64 {
+        1 << (self.bits - SEGMENT_BITS)
+    }
+}
+
+impl SdTree {
+    fn release_word(&self, segment: u64) -> &AtomicU64 {
+        self.memory.word(place::RELEASES + segment / 8, (segment % 8) as usize)
+    }
+
+    /// Gives growing a little of this thread's time, and begins it if the tree is loaded. Pinned.
+    pub(super) fn grow_step(&self) {
+        let active = self.shared(place::ACTIVE);
+        let mut budget = BUCKETS_PER_STEP;
+        while budget > 0 {
+            let seen = active.load(Ordering::Acquire);
+            if let Some(growth) = Growth::unpack(seen) {
+                budget -= self.grow_on(seen, growth, budget);
+                continue;
+            }
+            let bucket_count = self.shared(place::BUCKETS).load(Ordering::Relaxed);
+            if self.len() * 10 <= bucket_count * LOAD_TENTHS {
+                return;
+            }
+            let Some(growth) = self.next_growth() else { return };
+            self.release_arrays();
+            let _ = active.compare_exchange(0, growth.pack(), Ordering::AcqRel, Ordering::Relaxed);
+        }
+    }
+
+    /// The first of the smallest segments, if it may still grow.
+    fn next_growth(&self) -> Option<Growth> {
+        let smallest = (0..SEGMENTS).min_by_key(|&segment| self.segment_word(segment).load(Ordering::Acquire))?;
+        let bits = self.segment_word(smallest).load(Ordering::Acquire) as u32;
+        (bits < self.max_bits).then_some(Growth { segment: smallest, bits, position: 0 })
+    }
+
+    /// Moves up to `budget` buckets, finishes the growth if they were the last, and gives their number (at least 1).
+    fn grow_on(&self, seen: u64, growth: Growth, budget: u64) -> u64 {
+        let active = self.shared(place::ACTIVE);
+        let segment = self.segment_word(growth.segment);
+        if segment.load(Ordering::Acquire) != u64::from(growth.bits) {
+            // Finished by another, who has not yet said so.
+            let _ = active.compare_exchange(seen, 0, Ordering::AcqRel, Ordering::Relaxed);
+            return 1;
+        }
+        let start = Self::segment_start(growth.segment, growth.bits);
+        let end = (growth.position + budget).min(growth.bucket_count());
+        let step = (end - growth.position).max(1);
+        for position in growth.position..end {
+            self.migrate(start + position, growth.bits);
+        }
+        let moved = Growth { position: end, ..growth };
+        // Whoever counts the position on has seen all buckets before it done, its own and others'.
+        if end < growth.bucket_count() {
+            let _ = active.compare_exchange(seen, moved.pack(), Ordering::AcqRel, Ordering::Relaxed);
+            return step;
+        }
+        let grown = u64::from(growth.bits) + 1;
+        if segment.compare_exchange(u64::from(growth.bits), grown, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+            self.shared(place::BUCKETS).fetch_add(growth.bucket_count(), Ordering::Relaxed);
+            let stamp = epoch::clock().now() << 8 | u64::from(growth.bits);
+            self.release_word(growth.segment).store(stamp, Ordering::Release);
+        }
+        let _ = active.compare_exchange(seen, 0, Ordering::AcqRel, Ordering::Relaxed);
+        step
+    }
+
+    /// Gives back the memory of outgrown array parts that nobody can write any more.
+    pub(super) fn release_arrays(&self) {
+        epoch::clock().try_advance();
+        let past = |segment: u64, bits: u64| {
+            let word = self.release_word(segment).load(Ordering::Acquire);
+            word != 0 && word & 0xff == bits && epoch::clock().is_past(word >> 8)
+        };
+        for segment in 0..SEGMENTS {
+            let bits = self.release_word(segment).load(Ordering::Acquire) & 0xff;
+            if bits == 0 || !past(segment, bits) {
+                continue;
+            }
+            // Whole huge pages only: a part smaller than that goes together with its neighbours.
+            let part = 1u64 << (bits as u32 - SEGMENT_BITS);
+            let group = (LINES_PER_HUGE_PAGE / part).clamp(1, SEGMENTS);
+            let first = segment / group * group;
+            if !(first..first + group).all(|neighbour| past(neighbour, bits)) {
+                continue;
+            }
+            if part * group >= LINES_PER_HUGE_PAGE {
+                let start = Self::segment_start(first, bits as u32);
+                self.memory.release(start..start + part * group);
+            }
+            for neighbour in first..first + group {
+                self.release_word(neighbour).store(0, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Makes sure that a frozen node does not hold its finder up. A bucket's content is moved on; a
+    /// child that a sweep froze is cut off. A child that was frozen with its bucket needs nothing: the
+    /// search begins again at the bucket.
+    pub(super) fn unblock(&self, line: u64, parent: Option<(u64, usize)>) {
+        match parent {
+            Some((parent, half)) => self.cut(parent, half, line),
+            None if !self.memory.load_control(line).has(Control::DONE) => self.migrate(line, line.ilog2()),
+            None => {}
+        }
+    }
+
+    /// Freezes a node and gives its last control word. The caller is pinned.
+    pub(super) fn freeze(&self, line: u64) -> Control {
+        loop {
+            let control = self.memory.load_control(line);
+            if control.has(Control::FROZEN) {
+                return control;
+            }
+            if control.has(Control::MOVING) {
+                self.finish_move(line, control);
+                continue;
+            }
+            let frozen = control.with(Control::FROZEN).next_version();
+            if self.memory.change(line, control, frozen) {
+                return frozen;
+            }
+        }
+    }
+
+    /// Moves a bucket to its two successors in the next array; anybody may do or finish it. Pinned.
+    ///
+    /// A half that has a child *is* that child, one level down: its words are taken over as they are.
+    /// Otherwise the half's leaves go down one bit. What a helper writes depends on frozen nodes alone,
+    /// so all write the same, and only over zeros: a word is never zero again once it was filled, so a
+    /// late helper changes nothing.
+    pub(super) fn migrate(&self, line: u64, bits: u32) {
+        let control = self.freeze(line);
+        if control.has(Control::DONE) {
+            return;
+        }
+        stop_here(Point::Frozen);
+        let index = line - (1 << bits);
+        let mut children = [None; 2];
+        for (half, child) in children.iter_mut().enumerate() {
+            let target = (1 << (bits + 1)) | index << 1 | half as u64;
+            let mut filled = Control(0).reborn();
+            let mut words = [0; SLOTS];
+            if let Some(slot) = control.link(half) {
+                let link = word::value(self.memory.slot(line, slot).load(Ordering::Acquire));
+                *child = Some(link);
+                let frozen = self.freeze(link);
+                for (slot, word) in words.iter_mut().enumerate() {
+                    if matches!(frozen.state(slot), State::Leaf | State::Link) {
+                        *word = self.memory.slot(link, slot).load(Ordering::Acquire);
+                        filled = filled.set_state(slot, frozen.state(slot));
+                    }
+                }
+                for half in 0..2 {
+                    filled = filled.set_link(half, frozen.link(half));
+                }
+            } else {
+                let mut count = 0;
+                for slot in (0..SLOTS).filter(|&slot| control.state(slot) == State::Leaf) {
+                    let word = self.memory.slot(line, slot).load(Ordering::Acquire);
+                    if word::half(word) == half {
+                        words[count] = word::down(word);
+                        filled = filled.set_state(count, State::Leaf);
+                        count += 1;
+                    }
+                }
+            }
+            if !self.memory.load_control(target).has(Control::READY) {
+                for (slot, &word) in words.iter().enumerate().filter(|&(_, &word)| word != 0) {
+                    let _ =
+                        self.memory.slot(target, slot).compare_exchange(0, word, Ordering::AcqRel, Ordering::Relaxed);
+                }
+                let _ = self.memory.change(target, Control(0), filled);
+            }
+            if half == 0 {
+                stop_here(Point::HalfCopied);
+            }
+        }
+        if self.memory.change(line, control, control.with(Control::DONE)) {
+            for child in children.into_iter().flatten() {
+                self.retire_child(child);
+            }
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! The sweep: dead leaves go, and empty children with them, a few buckets at a time.
+
+use super::word::{self, Control, SLOTS, State};
+use super::{SdTree, place};
+use crate::epoch;
+use crate::primitive::Ordering;
+
+/// Where a sweep stands, between its steps. It survives growing, since it is a place among the keys.
+#[derive(Clone, Debug, Default)]
+pub struct SweepCursor {
+    /// The leading bits of the next bucket's keys; lower bits are zero.
+    next: u64,
+    passes: u64,
+}
+
+impl SweepCursor {
+    /// Begins at the lowest key.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// How many times the sweep has been through the whole tree.
+    pub fn passes(&self) -> u64 {
+        self.passes
+    }
+}
+
+impl SdTree {
+    /// Looks at the next `bucket_count` buckets and removes the leaves whose value `keep` rejects.
+    /// Gives the number of removed leaves. Others read and write meanwhile.
+    ///
+    /// Every second pass marks children that are empty, the others cut off those that still are, so
+    /// their memory comes back. `keep` may be asked twice for one leaf, and not at all for one that
+    /// is inserted or moved meanwhile.
+    pub fn retain(&self, cursor: &mut SweepCursor, bucket_count: usize, mut keep: impl FnMut(u64) -> bool) -> u64 {
+        epoch::clock().try_advance();
+        let mut removed = 0;
+        for _ in 0..bucket_count {
+            // A pin per bucket: a long sweep does not hold the clock.
+            let _pin = epoch::pin();
+            let (line, level) = self.root(cursor.next);
+            removed += self.sweep_node(line, None, cursor.passes % 2 == 1, &mut keep);
+            let next = (cursor.next >> (64 - level)) + 1;
+            cursor.next = if next == 1 << level { 0 } else { next << (64 - level) };
+            if cursor.next == 0 {
+                cursor.passes += 1;
+            }
+        }
+        if removed > 0 {
+            self.count_removals(removed);
+        }
+        removed
+    }
+
+    fn sweep_node(
+        &self,
+        line: u64,
+        parent: Option<(u64, usize)>,
+        cutting: bool,
+        keep: &mut impl FnMut(u64) -> bool,
+    ) -> u64 {
+        let mut removed = 0;
+        for slot in 0..SLOTS {
+            let control = self.memory.load_control(line);
+            if control.state(slot) != State::Leaf {
+                continue;
+            }
+            let leaf = self.memory.slot(line, slot).load(Ordering::Acquire);
+            let current = word::is_leaf(leaf) && self.memory.load_control(line) == control;
+            if current && !keep(word::value(leaf)) && self.remove_leaf(line, slot, leaf) {
+                removed += 1;
+            }
+        }
+        for half in 0..2 {
+            let control = self.memory.load_control(line);
+            if let Some(slot) = control.link(half)
+                && control.state(slot) == State::Link
+            {
+                let link = self.memory.slot(line, slot).load(Ordering::Acquire);
+                if self.memory.load_control(line) == control {
+                    removed += self.sweep_node(word::value(link), Some((line, half)), cutting, keep);
+                }
+            }
+        }
+        if let Some((parent, half)) = parent {
+            self.sweep_empty(line, parent, half, cutting);
+        }
+        removed
+    }
+
+    /// Removes exactly this leaf, if it is still there and its node may change.
+    fn remove_leaf(&self, line: u64, slot: usize, leaf: u64) -> bool {
+        loop {
+            let control = self.memory.load_control(line);
+            if control.has(Control::FROZEN | Control::MOVING) || control.state(slot) != State::Leaf {
+                // On its way elsewhere: the next pass meets it there.
+                return false;
+            }
+            let same = self.memory.slot(line, slot).load(Ordering::Acquire) == leaf;
+            if !same {
+                return false;
+            }
+            if self.memory.change(line, control, control.set_state(slot, State::Free).next_version()) {
+                return true;
+            }
+        }
+    }
+
+    /// Marks an empty child, or cuts off one that was marked long ago and is still empty.
+    ///
+    /// Between mark and cut all who were pinned at the mark must have left: among them is every late
+    /// helper of the split that made this link, who still expects the old leaf in the link's slot.
+    fn sweep_empty(&self, line: u64, parent: u64, half: usize, cutting: bool) {
+        let control = self.memory.load_control(line);
+        if !control.is_empty() || control.has(Control::FROZEN | Control::MOVING) {
+            return;
+        }
+        let marked = self.memory.word(place::HEAD, place::MARKED);
+        if cutting && control.has(Control::PENDING) {
+            // Read after the mark was seen: the latest mark's epoch covers this one.
+            if !epoch::clock().is_past(marked.load(Ordering::Acquire)) {
+                return;
+            }
+            if self.memory.change(line, control, control.with(Control::FROZEN).next_version()) {
+                self.cut(parent, half, line);
+            }
+        } else if !cutting && !control.has(Control::PENDING) {
+            marked.fetch_max(epoch::clock().now(), Ordering::AcqRel);
+            self.memory.change(line, control, control.with(Control::PENDING).next_version());
+        }
+    }
+
+    /// Removes the link to a child that a sweep froze. Anybody who meets such a child does this.
+    pub(super) fn cut(&self, parent: u64, half: usize, child: u64) {
+        loop {
+            let child_control = self.memory.load_control(child);
+            let control = self.memory.load_control(parent);
+            let frozen_by_sweep = child_control.has(Control::PENDING) && child_control.has(Control::FROZEN);
+            if control.has(Control::FROZEN) || !frozen_by_sweep {
+                // The parent moves on with the child's (empty) content; or the child was frozen with its bucket.
+                return;
+            }
+            if control.has(Control::MOVING) {
+                self.finish_move(parent, control);
+                continue;
+            }
+            let Some(slot) = control.link(half) else { return };
+            let link = self.memory.slot(parent, slot).load(Ordering::Acquire);
+            if self.memory.load_control(parent) != control {
+                continue;
+            }
+            if word::value(link) != child {
+                return;
+            }
+            let cut = control.set_state(slot, State::Free).set_link(half, None).next_version();
+            if self.memory.change(parent, control, cut) {
+                self.retire_child(child);
+                return;
+            }
+        }
+    }
+}
