@@ -1,0 +1,297 @@
+//! Pages by content: slots in sealed segments.
+//!
+//! A pool belongs to one domain. Its slots lie in *segments*, memory files of a
+//! fixed length, and are written once, in order; clients get read-only
+//! descriptors and map slots privately. While a segment is being filled its
+//! only way to be written is our own mapping (`F_SEAL_FUTURE_WRITE`); when it
+//! is full that mapping goes, and with it the last way to change a published
+//! page, for us too. `F_SEAL_WRITE` comes then as well, unless some client has
+//! a page pinned for I/O at that moment; it adds nothing but proof.
+//!
+//! **Why a slot is never reused.** A sealed page cannot be taken back while
+//! some process may still see it, and who sees it is not only in our ledger: a
+//! forked child that never spoke to us may map it too. So space comes back per
+//! segment, by letting go of the file: the kernel frees it when the last
+//! mapping of the last process is gone, orphans included. The price is that a
+//! segment with one live slot stays whole; [`Pool::sparse`] names such segments
+//! so that their last sharers can be moved.
+
+#![warn(missing_docs)]
+
+mod fingerprint;
+mod primitive;
+mod segment;
+
+pub use fingerprint::{Fingerprint, Key};
+pub use segment::{SEGMENT_LEN, SLOTS_PER_SEGMENT};
+
+use pagefold_os::fd::Fd;
+use pagefold_os::{PAGE_SIZE, Page};
+use primitive::{AtomicU64, Mutex, MutexGuard, Ordering, RwLock};
+use segment::Segment;
+use std::sync::Arc;
+
+/// A page's place in the pool: segment number and place in the segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Slot(u32);
+
+impl Slot {
+    /// The slot of this number, as [`number`](Self::number) gave it.
+    pub const fn from_number(number: u32) -> Slot {
+        Slot(number)
+    }
+
+    /// Makes a slot from its segment and its place there.
+    pub const fn new(segment: u32, index: u32) -> Slot {
+        Slot(segment * SLOTS_PER_SEGMENT + index)
+    }
+
+    /// A number that tells slots of one pool apart; neighbours in a segment differ by one.
+    pub const fn number(self) -> u32 {
+        self.0
+    }
+
+    /// The segment's number.
+    pub const fn segment(self) -> u32 {
+        self.0 / SLOTS_PER_SEGMENT
+    }
+
+    /// The place in the segment.
+    pub const fn index(self) -> u32 {
+        self.0 % SLOTS_PER_SEGMENT
+    }
+}
+
+/// Why a page could not be given a slot.
+#[derive(Debug, thiserror::Error)]
+pub enum PublishError {
+    /// The pool has its largest size.
+    #[error("the pool is full at {max_bytes} bytes")]
+    Full {
+        /// The limit.
+        max_bytes: u64,
+    },
+    /// The kernel gave no memory or no descriptor.
+    #[error("no new pool segment: {0}")]
+    System(#[from] std::io::Error),
+}
+
+/// Counters of a pool.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Segments that the pool holds.
+    pub segments: u64,
+    /// Slots that were ever published in them.
+    pub slots_published: u64,
+    /// Slots that somebody shares now.
+    pub pages_shared: u64,
+    /// Mappings of slots.
+    pub pages_sharing: u64,
+    /// Bytes of pages in memory.
+    pub bytes: u64,
+    /// Bytes of our own records about them.
+    pub metadata_bytes: u64,
+    /// Segments that were let go.
+    pub segments_released: u64,
+}
+
+/// The slots of one domain.
+#[derive(Debug)]
+pub struct Pool {
+    segments: RwLock<Vec<Option<Arc<Segment>>>>,
+    /// The segment that is being filled; its lock orders publications.
+    open: Mutex<Option<Arc<Segment>>>,
+    max_bytes: u64,
+    live_segments: AtomicU64,
+    released: AtomicU64,
+    shared: AtomicU64,
+    sharing: AtomicU64,
+    published: AtomicU64,
+    name: String,
+}
+
+impl Pool {
+    /// Makes an empty pool that holds at most `max_bytes` of pages, rounded down to whole segments, but at least one.
+    pub fn new(name: &str, max_bytes: u64) -> Pool {
+        Pool {
+            segments: RwLock::new(Vec::new()),
+            open: Mutex::new(None),
+            max_bytes: (max_bytes / SEGMENT_LEN as u64).max(1) * SEGMENT_LEN as u64,
+            live_segments: AtomicU64::new(0),
+            released: AtomicU64::new(0),
+            shared: AtomicU64::new(0),
+            sharing: AtomicU64::new(0),
+            published: AtomicU64::new(0),
+            name: name.chars().filter(|c| c.is_ascii_alphanumeric() || "-_.".contains(*c)).take(64).collect(),
+        }
+    }
+
+    /// Publishes `pages` in neighbouring slots as far as the open segment reaches, and returns the first slot and how
+    /// many were taken (at least one). Call again with the rest.
+    ///
+    /// # Errors
+    /// [`PublishError::Full`] at the size limit; [`PublishError::System`] if the kernel refuses a new segment.
+    pub fn publish(&self, pages: &[&Page]) -> Result<(Slot, usize), PublishError> {
+        let mut open = lock(&self.open);
+        let segment = match &*open {
+            Some(segment) => segment.clone(),
+            None => {
+                let segment = self.add_segment()?;
+                *open = Some(segment.clone());
+                segment
+            }
+        };
+        let (index, taken) = segment.fill(pages);
+        self.published.fetch_add(taken as u64, Ordering::Relaxed);
+        if segment.is_full() {
+            segment.close();
+            *open = None;
+        }
+        Ok((Slot::new(segment.number(), index), taken))
+    }
+
+    /// Begins a new segment with the next publication, so that a long run is not cut by the end of this one.
+    /// The rest of the open segment costs nothing: pages that were never written take no memory.
+    pub fn close_open_segment(&self) {
+        if let Some(segment) = lock(&self.open).take() {
+            segment.close();
+        }
+    }
+
+    fn add_segment(&self) -> Result<Arc<Segment>, PublishError> {
+        let live = self.live_segments.load(Ordering::Relaxed);
+        let mut segments = self.segments.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+        // Numbers are not reused: an agent may still hold an old segment under its number.
+        let number = segments.len() as u32;
+        if (live + 1) * SEGMENT_LEN as u64 > self.max_bytes || number >= u32::MAX / SLOTS_PER_SEGMENT / 8 {
+            return Err(PublishError::Full { max_bytes: self.max_bytes });
+        }
+        let segment = Arc::new(Segment::create(&self.name, number)?);
+        segments.push(Some(segment.clone()));
+        self.live_segments.fetch_add(1, Ordering::Relaxed);
+        Ok(segment)
+    }
+
+    fn segment(&self, number: u32) -> Option<Arc<Segment>> {
+        let segments = self.segments.read().unwrap_or_else(|poisoned| poisoned.into_inner());
+        segments.get(number as usize)?.clone()
+    }
+
+    /// Copies the content of `slot` to `out`; false if there is no such slot (any more).
+    pub fn read(&self, slot: Slot, out: &mut Page) -> bool {
+        self.with_page(slot, |page| out.copy_from_slice(page)).is_some()
+    }
+
+    /// Calls `f` with the content of `slot`, if there is such a slot.
+    pub fn with_page<T>(&self, slot: Slot, f: impl FnOnce(&Page) -> T) -> Option<T> {
+        let segment = self.segment(slot.segment())?;
+        segment.page(slot.index()).map(f)
+    }
+
+    /// How many slots from `slot` on were published in its segment; 0 if it is none.
+    pub fn published_from(&self, slot: Slot) -> u32 {
+        self.segment(slot.segment()).map_or(0, |segment| segment.published().saturating_sub(slot.index()))
+    }
+
+    /// A read-only descriptor of `segment`, for a client; `None` if it was let go.
+    pub fn segment_fd(&self, segment: u32) -> Option<Arc<Fd>> {
+        self.segment(segment).map(|segment| segment.reader())
+    }
+
+    /// Inode of `segment`'s file, by which mappings of it are known in /proc/PID/maps.
+    pub fn segment_inode(&self, segment: u32) -> Option<u64> {
+        self.segment(segment).map(|segment| segment.inode())
+    }
+
+    /// The segment whose file has this inode, if the pool holds it.
+    pub fn segment_of_inode(&self, inode: u64) -> Option<u32> {
+        let segments = self.segments.read().unwrap_or_else(|poisoned| poisoned.into_inner());
+        segments.iter().flatten().find(|segment| segment.inode() == inode).map(|segment| segment.number())
+    }
+
+    /// Counts `by` more mappings of `slot`; false if its segment was let go, and then nothing may be mapped.
+    pub fn add_sharers(&self, slot: Slot, by: u32) -> bool {
+        // The lock is held while counting, so that `release` cannot let go between our look and our count.
+        let segments = self.segments.read().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let Some(Some(segment)) = segments.get(slot.segment() as usize) else { return false };
+        if slot.index() >= segment.published() {
+            return false;
+        }
+        if segment.add_sharers(slot.index(), by) == 0 && by > 0 {
+            self.shared.fetch_add(1, Ordering::Relaxed);
+        }
+        self.sharing.fetch_add(u64::from(by), Ordering::Relaxed);
+        true
+    }
+
+    /// Counts one mapping of `slot` less. More than were counted is our own mistake and panics in tests.
+    pub fn remove_sharer(&self, slot: Slot) {
+        if let Some(segment) = self.segment(slot.segment()) {
+            let before = segment.remove_sharer(slot.index());
+            debug_assert!(before > 0, "{slot:?} had no sharer to remove");
+            if before == 1 {
+                self.shared.fetch_sub(1, Ordering::Relaxed);
+            }
+            if before > 0 {
+                self.sharing.fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Mappings of `slot`.
+    pub fn sharers(&self, slot: Slot) -> u32 {
+        self.segment(slot.segment()).map_or(0, |segment| segment.sharers(slot.index()))
+    }
+
+    /// Full segments in which at most `live_max` slots are shared: candidates for release, after moving those.
+    pub fn sparse(&self, live_max: u32) -> Vec<u32> {
+        let segments = self.segments.read().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let closed = segments.iter().flatten().filter(|segment| segment.is_closed());
+        closed.filter(|segment| segment.live() <= live_max).map(|segment| segment.number()).collect()
+    }
+
+    /// Lets go of `segment` if nobody shares a slot of it, calling `forget` with each published page first, so that
+    /// indexes drop them. Returns whether it went.
+    pub fn release(&self, segment: u32, mut forget: impl FnMut(Slot, &Page)) -> bool {
+        let Some(held) = self.segment(segment).filter(|held| held.is_closed() && held.live() == 0) else {
+            return false;
+        };
+        for index in 0..held.published() {
+            if let Some(page) = held.page(index) {
+                forget(Slot::new(segment, index), page);
+            }
+        }
+        let mut segments = self.segments.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+        // Somebody may have begun to share a slot meanwhile; then it stays, found again by its next duplicate.
+        if held.live() != 0 {
+            return false;
+        }
+        // Two may let go of one segment at once: it goes, and is counted, once.
+        if segments[segment as usize].take().is_none() {
+            return false;
+        }
+        self.live_segments.fetch_sub(1, Ordering::Relaxed);
+        self.released.fetch_add(1, Ordering::Relaxed);
+        self.published.fetch_sub(u64::from(held.published()), Ordering::Relaxed);
+        true
+    }
+
+    /// Counters now.
+    pub fn stats(&self) -> Stats {
+        let segments = self.live_segments.load(Ordering::Relaxed);
+        let published = self.published.load(Ordering::Relaxed);
+        Stats {
+            segments,
+            slots_published: published,
+            pages_shared: self.shared.load(Ordering::Relaxed),
+            pages_sharing: self.sharing.load(Ordering::Relaxed),
+            bytes: published * PAGE_SIZE as u64,
+            metadata_bytes: segments * segment::METADATA_BYTES as u64,
+            segments_released: self.released.load(Ordering::Relaxed),
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}

@@ -1,0 +1,14 @@
+//! The one place where the standard library's locks and atomics give way to loom's, so that the model checks the code
+//! that ships.
+
+#[cfg(not(loom))]
+pub use std::sync::{
+    Mutex, MutexGuard, RwLock,
+    atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+};
+
+#[cfg(loom)]
+pub use loom::sync::{
+    Mutex, MutexGuard, RwLock,
+    atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+};

@@ -1,0 +1,152 @@
+//! One memory file of the pool: filled in order, sealed, read-only.
+
+use crate::primitive::{AtomicBool, AtomicU32, Mutex, Ordering};
+use pagefold_os::fd::Fd;
+use pagefold_os::mem::Mapping;
+use pagefold_os::{PAGE_SIZE, Page, memfd};
+use std::ffi::CString;
+use std::io;
+use std::sync::Arc;
+
+/// Slots in a segment.
+pub const SLOTS_PER_SEGMENT: u32 = if cfg!(loom) { 2 } else { 2048 };
+/// Length of a segment in bytes.
+pub const SEGMENT_LEN: usize = SLOTS_PER_SEGMENT as usize * PAGE_SIZE;
+/// Bytes of our own records per segment.
+pub const METADATA_BYTES: usize = SLOTS_PER_SEGMENT as usize * 4 + size_of::<Segment>();
+
+/// A segment.
+#[derive(Debug)]
+pub struct Segment {
+    number: u32,
+    inode: u64,
+    file: Fd,
+    reader: Arc<Fd>,
+    read: Mapping,
+    /// Our way to write, gone when the segment is sealed.
+    write: Mutex<Option<Mapping>>,
+    published: AtomicU32,
+    closed: AtomicBool,
+    live: AtomicU32,
+    sharers: Box<[AtomicU32]>,
+}
+
+impl Segment {
+    /// Makes an empty segment.
+    pub fn create(pool: &str, number: u32) -> io::Result<Segment> {
+        let name = CString::new(format!("pagefold-pool:{pool}")).map_err(io::Error::other)?;
+        let file = memfd::create(&name, SEGMENT_LEN as u64)?;
+        // Another user could otherwise open the file for writing through /proc; the seals are the real wall.
+        memfd::set_mode(&file, 0o400)?;
+        let reader = memfd::reopen_read_only(&file)?;
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        let write = Mapping::file(file.raw(), 0, SEGMENT_LEN, prot, libc::MAP_SHARED)?;
+        memfd::add_seals(&file, memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_FUTURE_WRITE)?;
+        // Mapped through the read-only descriptor: a mapping that could become writable would forbid the last seal.
+        let read = Mapping::file(reader.raw(), 0, SEGMENT_LEN, libc::PROT_READ, libc::MAP_SHARED)?;
+        let (_, inode) = memfd::len_and_inode(file.raw())?;
+        Ok(Segment {
+            number,
+            inode,
+            file,
+            reader: Arc::new(reader),
+            read,
+            write: Mutex::new(Some(write)),
+            published: AtomicU32::new(0),
+            closed: AtomicBool::new(false),
+            live: AtomicU32::new(0),
+            sharers: (0..SLOTS_PER_SEGMENT).map(|_| AtomicU32::new(0)).collect(),
+        })
+    }
+
+    /// Copies `pages` to the next free slots, as many as there are; returns the first and how many.
+    pub fn fill(&self, pages: &[&Page]) -> (u32, usize) {
+        let write = self.write.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let first = self.published.load(Ordering::Relaxed);
+        let Some(mapping) = &*write else { return (first, 0) };
+        let count = pages.len().min((SLOTS_PER_SEGMENT - first) as usize);
+        for (offset, page) in pages[..count].iter().enumerate() {
+            // SAFETY: the slot lies in the writable mapping, is not published yet, and the lock makes us its only writer.
+            unsafe {
+                let slot = mapping.as_ptr().add((first as usize + offset) * PAGE_SIZE);
+                core::ptr::copy_nonoverlapping(page.as_ptr(), slot, PAGE_SIZE);
+            }
+        }
+        // Release pairs with the acquire in `published`: who sees the count sees the bytes.
+        self.published.store(first + count as u32, Ordering::Release);
+        (first, count)
+    }
+
+    /// Makes the segment unwritable for everybody, for ever.
+    pub fn close(&self) {
+        let mut write = self.write.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        // With our mapping the last way to write is gone: `SEAL_FUTURE_WRITE` forbids new mappings, write(2) and holes.
+        drop(write.take());
+        // The kernel answers EBUSY while a page is pinned, by a client's direct I/O from it for instance.
+        let _ = memfd::add_seals(&self.file, memfd::SEAL_WRITE | memfd::SEAL_SEAL);
+        self.closed.store(true, Ordering::Release);
+    }
+
+    /// The content of a published slot.
+    pub fn page(&self, index: u32) -> Option<&Page> {
+        // SAFETY: published slots are never written again, and the mapping lives as long as `self`.
+        (index < self.published())
+            .then(|| unsafe { &*self.read.as_ptr().add(index as usize * PAGE_SIZE).cast::<Page>() })
+    }
+
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    pub fn inode(&self) -> u64 {
+        self.inode
+    }
+
+    pub fn reader(&self) -> Arc<Fd> {
+        self.reader.clone()
+    }
+
+    pub fn published(&self) -> u32 {
+        self.published.load(Ordering::Acquire)
+    }
+
+    pub fn is_full(&self) -> bool {
+        self.published() == SLOTS_PER_SEGMENT
+    }
+
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    /// Slots with sharers.
+    pub fn live(&self) -> u32 {
+        self.live.load(Ordering::Acquire)
+    }
+
+    pub fn sharers(&self, index: u32) -> u32 {
+        self.sharers[index as usize].load(Ordering::Acquire)
+    }
+
+    /// Adds `by` sharers and returns how many there were.
+    pub fn add_sharers(&self, index: u32, by: u32) -> u32 {
+        let before = self.sharers[index as usize].fetch_add(by, Ordering::AcqRel);
+        if before == 0 && by > 0 {
+            self.live.fetch_add(1, Ordering::AcqRel);
+        }
+        before
+    }
+
+    /// Removes one sharer and returns how many there were; at zero nothing happens.
+    pub fn remove_sharer(&self, index: u32) -> u32 {
+        let take = |count: u32| count.checked_sub(1);
+        match self.sharers[index as usize].fetch_update(Ordering::AcqRel, Ordering::Acquire, take) {
+            Ok(before) => {
+                if before == 1 {
+                    self.live.fetch_sub(1, Ordering::AcqRel);
+                }
+                before
+            }
+            Err(_) => 0,
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! Every order in which threads may share, let go and release.
+//!
+//! `RUSTFLAGS="--cfg loom" cargo test -p pagefold-pool --test loom --release`
+
+#![cfg(loom)]
+
+use loom::thread;
+use pagefold_os::PAGE_SIZE;
+use pagefold_pool::{Pool, SEGMENT_LEN, SLOTS_PER_SEGMENT, Slot};
+use std::sync::Arc;
+
+fn pool() -> (Arc<Pool>, Slot) {
+    let pool = Pool::new("loom", SEGMENT_LEN as u64);
+    let page = [7; PAGE_SIZE];
+    let (slot, taken) = pool.publish(&[&page; SLOTS_PER_SEGMENT as usize]).unwrap();
+    assert_eq!(taken, SLOTS_PER_SEGMENT as usize);
+    (Arc::new(pool), slot)
+}
+
+/// Who got a share has the segment until he gives it back; who got none finds that nothing was counted.
+#[test]
+fn a_shared_segment_is_never_let_go() {
+    loom::model(|| {
+        let (pool, slot) = pool();
+        let sharer = {
+            let pool = pool.clone();
+            thread::spawn(move || {
+                let shared = pool.add_sharers(slot, 1);
+                if shared {
+                    assert!(pool.published_from(slot) > 0, "let go while it is shared");
+                    assert_eq!(pool.sharers(slot), 1);
+                    pool.remove_sharer(slot);
+                }
+                shared
+            })
+        };
+        let released = pool.release(slot.segment(), |_, _| {});
+        let shared = sharer.join().unwrap();
+        assert!(released || shared, "one of them came first");
+        let stats = pool.stats();
+        assert_eq!((stats.pages_sharing, stats.pages_shared), (0, 0));
+        assert_eq!(stats.segments, u64::from(!released));
+        assert!(released || pool.release(slot.segment(), |_, _| {}), "nobody shares it any more");
+    });
+}
+
+#[test]
+fn a_segment_is_let_go_once() {
+    loom::model(|| {
+        let (pool, slot) = pool();
+        let other = {
+            let pool = pool.clone();
+            thread::spawn(move || pool.release(slot.segment(), |_, _| {}))
+        };
+        let here = pool.release(slot.segment(), |_, _| {});
+        let there = other.join().unwrap();
+        assert!(here != there, "exactly one of two lets go");
+        let stats = pool.stats();
+        assert_eq!((stats.segments, stats.segments_released, stats.slots_published), (0, 1, 0));
+    });
+}
+
+/// The last share goes while a new one comes and a third thread wants the segment gone.
+#[test]
+fn counts_are_exact_when_shares_come_and_go() {
+    loom::model(|| {
+        let (pool, slot) = pool();
+        assert!(pool.add_sharers(slot, 1));
+        let leaver = {
+            let pool = pool.clone();
+            thread::spawn(move || pool.remove_sharer(slot))
+        };
+        let releaser = {
+            let pool = pool.clone();
+            thread::spawn(move || pool.release(slot.segment(), |_, _| {}))
+        };
+        let shared = pool.add_sharers(slot, 1);
+        leaver.join().unwrap();
+        let released = releaser.join().unwrap();
+        assert!(shared != released, "a new share keeps the segment, or it is gone");
+        assert_eq!(pool.sharers(slot), u32::from(shared));
+        let stats = pool.stats();
+        assert_eq!((stats.pages_sharing, stats.pages_shared), (u64::from(shared), u64::from(shared)));
+    });
+}

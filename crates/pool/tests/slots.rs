@@ -1,0 +1,134 @@
+//! A slot, once published, keeps its bytes, whatever anybody tries; sharers are counted exactly.
+
+#![cfg(not(loom))]
+
+use pagefold_os::mem::Mapping;
+use pagefold_os::{PAGE_SIZE, Page, memfd, syscall};
+use pagefold_pool::{Pool, PublishError, SEGMENT_LEN, SLOTS_PER_SEGMENT, Slot};
+use proptest::prelude::*;
+
+fn page(n: u64) -> Page {
+    let mut page = [0; PAGE_SIZE];
+    page.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&n.to_le_bytes()));
+    page
+}
+
+#[test]
+fn pages_come_back_and_runs_are_neighbours() {
+    let pool = Pool::new("test", 64 << 20);
+    let pages: Vec<Page> = (0..3000).map(page).collect();
+    let refs: Vec<&Page> = pages.iter().collect();
+    let (first, taken) = pool.publish(&refs).unwrap();
+    assert_eq!(taken, SLOTS_PER_SEGMENT as usize, "a run is cut only by the end of a segment");
+    let (second, rest) = pool.publish(&refs[taken..]).unwrap();
+    assert_eq!(rest, 3000 - taken);
+    assert_eq!((first.index(), second.index(), second.segment()), (0, 0, first.segment() + 1));
+    let mut out = page(0);
+    for (n, expected) in pages.iter().enumerate() {
+        let slot = if n < taken {
+            Slot::from_number(first.number() + n as u32)
+        } else {
+            Slot::new(second.segment(), (n - taken) as u32)
+        };
+        assert!(pool.read(slot, &mut out) && out == *expected);
+    }
+    assert!(!pool.read(Slot::new(9, 0), &mut out));
+    assert!(!pool.read(Slot::new(second.segment(), rest as u32), &mut out), "an unpublished slot is none");
+}
+
+#[test]
+fn nobody_can_change_a_published_slot() {
+    let pool = Pool::new("test", 64 << 20);
+    let one = page(1);
+    for filling in [true, false] {
+        let (slot, _) = pool.publish(&[&one]).unwrap();
+        if !filling {
+            pool.close_open_segment();
+        }
+        let fd = pool.segment_fd(slot.segment()).unwrap();
+        assert!(fd.write(b"x").is_err(), "a client's descriptor is read-only");
+        let writable = memfd::reopen_read_only(&fd).and_then(|_| {
+            let path = std::ffi::CString::new(format!("/proc/self/fd/{}", fd.raw())).unwrap();
+            pagefold_os::fd::Fd::open(&path, libc::O_RDWR, 0)
+        });
+        // As root (or owner) the file opens for writing: the seals must hold even so.
+        if let Ok(writable) = writable {
+            assert!(writable.write(b"x").is_err());
+            let prot = libc::PROT_READ | libc::PROT_WRITE;
+            assert!(Mapping::file(writable.raw(), 0, SEGMENT_LEN, prot, libc::MAP_SHARED).is_err());
+            // SAFETY: numbers only.
+            assert!(unsafe { syscall!(libc::SYS_ftruncate, writable.raw(), 0) }.is_err());
+            // SAFETY: numbers only.
+            let punched = unsafe {
+                syscall!(
+                    libc::SYS_fallocate,
+                    writable.raw(),
+                    libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE,
+                    0,
+                    4096
+                )
+            };
+            assert!(punched.is_err());
+        }
+        let mut out = page(0);
+        assert!(pool.read(slot, &mut out) && out == one);
+    }
+}
+
+#[test]
+fn a_full_pool_says_so_and_gives_space_back_with_its_segments() {
+    let pool = Pool::new("test", 2 * SEGMENT_LEN as u64);
+    let zero = page(7);
+    let refs = vec![&zero; SLOTS_PER_SEGMENT as usize];
+    let (first, _) = pool.publish(&refs).unwrap();
+    pool.publish(&refs).unwrap();
+    assert!(matches!(pool.publish(&refs), Err(PublishError::Full { .. })));
+    assert!(pool.add_sharers(first, 2));
+    assert!(!pool.release(first.segment(), |_, _| {}), "somebody shares it");
+    pool.remove_sharer(first);
+    pool.remove_sharer(first);
+    let mut forgotten = 0;
+    assert!(pool.release(first.segment(), |_, page| forgotten += usize::from(*page == zero)));
+    assert!(!pool.add_sharers(first, 1), "it is gone");
+    assert_eq!(forgotten, SLOTS_PER_SEGMENT as usize);
+    assert!(pool.publish(&refs).is_ok());
+    assert_eq!(pool.stats().segments_released, 1);
+}
+
+/// A forked child that we know nothing of sees its pages after we let go of the segment.
+#[test]
+fn an_orphan_keeps_its_pages() {
+    let pool = Pool::new("test", 64 << 20);
+    let (slot, _) = pool.publish(&[&page(42)]).unwrap();
+    pool.close_open_segment();
+    let fd = pool.segment_fd(slot.segment()).unwrap();
+    let orphan = Mapping::file(fd.raw(), 0, PAGE_SIZE, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE).unwrap();
+    drop(fd);
+    assert!(pool.release(slot.segment(), |_, _| {}));
+    // SAFETY: the mapping is one page long and ours.
+    assert_eq!(unsafe { *orphan.as_ptr().cast::<Page>() }, page(42));
+}
+
+proptest! {
+    #[test]
+    fn sharers_are_exact(ops in proptest::collection::vec((0u32..40, any::<bool>()), 1..400)) {
+        let pool = Pool::new("test", 64 << 20);
+        let pages: Vec<Page> = (0..40).map(page).collect();
+        pool.publish(&pages.iter().collect::<Vec<_>>()).unwrap();
+        let mut model = [0u32; 40];
+        for (index, add) in ops {
+            let slot = Slot::new(0, index);
+            if add {
+                prop_assert!(pool.add_sharers(slot, 1));
+                model[index as usize] += 1;
+            } else if model[index as usize] > 0 {
+                pool.remove_sharer(slot);
+                model[index as usize] -= 1;
+            }
+            prop_assert_eq!(pool.sharers(slot), model[index as usize]);
+        }
+        let stats = pool.stats();
+        prop_assert_eq!(stats.pages_sharing, model.iter().map(|n| u64::from(*n)).sum::<u64>());
+        prop_assert_eq!(stats.pages_shared, model.iter().filter(|n| **n > 0).count() as u64);
+    }
+}
