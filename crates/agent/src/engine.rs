@@ -1,0 +1,966 @@
+//! The agent's thread: it answers the daemon's requests, one at a time.
+//!
+//! The thread is made by a raw clone(2): it shares the program's memory but has
+//! its own table of descriptors, so the program neither sees our descriptors
+//! nor closes them, and we hold none of its. It has no thread-local storage:
+//! everything it calls must do without `errno`. It dies with the process and
+//! with exec(2), both in the kernel's hands; it can never die alone, so pages
+//! are never left in the staging area.
+
+use crate::guard::{Guard, Held};
+use crate::table::{MergedChunks, Table};
+use crate::wire::{
+    self, CHANNEL_COUNTERS, CHANNEL_IN, CHANNEL_LEN, CHANNEL_OUT, CHANNEL_PAGES, Counters, FETCH_PAGES_MAX,
+    FREEZE_PAGES_MAX, LIST_MAX, Op, Outcome, Packet, Piece, RegionEntry, SEGMENTS_HELD,
+};
+use core::cell::UnsafeCell;
+use core::ffi::CStr;
+use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use pagefold_os::fd::Fd;
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::uffd::{self, Uffd};
+use pagefold_os::{PAGE_SIZE, Page, Range, maps, mem, memfd, sched, sock, syscall};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Name that pool segments carry in /proc/PID/maps.
+pub const POOL_NAME: &[u8] = b"/memfd:pagefold-pool";
+
+/// `me` of the agent's thread for the guard; no thread pointer has this value.
+const AGENT: usize = 1;
+
+/// How long the agent waits before it tries to reach a daemon that is gone, in milliseconds.
+const RECONNECT_MS: i32 = 500;
+
+/// How old a process must be whose memory is all managed before its agent greets, in milliseconds.
+const ALL_START_MS: i32 = 60;
+
+/// How often the agent looks whether the program has ended but for it, in nanoseconds.
+const ALONE_NS: u64 = 500_000_000;
+
+/// The smallest mapping that `--all` manages, in bytes.
+pub const ALL_MIN: u64 = 1 << 20;
+
+/// What program threads and the agent's thread share; one per process.
+pub struct Shared {
+    /// Held while mappings change.
+    pub guard: Guard,
+    /// Counts changes of the managed ranges.
+    pub generation: AtomicU64,
+    /// 0 not started, 1 running, 2 asked to leave, 3 given up.
+    pub phase: AtomicU32,
+    /// Thread id of the agent; the kernel clears it when the thread is gone.
+    pub thread: AtomicI32,
+    /// Manage every large private anonymous mapping.
+    pub all: AtomicBool,
+    /// Forked from a process that had merged pages.
+    pub forked: AtomicBool,
+    /// Errno that made the agent give up, for the curious.
+    pub error: AtomicI32,
+    socket_len: AtomicUsize,
+    socket: UnsafeCell<[u8; 108]>,
+    domain: UnsafeCell<[u8; 64]>,
+    table: UnsafeCell<Table>,
+    merged: UnsafeCell<MergedChunks>,
+}
+
+// SAFETY: the cells are written before the thread starts (socket, domain) or while the guard is held (table, merged).
+unsafe impl Sync for Shared {}
+
+/// The one state of this process.
+pub static SHARED: Shared = Shared {
+    guard: Guard::new(),
+    generation: AtomicU64::new(1),
+    phase: AtomicU32::new(0),
+    thread: AtomicI32::new(0),
+    all: AtomicBool::new(false),
+    forked: AtomicBool::new(false),
+    error: AtomicI32::new(0),
+    socket_len: AtomicUsize::new(0),
+    socket: UnsafeCell::new([0; 108]),
+    domain: UnsafeCell::new([0; 64]),
+    table: UnsafeCell::new(Table::new()),
+    merged: UnsafeCell::new(MergedChunks::new()),
+};
+
+/// Access to what the guard protects.
+pub struct Tables<'a> {
+    _held: &'a Held<'a>,
+    /// Ranges and notes.
+    pub table: &'a mut Table,
+    /// Chunks with merged pages.
+    pub merged: &'a mut MergedChunks,
+}
+
+impl Shared {
+    /// Sets where the daemon listens and which domain we belong to; false if either is too long.
+    /// Call before [`start`].
+    pub fn configure(&self, socket: &[u8], domain: &[u8], all: bool) -> bool {
+        if socket.len() >= 108 || domain.len() > 64 || self.phase.load(Ordering::Acquire) != 0 {
+            return false;
+        }
+        // SAFETY: no thread of ours runs yet (phase 0), and the caller is the only one to configure.
+        unsafe {
+            (&mut *self.socket.get())[..socket.len()].copy_from_slice(socket);
+            *self.domain.get() = [0; 64];
+            (&mut *self.domain.get())[..domain.len()].copy_from_slice(domain);
+        }
+        self.socket_len.store(socket.len(), Ordering::Release);
+        self.all.store(all, Ordering::Relaxed);
+        true
+    }
+
+    /// True if [`configure`](Self::configure) was called.
+    pub fn is_configured(&self) -> bool {
+        self.socket_len.load(Ordering::Acquire) > 0
+    }
+
+    /// The tables, for who holds the guard.
+    pub fn tables<'a>(&'a self, held: &'a Held<'a>) -> Tables<'a> {
+        // SAFETY: the guard is held, so nobody else has the tables. A frame of the same thread further out may
+        // hold the guard too (a signal handler interrupted it): such frames never keep a borrow across calls
+        // that can be interrupted by our own entry points, which are short and allocation-free.
+        unsafe { Tables { _held: held, table: &mut *self.table.get(), merged: &mut *self.merged.get() } }
+    }
+
+    /// Tells the daemon, at its next look, that the managed ranges changed.
+    pub fn changed(&self) {
+        self.generation.fetch_add(1, Ordering::Release);
+    }
+}
+
+/// A pool segment that is mapped for comparing.
+struct Segment {
+    id: u32,
+    fd: Fd,
+    map: mem::Mapping,
+    pages: u32,
+}
+
+/// The agent at work: everything that one connection to a daemon needs.
+pub(crate) struct Agent {
+    socket: Fd,
+    channel_fd: Fd,
+    channel: mem::Mapping,
+    /// Watches for writes; sends no events.
+    pub(crate) watch: Uffd,
+    /// Holds frozen and merged ranges; tells of discards.
+    pub(crate) hold: Uffd,
+    /// Where frozen pages wait.
+    pub(crate) staging: mem::Mapping,
+    /// Address range that `heal` moves mappings to.
+    pub(crate) aside: u64,
+    segments: [Option<Segment>; SEGMENTS_HELD],
+    /// Pages of the frozen span that the program discarded meanwhile.
+    pub(crate) voids: [bool; FREEZE_PAGES_MAX],
+}
+
+/// Starts the agent's thread if it does not run; returns false if it cannot be started.
+pub fn start() -> bool {
+    if !SHARED.is_configured() {
+        return false;
+    }
+    match SHARED.phase.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => {
+            let started = spawn();
+            if !started {
+                SHARED.phase.store(3, Ordering::Release);
+            }
+            started
+        }
+        Err(phase) => phase == 1,
+    }
+}
+
+/// Asks the agent's thread to leave and waits until it has; merged pages stay as they are.
+/// `final_phase` is 0 if it may be started again, 3 if not.
+pub fn stop(final_phase: u32) {
+    if SHARED.phase.compare_exchange(1, 2, Ordering::AcqRel, Ordering::Acquire).is_ok() {
+        loop {
+            let thread = SHARED.thread.load(Ordering::Acquire);
+            if thread == 0 {
+                break;
+            }
+            let timeout = libc::timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+            // SAFETY: the word outlives the call. The kernel wakes it (shared futex) when the thread ends.
+            let _ = unsafe {
+                syscall!(
+                    libc::SYS_futex,
+                    SHARED.thread.as_ptr(),
+                    libc::FUTEX_WAIT,
+                    thread,
+                    core::ptr::from_ref(&timeout)
+                )
+            };
+        }
+    }
+    SHARED.phase.store(final_phase, Ordering::Release);
+}
+
+const STACK_LEN: usize = 256 << 10;
+
+fn spawn() -> bool {
+    let Ok(stack) = mem::Mapping::anonymous(STACK_LEN) else { return false };
+    let top = (stack.addr() + STACK_LEN as u64) & !15;
+    // No signal of the program's may ever be delivered to our thread: it inherits a full mask.
+    let all = [u64::MAX];
+    let mut before = [0u64];
+    // SAFETY: the masks are 8 bytes as the kernel wants them.
+    let _ = unsafe { syscall!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr(), 8) };
+    let flags = libc::CLONE_VM
+        | libc::CLONE_FS
+        | libc::CLONE_SIGHAND
+        | libc::CLONE_THREAD
+        | libc::CLONE_SYSVSEM
+        | libc::CLONE_PARENT_SETTID
+        | libc::CLONE_CHILD_CLEARTID;
+    let result = clone_thread(flags, top, SHARED.thread.as_ptr());
+    // SAFETY: restores the caller's mask.
+    let _ = unsafe { syscall!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, before.as_ptr(), 0, 8) };
+    if result < 0 {
+        return false;
+    }
+    core::mem::forget(stack);
+    true
+}
+
+/// Starts a thread at [`thread_main`] on the stack that ends at `top`; the kernel keeps its id in `word`.
+#[cfg(target_arch = "x86_64")]
+fn clone_thread(flags: libc::c_int, top: u64, word: *mut i32) -> isize {
+    let result: isize;
+    // SAFETY: the new thread starts on its own, aligned stack with rax = 0 and calls `thread_main`, which never returns;
+    // the parent goes on after the block. The stack is given up for good: it is in use until the process ends.
+    unsafe {
+        core::arch::asm!(
+            "syscall",
+            "test rax, rax",
+            "jnz 2f",
+            "xor ebp, ebp",
+            "call {main}",
+            "ud2",
+            "2:",
+            main = sym thread_main,
+            inlateout("rax") libc::SYS_clone as isize => result,
+            in("rdi") flags as usize, in("rsi") top, in("rdx") word, in("r10") word, in("r8") 0usize,
+            lateout("rcx") _, lateout("r11") _,
+        );
+    }
+    result
+}
+
+/// As on x86-64.
+#[cfg(target_arch = "aarch64")]
+fn clone_thread(flags: libc::c_int, top: u64, word: *mut i32) -> isize {
+    let result: isize;
+    // SAFETY: as on x86-64; arm64 takes the child's thread-id word as the fifth argument.
+    unsafe {
+        core::arch::asm!(
+            "svc 0",
+            "cbnz x0, 2f",
+            "mov x29, xzr",
+            "bl {main}",
+            "brk #1",
+            "2:",
+            main = sym thread_main,
+            in("x8") libc::SYS_clone, inlateout("x0") flags as isize => result,
+            in("x1") top, in("x2") word, in("x3") 0usize, in("x4") word,
+        );
+    }
+    result
+}
+
+/// Body of the agent's thread.
+extern "C" fn thread_main() -> ! {
+    // Give up every descriptor of the program: our table is our own since the clone.
+    // SAFETY: numbers only; nothing of ours is open yet.
+    let _ = unsafe { syscall!(libc::SYS_close_range, 0, u32::MAX, 0) };
+    // SAFETY: names the thread; the string is 16 bytes at most.
+    let _ = unsafe { syscall!(libc::SYS_prctl, libc::PR_SET_NAME, c"pagefold-agent".as_ptr()) };
+    // Most processes that begin are soon another program or gone: those with nothing merged yet need not greet.
+    if SHARED.all.load(Ordering::Relaxed) && !SHARED.forked.load(Ordering::Relaxed) {
+        wait_or_leave(None, ALL_START_MS);
+    }
+    // Discards of merged pages must be answered whether there is a daemon or not.
+    let mut hold = None;
+    while SHARED.phase.load(Ordering::Acquire) == 1 {
+        match connect(&mut hold) {
+            Ok(mut agent) => {
+                let _ = agent.serve();
+                hold = Some(agent.hold);
+            }
+            Err(Errno(errno)) => SHARED.error.store(errno, Ordering::Relaxed),
+        }
+        // The daemon is gone or refused us. What is merged stays merged; a new daemon may come.
+        wait_or_leave(hold.as_ref(), RECONNECT_MS);
+    }
+    exit_thread()
+}
+
+fn exit_thread() -> ! {
+    loop {
+        // SAFETY: ends this thread only; the kernel clears and wakes `SHARED.thread`.
+        let _ = unsafe { syscall!(libc::SYS_exit, 0) };
+    }
+}
+
+/// Ends the agent's thread if it is the last of a program whose first thread has ended: the process must not live on for us.
+fn leave_if_alone() {
+    let Ok(file) = Fd::open(c"/proc/self/stat", libc::O_RDONLY, 0) else { return };
+    let mut text = [0u8; 512];
+    let Ok(got) = file.read(&mut text) else { return };
+    // The name may hold anything; what counts begins after its last bracket: the state, and 17 fields on the threads.
+    let Some(name_end) = text[..got].iter().rposition(|&byte| byte == b')') else { return };
+    let mut fields = text[name_end + 1..got].split(|&byte| byte == b' ').skip(1);
+    if fields.next() == Some(b"Z") && fields.nth(16) == Some(b"2") {
+        exit_thread();
+    }
+}
+
+fn wait_or_leave(hold: Option<&Uffd>, ms: i32) {
+    let began = sched::monotonic_ns();
+    leave_if_alone();
+    while SHARED.phase.load(Ordering::Acquire) == 1 && sched::monotonic_ns() - began < ms as u64 * 1_000_000 {
+        let Some(hold) = hold else {
+            let _ = pagefold_os::fd::poll(&mut [], 20);
+            continue;
+        };
+        let _ =
+            pagefold_os::fd::poll(&mut [libc::pollfd { fd: hold.fd().raw(), events: libc::POLLIN, revents: 0 }], 20);
+        while let Ok(Some(event)) = hold.read_event() {
+            serve_event(hold, None, None, event);
+        }
+    }
+}
+
+/// Greets the daemon and sets everything up.
+///
+/// `hold` is what an earlier connection left: it is taken over, for merged ranges hang on it.
+fn connect(hold: &mut Option<Uffd>) -> Result<Agent> {
+    let len = SHARED.socket_len.load(Ordering::Acquire);
+    // SAFETY: written before the thread started.
+    let (path, domain) = unsafe { (&(&*SHARED.socket.get())[..len], &*SHARED.domain.get()) };
+    let socket = sock::connect(path)?;
+    let mut hello = Packet::new(Op::Hello);
+    hello.a = if SHARED.all.load(Ordering::Relaxed) { wire::HELLO_ALL } else { 0 };
+    if SHARED.forked.load(Ordering::Relaxed) {
+        hello.a |= wire::HELLO_FORKED;
+    }
+    hello.text = *domain;
+    let pagemap = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0)?;
+    sock::set_timeout(&socket, 10_000)?;
+    sock::send(&socket, hello.bytes(), &[pagemap.raw()])?;
+    drop(pagemap);
+    let mut buffer = [0u8; size_of::<Packet>()];
+    let (got, mut fds) = sock::receive(&socket, &mut buffer, 0)?;
+    let welcome = Packet::parse(&buffer[..got]).filter(|packet| packet.op == Op::Welcome as u32);
+    let welcome = welcome.ok_or(Errno(libc::EPROTO))?;
+    if welcome.status != 0 {
+        return Err(Errno(welcome.status));
+    }
+    let channel_fd = fds.take(0).ok_or(Errno(libc::EPROTO))?;
+    let device = fds.take(1).or_else(|| uffd::open_device().ok());
+    match set_up(socket, channel_fd, device.as_ref(), hold) {
+        Ok(agent) => {
+            sock::send(&agent.socket, Packet::new(Op::Ready).bytes(), &[])?;
+            // SAFETY: numbers only. From now on we wait for requests as long as it takes.
+            sock::set_timeout(&agent.socket, 0)?;
+            Ok(agent)
+        }
+        Err((socket, errno)) => {
+            let mut ready = Packet::new(Op::Ready);
+            ready.status = errno.0;
+            sock::send(&socket, ready.bytes(), &[])?;
+            // A lack that will not go away by itself.
+            SHARED.phase.store(3, Ordering::Release);
+            Err(errno)
+        }
+    }
+}
+
+fn set_up(
+    socket: Fd,
+    channel_fd: Fd,
+    device: Option<&Fd>,
+    hold: &mut Option<Uffd>,
+) -> core::result::Result<Agent, (Fd, Errno)> {
+    let parts = || -> Result<_> {
+        let (len, _) = memfd::len_and_inode(channel_fd.raw())?;
+        if len < CHANNEL_LEN as u64 || memfd::seals(&channel_fd)? & memfd::SEAL_SHRINK == 0 {
+            return Err(Errno(libc::EPROTO));
+        }
+        let channel =
+            mem::Mapping::file(channel_fd.raw(), 0, CHANNEL_LEN, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED)?;
+        let watch_features = uffd::FEATURE_PAGEFAULT_FLAG_WP | uffd::FEATURE_WP_ASYNC | uffd::FEATURE_MOVE;
+        let hold_features =
+            uffd::FEATURE_MOVE | uffd::FEATURE_EVENT_REMOVE | uffd::FEATURE_MISSING_SHMEM | uffd::FEATURE_MINOR_SHMEM;
+        let watch = Uffd::new(device, watch_features)?;
+        let new = if hold.is_none() { Some(Uffd::new(device, hold_features)?) } else { None };
+        let staging = mem::Mapping::anonymous(FREEZE_PAGES_MAX * PAGE_SIZE)?;
+        // A move wants its target to be ours. Not in missing mode: who touches all memory (mlockall(2), a debugger)
+        // would wait there for ever.
+        watch.register(Range::pages_from(staging.addr(), FREEZE_PAGES_MAX as u64), uffd::MODE_WP)?;
+        Ok((channel, watch, new, staging))
+    };
+    let made = parts();
+    match made.and_then(|(channel, watch, new, staging)| {
+        let hold = new.or_else(|| hold.take()).ok_or(Errno(libc::EBADF))?;
+        Ok((channel, watch, hold, staging))
+    }) {
+        Ok((channel, watch, hold, staging)) => {
+            let mut agent = Agent {
+                socket,
+                channel_fd,
+                channel,
+                watch,
+                hold,
+                staging,
+                aside: 0,
+                segments: [const { None }; SEGMENTS_HELD],
+                voids: [false; FREEZE_PAGES_MAX],
+            };
+            agent.reserve_aside();
+            agent.hold_merged();
+            dump_merged_pages();
+            Ok(agent)
+        }
+        Err(errno) => Err((socket, errno)),
+    }
+}
+
+/// Core dumps must contain merged pages: to the kernel they are private file pages, which it leaves out by default.
+fn dump_merged_pages() {
+    const PATH: &CStr = c"/proc/self/coredump_filter";
+    let Ok(file) = Fd::open(PATH, libc::O_RDWR, 0) else { return };
+    let mut text = [0u8; 16];
+    let Ok(got) = file.read(&mut text) else { return };
+    let digits = text[..got].iter().map_while(|&b| (b as char).to_digit(16));
+    let filter = digits.fold(0u32, |all, digit| all << 4 | digit) | 1 << 2;
+    let mut out = *b"0x00000000";
+    for (index, byte) in out[2..].iter_mut().enumerate() {
+        let nibble = (filter >> (28 - 4 * index)) & 15;
+        *byte = b"0123456789abcdef"[nibble as usize];
+    }
+    let _ = file.write(&out);
+}
+
+impl Agent {
+    /// Answers requests until the daemon is gone or we are asked to leave.
+    fn serve(&mut self) -> Result<()> {
+        let mut looked = 0;
+        loop {
+            let now = sched::monotonic_ns();
+            if now - looked > ALONE_NS {
+                looked = now;
+                leave_if_alone();
+            }
+            let mut polls = [
+                libc::pollfd { fd: self.socket.raw(), events: libc::POLLIN, revents: 0 },
+                libc::pollfd { fd: self.hold.fd().raw(), events: libc::POLLIN, revents: 0 },
+            ];
+            let ready = pagefold_os::fd::poll(&mut polls, 100)?;
+            self.counters().generation.store(SHARED.generation.load(Ordering::Acquire), Ordering::Release);
+            if SHARED.phase.load(Ordering::Acquire) != 1 {
+                return Ok(());
+            }
+            if ready == 0 {
+                continue;
+            }
+            if polls[1].revents != 0 {
+                // With the guard nobody maps something else where a discard is being answered.
+                let _held = self.lock_guard();
+                serve_events(&self.hold, &self.watch, self.counters());
+            }
+            if polls[0].revents == 0 {
+                continue;
+            }
+            let mut buffer = [0u8; size_of::<Packet>()];
+            let (got, mut fds) = sock::receive(&self.socket, &mut buffer, libc::MSG_DONTWAIT)?;
+            let Some(request) = Packet::parse(&buffer[..got]) else { return Err(Errno(libc::EPROTO)) };
+            let mut answer = Packet { status: 0, count: 0, ..request };
+            if request.op == Op::Leave as u32 {
+                SHARED.phase.store(3, Ordering::Release);
+                return sock::send(&self.socket, answer.bytes(), &[]);
+            }
+            match self.answer(&request, &mut fds) {
+                Ok(count) => answer.count = count as u64,
+                Err(Errno(errno)) => answer.status = errno,
+            }
+            self.counters().cpu_ns.store(sched::thread_cpu_ns(), Ordering::Relaxed);
+            sock::send(&self.socket, answer.bytes(), &[])?;
+        }
+    }
+
+    fn answer(&mut self, request: &Packet, fds: &mut sock::Fds) -> Result<usize> {
+        let count = (request.count as usize).min(LIST_MAX);
+        const REGIONS: u32 = Op::Regions as u32;
+        const WATCH: u32 = Op::Watch as u32;
+        const FETCH: u32 = Op::Fetch as u32;
+        const REMAP: u32 = Op::Remap as u32;
+        const HEAL: u32 = Op::Heal as u32;
+        match request.op {
+            REGIONS => self.regions(request.a == 1, request.b),
+            WATCH => {
+                for index in 0..count {
+                    let range: Range = self.input(index);
+                    let status = self.watch.register(range, uffd::MODE_WP).map_or_else(|errno| errno.0, |()| 0);
+                    self.output(index, status);
+                }
+                Ok(count)
+            }
+            FETCH => self.fetch(count),
+            REMAP => {
+                self.take_segments(request.a, fds);
+                self.remap(count)
+            }
+            HEAL => {
+                for index in 0..count {
+                    let range: Range = self.input(index);
+                    let status = self.heal(range).map_or_else(|errno| errno.0, |()| 0);
+                    self.output(index, status);
+                }
+                Ok(count)
+            }
+            _ => Err(Errno(libc::ENOSYS)),
+        }
+    }
+
+    /// Splits the list of pieces into spans (neighbours with one `flags` number) and merges them one by one.
+    fn remap(&mut self, count: usize) -> Result<usize> {
+        let mut pieces = [Piece::default(); FREEZE_PAGES_MAX];
+        let mut outcomes = [Outcome::default(); FREEZE_PAGES_MAX];
+        let mut at = 0;
+        while at < count {
+            let first: Piece = self.input(at);
+            let mut len = 0;
+            while at + len < count && len < pieces.len() {
+                let piece: Piece = self.input(at + len);
+                if piece.flags != first.flags {
+                    break;
+                }
+                pieces[len] = piece;
+                len += 1;
+            }
+            let ascending = pieces[..len].windows(2).all(|pair| {
+                pair[0].addr + u64::from(pair[0].pages) * PAGE <= pair[1].addr && pair[0].pages > 0 && pair[1].pages > 0
+            });
+            if ascending {
+                self.remap_span(&pieces[..len], &mut outcomes[..len]);
+            } else {
+                outcomes[..len].fill(Outcome { merged: 0, why: wire::Why::NotPlain as u32 });
+            }
+            for (index, outcome) in outcomes[..len].iter().enumerate() {
+                self.output(at + index, *outcome);
+            }
+            at += len;
+        }
+        Ok(count)
+    }
+
+    /// Copies runs of pages to the channel by pwrite(2): the kernel reads them, so a page that is gone is an
+    /// error here and not a fault in the program.
+    fn fetch(&mut self, count: usize) -> Result<usize> {
+        let mut room = FETCH_PAGES_MAX as u64;
+        let mut to = CHANNEL_PAGES as u64;
+        for index in 0..count {
+            let range: Range = self.input(index);
+            let pages = range.pages().min(room);
+            let mut copied = 0u64;
+            while copied < pages * PAGE {
+                // SAFETY: the kernel reads from the program's memory and reports what it cannot read.
+                let wrote = unsafe {
+                    syscall!(
+                        libc::SYS_pwrite64,
+                        self.channel_fd.raw(),
+                        range.start + copied,
+                        pages * PAGE - copied,
+                        to + copied
+                    )
+                };
+                match wrote {
+                    Ok(0) | Err(_) => break,
+                    Ok(bytes) => copied += bytes as u64,
+                }
+            }
+            to += pages * PAGE;
+            room -= pages;
+            self.output(index, copied / PAGE);
+        }
+        Ok(count)
+    }
+
+    /// Lists the managed ranges, or (`pool`) the mappings of pool files from address `from` on.
+    fn regions(&mut self, pool: bool, from: u64) -> Result<usize> {
+        let file = Fd::open(c"/proc/self/maps", libc::O_RDONLY, 0)?;
+        // Names can be long; a line that does not fit is not one of ours.
+        let mut buffer = [0u8; 16 << 10];
+        let channel = self.channel.addr();
+        // Reading the table needs the guard, reading maps does not; both are short.
+        let held = lock_serving(&self.hold, &self.watch, self.counters());
+        let mut lister = Lister {
+            count: 0,
+            last: RegionEntry::default(),
+            pool,
+            from,
+            all: SHARED.all.load(Ordering::Relaxed),
+            memory: Fd::open(c"/proc/self/mem", libc::O_RDONLY, 0).ok(),
+            table: SHARED.tables(&held).table,
+            put: |index, entry| write_out(channel, index, entry),
+        };
+        maps::for_each_line(
+            &mut buffer,
+            |out| file.read(out),
+            |line| {
+                if let Some(map) = maps::parse_line(line) {
+                    lister.map(&map);
+                }
+            },
+        )?;
+        if !pool {
+            lister.put_last();
+        }
+        Ok(lister.count)
+    }
+
+    fn take_segments(&mut self, ids: u64, fds: &mut sock::Fds) {
+        // The ids of the descriptors stand at the end of the input list.
+        for index in 0..(ids as usize).min(fds.len()).min(wire::SEGMENTS_PER_REQUEST) {
+            let id: u32 = self.input(LIST_MAX - 1 - index);
+            let Some(fd) = fds.take(index) else { continue };
+            let Ok((len, _)) = memfd::len_and_inode(fd.raw()) else { continue };
+            // A file that can shrink could kill the program by SIGBUS: refuse it.
+            let sealed = memfd::seals(&fd).is_ok_and(|seals| {
+                seals & memfd::SEAL_SHRINK != 0 && seals & (memfd::SEAL_WRITE | memfd::SEAL_FUTURE_WRITE) != 0
+            });
+            if !sealed {
+                continue;
+            }
+            let flags = libc::MAP_SHARED;
+            let Ok(map) = mem::Mapping::file(fd.raw(), 0, len as usize, libc::PROT_READ, flags) else { continue };
+            // SAFETY: our own mapping; populating reads it.
+            let _ = unsafe { mem::advise(map.addr(), len, libc::MADV_DONTDUMP) };
+            self.segments[id as usize % SEGMENTS_HELD] = Some(Segment { id, fd, map, pages: (len / PAGE) as u32 });
+        }
+    }
+
+    /// Where the slots `slot..slot + pages` of `segment` can be read, if we hold it.
+    pub(crate) fn slots(&self, segment: u32, slot: u32, pages: u32) -> Option<*const Page> {
+        let held = self.segments[segment as usize % SEGMENTS_HELD].as_ref().filter(|held| held.id == segment)?;
+        let end = slot.checked_add(pages)?;
+        (end <= held.pages).then(|| (held.map.addr() + u64::from(slot) * PAGE) as *const Page)
+    }
+
+    pub(crate) fn segment_fd(&self, segment: u32) -> Option<i32> {
+        let held = self.segments[segment as usize % SEGMENTS_HELD].as_ref().filter(|held| held.id == segment)?;
+        Some(held.fd.raw())
+    }
+
+    /// Takes the guard; serves discards while waiting, for their callers may hold it.
+    pub(crate) fn lock_guard(&self) -> Held<'static> {
+        lock_serving(&self.hold, &self.watch, self.counters())
+    }
+
+    /// Puts the attributes that the program gave to `range` onto the mapping that replaced it.
+    pub(crate) fn keep_attributes(&self, range: Range) {
+        let held = SHARED.guard.lock(AGENT);
+        keep_attributes(range, SHARED.tables(&held).table);
+    }
+
+    /// Watches merged pages for discards that no interposed call shows.
+    pub(crate) fn hold_pool(&self, range: Range) {
+        // Missing mode never triggers, for every page of the file exists. Minor mode does for pages that are not mapped:
+        // after a discard, or when the kernel took them back.
+        let _ = self.hold.register(range, uffd::MODE_MISSING | uffd::MODE_MINOR);
+    }
+
+    /// Takes charge of the merged pages that are there already: an earlier agent's, or a parent's.
+    fn hold_merged(&self) {
+        let _held = self.lock_guard();
+        let everything = Range { start: 0, end: u64::MAX };
+        let _ = pool_mappings(everything, |part, _| {
+            // SAFETY: reads the pages in; a page that is not mapped would only cost a fault that we answer.
+            let _ = unsafe { mem::advise(part.start, part.len(), libc::MADV_POPULATE_READ) };
+            self.hold_pool(part);
+            self.remember_merged(part);
+            false
+        });
+    }
+
+    /// True if the program has asked for part of `range` to be left alone, perhaps after the daemon planned.
+    pub(crate) fn is_excluded(&self, range: Range) -> bool {
+        let held = SHARED.guard.lock(AGENT);
+        SHARED.tables(&held).table.excludes(range)
+    }
+
+    /// Answers the faults and discards that wait.
+    pub(crate) fn serve_event(&self, event: uffd::Event) {
+        serve_event(&self.hold, Some(&self.watch), Some(self.counters()), event);
+    }
+
+    pub(crate) fn remember_merged(&self, range: Range) {
+        let held = SHARED.guard.lock(AGENT);
+        SHARED.tables(&held).merged.add(range);
+    }
+
+    /// True if `range` lies in one mapping of a pool file that the program may read and write.
+    pub(crate) fn is_pool_mapping(&self, range: Range) -> bool {
+        pool_mappings(range, |part, prot| part == range && prot == libc::PROT_READ | libc::PROT_WRITE) == Ok(true)
+    }
+
+    /// Reserves the addresses that `heal` moves mappings to.
+    pub(crate) fn reserve_aside(&mut self) {
+        let len = FREEZE_PAGES_MAX as u64 * PAGE;
+        let fixed = if self.aside == 0 { 0 } else { libc::MAP_FIXED };
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | fixed;
+        // SAFETY: either the kernel chooses, or the range is our own reserve from before.
+        if let Ok(addr) = unsafe { mem::map(self.aside, len, libc::PROT_NONE, flags, -1, 0) } {
+            self.aside = addr;
+        }
+    }
+
+    pub(crate) fn counters(&self) -> &'static Counters {
+        // SAFETY: the channel begins with the counters, lives until the process ends or the agent is dropped with
+        // no reference left in use, and atomics bear that the daemon writes there too.
+        unsafe { &*((self.channel.addr() + CHANNEL_COUNTERS as u64) as *const Counters) }
+    }
+
+    /// Entry `index` of the daemon's list, copied.
+    fn input<T: Copy>(&self, index: usize) -> T {
+        assert_entry::<T>();
+        let at = self.channel.addr() + (CHANNEL_IN + (index % LIST_MAX) * 32) as u64;
+        // SAFETY: inside the channel; T is plain integers. The daemon does not write while we answer, and if it did we
+        // would read other integers.
+        unsafe { core::ptr::read_volatile(at as *const T) }
+    }
+
+    fn output<T: Copy>(&self, index: usize, value: T) {
+        write_out(self.channel.addr(), index, value);
+    }
+}
+
+const fn assert_entry<T>() {
+    assert!(size_of::<T>() <= 32);
+}
+
+fn write_out<T: Copy>(channel: u64, index: usize, value: T) {
+    assert_entry::<T>();
+    let at = channel + (CHANNEL_OUT + (index % LIST_MAX) * 32) as u64;
+    // SAFETY: inside the channel, aligned to 32 bytes.
+    unsafe { core::ptr::write_volatile(at as *mut T, value) }
+}
+
+fn lock_serving(hold: &Uffd, watch: &Uffd, counters: &Counters) -> Held<'static> {
+    SHARED.guard.lock_serving(AGENT, || serve_events(hold, watch, counters))
+}
+
+/// Answers what waits: discards of merged pages by raw system calls, and accesses to merged pages that are not mapped.
+fn serve_events(hold: &Uffd, watch: &Uffd, counters: &Counters) {
+    while let Ok(Some(event)) = hold.read_event() {
+        serve_event(hold, Some(watch), Some(counters), event);
+    }
+}
+
+/// Answers one event.
+///
+/// The pages of a discarded range must read zero, so they become fresh memory. Until that is done nobody sees old bytes:
+/// merged memory is watched for pages that are only in the page cache, so who touches a page that the discard has just
+/// dropped waits for us, and we read that fault after we answered the discard.
+fn serve_event(hold: &Uffd, watch: Option<&Uffd>, counters: Option<&Counters>, event: uffd::Event) {
+    match event {
+        uffd::Event::Remove(range) => {
+            if let Some(counters) = counters {
+                counters.discards.fetch_add(1, Ordering::Relaxed);
+            }
+            // Who discards inside an interposed call holds the guard and waits for us: then the table is not ours to read.
+            let held = SHARED.guard.try_lock(AGENT);
+            let table = held.as_ref().map(|held| &*SHARED.tables(held).table);
+            let _ = replace_merged(range, watch, table);
+            drop(held);
+            let _ = hold.wake(range);
+            SHARED.changed();
+        }
+        uffd::Event::PageFault { addr, .. } => {
+            let page = Range::pages_from(addr & !(PAGE - 1), 1);
+            // Whatever else this says (mapped already, another mapping by now, a discard under way), the access tries
+            // again and finds out, or comes back to us.
+            let _ = hold.map_cached(page, 0);
+            let _ = hold.wake(page);
+        }
+        uffd::Event::Other(_) => {}
+    }
+}
+
+/// Puts the attributes that `table` knows for `range` onto the mapping there.
+pub(crate) fn keep_attributes(range: Range, table: &Table) {
+    let mut at = range.start;
+    while at < range.end {
+        let (end, note) = table.stretch(at, range.end);
+        let wanted = [
+            (note.dont_fork, libc::MADV_DONTFORK),
+            (note.dont_dump, libc::MADV_DONTDUMP),
+            (note.mergeable, libc::MADV_MERGEABLE),
+            (note.huge, libc::MADV_HUGEPAGE),
+        ];
+        for (set, advice) in wanted {
+            if set {
+                // SAFETY: these attributes change no content.
+                let _ = unsafe { mem::advise(at, end - at, advice) };
+            }
+        }
+        at = end;
+    }
+}
+
+/// Replaces every pool mapping in `range` by fresh anonymous memory, as a discard of anonymous memory would leave it,
+/// with the rights of the old one and the attributes in `table`.
+///
+/// # Errors
+/// If /proc/self/maps cannot be read, or the kernel refuses a mapping.
+pub fn replace_merged(range: Range, watch: Option<&Uffd>, table: Option<&Table>) -> Result<bool> {
+    let mut failed = None;
+    let found = pool_mappings(range, |part, prot| {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
+        // SAFETY: the program has declared the content of the range void; the mapping there is ours.
+        match unsafe { mem::map(part.start, part.len(), prot, flags, -1, 0) } {
+            Ok(_) => {
+                if let Some(table) = table {
+                    keep_attributes(part, table);
+                }
+                if let Some(watch) = watch {
+                    let _ = watch.register(part, uffd::MODE_WP);
+                }
+            }
+            Err(errno) => failed = Some(errno),
+        }
+        true
+    })?;
+    failed.map_or(Ok(found), Err)
+}
+
+/// Calls `f` with the part of each pool mapping that lies in `range`, and what the program may do there; returns whether
+/// any call said true.
+pub(crate) fn pool_mappings(range: Range, mut f: impl FnMut(Range, i32) -> bool) -> Result<bool> {
+    let file = Fd::open(c"/proc/self/maps", libc::O_RDONLY, 0)?;
+    let mut buffer = [0u8; 8 << 10];
+    let mut any = false;
+    // The file shows the mappings of the moment each piece is read; changing what was already read is harmless.
+    maps::for_each_line(
+        &mut buffer,
+        |out| file.read(out),
+        |line| {
+            let map = maps::parse_line(line).filter(|map| map.range.overlaps(&range) && !map.shared);
+            if let Some(map) = map.filter(|map| map.name.starts_with(POOL_NAME)) {
+                let part = Range { start: map.range.start.max(range.start), end: map.range.end.min(range.end) };
+                any |= f(part, map.prot);
+            }
+        },
+    )?;
+    Ok(any)
+}
+
+/// Decides which mappings are managed, and joins neighbours.
+struct Lister<'a, P: Fn(usize, RegionEntry)> {
+    count: usize,
+    last: RegionEntry,
+    pool: bool,
+    from: u64,
+    all: bool,
+    /// /proc/self/mem, to look at memory that may go away meanwhile.
+    memory: Option<Fd>,
+    table: &'a mut Table,
+    put: P,
+}
+
+impl<P: Fn(usize, RegionEntry)> Lister<'_, P> {
+    fn map(&mut self, map: &maps::Map<'_>) {
+        let pool = map.name.starts_with(POOL_NAME) && !map.shared;
+        if self.pool {
+            if pool && map.range.start >= self.from && self.count < LIST_MAX {
+                let slot = map.offset / PAGE;
+                (self.put)(
+                    self.count,
+                    RegionEntry { start: map.range.start, end: map.range.end, inode: map.inode, slot },
+                );
+                self.count += 1;
+            }
+            return;
+        }
+        if pool {
+            return self.add(map.range);
+        }
+        if !map.is_plain_anonymous() {
+            return;
+        }
+        if self.all && map.name == b"[heap]" {
+            // The top of the heap comes and goes; leave it.
+            let end = map.range.end.saturating_sub(ALL_MIN).max(map.range.start);
+            self.noted(Range { start: map.range.start, end }, true);
+            self.noted(Range { start: end, end: map.range.end }, false);
+            return;
+        }
+        if self.all && map.range.len() >= ALL_MIN && !self.table.at(map.range.start).seen {
+            self.find_blocks(map.range);
+        }
+        self.noted(map.range, false);
+    }
+
+    /// Adds the parts of `range` whose notes say so; parts without a note if `bare`.
+    fn noted(&mut self, range: Range, bare: bool) {
+        let mut at = range.start;
+        while at < range.end {
+            let index = self.table.entries().partition_point(|(entry, _)| entry.end <= at);
+            let (end, note) = match self.table.entries().get(index) {
+                Some((entry, note)) if entry.start <= at => (entry.end.min(range.end), *note),
+                Some((entry, _)) => (entry.start.min(range.end), Default::default()),
+                None => (range.end, Default::default()),
+            };
+            if !note.excluded && (note.mergeable || bare || self.all && note.seen) {
+                self.add(Range { start: at, end });
+            }
+            at = end;
+        }
+    }
+
+    /// Large blocks of the C library's allocator at the start of `range`: each begins with its size and the mark of a
+    /// block that was mapped for itself. Their end is seen by the interposed `free`, so they can be managed.
+    fn find_blocks(&mut self, range: Range) {
+        const MAPPED: u64 = 2;
+        let Some(memory) = &self.memory else { return };
+        let mut at = range.start;
+        while at < range.end {
+            let mut head = [0u8; 16];
+            if memory.read_at(&mut head, at) != Ok(16) {
+                break;
+            }
+            let before = u64::from_ne_bytes([head[0], head[1], head[2], head[3], head[4], head[5], head[6], head[7]]);
+            let size =
+                u64::from_ne_bytes([head[8], head[9], head[10], head[11], head[12], head[13], head[14], head[15]]);
+            let len = size & !7;
+            if before != 0 || size & 7 != MAPPED || len == 0 || len % PAGE != 0 || len > range.end - at {
+                break;
+            }
+            at += len;
+        }
+        if at > range.start {
+            self.table.change(Range { start: range.start, end: at }, |note| note.seen = true);
+        }
+    }
+
+    fn add(&mut self, range: Range) {
+        if range.is_empty() {
+            return;
+        }
+        if self.last.end == range.start && self.last.end != 0 {
+            self.last.end = range.end;
+        } else {
+            self.put_last();
+            self.last = RegionEntry { start: range.start, end: range.end, inode: 0, slot: 0 };
+        }
+    }
+
+    fn put_last(&mut self) {
+        if self.last.end > self.last.start && self.count < LIST_MAX {
+            (self.put)(self.count, self.last);
+            self.count += 1;
+        }
+    }
+}

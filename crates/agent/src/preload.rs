@@ -1,0 +1,886 @@
+//! The preloaded form: it follows the program's own memory calls.
+//!
+//! Each function here stands before the C library's: it makes the same system
+//! call, with the guard held where mappings end, and notes what the daemon
+//! should know. Nothing allocates; errors are the kernel's own, in `errno`.
+//!
+//! Large private mappings that the program lets the kernel place are placed by
+//! us, in a zone of addresses that is never used twice. So an address that the
+//! program gave back through a path we do not see cannot come to life again as
+//! something else while its pages are in our hands.
+
+use crate::engine::{ALL_MIN, POOL_NAME, SHARED, keep_attributes, pool_mappings, replace_merged, start, stop};
+use crate::table::Note;
+use core::ffi::{c_char, c_int, c_long, c_void};
+use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use pagefold_os::fd::Fd;
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::{PAGE_SIZE, Range, maps, mem, syscall};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+#[cfg(not(test))]
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
+    // A mistake of ours must not go on: the kernel's abort is clean.
+    loop {
+        // SAFETY: ends the process.
+        let _ = unsafe { syscall!(libc::SYS_kill, libc::getpid(), libc::SIGABRT) };
+    }
+}
+
+unsafe extern "C" {
+    fn __errno_location() -> *mut c_int;
+    fn __register_atfork(
+        prepare: Option<extern "C" fn()>,
+        parent: Option<extern "C" fn()>,
+        child: Option<extern "C" fn()>,
+        object: *const c_void,
+    ) -> c_int;
+    fn pthread_self() -> usize;
+    fn getenv(name: *const c_char) -> *const c_char;
+    fn strlen(text: *const c_char) -> usize;
+}
+
+/// Mappings at least this large are placed in the zone even without `--all`: they are guest memory or alike.
+const PLACE_MIN: u64 = 32 << 20;
+
+/// Where the zone begins, and how far it may be shifted at random.
+const ZONE_START: u64 = 0x1000_0000_0000;
+const ZONE_END: u64 = 0x5000_0000_0000;
+
+static ZONE_NEXT: AtomicU64 = AtomicU64::new(0);
+static ACTIVE: AtomicBool = AtomicBool::new(false);
+
+fn me() -> usize {
+    // SAFETY: returns the thread's own pointer.
+    unsafe { pthread_self() }
+}
+
+fn fail(errno: Errno) {
+    // SAFETY: the C library's errno of this thread.
+    unsafe { *__errno_location() = errno.0 };
+}
+
+fn returned(result: Result<()>) -> c_int {
+    match result {
+        Ok(()) => 0,
+        Err(errno) => {
+            fail(errno);
+            -1
+        }
+    }
+}
+
+fn active() -> bool {
+    ACTIVE.load(Ordering::Relaxed)
+}
+
+fn managed_all() -> bool {
+    SHARED.all.load(Ordering::Relaxed)
+}
+
+/// Runs before the program's own code.
+extern "C" fn begin() {
+    // SAFETY: getenv returns a C string or null; the program has not begun, so nobody changes the environment.
+    let text = |name: *const c_char| unsafe {
+        let value = getenv(name);
+        if value.is_null() { None } else { Some(core::slice::from_raw_parts(value.cast::<u8>(), strlen(value))) }
+    };
+    let Some(socket) = text(c"PAGEFOLD_SOCKET".as_ptr()) else { return };
+    let domain = text(c"PAGEFOLD_DOMAIN".as_ptr()).unwrap_or(b"");
+    let all = text(c"PAGEFOLD_ALL".as_ptr()) == Some(b"1");
+    if !SHARED.configure(socket, domain, all) {
+        return;
+    }
+    // The zone starts anywhere in 16 TiB, as the kernel's own placement would.
+    let mut random = 0u64;
+    // SAFETY: the kernel fills the 8 bytes.
+    let _ = unsafe { syscall!(libc::SYS_getrandom, core::ptr::from_mut(&mut random), 8, 0) };
+    ZONE_NEXT.store(ZONE_START + (random % (16 << 40)) / (2 << 20) * (2 << 20), Ordering::Relaxed);
+    // SAFETY: the handlers live as long as the library, which is never unloaded (it was preloaded).
+    unsafe { __register_atfork(Some(before_fork), Some(after_fork_parent), Some(after_fork_child), core::ptr::null()) };
+    // Looked up now: later it might be in a signal handler.
+    next(&NEXT_FORK, c"_Fork".as_ptr(), 0);
+    next(&NEXT_CLONE, c"clone".as_ptr(), 0);
+    ACTIVE.store(true, Ordering::Release);
+    // The C library's allocator maps memory without our seeing it, so there may never be a better moment.
+    if all {
+        start();
+    }
+}
+
+#[used]
+#[unsafe(link_section = ".init_array")]
+static BEGIN: extern "C" fn() = begin;
+
+extern "C" fn before_fork() {
+    // No page may be in the staging area when the child's memory is copied.
+    core::mem::forget(SHARED.guard.lock(me()));
+}
+
+extern "C" fn after_fork_parent() {
+    SHARED.guard.unlock_forgotten(me());
+}
+
+extern "C" fn after_fork_child() {
+    SHARED.guard.reset();
+    SHARED.thread.store(0, Ordering::Relaxed);
+    let ran = SHARED.phase.swap(0, Ordering::Relaxed) == 1;
+    let held = SHARED.guard.lock(me());
+    let merged = !SHARED.tables(&held).merged.is_empty();
+    drop(held);
+    SHARED.forked.store(merged, Ordering::Relaxed);
+    // The child's merged pages need the agent's care from the start; a child without any may never need it, unless all
+    // its memory is managed.
+    if ran && (merged || managed_all()) {
+        start();
+    }
+}
+
+fn range_of(addr: *mut c_void, len: usize) -> Range {
+    let start = addr as u64;
+    Range { start, end: start.saturating_add((len as u64).saturating_add(PAGE - 1) & !(PAGE - 1)) }
+}
+
+/// Starts the agent now if the program has memory for it.
+fn wanted() {
+    if SHARED.phase.load(Ordering::Relaxed) == 0 {
+        start();
+    }
+    SHARED.changed();
+}
+
+fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: i64) -> Result<u64> {
+    let large = len as u64 >= if managed_all() { ALL_MIN } else { PLACE_MIN };
+    let plain = flags & (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) == libc::MAP_PRIVATE | libc::MAP_ANONYMOUS
+        && flags & (libc::MAP_STACK | libc::MAP_GROWSDOWN | libc::MAP_HUGETLB | libc::MAP_LOCKED | libc::MAP_32BIT)
+            == 0
+        && prot & libc::PROT_EXEC == 0;
+    if addr.is_null() && large && plain && flags & (libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE) == 0 {
+        let size = (len as u64 + PAGE - 1) & !(PAGE - 1);
+        // Blocks that can hold huge pages begin where huge pages begin.
+        let align = if size >= 2 << 20 { 2 << 20 } else { PAGE };
+        let step = size + align;
+        let at = ZONE_NEXT.fetch_add(step, Ordering::Relaxed);
+        let place = (at + align - 1) & !(align - 1);
+        if at != 0 && place + size < ZONE_END {
+            let flags = flags | libc::MAP_FIXED_NOREPLACE;
+            // SAFETY: NOREPLACE never touches what is mapped.
+            if let Ok(place) = unsafe { mem::map(place, len as u64, prot, flags, fd, offset as u64) } {
+                if managed_all() && prot == libc::PROT_READ | libc::PROT_WRITE {
+                    note(Range { start: place, end: place + size }, |note| note.seen = true);
+                    wanted();
+                }
+                return Ok(place);
+            }
+        }
+    }
+    if flags & libc::MAP_FIXED != 0 && flags & libc::MAP_FIXED_NOREPLACE != libc::MAP_FIXED_NOREPLACE {
+        let range = range_of(addr, len);
+        let held = SHARED.guard.lock(me());
+        // SAFETY: the program's own call.
+        let mapped = unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }?;
+        let mut tables = SHARED.tables(&held);
+        tables.table.forget(range);
+        let seen = managed_all() && plain && large && prot == libc::PROT_READ | libc::PROT_WRITE;
+        if seen {
+            tables.table.change(range, |note| note.seen = true);
+        }
+        let _ = &mut tables;
+        drop(held);
+        if seen {
+            wanted();
+        }
+        return Ok(mapped);
+    }
+    // SAFETY: the program's own call.
+    unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }
+}
+
+fn note(range: Range, change: impl Fn(&mut Note)) {
+    let held = SHARED.guard.lock(me());
+    SHARED.tables(&held).table.change(range, change);
+}
+
+/// mmap(2), with large private memory placed in the zone.
+///
+/// # Safety
+/// As mmap(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mmap(
+    addr: *mut c_void,
+    len: usize,
+    prot: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: i64,
+) -> *mut c_void {
+    let result = if active() {
+        map(addr, len, prot, flags, fd, offset)
+    } else {
+        // SAFETY: the program's own call.
+        unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }
+    };
+    match result {
+        Ok(addr) => addr as *mut c_void,
+        Err(errno) => {
+            fail(errno);
+            libc::MAP_FAILED
+        }
+    }
+}
+
+/// mmap64, the same function on our architectures.
+///
+/// # Safety
+/// As mmap(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mmap64(
+    addr: *mut c_void,
+    len: usize,
+    prot: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: i64,
+) -> *mut c_void {
+    // SAFETY: passed on.
+    unsafe { mmap(addr, len, prot, flags, fd, offset) }
+}
+
+/// munmap(2).
+///
+/// # Safety
+/// As munmap(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
+    if !active() {
+        // SAFETY: the program's own call.
+        return returned(unsafe { mem::unmap(addr as u64, len as u64) });
+    }
+    let held = SHARED.guard.lock(me());
+    // SAFETY: the program's own call.
+    let result = unsafe { mem::unmap(addr as u64, len as u64) };
+    if result.is_ok() {
+        let range = range_of(addr, len);
+        let tables = SHARED.tables(&held);
+        let known = tables.table.entries().iter().any(|(entry, _)| entry.overlaps(&range));
+        if known {
+            tables.table.forget(range);
+            SHARED.changed();
+        }
+    }
+    drop(held);
+    returned(result)
+}
+
+/// mremap(2): merged pages become private first, for a pool mapping must neither grow nor lie about its neighbours.
+///
+/// # Safety
+/// As mremap(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mremap(
+    addr: *mut c_void,
+    len: usize,
+    new_len: usize,
+    flags: c_int,
+    new_addr: *mut c_void,
+) -> *mut c_void {
+    let call = || {
+        // SAFETY: the program's own call.
+        unsafe { mem::remap(addr as u64, len as u64, new_len as u64, flags, new_addr as u64) }
+    };
+    let result = if active() {
+        let held = SHARED.guard.lock(me());
+        let range = range_of(addr, len);
+        let shrinks = new_len <= len && flags & (libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP) == 0;
+        let gathered =
+            if !shrinks && len > 0 && SHARED.tables(&held).merged.may_overlap(range) { gather(range) } else { Ok(()) };
+        let result = gathered.and_then(|()| call());
+        if let Ok(moved) = result {
+            let tables = SHARED.tables(&held);
+            let note = tables.table.at(range.start);
+            tables.table.forget(range);
+            let target = range_of(moved as *mut c_void, new_len);
+            tables.table.forget(target);
+            if note != Note::default() {
+                tables.table.change(target, |to| *to = note);
+            }
+            SHARED.changed();
+        }
+        drop(held);
+        result
+    } else {
+        call()
+    };
+    match result {
+        Ok(addr) => addr as *mut c_void,
+        Err(errno) => {
+            fail(errno);
+            libc::MAP_FAILED
+        }
+    }
+}
+
+/// mprotect(2).
+///
+/// # Safety
+/// As mprotect(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mprotect(addr: *mut c_void, len: usize, prot: c_int) -> c_int {
+    if !active() {
+        // SAFETY: the program's own call.
+        return returned(unsafe { mem::protect(addr as u64, len as u64, prot) });
+    }
+    let held = SHARED.guard.lock(me());
+    // SAFETY: the program's own call.
+    let result = unsafe { mem::protect(addr as u64, len as u64, prot) };
+    drop(held);
+    returned(result)
+}
+
+/// Makes every page that is shown from the pool in `range` the program's own. The guard is held.
+///
+/// Where the program may write, the kernel's own copy on write does it, so that no write of another thread is lost; the
+/// daemon makes such pages plain memory later. Elsewhere nobody can be writing, and the bytes are copied.
+fn unmerge(range: Range) -> Result<()> {
+    const WRITABLE: c_int = libc::PROT_READ | libc::PROT_WRITE;
+    let mut failed = None;
+    pool_mappings(range, |part, prot| {
+        // SAFETY: changes no bytes.
+        let done =
+            if prot == WRITABLE && unsafe { mem::advise(part.start, part.len(), libc::MADV_POPULATE_WRITE) }.is_ok() {
+                Ok(())
+            } else {
+                gather(part)
+            };
+        failed = failed.or(done.err());
+        false
+    })?;
+    failed.map_or(Ok(()), Err)
+}
+
+/// Makes `range`, if part of it is shown from the pool, one plain private mapping with the same bytes, rights and
+/// attributes, as it would be had nothing been merged: calls that take one mapping only will take it. The guard is held.
+///
+/// Calls that need this are about memory that nobody else may be writing to at the same time.
+///
+/// # Errors
+/// `ENOMEM` if there is no memory for it; then nothing has changed.
+fn gather(range: Range) -> Result<()> {
+    let file = Fd::open(c"/proc/self/maps", libc::O_RDONLY, 0)?;
+    let memory = Fd::open(c"/proc/self/mem", libc::O_RDONLY, 0)?;
+    let mut buffer = [0u8; 8 << 10];
+    // One mapping, to the program, is a row of neighbours with the same rights, all anonymous or ours.
+    let (mut end, mut rights, mut merged, mut one) = (range.start, None, false, true);
+    maps::for_each_line(
+        &mut buffer,
+        |out| file.read(out),
+        |line| {
+            let Some(map) = maps::parse_line(line).filter(|map| map.range.overlaps(&range)) else { return };
+            let pool = map.name.starts_with(POOL_NAME) && !map.shared;
+            merged |= pool;
+            one &= (pool || !map.shared && map.inode == 0)
+                && map.range.start <= end
+                && *rights.get_or_insert(map.prot) == map.prot;
+            end = map.range.end;
+        },
+    )?;
+    let Some(rights) = rights.filter(|_| one && merged && end >= range.end) else { return Ok(()) };
+    let fresh = mem::Mapping::anonymous(range.len() as usize)?;
+    let mut page = [0u8; PAGE_SIZE];
+    for offset in (0..range.len()).step_by(PAGE_SIZE) {
+        // Through the kernel, which also reads what the program itself may not.
+        if memory.read_at(&mut page, range.start + offset) != Ok(PAGE_SIZE) {
+            return Err(Errno(libc::ENOMEM));
+        }
+        if !crate::remap::is_zero(&page) {
+            // SAFETY: the fresh memory is ours and as long as the range.
+            unsafe { core::ptr::copy_nonoverlapping(page.as_ptr(), fresh.as_ptr().add(offset as usize), PAGE_SIZE) };
+        }
+    }
+    // SAFETY: the fresh memory is ours; nothing is read or written there until it is the program's.
+    unsafe { mem::protect(fresh.addr(), range.len(), rights) }?;
+    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+    // SAFETY: replaces what lies there by memory of the same bytes.
+    unsafe { mem::remap(fresh.addr(), range.len(), range.len(), flags, range.start) }?;
+    core::mem::forget(fresh);
+    let held = SHARED.guard.lock(me());
+    keep_attributes(range, SHARED.tables(&held).table);
+    Ok(())
+}
+
+fn advise(addr: *mut c_void, len: usize, advice: c_int) -> Result<()> {
+    const MADV_FREE: c_int = libc::MADV_FREE;
+    let range = range_of(addr, len);
+    let held = SHARED.guard.lock(me());
+    let merged = SHARED.tables(&held).merged.may_overlap(range);
+    // SAFETY: the program's own call.
+    let call = |advice| unsafe { mem::advise(addr as u64, len as u64, advice) };
+    let result = match advice {
+        libc::MADV_DONTNEED | MADV_FREE | libc::MADV_DONTNEED_LOCKED if merged => {
+            // A pool mapping would show its old bytes again: put fresh memory in its place first.
+            replace_merged(range, None, Some(SHARED.tables(&held).table)).map(drop)?;
+            SHARED.changed();
+            call(advice)
+        }
+        libc::MADV_UNMERGEABLE if merged => {
+            unmerge(range)?;
+            call(advice)
+        }
+        libc::MADV_WIPEONFORK if merged => {
+            gather(range)?;
+            call(advice)
+        }
+        libc::MADV_REMOVE if merged => Err(Errno(libc::EINVAL)),
+        _ => call(advice),
+    };
+    if advice == libc::MADV_MERGEABLE || result.is_ok() {
+        let tables = SHARED.tables(&held);
+        let mut changed = true;
+        match advice {
+            // KSM may be absent from this kernel (EINVAL); the program's wish stands all the same.
+            libc::MADV_MERGEABLE => tables.table.change(range, |note| {
+                note.mergeable = true;
+                note.excluded = false;
+            }),
+            libc::MADV_UNMERGEABLE => tables.table.change(range, |note| {
+                note.mergeable = false;
+                note.excluded = true;
+            }),
+            libc::MADV_DONTFORK => tables.table.change(range, |note| note.dont_fork = true),
+            libc::MADV_DOFORK => tables.table.change(range, |note| note.dont_fork = false),
+            // What must not be dumped is secret: it is managed only if the program asked for just that.
+            libc::MADV_DONTDUMP => tables.table.change(range, |note| {
+                note.dont_dump = true;
+                note.seen = false;
+            }),
+            libc::MADV_DODUMP => tables.table.change(range, |note| note.dont_dump = false),
+            libc::MADV_WIPEONFORK => tables.table.change(range, |note| note.excluded = true),
+            libc::MADV_HUGEPAGE => tables.table.change(range, |note| note.huge = true),
+            libc::MADV_NOHUGEPAGE => tables.table.change(range, |note| note.huge = false),
+            _ => changed = false,
+        }
+        drop(held);
+        if changed {
+            if advice == libc::MADV_MERGEABLE {
+                wanted();
+            } else {
+                SHARED.changed();
+            }
+        }
+    }
+    if advice == libc::MADV_MERGEABLE { Ok(()) } else { result }
+}
+
+/// madvise(2): discards, merging and attributes are followed.
+///
+/// # Safety
+/// As madvise(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -> c_int {
+    if active() && len > 0 && addr as u64 % PAGE == 0 {
+        returned(advise(addr, len, advice))
+    } else {
+        // SAFETY: the program's own call.
+        returned(unsafe { mem::advise(addr as u64, len as u64, advice) })
+    }
+}
+
+/// posix_madvise(3): as the C library, `POSIX_MADV_DONTNEED` does nothing.
+///
+/// # Safety
+/// As posix_madvise(3).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn posix_madvise(addr: *mut c_void, len: usize, advice: c_int) -> c_int {
+    if advice == libc::POSIX_MADV_DONTNEED {
+        return 0;
+    }
+    // SAFETY: the program's own call.
+    unsafe { mem::advise(addr as u64, len as u64, advice) }.map_or_else(|errno| errno.0, |()| 0)
+}
+
+/// prctl(2): `PR_SET_MEMORY_MERGE` manages all memory; a seccomp filter makes the agent leave first.
+///
+/// # Safety
+/// As prctl(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: usize) -> c_int {
+    const PR_SET_MEMORY_MERGE: c_int = 67;
+    if active() {
+        match option {
+            PR_SET_MEMORY_MERGE if b == 0 && c == 0 && d == 0 && a <= 1 => {
+                SHARED.all.store(a == 1, Ordering::Relaxed);
+                if a == 1 {
+                    wanted();
+                }
+            }
+            // A filter binds the thread that asks and those it makes: with us gone it cannot meet our calls.
+            libc::PR_SET_SECCOMP if a == libc::SECCOMP_MODE_STRICT as usize || b != 0 => leave_for_filter(),
+            _ => {}
+        }
+    }
+    // SAFETY: the program's own call.
+    match unsafe { syscall!(libc::SYS_prctl, option, a, b, c, d) } {
+        Ok(value) => value as c_int,
+        Err(errno) => {
+            fail(errno);
+            -1
+        }
+    }
+}
+
+/// The agent leaves, for good, and merged pages become the program's own: looking after them takes system calls that
+/// the filter may not allow.
+fn leave_for_filter() {
+    if SHARED.phase.load(Ordering::Acquire) == 3 {
+        return;
+    }
+    stop(3);
+    let held = SHARED.guard.lock(me());
+    if !SHARED.tables(&held).merged.is_empty() {
+        let done = pool_mappings(Range { start: 0, end: u64::MAX }, |part, _| gather(part).is_err());
+        if done == Ok(false) {
+            SHARED.tables(&held).merged.clear();
+        }
+    }
+}
+
+/// How often a call that wants one thread only is tried again, a millisecond apart.
+const ALONE_TRIES: u32 = 20;
+
+/// Runs `call` with the agent's thread gone, for calls that want a process of one thread.
+fn alone(call: impl Fn() -> Result<usize>) -> c_int {
+    let ran = active() && SHARED.phase.load(Ordering::Acquire) == 1;
+    if ran {
+        stop(0);
+    }
+    let mut result = call();
+    // The kernel tells us that the thread has ended a moment before it no longer counts.
+    for _ in 0..ALONE_TRIES {
+        if !ran || result != Err(Errno(libc::EINVAL)) {
+            break;
+        }
+        let _ = pagefold_os::fd::poll(&mut [], 1);
+        result = call();
+    }
+    if ran {
+        start();
+    }
+    returned(result.map(drop))
+}
+
+/// unshare(2).
+///
+/// # Safety
+/// As unshare(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn unshare(flags: c_int) -> c_int {
+    // SAFETY: the program's own call.
+    alone(|| unsafe { syscall!(libc::SYS_unshare, flags) })
+}
+
+/// setns(2).
+///
+/// # Safety
+/// As setns(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn setns(fd: c_int, kind: c_int) -> c_int {
+    // SAFETY: the program's own call.
+    alone(|| unsafe { syscall!(libc::SYS_setns, fd, kind) })
+}
+
+/// syscall(2): the raw ways into what is followed above.
+///
+/// # Safety
+/// As syscall(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
+    if active() {
+        match number {
+            // Libraries probe for it with no filter, or with flags that strict mode does not take: nothing is installed then.
+            libc::SYS_seccomp
+                if a == libc::SECCOMP_SET_MODE_STRICT as usize && b == 0
+                    || a == libc::SECCOMP_SET_MODE_FILTER as usize && c != 0 =>
+            {
+                leave_for_filter();
+            }
+            // SAFETY: the same call by its C name.
+            libc::SYS_madvise => return c_long::from(unsafe { madvise(a as *mut _, b, c as c_int) }),
+            // SAFETY: as above.
+            libc::SYS_munmap => return c_long::from(unsafe { munmap(a as *mut _, b) }),
+            // SAFETY: as above.
+            libc::SYS_mmap => {
+                return unsafe { mmap(a as *mut _, b, c as c_int, d as c_int, e as c_int, f as i64) } as c_long;
+            }
+            // SAFETY: as above.
+            libc::SYS_mremap => return unsafe { mremap(a as *mut _, b, c, d as c_int, e as *mut _) } as c_long,
+            // SAFETY: as above.
+            libc::SYS_mprotect => return c_long::from(unsafe { mprotect(a as *mut _, b, c as c_int) }),
+            // SAFETY: as above.
+            libc::SYS_prctl => return c_long::from(unsafe { prctl(a as c_int, b, c, d, e) }),
+            // SAFETY: as above.
+            libc::SYS_unshare => return c_long::from(unsafe { unshare(a as c_int) }),
+            _ => {}
+        }
+    }
+    let forks = is_fork(number, a);
+    if forks && active() {
+        before_fork();
+    }
+    // SAFETY: the program's own call.
+    let result = unsafe { syscall!(number, a, b, c, d, e, f) };
+    if forks && active() {
+        if result == Ok(0) { after_fork_child() } else { after_fork_parent() }
+    }
+    match result {
+        Ok(value) => value as c_long,
+        Err(errno) => {
+            fail(errno);
+            -1
+        }
+    }
+}
+
+type ForkFn = unsafe extern "C" fn() -> c_int;
+type CloneFn = unsafe extern "C" fn(
+    extern "C" fn(*mut c_void) -> c_int,
+    *mut c_void,
+    c_int,
+    *mut c_void,
+    *mut c_void,
+    *mut c_void,
+    *mut c_void,
+) -> c_int;
+
+static NEXT_FORK: AtomicUsize = AtomicUsize::new(0);
+static NEXT_CLONE: AtomicUsize = AtomicUsize::new(0);
+
+/// _Fork(3): a fork without the handlers of pthread_atfork(3); ours are needed all the same.
+///
+/// # Safety
+/// As fork(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn _Fork() -> c_int {
+    let function = next(&NEXT_FORK, c"_Fork".as_ptr(), 0);
+    if function == 0 {
+        fail(Errno(libc::ENOSYS));
+        return -1;
+    }
+    // SAFETY: it is the C library's `_Fork`.
+    let call: ForkFn = unsafe { core::mem::transmute(function) };
+    if !active() {
+        // SAFETY: the program's own call.
+        return unsafe { call() };
+    }
+    before_fork();
+    // SAFETY: the program's own call.
+    let pid = unsafe { call() };
+    if pid == 0 {
+        after_fork_child()
+    } else {
+        after_fork_parent()
+    }
+    pid
+}
+
+/// What a cloned child begins with.
+struct Begin {
+    function: extern "C" fn(*mut c_void) -> c_int,
+    argument: *mut c_void,
+}
+
+extern "C" fn begin_clone(begin: *mut c_void) -> c_int {
+    after_fork_child();
+    // SAFETY: the parent's frame, of which the child has a copy.
+    let begin = unsafe { &*begin.cast::<Begin>() };
+    let status = (begin.function)(begin.argument);
+    // The C library ends this thread only, and expects that to be the end of the process.
+    stop(3);
+    status
+}
+
+/// clone(3): without `CLONE_VM` it is a fork.
+///
+/// # Safety
+/// As clone(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clone(
+    function: extern "C" fn(*mut c_void) -> c_int,
+    stack: *mut c_void,
+    flags: c_int,
+    argument: *mut c_void,
+    parent_tid: *mut c_void,
+    tls: *mut c_void,
+    child_tid: *mut c_void,
+) -> c_int {
+    let found = next(&NEXT_CLONE, c"clone".as_ptr(), 0);
+    if found == 0 {
+        fail(Errno(libc::ENOSYS));
+        return -1;
+    }
+    // SAFETY: it is the C library's `clone`; arguments that the caller did not give are passed on as they came.
+    let call: CloneFn = unsafe { core::mem::transmute(found) };
+    if !active() || flags & libc::CLONE_VM != 0 || stack.is_null() {
+        // SAFETY: the program's own call.
+        return unsafe { call(function, stack, flags, argument, parent_tid, tls, child_tid) };
+    }
+    let mut begin = Begin { function, argument };
+    before_fork();
+    // SAFETY: the program's own call; `begin` lives in this frame, which the child's copy of memory has too.
+    let pid =
+        unsafe { call(begin_clone, stack, flags, core::ptr::from_mut(&mut begin).cast(), parent_tid, tls, child_tid) };
+    after_fork_parent();
+    pid
+}
+
+/// True for the raw calls that copy the address space.
+fn is_fork(number: c_long, flags: usize) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if number == libc::SYS_fork {
+        return true;
+    }
+    number == libc::SYS_clone && flags & libc::CLONE_VM as usize == 0
+}
+
+static NEXT_FREE: AtomicUsize = AtomicUsize::new(0);
+static NEXT_REALLOC: AtomicUsize = AtomicUsize::new(0);
+
+unsafe extern "C" {
+    fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
+    fn __libc_free(block: *mut c_void);
+    fn __libc_realloc(block: *mut c_void, size: usize) -> *mut c_void;
+}
+
+/// The next `name` after ours in the order of libraries, looked up once.
+fn next(cache: &AtomicUsize, name: *const c_char, fallback: usize) -> usize {
+    const RTLD_NEXT: *mut c_void = -1isize as *mut c_void;
+    match cache.load(Ordering::Acquire) {
+        0 => {
+            // While the lookup itself frees memory, the C library's own function serves.
+            cache.store(fallback, Ordering::Release);
+            // SAFETY: a valid C string.
+            let found = unsafe { dlsym(RTLD_NEXT, name) } as usize;
+            let found = if found == 0 { fallback } else { found };
+            cache.store(found, Ordering::Release);
+            found
+        }
+        found => found,
+    }
+}
+
+/// The size of `block` if the C library's allocator mapped it for itself and we manage such blocks.
+///
+/// # Safety
+/// `block` is a live block of the C library's allocator.
+unsafe fn own_mapping(block: *mut c_void, next: usize, libc_own: usize) -> Option<Range> {
+    const MAPPED: usize = 2;
+    if next != libc_own || block.is_null() || !active() || !managed_all() {
+        return None;
+    }
+    // SAFETY: the word before a block of this allocator is its size with three flag bits.
+    let size = unsafe { *block.cast::<usize>().sub(1) };
+    (size & MAPPED != 0)
+        .then(|| Range { start: (block as u64 - 16) & !(PAGE - 1), end: block as u64 - 16 + (size & !7) as u64 })
+}
+
+/// free(3): the end of a block that has a mapping of its own is an munmap(2) inside the C library.
+///
+/// # Safety
+/// As free(3).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn free(block: *mut c_void) {
+    let own = __libc_free as *const () as usize;
+    let function = next(&NEXT_FREE, c"free".as_ptr(), own);
+    // SAFETY: the block is live, as the caller promises.
+    let mapped = unsafe { own_mapping(block, function, libc_free_of_next(own)) };
+    // SAFETY: `function` is a `free`.
+    let call: unsafe extern "C" fn(*mut c_void) = unsafe { core::mem::transmute(function) };
+    match mapped {
+        // SAFETY: passed on.
+        None => unsafe { call(block) },
+        Some(range) => {
+            let held = SHARED.guard.lock(me());
+            // SAFETY: passed on.
+            unsafe { call(block) };
+            SHARED.tables(&held).table.forget(range);
+            drop(held);
+            SHARED.changed();
+        }
+    }
+}
+
+/// What `dlsym` gives for the C library's own `free`: its public name, not the internal one.
+fn libc_free_of_next(own: usize) -> usize {
+    static OWN: AtomicUsize = AtomicUsize::new(0);
+    match OWN.load(Ordering::Acquire) {
+        0 => {
+            // Both names stand for one function in the C library; the public one is what the lookup finds.
+            let found = NEXT_FREE.load(Ordering::Acquire);
+            let same = if found == own || same_object(found, own) { found } else { usize::MAX };
+            OWN.store(same, Ordering::Release);
+            same
+        }
+        found => found,
+    }
+}
+
+/// True if both addresses lie in the same loaded object.
+fn same_object(a: usize, b: usize) -> bool {
+    #[repr(C)]
+    struct Info {
+        name: *const c_char,
+        base: *mut c_void,
+        symbol: *const c_char,
+        addr: *mut c_void,
+    }
+    unsafe extern "C" {
+        fn dladdr(addr: *const c_void, info: *mut Info) -> c_int;
+    }
+    let base = |addr: usize| {
+        let mut info = Info {
+            name: core::ptr::null(),
+            base: core::ptr::null_mut(),
+            symbol: core::ptr::null(),
+            addr: core::ptr::null_mut(),
+        };
+        // SAFETY: fills the structure for any address.
+        let known = unsafe { dladdr(addr as *const c_void, &mut info) };
+        (known != 0).then_some(info.base as usize)
+    };
+    base(a).is_some() && base(a) == base(b)
+}
+
+/// realloc(3): as free(3); a block with a mapping of its own may move by mremap(2) inside the C library.
+///
+/// # Safety
+/// As realloc(3).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn realloc(block: *mut c_void, size: usize) -> *mut c_void {
+    let own = __libc_realloc as *const () as usize;
+    let function = next(&NEXT_REALLOC, c"realloc".as_ptr(), own);
+    let free_function = next(&NEXT_FREE, c"free".as_ptr(), __libc_free as *const () as usize);
+    // SAFETY: the block is live, as the caller promises.
+    let mapped = unsafe { own_mapping(block, free_function, libc_free_of_next(__libc_free as *const () as usize)) };
+    // SAFETY: `function` is a `realloc`.
+    let call: unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void = unsafe { core::mem::transmute(function) };
+    match mapped {
+        // SAFETY: passed on.
+        None => unsafe { call(block, size) },
+        Some(range) => {
+            let held = SHARED.guard.lock(me());
+            let merged = SHARED.tables(&held).merged.may_overlap(range);
+            if merged && gather(range).is_err() {
+                drop(held);
+                fail(Errno(libc::ENOMEM));
+                return core::ptr::null_mut();
+            }
+            // SAFETY: passed on.
+            let moved = unsafe { call(block, size) };
+            SHARED.tables(&held).table.forget(range);
+            drop(held);
+            SHARED.changed();
+            moved
+        }
+    }
+}

@@ -1,0 +1,408 @@
+//! Freeze, compare, map: the only place where a client's pages change hands.
+//!
+//! The order of steps carries the promise that no write is lost:
+//!
+//! 1. the span is registered for missing pages: who touches an absent page waits;
+//! 2. `UFFDIO_MOVE` takes the pages away, atomically each; the kernel refuses
+//!    pinned and fork-shared pages, and anything but plain private memory;
+//! 3. the bytes, which nobody can change now, are compared with the slots;
+//! 4. what differs is moved back;
+//! 5. what is equal is mapped from the pool, read-only page cache under a
+//!    private mapping, so that a later write is the kernel's own copy on write;
+//! 6. the span is watched again and those who wait are woken.
+//!
+//! The guard is held from 1 to 6: calls that would change the mappings wait.
+
+use crate::engine::Agent;
+use crate::wire::{FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, Why};
+use core::sync::atomic::Ordering;
+use pagefold_os::raw::Errno;
+use pagefold_os::uffd::{self, Uffd};
+use pagefold_os::{PAGE_SIZE, Page, Range, mem, sched, syscall};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// How often a move that says "try again" is tried again before the page counts as pinned.
+const MOVE_TRIES: u32 = 64;
+
+/// What became of a page of the span, by page.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// Still where it was: pinned, or refused.
+    Left(Why),
+    /// In the staging area.
+    Staged,
+    /// Nothing was there.
+    Hole,
+    /// Equal to its slot (or zero): to be mapped.
+    Equal,
+}
+
+impl Agent {
+    /// Merges the pieces of one span: ascending, at most [`FREEZE_PAGES_MAX`] pages from first to last,
+    /// with nothing merged between them. Writes one outcome per piece.
+    pub(crate) fn remap_span(&mut self, pieces: &[Piece], outcomes: &mut [Outcome]) {
+        let (Some(first), Some(last)) = (pieces.first(), pieces.last()) else { return };
+        let span = Range { start: first.addr, end: last.addr + u64::from(last.pages) * PAGE };
+        outcomes.fill(Outcome { merged: 0, why: Why::NotPlain as u32 });
+        if span.is_empty() || span.pages() > FREEZE_PAGES_MAX as u64 || !span.start.is_multiple_of(PAGE) {
+            return;
+        }
+        let _held = self.lock_guard();
+        if self.is_excluded(span) {
+            return;
+        }
+        let frozen_at = sched::monotonic_ns();
+        self.voids = [false; FREEZE_PAGES_MAX];
+        // The watch loses the span: what stays is protected again below.
+        let _ = self.watch.unregister(span);
+        if self.hold.register(span, uffd::MODE_MISSING).is_err() {
+            let _ = self.watch.register(span, uffd::MODE_WP);
+            return;
+        }
+        let mut states = [State::Hole; FREEZE_PAGES_MAX];
+        let states = &mut states[..span.pages() as usize];
+        self.take(span, states);
+        for (piece, outcome) in pieces.iter().zip(outcomes.iter_mut()) {
+            *outcome = self.compare(span, piece, states);
+        }
+        self.give_back(span, states);
+        for (piece, outcome) in pieces.iter().zip(outcomes.iter_mut()) {
+            self.map_piece(span, piece, outcome, states);
+        }
+        self.watch_again(span, pieces, outcomes, states);
+        let _ = self.hold.wake(span);
+        self.note_freeze(sched::monotonic_ns() - frozen_at);
+        // SAFETY: the staging area is ours and holds only pages that are now mapped from the pool (or were discarded).
+        let _ = unsafe { mem::advise(self.staging.addr(), span.len(), libc::MADV_DONTNEED) };
+    }
+
+    /// Step 2: moves the span's pages to the staging area.
+    fn take(&mut self, span: Range, states: &mut [State]) {
+        let staging = self.staging.addr();
+        let mut at = span.start;
+        let mut tries = 0;
+        while at < span.end {
+            let mode = uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE;
+            let (moved, error) =
+                self.watch.move_pages(staging + (at - span.start), Range { start: at, end: span.end }, mode);
+            at += moved;
+            let left = match error {
+                None => break,
+                Some(Errno(libc::EAGAIN)) if tries < MOVE_TRIES => {
+                    tries += 1;
+                    None
+                }
+                Some(Errno(libc::EAGAIN | libc::EBUSY)) => Some(Why::Pinned),
+                Some(Errno(libc::ENOENT)) => Some(Why::Absent),
+                Some(_) => Some(Why::NotPlain),
+            };
+            if let Some(why) = left {
+                states[((at - span.start) / PAGE) as usize] = State::Left(why);
+                at += PAGE;
+                tries = 0;
+            }
+        }
+        let mut resident = [0u8; FREEZE_PAGES_MAX];
+        // SAFETY: the kernel writes one byte per page of the staging area.
+        let known = unsafe { syscall!(libc::SYS_mincore, staging, span.len(), resident.as_mut_ptr()) };
+        for (state, resident) in states.iter_mut().zip(resident) {
+            // Swapped-out pages count as absent for mincore(2); they go back untouched with the rest.
+            if *state == State::Hole && known.is_ok() && resident & 1 != 0 {
+                *state = State::Staged;
+            }
+        }
+    }
+
+    /// Step 3: how many pages of `piece` equal their slots, from the first on.
+    fn compare(&self, span: Range, piece: &Piece, states: &mut [State]) -> Outcome {
+        let slots = if piece.segment == PIECE_ZERO {
+            None
+        } else {
+            match self.slots(piece.segment, piece.slot, piece.pages) {
+                Some(slots) => Some(slots),
+                None => return Outcome { merged: 0, why: Why::NotPlain as u32 },
+            }
+        };
+        let first = ((piece.addr - span.start) / PAGE) as usize;
+        for page in 0..piece.pages as usize {
+            let merged = page as u32;
+            let why = match states[first + page] {
+                State::Left(why) => why,
+                State::Equal => Why::NotPlain,
+                // A hole may also be a swapped-out page, so it never counts as zero.
+                State::Hole => Why::Absent,
+                State::Staged => {
+                    // SAFETY: the page is resident in the staging area, so the read cannot wait, and nobody else writes there.
+                    let bytes = unsafe { &*((self.staging.addr() + (first + page) as u64 * PAGE) as *const Page) };
+                    let equal = match slots {
+                        // SAFETY: `slots` points at `piece.pages` slots of a mapped segment, which are never written again.
+                        Some(slots) => bytes == unsafe { &*slots.add(page) },
+                        None => is_zero(bytes),
+                    };
+                    if equal { Why::Done } else { Why::Changed }
+                }
+            };
+            if why != Why::Done {
+                return Outcome { merged, why: why as u32 };
+            }
+            states[first + page] = State::Equal;
+        }
+        Outcome { merged: piece.pages, why: Why::Done as u32 }
+    }
+
+    /// Step 4: moves back everything that is staged and not equal.
+    fn give_back(&mut self, span: Range, states: &[State]) {
+        for run in runs(states, |state| matches!(state, State::Staged | State::Hole)) {
+            self.move_back(span, run);
+        }
+    }
+
+    /// Moves the staged pages `run` (page numbers in the span) back; holes are skipped.
+    fn move_back(&mut self, span: Range, run: core::ops::Range<usize>) {
+        let offset = run.start as u64 * PAGE;
+        let end = self.staging.addr() + run.end as u64 * PAGE;
+        let mut at = self.staging.addr() + offset;
+        while at < end {
+            let target = span.start + (at - self.staging.addr());
+            let mode = uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE;
+            let (moved, error) = self.hold.move_pages(target, Range { start: at, end }, mode);
+            at += moved;
+            match error {
+                None => break,
+                // A discard is under way: its event must be read before anything moves. The discarding
+                // thread then drops what is in place; what we still hold of its range is dropped here.
+                Some(Errno(libc::EAGAIN)) => match self.hold.read_event() {
+                    Ok(Some(uffd::Event::Remove(range))) => self.discard_while_frozen(span, range),
+                    // Those who wait for the span are woken in the end; others need their answer now.
+                    Ok(Some(uffd::Event::PageFault { addr, .. })) if !(span.start..span.end).contains(&addr) => {
+                        self.serve_event(uffd::Event::PageFault { addr, write: false });
+                    }
+                    _ => yield_now(),
+                },
+                // No memory for a page table: the bytes are safe here, and the program waits as it would for any memory.
+                Some(Errno(libc::ENOMEM | libc::EBUSY)) => yield_now(),
+                // The program unmapped or replaced the range through a raw call: the page has no home any more.
+                Some(_) => at += PAGE,
+            }
+        }
+    }
+
+    /// The program discards `removed` while `span` is in our hands: what we hold of it is dropped and will not be mapped.
+    fn discard_while_frozen(&mut self, span: Range, removed: Range) {
+        let start = removed.start.clamp(span.start, span.end);
+        let end = removed.end.clamp(span.start, span.end);
+        if start < end {
+            let staged = self.staging.addr() + (start - span.start);
+            // SAFETY: the staging area is ours; the program has declared these pages void.
+            let _ = unsafe { mem::advise(staged, end - start, libc::MADV_DONTNEED) };
+            let pages = ((start - span.start) / PAGE) as usize..((end - span.start) / PAGE) as usize;
+            self.voids[pages].fill(true);
+        }
+        for outside in [
+            Range { start: removed.start, end: removed.end.min(span.start) },
+            Range { start: removed.start.max(span.end), end: removed.end },
+        ] {
+            if outside.start < outside.end {
+                self.serve_event(uffd::Event::Remove(outside));
+            }
+        }
+    }
+
+    /// Step 5: maps the equal pages of `piece` from the pool.
+    fn map_piece(&mut self, span: Range, piece: &Piece, outcome: &mut Outcome, states: &mut [State]) {
+        if outcome.merged == 0 || piece.segment == PIECE_ZERO {
+            return;
+        }
+        let first = ((piece.addr - span.start) / PAGE) as usize;
+        let equal = first..first + outcome.merged as usize;
+        if let Some(void) = self.voids[equal.clone()].iter().position(|void| *void) {
+            let rest = first + void..equal.end;
+            states[rest.clone()].fill(State::Staged);
+            self.move_back(span, rest);
+            *outcome = Outcome { merged: void as u32, why: Why::Discarded as u32 };
+            if void == 0 {
+                return;
+            }
+        }
+        let len = u64::from(outcome.merged) * PAGE;
+        let Some(fd) = self.segment_fd(piece.segment) else { return };
+        let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
+        // SAFETY: the range was plain anonymous memory a moment ago (UFFDIO_MOVE proved it), its pages are in our
+        // hands, the guard keeps the mapping in place, and the bytes that appear equal those that were there.
+        let mapped = unsafe {
+            mem::map(piece.addr, len, libc::PROT_READ | libc::PROT_WRITE, flags, fd, u64::from(piece.slot) * PAGE)
+        };
+        if mapped.is_err() {
+            let run = first..first + outcome.merged as usize;
+            states[run.clone()].fill(State::Staged);
+            self.move_back(span, run);
+            *outcome = Outcome { merged: 0, why: Why::Limit as u32 };
+        }
+    }
+
+    /// Step 6: what was not merged is watched for writes again; holes of zero pages become ordinary.
+    fn watch_again(&mut self, span: Range, pieces: &[Piece], outcomes: &[Outcome], states: &mut [State]) {
+        // From here on `Equal` means: mapped from the pool.
+        for (piece, outcome) in pieces.iter().zip(outcomes) {
+            if piece.segment == PIECE_ZERO {
+                let first = ((piece.addr - span.start) / PAGE) as usize;
+                states[first..first + outcome.merged as usize].fill(State::Hole);
+            }
+        }
+        for run in runs(states, |state| *state == State::Equal) {
+            let range = Range { start: span.start + run.start as u64 * PAGE, end: span.start + run.end as u64 * PAGE };
+            // SAFETY: reads the pages in, so that no access of the program's has to wait for us.
+            let _ = unsafe { mem::advise(range.start, range.len(), libc::MADV_POPULATE_READ) };
+            // One call serves all neighbours, however many mappings they are.
+            self.hold_pool(range);
+            self.keep_attributes(range);
+            self.remember_merged(range);
+        }
+        for run in runs(states, |state| *state != State::Equal) {
+            let range = Range { start: span.start + run.start as u64 * PAGE, end: span.start + run.end as u64 * PAGE };
+            let _ = self.hold.unregister(range);
+            rewatch(&self.watch, range);
+            for staged in runs(&states[run.clone()], |state| *state == State::Staged) {
+                let start = range.start + staged.start as u64 * PAGE;
+                let _ = self.watch.write_protect(Range::pages_from(start, staged.len() as u64));
+            }
+        }
+    }
+
+    /// Gives private memory back for `range`, which the pool backs: heals broken pages, unmerges shared ones.
+    ///
+    /// The pages are taken aside by one `mremap(2)` that leaves the (now empty) mapping in place, where accesses
+    /// wait; their bytes are copied to fresh memory, and that is moved into place, again by one `mremap(2)`.
+    pub(crate) fn heal(&mut self, range: Range) -> Result<(), Errno> {
+        if range.is_empty() || range.pages() > FREEZE_PAGES_MAX as u64 || !range.start.is_multiple_of(PAGE) {
+            return Err(Errno(libc::EINVAL));
+        }
+        let _held = self.lock_guard();
+        if !self.is_pool_mapping(range) {
+            return Err(Errno(libc::EINVAL));
+        }
+        let len = range.len();
+        let frozen_at = sched::monotonic_ns();
+        self.hold.register(range, uffd::MODE_MISSING | uffd::MODE_MINOR)?;
+        let fresh = mem::Mapping::anonymous(len as usize).and_then(|fresh| {
+            // SAFETY: the reserve is ours and as long as the longest span; the source mapping stays in place, empty.
+            unsafe {
+                mem::remap(
+                    range.start,
+                    len,
+                    len,
+                    libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP,
+                    self.aside,
+                )
+            }
+            .map(|_| fresh)
+        });
+        let fresh = match fresh {
+            Ok(fresh) => fresh,
+            Err(errno) => {
+                self.hold_pool(range);
+                return Err(errno);
+            }
+        };
+        // SAFETY: both ranges are mapped, ours alone while the guard is held, and do not overlap.
+        unsafe { core::ptr::copy_nonoverlapping(self.aside as *const u8, fresh.as_ptr(), len as usize) };
+        // SAFETY: the target is the empty mapping we left; what appears there has the bytes that were there.
+        let moved =
+            unsafe { mem::remap(fresh.addr(), len, len, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, range.start) };
+        let result = match moved {
+            Ok(_) => {
+                core::mem::forget(fresh);
+                self.keep_attributes(range);
+                rewatch(&self.watch, range);
+                let _ = self.watch.write_protect(range);
+                Ok(())
+            }
+            Err(errno) => {
+                // SAFETY: the old mapping with all its pages returns to where it was.
+                let _ =
+                    unsafe { mem::remap(self.aside, len, len, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, range.start) };
+                self.hold_pool(range);
+                Err(errno)
+            }
+        };
+        let _ = self.hold.wake(range);
+        self.reserve_aside();
+        self.note_freeze(sched::monotonic_ns() - frozen_at);
+        result
+    }
+
+    fn note_freeze(&self, ns: u64) {
+        let counters = self.counters();
+        counters.freezes.fetch_add(1, Ordering::Relaxed);
+        counters.freeze_ns_max.fetch_max(ns, Ordering::Relaxed);
+        let bucket = (64 - (ns / 1000).leading_zeros() as usize).min(15);
+        counters.freeze_us_log2[bucket].fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Watches `range` for writes; where it holds more than plain memory, nothing happens.
+fn rewatch(watch: &Uffd, range: Range) {
+    let _ = watch.register(range, uffd::MODE_WP);
+}
+
+fn yield_now() {
+    // SAFETY: takes nothing.
+    let _ = unsafe { syscall!(libc::SYS_sched_yield) };
+}
+
+/// True if every byte is zero.
+pub fn is_zero(page: &Page) -> bool {
+    // SAFETY: a page is 512 words, and any bytes are valid words; unaligned reads are asked for.
+    let words = page.as_ptr().cast::<[u64; 8]>();
+    (0..PAGE_SIZE / 64).all(|line| {
+        // SAFETY: `line` stays inside the page.
+        let words = unsafe { core::ptr::read_unaligned(words.add(line)) };
+        words.iter().fold(0, |all, word| all | word) == 0
+    })
+}
+
+/// The runs of neighbouring states for which `wanted` holds, as index ranges.
+fn runs(states: &[State], wanted: impl Fn(&State) -> bool + Copy) -> impl Iterator<Item = core::ops::Range<usize>> {
+    // A copy on the stack, so that the caller may change the original while walking.
+    let mut marks = [false; FREEZE_PAGES_MAX];
+    for (mark, state) in marks.iter_mut().zip(states) {
+        *mark = wanted(state);
+    }
+    let len = states.len();
+    let mut at = 0;
+    core::iter::from_fn(move || {
+        while at < len && !marks[at] {
+            at += 1;
+        }
+        let start = at;
+        while at < len && marks[at] {
+            at += 1;
+        }
+        (start < at).then_some(start..at)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zero_is_found_wherever_a_bit_is_set() {
+        let mut page = [0u8; PAGE_SIZE];
+        assert!(is_zero(&page));
+        for at in [0, 1, 63, 64, 4095] {
+            page[at] = 1;
+            assert!(!is_zero(&page), "byte {at}");
+            page[at] = 0;
+        }
+    }
+
+    #[test]
+    fn runs_are_maximal() {
+        let states = [State::Equal, State::Staged, State::Staged, State::Hole, State::Staged];
+        let found: Vec<_> = runs(&states, |state| *state == State::Staged).collect();
+        assert_eq!(found, [1..3, 4..5]);
+        assert_eq!(runs(&[], |_| true).count(), 0);
+    }
+}

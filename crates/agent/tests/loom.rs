@@ -1,0 +1,102 @@
+//! The guard in every order of two threads and the agent.
+//!
+//! `RUSTFLAGS="--cfg loom" cargo test -p pagefold-agent --test loom --release`
+
+#![cfg(loom)]
+
+use loom::cell::UnsafeCell;
+use loom::thread;
+use pagefold_agent::guard::Guard;
+use std::sync::Arc;
+
+/// What the guard protects; loom objects if two touch it at once, or if one does not see what the other did.
+struct Protected {
+    guard: Guard,
+    changes: UnsafeCell<u32>,
+}
+
+// SAFETY: the cell is touched only while the guard is held; that this excludes races is what the model checks.
+unsafe impl Sync for Protected {}
+
+impl Protected {
+    fn change(&self) {
+        // SAFETY: the guard is held by the caller.
+        self.changes.with_mut(|changes| unsafe { *changes += 1 });
+    }
+}
+
+fn protected() -> Arc<Protected> {
+    Arc::new(Protected { guard: Guard::new(), changes: UnsafeCell::new(0) })
+}
+
+#[test]
+fn program_and_agent_exclude_each_other() {
+    loom::model(|| {
+        let shared = protected();
+        let agent = {
+            let shared = shared.clone();
+            thread::spawn(move || {
+                let held = shared.guard.lock_serving(1, || {});
+                shared.change();
+                drop(held);
+            })
+        };
+        {
+            let _held = shared.guard.lock(2);
+            shared.change();
+        }
+        agent.join().unwrap();
+        let _held = shared.guard.lock(2);
+        // SAFETY: the guard is held.
+        assert_eq!(shared.changes.with(|changes| unsafe { *changes }), 2);
+    });
+}
+
+/// A signal handler that interrupts its own thread inside the guard passes through; the guard stays held until the outer
+/// frame lets go.
+#[test]
+fn the_owner_passes_and_others_wait_for_the_outer_frame() {
+    loom::model(|| {
+        let shared = protected();
+        let other = {
+            let shared = shared.clone();
+            thread::spawn(move || {
+                if let Some(_held) = shared.guard.try_lock(3) {
+                    shared.change();
+                }
+            })
+        };
+        {
+            let _outer = shared.guard.lock(2);
+            shared.change();
+            drop(shared.guard.lock(2));
+            assert!(shared.guard.try_lock(2).is_some(), "the owner always passes");
+            shared.change();
+        }
+        other.join().unwrap();
+        assert!(shared.guard.try_lock(4).is_some(), "it is free in the end");
+    });
+}
+
+/// fork(2) takes the guard in one frame and frees it in another.
+#[test]
+fn a_forgotten_hold_is_let_go_by_its_owner_only() {
+    loom::model(|| {
+        let shared = protected();
+        std::mem::forget(shared.guard.lock(2));
+        let other = {
+            let shared = shared.clone();
+            thread::spawn(move || {
+                // Not the owner: nothing happens.
+                shared.guard.unlock_forgotten(3);
+                let _held = shared.guard.lock(3);
+                shared.change();
+            })
+        };
+        shared.change();
+        shared.guard.unlock_forgotten(2);
+        other.join().unwrap();
+        // SAFETY: the other thread has ended.
+        assert_eq!(shared.changes.with(|changes| unsafe { *changes }), 2);
+    });
+}
