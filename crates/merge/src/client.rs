@@ -1,0 +1,126 @@
+//! What merging needs of a process: the trait its consumer wrote.
+//!
+//! A live process behind its agent is one implementer (in the daemon), the
+//! simulated process of [`crate::sim`] the other.
+
+use pagefold_agent::wire::Why;
+use pagefold_os::{Page, Range};
+use pagefold_pool::{Pool, Slot};
+
+/// The client is no longer there, or broke the protocol: it is dropped, and nobody else is touched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gone;
+
+/// Pages that one [`Client::fetch`] copies at most.
+pub const FETCH_PAGES_MAX: usize = pagefold_agent::wire::FETCH_PAGES_MAX;
+/// Pages that are frozen together at most.
+pub const FREEZE_PAGES_MAX: u64 = pagefold_agent::wire::FREEZE_PAGES_MAX as u64;
+/// Pieces of one [`Client::remap`] at most.
+pub const PIECES_MAX: usize = pagefold_agent::wire::LIST_MAX / 2;
+
+/// Neighbouring pages that were written, and what they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Written {
+    /// The pages.
+    pub range: Range,
+    /// They are the kernel's zero page: read, never written.
+    pub zero: bool,
+    /// They are part of a huge page.
+    pub huge: bool,
+    /// They are in swap.
+    pub swapped: bool,
+}
+
+/// A run of pages to be merged, with neighbouring slots or with nothing (zero pages).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// The pages.
+    pub range: Range,
+    /// The first page's slot; `None` for zero pages.
+    pub slot: Option<Slot>,
+    /// Pieces of one number are frozen together; nothing merged lies between them.
+    pub span: u32,
+}
+
+/// How a piece went: pages merged from the first on, and why it ended there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// Pages merged.
+    pub merged: u32,
+    /// `Done`, or the reason of the first page that was not.
+    pub why: Why,
+}
+
+/// A mapping of pool slots that a client has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PoolMapping {
+    /// Its addresses.
+    pub range: Range,
+    /// Inode of the segment.
+    pub inode: u64,
+    /// First slot in the segment.
+    pub index: u32,
+}
+
+/// A process whose memory is merged.
+pub trait Client: Send {
+    /// A number that changes when the managed ranges (or merged pages, by a discard) changed. Cheap.
+    fn generation(&mut self) -> u64;
+
+    /// The managed ranges, ascending, disjoint.
+    ///
+    /// # Errors
+    /// [`Gone`].
+    fn regions(&mut self) -> Result<Vec<Range>, Gone>;
+
+    /// The pool mappings that the process has now, ascending.
+    ///
+    /// # Errors
+    /// [`Gone`].
+    fn pool_mappings(&mut self) -> Result<Vec<PoolMapping>, Gone>;
+
+    /// Begins to watch `ranges` for writes.
+    ///
+    /// # Errors
+    /// [`Gone`].
+    fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone>;
+
+    /// Appends the watched pages of `range` that were written since they were last protected, and protects them again.
+    /// Pages in swap are best left out until they come back: what is told of them is not looked at.
+    /// Huge pages are protected only if `huge`; otherwise they are told again and again.
+    ///
+    /// # Errors
+    /// [`Gone`].
+    fn written(&mut self, range: Range, huge: bool, out: &mut Vec<Written>) -> Result<(), Gone>;
+
+    /// Appends the pages of `range` that were merged and have been written since, those in swap too.
+    ///
+    /// # Errors
+    /// [`Gone`].
+    fn broken(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone>;
+
+    /// Copies the pages of `runs`, at most [`FETCH_PAGES_MAX`] in all, to `out`, one after the other, and tells for each
+    /// whether it could be read. The copy is nobody else's.
+    ///
+    /// # Errors
+    /// [`Gone`].
+    fn fetch(&mut self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) -> Result<(), Gone>;
+
+    /// Freezes, compares and maps the pieces (ascending, at most [`PIECES_MAX`]); appends one outcome each.
+    ///
+    /// # Errors
+    /// [`Gone`].
+    fn remap(&mut self, pool: &Pool, pieces: &[Piece], out: &mut Vec<Outcome>) -> Result<(), Gone>;
+
+    /// Gives private memory back for each range (at most [`FREEZE_PAGES_MAX`] pages, in one pool mapping); appends
+    /// whether it did.
+    ///
+    /// # Errors
+    /// [`Gone`].
+    fn heal(&mut self, ranges: &[Range], out: &mut Vec<bool>) -> Result<(), Gone>;
+
+    /// Processor time that the client's side spent for us, in nanoseconds.
+    fn cpu_ns(&mut self) -> u64 {
+        0
+    }
+}

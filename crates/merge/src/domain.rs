@@ -1,0 +1,519 @@
+//! A domain: its clients, its index, its pool, and the step that a worker takes with one client.
+//!
+//! Several workers call [`Domain::step`]; a client is in the hands of one
+//! worker at a time, index and pool are everybody's. What one client's step
+//! finds out about another client's page goes to that client's inbox.
+
+mod fresh;
+mod period;
+mod remap;
+
+use crate::client::{Client, Gone};
+use crate::page::State;
+use crate::plan::Run;
+use crate::stats::{ClientStats, Counters, DomainStats, add, why_word};
+use crate::table::{CHUNK_PAGES, Chunk, Indexed, Table};
+use llds::sd_tree::{SdTree, SweepCursor};
+use pagefold_agent::wire::Why;
+use pagefold_os::{PAGE_SIZE, Page};
+use pagefold_pool::{Key, Pool, Slot};
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock, TryLockError};
+
+/// Tells the clients of a domain apart; never reused.
+pub type ClientId = u32;
+
+/// How a domain works.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Its name.
+    pub name: String,
+    /// One pass of the watch stage, in nanoseconds.
+    pub period_ns: u64,
+    /// Largest size of the pool in bytes.
+    pub pool_max_bytes: u64,
+    /// Mappings that merging may add to one client.
+    pub vma_budget: u64,
+    /// Candidates that the index is made for at first; it grows.
+    pub index_capacity: usize,
+    /// Periods after which a broken page is healed.
+    pub heal_periods: u32,
+    /// Predict that the page after a merged one shows the slot after its slot, and let the comparison prove it.
+    pub predict: bool,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            name: "default".into(),
+            period_ns: 1_000_000_000,
+            pool_max_bytes: 1 << 40,
+            vma_budget: 16_000,
+            index_capacity: 1 << 16,
+            heal_periods: 3,
+            predict: true,
+        }
+    }
+}
+
+/// What an index entry stands for: a candidate page, or a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Entry {
+    Candidate { chunk: u32, page: u32 },
+    Slot(Slot),
+}
+
+const SLOT_BIT: u64 = 1 << 39;
+
+impl Entry {
+    fn value(self) -> u64 {
+        match self {
+            Entry::Candidate { chunk, page } => u64::from(chunk) << 9 | u64::from(page),
+            Entry::Slot(slot) => SLOT_BIT | u64::from(slot.number()),
+        }
+    }
+
+    fn from_value(value: u64) -> Entry {
+        if value & SLOT_BIT != 0 {
+            Entry::Slot(Slot::from_number((value & !SLOT_BIT) as u32))
+        } else {
+            Entry::Candidate { chunk: (value >> 9) as u32, page: (value & (CHUNK_PAGES as u64 - 1)) as u32 }
+        }
+    }
+}
+
+/// Where a chunk number leads.
+#[derive(Clone, Debug)]
+struct ChunkRef {
+    client: ClientId,
+    addr: u64,
+    indexed: Arc<Indexed>,
+}
+
+#[derive(Debug, Default)]
+struct ChunkRefs {
+    refs: Vec<Option<ChunkRef>>,
+    free: Vec<u32>,
+}
+
+impl ChunkRefs {
+    /// True if the page that a candidate's entry names is still what the entry says, as far as anybody knows.
+    fn is_indexed(&self, chunk: u32, page: u32) -> bool {
+        let to = self.refs.get(chunk as usize).and_then(Option::as_ref);
+        to.is_some_and(|to| to.indexed.get(page as usize))
+    }
+}
+
+/// A client in the domain.
+struct Member {
+    id: ClientId,
+    work: Mutex<Work>,
+    inbox: Mutex<Vec<(u64, Slot)>>,
+    due_ns: AtomicU64,
+    paused: AtomicBool,
+    gone: AtomicBool,
+    stats: Mutex<ClientStats>,
+}
+
+/// What the worker that has the client in hand works on.
+struct Work {
+    client: Box<dyn Client>,
+    table: Table,
+    generation: Option<u64>,
+    period: u64,
+    next_period_ns: u64,
+    /// Mappings that merging added, estimated; set right whenever the real ones are listed.
+    mappings: i64,
+    /// Short runs that wait until all runs of this pass are known: the longest go first.
+    deferred: Vec<Run>,
+    /// Merging rests until this period: the kernel refused a mapping.
+    rest_until: u64,
+    /// Pages per fetch: small after a hit (the rest is predicted), larger after misses.
+    block: usize,
+    breaks: u64,
+    refused: BTreeMap<Why, u64>,
+    buffer: Vec<Page>,
+}
+
+impl Work {
+    /// True while merging rests because the kernel refused a mapping.
+    fn is_resting(&self) -> bool {
+        self.period < self.rest_until
+    }
+}
+
+/// What a step leaves to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Next {
+    /// When the client wants its next step, in the clock of `now_ns`.
+    pub due_ns: u64,
+    /// Whether the step did anything beyond looking.
+    pub worked: bool,
+}
+
+/// Clients that may share pages with each other, and with nobody else.
+pub struct Domain {
+    config: Config,
+    key: Key,
+    index: SdTree,
+    pool: Pool,
+    chunks: RwLock<ChunkRefs>,
+    members: RwLock<BTreeMap<ClientId, Arc<Member>>>,
+    next_id: AtomicU64,
+    sweep: Mutex<SweepCursor>,
+    counters: Counters,
+}
+
+impl Domain {
+    /// Makes an empty domain with a random key.
+    ///
+    /// # Errors
+    /// If the kernel gives neither memory nor random numbers.
+    pub fn new(config: Config) -> io::Result<Domain> {
+        let key = Key::random()?;
+        Domain::with_key(config, key)
+    }
+
+    /// Makes an empty domain with `key`, for runs that must replay.
+    ///
+    /// # Errors
+    /// If the kernel gives no memory.
+    pub fn with_key(config: Config, key: Key) -> io::Result<Domain> {
+        Ok(Domain {
+            key,
+            index: SdTree::with_capacity_hint(config.index_capacity)?,
+            pool: Pool::new(&config.name, config.pool_max_bytes),
+            chunks: RwLock::default(),
+            members: RwLock::default(),
+            next_id: AtomicU64::new(1),
+            sweep: Mutex::new(SweepCursor::new()),
+            counters: Counters::default(),
+            config,
+        })
+    }
+
+    /// How it works.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Its pool.
+    pub fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    /// Adds a client, due at once.
+    pub fn add(&self, client: Box<dyn Client>) -> ClientId {
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed) as ClientId;
+        let work = Work {
+            client,
+            table: Table::default(),
+            generation: None,
+            period: 0,
+            next_period_ns: 0,
+            mappings: 0,
+            deferred: Vec::new(),
+            rest_until: 0,
+            block: fresh::BLOCK_MIN,
+            breaks: 0,
+            refused: BTreeMap::new(),
+            buffer: Vec::new(),
+        };
+        let member = Arc::new(Member {
+            id,
+            work: Mutex::new(work),
+            inbox: Mutex::default(),
+            due_ns: AtomicU64::new(0),
+            paused: AtomicBool::new(false),
+            gone: AtomicBool::new(false),
+            stats: Mutex::default(),
+        });
+        write(&self.members).insert(id, member);
+        id
+    }
+
+    /// Forgets a client: it is gone, or shall not be managed. Its mappings of slots, if it lives, stay its own; the
+    /// kernel keeps their memory. False if there is no such client (any more).
+    pub fn remove(&self, id: ClientId) -> bool {
+        let Some(member) = write(&self.members).remove(&id) else { return false };
+        let mut work = lock(&member.work);
+        // Set while the work is in hand: who waits for it finds the mark and leaves the client alone.
+        member.gone.store(true, Ordering::Release);
+        self.drop_all(&mut work);
+        drop(work);
+        if read(&self.members).is_empty() {
+            // Nobody is left whose periods would do it.
+            self.pool.close_open_segment();
+        }
+        self.release_segments();
+        true
+    }
+
+    fn drop_all(&self, work: &mut Work) {
+        let mut chunks = write(&self.chunks);
+        let pool = &self.pool;
+        let drop_page = |_, state| {
+            if let State::Shared(slot) = state {
+                pool.remove_sharer(slot);
+            }
+        };
+        let free = |id: u32| {
+            chunks.refs[id as usize] = None;
+            chunks.free.push(id);
+        };
+        work.table.set_ranges(&[], |_| (0, Arc::default()), drop_page, free);
+        work.deferred.clear();
+    }
+
+    /// The clients.
+    pub fn clients(&self) -> Vec<ClientId> {
+        read(&self.members).keys().copied().collect()
+    }
+
+    /// Stops or resumes work on a client; merged pages stay merged. False if there is no such client.
+    pub fn pause(&self, id: ClientId, paused: bool) -> bool {
+        let members = read(&self.members);
+        let Some(member) = members.get(&id) else { return false };
+        member.paused.store(paused, Ordering::Release);
+        lock(&member.stats).paused = paused;
+        true
+    }
+
+    /// Gives a client all its pages back as private memory and pauses it; returns how many pages.
+    ///
+    /// # Errors
+    /// [`Gone`] if there is no such client (any more).
+    pub fn unmerge(&self, id: ClientId) -> Result<u64, Gone> {
+        let member = read(&self.members).get(&id).cloned().ok_or(Gone)?;
+        member.paused.store(true, Ordering::Release);
+        lock(&member.inbox).clear();
+        let mut work = lock(&member.work);
+        if member.gone.load(Ordering::Acquire) {
+            return Err(Gone);
+        }
+        let result = self.unmerge_all(&mut work);
+        self.snapshot(&member, &mut work);
+        result
+    }
+
+    /// The earliest time at which some client wants a step and none has it in hand; also wakes nobody.
+    pub fn due_ns(&self) -> Option<u64> {
+        read(&self.members)
+            .values()
+            .filter(|member| !member.paused.load(Ordering::Acquire))
+            .map(|member| member.due_ns.load(Ordering::Acquire))
+            .min()
+    }
+
+    /// Takes one step with some client that is due at `now_ns`, if there is one that nobody has in hand.
+    /// `gone` gets a client that turned out to be gone; it is already forgotten.
+    pub fn step_any(&self, now_ns: u64, gone: &mut Vec<ClientId>) -> Option<Next> {
+        let mut due: Vec<(u64, Arc<Member>)> = read(&self.members)
+            .values()
+            .filter(|member| !member.paused.load(Ordering::Acquire))
+            .map(|member| (member.due_ns.load(Ordering::Acquire), member.clone()))
+            .filter(|(due, _)| *due <= now_ns)
+            .collect();
+        due.sort_by_key(|(due, member)| (*due, member.id));
+        for (_, member) in due {
+            let mut work = match member.work.try_lock() {
+                Ok(work) => work,
+                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+                Err(TryLockError::WouldBlock) => continue,
+            };
+            if member.due_ns.load(Ordering::Acquire) > now_ns || member.gone.load(Ordering::Acquire) {
+                continue;
+            }
+            let result = self.step_with(&member, &mut work, now_ns);
+            drop(work);
+            match result {
+                Ok(next) => return Some(next),
+                Err(Gone) => {
+                    if self.remove(member.id) {
+                        gone.push(member.id);
+                    }
+                }
+            }
+        }
+        None
+    }
+
+    /// Takes one step with client `id`.
+    ///
+    /// # Errors
+    /// [`Gone`] if there is no such client; it is forgotten then.
+    pub fn step(&self, id: ClientId, now_ns: u64) -> Result<Next, Gone> {
+        let member = read(&self.members).get(&id).cloned().ok_or(Gone)?;
+        let mut work = lock(&member.work);
+        if member.gone.load(Ordering::Acquire) {
+            return Err(Gone);
+        }
+        let result = self.step_with(&member, &mut work, now_ns);
+        drop(work);
+        if result.is_err() {
+            self.remove(id);
+        }
+        result
+    }
+
+    fn step_with(&self, member: &Member, work: &mut Work, now_ns: u64) -> Result<Next, Gone> {
+        let mut worked = false;
+        if now_ns >= work.next_period_ns {
+            self.pass_period(member, work)?;
+            work.next_period_ns = now_ns + self.config.period_ns;
+            worked = true;
+        }
+        let resting = work.is_resting();
+        let mut more = false;
+        if !resting {
+            worked |= self.take_inbox(member, work)?;
+            let (indexed, left) = self.index_fresh(work)?;
+            worked |= indexed;
+            more = left;
+            if !left {
+                worked |= self.merge_deferred(work)?;
+            }
+        }
+        let has_mail = !resting && !lock(&member.inbox).is_empty();
+        let due_ns = if (more || has_mail) && !work.is_resting() { now_ns } else { work.next_period_ns };
+        member.due_ns.store(due_ns, Ordering::Release);
+        self.snapshot(member, work);
+        Ok(Next { due_ns, worked })
+    }
+
+    /// Sends (page, slot) pairs to the owners of candidates.
+    fn post(&self, mail: &[(Entry, Slot)]) {
+        if mail.is_empty() {
+            return;
+        }
+        let chunks = read(&self.chunks);
+        let members = read(&self.members);
+        for (entry, slot) in mail {
+            let Entry::Candidate { chunk, page } = *entry else { continue };
+            let Some(Some(to)) = chunks.refs.get(chunk as usize) else { continue };
+            let Some(member) = members.get(&to.client) else { continue };
+            lock(&member.inbox).push((to.addr + u64::from(page) * PAGE_SIZE as u64, *slot));
+            // The owner has something to do at once.
+            member.due_ns.store(0, Ordering::Release);
+        }
+    }
+
+    fn snapshot(&self, member: &Member, work: &mut Work) {
+        let counts = work.table.counts();
+        let huge = work.table.chunks().iter().filter(|chunk| matches!(chunk.huge, crate::table::Huge::Wait(..)));
+        let pages_huge = huge.map(Chunk::page_count).sum();
+        let agent_cpu_ns = work.client.cpu_ns();
+        let mut stats = lock(&member.stats);
+        *stats = ClientStats {
+            pages: work.table.page_count(),
+            pages_sharing: u64::from(counts.shared),
+            pages_zero: u64::from(counts.zero),
+            pages_volatile: u64::from(counts.volatile()),
+            pages_unshared: u64::from(counts.candidate),
+            pages_broken: u64::from(counts.broken),
+            breaks: work.breaks,
+            mappings: work.mappings.max(0) as u64,
+            pages_huge,
+            not_merged: work.refused.iter().map(|(why, count)| (why_word(*why).to_owned(), *count)).collect(),
+            metadata_bytes: work.table.memory_bytes(),
+            agent_cpu_ns,
+            paused: member.paused.load(Ordering::Acquire),
+        };
+    }
+
+    /// Counters of the domain and its clients, as of their last steps.
+    pub fn stats(&self) -> DomainStats {
+        let clients: BTreeMap<ClientId, ClientStats> =
+            read(&self.members).values().map(|member| (member.id, lock(&member.stats).clone())).collect();
+        let pool = self.pool.stats();
+        let sum = |f: fn(&ClientStats) -> u64| clients.values().map(f).sum::<u64>();
+        let pages_zero = sum(|client| client.pages_zero);
+        let metadata_bytes = sum(|client| client.metadata_bytes) + self.index.memory_bytes() + pool.metadata_bytes;
+        let mapping_bytes = sum(|client| client.mappings) * MAPPING_BYTES;
+        let saved_bytes = (pool.pages_sharing + pages_zero) * PAGE_SIZE as u64;
+        DomainStats {
+            name: self.config.name.clone(),
+            pages_shared: pool.pages_shared,
+            pages_sharing: pool.pages_sharing,
+            pages_zero,
+            pages_unshared: sum(|client| client.pages_unshared),
+            pages_volatile: sum(|client| client.pages_volatile),
+            pages: sum(|client| client.pages),
+            pool_bytes: pool.bytes,
+            pool_max_bytes: self.config.pool_max_bytes,
+            metadata_bytes,
+            mapping_bytes,
+            saved_bytes,
+            general_profit: saved_bytes as i64 - (pool.bytes + metadata_bytes + mapping_bytes) as i64,
+            events: self.counters.events(),
+            clients,
+        }
+    }
+
+    /// What the domain knows about a client's page: why it is, or is not, merged.
+    pub fn page_state(&self, id: ClientId, addr: u64) -> State {
+        let member = read(&self.members).get(&id).cloned();
+        member.map_or(State::Unknown, |member| lock(&member.work).table.state(addr))
+    }
+
+    /// Every page that the ledger says is shared: (client, address, slot), for checks against the kernel's page tables.
+    pub fn ledger(&self) -> Vec<(ClientId, u64, Slot)> {
+        let members: Vec<Arc<Member>> = read(&self.members).values().cloned().collect();
+        let mut all = Vec::new();
+        for member in members {
+            let work = lock(&member.work);
+            for chunk in work.table.chunks().iter().filter(|chunk| chunk.counts.shared > 0) {
+                for index in chunk.pages() {
+                    if let State::Shared(slot) = chunk.state(index) {
+                        all.push((member.id, chunk.page_addr(index), slot));
+                    }
+                }
+            }
+        }
+        all
+    }
+
+    /// Recounts everything that is counted twice and returns what disagrees; empty if the books are right.
+    pub fn audit(&self) -> Vec<String> {
+        let mut sharers: BTreeMap<Slot, u32> = BTreeMap::new();
+        for (_, _, slot) in self.ledger() {
+            *sharers.entry(slot).or_default() += 1;
+        }
+        let mut wrong: Vec<String> = sharers
+            .iter()
+            .filter(|(slot, count)| self.pool.sharers(**slot) != **count)
+            .map(|(slot, count)| format!("{slot:?}: {count} in ledgers, {} in the pool", self.pool.sharers(*slot)))
+            .collect();
+        let (in_ledgers, in_pool) =
+            (sharers.values().map(|n| u64::from(*n)).sum::<u64>(), self.pool.stats().pages_sharing);
+        if in_ledgers != in_pool {
+            wrong.push(format!("{in_ledgers} sharers in ledgers, {in_pool} in the pool"));
+        }
+        wrong
+    }
+
+    fn refuse(work: &mut Work, why: Why) {
+        *work.refused.entry(why).or_default() += 1;
+    }
+
+    fn count(&self, f: impl Fn(&Counters) -> &AtomicU64, by: u64) {
+        add(f(&self.counters), by);
+    }
+}
+
+/// Bytes of kernel structures per mapping: vm_area_struct, its place in the tree, its link to anonymous memory.
+const MAPPING_BYTES: u64 = 245;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+fn read<T>(lock: &RwLock<T>) -> std::sync::RwLockReadGuard<'_, T> {
+    lock.read().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+fn write<T>(lock: &RwLock<T>) -> std::sync::RwLockWriteGuard<'_, T> {
+    lock.write().unwrap_or_else(|poisoned| poisoned.into_inner())
+}

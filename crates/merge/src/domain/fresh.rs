@@ -1,0 +1,255 @@
+//! The index stage: which slot shall a new candidate show?
+//!
+//! Two ways lead to a slot. A page whose neighbour below has just been merged
+//! is *predicted* to show the neighbour of that slot: no fingerprint, the
+//! comparison under freeze proves it or not. Otherwise the page is fetched,
+//! fingerprinted and looked up; a hit on another candidate makes a slot for
+//! both, in the order in which neighbours match, so that runs stay runs.
+
+use super::{Domain, Entry, Work, remap};
+use crate::client::{FETCH_PAGES_MAX, Gone};
+use crate::page::State;
+use crate::plan::{self, Goal, Run};
+use pagefold_os::{PAGE_SIZE, Page, Range, sched};
+use pagefold_pool::{Fingerprint, Slot};
+use std::collections::HashMap;
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Pages fetched at once where a prediction may take over.
+pub(super) const BLOCK_MIN: usize = 16;
+/// Pages that a step indexes before it lets other clients have their turn.
+const STEP_PAGES: usize = 16 << 10;
+/// Runs at least this long are merged at once; shorter ones wait for the longest-first order.
+const RUN_AT_ONCE: u64 = 16;
+/// Predictions are tried for at least this many pages.
+const PREDICT_MIN: u64 = 8;
+/// Pages that one prediction covers at most.
+const PREDICT_MAX: u64 = 2048;
+
+impl Domain {
+    /// Indexes fresh candidates; returns whether there were any, and whether some are left.
+    pub(super) fn index_fresh(&self, work: &mut Work) -> Result<(bool, bool), Gone> {
+        let runs = fresh_runs(work, STEP_PAGES);
+        if runs.is_empty() {
+            return Ok((false, false));
+        }
+        let mut batch: Vec<Range> = Vec::new();
+        let mut batched = 0;
+        for run in runs {
+            let mut at = run.start;
+            while at < run.end {
+                if self.config.predict && batch.is_empty() {
+                    let merged = self.predict(work, Range { start: at, end: run.end })?;
+                    at += merged * PAGE;
+                    if merged > 0 {
+                        continue;
+                    }
+                }
+                if work.is_resting() {
+                    // The kernel refused a mapping meanwhile; what is left is looked up after the rest.
+                    return Ok((true, true));
+                }
+                let room = (work.block - batched.min(work.block)) as u64;
+                let end = run.end.min(at + room * PAGE);
+                batch.push(Range { start: at, end });
+                batched += ((end - at) / PAGE) as usize;
+                at = end;
+                if batched >= work.block {
+                    self.index_batch(work, &batch)?;
+                    batch.clear();
+                    batched = 0;
+                }
+            }
+        }
+        if !batch.is_empty() {
+            self.index_batch(work, &batch)?;
+        }
+        let left = work.table.counts().fresh > 0;
+        Ok((true, left))
+    }
+
+    /// Tries to merge `run` with the slots after the one its neighbour shows; returns the pages merged from its start.
+    fn predict(&self, work: &mut Work, run: Range) -> Result<u64, Gone> {
+        let State::Shared(before) = work.table.state(run.start.wrapping_sub(PAGE)) else { return Ok(0) };
+        let next = Slot::from_number(before.number() + 1);
+        if next.segment() != before.segment() {
+            return Ok(0);
+        }
+        let published = u64::from(self.pool.published_from(next));
+        let pages = run.pages().min(published).min(PREDICT_MAX);
+        if pages < PREDICT_MIN {
+            return Ok(0);
+        }
+        let guess = Run { range: Range::pages_from(run.start, pages), goal: Some(next) };
+        let merged = self.merge_predicted(work, guess)?;
+        self.count(|c| &c.pages_predicted, merged);
+        Ok(merged)
+    }
+
+    /// Fetches, fingerprints, looks up; merges long runs, defers short ones.
+    fn index_batch(&self, work: &mut Work, ranges: &[Range]) -> Result<(), Gone> {
+        let began = sched::monotonic_ns();
+        let count: usize = ranges.iter().map(|range| range.pages() as usize).sum();
+        work.buffer.resize(FETCH_PAGES_MAX, [0; PAGE_SIZE]);
+        let mut buffer = std::mem::take(&mut work.buffer);
+        let mut readable = vec![false; count];
+        let result = work
+            .client
+            .fetch(ranges, &mut buffer[..count], &mut readable)
+            .and_then(|()| self.index_pages(work, ranges, &buffer[..count], &readable, began));
+        work.buffer = buffer;
+        result
+    }
+
+    fn index_pages(
+        &self,
+        work: &mut Work,
+        ranges: &[Range],
+        pages: &[Page],
+        readable: &[bool],
+        began: u64,
+    ) -> Result<(), Gone> {
+        let addrs = || ranges.iter().flat_map(|range| (range.start..range.end).step_by(PAGE_SIZE));
+        let mut goals: Vec<(u64, Goal)> = Vec::new();
+        let mut pairs: Vec<(Fingerprint, u64)> = Vec::with_capacity(pages.len());
+        let mut looked: Vec<(u64, usize)> = Vec::with_capacity(pages.len());
+        for (index, addr) in addrs().enumerate() {
+            let Some((chunk, page)) = work.table.find_mut(addr) else { continue };
+            let State::Candidate { backoff, .. } = chunk.state(page) else { continue };
+            if !readable[index] {
+                chunk.set(page, State::Unknown);
+                continue;
+            }
+            chunk.set(page, State::Candidate { indexed: true, backoff });
+            if pagefold_agent::remap::is_zero(&pages[index]) {
+                goals.push((addr, None));
+            } else {
+                let me = Entry::Candidate { chunk: chunk.id, page: page as u32 };
+                pairs.push((self.key.fingerprint(&pages[index]), me.value()));
+                looked.push((addr, index));
+            }
+        }
+        let hashed = sched::monotonic_ns();
+        self.count(|c| &c.pages_fingerprinted, pages.len() as u64);
+        self.count(|c| &c.fingerprint_ns, hashed - began);
+        let mut existing = vec![None; pairs.len()];
+        // A full index means that these pages are not remembered as candidates; hits are still hits.
+        let _ = self.index.get_or_insert_many(&pairs, &mut existing);
+        let mut twins: Vec<Twin> = Vec::new();
+        for (place, found) in existing.iter().enumerate() {
+            let (addr, index) = looked[place];
+            let (fingerprint, mine) = pairs[place];
+            match found.map(Entry::from_value) {
+                None => {}
+                Some(entry) if entry.value() == mine => {}
+                // What the entry stands for is gone or changed: it becomes ours.
+                Some(entry) if self.is_stale(entry) => drop(self.index.replace(fingerprint, entry.value(), mine)),
+                Some(Entry::Slot(slot)) => goals.push((addr, Some(slot))),
+                Some(entry) => twins.push(Twin { addr, index, fingerprint, entry }),
+            }
+        }
+        goals.extend(self.publish_twins(work, &twins, pages));
+        goals.sort_unstable_by_key(|(addr, _)| *addr);
+        let runs = plan::runs(goals);
+        self.count(|c| &c.index_ns, sched::monotonic_ns() - hashed);
+        // A run that reaches the end of the batch will go on by prediction, if the slots after it exist: those that
+        // this very batch published have none behind them yet.
+        let last = ranges.last().map(|range| range.end);
+        let follows = |run: &Run| {
+            run.goal_at(run.range.pages())
+                .is_some_and(|next| next.index() != 0 && u64::from(self.pool.published_from(next)) >= PREDICT_MIN)
+        };
+        let goes_on = runs.last().is_some_and(|run| Some(run.range.end) == last && follows(run));
+        work.block = if goes_on { BLOCK_MIN } else { (work.block * 2).min(FETCH_PAGES_MAX) };
+        let at_once = |run: &Run| {
+            run.goal.is_none() || run.range.pages() >= RUN_AT_ONCE || goes_on && Some(run.range.end) == last
+        };
+        let (now, later): (Vec<Run>, Vec<Run>) = runs.into_iter().partition(at_once);
+        work.deferred.extend(later);
+        let now = self.within_budget(work, now);
+        self.merge(work, &now).map(drop)
+    }
+
+    /// True for an entry whose slot was let go, or whose page changed or is gone.
+    fn is_stale(&self, entry: Entry) -> bool {
+        match entry {
+            Entry::Slot(slot) => self.pool.published_from(slot) == 0,
+            Entry::Candidate { chunk, page } => !super::read(&self.chunks).is_indexed(chunk, page),
+        }
+    }
+
+    /// Gives each twin's content a slot, and tells the candidate that had it first.
+    fn publish_twins(&self, work: &mut Work, twins: &[Twin], pages: &[Page]) -> Vec<(u64, Goal)> {
+        let mut goals = Vec::with_capacity(twins.len());
+        let mut mail = Vec::with_capacity(twins.len());
+        // One content gets one slot, however often it stands here.
+        let mut firsts: HashMap<Fingerprint, Option<Slot>> = HashMap::with_capacity(twins.len());
+        let (first, again): (Vec<&Twin>, Vec<&Twin>) =
+            twins.iter().partition(|twin| firsts.insert(twin.fingerprint, None).is_none());
+        let mut rest = &first[..];
+        while !rest.is_empty() {
+            let refs: Vec<&Page> = rest.iter().map(|twin| &pages[twin.index]).collect();
+            let Ok((slot, taken)) = self.pool.publish(&refs) else {
+                // Full, or the kernel has no memory: they are looked up again later.
+                self.count(|c| &c.over_pool_max, rest.len() as u64);
+                rest.iter().for_each(|twin| remap::put_off(work, twin.addr));
+                break;
+            };
+            for (offset, twin) in rest[..taken].iter().enumerate() {
+                let slot = Slot::from_number(slot.number() + offset as u32);
+                if self.index.replace(twin.fingerprint, twin.entry.value(), Entry::Slot(slot).value()) {
+                    firsts.insert(twin.fingerprint, Some(slot));
+                    goals.push((twin.addr, Some(slot)));
+                    mail.push((twin.entry, slot));
+                } else if let Some(Entry::Slot(other)) = self.index.get(twin.fingerprint).map(Entry::from_value) {
+                    // Another worker gave the content a slot first.
+                    firsts.insert(twin.fingerprint, Some(other));
+                    goals.push((twin.addr, Some(other)));
+                } else {
+                    remap::look_up_again(work, Range::pages_from(twin.addr, 1));
+                }
+            }
+            rest = &rest[taken..];
+        }
+        for twin in again {
+            match firsts.get(&twin.fingerprint) {
+                Some(Some(slot)) => goals.push((twin.addr, Some(*slot))),
+                _ => remap::put_off(work, twin.addr),
+            }
+        }
+        self.post(&mail);
+        goals
+    }
+}
+
+/// A page whose content another candidate has as well.
+struct Twin {
+    addr: u64,
+    /// Its place among the fetched pages.
+    index: usize,
+    fingerprint: Fingerprint,
+    entry: Entry,
+}
+
+/// Runs of candidates that were not looked up yet, about `pages_max` pages.
+fn fresh_runs(work: &Work, pages_max: usize) -> Vec<Range> {
+    let mut runs: Vec<Range> = Vec::new();
+    let mut pages = 0;
+    for chunk in work.table.chunks().iter().filter(|chunk| chunk.counts.fresh > 0) {
+        if pages >= pages_max {
+            break;
+        }
+        for index in chunk.pages() {
+            if let State::Candidate { indexed: false, .. } = chunk.state(index) {
+                let page = Range::pages_from(chunk.page_addr(index), 1);
+                pages += 1;
+                match runs.last_mut() {
+                    Some(last) if last.end == page.start => last.end = page.end,
+                    _ => runs.push(page),
+                }
+            }
+        }
+    }
+    runs
+}

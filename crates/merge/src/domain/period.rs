@@ -1,0 +1,593 @@
+//! The watch stage: one pass over a client per period.
+
+use super::{ChunkRef, Domain, Entry, Member, Work, lock, write};
+use crate::client::{FETCH_PAGES_MAX, FREEZE_PAGES_MAX, Gone, PoolMapping, Written};
+use crate::page::{State, on_period, on_written};
+use crate::table::{CHUNK_LEN, CHUNK_PAGES, Chunk, Huge, Indexed};
+use pagefold_os::{PAGE_SIZE, Range, sched};
+use pagefold_pool::{SLOTS_PER_SEGMENT, Slot};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Periods that a huge page is left before it is probed first.
+const HUGE_FIRST_PROBE: u8 = 2;
+/// Highest exponent of the wait between probes.
+const HUGE_BACKOFF_MAX: u8 = 5;
+/// A huge page is split if at least one of this many of its pages is zero or has a twin.
+const HUGE_PAYS_ONE_IN: usize = 4;
+/// The index is swept of dead entries once in this many periods.
+const SWEEP_PERIODS: usize = 16;
+/// Pages of one client that are managed at most (512 GiB); the rest is left alone.
+const PAGES_MAX: u64 = 1 << 27;
+/// Pool mappings that one client may have.
+const MAPPINGS_MAX: usize = 1 << 20;
+/// User memory ends here.
+const ADDRESS_MAX: u64 = 1 << 56;
+
+impl Domain {
+    pub(super) fn pass_period(&self, member: &Member, work: &mut Work) -> Result<(), Gone> {
+        let began = sched::monotonic_ns();
+        work.period += 1;
+        let generation = work.client.generation();
+        if work.generation != Some(generation) {
+            self.refresh_regions(member.id, work)?;
+            work.generation = Some(generation);
+        }
+        self.look_for_writes(work)?;
+        self.look_for_breaks(work)?;
+        end_period(work);
+        work.table.compact();
+        self.probe_huge(work)?;
+        self.heal_old(work)?;
+        self.sweep_index();
+        self.release_segments();
+        self.count(|c| &c.full_scans, 1);
+        self.count(|c| &c.watch_ns, sched::monotonic_ns() - began);
+        Ok(())
+    }
+
+    fn refresh_regions(&self, id: u32, work: &mut Work) -> Result<(), Gone> {
+        let mut ranges = work.client.regions()?;
+        check_regions(&mut ranges)?;
+        let mut discarded = 0;
+        {
+            let mut chunks = write(&self.chunks);
+            let chunks = std::cell::RefCell::new(&mut *chunks);
+            let pool = &self.pool;
+            work.table.set_ranges(
+                &ranges,
+                |addr| {
+                    let mut chunks = chunks.borrow_mut();
+                    let indexed = Arc::<Indexed>::default();
+                    let to = Some(ChunkRef { client: id, addr, indexed: indexed.clone() });
+                    let number = match chunks.free.pop() {
+                        Some(number) => {
+                            chunks.refs[number as usize] = to;
+                            number
+                        }
+                        None => {
+                            chunks.refs.push(to);
+                            chunks.refs.len() as u32 - 1
+                        }
+                    };
+                    (number, indexed)
+                },
+                |_, state| {
+                    if let State::Shared(slot) = state {
+                        pool.remove_sharer(slot);
+                        discarded += 1;
+                    }
+                },
+                |number| {
+                    let mut chunks = chunks.borrow_mut();
+                    chunks.refs[number as usize] = None;
+                    chunks.free.push(number);
+                },
+            );
+        }
+        self.count(|c| &c.discarded, discarded);
+        let mappings = self.reconcile(work)?;
+        // All that is plain, not only what is new to the table: where the program mapped or discarded, memory that nobody
+        // watches may lie at addresses that we know.
+        let plain: Vec<Range> = ranges.iter().flat_map(|range| without(*range, &mappings)).collect();
+        work.client.watch(&plain)
+    }
+
+    /// The client's pool mappings, checked.
+    fn pool_mappings(&self, work: &mut Work) -> Result<Vec<PoolMapping>, Gone> {
+        let mut mappings = work.client.pool_mappings()?;
+        check_mappings(&mut mappings)?;
+        work.mappings = mappings.len() as i64 * 2;
+        Ok(mappings)
+    }
+
+    /// Compares the ledger with the mappings that are really there: pages that lost theirs are no sharers any more.
+    fn reconcile(&self, work: &mut Work) -> Result<Vec<PoolMapping>, Gone> {
+        let mappings = self.pool_mappings(work)?;
+        let mut discarded = 0;
+        let mut at = 0;
+        for chunk in work.table.chunks_mut() {
+            if chunk.counts.shared == 0 && chunk.counts.broken == 0 {
+                continue;
+            }
+            for index in chunk.pages() {
+                let addr = chunk.page_addr(index);
+                let state = chunk.state(index);
+                if !matches!(state, State::Shared(_) | State::Broken { .. }) {
+                    continue;
+                }
+                while at < mappings.len() && mappings[at].range.end <= addr {
+                    at += 1;
+                }
+                let mapped = mappings.get(at).filter(|mapping| mapping.range.start <= addr);
+                let holds = match (state, mapped) {
+                    (State::Shared(slot), Some(mapping)) => {
+                        let shown = mapping.index + ((addr - mapping.range.start) / PAGE) as u32;
+                        shown == slot.index() && self.pool.segment_inode(slot.segment()) == Some(mapping.inode)
+                    }
+                    (_, mapped) => mapped.is_some(),
+                };
+                if !holds {
+                    if let State::Shared(slot) = state {
+                        self.pool.remove_sharer(slot);
+                        discarded += 1;
+                    }
+                    chunk.set(index, State::Unknown);
+                }
+            }
+        }
+        self.count(|c| &c.discarded, discarded);
+        self.adopt(work, &mappings)?;
+        Ok(mappings)
+    }
+
+    /// Enters pool mappings into the ledger that we did not make: a forked child has its parent's.
+    ///
+    /// Mappings of segments that are not ours (an earlier daemon's) are left alone: they stay shared, by the kernel.
+    /// Of those only the broken pages are ours to heal.
+    fn adopt(&self, work: &mut Work, mappings: &[PoolMapping]) -> Result<(), Gone> {
+        let mut known: Option<(u64, Option<u32>)> = None;
+        for mapping in mappings {
+            let segment = match known {
+                Some((inode, segment)) if inode == mapping.inode => segment,
+                _ => self.pool.segment_of_inode(mapping.inode),
+            };
+            known = Some((mapping.inode, segment));
+            let Some(segment) = segment else {
+                let mut broken = Vec::new();
+                work.client.broken(mapping.range, &mut broken)?;
+                let pages = broken.iter().map(|part| clip(*part, mapping.range));
+                for addr in pages.flat_map(|part| (part.start..part.end).step_by(PAGE_SIZE)) {
+                    if work.table.state(addr) == State::Unknown {
+                        work.table.set(addr, State::Broken { age: 0, backoff: 2 });
+                    }
+                }
+                continue;
+            };
+            for (page, addr) in (mapping.range.start..mapping.range.end).step_by(PAGE_SIZE).enumerate() {
+                let Some((chunk, index)) = work.table.find_mut(addr) else { continue };
+                let slot = Slot::new(segment, mapping.index + page as u32);
+                if chunk.state(index) == State::Unknown && self.pool.add_sharers(slot, 1) {
+                    chunk.set(index, State::Shared(slot));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn look_for_writes(&self, work: &mut Work) -> Result<(), Gone> {
+        let mut ranges: Vec<(Range, bool)> = Vec::new();
+        let mut push = |range: Range, huge: bool| match ranges.last_mut() {
+            Some((last, flag)) if last.end == range.start && *flag == huge => last.end = range.end,
+            _ => ranges.push((range, huge)),
+        };
+        for chunk in work.table.chunks() {
+            let split = chunk.huge == Huge::Split;
+            if chunk.counts.sleeping == 0 {
+                chunk.parts().for_each(|part| push(part, split));
+                continue;
+            }
+            // Volatile pages are neither looked at nor protected: they pay no fault meanwhile.
+            for index in chunk.pages().filter(|index| !matches!(chunk.state(*index), State::Sleeping { .. })) {
+                push(Range::pages_from(chunk.page_addr(index), 1), split);
+            }
+        }
+        ranges.into_iter().try_for_each(|(range, huge)| self.look_at(work, range, huge))
+    }
+
+    /// Notes the pages of `range` that were written since the last look.
+    pub(super) fn look_at(&self, work: &mut Work, range: Range, huge: bool) -> Result<(), Gone> {
+        let mut written = Vec::new();
+        work.client.written(range, huge, &mut written)?;
+        for report in written {
+            self.note_written(work, &Written { range: clip(report.range, range), ..report });
+        }
+        Ok(())
+    }
+
+    fn note_written(&self, work: &mut Work, report: &Written) {
+        let mut addr = report.range.start;
+        while addr < report.range.end {
+            let chunk_end = addr / CHUNK_LEN * CHUNK_LEN + CHUNK_LEN;
+            let end = report.range.end.min(chunk_end);
+            let Some((chunk, first)) = work.table.find_mut(addr) else {
+                addr = end;
+                continue;
+            };
+            if report.huge && chunk.huge != Huge::Split {
+                if chunk.huge == Huge::No {
+                    chunk.huge = Huge::Wait(HUGE_FIRST_PROBE, 1);
+                }
+                addr = end;
+                continue;
+            }
+            if !report.huge && matches!(chunk.huge, Huge::Wait(..)) {
+                // The kernel or the program split it.
+                chunk.huge = Huge::No;
+                chunk.indexed.clear();
+            }
+            let last = (first + ((end - addr) / PAGE) as usize).min(CHUNK_PAGES);
+            for index in (first..last).filter(|index| chunk.manages(chunk.page_addr(*index))).collect::<Vec<_>>() {
+                let state = chunk.state(index);
+                if let State::Shared(slot) = state {
+                    // Watched memory lies there again: the program replaced the mapping.
+                    self.pool.remove_sharer(slot);
+                    self.count(|c| &c.discarded, 1);
+                }
+                let next = if report.zero || report.swapped { State::Unknown } else { on_written(state) };
+                chunk.set(index, next);
+            }
+            addr = end;
+        }
+    }
+
+    fn look_for_breaks(&self, work: &mut Work) -> Result<(), Gone> {
+        let mut ranges: Vec<Range> = Vec::new();
+        for part in work.table.chunks().iter().filter(|chunk| chunk.counts.shared > 0).flat_map(Chunk::parts) {
+            match ranges.last_mut() {
+                Some(last) if last.end == part.start => last.end = part.end,
+                _ => ranges.push(part),
+            }
+        }
+        let mut broken = Vec::new();
+        for range in ranges {
+            let before = broken.len();
+            work.client.broken(range, &mut broken)?;
+            broken[before..].iter_mut().for_each(|part| *part = clip(*part, range));
+        }
+        let mut breaks = 0;
+        for range in broken {
+            for addr in (range.start..range.end).step_by(PAGE_SIZE) {
+                if let State::Shared(slot) = work.table.state(addr) {
+                    self.pool.remove_sharer(slot);
+                    work.table.set(addr, State::Broken { age: 0, backoff: 2 });
+                    breaks += 1;
+                }
+            }
+        }
+        work.breaks += breaks;
+        self.count(|c| &c.breaks, breaks);
+        Ok(())
+    }
+
+    /// Huge pages are left whole unless enough of their pages are zero or have a twin.
+    fn probe_huge(&self, work: &mut Work) -> Result<(), Gone> {
+        let mut due = Vec::new();
+        for chunk in work.table.chunks_mut() {
+            if let Huge::Wait(periods, backoff) = chunk.huge {
+                if periods > 0 {
+                    chunk.huge = Huge::Wait(periods - 1, backoff);
+                } else {
+                    due.push((chunk.addr, backoff));
+                }
+            }
+        }
+        for (addr, backoff) in due {
+            let Ok(at) = work.table.chunks().binary_search_by_key(&addr, |chunk| chunk.addr) else { continue };
+            let pays = self.probe(work, at)?;
+            let next = (backoff + 1).min(HUGE_BACKOFF_MAX);
+            work.table.chunks_mut()[at].huge = if pays { Huge::Split } else { Huge::Wait(1 << backoff, next) };
+        }
+        Ok(())
+    }
+
+    fn probe(&self, work: &mut Work, at: usize) -> Result<bool, Gone> {
+        work.buffer.resize(FETCH_PAGES_MAX, [0; PAGE_SIZE]);
+        let chunk = &work.table.chunks()[at];
+        let parts: Vec<Range> = chunk.parts().collect();
+        let pages = chunk.page_count() as usize;
+        let mut readable = vec![false; pages];
+        let mut buffer = std::mem::take(&mut work.buffer);
+        let fetched = work.client.fetch(&parts, &mut buffer[..pages], &mut readable);
+        let mut pairs = Vec::with_capacity(pages);
+        let mut zero = 0;
+        chunk.indexed.clear();
+        for ((index, page), _) in chunk.pages().zip(&buffer).zip(&readable).filter(|(_, readable)| **readable) {
+            if pagefold_agent::remap::is_zero(page) {
+                zero += 1;
+            } else {
+                chunk.indexed.set(index, true);
+                let entry = Entry::Candidate { chunk: chunk.id, page: index as u32 };
+                pairs.push((self.key.fingerprint(page), entry.value()));
+            }
+        }
+        work.buffer = buffer;
+        fetched?;
+        self.count(|c| &c.pages_fingerprinted, pages as u64);
+        let mut existing = vec![None; pairs.len()];
+        let _ = self.index.get_or_insert_many(&pairs, &mut existing);
+        let twins =
+            existing.iter().zip(&pairs).filter(|(found, pair)| found.is_some_and(|value| value != pair.1)).count();
+        Ok((zero + twins) * HUGE_PAYS_ONE_IN >= pages)
+    }
+
+    /// Broken pages become plain memory again, and may merge again.
+    fn heal_old(&self, work: &mut Work) -> Result<(), Gone> {
+        let ripe = |state: State| matches!(state, State::Broken { age, .. } if age >= self.config.heal_periods);
+        let mut runs: Vec<Range> = Vec::new();
+        for chunk in work.table.chunks().iter().filter(|chunk| chunk.counts.broken > 0) {
+            for index in chunk.pages().filter(|index| ripe(chunk.state(*index))) {
+                let page = Range::pages_from(chunk.page_addr(index), 1);
+                match runs.last_mut() {
+                    Some(last) if last.end == page.start => last.end = page.end,
+                    _ => runs.push(page),
+                }
+            }
+        }
+        if runs.is_empty() {
+            return Ok(());
+        }
+        let mappings = self.pool_mappings(work)?;
+        let pieces: Vec<Range> = runs.iter().flat_map(|run| within(*run, &mappings)).collect();
+        // Where there is no pool mapping (any more), there is nothing to be healed.
+        let elsewhere = runs.iter().flat_map(|run| without(*run, &mappings));
+        for addr in elsewhere.flat_map(|range| (range.start..range.end).step_by(PAGE_SIZE)) {
+            work.table.set(addr, State::Unknown);
+        }
+        self.heal(work, &pieces)
+    }
+
+    /// Heals pieces, each inside one pool mapping, and settles the ledger.
+    fn heal(&self, work: &mut Work, pieces: &[Range]) -> Result<(), Gone> {
+        for batch in pieces.chunks(256) {
+            let mut done = Vec::new();
+            work.client.heal(batch, &mut done)?;
+            for (range, done) in batch.iter().zip(done) {
+                for addr in (range.start..range.end).step_by(PAGE_SIZE) {
+                    let state = work.table.state(addr);
+                    let backoff = if let State::Broken { backoff, .. } = state { backoff } else { 1 };
+                    if done {
+                        if let State::Shared(slot) = state {
+                            self.pool.remove_sharer(slot);
+                        }
+                        self.count(|c| &c.healed, 1);
+                        work.table.set(addr, State::Armed { silent: 0, backoff, fresh: false });
+                    } else if let State::Broken { .. } = state {
+                        // Something may be reading into it: try again as late as it took to get here.
+                        work.table.set(addr, State::Broken { age: 0, backoff });
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn unmerge_all(&self, work: &mut Work) -> Result<u64, Gone> {
+        let before = self.counters.healed.load(Ordering::Relaxed);
+        work.deferred.clear();
+        // What was planned is dropped with the mail: looked up anew when work goes on.
+        for chunk in work.table.chunks_mut().iter_mut().filter(|chunk| chunk.counts.candidate > 0) {
+            for index in chunk.pages() {
+                if let State::Candidate { backoff, .. } = chunk.state(index) {
+                    chunk.set(index, State::Candidate { indexed: false, backoff });
+                }
+            }
+        }
+        let mappings = self.pool_mappings(work)?;
+        let pieces: Vec<Range> = mappings.iter().flat_map(|mapping| within(mapping.range, &mappings)).collect();
+        self.heal(work, &pieces)?;
+        self.reconcile(work)?;
+        Ok(self.counters.healed.load(Ordering::Relaxed) - before)
+    }
+
+    /// Drops index entries of candidates that are none any more, a part in each period.
+    fn sweep_index(&self) {
+        let Ok(mut cursor) = self.sweep.try_lock() else { return };
+        let buckets = (self.index.memory_bytes() / 64) as usize / SWEEP_PERIODS + 64;
+        let chunks = super::read(&self.chunks);
+        self.index.retain(&mut cursor, buckets, |value| match Entry::from_value(value) {
+            Entry::Slot(slot) => self.pool.published_from(slot) > 0,
+            Entry::Candidate { chunk, page } => chunks.is_indexed(chunk, page),
+        });
+    }
+
+    /// Lets go of pool segments that nobody shares any more.
+    pub(super) fn release_segments(&self) {
+        for segment in self.pool.sparse(0) {
+            let key = &self.key;
+            let index = &self.index;
+            self.pool.release(segment, |slot, page| {
+                index.remove(key.fingerprint(page), Entry::Slot(slot).value());
+            });
+        }
+    }
+
+    pub(super) fn mail(&self, member: &Member) -> Vec<(u64, pagefold_pool::Slot)> {
+        std::mem::take(&mut *lock(&member.inbox))
+    }
+}
+
+/// Checks what a client says about its managed ranges, and takes as many as we follow.
+fn check_regions(ranges: &mut Vec<Range>) -> Result<(), Gone> {
+    let mut before = PAGE;
+    let mut room = PAGES_MAX;
+    for range in ranges.iter_mut() {
+        check(*range, before)?;
+        before = range.end;
+        range.end = range.end.min(range.start + room * PAGE);
+        room -= range.pages();
+    }
+    ranges.retain(|range| !range.is_empty());
+    Ok(())
+}
+
+/// Checks what a client says about its pool mappings. What lies behind the end of a segment shows nothing.
+fn check_mappings(mappings: &mut Vec<PoolMapping>) -> Result<(), Gone> {
+    let mut before = PAGE;
+    for mapping in mappings.iter_mut() {
+        check(mapping.range, before)?;
+        before = mapping.range.end;
+        let pages = SLOTS_PER_SEGMENT.saturating_sub(mapping.index);
+        mapping.range.end = mapping.range.end.min(mapping.range.start + u64::from(pages) * PAGE);
+    }
+    mappings.retain(|mapping| !mapping.range.is_empty());
+    if mappings.len() > MAPPINGS_MAX { Err(Gone) } else { Ok(()) }
+}
+
+/// A range of user memory that begins at `before` or later.
+fn check(range: Range, before: u64) -> Result<(), Gone> {
+    let aligned = range.start.is_multiple_of(PAGE) && range.end.is_multiple_of(PAGE);
+    if aligned && before <= range.start && range.start < range.end && range.end <= ADDRESS_MAX {
+        Ok(())
+    } else {
+        Err(Gone)
+    }
+}
+
+/// The whole pages of `range` that lie in `limits`.
+fn clip(range: Range, limits: Range) -> Range {
+    let start = range.start.clamp(limits.start, limits.end).next_multiple_of(PAGE);
+    let end = range.end.min(limits.end) / PAGE * PAGE;
+    Range { start, end: end.max(start) }
+}
+
+/// Ages all pages that need a look.
+fn end_period(work: &mut Work) {
+    for chunk in work.table.chunks_mut().iter_mut().filter(|chunk| chunk.counts.busy > 0) {
+        for index in chunk.pages() {
+            let state = chunk.state(index);
+            let next = on_period(state);
+            if next != state {
+                chunk.set(index, next);
+            }
+        }
+    }
+}
+
+/// The parts of `range` that lie outside all `mappings`.
+fn without(range: Range, mappings: &[PoolMapping]) -> Vec<Range> {
+    let mut parts = Vec::new();
+    let mut at = range.start;
+    for mapping in mappings.iter().filter(|mapping| mapping.range.overlaps(&range)) {
+        if at < mapping.range.start {
+            parts.push(Range { start: at, end: mapping.range.start });
+        }
+        at = mapping.range.end.max(at);
+    }
+    if at < range.end {
+        parts.push(Range { start: at, end: range.end });
+    }
+    parts
+}
+
+/// The parts of `range` inside single mappings, each short enough to be frozen at once.
+fn within(range: Range, mappings: &[PoolMapping]) -> Vec<Range> {
+    let mut parts = Vec::new();
+    let first = mappings.partition_point(|mapping| mapping.range.end <= range.start);
+    for mapping in mappings[first..].iter().take_while(|mapping| mapping.range.start < range.end) {
+        let mut at = mapping.range.start.max(range.start);
+        let end = mapping.range.end.min(range.end);
+        while at < end {
+            let piece_end = end.min(at + FREEZE_PAGES_MAX * PAGE);
+            parts.push(Range { start: at, end: piece_end });
+            at = piece_end;
+        }
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeSet;
+
+    fn pages(ranges: &[Range]) -> BTreeSet<u64> {
+        ranges.iter().flat_map(|range| (range.start..range.end).step_by(PAGE_SIZE)).collect()
+    }
+
+    /// Disjoint, ascending ranges of gaps and lengths in pages.
+    fn layout(parts: &[(u64, u64)]) -> Vec<Range> {
+        let mut at = 16;
+        let place = |(gap, len): &(u64, u64)| {
+            let start = at + gap;
+            at = start + len;
+            Range::pages_from(start * PAGE, *len)
+        };
+        parts.iter().map(place).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn without_and_within_cut_a_range_in_two_sets(
+            parts in proptest::collection::vec((0u64..40, 1u64..600), 0..12),
+            start in 0u64..2000,
+            len in 1u64..3000,
+        ) {
+            let ranges = layout(&parts);
+            let mappings: Vec<PoolMapping> =
+                ranges.iter().map(|range| PoolMapping { range: *range, inode: 1, index: 0 }).collect();
+            let range = Range::pages_from(start * PAGE, len);
+            let outside = without(range, &mappings);
+            let inside = within(range, &mappings);
+            let all = pages(&[range]);
+            let mapped = pages(&ranges);
+            prop_assert_eq!(pages(&outside), all.difference(&mapped).copied().collect::<BTreeSet<u64>>());
+            prop_assert_eq!(pages(&inside), all.intersection(&mapped).copied().collect::<BTreeSet<u64>>());
+            for piece in inside {
+                prop_assert!(!piece.is_empty() && piece.pages() <= FREEZE_PAGES_MAX);
+                prop_assert!(ranges.iter().any(|range| range.contains(&piece)), "a piece lies in one mapping");
+            }
+        }
+
+        #[test]
+        fn what_a_client_claims_is_taken_as_it_is_or_not_at_all(
+            claims in proptest::collection::vec((any::<u64>(), any::<u64>()), 1..4),
+            parts in proptest::collection::vec((0u64..40, 1u64..600), 1..12),
+            index in any::<u32>(),
+        ) {
+            let claimed: Vec<Range> = claims.iter().map(|(start, end)| Range { start: *start, end: *end }).collect();
+            let aligned = |range: &Range| Range { start: range.start & !(PAGE - 1), end: range.end & !(PAGE - 1) };
+            for mut regions in [claimed.clone(), claimed.iter().map(aligned).collect()] {
+                if check_regions(&mut regions).is_ok() {
+                    prop_assert!(regions.iter().all(|range| range.start < range.end && range.end <= ADDRESS_MAX));
+                    prop_assert!(regions.windows(2).all(|pair| pair[0].end <= pair[1].start));
+                    prop_assert!(regions.iter().map(Range::pages).sum::<u64>() <= PAGES_MAX);
+                }
+            }
+            let honest = layout(&parts);
+            let mut regions = honest.clone();
+            prop_assert_eq!(check_regions(&mut regions), Ok(()));
+            prop_assert_eq!(&regions, &honest);
+            let mut mappings: Vec<PoolMapping> =
+                honest.iter().map(|range| PoolMapping { range: *range, inode: 1, index }).collect();
+            prop_assert_eq!(check_mappings(&mut mappings), Ok(()));
+            for mapping in mappings {
+                prop_assert!(u64::from(mapping.index) + mapping.range.pages() <= u64::from(SLOTS_PER_SEGMENT));
+            }
+        }
+
+        #[test]
+        fn a_clipped_report_is_whole_pages_of_what_was_asked(start in any::<u64>(), end in any::<u64>(), at in 0u64..1 << 40, len in 1u64..1 << 20) {
+            let limits = Range::pages_from(at * PAGE, len);
+            let near = Range { start: start % (1 << 53), end: end % (1 << 53) };
+            for report in [Range { start, end }, near, Range { start: u64::MAX - start % PAGE, end: u64::MAX }] {
+                let clipped = clip(report, limits);
+                prop_assert!(clipped.is_empty() || limits.contains(&clipped) && report.contains(&clipped));
+                prop_assert!(clipped.is_empty() || clipped.start.is_multiple_of(PAGE) && clipped.end.is_multiple_of(PAGE));
+            }
+        }
+    }
+}

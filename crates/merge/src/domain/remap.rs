@@ -1,0 +1,287 @@
+//! The remap stage, as the domain sees it: runs go out, outcomes come back, the ledger is settled.
+
+use super::{Domain, Member, Work};
+use crate::client::{Gone, Outcome, PIECES_MAX, Piece};
+use crate::page::State;
+use crate::plan::{self, Goal, Run};
+use crate::table::Huge;
+use pagefold_agent::wire::Why;
+use pagefold_os::{PAGE_SIZE, Range, sched};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Rounds in which the rest of a run is tried again after a page in it failed.
+const ROUNDS_MAX: usize = 4;
+/// Periods that merging rests when the kernel refused a mapping.
+const REST_PERIODS: u64 = 8;
+/// Periods after which a page that found no room is tried again.
+const PUT_OFF_PERIODS: u32 = 64;
+/// Periods after which a refused page is tried again.
+const REFUSED_PERIODS: u32 = 16;
+
+impl Domain {
+    /// Merges what other clients' steps found about our candidates.
+    pub(super) fn take_inbox(&self, member: &Member, work: &mut Work) -> Result<bool, Gone> {
+        let mut mail = self.mail(member);
+        if mail.is_empty() {
+            return Ok(false);
+        }
+        mail.sort_unstable_by_key(|(addr, _)| *addr);
+        mail.dedup_by_key(|(addr, _)| *addr);
+        for (addr, _) in &mail {
+            if let Some((chunk, _)) = work.table.find_mut(*addr)
+                && let Huge::Wait(_, backoff) = chunk.huge
+            {
+                // Somebody shares its content by now: probe it in the next period.
+                chunk.huge = Huge::Wait(0, backoff);
+            }
+        }
+        let candidates = mail.iter().filter(|(addr, _)| matches!(work.table.state(*addr), State::Candidate { .. }));
+        let runs = plan::runs(candidates.map(|(addr, slot)| (*addr, Some(*slot))));
+        let (now, later): (Vec<Run>, Vec<Run>) = runs.into_iter().partition(|run| run.range.pages() >= 16);
+        work.deferred.extend(later);
+        let now = self.within_budget(work, now);
+        self.merge(work, &now)?;
+        Ok(true)
+    }
+
+    /// Merges the short runs, longest first as far as the budget of mappings reaches.
+    pub(super) fn merge_deferred(&self, work: &mut Work) -> Result<bool, Gone> {
+        if work.deferred.is_empty() {
+            return Ok(false);
+        }
+        let waiting = std::mem::take(&mut work.deferred);
+        // Pieces that came by different ways may be neighbours by now, or name a page twice.
+        let mut pairs: Vec<(u64, Goal)> = waiting
+            .iter()
+            .flat_map(|run| (0..run.range.pages()).map(|page| (run.range.start + page * PAGE, run.goal_at(page))))
+            .collect();
+        pairs.sort_by_key(|(addr, _)| *addr);
+        pairs.dedup_by_key(|(addr, _)| *addr);
+        pairs.retain(|(addr, _)| matches!(work.table.state(*addr), State::Candidate { .. }));
+        let mut runs = plan::runs(pairs);
+        runs.sort_by_key(|run| std::cmp::Reverse(run.range.pages()));
+        let mut used = work.mappings;
+        let mut chosen = Vec::with_capacity(runs.len());
+        let mut left = 0;
+        for run in runs {
+            if !self.fits(work, &run, &mut used) {
+                left += 1;
+                for addr in (run.range.start..run.range.end).step_by(PAGE_SIZE) {
+                    Self::refuse(work, Why::Limit);
+                    put_off(work, addr);
+                }
+                continue;
+            }
+            chosen.push(run);
+        }
+        self.count(|c| &c.over_vma_budget, left);
+        chosen.sort_unstable_by_key(|run| run.range.start);
+        self.merge(work, &chosen)?;
+        Ok(true)
+    }
+
+    /// The runs that the budget of mappings allows now; the others wait for the longest-first order.
+    pub(super) fn within_budget(&self, work: &mut Work, runs: Vec<Run>) -> Vec<Run> {
+        let mut used = work.mappings;
+        let (now, later) = runs.into_iter().partition(|run| self.fits(work, run, &mut used));
+        work.deferred.extend::<Vec<Run>>(later);
+        now
+    }
+
+    /// True if `run` is worth its mappings when `used` are taken; they are taken then.
+    fn fits(&self, work: &Work, run: &Run, used: &mut i64) -> bool {
+        let added = plan::mappings_added(&work.table, run);
+        let fits =
+            added <= 0 || run.range.pages() >= plan::run_pages_min((*used).max(0) as u64, self.config.vma_budget);
+        *used += if fits { added } else { 0 };
+        fits
+    }
+
+    /// Merges runs (ascending) of candidates; returns the pages merged.
+    pub(super) fn merge(&self, work: &mut Work, runs: &[Run]) -> Result<u64, Gone> {
+        let mut merged = 0;
+        let mut runs: Vec<Run> = runs.iter().flat_map(|run| candidates_of(work, *run)).collect();
+        for _ in 0..ROUNDS_MAX {
+            if runs.is_empty() || work.is_resting() {
+                break;
+            }
+            let (count, rest) = self.merge_round(work, &runs, false)?;
+            merged += count;
+            runs = rest;
+        }
+        // Each round settles one page of each run at least, so this ends.
+        runs.iter().for_each(|run| look_up_again(work, run.range));
+        Ok(merged)
+    }
+
+    /// Merges a predicted run; returns the pages merged from its start. A wrong prediction leaves the pages as they were.
+    pub(super) fn merge_predicted(&self, work: &mut Work, run: Run) -> Result<u64, Gone> {
+        self.merge_round(work, &[run], true)?;
+        let pages = (0..run.range.pages())
+            .take_while(|page| matches!(work.table.state(run.range.start + page * PAGE), State::Shared(_)));
+        Ok(pages.count() as u64)
+    }
+
+    /// One round of remaps; returns the pages merged and the runs that are left behind failing pages.
+    fn merge_round(&self, work: &mut Work, runs: &[Run], predicted: bool) -> Result<(u64, Vec<Run>), Gone> {
+        let began = sched::monotonic_ns();
+        let mut pieces = plan::spans(&work.table, runs);
+        pieces.retain(|piece| {
+            let reserved = self.reserve(piece);
+            if !reserved && !predicted {
+                // The segment was let go between look-up and now.
+                look_up_again(work, piece.range);
+            }
+            reserved
+        });
+        let mut merged = 0;
+        let mut rest = Vec::new();
+        let mut outcomes: Vec<Outcome> = Vec::new();
+        let mut at = 0;
+        while at < pieces.len() {
+            // A span must not be cut by the limit of a request.
+            let mut end = (at + PIECES_MAX).min(pieces.len());
+            while end < pieces.len() && end > at + 1 && pieces[end - 1].span == pieces[end].span {
+                end -= 1;
+            }
+            outcomes.clear();
+            if let Err(gone) = self.look_between(work, &pieces[at..end]) {
+                pieces[at..].iter().for_each(|piece| self.unreserve(piece, 0));
+                return Err(gone);
+            }
+            let result = work.client.remap(&self.pool, &pieces[at..end], &mut outcomes);
+            outcomes.resize(end - at, Outcome { merged: 0, why: Why::NotPlain });
+            for (piece, outcome) in pieces[at..end].iter().zip(&outcomes) {
+                let outcome = if result.is_ok() { *outcome } else { Outcome { merged: 0, why: Why::NotPlain } };
+                merged += self.settle(work, piece, outcome, predicted, &mut rest);
+            }
+            if let Err(gone) = result {
+                pieces[end..].iter().for_each(|piece| self.unreserve(piece, 0));
+                return Err(gone);
+            }
+            at = end;
+            if predicted && rest.iter().any(|run| run.range.start > 0) {
+                pieces[at..].iter().for_each(|piece| self.unreserve(piece, 0));
+                break;
+            }
+        }
+        self.count(|c| &c.remap_ns, sched::monotonic_ns() - began);
+        Ok((merged, rest))
+    }
+
+    /// Looks for writes to the pages that are frozen only because they lie between pieces: the freeze ends with all of
+    /// them protected, and would hide what was written since the last look.
+    fn look_between(&self, work: &mut Work, pieces: &[Piece]) -> Result<(), Gone> {
+        let mut at = 0;
+        while at < pieces.len() {
+            let len = pieces[at..].iter().take_while(|piece| piece.span == pieces[at].span).count();
+            let span = Range { start: pieces[at].range.start, end: pieces[at + len - 1].range.end };
+            if pieces[at..at + len].iter().map(|piece| piece.range.pages()).sum::<u64>() < span.pages() {
+                self.look_at(work, span, false)?;
+            }
+            at += len;
+        }
+        Ok(())
+    }
+
+    /// Counts the sharers of a piece before it is mapped, so that its segment stays; false if it is gone.
+    fn reserve(&self, piece: &Piece) -> bool {
+        let Some(slot) = piece.slot else { return true };
+        let pages = piece.range.pages() as u32;
+        for page in 0..pages {
+            if !self.pool.add_sharers(pagefold_pool::Slot::from_number(slot.number() + page), 1) {
+                (0..page)
+                    .for_each(|page| self.pool.remove_sharer(pagefold_pool::Slot::from_number(slot.number() + page)));
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Takes back the sharers of a piece from page `from` on.
+    fn unreserve(&self, piece: &Piece, from: u32) {
+        if let Some(slot) = piece.slot {
+            for page in from..piece.range.pages() as u32 {
+                self.pool.remove_sharer(pagefold_pool::Slot::from_number(slot.number() + page));
+            }
+        }
+    }
+
+    fn settle(&self, work: &mut Work, piece: &Piece, outcome: Outcome, predicted: bool, rest: &mut Vec<Run>) -> u64 {
+        let pages = piece.range.pages() as u32;
+        let merged = outcome.merged.min(pages);
+        let done = Run { range: Range::pages_from(piece.range.start, u64::from(merged)), goal: piece.slot };
+        if merged > 0 {
+            work.mappings += plan::mappings_added(&work.table, &done);
+        }
+        for page in 0..merged {
+            let state = match done.goal_at(u64::from(page)) {
+                Some(slot) => State::Shared(slot),
+                None => State::Zero,
+            };
+            work.table.set(piece.range.start + u64::from(page) * PAGE, state);
+        }
+        match piece.slot {
+            Some(_) => self.count(|c| &c.pages_merged, u64::from(merged)),
+            None => self.count(|c| &c.pages_zeroed, u64::from(merged)),
+        }
+        self.count(|c| &c.runs_merged, u64::from(merged > 0));
+        if merged == pages {
+            return u64::from(merged);
+        }
+        self.unreserve(piece, merged);
+        let failed = piece.range.start + u64::from(merged) * PAGE;
+        let whole = Run { range: piece.range, goal: piece.slot };
+        if outcome.why == Why::Limit {
+            work.rest_until = work.period + REST_PERIODS;
+        }
+        if predicted {
+            // Not a page that changed, but a guess that was wrong; the fingerprint decides.
+            rest.push(Run { range: Range { start: failed, end: piece.range.end }, goal: None });
+            self.count(|c| &c.compare_failed, 1);
+            return u64::from(merged);
+        }
+        Self::refuse(work, outcome.why);
+        let state = match outcome.why {
+            Why::Done | Why::Changed | Why::Discarded => {
+                self.count(|c| &c.compare_failed, 1);
+                let backoff = match work.table.state(failed) {
+                    State::Candidate { backoff, .. } => backoff,
+                    _ => 0,
+                };
+                State::Armed { silent: 0, backoff, fresh: false }
+            }
+            Why::Absent => State::Unknown,
+            Why::Pinned | Why::NotPlain | Why::Limit => State::Refused { why: outcome.why, periods: REFUSED_PERIODS },
+        };
+        work.table.set(failed, state);
+        if failed + PAGE < piece.range.end {
+            let goal = whole.goal_at(u64::from(merged) + 1);
+            rest.push(Run { range: Range { start: failed + PAGE, end: piece.range.end }, goal });
+        }
+        u64::from(merged)
+    }
+}
+
+/// Leaves the candidate at `addr` alone for long: there is no room for it now.
+pub(super) fn put_off(work: &mut Work, addr: u64) {
+    if let State::Candidate { .. } = work.table.state(addr) {
+        work.table.set(addr, State::Refused { why: Why::Limit, periods: PUT_OFF_PERIODS });
+    }
+}
+
+/// Has the candidates of `range` looked up once more: nothing in the index leads to them any longer.
+pub(super) fn look_up_again(work: &mut Work, range: Range) {
+    for addr in (range.start..range.end).step_by(PAGE_SIZE) {
+        if let State::Candidate { backoff, .. } = work.table.state(addr) {
+            work.table.set(addr, State::Candidate { indexed: false, backoff });
+        }
+    }
+}
+
+/// The parts of `run` whose pages are (still) candidates.
+fn candidates_of(work: &Work, run: Run) -> Vec<Run> {
+    let pages = (0..run.range.pages()).map(|page| (run.range.start + page * PAGE, run.goal_at(page)));
+    plan::runs(pages.filter(|(addr, _)| matches!(work.table.state(*addr), State::Candidate { .. })))
+}

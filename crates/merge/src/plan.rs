@@ -1,0 +1,213 @@
+//! From (page, slot) pairs to pieces: runs, spans, and what they cost in mappings.
+
+use crate::client::{FREEZE_PAGES_MAX, Piece};
+use crate::page::State;
+use crate::table::Table;
+use pagefold_os::{PAGE_SIZE, Range};
+use pagefold_pool::Slot;
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// What a page shall show: a slot, or nothing (it is zero).
+pub type Goal = Option<Slot>;
+
+/// Neighbouring pages with neighbouring goals.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// The pages.
+    pub range: Range,
+    /// The first page's goal.
+    pub goal: Goal,
+}
+
+impl Run {
+    /// The goal of the page after `pages` pages.
+    pub fn goal_at(&self, pages: u64) -> Goal {
+        self.goal.map(|slot| Slot::from_number(slot.number() + pages as u32))
+    }
+
+    fn takes(&self, addr: u64, goal: Goal) -> bool {
+        self.range.end == addr
+            && match (self.goal_at(self.range.pages()), goal) {
+                (None, None) => true,
+                // A run of slots ends with its segment: the next one is another file.
+                (Some(next), Some(slot)) => next == slot && slot.index() != 0,
+                _ => false,
+            }
+    }
+}
+
+/// Joins pairs, ascending by address, to runs.
+pub fn runs(pairs: impl IntoIterator<Item = (u64, Goal)>) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
+    for (addr, goal) in pairs {
+        match runs.last_mut() {
+            Some(run) if run.takes(addr, goal) => run.range.end += PAGE,
+            _ => runs.push(Run { range: Range::pages_from(addr, 1), goal }),
+        }
+    }
+    runs
+}
+
+/// Mappings that the process has more (or fewer) once `run` is mapped.
+pub fn mappings_added(table: &Table, run: &Run) -> i64 {
+    let Some(first) = run.goal else { return 0 };
+    let last = run.goal_at(run.range.pages() - 1);
+    let edge = |outside: State, joined: bool| match outside {
+        // Beside other slots there was an edge already; it goes if the slots join.
+        State::Shared(_) | State::Broken { .. } if joined => -1,
+        State::Shared(_) | State::Broken { .. } => 0,
+        _ => 1,
+    };
+    let left = table.state(run.range.start.wrapping_sub(PAGE));
+    let right = table.state(run.range.end);
+    let joins = |state: State, slot: Option<u32>, edge_index: u32| match (state, slot) {
+        (State::Shared(other), Some(number)) => {
+            other.number() == number && number % pagefold_pool::SLOTS_PER_SEGMENT != edge_index
+        }
+        _ => false,
+    };
+    let before = first.number().checked_sub(1);
+    let after = last.and_then(|slot| slot.number().checked_add(1));
+    edge(left, joins(left, before, pagefold_pool::SLOTS_PER_SEGMENT - 1)) + edge(right, joins(right, after, 0))
+}
+
+/// The shortest run that is worth its mappings when `used` of `budget` mappings are taken.
+pub fn run_pages_min(used: u64, budget: u64) -> u64 {
+    match used * 100 / budget.max(1) {
+        0..50 => 1,
+        50..75 => 4,
+        75..100 => 16,
+        _ => u64::MAX,
+    }
+}
+
+/// Pieces of one span at most: each is a system call while the span is frozen.
+const SPAN_PIECES_MAX: usize = 32;
+
+/// Cuts runs into pieces and groups pieces into spans that are frozen together: at most [`FREEZE_PAGES_MAX`] pages,
+/// nothing merged between them, and at least a quarter of them to be merged, for freezing the others costs as well.
+/// `runs` ascend by address.
+pub fn spans(table: &Table, runs: &[Run]) -> Vec<Piece> {
+    let mut pieces: Vec<Piece> = Vec::new();
+    let mut span = 0;
+    let mut span_start = 0;
+    let mut span_planned = 0;
+    let mut span_pieces = 0;
+    for run in runs {
+        let mut at = run.range.start;
+        while at < run.range.end {
+            let end = run.range.end.min(at + FREEZE_PAGES_MAX * PAGE);
+            let pages = (end - at) / PAGE;
+            let joins = pieces.last().is_some_and(|last| {
+                let whole = (end - span_start) / PAGE;
+                whole <= FREEZE_PAGES_MAX
+                    && span_pieces < SPAN_PIECES_MAX
+                    && (span_planned + pages) * 4 >= whole
+                    && plain_between(table, last.range.end, at)
+            });
+            if !joins {
+                span += 1;
+                span_start = at;
+                span_planned = 0;
+                span_pieces = 0;
+            }
+            span_planned += pages;
+            span_pieces += 1;
+            pieces.push(Piece {
+                range: Range { start: at, end },
+                slot: run.goal_at((at - run.range.start) / PAGE),
+                span,
+            });
+            at = end;
+        }
+    }
+    pieces
+}
+
+/// True if all pages from `start` to `end` are managed, plain memory.
+fn plain_between(table: &Table, start: u64, end: u64) -> bool {
+    (start..end).step_by(PAGE_SIZE).all(|addr| match table.find(addr) {
+        Some((chunk, index)) => matches!(
+            chunk.state(index),
+            State::Armed { .. } | State::Candidate { .. } | State::Sleeping { .. } | State::Arming { .. } | State::Zero
+        ),
+        None => false,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table(pages: u64) -> Table {
+        let mut table = Table::default();
+        table.set_ranges(&[Range::pages_from(1 << 30, pages)], |_| (0, Default::default()), |_, _| {}, |_| {});
+        for page in 0..pages {
+            table.set((1 << 30) + page * PAGE, State::Candidate { indexed: true, backoff: 0 });
+        }
+        table
+    }
+
+    fn at(page: u64) -> u64 {
+        (1 << 30) + page * PAGE
+    }
+
+    fn slot(number: u32) -> Goal {
+        Some(Slot::from_number(number))
+    }
+
+    #[test]
+    fn runs_end_where_slots_or_segments_do() {
+        let pairs = [
+            (at(0), slot(2046)),
+            (at(1), slot(2047)),
+            (at(2), slot(2048)),
+            (at(3), None),
+            (at(4), None),
+            (at(6), None),
+        ];
+        let lens: Vec<u64> = runs(pairs).iter().map(|run| run.range.pages()).collect();
+        assert_eq!(lens, [2, 1, 2, 1]);
+    }
+
+    #[test]
+    fn spans_are_short_dense_and_never_cross_merged_pages() {
+        let mut table = table(4000);
+        let all: Vec<Run> = runs((0..4000).step_by(2).map(|page| (at(page), slot(page as u32 * 3))));
+        table.set(at(1001), State::Shared(Slot::from_number(9)));
+        let pieces = spans(&table, &all);
+        assert_eq!(pieces.iter().map(|piece| piece.range.pages()).sum::<u64>(), 2000);
+        for pair in pieces.windows(2) {
+            assert!(pair[0].range.end <= pair[1].range.start);
+            if pair[0].span == pair[1].span {
+                assert!(!(pair[0].range.end..pair[1].range.start).step_by(PAGE_SIZE).any(|addr| addr == at(1001)));
+            }
+        }
+        let first = pieces.iter().filter(|piece| piece.span == pieces[0].span);
+        let pages = first.clone().next_back().unwrap().range.end - pieces[0].range.start;
+        assert!(pages / PAGE <= FREEZE_PAGES_MAX && first.count() == SPAN_PIECES_MAX);
+        let sparse = runs((0..4000).step_by(9).map(|page| (at(page), slot(0))));
+        let alone = spans(&table, &sparse);
+        assert!(
+            alone.windows(2).all(|pair| pair[0].span != pair[1].span),
+            "one in nine is not worth freezing the rest"
+        );
+        let long = spans(&table, &runs((0..1000).map(|page| (at(page), slot(page as u32)))));
+        assert!(long.iter().all(|piece| piece.range.pages() <= FREEZE_PAGES_MAX));
+        assert_eq!(long[1].slot, slot(FREEZE_PAGES_MAX as u32));
+    }
+
+    #[test]
+    fn mappings_are_counted_by_edges() {
+        let mut table = table(100);
+        let run = |page, len, number| Run { range: Range::pages_from(at(page), len), goal: slot(number) };
+        assert_eq!(mappings_added(&table, &run(10, 4, 50)), 2);
+        for page in 10..14 {
+            table.set(at(page), State::Shared(Slot::from_number(40 + page as u32)));
+        }
+        assert_eq!(mappings_added(&table, &run(14, 1, 54)), 0, "it prolongs the run");
+        assert_eq!(mappings_added(&table, &run(14, 1, 99)), 1);
+        assert_eq!(mappings_added(&table, &Run { range: Range::pages_from(at(50), 5), goal: None }), 0);
+    }
+}

@@ -1,0 +1,544 @@
+//! The client's side of the simulation: what agent and kernel do, with the program's threads in between.
+
+use super::memory::{Backing, Entry, Frame, Memory, PAGE, Process, Shared, pages_of};
+use super::page_of;
+use crate::client::{Client, FETCH_PAGES_MAX, FREEZE_PAGES_MAX, Gone, Outcome, Piece, PoolMapping, Written};
+use pagefold_agent::wire::Why;
+use pagefold_os::{PAGE_SIZE, Page, Range};
+use pagefold_pool::Pool;
+use std::collections::BTreeMap;
+use std::sync::{Arc, MutexGuard};
+
+/// A simulated process behind its agent.
+#[derive(Debug)]
+pub struct SimClient {
+    process: Process,
+}
+
+/// What the freeze found at a page.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Found {
+    Left(Why),
+    Staged,
+    Hole,
+    Equal,
+}
+
+impl SimClient {
+    pub(super) fn new(process: Process) -> SimClient {
+        SimClient { process }
+    }
+
+    /// The process's memory, if it lives. Other threads of the program have had their turn.
+    fn enter(&self) -> Result<(MutexGuard<'_, Memory>, &Arc<Shared>), Gone> {
+        let mut memory = self.process.lock();
+        step(&mut memory, &self.process.shared)?;
+        Ok((memory, &self.process.shared))
+    }
+}
+
+/// Between two steps other threads of the program may act, and the process may end.
+fn step(memory: &mut Memory, shared: &Arc<Shared>) -> Result<(), Gone> {
+    while memory.alive && !shared.is_quiet() && memory.rng.chance(shared.options.interference) {
+        let action = memory.random_action(shared);
+        memory.act(shared, action);
+    }
+    if memory.alive { Ok(()) } else { Err(Gone) }
+}
+
+impl Client for SimClient {
+    fn generation(&mut self) -> u64 {
+        self.process.lock().generation
+    }
+
+    fn regions(&mut self) -> Result<Vec<Range>, Gone> {
+        let (memory, _) = self.enter()?;
+        let mut ranges: Vec<Range> = Vec::new();
+        for addr in memory.entries.iter().filter(|(_, entry)| entry.managed || entry.is_pool()).map(|(addr, _)| *addr) {
+            match ranges.last_mut() {
+                Some(last) if last.end == addr => last.end += PAGE,
+                _ => ranges.push(Range::pages_from(addr, 1)),
+            }
+        }
+        Ok(ranges)
+    }
+
+    fn pool_mappings(&mut self) -> Result<Vec<PoolMapping>, Gone> {
+        let (memory, _) = self.enter()?;
+        let mut mappings: Vec<PoolMapping> = Vec::new();
+        for (addr, entry) in &memory.entries {
+            let Backing::Pool { file, index } = &entry.backing else { continue };
+            match mappings.last_mut() {
+                Some(last)
+                    if last.range.end == *addr
+                        && last.inode == file.inode
+                        && u64::from(last.index) + last.range.pages() == u64::from(*index) =>
+                {
+                    last.range.end += PAGE;
+                }
+                _ => {
+                    mappings.push(PoolMapping { range: Range::pages_from(*addr, 1), inode: file.inode, index: *index })
+                }
+            }
+        }
+        Ok(mappings)
+    }
+
+    fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
+        let (mut memory, shared) = self.enter()?;
+        for range in ranges {
+            step(&mut memory, shared)?;
+            // Another descriptor has the pool mappings: the kernel refuses the whole range.
+            if memory.entries.range(range.start..range.end).any(|(_, entry)| entry.is_pool()) {
+                continue;
+            }
+            memory.entries.range_mut(range.start..range.end).for_each(|(_, entry)| entry.watched = true);
+        }
+        Ok(())
+    }
+
+    fn written(&mut self, range: Range, huge: bool, out: &mut Vec<Written>) -> Result<(), Gone> {
+        let (mut memory, shared) = self.enter()?;
+        let addrs: Vec<u64> = memory.entries.range(range.start..range.end).map(|(addr, _)| *addr).collect();
+        for (count, addr) in addrs.into_iter().enumerate() {
+            if count % 64 == 63 {
+                step(&mut memory, shared)?;
+            }
+            let Some(entry) = memory.entries.get_mut(&addr) else { continue };
+            let absent = matches!(entry.frame, Frame::None | Frame::Swapped { .. });
+            if absent || !entry.watched || entry.protected {
+                continue;
+            }
+            if !entry.huge || huge {
+                entry.protected = true;
+            }
+            let (zero, swapped) = (entry.frame == Frame::Zero, false);
+            let is_huge = entry.huge;
+            match out.last_mut() {
+                Some(last)
+                    if last.range.end == addr && (last.zero, last.huge, last.swapped) == (zero, is_huge, swapped) =>
+                {
+                    last.range.end += PAGE;
+                }
+                _ => out.push(Written { range: Range::pages_from(addr, 1), zero, huge: is_huge, swapped }),
+            }
+        }
+        Ok(())
+    }
+
+    fn broken(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
+        let (memory, _) = self.enter()?;
+        for (addr, entry) in memory.entries.range(range.start..range.end) {
+            if !entry.watched && entry.frame != Frame::None {
+                match out.last_mut() {
+                    Some(last) if last.end == *addr => last.end += PAGE,
+                    _ => out.push(Range::pages_from(*addr, 1)),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn fetch(&mut self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) -> Result<(), Gone> {
+        let (mut memory, shared) = self.enter()?;
+        readable.fill(false);
+        let addrs = runs.iter().flat_map(|range| pages_of(*range)).take(FETCH_PAGES_MAX);
+        for ((addr, page), readable) in addrs.zip(out).zip(readable) {
+            let Some(entry) = memory.entries.get_mut(&addr) else { continue };
+            match (entry.frame, &entry.backing) {
+                (Frame::None, Backing::Anon) => entry.frame = Frame::Zero,
+                (Frame::Swapped { content, exclusive }, _) => entry.frame = Frame::Own { content, exclusive },
+                _ => {}
+            }
+            *readable = true;
+            *page = entry.visible().map_or([0xA5; PAGE_SIZE], page_of);
+            step(&mut memory, shared)?;
+            // Who writes meanwhile leaves half of the old bytes in the copy.
+            if let Some(now) = memory.entries.get(&addr).and_then(Entry::visible) {
+                page[PAGE_SIZE / 2..].copy_from_slice(&page_of(now)[PAGE_SIZE / 2..]);
+            }
+        }
+        Ok(())
+    }
+
+    fn remap(&mut self, pool: &Pool, pieces: &[Piece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
+        let (mut memory, shared) = self.enter()?;
+        let mut at = 0;
+        while at < pieces.len() {
+            let len = pieces[at..].iter().take_while(|piece| piece.span == pieces[at].span).count();
+            step(&mut memory, shared)?;
+            remap_span(&mut memory, shared, pool, &pieces[at..at + len], out)?;
+            at += len;
+        }
+        Ok(())
+    }
+
+    fn heal(&mut self, ranges: &[Range], out: &mut Vec<bool>) -> Result<(), Gone> {
+        let (mut memory, shared) = self.enter()?;
+        if memory.entries.values().any(|entry| entry.pinned) {
+            out.extend(ranges.iter().map(|_| false));
+            return Ok(());
+        }
+        for range in ranges {
+            step(&mut memory, shared)?;
+            let healed = heal(&mut memory, shared, *range)?;
+            out.push(healed);
+        }
+        Ok(())
+    }
+}
+
+/// Freeze, compare, map: the agent's steps, each with the program's other threads in between.
+fn remap_span(
+    memory: &mut Memory,
+    shared: &Arc<Shared>,
+    pool: &Pool,
+    pieces: &[Piece],
+    out: &mut Vec<Outcome>,
+) -> Result<(), Gone> {
+    let span = Range { start: pieces[0].range.start, end: pieces[pieces.len() - 1].range.end };
+    let ascending = pieces.windows(2).all(|pair| pair[0].range.end <= pair[1].range.start);
+    let whole = pieces.iter().all(|piece| !piece.range.is_empty() && piece.range.start % PAGE == 0);
+    if !ascending || !whole || span.pages() > FREEZE_PAGES_MAX {
+        shared.fail(format!("pieces that no agent accepts: {pieces:?}"));
+        out.extend(pieces.iter().map(|_| Outcome { merged: 0, why: Why::NotPlain }));
+        return Ok(());
+    }
+    memory.guarded = Some(span);
+    let mut found: BTreeMap<u64, Found> = BTreeMap::new();
+    for (_, entry) in memory.entries.range_mut(span.start..span.end) {
+        (entry.watched, entry.protected) = (false, false);
+    }
+    memory.split(span);
+    for addr in pages_of(span) {
+        found.insert(addr, freeze(memory, addr));
+        step(memory, shared)?;
+    }
+    let mut outcomes: Vec<Outcome> = Vec::new();
+    for piece in pieces {
+        outcomes.push(compare(memory, shared, pool, piece, &mut found));
+        step(memory, shared)?;
+    }
+    // What differs goes back. Whoever discards meanwhile waits for us to read his event.
+    for addr in pages_of(span) {
+        if matches!(found[&addr], Found::Staged | Found::Hole) {
+            drop_discarded(memory, &mut found);
+            put_back(memory, addr);
+            step(memory, shared)?;
+        }
+    }
+    for (piece, outcome) in pieces.iter().zip(&mut outcomes) {
+        let equal = pages_of(piece.range).take_while(|addr| found[addr] == Found::Equal).count() as u32;
+        if equal < outcome.merged {
+            *outcome = Outcome { merged: equal, why: Why::Discarded };
+        }
+        let mapped = piece.range.start + u64::from(outcome.merged) * PAGE;
+        for addr in pages_of(Range { start: mapped, end: piece.range.end }).filter(|addr| found[addr] == Found::Equal) {
+            put_back(memory, addr);
+        }
+        map_piece(memory, shared, pool, piece, outcome);
+        step(memory, shared)?;
+    }
+    for addr in pages_of(span) {
+        if let Some(entry) = memory.entries.get_mut(&addr) {
+            entry.watched = !entry.is_pool();
+            entry.protected = entry.watched && found[&addr] == Found::Staged;
+        }
+    }
+    memory.staged.clear();
+    memory.wake(shared);
+    out.extend(outcomes);
+    Ok(())
+}
+
+fn freeze(memory: &mut Memory, addr: u64) -> Found {
+    let Some(entry) = memory.entries.get_mut(&addr) else { return Found::Left(Why::Absent) };
+    if entry.is_pool() {
+        return Found::Left(Why::NotPlain);
+    }
+    let found = match entry.frame {
+        _ if entry.pinned => return Found::Left(Why::Pinned),
+        Frame::Own { exclusive: false, .. } | Frame::Swapped { exclusive: false, .. } => {
+            return Found::Left(Why::Pinned);
+        }
+        // What is in swap is moved as well, but nobody looks at it.
+        Frame::None | Frame::Swapped { .. } => Found::Hole,
+        Frame::Zero | Frame::Own { .. } => Found::Staged,
+    };
+    memory.staged.insert(addr, std::mem::replace(&mut entry.frame, Frame::None));
+    found
+}
+
+fn compare(memory: &Memory, shared: &Shared, pool: &Pool, piece: &Piece, found: &mut BTreeMap<u64, Found>) -> Outcome {
+    let file = piece.slot.and_then(|slot| shared.file(pool, slot.segment()));
+    if piece.slot.is_some() && file.is_none() {
+        return Outcome { merged: 0, why: Why::NotPlain };
+    }
+    for (page, addr) in pages_of(piece.range).enumerate() {
+        let why = match found[&addr] {
+            Found::Left(why) => why,
+            Found::Equal => Why::NotPlain,
+            Found::Hole => Why::Absent,
+            Found::Staged => {
+                let content = match memory.staged.get(&addr) {
+                    Some(Frame::Own { content, .. }) => *content,
+                    _ => 0,
+                };
+                let wanted = match (&file, piece.slot) {
+                    (Some(file), Some(slot)) => file.content(slot.index() + page as u32),
+                    _ => Some(0),
+                };
+                if wanted == Some(content) || !shared.options.compare { Why::Done } else { Why::Changed }
+            }
+        };
+        if why != Why::Done {
+            return Outcome { merged: page as u32, why };
+        }
+        found.insert(addr, Found::Equal);
+    }
+    Outcome { merged: piece.range.pages() as u32, why: Why::Done }
+}
+
+/// Reads the events of discards: what is staged of their ranges is void, and the discarding threads go on.
+fn drop_discarded(memory: &mut Memory, found: &mut BTreeMap<u64, Found>) {
+    for range in std::mem::take(&mut memory.events) {
+        for addr in pages_of(range) {
+            if let Some(frame) = memory.staged.get_mut(&addr) {
+                *frame = Frame::None;
+                found.insert(addr, Found::Hole);
+            }
+        }
+        // Pool mappings in its range outside the span are replaced after the remap.
+        let outside: Vec<Range> = pages_of(range)
+            .filter(|addr| memory.entries.get(addr).is_some_and(Entry::is_pool))
+            .map(|addr| Range::pages_from(addr, 1))
+            .collect();
+        for addr in pages_of(range).filter(|addr| !outside.iter().any(|page| page.start == *addr)) {
+            memory.discard(Range::pages_from(addr, 1));
+        }
+        memory.events.extend(outside);
+    }
+}
+
+fn forget(memory: &mut Memory, addr: u64) {
+    memory.staged.remove(&addr);
+}
+
+fn put_back(memory: &mut Memory, addr: u64) {
+    if let (Some(frame), Some(entry)) = (memory.staged.remove(&addr), memory.entries.get_mut(&addr)) {
+        entry.frame = frame;
+    }
+}
+
+fn map_piece(memory: &mut Memory, shared: &Shared, pool: &Pool, piece: &Piece, outcome: &mut Outcome) {
+    let range = Range::pages_from(piece.range.start, u64::from(outcome.merged));
+    let Some(slot) = piece.slot else {
+        // Zero pages: what was there is dropped, and a hole stays.
+        pages_of(range).for_each(|addr| forget(memory, addr));
+        return;
+    };
+    let file = shared.file(pool, slot.segment());
+    let before = memory.entries.clone_range(range);
+    let mut refused = file.is_none();
+    if let Some(file) = file {
+        for (page, addr) in pages_of(range).enumerate() {
+            // Unmapped meanwhile by a raw call: the mapping that appears is nobody's, until the process ends.
+            let managed = memory.entries.get(&addr).is_some_and(|entry| entry.managed);
+            let backing = Backing::Pool { file: file.clone(), index: slot.index() + page as u32 };
+            let frame = Frame::None;
+            let entry = Entry {
+                backing,
+                frame,
+                watched: false,
+                protected: false,
+                held: true,
+                pinned: false,
+                huge: false,
+                managed,
+            };
+            memory.entries.insert(addr, entry);
+        }
+        refused = shared.options.mappings_max.is_some_and(|max| memory.mappings() > max);
+    }
+    if refused {
+        pages_of(range).for_each(|addr| drop(memory.entries.remove(&addr)));
+        memory.entries.extend(before);
+        pages_of(range).for_each(|addr| put_back(memory, addr));
+        *outcome = Outcome { merged: 0, why: Why::Limit };
+        return;
+    }
+    pages_of(range).for_each(|addr| forget(memory, addr));
+}
+
+trait CloneRange {
+    fn clone_range(&self, range: Range) -> Vec<(u64, Entry)>;
+}
+
+impl CloneRange for BTreeMap<u64, Entry> {
+    fn clone_range(&self, range: Range) -> Vec<(u64, Entry)> {
+        self.range(range.start..range.end).map(|(addr, entry)| (*addr, entry.clone())).collect()
+    }
+}
+
+/// Private memory in place of a pool mapping, by two moves of mappings.
+fn heal(memory: &mut Memory, shared: &Arc<Shared>, range: Range) -> Result<bool, Gone> {
+    let mapping = pages_of(range).all(|addr| memory.entries.get(&addr).is_some_and(Entry::is_pool));
+    let joined =
+        memory.entries.range(range.start..range.end).zip(memory.entries.range(range.start + PAGE..range.end)).all(
+            |((_, entry), (_, next))| match (&entry.backing, &next.backing) {
+                (Backing::Pool { file, index }, Backing::Pool { file: other, index: after }) => {
+                    file.inode == other.inode && index + 1 == *after
+                }
+                _ => false,
+            },
+        );
+    if range.is_empty() || range.pages() > FREEZE_PAGES_MAX || !mapping || !joined {
+        return Ok(false);
+    }
+    memory.guarded = Some(range);
+    let bytes: Vec<Option<u32>> = pages_of(range).map(|addr| memory.entries[&addr].visible()).collect();
+    for addr in pages_of(range) {
+        memory.staged.insert(addr, Frame::None);
+    }
+    step(memory, shared)?;
+    for (addr, content) in pages_of(range).zip(bytes) {
+        let frame = content.map_or(Frame::None, |content| Frame::Own { content, exclusive: true });
+        if let Some(entry) = memory.entries.get_mut(&addr) {
+            entry.backing = Backing::Anon;
+            entry.frame = frame;
+            (entry.watched, entry.protected, entry.held) = (true, true, false);
+        }
+    }
+    memory.staged.clear();
+    memory.wake(shared);
+    Ok(true)
+}
+
+/// A client that lies, in every way that the trait leaves open. Its own process suffers, and nobody else.
+#[derive(Debug)]
+pub struct Hostile {
+    honest: SimClient,
+    rng: super::Rng,
+}
+
+impl Hostile {
+    /// Makes a liar of an honest client.
+    pub fn new(honest: SimClient, seed: u64) -> Hostile {
+        Hostile { honest, rng: super::Rng::new(seed) }
+    }
+
+    fn lies(&mut self) -> bool {
+        self.rng.chance(300)
+    }
+
+    fn nonsense(&mut self) -> Range {
+        const LIMITS: [u64; 6] = [0, PAGE, 1 << 40, 1 << 47, 1 << 57, u64::MAX];
+        let start = LIMITS[self.rng.below(6) as usize].wrapping_add(self.rng.below(1 << 14));
+        let len = LIMITS[self.rng.below(6) as usize].wrapping_add(self.rng.below(1 << 14));
+        let mut range = Range { start, end: start.saturating_add(len) };
+        if self.rng.chance(500) {
+            range.start &= !(PAGE - 1);
+            range.end &= !(PAGE - 1);
+        }
+        if self.rng.chance(100) {
+            std::mem::swap(&mut range.start, &mut range.end);
+        }
+        range
+    }
+}
+
+impl Client for Hostile {
+    fn generation(&mut self) -> u64 {
+        self.rng.number()
+    }
+
+    fn regions(&mut self) -> Result<Vec<Range>, Gone> {
+        let mut regions = self.honest.regions()?;
+        if self.rng.chance(100) {
+            match self.rng.below(4) {
+                0 => regions.insert(0, self.nonsense()),
+                1 => regions.push(self.nonsense()),
+                2 => regions.reverse(),
+                _ => regions.extend(regions.clone()),
+            }
+        }
+        Ok(regions)
+    }
+
+    fn pool_mappings(&mut self) -> Result<Vec<PoolMapping>, Gone> {
+        let mut mappings = self.honest.pool_mappings()?;
+        if self.lies() {
+            match self.rng.below(4) {
+                0 => mappings.clear(),
+                1 => {
+                    let range = self.nonsense();
+                    let inode = mappings.first().map_or(1, |mapping| mapping.inode);
+                    mappings.push(PoolMapping { range, inode, index: self.rng.number() as u32 });
+                }
+                2 => mappings.reverse(),
+                _ => {
+                    let shift = self.rng.below(3000) as u32;
+                    mappings.iter_mut().for_each(|mapping| mapping.index = mapping.index.wrapping_add(shift));
+                }
+            }
+        }
+        Ok(mappings)
+    }
+
+    fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
+        if self.lies() { Ok(()) } else { self.honest.watch(ranges) }
+    }
+
+    fn written(&mut self, range: Range, huge: bool, out: &mut Vec<Written>) -> Result<(), Gone> {
+        self.honest.written(range, huge, out)?;
+        if self.lies() {
+            let (zero, is_huge, swapped) = (self.rng.chance(200), self.rng.chance(200), self.rng.chance(200));
+            let lie = if self.rng.chance(500) { self.nonsense() } else { range };
+            out.push(Written { range: lie, zero, huge: is_huge, swapped });
+        }
+        Ok(())
+    }
+
+    fn broken(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
+        self.honest.broken(range, out)?;
+        if self.lies() {
+            out.push(if self.rng.chance(500) { self.nonsense() } else { range });
+        }
+        Ok(())
+    }
+
+    fn fetch(&mut self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) -> Result<(), Gone> {
+        self.honest.fetch(runs, out, readable)?;
+        if self.lies() {
+            let content = self.rng.below(20) as u32;
+            out.iter_mut().for_each(|page| *page = page_of(content));
+            readable.fill(true);
+        }
+        Ok(())
+    }
+
+    fn remap(&mut self, pool: &Pool, pieces: &[Piece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
+        self.honest.remap(pool, pieces, out)?;
+        if self.lies() {
+            match self.rng.below(4) {
+                0 => out.clear(),
+                1 => out.extend(out.clone()),
+                2 => out.iter_mut().for_each(|outcome| outcome.merged = u32::MAX),
+                _ => out.iter_mut().for_each(|outcome| *outcome = Outcome { merged: 0, why: Why::Done }),
+            }
+        }
+        Ok(())
+    }
+
+    fn heal(&mut self, ranges: &[Range], out: &mut Vec<bool>) -> Result<(), Gone> {
+        self.honest.heal(ranges, out)?;
+        if self.lies() {
+            match self.rng.below(3) {
+                0 => out.clear(),
+                1 => out.extend(out.clone()),
+                _ => out.iter_mut().for_each(|done| *done = !*done),
+            }
+        }
+        Ok(())
+    }
+}

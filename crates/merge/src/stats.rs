@@ -1,0 +1,147 @@
+//! Counters, under KSM's names where the meaning is the same.
+
+use pagefold_agent::wire::Why;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
+        /// Events since the domain began; each may be read while others count on.
+        #[derive(Debug, Default)]
+        pub struct Counters { $($(#[$doc])* pub $name: AtomicU64),* }
+
+        /// A copy of [`Counters`].
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+        #[serde(default)]
+        pub struct Events { $($(#[$doc])* pub $name: u64),* }
+
+        impl Counters {
+            /// Copies the counters.
+            pub fn events(&self) -> Events {
+                Events { $($name: self.$name.load(Ordering::Relaxed)),* }
+            }
+        }
+    };
+}
+
+counters! {
+    /// Periods that were passed, summed over clients.
+    full_scans,
+    /// Pages whose bytes were read and fingerprinted.
+    pages_fingerprinted,
+    /// Pages mapped to slots.
+    pages_merged,
+    /// Of those: found by their neighbour's slot, without a fingerprint.
+    pages_predicted,
+    /// Zero pages dropped.
+    pages_zeroed,
+    /// Merged pages that were written again.
+    breaks,
+    /// Broken pages made plain memory again.
+    healed,
+    /// Merged pages that the program discarded, unmapped or replaced.
+    discarded,
+    /// Runs that were mapped.
+    runs_merged,
+    /// Comparisons that failed: the page had changed, or the entry was stale.
+    compare_failed,
+    /// Runs left alone because the budget of mappings was used up.
+    over_vma_budget,
+    /// Pages left alone because the pool was full.
+    over_pool_max,
+    /// Nanoseconds spent in the watch stage.
+    watch_ns,
+    /// Nanoseconds spent reading and fingerprinting.
+    fingerprint_ns,
+    /// Nanoseconds spent in the index and publishing.
+    index_ns,
+    /// Nanoseconds spent in remaps, as seen from here.
+    remap_ns,
+}
+
+/// Adds `by` to a counter.
+pub fn add(counter: &AtomicU64, by: u64) {
+    counter.fetch_add(by, Ordering::Relaxed);
+}
+
+/// One client, as of the end of its last step.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ClientStats {
+    /// Managed pages.
+    pub pages: u64,
+    /// Pages that show a slot.
+    pub pages_sharing: u64,
+    /// Zero pages dropped and still holes.
+    pub pages_zero: u64,
+    /// Pages that change.
+    pub pages_volatile: u64,
+    /// Silent pages without a twin.
+    pub pages_unshared: u64,
+    /// Pages that were shared and were written.
+    pub pages_broken: u64,
+    /// Breaks so far.
+    pub breaks: u64,
+    /// Mappings that merging added, estimated.
+    pub mappings: u64,
+    /// Pages of huge pages that are left whole.
+    pub pages_huge: u64,
+    /// Pages that could not be merged, by reason.
+    pub not_merged: BTreeMap<String, u64>,
+    /// Bytes of our records about it.
+    pub metadata_bytes: u64,
+    /// Processor time its agent spent.
+    pub agent_cpu_ns: u64,
+    /// Paused by an operator.
+    pub paused: bool,
+}
+
+/// The word for a reason, as shown to people.
+pub fn why_word(why: Why) -> &'static str {
+    match why {
+        Why::Done => "done",
+        Why::Changed => "changed meanwhile",
+        Why::Pinned => "pinned or shared by fork",
+        Why::NotPlain => "not plain private memory",
+        Why::Absent => "not in memory",
+        Why::Limit => "mapping limit",
+        Why::Discarded => "discarded",
+    }
+}
+
+/// A domain.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct DomainStats {
+    /// Its name.
+    pub name: String,
+    /// Slots that somebody shares.
+    pub pages_shared: u64,
+    /// Mappings of slots.
+    pub pages_sharing: u64,
+    /// Zero pages dropped and still holes.
+    pub pages_zero: u64,
+    /// Silent pages without a twin.
+    pub pages_unshared: u64,
+    /// Pages that change.
+    pub pages_volatile: u64,
+    /// Managed pages.
+    pub pages: u64,
+    /// Bytes in pool segments.
+    pub pool_bytes: u64,
+    /// Largest size of the pool.
+    pub pool_max_bytes: u64,
+    /// Bytes of index, tables and ledgers.
+    pub metadata_bytes: u64,
+    /// Bytes of kernel mappings that merging costs, estimated at 245 bytes each.
+    pub mapping_bytes: u64,
+    /// Bytes that clients no longer hold: shared and zero pages.
+    pub saved_bytes: u64,
+    /// Saved bytes less pool, metadata and mappings: KSM's general_profit.
+    pub general_profit: i64,
+    /// Events.
+    pub events: Events,
+    /// Clients, by number.
+    pub clients: BTreeMap<u32, ClientStats>,
+}

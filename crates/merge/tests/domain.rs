@@ -1,0 +1,307 @@
+//! What a domain promises of its books, its budget and its memory, each on a machine where nothing else happens.
+
+use pagefold_merge::client::{Client, Gone, Outcome, Piece, PoolMapping, Written};
+use pagefold_merge::page::State;
+use pagefold_merge::sim::{Machine, Options, Process, SimClient};
+use pagefold_merge::{ClientId, Config, Domain};
+use pagefold_os::{PAGE_SIZE, Page, Range};
+use pagefold_pool::{Key, Pool, SEGMENT_LEN};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+struct Bench {
+    machine: Machine,
+    domain: Domain,
+    now_ns: u64,
+}
+
+impl Bench {
+    fn new(config: Config, options: Options) -> Bench {
+        let domain = Domain::with_key(Config { period_ns: 1000, ..config }, Key::from_seed(5)).unwrap();
+        Bench { machine: Machine::new(5, Options { interference: 0, ..options }), domain, now_ns: 0 }
+    }
+
+    fn simple() -> Bench {
+        Bench::new(Config::default(), Options::default())
+    }
+
+    /// A process whose pages have these contents, and its client.
+    fn add(&self, contents: impl IntoIterator<Item = u32>) -> (Process, Range, ClientId) {
+        let process = self.machine.spawn();
+        let contents: Vec<u32> = contents.into_iter().collect();
+        let range = process.map(contents.len() as u64);
+        for (page, content) in contents.into_iter().enumerate().filter(|(_, content)| *content != 0) {
+            process.write(range.start + page as u64 * PAGE, content);
+        }
+        let id = self.domain.add(Box::new(process.client()));
+        (process, range, id)
+    }
+
+    fn periods(&mut self, count: u32) {
+        for _ in 0..count {
+            self.now_ns += self.domain.config().period_ns;
+            while self.domain.step_any(self.now_ns, &mut Vec::new()).is_some() {}
+            self.machine.check();
+            assert_eq!(self.machine.failure(), None);
+            assert_eq!(self.domain.audit(), Vec::<String>::new());
+        }
+    }
+}
+
+#[test]
+fn equal_pages_take_one_slot_however_many_they_are() {
+    let mut bench = Bench::simple();
+    bench.add(vec![7; 600]);
+    bench.add((0..600).map(|page| 7 + page % 3 * 10));
+    bench.periods(8);
+    let stats = bench.domain.stats();
+    assert_eq!((stats.pages_shared, stats.pages_sharing), (3, 1200));
+    assert_eq!(stats.pool_bytes, 3 * PAGE, "no slot was given that nobody shares");
+}
+
+#[test]
+fn isolated_duplicates_stay_within_the_budget_and_are_reported() {
+    let config = Config { vma_budget: 40, ..Config::default() };
+    let mut bench = Bench::new(config, Options::default());
+    // Neighbours in the one process are no neighbours in the other. Slots are given in the order of one of them, which
+    // may be merged whole; the other has no run that is longer than a page.
+    let (a, _, id) = bench.add((0..400).map(|page| 2 + page * 2));
+    let (b, _, other) = bench.add((0..400).map(|page| 2 + (page * 7 % 400) * 2));
+    bench.periods(100);
+    let mut mappings = [a.mappings(), b.mappings()];
+    mappings.sort_unstable();
+    assert!(mappings[0] <= 60 && (10..=60).contains(&mappings[1]), "{mappings:?} mappings");
+    let stats = bench.domain.stats();
+    assert!(stats.events.over_vma_budget > 0);
+    let limited = [id, other].map(|id| stats.clients[&id].not_merged.get("mapping limit").copied().unwrap_or(0));
+    assert!(limited.iter().sum::<u64>() > 0, "{limited:?}");
+}
+
+#[test]
+fn long_runs_obey_the_budget_as_well() {
+    let config = Config { vma_budget: 20, predict: false, ..Config::default() };
+    let mut bench = Bench::new(config, Options { pages_max: 10_000, ..Options::default() });
+    // Runs of 20 equal pages, in the other process in reverse order of runs, with a page of its own behind each.
+    let run = |side: u32, run: u32| {
+        (0..21).map(move |page| if page < 20 { 2 + (run * 20 + page) * 2 } else { 1 << 20 | side << 16 | run << 1 })
+    };
+    let (a, ..) = bench.add((0..100).flat_map(|number| run(0, number)));
+    let (b, ..) = bench.add((0..100).rev().flat_map(|number| run(1, number)));
+    bench.periods(100);
+    for process in [&a, &b] {
+        let mappings = process.mappings();
+        assert!((10..=24).contains(&mappings), "{mappings} mappings");
+    }
+}
+
+/// The kernel's limit is lower than the budget: merging rests, goes on later, and never takes what is not there.
+#[test]
+fn a_refused_mapping_is_no_end() {
+    let mut bench = Bench::new(Config::default(), Options { mappings_max: Some(25), ..Options::default() });
+    let (a, range, _) = bench.add((0..200).map(|page| 2 + page * 2));
+    bench.add((0..200).map(|page| 2 + (page * 7 % 200) * 2));
+    bench.periods(60);
+    assert!(a.mappings() <= 25);
+    // The program gives most of its memory back: what could not be merged now can.
+    a.unmap(Range { start: range.start + 8 * PAGE, end: range.end }, false);
+    bench.periods(120);
+    assert!(a.mergeable().iter().all(|(_, merged)| *merged), "{:?}", a.mergeable());
+}
+
+#[test]
+fn a_full_pool_is_filled_up_when_there_is_room_again() {
+    let mut bench = Bench::new(Config { pool_max_bytes: 1, ..Config::default() }, Options::default());
+    let slots = (SEGMENT_LEN / PAGE_SIZE) as u32;
+    let (a, ..) = bench.add((0..slots).map(|page| 2 + page * 2));
+    let (b, ..) = bench.add((0..slots).map(|page| 2 + page * 2));
+    bench.periods(8);
+    assert_eq!(bench.domain.stats().pages_shared, u64::from(slots));
+    let (c, ..) = bench.add((0..100).map(|page| 1 << 20 | page));
+    let (d, ..) = bench.add((0..100).map(|page| 1 << 20 | page));
+    bench.periods(8);
+    assert!(c.slots().is_empty() && bench.domain.stats().events.over_pool_max > 0);
+    a.exit();
+    b.exit();
+    bench.periods(200);
+    assert_eq!((c.slots().len(), d.slots().len()), (100, 100));
+}
+
+#[test]
+fn what_lies_between_managed_ranges_is_left_alone() {
+    let mut bench = Bench::simple();
+    let (process, range, id) = bench.add(vec![5; 30]);
+    let secret = Range::pages_from(range.start + 10 * PAGE, 4);
+    process.exclude(secret);
+    bench.periods(10);
+    assert_eq!(bench.domain.stats().clients[&id].pages, 26);
+    assert_eq!(process.slots().len(), 26);
+    // Excluded after it was merged: private again, and it stays so.
+    let late = Range::pages_from(range.start + 20 * PAGE, 3);
+    process.exclude(late);
+    bench.periods(40);
+    process.slots().iter().for_each(|(addr, ..)| assert!(!late.contains(&Range::pages_from(*addr, 1))));
+    assert_eq!(process.slots().len(), 23);
+}
+
+#[test]
+fn memory_that_was_discarded_or_remapped_is_merged_again() {
+    for raw in [false, true] {
+        let mut bench = Bench::simple();
+        let (process, range, _) = bench.add(vec![9; 40]);
+        bench.periods(8);
+        assert_eq!(process.slots().len(), 40);
+        process.discard(Range::pages_from(range.start + 5 * PAGE, 20), raw);
+        bench.periods(3);
+        assert_eq!(process.slots().len(), 20);
+        (5..25).for_each(|page| process.write(range.start + page * PAGE, 9));
+        bench.periods(10);
+        assert_eq!(process.slots().len(), 40, "raw: {raw}");
+    }
+}
+
+#[test]
+fn unmerging_gives_private_memory_back_and_resuming_merges_it_again() {
+    let mut bench = Bench::simple();
+    let (a, _, id) = bench.add((0..300).map(|page| 2 + page));
+    bench.add((0..300).map(|page| 2 + page));
+    bench.periods(8);
+    assert_eq!(bench.domain.unmerge(id), Ok(300));
+    assert!(a.slots().is_empty());
+    bench.periods(20);
+    assert!(a.slots().is_empty(), "it is paused");
+    bench.domain.pause(id, false);
+    bench.periods(20);
+    assert_eq!(a.slots().len(), 300);
+}
+
+#[test]
+fn a_forked_child_shares_what_its_parent_shares() {
+    let mut bench = Bench::simple();
+    let (parent, range, _) = bench.add((0..50).map(|page| 2 + page % 25));
+    bench.periods(8);
+    parent.fork();
+    let child = bench.machine.born().remove(0);
+    bench.domain.add(Box::new(child.client()));
+    child.write(range.start, 1000);
+    bench.periods(1);
+    assert_eq!(bench.domain.stats().pages_sharing, 99);
+    parent.exit();
+    bench.periods(4);
+    assert_eq!((bench.domain.stats().pages_sharing, child.slots().len()), (49, 49));
+}
+
+#[test]
+fn when_the_last_client_goes_so_does_the_pool() {
+    let mut bench = Bench::simple();
+    let (.., a) = bench.add((0..300).map(|page| 2 + page));
+    let (.., b) = bench.add((0..300).map(|page| 2 + page));
+    bench.periods(8);
+    assert!(bench.domain.remove(a) && bench.domain.remove(b) && !bench.domain.remove(b));
+    let pool = bench.domain.pool().stats();
+    assert_eq!((pool.segments, pool.bytes, pool.pages_sharing), (0, 0, 0));
+}
+
+/// A huge page is left whole while few of its pages have a twin, and split when it pays.
+#[test]
+fn huge_pages_are_split_only_where_it_pays() {
+    for (twins, splits) in [(20, false), (400, true)] {
+        let mut bench = Bench::new(Config::default(), Options { huge: true, pages_max: 4096, ..Options::default() });
+        let process = bench.machine.spawn();
+        let range = process.map_huge(512);
+        for page in 0..512 {
+            process.write(range.start + page * PAGE, 1000 + page as u32 * 2);
+        }
+        bench.domain.add(Box::new(process.client()));
+        bench.add((0..twins).map(|page| 1000 + page * 2));
+        bench.periods(60);
+        assert_eq!(process.slots().len(), if splits { twins as usize } else { 0 });
+    }
+}
+
+/// Entries of pages that changed leave the index, so that it does not grow with time.
+#[test]
+fn the_index_forgets_what_changed() {
+    let mut bench = Bench::new(
+        Config { index_capacity: 64, ..Config::default() },
+        Options { pages_max: 4096, ..Options::default() },
+    );
+    let (process, range, _) = bench.add((0..2000).map(|page| 2 + page * 2));
+    let mut sizes = Vec::new();
+    for round in 1..=12u32 {
+        bench.periods(16);
+        sizes.push(bench.domain.stats().metadata_bytes);
+        for page in 0..2000 {
+            process.write(range.start + u64::from(page) * PAGE, 2 + (round * 2000 + page) * 2);
+        }
+    }
+    assert!(sizes[11] < sizes[1] * 2, "{sizes:?}");
+}
+
+/// Says whatever it is told to about its memory.
+struct Liar {
+    honest: SimClient,
+    regions: Vec<Range>,
+    mappings: Vec<PoolMapping>,
+}
+
+impl Client for Liar {
+    fn generation(&mut self) -> u64 {
+        1
+    }
+    fn regions(&mut self) -> Result<Vec<Range>, Gone> {
+        Ok(self.regions.clone())
+    }
+    fn pool_mappings(&mut self) -> Result<Vec<PoolMapping>, Gone> {
+        Ok(self.mappings.clone())
+    }
+    fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
+        self.honest.watch(ranges)
+    }
+    fn written(&mut self, range: Range, huge: bool, out: &mut Vec<Written>) -> Result<(), Gone> {
+        self.honest.written(range, huge, out)
+    }
+    fn broken(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
+        self.honest.broken(range, out)
+    }
+    fn fetch(&mut self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) -> Result<(), Gone> {
+        self.honest.fetch(runs, out, readable)
+    }
+    fn remap(&mut self, pool: &Pool, pieces: &[Piece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
+        self.honest.remap(pool, pieces, out)
+    }
+    fn heal(&mut self, ranges: &[Range], out: &mut Vec<bool>) -> Result<(), Gone> {
+        self.honest.heal(ranges, out)
+    }
+}
+
+#[test]
+fn claims_that_cannot_be_end_the_client_and_large_ones_are_cut() {
+    let bench = Bench::simple();
+    let range = |start, end| Range { start, end };
+    let step = |regions: Vec<Range>, mappings: Vec<PoolMapping>| {
+        let honest = bench.machine.spawn().client();
+        let id = bench.domain.add(Box::new(Liar { honest, regions, mappings }));
+        bench.domain.step(id, 0).map(|_| id)
+    };
+    let wrong = [
+        vec![range(0, PAGE)],
+        vec![range(PAGE, 100)],
+        vec![range(3 * PAGE, 2 * PAGE)],
+        vec![range(2 * PAGE, 4 * PAGE), range(3 * PAGE, 5 * PAGE)],
+        vec![range(4 * PAGE, 5 * PAGE), range(2 * PAGE, 3 * PAGE)],
+        vec![range(PAGE, u64::MAX - PAGE + 1)],
+    ];
+    for regions in wrong {
+        assert_eq!(step(regions.clone(), Vec::new()), Err(Gone), "{regions:?}");
+        let mappings = regions.iter().map(|range| PoolMapping { range: *range, inode: 1, index: 0 }).collect();
+        assert_eq!(step(Vec::new(), mappings), Err(Gone), "{regions:?}");
+    }
+    let id = step(vec![range(1 << 30, 1 << 50)], Vec::new()).unwrap();
+    let client = bench.domain.stats().clients[&id].clone();
+    assert_eq!(client.pages, 1 << 27, "512 GiB are followed, the rest is left alone");
+    assert!(client.metadata_bytes < 128 << 20, "{}", client.metadata_bytes);
+    // A mapping longer than a segment shows no more slots than the segment has.
+    let whole = PoolMapping { range: range(1 << 30, 1 << 40), inode: 1, index: u32::MAX };
+    assert!(step(vec![range(1 << 30, 1 << 31)], vec![whole]).is_ok());
+    assert_eq!(bench.domain.page_state(id, 1 << 30), State::Unknown);
+}
