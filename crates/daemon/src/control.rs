@@ -1,0 +1,125 @@
+//! The control socket: one JSON request per connection, one JSON answer.
+
+use crate::server::Daemon;
+use crate::status::{Status, Verified};
+use pagefold_os::fd::Fd;
+use pagefold_os::sock;
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Bytes of an answer that go into one packet.
+const PACKET_BYTES: usize = 32 << 10;
+
+/// What can be asked.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "ask", rename_all = "snake_case", deny_unknown_fields)]
+pub enum Request {
+    /// Everything about everybody.
+    Status {},
+    /// Give the process its private memory back and leave it alone.
+    Unmerge {
+        /// Process id of the client.
+        pid: i32,
+    },
+    /// Stop merging; what is merged stays. Without `pid`: everybody.
+    Pause {
+        /// Process id of the client.
+        pid: Option<i32>,
+    },
+    /// Go on merging.
+    Resume {
+        /// Process id of the client.
+        pid: Option<i32>,
+    },
+    /// Compare every shared mapping with its slot.
+    Verify {},
+    /// Stop the daemon; clients keep what is merged.
+    Stop {},
+}
+
+/// What is answered.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Answer {
+    /// To `Status`.
+    Status(Box<Status>),
+    /// To `Verify`.
+    Verified(Verified),
+    /// Done; how many clients or pages it concerned.
+    Done {
+        /// Clients (pause, resume) or pages (unmerge).
+        count: u64,
+    },
+    /// Not done.
+    Error {
+        /// One line: what, where, what to do.
+        message: String,
+    },
+}
+
+pub(crate) fn answer(daemon: &Arc<Daemon>, socket: &Fd, bytes: &[u8]) {
+    let reply = match serde_json::from_slice(bytes) {
+        Ok(request) => perform(daemon, &request),
+        Err(error) => Answer::Error { message: format!("the request is no request of this version: {error}") },
+    };
+    let Ok(text) = serde_json::to_vec(&reply) else { return };
+    for packet in text.chunks(PACKET_BYTES) {
+        if sock::send(socket, packet, &[]).is_err() {
+            return;
+        }
+    }
+}
+
+fn perform(daemon: &Arc<Daemon>, request: &Request) -> Answer {
+    let unknown = |pid: &i32| Answer::Error { message: format!("{pid} is no client; pagefold status lists them") };
+    match request {
+        Request::Status {} => Answer::Status(Box::new(daemon.status())),
+        Request::Verify {} => Answer::Verified(daemon.verify()),
+        Request::Stop {} => {
+            daemon.stop();
+            Answer::Done { count: 0 }
+        }
+        Request::Unmerge { pid } => {
+            let clients = daemon.clients_of(Some(*pid));
+            if clients.is_empty() {
+                return unknown(pid);
+            }
+            let count = clients.iter().filter_map(|(domain, id)| domain.unmerge(*id).ok()).sum();
+            Answer::Done { count }
+        }
+        Request::Pause { pid } | Request::Resume { pid } => {
+            let pause = matches!(request, Request::Pause { .. });
+            let clients = daemon.clients_of(*pid);
+            match pid {
+                Some(pid) if clients.is_empty() => unknown(pid),
+                _ => {
+                    let done = clients.iter().filter(|(domain, id)| domain.pause(*id, pause)).count();
+                    Answer::Done { count: done as u64 }
+                }
+            }
+        }
+    }
+}
+
+/// Asks the daemon at `socket` and waits for its answer.
+///
+/// # Errors
+/// `NotFound` or `ConnectionRefused` if no daemon listens there, `InvalidData` if it answers nonsense.
+pub fn ask(socket: &Path, request: &Request) -> io::Result<Answer> {
+    use std::os::unix::ffi::OsStrExt;
+    let connection = sock::connect(socket.as_os_str().as_bytes())?;
+    sock::set_timeout(&connection, 120_000)?;
+    sock::send(&connection, &serde_json::to_vec(request)?, &[])?;
+    let mut text = Vec::new();
+    let mut buffer = vec![0; PACKET_BYTES];
+    loop {
+        let (got, _) = sock::receive(&connection, &mut buffer, 0)?;
+        if got == 0 {
+            break;
+        }
+        text.extend_from_slice(&buffer[..got]);
+    }
+    serde_json::from_slice(&text).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+}

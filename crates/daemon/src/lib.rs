@@ -1,0 +1,15 @@
+//! State, pacing, metrics and the control socket.
+//!
+//! The daemon owns domains and their workers. Processes come by connecting:
+//! agents greet and become clients ([`link`]), people send one JSON request
+//! ([`control`]). It may be killed at any instant: clients keep what is merged,
+//! for the kernel holds it, and greet the next daemon.
+
+pub mod control;
+pub mod link;
+pub mod metrics;
+pub mod server;
+pub mod status;
+mod verify;
+
+pub use server::{Config, Daemon};

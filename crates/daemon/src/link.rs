@@ -1,0 +1,413 @@
+//! A live process behind its agent: the [`Client`] that the daemon merges.
+//!
+//! One request at a time goes over the socket; lists and pages come through the
+//! channel. Nothing that stands in the channel is believed: lists are copied
+//! and checked against what was asked, pages are copied before they are
+//! fingerprinted. A client that does not answer in time, or answers what
+//! cannot be, is gone.
+
+use pagefold_agent::wire::{
+    self, CHANNEL_COUNTERS, CHANNEL_IN, CHANNEL_LEN, CHANNEL_OUT, CHANNEL_PAGES, Counters, LIST_MAX, Op, PIECE_ZERO,
+    Packet, RegionEntry, SEGMENTS_HELD, SEGMENTS_PER_REQUEST, Why,
+};
+use pagefold_merge::client::{Client, FETCH_PAGES_MAX, Gone, Outcome, Piece, PoolMapping, Written};
+use pagefold_os::fd::Fd;
+use pagefold_os::mem::Mapping;
+use pagefold_os::{PAGE_SIZE, Page, Range, memfd, pagemap, sock};
+use pagefold_pool::Pool;
+use std::fs;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Longest time that an answer may take before the client is given up, in milliseconds.
+///
+/// Long, because a stopped process (SIGSTOP, a debugger) is no enemy; its worker waits, others go on.
+const ANSWER_MS_MAX: u64 = 5_000;
+/// Highest address that user memory has.
+const ADDRESS_MAX: u64 = 1 << 57;
+/// Entries that a client may list at most: more than the kernel lets a process have mappings by default.
+const ENTRIES_MAX: usize = 1 << 20;
+/// Regions of a pagemap scan that one call returns at most.
+const SCAN_REGIONS: usize = 4096;
+
+/// What the daemon shows of a link while a worker has it in hand.
+#[derive(Debug)]
+pub struct Shared {
+    /// Process id.
+    pub pid: i32,
+    /// User id.
+    pub uid: u32,
+    /// Command name.
+    pub name: String,
+    channel: Mapping,
+}
+
+impl Shared {
+    /// The agent's counters, as it keeps them; a hostile agent may keep nonsense.
+    pub fn counters(&self) -> &Counters {
+        // SAFETY: the channel is mapped as long as `self` lives, begins with the counters, cannot shrink (sealed), and
+        // atomics bear whatever the other side writes.
+        unsafe { &*(self.channel.addr() as usize as *const u8).add(CHANNEL_COUNTERS).cast() }
+    }
+}
+
+/// A client process.
+pub struct Link {
+    socket: Arc<Fd>,
+    pagemap: Fd,
+    shared: Arc<Shared>,
+    sequence: u64,
+    /// Ids of the segments that the agent holds, by place; mirrors the agent's own table.
+    held: Box<[u32; SEGMENTS_HELD]>,
+    scan: Vec<pagemap::Region>,
+    cpu_ns: AtomicU64,
+}
+
+/// Why a greeting came to nothing.
+#[derive(Debug, thiserror::Error)]
+pub enum GreetError {
+    /// The kernel refused something on our side.
+    #[error("{0}")]
+    System(#[from] pagefold_os::Errno),
+    /// The client cannot be managed; the error is its own.
+    #[error("the client's kernel refused userfaultfd: {0}")]
+    ClientCannot(pagefold_os::Errno),
+    /// The client said something that is no part of the protocol.
+    #[error("not a greeting of this version")]
+    Protocol,
+}
+
+impl Link {
+    /// Answers the greeting `hello` that came with `fds` and makes the link.
+    ///
+    /// # Errors
+    /// [`GreetError`].
+    pub fn greet(socket: Arc<Fd>, mut fds: sock::Fds, device: Option<&Fd>) -> Result<Link, GreetError> {
+        let cred = sock::peer(&socket)?;
+        let pagemap = fds.take(0).ok_or(GreetError::Protocol)?;
+        // Only a pagemap answers this ioctl; an empty range asks nothing.
+        pagemap::scan(&pagemap, Range { start: 0, end: 0 }, pagemap::Query::default(), &mut [])
+            .map_err(|_| GreetError::Protocol)?;
+        let channel_fd = memfd::create(c"pagefold-channel", CHANNEL_LEN as u64)?;
+        memfd::add_seals(&channel_fd, memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_SEAL)?;
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        let channel = Mapping::file(channel_fd.raw(), 0, CHANNEL_LEN, prot, libc::MAP_SHARED)?;
+        sock::set_timeout(&socket, ANSWER_MS_MAX)?;
+        let mut pass = vec![channel_fd.raw()];
+        pass.extend(device.map(Fd::raw));
+        sock::send(&socket, Packet::new(Op::Welcome).bytes(), &pass)?;
+        let mut buffer = [0; size_of::<Packet>()];
+        let (got, _) = sock::receive(&socket, &mut buffer, 0)?;
+        let ready = Packet::parse(&buffer[..got]).filter(|packet| packet.op == Op::Ready as u32);
+        let ready = ready.ok_or(GreetError::Protocol)?;
+        if ready.status != 0 {
+            return Err(GreetError::ClientCannot(pagefold_os::Errno(ready.status)));
+        }
+        let name = pagefold_os::procfs::name(cred.pid).unwrap_or_else(|| "?".into());
+        Ok(Link {
+            socket,
+            pagemap,
+            shared: Arc::new(Shared { pid: cred.pid, uid: cred.uid, name, channel }),
+            sequence: 0,
+            held: Box::new([u32::MAX; SEGMENTS_HELD]),
+            scan: vec![pagemap::Region::default(); SCAN_REGIONS],
+            cpu_ns: AtomicU64::new(0),
+        })
+    }
+
+    /// What others may see of the link.
+    pub fn shared(&self) -> Arc<Shared> {
+        self.shared.clone()
+    }
+
+    fn ask(&mut self, op: Op, count: usize, a: u64, b: u64, fds: &[i32]) -> Result<usize, Gone> {
+        self.sequence += 1;
+        let request = Packet { sequence: self.sequence, count: count as u64, a, b, ..Packet::new(op) };
+        sock::send(&self.socket, request.bytes(), fds).map_err(|_| Gone)?;
+        let mut buffer = [0; size_of::<Packet>()];
+        let (got, _) = sock::receive(&self.socket, &mut buffer, 0).map_err(|_| Gone)?;
+        let answer = Packet::parse(&buffer[..got]).ok_or(Gone)?;
+        if answer.op != op as u32 || answer.sequence != self.sequence || answer.count > LIST_MAX as u64 {
+            return Err(Gone);
+        }
+        // A refusal of one request is an empty answer, not the end.
+        Ok(if answer.status == 0 { answer.count as usize } else { 0 })
+    }
+
+    fn put<T: Copy>(&self, index: usize, value: T) {
+        const { assert!(size_of::<T>() <= 32) };
+        assert!(index < LIST_MAX);
+        let at = CHANNEL_IN + index * 32;
+        // SAFETY: inside the channel; volatile, because the other side may look at any time.
+        unsafe { core::ptr::write_volatile(self.shared.channel.as_ptr().add(at).cast(), value) }
+    }
+
+    fn get<T: Copy>(&self, index: usize) -> T {
+        const { assert!(size_of::<T>() <= 32) };
+        assert!(index < LIST_MAX);
+        let at = CHANNEL_OUT + index * 32;
+        // SAFETY: inside the channel; the callers read integers only, for which any bytes are valid.
+        unsafe { core::ptr::read_volatile(self.shared.channel.as_ptr().add(at).cast()) }
+    }
+
+    fn scan_all(
+        &mut self,
+        range: Range,
+        query: pagemap::Query,
+        mut f: impl FnMut(&pagemap::Region),
+    ) -> Result<(), Gone> {
+        let mut start = range.start;
+        while start < range.end {
+            let part = Range { start, end: range.end };
+            match pagemap::scan(&self.pagemap, part, query, &mut self.scan) {
+                Ok((count, walked)) => {
+                    self.scan[..count].iter().for_each(&mut f);
+                    if walked <= start {
+                        return Ok(());
+                    }
+                    start = walked;
+                }
+                // The process has ended (its memory is gone), or the range is nonsense.
+                Err(_) => return Err(Gone),
+            }
+        }
+        Ok(())
+    }
+
+    fn list(&mut self, pool: bool) -> Result<Vec<RegionEntry>, Gone> {
+        let mut all: Vec<RegionEntry> = Vec::new();
+        let mut from = 0;
+        loop {
+            let count = self.ask(Op::Regions, 0, u64::from(pool), from, &[])?;
+            for index in 0..count {
+                let entry: RegionEntry = self.get(index);
+                let aligned = entry.start.is_multiple_of(PAGE) && entry.end.is_multiple_of(PAGE);
+                let ascending = all.last().is_none_or(|last| last.end <= entry.start);
+                if !aligned || !ascending || entry.start >= entry.end || entry.end > ADDRESS_MAX || entry.slot > 1 << 24
+                {
+                    return Err(Gone);
+                }
+                all.push(entry);
+            }
+            if all.len() > ENTRIES_MAX {
+                return Err(Gone);
+            }
+            if !pool || count < LIST_MAX {
+                return Ok(all);
+            }
+            from = all.last().map_or(u64::MAX, |last| last.end);
+        }
+    }
+
+    /// Whether the process may be reading from devices straight into its memory right now.
+    ///
+    /// Pages of a pool mapping have no check of the kernel's against that (plain memory has: `UFFDIO_MOVE` refuses
+    /// pinned pages), so they are healed only while there is no way to pin them.
+    fn may_pin(&self) -> bool {
+        const O_DIRECT: u64 = libc::O_DIRECT as u64;
+        let status = fs::read_to_string(format!("/proc/{}/status", self.shared.pid)).unwrap_or_default();
+        if pagefold_os::procfs::field(&status, "VmPin").unwrap_or(1) > 0 {
+            return true;
+        }
+        let Ok(fds) = fs::read_dir(format!("/proc/{}/fd", self.shared.pid)) else { return true };
+        fds.flatten().any(|entry| {
+            let target = fs::read_link(entry.path()).unwrap_or_default();
+            let target = target.to_string_lossy();
+            if target.contains("[io_uring]") || target.starts_with("/dev/vfio") || target.starts_with("/dev/infiniband")
+            {
+                return true;
+            }
+            let name = entry.file_name();
+            let info = fs::read_to_string(format!("/proc/{}/fdinfo/{}", self.shared.pid, name.to_string_lossy()));
+            let flags = info.ok().and_then(|info| {
+                let line = info.lines().find_map(|line| line.strip_prefix("flags:"))?.trim().to_owned();
+                u64::from_str_radix(&line, 8).ok()
+            });
+            flags.is_some_and(|flags| flags & O_DIRECT != 0)
+        })
+    }
+}
+
+impl Client for Link {
+    fn generation(&mut self) -> u64 {
+        self.shared.counters().generation.load(Ordering::Acquire)
+    }
+
+    fn regions(&mut self) -> Result<Vec<Range>, Gone> {
+        Ok(self.list(false)?.iter().map(|entry| Range { start: entry.start, end: entry.end }).collect())
+    }
+
+    fn pool_mappings(&mut self) -> Result<Vec<PoolMapping>, Gone> {
+        let entries = self.list(true)?;
+        let mapping = |entry: &RegionEntry| PoolMapping {
+            range: Range { start: entry.start, end: entry.end },
+            inode: entry.inode,
+            index: entry.slot as u32,
+        };
+        Ok(entries.iter().map(mapping).collect())
+    }
+
+    fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
+        for batch in ranges.chunks(LIST_MAX / 2) {
+            batch.iter().enumerate().for_each(|(index, range)| self.put(index, *range));
+            // A range that cannot be watched is never reported as written: it is simply not merged.
+            self.ask(Op::Watch, batch.len(), 0, 0, &[])?;
+        }
+        Ok(())
+    }
+
+    fn written(&mut self, range: Range, huge: bool, out: &mut Vec<Written>) -> Result<(), Gone> {
+        let report = pagemap::PFNZERO | pagemap::HUGE;
+        let push = |region: &pagemap::Region, out: &mut Vec<Written>, huge: bool| {
+            out.push(Written {
+                range: Range { start: region.start, end: region.end },
+                zero: region.categories & pagemap::PFNZERO != 0,
+                swapped: false,
+                huge,
+            });
+        };
+        // Absent pages count as written for the kernel; there is nothing to merge in them.
+        let wanted = pagemap::WPALLOWED | pagemap::WRITTEN | pagemap::PRESENT;
+        let query = if huge {
+            pagemap::Query { all_of: wanted, report, flags: pagemap::PROTECT, ..Default::default() }
+        } else {
+            let all_of = wanted | pagemap::HUGE;
+            pagemap::Query { all_of, inverted: pagemap::HUGE, report, flags: pagemap::PROTECT, ..Default::default() }
+        };
+        self.scan_all(range, query, |region| push(region, out, huge && region.categories & pagemap::HUGE != 0))?;
+        if !huge {
+            let all_of = wanted | pagemap::HUGE;
+            let query = pagemap::Query { all_of, report, ..Default::default() };
+            self.scan_all(range, query, |region| push(region, out, true))?;
+        }
+        Ok(())
+    }
+
+    fn broken(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
+        // In memory or swap, and neither a file's page nor in watched (plain) memory: a private copy in a pool mapping.
+        let all_of = pagemap::FILE | pagemap::WPALLOWED;
+        let any_of = pagemap::PRESENT | pagemap::SWAPPED;
+        let query = pagemap::Query { all_of, inverted: all_of, any_of, report: pagemap::PRESENT, ..Default::default() };
+        self.scan_all(range, query, |region| out.push(Range { start: region.start, end: region.end }))
+    }
+
+    fn fetch(&mut self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) -> Result<(), Gone> {
+        readable.fill(false);
+        let pages: u64 = runs.iter().map(Range::pages).sum();
+        if pages > FETCH_PAGES_MAX as u64 || pages as usize > out.len() || runs.len() > LIST_MAX {
+            return Ok(());
+        }
+        runs.iter().enumerate().for_each(|(index, range)| self.put(index, *range));
+        let count = self.ask(Op::Fetch, runs.len(), 0, 0, &[])?;
+        let mut at = 0;
+        for (index, range) in runs.iter().enumerate() {
+            let wanted = range.pages() as usize;
+            let copied = if index < count { (self.get::<u64>(index) as usize).min(wanted) } else { 0 };
+            for page in at..at + copied {
+                // SAFETY: the source lies in the channel's page area (`at + copied` is at most FETCH_PAGES_MAX), the
+                // target is ours. The other side may write meanwhile; then we have a torn copy, which is as good as any.
+                unsafe {
+                    let from = self.shared.channel.as_ptr().add(CHANNEL_PAGES + page * PAGE_SIZE);
+                    core::ptr::copy_nonoverlapping(from, out[page].as_mut_ptr(), PAGE_SIZE);
+                }
+                readable[page] = true;
+            }
+            at += wanted;
+        }
+        Ok(())
+    }
+
+    fn remap(&mut self, pool: &Pool, pieces: &[Piece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
+        let mut at = 0;
+        while at < pieces.len() {
+            // As many pieces as bring few enough new segments; spans stay whole unless one alone needs more.
+            let mut fds: Vec<Arc<Fd>> = Vec::new();
+            let mut ids: Vec<u32> = Vec::new();
+            let mut places = std::collections::HashMap::new();
+            let mut end = at;
+            while end < pieces.len() {
+                if let Some(slot) = pieces[end].slot {
+                    let id = slot.segment();
+                    let place = id as usize % SEGMENTS_HELD;
+                    // Two segments of one place cannot serve one request.
+                    if *places.entry(place).or_insert(id) != id {
+                        break;
+                    }
+                    if self.held[place] != id && !ids.contains(&id) {
+                        if ids.len() == SEGMENTS_PER_REQUEST {
+                            break;
+                        }
+                        let Some(fd) = pool.segment_fd(id) else { break };
+                        fds.push(fd);
+                        ids.push(id);
+                    }
+                }
+                end += 1;
+            }
+            if end == at {
+                out.push(Outcome { merged: 0, why: Why::NotPlain });
+                at += 1;
+                continue;
+            }
+            for (index, piece) in pieces[at..end].iter().enumerate() {
+                let (segment, slot) = piece.slot.map_or((PIECE_ZERO, 0), |slot| (slot.segment(), slot.index()));
+                self.put(
+                    index,
+                    wire::Piece {
+                        addr: piece.range.start,
+                        pages: piece.range.pages() as u32,
+                        segment,
+                        slot,
+                        flags: piece.span,
+                        spare: 0,
+                    },
+                );
+            }
+            for (index, id) in ids.iter().enumerate() {
+                self.put(LIST_MAX - 1 - index, *id);
+                self.held[*id as usize % SEGMENTS_HELD] = *id;
+            }
+            let raw: Vec<i32> = fds.iter().map(|fd| fd.raw()).collect();
+            let count = self.ask(Op::Remap, end - at, ids.len() as u64, 0, &raw)?;
+            for (index, piece) in pieces[at..end].iter().enumerate() {
+                let outcome = if index < count { self.get::<wire::Outcome>(index) } else { wire::Outcome::default() };
+                let pages = piece.range.pages() as u32;
+                if outcome.merged > pages {
+                    return Err(Gone);
+                }
+                let why = if outcome.merged == pages { Why::Done } else { Why::from_number(outcome.why) };
+                out.push(Outcome { merged: outcome.merged, why });
+            }
+            at = end;
+        }
+        Ok(())
+    }
+
+    fn heal(&mut self, ranges: &[Range], out: &mut Vec<bool>) -> Result<(), Gone> {
+        if self.may_pin() {
+            out.extend(ranges.iter().map(|_| false));
+            return Ok(());
+        }
+        for batch in ranges.chunks(LIST_MAX / 2) {
+            batch.iter().enumerate().for_each(|(index, range)| self.put(index, *range));
+            let count = self.ask(Op::Heal, batch.len(), 0, 0, &[])?;
+            out.extend((0..batch.len()).map(|index| index < count && self.get::<i32>(index) == 0));
+        }
+        Ok(())
+    }
+
+    fn cpu_ns(&mut self) -> u64 {
+        let now = self.shared.counters().cpu_ns.load(Ordering::Relaxed);
+        self.cpu_ns.fetch_max(now, Ordering::Relaxed).max(now)
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        // Wakes who waits for the other end.
+        // SAFETY: numbers only.
+        let _ = unsafe { pagefold_os::syscall!(libc::SYS_shutdown, self.socket.raw(), libc::SHUT_RDWR) };
+    }
+}

@@ -1,0 +1,408 @@
+//! The daemon: domains and their workers, greetings, and who is gone.
+
+use crate::link::{GreetError, Link, Shared};
+use crate::status::{Client, NotCovered, Status, Totals};
+use crate::{control, verify};
+use pagefold_agent::wire::{Op, Packet};
+use pagefold_merge::{ClientId, Domain, domain};
+use pagefold_os::fd::{self, Fd};
+use pagefold_os::{procfs, sched, sock, uffd};
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How a daemon works.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Where it listens.
+    pub socket: PathBuf,
+    /// Worker threads per domain.
+    pub workers: usize,
+    /// One pass of the watch stage.
+    pub period: Duration,
+    /// Largest size of each domain's pool, in bytes.
+    pub pool_max_bytes: u64,
+    /// Mappings that merging may add to one client.
+    pub vma_budget: u64,
+    /// Run workers only when nobody else wants the processor.
+    pub idle_priority: bool,
+    /// Exit when there was no client for this long.
+    pub idle_exit: Option<Duration>,
+    /// Serve metrics here: `HOST:PORT` on loopback, or `unix:PATH`.
+    pub metrics: Option<String>,
+    /// Predict slots from neighbours.
+    pub predict: bool,
+}
+
+/// Longest nap of a worker that finds nothing to do: mail for a client does not ring.
+const NAP: Duration = Duration::from_millis(50);
+/// Most connections at once.
+const CONNECTIONS_MAX: u64 = 4096;
+/// Processes remembered that could not be managed.
+const NOT_COVERED_MAX: usize = 64;
+
+/// Users and the names they gave.
+pub(crate) type DomainKey = (u32, String);
+
+pub(crate) struct Group {
+    pub(crate) domain: Arc<Domain>,
+    wake: Arc<(Mutex<u64>, Condvar)>,
+}
+
+pub(crate) struct Connected {
+    pub(crate) key: DomainKey,
+    pub(crate) id: ClientId,
+    pub(crate) shared: Arc<Shared>,
+    socket: Arc<Fd>,
+}
+
+/// The daemon's state.
+pub struct Daemon {
+    pub(crate) config: Config,
+    pub(crate) groups: Mutex<BTreeMap<DomainKey, Group>>,
+    pub(crate) connected: Mutex<Vec<Connected>>,
+    not_covered: Mutex<VecDeque<NotCovered>>,
+    device: Option<Fd>,
+    started: Instant,
+    pub(crate) stopping: AtomicBool,
+    connections: AtomicU64,
+    /// Processor time of agents whose clients are gone.
+    past_cpu_ns: AtomicU64,
+    last_busy: Mutex<Instant>,
+}
+
+impl Daemon {
+    /// Makes a daemon with no domain yet.
+    pub fn new(config: Config) -> Arc<Daemon> {
+        Arc::new(Daemon {
+            config,
+            groups: Mutex::default(),
+            connected: Mutex::default(),
+            not_covered: Mutex::default(),
+            device: uffd::open_device().ok(),
+            started: Instant::now(),
+            stopping: AtomicBool::new(false),
+            connections: AtomicU64::new(0),
+            past_cpu_ns: AtomicU64::new(0),
+            last_busy: Mutex::new(Instant::now()),
+        })
+    }
+
+    /// Listens and serves until asked to stop.
+    ///
+    /// # Errors
+    /// If the socket cannot be made, or another daemon listens there (`AddrInUse`).
+    pub fn run(self: &Arc<Daemon>) -> io::Result<()> {
+        let listener = self.listen()?;
+        let monitor = {
+            let daemon = self.clone();
+            thread::Builder::new().name("monitor".into()).spawn(move || daemon.monitor())?
+        };
+        if let Some(at) = &self.config.metrics {
+            crate::metrics::serve(self.clone(), at)?;
+        }
+        while !self.stopping.load(Ordering::Acquire) {
+            let mut polls = [libc::pollfd { fd: listener.raw(), events: libc::POLLIN, revents: 0 }];
+            if fd::poll(&mut polls, 200).map_err(io::Error::from)? == 0 {
+                if self.idle_for_too_long() {
+                    break;
+                }
+                continue;
+            }
+            let Ok(socket) = sock::accept(&listener) else { continue };
+            if self.connections.load(Ordering::Relaxed) >= CONNECTIONS_MAX {
+                continue;
+            }
+            self.connections.fetch_add(1, Ordering::Relaxed);
+            let daemon = self.clone();
+            let spawned = thread::Builder::new().name("greet".into()).stack_size(256 << 10).spawn(move || {
+                daemon.greet(socket);
+                daemon.connections.fetch_sub(1, Ordering::Relaxed);
+            });
+            if spawned.is_err() {
+                self.connections.fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+        self.stopping.store(true, Ordering::Release);
+        let _ = std::fs::remove_file(&self.config.socket);
+        for group in lock(&self.groups).values() {
+            group.wake.1.notify_all();
+        }
+        let _ = monitor.join();
+        Ok(())
+    }
+
+    /// Asks the daemon to stop; [`run`](Self::run) returns soon after. Clients keep what is merged.
+    pub fn stop(&self) {
+        self.stopping.store(true, Ordering::Release);
+    }
+
+    fn listen(&self) -> io::Result<Fd> {
+        use std::os::unix::ffi::OsStrExt;
+        let path = &self.config.socket;
+        let bytes = path.as_os_str().as_bytes();
+        if sock::connect(bytes).is_ok() {
+            return Err(io::Error::new(
+                io::ErrorKind::AddrInUse,
+                format!("a daemon listens at {} already", path.display()),
+            ));
+        }
+        if let Some(parent) = path.parent() {
+            std::fs::create_dir_all(parent)?;
+        }
+        // What lies there answers nobody: a daemon that was killed left it.
+        let _ = std::fs::remove_file(path);
+        let listener = sock::listen(bytes)?;
+        use std::os::unix::fs::PermissionsExt;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+        Ok(listener)
+    }
+
+    fn idle_for_too_long(&self) -> bool {
+        let Some(limit) = self.config.idle_exit else { return false };
+        let mut last = lock(&self.last_busy);
+        if !lock(&self.connected).is_empty() || self.connections.load(Ordering::Relaxed) > 0 {
+            *last = Instant::now();
+        }
+        last.elapsed() > limit
+    }
+
+    /// Finds out who connected: an agent, or somebody with a control request.
+    fn greet(self: &Arc<Daemon>, socket: Fd) {
+        let mut buffer = vec![0; 64 << 10];
+        if sock::set_timeout(&socket, 5_000).is_err() {
+            return;
+        }
+        let Ok((got, fds)) = sock::receive(&socket, &mut buffer, 0) else { return };
+        let bytes = &buffer[..got];
+        if bytes.first() == Some(&b'{') {
+            control::answer(self, &socket, bytes);
+            return;
+        }
+        match Packet::parse(bytes).filter(|packet| packet.op == Op::Hello as u32) {
+            Some(hello) => self.add_client(socket, &hello, fds),
+            None => {
+                let mut refusal = Packet::new(Op::Welcome);
+                refusal.status = libc::EPROTO;
+                let _ = sock::send(&socket, refusal.bytes(), &[]);
+            }
+        }
+    }
+
+    fn add_client(self: &Arc<Daemon>, socket: Fd, hello: &Packet, fds: sock::Fds) {
+        let Ok(cred) = sock::peer(&socket) else { return };
+        let text: Vec<u8> = hello.text.iter().copied().take_while(|byte| *byte != 0).collect();
+        let name = String::from_utf8_lossy(&text).into_owned();
+        let name = if name.is_empty() { "default".to_owned() } else { name };
+        let socket = Arc::new(socket);
+        let link = match Link::greet(socket.clone(), fds, self.device.as_ref()) {
+            Ok(link) => link,
+            Err(error) => {
+                let reason = match error {
+                    GreetError::ClientCannot(_) => format!("{error}; see pagefold doctor"),
+                    other => other.to_string(),
+                };
+                self.note_not_covered(cred.pid, reason);
+                return;
+            }
+        };
+        let shared = link.shared();
+        let key = (cred.uid, name);
+        let Ok((domain, wake)) = self.domain(&key) else {
+            self.note_not_covered(cred.pid, "no memory for its domain".into());
+            return;
+        };
+        let mut connected = lock(&self.connected);
+        let id = domain.add(Box::new(link));
+        connected.push(Connected { key, id, shared, socket });
+        drop(connected);
+        ring(&wake);
+    }
+
+    fn note_not_covered(&self, pid: i32, reason: String) {
+        let mut list = lock(&self.not_covered);
+        if list.len() == NOT_COVERED_MAX {
+            list.pop_front();
+        }
+        list.push_back(NotCovered { pid, name: procfs::name(pid).unwrap_or_default(), reason });
+    }
+
+    /// The domain of `key`; made, with its workers, if it is the first time.
+    #[allow(clippy::type_complexity)]
+    fn domain(self: &Arc<Daemon>, key: &DomainKey) -> io::Result<(Arc<Domain>, Arc<(Mutex<u64>, Condvar)>)> {
+        let mut groups = lock(&self.groups);
+        if let Some(group) = groups.get(key) {
+            return Ok((group.domain.clone(), group.wake.clone()));
+        }
+        let domain = Arc::new(Domain::new(domain::Config {
+            name: key.1.clone(),
+            period_ns: self.config.period.as_nanos() as u64,
+            pool_max_bytes: self.config.pool_max_bytes,
+            vma_budget: self.config.vma_budget,
+            predict: self.config.predict,
+            ..domain::Config::default()
+        })?);
+        let wake = Arc::new((Mutex::new(0), Condvar::new()));
+        for number in 0..self.config.workers.max(1) {
+            let (daemon, domain, wake) = (self.clone(), domain.clone(), wake.clone());
+            thread::Builder::new().name(format!("worker-{number}")).spawn(move || daemon.work(&domain, &wake))?;
+        }
+        groups.insert(key.clone(), Group { domain: domain.clone(), wake: wake.clone() });
+        Ok((domain, wake))
+    }
+
+    /// A worker: takes steps with clients that are due.
+    fn work(&self, domain: &Domain, wake: &(Mutex<u64>, Condvar)) {
+        if self.config.idle_priority {
+            let _ = sched::donate_idle_time();
+        }
+        let mut gone = Vec::new();
+        while !self.stopping.load(Ordering::Acquire) {
+            let now = sched::monotonic_ns();
+            let step = domain.step_any(now, &mut gone);
+            for id in gone.drain(..) {
+                self.forget(|client| client.id == id && client.key.1 == domain.config().name);
+            }
+            match step {
+                Some(next) => {
+                    if next.worked && next.due_ns <= now {
+                        // Other workers may help: what this step found may be mail for other clients.
+                        wake.1.notify_one();
+                    }
+                }
+                None => {
+                    let wait =
+                        domain.due_ns().map_or(NAP, |due| Duration::from_nanos(due.saturating_sub(now)).min(NAP));
+                    let wait = wait.max(Duration::from_micros(200));
+                    let rung = wake.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+                    let _ = wake.1.wait_timeout(rung, wait);
+                }
+            }
+        }
+    }
+
+    /// Notices clients that ended: their socket hangs up.
+    fn monitor(&self) {
+        while !self.stopping.load(Ordering::Acquire) {
+            let sockets: Vec<Arc<Fd>> = lock(&self.connected).iter().map(|client| client.socket.clone()).collect();
+            let mut polls: Vec<libc::pollfd> = sockets
+                .iter()
+                .map(|socket| libc::pollfd { fd: socket.raw(), events: libc::POLLRDHUP, revents: 0 })
+                .collect();
+            match fd::poll(&mut polls, 100) {
+                Ok(0) => continue,
+                Ok(_) => {}
+                Err(_) => thread::sleep(Duration::from_millis(100)),
+            }
+            for (poll, socket) in polls.iter().zip(&sockets) {
+                if poll.revents & (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR | libc::POLLNVAL) != 0 {
+                    self.forget(|client| Arc::ptr_eq(&client.socket, socket));
+                }
+            }
+        }
+    }
+
+    fn forget(&self, which: impl Fn(&Connected) -> bool) {
+        let mut out = Vec::new();
+        lock(&self.connected).retain(|client| {
+            let gone = which(client);
+            if gone {
+                out.push((client.key.clone(), client.id, client.shared.clone()));
+            }
+            !gone
+        });
+        for (key, id, shared) in out {
+            self.past_cpu_ns.fetch_add(shared.counters().cpu_ns.load(Ordering::Relaxed), Ordering::Relaxed);
+            let domain = lock(&self.groups).get(&key).map(|group| group.domain.clone());
+            if let Some(domain) = domain {
+                domain.remove(id);
+            }
+        }
+    }
+
+    /// Everything that can be told.
+    pub fn status(&self) -> Status {
+        let domains: Vec<(DomainKey, Arc<Domain>)> =
+            lock(&self.groups).iter().map(|(key, group)| (key.clone(), group.domain.clone())).collect();
+        let mut stats: Vec<_> = domains.iter().map(|(key, domain)| (key.clone(), domain.stats())).collect();
+        let me = std::process::id() as i32;
+        let rss_bytes = procfs::rss(me);
+        let mut agents_cpu_ns = self.past_cpu_ns.load(Ordering::Relaxed);
+        let clients = lock(&self.connected)
+            .iter()
+            .map(|client| {
+                let counters = client.shared.counters();
+                agents_cpu_ns += counters.cpu_ns.load(Ordering::Relaxed);
+                let of_domain = stats.iter_mut().find(|(key, _)| *key == client.key);
+                Client {
+                    pid: client.shared.pid,
+                    uid: client.shared.uid,
+                    name: client.shared.name.clone(),
+                    domain: client.key.1.clone(),
+                    stats: of_domain
+                        .and_then(|(_, domain)| domain.clients.get(&client.id).cloned())
+                        .unwrap_or_default(),
+                    freezes: counters.freezes.load(Ordering::Relaxed),
+                    freeze_ns_max: counters.freeze_ns_max.load(Ordering::Relaxed),
+                    freeze_us_log2: counters.freeze_us_log2.iter().map(|count| count.load(Ordering::Relaxed)).collect(),
+                }
+            })
+            .collect();
+        let mut totals = Totals { cpu_ns: procfs::cpu_ns(me).unwrap_or(0) + agents_cpu_ns, ..Totals::default() };
+        for (_, domain) in &stats {
+            totals.pages_shared += domain.pages_shared;
+            totals.pages_sharing += domain.pages_sharing;
+            totals.pages_zero += domain.pages_zero;
+            totals.pages_unshared += domain.pages_unshared;
+            totals.pages_volatile += domain.pages_volatile;
+            totals.pages += domain.pages;
+            totals.full_scans += domain.events.full_scans;
+            totals.breaks += domain.events.breaks;
+            totals.pages_merged += domain.events.pages_merged + domain.events.pages_zeroed;
+            totals.saved_bytes += domain.saved_bytes;
+            totals.pool_bytes += domain.pool_bytes;
+            totals.metadata_bytes += domain.metadata_bytes + domain.mapping_bytes;
+            totals.general_profit += domain.general_profit;
+        }
+        Status {
+            version: env!("CARGO_PKG_VERSION").into(),
+            pid: me,
+            uptime_s: self.started.elapsed().as_secs_f64(),
+            workers: self.config.workers,
+            period_s: self.config.period.as_secs_f64(),
+            rss_bytes,
+            totals,
+            domains: stats.into_iter().map(|(_, domain)| domain).collect(),
+            clients,
+            not_covered: lock(&self.not_covered).iter().cloned().collect(),
+        }
+    }
+
+    /// The clients of process `pid` (one, unless it connected twice), or all.
+    pub(crate) fn clients_of(&self, pid: Option<i32>) -> Vec<(Arc<Domain>, ClientId)> {
+        let groups = lock(&self.groups);
+        lock(&self.connected)
+            .iter()
+            .filter(|client| pid.is_none_or(|pid| client.shared.pid == pid))
+            .filter_map(|client| Some((groups.get(&client.key)?.domain.clone(), client.id)))
+            .collect()
+    }
+
+    /// Compares every shared mapping with its slot through the kernel's own page tables.
+    pub fn verify(&self) -> crate::status::Verified {
+        verify::verify(self)
+    }
+}
+
+fn ring(wake: &(Mutex<u64>, Condvar)) {
+    *lock(&wake.0) += 1;
+    wake.1.notify_all();
+}
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
