@@ -1,0 +1,53 @@
+//! Settings of a store.
+
+use crate::hash::Hash;
+pub use llds::arena::{Numa, Pages};
+
+/// How a store is made. What concerns its layout is fixed at creation; opening takes it from the store.
+///
+/// ```
+/// use forrest::{Hash, Options};
+/// let store = Options::new().limit_bytes(64 << 20).hash(Hash::Keyed).private()?;
+/// # Ok::<(), forrest::Error>(())
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    pub(crate) limit_bytes: Option<u64>,
+    pub(crate) hash: Option<Hash>,
+    pub(crate) pages: Pages,
+    pub(crate) numa: Numa,
+}
+
+impl Options {
+    /// Returns the default settings: no limit below 256 GiB (64 GiB for a shared store), MurmurHash64A with seed 9,
+    /// the largest pages that are there.
+    pub fn new() -> Options {
+        Options::default()
+    }
+
+    /// Sets how many bytes entries and table may take; an operation that needs more fails, nothing is evicted.
+    ///
+    /// Rounded up to 512 KiB. The fixed part (1 MiB, and 2 % for bookkeeping) comes on top.
+    pub fn limit_bytes(mut self, bytes: u64) -> Options {
+        self.limit_bytes = Some(bytes);
+        self
+    }
+
+    /// Sets how keys are hashed.
+    pub fn hash(mut self, hash: Hash) -> Options {
+        self.hash = Some(hash);
+        self
+    }
+
+    /// Sets the pages asked for.
+    pub fn pages(mut self, pages: Pages) -> Options {
+        self.pages = pages;
+        self
+    }
+
+    /// Sets where a private store's pages are placed on a machine with several memory nodes.
+    pub fn numa(mut self, numa: Numa) -> Options {
+        self.numa = numa;
+        self
+    }
+}

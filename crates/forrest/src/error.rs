@@ -1,0 +1,85 @@
+//! Why an operation on a store could not be done.
+
+use std::io;
+
+/// Why an operation on a store could not be done.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Error {
+    /// The key is longer than [`crate::KEY_BYTES_MAX`].
+    KeyTooLong {
+        /// Bytes of the key.
+        bytes: usize,
+    },
+    /// The value is longer than [`crate::VALUE_BYTES_MAX`].
+    ValueTooLong {
+        /// Bytes of the value.
+        bytes: usize,
+    },
+    /// The value is not a number of 8 bytes.
+    NotANumber {
+        /// Bytes of the value.
+        bytes: usize,
+    },
+    /// The name of a shared store is empty, too long, or holds a slash.
+    Name(String),
+    /// There is no store of this name.
+    NotFound(String),
+    /// There is a store of this name already.
+    Exists(String),
+    /// The store was made with other settings than it is opened with.
+    Settings(&'static str),
+    /// Memory, sharing, or the file under the store.
+    Arena(llds::arena::Error),
+}
+
+impl Error {
+    /// Whether the store's memory limit is reached.
+    pub fn is_full(&self) -> bool {
+        matches!(self, Error::Arena(llds::arena::Error::Full { .. }))
+    }
+}
+
+impl std::fmt::Display for Error {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Error::KeyTooLong { bytes } => {
+                write!(f, "a key of {bytes} bytes is too long; the limit is {}", crate::KEY_BYTES_MAX)
+            }
+            Error::ValueTooLong { bytes } => {
+                write!(f, "a value of {bytes} bytes is too long; the limit is {}", crate::VALUE_BYTES_MAX)
+            }
+            Error::NotANumber { bytes } => {
+                write!(f, "a value of {bytes} bytes is not a number; numbers have 8 bytes, little-endian")
+            }
+            Error::Name(name) => {
+                write!(f, "'{name}' cannot name a store: use 1 to 200 bytes without '/', not beginning with '.'")
+            }
+            Error::NotFound(name) => write!(f, "there is no store '{name}'; create it first"),
+            Error::Exists(name) => write!(f, "there is a store '{name}' already; open it, or remove it first"),
+            Error::Settings(what) => write!(f, "the store was made with another {what}; open it with the same"),
+            Error::Arena(error) => write!(f, "{error}"),
+        }
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Error::Arena(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+impl From<llds::arena::Error> for Error {
+    fn from(error: llds::arena::Error) -> Error {
+        Error::Arena(error)
+    }
+}
+
+impl From<io::Error> for Error {
+    fn from(error: io::Error) -> Error {
+        Error::Arena(llds::arena::Error::Io(error))
+    }
+}

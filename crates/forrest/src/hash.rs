@@ -1,0 +1,310 @@
+//! Hashes: MurmurHash64A as libforrest has it, and keyed ones against hostile keys.
+//!
+//! Keys of 8 bytes are hashed by a *bijection*: MurmurHash64A is one on inputs
+//! of 8 bytes, and Speck64/128 is one under any key. Two different keys of 8
+//! bytes therefore never have the same hash, so the table compares the full
+//! key when it compares the full hash, and gives the key back by inverting it.
+//! Keys of any other length may collide; there the bytes are compared.
+
+/// Multiplier of MurmurHash64A.
+const M: u64 = 0xc6a4_a793_5bd1_e995;
+/// Its inverse modulo 2^64.
+const M_INVERSE: u64 = {
+    // Newton's iteration doubles the correct low bits each time; an odd number is its own inverse modulo 8.
+    let mut inverse = M;
+    let mut round = 0;
+    while round < 5 {
+        inverse = inverse.wrapping_mul(2u64.wrapping_sub(M.wrapping_mul(inverse)));
+        round += 1;
+    }
+    inverse
+};
+const R: u32 = 47;
+
+/// Returns the 64-bit MurmurHash, revision A, of `key`, as `ft_MurmurHash64A` of libforrest does.
+///
+/// ```
+/// assert_eq!(forrest::murmur64a(b"", 0), 0);
+/// ```
+pub fn murmur64a(key: &[u8], seed: u64) -> u64 {
+    let mut hash = seed ^ (key.len() as u64).wrapping_mul(M);
+    let mut chunks = key.chunks_exact(8);
+    for chunk in &mut chunks {
+        let mut word = u64::from_le_bytes(chunk.try_into().unwrap_or_default()).wrapping_mul(M);
+        word ^= word >> R;
+        hash = (hash ^ word.wrapping_mul(M)).wrapping_mul(M);
+    }
+    let tail = chunks.remainder();
+    if !tail.is_empty() {
+        let mut word = [0; 8];
+        word[..tail.len()].copy_from_slice(tail);
+        hash = (hash ^ u64::from_le_bytes(word)).wrapping_mul(M);
+    }
+    finish(hash)
+}
+
+#[inline]
+fn finish(mut hash: u64) -> u64 {
+    hash ^= hash >> R;
+    hash = hash.wrapping_mul(M);
+    hash ^ (hash >> R)
+}
+
+/// [`murmur64a`] of the 8 little-endian bytes of `key`.
+#[inline]
+fn murmur_word(key: u64, seed: u64) -> u64 {
+    let mut word = key.wrapping_mul(M);
+    word ^= word >> R;
+    finish((seed ^ 8u64.wrapping_mul(M) ^ word.wrapping_mul(M)).wrapping_mul(M))
+}
+
+/// The key whose [`murmur_word`] is `hash`. (`x ^ x >> 47` is its own inverse, since 94 > 64.)
+fn murmur_word_inverse(hash: u64, seed: u64) -> u64 {
+    let mut hash = (hash ^ (hash >> R)).wrapping_mul(M_INVERSE);
+    hash = (hash ^ (hash >> R)).wrapping_mul(M_INVERSE);
+    let mut word = (hash ^ seed ^ 8u64.wrapping_mul(M)).wrapping_mul(M_INVERSE);
+    word ^= word >> R;
+    word.wrapping_mul(M_INVERSE)
+}
+
+/// SipHash with 1 compression and 3 finalisation rounds.
+pub(crate) fn siphash13(keys: [u64; 2], bytes: &[u8]) -> u64 {
+    let mut v = [
+        keys[0] ^ 0x736f_6d65_7073_6575,
+        keys[1] ^ 0x646f_7261_6e64_6f6d,
+        keys[0] ^ 0x6c79_6765_6e65_7261,
+        keys[1] ^ 0x7465_6462_7974_6573,
+    ];
+    let round = |v: &mut [u64; 4]| {
+        v[0] = v[0].wrapping_add(v[1]);
+        v[1] = v[1].rotate_left(13) ^ v[0];
+        v[0] = v[0].rotate_left(32);
+        v[2] = v[2].wrapping_add(v[3]);
+        v[3] = v[3].rotate_left(16) ^ v[2];
+        v[0] = v[0].wrapping_add(v[3]);
+        v[3] = v[3].rotate_left(21) ^ v[0];
+        v[2] = v[2].wrapping_add(v[1]);
+        v[1] = v[1].rotate_left(17) ^ v[2];
+        v[2] = v[2].rotate_left(32);
+    };
+    let mut chunks = bytes.chunks_exact(8);
+    for chunk in &mut chunks {
+        let word = u64::from_le_bytes(chunk.try_into().unwrap_or_default());
+        v[3] ^= word;
+        round(&mut v);
+        v[0] ^= word;
+    }
+    let mut last = [0; 8];
+    last[..chunks.remainder().len()].copy_from_slice(chunks.remainder());
+    last[7] = bytes.len() as u8;
+    let word = u64::from_le_bytes(last);
+    v[3] ^= word;
+    round(&mut v);
+    v[0] ^= word;
+    v[2] ^= 0xff;
+    for _ in 0..3 {
+        round(&mut v);
+    }
+    v[0] ^ v[1] ^ v[2] ^ v[3]
+}
+
+/// Rounds of Speck64/128.
+const SPECK_ROUNDS: usize = 27;
+
+/// Round keys of Speck64/128, a published block cipher on 64-bit blocks.
+#[derive(Clone)]
+pub(crate) struct Speck([u32; SPECK_ROUNDS]);
+
+impl Speck {
+    fn new(keys: [u64; 2]) -> Speck {
+        let mut k = keys[0] as u32;
+        let mut l = [(keys[0] >> 32) as u32, keys[1] as u32, (keys[1] >> 32) as u32];
+        let mut rounds = [0; SPECK_ROUNDS];
+        for (round, out) in rounds.iter_mut().enumerate() {
+            *out = k;
+            let at = round % 3;
+            l[at] = k.wrapping_add(l[at].rotate_right(8)) ^ round as u32;
+            k = k.rotate_left(3) ^ l[at];
+        }
+        Speck(rounds)
+    }
+
+    #[inline]
+    fn encrypt(&self, block: u64) -> u64 {
+        let (mut x, mut y) = ((block >> 32) as u32, block as u32);
+        for key in self.0 {
+            x = x.rotate_right(8).wrapping_add(y) ^ key;
+            y = y.rotate_left(3) ^ x;
+        }
+        u64::from(x) << 32 | u64::from(y)
+    }
+
+    fn decrypt(&self, block: u64) -> u64 {
+        let (mut x, mut y) = ((block >> 32) as u32, block as u32);
+        for key in self.0.into_iter().rev() {
+            y = (y ^ x).rotate_right(3);
+            x = (x ^ key).wrapping_sub(y).rotate_left(8);
+        }
+        u64::from(x) << 32 | u64::from(y)
+    }
+}
+
+/// How keys are hashed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Hash {
+    /// MurmurHash64A with this seed, as libforrest. Its users take seed 9.
+    Murmur {
+        /// The seed.
+        seed: u64,
+    },
+    /// Keyed with random numbers of the store's own: for keys that a stranger chooses.
+    ///
+    /// SipHash-1-3, and Speck64/128 for keys of 8 bytes.
+    Keyed,
+}
+
+impl Default for Hash {
+    fn default() -> Hash {
+        Hash::Murmur { seed: 9 }
+    }
+}
+
+/// The hash function of one store.
+pub(crate) enum Hasher {
+    Murmur { seed: u64, keys: [u64; 2] },
+    Keyed { speck: Box<Speck>, keys: [u64; 2] },
+}
+
+impl Hasher {
+    pub fn new(hash: Hash, keys: [u64; 2]) -> Hasher {
+        match hash {
+            Hash::Murmur { seed } => Hasher::Murmur { seed, keys },
+            Hash::Keyed => Hasher::Keyed { speck: Box::new(Speck::new([keys[1], keys[0]])), keys },
+        }
+    }
+
+    /// The hash under which `key` is found first.
+    #[inline]
+    pub fn first(&self, key: &[u8]) -> u64 {
+        match (self, <&[u8; 8]>::try_from(key).ok()) {
+            (Hasher::Murmur { seed, .. }, Some(word)) => murmur_word(u64::from_le_bytes(*word), *seed),
+            (Hasher::Murmur { seed, .. }, None) => murmur64a(key, *seed),
+            (Hasher::Keyed { speck, .. }, Some(word)) => speck.encrypt(u64::from_le_bytes(*word)),
+            (Hasher::Keyed { keys, .. }, None) => siphash13(*keys, key),
+        }
+    }
+
+    /// The key of 8 bytes whose first hash is `hash`.
+    pub fn word_of(&self, hash: u64) -> [u8; 8] {
+        match self {
+            Hasher::Murmur { seed, .. } => murmur_word_inverse(hash, *seed),
+            Hasher::Keyed { speck, .. } => speck.decrypt(hash),
+        }
+        .to_le_bytes()
+    }
+
+    /// The hash under which a key is found when too many others have its first hash.
+    pub fn second(&self, key: &[u8]) -> u64 {
+        let (Hasher::Murmur { keys, .. } | Hasher::Keyed { keys, .. }) = self;
+        siphash13([!keys[0], keys[1]], key)
+    }
+}
+
+/// Returns `N` random words from the system.
+pub(crate) fn random<const N: usize>() -> std::io::Result<[u64; N]> {
+    let mut words = [0u64; N];
+    // SAFETY: fills our own array, whose size in bytes is passed.
+    let got = unsafe { libc::getrandom(words.as_mut_ptr().cast(), N * 8, 0) };
+    if got == (N * 8) as isize { Ok(words) } else { Err(std::io::Error::last_os_error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::hash::Hasher as _;
+
+    /// The reference code of MurmurHash64A, written as its author published it (byte-wise tail).
+    fn reference(key: &[u8], seed: u64) -> u64 {
+        let mut h = seed ^ (key.len() as u64).wrapping_mul(M);
+        let blocks = key.len() / 8;
+        for i in 0..blocks {
+            let mut k = 0u64;
+            for j in (0..8).rev() {
+                k = k << 8 | u64::from(key[i * 8 + j]);
+            }
+            k = k.wrapping_mul(M);
+            k ^= k >> R;
+            k = k.wrapping_mul(M);
+            h ^= k;
+            h = h.wrapping_mul(M);
+        }
+        let tail = &key[blocks * 8..];
+        for i in (0..tail.len()).rev() {
+            h ^= u64::from(tail[i]) << (8 * i);
+            if i == 0 {
+                h = h.wrapping_mul(M);
+            }
+        }
+        h ^= h >> R;
+        h = h.wrapping_mul(M);
+        h ^ (h >> R)
+    }
+
+    #[test]
+    fn murmur_equals_the_reference() {
+        let bytes: Vec<u8> = (0..100u32).map(|i| (i * 37 + 11) as u8).collect();
+        for length in 0..bytes.len() {
+            for seed in [0, 9, u64::MAX, 0xdead_beef] {
+                assert_eq!(murmur64a(&bytes[..length], seed), reference(&bytes[..length], seed), "{length}");
+            }
+        }
+    }
+
+    /// Keys as the source's test makes them; the values come from the hash's C code, compiled apart.
+    const VECTORS: &[(&str, u64)] = &[
+        ("", 0xfbc9_e42e_3a60_c1ae),
+        ("key0", 0xd5ab_aea0_efc0_e080),
+        ("key1", 0x3dd2_f071_3e00_c495),
+        ("key42", 0xed2d_2b16_a198_f5a6),
+        ("key500000", 0x9c65_4fb4_e163_a214),
+        ("key1234567", 0xfa73_44f8_764c_ec03),
+        ("key12345678", 0x3699_70f1_99d2_a00e),
+        ("key2003009040", 0xd9a3_f50a_6b91_414a),
+    ];
+
+    #[test]
+    fn murmur_vectors_of_seed_9() {
+        for (key, expected) in VECTORS {
+            assert_eq!(murmur64a(key.as_bytes(), 9), *expected, "{key}");
+        }
+    }
+
+    #[test]
+    fn words_are_hashed_as_their_bytes_and_back() {
+        for key in (0..2000u64).map(|i| i.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ i) {
+            for seed in [9, 0x1234_5678_9abc_def0] {
+                assert_eq!(murmur_word(key, seed), murmur64a(&key.to_le_bytes(), seed));
+                assert_eq!(murmur_word_inverse(murmur_word(key, seed), seed), key);
+            }
+            let keyed = Hasher::new(Hash::Keyed, [key, !key]);
+            assert_eq!(keyed.word_of(keyed.first(&key.to_le_bytes())), key.to_le_bytes());
+        }
+    }
+
+    #[test]
+    fn speck_gives_the_published_vector() {
+        let speck = Speck::new([0x0b0a_0908_0302_0100, 0x1b1a_1918_1312_1110]);
+        assert_eq!(speck.encrypt(0x3b72_6574_7475_432d), 0x8c6f_a548_454e_028b);
+        assert_eq!(speck.decrypt(0x8c6f_a548_454e_028b), 0x3b72_6574_7475_432d);
+    }
+
+    #[test]
+    fn siphash_equals_the_standard_library() {
+        let bytes: Vec<u8> = (0..200u32).map(|i| (i * 91 + 3) as u8).collect();
+        for length in 0..bytes.len() {
+            let mut std = std::collections::hash_map::DefaultHasher::new();
+            std.write(&bytes[..length]);
+            assert_eq!(siphash13([0, 0], &bytes[..length]), std.finish(), "{length}");
+        }
+    }
+}

@@ -1,0 +1,72 @@
+//! forrest: a key-value store in memory, private to a process or shared by several.
+//!
+//! It does the job of libforrest over llds without a kernel module: very large
+//! maps at the speed of the memory, on huge pages, with few dependent misses.
+//!
+//! ```
+//! use forrest::Store;
+//! let store = Store::new()?;
+//! store.set(b"name", b"pagefold")?;
+//! assert_eq!(store.get(b"name").unwrap(), b"pagefold");
+//! # Ok::<(), forrest::Error>(())
+//! ```
+//!
+//! # Sharing
+//! [`Store::open`] opens a store by name; several processes use it at once through shared memory, with no daemon.
+//! Any of them may be killed at any instruction: the others go on, readers notice nothing, a writer that meets a
+//! lock of the dead process takes it over, and what it held is put back. The store outlives its processes until
+//! [`Store::remove`]. A store from another version or machine, a truncated or damaged one, is refused.
+//!
+//! Processes that share a store trust each other: whoever can write its file can write anything into it. A process
+//! that is stopped (not killed) inside an update holds up writers of that one segment, never readers.
+//!
+//! # Consistency
+//! Each operation on a key takes effect at one instant. A read takes no lock: it sees an entry as it was at one
+//! instant during the call. Iteration sees each segment at one instant, not the whole store.
+//!
+//! # Keys that a stranger chooses
+//! The default hash is MurmurHash64A with seed 9, as in libforrest; whoever knows it can choose keys of equal hash.
+//! The store bounds what that costs: the ninth key of one hash goes by a second, secret hash. Where keys come from
+//! strangers, take [`Hash::Keyed`] all the same.
+//!
+//! # When not to use it
+//! For small maps of one thread `std`'s `HashMap` is quicker; where order matters, use a B-tree; what must survive
+//! a reboot belongs in a database.
+//!
+//! # Limits
+//! Keys to [`KEY_BYTES_MAX`], values to [`VALUE_BYTES_MAX`], 1024 threads over all processes, 1 TiB.
+
+mod bucket;
+#[cfg(test)]
+mod bucket_tests;
+#[allow(non_camel_case_types, non_snake_case)]
+pub mod capi;
+mod config;
+mod error;
+mod hash;
+mod primitive;
+mod record;
+mod recover;
+mod stats;
+mod store;
+mod table;
+mod value;
+
+pub use config::{Numa, Options, Pages};
+pub use error::Error;
+pub use hash::{Hash, murmur64a};
+pub use llds::arena::Backing;
+pub use recover::Report;
+pub use stats::Stats;
+pub use store::Store;
+pub use value::{Ref, Value};
+
+/// Longest key, in bytes.
+pub const KEY_BYTES_MAX: usize = 64 << 10;
+
+/// Longest value, in bytes.
+pub const VALUE_BYTES_MAX: usize = 1 << 30;
+
+/// Makes a process die at a chosen store to shared memory, for crash tests. Does nothing in release builds.
+#[doc(hidden)]
+pub use llds::arena::fault;

@@ -1,0 +1,140 @@
+//! Records: keys and values that do not fit a slot.
+//!
+//! ```text
+//! word 0     key length (low 32 bits), value length (high 32 bits)
+//! word 1..   key bytes, padded to 8; value bytes, padded to 8
+//! ```
+//!
+//! A record is written before it is linked and never changes afterwards. A
+//! reader without a guard may look at one that was freed meanwhile: it reads
+//! word by word, trusts no length beyond the arena's end, and checks
+//! afterwards whether the record was linked all the time.
+
+use llds::arena::Arena;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes a record of this key and value takes.
+pub fn record_bytes(key_bytes: usize, value_bytes: usize) -> usize {
+    8 + key_bytes.next_multiple_of(8) + value_bytes.next_multiple_of(8)
+}
+
+/// A record at a place that was checked to lie inside the arena as a whole.
+#[derive(Clone, Copy)]
+pub struct Record<'a> {
+    words: *const AtomicU64,
+    pub key_bytes: usize,
+    pub value_bytes: usize,
+    _arena: std::marker::PhantomData<&'a Arena>,
+}
+
+impl<'a> Record<'a> {
+    /// Looks at `offset`. `None` if what is there cannot be a record.
+    #[inline]
+    pub fn at(arena: &'a Arena, offset: u64) -> Option<Record<'a>> {
+        let range = arena.data_range();
+        if !range.contains(&offset) || !offset.is_multiple_of(16) {
+            return None;
+        }
+        let words = arena.at(offset).cast::<AtomicU64>().cast_const();
+        // SAFETY: the offset lies in the arena's data and is aligned (checked above); the data is a multiple of 16.
+        let lengths = unsafe { (*words).load(Ordering::Relaxed) };
+        let (key_bytes, value_bytes) = ((lengths & 0xffff_ffff) as usize, (lengths >> 32) as usize);
+        if record_bytes(key_bytes, value_bytes) as u64 > range.end - offset {
+            return None;
+        }
+        Some(Record { words, key_bytes, value_bytes, _arena: std::marker::PhantomData })
+    }
+
+    #[inline]
+    fn word(&self, index: usize) -> u64 {
+        // SAFETY: `at` checked that the whole record lies inside the arena; callers stay below its length.
+        unsafe { (*self.words.add(index)).load(Ordering::Relaxed) }
+    }
+
+    /// Whether the record's key is `key`.
+    #[inline]
+    pub fn has_key(&self, key: &[u8]) -> bool {
+        if self.key_bytes != key.len() {
+            return false;
+        }
+        key.chunks(8).enumerate().all(|(index, chunk)| {
+            let mut padded = [0; 8];
+            padded[..chunk.len()].copy_from_slice(chunk);
+            self.word(1 + index) == u64::from_le_bytes(padded).to_le()
+        })
+    }
+
+    fn value_index(&self) -> usize {
+        1 + self.key_bytes.div_ceil(8)
+    }
+
+    /// Appends the record's value to `out`.
+    pub fn copy_value(&self, out: &mut Vec<u8>) {
+        self.copy(self.value_index(), self.value_bytes, out);
+    }
+
+    /// Appends the record's key to `out`.
+    pub fn copy_key(&self, out: &mut Vec<u8>) {
+        self.copy(1, self.key_bytes, out);
+    }
+
+    fn copy(&self, first: usize, bytes: usize, out: &mut Vec<u8>) {
+        out.reserve(bytes);
+        for index in 0..bytes / 8 {
+            out.extend_from_slice(&self.word(first + index).to_ne_bytes());
+        }
+        if !bytes.is_multiple_of(8) {
+            out.extend_from_slice(&self.word(first + bytes / 8).to_ne_bytes()[..bytes % 8]);
+        }
+    }
+
+    /// Returns the value in place.
+    ///
+    /// # Safety
+    /// The record must be linked, and stay so or be named by a hazard, for all of `'a`.
+    pub unsafe fn value(&self) -> &'a [u8] {
+        // SAFETY: inside the arena by `at`; not written any more by the caller's promise.
+        unsafe { std::slice::from_raw_parts(self.words.add(self.value_index()).cast::<u8>(), self.value_bytes) }
+    }
+
+    /// Returns the first byte of the record, to prefetch it.
+    pub fn prefetch(arena: &Arena, offset: u64) {
+        prefetch(arena.at(offset & 0xff_ffff_fff0));
+    }
+}
+
+/// Writes a record into the block at `offset`, which must be ours and large enough.
+pub fn write(arena: &Arena, offset: u64, key: &[u8], value: &[u8]) {
+    let words = arena.at(offset).cast::<AtomicU64>();
+    let mut index = 0;
+    let mut put = |word: u64| {
+        // SAFETY: the block is ours and holds `record_bytes` (the caller allocated that much); atomics, because a
+        // reader of the block's former life may still look.
+        unsafe { (*words.add(index)).store(word, Ordering::Relaxed) };
+        index += 1;
+    };
+    put(key.len() as u64 | (value.len() as u64) << 32);
+    for part in [key, value] {
+        let mut chunks = part.chunks_exact(8);
+        for chunk in &mut chunks {
+            put(u64::from_ne_bytes(chunk.try_into().unwrap_or_default()));
+        }
+        if !chunks.remainder().is_empty() {
+            let mut padded = [0; 8];
+            padded[..chunks.remainder().len()].copy_from_slice(chunks.remainder());
+            put(u64::from_ne_bytes(padded));
+        }
+    }
+}
+
+/// Asks for the cache line at `address`.
+#[inline]
+pub fn prefetch<T>(address: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch of any address is allowed; it never faults.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = address;
+}

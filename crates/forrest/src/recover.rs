@@ -1,0 +1,283 @@
+//! After a death, and after a doubt: putting back what a killed process held.
+//!
+//! A writer dies holding at most two segment locks, with at most one block
+//! taken and one unlinked (its intents). Everything it published was whole at
+//! every store, so recovery decides nothing about content: it finds out which
+//! of the intents happened, removes the second copy of an entry that was being
+//! moved, counts again, and unlocks. Each step may be repeated, because the
+//! one who recovers may be killed too.
+
+use crate::bucket::{Kind, SLOTS};
+use crate::record::Record;
+use crate::table::{Dir, Place, SEGMENTS, Spot, Table, content};
+use llds::arena::fault::point;
+use std::collections::HashSet;
+use std::sync::atomic::Ordering;
+
+/// What [`crate::Store::check`] counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Entries.
+    pub entries: u64,
+    /// Entries in their home bucket.
+    pub at_home: u64,
+    /// Farthest an entry lies from its home, in buckets.
+    pub reach_max: u64,
+    /// Entries under their second hash.
+    pub second: u64,
+    /// Buckets.
+    pub buckets: u64,
+    /// Blocks that are given out but neither linked nor awaiting their end; a death can leave one.
+    pub lost_blocks: u64,
+}
+
+impl Table {
+    /// Cleans up after all dead seats.
+    pub fn recover_all(&self) {
+        for owner in self.arena.dead_seats() {
+            self.recover(owner);
+        }
+    }
+
+    /// Cleans up after the dead owner of a seat, if he is dead and nobody else does it.
+    pub fn recover(&self, owner: u64) {
+        let Some(dead) = self.arena.begin_recovery(owner) else { return };
+        let held: Vec<usize> =
+            (0..SEGMENTS).filter(|&s| self.lock_word(s).load(Ordering::Acquire) >> 48 == owner).collect();
+        for &segment in &held {
+            self.renew_versions(segment);
+            point();
+        }
+        // One who died while he recovered another holds no lock himself: his intent may lie anywhere.
+        let linked = |block: u64| {
+            held.iter().any(|&segment| self.is_linked(segment, block))
+                || (held.is_empty() && (0..SEGMENTS).any(|segment| self.is_linked(segment, block)))
+        };
+        let block = dead.alloc_intent();
+        if block != 0 && linked(block) {
+            self.arena.keep_alloc(&dead);
+        } else {
+            self.arena.recover_alloc(&dead);
+        }
+        point();
+        let block = dead.retire_intent();
+        if block != 0 && linked(block) {
+            self.arena.keep_retire(&dead);
+        } else {
+            self.arena.recover_retire(&dead);
+        }
+        for &segment in &held {
+            point();
+            self.drop_second_copies(segment);
+            let mut count = 0;
+            self.each_in(segment, |_, _| count += 1);
+            point();
+            // The count without an owner: this is the unlock.
+            self.lock_word(segment).store(count, Ordering::Release);
+        }
+        point();
+        self.arena.end_recovery(dead);
+    }
+
+    /// Makes readers start over that read a word just before the dead writer replaced it.
+    fn renew_versions(&self, segment: usize) {
+        let dir = self.dir(segment, Ordering::Acquire);
+        for index in 0..dir.buckets() {
+            let head = &self.bucket(dir, index).head;
+            head.store(crate::bucket::Head(head.load(Ordering::Relaxed)).next().0, Ordering::Release);
+        }
+    }
+
+    fn is_linked(&self, segment: usize, block: u64) -> bool {
+        let dir = self.dir(segment, Ordering::Acquire);
+        let mut found = dir.buckets() != 0 && dir.offset() == block;
+        self.each_in(segment, |place, _| found |= place.kind.is_record() && place.word == block);
+        found
+    }
+
+    /// Removes what a dead writer left of an entry it was moving: readers see the first copy, so the second goes.
+    fn drop_second_copies(&self, segment: usize) {
+        let dir = self.dir(segment, Ordering::Acquire);
+        let mut entries: Vec<(Place, u64)> = Vec::new();
+        self.each_in(segment, |place, remainder| entries.push((place, remainder)));
+        for &(place, remainder) in &entries {
+            let first = self.first_copy(dir, place, remainder);
+            if first == (place.bucket, place.slot) {
+                continue;
+            }
+            if place.kind.is_record()
+                && let Ok(seat) = self.arena.seat()
+            {
+                seat.intend_retire(place.word);
+                point();
+                self.unlink(dir, place);
+                self.arena.retire(&seat, place.word);
+            } else {
+                self.unlink(dir, place);
+            }
+        }
+    }
+
+    fn unlink(&self, dir: Dir, place: Place) {
+        let bucket = self.bucket(dir, place.bucket);
+        let head = bucket.head(Ordering::Relaxed).with_kind(place.slot, Kind::EMPTY).next();
+        bucket.head.store(head.0, Ordering::Release);
+        point();
+    }
+
+    /// Where a reader that looks for the key of `place` finds it.
+    fn first_copy(&self, dir: Dir, place: Place, remainder: u64) -> (usize, usize) {
+        let buckets = dir.buckets();
+        let home = self.home(remainder, buckets);
+        let reach = self.bucket(dir, home).head(Ordering::Relaxed).reach().min(buckets - 1);
+        let mut key = Vec::new();
+        let word_key = match Record::at(&self.arena, place.word).filter(|_| place.kind.is_record()) {
+            Some(record) => {
+                record.copy_key(&mut key);
+                key.len() == 8 && place.kind == Kind::RECORD
+            }
+            None => true,
+        };
+        for step in 0..=reach {
+            let index = (home + step) % buckets;
+            let bucket = self.bucket(dir, index);
+            let head = bucket.head(Ordering::Relaxed);
+            for slot in 0..SLOTS {
+                let kind = head.kind(slot);
+                if kind == Kind::EMPTY || bucket.remainder(head, slot) != remainder {
+                    continue;
+                }
+                let same = if kind.is_record() {
+                    let record = Record::at(&self.arena, bucket.words[slot].load(Ordering::Relaxed));
+                    match record {
+                        Some(record) if place.kind.is_record() => kind == place.kind && record.has_key(&key),
+                        Some(record) => kind == Kind::RECORD && record.key_bytes == 8,
+                        None => false,
+                    }
+                } else {
+                    word_key
+                };
+                if same {
+                    return (index, slot);
+                }
+            }
+        }
+        (place.bucket, place.slot)
+    }
+
+    /// Frees blocks that a death left without an owner. Nobody else may use the store meanwhile.
+    pub fn free_lost(&self) -> Result<u64, crate::Error> {
+        let seat = self.arena.seat()?;
+        let lost = self.lost_blocks();
+        for &block in &lost {
+            self.arena.free(&seat, block);
+        }
+        Ok(lost.len() as u64)
+    }
+
+    fn lost_blocks(&self) -> Vec<u64> {
+        let mut known: HashSet<u64> = HashSet::new();
+        for segment in 0..SEGMENTS {
+            let dir = self.dir(segment, Ordering::Acquire);
+            if dir.buckets() != 0 {
+                known.insert(dir.offset());
+            }
+            self.each_in(segment, |place, _| {
+                if place.kind.is_record() {
+                    known.insert(place.word);
+                }
+            });
+        }
+        self.arena.each_retired(|block| {
+            known.insert(block);
+        });
+        let mut lost = Vec::new();
+        self.arena.each_block(|block| {
+            if !known.contains(&block) {
+                lost.push(block);
+            }
+        });
+        lost
+    }
+
+    /// Checks every promise of the layout. Exact only while nobody writes.
+    pub fn check(&self) -> Result<Report, String> {
+        let mut report = Report::default();
+        for segment in 0..SEGMENTS {
+            let word = self.lock_word(segment).load(Ordering::Acquire);
+            if word >> 48 != 0 {
+                return Err(format!("segment {segment} is locked by seat {}", word >> 48));
+            }
+            let dir = self.dir(segment, Ordering::Acquire);
+            let range = self.arena.data_range();
+            let bytes = (dir.buckets() * crate::bucket::BUCKET_BYTES) as u64;
+            if dir.buckets() != 0 {
+                if !range.contains(&dir.offset()) || dir.offset() + bytes > range.end {
+                    return Err(format!("segment {segment} lies outside the arena"));
+                }
+                if self.arena.block_bytes(dir.offset()) < bytes.min(64) || !self.arena.is_allocated(dir.offset()) {
+                    return Err(format!("segment {segment} is not in a block of its own"));
+                }
+            }
+            report.buckets += dir.buckets() as u64;
+            let mut entries = Vec::new();
+            self.each_in(segment, |place, remainder| entries.push((place, remainder)));
+            if entries.len() as u64 != word {
+                return Err(format!("segment {segment} counts {word} entries and has {}", entries.len()));
+            }
+            for (place, remainder) in entries {
+                self.check_entry(segment, dir, place, remainder, &mut report)?;
+            }
+        }
+        report.lost_blocks = self.lost_blocks().len() as u64;
+        Ok(report)
+    }
+
+    fn check_entry(
+        &self,
+        segment: usize,
+        dir: Dir,
+        place: Place,
+        remainder: u64,
+        report: &mut Report,
+    ) -> Result<(), String> {
+        let at = format!("segment {segment}, bucket {}, slot {}", place.bucket, place.slot);
+        let home = self.home(remainder, dir.buckets());
+        let step = if place.bucket >= home { place.bucket - home } else { place.bucket + dir.buckets() - home };
+        let head = self.bucket(dir, home).head(Ordering::Acquire);
+        if head.reach() < step {
+            return Err(format!(
+                "{at}: {step} buckets from home, which reaches {} ({:#x})",
+                head.reach(),
+                content(head)
+            ));
+        }
+        if self.first_copy(dir, place, remainder) != (place.bucket, place.slot) {
+            return Err(format!("{at}: a second copy"));
+        }
+        if place.kind.0 > Kind::SECOND.0 {
+            return Err(format!("{at}: unknown kind {}", place.kind.0));
+        }
+        if place.kind.is_record() {
+            if !self.arena.is_allocated(place.word) {
+                return Err(format!("{at}: its record is not allocated"));
+            }
+            let Some(record) = Record::at(&self.arena, place.word) else {
+                return Err(format!("{at}: its record does not fit the arena"));
+            };
+            let mut key = Vec::new();
+            record.copy_key(&mut key);
+            let second = place.kind == Kind::SECOND;
+            let hash = if second { self.hasher.second(&key) } else { self.hasher.first(&key) };
+            let spot = Spot::of(hash);
+            if (spot.segment, spot.remainder) != (segment, remainder) {
+                return Err(format!("{at}: its key hashes elsewhere"));
+            }
+            report.second += u64::from(second);
+        }
+        report.entries += 1;
+        report.at_home += u64::from(step == 0);
+        report.reach_max = report.reach_max.max(step as u64);
+        Ok(())
+    }
+}

@@ -1,0 +1,48 @@
+//! Counters of a store.
+
+use llds::arena::Backing;
+
+/// What a store holds and what it takes.
+#[derive(Clone, Copy, Debug)]
+pub struct Stats {
+    /// Entries.
+    pub entry_count: u64,
+    /// Buckets of four entries each.
+    pub bucket_count: u64,
+    /// Bytes in blocks: buckets and records.
+    pub allocated_bytes: u64,
+    /// Bytes of memory the blocks lie in; what the limit counts, without free spans kept for reuse.
+    pub held_bytes: u64,
+    /// Bytes of free memory kept for reuse.
+    pub kept_bytes: u64,
+    /// Bytes of directory and locks.
+    pub fixed_bytes: u64,
+    /// The memory limit.
+    pub limit_bytes: u64,
+    /// Pages the store stands on.
+    pub backing: Backing,
+    /// Threads that have written to it and live.
+    pub thread_count: u64,
+    /// Deaths of other processes' threads that were cleaned up.
+    pub recovery_count: u64,
+}
+
+impl Stats {
+    /// Returns the counters as one line of JSON.
+    pub fn to_json(&self) -> String {
+        format!(
+            "{{\"entry_count\":{},\"bucket_count\":{},\"allocated_bytes\":{},\"held_bytes\":{},\"kept_bytes\":{},\
+             \"fixed_bytes\":{},\"limit_bytes\":{},\"backing\":\"{}\",\"thread_count\":{},\"recovery_count\":{}}}",
+            self.entry_count,
+            self.bucket_count,
+            self.allocated_bytes,
+            self.held_bytes,
+            self.kept_bytes,
+            self.fixed_bytes,
+            self.limit_bytes,
+            self.backing.name(),
+            self.thread_count,
+            self.recovery_count
+        )
+    }
+}

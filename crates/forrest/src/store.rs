@@ -1,0 +1,591 @@
+//! The store: what a program calls.
+
+use crate::config::Options;
+use crate::error::Error;
+use crate::hash::{Hash, Hasher, random};
+use crate::recover::Report;
+use crate::stats::Stats;
+use crate::table::{Change, SEGMENTS, Table};
+use crate::value::{Guarding, Into, Presence, Ref, RefBytes, Value};
+use llds::arena::{self, Arena};
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+
+/// Kind of arena, and first word of its root: a store, layout 1.
+const KIND: u64 = u64::from_le_bytes(*b"forrest1");
+
+/// Where named stores live.
+const DIRECTORY: &str = "/dev/shm";
+
+/// Limit of a private store that sets none: address space, not memory.
+const PRIVATE_LIMIT: u64 = 256 << 30;
+/// Limit of a shared store that sets none.
+const SHARED_LIMIT: u64 = 64 << 30;
+
+/// Bytes of the root before the directory: settings, then the cursor of the passing growth.
+const ROOT_HEAD: usize = 4096;
+const CURSOR_AT: usize = 1024;
+const ROOT_BYTES: usize = ROOT_HEAD + 2 * SEGMENTS * 8;
+
+/// Lookups that `get_many` and `set_many` keep in flight.
+const BATCH: usize = 32;
+
+/// A key-value store in memory. Clones are the same store; all methods may be called by many threads at once.
+///
+/// Keys and values are bytes. Reads take no lock and wait for nobody; writers of one of 4,096 segments wait for
+/// each other. Every operation on one key takes effect at one instant between its call and its return.
+///
+/// ```
+/// let store = forrest::Store::new()?;
+/// store.set(b"apples", b"3")?;
+/// assert_eq!(store.get(b"apples").unwrap(), b"3");
+/// assert_eq!(store.add(b"visits", 1)?, 1);
+/// assert!(store.delete(b"apples")?);
+/// assert!(store.get(b"apples").is_none());
+/// # Ok::<(), forrest::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Store {
+    table: std::sync::Arc<Table>,
+    limit_bytes: u64,
+}
+
+impl Options {
+    /// Makes a store that only this process sees.
+    ///
+    /// # Errors
+    /// [`Error::Arena`] if the address space is not there.
+    pub fn private(&self) -> Result<Store, Error> {
+        let arena = Arena::private(&self.arena(PRIVATE_LIMIT))?;
+        init_root(&arena, self.hash.unwrap_or_default())?;
+        Store::over(arena)
+    }
+
+    /// Opens the shared store `name`, or makes it.
+    ///
+    /// # Errors
+    /// [`Error::Name`], or why the store there cannot be used.
+    pub fn open(&self, name: &str) -> Result<Store, Error> {
+        self.open_path(&path_of(name)?)
+    }
+
+    /// Makes the shared store `name`.
+    ///
+    /// # Errors
+    /// [`Error::Exists`] if there is one.
+    pub fn create(&self, name: &str) -> Result<Store, Error> {
+        self.create_path(&path_of(name)?)
+    }
+
+    /// Opens the shared store `name`, which must be there.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] if there is none.
+    pub fn open_existing(&self, name: &str) -> Result<Store, Error> {
+        self.open_existing_path(&path_of(name)?)
+    }
+
+    /// Opens the shared store in the file `path`, or makes it. The file may lie on a tmpfs or a hugetlbfs.
+    ///
+    /// # Errors
+    /// The file system's, or why the store there cannot be used.
+    pub fn open_path(&self, path: &Path) -> Result<Store, Error> {
+        loop {
+            match self.open_existing_path(path) {
+                Err(Error::NotFound(_)) => {}
+                other => return other,
+            }
+            match self.create_path(path) {
+                Err(Error::Exists(_)) => {}
+                other => return other,
+            }
+        }
+    }
+
+    /// Makes a shared store in the new file `path`.
+    ///
+    /// # Errors
+    /// [`Error::Exists`] if there is a file.
+    pub fn create_path(&self, path: &Path) -> Result<Store, Error> {
+        if path.exists() {
+            return Err(Error::Exists(path.display().to_string()));
+        }
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        // Without a name until it is whole: nobody ever opens half a store.
+        let file = File::options().read(true).write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(folder)?;
+        lock_file(&file, libc::LOCK_SH)?;
+        let handle = file.try_clone()?;
+        let arena = Arena::create(file, &self.arena(SHARED_LIMIT))?;
+        init_root(&arena, self.hash.unwrap_or_default())?;
+        let store = Store::over(arena)?;
+        match link(&handle, path) {
+            Ok(()) => Ok(store),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                Err(Error::Exists(path.display().to_string()))
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Opens the shared store in the file `path`, which must be there.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] if there is none; [`Error::Arena`] with the reason if it cannot be used.
+    pub fn open_existing_path(&self, path: &Path) -> Result<Store, Error> {
+        let file = match File::options().read(true).write(true).open(path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(Error::NotFound(path.display().to_string()));
+            }
+            Err(error) => return Err(error.into()),
+        };
+        // Every open store holds its file locked as shared, so an exclusive lock says that we are alone.
+        let alone = lock_file(&file, libc::LOCK_EX | libc::LOCK_NB).is_ok();
+        if !alone {
+            lock_file(&file, libc::LOCK_SH)?;
+        }
+        let handle = file.try_clone()?;
+        let store = Store::over(Arena::open(file, KIND, self.pages)?)?;
+        let same = match (&self.hash, &store.table.hasher) {
+            (None, _) | (Some(Hash::Keyed), Hasher::Keyed { .. }) => true,
+            (Some(Hash::Murmur { seed }), Hasher::Murmur { seed: theirs, .. }) => seed == theirs,
+            _ => false,
+        };
+        if !same {
+            return Err(Error::Settings("hash"));
+        }
+        store.table.recover_all();
+        if alone {
+            if store.table.arena.stats().recovery_count > 0 {
+                store.table.free_lost()?;
+            }
+            lock_file(&handle, libc::LOCK_SH)?;
+        }
+        Ok(store)
+    }
+
+    fn arena(&self, limit: u64) -> arena::Options {
+        arena::Options {
+            capacity_bytes: self.limit_bytes.unwrap_or(limit),
+            root_bytes: ROOT_BYTES,
+            kind: KIND,
+            pages: self.pages,
+            numa: self.numa,
+        }
+    }
+}
+
+impl Store {
+    /// Makes a private store with default settings.
+    ///
+    /// # Errors
+    /// As [`Options::private`].
+    pub fn new() -> Result<Store, Error> {
+        Options::new().private()
+    }
+
+    /// Opens the shared store `name` with default settings, or makes it. It outlives its processes until
+    /// [`Store::remove`].
+    ///
+    /// # Errors
+    /// As [`Options::open`].
+    pub fn open(name: &str) -> Result<Store, Error> {
+        Options::new().open(name)
+    }
+
+    /// Removes the shared store `name`. Processes that have it open go on with it; its memory comes back when the
+    /// last one closes it.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`] if there is none.
+    pub fn remove(name: &str) -> Result<(), Error> {
+        match std::fs::remove_file(path_of(name)?) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Err(Error::NotFound(name.to_owned())),
+            other => Ok(other?),
+        }
+    }
+
+    fn over(arena: Arena) -> Result<Store, Error> {
+        let root = arena.root();
+        let settings: Vec<u64> = (0..7)
+            // SAFETY: the root has ROOT_BYTES; its settings are not written after creation.
+            .map(|index| unsafe { root.cast::<u64>().add(index).read() })
+            .collect();
+        if settings[0] != KIND || settings[6] != settings_sum(&settings[..6]) {
+            return Err(arena::Error::Damaged("the settings do not fit their checksum").into());
+        }
+        let hash = if settings[1] == 1 { Hash::Keyed } else { Hash::Murmur { seed: settings[2] } };
+        let hasher = Hasher::new(hash, [settings[3], settings[4]]);
+        let limit_bytes = arena.stats().capacity_bytes;
+        let at = |offset: usize| root.wrapping_add(offset);
+        let words = [at(ROOT_HEAD), at(ROOT_HEAD + SEGMENTS * 8), at(CURSOR_AT)];
+        Ok(Store { table: std::sync::Arc::new(Table::new(arena, words, hasher, settings[5])), limit_bytes })
+    }
+
+    /// Returns the value of `key`, copied.
+    #[inline]
+    pub fn get(&self, key: &[u8]) -> Option<Value> {
+        let mut value = Value::new();
+        self.table.read(key, self.table.hasher.first(key), &mut value).then_some(value)
+    }
+
+    /// Copies the value of `key` into `out`, replacing what is in it. False, and `out` empty, if there is none.
+    #[inline]
+    pub fn get_into(&self, key: &[u8], out: &mut Vec<u8>) -> bool {
+        let found = self.table.read(key, self.table.hasher.first(key), &mut Into(out));
+        if !found {
+            out.clear();
+        }
+        found
+    }
+
+    /// Returns the value of `key` in place, under a guard.
+    #[inline]
+    pub fn get_ref(&self, key: &[u8]) -> Option<Ref<'_>> {
+        let seat = self.table.arena.seat().ok();
+        let hazard = seat.as_ref().and_then(|seat| seat.hazard_free());
+        let bytes = RefBytes::Short { bytes: [0; 8], length: 0 };
+        let mut sink = Guarding { arena: &self.table.arena, seat, hazard, bytes, offset: 0 };
+        let found = self.table.read(key, self.table.hasher.first(key), &mut sink);
+        if let (Some(seat), Some(hazard)) = (sink.seat, sink.hazard) {
+            let record = crate::record::Record::at(sink.arena, sink.offset).filter(|_| found && sink.offset != 0);
+            match record {
+                Some(record) => {
+                    // SAFETY: the hazard was set before `read` saw that the record is linked, and stays until the
+                    // guard is dropped.
+                    let value = unsafe { record.value() };
+                    return Some(Ref { bytes: RefBytes::Held { value, hazard, seat } });
+                }
+                None => seat.hazard_clear(hazard),
+            }
+        }
+        found.then_some(Ref { bytes: sink.bytes })
+    }
+
+    /// Whether there is an entry of `key`.
+    #[inline]
+    pub fn contains(&self, key: &[u8]) -> bool {
+        self.table.read(key, self.table.hasher.first(key), &mut Presence)
+    }
+
+    /// Calls `each` with the position and value of every key in turn, keeping many lookups in flight.
+    pub fn get_many<K: AsRef<[u8]>>(&self, keys: &[K], mut each: impl FnMut(usize, Option<&[u8]>)) {
+        let table = &*self.table;
+        let mut long = Vec::new();
+        let mut hashes = [0u64; BATCH];
+        for (batch, keys) in keys.chunks(BATCH).enumerate() {
+            for (hash, key) in hashes.iter_mut().zip(keys) {
+                *hash = table.hasher.first(key.as_ref());
+                table.prefetch_bucket(*hash);
+            }
+            for hash in &hashes[..keys.len()] {
+                table.prefetch_rest(*hash);
+            }
+            for (index, (key, &hash)) in keys.iter().zip(&hashes).enumerate() {
+                let mut sink = Batched { short: [0; 8], length: 0, long: &mut long, is_long: false };
+                let found = table.read(key.as_ref(), hash, &mut sink);
+                let (short, length, is_long) = (sink.short, sink.length, sink.is_long);
+                let value = if is_long { &long[..] } else { &short[..length] };
+                each(batch * BATCH + index, found.then_some(value));
+            }
+        }
+    }
+
+    /// Sets `key` to `value`. Returns whether it was there before.
+    ///
+    /// # Errors
+    /// [`Error::KeyTooLong`], [`Error::ValueTooLong`], or [`Error::Arena`] at the memory limit.
+    #[inline]
+    pub fn set(&self, key: &[u8], value: &[u8]) -> Result<bool, Error> {
+        self.table.modify(key, self.table.hasher.first(key), |_| Ok(Change::Put(value)))
+    }
+
+    /// Sets many keys, keeping many of their cache misses in flight. Stops at the first error; those before it are set.
+    ///
+    /// # Errors
+    /// As [`Store::set`].
+    pub fn set_many<K: AsRef<[u8]>, V: AsRef<[u8]>>(&self, entries: &[(K, V)]) -> Result<(), Error> {
+        let table = &*self.table;
+        let mut hashes = [0u64; BATCH];
+        for entries in entries.chunks(BATCH) {
+            for (hash, (key, _)) in hashes.iter_mut().zip(entries) {
+                *hash = table.hasher.first(key.as_ref());
+                crate::record::prefetch(table.lock_word((*hash >> crate::bucket::REMAINDER_BITS) as usize));
+                table.prefetch_bucket(*hash);
+            }
+            for ((key, value), &hash) in entries.iter().zip(&hashes) {
+                table.modify(key.as_ref(), hash, |_| Ok(Change::Put(value.as_ref())))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets `key` to `value` if there is no entry of it. Returns whether it did.
+    ///
+    /// # Errors
+    /// As [`Store::set`].
+    #[inline]
+    pub fn insert(&self, key: &[u8], value: &[u8]) -> Result<bool, Error> {
+        let hash = self.table.hasher.first(key);
+        let existed =
+            self.table.modify(key, hash, |now| Ok(if now.is_some() { Change::Keep } else { Change::Put(value) }))?;
+        Ok(!existed)
+    }
+
+    /// Deletes the entry of `key`. Returns whether there was one.
+    ///
+    /// # Errors
+    /// [`Error::Arena`] in a forked child, or when no seat is left for this thread.
+    #[inline]
+    pub fn delete(&self, key: &[u8]) -> Result<bool, Error> {
+        self.table.modify(key, self.table.hasher.first(key), |_| Ok(Change::Delete))
+    }
+
+    /// Deletes the entry of `key` and returns its value.
+    ///
+    /// # Errors
+    /// As [`Store::delete`].
+    pub fn take(&self, key: &[u8]) -> Result<Option<Vec<u8>>, Error> {
+        let mut taken = None;
+        self.table.modify(key, self.table.hasher.first(key), |now| {
+            taken = now.map(<[u8]>::to_vec);
+            Ok(Change::Delete)
+        })?;
+        Ok(taken)
+    }
+
+    /// Adds `delta` to the number under `key` and returns the sum; no entry counts as 0, sums wrap.
+    ///
+    /// A number is a value of 8 bytes, little-endian.
+    ///
+    /// # Errors
+    /// [`Error::NotANumber`] if the value has another length; otherwise as [`Store::set`].
+    #[inline]
+    pub fn add(&self, key: &[u8], delta: i64) -> Result<i64, Error> {
+        let mut sum = 0;
+        self.table.modify(key, self.table.hasher.first(key), |now| {
+            let number = match now {
+                None => 0,
+                Some(bytes) => {
+                    i64::from_le_bytes(bytes.try_into().map_err(|_| Error::NotANumber { bytes: bytes.len() })?)
+                }
+            };
+            sum = number.wrapping_add(delta);
+            Ok(Change::Word(sum.to_le_bytes()))
+        })?;
+        Ok(sum)
+    }
+
+    /// Sets `key` to `new` if its value is `expected`, where `None` stands for no entry. Returns whether it did.
+    ///
+    /// # Errors
+    /// As [`Store::set`].
+    pub fn compare_swap(&self, key: &[u8], expected: Option<&[u8]>, new: Option<&[u8]>) -> Result<bool, Error> {
+        let mut done = false;
+        self.table.modify(key, self.table.hasher.first(key), |now| {
+            done = now == expected;
+            Ok(match new {
+                Some(value) if done => Change::Put(value),
+                None if done => Change::Delete,
+                _ => Change::Keep,
+            })
+        })?;
+        Ok(done)
+    }
+
+    /// Calls `visit` with every entry, in no order, until it returns false.
+    ///
+    /// Entries that are there all the time are visited once; those set or deleted meanwhile may be or not. `visit`
+    /// runs without locks and may change the store.
+    ///
+    /// # Errors
+    /// [`Error::Arena`] in a forked child, or when no seat is left for this thread.
+    pub fn for_each(&self, mut visit: impl FnMut(&[u8], &[u8]) -> bool) -> Result<(), Error> {
+        let table = &*self.table;
+        let seat = table.arena.seat()?;
+        let (mut bytes, mut ends) = (Vec::new(), Vec::new());
+        for segment in 0..SEGMENTS {
+            if table.dir(segment, Ordering::Relaxed).buckets() == 0 {
+                continue;
+            }
+            bytes.clear();
+            ends.clear();
+            {
+                let _held = table.lock(&seat, segment);
+                table.each_in(segment, |place, remainder| {
+                    table.key_of(segment, place, remainder, &mut bytes);
+                    let key_end = bytes.len();
+                    match place.kind.inline_length() {
+                        Some(length) => bytes.extend_from_slice(&place.word.to_ne_bytes()[..length]),
+                        None => {
+                            if let Some(record) = crate::record::Record::at(&table.arena, place.word) {
+                                record.copy_value(&mut bytes);
+                            }
+                        }
+                    }
+                    ends.push((key_end, bytes.len()));
+                });
+            }
+            let mut start = 0;
+            for &(key_end, end) in &ends {
+                if !visit(&bytes[start..key_end], &bytes[key_end..end]) {
+                    return Ok(());
+                }
+                start = end;
+            }
+        }
+        Ok(())
+    }
+
+    /// Deletes all entries. Returns how many. Entries set meanwhile may stay.
+    ///
+    /// # Errors
+    /// As [`Store::delete`].
+    pub fn clear(&self) -> Result<u64, Error> {
+        let seat = self.table.arena.seat()?;
+        let cleared = (0..SEGMENTS).map(|segment| self.table.clear_segment(&seat, segment)).sum();
+        self.table.arena.trim(&seat);
+        Ok(cleared)
+    }
+
+    /// Returns the number of entries. Exact while nobody writes.
+    pub fn len(&self) -> u64 {
+        (0..SEGMENTS).map(|segment| self.table.count(segment)).sum()
+    }
+
+    /// Whether there is no entry.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Returns what the store holds and takes. Walks all of its memory's bookkeeping.
+    pub fn stats(&self) -> Stats {
+        let stats = self.table.arena.stats();
+        let arrays = (0..SEGMENTS).map(|s| self.table.dir(s, Ordering::Relaxed)).filter(|dir| dir.buckets() != 0);
+        // Blocks of arrays do not tell their size, so the arena counted 64 bytes for each.
+        let (bucket_count, array_bytes) = arrays.fold((0, 0), |(count, bytes), dir| {
+            let counted = self.table.arena.block_bytes(dir.offset());
+            let size = (dir.buckets() * crate::bucket::BUCKET_BYTES) as u64;
+            (count + dir.buckets() as u64, bytes + size.saturating_sub(counted))
+        });
+        Stats {
+            entry_count: self.len(),
+            bucket_count,
+            allocated_bytes: stats.spans.allocated_bytes + array_bytes,
+            held_bytes: stats.spans.held_bytes - stats.spans.kept_bytes,
+            kept_bytes: stats.spans.kept_bytes,
+            fixed_bytes: ROOT_BYTES as u64,
+            limit_bytes: self.limit_bytes,
+            backing: stats.backing,
+            thread_count: stats.seat_count,
+            recovery_count: stats.recovery_count,
+        }
+    }
+
+    /// Gives free memory back to the system now.
+    ///
+    /// # Errors
+    /// As [`Store::delete`].
+    pub fn trim(&self) -> Result<(), Error> {
+        let seat = self.table.arena.seat()?;
+        self.table.arena.trim(&seat);
+        Ok(())
+    }
+
+    /// Cleans up after processes that were killed while they used this store. Happens by itself wherever a dead
+    /// process is in the way; this looks for all of them.
+    pub fn recover(&self) {
+        self.table.recover_all();
+    }
+
+    /// Checks every promise of the layout, entry by entry. Exact only while nobody writes.
+    ///
+    /// # Errors
+    /// The first thing that is wrong, in words.
+    pub fn check(&self) -> Result<Report, String> {
+        self.table.check()
+    }
+
+    /// Whether this handle was opened before the calling process was forked off: then only reads work.
+    #[inline]
+    pub fn is_forked(&self) -> bool {
+        self.table.arena.is_forked()
+    }
+}
+
+/// What `get_many` reads one value into.
+struct Batched<'v> {
+    short: [u8; 8],
+    length: usize,
+    long: &'v mut Vec<u8>,
+    is_long: bool,
+}
+
+impl crate::table::Sink for Batched<'_> {
+    #[inline]
+    fn inline(&mut self, bytes: [u8; 8], length: usize) {
+        (self.short, self.length, self.is_long) = (bytes, length, false);
+    }
+
+    fn record(&mut self, record: crate::record::Record<'_>, _offset: u64) {
+        self.long.clear();
+        record.copy_value(self.long);
+        self.is_long = true;
+    }
+}
+
+/// Writes a new store's settings.
+fn init_root(arena: &Arena, hash: Hash) -> Result<(), Error> {
+    let [key0, key1, place] = random::<3>()?;
+    let (keyed, seed) = match hash {
+        Hash::Keyed => (1, 0),
+        Hash::Murmur { seed } => (0, seed),
+    };
+    let settings = [KIND, keyed, seed, key0, key1, place | 1];
+    let root = arena.root().cast::<u64>();
+    for (index, word) in settings.into_iter().chain([settings_sum(&settings)]).enumerate() {
+        // SAFETY: the root is ours alone until the store is published.
+        unsafe { root.add(index).write(word) };
+    }
+    Ok(())
+}
+
+fn settings_sum(settings: &[u64]) -> u64 {
+    let bytes: Vec<u8> = settings.iter().flat_map(|word| word.to_le_bytes()).collect();
+    crate::hash::murmur64a(&bytes, 9)
+}
+
+fn path_of(name: &str) -> Result<PathBuf, Error> {
+    if name.is_empty() || name.len() > 200 || name.starts_with('.') || name.contains(['/', '\0']) {
+        return Err(Error::Name(name.to_owned()));
+    }
+    Ok(Path::new(DIRECTORY).join(format!("forrest.{name}")))
+}
+
+/// Gives a nameless file its name; fails if the name is taken.
+fn link(file: &File, path: &Path) -> io::Result<()> {
+    use std::os::unix::ffi::OsStrExt;
+    let from = std::ffi::CString::new(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
+    let to = std::ffi::CString::new(path.as_os_str().as_bytes())?;
+    // SAFETY: both paths are NUL-terminated and outlive the call.
+    let done =
+        unsafe { libc::linkat(libc::AT_FDCWD, from.as_ptr(), libc::AT_FDCWD, to.as_ptr(), libc::AT_SYMLINK_FOLLOW) };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+fn lock_file(file: &File, how: i32) -> io::Result<()> {
+    loop {
+        // SAFETY: flock on an open descriptor touches no memory.
+        if unsafe { libc::flock(file.as_raw_fd(), how) } == 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! Values as readers get them.
+
+use crate::record::Record;
+use crate::table::Sink;
+use llds::arena::{Arena, SeatRef};
+use std::ops::Deref;
+
+/// A value, copied out of the store. Values of up to 8 bytes cost no allocation.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub struct Value(Repr);
+
+#[derive(Clone, PartialEq, Eq, Hash)]
+enum Repr {
+    Short { bytes: [u8; 8], length: u8 },
+    Long(Vec<u8>),
+}
+
+impl Value {
+    pub(crate) fn new() -> Value {
+        Value(Repr::Short { bytes: [0; 8], length: 0 })
+    }
+
+    /// Returns the bytes as a vector.
+    pub fn into_vec(self) -> Vec<u8> {
+        match self.0 {
+            Repr::Short { bytes, length } => bytes[..usize::from(length)].to_vec(),
+            Repr::Long(bytes) => bytes,
+        }
+    }
+}
+
+impl Deref for Value {
+    type Target = [u8];
+
+    #[inline]
+    fn deref(&self) -> &[u8] {
+        match &self.0 {
+            Repr::Short { bytes, length } => &bytes[..usize::from(*length)],
+            Repr::Long(bytes) => bytes,
+        }
+    }
+}
+
+impl AsRef<[u8]> for Value {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
+impl PartialEq<[u8]> for Value {
+    fn eq(&self, other: &[u8]) -> bool {
+        **self == *other
+    }
+}
+
+impl<const N: usize> PartialEq<&[u8; N]> for Value {
+    fn eq(&self, other: &&[u8; N]) -> bool {
+        **self == other[..]
+    }
+}
+
+impl std::fmt::Debug for Value {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "\"{}\"", self.escape_ascii())
+    }
+}
+
+impl Sink for Value {
+    #[inline]
+    fn inline(&mut self, bytes: [u8; 8], length: usize) {
+        self.0 = Repr::Short { bytes, length: length as u8 };
+    }
+
+    fn record(&mut self, record: Record<'_>, _offset: u64) {
+        let mut bytes = Vec::with_capacity(record.value_bytes);
+        record.copy_value(&mut bytes);
+        self.0 = Repr::Long(bytes);
+    }
+}
+
+/// Copies into a vector that the caller keeps, replacing what is in it.
+pub(crate) struct Into<'v>(pub &'v mut Vec<u8>);
+
+impl Sink for Into<'_> {
+    #[inline]
+    fn inline(&mut self, bytes: [u8; 8], length: usize) {
+        self.0.clear();
+        self.0.extend_from_slice(&bytes[..length]);
+    }
+
+    fn record(&mut self, record: Record<'_>, _offset: u64) {
+        self.0.clear();
+        record.copy_value(self.0);
+    }
+}
+
+/// Takes nothing: whether the key is there.
+pub(crate) struct Presence;
+
+impl Sink for Presence {
+    fn inline(&mut self, _bytes: [u8; 8], _length: usize) {}
+    fn record(&mut self, _record: Record<'_>, _offset: u64) {}
+}
+
+/// A value read in place, not copied: it stays what it was when it was read, whatever happens to its key,
+/// until this guard is dropped.
+///
+/// A thread can hold 8 guards on long values at a time; those beyond are copies. A guard that is held keeps the
+/// memory of that one value, and stops nobody.
+pub struct Ref<'a> {
+    pub(crate) bytes: RefBytes<'a>,
+}
+
+pub(crate) enum RefBytes<'a> {
+    Short { bytes: [u8; 8], length: u8 },
+    Held { value: &'a [u8], hazard: usize, seat: SeatRef<'a> },
+    Copied(Vec<u8>),
+}
+
+impl Deref for Ref<'_> {
+    type Target = [u8];
+
+    #[inline]
+    fn deref(&self) -> &[u8] {
+        match &self.bytes {
+            RefBytes::Short { bytes, length } => &bytes[..usize::from(*length)],
+            RefBytes::Held { value, .. } => value,
+            RefBytes::Copied(bytes) => bytes,
+        }
+    }
+}
+
+impl Drop for Ref<'_> {
+    fn drop(&mut self) {
+        if let RefBytes::Held { hazard, seat, .. } = &self.bytes {
+            seat.hazard_clear(*hazard);
+        }
+    }
+}
+
+impl std::fmt::Debug for Ref<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "\"{}\"", self.escape_ascii())
+    }
+}
+
+/// Puts a hazard on the record it is given; `Table::read` then checks that the record was still linked.
+pub(crate) struct Guarding<'a> {
+    pub arena: &'a Arena,
+    pub seat: Option<SeatRef<'a>>,
+    pub hazard: Option<usize>,
+    pub bytes: RefBytes<'a>,
+    pub offset: u64,
+}
+
+impl Sink for Guarding<'_> {
+    fn inline(&mut self, bytes: [u8; 8], length: usize) {
+        self.offset = 0;
+        self.bytes = RefBytes::Short { bytes, length: length as u8 };
+    }
+
+    fn record(&mut self, record: Record<'_>, offset: u64) {
+        match (&self.seat, self.hazard) {
+            (Some(seat), Some(hazard)) => {
+                seat.hazard_set(hazard, offset);
+                self.offset = offset;
+            }
+            _ => {
+                let mut bytes = Vec::with_capacity(record.value_bytes);
+                record.copy_value(&mut bytes);
+                self.bytes = RefBytes::Copied(bytes);
+            }
+        }
+    }
+}

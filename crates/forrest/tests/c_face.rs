@@ -1,0 +1,227 @@
+//! Programs in C and C++ compile against the installed header and do what it says, linked with the shared and with the
+//! static library; and the header declares exactly what the code defines.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Where cargo puts libforrest.so and libforrest.a for a test: beside its program.
+fn built() -> PathBuf {
+    std::env::current_exe().unwrap().parent().unwrap().to_path_buf()
+}
+
+fn here() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn run(command: &mut Command) -> String {
+    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(
+        output.status.success(),
+        "{command:?}: {}\n{text}{}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr)
+    );
+    text
+}
+
+fn has(program: &str) -> bool {
+    let found = Command::new(program).arg("--version").output().is_ok();
+    if !found {
+        println!("SKIPPED: {program} is not installed");
+    }
+    found
+}
+
+#[test]
+fn c_and_cpp_programs_run_against_the_installed_library() {
+    if !has("cc") || !has("pkg-config") {
+        return;
+    }
+    let root = tempfile::tempdir().unwrap();
+    run(Command::new(here().join("install.sh")).arg(root.path()).arg(built()).env_remove("DESTDIR"));
+    let pkg_config = |arguments: &[&str]| -> Vec<String> {
+        let text = run(Command::new("pkg-config")
+            .args(arguments)
+            .arg("forrest")
+            .env("PKG_CONFIG_PATH", root.path().join("lib/pkgconfig")));
+        text.split_whitespace().map(str::to_owned).collect()
+    };
+    let soname = run(Command::new("readelf").arg("-d").arg(root.path().join("lib/libforrest.so")));
+    assert!(soname.contains("[libforrest.so.0]"), "{soname}");
+    let check = here().join("tests/c/check.c");
+    let port = here().join("examples/libforrest_port.c");
+    let cpp = here().join("tests/c/check.cpp");
+    for (compiler, standard, source, expected) in [
+        ("cc", "-std=gnu99", &check, "ok"),
+        ("cc", "-std=gnu11", &port, "1000 keys set, read and deleted; hash of key0 is d5abaea0efc0e080"),
+        ("c++", "-std=c++11", &cpp, "ok"),
+    ] {
+        if !has(compiler) {
+            continue;
+        }
+        let program = root.path().join("program");
+        // Shared: found by soname.
+        run(Command::new(compiler)
+            .args(["-g", "-Wall", "-Wextra", "-Werror", standard])
+            .arg(source)
+            .args(pkg_config(&["--cflags", "--libs"]))
+            .args(["-lpthread", "-o"])
+            .arg(&program));
+        let out = run(Command::new(&program).env("LD_LIBRARY_PATH", root.path().join("lib")));
+        assert_eq!(out.trim(), expected, "{source:?}, shared");
+        // Static: the archive by name, with what it needs from the system.
+        let needs: Vec<String> = pkg_config(&["--libs", "--static"]).into_iter().filter(|l| l != "-lforrest").collect();
+        run(Command::new(compiler)
+            .args(["-g", standard])
+            .arg(source)
+            .args(pkg_config(&["--cflags"]))
+            .arg(root.path().join("lib/libforrest.a"))
+            .args(needs)
+            .arg("-o")
+            .arg(&program));
+        assert_eq!(run(&mut Command::new(&program)).trim(), expected, "{source:?}, static");
+    }
+}
+
+/// A C declaration of a Rust type, with the name it declares.
+fn c_declaration(rust: &str, name: &str) -> String {
+    let rust = rust.trim();
+    let pointer = |rest: &str, constant: &str| {
+        let inner = c_declaration(rest, "");
+        format!("{constant}{}*{name}", if inner.ends_with('*') { inner } else { format!("{} ", inner.trim()) })
+    };
+    if let Some(rest) = rust.strip_prefix("*const ") {
+        return pointer(rest, "const ");
+    }
+    if let Some(rest) = rust.strip_prefix("*mut ") {
+        return pointer(rest, "");
+    }
+    let plain = match rust {
+        "c_int" => "int",
+        "c_uint" => "unsigned int",
+        "c_char" => "char",
+        "c_void" => "void",
+        "u64" => "uint64_t",
+        "i64" => "int64_t",
+        other => other,
+    };
+    if name.is_empty() { plain.to_owned() } else { format!("{plain} {name}") }
+}
+
+fn squeeze(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ").replace("* ", "*").replace("( ", "(")
+}
+
+/// Parts of `text` between `start` and `end`.
+fn between<'t>(text: &'t str, start: &str, end: &str) -> Vec<&'t str> {
+    text.match_indices(start).map(|(at, _)| &text[at + start.len()..]).map(|t| &t[..t.find(end).unwrap()]).collect()
+}
+
+/// "name: type" pairs as C declarations.
+fn arguments(list: &str) -> Vec<String> {
+    list.split(',')
+        .map(str::trim)
+        .filter(|argument| !argument.is_empty())
+        .map(|argument| argument.split_once(':').unwrap())
+        .map(|(name, kind)| c_declaration(kind, name.trim().trim_start_matches("pub ")))
+        .collect()
+}
+
+#[test]
+fn header_and_code_are_equal() {
+    let code = std::fs::read_to_string(here().join("src/capi.rs")).unwrap();
+    let code: String = code.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n");
+    let header = std::fs::read_to_string(here().join("include/forrest.h")).unwrap();
+    let mut plain = String::new();
+    let mut rest = header.as_str();
+    while let Some((before, after)) = rest.split_once("/*") {
+        plain.push_str(before);
+        rest = after.split_once("*/").unwrap().1;
+    }
+    plain.push_str(rest);
+
+    // Functions.
+    let mut ours: BTreeMap<String, String> = BTreeMap::new();
+    for text in between(&code, "extern \"C\" fn ", " {") {
+        let Some((name, rest)) = text.split_once('(') else { continue };
+        if name.is_empty() {
+            continue;
+        }
+        let (list, result) = rest.rsplit_once(") -> ").unwrap();
+        let list = arguments(list);
+        let list = if list.is_empty() { "void".to_owned() } else { list.join(", ") };
+        ours.insert(name.to_owned(), squeeze(&format!("{}({list})", c_declaration(result, name))));
+    }
+    let mut theirs: BTreeMap<String, String> = BTreeMap::new();
+    for statement in plain.split(';') {
+        // The last line that begins a declaration; `extern "C" {` and preprocessor lines may come before it.
+        let statement = squeeze(&statement.lines().filter(|l| !l.starts_with('#')).collect::<Vec<_>>().join(" "));
+        let statement = statement.rsplit('{').next().unwrap().trim().trim_start_matches("} ").to_owned();
+        if statement.contains("typedef") || !statement.contains('(') {
+            continue;
+        }
+        let name = statement.split('(').next().unwrap().rsplit([' ', '*']).next().unwrap().to_owned();
+        theirs.insert(name, statement);
+    }
+    assert!(ours.len() > 25, "{ours:?}");
+    assert_eq!(ours, theirs);
+
+    // Constants.
+    let mut ours: BTreeMap<String, String> = BTreeMap::new();
+    for kind in ["c_int", "c_uint"] {
+        for text in between(&code, "pub const ", ";") {
+            if let Some((name, value)) = text.split_once(&format!(": {kind} = ")) {
+                ours.insert(name.to_owned(), value.to_owned());
+            }
+        }
+    }
+    let mut theirs: BTreeMap<String, String> = BTreeMap::new();
+    for text in between(&plain, "enum {", "}") {
+        for line in text.split(',').map(str::trim).filter(|line| !line.is_empty()) {
+            let (name, value) = line.split_once(" = ").unwrap();
+            theirs.insert(name.to_owned(), value.to_owned());
+        }
+    }
+    assert!(ours.len() > 20);
+    assert_eq!(ours, theirs);
+    let limit = |name: &str| -> usize {
+        let line = plain.lines().find(|line| line.starts_with(&format!("#define {name} "))).unwrap();
+        line.rsplit(' ').next().unwrap().parse().unwrap()
+    };
+    assert_eq!(limit("FORREST_KEY_BYTES_MAX"), forrest::KEY_BYTES_MAX);
+    assert_eq!(limit("FORREST_VALUE_BYTES_MAX"), forrest::VALUE_BYTES_MAX);
+
+    // Structures, field by field.
+    let mut structures = 0;
+    for text in between(&code, "#[repr(C)]\npub struct ", "\n}") {
+        let (name, fields) = text.split_once(" {").unwrap();
+        if name == "FORREST" {
+            continue;
+        }
+        let expected = squeeze(&arguments(fields).join("; "));
+        let found = between(&plain, &format!("typedef struct {name} {{"), "}");
+        assert_eq!(squeeze(found[0]).trim_end_matches(';'), expected, "{name}");
+        structures += 1;
+    }
+    assert_eq!(structures, 4);
+
+    // Callbacks.
+    for (name, expected) in [
+        ("forrest_visit", "*mut c_void, *const c_void, size_t, *const c_void, size_t) -> c_int"),
+        ("forrest_each", "*mut c_void, size_t, *const c_void, size_t)"),
+    ] {
+        let text = squeeze(between(&code, &format!("pub type {name} ="), ">;")[0]);
+        assert_eq!(text, squeeze(&format!("Option<unsafe extern \"C\" fn({expected}")));
+        let declared = squeeze(between(&plain, &format!("(*{name})("), ")")[0]);
+        let types: Vec<String> = declared
+            .split(',')
+            .map(|one| one.trim().trim_end_matches(|c: char| c.is_ascii_lowercase() || c == '_').trim().to_owned())
+            .collect();
+        let list = expected.split(')').next().unwrap();
+        let wanted: Vec<String> = list.split(", ").map(|kind| squeeze(&c_declaration(kind, "x"))).collect();
+        let wanted: Vec<String> = wanted.iter().map(|one| one.trim_end_matches('x').trim().to_owned()).collect();
+        assert_eq!(types, wanted, "{name}");
+    }
+}

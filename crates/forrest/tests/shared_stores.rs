@@ -1,0 +1,156 @@
+//! Shared stores: names, settings, refusals, several handles at once, memory that comes back.
+
+use forrest::{Error, Hash, Options, Store};
+use std::path::PathBuf;
+
+/// A name of this test's own, whose store is removed at the end, also of a failed test.
+struct Name(String);
+
+impl Name {
+    fn new(what: &str) -> Name {
+        Name(format!("test-{what}-{}", std::process::id()))
+    }
+
+    fn path(&self) -> PathBuf {
+        PathBuf::from(format!("/dev/shm/forrest.{}", self.0))
+    }
+}
+
+impl Drop for Name {
+    fn drop(&mut self) {
+        let _ = Store::remove(&self.0);
+    }
+}
+
+#[test]
+fn a_store_outlives_its_handles_until_removed() {
+    let name = Name::new("outlives");
+    let options = Options::new().limit_bytes(64 << 20);
+    assert!(matches!(options.open_existing(&name.0), Err(Error::NotFound(_))));
+    let one = options.create(&name.0).unwrap();
+    assert!(matches!(options.create(&name.0), Err(Error::Exists(_))));
+    one.set(b"key", &[5; 300]).unwrap();
+    let two = Store::open(&name.0).unwrap();
+    assert_eq!(two.get(b"key").unwrap(), &[5; 300]);
+    let held = two.get_ref(b"key").unwrap();
+    one.set(b"key", &[6; 300]).unwrap();
+    one.set(b"other", b"value").unwrap();
+    assert_eq!(*held, [5; 300], "a guard in one process holds against writers in another");
+    drop(held);
+    drop((one, two));
+    let again = options.open_existing(&name.0).unwrap();
+    assert_eq!(again.get(b"key").unwrap(), &[6; 300]);
+    assert_eq!(again.len(), 2);
+    assert_eq!(again.check().unwrap().lost_blocks, 0);
+    Store::remove(&name.0).unwrap();
+    assert!(matches!(Store::remove(&name.0), Err(Error::NotFound(_))));
+    assert!(again.set(b"still", b"works").is_ok());
+}
+
+#[test]
+fn names_and_settings_are_checked() {
+    for name in ["", "a/b", ".hidden", &"x".repeat(201)] {
+        assert!(matches!(Store::open(name), Err(Error::Name(_))), "{name}");
+    }
+    let name = Name::new("settings");
+    let options = Options::new().limit_bytes(32 << 20);
+    drop(options.clone().hash(Hash::Keyed).create(&name.0).unwrap());
+    assert!(options.open(&name.0).is_ok(), "settings not named are taken from the store");
+    assert!(matches!(options.clone().hash(Hash::Murmur { seed: 9 }).open(&name.0), Err(Error::Settings("hash"))));
+}
+
+#[test]
+fn what_is_not_a_sound_store_is_refused() {
+    use std::os::unix::fs::FileExt;
+    let name = Name::new("refused");
+    let options = Options::new().limit_bytes(32 << 20);
+    let error = |name: &Name| options.open(&name.0).err().map(|error| error.to_string()).unwrap_or_default();
+    std::fs::write(name.path(), vec![7u8; 8192]).unwrap();
+    assert!(error(&name).contains("not a store"), "{}", error(&name));
+    std::fs::write(name.path(), b"short").unwrap();
+    assert!(error(&name).contains("truncated"), "{}", error(&name));
+    std::fs::remove_file(name.path()).unwrap();
+    drop(options.create(&name.0).unwrap());
+    let file = std::fs::File::options().read(true).write(true).open(name.path()).unwrap();
+    let mut head = [0u8; 72];
+    file.read_exact_at(&mut head, 0).unwrap();
+    let refuse = |at: usize, byte: u8, expected: &str| {
+        let mut bad = head;
+        bad[at] = byte;
+        file.write_all_at(&bad, 0).unwrap();
+        assert!(error(&name).contains(expected), "byte {at}: {}", error(&name));
+        file.write_all_at(&head, 0).unwrap();
+    };
+    refuse(8, 200, "layout version 200");
+    refuse(12, 0x33, "another kind of machine");
+    refuse(32, head[32] ^ 1, "damaged");
+    assert!(options.open(&name.0).is_ok());
+    file.set_len(file.metadata().unwrap().len() / 2).unwrap();
+    assert!(error(&name).contains("truncated"), "{}", error(&name));
+}
+
+#[test]
+fn memory_comes_back_after_delete() {
+    let name = Name::new("memory");
+    let store = Options::new().limit_bytes(512 << 20).create(&name.0).unwrap();
+    let used = || {
+        use std::os::unix::fs::MetadataExt;
+        std::fs::metadata(name.path()).unwrap().blocks() * 512
+    };
+    let empty = used();
+    for number in 0..100_000u64 {
+        store.set(&number.to_le_bytes(), &[1; 500]).unwrap();
+    }
+    let full = used();
+    assert!(full > empty + 50_000_000, "{empty} to {full}");
+    for number in 0..100_000u64 {
+        assert!(store.delete(&number.to_le_bytes()).unwrap());
+    }
+    store.trim().unwrap();
+    let after = used();
+    println!("file: {empty} bytes empty, {full} with 100,000 values of 500 bytes, {after} after deleting them");
+    assert!(after < empty + (full - empty) / 20, "{empty}, {full}, {after}");
+}
+
+#[test]
+fn the_limit_is_an_error_and_nothing_is_lost() {
+    let store = Options::new().limit_bytes(16 << 20).private().unwrap();
+    let mut count = 0u64;
+    let error = loop {
+        match store.set(&count.to_le_bytes(), &[7; 1000]) {
+            Ok(_) => count += 1,
+            Err(error) => break error,
+        }
+    };
+    assert!(error.is_full(), "{error}");
+    assert!(error.to_string().contains("limit"), "{error}");
+    assert!(count > 10_000, "{count} values of 1000 bytes in 16 MiB");
+    assert!((0..count).all(|number| store.get(&number.to_le_bytes()).is_some()));
+    assert_eq!(store.check().unwrap().entries, count);
+    assert!(store.delete(&0u64.to_le_bytes()).unwrap());
+}
+
+#[test]
+fn threads_count_together_and_read_while_others_write() {
+    let store = Options::new().limit_bytes(256 << 20).private().unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..4u64 {
+            let store = &store;
+            scope.spawn(move || {
+                for round in 0..20_000u64 {
+                    store.add(b"total", 1).unwrap();
+                    let length = 1 + (round * 7 + thread) % 400;
+                    store.set(b"shared", &vec![round as u8; length as usize]).unwrap();
+                    let value = store.get_ref(b"shared").unwrap();
+                    assert!(value.iter().all(|&byte| byte == value[0]), "a mixture of two values");
+                    let value = store.get(b"shared").unwrap();
+                    assert!(value.iter().all(|&byte| byte == value[0]), "a mixture of two values");
+                    store.set(&(thread << 32 | round).to_le_bytes(), b"x").unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(store.add(b"total", 0).unwrap(), 80_000);
+    assert_eq!(store.len(), 80_002);
+    assert_eq!(store.check().unwrap().lost_blocks, 0);
+}

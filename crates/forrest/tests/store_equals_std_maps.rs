@@ -1,0 +1,162 @@
+//! A store under any sequence of operations does what a std map does.
+
+use forrest::{Hash, Options, Store};
+use proptest::prelude::*;
+use std::collections::HashMap;
+
+#[derive(Clone, Debug)]
+enum Op {
+    Set(Vec<u8>, Vec<u8>),
+    Insert(Vec<u8>, Vec<u8>),
+    Delete(Vec<u8>),
+    Take(Vec<u8>),
+    Get(Vec<u8>),
+    Add(Vec<u8>, i64),
+    Swap(Vec<u8>, bool, Option<Vec<u8>>),
+    Clear,
+}
+
+fn key() -> impl Strategy<Value = Vec<u8>> {
+    prop_oneof![
+        // Few keys, so that operations meet; 8 bytes and others, so that both kinds of entry change into each other.
+        8 => (0u64..40).prop_map(|n| n.to_le_bytes().to_vec()),
+        4 => (0u32..30).prop_map(|n| format!("key{n}").into_bytes()),
+        1 => prop::collection::vec(any::<u8>(), 0..40),
+    ]
+}
+
+fn value() -> impl Strategy<Value = Vec<u8>> {
+    prop_oneof![
+        4 => prop::collection::vec(any::<u8>(), 0..=8),
+        3 => any::<u64>().prop_map(|n| n.to_le_bytes().to_vec()),
+        2 => prop::collection::vec(any::<u8>(), 9..200),
+        1 => (any::<u8>(), 1000usize..20_000).prop_map(|(byte, length)| vec![byte; length]),
+    ]
+}
+
+fn op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        12 => (key(), value()).prop_map(|(k, v)| Op::Set(k, v)),
+        4 => (key(), value()).prop_map(|(k, v)| Op::Insert(k, v)),
+        6 => key().prop_map(Op::Delete),
+        2 => key().prop_map(Op::Take),
+        8 => key().prop_map(Op::Get),
+        3 => (key(), any::<i64>()).prop_map(|(k, n)| Op::Add(k, n)),
+        3 => (key(), any::<bool>(), prop::option::of(value())).prop_map(|(k, hit, v)| Op::Swap(k, hit, v)),
+        1 => Just(Op::Clear),
+    ]
+}
+
+fn run(store: &Store, ops: &[Op]) {
+    let mut model: HashMap<Vec<u8>, Vec<u8>> = HashMap::new();
+    for op in ops {
+        match op {
+            Op::Set(k, v) => assert_eq!(store.set(k, v).unwrap(), model.insert(k.clone(), v.clone()).is_some()),
+            Op::Insert(k, v) => {
+                let fresh = !model.contains_key(k);
+                assert_eq!(store.insert(k, v).unwrap(), fresh);
+                if fresh {
+                    model.insert(k.clone(), v.clone());
+                }
+            }
+            Op::Delete(k) => assert_eq!(store.delete(k).unwrap(), model.remove(k).is_some()),
+            Op::Take(k) => assert_eq!(store.take(k).unwrap(), model.remove(k)),
+            Op::Get(k) => {
+                let expected = model.get(k).map(Vec::as_slice);
+                assert_eq!(store.get(k).as_deref(), expected);
+                assert_eq!(store.get_ref(k).as_deref(), expected);
+                assert_eq!(store.contains(k), expected.is_some());
+                let mut out = vec![1, 2, 3];
+                assert_eq!(store.get_into(k, &mut out), expected.is_some());
+                assert_eq!(out, expected.unwrap_or_default());
+            }
+            Op::Add(k, n) => {
+                let now = model.get(k).map_or(Some(0), |v| v.as_slice().try_into().ok().map(i64::from_le_bytes));
+                match (store.add(k, *n), now) {
+                    (Ok(sum), Some(now)) => {
+                        assert_eq!(sum, now.wrapping_add(*n));
+                        model.insert(k.clone(), sum.to_le_bytes().to_vec());
+                    }
+                    (Err(forrest::Error::NotANumber { .. }), None) => {}
+                    (got, now) => panic!("{got:?} where the value is {now:?}"),
+                }
+            }
+            Op::Swap(k, hit, v) => {
+                let now = model.get(k).cloned();
+                let expected = if *hit { now.clone() } else { Some(b"not this".to_vec()) };
+                let swaps = expected == now;
+                assert_eq!(store.compare_swap(k, expected.as_deref(), v.as_deref()).unwrap(), swaps);
+                match v {
+                    Some(v) if swaps => drop(model.insert(k.clone(), v.clone())),
+                    None if swaps => drop(model.remove(k)),
+                    _ => {}
+                }
+            }
+            Op::Clear => {
+                assert_eq!(store.clear().unwrap(), model.len() as u64);
+                model.clear();
+            }
+        }
+    }
+    assert_eq!(store.len(), model.len() as u64);
+    let mut seen = HashMap::new();
+    store
+        .for_each(|k, v| {
+            assert!(seen.insert(k.to_vec(), v.to_vec()).is_none(), "visited twice");
+            true
+        })
+        .unwrap();
+    assert_eq!(seen, model);
+    let keys: Vec<Vec<u8>> = model.keys().cloned().chain([b"missing".to_vec()]).collect();
+    let mut count = 0;
+    store.get_many(&keys, |index, value| {
+        assert_eq!(index, count);
+        assert_eq!(value, model.get(&keys[index]).map(Vec::as_slice));
+        count += 1;
+    });
+    assert_eq!(count, keys.len());
+    let report = store.check().unwrap();
+    assert_eq!((report.entries, report.lost_blocks), (model.len() as u64, 0));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+
+    #[test]
+    fn with_murmur(ops in prop::collection::vec(op(), 1..400)) {
+        run(&Options::new().limit_bytes(128 << 20).private().unwrap(), &ops);
+    }
+
+    #[test]
+    fn with_a_keyed_hash(ops in prop::collection::vec(op(), 1..200)) {
+        run(&Options::new().limit_bytes(128 << 20).hash(Hash::Keyed).private().unwrap(), &ops);
+    }
+}
+
+#[test]
+fn a_million_keys_grow_and_shrink() {
+    let store = Options::new().private().unwrap();
+    let value = |n: u64| n.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
+    let count: u64 = 1_000_000;
+    for n in 0..count {
+        assert!(!store.set(&n.to_le_bytes(), &value(n)).unwrap());
+    }
+    for n in 0..count {
+        assert_eq!(store.get(&n.to_le_bytes()).unwrap(), &value(n));
+    }
+    assert!(store.get(&count.to_le_bytes()).is_none());
+    let report = store.check().unwrap();
+    assert_eq!((report.entries, report.lost_blocks), (count, 0));
+    let full = store.stats();
+    let bytes_per_entry = (full.allocated_bytes + full.fixed_bytes) as f64 / count as f64;
+    println!("{bytes_per_entry:.2} bytes per entry, {full:?}, {report:?}");
+    assert!(bytes_per_entry < 21.0, "{bytes_per_entry} bytes per entry");
+    for n in (0..count).rev() {
+        assert!(store.delete(&n.to_le_bytes()).unwrap());
+    }
+    assert!(store.is_empty());
+    store.trim().unwrap();
+    let empty = store.stats();
+    assert_eq!(store.check().unwrap().lost_blocks, 0);
+    assert!(empty.held_bytes < full.held_bytes / 10, "{empty:?}");
+}
