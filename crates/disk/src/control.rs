@@ -1,0 +1,175 @@
+//! The control socket of a mount: one line in, one line of JSON out.
+//!
+//! Requests: `status`, `flush`, `stop`. A socket lies in the runtime directory of its user, named after its mount
+//! point; only that user and root are answered. Whoever connects gets two seconds for his line, so nobody can hold
+//! the others up.
+
+use crate::stats::Status;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Longest request line.
+const LINE_BYTES_MAX: u64 = 256;
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// What a client can ask for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Command {
+    /// What the cache holds and saves.
+    Status,
+    /// Make everything durable.
+    Flush,
+    /// Unmount and end.
+    Stop,
+}
+
+impl Command {
+    /// Reads a request line.
+    pub fn parse(line: &[u8]) -> Option<Self> {
+        match line.trim_ascii() {
+            b"status" => Some(Self::Status),
+            b"flush" => Some(Self::Flush),
+            b"stop" => Some(Self::Stop),
+            _ => None,
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Status => "status",
+            Self::Flush => "flush",
+            Self::Stop => "stop",
+        }
+    }
+}
+
+/// The directory of this user's sockets: `PAGEFOLD_RUNTIME_DIR`, else below `XDG_RUNTIME_DIR`, else below `/run` for
+/// root, else below `/tmp`.
+pub fn runtime_dir() -> PathBuf {
+    if let Some(path) = std::env::var_os("PAGEFOLD_RUNTIME_DIR") {
+        return path.into();
+    }
+    if rustix::process::geteuid().is_root() {
+        return PathBuf::from("/run/pagefold");
+    }
+    match std::env::var_os("XDG_RUNTIME_DIR") {
+        Some(path) => PathBuf::from(path).join("pagefold"),
+        None => PathBuf::from(format!("/tmp/pagefold-{}", rustix::process::geteuid().as_raw())),
+    }
+}
+
+/// The socket of the mount at `mountpoint`, which must be absolute and without links.
+pub fn socket_path(mountpoint: &Path) -> PathBuf {
+    use std::os::unix::ffi::OsStrExt;
+    let hash = xxhash_rust::xxh3::xxh3_64(mountpoint.as_os_str().as_bytes());
+    runtime_dir().join(format!("disk-{hash:016x}.sock"))
+}
+
+/// The sockets of all mounts of this user, dead ones included.
+pub fn sockets() -> Vec<PathBuf> {
+    let Ok(entries) = std::fs::read_dir(runtime_dir()) else { return Vec::new() };
+    let is_ours = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        name.starts_with("disk-") && name.ends_with(".sock")
+    };
+    let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).filter(is_ours).collect();
+    paths.sort();
+    paths
+}
+
+/// Binds the socket of `mountpoint`, taking the place of one whose process is gone.
+///
+/// # Errors
+/// The runtime directory is somebody else's, or another process answers there.
+pub fn bind(mountpoint: &Path) -> io::Result<(UnixListener, PathBuf)> {
+    use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+    let directory = runtime_dir();
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&directory)?;
+    if directory.metadata()?.uid() != rustix::process::geteuid().as_raw() {
+        let why = format!("{} belongs to another user; set PAGEFOLD_RUNTIME_DIR", directory.display());
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+    }
+    let path = socket_path(mountpoint);
+    if UnixStream::connect(&path).is_ok() {
+        return Err(io::ErrorKind::AddrInUse.into());
+    }
+    match std::fs::remove_file(&path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = UnixListener::bind(&path)?;
+    std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
+    Ok((listener, path))
+}
+
+/// Serves one connection: reads a request, sends what `answer` gives for it.
+///
+/// # Errors
+/// The connection's; the server only goes on to the next one.
+pub fn serve(stream: UnixStream, answer: impl FnOnce(Command) -> String) -> io::Result<()> {
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    let peer = rustix::net::sockopt::socket_peercred(&stream)?;
+    let mut stream = stream;
+    if !peer.uid.is_root() && peer.uid != rustix::process::geteuid() {
+        return stream.write_all(b"{\"error\":\"not your mount\"}\n");
+    }
+    let mut line = Vec::new();
+    BufReader::new((&stream).take(LINE_BYTES_MAX)).read_until(b'\n', &mut line)?;
+    let mut reply = match Command::parse(&line) {
+        Some(command) => answer(command),
+        None => r#"{"error":"unknown request; there are status, flush and stop"}"#.to_owned(),
+    };
+    reply.push('\n');
+    stream.write_all(reply.as_bytes())
+}
+
+/// Sends a request to the mount behind `socket` and returns its answer.
+///
+/// # Errors
+/// `ConnectionRefused` when its process is gone; a timeout when it does not answer within `patience`.
+pub fn ask(socket: &Path, command: Command, patience: Duration) -> io::Result<String> {
+    let mut stream = UnixStream::connect(socket)?;
+    stream.set_read_timeout(Some(patience))?;
+    stream.set_write_timeout(Some(patience))?;
+    stream.write_all(command.name().as_bytes())?;
+    stream.write_all(b"\n")?;
+    let mut reply = String::new();
+    stream.read_to_string(&mut reply)?;
+    Ok(reply)
+}
+
+/// The status of the mount behind `socket`.
+///
+/// # Errors
+/// As [`ask`], and an answer that is no status.
+pub fn ask_status(socket: &Path) -> io::Result<Status> {
+    let reply = ask(socket, Command::Status, Duration::from_secs(10))?;
+    serde_json::from_str(&reply)
+        .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, format!("{error}: {reply}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_is_answered_and_nonsense_is_told_so() {
+        for (sent, expected) in
+            [("status\n", "{\"is\":\"Status\"}\n"), ("stat", "unknown"), (&"x".repeat(5000), "unknown")]
+        {
+            let (client, server) = UnixStream::pair().unwrap();
+            let thread = std::thread::spawn(move || serve(server, |command| format!("{{\"is\":\"{command:?}\"}}")));
+            let mut client = client;
+            // The server may stop reading and close before all of a long line is sent.
+            let _ = client.write_all(sent.as_bytes());
+            let _ = client.shutdown(std::net::Shutdown::Write);
+            let mut reply = String::new();
+            let _ = client.read_to_string(&mut reply);
+            let _ = thread.join().unwrap();
+            assert!(reply.contains(expected), "{sent:.20} got {reply}");
+        }
+    }
+}

@@ -1,0 +1,536 @@
+//! The engine: opens the images of a directory, reads ahead, flushes in time. Both front ends stand on it.
+
+use crate::BLOCK_BYTES;
+use crate::cache::Cache;
+use crate::config::{Config, FingerprintKey};
+use crate::error::Error;
+use crate::file::{BlockFile, HostFile, Stamp};
+use crate::fingerprints::FingerprintDir;
+use crate::image::Image;
+use crate::stats::Status;
+use parking_lot::{Condvar, Mutex};
+use rustix::fs::{AtFlags, OFlags};
+use std::collections::{HashMap, VecDeque};
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// Names a file of the host: device and inode number.
+pub(crate) type FileKey = (u64, u64);
+
+/// Serves the images below one directory.
+pub struct Engine {
+    cache: Arc<Cache>,
+    directory: File,
+    path: PathBuf,
+    read_only: bool,
+    registry: Mutex<HashMap<FileKey, Arc<Slot>>>,
+    fingerprints: Option<FingerprintDir>,
+    ahead: Ahead,
+    stop: AtomicBool,
+    threads: Mutex<Vec<std::thread::JoinHandle<()>>>,
+    started: Instant,
+}
+
+/// An image the engine knows, and who has it open.
+struct Slot {
+    image: Arc<Image>,
+    handles: AtomicUsize,
+    unlinked: AtomicBool,
+}
+
+/// Requests to read ahead: few, because a late one is worth nothing.
+#[derive(Default)]
+struct Ahead {
+    queue: Mutex<VecDeque<(Arc<Image>, Range<u64>)>>,
+    signal: Condvar,
+}
+
+const AHEAD_QUEUE_MAX: usize = 64;
+/// How often the engine looks for changed, closed and unused images.
+const HOUSEKEEPING: Duration = Duration::from_secs(1);
+
+/// An image that could not be written back when the engine stopped.
+#[derive(Debug)]
+pub struct Unwritten {
+    /// Its name.
+    pub name: String,
+    /// Bytes that are lost.
+    pub bytes: u64,
+    /// What the disk said.
+    pub error: io::Error,
+}
+
+impl Engine {
+    /// Starts an engine for `directory`, with its background threads.
+    ///
+    /// # Errors
+    /// The directory cannot be opened, the fingerprints cannot be kept where they should be, or memory is short.
+    pub fn start(
+        directory: &Path,
+        mut config: Config,
+        fingerprints: Option<&Path>,
+        read_only: bool,
+    ) -> io::Result<Arc<Self>> {
+        let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+        let handle = File::from(rustix::fs::open(directory, flags, rustix::fs::Mode::empty())?);
+        let fingerprints = fingerprints.map(FingerprintDir::open).transpose()?;
+        if let Some(store) = &fingerprints {
+            config.key = FingerprintKey::Strong(store.key());
+        }
+        let engine = Arc::new(Self {
+            cache: Arc::new(Cache::new(config)?),
+            directory: handle,
+            path: directory.canonicalize().unwrap_or_else(|_| directory.to_owned()),
+            read_only,
+            registry: Mutex::default(),
+            fingerprints,
+            ahead: Ahead::default(),
+            stop: AtomicBool::new(false),
+            threads: Mutex::default(),
+            started: Instant::now(),
+        });
+        engine.spawn("flusher", |engine| engine.run_flusher())?;
+        for n in 0..engine.cache.config().workers {
+            engine.spawn(&format!("ahead-{n}"), |engine| engine.run_ahead())?;
+        }
+        Ok(engine)
+    }
+
+    fn spawn(self: &Arc<Self>, name: &str, run: impl FnOnce(&Self) + Send + 'static) -> io::Result<()> {
+        let engine = self.clone();
+        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(move || run(&engine))?;
+        self.threads.lock().push(thread);
+        Ok(())
+    }
+
+    /// The cache.
+    pub fn cache(&self) -> &Cache {
+        &self.cache
+    }
+
+    /// The directory's handle, for operations on names.
+    pub fn directory(&self) -> &File {
+        &self.directory
+    }
+
+    /// Whether nothing may be changed.
+    pub fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Opens the image at `path` below the directory.
+    ///
+    /// # Errors
+    /// As `open(2)`.
+    pub fn open(self: &Arc<Self>, path: &Path, writable: bool) -> io::Result<Handle> {
+        if writable && self.read_only {
+            return Err(io::Error::from_raw_os_error(libc::EROFS));
+        }
+        let file = match HostFile::open(&self.directory, path, !self.read_only) {
+            // Not ours to write: readers are welcome all the same.
+            Err(error) if !writable && is_refusal(&error) => HostFile::open(&self.directory, path, false)?,
+            other => other?,
+        };
+        let stamp = file.stamp()?;
+        let mut registry = self.registry.lock();
+        let key = (stamp.dev, stamp.ino);
+        if let Some(slot) = registry.get(&key) {
+            self.reopen(&slot.image, file, stamp)?;
+            slot.handles.fetch_add(1, Ordering::AcqRel);
+            return Ok(Handle::new(self.clone(), slot.clone(), writable));
+        }
+        let image = self.cache.add_image(&path.to_string_lossy(), Arc::new(file))?;
+        if let Some(store) = &self.fingerprints {
+            self.cache.load_fingerprints(&image, store);
+        }
+        let slot = Arc::new(Slot { image, handles: AtomicUsize::new(1), unlinked: AtomicBool::new(false) });
+        registry.insert(key, slot.clone());
+        Ok(Handle::new(self.clone(), slot, writable))
+    }
+
+    /// Gives an image that is in the cache already its file back, and notes whether that changed in between.
+    fn reopen(&self, image: &Image, file: HostFile, stamp: Stamp) -> io::Result<()> {
+        let better = image.file().map_or(true, |there| file.writable() && !there.writable());
+        if better {
+            image.set_file(Some(Arc::new(file)));
+        }
+        if let Some(known) = image.known.try_lock()
+            && *known != stamp
+        {
+            image.changed.store(true, Ordering::Release);
+        }
+        self.cache.accept_change(image).map_err(|error| io::Error::from_raw_os_error(error.errno()))
+    }
+
+    /// The image behind a file of the host, if it is open.
+    pub(crate) fn opened(&self, key: FileKey) -> Option<Arc<Image>> {
+        self.registry.lock().get(&key).map(|slot| slot.image.clone()).filter(|image| image.has_file())
+    }
+
+    /// Runs an operation that changes a file's attributes or names, so that it is not taken for somebody else's.
+    pub(crate) fn change<R>(&self, key: FileKey, change: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
+        match self.opened(key) {
+            Some(image) => image.change(|_| change()),
+            None => change(),
+        }
+    }
+
+    /// Notes that the last name of a file is gone: its blocks go with the last handle.
+    pub(crate) fn unlinked(&self, key: FileKey) {
+        let mut registry = self.registry.lock();
+        let Some(slot) = registry.get(&key) else { return };
+        slot.unlinked.store(true, Ordering::Release);
+        if slot.handles.load(Ordering::Acquire) == 0
+            && let Some(slot) = registry.remove(&key)
+        {
+            drop(registry);
+            self.cache.discard_image(&slot.image);
+        }
+    }
+
+    fn closed(&self, slot: &Arc<Slot>) {
+        let mut registry = self.registry.lock();
+        if slot.handles.fetch_sub(1, Ordering::AcqRel) == 1 && slot.unlinked.load(Ordering::Acquire) {
+            registry.retain(|_, other| !Arc::ptr_eq(other, slot));
+            drop(registry);
+            self.cache.discard_image(&slot.image);
+        }
+    }
+
+    /// What the cache holds and saves now.
+    pub fn status(&self) -> Status {
+        let mut status = self.cache.status();
+        status.directory = self.path.display().to_string();
+        status.pid = std::process::id();
+        status.uptime_s = self.started.elapsed().as_secs();
+        let open: std::collections::HashSet<String> = {
+            let registry = self.registry.lock();
+            let open = registry.values().filter(|slot| slot.handles.load(Ordering::Relaxed) > 0);
+            open.map(|slot| slot.image.name()).collect()
+        };
+        for image in &mut status.images {
+            image.open = open.contains(&image.name);
+        }
+        status
+    }
+
+    /// Makes everything written so far durable.
+    ///
+    /// # Errors
+    /// The first of the disks'.
+    pub fn sync_all(&self) -> io::Result<()> {
+        let mut result = Ok(());
+        for image in self.cache.images() {
+            let mut seen = image.errors.count();
+            if image.has_file() && !self.cache.sync(&image, 0..u64::MAX) {
+                let error = image.errors.take(&mut seen).unwrap_or_else(|| io::ErrorKind::Other.into());
+                result = result.and(Err(error));
+            }
+        }
+        result
+    }
+
+    /// Stops the threads, writes everything back and keeps the fingerprints. Returns what could not be written.
+    pub fn shut_down(&self) -> Vec<Unwritten> {
+        self.stop.store(true, Ordering::Release);
+        self.cache.want_flush();
+        {
+            // Taken so that no worker is between its look at `stop` and its wait.
+            let _queue = self.ahead.queue.lock();
+            self.ahead.signal.notify_all();
+        }
+        for thread in std::mem::take(&mut *self.threads.lock()) {
+            // A thread that panicked has said so; the images matter more now.
+            let _ = thread.join();
+        }
+        let mut unwritten = Vec::new();
+        for image in self.cache.images().into_iter().filter(|image| image.has_file()) {
+            let mut seen = image.errors.count();
+            if !self.cache.sync(&image, 0..u64::MAX)
+                && let Some(error) = image.errors.take(&mut seen)
+            {
+                unwritten.push(Unwritten { name: image.name(), bytes: image.dirty_bytes(), error });
+            } else if let Some(store) = &self.fingerprints {
+                // Losing them costs reads, nothing else.
+                let _ = self.cache.save_fingerprints(&image, store);
+            }
+        }
+        if !self.read_only {
+            // Images closed earlier were written back and not synced; nothing was promised, and it costs little now.
+            let _ = rustix::fs::syncfs(&self.directory);
+        }
+        unwritten
+    }
+
+    fn run_flusher(&self) {
+        let interval = self.cache.config().flush_interval;
+        let mut flushed = Instant::now();
+        let mut looked = Instant::now();
+        while !self.stop.load(Ordering::Acquire) {
+            let wanted = self.cache.wait_for_flush(interval.min(HOUSEKEEPING));
+            if self.stop.load(Ordering::Acquire) {
+                return;
+            }
+            if wanted || flushed.elapsed() >= interval {
+                self.cache.flush_tick();
+                flushed = Instant::now();
+            }
+            if looked.elapsed() >= HOUSEKEEPING {
+                self.housekeeping();
+                looked = Instant::now();
+            }
+        }
+    }
+
+    /// Looks for images somebody else changed, closes files nobody uses, forgets images without blocks.
+    fn housekeeping(&self) {
+        self.cache.cool();
+        let slots: Vec<(FileKey, Arc<Slot>)> = self.registry.lock().iter().map(|(k, s)| (*k, s.clone())).collect();
+        for (key, slot) in slots {
+            let image = &slot.image;
+            if image.has_file() && self.cache.look_behind(image) {
+                // The next request would do it; an idle image should not keep stale blocks either.
+                let _ = self.cache.accept_change(image);
+            }
+            let zeros_too = image.chunk_count() > self.cache.config().frame_count() / 16;
+            image.sweep(zeros_too);
+            let unused = || slot.handles.load(Ordering::Acquire) == 0 && image.dirty_bytes() == 0;
+            if !unused() {
+                continue;
+            }
+            if image.has_file()
+                && let Some(store) = &self.fingerprints
+            {
+                let _ = self.cache.save_fingerprints(image, store);
+            }
+            let mut registry = self.registry.lock();
+            if !unused() {
+                continue;
+            }
+            image.set_file(None);
+            if image.chunk_count() == 0 && registry.remove(&key).is_some() {
+                drop(registry);
+                self.cache.discard_image(image);
+            }
+        }
+    }
+
+    fn run_ahead(&self) {
+        loop {
+            let task = {
+                let mut queue = self.ahead.queue.lock();
+                loop {
+                    if self.stop.load(Ordering::Acquire) {
+                        return;
+                    }
+                    match queue.pop_front() {
+                        Some(task) => break task,
+                        None => self.ahead.signal.wait(&mut queue),
+                    }
+                }
+            };
+            self.cache.read_ahead(&task.0, task.1);
+        }
+    }
+
+    fn want_ahead(&self, image: &Arc<Image>, range: Range<u64>) {
+        let mut queue = self.ahead.queue.lock();
+        if queue.len() < AHEAD_QUEUE_MAX {
+            queue.push_back((image.clone(), range));
+            self.ahead.signal.notify_one();
+        }
+    }
+}
+
+/// Whether an open for writing was refused in a way that may still allow reading.
+fn is_refusal(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EACCES | libc::EPERM | libc::EROFS | libc::ETXTBSY))
+}
+
+/// An open image.
+pub struct Handle {
+    engine: Arc<Engine>,
+    slot: Arc<Slot>,
+    writable: bool,
+    /// How many of the image's writeback errors this handle was told.
+    errors_seen: Mutex<u64>,
+    sequence: Mutex<Sequence>,
+}
+
+/// Whether reads come in sequence, and how far ahead we are.
+#[derive(Default)]
+struct Sequence {
+    next: u64,
+    window: u64,
+    ahead_until: u64,
+}
+
+/// First window of a sequential reader, in bytes; it doubles up to the setting.
+const WINDOW_FIRST: u64 = 256 << 10;
+/// Requests of one reader may overtake each other by this many bytes and still be in sequence.
+const SEQUENCE_SLACK: u64 = 1 << 20;
+
+impl Sequence {
+    /// Notes a read and returns what to read ahead.
+    fn note(&mut self, offset: u64, length: u64, window_max: u64) -> Option<Range<u64>> {
+        let end = offset + length;
+        let in_sequence = offset.abs_diff(self.next) <= if self.window > 0 { SEQUENCE_SLACK } else { 0 };
+        if !in_sequence {
+            *self = Self { next: end, ..Self::default() };
+            return None;
+        }
+        self.next = self.next.max(end);
+        if self.window == 0 {
+            self.window = WINDOW_FIRST.min(window_max);
+        }
+        let from = self.ahead_until.max(self.next);
+        if self.window == 0 || from > self.next + self.window / 2 {
+            return None;
+        }
+        let until = self.next + self.window;
+        self.window = (self.window * 2).min(window_max);
+        self.ahead_until = until;
+        (from < until).then_some(from..until)
+    }
+}
+
+impl Handle {
+    fn new(engine: Arc<Engine>, slot: Arc<Slot>, writable: bool) -> Self {
+        let errors_seen = Mutex::new(slot.image.errors.start());
+        Self { engine, slot, writable, errors_seen, sequence: Mutex::default() }
+    }
+
+    /// The image.
+    pub fn image(&self) -> &Arc<Image> {
+        &self.slot.image
+    }
+
+    /// Whether writing is allowed.
+    pub fn writable(&self) -> bool {
+        self.writable
+    }
+
+    /// As [`Cache::read`], with read-ahead for readers in sequence.
+    ///
+    /// # Errors
+    /// As [`Cache::read`].
+    pub fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<usize, Error> {
+        let cache = &self.engine.cache;
+        let window_max = cache.config().read_ahead_bytes as u64;
+        let ahead = self.sequence.lock().note(offset, buffer.len() as u64, window_max);
+        if let Some(range) = ahead
+            && range.start < self.image().size()
+            // What is in memory already needs no worker woken for it.
+            && cache.has_absent(self.image(), range.clone())
+        {
+            self.engine.want_ahead(self.image(), range);
+        }
+        cache.read(self.image(), offset, buffer)
+    }
+
+    /// As [`Cache::write`].
+    ///
+    /// # Errors
+    /// As [`Cache::write`].
+    pub fn write(&self, offset: u64, data: &[u8]) -> Result<(), Error> {
+        self.check_writable()?;
+        self.engine.cache.write(self.image(), offset, data)
+    }
+
+    /// As [`Cache::set_size`].
+    ///
+    /// # Errors
+    /// As [`Cache::set_size`].
+    pub fn set_size(&self, size: u64) -> Result<(), Error> {
+        self.check_writable()?;
+        self.engine.cache.set_size(self.image(), size)
+    }
+
+    /// As [`Cache::punch`].
+    ///
+    /// # Errors
+    /// As [`Cache::punch`].
+    pub fn punch(&self, offset: u64, length: u64) -> Result<(), Error> {
+        self.check_writable()?;
+        self.engine.cache.punch(self.image(), offset, length)
+    }
+
+    /// As [`Cache::reserve`].
+    ///
+    /// # Errors
+    /// As [`Cache::reserve`].
+    pub fn reserve(&self, offset: u64, length: u64, keep_size: bool) -> Result<(), Error> {
+        self.check_writable()?;
+        self.engine.cache.reserve(self.image(), offset, length, keep_size)
+    }
+
+    /// As [`Cache::seek`].
+    ///
+    /// # Errors
+    /// As [`Cache::seek`].
+    pub fn seek(&self, offset: u64, data: bool) -> Result<u64, Error> {
+        self.engine.cache.seek(self.image(), offset, data)
+    }
+
+    fn check_writable(&self) -> Result<(), Error> {
+        if self.writable { Ok(()) } else { Err(Error::ReadOnly) }
+    }
+
+    /// Makes everything written to the image durable.
+    ///
+    /// # Errors
+    /// What the disk refused since this handle last asked, once.
+    pub fn sync(&self) -> io::Result<()> {
+        self.sync_range(0..u64::MAX)
+    }
+
+    /// As [`Handle::sync`] for the bytes of `range`.
+    ///
+    /// # Errors
+    /// As [`Handle::sync`].
+    pub fn sync_range(&self, range: Range<u64>) -> io::Result<()> {
+        let block = BLOCK_BYTES as u64;
+        self.engine.cache.sync(self.image(), range.start / block..range.end.div_ceil(block));
+        self.image().errors.take(&mut self.errors_seen.lock()).map_or(Ok(()), Err)
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.engine.closed(&self.slot);
+    }
+}
+
+/// What `path` below `directory` is now.
+pub(crate) fn stat(directory: &File, path: &Path) -> io::Result<rustix::fs::Stat> {
+    Ok(rustix::fs::statat(directory, path, AtFlags::SYMLINK_NOFOLLOW)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reader_in_sequence_is_kept_ahead_of_and_a_random_one_is_not() {
+        let mut sequence = Sequence::default();
+        let mut covered = 0;
+        for n in 0..200 {
+            if let Some(range) = sequence.note(n * 4096, 4096, 2 << 20) {
+                assert_eq!(range.start, covered.max((n + 1) * 4096), "no gap, nothing twice");
+                covered = range.end;
+            }
+            assert!(covered >= (n + 2) * 4096, "the next read is covered");
+        }
+        assert!(covered <= 200 * 4096 + (2 << 20));
+        let mut random = Sequence::default();
+        for n in [5u64, 900, 3, 77, 12345] {
+            assert_eq!(random.note(n * 4096, 4096, 2 << 20), None);
+        }
+        assert_eq!(Sequence::default().note(0, 4096, 0), None, "off");
+    }
+}

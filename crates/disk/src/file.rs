@@ -1,0 +1,304 @@
+//! The image file under the cache: the trait the cache asks for, and the host's files.
+
+use rustix::fs::{Advice, AtFlags, FallocateFlags, OFlags};
+use std::fs::File;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// What tells one version of an image file from another.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Stamp {
+    /// Size in bytes.
+    pub size: u64,
+    /// Last change of content: seconds and nanoseconds.
+    pub mtime: (i64, u32),
+    /// Last change of inode or content: seconds and nanoseconds. No call can set it back, and an inode number that is
+    /// given to another file gets a new one, so it is the file's generation too.
+    pub ctime: (i64, u32),
+    /// Device number.
+    pub dev: u64,
+    /// Inode number.
+    pub ino: u64,
+}
+
+/// How `allocate` changes a range.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Allocate {
+    /// Reserve space; content stays.
+    Reserve,
+    /// Give space back; the range reads as zeros.
+    Punch,
+}
+
+/// An image file, as the cache needs it. Offsets and sizes in bytes.
+///
+/// Reads and writes of whole, aligned blocks are the common case; a write may end unaligned at the end of the file.
+pub trait BlockFile: Send + Sync {
+    /// Reads into `buffers` from `offset`; returns fewer bytes than asked only at the end of the file.
+    ///
+    /// # Errors
+    /// The disk's.
+    fn read_at(&self, buffers: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<usize>;
+
+    /// Writes all of `buffers` at `offset`.
+    ///
+    /// # Errors
+    /// The disk's; part of the data may have been written.
+    fn write_at(&self, buffers: &[IoSlice<'_>], offset: u64) -> io::Result<()>;
+
+    /// Returns once everything written before is on stable storage.
+    ///
+    /// # Errors
+    /// The disk's; what was written since the last success may be lost.
+    fn sync(&self) -> io::Result<()>;
+
+    /// Sets the size; a longer file reads as zeros there.
+    ///
+    /// # Errors
+    /// The file system's.
+    fn set_len(&self, size: u64) -> io::Result<()>;
+
+    /// Reserves or punches `length` bytes from `offset`, keeping the size.
+    ///
+    /// # Errors
+    /// `EOPNOTSUPP` where the file system cannot.
+    fn allocate(&self, how: Allocate, offset: u64, length: u64) -> io::Result<()>;
+
+    /// What this version of the file is.
+    ///
+    /// # Errors
+    /// The file system's.
+    fn stamp(&self) -> io::Result<Stamp>;
+
+    /// The file's attributes, for a file whose name may be gone; `None` where there is no such thing.
+    fn stat(&self) -> Option<io::Result<rustix::fs::Stat>> {
+        None
+    }
+
+    /// Finds data or a hole at or after `offset`, as `lseek` with `SEEK_DATA` or `SEEK_HOLE`.
+    ///
+    /// # Errors
+    /// `ENXIO` when there is none.
+    fn seek(&self, offset: u64, data: bool) -> io::Result<u64>;
+
+    /// Whether reads pass by the kernel's page cache.
+    fn direct(&self) -> bool;
+
+    /// Whether writes are possible.
+    fn writable(&self) -> bool;
+}
+
+/// A file of the host, read and written with `O_DIRECT` where its file system allows that.
+pub struct HostFile {
+    /// For unaligned ends, and for everything where direct I/O is refused.
+    buffered: File,
+    direct: Option<File>,
+    /// Cleared for good when the file system refuses a direct read it accepted the flag for.
+    direct_works: AtomicBool,
+    writable: bool,
+}
+
+impl HostFile {
+    /// Opens `path` under `dir` for reading, and for writing where that is allowed and `writable` asks for it.
+    ///
+    /// # Errors
+    /// As `open(2)`; `EINVAL` if it is no regular file.
+    pub fn open(dir: impl AsFd, path: &std::path::Path, writable: bool) -> io::Result<Self> {
+        let base = OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOATIME;
+        let open = |flags: OFlags| -> rustix::io::Result<OwnedFd> {
+            let mode = rustix::fs::Mode::empty();
+            match rustix::fs::openat(&dir, path, flags, mode) {
+                // Only the owner may leave the access time alone.
+                Err(rustix::io::Errno::PERM) => rustix::fs::openat(&dir, path, flags - OFlags::NOATIME, mode),
+                other => other,
+            }
+        };
+        let access = if writable { OFlags::RDWR } else { OFlags::RDONLY };
+        let buffered = File::from(open(base | access)?);
+        if !buffered.metadata()?.is_file() {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        let direct = open(base | access | OFlags::DIRECT).ok().map(File::from);
+        let same = |a: &File, b: &File| -> io::Result<bool> {
+            let (a, b) = (rustix::fs::fstat(a)?, rustix::fs::fstat(b)?);
+            Ok((a.st_dev, a.st_ino) == (b.st_dev, b.st_ino))
+        };
+        // The name may have been given to another file between the two opens.
+        let direct = direct.filter(|direct| same(&buffered, direct).unwrap_or(false));
+        let direct_works = AtomicBool::new(direct.is_some());
+        Ok(Self { buffered, direct, direct_works, writable })
+    }
+
+    /// The file without `O_DIRECT`, for attributes.
+    pub fn file(&self) -> &File {
+        &self.buffered
+    }
+
+    fn direct_file(&self) -> Option<&File> {
+        self.direct.as_ref().filter(|_| self.direct_works.load(Ordering::Relaxed))
+    }
+}
+
+/// Whether every buffer and the offset suit direct I/O on any disk.
+fn aligned<'a>(buffers: impl Iterator<Item = &'a [u8]>, offset: u64) -> bool {
+    let block = crate::BLOCK_BYTES;
+    offset.is_multiple_of(block as u64)
+        && buffers
+            .into_iter()
+            .all(|buffer| buffer.len().is_multiple_of(block) && (buffer.as_ptr() as usize).is_multiple_of(block))
+}
+
+impl BlockFile for HostFile {
+    fn read_at(&self, buffers: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<usize> {
+        let mut done = 0;
+        let mut rest = buffers;
+        IoSliceMut::advance_slices(&mut rest, 0);
+        while !rest.is_empty() {
+            let at = offset + done as u64;
+            let direct = self.direct_file().filter(|_| aligned(rest.iter().map(|b| &**b), at));
+            let part = rest.len().min(libc::UIO_MAXIOV as usize);
+            let result = match direct {
+                Some(file) => rustix::io::preadv(file, &mut rest[..part], at),
+                None => rustix::io::preadv(&self.buffered, &mut rest[..part], at),
+            };
+            match result {
+                Ok(0) => break,
+                Ok(count) => {
+                    if direct.is_none() {
+                        // Keep no second copy in the kernel; a hint, so its failure is no error.
+                        let length = std::num::NonZeroU64::new(count as u64);
+                        let _ = rustix::fs::fadvise(&self.buffered, at, length, Advice::DontNeed);
+                    }
+                    done += count;
+                    // A short direct read ends unaligned: only at the end of the file.
+                    if direct.is_some() && !count.is_multiple_of(crate::BLOCK_BYTES) {
+                        break;
+                    }
+                    IoSliceMut::advance_slices(&mut rest, count);
+                }
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::INVAL) if direct.is_some() => self.direct_works.store(false, Ordering::Relaxed),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(done)
+    }
+
+    fn write_at(&self, buffers: &[IoSlice<'_>], offset: u64) -> io::Result<()> {
+        let mut own: Vec<IoSlice<'_>> = buffers.to_vec();
+        let mut rest = &mut own[..];
+        let mut at = offset;
+        IoSlice::advance_slices(&mut rest, 0);
+        while !rest.is_empty() {
+            // Aligned parts go directly, an unaligned end through the page cache; the kernel keeps both coherent.
+            let front = rest.iter().take_while(|b| aligned(std::iter::once(&***b), at)).count();
+            let front = front.min(libc::UIO_MAXIOV as usize);
+            let direct = self.direct_file();
+            let result = match (direct, front, whole_blocks(&rest[0], at)) {
+                (Some(file), 1.., _) => rustix::io::pwritev(file, &rest[..front], at),
+                (Some(file), 0, Some(whole)) => rustix::io::pwrite(file, whole, at),
+                _ => rustix::io::pwrite(&self.buffered, &rest[0], at),
+            };
+            match result {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(count) => {
+                    at += count as u64;
+                    IoSlice::advance_slices(&mut rest, count);
+                }
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::INVAL) if direct.is_some() => {
+                    self.direct_works.store(false, Ordering::Relaxed);
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        // One inode, so one call covers what went through either descriptor.
+        Ok(rustix::fs::fdatasync(&self.buffered)?)
+    }
+
+    fn set_len(&self, size: u64) -> io::Result<()> {
+        Ok(rustix::fs::ftruncate(&self.buffered, size)?)
+    }
+
+    fn allocate(&self, how: Allocate, offset: u64, length: u64) -> io::Result<()> {
+        let mode = match how {
+            Allocate::Reserve => FallocateFlags::KEEP_SIZE,
+            Allocate::Punch => FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
+        };
+        Ok(rustix::fs::fallocate(&self.buffered, mode, offset, length)?)
+    }
+
+    fn stamp(&self) -> io::Result<Stamp> {
+        let stat = rustix::fs::statat(&self.buffered, "", AtFlags::EMPTY_PATH)?;
+        Ok(Stamp {
+            size: stat.st_size as u64,
+            mtime: (stat.st_mtime, stat.st_mtime_nsec as u32),
+            ctime: (stat.st_ctime, stat.st_ctime_nsec as u32),
+            dev: stat.st_dev,
+            ino: stat.st_ino,
+        })
+    }
+
+    fn stat(&self) -> Option<io::Result<rustix::fs::Stat>> {
+        Some(rustix::fs::fstat(&self.buffered).map_err(io::Error::from))
+    }
+
+    fn seek(&self, offset: u64, data: bool) -> io::Result<u64> {
+        use rustix::fs::SeekFrom;
+        let to = if data { SeekFrom::Data(offset) } else { SeekFrom::Hole(offset) };
+        Ok(rustix::fs::seek(&self.buffered, to)?)
+    }
+
+    fn direct(&self) -> bool {
+        self.direct_file().is_some()
+    }
+
+    fn writable(&self) -> bool {
+        self.writable
+    }
+}
+
+/// The aligned whole blocks at the front of a buffer that ends unaligned, if there are any.
+fn whole_blocks(buffer: &[u8], at: u64) -> Option<&[u8]> {
+    let front = &buffer[..buffer.len() / crate::BLOCK_BYTES * crate::BLOCK_BYTES];
+    (!front.is_empty() && aligned(std::iter::once(front), at)).then_some(front)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[repr(align(4096))]
+    struct Aligned([u8; 3 * crate::BLOCK_BYTES]);
+
+    #[test]
+    fn an_unaligned_end_is_written_and_read_back() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let path = dir.path().join("image");
+        std::fs::write(&path, b"").unwrap();
+        let handle = File::open(dir.path()).unwrap();
+        let file = HostFile::open(&handle, std::path::Path::new("image"), true).unwrap();
+        let mut data = Box::new(Aligned([7; 3 * crate::BLOCK_BYTES]));
+        data.0[8192..].fill(9);
+        file.write_at(&[IoSlice::new(&data.0[..9000])], 0).unwrap();
+        assert_eq!(file.stamp().unwrap().size, 9000);
+        let mut back = Box::new(Aligned([0; 3 * crate::BLOCK_BYTES]));
+        assert_eq!(file.read_at(&mut [IoSliceMut::new(&mut back.0)], 0).unwrap(), 9000);
+        assert_eq!(back.0[..9000], data.0[..9000]);
+        file.sync().unwrap();
+    }
+
+    #[test]
+    fn a_directory_is_no_image() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        std::fs::create_dir(dir.path().join("sub")).unwrap();
+        let handle = File::open(dir.path()).unwrap();
+        let opened = HostFile::open(&handle, std::path::Path::new("sub"), false);
+        assert_eq!(opened.err().and_then(|e| e.raw_os_error()), Some(libc::EINVAL));
+    }
+}

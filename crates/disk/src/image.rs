@@ -1,0 +1,337 @@
+//! An image in the cache: its blocks' entries, its file, its errors.
+//!
+//! Blocks are grouped in chunks of 1 MiB with one lock each. A block is *absent*, *loading*, *clean*, *dirty* or in
+//! *writeback*; `loading` excludes all others, so what a load brings in is never older than what a writer put there.
+
+use crate::BLOCK_BYTES;
+use crate::cache::CHUNK_BLOCKS;
+use crate::error::WritebackErrors;
+use crate::file::{BlockFile, Stamp};
+use crate::fingerprints::Known;
+use crate::frames::FrameIndex;
+use crate::stats::ImageCounters;
+use parking_lot::{Condvar, Mutex, RwLock};
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// A block's entry: state in the upper two bits, frame in the lower thirty.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Entry(u32);
+
+/// The states of the paper, and absent.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum State {
+    Absent,
+    /// The frame equals the disk and may be shared.
+    Clean(FrameIndex),
+    /// A block of zeros, which needs no frame.
+    Zero,
+    /// The frame is this block's own and newer than the disk.
+    Dirty(FrameIndex),
+    /// The frame is on its way to the disk: left alone by everybody.
+    Writeback(FrameIndex),
+}
+
+const FRAME_BITS: u32 = 30;
+const FRAME_MASK: u32 = (1 << FRAME_BITS) - 1;
+/// The frame number that stands for zeros.
+const ZERO_FRAME: u32 = FRAME_MASK;
+
+impl Entry {
+    pub(crate) const ABSENT: Self = Self(0);
+
+    pub(crate) fn state(self) -> State {
+        let frame = FrameIndex(self.0 & FRAME_MASK);
+        match self.0 >> FRAME_BITS {
+            0 => State::Absent,
+            1 if frame.0 == ZERO_FRAME => State::Zero,
+            1 => State::Clean(frame),
+            2 => State::Dirty(frame),
+            _ => State::Writeback(frame),
+        }
+    }
+}
+
+impl From<State> for Entry {
+    fn from(state: State) -> Self {
+        match state {
+            State::Absent => Self::ABSENT,
+            State::Zero => Self(1 << FRAME_BITS | ZERO_FRAME),
+            State::Clean(frame) => Self(1 << FRAME_BITS | frame.0),
+            State::Dirty(frame) => Self(2 << FRAME_BITS | frame.0),
+            State::Writeback(frame) => Self(3 << FRAME_BITS | frame.0),
+        }
+    }
+}
+
+/// The entries of one chunk.
+pub(crate) struct Entries {
+    entries: [Entry; CHUNK_BLOCKS],
+    loading: [u64; CHUNK_BLOCKS / 64],
+    /// Entries that are not absent.
+    live: u16,
+    /// Entries that are dirty.
+    dirty: u16,
+}
+
+impl Entries {
+    pub(crate) fn state(&self, at: usize) -> State {
+        self.entries[at].state()
+    }
+
+    /// Changes one entry and keeps the counts.
+    pub(crate) fn set(&mut self, at: usize, state: State) {
+        let counts = |state: State| (u16::from(state != State::Absent), u16::from(matches!(state, State::Dirty(_))));
+        let (live_before, dirty_before) = counts(self.entries[at].state());
+        let (live, dirty) = counts(state);
+        self.live = self.live + live - live_before;
+        self.dirty = self.dirty + dirty - dirty_before;
+        self.entries[at] = state.into();
+    }
+
+    pub(crate) fn is_loading(&self, at: usize) -> bool {
+        self.loading[at / 64] >> (at % 64) & 1 == 1
+    }
+
+    pub(crate) fn set_loading(&mut self, at: usize, loading: bool) {
+        let bit = 1 << (at % 64);
+        if loading { self.loading[at / 64] |= bit } else { self.loading[at / 64] &= !bit }
+    }
+
+    pub(crate) fn dirty(&self) -> usize {
+        self.dirty.into()
+    }
+
+    fn idle(&self) -> bool {
+        self.live == 0 && self.loading == [0; CHUNK_BLOCKS / 64]
+    }
+
+    /// Whether dropping the whole chunk would lose nothing but knowledge of zeros.
+    fn only_zeros(&self) -> bool {
+        self.loading == [0; CHUNK_BLOCKS / 64]
+            && self.entries.iter().all(|e| matches!(e.state(), State::Absent | State::Zero))
+    }
+}
+
+/// 1 MiB of an image.
+pub(crate) struct Chunk {
+    pub(crate) entries: RwLock<Entries>,
+    waiters: Mutex<()>,
+    loaded: Condvar,
+}
+
+impl Chunk {
+    fn new() -> Self {
+        let entries =
+            Entries { entries: [Entry::ABSENT; CHUNK_BLOCKS], loading: [0; CHUNK_BLOCKS / 64], live: 0, dirty: 0 };
+        Self { entries: RwLock::new(entries), waiters: Mutex::new(()), loaded: Condvar::new() }
+    }
+
+    /// Waits until block `at` is not being loaded. No lock of this chunk may be held.
+    pub(crate) fn wait_loaded(&self, at: usize) {
+        let mut waiters = self.waiters.lock();
+        while self.entries.read().is_loading(at) {
+            self.loaded.wait(&mut waiters);
+        }
+    }
+
+    /// Wakes those who wait for a load that ended. The entries' lock must not be held.
+    pub(crate) fn wake(&self) {
+        // Taken after the loading bits were cleared: a waiter has either seen them clear, or is already waiting.
+        let _waiters = self.waiters.lock();
+        self.loaded.notify_all();
+    }
+}
+
+/// One image file and its blocks in the cache.
+///
+/// Lock order: `shape`, `flush`, `known`, chunk map, chunk, frame record.
+pub struct Image {
+    pub(crate) id: u32,
+    pub(crate) name: Mutex<String>,
+    /// Held for reading by every request, for writing by what changes size or drops blocks.
+    pub(crate) shape: RwLock<()>,
+    /// Held while blocks are in writeback: one flush at a time, so an older write cannot overtake a newer one.
+    pub(crate) flush: Mutex<()>,
+    pub(crate) size: AtomicU64,
+    chunks: RwLock<HashMap<u64, Arc<Chunk>>>,
+    pub(crate) dirty_chunks: Mutex<BTreeSet<u64>>,
+    pub(crate) dirty_blocks: AtomicUsize,
+    file: RwLock<Option<Arc<dyn BlockFile>>>,
+    /// The file's version after our own last change; any other version is somebody else's doing.
+    pub(crate) known: Mutex<Stamp>,
+    /// The file was changed by somebody else: clean blocks must go before the next request.
+    pub(crate) changed: AtomicBool,
+    /// Bytes were written that no sync covered yet.
+    pub(crate) unsynced: AtomicBool,
+    pub(crate) errors: WritebackErrors,
+    pub(crate) fingerprints: Mutex<Option<Known>>,
+    pub(crate) counters: ImageCounters,
+    pub(crate) gone: AtomicBool,
+    /// When the last write came, in nanoseconds since 1970; 0 once the file's own times tell it.
+    written_at: AtomicU64,
+}
+
+impl Image {
+    pub(crate) fn new(id: u32, name: String, file: Arc<dyn BlockFile>, stamp: Stamp) -> Self {
+        Self {
+            id,
+            name: Mutex::new(name),
+            shape: RwLock::new(()),
+            flush: Mutex::new(()),
+            size: AtomicU64::new(stamp.size),
+            chunks: RwLock::default(),
+            dirty_chunks: Mutex::default(),
+            dirty_blocks: AtomicUsize::new(0),
+            file: RwLock::new(Some(file)),
+            known: Mutex::new(stamp),
+            changed: AtomicBool::new(false),
+            unsynced: AtomicBool::new(false),
+            errors: WritebackErrors::default(),
+            fingerprints: Mutex::new(None),
+            counters: ImageCounters::default(),
+            gone: AtomicBool::new(false),
+            written_at: AtomicU64::new(0),
+        }
+    }
+
+    /// Size in bytes, as a reader of the mount sees it.
+    pub fn size(&self) -> u64 {
+        self.size.load(Ordering::Acquire)
+    }
+
+    /// Bytes that the disk does not have yet.
+    pub fn dirty_bytes(&self) -> u64 {
+        self.dirty_blocks.load(Ordering::Relaxed) as u64 * BLOCK_BYTES as u64
+    }
+
+    /// The name the image was opened under.
+    pub fn name(&self) -> String {
+        self.name.lock().clone()
+    }
+
+    /// Whether reads of the image pass by the kernel's page cache.
+    pub fn direct(&self) -> bool {
+        self.file.read().as_ref().is_some_and(|file| file.direct())
+    }
+
+    pub(crate) fn set_name(&self, name: &str) {
+        *self.name.lock() = name.to_owned();
+    }
+
+    /// When the last write came.
+    pub(crate) fn written_at(&self) -> SystemTime {
+        UNIX_EPOCH + Duration::from_nanos(self.written_at.load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn note_written(&self) {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        self.written_at.store(now.as_nanos() as u64, Ordering::Relaxed);
+    }
+
+    /// From now on the file's own times count: everything written is in it.
+    pub(crate) fn forget_written_at(&self) {
+        self.written_at.store(0, Ordering::Relaxed);
+    }
+
+    /// The open file.
+    pub(crate) fn file(&self) -> std::io::Result<Arc<dyn BlockFile>> {
+        self.file.read().clone().ok_or_else(|| std::io::Error::from_raw_os_error(libc::EBADF))
+    }
+
+    pub(crate) fn set_file(&self, file: Option<Arc<dyn BlockFile>>) {
+        *self.file.write() = file;
+    }
+
+    pub(crate) fn has_file(&self) -> bool {
+        self.file.read().is_some()
+    }
+
+    /// Runs one of our own changes on the file and notes the version it leads to.
+    pub(crate) fn change<R>(&self, change: impl FnOnce(&dyn BlockFile) -> std::io::Result<R>) -> std::io::Result<R> {
+        let file = self.file()?;
+        let mut known = self.known.lock();
+        if file.stamp().is_ok_and(|stamp| stamp != *known) {
+            // Noted before our own change hides it.
+            self.changed.store(true, Ordering::Release);
+        }
+        let result = change(&*file);
+        if let Ok(stamp) = file.stamp() {
+            *known = stamp;
+        }
+        result
+    }
+
+    /// The chunk with number `number`, made if it is not there.
+    pub(crate) fn chunk(&self, number: u64) -> Arc<Chunk> {
+        if let Some(chunk) = self.chunks.read().get(&number) {
+            return chunk.clone();
+        }
+        self.chunks.write().entry(number).or_insert_with(|| Arc::new(Chunk::new())).clone()
+    }
+
+    /// The chunk with number `number`, if it is there.
+    pub(crate) fn existing_chunk(&self, number: u64) -> Option<Arc<Chunk>> {
+        self.chunks.read().get(&number).cloned()
+    }
+
+    /// The numbers of all chunks at or after `from`.
+    pub(crate) fn chunk_numbers(&self, from: u64) -> Vec<u64> {
+        self.chunks.read().keys().copied().filter(|&n| n >= from).collect()
+    }
+
+    pub(crate) fn chunk_count(&self) -> usize {
+        self.chunks.read().len()
+    }
+
+    /// Drops chunks without blocks; with `zeros_too`, also those that only know zeros.
+    pub(crate) fn sweep(&self, zeros_too: bool) {
+        self.chunks.write().retain(|_, chunk| {
+            // Nobody can get at the chunk while the map is locked, unless he holds it already.
+            let idle = Arc::strong_count(chunk) == 1 && {
+                let entries = chunk.entries.read();
+                entries.idle() || zeros_too && entries.only_zeros()
+            };
+            !idle
+        });
+    }
+
+    /// Block states, for tests and the status.
+    pub(crate) fn count_zeros(&self) -> u64 {
+        let chunks: Vec<Arc<Chunk>> = self.chunks.read().values().cloned().collect();
+        let zeros = |chunk: &Arc<Chunk>| {
+            chunk.entries.read().entries.iter().filter(|e| e.state() == State::Zero).count() as u64
+        };
+        chunks.iter().map(zeros).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_keep_state_and_frame() {
+        let frame = FrameIndex(FRAME_MASK - 1);
+        for state in [State::Absent, State::Zero, State::Clean(frame), State::Dirty(frame), State::Writeback(frame)] {
+            assert_eq!(Entry::from(state).state(), state);
+        }
+    }
+
+    #[test]
+    fn counts_follow_the_entries() {
+        let chunk = Chunk::new();
+        let mut entries = chunk.entries.write();
+        entries.set(3, State::Dirty(FrameIndex(0)));
+        entries.set(3, State::Writeback(FrameIndex(0)));
+        entries.set(4, State::Dirty(FrameIndex(1)));
+        assert_eq!((entries.live, entries.dirty()), (2, 1));
+        entries.set(3, State::Absent);
+        entries.set(4, State::Zero);
+        assert_eq!((entries.live, entries.dirty(), entries.only_zeros()), (1, 0, true));
+        entries.set_loading(200, true);
+        assert!(entries.is_loading(200) && !entries.only_zeros());
+    }
+}

@@ -1,0 +1,429 @@
+//! The life of a mount: lock the directory, mount, serve, unmount cleanly, and clean up after one that died.
+//!
+//! A FUSE mount whose process is gone does not hang: the kernel closes the connection with the process's last
+//! descriptor, and every call gets `ENOTCONN`. What could hang is a process that lives and does not answer, so a
+//! panic in any thread ends the whole process at once, and nothing in it waits without an end on somebody outside.
+
+use crate::config::Config;
+use crate::control::{self, Command};
+use crate::engine::Engine;
+use crate::fuse::DiskFs;
+use crate::nbd;
+use crate::stats::Status;
+use fuser::{BackgroundSession, MountOption, Session, SessionACL};
+use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::mount::UnmountFlags;
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+/// How to mount.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The directory with the images.
+    pub directory: PathBuf,
+    /// Where to show them.
+    pub mountpoint: PathBuf,
+    /// The cache.
+    pub config: Config,
+    /// Threads that answer the kernel.
+    pub threads: usize,
+    /// Where to keep fingerprints, if anywhere.
+    pub fingerprints: Option<PathBuf>,
+    /// Refuse every change.
+    pub read_only: bool,
+    /// Let other users in; the files' own permissions still count.
+    pub allow_other: bool,
+    /// Serve the images over NBD on this Unix socket too.
+    pub nbd: Option<PathBuf>,
+    /// How long open files are served after a request to end.
+    pub grace: Duration,
+}
+
+/// Why a mount could not be made, or did not end well.
+#[derive(Debug, thiserror::Error)]
+pub enum MountError {
+    /// The directory cannot be used.
+    #[error("cannot open the directory {}: {source}", path.display())]
+    Directory {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Another mount serves the directory: two caches over the same files would overwrite each other.
+    #[error("{} is mounted already; `pagefold disk status` shows where", .0.display())]
+    Busy(PathBuf),
+    /// The mount point cannot be used.
+    #[error("cannot use the mount point {}: {why}", path.display())]
+    Mountpoint {
+        /// Which.
+        path: PathBuf,
+        /// Why, and what to do.
+        why: String,
+    },
+    /// The kernel or `fusermount3` refused.
+    #[error("cannot mount: {0}; check that /dev/fuse is there and fusermount3 is installed")]
+    Fuse(io::Error),
+    /// The cache or its threads cannot be made.
+    #[error("cannot start the cache: {0}")]
+    Engine(io::Error),
+    /// A socket cannot be made.
+    #[error("cannot listen on {}: {source}", path.display())]
+    Socket {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The disk refused data at the end.
+    #[error("{bytes} bytes of {name} could not be written and are lost: {source}")]
+    Unwritten {
+        /// The image.
+        name: String,
+        /// How much.
+        bytes: u64,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// The source our mounts show in the mount table, by which they are known.
+const SOURCE: &str = "pagefold-disk";
+
+/// What the main thread waits for.
+enum Event {
+    Stop,
+    SessionEnded,
+}
+
+/// Mounts, calls `ready`, serves until it is told to end or unmounted from outside, and writes everything back.
+///
+/// # Errors
+/// [`MountError`]; nothing stays mounted.
+pub fn serve(options: &Options, ready: impl FnOnce(&Status)) -> Result<(), MountError> {
+    end_the_process_on_panic();
+    let _lock = lock_directory(&options.directory)?;
+    let mountpoint = prepare_mountpoint(&options.directory, &options.mountpoint)?;
+    let engine =
+        Engine::start(&options.directory, options.config.clone(), options.fingerprints.as_deref(), options.read_only)
+            .map_err(MountError::Engine)?;
+    let (listener, socket) = control::bind(&mountpoint)
+        .map_err(|source| MountError::Socket { path: control::socket_path(&mountpoint), source })?;
+    let _socket = RemoveOnDrop(socket);
+    let _nbd_socket = match &options.nbd {
+        Some(path) => {
+            let socket_error = |source| MountError::Socket { path: path.clone(), source };
+            Some(RemoveOnDrop(nbd::listen(engine.clone(), path).map_err(socket_error)?))
+        }
+        None => None,
+    };
+
+    let (events, happened) = channel();
+    // Before the mount: whoever sees it may send a signal at once.
+    watch_signals(events.clone()).map_err(MountError::Engine)?;
+    let session = start_session(&engine, &mountpoint, options)?;
+    let guard = watch_session(session, events.clone());
+    answer_control(listener, engine.clone(), mountpoint.clone(), events);
+    ready(&status(&engine, &mountpoint));
+
+    end(&mountpoint, &happened, options.grace);
+    // A session that will not end has open files; they get ENOTCONN when this process goes.
+    drop(guard);
+    let mut unwritten = engine.shut_down();
+    match unwritten.pop() {
+        None => Ok(()),
+        Some(last) => {
+            for other in unwritten {
+                say(&format!("{} bytes of {} could not be written: {}", other.bytes, other.name, other.error));
+            }
+            Err(MountError::Unwritten { name: last.name, bytes: last.bytes, source: last.error })
+        }
+    }
+}
+
+/// Waits for the end and unmounts; open files are served for `grace` after they were asked to go.
+fn end(mountpoint: &Path, happened: &Receiver<Event>, grace: Duration) {
+    if let Ok(Event::SessionEnded) | Err(_) = happened.recv() {
+        return;
+    }
+    if unmount(mountpoint, false).is_err() {
+        // In use: out of the name space now, gone for good with the last open file or this process.
+        let _ = unmount(mountpoint, true);
+    }
+    let deadline = Instant::now() + grace;
+    loop {
+        match happened.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            Ok(Event::SessionEnded) | Err(RecvTimeoutError::Disconnected | RecvTimeoutError::Timeout) => return,
+            Ok(Event::Stop) => {}
+        }
+    }
+}
+
+fn status(engine: &Engine, mountpoint: &Path) -> Status {
+    Status { mountpoint: mountpoint.display().to_string(), ..engine.status() }
+}
+
+/// Tells the operator. Whoever listened may be gone, which must not end the mount as a failed `eprintln!` would.
+fn say(text: &str) {
+    let _ = std::io::Write::write_all(&mut io::stderr(), format!("pagefold: {text}\n").as_bytes());
+}
+
+/// A thread that is gone can no longer answer the kernel; the process that goes with it lets the kernel answer.
+fn end_the_process_on_panic() {
+    let before = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        before(info);
+        std::process::abort();
+    }));
+}
+
+/// Locks the directory against a second mount; the lock goes with the process, however it ends.
+fn lock_directory(path: &Path) -> Result<File, MountError> {
+    let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+    let directory = rustix::fs::open(path, flags, Mode::empty())
+        .map_err(|error| MountError::Directory { path: path.to_owned(), source: error.into() })?;
+    match rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(directory.into()),
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(MountError::Busy(path.to_owned())),
+        Err(error) => Err(MountError::Directory { path: path.to_owned(), source: error.into() }),
+    }
+}
+
+fn prepare_mountpoint(directory: &Path, mountpoint: &Path) -> Result<PathBuf, MountError> {
+    let refuse = |why: String| MountError::Mountpoint { path: mountpoint.to_owned(), why };
+    // A dead mount answers every look with ENOTCONN; its parent can still be looked at.
+    let parent = match mountpoint.parent() {
+        Some(parent) if parent.as_os_str().is_empty() => Path::new("."),
+        Some(parent) => parent,
+        None => return Err(refuse("choose a directory below the root".to_owned())),
+    };
+    let name = mountpoint.file_name().ok_or_else(|| refuse("it has no name of its own".to_owned()))?;
+    let absolute = parent.canonicalize().map_err(|error| refuse(error.to_string()))?.join(name);
+    clean_stale(&absolute)
+        .map_err(|error| refuse(format!("a dead mount lies there and cannot be removed: {error}")))?;
+    if is_mounted(&absolute) {
+        return Err(refuse("a mount of images lies there; `pagefold disk umount` takes it away".to_owned()));
+    }
+    let metadata = absolute.metadata().map_err(|error| refuse(format!("{error}; create it first")))?;
+    if !metadata.is_dir() {
+        return Err(refuse("it is no directory".to_owned()));
+    }
+    let absolute = absolute.canonicalize().map_err(|error| refuse(error.to_string()))?;
+    let directory = directory.canonicalize().map_err(|error| refuse(error.to_string()))?;
+    if absolute.starts_with(&directory) {
+        // The mount would show itself, and looking at it from inside could wait for itself.
+        return Err(refuse("it must not lie inside the directory it shows".to_owned()));
+    }
+    Ok(absolute)
+}
+
+fn start_session(engine: &Arc<Engine>, mountpoint: &Path, options: &Options) -> Result<BackgroundSession, MountError> {
+    let mut config = fuser::Config::default();
+    config.mount_options = vec![
+        MountOption::FSName(SOURCE.to_owned()),
+        MountOption::Subtype("pagefold".to_owned()),
+        MountOption::DefaultPermissions,
+        MountOption::NoDev,
+        MountOption::NoSuid,
+        if options.read_only { MountOption::RO } else { MountOption::RW },
+    ];
+    config.acl = if options.allow_other { SessionACL::All } else { SessionACL::RootAndOwner };
+    if !options.allow_other && !rustix::process::geteuid().is_root() {
+        // For plain users `fusermount3` allows others only where /etc/fuse.conf says so.
+        config.acl = SessionACL::Owner;
+    }
+    config.n_threads = Some(options.threads.max(1));
+    config.clone_fd = true;
+    let fs = DiskFs::new(engine.clone()).map_err(MountError::Fuse)?;
+    Session::new(fs, mountpoint, &config).and_then(Session::spawn).map_err(MountError::Fuse)
+}
+
+fn watch_signals(events: Sender<Event>) -> io::Result<()> {
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+    let mut signals = signal_hook::iterator::Signals::new([SIGTERM, SIGINT, SIGHUP])?;
+    std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
+        for _ in signals.forever() {
+            if events.send(Event::Stop).is_err() {
+                return;
+            }
+        }
+    })?;
+    Ok(())
+}
+
+/// Tells when the session ended; the session's own clean-up runs then, too.
+fn watch_session(session: BackgroundSession, events: Sender<Event>) -> std::thread::JoinHandle<()> {
+    std::thread::spawn(move || {
+        if let Err(error) = session.join() {
+            say(&format!("the connection to the kernel broke: {error}"));
+        }
+        // The main thread may be past listening.
+        let _ = events.send(Event::SessionEnded);
+    })
+}
+
+fn answer_control(
+    listener: std::os::unix::net::UnixListener,
+    engine: Arc<Engine>,
+    mountpoint: PathBuf,
+    events: Sender<Event>,
+) {
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let (engine, mountpoint, events) = (engine.clone(), mountpoint.clone(), events.clone());
+            // One thread each: a client that dawdles must not keep the others waiting.
+            std::thread::spawn(move || {
+                // A client that went away is his own affair.
+                let _ = control::serve(stream, |command| match command {
+                    Command::Status => serde_json::to_string(&status(&engine, &mountpoint)).unwrap_or_default(),
+                    Command::Flush => match engine.sync_all() {
+                        Ok(()) => r#"{"flushed":true}"#.to_owned(),
+                        Err(error) => serde_json::json!({ "error": error.to_string() }).to_string(),
+                    },
+                    Command::Stop => {
+                        let _ = events.send(Event::Stop);
+                        r#"{"stopping":true}"#.to_owned()
+                    }
+                });
+            });
+        }
+    });
+}
+
+struct RemoveOnDrop(PathBuf);
+
+impl Drop for RemoveOnDrop {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// Whether a mount of ours lies at `mountpoint`, by the mount table: this never touches the mount itself.
+pub fn is_mounted(mountpoint: &Path) -> bool {
+    let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    table.lines().any(|line| {
+        // ... mount-id parent device root MOUNT-POINT options ... - FS-TYPE source options
+        let at = line.split(' ').nth(4).map(unescape);
+        let mut rest = line.split(" - ").nth(1).unwrap_or_default().split(' ');
+        let fuse = rest.next().is_some_and(|kind| kind.starts_with("fuse"));
+        at.as_deref() == Some(mountpoint) && fuse && rest.next() == Some(SOURCE)
+    })
+}
+
+/// Undoes the octal escapes of the mount table.
+fn unescape(text: &str) -> PathBuf {
+    use std::os::unix::ffi::OsStringExt;
+    let bytes = text.as_bytes();
+    let mut out = Vec::new();
+    let mut at = 0;
+    while at < bytes.len() {
+        let digits = bytes.get(at + 1..at + 4).filter(|_| bytes[at] == b'\\');
+        let code = digits.and_then(|digits| std::str::from_utf8(digits).ok());
+        match code.and_then(|code| u8::from_str_radix(code, 8).ok()) {
+            Some(byte) => {
+                out.push(byte);
+                at += 4;
+            }
+            None => {
+                out.push(bytes[at]);
+                at += 1;
+            }
+        }
+    }
+    std::ffi::OsString::from_vec(out).into()
+}
+
+/// Removes a mount of ours whose process is gone; returns whether there was one.
+///
+/// # Errors
+/// It cannot be unmounted.
+pub fn clean_stale(mountpoint: &Path) -> io::Result<bool> {
+    if !is_mounted(mountpoint) {
+        return Ok(false);
+    }
+    // A process that lives may not answer, so its socket is asked before the mount is. Attributes would not do: the
+    // kernel believes them for a while, dead or not.
+    let alive = std::os::unix::net::UnixStream::connect(control::socket_path(mountpoint)).is_ok();
+    if alive || rustix::fs::statvfs(mountpoint).err() != Some(rustix::io::Errno::NOTCONN) {
+        return Ok(false);
+    }
+    unmount(mountpoint, true)?;
+    Ok(true)
+}
+
+/// Unmounts; with `lazy`, also while files are open.
+///
+/// # Errors
+/// `EBUSY` while files are open; the kernel's or `fusermount3`'s.
+pub fn unmount(mountpoint: &Path, lazy: bool) -> io::Result<()> {
+    let flags = if lazy { UnmountFlags::DETACH } else { UnmountFlags::empty() };
+    match rustix::mount::unmount(mountpoint, flags) {
+        Err(rustix::io::Errno::PERM) => {
+            // A plain user's way goes through the set-uid helper.
+            let mut helper = std::process::Command::new("fusermount3");
+            helper.arg(if lazy { "-uz" } else { "-u" }).arg("--").arg(mountpoint);
+            let output = helper.output()?;
+            if output.status.success() {
+                Ok(())
+            } else {
+                Err(io::Error::other(String::from_utf8_lossy(&output.stderr).trim().to_owned()))
+            }
+        }
+        other => Ok(other?),
+    }
+}
+
+/// Cuts the kernel's connection of the mount at `mountpoint`, for a process that lives and does not answer: every
+/// waiting call returns with an error at once.
+///
+/// # Errors
+/// Not mounted, or not ours to cut.
+pub fn abort(mountpoint: &Path) -> io::Result<()> {
+    // A forced unmount cuts the connection first, and may then find the mount busy all the same.
+    match rustix::mount::unmount(mountpoint, UnmountFlags::FORCE) {
+        Ok(()) | Err(rustix::io::Errno::BUSY) => return Ok(()),
+        Err(rustix::io::Errno::PERM) => {}
+        Err(error) => return Err(error.into()),
+    }
+    // A plain user's way is the control file system, where his own connections are his.
+    let table = std::fs::read_to_string("/proc/self/mountinfo")?;
+    let line = table.lines().find(|line| line.split(' ').nth(4).map(unescape).as_deref() == Some(mountpoint));
+    let device = line.and_then(|line| line.split(' ').nth(2)).ok_or(io::ErrorKind::NotFound)?;
+    // The connection's name is the minor number of the mount's device.
+    let minor = device.split(':').nth(1).unwrap_or_default();
+    std::fs::write(format!("/sys/fs/fuse/connections/{minor}/abort"), "1")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mount_table_escapes_are_undone() {
+        assert_eq!(unescape(r"/a\040b\134c"), Path::new("/a b\\c"));
+        assert_eq!(unescape(r"/plain\0"), Path::new(r"/plain\0"));
+    }
+
+    #[test]
+    fn a_mount_point_inside_the_directory_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir(dir.path().join("inside")).unwrap();
+        let error = prepare_mountpoint(dir.path(), &dir.path().join("inside")).unwrap_err();
+        assert!(error.to_string().contains("must not lie inside"), "{error}");
+        let missing = prepare_mountpoint(&dir.path().join("inside"), &dir.path().join("missing")).unwrap_err();
+        assert!(missing.to_string().contains("create it first"), "{missing}");
+    }
+
+    #[test]
+    fn a_directory_is_locked_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = lock_directory(dir.path()).unwrap();
+        assert!(matches!(lock_directory(dir.path()), Err(MountError::Busy(_))));
+        drop(first);
+        lock_directory(dir.path()).unwrap();
+    }
+}

@@ -1,0 +1,212 @@
+//! The bytes of the NBD protocol. Numbers are big endian; every length is checked before it is believed.
+
+/// Opens the server's greeting.
+pub const MAGIC: u64 = 0x4e42_444d_4147_4943;
+/// Opens every option, and ends the server's greeting.
+pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
+/// Opens every answer to an option.
+pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
+/// Opens every request.
+pub const REQUEST_MAGIC: u32 = 0x2560_9513;
+/// Opens every reply.
+pub const REPLY_MAGIC: u32 = 0x6744_6698;
+
+/// Longest data of a read or write: what QEMU keeps to, and what others are told.
+pub const DATA_BYTES_MAX: u32 = 32 << 20;
+/// Longest option data: an export name has at most 4096 bytes.
+pub const OPTION_BYTES_MAX: u32 = 8192;
+
+/// Server and client both speak fixed newstyle.
+pub const FIXED_NEWSTYLE: u16 = 1;
+/// No 124 zero bytes after an old-fashioned choice of export.
+pub const NO_ZEROES: u16 = 2;
+
+/// What an export can do: flags of its description.
+pub mod can {
+    /// The other flags count.
+    pub const HAS_FLAGS: u16 = 1 << 0;
+    /// Nothing may be written.
+    pub const READ_ONLY: u16 = 1 << 1;
+    /// Flush.
+    pub const FLUSH: u16 = 1 << 2;
+    /// Force unit access.
+    pub const FUA: u16 = 1 << 3;
+    /// Trim.
+    pub const TRIM: u16 = 1 << 5;
+    /// Write zeroes.
+    pub const WRITE_ZEROES: u16 = 1 << 6;
+    /// A flush on one connection covers all of them.
+    pub const MULTI_CONN: u16 = 1 << 8;
+    /// Read ahead on request.
+    pub const CACHE: u16 = 1 << 10;
+}
+
+/// Options a client may send.
+pub mod option {
+    /// Choose an export, with no way to be refused but a closed connection.
+    pub const EXPORT_NAME: u32 = 1;
+    /// Go away.
+    pub const ABORT: u32 = 2;
+    /// Name all exports.
+    pub const LIST: u32 = 3;
+    /// Describe an export.
+    pub const INFO: u32 = 6;
+    /// Describe an export and choose it.
+    pub const GO: u32 = 7;
+}
+
+/// Kinds of answers to options.
+pub mod reply {
+    /// Done.
+    pub const ACK: u32 = 1;
+    /// The name of an export.
+    pub const SERVER: u32 = 2;
+    /// Part of a description.
+    pub const INFO: u32 = 3;
+    /// Not known to this server.
+    pub const UNSUPPORTED: u32 = (1 << 31) + 1;
+    /// Makes no sense.
+    pub const INVALID: u32 = (1 << 31) + 3;
+    /// No such export.
+    pub const UNKNOWN: u32 = (1 << 31) + 6;
+    /// Too long.
+    pub const TOO_BIG: u32 = (1 << 31) + 9;
+}
+
+/// What a request asks for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Command {
+    /// Send data.
+    Read,
+    /// Take data.
+    Write,
+    /// Go away.
+    Disconnect,
+    /// Make durable.
+    Flush,
+    /// Data of a range is not needed any more.
+    Trim,
+    /// Read a range ahead.
+    Cache,
+    /// Make a range zeros.
+    WriteZeroes,
+    /// Anything else.
+    Unknown,
+}
+
+/// A request, without its data.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Request {
+    /// What to do.
+    pub command: Command,
+    /// Durable before the reply.
+    pub fua: bool,
+    /// What the reply names the request by.
+    pub cookie: u64,
+    /// First byte.
+    pub offset: u64,
+    /// Byte count.
+    pub length: u32,
+}
+
+/// Size of a request's head.
+pub const REQUEST_BYTES: usize = 28;
+
+impl Request {
+    /// Reads a request's head; `None` where the magic is wrong, after which nothing can be understood any more.
+    pub fn parse(bytes: &[u8; REQUEST_BYTES]) -> Option<Self> {
+        if number(&bytes[..4]) != u64::from(REQUEST_MAGIC) {
+            return None;
+        }
+        let command = match number(&bytes[6..8]) {
+            0 => Command::Read,
+            1 => Command::Write,
+            2 => Command::Disconnect,
+            3 => Command::Flush,
+            4 => Command::Trim,
+            5 => Command::Cache,
+            6 => Command::WriteZeroes,
+            _ => Command::Unknown,
+        };
+        Some(Self {
+            command,
+            fua: number(&bytes[4..6]) & 1 == 1,
+            cookie: number(&bytes[8..16]),
+            offset: number(&bytes[16..24]),
+            length: number(&bytes[24..28]) as u32,
+        })
+    }
+}
+
+/// A big-endian number of up to eight bytes.
+pub fn number(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0, |value, &byte| value << 8 | u64::from(byte))
+}
+
+/// The head of a reply.
+pub fn reply_head(cookie: u64, error: u32) -> [u8; 16] {
+    let mut head = [0; 16];
+    head[..4].copy_from_slice(&REPLY_MAGIC.to_be_bytes());
+    head[4..8].copy_from_slice(&error.to_be_bytes());
+    head[8..].copy_from_slice(&cookie.to_be_bytes());
+    head
+}
+
+/// An answer to an option.
+pub fn option_reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
+    let mut out = OPTION_REPLY_MAGIC.to_be_bytes().to_vec();
+    out.extend_from_slice(&option.to_be_bytes());
+    out.extend_from_slice(&kind.to_be_bytes());
+    out.extend_from_slice(&(data.len() as u32).to_be_bytes());
+    out.extend_from_slice(data);
+    out
+}
+
+/// The export's name in the data of `INFO` or `GO`; `None` where the lengths do not fit.
+pub fn chosen_name(data: &[u8]) -> Option<&[u8]> {
+    let length = usize::try_from(number(data.get(..4)?)).ok()?;
+    let name = data.get(4..4usize.checked_add(length)?)?;
+    let rest = &data[4 + length..];
+    let count = number(rest.get(..2)?) as usize;
+    (rest.len() == 2 + 2 * count).then_some(name)
+}
+
+/// The NBD error for an error number; the protocol knows few.
+pub fn error_code(errno: i32) -> u32 {
+    match errno {
+        libc::EPERM | libc::EBADF | libc::EROFS | libc::EACCES => 1,
+        libc::ENOMEM => 12,
+        libc::EINVAL => 22,
+        libc::ENOSPC | libc::EFBIG | libc::EDQUOT => 28,
+        libc::EOPNOTSUPP => 95,
+        _ => 5,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_is_read_field_by_field() {
+        let mut bytes = [0; REQUEST_BYTES];
+        bytes[..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
+        bytes[5] = 1;
+        bytes[7] = 1;
+        bytes[15] = 7;
+        bytes[22] = 2;
+        bytes[26] = 16;
+        let expected = Request { command: Command::Write, fua: true, cookie: 7, offset: 512, length: 4096 };
+        assert_eq!(Request::parse(&bytes), Some(expected));
+        bytes[0] = 0;
+        assert_eq!(Request::parse(&bytes), None);
+    }
+
+    #[test]
+    fn a_name_is_believed_only_if_its_lengths_fit() {
+        assert_eq!(chosen_name(b"\0\0\0\x02ab\0\x01\0\x03"), Some(&b"ab"[..]));
+        for bad in [&b""[..], b"\0\0\0\x02a", b"\0\0\0\x02ab", b"\0\0\0\x02ab\0\x02\0\0", b"\xff\xff\xff\xffab\0\0"] {
+            assert_eq!(chosen_name(bad), None, "{bad:?}");
+        }
+    }
+}

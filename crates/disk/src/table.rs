@@ -1,0 +1,251 @@
+//! What the cache knows about each frame, and the free frames.
+
+use crate::fingerprint::Fingerprint;
+use crate::frames::{FrameIndex, Frames, OwnedFrame};
+use crate::policy::TOUCHES_MAX;
+use parking_lot::{Mutex, MutexGuard};
+use std::sync::atomic::{AtomicU8, Ordering};
+
+/// Names a block of an image.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
+pub(crate) struct BlockKey {
+    pub(crate) image: u32,
+    pub(crate) block: u64,
+}
+
+/// What a frame is used for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Use {
+    /// Free, or owned by somebody who fills it.
+    None,
+    /// One block's own; written in place, never shared.
+    Dirty,
+    /// Equal to the disk; never written, may be shared.
+    Clean,
+}
+
+/// The part of a frame's record that its lock guards.
+#[derive(Debug)]
+pub(crate) struct Body {
+    pub(crate) used: Use,
+    /// Whether the content index names this frame. Only indexed frames gain sharers.
+    pub(crate) indexed: bool,
+    /// Whether one of the eviction queues holds this frame's number.
+    pub(crate) queued: bool,
+    pub(crate) fingerprint: Fingerprint,
+    pub(crate) sharers: Sharers,
+}
+
+impl Body {
+    /// Whether the index names this frame, rightly, for content with `fingerprint`.
+    pub(crate) fn stands_for(&self, fingerprint: Fingerprint) -> bool {
+        self.used == Use::Clean && self.indexed && self.fingerprint == fingerprint
+    }
+}
+
+/// The blocks a frame stands for. One is the common case and needs no allocation.
+#[derive(Debug, Default)]
+pub(crate) enum Sharers {
+    #[default]
+    None,
+    One(BlockKey),
+    #[allow(clippy::box_collection, reason = "keeps the record of a frame small")]
+    Many(Box<Vec<BlockKey>>),
+}
+
+impl Sharers {
+    pub(crate) fn as_slice(&self) -> &[BlockKey] {
+        match self {
+            Self::None => &[],
+            Self::One(key) => std::slice::from_ref(key),
+            Self::Many(keys) => keys,
+        }
+    }
+
+    pub(crate) fn push(&mut self, key: BlockKey) {
+        match self {
+            Self::None => *self = Self::One(key),
+            Self::One(first) => *self = Self::Many(Box::new(vec![*first, key])),
+            Self::Many(keys) => keys.push(key),
+        }
+    }
+
+    /// Removes `key`, which must be there.
+    pub(crate) fn remove(&mut self, key: BlockKey) {
+        match self {
+            Self::One(only) if *only == key => *self = Self::None,
+            Self::Many(keys) => {
+                let at = keys.iter().position(|k| *k == key).expect("a sharer is on its frame's list");
+                keys.swap_remove(at);
+                if let [last] = keys[..] {
+                    *self = Self::One(last);
+                }
+            }
+            _ => unreachable!("{key:?} is no sharer of this frame"),
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.as_slice().len()
+    }
+}
+
+struct Record {
+    touches: AtomicU8,
+    body: Mutex<Body>,
+}
+
+/// Set in `touches` for a frame that was read ahead: the reader it was read for does not count as a touch.
+const AHEAD: u8 = 0x80;
+
+/// The records of all frames. Lock order: a chunk before a record; of two records, an owned one may be taken first.
+pub(crate) struct Table {
+    records: Box<[Record]>,
+}
+
+impl Table {
+    pub(crate) fn new(frame_count: usize) -> Self {
+        let record = || Record {
+            touches: AtomicU8::new(0),
+            body: Mutex::new(Body {
+                used: Use::None,
+                indexed: false,
+                queued: false,
+                fingerprint: Fingerprint::UNKNOWN,
+                sharers: Sharers::None,
+            }),
+        };
+        Self { records: (0..frame_count).map(|_| record()).collect() }
+    }
+
+    pub(crate) fn lock(&self, frame: FrameIndex) -> MutexGuard<'_, Body> {
+        self.records[frame.at()].body.lock()
+    }
+
+    /// Counts a reader of `frame`. Racing touches may count once: the count only guides eviction.
+    pub(crate) fn touch(&self, frame: FrameIndex) {
+        let touches = &self.records[frame.at()].touches;
+        match touches.load(Ordering::Relaxed) {
+            AHEAD.. => touches.store(0, Ordering::Relaxed),
+            n if n < TOUCHES_MAX => touches.store(n + 1, Ordering::Relaxed),
+            _ => {}
+        }
+    }
+
+    pub(crate) fn set_touches(&self, frame: FrameIndex, count: u8) {
+        self.records[frame.at()].touches.store(count, Ordering::Relaxed);
+    }
+
+    pub(crate) fn mark_ahead(&self, frame: FrameIndex) {
+        self.records[frame.at()].touches.store(AHEAD, Ordering::Relaxed);
+    }
+
+    /// Touches that count for eviction.
+    pub(crate) fn touches(&self, frame: FrameIndex) -> u8 {
+        self.records[frame.at()].touches.load(Ordering::Relaxed) & !AHEAD
+    }
+
+    /// Bytes of memory the records take, lists of sharers included.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        self.records.len() * size_of::<Record>()
+    }
+}
+
+/// Free frames keep their memory up to this many; beyond, it goes back to the kernel in batches.
+const WARM_MAX: usize = 1024;
+const WARM_KEEP: usize = 512;
+
+/// The frames nobody uses.
+pub(crate) struct FreeFrames {
+    lists: Mutex<Lists>,
+}
+
+struct Lists {
+    /// Used lately: their memory is still there.
+    warm: Vec<OwnedFrame>,
+    /// Without memory; the last one is taken first, so the list runs from high numbers to low.
+    cold: Vec<OwnedFrame>,
+}
+
+impl FreeFrames {
+    pub(crate) fn new(frame_count: usize) -> Self {
+        let cold = (0..frame_count as u32).rev().map(|n| OwnedFrame(FrameIndex(n))).collect();
+        Self { lists: Mutex::new(Lists { warm: Vec::new(), cold }) }
+    }
+
+    /// Moves up to `count` frames into `into`.
+    pub(crate) fn take(&self, count: usize, into: &mut Vec<OwnedFrame>) {
+        let mut lists = self.lists.lock();
+        let Lists { warm, cold } = &mut *lists;
+        let from_warm = warm.len().min(count);
+        into.extend(warm.drain(warm.len() - from_warm..));
+        let from_cold = cold.len().min(count - from_warm);
+        into.extend(cold.drain(cold.len() - from_cold..).rev());
+    }
+
+    /// Takes frames back, and gives memory to the kernel when much of it lies idle.
+    pub(crate) fn give(&self, frames: &Frames, mut back: Vec<OwnedFrame>) {
+        let mut lists = self.lists.lock();
+        lists.warm.append(&mut back);
+        if lists.warm.len() > WARM_MAX {
+            let surplus = lists.warm.len() - WARM_KEEP;
+            let mut cooled: Vec<OwnedFrame> = lists.warm.drain(..surplus).collect();
+            drop(lists);
+            frames.release(&mut cooled);
+            self.lists.lock().cold.append(&mut cooled);
+        }
+    }
+
+    /// Gives the memory of all free frames back.
+    pub(crate) fn cool(&self, frames: &Frames) {
+        let mut cooled = std::mem::take(&mut self.lists.lock().warm);
+        frames.release(&mut cooled);
+        self.lists.lock().cold.append(&mut cooled);
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        let lists = self.lists.lock();
+        lists.warm.len() + lists.cold.len()
+    }
+
+    /// Free frames that still hold memory.
+    #[cfg(test)]
+    pub(crate) fn warm_len(&self) -> usize {
+        self.lists.lock().warm.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_frame_record_stays_small() {
+        // The bookkeeping is promised to stay near 2.5 % of the cache; this is its largest part.
+        assert!(size_of::<Record>() <= 80, "{}", size_of::<Record>());
+    }
+
+    #[test]
+    fn what_was_read_ahead_is_not_touched_by_its_first_reader() {
+        let table = Table::new(1);
+        table.mark_ahead(FrameIndex(0));
+        table.touch(FrameIndex(0));
+        assert_eq!(table.touches(FrameIndex(0)), 0);
+        table.touch(FrameIndex(0));
+        assert_eq!(table.touches(FrameIndex(0)), 1);
+    }
+
+    #[test]
+    fn free_frames_come_back_and_their_memory_goes() {
+        let frames = Frames::new(2 * WARM_MAX).unwrap();
+        let free = FreeFrames::new(frames.count());
+        let mut taken = Vec::new();
+        free.take(3000, &mut taken);
+        assert_eq!((taken.len(), free.len()), (2048, 0));
+        assert!(taken.windows(2).all(|w| w[0].index() < w[1].index()), "fresh frames come as one run");
+        free.give(&frames, taken);
+        assert_eq!((free.len(), free.warm_len()), (2048, WARM_KEEP));
+        free.cool(&frames);
+        assert_eq!((free.len(), free.warm_len()), (2048, 0));
+    }
+}

@@ -1,0 +1,248 @@
+//! A mount in a process of its own, for the tests: the test binary starts itself again to serve it.
+
+#![allow(dead_code, reason = "each test binary uses its own part")]
+
+use pagefold_disk::control::{self, Command};
+use pagefold_disk::mount::{self, Options};
+use pagefold_disk::{Config, Status};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+const SERVE: &str = "PAGEFOLD_TEST_SERVE";
+
+/// Numbers from a seed: xorshift64*.
+pub struct Random(u64);
+
+impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    pub fn below(&mut self, end: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) % end.max(1)
+    }
+
+    pub fn fill(&mut self, data: &mut [u8]) {
+        for chunk in data.chunks_mut(4) {
+            let value = self.below(1 << 32).to_le_bytes();
+            chunk.copy_from_slice(&value[..chunk.len()]);
+        }
+    }
+}
+
+/// Says why a test cannot run here, if it cannot.
+pub fn cannot_mount() -> Option<&'static str> {
+    if !Path::new("/dev/fuse").exists() {
+        return Some("there is no /dev/fuse");
+    }
+    (!rustix::process::geteuid().is_root()).then_some("mounting needs root")
+}
+
+/// Whether `program` can be started.
+pub fn has(program: &str) -> bool {
+    let mut command = std::process::Command::new(program);
+    command.arg("--version").stdout(Stdio::null()).stderr(Stdio::null());
+    command.status().is_ok()
+}
+
+/// Runs a program and returns what it printed.
+#[track_caller]
+pub fn run(program: &str, args: &[&str]) -> String {
+    let output = std::process::Command::new(program).args(args).stdin(Stdio::null()).output().unwrap();
+    let text = [output.stdout, output.stderr].concat();
+    let text = String::from_utf8_lossy(&text).into_owned();
+    assert!(output.status.success(), "{program} {args:?}: {text}");
+    text
+}
+
+/// Settings a test may change.
+#[derive(Clone)]
+pub struct Setup {
+    pub cache_mib: usize,
+    pub flush_ms: u64,
+    pub fingerprints: Option<PathBuf>,
+    pub nbd: Option<PathBuf>,
+    pub read_only: bool,
+    pub merge: bool,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self { cache_mib: 64, flush_ms: 200, fingerprints: None, nbd: None, read_only: false, merge: false }
+    }
+}
+
+/// A mount, gone with this value.
+pub struct Mount {
+    pub base: tempfile::TempDir,
+    pub child: Option<Child>,
+    pub setup: Setup,
+    directory: PathBuf,
+}
+
+impl Mount {
+    /// Mounts a fresh directory.
+    pub fn new(setup: Setup) -> Self {
+        let base = tempfile::tempdir_in("/var/tmp").unwrap();
+        let directory = base.path().join("images");
+        std::fs::create_dir(&directory).unwrap();
+        Self::over(base, directory, setup)
+    }
+
+    /// Mounts `directory`.
+    pub fn over(base: tempfile::TempDir, directory: PathBuf, setup: Setup) -> Self {
+        std::fs::create_dir_all(base.path().join("mnt")).unwrap();
+        let mut mount = Self { base, child: None, setup, directory };
+        mount.start();
+        mount
+    }
+
+    pub fn dir(&self) -> PathBuf {
+        self.directory.clone()
+    }
+
+    pub fn at(&self) -> PathBuf {
+        self.base.path().join("mnt")
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.at().join(name)
+    }
+
+    fn socket(&self) -> PathBuf {
+        // The name the server chose, in the runtime directory it was given.
+        let name = control::socket_path(&self.at()).file_name().unwrap().to_owned();
+        self.base.path().join("run").join(name)
+    }
+
+    fn command(&self, directory: &Path, at: &Path) -> std::process::Command {
+        let or_empty = |path: &Option<PathBuf>| path.as_ref().map_or(String::new(), |p| p.display().to_string());
+        let fields = [
+            directory.display().to_string(),
+            at.display().to_string(),
+            self.setup.cache_mib.to_string(),
+            self.setup.flush_ms.to_string(),
+            or_empty(&self.setup.fingerprints),
+            or_empty(&self.setup.nbd),
+            self.setup.read_only.to_string(),
+            self.setup.merge.to_string(),
+        ];
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["--exact", "the_process_that_serves", "--nocapture"])
+            .env(SERVE, fields.join("|"))
+            .env("PAGEFOLD_RUNTIME_DIR", self.base.path().join("run"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped());
+        command
+    }
+
+    /// Starts the server and waits until it answers.
+    pub fn start(&mut self) {
+        self.child = Some(self.command(&self.directory, &self.at()).spawn().unwrap());
+        let started = Instant::now();
+        while control::ask_status(&self.socket()).is_err() {
+            let child = self.child.as_mut().unwrap();
+            if child.try_wait().unwrap().is_some() {
+                let output = self.child.take().unwrap().wait_with_output().unwrap();
+                panic!("the mount failed: {}", String::from_utf8_lossy(&output.stderr));
+            }
+            assert!(started.elapsed() < Duration::from_secs(30), "the mount does not answer");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Tries another mount of `directory` at `at`; returns what it says.
+    pub fn try_another(&self, directory: &Path, at: &Path) -> (bool, String) {
+        let output = self.command(directory, at).output().unwrap();
+        (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
+    }
+
+    pub fn status(&self) -> Status {
+        control::ask_status(&self.socket()).unwrap()
+    }
+
+    pub fn flush(&self) {
+        control::ask(&self.socket(), Command::Flush, Duration::from_secs(60)).unwrap();
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.as_ref().unwrap().id()
+    }
+
+    /// Kills the server as nothing else can.
+    pub fn kill(&mut self) {
+        let mut child = self.child.take().unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
+    /// Ends the server with a signal and returns whether it ended well, and what it said.
+    pub fn terminate(&mut self) -> (bool, String) {
+        let child = self.child.take().unwrap();
+        let pid = rustix::process::Pid::from_child(&child);
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        let output = child.wait_with_output().unwrap();
+        (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        while mount::is_mounted(&self.at()) {
+            if mount::unmount(&self.at(), true).is_err() {
+                break;
+            }
+        }
+    }
+}
+
+/// The body of `the_process_that_serves`: does nothing unless this process was started to serve.
+pub fn serve_if_asked() {
+    let Ok(fields) = std::env::var(SERVE) else { return };
+    let fields: Vec<&str> = fields.split('|').collect();
+    let path = |text: &str| (!text.is_empty()).then(|| PathBuf::from(text));
+    let options = Options {
+        directory: fields[0].into(),
+        mountpoint: fields[1].into(),
+        config: Config {
+            cache_bytes: fields[2].parse::<usize>().unwrap() << 20,
+            flush_interval: Duration::from_millis(fields[3].parse().unwrap()),
+            merge: fields[7] == "true",
+            ..Config::default()
+        },
+        threads: 4,
+        fingerprints: path(fields[4]),
+        read_only: fields[6] == "true",
+        allow_other: false,
+        nbd: path(fields[5]),
+        grace: Duration::from_secs(2),
+    };
+    match mount::serve(&options, |_| ()) {
+        Ok(()) => std::process::exit(0),
+        Err(error) => {
+            eprintln!("{error}");
+            std::process::exit(1);
+        }
+    }
+}
+
+/// Leaves the test with a loud word where the machine cannot run it.
+#[macro_export]
+macro_rules! skip_unless_mountable {
+    () => {
+        if let Some(why) = common::cannot_mount() {
+            println!("SKIPPED: {why}");
+            return;
+        }
+    };
+}

@@ -1,0 +1,281 @@
+//! Random operations on images that share content, against plain byte vectors.
+//!
+//! The cache is smaller than the images, so every run loads, shares, breaks, flushes and evicts. After each run the
+//! books are checked: entries, frame records, index, free list. The seed of a failing run is in the message.
+
+use pagefold_disk::sim::{Faults, SimFile};
+use pagefold_disk::{BLOCK_BYTES, Cache, Config, FingerprintKey, Image};
+use std::sync::Arc;
+
+/// Numbers from a seed: xorshift64*.
+struct Random(u64);
+
+impl Random {
+    fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) % end.max(1)
+    }
+}
+
+/// Content of few kinds, so that blocks of different images are often equal, and sometimes zeros.
+fn fill(random: &mut Random, data: &mut [u8]) {
+    for block in data.chunks_mut(BLOCK_BYTES) {
+        let kind = random.below(40) as u8;
+        block.fill(kind);
+        if kind > 20 {
+            let own = random.below(1 << 32).to_le_bytes();
+            let length = block.len().min(own.len());
+            block[..length].copy_from_slice(&own[..length]);
+        }
+    }
+}
+
+fn config(strong: bool) -> Config {
+    Config {
+        cache_bytes: 4 << 20,
+        workers: 1,
+        sharers_max: 5,
+        key: if strong { FingerprintKey::Strong([3; 32]) } else { FingerprintKey::Fast(9) },
+        ..Config::default()
+    }
+}
+
+const IMAGE_BYTES: u64 = 4 << 20;
+
+/// Returns how often it shared, broke and evicted.
+fn run(seed: u64, steps: usize) -> [u64; 3] {
+    let mut random = Random::new(seed);
+    let cache = Cache::new(config(seed.is_multiple_of(2))).unwrap();
+    let mut models: Vec<Vec<u8>> = Vec::new();
+    let mut files: Vec<Arc<SimFile>> = Vec::new();
+    let mut images: Vec<Arc<Image>> = Vec::new();
+    for n in 0..3 {
+        let mut data = vec![0; (IMAGE_BYTES - random.below(10_000)) as usize];
+        fill(&mut random, &mut data);
+        let file = Arc::new(SimFile::new(data.clone()));
+        file.set_faults(Faults { no_punch: seed.is_multiple_of(3), ..Faults::default() });
+        images.push(cache.add_image(&format!("image{n}"), file.clone()).unwrap());
+        files.push(file);
+        models.push(data);
+    }
+    let mut buffer = vec![0; 400_000];
+    for step in 0..steps {
+        let n = random.below(3) as usize;
+        let (image, model) = (&images[n], &mut models[n]);
+        let size = model.len() as u64;
+        let offset = random.below(size + 5000);
+        let offset = if random.below(2) == 0 { offset / 4096 * 4096 } else { offset };
+        let length = [1, 511, 4096, 8192, 100_000, 300_000][random.below(6) as usize] as usize;
+        let length = if random.below(2) == 0 { length } else { random.below(length as u64 + 1) as usize };
+        let case = random.below(100);
+        let at = || format!("seed {seed} step {step} case {case}: image {n}, {length} bytes from {offset}");
+        match case {
+            0..45 => {
+                let got = cache.read(image, offset, &mut buffer[..length]).unwrap();
+                let from = (offset as usize).min(model.len());
+                let expected = &model[from..(from + length).min(model.len())];
+                assert!(buffer[..got] == *expected, "{}: a wrong read", at());
+            }
+            45..80 => {
+                fill(&mut random, &mut buffer[..length]);
+                cache.write(image, offset, &buffer[..length]).unwrap();
+                let end = offset as usize + length;
+                if length > 0 && model.len() < end {
+                    model.resize(end, 0);
+                }
+                if length > 0 {
+                    model[offset as usize..end].copy_from_slice(&buffer[..length]);
+                }
+            }
+            80..84 => {
+                let size = random.below(IMAGE_BYTES + 100_000);
+                cache.set_size(image, size).unwrap();
+                model.resize(size as usize, 0);
+            }
+            84..88 => {
+                cache.punch(image, offset, length as u64).unwrap();
+                let from = (offset as usize).min(model.len());
+                let to = (from + length).min(model.len());
+                model[from..to].fill(0);
+            }
+            88..92 => {
+                assert!(cache.sync(image, 0..u64::MAX), "{}", at());
+                assert!(files[n].data() == *model, "{}: the disk differs after a sync", at());
+            }
+            92..94 => {
+                cache.flush_tick();
+            }
+            94..96 => cache.read_ahead(image, offset..offset + length as u64),
+            96..97 => {
+                files[n].change_behind(|data| {
+                    let mid = data.len() / 2;
+                    fill(&mut random, &mut data[mid..]);
+                });
+                // Unwritten blocks win over the change; with none, the disk is the truth.
+                assert!(cache.sync(image, 0..u64::MAX));
+                cache.look_behind(image);
+                *model = files[n].data();
+                let got = cache.read(image, 0, &mut vec![0; model.len()]).unwrap();
+                assert_eq!(got, model.len(), "{}", at());
+            }
+            97..99 => {
+                cache.reserve(image, offset, length as u64 + 1, random.below(2) == 0).unwrap();
+                if image.size() as usize > model.len() {
+                    model.resize(image.size() as usize, 0);
+                }
+            }
+            _ => {
+                cache.discard_image(image);
+                let file = Arc::new(SimFile::new(model.clone()));
+                images[n] = cache.add_image("again", file.clone()).unwrap();
+                files[n] = file;
+            }
+        }
+        assert_eq!(images[n].size() as usize, models[n].len(), "{}", at());
+        if step % 64 == 0 {
+            cache.verify().unwrap_or_else(|why| panic!("{}: {why}", at()));
+        }
+    }
+    cache.verify().unwrap_or_else(|why| panic!("seed {seed} at the end: {why}"));
+    let status = cache.status();
+    [status.shared_on_load + status.shared_after_writeback, status.breaks, status.evictions]
+}
+
+#[test]
+fn random_operations_on_three_images_match_plain_vectors() {
+    let mut all = [0; 3];
+    for seed in 1..=12 {
+        let counts = run(seed, 1200);
+        all.iter_mut().zip(counts).for_each(|(all, count)| *all += count);
+    }
+    assert!(all.iter().all(|&count| count > 1000), "shared, broke, evicted {all:?}: the runs must exercise all three");
+}
+
+#[test]
+fn many_threads_read_and_write_their_own_stripes() {
+    // Each thread owns every 7th 1000-byte stripe of both images: neighbours share blocks, so partial writes,
+    // loads and breaks of one block race while every byte has one writer.
+    let cache = Arc::new(Cache::new(config(false)).unwrap());
+    let size = 6 << 20;
+    let images: Vec<_> =
+        (0..2).map(|n| cache.add_image(&format!("image{n}"), Arc::new(SimFile::new(vec![0; size]))).unwrap()).collect();
+    const THREADS: u64 = 7;
+    let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let flusher = {
+        let (cache, stop) = (cache.clone(), stop.clone());
+        std::thread::spawn(move || {
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                cache.flush_tick();
+                std::thread::yield_now();
+            }
+        })
+    };
+    std::thread::scope(|scope| {
+        for thread in 0..THREADS {
+            let (cache, images) = (&cache, &images);
+            scope.spawn(move || {
+                let mut random = Random::new(thread + 1);
+                let stripes = size as u64 / 1000 / THREADS;
+                let mut last = [vec![0u8; stripes as usize], vec![0u8; stripes as usize]];
+                let mut buffer = vec![0; 1000];
+                for round in 0..3000 {
+                    let n = random.below(2) as usize;
+                    let stripe = random.below(stripes);
+                    let offset = (stripe * THREADS + thread) * 1000;
+                    if random.below(3) == 0 {
+                        let value = random.below(4) as u8;
+                        cache.write(&images[n], offset, &[value; 1000]).unwrap();
+                        last[n][stripe as usize] = value;
+                    } else {
+                        assert_eq!(cache.read(&images[n], offset, &mut buffer).unwrap(), 1000);
+                        let expected = last[n][stripe as usize];
+                        assert!(buffer.iter().all(|&b| b == expected), "thread {thread} round {round}");
+                    }
+                    if random.below(500) == 0 {
+                        assert!(cache.sync(&images[n], 0..u64::MAX));
+                    }
+                }
+            });
+        }
+    });
+    stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    flusher.join().unwrap();
+    cache.verify().unwrap();
+}
+
+#[test]
+fn equal_images_take_the_memory_of_one() {
+    let cache = Cache::new(Config { cache_bytes: 16 << 20, ..Config::default() }).unwrap();
+    let mut data = vec![0; 2 << 20];
+    for (n, block) in data.chunks_mut(BLOCK_BYTES).enumerate() {
+        block[..8].copy_from_slice(&(n as u64 + 1).to_le_bytes());
+    }
+    let images: Vec<_> =
+        (0..4).map(|n| cache.add_image(&format!("{n}"), Arc::new(SimFile::new(data.clone()))).unwrap()).collect();
+    let mut buffer = vec![0; 2 << 20];
+    for image in &images {
+        assert_eq!(cache.read(image, 0, &mut buffer).unwrap(), buffer.len());
+        assert!(buffer == data);
+    }
+    let status = cache.status();
+    assert_eq!(status.resident_bytes, 2 << 20);
+    assert_eq!(status.memory_saved_bytes, 3 * (2 << 20));
+    assert_eq!(status.images.iter().map(|i| i.memory_saved_bytes).sum::<u64>(), status.memory_saved_bytes);
+    // A write to one breaks one page of it and of nobody else.
+    cache.write(&images[2], 4096, b"mine").unwrap();
+    let status = cache.status();
+    assert_eq!((status.breaks, status.resident_bytes), (1, (2 << 20) + 4096));
+    assert_eq!(status.images[2].dirty_bytes, 4096);
+    cache.read(&images[1], 4096, &mut buffer[..4]).unwrap();
+    assert_eq!(buffer[..4], data[4096..4100]);
+    // Written back to what it was, it is shared again.
+    cache.write(&images[2], 4096, &data[4096..4100]).unwrap();
+    cache.flush_tick();
+    let status = cache.status();
+    assert_eq!((status.shared_after_writeback, status.resident_bytes, status.dirty_bytes), (1, 2 << 20, 0));
+}
+
+#[test]
+fn fingerprints_spare_the_disk_and_never_outlive_a_change() {
+    let key = [5; 32];
+    let config = Config { key: FingerprintKey::Strong(key), cache_bytes: 16 << 20, ..Config::default() };
+    let mut data = vec![0; 1 << 20];
+    for (n, block) in data.chunks_mut(BLOCK_BYTES).enumerate() {
+        block[..8].copy_from_slice(&(n as u64).to_le_bytes());
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let store = pagefold_disk::fingerprints::FingerprintDir::open(dir.path()).unwrap();
+    let mut buffer = vec![0; 1 << 20];
+    {
+        let cache = Cache::new(config.clone()).unwrap();
+        let image = cache.add_image("b", Arc::new(SimFile::new(data.clone()))).unwrap();
+        cache.load_fingerprints(&image, &store);
+        cache.read(&image, 0, &mut buffer).unwrap();
+        cache.save_fingerprints(&image, &store).unwrap();
+    }
+    let cache = Cache::new(config).unwrap();
+    let a = cache.add_image("a", Arc::new(SimFile::new(data.clone()))).unwrap();
+    let file = Arc::new(SimFile::new(data.clone()));
+    let b = cache.add_image("b", file.clone()).unwrap();
+    cache.load_fingerprints(&b, &store);
+    cache.read(&a, 0, &mut buffer).unwrap();
+    cache.read(&b, 0, &mut buffer).unwrap();
+    assert!(buffer == data);
+    assert_eq!(file.blocks_read(), 0, "all of b is in a");
+    assert_eq!(cache.status().io_saved_bytes, 1 << 20);
+
+    // The same, but b was changed by somebody else in between: the disk is read.
+    let file = Arc::new(SimFile::new(data.clone()));
+    let b2 = cache.add_image("b", file.clone()).unwrap();
+    cache.load_fingerprints(&b2, &store);
+    file.change_behind(|data| data[5000] = 77);
+    cache.read(&b2, 0, &mut buffer).unwrap();
+    assert_eq!((buffer[5000], file.blocks_read()), (77, 256));
+    cache.verify().unwrap();
+}

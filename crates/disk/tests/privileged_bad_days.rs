@@ -1,0 +1,232 @@
+//! Bad input and bad days: images that are missing, unreadable, odd, sparse, growing, shrinking, replaced; full and
+//! broken disks; very large directories. Each has its own test, and none may harm another image.
+
+mod common;
+
+use common::{Mount, Random, Setup, run};
+use pagefold_disk::sim::{Faults, SimFile};
+use pagefold_disk::{Cache, Config};
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+#[test]
+fn the_process_that_serves() {
+    common::serve_if_asked();
+}
+
+#[test]
+fn missing_empty_odd_and_sparse_images_read_as_they_are() {
+    skip_unless_mountable!();
+    let mount = Mount::new(Setup::default());
+    assert_eq!(File::open(mount.path("missing")).unwrap_err().raw_os_error(), Some(libc::ENOENT));
+    for (name, size) in [("empty", 0), ("one", 1), ("odd", 4097), ("odder", (1 << 20) + 123)] {
+        let mut data = vec![0; size];
+        Random::new(size as u64).fill(&mut data);
+        std::fs::write(mount.dir().join(name), &data).unwrap();
+        assert!(std::fs::read(mount.path(name)).unwrap() == data, "{name}");
+        let file = OpenOptions::new().read(true).write(true).open(mount.path(name)).unwrap();
+        assert_eq!(file.read_at(&mut [0; 10], size as u64 + 5).unwrap(), 0, "nothing beyond the end of {name}");
+        file.write_all_at(b"end", size as u64).unwrap();
+        file.sync_all().unwrap();
+        data.extend_from_slice(b"end");
+        assert!(std::fs::read(mount.dir().join(name)).unwrap() == data, "{name} on the disk");
+    }
+    // A terabyte of nothing, with one page in it.
+    File::create(mount.dir().join("sparse")).unwrap().set_len(1 << 40).unwrap();
+    let file = OpenOptions::new().read(true).write(true).open(mount.path("sparse")).unwrap();
+    file.write_all_at(b"far", 1 << 39).unwrap();
+    file.sync_all().unwrap();
+    let mut bytes = vec![1; 1 << 20];
+    for gib in 0..64u64 {
+        file.read_exact_at(&mut bytes, gib << 30).unwrap();
+        assert!(bytes.iter().all(|&b| b == 0));
+    }
+    assert!(mount.status().resident_bytes < 8 << 20, "zeros take no memory");
+    assert!(file.write_at(b"x", i64::MAX as u64).is_err(), "an offset no file has");
+}
+
+#[test]
+fn an_unreadable_image_is_refused_to_whom_it_is_refused() {
+    skip_unless_mountable!();
+    let mount = Mount::new(Setup::default());
+    std::fs::write(mount.dir().join("locked"), b"secret").unwrap();
+    std::fs::set_permissions(mount.dir().join("locked"), PermissionsExt::from_mode(0o600)).unwrap();
+    std::fs::write(mount.dir().join("public"), b"public").unwrap();
+    run("chmod", &["755", mount.base.path().to_str().unwrap()]);
+    let as_nobody = |name: &str| {
+        let path = mount.path(name);
+        let args = ["--reuid=65534", "--regid=65534", "--clear-groups", "cat"];
+        std::process::Command::new("setpriv").args(args).arg(path).output()
+    };
+    match as_nobody("locked") {
+        Ok(output) => assert!(!output.status.success()),
+        Err(_) => println!("SKIPPED: the part with another user needs setpriv"),
+    }
+    // What cannot be an image is told so, and is no harm to the rest.
+    std::fs::create_dir(mount.dir().join("folder")).unwrap();
+    assert!(std::fs::read(mount.path("folder")).is_err());
+    assert_eq!(std::fs::read(mount.path("public")).unwrap(), b"public");
+}
+
+#[test]
+fn changes_behind_the_mount_are_seen() {
+    skip_unless_mountable!();
+    let mount = Mount::new(Setup::default());
+    let real = mount.dir().join("x");
+    std::fs::write(&real, vec![1; 100_000]).unwrap();
+    let file = File::open(mount.path("x")).unwrap();
+    let read = |expected: &dyn Fn(&[u8]) -> bool, what: &str| {
+        // The promise is one second, and at once for whoever opens the file anew.
+        let started = Instant::now();
+        let mut bytes = vec![0; 300_000];
+        loop {
+            let count = file.read_at(&mut bytes, 0).unwrap();
+            if expected(&bytes[..count]) {
+                break;
+            }
+            assert!(started.elapsed() < Duration::from_secs(20), "{what} is never seen");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    read(&|bytes| bytes == [1; 100_000], "the first content");
+    OpenOptions::new().write(true).open(&real).unwrap().write_all_at(&[2; 5000], 3000).unwrap();
+    read(&|bytes| bytes[3000] == 2 && bytes[7999] == 2 && bytes[8000] == 1, "a write");
+    OpenOptions::new()
+        .append(true)
+        .open(&real)
+        .and_then(|mut f| std::io::Write::write_all(&mut f, &[3; 50_000]))
+        .unwrap();
+    read(&|bytes| bytes.len() == 150_000 && bytes[149_999] == 3, "growth");
+    OpenOptions::new().write(true).open(&real).unwrap().set_len(10_000).unwrap();
+    read(&|bytes| bytes.len() == 10_000, "shrinking");
+    assert!(mount.status().images[0].changed_behind >= 3);
+    // Replaced by another file of the name: the old handle keeps the old file, a new one gets the new.
+    std::fs::write(mount.dir().join("y"), b"another").unwrap();
+    std::fs::rename(mount.dir().join("y"), &real).unwrap();
+    let started = Instant::now();
+    while std::fs::read(mount.path("x")).unwrap() != b"another" {
+        assert!(started.elapsed() < Duration::from_secs(20), "the new file is never seen");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(file.read_at(&mut [0; 4], 0).unwrap(), 4);
+}
+
+#[test]
+fn a_very_large_directory_is_listed_and_served() {
+    skip_unless_mountable!();
+    // A million takes minutes to make on a slow disk; the memory file system makes this many in seconds.
+    const FILES: usize = 100_000;
+    let base = tempfile::tempdir_in("/dev/shm").unwrap();
+    let directory = base.path().join("images");
+    std::fs::create_dir(&directory).unwrap();
+    for n in 0..FILES {
+        File::create(directory.join(format!("image-{n:07}"))).unwrap();
+    }
+    std::fs::write(directory.join("image-0054321"), b"here").unwrap();
+    let mount = Mount::over(base, directory, Setup::default());
+    assert_eq!(std::fs::read_dir(mount.at()).unwrap().count(), FILES);
+    assert_eq!(std::fs::read(mount.path("image-0054321")).unwrap(), b"here");
+    for n in (0..FILES).step_by(997) {
+        std::fs::read(mount.path(&format!("image-{n:07}"))).unwrap();
+    }
+    assert!(mount.status().images.len() < FILES);
+}
+
+/// A file system of `mib` in memory, gone with this value.
+struct Small(tempfile::TempDir);
+
+impl Small {
+    fn new(mib: usize) -> Self {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let size = format!("size={mib}m");
+        run("mount", &["-t", "tmpfs", "-o", &size, "none", dir.path().to_str().unwrap()]);
+        Self(dir)
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount").arg("-l").arg(self.0.path()).status();
+    }
+}
+
+#[test]
+fn a_full_disk_is_told_at_sync_and_harms_nobody_else() {
+    skip_unless_mountable!();
+    let small = Small::new(8);
+    let base = tempfile::tempdir_in("/var/tmp").unwrap();
+    let mount = Mount::over(base, small.0.path().to_owned(), Setup { flush_ms: 600_000, ..Setup::default() });
+    let open =
+        |name: &str| OpenOptions::new().create(true).truncate(false).read(true).write(true).open(mount.path(name));
+    let (victim, other) = (open("victim").unwrap(), open("other").unwrap());
+    let mut data = vec![0; 12 << 20];
+    Random::new(1).fill(&mut data);
+    other.write_all_at(&data[..1 << 20], 0).unwrap();
+    other.sync_all().unwrap();
+    victim.write_all_at(&data, 0).unwrap();
+    assert_eq!(victim.sync_all().unwrap_err().raw_os_error(), Some(libc::ENOSPC));
+    other.write_all_at(b"fine", 0).unwrap();
+    other.sync_all().unwrap();
+    // Nothing is lost: with room made, the next sync brings it all to the disk.
+    let mut back = vec![0; data.len()];
+    victim.read_exact_at(&mut back, 0).unwrap();
+    assert!(back == data);
+    run("mount", &["-o", "remount,size=32m", small.0.path().to_str().unwrap()]);
+    victim.sync_all().unwrap();
+    assert!(std::fs::read(mount.dir().join("victim")).unwrap() == data);
+}
+
+#[test]
+fn an_error_is_told_once_to_every_handle_and_the_block_stays_dirty() {
+    let cache = Cache::new(Config { cache_bytes: 4 << 20, ..Config::default() }).unwrap();
+    let (file, fine) = (Arc::new(SimFile::new(vec![0; 1 << 20])), Arc::new(SimFile::new(vec![0; 1 << 20])));
+    let image = cache.add_image("broken", file.clone()).unwrap();
+    let other = cache.add_image("fine", fine.clone()).unwrap();
+    cache.write(&image, 0, &[1; 4096]).unwrap();
+    cache.write(&other, 0, &[1; 4096]).unwrap();
+    file.set_faults(Faults { write: Some(libc::EIO), ..Faults::default() });
+    assert!(!cache.sync(&image, 0..u64::MAX));
+    assert!(cache.sync(&other, 0..u64::MAX));
+    assert_eq!((image.dirty_bytes(), other.dirty_bytes()), (4096, 0));
+    cache.verify().unwrap();
+    file.set_faults(Faults::default());
+    assert!(cache.sync(&image, 0..u64::MAX), "healed");
+    assert_eq!(file.data()[..4096], [1; 4096]);
+    // A read error reaches the reader, and only him.
+    file.set_faults(Faults { read: Some(libc::EIO), ..Faults::default() });
+    assert_eq!(cache.read(&image, 1 << 19, &mut [0; 10]).unwrap_err().errno(), libc::EIO);
+    assert_eq!(cache.read(&image, 0, &mut [0; 10]).unwrap(), 10, "what is in memory is in memory");
+    file.set_faults(Faults::default());
+    assert_eq!(cache.read(&image, 1 << 19, &mut [0; 10]).unwrap(), 10);
+    cache.verify().unwrap();
+}
+
+#[test]
+fn a_writer_to_a_broken_disk_gets_its_error_and_the_cache_goes_on() {
+    // More dirty blocks than the cache may hold: the writer must hear of it and nobody must wait for ever.
+    let cache = Cache::new(Config { cache_bytes: 4 << 20, ..Config::default() }).unwrap();
+    let (file, fine) = (Arc::new(SimFile::new(vec![0; 8 << 20])), Arc::new(SimFile::new(vec![7; 8 << 20])));
+    let image = cache.add_image("broken", file.clone()).unwrap();
+    let other = cache.add_image("fine", fine.clone()).unwrap();
+    file.set_faults(Faults { write: Some(libc::ENOSPC), ..Faults::default() });
+    let mut random = Random::new(5);
+    let mut block = vec![0; 4096];
+    let mut error = None;
+    for n in 0..2048 {
+        random.fill(&mut block);
+        if let Err(refused) = cache.write(&image, n * 4096, &block) {
+            error = Some(refused.errno());
+            break;
+        }
+    }
+    assert_eq!(error, Some(libc::ENOSPC));
+    for n in 0..2048 {
+        random.fill(&mut block);
+        cache.write(&other, n * 4096, &block).unwrap();
+        cache.read(&other, n * 4096, &mut block).unwrap();
+    }
+    assert!(cache.sync(&other, 0..u64::MAX));
+    cache.verify().unwrap();
+}

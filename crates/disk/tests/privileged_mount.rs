@@ -1,0 +1,273 @@
+//! A mount does what a directory does: names, attributes, data, locks, mappings; and its life has a clean end.
+
+mod common;
+
+use common::{Mount, Random, Setup};
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::time::{Duration, SystemTime};
+
+#[test]
+fn the_process_that_serves() {
+    common::serve_if_asked();
+}
+
+#[test]
+fn names_and_attributes_are_those_of_the_directory() {
+    skip_unless_mountable!();
+    let mount = Mount::new(Setup::default());
+    let (dir, at) = (mount.dir(), mount.at());
+    std::fs::write(dir.join("a.raw"), vec![7; 10_000]).unwrap();
+    std::fs::create_dir(dir.join("sub")).unwrap();
+    std::fs::write(dir.join("sub/b"), b"").unwrap();
+    std::os::unix::fs::symlink("a.raw", dir.join("link")).unwrap();
+    let old = SystemTime::UNIX_EPOCH + Duration::from_nanos(1_234_567_890_123_456_789);
+    File::options().write(true).open(dir.join("a.raw")).unwrap().set_modified(old).unwrap();
+    std::fs::set_permissions(dir.join("a.raw"), PermissionsExt::from_mode(0o640)).unwrap();
+
+    let mut names: Vec<_> = std::fs::read_dir(&at).unwrap().map(|e| e.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["a.raw", "link", "sub"]);
+    let (shown, real) = (at.join("a.raw").metadata().unwrap(), dir.join("a.raw").metadata().unwrap());
+    assert_eq!((shown.len(), shown.mode(), shown.ino()), (10_000, real.mode(), real.ino()));
+    assert_eq!(shown.modified().unwrap(), old);
+    assert_eq!(std::fs::read_link(at.join("link")).unwrap().to_str(), Some("a.raw"));
+    assert_eq!(std::fs::read(at.join("link")).unwrap(), vec![7; 10_000]);
+    assert_eq!(std::fs::read(at.join("sub/b")).unwrap(), b"");
+
+    // Everything the other way round: made through the mount, seen in the directory.
+    std::fs::create_dir(at.join("new")).unwrap();
+    std::fs::write(at.join("new/c"), b"content").unwrap();
+    std::fs::rename(at.join("new/c"), at.join("sub/d")).unwrap();
+    std::fs::hard_link(at.join("sub/d"), at.join("e")).unwrap();
+    assert_eq!(std::fs::read(at.join("e")).unwrap(), b"content");
+    assert_eq!(at.join("e").metadata().unwrap().nlink(), 2);
+    std::fs::remove_file(at.join("sub/d")).unwrap();
+    std::fs::remove_dir(at.join("new")).unwrap();
+    mount.flush();
+    assert_eq!(std::fs::read(dir.join("e")).unwrap(), b"content");
+    assert!(!dir.join("new").exists() && !dir.join("sub/d").exists());
+    // Of two names either may go first.
+    std::fs::hard_link(at.join("e"), at.join("e2")).unwrap();
+    assert_eq!(std::fs::read(at.join("e")).unwrap(), b"content");
+    std::fs::remove_file(at.join("e")).unwrap();
+    assert_eq!(std::fs::read(at.join("e2")).unwrap(), b"content");
+    std::fs::rename(at.join("e2"), at.join("e")).unwrap();
+    // A rename over another file gives its name away, not its content.
+    std::fs::write(at.join("f"), b"other").unwrap();
+    std::fs::rename(at.join("f"), at.join("e")).unwrap();
+    assert_eq!(std::fs::read(at.join("e")).unwrap(), b"other");
+
+    // Times set are times kept, whatever is still to be written.
+    let mut file = File::create(at.join("g")).unwrap();
+    file.write_all(&[1; 5000]).unwrap();
+    let before = SystemTime::now() - Duration::from_secs(5);
+    assert!(file.metadata().unwrap().modified().unwrap() > before, "a write shows in the time at once");
+    file.set_modified(old).unwrap();
+    drop(file);
+    mount.flush();
+    std::thread::sleep(Duration::from_millis(1100));
+    assert_eq!(at.join("g").metadata().unwrap().modified().unwrap(), old);
+
+    let (here, there) = (rustix::fs::statvfs(&at).unwrap(), rustix::fs::statvfs(&dir).unwrap());
+    assert_eq!((here.f_blocks, here.f_bsize), (there.f_blocks, there.f_bsize));
+}
+
+#[test]
+fn an_open_file_outlives_its_name() {
+    skip_unless_mountable!();
+    let mount = Mount::new(Setup::default());
+    let mut file = OpenOptions::new().create_new(true).read(true).write(true).open(mount.path("x")).unwrap();
+    file.write_all(b"before").unwrap();
+    std::fs::remove_file(mount.path("x")).unwrap();
+    file.write_all(b" and after").unwrap();
+    file.sync_all().unwrap();
+    file.seek(SeekFrom::Start(0)).unwrap();
+    let mut text = String::new();
+    file.read_to_string(&mut text).unwrap();
+    assert_eq!(text, "before and after");
+    assert_eq!(file.metadata().unwrap().len(), 16);
+    // A new file of the name is a new file.
+    std::fs::write(mount.path("x"), b"new").unwrap();
+    assert_eq!(std::fs::read(mount.path("x")).unwrap(), b"new");
+    assert_eq!(file.metadata().unwrap().len(), 16);
+}
+
+#[test]
+fn locks_and_mappings_work() {
+    skip_unless_mountable!();
+    let mount = Mount::new(Setup::default());
+    std::fs::write(mount.dir().join("x"), vec![3; 20_000]).unwrap();
+    let open = || OpenOptions::new().read(true).write(true).open(mount.path("x")).unwrap();
+    let (a, b) = (open(), open());
+    rustix::fs::flock(&a, rustix::fs::FlockOperation::NonBlockingLockExclusive).unwrap();
+    assert!(rustix::fs::flock(&b, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_err());
+    drop(a);
+    rustix::fs::flock(&b, rustix::fs::FlockOperation::NonBlockingLockExclusive).unwrap();
+
+    // A shared mapping, from another program: writes through it arrive, and a write past it shows in it.
+    if !common::has("python3") {
+        println!("SKIPPED: the mapping part needs python3");
+        return;
+    }
+    let script = "import mmap,os,sys\nf=os.open(sys.argv[1],os.O_RDWR)\nm=mmap.mmap(f,20000)\n\
+                  assert m[:3]==b'\\x03\\x03\\x03'\nm[5000:5004]=b'map!'\nm.flush()\n\
+                  os.pwrite(f,b'pwrite',9000)\nassert m[9000:9006]==b'pwrite',m[9000:9006]\n";
+    common::run("python3", &["-c", script, mount.path("x").to_str().unwrap()]);
+    let mut bytes = [0; 4];
+    b.read_exact_at(&mut bytes, 5000).unwrap();
+    assert_eq!(&bytes, b"map!");
+}
+
+#[test]
+fn holes_and_reserved_space_are_the_files_own() {
+    skip_unless_mountable!();
+    let mount = Mount::new(Setup::default());
+    let file = OpenOptions::new().create_new(true).read(true).write(true).open(mount.path("sparse")).unwrap();
+    file.set_len(64 << 20).unwrap();
+    file.write_all_at(&[5; 8192], 32 << 20).unwrap();
+    let seek = |from| rustix::fs::seek(&file, from);
+    assert_eq!(seek(rustix::fs::SeekFrom::Data(0)).unwrap(), 32 << 20, "a dirty block is data");
+    assert_eq!(seek(rustix::fs::SeekFrom::Hole(32 << 20)).unwrap(), (32 << 20) + 8192);
+    assert!(seek(rustix::fs::SeekFrom::Data(40 << 20)).is_err());
+    assert!(mount.dir().join("sparse").metadata().unwrap().blocks() < 100, "the holes stayed holes");
+    let punch = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+    rustix::fs::fallocate(&file, punch, (32 << 20) + 100, 8000).unwrap();
+    let mut bytes = vec![9; 8192];
+    file.read_exact_at(&mut bytes, 32 << 20).unwrap();
+    assert!(bytes[..100].iter().all(|&b| b == 5) && bytes[100..8100].iter().all(|&b| b == 0) && bytes[8100] == 5);
+    rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, 65 << 20).unwrap();
+    assert_eq!(file.metadata().unwrap().len(), 65 << 20);
+    rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::ZERO_RANGE, 33 << 20, 33 << 20).unwrap();
+    assert_eq!(file.metadata().unwrap().len(), 66 << 20);
+}
+
+#[test]
+fn equal_images_are_in_memory_once_and_the_status_says_so() {
+    skip_unless_mountable!();
+    let mount = Mount::new(Setup::default());
+    let mut data = vec![0; 8 << 20];
+    Random::new(4).fill(&mut data);
+    for name in ["a", "b", "c"] {
+        std::fs::write(mount.dir().join(name), &data).unwrap();
+    }
+    for name in ["a", "b", "c"] {
+        assert!(std::fs::read(mount.path(name)).unwrap() == data);
+    }
+    let status = mount.status();
+    assert_eq!(status.memory_saved_bytes, 16 << 20);
+    assert_eq!(status.resident_bytes, 8 << 20);
+    assert_eq!(status.images.len(), 3);
+    assert_eq!(status.images[1].shared_bytes, 8 << 20);
+    assert!(status.images[0].direct_io || !status.images[0].open);
+    // The process's own memory agrees.
+    let process = std::fs::read_to_string(format!("/proc/{}/status", mount.pid())).unwrap();
+    let anonymous = process.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+    let kib: u64 = anonymous.trim().trim_end_matches(" kB").parse().unwrap();
+    assert!(kib < 22 << 10, "8 MiB of blocks, the tables and one request buffer per thread: {kib} KiB");
+}
+
+#[test]
+fn fingerprints_spare_reads_after_a_restart_and_are_dropped_when_an_image_changed() {
+    skip_unless_mountable!();
+    let mut mount = Mount::new(Setup::default());
+    mount.terminate();
+    mount.setup.fingerprints = Some(mount.base.path().join("fp"));
+    let mut data = vec![0; 4 << 20];
+    Random::new(4).fill(&mut data);
+    for name in ["a", "b"] {
+        std::fs::write(mount.dir().join(name), &data).unwrap();
+    }
+    mount.start();
+    for name in ["a", "b"] {
+        assert!(std::fs::read(mount.path(name)).unwrap() == data);
+    }
+    assert_eq!(mount.status().io_saved_bytes, 0, "nothing was known");
+    assert!(mount.terminate().0);
+    mount.start();
+    for name in ["a", "b"] {
+        assert!(std::fs::read(mount.path(name)).unwrap() == data);
+    }
+    let status = mount.status();
+    assert_eq!((status.io_saved_bytes, status.disk_read_bytes), (4 << 20, 4 << 20));
+    assert!(mount.terminate().0);
+
+    // b is changed while nobody looks: its file is stale, and the new bytes are read.
+    data[1 << 20] ^= 1;
+    std::fs::write(mount.dir().join("b"), &data).unwrap();
+    // And the one of a is damaged.
+    for entry in std::fs::read_dir(mount.base.path().join("fp")).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_some_and(|e| e == "fp") {
+            let mut bytes = std::fs::read(&path).unwrap();
+            let at = bytes.len() / 2;
+            bytes[at] ^= 0x80;
+            std::fs::write(path, bytes).unwrap();
+        }
+    }
+    mount.start();
+    assert!(std::fs::read(mount.path("b")).unwrap() == data);
+    std::fs::read(mount.path("a")).unwrap();
+    let status = mount.status();
+    assert_eq!((status.io_saved_bytes, status.fingerprint_files_rejected), (0, 2));
+    let outcomes: Vec<String> = status.images.iter().map(|i| i.fingerprints.clone().unwrap()).collect();
+    assert!(outcomes[0].contains("damaged") && outcomes[1].contains("damaged") | outcomes[1].contains("changed"));
+}
+
+#[test]
+fn a_second_mount_of_the_directory_is_refused_and_so_is_one_inside_it() {
+    skip_unless_mountable!();
+    let mount = Mount::new(Setup::default());
+    let other = mount.base.path().join("other");
+    std::fs::create_dir(&other).unwrap();
+    let (ok, said) = mount.try_another(&mount.dir(), &other);
+    assert!(!ok && said.contains("is mounted already"), "{said}");
+    let inside = other.join("inside");
+    std::fs::create_dir(&inside).unwrap();
+    let (ok, said) = mount.try_another(&other, &inside);
+    assert!(!ok && said.contains("must not lie inside"), "{said}");
+}
+
+#[test]
+fn sigterm_writes_everything_and_unmounts() {
+    skip_unless_mountable!();
+    let mut mount = Mount::new(Setup { flush_ms: 600_000, ..Setup::default() });
+    let mut data = vec![0; 3 << 20];
+    Random::new(8).fill(&mut data);
+    std::fs::write(mount.path("x"), &data).unwrap();
+    assert_eq!(mount.status().dirty_bytes, 3 << 20, "nothing flushed it yet");
+    let (ok, said) = mount.terminate();
+    assert!(ok, "{said}");
+    assert!(!pagefold_disk::mount::is_mounted(&mount.at()));
+    assert!(std::fs::read(mount.dir().join("x")).unwrap() == data);
+
+    // With a file open the name goes at once, the process after the grace, the data to the disk in any case.
+    mount.start();
+    let open = OpenOptions::new().write(true).open(mount.path("x")).unwrap();
+    open.write_all_at(b"late", 0).unwrap();
+    let (ok, said) = mount.terminate();
+    assert!(ok, "{said}");
+    assert_eq!(std::fs::read(mount.dir().join("x")).unwrap()[..4], *b"late");
+    let error = open.write_all_at(b"later", 0).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::ENOTCONN));
+}
+
+#[test]
+fn a_read_only_mount_changes_nothing() {
+    skip_unless_mountable!();
+    let mut mount = Mount::new(Setup::default());
+    mount.terminate();
+    std::fs::write(mount.dir().join("x"), b"there").unwrap();
+    mount.setup.read_only = true;
+    mount.start();
+    assert_eq!(std::fs::read(mount.path("x")).unwrap(), b"there");
+    for result in [
+        std::fs::write(mount.path("x"), b"not"),
+        std::fs::write(mount.path("y"), b"not"),
+        std::fs::remove_file(mount.path("x")),
+        std::fs::rename(mount.path("x"), mount.path("z")),
+    ] {
+        assert_eq!(result.unwrap_err().raw_os_error(), Some(libc::EROFS));
+    }
+}
