@@ -1,0 +1,359 @@
+//! Directories into trees: walked by descriptor, read by all cores, unchanged files by what stat says.
+//!
+//! *The stat cache.* A file whose device, inode, size, mtime and ctime are those of the last build has the digest
+//! of the last build: ctime cannot be set back without setting the clock. A file that changed within the last two
+//! seconds before its build is not remembered, because a later change could carry the same times.
+
+use crate::digest::Digest;
+use crate::error::{At, Error, Result, input};
+use crate::ingest::{Notes, clean_xattrs, is_whiteout};
+use crate::progress::Progress;
+use crate::store::{Build, Store};
+use crate::tree::{Data, INLINE_MAX, Id, Inode, Kind, Meta, ROOT, Tree, Xattrs};
+use rustix::fs::{AtFlags, Dir, Mode, OFlags, ResolveFlags, Stat};
+use rustix::io::Errno;
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::Write;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// What a file was at the last build.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Seen {
+    size: u64,
+    mtime: (i64, u32),
+    ctime: (i64, u32),
+}
+
+/// A cache entry: device and inode, what stat said, the digest.
+type Remembered = ((u64, u64), (Seen, Digest));
+
+const CACHE_MAGIC: &[u8; 8] = b"PFSTAT01";
+const CACHE_ENTRY: usize = 8 * 5 + 4 * 2 + 32;
+/// Times this close before a build may come again: file systems stamp with the tick's time.
+const RACY_S: i64 = 2;
+
+#[derive(Default)]
+struct StatCache {
+    files: HashMap<(u64, u64), (Seen, Digest)>,
+}
+
+impl StatCache {
+    fn path(store: &Store, root: &Path) -> PathBuf {
+        store.path("cache").join(format!("{}.stat", Digest::of(root.as_os_str().as_bytes()).hex()))
+    }
+
+    fn load(path: &Path) -> Self {
+        let Some(bytes) = fs::read(path).ok() else { return Self::default() };
+        let Some(body) = bytes.len().checked_sub(8).and_then(|end| bytes.get(..end)) else { return Self::default() };
+        let checked = Digest::of(body).0[..8] == bytes[body.len()..];
+        let Some(list) = body.strip_prefix(CACHE_MAGIC).filter(|_| checked) else { return Self::default() };
+        let entry = |raw: &[u8]| {
+            let u64_at = |at: usize| u64::from_le_bytes(raw[at..at + 8].try_into().expect("8 bytes"));
+            let u32_at = |at: usize| u32::from_le_bytes(raw[at..at + 4].try_into().expect("4 bytes"));
+            let seen = Seen {
+                size: u64_at(16),
+                mtime: (u64_at(24) as i64, u32_at(40)),
+                ctime: (u64_at(32) as i64, u32_at(44)),
+            };
+            ((u64_at(0), u64_at(8)), (seen, Digest(raw[48..80].try_into().expect("32 bytes"))))
+        };
+        Self { files: list.chunks_exact(CACHE_ENTRY).map(entry).collect() }
+    }
+
+    fn save(path: &Path, entries: &[Remembered], build: &Build) -> Result<()> {
+        let mut out = CACHE_MAGIC.to_vec();
+        for ((device, inode), (seen, digest)) in entries {
+            for number in [*device, *inode, seen.size, seen.mtime.0 as u64, seen.ctime.0 as u64] {
+                out.extend(number.to_le_bytes());
+            }
+            out.extend(seen.mtime.1.to_le_bytes());
+            out.extend(seen.ctime.1.to_le_bytes());
+            out.extend(digest.0);
+        }
+        let check = Digest::of(&out);
+        out.extend(&check.0[..8]);
+        // Not durable on purpose: a cache that a crash cuts short fails its check and is ignored.
+        let staged = build.scratch_path();
+        File::create(&staged).and_then(|mut file| file.write_all(&out)).at(&staged)?;
+        fs::rename(&staged, path).at(path)
+    }
+}
+
+fn seen(stat: &Stat) -> Seen {
+    Seen {
+        size: stat.st_size as u64,
+        mtime: (stat.st_mtime, stat.st_mtime_nsec as u32),
+        ctime: (stat.st_ctime, stat.st_ctime_nsec as u32),
+    }
+}
+
+/// A file still to be read.
+struct Job {
+    id: Id,
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+    seen: Seen,
+}
+
+/// How to read a directory.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// Do not go into other file systems.
+    pub one_file_system: bool,
+    /// Hash every file, whatever the stat cache says.
+    pub rehash: bool,
+}
+
+/// Opens `path` under `root` with no symbolic link on the way: nobody can lead us out while we read.
+fn open_beneath(root: &OwnedFd, path: &Path, flags: OFlags) -> Result<OwnedFd> {
+    let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
+    let how = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+    let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    loop {
+        match rustix::fs::openat2(root, path, flags, Mode::empty(), how) {
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            other => return other.at(path),
+        }
+    }
+}
+
+/// The attributes of `name` in the open directory; never follows a link.
+fn read_xattrs(dir: &OwnedFd, name: &OsStr) -> Result<Xattrs> {
+    let mut path = PathBuf::from(format!("/proc/self/fd/{}", dir.as_raw_fd()));
+    if !name.is_empty() {
+        path.push(name);
+    }
+    let list = || -> rustix::io::Result<Xattrs> {
+        let mut names = vec![0u8; 1 << 10];
+        // A directory's own descriptor link must be followed, a child must not.
+        let follow = name.is_empty();
+        let list = |names: &mut Vec<u8>| match follow {
+            true => rustix::fs::listxattr(&path, &mut names[..]),
+            false => rustix::fs::llistxattr(&path, &mut names[..]),
+        };
+        let count = match list(&mut names) {
+            Err(Errno::RANGE) => {
+                names = vec![0; 1 << 16];
+                list(&mut names)
+            }
+            other => other,
+        };
+        let count = match count {
+            Err(Errno::NOTSUP) => 0,
+            other => other?,
+        };
+        let mut all = Xattrs::new();
+        for xattr in names[..count].split(|&byte| byte == 0).filter(|name| !name.is_empty()) {
+            let mut value = vec![0u8; 1 << 16];
+            let got = match follow {
+                true => rustix::fs::getxattr(&path, xattr, &mut value[..]),
+                false => rustix::fs::lgetxattr(&path, xattr, &mut value[..]),
+            };
+            match got {
+                // Gone meanwhile, or not for our eyes.
+                Err(Errno::NODATA | Errno::PERM | Errno::ACCESS | Errno::NOTSUP) => {}
+                Err(error) => return Err(error),
+                Ok(count) => {
+                    all.insert(xattr.into(), value[..count].into());
+                }
+            }
+        }
+        Ok(all)
+    };
+    list().at(&path)
+}
+
+fn meta(stat: &Stat, xattrs: Xattrs) -> Meta {
+    Meta {
+        mode: (stat.st_mode & 0o7777) as u16,
+        uid: stat.st_uid,
+        gid: stat.st_gid,
+        mtime_s: stat.st_mtime,
+        mtime_ns: stat.st_mtime_nsec as u32,
+        xattrs,
+    }
+}
+
+/// Reads directory `root` into a tree and its files into the store.
+///
+/// # Errors
+/// Files that cannot be read or keep changing, a full store.
+pub fn from_directory(
+    build: &Build,
+    root: &Path,
+    options: Options,
+    notes: &mut Notes,
+    progress: &Progress,
+) -> Result<Tree> {
+    let root = &root.canonicalize().at(root)?;
+    let store_root = build.store().root();
+    let top = rustix::fs::open(root, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).at(root)?;
+    let top_stat = rustix::fs::fstat(&top).at(root)?;
+    let mut tree = Tree::default();
+    let mut xattrs = read_xattrs(&top, OsStr::new(""))?;
+    clean_xattrs(&mut xattrs, b"/", notes);
+    tree.inode_mut(ROOT).meta = meta(&top_stat, xattrs);
+
+    let (mut jobs, mut linked) = (Vec::new(), HashMap::new());
+    let mut todo = vec![(ROOT, PathBuf::new())];
+    let mut total = 0;
+    while let Some((dir_id, dir_path)) = todo.pop() {
+        let dir = open_beneath(&top, &dir_path, OFlags::RDONLY | OFlags::DIRECTORY)?;
+        let mut names = Vec::new();
+        for entry in Dir::read_from(&dir).at(root.join(&dir_path))? {
+            let name = entry.at(root.join(&dir_path))?.file_name().to_bytes().to_vec();
+            if name != b"." && name != b".." {
+                names.push(name);
+            }
+        }
+        // Inode numbers of the tree, and with them nothing else, depend on the order.
+        names.sort_unstable();
+        for name in names {
+            let os_name = OsStr::from_bytes(&name);
+            let path = dir_path.join(os_name);
+            let full = || root.join(&path);
+            let stat = match rustix::fs::statat(&dir, os_name, AtFlags::SYMLINK_NOFOLLOW) {
+                Err(Errno::NOENT) => continue,
+                other => other.at(full())?,
+            };
+            if options.one_file_system && stat.st_dev != top_stat.st_dev {
+                notes.add("directories on other file systems were left out", full().as_os_str().as_bytes());
+                continue;
+            }
+            let key = (stat.st_dev, stat.st_ino);
+            let is_dir = rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::Directory;
+            if !is_dir
+                && stat.st_nlink > 1
+                && let Some(&id) = linked.get(&key)
+            {
+                tree.link(dir_id, &name, id)?;
+                continue;
+            }
+            let (major, minor) = (rustix::fs::major(stat.st_rdev), rustix::fs::minor(stat.st_rdev));
+            let mut job = None;
+            let kind = match stat.st_mode & libc::S_IFMT {
+                libc::S_IFDIR => {
+                    if full() == store_root {
+                        notes.add("the store itself was left out", full().as_os_str().as_bytes());
+                        continue;
+                    }
+                    Kind::Dir(BTreeMap::new())
+                }
+                libc::S_IFLNK => {
+                    Kind::Symlink(rustix::fs::readlinkat(&dir, os_name, Vec::new()).at(full())?.to_bytes().into())
+                }
+                libc::S_IFCHR => Kind::Char(major, minor),
+                libc::S_IFBLK => Kind::Block(major, minor),
+                libc::S_IFIFO => Kind::Fifo,
+                libc::S_IFSOCK => Kind::Socket,
+                _ => {
+                    total += stat.st_size as u64;
+                    job = Some((stat.st_dev, stat.st_ino, seen(&stat)));
+                    Kind::File(Data::Inline(Box::default()))
+                }
+            };
+            if is_whiteout(&kind) {
+                notes.add("character devices 0:0, overlayfs's mark of a deleted file, were left out", &name);
+                continue;
+            }
+            let mut xattrs = read_xattrs(&dir, os_name)?;
+            clean_xattrs(&mut xattrs, &name, notes);
+            let id = tree.add(Inode { meta: meta(&stat, xattrs), kind });
+            tree.link(dir_id, &name, id)?;
+            if !is_dir && stat.st_nlink > 1 {
+                linked.insert(key, id);
+            }
+            if let Some((device, inode, seen)) = job {
+                jobs.push(Job { id, path, device, inode, seen });
+            } else if is_dir {
+                todo.push((id, path));
+            }
+        }
+    }
+
+    progress.expect(total);
+    let cache_path = StatCache::path(build.store(), root);
+    let cache = if options.rehash { StatCache::default() } else { StatCache::load(&cache_path) };
+    let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let results = Mutex::new(Vec::with_capacity(jobs.len()));
+    let workers = std::thread::available_parallelism().map_or(1, usize::from).min(jobs.len().max(1));
+    let worker = || -> Result<()> {
+        let mut mine = Vec::new();
+        while !failed.load(Ordering::Relaxed) {
+            let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
+            match read_job(build, &top, root, job, &cache, progress) {
+                Ok((data, keep)) => mine.push((job, data, keep)),
+                Err(error) => {
+                    failed.store(true, Ordering::Relaxed);
+                    return Err(error);
+                }
+            }
+        }
+        results.lock().expect("no panic while held").append(&mut mine);
+        Ok(())
+    };
+    std::thread::scope(|scope| -> Result<()> {
+        let threads: Vec<_> = (1..workers).map(|_| scope.spawn(worker)).collect();
+        let first = worker();
+        let rest: Vec<_> = threads.into_iter().map(|thread| thread.join().expect("workers do not panic")).collect();
+        rest.into_iter().fold(first, |sum, result| sum.and(result))
+    })?;
+    let mut remember = Vec::new();
+    for (job, data, keep) in results.into_inner().expect("no panic while held") {
+        if let (Data::Object(digest, _), Some(seen)) = (&data, keep) {
+            remember.push(((job.device, job.inode), (seen, *digest)));
+        }
+        tree.inode_mut(job.id).kind = Kind::File(data);
+    }
+    remember.sort_unstable_by_key(|entry| entry.0);
+    StatCache::save(&cache_path, &remember, build)?;
+    Ok(tree)
+}
+
+/// Reads one file, or knows it; returns what to remember of it when its times can be trusted.
+fn read_job(
+    build: &Build,
+    top: &OwnedFd,
+    root: &Path,
+    job: &Job,
+    cache: &StatCache,
+    progress: &Progress,
+) -> Result<(Data, Option<Seen>)> {
+    if job.seen.size > INLINE_MAX
+        && let Some((known, digest)) = cache.files.get(&(job.device, job.inode))
+        && *known == job.seen
+        && build.has(digest, job.seen.size)?
+    {
+        build.stats.files_unchanged.fetch_add(1, Ordering::Relaxed);
+        progress.add(job.seen.size, true);
+        return Ok((Data::Object(*digest, job.seen.size), Some(job.seen)));
+    }
+    let full = root.join(&job.path);
+    for _ in 0..3 {
+        let file = open_beneath(top, &job.path, OFlags::RDONLY | OFlags::NONBLOCK)?;
+        let before = rustix::fs::fstat(file.as_fd()).at(&full)?;
+        if (before.st_dev, before.st_ino) != (job.device, job.inode) || before.st_mode & libc::S_IFMT != libc::S_IFREG {
+            return Err(input!("{}: replaced while the tree was read; build from a copy or snapshot", full.display()));
+        }
+        let mut file = File::from(file);
+        let data = build.put_reader(&mut file, &full, |bytes| progress.add(bytes, false))?;
+        let after = rustix::fs::fstat(file.as_fd()).at(&full)?;
+        if seen(&before) == seen(&after) && data.size() == after.st_size as u64 {
+            progress.add(0, true);
+            let now =
+                std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs() as i64);
+            let seen = seen(&after);
+            let settled = seen.ctime.0.max(seen.mtime.0) < now - RACY_S;
+            // The tree shows the times of the walk; remember only what agrees with it.
+            return Ok((data, (settled && seen == job.seen).then_some(seen)));
+        }
+    }
+    Err(Error::Refused(format!("{}: keeps changing while it is read; build from a copy or snapshot", full.display())))
+}

@@ -1,0 +1,34 @@
+//! The limits that hostile input runs into before it runs into the machine's.
+
+/// What one import may ask of us.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Most entries of one archive; 10^7 by default.
+    pub entries: u64,
+    /// Most bytes of unpacked content; 1 TiB by default.
+    pub bytes: u64,
+    /// Most a compressed stream may grow, once it is past `ratio_from_bytes`: 200 times by default.
+    pub ratio: u64,
+    /// Unpacked bytes before the ratio counts: 64 MiB by default.
+    pub ratio_from_bytes: u64,
+    /// Most bytes of one entry's extended headers: 1 MiB by default.
+    pub header_bytes: u64,
+    /// Most bytes of a JSON document: 4 MiB by default (the registries' own limit).
+    pub json_bytes: u64,
+    /// Most layers: 500 by default, what overlayfs takes.
+    pub layers: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            entries: 10_000_000,
+            bytes: 1 << 40,
+            ratio: 200,
+            ratio_from_bytes: 64 << 20,
+            header_bytes: 1 << 20,
+            json_bytes: 4 << 20,
+            layers: 500,
+        }
+    }
+}

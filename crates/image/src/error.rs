@@ -1,0 +1,98 @@
+//! Errors of the image crate: the text is one line and names the cause and the cure.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Why an image command could not do its work.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A system call on a path failed.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// What was being read or written.
+        path: PathBuf,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The file system of the store has no room; nothing of the unfinished build was published.
+    #[error("{}: no space left on the store's file system; free some, or run `pagefold image gc`", path.display())]
+    Full {
+        /// The file that did not fit.
+        path: PathBuf,
+    },
+    /// The input (tar, OCI layout, image file) breaks its format or one of our limits.
+    #[error("{0}")]
+    Input(String),
+    /// The bytes do not have the digest that names them.
+    #[error("{what}: digest is {found}, expected {expected}; fetch it again")]
+    Digest {
+        /// What was read.
+        what: String,
+        /// The digest it should have had.
+        expected: String,
+        /// The digest of what was read.
+        found: String,
+    },
+    /// No image of that name.
+    #[error("no image {name:?} in domain {domain:?} of {}; see `pagefold image ls`", store.display())]
+    NoImage {
+        /// The name asked for.
+        name: String,
+        /// The domain looked in.
+        domain: String,
+        /// The store looked in.
+        store: PathBuf,
+    },
+    /// The store was written by a later version of this program.
+    #[error("{}: store format {found}, this program reads up to {known}; use a newer pagefold", path.display())]
+    Newer {
+        /// The store.
+        path: PathBuf,
+        /// Its format number.
+        found: u64,
+        /// The newest format we read.
+        known: u64,
+    },
+    /// Something in the store is damaged.
+    #[error("{0}")]
+    Damaged(String),
+    /// The kernel refused a mount.
+    #[error("mount: {what}: {source}; `pagefold doctor` says which mounts this kernel and user have")]
+    Mount {
+        /// The step that failed.
+        what: String,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// The request cannot be done as asked.
+    #[error("{0}")]
+    Refused(String),
+}
+
+/// What this crate's functions return.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Gives a system error the path it happened on.
+pub(crate) trait At<T> {
+    /// Names `path` in the error; a full disk becomes [`Error::Full`].
+    fn at(self, path: impl AsRef<Path>) -> Result<T>;
+}
+
+impl<T, E: Into<io::Error>> At<T> for std::result::Result<T, E> {
+    fn at(self, path: impl AsRef<Path>) -> Result<T> {
+        self.map_err(|error| {
+            let (source, path) = (error.into(), path.as_ref().to_path_buf());
+            match source.raw_os_error() {
+                Some(libc::ENOSPC | libc::EDQUOT) => Error::Full { path },
+                _ => Error::Io { path, source },
+            }
+        })
+    }
+}
+
+/// An [`Error::Input`] from format arguments.
+macro_rules! input {
+    ($($arg:tt)*) => { $crate::error::Error::Input(format!($($arg)*)) };
+}
+pub(crate) use input;

@@ -1,0 +1,174 @@
+//! Images out again: as a tar archive, an OCI layout, or a self-contained EROFS image.
+
+use crate::digest::Digest;
+use crate::erofs;
+use crate::error::{At, Error, Result};
+use crate::progress::Progress;
+use crate::store::{Record, Store};
+use crate::tar::{self, Entry, EntryKind};
+use crate::tree::{Data, Id, Kind, Tree};
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::path::Path;
+
+/// Writes `tree` as one tar archive: the same image always as the same bytes.
+///
+/// # Errors
+/// A damaged object (the archive is then incomplete), the system's.
+pub fn tar(store: &Store, tree: &Tree, out: &mut impl Write, progress: &Progress) -> Result<()> {
+    let mut list = Vec::new();
+    tree.walk(|path, id| list.push((path.to_vec(), id)));
+    let mut first: HashMap<Id, Vec<u8>> = HashMap::new();
+    for (path, id) in list {
+        let inode = tree.inode(id);
+        let is_dir = matches!(inode.kind, Kind::Dir(_));
+        let kind = match &inode.kind {
+            Kind::Dir(_) => EntryKind::Dir,
+            _ if first.contains_key(&id) => EntryKind::HardLink(first[&id].clone()),
+            Kind::File(data) => EntryKind::File(data.size()),
+            Kind::Symlink(target) => EntryKind::Symlink(target.to_vec()),
+            Kind::Char(major, minor) => EntryKind::Char(*major, *minor),
+            Kind::Block(major, minor) => EntryKind::Block(*major, *minor),
+            Kind::Fifo => EntryKind::Fifo,
+            // tar has no sockets; programs make theirs when they start.
+            Kind::Socket => continue,
+        };
+        if !is_dir {
+            first.entry(id).or_insert_with(|| path.clone());
+        }
+        let shown = match (path.is_empty(), is_dir) {
+            (true, _) => b"./".to_vec(),
+            (false, true) => [&path[..], b"/"].concat(),
+            (false, false) => path,
+        };
+        let meta = &inode.meta;
+        let data = matches!(kind, EntryKind::File(_));
+        let xattrs = if matches!(kind, EntryKind::HardLink(_)) { Default::default() } else { meta.xattrs.clone() };
+        let (mode, uid, gid) = (meta.mode, meta.uid, meta.gid);
+        let entry = Entry { path: shown, kind, mode, uid, gid, mtime_s: meta.mtime_s, mtime_ns: meta.mtime_ns, xattrs };
+        let mut bytes = Vec::new();
+        tar::write_header(&mut bytes, &entry);
+        out.write_all(&bytes).at("output")?;
+        if let (true, Kind::File(content)) = (data, &inode.kind) {
+            copy_data(store, content, out)?;
+            progress.add(content.size(), true);
+            bytes.clear();
+            tar::pad(&mut bytes, content.size());
+            out.write_all(&bytes).at("output")?;
+        }
+    }
+    out.write_all(&[0; 1024]).and_then(|()| out.flush()).at("output")
+}
+
+/// Copies a file's bytes, which must be as many and the very ones its digest says.
+fn copy_data(store: &Store, data: &Data, out: &mut impl Write) -> Result<()> {
+    let (digest, size) = match data {
+        Data::Inline(bytes) => return out.write_all(bytes).at("output"),
+        Data::Object(digest, size) => (digest, *size),
+    };
+    let path = store.object_path(digest);
+    let file = File::open(&path).at(&path)?;
+    let mut hashing = crate::digest::Hashing::new(file);
+    let count = io::copy(&mut (&mut hashing).take(size), out).at(&path)?;
+    let damaged = || Error::Damaged(format!("{}: damaged; `pagefold image verify` names the images", path.display()));
+    if count != size {
+        return Err(damaged());
+    }
+    hashing.finish(&path.display().to_string(), *digest).map_err(|_| damaged())
+}
+
+/// Writes `tree` as an EROFS image with all its data and the fingerprints that `inode_share` goes by.
+///
+/// # Errors
+/// A damaged object, the system's.
+pub fn erofs_full(store: &Store, tree: &Tree, path: &Path, progress: &Progress) -> Result<()> {
+    let image = erofs::write(tree, erofs::Layout::Full)?;
+    let mut file = File::options().write(true).create(true).truncate(true).open(path).at(path)?;
+    let mut write = || -> Result<()> {
+        file.write_all(&image.head).at(path)?;
+        for (digest, size) in &image.data {
+            copy_data(store, &Data::Object(*digest, *size), &mut file)?;
+            progress.add(*size, true);
+            let padding = size.next_multiple_of(erofs::BLOCK) - size;
+            file.write_all(&vec![0; padding as usize]).at(path)?;
+        }
+        file.sync_all().at(path)
+    };
+    write()
+}
+
+/// Makes the image's self-contained form in the store, for native mounts.
+///
+/// # Errors
+/// A damaged object, a full store.
+pub fn make_native(store: &Store, digest: &Digest, progress: &Progress) -> Result<()> {
+    let target = store.full_path(digest);
+    if target.exists() {
+        return Ok(());
+    }
+    let build = store.build()?;
+    let staged = build.scratch_path();
+    erofs_full(store, &store.tree(digest)?, &staged, progress)?;
+    fs::rename(&staged, &target).at(&target)
+}
+
+/// Writes the image as an OCI layout with one layer.
+///
+/// # Errors
+/// A directory that is not empty, a damaged object, the system's.
+pub fn oci(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &Progress) -> Result<()> {
+    fs::create_dir_all(dir).at(dir)?;
+    if fs::read_dir(dir).at(dir)?.next().is_some() {
+        return Err(Error::Refused(format!("{}: not empty; give a new directory", dir.display())));
+    }
+    let blobs = dir.join("blobs/sha256");
+    fs::create_dir_all(&blobs).at(&blobs)?;
+    let staged = blobs.join(".layer");
+    let (layer, layer_size) = {
+        let mut file = io::BufWriter::new(File::create_new(&staged).at(&staged)?);
+        tar(store, tree, &mut file, progress)?;
+        drop(file);
+        let mut file = File::open(&staged).at(&staged)?;
+        crate::digest::hash_reader(&mut file).at(&staged)?
+    };
+    fs::rename(&staged, blobs.join(layer.hex())).at(&staged)?;
+    let put = |value: serde_json::Value| -> Result<(Digest, usize)> {
+        let bytes = serde_json::to_vec(&value).expect("plain data");
+        let digest = Digest::of(&bytes);
+        let path = blobs.join(digest.hex());
+        fs::write(&path, &bytes).at(&path)?;
+        Ok((digest, bytes.len()))
+    };
+    let architecture = match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => other,
+    };
+    let run = &record.config;
+    let (config, config_size) = put(serde_json::json!({
+        "architecture": architecture,
+        "os": "linux",
+        "config": {
+            "Env": run.env, "Entrypoint": run.entrypoint, "Cmd": run.cmd, "WorkingDir": run.working_dir, "User": run.user,
+        },
+        "rootfs": { "type": "layers", "diff_ids": [layer] },
+        "history": [{ "created_by": "pagefold image export" }],
+    }))?;
+    let (manifest, manifest_size) = put(serde_json::json!({
+        "schemaVersion": 2,
+        "mediaType": "application/vnd.oci.image.manifest.v1+json",
+        "config": { "mediaType": "application/vnd.oci.image.config.v1+json", "digest": config, "size": config_size },
+        "layers": [{ "mediaType": "application/vnd.oci.image.layer.v1.tar", "digest": layer, "size": layer_size }],
+    }))?;
+    let index = serde_json::json!({
+        "schemaVersion": 2,
+        "mediaType": "application/vnd.oci.image.index.v1+json",
+        "manifests": [{
+            "mediaType": "application/vnd.oci.image.manifest.v1+json", "digest": manifest, "size": manifest_size,
+            "annotations": { "org.opencontainers.image.ref.name": record.name },
+        }],
+    });
+    fs::write(dir.join("index.json"), index.to_string()).at(dir)?;
+    fs::write(dir.join("oci-layout"), r#"{"imageLayoutVersion":"1.0.0"}"#).at(dir)
+}

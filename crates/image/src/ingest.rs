@@ -1,0 +1,185 @@
+//! Archives into trees: one layer applied over what is there, as a container engine would unpack it, but
+//! into memory and the store only.
+
+use crate::config::Limits;
+use crate::erofs;
+use crate::error::{Result, input};
+use crate::progress::Progress;
+use crate::store::Build;
+use crate::tar::{Entry, EntryKind, Reader};
+use crate::tree::{self, Id, Inode, Kind, Meta, ROOT, Tree, Xattrs, show};
+use std::collections::{BTreeMap, HashSet};
+use std::io::Read;
+use std::path::Path;
+
+/// What was left out of an image, counted by reason.
+#[derive(Debug, Default)]
+pub struct Notes(BTreeMap<&'static str, (u64, String)>);
+
+impl Notes {
+    /// Counts one more thing left out for `reason`, `example` being the first seen.
+    pub fn add(&mut self, reason: &'static str, example: &[u8]) {
+        self.0.entry(reason).or_insert_with(|| (0, show(example))).0 += 1;
+    }
+
+    /// One line per reason.
+    pub fn lines(&self) -> Vec<String> {
+        self.0.iter().map(|(reason, (count, example))| format!("{count} {reason} (first: {example})")).collect()
+    }
+}
+
+/// Takes away the attributes that no image can carry, and notes them.
+pub(crate) fn clean_xattrs(xattrs: &mut Xattrs, path: &[u8], notes: &mut Notes) {
+    for _ in 0..tree::drop_overlay_xattrs(xattrs) {
+        notes.add("attributes that steer overlayfs or EROFS were left out", path);
+    }
+    let mut total = 0;
+    xattrs.retain(|name, value| {
+        total += name.len() + value.len() + 8;
+        // Half the format's room, so that our own attributes always fit.
+        let fits = erofs::xattr_fits(name, value) && total < 1 << 17;
+        if !fits {
+            notes.add("attributes with a name or size that EROFS cannot hold were left out", path);
+        }
+        fits
+    });
+}
+
+/// Whether overlayfs would take the file for its own mark of a deleted name.
+pub(crate) fn is_whiteout(kind: &Kind) -> bool {
+    matches!(kind, Kind::Char(0, 0))
+}
+
+/// Names that this layer has placed: what its whiteouts must not remove.
+struct Layer {
+    fresh: HashSet<(Id, Vec<u8>)>,
+}
+
+impl Layer {
+    /// Empties `dir` of what lower layers brought.
+    fn clear(&self, tree: &mut Tree, dir: Id) {
+        let names: Vec<(Vec<u8>, Id)> = tree.children(dir).map(|(name, id)| (name.to_vec(), id)).collect();
+        for (name, id) in names {
+            let is_dir = matches!(tree.inode(id).kind, Kind::Dir(_));
+            if is_dir {
+                self.clear(tree, id);
+            }
+            let stays = self.fresh.contains(&(dir, name.clone())) || (is_dir && tree.children(id).next().is_some());
+            if !stays {
+                tree.unlink(dir, &name);
+            }
+        }
+    }
+
+    fn remove(&self, tree: &mut Tree, dir: Id, name: &[u8]) {
+        let Some(id) = tree.child(dir, name) else { return };
+        if self.fresh.contains(&(dir, name.to_vec())) {
+            return;
+        }
+        self.clear(tree, id);
+        if tree.children(id).next().is_none() {
+            tree.unlink(dir, name);
+        }
+    }
+}
+
+/// Reads a tar archive over `tree`; with `whiteouts`, names that begin with `.wh.` delete, as in OCI layers.
+///
+/// # Errors
+/// A bad archive, a full store.
+pub fn apply_tar(
+    build: &Build,
+    tree: &mut Tree,
+    source: impl Read,
+    whiteouts: bool,
+    limits: Limits,
+    notes: &mut Notes,
+    progress: &Progress,
+) -> Result<()> {
+    let mut layer = Layer { fresh: HashSet::new() };
+    let mut reader = Reader::new(source, limits);
+    while let Some(entry) = reader.next_entry()? {
+        apply_entry(build, tree, &mut reader, entry, whiteouts, &mut layer, notes, progress)?;
+    }
+    // What follows the end mark would be a second archive to other readers.
+    let (mut rest, mut buffer) = (reader.into_inner(), vec![0; 1 << 16]);
+    loop {
+        match rest.read(&mut buffer) {
+            Ok(0) => return Ok(()),
+            Ok(count) if buffer[..count].iter().all(|&byte| byte == 0) => {}
+            Ok(_) => return Err(input!("tar: more data behind the archive's end")),
+            Err(error) => return Err(input!("tar: {error}")),
+        }
+    }
+}
+
+#[expect(clippy::too_many_arguments, reason = "the loop body of apply_tar, apart for its length")]
+fn apply_entry(
+    build: &Build,
+    tree: &mut Tree,
+    reader: &mut Reader<impl Read>,
+    entry: Entry,
+    whiteouts: bool,
+    layer: &mut Layer,
+    notes: &mut Notes,
+    progress: &Progress,
+) -> Result<()> {
+    let Some((dir, name)) = tree.resolve_parent(&entry.path, true)? else {
+        if entry.kind != EntryKind::Dir {
+            return Err(input!("{:?}: the root of the tree must be a directory", show(&entry.path)));
+        }
+        let mut xattrs = entry.xattrs;
+        clean_xattrs(&mut xattrs, b"/", notes);
+        let Entry { mode, uid, gid, mtime_s, mtime_ns, .. } = entry;
+        tree.inode_mut(ROOT).meta = Meta { mode, uid, gid, mtime_s, mtime_ns, xattrs };
+        return Ok(());
+    };
+    if whiteouts && name.starts_with(b".wh.") {
+        if name == b".wh..wh..opq" {
+            layer.clear(tree, dir);
+        } else if !name.starts_with(b".wh..wh.") {
+            let deleted = &name[4..];
+            if deleted.is_empty() || deleted == b"." || deleted == b".." {
+                return Err(input!("tar: {}: a whiteout of no file", show(&entry.path)));
+            }
+            layer.remove(tree, dir, deleted);
+        }
+        return Ok(());
+    }
+    let kind = match entry.kind {
+        EntryKind::File(size) => {
+            let path = show(&entry.path);
+            let data = build.put_reader(reader, Path::new(&path), |bytes| progress.add(bytes, false))?;
+            if data.size() != size {
+                return Err(input!("tar: {path}: {} bytes of {size}", data.size()));
+            }
+            progress.add(0, true);
+            Kind::File(data)
+        }
+        EntryKind::HardLink(target) => {
+            tree.put_link(&entry.path, &target)?;
+            layer.fresh.insert((dir, name));
+            return Ok(());
+        }
+        EntryKind::Symlink(target) => Kind::Symlink(target.into()),
+        EntryKind::Char(major, minor) => Kind::Char(major, minor),
+        EntryKind::Block(major, minor) => Kind::Block(major, minor),
+        EntryKind::Dir => Kind::Dir(BTreeMap::new()),
+        EntryKind::Fifo => Kind::Fifo,
+    };
+    if let Kind::Char(major, minor) | Kind::Block(major, minor) = kind
+        && (major > 0xfff || minor > 0xf_ffff)
+    {
+        return Err(input!("tar: {}: device {major}:{minor} is out of range", show(&entry.path)));
+    }
+    if is_whiteout(&kind) {
+        notes.add("character devices 0:0, overlayfs's mark of a deleted file, were left out", &entry.path);
+        return Ok(());
+    }
+    let mut xattrs = entry.xattrs;
+    clean_xattrs(&mut xattrs, &entry.path, notes);
+    let Entry { mode, uid, gid, mtime_s, mtime_ns, .. } = entry;
+    tree.put(&entry.path, Inode { meta: Meta { mode, uid, gid, mtime_s, mtime_ns, xattrs }, kind })?;
+    layer.fresh.insert((dir, name));
+    Ok(())
+}

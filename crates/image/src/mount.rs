@@ -1,0 +1,629 @@
+//! Mounts: the metadata image under overlayfs, with the objects as its data-only layer.
+//!
+//! Two files of equal content, in whatever images, lead overlayfs to one object, and the page cache belongs to the
+//! object: that is the whole trick, and the kernel does it. What mounts where:
+//!
+//! | kind | metadata | needs |
+//! |---|---|---|
+//! | `erofs` | EROFS image, mounted from the plain file | root, Linux 6.12 |
+//! | `loop` | the same through a loop device | root, Linux 6.8 |
+//! | `directory` | a directory of empty files with overlay attributes | root on 6.8; a user namespace on 6.16 |
+//! | `native` | self-contained EROFS with `inode_share` | root, Linux 7.0 with EROFS_FS_PAGE_CACHE_SHARE |
+//!
+//! A mount names its store, domain and image in the mount table, so that the table alone says what is mounted: there
+//! is no record of ours to go stale. While a mount is set up its image is leased.
+
+use crate::digest::Digest;
+use crate::erofs;
+use crate::error::{At, Error, Result};
+use crate::store::{Lease, Record, Store};
+use crate::sys;
+use crate::tree::{Data, Id, Kind as FileKind, ROOT, Tree};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Timespec, Timestamps, XattrFlags};
+use rustix::io::Errno;
+use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::Duration;
+
+/// How the metadata is shown; see the module's table.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// The best that this kernel and user have.
+    #[default]
+    Auto,
+    /// Self-contained EROFS with `inode_share`.
+    Native,
+    /// EROFS from the plain file.
+    Erofs,
+    /// EROFS through a loop device.
+    Loop,
+    /// A metadata directory.
+    Directory,
+}
+
+/// How to mount.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// Which metadata.
+    pub kind: Kind,
+    /// Directory for changes (`upper` and `work` are made in it); read-only without.
+    pub upper: Option<PathBuf>,
+    /// Ignore set-user-id bits.
+    pub nosuid: bool,
+    /// Refuse device nodes.
+    pub nodev: bool,
+    /// Refuse to run programs.
+    pub noexec: bool,
+}
+
+/// What a mount became.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct Mounted {
+    /// The kind used.
+    pub kind: Kind,
+    /// What is not as in the image, one line each.
+    pub notes: Vec<String>,
+}
+
+fn failed(what: impl Into<String>) -> impl FnOnce(Errno) -> Error {
+    let what = what.into();
+    move |errno| Error::Mount { what, source: errno.into() }
+}
+
+/// A file system being configured; its errors carry what the kernel said about them.
+struct Context {
+    fd: OwnedFd,
+    name: &'static str,
+}
+
+impl Context {
+    fn new(name: &'static str) -> Result<Self> {
+        let fd = rustix::mount::fsopen(name, FsOpenFlags::FSOPEN_CLOEXEC).map_err(failed(name))?;
+        Ok(Self { fd, name })
+    }
+
+    fn explain(&self, step: &str, errno: Errno) -> Error {
+        let mut said = String::new();
+        let mut buffer = [0u8; 1024];
+        while let Ok(count @ 1..) = rustix::io::read(&self.fd, &mut buffer) {
+            let line = String::from_utf8_lossy(&buffer[..count]).into_owned();
+            // Each message starts with its severity: "e ", "w " or "i ".
+            said = line.get(2..).unwrap_or_default().trim_end().to_string();
+        }
+        let what =
+            if said.is_empty() { format!("{} {step}", self.name) } else { format!("{} {step} ({said})", self.name) };
+        failed(what)(errno)
+    }
+
+    fn string(&self, key: &str, value: impl AsRef<OsStr>) -> Result<()> {
+        rustix::mount::fsconfig_set_string(self.fd.as_fd(), key, value.as_ref())
+            .map_err(|errno| self.explain(key, errno))
+    }
+
+    fn flag(&self, key: &str) -> Result<()> {
+        rustix::mount::fsconfig_set_flag(self.fd.as_fd(), key).map_err(|errno| self.explain(key, errno))
+    }
+
+    fn create(&self, attributes: MountAttrFlags) -> Result<OwnedFd> {
+        rustix::mount::fsconfig_create(self.fd.as_fd()).map_err(|errno| self.explain("create", errno))?;
+        rustix::mount::fsmount(self.fd.as_fd(), FsMountFlags::FSMOUNT_CLOEXEC, attributes)
+            .map_err(|errno| self.explain("mount", errno))
+    }
+}
+
+/// Whether this process stands in the first user namespace, where EROFS may be mounted and `trusted.*` be set.
+pub(crate) fn in_initial_namespace() -> bool {
+    let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    map.split_ascii_whitespace().eq(["0", "0", "4294967295"])
+}
+
+/// Whether the kernel's EROFS knows `inode_share`.
+pub(crate) fn has_inode_share() -> bool {
+    Context::new("erofs").is_ok_and(|context| context.flag("inode_share").is_ok())
+}
+
+/// Mounts the EROFS image `path`, detached.
+pub(crate) fn erofs_mount(path: &Path, share: Option<&str>) -> Result<OwnedFd> {
+    let attempt = |direct: bool| {
+        let context = Context::new("erofs")?;
+        context.string("source", path)?;
+        context.flag("ro")?;
+        if direct {
+            // The image's own bytes would otherwise be cached a second time, as the file's.
+            context.flag("directio")?;
+        }
+        if let Some(domain) = share {
+            context.flag("inode_share")?;
+            context.string("domain_id", domain)?;
+        }
+        context.create(MountAttrFlags::MOUNT_ATTR_RDONLY)
+    };
+    attempt(true).or_else(|_| attempt(false))
+}
+
+/// Overlayfs over one metadata layer and one data-only layer, detached.
+pub(crate) fn overlay_mount(
+    source: &str,
+    meta: &OsStr,
+    objects: &Path,
+    user: bool,
+    options: &Options,
+    attributes: MountAttrFlags,
+) -> Result<OwnedFd> {
+    // Since 6.16 the layers alone say it; before, data-only layers want metacopy, and with an upper layer metacopy
+    // also keeps sharing across a chmod. `userxattr` and metacopy exclude each other.
+    let attempt = |metacopy: bool| {
+        let context = Context::new("overlay")?;
+        context.string("source", source)?;
+        context.string("lowerdir+", meta)?;
+        context.string("datadir+", objects)?;
+        if user {
+            context.flag("userxattr")?;
+        }
+        if metacopy {
+            context.string("metacopy", "on")?;
+            context.string("redirect_dir", if options.upper.is_some() { "on" } else { "follow" })?;
+        }
+        match &options.upper {
+            Some(upper) => {
+                context.string("upperdir", upper.join("upper"))?;
+                context.string("workdir", upper.join("work"))?;
+            }
+            None => context.flag("ro")?,
+        }
+        context.create(attributes)
+    };
+    if user { attempt(false) } else { attempt(true).or_else(|first| attempt(false).map_err(|_| first)) }
+}
+
+/// Puts a detached mount at `target`.
+pub(crate) fn attach(mount: &OwnedFd, target: &Path) -> Result<()> {
+    rustix::mount::move_mount(mount, "", CWD, target, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
+        .map_err(failed(target.display().to_string()))
+}
+
+/// Mounts an image at `target`.
+///
+/// # Errors
+/// A damaged image, a kernel or user that cannot.
+pub fn mount(store: &Store, record: &Record, target: &Path, options: &Options) -> Result<Mounted> {
+    let lease = Lease::new(store)?;
+    let (fd, mounted) = detached(store, &record.digest, &lease, options)?;
+    attach(&fd, target)?;
+    Ok(mounted)
+}
+
+/// Mounts an image attached nowhere yet; the mount lives as long as the descriptor or where it is attached.
+pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &Options) -> Result<(OwnedFd, Mounted)> {
+    if !lease.claim_tree(digest)? {
+        let path = store.tree_path(digest);
+        return Err(Error::Damaged(format!("{}: missing; build the image again", path.display())));
+    }
+    // The kernel shall parse only what our writer wrote.
+    let bytes = store.tree_bytes(digest)?;
+    let mut attributes = MountAttrFlags::empty();
+    attributes.set(MountAttrFlags::MOUNT_ATTR_NOSUID, options.nosuid);
+    attributes.set(MountAttrFlags::MOUNT_ATTR_NODEV, options.nodev);
+    attributes.set(MountAttrFlags::MOUNT_ATTR_NOEXEC, options.noexec);
+    if options.upper.is_none() {
+        attributes |= MountAttrFlags::MOUNT_ATTR_RDONLY;
+    }
+    if let Some(upper) = &options.upper {
+        for part in ["upper", "work"] {
+            fs::create_dir_all(upper.join(part)).at(upper.join(part))?;
+        }
+        // The root of the mount is the upper directory: it must look as the image's root does.
+        let tree = erofs::read(&bytes, erofs::Limits::default())?;
+        let meta = &tree.inode(ROOT).meta;
+        rustix::fs::chmod(upper.join("upper"), Mode::from_raw_mode(meta.mode.into())).at(upper)?;
+    }
+    let full = store.full_path(digest);
+    let domain = format!("{}.{}", store.id(), store.domain());
+    let initial = in_initial_namespace();
+    let source = store.mount_source(digest);
+    let done = |kind, notes| Mounted { kind, notes };
+    let native = || -> Result<(OwnedFd, Mounted)> {
+        let fd = erofs_mount(&full, Some(&domain))?;
+        if options.upper.is_some() {
+            return Err(Error::Refused("mount: a native mount is read-only; use --kind erofs with --upper".into()));
+        }
+        Ok((fd, done(Kind::Native, Vec::new())))
+    };
+    let over = |meta: &OwnedFd| -> Result<OwnedFd> {
+        let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(meta));
+        let objects = store.objects_dir();
+        // Since 6.15 a layer may be a mount that is attached nowhere.
+        overlay_mount(&source, OsStr::new(&path), &objects, false, options, attributes).or_else(|first| {
+            let place = store.path("staging").join(lease.id()).join("meta");
+            fs::create_dir_all(&place).at(&place)?;
+            attach(meta, &place).map_err(|_| first)?;
+            let result = overlay_mount(&source, place.as_os_str(), &objects, false, options, attributes);
+            let _ = rustix::mount::unmount(&place, UnmountFlags::DETACH);
+            let _ = fs::remove_dir(&place).and_then(|()| fs::remove_dir(place.parent().expect("staging/ID")));
+            result
+        })
+    };
+    let erofs = || -> Result<(OwnedFd, Mounted)> {
+        let meta = erofs_mount(&store.tree_path(digest), None)?;
+        Ok((over(&meta)?, done(Kind::Erofs, Vec::new())))
+    };
+    let through_loop = || -> Result<(OwnedFd, Mounted)> {
+        let path = store.tree_path(digest);
+        let file = File::open(&path).at(&path)?;
+        let (device, _held) =
+            sys::loop_device(&file).map_err(|source| Error::Mount { what: "loop device".into(), source })?;
+        let meta = erofs_mount(&device, None)?;
+        Ok((over(&meta)?, done(Kind::Loop, Vec::new())))
+    };
+    let directory = || -> Result<(OwnedFd, Mounted)> {
+        let (meta, notes) = metadata_directory(store, digest, &bytes, lease, !initial)?;
+        let fd = overlay_mount(&source, meta.as_os_str(), &store.objects_dir(), !initial, options, attributes)?;
+        Ok((fd, done(Kind::Directory, notes)))
+    };
+    match options.kind {
+        Kind::Native => native(),
+        Kind::Erofs => erofs(),
+        Kind::Loop => through_loop(),
+        Kind::Directory => directory(),
+        Kind::Auto if !initial => directory(),
+        Kind::Auto => {
+            if full.exists() && has_inode_share() && options.upper.is_none() {
+                return native();
+            }
+            erofs().or_else(|first| through_loop().or_else(|_| directory()).map_err(|_| first))
+        }
+    }
+}
+
+/// The image's metadata as a directory of files without data, made once per image and user.
+fn metadata_directory(
+    store: &Store,
+    digest: &Digest,
+    bytes: &[u8],
+    lease: &Lease,
+    user: bool,
+) -> Result<(PathBuf, Vec<String>)> {
+    let name = format!("{}.{}", digest.hex(), if user { "userdir" } else { "rootdir" });
+    let target = store.path("trees").join(&name);
+    let notes_path = store.path("trees").join(format!("{name}.notes"));
+    if target.exists() {
+        let notes = fs::read_to_string(&notes_path).unwrap_or_default();
+        return Ok((target, notes.lines().map(str::to_string).collect()));
+    }
+    let tree = erofs::read(bytes, erofs::Limits::default())?;
+    let staged = store.path("staging").join(lease.id());
+    fs::create_dir_all(&staged).at(&staged)?;
+    let place = staged.join("tree");
+    fs::create_dir(&place).at(&place)?;
+    let mut notes = BTreeMap::new();
+    write_directory(&tree, &place, user, &mut notes)?;
+    let lines: Vec<String> = notes.iter().map(|(what, count)| format!("{count} {what}")).collect();
+    fs::write(&notes_path, lines.join("\n")).at(&notes_path)?;
+    match fs::rename(&place, &target) {
+        Ok(()) => {}
+        Err(_) if target.exists() => remove_tree(&place)?,
+        Err(error) => return Err(error).at(&target),
+    }
+    let _ = fs::remove_dir(&staged);
+    Ok((target, lines))
+}
+
+/// Removes a directory whose directories may forbid it.
+pub(crate) fn remove_tree(path: &Path) -> Result<()> {
+    for entry in fs::read_dir(path).at(path)?.flatten() {
+        let below = entry.path();
+        if entry.file_type().at(&below)?.is_dir() {
+            rustix::fs::chmod(&below, Mode::RWXU).at(&below)?;
+            remove_tree(&below)?;
+        } else {
+            fs::remove_file(&below).at(&below)?;
+        }
+    }
+    fs::remove_dir(path).at(path)
+}
+
+/// Writes `tree` below `place`, which nobody else sees yet: all names are new, so no link can be followed.
+fn write_directory(tree: &Tree, place: &Path, user: bool, notes: &mut BTreeMap<&'static str, u64>) -> Result<()> {
+    let prefix = if user { "user.overlay." } else { "trusted.overlay." };
+    let mut made: HashMap<Id, PathBuf> = HashMap::new();
+    let mut dirs = Vec::new();
+    let mut result = Ok(());
+    tree.walk(|path, id| {
+        if result.is_ok() {
+            result = write_one(tree, place, path, id, prefix, &mut made, &mut dirs, notes);
+        }
+    });
+    result?;
+    // Modes and times of directories last: what is made in them changes both.
+    for (path, id) in dirs.into_iter().rev() {
+        set_meta(tree, &path, id, user, notes)?;
+    }
+    Ok(())
+}
+
+#[expect(clippy::too_many_arguments, reason = "the loop body of write_directory, apart for its length")]
+fn write_one(
+    tree: &Tree,
+    place: &Path,
+    path: &[u8],
+    id: Id,
+    prefix: &str,
+    made: &mut HashMap<Id, PathBuf>,
+    dirs: &mut Vec<(PathBuf, Id)>,
+    notes: &mut BTreeMap<&'static str, u64>,
+) -> Result<()> {
+    let full = if path.is_empty() { place.to_path_buf() } else { place.join(OsStr::from_bytes(path)) };
+    let inode = tree.inode(id);
+    if !matches!(inode.kind, FileKind::Dir(_)) {
+        if let Some(first) = made.get(&id) {
+            return fs::hard_link(first, &full).at(&full);
+        }
+        made.insert(id, full.clone());
+    }
+    let device = |kind: FileType, major: u32, minor: u32, notes: &mut BTreeMap<&'static str, u64>| {
+        let device = rustix::fs::makedev(major, minor);
+        match rustix::fs::mknodat(CWD, &full, kind, Mode::from_raw_mode(inode.meta.mode.into()), device) {
+            Err(Errno::PERM) => {
+                *notes.entry("device nodes are missing: making them needs root").or_default() += 1;
+                Ok(false)
+            }
+            other => other.map(|()| true).at(&full),
+        }
+    };
+    let there = match &inode.kind {
+        FileKind::Dir(_) => {
+            if !path.is_empty() {
+                fs::create_dir(&full).at(&full)?;
+            }
+            dirs.push((full, id));
+            return Ok(());
+        }
+        FileKind::File(data) => {
+            let mut file = File::options().write(true).create_new(true).open(&full).at(&full)?;
+            match data {
+                Data::Inline(bytes) => file.write_all(bytes).at(&full)?,
+                Data::Object(digest, size) => {
+                    file.set_len(*size).at(&full)?;
+                    let redirect = format!("/{}", digest.object_path());
+                    for (name, value) in [("metacopy", ""), ("redirect", redirect.as_str())] {
+                        let name = format!("{prefix}{name}");
+                        rustix::fs::fsetxattr(&file, name, value.as_bytes(), XattrFlags::empty()).at(&full)?;
+                    }
+                }
+            }
+            true
+        }
+        FileKind::Symlink(target) => {
+            rustix::fs::symlink(OsStr::from_bytes(target), &full).at(&full)?;
+            true
+        }
+        FileKind::Char(major, minor) => device(FileType::CharacterDevice, *major, *minor, notes)?,
+        FileKind::Block(major, minor) => device(FileType::BlockDevice, *major, *minor, notes)?,
+        FileKind::Fifo => device(FileType::Fifo, 0, 0, notes)?,
+        FileKind::Socket => device(FileType::Socket, 0, 0, notes)?,
+    };
+    if there {
+        set_meta(tree, &full, id, prefix.starts_with("user"), notes)?;
+    } else {
+        made.remove(&id);
+    }
+    Ok(())
+}
+
+fn set_meta(tree: &Tree, path: &Path, id: Id, user: bool, notes: &mut BTreeMap<&'static str, u64>) -> Result<()> {
+    let inode = tree.inode(id);
+    let meta = &inode.meta;
+    let owner = (Some(rustix::fs::Uid::from_raw(meta.uid)), Some(rustix::fs::Gid::from_raw(meta.gid)));
+    match rustix::fs::chownat(CWD, path, owner.0, owner.1, AtFlags::SYMLINK_NOFOLLOW) {
+        Err(Errno::PERM | Errno::INVAL) => {
+            *notes.entry("files show your own user as owner: others need root").or_default() += 1;
+        }
+        other => other.at(path)?,
+    }
+    for (name, value) in &meta.xattrs {
+        match rustix::fs::lsetxattr(path, &**name, value, XattrFlags::empty()) {
+            Err(Errno::PERM | Errno::NOTSUP | Errno::ACCESS | Errno::INVAL) => {
+                *notes.entry("attributes are missing: setting them needs root").or_default() += 1;
+            }
+            other => other.at(path)?,
+        }
+    }
+    if !matches!(inode.kind, FileKind::Symlink(_)) {
+        let mode = if user { meta.mode & 0o7777 } else { meta.mode };
+        rustix::fs::chmod(path, Mode::from_raw_mode(mode.into())).at(path)?;
+    }
+    let time = Timespec { tv_sec: meta.mtime_s, tv_nsec: meta.mtime_ns.into() };
+    let times = Timestamps { last_access: time, last_modification: time };
+    rustix::fs::utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW).at(path)
+}
+
+/// A mount of ours, as the mount tables show it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+pub struct MountEntry {
+    /// The image.
+    pub digest: Digest,
+    /// Where.
+    pub mountpoint: PathBuf,
+    /// The mount's device number; binds of one mount share it.
+    pub device: String,
+    /// The mount namespace it is seen in, by inode number.
+    pub namespace: u64,
+}
+
+/// Undoes the octal escapes of a mount table.
+fn unescape(field: &str) -> Vec<u8> {
+    let (bytes, mut out, mut at) = (field.as_bytes(), Vec::new(), 0);
+    while at < bytes.len() {
+        let octal = bytes.get(at + 1..at + 4).filter(|_| bytes[at] == b'\\');
+        let value = octal.and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
+        out.push(value.unwrap_or(bytes[at]));
+        at += if value.is_some() { 4 } else { 1 };
+    }
+    out
+}
+
+/// Reads one mount table; keeps the mounts whose source is `prefix` and a digest.
+fn parse_mounts(table: &str, prefix: &str, namespace: u64, found: &mut BTreeSet<MountEntry>) {
+    for line in table.lines() {
+        let Some((left, right)) = line.split_once(" - ") else { continue };
+        let source = unescape(right.split(' ').nth(1).unwrap_or_default());
+        let source = String::from_utf8_lossy(&source).into_owned();
+        let native = || source.strip_suffix(".full.erofs").and_then(|path| path.rsplit_once('/')).map(|(_, hex)| hex);
+        let Some(digest) = source.strip_prefix(prefix).or_else(native).and_then(|hex| Digest::from_hex(hex.as_bytes()))
+        else {
+            continue;
+        };
+        let mut fields = left.split(' ').skip(2);
+        let device = fields.next().unwrap_or_default().to_string();
+        let mountpoint = PathBuf::from(OsStr::from_bytes(&unescape(fields.nth(1).unwrap_or_default())));
+        found.insert(MountEntry { digest, mountpoint, device, namespace });
+    }
+}
+
+/// How long one process's /proc entries may take: a process stuck in the kernel can make them wait with it.
+const PROC_PATIENCE: Duration = Duration::from_secs(3);
+
+/// The mount namespace of a process and its mount table; `None` for a process that is gone or not ours to see.
+fn look(pid: &Path, seen: &Mutex<BTreeSet<u64>>) -> Option<(u64, String)> {
+    let namespace = fs::metadata(pid.join("ns/mnt")).ok()?.ino();
+    if seen.lock().expect("no panic while held").contains(&namespace) {
+        return None;
+    }
+    let table = fs::read_to_string(pid.join("mountinfo")).ok()?;
+    seen.lock().expect("no panic while held").insert(namespace);
+    Some((namespace, table))
+}
+
+/// Gives every mount namespace's table to `each`; returns how many processes did not answer in time.
+fn each_table(pids: Vec<PathBuf>, mut each: impl FnMut(u64, &str)) -> usize {
+    let (pids, seen) = (Arc::new(pids), Arc::new(Mutex::new(BTreeSet::new())));
+    let (mut next, mut silent) = (0, 0);
+    while next < pids.len() {
+        let (sender, answers) = mpsc::channel();
+        let (list, known, from) = (pids.clone(), seen.clone(), next);
+        // A worker of its own, left behind with the process that holds it up.
+        std::thread::spawn(move || list[from..].iter().try_for_each(|pid| sender.send(look(pid, &known))));
+        while next < pids.len() {
+            match answers.recv_timeout(PROC_PATIENCE) {
+                Ok(found) => {
+                    if let Some((namespace, table)) = found {
+                        each(namespace, &table);
+                    }
+                    next += 1;
+                }
+                Err(_) => {
+                    silent += 1;
+                    next += 1;
+                    break;
+                }
+            }
+        }
+    }
+    silent
+}
+
+/// All mounts of this store and domain, in every mount namespace we may look into, and how many processes kept
+/// theirs from us by not answering.
+///
+/// # Errors
+/// /proc is not readable.
+pub fn mounts_and_silent(store: &Store) -> Result<(Vec<MountEntry>, usize)> {
+    let prefix = store.mount_source_prefix();
+    let digits = |name: &OsStr| name.as_bytes().iter().all(u8::is_ascii_digit);
+    let entries = fs::read_dir("/proc").at("/proc")?.flatten().filter(|entry| digits(&entry.file_name()));
+    let mut pids = vec![PathBuf::from("/proc/self")];
+    pids.extend(entries.map(|entry| entry.path()));
+    let mut found = BTreeSet::new();
+    let silent = each_table(pids, |namespace, table| parse_mounts(table, &prefix, namespace, &mut found));
+    Ok((found.into_iter().collect(), silent))
+}
+
+/// All mounts of this store and domain, in every mount namespace we may look into.
+///
+/// # Errors
+/// /proc is not readable.
+pub fn mounts(store: &Store) -> Result<Vec<MountEntry>> {
+    Ok(mounts_and_silent(store)?.0)
+}
+
+/// Whether the kernel holds the image's metadata open: a mount that no mount table shows, such as one attached
+/// nowhere, or in a namespace without processes. Root's view; others see their own mounts in the tables.
+pub(crate) fn held_by_kernel(store: &Store, digest: &Digest) -> bool {
+    [store.tree_path(digest), store.full_path(digest)].iter().any(|path| match File::open(path) {
+        Ok(file) => sys::is_open_elsewhere(&file).unwrap_or(true),
+        Err(_) => false,
+    })
+}
+
+/// Unmounts what [`mount`] mounted at `target`.
+///
+/// # Errors
+/// Nothing of ours is mounted there; it is in use.
+pub fn umount(target: &Path, lazy: bool) -> Result<()> {
+    let target = &target.canonicalize().at(target)?;
+    let table = fs::read_to_string("/proc/self/mountinfo").at("/proc/self/mountinfo")?;
+    let mut ours = table.lines().filter_map(|line| line.split_once(" - ")).filter(|(left, _)| {
+        left.split(' ').nth(4).is_some_and(|field| unescape(field) == target.as_os_str().as_bytes())
+    });
+    let last = ours.next_back().map(|(_, right)| right.split(' ').nth(1).unwrap_or_default().to_string());
+    match last {
+        Some(source) if source.starts_with("pagefold:") || source.ends_with(".full.erofs") => {}
+        Some(_) => return Err(Error::Refused(format!("{}: not mounted by pagefold; use umount", target.display()))),
+        None => return Err(Error::Refused(format!("{}: nothing is mounted there", target.display()))),
+    }
+    let flags = if lazy { UnmountFlags::DETACH } else { UnmountFlags::empty() };
+    rustix::mount::unmount(target, flags).map_err(|errno| match errno {
+        Errno::BUSY => Error::Refused(format!("{}: in use; end what uses it, or umount --lazy", target.display())),
+        other => failed(target.display().to_string())(other),
+    })
+}
+
+/// Opens a directory only to pass it on.
+pub(crate) fn open_path(path: &Path) -> io::Result<OwnedFd> {
+    Ok(rustix::fs::open(path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_does_not_answer_holds_nobody_up() {
+        let dir = tempfile::tempdir().unwrap();
+        // A pipe that nobody writes stands for a /proc entry that waits with its process.
+        let (stuck, good) = (dir.path().join("1"), dir.path().join("2"));
+        for pid in [&stuck, &good] {
+            fs::create_dir_all(pid.join("ns")).unwrap();
+            fs::write(pid.join("ns/mnt"), "").unwrap();
+        }
+        rustix::fs::mknodat(CWD, stuck.join("mountinfo"), FileType::Fifo, Mode::RUSR, 0).unwrap();
+        fs::write(good.join("mountinfo"), "table").unwrap();
+        let mut tables = Vec::new();
+        let silent = each_table(vec![stuck, good], |_, table| tables.push(table.to_string()));
+        assert_eq!((silent, tables), (1, vec!["table".to_string()]));
+    }
+
+    #[test]
+    fn the_mount_table_names_our_mounts() {
+        let hex = "ab".repeat(32);
+        let table = format!(
+            "36 35 0:53 / /mnt/with\\040space ro shared:1 - overlay pagefold:1:default:{hex} ro,lowerdir=x\n\
+             37 35 0:54 / /other ro - overlay pagefold:2:default:{hex} ro\n\
+             38 35 0:55 / /plain rw - ext4 /dev/vda rw\n"
+        );
+        let mut found = BTreeSet::new();
+        parse_mounts(&table, "pagefold:1:default:", 7, &mut found);
+        let entry = found.pop_first().unwrap();
+        assert_eq!((entry.mountpoint.to_str().unwrap(), entry.device.as_str()), ("/mnt/with space", "0:53"));
+        assert!(found.is_empty());
+    }
+}

@@ -1,0 +1,446 @@
+//! OCI layouts, OCI archives and docker-archives: what podman, skopeo, buildah and docker write.
+//!
+//! Only the part of the specification that leads from a name to layers and a run
+//! configuration is read (about forty fields), so the JSON is described here rather than by a crate for all of it.
+//! Unknown fields are ignored, as the specification asks; digests and sizes are checked before anything is used.
+
+use crate::config::Limits;
+use crate::digest::{Digest, Hashing};
+use crate::error::{At, Error, Result, input};
+use crate::ingest::{Notes, apply_tar};
+use crate::progress::Progress;
+use crate::store::{Build, RunConfig};
+use crate::stream::unpack;
+use crate::tar::{EntryKind, Reader};
+use crate::tree::{Tree, show};
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Descriptor {
+    #[serde(default)]
+    media_type: String,
+    digest: String,
+    size: u64,
+    #[serde(default)]
+    annotations: HashMap<String, String>,
+    platform: Option<Platform>,
+}
+
+#[derive(Deserialize)]
+struct Platform {
+    architecture: String,
+    os: String,
+}
+
+#[derive(Deserialize)]
+struct Index {
+    #[serde(default)]
+    manifests: Vec<Descriptor>,
+}
+
+#[derive(Deserialize)]
+struct Manifest {
+    config: Descriptor,
+    layers: Vec<Descriptor>,
+}
+
+#[derive(Deserialize, Default)]
+struct Configuration {
+    #[serde(default)]
+    config: Option<RunSection>,
+    #[serde(default)]
+    rootfs: RootFs,
+}
+
+#[derive(Deserialize, Default)]
+struct RootFs {
+    #[serde(default)]
+    diff_ids: Vec<String>,
+}
+
+#[derive(Deserialize, Default)]
+#[serde(rename_all = "PascalCase")]
+struct RunSection {
+    #[serde(default)]
+    env: Option<Vec<String>>,
+    #[serde(default)]
+    entrypoint: Option<Vec<String>>,
+    #[serde(default)]
+    cmd: Option<Vec<String>>,
+    #[serde(default)]
+    working_dir: Option<String>,
+    #[serde(default)]
+    user: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct DockerManifest {
+    config: String,
+    #[serde(default)]
+    repo_tags: Option<Vec<String>>,
+    layers: Vec<String>,
+}
+
+/// Parses any of the documents, for fuzzing: bytes in, nothing or an error out.
+///
+/// # Errors
+/// None of them.
+pub fn parse_document(bytes: &[u8]) -> Result<()> {
+    let bad = |error: serde_json::Error| input!("JSON: {error}");
+    let index = serde_json::from_slice::<Index>(bytes).map(|index| {
+        index.manifests.iter().for_each(|descriptor| {
+            let _ = blob_path(&descriptor.digest);
+        });
+    });
+    let manifest = serde_json::from_slice::<Manifest>(bytes).map(|_| ());
+    let configuration = serde_json::from_slice::<Configuration>(bytes).map(run_config).map(|_| ());
+    let docker = serde_json::from_slice::<Vec<DockerManifest>>(bytes).map(|_| ());
+    index.or(manifest).or(configuration).or(docker).map_err(bad)
+}
+
+fn run_config(configuration: Configuration) -> RunConfig {
+    let run = configuration.config.unwrap_or_default();
+    RunConfig {
+        env: run.env.unwrap_or_default(),
+        entrypoint: run.entrypoint.unwrap_or_default(),
+        cmd: run.cmd.unwrap_or_default(),
+        working_dir: run.working_dir.unwrap_or_default(),
+        user: run.user.unwrap_or_default(),
+    }
+}
+
+/// Where a digest's blob lies in a layout; refuses what is no digest, and with it every path that is none.
+fn blob_path(digest: &str) -> Result<(String, Digest)> {
+    let parsed = Digest::parse(digest)?;
+    if !digest.starts_with("sha256:") {
+        return Err(input!("{digest:?} is not a sha256 digest"));
+    }
+    Ok((format!("blobs/sha256/{}", parsed.hex()), parsed))
+}
+
+/// Named blobs: a directory, or the files of a tar archive.
+enum Blobs {
+    Directory(OwnedFd),
+    Archive { file: File, members: HashMap<Vec<u8>, Member> },
+}
+
+enum Member {
+    File { offset: u64, size: u64 },
+    Link(Vec<u8>),
+}
+
+/// A range of a file, read without moving the file's own position.
+struct Range<'a> {
+    file: &'a File,
+    at: u64,
+    left: u64,
+}
+
+impl Read for Range<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let want = self.left.min(buffer.len() as u64) as usize;
+        let count = self.file.read_at(&mut buffer[..want], self.at)?;
+        self.at += count as u64;
+        self.left -= count as u64;
+        Ok(count)
+    }
+}
+
+/// Joins a link's target to the directory of the link, as old docker-archives use it.
+fn join_link(from: &[u8], target: &[u8]) -> Vec<u8> {
+    let mut parts: Vec<&[u8]> = from.split(|&byte| byte == b'/').collect();
+    parts.pop();
+    for part in target.split(|&byte| byte == b'/') {
+        match part {
+            b"" | b"." => {}
+            b".." => drop(parts.pop()),
+            _ => parts.push(part),
+        }
+    }
+    parts.join(&b'/')
+}
+
+impl Blobs {
+    fn open(&self, path: &str) -> Result<(Box<dyn Read + '_>, u64)> {
+        let missing = || input!("{path}: not in the layout; copy the whole image (skopeo copy … oci:DIR)");
+        match self {
+            Blobs::Directory(dir) => {
+                use rustix::fs::{Mode, OFlags, ResolveFlags};
+                // A layout is somebody else's directory: no link may lead out of it.
+                let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+                let file = rustix::fs::openat2(dir, path, flags, Mode::empty(), ResolveFlags::BENEATH);
+                let file = match file {
+                    Err(rustix::io::Errno::NOENT) => return Err(missing()),
+                    other => File::from(other.at(path)?),
+                };
+                let meta = file.metadata().at(path)?;
+                if !meta.is_file() {
+                    return Err(input!("{path}: not a regular file"));
+                }
+                Ok((Box::new(file), meta.len()))
+            }
+            Blobs::Archive { file, members } => {
+                let mut name = path.as_bytes().to_vec();
+                for _ in 0..8 {
+                    match members.get(&name).ok_or_else(missing)? {
+                        Member::File { offset, size } => {
+                            return Ok((Box::new(Range { file, at: *offset, left: *size }), *size));
+                        }
+                        Member::Link(target) => name = join_link(&name, target),
+                    }
+                }
+                Err(input!("{path}: too many links"))
+            }
+        }
+    }
+
+    fn json<T: DeserializeOwned>(&self, path: &str, expect: Option<(Digest, u64)>, limits: Limits) -> Result<T> {
+        let (mut reader, size) = self.open(path)?;
+        if size > limits.json_bytes {
+            return Err(input!("{path}: {size} bytes of JSON; {} are allowed", limits.json_bytes));
+        }
+        let mut bytes = Vec::new();
+        reader.read_to_end(&mut bytes).at(path)?;
+        if let Some((digest, size)) = expect {
+            let found = Digest::of(&bytes);
+            if found != digest || bytes.len() as u64 != size {
+                let (expected, found) = (digest.to_string(), found.to_string());
+                return Err(Error::Digest { what: path.into(), expected, found });
+            }
+        }
+        serde_json::from_slice(&bytes).map_err(|error| input!("{path}: {error}"))
+    }
+}
+
+/// Lists the members of a plain tar archive by their place in the file.
+fn index_archive(file: &File, limits: Limits) -> Result<HashMap<Vec<u8>, Member>> {
+    struct Positioned<'a> {
+        inner: BufReader<&'a File>,
+        at: u64,
+    }
+    impl Read for Positioned<'_> {
+        fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+            let count = self.inner.read(buffer)?;
+            self.at += count as u64;
+            Ok(count)
+        }
+    }
+    let mut members = HashMap::new();
+    let mut reader = Reader::new(Positioned { inner: BufReader::new(file), at: 0 }, limits);
+    while let Some(entry) = reader.next_entry()? {
+        let path = entry.path.strip_prefix(b"./").unwrap_or(&entry.path).to_vec();
+        let member = match entry.kind {
+            EntryKind::File(size) => Member::File { offset: reader.get_ref().at, size },
+            EntryKind::Symlink(target) => Member::Link(target),
+            // Relative to the archive's root, where a symbolic link's is relative to its own place.
+            EntryKind::HardLink(target) => Member::Link([&b"/"[..], &target].concat()),
+            _ => continue,
+        };
+        if members.insert(path, member).is_some() {
+            return Err(input!("archive: {} is in it twice", show(&entry.path)));
+        }
+    }
+    Ok(members)
+}
+
+/// Whether `path` holds an OCI layout or docker-archive rather than a tree to be taken as it is.
+///
+/// # Errors
+/// The system's.
+pub fn is_image(path: &Path) -> Result<bool> {
+    if path.is_dir() {
+        return Ok(path.join("oci-layout").is_file() && path.join("index.json").is_file());
+    }
+    let file = File::open(path).at(path)?;
+    if !file.metadata().at(path)?.is_file() {
+        return Ok(false);
+    }
+    let limits = Limits { entries: 4096, ..Limits::default() };
+    let members = index_archive(&file, limits).unwrap_or_default();
+    Ok(members.contains_key(&b"manifest.json"[..]) || members.contains_key(&b"index.json"[..]))
+}
+
+/// Reads the image in `path` into a tree; `reference` chooses among several by tag.
+///
+/// # Errors
+/// Anything that is not what its digests say; layers that break the format or the limits.
+pub fn import(
+    build: &Build,
+    path: &Path,
+    reference: Option<&str>,
+    limits: Limits,
+    notes: &mut Notes,
+    progress: &Progress,
+) -> Result<(Tree, RunConfig)> {
+    let blobs = if path.is_dir() {
+        Blobs::Directory(crate::mount::open_path(path).at(path)?)
+    } else {
+        let mut file = File::open(path).at(path)?;
+        let packed = {
+            let mut magic = [0; 4];
+            let count = file.read(&mut magic).at(path)?;
+            count < 4 || magic[..2] == [0x1f, 0x8b] || magic == [0x28, 0xb5, 0x2f, 0xfd]
+        };
+        file.seek(SeekFrom::Start(0)).at(path)?;
+        if packed || !file.metadata().at(path)?.is_file() {
+            // Layers are read out of order: a stream must be laid down first.
+            let mut spool = build.spool()?;
+            let mut plain = unpack(file, limits)?.take(limits.bytes);
+            std::io::copy(&mut plain, &mut spool).at(path)?;
+            spool.seek(SeekFrom::Start(0)).at(path)?;
+            drop(plain);
+            file = spool;
+        }
+        let members = index_archive(&file, limits)?;
+        Blobs::Archive { file, members }
+    };
+    let docker = matches!(&blobs, Blobs::Archive { members, .. }
+        if members.contains_key(&b"manifest.json"[..]) && !members.contains_key(&b"index.json"[..]));
+    if docker {
+        return import_docker(build, &blobs, reference, limits, notes, progress);
+    }
+    let index: Index = blobs.json("index.json", None, limits)?;
+    let manifest = choose(&blobs, index, reference, limits, 0)?;
+    if manifest.layers.len() > limits.layers {
+        return Err(input!("{} layers; {} are allowed", manifest.layers.len(), limits.layers));
+    }
+    let (config_path, config_digest) = blob_path(&manifest.config.digest)?;
+    let configuration: Configuration = blobs.json(&config_path, Some((config_digest, manifest.config.size)), limits)?;
+    let diff_ids = diff_ids(&configuration, manifest.layers.len())?;
+    progress.expect(manifest.layers.iter().map(|layer| layer.size).sum());
+    let mut tree = Tree::default();
+    for (number, layer) in manifest.layers.iter().enumerate() {
+        let (path, digest) = blob_path(&layer.digest)?;
+        let (reader, size) = blobs.open(&path)?;
+        let what = format!("layer {} ({})", number + 1, layer.digest);
+        if size != layer.size {
+            return Err(input!("{what}: {size} bytes, its manifest says {}", layer.size));
+        }
+        let diff_id = diff_ids.get(number).copied();
+        apply_layer(build, &mut tree, reader, &what, Some(digest), diff_id, limits, notes, progress)?;
+    }
+    Ok((tree, run_config(configuration)))
+}
+
+/// The digests of the unpacked layers, when the configuration gives them all.
+fn diff_ids(configuration: &Configuration, layers: usize) -> Result<Vec<Digest>> {
+    let ids = &configuration.rootfs.diff_ids;
+    if !ids.is_empty() && ids.len() != layers {
+        return Err(input!("the configuration names {} layers, the manifest {layers}", ids.len()));
+    }
+    ids.iter().map(|id| Digest::parse(id)).collect()
+}
+
+/// Finds the manifest that `reference` or this machine asks for.
+fn choose(blobs: &Blobs, index: Index, reference: Option<&str>, limits: Limits, depth: u32) -> Result<Manifest> {
+    if depth > 4 {
+        return Err(input!("index.json: indexes in indexes, deeper than 4"));
+    }
+    let name = |descriptor: &Descriptor| descriptor.annotations.get("org.opencontainers.image.ref.name").cloned();
+    let architecture = match std::env::consts::ARCH {
+        "x86_64" => "amd64",
+        "aarch64" => "arm64",
+        other => other,
+    };
+    let all: Vec<String> = index.manifests.iter().filter_map(name).collect();
+    let mut fits: Vec<&Descriptor> = index
+        .manifests
+        .iter()
+        .filter(|descriptor| reference.is_none_or(|wanted| name(descriptor).as_deref() == Some(wanted)))
+        .collect();
+    if fits.len() > 1 {
+        let ours = |platform: &Platform| platform.architecture == architecture && platform.os == "linux";
+        fits.retain(|descriptor| descriptor.platform.as_ref().is_none_or(ours));
+    }
+    let [descriptor] = fits[..] else {
+        return Err(input!(
+            "index.json: {} images fit{}; choose one with --ref (there are: {})",
+            fits.len(),
+            reference.map(|wanted| format!(" {wanted:?}")).unwrap_or_default(),
+            all.join(", ")
+        ));
+    };
+    let (path, digest) = blob_path(&descriptor.digest)?;
+    let expect = Some((digest, descriptor.size));
+    if descriptor.media_type.contains("index") || descriptor.media_type.contains("manifest.list") {
+        return choose(blobs, blobs.json(&path, expect, limits)?, None, limits, depth + 1);
+    }
+    blobs.json(&path, expect, limits)
+}
+
+fn import_docker(
+    build: &Build,
+    blobs: &Blobs,
+    reference: Option<&str>,
+    limits: Limits,
+    notes: &mut Notes,
+    progress: &Progress,
+) -> Result<(Tree, RunConfig)> {
+    let manifests: Vec<DockerManifest> = blobs.json("manifest.json", None, limits)?;
+    let tagged = |manifest: &&DockerManifest| match reference {
+        Some(wanted) => manifest.repo_tags.iter().flatten().any(|tag| tag == wanted),
+        None => true,
+    };
+    let fits: Vec<&DockerManifest> = manifests.iter().filter(tagged).collect();
+    let [manifest] = fits[..] else {
+        let tags: Vec<&str> = manifests.iter().flat_map(|m| m.repo_tags.iter().flatten()).map(String::as_str).collect();
+        return Err(input!(
+            "manifest.json: {} images fit; choose one with --ref (there are: {})",
+            fits.len(),
+            tags.join(", ")
+        ));
+    };
+    if manifest.layers.len() > limits.layers {
+        return Err(input!("{} layers; {} are allowed", manifest.layers.len(), limits.layers));
+    }
+    let configuration: Configuration = blobs.json(&manifest.config, None, limits)?;
+    let diff_ids = diff_ids(&configuration, manifest.layers.len())?;
+    let mut tree = Tree::default();
+    for (number, path) in manifest.layers.iter().enumerate() {
+        let (reader, _) = blobs.open(path)?;
+        let what = format!("layer {} ({path})", number + 1);
+        let diff_id = diff_ids.get(number).copied();
+        apply_layer(build, &mut tree, reader, &what, None, diff_id, limits, notes, progress)?;
+    }
+    Ok((tree, run_config(configuration)))
+}
+
+#[expect(clippy::too_many_arguments, reason = "one call from each format; a struct would only name them again")]
+fn apply_layer(
+    build: &Build,
+    tree: &mut Tree,
+    reader: impl Read,
+    what: &str,
+    digest: Option<Digest>,
+    diff_id: Option<Digest>,
+    limits: Limits,
+    notes: &mut Notes,
+    progress: &Progress,
+) -> Result<()> {
+    let mut packed = Hashing::new(reader);
+    let result = {
+        let mut plain = Hashing::new(unpack(&mut packed, limits)?);
+        let silent = Progress::silent();
+        apply_tar(build, tree, &mut plain, true, limits, notes, &silent)
+            .and_then(|()| diff_id.map_or(Ok(()), |id| plain.finish(what, id)))
+    };
+    progress.add(packed.count, true);
+    // A layer that is not itself explains every other complaint about it.
+    let layer = |error| match error {
+        Error::Input(text) => input!("{what}: {text}"),
+        other => other,
+    };
+    match digest {
+        Some(digest) => packed.finish(what, digest).and(result.map_err(layer)),
+        None => result.map_err(layer),
+    }
+}

@@ -1,0 +1,310 @@
+//! What images cost now: on disk, and in memory, counted on the store's own objects.
+//!
+//! The page cache of every mounted file is its object's, so one cachestat(2) per
+//! object says what is resident. `memory_saved_bytes` is what plain copies would need beyond that: for each object its
+//! resident bytes once for every further file of a mount that shows it. That is exact when each of those files has been
+//! read as far as the object is resident, and an upper bound before.
+
+use crate::digest::Digest;
+use crate::error::{At, Error, Result};
+use crate::mount::mounts;
+use crate::store::{Record, Store};
+use crate::sys::{self, PAGE};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fs::{self, File};
+
+/// One image now.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct ImageStat {
+    /// Its record.
+    #[serde(flatten)]
+    pub record: Record,
+    /// Bytes of objects that no other image of the domain has.
+    pub own_bytes: u64,
+    /// How often it is mounted.
+    pub mounts: u64,
+    /// Bytes of its objects in the page cache.
+    pub resident_bytes: u64,
+    /// Of those, bytes that another mounted image shows too.
+    pub resident_shared_bytes: u64,
+}
+
+/// A domain now.
+#[derive(Clone, Debug, Default, serde::Serialize)]
+pub struct Stat {
+    /// Images by name.
+    pub images: u64,
+    /// Mounts of them, in all namespaces we may see.
+    pub mounts: u64,
+    /// Bytes of all files of all images.
+    pub logical_bytes: u64,
+    /// Objects.
+    pub objects: u64,
+    /// Their bytes.
+    pub object_bytes: u64,
+    /// Bytes of the metadata images.
+    pub metadata_bytes: u64,
+    /// Bytes of objects in the page cache.
+    pub resident_bytes: u64,
+    /// Of those, bytes that more than one file of the mounts shows.
+    pub shared_bytes: u64,
+    /// What plain copies would need in addition; see the module.
+    pub memory_saved_bytes: u64,
+}
+
+/// Bytes of `digest`'s object in the page cache.
+fn resident(store: &Store, digest: &Digest) -> Result<u64> {
+    match resident_bytes(&store.object_path(digest), false) {
+        // `verify` is who complains of a missing object.
+        Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(0),
+        other => other,
+    }
+}
+
+/// Bytes of a file in the page cache: cachestat(2), else mincore(2). With `mapped` mincore at once, which also
+/// sees through overlayfs, where cachestat counts nothing.
+///
+/// # Errors
+/// The system's.
+pub fn resident_bytes(path: &std::path::Path, mapped: bool) -> Result<u64> {
+    let file = File::open(path).at(path)?;
+    if !mapped && let Ok(pages) = sys::cached_pages(&file) {
+        return Ok(pages * PAGE);
+    }
+    let size = file.metadata().at(path)?.len();
+    if size == 0 {
+        return Ok(0);
+    }
+    let flags = sys::Map::new(&file, size).and_then(|map| map.resident()).at(path)?;
+    Ok(flags.iter().filter(|&&here| here).count() as u64 * PAGE)
+}
+
+/// Looks at the whole domain, and at the images `names` (all when empty).
+///
+/// # Errors
+/// An unknown name; the system's.
+pub fn stat(store: &Store, names: &[String]) -> Result<(Stat, Vec<ImageStat>)> {
+    let images = store.images()?;
+    for name in names {
+        store.image(name)?;
+    }
+    let mut mounted: HashMap<Digest, HashSet<String>> = HashMap::new();
+    for mount in mounts(store)? {
+        mounted.entry(mount.digest).or_default().insert(mount.device);
+    }
+    let mount_count = |digest: &Digest| mounted.get(digest).map_or(0, HashSet::len) as u64;
+
+    /// What is known of an object: in how many trees, in how many mounted files, by how many mounted trees.
+    #[derive(Default)]
+    struct Use {
+        trees: u32,
+        shows: u64,
+        mounted_trees: u32,
+        resident: Option<u64>,
+    }
+    let wanted = |image: &Record| names.is_empty() || names.contains(&image.name);
+    let mut uses: HashMap<u128, Use> = HashMap::new();
+    let mut trees: BTreeMap<Digest, u64> = BTreeMap::new();
+    let mut total = Stat { images: images.len() as u64, ..Stat::default() };
+    for image in &images {
+        total.logical_bytes += image.bytes;
+        if trees.insert(image.digest, image.metadata_bytes).is_none() {
+            total.metadata_bytes += image.metadata_bytes;
+        }
+    }
+    for digest in mounted.keys() {
+        trees.entry(*digest).or_insert(0);
+        total.mounts += mount_count(digest);
+    }
+    for digest in trees.keys() {
+        let count = mount_count(digest);
+        for (object, _, files) in store.tree_objects(digest)? {
+            let entry = uses.entry(object.key()).or_default();
+            entry.trees += 1;
+            entry.shows += count * u64::from(files);
+            entry.mounted_trees += u32::from(count > 0);
+        }
+    }
+    let dir = store.objects_dir();
+    for shard in fs::read_dir(&dir).at(&dir)?.flatten() {
+        let prefix = shard.file_name().to_string_lossy().into_owned();
+        for entry in fs::read_dir(shard.path()).at(shard.path())?.flatten() {
+            let name = format!("{prefix}{}", entry.file_name().to_string_lossy());
+            let Some(digest) = Digest::from_hex(name.as_bytes()) else { continue };
+            total.objects += 1;
+            total.object_bytes += entry.metadata().map_or(0, |meta| meta.len());
+            let bytes = resident(store, &digest)?;
+            total.resident_bytes += bytes;
+            if let Some(entry) = uses.get_mut(&digest.key()) {
+                entry.resident = Some(bytes);
+                if entry.shows > 1 {
+                    total.shared_bytes += bytes;
+                    total.memory_saved_bytes += bytes * (entry.shows - 1);
+                }
+            }
+        }
+    }
+    let mut all = Vec::new();
+    for image in images.into_iter().filter(wanted) {
+        let mut stat = ImageStat {
+            own_bytes: 0,
+            mounts: mount_count(&image.digest),
+            resident_bytes: 0,
+            resident_shared_bytes: 0,
+            record: image,
+        };
+        for (object, size, _) in store.tree_objects(&stat.record.digest)? {
+            let Some(entry) = uses.get(&object.key()) else { continue };
+            if entry.trees == 1 {
+                stat.own_bytes += size;
+            }
+            let bytes = entry.resident.unwrap_or(0);
+            stat.resident_bytes += bytes;
+            if entry.mounted_trees > 1 {
+                stat.resident_shared_bytes += bytes;
+            }
+        }
+        all.push(stat);
+    }
+    Ok((total, all))
+}
+
+/// What `verify` found.
+#[derive(Clone, Debug, Default, serde::Serialize)]
+pub struct Verified {
+    /// Images looked at.
+    pub images: u64,
+    /// Objects read and hashed.
+    pub objects: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// What is damaged or missing, with every image that has it.
+    pub damaged: Vec<Damage>,
+    /// Pages of mounted files whose frame was compared with the object's frame; 0 when not asked or not root.
+    pub frames_compared: u64,
+    /// Of those, equal ones.
+    pub frames_equal: u64,
+    /// Why frames were not compared, when they were not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub frames_skipped: Option<String>,
+}
+
+/// One damaged thing.
+#[derive(Clone, Debug, serde::Serialize)]
+pub struct Damage {
+    /// The file.
+    pub path: String,
+    /// What is wrong with it.
+    pub what: String,
+    /// Every image that needs it.
+    pub images: Vec<String>,
+}
+
+/// Reads every object of the images `names` (all when empty) and compares it with its name; with `frames`, also
+/// proves on every mount that its files show the objects' own page frames.
+///
+/// # Errors
+/// An unknown name; the system's. Damage is a result, not an error.
+pub fn verify(store: &Store, names: &[String], frames: bool) -> Result<Verified> {
+    let mut found = Verified::default();
+    let mut needed: BTreeMap<Digest, (u64, Vec<String>)> = BTreeMap::new();
+    let mut trees: BTreeMap<Digest, Vec<String>> = BTreeMap::new();
+    for name in names {
+        store.image(name)?;
+    }
+    for image in store.images()? {
+        trees.entry(image.digest).or_default().push(image.name);
+    }
+    for (digest, images) in &trees {
+        let chosen = names.is_empty() || images.iter().any(|image| names.contains(image));
+        match store.tree(digest) {
+            Ok(tree) => {
+                found.images += if chosen { images.len() as u64 } else { 0 };
+                for (object, size, _) in tree.objects() {
+                    // All images are named, but only the chosen ones' objects are read.
+                    let entry = needed.entry(object).or_insert_with(|| (size, Vec::new()));
+                    entry.1.extend(images.iter().cloned());
+                }
+            }
+            Err(error) => found.damaged.push(Damage {
+                path: store.tree_path(digest).display().to_string(),
+                what: error.to_string(),
+                images: images.clone(),
+            }),
+        }
+    }
+    for (digest, (size, images)) in &needed {
+        if !names.is_empty() && !images.iter().any(|image| names.contains(image)) {
+            continue;
+        }
+        let path = store.object_path(digest);
+        let what = match File::open(&path).and_then(|mut file| crate::digest::hash_reader(&mut file)) {
+            Ok((hash, bytes)) => {
+                found.objects += 1;
+                found.bytes += bytes;
+                if hash == *digest && bytes == *size {
+                    continue;
+                }
+                format!("{bytes} bytes with digest {hash}; build an image that has it again")
+            }
+            Err(error) => error.to_string(),
+        };
+        let mut images = images.clone();
+        images.sort();
+        images.dedup();
+        found.damaged.push(Damage { path: path.display().to_string(), what, images });
+    }
+    if frames {
+        if !rustix::process::geteuid().is_root() || !crate::mount::in_initial_namespace() {
+            found.frames_skipped = Some("frame numbers need root (CAP_SYS_ADMIN)".into());
+        } else {
+            compare_frames(store, &mut found)?;
+        }
+    }
+    Ok(found)
+}
+
+/// Maps each file of each mount beside its object and compares the frames under both.
+fn compare_frames(store: &Store, found: &mut Verified) -> Result<()> {
+    use std::os::unix::ffi::OsStrExt;
+    let here = fs::metadata("/proc/self/ns/mnt")
+        .map(|meta| std::os::unix::fs::MetadataExt::ino(&meta))
+        .at("/proc/self/ns/mnt")?;
+    let mut any = false;
+    for mount in mounts(store)?.into_iter().filter(|mount| mount.namespace == here) {
+        any = true;
+        let tree = store.tree(&mount.digest)?;
+        let mut result: Result<()> = Ok(());
+        let mut seen = HashSet::new();
+        tree.walk(|path, id| {
+            use crate::tree::{Data, Kind};
+            let Kind::File(Data::Object(digest, size)) = &tree.inode(id).kind else { return };
+            if result.is_err() || !seen.insert(id) {
+                return;
+            }
+            let shown = mount.mountpoint.join(std::ffi::OsStr::from_bytes(path));
+            let object = store.object_path(digest);
+            // Both mapped at once, so that no page can move between the two looks.
+            let mut compare = || -> Result<()> {
+                let (a, b) = (File::open(&shown).at(&shown)?, File::open(&object).at(&object)?);
+                let map = |file: &File, path: &std::path::Path| sys::Map::new(file, *size).at(path);
+                let (a, b) = (map(&a, &shown)?, map(&b, &object)?);
+                let (a, b) = (a.frames().at(&shown)?, b.frames().at(&object)?);
+                let known = a.iter().zip(&b).filter(|(a, b)| **a != 0 && **b != 0);
+                found.frames_compared += a.len().max(b.len()) as u64;
+                found.frames_equal += known.filter(|(a, b)| a == b).count() as u64;
+                Ok(())
+            };
+            result = match compare() {
+                // Over a writable layer the file may be gone or changed: not ours to judge.
+                Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(()),
+                other => other,
+            };
+        });
+        result?;
+    }
+    if !any {
+        found.frames_skipped = Some("nothing is mounted here".into());
+    }
+    Ok(())
+}

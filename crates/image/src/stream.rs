@@ -1,0 +1,127 @@
+//! Compressed streams: what they are is decided by their first bytes, how far they may grow by the limits.
+
+use crate::config::Limits;
+use crate::error::{Result, input};
+use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
+use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
+use std::io::{self, BufRead, BufReader, Read};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Counts the bytes that pass, where others can see it.
+struct Counting<R> {
+    inner: R,
+    count: Arc<AtomicU64>,
+}
+
+impl<R: Read> Read for Counting<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = self.inner.read(buffer)?;
+        self.count.fetch_add(count as u64, Ordering::Relaxed);
+        Ok(count)
+    }
+}
+
+/// Refuses a stream that grows too much: a bomb.
+struct Bounded<R> {
+    inner: R,
+    source: Arc<AtomicU64>,
+    out: u64,
+    limits: Limits,
+}
+
+impl<R: Read> Read for Bounded<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = self.inner.read(buffer)?;
+        self.out += count as u64;
+        let source = self.source.load(Ordering::Relaxed);
+        if self.out > self.limits.bytes
+            || (self.out > self.limits.ratio_from_bytes && self.out / self.limits.ratio > source)
+        {
+            return Err(io::Error::other(format!(
+                "{source} compressed bytes unpack to more than {} ({}:1 is the limit)",
+                self.out, self.limits.ratio
+            )));
+        }
+        Ok(count)
+    }
+}
+
+/// Zstandard frames one after another, skippable ones passed over.
+struct Zstd<R> {
+    source: R,
+    decoder: FrameDecoder,
+    in_frame: bool,
+}
+
+impl<R: BufRead> Zstd<R> {
+    /// Starts the next frame; false at the end of the stream.
+    fn start(&mut self) -> io::Result<bool> {
+        while !self.source.fill_buf()?.is_empty() {
+            match self.decoder.reset(&mut self.source) {
+                Ok(()) => {
+                    self.in_frame = true;
+                    return Ok(true);
+                }
+                Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame { length, .. })) => {
+                    let passed = io::copy(&mut (&mut self.source).take(length.into()), &mut io::sink())?;
+                    if passed < u64::from(length) {
+                        return Err(io::ErrorKind::UnexpectedEof.into());
+                    }
+                }
+                Err(error) => return Err(io::Error::other(error.to_string())),
+            }
+        }
+        Ok(false)
+    }
+}
+
+impl<R: BufRead> Read for Zstd<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if buffer.is_empty() {
+            return Ok(0);
+        }
+        loop {
+            if !self.in_frame && !self.start()? {
+                return Ok(0);
+            }
+            while self.decoder.can_collect() == 0 && !self.decoder.is_finished() {
+                self.decoder
+                    .decode_blocks(&mut self.source, BlockDecodingStrategy::UptoBlocks(1))
+                    .map_err(|error| io::Error::other(error.to_string()))?;
+            }
+            let count = self.decoder.read(buffer)?;
+            if count > 0 {
+                return Ok(count);
+            }
+            self.in_frame = false;
+        }
+    }
+}
+
+/// Unpacks `source` by what its first bytes say: gzip, zstd, or nothing to unpack.
+///
+/// # Errors
+/// A compression we do not read; the source's errors.
+pub fn unpack<'a>(source: impl Read + 'a, limits: Limits) -> Result<Box<dyn Read + 'a>> {
+    let count = Arc::new(AtomicU64::new(0));
+    let mut source = BufReader::with_capacity(1 << 17, Counting { inner: source, count: count.clone() });
+    let magic = source.fill_buf().map_err(|error| input!("reading the archive: {error}"))?;
+    let bounded = |inner: Box<dyn Read + 'a>| Box::new(Bounded { inner, source: count.clone(), out: 0, limits });
+    // A zstd stream may begin with a skippable frame (magic 0x184D2A50 to 5F).
+    let skippable = magic.len() >= 4 && magic[0] & 0xf0 == 0x50 && magic[1..4] == [0x2a, 0x4d, 0x18];
+    if magic.starts_with(&[0x1f, 0x8b]) {
+        Ok(bounded(Box::new(flate2::bufread::MultiGzDecoder::new(source))))
+    } else if magic.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) || skippable {
+        Ok(bounded(Box::new(Zstd { source, decoder: FrameDecoder::new(), in_frame: false })))
+    } else if magic.starts_with(b"\xfd7zXZ")
+        || magic.starts_with(b"BZh")
+        || magic.starts_with(&[0x04, 0x22, 0x4d, 0x18])
+    {
+        Err(input!(
+            "this archive is packed with xz, bzip2 or lz4; unpack it first (xz -d), or pack it with zstd or gzip"
+        ))
+    } else {
+        Ok(Box::new(source))
+    }
+}

@@ -1,0 +1,224 @@
+//! The few Linux calls of this crate that no safe wrapper has; the only unsafe code in it.
+#![allow(unsafe_code)]
+
+use rustix::fd::{AsFd, AsRawFd};
+use rustix::mm::{MapFlags, ProtFlags};
+use std::ffi::c_void;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+
+/// Size of a page, bytes.
+pub const PAGE: u64 = 4096;
+
+#[repr(C)]
+struct CachestatRange {
+    off: u64,
+    len: u64,
+}
+
+#[repr(C)]
+#[derive(Default)]
+struct Cachestat {
+    nr_cache: u64,
+    nr_dirty: u64,
+    nr_writeback: u64,
+    nr_evicted: u64,
+    nr_recently_evicted: u64,
+}
+
+/// Counts the pages of `file` that are in the page cache: cachestat(2), Linux 6.5.
+///
+/// # Errors
+/// ENOSYS on older kernels; EPERM when the file is not ours.
+pub fn cached_pages(file: impl AsFd) -> io::Result<u64> {
+    const SYS_CACHESTAT: libc::c_long = 451;
+    let range = CachestatRange { off: 0, len: 0 };
+    let mut stat = Cachestat::default();
+    // SAFETY: both structs live across the call and have the layout of the kernel's `cachestat_range` and
+    // `cachestat`; the descriptor is borrowed for the call.
+    let result = unsafe { libc::syscall(SYS_CACHESTAT, file.as_fd().as_raw_fd(), &range, &mut stat, 0) };
+    if result == 0 { Ok(stat.nr_cache) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Whether someone else has `file` open, a kernel mount included: a write lease would conflict.
+///
+/// # Errors
+/// EACCES when the file is neither ours nor are we privileged.
+pub fn is_open_elsewhere(file: &File) -> io::Result<bool> {
+    // SAFETY: F_SETLEASE takes an integer and touches no memory of ours.
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK) };
+    if result == 0 {
+        // SAFETY: as above.
+        unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_UNLCK) };
+        return Ok(false);
+    }
+    let error = io::Error::last_os_error();
+    match error.raw_os_error() {
+        Some(libc::EAGAIN) => Ok(true),
+        _ => Err(error),
+    }
+}
+
+/// Moves this process into new namespaces (CLONE_NEW* flags).
+///
+/// # Errors
+/// EPERM without privilege; EINVAL for a user namespace in a process with several threads.
+pub fn unshare(flags: libc::c_int) -> io::Result<()> {
+    // SAFETY: unshare with namespace flags only changes kernel state of this process; CLONE_FILES and CLONE_VM are
+    // never passed, so no memory or descriptor is shared anew.
+    if unsafe { libc::unshare(flags) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[repr(C)]
+struct LoopInfo64 {
+    device: u64,
+    inode: u64,
+    rdevice: u64,
+    offset: u64,
+    size_limit: u64,
+    number: u32,
+    encrypt_type: u32,
+    encrypt_key_size: u32,
+    flags: u32,
+    file_name: [u8; 64],
+    crypt_name: [u8; 64],
+    encrypt_key: [u8; 32],
+    init: [u64; 2],
+}
+
+#[repr(C)]
+struct LoopConfig {
+    fd: u32,
+    block_size: u32,
+    info: LoopInfo64,
+    reserved: [u64; 8],
+}
+
+/// Binds `file` to a free loop device, read-only, which frees itself when its last user goes; returns the device.
+///
+/// # Errors
+/// Without privilege, or without loop devices.
+pub fn loop_device(file: &File) -> io::Result<(PathBuf, File)> {
+    const LOOP_CTL_GET_FREE: libc::Ioctl = 0x4C82;
+    const LOOP_CONFIGURE: libc::Ioctl = 0x4C0A;
+    const READ_ONLY_AUTOCLEAR: u32 = 1 | 4;
+    let control = File::options().read(true).write(true).open("/dev/loop-control")?;
+    for _ in 0..64 {
+        // SAFETY: LOOP_CTL_GET_FREE takes no argument.
+        let number = unsafe { libc::ioctl(control.as_raw_fd(), LOOP_CTL_GET_FREE) };
+        if number < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let path = PathBuf::from(format!("/dev/loop{number}"));
+        let device = File::open(&path)?;
+        // SAFETY: LoopConfig is plain integers, for which zero is a value.
+        let mut config: LoopConfig = unsafe { std::mem::zeroed() };
+        config.fd = file.as_raw_fd() as u32;
+        config.info.flags = READ_ONLY_AUTOCLEAR;
+        // SAFETY: `config` lives across the call and has the layout of the kernel's `loop_config`.
+        if unsafe { libc::ioctl(device.as_raw_fd(), LOOP_CONFIGURE, &config) } == 0 {
+            return Ok((path, device));
+        }
+        let error = io::Error::last_os_error();
+        if error.raw_os_error() != Some(libc::EBUSY) {
+            return Err(error);
+        }
+    }
+    Err(io::Error::from_raw_os_error(libc::EBUSY))
+}
+
+/// A file mapped shared and read-only; only residency and frame numbers are asked of it, its bytes are never read
+/// through the mapping except to bring a page in, so a file cut short cannot raise SIGBUS here unless asked to touch.
+pub struct Map {
+    start: *mut c_void,
+    size: usize,
+}
+
+impl Map {
+    /// Maps the first `size` bytes of `file`.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn new(file: &File, size: u64) -> io::Result<Self> {
+        let size = usize::try_from(size).map_err(|_| io::Error::from(io::ErrorKind::FileTooLarge))?.max(1);
+        // SAFETY: a new mapping at an address of the kernel's choice, read-only, of a file we hold open.
+        let start =
+            unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, ProtFlags::READ, MapFlags::SHARED, file, 0)? };
+        Ok(Self { start, size })
+    }
+
+    /// Which pages are in the page cache: mincore(2).
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn resident(&self) -> io::Result<Vec<bool>> {
+        let mut flags = vec![0u8; self.size.div_ceil(PAGE as usize)];
+        // SAFETY: the range is our mapping; the vector has one byte per page of it.
+        let result = unsafe { libc::mincore(self.start, self.size, flags.as_mut_ptr()) };
+        if result != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(flags.into_iter().map(|flag| flag & 1 == 1).collect())
+    }
+
+    /// The physical frame under each page, 0 where none is mapped or we may not know (needs CAP_SYS_ADMIN).
+    /// Pages are mapped first by MADV_POPULATE_READ, which answers a short file with an error, not a signal.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn frames(&self) -> io::Result<Vec<u64>> {
+        // SAFETY: the range is our mapping, and reading it in changes nothing.
+        if unsafe { libc::madvise(self.start, self.size, libc::MADV_POPULATE_READ) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let mut raw = vec![0u8; self.size.div_ceil(PAGE as usize) * 8];
+        File::open("/proc/self/pagemap")?.read_exact_at(&mut raw, self.start as u64 / PAGE * 8)?;
+        const PRESENT: u64 = 1 << 63;
+        const FRAME: u64 = (1 << 55) - 1;
+        let entries = raw.chunks_exact(8).map(|entry| u64::from_le_bytes(entry.try_into().expect("8 bytes")));
+        Ok(entries.map(|entry| if entry & PRESENT != 0 { entry & FRAME } else { 0 }).collect())
+    }
+}
+
+impl Drop for Map {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours and nothing refers to it any more.
+        let _ = unsafe { rustix::mm::munmap(self.start, self.size) };
+    }
+}
+
+/// Tries in a child process whether a new user and mount namespace may mount overlayfs with `data` on `target`.
+///
+/// # Errors
+/// The child's: what unshare or mount answered.
+pub fn try_mount_in_user_namespace(target: &std::ffi::CStr, data: &std::ffi::CStr) -> io::Result<()> {
+    // SAFETY: the child calls only unshare, mount and _exit, which are async-signal-safe, and touches no memory but the
+    // strings made before the fork; so it is sound whatever other threads of the parent held.
+    let child = unsafe { libc::fork() };
+    if child < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    if child == 0 {
+        // SAFETY: as above; the strings live until _exit.
+        unsafe {
+            let overlay = c"overlay".as_ptr();
+            let failed = libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNS) != 0
+                || libc::mount(overlay, target.as_ptr(), overlay, 0, data.as_ptr().cast()) != 0;
+            libc::_exit(if failed { *libc::__errno_location() } else { 0 });
+        }
+    }
+    let mut status = 0;
+    // SAFETY: the child is ours, and `status` lives across the call.
+    while unsafe { libc::waitpid(child, &mut status, 0) } < 0 {
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+    match libc::WEXITSTATUS(status) {
+        0 if libc::WIFEXITED(status) => Ok(()),
+        errno => Err(io::Error::from_raw_os_error(errno)),
+    }
+}

@@ -1,0 +1,554 @@
+//! A strict tar reader: ustar, PAX and GNU long names, and nothing it does not understand.
+//!
+//! Readers that differ about where an entry ends let one archive be two archives.
+//! This one refuses what is ambiguous instead of choosing: a PAX size is the size,
+//! an entry of any size where none can be, a length that is no number, an unknown
+//! type, a sparse file, a header whose checksum is wrong, an end in the middle.
+//! It never writes anything; it hands out entries and their bytes.
+
+use crate::config::Limits;
+use crate::error::{Result, input};
+use crate::tree::{Xattrs, show};
+use std::io::{self, Read};
+
+const BLOCK: usize = 512;
+
+/// What an entry is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum EntryKind {
+    /// A regular file of that many bytes, which [`Reader`] now gives.
+    File(u64),
+    /// Another name of the file at this path.
+    HardLink(Vec<u8>),
+    /// A symbolic link.
+    Symlink(Vec<u8>),
+    /// A character device.
+    Char(u32, u32),
+    /// A block device.
+    Block(u32, u32),
+    /// A directory.
+    Dir,
+    /// A named pipe.
+    Fifo,
+}
+
+/// One entry of an archive.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    /// Its path, as written.
+    pub path: Vec<u8>,
+    /// What it is.
+    pub kind: EntryKind,
+    /// Permission bits.
+    pub mode: u16,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Modification time, seconds since 1970.
+    pub mtime_s: i64,
+    /// And nanoseconds.
+    pub mtime_ns: u32,
+    /// Extended attributes.
+    pub xattrs: Xattrs,
+}
+
+/// Reads entries from a stream, one after another.
+pub struct Reader<R> {
+    inner: R,
+    limits: Limits,
+    entries: u64,
+    content: u64,
+    left: u64,
+    padding: u64,
+    global: Pax,
+    done: bool,
+}
+
+/// What PAX headers say about the entry after them.
+#[derive(Clone, Default)]
+struct Pax {
+    path: Option<Vec<u8>>,
+    linkpath: Option<Vec<u8>>,
+    size: Option<u64>,
+    uid: Option<u64>,
+    gid: Option<u64>,
+    mtime: Option<(i64, u32)>,
+    xattrs: Xattrs,
+}
+
+impl<R: Read> Reader<R> {
+    /// Reads from `inner`, within `limits`.
+    pub fn new(inner: R, limits: Limits) -> Self {
+        Self { inner, limits, entries: 0, content: 0, left: 0, padding: 0, global: Pax::default(), done: false }
+    }
+
+    /// The stream, for whoever wants to read behind the archive's end.
+    pub fn into_inner(self) -> R {
+        self.inner
+    }
+
+    /// The stream, to look at.
+    pub fn get_ref(&self) -> &R {
+        &self.inner
+    }
+
+    fn fill(&mut self, buffer: &mut [u8], what: &str) -> Result<()> {
+        self.inner.read_exact(buffer).map_err(|error| match error.kind() {
+            io::ErrorKind::UnexpectedEof => input!("tar: cut off in {what}, after {} entries", self.entries),
+            _ => input!("tar: {error}, after {} entries", self.entries),
+        })
+    }
+
+    fn take(&mut self, size: u64, what: &str) -> Result<Vec<u8>> {
+        if size > self.limits.header_bytes {
+            return Err(input!("tar: {what} of {size} bytes; {} are allowed", self.limits.header_bytes));
+        }
+        let mut bytes = vec![0; size as usize];
+        self.fill(&mut bytes, what)?;
+        let padding = (BLOCK - size as usize % BLOCK) % BLOCK;
+        let mut rest = [0; BLOCK];
+        self.fill(&mut rest[..padding], what)?;
+        Ok(bytes)
+    }
+
+    /// The next entry; bytes of the last one that were not read are passed over.
+    ///
+    /// # Errors
+    /// Anything that is not plainly one archive.
+    pub fn next_entry(&mut self) -> Result<Option<Entry>> {
+        let mut skip = [0u8; 1 << 14];
+        while self.left > 0 {
+            let count = self.left.min(skip.len() as u64) as usize;
+            self.fill(&mut skip[..count], "a file")?;
+            self.left -= count as u64;
+        }
+        let padding = std::mem::take(&mut self.padding) as usize;
+        self.fill(&mut skip[..padding], "a file's padding")?;
+        let (mut local, mut long_name, mut long_link) = (None::<Pax>, None, None);
+        while !self.done {
+            let mut header = [0u8; BLOCK];
+            let mut filled = 0;
+            while filled < BLOCK {
+                match self.inner.read(&mut header[filled..]) {
+                    Ok(0) => break,
+                    Ok(count) => filled += count,
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) => return Err(input!("tar: {error}, after {} entries", self.entries)),
+                }
+            }
+            if filled == 0 || header == [0; BLOCK] {
+                if local.is_some() || long_name.is_some() || long_link.is_some() {
+                    return Err(input!("tar: ends after an extended header that belongs to no entry"));
+                }
+                if filled == 0 && self.entries == 0 {
+                    return Err(input!("tar: empty, not even an end mark"));
+                }
+                self.done = true;
+                break;
+            }
+            if filled < BLOCK {
+                return Err(input!("tar: cut off in a header, after {} entries", self.entries));
+            }
+            self.entries += 1;
+            if self.entries > self.limits.entries {
+                return Err(input!("tar: more than {} entries", self.limits.entries));
+            }
+            check_sum(&header)?;
+            let size = number(&header[124..136], "size")?;
+            match header[156] {
+                b'x' => {
+                    let records = self.take(size, "a PAX header")?;
+                    let mut pax = self.global.clone();
+                    parse_pax(&records, &mut pax)?;
+                    if local.replace(pax).is_some() {
+                        return Err(input!("tar: two PAX headers before one entry"));
+                    }
+                }
+                b'g' => {
+                    let records = self.take(size, "a PAX header")?;
+                    let mut pax = std::mem::take(&mut self.global);
+                    parse_pax(&records, &mut pax)?;
+                    if pax.path.is_some() || pax.linkpath.is_some() || pax.size.is_some() {
+                        return Err(input!("tar: a global header that names one file"));
+                    }
+                    self.global = pax;
+                }
+                b'L' | b'K' => {
+                    let mut name = self.take(size, "a GNU long name")?;
+                    while name.last() == Some(&0) {
+                        name.pop();
+                    }
+                    let slot = if header[156] == b'L' { &mut long_name } else { &mut long_link };
+                    if slot.replace(name).is_some() {
+                        return Err(input!("tar: two GNU long names before one entry"));
+                    }
+                }
+                kind => {
+                    let pax = local.take().unwrap_or_else(|| self.global.clone());
+                    return self.entry(&header, kind, size, pax, long_name, long_link).map(Some);
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    fn entry(
+        &mut self,
+        header: &[u8; BLOCK],
+        kind: u8,
+        header_size: u64,
+        pax: Pax,
+        long_name: Option<Vec<u8>>,
+        long_link: Option<Vec<u8>>,
+    ) -> Result<Entry> {
+        let ustar = &header[257..263] == b"ustar\0" || &header[257..263] == b"ustar ";
+        let mut path = text(&header[..100]).to_vec();
+        if &header[257..263] == b"ustar\0" && header[345] != 0 {
+            path = [text(&header[345..500]), b"/", &path].concat();
+        }
+        if (long_name.is_some() && pax.path.is_some()) || (long_link.is_some() && pax.linkpath.is_some()) {
+            return Err(input!("tar: {} has a GNU and a PAX name", show(&path)));
+        }
+        let path = pax.path.or(long_name).unwrap_or(path);
+        let link = pax.linkpath.or(long_link).unwrap_or_else(|| text(&header[157..257]).to_vec());
+        // POSIX: the extended size replaces the header's. A header that names another size, neither the
+        // same nor 0, is read differently by other readers, and refused.
+        let size = match pax.size {
+            Some(size) if header_size != size && header_size != 0 && header_size != 0o77777777777 => {
+                return Err(input!("tar: {}: size {header_size} in its header, {size} in its PAX header", show(&path)));
+            }
+            Some(size) => size,
+            None => header_size,
+        };
+        let device = |field: &[u8], what| {
+            let value = number(field, what)?;
+            u32::try_from(value).map_err(|_| input!("tar: {}: {what} {value}", show(&path)))
+        };
+        let is_dir_name = path.last() == Some(&b'/');
+        let entry_kind = match kind {
+            b'0' | 0 | b'7' if is_dir_name && !ustar => EntryKind::Dir,
+            b'0' | 0 | b'7' => EntryKind::File(size),
+            b'1' => EntryKind::HardLink(link),
+            b'2' => EntryKind::Symlink(link),
+            b'3' => EntryKind::Char(device(&header[329..337], "major")?, device(&header[337..345], "minor")?),
+            b'4' => EntryKind::Block(device(&header[329..337], "major")?, device(&header[337..345], "minor")?),
+            b'5' => EntryKind::Dir,
+            b'6' => EntryKind::Fifo,
+            b'S' => {
+                return Err(input!("tar: {}: a GNU sparse file; pack it with tar --hole-detection off", show(&path)));
+            }
+            other => return Err(input!("tar: {}: entry type {:?} is not known", show(&path), other as char)),
+        };
+        if size != 0 && !matches!(entry_kind, EntryKind::File(_)) {
+            return Err(input!("tar: {}: {size} bytes of data in an entry that can have none", show(&path)));
+        }
+        if let EntryKind::File(size) = entry_kind {
+            self.content = self.content.checked_add(size).filter(|&sum| sum <= self.limits.bytes).ok_or_else(|| {
+                input!("tar: {}: {size} bytes bring the content over {} bytes", show(&path), self.limits.bytes)
+            })?;
+            self.left = size;
+            self.padding = (BLOCK as u64 - size % BLOCK as u64) % BLOCK as u64;
+        }
+        if let EntryKind::Symlink(target) = &entry_kind
+            && (target.is_empty() || target.len() > 4095 || target.contains(&0))
+        {
+            return Err(input!("tar: {}: a link target of {} bytes", show(&path), target.len()));
+        }
+        let id = |value: Option<u64>, field: &[u8], what| {
+            let value = value.map_or_else(|| number(field, what), Ok)?;
+            // The last one means "no owner" to the kernel.
+            u32::try_from(value)
+                .ok()
+                .filter(|id| *id != u32::MAX)
+                .ok_or_else(|| input!("tar: {}: {what} {value}", show(&path)))
+        };
+        let (mtime_s, mtime_ns) = match pax.mtime {
+            Some(time) => time,
+            None => (i64::try_from(number(&header[136..148], "mtime")?).unwrap_or(i64::MAX), 0),
+        };
+        Ok(Entry {
+            mode: (number(&header[100..108], "mode")? & 0o7777) as u16,
+            uid: id(pax.uid, &header[108..116], "uid")?,
+            gid: id(pax.gid, &header[116..124], "gid")?,
+            mtime_s,
+            mtime_ns,
+            xattrs: pax.xattrs,
+            kind: entry_kind,
+            path,
+        })
+    }
+}
+
+/// Gives the bytes of the entry last returned.
+impl<R: Read> Read for Reader<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let want = self.left.min(buffer.len() as u64) as usize;
+        let count = self.inner.read(&mut buffer[..want])?;
+        if count == 0 && want > 0 {
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the archive is cut off"));
+        }
+        self.left -= count as u64;
+        Ok(count)
+    }
+}
+
+/// A field up to its first NUL.
+fn text(field: &[u8]) -> &[u8] {
+    field.split(|&byte| byte == 0).next().unwrap_or_default()
+}
+
+/// The header's checksum must be right: the sum of its bytes, its own field as spaces.
+fn check_sum(header: &[u8; BLOCK]) -> Result<()> {
+    let sum = |bytes: &[u8]| bytes.iter().map(|&byte| u64::from(byte)).sum::<u64>();
+    let expected = sum(&header[..148]) + 8 * u64::from(b' ') + sum(&header[156..]);
+    match number(&header[148..156], "checksum") {
+        Ok(found) if found == expected => Ok(()),
+        _ => Err(input!("tar: a header with a wrong checksum (is this a tar archive?)")),
+    }
+}
+
+/// A number field: octal digits with spaces or NULs around, or base 256 when the top bit is set.
+fn number(field: &[u8], what: &str) -> Result<u64> {
+    if field[0] & 0x80 != 0 {
+        let (first, rest) = (field[0] & 0x7f, &field[1..]);
+        let bytes = rest.iter().try_fold(u64::from(first), |sum, &byte| sum.checked_mul(256)?.checked_add(byte.into()));
+        return bytes.ok_or_else(|| input!("tar: {what} is out of range"));
+    }
+    let digits = field.trim_ascii_start();
+    let end = digits.iter().position(|byte| matches!(byte, 0 | b' ')).unwrap_or(digits.len());
+    let (digits, rest) = digits.split_at(end);
+    if rest.iter().any(|byte| !matches!(byte, 0 | b' ')) || digits.iter().any(|digit| !(b'0'..=b'7').contains(digit)) {
+        return Err(input!("tar: {what} {} is not a number", show(field)));
+    }
+    digits
+        .iter()
+        .try_fold(0u64, |sum, digit| sum.checked_mul(8)?.checked_add(u64::from(digit - b'0')))
+        .ok_or_else(|| input!("tar: {what} is out of range"))
+}
+
+/// Reads PAX records, `length key=value\n`, into `pax`.
+fn parse_pax(mut records: &[u8], pax: &mut Pax) -> Result<()> {
+    let bad = || input!("tar: a PAX record that is not `length key=value`");
+    let mut seen = std::collections::HashSet::new();
+    while !records.is_empty() {
+        let space = records.iter().take(20).position(|&byte| byte == b' ').ok_or_else(bad)?;
+        let length = decimal(&records[..space]).ok_or_else(bad)? as usize;
+        if length <= space + 1 || length > records.len() || records[length - 1] != b'\n' {
+            return Err(bad());
+        }
+        let record = &records[space + 1..length - 1];
+        records = &records[length..];
+        let equals = record.iter().position(|&byte| byte == b'=').ok_or_else(bad)?;
+        let (key, value) = (&record[..equals], &record[equals + 1..]);
+        if !seen.insert(key.to_vec()) {
+            return Err(input!("tar: {} is twice in one PAX header", show(key)));
+        }
+        let whole = || decimal(value).ok_or_else(|| input!("tar: PAX {} {:?} is no number", show(key), show(value)));
+        let named = || {
+            let fits = !value.is_empty() && value.len() <= 4096 && !value.contains(&0);
+            fits.then(|| value.to_vec()).ok_or_else(|| input!("tar: a PAX {} of {} bytes", show(key), value.len()))
+        };
+        match key {
+            b"path" => pax.path = Some(named()?),
+            b"linkpath" => pax.linkpath = Some(named()?),
+            b"size" => pax.size = Some(whole()?),
+            b"uid" => pax.uid = Some(whole()?),
+            b"gid" => pax.gid = Some(whole()?),
+            b"mtime" => pax.mtime = Some(time(value).ok_or_else(|| input!("tar: PAX mtime {:?}", show(value)))?),
+            b"hdrcharset" if value != b"BINARY" && value != b"ISO-IR 10646 2000 UTF-8" => {
+                return Err(input!("tar: character set {}", show(value)));
+            }
+            _ if key.starts_with(b"GNU.sparse.") => {
+                return Err(input!("tar: a GNU sparse file; pack it with tar --hole-detection off"));
+            }
+            _ => {
+                // LIBARCHIVE.xattr values are in base64 and come beside SCHILY ones.
+                if let Some(name) = key.strip_prefix(b"SCHILY.xattr.") {
+                    if name.is_empty() || name.contains(&0) {
+                        return Err(input!("tar: an attribute without a name"));
+                    }
+                    pax.xattrs.insert(name.into(), value.into());
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn decimal(digits: &[u8]) -> Option<u64> {
+    if digits.is_empty() || digits.len() > 20 {
+        return None;
+    }
+    digits.iter().try_fold(0u64, |sum, digit| match digit {
+        b'0'..=b'9' => sum.checked_mul(10)?.checked_add(u64::from(digit - b'0')),
+        _ => None,
+    })
+}
+
+/// Seconds and nanoseconds of a PAX time, which may be negative and may have any number of decimals.
+fn time(text: &[u8]) -> Option<(i64, u32)> {
+    let (negative, text) = match text.strip_prefix(b"-") {
+        Some(rest) => (true, rest),
+        None => (false, text),
+    };
+    let mut halves = text.splitn(2, |&byte| byte == b'.');
+    let seconds = i64::try_from(decimal(halves.next()?)?).ok()?;
+    let mut ns = 0u32;
+    let decimals = halves.next().unwrap_or_default();
+    for place in 0..9 {
+        ns = ns * 10
+            + match decimals.get(place) {
+                None => 0,
+                Some(digit @ b'0'..=b'9') => u32::from(digit - b'0'),
+                Some(_) => return None,
+            };
+    }
+    if decimals.iter().any(|digit| !digit.is_ascii_digit()) {
+        return None;
+    }
+    Some(match (negative, ns) {
+        (false, _) => (seconds, ns),
+        (true, 0) => (-seconds, 0),
+        (true, _) => (-seconds - 1, 1_000_000_000 - ns),
+    })
+}
+
+/// Writes one entry's headers, PAX where ustar has no room; the caller appends the data and [`pad`]s it.
+pub(crate) fn write_header(out: &mut Vec<u8>, entry: &Entry) {
+    let mut records = Vec::new();
+    let mut record = |key: &[u8], value: &[u8]| {
+        let rest = key.len() + value.len() + 3;
+        let mut length = rest + 1;
+        while length.to_string().len() + rest > length {
+            length += 1;
+        }
+        records.extend(length.to_string().bytes());
+        records.push(b' ');
+        records.extend(key);
+        records.push(b'=');
+        records.extend(value);
+        records.push(b'\n');
+    };
+    let (kind, size, link, device): (u8, u64, &[u8], (u32, u32)) = match &entry.kind {
+        EntryKind::File(size) => (b'0', *size, b"", (0, 0)),
+        EntryKind::HardLink(target) => (b'1', 0, target, (0, 0)),
+        EntryKind::Symlink(target) => (b'2', 0, target, (0, 0)),
+        EntryKind::Char(major, minor) => (b'3', 0, b"", (*major, *minor)),
+        EntryKind::Block(major, minor) => (b'4', 0, b"", (*major, *minor)),
+        EntryKind::Dir => (b'5', 0, b"", (0, 0)),
+        EntryKind::Fifo => (b'6', 0, b"", (0, 0)),
+    };
+    if entry.path.len() > 100 {
+        record(b"path", &entry.path);
+    }
+    if link.len() > 100 {
+        record(b"linkpath", link);
+    }
+    if size > 0o77_777_777_777 {
+        record(b"size", size.to_string().as_bytes());
+    }
+    if entry.uid > 0o7_777_777 {
+        record(b"uid", entry.uid.to_string().as_bytes());
+    }
+    if entry.gid > 0o7_777_777 {
+        record(b"gid", entry.gid.to_string().as_bytes());
+    }
+    if entry.mtime_s < 0 || entry.mtime_ns != 0 || entry.mtime_s > 0o77_777_777_777 {
+        let value = match (entry.mtime_s, entry.mtime_ns) {
+            (seconds, 0) => seconds.to_string(),
+            (seconds, ns) if seconds >= 0 => format!("{seconds}.{ns:09}"),
+            (seconds, ns) => format!("-{}.{:09}", (seconds + 1).unsigned_abs(), 1_000_000_000 - ns),
+        };
+        record(b"mtime", value.as_bytes());
+    }
+    for (name, value) in &entry.xattrs {
+        record(&[b"SCHILY.xattr.", &name[..]].concat(), value);
+    }
+    let header = |path: &[u8], kind: u8, size: u64, link: &[u8]| {
+        let mut block = [0u8; BLOCK];
+        let octal = |block: &mut [u8; BLOCK], at: usize, width: usize, value: u64| {
+            let most = (1u64 << (3 * (width - 1))) - 1;
+            let digits = format!("{:0width$o}", if value > most { 0 } else { value }, width = width - 1);
+            block[at..at + digits.len()].copy_from_slice(digits.as_bytes());
+        };
+        let count = path.len().min(100);
+        block[..count].copy_from_slice(&path[..count]);
+        octal(&mut block, 100, 8, entry.mode.into());
+        octal(&mut block, 108, 8, entry.uid.into());
+        octal(&mut block, 116, 8, entry.gid.into());
+        octal(&mut block, 124, 12, size);
+        octal(&mut block, 136, 12, entry.mtime_s.max(0) as u64);
+        block[156] = kind;
+        let count = link.len().min(100);
+        block[157..157 + count].copy_from_slice(&link[..count]);
+        block[257..265].copy_from_slice(b"ustar\x0000");
+        octal(&mut block, 329, 8, device.0.into());
+        octal(&mut block, 337, 8, device.1.into());
+        block[148..156].fill(b' ');
+        let sum: u64 = block.iter().map(|&byte| u64::from(byte)).sum();
+        let digits = format!("{sum:06o}\0 ");
+        block[148..156].copy_from_slice(digits.as_bytes());
+        block
+    };
+    if !records.is_empty() {
+        out.extend(header(b"pax", b'x', records.len() as u64, b""));
+        out.extend(&records);
+        pad(out, records.len() as u64);
+    }
+    out.extend(header(&entry.path, kind, size, link));
+}
+
+/// Fills up to a whole block after `size` bytes of data.
+pub(crate) fn pad(out: &mut Vec<u8>, size: u64) {
+    out.resize(out.len() + (BLOCK - size as usize % BLOCK) % BLOCK, 0);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(path: &[u8], kind: EntryKind) -> Entry {
+        let mtime_s = -5;
+        Entry {
+            path: path.into(),
+            kind,
+            mode: 0o644,
+            uid: 7,
+            gid: 3_000_000,
+            mtime_s,
+            mtime_ns: 12,
+            xattrs: Xattrs::new(),
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        let mut file = entry(&[b'x'; 300], EntryKind::File(5));
+        file.xattrs.insert((*b"user.a").into(), (*b"\0\n=").into());
+        let mut bytes = Vec::new();
+        write_header(&mut bytes, &file);
+        bytes.extend(b"hello");
+        pad(&mut bytes, 5);
+        write_header(&mut bytes, &entry(b"l", EntryKind::Symlink(vec![b'y'; 200])));
+        write_header(&mut bytes, &entry(b"c", EntryKind::Char(1, 3)));
+        bytes.extend([0; 1024]);
+        let mut reader = Reader::new(&bytes[..], Limits::default());
+        let found = reader.next_entry().unwrap().unwrap();
+        assert_eq!((&found.path, &found.kind, found.mtime_s, found.mtime_ns), (&file.path, &file.kind, -5, 12));
+        assert_eq!((found.uid, found.gid, &found.xattrs), (7, 3_000_000, &file.xattrs));
+        let mut text = String::new();
+        reader.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "hello");
+        assert_eq!(reader.next_entry().unwrap().unwrap().kind, EntryKind::Symlink(vec![b'y'; 200]));
+        assert_eq!(reader.next_entry().unwrap().unwrap().kind, EntryKind::Char(1, 3));
+        assert!(reader.next_entry().unwrap().is_none());
+    }
+
+    #[test]
+    fn times_before_1970() {
+        assert_eq!(time(b"-1.5"), Some((-2, 500_000_000)));
+        assert_eq!(time(b"3.0000000019"), Some((3, 1)));
+        assert_eq!(time(b"1e5"), None);
+    }
+}

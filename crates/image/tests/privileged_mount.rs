@@ -1,0 +1,557 @@
+//! Mounts: every kind shows the very tree, equal files are one piece of memory, and nothing mounted is ever collected.
+//! Needs root, EROFS and overlayfs; skips loudly without.
+
+use pagefold_image::digest::Digest;
+use pagefold_image::ingest::Notes;
+use pagefold_image::mount::{self, Kind, Options};
+use pagefold_image::progress::Progress;
+use pagefold_image::store::{Record, Store};
+use pagefold_image::{Error, Result, build, exec, export, gc, stat};
+use rustix::fs::{CWD, FileType, Mode, XattrFlags};
+use std::fs;
+use std::io::Read;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Why privileged tests cannot run here, if so.
+fn missing() -> Option<&'static str> {
+    if !rustix::process::geteuid().is_root() {
+        return Some("needs root");
+    }
+    let filesystems = fs::read_to_string("/proc/filesystems").unwrap_or_default();
+    (!filesystems.contains("erofs") || !filesystems.contains("overlay")).then_some("needs EROFS and overlayfs")
+}
+
+macro_rules! need_root {
+    () => {
+        if let Some(why) = missing() {
+            println!("SKIPPED: {why}");
+            return;
+        }
+    };
+}
+
+/// A directory whose mounts end with it.
+struct Scratch(tempfile::TempDir);
+
+impl Scratch {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn dir(&self, name: &str) -> PathBuf {
+        let path = self.0.path().join(name);
+        fs::create_dir_all(&path).unwrap();
+        path
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let table = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let mounted = table
+            .lines()
+            .filter_map(|line| line.split(' ').nth(4))
+            .filter(|at| Path::new(at).starts_with(self.0.path()));
+        for at in mounted.collect::<Vec<_>>().into_iter().rev() {
+            let _ = rustix::mount::unmount(at, rustix::mount::UnmountFlags::DETACH);
+        }
+    }
+}
+
+fn build_dir(store: &Store, name: &str, dir: &Path) -> Result<Record> {
+    let (build, mut notes) = (store.build()?, Notes::default());
+    let tree = build::from_directory(&build, dir, Default::default(), &mut notes, &Progress::silent())?;
+    build.publish(name, &tree, "test", Default::default(), notes.lines())
+}
+
+fn noise(seed: u32, size: usize) -> Vec<u8> {
+    (0..size as u32).map(|i| ((i ^ seed).wrapping_mul(2_654_435_761) >> 23) as u8).collect()
+}
+
+/// One of everything, with what only root can make.
+fn sample(dir: &Path) {
+    fs::create_dir_all(dir.join("usr/bin")).unwrap();
+    fs::write(dir.join("usr/bin/tool"), noise(1, 300_000)).unwrap();
+    fs::set_permissions(dir.join("usr/bin/tool"), fs::Permissions::from_mode(0o6755)).unwrap();
+    fs::hard_link(dir.join("usr/bin/tool"), dir.join("usr/bin/same")).unwrap();
+    fs::write(dir.join("inline"), b"a few bytes").unwrap();
+    fs::write(dir.join("empty"), b"").unwrap();
+    fs::write(dir.join("odd"), noise(2, 65)).unwrap();
+    symlink("usr/bin", dir.join("bin")).unwrap();
+    symlink(format!("/{}", "far/".repeat(1000)), dir.join("far")).unwrap();
+    let node = |name: &str, kind, major, minor| {
+        let device = rustix::fs::makedev(major, minor);
+        rustix::fs::mknodat(CWD, dir.join(name), kind, Mode::from_raw_mode(0o640), device).unwrap();
+    };
+    node("null", FileType::CharacterDevice, 1, 3);
+    node("disk", FileType::BlockDevice, 253, 70_000);
+    node("pipe", FileType::Fifo, 0, 0);
+    node("socket", FileType::Socket, 0, 0);
+    for i in 0..700 {
+        fs::write(dir.join(format!("usr/{i:04} {}", "n".repeat(i % 200))), format!("{i}")).unwrap();
+    }
+    std::os::unix::fs::chown(dir.join("inline"), Some(1234), Some(70_000)).unwrap();
+    rustix::fs::setxattr(dir.join("odd"), "user.note", b"\0\xff", XattrFlags::empty()).unwrap();
+    rustix::fs::setxattr(dir.join("usr"), "trusted.secret", b"t", XattrFlags::empty()).unwrap();
+    let capability = [1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    rustix::fs::setxattr(dir.join("odd"), "security.capability", &capability, XattrFlags::empty()).unwrap();
+    let acl =
+        [2, 0, 0, 0, 1, 0, 6, 0, 255, 255, 255, 255, 4, 0, 4, 0, 255, 255, 255, 255, 32, 0, 4, 0, 255, 255, 255, 255];
+    let _ = rustix::fs::setxattr(dir.join("inline"), "system.posix_acl_access", &acl, XattrFlags::empty());
+}
+
+#[test]
+fn every_kind_of_mount_shows_the_very_tree() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (tree, at) = (scratch.dir("tree"), scratch.dir("mnt"));
+    sample(&tree);
+    let store = Store::open(&scratch.dir("store"), "default").unwrap();
+    let record = build_dir(&store, "all", &tree).unwrap();
+    assert!(record.notes.is_empty(), "{:?}", record.notes);
+    for kind in [Kind::Auto, Kind::Erofs, Kind::Loop, Kind::Directory] {
+        let options = Options { kind, ..Options::default() };
+        match mount::mount(&store, &record, &at, &options) {
+            Err(error) if kind == Kind::Loop => {
+                println!("SKIPPED: loop: {error}");
+                continue;
+            }
+            other => other.unwrap(),
+        };
+        // A tree read from the mount is the image again: names, modes, owners, times, attributes, links, bytes.
+        let again = Store::open(&scratch.dir("again"), "default").unwrap();
+        assert_eq!(build_dir(&again, "x", &at).unwrap().digest, record.digest, "{kind:?}");
+        let links = |path: &str| fs::metadata(at.join(path)).map(|meta| (meta.ino(), meta.nlink())).unwrap();
+        assert_eq!(links("usr/bin/tool"), links("bin/same"));
+        let error = fs::write(at.join("new"), "x").unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EROFS));
+        mount::umount(&at, false).unwrap();
+        assert!(mount::umount(&at, false).unwrap_err().to_string().contains("nothing is mounted"));
+    }
+}
+
+#[test]
+fn equal_files_of_different_images_are_one_piece_of_memory() {
+    need_root!();
+    let scratch = Scratch::new();
+    let store = Store::open(&scratch.dir("store"), "default").unwrap();
+    let shared = noise(3, 5_000_000);
+    let mut mounts = Vec::new();
+    for (image, path, mode) in [("one", "a/first name", 0o644), ("two", "b/other", 0o400)] {
+        let tree = scratch.dir(&format!("tree-{image}"));
+        fs::create_dir_all(tree.join(path).parent().unwrap()).unwrap();
+        fs::write(tree.join(path), &shared).unwrap();
+        fs::set_permissions(tree.join(path), fs::Permissions::from_mode(mode)).unwrap();
+        fs::write(tree.join("own"), noise(mode, 1_000_000)).unwrap();
+        let record = build_dir(&store, image, &tree).unwrap();
+        let at = scratch.dir(&format!("mnt-{image}"));
+        mount::mount(&store, &record, &at, &Options::default()).unwrap();
+        mounts.push(at.join(path));
+    }
+    let object = store.object_path(&Digest::of(&shared));
+    let drop_cache = |path: &Path| {
+        let file = fs::File::open(path).unwrap();
+        file.sync_all().unwrap();
+        rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+    };
+    drop_cache(&object);
+    let saved = |store: &Store| stat::stat(store, &[]).unwrap().0.memory_saved_bytes;
+    assert_eq!(stat::stat(&store, &[]).unwrap().1[0].mounts, 1);
+    assert_eq!(saved(&store), 0, "nothing of the shared file is in memory yet");
+    assert_eq!(fs::read(&mounts[0]).unwrap(), shared);
+    // Reading one name brought in the other: it is the same memory.
+    let pages = 5_000_000u64.div_ceil(4096) * 4096;
+    assert_eq!(saved(&store), pages);
+    assert_eq!(fs::read(&mounts[1]).unwrap(), shared);
+    assert_eq!(saved(&store), pages, "the second reading cost nothing");
+    let found = stat::verify(&store, &[], true).unwrap();
+    assert!(found.frames_compared >= 2 * pages / 4096);
+    assert_eq!(found.frames_equal, found.frames_compared);
+    assert!(found.damaged.is_empty());
+
+    // The negative control: two plain copies of one file show different frames, so the comparison can fail.
+    let (a, b) = (scratch.dir("plain").join("a"), scratch.dir("plain").join("b"));
+    fs::write(&a, &shared).unwrap();
+    fs::write(&b, &shared).unwrap();
+    assert!(frames(&a).iter().zip(frames(&b)).all(|(a, b)| *a != 0 && *a != b));
+    assert_eq!(frames(&mounts[0]), frames(&mounts[1]));
+}
+
+/// The frames under a file's pages, by this test's own reading of pagemap.
+fn frames(path: &Path) -> Vec<u64> {
+    let size = fs::metadata(path).unwrap().len() as usize;
+    let script = "import mmap,sys,struct,os,ctypes\nf=open(sys.argv[1],'rb')\nm=mmap.mmap(f.fileno(),0,access=mmap.ACCESS_COPY)\n\
+        n=(len(m)+4095)//4096\ns=sum(m[i*4096] for i in range(n))\na=ctypes.addressof(ctypes.c_char.from_buffer(m))\n\
+        p=open('/proc/self/pagemap','rb')\np.seek(a//4096*8)\n\
+        print(*[x&((1<<55)-1) for x in struct.unpack('<%dQ'%n,p.read(8*n))])";
+    let out = Command::new("python3").args(["-c", script]).arg(path).output().unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let all: Vec<u64> = String::from_utf8(out.stdout).unwrap().split_whitespace().map(|n| n.parse().unwrap()).collect();
+    assert_eq!(all.len(), size.div_ceil(4096));
+    all
+}
+
+#[test]
+fn a_writable_mount_keeps_its_changes_and_the_objects_theirs() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (tree, at, upper) = (scratch.dir("tree"), scratch.dir("mnt"), scratch.dir("upper"));
+    fs::write(tree.join("file"), noise(4, 200_000)).unwrap();
+    fs::write(tree.join("kept"), noise(5, 200_000)).unwrap();
+    fs::set_permissions(&tree, fs::Permissions::from_mode(0o750)).unwrap();
+    let store = Store::open(&scratch.dir("store"), "default").unwrap();
+    let record = build_dir(&store, "rw", &tree).unwrap();
+    for kind in [Kind::Erofs, Kind::Directory] {
+        let options = Options { kind, upper: Some(upper.clone()), ..Options::default() };
+        mount::mount(&store, &record, &at, &options).unwrap();
+        assert_eq!(fs::metadata(&at).unwrap().permissions().mode() & 0o7777, 0o750);
+        fs::write(at.join("file"), format!("changed under {kind:?}")).unwrap();
+        fs::set_permissions(at.join("kept"), fs::Permissions::from_mode(0o600)).unwrap();
+        assert_eq!(fs::read(at.join("kept")).unwrap(), noise(5, 200_000));
+        assert!(stat::verify(&store, &[], false).unwrap().damaged.is_empty());
+        mount::umount(&at, false).unwrap();
+        mount::mount(&store, &record, &at, &options).unwrap();
+        assert_eq!(fs::read_to_string(at.join("file")).unwrap(), format!("changed under {kind:?}"));
+        mount::umount(&at, false).unwrap();
+    }
+    // chmod copies the name, not the bytes: the file still shows the object.
+    assert!(fs::metadata(upper.join("upper/kept")).unwrap().blocks() * 512 < 100_000);
+}
+
+#[test]
+fn nothing_mounted_is_collected_wherever_it_is_mounted() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (tree, at) = (scratch.dir("tree"), scratch.dir("mnt"));
+    fs::write(tree.join("file"), noise(6, 200_000)).unwrap();
+    let store = Store::open(&scratch.dir("store"), "default").unwrap();
+    let rebuilt = || build_dir(&store, "x", &tree).unwrap();
+    let whole = |at: &Path| assert_eq!(fs::read(at.join("file")).unwrap(), noise(6, 200_000));
+    let collect_keeps = |what: &str| {
+        store.remove("x").unwrap();
+        let stats = gc::collect(&store, false).unwrap();
+        assert_eq!((stats.objects_removed, stats.trees_removed), (0, 0), "{what}");
+    };
+    for kind in [Kind::Erofs, Kind::Directory] {
+        mount::mount(&store, &rebuilt(), &at, &Options { kind, ..Options::default() }).unwrap();
+        collect_keeps("mounted here");
+        whole(&at);
+        mount::umount(&at, false).unwrap();
+    }
+    // Mounted only in another mount namespace.
+    mount::mount(&store, &rebuilt(), &at, &Options::default()).unwrap();
+    let mut other = Command::new("unshare")
+        .args(["-m", "sh", "-c", "echo ready; read line; cat \"$0/file\" | wc -c"])
+        .arg(&at)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut ready = [0; 6];
+    other.stdout.as_mut().unwrap().read_exact(&mut ready).unwrap();
+    mount::umount(&at, false).unwrap();
+    collect_keeps("mounted in another namespace");
+    drop(other.stdin.take());
+    let mut count = String::new();
+    other.stdout.as_mut().unwrap().read_to_string(&mut count).unwrap();
+    assert!(other.wait().unwrap().success());
+    assert_eq!(count.trim(), "200000");
+    // Detached, held only by an open file: no mount table shows it.
+    mount::mount(&store, &rebuilt(), &at, &Options::default()).unwrap();
+    let mut held = fs::File::open(at.join("file")).unwrap();
+    mount::umount(&at, true).unwrap();
+    assert!(mount::mounts(&store).unwrap().is_empty());
+    collect_keeps("held by an open file");
+    let mut bytes = Vec::new();
+    held.read_to_end(&mut bytes).unwrap();
+    assert_eq!(bytes, noise(6, 200_000));
+    drop(held);
+    // And when nobody holds it any more, it goes.
+    let stats = gc::collect(&store, false).unwrap();
+    assert_eq!((stats.objects_removed, stats.trees_removed), (1, 1));
+}
+
+#[test]
+fn a_full_disk_fails_the_build_and_nothing_else() {
+    need_root!();
+    let scratch = Scratch::new();
+    let small = scratch.dir("small");
+    rustix::mount::mount("tmpfs", &small, "tmpfs", rustix::mount::MountFlags::empty(), c"size=8m").unwrap();
+    let store = Store::open(&small.join("store"), "default").unwrap();
+    let (good, big, at) = (scratch.dir("good"), scratch.dir("big"), scratch.dir("mnt"));
+    fs::write(good.join("file"), noise(7, 2_000_000)).unwrap();
+    for i in 0..9u32 {
+        fs::write(big.join(format!("{i}")), noise(100 + i, 900_000)).unwrap();
+    }
+    let record = build_dir(&store, "good", &good).unwrap();
+    let error = build_dir(&store, "big", &big).unwrap_err();
+    assert!(matches!(error, Error::Full { .. }), "{error}");
+    assert!(error.to_string().contains("no space left"), "{error}");
+    // Also while the name is being replaced.
+    assert!(build_dir(&store, "good", &big).is_err());
+    assert_eq!(store.image("good").unwrap().digest, record.digest);
+    assert!(stat::verify(&store, &[], false).unwrap().damaged.is_empty());
+    gc::collect(&store, false).unwrap();
+    mount::mount(&store, &record, &at, &Options::default()).unwrap();
+    assert_eq!(fs::read(at.join("file")).unwrap(), noise(7, 2_000_000));
+    mount::umount(&at, false).unwrap();
+    // Room again: the same build goes through.
+    fs::remove_file(big.join("8")).unwrap();
+    for i in 3..8 {
+        fs::remove_file(big.join(format!("{i}"))).unwrap();
+    }
+    build_dir(&store, "big", &big).unwrap();
+}
+
+#[test]
+fn a_damaged_metadata_image_is_never_given_to_the_kernel() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (tree, at) = (scratch.dir("tree"), scratch.dir("mnt"));
+    fs::write(tree.join("file"), noise(8, 200_000)).unwrap();
+    let store = Store::open(&scratch.dir("store"), "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    let path = store.tree_path(&record.digest);
+    let mut bytes = fs::read(&path).unwrap();
+    bytes[1300] ^= 1;
+    fs::write(&path, bytes).unwrap();
+    let error = mount::mount(&store, &record, &at, &Options::default()).unwrap_err();
+    assert!(matches!(error, Error::Damaged(_)), "{error}");
+}
+
+#[test]
+fn a_self_contained_image_carries_data_and_fingerprints() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (tree, at) = (scratch.dir("tree"), scratch.dir("mnt"));
+    sample(&tree);
+    let store = Store::open(&scratch.dir("store"), "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    export::make_native(&store, &record.digest, &Progress::silent()).unwrap();
+    let full = store.full_path(&record.digest);
+    rustix::mount::mount(&full, &at, "erofs", rustix::mount::MountFlags::RDONLY, None).unwrap();
+    let mut value = [0; 64];
+    let count = rustix::fs::getxattr(at.join("usr/bin/tool"), "trusted.erofs.fingerprint", &mut value).unwrap();
+    assert_eq!(value[..count], [&b"sha256:"[..], &Digest::of(&noise(1, 300_000)).0].concat());
+    assert_eq!(fs::read(at.join("bin/same")).unwrap(), noise(1, 300_000));
+    // Fingerprints are EROFS's own marks and no part of the tree.
+    let again = Store::open(&scratch.dir("again"), "default").unwrap();
+    let (build, mut notes) = (again.build().unwrap(), Notes::default());
+    let read = build::from_directory(&build, &at, Default::default(), &mut notes, &Progress::silent()).unwrap();
+    assert_eq!(build.publish("x", &read, "t", Default::default(), vec![]).unwrap().digest, record.digest);
+    rustix::mount::unmount(&at, rustix::mount::UnmountFlags::empty()).unwrap();
+    match mount::mount(&store, &record, &at, &Options { kind: Kind::Native, ..Options::default() }) {
+        Ok(_) => assert_eq!(fs::read(at.join("bin/same")).unwrap(), noise(1, 300_000)),
+        Err(error) => println!("SKIPPED: native mount: {error}"),
+    }
+}
+
+/// A tree in which sh, cat and id run.
+fn runnable(dir: &Path) {
+    for part in ["bin", "proc", "sys", "dev", "tmp", "etc", "host"] {
+        fs::create_dir_all(dir.join(part)).unwrap();
+    }
+    for program in ["sh", "cat", "id", "ls", "touch"] {
+        let from =
+            ["/bin", "/usr/bin"].iter().map(|at| Path::new(at).join(program)).find(|path| path.exists()).unwrap();
+        fs::copy(&from, dir.join("bin").join(program)).unwrap();
+        let libraries = Command::new("ldd").arg(&from).output().unwrap();
+        for word in String::from_utf8_lossy(&libraries.stdout).split_whitespace().filter(|word| word.starts_with('/')) {
+            let target = dir.join(word.trim_start_matches('/'));
+            fs::create_dir_all(target.parent().unwrap()).unwrap();
+            fs::copy(word, target).unwrap();
+        }
+    }
+    fs::write(dir.join("etc/message"), "from the image\n".repeat(20)).unwrap();
+    fs::set_permissions(dir, fs::Permissions::from_mode(0o755)).unwrap();
+}
+
+/// In a child process: becomes the command of `PAGEFOLD_TEST_EXEC`.
+#[test]
+fn child_that_execs() {
+    let Ok(arguments) = std::env::var("PAGEFOLD_TEST_EXEC") else { return };
+    let [store, name, scratch, command] = arguments.splitn(4, '\n').collect::<Vec<_>>()[..] else { panic!("four") };
+    let store = Store::open(Path::new(store), "default").unwrap();
+    let record = store.image(name).unwrap();
+    let run = exec::Run {
+        command: ["/bin/sh", "-c", command].map(Into::into).to_vec(),
+        binds: vec![("/etc".into(), "/host".into())],
+        scratch: scratch == "rw",
+        ..exec::Run::default()
+    };
+    panic!("{}", exec::exec(&store, &record, &run));
+}
+
+/// Runs `command` in the image; returns its output. The test harness's threads stay behind at the exec.
+fn run_in(store: &Path, scratch: bool, command: &str) -> String {
+    let arguments = format!("{}\nrun\n{}\n{command}", store.display(), if scratch { "rw" } else { "ro" });
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", "child_that_execs", "--nocapture"]).env("PAGEFOLD_TEST_EXEC", arguments);
+    let out = child.output().unwrap();
+    let text = String::from_utf8_lossy(&out.stdout).into_owned();
+    assert!(out.status.success(), "{text}{}", String::from_utf8_lossy(&out.stderr));
+    text
+}
+
+#[test]
+fn a_command_runs_with_the_image_as_its_root() {
+    need_root!();
+    let scratch = Scratch::new();
+    let tree = scratch.dir("tree");
+    runnable(&tree);
+    let root = scratch.dir("store");
+    let store = Store::open(&root, "default").unwrap();
+    build_dir(&store, "run", &tree).unwrap();
+    let text = run_in(
+        &root,
+        false,
+        "cat /etc/message; ls /; ls /host; touch /x && echo wrote; echo tmp >/tmp/y && cat /tmp/y </dev/null",
+    );
+    assert!(text.contains("from the image") && text.contains("passwd") && text.contains("tmp"), "{text}");
+    assert!(!text.contains("wrote") && !text.contains("home"), "the host's root is out of sight: {text}");
+    let text = run_in(&root, true, "touch /x && echo wrote");
+    assert!(text.contains("wrote"), "{text}");
+    assert!(!run_in(&root, true, "ls /").lines().any(|line| line == "x"), "a scratch layer vanishes");
+    assert!(mount::mounts(&store).unwrap().is_empty());
+    gc::collect(&store, false).unwrap();
+    assert_eq!(fs::read_dir(root.join("domains/default/staging")).unwrap().count(), 0);
+}
+
+/// In a child process: builds and mounts as a plain user in a user namespace, and says what it saw.
+#[test]
+fn child_that_mounts_rootless() {
+    let Ok(arguments) = std::env::var("PAGEFOLD_TEST_ROOTLESS") else { return };
+    let [store, at] = arguments.split('\n').collect::<Vec<_>>()[..] else { panic!("two arguments") };
+    let store = Store::open(Path::new(store), "default").unwrap();
+    let record = store.image("user").unwrap();
+    let mounted = mount::mount(&store, &record, Path::new(at), &Options::default()).unwrap();
+    let text = fs::read(Path::new(at).join("odd")).unwrap();
+    println!("MOUNTED {:?} {} {}", mounted.kind, text == noise(2, 65), mounted.notes.join("; "));
+    println!("TOOL {}", fs::read(Path::new(at).join("bin/same")).unwrap() == noise(1, 300_000));
+}
+
+#[test]
+fn a_plain_user_mounts_in_a_user_namespace() {
+    need_root!();
+    let scratch = Scratch::new();
+    fs::set_permissions(scratch.0.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let (tree, at, root) = (scratch.dir("tree"), scratch.dir("mnt"), scratch.dir("store"));
+    sample(&tree);
+    std::os::unix::fs::chown(&root, Some(65534), Some(65534)).unwrap();
+    std::os::unix::fs::chown(&at, Some(65534), Some(65534)).unwrap();
+    let as_nobody = |program: &Path| {
+        let mut command = Command::new(program);
+        command.uid(65534).gid(65534).current_dir("/");
+        command
+    };
+    // The test program must be readable for nobody.
+    let program = scratch.0.path().join("test-program");
+    fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    // The image comes as a tar archive, so that devices and owners are in it although nobody may not make them.
+    let tar = scratch.0.path().join("tree.tar");
+    {
+        let own = Store::open(&scratch.dir("root-store"), "default").unwrap();
+        let record = build_dir(&own, "x", &tree).unwrap();
+        let mut out = fs::File::create(&tar).unwrap();
+        export::tar(&own, &own.tree(&record.digest).unwrap(), &mut out, &Progress::silent()).unwrap();
+    }
+    let out = as_nobody(&program)
+        .args(["--exact", "child_that_imports", "--nocapture"])
+        .env("PAGEFOLD_TEST_IMPORT", format!("{}\n{}", root.display(), tar.display()))
+        .output()
+        .unwrap();
+    assert!(out.status.success(), "{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    let out = as_nobody(Path::new("unshare"))
+        .args(["-Urm", "--"])
+        .arg(&program)
+        .args(["--exact", "child_that_mounts_rootless", "--nocapture"])
+        .env("PAGEFOLD_TEST_ROOTLESS", format!("{}\n{}", root.display(), at.display()))
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
+    if !out.status.success() && (text.contains("unshare failed") || text.contains("userxattr")) {
+        println!("SKIPPED: rootless overlayfs is not allowed here: {text}");
+        return;
+    }
+    assert!(text.contains("MOUNTED Directory true") && text.contains("TOOL true"), "{text}");
+    // What a plain user cannot have is said, once each.
+    for note in ["device nodes are missing", "files show your own user", "attributes are missing"] {
+        assert!(text.contains(note), "{note}: {text}");
+    }
+}
+
+/// In a child process: reads a tar archive into a store as whoever it is.
+#[test]
+fn child_that_imports() {
+    let Ok(arguments) = std::env::var("PAGEFOLD_TEST_IMPORT") else { return };
+    let [root, tar] = arguments.split('\n').collect::<Vec<_>>()[..] else { panic!("two arguments") };
+    let store = Store::open(Path::new(root), "default").unwrap();
+    let (build, mut tree, mut notes) = (store.build().unwrap(), Default::default(), Notes::default());
+    let limits = Default::default();
+    let file = fs::File::open(tar).unwrap();
+    pagefold_image::ingest::apply_tar(&build, &mut tree, file, false, limits, &mut notes, &Progress::silent()).unwrap();
+    build.publish("user", &tree, "tar", Default::default(), notes.lines()).unwrap();
+}
+
+#[test]
+fn an_oci_runtime_takes_the_mounted_tree_as_its_root() {
+    need_root!();
+    let runtimes: Vec<&str> = ["crun", "runc"]
+        .into_iter()
+        .filter(|name| Command::new(name).arg("--version").stdout(Stdio::null()).status().is_ok())
+        .collect();
+    if runtimes.is_empty() {
+        println!("SKIPPED: neither crun nor runc is installed");
+        return;
+    }
+    let scratch = Scratch::new();
+    let tree = scratch.dir("tree");
+    runnable(&tree);
+    let store = Store::open(&scratch.dir("store"), "default").unwrap();
+    let record = build_dir(&store, "run", &tree).unwrap();
+    let bundle = scratch.dir("bundle");
+    let at = scratch.dir("bundle/rootfs");
+    mount::mount(&store, &record, &at, &Options::default()).unwrap();
+    let config = serde_json::json!({
+        "ociVersion": "1.0.0",
+        "root": { "path": "rootfs", "readonly": true },
+        "process": { "user": { "uid": 0, "gid": 0 }, "cwd": "/", "env": ["PATH=/bin"],
+            "args": ["/bin/sh", "-c", "cat /etc/message; id"] },
+        "mounts": [
+            { "destination": "/proc", "type": "proc", "source": "proc" },
+            { "destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755"] },
+        ],
+        "linux": { "namespaces": [{ "type": "mount" }, { "type": "pid" }, { "type": "ipc" }, { "type": "uts" }] },
+    });
+    fs::write(bundle.join("config.json"), config.to_string()).unwrap();
+    let mut ran = Vec::new();
+    for runtime in runtimes {
+        let id = format!("pagefold-test-{}", std::process::id());
+        let mut command = Command::new(runtime);
+        if runtime == "crun" {
+            command.arg("--cgroup-manager=disabled");
+        }
+        let out = command
+            .args(["--root"])
+            .arg(scratch.dir("state"))
+            .args(["run", "--bundle"])
+            .arg(&bundle)
+            .arg(&id)
+            .output()
+            .unwrap();
+        let text = String::from_utf8_lossy(&out.stdout).into_owned();
+        let error = String::from_utf8_lossy(&out.stderr).trim().to_string();
+        if !out.status.success() && error.contains("cgroup") {
+            // The machine's cgroups are not what this runtime takes; that is not about the tree.
+            println!("SKIPPED: {runtime}: {error}");
+            continue;
+        }
+        assert!(text.contains("from the image") && text.contains("uid=0"), "{runtime}: {text}{error}");
+        ran.push(runtime);
+    }
+    println!("ran under: {ran:?}");
+}

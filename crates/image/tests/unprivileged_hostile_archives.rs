@@ -1,0 +1,353 @@
+//! Archives that attack: each gets one clear line, nothing is written outside the store, and what was stored stays.
+
+use pagefold_image::config::Limits;
+use pagefold_image::ingest::{Notes, apply_tar};
+use pagefold_image::progress::Progress;
+use pagefold_image::store::Store;
+use pagefold_image::tree::{Kind, Tree};
+use pagefold_image::{Error, oci, unpack};
+use std::io::{Read, Write};
+use std::path::Path;
+
+struct Bench {
+    dir: tempfile::TempDir,
+    store: Store,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(&dir.path().join("store"), "default").unwrap().without_sync();
+        Self { dir, store }
+    }
+
+    fn read_with(&self, archive: &[u8], limits: Limits) -> Result<(Tree, Vec<String>), Error> {
+        let (build, mut tree, mut notes) = (self.store.build()?, Tree::default(), Notes::default());
+        apply_tar(&build, &mut tree, unpack(archive, limits)?, false, limits, &mut notes, &Progress::silent())?;
+        Ok((tree, notes.lines()))
+    }
+
+    fn read(&self, archive: &[u8]) -> Result<(Tree, Vec<String>), Error> {
+        self.read_with(archive, Limits::default())
+    }
+
+    /// The archive is refused, by one line that has `words`, and the directory around the store is as before.
+    fn refused(&self, archive: &[u8], words: &str) {
+        let error = self.read(archive).expect_err(words);
+        let text = error.to_string();
+        assert!(text.contains(words), "{text:?} should say {words:?}");
+        assert!(!text.contains('\n') && text.len() < 600, "one line: {text:?}");
+        let around: Vec<_> = std::fs::read_dir(self.dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(around, ["store"]);
+    }
+}
+
+/// A raw ustar header, with whatever the attack needs.
+fn header(path: &[u8], kind: u8, size: u64, link: &[u8]) -> Vec<u8> {
+    let mut block = vec![0u8; 512];
+    block[..path.len()].copy_from_slice(path);
+    block[100..108].copy_from_slice(b"0000644\0");
+    block[108..116].copy_from_slice(b"0000000\0");
+    block[116..124].copy_from_slice(b"0000000\0");
+    block[124..136].copy_from_slice(format!("{size:011o}\0").as_bytes());
+    block[136..148].copy_from_slice(b"00000000000\0");
+    block[156] = kind;
+    block[157..157 + link.len()].copy_from_slice(link);
+    block[257..265].copy_from_slice(b"ustar\x0000");
+    seal(&mut block);
+    block
+}
+
+fn seal(block: &mut [u8]) {
+    block[148..156].fill(b' ');
+    let sum: u32 = block[..512].iter().map(|&byte| u32::from(byte)).sum();
+    block[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+}
+
+fn padded(bytes: &[u8]) -> Vec<u8> {
+    let mut out = bytes.to_vec();
+    out.resize(out.len().next_multiple_of(512), 0);
+    out
+}
+
+fn pax(records: &[(&str, &[u8])]) -> Vec<u8> {
+    let mut body = Vec::new();
+    for (key, value) in records {
+        let rest = key.len() + value.len() + 3;
+        let mut length = rest + 1;
+        while length.to_string().len() + rest > length {
+            length += 1;
+        }
+        body.extend(format!("{length} {key}=").bytes());
+        body.extend(*value);
+        body.push(b'\n');
+    }
+    [header(b"pax", b'x', body.len() as u64, b""), padded(&body)].concat()
+}
+
+fn file(path: &[u8], text: &[u8]) -> Vec<u8> {
+    [header(path, b'0', text.len() as u64, b""), padded(text)].concat()
+}
+
+const END: [u8; 1024] = [0; 1024];
+
+fn archive(parts: &[Vec<u8>]) -> Vec<u8> {
+    [parts.concat(), END.to_vec()].concat()
+}
+
+#[test]
+fn paths_cannot_leave_the_tree() {
+    let bench = Bench::new();
+    for path in [&b"../evil"[..], b"a/../../evil", b"..", b"a/..", b"/../evil"] {
+        bench.refused(&archive(&[file(path, b"x")]), "would leave the tree");
+    }
+    // Absolute names are taken below the root, as tar does.
+    let (mut tree, _) = bench.read(&archive(&[file(b"/etc/evil", b"x")])).unwrap();
+    assert!(tree.find(b"etc/evil").is_some());
+    assert!(!Path::new("/etc/evil").exists());
+}
+
+#[test]
+fn links_lead_nowhere_outside() {
+    let bench = Bench::new();
+    // Dangling and absolute links are content; what is written through them stays in the tree.
+    let parts =
+        [header(b"out", b'2', 0, b"/tmp/../../etc"), file(b"out/evil", b"x"), header(b"gone", b'2', 0, b"nowhere")];
+    let (mut tree, _) = bench.read(&archive(&parts)).unwrap();
+    assert!(tree.find(b"etc/evil").is_some());
+    assert!(matches!(tree.inode(tree.clone().find(b"gone").unwrap()).kind, Kind::Symlink(_)));
+    let loops = [header(b"a", b'2', 0, b"b"), header(b"b", b'2', 0, b"a"), file(b"a/x", b"x")];
+    bench.refused(&archive(&loops), "symbolic links");
+    for target in [&b"/etc/passwd"[..], b"missing", b"../../etc/passwd"] {
+        let error = bench.read(&archive(&[header(b"hard", b'1', 0, target)])).unwrap_err().to_string();
+        assert!(error.contains("hard") || error.contains("leave the tree"), "{error}");
+    }
+    // A hard link to a directory would be a loop.
+    let parts = [header(b"d", b'5', 0, b""), header(b"d/loop", b'1', 0, b"d")];
+    bench.refused(&archive(&parts), "no file of this image");
+}
+
+#[test]
+fn sizes_that_disagree_are_refused() {
+    let bench = Bench::new();
+    // The body hides a second archive from readers that believe the ustar size.
+    let hidden = archive(&[file(b"hidden", b"x")]);
+    let parts = [pax(&[("size", hidden.len().to_string().as_bytes())]), header(b"f", b'0', 512, b""), hidden.clone()];
+    bench.refused(&archive(&parts), "in its PAX header");
+    // Zero in the header is how writers say "see PAX": the PAX size holds, and the hidden file is content.
+    let parts = [pax(&[("size", hidden.len().to_string().as_bytes())]), header(b"f", b'0', 0, b""), hidden];
+    let (mut tree, _) = bench.read(&archive(&parts)).unwrap();
+    assert!(tree.find(b"f").is_some() && tree.find(b"hidden").is_none());
+    // Data where none can be.
+    for kind in [b'1', b'2', b'3', b'5', b'6'] {
+        bench.refused(&archive(&[header(b"f", kind, 512, b"x"), vec![0; 512]]), "can have none");
+    }
+    bench.refused(&archive(&[pax(&[("size", b"-1")]), header(b"f", b'0', 0, b"")]), "is no number");
+    bench.refused(&archive(&[pax(&[("size", b"1"), ("size", b"2")]), header(b"f", b'0', 0, b"")]), "twice");
+    bench.refused(&archive(&[pax(&[]), pax(&[]), header(b"f", b'0', 0, b"")]), "two PAX headers");
+    bench.refused(&archive(&[header(b"f", b'S', 0, b"")]), "sparse");
+    bench.refused(&archive(&[pax(&[("GNU.sparse.major", b"1")]), header(b"f", b'0', 0, b"")]), "sparse");
+    let mut huge = header(b"f", b'0', 0, b"");
+    huge[124..136].copy_from_slice(&[0x80, 0, 0, 0, 0x7f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff]);
+    seal(&mut huge);
+    bench.refused(&archive(&[huge]), "bring the content over");
+}
+
+#[test]
+fn truncated_and_garbled_archives_are_refused() {
+    let bench = Bench::new();
+    let good = archive(&[file(b"a", &[7; 3000]), file(b"b", b"y")]);
+    for cut in [1, 100, 511, 513, 2000, 3583, 3600, 4100] {
+        bench.refused(&good[..cut], "cut off");
+    }
+    bench.refused(&[], "empty");
+    bench.refused(
+        b"this is no archive at all, but long enough to look at it as one".repeat(20).as_slice(),
+        "is this a tar",
+    );
+    let mut flipped = good.clone();
+    flipped[3] ^= 1;
+    bench.refused(&flipped, "checksum");
+    bench.refused(&[good.clone(), good].concat(), "behind the archive's end");
+    bench.refused(&archive(&[header(b"f", b'Z', 0, b"")]), "not known");
+}
+
+#[test]
+fn bombs_stop_early() {
+    let bench = Bench::new();
+    let zeros = std::io::repeat(0).take(1 << 30);
+    let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
+    packed.write_all(&header(b"bomb", b'0', 1 << 30, b"")).unwrap();
+    std::io::copy(&mut { zeros }, &mut packed).unwrap();
+    bench.refused(&packed.finish().unwrap(), "200:1 is the limit");
+
+    let limits = Limits { bytes: 1000, entries: 3, ..Limits::default() };
+    let error = |parts: &[Vec<u8>]| bench.read_with(&archive(parts), limits).unwrap_err().to_string();
+    assert!(error(&[file(b"a", &[1; 600]), file(b"b", &[1; 600])]).contains("over 1000 bytes"));
+    let many: Vec<Vec<u8>> = (0..5u8).map(|i| header(&[b'a' + i], b'5', 0, b"")).collect();
+    assert!(error(&many).contains("more than 3 entries"));
+    // A header that wants all our memory.
+    bench.refused(&header(b"pax", b'x', 1 << 32, b""), "are allowed");
+    // Deep nesting ends before the stack or the kernel's path limit does.
+    let deep = [b"d/".repeat(3000), b"x".to_vec()].concat();
+    bench.refused(&archive(&[pax(&[("path", &deep)]), header(b"f", b'5', 0, b"")]), "PAX path");
+}
+
+#[test]
+fn names_that_are_not_utf8_and_names_that_are_none() {
+    let bench = Bench::new();
+    let (mut tree, _) = bench.read(&archive(&[file(b"caf\xe9/\xff\xfe", b"x")])).unwrap();
+    assert!(tree.find(b"caf\xe9/\xff\xfe").is_some());
+    let record = {
+        let build = bench.store.build().unwrap();
+        build.publish("latin", &tree, "test", Default::default(), vec![]).unwrap()
+    };
+    assert!(bench.store.tree(&record.digest).unwrap().find(b"caf\xe9/\xff\xfe").is_some());
+    let long = vec![b'n'; 256];
+    bench.refused(&archive(&[pax(&[("path", &long)]), header(b"f", b'5', 0, b"")]), "not a file name");
+    bench.refused(&archive(&[pax(&[("path", b"a\0b")]), header(b"f", b'5', 0, b"")]), "PAX path");
+}
+
+#[test]
+fn attributes_cannot_steer_overlayfs() {
+    let bench = Bench::new();
+    let steal = format!("/{}", pagefold_image::digest::Digest::of(b"secret").object_path());
+    let parts = [
+        pax(&[
+            ("SCHILY.xattr.trusted.overlay.redirect", steal.as_bytes()),
+            ("SCHILY.xattr.user.overlay.metacopy", b""),
+            ("SCHILY.xattr.trusted.erofs.fingerprint", b"sha256:"),
+            ("SCHILY.xattr.user.kept", b"v"),
+        ]),
+        header(b"f", b'0', 0, b""),
+        // Overlayfs's own mark of a deleted file.
+        header(b"w", b'3', 0, b""),
+    ];
+    let (mut tree, notes) = bench.read(&archive(&parts)).unwrap();
+    let id = tree.find(b"f").unwrap();
+    let names: Vec<_> = tree.inode(id).meta.xattrs.keys().map(|name| name.to_vec()).collect();
+    assert_eq!(names, [b"user.kept".to_vec()]);
+    assert!(tree.find(b"w").is_none());
+    assert_eq!(notes.len(), 2, "{notes:?}");
+    assert!(notes.iter().any(|note| note.contains("3 attributes")), "{notes:?}");
+}
+
+#[test]
+fn a_million_entries_in_one_directory() {
+    let bench = Bench::new();
+    let mut bytes = Vec::new();
+    for number in 0..1_000_000u32 {
+        bytes.extend(header(format!("d/{number:07}").as_bytes(), b'0', 0, b""));
+    }
+    bytes.extend(END);
+    let (tree, _) = bench.read(&bytes).unwrap();
+    drop(bytes);
+    let build = bench.store.build().unwrap();
+    let record = build.publish("million", &tree, "test", Default::default(), vec![]).unwrap();
+    assert_eq!(record.entries, 1_000_001);
+    drop(tree);
+    let mut tree = bench.store.tree(&record.digest).unwrap();
+    assert!(tree.find(b"d/0000000").is_some() && tree.find(b"d/0999999").is_some());
+}
+
+/// Makes an OCI layout of `layers` (already compressed or not) and returns its directory.
+fn layout(dir: &Path, layers: &[&[u8]], spoil: impl Fn(&mut serde_json::Value)) {
+    use pagefold_image::digest::Digest;
+    let blobs = dir.join("blobs/sha256");
+    std::fs::create_dir_all(&blobs).unwrap();
+    let put = |bytes: &[u8]| {
+        let digest = Digest::of(bytes);
+        std::fs::write(blobs.join(digest.hex()), bytes).unwrap();
+        serde_json::json!({ "mediaType": "", "digest": digest, "size": bytes.len() })
+    };
+    let config = put(br#"{"config":{"Env":["A=1"],"Cmd":["/bin/x"]}}"#);
+    let layers: Vec<_> = layers.iter().map(|layer| put(layer)).collect();
+    let mut manifest = serde_json::json!({ "schemaVersion": 2, "config": config, "layers": layers });
+    spoil(&mut manifest);
+    let manifest = put(manifest.to_string().as_bytes());
+    std::fs::write(dir.join("index.json"), serde_json::json!({ "manifests": [manifest] }).to_string()).unwrap();
+    std::fs::write(dir.join("oci-layout"), r#"{"imageLayoutVersion":"1.0.0"}"#).unwrap();
+}
+
+fn import(bench: &Bench, path: &Path) -> Result<Tree, Error> {
+    let build = bench.store.build()?;
+    oci::import(&build, path, None, Limits::default(), &mut Notes::default(), &Progress::silent()).map(|(tree, _)| tree)
+}
+
+#[test]
+fn layers_apply_with_whiteouts_and_opaque_directories() {
+    let bench = Bench::new();
+    let dir = tempfile::tempdir().unwrap();
+    let base = archive(&[file(b"keep", b"1"), file(b"gone", b"1"), file(b"d/old", b"1"), file(b"d/sub/old", b"1")]);
+    // The new file comes before the opaque mark: the mark must not take it.
+    let top =
+        archive(&[file(b"d/new", b"2"), file(b"d/.wh..wh..opq", b""), file(b".wh.gone", b""), file(b".wh.never", b"")]);
+    layout(dir.path(), &[&base, &top], |_| ());
+    let mut tree = import(&bench, dir.path()).unwrap();
+    for (path, there) in
+        [("keep", true), ("gone", false), ("d/old", false), ("d/sub", false), ("d/new", true), (".wh.gone", false)]
+    {
+        assert_eq!(tree.find(path.as_bytes()).is_some(), there, "{path}");
+    }
+    let dir = tempfile::tempdir().unwrap();
+    layout(dir.path(), &[&archive(&[file(b".wh...", b"")])], |_| ());
+    assert!(import(&bench, dir.path()).unwrap_err().to_string().contains("whiteout"));
+}
+
+#[test]
+fn layers_that_are_not_themselves_are_refused() {
+    use pagefold_image::digest::Digest;
+    let bench = Bench::new();
+    let good = archive(&[file(b"a", &[9; 5000])]);
+    let spoiled = |spoil: &dyn Fn(&Path, &mut serde_json::Value)| {
+        let dir = tempfile::tempdir().unwrap();
+        layout(dir.path(), &[&good], |manifest| spoil(dir.path(), manifest));
+        import(&bench, dir.path()).unwrap_err().to_string()
+    };
+    let blob = dir_blob(&good);
+    let text = spoiled(&|dir, _| {
+        let mut bytes = good.clone();
+        bytes[700] ^= 1;
+        std::fs::write(dir.join(&blob), bytes).unwrap();
+    });
+    assert!(text.contains("layer 1") && text.contains("fetch it again"), "{text}");
+    let text = spoiled(&|dir, _| std::fs::write(dir.join(&blob), &good[..1000]).unwrap());
+    assert!(text.contains("layer 1") && text.contains("bytes"), "{text}");
+    let text = spoiled(&|_, manifest| manifest["layers"][0]["digest"] = "sha256:../../../etc/passwd".into());
+    assert!(text.contains("is not a sha256 digest"), "{text}");
+    let text = spoiled(&|_, manifest| manifest["layers"][0]["digest"] = Digest::of(b"other").to_string().into());
+    assert!(text.contains("not in the layout"), "{text}");
+    let text = spoiled(&|_, manifest| manifest["config"]["size"] = 1.into());
+    assert!(text.contains("config") || text.contains("digest"), "{text}");
+    // A blob that is a link to a file outside.
+    let text = spoiled(&|dir, _| {
+        std::fs::remove_file(dir.join(&blob)).unwrap();
+        std::os::unix::fs::symlink("/etc/passwd", dir.join(&blob)).unwrap();
+    });
+    assert!(!text.contains("root:"), "{text}");
+    fn dir_blob(bytes: &[u8]) -> String {
+        format!("blobs/sha256/{}", Digest::of(bytes).hex())
+    }
+}
+
+#[test]
+fn corrupt_compressed_layers_are_refused() {
+    let bench = Bench::new();
+    let plain = archive(&[file(b"a", &[3; 9000])]);
+    let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    gzip.write_all(&plain).unwrap();
+    let gzip = gzip.finish().unwrap();
+    let zstd = ruzstd::encoding::compress_to_vec(&plain[..], ruzstd::encoding::CompressionLevel::Fastest);
+    for packed in [&gzip, &zstd] {
+        let (mut tree, _) = bench.read(packed).unwrap();
+        assert!(tree.find(b"a").is_some());
+        assert!(bench.read(&packed[..packed.len() / 2]).is_err());
+        // Two frames, a skippable one between, are one stream.
+        let mut split = packed.clone();
+        split.truncate(20);
+        assert!(bench.read(&split).is_err());
+    }
+    let skippable = [&[0x50, 0x2a, 0x4d, 0x18, 4, 0, 0, 0][..], b"skip", &zstd].concat();
+    assert!(bench.read(&skippable).is_ok());
+    bench.refused(b"\xfd7zXZ\0 and more bytes", "xz");
+}

@@ -1,0 +1,491 @@
+//! The store's promises: the same input gives the same image; nothing half is ever seen; nothing complete is ever
+//! lost, whoever builds, collects or dies at the same time.
+
+use pagefold_image::config::Limits;
+use pagefold_image::ingest::{Notes, apply_tar};
+use pagefold_image::progress::Progress;
+use pagefold_image::store::{Record, Store};
+use pagefold_image::tree::{Data, Inode, Kind, Meta, Tree};
+use pagefold_image::{Error, Result, build, erofs, export, gc, oci, stat};
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+fn build_dir(store: &Store, name: &str, dir: &Path) -> Result<Record> {
+    let (build, mut notes) = (store.build()?, Notes::default());
+    let tree = build::from_directory(&build, dir, Default::default(), &mut notes, &Progress::silent())?;
+    build.publish(name, &tree, "test", Default::default(), notes.lines())
+}
+
+/// A directory with one of everything a plain user can make.
+fn sample(dir: &Path) {
+    fs::create_dir_all(dir.join("bin")).unwrap();
+    fs::create_dir_all(dir.join("empty")).unwrap();
+    fs::write(dir.join("bin/tool"), vec![7; 10_000]).unwrap();
+    fs::set_permissions(dir.join("bin/tool"), fs::Permissions::from_mode(0o4755)).unwrap();
+    fs::hard_link(dir.join("bin/tool"), dir.join("bin/other name")).unwrap();
+    fs::write(dir.join("small"), b"inline").unwrap();
+    fs::write(dir.join("nothing"), b"").unwrap();
+    fs::write(dir.join("copy"), vec![7; 10_000]).unwrap();
+    symlink("../outside", dir.join("dangling")).unwrap();
+    symlink(format!("/{}", "long/".repeat(500)), dir.join("long")).unwrap();
+    fs::write(
+        dir.join("big"),
+        (0..3_000_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect::<Vec<_>>(),
+    )
+    .unwrap();
+}
+
+fn wait_for_old_times() {
+    // The stat cache trusts only files older than its doubt.
+    std::thread::sleep(Duration::from_millis(3100));
+}
+
+#[test]
+fn the_same_input_gives_the_same_digest() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    sample(&tree);
+    let a = Store::open(&dir.path().join("a"), "default").unwrap();
+    let b = Store::open(&dir.path().join("b"), "other").unwrap();
+    let first = build_dir(&a, "x", &tree).unwrap();
+    wait_for_old_times();
+    // The second build fills the stat cache, the third one uses it.
+    for name in ["x", "y"] {
+        assert_eq!(build_dir(&a, name, &tree).unwrap().digest, first.digest);
+    }
+    assert_eq!(build_dir(&b, "z", &tree).unwrap().digest, first.digest);
+    assert_eq!(first.objects, 2, "the hard link, the copy and the tool are one object");
+    assert_eq!((first.files, first.entries), (5, 10));
+
+    let bytes = a.tree_bytes(&first.digest).unwrap();
+    let read = erofs::read(&bytes, erofs::Limits::default()).unwrap();
+    assert_eq!(erofs::write(&read, erofs::Layout::Metadata).unwrap().head, bytes, "reading loses nothing");
+
+    // Out as a tar and in again: the same image.
+    let mut tar = Vec::new();
+    export::tar(&a, &read, &mut tar, &Progress::silent()).unwrap();
+    let (building, mut back, mut notes) = (b.build().unwrap(), Tree::default(), Notes::default());
+    apply_tar(&building, &mut back, &tar[..], false, Limits::default(), &mut notes, &Progress::silent()).unwrap();
+    assert_eq!(building.publish("back", &back, "tar", Default::default(), vec![]).unwrap().digest, first.digest);
+
+    // Out as an OCI layout and in again, too.
+    let layout = dir.path().join("oci");
+    export::oci(&a, &first, &read, &layout, &Progress::silent()).unwrap();
+    let (tree, _) = oci::import(&building, &layout, None, Limits::default(), &mut notes, &Progress::silent()).unwrap();
+    assert_eq!(building.publish("oci", &tree, "oci", Default::default(), vec![]).unwrap().digest, first.digest);
+}
+
+#[test]
+fn an_unchanged_file_is_not_read_and_a_changed_one_is() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    sample(&tree);
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    wait_for_old_times();
+    build_dir(&store, "a", &tree).unwrap();
+    let again = |options| {
+        let build = store.build().unwrap();
+        let tree = build::from_directory(&build, &tree, options, &mut Notes::default(), &Progress::silent()).unwrap();
+        let record = build.publish("a", &tree, "t", Default::default(), vec![]).unwrap();
+        (record, build.stats.files_unchanged.load(std::sync::atomic::Ordering::Relaxed))
+    };
+    let (_, unchanged) = again(build::Options::default());
+    assert_eq!(unchanged, 3, "tool, copy and big");
+    let (_, unchanged) = again(build::Options { rehash: true, ..Default::default() });
+    assert_eq!(unchanged, 0);
+    // Same size, and even the old mtime put back: the change time tells.
+    let meta = fs::metadata(tree.join("copy")).unwrap();
+    fs::write(tree.join("copy"), vec![8; 10_000]).unwrap();
+    fs::File::options().write(true).open(tree.join("copy")).unwrap().set_modified(meta.modified().unwrap()).unwrap();
+    let (record, unchanged) = again(build::Options::default());
+    assert_eq!(unchanged, 2);
+    assert_eq!(record.objects, 3);
+}
+
+#[test]
+fn a_store_from_the_future_and_a_directory_that_is_none_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path().join("s");
+    Store::open(&root, "default").unwrap();
+    fs::write(root.join("pagefold-image-store"), br#"{"format":9,"shape":["unknown"]}"#).unwrap();
+    let error = Store::open(&root, "default").unwrap_err();
+    assert!(matches!(error, Error::Newer { found: 9, .. }), "{error}");
+    fs::write(dir.path().join("file"), "x").unwrap();
+    let error = Store::open(dir.path(), "default").unwrap_err().to_string();
+    assert!(error.contains("neither empty nor an image store"), "{error}");
+    for domain in ["", "..", "a/b", ".hidden", "a\nb"] {
+        assert!(Store::open(&root, domain).is_err(), "{domain:?}");
+    }
+}
+
+#[test]
+fn damage_is_found_and_named_with_every_image_that_has_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    for (name, extra) in [("one", "1"), ("two", "2"), ("three", "3")] {
+        let tree = dir.path().join(name);
+        fs::create_dir(&tree).unwrap();
+        if name != "three" {
+            fs::write(tree.join("shared"), vec![5; 9000]).unwrap();
+        }
+        fs::write(tree.join("own"), extra.repeat(5000)).unwrap();
+        build_dir(&store, name, &tree).unwrap();
+    }
+    assert!(stat::verify(&store, &[], false).unwrap().damaged.is_empty());
+    let object = store.object_path(&pagefold_image::digest::Digest::of(&vec![5; 9000]));
+    let mut bytes = fs::read(&object).unwrap();
+    bytes[4096] ^= 1;
+    fs::write(&object, &bytes).unwrap();
+    let found = stat::verify(&store, &[], false).unwrap();
+    assert_eq!(found.damaged.len(), 1);
+    assert_eq!(found.damaged[0].images, ["one", "two"]);
+    assert!(stat::verify(&store, &["three".into()], false).unwrap().damaged.is_empty());
+    // An export of damaged content fails rather than passing it on.
+    let tree = store.tree(&store.image("one").unwrap().digest).unwrap();
+    assert!(export::tar(&store, &tree, &mut Vec::new(), &Progress::silent()).is_err());
+    // Missing, and a damaged metadata image.
+    fs::remove_file(&object).unwrap();
+    assert_eq!(stat::verify(&store, &[], false).unwrap().damaged[0].images, ["one", "two"]);
+    let meta = store.tree_path(&store.image("three").unwrap().digest);
+    fs::write(&meta, vec![0; 4096]).unwrap();
+    let found = stat::verify(&store, &[], false).unwrap();
+    assert!(found.damaged.iter().any(|damage| damage.images == ["three"]), "{found:?}");
+    // A build of the content heals it.
+    build_dir(&store, "one", &dir.path().join("one")).unwrap();
+    build_dir(&store, "three", &dir.path().join("three")).unwrap();
+    assert!(stat::verify(&store, &[], false).unwrap().damaged.is_empty());
+}
+
+#[test]
+fn the_collector_takes_what_nobody_needs_and_only_that() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    for (name, byte) in [("one", 1), ("two", 2)] {
+        let tree = dir.path().join(name);
+        fs::create_dir(&tree).unwrap();
+        fs::write(tree.join("shared"), vec![5; 9000]).unwrap();
+        fs::write(tree.join("own"), vec![byte; 9000]).unwrap();
+        build_dir(&store, name, &tree).unwrap();
+    }
+    assert_eq!(gc::collect(&store, false).unwrap().objects_removed, 0);
+    store.remove("two").unwrap();
+    let dry = gc::collect(&store, true).unwrap();
+    assert_eq!((dry.objects_removed, dry.bytes_removed, dry.trees_removed), (1, 9000, 1));
+    let wet = gc::collect(&store, false).unwrap();
+    assert_eq!((wet.objects_removed, wet.bytes_removed, wet.trees_removed), (1, 9000, 1));
+    assert!(stat::verify(&store, &["one".into()], false).unwrap().damaged.is_empty());
+    // What a running build has seen stays, though no image names it.
+    let build = store.build().unwrap();
+    let kept = build.put_bytes(&[9; 5000]).unwrap();
+    let tree_one = store.tree(&store.image("one").unwrap().digest).unwrap();
+    let Data::Object(own, size) = Data::Object(pagefold_image::digest::Digest::of(&[1; 9000]), 9000) else {
+        unreachable!()
+    };
+    assert!(build.has(&own, size).unwrap());
+    store.remove("one").unwrap();
+    let stats = gc::collect(&store, false).unwrap();
+    assert_eq!((stats.objects_kept, stats.objects_removed), (1, 1), "own is leased, shared is not");
+    drop(tree_one);
+    let mut tree = Tree::default();
+    for (name, data) in [(&b"a"[..], kept), (b"b", Data::Object(own, size))] {
+        tree.put(name, Inode { meta: Meta::default(), kind: Kind::File(data) }).unwrap();
+    }
+    build.publish("three", &tree, "t", Default::default(), vec![]).unwrap();
+    drop(build);
+    gc::collect(&store, false).unwrap();
+    assert!(stat::verify(&store, &["three".into()], false).unwrap().damaged.is_empty());
+}
+
+#[test]
+fn domains_share_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    sample(&tree);
+    let root = dir.path().join("s");
+    let (a, b) = (Store::open(&root, "alice").unwrap(), Store::open(&root, "bob").unwrap());
+    let record = build_dir(&a, "x", &tree).unwrap();
+    assert!(matches!(b.image("x"), Err(Error::NoImage { .. })));
+    build_dir(&b, "x", &tree).unwrap();
+    for (digest, ..) in a.tree_objects(&record.digest).unwrap() {
+        use std::os::unix::fs::MetadataExt;
+        let inode = |store: &Store| fs::metadata(store.object_path(&digest)).unwrap().ino();
+        assert_ne!(inode(&a), inode(&b), "one inode would be one page cache");
+    }
+    assert_eq!(fs::metadata(&root).unwrap().permissions().mode() & 0o777, 0o700);
+    assert_eq!(Store::domains(&root).unwrap(), ["alice", "bob"]);
+}
+
+/// In a child process: builds the directories of `PAGEFOLD_TEST_BUILD` for ever, until it is killed.
+#[test]
+fn child_that_builds_until_killed() {
+    let Ok(arguments) = std::env::var("PAGEFOLD_TEST_BUILD") else { return };
+    let [store, tree, name] = arguments.split('\n').collect::<Vec<_>>()[..] else { panic!("three arguments") };
+    let store = Store::open(Path::new(store), "default").unwrap();
+    for round in 0u64.. {
+        if std::os::unix::process::parent_id() == 1 {
+            // The test that would have killed us is gone.
+            return;
+        }
+        // New content each time, and old content that the collector would like to have.
+        fs::write(PathBuf::from(tree).join("changing"), format!("{name} {round} ").repeat(3000)).unwrap();
+        match build_dir(&store, &format!("{name}-{}", round % 3), Path::new(tree)) {
+            Ok(_) => {}
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+fn spawn_builder(store: &Path, tree: &Path, name: &str) -> std::process::Child {
+    Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child_that_builds_until_killed", "--nocapture"])
+        .env("PAGEFOLD_TEST_BUILD", format!("{}\n{}\n{name}", store.display(), tree.display()))
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+/// Builders are killed at random instants while the collector runs without pause and names come and go: whatever is
+/// published is whole, every time, and in the end nothing of the dead is left.
+#[test]
+fn builders_killed_at_any_instant_lose_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path().join("store");
+    let store = Store::open(&root, "default").unwrap();
+    let keep = dir.path().join("keep");
+    sample(&keep);
+    let kept = build_dir(&store, "keep", &keep).unwrap();
+    let trees: Vec<PathBuf> = (0..2).map(|i| dir.path().join(format!("tree{i}"))).collect();
+    for tree in &trees {
+        sample(tree);
+        for i in 0..40u32 {
+            fs::write(tree.join(format!("f{i}")), format!("file {i} of all builders ").repeat(500)).unwrap();
+        }
+    }
+    let mut seed = 0x9e37_79b9_7f4a_7c15u64 ^ u64::from(std::process::id());
+    println!("seed {seed:#x}");
+    let mut random = move |below: u64| {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (seed >> 33) % below
+    };
+    let end = Instant::now() + Duration::from_secs(12);
+    let (mut kills, mut verified) = (0, 0);
+    while Instant::now() < end {
+        let mut children: Vec<_> =
+            trees.iter().enumerate().map(|(i, tree)| spawn_builder(&root, tree, &format!("b{i}"))).collect();
+        let until = Instant::now() + Duration::from_millis(30 + random(500));
+        while Instant::now() < until {
+            gc::collect(&store, false).unwrap();
+            for image in store.images().unwrap() {
+                if image.name != "keep" && random(4) == 0 {
+                    let _ = store.remove(&image.name);
+                }
+            }
+        }
+        for child in &mut children {
+            if let Some(status) = child.try_wait().unwrap() {
+                let mut text = String::new();
+                std::io::Read::read_to_string(child.stderr.as_mut().unwrap(), &mut text).unwrap();
+                panic!("a builder ended by itself: {status}: {text}");
+            }
+            child.kill().unwrap();
+            child.wait().unwrap();
+            kills += 1;
+        }
+        let found = stat::verify(&store, &[], false).unwrap();
+        assert!(found.damaged.is_empty(), "{:?}", found.damaged);
+        verified += found.images;
+    }
+    println!("{kills} kills, {verified} images verified");
+    assert!(kills >= 4 && verified > 0);
+    assert_eq!(store.image("keep").unwrap().digest, kept.digest);
+    gc::collect(&store, false).unwrap();
+    for part in ["leases", "staging"] {
+        let left = fs::read_dir(root.join("domains/default").join(part)).unwrap().count();
+        assert_eq!(left, 0, "{part}");
+    }
+    for image in store.images().unwrap() {
+        store.remove(&image.name).unwrap();
+    }
+    let stats = gc::collect(&store, false).unwrap();
+    assert_eq!((stats.objects_kept, stats.trees_kept), (0, 0));
+}
+
+#[test]
+fn threads_that_build_the_same_content_make_it_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    sample(&tree);
+    let root = dir.path().join("s");
+    let digests: Vec<_> = std::thread::scope(|scope| {
+        let build = |i: u32| {
+            let (root, tree) = (&root, &tree);
+            scope.spawn(move || {
+                let store = Store::open(root, "default").unwrap();
+                build_dir(&store, &format!("n{i}"), tree).unwrap().digest
+            })
+        };
+        let threads: Vec<_> = (0..6).map(build).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert!(digests.iter().all(|digest| *digest == digests[0]));
+    let store = Store::open(&root, "default").unwrap();
+    let (total, _) = stat::stat(&store, &[]).unwrap();
+    assert_eq!((total.images, total.objects), (6, 2));
+    assert!(stat::verify(&store, &[], false).unwrap().damaged.is_empty());
+}
+
+#[test]
+fn sidecars_are_only_a_shortcut() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    sample(&tree);
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    let list = store.tree_objects(&record.digest).unwrap();
+    let sidecar = store.tree_path(&record.digest).with_extension("objects");
+    let bytes = fs::read(&sidecar).unwrap();
+    for spoiled in [Vec::new(), bytes[..bytes.len() - 44].to_vec(), vec![0; bytes.len()]] {
+        fs::write(&sidecar, spoiled).unwrap();
+        assert_eq!(store.tree_objects(&record.digest).unwrap(), list);
+    }
+    // With the metadata image gone as well, nobody knows what is needed: the collector must not guess.
+    fs::remove_file(store.tree_path(&record.digest)).unwrap();
+    let error = gc::collect(&store, false).unwrap_err().to_string();
+    assert!(error.contains("removes nothing") && error.contains("(x)"), "{error}");
+    assert!(list.iter().all(|(digest, ..)| store.object_path(digest).exists()));
+}
+
+/// Any tree a user could make.
+fn any_tree() -> impl Strategy<Value = Tree> {
+    let name = proptest::collection::vec(any::<u8>().prop_filter("no slash, no NUL", |b| *b != b'/' && *b != 0), 1..40)
+        .prop_filter("a name", |name| name != b"." && name != b"..");
+    let data = prop_oneof![
+        proptest::collection::vec(any::<u8>(), 0..64).prop_map(|bytes| Data::Inline(bytes.into())),
+        (any::<[u8; 32]>(), 65u64..1 << 43)
+            .prop_map(|(raw, size)| Data::Object(pagefold_image::digest::Digest(raw), size)),
+    ];
+    let kind = prop_oneof![
+        4 => data.prop_map(Kind::File),
+        2 => Just(Kind::Dir(BTreeMap::new())),
+        1 => proptest::collection::vec(1u8.., 1..4090).prop_map(|target| Kind::Symlink(target.into())),
+        1 => (0u32..1 << 12, 1u32..1 << 20).prop_map(|(major, minor)| Kind::Char(major, minor)),
+        1 => (0u32..1 << 12, 0u32..1 << 20).prop_map(|(major, minor)| Kind::Block(major, minor)),
+        1 => Just(Kind::Fifo),
+        1 => Just(Kind::Socket),
+    ];
+    let xattrs = proptest::collection::btree_map(
+        proptest::collection::vec(1u8.., 1..30).prop_map(|rest| [b"user.", &rest[..]].concat().into_boxed_slice()),
+        proptest::collection::vec(any::<u8>(), 0..300).prop_map(Vec::into_boxed_slice),
+        0..4,
+    );
+    let meta = (0u16..0o10000, any::<u32>(), any::<u32>(), any::<i64>(), 0u32..1_000_000_000, xattrs)
+        .prop_map(|(mode, uid, gid, mtime_s, mtime_ns, xattrs)| Meta { mode, uid, gid, mtime_s, mtime_ns, xattrs });
+    let steps = proptest::collection::vec((any::<u16>(), name, meta, kind, any::<bool>()), 0..120);
+    steps.prop_map(|steps| {
+        let mut tree = Tree::default();
+        let (mut dirs, mut files) = (vec![0], Vec::new());
+        for (place, name, meta, kind, link) in steps {
+            let dir = dirs[usize::from(place) % dirs.len()];
+            if tree.child(dir, &name).is_some() {
+                continue;
+            }
+            if link && !files.is_empty() {
+                let id = files[usize::from(place) % files.len()];
+                tree.link(dir, &name, id).unwrap();
+                continue;
+            }
+            let is_dir = matches!(kind, Kind::Dir(_));
+            let id = tree.add(Inode { meta, kind });
+            tree.link(dir, &name, id).unwrap();
+            if is_dir { dirs.push(id) } else { files.push(id) }
+        }
+        tree
+    })
+}
+
+fn flatten(tree: &Tree) -> Vec<(Vec<u8>, Option<Inode>, u32)> {
+    let (_, names) = tree.reachable();
+    let mut all = Vec::new();
+    tree.walk(|path, id| {
+        let mut inode = tree.inode(id).clone();
+        let links = if matches!(inode.kind, Kind::Dir(_)) { 0 } else { names[id as usize] };
+        if let Kind::Dir(names) = &mut inode.kind {
+            names.clear();
+        }
+        all.push((path.to_vec(), Some(inode), links));
+    });
+    all
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_tree_survives_the_image_format(tree in any_tree()) {
+        for layout in [erofs::Layout::Metadata, erofs::Layout::Full] {
+            // Self-contained images have room for 16 TiB in all.
+            let objects: u64 = tree.objects().iter().map(|object| object.1).sum();
+            if layout == erofs::Layout::Full && objects > 1 << 43 {
+                continue;
+            }
+            let image = erofs::write(&tree, layout).unwrap();
+            let read = erofs::read(&image.head, erofs::Limits::default()).unwrap();
+            prop_assert_eq!(flatten(&read), flatten(&tree));
+            prop_assert_eq!(erofs::write(&read, layout).unwrap().head, image.head);
+        }
+    }
+
+    #[test]
+    fn no_bytes_make_the_reader_panic(mut bytes in Just(()).prop_flat_map(|()| any_tree()).prop_map(|tree| {
+        erofs::write(&tree, erofs::Layout::Metadata).unwrap().head
+    }), flips in proptest::collection::vec((any::<u32>(), any::<u8>()), 1..30)) {
+        for (at, value) in flips {
+            let length = bytes.len();
+            bytes[at as usize % length] = value;
+        }
+        // The checksum only covers the first block; mend it so that the rest is reached.
+        let _ = erofs::read(&bytes, erofs::Limits { inodes: 10_000 });
+    }
+}
+
+/// What real tools write of one image, in every container format, is one image to us.
+#[test]
+fn what_skopeo_writes_is_read() {
+    if Command::new("skopeo").arg("--version").stdout(Stdio::null()).status().is_err() {
+        println!("SKIPPED: skopeo is not installed");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    sample(&tree);
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    let layout = dir.path().join("oci");
+    export::oci(&store, &record, &store.tree(&record.digest).unwrap(), &layout, &Progress::silent()).unwrap();
+    let from = format!("oci:{}", layout.display());
+    for (format, path, extra) in [
+        ("docker-archive:", "docker.tar", &[][..]),
+        ("oci-archive:", "oci.tar", &[]),
+        ("oci:", "zstd", &["--dest-compress-format", "zstd"]),
+        ("oci:", "gzip", &["--dest-compress-format", "gzip"]),
+    ] {
+        let path = dir.path().join(path);
+        let to = format!("{format}{}:name:1", path.display());
+        let out =
+            Command::new("skopeo").args(["--insecure-policy", "copy", "-q"]).args(extra).args([&from, &to]).output();
+        let out = out.unwrap();
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        assert!(oci::is_image(&path).unwrap());
+        let build = store.build().unwrap();
+        let (tree, _) =
+            oci::import(&build, &path, None, Limits::default(), &mut Notes::default(), &Progress::silent()).unwrap();
+        let again = build.publish("again", &tree, "skopeo", Default::default(), vec![]).unwrap();
+        assert_eq!(again.digest, record.digest, "{to}");
+    }
+}
