@@ -1,0 +1,123 @@
+//! A memory dump, a guest's backing file, or any other file, as pages of 4 KiB.
+
+use crate::error::Lost;
+use crate::record::Kind;
+use crate::source::{Identity, Pages, Plan, Source, Unit};
+use pagefold_os::PAGE_SIZE;
+use rustix::fs::{SeekFrom, seek};
+use std::fs::File;
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+const UNIT_PAGES: u64 = (32 << 20) / PAGE_SIZE as u64;
+
+/// A file. A last page that is not whole counts as if zeros followed, as in memory.
+#[derive(Debug)]
+pub struct Dump {
+    path: PathBuf,
+    file: File,
+    bytes: u64,
+}
+
+impl Dump {
+    /// Opens `path`.
+    ///
+    /// # Errors
+    /// Why it cannot be scanned: absent, refused, or nothing that has pages.
+    pub fn open(path: &Path) -> Result<Dump, Lost> {
+        let kind = std::fs::metadata(path)?.file_type();
+        if kind.is_dir() {
+            return Err(Lost::Unfit("is a directory; `--tree DIR` scans one"));
+        }
+        if !kind.is_file() && !kind.is_block_device() {
+            return Err(Lost::Unfit("is neither a file nor a block device"));
+        }
+        // Without O_NONBLOCK the open would wait if a pipe took the file's place just now.
+        let file = File::options().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)?;
+        let bytes = if kind.is_block_device() {
+            seek(&file, SeekFrom::End(0)).map_err(std::io::Error::from)?
+        } else {
+            file.metadata()?.len()
+        };
+        Ok(Dump { path: path.to_owned(), file, bytes })
+    }
+
+    /// Device and inode: two paths with the same are the same file.
+    ///
+    /// # Errors
+    /// As fstat(2).
+    pub fn device_and_inode(&self) -> Result<(u64, u64), Lost> {
+        let meta = self.file.metadata()?;
+        Ok((meta.dev(), meta.ino()))
+    }
+
+    /// The next range of bytes in `at..end` that is no hole.
+    fn data(&self, at: u64, end: u64) -> (u64, u64) {
+        let start = match seek(&self.file, SeekFrom::Data(at)) {
+            Ok(start) => start.min(end),
+            Err(rustix::io::Errno::NXIO) => end,
+            // A file system without holes.
+            Err(_) => return (at, end),
+        };
+        let stop = seek(&self.file, SeekFrom::Hole(start)).map_or(end, |stop| stop.clamp(start, end));
+        (start, stop)
+    }
+}
+
+impl Source for Dump {
+    fn identity(&self) -> Identity {
+        Identity { pid: None, name: self.path.display().to_string(), domain: 0 }
+    }
+
+    fn plan(&self) -> Result<Plan, Lost> {
+        let pages = self.bytes.div_ceil(PAGE_SIZE as u64);
+        let unit = |first_page| Unit {
+            first_page,
+            page_count: UNIT_PAGES.min(pages - first_page),
+            kind: Kind::Own,
+            reason: None,
+            continues: first_page > 0,
+        };
+        let units = (0..pages).step_by(UNIT_PAGES as usize).map(unit).collect();
+        Ok(Plan { units, bytes: self.bytes, ..Plan::default() })
+    }
+
+    fn read(&self, unit: &Unit, buffer: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
+        const PAGE: u64 = PAGE_SIZE as u64;
+        let end_page = unit.first_page + unit.page_count;
+        let mut page = unit.first_page;
+        while page < end_page {
+            let (start, stop) = self.data(page * PAGE, end_page * PAGE);
+            pages.take_holes(start / PAGE - page);
+            page = start / PAGE;
+            let stop_page = stop.div_ceil(PAGE).min(end_page);
+            while page < stop_page {
+                let want = buffer.len().min((stop_page - page) as usize * PAGE_SIZE);
+                let got = read_full(&self.file, &mut buffer[..want], page * PAGE)?;
+                if got == 0 {
+                    // Cut short since it was planned: what is gone is no page.
+                    return Ok(());
+                }
+                let whole = got.next_multiple_of(PAGE_SIZE);
+                buffer[got..whole].fill(0);
+                pages.take(page, false, false, &buffer[..whole]);
+                page += (whole / PAGE_SIZE) as u64;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Reads until `buffer` is full or the file ends.
+fn read_full(file: &File, buffer: &mut [u8], offset: u64) -> Result<usize, Lost> {
+    let mut got = 0;
+    while got < buffer.len() {
+        match file.read_at(&mut buffer[got..], offset + got as u64) {
+            Ok(0) => break,
+            Ok(bytes) => got += bytes,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(got)
+}

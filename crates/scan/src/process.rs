@@ -1,0 +1,236 @@
+//! A running process, read through /proc.
+//!
+//! Its files are opened when the first unit is read and closed after the last,
+//! so that a scan of thousands of processes keeps few files open. `/proc/PID/mem`
+//! and `/proc/PID/pagemap` stay bound to the memory they were opened on, and the
+//! start time of the process is compared after opening: a process that takes over
+//! a dead one's number is never read in its place.
+
+use crate::error::Lost;
+use crate::record::Kind;
+use crate::smaps::{self, Reason, Verdict};
+use crate::source::{Identity, Pages, Plan, Source, Unit};
+use pagefold_os::fd::Fd;
+use pagefold_os::pagemap::{self, Query, Region};
+use pagefold_os::{Errno, PAGE_SIZE, Range, procfs};
+use std::ffi::CString;
+use std::os::unix::fs::MetadataExt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Pages in a unit at least: large enough that handing it out costs nothing, small enough to share out well.
+const UNIT_PAGES: u64 = (32 << 20) / PAGE_SIZE as u64;
+/// Units of one mapping at most; a mapping of terabytes is mostly absent.
+const UNITS_PER_AREA: u64 = 4096;
+/// /proc/PID/pagemap, "page exclusively mapped".
+const EXCLUSIVE: u64 = 1 << 56;
+/// /proc/PID/pagemap, "page present".
+const PRESENT: u64 = 1 << 63;
+/// Pages whose pagemap entries are read at once.
+const ENTRIES: usize = 512;
+
+/// A running process.
+#[derive(Debug)]
+pub struct Process {
+    pid: i32,
+    identity: Identity,
+    started: u64,
+    files: Mutex<Option<Arc<Files>>>,
+}
+
+#[derive(Debug)]
+struct Files {
+    mem: Fd,
+    pagemap: Fd,
+}
+
+impl Process {
+    /// Takes up process `pid`; its domain is its user.
+    ///
+    /// # Errors
+    /// [`Lost::Absent`] if there is no such process.
+    pub fn new(pid: i32) -> Result<Process, Lost> {
+        let started = start_time(pid).ok_or(Lost::Absent)?;
+        let domain = std::fs::metadata(format!("/proc/{pid}"))?.uid().into();
+        let name = procfs::name(pid).ok_or(Lost::Absent)?;
+        let identity = Identity { pid: Some(pid), name, domain };
+        Ok(Process { pid, identity, started, files: Mutex::new(None) })
+    }
+
+    /// Puts the process into `domain`.
+    #[must_use]
+    pub fn with_domain(mut self, domain: u64) -> Process {
+        self.identity.domain = domain;
+        self
+    }
+
+    fn files(&self) -> Result<Arc<Files>, Lost> {
+        let mut slot = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(files) = &*slot {
+            return Ok(files.clone());
+        }
+        let open = |name: &str| -> Result<Fd, Lost> {
+            let path = CString::new(format!("/proc/{}/{name}", self.pid)).map_err(|_| Lost::Absent)?;
+            Ok(Fd::open(&path, libc::O_RDONLY, 0)?)
+        };
+        let opened = open("pagemap").and_then(|pagemap| Ok(Files { pagemap, mem: open("mem")? }));
+        // The kernel says "no such file" of a process that is gone.
+        let files = opened.map_err(|lost| if lost == Lost::Absent { Lost::Vanished } else { lost })?;
+        if start_time(self.pid) != Some(self.started) {
+            return Err(Lost::Vanished);
+        }
+        Ok(slot.insert(Arc::new(files)).clone())
+    }
+}
+
+/// When `pid` started, in clock ticks since boot: with the number, it names a process for good.
+fn start_time(pid: i32) -> Option<u64> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name in parentheses may hold anything, parentheses too.
+    text[text.rfind(')')? + 1..].split_ascii_whitespace().nth(19)?.parse().ok()
+}
+
+impl Source for Process {
+    fn identity(&self) -> Identity {
+        self.identity.clone()
+    }
+
+    fn plan(&self) -> Result<Plan, Lost> {
+        let mut plan = Plan::default();
+        let mut areas = 0u64;
+        smaps::of_process(self.pid, |area| {
+            areas += 1;
+            plan.swapped += area.swapped;
+            let clean = area.clean_file_pages();
+            if clean > 0 {
+                *plan.left_out.entry(Reason::PageCache).or_default() += clean;
+            }
+            match area.verdict {
+                Some(Verdict::Skip(reason)) if area.skipped_pages() > 0 => {
+                    *plan.left_out.entry(reason).or_default() += area.skipped_pages();
+                }
+                Some(Verdict::Merged) => {
+                    plan.merged += area.range.pages().saturating_sub(area.anonymous);
+                    if area.anonymous > 0 {
+                        *plan.left_out.entry(Reason::Broken).or_default() += area.anonymous;
+                    }
+                }
+                Some(Verdict::Read(kind, reason)) if kind == Kind::Pool || area.anonymous > 0 => {
+                    let read = if kind == Kind::Pool { area.resident } else { area.anonymous };
+                    plan.bytes += read * PAGE_SIZE as u64;
+                    add_units(&mut plan.units, area.range, kind, reason);
+                }
+                _ => {}
+            }
+        })
+        .map_err(|lost| if lost == Lost::Absent { Lost::Vanished } else { lost })?;
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid)).unwrap_or_default();
+        plan.pinned = procfs::field(&status, "VmPin").unwrap_or(0) * 1024 / PAGE_SIZE as u64;
+        Ok(plan)
+    }
+
+    fn read(&self, unit: &Unit, buffer: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
+        let files = self.files()?;
+        let range = Range::pages_from(unit.first_page * PAGE_SIZE as u64, unit.page_count);
+        let mut regions = [Region::default(); 256];
+        let mut walked = range.start;
+        while walked < range.end {
+            let left = Range { start: walked, end: range.end };
+            let (count, end) = pagemap::scan(&files.pagemap, left, query(unit.kind), &mut regions)?;
+            for region in &regions[..count] {
+                if region.categories & pagemap::PFNZERO != 0 {
+                    pages.take_zero_mapped((region.end - region.start) / PAGE_SIZE as u64);
+                } else {
+                    files.read_region(region, buffer, pages)?;
+                }
+            }
+            pages.beat();
+            if end <= walked {
+                break;
+            }
+            walked = end;
+        }
+        Ok(())
+    }
+
+    fn close(&self) {
+        *self.files.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}
+
+/// Present pages; of a pool's mapping the file's pages too, else only the process's own.
+fn query(kind: Kind) -> Query {
+    let own = if kind == Kind::Pool { 0 } else { pagemap::FILE };
+    Query {
+        all_of: pagemap::PRESENT | own,
+        inverted: own,
+        report: pagemap::PFNZERO | pagemap::HUGE,
+        ..Query::default()
+    }
+}
+
+fn add_units(units: &mut Vec<Unit>, range: Range, kind: Kind, reason: Option<Reason>) {
+    let step = UNIT_PAGES.max(range.pages().div_ceil(UNITS_PER_AREA));
+    let first = range.start / PAGE_SIZE as u64;
+    let mut done = 0;
+    while done < range.pages() {
+        let page_count = step.min(range.pages() - done);
+        units.push(Unit { first_page: first + done, page_count, kind, reason, continues: done > 0 });
+        done += page_count;
+    }
+}
+
+impl Files {
+    fn read_region(&self, region: &Region, buffer: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
+        let huge = region.categories & pagemap::HUGE != 0;
+        let mut first = region.start / PAGE_SIZE as u64;
+        let end = region.end / PAGE_SIZE as u64;
+        let mut entries = [0u8; ENTRIES * 8];
+        while first < end {
+            let want = (end - first).min(ENTRIES as u64) as usize;
+            let got = self.pagemap.read_at(&mut entries[..want * 8], first * 8)? / 8;
+            if got == 0 {
+                return Err(Lost::Vanished);
+            }
+            let (entries, _) = entries[..got * 8].as_chunks::<8>();
+            let entry = |index: usize| u64::from_ne_bytes(entries[index]) & (EXCLUSIVE | PRESENT);
+            let mut at = 0;
+            while at < got {
+                let same = (at..got).take_while(|&index| entry(index) == entry(at)).count();
+                if entry(at) & PRESENT != 0 {
+                    let shared = entry(at) & EXCLUSIVE == 0;
+                    self.read_pages(first + at as u64, same, shared, huge, buffer, pages)?;
+                }
+                at += same;
+            }
+            first += got as u64;
+        }
+        Ok(())
+    }
+
+    /// Reads `count` pages from `first` on; pages that went away meanwhile are skipped.
+    fn read_pages(
+        &self,
+        mut first: u64,
+        mut count: usize,
+        shared: bool,
+        huge: bool,
+        buffer: &mut [u8],
+        pages: &mut Pages,
+    ) -> Result<(), Lost> {
+        while count > 0 {
+            let want = buffer.len().min(count * PAGE_SIZE);
+            let taken = match self.mem.read_at(&mut buffer[..want], first * PAGE_SIZE as u64) {
+                // End of file: the memory has no user left.
+                Ok(0) => return Err(Lost::Vanished),
+                Ok(bytes) => bytes / PAGE_SIZE,
+                Err(Errno(libc::EIO | libc::EFAULT)) => 0,
+                Err(errno) => return Err(errno.into()),
+            };
+            pages.take(first, shared, huge, &buffer[..taken * PAGE_SIZE]);
+            let passed = taken.max(1);
+            first += passed as u64;
+            count -= passed;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,270 @@
+//! /proc/PID/smaps, and what each mapping means to a merge.
+
+use crate::error::Lost;
+use crate::record::Kind;
+use pagefold_os::maps::{self, Map};
+use pagefold_os::{PAGE_SIZE, Range};
+use serde::Serialize;
+use std::fs::File;
+use std::io::Read;
+
+/// Why present pages would not be merged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reason {
+    /// Writes are meant to be seen by others.
+    SharedMapping,
+    /// A file's pages, which the kernel's page cache shares already.
+    PageCache,
+    /// The process's own copies of a file's pages: UFFDIO_MOVE refuses them.
+    FileCopy,
+    /// mlock: the program asked that no access ever waits.
+    Locked,
+    /// MADV_DONTDUMP, which marks secrets; not even read.
+    DontDump,
+    /// MADV_WIPEONFORK, which marks secrets; not even read.
+    WipeOnFork,
+    /// Huge pages from hugetlbfs.
+    HugeTlb,
+    /// Can be executed.
+    Executable,
+    /// The main thread's stack, which grows.
+    Stack,
+    /// Cannot be written, so that a page cannot be put back in place.
+    ReadOnly,
+    /// mseal: the mapping may not be replaced.
+    Sealed,
+    /// Merged by pagefold and written since; they merge again when they are silent.
+    Broken,
+    /// Another userfaultfd owns the range, and could hold whoever reads it.
+    Userfaultfd,
+    /// Memory of devices and of the kernel.
+    Special,
+}
+
+impl Reason {
+    /// The reason in words.
+    pub const fn words(self) -> &'static str {
+        match self {
+            Reason::SharedMapping => "shared mapping: others must see writes to it",
+            Reason::PageCache => "file pages: the page cache shares them already",
+            Reason::FileCopy => "changed pages of private file mappings",
+            Reason::Locked => "locked (mlock)",
+            Reason::DontDump => "secret (MADV_DONTDUMP)",
+            Reason::WipeOnFork => "secret (MADV_WIPEONFORK)",
+            Reason::HugeTlb => "huge TLB pages",
+            Reason::Executable => "executable",
+            Reason::Stack => "main stack",
+            Reason::ReadOnly => "read-only or without access",
+            Reason::Sealed => "sealed (mseal)",
+            Reason::Broken => "merged once and written since",
+            Reason::Userfaultfd => "another userfaultfd owns the range",
+            Reason::Special => "memory of devices or of the kernel",
+        }
+    }
+}
+
+/// What to do about a mapping.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// Read its present anonymous pages; they are of this kind, and if only the kernel can merge them, why.
+    Read(Kind, Option<Reason>),
+    /// It shows pages of pagefold's pool, but for those that were written since. Reading it would fault pages in.
+    Merged,
+    /// Leave it alone.
+    Skip(Reason),
+}
+
+/// One mapping with the pages it holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Area {
+    pub range: Range,
+    pub verdict: Option<Verdict>,
+    pub resident: u64,
+    pub anonymous: u64,
+    pub swapped: u64,
+    huge_tlb: u64,
+    head: Head,
+}
+
+/// What the first line tells, kept until the flags are known.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Head {
+    prot: i32,
+    shared: bool,
+    plain: bool,
+    file: bool,
+    pool: bool,
+    stack: bool,
+    special: bool,
+}
+
+/// Names that the kernel shows for memory files of pagefold's pool.
+const POOL_PREFIX: &[u8] = b"/memfd:pagefold";
+
+impl Area {
+    fn new(map: &Map<'_>) -> Area {
+        let bracket = map.name.starts_with(b"[") && !map.name.starts_with(b"[anon:") && map.name != b"[heap]";
+        let stack = map.name.starts_with(b"[stack");
+        let head = Head {
+            prot: map.prot,
+            shared: map.shared,
+            plain: map.is_plain_anonymous(),
+            file: map.inode != 0 || map.name.starts_with(b"/"),
+            pool: map.name.starts_with(POOL_PREFIX),
+            stack,
+            special: bracket && !stack,
+        };
+        Area { range: map.range, verdict: None, resident: 0, anonymous: 0, swapped: 0, huge_tlb: 0, head }
+    }
+
+    /// Decides, now that `flags` (VmFlags) are known.
+    fn judge(&mut self, flags: &str) {
+        let has = |flag: &str| flags.split_ascii_whitespace().any(|word| word == flag);
+        let head = &self.head;
+        let kernel_only = |reason| Verdict::Read(Kind::KernelOnly, Some(reason));
+        let writable = libc::PROT_READ | libc::PROT_WRITE;
+        self.verdict = Some(if has("ht") {
+            Verdict::Skip(Reason::HugeTlb)
+        } else if head.pool && head.shared {
+            // The agent's own window to the pool: what is in there, a merge need not store again.
+            Verdict::Read(Kind::Pool, None)
+        } else if head.pool {
+            Verdict::Merged
+        } else if head.shared || has("sh") {
+            Verdict::Skip(Reason::SharedMapping)
+        } else if head.special || has("io") || has("pf") {
+            Verdict::Skip(Reason::Special)
+        } else if has("um") || has("ui") {
+            Verdict::Skip(Reason::Userfaultfd)
+        } else if has("dd") {
+            Verdict::Skip(Reason::DontDump)
+        } else if has("wf") {
+            Verdict::Skip(Reason::WipeOnFork)
+        } else if head.file {
+            kernel_only(Reason::FileCopy)
+        } else if has("lo") {
+            kernel_only(Reason::Locked)
+        } else if has("sl") {
+            kernel_only(Reason::Sealed)
+        } else if head.prot & libc::PROT_EXEC != 0 {
+            kernel_only(Reason::Executable)
+        } else if head.stack {
+            kernel_only(Reason::Stack)
+        } else if head.prot & writable != writable {
+            kernel_only(Reason::ReadOnly)
+        } else if head.plain {
+            Verdict::Read(Kind::Own, None)
+        } else {
+            kernel_only(Reason::Special)
+        });
+    }
+
+    /// Present pages that are not read although the mapping is: a file's clean ones.
+    pub(crate) fn clean_file_pages(&self) -> u64 {
+        match self.verdict {
+            Some(Verdict::Read(Kind::Pool, _)) => 0,
+            Some(Verdict::Read(..)) if self.head.file => self.resident.saturating_sub(self.anonymous),
+            _ => 0,
+        }
+    }
+
+    /// Present pages of a mapping that is left alone.
+    pub(crate) fn skipped_pages(&self) -> u64 {
+        self.resident.max(self.huge_tlb)
+    }
+}
+
+/// Calls `f` with each mapping that `smaps` describes.
+pub(crate) fn parse(mut smaps: impl Read, mut f: impl FnMut(&Area)) -> Result<(), Lost> {
+    let mut area: Option<Area> = None;
+    let mut buffer = vec![0; 64 << 10];
+    maps::for_each_line(
+        &mut buffer,
+        |out| smaps.read(out).map_err(Lost::from),
+        |line| {
+            if let Some(map) = maps::parse_line(line) {
+                area = Some(Area::new(&map));
+                return;
+            }
+            let (Some(area), Ok(line)) = (&mut area, std::str::from_utf8(line)) else { return };
+            let Some((key, value)) = line.split_once(':') else { return };
+            let kib = || value.split_whitespace().next().and_then(|number| number.parse::<u64>().ok()).unwrap_or(0);
+            let pages = || kib() * 1024 / PAGE_SIZE as u64;
+            match key {
+                "Rss" => area.resident = pages(),
+                "Anonymous" => area.anonymous = pages(),
+                "Swap" => area.swapped = pages(),
+                "Private_Hugetlb" | "Shared_Hugetlb" => area.huge_tlb += pages(),
+                "VmFlags" => {
+                    area.judge(value);
+                    f(area);
+                }
+                _ => {}
+            }
+        },
+    )
+}
+
+/// Calls `f` with each mapping of process `pid`.
+pub(crate) fn of_process(pid: i32, f: impl FnMut(&Area)) -> Result<(), Lost> {
+    parse(File::open(format!("/proc/{pid}/smaps"))?, f)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn verdict(head: &str, flags: &str) -> Verdict {
+        let text = format!("{head}\nSize: 8 kB\nRss:    8 kB\nAnonymous: 4 kB\nSwap: 4 kB\nVmFlags: {flags}\n");
+        let mut found = None;
+        parse(text.as_bytes(), |area| {
+            assert_eq!((area.resident, area.anonymous, area.swapped), (2, 1, 1));
+            found = area.verdict;
+        })
+        .expect("text reads");
+        found.expect("one mapping")
+    }
+
+    #[test]
+    fn each_kind_of_mapping_is_told_apart() {
+        let anonymous = "10000-12000 rw-p 00000000 00:00 0 ";
+        let kernel_only = |reason| Verdict::Read(Kind::KernelOnly, Some(reason));
+        for (head, flags, expected) in [
+            (anonymous, "rd wr mr mw me ac", Verdict::Read(Kind::Own, None)),
+            (anonymous, "rd wr mr mw me ac uw mg", Verdict::Read(Kind::Own, None)),
+            ("10000-12000 rw-p 0 00:00 0  [heap]", "rd wr", Verdict::Read(Kind::Own, None)),
+            ("10000-12000 rw-p 0 00:00 0  [anon:arena]", "rd wr", Verdict::Read(Kind::Own, None)),
+            (anonymous, "rd wr lo", kernel_only(Reason::Locked)),
+            (anonymous, "rd wr sl", kernel_only(Reason::Sealed)),
+            (anonymous, "rd wr dd", Verdict::Skip(Reason::DontDump)),
+            (anonymous, "rd wr wf", Verdict::Skip(Reason::WipeOnFork)),
+            (anonymous, "rd wr um", Verdict::Skip(Reason::Userfaultfd)),
+            (anonymous, "rd wr ui", Verdict::Skip(Reason::Userfaultfd)),
+            ("10000-12000 rw-p 0 00:0e 7 /anon_hugepage (deleted)", "rd wr de ht", Verdict::Skip(Reason::HugeTlb)),
+            ("10000-12000 rw-s 0 00:01 7 /dev/zero (deleted)", "rd wr sh", Verdict::Skip(Reason::SharedMapping)),
+            ("10000-12000 r--p 0 00:00 0 [vvar]", "rd mr pf io de dd", Verdict::Skip(Reason::Special)),
+            ("10000-12000 rwxp 0 00:00 0 ", "rd wr ex", kernel_only(Reason::Executable)),
+            ("10000-12000 r--p 0 00:00 0 ", "rd mr", kernel_only(Reason::ReadOnly)),
+            ("10000-12000 rw-p 0 00:00 0 [stack]", "rd wr gd", kernel_only(Reason::Stack)),
+            ("10000-12000 rw-p 0 fe:00 7 /lib/libc.so.6", "rd wr", kernel_only(Reason::FileCopy)),
+            ("10000-12000 rw-p 0 00:01 7 /memfd:pagefold-pool (deleted)", "rd wr um", Verdict::Merged),
+            ("10000-12000 r--s 0 00:01 7 /memfd:pagefold-pool:x", "rd sh", Verdict::Read(Kind::Pool, None)),
+            ("10000-12000 rw-s 0 00:01 7 /memfd:other", "rd wr sh", Verdict::Skip(Reason::SharedMapping)),
+        ] {
+            assert_eq!(verdict(head, flags), expected, "{head} {flags}");
+        }
+    }
+
+    #[test]
+    fn our_own_mappings_are_all_seen() {
+        let mut areas = 0;
+        of_process(std::process::id() as i32, |area| {
+            assert!(area.range.start < area.range.end && area.verdict.is_some());
+            areas += 1;
+        })
+        .expect("we may read ourselves");
+        assert!(areas > 5);
+        assert_eq!(of_process(-1, |_| {}), Err(Lost::Absent));
+    }
+}
