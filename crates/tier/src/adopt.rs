@@ -1,0 +1,270 @@
+//! Adoption: a successor takes the arena of a dead owner over.
+//!
+//! There is no index in the arena to trust or to repair. The page words are
+//! the truth; one walk over the leaves finds every content that is wanted,
+//! counts its references, marks its slot, and enters it into the indexes. What
+//! no word names was being written or freed when the owner died, and is free.
+//! A word that names something that cannot be a content is replaced by "lost":
+//! its page answers with an error, never with wrong bytes.
+//!
+//! This file reads bytes that anybody may have written: every number is
+//! checked before it is used. It is fuzzed (`fuzz/fuzz_targets/tier_adopt.rs`).
+
+use crate::arena::Arena;
+use crate::codec::Codec;
+use crate::config::Config;
+use crate::error::AdoptError;
+use crate::index::Region;
+use crate::layout::{
+    self, DICTIONARIES, LEAF_PAGES, LEAVES_PER_SLAB, MAGIC, PATCHES_SHIFT, RECORD_CLUSTER, Shown, record_pages,
+    split_key, superblock,
+};
+use crate::tier::Tier;
+use crate::writeback::{Backing, SEGMENT_BYTES};
+use pagefold_os::fd::Fd;
+use pagefold_os::{Errno, PAGE_SIZE};
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// What an adoption found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Adopted {
+    /// Pages that are here.
+    pub pages: u64,
+    /// Contents that they show.
+    pub contents: u64,
+    /// Regions that they belong to.
+    pub regions: u64,
+    /// Pages whose content cannot be one: lost.
+    pub pages_lost: u64,
+}
+
+/// Start time of a process, in clock ticks since boot; `None` if it does not run.
+pub(crate) fn start_time(pid: u32) -> Option<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name in parentheses may hold anything.
+    let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
+    let state = fields.next()?;
+    if state == "Z" || state == "X" {
+        return None;
+    }
+    fields.nth(18)?.parse().ok()
+}
+
+/// A region being put together.
+#[derive(Default)]
+struct Found {
+    pages: u64,
+    leaves: Vec<(u64, u32)>,
+    record: Option<(u64, u32)>,
+}
+
+impl Tier {
+    /// Takes over the arena `fd` of a dead owner, with the file that it wrote back to if it had one.
+    ///
+    /// Limit and key come from the arena, everything else from `config`.
+    ///
+    /// # Errors
+    /// It is no arena of this version, its owner is alive, or the kernel gives no memory.
+    pub fn adopt(fd: Fd, backing: Option<Box<dyn Backing>>, config: Config) -> Result<(Tier, Adopted), AdoptError> {
+        let mut arena = Arena::open(fd)?;
+        let word = |arena: &Arena, at: usize| arena.word(at).load(Ordering::Acquire);
+        if word(&arena, superblock::MAGIC) != MAGIC {
+            return Err(AdoptError::Format("magic number"));
+        }
+        if word(&arena, superblock::GEOMETRY) != layout::geometry() {
+            return Err(AdoptError::Format("version or geometry"));
+        }
+        if word(&arena, superblock::SLABS) != arena.slabs() as u64 {
+            return Err(AdoptError::Format("length"));
+        }
+        let key = [word(&arena, superblock::KEY), word(&arena, superblock::KEY + 1)];
+        let bytes_max = word(&arena, superblock::BYTES_MAX);
+        arena.set_bytes_max(bytes_max);
+        let check = word(&arena, superblock::CHECK);
+        let pid = word(&arena, superblock::OWNER_PID) as u32;
+        if pid != 0 && start_time(pid).is_some_and(|start| start == word(&arena, superblock::OWNER_START)) {
+            return Err(AdoptError::OwnerAlive { pid });
+        }
+        let tier = Tier::over(arena, Config { bytes_max, key, ..config }, backing);
+        if tier.superblock_check() != check {
+            return Err(AdoptError::Format("checksum"));
+        }
+        if crate::arena::slabs_for(bytes_max.min(1 << 40)) != tier.arena.slabs() {
+            return Err(AdoptError::Format("length"));
+        }
+        // The newest dictionary is loaded last and used for what comes.
+        for number in 1..=DICTIONARIES {
+            tier.load_dictionary(number);
+        }
+        let adopted = tier.rebuild()?;
+        tier.own();
+        Ok((tier, adopted))
+    }
+
+    fn rebuild(&self) -> Result<Adopted, AdoptError> {
+        let mut adopted = Adopted::default();
+        let leaves = self.find_leaves();
+        let mut regions: HashMap<u32, Found> = HashMap::new();
+        for (key, leaf) in leaves {
+            let (region, cluster) = split_key(key);
+            if cluster == RECORD_CLUSTER {
+                let pages = record_pages(self.arena.leaf(leaf)[0].load(Ordering::Relaxed));
+                if pages.is_some() {
+                    self.arena.adopt_leaf(leaf);
+                    regions.entry(region).or_default().record = pages.map(|pages| (pages, leaf));
+                } else {
+                    self.clear_leaf(leaf);
+                }
+                continue;
+            }
+            let mut held = 0;
+            for word in self.arena.leaf(leaf) {
+                let shown = match Shown::from_word(word.load(Ordering::Relaxed)) {
+                    Shown::Content(at) if !self.adopt_content(at) => Shown::Lost,
+                    shown => shown,
+                };
+                if shown != Shown::Nothing {
+                    held += 1;
+                    word.store(shown.word(), Ordering::Relaxed);
+                }
+                adopted.pages_lost += u64::from(shown == Shown::Lost);
+                if matches!(shown, Shown::Fill(_)) {
+                    self.counters.pages_filled.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+            if held == 0 {
+                self.arena.leaf_key(leaf).store(0, Ordering::Release);
+                continue;
+            }
+            self.arena.adopt_leaf(leaf);
+            let found = regions.entry(region).or_default();
+            found.pages += held;
+            found.leaves.push((cluster, leaf));
+            adopted.pages += held;
+        }
+        self.arena.finish_adoption().map_err(AdoptError::Memory)?;
+        if let Some(disk) = &self.disk {
+            disk.finish_adoption();
+        }
+        adopted.regions = regions.len() as u64;
+        adopted.contents = self.counters.contents.load(Ordering::Relaxed);
+        self.counters.pages.store(adopted.pages, Ordering::Relaxed);
+        let mut map = self.regions.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+        for (id, found) in regions {
+            let inside =
+                |pages: u64| found.leaves.iter().all(|(cluster, _)| *cluster < pages.div_ceil(LEAF_PAGES as u64));
+            // A length that the pages contradict is not believed.
+            let pages = found.record.map(|(pages, _)| pages).filter(|pages| inside(*pages));
+            let region = Region::new(id, pages, &self.sparse).ok_or(AdoptError::Memory(Errno(libc::ENOMEM)))?;
+            if let Some((_, leaf)) = found.record {
+                let _ = region.record.set(leaf);
+            }
+            for (cluster, leaf) in found.leaves {
+                region.directory.set(cluster, leaf);
+            }
+            region.stored.store(found.pages, Ordering::Relaxed);
+            map.insert(id, Arc::new(region));
+        }
+        Ok(adopted)
+    }
+
+    /// The leaves with a key, each key once.
+    fn find_leaves(&self) -> Vec<(u64, u32)> {
+        let mut leaves = Vec::new();
+        for slab in self.arena.leaf_slabs() {
+            for slot in 0..LEAVES_PER_SLAB {
+                let leaf = (slab << 12 | slot) as u32;
+                let key = self.arena.leaf_key(leaf).load(Ordering::Acquire);
+                if split_key(key).0 != 0 {
+                    leaves.push((key, leaf));
+                } else {
+                    // Words without a key belong to a leaf that was being made.
+                    self.clear_leaf(leaf);
+                }
+            }
+        }
+        leaves.sort_unstable();
+        // No owner writes a key twice; if somebody did, the first one counts.
+        let mut last = None;
+        leaves.retain(|(key, leaf)| {
+            let first = last.replace(*key) != Some(*key);
+            if !first {
+                self.clear_leaf(*leaf);
+            }
+            first
+        });
+        leaves
+    }
+
+    /// Makes a leaf ready to be given again; writes only where something is, so that holes stay holes.
+    fn clear_leaf(&self, leaf: u32) {
+        let words = std::iter::once(self.arena.leaf_key(leaf)).chain(self.arena.leaf(leaf));
+        for word in words.filter(|word| word.load(Ordering::Relaxed) != 0) {
+            word.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// Counts a reference to a content, marking it on the first; false if there can be none.
+    fn adopt_content(&self, at: u64) -> bool {
+        if !self.arena.is_slot(at, 0) {
+            return false;
+        }
+        let at = at as usize;
+        let meta = self.meta(at);
+        let len = meta.len as usize;
+        let codec = Codec::from_number(meta.codec_number());
+        let plausible = match codec {
+            Some(Codec::Raw) => len == PAGE_SIZE,
+            Some(Codec::Fill) => len == 8,
+            Some(Codec::Patch) => len > 8 && len <= PAGE_SIZE && !meta.is_on_disk(),
+            Some(Codec::Lz4 | Codec::Zstd) => len > 0 && len <= PAGE_SIZE,
+            None => false,
+        };
+        if !plausible || !self.arena.is_slot(at as u64, meta.resident_len()) {
+            return false;
+        }
+        let in_file = |offset: u64| {
+            let fits = |disk: &crate::writeback::Disk| {
+                let end = offset.checked_add(len as u64);
+                end.is_some_and(|end| end <= disk.bytes_max())
+                    && offset % SEGMENT_BYTES as u64 + len as u64 <= SEGMENT_BYTES as u64
+            };
+            self.disk.as_ref().is_some_and(fits)
+        };
+        if meta.is_on_disk() && !in_file(self.payload_word(at)) {
+            return false;
+        }
+        if codec == Some(Codec::Patch) {
+            let base = self.payload_word(at);
+            let is_base = self.arena.is_slot(base, 0) && {
+                let meta = self.meta(base as usize);
+                !meta.is_on_disk() && meta.codec != Codec::Patch as u8
+            };
+            // The base is counted once per patch, not once per page.
+            if !is_base {
+                return false;
+            }
+            if !self.arena.is_taken(at) {
+                if !self.adopt_content(base) {
+                    return false;
+                }
+                self.arena.word(base as usize + 2).fetch_add(1 << PATCHES_SHIFT, Ordering::Relaxed);
+            }
+        }
+        let words = self.arena.words();
+        if self.arena.adopt_content(at) {
+            // The first reference, of tick 0, no patches: what the dead owner counted is void.
+            words[at + 2].store(1, Ordering::Relaxed);
+            self.count_content(meta, 1);
+            if let Some(disk) = self.disk.as_ref().filter(|_| meta.is_on_disk()) {
+                disk.keep(self.payload_word(at), len);
+            }
+            self.contents.shard(words[at].load(Ordering::Relaxed), words).insert(at);
+        } else {
+            self.add_ref(at);
+        }
+        true
+    }
+}

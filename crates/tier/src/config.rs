@@ -1,0 +1,60 @@
+//! What an owner chooses.
+
+/// How much work a page is worth.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum Effort {
+    /// First cooling: LZ4, quickest to come back.
+    #[default]
+    Fast,
+    /// Second cooling, and parking: Zstandard with the domain's dictionary, or a patch against a near page.
+    Dense,
+}
+
+/// Settings of a [`Tier`](crate::Tier).
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Bytes of memory that the tier may hold, between 4 MiB and 200 GiB. Default 1 GiB.
+    pub bytes_max: u64,
+    /// Secret of the domain: keys the fingerprints. One tier serves one domain. Default: random.
+    pub key: [u64; 2],
+    /// Whether near pages are kept as patches at [`Effort::Dense`]. Default: yes.
+    pub patches: bool,
+    /// Entries of the table that finds near pages, 8 bytes each, rounded up to a power of two; 0 takes one per 8 KiB of
+    /// `bytes_max`, but at most 2^20: 0.1 %. Default 0.
+    pub similar_entries: usize,
+    /// Ticks (calls of [`Tier::tick`](crate::Tier::tick)) after which a page is compressed again, densely. Default 2.
+    pub recompress_ticks: u16,
+    /// Share of the memory in content slabs that may lie in free slots before they are compacted, in percent. Default 10.
+    pub waste_percent: u8,
+    /// Threads that [`Tier::store_many`](crate::Tier::store_many) spreads a batch over. Default: one per processor, at most 8.
+    pub workers: usize,
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            bytes_max: 1 << 30,
+            key: random_key(),
+            patches: true,
+            similar_entries: 0,
+            recompress_ticks: 2,
+            waste_percent: 10,
+            workers: std::thread::available_parallelism().map_or(1, |count| count.get().min(8)),
+        }
+    }
+}
+
+/// 128 random bits from the kernel; without /dev/urandom, from the seed of the standard library's hash maps.
+fn random_key() -> [u64; 2] {
+    let mut bytes = [0_u8; 16];
+    let mut got = 0;
+    if let Ok(mut file) = std::fs::File::open("/dev/urandom") {
+        got = std::io::Read::read(&mut file, &mut bytes).unwrap_or(0);
+    }
+    if got < bytes.len() {
+        use std::hash::{BuildHasher, RandomState};
+        return [RandomState::new().hash_one(1_u8), RandomState::new().hash_one(2_u8)];
+    }
+    let word = |half: usize| u64::from_ne_bytes(bytes[half..half + 8].try_into().unwrap_or([0; 8]));
+    [word(0), word(8)]
+}

@@ -1,0 +1,227 @@
+//! The keeper: a tiny process that holds descriptors for whoever comes next.
+//!
+//! It knows nothing of tiers. Under a name it holds a handful of descriptors;
+//! the owner puts them there (memory file, backing file, the clients'
+//! userfaultfds), and its successor gets them. It speaks packets over a Unix
+//! socket to its own user only, one answer per question:
+//!
+//! | question | answer |
+//! |---|---|
+//! | `P` name + descriptors: hold these, instead of what the name had | status |
+//! | `G` name: what is held under the name | status + descriptors |
+//! | `D` name: let go | status |
+//! | `L`: the names | status + names, each with a NUL behind it |
+//! | `Q`: end | status |
+//!
+//! The status is one byte: 0, or an error number. The loop never waits for one
+//! connection: a peer that does not take its answer within a second is dropped.
+
+use pagefold_os::fd::{Fd, poll};
+use pagefold_os::sock;
+use pagefold_os::{Errno, raw};
+use std::collections::BTreeMap;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Longest name, in bytes.
+pub const NAME_BYTES_MAX: usize = 128;
+/// Most names.
+const NAMES_MAX: usize = 4096;
+/// Most connections at once; a new one pushes the oldest out.
+const CONNECTIONS_MAX: usize = 64;
+/// Longest list of names sent.
+const LIST_BYTES_MAX: usize = 64 * 1024;
+
+fn to_io(errno: Errno) -> io::Error {
+    io::Error::from_raw_os_error(errno.0)
+}
+
+/// Serves on a listening socket until somebody sends `Q`.
+///
+/// # Errors
+/// The listening socket fails; nothing that a peer does is an error here.
+pub fn serve(listener: &Fd) -> io::Result<()> {
+    // SAFETY: a call without arguments.
+    let own_uid = unsafe { libc::geteuid() };
+    let mut held: BTreeMap<Vec<u8>, Vec<Fd>> = BTreeMap::new();
+    let mut peers: Vec<Fd> = Vec::new();
+    loop {
+        let fds = std::iter::once(listener).chain(&peers);
+        let mut polls: Vec<libc::pollfd> =
+            fds.map(|fd| libc::pollfd { fd: fd.raw(), events: libc::POLLIN, revents: 0 }).collect();
+        poll(&mut polls, -1).map_err(to_io)?;
+        let mut closed = Vec::new();
+        for (index, ready) in polls[1..].iter().enumerate().filter(|(_, poll)| poll.revents != 0) {
+            debug_assert_eq!(ready.fd, peers[index].raw());
+            match answer(&peers[index], &mut held) {
+                Ok(Served::More) => {}
+                Ok(Served::End) => return Ok(()),
+                Err(_) => closed.push(index),
+            }
+        }
+        closed.into_iter().rev().for_each(|index| drop(peers.remove(index)));
+        if polls[0].revents != 0 {
+            let Ok(peer) = sock::accept(listener) else { continue };
+            let allowed = sock::peer(&peer).is_ok_and(|cred| cred.uid == own_uid || cred.uid == 0);
+            if allowed && sock::set_timeout(&peer, 1000).is_ok() {
+                if peers.len() == CONNECTIONS_MAX {
+                    peers.remove(0);
+                }
+                peers.push(peer);
+            }
+        }
+    }
+}
+
+enum Served {
+    More,
+    End,
+}
+
+/// Answers one question; an error ends the connection.
+fn answer(peer: &Fd, held: &mut BTreeMap<Vec<u8>, Vec<Fd>>) -> raw::Result<Served> {
+    let mut packet = [0; 1 + NAME_BYTES_MAX];
+    let (len, mut came) = sock::receive(peer, &mut packet, libc::MSG_DONTWAIT)?;
+    let Some((question, name)) = packet[..len].split_first() else { return Err(Errno(libc::EPIPE)) };
+    let status = |errno: i32| [errno as u8];
+    match question {
+        b'P' if !came.is_empty() && !name.is_empty() => {
+            if held.len() >= NAMES_MAX && !held.contains_key(name) {
+                sock::send(peer, &status(libc::ENOSPC), &[])?;
+                return Ok(Served::More);
+            }
+            held.insert(name.to_vec(), (0..came.len()).filter_map(|index| came.take(index)).collect());
+            sock::send(peer, &status(0), &[])?;
+        }
+        b'G' => match held.get(name) {
+            Some(fds) => sock::send(peer, &status(0), &fds.iter().map(Fd::raw).collect::<Vec<_>>())?,
+            None => sock::send(peer, &status(libc::ENOENT), &[])?,
+        },
+        b'D' => {
+            let errno = if held.remove(name).is_some() { 0 } else { libc::ENOENT };
+            sock::send(peer, &status(errno), &[])?;
+        }
+        b'L' => {
+            let mut list = vec![0];
+            for name in held.keys().take_while(|name| name.len() + 1 < LIST_BYTES_MAX) {
+                if list.len() + name.len() + 1 > LIST_BYTES_MAX {
+                    break;
+                }
+                list.extend_from_slice(name);
+                list.push(0);
+            }
+            sock::send(peer, &list, &[])?;
+        }
+        b'Q' => {
+            sock::send(peer, &status(0), &[])?;
+            return Ok(Served::End);
+        }
+        _ => sock::send(peer, &status(libc::EINVAL), &[])?,
+    }
+    Ok(Served::More)
+}
+
+/// A connection to the keeper.
+#[derive(Debug)]
+pub struct Keeper {
+    socket: Fd,
+}
+
+impl Keeper {
+    /// Connects to the keeper at `path`.
+    ///
+    /// # Errors
+    /// As connect(2).
+    pub fn connect(path: &Path) -> io::Result<Keeper> {
+        let socket = sock::connect(path.as_os_str().as_bytes()).map_err(to_io)?;
+        sock::set_timeout(&socket, 5000).map_err(to_io)?;
+        Ok(Keeper { socket })
+    }
+
+    /// Starts `program` (the keeper's own program) on `path`, as a process of its own group that outlives us, and
+    /// connects to it.
+    ///
+    /// # Errors
+    /// It cannot be started, or does not answer within five seconds.
+    pub fn start(program: &Path, path: &Path) -> io::Result<(Keeper, std::process::Child)> {
+        use std::os::unix::process::CommandExt;
+        use std::process::{Command, Stdio};
+        let mut command = Command::new(program);
+        command.arg(path).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
+        let mut child = command.spawn()?;
+        let end = Instant::now() + Duration::from_secs(5);
+        loop {
+            match Keeper::connect(path) {
+                Ok(keeper) => return Ok((keeper, child)),
+                Err(_) if Instant::now() < end && child.try_wait()?.is_none() => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                Err(error) => {
+                    let _ = child.kill();
+                    let _ = child.wait();
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    /// Leaves descriptors under `name`, instead of what was there.
+    ///
+    /// # Errors
+    /// `EINVAL` for a name that is empty or too long or for no descriptors, `ENOSPC` for too many names, and what
+    /// sendmsg(2) says: the keeper is gone.
+    pub fn put(&self, name: &str, fds: &[i32]) -> io::Result<()> {
+        self.ask(b'P', name, fds, &mut [0]).map(drop)
+    }
+
+    /// Gets the descriptors under `name`; the keeper goes on holding them.
+    ///
+    /// # Errors
+    /// `ENOENT` if there are none.
+    pub fn get(&self, name: &str) -> io::Result<Vec<Fd>> {
+        let (_, mut fds) = self.ask(b'G', name, &[], &mut [0])?;
+        Ok((0..fds.len()).filter_map(|index| fds.take(index)).collect())
+    }
+
+    /// Lets the keeper drop what is under `name`.
+    ///
+    /// # Errors
+    /// `ENOENT` if there is nothing.
+    pub fn forget(&self, name: &str) -> io::Result<()> {
+        self.ask(b'D', name, &[], &mut [0]).map(drop)
+    }
+
+    /// The names that something is held under, in order.
+    ///
+    /// # Errors
+    /// The keeper is gone.
+    pub fn names(&self) -> io::Result<Vec<String>> {
+        let mut buffer = vec![0; LIST_BYTES_MAX];
+        let (len, _) = self.ask(b'L', "", &[], &mut buffer)?;
+        let names = buffer[1..len.max(1)].split(|byte| *byte == 0).filter(|name| !name.is_empty());
+        Ok(names.map(|name| String::from_utf8_lossy(name).into_owned()).collect())
+    }
+
+    /// Ends the keeper, and with it what only it holds.
+    ///
+    /// # Errors
+    /// The keeper is gone already.
+    pub fn quit(&self) -> io::Result<()> {
+        self.ask(b'Q', "", &[], &mut [0]).map(drop)
+    }
+
+    fn ask(&self, question: u8, name: &str, fds: &[i32], reply: &mut [u8]) -> io::Result<(usize, sock::Fds)> {
+        if name.len() > NAME_BYTES_MAX {
+            return Err(to_io(Errno(libc::EINVAL)));
+        }
+        let packet = [&[question], name.as_bytes()].concat();
+        sock::send(&self.socket, &packet, fds).map_err(to_io)?;
+        match sock::receive(&self.socket, reply, 0).map_err(to_io)? {
+            (0, _) => Err(to_io(Errno(libc::EPIPE))),
+            (len, fds) if reply[0] == 0 => Ok((len, fds)),
+            _ => Err(to_io(Errno(i32::from(reply[0])))),
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! What the tier counts.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Buckets of the latency histogram: bucket `n` counts loads below 2^n us, from 2^0 on; the last has no bound.
+pub const LATENCY_BUCKETS: usize = 16;
+
+/// A moment's figures. Counters count from the creation or adoption of the tier.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Pages that the tier holds for clients.
+    pub pages: u64,
+    /// Different contents that they show, same-filled pages not counted.
+    pub contents: u64,
+    /// Pages that show a same-filled word.
+    pub pages_filled: u64,
+    /// Contents kept as they are, because they do not compress.
+    pub contents_raw: u64,
+    /// Contents kept by LZ4.
+    pub contents_lz4: u64,
+    /// Contents kept by Zstandard.
+    pub contents_zstd: u64,
+    /// Contents kept as a patch against a near page.
+    pub contents_patch: u64,
+    /// Contents in the backing file.
+    pub contents_on_disk: u64,
+    /// Bytes of payloads in memory.
+    pub payload_bytes: u64,
+    /// Memory of the arena, in bytes: what `bytes_max` limits.
+    pub bytes_held: u64,
+    /// Limit of `bytes_held`.
+    pub bytes_max: u64,
+    /// Part of `bytes_held`: free slots in slabs. Waste that compaction can give back.
+    pub bytes_free_slots: u64,
+    /// Part of `bytes_held`: the difference between slots and what is in them, and ends of slabs. Waste that stays.
+    pub bytes_rounding: u64,
+    /// Part of `bytes_held`: leaves, that is the page words.
+    pub bytes_leaves: u64,
+    /// Memory outside of the arena, in bytes: indexes, directories, free maps, dictionaries. Derived, not adopted.
+    pub bytes_metadata: u64,
+    /// Bytes of payloads in the backing file.
+    pub disk_bytes: u64,
+    /// Bytes of the backing file in use.
+    pub disk_bytes_held: u64,
+    /// Stores that succeeded.
+    pub stores: u64,
+    /// Of these, those whose content was there.
+    pub stores_shared: u64,
+    /// Stores refused for want of room or memory.
+    pub stores_refused: u64,
+    /// Pages brought back.
+    pub loads: u64,
+    /// Of these, those read from the backing file.
+    pub loads_from_disk: u64,
+    /// Loads that had to look again because the page was being changed.
+    pub loads_retried: u64,
+    /// Loads that failed: damaged or unreadable.
+    pub loads_failed: u64,
+    /// Pages discarded.
+    pub discards: u64,
+    /// Contents compressed again, densely.
+    pub recompressed: u64,
+    /// Contents written back.
+    pub written_back: u64,
+    /// Batches that could not be written.
+    pub writeback_errors: u64,
+    /// Contents moved by compaction.
+    pub moved: u64,
+    /// Dictionaries trained.
+    pub dictionaries: u64,
+    /// Loads by time, see [`LATENCY_BUCKETS`].
+    pub load_us: [u64; LATENCY_BUCKETS],
+}
+
+impl Stats {
+    /// Memory that the pages would take, for each byte that they take now; 0 if nothing is held.
+    pub fn ratio(&self) -> f64 {
+        let held = self.bytes_held + self.bytes_metadata;
+        if held == 0 { 0.0 } else { (self.pages * pagefold_os::PAGE_SIZE as u64) as f64 / held as f64 }
+    }
+
+    /// Upper bound in us of the bucket in which quantile `q` of the loads lies; `None` without loads.
+    pub fn load_us_quantile(&self, q: f64) -> Option<u64> {
+        let total: u64 = self.load_us.iter().sum();
+        let wanted = (total as f64 * q).ceil() as u64;
+        let mut sum = 0;
+        let bucket = self.load_us.iter().position(|count| {
+            sum += count;
+            sum >= wanted && sum > 0
+        });
+        bucket.map(|bucket| 1 << bucket)
+    }
+}
+
+macro_rules! counters {
+    ($($name:ident),*) => {
+        /// The counters behind [`Stats`]; each is exact alone, they are not taken at one instant.
+        #[derive(Debug, Default)]
+        pub(crate) struct Counters {
+            $(pub $name: AtomicU64,)*
+            pub load_us: [AtomicU64; LATENCY_BUCKETS],
+        }
+
+        impl Counters {
+            /// Copies them into `stats`.
+            pub(crate) fn fill(&self, stats: &mut Stats) {
+                $(stats.$name = self.$name.load(Ordering::Relaxed);)*
+                for (to, from) in stats.load_us.iter_mut().zip(&self.load_us) {
+                    *to = from.load(Ordering::Relaxed);
+                }
+            }
+        }
+    };
+}
+
+counters!(
+    pages,
+    contents,
+    pages_filled,
+    contents_raw,
+    contents_lz4,
+    contents_zstd,
+    contents_patch,
+    contents_on_disk,
+    payload_bytes,
+    stores,
+    stores_shared,
+    stores_refused,
+    loads,
+    loads_from_disk,
+    loads_retried,
+    loads_failed,
+    discards,
+    recompressed,
+    written_back,
+    writeback_errors,
+    moved,
+    dictionaries
+);
+
+/// Adds one.
+pub(crate) fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+impl Counters {
+    /// Counts a load that took `ns`.
+    pub(crate) fn loaded(&self, ns: u64) {
+        let us = ns / 1000;
+        let bucket = (64 - us.leading_zeros() as usize).min(LATENCY_BUCKETS - 1);
+        count(&self.load_us[bucket]);
+        count(&self.loads);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_are_upper_bounds() {
+        let counters = Counters::default();
+        for ns in [500, 900, 1500, 3000, 900_000_000] {
+            counters.loaded(ns);
+        }
+        let mut stats = Stats::default();
+        counters.fill(&mut stats);
+        assert_eq!(stats.load_us_quantile(0.4), Some(1));
+        assert_eq!(stats.load_us_quantile(0.6), Some(2));
+        assert_eq!(stats.load_us_quantile(0.8), Some(4));
+        assert_eq!(stats.load_us_quantile(1.0), Some(1 << (LATENCY_BUCKETS - 1)));
+        assert_eq!(Stats::default().load_us_quantile(0.5), None);
+    }
+}

@@ -1,0 +1,101 @@
+//! The domain's dictionaries: sampled, trained, published, loaded.
+
+use super::{SAMPLES, Tier};
+use crate::arena::lock;
+use crate::codec::{self, Dictionary};
+use crate::layout::{self, DICTIONARIES, DICTIONARY_BYTES, MAGIC, superblock};
+use crate::stats::count;
+use pagefold_os::{PAGE_SIZE, Page};
+use std::sync::atomic::Ordering;
+use twox_hash::XxHash3_64;
+
+impl Tier {
+    /// Keeps every so many pages until there are enough to train a dictionary from.
+    pub(super) fn sample(&self, data: &Page) {
+        if self.dictionary.load(Ordering::Relaxed) != 0 {
+            return;
+        }
+        let full = {
+            // Never waits: a page that is not sampled is no loss.
+            let Ok(mut samples) = self.samples.try_lock() else { return };
+            samples.seen += 1;
+            if samples.done || samples.seen % 4 != 0 {
+                return;
+            }
+            samples.pages.extend_from_slice(data);
+            if samples.pages.len() < SAMPLES * PAGE_SIZE {
+                return;
+            }
+            samples.done = true;
+            std::mem::take(&mut samples.pages)
+        };
+        self.train_on(&full);
+    }
+
+    /// Trains the first dictionary from what was sampled so far, if that is enough to learn from.
+    pub(crate) fn train_early(&self) {
+        let pages = {
+            let mut samples = lock(&self.samples);
+            if samples.done || samples.pages.len() < SAMPLES / 4 * PAGE_SIZE {
+                return;
+            }
+            samples.done = true;
+            std::mem::take(&mut samples.pages)
+        };
+        self.train_on(&pages);
+    }
+
+    /// Trains a dictionary from sample pages (whole pages, one after the other) and uses it for dense stores from
+    /// now on. Returns false if the samples give none or all 15 places are taken.
+    pub fn train_on(&self, samples: &[u8]) -> bool {
+        let Some(bytes) = codec::train(samples) else { return false };
+        self.install_dictionary(&bytes)
+    }
+
+    pub(super) fn install_dictionary(&self, bytes: &[u8]) -> bool {
+        let _one_at_a_time = lock(&self.cleaner);
+        let directory = |number: usize| self.arena.word(superblock::DICTIONARIES + number - 1);
+        let Some(number) = (1..=DICTIONARIES).find(|number| directory(*number).load(Ordering::Relaxed) == 0) else {
+            return false;
+        };
+        if number == 1 && self.arena.back_dictionaries().is_err() {
+            return false;
+        }
+        let words = &self.arena.words()[layout::dictionary_word(number)..][..DICTIONARY_BYTES / 8];
+        for (word, chunk) in words.iter().zip(bytes.chunks(8)) {
+            let mut eight = [0; 8];
+            eight[..chunk.len()].copy_from_slice(chunk);
+            word.store(u64::from_le_bytes(eight), Ordering::Relaxed);
+        }
+        // Publishes the dictionary; contents that use it come later.
+        directory(number).store(bytes.len() as u64 | dictionary_check(bytes) << 32, Ordering::Release);
+        self.load_dictionary(number)
+    }
+
+    /// Digests dictionary `number` of the arena, if it is whole.
+    pub(crate) fn load_dictionary(&self, number: usize) -> bool {
+        let entry = self.arena.word(superblock::DICTIONARIES + number - 1).load(Ordering::Acquire);
+        let len = (entry & 0xffff_ffff) as usize;
+        if len == 0 || len > DICTIONARY_BYTES {
+            return false;
+        }
+        let words = &self.arena.words()[layout::dictionary_word(number)..][..len.div_ceil(8)];
+        let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect();
+        bytes.truncate(len);
+        if dictionary_check(&bytes) != entry >> 32 {
+            return false;
+        }
+        let Some(dictionary) = Dictionary::new(number as u8, &bytes) else { return false };
+        let number = dictionary.number();
+        if self.dictionaries[usize::from(number) - 1].set(dictionary).is_ok() {
+            self.dictionary.store(number, Ordering::Release);
+            count(&self.counters.dictionaries);
+        }
+        true
+    }
+}
+
+/// Checksum of a dictionary, 32 bits, never 0 with a length of 0.
+fn dictionary_check(bytes: &[u8]) -> u64 {
+    XxHash3_64::oneshot_with_seed(MAGIC, bytes) >> 32
+}

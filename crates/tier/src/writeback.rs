@@ -1,0 +1,282 @@
+//! The file behind the tier: cold contents written in large batches.
+//!
+//! The file has no name, so nothing is left behind when the last holder of
+//! its descriptor dies; the keeper holds one. It is written and read with
+//! O_DIRECT where the file system can, so that the page cache does not hold
+//! what we just drove out. Space is given in segments of 1 MiB, written whole
+//! and given back whole, when nothing in them is wanted any more.
+//!
+//! A payload that comes back is proven by the content's fingerprint like any
+//! other, so the file needs no checksum of its own.
+
+use crate::arena::lock;
+use pagefold_os::fd::Fd;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, RawFd};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes written at once.
+pub const SEGMENT_BYTES: usize = 1 << 20;
+/// Unit of offset, length and address in direct I/O.
+pub const BLOCK_BYTES: usize = 4096;
+
+/// What the tier needs of its file; tests put failures in between.
+pub trait Backing: Send + Sync + std::fmt::Debug {
+    /// Writes whole blocks at a block's offset.
+    ///
+    /// # Errors
+    /// As pwrite(2); nothing written is then referred to.
+    fn write(&self, offset: u64, blocks: &[u8]) -> io::Result<()>;
+
+    /// Reads whole blocks from a block's offset.
+    ///
+    /// # Errors
+    /// As pread(2), and `UnexpectedEof`.
+    fn read(&self, offset: u64, blocks: &mut [u8]) -> io::Result<()>;
+
+    /// Gives a range back to the file system; may do nothing.
+    fn discard(&self, offset: u64, len: u64);
+
+    /// Bytes that the file may have.
+    fn bytes_max(&self) -> u64;
+
+    /// Descriptor for a successor, if there is one.
+    fn fd(&self) -> Option<RawFd>;
+}
+
+/// A file without a name.
+#[derive(Debug)]
+pub struct BackingFile {
+    file: File,
+    bytes_max: u64,
+    direct: bool,
+}
+
+impl BackingFile {
+    /// Makes a file in `directory` that grows to at most `bytes_max` bytes.
+    ///
+    /// # Errors
+    /// As open(2) with `O_TMPFILE`.
+    pub fn create(directory: &Path, bytes_max: u64) -> io::Result<BackingFile> {
+        let open = |flags| {
+            let mut options = File::options();
+            options.read(true).write(true).mode(0o600).custom_flags(libc::O_TMPFILE | libc::O_EXCL | flags);
+            options.open(directory)
+        };
+        match open(libc::O_DIRECT) {
+            Ok(file) => Ok(BackingFile { file, bytes_max, direct: true }),
+            // A file system without direct I/O: tmpfs of older kernels, some network file systems.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                Ok(BackingFile { file: open(0)?, bytes_max, direct: false })
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Takes over the file of a predecessor, as it came from the keeper.
+    pub fn from_fd(fd: Fd, bytes_max: u64) -> BackingFile {
+        let raw = fd.raw();
+        std::mem::forget(fd);
+        // SAFETY: the descriptor was owned by `fd`, which is forgotten: there is one owner.
+        let file = unsafe { File::from_raw_fd(raw) };
+        // SAFETY: numbers only.
+        let flags = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) };
+        BackingFile { file, bytes_max, direct: flags & libc::O_DIRECT != 0 }
+    }
+
+    /// True if the page cache is passed by.
+    pub fn is_direct(&self) -> bool {
+        self.direct
+    }
+}
+
+impl Backing for BackingFile {
+    fn write(&self, offset: u64, blocks: &[u8]) -> io::Result<()> {
+        self.file.write_all_at(blocks, offset)
+    }
+
+    fn read(&self, offset: u64, blocks: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact_at(blocks, offset)
+    }
+
+    fn discard(&self, offset: u64, len: u64) {
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        // SAFETY: numbers only; nobody refers to the range.
+        unsafe { libc::fallocate64(self.file.as_raw_fd(), mode, offset as i64, len as i64) };
+    }
+
+    fn bytes_max(&self) -> u64 {
+        self.bytes_max
+    }
+
+    fn fd(&self) -> Option<RawFd> {
+        Some(self.file.as_raw_fd())
+    }
+}
+
+/// Bytes on a block's address, for direct I/O.
+#[derive(Debug)]
+pub(crate) struct Blocks {
+    bytes: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl Blocks {
+    pub(crate) fn new(len: usize) -> Blocks {
+        let bytes = vec![0; len + BLOCK_BYTES];
+        let start = bytes.as_ptr().align_offset(BLOCK_BYTES);
+        Blocks { bytes, start, len }
+    }
+
+    pub(crate) fn get(&self) -> &[u8] {
+        &self.bytes[self.start..self.start + self.len]
+    }
+
+    pub(crate) fn get_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.start..self.start + self.len]
+    }
+}
+
+#[derive(Debug, Default)]
+struct Segments {
+    /// Bytes wanted in each segment.
+    live: Vec<u64>,
+    free: Vec<u32>,
+}
+
+/// The file and who uses what of it.
+#[derive(Debug)]
+pub(crate) struct Disk {
+    file: Box<dyn Backing>,
+    segments: Mutex<Segments>,
+    live: AtomicU64,
+}
+
+impl Disk {
+    pub(crate) fn new(file: Box<dyn Backing>) -> Disk {
+        Disk { file, segments: Mutex::default(), live: AtomicU64::new(0) }
+    }
+
+    pub(crate) fn fd(&self) -> Option<RawFd> {
+        self.file.fd()
+    }
+
+    /// Bytes that the file may have.
+    pub(crate) fn bytes_max(&self) -> u64 {
+        self.file.bytes_max()
+    }
+
+    /// Bytes of payloads in the file.
+    pub(crate) fn live(&self) -> u64 {
+        self.live.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of the file in use.
+    pub(crate) fn held(&self) -> u64 {
+        let segments = lock(&self.segments);
+        ((segments.live.len() - segments.free.len()) * SEGMENT_BYTES) as u64
+    }
+
+    /// Writes one batch: payloads packed in `batch`, the last block filled up. Returns its offset in the file.
+    ///
+    /// One byte of it counts as wanted until the caller, who adds what it wants with [`Disk::keep`], takes that byte
+    /// back with [`Disk::forget`].
+    pub(crate) fn write(&self, batch: &[u8]) -> io::Result<u64> {
+        let segment = {
+            let mut segments = lock(&self.segments);
+            match segments.free.pop() {
+                Some(segment) => segment,
+                None if (segments.live.len() as u64 + 1) * SEGMENT_BYTES as u64 <= self.file.bytes_max() => {
+                    segments.live.push(0);
+                    segments.live.len() as u32 - 1
+                }
+                None => return Err(io::Error::from_raw_os_error(libc::ENOSPC)),
+            }
+        };
+        let offset = u64::from(segment) * SEGMENT_BYTES as u64;
+        match self.file.write(offset, batch) {
+            Ok(()) => {
+                self.keep(offset, 1);
+                Ok(offset)
+            }
+            Err(error) => {
+                lock(&self.segments).free.push(segment);
+                Err(error)
+            }
+        }
+    }
+
+    /// Counts a payload as wanted.
+    pub(crate) fn keep(&self, offset: u64, len: usize) {
+        let segment = (offset / SEGMENT_BYTES as u64) as usize;
+        let mut segments = lock(&self.segments);
+        if segments.live.len() <= segment {
+            segments.live.resize(segment + 1, 0);
+        }
+        segments.live[segment] += len as u64;
+        self.live.fetch_add(len as u64, Ordering::Relaxed);
+    }
+
+    /// Counts a payload as no longer wanted; the last of a segment frees it.
+    pub(crate) fn forget(&self, offset: u64, len: usize) {
+        let segment = (offset / SEGMENT_BYTES as u64) as usize;
+        let mut segments = lock(&self.segments);
+        let Some(live) = segments.live.get_mut(segment) else { return };
+        *live = live.saturating_sub(len as u64);
+        self.live.fetch_sub(len as u64, Ordering::Relaxed);
+        if *live == 0 {
+            // Before anybody can be given the segment again.
+            self.file.discard(segment as u64 * SEGMENT_BYTES as u64, SEGMENT_BYTES as u64);
+            segments.free.push(segment as u32);
+        }
+    }
+
+    /// Adoption: the segments that nothing refers to are free.
+    pub(crate) fn finish_adoption(&self) {
+        let mut segments = lock(&self.segments);
+        segments.free =
+            (0..segments.live.len() as u32).filter(|segment| segments.live[*segment as usize] == 0).collect();
+    }
+
+    /// Reads the `len` bytes at `offset` into `payload`.
+    pub(crate) fn read(&self, offset: u64, payload: &mut [u8]) -> io::Result<()> {
+        let block = BLOCK_BYTES as u64;
+        let first = offset / block * block;
+        let last = (offset + payload.len() as u64).next_multiple_of(block);
+        let mut blocks = Blocks::new((last - first) as usize);
+        self.file.read(first, blocks.get_mut())?;
+        let start = (offset - first) as usize;
+        payload.copy_from_slice(&blocks.get()[start..start + payload.len()]);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn segments_are_given_back_when_nothing_in_them_is_wanted() {
+        let disk = Disk::new(Box::new(BackingFile::create(&std::env::temp_dir(), 2 << 20).unwrap()));
+        let mut batch = Blocks::new(SEGMENT_BYTES);
+        batch.get_mut()[5000..5003].copy_from_slice(b"abc");
+        let one = disk.write(batch.get()).unwrap();
+        disk.keep(one + 5000, 3);
+        disk.forget(one, 1);
+        let two = disk.write(&batch.get()[..8192]).unwrap();
+        disk.keep(two + 5000, 3);
+        disk.forget(two, 1);
+        assert_eq!(disk.write(batch.get()).unwrap_err().raw_os_error(), Some(libc::ENOSPC));
+        let mut payload = [0; 3];
+        disk.read(two + 5000, &mut payload).unwrap();
+        assert_eq!(&payload, b"abc");
+        disk.forget(one + 5000, 3);
+        assert_eq!(disk.held(), SEGMENT_BYTES as u64);
+        assert_eq!(disk.write(batch.get()).unwrap(), one);
+    }
+}
