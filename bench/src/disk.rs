@@ -1,0 +1,817 @@
+//! Disk images through the deduplicated cache, beside plain files in the kernel's page cache, a plain FUSE
+//! pass-through, and qcow2 overlays on one base.
+//!
+//! Three questions: how much memory N images take that differ by one package upgrade; how fast warm reads are; how
+//! much is read from disk when several independent copies of a file are read with memory for one. Every read is
+//! checked against the content by a checksum, so no row can win by reading something else.
+
+use fuser::{
+    Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, KernelConfig, OpenFlags,
+    ReplyAttr, ReplyData, ReplyEntry, ReplyOpen, Request,
+};
+use pagefold_disk::control;
+use pagefold_disk::mount::{self, Options};
+use pagefold_disk::{Config, Status};
+use serde::Serialize;
+use std::cell::RefCell;
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::Read;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::{Duration, Instant, UNIX_EPOCH};
+
+type Failure = Box<dyn std::error::Error>;
+
+const ROUNDS: usize = 5;
+const THREADS: usize = 8;
+
+struct Size {
+    images: usize,
+    tree_mib: u64,
+    file_mib: usize,
+    round: Duration,
+}
+
+#[derive(Serialize, Default)]
+struct Results {
+    memory: Vec<MemoryRow>,
+    reads: Vec<ReadRow>,
+    pressure: Vec<PressureRow>,
+    growth: Vec<GrowthRow>,
+    skipped: Vec<String>,
+}
+
+#[derive(Serialize)]
+struct MemoryRow {
+    name: String,
+    images: usize,
+    bytes: u64,
+    unique_bytes: u64,
+    over_unique_percent: f64,
+}
+
+#[derive(Serialize)]
+struct ReadRow {
+    name: String,
+    random_4k_per_s: f64,
+    random_spread_percent: f64,
+    sequential_mib_per_s: f64,
+    sequential_spread_percent: f64,
+}
+
+#[derive(Serialize)]
+struct PressureRow {
+    name: String,
+    disk_read_bytes: u64,
+    against_kernel_percent: f64,
+    seconds: f64,
+}
+
+#[derive(Serialize)]
+struct GrowthRow {
+    what: String,
+    value: u64,
+    random_4k_per_s: f64,
+    resident_bytes: u64,
+    metadata_bytes: u64,
+}
+
+/// Entry point.
+pub fn run(args: &[String]) -> ExitCode {
+    let outcome = match args {
+        [flag, kind, directory, at, cache, fingerprints] if flag == "--serve" => {
+            serve(kind, Path::new(directory), Path::new(at), cache.parse().unwrap_or(64), fingerprints)
+        }
+        _ => measure(args),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("pagecache: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn measure(args: &[String]) -> Result<(), Failure> {
+    let has = |flag: &str| args.iter().any(|arg| arg == flag);
+    let size = if has("--full") {
+        Size { images: 6, tree_mib: 400, file_mib: 1024, round: Duration::from_secs(2) }
+    } else if has("--quick") {
+        Size { images: 3, tree_mib: 40, file_mib: 64, round: Duration::from_millis(300) }
+    } else {
+        Size { images: 4, tree_mib: 150, file_mib: 256, round: Duration::from_secs(1) }
+    };
+    let mut results = Results::default();
+    if !is_root() || !Path::new("/dev/fuse").exists() {
+        println!("SKIPPED: mounting needs root and /dev/fuse");
+        return Ok(());
+    }
+    let scratch = Scratch::new()?;
+    reads(&scratch, &size, &mut results)?;
+    memory(&scratch, &size, &mut results)?;
+    pressure(&scratch, &size, &mut results)?;
+    growth(&scratch, &size, &mut results)?;
+    if has("--json") {
+        println!("{}", serde_json::to_string_pretty(&results)?);
+    } else {
+        show(&results);
+    }
+    Ok(())
+}
+
+fn is_root() -> bool {
+    // SAFETY: geteuid has no preconditions and cannot fail.
+    unsafe { libc::geteuid() == 0 }
+}
+
+/// A directory on a real disk, gone with this value.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new() -> Result<Self, Failure> {
+        let path = PathBuf::from(format!("/var/tmp/pagefold-bench-{}", std::process::id()));
+        std::fs::create_dir(&path)?;
+        Ok(Self(path))
+    }
+
+    fn dir(&self, name: &str) -> Result<PathBuf, Failure> {
+        let path = self.0.join(name);
+        std::fs::create_dir_all(&path)?;
+        Ok(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+// ---- the servers ----
+
+/// A mount in another process, gone with this value.
+struct Server {
+    child: Child,
+    at: PathBuf,
+    runtime: PathBuf,
+}
+
+impl Server {
+    fn start(
+        scratch: &Scratch,
+        kind: &str,
+        directory: &Path,
+        cache_mib: usize,
+        fingerprints: Option<&Path>,
+    ) -> Result<Self, Failure> {
+        let at = scratch.dir(&format!("mnt-{kind}"))?;
+        let runtime = scratch.dir("run")?;
+        let fingerprints = fingerprints.map_or(String::new(), |path| path.display().to_string());
+        let child = Command::new(std::env::current_exe()?)
+            .args(["pagecache", "--serve", kind])
+            .args([directory, &at])
+            .args([cache_mib.to_string(), fingerprints])
+            .env("PAGEFOLD_RUNTIME_DIR", &runtime)
+            .stdin(Stdio::null())
+            .spawn()?;
+        let mut server = Self { child, at, runtime };
+        let device = server.at.parent().ok_or("no parent")?.metadata()?.dev();
+        let started = Instant::now();
+        while server.at.metadata()?.dev() == device || (kind == "cache" && server.status().is_err()) {
+            if server.child.try_wait()?.is_some() || started.elapsed() > Duration::from_secs(20) {
+                return Err(format!("the {kind} server does not come up").into());
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(server)
+    }
+
+    fn status(&self) -> Result<Status, Failure> {
+        let name = control::socket_path(&self.at);
+        let name = name.file_name().ok_or("no name")?;
+        Ok(control::ask_status(&self.runtime.join(name))?)
+    }
+
+    /// Memory of the process beyond what an idle one has: resident anonymous bytes.
+    fn anonymous_bytes(&self) -> Result<u64, Failure> {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).ok_or("no RssAnon")?;
+        Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? << 10)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // The signal that asks: fingerprints are kept at a clean end.
+        // SAFETY: the child is ours and not reaped yet, so its id is still its own.
+        unsafe { libc::kill(self.child.id() as i32, libc::SIGTERM) };
+        let _ = self.child.wait();
+        let _ = mount::unmount(&self.at, true);
+    }
+}
+
+fn serve(kind: &str, directory: &Path, at: &Path, cache_mib: usize, fingerprints: &str) -> Result<(), Failure> {
+    if kind == "plain" {
+        return serve_plain(directory, at);
+    }
+    let options = Options {
+        directory: directory.to_owned(),
+        mountpoint: at.to_owned(),
+        config: Config { cache_bytes: cache_mib << 20, ..Config::default() },
+        threads: THREADS,
+        fingerprints: (!fingerprints.is_empty()).then(|| PathBuf::from(fingerprints)),
+        read_only: false,
+        allow_other: false,
+        nbd: None,
+        grace: Duration::from_secs(1),
+    };
+    Ok(mount::serve(&options, |_| ())?)
+}
+
+/// The plain peer: hands every read on to the file below, with the same threads and flags.
+struct Plain {
+    files: Vec<(std::ffi::OsString, File)>,
+}
+
+thread_local! {
+    static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+impl Plain {
+    fn attr(&self, number: u64) -> Option<FileAttr> {
+        let (size, kind) = match number {
+            1 => (0, FileType::Directory),
+            n => (self.files.get(n as usize - 2)?.1.metadata().ok()?.len(), FileType::RegularFile),
+        };
+        Some(FileAttr {
+            ino: INodeNo(number),
+            size,
+            blocks: size / 512,
+            atime: UNIX_EPOCH,
+            mtime: UNIX_EPOCH,
+            ctime: UNIX_EPOCH,
+            crtime: UNIX_EPOCH,
+            kind,
+            perm: 0o755,
+            nlink: 1,
+            uid: 0,
+            gid: 0,
+            rdev: 0,
+            blksize: 4096,
+            flags: 0,
+        })
+    }
+}
+
+impl Filesystem for Plain {
+    fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> std::io::Result<()> {
+        let _ = config.add_capabilities(fuser::InitFlags::FUSE_ASYNC_DIO);
+        let _ = config.set_max_write(1 << 20);
+        let _ = config.set_max_background(64);
+        Ok(())
+    }
+
+    fn lookup(&self, _request: &Request, _parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
+        let at = self.files.iter().position(|(file, _)| file == name);
+        match at.and_then(|at| self.attr(at as u64 + 2)) {
+            Some(attr) => reply.entry(&Duration::from_secs(1), &attr, Generation(0)),
+            None => reply.error(Errno::ENOENT),
+        }
+    }
+
+    fn getattr(&self, _request: &Request, number: INodeNo, _handle: Option<FileHandle>, reply: ReplyAttr) {
+        match self.attr(number.0) {
+            Some(attr) => reply.attr(&Duration::from_secs(1), &attr),
+            None => reply.error(Errno::ENOENT),
+        }
+    }
+
+    fn open(&self, _request: &Request, number: INodeNo, _flags: OpenFlags, reply: ReplyOpen) {
+        reply.opened(FileHandle(number.0), FopenFlags::FOPEN_DIRECT_IO | FopenFlags::FOPEN_PARALLEL_DIRECT_WRITES);
+    }
+
+    fn read(
+        &self,
+        _request: &Request,
+        _number: INodeNo,
+        handle: FileHandle,
+        offset: u64,
+        size: u32,
+        _flags: OpenFlags,
+        _owner: Option<fuser::LockOwner>,
+        reply: ReplyData,
+    ) {
+        BUFFER.with_borrow_mut(|buffer| {
+            if buffer.len() < size as usize {
+                buffer.resize(size as usize, 0);
+            }
+            match self.files[handle.0 as usize - 2].1.read_at(&mut buffer[..size as usize], offset) {
+                Ok(count) => reply.data(&buffer[..count]),
+                Err(_) => reply.error(Errno::EIO),
+            }
+        });
+    }
+}
+
+fn serve_plain(directory: &Path, at: &Path) -> Result<(), Failure> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(directory)? {
+        let entry = entry?;
+        files.push((entry.file_name(), File::open(entry.path())?));
+    }
+    let mut config = fuser::Config::default();
+    config.n_threads = Some(THREADS);
+    config.clone_fd = true;
+    config.mount_options = vec![fuser::MountOption::FSName("plain".to_owned())];
+    Ok(fuser::mount(Plain { files }, at, &config)?)
+}
+
+// ---- helpers ----
+
+fn xorshift(state: &mut u64) -> u64 {
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    *state
+}
+
+fn random_file(path: &Path, mib: usize, seed: u64) -> Result<(), Failure> {
+    use std::io::Write;
+    let mut state = seed | 1;
+    let mut file = File::create(path)?;
+    let mut buffer = vec![0; 1 << 20];
+    for _ in 0..mib {
+        buffer.chunks_mut(8).for_each(|word| word.copy_from_slice(&xorshift(&mut state).to_le_bytes()));
+        file.write_all(&buffer)?;
+    }
+    Ok(file.sync_all()?)
+}
+
+/// Takes a file out of the kernel's page cache.
+fn drop_cached(path: &Path) -> Result<(), Failure> {
+    let file = File::open(path)?;
+    file.sync_all()?;
+    // SAFETY: the descriptor is open for the call; the advice changes no content.
+    unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
+    Ok(())
+}
+
+/// Bytes of a file in the kernel's page cache now.
+fn cached_bytes(path: &Path) -> Result<u64, Failure> {
+    let file = File::open(path)?;
+    let length = file.metadata()?.len() as usize;
+    if length == 0 {
+        return Ok(0);
+    }
+    // SAFETY: a fresh read-only mapping of a file nobody cuts while we look; never read, only asked about.
+    let resident = unsafe {
+        let base = libc::mmap(std::ptr::null_mut(), length, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0);
+        if base == libc::MAP_FAILED {
+            return Err(std::io::Error::last_os_error().into());
+        }
+        let mut pages = vec![0u8; length.div_ceil(4096)];
+        let result = libc::mincore(base, length, pages.as_mut_ptr());
+        libc::munmap(base, length);
+        if result != 0 {
+            return Err(std::io::Error::last_os_error().into());
+        }
+        pages.iter().filter(|&&page| page & 1 == 1).count()
+    };
+    Ok(resident as u64 * 4096)
+}
+
+/// Reads a whole file in 1 MiB pieces; returns a checksum of it.
+fn read_through(path: &Path) -> Result<u64, Failure> {
+    let mut file = File::open(path)?;
+    let mut buffer = vec![0; 1 << 20];
+    let mut sum = 0u64;
+    loop {
+        match file.read(&mut buffer)? {
+            0 => return Ok(sum),
+            count => {
+                let words = buffer[..count].chunks_exact(8).map(|w| u64::from_le_bytes(w.try_into().expect("8 bytes")));
+                sum = words.fold(sum, |sum, word| sum.rotate_left(5) ^ word);
+            }
+        }
+    }
+}
+
+/// Median and spread (half of the range, in percent of the median).
+fn summary(mut samples: Vec<f64>) -> (f64, f64) {
+    samples.sort_by(f64::total_cmp);
+    let median = samples[samples.len() / 2];
+    (median, 50.0 * (samples[samples.len() - 1] - samples[0]) / median)
+}
+
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 20)
+}
+
+fn tool(program: &str, args: &[&str]) -> Result<(), Failure> {
+    let output = Command::new(program).args(args).stdin(Stdio::null()).output()?;
+    if output.status.success() {
+        Ok(())
+    } else {
+        Err(format!("{program}: {}", String::from_utf8_lossy(&output.stderr)).into())
+    }
+}
+
+// ---- warm reads ----
+
+fn random_reads(path: &Path, time: Duration) -> Result<f64, Failure> {
+    let file = File::open(path)?;
+    let blocks = file.metadata()?.len() / 4096;
+    let mut state = 0x1234_5678_9abc_def1;
+    let mut buffer = [0; 4096];
+    let started = Instant::now();
+    let mut count = 0u64;
+    while started.elapsed() < time {
+        for _ in 0..64 {
+            file.read_exact_at(&mut buffer, xorshift(&mut state) % blocks * 4096)?;
+        }
+        count += 64;
+    }
+    Ok(count as f64 / started.elapsed().as_secs_f64())
+}
+
+fn sequential_reads(path: &Path, time: Duration) -> Result<f64, Failure> {
+    let file = File::open(path)?;
+    let size = file.metadata()?.len();
+    let mut buffer = vec![0; 1 << 20];
+    let started = Instant::now();
+    let (mut at, mut bytes) = (0, 0u64);
+    while started.elapsed() < time {
+        file.read_exact_at(&mut buffer, at)?;
+        at = (at + (1 << 20)) % size;
+        bytes += 1 << 20;
+    }
+    Ok(mib(bytes) / started.elapsed().as_secs_f64())
+}
+
+fn reads(scratch: &Scratch, size: &Size, results: &mut Results) -> Result<(), Failure> {
+    let directory = scratch.dir("reads")?;
+    let path = directory.join("image");
+    random_file(&path, size.file_mib, 7)?;
+    let ours = Server::start(scratch, "cache", &directory, size.file_mib + 64, None)?;
+    let plain = Server::start(scratch, "plain", &directory, 0, None)?;
+    let places = [
+        ("plain file, kernel's page cache", path.clone()),
+        ("plain FUSE pass-through", plain.at.join("image")),
+        ("pagefold disk", ours.at.join("image")),
+    ];
+    let sums: Vec<u64> = places.iter().map(|(_, place)| read_through(place)).collect::<Result<_, _>>()?;
+    if sums.windows(2).any(|pair| pair[0] != pair[1]) {
+        return Err("the three ways give different bytes".into());
+    }
+    let mut samples = places.each_ref().map(|_| (Vec::new(), Vec::new()));
+    // In turn, so that a disturbance hits all of them.
+    for _ in 0..ROUNDS {
+        for ((_, place), samples) in places.iter().zip(&mut samples) {
+            samples.0.push(random_reads(place, size.round)?);
+            samples.1.push(sequential_reads(place, size.round)?);
+        }
+    }
+    for ((name, _), (random, sequential)) in places.into_iter().zip(samples) {
+        let (random_4k_per_s, random_spread_percent) = summary(random);
+        let (sequential_mib_per_s, sequential_spread_percent) = summary(sequential);
+        results.reads.push(ReadRow {
+            name: name.to_owned(),
+            random_4k_per_s,
+            random_spread_percent,
+            sequential_mib_per_s,
+            sequential_spread_percent,
+        });
+    }
+    Ok(())
+}
+
+// ---- memory for images that differ by an upgrade ----
+
+/// Copies files of this system into `to` until there are `mib` of them: real content, the same for every image.
+fn copy_tree(to: &Path, mib: u64) -> Result<Vec<PathBuf>, Failure> {
+    let mut copied = Vec::new();
+    let mut bytes = 0;
+    let mut pending =
+        vec![PathBuf::from("/usr/bin"), PathBuf::from("/usr/lib/x86_64-linux-gnu"), PathBuf::from("/usr/share")];
+    pending.reverse();
+    while let Some(directory) = pending.pop() {
+        let Ok(entries) = std::fs::read_dir(&directory) else { continue };
+        let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+        paths.sort();
+        for path in paths {
+            let Ok(metadata) = path.symlink_metadata() else { continue };
+            if metadata.is_dir() {
+                pending.push(path);
+            } else if metadata.is_file() && metadata.len() < 32 << 20 {
+                let target = to.join(format!("{:05}", copied.len()));
+                if std::fs::copy(&path, &target).is_ok() {
+                    bytes += metadata.len();
+                    copied.push(target);
+                }
+            }
+            if bytes >= mib << 20 {
+                return Ok(copied);
+            }
+        }
+    }
+    Ok(copied)
+}
+
+/// Makes the images: image n is installed apart, after one package (every 20th file) was upgraded to version n.
+fn make_images(scratch: &Scratch, size: &Size) -> Result<(PathBuf, Vec<PathBuf>), Failure> {
+    let tree = scratch.dir("tree")?;
+    let directory = scratch.dir("images")?;
+    let files = copy_tree(&tree, size.tree_mib)?;
+    let mut images = Vec::new();
+    for n in 0..size.images {
+        for (at, file) in files.iter().enumerate().filter(|(at, _)| at % 20 == 7) {
+            let mut bytes = std::fs::read(file)?;
+            // Longer than before and different from the middle on, as a rebuilt program is.
+            let mut state = (n * 1_000_003 + at + 1) as u64;
+            let half = bytes.len() / 2;
+            bytes[half..].chunks_mut(8).for_each(|word| {
+                let fresh = xorshift(&mut state).to_le_bytes();
+                word.copy_from_slice(&fresh[..word.len()]);
+            });
+            bytes.extend(std::iter::repeat_n(n as u8 + 1, 5000));
+            std::fs::write(file, bytes)?;
+        }
+        let image = directory.join(format!("image{n}.raw"));
+        let blocks = format!("{}", (size.tree_mib * 3 / 2 + 64) * 256);
+        let tree = tree.display().to_string();
+        tool("mke2fs", &["-q", "-t", "ext4", "-b", "4096", "-d", &tree, &image.display().to_string(), &blocks])?;
+        images.push(image);
+    }
+    std::fs::remove_dir_all(tree)?;
+    Ok((directory, images))
+}
+
+fn memory(scratch: &Scratch, size: &Size, results: &mut Results) -> Result<(), Failure> {
+    let (directory, images) = match make_images(scratch, size) {
+        Ok(made) => made,
+        Err(error) => {
+            results.skipped.push(format!("memory of images: {error}"));
+            return Ok(());
+        }
+    };
+    let report = pagefold_disk::scan::scan(&images, |_, _| ());
+    let unique_bytes = report.equal.first().ok_or("an empty scan")?.unique_bytes;
+    let mut row = |name: &str, bytes: u64| {
+        results.memory.push(MemoryRow {
+            name: name.to_owned(),
+            images: images.len(),
+            bytes,
+            unique_bytes,
+            over_unique_percent: 100.0 * (bytes as f64 / unique_bytes as f64 - 1.0),
+        });
+    };
+    let mut sums = Vec::new();
+    let mut kernel = 0;
+    for image in &images {
+        drop_cached(image)?;
+        sums.push(read_through(image)?);
+        kernel += cached_bytes(image)?;
+    }
+    row("plain files, kernel's page cache", kernel);
+    if let Ok(bytes) = overlays(scratch, &images) {
+        row("qcow2 overlays on one base (clones only)", bytes);
+    }
+    images.iter().try_for_each(|image| drop_cached(image))?;
+    let cache_mib = (unique_bytes >> 20) as usize + 64;
+    let server = Server::start(scratch, "cache", &directory, cache_mib, None)?;
+    let idle = server.anonymous_bytes()?;
+    for (image, sum) in images.iter().zip(&sums) {
+        let name = image.file_name().ok_or("no name")?;
+        if read_through(&server.at.join(name))? != *sum {
+            return Err("the mount gives other bytes than the file".into());
+        }
+    }
+    let status = server.status()?;
+    let kept: u64 = images.iter().map(|image| cached_bytes(image)).sum::<Result<u64, _>>()?;
+    row("pagefold disk: blocks and bookkeeping", status.resident_bytes + status.metadata_bytes + kept);
+    row("pagefold disk: growth of the process", server.anonymous_bytes()?.saturating_sub(idle) + kept);
+    Ok(())
+}
+
+/// What the page cache would hold of a base and of overlays with the clusters that differ, all read.
+fn overlays(scratch: &Scratch, images: &[PathBuf]) -> Result<u64, Failure> {
+    let directory = scratch.dir("overlays")?;
+    let base = images[0].display().to_string();
+    let mut bytes = cached_bytes(&images[0])?;
+    for (n, image) in images.iter().enumerate().skip(1) {
+        let overlay = directory.join(format!("{n}.qcow2"));
+        let (from, to) = (image.display().to_string(), overlay.display().to_string());
+        tool("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", "-B", &base, "-F", "raw", &from, &to])?;
+        drop_cached(&overlay)?;
+        read_through(&overlay)?;
+        bytes += cached_bytes(&overlay)?;
+    }
+    std::fs::remove_dir_all(directory)?;
+    Ok(bytes)
+}
+
+// ---- independent copies with memory for one ----
+
+const READERS: usize = 4;
+const PASSES: usize = 2;
+
+fn pressure(scratch: &Scratch, size: &Size, results: &mut Results) -> Result<(), Failure> {
+    let directory = scratch.dir("copies")?;
+    let copies: Vec<PathBuf> = (0..READERS).map(|n| directory.join(format!("copy{n}"))).collect();
+    random_file(&copies[0], size.file_mib, 99)?;
+    for copy in &copies[1..] {
+        std::fs::copy(&copies[0], copy)?;
+        drop_cached(copy)?;
+    }
+    let sum = read_through(&copies[0])?;
+    let limit_mib = size.file_mib + size.file_mib / 4;
+    let cold = || copies.iter().try_for_each(|copy| drop_cached(copy));
+
+    cold()?;
+    let kernel = match limited_reads(&copies, limit_mib, sum) {
+        Ok((bytes, seconds)) => {
+            let name = format!("plain files, {limit_mib} MiB of page cache (control group)");
+            results.pressure.push(PressureRow { name, disk_read_bytes: bytes, against_kernel_percent: 0.0, seconds });
+            bytes
+        }
+        Err(error) => {
+            results.skipped.push(format!("plain files with limited memory: {error}"));
+            return Ok(());
+        }
+    };
+    let fingerprints = scratch.dir("fingerprints")?;
+    for (name, store) in [
+        ("pagefold disk", None),
+        ("pagefold disk, fingerprints being learnt", Some(&*fingerprints)),
+        ("pagefold disk, fingerprints known", Some(&*fingerprints)),
+    ] {
+        cold()?;
+        let server = Server::start(scratch, "cache", &directory, limit_mib, store)?;
+        let started = Instant::now();
+        let places: Vec<PathBuf> = (0..READERS).map(|n| server.at.join(format!("copy{n}"))).collect();
+        read_all(&places, sum)?;
+        let seconds = started.elapsed().as_secs_f64();
+        let bytes = server.status()?.disk_read_bytes;
+        results.pressure.push(PressureRow {
+            name: format!("{name}, cache of {limit_mib} MiB"),
+            disk_read_bytes: bytes,
+            against_kernel_percent: 100.0 * (bytes as f64 / kernel as f64 - 1.0),
+            seconds,
+        });
+    }
+    Ok(())
+}
+
+/// Every reader reads its copy through, twice, all at once.
+fn read_all(places: &[PathBuf], sum: u64) -> Result<(), Failure> {
+    let results: Vec<Result<bool, String>> = std::thread::scope(|scope| {
+        let reader = |place: &PathBuf| {
+            (0..PASSES).try_fold(true, |ok, _| Ok(ok && read_through(place).map_err(|e| e.to_string())? == sum))
+        };
+        let handles: Vec<_> = places.iter().map(|place| scope.spawn(move || reader(place))).collect();
+        handles.into_iter().map(|handle| handle.join().unwrap_or(Err("a reader panicked".to_owned()))).collect()
+    });
+    for result in results {
+        if !result? {
+            return Err("a reader got other bytes than were written".into());
+        }
+    }
+    Ok(())
+}
+
+/// Where memory control groups are: the directory, the file of the limit, and this process's group there.
+fn memory_groups() -> Result<(PathBuf, &'static str, String), Failure> {
+    let groups = std::fs::read_to_string("/proc/self/cgroup")?;
+    let home = |mark: &str| groups.lines().find_map(|line| line.split_once(mark)).map(|(_, home)| home.to_owned());
+    let unified = Path::new("/sys/fs/cgroup");
+    let controllers = std::fs::read_to_string(unified.join("cgroup.controllers")).unwrap_or_default();
+    if controllers.contains("memory") {
+        std::fs::write(unified.join("cgroup.subtree_control"), "+memory")?;
+        return Ok((unified.to_owned(), "memory.max", home("0::").unwrap_or_default()));
+    }
+    if unified.join("memory/memory.limit_in_bytes").exists() {
+        return Ok((unified.join("memory"), "memory.limit_in_bytes", home(":memory:").unwrap_or_default()));
+    }
+    Err("no memory control groups".into())
+}
+
+/// The same in a memory control group with a limit; returns bytes read from disk and seconds.
+fn limited_reads(copies: &[PathBuf], limit_mib: usize, sum: u64) -> Result<(u64, f64), Failure> {
+    let (root, limit, home) = memory_groups()?;
+    let group = root.join(format!("pagefold-bench-{}", std::process::id()));
+    std::fs::create_dir(&group)?;
+    let pid = std::process::id().to_string();
+    let outcome = (|| {
+        std::fs::write(group.join(limit), ((limit_mib as u64) << 20).to_string())?;
+        std::fs::write(group.join("cgroup.procs"), &pid)?;
+        let before = disk_reads()?;
+        let started = Instant::now();
+        read_all(copies, sum)?;
+        Ok((disk_reads()? - before, started.elapsed().as_secs_f64()))
+    })();
+    // Home again, whatever happened, or the group could not go.
+    std::fs::write(root.join(home.trim_start_matches('/')).join("cgroup.procs"), &pid)?;
+    std::fs::remove_dir(&group)?;
+    outcome
+}
+
+/// Bytes this process made the disk read.
+fn disk_reads() -> Result<u64, Failure> {
+    let io = std::fs::read_to_string("/proc/self/io")?;
+    let line = io.lines().find_map(|line| line.strip_prefix("read_bytes: ")).ok_or("no read_bytes")?;
+    Ok(line.trim().parse()?)
+}
+
+// ---- growth ----
+
+fn growth(scratch: &Scratch, size: &Size, results: &mut Results) -> Result<(), Failure> {
+    let directory = scratch.dir("growth")?;
+    let file_mib = size.file_mib / 4;
+    for images in [1, 4, 16] {
+        while std::fs::read_dir(&directory)?.count() < images {
+            let n = std::fs::read_dir(&directory)?.count();
+            random_file(&directory.join(format!("{n}")), file_mib, 5)?;
+        }
+        let server = Server::start(scratch, "cache", &directory, file_mib + 64, None)?;
+        for n in 0..images {
+            read_through(&server.at.join(format!("{n}")))?;
+        }
+        let samples: Result<Vec<f64>, _> =
+            (0..ROUNDS).map(|_| random_reads(&server.at.join(format!("{}", images - 1)), size.round / 3)).collect();
+        let status = server.status()?;
+        results.growth.push(GrowthRow {
+            what: format!("equal images of {file_mib} MiB"),
+            value: images as u64,
+            random_4k_per_s: summary(samples?).0,
+            resident_bytes: status.resident_bytes,
+            metadata_bytes: status.metadata_bytes,
+        });
+    }
+    Ok(())
+}
+
+fn show(results: &Results) {
+    println!("Warm reads through one file handle, one thread (median of {ROUNDS}, spread = half the range)");
+    println!("{:42} {:>14} {:>8} {:>14} {:>8}", "", "4 KiB random/s", "+-", "1 MiB seq MiB/s", "+-");
+    for row in &results.reads {
+        println!(
+            "{:42} {:>14.0} {:>6.1} % {:>14.0} {:>6.1} %",
+            row.name,
+            row.random_4k_per_s,
+            row.random_spread_percent,
+            row.sequential_mib_per_s,
+            row.sequential_spread_percent
+        );
+    }
+    if let [kernel, plain, ours] = &results.reads[..] {
+        println!(
+            "pagefold disk / plain FUSE: random {:.2}, sequential {:.2}; kernel / pagefold disk: random {:.1}, sequential {:.1}",
+            ours.random_4k_per_s / plain.random_4k_per_s,
+            ours.sequential_mib_per_s / plain.sequential_mib_per_s,
+            kernel.random_4k_per_s / ours.random_4k_per_s,
+            kernel.sequential_mib_per_s / ours.sequential_mib_per_s,
+        );
+    }
+    println!("\nMemory for images installed apart that differ by one upgrade, all read");
+    println!("{:42} {:>8} {:>12} {:>12} {:>10}", "", "images", "MiB", "unique MiB", "over it");
+    for row in &results.memory {
+        println!(
+            "{:42} {:>8} {:>12.1} {:>12.1} {:>8.1} %",
+            row.name,
+            row.images,
+            mib(row.bytes),
+            mib(row.unique_bytes),
+            row.over_unique_percent
+        );
+    }
+    println!("\n{READERS} independent copies of one file read {PASSES} times at once, memory for 1.25 of one");
+    println!("{:60} {:>12} {:>10} {:>8}", "", "disk MiB", "change", "s");
+    for row in &results.pressure {
+        println!(
+            "{:60} {:>12.1} {:>8.1} % {:>8.2}",
+            row.name,
+            mib(row.disk_read_bytes),
+            row.against_kernel_percent,
+            row.seconds
+        );
+    }
+    println!("\nGrowth");
+    println!("{:36} {:>8} {:>14} {:>14} {:>14}", "", "", "4 KiB random/s", "resident MiB", "books MiB");
+    for row in &results.growth {
+        println!(
+            "{:36} {:>8} {:>14.0} {:>14.1} {:>14.2}",
+            row.what,
+            row.value,
+            row.random_4k_per_s,
+            mib(row.resident_bytes),
+            mib(row.metadata_bytes)
+        );
+    }
+    for skipped in &results.skipped {
+        println!("SKIPPED: {skipped}");
+    }
+}

@@ -1,0 +1,833 @@
+//! `pagefold bench erofs`: the memory that image trees save, and what the mounts cost.
+//!
+//! Memory is counted on the files themselves (cachestat, or mincore through a mount), every inode once, never by the
+//! system's `Cached` line. Between two readings the counted files are taken out of the page cache by fadvise.
+//!
+//! `--quick` makes two versions of a tree from local system directories. `--full` takes the real pairs that
+//! `bench/fetch-images.sh` has fetched, each laid over one Debian base, runs their programs from the mounts, and fills a
+//! store with 10,000 images; `--counts` leaves out what is timed, for machines that are busy. Needs root.
+
+use pagefold_image::ingest::Notes;
+use pagefold_image::mount::{self, Options};
+use pagefold_image::progress::Progress;
+use pagefold_image::scan;
+use pagefold_image::stat::resident_bytes;
+use pagefold_image::store::{Record, Store};
+use pagefold_image::tree::{Inode, Kind, Meta, Tree};
+use pagefold_image::{build, export, gc, stat};
+use serde_json::{Value, json};
+use std::collections::{HashMap, HashSet};
+use std::fs::{self, File};
+use std::io::Read;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
+
+type Error = Box<dyn std::error::Error>;
+
+/// The source's figures for the same pairs: read-all and run time, per cent.
+const SOURCE: [(&str, u32, u32); 6] = [
+    ("redis", 33, 4),
+    ("postgres", 28, 37),
+    ("tensorflow", 16, 10),
+    ("mariadb", 21, 11),
+    ("nginx", 44, 26),
+    ("tomcat", 49, 47),
+];
+
+/// What the programs do, in a shell in the tree.
+const WORKLOADS: [(&str, &str); 6] = [
+    (
+        "redis",
+        "redis-server --port 0 --unixsocket /tmp/r.sock --save '' >/dev/null & \
+        for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.2; redis-cli -s /tmp/r.sock ping >/dev/null 2>&1 && break; done; \
+        redis-cli -s /tmp/r.sock set a b; redis-cli -s /tmp/r.sock get a; redis-cli -s /tmp/r.sock shutdown nosave; wait",
+    ),
+    ("nginx", "mkdir -p /var/log/nginx /var/lib/nginx /run; nginx -t && nginx -v"),
+    (
+        "mariadb",
+        "mkdir -p /tmp/data && echo 'select 1;' | mariadbd --no-defaults --user=root --bootstrap --datadir=/tmp/data \
+        --innodb-fast-shutdown=2",
+    ),
+    (
+        "postgres",
+        "mkdir -p /tmp/pg && chown 65534:65534 /tmp/pg && cd /tmp/pg && \
+        run='setpriv --reuid=65534 --regid=65534 --clear-groups' && \
+        $run /opt/postgres/bin/initdb -D /tmp/pg/data --locale=C -N >/dev/null && \
+        echo 'select 6*7 as answer, version()' | $run /opt/postgres/bin/postgres --single -D /tmp/pg/data postgres | grep 42",
+    ),
+    (
+        "tensorflow",
+        "export PYTHONHOME=/opt/python PYTHONPATH=/opt/site PYTHONDONTWRITEBYTECODE=1 TF_CPP_MIN_LOG_LEVEL=3; \
+        /opt/python/bin/python3.10 -c 'import tensorflow as tf; print(int(tf.constant(40)+2))' 2>/dev/null | grep 42",
+    ),
+    (
+        "tomcat",
+        "export JAVA_HOME=/usr/lib/jvm/java CATALINA_HOME=/opt/tomcat; cd /opt/tomcat && \
+        sed -i 's/port=\"8080\"/port=\"18080\"/; s/port=\"8005\"/port=\"-1\"/' conf/server.xml && \
+        (bin/catalina.sh run >/tmp/tomcat.log 2>&1 & echo $! >/tmp/tomcat.pid); \
+        for i in $(seq 100); do grep -q 'Server startup' /tmp/tomcat.log && break; sleep 0.3; done; \
+        kill $(cat /tmp/tomcat.pid); grep 'Server startup' /tmp/tomcat.log",
+    ),
+];
+
+struct Scratch {
+    dir: PathBuf,
+    keep: bool,
+}
+
+impl Scratch {
+    fn sub(&self, name: &str) -> Result<PathBuf, Error> {
+        let path = self.dir.join(name);
+        fs::create_dir_all(&path)?;
+        Ok(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let table = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let ours =
+            table.lines().filter_map(|line| line.split(' ').nth(4)).filter(|at| Path::new(at).starts_with(&self.dir));
+        for at in ours.collect::<Vec<_>>().into_iter().rev() {
+            let _ = Command::new("umount").args(["-l", at]).status();
+        }
+        if !self.keep {
+            let _ = fs::remove_dir_all(&self.dir);
+        }
+    }
+}
+
+fn sh(script: &str) -> Result<(), Error> {
+    let out = Command::new("sh").args(["-ec", script]).output()?;
+    if out.status.success() {
+        return Ok(());
+    }
+    Err(format!("{script}: {}", String::from_utf8_lossy(&out.stderr).trim()).into())
+}
+
+/// All regular files below `root`, each inode once.
+fn files(root: &Path) -> Vec<(PathBuf, u64)> {
+    let (mut seen, mut list, mut todo) = (HashSet::new(), Vec::new(), vec![root.to_path_buf()]);
+    while let Some(dir) = todo.pop() {
+        for entry in fs::read_dir(&dir).into_iter().flatten().flatten() {
+            let Ok(meta) = entry.metadata() else { continue };
+            if meta.is_dir() {
+                todo.push(entry.path());
+            } else if meta.is_file() && seen.insert((meta.dev(), meta.ino())) {
+                list.push((entry.path(), meta.len()));
+            }
+        }
+    }
+    list.sort();
+    list
+}
+
+fn evict(paths: impl IntoIterator<Item = PathBuf>) {
+    for path in paths {
+        if let Ok(file) = File::open(&path) {
+            // SAFETY: posix_fadvise takes a descriptor and numbers and touches no memory of ours.
+            unsafe { libc::posix_fadvise(std::os::fd::AsRawFd::as_raw_fd(&file), 0, 0, libc::POSIX_FADV_DONTNEED) };
+        }
+    }
+}
+
+fn read_all(list: &[(PathBuf, u64)]) -> Result<u64, Error> {
+    let (mut buffer, mut total) = (vec![0; 1 << 20], 0);
+    for (path, _) in list {
+        let mut file = File::open(path)?;
+        loop {
+            match file.read(&mut buffer)? {
+                0 => break,
+                count => total += count as u64,
+            }
+        }
+    }
+    Ok(total)
+}
+
+fn resident(list: impl IntoIterator<Item = PathBuf>, mapped: bool) -> u64 {
+    list.into_iter().map(|path| resident_bytes(&path, mapped).unwrap_or(0)).sum()
+}
+
+/// Mounts a self-contained EROFS image from its plain file, without caching the file a second time.
+fn mount_erofs(file: &Path, at: &Path) -> Result<(), Error> {
+    use std::os::unix::ffi::OsStrExt;
+    let path = |path: &Path| std::ffi::CString::new(path.as_os_str().as_bytes());
+    let (source, target) = (path(file)?, path(at)?);
+    // SAFETY: all four strings live across the call.
+    let result = unsafe {
+        libc::mount(source.as_ptr(), target.as_ptr(), c"erofs".as_ptr(), libc::MS_RDONLY, c"directio".as_ptr().cast())
+    };
+    if result == 0 {
+        return Ok(());
+    }
+    sh(&format!("mount -t erofs -o ro,loop {} {}", file.display(), at.display()))
+}
+
+/// CPU time of this thread, seconds: what a warm read costs, whoever else is running.
+fn cpu_s() -> f64 {
+    // SAFETY: timespec is plain numbers, and the clock is written into it.
+    let time = unsafe {
+        let mut time: libc::timespec = std::mem::zeroed();
+        libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time);
+        time
+    };
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+fn median(mut values: Vec<f64>) -> (f64, f64, f64) {
+    values.sort_by(f64::total_cmp);
+    (values[values.len() / 2], values[0], values[values.len() - 1])
+}
+
+fn build_tree(store: &Store, name: &str, dir: &Path) -> Result<(Record, Duration), Error> {
+    let start = Instant::now();
+    let (building, mut notes) = (store.build()?, Notes::default());
+    let tree = build::from_directory(&building, dir, Default::default(), &mut notes, &Progress::silent())?;
+    let record = building.publish(name, &tree, "bench", Default::default(), notes.lines())?;
+    Ok((record, start.elapsed()))
+}
+
+fn names_below(root: &Path) -> Vec<PathBuf> {
+    files(root).into_iter().map(|(path, _)| path).collect()
+}
+
+/// The store's objects, metadata images, and the inline files of the mounts: all that a mount can have in memory.
+fn pagefold_memory(store: &Store, mounts: &[PathBuf]) -> (u64, u64) {
+    let objects = resident(names_below(&store.objects_dir()), false);
+    let trees = resident(names_below(store.objects_dir().parent().expect("a domain").join("trees").as_path()), false);
+    let inline: u64 = mounts
+        .iter()
+        .flat_map(|at| files(at))
+        .filter(|(_, size)| (1..=pagefold_image::tree::INLINE_MAX).contains(size))
+        .map(|(path, _)| resident_bytes(&path, true).unwrap_or(0))
+        .sum();
+    (objects, trees + inline)
+}
+
+fn evict_store(store: &Store, mounts: &[PathBuf]) {
+    mounts.iter().for_each(|at| evict(names_below(at)));
+    evict(names_below(&store.objects_dir()));
+    evict(names_below(store.objects_dir().parent().expect("a domain").join("trees").as_path()));
+}
+
+/// One pair of versions: what reading everything holds in memory, by each way of keeping the trees.
+struct Pair<'a> {
+    name: &'a str,
+    /// Plain copies of both trees, on the scratch file system.
+    plain: [PathBuf; 2],
+    /// Base and the two layers, when the trees are made of them.
+    layers: Option<[PathBuf; 3]>,
+}
+
+fn memory_of_pair(
+    scratch: &Scratch,
+    pair: &Pair,
+    out: &mut Vec<Value>,
+) -> Result<(Store, [PathBuf; 2], [Record; 2]), Error> {
+    let name = pair.name;
+    let lists = [files(&pair.plain[0]), files(&pair.plain[1])];
+    let predicted = scan::trees(&pair.plain, &Progress::silent())?;
+    let both = || lists.iter().flatten().map(|(path, _)| path.clone());
+    let mut row = |peer: &str, bytes: u64, metadata: u64, plain: u64| {
+        let saved = plain.saturating_sub(bytes + metadata);
+        out.push(json!({
+            "bench": "read-all", "pair": name, "peer": peer, "resident_bytes": bytes, "metadata_bytes": metadata,
+            "saved_percent": (saved as f64 * 1000.0 / plain as f64).round() / 10.0,
+            "of_ideal_percent": (plain.saturating_sub(bytes) as f64 * 1000.0 / predicted.file.duplicate_bytes.max(1) as f64).round() / 10.0,
+        }));
+    };
+
+    evict(both());
+    lists.iter().try_for_each(|list| read_all(list).map(drop))?;
+    let plain = resident(both(), false);
+    row("plain directories", plain, 0, plain);
+    evict(both());
+
+    if let Some([base, first, second]) = &pair.layers {
+        let mut mounts = Vec::new();
+        for (number, layer) in [first, second].into_iter().enumerate() {
+            let at = scratch.sub(&format!("overlay-{name}-{number}"))?;
+            sh(&format!(
+                "mount -t overlay -o ro,lowerdir={}:{} bench {}",
+                layer.display(),
+                base.display(),
+                at.display()
+            ))?;
+            mounts.push(at);
+        }
+        let lower = || [base, first, second].into_iter().flat_map(|dir| names_below(dir));
+        evict(lower());
+        mounts.iter().try_for_each(|at| read_all(&files(at)).map(drop))?;
+        row("overlayfs, shared base layer", resident(lower(), false), 0, plain);
+        evict(lower());
+        for at in mounts {
+            sh(&format!("umount {}", at.display()))?;
+        }
+    }
+
+    // A hard-linked store: one inode per content, with one owner, mode and time for all its names.
+    let linked = scratch.sub(&format!("linked-{name}"))?;
+    let mut first_of: HashMap<String, PathBuf> = HashMap::new();
+    for (number, list) in lists.iter().enumerate() {
+        for (count, (path, _)) in list.iter().enumerate() {
+            let digest = pagefold_image::digest::hash_reader(&mut File::open(path)?)?.0.hex();
+            let target = linked.join(format!("{number}-{count}"));
+            match first_of.get(&digest) {
+                Some(first) => fs::hard_link(first, &target).or_else(|_| fs::copy(path, &target).map(drop))?,
+                None => {
+                    fs::copy(path, &target)?;
+                    first_of.insert(digest, target);
+                }
+            }
+        }
+    }
+    sh(&format!("sync -f {}", linked.display()))?;
+    evict(both().chain(names_below(&linked)));
+    read_all(&files(&linked))?;
+    row("hard-linked store", resident(names_below(&linked), false), 0, plain);
+    fs::remove_dir_all(&linked)?;
+
+    // Self-contained EROFS images, mounted from their files.
+    let store = Store::open(&scratch.dir.join(format!("store-{name}")), "default")?;
+    let (one, _) = build_tree(&store, "1", &pair.plain[0])?;
+    let (two, _) = build_tree(&store, "2", &pair.plain[1])?;
+    let records = [one, two];
+    let mut erofs_resident = 0;
+    for (number, record) in records.iter().enumerate() {
+        let (file, at) =
+            (scratch.dir.join(format!("{name}-{number}.erofs")), scratch.sub(&format!("erofs-{name}-{number}"))?);
+        export::erofs_full(&store, &store.tree(&record.digest)?, &file, &Progress::silent())?;
+        evict([file.clone()]);
+        mount_erofs(&file, &at)?;
+        let list = files(&at);
+        read_all(&list)?;
+        erofs_resident += resident(list.into_iter().map(|(path, _)| path), false) + resident_bytes(&file, false)?;
+        sh(&format!("umount {}", at.display()))?;
+        fs::remove_file(&file)?;
+    }
+    row("EROFS images", erofs_resident, 0, plain);
+
+    let mounts = [scratch.sub(&format!("mnt-{name}-1"))?, scratch.sub(&format!("mnt-{name}-2"))?];
+    for (record, at) in records.iter().zip(&mounts) {
+        mount::mount(&store, record, at, &Options::default())?;
+    }
+    sh(&format!("sync -f {}", store.root().display()))?;
+    evict(both());
+    evict_store(&store, &mounts);
+    let read: Vec<u64> = mounts.iter().map(|at| read_all(&files(at))).collect::<Result<_, _>>()?;
+    let expected: Vec<u64> = lists.iter().map(|list| list.iter().map(|(_, size)| size).sum()).collect();
+    if read != expected {
+        return Err(format!("{name}: the mounts gave {read:?} bytes, the directories {expected:?}").into());
+    }
+    let (objects, metadata) = pagefold_memory(&store, &mounts);
+    let inline_plain: u64 = 0;
+    row("pagefold", objects + inline_plain, metadata, plain);
+    let (total, _) = stat::stat(&store, &[])?;
+    out.push(json!({ "bench": "stat", "pair": name, "memory_saved_bytes": total.memory_saved_bytes,
+        "plain_minus_pagefold_bytes": plain.saturating_sub(objects + metadata) }));
+    out.push(json!({ "bench": "predicted", "pair": name, "total_bytes": predicted.total_bytes,
+        "file_percent": predicted.file.percent, "chunk_64k_percent": predicted.chunk_64k.percent,
+        "chunk_16k_percent": predicted.chunk_16k.percent, "page_4k_percent": predicted.page_4k.percent }));
+    Ok((store, mounts, records))
+}
+
+/// Sums a mapping of the file, one byte per page, and in full.
+fn map_sum(path: &Path) -> Result<u64, Error> {
+    use std::os::fd::AsRawFd;
+    let file = File::open(path)?;
+    let size = file.metadata()?.len() as usize;
+    // SAFETY: a new read-only mapping of a file that nobody cuts short during the bench; it is read within its size and
+    // unmapped before the end.
+    unsafe {
+        let start = libc::mmap(std::ptr::null_mut(), size, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0);
+        if start == libc::MAP_FAILED {
+            return Err(std::io::Error::last_os_error().into());
+        }
+        let words = std::slice::from_raw_parts(start.cast::<u64>(), size / 8);
+        let sum = words.iter().fold(0u64, |sum, word| sum.wrapping_add(*word));
+        libc::munmap(start, size);
+        Ok(sum)
+    }
+}
+
+/// Warm reads and maps of the largest file, plain against mount, in turn.
+fn throughput(plain: &Path, mounted: &Path, rounds: usize, out: &mut Vec<Value>) -> Result<(), Error> {
+    let (path, size) = files(plain).into_iter().max_by_key(|(_, size)| *size).ok_or("an empty tree")?;
+    let other = mounted.join(path.strip_prefix(plain)?);
+    // Enough passes that a round takes tens of milliseconds of CPU time.
+    let passes = ((512 << 20) / size.max(1)).clamp(1, 200);
+    for what in ["read", "mmap"] {
+        let once = |path: &Path| -> Result<f64, Error> {
+            let start = cpu_s();
+            for _ in 0..passes {
+                std::hint::black_box(match what {
+                    "read" => read_all(&[(path.to_path_buf(), size)])?,
+                    _ => map_sum(path)?,
+                });
+            }
+            Ok((size * passes) as f64 / (cpu_s() - start) / 1e9)
+        };
+        once(&path)?;
+        once(&other)?;
+        let (mut a, mut b, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+        for _ in 0..rounds {
+            a.push(once(&path)?);
+            b.push(once(&other)?);
+            ratios.push(b.last().expect("just pushed") / a.last().expect("just pushed"));
+        }
+        let (ratio, low, high) = median(ratios);
+        out.push(json!({ "bench": format!("warm {what}"), "file_bytes": size, "ext4_gb_per_s": median(a).0,
+            "pagefold_gb_per_s": median(b).0, "ratio": ratio, "ratio_min": low, "ratio_max": high }));
+    }
+    Ok(())
+}
+
+/// Starts `command` with the program and its libraries out of the cache, from a plain directory and from a mount.
+fn cold_start(
+    plain: &Path,
+    mounted: &Path,
+    store: &Store,
+    command: &[&str],
+    rounds: usize,
+    out: &mut Vec<Value>,
+) -> Result<(), Error> {
+    let (plain_files, objects) = (names_below(plain), names_below(&store.objects_dir()));
+    let run = |root: &Path| -> Result<f64, Error> {
+        evict(plain_files.iter().cloned());
+        evict(objects.iter().cloned());
+        let start = Instant::now();
+        let mut child = Command::new("chroot");
+        let status = child.arg(root).args(command).stdout(Stdio::null()).stderr(Stdio::null()).status()?;
+        if !status.success() {
+            return Err(format!("{command:?} in {}: {status}", root.display()).into());
+        }
+        Ok(start.elapsed().as_secs_f64() * 1e3)
+    };
+    run(plain)?;
+    run(mounted)?;
+    let (mut a, mut b, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..rounds {
+        a.push(run(plain)?);
+        b.push(run(mounted)?);
+        ratios.push(b.last().expect("just pushed") / a.last().expect("just pushed"));
+    }
+    let (ratio, low, high) = median(ratios);
+    out.push(json!({ "bench": "cold start", "command": command.join(" "), "plain_ms": median(a).0,
+        "pagefold_ms": median(b).0, "ratio": ratio, "ratio_min": low, "ratio_max": high }));
+    Ok(())
+}
+
+/// Builds `dir` anew, again unchanged, and beside other builders.
+fn build_speed(scratch: &Scratch, dir: &Path, rounds: usize, out: &mut Vec<Value>) -> Result<(), Error> {
+    let list = files(dir);
+    let bytes: u64 = list.iter().map(|(_, size)| size).sum();
+    let (mut first, mut again, mut mkfs) = (Vec::new(), Vec::new(), Vec::new());
+    let has_mkfs = Command::new("mkfs.erofs").arg("-V").output().is_ok();
+    for round in 0..rounds {
+        let root = scratch.dir.join(format!("speed-{round}"));
+        let store = Store::open(&root, "default")?;
+        read_all(&list)?;
+        first.push(build_tree(&store, "a", dir)?.1.as_secs_f64());
+        again.push(build_tree(&store, "b", dir)?.1.as_secs_f64());
+        fs::remove_dir_all(&root)?;
+        if has_mkfs {
+            let image = scratch.dir.join("peer.erofs");
+            read_all(&list)?;
+            let start = Instant::now();
+            sh(&format!("mkfs.erofs --quiet {} {} && sync -f {0}", image.display(), dir.display()))?;
+            mkfs.push(start.elapsed().as_secs_f64());
+            fs::remove_file(&image)?;
+        }
+    }
+    let (first, low, high) = median(first);
+    let again = median(again).0;
+    out.push(json!({ "bench": "build", "peer": "pagefold", "bytes": bytes, "files": list.len(), "seconds": first,
+        "seconds_min": low, "seconds_max": high, "mb_per_s": bytes as f64 / first / 1e6 }));
+    out.push(json!({ "bench": "build", "peer": "pagefold, no change", "bytes": bytes, "seconds": again, "times_faster": first / again }));
+    if has_mkfs {
+        let (seconds, low, high) = median(mkfs);
+        out.push(json!({ "bench": "build", "peer": "mkfs.erofs and sync", "bytes": bytes, "seconds": seconds,
+            "seconds_min": low, "seconds_max": high, "mb_per_s": bytes as f64 / seconds / 1e6,
+            "pagefold_times_faster": seconds / first }));
+    }
+    Ok(())
+}
+
+fn peak_mib() -> f64 {
+    let text = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    line.and_then(|line| line.split_whitespace().next()?.parse::<f64>().ok()).unwrap_or(0.0) / 1024.0
+}
+
+/// Many images over few bases: list, stat, gc.
+fn many_images(scratch: &Scratch, images: u32, bases: u32, out: &mut Vec<Value>) -> Result<(), Error> {
+    let store = Store::open(&scratch.dir.join("many"), "default")?.without_sync();
+    let (base_files, own_files) = (200, 3);
+    let file = |data| Inode { meta: Meta { mode: 0o644, ..Meta::default() }, kind: Kind::File(data) };
+    let content = |kind: u32, image: u32, number: u32| {
+        let mut bytes = format!("{kind} {image} {number} ").repeat(12);
+        bytes.truncate(100);
+        bytes.into_bytes()
+    };
+    let start = Instant::now();
+    for base in 0..bases {
+        let build = store.build()?;
+        let mut tree = Tree::default();
+        for number in 0..base_files {
+            tree.put(format!("base/{number}").as_bytes(), file(build.put_bytes(&content(0, base, number))?))?;
+        }
+        for image in (base..images).step_by(bases as usize) {
+            let mut tree = tree.clone();
+            for number in 0..own_files {
+                tree.put(format!("own/{number}").as_bytes(), file(build.put_bytes(&content(1, image, number))?))?;
+            }
+            build.publish(&format!("image-{image}"), &tree, "bench", Default::default(), vec![])?;
+        }
+    }
+    let built = start.elapsed().as_secs_f64();
+    let before = peak_mib();
+    let start = Instant::now();
+    let count = store.images()?.len();
+    let list = start.elapsed().as_secs_f64();
+    let start = Instant::now();
+    let (total, _) = stat::stat(&store, &[])?;
+    let stat_s = start.elapsed().as_secs_f64();
+    for image in (0..images).step_by(10) {
+        store.remove(&format!("image-{image}"))?;
+    }
+    let start = Instant::now();
+    let collected = gc::collect(&store, false)?;
+    let gc_s = start.elapsed().as_secs_f64();
+    out.push(
+        json!({ "bench": "many images", "images": count, "bases": bases, "objects": total.objects, "build_s": built,
+        "list_s": list, "stat_s": stat_s, "gc_s": gc_s, "gc_removed_objects": collected.objects_removed,
+        "memory_growth_mib": (peak_mib() - before).max(0.0) }),
+    );
+    fs::remove_dir_all(store.root())?;
+    Ok(())
+}
+
+/// Runs the pair's programs from plain directories and from mounts, and counts the trees' pages in memory.
+fn run_time(
+    scratch: &Scratch,
+    pair: &Pair,
+    store: &Store,
+    records: &[Record; 2],
+    out: &mut Vec<Value>,
+) -> Result<(), Error> {
+    let Some((_, workload)) = WORKLOADS.iter().find(|(name, _)| *name == pair.name) else { return Ok(()) };
+    let upper = scratch.sub(&format!("run-{}", pair.name))?;
+    sh(&format!("mount -t tmpfs tmpfs {}", upper.display()))?;
+    let run = |root: &Path| -> Result<(), Error> {
+        sh(&format!(
+            "mount -t proc proc {0}/proc && mount --bind /dev {0}/dev && mount -t tmpfs tmpfs {0}/tmp",
+            root.display()
+        ))?;
+        let outcome =
+            Command::new("timeout").args(["120", "chroot"]).arg(root).args(["/bin/sh", "-c", workload]).output()?;
+        sh(&format!("umount -l {0}/tmp {0}/dev {0}/proc", root.display()))?;
+        if outcome.status.success() {
+            return Ok(());
+        }
+        let text = String::from_utf8_lossy(&outcome.stderr).chars().take(300).collect::<String>();
+        Err(format!("{}: {}: {text}", pair.name, outcome.status).into())
+    };
+    let plain_files = || pair.plain.iter().flat_map(|dir| names_below(dir));
+    evict(plain_files());
+    for root in &pair.plain {
+        // Over a scratch layer as well, so that both do the same.
+        let at = scratch.sub("run-plain")?;
+        let layer = upper.join(format!("plain-{}", root.file_name().expect("a name").to_string_lossy()));
+        sh(&format!(
+            "mkdir -p {0}/u {0}/w && mount -t overlay -o lowerdir={1},upperdir={0}/u,workdir={0}/w bench {2}",
+            layer.display(),
+            root.display(),
+            at.display()
+        ))?;
+        let result = run(&at);
+        sh(&format!("umount -l {}", at.display()))?;
+        result?;
+    }
+    let plain = resident(plain_files(), false);
+    evict(plain_files());
+    evict_store(store, &[]);
+    let mut tops = Vec::new();
+    for (number, record) in records.iter().enumerate() {
+        let at = scratch.sub(&format!("run-mnt-{number}"))?;
+        let options = Options { upper: Some(upper.join(format!("mount-{number}"))), ..Options::default() };
+        mount::mount(store, record, &at, &options)?;
+        let result = run(&at);
+        tops.push(at);
+        result?;
+    }
+    let (objects, metadata) = pagefold_memory(store, &[]);
+    for at in tops {
+        mount::umount(&at, true)?;
+    }
+    sh(&format!("umount -l {}", upper.display()))?;
+    let saved = plain.saturating_sub(objects + metadata);
+    out.push(
+        json!({ "bench": "run time", "pair": pair.name, "plain_bytes": plain, "pagefold_bytes": objects + metadata,
+        "saved_percent": (saved as f64 * 1000.0 / plain.max(1) as f64).round() / 10.0 }),
+    );
+    Ok(())
+}
+
+fn quick(scratch: &Scratch, out: &mut Vec<Value>) -> Result<(), Error> {
+    let plain = [scratch.sub("plain-1")?, scratch.sub("plain-2")?];
+    let sources = ["/usr/lib/python3", "/usr/lib/python3.11", "/usr/share/perl"];
+    for dir in &plain {
+        for source in sources.iter().filter(|source| Path::new(source).is_dir()) {
+            sh(&format!(
+                "mkdir -p {0}/usr/lib {0}/usr/share && cp -a {source} {0}$(dirname {source})/",
+                dir.display()
+            ))?;
+        }
+        // A program and what it is linked with, so that it starts in the tree.
+        sh(&format!(
+            "for p in /usr/bin/python3.11 /bin/sh; do for f in $p $(ldd $p | grep -o '/[^ ]*'); do mkdir -p {0}$(dirname $f); cp -L $f {0}$f; done; done",
+            dir.display()
+        ))?;
+    }
+    let mut seed = 1u64;
+    let noise: Vec<u8> = std::iter::repeat_with(|| {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (seed >> 56) as u8
+    })
+    .take(48 << 20)
+    .collect();
+    for dir in &plain {
+        fs::write(dir.join("large"), &noise)?;
+    }
+    drop(noise);
+    // The second version: every tenth file changed, every hundredth gone.
+    for (number, (path, _)) in files(&plain[1]).into_iter().enumerate() {
+        if path.extension().is_some_and(|end| end == "py" || end == "pyc") && number % 10 == 0 {
+            use std::io::Write;
+            File::options().append(true).open(&path)?.write_all(b"\n# changed\n")?;
+        } else if path.extension().is_some_and(|end| end == "py") && number % 100 == 1 {
+            fs::remove_file(&path)?;
+        }
+    }
+    sh(&format!("sync -f {}", scratch.dir.display()))?;
+    let pair = Pair { name: "local", plain, layers: None };
+    let (store, mounts, _) = memory_of_pair(scratch, &pair, out)?;
+    throughput(&pair.plain[0], &mounts[0], 9, out)?;
+    cold_start(
+        &pair.plain[0],
+        &mounts[0],
+        &store,
+        &["/usr/bin/python3.11", "-S", "-c", "import json, email, http.client"],
+        9,
+        out,
+    )?;
+    build_speed(scratch, &pair.plain[0], 5, out)?;
+    many_images(scratch, 500, 10, out)
+}
+
+fn full(
+    scratch: &Scratch,
+    cache: &Path,
+    only: Option<&str>,
+    counts_only: bool,
+    out: &mut Vec<Value>,
+) -> Result<(), Error> {
+    let base = cache.join("base");
+    if !base.join(".complete").exists() {
+        return Err(format!(
+            "{}: no inputs there; run bench/fetch-images.sh {} first",
+            cache.display(),
+            cache.display()
+        )
+        .into());
+    }
+    let mut first = true;
+    for (name, ..) in SOURCE {
+        let layers = [base.clone(), cache.join(format!("layers/{name}-1")), cache.join(format!("layers/{name}-2"))];
+        if only.is_some_and(|only| only != name) || !layers[1].is_dir() || !layers[2].is_dir() {
+            eprintln!("bench erofs: {name}: left out");
+            continue;
+        }
+        eprintln!("bench erofs: {name}");
+        let mut plain = Vec::new();
+        for (number, layer) in layers.iter().enumerate().skip(1).take(2) {
+            let (at, dir) = (scratch.sub("merged")?, scratch.sub(&format!("plain-{name}-{number}"))?);
+            sh(&format!(
+                "mount -t overlay -o ro,lowerdir={}:{} bench {3} && cp -a {3}/. {2}/ && umount {3}",
+                layer.display(),
+                base.display(),
+                dir.display(),
+                at.display()
+            ))?;
+            plain.push(dir);
+        }
+        sh(&format!("sync -f {}", scratch.dir.display()))?;
+        let pair = Pair { name, plain: [plain.remove(0), plain.remove(0)], layers: Some(layers) };
+        let (store, mounts, records) = memory_of_pair(scratch, &pair, out)?;
+        if let Err(error) = run_time(scratch, &pair, &store, &records, out) {
+            out.push(json!({ "bench": "run time", "pair": name, "error": error.to_string() }));
+        }
+        match name {
+            _ if counts_only => {}
+            "postgres" => {
+                cold_start(&pair.plain[0], &mounts[0], &store, &["/opt/postgres/bin/postgres", "--version"], 11, out)?;
+                build_speed(scratch, &pair.plain[0], 5, out)?;
+            }
+            "tensorflow" => throughput(&pair.plain[0], &mounts[0], 9, out)?,
+            "redis" => {
+                cold_start(&pair.plain[0], &mounts[0], &store, &["/usr/bin/redis-server", "--version"], 11, out)?
+            }
+            _ => {}
+        }
+        for at in &mounts {
+            mount::umount(at, true)?;
+        }
+        for dir in pair.plain.iter().chain([&store.root().to_path_buf()]) {
+            sh(&format!("rm -rf {}", dir.display()))?;
+        }
+        first = false;
+    }
+    if first {
+        return Err("no pair was there to measure".into());
+    }
+    if only.is_none() && !counts_only { many_images(scratch, 10_000, 100, out) } else { Ok(()) }
+}
+
+/// Everything that is not told by a row's own columns.
+fn print_table(rows: &[Value]) {
+    let mib = |value: &Value| value.as_u64().unwrap_or(0) as f64 / (1 << 20) as f64;
+    let number = |value: &Value| value.as_f64().unwrap_or(f64::NAN);
+    let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
+    for row in rows {
+        match text(&row["bench"]).as_str() {
+            "read-all" => println!(
+                "read all {:10} {:30} {:8.1} MiB + {:4.1} metadata  saved {:5.1} %  of ideal {:5.1} %",
+                text(&row["pair"]),
+                text(&row["peer"]),
+                mib(&row["resident_bytes"]),
+                mib(&row["metadata_bytes"]),
+                number(&row["saved_percent"]),
+                number(&row["of_ideal_percent"])
+            ),
+            "predicted" => println!(
+                "predicted {:9} {:8.1} MiB: files {} %, 64K {} %, 16K {} %, 4K {} %",
+                text(&row["pair"]),
+                mib(&row["total_bytes"]),
+                row["file_percent"],
+                row["chunk_64k_percent"],
+                row["chunk_16k_percent"],
+                row["page_4k_percent"]
+            ),
+            "stat" => println!(
+                "stat     {:10} memory_saved_bytes {:.1} MiB, plain minus pagefold {:.1} MiB",
+                text(&row["pair"]),
+                mib(&row["memory_saved_bytes"]),
+                mib(&row["plain_minus_pagefold_bytes"])
+            ),
+            "run time" if row["error"].is_string() => {
+                println!("run time {:10} {}", text(&row["pair"]), text(&row["error"]))
+            }
+            "run time" => {
+                let source = SOURCE.iter().find(|(name, ..)| *name == text(&row["pair"])).map_or(0, |row| row.2);
+                println!(
+                    "run time {:10} plain {:.1} MiB, pagefold {:.1} MiB: saved {} % (source {source} %)",
+                    text(&row["pair"]),
+                    mib(&row["plain_bytes"]),
+                    mib(&row["pagefold_bytes"]),
+                    row["saved_percent"]
+                );
+            }
+            "warm read" | "warm mmap" => println!(
+                "{:9}  ext4 {:.2} GB/s, pagefold {:.2} GB/s: {:.3} x ({:.3} to {:.3})",
+                text(&row["bench"]),
+                number(&row["ext4_gb_per_s"]),
+                number(&row["pagefold_gb_per_s"]),
+                number(&row["ratio"]),
+                number(&row["ratio_min"]),
+                number(&row["ratio_max"])
+            ),
+            "cold start" => println!(
+                "cold start {}: plain {:.1} ms, pagefold {:.1} ms: {:.3} x ({:.3} to {:.3})",
+                text(&row["command"]),
+                number(&row["plain_ms"]),
+                number(&row["pagefold_ms"]),
+                number(&row["ratio"]),
+                number(&row["ratio_min"]),
+                number(&row["ratio_max"])
+            ),
+            "build" => println!(
+                "build    {:22} {:8.1} MiB in {:.3} s{}",
+                text(&row["peer"]),
+                mib(&row["bytes"]),
+                number(&row["seconds"]),
+                row["times_faster"].as_f64().map(|n| format!(": {n:.1} times faster")).unwrap_or_default()
+            ),
+            "many images" => println!(
+                "{} images over {} bases ({} objects): list {:.2} s, stat {:.2} s, gc {:.2} s (removed {}), memory +{:.0} MiB",
+                row["images"],
+                row["bases"],
+                row["objects"],
+                number(&row["list_s"]),
+                number(&row["stat_s"]),
+                number(&row["gc_s"]),
+                row["gc_removed_objects"],
+                number(&row["memory_growth_mib"])
+            ),
+            _ => println!("{row}"),
+        }
+    }
+    for (name, read, _) in SOURCE {
+        let ours =
+            rows.iter().find(|row| row["bench"] == "read-all" && row["pair"] == name && row["peer"] == "pagefold");
+        if let Some(row) = ours {
+            println!("source   {name:10} read all {read} %, here {} %", row["saved_percent"]);
+        }
+    }
+}
+
+/// Runs the bench.
+pub fn run(args: &[String]) -> ExitCode {
+    let value = |name: &str| args.iter().position(|arg| arg == name).and_then(|at| args.get(at + 1)).cloned();
+    let has = |name: &str| args.iter().any(|arg| arg == name);
+    if has("--help") {
+        println!(
+            "pagefold-bench erofs [--quick | --full [--inputs DIR] [--pair NAME] [--counts]] [--dir SCRATCH] [--json]"
+        );
+        return ExitCode::SUCCESS;
+    }
+    // SAFETY: geteuid takes nothing and cannot fail.
+    if unsafe { libc::geteuid() } != 0 {
+        println!("SKIPPED: bench erofs needs root to mount");
+        return ExitCode::SUCCESS;
+    }
+    let target = PathBuf::from(std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into()));
+    let parent = value("--dir").map_or_else(|| target.clone(), PathBuf::from);
+    let dir = parent.join(format!("bench-erofs-{}", std::process::id()));
+    if let Err(error) = fs::create_dir_all(&dir) {
+        eprintln!("bench erofs: {}: {error}", dir.display());
+        return ExitCode::FAILURE;
+    }
+    let scratch = Scratch { dir: dir.canonicalize().unwrap_or(dir), keep: has("--keep") };
+    let mut rows = Vec::new();
+    let inputs = value("--inputs").map_or_else(|| target.join("bench-images"), PathBuf::from);
+    let result = if has("--full") {
+        full(&scratch, &inputs, value("--pair").as_deref(), has("--counts"), &mut rows)
+    } else {
+        quick(&scratch, &mut rows)
+    };
+    if has("--json") {
+        println!("{}", serde_json::to_string_pretty(&rows).expect("plain data"));
+    } else {
+        print_table(&rows);
+    }
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("bench erofs: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,81 @@
+//! Maps in C++ and C, through `peers/index_peers.cc`.
+
+use super::maps::{Maker, Map};
+use std::ffi::c_void;
+
+/// The table of functions that each peer fills; as in `index_peers.cc`.
+#[repr(C)]
+struct Functions {
+    create: extern "C" fn() -> *mut c_void,
+    get: extern "C" fn(*mut c_void, u64, *mut u64) -> bool,
+    insert: extern "C" fn(*mut c_void, u64, u64) -> bool,
+    remove: extern "C" fn(*mut c_void, u64) -> bool,
+    scan: Option<extern "C" fn(*mut c_void, u64, u64) -> u64>,
+    destroy: extern "C" fn(*mut c_void),
+}
+
+unsafe extern "C" {
+    static index_peer_std_map: Functions;
+    static index_peer_absl_btree: Functions;
+    static index_peer_cuckoo: Functions;
+    static index_peer_tbb: Functions;
+    static index_peer_urcu: Functions;
+}
+
+struct Peer {
+    functions: &'static Functions,
+    map: *mut c_void,
+}
+
+// SAFETY: each peer is a concurrent map or is locked on the other side.
+unsafe impl Send for Peer {}
+// SAFETY: as above.
+unsafe impl Sync for Peer {}
+
+impl Peer {
+    fn boxed(functions: &'static Functions) -> Box<dyn Map> {
+        Box::new(Self { functions, map: (functions.create)() })
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        (self.functions.destroy)(self.map);
+    }
+}
+
+impl Map for Peer {
+    fn get(&self, key: u64) -> Option<u64> {
+        let mut value = 0;
+        (self.functions.get)(self.map, key, &mut value).then_some(value)
+    }
+
+    fn insert(&self, key: u64, value: u64) -> bool {
+        (self.functions.insert)(self.map, key, value)
+    }
+
+    fn remove(&self, key: u64, _value: u64) -> bool {
+        (self.functions.remove)(self.map, key)
+    }
+
+    fn scan(&self, from: u64, count: usize) -> Option<u64> {
+        self.functions.scan.map(|scan| scan(self.map, from, count as u64))
+    }
+}
+
+/// The peers of feature `cpp-peers`.
+pub fn all() -> Vec<Maker> {
+    // SAFETY: the tables are constants on the other side.
+    macro_rules! peer {
+        ($table:ident) => {
+            |_, _| Peer::boxed(unsafe { &$table })
+        };
+    }
+    vec![
+        ("rb-tree-lock", "C++ std::map (red-black), pthread_rwlock", peer!(index_peer_std_map)),
+        ("absl-btree-lock", "absl::btree_map, pthread_rwlock", peer!(index_peer_absl_btree)),
+        ("libcuckoo", "libcuckoo cuckoohash_map", peer!(index_peer_cuckoo)),
+        ("tbb", "TBB concurrent_hash_map", peer!(index_peer_tbb)),
+        ("liburcu", "liburcu cds_lfht", peer!(index_peer_urcu)),
+    ]
+}

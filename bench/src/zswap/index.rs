@@ -1,0 +1,363 @@
+//! Page offsets in and out of maps: insert, lookup, replace, erase, in random order.
+//!
+//! *dense*: the offsets 0 to n, as of a region that went out whole. *sparse*: one page here and there in 2^33, as of
+//! large mappings with few cold pages. The tier's own indexes are here as they are used there: a leaf of eight
+//! words, found through a flat array or through the B-tree.
+
+use super::{Row, median};
+use crate::index::maps::{self, Map};
+use llds::b_tree::BTree;
+use std::process::{Command, ExitCode};
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use std::time::Instant;
+
+/// Ordered structures of the other benchmark that are run here too.
+const ORDERED: &[&str] = &[
+    "b-tree",
+    "std-btree-lock",
+    "rb-tree-lock",
+    "absl-btree-lock",
+    "scc-tree-index",
+    "skiplist",
+    "congee",
+    "masstree",
+];
+const OWN: &[&str] = &["flat-array", "radix-64", "tier-flat", "tier-b-tree"];
+const PHASES: [&str; 4] = ["insert Mop/s", "lookup Mop/s", "replace Mop/s", "erase Mop/s"];
+
+/// Page `index` of `entries` in random order: a bijection of 0 to the next power of two, walked on until it fits.
+fn offset(index: u64, entries: u64, dense: bool) -> u64 {
+    let bits = (64 - (entries - 1).leading_zeros()).max(2);
+    let mask = (1 << bits) - 1;
+    let mut at = index;
+    loop {
+        for (multiplier, shift) in [(0x9e37_79b9_7f4a_7c15_u64, bits / 2), (0xd6e8_feb8_6659_fd93, bits / 2 + 1)] {
+            at = (at.wrapping_mul(multiplier | 1)) & mask;
+            at ^= at >> shift;
+        }
+        if at < entries {
+            break;
+        }
+    }
+    // Far apart, and each in a cluster of its own.
+    if dense { at } else { (at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 31) & !7 | at & 7 }
+}
+
+/// One word per page: 8 bytes each, whatever is there.
+struct FlatArray(Vec<AtomicU64>);
+
+impl Map for FlatArray {
+    fn get(&self, key: u64) -> Option<u64> {
+        Some(self.0.get(key as usize)?.load(Ordering::Acquire)).filter(|value| *value != 0)
+    }
+
+    fn insert(&self, key: u64, value: u64) -> bool {
+        self.0[key as usize].swap(value, Ordering::AcqRel) == 0
+    }
+
+    fn remove(&self, key: u64, _: u64) -> bool {
+        self.0[key as usize].swap(0, Ordering::AcqRel) != 0
+    }
+}
+
+/// A radix tree of 64-way nodes over 36 bits, as the kernel's xarray: nodes are made on the way down and stay.
+struct Radix {
+    root: Node,
+}
+
+struct Node([AtomicPtr<Node>; 64]);
+
+const RADIX_LEVELS: u32 = 6;
+
+impl Node {
+    fn new() -> Node {
+        Node(std::array::from_fn(|_| AtomicPtr::new(std::ptr::null_mut())))
+    }
+
+    /// The slot of `key`; the last level holds values in place of pointers.
+    fn slot(&self, key: u64, make: bool) -> Option<&AtomicPtr<Node>> {
+        let mut node = self;
+        for level in (1..RADIX_LEVELS).rev() {
+            let slot = &node.0[(key >> (6 * level)) as usize % 64];
+            let mut child = slot.load(Ordering::Acquire);
+            if child.is_null() {
+                if !make {
+                    return None;
+                }
+                let made = Box::into_raw(Box::new(Node::new()));
+                match slot.compare_exchange(child, made, Ordering::AcqRel, Ordering::Acquire) {
+                    Ok(_) => child = made,
+                    Err(other) => {
+                        // SAFETY: `made` was made above and published to nobody.
+                        drop(unsafe { Box::from_raw(made) });
+                        child = other;
+                    }
+                }
+            }
+            // SAFETY: a child is made by `Box::into_raw` above and freed by nobody but `Radix::drop`.
+            node = unsafe { &*child };
+        }
+        Some(&node.0[key as usize % 64])
+    }
+
+    fn free(&self, level: u32) {
+        for slot in self.0.iter().filter(|_| level > 0) {
+            let child = slot.load(Ordering::Relaxed);
+            if !child.is_null() {
+                // SAFETY: as in `slot`; the tree is being dropped, so nobody else holds the child.
+                let child = unsafe { Box::from_raw(child) };
+                child.free(level - 1);
+            }
+        }
+    }
+}
+
+impl Drop for Radix {
+    fn drop(&mut self) {
+        self.root.free(RADIX_LEVELS - 1);
+    }
+}
+
+impl Map for Radix {
+    fn get(&self, key: u64) -> Option<u64> {
+        let value = self.root.slot(key, false)?.load(Ordering::Acquire) as u64;
+        Some(value).filter(|value| *value != 0)
+    }
+
+    fn insert(&self, key: u64, value: u64) -> bool {
+        let slot = self.root.slot(key, true);
+        slot.is_some_and(|slot| slot.swap(value as *mut Node, Ordering::AcqRel).is_null())
+    }
+
+    fn remove(&self, key: u64, _: u64) -> bool {
+        let slot = self.root.slot(key, false);
+        slot.is_some_and(|slot| !slot.swap(std::ptr::null_mut(), Ordering::AcqRel).is_null())
+    }
+}
+
+/// The tier's way: leaves of eight words, found by cluster.
+struct Leaves {
+    flat: Vec<AtomicU32>,
+    tree: Option<BTree<u64>>,
+    words: Vec<AtomicU64>,
+    next: AtomicU32,
+}
+
+impl Leaves {
+    fn new(entries: usize, dense: bool, flat: bool) -> Leaves {
+        let leaves = if dense { entries.div_ceil(8) } else { entries };
+        Leaves {
+            flat: if flat { zeroed(leaves) } else { Vec::new() },
+            tree: (!flat).then(|| BTree::new().expect("address space")),
+            // Two threads that make the same leaf take two numbers: room for those.
+            words: zeroed(8 * (leaves + leaves / 8 + 1024)),
+            next: AtomicU32::new(1),
+        }
+    }
+
+    fn leaf(&self, key: u64) -> Option<usize> {
+        let leaf = match &self.tree {
+            Some(tree) => tree.get(key / 8)? as u32,
+            None => self.flat[key as usize / 8].load(Ordering::Acquire),
+        };
+        (leaf != 0).then_some(leaf as usize * 8 + key as usize % 8)
+    }
+}
+
+impl Map for Leaves {
+    fn get(&self, key: u64) -> Option<u64> {
+        Some(self.words[self.leaf(key)?].load(Ordering::Acquire)).filter(|value| *value != 0)
+    }
+
+    fn insert(&self, key: u64, value: u64) -> bool {
+        let at = self.leaf(key).unwrap_or_else(|| {
+            let leaf = match &self.tree {
+                Some(tree) => {
+                    let made = u64::from(self.next.fetch_add(1, Ordering::Relaxed));
+                    tree.get_or_insert(key / 8, made).expect("room").unwrap_or(made) as u32
+                }
+                None => {
+                    let slot = &self.flat[key as usize / 8];
+                    let made = self.next.fetch_add(1, Ordering::Relaxed);
+                    match slot.compare_exchange(0, made, Ordering::AcqRel, Ordering::Acquire) {
+                        Ok(_) => made,
+                        Err(other) => other,
+                    }
+                }
+            };
+            leaf as usize * 8 + key as usize % 8
+        });
+        self.words[at].swap(value, Ordering::AcqRel) == 0
+    }
+
+    fn remove(&self, key: u64, _: u64) -> bool {
+        let Some(at) = self.leaf(key) else { return false };
+        let there = self.words[at].swap(0, Ordering::AcqRel) != 0;
+        // The tier gives an empty leaf back, and its key with it.
+        if let Some(tree) = &self.tree {
+            let leaf = &self.words[at / 8 * 8..at / 8 * 8 + 8];
+            if leaf.iter().all(|word| word.load(Ordering::Relaxed) == 0) {
+                tree.remove(key / 8);
+            }
+        }
+        there
+    }
+}
+
+/// Zeroed memory that takes no memory before it is touched.
+fn zeroed<T: Default>(len: usize) -> Vec<T> {
+    let mut words = Vec::new();
+    words.resize_with(len, T::default);
+    words
+}
+
+fn resident_bytes() -> f64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    statm.split(' ').nth(1).and_then(|pages| pages.parse::<f64>().ok()).unwrap_or(f64::NAN) * 4096.0
+}
+
+fn make(name: &str, entries: usize, dense: bool) -> Option<Box<dyn Map>> {
+    Some(match name {
+        "flat-array" if dense => Box::new(FlatArray(zeroed(entries))),
+        "tier-flat" if dense => Box::new(Leaves::new(entries, dense, true)),
+        // Flat arrays over 2^33 pages would take all memory.
+        "flat-array" | "tier-flat" => return None,
+        "tier-b-tree" => Box::new(Leaves::new(entries, dense, false)),
+        "radix-64" => Box::new(Radix { root: Node::new() }),
+        _ => {
+            let maker = maps::all().into_iter().find(|maker| maker.0 == name)?;
+            maker.2(entries, true)
+        }
+    })
+}
+
+/// Measures one structure in this process and prints its figures.
+pub fn run_cell(cell: &str) -> ExitCode {
+    let parts: Vec<&str> = cell.split(',').collect();
+    let [name, entries, threads, kind, clock] = parts[..] else { return ExitCode::from(2) };
+    let (Ok(entries), Ok(threads)) = (entries.parse::<usize>(), threads.parse::<usize>()) else {
+        return ExitCode::from(2);
+    };
+    let dense = kind == "dense";
+    let before = resident_bytes();
+    let Some(map) = make(name, entries, dense) else { return ExitCode::from(2) };
+    let by_cpu = clock == "cpu";
+    let phase = |act: &(dyn Fn(u64) -> bool + Sync)| {
+        let start = Instant::now();
+        let cpu_ns = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            for thread in 0..threads {
+                let cpu_ns = &cpu_ns;
+                scope.spawn(move || {
+                    let part = entries / threads;
+                    for index in thread * part..(thread + 1) * part {
+                        assert!(act(offset(index as u64, entries as u64, dense)), "a wrong answer");
+                    }
+                    // The slowest thread counts, as it does for the wall clock.
+                    cpu_ns.fetch_max(pagefold_os::sched::thread_cpu_ns(), Ordering::Relaxed);
+                });
+            }
+        });
+        let seconds = if by_cpu { cpu_ns.load(Ordering::Relaxed) as f64 / 1e9 } else { start.elapsed().as_secs_f64() };
+        (entries / threads * threads) as f64 / seconds / 1e6
+    };
+    let insert = phase(&|key| map.insert(key, key << 1 | 1));
+    let bytes = (resident_bytes() - before) / entries as f64;
+    let lookup = phase(&|key| map.get(key) == Some(key << 1 | 1));
+    // Peers whose insert refuses a key that is there need two steps, as zswap did before the patch.
+    let replaces = !matches!(name, "scc-tree-index" | "rb-tree-lock" | "absl-btree-lock");
+    let replace = phase(&|key| {
+        if replaces {
+            !map.insert(key, key << 1 | 3) || name == "skiplist"
+        } else {
+            map.remove(key, 0) && map.insert(key, key << 1 | 3)
+        }
+    });
+    let erase = phase(&|key| map.remove(key, key << 1 | 3));
+    println!("{insert} {lookup} {replace} {erase} {bytes}");
+    ExitCode::SUCCESS
+}
+
+/// Measures all structures, each in a process of its own, rounds in turn.
+///
+/// `clock` is "wall", or "cpu" for machines on which others work too: the processor time of the slowest thread.
+pub fn measure(entries: usize, rounds: usize, clock: &str) -> Vec<Row> {
+    let Ok(program) = std::env::current_exe() else { return Vec::new() };
+    let known: Vec<&str> = maps::all().iter().map(|maker| maker.0).collect();
+    let names = OWN.iter().chain(ORDERED.iter().filter(|name| known.contains(name)));
+    let mut cells: Vec<(String, Vec<[f64; 5]>)> = Vec::new();
+    for kind in ["dense", "sparse"] {
+        for threads in [1, 2] {
+            for name in names.clone().filter(|name| kind == "dense" || !name.contains("flat")) {
+                cells.push((format!("{name},{entries},{threads},{kind},{clock}"), Vec::new()));
+            }
+        }
+    }
+    for _ in 0..rounds {
+        for (cell, figures) in &mut cells {
+            let output = Command::new(&program).args(["zswap", "--cell", cell]).output();
+            let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
+            let values: Vec<f64> = text.split_ascii_whitespace().filter_map(|value| value.parse().ok()).collect();
+            match values.try_into() {
+                Ok(values) => figures.push(values),
+                Err(_) => eprintln!("zswap: {cell}: no figures"),
+            }
+        }
+    }
+    let row = |(cell, figures): (String, Vec<[f64; 5]>)| {
+        let parts: Vec<&str> = cell.split(',').collect();
+        let column = |index: usize| -> Vec<f64> { figures.iter().map(|row| row[index]).collect() };
+        let mut columns: Vec<(&'static str, f64)> =
+            PHASES.iter().enumerate().map(|(index, name)| (*name, median(&mut column(index)))).collect();
+        columns.push(("bytes/entry", median(&mut column(4))));
+        let mut lookups = column(1);
+        lookups.sort_by(f64::total_cmp);
+        let spread = match (lookups.first(), lookups.last()) {
+            (Some(low), Some(high)) => (high - low) / high * 100.0,
+            _ => f64::NAN,
+        };
+        columns.push(("spread %", spread));
+        Row {
+            part: "index",
+            name: parts[0].to_owned(),
+            on: format!("{} {}, {} thr, {clock}", parts[1], parts[3], parts[2]),
+            figures: columns,
+        }
+    };
+    cells.into_iter().map(row).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn offsets_are_distinct() {
+        for (entries, dense) in [(1000, true), (1024, true), (100_000, false)] {
+            let mut keys: Vec<u64> = (0..entries).map(|index| offset(index, entries, dense)).collect();
+            keys.sort_unstable();
+            keys.dedup();
+            assert_eq!(keys.len() as u64, entries);
+            assert!(!dense || keys.last() == Some(&(entries - 1)));
+            assert!(keys.iter().all(|key| *key < 1 << 33));
+        }
+    }
+
+    #[test]
+    fn own_structures_are_maps() {
+        for name in OWN {
+            for dense in [true, false] {
+                let Some(map) = make(name, 5000, dense) else { continue };
+                for index in 0..5000 {
+                    assert!(map.insert(offset(index, 5000, dense), index + 1), "{name}");
+                }
+                for index in 0..5000 {
+                    let key = offset(index, 5000, dense);
+                    assert_eq!(map.get(key), Some(index + 1), "{name}");
+                    assert!(!map.insert(key, index + 2) && map.get(key) == Some(index + 2));
+                    assert!(map.remove(key, index + 2) && map.get(key).is_none() && !map.remove(key, 0));
+                }
+            }
+        }
+    }
+}

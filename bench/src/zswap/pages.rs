@@ -1,0 +1,234 @@
+//! Real pages: what live programs and guests hold in memory.
+
+use super::kernel::Undo;
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::PathBuf;
+use std::process::{ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// A program of ours; it ends, and its file goes, when this is dropped.
+struct Program {
+    pid: u32,
+    stdin: Option<ChildStdin>,
+    stdout: Option<ChildStdout>,
+    file: PathBuf,
+    _end: Undo,
+}
+
+impl Program {
+    fn start(command: &mut Command, file: PathBuf) -> io::Result<Program> {
+        let name = command.get_program().to_string_lossy().into_owned();
+        let mut child = command.spawn().map_err(|error| io::Error::new(error.kind(), format!("{name}: {error}")))?;
+        let (pid, stdin, stdout) = (child.id(), child.stdin.take(), child.stdout.take());
+        let gone = file.clone();
+        let end = Undo::later(move || {
+            let _ = child.kill();
+            let _ = child.wait();
+            let _ = fs::remove_file(gone);
+        });
+        Ok(Program { pid, stdin, stdout, file, _end: end })
+    }
+}
+
+/// Anonymous memory of a process that is in memory, up to `bytes_max` bytes.
+fn memory_of(pid: u32, bytes_max: usize) -> io::Result<Vec<u8>> {
+    let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
+    let memory = File::open(format!("/proc/{pid}/mem"))?;
+    let pagemap = File::open(format!("/proc/{pid}/pagemap"))?;
+    let mut pages = Vec::new();
+    for line in maps.lines() {
+        let fields: Vec<&str> = line.split_ascii_whitespace().collect();
+        let anonymous = fields.get(5).is_none_or(|name| *name == "[heap]");
+        let Some((start, end)) = fields[0].split_once('-').filter(|_| fields[1].starts_with("rw") && anonymous) else {
+            continue;
+        };
+        let parse = |text| u64::from_str_radix(text, 16).map_err(io::Error::other);
+        let (start, end) = (parse(start)?, parse(end)?);
+        let mut page = [0; 4096];
+        for at in (start..end).step_by(4096) {
+            let mut entry = [0; 8];
+            if pages.len() >= bytes_max || pagemap.read_exact_at(&mut entry, at / 4096 * 8).is_err() {
+                break;
+            }
+            // Only what is present: pages never touched are no one's memory.
+            if u64::from_le_bytes(entry) >> 63 != 0 && memory.read_exact_at(&mut page, at).is_ok() {
+                pages.extend_from_slice(&page);
+            }
+        }
+    }
+    Ok(pages)
+}
+
+/// Half a Python heap of records, half a redis-server with a data set, as they lie in memory.
+pub fn unrelated(bytes: usize) -> io::Result<Vec<u8>> {
+    let program = "import json,sys\n\
+        rows=[{'id':i,'name':f'user {i*7919%100003}','mail':f'u{i}@example.org','tags':[i%7,i%11],'score':i*0.37} \
+        for i in range(int(sys.argv[1]))]\n\
+        text=[json.dumps(r) for r in rows[::3]]\nprint('ready',flush=True)\nsys.stdin.read()\n";
+    let rows = (bytes / 2 / 600).to_string();
+    let mut command = Command::new("python3");
+    command.args(["-c", program, &rows]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut python = Program::start(&mut command, PathBuf::new())?;
+    let mut line = String::new();
+    if let Some(output) = python.stdout.take() {
+        BufReader::new(output).read_line(&mut line)?;
+    }
+    let mut pages = memory_of(python.pid, bytes / 2)?;
+    drop(python);
+    match redis(bytes / 2) {
+        Ok(found) => pages.extend(found),
+        Err(error) => eprintln!("SKIPPED: redis-server: {error}"),
+    }
+    if pages.is_empty() { Err(io::Error::other("no pages")) } else { Ok(pages) }
+}
+
+fn redis(bytes: usize) -> io::Result<Vec<u8>> {
+    let socket = std::env::temp_dir().join(format!("pagefold-bench-redis-{}", std::process::id()));
+    let path = socket.to_string_lossy().into_owned();
+    let args = ["--port", "0", "--unixsocket", &path, "--save", "", "--appendonly", "no"];
+    let mut command = Command::new("redis-server");
+    command.args(args).stdout(Stdio::null()).stderr(Stdio::null());
+    let server = Program::start(&mut command, socket.clone())?;
+    let end = Instant::now() + Duration::from_secs(10);
+    let mut stream = loop {
+        match std::os::unix::net::UnixStream::connect(&socket) {
+            Ok(stream) => break stream,
+            Err(error) if Instant::now() > end => return Err(error),
+            Err(_) => std::thread::sleep(Duration::from_millis(20)),
+        }
+    };
+    // Values as caches hold them: a few hundred bytes of text with numbers in it.
+    let count = bytes / 700;
+    for first in (0..count).step_by(1000) {
+        let mut request = String::new();
+        for key in first..(first + 1000).min(count) {
+            let value = format!(
+                "{{\"session\":\"{:016x}\",\"user\":{key},\"path\":\"/shop/item/{}\",\"cart\":[{},{},{}],\"agent\":\"Mozilla/5.0 (X11; \
+                 Linux x86_64) AppleWebKit/537.36 (KHTML, like Gecko) Chrome/12{}.0.0.0 Safari/537.36\",\"seen\":{}}}",
+                (key as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15),
+                key % 977,
+                key % 13,
+                key % 101,
+                key % 7,
+                key % 9,
+                1_700_000_000 + key * 37
+            )
+            .repeat(2);
+            let name = format!("session:{key}");
+            request += &format!("*3\r\n$3\r\nSET\r\n${}\r\n{name}\r\n${}\r\n{value}\r\n", name.len(), value.len());
+        }
+        stream.write_all(request.as_bytes())?;
+        let mut answers = vec![0; 5 * (first + 1000).min(count).saturating_sub(first)];
+        stream.read_exact(&mut answers)?;
+    }
+    memory_of(server.pid, bytes)
+}
+
+/// Memory of guests that were booted apart from one kernel and one initial file system, under emulation.
+pub fn guests(count: usize) -> io::Result<Vec<u8>> {
+    let find = |prefix: &str| -> io::Result<PathBuf> {
+        let entries = fs::read_dir("/boot")?.filter_map(Result::ok).map(|entry| entry.path());
+        let fits = |path: &PathBuf| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(prefix));
+        entries.filter(fits).max().ok_or_else(|| io::Error::other(format!("no /boot/{prefix}*")))
+    };
+    let (kernel, initrd) = (find("vmlinuz-")?, find("initrd.img-")?);
+    let mut running = Vec::new();
+    for number in 0..count {
+        let memory = PathBuf::from(format!("/dev/shm/pagefold-bench-guest-{}-{number}", std::process::id()));
+        let mut command = Command::new("qemu-system-x86_64");
+        command
+            .args([
+                "-accel",
+                "tcg",
+                "-cpu",
+                "max",
+                "-smp",
+                "1",
+                "-m",
+                "512",
+                "-nographic",
+                "-no-reboot",
+                "-net",
+                "none",
+            ])
+            .arg("-object")
+            .arg(format!("memory-backend-file,id=m,size=512M,mem-path={},share=on", memory.display()))
+            .args(["-machine", "pc,memory-backend=m"])
+            .arg("-kernel")
+            .arg(&kernel)
+            .arg("-initrd")
+            .arg(&initrd)
+            .args(["-append", "console=ttyS0 quiet break=premount"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null());
+        running.push(Program::start(&mut command, memory)?);
+    }
+    let mut pages = Vec::new();
+    for (number, guest) in running.iter_mut().enumerate() {
+        wait_for_shell(guest, number)?;
+    }
+    for guest in &running {
+        let file = File::open(&guest.file)?;
+        let mut page = [0; 4096];
+        let mut offset = 0;
+        // Only pages that the guest ever touched: the rest of the file are holes.
+        while offset < file.metadata()?.size() {
+            // SAFETY: numbers only.
+            let data = unsafe { libc::lseek64(std::os::fd::AsRawFd::as_raw_fd(&file), offset as i64, libc::SEEK_DATA) };
+            // SAFETY: as above.
+            let hole = unsafe { libc::lseek64(std::os::fd::AsRawFd::as_raw_fd(&file), data.max(0), libc::SEEK_HOLE) };
+            let (Ok(data), Ok(hole)) = (u64::try_from(data), u64::try_from(hole)) else { break };
+            for at in (data..hole).step_by(4096) {
+                file.read_exact_at(&mut page, at)?;
+                pages.extend_from_slice(&page);
+            }
+            offset = hole;
+        }
+    }
+    Ok(pages)
+}
+
+/// Waits for the shell of the initial file system, then lets it read all files in an order of its own.
+fn wait_for_shell(guest: &mut Program, number: usize) -> io::Result<()> {
+    let Some(output) = guest.stdout.take() else { return Err(io::Error::other("no console")) };
+    let (send, receive) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let mut output = output;
+        let mut seen = Vec::new();
+        let mut buffer = [0; 4096];
+        while let Ok(len) = output.read(&mut buffer) {
+            if len == 0 {
+                break;
+            }
+            seen.extend_from_slice(&buffer[..len]);
+            let shown = String::from_utf8_lossy(&seen);
+            if shown.contains("(initramfs)") && send.send(shown.contains("all-read")).is_err() {
+                break;
+            }
+        }
+    });
+    let timeout = Duration::from_secs(180);
+    let silent = || io::Error::other("a guest did not reach its shell in time");
+    receive.recv_timeout(timeout).map_err(|_| silent())?;
+    if let Some(input) = &mut guest.stdin {
+        // Each guest copies another part of the files, so that their memories differ as guests' do.
+        let script = format!(
+            "n=0; find /usr /lib /bin -type f 2>/dev/null | while read f; do n=$((n+1)); \
+             [ $((n % 4)) = {} ] || cat \"$f\" >> /tmp/copy$((n % 7)) 2>/dev/null; done; echo all-''read\n",
+            number % 4
+        );
+        input.write_all(script.as_bytes())?;
+        input.flush()?;
+    }
+    let end = Instant::now() + timeout;
+    loop {
+        match receive.recv_timeout(end.saturating_duration_since(Instant::now())) {
+            Ok(true) => return Ok(()),
+            Ok(false) => {}
+            Err(_) => return Err(silent()),
+        }
+    }
+}
