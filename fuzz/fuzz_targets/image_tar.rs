@@ -1,0 +1,42 @@
+//! The tar reader takes any bytes: every entry it hands out is one a tree can hold, and its bytes are as many as it says.
+
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use pagefold_image::config::Limits;
+use pagefold_image::tar::{EntryKind, Reader};
+use pagefold_image::tree::{Data, Inode, Kind, Meta, Tree};
+use pagefold_image::{erofs, unpack};
+use std::io::Read;
+
+fuzz_target!(|data: &[u8]| {
+    let limits = Limits { entries: 2000, bytes: 1 << 22, header_bytes: 1 << 16, ratio_from_bytes: 1 << 20, ..Limits::default() };
+    let Ok(plain) = unpack(data, limits) else { return };
+    let (mut reader, mut tree) = (Reader::new(plain, limits), Tree::default());
+    while let Ok(Some(entry)) = reader.next_entry() {
+        let kind = match &entry.kind {
+            EntryKind::File(size) => {
+                let mut bytes = Vec::new();
+                if reader.read_to_end(&mut bytes).is_err() {
+                    return;
+                }
+                assert_eq!(bytes.len() as u64, *size);
+                bytes.truncate(64);
+                Kind::File(Data::Inline(bytes.into()))
+            }
+            EntryKind::HardLink(target) => {
+                let _ = tree.put_link(&entry.path, target);
+                continue;
+            }
+            EntryKind::Symlink(target) => Kind::Symlink(target.clone().into()),
+            EntryKind::Dir => Kind::Dir(Default::default()),
+            _ => Kind::Fifo,
+        };
+        let meta = Meta { mode: entry.mode, uid: entry.uid, gid: entry.gid, mtime_s: entry.mtime_s, mtime_ns: entry.mtime_ns, ..Meta::default() };
+        let _ = tree.put(&entry.path, Inode { meta, kind });
+    }
+    // Whatever came of it fits the image format and comes back from it.
+    let image = erofs::write(&tree, erofs::Layout::Metadata).expect("a tree of checked entries");
+    let read = erofs::read(&image.head, erofs::Limits::default()).expect("our own image");
+    assert_eq!(erofs::write(&read, erofs::Layout::Metadata).expect("again").head, image.head);
+});
