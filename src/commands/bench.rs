@@ -1,0 +1,36 @@
+//! `pagefold bench`: hands over to the benchmark program, which is built apart
+//! so that the peers it races do not become dependencies of the tool.
+
+use super::Error;
+use std::path::Path;
+use std::process::{Command, ExitCode};
+
+/// Measure pagefold beside its peers
+#[derive(clap::Args)]
+#[command(
+    after_help = "Examples:\n  pagefold bench index --quick\n  pagefold bench kv --json\n  pagefold bench --help"
+)]
+pub struct Args {
+    /// Benchmark and its options, as `pagefold-bench` takes them
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    args: Vec<String>,
+}
+
+/// Runs `pagefold-bench` from beside this program, else builds it from the source tree we stand in.
+pub fn run(args: Args) -> Result<ExitCode, Error> {
+    let here = std::env::current_exe()?;
+    let beside = here.with_file_name("pagefold-bench");
+    let mut command = if beside.exists() {
+        Command::new(beside)
+    } else if Path::new("bench/Cargo.toml").exists() {
+        let mut cargo = Command::new("cargo");
+        cargo.args(["run", "--quiet", "--release", "-p", "pagefold-bench", "--"]);
+        cargo
+    } else {
+        return Err("bench: pagefold-bench is not beside this program; run it in the source tree, or build it there: \
+                    cargo build --release -p pagefold-bench"
+            .into());
+    };
+    let status = command.args(args.args).status()?;
+    Ok(ExitCode::from(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1)))
+}

@@ -1,0 +1,109 @@
+//! `pagefold daemon`: serves clients until told to stop.
+
+use super::Error;
+use crate::{host, units};
+use pagefold_daemon::{Config, Daemon};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Serve clients: `pagefold run` starts one by itself when none runs
+#[derive(clap::Args)]
+#[command(after_help = "\
+Examples:
+  pagefold daemon
+  pagefold daemon --workers 4 --period 5s --pool-max 16G --metrics 127.0.0.1:9199
+  systemctl enable --now pagefold        (with the package's unit)
+
+It may be killed at any time: clients keep what is merged, and greet the next daemon.")]
+pub struct Args {
+    /// Where to listen [default: this user's]
+    #[arg(long, value_name = "PATH")]
+    socket: Option<PathBuf>,
+    /// Worker threads per domain
+    #[arg(long, value_name = "N", default_value_t = default_workers())]
+    workers: usize,
+    /// One pass over all memory; pages silent for two passes are merged
+    #[arg(long, value_name = "SECONDS", default_value = "2s", value_parser = units::duration)]
+    period: Duration,
+    /// Largest size of a domain's pool
+    #[arg(long, value_name = "SIZE", value_parser = units::size)]
+    pool_max: Option<u64>,
+    /// Mappings that merging may add to one client [default: a quarter of vm.max_map_count]
+    #[arg(long, value_name = "N")]
+    vma_budget: Option<u64>,
+    /// Let workers compete like any program instead of taking idle time only
+    #[arg(long)]
+    busy: bool,
+    /// Serve OpenMetrics at HOST:PORT (loopback only) or unix:PATH
+    #[arg(long, value_name = "ADDRESS")]
+    metrics: Option<String>,
+    /// Exit after this long without clients
+    #[arg(long, value_name = "TIME", value_parser = units::duration)]
+    idle_exit: Option<Duration>,
+    /// Fingerprint every page instead of predicting a run from its start (for measurements)
+    #[arg(long, hide = true)]
+    no_predict: bool,
+}
+
+fn default_workers() -> usize {
+    std::thread::available_parallelism().map_or(1, |cores| cores.get().min(8))
+}
+
+static STOP: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn on_signal(_: libc::c_int) {
+    STOP.store(true, Ordering::Release);
+}
+
+/// Runs the daemon.
+pub fn run(args: Args) -> Result<ExitCode, Error> {
+    if args.workers == 0 || args.workers > 1024 {
+        return Err("--workers takes 1 to 1024".into());
+    }
+    if args.period < Duration::from_millis(10) {
+        return Err("--period takes at least 10ms".into());
+    }
+    let (_, total) = pagefold_os::procfs::available_and_total();
+    let map_count =
+        std::fs::read_to_string("/proc/sys/vm/max_map_count").ok().and_then(|text| text.trim().parse().ok());
+    let socket = host::socket(args.socket.as_deref())?;
+    let daemon = Daemon::new(Config {
+        socket: socket.clone(),
+        workers: args.workers,
+        period: args.period,
+        pool_max_bytes: args.pool_max.unwrap_or(total / 2),
+        vma_budget: args.vma_budget.unwrap_or(map_count.unwrap_or(65_530u64) / 4),
+        idle_priority: !args.busy,
+        idle_exit: args.idle_exit,
+        metrics: args.metrics,
+        predict: !args.no_predict,
+    });
+    raise_fd_limit();
+    for signal in [libc::SIGTERM, libc::SIGINT] {
+        // SAFETY: the handler only stores to an atomic.
+        unsafe { libc::signal(signal, on_signal as *const () as libc::sighandler_t) };
+    }
+    let watch = daemon.clone();
+    std::thread::spawn(move || {
+        while !STOP.load(Ordering::Acquire) {
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        watch.stop();
+    });
+    daemon.run().map_err(|error| format!("daemon at {}: {error}", socket.display()))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Each pool segment and each client takes descriptors.
+fn raise_fd_limit() {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the structure outlives both calls.
+    unsafe {
+        if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 {
+            limit.rlim_cur = limit.rlim_max;
+            libc::setrlimit(libc::RLIMIT_NOFILE, &limit);
+        }
+    }
+}

@@ -1,0 +1,362 @@
+//! `pagefold disk`: disk images through one page cache without copies.
+
+use super::Error;
+use crate::output::{Progress, Style, Table, print, print_json};
+use crate::units::{self, show_size};
+use pagefold_disk::control::{self, Command};
+use pagefold_disk::mount::{self, Options};
+use pagefold_disk::{Config, Status, scan};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+/// Serve disk images through one page cache that keeps equal blocks once
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    command: DiskCommand,
+}
+
+#[derive(clap::Subcommand)]
+enum DiskCommand {
+    /// Show the images of a directory under the same names, through the cache
+    Mount(MountArgs),
+    /// Unmount, after everything is written back
+    Umount(UmountArgs),
+    /// Tell what is in memory, what is shared, and what that saves
+    Status(StatusArgs),
+    /// Dry run: how much equal content images hold, and what keeps it from being shared
+    Scan(ScanArgs),
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "Examples:\n  pagefold disk mount /srv/images /mnt/images --cache-size 8G\n  \
+    pagefold disk mount /srv/images /mnt/images --background --fingerprints /var/lib/pagefold/fp\n  \
+    pagefold disk mount /srv/images /mnt/images --nbd /run/images.sock\n\n\
+    Point the VMs at /mnt/images, with cache=none, and change the files below /srv/images through the mount only.")]
+struct MountArgs {
+    /// Directory with the images
+    directory: PathBuf,
+    /// Where to show them; an empty directory outside of DIRECTORY
+    mountpoint: PathBuf,
+    /// Memory for blocks; bookkeeping comes on top, about 2.5 %
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = units::size)]
+    cache_size: u64,
+    /// Return once mounted
+    #[arg(long)]
+    background: bool,
+    /// Keep fingerprints of the images' blocks in DIR: content another image brought in is then not read again
+    #[arg(long, value_name = "DIR")]
+    fingerprints: Option<PathBuf>,
+    /// Serve the images over NBD on this Unix socket too; the export's name is the file's
+    #[arg(long, value_name = "SOCKET")]
+    nbd: Option<PathBuf>,
+    /// Threads that answer requests
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256))]
+    workers: u16,
+    /// Furthest read-ahead of a sequential reader; 0 for none
+    #[arg(long, value_name = "SIZE", default_value = "2M", value_parser = units::size)]
+    read_ahead: u64,
+    /// Pause between flushes of dirty blocks, which cannot be shared until they are flushed
+    #[arg(long, value_name = "MS", default_value_t = 5000, value_parser = clap::value_parser!(u64).range(10..))]
+    flush_interval_ms: u64,
+    /// Most blocks of 4 KiB one periodic flush writes per image
+    #[arg(long, value_name = "N", default_value_t = 16384, value_parser = clap::value_parser!(u32).range(1..))]
+    flush_batch: u32,
+    /// Dirty share of the cache above which writers wait for the disk
+    #[arg(long, value_name = "PERCENT", default_value_t = 40, value_parser = clap::value_parser!(u32).range(1..=80))]
+    dirty_percent: u32,
+    /// Let blocks merge with equal pages of guests; on by itself under `pagefold run`
+    #[arg(long)]
+    merge: bool,
+    /// Refuse every change
+    #[arg(long)]
+    read_only: bool,
+    /// Let other users in, as far as the files' permissions allow
+    #[arg(long)]
+    allow_other: bool,
+    /// How long open files are served after a request to end
+    #[arg(long, value_name = "S", default_value_t = 10)]
+    grace_s: u64,
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "Examples:\n  pagefold disk umount /mnt/images\n  pagefold disk umount --force /mnt/images   \
+    # its process hangs or is gone")]
+struct UmountArgs {
+    /// The mount point
+    mountpoint: PathBuf,
+    /// Cut the connection when the process does not answer; what it had not written is lost
+    #[arg(long)]
+    force: bool,
+}
+
+#[derive(clap::Args)]
+#[command(
+    after_help = "Examples:\n  pagefold disk status\n  pagefold disk status /mnt/images --json | jq .memory_saved_bytes"
+)]
+struct StatusArgs {
+    /// The mount point; all mounts of this user if left out
+    mountpoint: Option<PathBuf>,
+    /// Print JSON: one object for a mount point, else a list
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(clap::Args)]
+#[command(after_help = "Examples:\n  pagefold disk scan /srv/images\n  pagefold disk scan a.raw b.raw c.qcow2 --json")]
+struct ScanArgs {
+    /// Images, or directories of images
+    #[arg(required = true)]
+    images: Vec<PathBuf>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs a `pagefold disk` command.
+pub fn run(args: Args) -> Result<ExitCode, Error> {
+    match args.command {
+        DiskCommand::Mount(args) => run_mount(&args),
+        DiskCommand::Umount(args) => run_umount(&args),
+        DiskCommand::Status(args) => run_status(&args),
+        DiskCommand::Scan(args) => run_scan(&args),
+    }
+}
+
+fn run_mount(args: &MountArgs) -> Result<ExitCode, Error> {
+    if args.background {
+        return mount_in_background(args);
+    }
+    let config = Config {
+        cache_bytes: usize::try_from(args.cache_size)?,
+        flush_interval: Duration::from_millis(args.flush_interval_ms),
+        flush_batch: args.flush_batch as usize,
+        dirty_percent: args.dirty_percent,
+        dirty_background_percent: args.dirty_percent.div_ceil(4),
+        read_ahead_bytes: usize::try_from(args.read_ahead)?,
+        // Under `pagefold run` the agent is told of the frames by the very call this makes.
+        merge: args.merge || std::env::var_os("PAGEFOLD_SOCKET").is_some(),
+        ..Config::default()
+    };
+    let options = Options {
+        directory: args.directory.clone(),
+        mountpoint: args.mountpoint.clone(),
+        config,
+        threads: args.workers.into(),
+        fingerprints: args.fingerprints.clone(),
+        read_only: args.read_only,
+        allow_other: args.allow_other,
+        nbd: args.nbd.clone(),
+        grace: Duration::from_secs(args.grace_s),
+    };
+    mount::serve(&options, |status| {
+        eprintln!(
+            "pagefold: {} {SHOWN_AT} {} through a cache of {}",
+            status.directory,
+            status.mountpoint,
+            show_size(status.cache_bytes)
+        );
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Starts this program again without `--background` and waits until it says that it is mounted. What it says later
+/// goes on in the same file, beside its socket.
+fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
+    use std::os::unix::fs::DirBuilderExt;
+    use std::os::unix::process::CommandExt;
+    let log_path = control::socket_path(&absolute(&args.mountpoint)?).with_extension("log");
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(control::runtime_dir())?;
+    let log = std::fs::File::create(&log_path).map_err(|error| format!("{}: {error}", log_path.display()))?;
+    let arguments = std::env::args_os().skip(1).filter(|argument| argument != "--background");
+    let mut child = std::process::Command::new(std::env::current_exe()?)
+        .args(arguments)
+        .stdin(std::process::Stdio::null())
+        .stdout(std::process::Stdio::null())
+        .stderr(log)
+        // Out of this terminal's job: its interrupt key is not meant for the mount.
+        .process_group(0)
+        .spawn()?;
+    loop {
+        let ended = child.try_wait()?;
+        let said = std::fs::read_to_string(&log_path)?;
+        if let Some(status) = ended {
+            eprint!("{said}");
+            return Ok(ExitCode::from(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1)));
+        }
+        if said.contains(SHOWN_AT) {
+            let (directory, at) = (args.directory.display(), args.mountpoint.display());
+            print(&format!(
+                "mounted {directory} at {at}, process {}, messages in {}\n",
+                child.id(),
+                log_path.display()
+            ))?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Part of the line a mount says when it is ready.
+const SHOWN_AT: &str = "is shown at";
+
+/// The mount point as its socket is named: absolute, links resolved, without looking at a mount that may be dead.
+fn absolute(mountpoint: &Path) -> Result<PathBuf, Error> {
+    let parent = mountpoint.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let parent = parent.canonicalize().map_err(|error| format!("{}: {error}", parent.display()))?;
+    let name = mountpoint.file_name().ok_or_else(|| format!("{}: not a mount point", mountpoint.display()))?;
+    Ok(parent.join(name))
+}
+
+fn run_umount(args: &UmountArgs) -> Result<ExitCode, Error> {
+    let mountpoint = absolute(&args.mountpoint)?;
+    let socket = control::socket_path(&mountpoint);
+    let pid = match control::ask_status(&socket) {
+        Ok(status) => Some(status.pid),
+        Err(error) if !args.force && !is_gone(&error) => {
+            let cure = format!("`pagefold disk umount --force {}` cuts the connection", args.mountpoint.display());
+            return Err(format!("{}: the mount does not answer ({error}); {cure}", args.mountpoint.display()).into());
+        }
+        Err(_) => None,
+    };
+    if let Some(pid) = pid {
+        control::ask(&socket, Command::Stop, Duration::from_secs(10))?;
+        // It answers as long as it writes back; wait for its end, which is when everything is on the disk.
+        while Path::new(&format!("/proc/{pid}")).exists() && socket.exists() {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+    if mount::is_mounted(&mountpoint) {
+        if args.force {
+            // Waiting calls return at once; a connection that is gone already is just as well.
+            let _ = mount::abort(&mountpoint);
+        }
+        mount::unmount(&mountpoint, true).map_err(|error| format!("{}: {error}", mountpoint.display()))?;
+    } else if pid.is_none() {
+        return Err(format!("{}: not mounted by pagefold", args.mountpoint.display()).into());
+    }
+    if pid.is_none() {
+        let _ = std::fs::remove_file(socket);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Whether nobody listens any more.
+fn is_gone(error: &std::io::Error) -> bool {
+    matches!(error.kind(), std::io::ErrorKind::ConnectionRefused | std::io::ErrorKind::NotFound)
+}
+
+fn run_status(args: &StatusArgs) -> Result<ExitCode, Error> {
+    if let Some(mountpoint) = &args.mountpoint {
+        let status = control::ask_status(&control::socket_path(&absolute(mountpoint)?)).map_err(|error| {
+            let why =
+                if is_gone(&error) { "nothing is mounted there by this user".to_owned() } else { error.to_string() };
+            format!("{}: {why}", mountpoint.display())
+        })?;
+        if args.json {
+            print_json(&status)?
+        } else {
+            print(&show(&status, Style::stdout()))?
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    // Sockets of mounts that died stay silent; the next mount there removes them.
+    let all: Vec<Status> = control::sockets().iter().filter_map(|socket| control::ask_status(socket).ok()).collect();
+    if args.json {
+        print_json(&all)?;
+    } else if all.is_empty() {
+        print("no mounts\n")?;
+    } else {
+        let texts: Vec<String> = all.iter().map(|status| show(status, Style::stdout())).collect();
+        print(&texts.join("\n"))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A mount's status as text.
+fn show(status: &Status, style: Style) -> String {
+    let mut text = format!("{} at {}\n", style.bold(&status.directory), style.bold(&status.mountpoint));
+    text.push_str(&format!(
+        "memory saved {}, disk reads saved {}; {} of {} in use, {} of bookkeeping, {} dirty\n",
+        style.good(&show_size(status.memory_saved_bytes)),
+        style.good(&show_size(status.io_saved_bytes)),
+        show_size(status.resident_bytes),
+        show_size(status.cache_bytes),
+        show_size(status.metadata_bytes),
+        show_size(status.dirty_bytes),
+    ));
+    if status.writeback_errors > 0 {
+        text.push_str(&format!("{}\n", style.bad(&format!("{} writebacks failed", status.writeback_errors))));
+    }
+    let indirect: Vec<&str> =
+        status.images.iter().filter(|image| image.open && !image.direct_io).map(|image| &*image.name).collect();
+    if !indirect.is_empty() {
+        let names = indirect.join(", ");
+        text.push_str(&style.warn(&format!("the file system refuses direct I/O, the kernel caches too: {names}")));
+        text.push('\n');
+    }
+    let mut table = Table::new(
+        style,
+        &["image", ">size", ">resident", ">shared", ">dirty", ">saved", ">I/O saved", ">read", ">written"],
+    );
+    for image in &status.images {
+        let sizes = [
+            image.size_bytes,
+            image.resident_bytes,
+            image.shared_bytes,
+            image.dirty_bytes,
+            image.memory_saved_bytes,
+            image.io_saved_bytes,
+            image.disk_read_bytes,
+            image.disk_written_bytes,
+        ];
+        table.row(std::iter::once(image.name.clone()).chain(sizes.map(show_size)));
+    }
+    if !table.is_empty() {
+        text.push_str(&table.render(2));
+    }
+    text
+}
+
+fn run_scan(args: &ScanArgs) -> Result<ExitCode, Error> {
+    let started = Instant::now();
+    let mut progress = Progress::new("scanning");
+    let report = scan::scan(&args.images, |done, total| progress.update(done, total));
+    progress.finish();
+    if args.json {
+        print_json(&report)?;
+    } else {
+        print(&show_scan(&report, started.elapsed(), Style::stdout()))?;
+    }
+    for (path, why) in &report.unreadable {
+        eprintln!("pagefold: {}: {why}", path.display());
+    }
+    Ok(if report.unreadable.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn show_scan(report: &scan::Report, elapsed: Duration, style: Style) -> String {
+    let mut table = Table::new(style, &["image", ">size", ">content", ">zeros", ">repeated"]);
+    for image in &report.images {
+        let sizes = [image.size_bytes, image.data_bytes, image.zero_bytes, image.repeated_bytes].map(show_size);
+        table.row(std::iter::once(image.path.display().to_string()).chain(sizes));
+    }
+    let mut text = table.render(0);
+    let mut equal = Table::new(style, &["compared in", ">content", ">unique", ">saved", ">share"]);
+    for line in &report.equal {
+        let name =
+            if line.granularity_bytes == 0 { "whole files".to_owned() } else { show_size(line.granularity_bytes) };
+        let share = 100.0 * line.saved_bytes as f64 / line.total_bytes.max(1) as f64;
+        let sizes = [line.total_bytes, line.unique_bytes, line.saved_bytes].map(show_size);
+        equal.row(std::iter::once(name).chain(sizes).chain([format!("{share:.1} %")]));
+    }
+    text.push_str(&format!("\n{}", equal.render(0)));
+    for warning in &report.warnings {
+        let line = format!("{}: {}", warning.path.display(), warning.problem);
+        text.push_str(&format!("\n{}\n  cure: {}\n", style.warn(&line), warning.cure));
+    }
+    text.push_str(
+        &style.dim(&format!("\nA mount shares in 4 KiB pages. Scanned in {:.1} s.\n", elapsed.as_secs_f64())),
+    );
+    text
+}

@@ -1,0 +1,132 @@
+//! `pagefold doctor`: what works here, what does not, and the one command that mends it.
+
+use super::Error;
+use crate::output::{self, Style};
+use pagefold_os::probe::{self, Finding};
+use serde::Serialize;
+use std::process::ExitCode;
+
+/// Tell what works on this machine, and how to mend what does not
+#[derive(clap::Args)]
+#[command(after_help = "Examples:
+  pagefold doctor
+  pagefold doctor --json
+
+Exit status: 0 if memory can be merged here, 1 if something needed is missing.")]
+pub struct Args {
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// One finding, as `--json` shows it.
+#[derive(Debug, Serialize)]
+struct Item {
+    /// Which part of pagefold asks for it.
+    part: &'static str,
+    name: String,
+    works: bool,
+    needed: bool,
+    detail: String,
+    /// Absent if it works.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    cure: Option<String>,
+}
+
+/// All findings, as `--json` shows them.
+#[derive(Debug, Serialize)]
+struct Findings {
+    merging_works: bool,
+    findings: Vec<Item>,
+}
+
+/// Why memory is not simply merged across everything that runs here.
+const DOMAINS: &str = "\
+Domains are walls. Pages merge only inside one domain, and by default all that one user
+starts is one domain. Whoever shares a page can learn that someone else holds the same
+content: the kernel's own files in /proc tell it, and so does the time of the first
+write. Whoever maps one page of a pool can read that pool. So put processes into one
+domain only if all of them may know all of the data in it: if you host guests of
+different owners, give each owner its own, `pagefold run --domain OWNER -- CMD`.
+";
+
+fn merging(finding: Finding) -> Item {
+    Item {
+        part: "merging",
+        name: finding.name.to_owned(),
+        works: finding.works,
+        needed: finding.needed,
+        detail: finding.detail,
+        cure: (!finding.works && !finding.cure.is_empty()).then_some(finding.cure),
+    }
+}
+
+fn images(check: pagefold_image::doctor::Check) -> Item {
+    Item {
+        part: "images",
+        name: check.name.to_owned(),
+        works: check.ok,
+        needed: false,
+        detail: check.detail,
+        cure: (!check.ok && !check.cure.is_empty()).then(|| check.cure.to_owned()),
+    }
+}
+
+fn render(findings: &Findings, style: Style) -> String {
+    let mut text = String::new();
+    for (needed, heading) in [(true, "Needed"), (false, "Useful")] {
+        text += &format!("{}\n", style.bold(heading));
+        for item in findings.findings.iter().filter(|item| item.needed == needed) {
+            let mark = match (item.works, needed) {
+                (true, _) => style.good("ok     "),
+                (false, true) => style.bad("missing"),
+                (false, false) => style.warn("lacking"),
+            };
+            text += &format!("  {mark}  {}: {}\n", item.name, item.detail);
+            if let Some(cure) = &item.cure {
+                text += &format!("           -> {cure}\n");
+            }
+        }
+    }
+    text += &format!("\n{DOMAINS}\n");
+    text += &if findings.merging_works {
+        style.good("Memory can be merged here.\n")
+    } else {
+        style.bad("Memory cannot be merged here until what is missing is there.\n")
+    };
+    text
+}
+
+/// Prints the findings.
+pub fn run(args: Args) -> Result<ExitCode, Error> {
+    let merging = probe::all().into_iter().map(merging);
+    let findings: Vec<Item> = merging.chain(pagefold_image::doctor().into_iter().map(images)).collect();
+    let merging_works = findings.iter().all(|item| item.works || !item.needed);
+    let findings = Findings { merging_works, findings };
+    if args.json {
+        output::print_json(&findings)?;
+    } else {
+        output::print(&render(&findings, Style::stdout()))?;
+    }
+    Ok(if merging_works { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn finding(works: bool, needed: bool) -> Item {
+        let cure = (!works).then(|| "mend it".to_owned());
+        Item { part: "merging", name: "thing".into(), works, needed, detail: "seen".into(), cure }
+    }
+
+    #[test]
+    fn what_is_missing_comes_with_its_cure() {
+        let findings = Findings { merging_works: false, findings: vec![finding(false, true), finding(true, false)] };
+        let text = render(&findings, Style::plain());
+        assert!(text.contains("missing  thing: seen\n           -> mend it\n"), "{text}");
+        assert!(text.contains("Useful\n  ok       thing: seen\n"), "{text}");
+        assert!(text.contains("--domain OWNER"), "{text}");
+        assert!(text.ends_with("until what is missing is there.\n"), "{text}");
+    }
+}

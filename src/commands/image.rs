@@ -1,0 +1,557 @@
+//! `pagefold image`: trees stored by content and mounted so that equal files share page cache.
+
+use super::Error;
+use pagefold_image::config::Limits;
+use pagefold_image::ingest::{Notes, apply_tar};
+use pagefold_image::mount::{self, Kind};
+use pagefold_image::progress::Progress;
+use pagefold_image::store::{Record, RunConfig, Store, default_root};
+use pagefold_image::tree::{Data, Kind as FileKind, Tree, show};
+use pagefold_image::{build, exec, export, gc, oci, stat, unpack};
+use serde_json::json;
+use std::ffi::OsString;
+use std::io::{BufWriter, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// Store trees by content and mount them so that equal files share page cache
+#[derive(clap::Args)]
+#[command(after_help = "Examples:
+  pagefold image build --name web:1 ./rootfs
+  pagefold image import --name redis:7 ./redis.tar
+  pagefold image mount web:1 /mnt/web
+  pagefold image exec web:1 -- /bin/ls /
+  pagefold image stat --json
+  pagefold image umount /mnt/web; pagefold image rm web:1; pagefold image gc
+
+Equal files share memory within a domain, never across domains: give each owner of data a --domain.
+The store: --store, else $PAGEFOLD_STORE, else /var/lib/pagefold/images (root) or ~/.local/share/pagefold/images.")]
+pub struct Args {
+    /// Directory of the store
+    #[arg(long, global = true, value_name = "DIR")]
+    store: Option<PathBuf>,
+    /// Trust boundary: nothing is shared across domains
+    #[arg(long, global = true, default_value = "default", value_name = "NAME")]
+    domain: String,
+    #[command(subcommand)]
+    action: Action,
+}
+
+#[derive(clap::Subcommand)]
+enum Action {
+    /// Store a directory, a tar archive (`-` for standard input) or an OCI image under a name
+    Build(BuildArgs),
+    /// Store an OCI layout, OCI archive or docker-archive under a name
+    Import(ImportArgs),
+    /// Mount an image
+    Mount(MountArgs),
+    /// Unmount an image
+    Umount {
+        /// Where it is mounted
+        mountpoint: PathBuf,
+        /// Detach now, end when the last user is gone
+        #[arg(long)]
+        lazy: bool,
+    },
+    /// List images, or the files of one
+    Ls {
+        /// Image whose files to list
+        name: Option<String>,
+        /// One JSON document
+        #[arg(long)]
+        json: bool,
+    },
+    /// Show what images take on disk and in memory, and what sharing saves now
+    Stat {
+        /// Images to show (all by default)
+        names: Vec<String>,
+        /// One JSON document
+        #[arg(long)]
+        json: bool,
+    },
+    /// Read every object and compare it with its name
+    Verify {
+        /// Images to verify (all by default)
+        names: Vec<String>,
+        /// Also prove by page frames (root) that mounted files show the objects' own memory
+        #[arg(long)]
+        frames: bool,
+        /// One JSON document
+        #[arg(long)]
+        json: bool,
+    },
+    /// Remove what no image, mount or build needs
+    Gc {
+        /// Say what would go, remove nothing
+        #[arg(long)]
+        dry_run: bool,
+        /// One JSON document
+        #[arg(long)]
+        json: bool,
+    },
+    /// Forget images (gc frees their space)
+    Rm {
+        /// Images to forget
+        #[arg(required = true)]
+        names: Vec<String>,
+    },
+    /// Write an image as tar, OCI layout or self-contained EROFS image
+    Export {
+        /// Image to write
+        name: String,
+        /// File or, for oci, new directory; `-` writes a tar to standard output
+        output: PathBuf,
+        /// Format
+        #[arg(long, value_enum, default_value_t = Format::Tar)]
+        format: Format,
+    },
+    /// Run a command with an image as its root
+    Exec(ExecArgs),
+    /// Predict what storing directories would save, before anything is built
+    Scan {
+        /// Directories to compare
+        #[arg(required = true)]
+        dirs: Vec<PathBuf>,
+        /// One JSON document
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+#[derive(clap::Args)]
+struct BuildArgs {
+    /// Name to store it under
+    #[arg(long)]
+    name: String,
+    /// Directory, tar archive (plain, gzip or zstd), OCI layout, or `-`
+    path: PathBuf,
+    /// Do not go into other file systems
+    #[arg(long, short = 'x')]
+    one_file_system: bool,
+    /// Read every file even if stat says it is unchanged
+    #[arg(long)]
+    rehash: bool,
+    /// Take the path as it is, even if it looks like an OCI image
+    #[arg(long)]
+    plain: bool,
+    /// Also write the self-contained form for native mounts (Linux 7.0 inode_share)
+    #[arg(long)]
+    native: bool,
+    /// One JSON document
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(clap::Args)]
+struct ImportArgs {
+    /// Name to store it under
+    #[arg(long)]
+    name: String,
+    /// OCI layout directory, or an archive of one, or what `podman save` and `docker save` write
+    path: PathBuf,
+    /// Tag to take when there are several images
+    #[arg(long = "ref", value_name = "TAG")]
+    reference: Option<String>,
+    /// Most bytes of unpacked content
+    #[arg(long, value_name = "BYTES", default_value_t = Limits::default().bytes)]
+    max_bytes: u64,
+    /// Most entries of one layer
+    #[arg(long, value_name = "COUNT", default_value_t = Limits::default().entries)]
+    max_entries: u64,
+    /// One JSON document
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(clap::Args)]
+struct MountOptions {
+    /// How the metadata is mounted
+    #[arg(long, value_enum, default_value_t = KindArg::Auto)]
+    kind: KindArg,
+    /// Directory that keeps changes; without it the mount is read-only
+    #[arg(long, value_name = "DIR")]
+    upper: Option<PathBuf>,
+    /// Ignore set-user-id bits
+    #[arg(long)]
+    nosuid: bool,
+    /// Refuse device nodes
+    #[arg(long)]
+    nodev: bool,
+    /// Refuse to run programs
+    #[arg(long)]
+    noexec: bool,
+}
+
+impl MountOptions {
+    fn options(&self) -> mount::Options {
+        mount::Options {
+            kind: match self.kind {
+                KindArg::Auto => Kind::Auto,
+                KindArg::Native => Kind::Native,
+                KindArg::Erofs => Kind::Erofs,
+                KindArg::Loop => Kind::Loop,
+                KindArg::Directory => Kind::Directory,
+            },
+            upper: self.upper.clone(),
+            nosuid: self.nosuid,
+            nodev: self.nodev,
+            noexec: self.noexec,
+        }
+    }
+}
+
+#[derive(clap::Args)]
+struct MountArgs {
+    /// Image to mount
+    name: String,
+    /// Empty directory to mount it on
+    mountpoint: PathBuf,
+    #[command(flatten)]
+    options: MountOptions,
+    /// One JSON document
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(clap::Args)]
+struct ExecArgs {
+    /// Image to run in
+    name: String,
+    #[command(flatten)]
+    options: MountOptions,
+    /// Let the command write; changes vanish at its end
+    #[arg(long)]
+    rw: bool,
+    /// Show a host path in the tree
+    #[arg(long = "bind", value_name = "HOST:TREE")]
+    binds: Vec<String>,
+    /// Set an environment variable
+    #[arg(long = "env", short = 'e', value_name = "NAME=VALUE")]
+    env: Vec<String>,
+    /// Directory of the tree to start in
+    #[arg(long, default_value = "")]
+    workdir: String,
+    /// Command and its arguments (the image's own by default)
+    #[arg(last = true)]
+    command: Vec<OsString>,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum KindArg {
+    /// The best this kernel and user have
+    Auto,
+    /// Self-contained EROFS with inode_share (Linux 7.0)
+    Native,
+    /// EROFS metadata from the plain file (Linux 6.12, root)
+    Erofs,
+    /// EROFS metadata through a loop device (root)
+    Loop,
+    /// Metadata directory (rootless from Linux 6.16)
+    Directory,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Format {
+    /// One tar archive
+    Tar,
+    /// OCI layout with one layer
+    Oci,
+    /// EROFS image with data and fingerprints
+    Erofs,
+}
+
+/// Bytes with a unit.
+pub(super) fn human(bytes: u64) -> String {
+    let mut value = bytes as f64;
+    for unit in ["B", "KiB", "MiB", "GiB"] {
+        if value < 1024.0 {
+            return if unit == "B" { format!("{bytes} B") } else { format!("{value:.1} {unit}") };
+        }
+        value /= 1024.0;
+    }
+    format!("{value:.1} TiB")
+}
+
+fn print_json(value: &serde_json::Value) {
+    println!("{}", serde_json::to_string_pretty(value).expect("plain data"));
+}
+
+/// Runs the image command.
+pub fn run(args: Args) -> Result<ExitCode, Error> {
+    let root = args.store.clone().unwrap_or_else(default_root);
+    let open = || Store::open(&root, &args.domain);
+    match args.action {
+        Action::Build(build) => build_image(&open()?, build)?,
+        Action::Import(import) => import_image(&open()?, import)?,
+        Action::Mount(mount) => {
+            let store = open()?;
+            let record = store.image(&mount.name)?;
+            let mounted = mount::mount(&store, &record, &mount.mountpoint, &mount.options.options())?;
+            for note in &mounted.notes {
+                eprintln!("pagefold: note: {note}");
+            }
+            if mount.json {
+                print_json(&json!({ "name": record.name, "digest": record.digest, "mountpoint": mount.mountpoint,
+                    "kind": mounted.kind, "notes": mounted.notes }));
+            }
+        }
+        Action::Umount { mountpoint, lazy } => mount::umount(&mountpoint, lazy)?,
+        Action::Ls { name: None, json } => list_images(&open()?, json)?,
+        Action::Ls { name: Some(name), json } => {
+            let store = open()?;
+            list_files(&store.tree(&store.image(&name)?.digest)?, json)?;
+        }
+        Action::Stat { names, json } => stat_images(&open()?, &names, json)?,
+        Action::Verify { names, frames, json } => return verify_images(&open()?, &names, frames, json),
+        Action::Gc { dry_run, json } => {
+            let stats = gc::collect(&open()?, dry_run)?;
+            if json {
+                print_json(&serde_json::to_value(stats)?);
+            } else {
+                println!(
+                    "{} {} objects, {}; {} images and {} objects kept, {} dead builds cleared",
+                    if dry_run { "would remove" } else { "removed" },
+                    stats.objects_removed,
+                    human(stats.bytes_removed),
+                    stats.trees_kept,
+                    stats.objects_kept,
+                    stats.builds_removed
+                );
+            }
+        }
+        Action::Rm { names } => {
+            let store = open()?;
+            for name in names {
+                store.remove(&name)?;
+            }
+        }
+        Action::Export { name, output, format } => export_image(&open()?, &name, &output, format)?,
+        Action::Exec(exec_args) => {
+            let store = open()?;
+            let record = store.image(&exec_args.name)?;
+            let bind = |bind: &String| {
+                let (from, to) = bind.split_once(':').ok_or_else(|| format!("--bind {bind}: give HOST:TREE"))?;
+                Ok((PathBuf::from(from), PathBuf::from(to)))
+            };
+            let run = exec::Run {
+                command: exec_args.command,
+                env: exec_args.env,
+                binds: exec_args.binds.iter().map(bind).collect::<Result<_, String>>()?,
+                workdir: exec_args.workdir,
+                scratch: exec_args.rw,
+                mount: exec_args.options.options(),
+            };
+            return Err(exec::exec(&store, &record, &run).into());
+        }
+        Action::Scan { dirs, json } => return super::scan_tree::run_tree(&dirs, json),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn report_built(record: &Record, stats: &pagefold_image::store::BuildStats, json: bool) -> Result<(), Error> {
+    use std::sync::atomic::Ordering::Relaxed;
+    for note in &record.notes {
+        eprintln!("pagefold: note: {note}");
+    }
+    let (new, bytes_new) = (stats.objects_new.load(Relaxed), stats.bytes_new.load(Relaxed));
+    if json {
+        let mut value = serde_json::to_value(record)?;
+        value["objects_new"] = new.into();
+        value["bytes_new"] = bytes_new.into();
+        value["bytes_hashed"] = stats.bytes_hashed.load(Relaxed).into();
+        value["files_unchanged"] = stats.files_unchanged.load(Relaxed).into();
+        print_json(&value);
+    } else {
+        println!("{}  {}", record.digest, record.name);
+        println!(
+            "{} files, {}; {} new objects, {} new on disk",
+            record.files,
+            human(record.bytes),
+            new,
+            human(bytes_new)
+        );
+    }
+    Ok(())
+}
+
+fn build_image(store: &Store, args: BuildArgs) -> Result<(), Error> {
+    let (mut notes, limits) = (Notes::default(), Limits::default());
+    let source = args.path.display().to_string();
+    let building = store.build()?;
+    let progress = Progress::new("build");
+    let mut config = RunConfig::default();
+    let stdin = args.path == Path::new("-");
+    let tree = if !stdin && !args.plain && oci::is_image(&args.path)? {
+        let (tree, run) = oci::import(&building, &args.path, None, limits, &mut notes, &progress)?;
+        config = run;
+        tree
+    } else if !stdin && args.path.is_dir() {
+        let options = build::Options { one_file_system: args.one_file_system, rehash: args.rehash };
+        build::from_directory(&building, &args.path, options, &mut notes, &progress)?
+    } else {
+        let mut tree = Tree::default();
+        let input: Box<dyn std::io::Read> = if stdin {
+            Box::new(std::io::stdin().lock())
+        } else {
+            Box::new(std::fs::File::open(&args.path).map_err(|error| format!("{source}: {error}"))?)
+        };
+        apply_tar(&building, &mut tree, unpack(input, limits)?, false, limits, &mut notes, &progress)?;
+        tree
+    };
+    drop(progress);
+    let record = building.publish(&args.name, &tree, &source, config, notes.lines())?;
+    if args.native {
+        export::make_native(store, &record.digest, &Progress::new("native"))?;
+    }
+    report_built(&record, &building.stats, args.json)
+}
+
+fn import_image(store: &Store, args: ImportArgs) -> Result<(), Error> {
+    let limits = Limits { bytes: args.max_bytes, entries: args.max_entries, ..Limits::default() };
+    let mut notes = Notes::default();
+    let building = store.build()?;
+    let progress = Progress::new("import");
+    let (tree, config) = oci::import(&building, &args.path, args.reference.as_deref(), limits, &mut notes, &progress)?;
+    drop(progress);
+    let record = building.publish(&args.name, &tree, &args.path.display().to_string(), config, notes.lines())?;
+    report_built(&record, &building.stats, args.json)
+}
+
+fn list_images(store: &Store, json: bool) -> Result<(), Error> {
+    let images = store.images()?;
+    if json {
+        print_json(&serde_json::to_value(images)?);
+        return Ok(());
+    }
+    let mut out = BufWriter::new(std::io::stdout().lock());
+    writeln!(out, "{:32} {:12} {:>9} {:>12}", "NAME", "DIGEST", "FILES", "SIZE")?;
+    for image in images {
+        let digest = &image.digest.hex()[..12];
+        writeln!(out, "{:32} {digest:12} {:>9} {:>12}", image.name, image.files, human(image.bytes))?;
+    }
+    Ok(())
+}
+
+fn list_files(tree: &Tree, json: bool) -> Result<(), Error> {
+    let mut out = BufWriter::new(std::io::stdout().lock());
+    let mut result = Ok(());
+    tree.walk(|path, id| {
+        if result.is_err() {
+            return;
+        }
+        let inode = tree.inode(id);
+        let meta = &inode.meta;
+        let (kind, size, more) = match &inode.kind {
+            FileKind::Dir(_) => ('d', 0, String::new()),
+            FileKind::File(data) => ('-', data.size(), String::new()),
+            FileKind::Symlink(target) => ('l', target.len() as u64, format!(" -> {}", show(target))),
+            FileKind::Char(major, minor) => ('c', 0, format!(" ({major},{minor})")),
+            FileKind::Block(major, minor) => ('b', 0, format!(" ({major},{minor})")),
+            FileKind::Fifo => ('p', 0, String::new()),
+            FileKind::Socket => ('s', 0, String::new()),
+        };
+        result = if json {
+            let digest = match &inode.kind {
+                FileKind::File(Data::Object(digest, _)) => Some(digest.to_string()),
+                _ => None,
+            };
+            let line = json!({ "path": show(path), "type": kind.to_string(), "mode": format!("{:04o}", meta.mode),
+                "uid": meta.uid, "gid": meta.gid, "size": size, "mtime_s": meta.mtime_s, "digest": digest });
+            writeln!(out, "{line}")
+        } else {
+            writeln!(out, "{kind}{:04o} {:>5} {:>5} {size:>12} /{}{more}", meta.mode, meta.uid, meta.gid, show(path))
+        };
+    });
+    // A reader that has seen enough (`| head`) is no error.
+    match result.and_then(|()| out.flush()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        other => Ok(other?),
+    }
+}
+
+fn stat_images(store: &Store, names: &[String], json: bool) -> Result<(), Error> {
+    let (total, images) = stat::stat(store, names)?;
+    if json {
+        let mut value = serde_json::to_value(&total)?;
+        value["domain"] = store.domain().into();
+        value["per_image"] = serde_json::to_value(&images)?;
+        print_json(&value);
+        return Ok(());
+    }
+    println!("{:32} {:>10} {:>10} {:>7} {:>10} {:>10}", "NAME", "SIZE", "OWN", "MOUNTS", "RESIDENT", "SHARED");
+    for image in &images {
+        println!(
+            "{:32} {:>10} {:>10} {:>7} {:>10} {:>10}",
+            image.record.name,
+            human(image.record.bytes),
+            human(image.own_bytes),
+            image.mounts,
+            human(image.resident_bytes),
+            human(image.resident_shared_bytes)
+        );
+    }
+    println!(
+        "on disk: {} for {} of images ({} objects, metadata {})",
+        human(total.object_bytes + total.metadata_bytes),
+        human(total.logical_bytes),
+        total.objects,
+        human(total.metadata_bytes)
+    );
+    println!(
+        "in memory: {} resident, {} of it shared; {} mounts save {} of memory",
+        human(total.resident_bytes),
+        human(total.shared_bytes),
+        total.mounts,
+        human(total.memory_saved_bytes)
+    );
+    Ok(())
+}
+
+fn verify_images(store: &Store, names: &[String], frames: bool, json: bool) -> Result<ExitCode, Error> {
+    let found = stat::verify(store, names, frames)?;
+    if json {
+        print_json(&serde_json::to_value(&found)?);
+    } else {
+        for damage in &found.damaged {
+            println!("damaged: {}: {} (images: {})", damage.path, damage.what, damage.images.join(", "));
+        }
+        println!(
+            "{} images, {} objects, {}: {} damaged",
+            found.images,
+            found.objects,
+            human(found.bytes),
+            found.damaged.len()
+        );
+        match &found.frames_skipped {
+            Some(why) => println!("frames not compared: {why}"),
+            None if frames => {
+                println!("{} of {} pages show the object's own frame", found.frames_equal, found.frames_compared)
+            }
+            None => {}
+        }
+    }
+    let good = found.damaged.is_empty() && found.frames_equal == found.frames_compared;
+    Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn export_image(store: &Store, name: &str, output: &Path, format: Format) -> Result<(), Error> {
+    let record = store.image(name)?;
+    let tree = store.tree(&record.digest)?;
+    let progress = Progress::new("export");
+    progress.expect(record.bytes);
+    match format {
+        Format::Oci => export::oci(store, &record, &tree, output, &progress)?,
+        Format::Erofs => export::erofs_full(store, &tree, output, &progress)?,
+        Format::Tar if output == Path::new("-") => {
+            if std::io::stdout().is_terminal() {
+                return Err("export: a tar archive is not for a terminal; give a file, or redirect".into());
+            }
+            export::tar(store, &tree, &mut BufWriter::new(std::io::stdout().lock()), &progress)?;
+        }
+        Format::Tar => {
+            let file = std::fs::File::create(output).map_err(|error| format!("{}: {error}", output.display()))?;
+            export::tar(store, &tree, &mut BufWriter::new(file), &progress)?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,88 @@
+//! The commands, one file each. A command takes its parsed arguments and
+//! returns its exit code, or an error whose text names the cause and the cure.
+
+mod bench;
+mod completions;
+mod control;
+mod daemon;
+mod demo;
+mod disk;
+mod doctor;
+mod image;
+mod man;
+mod run;
+mod scan;
+pub mod scan_tree;
+mod status;
+mod top;
+
+use std::process::ExitCode;
+
+/// What a command returns when it cannot do its work: one line for the user.
+pub type Error = Box<dyn std::error::Error>;
+
+/// All commands of the tool.
+#[derive(clap::Subcommand)]
+pub enum Command {
+    /// Measure pagefold beside its peers
+    Bench(bench::Args),
+    /// Print the completions for a shell
+    Completions(completions::Args),
+    /// Serve clients: `pagefold run` starts one by itself when none runs
+    Daemon(daemon::Args),
+    /// See it work: real processes, merged live, beside the kernel's KSM
+    Demo(demo::Args),
+    /// One process of the demonstration
+    #[command(hide = true)]
+    DemoClient(demo::ClientArgs),
+    /// Serve disk images through one page cache that keeps equal blocks once
+    Disk(disk::Args),
+    /// Tell what works on this machine, and how to mend what does not
+    Doctor(doctor::Args),
+    /// Store trees by content and mount them so that equal files share page cache
+    Image(image::Args),
+    /// Write the manual pages into a directory
+    Man(man::Args),
+    /// Stop merging, for one client or for all; what is merged stays
+    Pause(control::Pause),
+    /// Go on merging
+    Resume(control::Resume),
+    /// Run a program and merge its equal pages with those of all others
+    Run(run::Args),
+    /// Tell what merging would save, changing nothing
+    Scan(scan::Args),
+    /// Show what is merged, for whom, and what it costs
+    Status(status::Args),
+    /// Show what is merged, live
+    Top(top::Args),
+    /// Give a client its private memory back and leave it alone
+    Unmerge(control::Unmerge),
+    /// Compare every shared page with its slot through the kernel's own page tables
+    Verify(control::Verify),
+}
+
+/// Runs `command`.
+///
+/// # Errors
+/// The command's own error; its text is one line.
+pub fn run(command: Command) -> Result<ExitCode, Error> {
+    match command {
+        Command::Bench(args) => bench::run(args),
+        Command::Completions(args) => completions::run(args),
+        Command::Daemon(args) => daemon::run(args),
+        Command::Demo(args) => demo::run(args),
+        Command::DemoClient(args) => demo::client(args),
+        Command::Disk(args) => disk::run(args),
+        Command::Doctor(args) => doctor::run(args),
+        Command::Image(args) => image::run(args),
+        Command::Man(args) => man::run(args),
+        Command::Pause(args) => control::pause(args),
+        Command::Resume(args) => control::resume(args),
+        Command::Run(args) => run::run(args),
+        Command::Scan(args) => scan::run(args),
+        Command::Status(args) => status::run(args),
+        Command::Top(args) => top::run(args),
+        Command::Unmerge(args) => control::unmerge(args),
+        Command::Verify(args) => control::verify(args),
+    }
+}

@@ -1,0 +1,143 @@
+//! `pagefold run`: starts a program whose equal pages are merged with those of others.
+
+use super::Error;
+use crate::host;
+use std::ffi::OsString;
+use std::io::Read;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+/// Run a program and merge its equal pages with those of all others
+#[derive(clap::Args)]
+#[command(after_help = "\
+Examples:
+  pagefold run -- qemu-system-x86_64 -m 2G disk.img
+  pagefold run --all -- redis-server --port 7001
+  pagefold run --domain customer-7 -- ./sandbox
+
+The program's own exit status and signals are passed on, for it takes this process over;
+125 means that pagefold failed, 126 that the program could not be run, 127 that it was not found.
+
+A domain is a trust boundary: whoever shares pages with somebody can find out, by the time a
+write takes, what that somebody has in memory. All that one user starts shares that user's
+domain; give each owner of data a --domain of its own.")]
+pub struct Args {
+    /// Manage every large private anonymous mapping, not only what the program marks mergeable
+    #[arg(long)]
+    all: bool,
+    /// Share pages only inside this domain [default: one domain for all of this user]
+    #[arg(long, value_name = "NAME")]
+    domain: Option<String>,
+    /// How to merge: through the agent, or by the kernel's KSM (for static or sealed programs)
+    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    backend: Backend,
+    /// Socket of the daemon [default: this user's]
+    #[arg(long, value_name = "PATH")]
+    socket: Option<PathBuf>,
+    /// Program and its arguments
+    #[arg(required = true, trailing_var_arg = true, value_name = "CMD")]
+    command: Vec<OsString>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Backend {
+    /// Remap if this kernel and user can, else KSM
+    Auto,
+    /// The agent inside the program remaps pages
+    Remap,
+    /// The kernel's KSM scans the program's memory
+    Ksm,
+}
+
+/// Exit status when pagefold itself fails, as env(1) and others have it.
+const FAILED: u8 = 125;
+
+/// Becomes the program.
+pub fn run(args: Args) -> Result<ExitCode, Error> {
+    let error = match prepare(&args) {
+        Ok(mut command) => {
+            let error = command.exec();
+            let code = if error.kind() == std::io::ErrorKind::NotFound { 127 } else { 126 };
+            eprintln!("pagefold: cannot run {}: {error}", args.command[0].to_string_lossy());
+            return Ok(ExitCode::from(code));
+        }
+        Err(error) => error,
+    };
+    eprintln!("pagefold: {error}");
+    Ok(ExitCode::from(FAILED))
+}
+
+fn prepare(args: &Args) -> Result<Command, Error> {
+    let mut command = Command::new(&args.command[0]);
+    command.args(&args.command[1..]);
+    let bad = |name: &String| name.is_empty() || name.len() > 64 || name.chars().any(char::is_control);
+    if args.domain.as_ref().is_some_and(bad) {
+        return Err("a domain's name has 1 to 64 bytes and no control characters".into());
+    }
+    let lack = pagefold_os::probe::all().into_iter().find(|finding| finding.needed && !finding.works);
+    let remap = match (args.backend, lack) {
+        (Backend::Remap, Some(lack)) => return Err(format!("{}: {}; {}", lack.name, lack.detail, lack.cure).into()),
+        (Backend::Auto, Some(lack)) => {
+            eprintln!("pagefold: {}: {}; using KSM instead", lack.name, lack.detail);
+            false
+        }
+        (Backend::Ksm, _) => false,
+        (_, None) => true,
+    };
+    if !remap {
+        prefer_ksm()?;
+        return Ok(command);
+    }
+    if is_static(&args.command[0]) {
+        eprintln!(
+            "pagefold: {} is a static program: the agent cannot load into it; --backend ksm can serve it",
+            args.command[0].to_string_lossy()
+        );
+    }
+    let socket = host::socket(args.socket.as_deref())?;
+    host::ensure_daemon(&socket)?;
+    command.envs(host::environment(&socket, args.domain.as_deref(), args.all)?);
+    Ok(command)
+}
+
+/// Marks this process, and so the program it becomes, for KSM.
+fn prefer_ksm() -> Result<(), Error> {
+    const PR_SET_MEMORY_MERGE: i32 = 67;
+    if !pagefold_os::ksm::exists() {
+        return Err("this kernel has no KSM either; pagefold doctor tells more".into());
+    }
+    // SAFETY: the option takes numbers only.
+    if unsafe { libc::prctl(PR_SET_MEMORY_MERGE, 1, 0, 0, 0) } != 0 {
+        return Err(format!("KSM for this process: {}", std::io::Error::last_os_error()).into());
+    }
+    if pagefold_os::ksm::read("run")? != 1 && pagefold_os::ksm::write("run", 1).is_err() {
+        eprintln!("pagefold: KSM does not run; as root: echo 1 > /sys/kernel/mm/ksm/run");
+    }
+    Ok(())
+}
+
+/// True if `program` is an ELF file that names no interpreter: nothing can be preloaded into it.
+fn is_static(program: &OsString) -> bool {
+    let found = if Path::new(program).components().count() > 1 {
+        Some(PathBuf::from(program))
+    } else {
+        std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())
+            .map(|dir| dir.join(program))
+            .find(|path| path.is_file())
+    };
+    let Some(mut file) = found.and_then(|path| std::fs::File::open(path).ok()) else { return false };
+    let mut head = vec![0u8; 4096];
+    let got = file.read(&mut head).unwrap_or(0);
+    head.truncate(got);
+    if got < 64 || &head[..4] != b"\x7fELF" || head[4] != 2 {
+        return false;
+    }
+    let word = |at: usize| u16::from_le_bytes([head[at], head[at + 1]]) as usize;
+    let offset = u64::from_le_bytes(head[32..40].try_into().unwrap_or_default()) as usize;
+    let (size, count) = (word(54), word(56));
+    const PT_INTERP: u8 = 3;
+    let starts = (0..count).map(|index| offset.saturating_add(index * size)).filter(|at| at + 4 <= head.len());
+    let mut kinds = starts.map(|at| head[at]);
+    count > 0 && !kinds.any(|kind| kind == PT_INTERP)
+}

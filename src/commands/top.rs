@@ -1,0 +1,229 @@
+//! `pagefold top`: what is merged now, live.
+
+use super::Error;
+use crate::host;
+use crate::top::{Act, Client, Disk, Domain, Images, Live, Sample, View, screen};
+use crate::units;
+use crossterm::event::{self, Event, KeyEventKind};
+use pagefold_daemon::control::{self, Answer, Request};
+use pagefold_daemon::status::Status;
+use pagefold_disk::control as disk;
+use pagefold_image::store::{Store, default_root};
+use std::io::{IsTerminal, stdin, stdout};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::time::{Duration, Instant};
+
+/// Shortest time between samples: a sample costs the daemon a walk over its clients.
+const INTERVAL_MIN: Duration = Duration::from_millis(100);
+/// How long a mount may take to answer.
+const DISK_PATIENCE: Duration = Duration::from_millis(500);
+/// Time between two looks at the image stores: each asks the kernel about every object.
+const IMAGES_INTERVAL: Duration = Duration::from_secs(10);
+/// How often the program looks whether its window is still there.
+const WINDOW_WATCH: Duration = Duration::from_millis(500);
+/// How long the program waits for a key before it looks for a new sample.
+const KEY_WAIT: Duration = Duration::from_millis(50);
+
+/// Show what is merged, live
+#[derive(clap::Args)]
+#[command(after_help = "Examples:
+  pagefold top
+  pagefold top --interval 250ms
+  ssh -t host pagefold top
+
+Keys: q quit, ? help, Tab panes, s sort, r reverse, d domain, arrows select, Space keep still.
+Without a terminal use `pagefold status --json`.")]
+pub struct Args {
+    /// Time between two samples
+    #[arg(long, short, value_name = "TIME", value_parser = units::duration, default_value = "1s")]
+    interval: Duration,
+    /// Socket of the daemon [default: this user's]
+    #[arg(long, value_name = "PATH")]
+    socket: Option<PathBuf>,
+}
+
+/// Shows samples until the user ends it.
+pub fn run(args: Args) -> Result<ExitCode, Error> {
+    if !stdout().is_terminal() || !stdin().is_terminal() {
+        return Err("top: needs a terminal; use `pagefold status --json`".into());
+    }
+    let socket = host::socket(args.socket.as_deref())?;
+    let samples = sample_every(args.interval.max(INTERVAL_MIN), socket);
+    let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    end_with_the_window();
+    let mut terminal = ratatui::try_init()?;
+    let shown = show(&mut terminal, View::new(!no_color), &samples);
+    ratatui::try_restore()?;
+    shown?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Ends the program when its window is closed. Not everybody who closes one sends a signal, and waiting for keys
+/// would then spin: the terminal is at its end of file for ever. There is no screen left to restore.
+fn end_with_the_window() {
+    std::thread::spawn(|| {
+        while stdin().is_terminal() {
+            std::thread::sleep(WINDOW_WATCH);
+        }
+        std::process::exit(0);
+    });
+}
+
+/// Draws when something changed and only then: an idle screen costs nothing over a slow line.
+fn show(
+    terminal: &mut ratatui::DefaultTerminal,
+    mut view: View,
+    samples: &Receiver<Sample>,
+) -> Result<(), std::io::Error> {
+    let mut changed = true;
+    loop {
+        if changed {
+            terminal.draw(|frame| screen::draw(frame, &view))?;
+            changed = false;
+        }
+        while let Ok(sample) = samples.try_recv() {
+            view.push(sample);
+            changed = true;
+        }
+        // Keys typed ahead are all taken before the next drawing.
+        let mut wait = if changed { Duration::ZERO } else { KEY_WAIT };
+        while event::poll(wait)? {
+            wait = Duration::ZERO;
+            match event::read()? {
+                Event::Key(key) if key.kind != KeyEventKind::Release => match view.key(key) {
+                    Act::Quit => return Ok(()),
+                    Act::Draw => changed = true,
+                    Act::None => {}
+                },
+                Event::Resize(..) => changed = true,
+                _ => {}
+            }
+        }
+    }
+}
+
+/// Samples on a thread of its own: a daemon that does not answer must not keep the keys from working.
+fn sample_every(interval: Duration, socket: PathBuf) -> Receiver<Sample> {
+    let (sender, receiver) = sync_channel(1);
+    std::thread::spawn(move || {
+        let started = Instant::now();
+        let mut images = (Instant::now(), images());
+        loop {
+            let next = Instant::now() + interval;
+            let mut sample = take_sample(&socket, started);
+            if images.0.elapsed() > IMAGES_INTERVAL {
+                images = (Instant::now(), self::images());
+            }
+            sample.images.clone_from(&images.1);
+            if sender.send(sample).is_err() {
+                return;
+            }
+            std::thread::sleep(next.saturating_duration_since(Instant::now()));
+        }
+    });
+    receiver
+}
+
+fn take_sample(socket: &Path, started: Instant) -> Sample {
+    let (live, trouble) = match control::ask(socket, &Request::Status {}) {
+        Ok(Answer::Status(status)) => (Some(live(&status)), None),
+        Ok(Answer::Error { message }) => (None, Some(message)),
+        Ok(_) => (None, Some("the daemon gives other answers than this version expects".into())),
+        // The cure first: the line may be cut.
+        Err(error) => (None, Some(format!("no daemon; `pagefold run` starts one ({}: {error})", socket.display()))),
+    };
+    Sample { at: started.elapsed(), live, trouble, disks: disks(), ..Sample::default() }
+}
+
+fn live(status: &Status) -> Live {
+    let totals = &status.totals;
+    Live {
+        pages: totals.pages,
+        shared: totals.pages_shared,
+        sharing: totals.pages_sharing,
+        zero: totals.pages_zero,
+        candidate: totals.pages_unshared,
+        volatile: totals.pages_volatile,
+        saved_bytes: totals.saved_bytes,
+        pool_bytes: totals.pool_bytes,
+        metadata_bytes: totals.metadata_bytes,
+        net_bytes: totals.general_profit,
+        full_scans: totals.full_scans,
+        merged: totals.pages_merged,
+        breaks: totals.breaks,
+        cpu_ns: totals.cpu_ns,
+        domains: status
+            .domains
+            .iter()
+            .map(|domain| Domain {
+                name: domain.name.clone(),
+                net_bytes: domain.general_profit,
+                clients: domain.clients.len() as u64,
+            })
+            .collect(),
+        clients: status.clients.iter().map(client).collect(),
+        not_covered: status
+            .not_covered
+            .iter()
+            .map(|process| (format!("{} {}", process.pid, process.name), process.reason.clone()))
+            .collect(),
+    }
+}
+
+fn client(client: &pagefold_daemon::status::Client) -> Client {
+    let stats = &client.stats;
+    let huge = (stats.pages_huge > 0).then(|| ("in huge pages left whole".to_owned(), stats.pages_huge));
+    Client {
+        pid: client.pid,
+        name: client.name.clone(),
+        domain: client.domain.clone(),
+        pages: stats.pages,
+        sharing: stats.pages_sharing,
+        zero: stats.pages_zero,
+        volatile: stats.pages_volatile,
+        candidate: stats.pages_unshared,
+        breaks: stats.breaks,
+        cpu_ns: stats.agent_cpu_ns,
+        longest_wait: Duration::from_nanos(client.freeze_ns_max),
+        paused: stats.paused,
+        not_merged: stats.not_merged.iter().map(|(why, pages)| (why.clone(), *pages)).chain(huge).collect(),
+    }
+}
+
+/// The mounts of this user that answer.
+fn disks() -> Vec<Disk> {
+    let answer = |socket: PathBuf| {
+        let text = disk::ask(&socket, disk::Command::Status, DISK_PATIENCE).ok()?;
+        let status: pagefold_disk::Status = serde_json::from_str(&text).ok()?;
+        Some(Disk {
+            name: status.mountpoint,
+            resident_bytes: status.resident_bytes,
+            limit_bytes: status.cache_bytes,
+            saved_bytes: status.memory_saved_bytes,
+            dirty_bytes: status.dirty_bytes,
+            hits: status.hits,
+            misses: status.misses,
+        })
+    };
+    disk::sockets().into_iter().filter_map(answer).collect()
+}
+
+/// This user's store of images, domain by domain.
+fn images() -> Vec<Images> {
+    let root = default_root();
+    // Opening makes what is missing; looking must not.
+    let domains = Store::domains(&root).unwrap_or_default();
+    let look = |domain: String| {
+        let store = Store::open(&root, &domain).ok()?;
+        let (stat, _) = pagefold_image::stat::stat(&store, &[]).ok()?;
+        Some(Images {
+            name: format!("{} ({domain})", root.display()),
+            mounts: stat.mounts,
+            resident_bytes: stat.resident_bytes,
+            saved_bytes: stat.memory_saved_bytes,
+        })
+    };
+    domains.into_iter().filter_map(look).collect()
+}

@@ -1,0 +1,155 @@
+//! This user's daemon and this tool's agent: where they live, and how to reach them.
+
+use crate::commands::Error;
+use pagefold_daemon::control::{self, Answer, Request};
+use pagefold_daemon::status::Status;
+use std::fs;
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// The preload agent, built with this tool.
+const AGENT: &[u8] = include_bytes!(env!("PAGEFOLD_AGENT_SO"));
+
+/// How long a daemon that was just started may take to listen.
+const DAEMON_START_MAX: Duration = Duration::from_secs(5);
+
+/// This user's directory for sockets and the agent: `$XDG_RUNTIME_DIR/pagefold`, `/run/pagefold` for root, else in /tmp.
+pub fn runtime_dir() -> Result<PathBuf, Error> {
+    // SAFETY: returns a number.
+    let uid = unsafe { libc::geteuid() };
+    let dir = match std::env::var_os("XDG_RUNTIME_DIR") {
+        Some(dir) if uid != 0 && !dir.is_empty() => PathBuf::from(dir).join("pagefold"),
+        _ if uid == 0 => PathBuf::from("/run/pagefold"),
+        _ => std::env::temp_dir().join(format!("pagefold-{uid}")),
+    };
+    match fs::DirBuilder::new().mode(0o700).create(&dir) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+            // In /tmp somebody else may have made it first: then it is not ours to trust.
+            let owner = fs::symlink_metadata(&dir)?;
+            if !owner.is_dir() || owner.uid() != uid || owner.mode() & 0o022 != 0 {
+                return Err(format!("{} is not a directory of yours alone; remove it", dir.display()).into());
+            }
+        }
+        Err(error) => return Err(format!("cannot make {}: {error}; set XDG_RUNTIME_DIR", dir.display()).into()),
+    }
+    Ok(dir)
+}
+
+/// Where this user's daemon listens, unless `given` says otherwise.
+pub fn socket(given: Option<&Path>) -> Result<PathBuf, Error> {
+    match given {
+        Some(path) => Ok(std::path::absolute(path)?),
+        None => Ok(runtime_dir()?.join("daemon.sock")),
+    }
+}
+
+/// Writes the agent to the runtime directory, if it is not there already, and returns its path.
+pub fn agent() -> Result<PathBuf, Error> {
+    let dir = runtime_dir()?;
+    let path = dir.join(format!("agent-{}-{:x}.so", env!("CARGO_PKG_VERSION"), fnv(AGENT)));
+    if fs::read(&path).is_ok_and(|bytes| bytes == AGENT) {
+        return Ok(path);
+    }
+    let half = dir.join(format!(".agent-{}", std::process::id()));
+    let write = || -> io::Result<()> {
+        let mut file = fs::File::create(&half)?;
+        file.write_all(AGENT)?;
+        file.set_permissions(fs::Permissions::from_mode(0o755))?;
+        fs::rename(&half, &path)
+    };
+    write().map_err(|error| format!("cannot write the agent to {}: {error}", path.display()))?;
+    Ok(path)
+}
+
+/// A short name for content; no proof of anything.
+fn fnv(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
+}
+
+/// Environment that makes a program started with it a client.
+pub fn environment(socket: &Path, domain: Option<&str>, all: bool) -> Result<Vec<(String, String)>, Error> {
+    let agent = agent()?.display().to_string();
+    let others = std::env::var("LD_PRELOAD").unwrap_or_default();
+    let mut preload = agent;
+    for other in others.split([':', ' ']).filter(|other| !other.is_empty() && !other.contains("/pagefold/agent-")) {
+        preload.push(':');
+        preload.push_str(other);
+    }
+    let mut pairs = vec![
+        ("LD_PRELOAD".to_owned(), preload),
+        ("PAGEFOLD_SOCKET".to_owned(), socket.display().to_string()),
+        ("PAGEFOLD_ALL".to_owned(), u8::from(all).to_string()),
+    ];
+    if let Some(domain) = domain {
+        pairs.push(("PAGEFOLD_DOMAIN".to_owned(), domain.to_owned()));
+    }
+    Ok(pairs)
+}
+
+/// Starts a daemon at `socket` in the background, if none listens there.
+pub fn ensure_daemon(socket: &Path) -> Result<(), Error> {
+    if control::ask(socket, &Request::Status {}).is_ok() {
+        return Ok(());
+    }
+    let log = socket.with_extension("log");
+    let output = fs::File::create(&log).map(Stdio::from).unwrap_or_else(|_| Stdio::null());
+    let mut command = Command::new(std::env::current_exe()?);
+    command
+        .args(["daemon", "--idle-exit", "60s", "--socket"])
+        .arg(socket)
+        .env_remove("LD_PRELOAD")
+        .env_remove("PAGEFOLD_SOCKET")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(output)
+        .current_dir("/");
+    // SAFETY: setsid is safe between fork and exec.
+    unsafe {
+        command.pre_exec(|| {
+            libc::setsid();
+            Ok(())
+        });
+    }
+    let mut child = command.spawn()?;
+    let began = Instant::now();
+    loop {
+        match control::ask(socket, &Request::Status {}) {
+            Ok(_) => return Ok(()),
+            Err(_) if began.elapsed() < DAEMON_START_MAX => std::thread::sleep(Duration::from_millis(10)),
+            Err(error) => {
+                let _ = child.kill();
+                let said = fs::read_to_string(&log).unwrap_or_default();
+                let said = said.lines().last().unwrap_or("it said nothing").to_owned();
+                return Err(format!("no daemon at {}: {error}; {said}", socket.display()).into());
+            }
+        }
+        // Another may have won the race for the socket; then ours ends, and that is as good.
+        let _ = child.try_wait();
+    }
+}
+
+/// Asks the daemon at `socket`.
+pub fn ask(socket: &Path, request: &Request) -> Result<Answer, Error> {
+    match control::ask(socket, request) {
+        Ok(Answer::Error { message }) => Err(message.into()),
+        Ok(answer) => Ok(answer),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => Err(
+            format!("no daemon listens at {}; start something with pagefold run, or pagefold daemon", socket.display())
+                .into(),
+        ),
+        Err(error) => Err(format!("the daemon at {} does not answer: {error}", socket.display()).into()),
+    }
+}
+
+/// The daemon's status.
+pub fn status(socket: &Path) -> Result<Status, Error> {
+    match ask(socket, &Request::Status {})? {
+        Answer::Status(status) => Ok(*status),
+        other => Err(format!("the daemon answered {other:?} to a request for its status").into()),
+    }
+}

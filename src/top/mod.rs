@@ -1,0 +1,477 @@
+//! The live view's state: samples, their history, and what the user asked to see.
+//!
+//! A [`Sample`] is plain numbers, whoever delivers them; keys change the [`View`]; [`screen`] draws both. Nothing
+//! here knows of sockets or terminals, so that all of it can be tested without either.
+
+pub mod screen;
+
+use crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// Points of history that are kept: ten minutes at one a second.
+pub const HISTORY: usize = 600;
+
+/// What all parts of pagefold do at one moment.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Sample {
+    /// Time of the sample, since any fixed moment.
+    pub at: Duration,
+    /// Live memory; `None` if no daemon answers.
+    pub live: Option<Live>,
+    /// Why there is no live memory to show.
+    pub trouble: Option<String>,
+    /// Mounts of disk images.
+    pub disks: Vec<Disk>,
+    /// Stores of image trees.
+    pub images: Vec<Images>,
+    /// The cold tier.
+    pub cold: Option<Cold>,
+}
+
+/// Live memory, all clients together. Counts are pages.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Live {
+    pub pages: u64,
+    pub shared: u64,
+    pub sharing: u64,
+    pub zero: u64,
+    pub candidate: u64,
+    pub volatile: u64,
+    pub saved_bytes: u64,
+    pub pool_bytes: u64,
+    pub metadata_bytes: u64,
+    pub net_bytes: i64,
+    pub full_scans: u64,
+    /// Counters since the daemon began.
+    pub merged: u64,
+    pub breaks: u64,
+    pub cpu_ns: u64,
+    pub domains: Vec<Domain>,
+    pub clients: Vec<Client>,
+    /// Processes that asked to be managed and could not be: name and reason.
+    pub not_covered: Vec<(String, String)>,
+}
+
+/// A domain.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Domain {
+    pub name: String,
+    pub net_bytes: i64,
+    pub clients: u64,
+}
+
+/// A client. Counts are pages.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Client {
+    pub pid: i32,
+    pub name: String,
+    pub domain: String,
+    pub pages: u64,
+    pub sharing: u64,
+    pub zero: u64,
+    pub volatile: u64,
+    pub candidate: u64,
+    pub breaks: u64,
+    pub cpu_ns: u64,
+    pub longest_wait: Duration,
+    pub paused: bool,
+    /// Reason and pages.
+    pub not_merged: Vec<(String, u64)>,
+}
+
+/// A mount of disk images.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Disk {
+    pub name: String,
+    pub resident_bytes: u64,
+    pub limit_bytes: u64,
+    pub saved_bytes: u64,
+    pub dirty_bytes: u64,
+    pub hits: u64,
+    pub misses: u64,
+}
+
+/// A store of image trees.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Images {
+    pub name: String,
+    pub mounts: u64,
+    pub resident_bytes: u64,
+    pub saved_bytes: u64,
+}
+
+/// The cold tier.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Cold {
+    pub pages: u64,
+    pub held_bytes: u64,
+    pub limit_bytes: u64,
+    pub disk_bytes: u64,
+    pub stores: u64,
+    pub loads: u64,
+}
+
+/// What happened between two samples, per second.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Rates {
+    pub merged: f64,
+    pub breaks: f64,
+    /// Processors in use, 1.0 is one.
+    pub cpu: f64,
+}
+
+/// One point of the graphs.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Point {
+    pub net_bytes: i64,
+    pub rates: Rates,
+}
+
+/// What the table of clients is sorted by.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Sort {
+    #[default]
+    Shared,
+    Managed,
+    Volatile,
+    Breaks,
+    Cpu,
+    Name,
+    Pid,
+}
+
+impl Sort {
+    const ALL: [Sort; 7] =
+        [Sort::Shared, Sort::Managed, Sort::Volatile, Sort::Breaks, Sort::Cpu, Sort::Name, Sort::Pid];
+
+    /// As shown below the table.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Sort::Shared => "shared",
+            Sort::Managed => "managed",
+            Sort::Volatile => "volatile",
+            Sort::Breaks => "breaks",
+            Sort::Cpu => "cpu",
+            Sort::Name => "name",
+            Sort::Pid => "pid",
+        }
+    }
+
+    fn next(self) -> Sort {
+        let at = Sort::ALL.iter().position(|&sort| sort == self).unwrap_or(0);
+        Sort::ALL[(at + 1) % Sort::ALL.len()]
+    }
+}
+
+/// What the table below the graphs shows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pane {
+    #[default]
+    Live,
+    Disks,
+    Images,
+    Cold,
+}
+
+impl Pane {
+    /// All of them, in the order of their keys.
+    pub const ALL: [Pane; 4] = [Pane::Live, Pane::Disks, Pane::Images, Pane::Cold];
+
+    /// As shown in the list of panes.
+    pub const fn word(self) -> &'static str {
+        match self {
+            Pane::Live => "live",
+            Pane::Disks => "disks",
+            Pane::Images => "images",
+            Pane::Cold => "cold",
+        }
+    }
+}
+
+/// All that the screen shows.
+#[derive(Clone, Debug, Default)]
+pub struct View {
+    sample: Sample,
+    history: VecDeque<Point>,
+    pub pane: Pane,
+    pub sort: Sort,
+    pub reverse: bool,
+    /// Only this domain's clients.
+    pub domain: Option<String>,
+    /// The selected client, by process id, so that it stays selected when the order changes.
+    pub selected: Option<i32>,
+    /// True while the user keeps the picture still; samples go into the history all the same.
+    pub frozen: bool,
+    pub help: bool,
+    /// True if colours are wanted.
+    pub color: bool,
+}
+
+/// What a key asks of the program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Act {
+    /// Nothing changed.
+    None,
+    /// Draw again.
+    Draw,
+    /// End.
+    Quit,
+}
+
+impl View {
+    /// An empty view, with colours or without.
+    pub fn new(color: bool) -> View {
+        View { color, ..View::default() }
+    }
+
+    /// Takes a new sample. A daemon that was started anew counts from zero: rates are then zero, not negative.
+    pub fn push(&mut self, sample: Sample) {
+        let mut point = Point::default();
+        if let Some(live) = &sample.live {
+            point.net_bytes = live.net_bytes;
+            if let Some(before) = &self.sample.live {
+                let seconds = sample.at.saturating_sub(self.sample.at).as_secs_f64();
+                let per_second = |now: u64, then: u64| {
+                    if seconds > 0.0 { now.saturating_sub(then) as f64 / seconds } else { 0.0 }
+                };
+                point.rates = Rates {
+                    merged: per_second(live.merged, before.merged),
+                    breaks: per_second(live.breaks, before.breaks),
+                    cpu: per_second(live.cpu_ns, before.cpu_ns) / 1e9,
+                };
+            }
+        }
+        if self.history.len() == HISTORY {
+            self.history.pop_front();
+        }
+        self.history.push_back(point);
+        if !self.frozen {
+            self.sample = sample;
+            let gone = |domain: &String| self.domains().iter().all(|known| known != domain);
+            if self.domain.as_ref().is_some_and(gone) {
+                self.domain = None;
+            }
+        }
+    }
+
+    /// The sample on show.
+    pub const fn sample(&self) -> &Sample {
+        &self.sample
+    }
+
+    /// The points so far, oldest first.
+    pub fn history(&self) -> impl ExactSizeIterator<Item = &Point> {
+        self.history.iter()
+    }
+
+    /// The last point.
+    pub fn now(&self) -> Point {
+        self.history.back().copied().unwrap_or_default()
+    }
+
+    /// Names of the domains on show.
+    pub fn domains(&self) -> Vec<String> {
+        let live = self.sample.live.iter();
+        live.flat_map(|live| live.domains.iter().map(|domain| domain.name.clone())).collect()
+    }
+
+    /// The clients to show, in order.
+    pub fn clients(&self) -> Vec<&Client> {
+        let shown = |client: &&Client| self.domain.as_ref().is_none_or(|domain| *domain == client.domain);
+        let mut clients: Vec<&Client> = self.sample.live.iter().flat_map(|live| &live.clients).filter(shown).collect();
+        clients.sort_by(|a, b| {
+            // Largest number first, names and process ids from the front.
+            let order = match self.sort {
+                Sort::Shared => (b.sharing + b.zero).cmp(&(a.sharing + a.zero)),
+                Sort::Managed => b.pages.cmp(&a.pages),
+                Sort::Volatile => b.volatile.cmp(&a.volatile),
+                Sort::Breaks => b.breaks.cmp(&a.breaks),
+                Sort::Cpu => b.cpu_ns.cmp(&a.cpu_ns),
+                Sort::Name => a.name.cmp(&b.name),
+                Sort::Pid => a.pid.cmp(&b.pid),
+            };
+            let order = if self.reverse { order.reverse() } else { order };
+            order.then(a.pid.cmp(&b.pid))
+        });
+        clients
+    }
+
+    /// Place of the selected client among those on show.
+    pub fn selected_row(&self) -> Option<usize> {
+        let selected = self.selected?;
+        self.clients().iter().position(|client| client.pid == selected)
+    }
+
+    /// Moves the selection by `step` rows; from nowhere to the first row, or up to the last.
+    fn select(&mut self, step: isize) {
+        let row = match self.selected_row() {
+            Some(row) => row.saturating_add_signed(step),
+            None if step > 0 => 0,
+            None => usize::MAX,
+        };
+        self.select_row(row);
+    }
+
+    /// Selects row `row`, or the last.
+    fn select_row(&mut self, row: usize) {
+        let clients = self.clients();
+        let chosen = clients.get(row).or(clients.last()).map(|client| client.pid);
+        self.selected = chosen;
+    }
+
+    /// Does what `key` means.
+    pub fn key(&mut self, key: KeyEvent) -> Act {
+        if key.modifiers.contains(KeyModifiers::CONTROL) && key.code == KeyCode::Char('c') {
+            return Act::Quit;
+        }
+        if self.help {
+            self.help = false;
+            return if key.code == KeyCode::Char('q') { Act::Quit } else { Act::Draw };
+        }
+        match key.code {
+            KeyCode::Char('q') => return Act::Quit,
+            KeyCode::Esc if self.selected.is_none() && self.domain.is_none() => return Act::Quit,
+            KeyCode::Esc => (self.selected, self.domain) = (None, None),
+            KeyCode::Char('?' | 'h') | KeyCode::F(1) => self.help = true,
+            KeyCode::Char('s') => self.sort = self.sort.next(),
+            KeyCode::Char('r') => self.reverse = !self.reverse,
+            KeyCode::Char('d') => self.next_domain(),
+            KeyCode::Char(' ') => self.frozen = !self.frozen,
+            KeyCode::Char(digit @ '1'..='4') => self.pane = Pane::ALL[digit as usize - '1' as usize],
+            KeyCode::Tab => self.pane = Pane::ALL[(self.pane as usize + 1) % Pane::ALL.len()],
+            KeyCode::Up | KeyCode::Char('k') => self.select(-1),
+            KeyCode::Down | KeyCode::Char('j') => self.select(1),
+            KeyCode::PageUp => self.select(-10),
+            KeyCode::PageDown => self.select(10),
+            KeyCode::Home => self.select_row(0),
+            KeyCode::End => self.select_row(usize::MAX),
+            _ => return Act::None,
+        }
+        Act::Draw
+    }
+
+    /// From all to the first domain, through all, and back to all.
+    fn next_domain(&mut self) {
+        let domains = self.domains();
+        let at = self.domain.as_ref().and_then(|domain| domains.iter().position(|known| known == domain));
+        self.domain = match (&self.domain, at) {
+            (None, _) => domains.first().cloned(),
+            (Some(_), Some(at)) => domains.get(at + 1).cloned(),
+            (Some(_), None) => None,
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn client(pid: i32, domain: &str, sharing: u64) -> Client {
+        Client { pid, name: format!("client-{pid}"), domain: domain.into(), sharing, ..Client::default() }
+    }
+
+    fn sample(second: u64, merged: u64) -> Sample {
+        let domain = |name: &str| Domain { name: name.into(), ..Domain::default() };
+        Sample {
+            at: Duration::from_secs(second),
+            live: Some(Live {
+                merged,
+                net_bytes: 1 << 20,
+                domains: vec![domain("a"), domain("b")],
+                clients: vec![client(1, "a", 5), client(2, "b", 50), client(3, "a", 7)],
+                ..Live::default()
+            }),
+            ..Sample::default()
+        }
+    }
+
+    fn press(view: &mut View, keys: &str) {
+        for letter in keys.chars() {
+            view.key(KeyCode::Char(letter).into());
+        }
+    }
+
+    fn pids(view: &View) -> Vec<i32> {
+        view.clients().iter().map(|client| client.pid).collect()
+    }
+
+    #[test]
+    fn rates_are_differences_and_never_negative() {
+        let mut view = View::new(false);
+        view.push(sample(10, 1000));
+        assert_eq!(view.now().rates, Rates::default(), "one sample has no rate");
+        view.push(sample(12, 3000));
+        assert_eq!(view.now().rates.merged, 1000.0);
+        view.push(sample(13, 5));
+        assert_eq!(view.now().rates.merged, 0.0, "the daemon was started anew");
+        view.push(Sample::default());
+        view.push(sample(13, 5));
+        assert_eq!(view.now().rates, Rates::default());
+    }
+
+    #[test]
+    fn history_is_a_ring() {
+        let mut view = View::new(false);
+        (0..HISTORY as u64 + 50).for_each(|second| view.push(sample(second, second)));
+        assert_eq!(view.history().len(), HISTORY);
+    }
+
+    #[test]
+    fn keys_sort_filter_and_select() {
+        let mut view = View::new(false);
+        view.push(sample(0, 0));
+        assert_eq!(pids(&view), [2, 3, 1], "most shared first");
+        press(&mut view, "r");
+        assert_eq!(pids(&view), [1, 3, 2]);
+        press(&mut view, "r");
+        press(&mut view, "ssssss");
+        assert_eq!((view.sort, pids(&view)), (Sort::Pid, vec![1, 2, 3]));
+        press(&mut view, "d");
+        assert_eq!((view.domain.as_deref(), pids(&view)), (Some("a"), vec![1, 3]));
+        press(&mut view, "d");
+        assert_eq!(pids(&view), [2]);
+        press(&mut view, "d");
+        assert_eq!(view.domain, None);
+        press(&mut view, "jj");
+        assert_eq!(view.selected, Some(2));
+        press(&mut view, "s");
+        assert_eq!((view.selected, view.selected_row()), (Some(2), Some(0)), "the client stays selected");
+        view.key(KeyCode::End.into());
+        assert_eq!(view.selected_row(), Some(2));
+        view.key(KeyCode::Home.into());
+        assert_eq!(view.selected_row(), Some(0));
+        assert_eq!(view.key(KeyCode::Esc.into()), Act::Draw);
+        assert_eq!(view.key(KeyCode::Esc.into()), Act::Quit);
+    }
+
+    #[test]
+    fn a_domain_that_goes_takes_its_filter_along() {
+        let mut view = View::new(false);
+        view.push(sample(0, 0));
+        press(&mut view, "d");
+        view.push(Sample::default());
+        assert_eq!(view.domain, None);
+        press(&mut view, "dj");
+        assert_eq!((view.domain.clone(), view.selected), (None, None));
+    }
+
+    #[test]
+    fn a_still_picture_goes_on_counting() {
+        let mut view = View::new(false);
+        view.push(sample(0, 0));
+        press(&mut view, " ");
+        view.push(sample(1, 100));
+        assert_eq!((view.sample().at, view.history().len()), (Duration::ZERO, 2));
+    }
+
+    #[test]
+    fn ctrl_c_ends_whatever_is_shown() {
+        let mut view = View::new(false);
+        press(&mut view, "?");
+        assert!(view.help);
+        assert_eq!(view.key(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL)), Act::Quit);
+        assert_eq!(view.key(KeyCode::Char('x').into()), Act::Draw, "any key closes the help");
+        assert_eq!(view.key(KeyCode::Char('x').into()), Act::None);
+    }
+}

@@ -1,0 +1,566 @@
+//! Draws a [`View`]: a line of sums, graphs over time, a line per product, a table, and the keys.
+//!
+//! Made for 80 columns and 24 lines; smaller screens lose the graphs first, then the reasons, never the keys.
+
+use super::{Pane, Point, Rates, View};
+use crate::output::shorten;
+use crate::units::{show_count, show_duration, show_percent, show_size, show_size_signed};
+use ratatui::Frame;
+use ratatui::layout::{Alignment, Constraint, Layout, Rect};
+use ratatui::style::{Color, Modifier, Style};
+use ratatui::text::{Line, Span};
+use ratatui::widgets::{Block, Borders, Cell, Clear, Paragraph, Row, Sparkline, Table, TableState};
+use std::time::Duration;
+
+const PAGE: u64 = pagefold_os::PAGE_SIZE as u64;
+/// Lines from which on graphs fit.
+const GRAPH_LINES_MIN: u16 = 18;
+/// Columns from which on zero pages and domains both fit into the table of clients.
+const ZERO_COLUMNS_MIN: u16 = 90;
+/// Lines from which on the reasons fit.
+const REASON_LINES_MIN: u16 = 14;
+
+/// Colours by meaning; without colour, by weight.
+#[derive(Clone, Copy)]
+struct Palette {
+    color: bool,
+}
+
+impl Palette {
+    fn of(self, color: Color, plain: Modifier) -> Style {
+        if self.color { Style::new().fg(color) } else { Style::new().add_modifier(plain) }
+    }
+
+    fn title(self) -> Style {
+        Style::new().add_modifier(Modifier::BOLD)
+    }
+
+    fn good(self) -> Style {
+        self.of(Color::Green, Modifier::BOLD)
+    }
+
+    fn warn(self) -> Style {
+        self.of(Color::Yellow, Modifier::BOLD)
+    }
+
+    fn dim(self) -> Style {
+        self.of(Color::DarkGray, Modifier::DIM)
+    }
+
+    fn graph(self) -> Style {
+        self.of(Color::Cyan, Modifier::empty())
+    }
+}
+
+/// Draws all of it.
+pub fn draw(frame: &mut Frame, view: &View) {
+    let palette = Palette { color: view.color };
+    let area = frame.area();
+    let graph_lines = if area.height >= GRAPH_LINES_MIN { (area.height / 5).clamp(4, 10) } else { 0 };
+    let products = product_lines(view, palette);
+    let reasons = if area.height >= REASON_LINES_MIN { 2 } else { 0 };
+    let [head, graphs, others, table, why, keys] = Layout::vertical([
+        Constraint::Length(2),
+        Constraint::Length(graph_lines),
+        Constraint::Length(products.len() as u16),
+        Constraint::Min(0),
+        Constraint::Length(reasons),
+        Constraint::Length(1),
+    ])
+    .areas(area);
+    frame.render_widget(Paragraph::new(head_lines(view, palette)), head);
+    draw_graphs(frame, graphs, view, palette);
+    frame.render_widget(Paragraph::new(products), others);
+    match view.pane {
+        Pane::Live => draw_clients(frame, table, view, palette),
+        Pane::Disks => draw_disks(frame, table, view, palette),
+        Pane::Images => draw_images(frame, table, view, palette),
+        Pane::Cold => draw_cold(frame, table, view, palette),
+    }
+    frame.render_widget(Paragraph::new(reason_lines(view, palette)), why);
+    frame.render_widget(Paragraph::new(key_line(view, palette)), keys);
+    if view.help {
+        draw_help(frame, area, palette);
+    }
+}
+
+fn head_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
+    let still = if view.frozen { " [still]" } else { "" };
+    let Some(live) = &view.sample().live else {
+        let trouble = view.sample().trouble.clone().unwrap_or_else(|| "waiting for the daemon".into());
+        return vec![
+            Line::from(vec![Span::styled("pagefold", palette.title()), Span::raw(still)]),
+            Line::styled(trouble, palette.warn()),
+        ];
+    };
+    let Rates { merged, breaks, cpu } = view.now().rates;
+    let saved = show_size_signed(live.net_bytes);
+    let first = vec![
+        Span::styled("pagefold", palette.title()),
+        Span::raw("  saves "),
+        Span::styled(saved, if live.net_bytes > 0 { palette.good() } else { palette.warn() }),
+        Span::raw(format!(
+            " net of {} managed ({})",
+            show_size(live.pages * PAGE),
+            show_percent(live.net_bytes.max(0).unsigned_abs(), live.pages * PAGE)
+        )),
+        Span::styled(still, palette.warn()),
+    ];
+    let second = format!(
+        "merging {}/s  breaks {}/s  our cpu {:.1} %  pool {}  records {}  clients {}",
+        show_count(merged.round() as u64),
+        show_count(breaks.round() as u64),
+        cpu * 100.0,
+        show_size(live.pool_bytes),
+        show_size(live.metadata_bytes),
+        live.clients.len(),
+    );
+    vec![Line::from(first), Line::raw(second)]
+}
+
+/// Where a graph is, its title, and what of a point it shows.
+type Graph = (Rect, String, fn(&Point) -> u64);
+
+/// Three graphs beside each other, the newest point at the right.
+fn draw_graphs(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
+    if area.height < 2 {
+        return;
+    }
+    let [net, merged, breaks] = Layout::horizontal([Constraint::Ratio(1, 3); 3]).areas(area);
+    let now = view.now();
+    let graphs: [Graph; 3] = [
+        (net, format!("net {}", show_size_signed(now.net_bytes)), |point| point.net_bytes.max(0).unsigned_abs()),
+        (merged, format!("merged {}/s", show_count(now.rates.merged.round() as u64)), |point| {
+            point.rates.merged.round() as u64
+        }),
+        (breaks, format!("breaks {}/s", show_count(now.rates.breaks.round() as u64)), |point| {
+            point.rates.breaks.round() as u64
+        }),
+    ];
+    for (area, title, value) in graphs {
+        let room = usize::from(area.width.saturating_sub(1));
+        let skip = view.history().len().saturating_sub(room);
+        let mut data = vec![0; room.saturating_sub(view.history().len())];
+        data.extend(view.history().skip(skip).map(value));
+        let block = Block::new().borders(Borders::TOP).border_style(palette.dim()).title(title);
+        frame.render_widget(
+            Sparkline::default().block(block).style(palette.graph()).data(data),
+            Rect { width: area.width.saturating_sub(1), ..area },
+        );
+    }
+}
+
+/// One line for each other product that has something to tell.
+fn product_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
+    let sample = view.sample();
+    let mut lines = Vec::new();
+    let mut line = |name: &'static str, text: String| {
+        lines.push(Line::from(vec![Span::styled(format!("{name:7}"), palette.title()), Span::raw(text)]));
+    };
+    if let Some(live) = &sample.live {
+        let size = |pages: u64| show_size(pages * PAGE);
+        line(
+            "pages",
+            format!(
+                "shared {} in {}  zero {}  candidate {}  volatile {}",
+                size(live.sharing),
+                size(live.shared),
+                size(live.zero),
+                size(live.candidate),
+                size(live.volatile),
+            ),
+        );
+    }
+    if !sample.disks.is_empty() {
+        let sum = |f: fn(&super::Disk) -> u64| sample.disks.iter().map(f).sum::<u64>();
+        let (hits, misses) = (sum(|disk| disk.hits), sum(|disk| disk.misses));
+        line(
+            "disks",
+            format!(
+                "{} mounts  saves {}  holds {}  hits {}",
+                sample.disks.len(),
+                show_size(sum(|disk| disk.saved_bytes)),
+                show_size(sum(|disk| disk.resident_bytes)),
+                show_percent(hits, hits + misses)
+            ),
+        );
+    }
+    if !sample.images.is_empty() {
+        let sum = |f: fn(&super::Images) -> u64| sample.images.iter().map(f).sum::<u64>();
+        line(
+            "images",
+            format!(
+                "{} mounts  saves {}  holds {}",
+                sum(|store| store.mounts),
+                show_size(sum(|store| store.saved_bytes)),
+                show_size(sum(|store| store.resident_bytes))
+            ),
+        );
+    }
+    if let Some(cold) = &sample.cold {
+        let saved = (cold.pages * PAGE).saturating_sub(cold.held_bytes);
+        line(
+            "cold",
+            format!(
+                "{} in {} of memory and {} on disk  saves {}",
+                show_size(cold.pages * PAGE),
+                show_size(cold.held_bytes),
+                show_size(cold.disk_bytes),
+                show_size(saved)
+            ),
+        );
+    }
+    lines
+}
+
+fn right(text: String) -> Cell<'static> {
+    Cell::from(Line::raw(text).alignment(Alignment::Right))
+}
+
+fn heading(names: &[&'static str], palette: Palette, underlined: Option<&str>) -> Row<'static> {
+    let cells = names.iter().map(|name| {
+        let (name, alignment) =
+            name.strip_prefix('>').map_or((*name, Alignment::Left), |name| (name, Alignment::Right));
+        let style =
+            if underlined == Some(name) { palette.title().add_modifier(Modifier::UNDERLINED) } else { palette.title() };
+        Cell::from(Line::styled(name, style).alignment(alignment))
+    });
+    Row::new(cells.collect::<Vec<_>>())
+}
+
+fn draw_clients(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
+    let clients = view.clients();
+    if clients.is_empty() {
+        let text = match &view.sample().live {
+            Some(_) => "No clients. Start one: pagefold run -- CMD",
+            None => "",
+        };
+        frame.render_widget(Paragraph::new(text), area);
+        return;
+    }
+    // Domains take room only if there are several.
+    let domains = view.domains().len() > 1;
+    let mut names = vec![">pid", "name"];
+    let mut widths = vec![Constraint::Length(7), Constraint::Fill(1)];
+    if domains {
+        names.push("domain");
+        widths.push(Constraint::Max(12));
+    }
+    // On a narrow screen the name is worth more.
+    let zero = area.width >= ZERO_COLUMNS_MIN || !domains;
+    names.extend([">managed", ">shared"]);
+    names.extend(zero.then_some(">zero"));
+    names.extend([">volatile", ">breaks", ">cpu"]);
+    widths.extend(vec![Constraint::Length(8); if zero { 4 } else { 3 }]);
+    widths.extend([6, 8].map(Constraint::Length));
+    let rows = clients.iter().map(|client| {
+        let size = |pages: u64| right(show_size(pages * PAGE));
+        let paused = if client.paused { "‖ " } else { "" };
+        let mut cells =
+            vec![right(client.pid.to_string()), Cell::from(format!("{paused}{}", shorten(&client.name, 24)))];
+        if domains {
+            cells.push(Cell::from(shorten(&client.domain, 12)));
+        }
+        cells.extend([size(client.pages), size(client.sharing)]);
+        cells.extend(zero.then(|| size(client.zero)));
+        cells.extend([
+            size(client.volatile),
+            right(show_short(client.breaks)),
+            right(show_duration(Duration::from_nanos(client.cpu_ns))),
+        ]);
+        Row::new(cells)
+    });
+    let rows: Vec<Row> = rows.collect();
+    let table = Table::new(rows, widths)
+        .header(heading(&names, palette, Some(view.sort.word())))
+        .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED));
+    let mut state = TableState::new().with_selected(view.selected_row());
+    frame.render_stateful_widget(table, area, &mut state);
+}
+
+/// A count in at most six letters.
+fn show_short(count: u64) -> String {
+    match count {
+        0..10_000 => show_count(count),
+        10_000..10_000_000 => format!("{}k", show_count(count / 1000)),
+        _ => format!("{}M", show_count(count / 1_000_000)),
+    }
+}
+
+fn draw_disks(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
+    if view.sample().disks.is_empty() {
+        frame.render_widget(Paragraph::new("No disk images are mounted: pagefold disk --help"), area);
+        return;
+    }
+    let rows = view.sample().disks.iter().map(|disk| {
+        Row::new(vec![
+            Cell::from(shorten(&disk.name, 40)),
+            right(show_size(disk.resident_bytes)),
+            right(show_size(disk.limit_bytes)),
+            right(show_size(disk.saved_bytes)),
+            right(show_size(disk.dirty_bytes)),
+            right(show_percent(disk.hits, disk.hits + disk.misses)),
+        ])
+    });
+    let widths = [Constraint::Fill(1)].into_iter().chain([9, 9, 9, 9, 8].map(Constraint::Length));
+    let names = ["mount", ">holds", ">limit", ">saves", ">dirty", ">hits"];
+    frame.render_widget(Table::new(rows, widths).header(heading(&names, palette, None)), area);
+}
+
+fn draw_images(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
+    if view.sample().images.is_empty() {
+        frame.render_widget(Paragraph::new("No image store is known here: pagefold image --help"), area);
+        return;
+    }
+    let rows = view.sample().images.iter().map(|store| {
+        Row::new(vec![
+            Cell::from(shorten(&store.name, 40)),
+            right(show_count(store.mounts)),
+            right(show_size(store.resident_bytes)),
+            right(show_size(store.saved_bytes)),
+        ])
+    });
+    let widths = [Constraint::Fill(1)].into_iter().chain([8, 10, 10].map(Constraint::Length));
+    let names = ["store", ">mounts", ">holds", ">saves"];
+    frame.render_widget(Table::new(rows, widths).header(heading(&names, palette, None)), area);
+}
+
+fn draw_cold(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
+    let Some(cold) = &view.sample().cold else {
+        frame.render_widget(Paragraph::new("Nothing is parked in the cold tier."), area);
+        return;
+    };
+    let rows = [
+        ("pages", show_count(cold.pages)),
+        ("would take", show_size(cold.pages * PAGE)),
+        ("memory", format!("{} of {}", show_size(cold.held_bytes), show_size(cold.limit_bytes))),
+        ("on disk", show_size(cold.disk_bytes)),
+        ("stored", show_count(cold.stores)),
+        ("brought back", show_count(cold.loads)),
+    ];
+    let rows = rows.map(|(name, value)| Row::new(vec![Cell::from(name), right(value)]));
+    let widths = [Constraint::Length(14), Constraint::Length(24)];
+    frame.render_widget(Table::new(rows, widths).header(heading(&["cold tier", ""], palette, None)), area);
+}
+
+/// Why pages were not merged: of the selected client, or of all on show; and who could not be covered.
+fn reason_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
+    if view.pane != Pane::Live || view.sample().live.is_none() {
+        return Vec::new();
+    }
+    let clients = view.clients();
+    let chosen: Vec<_> = match view.selected_row() {
+        Some(row) => vec![clients[row]],
+        None => clients,
+    };
+    let mut reasons: Vec<(String, u64)> = Vec::new();
+    for (reason, pages) in chosen.iter().flat_map(|client| &client.not_merged) {
+        match reasons.iter_mut().find(|(known, _)| known == reason) {
+            Some((_, sum)) => *sum += pages,
+            None => reasons.push((reason.clone(), *pages)),
+        }
+    }
+    reasons.retain(|(_, pages)| *pages > 0);
+    reasons.sort_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(&b.0)));
+    let who = match (view.selected_row(), chosen.first()) {
+        (Some(_), Some(client)) => format!("{} ", client.pid),
+        _ => String::new(),
+    };
+    let text = reasons.iter().map(|(reason, pages)| format!("{reason} {}", show_count(*pages)));
+    let text = text.collect::<Vec<_>>().join(", ");
+    let text = if text.is_empty() { "none".to_owned() } else { text };
+    let mut lines =
+        vec![Line::from(vec![Span::styled(format!("{who}not merged: "), palette.title()), Span::raw(text)])];
+    let wait = chosen.iter().map(|client| client.longest_wait).max().unwrap_or_default();
+    let not_covered = view.sample().live.iter().flat_map(|live| &live.not_covered).last();
+    lines.push(match not_covered {
+        Some((name, reason)) => Line::styled(format!("not covered: {}: {reason}", shorten(name, 20)), palette.warn()),
+        None => Line::styled(format!("longest wait for a remap: {}", show_duration(wait)), palette.dim()),
+    });
+    lines
+}
+
+fn key_line(view: &View, palette: Palette) -> Line<'static> {
+    let domain = view.domain.as_deref().unwrap_or("all");
+    let order = if view.reverse { "↑" } else { "" };
+    let mut spans = Vec::new();
+    let mut key = |key: &'static str, word: String| {
+        spans.push(Span::styled(key, palette.title()));
+        spans.push(Span::styled(format!(" {word}  "), palette.dim()));
+    };
+    key("q", "quit".into());
+    key("?", "help".into());
+    key("Tab", view.pane.word().into());
+    key("s", format!("sort: {}{order}", view.sort.word()));
+    key("d", format!("domain: {}", shorten(domain, 12)));
+    key("↑↓", "select".into());
+    key("Space", if view.frozen { "go on".into() } else { "still".into() });
+    Line::from(spans)
+}
+
+const HELP: &[(&str, &str)] = &[
+    ("q, Ctrl-C", "quit"),
+    ("1 2 3 4, Tab", "live memory, disks, images, cold tier"),
+    ("s, r", "next sort key, reverse"),
+    ("d", "next domain, then all"),
+    ("up, down, PgUp, PgDn", "select a client; shows why its pages do not merge"),
+    ("Space", "keep the picture still"),
+    ("Esc", "drop selection and filter; then quit"),
+    ("", ""),
+    ("managed", "memory that clients gave us"),
+    ("shared", "shown from one copy"),
+    ("zero", "zero pages dropped"),
+    ("candidate", "silent, without a twin"),
+    ("volatile", "written within the last two periods"),
+    ("breaks", "merged pages that were written again"),
+    ("cpu", "our time spent on the client"),
+];
+
+fn draw_help(frame: &mut Frame, area: Rect, palette: Palette) {
+    let lines: Vec<Line> = HELP
+        .iter()
+        .map(|(key, text)| Line::from(vec![Span::styled(format!(" {key:21}"), palette.title()), Span::raw(*text)]))
+        .collect();
+    let width = area.width.min(74);
+    let height = area.height.min(lines.len() as u16 + 2);
+    let place = Rect { x: area.x + (area.width - width) / 2, y: area.y + (area.height - height) / 2, width, height };
+    frame.render_widget(Clear, place);
+    let block = Block::bordered().title(" keys and words; any key goes back ");
+    frame.render_widget(Paragraph::new(lines).block(block), place);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::*;
+    use super::*;
+    use ratatui::Terminal;
+    use ratatui::backend::TestBackend;
+
+    fn rendered(view: &View, width: u16, height: u16) -> Vec<String> {
+        let mut terminal = Terminal::new(TestBackend::new(width, height)).expect("a test terminal");
+        terminal.draw(|frame| draw(frame, view)).expect("it draws");
+        let buffer = terminal.backend().buffer().clone();
+        let line = |y| (0..width).map(|x| buffer[(x, y)].symbol().to_owned()).collect::<String>();
+        (0..height).map(|y| line(y).trim_end().to_owned()).collect()
+    }
+
+    fn busy() -> View {
+        let mut view = View::new(false);
+        for second in 0..100u64 {
+            let client = |pid: i32| Client {
+                pid,
+                name: format!("qemu\x1b[2J-{pid}"),
+                domain: if pid % 2 == 0 { "alice" } else { "bob" }.into(),
+                pages: 1 << 17,
+                sharing: 1000 * pid.unsigned_abs() as u64,
+                zero: 50,
+                volatile: 77,
+                breaks: 123_456,
+                cpu_ns: 1_500_000_000,
+                not_merged: vec![("pinned".into(), 5), ("mapping limit".into(), 7)],
+                ..Client::default()
+            };
+            let domain = |name: &str| Domain { name: name.into(), ..Domain::default() };
+            view.push(Sample {
+                at: Duration::from_secs(second),
+                live: Some(Live {
+                    pages: 1 << 20,
+                    sharing: 300_000,
+                    shared: 100_000,
+                    net_bytes: (second as i64) << 23,
+                    merged: second * second * 10,
+                    breaks: second * 3,
+                    cpu_ns: second * 20_000_000,
+                    domains: vec![domain("alice"), domain("bob")],
+                    clients: (1..=30).map(client).collect(),
+                    ..Live::default()
+                }),
+                disks: vec![Disk { name: "/mnt".into(), saved_bytes: 5 << 20, hits: 3, misses: 1, ..Disk::default() }],
+                images: vec![Images { name: "/var/lib/images".into(), mounts: 2, ..Images::default() }],
+                cold: Some(Cold { pages: 1000, held_bytes: 1 << 20, ..Cold::default() }),
+                ..Sample::default()
+            });
+        }
+        view
+    }
+
+    #[test]
+    fn all_products_fit_on_80_by_24() {
+        let screen = rendered(&busy(), 80, 24);
+        let text = screen.join("\n");
+        for part in [
+            "saves 792 MiB net of 4.00 GiB managed (19.3 %)",
+            "merging 1,970/s  breaks 3/s  our cpu 2.0 %",
+            "pages  shared 1.14 GiB in 391 MiB",
+            "disks  1 mounts  saves 5.00 MiB",
+            "images 2 mounts",
+            "cold   3.91 MiB in 1.00 MiB",
+            "net 792 MiB",
+            "not merged: mapping limit 210, pinned 150",
+            "q quit  ? help  Tab live  s sort: shared  d domain: all  ↑↓ select  Space still",
+        ] {
+            assert!(text.contains(part), "`{part}` is not on\n{text}");
+        }
+        assert!(text.contains("qemu?[2J-30"), "names cannot write to the terminal\n{text}");
+        assert!(screen.iter().any(|line| line.trim_start().starts_with("30 qemu")), "most shared first\n{text}");
+        assert!(text.contains('█') || text.contains('▇'), "graphs\n{text}");
+    }
+
+    #[test]
+    fn every_size_draws() {
+        let mut view = busy();
+        for (width, height) in [(1, 1), (5, 3), (20, 10), (40, 13), (80, 18), (132, 50), (300, 100)] {
+            for pane in Pane::ALL {
+                view.pane = pane;
+                view.help = height % 2 == 0;
+                assert_eq!(rendered(&view, width, height).len(), usize::from(height));
+            }
+        }
+        view.help = false;
+        let small = rendered(&view, 80, 12).join("\n");
+        assert!(small.contains("q quit"), "the keys stay\n{small}");
+    }
+
+    #[test]
+    fn selection_scrolls_into_sight_and_tells_its_reasons() {
+        let mut view = busy();
+        view.key(crossterm::event::KeyCode::End.into());
+        let text = rendered(&view, 80, 24).join("\n");
+        assert!(text.contains("      1 qemu"), "the last client is on the screen\n{text}");
+        assert!(text.contains("1 not merged: mapping limit 7, pinned 5"), "{text}");
+    }
+
+    #[test]
+    fn panes_show_their_tables() {
+        let mut view = busy();
+        for (pane, part) in [(Pane::Disks, "75.0 %"), (Pane::Images, "/var/lib/images"), (Pane::Cold, "brought back")] {
+            view.pane = pane;
+            let text = rendered(&view, 80, 24).join("\n");
+            assert!(text.contains(part), "`{part}` is not on\n{text}");
+        }
+    }
+
+    #[test]
+    fn without_a_daemon_it_says_what_to_do() {
+        let mut view = View::new(false);
+        view.push(Sample { trouble: Some("no daemon: pagefold run starts one".into()), ..Sample::default() });
+        let text = rendered(&view, 80, 24).join("\n");
+        assert!(text.contains("no daemon: pagefold run starts one"), "{text}");
+        let mut view = View::new(true);
+        view.push(Sample { live: Some(Live::default()), ..Sample::default() });
+        assert!(rendered(&view, 80, 24).join("\n").contains("No clients. Start one: pagefold run -- CMD"));
+    }
+
+    #[test]
+    fn colours_only_if_wanted() {
+        let mut terminal = Terminal::new(TestBackend::new(80, 24)).expect("a test terminal");
+        let colored = |view: &View, terminal: &mut Terminal<TestBackend>| {
+            terminal.draw(|frame| draw(frame, view)).expect("it draws");
+            terminal.backend().buffer().content.iter().any(|cell| cell.fg != Color::Reset)
+        };
+        let mut view = busy();
+        assert!(!colored(&view, &mut terminal));
+        view.color = true;
+        assert!(colored(&view, &mut terminal));
+    }
+}

@@ -1,0 +1,228 @@
+//! What the privileged tests share: a daemon of one's own, the C program with the scenarios, and loud skips.
+
+#![allow(dead_code)]
+
+use serde_json::Value;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+/// The tool under test.
+pub const TOOL: &str = env!("CARGO_BIN_EXE_pagefold");
+
+/// Says why a test is not tried, where nobody overlooks it.
+pub fn skipped(why: &str) {
+    use std::io::Write;
+    // Not through the test harness, which hides the output of tests that pass.
+    let _ = writeln!(std::io::stderr(), "SKIPPED: {why}");
+}
+
+/// True if live merging works here; says why not.
+pub fn can_merge() -> bool {
+    let lack = pagefold_os::probe::all().into_iter().find(|finding| finding.needed && !finding.works);
+    if let Some(lack) = &lack {
+        skipped(&format!("{}: {}", lack.name, lack.detail));
+    }
+    lack.is_none() && !kernel_merges()
+}
+
+/// True if the kernel's KSM runs: it takes what programs mark mergeable before we do. Waits a while, for another test or
+/// a benchmark may be using it.
+fn kernel_merges() -> bool {
+    let runs = || pagefold_os::ksm::read("run").is_ok_and(|run| run == 1);
+    let began = Instant::now();
+    while runs() && began.elapsed() < Duration::from_secs(20) {
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    if runs() {
+        skipped("KSM runs and takes the pages first; echo 0 > /sys/kernel/mm/ksm/run");
+    }
+    runs()
+}
+
+/// The path of `program`, or `None` after saying that it is absent.
+pub fn installed(program: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let found = std::env::split_paths(&path).map(|dir| dir.join(program)).find(|path| path.is_file());
+    if found.is_none() {
+        skipped(&format!("{program} is not installed"));
+    }
+    found
+}
+
+/// The compiled C program, once per test binary.
+pub fn semantics() -> Option<&'static Path> {
+    static BUILT: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
+    let built = BUILT.get_or_init(|| {
+        installed("cc")?;
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+        let program = dir.path().join("semantics");
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/programs/semantics.c");
+        let done = Command::new("cc")
+            .args(["-O2", "-Wall", "-Werror", "-pthread", "-o"])
+            .arg(&program)
+            .arg(source)
+            .output()
+            .expect("cc runs");
+        assert!(done.status.success(), "cc: {}", String::from_utf8_lossy(&done.stderr));
+        Some((dir, program))
+    });
+    // The directory of a static is not dropped; what lies there is one small program in the build directory.
+    built.as_ref().map(|(_, program)| program.as_path())
+}
+
+/// A daemon of the test's own.
+pub struct Daemon {
+    pub child: Child,
+    pub socket: PathBuf,
+    pub dir: tempfile::TempDir,
+    args: Vec<String>,
+}
+
+impl Daemon {
+    /// Starts one that listens in a new directory.
+    pub fn start(args: &[&str]) -> Daemon {
+        let dir = tempfile::tempdir().expect("a directory");
+        let socket = dir.path().join("s");
+        let args: Vec<String> = args.iter().map(|arg| arg.to_string()).collect();
+        let child = spawn_daemon(&socket, &args);
+        let daemon = Daemon { child, socket, dir, args };
+        daemon.wait_until_it_listens();
+        daemon
+    }
+
+    fn wait_until_it_listens(&self) {
+        wait_for("the daemon to listen", 20, || self.tool(&["status", "--json"]).status.success());
+    }
+
+    /// Kills it and starts the next at the same place.
+    pub fn replace(&mut self) {
+        self.kill();
+        self.child = spawn_daemon(&self.socket, &self.args);
+        self.wait_until_it_listens();
+    }
+
+    /// As `kill -9`.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+
+    pub fn pid(&self) -> i32 {
+        self.child.id() as i32
+    }
+
+    pub fn is_alive(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// Runs the tool with `args` and this daemon's socket.
+    pub fn tool(&self, args: &[&str]) -> Output {
+        let (command, rest) = args.split_first().expect("a command");
+        Command::new(TOOL).arg(command).arg("--socket").arg(&self.socket).args(rest).output().expect("the tool runs")
+    }
+
+    /// A command that runs its program (to be added) under this daemon.
+    pub fn run(&self, options: &[&str]) -> Command {
+        let mut command = Command::new(TOOL);
+        command.arg("run").arg("--socket").arg(&self.socket).args(options).arg("--").current_dir(self.dir.path());
+        command
+    }
+
+    /// The daemon's status.
+    pub fn status(&self) -> Value {
+        let output = self.tool(&["status", "--json"]);
+        assert!(output.status.success(), "status: {}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).expect("status --json is JSON")
+    }
+
+    /// A number of the status' totals.
+    pub fn total(&self, name: &str) -> i64 {
+        self.status()["totals"][name].as_i64().unwrap_or_else(|| panic!("totals have no {name}"))
+    }
+
+    /// Compares every shared page with its slot, through the kernel's page tables.
+    pub fn verify(&self) {
+        let output = self.tool(&["verify"]);
+        assert!(
+            output.status.success(),
+            "verify: {}{}",
+            String::from_utf8_lossy(&output.stdout),
+            String::from_utf8_lossy(&output.stderr)
+        );
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+fn spawn_daemon(socket: &Path, args: &[String]) -> Child {
+    let mut command = Command::new(TOOL);
+    // Without --busy its workers would wait for idle time, of which a machine that runs tests has none.
+    command.args(["daemon", "--busy", "--socket"]).arg(socket);
+    if !args.iter().any(|arg| arg == "--period") {
+        command.args(["--period", "100ms"]);
+    }
+    command.args(args).stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("the daemon starts")
+}
+
+/// A child that ends with its owner.
+pub struct Reaped(pub Child);
+
+impl Reaped {
+    pub fn pid(&self) -> i32 {
+        self.0.id() as i32
+    }
+}
+
+impl Drop for Reaped {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Waits until `ready`, or panics after `seconds`, which only says that it will never be.
+pub fn wait_for(what: &str, seconds: u64, mut ready: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !ready() {
+        assert!(began.elapsed() < Duration::from_secs(seconds), "waited {seconds} s in vain for {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Runs `command` to its end; kills it and fails after `seconds`.
+pub fn finish(command: &mut Command, seconds: u64) -> (ExitStatus, String, String) {
+    let mut child =
+        Reaped(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts"));
+    let out = read_all(child.0.stdout.take().expect("a pipe"));
+    let err = read_all(child.0.stderr.take().expect("a pipe"));
+    let began = Instant::now();
+    let status = loop {
+        if let Some(status) = child.0.try_wait().expect("wait") {
+            break status;
+        }
+        if began.elapsed() > Duration::from_secs(seconds) {
+            let pid = child.pid();
+            let stacks = std::fs::read_to_string(format!("/proc/{pid}/stack")).unwrap_or_default();
+            drop(child);
+            panic!("still running after {seconds} s: {command:?}\n{stacks}");
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    (status, out.join().expect("output"), err.join().expect("output"))
+}
+
+/// Reads `from` in a thread of its own.
+pub fn read_all(mut from: impl Read + Send + 'static) -> std::thread::JoinHandle<String> {
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        let _ = from.read_to_end(&mut bytes);
+        String::from_utf8_lossy(&bytes).into_owned()
+    })
+}

@@ -1,0 +1,109 @@
+//! Daemons and clients killed at random instants: those who live go on, every byte right, and nothing is left behind.
+//! `PAGEFOLD_KILLS=N` sets the number of rounds.
+
+mod common;
+
+use common::{Daemon, Reaped, can_merge, semantics, wait_for};
+use std::io::{BufRead, BufReader, Write};
+use std::process::{ChildStdin, ChildStdout, Stdio};
+use std::time::Duration;
+
+struct Server {
+    /// Ends with this.
+    _child: Reaped,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Server {
+    fn start(daemon: &Daemon, program: &std::path::Path) -> Server {
+        let mut command = daemon.run(&[]);
+        command.arg(program).arg("serve").stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = Reaped(command.spawn().expect("a client"));
+        let input = child.0.stdin.take().expect("a pipe");
+        let mut output = BufReader::new(child.0.stdout.take().expect("a pipe"));
+        let mut line = String::new();
+        output.read_line(&mut line).expect("a line");
+        assert_eq!(line, "ready\n");
+        Server { _child: child, input, output }
+    }
+
+    /// Lets the client compare every byte; returns how many of its pages lie in the pool.
+    fn check(&mut self, word: &str) -> usize {
+        writeln!(self.input, "{word}").expect("the client reads");
+        let mut line = String::new();
+        self.output.read_line(&mut line).expect("a line");
+        let pages = line.trim().strip_prefix("right ").and_then(|pages| pages.parse().ok());
+        pages.unwrap_or_else(|| panic!("the client found wrong bytes, or died: {line:?}"))
+    }
+}
+
+/// A small generator of numbers; the seed is printed, so that a failure can be repeated.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+}
+
+/// Descriptors of pool segments that the process has open.
+fn pool_descriptors(pid: i32) -> usize {
+    let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let targets = entries.filter_map(|entry| std::fs::read_link(entry.path()).ok());
+    targets.filter(|target| target.to_string_lossy().contains("pagefold-pool")).count()
+}
+
+#[test]
+fn whoever_is_killed_the_others_go_on() {
+    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+    let rounds = std::env::var("PAGEFOLD_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(24u32);
+    let seed = u64::from(std::process::id()) | 1;
+    println!("seed {seed}");
+    let mut random = Random(seed);
+    let mut daemon = Daemon::start(&[]);
+    let mut servers: Vec<Server> = (0..3).map(|_| Server::start(&daemon, program)).collect();
+    for round in 0..rounds {
+        std::thread::sleep(Duration::from_millis(random.below(500)));
+        let what = random.below(3);
+        if what != 1 {
+            daemon.kill();
+        }
+        if what != 0 {
+            let victim = random.below(3) as usize;
+            servers.remove(victim);
+        }
+        for server in &mut servers {
+            server.check(if random.below(2) == 0 { "check" } else { "write" });
+        }
+        if what != 1 {
+            daemon.replace();
+        }
+        while servers.len() < 3 {
+            servers.push(Server::start(&daemon, program));
+        }
+        for server in &mut servers {
+            server.check("write");
+        }
+        assert!(daemon.is_alive(), "round {round}: the daemon died by itself");
+    }
+    // The last daemon knows all, and merging goes on with it.
+    wait_for("all clients to greet the last daemon", 30, || {
+        daemon.status()["clients"].as_array().is_some_and(|clients| clients.len() == 3)
+    });
+    servers.push(Server::start(&daemon, program));
+    let new = servers.len() - 1;
+    wait_for("a new client to be merged", 60, || servers[new].check("check") > 3000);
+    daemon.verify();
+    // With its clients gone the daemon lets go of all segments.
+    servers.clear();
+    wait_for("the daemon to forget its clients", 30, || {
+        daemon.status()["clients"].as_array().is_some_and(Vec::is_empty)
+    });
+    wait_for("the pool to become empty", 30, || {
+        daemon.total("pages_sharing") == 0 && pool_descriptors(daemon.pid()) <= 2
+    });
+}

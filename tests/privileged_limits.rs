@@ -1,0 +1,118 @@
+//! Limits: where pool, mappings or memory end there is less saving, and never an error in a client. And what
+//! `run` and `status` say when something is missing.
+
+mod common;
+
+use common::{Daemon, Reaped, TOOL, can_merge, finish, semantics, wait_for};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, Stdio};
+
+/// The daemon's status after the client `serve` had time to be merged as far as the limits allow.
+fn after_merging(daemon: &Daemon, reached: impl Fn(&serde_json::Value) -> bool) -> Option<serde_json::Value> {
+    let program = semantics().filter(|_| can_merge())?;
+    let mut command = daemon.run(&[]);
+    command.arg(program).arg("serve").stdin(Stdio::piped()).stdout(Stdio::null());
+    let mut client = Reaped(command.spawn().expect("a client"));
+    let mut last = serde_json::Value::Null;
+    wait_for("the limit to be reached", 60, || {
+        last = daemon.status();
+        reached(&last)
+    });
+    let human = daemon.tool(&["status"]);
+    assert!(human.status.success());
+    use std::io::Write;
+    writeln!(client.0.stdin.take().expect("a pipe"), "check").expect("the client reads");
+    assert!(client.0.wait().expect("it ends").success(), "the client failed at a limit");
+    Some(last)
+}
+
+fn events(status: &serde_json::Value, name: &str) -> u64 {
+    status["domains"].as_array().into_iter().flatten().filter_map(|domain| domain["events"][name].as_u64()).sum()
+}
+
+#[test]
+fn a_full_pool_means_less_saving() {
+    let daemon = Daemon::start(&["--pool-max", "8M"]);
+    let Some(status) = after_merging(&daemon, |status| events(status, "over_pool_max") > 0) else { return };
+    assert!(status["totals"]["pool_bytes"].as_u64() <= Some(8 << 20), "{status}");
+}
+
+#[test]
+fn a_small_budget_of_mappings_means_less_saving() {
+    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+    let daemon = Daemon::start(&["--vma-budget", "300"]);
+    let (status, out, err) = finish(daemon.run(&[]).arg(program).arg("mappings"), 120);
+    assert!(status.success(), "{status} {out}{err}");
+    assert!(events(&daemon.status(), "over_vma_budget") > 0, "nothing was refused: {}", daemon.status());
+    let said = String::from_utf8_lossy(&daemon.tool(&["status"]).stdout).into_owned();
+    assert!(said.contains("budget of mappings"), "{said}");
+}
+
+#[test]
+fn the_program_gets_its_own_mappings() {
+    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+    let daemon = Daemon::start(&[]);
+    let (status, out, err) = finish(daemon.run(&[]).arg(program).arg("mappings"), 120);
+    assert!(status.success(), "{status} {out}{err}");
+}
+
+#[test]
+fn run_passes_on_how_the_program_ended() {
+    if !can_merge() {
+        return;
+    }
+    let daemon = Daemon::start(&[]);
+    for code in [0, 1, 42, 125] {
+        let (status, ..) = finish(daemon.run(&[]).args(["sh", "-c", &format!("exit {code}")]), 30);
+        assert_eq!(status.code(), Some(code));
+    }
+    for signal in [libc::SIGTERM, libc::SIGKILL, libc::SIGSEGV] {
+        let (status, ..) = finish(daemon.run(&[]).args(["sh", "-c", &format!("ulimit -c 0; kill -{signal} $$")]), 30);
+        assert_eq!(status.signal(), Some(signal));
+    }
+}
+
+#[test]
+fn what_cannot_be_run_is_said_in_one_line() {
+    if !can_merge() {
+        return;
+    }
+    let daemon = Daemon::start(&[]);
+    let plain = daemon.dir.path().join("plain");
+    std::fs::write(&plain, "no program").expect("a file");
+    let dead = daemon.dir.path().join("dead");
+    drop(std::os::unix::net::UnixListener::bind(&dead).expect("a socket"));
+    let mut dead_status = Command::new(TOOL);
+    dead_status.args(["status", "--socket"]).arg(&dead);
+    let mut absent_status = Command::new(TOOL);
+    absent_status.args(["status", "--socket"]).arg(daemon.dir.path().join("absent"));
+    let mut bad_socket = Command::new(TOOL);
+    bad_socket.args(["run", "--socket", "/proc/no/such/place", "--", "true"]);
+    let mut bad_domain = daemon.run(&[]);
+    bad_domain = {
+        drop(bad_domain);
+        let mut command = Command::new(TOOL);
+        command.args(["run", "--domain", "", "--", "true"]);
+        command
+    };
+    let mut missing = daemon.run(&[]);
+    missing.arg("no-such-program-anywhere");
+    let mut not_executable = daemon.run(&[]);
+    not_executable.arg(&plain);
+    let cases = [
+        (&mut missing, 127, "no-such-program-anywhere"),
+        (&mut not_executable, 126, "plain"),
+        (&mut dead_status, 1, "no daemon listens"),
+        (&mut absent_status, 1, "no daemon listens"),
+        (&mut bad_socket, 125, "/proc/no/such/place"),
+        (&mut bad_domain, 125, "domain"),
+    ];
+    for (command, code, word) in cases {
+        let (status, out, err) = finish(command, 30);
+        assert_eq!(status.code(), Some(code), "{command:?}: {out}{err}");
+        assert!(err.contains(word) && err.trim_end().lines().count() == 1, "{command:?}: {err}");
+    }
+    let (status, _, err) = finish(Command::new(TOOL).args(["run", "--no-such-option", "--", "true"]), 30);
+    assert_eq!(status.code(), Some(2));
+    assert!(err.contains("--no-such-option"), "{err}");
+}

@@ -1,0 +1,78 @@
+//! Merged memory behaves as anonymous memory does: each test runs one scenario of `programs/semantics.c` under
+//! `pagefold run`; the program waits until its pages are merged and then compares every byte.
+
+mod common;
+
+use common::{Daemon, can_merge, finish, semantics, skipped};
+
+fn scenario(name: &str, options: &[&str]) {
+    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+    let daemon = Daemon::start(&[]);
+    let (status, out, err) = finish(daemon.run(options).arg(program).arg(name), 150);
+    if status.code() == Some(77) {
+        return skipped(out.trim().trim_start_matches("SKIPPED: "));
+    }
+    assert!(status.success(), "{name}: {status}\n{out}{err}");
+    let end = daemon.status();
+    assert!(end["totals"]["pages_merged"].as_u64() > Some(0), "nothing was merged: {end}");
+    daemon.verify();
+}
+
+macro_rules! scenarios {
+    ($($test:ident: $name:literal $($option:literal)*;)*) => {
+        $(#[test] fn $test() { scenario($name, &[$($option),*]); })*
+    };
+}
+
+scenarios! {
+    writers_lose_no_write: "writers";
+    writers_lose_no_write_to_unmergeable: "unmergeable-writers";
+    children_read_right_whenever_they_are_forked: "forks";
+    an_orphan_keeps_its_pages: "orphan";
+    vfork_exec_and_spawn: "vforks";
+    a_daemon_keeps_its_pages_and_merges_on: "daemonize";
+    dontneed_gives_zeros: "dontneed";
+    dontneed_by_syscall_gives_zeros: "dontneed-syscall";
+    dontneed_by_a_raw_instruction_gives_zeros: "dontneed-raw";
+    discards_race_with_merging: "dontneed-racing";
+    free_gives_old_bytes_or_zeros: "lazy-free";
+    remove_has_nothing_to_remove: "hole-punch";
+    munmap_whole_and_in_part: "unmap";
+    mremap_grows_moves_shrinks: "remap";
+    mprotect_is_obeyed: "protect";
+    locked_pages_are_right: "lock";
+    unmergeable_gives_private_memory: "unmergeable";
+    wipe_on_fork_wipes: "wipe-on-fork";
+    attributes_are_kept: "flags";
+    huge_pages_are_split_where_it_pays: "huge";
+    signals_interrupt_anything: "signals";
+    a_filter_by_prctl: "seccomp-prctl";
+    a_filter_for_all_threads: "seccomp-tsync";
+    a_program_may_close_everything: "close-all";
+    a_program_may_become_another_user: "identity";
+    a_program_may_enter_a_user_namespace: "user-namespace";
+    reads_past_the_page_cache: "direct" ;
+    registered_buffers: "uring";
+    system_calls_on_merged_memory: "system-calls";
+    all_memory: "all" "--all";
+    memory_merge_by_prctl: "memory-merge";
+    blocks_of_the_allocator: "blocks" "--all";
+}
+
+#[test]
+fn a_core_dump_holds_merged_pages() {
+    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+    let pattern = std::fs::read_to_string("/proc/sys/kernel/core_pattern").unwrap_or_default();
+    if pattern.trim().contains(['|', '/', '@']) {
+        return skipped("core dumps go elsewhere on this machine");
+    }
+    let daemon = Daemon::start(&[]);
+    let (status, out, err) = finish(daemon.run(&[]).arg(program).arg("core"), 120);
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(libc::SIGABRT), "{status} {out}{err}");
+    let mut entries = std::fs::read_dir(daemon.dir.path()).expect("the directory").flatten();
+    let core = entries.find(|entry| entry.file_name().to_string_lossy().starts_with("core"));
+    let Some(core) = core else { return skipped("this machine writes no core files") };
+    let mut check = std::process::Command::new(program);
+    let (status, out, err) = finish(check.arg("core-check").arg(core.path()), 60);
+    assert!(status.success(), "{out}{err}");
+}

@@ -1,0 +1,136 @@
+//! Unmodified guests of QEMU under `pagefold run`: they work on the same files while their memory is merged, compare
+//! what they read, and shut down cleanly.
+
+mod common;
+
+use common::{Daemon, Reaped, can_merge, installed, skipped, wait_for};
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{ChildStdin, Command, Stdio};
+use std::sync::{Arc, Mutex};
+
+/// The guest's first program: compares the file with its first digest and with a fresh copy until told to stop.
+const INIT: &str = "#!/bin/busybox sh
+b=/bin/busybox
+first=$($b md5sum /data)
+echo PAGEFOLD-READY
+n=0
+while :; do
+    [ \"$($b md5sum /data)\" = \"$first\" ] || echo PAGEFOLD-WRONG digest
+    $b cp /data /copy
+    $b cmp /data /copy || echo PAGEFOLD-WRONG copy
+    $b rm /copy
+    n=$((n + 1))
+    echo PAGEFOLD-ROUND $n
+    if read -t 2 word && [ \"$word\" = stop ]; then
+        $b poweroff -f
+    fi
+done
+";
+
+/// Bytes of the file that all guests have.
+const DATA_LEN: usize = 20 << 20;
+
+fn kernel() -> Option<PathBuf> {
+    let entries = std::fs::read_dir("/boot").into_iter().flatten().flatten();
+    let found = entries.map(|entry| entry.path()).find(|path| {
+        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz"))
+            && std::fs::File::open(path).is_ok()
+    });
+    if found.is_none() {
+        skipped("no kernel to boot in /boot (linux-image-cloud-amd64)");
+    }
+    found
+}
+
+fn initramfs(dir: &Path, busybox: &Path) -> PathBuf {
+    use std::os::unix::fs::PermissionsExt;
+    let root = dir.join("root");
+    std::fs::create_dir_all(root.join("bin")).expect("a directory");
+    std::fs::create_dir_all(root.join("dev")).expect("a directory");
+    std::fs::copy(busybox, root.join("bin/busybox")).expect("busybox");
+    std::fs::write(root.join("init"), INIT).expect("init");
+    std::fs::set_permissions(root.join("init"), PermissionsExt::from_mode(0o755)).expect("permissions");
+    let mut seed = 0x9E37_79B9_7F4A_7C15u64;
+    let words = (0..DATA_LEN / 8).flat_map(|_| {
+        seed ^= seed << 13;
+        seed ^= seed >> 7;
+        seed ^= seed << 17;
+        seed.to_ne_bytes()
+    });
+    std::fs::write(root.join("data"), words.collect::<Vec<u8>>()).expect("data");
+    let archive = dir.join("initramfs");
+    let mut command = Command::new("cpio");
+    command.args(["--quiet", "-o", "-H", "newc"]).current_dir(&root).stdin(Stdio::piped());
+    let mut child = command.stdout(std::fs::File::create(&archive).expect("a file")).spawn().expect("cpio");
+    child.stdin.take().expect("a pipe").write_all(b".\nbin\nbin/busybox\ndev\ninit\ndata\n").expect("names");
+    assert!(child.wait().expect("cpio ends").success());
+    archive
+}
+
+struct Guest {
+    qemu: Reaped,
+    input: ChildStdin,
+    said: Arc<Mutex<String>>,
+}
+
+impl Guest {
+    fn start(daemon: &Daemon, kernel: &Path, initramfs: &Path) -> Guest {
+        let mut command = daemon.run(&[]);
+        command.args(["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-m", "256", "-nodefaults", "-no-reboot"]);
+        command.args(["-display", "none", "-serial", "stdio", "-append", "console=ttyS0 quiet panic=-1", "-kernel"]);
+        command.arg(kernel).arg("-initrd").arg(initramfs).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut qemu = Reaped(command.spawn().expect("qemu"));
+        let input = qemu.0.stdin.take().expect("a pipe");
+        let mut output = qemu.0.stdout.take().expect("a pipe");
+        let said = Arc::new(Mutex::new(String::new()));
+        let to = said.clone();
+        std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(got @ 1..) = output.read(&mut bytes) {
+                to.lock().expect("no panic").push_str(&String::from_utf8_lossy(&bytes[..got]));
+            }
+        });
+        Guest { qemu, input, said }
+    }
+
+    fn said(&self) -> String {
+        self.said.lock().expect("no panic").clone()
+    }
+
+    fn rounds(&mut self) -> usize {
+        let said = self.said();
+        assert!(!said.contains("PAGEFOLD-WRONG"), "a guest read wrong bytes:\n{said}");
+        assert!(self.qemu.0.try_wait().expect("wait").is_none(), "a guest ended:\n{said}");
+        said.matches("PAGEFOLD-ROUND").count()
+    }
+}
+
+#[test]
+fn guests_work_while_they_are_merged() {
+    if !can_merge() || installed("qemu-system-x86_64").is_none() || installed("cpio").is_none() {
+        return;
+    }
+    let (Some(busybox), Some(kernel)) = (installed("busybox"), kernel()) else { return };
+    let daemon = Daemon::start(&["--period", "200ms"]);
+    let initramfs = initramfs(daemon.dir.path(), &busybox);
+    let mut guests: Vec<Guest> = (0..2).map(|_| Guest::start(&daemon, &kernel, &initramfs)).collect();
+    wait_for("the guests to boot", 150, || guests.iter_mut().all(|guest| guest.rounds() > 0));
+    // A quarter of the file that both have, at least.
+    let wanted = (DATA_LEN / 4096 / 4) as i64;
+    wait_for("the guests' file to be shared", 120, || daemon.total("pages_sharing") > wanted);
+    let before: Vec<usize> = guests.iter_mut().map(Guest::rounds).collect();
+    wait_for("the guests to work on", 120, || {
+        guests.iter_mut().zip(&before).all(|(guest, before)| guest.rounds() > before + 1)
+    });
+    daemon.verify();
+    for guest in &mut guests {
+        guest.input.write_all(b"stop\n").expect("the guest reads");
+        let mut status = None;
+        wait_for("the guest to shut down", 60, || {
+            status = guest.qemu.0.try_wait().expect("wait");
+            status.is_some()
+        });
+        assert!(status.is_some_and(|status| status.success()), "{status:?}\n{}", guest.said());
+    }
+}

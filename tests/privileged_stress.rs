@@ -1,0 +1,50 @@
+//! Programs that fill memory and compare it, with all their memory managed.
+
+mod common;
+
+use common::{Daemon, can_merge, finish, installed, skipped};
+
+#[test]
+fn stress_ng_finds_no_wrong_bit() {
+    if !can_merge() || installed("stress-ng").is_none() {
+        return;
+    }
+    let daemon = Daemon::start(&[]);
+    let mut command = daemon.run(&["--all"]);
+    command.args(["stress-ng", "--vm", "2", "--vm-bytes", "96m", "--vm-method", "all", "--vm-hang", "1", "--verify"]);
+    let (status, out, err) = finish(command.args(["-t", "12", "--oomable"]), 120);
+    assert!(status.success(), "{status}\n{out}{err}");
+    assert!(!out.contains("error") && !err.contains("error"), "{out}{err}");
+    assert!(daemon.total("pages_merged") > 0, "nothing was merged");
+}
+
+#[test]
+fn python_keeps_its_heap() {
+    if !can_merge() {
+        return;
+    }
+    let program =
+        ["/usr/bin/python3", "/usr/local/bin/python3"].into_iter().find(|path| std::path::Path::new(path).exists());
+    let Some(program) = program else { return skipped("python3 is not installed") };
+    let script = "
+import time, hashlib, gc
+blocks = [bytes([i % 7]) * 1_500_000 for i in range(40)]
+words = {i: ('word %d ' % i) * 20 for i in range(100_000)}
+copy = [b[:-1] + b'x' for b in blocks]
+def digest():
+    h = hashlib.sha256()
+    for b in blocks + copy: h.update(b)
+    for i in range(100_000): h.update(words[i].encode())
+    return h.hexdigest()
+first = digest()
+for turn in range(6):
+    time.sleep(0.7)
+    copy = [bytes(bytearray(b)) for b in copy]
+    gc.collect()
+    assert digest() == first, 'bytes changed in turn %d' % turn
+";
+    let daemon = Daemon::start(&[]);
+    let (status, out, err) = finish(daemon.run(&["--all"]).args([program, "-c", script]), 120);
+    assert!(status.success(), "{status}\n{out}{err}");
+    assert!(daemon.total("pages_merged") > 0, "nothing was merged");
+}

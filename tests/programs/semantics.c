@@ -1,0 +1,1122 @@
+// A program with memory that pagefold merges, one scenario per run: it waits until its pages are
+// shown from the pool, does what its argument says to them, and compares every byte with what
+// anonymous memory would show. Exit status: 0 right, 1 wrong (one line on stderr), 77 cannot be
+// tried here (one line on stdout).
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/audit.h>
+#include <linux/filter.h>
+#include <linux/io_uring.h>
+#include <linux/seccomp.h>
+#include <pthread.h>
+#include <sched.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <spawn.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <sys/uio.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#define PAGE 4096ul
+#define MIB (1ul << 20)
+#ifndef WAIT_MAX
+#define WAIT_MAX 60
+#endif
+#define CHECK(what, ...)                                          \
+    do {                                                          \
+        if (!(what)) {                                            \
+            fprintf(stderr, "%s:%d: ", __func__, __LINE__);       \
+            fprintf(stderr, __VA_ARGS__);                         \
+            fprintf(stderr, " (errno %d)\n", errno);              \
+            _exit(1);                                             \
+        }                                                         \
+    } while (0)
+#define SKIP(...)                        \
+    do {                                 \
+        printf("SKIPPED: " __VA_ARGS__); \
+        printf("\n");                    \
+        fflush(stdout);                  \
+        _exit(77);                       \
+    } while (0)
+
+extern char **environ;
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + t.tv_nsec / 1e9;
+}
+
+static void nap(int ms) {
+    struct timespec t = {ms / 1000, ms % 1000 * 1000000l};
+    while (nanosleep(&t, &t) != 0 && errno == EINTR) {
+    }
+}
+
+static uint64_t mix(uint64_t x) {
+    x ^= x >> 33;
+    x *= 0xff51afd7ed558ccdull;
+    x ^= x >> 33;
+    x *= 0xc4ceb9fe1a85ec53ull;
+    return x ^ x >> 33;
+}
+
+static uint64_t draw(uint64_t *seed) { return mix((*seed) += 0x9e3779b97f4a7c15ull); }
+
+// Word `at` of pages with number `number`.
+static uint64_t word(uint64_t number, size_t at) { return mix(number * 512 + at + 1); }
+
+static void fill_page(void *page, uint64_t number) {
+    uint64_t *words = page;
+    for (size_t i = 0; i < 512; i++) words[i] = word(number, i);
+}
+
+static int page_is(const void *page, uint64_t number) {
+    const uint64_t *words = page;
+    for (size_t i = 0; i < 512; i++)
+        if (words[i] != word(number, i)) return 0;
+    return 1;
+}
+
+static int page_is_zero(const void *page) {
+    const uint64_t *words = page;
+    for (size_t i = 0; i < 512; i++)
+        if (words[i]) return 0;
+    return 1;
+}
+
+// A raw system call that no library sees.
+static long raw(long number, long a, long b, long c, long d, long e, long f) {
+#if defined(__x86_64__)
+    register long r10 __asm__("r10") = d;
+    register long r8 __asm__("r8") = e;
+    register long r9 __asm__("r9") = f;
+    long result;
+    __asm__ volatile("syscall"
+                     : "=a"(result)
+                     : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8), "r"(r9)
+                     : "rcx", "r11", "memory");
+    return result;
+#else
+    register long x8 __asm__("x8") = number;
+    register long x0 __asm__("x0") = a;
+    register long x1 __asm__("x1") = b;
+    register long x2 __asm__("x2") = c;
+    register long x3 __asm__("x3") = d;
+    register long x4 __asm__("x4") = e;
+    register long x5 __asm__("x5") = f;
+    __asm__ volatile("svc 0" : "+r"(x0) : "r"(x8), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "r"(x5) : "memory");
+    return x0;
+#endif
+}
+
+// Pages of [start, start + len) that a pool file backs, and the number of its mappings.
+static size_t pool_pages(const void *start, size_t len) {
+    FILE *maps = fopen("/proc/self/maps", "r");
+    if (!maps) return 0;
+    char line[512], mode[8];
+    size_t pages = 0;
+    while (fgets(line, sizeof line, maps)) {
+        unsigned long from, to;
+        if (!strstr(line, "memfd:pagefold-pool") || sscanf(line, "%lx-%lx %7s", &from, &to, mode) != 3) continue;
+        if (mode[3] != 'p') continue;
+        unsigned long low = (unsigned long)start, high = low + len;
+        if (from < low) from = low;
+        if (to > high) to = high;
+        if (from < to) pages += (to - from) / PAGE;
+    }
+    fclose(maps);
+    return pages;
+}
+
+// Pages of [start, start + len) that the kernel shows from a file now: those that are shared.
+static size_t shown_pages(const void *start, size_t len) {
+    int file = open("/proc/self/pagemap", O_RDONLY);
+    CHECK(file >= 0, "pagemap");
+    size_t pages = 0;
+    for (size_t at = 0; at < len; at += PAGE) {
+        uint64_t entry = 0;
+        CHECK(pread(file, &entry, 8, ((unsigned long)start + at) / PAGE * 8) == 8, "pagemap");
+        pages += entry >> 63 & entry >> 61 & 1;
+    }
+    close(file);
+    return pages;
+}
+
+struct region {
+    char *at;
+    size_t pages;
+    size_t period;  // page i has number base + i % period
+    uint64_t base;
+};
+
+static uint64_t number_of(const struct region *r, size_t page) { return r->base + page % r->period; }
+
+static struct region fill(size_t pages, size_t period, uint64_t base) {
+    struct region r = {NULL, pages, period, base};
+    r.at = mmap(NULL, pages * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(r.at != MAP_FAILED, "mmap");
+    for (size_t i = 0; i < pages; i++) fill_page(r.at + i * PAGE, number_of(&r, i));
+    return r;
+}
+
+static void wait_merged(const struct region *r, size_t wanted) {
+    double began = now();
+    while (pool_pages(r->at, r->pages * PAGE) < wanted) {
+        CHECK(now() - began < WAIT_MAX, "only %zu of %zu pages were merged", pool_pages(r->at, r->pages * PAGE), wanted);
+        nap(20);
+    }
+}
+
+static void check(const struct region *r, const char *when) {
+    for (size_t i = 0; i < r->pages; i++)
+        CHECK(page_is(r->at + i * PAGE, number_of(r, i)), "page %zu is wrong %s", i, when);
+}
+
+// Memory full of twins, at least three quarters of it shown from the pool. Transparent huge pages are refused, so
+// that pages are merged whatever the machine's setting is.
+static struct region merged(size_t pages) {
+    struct region r = fill(pages, pages / 4, 1000);
+    madvise(r.at, pages * PAGE, MADV_NOHUGEPAGE);
+    CHECK(madvise(r.at, pages * PAGE, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+    wait_merged(&r, pages / 4 * 3);
+    check(&r, "after merging");
+    return r;
+}
+
+static void write_all(struct region *r, uint64_t base, const char *when) {
+    for (size_t i = 0; i < r->pages; i++) fill_page(r->at + i * PAGE, base + i);
+    for (size_t i = 0; i < r->pages; i++) CHECK(page_is(r->at + i * PAGE, base + i), "page %zu lost a write %s", i, when);
+}
+
+static sigjmp_buf escape;
+static void on_fault(int signal) { siglongjmp(escape, signal); }
+
+static int faults(volatile char *at, int write) {
+    struct sigaction action = {.sa_handler = on_fault}, old_segv, old_bus;
+    sigaction(SIGSEGV, &action, &old_segv);
+    sigaction(SIGBUS, &action, &old_bus);
+    int signal = sigsetjmp(escape, 1);
+    if (signal == 0) {
+        if (write) *at = 1;
+        else (void)*at;
+    }
+    sigaction(SIGSEGV, &old_segv, NULL);
+    sigaction(SIGBUS, &old_bus, NULL);
+    return signal;
+}
+
+static int ended_well(pid_t child) {
+    int status;
+    while (waitpid(child, &status, 0) < 0) CHECK(errno == EINTR, "waitpid");
+    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+// ---- writers ----------------------------------------------------------------------------------------------------
+
+enum { HAMMER_PAGES = 4096, HAMMERS = 4, HAMMER_VALUES = 3 };
+static struct region hammered;
+static unsigned char expected[HAMMER_PAGES];
+static atomic_ulong writes;
+static atomic_int hammering = 1;
+
+// Each writer owns every fourth page and adds to counters there, in windows that wander: pages rest, are merged,
+// and are written again at any moment. The counters wrap early, so that pages become equal again.
+static void *hammer(void *argument) {
+    size_t mine = (size_t)argument;
+    uint64_t seed = 77 + mine;
+    while (atomic_load(&hammering)) {
+        size_t window = draw(&seed) % (HAMMER_PAGES / HAMMERS - 128);
+        for (int i = 0; i < 6000; i++) {
+            size_t page = (window + draw(&seed) % 128) * HAMMERS + mine;
+            volatile uint64_t *counter = (volatile uint64_t *)(hammered.at + page * PAGE) + 100;
+            uint64_t before = *counter;
+            CHECK(before == expected[page], "page %zu has count %lu, not %u: a write was lost", page, before, expected[page]);
+            expected[page] = (expected[page] + 1) % HAMMER_VALUES;
+            *counter = expected[page];
+        }
+        atomic_fetch_add(&writes, 6000);
+        nap(draw(&seed) % 8);
+    }
+    return NULL;
+}
+
+static void check_hammered(void) {
+    for (size_t i = 0; i < HAMMER_PAGES; i++) {
+        uint64_t *words = (uint64_t *)(hammered.at + i * PAGE);
+        for (size_t j = 0; j < 512; j++) {
+            uint64_t right = j == 100 ? expected[i] : word(number_of(&hammered, i), j);
+            CHECK(words[j] == right, "page %zu word %zu is %lx, not %lx", i, j, words[j], right);
+        }
+    }
+}
+
+static void start_hammers(pthread_t *threads) {
+    hammered = fill(HAMMER_PAGES, 4, 50);
+    for (size_t i = 0; i < HAMMER_PAGES; i++) ((uint64_t *)(hammered.at + i * PAGE))[100] = 0;
+    madvise(hammered.at, HAMMER_PAGES * PAGE, MADV_NOHUGEPAGE);
+    CHECK(madvise(hammered.at, HAMMER_PAGES * PAGE, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+    for (size_t i = 0; i < HAMMERS; i++) pthread_create(&threads[i], NULL, hammer, (void *)i);
+}
+
+static void writers(void) {
+    pthread_t threads[HAMMERS];
+    start_hammers(threads);
+    size_t most = 0;
+    double began = now();
+    while (atomic_load(&writes) < 2000000 || now() - began < 6) {
+        size_t here = pool_pages(hammered.at, HAMMER_PAGES * PAGE);
+        if (here > most) most = here;
+        CHECK(now() - began < 100, "only %lu writes", atomic_load(&writes));
+        nap(50);
+    }
+    atomic_store(&hammering, 0);
+    for (size_t i = 0; i < HAMMERS; i++) pthread_join(threads[i], NULL);
+    check_hammered();
+    CHECK(most > 200, "only %zu pages were ever merged", most);
+    CHECK(atomic_load(&writes) >= 1000000, "only %lu writes", atomic_load(&writes));
+    printf("%lu writes, up to %zu pages merged meanwhile\n", atomic_load(&writes), most);
+}
+
+// MADV_UNMERGEABLE and MERGEABLE in turn while others write.
+static void unmergeable_writers(void) {
+    pthread_t threads[HAMMERS];
+    start_hammers(threads);
+    size_t most = 0;
+    for (int round = 0; round < 12; round++) {
+        nap(400);
+        size_t here = pool_pages(hammered.at, HAMMER_PAGES * PAGE);
+        if (here > most) most = here;
+        CHECK(madvise(hammered.at, HAMMER_PAGES * PAGE, MADV_UNMERGEABLE) == 0, "MADV_UNMERGEABLE");
+        CHECK(shown_pages(hammered.at, HAMMER_PAGES * PAGE) == 0, "pages are still shared");
+        CHECK(madvise(hammered.at, HAMMER_PAGES * PAGE, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+    }
+    atomic_store(&hammering, 0);
+    for (size_t i = 0; i < HAMMERS; i++) pthread_join(threads[i], NULL);
+    check_hammered();
+    CHECK(most > 100, "only %zu pages were ever merged", most);
+}
+
+// ---- fork -------------------------------------------------------------------------------------------------------
+
+static pid_t raw_clone(void) { return syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0); }
+#if __GLIBC__ > 2 || __GLIBC_MINOR__ >= 34
+static pid_t plain_fork(void) { return _Fork(); }
+#else
+static pid_t plain_fork(void) { return fork(); }
+#endif
+
+static int cloned(void *argument) {
+    check(argument, "in a child by clone(3)");
+    return 0;
+}
+
+static char clone_stack[64 << 10] __attribute__((aligned(16)));
+
+static void forks(void) {
+    struct region r = fill(2048, 16, 3000);
+    uint64_t seed = 5;
+    size_t most = 0;
+    madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+    pid_t (*ways[])(void) = {fork, raw_clone, plain_fork};
+    for (int round = 0; round < 45; round++) {
+        // Writing gives the merger something to do at the moment of the fork.
+        madvise(r.at, r.pages * PAGE, MADV_MERGEABLE);
+        for (size_t i = 0; i < 512; i++) {
+            size_t page = draw(&seed) % r.pages;
+            fill_page(r.at + page * PAGE, number_of(&r, page));
+        }
+        nap(draw(&seed) % 250);
+        size_t here = pool_pages(r.at, r.pages * PAGE);
+        if (here > most) most = here;
+        pid_t child;
+        if (round % 4 == 3) {
+            child = clone(cloned, clone_stack + sizeof clone_stack, SIGCHLD, &r);
+        } else {
+            child = ways[round % 4]();
+            if (child == 0) {
+                check(&r, "in a child");
+                fill_page(r.at + PAGE * (round % r.pages), 9);
+                CHECK(page_is(r.at + PAGE * (round % r.pages), 9), "the child's write is gone");
+                _exit(0);
+            }
+        }
+        CHECK(child > 0, "fork");
+        CHECK(ended_well(child), "the child of round %d (way %d) is wrong", round, round % 4);
+        check(&r, "in the parent of a fork");
+    }
+    CHECK(most > 100, "only %zu pages were ever merged", most);
+}
+
+// The child goes on with the parent's merged pages after the parent is gone and others took its slots.
+static void orphan(void) {
+    struct region r = merged(1024);
+    int ends[2];
+    CHECK(pipe(ends) == 0, "pipe");
+    pid_t child = fork();
+    if (child == 0) {
+        pid_t grandchild = fork();
+        if (grandchild > 0) _exit(0);
+        nap(300);
+        check(&r, "after the parent's end");
+        struct region other = fill(1024, 16, 77000);
+        madvise(other.at, other.pages * PAGE, MADV_MERGEABLE);
+        nap(1500);
+        check(&r, "after the parent's slots were given up");
+        check(&other, "of the child's own");
+        write_all(&r, 123456, "in an orphan");
+        CHECK(write(ends[1], "k", 1) == 1, "write");
+        _exit(0);
+    }
+    CHECK(ended_well(child), "the child failed");
+    munmap(r.at, r.pages * PAGE);
+    close(ends[1]);
+    char answer = 0;
+    CHECK(read(ends[0], &answer, 1) == 1 && answer == 'k', "the grandchild failed");
+}
+
+static void vforks(void) {
+    struct region r = merged(1024);
+    for (int round = 0; round < 20; round++) {
+        pid_t child = vfork();
+        if (child == 0) {
+            execl("/bin/true", "true", NULL);
+            _exit(1);
+        }
+        CHECK(child > 0 && ended_well(child), "vfork and exec");
+        char *arguments[] = {"true", NULL};
+        CHECK(posix_spawn(&child, "/bin/true", NULL, NULL, arguments, environ) == 0, "posix_spawn");
+        CHECK(ended_well(child), "posix_spawn's program");
+        CHECK(system("exit 0") == 0, "system");
+        check(&r, "after vfork");
+    }
+    wait_merged(&r, 500);
+}
+
+static void daemonize(void) {
+    struct region r = merged(1024);
+    int ends[2];
+    CHECK(pipe(ends) == 0, "pipe");
+    pid_t child = fork();
+    if (child == 0) {
+        setsid();
+        if (fork() > 0) _exit(0);
+        if (chdir("/") != 0) _exit(1);
+        for (int fd = 3; fd < 64; fd++)
+            if (fd != ends[1]) close(fd);
+        nap(500);
+        check(&r, "in a daemon");
+        // Merging goes on here as well.
+        struct region own = fill(1024, 16, 880000);
+        madvise(own.at, own.pages * PAGE, MADV_NOHUGEPAGE);
+        madvise(own.at, own.pages * PAGE, MADV_MERGEABLE);
+        wait_merged(&own, 700);
+        check(&own, "in a daemon");
+        write_all(&r, 5555, "in a daemon");
+        CHECK(write(ends[1], "k", 1) == 1, "write");
+        _exit(0);
+    }
+    CHECK(ended_well(child), "the child failed");
+    close(ends[1]);
+    char answer = 0;
+    CHECK(read(ends[0], &answer, 1) == 1 && answer == 'k', "the daemon failed");
+    check(&r, "in the parent of a daemon");
+}
+
+// ---- discards and mappings --------------------------------------------------------------------------------------
+
+static void discard_by(long (*advise)(void *, size_t, int)) {
+    struct region r = merged(1024);
+    for (int round = 0; round < 3; round++) {
+        CHECK(advise(r.at + 100 * PAGE, 300 * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED");
+        for (size_t i = 0; i < r.pages; i++) {
+            if (i >= 100 && i < 400) CHECK(page_is_zero(r.at + i * PAGE), "page %zu shows old bytes after a discard", i);
+            else CHECK(page_is(r.at + i * PAGE, number_of(&r, i)), "page %zu beside a discard is wrong", i);
+        }
+        for (size_t i = 100; i < 400; i++) fill_page(r.at + i * PAGE, number_of(&r, i));
+        check(&r, "after a discard was written over");
+        wait_merged(&r, 750);
+    }
+    check(&r, "merged again");
+}
+
+static long libc_advise(void *at, size_t len, int advice) { return madvise(at, len, advice); }
+static long syscall_advise(void *at, size_t len, int advice) { return syscall(SYS_madvise, at, len, advice); }
+static long raw_advise(void *at, size_t len, int advice) { return raw(SYS_madvise, (long)at, len, advice, 0, 0, 0); }
+static void dontneed(void) { discard_by(libc_advise); }
+static void dontneed_syscall(void) { discard_by(syscall_advise); }
+static void dontneed_raw(void) { discard_by(raw_advise); }
+
+// Raw discards of a region while it is being merged: what was discarded reads zero or what was written since.
+static void dontneed_racing(void) {
+    struct region r = fill(2048, 16, 4000);
+    madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+    madvise(r.at, r.pages * PAGE, MADV_MERGEABLE);
+    uint64_t seed = 3;
+    size_t most = 0;
+    for (int round = 0; round < 120; round++) {
+        nap(draw(&seed) % 60);
+        if (round % 20 == 0) nap(600);
+        size_t here = pool_pages(r.at, r.pages * PAGE);
+        if (here > most) most = here;
+        size_t first = draw(&seed) % 1500, pages = 1 + draw(&seed) % 500;
+        char *at = r.at + first * PAGE;
+        long done = round % 2 ? raw_advise(at, pages * PAGE, MADV_DONTNEED) : libc_advise(at, pages * PAGE, MADV_DONTNEED);
+        CHECK(done == 0, "MADV_DONTNEED gave %ld", done);
+        for (size_t i = 0; i < pages; i++) CHECK(page_is_zero(at + i * PAGE), "round %d: page %zu shows old bytes", round, first + i);
+        for (size_t i = 0; i < pages; i++) fill_page(at + i * PAGE, number_of(&r, first + i));
+        check(&r, "among discards");
+    }
+    CHECK(most > 300, "only %zu pages were ever merged", most);
+}
+
+static void lazy_free(void) {
+    struct region r = merged(1024);
+    CHECK(madvise(r.at, 512 * PAGE, MADV_FREE) == 0, "MADV_FREE");
+    for (size_t i = 0; i < 512; i++)
+        CHECK(page_is(r.at + i * PAGE, number_of(&r, i)) || page_is_zero(r.at + i * PAGE), "page %zu is neither old nor zero", i);
+    for (size_t i = 512; i < r.pages; i++) CHECK(page_is(r.at + i * PAGE, number_of(&r, i)), "page %zu is wrong", i);
+    write_all(&r, 900000, "after MADV_FREE");
+}
+
+static void hole_punch(void) {
+    struct region r = merged(1024);
+    // Anonymous private memory has nothing to remove.
+    CHECK(madvise(r.at, 64 * PAGE, MADV_REMOVE) == -1 && errno == EINVAL, "MADV_REMOVE on private memory");
+    check(&r, "after MADV_REMOVE");
+    raw_advise(r.at, 64 * PAGE, MADV_REMOVE);
+    check(&r, "after a raw MADV_REMOVE");
+    write_all(&r, 31000, "after MADV_REMOVE");
+}
+
+static void unmap(void) {
+    struct region r = merged(1024);
+    CHECK(munmap(r.at + 100 * PAGE, 50 * PAGE) == 0, "partial munmap");
+    CHECK(faults(r.at + 120 * PAGE, 0), "an unmapped page can be read");
+    for (size_t i = 0; i < r.pages; i++)
+        if (i < 100 || i >= 150) CHECK(page_is(r.at + i * PAGE, number_of(&r, i)), "page %zu beside a hole is wrong", i);
+    // Something else takes the hole.
+    void *other = mmap(r.at + 100 * PAGE, 50 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    CHECK(other == r.at + 100 * PAGE, "mmap into the hole");
+    for (size_t i = 100; i < 150; i++) CHECK(page_is_zero(r.at + i * PAGE), "fresh page %zu is not zero", i);
+    for (size_t i = 100; i < 150; i++) fill_page(r.at + i * PAGE, number_of(&r, i));
+    check(&r, "after the hole was filled");
+    CHECK(raw(SYS_munmap, (long)(r.at + 500 * PAGE), 20 * PAGE, 0, 0, 0, 0) == 0, "raw munmap");
+    nap(500);
+    CHECK(faults(r.at + 510 * PAGE, 1), "a page unmapped by a raw call can be written");
+    CHECK(munmap(r.at, r.pages * PAGE) == 0, "munmap");
+    CHECK(faults(r.at, 0), "an unmapped page can be read");
+}
+
+static void remap(void) {
+    struct region r = merged(1024);
+    char *grown = mremap(r.at, r.pages * PAGE, 2 * r.pages * PAGE, MREMAP_MAYMOVE);
+    CHECK(grown != MAP_FAILED, "mremap to grow");
+    r.at = grown;
+    check(&r, "after growing");
+    for (size_t i = r.pages; i < 2 * r.pages; i++) CHECK(page_is_zero(grown + i * PAGE), "grown page %zu is not zero", i);
+    for (size_t i = r.pages; i < 2 * r.pages; i++) fill_page(grown + i * PAGE, number_of(&r, i));
+    r.pages *= 2;
+    madvise(r.at, r.pages * PAGE, MADV_MERGEABLE);
+    wait_merged(&r, 1500);
+    check(&r, "grown and merged again");
+    char *target = mmap(NULL, r.pages * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(mremap(r.at, r.pages * PAGE, r.pages * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, target) == target, "mremap to move");
+    CHECK(faults(r.at, 0), "the old place can be read");
+    r.at = target;
+    check(&r, "after moving");
+    wait_merged(&r, 1500);
+    CHECK(mremap(r.at, r.pages * PAGE, 100 * PAGE, 0) == r.at, "mremap to shrink");
+    CHECK(faults(r.at + 100 * PAGE, 0), "beyond the end can be read");
+    r.pages = 100;
+    check(&r, "after shrinking");
+    write_all(&r, 31000, "after mremap");
+}
+
+static void protect(void) {
+    struct region r = merged(1024);
+    size_t len = r.pages * PAGE;
+    // A page broken before the protection: the merger will want to heal it.
+    for (size_t i = 0; i < 64; i++) fill_page(r.at + i * PAGE, number_of(&r, i));
+    CHECK(mprotect(r.at, len, PROT_READ) == 0, "mprotect to read only");
+    check(&r, "read only");
+    CHECK(faults(r.at + 5 * PAGE, 1) == SIGSEGV, "a read-only page can be written");
+    nap(700);
+    check(&r, "read only, later");
+    CHECK(faults(r.at + 5 * PAGE, 1) == SIGSEGV, "a read-only page can be written later");
+    CHECK(mprotect(r.at, len, PROT_READ | PROT_WRITE) == 0, "mprotect back");
+    for (size_t i = 0; i < 64; i++) fill_page(r.at + i * PAGE, number_of(&r, i));
+    CHECK(mprotect(r.at, len, PROT_NONE) == 0, "mprotect to nothing");
+    nap(1000);
+    CHECK(faults(r.at, 0) == SIGSEGV && faults(r.at + 700 * PAGE, 0) == SIGSEGV, "a page without rights can be read");
+    // Moving and unmerging memory without rights must keep both rights and bytes.
+    char *target = mmap(NULL, len, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(mremap(r.at, len, len, MREMAP_MAYMOVE | MREMAP_FIXED, target) == target, "mremap without rights");
+    r.at = target;
+    CHECK(faults(r.at, 0) == SIGSEGV, "a moved page without rights can be read");
+    CHECK(mprotect(r.at, len, PROT_READ | PROT_WRITE) == 0, "mprotect back");
+    check(&r, "after all rights came back");
+    wait_merged(&r, 700);
+    CHECK(mprotect(r.at, len, PROT_READ) == 0, "mprotect to read only");
+    CHECK(madvise(r.at, len, MADV_UNMERGEABLE) == 0, "MADV_UNMERGEABLE read only");
+    check(&r, "unmerged read only");
+    CHECK(faults(r.at + 5 * PAGE, 1) == SIGSEGV, "an unmerged read-only page can be written");
+    CHECK(mprotect(r.at, len, PROT_READ | PROT_WRITE) == 0, "mprotect back");
+    madvise(r.at, len, MADV_MERGEABLE);
+    wait_merged(&r, 700);
+    CHECK(mprotect(r.at, len, PROT_READ) == 0, "mprotect to read only");
+    CHECK(madvise(r.at, 100 * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED read only");
+    CHECK(page_is_zero(r.at), "a discarded read-only page shows old bytes");
+    CHECK(faults(r.at + 5 * PAGE, 1) == SIGSEGV, "a discarded read-only page can be written");
+    CHECK(mprotect(r.at, len, PROT_READ | PROT_WRITE) == 0, "mprotect back");
+    write_all(&r, 42000, "after mprotect");
+}
+
+static void lock(void) {
+    struct region r = merged(1024);
+    if (mlock(r.at, 256 * PAGE) != 0) SKIP("mlock is limited here");
+    check(&r, "locked");
+    write_all(&r, 61000, "locked");
+    nap(600);
+    for (size_t i = 0; i < r.pages; i++) CHECK(page_is(r.at + i * PAGE, 61000 + i), "locked page %zu is wrong", i);
+    CHECK(munlock(r.at, 256 * PAGE) == 0, "munlock");
+    if (mlockall(MCL_CURRENT) == 0) munlockall();
+    for (size_t i = 0; i < r.pages; i++) CHECK(page_is(r.at + i * PAGE, 61000 + i), "unlocked page %zu is wrong", i);
+}
+
+static void unmergeable(void) {
+    struct region r = merged(1024);
+    CHECK(madvise(r.at, r.pages * PAGE, MADV_UNMERGEABLE) == 0, "MADV_UNMERGEABLE");
+    CHECK(shown_pages(r.at, r.pages * PAGE) == 0, "pages are still shared");
+    check(&r, "unmerged");
+    nap(800);
+    CHECK(shown_pages(r.at, r.pages * PAGE) == 0, "pages were merged against the program's word");
+    write_all(&r, 71000, "after MADV_UNMERGEABLE");
+}
+
+static void wipe_on_fork(void) {
+    struct region r = merged(1024);
+    CHECK(madvise(r.at, 512 * PAGE, MADV_WIPEONFORK) == 0, "MADV_WIPEONFORK");
+    pid_t child = fork();
+    if (child == 0) {
+        for (size_t i = 0; i < r.pages; i++)
+            CHECK(i < 512 ? page_is_zero(r.at + i * PAGE) : page_is(r.at + i * PAGE, number_of(&r, i)), "page %zu", i);
+        _exit(0);
+    }
+    CHECK(ended_well(child), "the child of MADV_WIPEONFORK");
+    check(&r, "after MADV_WIPEONFORK");
+}
+
+static int flag_at(void *at, const char *flag) {
+    FILE *smaps = fopen("/proc/self/smaps", "r");
+    CHECK(smaps, "smaps");
+    char line[512];
+    int inside = 0, found = 0;
+    while (fgets(line, sizeof line, smaps)) {
+        unsigned long from, to;
+        char mode[8];
+        if (sscanf(line, "%lx-%lx %4s", &from, &to, mode) == 3) inside = from <= (unsigned long)at && (unsigned long)at < to;
+        if (inside && strncmp(line, "VmFlags:", 8) == 0) found = strstr(line, flag) != NULL;
+    }
+    fclose(smaps);
+    return found;
+}
+
+static void flags(void) {
+    struct region r = fill(1024, 256, 1000);
+    madvise(r.at, r.pages * PAGE, MADV_HUGEPAGE);
+    int merges = madvise(r.at, r.pages * PAGE, MADV_MERGEABLE) == 0 && flag_at(r.at, " mg");
+    int huge = flag_at(r.at, " hg");
+    CHECK(madvise(r.at, r.pages * PAGE, MADV_DONTFORK) == 0, "MADV_DONTFORK");
+    CHECK(madvise(r.at, r.pages * PAGE, MADV_DONTDUMP) == 0, "MADV_DONTDUMP");
+    wait_merged(&r, 700);
+    for (size_t i = 0; i < r.pages; i += 61) {
+        void *at = r.at + i * PAGE;
+        CHECK(flag_at(at, " dc"), "page %zu lost DONTFORK", i);
+        CHECK(flag_at(at, " dd"), "page %zu lost DONTDUMP", i);
+        CHECK(!merges || flag_at(at, " mg"), "page %zu lost MERGEABLE", i);
+        CHECK(!huge || flag_at(at, " hg"), "page %zu lost HUGEPAGE", i);
+    }
+    // Broken and healed, the flags are still there; so they are after a discard.
+    for (size_t i = 0; i < 256; i++) fill_page(r.at + i * PAGE, number_of(&r, i));
+    nap(1500);
+    CHECK(madvise(r.at + 300 * PAGE, 100 * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED");
+    for (size_t i = 0; i < 450; i += 7) {
+        void *at = r.at + i * PAGE;
+        CHECK(flag_at(at, " dc"), "page %zu lost DONTFORK later", i);
+        CHECK(flag_at(at, " dd"), "page %zu lost DONTDUMP later", i);
+    }
+    pid_t child = fork();
+    if (child == 0) _exit(faults(r.at + 40 * PAGE, 0) && faults(r.at + 350 * PAGE, 0) ? 0 : 1);
+    CHECK(ended_well(child), "the child has memory that is not for children");
+}
+
+static void huge(void) {
+    size_t len = 16 * MIB;
+    char *at = mmap(NULL, len + 2 * MIB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    at = (char *)(((unsigned long)at + 2 * MIB - 1) & ~(2 * MIB - 1));
+    if (madvise(at, len, MADV_HUGEPAGE) != 0) SKIP("no transparent huge pages");
+    struct region r = {at, len / PAGE, 512, 5000};
+    for (size_t i = 0; i < r.pages; i++) fill_page(at + i * PAGE, number_of(&r, i));
+    madvise(at, len, MADV_MERGEABLE);
+    wait_merged(&r, r.pages / 2);
+    check(&r, "huge");
+    write_all(&r, 81000, "in split huge pages");
+}
+
+// ---- threads, signals, filters, identities ----------------------------------------------------------------------
+
+static atomic_int ticks;
+static void on_tick(int signal) {
+    (void)signal;
+    atomic_fetch_add(&ticks, 1);
+    // A handler that touches managed memory, in the middle of anything.
+    volatile char *at = hammered.at;
+    if (at) (void)at[(atomic_load(&ticks) * 4099ul) % (HAMMER_PAGES * PAGE)];
+}
+
+static void signals(void) {
+    pthread_t threads[HAMMERS];
+    start_hammers(threads);
+    struct sigaction action = {.sa_handler = on_tick, .sa_flags = SA_RESTART};
+    sigaction(SIGALRM, &action, NULL);
+    struct itimerval every = {{0, 700}, {0, 700}};
+    setitimer(ITIMER_REAL, &every, NULL);
+    double began = now();
+    uint64_t seed = 12;
+    size_t most = 0;
+    while (now() - began < 5) {
+        // Interposed calls are interrupted by the handler as well.
+        char *some = mmap(NULL, 8 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        CHECK(some != MAP_FAILED, "mmap among signals");
+        memset(some, 1, 8 * PAGE);
+        CHECK(madvise(some, 8 * PAGE, draw(&seed) % 2 ? MADV_DONTNEED : MADV_MERGEABLE) == 0, "madvise among signals");
+        CHECK(munmap(some, 8 * PAGE) == 0, "munmap among signals");
+        if (draw(&seed) % 256 == 0) {
+            size_t here = pool_pages(hammered.at, HAMMER_PAGES * PAGE);
+            if (here > most) most = here;
+        }
+    }
+    every = (struct itimerval){{0, 0}, {0, 0}};
+    setitimer(ITIMER_REAL, &every, NULL);
+    atomic_store(&hammering, 0);
+    for (size_t i = 0; i < HAMMERS; i++) pthread_join(threads[i], NULL);
+    check_hammered();
+    CHECK(atomic_load(&ticks) > 100, "only %d signals came", atomic_load(&ticks));
+    CHECK(most > 100, "only %zu pages were ever merged", most);
+}
+
+static int filter_flags;
+static void install_filter(int by_syscall) {
+    // A strict filter: what a finished program needs, and nothing that the agent uses.
+    int allowed[] = {SYS_write, SYS_exit_group, SYS_exit, SYS_clock_nanosleep, SYS_nanosleep, SYS_futex, SYS_rt_sigreturn,
+                     SYS_clock_gettime, SYS_munmap, SYS_mmap, SYS_madvise, SYS_mprotect, SYS_brk, SYS_newfstatat, SYS_fstat};
+    enum { COUNT = sizeof allowed / sizeof *allowed };
+    struct sock_filter code[COUNT + 3];
+    size_t at = 0;
+    code[at++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr));
+    for (size_t i = 0; i < COUNT; i++)
+        code[at++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, allowed[i], COUNT - i, 0);
+    code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS);
+    code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
+    struct sock_fprog program = {at, code};
+    CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0, "no_new_privs");
+    if (by_syscall) CHECK(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, filter_flags, &program) == 0, "seccomp");
+    else CHECK(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0, "PR_SET_SECCOMP");
+}
+
+static void seccomp_by(int by_syscall) {
+    struct region r = merged(1024);
+    install_filter(by_syscall);
+    check(&r, "behind a filter");
+    for (size_t i = 0; i < 100; i++) fill_page(r.at + i * PAGE, number_of(&r, i));
+    struct timespec rest = {1, 0};
+    clock_nanosleep(CLOCK_MONOTONIC, 0, &rest, NULL);
+    check(&r, "behind a filter, later");
+    CHECK(madvise(r.at + 200 * PAGE, 100 * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED behind a filter");
+    for (size_t i = 200; i < 300; i++) CHECK(page_is_zero(r.at + i * PAGE), "page %zu shows old bytes", i);
+    write_all(&r, 91000, "behind a filter");
+}
+
+static void seccomp_prctl(void) { seccomp_by(0); }
+static void seccomp_tsync(void) {
+    filter_flags = SECCOMP_FILTER_FLAG_TSYNC;
+    seccomp_by(1);
+}
+
+static void close_all(void) {
+    struct region r = fill(1024, 16, 1000);
+    madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+    madvise(r.at, r.pages * PAGE, MADV_MERGEABLE);
+    for (int fd = 3; fd < 1024; fd++) close(fd);
+    raw(SYS_close_range, 3, ~0u, 0, 0, 0, 0);
+    wait_merged(&r, 700);
+    check(&r, "with every descriptor closed");
+    // And none of ours may have come up in the program's table.
+    for (int fd = 3; fd < 64; fd++) CHECK(fcntl(fd, F_GETFD) == -1, "descriptor %d is not the program's", fd);
+    write_all(&r, 11000, "with every descriptor closed");
+}
+
+static void identity(void) {
+    struct region r = merged(1024);
+    if (geteuid() != 0) SKIP("needs root to become another user");
+    CHECK(setgid(65534) == 0 && setuid(65534) == 0, "setuid");
+    check(&r, "as another user");
+    write_all(&r, 12000, "as another user");
+    nap(800);
+    for (size_t i = 0; i < r.pages; i++) CHECK(page_is(r.at + i * PAGE, 12000 + i), "page %zu is wrong", i);
+    CHECK(madvise(r.at, 100 * PAGE, MADV_DONTNEED) == 0 && page_is_zero(r.at), "a discard as another user");
+}
+
+static void user_namespace(void) {
+    struct region r = merged(1024);
+    if (unshare(CLONE_NEWUSER) != 0) {
+        if (errno == EPERM || errno == ENOSPC) SKIP("no user namespaces here");
+        CHECK(0, "unshare: a process of one thread may");
+    }
+    check(&r, "in a user namespace");
+    write_all(&r, 13000, "in a user namespace");
+    CHECK(madvise(r.at, 100 * PAGE, MADV_DONTNEED) == 0 && page_is_zero(r.at), "a discard in a namespace");
+}
+
+// Writes a marker that only merged pages hold, and dies with a core dump.
+static void core(void) {
+    struct region r = fill(1024, 16, 424242);
+    madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+    madvise(r.at, r.pages * PAGE, MADV_MERGEABLE);
+    wait_merged(&r, 1024);
+    struct rlimit limit = {RLIM_INFINITY, RLIM_INFINITY};
+    CHECK(setrlimit(RLIMIT_CORE, &limit) == 0, "RLIMIT_CORE");
+    abort();
+}
+
+// Looks for the marker in the file `core*` of this directory.
+static void core_check(const char *path) {
+    int file = open(path, O_RDONLY);
+    CHECK(file >= 0, "no core file");
+    static char page[PAGE];
+    size_t found = 0;
+    while (read(file, page, PAGE) == (ssize_t)PAGE)
+        for (uint64_t i = 0; i < 16; i++) found += page_is(page, 424242 + i);
+    CHECK(found >= 1024, "the core holds %zu of 1024 merged pages", found);
+}
+
+// ---- devices ----------------------------------------------------------------------------------------------------
+
+enum { FILE_PAGES = 256 };
+
+static int pattern_file(int flags) {
+    char name[] = "direct-XXXXXX";
+    int file = mkstemp(name);
+    CHECK(file >= 0, "mkstemp");
+    static char page[PAGE];
+    for (size_t i = 0; i < FILE_PAGES; i++) {
+        fill_page(page, 600 + i % 8);
+        CHECK(write(file, page, PAGE) == (ssize_t)PAGE, "write");
+    }
+    fsync(file);
+    close(file);
+    file = open(name, O_RDONLY | flags);
+    int error = errno;
+    unlink(name);
+    if (file < 0 && error == EINVAL) SKIP("no O_DIRECT on this file system");
+    CHECK(file >= 0, "open");
+    return file;
+}
+
+static int direct_file;
+static struct region direct_region;
+
+static void *direct_reader(void *argument) {
+    size_t mine = (size_t)argument;
+    uint64_t seed = 900 + mine;
+    size_t own = direct_region.pages / 4;
+    size_t *shown = malloc(own * sizeof *shown);
+    for (size_t i = 0; i < own; i++) shown[i] = number_of(&direct_region, mine * own + i);
+    for (int round = 0; round < 250; round++) {
+        size_t pages = 1 + draw(&seed) % 16, to = draw(&seed) % (own - 16), from = draw(&seed) % (FILE_PAGES - 16);
+        char *at = direct_region.at + (mine * own + to) * PAGE;
+        ssize_t got = pread(direct_file, at, pages * PAGE, from * PAGE);
+        CHECK(got == (ssize_t)(pages * PAGE), "pread gave %zd", got);
+        for (size_t i = 0; i < pages; i++) {
+            shown[to + i] = 600 + (from + i) % 8;
+            CHECK(page_is(at + i * PAGE, shown[to + i]), "what a device read is lost at page %zu", to + i);
+        }
+        if (round % 16 == 0)
+            for (size_t i = 0; i < own; i++)
+                CHECK(page_is(direct_region.at + (mine * own + i) * PAGE, shown[i]), "page %zu is wrong", i);
+        nap(draw(&seed) % 30);
+    }
+    return NULL;
+}
+
+static void direct(void) {
+    direct_file = pattern_file(O_DIRECT);
+    direct_region = fill(2048, 8, 600);
+    madvise(direct_region.at, direct_region.pages * PAGE, MADV_NOHUGEPAGE);
+    madvise(direct_region.at, direct_region.pages * PAGE, MADV_MERGEABLE);
+    pthread_t threads[4];
+    for (size_t i = 0; i < 4; i++) pthread_create(&threads[i], NULL, direct_reader, (void *)i);
+    wait_merged(&direct_region, 400);
+    for (size_t i = 0; i < 4; i++) pthread_join(threads[i], NULL);
+}
+
+struct ring {
+    int fd;
+    char *submit, *complete;
+    struct io_uring_sqe *entries;
+    struct io_uring_params params;
+};
+
+static long ring_read(struct ring *ring, int file, char *to, size_t len, size_t from, int buffer) {
+    unsigned *tail = (unsigned *)(ring->submit + ring->params.sq_off.tail);
+    unsigned mask = *(unsigned *)(ring->submit + ring->params.sq_off.ring_mask);
+    unsigned *array = (unsigned *)(ring->submit + ring->params.sq_off.array);
+    unsigned at = *tail & mask;
+    struct io_uring_sqe *entry = &ring->entries[at];
+    memset(entry, 0, sizeof *entry);
+    entry->opcode = IORING_OP_READ_FIXED;
+    entry->fd = file;
+    entry->addr = (unsigned long)to;
+    entry->len = len;
+    entry->off = from;
+    entry->buf_index = buffer;
+    array[at] = at;
+    __atomic_store_n(tail, *tail + 1, __ATOMIC_RELEASE);
+    long done = syscall(SYS_io_uring_enter, ring->fd, 1, 1, IORING_ENTER_GETEVENTS, NULL, 0);
+    CHECK(done == 1, "io_uring_enter");
+    unsigned *head = (unsigned *)(ring->complete + ring->params.cq_off.head);
+    unsigned cq_mask = *(unsigned *)(ring->complete + ring->params.cq_off.ring_mask);
+    struct io_uring_cqe *results = (struct io_uring_cqe *)(ring->complete + ring->params.cq_off.cqes);
+    long result = results[*head & cq_mask].res;
+    __atomic_store_n(head, *head + 1, __ATOMIC_RELEASE);
+    return result;
+}
+
+// Buffers registered while they are plain, and (others) when they are merged already: what the device reads must show.
+static void uring(void) {
+    struct ring ring = {0};
+    ring.fd = syscall(SYS_io_uring_setup, 8, &ring.params);
+    if (ring.fd < 0) SKIP("no io_uring here");
+    size_t sq = ring.params.sq_off.array + ring.params.sq_entries * 4;
+    size_t cq = ring.params.cq_off.cqes + ring.params.cq_entries * sizeof(struct io_uring_cqe);
+    ring.submit = mmap(NULL, sq, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring.fd, IORING_OFF_SQ_RING);
+    ring.complete = mmap(NULL, cq, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring.fd, IORING_OFF_CQ_RING);
+    ring.entries = mmap(NULL, ring.params.sq_entries * sizeof *ring.entries, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_POPULATE, ring.fd, IORING_OFF_SQES);
+    CHECK(ring.submit != MAP_FAILED && ring.complete != MAP_FAILED && (void *)ring.entries != MAP_FAILED, "ring");
+    int file = pattern_file(0);
+    for (int before = 0; before < 2; before++) {
+        struct region r = before ? fill(1024, 16, 2000) : merged(1024);
+        struct iovec buffer = {r.at, 256 * PAGE};
+        if (before) {
+            madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+            // Nothing is merged yet: the pin comes first.
+        }
+        long done = syscall(SYS_io_uring_register, ring.fd, IORING_REGISTER_BUFFERS, &buffer, 1);
+        if (done != 0 && errno == ENOMEM) SKIP("io_uring buffers are limited here");
+        CHECK(done == 0, "register buffers");
+        if (before) {
+            CHECK(madvise(r.at, r.pages * PAGE, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+            wait_merged(&r, 500);
+        }
+        check(&r, "with registered buffers");
+        uint64_t seed = 8;
+        for (int round = 0; round < 60; round++) {
+            size_t page = draw(&seed) % 256, from = draw(&seed) % FILE_PAGES;
+            CHECK(ring_read(&ring, file, r.at + page * PAGE, PAGE, from * PAGE, 0) == (long)PAGE, "read fixed");
+            CHECK(page_is(r.at + page * PAGE, 600 + from % 8), "what the device read does not show at page %zu", page);
+            fill_page(r.at + page * PAGE, number_of(&r, page));
+            nap(30);
+        }
+        nap(500);
+        for (size_t page = 0; page < 256; page++) {
+            CHECK(ring_read(&ring, file, r.at + page * PAGE, PAGE, page * PAGE, 0) == (long)PAGE, "read fixed");
+            CHECK(page_is(r.at + page * PAGE, 600 + page % 8), "later: what the device read does not show at page %zu", page);
+        }
+        CHECK(syscall(SYS_io_uring_register, ring.fd, IORING_UNREGISTER_BUFFERS, NULL, 0) == 0, "unregister");
+    }
+}
+
+// System calls that read and write managed memory while it is frozen and merged.
+static void system_calls(void) {
+    struct region r = fill(1024, 16, 1000);
+    int ends[2], file = pattern_file(0);
+    CHECK(pipe(ends) == 0, "pipe");
+    madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+    madvise(r.at, r.pages * PAGE, MADV_MERGEABLE);
+    uint64_t seed = 44;
+    double began = now();
+    while (now() - began < 4) {
+        size_t page = draw(&seed) % (r.pages - 16);
+        CHECK(write(ends[1], r.at + page * PAGE, PAGE) == (ssize_t)PAGE, "write from merged memory");
+        size_t other = page + r.base % 16;
+        other = page + 16 < r.pages ? page + 16 : page;  // the twin
+        CHECK(read(ends[0], r.at + other * PAGE, PAGE) == (ssize_t)PAGE, "read into merged memory");
+        size_t from = draw(&seed) % FILE_PAGES;
+        CHECK(pread(file, r.at + page * PAGE, PAGE, from * PAGE) == (ssize_t)PAGE, "pread into merged memory");
+        CHECK(page_is(r.at + page * PAGE, 600 + from % 8), "a read is lost");
+        fill_page(r.at + page * PAGE, number_of(&r, page));
+        if (draw(&seed) % 128 == 0) nap(300);
+    }
+    check(&r, "after system calls");
+}
+
+// ---- everything (--all) -----------------------------------------------------------------------------------------
+
+static void blocks(void) {
+    enum { BLOCKS = 24 };
+    static char *block[BLOCKS];
+    static size_t pages[BLOCKS];
+    uint64_t seed = 99;
+    size_t most = 0;
+    for (int round = 0; round < 600; round++) {
+        size_t i = draw(&seed) % BLOCKS;
+        size_t old = pages[i], count = 300 + draw(&seed) % 700;
+        switch (draw(&seed) % 4) {
+        case 0:
+            free(block[i]);
+            block[i] = calloc(count, PAGE);
+            CHECK(block[i], "calloc");
+            for (size_t p = 0; p < count; p++) CHECK(page_is_zero(block[i] + p * PAGE), "round %d: calloc gave old bytes in page %zu", round, p);
+            break;
+        case 1:
+            free(block[i]);
+            block[i] = malloc(count * PAGE);
+            CHECK(block[i], "malloc");
+            break;
+        case 2: {
+            char *moved = realloc(block[i], count * PAGE);
+            CHECK(moved, "realloc");
+            block[i] = moved;
+            size_t kept = old < count ? old : count;
+            for (size_t p = 0; p < kept; p++) CHECK(page_is(block[i] + p * PAGE, 100 + p % 32), "round %d: realloc lost page %zu", round, p);
+            break;
+        }
+        default:
+            count = old;
+            for (size_t p = 0; p < count; p++) CHECK(page_is(block[i] + p * PAGE, 100 + p % 32), "round %d: page %zu is wrong", round, p);
+            nap(draw(&seed) % 25);
+        }
+        pages[i] = count;
+        for (size_t p = 0; p < count; p++) fill_page(block[i] + p * PAGE, 100 + p % 32);
+        // Rest until much is merged, so that what follows meets merged blocks.
+        if (round % 200 == 100) {
+            double began = now();
+            size_t here;
+            while ((here = pool_pages(NULL, ~0ul >> 1)) < 500 && now() - began < WAIT_MAX) nap(50);
+            if (here > most) most = here;
+        }
+    }
+    CHECK(most >= 500, "only %zu pages were ever merged", most);
+}
+
+static void all_memory(int by_prctl) {
+    if (by_prctl) CHECK(prctl(67 /* PR_SET_MEMORY_MERGE */, 1, 0, 0, 0) == 0 || errno == EINVAL, "PR_SET_MEMORY_MERGE");
+    struct region r = fill(2048, 64, 7000);
+    madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+    wait_merged(&r, 1500);
+    check(&r, "with all memory managed");
+    write_all(&r, 21000, "with all memory managed");
+}
+static void all(void) { all_memory(0); }
+static void memory_merge(void) { all_memory(1); }
+
+// The same memory for the test that looks from outside: fills, says "ready", and checks at each line of input.
+static void serve(void) {
+    struct region r = fill(8192, 4096, 1000);
+    madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+    madvise(r.at, r.pages * PAGE, MADV_MERGEABLE);
+    char line[64];
+    uint64_t seed = getpid();
+    printf("ready\n");
+    fflush(stdout);
+    while (fgets(line, sizeof line, stdin)) {
+        check(&r, "while serving");
+        if (strncmp(line, "write", 5) == 0)
+            for (size_t i = 0; i < 200; i++) {
+                size_t page = draw(&seed) % r.pages;
+                fill_page(r.at + page * PAGE, 8);
+                CHECK(page_is(r.at + page * PAGE, 8), "a write is lost");
+                fill_page(r.at + page * PAGE, number_of(&r, page));
+            }
+        printf("right %zu\n", pool_pages(r.at, r.pages * PAGE));
+        fflush(stdout);
+    }
+}
+
+// Needs mappings of its own, up to the kernel's limit, after much was merged in single pages.
+static void mappings(void) {
+    long wanted = 30000;
+    struct region r = fill(24000, 1, 1000);
+    // Pages with a twin alternate with pages without: no two can be mapped together.
+    for (size_t i = 1; i < r.pages; i += 2) fill_page(r.at + i * PAGE, 1u << 20 | i);
+    madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+    madvise(r.at, r.pages * PAGE, MADV_MERGEABLE);
+    wait_merged(&r, 10);
+    double began = now();
+    size_t last = 0;
+    while (now() - began < 20) {
+        size_t here = pool_pages(r.at, r.pages * PAGE);
+        if (here == last && here > 0) break;
+        last = here;
+        nap(700);
+    }
+    char *at = mmap(NULL, 2 * wanted * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    CHECK(at != MAP_FAILED, "mmap");
+    for (long i = 0; i < wanted / 2; i++)
+        CHECK(mprotect(at + 4 * i * PAGE, PAGE, PROT_READ | PROT_WRITE) == 0, "mapping %ld of %ld: the merger took the program's", 2 * i, wanted);
+    for (size_t i = 0; i < r.pages; i++) CHECK(page_is(r.at + i * PAGE, i % 2 ? 1u << 20 | i : 1000), "page %zu is wrong", i);
+    // And up to the very limit: an error then, and nothing else.
+    long more = wanted / 2;
+    while (more < wanted / 2 * 2 && mprotect(at + 4 * more * PAGE, PAGE, PROT_READ | PROT_WRITE) == 0) more++;
+    for (size_t i = 0; i < r.pages; i += 2) fill_page(r.at + i * PAGE, 33);
+    nap(1500);
+    for (size_t i = 0; i < r.pages; i++) CHECK(page_is(r.at + i * PAGE, i % 2 ? 1u << 20 | i : 33), "at the limit page %zu is wrong", i);
+    printf("%zu pages merged one by one\n", last);
+}
+
+struct scenario {
+    const char *name;
+    void (*run)(void);
+};
+
+static const struct scenario scenarios[] = {
+    {"writers", writers}, {"unmergeable-writers", unmergeable_writers}, {"forks", forks}, {"orphan", orphan},
+    {"vforks", vforks}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
+    {"dontneed-raw", dontneed_raw}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
+    {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"protect", protect}, {"lock", lock},
+    {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"flags", flags}, {"huge", huge},
+    {"signals", signals}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-tsync", seccomp_tsync},
+    {"close-all", close_all}, {"identity", identity}, {"user-namespace", user_namespace}, {"core", core},
+    {"direct", direct}, {"uring", uring}, {"system-calls", system_calls}, {"blocks", blocks}, {"all", all},
+    {"memory-merge", memory_merge}, {"serve", serve}, {"mappings", mappings},
+};
+
+int main(int count, char **arguments) {
+    CHECK(count >= 2, "usage: semantics SCENARIO");
+    if (strcmp(arguments[1], "core-check") == 0 && count == 3) {
+        core_check(arguments[2]);
+        return 0;
+    }
+    for (size_t i = 0; i < sizeof scenarios / sizeof *scenarios; i++)
+        if (strcmp(scenarios[i].name, arguments[1]) == 0) {
+            scenarios[i].run();
+            return 0;
+        }
+    CHECK(0, "no scenario %s", arguments[1]);
+}

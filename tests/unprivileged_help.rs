@@ -1,0 +1,129 @@
+//! What a newcomer's shell and `man` get from the tool parses there, covers every command, and every
+//! command shows examples.
+
+use std::io::Write;
+use std::process::{Command, Output, Stdio};
+
+fn pagefold(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_pagefold")).args(args).env("NO_COLOR", "1").output().expect("the tool runs")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).expect("the tool writes UTF-8")
+}
+
+/// Names of the commands in a help text; none if it lists none.
+fn listed(help: &str) -> Vec<String> {
+    let Some(list) = help.split("Commands:").nth(1) else { return Vec::new() };
+    let list = list.split("Options:").next().unwrap_or(list);
+    let first = |line: &str| line.split_whitespace().next().map(str::to_owned);
+    list.lines()
+        .filter(|line| line.starts_with("  ") && !line.starts_with("   "))
+        .filter_map(first)
+        .filter(|name| name != "help")
+        .collect()
+}
+
+/// Names of all commands.
+fn commands() -> Vec<String> {
+    listed(&text(&pagefold(&["--help"]).stdout))
+}
+
+fn exists(program: &str) -> bool {
+    Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok()
+}
+
+#[test]
+fn every_command_shows_examples() {
+    let commands = commands();
+    assert!(commands.len() >= 4, "{commands:?}");
+    for command in commands {
+        let help = text(&pagefold(&[&command, "--help"]).stdout);
+        if help.contains("Examples:") {
+            continue;
+        }
+        // A group of commands may leave the examples to its members.
+        let members = listed(&help);
+        assert!(!members.is_empty(), "{command} --help shows no examples");
+        for member in members {
+            let help = text(&pagefold(&[&command, &member, "--help"]).stdout);
+            assert!(help.contains("Examples:"), "{command} {member} --help shows no examples");
+        }
+    }
+}
+
+#[test]
+fn completions_parse_in_their_shell() {
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let script = pagefold(&["completions", shell]);
+        assert!(script.status.success() && script.stdout.len() > 500, "{shell}");
+        for command in commands() {
+            assert!(text(&script.stdout).contains(&command), "{shell} does not know {command}");
+        }
+        let check: &[&str] = match shell {
+            "bash" | "zsh" => &["-n"],
+            "fish" => &["--no-execute"],
+            _ => continue,
+        };
+        if !exists(shell) {
+            println!("SKIPPED: no {shell} here to parse its completions");
+            continue;
+        }
+        let mut parser = Command::new(shell).args(check).stdin(Stdio::piped()).spawn().expect("the shell starts");
+        parser.stdin.take().expect("a pipe").write_all(&script.stdout).expect("the shell reads");
+        assert!(parser.wait().expect("the shell ends").success(), "{shell} does not parse its completions");
+    }
+    assert_eq!(pagefold(&["completions", "tcsh"]).status.code(), Some(2));
+}
+
+#[test]
+fn each_command_has_a_manual_page_that_man_renders() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let made = pagefold(&["man", &dir.path().join("man1").display().to_string()]);
+    assert!(made.status.success(), "{}", text(&made.stderr));
+    for command in commands() {
+        let page = dir.path().join(format!("man1/pagefold-{command}.1"));
+        assert!(std::fs::metadata(&page).is_ok_and(|meta| meta.len() > 200), "{} is missing", page.display());
+        if !exists("man") {
+            println!("SKIPPED: no man here to render {}", page.display());
+            continue;
+        }
+        let shown =
+            Command::new("man").args(["--warnings", "-l"]).arg(&page).env("MANPAGER", "cat").output().expect("man");
+        let errors = text(&shown.stderr);
+        if !shown.status.success() && errors.contains("minimized") {
+            println!("SKIPPED: man is a stub here");
+            return;
+        }
+        assert!(shown.status.success() && errors.trim().is_empty(), "{}: {errors}", page.display());
+        assert!(text(&shown.stdout).contains("SYNOPSIS"), "{}", page.display());
+    }
+}
+
+#[test]
+fn a_directory_that_cannot_be_made_is_one_line() {
+    let refused = pagefold(&["man", "/proc/nowhere"]);
+    assert_eq!(refused.status.code(), Some(1));
+    let errors = text(&refused.stderr);
+    assert!(errors.starts_with("pagefold: man: cannot write into /proc/nowhere: "), "{errors}");
+    assert_eq!(errors.lines().count(), 1, "{errors}");
+}
+
+#[test]
+fn doctor_says_the_same_in_text_json_and_exit_status() {
+    let plain = pagefold(&["doctor"]);
+    let json = pagefold(&["doctor", "--json"]);
+    let findings: serde_json::Value = serde_json::from_slice(&json.stdout).expect("doctor --json prints JSON");
+    let works = findings["merging_works"].as_bool().expect("merging_works");
+    assert_eq!(plain.status.code(), Some(if works { 0 } else { 1 }));
+    assert_eq!(json.status.code(), plain.status.code());
+    let listed = findings["findings"].as_array().expect("findings");
+    let missing = listed.iter().any(|item| item["needed"] == true && item["works"] == false);
+    assert_eq!(works, !missing);
+    for item in listed {
+        assert!(text(&plain.stdout).contains(item["name"].as_str().expect("a name")));
+        assert_eq!(item.get("cure").is_some(), item["works"] == false, "a cure for what does not work: {item}");
+    }
+    assert!(text(&plain.stdout).contains("Domains are walls."));
+    assert!(!text(&plain.stdout).contains('\x1b'), "no colours into a pipe");
+}

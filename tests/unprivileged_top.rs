@@ -1,0 +1,215 @@
+//! `pagefold top` through a pseudo-terminal, as a person meets it: it draws, takes keys, follows the size of the
+//! window, shows a client of a real daemon, and leaves the terminal as it found it.
+
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use rustix::termios::{Winsize, tcgetattr, tcsetwinsize};
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// Ends with its handle.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn pagefold() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_pagefold"))
+}
+
+/// A terminal window with `top` in it.
+struct Window {
+    top: Running,
+    keys: File,
+    keyboard: OwnedFd,
+    screen: Arc<Mutex<vt100::Parser>>,
+    /// Tells the reader to let go of the terminal with the next that is written to it.
+    closing: Arc<AtomicBool>,
+    reader: std::thread::JoinHandle<()>,
+}
+
+const START: (u16, u16) = (24, 80);
+
+impl Window {
+    fn open(socket: &Path, color: bool) -> Window {
+        let keyboard =
+            openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).expect("a pseudo-terminal");
+        grantpt(&keyboard).expect("grantpt");
+        unlockpt(&keyboard).expect("unlockpt");
+        resize(&keyboard, START);
+        let name = ptsname(&keyboard, Vec::new()).expect("its name");
+        let open = || {
+            File::options().read(true).write(true).open(name.to_str().expect("a name in ASCII")).expect("the terminal")
+        };
+        let mut command = pagefold();
+        command.args(["top", "--interval", "100ms", "--socket"]).arg(socket).env("TERM", "xterm-256color");
+        command.stdin(open()).stdout(open()).stderr(open()).process_group(0);
+        if color {
+            command.env_remove("NO_COLOR");
+        } else {
+            command.env("NO_COLOR", "1");
+        }
+        let top = Running(command.spawn().expect("top starts"));
+        let screen = Arc::new(Mutex::new(vt100::Parser::new(START.0, START.1, 0)));
+        let keys = File::from(keyboard.try_clone().expect("a copy"));
+        let mut output = keys.try_clone().expect("a copy");
+        let (written, closing) = (screen.clone(), Arc::new(AtomicBool::new(false)));
+        let close = closing.clone();
+        let reader = std::thread::spawn(move || {
+            let mut buffer = [0; 4096];
+            while let Ok(got @ 1..) = output.read(&mut buffer) {
+                written.lock().expect("no panic").process(&buffer[..got]);
+                if close.load(Ordering::Relaxed) {
+                    return;
+                }
+            }
+        });
+        Window { top, keys, keyboard, screen, closing, reader }
+    }
+
+    fn text(&self) -> String {
+        self.screen.lock().expect("no panic").screen().contents()
+    }
+
+    /// Waits until the screen satisfies `wanted`; the limit only ends a test that hangs.
+    fn wait(&self, what: &str, mut wanted: impl FnMut(&vt100::Screen) -> bool) {
+        let began = Instant::now();
+        while !wanted(self.screen.lock().expect("no panic").screen()) {
+            assert!(began.elapsed() < Duration::from_secs(60), "no {what} on\n{}", self.text());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn wait_for(&self, text: &str) {
+        self.wait(text, |screen| screen.contents().contains(text));
+    }
+
+    fn press(&mut self, keys: &str) {
+        self.keys.write_all(keys.as_bytes()).expect("the terminal takes keys");
+    }
+}
+
+fn resize(keyboard: &OwnedFd, (rows, columns): (u16, u16)) {
+    let size = Winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
+    tcsetwinsize(keyboard, size).expect("a size");
+}
+
+#[test]
+fn keys_size_and_end() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut window = Window::open(&dir.path().join("nobody.sock"), false);
+    window.wait_for("`pagefold run` starts one");
+    window.wait("the alternate screen", vt100::Screen::alternate_screen);
+    window.press("?");
+    window.wait_for("any key goes back");
+    window.press("x");
+    window.wait("screen without help", |screen| !screen.contents().contains("any key goes back"));
+    window.press("2");
+    window.wait_for("pagefold disk --help");
+    window.press("1s");
+    window.wait_for("sort: managed");
+    let bottom = |screen: &vt100::Screen, row: u16| {
+        screen.rows(0, 40).nth(usize::from(row)).is_some_and(|line| line.starts_with("q quit"))
+    };
+    window.wait("keys in the last line", |screen| bottom(screen, 23));
+    // The window grows: the kernel tells the process, which must draw anew.
+    window.screen.lock().expect("no panic").screen_mut().set_size(40, 120);
+    resize(&window.keyboard, (40, 120));
+    let status = Command::new("kill").args(["-WINCH", &window.top.0.id().to_string()]).status().expect("kill");
+    assert!(status.success());
+    window.wait("keys in the new last line", |screen| bottom(screen, 39));
+    window.press("q");
+    assert_eq!(window.top.0.wait().expect("it ends").code(), Some(0));
+    window.wait("the ordinary screen", |screen| !screen.alternate_screen() && !screen.hide_cursor());
+    let modes = tcgetattr(&window.keyboard).expect("modes").local_modes;
+    assert!(modes.contains(rustix::termios::LocalModes::ECHO | rustix::termios::LocalModes::ICANON), "{modes:?}");
+}
+
+#[test]
+fn a_client_of_a_real_daemon_is_on_the_screen() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let socket = dir.path().join("daemon.sock");
+    let mut daemon = pagefold();
+    daemon.args(["daemon", "--period", "200ms", "--socket"]).arg(&socket).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut daemon = Running(daemon.spawn().expect("the daemon starts"));
+    let began = Instant::now();
+    while !socket.exists() {
+        if daemon.0.try_wait().expect("a state").is_some() {
+            let mut said = String::new();
+            daemon.0.stderr.take().expect("a pipe").read_to_string(&mut said).expect("text");
+            println!("SKIPPED: no daemon here: {said}");
+            return;
+        }
+        assert!(began.elapsed() < Duration::from_secs(60), "the daemon does not listen");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    // Two hundred pages of one content, written once and then left alone.
+    let program = "import mmap,sys,time\nm=mmap.mmap(-1,4096*800,flags=mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS)\n\
+                   m[:]=bytes([7])*len(m)\nprint('ready',flush=True)\ntime.sleep(600)";
+    let mut client = pagefold();
+    client.args(["run", "--all", "--socket"]).arg(&socket).args(["--", "python3", "-c", program]);
+    let mut client = match client.stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn() {
+        Ok(child) => Running(child),
+        Err(error) => {
+            println!("SKIPPED: {error}");
+            return;
+        }
+    };
+    let mut ready = [0; 5];
+    // The pipe stays open: the client has yet to end its line.
+    let mut output = client.0.stdout.take().expect("a pipe");
+    if output.read_exact(&mut ready).is_err() {
+        println!("SKIPPED: no python3 here to be a client");
+        return;
+    }
+    let mut window = Window::open(&socket, true);
+    window.wait_for("python3");
+    window.wait("saving", |screen| {
+        assert_eq!(client.0.try_wait().expect("a state"), None, "the client ended");
+        screen.contents().contains("pagefold  saves ") && !screen.contents().contains("saves -")
+    });
+    let colored = |screen: &vt100::Screen| {
+        (0..80).any(|column| screen.cell(0, column).is_some_and(|cell| cell.fgcolor() != vt100::Color::Default))
+    };
+    window.wait("colour", colored);
+    window.press("j");
+    window.wait_for("not merged: ");
+    window.press("\x03");
+    assert_eq!(window.top.0.wait().expect("it ends").code(), Some(0));
+}
+
+/// A window that is closed takes the program along, even if nobody sends it a signal.
+#[test]
+fn a_closed_window_ends_it() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut window = Window::open(&dir.path().join("nobody.sock"), false);
+    window.wait_for("no daemon");
+    window.closing.store(true, Ordering::Relaxed);
+    window.press("?");
+    let Window { mut top, keys, keyboard, reader, .. } = window;
+    reader.join().expect("the reader ends");
+    drop((keys, keyboard));
+    let began = Instant::now();
+    while top.0.try_wait().expect("a state").is_none() {
+        assert!(began.elapsed() < Duration::from_secs(60), "top goes on without a terminal");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn without_a_terminal_it_points_to_status() {
+    let output = pagefold().arg("top").stdin(Stdio::null()).output().expect("top runs");
+    assert_eq!(output.status.code(), Some(1));
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(errors, "pagefold: top: needs a terminal; use `pagefold status --json`\n");
+}
