@@ -174,11 +174,10 @@ impl Store {
         make_dir(root, 0o700)?;
         let root = &root.canonicalize().at(root)?;
         if !format_path.exists() {
-            if fs::read_dir(root)
-                .at(root)?
-                .flatten()
-                .any(|entry| !entry.file_name().as_encoded_bytes().starts_with(b"."))
-            {
+            // A first user beside us links the format before anything else, so entries without it are a stranger's.
+            let mut entries = fs::read_dir(root).at(root)?.flatten();
+            let foreign = entries.any(|entry| !entry.file_name().as_encoded_bytes().starts_with(b"."));
+            if foreign && !format_path.exists() {
                 return Err(Error::Refused(format!(
                     "{}: neither empty nor an image store; give --store another directory",
                     root.display()

@@ -340,6 +340,27 @@ fn threads_that_build_the_same_content_make_it_once() {
     assert!(stat::verify(&store, &[], false).unwrap().damaged.is_empty());
 }
 
+/// Opening a new store at once by many finds it made or makes it, whatever each sees of the others on its way.
+#[test]
+fn many_first_users_at_once_all_open_the_same_store() {
+    let dir = tempfile::tempdir().unwrap();
+    for round in 0..200 {
+        let root = dir.path().join(format!("s{round}"));
+        let start = std::sync::Barrier::new(4);
+        let opened: Vec<_> = std::thread::scope(|scope| {
+            let open = || {
+                start.wait();
+                Store::open(&root, "default").map(drop)
+            };
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(open)).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        for outcome in opened {
+            outcome.unwrap();
+        }
+    }
+}
+
 #[test]
 fn sidecars_are_only_a_shortcut() {
     let dir = tempfile::tempdir().unwrap();
