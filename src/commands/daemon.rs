@@ -80,6 +80,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         metrics: args.metrics,
         predict: !args.no_predict,
     });
+    daemon.add_metrics(disk_metrics);
     raise_fd_limit();
     for signal in [libc::SIGTERM, libc::SIGINT] {
         // SAFETY: the handler only stores to an atomic.
@@ -94,6 +95,13 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     });
     daemon.run().map_err(|error| format!("daemon at {}: {error}", socket.display()))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// How long a mount may take to tell its numbers; one that hangs must not keep the others' from being told.
+const DISK_PATIENCE: Duration = Duration::from_millis(500);
+
+fn disk_metrics(out: &mut String) {
+    pagefold_disk::metrics::render(&pagefold_disk::control::statuses(DISK_PATIENCE), out);
 }
 
 /// Each pool segment and each client takes descriptors.

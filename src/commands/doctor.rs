@@ -72,6 +72,17 @@ fn images(check: pagefold_image::doctor::Check) -> Item {
     }
 }
 
+fn disks(check: pagefold_disk::doctor::Check) -> Item {
+    Item {
+        part: "disks",
+        name: check.name.to_owned(),
+        works: check.ok,
+        needed: false,
+        detail: check.detail,
+        cure: (!check.ok).then(|| check.cure.to_owned()),
+    }
+}
+
 fn render(findings: &Findings, style: Style) -> String {
     let mut text = String::new();
     for (needed, heading) in [(true, "Needed"), (false, "Useful")] {
@@ -100,7 +111,9 @@ fn render(findings: &Findings, style: Style) -> String {
 /// Prints the findings.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
     let merging = probe::all().into_iter().map(merging);
-    let findings: Vec<Item> = merging.chain(pagefold_image::doctor().into_iter().map(images)).collect();
+    let images = pagefold_image::doctor().into_iter().map(images);
+    let findings: Vec<Item> =
+        merging.chain(images).chain(pagefold_disk::doctor::doctor().into_iter().map(disks)).collect();
     let merging_works = findings.iter().all(|item| item.works || !item.needed);
     let findings = Findings { merging_works, findings };
     if args.json {

@@ -29,15 +29,51 @@ pub struct Args {
     socket: Option<PathBuf>,
 }
 
+/// How long a mount of disk images may take to answer.
+const DISK_PATIENCE: Duration = Duration::from_millis(500);
+
+/// What `--json` shows: the daemon's status, and the mounts of disk images beside it.
+#[derive(serde::Serialize)]
+struct Shown {
+    /// Absent without a daemon.
+    #[serde(flatten)]
+    status: Option<Status>,
+    disks: Vec<pagefold_disk::Status>,
+}
+
 /// Runs the command.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
-    let status = host::status(&host::socket(args.socket.as_deref())?)?;
+    let disks = pagefold_disk::control::statuses(DISK_PATIENCE);
+    let status = match host::status(&host::socket(args.socket.as_deref())?) {
+        Ok(status) => Some(status),
+        // Mounts need no daemon, and are worth telling without one.
+        Err(_) if !disks.is_empty() && args.socket.is_none() => None,
+        Err(error) => return Err(error),
+    };
+    let shown = Shown { status, disks };
     if args.json {
-        print_json(&status)?;
-    } else {
-        print(&render(&status, Style::stdout()))?;
+        print_json(&shown)?;
+        return Ok(ExitCode::SUCCESS);
     }
+    let style = Style::stdout();
+    let live =
+        shown.status.as_ref().map_or("no daemon runs: no live memory is merged\n".to_owned(), |s| render(s, style));
+    print(&format!("{live}{}", render_disks(&shown.disks, style)))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The mounts of disk images; nothing if there are none.
+fn render_disks(disks: &[pagefold_disk::Status], style: Style) -> String {
+    if disks.is_empty() {
+        return String::new();
+    }
+    let mut table = Table::new(style, &["disk images", ">resident", ">cache", ">saved", ">I/O saved", ">dirty"]);
+    for disk in disks {
+        let sizes =
+            [disk.resident_bytes, disk.cache_bytes, disk.memory_saved_bytes, disk.io_saved_bytes, disk.dirty_bytes];
+        table.row(std::iter::once(disk.mountpoint.clone()).chain(sizes.map(units::show_size)));
+    }
+    format!("\n{}", table.render(0))
 }
 
 fn render(status: &Status, style: Style) -> String {

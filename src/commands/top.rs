@@ -194,20 +194,32 @@ fn client(client: &pagefold_daemon::status::Client) -> Client {
 
 /// The mounts of this user that answer.
 fn disks() -> Vec<Disk> {
-    let answer = |socket: PathBuf| {
-        let text = disk::ask(&socket, disk::Command::Status, DISK_PATIENCE).ok()?;
-        let status: pagefold_disk::Status = serde_json::from_str(&text).ok()?;
-        Some(Disk {
-            name: status.mountpoint,
-            resident_bytes: status.resident_bytes,
-            limit_bytes: status.cache_bytes,
-            saved_bytes: status.memory_saved_bytes,
-            dirty_bytes: status.dirty_bytes,
-            hits: status.hits,
-            misses: status.misses,
-        })
+    let row = |status: pagefold_disk::Status| Disk {
+        name: status.mountpoint,
+        resident_bytes: status.resident_bytes,
+        limit_bytes: status.cache_bytes,
+        saved_bytes: status.memory_saved_bytes,
+        io_saved_bytes: status.io_saved_bytes,
+        dirty_bytes: status.dirty_bytes,
+        hits: status.hits,
+        misses: status.misses,
+        images: status.images.into_iter().map(image).collect(),
     };
-    disk::sockets().into_iter().filter_map(answer).collect()
+    disk::statuses(DISK_PATIENCE).into_iter().map(row).collect()
+}
+
+fn image(image: pagefold_disk::ImageStatus) -> Disk {
+    Disk {
+        name: image.name,
+        resident_bytes: image.resident_bytes,
+        limit_bytes: image.size_bytes,
+        saved_bytes: image.memory_saved_bytes,
+        io_saved_bytes: image.io_saved_bytes,
+        dirty_bytes: image.dirty_bytes,
+        hits: image.hits,
+        misses: image.misses,
+        images: Vec::new(),
+    }
 }
 
 /// This user's store of images, domain by domain.

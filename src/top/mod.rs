@@ -80,16 +80,19 @@ pub struct Client {
     pub not_merged: Vec<(String, u64)>,
 }
 
-/// A mount of disk images.
+/// A mount of disk images, or one of its images.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Disk {
     pub name: String,
     pub resident_bytes: u64,
+    /// Of the cache; of an image, its size.
     pub limit_bytes: u64,
     pub saved_bytes: u64,
+    pub io_saved_bytes: u64,
     pub dirty_bytes: u64,
     pub hits: u64,
     pub misses: u64,
+    pub images: Vec<Disk>,
 }
 
 /// A store of image trees.

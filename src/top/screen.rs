@@ -177,9 +177,10 @@ fn product_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
         line(
             "disks",
             format!(
-                "{} mounts  saves {}  holds {}  hits {}",
+                "{} mounts  saves {}  I/O {}  holds {}  hits {}",
                 sample.disks.len(),
                 show_size(sum(|disk| disk.saved_bytes)),
+                show_size(sum(|disk| disk.io_saved_bytes)),
                 show_size(sum(|disk| disk.resident_bytes)),
                 show_percent(hits, hits + misses)
             ),
@@ -292,18 +293,24 @@ fn draw_disks(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
         frame.render_widget(Paragraph::new("No disk images are mounted: pagefold disk --help"), area);
         return;
     }
-    let rows = view.sample().disks.iter().map(|disk| {
+    // A mount, then its images, which stand a little to the right.
+    let lines = view.sample().disks.iter().flat_map(|disk| {
+        let images = disk.images.iter().map(|image| (format!("  {}", shorten(&image.name, 38)), image));
+        std::iter::once((shorten(&disk.name, 40), disk)).chain(images)
+    });
+    let rows = lines.map(|(name, disk)| {
         Row::new(vec![
-            Cell::from(shorten(&disk.name, 40)),
+            Cell::from(name),
             right(show_size(disk.resident_bytes)),
             right(show_size(disk.limit_bytes)),
             right(show_size(disk.saved_bytes)),
+            right(show_size(disk.io_saved_bytes)),
             right(show_size(disk.dirty_bytes)),
             right(show_percent(disk.hits, disk.hits + disk.misses)),
         ])
     });
-    let widths = [Constraint::Fill(1)].into_iter().chain([9, 9, 9, 9, 8].map(Constraint::Length));
-    let names = ["mount", ">holds", ">limit", ">saves", ">dirty", ">hits"];
+    let widths = [Constraint::Fill(1)].into_iter().chain([9, 9, 9, 9, 9, 8].map(Constraint::Length));
+    let names = ["mount and images", ">holds", ">of", ">saves", ">I/O saved", ">dirty", ">hits"];
     frame.render_widget(Table::new(rows, widths).header(heading(&names, palette, None)), area);
 }
 

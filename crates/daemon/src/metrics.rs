@@ -51,7 +51,14 @@ fn answer(daemon: &Daemon, mut stream: impl Read + Write) -> io::Result<()> {
     let mut request = String::new();
     BufReader::new((&mut stream).take(REQUEST_BYTES_MAX)).read_line(&mut request)?;
     let (code, body) = match request.split(' ').collect::<Vec<_>>()[..] {
-        ["GET", "/metrics" | "/", ..] => ("200 OK", render(&daemon.status())),
+        ["GET", "/metrics" | "/", ..] => {
+            let mut body = render(&daemon.status());
+            if let Some(more) = daemon.more_metrics.get() {
+                more(&mut body);
+            }
+            body.push_str("# EOF\n");
+            ("200 OK", body)
+        }
         _ => ("404 Not Found", "try /metrics\n".to_owned()),
     };
     write!(
@@ -62,7 +69,7 @@ fn answer(daemon: &Daemon, mut stream: impl Read + Write) -> io::Result<()> {
     )
 }
 
-/// Renders `status` as OpenMetrics text.
+/// Renders `status` as OpenMetrics families; the end mark is left to the caller.
 pub fn render(status: &crate::status::Status) -> String {
     let mut out = String::new();
     let mut family = |name: &str, kind: &str, unit: &str, help: &str, rows: Vec<(String, f64)>| {
@@ -136,7 +143,6 @@ pub fn render(status: &crate::status::Status) -> String {
         "Processor time of daemon and agents.",
         vec![(String::new(), status.totals.cpu_ns as f64 / 1e9)],
     );
-    out.push_str("# EOF\n");
     out
 }
 

@@ -73,7 +73,11 @@ pub struct Daemon {
     /// Processor time of agents whose clients are gone.
     past_cpu_ns: AtomicU64,
     last_busy: Mutex<Instant>,
+    pub(crate) more_metrics: std::sync::OnceLock<MoreMetrics>,
 }
+
+/// Appends the metrics of other parts, as OpenMetrics families.
+pub type MoreMetrics = fn(&mut String);
 
 impl Daemon {
     /// Makes a daemon with no domain yet.
@@ -89,7 +93,13 @@ impl Daemon {
             connections: AtomicU64::new(0),
             past_cpu_ns: AtomicU64::new(0),
             last_busy: Mutex::new(Instant::now()),
+            more_metrics: std::sync::OnceLock::new(),
         })
+    }
+
+    /// Lets `more` append the metrics of parts that the daemon does not know. The first call counts.
+    pub fn add_metrics(&self, more: MoreMetrics) {
+        let _ = self.more_metrics.set(more);
     }
 
     /// Listens and serves until asked to stop.

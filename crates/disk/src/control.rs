@@ -151,6 +151,12 @@ pub fn ask_status(socket: &Path) -> io::Result<Status> {
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, format!("{error}: {reply}")))
 }
 
+/// The statuses of all mounts of this user that answer within `patience` each.
+pub fn statuses(patience: Duration) -> Vec<Status> {
+    let status = |socket: PathBuf| serde_json::from_str(&ask(&socket, Command::Status, patience).ok()?).ok();
+    sockets().into_iter().filter_map(status).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -29,7 +29,7 @@ pub const MERGE_FEATURES: u64 = uffd::FEATURE_PAGEFAULT_FLAG_WP
 
 /// Tries everything.
 pub fn all() -> Vec<Finding> {
-    vec![kernel(), userfaultfd(), device(), map_count(), thp(), ksm(), fuse(), zswap()]
+    vec![kernel(), userfaultfd(), device(), map_count(), thp(), ksm(), zswap()]
 }
 
 fn kernel() -> Finding {
@@ -108,17 +108,6 @@ fn ksm() -> Finding {
         needed: false,
         detail: if works { format!("run = {}", crate::ksm::read("run").unwrap_or(-1)) } else { "absent".into() },
         cure: "boot a kernel with CONFIG_KSM".into(),
-    }
-}
-
-fn fuse() -> Finding {
-    let opened = fs::OpenOptions::new().read(true).write(true).open("/dev/fuse");
-    Finding {
-        name: "FUSE, for pagefold disk",
-        works: opened.is_ok(),
-        needed: false,
-        detail: opened.err().map_or("/dev/fuse opens".into(), |error| format!("/dev/fuse: {error}")),
-        cure: "sudo modprobe fuse, and rights on /dev/fuse".into(),
     }
 }
 
