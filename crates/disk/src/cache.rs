@@ -32,6 +32,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Blocks per chunk: 1 MiB, the largest request of a front end.
 pub(crate) const CHUNK_BLOCKS: usize = 256;
 const CHUNK_BYTES: u64 = (CHUNK_BLOCKS * BLOCK_BYTES) as u64;
+/// From so many frames (64 MiB) on they lie on huge pages, unless they are to be merged page by page.
+const HUGE_PAGES_FROM: usize = 1 << 14;
 /// Largest file: what a signed 64-bit offset can address, in whole blocks.
 const FILE_BYTES_MAX: u64 = i64::MAX as u64 & !(BLOCK_BYTES as u64 - 1);
 
@@ -80,6 +82,9 @@ impl Cache {
         let frame_count = config.frame_count();
         let frames = Frames::new(frame_count)?;
         let merging = config.merge && frames.allow_merging().is_ok();
+        if !merging && frame_count >= HUGE_PAGES_FROM {
+            frames.prefer_huge_pages();
+        }
         Ok(Self {
             frames,
             table: Table::new(frame_count),
@@ -171,6 +176,42 @@ impl Cache {
         }
         self.give(spare);
         Ok(length)
+    }
+
+    /// Gives `length` bytes from `offset` to `give` as they lie in the cache, without a copy, if they are one piece
+    /// there; else returns `give`, and [`Cache::read`] serves. The end of the image cuts what is given.
+    ///
+    /// Images that were read in sequence lie in ascending frames, and so does what shares them: most requests are one
+    /// piece. The chunk stays locked for reading while `give` runs, so `give` must not wait for other requests.
+    pub(crate) fn read_in_place<R, G>(&self, image: &Image, offset: u64, length: usize, give: G) -> Result<R, G>
+    where
+        G: FnOnce(&[u8]) -> R,
+    {
+        if image.changed.load(Ordering::Acquire) || offset.saturating_add(length as u64) > image.size() {
+            return Err(give);
+        }
+        let _shape = image.shape.read();
+        if length == 0 || offset.saturating_add(length as u64) > image.size() {
+            return Err(give);
+        }
+        let first = (offset % CHUNK_BYTES) as usize;
+        if first + length > CHUNK_BYTES as usize {
+            return Err(give);
+        }
+        let Some(chunk) = image.existing_chunk(offset / CHUNK_BYTES) else { return Err(give) };
+        let entries = chunk.entries.read();
+        let blocks = first / BLOCK_BYTES..(first + length).div_ceil(BLOCK_BYTES);
+        let Some(start) = entries.state(blocks.start).frame() else { return Err(give) };
+        let in_line = |at: usize| {
+            let expected = FrameIndex(start.0 + (at - blocks.start) as u32);
+            entries.state(at).frame() == Some(expected)
+        };
+        if !blocks.clone().skip(1).all(in_line) {
+            return Err(give);
+        }
+        (0..blocks.len() as u32).for_each(|n| self.table.touch(FrameIndex(start.0 + n)));
+        add(&image.counters.hits, blocks.len());
+        Ok(self.frames.read_run(start, blocks.len(), |bytes| give(&bytes[first % BLOCK_BYTES..][..length])))
     }
 
     fn read_in_chunk(

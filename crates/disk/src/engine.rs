@@ -420,9 +420,39 @@ impl Handle {
     /// # Errors
     /// As [`Cache::read`].
     pub fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<usize, Error> {
+        self.note_read(offset, buffer.len());
+        self.engine.cache.read(self.image(), offset, buffer)
+    }
+
+    /// Reads `length` bytes and gives them to `give`: as they lie in the cache where they are one piece, else through
+    /// `buffer`. `give` must not wait for other requests.
+    ///
+    /// # Errors
+    /// As [`Cache::read`]; `give` was not called then.
+    pub(crate) fn read_with<R>(
+        &self,
+        offset: u64,
+        length: usize,
+        buffer: &mut Vec<u8>,
+        give: impl FnOnce(&[u8]) -> R,
+    ) -> Result<R, Error> {
+        self.note_read(offset, length);
+        let give = match self.engine.cache.read_in_place(self.image(), offset, length, give) {
+            Ok(done) => return Ok(done),
+            Err(give) => give,
+        };
+        if buffer.len() < length {
+            buffer.resize(length, 0);
+        }
+        let count = self.engine.cache.read(self.image(), offset, &mut buffer[..length])?;
+        Ok(give(&buffer[..count]))
+    }
+
+    /// Notes a read and sends workers ahead of a reader in sequence.
+    fn note_read(&self, offset: u64, length: usize) {
         let cache = &self.engine.cache;
         let window_max = cache.config().read_ahead_bytes as u64;
-        let ahead = self.sequence.lock().note(offset, buffer.len() as u64, window_max);
+        let ahead = self.sequence.lock().note(offset, length as u64, window_max);
         if let Some(range) = ahead
             && range.start < self.image().size()
             // What is in memory already needs no worker woken for it.
@@ -430,7 +460,6 @@ impl Handle {
         {
             self.engine.want_ahead(self.image(), range);
         }
-        cache.read(self.image(), offset, buffer)
     }
 
     /// As [`Cache::write`].

@@ -82,6 +82,10 @@ impl Frames {
         if base == libc::MAP_FAILED {
             return Err(std::io::Error::last_os_error());
         }
+        // A dying process answers nobody until its core is written: the cache is not worth that wait, nor is it meant
+        // for a file. Where the advice is unknown the core is larger.
+        // SAFETY: the range is exactly the new mapping; the advice changes no content.
+        unsafe { libc::madvise(base, count * BLOCK_BYTES, libc::MADV_DONTDUMP) };
         Ok(Self {
             base: NonNull::new(base.cast()).expect("a mapping at address zero is never given"),
             count,
@@ -110,6 +114,13 @@ impl Frames {
             libc::madvise(base, self.count * BLOCK_BYTES, libc::MADV_MERGEABLE) != 0
         };
         if failed { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+    }
+
+    /// Asks for huge pages: frames that are neighbours are then neighbours in physical memory too, and copying them
+    /// costs less. The free list gives neighbours in order, so hardly any huge page is half empty.
+    pub(crate) fn prefer_huge_pages(&self) {
+        // SAFETY: the range is exactly our mapping; the advice changes no content. Without huge pages all goes on.
+        unsafe { libc::madvise(self.base.as_ptr().cast(), self.count * BLOCK_BYTES, libc::MADV_HUGEPAGE) };
     }
 
     /// Gives the memory of `frames` back to the kernel; they read as zeros when next used. Sorts `frames`.
@@ -154,6 +165,16 @@ impl Frames {
         // SAFETY: in range (`address` checks), initialised (anonymous memory is), and not written while `look` runs:
         // the rule in the module head.
         look(unsafe { std::slice::from_raw_parts(self.address(frame), BLOCK_BYTES) })
+    }
+
+    /// Gives the bytes of `count` neighbouring frames to `look`, as one piece; as [`Frames::read`] otherwise.
+    pub(crate) fn read_run<R>(&self, first: FrameIndex, count: usize, look: impl FnOnce(&[u8]) -> R) -> R {
+        assert!(first.at() + count <= self.count, "{count} frames from {} of {}", first.0, self.count);
+        #[cfg(debug_assertions)]
+        let _users: Vec<_> = (0..count as u32).map(|n| self.user(FrameIndex(first.0 + n), false)).collect();
+        // SAFETY: the run is in range (checked above), initialised, and none of its frames is written while `look`
+        // runs: the rule in the module head.
+        look(unsafe { std::slice::from_raw_parts(self.address(first), count * BLOCK_BYTES) })
     }
 
     fn write<R>(&self, frame: FrameIndex, change: impl FnOnce(&mut [u8]) -> R) -> R {

@@ -597,13 +597,18 @@ impl Filesystem for DiskFs {
         reply: ReplyData,
     ) {
         BUFFER.with_borrow_mut(|buffer| {
-            if buffer.len() < size as usize {
-                buffer.resize(size as usize, 0);
-            }
-            let into = &mut buffer[..size as usize];
-            match self.handle(handle).and_then(|handle| handle.read(offset, into)) {
-                Ok(count) => reply.data(&buffer[..count]),
-                Err(error) => reply.error(code(&error)),
+            let mut reply = Some(reply);
+            // The kernel copies into pages it holds already, so the answer waits for nobody.
+            let answer = |bytes: &[u8]| {
+                if let Some(reply) = reply.take() {
+                    reply.data(bytes);
+                }
+            };
+            let result = self.handle(handle).and_then(|handle| handle.read_with(offset, size as usize, buffer, answer));
+            if let Err(error) = result
+                && let Some(reply) = reply
+            {
+                reply.error(code(&error));
             }
         });
     }

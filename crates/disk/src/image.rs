@@ -34,6 +34,16 @@ pub(crate) enum State {
     Writeback(FrameIndex),
 }
 
+impl State {
+    /// The frame with the block's bytes, if it has one.
+    pub(crate) fn frame(self) -> Option<FrameIndex> {
+        match self {
+            Self::Absent | Self::Zero => None,
+            Self::Clean(frame) | Self::Dirty(frame) | Self::Writeback(frame) => Some(frame),
+        }
+    }
+}
+
 const FRAME_BITS: u32 = 30;
 const FRAME_MASK: u32 = (1 << FRAME_BITS) - 1;
 /// The frame number that stands for zeros.

@@ -116,8 +116,8 @@ fn changes_behind_the_mount_are_seen() {
 #[test]
 fn a_very_large_directory_is_listed_and_served() {
     skip_unless_mountable!();
-    // A million takes minutes to make on a slow disk; the memory file system makes this many in seconds.
-    const FILES: usize = 100_000;
+    // A million takes minutes to make on a slow disk; the memory file system makes them in seconds.
+    const FILES: usize = 1_000_000;
     let base = tempfile::tempdir_in("/dev/shm").unwrap();
     let directory = base.path().join("images");
     std::fs::create_dir(&directory).unwrap();
@@ -126,7 +126,18 @@ fn a_very_large_directory_is_listed_and_served() {
     }
     std::fs::write(directory.join("image-0054321"), b"here").unwrap();
     let mount = Mount::over(base, directory, Setup::default());
+    let memory = |field: &str| -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", mount.pid())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix(field)).unwrap();
+        line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+    };
+    let idle = memory("VmRSS:");
+    let started = Instant::now();
     assert_eq!(std::fs::read_dir(mount.at()).unwrap().count(), FILES);
+    let listed = started.elapsed();
+    let most = memory("VmHWM:") - idle;
+    println!("{FILES} files: listed in {listed:.1?}, {} MiB while listing", most >> 20);
+    assert!(most < 128 * FILES as u64, "{most} bytes for the list of a directory");
     assert_eq!(std::fs::read(mount.path("image-0054321")).unwrap(), b"here");
     for n in (0..FILES).step_by(997) {
         std::fs::read(mount.path(&format!("image-{n:07}"))).unwrap();
@@ -175,6 +186,42 @@ fn a_full_disk_is_told_at_sync_and_harms_nobody_else() {
     assert!(back == data);
     run("mount", &["-o", "remount,size=32m", small.0.path().to_str().unwrap()]);
     victim.sync_all().unwrap();
+    assert!(std::fs::read(mount.dir().join("victim")).unwrap() == data);
+}
+
+#[test]
+fn an_error_of_the_background_flush_is_told_once_to_each_who_had_the_file_open() {
+    skip_unless_mountable!();
+    let small = Small::new(8);
+    let base = tempfile::tempdir_in("/var/tmp").unwrap();
+    let mount = Mount::over(base, small.0.path().to_owned(), Setup { flush_ms: 20, ..Setup::default() });
+    let open =
+        |name: &str| OpenOptions::new().create(true).truncate(false).read(true).write(true).open(mount.path(name));
+    let (writer, beside, other) = (open("victim").unwrap(), open("victim").unwrap(), open("other").unwrap());
+    let shared = writer.try_clone().unwrap();
+    let mut data = vec![0; 12 << 20];
+    Random::new(2).fill(&mut data);
+    other.write_all_at(&data[..4096], 0).unwrap();
+    other.sync_all().unwrap();
+    writer.write_all_at(&data, 0).unwrap();
+    // Nobody asks for a sync: the flush in the background meets the full disk.
+    let started = Instant::now();
+    while mount.status().writeback_errors == 0 {
+        assert!(started.elapsed() < Duration::from_secs(30), "the background flush never failed");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    run("mount", &["-o", "remount,size=64m", small.0.path().to_str().unwrap()]);
+    while mount.status().dirty_bytes > 0 {
+        assert!(started.elapsed() < Duration::from_secs(60), "what was refused is never written");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    // As Linux tells it: once per open file, whoever wrote; a copy of a descriptor is the same open file.
+    let code = |file: &File| file.sync_all().err().and_then(|error| error.raw_os_error());
+    assert_eq!(code(&other), None, "another file is none of its business");
+    assert_eq!(code(&writer), Some(libc::ENOSPC));
+    assert_eq!((code(&writer), code(&shared)), (None, None), "told already");
+    assert_eq!((code(&beside), code(&beside)), (Some(libc::ENOSPC), None));
+    assert_eq!(code(&open("victim").unwrap()), None, "whoever comes later is told nothing old");
     assert!(std::fs::read(mount.dir().join("victim")).unwrap() == data);
 }
 

@@ -92,6 +92,61 @@ fn after_a_death_every_call_returns_and_the_mount_point_is_cleaned() {
 }
 
 #[test]
+fn however_it_dies_nobody_waits_for_ever() {
+    skip_unless_mountable!();
+    use rustix::process::Signal;
+    let signals =
+        [Signal::KILL, Signal::ABORT, Signal::SEGV, Signal::BUS, Signal::ILL, Signal::FPE, Signal::SYS, Signal::TERM];
+    let mut mount = Mount::new(Setup::default());
+    std::fs::write(mount.path("x"), vec![1; 1 << 20]).unwrap();
+    for signal in signals {
+        // Callers of all kinds, at it all the time: some are under way when it comes.
+        let threads: Vec<_> = (0..6)
+            .map(|n| {
+                let (path, at) = (mount.path("x"), mount.at());
+                let file = OpenOptions::new().read(true).write(true).open(&path).unwrap();
+                std::thread::spawn(move || {
+                    let mut bytes = [0; 8192];
+                    let call = |bytes: &mut [u8]| match n {
+                        0 => file.read_at(bytes, 4096).map(drop),
+                        1 => file.write_at(bytes, 8192).map(drop),
+                        2 => file.write_at(bytes, 65536).and_then(|_| file.sync_data()),
+                        3 => std::fs::read_dir(&at).map(drop),
+                        4 => std::fs::metadata(&path).map(drop),
+                        _ => std::fs::write(at.join("y"), b"y"),
+                    };
+                    while call(&mut bytes).is_ok() {
+                        // After a clean unmount names are those of the empty directory below.
+                        if !pagefold_disk::mount::is_mounted(&at) {
+                            return;
+                        }
+                    }
+                })
+            })
+            .collect();
+        std::thread::sleep(Duration::from_millis(100));
+        let pid = rustix::process::Pid::from_child(mount.child.as_ref().unwrap());
+        rustix::process::kill_process(pid, signal).unwrap();
+        if matches!(signal, Signal::SEGV | Signal::BUS) {
+            // The standard library's handler lets the first one pass and waits for the instruction to fault again.
+            std::thread::sleep(Duration::from_millis(50));
+            let _ = rustix::process::kill_process(pid, signal);
+        }
+        for (n, thread) in threads.into_iter().enumerate() {
+            in_time(&format!("caller {n} after {signal:?}"), move || thread.join().unwrap());
+        }
+        let mut child = mount.child.take().unwrap();
+        in_time("the server's end", move || child.wait().unwrap());
+        let at = mount.at();
+        in_time("cleaning", move || pagefold_disk::mount::clean_stale(&at)).unwrap();
+        // What a caller made in the empty directory below the mount is not ours.
+        let _ = std::fs::remove_file(mount.path("y"));
+        mount.start();
+        assert_eq!(std::fs::metadata(mount.path("x")).unwrap().len(), 1 << 20, "after {signal:?}");
+    }
+}
+
+#[test]
 fn a_stopped_server_can_be_cut_off() {
     skip_unless_mountable!();
     let mut mount = Mount::new(Setup::default());
