@@ -5,6 +5,8 @@
 //! much is read from disk when several independent copies of a file are read with memory for one. Every read is
 //! checked against the content by a checksum, so no row can win by reading something else.
 
+mod guests;
+
 use fuser::{
     Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, KernelConfig, OpenFlags,
     ReplyAttr, ReplyData, ReplyEntry, ReplyOpen, Request,
@@ -33,6 +35,7 @@ struct Size {
     tree_mib: u64,
     file_mib: usize,
     round: Duration,
+    guests: guests::Size,
 }
 
 #[derive(Serialize, Default)]
@@ -41,6 +44,7 @@ struct Results {
     reads: Vec<ReadRow>,
     pressure: Vec<PressureRow>,
     growth: Vec<GrowthRow>,
+    guests: guests::Results,
     skipped: Vec<String>,
 }
 
@@ -82,8 +86,8 @@ struct GrowthRow {
 /// Entry point.
 pub fn run(args: &[String]) -> ExitCode {
     let outcome = match args {
-        [flag, kind, directory, at, cache, fingerprints] if flag == "--serve" => {
-            serve(kind, Path::new(directory), Path::new(at), cache.parse().unwrap_or(64), fingerprints)
+        [flag, kind, directory, at, cache, fingerprints, nbd] if flag == "--serve" => {
+            serve(kind, Path::new(directory), Path::new(at), cache.parse().unwrap_or(64), fingerprints, nbd)
         }
         _ => measure(args),
     };
@@ -96,14 +100,32 @@ pub fn run(args: &[String]) -> ExitCode {
     }
 }
 
+const QUICK_GUESTS: guests::Size = guests::Size {
+    guests: &[2],
+    tree_mib: 16,
+    rounds: 1,
+    file_mib: 32,
+    all_peers: false,
+    ksm_alone: Duration::from_secs(10),
+};
+const GUESTS: guests::Size = guests::Size {
+    guests: &[2, 3],
+    tree_mib: 60,
+    rounds: 5,
+    file_mib: 128,
+    all_peers: true,
+    ksm_alone: Duration::from_secs(60),
+};
+const FULL_GUESTS: guests::Size = guests::Size { file_mib: 1024, ..GUESTS };
+
 fn measure(args: &[String]) -> Result<(), Failure> {
     let has = |flag: &str| args.iter().any(|arg| arg == flag);
     let size = if has("--full") {
-        Size { images: 6, tree_mib: 400, file_mib: 1024, round: Duration::from_secs(2) }
+        Size { images: 6, tree_mib: 400, file_mib: 1024, round: Duration::from_secs(2), guests: FULL_GUESTS }
     } else if has("--quick") {
-        Size { images: 3, tree_mib: 40, file_mib: 64, round: Duration::from_millis(300) }
+        Size { images: 3, tree_mib: 40, file_mib: 64, round: Duration::from_millis(300), guests: QUICK_GUESTS }
     } else {
-        Size { images: 4, tree_mib: 150, file_mib: 256, round: Duration::from_secs(1) }
+        Size { images: 4, tree_mib: 150, file_mib: 256, round: Duration::from_secs(1), guests: GUESTS }
     };
     let mut results = Results::default();
     if !is_root() || !Path::new("/dev/fuse").exists() {
@@ -111,10 +133,24 @@ fn measure(args: &[String]) -> Result<(), Failure> {
         return Ok(());
     }
     let scratch = Scratch::new()?;
-    reads(&scratch, &size, &mut results)?;
-    memory(&scratch, &size, &mut results)?;
-    pressure(&scratch, &size, &mut results)?;
-    growth(&scratch, &size, &mut results)?;
+    // Any part alone: `pagefold bench pagecache guests --quick`.
+    let parts = ["reads", "memory", "pressure", "growth", "guests"];
+    let wanted = |part: &str| has(part) || !parts.iter().any(|part| has(part));
+    if wanted("reads") {
+        reads(&scratch, &size, &mut results)?;
+    }
+    if wanted("memory") {
+        memory(&scratch, &size, &mut results)?;
+    }
+    if wanted("pressure") {
+        pressure(&scratch, &size, &mut results)?;
+    }
+    if wanted("growth") {
+        growth(&scratch, &size, &mut results)?;
+    }
+    if wanted("guests") {
+        results.guests = guests::measure(&scratch, &size.guests, &mut results.skipped)?;
+    }
     if has("--json") {
         println!("{}", serde_json::to_string_pretty(&results)?);
     } else {
@@ -168,16 +204,50 @@ impl Server {
         cache_mib: usize,
         fingerprints: Option<&Path>,
     ) -> Result<Self, Failure> {
+        Self::start_in(scratch, kind, directory, cache_mib, fingerprints, None)
+    }
+
+    /// The cache, with a socket for NBD.
+    fn start_with_nbd(scratch: &Scratch, directory: &Path, cache_mib: usize, nbd: &Path) -> Result<Self, Failure> {
+        Self::start_as(scratch, "cache", directory, cache_mib, None, None, Some(nbd))
+    }
+
+    /// The same, charged to a control group.
+    fn start_in(
+        scratch: &Scratch,
+        kind: &str,
+        directory: &Path,
+        cache_mib: usize,
+        fingerprints: Option<&Path>,
+        group: Option<&Path>,
+    ) -> Result<Self, Failure> {
+        Self::start_as(scratch, kind, directory, cache_mib, fingerprints, group, None)
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "the settings of a mount, spelled out")]
+    fn start_as(
+        scratch: &Scratch,
+        kind: &str,
+        directory: &Path,
+        cache_mib: usize,
+        fingerprints: Option<&Path>,
+        group: Option<&Path>,
+        nbd: Option<&Path>,
+    ) -> Result<Self, Failure> {
         let at = scratch.dir(&format!("mnt-{kind}"))?;
         let runtime = scratch.dir("run")?;
-        let fingerprints = fingerprints.map_or(String::new(), |path| path.display().to_string());
-        let child = Command::new(std::env::current_exe()?)
-            .args(["pagecache", "--serve", kind])
-            .args([directory, &at])
-            .args([cache_mib.to_string(), fingerprints])
-            .env("PAGEFOLD_RUNTIME_DIR", &runtime)
-            .stdin(Stdio::null())
-            .spawn()?;
+        let text = |path: Option<&Path>| path.map_or(String::new(), |path| path.display().to_string());
+        let (fingerprints, nbd) = (text(fingerprints), text(nbd));
+        let mut command = Command::new(std::env::current_exe()?);
+        command.args(["pagecache", "--serve", kind]).args([directory, &at]).args([
+            cache_mib.to_string(),
+            fingerprints,
+            nbd,
+        ]);
+        if let Some(group) = group {
+            crate::vm::join_group(&mut command, group);
+        }
+        let child = command.env("PAGEFOLD_RUNTIME_DIR", &runtime).stdin(Stdio::null()).spawn()?;
         let mut server = Self { child, at, runtime };
         let device = server.at.parent().ok_or("no parent")?.metadata()?.dev();
         let started = Instant::now();
@@ -188,6 +258,10 @@ impl Server {
             std::thread::sleep(Duration::from_millis(10));
         }
         Ok(server)
+    }
+
+    fn pid(&self) -> i32 {
+        self.child.id() as i32
     }
 
     fn status(&self) -> Result<Status, Failure> {
@@ -214,7 +288,14 @@ impl Drop for Server {
     }
 }
 
-fn serve(kind: &str, directory: &Path, at: &Path, cache_mib: usize, fingerprints: &str) -> Result<(), Failure> {
+fn serve(
+    kind: &str,
+    directory: &Path,
+    at: &Path,
+    cache_mib: usize,
+    fingerprints: &str,
+    nbd: &str,
+) -> Result<(), Failure> {
     if kind == "plain" {
         return serve_plain(directory, at);
     }
@@ -226,7 +307,7 @@ fn serve(kind: &str, directory: &Path, at: &Path, cache_mib: usize, fingerprints
         fingerprints: (!fingerprints.is_empty()).then(|| PathBuf::from(fingerprints)),
         read_only: false,
         allow_other: false,
-        nbd: None,
+        nbd: (!nbd.is_empty()).then(|| PathBuf::from(nbd)),
         grace: Duration::from_secs(1),
     };
     Ok(mount::serve(&options, |_| ())?)
@@ -811,6 +892,7 @@ fn show(results: &Results) {
             mib(row.metadata_bytes)
         );
     }
+    guests::show(&results.guests);
     for skipped in &results.skipped {
         println!("SKIPPED: {skipped}");
     }

@@ -9,6 +9,7 @@ mod index;
 mod kv;
 mod pageone;
 mod scan;
+mod vm;
 mod zswap;
 
 use std::process::ExitCode;

@@ -1,0 +1,727 @@
+//! Disk images under real guests: what is shared beside KSM, what it costs the guests, and what it saves when the host
+//! has memory for one copy of what four guests read.
+
+use super::{Failure, Scratch, Server, cached_bytes, drop_cached, mib, random_file, summary, tool};
+use crate::vm::{self, Boot, Guest, Setup};
+use pagefold_os::{ksm, procfs};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// How large.
+pub struct Size {
+    /// Guests that share, one row group each.
+    pub guests: &'static [usize],
+    /// How much of the kernel tree the images hold.
+    pub tree_mib: u64,
+    /// Rounds of the workload whose processor time is compared.
+    pub rounds: usize,
+    /// The file that four guests read.
+    pub file_mib: usize,
+    /// Rows of the pressure table that take long.
+    pub all_peers: bool,
+    /// How long KSM may go on alone.
+    pub ksm_alone: Duration,
+}
+
+/// All rows.
+#[derive(Serialize, Default)]
+pub struct Results {
+    /// The guests' kernel.
+    guest_kernel: String,
+    sharing: Vec<SharingRow>,
+    overhead: Vec<OverheadRow>,
+    front_ends: Vec<FrontEndRow>,
+    pressure: Vec<PressureRow>,
+}
+
+#[derive(Serialize)]
+struct FrontEndRow {
+    name: String,
+    reads_per_s: f64,
+    spread_percent: f64,
+    /// Processor time of QEMU and server, per read.
+    cpu_us_per_read: f64,
+    /// Whether the guest's memory stays private, which merging needs.
+    guest_memory_private: bool,
+}
+
+#[derive(Serialize)]
+struct SharingRow {
+    guests: usize,
+    name: String,
+    pages_saved: u64,
+    pages_scanned: u64,
+    cpu_s: f64,
+    host_cache_bytes: u64,
+    seconds: f64,
+}
+
+#[derive(Serialize)]
+struct OverheadRow {
+    name: String,
+    guest_cpu_s: f64,
+    server_cpu_s: f64,
+    spread_percent: f64,
+    server_share_percent: f64,
+    total_against_plain_percent: f64,
+}
+
+#[derive(Serialize)]
+struct PressureRow {
+    name: String,
+    swap_bytes: u64,
+    disk_read_bytes: u64,
+    swap_change_percent: f64,
+    disk_change_percent: f64,
+    seconds: f64,
+}
+
+const MOUNT: &str = "mount -t ext4 -o ro /dev/vda /mnt && ls /mnt | wc -l";
+const READ_TREE: &str = "find /mnt -type f -exec cat {} + | wc -c";
+/// As a build does with its sources: every file read from the disk and gone through once.
+const WORK_ON_TREE: &str = "echo 3 > /proc/sys/vm/drop_caches; find /mnt -type f | sort | xargs md5sum | md5sum";
+const GUEST_MIB: usize = 192;
+
+/// Measures everything; what cannot be measured here goes to `skipped`.
+pub fn measure(scratch: &Scratch, size: &Size, skipped: &mut Vec<String>) -> Result<Results, Failure> {
+    let mut results = Results::default();
+    let boot = match Boot::prepare(&scratch.dir("boot")?) {
+        Ok(boot) => boot,
+        Err(error) => {
+            skipped.push(format!("guests: {error}"));
+            return Ok(results);
+        }
+    };
+    results.guest_kernel.clone_from(&boot.version);
+    let most = size.guests.iter().copied().max().unwrap_or(0);
+    let (directory, images) = tree_images(scratch, size.tree_mib, most)?;
+    for &count in size.guests {
+        eprintln!("pagecache: {count} guests read a kernel tree");
+        sharing(scratch, &boot, &directory, &images[..count], size, &mut results, skipped)?;
+    }
+    eprintln!("pagecache: processor time of guests");
+    overhead(scratch, &boot, &directory, &images[..2.min(most)], size, &mut results)?;
+    eprintln!("pagecache: ways from the guest to the host");
+    front_ends(scratch, &boot, &directory, &images[0], size, &mut results, skipped)?;
+    std::fs::remove_dir_all(&directory)?;
+    pressure(scratch, &boot, size, &mut results, skipped)?;
+    Ok(results)
+}
+
+// ---- images with a kernel tree ----
+
+/// A tree of kernel sources of this machine, or other files of the system, and what it is.
+fn kernel_tree() -> PathBuf {
+    let sources = std::fs::read_dir("/usr/src").into_iter().flatten().flatten().map(|entry| entry.path());
+    let mut found: Vec<PathBuf> = sources
+        .filter(|path| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            path.is_dir() && name.starts_with("linux-") && (name.ends_with("-common") || !name.contains("headers"))
+        })
+        .collect();
+    found.sort();
+    found.pop().unwrap_or_else(|| PathBuf::from("/usr/include"))
+}
+
+/// Copies the tree's files, directory by directory, until there are `mib` of them.
+fn copy_tree(from: &Path, to: &Path, left: &mut i64) -> Result<(), Failure> {
+    std::fs::create_dir_all(to)?;
+    let mut entries: Vec<PathBuf> = std::fs::read_dir(from)?.flatten().map(|entry| entry.path()).collect();
+    entries.sort();
+    for path in entries {
+        if *left <= 0 {
+            return Ok(());
+        }
+        let target = to.join(path.file_name().ok_or("no name")?);
+        let metadata = path.symlink_metadata()?;
+        if metadata.is_dir() {
+            copy_tree(&path, &target, left)?;
+        } else if metadata.is_file() {
+            std::fs::copy(&path, target)?;
+            *left -= metadata.len().next_multiple_of(4096) as i64;
+        }
+    }
+    Ok(())
+}
+
+/// Makes `count` images that were installed apart: each its own file system with the same tree.
+fn tree_images(scratch: &Scratch, tree_mib: u64, count: usize) -> Result<(PathBuf, Vec<PathBuf>), Failure> {
+    let tree = scratch.dir("kernel-tree")?;
+    copy_tree(&kernel_tree(), &tree, &mut ((tree_mib << 20) as i64))?;
+    let directory = scratch.dir("guest-images")?;
+    let blocks = ((tree_mib * 3 / 2 + 32) * 256).to_string();
+    let tree = tree.display().to_string();
+    let images: Vec<PathBuf> = (0..count).map(|n| directory.join(format!("guest{n}.raw"))).collect();
+    for image in &images {
+        tool("mke2fs", &["-q", "-t", "ext4", "-b", "4096", "-d", &tree, &image.display().to_string(), &blocks])?;
+        drop_cached(image)?;
+    }
+    std::fs::remove_dir_all(tree)?;
+    Ok((directory, images))
+}
+
+fn raw_drive(path: &Path, cache: &str) -> String {
+    format!("file={},format=raw,cache={cache}", path.display())
+}
+
+fn boot_all(boot: &Boot, drives: impl Iterator<Item = String>, setup: &Setup) -> Result<Vec<Guest>, Failure> {
+    let start = |drive| Guest::start(boot, &Setup { drive, ..setup.clone() });
+    let mut guests: Vec<Guest> = drives.map(start).collect::<Result<_, _>>()?;
+    guests.iter_mut().try_for_each(Guest::ready)?;
+    Ok(guests)
+}
+
+fn plain_setup() -> Setup {
+    Setup { memory_mib: GUEST_MIB, ..Setup::default() }
+}
+
+/// Drives of images shown by a server; `cache=none`, so that the host's kernel keeps no copy of its own.
+fn through<'a>(server: &'a Server, images: &'a [PathBuf]) -> impl Iterator<Item = String> + 'a {
+    images.iter().map(|image| raw_drive(&server.at.join(image.file_name().unwrap_or_default()), "none"))
+}
+
+fn cpu_s(pids: impl IntoIterator<Item = i32>) -> f64 {
+    pids.into_iter().filter_map(procfs::cpu_ns).sum::<u64>() as f64 / 1e9
+}
+
+fn same(said: &[String]) -> Result<(), Failure> {
+    match said.windows(2).all(|pair| pair[0] == pair[1]) && !said.iter().any(String::is_empty) {
+        true => Ok(()),
+        false => Err(format!("guests read different things: {said:?}").into()),
+    }
+}
+
+// ---- what is shared ----
+
+fn sharing(
+    scratch: &Scratch,
+    boot: &Boot,
+    directory: &Path,
+    images: &[PathBuf],
+    size: &Size,
+    results: &mut Results,
+    skipped: &mut Vec<String>,
+) -> Result<(), Failure> {
+    let count = images.len();
+    let server = Server::start(scratch, "cache", directory, (size.tree_mib * 2 + 64) as usize, None)?;
+    let mut guests = boot_all(boot, through(&server, images), &plain_setup())?;
+    same(&vm::all(&mut guests, MOUNT)?)?;
+    let (started, cpu) = (Instant::now(), cpu_s([server.pid()]));
+    same(&vm::all(&mut guests, READ_TREE)?)?;
+    let seconds = started.elapsed().as_secs_f64();
+    let status = server.status()?;
+    let scanned = status.misses + status.read_ahead_blocks;
+    let ours = status.memory_saved_bytes / 4096;
+    results.sharing.push(SharingRow {
+        guests: count,
+        name: "pagefold disk (host's cache)".to_owned(),
+        pages_saved: ours,
+        pages_scanned: scanned,
+        cpu_s: cpu_s([server.pid()]) - cpu,
+        host_cache_bytes: status.resident_bytes + status.metadata_bytes,
+        seconds,
+    });
+    drop(guests);
+    drop(server);
+
+    // The same guests on the plain files, with KSM on their memory.
+    images.iter().try_for_each(|image| drop_cached(image))?;
+    let ksmd = procfs::pids().into_iter().find(|pid| procfs::name(*pid).as_deref() == Some("ksmd"));
+    let (Ok(mut settings), Some(ksmd)) = (ksm::Settings::save(), ksmd) else {
+        skipped.push("KSM on the guests: this kernel has none".to_owned());
+        return Ok(());
+    };
+    if ksm::read("run")? == 1 {
+        skipped.push("KSM on the guests: it runs already, for somebody else".to_owned());
+        return Ok(());
+    }
+    ksm::write("run", 2)?;
+    ksm::write("run", 0)?;
+    let mut guests = boot_all(boot, images.iter().map(|image| raw_drive(image, "writeback")), &plain_setup())?;
+    same(&vm::all(&mut guests, MOUNT)?)?;
+    let read = |name| ksm::read(name).map(|value| value.max(0) as u64);
+    let (scanned_before, cpu_before) = (read("pages_scanned")?, cpu_s([ksmd]));
+    // As many pages as our cache looked at, spread over the time that the workload took there.
+    ksm::write("sleep_millisecs", 20)?;
+    ksm::write("pages_to_scan", ((scanned as f64 * 0.02 / seconds) as i64).max(1))?;
+    ksm::write("run", 1)?;
+    let started = Instant::now();
+    guests.iter_mut().try_for_each(|guest| guest.begin(READ_TREE))?;
+    let deadline = started + Duration::from_secs(120);
+    while read("pages_scanned")? - scanned_before < scanned && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    ksm::write("run", 0)?;
+    let budget = read("pages_scanned")? - scanned_before;
+    same(&guests.iter_mut().map(Guest::wait).collect::<Result<Vec<_>, _>>()?)?;
+    let kept: u64 = images.iter().map(|image| cached_bytes(image)).sum::<Result<u64, _>>()?;
+    let mut row = |name: String, pages_scanned: u64, cpu: f64, since: Instant| -> Result<(), Failure> {
+        results.sharing.push(SharingRow {
+            guests: count,
+            name,
+            pages_saved: read("pages_sharing")?,
+            pages_scanned,
+            cpu_s: cpu,
+            host_cache_bytes: kept,
+            seconds: since.elapsed().as_secs_f64(),
+        });
+        Ok(())
+    };
+    row("plain files, KSM on the guests, equal scan budget".to_owned(), budget, cpu_s([ksmd]) - cpu_before, started)?;
+    // With all the budget it wants, until it finds nothing more: what the equal budget costs it.
+    ksm::write("sleep_millisecs", 10)?;
+    ksm::write("pages_to_scan", 5000)?;
+    ksm::write("run", 1)?;
+    let started = Instant::now();
+    let mut last = (0, Instant::now());
+    while started.elapsed() < size.ksm_alone && last.1.elapsed() < Duration::from_secs(5) {
+        std::thread::sleep(Duration::from_millis(250));
+        let now = read("pages_sharing")?;
+        if now > last.0 + last.0 / 100 {
+            last = (now, Instant::now());
+        }
+    }
+    ksm::write("run", 0)?;
+    let scanned_alone = read("pages_scanned")? - scanned_before;
+    row(
+        "the same, KSM going on until nothing more comes".to_owned(),
+        scanned_alone,
+        cpu_s([ksmd]) - cpu_before,
+        started,
+    )?;
+    settings.restore();
+    Ok(())
+}
+
+// ---- what it costs ----
+
+fn overhead(
+    scratch: &Scratch,
+    boot: &Boot,
+    directory: &Path,
+    images: &[PathBuf],
+    size: &Size,
+    results: &mut Results,
+) -> Result<(), Failure> {
+    let server = Server::start(scratch, "cache", directory, (size.tree_mib * 2 + 64) as usize, None)?;
+    let mut plain = boot_all(boot, images.iter().map(|image| raw_drive(image, "writeback")), &plain_setup())?;
+    let mut ours = boot_all(boot, through(&server, images), &plain_setup())?;
+    same(&[vm::all(&mut plain, MOUNT)?, vm::all(&mut ours, MOUNT)?].concat())?;
+    // Once unmeasured: memory is plentiful and warm on both sides.
+    same(&[vm::all(&mut plain, WORK_ON_TREE)?, vm::all(&mut ours, WORK_ON_TREE)?].concat())?;
+    let mut samples: Vec<[f64; 3]> = Vec::new();
+    let pids = |guests: &[Guest]| guests.iter().map(Guest::pid).collect::<Vec<_>>();
+    for round in 0..size.rounds {
+        let mut sample = [0.0; 3];
+        // In turn, and each first as often as the other.
+        for turn in 0..2 {
+            if (round + turn) % 2 == 0 {
+                let before = cpu_s(pids(&plain));
+                vm::all(&mut plain, WORK_ON_TREE)?;
+                sample[0] = cpu_s(pids(&plain)) - before;
+            } else {
+                let before = (cpu_s(pids(&ours)), cpu_s([server.pid()]));
+                vm::all(&mut ours, WORK_ON_TREE)?;
+                sample[1] = cpu_s(pids(&ours)) - before.0;
+                sample[2] = cpu_s([server.pid()]) - before.1;
+            }
+        }
+        samples.push(sample);
+    }
+    let column = |at: usize| summary(samples.iter().map(|sample| sample[at]).collect());
+    let (guests_plain, guests_ours, server_cpu) = (column(0), column(1), column(2));
+    let share = summary(samples.iter().map(|s| 100.0 * s[2] / (s[1] + s[2])).collect()).0;
+    let total = summary(samples.iter().map(|s| 100.0 * ((s[1] + s[2]) / s[0] - 1.0)).collect()).0;
+    results.overhead.push(OverheadRow {
+        name: "plain files, kernel's page cache".to_owned(),
+        guest_cpu_s: guests_plain.0,
+        server_cpu_s: 0.0,
+        spread_percent: guests_plain.1,
+        server_share_percent: 0.0,
+        total_against_plain_percent: 0.0,
+    });
+    results.overhead.push(OverheadRow {
+        name: "pagefold disk".to_owned(),
+        guest_cpu_s: guests_ours.0,
+        server_cpu_s: server_cpu.0,
+        spread_percent: guests_ours.1,
+        server_share_percent: share,
+        total_against_plain_percent: total,
+    });
+    Ok(())
+}
+
+// ---- the ways from a guest to the host ----
+
+/// A server of QEMU's own, gone with this value.
+struct StorageDaemon(std::process::Child);
+
+impl StorageDaemon {
+    fn start(image: &Path, export: &str, socket: &Path) -> Result<StorageDaemon, Failure> {
+        let mut command = std::process::Command::new("qemu-storage-daemon");
+        command.arg("--blockdev").arg(format!("driver=file,node-name=f,locking=off,filename={}", image.display()));
+        if export == "nbd" {
+            command.arg("--nbd-server").arg(format!("addr.type=unix,addr.path={}", socket.display()));
+            command.args(["--export", "type=nbd,id=e,node-name=f,name=disk,writable=on"]);
+        } else {
+            let address = format!("addr.type=unix,addr.path={}", socket.display());
+            command.arg("--export").arg(format!("type={export},id=e,node-name=f,{address},writable=on"));
+        }
+        let child = command.stdin(std::process::Stdio::null()).spawn()?;
+        let mut daemon = StorageDaemon(child);
+        let started = Instant::now();
+        while !socket.exists() {
+            if daemon.0.try_wait()?.is_some() || started.elapsed() > Duration::from_secs(20) {
+                return Err("qemu-storage-daemon does not come up".into());
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(daemon)
+    }
+}
+
+impl Drop for StorageDaemon {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// 4 KiB reads past the guest's own cache, each waiting for the one before: round trips, nothing else.
+fn front_ends(
+    scratch: &Scratch,
+    boot: &Boot,
+    directory: &Path,
+    image: &Path,
+    size: &Size,
+    results: &mut Results,
+    skipped: &mut Vec<String>,
+) -> Result<(), Failure> {
+    const READS: usize = 4000;
+    let sockets = scratch.dir("sockets")?;
+    let (ours_nbd, nbd, rings) = (sockets.join("ours"), sockets.join("nbd"), sockets.join("rings"));
+    let server = Server::start_with_nbd(scratch, directory, (size.tree_mib * 2 + 64) as usize, &ours_nbd)?;
+    let daemons = StorageDaemon::start(image, "nbd", &nbd)
+        .and_then(|first| Ok((first, StorageDaemon::start(image, "vhost-user-blk", &rings)?)));
+    let name = image.file_name().and_then(|name| name.to_str()).ok_or("no name")?;
+    let socket_drive =
+        |socket: &Path, name: &str| format!("file=nbd+unix:///{name}?socket={},format=raw", socket.display());
+    let mount_drive = raw_drive(&server.at.join(name), "none");
+    let with_drive = |drive: String| Setup { drive, ..plain_setup() };
+    let plain_drive = format!("{},file.locking=off", raw_drive(image, "writeback"));
+    let mut rows: Vec<(&str, Setup, Vec<i32>)> = vec![
+        ("plain file, kernel's page cache", with_drive(plain_drive), vec![]),
+        ("pagefold disk, the mounted file", with_drive(mount_drive), vec![server.pid()]),
+        ("pagefold disk, NBD", with_drive(socket_drive(&ours_nbd, name)), vec![server.pid()]),
+    ];
+    match &daemons {
+        Err(error) => skipped.push(format!("vhost-user-blk against NBD: {error}")),
+        Ok((by_nbd, by_rings)) => {
+            let setup = with_drive(socket_drive(&nbd, "disk"));
+            rows.push(("QEMU's storage daemon, NBD", setup, vec![by_nbd.0.id() as i32]));
+            let extra = [
+                "-object".to_owned(),
+                format!("memory-backend-memfd,id=m,size={GUEST_MIB}M,share=on"),
+                "-machine".to_owned(),
+                "memory-backend=m".to_owned(),
+                "-chardev".to_owned(),
+                format!("socket,id=c,path={}", rings.display()),
+                "-device".to_owned(),
+                "vhost-user-blk-pci,chardev=c".to_owned(),
+            ];
+            let setup = Setup { extra: extra.into(), ..plain_setup() };
+            rows.push(("QEMU's storage daemon, vhost-user-blk", setup, vec![by_rings.0.id() as i32]));
+        }
+    }
+    let command = format!("dd if=/dev/vda of=/dev/null bs=4k count={READS} iflag=direct 2>&1 | grep -c copied");
+    let mut guests: Vec<Guest> =
+        rows.iter().map(|(_, setup, _)| Guest::start(boot, setup)).collect::<Result<_, _>>()?;
+    guests.iter_mut().try_for_each(Guest::ready)?;
+    let mut samples = vec![(Vec::new(), Vec::new()); rows.len()];
+    for round in 0..size.rounds + 1 {
+        for (((_, _, servers), guest), samples) in rows.iter().zip(&mut guests).zip(&mut samples) {
+            let pids: Vec<i32> = servers.iter().copied().chain([guest.pid()]).collect();
+            let (cpu, started) = (cpu_s(pids.clone()), Instant::now());
+            let said = guest.run(&command)?;
+            if said != "1" {
+                return Err(format!("a guest's dd failed: {said}").into());
+            }
+            // The first round warms up.
+            if round > 0 {
+                samples.0.push(READS as f64 / started.elapsed().as_secs_f64());
+                samples.1.push((cpu_s(pids) - cpu) * 1e6 / READS as f64);
+            }
+        }
+    }
+    for ((name, setup, _), (rates, cpu)) in rows.iter().zip(samples) {
+        let (reads_per_s, spread_percent) = summary(rates);
+        results.front_ends.push(FrontEndRow {
+            name: (*name).to_owned(),
+            reads_per_s,
+            spread_percent,
+            cpu_us_per_read: summary(cpu).0,
+            guest_memory_private: setup.extra.is_empty(),
+        });
+    }
+    Ok(())
+}
+
+// ---- memory for one ----
+
+const READERS: usize = 4;
+const PASSES: usize = 2;
+/// Small guests: what they cannot keep they ask the host for again.
+const SMALL_MIB: usize = 96;
+/// What QEMU takes beyond its guest's memory, with a small buffer for translated code.
+const QEMU_MIB: usize = 48;
+
+/// A swap file, in use while this value lives.
+struct Swap(PathBuf);
+
+impl Swap {
+    fn start(path: PathBuf, mib: usize) -> Result<Swap, Failure> {
+        random_file(&path, mib, 3)?;
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
+        let name = path.display().to_string();
+        tool("mkswap", &[&name])?;
+        tool("swapon", &[&name])?;
+        Ok(Swap(path))
+    }
+}
+
+impl Drop for Swap {
+    fn drop(&mut self) {
+        let _ = tool("swapoff", &[&self.0.display().to_string()]);
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// A memory control group with a limit, gone with this value.
+struct Group(PathBuf);
+
+impl Group {
+    fn new(name: &str, bytes: u64) -> Result<Group, Failure> {
+        let (root, limit, _) = super::memory_groups()?;
+        let group = Group(root.join(format!("pagefold-bench-{}-{name}", std::process::id())));
+        std::fs::create_dir(&group.0)?;
+        std::fs::write(group.0.join(limit), bytes.to_string())?;
+        Ok(group)
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // Its processes were waited for; the kernel may need a moment for the last of their memory.
+        for _ in 0..100 {
+            if std::fs::remove_dir(&self.0).is_ok() {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+fn vmstat(name: &str) -> Result<u64, Failure> {
+    let text = std::fs::read_to_string("/proc/vmstat")?;
+    let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')).ok_or("no such counter")?;
+    Ok(value.trim().parse()?)
+}
+
+/// Bytes that a process made the disk read, swap included.
+fn process_reads(pid: i32) -> u64 {
+    let io = std::fs::read_to_string(format!("/proc/{pid}/io")).unwrap_or_default();
+    io.lines().find_map(|line| line.strip_prefix("read_bytes: ")?.trim().parse().ok()).unwrap_or(0)
+}
+
+fn pressure(
+    scratch: &Scratch,
+    boot: &Boot,
+    size: &Size,
+    results: &mut Results,
+    skipped: &mut Vec<String>,
+) -> Result<(), Failure> {
+    let directory = scratch.dir("guest-copies")?;
+    let copies: Vec<PathBuf> = (0..READERS).map(|n| directory.join(format!("copy{n}.raw"))).collect();
+    random_file(&copies[0], size.file_mib, 17)?;
+    copies[1..].iter().try_for_each(|copy| std::fs::copy(&copies[0], copy).map(drop))?;
+    let swap = match Swap::start(scratch.0.join("swap"), 1024) {
+        Ok(swap) => swap,
+        Err(error) => {
+            skipped.push(format!("memory for one: no swap file: {error}"));
+            return Ok(());
+        }
+    };
+    let fingerprints = scratch.dir("guest-fingerprints")?;
+    if !size.all_peers {
+        learn(scratch, &directory, &copies, size, &fingerprints)?;
+    }
+    let mut plain = None;
+    for (name, cached, with_ksm, store) in [
+        ("plain files, kernel's page cache", false, false, None),
+        ("the same, KSM on the guests (its default rate)", false, true, None),
+        ("pagefold disk", true, false, None),
+        ("pagefold disk, fingerprints being learnt", true, false, Some(&*fingerprints)),
+        ("pagefold disk, fingerprints known", true, false, Some(&*fingerprints)),
+    ] {
+        let long = with_ksm || name.contains("learnt");
+        if long && !size.all_peers {
+            continue;
+        }
+        eprintln!("pagecache: memory for one: {name}");
+        copies.iter().try_for_each(|copy| drop_cached(copy))?;
+        let (swapped, read, seconds) =
+            read_under_pressure(scratch, boot, size, &directory, &copies, cached, with_ksm, store)?;
+        let (swap_plain, read_plain) = *plain.get_or_insert((swapped, read));
+        results.pressure.push(PressureRow {
+            name: name.to_owned(),
+            swap_bytes: swapped,
+            disk_read_bytes: read,
+            swap_change_percent: 100.0 * (swapped as f64 / (swap_plain as f64).max(1.0) - 1.0),
+            disk_change_percent: 100.0 * (read as f64 / (read_plain as f64).max(1.0) - 1.0),
+            seconds,
+        });
+    }
+    drop(swap);
+    Ok(std::fs::remove_dir_all(directory)?)
+}
+
+/// Reads all copies through a mount once, so that their fingerprints are there.
+fn learn(scratch: &Scratch, directory: &Path, copies: &[PathBuf], size: &Size, store: &Path) -> Result<(), Failure> {
+    let server = Server::start(scratch, "cache", directory, size.file_mib + 64, Some(store))?;
+    for copy in copies {
+        super::read_through(&server.at.join(copy.file_name().ok_or("no name")?))?;
+    }
+    Ok(())
+}
+
+/// Bytes swapped in and out, bytes of images read from disk, seconds.
+#[allow(clippy::too_many_arguments, reason = "one row of the table, spelled out")]
+fn read_under_pressure(
+    scratch: &Scratch,
+    boot: &Boot,
+    size: &Size,
+    directory: &Path,
+    copies: &[PathBuf],
+    cached: bool,
+    with_ksm: bool,
+    store: Option<&Path>,
+) -> Result<(u64, u64, f64), Failure> {
+    // The guests, and one copy of the file with a quarter to spare; the server's own memory comes out of that quarter.
+    let limit_mib = READERS * (SMALL_MIB + QEMU_MIB) + size.file_mib + size.file_mib / 4;
+    let group = Group::new(if cached { "disk" } else { "plain" }, (limit_mib as u64) << 20)?;
+    let mut setup = Setup { memory_mib: SMALL_MIB, group: Some(group.0.clone()), ..Setup::default() };
+    setup.accel = Some("tcg,tb-size=16".to_owned());
+    let cache_mib = size.file_mib + size.file_mib / 16;
+    let server = match cached {
+        true => Some(Server::start_in(scratch, "cache", directory, cache_mib, store, Some(&group.0))?),
+        false => None,
+    };
+    let mut settings = None;
+    if with_ksm && ksm::read("run").is_ok_and(|run| run == 0) {
+        settings = ksm::Settings::save().ok();
+        ksm::write("sleep_millisecs", 20)?;
+        ksm::write("pages_to_scan", 100)?;
+        ksm::write("run", 1)?;
+    }
+    let mut guests = match &server {
+        Some(server) => boot_all(boot, through(server, copies), &setup)?,
+        None => boot_all(boot, copies.iter().map(|copy| raw_drive(copy, "writeback")), &setup)?,
+    };
+    let pids: Vec<i32> = guests.iter().map(Guest::pid).chain(server.iter().map(Server::pid)).collect();
+    let swaps = || -> Result<(u64, u64), Failure> { Ok((vmstat("pswpin")? * 4096, vmstat("pswpout")? * 4096)) };
+    let reads = || pids.iter().copied().map(process_reads).sum::<u64>();
+    let (swap_before, read_before, started) = (swaps()?, reads(), Instant::now());
+    for _ in 0..PASSES {
+        same(&vm::all(&mut guests, "md5sum < /dev/vda")?)?;
+    }
+    let (swap_after, seconds) = (swaps()?, started.elapsed().as_secs_f64());
+    let swapped_in = swap_after.0 - swap_before.0;
+    // What came back from swap is no read of an image.
+    let read = (reads() - read_before).saturating_sub(swapped_in);
+    drop(guests);
+    drop(server);
+    if let Some(mut settings) = settings {
+        settings.restore();
+    }
+    Ok((swapped_in + swap_after.1 - swap_before.1, read, seconds))
+}
+
+/// Prints the tables.
+pub fn show(results: &Results) {
+    if results.guest_kernel.is_empty() {
+        return;
+    }
+    println!(
+        "\nGuests (QEMU, emulated; Linux {}) read a kernel tree, one image each, installed apart",
+        results.guest_kernel
+    );
+    println!(
+        "{:52} {:>7} {:>12} {:>10} {:>8} {:>15} {:>6}",
+        "", "guests", "pages saved", "looked at", "CPU s", "host cache MiB", "s"
+    );
+    for row in &results.sharing {
+        println!(
+            "{:52} {:>7} {:>12} {:>10} {:>8.2} {:>15.1} {:>6.1}",
+            row.name,
+            row.guests,
+            row.pages_saved,
+            row.pages_scanned,
+            row.cpu_s,
+            mib(row.host_cache_bytes),
+            row.seconds
+        );
+    }
+    for rows in results.sharing.chunks(3) {
+        if let [ours, ksm, _] = rows {
+            let against = match ksm.pages_saved {
+                0 => "KSM saved no page at an equal scan budget".to_owned(),
+                n => format!("{:.1} x the pages of KSM at an equal scan budget", ours.pages_saved as f64 / n as f64),
+            };
+            println!("{} guests: {against}", ours.guests);
+        }
+    }
+    println!("\nProcessor time of two guests that read and digest the tree, memory plentiful");
+    println!(
+        "{:36} {:>12} {:>10} {:>8} {:>14} {:>14}",
+        "", "guests' s", "server's s", "+-", "server's share", "all vs plain"
+    );
+    for row in &results.overhead {
+        println!(
+            "{:36} {:>12.2} {:>10.3} {:>6.1} % {:>12.2} % {:>12.1} %",
+            row.name,
+            row.guest_cpu_s,
+            row.server_cpu_s,
+            row.spread_percent,
+            row.server_share_percent,
+            row.total_against_plain_percent
+        );
+    }
+    println!("\n4 KiB reads of one guest past its cache, one at a time (median of rounds)");
+    println!("{:40} {:>10} {:>8} {:>14} {:>22}", "", "reads/s", "+-", "CPU us a read", "guest memory");
+    for row in &results.front_ends {
+        println!(
+            "{:40} {:>10.0} {:>6.1} % {:>14.1} {:>22}",
+            row.name,
+            row.reads_per_s,
+            row.spread_percent,
+            row.cpu_us_per_read,
+            if row.guest_memory_private { "private, can merge" } else { "shared, cannot merge" }
+        );
+    }
+    println!(
+        "\n{READERS} guests read an independent copy of one file {PASSES} times, host memory for the guests and one copy"
+    );
+    println!("{:48} {:>10} {:>9} {:>10} {:>9} {:>7}", "", "swap MiB", "change", "disk MiB", "change", "s");
+    for row in &results.pressure {
+        println!(
+            "{:48} {:>10.1} {:>7.1} % {:>10.1} {:>7.1} % {:>7.1}",
+            row.name,
+            mib(row.swap_bytes),
+            row.swap_change_percent,
+            mib(row.disk_read_bytes),
+            row.disk_change_percent,
+            row.seconds
+        );
+    }
+}
