@@ -281,6 +281,22 @@ pub fn from_directory(
     progress.expect(total);
     let cache_path = StatCache::path(build.store(), root);
     let cache = if options.rehash { StatCache::default() } else { StatCache::load(&cache_path) };
+    let mut remember = Vec::new();
+    // What the cache knows and the store has is not read again.
+    let known = |job: &Job| {
+        let (then, digest) = cache.files.get(&(job.device, job.inode))?;
+        (job.seen.size > INLINE_MAX && *then == job.seen).then_some((*digest, job.seen.size))
+    };
+    let there = build.has_all(&jobs.iter().filter_map(known).collect::<Vec<_>>())?;
+    let mut there = there.into_iter();
+    jobs.retain(|job| {
+        let Some((digest, size)) = known(job).filter(|_| there.next() == Some(true)) else { return true };
+        build.stats.files_unchanged.fetch_add(1, Ordering::Relaxed);
+        progress.add(size, true);
+        remember.push(((job.device, job.inode), (job.seen, digest)));
+        tree.inode_mut(job.id).kind = Kind::File(Data::Object(digest, size));
+        false
+    });
     let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
     let results = Mutex::new(Vec::with_capacity(jobs.len()));
     let workers = std::thread::available_parallelism().map_or(1, usize::from).min(jobs.len().max(1));
@@ -288,7 +304,7 @@ pub fn from_directory(
         let mut mine = Vec::new();
         while !failed.load(Ordering::Relaxed) {
             let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
-            match read_job(build, &top, root, job, &cache, progress) {
+            match read_job(build, &top, root, job, progress) {
                 Ok((data, keep)) => mine.push((job, data, keep)),
                 Err(error) => {
                     failed.store(true, Ordering::Relaxed);
@@ -305,7 +321,6 @@ pub fn from_directory(
         let rest: Vec<_> = threads.into_iter().map(|thread| thread.join().expect("workers do not panic")).collect();
         rest.into_iter().fold(first, |sum, result| sum.and(result))
     })?;
-    let mut remember = Vec::new();
     for (job, data, keep) in results.into_inner().expect("no panic while held") {
         if let (Data::Object(digest, _), Some(seen)) = (&data, keep) {
             remember.push(((job.device, job.inode), (seen, *digest)));
@@ -317,24 +332,8 @@ pub fn from_directory(
     Ok(tree)
 }
 
-/// Reads one file, or knows it; returns what to remember of it when its times can be trusted.
-fn read_job(
-    build: &Build,
-    top: &OwnedFd,
-    root: &Path,
-    job: &Job,
-    cache: &StatCache,
-    progress: &Progress,
-) -> Result<(Data, Option<Seen>)> {
-    if job.seen.size > INLINE_MAX
-        && let Some((known, digest)) = cache.files.get(&(job.device, job.inode))
-        && *known == job.seen
-        && build.has(digest, job.seen.size)?
-    {
-        build.stats.files_unchanged.fetch_add(1, Ordering::Relaxed);
-        progress.add(job.seen.size, true);
-        return Ok((Data::Object(*digest, job.seen.size), Some(job.seen)));
-    }
+/// Reads one file; returns what to remember of it when its times can be trusted.
+fn read_job(build: &Build, top: &OwnedFd, root: &Path, job: &Job, progress: &Progress) -> Result<(Data, Option<Seen>)> {
     let full = root.join(&job.path);
     for _ in 0..3 {
         let file = open_beneath(top, &job.path, OFlags::RDONLY | OFlags::NONBLOCK)?;

@@ -84,6 +84,7 @@ fn prepare(store: &Store, record: &Record, run: &Run) -> Result<Command> {
     let root = store.path("staging").join(lease.id());
     fs::create_dir_all(&root).at(&root)?;
     let staging = mount::open_path(&store.path("staging")).at(&root)?;
+    let leases = mount::open_path(&store.path("leases")).at(&root)?;
     tmpfs(&root, c"mode=0700")?;
     let (scratch, place) = (root.join("scratch"), root.join("root"));
     fs::create_dir(&scratch).and_then(|()| fs::create_dir(&place)).at(&root)?;
@@ -157,7 +158,11 @@ fn prepare(store: &Store, record: &Record, run: &Run) -> Result<Command> {
         .map_err(|errno| Error::Mount { what: "pivot_root".into(), source: errno.into() })?;
     rustix::mount::unmount(".", rustix::mount::UnmountFlags::DETACH)
         .map_err(|errno| Error::Mount { what: "leaving the old root".into(), source: errno.into() })?;
+    // By descriptor: the store is out of sight now, for the leases' own clean-up too. The mount table names the image.
     let _ = rustix::fs::unlinkat(&staging, lease.id(), rustix::fs::AtFlags::REMOVEDIR);
+    for lease in [&lease, &lease_mount] {
+        let _ = rustix::fs::unlinkat(&leases, lease.id(), rustix::fs::AtFlags::empty());
+    }
     let config = &record.config;
     let workdir = if run.workdir.is_empty() { config.working_dir.as_str() } else { run.workdir.as_str() };
     let workdir = if workdir.is_empty() { "/" } else { workdir };

@@ -244,11 +244,22 @@ fn remove_image_files(store: &Store, digest: &Digest) -> Result<()> {
         }
     }
     for end in ["userdir", "rootdir"] {
-        let path = trees.join(format!("{hex}.{end}"));
-        if path.exists() {
-            rustix::fs::chmod(&path, rustix::fs::Mode::RWXU).at(&path)?;
-            remove_tree(&path)?;
+        let (path, doomed) = (trees.join(format!("{hex}.{end}")), trees.join(format!("{hex}.{end}.doomed")));
+        let remove = || -> Result<()> {
+            if doomed.exists() {
+                rustix::fs::chmod(&doomed, rustix::fs::Mode::RWXU).at(&doomed)?;
+                remove_tree(&doomed)?;
+            }
+            Ok(())
+        };
+        // What a collector that died has left; then out of its name in one step, so that half a directory is never
+        // taken for all of it.
+        remove()?;
+        match fs::rename(&path, &doomed) {
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            other => other.at(&path)?,
         }
+        remove()?;
     }
     Ok(())
 }

@@ -208,8 +208,14 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
         let path = store.tree_path(digest);
         return Err(Error::Damaged(format!("{}: missing; build the image again", path.display())));
     }
-    // The kernel shall parse only what our writer wrote.
+    // The kernel shall parse only what our writer wrote. It will want few of these pages: what the check alone brings
+    // into memory goes out again.
+    let path = store.tree_path(digest);
+    let cold = File::open(&path).ok().filter(|file| sys::cached_pages(file).is_ok_and(|pages| pages == 0));
     let bytes = store.tree_bytes(digest)?;
+    if let Some(file) = cold {
+        let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
+    }
     let mut attributes = MountAttrFlags::empty();
     attributes.set(MountAttrFlags::MOUNT_ATTR_NOSUID, options.nosuid);
     attributes.set(MountAttrFlags::MOUNT_ATTR_NODEV, options.nodev);
@@ -307,7 +313,11 @@ fn metadata_directory(
     let mut notes = BTreeMap::new();
     write_directory(&tree, &place, user, &mut notes)?;
     let lines: Vec<String> = notes.iter().map(|(what, count)| format!("{count} {what}")).collect();
-    fs::write(&notes_path, lines.join("\n")).at(&notes_path)?;
+    let notes_staged = staged.join("notes");
+    fs::write(&notes_staged, lines.join("\n")).at(&notes_staged)?;
+    // What has its name is complete, after a power cut too; and two who make it at once write the same.
+    store.settle(&staged)?;
+    fs::rename(&notes_staged, &notes_path).at(&notes_path)?;
     match fs::rename(&place, &target) {
         Ok(()) => {}
         Err(_) if target.exists() => remove_tree(&place)?,

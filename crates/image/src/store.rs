@@ -32,6 +32,7 @@ use crate::error::{At, Error, Result, input};
 use crate::tree::{Data, INLINE_MAX, Tree};
 use rustix::fs::{FlockOperation, RenameFlags};
 use serde::{Deserialize, Serialize};
+use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -47,6 +48,9 @@ const FORMAT_FILE: &str = "pagefold-image-store";
 const BATCH_BYTES: u64 = 1 << 30;
 /// Staged objects after which it does.
 const BATCH_OBJECTS: usize = 16_384;
+
+/// Objects claimed and looked for per hold of the domain lock: milliseconds.
+const CLAIM_BATCH: usize = if cfg!(pagefold_stress) { 2 } else { 1024 };
 
 #[derive(Serialize, Deserialize)]
 struct Format {
@@ -146,20 +150,6 @@ fn random_id() -> Result<String> {
     Ok(format!("{:016x}", u64::from_le_bytes(bytes)))
 }
 
-/// Writes `bytes` to `path` so that a crash leaves the old file or the new one.
-fn replace(path: &Path, bytes: &[u8], staged: &Path, sync: bool) -> Result<()> {
-    let mut file = File::options().write(true).create_new(true).mode(0o600).open(staged).at(staged)?;
-    file.write_all(bytes).at(staged)?;
-    if sync {
-        file.sync_all().at(staged)?;
-    }
-    fs::rename(staged, path).at(path)?;
-    if sync && let Some(dir) = path.parent() {
-        File::open(dir).and_then(|dir| dir.sync_all()).at(dir)?;
-    }
-    Ok(())
-}
-
 impl Store {
     /// Opens domain `domain` of the store at `root`, making both where they are missing.
     ///
@@ -225,6 +215,11 @@ impl Store {
     pub fn without_sync(mut self) -> Self {
         self.sync = false;
         self
+    }
+
+    /// Makes what was written to the file system of `path` durable, unless durability is the system's affair.
+    pub(crate) fn settle(&self, path: &Path) -> Result<()> {
+        if self.sync { rustix::fs::syncfs(File::open(path).at(path)?).at(path) } else { Ok(()) }
     }
 
     /// Where the store is.
@@ -559,12 +554,36 @@ impl Build<'_> {
             }
         }
         let path = self.store.object_path(digest);
-        let found =
-            self.lease.claim(&[*digest], || fs::symlink_metadata(&path).is_ok_and(|meta| meta.len() == size))?;
+        let there = || fs::symlink_metadata(&path).is_ok_and(|meta| meta.len() == size);
+        // Only what is there needs the claim, and then a second look: what is not will be claimed when it is published.
+        if !there() {
+            return Ok(false);
+        }
+        let found = self.lease.claim(&[*digest], there)?;
         if found {
             self.staged.lock().expect("no panic while held").known.insert(*digest);
             self.stats.objects_found.fetch_add(1, Ordering::Relaxed);
         }
+        Ok(found)
+    }
+
+    /// [`Build::has`] for many at once, in as many steps against the collector as keep each short.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn has_all(&self, wanted: &[(Digest, u64)]) -> Result<Vec<bool>> {
+        let mut found = Vec::with_capacity(wanted.len());
+        for piece in wanted.chunks(CLAIM_BATCH) {
+            let digests: Vec<Digest> = piece.iter().map(|(digest, _)| *digest).collect();
+            self.lease.claim(&digests, || {
+                found.extend(piece.iter().map(|(digest, size)| {
+                    fs::symlink_metadata(self.store.object_path(digest)).is_ok_and(|meta| meta.len() == *size)
+                }));
+            })?;
+        }
+        let there = || wanted.iter().zip(&found).filter(|(_, found)| **found).map(|((digest, _), _)| *digest);
+        self.stats.objects_found.fetch_add(there().count() as u64, Ordering::Relaxed);
+        self.staged.lock().expect("no panic while held").known.extend(there());
         Ok(found)
     }
 
@@ -626,7 +645,24 @@ impl Build<'_> {
     /// # Errors
     /// The reader's, the system's; [`Error::Full`].
     pub fn put_reader(&self, reader: &mut impl Read, what: &Path, mut tick: impl FnMut(u64)) -> Result<Data> {
-        let mut buffer = vec![0; 1 << 20];
+        thread_local! {
+            /// One per thread: a fresh megabyte for each file would cost more than most files do.
+            static BUFFER: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
+        }
+        let mut buffer = BUFFER.take();
+        buffer.resize(1 << 20, 0);
+        let result = self.put_pieces(reader, what, &mut tick, &mut buffer);
+        BUFFER.set(buffer);
+        result
+    }
+
+    fn put_pieces(
+        &self,
+        reader: &mut impl Read,
+        what: &Path,
+        tick: &mut impl FnMut(u64),
+        buffer: &mut [u8],
+    ) -> Result<Data> {
         let mut filled = 0;
         while filled < buffer.len() {
             match reader.read(&mut buffer[filled..]) {
@@ -648,7 +684,7 @@ impl Build<'_> {
             file.write_all(&buffer[..filled]).at(&path)?;
             size += filled as u64;
             filled = loop {
-                match reader.read(&mut buffer) {
+                match reader.read(buffer) {
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                     other => break other.at(what)?,
                 }
@@ -670,10 +706,7 @@ impl Build<'_> {
         if staged.files.is_empty() {
             return Ok(());
         }
-        if self.store.sync {
-            let dir = File::open(&self.staging).at(&self.staging)?;
-            rustix::fs::syncfs(&dir).at(&self.staging)?;
-        }
+        self.store.settle(&self.staging)?;
         let digests: Vec<Digest> = staged.files.keys().copied().collect();
         self.lease.claim(&digests, || {
             for (digest, path) in staged.files.drain() {
@@ -747,36 +780,57 @@ impl Build<'_> {
             notes,
         };
         let mut staged = self.staged.lock().expect("no panic while held");
-        let (tree_staged, mut file) = self.scratch()?;
-        file.write_all(&image.head).at(&tree_staged)?;
-        let (list_staged, mut file) = self.scratch()?;
-        file.write_all(&encode_objects(&objects)).at(&list_staged)?;
-        if self.store.sync && staged.files.is_empty() {
-            let dir = File::open(&self.staging).at(&self.staging)?;
-            rustix::fs::syncfs(&dir).at(&self.staging)?;
+        let stage = |bytes: &[u8]| -> Result<PathBuf> {
+            let (path, mut file) = self.scratch()?;
+            file.write_all(bytes).at(&path)?;
+            Ok(path)
+        };
+        let tree_staged = stage(&image.head)?;
+        let list_staged = stage(&encode_objects(&objects))?;
+        let record_staged = stage(&serde_json::to_vec_pretty(&record).expect("plain data"))?;
+        if staged.files.is_empty() {
+            self.store.settle(&self.staging)?;
         }
         self.flush(&mut staged)?;
         drop(staged);
-        let text = serde_json::to_vec_pretty(&record).expect("plain data");
-        let record_staged = self.staging.join("record");
-        let _ = fs::remove_file(&record_staged);
         self.lease.claim(&[digest], || {
-            for (staged, target) in
-                [(&tree_staged, self.store.tree_path(&digest)), (&list_staged, self.store.sidecar_path(&digest))]
-            {
-                fs::rename(staged, &target).at(&target)?;
+            let (tree_path, list_path) = (self.store.tree_path(&digest), self.store.sidecar_path(&digest));
+            // A mount that no table shows is known by its hold on this very file: one that is whole is never replaced.
+            if same_content(&tree_path, &image.head) {
+                fs::remove_file(&tree_staged).at(&tree_staged)?;
+            } else {
+                fs::rename(&tree_staged, &tree_path).at(&tree_path)?;
             }
+            fs::rename(&list_staged, &list_path).at(&list_path)?;
             // The collector reads this to learn of images published since it listed them.
             let log = self.store.path("published");
             let mut file = File::options().append(true).create(true).mode(0o600).open(&log).at(&log)?;
             file.write_all(&digest.0).at(&log)?;
+            // Every name the record relies on is durable before the record is; its content is already.
+            self.store.settle(&log)?;
+            let path = self.store.image_path(name);
+            fs::rename(&record_staged, &path).at(&path)?;
+            let images = self.store.path("images");
             if self.store.sync {
-                // Every name the record relies on is durable before the record is.
-                rustix::fs::syncfs(&file).at(&log)?;
+                File::open(&images).and_then(|dir| dir.sync_all()).at(&images)?;
             }
-            replace(&self.store.image_path(name), &text, &record_staged, self.store.sync)
+            Ok(())
         })??;
         Ok(record)
+    }
+}
+
+/// Whether the file at `path` holds exactly `bytes`.
+fn same_content(path: &Path, bytes: &[u8]) -> bool {
+    let Ok(mut file) = File::open(path) else { return false };
+    let (mut piece, mut at) = (vec![0; 1 << 16], 0);
+    loop {
+        match file.read(&mut piece) {
+            Ok(0) => return at == bytes.len(),
+            Ok(count) if bytes.get(at..at + count) == Some(&piece[..count]) => at += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            _ => return false,
+        }
     }
 }
 
