@@ -7,6 +7,7 @@
 # DIR/base                 the base tree
 # DIR/layers/NAME-N        what version N (1, 2) of a component adds to the base: an overlay upper directory
 # DIR/versions             which versions those are
+# DIR/composefs            composefs' own tools, unless this system has them
 # What is there already is kept. Needs root (debootstrap, chroot) and about 6 GB.
 set -euo pipefail
 dir=${1:-${CARGO_TARGET_DIR:-target}/bench-images}
@@ -28,6 +29,9 @@ SOURCES
     chroot "$dir/base" apt-get -qq clean
     : >"$dir/base/.complete"
 fi
+
+command -v mkcomposefs >/dev/null || "$(dirname "$0")/fetch-composefs.sh" "$dir/composefs" ||
+    say "composefs: not to be had; its rows will be left out"
 
 # in_layer NAME-N COMMAND...: runs a command chrooted in the base with its changes kept as that layer.
 in_layer() {

@@ -3,10 +3,14 @@
 //! Memory is counted on the files themselves (cachestat, or mincore through a mount), every inode once, never by the
 //! system's `Cached` line. Between two readings the counted files are taken out of the page cache by fadvise.
 //!
+//! Peers: plain directories, overlayfs with a shared base layer, a hard-linked store, self-contained EROFS images, and
+//! composefs' own mkcomposefs and mount.composefs where they are installed or `bench/fetch-images.sh` has put them.
+//!
 //! `--quick` makes two versions of a tree from local system directories. `--full` takes the real pairs that
 //! `bench/fetch-images.sh` has fetched, each laid over one Debian base, runs their programs from the mounts, and fills a
 //! store with 10,000 images; `--counts` leaves out what is timed, for machines that are busy. Needs root.
 
+use crate::record;
 use pagefold_image::ingest::Notes;
 use pagefold_image::mount::{self, Options};
 use pagefold_image::progress::Progress;
@@ -59,7 +63,8 @@ const WORKLOADS: [(&str, &str); 6] = [
     ),
     (
         "tensorflow",
-        "export PYTHONHOME=/opt/python PYTHONPATH=/opt/site PYTHONDONTWRITEBYTECODE=1 TF_CPP_MIN_LOG_LEVEL=3; \
+        "export LD_LIBRARY_PATH=/opt/python/lib PYTHONHOME=/opt/python PYTHONPATH=/opt/site PYTHONDONTWRITEBYTECODE=1; \
+        export TF_CPP_MIN_LOG_LEVEL=3; \
         /opt/python/bin/python3.10 -c 'import tensorflow as tf; print(int(tf.constant(40)+2))' 2>/dev/null | grep 42",
     ),
     (
@@ -190,21 +195,75 @@ fn build_tree(store: &Store, name: &str, dir: &Path) -> Result<(Record, Duration
     Ok((record, start.elapsed()))
 }
 
+/// composefs' own tools: from the system, or from `bench/fetch-composefs.sh`, run by their own loader.
+struct Composefs {
+    tree: Option<PathBuf>,
+}
+
+impl Composefs {
+    fn find(inputs: &Path) -> Option<Self> {
+        if Command::new("mkcomposefs").arg("--help").output().is_ok() {
+            return Some(Self { tree: None });
+        }
+        let tree = inputs.join("composefs");
+        tree.join("usr/bin/mkcomposefs").exists().then_some(Self { tree: Some(tree) })
+    }
+
+    fn command(&self, program: &str) -> Command {
+        let Some(tree) = &self.tree else { return Command::new(program) };
+        let libraries = ["usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu"].map(|dir| tree.join(dir));
+        let libraries = libraries.iter().find(|dir| dir.is_dir()).expect("a Debian tree");
+        let loader = ["ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"].map(|name| libraries.join(name));
+        let mut command = Command::new(loader.iter().find(|path| path.exists()).expect("a Debian tree"));
+        let binary = ["usr/bin", "usr/sbin"].map(|dir| tree.join(dir).join(program));
+        let binary = binary.iter().find(|path| path.exists()).expect("both tools are of one package");
+        command.arg("--library-path").arg(libraries).arg(binary);
+        command
+    }
+
+    fn run(command: &mut Command) -> Result<(), Error> {
+        let out = command.output()?;
+        if out.status.success() {
+            return Ok(());
+        }
+        Err(format!("{command:?}: {}", String::from_utf8_lossy(&out.stderr).trim()).into())
+    }
+
+    fn build(&self, objects: &Path, dir: &Path, image: &Path) -> Result<(), Error> {
+        let mut store = std::ffi::OsString::from("--digest-store=");
+        store.push(objects);
+        Self::run(self.command("mkcomposefs").arg(store).arg(dir).arg(image))
+    }
+
+    fn mount(&self, objects: &Path, image: &Path, at: &Path) -> Result<(), Error> {
+        let mut base = std::ffi::OsString::from("basedir=");
+        base.push(objects);
+        Self::run(self.command("mount.composefs").arg("-o").arg(base).arg(image).arg(at))
+    }
+
+    fn version(&self) -> String {
+        let fetched = self.tree.as_ref().and_then(|tree| fs::read_to_string(tree.join("version")).ok());
+        let version = fetched.or_else(|| record::first_line(&["dpkg-query", "-W", "-f=${Version}", "composefs"]));
+        format!("composefs {}", version.as_deref().unwrap_or("of unknown version").trim())
+    }
+}
+
 fn names_below(root: &Path) -> Vec<PathBuf> {
     files(root).into_iter().map(|(path, _)| path).collect()
+}
+
+/// What the files that lie inside the metadata images hold in memory, per mount.
+fn inline_memory(mounts: &[PathBuf]) -> u64 {
+    let all = mounts.iter().flat_map(|at| files(at));
+    let inline = all.filter(|(_, size)| (1..=pagefold_image::tree::INLINE_MAX).contains(size));
+    inline.map(|(path, _)| resident_bytes(&path, true).unwrap_or(0)).sum()
 }
 
 /// The store's objects, metadata images, and the inline files of the mounts: all that a mount can have in memory.
 fn pagefold_memory(store: &Store, mounts: &[PathBuf]) -> (u64, u64) {
     let objects = resident(names_below(&store.objects_dir()), false);
     let trees = resident(names_below(store.objects_dir().parent().expect("a domain").join("trees").as_path()), false);
-    let inline: u64 = mounts
-        .iter()
-        .flat_map(|at| files(at))
-        .filter(|(_, size)| (1..=pagefold_image::tree::INLINE_MAX).contains(size))
-        .map(|(path, _)| resident_bytes(&path, true).unwrap_or(0))
-        .sum();
-    (objects, trees + inline)
+    (objects, trees + inline_memory(mounts))
 }
 
 fn evict_store(store: &Store, mounts: &[PathBuf]) {
@@ -225,6 +284,7 @@ struct Pair<'a> {
 fn memory_of_pair(
     scratch: &Scratch,
     pair: &Pair,
+    composefs: Option<&Composefs>,
     out: &mut Vec<Value>,
 ) -> Result<(Store, [PathBuf; 2], [Record; 2]), Error> {
     let name = pair.name;
@@ -310,6 +370,34 @@ fn memory_of_pair(
     }
     row("EROFS images", erofs_resident, 0, plain);
 
+    if let Some(composefs) = composefs {
+        let (objects, images) = (scratch.sub(&format!("cfs-{name}"))?, scratch.sub(&format!("cfs-images-{name}"))?);
+        let mut mounts = Vec::new();
+        for (number, dir) in pair.plain.iter().enumerate() {
+            let image = images.join(number.to_string());
+            composefs.build(&objects, dir, &image)?;
+            let at = scratch.sub(&format!("cfs-{name}-{number}"))?;
+            composefs.mount(&objects, &image, &at)?;
+            mounts.push(at);
+        }
+        sh(&format!("sync -f {}", objects.display()))?;
+        let all = || names_below(&objects).into_iter().chain(names_below(&images));
+        mounts.iter().for_each(|at| evict(names_below(at)));
+        evict(all());
+        mounts.iter().try_for_each(|at| read_all(&files(at)).map(drop))?;
+        row(
+            "composefs' own tools",
+            resident(names_below(&objects), false),
+            resident(names_below(&images), false),
+            plain,
+        );
+        for at in &mounts {
+            sh(&format!("umount {}", at.display()))?;
+        }
+        fs::remove_dir_all(&objects)?;
+        fs::remove_dir_all(&images)?;
+    }
+
     let mounts = [scratch.sub(&format!("mnt-{name}-1"))?, scratch.sub(&format!("mnt-{name}-2"))?];
     for (record, at) in records.iter().zip(&mounts) {
         mount::mount(&store, record, at, &Options::default())?;
@@ -334,137 +422,232 @@ fn memory_of_pair(
     Ok((store, mounts, records))
 }
 
-/// Sums a mapping of the file, one byte per page, and in full.
-fn map_sum(path: &Path) -> Result<u64, Error> {
-    use std::os::fd::AsRawFd;
-    let file = File::open(path)?;
-    let size = file.metadata()?.len() as usize;
-    // SAFETY: a new read-only mapping of a file that nobody cuts short during the bench; it is read within its size and
-    // unmapped before the end.
-    unsafe {
-        let start = libc::mmap(std::ptr::null_mut(), size, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0);
+/// A whole file mapped shared and read-only, at an address of the kernel's choice.
+struct Mapped {
+    start: *mut libc::c_void,
+    size: usize,
+}
+
+impl Mapped {
+    fn new(path: &Path) -> Result<Self, Error> {
+        use std::os::fd::AsRawFd;
+        let file = File::open(path)?;
+        let size = file.metadata()?.len() as usize;
+        // SAFETY: a new read-only mapping of a file that we hold open.
+        let start =
+            unsafe { libc::mmap(std::ptr::null_mut(), size, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0) };
         if start == libc::MAP_FAILED {
             return Err(std::io::Error::last_os_error().into());
         }
-        let words = std::slice::from_raw_parts(start.cast::<u64>(), size / 8);
-        let sum = words.iter().fold(0u64, |sum, word| sum.wrapping_add(*word));
-        libc::munmap(start, size);
-        Ok(sum)
+        Ok(Self { start, size })
+    }
+
+    fn sum(&self) -> u64 {
+        // SAFETY: the mapping is whole pages of a file that nobody cuts short during the bench; it is read within its
+        // size, and lives as long as `self`.
+        let words = unsafe { std::slice::from_raw_parts(self.start.cast::<u64>(), self.size / 8) };
+        words.iter().fold(0u64, |sum, word| sum.wrapping_add(*word))
     }
 }
 
-/// Warm reads and maps of the largest file, plain against mount, in turn.
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, and no slice of it outlives a call of `sum`.
+        unsafe { libc::munmap(self.start, self.size) };
+    }
+}
+
+/// Warm reads and maps, plain against mount, in turn: of the largest file, and of files below 2 MiB (most of a tree).
+/// `mapped` reads a standing mapping, `map and read` maps the file anew each time, page faults and all.
 fn throughput(plain: &Path, mounted: &Path, rounds: usize, out: &mut Vec<Value>) -> Result<(), Error> {
-    let (path, size) = files(plain).into_iter().max_by_key(|(_, size)| *size).ok_or("an empty tree")?;
-    let other = mounted.join(path.strip_prefix(plain)?);
-    // Enough passes that a round takes tens of milliseconds of CPU time.
-    let passes = ((512 << 20) / size.max(1)).clamp(1, 200);
-    for what in ["read", "mmap"] {
-        let once = |path: &Path| -> Result<f64, Error> {
+    let all = files(plain);
+    let largest = all.iter().max_by_key(|(_, size)| *size).ok_or("an empty tree")?.clone();
+    let mut small: Vec<_> = all.into_iter().filter(|(_, size)| (64 << 10..2 << 20).contains(size)).collect();
+    small.sort_by_key(|(_, size)| std::cmp::Reverse(*size));
+    small.truncate(100);
+    for (what, list) in [
+        ("read", vec![largest.clone()]),
+        ("read, small files", small.clone()),
+        ("mapped", vec![largest.clone()]),
+        ("map and read", vec![largest]),
+        ("map and read, small files", small),
+    ] {
+        let there = |(path, size): &(PathBuf, u64)| -> Result<(PathBuf, u64), Error> {
+            Ok((mounted.join(path.strip_prefix(plain)?), *size))
+        };
+        let other = list.iter().map(there).collect::<Result<Vec<_>, Error>>()?;
+        let bytes: u64 = list.iter().map(|(_, size)| size).sum();
+        if bytes == 0 {
+            continue;
+        }
+        // Enough passes that a round takes tens of milliseconds of CPU time.
+        let passes = ((512 << 20) / bytes).clamp(1, 200);
+        let once = |list: &[(PathBuf, u64)]| -> Result<f64, Error> {
+            let standing = match what {
+                "mapped" => list.iter().map(|(path, _)| Mapped::new(path)).collect::<Result<Vec<_>, _>>()?,
+                _ => Vec::new(),
+            };
+            std::hint::black_box(standing.iter().map(Mapped::sum).fold(0, u64::wrapping_add));
             let start = cpu_s();
             for _ in 0..passes {
-                std::hint::black_box(match what {
-                    "read" => read_all(&[(path.to_path_buf(), size)])?,
-                    _ => map_sum(path)?,
-                });
+                if what.starts_with("read") {
+                    std::hint::black_box(read_all(list)?);
+                } else if what == "mapped" {
+                    std::hint::black_box(standing.iter().map(Mapped::sum).fold(0, u64::wrapping_add));
+                } else {
+                    for (path, _) in list {
+                        std::hint::black_box(Mapped::new(path)?.sum());
+                    }
+                }
             }
-            Ok((size * passes) as f64 / (cpu_s() - start) / 1e9)
+            Ok((bytes * passes) as f64 / (cpu_s() - start) / 1e9)
         };
-        once(&path)?;
+        once(&list)?;
         once(&other)?;
         let (mut a, mut b, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
         for _ in 0..rounds {
-            a.push(once(&path)?);
+            a.push(once(&list)?);
             b.push(once(&other)?);
             ratios.push(b.last().expect("just pushed") / a.last().expect("just pushed"));
         }
         let (ratio, low, high) = median(ratios);
-        out.push(json!({ "bench": format!("warm {what}"), "file_bytes": size, "ext4_gb_per_s": median(a).0,
-            "pagefold_gb_per_s": median(b).0, "ratio": ratio, "ratio_min": low, "ratio_max": high }));
+        out.push(json!({ "bench": "warm", "what": what, "bytes": bytes, "files": list.len(), "rounds": rounds,
+            "ext4_gb_per_s": median(a).0, "pagefold_gb_per_s": median(b).0,
+            "ratio": ratio, "ratio_min": low, "ratio_max": high }));
     }
     Ok(())
 }
 
-/// Starts `command` with the program and its libraries out of the cache, from a plain directory and from a mount.
+/// CPU time of ended children, seconds.
+fn children_cpu_s() -> f64 {
+    // SAFETY: rusage is plain numbers, and the call writes into it.
+    let usage = unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        libc::getrusage(libc::RUSAGE_CHILDREN, &mut usage);
+        usage
+    };
+    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 / 1e6;
+    seconds(usage.ru_utime) + seconds(usage.ru_stime)
+}
+
+/// Starts `command` with everything out of the kernel's caches, names and inodes too, from a plain directory and from
+/// mounts in turn; the order turns each round. What others do to the disk only adds, so the fastest tell as well.
 fn cold_start(
+    scratch: &Scratch,
     plain: &Path,
     mounted: &Path,
-    store: &Store,
+    composefs: Option<&Composefs>,
     command: &[&str],
     rounds: usize,
     out: &mut Vec<Value>,
 ) -> Result<(), Error> {
-    let (plain_files, objects) = (names_below(plain), names_below(&store.objects_dir()));
-    let run = |root: &Path| -> Result<f64, Error> {
-        evict(plain_files.iter().cloned());
-        evict(objects.iter().cloned());
-        let start = Instant::now();
+    let run = |root: &Path| -> Result<(f64, f64), Error> {
+        // SAFETY: sync takes nothing and cannot fail.
+        unsafe { libc::sync() };
+        fs::write("/proc/sys/vm/drop_caches", "3")?;
+        // The program that leads into the tree is the host's: it starts warm for all.
+        Command::new("chroot").arg("--version").stdout(Stdio::null()).status()?;
+        let (start, cpu) = (Instant::now(), children_cpu_s());
         let mut child = Command::new("chroot");
         let status = child.arg(root).args(command).stdout(Stdio::null()).stderr(Stdio::null()).status()?;
         if !status.success() {
             return Err(format!("{command:?} in {}: {status}", root.display()).into());
         }
-        Ok(start.elapsed().as_secs_f64() * 1e3)
+        Ok((start.elapsed().as_secs_f64() * 1e3, (children_cpu_s() - cpu) * 1e3))
     };
-    run(plain)?;
-    run(mounted)?;
-    let (mut a, mut b, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
-    for _ in 0..rounds {
-        a.push(run(plain)?);
-        b.push(run(mounted)?);
-        ratios.push(b.last().expect("just pushed") / a.last().expect("just pushed"));
+    let mut roots = vec![("plain directory", plain.to_path_buf()), ("pagefold", mounted.to_path_buf())];
+    let place = scratch.sub("cold-composefs")?;
+    if let Some(composefs) = composefs {
+        let at = scratch.sub("cold-composefs/mnt")?;
+        composefs.build(&scratch.sub("cold-composefs/objects")?, plain, &place.join("image"))?;
+        composefs.mount(&place.join("objects"), &place.join("image"), &at)?;
+        roots.push(("composefs' own tools", at));
     }
-    let (ratio, low, high) = median(ratios);
-    out.push(json!({ "bench": "cold start", "command": command.join(" "), "plain_ms": median(a).0,
-        "pagefold_ms": median(b).0, "ratio": ratio, "ratio_min": low, "ratio_max": high }));
-    Ok(())
-}
-
-/// Builds `dir` anew, again unchanged, and beside other builders.
-fn build_speed(scratch: &Scratch, dir: &Path, rounds: usize, out: &mut Vec<Value>) -> Result<(), Error> {
-    let list = files(dir);
-    let bytes: u64 = list.iter().map(|(_, size)| size).sum();
-    let (mut first, mut again, mut mkfs) = (Vec::new(), Vec::new(), Vec::new());
-    let has_mkfs = Command::new("mkfs.erofs").arg("-V").output().is_ok();
+    for (_, root) in &roots {
+        run(root)?;
+    }
+    let mut times = vec![Vec::new(); roots.len()];
     for round in 0..rounds {
-        let root = scratch.dir.join(format!("speed-{round}"));
-        let store = Store::open(&root, "default")?;
-        read_all(&list)?;
-        first.push(build_tree(&store, "a", dir)?.1.as_secs_f64());
-        again.push(build_tree(&store, "b", dir)?.1.as_secs_f64());
-        fs::remove_dir_all(&root)?;
-        if has_mkfs {
-            let image = scratch.dir.join("peer.erofs");
-            read_all(&list)?;
-            let start = Instant::now();
-            sh(&format!("mkfs.erofs --quiet {} {} && sync -f {0}", image.display(), dir.display()))?;
-            mkfs.push(start.elapsed().as_secs_f64());
-            fs::remove_file(&image)?;
+        for step in 0..roots.len() {
+            let which = (round + step) % roots.len();
+            times[which].push(run(&roots[which].1)?);
         }
     }
-    let (first, low, high) = median(first);
-    let again = median(again).0;
-    out.push(json!({ "bench": "build", "peer": "pagefold", "bytes": bytes, "files": list.len(), "seconds": first,
-        "seconds_min": low, "seconds_max": high, "mb_per_s": bytes as f64 / first / 1e6 }));
-    out.push(json!({ "bench": "build", "peer": "pagefold, no change", "bytes": bytes, "seconds": again, "times_faster": first / again }));
-    if has_mkfs {
-        let (seconds, low, high) = median(mkfs);
-        out.push(json!({ "bench": "build", "peer": "mkfs.erofs and sync", "bytes": bytes, "seconds": seconds,
-            "seconds_min": low, "seconds_max": high, "mb_per_s": bytes as f64 / seconds / 1e6,
-            "pagefold_times_faster": seconds / first }));
+    if composefs.is_some() {
+        sh(&format!("umount {}", place.join("mnt").display()))?;
+    }
+    fs::remove_dir_all(&place)?;
+    let wall = |which: usize| median(times[which].iter().map(|run| run.0).collect());
+    let cpu = |which: usize| median(times[which].iter().map(|run| run.1).collect()).0;
+    for (which, (peer, _)) in roots.iter().enumerate() {
+        let mut ratios: Vec<f64> = times[which].iter().zip(&times[0]).map(|(run, plain)| run.0 / plain.0).collect();
+        ratios.sort_by(f64::total_cmp);
+        let (middle, fastest, slowest) = wall(which);
+        out.push(json!({ "bench": "cold start", "peer": peer, "command": command.join(" "), "rounds": rounds,
+            "ms": middle, "ms_min": fastest, "ms_max": slowest, "cpu_ms": cpu(which),
+            "ratio": middle / wall(0).0, "ratio_of_fastest": fastest / wall(0).1, "cpu_ratio": cpu(which) / cpu(0),
+            "round_ratio": ratios[rounds / 2], "round_ratio_low": ratios[rounds / 4],
+            "round_ratio_high": ratios[rounds - 1 - rounds / 4] }));
     }
     Ok(())
 }
 
-fn peak_mib() -> f64 {
-    let text = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-    line.and_then(|line| line.split_whitespace().next()?.parse::<f64>().ok()).unwrap_or(0.0) / 1024.0
+/// Builds `dir` anew, again unchanged, and beside other builders; the input is in memory, the output durable.
+fn build_speed(
+    scratch: &Scratch,
+    dir: &Path,
+    composefs: Option<&Composefs>,
+    rounds: usize,
+    out: &mut Vec<Value>,
+) -> Result<(), Error> {
+    let list = files(dir);
+    let bytes: u64 = list.iter().map(|(_, size)| size).sum();
+    let has_mkfs = Command::new("mkfs.erofs").arg("-V").output().is_ok();
+    const PEERS: [&str; 5] =
+        ["pagefold", "pagefold, no change", "mkcomposefs and sync", "mkfs.erofs and sync", "cp -a and sync"];
+    let mut times: [Vec<f64>; 5] = Default::default();
+    read_all(&list)?;
+    for round in 0..rounds {
+        let root = scratch.dir.join(format!("speed-{round}"));
+        let place = scratch.sub("speed-peer")?;
+        let sync = format!("sync -f {}", scratch.dir.display());
+        sh(&sync)?;
+        let store = Store::open(&root, "default")?;
+        times[0].push(build_tree(&store, "a", dir)?.1.as_secs_f64());
+        times[1].push(build_tree(&store, "b", dir)?.1.as_secs_f64());
+        let timed = |run: &dyn Fn() -> Result<(), Error>| -> Result<f64, Error> {
+            sh(&sync)?;
+            let start = Instant::now();
+            run()?;
+            sh(&sync)?;
+            Ok(start.elapsed().as_secs_f64())
+        };
+        if let Some(composefs) = composefs {
+            fs::create_dir(place.join("objects"))?;
+            times[2].push(timed(&|| composefs.build(&place.join("objects"), dir, &place.join("image.cfs")))?);
+        }
+        if has_mkfs {
+            let image = place.join("peer.erofs");
+            times[3].push(timed(&|| sh(&format!("mkfs.erofs --quiet {} {}", image.display(), dir.display())))?);
+        }
+        let copy = place.join("copy");
+        times[4].push(timed(&|| sh(&format!("cp -a {} {}", dir.display(), copy.display())))?);
+        fs::remove_dir_all(&root)?;
+        fs::remove_dir_all(&place)?;
+    }
+    let first = median(times[0].clone()).0;
+    for (peer, seconds) in PEERS.iter().zip(times).filter(|(_, seconds)| !seconds.is_empty()) {
+        let (middle, low, high) = median(seconds);
+        out.push(json!({ "bench": "build", "peer": peer, "bytes": bytes, "files": list.len(), "seconds": middle,
+            "seconds_min": low, "seconds_max": high, "mb_per_s": bytes as f64 / middle / 1e6, "rounds": rounds,
+            "first_build_over_this": first / middle }));
+    }
+    Ok(())
 }
 
-/// Many images over few bases: list, stat, gc.
-fn many_images(scratch: &Scratch, images: u32, bases: u32, out: &mut Vec<Value>) -> Result<(), Error> {
-    let store = Store::open(&scratch.dir.join("many"), "default")?.without_sync();
+/// Makes a store of `images` images over `bases` bases: 200 files of each base, 3 of each image's own.
+fn fill(root: &Path, images: u32, bases: u32) -> Result<Store, Error> {
+    let store = Store::open(root, "default")?.without_sync();
     let (base_files, own_files) = (200, 3);
     let file = |data| Inode { meta: Meta { mode: 0o644, ..Meta::default() }, kind: Kind::File(data) };
     let content = |kind: u32, image: u32, number: u32| {
@@ -472,7 +655,6 @@ fn many_images(scratch: &Scratch, images: u32, bases: u32, out: &mut Vec<Value>)
         bytes.truncate(100);
         bytes.into_bytes()
     };
-    let start = Instant::now();
     for base in 0..bases {
         let build = store.build()?;
         let mut tree = Tree::default();
@@ -487,26 +669,65 @@ fn many_images(scratch: &Scratch, images: u32, bases: u32, out: &mut Vec<Value>)
             build.publish(&format!("image-{image}"), &tree, "bench", Default::default(), vec![])?;
         }
     }
+    Ok(store)
+}
+
+/// One look at a store, in a process of its own so that its memory is its own: prints a count.
+fn look(what: &str, root: &Path) -> Result<u64, Error> {
+    let store = Store::open(root, "default")?;
+    Ok(match what {
+        "list" => store.images()?.len() as u64,
+        "stat" => stat::stat(&store, &[])?.0.objects,
+        "gc" => gc::collect(&store, false)?.objects_removed,
+        _ => 0,
+    })
+}
+
+/// Runs [`look`] as a child; returns its count, seconds, and peak memory in MiB.
+fn look_apart(what: &str, root: &Path) -> Result<(u64, f64, f64), Error> {
+    let start = Instant::now();
+    let mut child = Command::new(std::env::current_exe()?)
+        .args(["erofs", "--look", what])
+        .arg(root)
+        .stdout(Stdio::piped())
+        .spawn()?;
+    let mut count = String::new();
+    child.stdout.as_mut().ok_or("a pipe")?.read_to_string(&mut count)?;
+    let mut status = 0;
+    // SAFETY: the child is ours and has not been waited for; status and usage live across the call.
+    let usage = unsafe {
+        let mut usage: libc::rusage = std::mem::zeroed();
+        libc::wait4(child.id() as i32, &mut status, 0, &mut usage);
+        usage
+    };
+    if status != 0 {
+        return Err(format!("{what} of {}: status {status:#x}", root.display()).into());
+    }
+    Ok((count.trim().parse()?, start.elapsed().as_secs_f64(), usage.ru_maxrss as f64 / 1024.0))
+}
+
+/// Many images over few bases: list, stat, gc, and what memory each takes at its peak.
+fn many_images(scratch: &Scratch, images: u32, bases: u32, out: &mut Vec<Value>) -> Result<(), Error> {
+    let root = scratch.dir.join(format!("many-{images}"));
+    let start = Instant::now();
+    let store = fill(&root, images, bases)?;
     let built = start.elapsed().as_secs_f64();
-    let before = peak_mib();
-    let start = Instant::now();
-    let count = store.images()?.len();
-    let list = start.elapsed().as_secs_f64();
-    let start = Instant::now();
-    let (total, _) = stat::stat(&store, &[])?;
-    let stat_s = start.elapsed().as_secs_f64();
-    for image in (0..images).step_by(10) {
+    let (_, _, nothing) = look_apart("nothing", &root)?;
+    let (count, list_s, list_mib) = look_apart("list", &root)?;
+    let (objects, stat_s, stat_mib) = look_apart("stat", &root)?;
+    // Every tenth image of each base, so that only their own files go.
+    let gone: Vec<u32> = (0..images).filter(|image| image / bases % 10 == 1).collect();
+    for image in &gone {
         store.remove(&format!("image-{image}"))?;
     }
-    let start = Instant::now();
-    let collected = gc::collect(&store, false)?;
-    let gc_s = start.elapsed().as_secs_f64();
-    out.push(
-        json!({ "bench": "many images", "images": count, "bases": bases, "objects": total.objects, "build_s": built,
-        "list_s": list, "stat_s": stat_s, "gc_s": gc_s, "gc_removed_objects": collected.objects_removed,
-        "memory_growth_mib": (peak_mib() - before).max(0.0) }),
-    );
-    fs::remove_dir_all(store.root())?;
+    let (removed, gc_s, gc_mib) = look_apart("gc", &root)?;
+    if (count, removed) != (images.into(), gone.len() as u64 * 3) {
+        return Err(format!("{count} images listed, {removed} objects collected").into());
+    }
+    out.push(json!({ "bench": "many images", "images": count, "bases": bases, "objects": objects, "build_s": built,
+        "list_s": list_s, "stat_s": stat_s, "gc_s": gc_s, "gc_removed_objects": removed, "rss_mib_of_nothing": nothing,
+        "list_rss_mib": list_mib, "stat_rss_mib": stat_mib, "gc_rss_mib": gc_mib }));
+    fs::remove_dir_all(&root)?;
     Ok(())
 }
 
@@ -527,7 +748,7 @@ fn run_time(
             root.display()
         ))?;
         let outcome =
-            Command::new("timeout").args(["120", "chroot"]).arg(root).args(["/bin/sh", "-c", workload]).output()?;
+            Command::new("timeout").args(["400", "chroot"]).arg(root).args(["/bin/sh", "-c", workload]).output()?;
         sh(&format!("umount -l {0}/tmp {0}/dev {0}/proc", root.display()))?;
         if outcome.status.success() {
             return Ok(());
@@ -576,7 +797,7 @@ fn run_time(
     Ok(())
 }
 
-fn quick(scratch: &Scratch, out: &mut Vec<Value>) -> Result<(), Error> {
+fn quick(scratch: &Scratch, composefs: Option<&Composefs>, out: &mut Vec<Value>) -> Result<(), Error> {
     let plain = [scratch.sub("plain-1")?, scratch.sub("plain-2")?];
     let sources = ["/usr/lib/python3", "/usr/lib/python3.11", "/usr/share/perl"];
     for dir in &plain {
@@ -614,17 +835,19 @@ fn quick(scratch: &Scratch, out: &mut Vec<Value>) -> Result<(), Error> {
     }
     sh(&format!("sync -f {}", scratch.dir.display()))?;
     let pair = Pair { name: "local", plain, layers: None };
-    let (store, mounts, _) = memory_of_pair(scratch, &pair, out)?;
+    let (_store, mounts, _) = memory_of_pair(scratch, &pair, composefs, out)?;
     throughput(&pair.plain[0], &mounts[0], 9, out)?;
     cold_start(
+        scratch,
         &pair.plain[0],
         &mounts[0],
-        &store,
+        composefs,
         &["/usr/bin/python3.11", "-S", "-c", "import json, email, http.client"],
-        9,
+        15,
         out,
     )?;
-    build_speed(scratch, &pair.plain[0], 5, out)?;
+    build_speed(scratch, &pair.plain[0], composefs, 5, out)?;
+    many_images(scratch, 50, 10, out)?;
     many_images(scratch, 500, 10, out)
 }
 
@@ -633,6 +856,7 @@ fn full(
     cache: &Path,
     only: Option<&str>,
     counts_only: bool,
+    composefs: Option<&Composefs>,
     out: &mut Vec<Value>,
 ) -> Result<(), Error> {
     let base = cache.join("base");
@@ -666,21 +890,32 @@ fn full(
         }
         sh(&format!("sync -f {}", scratch.dir.display()))?;
         let pair = Pair { name, plain: [plain.remove(0), plain.remove(0)], layers: Some(layers) };
-        let (store, mounts, records) = memory_of_pair(scratch, &pair, out)?;
+        let (store, mounts, records) = memory_of_pair(scratch, &pair, composefs, out)?;
         if let Err(error) = run_time(scratch, &pair, &store, &records, out) {
             out.push(json!({ "bench": "run time", "pair": name, "error": error.to_string() }));
         }
-        match name {
-            _ if counts_only => {}
-            "postgres" => {
-                cold_start(&pair.plain[0], &mounts[0], &store, &["/opt/postgres/bin/postgres", "--version"], 11, out)?;
-                build_speed(scratch, &pair.plain[0], 5, out)?;
+        if !counts_only {
+            let start = match name {
+                "redis" => &["/usr/bin/redis-server", "--version"][..],
+                "postgres" => &["/opt/postgres/bin/postgres", "--version"],
+                "tensorflow" => &[
+                    "/usr/bin/env",
+                    "LD_LIBRARY_PATH=/opt/python/lib",
+                    "/opt/python/bin/python3.10",
+                    "-c",
+                    "import json, email, http.client, decimal",
+                ],
+                "tomcat" => &["/usr/lib/jvm/java/bin/java", "-version"],
+                "mariadb" => &["/usr/sbin/mariadbd", "--version"],
+                _ => &["/usr/sbin/nginx", "-v"],
+            };
+            cold_start(scratch, &pair.plain[0], &mounts[0], composefs, start, 21, out)?;
+            if name == "tensorflow" {
+                throughput(&pair.plain[0], &mounts[0], 9, out)?;
             }
-            "tensorflow" => throughput(&pair.plain[0], &mounts[0], 9, out)?,
-            "redis" => {
-                cold_start(&pair.plain[0], &mounts[0], &store, &["/usr/bin/redis-server", "--version"], 11, out)?
+            if matches!(name, "postgres" | "tensorflow") {
+                build_speed(scratch, &pair.plain[0], composefs, 5, out)?;
             }
-            _ => {}
         }
         for at in &mounts {
             mount::umount(at, true)?;
@@ -693,7 +928,7 @@ fn full(
     if first {
         return Err("no pair was there to measure".into());
     }
-    if only.is_none() && !counts_only { many_images(scratch, 10_000, 100, out) } else { Ok(()) }
+    Ok(())
 }
 
 /// Everything that is not told by a row's own columns.
@@ -740,9 +975,11 @@ fn print_table(rows: &[Value]) {
                     row["saved_percent"]
                 );
             }
-            "warm read" | "warm mmap" => println!(
-                "{:9}  ext4 {:.2} GB/s, pagefold {:.2} GB/s: {:.3} x ({:.3} to {:.3})",
-                text(&row["bench"]),
+            "warm" => println!(
+                "warm {:26} {:5} files {:7.1} MiB: ext4 {:.2} GB/s, pagefold {:.2} GB/s: {:.3} x ({:.3} to {:.3})",
+                text(&row["what"]),
+                row["files"],
+                mib(&row["bytes"]),
                 number(&row["ext4_gb_per_s"]),
                 number(&row["pagefold_gb_per_s"]),
                 number(&row["ratio"]),
@@ -750,23 +987,32 @@ fn print_table(rows: &[Value]) {
                 number(&row["ratio_max"])
             ),
             "cold start" => println!(
-                "cold start {}: plain {:.1} ms, pagefold {:.1} ms: {:.3} x ({:.3} to {:.3})",
+                "cold start {:20} {:.60}: {:.1} ms ({:.1} to {:.1}): {:.3} x; of the fastest {:.3}; round by round {:.3} \
+                 ({:.3} to {:.3}); CPU {:.3}",
+                text(&row["peer"]),
                 text(&row["command"]),
-                number(&row["plain_ms"]),
-                number(&row["pagefold_ms"]),
+                number(&row["ms"]),
+                number(&row["ms_min"]),
+                number(&row["ms_max"]),
                 number(&row["ratio"]),
-                number(&row["ratio_min"]),
-                number(&row["ratio_max"])
+                number(&row["ratio_of_fastest"]),
+                number(&row["round_ratio"]),
+                number(&row["round_ratio_low"]),
+                number(&row["round_ratio_high"]),
+                number(&row["cpu_ratio"])
             ),
             "build" => println!(
-                "build    {:22} {:8.1} MiB in {:.3} s{}",
+                "build    {:22} {:8.1} MiB in {:.3} s ({:.3} to {:.3}); a first build takes {:.2} times this",
                 text(&row["peer"]),
                 mib(&row["bytes"]),
                 number(&row["seconds"]),
-                row["times_faster"].as_f64().map(|n| format!(": {n:.1} times faster")).unwrap_or_default()
+                number(&row["seconds_min"]),
+                number(&row["seconds_max"]),
+                number(&row["first_build_over_this"])
             ),
             "many images" => println!(
-                "{} images over {} bases ({} objects): list {:.2} s, stat {:.2} s, gc {:.2} s (removed {}), memory +{:.0} MiB",
+                "{} images over {} bases ({} objects): list {:.2} s, stat {:.2} s, gc {:.2} s (removed {}); peak memory \
+                 {:.1}, {:.1}, {:.1} MiB (a process that does nothing: {:.1})",
                 row["images"],
                 row["bases"],
                 row["objects"],
@@ -774,7 +1020,10 @@ fn print_table(rows: &[Value]) {
                 number(&row["stat_s"]),
                 number(&row["gc_s"]),
                 row["gc_removed_objects"],
-                number(&row["memory_growth_mib"])
+                number(&row["list_rss_mib"]),
+                number(&row["stat_rss_mib"]),
+                number(&row["gc_rss_mib"]),
+                number(&row["rss_mib_of_nothing"])
             ),
             _ => println!("{row}"),
         }
@@ -792,9 +1041,28 @@ fn print_table(rows: &[Value]) {
 pub fn run(args: &[String]) -> ExitCode {
     let value = |name: &str| args.iter().position(|arg| arg == name).and_then(|at| args.get(at + 1)).cloned();
     let has = |name: &str| args.iter().any(|arg| arg == name);
+    if let [first, what, root, ..] = args
+        && first == "--look"
+    {
+        return match look(what, Path::new(root)) {
+            Ok(count) => {
+                println!("{count}");
+                ExitCode::SUCCESS
+            }
+            Err(error) => {
+                eprintln!("bench erofs: {error}");
+                ExitCode::FAILURE
+            }
+        };
+    }
     if has("--help") {
         println!(
-            "pagefold-bench erofs [--quick | --full [--inputs DIR] [--pair NAME] [--counts]] [--dir SCRATCH] [--json]"
+            "pagefold-bench erofs [--quick | --full [--inputs DIR] [--pair NAME] [--counts] | --many]\n    \
+             [--dir SCRATCH] [--json] [--record DIR]\n\n\
+             --quick   two versions made of this machine's own directories\n\
+             --full    the pairs of bench/fetch-images.sh; --counts leaves out what is timed\n\
+             --many    10,000 images over 100 bases: list, stat, gc\n\
+             --record  also write the rows with machine, kernel, versions and commit to DIR"
         );
         return ExitCode::SUCCESS;
     }
@@ -813,11 +1081,31 @@ pub fn run(args: &[String]) -> ExitCode {
     let scratch = Scratch { dir: dir.canonicalize().unwrap_or(dir), keep: has("--keep") };
     let mut rows = Vec::new();
     let inputs = value("--inputs").map_or_else(|| target.join("bench-images"), PathBuf::from);
-    let result = if has("--full") {
-        full(&scratch, &inputs, value("--pair").as_deref(), has("--counts"), &mut rows)
+    let composefs = Composefs::find(&inputs);
+    if composefs.is_none() {
+        eprintln!(
+            "bench erofs: composefs' tools are not here (bench/fetch-composefs.sh gets them); their rows are left out"
+        );
+    }
+    let mut result = if has("--full") {
+        full(&scratch, &inputs, value("--pair").as_deref(), has("--counts"), composefs.as_ref(), &mut rows)
+    } else if has("--many") {
+        many_images(&scratch, 1_000, 100, &mut rows).and_then(|()| many_images(&scratch, 10_000, 100, &mut rows))
     } else {
-        quick(&scratch, &mut rows)
+        quick(&scratch, composefs.as_ref(), &mut rows)
     };
+    if let (Some(dir), Ok(())) = (value("--record"), &result) {
+        let versions = json!({
+            "composefs": composefs.as_ref().map(Composefs::version),
+            "mkfs.erofs": record::first_line(&["mkfs.erofs", "--version"]),
+            "inputs": fs::read_to_string(inputs.join("versions")).unwrap_or_default().lines().collect::<Vec<_>>(),
+        });
+        let tag = ["--full", "--many"].into_iter().find(|flag| has(flag)).map_or("quick", |flag| &flag[2..]);
+        match record::write(Path::new(&dir), "erofs", tag, args, versions, &rows) {
+            Ok(path) => eprintln!("bench erofs: recorded in {}", path.display()),
+            Err(error) => result = Err(format!("{dir}: {error}").into()),
+        }
+    }
     if has("--json") {
         println!("{}", serde_json::to_string_pretty(&rows).expect("plain data"));
     } else {

@@ -8,6 +8,7 @@ mod image;
 mod index;
 mod kv;
 mod pageone;
+mod record;
 mod scan;
 mod vm;
 mod zswap;
