@@ -84,9 +84,19 @@ impl Clock {
         // Pairs with the fence in `announce`: either we see a thread's word, or it sees all that
         // was unlinked before this.
         fence(Ordering::SeqCst);
-        if self.unplaced.load(Ordering::SeqCst) != 0 {
+        if self.unplaced.load(Ordering::SeqCst) != 0 || !self.may_advance(epoch) {
             return false;
         }
+        // The first look was cheap and may have missed a thread whose word was still on its way; this one does not.
+        #[cfg(all(target_arch = "x86_64", target_os = "linux", not(loom), not(miri)))]
+        if light::is_on() && !(light::fence_all() && self.may_advance(epoch)) {
+            return false;
+        }
+        self.epoch.compare_exchange(epoch, epoch + 1, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+    }
+
+    /// Whether every pinned thread has seen this epoch.
+    fn may_advance(&self, epoch: u64) -> bool {
         let places = self.places.load(Ordering::SeqCst) as usize;
         for participant in &self.board[..places] {
             let word = participant.word.load(Ordering::Acquire);
@@ -97,11 +107,13 @@ impl Clock {
                 return false;
             }
         }
-        self.epoch.compare_exchange(epoch, epoch + 1, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+        true
     }
 
     /// Takes a free place on the board.
     fn register(&self) -> Option<usize> {
+        #[cfg(all(target_arch = "x86_64", target_os = "linux", not(loom), not(miri)))]
+        light::choose();
         let place = self.board.iter().position(|participant| {
             participant.word.load(Ordering::Relaxed) == 0
                 && participant.word.compare_exchange(0, OWNED, Ordering::AcqRel, Ordering::Relaxed).is_ok()
@@ -118,7 +130,15 @@ impl Clock {
     fn announce(&self, place: Option<usize>) {
         match place {
             Some(place) => {
-                let epoch = self.epoch.load(Ordering::Relaxed);
+                // Acquire: a thread that sees an epoch also sees what was unlinked before the stamps that it made old.
+                let epoch = self.epoch.load(Ordering::Acquire);
+                #[cfg(all(target_arch = "x86_64", target_os = "linux", not(loom), not(miri)))]
+                if light::is_on() {
+                    // `try_advance` makes this thread pass a full fence, so here the order is the compiler's alone.
+                    self.board[place].word.store(epoch << EPOCH_SHIFT | PINNED | OWNED, Ordering::Relaxed);
+                    std::sync::atomic::compiler_fence(Ordering::SeqCst);
+                    return;
+                }
                 // On x86 an exchange is a full fence, and cheaper than one.
                 if cfg!(all(target_arch = "x86_64", not(loom), not(miri))) {
                     self.board[place].word.swap(epoch << EPOCH_SHIFT | PINNED | OWNED, Ordering::SeqCst);
@@ -143,6 +163,50 @@ impl Clock {
                 self.unplaced.fetch_sub(1, Ordering::Release);
             }
         }
+    }
+}
+
+/// Pins without a fence: whoever advances the clock makes all threads of the process pass one, by membarrier(2). A pin is
+/// taken with every change of a tree, the clock advances once in thousands of them.
+///
+/// Why a plain store is enough: say a thread is about to follow a link, and its word is still in its store buffer. If the
+/// word was written before the fence that membarrier made it pass, it is visible now, and the clock stands. If after,
+/// the loads that follow it come after the fence too, and see all that was unlinked before the advance. (The processors of
+/// this module keep loads in order among themselves, and stores too.)
+#[cfg(all(target_arch = "x86_64", target_os = "linux", not(loom), not(miri)))]
+mod light {
+    use std::sync::atomic::{AtomicU8, Ordering};
+
+    const UNKNOWN: u8 = 0;
+    const OFF: u8 = 1;
+    const ON: u8 = 2;
+
+    /// Chosen before the first pin that finds a place, and never changed after.
+    static MODE: AtomicU8 = AtomicU8::new(UNKNOWN);
+
+    fn membarrier(command: libc::c_int) -> bool {
+        // SAFETY: membarrier takes no pointers; it touches no memory of ours.
+        unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
+    }
+
+    /// Asks the kernel once. A kernel or a seccomp filter that refuses means pins with a fence.
+    pub(super) fn choose() {
+        if MODE.load(Ordering::Acquire) == UNKNOWN {
+            let mode = if membarrier(libc::MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED) { ON } else { OFF };
+            // Of threads that ask at once the first one's answer holds.
+            let _ = MODE.compare_exchange(UNKNOWN, mode, Ordering::AcqRel, Ordering::Acquire);
+        }
+    }
+
+    #[inline(always)]
+    pub(super) fn is_on() -> bool {
+        MODE.load(Ordering::Relaxed) == ON
+    }
+
+    /// Makes every running thread of this process pass a full fence. False if the kernel refuses: then nobody may rely
+    /// on it, and the clock stands still.
+    pub(super) fn fence_all() -> bool {
+        membarrier(libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED)
     }
 }
 
@@ -256,9 +320,15 @@ impl Drop for Pin {
     }
 }
 
+/// This thread's place on the board, which no other thread has meanwhile; `None` if there is none left for it.
+#[inline]
+pub(crate) fn thread_place() -> Option<usize> {
+    REGISTRATION.try_with(Registration::place).unwrap_or(None)
+}
+
 /// A small number that tells this thread from most others: which shard of a counter to use.
 pub(crate) fn thread_index() -> usize {
-    REGISTRATION.try_with(|registration| registration.place().unwrap_or(0)).unwrap_or(0)
+    thread_place().unwrap_or(0)
 }
 
 #[cfg(all(test, not(loom)))]

@@ -18,11 +18,26 @@ pub const CLASS_COUNT: usize = LOG + 2;
 /// The first of two classes of extents that are filled from front to back with blocks of any size.
 pub const LOG: usize = class_of(SMALL_BYTES_MAX) + 1;
 
-/// Spans of a log extent.
-pub const LOG_SPANS: usize = 8;
+/// Spans of the largest log extent.
+pub const LOG_SPANS_MAX: usize = 64;
 
 /// Largest block that goes into a log extent.
-pub const LOG_BYTES_MAX: usize = LOG_SPANS * SPAN_BYTES / 4;
+pub const LOG_BYTES_MAX: usize = LOG_SPANS_MAX * SPAN_BYTES / 4;
+
+/// Spans of a log extent for blocks of `size` bytes: 16 to 32 blocks, so that what is left at its end, and extents that
+/// are partly filled, are a small part of a structure of thousands of blocks, whatever its size. Powers of two: with
+/// their alignment, what one frees another can use.
+pub const fn log_spans(size: usize) -> usize {
+    let spans = (size * 16).div_ceil(SPAN_BYTES).next_power_of_two();
+    if spans > LOG_SPANS_MAX { LOG_SPANS_MAX } else { spans }
+}
+
+/// How a log extent of so many spans is cut: lines, of which a block takes any number.
+pub const fn log_cut(spans: usize) -> Cut {
+    let first = (spans * SPAN_BYTES / 64 / 8).next_multiple_of(64);
+    let count = (spans * SPAN_BYTES - first) / 64;
+    Cut { block_bytes: 64, first: first as u32, count: count as u32, words: count.div_ceil(64) as u32 }
+}
 
 /// Returns the smallest class whose blocks hold `size` bytes (`size` <= [`SMALL_BYTES_MAX`]).
 #[inline]
@@ -59,15 +74,9 @@ pub struct Cut {
     pub words: u32,
 }
 
-/// The cut of every class.
-pub const CUTS: [Cut; CLASS_COUNT] = {
-    let mut cuts = [Cut { block_bytes: 1, first: 0, count: 0, words: 1 }; CLASS_COUNT];
-    let log_first = (LOG_SPANS * SPAN_BYTES / 64 / 8).next_multiple_of(64);
-    let log_count = (LOG_SPANS * SPAN_BYTES - log_first) / 64;
-    let log =
-        Cut { block_bytes: 64, first: log_first as u32, count: log_count as u32, words: log_count.div_ceil(64) as u32 };
-    cuts[LOG] = log;
-    cuts[LOG + 1] = log;
+/// The cut of every class below [`LOG`].
+pub const CUTS: [Cut; LOG] = {
+    let mut cuts = [Cut { block_bytes: 1, first: 0, count: 0, words: 1 }; LOG];
     let mut class = 1;
     while class < LOG {
         let size = class_bytes(class);

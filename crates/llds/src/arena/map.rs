@@ -128,6 +128,13 @@ impl Mapping {
         Ok(mapping)
     }
 
+    /// Asks for ordinary pages under the first `bytes`, where the rest stands on transparent huge ones.
+    pub fn small_pages(&self, bytes: usize) {
+        if self.backing == Backing::Transparent {
+            let _ = self.advise(0, bytes, libc::MADV_NOHUGEPAGE);
+        }
+    }
+
     /// Returns the first byte of the mapping.
     #[inline]
     pub fn base(&self) -> *mut u8 {

@@ -389,6 +389,8 @@ impl Arena {
             let layout = Layout::new(span_count(capacity), options.root_bytes);
             match map::Mapping::private(layout.bytes, options.pages, options.numa) {
                 Ok(map) => {
+                    // A few words here and there: on huge pages they would take megabytes.
+                    map.small_pages(layout.data);
                     let arena = Arena::over(map, layout, None)?;
                     arena.inner.format(options.kind);
                     return Ok(arena);
@@ -621,7 +623,13 @@ impl Arena {
     /// Takes back a block that was just unlinked, as soon as no guard reads it, and strikes out the intent.
     #[inline]
     pub fn retire(&self, seat: &SeatRef<'_>, block: u64) {
-        self.inner.retire(seat, block);
+        self.retire_sized(seat, block, self.inner.block_bytes(block));
+    }
+
+    /// Takes a block back as [`Arena::retire`] does, when the caller knows its size (log blocks do not tell theirs).
+    #[inline]
+    pub fn retire_sized(&self, seat: &SeatRef<'_>, block: u64, bytes: u64) {
+        self.inner.retire(seat, block, bytes);
         fault::point();
         seat.settle_retire();
         let count = seat.retired.load(Ordering::Relaxed);
@@ -760,7 +768,7 @@ impl Arena {
         let block = dead.retire_intent();
         let limbo = self.inner.limbo(dead.seat);
         if block != 0 && !limbo.iter().any(|entry| entry.load(Ordering::Acquire) == block) {
-            self.inner.retire(dead.seat, block);
+            self.inner.retire(dead.seat, block, self.inner.block_bytes(block));
         }
         fault::point();
         dead.seat.settle_retire();
@@ -909,8 +917,8 @@ impl Inner {
     }
 
     #[inline]
-    fn retire(&self, seat: &Seat, block: u64) {
-        let bytes = seat.retired_bytes.load(Ordering::Relaxed) + self.block_bytes(block);
+    fn retire(&self, seat: &Seat, block: u64, bytes: u64) {
+        let bytes = seat.retired_bytes.load(Ordering::Relaxed) + bytes;
         // New entries go above the old ones; `collect` lowers the mark. There is always room: see `LIMBO`.
         let mut index = seat.limbo_high.load(Ordering::Relaxed) as usize;
         if index >= seat.limbo.len() {

@@ -10,7 +10,7 @@
 //! Orders are chosen so that a death between two stores loses at most one
 //! block until the next audit, and never gives one block out twice.
 
-use super::class::{CUTS, Cut, LOG, LOG_BYTES_MAX, LOG_SPANS, SMALL_BYTES_MAX, SPAN_BYTES, class_of};
+use super::class::{CUTS, Cut, LOG, LOG_SPANS_MAX, SMALL_BYTES_MAX, SPAN_BYTES, class_of, log_cut, log_spans};
 use super::fault;
 use super::seat::{INTENT_ALLOC, Seat};
 use super::{Error, Inner};
@@ -32,8 +32,11 @@ const REST: u64 = 5;
 /// Spans that lie in one 2 MiB page and are given back together.
 const GROUP: usize = (2 << 20) / SPAN_BYTES;
 
+/// Spans of the smallest arena that has logs.
+const LOG_ARENA_SPANS_MIN: usize = 128;
+
 /// Free spans kept with their pages before any are given back.
-const KEEP_SPANS: u64 = if cfg!(pagefold_stress) { 4 } else { 16 };
+const KEEP_SPANS: u64 = 4;
 
 /// A span's table entry.
 #[repr(C)]
@@ -71,6 +74,12 @@ impl Meta {
         Meta { state, class: 0, owner, spans: 0 }.word()
     }
 
+    /// How a span in state SMALL is cut.
+    #[inline]
+    fn cut(self) -> Cut {
+        if self.class < LOG { CUTS[self.class] } else { log_cut(self.spans as usize) }
+    }
+
     fn claimable(self) -> bool {
         self.owner == 0 && matches!(self.state, UNUSED | FREE | HOLE)
     }
@@ -106,17 +115,18 @@ impl Inner {
     /// Gives out `size` bytes (a multiple of 64) right behind what this thread got here last.
     pub(super) fn alloc_log(&self, seat: &Seat, owner: u64, size: usize, second: bool) -> Result<u64, Error> {
         let units = size.div_ceil(64) as u32;
-        // An extent would be too large a part of a small arena.
-        if size > LOG_BYTES_MAX || self.layout.spans < 16 * LOG_SPANS {
+        // No extent is too large a part of the arena; what is left in those of a small one would be.
+        let spans = log_spans(size).min((self.layout.spans / 16 + 1).next_power_of_two() / 2);
+        if size > spans * SPAN_BYTES / 4 || self.layout.spans < LOG_ARENA_SPANS_MIN {
             return self.alloc(seat, owner, size);
         }
         let class = LOG + usize::from(second);
-        let cut = &CUTS[class];
         loop {
             let leased = seat.leases[class].load(Ordering::Relaxed);
             let at = seat.cursors[class].load(Ordering::Relaxed);
+            let span = (leased as usize).saturating_sub(1);
+            let cut = &Meta::of(self.entry(span).meta.load(Ordering::Relaxed)).cut();
             if leased != 0 && at + units <= cut.count {
-                let span = leased as usize - 1;
                 let block = self.span_offset(span) + u64::from(cut.first) + u64::from(at) * 64;
                 seat.intents[INTENT_ALLOC].store(block, Ordering::Release);
                 fault::point();
@@ -130,20 +140,21 @@ impl Inner {
                 seat.leases[class].store(0, Ordering::Relaxed);
                 self.drop_lease(leased as usize - 1, owner);
             }
-            let span = match self.claim_extent(LOG_SPANS, owner) {
+            let span = match self.claim_extent(spans, spans, owner) {
                 Ok(span) => span,
                 // Not enough free spans in a row: any block of the size will do.
                 Err(Error::Full { .. }) => return self.alloc(seat, owner, size),
                 Err(error) => return Err(error),
             };
+            let cut = &log_cut(spans);
             for index in 0..cut.words {
                 self.bitmap(span, cut, index).store(tail_mask(cut, index), Ordering::Relaxed);
             }
             fault::point();
             // Head first: from here the rest belongs to it, whoever looks.
-            let head = Meta { state: SMALL, class, owner, spans: LOG_SPANS as u64 };
+            let head = Meta { state: SMALL, class, owner, spans: spans as u64 };
             self.entry(span).meta.store(head.word(), Ordering::SeqCst);
-            for rest in 1..LOG_SPANS {
+            for rest in 1..spans {
                 fault::point();
                 self.entry(span + rest).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
             }
@@ -164,7 +175,7 @@ impl Inner {
         if meta.state != SMALL || meta.class < LOG || meta.owner != 0 {
             return false;
         }
-        let cut = &CUTS[LOG];
+        let cut = &meta.cut();
         let enough = cut.count as usize * 64 / size.max(64) / 10 * 8;
         let mut count = 0;
         for index in 0..cut.words {
@@ -201,9 +212,10 @@ impl Inner {
     /// Finds a block when no span is free: in a span this thread leases and does not need, else in a larger class.
     #[cold]
     fn alloc_tight(&self, seat: &Seat, owner: u64, class: usize) -> Option<u64> {
-        for (other, lease) in seat.leases.iter().enumerate().skip(1) {
+        for lease in seat.leases.iter().skip(1) {
             let leased = lease.load(Ordering::Relaxed);
-            if leased != 0 && self.is_empty(leased as usize - 1, &CUTS[other]) {
+            let meta = Meta::of(self.entry((leased as usize).saturating_sub(1)).meta.load(Ordering::Relaxed));
+            if leased != 0 && self.is_empty(leased as usize - 1, &meta.cut()) {
                 lease.store(0, Ordering::Relaxed);
                 self.drop_lease(leased as usize - 1, owner);
                 let span = self.take_lease(owner, class).ok()?;
@@ -213,7 +225,7 @@ impl Inner {
             }
         }
         let lines = CUTS[class].block_bytes.is_multiple_of(64);
-        for (larger, cut) in CUTS[..LOG].iter().enumerate().skip(class + 1) {
+        for (larger, cut) in CUTS.iter().enumerate().skip(class + 1) {
             if lines && !cut.block_bytes.is_multiple_of(64) {
                 continue;
             }
@@ -312,13 +324,13 @@ impl Inner {
         // Whoever freed a block while we held the span left the hint to us; SeqCst on both sides means
         // that one of the two sees the other.
         std::sync::atomic::fence(Ordering::SeqCst);
-        let cut = &CUTS[meta.class];
+        let cut = &meta.cut();
         if self.has_room(span, cut) {
             if meta.class < LOG {
                 self.hint(meta.class, span);
             }
             if self.is_empty(span, cut) {
-                self.release_span(span, meta.class, owner);
+                self.release_span(span, meta, owner);
             }
         }
     }
@@ -377,7 +389,7 @@ impl Inner {
     }
 
     fn alloc_large(&self, seat: &Seat, owner: u64, count: usize) -> Result<u64, Error> {
-        let start = self.claim_extent(count, owner)?;
+        let start = self.claim_extent(count, 1, owner)?;
         let block = self.span_offset(start);
         seat.intents[INTENT_ALLOC].store(block, Ordering::Release);
         fault::point();
@@ -391,17 +403,17 @@ impl Inner {
         Ok(block)
     }
 
-    /// Claims `count` neighbouring spans; they stay in state FREE under `owner`.
-    fn claim_extent(&self, count: usize, owner: u64) -> Result<usize, Error> {
+    /// Claims `count` neighbouring spans from a multiple of `align` on; they stay in state FREE under `owner`.
+    fn claim_extent(&self, count: usize, align: usize, owner: u64) -> Result<usize, Error> {
         let mut start = 0;
         while start + count <= self.layout.spans {
             let taken = |span: &usize| !Meta::of(self.entry(*span).meta.load(Ordering::Relaxed)).claimable();
             if let Some(span) = (start..start + count).rev().find(taken) {
-                start = span + 1;
+                start = (span + 1).next_multiple_of(align);
                 continue;
             }
             if let Some(span) = self.claim_run(start, count, owner)? {
-                start = span + 1;
+                start = (span + 1).next_multiple_of(align);
                 continue;
             }
             self.header().fresh.fetch_max((start + count) as u64, Ordering::SeqCst);
@@ -432,14 +444,15 @@ impl Inner {
             return;
         };
         match meta.state {
-            SMALL => self.free_small(block, span, meta.class, owner),
+            SMALL => self.free_small(block, span, meta, owner),
             LARGE => self.free_large(span, owner),
             _ => debug_assert!(false, "free in a span of state {}", meta.state),
         }
     }
 
-    fn free_small(&self, block: u64, span: usize, class: usize, owner: u64) {
-        let cut = &CUTS[class];
+    fn free_small(&self, block: u64, span: usize, meta: Meta, owner: u64) {
+        let class = meta.class;
+        let cut = &meta.cut();
         let number = (block - self.span_offset(span)) as u32;
         let number = (number - cut.first) / cut.block_bytes;
         let mask = 1u64 << (number % 64);
@@ -455,7 +468,7 @@ impl Inner {
             self.hint(class, span);
         }
         if before & !mask == tail_mask(cut, number / 64) && self.is_empty(span, cut) {
-            self.release_span(span, class, owner);
+            self.release_span(span, meta, owner);
         }
     }
 
@@ -464,7 +477,7 @@ impl Inner {
     fn head_of(&self, block: u64) -> Option<(usize, Meta)> {
         let mut span = self.span_of(block)?;
         let mut meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
-        for _ in 1..LOG_SPANS {
+        for _ in 1..LOG_SPANS_MAX {
             if meta.state != REST || span == 0 {
                 break;
             }
@@ -486,20 +499,20 @@ impl Inner {
         self.make_free(head, owner);
     }
 
-    /// Makes an empty, unowned span of `class` free, unless somebody leases it first.
-    fn release_span(&self, span: usize, class: usize, owner: u64) {
-        let spans = if class >= LOG { LOG_SPANS as u64 } else { 0 };
-        let idle = Meta { state: SMALL, class, owner: 0, spans };
+    /// Makes an empty, unowned span that was seen as `meta` free, unless somebody leases it first.
+    fn release_span(&self, span: usize, meta: Meta, owner: u64) {
+        let (cut, spans) = (&meta.cut(), meta.spans);
+        let idle = Meta { owner: 0, ..meta };
         if !self.swap_meta(span, idle.word(), Meta { owner, ..idle }.word()) {
             return;
         }
         fault::point();
-        if self.is_empty(span, &CUTS[class]) && class >= LOG {
+        if self.is_empty(span, cut) && meta.class >= LOG {
             // An empty extent is an empty large block.
             self.entry(span).meta.store(Meta { state: LARGE, class: 0, owner, spans }.word(), Ordering::SeqCst);
             fault::point();
             self.free_large(span, owner);
-        } else if self.is_empty(span, &CUTS[class]) {
+        } else if self.is_empty(span, cut) {
             self.make_free(span, owner);
         } else {
             self.drop_lease(span, owner);
@@ -512,7 +525,7 @@ impl Inner {
         entry.meta.store(Meta::free(FREE, owner), Ordering::SeqCst);
         fault::point();
         let kept = self.header().kept.fetch_add(1, Ordering::Relaxed) + 1;
-        if kept > KEEP_SPANS + (self.fresh() / 16) as u64 {
+        if kept > KEEP_SPANS + (self.fresh() / 64) as u64 {
             self.give_back_group(span, owner);
         }
         let state = Meta::of(entry.meta.load(Ordering::SeqCst)).state;
@@ -607,7 +620,7 @@ impl Inner {
             let meta = Meta::of(self.entry(head).meta.load(Ordering::SeqCst));
             match meta.state {
                 LARGE => return head as u64 + meta.spans > span as u64,
-                SMALL if meta.class >= LOG => return head + LOG_SPANS > span,
+                SMALL if meta.class >= LOG => return head + meta.spans as usize > span,
                 REST => {}
                 FREE | HOLE if meta.owner != 0 => {}
                 _ => return false,
@@ -622,7 +635,7 @@ impl Inner {
         match meta.state {
             LARGE => block == self.span_offset(span),
             SMALL => {
-                let cut = &CUTS[meta.class];
+                let cut = &meta.cut();
                 let inside = (block - self.span_offset(span)) as u32;
                 if inside < cut.first || !(inside - cut.first).is_multiple_of(cut.block_bytes) {
                     return false;
@@ -640,7 +653,7 @@ impl Inner {
         let Some((span, meta)) = self.head_of(block) else { return 0 };
         let _ = span;
         match meta.state {
-            SMALL => u64::from(CUTS[meta.class].block_bytes),
+            SMALL => u64::from(meta.cut().block_bytes),
             LARGE => meta.spans * SPAN_BYTES as u64,
             _ => 0,
         }
@@ -653,7 +666,7 @@ impl Inner {
             match meta.state {
                 LARGE => visit(self.span_offset(span)),
                 SMALL => {
-                    let cut = &CUTS[meta.class];
+                    let cut = &meta.cut();
                     for index in 0..cut.words {
                         let mut bits = self.bitmap(span, cut, index).load(Ordering::SeqCst) & !tail_mask(cut, index);
                         while bits != 0 {

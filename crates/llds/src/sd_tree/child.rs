@@ -8,6 +8,9 @@ use crate::primitive::Ordering;
 /// Children kept back so that a helper never lacks one: more than threads can be in a split at once.
 const RESERVED_CHILDREN: u64 = if cfg!(loom) { 2 } else { 1 << 13 };
 
+/// New children between attempts to use old ones again.
+const CHILDREN_PER_ADVANCE: u64 = if cfg!(any(loom, pagefold_stress)) { 1 } else { 16 };
+
 const LINE_BITS: u32 = word::VALUE_BITS;
 const LINE_MASK: u64 = word::VALUE_MAX;
 const STAMP_MASK: u64 = u64::MAX >> LINE_BITS;
@@ -114,7 +117,11 @@ impl SdTree {
         if let Some(line) = self.pop_free() {
             return Some(line);
         }
-        if self.drain_limbo()
+        // Advancing the clock costs microseconds, a new line nothing: only now and then.
+        let ever = self.shared(place::CHILDREN).load(Ordering::Relaxed);
+        let due = ever.is_multiple_of(CHILDREN_PER_ADVANCE) || ever + RESERVED_CHILDREN > self.child_limit();
+        if due
+            && self.drain_limbo()
             && let Some(line) = self.pop_free()
         {
             return Some(line);

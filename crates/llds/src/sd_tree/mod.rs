@@ -103,13 +103,15 @@ const LOAD_TENTHS: u64 = match SLOTS {
     _ => 3,
 };
 
+/// Counters of leaves that one thread each has for itself, so that counting needs no locked instruction; the others
+/// share one more.
 #[cfg(not(loom))]
-const SHARDS: usize = 16;
+const OWN_COUNTS: usize = 31;
 #[cfg(loom)]
-const SHARDS: usize = 1;
+const OWN_COUNTS: usize = 0;
 
-/// "pagefold SD 1": refuses memory that is not a tree, or one with other constants.
-const MAGIC: u64 = 0x7066_5344_0001_0000 | (SLOTS as u64) << 8 | SEGMENT_BITS as u64;
+/// "pagefold SD 2": refuses memory that is not a tree, or one with other constants.
+const MAGIC: u64 = 0x7066_5344_0002_0000 | (SLOTS as u64) << 8 | SEGMENT_BITS as u64;
 
 /// Where the tree's own words lie.
 mod place {
@@ -131,10 +133,12 @@ mod place {
     pub(super) const FREE_COUNT: usize = 7;
     /// In line 0: the epoch in which an empty child was last marked by a sweep.
     pub(super) const MARKED: usize = 2;
-    /// One line per shard: word 0 counts leaves.
+    /// A line for each thread that counts alone, and one for all others: leaves, and (of the former) inserts.
     pub(super) const COUNTS: u64 = 2;
+    /// The line of the others.
+    pub(super) const COUNT_SHARED: u64 = COUNTS + super::OWN_COUNTS as u64;
     /// One word per segment: leading bits that choose its buckets.
-    pub(super) const SEGMENTS: u64 = COUNTS + super::SHARDS as u64;
+    pub(super) const SEGMENTS: u64 = COUNT_SHARED + 1;
     /// One word per segment: `epoch << 8 | bits` of an array part that is to be released, or 0.
     pub(super) const RELEASES: u64 = SEGMENTS + super::SEGMENTS.div_ceil(8);
     pub(super) const END: u64 = RELEASES + super::SEGMENTS.div_ceil(8);
@@ -547,13 +551,15 @@ impl SdTree {
         Ok(existing)
     }
 
-    fn insert_pinned(
+    /// Goes down to the node that decides about the key: the first with a leaf that matches and passes the check, or the
+    /// last of the path. Helps with unfinished work on the way. `act` gets the node and the leaf, if there is one.
+    #[inline(always)]
+    fn descend<T>(
         &self,
         fingerprint: u64,
-        value: u64,
         is_same: &mut impl FnMut(u64) -> bool,
-    ) -> Result<Option<u64>, Full> {
-        let mut patience = 10_000;
+        mut act: impl FnMut(&Node, Option<(usize, u64)>, &mut dyn FnMut(u64) -> bool) -> Next<T>,
+    ) -> T {
         'restart: loop {
             let (mut line, root_level) = self.root(fingerprint);
             let mut level = root_level;
@@ -568,45 +574,65 @@ impl SdTree {
                     self.finish_move(line, control);
                     continue;
                 }
-                let key = fingerprint << level;
-                if let Some((_, found)) = self.find_leaf(line, control, key, is_same) {
-                    if self.memory.load_control(line) != control {
-                        continue;
-                    }
-                    return Ok(Some(word::value(found)));
-                }
-                if let Some(child) = self.child_of(line, control, fingerprint, level) {
+                let found = self.find_leaf(line, control, fingerprint << level, is_same);
+                if found.is_none()
+                    && let Some(child) = self.child_of(line, control, fingerprint, level)
+                {
                     match child {
                         Some(child) => (parent, line, level) = (Some((line, level)), child, level + 1),
                         None => continue,
                     }
                     continue;
                 }
-                let Some(slot) = control.free_slot() else {
-                    match self.start_move(line, control, level - root_level) {
-                        // Every slot is being written by another thread: a moment, or threads that are stopped.
-                        Err(Full) if control.leaves() == 0 && patience > 0 => {
-                            patience -= 1;
-                            spin_hint();
-                        }
-                        result => result?,
-                    }
-                    continue;
-                };
-                let claimed = control.set_state(slot, State::Claimed).without(Control::PENDING).next_version();
-                if !self.memory.change(line, control, claimed) {
-                    continue;
-                }
-                stop_here(Point::Claimed);
-                self.memory.slot(line, slot).store(word::leaf(fingerprint, level, value), Ordering::Release);
-                stop_here(Point::Written);
-                match self.commit(line, claimed, slot, fingerprint, level, is_same) {
-                    Commit::Done => return Ok(None),
-                    Commit::Exists(existing) => return Ok(Some(existing)),
-                    Commit::Elsewhere => continue 'restart,
+                match act(&Node { line, control, level, depth: level - root_level }, found, is_same) {
+                    Next::Done(result) => return result,
+                    Next::Again => continue,
+                    Next::Restart => continue 'restart,
                 }
             }
         }
+    }
+
+    fn insert_pinned(
+        &self,
+        fingerprint: u64,
+        value: u64,
+        is_same: &mut impl FnMut(u64) -> bool,
+    ) -> Result<Option<u64>, Full> {
+        let mut patience = 10_000;
+        self.descend(fingerprint, is_same, |node, found, is_same| {
+            let &Node { line, control, level, depth } = node;
+            if let Some((_, found)) = found {
+                if self.memory.load_control(line) != control {
+                    return Next::Again;
+                }
+                return Next::Done(Ok(Some(word::value(found))));
+            }
+            let Some(slot) = control.free_slot() else {
+                match self.start_move(line, control, depth) {
+                    // Every slot is being written by another thread: a moment, or threads that are stopped.
+                    Err(Full) if control.leaves() == 0 && patience > 0 => {
+                        patience -= 1;
+                        spin_hint();
+                    }
+                    Err(Full) => return Next::Done(Err(Full)),
+                    Ok(()) => {}
+                }
+                return Next::Again;
+            };
+            let claimed = control.set_state(slot, State::Claimed).without(Control::PENDING).next_version();
+            if !self.memory.change(line, control, claimed) {
+                return Next::Again;
+            }
+            stop_here(Point::Claimed);
+            self.memory.slot(line, slot).store(word::leaf(fingerprint, level, value), Ordering::Release);
+            stop_here(Point::Written);
+            match self.commit(line, claimed, slot, fingerprint, level, is_same) {
+                Commit::Done => Next::Done(Ok(None)),
+                Commit::Exists(existing) => Next::Done(Ok(Some(existing))),
+                Commit::Elsewhere => Next::Restart,
+            }
+        })
     }
 
     /// The child for the key: `None` without a link, `Some(None)` if the node has changed.
@@ -625,7 +651,7 @@ impl SdTree {
         slot: usize,
         fingerprint: u64,
         level: u32,
-        is_same: &mut impl FnMut(u64) -> bool,
+        is_same: &mut dyn FnMut(u64) -> bool,
     ) -> Commit {
         let mut control = claimed;
         loop {
@@ -641,7 +667,7 @@ impl SdTree {
                 self.finish_move(line, control);
                 continue;
             }
-            let found = self.find_leaf(line, control, fingerprint << level, is_same);
+            let found = self.find_leaf(line, control, fingerprint << level, &mut |found| is_same(found));
             if self.memory.load_control(line) != control {
                 continue;
             }
@@ -669,50 +695,21 @@ impl SdTree {
         }
     }
 
-    /// Finds the leaf with this fingerprint and value and offers it to `step` until that says it is done.
-    fn with_leaf<T>(
-        &self,
-        fingerprint: u64,
-        value: u64,
-        mut step: impl FnMut(&Self, u64, Control, usize, u32, u32) -> Option<T>,
-    ) -> Option<T> {
-        'restart: loop {
-            let (mut line, root_level) = self.root(fingerprint);
-            let mut level = root_level;
-            let mut parent = None;
-            loop {
-                let control = self.memory.load_control(line);
-                if control.has(Control::FROZEN) {
-                    self.unblock(line, parent.map(|(parent, level)| (parent, Self::half_of(fingerprint, level))));
-                    continue 'restart;
-                }
-                if control.has(Control::MOVING) {
-                    self.finish_move(line, control);
-                    continue;
-                }
-                if let Some((slot, _)) =
-                    self.find_leaf(line, control, fingerprint << level, &mut |found| found == value)
-                {
-                    match step(self, line, control, slot, level, root_level) {
-                        Some(result) => return Some(result),
-                        None => continue,
-                    }
-                }
-                match self.child_of(line, control, fingerprint, level) {
-                    Some(Some(child)) => (parent, line, level) = (Some((line, level)), child, level + 1),
-                    Some(None) => {}
-                    None if self.memory.load_control(line) == control => return None,
-                    None => {}
-                }
-            }
-        }
+    /// Finds the leaf with this fingerprint and value and offers its node and slot to `step` until that says it is done.
+    #[inline(always)]
+    fn with_leaf<T>(&self, fingerprint: u64, value: u64, mut step: impl FnMut(&Node, usize) -> Option<T>) -> Option<T> {
+        self.descend(fingerprint, &mut |found| found == value, |node, found, _| match found {
+            Some((slot, _)) => step(node, slot).map_or(Next::Again, |result| Next::Done(Some(result))),
+            None if self.memory.load_control(node.line) == node.control => Next::Done(None),
+            None => Next::Again,
+        })
     }
 
     /// Removes the leaf with this fingerprint if its value is `expected`; tells whether it was there.
     pub fn remove(&self, fingerprint: u64, expected: u64) -> bool {
         let _pin = epoch::pin();
-        let removed = self.with_leaf(fingerprint, expected, |tree, line, control, slot, _, _| {
-            tree.memory.change(line, control, control.set_state(slot, State::Free).next_version()).then_some(())
+        let removed = self.with_leaf(fingerprint, expected, |&Node { line, control, .. }, slot| {
+            self.memory.change(line, control, control.set_state(slot, State::Free).next_version()).then_some(())
         });
         if removed.is_some() {
             self.count_removals(1);
@@ -729,21 +726,21 @@ impl SdTree {
     pub fn replace(&self, fingerprint: u64, old_value: u64, new_value: u64) -> bool {
         assert!(new_value <= VALUE_MAX, "value {new_value:#x} has more than {VALUE_BITS} bits");
         let _pin = epoch::pin();
-        self.with_leaf(fingerprint, old_value, |tree, line, control, slot, level, root_level| {
+        self.with_leaf(fingerprint, old_value, |&Node { line, control, level, depth }, slot| {
             let Some(fresh) = control.free_slot() else {
-                return tree.start_move(line, control, level - root_level).err().map(|Full| false);
+                return self.start_move(line, control, depth).err().map(|Full| false);
             };
             let claimed = control.set_state(fresh, State::Claimed).next_version();
-            if !tree.memory.change(line, control, claimed) {
+            if !self.memory.change(line, control, claimed) {
                 return None;
             }
             // The new leaf knows what the fingerprint tells, which may be more than the old one did.
-            tree.memory.slot(line, fresh).store(word::leaf(fingerprint, level, new_value), Ordering::Release);
+            self.memory.slot(line, fresh).store(word::leaf(fingerprint, level, new_value), Ordering::Release);
             let swapped = claimed.set_state(fresh, State::Leaf).set_state(slot, State::Free).next_version();
-            if tree.memory.change(line, claimed, swapped) {
+            if self.memory.change(line, claimed, swapped) {
                 return Some(true);
             }
-            tree.unclaim(line, fresh);
+            self.unclaim(line, fresh);
             None
         })
         .unwrap_or(false)
@@ -772,10 +769,9 @@ impl SdTree {
 
     /// Counts the leaves; exact when nobody changes the tree meanwhile.
     pub fn len(&self) -> u64 {
-        let sum = (0..SHARDS as u64).fold(0u64, |sum, shard| {
-            sum.wrapping_add(self.memory.word(place::COUNTS + shard, 0).load(Ordering::Relaxed))
-        });
-        // A shard may see the removals of what another shard counted.
+        let sum = (place::COUNTS..=place::COUNT_SHARED)
+            .fold(0u64, |sum, line| sum.wrapping_add(self.memory.word(line, 0).load(Ordering::Relaxed)));
+        // One thread may remove what another has counted.
         if (sum as i64) < 0 { 0 } else { sum }
     }
 
@@ -810,20 +806,38 @@ impl SdTree {
         }
     }
 
-    fn count_shard(&self) -> &crate::primitive::AtomicU64 {
-        self.memory.word(place::COUNTS + (epoch::thread_index() % SHARDS) as u64, 0)
+    /// The line in which this thread alone counts, if it has one. A place is one thread's until that ends, and who takes
+    /// it then sees all that it wrote.
+    #[inline(always)]
+    fn own_counts(&self) -> Option<u64> {
+        epoch::thread_place().filter(|&place| place < OWN_COUNTS).map(|place| place::COUNTS + place as u64)
     }
 
     /// Counts a leaf and gives growing its share of this thread's time. The caller is pinned.
+    #[inline(always)]
     fn count_insert(&self) {
-        let count = self.count_shard().fetch_add(1, Ordering::Relaxed).wrapping_add(1);
-        if count.is_multiple_of(grow::INSERTS_PER_STEP) {
+        let inserts = if let Some(line) = self.own_counts() {
+            let (leaves, inserts) = (self.memory.word(line, 0), self.memory.word(line, 1));
+            leaves.store(leaves.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+            let count = inserts.load(Ordering::Relaxed).wrapping_add(1);
+            inserts.store(count, Ordering::Relaxed);
+            count
+        } else {
+            self.memory.word(place::COUNT_SHARED, 0).fetch_add(1, Ordering::Relaxed).wrapping_add(1)
+        };
+        if inserts.is_multiple_of(grow::INSERTS_PER_STEP) {
             self.grow_step();
         }
     }
 
+    #[inline(always)]
     fn count_removals(&self, removals: u64) {
-        self.count_shard().fetch_sub(removals, Ordering::Relaxed);
+        if let Some(line) = self.own_counts() {
+            let leaves = self.memory.word(line, 0);
+            leaves.store(leaves.load(Ordering::Relaxed).wrapping_sub(removals), Ordering::Relaxed);
+        } else {
+            self.memory.word(place::COUNT_SHARED, 0).fetch_sub(removals, Ordering::Relaxed);
+        }
     }
 }
 
@@ -852,6 +866,24 @@ impl Memory {
     fn change(&self, line: u64, old: Control, new: Control) -> bool {
         self.control(line).compare_exchange(old.0, new.0, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
+}
+
+/// A node on the way of a change, as it was seen: neither moving nor frozen.
+struct Node {
+    line: u64,
+    control: Control,
+    level: u32,
+    /// Levels below its bucket.
+    depth: u32,
+}
+
+/// What follows on a look at a node.
+enum Next<T> {
+    Done(T),
+    /// The node has changed: look again.
+    Again,
+    /// The key's place may be elsewhere now: from the bucket on.
+    Restart,
 }
 
 /// What came of a commit.
