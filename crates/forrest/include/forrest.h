@@ -46,6 +46,7 @@ enum {
     FORREST_BUSY = 18, /* Too many threads or handles use stores, or the handle is in use by a callback that wants to close it. */
     FORREST_SYSTEM = 19, /* The system refused something; errno may say what. */
     FORREST_INTERNAL = 20, /* An error inside the library. */
+    FORREST_NOT_ORDERED = 21, /* The store does not keep its keys in order; a shared one cannot. */
 };
 
 /* Flags of forrest_options. */
@@ -55,6 +56,7 @@ enum {
     FORREST_KEYED = 4, /* hash with a secret key. */
     FORREST_SMALL_PAGES = 8, /* 4 KiB pages only. */
     FORREST_PAGES_1G = 16, /* explicit 1 GiB pages where there are some. */
+    FORREST_ORDERED = 32, /* keys in order too, for forrest_scan; a private store only. */
 };
 
 /* Settings of a store; zero is the default of each. */
@@ -149,6 +151,11 @@ int forrest_set_many(FORREST *handle, const forrest_bytes *keys, const forrest_b
 
 /* Calls visit with every entry, in no order, until it returns non-zero. */
 int forrest_for_each(FORREST *handle, forrest_visit visit, void *argument);
+
+/* Calls visit with the entries of keys from from on and below to (NULL: no bound), by key order, or backwards if
+ * backwards is not 0, until it returns non-zero. The store must be FORREST_ORDERED. */
+int forrest_scan(FORREST *handle, const forrest_bytes *from, const forrest_bytes *to, int backwards,
+    forrest_visit visit, void *argument);
 
 /* Deletes all entries and stores how many they were. */
 int forrest_clear(FORREST *handle, uint64_t *count);

@@ -168,6 +168,34 @@ impl Bucket {
         head.extra(slot) << 48 | high << 16 | low
     }
 
+    /// Makes a bucket that nobody else sees an empty one.
+    #[inline]
+    pub fn clear(&self) {
+        self.head.store(0, Ordering::Relaxed);
+        self.low.store(0, Ordering::Relaxed);
+        self.high[0].store(0, Ordering::Relaxed);
+        self.high[1].store(0, Ordering::Relaxed);
+    }
+
+    /// Adds an entry to a bucket that nobody else sees and that only this call has filled since it was cleared.
+    /// False if it is full.
+    #[inline]
+    pub fn append(&self, kind: Kind, remainder: u64, word: u64) -> bool {
+        let head = self.head(Ordering::Relaxed);
+        // Filled from the first slot on.
+        let Some(slot) = head.free_slot() else { return false };
+        // What is not used yet is zero.
+        let low = self.low.load(Ordering::Relaxed) | (remainder & 0xffff) << (slot * 16);
+        self.low.store(low, Ordering::Relaxed);
+        let half = &self.high[slot / 2];
+        let high = half.load(Ordering::Relaxed) | (remainder >> 16 & 0xffff_ffff) << (slot % 2 * 32);
+        half.store(high, Ordering::Relaxed);
+        self.words[slot].store(word, Ordering::Relaxed);
+        let added = kind.0 << (slot * 4) | (remainder >> 48) << (EXTRA_SHIFT as usize + slot * 4);
+        self.head.store(head.0 | added, Ordering::Relaxed);
+        true
+    }
+
     /// Writes a free slot; it becomes an entry when the header says so.
     #[inline]
     pub fn fill(&self, slot: usize, remainder: u64, word: u64) {

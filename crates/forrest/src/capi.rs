@@ -11,6 +11,7 @@ use crate::store::Store;
 use libc::{c_char, c_int, c_uint, c_void, size_t};
 use std::cell::{Cell, UnsafeCell};
 use std::ffi::CStr;
+use std::ops::Bound;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -63,6 +64,9 @@ pub const FORREST_SYSTEM: c_int = 19;
 /// An error inside the library.
 pub const FORREST_INTERNAL: c_int = 20;
 
+/// The store does not keep its keys in order; a shared one cannot.
+pub const FORREST_NOT_ORDERED: c_int = 21;
+
 /// Flag of `forrest_options`: the store must not be there yet.
 pub const FORREST_CREATE: c_uint = 1;
 /// Flag of `forrest_options`: the store must be there.
@@ -73,6 +77,9 @@ pub const FORREST_KEYED: c_uint = 4;
 pub const FORREST_SMALL_PAGES: c_uint = 8;
 /// Flag of `forrest_options`: explicit 1 GiB pages where there are some.
 pub const FORREST_PAGES_1G: c_uint = 16;
+
+/// Flag of `forrest_options`: keys in order too, for forrest_scan; a private store only.
+pub const FORREST_ORDERED: c_uint = 32;
 
 /// Settings of a store; zero is the default of each.
 #[repr(C)]
@@ -224,6 +231,7 @@ fn code_of(error: &Error) -> c_int {
         Error::NotFound(_) => FORREST_NOT_FOUND,
         Error::Exists(_) => FORREST_EXISTS,
         Error::Settings(_) => FORREST_FOREIGN,
+        Error::NotOrdered | Error::OrderedShared => FORREST_NOT_ORDERED,
         Error::Arena(error) => match error {
             Arena::Full { .. } => FORREST_FULL,
             Arena::Reserve { .. } | Arena::NoMemory { .. } => FORREST_NO_MEMORY,
@@ -334,7 +342,7 @@ pub unsafe extern "C" fn forrest_open(
         // SAFETY: NULL or valid by the caller's promise.
         if let Some(options) = unsafe { options.as_ref() } {
             flags = options.flags;
-            if options.reserved != 0 || flags & !31 != 0 || flags & 3 == 3 {
+            if options.reserved != 0 || flags & !63 != 0 || flags & 3 == 3 {
                 return Err(Code(FORREST_INVALID));
             }
             if options.limit_bytes != 0 {
@@ -349,6 +357,9 @@ pub unsafe extern "C" fn forrest_open(
                 settings = settings.pages(Pages::Small);
             } else if flags & FORREST_PAGES_1G != 0 {
                 settings = settings.pages(Pages::Huge1G);
+            }
+            if flags & FORREST_ORDERED != 0 {
+                settings = settings.ordered();
             }
         }
         let store = if name.is_null() {
@@ -687,6 +698,39 @@ pub unsafe extern "C" fn forrest_for_each(handle: *mut FORREST, visit: forrest_v
     })
 }
 
+/// Calls visit with the entries of keys from `from` on and below `to` (NULL: no bound), by key order, or backwards if
+/// `backwards` is not 0, until it returns non-zero. The store must be FORREST_ORDERED.
+///
+/// # Safety
+/// The bounds must be NULL or valid; `visit` is called with `argument` and must not unwind.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn forrest_scan(
+    handle: *mut FORREST,
+    from: *const forrest_bytes,
+    to: *const forrest_bytes,
+    backwards: c_int,
+    visit: forrest_visit,
+    argument: *mut c_void,
+) -> c_int {
+    with_store(handle, |store| {
+        let visit = visit.ok_or(FORREST_INVALID)?;
+        // SAFETY: NULL or valid by the caller's promise.
+        let (from, to) = unsafe { (from.as_ref(), to.as_ref()) };
+        // SAFETY: as above.
+        let key = |at: &forrest_bytes| unsafe { bytes(at.data, at.length) };
+        let low = from.map(key).transpose()?.map_or(Bound::Unbounded, Bound::Included);
+        let high = to.map(key).transpose()?.map_or(Bound::Unbounded, Bound::Excluded);
+        let mut scan = store.scan::<[u8]>((low, high))?;
+        while let Some((key, value)) = if backwards != 0 { scan.next_back() } else { scan.next() } {
+            // SAFETY: the caller's function, called as declared.
+            if unsafe { visit(argument, key.as_ptr().cast(), key.len(), value.as_ptr().cast(), value.len()) } != 0 {
+                break;
+            }
+        }
+        Ok(())
+    })
+}
+
 /// Deletes all entries and stores how many they were.
 ///
 /// # Safety
@@ -778,6 +822,7 @@ pub extern "C" fn forrest_error_text(code: c_int) -> *const c_char {
         FORREST_BUSY => c"too many threads or handles, or a callback closes its own handle",
         FORREST_SYSTEM => c"the system refused",
         FORREST_INTERNAL => c"an error inside the library",
+        FORREST_NOT_ORDERED => c"the store does not keep its keys in order; a shared one cannot",
         _ => c"unknown error code",
     };
     text.as_ptr()

@@ -29,6 +29,10 @@ pub enum Error {
     Exists(String),
     /// The store was made with other settings than it is opened with.
     Settings(&'static str),
+    /// The store does not keep its keys in order.
+    NotOrdered,
+    /// A shared store was asked to keep its keys in order.
+    OrderedShared,
     /// Memory, sharing, or the file under the store.
     Arena(llds::arena::Error),
 }
@@ -58,6 +62,10 @@ impl std::fmt::Display for Error {
             Error::NotFound(name) => write!(f, "there is no store '{name}'; create it first"),
             Error::Exists(name) => write!(f, "there is a store '{name}' already; open it, or remove it first"),
             Error::Settings(what) => write!(f, "the store was made with another {what}; open it with the same"),
+            Error::NotOrdered => write!(f, "the store does not keep its keys in order; make it with Options::ordered"),
+            Error::OrderedShared => {
+                write!(f, "a shared store cannot keep its keys in order; make a private one, or leave the order out")
+            }
             Error::Arena(error) => write!(f, "{error}"),
         }
     }

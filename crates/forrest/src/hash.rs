@@ -184,11 +184,19 @@ impl Hasher {
     }
 
     /// The hash under which `key` is found first.
-    #[inline]
+    #[inline(always)]
     pub fn first(&self, key: &[u8]) -> u64 {
+        if let (Hasher::Murmur { seed, .. }, Ok(word)) = (self, <&[u8; 8]>::try_from(key)) {
+            return murmur_word(u64::from_le_bytes(*word), *seed);
+        }
+        self.first_of_any(key)
+    }
+
+    /// Out of line, so that the common case stays small where it is inlined.
+    #[inline(never)]
+    fn first_of_any(&self, key: &[u8]) -> u64 {
         match (self, <&[u8; 8]>::try_from(key).ok()) {
-            (Hasher::Murmur { seed, .. }, Some(word)) => murmur_word(u64::from_le_bytes(*word), *seed),
-            (Hasher::Murmur { seed, .. }, None) => murmur64a(key, *seed),
+            (Hasher::Murmur { seed, .. }, _) => murmur64a(key, *seed),
             (Hasher::Keyed { speck, .. }, Some(word)) => speck.encrypt(u64::from_le_bytes(*word)),
             (Hasher::Keyed { keys, .. }, None) => siphash13(*keys, key),
         }

@@ -20,6 +20,9 @@
 //! Processes that share a store trust each other: whoever can write its file can write anything into it. A process
 //! that is stopped (not killed) inside an update holds up writers of that one segment, never readers.
 //!
+//! # Order
+//! A private store made with [`Options::ordered`] also has [`Store::scan`]: entries by key, both ways.
+//!
 //! # Consistency
 //! Each operation on a key takes effect at one instant. A read takes no lock: it sees an entry as it was at one
 //! instant during the call. Iteration sees each segment at one instant, not the whole store.
@@ -30,7 +33,7 @@
 //! strangers, take [`Hash::Keyed`] all the same.
 //!
 //! # When not to use it
-//! For small maps of one thread `std`'s `HashMap` is quicker; where order matters, use a B-tree; what must survive
+//! For small maps of one thread `std`'s `HashMap` is quicker; what must survive
 //! a reboot belongs in a database.
 //!
 //! # Limits
@@ -44,9 +47,11 @@ pub mod capi;
 mod config;
 mod error;
 mod hash;
+mod order;
 mod primitive;
 mod record;
 mod recover;
+mod scan;
 mod stats;
 mod store;
 mod table;
@@ -57,6 +62,7 @@ pub use error::Error;
 pub use hash::{Hash, murmur64a};
 pub use llds::arena::Backing;
 pub use recover::Report;
+pub use scan::Scan;
 pub use stats::Stats;
 pub use store::Store;
 pub use value::{Ref, Value};

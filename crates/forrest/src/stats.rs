@@ -17,6 +17,8 @@ pub struct Stats {
     pub kept_bytes: u64,
     /// Bytes of directory and locks.
     pub fixed_bytes: u64,
+    /// Bytes of the tree that keeps keys in order, 0 if none does.
+    pub order_bytes: u64,
     /// The memory limit.
     pub limit_bytes: u64,
     /// Pages the store stands on.
@@ -32,13 +34,14 @@ impl Stats {
     pub fn to_json(&self) -> String {
         format!(
             "{{\"entry_count\":{},\"bucket_count\":{},\"allocated_bytes\":{},\"held_bytes\":{},\"kept_bytes\":{},\
-             \"fixed_bytes\":{},\"limit_bytes\":{},\"backing\":\"{}\",\"thread_count\":{},\"recovery_count\":{}}}",
+             \"fixed_bytes\":{},\"order_bytes\":{},\"limit_bytes\":{},\"backing\":\"{}\",\"thread_count\":{},\"recovery_count\":{}}}",
             self.entry_count,
             self.bucket_count,
             self.allocated_bytes,
             self.held_bytes,
             self.kept_bytes,
             self.fixed_bytes,
+            self.order_bytes,
             self.limit_bytes,
             self.backing.name(),
             self.thread_count,

@@ -3,13 +3,16 @@
 use crate::config::Options;
 use crate::error::Error;
 use crate::hash::{Hash, Hasher, random};
+use crate::order::{KeyBound, Order};
 use crate::recover::Report;
+use crate::scan::Scan;
 use crate::stats::Stats;
-use crate::table::{Change, SEGMENTS, Table};
+use crate::table::{Change, Probe, SEGMENTS, Table};
 use crate::value::{Guarding, Into, Presence, Ref, RefBytes, Value};
-use llds::arena::{self, Arena};
+use llds::arena::{self, Arena, Pages};
 use std::fs::File;
 use std::io;
+use std::ops::{Bound, RangeBounds};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -51,6 +54,7 @@ const BATCH: usize = 32;
 #[derive(Clone)]
 pub struct Store {
     table: std::sync::Arc<Table>,
+    order: Option<std::sync::Arc<Order>>,
     limit_bytes: u64,
 }
 
@@ -62,7 +66,8 @@ impl Options {
     pub fn private(&self) -> Result<Store, Error> {
         let arena = Arena::private(&self.arena(PRIVATE_LIMIT))?;
         init_root(&arena, self.hash.unwrap_or_default())?;
-        Store::over(arena)
+        let order = if self.ordered { Some(Order::new(self.pages != Pages::Small)?.into()) } else { None };
+        Ok(Store { order, ..Store::over(arena)? })
     }
 
     /// Opens the shared store `name`, or makes it.
@@ -111,6 +116,7 @@ impl Options {
     /// # Errors
     /// [`Error::Exists`] if there is a file.
     pub fn create_path(&self, path: &Path) -> Result<Store, Error> {
+        self.check_shared()?;
         if path.exists() {
             return Err(Error::Exists(path.display().to_string()));
         }
@@ -136,6 +142,7 @@ impl Options {
     /// # Errors
     /// [`Error::NotFound`] if there is none; [`Error::Arena`] with the reason if it cannot be used.
     pub fn open_existing_path(&self, path: &Path) -> Result<Store, Error> {
+        self.check_shared()?;
         let file = match File::options().read(true).write(true).open(path) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -166,6 +173,10 @@ impl Options {
             lock_file(&handle, libc::LOCK_SH)?;
         }
         Ok(store)
+    }
+
+    fn check_shared(&self) -> Result<(), Error> {
+        if self.ordered { Err(Error::OrderedShared) } else { Ok(()) }
     }
 
     fn arena(&self, limit: u64) -> arena::Options {
@@ -223,14 +234,28 @@ impl Store {
         let limit_bytes = arena.stats().capacity_bytes;
         let at = |offset: usize| root.wrapping_add(offset);
         let words = [at(ROOT_HEAD), at(ROOT_HEAD + SEGMENTS * 8), at(CURSOR_AT)];
-        Ok(Store { table: std::sync::Arc::new(Table::new(arena, words, hasher, settings[5])), limit_bytes })
+        let table = std::sync::Arc::new(Table::new(arena, words, hasher, settings[5]));
+        Ok(Store { table, order: None, limit_bytes })
     }
 
     /// Returns the value of `key`, copied.
     #[inline]
     pub fn get(&self, key: &[u8]) -> Option<Value> {
+        let hash = self.table.hasher.first(key);
+        if key.len() == 8 {
+            match self.table.read_word(hash) {
+                Probe::Inline(bytes, length) => return Some(Value::short(bytes, length)),
+                Probe::Missing => return None,
+                Probe::Unclear => {}
+            }
+        }
+        self.get_any(key, hash)
+    }
+
+    #[inline(never)]
+    fn get_any(&self, key: &[u8], hash: u64) -> Option<Value> {
         let mut value = Value::new();
-        self.table.read(key, self.table.hasher.first(key), &mut value).then_some(value)
+        self.table.read(key, hash, &mut value).then_some(value)
     }
 
     /// Copies the value of `key` into `out`, replacing what is in it. False, and `out` empty, if there is none.
@@ -286,6 +311,19 @@ impl Store {
                 table.prefetch_rest(*hash);
             }
             for (index, (key, &hash)) in keys.iter().zip(&hashes).enumerate() {
+                if key.as_ref().len() == 8 {
+                    match table.read_word(hash) {
+                        Probe::Inline(bytes, length) => {
+                            each(batch * BATCH + index, Some(&bytes[..length]));
+                            continue;
+                        }
+                        Probe::Missing => {
+                            each(batch * BATCH + index, None);
+                            continue;
+                        }
+                        Probe::Unclear => {}
+                    }
+                }
                 let mut sink = Batched { short: [0; 8], length: 0, long: &mut long, is_long: false };
                 let found = table.read(key.as_ref(), hash, &mut sink);
                 let (short, length, is_long) = (sink.short, sink.length, sink.is_long);
@@ -295,13 +333,27 @@ impl Store {
         }
     }
 
+    /// Changes an entry, and the order of keys if there is one.
+    #[inline]
+    fn modify<'v>(
+        &self,
+        key: &[u8],
+        hash: u64,
+        decide: impl FnOnce(Option<&[u8]>) -> Result<Change<'v>, Error>,
+    ) -> Result<bool, Error> {
+        match &self.order {
+            None => self.table.modify(key, hash, decide),
+            Some(order) => order.modify(&self.table, key, hash, decide),
+        }
+    }
+
     /// Sets `key` to `value`. Returns whether it was there before.
     ///
     /// # Errors
     /// [`Error::KeyTooLong`], [`Error::ValueTooLong`], or [`Error::Arena`] at the memory limit.
     #[inline]
     pub fn set(&self, key: &[u8], value: &[u8]) -> Result<bool, Error> {
-        self.table.modify(key, self.table.hasher.first(key), |_| Ok(Change::Put(value)))
+        self.modify(key, self.table.hasher.first(key), |_| Ok(Change::Put(value)))
     }
 
     /// Sets many keys, keeping many of their cache misses in flight. Stops at the first error; those before it are set.
@@ -318,7 +370,7 @@ impl Store {
                 table.prefetch_bucket(*hash);
             }
             for ((key, value), &hash) in entries.iter().zip(&hashes) {
-                table.modify(key.as_ref(), hash, |_| Ok(Change::Put(value.as_ref())))?;
+                self.modify(key.as_ref(), hash, |_| Ok(Change::Put(value.as_ref())))?;
             }
         }
         Ok(())
@@ -332,7 +384,7 @@ impl Store {
     pub fn insert(&self, key: &[u8], value: &[u8]) -> Result<bool, Error> {
         let hash = self.table.hasher.first(key);
         let existed =
-            self.table.modify(key, hash, |now| Ok(if now.is_some() { Change::Keep } else { Change::Put(value) }))?;
+            self.modify(key, hash, |now| Ok(if now.is_some() { Change::Keep } else { Change::Put(value) }))?;
         Ok(!existed)
     }
 
@@ -342,7 +394,7 @@ impl Store {
     /// [`Error::Arena`] in a forked child, or when no seat is left for this thread.
     #[inline]
     pub fn delete(&self, key: &[u8]) -> Result<bool, Error> {
-        self.table.modify(key, self.table.hasher.first(key), |_| Ok(Change::Delete))
+        self.modify(key, self.table.hasher.first(key), |_| Ok(Change::Delete))
     }
 
     /// Deletes the entry of `key` and returns its value.
@@ -351,7 +403,7 @@ impl Store {
     /// As [`Store::delete`].
     pub fn take(&self, key: &[u8]) -> Result<Option<Vec<u8>>, Error> {
         let mut taken = None;
-        self.table.modify(key, self.table.hasher.first(key), |now| {
+        self.modify(key, self.table.hasher.first(key), |now| {
             taken = now.map(<[u8]>::to_vec);
             Ok(Change::Delete)
         })?;
@@ -367,7 +419,7 @@ impl Store {
     #[inline]
     pub fn add(&self, key: &[u8], delta: i64) -> Result<i64, Error> {
         let mut sum = 0;
-        self.table.modify(key, self.table.hasher.first(key), |now| {
+        self.modify(key, self.table.hasher.first(key), |now| {
             let number = match now {
                 None => 0,
                 Some(bytes) => {
@@ -386,7 +438,7 @@ impl Store {
     /// As [`Store::set`].
     pub fn compare_swap(&self, key: &[u8], expected: Option<&[u8]>, new: Option<&[u8]>) -> Result<bool, Error> {
         let mut done = false;
-        self.table.modify(key, self.table.hasher.first(key), |now| {
+        self.modify(key, self.table.hasher.first(key), |now| {
             done = now == expected;
             Ok(match new {
                 Some(value) if done => Change::Put(value),
@@ -441,13 +493,52 @@ impl Store {
         Ok(())
     }
 
+    /// Goes through the entries of a range by key order, or backwards by `rev`.
+    ///
+    /// Keys are compared byte by byte. Entries that are there all the time are seen once; those set or deleted
+    /// meanwhile may be or not. No lock is held between two steps.
+    ///
+    /// ```
+    /// let store = forrest::Options::new().ordered().private()?;
+    /// for name in ["cherry", "apple", "banana"] {
+    ///     store.set(name.as_bytes(), b"1")?;
+    /// }
+    /// let names: Vec<_> = store.scan::<[u8]>(&b"b"[..]..)?.map(|(key, _)| key).collect();
+    /// assert_eq!(names, [b"banana".to_vec(), b"cherry".to_vec()]);
+    /// assert_eq!(store.scan::<[u8]>(..)?.next_back().unwrap().0, b"cherry");
+    /// # Ok::<(), forrest::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::NotOrdered`] if the store was not made with [`Options::ordered`].
+    pub fn scan<'r, K: AsRef<[u8]> + ?Sized + 'r>(&self, range: impl RangeBounds<&'r K>) -> Result<Scan<'_>, Error> {
+        if self.order.is_none() {
+            return Err(Error::NotOrdered);
+        }
+        let own = |bound: Bound<&&'r K>| bound.map(|key| key.as_ref().to_vec());
+        Ok(Scan::new(self, own(range.start_bound()), own(range.end_bound())))
+    }
+
+    pub(crate) fn key_page(&self, low: &KeyBound, high: &KeyBound, back: bool, count: usize) -> Vec<Vec<u8>> {
+        self.order.as_ref().map_or_else(Vec::new, |order| order.page(low, high, back, count))
+    }
+
+    /// Whether keys are kept in order, for [`Store::scan`].
+    pub fn is_ordered(&self) -> bool {
+        self.order.is_some()
+    }
+
     /// Deletes all entries. Returns how many. Entries set meanwhile may stay.
     ///
     /// # Errors
     /// As [`Store::delete`].
     pub fn clear(&self) -> Result<u64, Error> {
         let seat = self.table.arena.seat()?;
-        let cleared = (0..SEGMENTS).map(|segment| self.table.clear_segment(&seat, segment)).sum();
+        let clear = || (0..SEGMENTS).map(|segment| self.table.clear_segment(&seat, segment)).sum();
+        let cleared = match &self.order {
+            None => clear(),
+            Some(order) => order.clear(&self.table, clear),
+        };
         self.table.arena.trim(&seat);
         Ok(cleared)
     }
@@ -479,6 +570,7 @@ impl Store {
             held_bytes: stats.spans.held_bytes - stats.spans.kept_bytes,
             kept_bytes: stats.spans.kept_bytes,
             fixed_bytes: ROOT_BYTES as u64,
+            order_bytes: self.order.as_ref().map_or(0, |order| order.memory_bytes()),
             limit_bytes: self.limit_bytes,
             backing: stats.backing,
             thread_count: stats.seat_count,

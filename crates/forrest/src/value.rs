@@ -20,6 +20,22 @@ impl Value {
         Value(Repr::Short { bytes: [0; 8], length: 0 })
     }
 
+    #[inline]
+    pub(crate) fn short(bytes: [u8; 8], length: usize) -> Value {
+        Value(Repr::Short { bytes, length: length as u8 })
+    }
+
+    pub(crate) fn copied(bytes: &[u8]) -> Value {
+        let mut short = [0; 8];
+        match short.get_mut(..bytes.len()) {
+            Some(room) => {
+                room.copy_from_slice(bytes);
+                Value::short(short, bytes.len())
+            }
+            None => Value(Repr::Long(bytes.to_vec())),
+        }
+    }
+
     /// Returns the bytes as a vector.
     pub fn into_vec(self) -> Vec<u8> {
         match self.0 {

@@ -14,7 +14,7 @@ for tool in "$@"; do
         command -v valgrind >/dev/null || { echo "SKIPPED: valgrind is not installed"; continue; }
         # valgrind does not know AVX-512 and cannot reserve 256 GiB, so build for the plain architecture;
         # the store halves its reservation until it fits.
-        cargo build -q 2>/dev/null --manifest-path "$here/Cargo.toml" --lib
+        cargo build -q --manifest-path "$here/Cargo.toml" --lib
         "$here/install.sh" "$work/v" "$target/debug"
         cc -g -Wall -Wextra -Werror "$here/tests/c/check.c" -I"$work/v/include" "$work/v/lib/libforrest.a" \
             -lpthread -lm -ldl -o "$work/check-v"
@@ -28,7 +28,7 @@ for tool in "$@"; do
         ;;
     asan)
         rustup toolchain list 2>/dev/null | grep -q nightly || { echo "SKIPPED: no nightly toolchain"; continue; }
-        RUSTFLAGS="-Zsanitizer=address" cargo +nightly build -q 2>/dev/null --manifest-path "$here/Cargo.toml" --lib \
+        RUSTFLAGS="-Zsanitizer=address" cargo +nightly build -q --manifest-path "$here/Cargo.toml" --lib \
             --target x86_64-unknown-linux-gnu --target-dir "$target/asan"
         runtime=$(echo "$(rustc +nightly --print sysroot)"/lib/rustlib/x86_64-unknown-linux-gnu/lib/librustc*_rt.asan.a)
         [ -f "$runtime" ] || { echo "SKIPPED: the nightly toolchain has no AddressSanitizer runtime"; continue; }

@@ -224,6 +224,32 @@ static void threads(void) {
     }
 }
 
+static int append(void *argument, const void *key, size_t key_length, const void *value, size_t value_length) {
+    (void)value;
+    CHECK(value_length == 1);
+    strncat((char *)argument, (const char *)key, key_length);
+    return strlen((char *)argument) >= 5; /* stops the scan */
+}
+
+static void ordered(void) {
+    forrest_options options = {0, 0, FORREST_ORDERED, 0};
+    forrest_bytes from = {"b", 1}, to = {"d", 1};
+    FORREST *store, *plain;
+    char seen[64] = "";
+    CHECK(forrest_open(NULL, &options, &store) == FORREST_OK);
+    for (const char *key = "gecabdfh"; *key; key++)
+        CHECK(forrest_set(store, key, 1, "1", 1) == FORREST_OK);
+    CHECK(forrest_scan(store, &from, &to, 0, append, seen) == FORREST_OK && strcmp(seen, "bc") == 0);
+    seen[0] = 0;
+    CHECK(forrest_scan(store, &from, NULL, 1, append, seen) == FORREST_OK && strcmp(seen, "hgfed") == 0);
+    CHECK(forrest_scan(store, &from, NULL, 1, NULL, seen) == FORREST_INVALID);
+    CHECK(forrest_close(store) == FORREST_OK);
+    CHECK(forrest_open(NULL, NULL, &plain) == FORREST_OK);
+    CHECK(forrest_scan(plain, NULL, NULL, 0, append, seen) == FORREST_NOT_ORDERED);
+    CHECK(forrest_close(plain) == FORREST_OK);
+    CHECK(forrest_open("check-ordered", &options, &store) == FORREST_NOT_ORDERED);
+}
+
 static void libforrest(void) {
     FORREST *store = forrest_alloc();
     char text[] = "zero";
@@ -248,6 +274,7 @@ int main(void) {
     limit();
     shared_and_fork();
     threads();
+    ordered();
     libforrest();
     puts("ok");
     return 0;
