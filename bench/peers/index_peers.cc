@@ -2,6 +2,8 @@
 
 #include <absl/container/btree_map.h>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <libcuckoo/cuckoohash_map.hh>
 #include <map>
 #include <pthread.h>
@@ -61,6 +63,29 @@ template <class Tree> struct Locked {
     uint64_t sum = 0;
     for (auto it = self->tree.lower_bound(from); it != self->tree.end() && count > 0; ++it, --count) sum += it->second;
     pthread_rwlock_unlock(&self->lock);
+    return sum;
+  }
+};
+
+// Without a lock, for one thread: what the structure costs apart from locking.
+template <class Tree> struct Bare {
+  Tree tree;
+
+  static void *create() { return new Bare; }
+  static void destroy(void *map) { delete (Bare *)map; }
+  static bool get(void *map, uint64_t key, uint64_t *value) {
+    auto &tree = ((Bare *)map)->tree;
+    auto it = tree.find(key);
+    if (it == tree.end()) return false;
+    *value = it->second;
+    return true;
+  }
+  static bool insert(void *map, uint64_t key, uint64_t value) { return ((Bare *)map)->tree.emplace(key, value).second; }
+  static bool remove(void *map, uint64_t key) { return ((Bare *)map)->tree.erase(key) != 0; }
+  static uint64_t scan(void *map, uint64_t from, uint64_t count) {
+    auto &tree = ((Bare *)map)->tree;
+    uint64_t sum = 0;
+    for (auto it = tree.lower_bound(from); it != tree.end() && count > 0; ++it, --count) sum += it->second;
     return sum;
   }
 };
@@ -156,6 +181,47 @@ struct Urcu {
 
 }  // namespace
 
+// The user-space side of the source's test, as it is there: a red-black tree of key, pointer and length, the value in an
+// allocation of its own, one pthread_rwlock; an insert searches first and then takes the lock for writing.
+struct SourceTree {
+  struct Value {
+    char *text;
+    uint32_t length;
+  };
+  pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER;
+  std::map<uint64_t, Value> tree;
+};
+
+extern "C" void *source_tree_create() { return new SourceTree; }
+
+extern "C" void source_tree_destroy(void *at) {
+  auto *self = (SourceTree *)at;
+  for (auto &entry : self->tree) free(entry.second.text);
+  delete self;
+}
+
+extern "C" void source_tree_insert(void *at, uint64_t key, const char *text, uint32_t length) {
+  auto *self = (SourceTree *)at;
+  pthread_rwlock_rdlock(&self->lock);
+  bool there = self->tree.find(key) != self->tree.end();
+  pthread_rwlock_unlock(&self->lock);
+  if (there) return;
+  char *copy = (char *)malloc(length);
+  memcpy(copy, text, length);
+  pthread_rwlock_wrlock(&self->lock);
+  if (!self->tree.emplace(key, SourceTree::Value{copy, length}).second) free(copy);
+  pthread_rwlock_unlock(&self->lock);
+}
+
+extern "C" bool source_tree_holds(void *at, uint64_t key, const char *text, uint32_t length) {
+  auto *self = (SourceTree *)at;
+  pthread_rwlock_rdlock(&self->lock);
+  auto it = self->tree.find(key);
+  bool same = it != self->tree.end() && it->second.length == length && memcmp(it->second.text, text, length) == 0;
+  pthread_rwlock_unlock(&self->lock);
+  return same;
+}
+
 struct Functions {
   void *(*create)();
   bool (*get)(void *, uint64_t, uint64_t *);
@@ -173,8 +239,9 @@ template <class Peer> static constexpr Functions hashed() {
 }
 
 extern "C" {
-extern const Functions index_peer_std_map, index_peer_absl_btree, index_peer_cuckoo, index_peer_tbb, index_peer_urcu;
+extern const Functions index_peer_std_map, index_peer_std_map_bare, index_peer_absl_btree, index_peer_cuckoo, index_peer_tbb, index_peer_urcu;
 const Functions index_peer_std_map = ordered<Locked<std::map<uint64_t, uint64_t>>>();
+const Functions index_peer_std_map_bare = ordered<Bare<std::map<uint64_t, uint64_t>>>();
 const Functions index_peer_absl_btree = ordered<Locked<absl::btree_map<uint64_t, uint64_t>>>();
 const Functions index_peer_cuckoo = hashed<Cuckoo>();
 const Functions index_peer_tbb = hashed<Tbb>();

@@ -6,6 +6,7 @@
 
 use crate::index::maps::{Maker, Map};
 use crate::index::{self, median_and_spread};
+use crate::options::{self, Clock, Common};
 use clap::Parser;
 use forrest::{Options, Store};
 use std::collections::BTreeMap;
@@ -13,11 +14,11 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
-use std::sync::{Barrier, RwLock};
+use std::sync::RwLock;
 use std::time::{Duration, Instant};
 
 /// The peers of the first table that this build may have.
-const PEERS: &str = "forrest,forrest-shared,std-hash-lock,std-hash-sharded,std-btree-lock,papaya,dashmap,scc-hash-map,\
+const PEERS: &str = "forrest,forrest-shared,forrest-ordered,std-hash-lock,std-hash-sharded,std-btree-lock,papaya,dashmap,scc-hash-map,\
                      scc-hash-index,rb-tree-lock,absl-btree-lock,libcuckoo,tbb,liburcu";
 
 /// forrest and its peers: the source's test, gets, inserts, churn, memory, shared stores.
@@ -25,34 +26,15 @@ const PEERS: &str = "forrest,forrest-shared,std-hash-lock,std-hash-sharded,std-b
 #[command(
     name = "pagefold bench kv",
     after_help = "Examples:\n  pagefold bench kv --quick\n  pagefold bench kv --keys 10000000 --threads 1,2 --tables source,shared\n  \
-                  pagefold bench kv --tables maps -- --mix churn --dist zipf --clock cpu"
+                  pagefold bench kv --clock cpu --tables maps -- --mix churn --dist zipf"
 )]
 struct Args {
-    /// Keys in the store.
-    #[arg(long, value_name = "N")]
-    keys: Option<usize>,
-    /// Threads, as a list: each number is measured.
-    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1,2")]
-    threads: Vec<usize>,
+    #[command(flatten)]
+    common: Common,
     /// Which tables.
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', default_value = "maps,source,values,shared")]
     tables: Vec<String>,
-    /// Rounds; the median and the spread are shown.
-    #[arg(long, value_name = "N")]
-    rounds: Option<usize>,
-    /// A minute: 200,000 keys, one round.
-    #[arg(long, conflicts_with = "full")]
-    quick: bool,
-    /// The published figures: 10 million keys, five rounds.
-    #[arg(long)]
-    full: bool,
-    /// One JSON document per table instead of text.
-    #[arg(long)]
-    json: bool,
-    /// One measurement in this process (used by the driver).
-    #[arg(long, hide = true, value_name = "PLAN")]
-    child: Option<String>,
-    /// Options passed on to the `maps` table: --mix, --dist, --clock, --pages, --only, as `pagefold bench index` has them.
+    /// Options passed on to the `maps` table: --mix, --dist, --pages, --only, as `pagefold bench index` has them.
     #[arg(last = true, value_name = "INDEX OPTIONS")]
     rest: Vec<String>,
 }
@@ -67,6 +49,9 @@ pub fn makers() -> Vec<Maker> {
             let store = options(huge).create_path(&path).expect("room in /dev/shm");
             std::fs::remove_file(&path).expect("just made");
             Box::new(store)
+        }),
+        ("forrest-ordered", "forrest, private, keys in order too", |_, huge| {
+            Box::new(options(huge).ordered().private().expect("address space"))
         }),
     ]
 }
@@ -110,23 +95,25 @@ impl Map for Store {
         true
     }
 
+    fn scan(&self, from: u64, count: usize) -> Option<u64> {
+        // Any order will do for a bench, as long as there is one: that of the little-endian bytes.
+        let scan = Store::scan(self, &from.to_le_bytes()..).ok()?;
+        Some(scan.take(count).fold(0, |sum: u64, (_, value)| sum.wrapping_add(number(&value))))
+    }
+
     fn memory_bytes(&self) -> Option<u64> {
         let stats = self.stats();
-        Some(stats.held_bytes + stats.fixed_bytes)
+        Some(stats.held_bytes + stats.fixed_bytes + stats.order_bytes)
     }
 }
 
 /// Runs the benchmark.
 pub fn run(args: &[String]) -> ExitCode {
-    let name = std::iter::once("kv".to_string());
-    let args = match Args::try_parse_from(name.chain(args.iter().cloned())) {
+    let args: Args = match options::parse("kv", args) {
         Ok(args) => args,
-        Err(error) => {
-            let _ = error.print();
-            return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
-        }
+        Err(code) => return code,
     };
-    if let Some(plan) = &args.child {
+    if let Some(plan) = &args.common.child {
         child(plan);
         return ExitCode::SUCCESS;
     }
@@ -145,39 +132,26 @@ pub fn run(args: &[String]) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-impl Args {
-    fn keys(&self) -> usize {
-        self.keys.unwrap_or(if self.quick {
-            200_000
-        } else if self.full {
-            10_000_000
-        } else {
-            1_000_000
-        })
-    }
-
-    fn rounds(&self) -> usize {
-        self.rounds.unwrap_or(if self.quick { 1 } else { 5 })
-    }
-}
-
 /// The first table, by the engine of `index`.
 fn maps(args: &Args) -> Result<(), String> {
     let known: Vec<&str> = index::maps::all().into_iter().map(|maker| maker.0).collect();
     let only: Vec<&str> = PEERS.split(',').filter(|name| known.contains(name)).collect();
     let mut passed = vec![
         "--keys".to_string(),
-        args.keys().to_string(),
+        args.common.keys(10_000_000).to_string(),
         "--rounds".into(),
-        args.rounds().to_string(),
+        args.common.rounds().to_string(),
         "--threads".into(),
-        args.threads.iter().map(usize::to_string).collect::<Vec<_>>().join(","),
+        args.common.threads.iter().map(usize::to_string).collect::<Vec<_>>().join(","),
     ];
     if !args.rest.iter().any(|option| option == "--only") {
         passed.extend(["--only".into(), only.join(",")]);
     }
-    passed.extend(args.quick.then(|| "--quick".into()));
-    passed.extend(args.json.then(|| "--json".into()));
+    passed.extend(
+        (args.common.clock == Clock::Cpu).then_some(["--clock".to_string(), "cpu".into()]).into_iter().flatten(),
+    );
+    passed.extend(args.common.quick.then(|| "--quick".into()));
+    passed.extend(args.common.json.then(|| "--json".into()));
     passed.extend(args.rest.iter().cloned());
     if index::run(&passed) == ExitCode::SUCCESS { Ok(()) } else { Err("see above".into()) }
 }
@@ -193,7 +167,11 @@ fn table_rows(table: &str) -> Vec<Row> {
             ("forrest-batch", "set_many, get_many", |keys, threads, _| {
                 source(&Store::new().ok()?, keys, threads, true)
             }),
-            ("rb-tree-lock", "the source's user-space side: std::map, one rwlock", |keys, threads, _| {
+            #[cfg(feature = "cpp-peers")]
+            ("rb-tree-source", "the source's user-space side: red-black tree, one rwlock", |keys, threads, _| {
+                source(&index::cpp::SourceTree::new(), keys, threads, false)
+            }),
+            ("rb-tree-lock", "the same without its allocations: std::map of numbers", |keys, threads, _| {
                 let known = index::maps::all();
                 let maker = known.iter().find(|maker| maker.0 == "rb-tree-lock")?;
                 source_u64(&*(maker.2)(keys, true), keys, threads)
@@ -244,16 +222,17 @@ struct Line {
 
 /// Measures the rows of a table, interleaved, and prints them.
 fn rows(args: &Args, table: &str) -> Result<(), String> {
-    let keys = args.keys();
+    let keys = args.common.keys(10_000_000);
     let rows = table_rows(table);
     let mut lines: Vec<Line> = Vec::new();
-    for &threads in &args.threads {
+    for &threads in &args.common.threads {
         lines.extend(rows.iter().map(|&(name, about, _)| Line { name, about, threads, rates: Vec::new() }));
     }
-    for round in 0..args.rounds() {
+    for round in 0..args.common.rounds() {
         for line in &mut lines {
             // A process of its own, so that no structure inherits another's heap.
-            let plan = format!("{table} {} {keys} {}", line.name, line.threads);
+            let clock = if args.common.clock == Clock::Cpu { "cpu" } else { "wall" };
+            let plan = format!("{table} {} {keys} {} {clock}", line.name, line.threads);
             let exe = std::env::current_exe().map_err(|error| format!("cannot find this program: {error}"))?;
             let output = Command::new(exe)
                 .args(["kv", "--child", &plan])
@@ -268,14 +247,17 @@ fn rows(args: &Args, table: &str) -> Result<(), String> {
             }
             if let Ok(rate) = text.trim().parse() {
                 line.rates.push(rate);
-            } else if round == 0 && !args.json {
+            } else if round == 0 && !args.common.json {
                 eprintln!("SKIPPED: {} ({}) is not available here", line.name, line.about);
             }
         }
     }
     lines.retain(|line| !line.rates.is_empty());
-    if args.json {
-        println!("{:#}", serde_json::json!({ "bench": "kv", "table": table, "keys": keys, "rows": lines }));
+    if args.common.json {
+        println!(
+            "{:#}",
+            serde_json::json!({ "bench": "kv", "table": table, "keys": keys, "clock": args.common.clock, "machine": options::machine(), "rows": lines })
+        );
         return Ok(());
     }
     let about = match table {
@@ -283,7 +265,8 @@ fn rows(args: &Args, table: &str) -> Result<(), String> {
         "values" => "operations on values of 100 bytes",
         _ => "gets of a store that processes share",
     };
-    println!("\n{keys} keys, {about}\nmillion operations per second, median (+-: half the spread in percent)");
+    let by = if args.common.clock == Clock::Cpu { " of processor time" } else { "" };
+    println!("\n{keys} keys, {about}\nmillion operations per second{by}, median (+-: half the spread in percent)");
     for line in &lines {
         let (median, spread) = median_and_spread(&line.rates);
         let threads = line.threads;
@@ -297,11 +280,12 @@ fn child(plan: &str) {
     let (Some(keys), Some(threads)) =
         (fields.get(2).and_then(|field| field.parse().ok()), fields.get(3).and_then(|field| field.parse().ok()))
     else {
-        eprintln!("a plan is TABLE NAME KEYS THREADS");
+        eprintln!("a plan is TABLE NAME KEYS THREADS CLOCK");
         std::process::exit(2);
     };
+    let _ = CLOCK.set(if fields.get(4) == Some(&"cpu") { Clock::Cpu } else { Clock::Wall });
     if fields[0] == "reader" {
-        reader(fields[1], keys, threads, Path::new(fields[4]));
+        reader(fields[1], keys, threads, Path::new(fields[5]));
         return;
     }
     let folder = std::env::temp_dir().join(format!("pagefold-bench-kv-{}", std::process::id()));
@@ -315,33 +299,24 @@ fn child(plan: &str) {
     }
 }
 
+/// What this process's rates are taken by: set once, from the plan.
+static CLOCK: std::sync::OnceLock<Clock> = std::sync::OnceLock::new();
+
+fn clock() -> Clock {
+    CLOCK.get().copied().unwrap_or(Clock::Wall)
+}
+
 /// Runs `work(thread)` in all threads at once; million operations per second.
 fn timed(threads: usize, operations: usize, work: impl Fn(usize) + Sync) -> f64 {
-    let barrier = Barrier::new(threads + 1);
-    let seconds = std::thread::scope(|scope| {
-        let handles: Vec<_> = (0..threads)
-            .map(|thread| {
-                let (barrier, work) = (&barrier, &work);
-                scope.spawn(move || {
-                    barrier.wait();
-                    work(thread);
-                })
-            })
-            .collect();
-        let start = Instant::now();
-        barrier.wait();
-        handles.into_iter().for_each(|handle| handle.join().expect("the work asserts what it checks"));
-        start.elapsed().as_secs_f64()
-    });
-    operations as f64 / seconds / 1e6
+    index::run::timed(threads, operations, clock(), work)
 }
 
 /// What the source's test needs of a store.
 trait Strings: Sync {
     fn put(&self, key: u64, value: &[u8]);
     fn holds(&self, key: u64, value: &[u8]) -> bool;
-    fn put_many(&self, entries: &[([u8; 8], Vec<u8>)]);
-    fn holds_many(&self, keys: &[[u8; 8]], values: &[Vec<u8>]) -> bool;
+    fn put_many(&self, entries: &[([u8; 8], Digits)]);
+    fn holds_many(&self, keys: &[[u8; 8]], values: &[Digits]) -> bool;
 }
 
 impl Strings for Store {
@@ -353,14 +328,33 @@ impl Strings for Store {
         self.get(&key.to_le_bytes()).is_some_and(|found| *found == *value)
     }
 
-    fn put_many(&self, entries: &[([u8; 8], Vec<u8>)]) {
+    fn put_many(&self, entries: &[([u8; 8], Digits)]) {
         self.set_many(entries).expect("memory");
     }
 
-    fn holds_many(&self, keys: &[[u8; 8]], values: &[Vec<u8>]) -> bool {
+    fn holds_many(&self, keys: &[[u8; 8]], values: &[Digits]) -> bool {
         let mut good = true;
-        self.get_many(keys, |index, found| good &= found == Some(&values[index][..]));
+        self.get_many(keys, |index, found| good &= found == Some(values[index].as_ref()));
         good
+    }
+}
+
+#[cfg(feature = "cpp-peers")]
+impl Strings for index::cpp::SourceTree {
+    fn put(&self, key: u64, value: &[u8]) {
+        index::cpp::SourceTree::put(self, key, value);
+    }
+
+    fn holds(&self, key: u64, value: &[u8]) -> bool {
+        index::cpp::SourceTree::holds(self, key, value)
+    }
+
+    fn put_many(&self, entries: &[([u8; 8], Digits)]) {
+        entries.iter().for_each(|(key, value)| self.put(u64::from_le_bytes(*key), value.as_ref()));
+    }
+
+    fn holds_many(&self, keys: &[[u8; 8]], values: &[Digits]) -> bool {
+        keys.iter().zip(values).all(|(key, value)| self.holds(u64::from_le_bytes(*key), value.as_ref()))
     }
 }
 
@@ -373,36 +367,48 @@ impl Strings for RwLock<BTreeMap<u64, Box<[u8]>>> {
         self.read().expect("no panic under the lock").get(&key).is_some_and(|found| **found == *value)
     }
 
-    fn put_many(&self, entries: &[([u8; 8], Vec<u8>)]) {
-        entries.iter().for_each(|(key, value)| self.put(u64::from_le_bytes(*key), value));
+    fn put_many(&self, entries: &[([u8; 8], Digits)]) {
+        entries.iter().for_each(|(key, value)| self.put(u64::from_le_bytes(*key), value.as_ref()));
     }
 
-    fn holds_many(&self, keys: &[[u8; 8]], values: &[Vec<u8>]) -> bool {
-        keys.iter().zip(values).all(|(key, value)| self.holds(u64::from_le_bytes(*key), value))
+    fn holds_many(&self, keys: &[[u8; 8]], values: &[Digits]) -> bool {
+        keys.iter().zip(values).all(|(key, value)| self.holds(u64::from_le_bytes(*key), value.as_ref()))
     }
 }
 
-/// The decimal text of a number, written into `out`.
-fn decimal(mut number: usize, out: &mut [u8; 24]) -> &[u8] {
-    let mut at = out.len();
-    loop {
-        at -= 1;
-        out[at] = b'0' + (number % 10) as u8;
-        number /= 10;
-        if number == 0 {
-            return &out[at..];
+/// The decimal text of a number, without an allocation.
+#[derive(Clone, Copy)]
+struct Digits {
+    bytes: [u8; 20],
+    start: u8,
+}
+
+impl Digits {
+    fn of(mut number: usize) -> Digits {
+        let mut digits = Digits { bytes: [0; 20], start: 20 };
+        loop {
+            digits.start -= 1;
+            digits.bytes[usize::from(digits.start)] = b'0' + (number % 10) as u8;
+            number /= 10;
+            if number == 0 {
+                return digits;
+            }
         }
+    }
+}
+
+impl AsRef<[u8]> for Digits {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes[usize::from(self.start)..]
     }
 }
 
 /// The source's key of a number: the hash of `key%lu` with seed 9.
 fn source_key(number: usize) -> u64 {
-    let mut digits = [0; 24];
-    let digits = decimal(number, &mut digits);
-    let mut text = [0; 32];
-    text[..3].copy_from_slice(b"key");
-    text[3..3 + digits.len()].copy_from_slice(digits);
-    forrest::murmur64a(&text[..3 + digits.len()], 9)
+    let mut digits = Digits::of(number);
+    let start = usize::from(digits.start) - 3;
+    digits.bytes[start..start + 3].copy_from_slice(b"key");
+    forrest::murmur64a(&digits.bytes[start..], 9)
 }
 
 /// All threads insert their share; join; all threads read it. Both phases count, as in the source.
@@ -411,28 +417,30 @@ fn source(store: &dyn Strings, keys: usize, threads: usize, batched: bool) -> Op
     let range = |thread: usize| (thread * share).min(keys)..((thread + 1) * share).min(keys);
     let phase = |read: bool| {
         timed(threads, keys, |thread| {
-            let mut digits = [0; 24];
             if !batched {
                 for number in range(thread) {
-                    let value = decimal(number, &mut digits);
+                    let value = Digits::of(number);
                     if read {
-                        assert!(store.holds(source_key(number), value), "{number} is missing");
+                        assert!(store.holds(source_key(number), value.as_ref()), "{number} is missing");
                     } else {
-                        store.put(source_key(number), value);
+                        store.put(source_key(number), value.as_ref());
                     }
                 }
                 return;
             }
-            let numbers: Vec<usize> = range(thread).collect();
-            for numbers in numbers.chunks(256) {
-                let entries: Vec<([u8; 8], Vec<u8>)> = numbers
-                    .iter()
-                    .map(|&number| (source_key(number).to_le_bytes(), decimal(number, &mut digits).to_vec()))
-                    .collect();
+            let range = range(thread);
+            let (mut keys, mut values, mut entries) = (Vec::new(), Vec::new(), Vec::new());
+            for first in range.clone().step_by(256) {
+                let numbers = first..(first + 256).min(range.end);
                 if read {
-                    let (keys, values): (Vec<_>, Vec<_>) = entries.into_iter().unzip();
-                    assert!(store.holds_many(&keys, &values), "some of {numbers:?} are missing");
+                    keys.clear();
+                    values.clear();
+                    keys.extend(numbers.clone().map(|number| source_key(number).to_le_bytes()));
+                    values.extend(numbers.map(Digits::of));
+                    assert!(store.holds_many(&keys, &values), "some from {first} on are missing");
                 } else {
+                    entries.clear();
+                    entries.extend(numbers.map(|number| (source_key(number).to_le_bytes(), Digits::of(number))));
                     store.put_many(&entries);
                 }
             }
@@ -446,10 +454,8 @@ fn source(store: &dyn Strings, keys: usize, threads: usize, batched: bool) -> Op
 fn source_u64(map: &dyn Map, keys: usize, threads: usize) -> Option<f64> {
     let share = keys.div_ceil(threads);
     let range = |thread: usize| (thread * share).min(keys)..((thread + 1) * share).min(keys);
-    let value = |number: usize| {
-        let mut digits = [0; 24];
-        decimal(number, &mut digits).iter().fold(0u64, |packed, &digit| packed << 8 | u64::from(digit))
-    };
+    let value =
+        |number: usize| Digits::of(number).as_ref().iter().fold(0u64, |packed, &digit| packed << 8 | u64::from(digit));
     let insert = timed(threads, keys, |thread| {
         range(thread).for_each(|number| assert!(map.insert(source_key(number), value(number))));
     });
@@ -582,7 +588,7 @@ fn processes(folder: &Path, keys: usize, readers: usize, kind: &str) -> Option<f
     let exe = std::env::current_exe().ok()?;
     let mut children: Vec<Child> = (0..readers)
         .filter_map(|reader| {
-            let plan = format!("reader {kind} {keys} {reader} {}", path.display());
+            let plan = format!("reader {kind} {keys} {reader} wall {}", path.display());
             let mut command = Command::new(&exe);
             command.args(["kv", "--child", &plan]).stdin(Stdio::piped()).stdout(Stdio::piped());
             command.spawn().ok()
@@ -600,7 +606,17 @@ fn processes(folder: &Path, keys: usize, readers: usize, kind: &str) -> Option<f
     for child in &mut children {
         child.stdout.as_mut()?.read_exact(&mut byte).ok()?;
     }
-    let seconds = start.elapsed().as_secs_f64();
+    let mut seconds = start.elapsed().as_secs_f64();
+    // Each tells at its end how long it had a processor.
+    let mut busy = 0.0;
+    for child in &mut children {
+        let mut text = String::new();
+        child.stdout.as_mut()?.read_to_string(&mut text).ok()?;
+        busy += text.trim().parse::<f64>().ok()?;
+    }
+    if clock() == Clock::Cpu {
+        seconds = busy / readers as f64;
+    }
     let good = children.iter_mut().all(|child| child.wait().is_ok_and(|status| status.success()));
     (good && children.len() == readers).then(|| (keys * readers) as f64 / seconds / 1e6)
 }
@@ -624,17 +640,20 @@ fn reader(kind: &str, keys: usize, reader: usize, path: &Path) {
         read_lmdb(path, keys, reader, say, wait);
         return;
     }
+    let busy = index::run::thread_seconds;
     let store = Options::new().open_existing_path(path).expect("the driver made it");
     // Map in what a thread of the filling process has mapped already.
     read_batches(&store, keys, reader + 1);
     say();
     wait();
+    let start = busy();
     if kind == "forrest-batch" {
         read_batches(&store, keys, reader)
     } else {
         read_all(&store, keys, reader)
     }
     say();
+    println!("{}", busy() - start);
 }
 
 #[cfg(feature = "peers")]
@@ -670,8 +689,10 @@ fn read_lmdb(path: &Path, keys: usize, reader: usize, say: impl Fn(), wait: impl
     all(reader + 1);
     say();
     wait();
+    let start = index::run::thread_seconds();
     all(reader);
     say();
+    println!("{}", index::run::thread_seconds() - start);
 }
 
 #[cfg(not(feature = "peers"))]
@@ -724,7 +745,8 @@ fn redis(keys: usize, threads: usize, folder: &Path) -> Option<f64> {
             return None;
         }
     }
-    Some(timed(threads, gets * threads, |thread| {
+    // By the wall: it waits for another process nearly all of the time.
+    Some(index::run::timed(threads, gets * threads, Clock::Wall, |thread| {
         let mut stream = connect().expect("it answered before");
         for number in 0..gets {
             let number = (number + thread * 31) % gets;

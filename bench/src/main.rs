@@ -7,6 +7,7 @@ mod disk;
 mod image;
 mod index;
 mod kv;
+mod options;
 mod pageone;
 mod record;
 mod scan;

@@ -16,10 +16,51 @@ struct Functions {
 
 unsafe extern "C" {
     static index_peer_std_map: Functions;
+    static index_peer_std_map_bare: Functions;
     static index_peer_absl_btree: Functions;
     static index_peer_cuckoo: Functions;
     static index_peer_tbb: Functions;
     static index_peer_urcu: Functions;
+
+    fn source_tree_create() -> *mut c_void;
+    fn source_tree_destroy(tree: *mut c_void);
+    fn source_tree_insert(tree: *mut c_void, key: u64, text: *const u8, length: u32);
+    fn source_tree_holds(tree: *mut c_void, key: u64, text: *const u8, length: u32) -> bool;
+}
+
+/// The user-space side of the source's test: a red-black tree under one lock, values allocated one by one.
+pub struct SourceTree(*mut c_void);
+
+// SAFETY: the tree is locked on the other side.
+unsafe impl Send for SourceTree {}
+// SAFETY: as above.
+unsafe impl Sync for SourceTree {}
+
+impl SourceTree {
+    /// Makes an empty tree.
+    pub fn new() -> Self {
+        // SAFETY: takes nothing, gives a tree that is ours.
+        Self(unsafe { source_tree_create() })
+    }
+
+    /// Inserts a value under a key that is not there.
+    pub fn put(&self, key: u64, value: &[u8]) {
+        // SAFETY: the tree lives as long as self; the text is copied within the call.
+        unsafe { source_tree_insert(self.0, key, value.as_ptr(), value.len() as u32) }
+    }
+
+    /// Tells whether the key has this value.
+    pub fn holds(&self, key: u64, value: &[u8]) -> bool {
+        // SAFETY: as for `put`; the text is compared within the call.
+        unsafe { source_tree_holds(self.0, key, value.as_ptr(), value.len() as u32) }
+    }
+}
+
+impl Drop for SourceTree {
+    fn drop(&mut self) {
+        // SAFETY: nobody else has the tree.
+        unsafe { source_tree_destroy(self.0) }
+    }
 }
 
 struct Peer {
@@ -27,7 +68,7 @@ struct Peer {
     map: *mut c_void,
 }
 
-// SAFETY: each peer is a concurrent map or is locked on the other side.
+// SAFETY: each peer is a concurrent map or is locked on the other side; the driver gives the bare one to one thread.
 unsafe impl Send for Peer {}
 // SAFETY: as above.
 unsafe impl Sync for Peer {}
@@ -73,6 +114,7 @@ pub fn all() -> Vec<Maker> {
     }
     vec![
         ("rb-tree-lock", "C++ std::map (red-black), pthread_rwlock", peer!(index_peer_std_map)),
+        ("rb-tree-bare", "the same without a lock: one thread only", peer!(index_peer_std_map_bare)),
         ("absl-btree-lock", "absl::btree_map, pthread_rwlock", peer!(index_peer_absl_btree)),
         ("libcuckoo", "libcuckoo cuckoohash_map", peer!(index_peer_cuckoo)),
         ("tbb", "TBB concurrent_hash_map", peer!(index_peer_tbb)),

@@ -6,12 +6,14 @@
 
 mod content;
 #[cfg(feature = "cpp-peers")]
-mod cpp;
+pub mod cpp;
 pub mod maps;
 #[cfg(feature = "peers")]
 mod peers;
-mod run;
+pub mod run;
+mod tlb;
 
+use crate::options::{self, Clock, Common};
 use clap::{Parser, ValueEnum};
 use run::{Figures, Plan};
 use std::collections::BTreeMap;
@@ -31,6 +33,8 @@ pub enum Mix {
     /// Half lookups, half inserts and removals.
     #[value(name = "50")]
     Half,
+    /// Lookups one at a time that hit, and nothing else.
+    Get,
     /// Inserts alone.
     Insert,
     /// Each key removed, a new one inserted, at constant size; then all deleted.
@@ -47,45 +51,26 @@ pub enum Dist {
     Zipf,
 }
 
-/// What a rate is taken by.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Clock {
-    /// Time on the wall: for a machine of one's own.
-    Wall,
-    /// Time on a processor: for a machine that others use meanwhile.
-    Cpu,
-}
-
 /// Indexes and their peers: lookups, inserts, churn, memory.
 #[derive(Parser, Debug)]
 #[command(
     name = "pagefold bench index",
     after_help = "Examples:\n  pagefold bench index --quick\n  pagefold bench index --keys 10000000 --threads 1,2 --mix read\n  \
-                  pagefold bench index --growth --only sd-tree,b-tree,std-btree-lock\n  pagefold bench index --content"
+                  pagefold bench index --growth --only sd-tree,b-tree,std-btree-lock\n  pagefold bench index --tlb --keys 30000000 --rounds 3\n  \
+                  pagefold bench index --content"
 )]
 struct Args {
-    /// Keys in the index.
-    #[arg(long, value_name = "N")]
-    keys: Option<usize>,
-    /// Threads, as a list: each number is measured.
-    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1,2")]
-    threads: Vec<usize>,
+    #[command(flatten)]
+    common: Common,
     /// Which operations.
     #[arg(long, value_enum, default_value = "all")]
     mix: Mix,
     /// How keys are chosen.
     #[arg(long, value_enum, default_value = "uniform")]
     dist: Dist,
-    /// Rates by time on the wall or by time on a processor.
-    #[arg(long, value_enum, default_value = "wall")]
-    clock: Clock,
     /// Only these structures.
     #[arg(long, value_name = "NAME,…", value_delimiter = ',')]
     only: Vec<String>,
-    /// Rounds; the median and the spread are shown.
-    #[arg(long, value_name = "N")]
-    rounds: Option<usize>,
     /// Huge pages for all (the structures' own, and malloc's), or ordinary pages for all.
     #[arg(long, value_name = "huge|small|both", default_value = "huge")]
     pages: String,
@@ -95,39 +80,27 @@ struct Args {
     /// Raw 4 KiB pages as keys: content-keyed tree, fingerprint trees, ordered and hashed peers.
     #[arg(long)]
     content: bool,
-    /// A minute: 200,000 keys, one round.
-    #[arg(long, conflicts_with = "full")]
-    quick: bool,
-    /// The published figures: 30 million keys, five rounds.
+    /// What huge pages are worth: one thread on 4 KiB and on 2 MiB pages, with TLB and cache misses per lookup.
     #[arg(long)]
-    full: bool,
-    /// One JSON document instead of tables.
-    #[arg(long)]
-    json: bool,
-    /// Measure one structure in this process and print its figures (used by the driver).
-    #[arg(long, hide = true, value_name = "PLAN")]
-    child: Option<String>,
+    tlb: bool,
 }
 
 /// Runs the benchmark.
 pub fn run(args: &[String]) -> ExitCode {
-    let name = std::iter::once("index".to_string());
-    let args = match Args::try_parse_from(name.chain(args.iter().cloned())) {
+    let args: Args = match options::parse("index", args) {
         Ok(args) => args,
-        Err(error) => {
-            let _ = error.print();
-            return ExitCode::from(if error.use_stderr() { 2 } else { 0 });
-        }
+        Err(code) => return code,
     };
-    if let Some(plan) = &args.child {
+    if let Some(plan) = &args.common.child {
         let plan: Plan = serde_json::from_str(plan).expect("the driver's own plan");
         println!("{}", serde_json::to_string(&run::measure(&plan)).expect("plain figures"));
         return ExitCode::SUCCESS;
     }
     if args.content {
-        return content::run(args.quick, args.json);
+        return content::run(args.common.quick, args.common.json);
     }
-    match drive(&args) {
+    let done = if args.tlb { tlb::run(&args) } else { drive(&args) };
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(message) => {
             eprintln!("pagefold bench index: {message}");
@@ -151,14 +124,8 @@ struct Row {
 }
 
 fn drive(args: &Args) -> Result<(), String> {
-    let keys = args.keys.unwrap_or(if args.quick {
-        200_000
-    } else if args.full {
-        30_000_000
-    } else {
-        1_000_000
-    });
-    let rounds = args.rounds.unwrap_or(if args.quick { 1 } else { 5 });
+    let keys = args.common.keys(30_000_000);
+    let rounds = args.common.rounds();
     let known = maps::all();
     for name in &args.only {
         if !known.iter().any(|maker| maker.0 == name) {
@@ -184,9 +151,12 @@ fn drive(args: &Args) -> Result<(), String> {
     };
     let mut rows: Vec<Row> = Vec::new();
     for &keys in &sizes {
-        for &threads in &args.threads {
+        for &threads in &args.common.threads {
             for &huge in pages {
                 for maker in &chosen {
+                    if maker.0.ends_with("-bare") && threads > 1 {
+                        continue;
+                    }
                     rows.push(Row {
                         structure: maker.0.into(),
                         about: maker.1.into(),
@@ -207,16 +177,16 @@ fn drive(args: &Args) -> Result<(), String> {
                 threads: row.threads,
                 mix: if args.growth { Mix::Read } else { args.mix },
                 dist: args.dist,
-                clock: args.clock,
+                clock: args.common.clock,
                 huge: row.pages == "huge",
-                operations: if args.quick { 400_000 } else { 4_000_000 },
+                operations: if args.common.quick { 400_000 } else { 4_000_000 },
                 seed: round as u64,
             };
             let figures = in_child(&plan)?;
             for (name, value) in figures {
                 row.figures.entry(name).or_default().push(value);
             }
-            if !args.json {
+            if !args.common.json {
                 eprint!(
                     "\rround {}/{rounds}: {:<18} {} keys, {} threads   ",
                     round + 1,
@@ -227,14 +197,15 @@ fn drive(args: &Args) -> Result<(), String> {
             }
         }
     }
-    if args.json {
+    if args.common.json {
         let document = serde_json::json!({
-            "bench": "index", "mix": args.mix, "dist": args.dist, "clock": args.clock, "rounds": rounds, "rows": rows,
+            "bench": "index", "mix": args.mix, "dist": args.dist, "clock": args.common.clock, "rounds": rounds,
+            "machine": options::machine(), "rows": rows,
         });
         println!("{document:#}");
     } else {
         eprint!("\r{:70}\r", "");
-        print_tables(&rows, rounds, args.clock);
+        print_tables(&rows, rounds, args.common.clock);
     }
     Ok(())
 }

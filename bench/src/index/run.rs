@@ -1,7 +1,8 @@
 //! One structure measured in this process.
 
 use super::maps::{self, Map};
-use super::{Clock, Dist, Mix};
+use super::{Dist, Mix};
+use crate::options::Clock;
 use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::sync::Barrier;
@@ -113,7 +114,7 @@ fn resident_bytes() -> f64 {
 /// Runs `work(thread)` in all threads at once and gives million operations per second: by the wall from
 /// the first thread's start to the last one's end; or, on a machine that others use too, by the time the
 /// threads had a processor (which spares locking peers the time they sleep).
-fn timed(threads: usize, operations: usize, clock: Clock, work: impl Fn(usize) + Sync) -> f64 {
+pub fn timed(threads: usize, operations: usize, clock: Clock, work: impl Fn(usize) + Sync) -> f64 {
     let barrier = Barrier::new(threads);
     let times: Vec<(Instant, Instant, f64)> = std::thread::scope(|scope| {
         let handles: Vec<_> = (0..threads)
@@ -141,7 +142,7 @@ fn timed(threads: usize, operations: usize, clock: Clock, work: impl Fn(usize) +
 }
 
 /// Processor time of this thread.
-fn thread_seconds() -> f64 {
+pub fn thread_seconds() -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the clock exists on every Linux and `time` is ours.
     unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
@@ -189,7 +190,7 @@ pub fn measure(plan: &Plan) -> Figures {
             figures.insert("insert-batch".into(), rate);
         }
     }
-    if all(Mix::Read) {
+    if all(Mix::Read) || plan.mix == Mix::Get {
         // Once before the clock: first touches by this many threads.
         let hits = |thread: usize, samples: &[u32]| {
             let mut sum = 0;
@@ -200,7 +201,17 @@ pub fn measure(plan: &Plan) -> Figures {
             black_box(thread);
         };
         timed(threads, operations, plan.clock, |thread| hits(thread, &samples[thread][..per_thread / 8]));
+        let counters = if plan.mix == Mix::Get { super::tlb::COUNTERS.as_slice() } else { &[] };
+        let counters: Vec<_> = counters
+            .iter()
+            .filter_map(|&(name, kind, config)| Some((name, super::tlb::Counter::open(kind, config)?)))
+            .collect();
         figures.insert("get".into(), timed(threads, operations, plan.clock, |thread| hits(thread, &samples[thread])));
+        for (name, counter) in counters {
+            figures.insert(name.into(), counter.read() as f64 / operations as f64);
+        }
+    }
+    if all(Mix::Read) {
         if map.get_many(&[], &mut []) {
             let rate = timed(threads, operations, plan.clock, |thread| {
                 let mut keys = [0; BATCH];

@@ -1,0 +1,93 @@
+//! What the benches of indexes and stores have in common: options, sizes, the machine a figure is from.
+
+use clap::{Args, Parser, ValueEnum};
+use std::process::{Command, ExitCode};
+
+/// What a rate is taken by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Clock {
+    /// Time on the wall: for a machine of one's own.
+    Wall,
+    /// Time on a processor: for a machine that others use meanwhile.
+    Cpu,
+}
+
+/// Options that mean the same wherever they stand.
+#[derive(Args, Debug)]
+pub struct Common {
+    /// Keys in the structure.
+    #[arg(long, value_name = "N")]
+    pub keys: Option<usize>,
+    /// Threads, as a list: each number is measured.
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1,2")]
+    pub threads: Vec<usize>,
+    /// Rounds; the median and the spread are shown.
+    #[arg(long, value_name = "N")]
+    pub rounds: Option<usize>,
+    /// Rates by time on the wall or by time on a processor.
+    #[arg(long, value_enum, default_value = "wall")]
+    pub clock: Clock,
+    /// A minute: 200,000 keys, one round.
+    #[arg(long, conflicts_with = "full")]
+    pub quick: bool,
+    /// The published figures: tens of millions of keys, five rounds.
+    #[arg(long)]
+    pub full: bool,
+    /// JSON instead of text.
+    #[arg(long)]
+    pub json: bool,
+    /// One measurement in this process (used by the driver).
+    #[arg(long, hide = true, value_name = "PLAN")]
+    pub child: Option<String>,
+}
+
+impl Common {
+    /// Keys, where nothing else is said: `full` of them with --full.
+    pub fn keys(&self, full: usize) -> usize {
+        self.keys.unwrap_or(if self.quick {
+            200_000
+        } else if self.full {
+            full
+        } else {
+            1_000_000
+        })
+    }
+
+    /// Rounds, where nothing else is said.
+    pub fn rounds(&self) -> usize {
+        self.rounds.unwrap_or(if self.quick { 1 } else { 5 })
+    }
+}
+
+/// Parses the options of one bench; on an error or --help, what the program should exit with.
+pub fn parse<T: Parser>(name: &str, args: &[String]) -> Result<T, ExitCode> {
+    T::try_parse_from(std::iter::once(name.to_string()).chain(args.iter().cloned())).map_err(|error| {
+        let _ = error.print();
+        ExitCode::from(if error.use_stderr() { 2 } else { 0 })
+    })
+}
+
+/// The machine, the kernel and the versions behind a figure, for JSON.
+pub fn machine() -> serde_json::Value {
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let field = |text: &str, name: &str| {
+        let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_default().to_owned();
+        line.split_once(':').map(|(_, value)| value.trim().to_owned()).unwrap_or_default()
+    };
+    let said = |program: &str, args: &[&str]| {
+        let output = Command::new(program).args(args).output().ok();
+        output.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned()).unwrap_or_default()
+    };
+    serde_json::json!({
+        "processor": field(&read("/proc/cpuinfo"), "model name"),
+        "processors": std::thread::available_parallelism().map_or(0, usize::from),
+        "memory": field(&read("/proc/meminfo"), "MemTotal"),
+        "kernel": read("/proc/sys/kernel/osrelease").trim(),
+        "huge_pages": read("/sys/kernel/mm/transparent_hugepage/enabled").trim(),
+        "load": read("/proc/loadavg").trim(),
+        "rustc": said("rustc", &["-V"]),
+        "commit": said("git", &["describe", "--always", "--dirty"]),
+        "date": said("date", &["-u", "+%F %T"]),
+    })
+}
