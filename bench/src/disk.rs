@@ -40,12 +40,49 @@ struct Size {
 
 #[derive(Serialize, Default)]
 struct Results {
+    machine: Machine,
     memory: Vec<MemoryRow>,
     reads: Vec<ReadRow>,
     pressure: Vec<PressureRow>,
     growth: Vec<GrowthRow>,
     guests: guests::Results,
     skipped: Vec<String>,
+}
+
+/// Where and of what this was measured.
+#[derive(Serialize, Default)]
+struct Machine {
+    kernel: String,
+    processor: String,
+    processors: usize,
+    memory_bytes: u64,
+    load_1_min: String,
+    qemu: String,
+    commit: String,
+    arguments: Vec<String>,
+}
+
+impl Machine {
+    fn look(args: &[String]) -> Self {
+        let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+        let first_line = |program: &str, args: &[&str]| {
+            let output = Command::new(program).args(args).stdin(Stdio::null()).output();
+            let text = output.map_or(String::new(), |output| String::from_utf8_lossy(&output.stdout).into_owned());
+            text.lines().next().unwrap_or_default().to_owned()
+        };
+        let info = read("/proc/cpuinfo");
+        let model = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+        Self {
+            kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
+            processor: model.map_or(String::new(), |(_, name)| name.to_owned()),
+            processors: std::thread::available_parallelism().map_or(0, std::num::NonZero::get),
+            memory_bytes: pagefold_os::procfs::available_and_total().1,
+            load_1_min: read("/proc/loadavg").split(' ').next().unwrap_or_default().to_owned(),
+            qemu: first_line("qemu-system-x86_64", &["--version"]),
+            commit: first_line("git", &["describe", "--always", "--dirty"]),
+            arguments: args.to_vec(),
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -78,7 +115,9 @@ struct PressureRow {
 struct GrowthRow {
     what: String,
     value: u64,
-    random_4k_per_s: f64,
+    /// Reads or writes of 4 KiB a second.
+    per_s: f64,
+    spread_percent: f64,
     resident_bytes: u64,
     metadata_bytes: u64,
 }
@@ -127,15 +166,16 @@ fn measure(args: &[String]) -> Result<(), Failure> {
     } else {
         Size { images: 4, tree_mib: 150, file_mib: 256, round: Duration::from_secs(1), guests: GUESTS }
     };
-    let mut results = Results::default();
+    let mut results = Results { machine: Machine::look(args), ..Results::default() };
     if !is_root() || !Path::new("/dev/fuse").exists() {
         println!("SKIPPED: mounting needs root and /dev/fuse");
         return Ok(());
     }
     let scratch = Scratch::new()?;
-    // Any part alone: `pagefold bench pagecache guests --quick`.
-    let parts = ["reads", "memory", "pressure", "growth", "guests"];
-    let wanted = |part: &str| has(part) || !parts.iter().any(|part| has(part));
+    // Any part alone: `pagefold bench pagecache sharing --quick`.
+    let parts = ["reads", "memory", "pressure", "growth"];
+    let any = parts.iter().chain(guests::PARTS).any(|part| has(part));
+    let wanted = |part: &str| !any || has(part);
     if wanted("reads") {
         reads(&scratch, &size, &mut results)?;
     }
@@ -148,15 +188,18 @@ fn measure(args: &[String]) -> Result<(), Failure> {
     if wanted("growth") {
         growth(&scratch, &size, &mut results)?;
     }
-    if wanted("guests") {
-        results.guests = guests::measure(&scratch, &size.guests, &mut results.skipped)?;
+    if guests::PARTS.iter().any(|part| wanted(part)) {
+        results.guests = guests::measure(&scratch, &size.guests, &wanted, &mut results.skipped)?;
     }
     if has("--json") {
         println!("{}", serde_json::to_string_pretty(&results)?);
     } else {
         show(&results);
     }
-    Ok(())
+    match results.skipped.iter().find(|said| said.contains(guests::FAILED)) {
+        Some(said) => Err(said.clone().into()),
+        None => Ok(()),
+    }
 }
 
 fn is_root() -> bool {
@@ -178,6 +221,19 @@ impl Scratch {
         let path = self.0.join(name);
         std::fs::create_dir_all(&path)?;
         Ok(path)
+    }
+}
+
+impl Scratch {
+    /// The same files under another directory, for a second mount: one directory is served once.
+    fn clone_of(&self, directory: &Path) -> Result<PathBuf, Failure> {
+        let copy = self.dir("clone")?;
+        for entry in std::fs::read_dir(directory)?.flatten() {
+            let target = copy.join(entry.file_name());
+            let _ = std::fs::remove_file(&target);
+            std::fs::hard_link(entry.path(), target)?;
+        }
+        Ok(copy)
     }
 }
 
@@ -205,6 +261,15 @@ impl Server {
         fingerprints: Option<&Path>,
     ) -> Result<Self, Failure> {
         Self::start_in(scratch, kind, directory, cache_mib, fingerprints, None)
+    }
+
+    /// Another cache beside the first, at a mount point named `name`.
+    fn start_at(scratch: &Scratch, name: &str, directory: &Path, cache_mib: usize) -> Result<Self, Failure> {
+        let inner = Scratch(scratch.dir(name)?);
+        let server = Self::start(&inner, "cache", directory, cache_mib, None);
+        // Its directory goes with the outer one, after the mount.
+        std::mem::forget(inner);
+        server
     }
 
     /// The cache, with a socket for NBD.
@@ -533,16 +598,33 @@ fn sequential_reads(path: &Path, time: Duration) -> Result<f64, Failure> {
     Ok(mib(bytes) / started.elapsed().as_secs_f64())
 }
 
+/// Reads a file in single blocks in a random order, so that no two neighbours lie beside each other in a cache.
+fn read_in_pieces(path: &Path) -> Result<(), Failure> {
+    let file = File::open(path)?;
+    let blocks = file.metadata()?.len() / 4096;
+    let mut buffer = [0; 4096];
+    let mut at = 0;
+    for _ in 0..blocks {
+        // A step without a common divisor with the count passes by every block once.
+        at = (at + 7_368_787) % blocks;
+        file.read_exact_at(&mut buffer, at * 4096)?;
+    }
+    Ok(())
+}
+
 fn reads(scratch: &Scratch, size: &Size, results: &mut Results) -> Result<(), Failure> {
     let directory = scratch.dir("reads")?;
     let path = directory.join("image");
     random_file(&path, size.file_mib, 7)?;
     let ours = Server::start(scratch, "cache", &directory, size.file_mib + 64, None)?;
     let plain = Server::start(scratch, "plain", &directory, 0, None)?;
+    let scattered = Server::start_at(scratch, "scattered", &scratch.clone_of(&directory)?, size.file_mib + 64)?;
+    read_in_pieces(&scattered.at.join("image"))?;
     let places = [
         ("plain file, kernel's page cache", path.clone()),
         ("plain FUSE pass-through", plain.at.join("image")),
         ("pagefold disk", ours.at.join("image")),
+        ("pagefold disk, blocks brought in at random", scattered.at.join("image")),
     ];
     let sums: Vec<u64> = places.iter().map(|(_, place)| read_through(place)).collect::<Result<_, _>>()?;
     if sums.windows(2).any(|pair| pair[0] != pair[1]) {
@@ -809,33 +891,98 @@ fn disk_reads() -> Result<u64, Failure> {
 
 // ---- growth ----
 
+/// Random reads or writes a second at one setting, and the memory they leave.
 fn growth(scratch: &Scratch, size: &Size, results: &mut Results) -> Result<(), Failure> {
     let directory = scratch.dir("growth")?;
     let file_mib = size.file_mib / 4;
+    for n in 0..16 {
+        random_file(&directory.join(format!("{n}")), file_mib, 5)?;
+    }
+    let mut row = |what: String, value: usize, server: &Server, samples: Vec<f64>| -> Result<(), Failure> {
+        let status = server.status()?;
+        let (per_s, spread_percent) = summary(samples);
+        let (resident_bytes, metadata_bytes) = (status.resident_bytes, status.metadata_bytes);
+        results.growth.push(GrowthRow {
+            what,
+            value: value as u64,
+            per_s,
+            spread_percent,
+            resident_bytes,
+            metadata_bytes,
+        });
+        Ok(())
+    };
+    let rounds = |work: &dyn Fn() -> Result<f64, Failure>| (0..ROUNDS).map(|_| work()).collect::<Result<Vec<_>, _>>();
     for images in [1, 4, 16] {
-        while std::fs::read_dir(&directory)?.count() < images {
-            let n = std::fs::read_dir(&directory)?.count();
-            random_file(&directory.join(format!("{n}")), file_mib, 5)?;
-        }
         let server = Server::start(scratch, "cache", &directory, file_mib + 64, None)?;
         for n in 0..images {
             read_through(&server.at.join(format!("{n}")))?;
         }
-        let samples: Result<Vec<f64>, _> =
-            (0..ROUNDS).map(|_| random_reads(&server.at.join(format!("{}", images - 1)), size.round / 3)).collect();
-        let status = server.status()?;
-        results.growth.push(GrowthRow {
-            what: format!("equal images of {file_mib} MiB"),
-            value: images as u64,
-            random_4k_per_s: summary(samples?).0,
-            resident_bytes: status.resident_bytes,
-            metadata_bytes: status.metadata_bytes,
-        });
+        let last = server.at.join(format!("{}", images - 1));
+        let samples = rounds(&|| random_reads(&last, size.round / 3))?;
+        row(format!("reads: equal images of {file_mib} MiB"), images, &server, samples)?;
     }
-    Ok(())
+    for mib in [file_mib / 4, file_mib, file_mib * 4] {
+        let image = directory.join("size");
+        random_file(&image, mib, 6)?;
+        let server = Server::start(scratch, "cache", &directory, file_mib * 4 + 64, None)?;
+        read_through(&server.at.join("size"))?;
+        let samples = rounds(&|| random_reads(&server.at.join("size"), size.round / 3))?;
+        row("reads: one image, MiB, all in the cache".to_owned(), mib, &server, samples)?;
+    }
+    for percent in [25, 50, 100] {
+        let server = Server::start(scratch, "cache", &directory, file_mib * 4 * percent / 100, None)?;
+        read_through(&server.at.join("size"))?;
+        let samples = rounds(&|| random_reads(&server.at.join("size"), size.round / 3))?;
+        row(format!("reads: cache in % of an image of {} MiB", file_mib * 4), percent, &server, samples)?;
+    }
+    for writers in [1, 2, 4, 8] {
+        let server = Server::start(scratch, "cache", &directory, file_mib * 8 + 64, None)?;
+        let samples = rounds(&|| random_writes(&server.at, writers, size.round / 3))?;
+        row("writes: writers, an image each, synced at the end".to_owned(), writers, &server, samples)?;
+    }
+    Ok(std::fs::remove_dir_all(directory)?)
+}
+
+/// 4 KiB writes a second of `writers` threads, each to its own image, the final syncs included.
+fn random_writes(at: &Path, writers: usize, time: Duration) -> Result<f64, Failure> {
+    let started = Instant::now();
+    let count = std::thread::scope(|scope| {
+        let write = |n: usize| -> std::io::Result<u64> {
+            let file = File::options().write(true).open(at.join(format!("{n}")))?;
+            let blocks = file.metadata()?.len() / 4096;
+            let mut state = 77 + n as u64;
+            let mut buffer = [0; 4096];
+            let mut count = 0;
+            while started.elapsed() < time {
+                let place = xorshift(&mut state) % blocks;
+                buffer[..8].copy_from_slice(&state.to_le_bytes());
+                file.write_all_at(&buffer, place * 4096)?;
+                count += 1;
+            }
+            file.sync_all()?;
+            Ok(count)
+        };
+        let threads: Vec<_> = (0..writers).map(|n| scope.spawn(move || write(n))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("a writer panicked")).sum::<std::io::Result<u64>>()
+    })?;
+    Ok(count as f64 / started.elapsed().as_secs_f64())
 }
 
 fn show(results: &Results) {
+    show_reads(results);
+    show_memory(results);
+    show_growth(results);
+    guests::show(&results.guests);
+    for skipped in &results.skipped {
+        println!("SKIPPED: {skipped}");
+    }
+}
+
+fn show_reads(results: &Results) {
+    if results.reads.is_empty() {
+        return;
+    }
     println!("Warm reads through one file handle, one thread (median of {ROUNDS}, spread = half the range)");
     println!("{:42} {:>14} {:>8} {:>14} {:>8}", "", "4 KiB random/s", "+-", "1 MiB seq MiB/s", "+-");
     for row in &results.reads {
@@ -848,7 +995,7 @@ fn show(results: &Results) {
             row.sequential_spread_percent
         );
     }
-    if let [kernel, plain, ours] = &results.reads[..] {
+    if let [kernel, plain, ours, _] = &results.reads[..] {
         println!(
             "pagefold disk / plain FUSE: random {:.2}, sequential {:.2}; kernel / pagefold disk: random {:.1}, sequential {:.1}",
             ours.random_4k_per_s / plain.random_4k_per_s,
@@ -856,6 +1003,12 @@ fn show(results: &Results) {
             kernel.random_4k_per_s / ours.random_4k_per_s,
             kernel.sequential_mib_per_s / ours.sequential_mib_per_s,
         );
+    }
+}
+
+fn show_memory(results: &Results) {
+    if results.memory.is_empty() && results.pressure.is_empty() {
+        return;
     }
     println!("\nMemory for images installed apart that differ by one upgrade, all read");
     println!("{:42} {:>8} {:>12} {:>12} {:>10}", "", "images", "MiB", "unique MiB", "over it");
@@ -880,20 +1033,23 @@ fn show(results: &Results) {
             row.seconds
         );
     }
-    println!("\nGrowth");
-    println!("{:36} {:>8} {:>14} {:>14} {:>14}", "", "", "4 KiB random/s", "resident MiB", "books MiB");
+}
+
+fn show_growth(results: &Results) {
+    if results.growth.is_empty() {
+        return;
+    }
+    println!("\nGrowth (median of {ROUNDS}, spread = half the range)");
+    println!("{:52} {:>6} {:>10} {:>8} {:>14} {:>10}", "", "", "4 KiB/s", "+-", "resident MiB", "books MiB");
     for row in &results.growth {
         println!(
-            "{:36} {:>8} {:>14.0} {:>14.1} {:>14.2}",
+            "{:52} {:>6} {:>10.0} {:>6.1} % {:>14.1} {:>10.2}",
             row.what,
             row.value,
-            row.random_4k_per_s,
+            row.per_s,
+            row.spread_percent,
             mib(row.resident_bytes),
             mib(row.metadata_bytes)
         );
-    }
-    guests::show(&results.guests);
-    for skipped in &results.skipped {
-        println!("SKIPPED: {skipped}");
     }
 }
