@@ -31,6 +31,8 @@ const ROUNDS: usize = 5;
 const THREADS: usize = 8;
 
 struct Size {
+    /// Where `bench/fetch-images.sh` put real packages, if anywhere.
+    inputs: Option<PathBuf>,
     images: usize,
     tree_mib: u64,
     file_mib: usize,
@@ -87,6 +89,7 @@ impl Machine {
 
 #[derive(Serialize)]
 struct MemoryRow {
+    what: String,
     name: String,
     images: usize,
     bytes: u64,
@@ -159,12 +162,13 @@ const FULL_GUESTS: guests::Size = guests::Size { file_mib: 1024, ..GUESTS };
 
 fn measure(args: &[String]) -> Result<(), Failure> {
     let has = |flag: &str| args.iter().any(|arg| arg == flag);
+    let inputs = args.iter().position(|arg| arg == "--inputs").and_then(|at| args.get(at + 1)).map(PathBuf::from);
     let size = if has("--full") {
-        Size { images: 6, tree_mib: 400, file_mib: 1024, round: Duration::from_secs(2), guests: FULL_GUESTS }
+        Size { inputs, images: 6, tree_mib: 400, file_mib: 1024, round: Duration::from_secs(2), guests: FULL_GUESTS }
     } else if has("--quick") {
-        Size { images: 3, tree_mib: 40, file_mib: 64, round: Duration::from_millis(300), guests: QUICK_GUESTS }
+        Size { inputs, images: 3, tree_mib: 40, file_mib: 64, round: Duration::from_millis(300), guests: QUICK_GUESTS }
     } else {
-        Size { images: 4, tree_mib: 150, file_mib: 256, round: Duration::from_secs(1), guests: GUESTS }
+        Size { inputs, images: 4, tree_mib: 150, file_mib: 256, round: Duration::from_secs(1), guests: GUESTS }
     };
     let mut results = Results { machine: Machine::look(args), ..Results::default() };
     if !is_root() || !Path::new("/dev/fuse").exists() {
@@ -274,7 +278,12 @@ impl Server {
 
     /// The cache, with a socket for NBD.
     fn start_with_nbd(scratch: &Scratch, directory: &Path, cache_mib: usize, nbd: &Path) -> Result<Self, Failure> {
-        Self::start_as(scratch, "cache", directory, cache_mib, None, None, Some(nbd))
+        Self::start_as(scratch, "cache", directory, cache_mib, None, None, Some(nbd), &[])
+    }
+
+    /// The cache, run by `under`.
+    fn start_under(scratch: &Scratch, directory: &Path, cache_mib: usize, under: &[String]) -> Result<Self, Failure> {
+        Self::start_as(scratch, "cache", directory, cache_mib, None, None, None, under)
     }
 
     /// The same, charged to a control group.
@@ -286,7 +295,7 @@ impl Server {
         fingerprints: Option<&Path>,
         group: Option<&Path>,
     ) -> Result<Self, Failure> {
-        Self::start_as(scratch, kind, directory, cache_mib, fingerprints, group, None)
+        Self::start_as(scratch, kind, directory, cache_mib, fingerprints, group, None, &[])
     }
 
     #[allow(clippy::too_many_arguments, reason = "the settings of a mount, spelled out")]
@@ -298,12 +307,21 @@ impl Server {
         fingerprints: Option<&Path>,
         group: Option<&Path>,
         nbd: Option<&Path>,
+        under: &[String],
     ) -> Result<Self, Failure> {
         let at = scratch.dir(&format!("mnt-{kind}"))?;
         let runtime = scratch.dir("run")?;
         let text = |path: Option<&Path>| path.map_or(String::new(), |path| path.display().to_string());
         let (fingerprints, nbd) = (text(fingerprints), text(nbd));
-        let mut command = Command::new(std::env::current_exe()?);
+        let own = std::env::current_exe()?;
+        let mut command = match under.split_first() {
+            None => Command::new(own),
+            Some((program, args)) => {
+                let mut command = Command::new(program);
+                command.args(args).arg(own);
+                command
+            }
+        };
         command.args(["pagecache", "--serve", kind]).args([directory, &at]).args([
             cache_mib.to_string(),
             fingerprints,
@@ -367,7 +385,12 @@ fn serve(
     let options = Options {
         directory: directory.to_owned(),
         mountpoint: at.to_owned(),
-        config: Config { cache_bytes: cache_mib << 20, ..Config::default() },
+        config: Config {
+            cache_bytes: cache_mib << 20,
+            // Under `pagefold run`, as the tool's own mount does.
+            merge: std::env::var_os("PAGEFOLD_SOCKET").is_some(),
+            ..Config::default()
+        },
         threads: THREADS,
         fingerprints: (!fingerprints.is_empty()).then(|| PathBuf::from(fingerprints)),
         read_only: false,
@@ -528,6 +551,33 @@ fn cached_bytes(path: &Path) -> Result<u64, Failure> {
         pages.iter().filter(|&&page| page & 1 == 1).count()
     };
     Ok(resident as u64 * 4096)
+}
+
+/// Reads what a file holds besides holes, in 1 MiB pieces; returns a checksum of it. A guest does not read its free
+/// space either, and the kernel would keep pages of zeros for it.
+fn read_data(path: &Path) -> Result<u64, Failure> {
+    let file = File::open(path)?;
+    let end = file.metadata()?.len();
+    let mut buffer = vec![0; 1 << 20];
+    let (mut sum, mut at) = (0u64, 0);
+    // SAFETY: the descriptor is open for both calls; seeking touches no memory.
+    let seek = |from: u64, whence| unsafe { libc::lseek(file.as_raw_fd(), from as i64, whence) };
+    while at < end {
+        let data = seek(at, libc::SEEK_DATA);
+        if data < 0 {
+            break;
+        }
+        let hole = u64::try_from(seek(data as u64, libc::SEEK_HOLE))?;
+        at = data as u64;
+        while at < hole {
+            let part = (hole - at).min(1 << 20) as usize;
+            file.read_exact_at(&mut buffer[..part], at)?;
+            let words = buffer[..part].chunks_exact(8).map(|w| u64::from_le_bytes(w.try_into().expect("8 bytes")));
+            sum = words.fold(sum, |sum, word| sum.rotate_left(5) ^ word);
+            at += part as u64;
+        }
+    }
+    Ok(sum)
 }
 
 /// Reads a whole file in 1 MiB pieces; returns a checksum of it.
@@ -714,17 +764,64 @@ fn make_images(scratch: &Scratch, size: &Size) -> Result<(PathBuf, Vec<PathBuf>)
 }
 
 fn memory(scratch: &Scratch, size: &Size, results: &mut Results) -> Result<(), Failure> {
-    let (directory, images) = match make_images(scratch, size) {
-        Ok(made) => made,
-        Err(error) => {
-            results.skipped.push(format!("memory of images: {error}"));
-            return Ok(());
+    match make_images(scratch, size) {
+        Ok((directory, images)) => {
+            memory_of(scratch, "files of this system, every 20th rebuilt", &directory, &images, results)?;
+            std::fs::remove_dir_all(directory)?;
         }
+        Err(error) => results.skipped.push(format!("memory of images: {error}")),
+    }
+    let Some(inputs) = &size.inputs else {
+        results.skipped.push("memory of real packages: bench/fetch-images.sh DIR, then --inputs DIR".to_owned());
+        return Ok(());
     };
-    let report = pagefold_disk::scan::scan(&images, |_, _| ());
+    for name in ["redis", "nginx", "mariadb", "postgres"] {
+        match upgraded_images(scratch, inputs, name) {
+            Ok((directory, images)) => {
+                memory_of(scratch, &format!("Debian with {name}, two versions"), &directory, &images, results)?;
+                std::fs::remove_dir_all(directory)?;
+            }
+            Err(error) => results.skipped.push(format!("memory of {name}: {error}")),
+        }
+    }
+    Ok(())
+}
+
+/// Disk images of a Debian root with each version of a package, as `bench/fetch-images.sh` fetched them.
+fn upgraded_images(scratch: &Scratch, inputs: &Path, name: &str) -> Result<(PathBuf, Vec<PathBuf>), Failure> {
+    let directory = scratch.dir(&format!("real-{name}"))?;
+    let merged = scratch.dir("merged")?;
+    let mut images = Vec::new();
+    for version in [1, 2] {
+        let (base, layer) = (inputs.join("base"), inputs.join(format!("layers/{name}-{version}")));
+        if !layer.is_dir() {
+            return Err(format!("{} is not there", layer.display()).into());
+        }
+        let at = merged.display().to_string();
+        let layers = format!("lowerdir={}:{}", layer.display(), base.display());
+        tool("mount", &["-t", "overlay", "-o", &layers, "pagefold-bench", &at])?;
+        let image = directory.join(format!("{name}{version}.raw"));
+        let made = tool("mke2fs", &["-q", "-t", "ext4", "-b", "4096", "-d", &at, &image.display().to_string(), "1G"]);
+        tool("umount", &[&at])?;
+        made?;
+        images.push(image);
+    }
+    Ok((directory, images))
+}
+
+/// All images read through the kernel's page cache, as overlays on one base, and through the mount.
+fn memory_of(
+    scratch: &Scratch,
+    what: &str,
+    directory: &Path,
+    images: &[PathBuf],
+    results: &mut Results,
+) -> Result<(), Failure> {
+    let report = pagefold_disk::scan::scan(images, |_, _| ());
     let unique_bytes = report.equal.first().ok_or("an empty scan")?.unique_bytes;
     let mut row = |name: &str, bytes: u64| {
         results.memory.push(MemoryRow {
+            what: what.to_owned(),
             name: name.to_owned(),
             images: images.len(),
             bytes,
@@ -734,22 +831,22 @@ fn memory(scratch: &Scratch, size: &Size, results: &mut Results) -> Result<(), F
     };
     let mut sums = Vec::new();
     let mut kernel = 0;
-    for image in &images {
+    for image in images {
         drop_cached(image)?;
-        sums.push(read_through(image)?);
+        sums.push(read_data(image)?);
         kernel += cached_bytes(image)?;
     }
     row("plain files, kernel's page cache", kernel);
-    if let Ok(bytes) = overlays(scratch, &images) {
+    if let Ok(bytes) = overlays(scratch, images) {
         row("qcow2 overlays on one base (clones only)", bytes);
     }
     images.iter().try_for_each(|image| drop_cached(image))?;
     let cache_mib = (unique_bytes >> 20) as usize + 64;
-    let server = Server::start(scratch, "cache", &directory, cache_mib, None)?;
+    let server = Server::start(scratch, "cache", directory, cache_mib, None)?;
     let idle = server.anonymous_bytes()?;
     for (image, sum) in images.iter().zip(&sums) {
         let name = image.file_name().ok_or("no name")?;
-        if read_through(&server.at.join(name))? != *sum {
+        if read_data(&server.at.join(name))? != *sum {
             return Err("the mount gives other bytes than the file".into());
         }
     }
@@ -770,7 +867,7 @@ fn overlays(scratch: &Scratch, images: &[PathBuf]) -> Result<u64, Failure> {
         let (from, to) = (image.display().to_string(), overlay.display().to_string());
         tool("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", "-B", &base, "-F", "raw", &from, &to])?;
         drop_cached(&overlay)?;
-        read_through(&overlay)?;
+        read_data(&overlay)?;
         bytes += cached_bytes(&overlay)?;
     }
     std::fs::remove_dir_all(directory)?;
@@ -1010,11 +1107,12 @@ fn show_memory(results: &Results) {
     if results.memory.is_empty() && results.pressure.is_empty() {
         return;
     }
-    println!("\nMemory for images installed apart that differ by one upgrade, all read");
-    println!("{:42} {:>8} {:>12} {:>12} {:>10}", "", "images", "MiB", "unique MiB", "over it");
+    println!("\nMemory for images that differ by one upgrade, everything in them read");
+    println!("{:46} {:42} {:>7} {:>10} {:>11} {:>9}", "", "", "images", "MiB", "unique MiB", "over it");
     for row in &results.memory {
         println!(
-            "{:42} {:>8} {:>12.1} {:>12.1} {:>8.1} %",
+            "{:46} {:42} {:>7} {:>10.1} {:>11.1} {:>7.1} %",
+            row.what,
             row.name,
             row.images,
             mib(row.bytes),
