@@ -1,0 +1,84 @@
+//! What a mount saves is told in four places: `disk status`, `status`, the daemon's metrics, and (by the same call) the
+//! live view.
+
+mod common;
+
+use common::{Reaped, TOOL, skipped, wait_for};
+use serde_json::Value;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+#[test]
+fn a_mount_shows_in_status_metrics_and_doctor_and_ends_cleanly() {
+    // SAFETY: geteuid has no preconditions.
+    if unsafe { libc::geteuid() } != 0 || !Path::new("/dev/fuse").exists() {
+        return skipped("mounting needs root and /dev/fuse");
+    }
+    let base = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    let (images, mount) = (base.path().join("images"), base.path().join("mnt"));
+    std::fs::create_dir_all(&images).and_then(|()| std::fs::create_dir(&mount)).expect("directories");
+    let data: Vec<u8> = (0..4u32 << 20).flat_map(|n| n.wrapping_mul(2_654_435_761).to_le_bytes()).collect();
+    for name in ["a.raw", "b.raw"] {
+        std::fs::write(images.join(name), &data).expect("an image");
+    }
+    let tool = |args: &[&str]| {
+        let mut command = Command::new(TOOL);
+        command.args(args).env("PAGEFOLD_RUNTIME_DIR", base.path().join("run")).stdin(Stdio::null());
+        command
+    };
+    let text = |path: &Path| path.display().to_string();
+    let (from, at) = (text(&images), text(&mount));
+    let mounted = tool(&["disk", "mount", &from, &at, "--cache-size", "64M", "--background"]).output().expect("mount");
+    assert!(mounted.status.success(), "{}", String::from_utf8_lossy(&mounted.stderr));
+    for name in ["a.raw", "b.raw"] {
+        assert!(std::fs::read(mount.join(name)).expect("an image") == data, "{name}");
+    }
+    let again = tool(&["disk", "mount", &from, &text(base.path()), "--background"]).output().expect("a second mount");
+    assert!(!again.status.success() && String::from_utf8_lossy(&again.stderr).contains("mounted already"));
+
+    let json = |args: &[&str]| -> Value {
+        let output = tool(args).output().expect("the tool runs");
+        assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).expect("JSON")
+    };
+    let saved = json(&["disk", "status", &at, "--json"])["memory_saved_bytes"].as_u64().expect("a number");
+    // Every block of the second image is one of the first's.
+    assert_eq!(saved, data.len() as u64);
+
+    let (socket, metrics) = (text(&base.path().join("d")), base.path().join("m"));
+    let address = format!("unix:{}", metrics.display());
+    let mut daemon = tool(&["daemon", "--socket", &socket, "--metrics", &address]);
+    let _daemon = Reaped(daemon.stdout(Stdio::null()).spawn().expect("the daemon"));
+    wait_for("the daemon", 20, || tool(&["status", "--socket", &socket]).output().expect("status").status.success());
+    let status = json(&["status", "--socket", &socket, "--json"]);
+    assert_eq!(status["disks"][0]["memory_saved_bytes"].as_u64(), Some(saved), "{status}");
+    assert_eq!(status["disks"][0]["images"].as_array().map(Vec::len), Some(2));
+    assert!(status["totals"].is_object(), "the daemon's own part is there as well");
+    let shown = tool(&["status", "--socket", &socket]).output().expect("status");
+    assert!(String::from_utf8_lossy(&shown.stdout).contains(&at));
+
+    let mut stream = UnixStream::connect(&metrics).expect("the metrics");
+    stream.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").expect("a request");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("an answer");
+    assert!(answer.contains(&format!("pagefold_disk_memory_saved_bytes{{mount=\"{at}\"}} {saved}\n")), "{answer}");
+    for image in ["a.raw", "b.raw"] {
+        let line = format!("pagefold_disk_image_io_saved_bytes_total{{mount=\"{at}\",image=\"{image}\"}} ");
+        assert!(answer.contains(&line), "{answer}");
+    }
+    assert!(answer.ends_with("# EOF\n") && answer.matches("# EOF").count() == 1);
+
+    // Its exit status is about merging, which this kernel may not do.
+    let doctor = tool(&["doctor", "--json"]).output().expect("doctor").stdout;
+    let doctor: Value = serde_json::from_slice(&doctor).expect("JSON");
+    let findings = doctor["findings"].as_array().expect("findings");
+    let ours: Vec<&str> =
+        findings.iter().filter(|f| f["part"] == "disks").filter_map(|finding| finding["name"].as_str()).collect();
+    assert_eq!(ours, ["disk: /dev/fuse", "disk: right to mount", "disk: --allow-other", "disk: NBD tools"]);
+
+    let umount = tool(&["disk", "umount", &at]).output().expect("umount");
+    assert!(umount.status.success(), "{}", String::from_utf8_lossy(&umount.stderr));
+    assert!(!mount.join("a.raw").exists());
+}
