@@ -1191,3 +1191,58 @@ fn hand_over(wanted: &mut Wanted<'_>, n: usize, copy: impl FnOnce(usize, &mut [u
         copy(in_block, &mut buffer[from..from + part]);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sim::SimFile;
+
+    #[test]
+    fn bytes_given_in_place_are_the_images() {
+        let cache = Cache::new(Config { cache_bytes: 4 << 20, ..Config::default() }).unwrap();
+        let mut seed = 1u64;
+        let mut random = move |below: usize| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (seed >> 33) as usize % below
+        };
+        let mut model: Vec<u8> = (0..2 << 20).map(|_| random(256) as u8).collect();
+        // A piece of zeros, which has no frame, and a size that is no multiple of a block.
+        model[700 << 10..900 << 10].fill(0);
+        model.truncate((2 << 20) - 1234);
+        let images: Vec<_> =
+            (0..2).map(|n| cache.add_image(&format!("{n}"), Arc::new(SimFile::new(model.clone()))).unwrap()).collect();
+        let mut models = [model.clone(), model];
+        let (mut in_place, mut elsewhere) = (0, 0);
+        for step in 0..4000 {
+            let n = random(2);
+            let (image, model) = (&images[n], &mut models[n]);
+            let offset = random(model.len());
+            let length = (1 + random(200_000)).min(model.len() - offset);
+            match step % 8 {
+                0 => {
+                    let data: Vec<u8> = (0..length.min(9000)).map(|_| random(256) as u8).collect();
+                    cache.write(image, offset as u64, &data).unwrap();
+                    model[offset..offset + data.len()].copy_from_slice(&data);
+                }
+                1 if step % 40 == 1 => assert!(cache.sync(image, 0..u64::MAX)),
+                2 => {
+                    cache.read(image, offset as u64, &mut vec![0; length]).unwrap();
+                }
+                _ => {
+                    let given = cache.read_in_place(image, offset as u64, length, <[u8]>::to_vec);
+                    match given {
+                        Ok(bytes) => {
+                            assert!(bytes == model[offset..offset + length], "step {step}");
+                            in_place += 1;
+                        }
+                        Err(_) => elsewhere += 1,
+                    }
+                }
+            }
+        }
+        assert!(in_place > 100 && elsewhere > 100, "{in_place} in place, {elsewhere} not: both ways must be taken");
+        let beyond = models[0].len() as u64 - 10;
+        assert!(cache.read_in_place(&images[0], beyond, 20, |_| ()).is_err(), "the end is the other way's business");
+        cache.verify().unwrap();
+    }
+}
