@@ -277,3 +277,152 @@ fn a_writer_to_a_broken_disk_gets_its_error_and_the_cache_goes_on() {
     assert!(cache.sync(&other, 0..u64::MAX));
     cache.verify().unwrap();
 }
+
+/// A file system whose file `bad` (inode 2) refuses writes while it is told to; `good` (inode 3) never does.
+struct Broken {
+    files: [std::sync::Mutex<Vec<u8>>; 2],
+    breaks: Arc<std::sync::atomic::AtomicBool>,
+}
+
+impl Broken {
+    fn attr(number: u64) -> fuser::FileAttr {
+        let kind = if number == 1 { fuser::FileType::Directory } else { fuser::FileType::RegularFile };
+        let time = std::time::UNIX_EPOCH;
+        fuser::FileAttr {
+            ino: fuser::INodeNo(number),
+            size: if number == 1 { 0 } else { 1 << 20 },
+            blocks: 2048,
+            atime: time,
+            mtime: time,
+            ctime: time,
+            crtime: time,
+            kind,
+            perm: 0o755,
+            nlink: 1,
+            uid: 0,
+            gid: 0,
+            rdev: 0,
+            blksize: 4096,
+            flags: 0,
+        }
+    }
+
+    fn file(&self, number: fuser::INodeNo) -> std::sync::MutexGuard<'_, Vec<u8>> {
+        self.files[number.0 as usize - 2].lock().unwrap()
+    }
+}
+
+impl fuser::Filesystem for Broken {
+    fn lookup(
+        &self,
+        _request: &fuser::Request,
+        _parent: fuser::INodeNo,
+        name: &std::ffi::OsStr,
+        reply: fuser::ReplyEntry,
+    ) {
+        match ["bad", "good"].iter().position(|known| name == *known) {
+            Some(at) => reply.entry(&Duration::ZERO, &Self::attr(at as u64 + 2), fuser::Generation(0)),
+            None => reply.error(fuser::Errno::ENOENT),
+        }
+    }
+
+    fn getattr(
+        &self,
+        _request: &fuser::Request,
+        number: fuser::INodeNo,
+        _handle: Option<fuser::FileHandle>,
+        reply: fuser::ReplyAttr,
+    ) {
+        reply.attr(&Duration::ZERO, &Self::attr(number.0));
+    }
+
+    fn open(
+        &self,
+        _request: &fuser::Request,
+        _number: fuser::INodeNo,
+        _flags: fuser::OpenFlags,
+        reply: fuser::ReplyOpen,
+    ) {
+        reply.opened(fuser::FileHandle(0), fuser::FopenFlags::FOPEN_DIRECT_IO);
+    }
+
+    fn read(
+        &self,
+        _request: &fuser::Request,
+        number: fuser::INodeNo,
+        _handle: fuser::FileHandle,
+        offset: u64,
+        size: u32,
+        _flags: fuser::OpenFlags,
+        _owner: Option<fuser::LockOwner>,
+        reply: fuser::ReplyData,
+    ) {
+        let file = self.file(number);
+        let from = (offset as usize).min(file.len());
+        reply.data(&file[from..(from + size as usize).min(file.len())]);
+    }
+
+    fn write(
+        &self,
+        _request: &fuser::Request,
+        number: fuser::INodeNo,
+        _handle: fuser::FileHandle,
+        offset: u64,
+        data: &[u8],
+        _write_flags: fuser::WriteFlags,
+        _flags: fuser::OpenFlags,
+        _owner: Option<fuser::LockOwner>,
+        reply: fuser::ReplyWrite,
+    ) {
+        if number.0 == 2 && self.breaks.load(std::sync::atomic::Ordering::SeqCst) {
+            return reply.error(fuser::Errno::EIO);
+        }
+        self.file(number)[offset as usize..offset as usize + data.len()].copy_from_slice(data);
+        reply.written(data.len() as u32);
+    }
+
+    fn fsync(
+        &self,
+        _request: &fuser::Request,
+        _number: fuser::INodeNo,
+        _handle: fuser::FileHandle,
+        _data_only: bool,
+        reply: fuser::ReplyEmpty,
+    ) {
+        reply.ok();
+    }
+}
+
+#[test]
+fn an_io_error_of_the_disk_reaches_those_who_sync_that_image_and_nobody_else() {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    skip_unless_mountable!();
+    let breaks = Arc::new(AtomicBool::new(true));
+    let broken = Broken { files: [(); 2].map(|()| std::sync::Mutex::new(vec![0; 1 << 20])), breaks: breaks.clone() };
+    // The first to come is the last to go.
+    let (below, base) = (tempfile::tempdir_in("/var/tmp").unwrap(), tempfile::tempdir_in("/var/tmp").unwrap());
+    let directory = below.path().to_owned();
+    let mut config = fuser::Config::default();
+    config.mount_options = vec![fuser::MountOption::FSName("broken".to_owned())];
+    let disk = fuser::spawn_mount(broken, &directory, &config).unwrap();
+    let mount = Mount::over(base, directory, Setup { flush_ms: 600_000, ..Setup::default() });
+    let open = |name: &str| OpenOptions::new().read(true).write(true).open(mount.path(name)).unwrap();
+    let (writer, beside, other) = (open("bad"), open("bad"), open("good"));
+    let code = |file: &File| file.sync_all().err().and_then(|error| error.raw_os_error());
+    writer.write_all_at(&[7; 4096], 8192).unwrap();
+    other.write_all_at(&[8; 4096], 0).unwrap();
+    assert_eq!((code(&writer), code(&other)), (Some(libc::EIO), None));
+    let mut bytes = [0; 4096];
+    beside.read_exact_at(&mut bytes, 8192).unwrap();
+    assert_eq!(bytes, [7; 4096], "what could not be written is not lost");
+    breaks.store(false, Ordering::SeqCst);
+    bytes.fill(0);
+    assert_eq!(code(&writer), None, "it was told, and now the disk has it");
+    assert_eq!((code(&beside), code(&beside)), (Some(libc::EIO), None), "whoever else had it open is told, once");
+    assert_eq!((code(&open("bad")), code(&other)), (None, None));
+    File::open(mount.dir().join("bad")).unwrap().read_exact_at(&mut bytes, 8192).unwrap();
+    assert_eq!(bytes, [7; 4096], "the disk's own");
+    drop((writer, beside, other));
+    drop(mount);
+    drop(disk);
+}
