@@ -153,7 +153,7 @@ const QUICK_GUESTS: guests::Size = guests::Size {
 const GUESTS: guests::Size = guests::Size {
     guests: &[2, 3],
     tree_mib: 60,
-    rounds: 5,
+    rounds: 4,
     file_mib: 128,
     all_peers: true,
     ksm_alone: Duration::from_secs(60),

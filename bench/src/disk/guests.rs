@@ -77,6 +77,9 @@ struct PressureRow {
     disk_read_bytes: u64,
     swap_change_percent: f64,
     disk_change_percent: f64,
+    /// Most memory that the group had, its limit included in what counts.
+    peak_bytes: u64,
+    limit_bytes: u64,
     seconds: f64,
 }
 
@@ -94,6 +97,8 @@ const WORK: &[(&str, &str)] = &[
         "echo 3 > /proc/sys/vm/drop_caches; find /mnt -type f | sort | head -n 600 | xargs cat | gzip | md5sum",
     ),
 ];
+/// A compiler run over a real program, as a step of a build: [`add_compiler`] leaves it in the images.
+const BUILD: (&str, &str) = ("compile", "echo 3 > /proc/sys/vm/drop_caches; sh /mnt/build/run");
 const GUEST_MIB: usize = 192;
 
 /// The parts, by name.
@@ -178,8 +183,11 @@ fn copy_tree(from: &Path, to: &Path, left: &mut i64) -> Result<(), Failure> {
 fn tree_images(scratch: &Scratch, tree_mib: u64, count: usize) -> Result<(PathBuf, Vec<PathBuf>), Failure> {
     let tree = scratch.dir("kernel-tree")?;
     copy_tree(&kernel_tree(), &tree, &mut ((tree_mib << 20) as i64))?;
+    if let Err(error) = add_compiler(&tree.join("build")) {
+        eprintln!("pagecache: no compiler for the guests: {error}");
+    }
     let directory = scratch.dir("guest-images")?;
-    let blocks = ((tree_mib * 3 / 2 + 32) * 256).to_string();
+    let blocks = ((tree_mib * 3 / 2 + 96) * 256).to_string();
     let tree = tree.display().to_string();
     let images: Vec<PathBuf> = (0..count).map(|n| directory.join(format!("guest{n}.raw"))).collect();
     for image in &images {
@@ -188,6 +196,41 @@ fn tree_images(scratch: &Scratch, tree_mib: u64, count: usize) -> Result<(PathBu
     }
     std::fs::remove_dir_all(tree)?;
     Ok((directory, images))
+}
+
+/// Leaves this machine's C compiler, a program of this project, the headers it asks for and a script in `build`.
+fn add_compiler(build: &Path) -> Result<(), Failure> {
+    const PROGRAM: &str = include_str!("../../../tests/programs/semantics.c");
+    std::fs::create_dir_all(build)?;
+    let source = build.join("main.c");
+    std::fs::write(&source, PROGRAM)?;
+    let say = |program: &str, args: &[&str]| -> Result<String, Failure> {
+        let output = std::process::Command::new(program).args(args).output()?;
+        match output.status.success() {
+            true => Ok(String::from_utf8(output.stdout)?),
+            false => Err(format!("{program}: {}", String::from_utf8_lossy(&output.stderr)).into()),
+        }
+    };
+    let compiler = say("gcc", &["-print-prog-name=cc1"])?.trim().to_owned();
+    std::fs::copy(&compiler, build.join("cc1"))?;
+    for word in say("ldd", &[&compiler])?.split_whitespace().filter(|word| word.starts_with('/')) {
+        let name = Path::new(word).file_name().ok_or("no name")?;
+        let name = if word.contains("ld-linux") { "ld.so".as_ref() } else { name };
+        std::fs::copy(word, build.join(name))?;
+    }
+    let wanted = say("gcc", &["-M", &source.display().to_string()])?;
+    for header in wanted.split_whitespace().filter(|word| word.starts_with('/') && word.ends_with(".h")) {
+        let target = build.join(format!("root{header}"));
+        std::fs::create_dir_all(target.parent().ok_or("no parent")?)?;
+        std::fs::copy(header, target)?;
+    }
+    let own = say("gcc", &["-print-file-name=include"])?;
+    let places = [own.trim(), "/usr/include/x86_64-linux-gnu", "/usr/include"];
+    let places: String = places.iter().map(|place| format!(" -isystem root{place}")).collect();
+    let run = format!(
+        "cd /mnt/build\n./ld.so --library-path . ./cc1 -quiet -O1 -nostdinc{places} main.c -o /asm && md5sum < /asm\n"
+    );
+    Ok(std::fs::write(build.join("run"), run)?)
 }
 
 fn raw_drive(path: &Path, cache: &str) -> String {
@@ -424,6 +467,10 @@ fn one_pool(
 
 // ---- what it costs ----
 
+fn guests_have(guests: &mut [Guest], path: &str) -> Result<bool, Failure> {
+    Ok(vm::all(guests, &format!("ls {path}"))?.iter().all(|said| said == path))
+}
+
 fn overhead(
     scratch: &Scratch,
     boot: &Boot,
@@ -438,7 +485,8 @@ fn overhead(
     same(&[vm::all(&mut plain, MOUNT)?, vm::all(&mut ours, MOUNT)?].concat())?;
     let pids = |guests: &[Guest]| guests.iter().map(Guest::pid).collect::<Vec<_>>();
     let mut rows = Vec::new();
-    for (work, command) in WORK {
+    let builds = guests_have(&mut plain, "/mnt/build/run")?;
+    for (work, command) in WORK.iter().chain(builds.then_some(&BUILD)) {
         let mut samples: Vec<[f64; 3]> = Vec::new();
         // The first round warms up: memory is plentiful on both sides.
         for round in 0..=size.rounds {
@@ -598,11 +646,11 @@ fn front_ends(
 // ---- memory for one ----
 
 const READERS: usize = 4;
-const PASSES: usize = 2;
+const PASSES: usize = 3;
 /// Small guests: what they cannot keep they ask the host for again.
 const SMALL_MIB: usize = 96;
 /// What QEMU takes beyond its guest's memory, with a small buffer for translated code.
-const QEMU_MIB: usize = 48;
+const QEMU_MIB: usize = 56;
 
 /// A swap file, in use while this value lives.
 struct Swap(PathBuf);
@@ -698,8 +746,8 @@ fn pressure(
         }
         eprintln!("pagecache: memory for one: {name}");
         copies.iter().try_for_each(|copy| drop_cached(copy))?;
-        let (swapped, read, seconds) =
-            read_under_pressure(scratch, boot, size, &directory, &copies, cached, with_ksm, store)?;
+        let under_pressure = read_under_pressure(scratch, boot, size, &directory, &copies, cached, with_ksm, store)?;
+        let UnderPressure { swapped, read, peak_bytes, limit_bytes, seconds } = under_pressure;
         let (swap_plain, read_plain) = *plain.get_or_insert((swapped, read));
         results.pressure.push(PressureRow {
             name: name.to_owned(),
@@ -707,6 +755,8 @@ fn pressure(
             disk_read_bytes: read,
             swap_change_percent: 100.0 * (swapped as f64 / (swap_plain as f64).max(1.0) - 1.0),
             disk_change_percent: 100.0 * (read as f64 / (read_plain as f64).max(1.0) - 1.0),
+            peak_bytes,
+            limit_bytes,
             seconds,
         });
     }
@@ -723,7 +773,17 @@ fn learn(scratch: &Scratch, directory: &Path, copies: &[PathBuf], size: &Size, s
     Ok(())
 }
 
-/// Bytes swapped in and out, bytes of images read from disk, seconds.
+/// What four guests did to the host.
+struct UnderPressure {
+    /// Bytes swapped in and out.
+    swapped: u64,
+    /// Bytes of images read from disk.
+    read: u64,
+    peak_bytes: u64,
+    limit_bytes: u64,
+    seconds: f64,
+}
+
 #[allow(clippy::too_many_arguments, reason = "one row of the table, spelled out")]
 fn read_under_pressure(
     scratch: &Scratch,
@@ -734,7 +794,7 @@ fn read_under_pressure(
     cached: bool,
     with_ksm: bool,
     store: Option<&Path>,
-) -> Result<(u64, u64, f64), Failure> {
+) -> Result<UnderPressure, Failure> {
     // The guests, and one copy of the file with a quarter to spare; the server's own memory comes out of that quarter.
     let limit_mib = READERS * (SMALL_MIB + QEMU_MIB) + size.file_mib + size.file_mib / 4;
     let group = Group::new(if cached { "disk" } else { "plain" }, (limit_mib as u64) << 20)?;
@@ -767,12 +827,23 @@ fn read_under_pressure(
     let swapped_in = swap_after.0 - swap_before.0;
     // What came back from swap is no read of an image.
     let read = (reads() - read_before).saturating_sub(swapped_in);
+    // Of the first kind of groups; the second tells it elsewhere.
+    let peak = ["memory.max_usage_in_bytes", "memory.peak"]
+        .iter()
+        .find_map(|name| std::fs::read_to_string(group.0.join(name)).ok()?.trim().parse().ok());
+    let peak_bytes = peak.unwrap_or(0);
     drop(guests);
     drop(server);
     if let Some(mut settings) = settings {
         settings.restore();
     }
-    Ok((swapped_in + swap_after.1 - swap_before.1, read, seconds))
+    Ok(UnderPressure {
+        swapped: swapped_in + swap_after.1 - swap_before.1,
+        read,
+        peak_bytes,
+        limit_bytes: (limit_mib as u64) << 20,
+        seconds,
+    })
 }
 
 /// Prints the tables.
@@ -861,18 +932,24 @@ fn show_front_ends(results: &Results) {
 }
 
 fn show_pressure(results: &Results) {
+    let limit = results.pressure.first().map_or(0, |row| row.limit_bytes);
     println!(
-        "\n{READERS} guests read an independent copy of one file {PASSES} times, host memory for the guests and one copy"
+        "\n{READERS} guests read an independent copy of one file {PASSES} times, host memory for the guests and one copy ({:.0} MiB)",
+        mib(limit)
     );
-    println!("{:48} {:>10} {:>9} {:>10} {:>9} {:>7}", "", "swap MiB", "change", "disk MiB", "change", "s");
+    println!(
+        "{:48} {:>10} {:>9} {:>10} {:>9} {:>10} {:>7}",
+        "", "swap MiB", "change", "disk MiB", "change", "peak MiB", "s"
+    );
     for row in &results.pressure {
         println!(
-            "{:48} {:>10.1} {:>7.1} % {:>10.1} {:>7.1} % {:>7.1}",
+            "{:48} {:>10.1} {:>7.1} % {:>10.1} {:>7.1} % {:>10.1} {:>7.1}",
             row.name,
             mib(row.swap_bytes),
             row.swap_change_percent,
             mib(row.disk_read_bytes),
             row.disk_change_percent,
+            mib(row.peak_bytes),
             row.seconds
         );
     }
