@@ -28,6 +28,8 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 type Failure = Box<dyn std::error::Error>;
 
 const ROUNDS: usize = 5;
+/// Slices of the time for warm reads.
+const SLICES: usize = 60;
 const THREADS: usize = 8;
 
 struct Size {
@@ -603,6 +605,13 @@ fn summary(mut samples: Vec<f64>) -> (f64, f64) {
     (median, 50.0 * (samples[samples.len() - 1] - samples[0]) / median)
 }
 
+/// Median and spread of many samples (half of what lies between the quartiles, in percent of the median).
+fn middle(mut samples: Vec<f64>) -> (f64, f64) {
+    samples.sort_by(f64::total_cmp);
+    let at = |part: usize| samples[samples.len() * part / 4];
+    (at(2), 50.0 * (at(3) - at(1)) / at(2))
+}
+
 fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
@@ -681,16 +690,17 @@ fn reads(scratch: &Scratch, size: &Size, results: &mut Results) -> Result<(), Fa
         return Err("the three ways give different bytes".into());
     }
     let mut samples = places.each_ref().map(|_| (Vec::new(), Vec::new()));
-    // In turn, so that a disturbance hits all of them.
-    for _ in 0..ROUNDS {
+    // In turn and in short slices, so that a disturbance hits all of them, and few slices of each.
+    let slice = size.round / SLICES as u32 * 2;
+    for _ in 0..SLICES {
         for ((_, place), samples) in places.iter().zip(&mut samples) {
-            samples.0.push(random_reads(place, size.round)?);
-            samples.1.push(sequential_reads(place, size.round)?);
+            samples.0.push(random_reads(place, slice)?);
+            samples.1.push(sequential_reads(place, slice)?);
         }
     }
     for ((name, _), (random, sequential)) in places.into_iter().zip(samples) {
-        let (random_4k_per_s, random_spread_percent) = summary(random);
-        let (sequential_mib_per_s, sequential_spread_percent) = summary(sequential);
+        let (random_4k_per_s, random_spread_percent) = middle(random);
+        let (sequential_mib_per_s, sequential_spread_percent) = middle(sequential);
         results.reads.push(ReadRow {
             name: name.to_owned(),
             random_4k_per_s,
@@ -1080,7 +1090,9 @@ fn show_reads(results: &Results) {
     if results.reads.is_empty() {
         return;
     }
-    println!("Warm reads through one file handle, one thread (median of {ROUNDS}, spread = half the range)");
+    println!(
+        "Warm reads through one file handle, one thread (median of {SLICES}, spread = half between the quartiles)"
+    );
     println!("{:42} {:>14} {:>8} {:>14} {:>8}", "", "4 KiB random/s", "+-", "1 MiB seq MiB/s", "+-");
     for row in &results.reads {
         println!(
