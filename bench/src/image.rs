@@ -8,7 +8,7 @@
 //!
 //! `--quick` makes two versions of a tree from local system directories. `--full` takes the real pairs that
 //! `bench/fetch-images.sh` has fetched, each laid over one Debian base, runs their programs from the mounts, and fills a
-//! store with 10,000 images; `--counts` leaves out what is timed, for machines that are busy. Needs root.
+//! store with 10,000 images; `--counts` leaves out what is timed, for machines that are busy, and `--timed` all else. Needs root.
 
 use crate::record;
 use pagefold_image::ingest::Notes;
@@ -511,8 +511,9 @@ fn throughput(plain: &Path, mounted: &Path, rounds: usize, out: &mut Vec<Value>)
             ratios.push(b.last().expect("just pushed") / a.last().expect("just pushed"));
         }
         let (ratio, low, high) = median(ratios);
+        let (a, b) = (median(a), median(b));
         out.push(json!({ "bench": "warm", "what": what, "bytes": bytes, "files": list.len(), "rounds": rounds,
-            "ext4_gb_per_s": median(a).0, "pagefold_gb_per_s": median(b).0,
+            "ext4_gb_per_s": a.0, "pagefold_gb_per_s": b.0, "ratio_of_fastest": b.2 / a.2,
             "ratio": ratio, "ratio_min": low, "ratio_max": high }));
     }
     Ok(())
@@ -555,6 +556,10 @@ fn cold_start(
         }
         Ok((start.elapsed().as_secs_f64() * 1e3, (children_cpu_s() - cpu) * 1e3))
     };
+    if let Err(error) = fs::OpenOptions::new().write(true).open("/proc/sys/vm/drop_caches") {
+        eprintln!("bench erofs: SKIPPED: cold starts: /proc/sys/vm/drop_caches: {error}");
+        return Ok(());
+    }
     let mut roots = vec![("plain directory", plain.to_path_buf()), ("pagefold", mounted.to_path_buf())];
     let place = scratch.sub("cold-composefs")?;
     if let Some(composefs) = composefs {
@@ -672,38 +677,32 @@ fn fill(root: &Path, images: u32, bases: u32) -> Result<Store, Error> {
     Ok(store)
 }
 
-/// One look at a store, in a process of its own so that its memory is its own: prints a count.
-fn look(what: &str, root: &Path) -> Result<u64, Error> {
+/// One look at a store, in a process of its own so that its memory is its own: a count, and its peak memory in KiB.
+fn look(what: &str, root: &Path) -> Result<(u64, u64), Error> {
     let store = Store::open(root, "default")?;
-    Ok(match what {
+    let count = match what {
         "list" => store.images()?.len() as u64,
         "stat" => stat::stat(&store, &[])?.0.objects,
         "gc" => gc::collect(&store, false)?.objects_removed,
         _ => 0,
-    })
+    };
+    // Of this program alone: what wait4 tells a parent begins with the parent's own size.
+    let status = fs::read_to_string("/proc/self/status")?;
+    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).ok_or("no VmHWM")?;
+    Ok((count, peak.trim().trim_end_matches(" kB").parse()?))
 }
 
 /// Runs [`look`] as a child; returns its count, seconds, and peak memory in MiB.
 fn look_apart(what: &str, root: &Path) -> Result<(u64, f64, f64), Error> {
     let start = Instant::now();
-    let mut child = Command::new(std::env::current_exe()?)
-        .args(["erofs", "--look", what])
-        .arg(root)
-        .stdout(Stdio::piped())
-        .spawn()?;
-    let mut count = String::new();
-    child.stdout.as_mut().ok_or("a pipe")?.read_to_string(&mut count)?;
-    let mut status = 0;
-    // SAFETY: the child is ours and has not been waited for; status and usage live across the call.
-    let usage = unsafe {
-        let mut usage: libc::rusage = std::mem::zeroed();
-        libc::wait4(child.id() as i32, &mut status, 0, &mut usage);
-        usage
-    };
-    if status != 0 {
-        return Err(format!("{what} of {}: status {status:#x}", root.display()).into());
-    }
-    Ok((count.trim().parse()?, start.elapsed().as_secs_f64(), usage.ru_maxrss as f64 / 1024.0))
+    let out = Command::new(std::env::current_exe()?).args(["erofs", "--look", what]).arg(root).output()?;
+    let seconds = start.elapsed().as_secs_f64();
+    let text = String::from_utf8_lossy(&out.stdout);
+    let (count, peak_kib) = text
+        .trim()
+        .split_once(' ')
+        .ok_or_else(|| format!("{what} of {}: {}", root.display(), String::from_utf8_lossy(&out.stderr).trim()))?;
+    Ok((count.parse()?, seconds, peak_kib.parse::<f64>()? / 1024.0))
 }
 
 /// Many images over few bases: list, stat, gc, and what memory each takes at its peak.
@@ -836,26 +835,36 @@ fn quick(scratch: &Scratch, composefs: Option<&Composefs>, out: &mut Vec<Value>)
     sh(&format!("sync -f {}", scratch.dir.display()))?;
     let pair = Pair { name: "local", plain, layers: None };
     let (_store, mounts, _) = memory_of_pair(scratch, &pair, composefs, out)?;
-    throughput(&pair.plain[0], &mounts[0], 9, out)?;
+    throughput(&pair.plain[0], &mounts[0], 15, out)?;
     cold_start(
         scratch,
         &pair.plain[0],
         &mounts[0],
         composefs,
         &["/usr/bin/python3.11", "-S", "-c", "import json, email, http.client"],
-        15,
+        9,
         out,
     )?;
-    build_speed(scratch, &pair.plain[0], composefs, 5, out)?;
+    build_speed(scratch, &pair.plain[0], composefs, 3, out)?;
     many_images(scratch, 50, 10, out)?;
     many_images(scratch, 500, 10, out)
+}
+
+/// Which part of the full bench to run.
+#[derive(Clone, Copy, PartialEq)]
+enum Part {
+    All,
+    /// Without what is timed.
+    Counts,
+    /// Only what is timed.
+    Timed,
 }
 
 fn full(
     scratch: &Scratch,
     cache: &Path,
     only: Option<&str>,
-    counts_only: bool,
+    part: Part,
     composefs: Option<&Composefs>,
     out: &mut Vec<Value>,
 ) -> Result<(), Error> {
@@ -890,11 +899,20 @@ fn full(
         }
         sh(&format!("sync -f {}", scratch.dir.display()))?;
         let pair = Pair { name, plain: [plain.remove(0), plain.remove(0)], layers: Some(layers) };
-        let (store, mounts, records) = memory_of_pair(scratch, &pair, composefs, out)?;
-        if let Err(error) = run_time(scratch, &pair, &store, &records, out) {
-            out.push(json!({ "bench": "run time", "pair": name, "error": error.to_string() }));
-        }
-        if !counts_only {
+        let (store, mounts) = if part == Part::Timed {
+            let store = Store::open(&scratch.dir.join(format!("store-{name}")), "default")?;
+            let (record, _) = build_tree(&store, "1", &pair.plain[0])?;
+            let at = scratch.sub(&format!("mnt-{name}-1"))?;
+            mount::mount(&store, &record, &at, &Options::default())?;
+            (store, vec![at])
+        } else {
+            let (store, mounts, records) = memory_of_pair(scratch, &pair, composefs, out)?;
+            if let Err(error) = run_time(scratch, &pair, &store, &records, out) {
+                out.push(json!({ "bench": "run time", "pair": name, "error": error.to_string() }));
+            }
+            (store, mounts.to_vec())
+        };
+        if part != Part::Counts {
             let start = match name {
                 "redis" => &["/usr/bin/redis-server", "--version"][..],
                 "postgres" => &["/opt/postgres/bin/postgres", "--version"],
@@ -911,9 +929,9 @@ fn full(
             };
             cold_start(scratch, &pair.plain[0], &mounts[0], composefs, start, 21, out)?;
             if name == "tensorflow" {
-                throughput(&pair.plain[0], &mounts[0], 9, out)?;
+                throughput(&pair.plain[0], &mounts[0], 15, out)?;
             }
-            if matches!(name, "postgres" | "tensorflow") {
+            if name == "postgres" {
                 build_speed(scratch, &pair.plain[0], composefs, 5, out)?;
             }
         }
@@ -976,7 +994,8 @@ fn print_table(rows: &[Value]) {
                 );
             }
             "warm" => println!(
-                "warm {:26} {:5} files {:7.1} MiB: ext4 {:.2} GB/s, pagefold {:.2} GB/s: {:.3} x ({:.3} to {:.3})",
+                "warm {:26} {:5} files {:7.1} MiB: ext4 {:.2} GB/s, pagefold {:.2} GB/s: {:.3} x ({:.3} to {:.3}); of \
+                 the fastest {:.3}",
                 text(&row["what"]),
                 row["files"],
                 mib(&row["bytes"]),
@@ -984,7 +1003,8 @@ fn print_table(rows: &[Value]) {
                 number(&row["pagefold_gb_per_s"]),
                 number(&row["ratio"]),
                 number(&row["ratio_min"]),
-                number(&row["ratio_max"])
+                number(&row["ratio_max"]),
+                number(&row["ratio_of_fastest"])
             ),
             "cold start" => println!(
                 "cold start {:20} {:.60}: {:.1} ms ({:.1} to {:.1}): {:.3} x; of the fastest {:.3}; round by round {:.3} \
@@ -1045,8 +1065,8 @@ pub fn run(args: &[String]) -> ExitCode {
         && first == "--look"
     {
         return match look(what, Path::new(root)) {
-            Ok(count) => {
-                println!("{count}");
+            Ok((count, peak_kib)) => {
+                println!("{count} {peak_kib}");
                 ExitCode::SUCCESS
             }
             Err(error) => {
@@ -1060,7 +1080,7 @@ pub fn run(args: &[String]) -> ExitCode {
             "pagefold-bench erofs [--quick | --full [--inputs DIR] [--pair NAME] [--counts] | --many]\n    \
              [--dir SCRATCH] [--json] [--record DIR]\n\n\
              --quick   two versions made of this machine's own directories\n\
-             --full    the pairs of bench/fetch-images.sh; --counts leaves out what is timed\n\
+             --full    the pairs of bench/fetch-images.sh; --counts leaves out what is timed, --timed all else\n\
              --many    10,000 images over 100 bases: list, stat, gc\n\
              --record  also write the rows with machine, kernel, versions and commit to DIR"
         );
@@ -1088,7 +1108,12 @@ pub fn run(args: &[String]) -> ExitCode {
         );
     }
     let mut result = if has("--full") {
-        full(&scratch, &inputs, value("--pair").as_deref(), has("--counts"), composefs.as_ref(), &mut rows)
+        let part = match (has("--counts"), has("--timed")) {
+            (true, _) => Part::Counts,
+            (_, true) => Part::Timed,
+            _ => Part::All,
+        };
+        full(&scratch, &inputs, value("--pair").as_deref(), part, composefs.as_ref(), &mut rows)
     } else if has("--many") {
         many_images(&scratch, 1_000, 100, &mut rows).and_then(|()| many_images(&scratch, 10_000, 100, &mut rows))
     } else {
@@ -1100,8 +1125,12 @@ pub fn run(args: &[String]) -> ExitCode {
             "mkfs.erofs": record::first_line(&["mkfs.erofs", "--version"]),
             "inputs": fs::read_to_string(inputs.join("versions")).unwrap_or_default().lines().collect::<Vec<_>>(),
         });
-        let tag = ["--full", "--many"].into_iter().find(|flag| has(flag)).map_or("quick", |flag| &flag[2..]);
-        match record::write(Path::new(&dir), "erofs", tag, args, versions, &rows) {
+        let tag = ["--many", "--counts", "--timed", "--full"]
+            .into_iter()
+            .find(|flag| has(flag))
+            .map_or("quick", |flag| &flag[2..]);
+        let tag = value("--pair").map_or_else(|| tag.to_string(), |pair| format!("{tag}-{pair}"));
+        match record::write(Path::new(&dir), "erofs", &tag, args, versions, &rows) {
             Ok(path) => eprintln!("bench erofs: recorded in {}", path.display()),
             Err(error) => result = Err(format!("{dir}: {error}").into()),
         }

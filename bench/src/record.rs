@@ -34,6 +34,13 @@ pub fn circumstances() -> Value {
     })
 }
 
+/// The arguments without where things were kept, which is this machine's affair.
+fn without_paths(args: &[String]) -> String {
+    let place = |arg: &str| matches!(arg, "--dir" | "--record" | "--inputs");
+    let kept = args.iter().enumerate().filter(|(at, arg)| !place(arg) && !(*at > 0 && place(&args[at - 1])));
+    kept.map(|(_, arg)| arg.as_str()).collect::<Vec<_>>().join(" ")
+}
+
 /// Writes `rows` with their circumstances to `DIR/BENCH-DATE[-TAG].json`; `versions` are those of the peers.
 ///
 /// # Errors
@@ -51,7 +58,7 @@ pub fn write(
     let tag = if tag.is_empty() { String::new() } else { format!("-{tag}") };
     let path = dir.join(format!("{bench}-{date}{tag}.json"));
     let record = json!({
-        "command": format!("pagefold bench {bench} {}", args.join(" ")).trim_end(),
+        "command": format!("pagefold bench {bench} {}", without_paths(args)).trim_end(),
         "circumstances": circumstances(),
         "versions": versions,
         "rows": rows,

@@ -513,26 +513,31 @@ fn look(pid: &Path, seen: &Mutex<BTreeSet<u64>>) -> Option<(u64, String)> {
     Some((namespace, table))
 }
 
-/// Gives every mount namespace's table to `each`; returns how many processes did not answer in time.
+/// Gives every mount namespace's table to `each`; returns how many processes did not answer in time, twice: on a busy
+/// machine one may only have been slow, or on its way out.
 fn each_table(pids: Vec<PathBuf>, mut each: impl FnMut(u64, &str)) -> usize {
-    let (pids, seen) = (Arc::new(pids), Arc::new(Mutex::new(BTreeSet::new())));
-    let (mut next, mut silent) = (0, 0);
+    let seen = Arc::new(Mutex::new(BTreeSet::new()));
+    let silent = look_at(pids, &seen, &mut each);
+    look_at(silent, &seen, &mut each).len()
+}
+
+/// Looks at `pids` once; returns those that did not answer in time.
+fn look_at(pids: Vec<PathBuf>, seen: &Arc<Mutex<BTreeSet<u64>>>, each: &mut impl FnMut(u64, &str)) -> Vec<PathBuf> {
+    let pids = Arc::new(pids);
+    let (mut next, mut silent) = (0, Vec::new());
     while next < pids.len() {
         let (sender, answers) = mpsc::channel();
         let (list, known, from) = (pids.clone(), seen.clone(), next);
         // A worker of its own, left behind with the process that holds it up.
         std::thread::spawn(move || list[from..].iter().try_for_each(|pid| sender.send(look(pid, &known))));
         while next < pids.len() {
-            match answers.recv_timeout(PROC_PATIENCE) {
-                Ok(found) => {
-                    if let Some((namespace, table)) = found {
-                        each(namespace, &table);
-                    }
-                    next += 1;
-                }
+            let answer = answers.recv_timeout(PROC_PATIENCE);
+            next += 1;
+            match answer {
+                Ok(Some((namespace, table))) => each(namespace, &table),
+                Ok(None) => {}
                 Err(_) => {
-                    silent += 1;
-                    next += 1;
+                    silent.push(pids[next - 1].clone());
                     break;
                 }
             }

@@ -47,6 +47,12 @@ pub fn cached_pages(file: impl AsFd) -> io::Result<u64> {
 /// # Errors
 /// EACCES when the file is neither ours nor are we privileged.
 pub fn is_open_elsewhere(file: &File) -> io::Result<bool> {
+    const F_SETSIG: libc::c_int = 10;
+    // Who opens the file while the lease is ours sends us a signal; SIGIO, the usual one, would end this process.
+    // SAFETY: F_SETSIG takes an integer and touches no memory of ours.
+    if unsafe { libc::fcntl(file.as_raw_fd(), F_SETSIG, libc::SIGURG) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
     // SAFETY: F_SETLEASE takes an integer and touches no memory of ours.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK) };
     if result == 0 {

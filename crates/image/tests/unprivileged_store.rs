@@ -280,7 +280,11 @@ fn builders_killed_at_any_instant_lose_nothing() {
             trees.iter().enumerate().map(|(i, tree)| spawn_builder(&root, tree, &format!("b{i}"))).collect();
         let until = Instant::now() + Duration::from_millis(30 + random(500));
         while Instant::now() < until {
-            gc::collect(&store, false).unwrap();
+            match gc::collect(&store, false) {
+                // Some process of this machine is stuck in the kernel: nothing may be collected just then.
+                Err(Error::Refused(why)) if why.contains("do not answer") => println!("{why}"),
+                other => drop(other.unwrap()),
+            }
             for image in store.images().unwrap() {
                 if image.name != "keep" && random(4) == 0 {
                     let _ = store.remove(&image.name);
