@@ -568,6 +568,11 @@ fn cold_start(
         composefs.mount(&place.join("objects"), &place.join("image"), &at)?;
         roots.push(("composefs' own tools", at));
     }
+    // Programs find themselves and their libraries through /proc.
+    let with_proc: Vec<_> = roots.iter().map(|(_, root)| root.join("proc")).filter(|proc| proc.is_dir()).collect();
+    for proc in &with_proc {
+        sh(&format!("mount -t proc proc {}", proc.display()))?;
+    }
     for (_, root) in &roots {
         run(root)?;
     }
@@ -577,6 +582,9 @@ fn cold_start(
             let which = (round + step) % roots.len();
             times[which].push(run(&roots[which].1)?);
         }
+    }
+    for proc in &with_proc {
+        sh(&format!("umount {}", proc.display()))?;
     }
     if composefs.is_some() {
         sh(&format!("umount {}", place.join("mnt").display()))?;

@@ -37,8 +37,9 @@ pub fn circumstances() -> Value {
 /// The arguments without where things were kept, which is this machine's affair.
 fn without_paths(args: &[String]) -> String {
     let place = |arg: &str| matches!(arg, "--dir" | "--record" | "--inputs");
-    let kept = args.iter().enumerate().filter(|(at, arg)| !place(arg) && !(*at > 0 && place(&args[at - 1])));
-    kept.map(|(_, arg)| arg.as_str()).collect::<Vec<_>>().join(" ")
+    let before = std::iter::once("").chain(args.iter().map(String::as_str));
+    let kept = args.iter().zip(before).filter(|(arg, before)| !place(arg) && !place(before));
+    kept.map(|(arg, _)| arg.as_str()).collect::<Vec<_>>().join(" ")
 }
 
 /// Writes `rows` with their circumstances to `DIR/BENCH-DATE[-TAG].json`; `versions` are those of the peers.
