@@ -71,8 +71,21 @@ fn fnv(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
 }
 
+/// What a client of the cold tier asks for.
+pub struct Cold {
+    /// Share of run time that may be lost to refaults.
+    pub tolerance: Option<f64>,
+    /// Limit of its domain's tier, if it is the first there.
+    pub tier_max: Option<u64>,
+}
+
 /// Environment that makes a program started with it a client.
-pub fn environment(socket: &Path, domain: Option<&str>, all: bool) -> Result<Vec<(String, String)>, Error> {
+pub fn environment(
+    socket: &Path,
+    domain: Option<&str>,
+    all: bool,
+    cold: Option<&Cold>,
+) -> Result<Vec<(String, String)>, Error> {
     let agent = agent()?.display().to_string();
     let others = std::env::var("LD_PRELOAD").unwrap_or_default();
     let mut preload = agent;
@@ -85,6 +98,15 @@ pub fn environment(socket: &Path, domain: Option<&str>, all: bool) -> Result<Vec
         ("PAGEFOLD_SOCKET".to_owned(), socket.display().to_string()),
         ("PAGEFOLD_ALL".to_owned(), u8::from(all).to_string()),
     ];
+    if let Some(cold) = cold {
+        pairs.push(("PAGEFOLD_COLD".to_owned(), "1".to_owned()));
+        if let Some(tolerance) = cold.tolerance {
+            pairs.push(("PAGEFOLD_TOLERANCE".to_owned(), ((tolerance * 1e6) as u64).max(1).to_string()));
+        }
+        if let Some(bytes) = cold.tier_max {
+            pairs.push(("PAGEFOLD_TIER_MAX".to_owned(), bytes.to_string()));
+        }
+    }
     if let Some(domain) = domain {
         pairs.push(("PAGEFOLD_DOMAIN".to_owned(), domain.to_owned()));
     }

@@ -448,6 +448,7 @@ fn daemon(args: &[String]) -> Result<(), Failure> {
         idle_exit: None,
         metrics: None,
         predict: predict == "1",
+        cold: Default::default(),
     });
     Ok(daemon.run()?)
 }

@@ -2,7 +2,7 @@
 
 use super::Error;
 use crate::{host, units};
-use pagefold_daemon::{Config, Daemon};
+use pagefold_daemon::{Config, Daemon, cold};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,7 +16,8 @@ Examples:
   pagefold daemon --workers 4 --period 5s --pool-max 16G --metrics 127.0.0.1:9199
   systemctl enable --now pagefold        (with the package's unit)
 
-It may be killed at any time: clients keep what is merged, and greet the next daemon.")]
+It may be killed at any time: clients keep what is merged, and greet the next daemon. What is in
+the cold tier is kept by a small process, pagefold keeper, which then starts the next daemon.")]
 pub struct Args {
     /// Where to listen [default: this user's]
     #[arg(long, value_name = "PATH")]
@@ -42,6 +43,33 @@ pub struct Args {
     /// Exit after this long without clients
     #[arg(long, value_name = "TIME", value_parser = units::duration)]
     idle_exit: Option<Duration>,
+    /// Largest memory of a domain's cold tier, unless its first client says otherwise
+    #[arg(long, value_name = "SIZE", value_parser = units::size)]
+    tier_max: Option<u64>,
+    /// Directory for the file that a cold tier writes to when its memory is full; `none` for no file
+    #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
+    tier_dir: PathBuf,
+    /// Largest size of that file
+    #[arg(long, value_name = "SIZE", default_value = "64G", value_parser = units::size)]
+    tier_file_max: u64,
+    /// Share of run time that clients may lose to pages coming back, in percent
+    #[arg(long, value_name = "PERCENT", default_value = "1", value_parser = super::run::percent)]
+    tolerance: f64,
+    /// How often the cold tier looks which pages were written
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = units::duration)]
+    cold_tick: Duration,
+    /// Shortest silence after which a page may go to the cold tier, unless memory is short
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = units::duration)]
+    cold_idle: Duration,
+    /// Pages go to the cold tier only by `park`, hints and shortage of memory
+    #[arg(long)]
+    cold_manual: bool,
+    /// On an orderly stop leave cold pages with the keeper, for a daemon that is about to come (an upgrade)
+    #[arg(long)]
+    hand_over: bool,
+    /// Start no keeper: cold pages die with this daemon (for measurements)
+    #[arg(long, hide = true)]
+    no_keeper: bool,
     /// Fingerprint every page instead of predicting a run from its start (for measurements)
     #[arg(long, hide = true)]
     no_predict: bool,
@@ -69,6 +97,10 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     let map_count =
         std::fs::read_to_string("/proc/sys/vm/max_map_count").ok().and_then(|text| text.trim().parse().ok());
     let socket = host::socket(args.socket.as_deref())?;
+    let program = std::env::current_exe()?.into_os_string();
+    // Who was started by a keeper has inherited that children are not waited for.
+    // SAFETY: no thread runs yet.
+    unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
     let daemon = Daemon::new(Config {
         socket: socket.clone(),
         workers: args.workers,
@@ -79,6 +111,23 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         idle_exit: args.idle_exit,
         metrics: args.metrics,
         predict: !args.no_predict,
+        cold: cold::Config {
+            tier_max_bytes: args.tier_max.unwrap_or(total / 4),
+            directory: (args.tier_dir.as_os_str() != "none").then_some(args.tier_dir),
+            file_max_bytes: args.tier_file_max,
+            tolerance: args.tolerance,
+            tick: args.cold_tick.max(Duration::from_millis(50)),
+            idle_min: args.cold_idle,
+            automatic: !args.cold_manual,
+            keeper: (!args.no_keeper).then(|| vec![program.clone(), "keeper".into()]),
+            // Of its own services systemd starts the next one itself.
+            successor: match std::env::var("SYSTEMD_EXEC_PID") {
+                Ok(pid) if pid == std::process::id().to_string() => Vec::new(),
+                _ => std::iter::once(program).chain(std::env::args_os().skip(1)).collect(),
+            },
+            hand_over: args.hand_over,
+            ..cold::Config::default()
+        },
     });
     daemon.add_metrics(disk_metrics);
     raise_fd_limit();

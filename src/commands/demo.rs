@@ -214,7 +214,7 @@ fn with_pagefold(args: &Args) -> Result<Row, Error> {
         units::show_size(args.size)
     );
     // The processes wait to be merged until all are full, so that before and after can be told.
-    let mut crew = Crew::start(args, &host::environment(&daemon.socket, Some("demo"), false)?)?;
+    let mut crew = Crew::start(args, &host::environment(&daemon.socket, Some("demo"), false, None)?)?;
     let before_bytes = crew.pss();
     println!("{} in memory; merging …", units::show_size(before_bytes));
     crew.tell("merge")?;

@@ -9,7 +9,9 @@ mod demo;
 mod disk;
 mod doctor;
 mod image;
+mod keeper;
 mod man;
+mod park;
 mod run;
 mod scan;
 pub mod scan_tree;
@@ -41,8 +43,13 @@ pub enum Command {
     Doctor(doctor::Args),
     /// Store trees by content and mount them so that equal files share page cache
     Image(image::Args),
+    /// Hold descriptors for the daemon's successor
+    #[command(hide = true)]
+    Keeper(keeper::Args),
     /// Write the manual pages into a directory
     Man(man::Args),
+    /// Move an idle client's memory to the cold tier, now
+    Park(park::Park),
     /// Stop merging, for one client or for all; what is merged stays
     Pause(control::Pause),
     /// Go on merging
@@ -55,6 +62,8 @@ pub enum Command {
     Status(status::Args),
     /// Show what is merged, live
     Top(top::Args),
+    /// Bring a parked client's memory back, now
+    Unpark(park::Unpark),
     /// Give a client its private memory back and leave it alone
     Unmerge(control::Unmerge),
     /// Compare every shared page with its slot through the kernel's own page tables
@@ -75,13 +84,16 @@ pub fn run(command: Command) -> Result<ExitCode, Error> {
         Command::Disk(args) => disk::run(args),
         Command::Doctor(args) => doctor::run(args),
         Command::Image(args) => image::run(args),
+        Command::Keeper(args) => keeper::run(args),
         Command::Man(args) => man::run(args),
+        Command::Park(args) => park::park(args),
         Command::Pause(args) => control::pause(args),
         Command::Resume(args) => control::resume(args),
         Command::Run(args) => run::run(args),
         Command::Scan(args) => scan::run(args),
         Command::Status(args) => status::run(args),
         Command::Top(args) => top::run(args),
+        Command::Unpark(args) => park::unpark(args),
         Command::Unmerge(args) => control::unmerge(args),
         Command::Verify(args) => control::verify(args),
     }

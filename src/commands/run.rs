@@ -15,6 +15,7 @@ Examples:
   pagefold run -- qemu-system-x86_64 -m 2G disk.img
   pagefold run --all -- redis-server --port 7001
   pagefold run --domain customer-7 -- ./sandbox
+  pagefold run --cold --tier-max 2G -- qemu-system-x86_64 -m 4G disk.img
 
 The program's own exit status and signals are passed on, for it takes this process over;
 125 means that pagefold failed, 126 that the program could not be run, 127 that it was not found.
@@ -29,6 +30,15 @@ pub struct Args {
     /// Share pages only inside this domain [default: one domain for all of this user]
     #[arg(long, value_name = "NAME")]
     domain: Option<String>,
+    /// Move pages that stay silent to the cold tier instead of merging; all large private memory is managed
+    #[arg(long)]
+    cold: bool,
+    /// Share of run time that may be lost to pages coming back, in percent [default: 1]
+    #[arg(long, value_name = "PERCENT", requires = "cold", value_parser = percent)]
+    tolerance: Option<f64>,
+    /// Memory of the cold tier; beyond it pages are written to a file (the first client of a domain says)
+    #[arg(long, value_name = "SIZE", requires = "cold", value_parser = crate::units::size)]
+    tier_max: Option<u64>,
     /// How to merge: through the agent, or by the kernel's KSM (for static or sealed programs)
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     backend: Backend,
@@ -48,6 +58,12 @@ enum Backend {
     Remap,
     /// The kernel's KSM scans the program's memory
     Ksm,
+}
+
+/// A share from a percentage.
+pub(super) fn percent(text: &str) -> Result<f64, String> {
+    let number: f64 = text.trim_end_matches('%').parse().map_err(|_| "a percentage, such as 1 or 0.5".to_owned())?;
+    if number > 0.0 && number <= 50.0 { Ok(number / 100.0) } else { Err("more than 0 and at most 50".into()) }
 }
 
 /// Exit status when pagefold itself fails, as env(1) and others have it.
@@ -78,10 +94,14 @@ fn prepare(args: &Args) -> Result<Command, Error> {
     let lack = pagefold_os::probe::all().into_iter().find(|finding| finding.needed && !finding.works);
     let remap = match (args.backend, lack) {
         (Backend::Remap, Some(lack)) => return Err(format!("{}: {}; {}", lack.name, lack.detail, lack.cure).into()),
+        (Backend::Auto, Some(lack)) if args.cold => {
+            return Err(format!("the cold tier needs {}: {}; {}", lack.name, lack.detail, lack.cure).into());
+        }
         (Backend::Auto, Some(lack)) => {
             eprintln!("pagefold: {}: {}; using KSM instead", lack.name, lack.detail);
             false
         }
+        (Backend::Ksm, _) if args.cold => return Err("--cold needs the agent: leave --backend away".into()),
         (Backend::Ksm, _) => false,
         (_, None) => true,
     };
@@ -97,7 +117,8 @@ fn prepare(args: &Args) -> Result<Command, Error> {
     }
     let socket = host::socket(args.socket.as_deref())?;
     host::ensure_daemon(&socket)?;
-    command.envs(host::environment(&socket, args.domain.as_deref(), args.all)?);
+    let cold = args.cold.then_some(host::Cold { tolerance: args.tolerance, tier_max: args.tier_max });
+    command.envs(host::environment(&socket, args.domain.as_deref(), args.all, cold.as_ref())?);
     Ok(command)
 }
 

@@ -76,6 +76,68 @@ fn render_disks(disks: &[pagefold_disk::Status], style: Style) -> String {
     format!("\n{}", table.render(0))
 }
 
+/// The cold tier: what it holds for whom, and what that cost.
+fn render_cold(out: &mut String, status: &Status, style: Style) {
+    for tier in &status.cold.domains {
+        let _ = writeln!(
+            out,
+            "\ncold tier of {}: {} of pages in {} (ratio {:.1}), {} contents, {} on disk, {} of waste",
+            tier.name,
+            style.bold(&units::show_size(tier.cold_bytes)),
+            units::show_size(tier.held_bytes),
+            tier.ratio,
+            units::show_count(tier.contents),
+            units::show_size(tier.disk_bytes),
+            units::show_size(tier.waste_bytes),
+        );
+    }
+    if !status.cold.clients.is_empty() {
+        let heading = ["pid", "name", "domain", "out", "came back", "refaults", "p50", "p99", "idle", "lost"];
+        let mut table = Table::new(style, &heading);
+        for client in &status.cold.clients {
+            let name = match (client.connected, client.parked) {
+                (false, _) => format!("{} (no agent)", client.name),
+                (true, true) => format!("{} (parked)", client.name),
+                (true, false) => client.name.clone(),
+            };
+            let quantile = |q| {
+                let bucket = bucket_of(&client.fault_us_log2, q);
+                bucket.map_or("-".to_owned(), |bucket| {
+                    format!("< {}", units::show_duration(Duration::from_micros(1 << bucket)))
+                })
+            };
+            table.row([
+                client.pid.to_string(),
+                name,
+                client.domain.clone(),
+                units::show_size(client.pages_out * PAGE),
+                units::show_size(client.pages_back * PAGE),
+                units::show_count(client.refaults),
+                quantile(0.5),
+                quantile(0.99),
+                if client.idle_s > 0.0 {
+                    units::show_duration(Duration::from_secs_f64(client.idle_s))
+                } else {
+                    "-".to_owned()
+                },
+                units::show_count(client.pages_lost),
+            ]);
+        }
+        out.push('\n');
+        out.push_str(&table.render(0));
+    }
+}
+
+/// The bucket in which quantile `q` lies.
+fn bucket_of(counts: &[u64], q: f64) -> Option<usize> {
+    let wanted = (counts.iter().sum::<u64>() as f64 * q).ceil() as u64;
+    let mut sum = 0;
+    counts.iter().position(|count| {
+        sum += count;
+        sum >= wanted && sum > 0
+    })
+}
+
 fn render(status: &Status, style: Style) -> String {
     let mut out = String::new();
     let totals = &status.totals;
@@ -118,6 +180,7 @@ fn render(status: &Status, style: Style) -> String {
         out.push('\n');
         out.push_str(&table.render(0));
     }
+    render_cold(&mut out, status, style);
     let mut reasons: std::collections::BTreeMap<&str, u64> = std::collections::BTreeMap::new();
     for client in &status.clients {
         for (why, count) in &client.stats.not_merged {

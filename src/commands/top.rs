@@ -2,7 +2,7 @@
 
 use super::Error;
 use crate::host;
-use crate::top::{Act, Client, Disk, Domain, Images, Live, Sample, View, screen};
+use crate::top::{Act, Client, Cold, Disk, Domain, Images, Live, Sample, View, screen};
 use crate::units;
 use crossterm::event::{self, Event, KeyEventKind};
 use pagefold_daemon::control::{self, Answer, Request};
@@ -127,14 +127,33 @@ fn sample_every(interval: Duration, socket: PathBuf) -> Receiver<Sample> {
 }
 
 fn take_sample(socket: &Path, started: Instant) -> Sample {
+    let mut cold = None;
     let (live, trouble) = match control::ask(socket, &Request::Status {}) {
-        Ok(Answer::Status(status)) => (Some(live(&status)), None),
+        Ok(Answer::Status(status)) => {
+            cold = self::cold(&status);
+            (Some(live(&status)), None)
+        }
         Ok(Answer::Error { message }) => (None, Some(message)),
         Ok(_) => (None, Some("the daemon gives other answers than this version expects".into())),
         // The cure first: the line may be cut.
         Err(error) => (None, Some(format!("no daemon; `pagefold run` starts one ({}: {error})", socket.display()))),
     };
-    Sample { at: started.elapsed(), live, trouble, disks: disks(), ..Sample::default() }
+    Sample { at: started.elapsed(), live, trouble, disks: disks(), cold, ..Sample::default() }
+}
+
+/// All tiers together; `None` if there is none.
+fn cold(status: &Status) -> Option<Cold> {
+    let tiers = &status.cold.domains;
+    let sum = |f: &dyn Fn(&pagefold_daemon::cold::ColdDomain) -> u64| tiers.iter().map(f).sum();
+    let clients = |f: &dyn Fn(&pagefold_daemon::cold::ColdClient) -> u64| status.cold.clients.iter().map(f).sum();
+    (!tiers.is_empty()).then(|| Cold {
+        pages: sum(&|tier| tier.pages),
+        held_bytes: sum(&|tier| tier.held_bytes),
+        limit_bytes: sum(&|tier| tier.bytes_max),
+        disk_bytes: sum(&|tier| tier.disk_bytes),
+        stores: clients(&|client| client.pages_out_ever),
+        loads: clients(&|client| client.pages_back),
+    })
 }
 
 fn live(status: &Status) -> Live {

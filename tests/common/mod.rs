@@ -2,6 +2,8 @@
 
 #![allow(dead_code)]
 
+pub mod cold;
+
 use serde_json::Value;
 use std::io::Read;
 use std::path::{Path, PathBuf};

@@ -55,7 +55,8 @@ impl Area {
 }
 
 /// Pages 0 to `count` in random order.
-fn shuffled(count: usize) -> Vec<usize> {
+/// The numbers below `count` in an order that looks random and is always the same.
+pub fn shuffled(count: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..count).collect();
     let mut state = 7_u64;
     for at in (1..count).rev() {

@@ -1,13 +1,14 @@
 //! `pagefold bench zswap`: the cold tier beside the kernel's zswap and zram, and its index beside trees and arrays.
 //!
-//! Three parts: `index` (page offsets in and out of maps), `density` (memory held for real pages), `latency` (a page
-//! out and in). What the kernel's side needs (a swap file, zswap's switch, a zram device) is made for the run and
+//! Four parts: `index` (page offsets in and out of maps), `density` (memory held for real pages), `latency` (a page
+//! out and in), `live` (a client parked, touched, brought back). What the kernel's side needs (a swap file, zswap's switch, a zram device) is made for the run and
 //! undone afterwards; what cannot be had is reported as skipped, with the reason.
 
 mod density;
 mod index;
 mod kernel;
 mod latency;
+mod live;
 mod pages;
 
 use clap::{Parser, ValueEnum};
@@ -19,6 +20,7 @@ enum Part {
     Index,
     Density,
     Latency,
+    Live,
 }
 
 /// The cold tier beside zswap, zram, and other indexes.
@@ -56,6 +58,12 @@ struct Args {
     /// One cell of the index part, run in a process of its own.
     #[arg(long, hide = true)]
     cell: Option<String>,
+    /// A daemon or a client of the live part.
+    #[arg(long, hide = true)]
+    process: Vec<String>,
+    /// Write the figures with their circumstances to a file in this directory.
+    #[arg(long, value_name = "DIR")]
+    record: Option<std::path::PathBuf>,
 }
 
 /// A row of a table: its names and its figures with their units in the column names.
@@ -72,9 +80,9 @@ pub struct Row {
 }
 
 /// Runs the benchmark with the arguments after its name.
-pub fn run(args: &[String]) -> ExitCode {
+pub fn run(words: &[String]) -> ExitCode {
     let args =
-        match Args::try_parse_from(std::iter::once("pagefold bench zswap").chain(args.iter().map(String::as_str))) {
+        match Args::try_parse_from(std::iter::once("pagefold bench zswap").chain(words.iter().map(String::as_str))) {
             Ok(args) => args,
             Err(error) => {
                 let _ = error.print();
@@ -83,6 +91,9 @@ pub fn run(args: &[String]) -> ExitCode {
         };
     if let Some(cell) = &args.cell {
         return index::run_cell(cell);
+    }
+    if !args.process.is_empty() {
+        return live::run_process(&args.process);
     }
     kernel::undo_on_signals();
     let wanted = |part| args.part.is_empty() || args.part.contains(&part);
@@ -105,12 +116,21 @@ pub fn run(args: &[String]) -> ExitCode {
             show(index::measure(entries, rounds, if args.cpu_clock { "cpu" } else { "wall" }));
         }
     }
-    if wanted(Part::Density) || wanted(Part::Latency) {
+    if wanted(Part::Density) || wanted(Part::Latency) || wanted(Part::Live) {
         let unrelated = pages::unrelated(if args.quick { 24 << 20 } else { 256 << 20 });
         match unrelated {
             Ok(unrelated) => {
                 if wanted(Part::Density) {
                     show(density::measure("python heap and redis", &unrelated));
+                }
+                if wanted(Part::Live) {
+                    for _ in 0..rounds.min(3) {
+                        let idle = std::time::Duration::from_secs(if args.quick { 2 } else { 10 });
+                        match live::measure("python heap and redis", &unrelated, idle) {
+                            Ok(found) => show(found),
+                            Err(error) => eprintln!("SKIPPED: a live client: {error}"),
+                        }
+                    }
                 }
                 if wanted(Part::Latency) {
                     show(latency::measure(&unrelated, if args.quick { 2000 } else { 20_000 }));
@@ -124,6 +144,15 @@ pub fn run(args: &[String]) -> ExitCode {
         match pages::guests(guests) {
             Ok(found) => show(density::measure(&format!("{guests} guests of one distribution"), &found)),
             Err(error) => eprintln!("SKIPPED: guests: {error}"),
+        }
+    }
+    if let Some(dir) = &args.record {
+        let values: Vec<serde_json::Value> = rows.iter().filter_map(|row| serde_json::to_value(row).ok()).collect();
+        let versions = serde_json::json!({ "zswap": kernel::Zswap::compressor() });
+        let given: Vec<String> = words.iter().filter(|word| !word.starts_with("--record")).cloned().collect();
+        match crate::record::write(dir, "zswap", "", &given, versions, &values) {
+            Ok(path) => eprintln!("zswap: written to {}", path.display()),
+            Err(error) => eprintln!("zswap: {}: {error}", dir.display()),
         }
     }
     if args.json {

@@ -16,8 +16,10 @@
 //! pages from being away at that moment. [`Region::discard`] is there for what
 //! `MADV_DONTNEED` does.
 
+use crate::cold;
 use crate::engine::{SHARED, replace_merged, start};
 use core::ops::{Deref, DerefMut};
+use core::sync::atomic::Ordering;
 use pagefold_os::{Errno, PAGE_SIZE, Range, mem};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -64,6 +66,25 @@ impl Client {
     /// # Errors
     /// [`ConnectError`].
     pub fn connect(socket: &Path, domain: &str) -> Result<Client, ConnectError> {
+        Client::start(socket, domain)
+    }
+
+    /// As [`connect`](Self::connect), but the pages of regions go to the cold tier when they stay silent, and come back
+    /// when they are touched, instead of being merged with others'.
+    ///
+    /// # Errors
+    /// [`ConnectError`].
+    pub fn connect_cold(socket: &Path, domain: &str, options: ColdOptions) -> Result<Client, ConnectError> {
+        if SHARED.is_configured() {
+            return Err(ConnectError::Already);
+        }
+        cold::TOLERANCE_PPM.store(options.tolerance_ppm, Ordering::Relaxed);
+        cold::TIER_MAX.store(options.tier_max_bytes, Ordering::Relaxed);
+        cold::COLD.store(true, Ordering::Relaxed);
+        Client::start(socket, domain)
+    }
+
+    fn start(socket: &Path, domain: &str) -> Result<Client, ConnectError> {
         let socket = socket.as_os_str().as_bytes();
         if socket.len() >= 108 || domain.len() > 64 {
             return Err(ConnectError::TooLong);
@@ -73,6 +94,15 @@ impl Client {
         }
         if start() { Ok(Client(())) } else { Err(ConnectError::System(Errno(libc::EAGAIN))) }
     }
+}
+
+/// What a client of the cold tier asks for; zeros stand for the daemon's defaults.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ColdOptions {
+    /// Share of run time that may be lost to pages coming back, in millionths.
+    pub tolerance_ppm: u64,
+    /// Limit of the domain's tier in bytes, if this client is its first.
+    pub tier_max_bytes: u64,
 }
 
 /// Memory whose equal pages are merged: private, zeroed at first, writable like any.

@@ -27,7 +27,7 @@ const PAGE: u64 = PAGE_SIZE as u64;
 pub const POOL_NAME: &[u8] = b"/memfd:pagefold-pool";
 
 /// `me` of the agent's thread for the guard; no thread pointer has this value.
-const AGENT: usize = 1;
+pub(crate) const AGENT: usize = 1;
 
 /// How long the agent waits before it tries to reach a daemon that is gone, in milliseconds.
 const RECONNECT_MS: i32 = 500;
@@ -280,6 +280,9 @@ extern "C" fn thread_main() -> ! {
     if SHARED.all.load(Ordering::Relaxed) && !SHARED.forked.load(Ordering::Relaxed) {
         wait_or_leave(None, ALL_START_MS);
     }
+    if crate::cold::COLD.load(Ordering::Relaxed) {
+        crate::cold::run();
+    }
     // Discards of merged pages must be answered whether there is a daemon or not.
     let mut hold = None;
     while SHARED.phase.load(Ordering::Acquire) == 1 {
@@ -296,7 +299,7 @@ extern "C" fn thread_main() -> ! {
     exit_thread()
 }
 
-fn exit_thread() -> ! {
+pub(crate) fn exit_thread() -> ! {
     loop {
         // SAFETY: ends this thread only; the kernel clears and wakes `SHARED.thread`.
         let _ = unsafe { syscall!(libc::SYS_exit, 0) };
@@ -304,7 +307,7 @@ fn exit_thread() -> ! {
 }
 
 /// Ends the agent's thread if it is the last of a program whose first thread has ended: the process must not live on for us.
-fn leave_if_alone() {
+pub(crate) fn leave_if_alone() {
     let Ok(file) = Fd::open(c"/proc/self/stat", libc::O_RDONLY, 0) else { return };
     let mut text = [0u8; 512];
     let Ok(got) = file.read(&mut text) else { return };
@@ -725,11 +728,7 @@ impl Agent {
 
     /// Entry `index` of the daemon's list, copied.
     fn input<T: Copy>(&self, index: usize) -> T {
-        assert_entry::<T>();
-        let at = self.channel.addr() + (CHANNEL_IN + (index % LIST_MAX) * 32) as u64;
-        // SAFETY: inside the channel; T is plain integers. The daemon does not write while we answer, and if it did we
-        // would read other integers.
-        unsafe { core::ptr::read_volatile(at as *const T) }
+        input(self.channel.addr(), index)
     }
 
     fn output<T: Copy>(&self, index: usize, value: T) {
@@ -737,11 +736,55 @@ impl Agent {
     }
 }
 
+/// Entry `index` of the list that the daemon wrote to the channel at `channel`, copied.
+pub(crate) fn input<T: Copy>(channel: u64, index: usize) -> T {
+    assert_entry::<T>();
+    let at = channel + (CHANNEL_IN + (index % LIST_MAX) * 32) as u64;
+    // SAFETY: inside the channel; T is plain integers. The daemon does not write while we answer, and if it did we
+    // would read other integers.
+    unsafe { core::ptr::read_volatile(at as *const T) }
+}
+
+/// The daemon's socket and the domain's name, padded with zeros.
+pub(crate) fn read_settings() -> (&'static [u8], &'static [u8; 64]) {
+    let len = SHARED.socket_len.load(Ordering::Acquire);
+    // SAFETY: written before the thread started.
+    unsafe { (&(&*SHARED.socket.get())[..len], &*SHARED.domain.get()) }
+}
+
+/// Lists the managed ranges to the channel at `channel`, for the cold tier: nothing is mapped from a pool there.
+pub(crate) fn list_managed(channel: u64) -> Result<usize> {
+    let file = Fd::open(c"/proc/self/maps", libc::O_RDONLY, 0)?;
+    let mut buffer = [0u8; 16 << 10];
+    let held = SHARED.guard.lock(AGENT);
+    let mut lister = Lister {
+        count: 0,
+        last: RegionEntry::default(),
+        pool: false,
+        from: 0,
+        all: SHARED.all.load(Ordering::Relaxed),
+        memory: Fd::open(c"/proc/self/mem", libc::O_RDONLY, 0).ok(),
+        table: SHARED.tables(&held).table,
+        put: |index, entry| write_out(channel, index, entry),
+    };
+    maps::for_each_line(
+        &mut buffer,
+        |out| file.read(out),
+        |line| {
+            if let Some(map) = maps::parse_line(line) {
+                lister.map(&map);
+            }
+        },
+    )?;
+    lister.put_last();
+    Ok(lister.count)
+}
+
 const fn assert_entry<T>() {
     assert!(size_of::<T>() <= 32);
 }
 
-fn write_out<T: Copy>(channel: u64, index: usize, value: T) {
+pub(crate) fn write_out<T: Copy>(channel: u64, index: usize, value: T) {
     assert_entry::<T>();
     let at = channel + (CHANNEL_OUT + (index % LIST_MAX) * 32) as u64;
     // SAFETY: inside the channel, aligned to 32 bytes.
@@ -785,7 +828,8 @@ fn serve_event(hold: &Uffd, watch: Option<&Uffd>, counters: Option<&Counters>, e
             let _ = hold.map_cached(page, 0);
             let _ = hold.wake(page);
         }
-        uffd::Event::Other(_) => {}
+        // Not asked for.
+        uffd::Event::Unmap(_) | uffd::Event::Remap { .. } | uffd::Event::Fork(_) | uffd::Event::Other(_) => {}
     }
 }
 

@@ -12,6 +12,10 @@
 #[cfg(all(not(feature = "preload"), not(loom)))]
 pub mod client;
 #[cfg(not(loom))]
+pub mod cold;
+#[cfg(not(loom))]
+pub mod cold_table;
+#[cfg(not(loom))]
 pub mod engine;
 pub mod guard;
 #[cfg(not(loom))]

@@ -9,6 +9,7 @@
 //! program gave back through a path we do not see cannot come to life again as
 //! something else while its pages are in our hands.
 
+use crate::cold;
 use crate::engine::{ALL_MIN, POOL_NAME, SHARED, keep_attributes, pool_mappings, replace_merged, start, stop};
 use crate::table::Note;
 use core::ffi::{c_char, c_int, c_long, c_void};
@@ -89,7 +90,17 @@ extern "C" fn begin() {
     };
     let Some(socket) = text(c"PAGEFOLD_SOCKET".as_ptr()) else { return };
     let domain = text(c"PAGEFOLD_DOMAIN".as_ptr()).unwrap_or(b"");
-    let all = text(c"PAGEFOLD_ALL".as_ptr()) == Some(b"1");
+    let cold = text(c"PAGEFOLD_COLD".as_ptr()) == Some(b"1");
+    let all = cold || text(c"PAGEFOLD_ALL".as_ptr()) == Some(b"1");
+    if cold {
+        let number = |name: *const c_char| {
+            let digits = text(name).unwrap_or(b"").iter().take_while(|byte| byte.is_ascii_digit()).take(18);
+            digits.fold(0u64, |all, digit| all * 10 + u64::from(digit - b'0'))
+        };
+        cold::TOLERANCE_PPM.store(number(c"PAGEFOLD_TOLERANCE".as_ptr()), Ordering::Relaxed);
+        cold::TIER_MAX.store(number(c"PAGEFOLD_TIER_MAX".as_ptr()), Ordering::Relaxed);
+        cold::COLD.store(true, Ordering::Relaxed);
+    }
     if !SHARED.configure(socket, domain, all) {
         return;
     }
@@ -116,7 +127,10 @@ static BEGIN: extern "C" fn() = begin;
 
 extern "C" fn before_fork() {
     // No page may be in the staging area when the child's memory is copied.
-    core::mem::forget(SHARED.guard.lock(me()));
+    let held = SHARED.guard.lock(me());
+    // Nor out: the child has nobody to ask. Nothing goes out while the guard is held.
+    cold::before_fork(|addr| SHARED.tables(&held).table.at(addr).dont_fork);
+    core::mem::forget(held);
 }
 
 extern "C" fn after_fork_parent() {
@@ -125,6 +139,7 @@ extern "C" fn after_fork_parent() {
 
 extern "C" fn after_fork_child() {
     SHARED.guard.reset();
+    cold::after_fork_child();
     SHARED.thread.store(0, Ordering::Relaxed);
     let ran = SHARED.phase.swap(0, Ordering::Relaxed) == 1;
     let held = SHARED.guard.lock(me());
@@ -179,8 +194,10 @@ fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offs
     if flags & libc::MAP_FIXED != 0 && flags & libc::MAP_FIXED_NOREPLACE != libc::MAP_FIXED_NOREPLACE {
         let range = range_of(addr, len);
         let held = SHARED.guard.lock(me());
-        // SAFETY: the program's own call.
-        let mapped = unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }?;
+        let mapped = cold::voiding(range, || {
+            // SAFETY: the program's own call.
+            unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }
+        })?;
         let mut tables = SHARED.tables(&held);
         tables.table.forget(range);
         let seen = managed_all() && plain && large && prot == libc::PROT_READ | libc::PROT_WRITE;
@@ -259,8 +276,10 @@ pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
         return returned(unsafe { mem::unmap(addr as u64, len as u64) });
     }
     let held = SHARED.guard.lock(me());
-    // SAFETY: the program's own call.
-    let result = unsafe { mem::unmap(addr as u64, len as u64) };
+    let result = cold::voiding(range_of(addr, len), || {
+        // SAFETY: the program's own call.
+        unsafe { mem::unmap(addr as u64, len as u64) }
+    });
     if result.is_ok() {
         let range = range_of(addr, len);
         let tables = SHARED.tables(&held);
@@ -293,10 +312,13 @@ pub unsafe extern "C" fn mremap(
     let result = if active() {
         let held = SHARED.guard.lock(me());
         let range = range_of(addr, len);
+        cold::before_move(range);
         let shrinks = new_len <= len && flags & (libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP) == 0;
         let gathered =
             if !shrinks && len > 0 && SHARED.tables(&held).merged.may_overlap(range) { gather(range) } else { Ok(()) };
-        let result = gathered.and_then(|()| call());
+        let target =
+            if flags & libc::MREMAP_FIXED != 0 { range_of(new_addr, new_len) } else { Range { start: 0, end: 0 } };
+        let result = gathered.and_then(|()| cold::voiding(target, call));
         if let Ok(moved) = result {
             let tables = SHARED.tables(&held);
             let note = tables.table.at(range.start);
@@ -433,6 +455,11 @@ fn advise(addr: *mut c_void, len: usize, advice: c_int) -> Result<()> {
             call(advice)
         }
         libc::MADV_REMOVE if merged => Err(Errno(libc::EINVAL)),
+        // The tier is where the program's cold pages go; there need be no swap. With none of ours, the kernel decides.
+        libc::MADV_COLD | libc::MADV_PAGEOUT | libc::MADV_WILLNEED if cold::hint(range, advice) => Ok(()),
+        libc::MADV_DONTNEED | MADV_FREE | libc::MADV_DONTNEED_LOCKED | libc::MADV_REMOVE => {
+            cold::voiding(range, || call(advice))
+        }
         _ => call(advice),
     };
     if advice == libc::MADV_MERGEABLE || result.is_ok() {
@@ -801,8 +828,11 @@ pub unsafe extern "C" fn free(block: *mut c_void) {
         None => unsafe { call(block) },
         Some(range) => {
             let held = SHARED.guard.lock(me());
-            // SAFETY: passed on.
-            unsafe { call(block) };
+            let _ = cold::voiding(range, || {
+                // SAFETY: passed on.
+                unsafe { call(block) };
+                Ok(())
+            });
             SHARED.tables(&held).table.forget(range);
             drop(held);
             SHARED.changed();
@@ -875,6 +905,7 @@ pub unsafe extern "C" fn realloc(block: *mut c_void, size: usize) -> *mut c_void
                 fail(Errno(libc::ENOMEM));
                 return core::ptr::null_mut();
             }
+            cold::before_move(range);
             // SAFETY: passed on.
             let moved = unsafe { call(block, size) };
             SHARED.tables(&held).table.forget(range);

@@ -56,12 +56,23 @@ pub enum Op {
     Heal = 8,
     /// Stop managing; merged pages stay.
     Leave = 9,
+    /// Daemon to an agent of a cold client: begin; `a` = epoch. Answers `Ready`, which carries userfaultfd and table.
+    ColdGo = 16,
+    /// Copy these runs (list of [`RegionEntry`]) to the channel; one byte per page in the answer's list.
+    ColdCopy = 17,
+    /// Take these pages away if they equal their copies (list of [`DropEntry`]); one byte per place in the answer's list.
+    ColdDrop = 18,
+    /// Nothing of these ranges (list of [`Range`]) is out: absent pages are the kernel's again.
+    ColdRelease = 19,
 }
 
 /// Flag of `Hello`: every large private anonymous mapping is managed.
 pub const HELLO_ALL: u64 = 1;
 /// Flag of `Hello`: the process was forked from one that had merged pages.
 pub const HELLO_FORKED: u64 = 2;
+/// Flag of `Hello`: a client of the cold tier; `b` = tolerance in millionths, `count` = limit of the tier in bytes, 0 each
+/// for the daemon's default.
+pub const HELLO_COLD: u64 = 4;
 
 /// A packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -154,6 +165,26 @@ pub struct Piece {
     pub spare: u64,
 }
 
+/// Answer to `ColdDrop` for a page: the kernel would not move it. It has been made the process's own since; if it is
+/// not pinned, it can go when asked for again.
+pub const DROP_BUSY: u8 = 2;
+
+/// A run of pages to take away.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct DropEntry {
+    /// Address of the first page.
+    pub start: u64,
+    /// First address of the managed range around it.
+    pub around_start: u64,
+    /// First address after that range.
+    pub around_end: u64,
+    /// Pages.
+    pub pages: u32,
+    /// Place of the first page's copy in the channel.
+    pub place: u32,
+}
+
 /// `Piece::segment` of pages that are all zero: they become holes.
 pub const PIECE_ZERO: u32 = u32::MAX;
 
@@ -217,4 +248,9 @@ pub struct Counters {
 }
 
 const _: () = assert!(size_of::<Counters>() <= PAGE_SIZE);
-const _: () = assert!(size_of::<Piece>() == 32 && size_of::<RegionEntry>() == 32 && size_of::<Range>() <= 32);
+const _: () = assert!(
+    size_of::<DropEntry>() == 32
+        && size_of::<Piece>() == 32
+        && size_of::<RegionEntry>() == 32
+        && size_of::<Range>() <= 32
+);

@@ -1,5 +1,6 @@
 //! The control socket: one JSON request per connection, one JSON answer.
 
+use crate::cold::Whom;
 use crate::server::Daemon;
 use crate::status::{Status, Verified};
 use pagefold_os::fd::Fd;
@@ -33,6 +34,16 @@ pub enum Request {
         /// Process id of the client.
         pid: Option<i32>,
     },
+    /// Put everything of these clients of the cold tier out.
+    Park {
+        /// Whose.
+        whom: Whom,
+    },
+    /// Bring everything of these clients of the cold tier back.
+    Unpark {
+        /// Whose.
+        whom: Whom,
+    },
     /// Compare every shared mapping with its slot.
     Verify {},
     /// Stop the daemon; clients keep what is merged.
@@ -51,6 +62,13 @@ pub enum Answer {
     Done {
         /// Clients (pause, resume) or pages (unmerge).
         count: u64,
+    },
+    /// To `Park` and `Unpark`.
+    Moved {
+        /// Clients.
+        clients: u64,
+        /// Pages that went or came.
+        pages: u64,
     },
     /// Not done.
     Error {
@@ -80,6 +98,21 @@ fn perform(daemon: &Arc<Daemon>, request: &Request) -> Answer {
         Request::Stop {} => {
             daemon.stop();
             Answer::Done { count: 0 }
+        }
+        Request::Park { whom } | Request::Unpark { whom } => {
+            let park = matches!(request, Request::Park { .. });
+            match if park { daemon.cold.park(whom) } else { daemon.cold.unpark(whom) } {
+                Some((clients, pages)) => Answer::Moved { clients, pages },
+                None => Answer::Error {
+                    message: match whom {
+                        Whom::Pid(pid) => {
+                            format!("{pid} is no client of the cold tier; start it with pagefold run --cold")
+                        }
+                        Whom::Cgroup(path) => format!("no client of the cold tier is in the cgroup {path}"),
+                        Whom::All => "there is no client of the cold tier; pagefold run --cold starts one".into(),
+                    },
+                },
+            }
         }
         Request::Unmerge { pid } => {
             let clients = daemon.clients_of(Some(*pid));

@@ -5,6 +5,7 @@
 //! ([`control`]). It may be killed at any instant: clients keep what is merged,
 //! for the kernel holds it, and greet the next daemon.
 
+pub mod cold;
 pub mod control;
 pub mod link;
 pub mod metrics;

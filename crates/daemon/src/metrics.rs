@@ -143,6 +143,55 @@ pub fn render(status: &crate::status::Status) -> String {
         "Processor time of daemon and agents.",
         vec![(String::new(), status.totals.cpu_ns as f64 / 1e9)],
     );
+    if status.cold.domains.is_empty() {
+        return out;
+    }
+    let tiers = |f: &dyn Fn(&crate::cold::ColdDomain) -> f64| -> Vec<(String, f64)> {
+        let row = |tier: &crate::cold::ColdDomain| (format!("{{domain=\"{}\"}}", escape(&tier.name)), f(tier));
+        status.cold.domains.iter().map(row).collect()
+    };
+    let clients = |f: &dyn Fn(&crate::cold::ColdClient) -> f64| -> Vec<(String, f64)> {
+        let row = |client: &crate::cold::ColdClient| {
+            let labels = format!(
+                "{{domain=\"{}\",pid=\"{}\",name=\"{}\"}}",
+                escape(&client.domain),
+                client.pid,
+                escape(&client.name)
+            );
+            (labels, f(client))
+        };
+        status.cold.clients.iter().map(row).collect()
+    };
+    let page = pagefold_os::PAGE_SIZE as f64;
+    family("pagefold_cold_bytes", "gauge", "bytes", "Clients' pages that are out.", tiers(&|t| t.cold_bytes as f64));
+    family("pagefold_cold_held_bytes", "gauge", "bytes", "Memory that they take.", tiers(&|t| t.held_bytes as f64));
+    family("pagefold_cold_limit_bytes", "gauge", "bytes", "What they may take.", tiers(&|t| t.bytes_max as f64));
+    family("pagefold_cold_ratio", "gauge", "", "Cold bytes for each byte held.", tiers(&|t| t.ratio));
+    family("pagefold_cold_contents", "gauge", "", "Different contents of the pages.", tiers(&|t| t.contents as f64));
+    family("pagefold_cold_disk_bytes", "gauge", "bytes", "Written back.", tiers(&|t| t.disk_bytes as f64));
+    family("pagefold_cold_waste_bytes", "gauge", "bytes", "Free slots, ends.", tiers(&|t| t.waste_bytes as f64));
+    family("pagefold_cold_refused", "counter", "", "Stores refused.", tiers(&|t| t.stores_refused as f64));
+    family("pagefold_cold_load_failures", "counter", "", "Loads that failed.", tiers(&|t| t.loads_failed as f64));
+    family("pagefold_cold_client_bytes", "gauge", "bytes", "Of this client.", clients(&|c| c.pages_out as f64 * page));
+    family("pagefold_cold_refaults", "counter", "", "Faults on cold pages.", clients(&|c| c.refaults as f64));
+    family("pagefold_cold_lost_pages", "counter", "", "Pages lost: SIGBUS.", clients(&|c| c.pages_lost as f64));
+    let _ = writeln!(out, "# TYPE pagefold_cold_fault_seconds histogram");
+    let _ = writeln!(out, "# UNIT pagefold_cold_fault_seconds seconds");
+    let _ = writeln!(out, "# HELP pagefold_cold_fault_seconds From reading a fault to answering it.");
+    for client in &status.cold.clients {
+        let labels = format!("domain=\"{}\",pid=\"{}\"", escape(&client.domain), client.pid);
+        let mut sum = 0;
+        for (bucket, count) in client.fault_us_log2.iter().enumerate() {
+            sum += count;
+            let bound = match bucket + 1 == client.fault_us_log2.len() {
+                true => "+Inf".to_owned(),
+                false => format!("{}", (1u64 << bucket) as f64 / 1e6),
+            };
+            let _ = writeln!(out, "pagefold_cold_fault_seconds_bucket{{{labels},le=\"{bound}\"}} {sum}");
+        }
+        let _ = writeln!(out, "pagefold_cold_fault_seconds_count{{{labels}}} {sum}");
+        let _ = writeln!(out, "pagefold_cold_fault_seconds_sum{{{labels}}} {}", client.fault_ns as f64 / 1e9);
+    }
     out
 }
 

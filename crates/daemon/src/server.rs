@@ -36,6 +36,8 @@ pub struct Config {
     pub metrics: Option<String>,
     /// Predict slots from neighbours.
     pub predict: bool,
+    /// How the cold tier works.
+    pub cold: crate::cold::Config,
 }
 
 /// Longest nap of a worker that finds nothing to do: mail for a client does not ring.
@@ -74,6 +76,9 @@ pub struct Daemon {
     past_cpu_ns: AtomicU64,
     last_busy: Mutex<Instant>,
     pub(crate) more_metrics: std::sync::OnceLock<MoreMetrics>,
+    pub(crate) cold: crate::cold::Cold,
+    /// Held for as long as we are the daemon of our socket.
+    lock: Mutex<Option<std::fs::File>>,
 }
 
 /// Appends the metrics of other parts, as OpenMetrics families.
@@ -82,7 +87,10 @@ pub type MoreMetrics = fn(&mut String);
 impl Daemon {
     /// Makes a daemon with no domain yet.
     pub fn new(config: Config) -> Arc<Daemon> {
+        let cold = crate::cold::Cold::new(config.cold.clone(), &config.socket);
         Arc::new(Daemon {
+            cold,
+            lock: Mutex::default(),
             config,
             groups: Mutex::default(),
             connected: Mutex::default(),
@@ -108,6 +116,8 @@ impl Daemon {
     /// If the socket cannot be made, or another daemon listens there (`AddrInUse`).
     pub fn run(self: &Arc<Daemon>) -> io::Result<()> {
         let listener = self.listen()?;
+        // Clients of a dead daemon wait; nobody new is let in before they are served again.
+        self.cold.adopt();
         let monitor = {
             let daemon = self.clone();
             thread::Builder::new().name("monitor".into()).spawn(move || daemon.monitor())?
@@ -138,6 +148,7 @@ impl Daemon {
             }
         }
         self.stopping.store(true, Ordering::Release);
+        self.cold.stop();
         let _ = std::fs::remove_file(&self.config.socket);
         for group in lock(&self.groups).values() {
             group.wake.1.notify_all();
@@ -155,14 +166,20 @@ impl Daemon {
         use std::os::unix::ffi::OsStrExt;
         let path = &self.config.socket;
         let bytes = path.as_os_str().as_bytes();
-        if sock::connect(bytes).is_ok() {
+        // Two that start at once must not both believe to be the first: one would take the other's clients away.
+        if let Some(parent) = path.parent() {
+            std::fs::create_dir_all(parent)?;
+        }
+        let mut lock_path = path.as_os_str().to_owned();
+        lock_path.push(".lock");
+        let lock = std::fs::File::options().create(true).truncate(false).write(true).open(&lock_path)?;
+        let locked = lock.try_lock().is_ok();
+        *crate::server::lock(&self.lock) = Some(lock);
+        if !locked || sock::connect(bytes).is_ok() {
             return Err(io::Error::new(
                 io::ErrorKind::AddrInUse,
                 format!("a daemon listens at {} already", path.display()),
             ));
-        }
-        if let Some(parent) = path.parent() {
-            std::fs::create_dir_all(parent)?;
         }
         // What lies there answers nobody: a daemon that was killed left it.
         let _ = std::fs::remove_file(path);
@@ -175,7 +192,7 @@ impl Daemon {
     fn idle_for_too_long(&self) -> bool {
         let Some(limit) = self.config.idle_exit else { return false };
         let mut last = lock(&self.last_busy);
-        if !lock(&self.connected).is_empty() || self.connections.load(Ordering::Relaxed) > 0 {
+        if !lock(&self.connected).is_empty() || self.cold.is_in_use() || self.connections.load(Ordering::Relaxed) > 0 {
             *last = Instant::now();
         }
         last.elapsed() > limit
@@ -208,6 +225,13 @@ impl Daemon {
         let text: Vec<u8> = hello.text.iter().copied().take_while(|byte| *byte != 0).collect();
         let name = String::from_utf8_lossy(&text).into_owned();
         let name = if name.is_empty() { "default".to_owned() } else { name };
+        if hello.a & pagefold_agent::wire::HELLO_COLD != 0 {
+            let key = (cred.uid, name);
+            if let Err(reason) = self.cold.greet(socket, hello, fds, self.device.as_ref(), key) {
+                self.note_not_covered(cred.pid, reason);
+            }
+            return;
+        }
         let socket = Arc::new(socket);
         let link = match Link::greet(socket.clone(), fds, self.device.as_ref()) {
             Ok(link) => link,
@@ -389,6 +413,7 @@ impl Daemon {
             domains: stats.into_iter().map(|(_, domain)| domain).collect(),
             clients,
             not_covered: lock(&self.not_covered).iter().cloned().collect(),
+            cold: self.cold.status(),
         }
     }
 

@@ -95,6 +95,8 @@ pub struct Status {
     pub clients: Vec<Client>,
     /// Processes that could not be managed, the last 64.
     pub not_covered: Vec<NotCovered>,
+    /// The cold tier.
+    pub cold: crate::cold::ColdStatus,
 }
 
 /// What `verify` found.

@@ -4,7 +4,7 @@
 
 use crate::fd::Fd;
 use crate::raw::{Errno, Result};
-use crate::{Range, syscall};
+use crate::{PAGE_SIZE, Range, syscall};
 use core::ffi::CStr;
 
 /// The kernel has page-fault events for write protection.
@@ -43,8 +43,14 @@ pub const MODE_MINOR: u64 = 1 << 2;
 
 /// Event: a thread waits at a page.
 pub const EVENT_PAGEFAULT: u8 = 0x12;
+/// Event: the process was forked.
+pub const EVENT_FORK: u8 = 0x13;
+/// Event: a range was moved.
+pub const EVENT_REMAP: u8 = 0x14;
 /// Event: a range is being discarded.
 pub const EVENT_REMOVE: u8 = 0x15;
+/// Event: a range was unmapped.
+pub const EVENT_UNMAP: u8 = 0x16;
 
 const fn ioc(dir: u32, ty: u32, nr: u32, size: usize) -> u32 {
     (dir << 30) | ((size as u32) << 16) | (ty << 8) | nr
@@ -63,6 +69,7 @@ const COPY: u32 = ioc(BOTH, UFFD, 0x03, size_of::<Copy_>());
 const ZEROPAGE: u32 = ioc(BOTH, UFFD, 0x04, size_of::<Zeropage>());
 const MOVE: u32 = ioc(BOTH, UFFD, 0x05, size_of::<Move>());
 const CONTINUE: u32 = ioc(BOTH, UFFD, 0x07, size_of::<Zeropage>());
+const POISON: u32 = ioc(BOTH, UFFD, 0x08, size_of::<Zeropage>());
 const WRITEPROTECT: u32 = ioc(BOTH, UFFD, 0x06, size_of::<WriteProtect>());
 
 #[repr(C)]
@@ -121,6 +128,12 @@ pub const DONTWAKE: u64 = 1;
 /// `MOVE`: holes in the source are skipped instead of failing.
 pub const MOVE_ALLOW_SRC_HOLES: u64 = 1 << 1;
 
+/// Events that one read delivers at most.
+pub const EVENTS_MAX: usize = 64;
+
+/// The lowest address that a program may map by default; nothing below the first MiB is to be registered.
+const LOWEST: u64 = 64 << 10;
+
 /// An event that a descriptor delivered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
@@ -133,6 +146,17 @@ pub enum Event {
     },
     /// The range is about to be discarded; the discarding thread waited until this was read.
     Remove(Range),
+    /// The range was unmapped; the unmapping thread waited until this was read.
+    Unmap(Range),
+    /// The pages of a range were moved to another address; the moving thread waited until this was read.
+    Remap {
+        /// Where they were.
+        from: Range,
+        /// First address of where they are.
+        to: u64,
+    },
+    /// The process was forked; the number is a new descriptor of ours for the child's memory, to be wrapped once.
+    Fork(i32),
     /// Any other event, by number.
     Other(u8),
 }
@@ -149,6 +173,16 @@ impl Uffd {
     /// # Errors
     /// `EPERM` without device and privilege; `EINVAL` if the kernel lacks a feature.
     pub fn new(device: Option<&Fd>, features: u64) -> Result<Uffd> {
+        let uffd = Uffd::bare(device)?;
+        uffd.enable(features)?;
+        Ok(uffd)
+    }
+
+    /// Makes a descriptor that is good for nothing until somebody, here or in another process, [enables](Self::enable) it.
+    ///
+    /// # Errors
+    /// `EPERM` without device and privilege.
+    pub fn bare(device: Option<&Fd>) -> Result<Uffd> {
         let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
         let fd = match device {
             // SAFETY: the ioctl takes flags only and returns a new descriptor.
@@ -158,9 +192,16 @@ impl Uffd {
         };
         // SAFETY: just made, ours.
         let fd = unsafe { Fd::from_raw(fd as i32) };
-        let mut api = Api { api: 0xAA, features, ioctls: 0 };
-        ioctl(&fd, API, &mut api)?;
         Ok(Uffd(fd))
+    }
+
+    /// Chooses the features, once, and makes the descriptor ready.
+    ///
+    /// # Errors
+    /// `EINVAL` if the kernel lacks one, or the choice was made already; `EPERM` for [`FEATURE_EVENT_FORK`] without
+    /// `CAP_SYS_PTRACE`.
+    pub fn enable(&self, features: u64) -> Result<()> {
+        ioctl(&self.0, API, &mut Api { api: 0xAA, features, ioctls: 0 })
     }
 
     /// Wraps a descriptor that another process made and passed to us.
@@ -242,6 +283,23 @@ impl Uffd {
         }
     }
 
+    /// Makes the absent pages of `range` unusable: whoever touches them gets SIGBUS. Returns the bytes done and the error
+    /// that ended it, `EEXIST` at a page that is there.
+    pub fn poison(&self, range: Range, mode: u64) -> (u64, Option<Errno>) {
+        let mut arg = Zeropage { range: range.into(), mode, zeroed: 0 };
+        match ioctl(&self.0, POISON, &mut arg) {
+            Ok(()) => (range.len(), None),
+            Err(errno) => (arg.zeroed.max(0) as u64, Some(errno)),
+        }
+    }
+
+    /// False when the process whose memory this is has ended.
+    pub fn is_alive(&self) -> bool {
+        // The kernel looks for the process before it looks at the range, where nothing of ours is ever registered.
+        let nowhere = Range { start: LOWEST, end: LOWEST + PAGE_SIZE as u64 };
+        self.zero(nowhere, DONTWAKE).1 != Some(Errno(libc::ESRCH))
+    }
+
     /// Write-protects `range`.
     ///
     /// # Errors
@@ -255,22 +313,41 @@ impl Uffd {
     /// # Errors
     /// As read(2).
     pub fn read_event(&self) -> Result<Option<Event>> {
-        let mut message = [0u8; 32];
-        match self.0.read(&mut message) {
-            Ok(32) => {}
-            Ok(_) | Err(Errno(libc::EAGAIN)) => return Ok(None),
+        let mut event = [Event::Other(0)];
+        Ok((self.read_events(&mut event)? == 1).then_some(event[0]))
+    }
+
+    /// Reads as many events as there are and fit, and returns how many; at most [`EVENTS_MAX`].
+    ///
+    /// # Errors
+    /// As read(2).
+    pub fn read_events(&self, events: &mut [Event]) -> Result<usize> {
+        let mut messages = [[0u64; 4]; EVENTS_MAX];
+        let wanted = events.len().min(EVENTS_MAX);
+        // SAFETY: the array is as long as said, and any bytes are valid words.
+        let bytes = unsafe { core::slice::from_raw_parts_mut(messages.as_mut_ptr().cast::<u8>(), wanted * 32) };
+        let got = match self.0.read(bytes) {
+            Ok(got) => got / 32,
+            Err(Errno(libc::EAGAIN)) => 0,
             Err(errno) => return Err(errno),
-        }
-        let word = |at: usize| {
-            let mut bytes = [0u8; 8];
-            bytes.copy_from_slice(&message[at..at + 8]);
-            u64::from_ne_bytes(bytes)
         };
-        Ok(Some(match message[0] {
-            EVENT_PAGEFAULT => Event::PageFault { addr: word(16), write: word(8) & 1 != 0 },
-            EVENT_REMOVE => Event::Remove(Range { start: word(8), end: word(16) }),
-            other => Event::Other(other),
-        }))
+        for (event, words) in events.iter_mut().zip(&messages[..got]) {
+            *event = match words[0].to_ne_bytes()[0] {
+                EVENT_PAGEFAULT => Event::PageFault { addr: words[2], write: words[1] & 1 != 0 },
+                EVENT_REMOVE => Event::Remove(Range { start: words[1], end: words[2] }),
+                EVENT_UNMAP => Event::Unmap(Range { start: words[1], end: words[2] }),
+                EVENT_REMAP => Event::Remap {
+                    from: Range { start: words[1], end: words[1].saturating_add(words[3]) },
+                    to: words[2],
+                },
+                EVENT_FORK => {
+                    let bytes = words[1].to_ne_bytes();
+                    Event::Fork(i32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+                }
+                other => Event::Other(other),
+            };
+        }
+        Ok(got)
     }
 }
 

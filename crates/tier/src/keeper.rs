@@ -11,10 +11,16 @@
 //! | `G` name: what is held under the name | status + descriptors |
 //! | `D` name: let go | status |
 //! | `L`: the names | status + names, each with a NUL behind it |
+//! | `S` words of a command, each with a NUL behind it: run it when this connection ends | status |
 //! | `Q`: end | status |
 //!
 //! The status is one byte: 0, or an error number. The loop never waits for one
 //! connection: a peer that does not take its answer within a second is dropped.
+//!
+//! With `S` the keeper is also who replaces a daemon that was killed: when the
+//! connection ends and something is held, it starts the command, at most once a
+//! second, until a daemon says `S` again. A service manager may be quicker; the
+//! second daemon finds the first one's socket and ends.
 
 use pagefold_os::fd::{Fd, poll};
 use pagefold_os::sock;
@@ -27,6 +33,8 @@ use std::time::{Duration, Instant};
 
 /// Longest name, in bytes.
 pub const NAME_BYTES_MAX: usize = 128;
+/// Longest command, in bytes.
+const COMMAND_BYTES_MAX: usize = 8192;
 /// Most names.
 const NAMES_MAX: usize = 4096;
 /// Most connections at once; a new one pushes the oldest out.
@@ -38,6 +46,22 @@ fn to_io(errno: Errno) -> io::Error {
     io::Error::from_raw_os_error(errno.0)
 }
 
+/// The keeper's whole life: listens at `path` and serves until told to end.
+///
+/// # Errors
+/// Another keeper serves there (`AddrInUse`), or the socket fails.
+pub fn run(path: &Path) -> io::Result<()> {
+    let name = path.as_os_str().as_bytes();
+    // A socket of a dead keeper is in the way; one of a living keeper answers.
+    if sock::connect(name).is_ok() {
+        return Err(io::Error::new(io::ErrorKind::AddrInUse, "another keeper serves there"));
+    }
+    let _ = std::fs::remove_file(path);
+    let served = sock::listen(name).map_err(to_io).and_then(|listener| serve(&listener));
+    let _ = std::fs::remove_file(path);
+    served
+}
+
 /// Serves on a listening socket until somebody sends `Q`.
 ///
 /// # Errors
@@ -47,18 +71,26 @@ pub fn serve(listener: &Fd) -> io::Result<()> {
     let own_uid = unsafe { libc::geteuid() };
     let mut held: BTreeMap<Vec<u8>, Vec<Fd>> = BTreeMap::new();
     let mut peers: Vec<Fd> = Vec::new();
+    let mut watch = Watch::default();
+    // Nobody waits for the processes that we start.
+    // SAFETY: no handler is installed.
+    unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
     loop {
         let fds = std::iter::once(listener).chain(&peers);
         let mut polls: Vec<libc::pollfd> =
             fds.map(|fd| libc::pollfd { fd: fd.raw(), events: libc::POLLIN, revents: 0 }).collect();
-        poll(&mut polls, -1).map_err(to_io)?;
+        poll(&mut polls, watch.wait_ms()).map_err(to_io)?;
+        watch.start_if_due(!held.is_empty());
         let mut closed = Vec::new();
         for (index, ready) in polls[1..].iter().enumerate().filter(|(_, poll)| poll.revents != 0) {
             debug_assert_eq!(ready.fd, peers[index].raw());
-            match answer(&peers[index], &mut held) {
+            match answer(&peers[index], &mut held, &mut watch) {
                 Ok(Served::More) => {}
                 Ok(Served::End) => return Ok(()),
-                Err(_) => closed.push(index),
+                Err(_) => {
+                    watch.ended(peers[index].raw());
+                    closed.push(index);
+                }
             }
         }
         closed.into_iter().rev().for_each(|index| drop(peers.remove(index)));
@@ -67,11 +99,58 @@ pub fn serve(listener: &Fd) -> io::Result<()> {
             let allowed = sock::peer(&peer).is_ok_and(|cred| cred.uid == own_uid || cred.uid == 0);
             if allowed && sock::set_timeout(&peer, 1000).is_ok() {
                 if peers.len() == CONNECTIONS_MAX {
-                    peers.remove(0);
+                    let oldest = peers.iter().position(|peer| !watch.is_owner(peer.raw())).unwrap_or(0);
+                    peers.remove(oldest);
                 }
                 peers.push(peer);
             }
         }
+    }
+}
+
+/// Pause between two starts of the daemon.
+const START_PAUSE: Duration = Duration::from_secs(1);
+
+/// Who owns what we hold, and how to replace it.
+#[derive(Default)]
+struct Watch {
+    owner: Option<i32>,
+    command: Vec<Vec<u8>>,
+    /// The owner has gone, and nobody has come since.
+    missing: bool,
+    started: Option<Instant>,
+}
+
+impl Watch {
+    fn is_owner(&self, peer: i32) -> bool {
+        self.owner == Some(peer)
+    }
+
+    fn ended(&mut self, peer: i32) {
+        if self.is_owner(peer) {
+            self.owner = None;
+            self.missing = true;
+        }
+    }
+
+    fn wait_ms(&self) -> i32 {
+        if self.missing { 50 } else { -1 }
+    }
+
+    fn start_if_due(&mut self, holds: bool) {
+        use std::os::unix::ffi::OsStringExt;
+        use std::os::unix::process::CommandExt;
+        use std::process::{Command, Stdio};
+        if !self.missing || !holds || self.started.is_some_and(|at| at.elapsed() < START_PAUSE) {
+            return;
+        }
+        self.started = Some(Instant::now());
+        let mut words = self.command.iter().map(|word| std::ffi::OsString::from_vec(word.clone()));
+        let Some(program) = words.next() else { return };
+        let mut command = Command::new(program);
+        command.args(words).stdin(Stdio::null()).stdout(Stdio::null()).process_group(0);
+        // Its end is the kernel's business (SIGCHLD is ignored); a failed start is tried again.
+        let _ = command.spawn();
     }
 }
 
@@ -81,12 +160,22 @@ enum Served {
 }
 
 /// Answers one question; an error ends the connection.
-fn answer(peer: &Fd, held: &mut BTreeMap<Vec<u8>, Vec<Fd>>) -> raw::Result<Served> {
-    let mut packet = [0; 1 + NAME_BYTES_MAX];
+fn answer(peer: &Fd, held: &mut BTreeMap<Vec<u8>, Vec<Fd>>, watch: &mut Watch) -> raw::Result<Served> {
+    let mut packet = [0; COMMAND_BYTES_MAX];
     let (len, mut came) = sock::receive(peer, &mut packet, libc::MSG_DONTWAIT)?;
     let Some((question, name)) = packet[..len].split_first() else { return Err(Errno(libc::EPIPE)) };
     let status = |errno: i32| [errno as u8];
+    if name.len() > NAME_BYTES_MAX && *question != b'S' {
+        sock::send(peer, &status(libc::EINVAL), &[])?;
+        return Ok(Served::More);
+    }
     match question {
+        b'S' if name.len() < COMMAND_BYTES_MAX - 1 => {
+            watch.command = name.split(|byte| *byte == 0).filter(|word| !word.is_empty()).map(<[u8]>::to_vec).collect();
+            watch.owner = (!watch.command.is_empty()).then_some(peer.raw());
+            watch.missing = false;
+            sock::send(peer, &status(0), &[])?;
+        }
         b'P' if !came.is_empty() && !name.is_empty() => {
             if held.len() >= NAMES_MAX && !held.contains_key(name) {
                 sock::send(peer, &status(libc::ENOSPC), &[])?;
@@ -146,10 +235,24 @@ impl Keeper {
     /// # Errors
     /// It cannot be started, or does not answer within five seconds.
     pub fn start(program: &Path, path: &Path) -> io::Result<(Keeper, std::process::Child)> {
+        Keeper::start_with(program, &[], path)
+    }
+
+    /// As [`start`](Self::start), with `arguments` before the path.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn start_with(program: &Path, arguments: &[&str], path: &Path) -> io::Result<(Keeper, std::process::Child)> {
         use std::os::unix::process::CommandExt;
         use std::process::{Command, Stdio};
         let mut command = Command::new(program);
-        command.arg(path).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).process_group(0);
+        command
+            .args(arguments)
+            .arg(path)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .process_group(0);
         let mut child = command.spawn()?;
         let end = Instant::now() + Duration::from_secs(5);
         loop {
@@ -204,6 +307,22 @@ impl Keeper {
         Ok(names.map(|name| String::from_utf8_lossy(name).into_owned()).collect())
     }
 
+    /// Lets the keeper start `command` when this connection ends while something is held; an empty one ends that.
+    ///
+    /// # Errors
+    /// The command is too long, or the keeper is gone.
+    pub fn supervise(&self, command: &[std::ffi::OsString]) -> io::Result<()> {
+        let mut packet = vec![b'S'];
+        for word in command {
+            packet.extend_from_slice(word.as_bytes());
+            packet.push(0);
+        }
+        if packet.len() >= COMMAND_BYTES_MAX {
+            return Err(to_io(Errno(libc::E2BIG)));
+        }
+        self.ask_packet(&packet, &[], &mut [0]).map(drop)
+    }
+
     /// Ends the keeper, and with it what only it holds.
     ///
     /// # Errors
@@ -216,8 +335,11 @@ impl Keeper {
         if name.len() > NAME_BYTES_MAX {
             return Err(to_io(Errno(libc::EINVAL)));
         }
-        let packet = [&[question], name.as_bytes()].concat();
-        sock::send(&self.socket, &packet, fds).map_err(to_io)?;
+        self.ask_packet(&[&[question], name.as_bytes()].concat(), fds, reply)
+    }
+
+    fn ask_packet(&self, packet: &[u8], fds: &[i32], reply: &mut [u8]) -> io::Result<(usize, sock::Fds)> {
+        sock::send(&self.socket, packet, fds).map_err(to_io)?;
         match sock::receive(&self.socket, reply, 0).map_err(to_io)? {
             (0, _) => Err(to_io(Errno(libc::EPIPE))),
             (len, fds) if reply[0] == 0 => Ok((len, fds)),

@@ -71,7 +71,12 @@ impl Governor {
     /// Begins with an idle time of two minutes, where a third of a fleet's memory is cold, and a sixteenth of the
     /// highest pace.
     pub fn new(limits: Limits) -> Governor {
-        let idle_s = 120_f64.clamp(limits.idle_s_min, limits.idle_s_max);
+        Governor::starting_at(limits, 120.0)
+    }
+
+    /// As [`new`](Self::new), with another idle time to begin with, in seconds.
+    pub fn starting_at(limits: Limits, idle_s: f64) -> Governor {
+        let idle_s = idle_s.clamp(limits.idle_s_min, limits.idle_s_max);
         Governor { limits, pace: Pace { idle_s, pages_per_s: limits.pages_per_s_max / 16.0 } }
     }
 

@@ -151,6 +151,16 @@ impl Tier {
         Ok(start..end)
     }
 
+    /// Brings a neighbour back: it does not count as touched, nor in the histogram. False if it cannot be read.
+    pub fn load_quietly(&self, region: u32, page: u64, data: &mut Page) -> bool {
+        let Some(found) = self.region(region) else { return false };
+        let loaded = with_worker(|worker| self.load_from(&found, page, data, worker)).is_ok();
+        if loaded {
+            count(&self.counters.loads);
+        }
+        loaded
+    }
+
     /// Stored pages of a region from `from` on, in order, at most `count_max`.
     pub fn neighbours(&self, region: u32, from: u64, count_max: usize) -> Vec<u64> {
         let Some(region) = self.region(region) else { return Vec::new() };

@@ -1,0 +1,234 @@
+//! The cold tier behind a live client: parked, touched page by page and in order, brought back, left idle.
+//!
+//! Daemon and client are processes of their own (this program again), so that memory and processor time are each one's.
+
+use super::{Row, quantile};
+use pagefold_agent::client::{Client, ColdOptions, Region};
+use pagefold_daemon::control::{self, Answer, Request};
+use pagefold_daemon::{Config, Daemon, cold};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
+
+/// A process that ends with its owner.
+struct Owned(Child);
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Runs one of the two processes.
+pub fn run_process(words: &[String]) -> ExitCode {
+    let result = match words {
+        [kind, socket] if kind == "daemon" => daemon(socket.as_ref()),
+        [kind, socket, file] if kind == "client" => client(socket.as_ref(), file.as_ref()),
+        _ => Err("daemon SOCKET, or client SOCKET FILE".into()),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("zswap: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+type Failure = Box<dyn std::error::Error>;
+
+fn daemon(socket: &Path) -> Result<(), Failure> {
+    let config = Config {
+        socket: socket.to_owned(),
+        workers: 1,
+        period: Duration::from_secs(2),
+        pool_max_bytes: 1 << 30,
+        vma_budget: 1 << 14,
+        idle_priority: false,
+        idle_exit: None,
+        metrics: None,
+        predict: true,
+        cold: cold::Config { automatic: false, ..cold::Config::default() },
+    };
+    Ok(Daemon::new(config).run()?)
+}
+
+fn client(socket: &Path, file: &Path) -> Result<(), Failure> {
+    let client = Client::connect_cold(socket, "bench", ColdOptions::default())?;
+    let len = std::fs::metadata(file)?.len() as usize;
+    let mut region = Region::new(&client, len)?;
+    std::fs::File::open(file)?.read_exact(&mut region[..len])?;
+    let pages = len / 4096;
+    let order = super::latency::shuffled(pages);
+    println!("ready");
+    let region: &[u8] = &region;
+    // Volatile: the touch itself is what is timed.
+    let touch = |page: usize| {
+        let began = Instant::now();
+        // SAFETY: inside the region.
+        unsafe { std::ptr::read_volatile(region.as_ptr().add(page * 4096)) };
+        began.elapsed().as_secs_f64() * 1e6
+    };
+    for line in io::stdin().lock().lines() {
+        let mut us: Vec<f64> = match line?.as_str() {
+            "random" => order.iter().map(|page| touch(*page)).collect(),
+            "order" => (0..pages).map(touch).collect(),
+            "first" => vec![touch(order[0])],
+            _ => break,
+        };
+        let sum: f64 = us.iter().sum();
+        us.sort_by(f64::total_cmp);
+        println!("{} {} {}", quantile(&us, 0.5), quantile(&us, 0.99), sum / us.len() as f64);
+    }
+    Ok(())
+}
+
+struct Live {
+    _daemon: Owned,
+    client: Owned,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+    socket: PathBuf,
+}
+
+impl Live {
+    fn ask(&mut self, word: &str) -> io::Result<Vec<f64>> {
+        writeln!(self.input, "{word}")?;
+        let mut line = String::new();
+        self.output.read_line(&mut line)?;
+        let numbers: Option<Vec<f64>> = line.split_whitespace().map(|word| word.parse().ok()).collect();
+        numbers.filter(|numbers| numbers.len() == 3).ok_or_else(|| io::Error::other("the client ended"))
+    }
+
+    fn moved(&self, request: &Request) -> io::Result<f64> {
+        match control::ask(&self.socket, request)? {
+            Answer::Moved { pages, .. } => Ok(pages as f64),
+            other => Err(io::Error::other(format!("the daemon answered {other:?}"))),
+        }
+    }
+
+    /// Puts everything out; returns the pages and the seconds.
+    fn park(&self) -> io::Result<(f64, f64)> {
+        let began = Instant::now();
+        let pages = self.moved(&Request::Park { whom: cold::Whom::All })?;
+        Ok((pages, began.elapsed().as_secs_f64()))
+    }
+
+    /// Processor time of daemon and client, in nanoseconds.
+    fn cpu_ns(&self) -> u64 {
+        [self._daemon.0.id(), self.client.0.id()].into_iter().map(cpu_ns).sum()
+    }
+}
+
+fn cpu_ns(pid: u32) -> u64 {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    let run = |path: PathBuf| -> Option<u64> {
+        std::fs::read_to_string(path.join("schedstat")).ok()?.split(' ').next()?.parse().ok()
+    };
+    tasks.filter_map(|task| run(task.path())).sum()
+}
+
+fn start(file: &Path) -> io::Result<Live> {
+    let program = std::env::current_exe()?;
+    let socket = std::env::temp_dir().join(format!("pagefold-bench-live-{}", std::process::id()));
+    let process = |words: &[&std::ffi::OsStr]| {
+        let mut command = Command::new(&program);
+        command.arg("zswap");
+        for word in words {
+            let mut option = std::ffi::OsString::from("--process=");
+            option.push(word);
+            command.arg(option);
+        }
+        command
+    };
+    let daemon = Owned(process(&["daemon".as_ref(), socket.as_ref()]).stdin(Stdio::null()).spawn()?);
+    let end = Instant::now() + Duration::from_secs(20);
+    while control::ask(&socket, &Request::Status {}).is_err() {
+        if Instant::now() > end {
+            return Err(io::Error::other("the daemon does not listen"));
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let mut command = process(&["client".as_ref(), socket.as_ref(), file.as_ref()]);
+    let mut client = Owned(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?);
+    let (Some(input), Some(output)) = (client.0.stdin.take(), client.0.stdout.take()) else {
+        return Err(io::Error::other("no pipes"));
+    };
+    let mut live = Live { _daemon: daemon, client, input, output: BufReader::new(output), socket };
+    let mut line = String::new();
+    live.output.read_line(&mut line)?;
+    if line != "ready\n" {
+        return Err(io::Error::other("the client did not start"));
+    }
+    let connected = |live: &Live| match control::ask(&live.socket, &Request::Status {}) {
+        Ok(Answer::Status(status)) => status.cold.clients.iter().any(|client| client.connected),
+        _ => false,
+    };
+    while !connected(&live) {
+        if Instant::now() > end {
+            return Err(io::Error::other("the client does not connect"));
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok(live)
+}
+
+/// Measures on a live client that has these pages.
+pub fn measure(on: &str, set: &[u8], idle: Duration) -> io::Result<Vec<Row>> {
+    let file = PathBuf::from(format!("/dev/shm/pagefold-bench-live-{}", std::process::id()));
+    std::fs::write(&file, set)?;
+    let live = start(&file);
+    let _ = std::fs::remove_file(&file);
+    let mut live = live?;
+    let mut rows = Vec::new();
+    let mut row = |name: &str, figures: Vec<(&'static str, f64)>| {
+        rows.push(Row { part: "live", name: name.to_owned(), on: on.to_owned(), figures });
+    };
+    let bytes = |pages: f64| pages * 4096.0;
+    let (pages, seconds) = live.park()?;
+    let held = match control::ask(&live.socket, &Request::Status {})? {
+        Answer::Status(status) => status.cold.domains.iter().map(|tier| tier.held_bytes).sum::<u64>() as f64,
+        _ => f64::NAN,
+    };
+    row(
+        "park",
+        vec![
+            ("MB", bytes(pages) / 1e6),
+            ("GB/s", bytes(pages) / 1e9 / seconds),
+            ("MB/GiB held", held / 1e6 / (bytes(pages) / (1 << 30) as f64)),
+        ],
+    );
+    let before = live.cpu_ns();
+    std::thread::sleep(idle);
+    let share = (live.cpu_ns() - before) as f64 / idle.as_nanos() as f64;
+    row("parked and idle", vec![("cpu %", share * 100.0)]);
+    let touched = live.ask("random")?;
+    row("touch, random", vec![("p50 us", touched[0]), ("p99 us", touched[1]), ("us/page", touched[2])]);
+    live.park()?;
+    let touched = live.ask("order")?;
+    row("touch, in order", vec![("p50 us", touched[0]), ("p99 us", touched[1]), ("us/page", touched[2])]);
+    live.park()?;
+    let began = Instant::now();
+    let socket = live.socket.clone();
+    let unpark = std::thread::spawn(move || {
+        let answer = control::ask(&socket, &Request::Unpark { whom: cold::Whom::All });
+        (answer, Instant::now())
+    });
+    let first = live.ask("first")?;
+    let replied = began.elapsed().as_secs_f64();
+    let (answer, ended) = unpark.join().map_err(|_| io::Error::other("unpark"))?;
+    let Answer::Moved { pages, .. } = answer? else { return Err(io::Error::other("no answer to unpark")) };
+    let seconds = ended.duration_since(began).as_secs_f64();
+    row(
+        "unpark",
+        vec![
+            ("MB", bytes(pages as f64) / 1e6),
+            ("GB/s", bytes(pages as f64) / 1e9 / seconds),
+            ("first touch us", first[0]),
+            ("first reply ms", replied * 1e3),
+        ],
+    );
+    Ok(rows)
+}

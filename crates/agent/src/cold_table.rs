@@ -1,0 +1,408 @@
+//! Where each page of a client is: here, or in the cold tier. Shared by agent, daemon and keeper.
+//!
+//! A sealed memory file: a head, and per 2 MiB chunk of addresses a key and 512
+//! bytes, one per page. The table says *where* a page is, the tier says *what*
+//! it is. Whatever happens to either end, the table lives on with the file.
+//!
+//! **The pact.** Who changes a state, or reads events of the client's
+//! userfaultfd, holds the pact: one word in the head, 0 free, else the holder.
+//! So no event is being served while pages are frozen, and no page is frozen
+//! between the moment an event is read and the moment it is obeyed. The daemon
+//! only tries (a client may hold the word for ever: then only that client's
+//! faults wait); the agent waits. A successor takes it from a dead daemon.
+//!
+//! The daemon believes nothing here but at the client's own cost: any state is
+//! a valid byte, any key a number.
+
+use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use pagefold_os::{PAGE_SIZE, syscall};
+
+/// Name of the table's file in /proc.
+pub const NAME: &core::ffi::CStr = c"pagefold-cold-table";
+
+/// First word of a table.
+const MAGIC: u64 = 0x5046_434f_4c44_0001;
+
+/// Chunks that a table can hold: 128 GiB of a client's memory.
+pub const CHUNKS: usize = 1 << 16;
+/// Pages of a chunk.
+pub const CHUNK_PAGES: usize = 512;
+/// Bytes of a chunk.
+pub const CHUNK_BYTES: u64 = (CHUNK_PAGES * PAGE_SIZE) as u64;
+
+const KEYS: usize = PAGE_SIZE;
+const REMOVED: usize = KEYS + CHUNKS * 8;
+const STATES: usize = REMOVED + CHUNKS * 8;
+/// Length of the file; sparse, so that it costs 528 bytes per chunk in use.
+pub const LEN: usize = STATES + CHUNKS * CHUNK_PAGES;
+
+/// The page is resident, or never was: nothing of ours.
+pub const RESIDENT: u8 = 0;
+/// The page is in the tier.
+pub const OUT: u8 = 1;
+/// The agent has the page in hand. It holds the pact meanwhile, but for moments in which it lets the daemon read an event.
+pub const FROZEN: u8 = 2;
+/// As `FROZEN`, and the program discarded the page meanwhile.
+pub const VOID: u8 = 3;
+
+/// The pact is free.
+pub const PACT_FREE: u32 = 0;
+/// The agent holds the pact.
+pub const PACT_AGENT: u32 = 1;
+/// The daemon holds the pact.
+pub const PACT_DAEMON: u32 = 2;
+/// The agent waits for the pact: set by it, so that the daemon wakes it.
+const WAITS: u32 = 1;
+
+/// Hints that wait for the daemon at most.
+pub const HINTS: usize = 64;
+
+/// What the program said about a range, by madvise(2).
+#[repr(C)]
+#[derive(Debug, Default)]
+pub struct Hint {
+    /// First address.
+    pub start: AtomicU64,
+    /// First address after it.
+    pub end: AtomicU64,
+    /// The advice; stored last.
+    pub advice: AtomicU32,
+    /// Counts hints.
+    pub sequence: AtomicU32,
+}
+
+/// The head.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Head {
+    magic: AtomicU64,
+    /// Region of the tier; 0 before the first greeting.
+    pub region: AtomicU64,
+    /// Tells clients of one region number apart, and lets nobody else claim it.
+    pub token: AtomicU64,
+    /// Tells arenas apart: pages went out into this one.
+    pub arena: AtomicU64,
+    /// Raised by each daemon that takes the client over: what was begun under another is not finished.
+    pub epoch: AtomicU32,
+    /// The pact.
+    pub pact: AtomicU32,
+    waits: AtomicU32,
+    /// Process id, as the agent sees itself.
+    pub pid: AtomicU32,
+    /// Pages that are out.
+    pub out: AtomicU64,
+    /// Pages that were lost and are SIGBUS now.
+    pub lost: AtomicU64,
+    /// Range that a call of the program's is discarding at this moment, if the end is not 0.
+    pub void_start: AtomicU64,
+    /// See `void_start`.
+    pub void_end: AtomicU64,
+    /// Next place of a hint; the program's threads count it up.
+    pub hint_next: AtomicU64,
+    /// Hints.
+    pub hints: [Hint; HINTS],
+}
+
+const _: () = assert!(size_of::<Head>() <= PAGE_SIZE);
+
+/// A mapped table.
+#[derive(Clone, Copy, Debug)]
+pub struct Table {
+    base: u64,
+}
+
+impl Table {
+    /// The table that is mapped at `base`.
+    ///
+    /// # Safety
+    /// [`LEN`] bytes of a file that cannot shrink are mapped there, readable and writable, as long as the value is used.
+    pub const unsafe fn at(base: u64) -> Table {
+        Table { base }
+    }
+
+    /// First address.
+    pub const fn base(&self) -> u64 {
+        self.base
+    }
+
+    /// Writes the mark of a table.
+    pub fn begin(&self) {
+        self.head().magic.store(MAGIC, Ordering::Release);
+    }
+
+    /// True if this is a table of this version.
+    pub fn is_table(&self) -> bool {
+        self.head().magic.load(Ordering::Acquire) == MAGIC
+    }
+
+    /// The head.
+    pub fn head(&self) -> &'static Head {
+        // SAFETY: `at` promised the mapping; atomics bear whatever others write.
+        unsafe { &*(self.base as *const Head) }
+    }
+
+    fn keys(&self) -> &'static [AtomicU64] {
+        // SAFETY: as above; the keys lie inside the file.
+        unsafe { core::slice::from_raw_parts((self.base + KEYS as u64) as *const AtomicU64, CHUNKS) }
+    }
+
+    /// When the chunk at `index` last lost pages by a discard, in monotonic nanoseconds.
+    pub fn removed(&self, index: usize) -> &'static AtomicU64 {
+        // SAFETY: as above; the index is cut to the array.
+        unsafe { &*((self.base + (REMOVED + index % CHUNKS * 8) as u64) as *const AtomicU64) }
+    }
+
+    /// The states of the chunk at `index`.
+    pub fn states(&self, index: usize) -> &'static [AtomicU8; CHUNK_PAGES] {
+        // SAFETY: as above; the index is cut to the array.
+        unsafe { &*((self.base + (STATES + index % CHUNKS * CHUNK_PAGES) as u64) as *const [AtomicU8; CHUNK_PAGES]) }
+    }
+
+    /// Index of the chunk that holds `addr`, if the table has it.
+    pub fn find(&self, addr: u64) -> Option<usize> {
+        let key = addr / CHUNK_BYTES + 1;
+        let mut index = Self::place(key);
+        for _ in 0..CHUNKS {
+            match self.keys()[index].load(Ordering::Acquire) {
+                0 => return None,
+                found if found == key => return Some(index),
+                _ => index = (index + 1) % CHUNKS,
+            }
+        }
+        None
+    }
+
+    /// As [`find`](Self::find), and enters the chunk; for the agent alone. `None` if the table is full.
+    pub fn find_or_add(&self, addr: u64) -> Option<usize> {
+        let key = addr / CHUNK_BYTES + 1;
+        let mut index = Self::place(key);
+        for _ in 0..CHUNKS {
+            match self.keys()[index].load(Ordering::Acquire) {
+                0 => {
+                    self.keys()[index].store(key, Ordering::Release);
+                    return Some(index);
+                }
+                found if found == key => return Some(index),
+                _ => index = (index + 1) % CHUNKS,
+            }
+        }
+        None
+    }
+
+    fn place(key: u64) -> usize {
+        (key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as usize % CHUNKS
+    }
+
+    /// The state of the page at `addr`.
+    pub fn state(&self, addr: u64) -> u8 {
+        let page = (addr % CHUNK_BYTES) as usize / PAGE_SIZE;
+        self.find(addr).map_or(RESIDENT, |index| self.states(index)[page].load(Ordering::Acquire))
+    }
+
+    /// Sets the state of the page at `addr`, whose chunk is there, keeping count; the pact is held.
+    /// Returns the state before.
+    pub fn set_state(&self, addr: u64, state: u8) -> u8 {
+        let Some(index) = self.find(addr) else { return RESIDENT };
+        let page = (addr % CHUNK_BYTES) as usize / PAGE_SIZE;
+        // Release pairs with the acquire in `state`: who sees a page out finds its entry.
+        let before = self.states(index)[page].swap(state, Ordering::AcqRel);
+        if before != OUT && state == OUT {
+            self.head().out.fetch_add(1, Ordering::Relaxed);
+        } else if before == OUT && state != OUT {
+            self.head().out.fetch_sub(1, Ordering::Relaxed);
+        }
+        before
+    }
+
+    /// Calls `f` with each chunk in use: its first address and index.
+    pub fn for_each_chunk(&self, mut f: impl FnMut(u64, usize)) {
+        for (index, key) in self.keys().iter().enumerate() {
+            let key = key.load(Ordering::Acquire);
+            if key != 0 && key < 1 << 36 {
+                f((key - 1) * CHUNK_BYTES, index);
+            }
+        }
+    }
+
+    /// Calls `f` with each run of pages in state `state` within `start..end`: its addresses.
+    pub fn for_each_run(&self, start: u64, end: u64, state: u8, mut f: impl FnMut(u64, u64)) {
+        let mut one = |base: u64, index: usize| {
+            let first = (start.clamp(base, base + CHUNK_BYTES) - base) as usize / PAGE_SIZE;
+            let last = (end.clamp(base, base + CHUNK_BYTES) - base) as usize / PAGE_SIZE;
+            let states = self.states(index);
+            let mut page = first;
+            while page < last {
+                if states[page].load(Ordering::Acquire) != state {
+                    page += 1;
+                    continue;
+                }
+                let from = page;
+                while page < last && states[page].load(Ordering::Acquire) == state {
+                    page += 1;
+                }
+                f(base + (from * PAGE_SIZE) as u64, base + (page * PAGE_SIZE) as u64);
+            }
+        };
+        let (first, last) = (start / CHUNK_BYTES, end.saturating_add(CHUNK_BYTES - 1) / CHUNK_BYTES);
+        if last.saturating_sub(first) > 4096 {
+            self.for_each_chunk(one);
+        } else {
+            for chunk in first..last {
+                if let Some(index) = self.find(chunk * CHUNK_BYTES) {
+                    one(chunk * CHUNK_BYTES, index);
+                }
+            }
+        }
+    }
+
+    /// Takes the pact for `holder` if it is free.
+    pub fn try_pact(&self, holder: u32) -> bool {
+        // Acquire pairs with the release in `free_pact`: we see the states as the last holder left them.
+        self.head().pact.compare_exchange(PACT_FREE, holder, Ordering::Acquire, Ordering::Relaxed).is_ok()
+    }
+
+    /// Takes the pact for the agent, waiting up to about `ms` milliseconds.
+    pub fn wait_pact(&self, ms: u32) -> bool {
+        let head = self.head();
+        for _ in 0..ms.max(1) * 4 {
+            if self.try_pact(PACT_AGENT) {
+                return true;
+            }
+            head.waits.store(WAITS, Ordering::SeqCst);
+            let timeout = libc::timespec { tv_sec: 0, tv_nsec: 250_000 };
+            // SAFETY: the word is mapped as long as the table is.
+            let _ = unsafe {
+                syscall!(
+                    libc::SYS_futex,
+                    head.pact.as_ptr(),
+                    libc::FUTEX_WAIT,
+                    PACT_DAEMON,
+                    core::ptr::from_ref(&timeout)
+                )
+            };
+        }
+        false
+    }
+
+    /// Gives the pact back.
+    pub fn free_pact(&self) {
+        let head = self.head();
+        head.pact.store(PACT_FREE, Ordering::SeqCst);
+        if head.waits.swap(0, Ordering::SeqCst) != 0 {
+            // SAFETY: as above.
+            let _ = unsafe { syscall!(libc::SYS_futex, head.pact.as_ptr(), libc::FUTEX_WAKE, 1) };
+        }
+    }
+
+    /// Leaves a hint for the daemon; the oldest is lost when there are too many.
+    pub fn hint(&self, start: u64, end: u64, advice: i32) {
+        let sequence = self.head().hint_next.fetch_add(1, Ordering::Relaxed);
+        let hint = &self.head().hints[sequence as usize % HINTS];
+        hint.sequence.store(sequence as u32, Ordering::Relaxed);
+        hint.start.store(start, Ordering::Relaxed);
+        hint.end.store(end, Ordering::Relaxed);
+        // Pairs with the swap in `take_hints`.
+        hint.advice.store(advice as u32, Ordering::Release);
+    }
+
+    /// Calls `f` with each hint that waits: its number, addresses and advice, in no order. Half a hint that is being
+    /// written is at worst a wrong one.
+    pub fn take_hints(&self, mut f: impl FnMut(u32, u64, u64, i32)) {
+        for hint in &self.head().hints {
+            if hint.advice.load(Ordering::Relaxed) == 0 {
+                continue;
+            }
+            let advice = hint.advice.swap(0, Ordering::Acquire);
+            let (start, end) = (hint.start.load(Ordering::Relaxed), hint.end.load(Ordering::Relaxed));
+            if advice != 0 && start < end {
+                f(hint.sequence.load(Ordering::Relaxed), start, end, advice as i32);
+            }
+        }
+    }
+}
+
+#[cfg(all(test, not(feature = "preload")))]
+mod tests {
+    use super::*;
+    use pagefold_os::mem::Mapping;
+
+    fn with_table(act: impl FnOnce(Table)) {
+        let memory = Mapping::anonymous(LEN).unwrap();
+        // SAFETY: private memory of the right length, kept until the end.
+        let table = unsafe { Table::at(memory.addr()) };
+        table.begin();
+        assert!(table.is_table());
+        act(table);
+    }
+
+    #[test]
+    fn states_are_counted_and_found_in_runs() {
+        with_table(|table| {
+            let page = PAGE_SIZE as u64;
+            let at = 0x7000_0000_0000 + 510 * page;
+            assert_eq!(table.state(at), RESIDENT);
+            assert_eq!(table.set_state(at, OUT), RESIDENT, "no chunk, no state");
+            for addr in (0..4).map(|n| at + n * page) {
+                assert!(table.find_or_add(addr).is_some());
+                table.set_state(addr, OUT);
+            }
+            assert_eq!(table.head().out.load(Ordering::Relaxed), 4);
+            let mut runs = Vec::new();
+            table.for_each_run(at + page, u64::MAX >> 1, OUT, |start, end| runs.push((start - at, end - at)));
+            assert_eq!(runs, [(page, 2 * page), (2 * page, 4 * page)], "cut where chunks meet");
+            assert_eq!(table.set_state(at, RESIDENT), OUT);
+            assert_eq!(table.head().out.load(Ordering::Relaxed), 3);
+        });
+    }
+
+    #[test]
+    fn a_full_table_says_so() {
+        with_table(|table| {
+            for chunk in 0..CHUNKS as u64 {
+                assert!(table.find_or_add(chunk * 3 * CHUNK_BYTES).is_some());
+            }
+            assert!(table.find_or_add(1 << 46).is_none() && table.find(1 << 46).is_none());
+            let mut seen = 0;
+            table.for_each_chunk(|_, _| seen += 1);
+            assert_eq!(seen, CHUNKS);
+        });
+    }
+
+    #[test]
+    fn one_holds_the_pact() {
+        with_table(|table| {
+            use std::sync::atomic::AtomicU32 as Count;
+            static INSIDE: Count = Count::new(0);
+            std::thread::scope(|scope| {
+                scope.spawn(move || {
+                    for _ in 0..2_000 {
+                        while !table.try_pact(PACT_DAEMON) {
+                            std::thread::yield_now();
+                        }
+                        assert_eq!(INSIDE.fetch_add(1, Ordering::Relaxed), 0);
+                        assert_eq!(INSIDE.fetch_sub(1, Ordering::Relaxed), 1);
+                        table.free_pact();
+                    }
+                });
+                for _ in 0..2_000 {
+                    assert!(table.wait_pact(10_000));
+                    assert_eq!(INSIDE.fetch_add(1, Ordering::Relaxed), 0);
+                    assert_eq!(INSIDE.fetch_sub(1, Ordering::Relaxed), 1);
+                    table.free_pact();
+                }
+            });
+        });
+    }
+
+    #[test]
+    fn hints_arrive_once() {
+        with_table(|table| {
+            table.hint(4096, 8192, libc::MADV_COLD);
+            table.hint(8192, 8192, libc::MADV_COLD);
+            let mut got = Vec::new();
+            table.take_hints(|number, start, end, advice| got.push((number, start, end, advice)));
+            table.take_hints(|_, _, _, _| panic!("again"));
+            assert_eq!(got, [(0, 4096, 8192, libc::MADV_COLD)]);
+        });
+    }
+}

@@ -1,0 +1,663 @@
+//! A client of the cold tier, and how its faults are served.
+//!
+//! One thread per client waits for its userfaultfd, so that a client that
+//! faults in a storm takes its own share of the processor and nobody else's.
+//! Everything that touches a page's state is done in one order, under the
+//! client's `service` lock and the pact (see `agent::cold_table`):
+//!
+//! - a page comes back: copied in, then *resident* in the table, then its entry
+//!   is discarded;
+//! - a page that the program discarded: *resident* in the table before the next
+//!   event is read, then its entry is discarded;
+//! - only pages that are *out* have their entries discarded here, and only
+//!   pages that are *resident* are stored by the [pump](super::pump).
+//!
+//! So no entry is discarded that a page will be asked for.
+
+use super::Group;
+use super::link::ColdLink;
+use pagefold_agent::cold_table::{self, FROZEN, OUT, PACT_DAEMON, RESIDENT, Table, VOID};
+use pagefold_os::fd::{self, Fd};
+use pagefold_os::mem::Mapping;
+use pagefold_os::uffd::{self, Event, Uffd};
+use pagefold_os::{Errno, PAGE_SIZE, Page, Range, pagemap, sched};
+use pagefold_tier::policy::Window;
+use pagefold_tier::{LoadError, Tier};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+const PAGE: u64 = PAGE_SIZE as u64;
+/// Most pages that one fault brings back.
+pub(super) const CLUSTER_PAGES: usize = 64;
+/// Pages that lie beside each other and are fresh zeros are made at once up to this many.
+const ZERO_PAGES_MAX: u64 = 256;
+/// Events read before the thread looks at anything else.
+const EVENTS: usize = uffd::EVENTS_MAX;
+/// A thread that found work looks for more for so long before it sleeps, in nanoseconds: a sleeping processor takes
+/// longer to wake than a page takes to come back.
+const SPIN_NS: u64 = 30_000;
+/// Buckets of the histogram of faults.
+pub const FAULT_BUCKETS: usize = 16;
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What is being served of a client.
+pub(super) struct Service {
+    /// Faults that wait: the page's address and whether it was a write.
+    pending: Vec<(u64, bool)>,
+    /// Pages that moved while they were out: where they are now, and under which address the tier has them.
+    moving: BTreeMap<u64, u64>,
+    window: Window,
+    zeros: Window,
+    cluster: Box<[Page]>,
+    zero: Box<Page>,
+}
+
+impl Service {
+    /// True while entries lie under addresses that are no longer theirs.
+    pub(super) fn is_moving(&self) -> bool {
+        !self.moving.is_empty()
+    }
+}
+
+/// Counters of a client.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub pages_out_ever: AtomicU64,
+    pub refaults: AtomicU64,
+    pub pages_back: AtomicU64,
+    pub zero_faults: AtomicU64,
+    pub lost: AtomicU64,
+    pub fault_ns: AtomicU64,
+    pub fault_us: [AtomicU64; FAULT_BUCKETS],
+    pub agent_cpu_ns: AtomicU64,
+}
+
+/// A client.
+pub(super) struct Client {
+    pub region: u32,
+    pub token: u64,
+    pub pid: i32,
+    pub uid: u32,
+    pub name: String,
+    pub uffd: Uffd,
+    pub table: Table,
+    /// Keeps the table where it is.
+    _map: Mapping,
+    pub table_fd: Fd,
+    pub pagemap: Fd,
+    pub tolerance_ppm: AtomicU64,
+    pub service: Mutex<Service>,
+    /// The agent, if it is connected; held by whoever talks to it, and while pages go out or are brought back at once.
+    /// The client's own thread never takes it: agents wait for that thread.
+    pub link: Mutex<Option<ColdLink>>,
+    /// The socket of `link`, to notice its end.
+    pub socket: Mutex<Option<Arc<Fd>>>,
+    pub counters: Counters,
+    /// Nothing is to be done for it any more.
+    pub gone: AtomicBool,
+    pub parked: AtomicBool,
+    /// Memory of the client was refused by the kernel since the last look: its limit is reached.
+    pub starved: AtomicBool,
+    pub policy: Mutex<super::pump::Policy>,
+}
+
+/// What became of a fault.
+enum Served {
+    Done,
+    /// An event must be read first, or memory found.
+    Again,
+}
+
+impl Client {
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn new(
+        region: u32,
+        token: u64,
+        pid: i32,
+        uid: u32,
+        uffd: Uffd,
+        table_fd: Fd,
+        pagemap: Fd,
+    ) -> Result<Client, Errno> {
+        let (len, _) = pagefold_os::memfd::len_and_inode(table_fd.raw())?;
+        let seals = pagefold_os::memfd::seals(&table_fd)?;
+        if len < cold_table::LEN as u64 || seals & pagefold_os::memfd::SEAL_SHRINK == 0 {
+            return Err(Errno(libc::EPROTO));
+        }
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        let map = Mapping::file(table_fd.raw(), 0, cold_table::LEN, prot, libc::MAP_SHARED)?;
+        // SAFETY: the file is sealed against shrinking, and the mapping lives as long as the client.
+        let table = unsafe { Table::at(map.addr()) };
+        if !table.is_table() {
+            return Err(Errno(libc::EPROTO));
+        }
+        Ok(Client {
+            region,
+            token,
+            pid,
+            uid,
+            name: pagefold_os::procfs::name(pid).unwrap_or_else(|| "?".into()),
+            uffd,
+            table,
+            _map: map,
+            table_fd,
+            pagemap,
+            tolerance_ppm: AtomicU64::new(0),
+            service: Mutex::new(Service {
+                pending: Vec::new(),
+                moving: BTreeMap::new(),
+                window: Window::new(CLUSTER_PAGES as u64),
+                zeros: Window::new(ZERO_PAGES_MAX),
+                cluster: vec![[0; PAGE_SIZE]; CLUSTER_PAGES].into_boxed_slice(),
+                zero: Box::new([0; PAGE_SIZE]),
+            }),
+            link: Mutex::new(None),
+            socket: Mutex::new(None),
+            counters: Counters::default(),
+            gone: AtomicBool::new(false),
+            parked: AtomicBool::new(false),
+            starved: AtomicBool::new(false),
+            policy: Mutex::default(),
+        })
+    }
+
+    pub(super) fn pages_out(&self) -> u64 {
+        self.table.head().out.load(Ordering::Relaxed)
+    }
+
+    /// Tries for about `us` microseconds to take the pact.
+    pub(super) fn take_pact(&self, us: u64) -> bool {
+        let end = sched::monotonic_ns() + us * 1000;
+        let mut turn = 0;
+        loop {
+            if self.table.try_pact(PACT_DAEMON) {
+                return true;
+            }
+            if sched::monotonic_ns() > end {
+                return false;
+            }
+            turn += 1;
+            if turn < 20 { std::thread::yield_now() } else { std::thread::sleep(Duration::from_micros(50)) }
+        }
+    }
+
+    /// The client's thread: serves faults until the client has ended.
+    pub(super) fn run(self: &Arc<Client>, group: &Arc<Group>) {
+        let mut patience = 8u32;
+        while !self.gone.load(Ordering::Acquire) && !group.stopping.load(Ordering::Acquire) {
+            let socket = lock(&self.socket).clone();
+            let mut polls = [
+                libc::pollfd { fd: self.uffd.fd().raw(), events: libc::POLLIN, revents: 0 },
+                libc::pollfd {
+                    fd: socket.as_ref().map_or(-1, |socket| socket.raw()),
+                    events: libc::POLLRDHUP,
+                    revents: 0,
+                },
+            ];
+            let waiting = !lock(&self.service).pending.is_empty();
+            let ready = fd::poll(&mut polls, if waiting { 1 } else { 500 });
+            if polls[1].revents != 0 || (ready == Ok(0) && socket.is_none()) {
+                self.hung_up(group, socket.as_ref());
+            }
+            if polls[0].revents == 0 && !waiting {
+                continue;
+            }
+            // Looks for more for a while when that paid lately.
+            let mut spin_end = 0;
+            let mut sum = 0;
+            loop {
+                let served = self.serve(&group.tier);
+                sum += served;
+                let now = sched::monotonic_ns();
+                if served > 0 {
+                    spin_end = if patience > 0 { now + SPIN_NS } else { 0 };
+                    patience = (patience + 1).min(16);
+                } else if now > spin_end {
+                    patience = patience.saturating_sub(1);
+                    if patience == 0 && now.is_multiple_of(64) {
+                        patience = 2;
+                    }
+                    break;
+                }
+                std::hint::spin_loop();
+            }
+            if sum == 0 {
+                // The client keeps the pact, or has no memory: at its own cost.
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+
+    /// The agent's connection has ended: did the process, or did it only leave?
+    fn hung_up(&self, group: &Group, socket: Option<&Arc<Fd>>) {
+        if let Some(socket) = socket {
+            let mut current = lock(&self.socket);
+            if current.as_ref().is_some_and(|current| Arc::ptr_eq(current, socket)) {
+                *current = None;
+            }
+        }
+        let left = self.table.head().region.load(Ordering::Acquire) == 0;
+        if left || !self.uffd.is_alive() {
+            group.remove(self.region);
+        }
+    }
+
+    /// Reads and serves what waits; returns how many faults and events that were.
+    pub(super) fn serve(&self, tier: &Tier) -> usize {
+        let mut service = lock(&self.service);
+        let mut served = 0;
+        if !self.take_pact(200) {
+            return 0;
+        }
+        let began = sched::monotonic_ns();
+        let got = self.read_events(&mut service, tier);
+        served += got;
+        self.bring_moved(&mut service, tier);
+        let mut waiting = std::mem::take(&mut service.pending);
+        let count = waiting.len();
+        waiting.retain(|(addr, write)| match self.serve_fault(&mut service, tier, *addr, *write) {
+            Served::Done => {
+                let ns = sched::monotonic_ns() - began;
+                self.counters.fault_ns.fetch_add(ns, Ordering::Relaxed);
+                let bucket = (64 - (ns / 1000).leading_zeros() as usize).min(FAULT_BUCKETS - 1);
+                self.counters.fault_us[bucket].fetch_add(1, Ordering::Relaxed);
+                served += 1;
+                false
+            }
+            Served::Again => true,
+        });
+        // All of them waiting for memory: no use in asking again at once.
+        let stuck = count > 0 && waiting.len() == count && got == 0;
+        service.pending.append(&mut waiting);
+        self.table.free_pact();
+        if stuck {
+            drop(service);
+            std::thread::sleep(Duration::from_micros(200));
+            return 0;
+        }
+        served
+    }
+
+    /// Reads what events there are, obeys those that take pages away, and keeps the faults.
+    fn read_events(&self, service: &mut Service, tier: &Tier) -> usize {
+        let mut events = [Event::Other(0); EVENTS];
+        let got = self.uffd.read_events(&mut events).unwrap_or(0);
+        let events = &events[..got];
+        // What takes pages away comes first: the kernel delivers faults before it, and they wait anyway.
+        for event in events {
+            match *event {
+                Event::Remove(range) | Event::Unmap(range) => self.forget(service, tier, range),
+                Event::Remap { from, to } => self.moved(service, tier, from, to),
+                Event::Fork(fd) => self.forked(service, tier, fd),
+                Event::PageFault { .. } | Event::Other(_) => {}
+            }
+        }
+        for event in events {
+            if let Event::PageFault { addr, write } = *event {
+                let addr = addr & !(PAGE - 1);
+                match service.pending.iter_mut().find(|(other, _)| *other == addr) {
+                    Some((_, other)) => *other |= write,
+                    None => service.pending.push((addr, write)),
+                }
+            }
+        }
+        got
+    }
+
+    /// The pages of `range` are the program's nothing from now on.
+    fn forget(&self, service: &mut Service, tier: &Tier, range: Range) {
+        if range.is_empty() {
+            return;
+        }
+        let now = sched::monotonic_ns();
+        let (first, last) = (range.start / cold_table::CHUNK_BYTES, (range.end - 1) / cold_table::CHUNK_BYTES);
+        if last - first < 4096 {
+            for chunk in first..=last {
+                if let Some(index) = self.table.find(chunk * cold_table::CHUNK_BYTES) {
+                    self.table.removed(index).store(now, Ordering::Relaxed);
+                }
+            }
+        } else {
+            self.table.for_each_chunk(|base, index| {
+                if base + cold_table::CHUNK_BYTES > range.start && base < range.end {
+                    self.table.removed(index).store(now, Ordering::Relaxed);
+                }
+            });
+        }
+        self.table.for_each_run(range.start, range.end, FROZEN, |start, end| self.set(start, end, VOID));
+        self.table.for_each_run(range.start, range.end, OUT, |start, end| {
+            self.set(start, end, RESIDENT);
+            tier.discard(self.region, start / PAGE..end / PAGE);
+        });
+        if service.is_moving() {
+            let void: Vec<u64> = service.moving.range(range.start..range.end).map(|(to, _)| *to).collect();
+            for to in void {
+                if let Some(from) = service.moving.remove(&to) {
+                    tier.discard(self.region, from / PAGE..from / PAGE + 1);
+                }
+            }
+        }
+    }
+
+    fn set(&self, start: u64, end: u64, state: u8) {
+        for addr in (start..end).step_by(PAGE_SIZE) {
+            self.table.set_state(addr, state);
+        }
+    }
+
+    /// The pages of `from` are at `to` now; those that are out must come in there.
+    fn moved(&self, service: &mut Service, tier: &Tier, from: Range, to: u64) {
+        let target = Range { start: to, end: to.saturating_add(from.len()) };
+        // Whatever was known of the target's addresses is of an earlier mapping.
+        self.forget(service, tier, target);
+        let again: Vec<(u64, u64)> = service.moving.range(from.start..from.end).map(|(to, at)| (*to, *at)).collect();
+        for (was, at) in again {
+            service.moving.remove(&was);
+            service.moving.insert(to + (was - from.start), at);
+        }
+        self.table.for_each_run(from.start, from.end, OUT, |start, end| {
+            for addr in (start..end).step_by(PAGE_SIZE) {
+                self.table.set_state(addr, RESIDENT);
+                service.moving.insert(to + (addr - from.start), addr);
+            }
+        });
+    }
+
+    /// Brings in what moved; what must wait stays in the list.
+    fn bring_moved(&self, service: &mut Service, tier: &Tier) {
+        let Service { moving, cluster, .. } = service;
+        moving.retain(|to, from| {
+            let page = &mut cluster[0];
+            if let Err(error) = tier.load(self.region, *from / PAGE, page) {
+                self.lose(tier, *to, &error);
+            } else {
+                // SAFETY: the page is ours.
+                let (_, error) = unsafe { self.uffd.copy(*to, page.as_ptr() as u64, PAGE, 0) };
+                if matches!(error, Some(Errno(libc::EAGAIN | libc::ENOMEM))) {
+                    return true;
+                }
+            }
+            tier.discard(self.region, *from / PAGE..*from / PAGE + 1);
+            false
+        });
+    }
+
+    /// The program forked by a call that nobody saw: the child gets its copies now, before it can miss them.
+    ///
+    /// The child's descriptor is closed then, which makes its memory the kernel's own and wakes it.
+    fn forked(&self, service: &mut Service, tier: &Tier, fd: i32) {
+        // SAFETY: the kernel made the descriptor for us when the event was read.
+        let child = Uffd::from_fd(unsafe { Fd::from_raw(fd) });
+        self.table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| {
+            for addr in (start..end).step_by(PAGE_SIZE) {
+                let page = &mut service.cluster[0];
+                match tier.load(self.region, addr / PAGE, page) {
+                    Ok(()) => {
+                        for _ in 0..1000 {
+                            // SAFETY: the page is ours.
+                            let (_, error) = unsafe { child.copy(addr, page.as_ptr() as u64, PAGE, 0) };
+                            match error {
+                                Some(Errno(libc::EAGAIN | libc::ENOMEM)) => {
+                                    std::thread::sleep(Duration::from_micros(100));
+                                }
+                                // Done, or not the child's (MADV_DONTFORK).
+                                _ => break,
+                            }
+                        }
+                    }
+                    Err(_) => {
+                        child.poison(Range::pages_from(addr, 1), 0);
+                    }
+                }
+            }
+        });
+    }
+
+    fn serve_fault(&self, service: &mut Service, tier: &Tier, addr: u64, write: bool) -> Served {
+        if service.moving.contains_key(&addr) {
+            return Served::Again;
+        }
+        match self.table.state(addr) {
+            OUT => self.bring_fault(service, tier, addr),
+            // In the agent's hands, which wakes whoever waits.
+            FROZEN | VOID => Served::Done,
+            _ => self.bring_zero(service, addr, write),
+        }
+    }
+
+    /// A page that never was, or was discarded: zeros, with its absent neighbours if the program walks upwards.
+    fn bring_zero(&self, service: &mut Service, addr: u64, write: bool) -> Served {
+        self.counters.zero_faults.fetch_add(1, Ordering::Relaxed);
+        let ahead = service.zeros.fault(addr / PAGE);
+        let mut end = addr + PAGE;
+        while end < addr + ahead * PAGE
+            && self.table.state(end) == RESIDENT
+            && (service.moving.is_empty() || !service.moving.contains_key(&end))
+        {
+            end += PAGE;
+        }
+        let mut from = addr;
+        if write {
+            // SAFETY: the page of zeros is ours.
+            let (_, error) = unsafe { self.uffd.copy(addr, service.zero.as_ptr() as u64, PAGE, 0) };
+            match error {
+                Some(Errno(libc::EAGAIN)) => return Served::Again,
+                Some(Errno(libc::ENOMEM)) => return self.starve(),
+                None => {}
+                Some(_) => {
+                    let _ = self.uffd.wake(Range::pages_from(addr, 1));
+                    return Served::Done;
+                }
+            }
+            from += PAGE;
+            if from == end {
+                return Served::Done;
+            }
+        }
+        let (done, error) = self.uffd.zero(Range { start: from, end }, 0);
+        if done > 0 || write {
+            return Served::Done;
+        }
+        match error {
+            Some(Errno(libc::EAGAIN)) => Served::Again,
+            Some(Errno(libc::ENOMEM)) => self.starve(),
+            _ => {
+                // There already; or marked for write protection, which a copy takes for empty; or the run lies in
+                // several mappings.
+                // SAFETY: the page of zeros is ours.
+                let (_, error) = unsafe { self.uffd.copy(addr, service.zero.as_ptr() as u64, PAGE, 0) };
+                match error {
+                    Some(Errno(libc::EAGAIN)) => return Served::Again,
+                    Some(Errno(libc::ENOMEM)) => return self.starve(),
+                    _ => {}
+                }
+                let _ = self.uffd.wake(Range::pages_from(addr, 1));
+                Served::Done
+            }
+        }
+    }
+
+    /// The kernel gives the client no memory: its limit is reached. The access waits until something else went out.
+    fn starve(&self) -> Served {
+        self.starved.store(true, Ordering::Relaxed);
+        Served::Again
+    }
+
+    /// A page that is out comes back, and then its neighbours, as many as the pattern of faults says.
+    fn bring_fault(&self, service: &mut Service, tier: &Tier, addr: u64) -> Served {
+        let page = addr / PAGE;
+        let want = service.window.fault(page).min(CLUSTER_PAGES as u64);
+        let first = page / want * want;
+        // The page itself at once: who waits goes on while its neighbours come.
+        if let Err(error) = tier.load(self.region, page, &mut service.cluster[0]) {
+            return self.lose(tier, addr, &error);
+        }
+        self.counters.refaults.fetch_add(1, Ordering::Relaxed);
+        if !self.copy_run(tier, page, page + 1, service.cluster[0].as_ptr() as u64).contains(&page) {
+            return Served::Again;
+        }
+        let mut at = first;
+        while at < first + want {
+            // Entries of pages that are not out are nobody's. One that cannot be read waits for its own fault.
+            let mut len = 0;
+            while at + len < first + want
+                && self.table.state((at + len) * PAGE) == OUT
+                && tier.load_quietly(self.region, at + len, &mut service.cluster[len as usize])
+            {
+                len += 1;
+            }
+            if len > 0 && self.copy_run(tier, at, at + len, service.cluster[0].as_ptr() as u64).end < at + len {
+                break;
+            }
+            at += len.max(1);
+        }
+        Served::Done
+    }
+
+    /// Copies pages `start..end`, which are out, to the client and settles the books; returns the part that is done.
+    pub(super) fn copy_run(&self, tier: &Tier, start: u64, end: u64, source: u64) -> std::ops::Range<u64> {
+        let mut at = start;
+        // A copy stays within one mapping; a run may lie in several. Then page by page.
+        let mut single = false;
+        while at < end {
+            let len = if single { 1 } else { end - at };
+            // SAFETY: the caller's pages are ours and lie one behind the other from `source`.
+            let (done, error) = unsafe { self.uffd.copy(at * PAGE, source + (at - start) * PAGE, len * PAGE, 0) };
+            let came = at + done / PAGE;
+            if came > at {
+                self.settle(tier, at, came);
+                at = came;
+            }
+            match error {
+                None => {}
+                // It is there: somebody was quicker, or a predecessor died right after the copy.
+                Some(Errno(libc::EEXIST)) => {
+                    self.settle(tier, at, at + 1);
+                    let _ = self.uffd.wake(Range::pages_from(at * PAGE, 1));
+                    at += 1;
+                }
+                Some(Errno(libc::ENOMEM)) => {
+                    self.starved.store(true, Ordering::Relaxed);
+                    return start..at;
+                }
+                Some(Errno(libc::EAGAIN)) => return start..at,
+                Some(Errno(libc::ESRCH)) => return start..end,
+                Some(_) if !single => single = true,
+                // No mapping of ours there: an event will say so.
+                Some(_) => {
+                    let _ = self.uffd.wake(Range::pages_from(at * PAGE, 1));
+                    at += 1;
+                }
+            }
+        }
+        start..at
+    }
+
+    fn settle(&self, tier: &Tier, start: u64, end: u64) {
+        self.set(start * PAGE, end * PAGE, RESIDENT);
+        tier.discard(self.region, start..end);
+        self.counters.pages_back.fetch_add(end - start, Ordering::Relaxed);
+    }
+
+    /// A page cannot be brought back: SIGBUS for who touches it, never other bytes.
+    fn lose(&self, tier: &Tier, addr: u64, error: &LoadError) -> Served {
+        let (_, result) = self.uffd.poison(Range::pages_from(addr, 1), 0);
+        if result == Some(Errno(libc::EAGAIN)) {
+            return Served::Again;
+        }
+        eprintln!(
+            "pagefold: {} ({}): the page at {addr:#x} is lost ({error}); an access to it ends in SIGBUS",
+            self.name, self.pid
+        );
+        if self.table.set_state(addr, RESIDENT) == OUT {
+            tier.discard(self.region, addr / PAGE..addr / PAGE + 1);
+        }
+        let _ = self.uffd.wake(Range::pages_from(addr, 1));
+        self.counters.lost.fetch_add(1, Ordering::Relaxed);
+        self.table.head().lost.fetch_add(1, Ordering::Relaxed);
+        Served::Done
+    }
+
+    /// Makes books and world agree after another daemon's death or an agent's new greeting: what that one began is void.
+    ///
+    /// Entries of pages that are not out are discarded; pages that are out and here are here; everybody who waits for an
+    /// event that died with its reader faults again.
+    pub(super) fn reconcile(&self, tier: &Tier) -> bool {
+        let mut service = lock(&self.service);
+        // A dead daemon may have held it. An agent that holds it will give it back soon.
+        let head = self.table.head();
+        let _ = head.pact.compare_exchange(PACT_DAEMON, 0, Ordering::AcqRel, Ordering::Relaxed);
+        if !self.take_pact(2_000_000) {
+            return false;
+        }
+        head.epoch.fetch_add(1, Ordering::SeqCst);
+        // A discard that is under way: the event may have died with its reader.
+        let end = head.void_end.load(Ordering::SeqCst);
+        let start = head.void_start.load(Ordering::Relaxed);
+        if start < end && end < 1 << 47 {
+            self.forget(&mut service, tier, Range { start, end });
+        }
+        self.find_present(tier);
+        let mut from = 0;
+        loop {
+            let stored = tier.neighbours(self.region, from, 4096);
+            let Some(last) = stored.last() else { break };
+            from = last + 1;
+            for page in stored {
+                if self.table.state(page * PAGE) != OUT && !service.moving.values().any(|at| at / PAGE == page) {
+                    tier.discard(self.region, page..page + 1);
+                }
+            }
+        }
+        // The count may have been between two stores.
+        let mut out = 0;
+        self.table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| out += (end - start) / PAGE);
+        head.out.store(out, Ordering::Relaxed);
+        self.table.free_pact();
+        drop(service);
+        self.wake_all();
+        true
+    }
+
+    /// Pages that were copied in, but not yet called resident, by a daemon that died.
+    fn find_present(&self, tier: &Tier) {
+        let query = pagemap::Query {
+            // Not what is in swap: marks without a page count as that.
+            all_of: pagemap::PRESENT,
+            report: pagemap::PRESENT,
+            ..Default::default()
+        };
+        let mut found = [pagemap::Region::default(); 64];
+        let mut runs = Vec::new();
+        self.table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| runs.push(Range { start, end }));
+        for run in runs {
+            let mut start = run.start;
+            while start < run.end {
+                let part = Range { start, end: run.end };
+                let Ok((count, walked)) = pagemap::scan(&self.pagemap, part, query, &mut found) else { return };
+                for region in &found[..count] {
+                    self.settle(tier, region.start / PAGE, region.end / PAGE);
+                }
+                if walked <= start {
+                    break;
+                }
+                start = walked;
+            }
+        }
+    }
+
+    /// Wakes everybody who waits in memory of ours; who must go on waiting faults again.
+    pub(super) fn wake_all(&self) {
+        self.table.for_each_chunk(|base, _| {
+            let _ = self.uffd.wake(Range { start: base, end: base + cold_table::CHUNK_BYTES });
+        });
+        // Fresh memory of registered ranges may lie in chunks that the table does not have.
+        let everything = Range { start: 1 << 20, end: (1 << 47) - PAGE };
+        let _ = self.uffd.wake(everything);
+    }
+}

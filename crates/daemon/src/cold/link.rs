@@ -1,0 +1,136 @@
+//! The conversation with the agent of a cold client: one request at a time, lists and pages through the channel.
+//!
+//! Nothing that stands in the channel is believed: pages are copied before they are stored, and whether a page left the
+//! client is read from the table, under the pact.
+
+use pagefold_agent::wire::{
+    CHANNEL_IN, CHANNEL_LEN, CHANNEL_OUT, CHANNEL_PAGES, DROP_BUSY, DropEntry, FETCH_PAGES_MAX, LIST_MAX, Op, Packet,
+    RegionEntry,
+};
+use pagefold_os::fd::Fd;
+use pagefold_os::mem::Mapping;
+use pagefold_os::{Errno, PAGE_SIZE, Page, Range, memfd, sock};
+use std::sync::Arc;
+
+/// Longest time that an answer may take before the connection is given up, in milliseconds.
+const ANSWER_MS_MAX: u64 = 10_000;
+/// Addresses that a client may have managed: nothing below the first MiB (see `Uffd::is_alive`).
+const LOWEST: u64 = 1 << 20;
+const HIGHEST: u64 = 1 << 47;
+
+/// The agent does not answer, or not sensibly.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Gone;
+
+/// A connection to an agent.
+pub(super) struct ColdLink {
+    pub socket: Arc<Fd>,
+    channel_fd: Fd,
+    channel: Mapping,
+    sequence: u64,
+    pub agent_cpu_ns: u64,
+}
+
+impl ColdLink {
+    pub(super) fn new(socket: Arc<Fd>) -> Result<ColdLink, Errno> {
+        let channel_fd = memfd::create(c"pagefold-cold-channel", CHANNEL_LEN as u64)?;
+        memfd::add_seals(&channel_fd, memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_SEAL)?;
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        let channel = Mapping::file(channel_fd.raw(), 0, CHANNEL_LEN, prot, libc::MAP_SHARED)?;
+        sock::set_timeout(&socket, ANSWER_MS_MAX)?;
+        Ok(ColdLink { socket, channel_fd, channel, sequence: 0, agent_cpu_ns: 0 })
+    }
+
+    pub(super) fn channel_fd(&self) -> &Fd {
+        &self.channel_fd
+    }
+
+    fn ask(&mut self, op: Op, count: usize) -> Result<Result<usize, Errno>, Gone> {
+        self.sequence += 1;
+        let request = Packet { sequence: self.sequence, count: count as u64, ..Packet::new(op) };
+        sock::send(&self.socket, request.bytes(), &[]).map_err(|_| Gone)?;
+        let mut buffer = [0; size_of::<Packet>()];
+        let (got, _) = sock::receive(&self.socket, &mut buffer, 0).map_err(|_| Gone)?;
+        let answer = Packet::parse(&buffer[..got]).ok_or(Gone)?;
+        if answer.op != op as u32 || answer.sequence != self.sequence || answer.count > LIST_MAX as u64 {
+            return Err(Gone);
+        }
+        self.agent_cpu_ns = answer.a;
+        Ok(if answer.status == 0 { Ok(answer.count as usize) } else { Err(Errno(answer.status)) })
+    }
+
+    fn put<T: Copy>(&self, index: usize, value: T) {
+        const { assert!(size_of::<T>() <= 32) };
+        assert!(index < LIST_MAX);
+        // SAFETY: inside the channel; volatile, because the other side may look at any time.
+        unsafe { core::ptr::write_volatile(self.channel.as_ptr().add(CHANNEL_IN + index * 32).cast(), value) }
+    }
+
+    /// The managed ranges, in order.
+    pub(super) fn regions(&mut self) -> Result<Vec<Range>, Gone> {
+        let count = self.ask(Op::Regions, 0)?.unwrap_or(0);
+        let mut all: Vec<Range> = Vec::new();
+        for index in 0..count {
+            let at = CHANNEL_OUT + index * 32;
+            // SAFETY: inside the channel; any bytes are a valid entry of integers.
+            let entry: RegionEntry = unsafe { core::ptr::read_volatile(self.channel.as_ptr().add(at).cast()) };
+            let page = PAGE_SIZE as u64;
+            let aligned = entry.start.is_multiple_of(page) && entry.end.is_multiple_of(page);
+            let ascending = all.last().is_none_or(|last| last.end <= entry.start);
+            if !aligned || !ascending || entry.start >= entry.end || entry.start < LOWEST || entry.end > HIGHEST {
+                return Err(Gone);
+            }
+            all.push(Range { start: entry.start, end: entry.end });
+        }
+        Ok(all)
+    }
+
+    /// Watches ranges for writes.
+    pub(super) fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
+        for batch in ranges.chunks(LIST_MAX / 2) {
+            batch.iter().enumerate().for_each(|(index, range)| self.put(index, *range));
+            let _ = self.ask(Op::Watch, batch.len())?;
+        }
+        Ok(())
+    }
+
+    /// Absent pages of these ranges are the kernel's again, where nothing is out.
+    pub(super) fn release(&mut self, ranges: &[Range]) -> Result<(), Gone> {
+        for batch in ranges.chunks(LIST_MAX / 2) {
+            batch.iter().enumerate().for_each(|(index, range)| self.put(index, *range));
+            let _ = self.ask(Op::ColdRelease, batch.len())?;
+        }
+        Ok(())
+    }
+
+    /// Copies the pages of `runs` (at most [`FETCH_PAGES_MAX`]) into `out`, and says which of them it has.
+    pub(super) fn copy(&mut self, runs: &[Range], out: &mut [Page], have: &mut [bool]) -> Result<(), Gone> {
+        have.fill(false);
+        runs.iter().enumerate().for_each(|(index, range)| {
+            self.put(index, RegionEntry { start: range.start, end: range.end, inode: 0, slot: 0 });
+        });
+        let Ok(count) = self.ask(Op::ColdCopy, runs.len())? else { return Ok(()) };
+        for place in 0..count.min(out.len()).min(FETCH_PAGES_MAX) {
+            // SAFETY: byte `place` of the answer's list and page `place` lie in the channel. The other side may write
+            // meanwhile; then we have a torn copy, which will not equal the page when it is frozen.
+            unsafe {
+                have[place] = core::ptr::read_volatile(self.channel.as_ptr().add(CHANNEL_OUT + place)) == 1;
+                let from = self.channel.as_ptr().add(CHANNEL_PAGES + place * PAGE_SIZE);
+                core::ptr::copy_nonoverlapping(from, out[place].as_mut_ptr(), PAGE_SIZE);
+            }
+        }
+        Ok(())
+    }
+
+    /// Has the agent take these pages away, if they equal what was copied last. Returns the places of pages that could
+    /// not be moved and are worth another attempt.
+    pub(super) fn drop_pages(&mut self, entries: &[DropEntry]) -> Result<Vec<u32>, Gone> {
+        entries.iter().enumerate().for_each(|(index, entry)| self.put(index, *entry));
+        let _ = self.ask(Op::ColdDrop, entries.len())?;
+        let busy = |place: &u32| {
+            // SAFETY: byte `place` of the answer's list lies in the channel.
+            unsafe { core::ptr::read_volatile(self.channel.as_ptr().add(CHANNEL_OUT + *place as usize)) == DROP_BUSY }
+        };
+        Ok((0..FETCH_PAGES_MAX as u32).filter(busy).collect())
+    }
+}

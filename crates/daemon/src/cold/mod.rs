@@ -1,0 +1,715 @@
+//! The cold tier behind live clients: who they are, who serves them, and what survives us.
+//!
+//! A [`Group`] is a domain's tier, its clients (a thread each, [`client`]) and
+//! its [`pump`]. Everything that a successor needs lies in descriptors that the
+//! keeper holds from before the first page goes out: the tier's arena and file,
+//! and of each client userfaultfd, table and page map. See docs/design/tier.md,
+//! section 6.
+
+mod client;
+mod link;
+mod pump;
+
+use crate::server::{DomainKey, lock};
+use client::Client;
+pub use client::FAULT_BUCKETS;
+use link::ColdLink;
+use pagefold_agent::wire::{Op, Packet};
+use pagefold_os::fd::Fd;
+use pagefold_os::uffd::{self, Uffd};
+use pagefold_os::{Errno, pagemap, sock};
+use pagefold_tier::keeper::Keeper;
+use pagefold_tier::{Backing, BackingFile, Tier};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How the cold tier works.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Limit of each domain's tier in bytes, if its first client names none.
+    pub tier_max_bytes: u64,
+    /// Directory for the files that tiers write back to; `None` for no writeback.
+    pub directory: Option<PathBuf>,
+    /// Bytes that such a file may have.
+    pub file_max_bytes: u64,
+    /// Share of run time that may be lost to refaults, if the client names none.
+    pub tolerance: f64,
+    /// Unit of a page's age, and pause between two looks at a client.
+    pub tick: Duration,
+    /// No page goes out before it was silent for so long, unless memory is short.
+    pub idle_min: Duration,
+    /// Pages go out by themselves; else only by `park`, hints and shortage.
+    pub automatic: bool,
+    /// Near pages are kept as patches.
+    pub patches: bool,
+    /// Program and arguments of the keeper, before its socket; `None` for no keeper.
+    pub keeper: Option<Vec<OsString>>,
+    /// What the keeper starts when we are killed while pages are out.
+    pub successor: Vec<OsString>,
+    /// On an orderly stop pages stay out, for a successor that is about to come.
+    pub hand_over: bool,
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            tier_max_bytes: 4 << 30,
+            directory: None,
+            file_max_bytes: 64 << 30,
+            tolerance: 0.01,
+            tick: Duration::from_secs(5),
+            idle_min: Duration::from_secs(10),
+            automatic: true,
+            patches: true,
+            keeper: None,
+            successor: Vec::new(),
+            hand_over: false,
+        }
+    }
+}
+
+/// Pause of the pump: how long hints and shortage may wait.
+const TURN: Duration = Duration::from_millis(100);
+/// The keeper's names of what a tier and a client left with it.
+const ARENA: &str = "arena";
+const CLIENT: &str = "client";
+
+/// A domain's tier and its clients.
+pub(crate) struct Group {
+    key: DomainKey,
+    tier: Tier,
+    /// Tells arenas apart.
+    id: u64,
+    clients: Mutex<BTreeMap<u32, Arc<Client>>>,
+    next_region: AtomicU32,
+    config: Config,
+    keeper: Arc<Mutex<Option<Keeper>>>,
+    stopping: AtomicBool,
+}
+
+/// The tiers of all domains.
+pub(crate) struct Cold {
+    config: Config,
+    groups: Mutex<BTreeMap<DomainKey, Arc<Group>>>,
+    keeper: Arc<Mutex<Option<Keeper>>>,
+    keeper_path: PathBuf,
+}
+
+/// A client of the cold tier, as status shows it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ColdClient {
+    /// Process id.
+    pub pid: i32,
+    /// User id.
+    pub uid: u32,
+    /// Command name.
+    pub name: String,
+    /// Domain.
+    pub domain: String,
+    /// Pages that are out now.
+    pub pages_out: u64,
+    /// Pages that ever went out.
+    pub pages_out_ever: u64,
+    /// Faults on pages that were out.
+    pub refaults: u64,
+    /// Pages that came back, with neighbours and by unpark.
+    pub pages_back: u64,
+    /// Faults on fresh pages of regions with pages out.
+    pub zero_faults: u64,
+    /// Pages lost: damaged, unreadable, or the tier died. SIGBUS for who touches them.
+    pub pages_lost: u64,
+    /// Time that the client's threads waited for pages, in nanoseconds.
+    pub fault_ns: u64,
+    /// Faults by time from reading to answering: entry `i` counts those below 2^i microseconds.
+    pub fault_us_log2: Vec<u64>,
+    /// Put out by `park`, and not brought back by `unpark` since.
+    pub parked: bool,
+    /// The agent is connected.
+    pub connected: bool,
+    /// How long a page must be silent before it goes out, in seconds; 0 before the first look.
+    pub idle_s: f64,
+    /// Processor time of the agent in nanoseconds.
+    pub agent_cpu_ns: u64,
+}
+
+/// A domain's tier, as status shows it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ColdDomain {
+    /// Domain.
+    pub name: String,
+    /// User id.
+    pub uid: u32,
+    /// Bytes of clients' pages that are in the tier.
+    pub cold_bytes: u64,
+    /// Memory of the tier, its indexes included.
+    pub held_bytes: u64,
+    /// Limit of the arena.
+    pub bytes_max: u64,
+    /// `cold_bytes` for each byte held.
+    pub ratio: f64,
+    /// Pages, and the different contents that they show.
+    pub pages: u64,
+    /// See `pages`.
+    pub contents: u64,
+    /// Pages of one repeated word.
+    pub pages_filled: u64,
+    /// Bytes in the file.
+    pub disk_bytes: u64,
+    /// Bytes in free slots and ends of slabs.
+    pub waste_bytes: u64,
+    /// Stores refused: the tier was full, or the kernel gave no memory.
+    pub stores_refused: u64,
+    /// Loads that failed.
+    pub loads_failed: u64,
+    /// Loads by time: entry `i` counts those below 2^i microseconds.
+    pub load_us_log2: Vec<u64>,
+}
+
+/// The cold tier, as status shows it.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct ColdStatus {
+    /// Tiers.
+    pub domains: Vec<ColdDomain>,
+    /// Clients.
+    pub clients: Vec<ColdClient>,
+    /// The keeper's process holds our descriptors.
+    pub keeper: bool,
+}
+
+/// Whom a command is about.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Whom {
+    /// A process.
+    Pid(i32),
+    /// All of a cgroup and of those below it; a path in /sys/fs/cgroup, or below it.
+    Cgroup(String),
+    /// Everybody.
+    All,
+}
+
+fn random() -> u64 {
+    use std::hash::{BuildHasher, RandomState};
+    RandomState::new().hash_one(std::process::id()).max(1)
+}
+
+impl Cold {
+    pub(crate) fn new(config: Config, socket: &std::path::Path) -> Cold {
+        let mut keeper_path = socket.as_os_str().to_owned();
+        keeper_path.push(std::ffi::OsStr::from_bytes(pagefold_agent::cold::KEEPER_SUFFIX));
+        Cold { config, groups: Mutex::default(), keeper: Arc::default(), keeper_path: keeper_path.into() }
+    }
+
+    /// Takes over what a predecessor left with the keeper, before anybody is let in.
+    pub(crate) fn adopt(&self) {
+        if self.config.keeper.is_none() {
+            return;
+        }
+        let Ok(keeper) = Keeper::connect(&self.keeper_path) else { return };
+        let names = keeper.names().unwrap_or_default();
+        for name in names.iter().filter(|name| name.starts_with(ARENA)) {
+            if let Err(error) = self.adopt_arena(&keeper, name) {
+                eprintln!("pagefold: {name} was left by an earlier daemon and cannot be taken over: {error}");
+            }
+        }
+        // Nobody will come for the rest: an arena that is no arena, a client of one.
+        let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
+        for name in names.iter().filter(|name| name.starts_with(CLIENT)) {
+            let mut words = name.split(':').skip(1);
+            let id = words.next().and_then(|word| u64::from_str_radix(word, 16).ok());
+            let region: Option<u32> = words.next().and_then(|word| word.parse().ok());
+            let known = groups.iter().any(|group| {
+                Some(group.id) == id && region.is_some_and(|region| lock(&group.clients).contains_key(&region))
+            });
+            if !known {
+                let _ = keeper.forget(name);
+            }
+        }
+        let _ = keeper.supervise(&self.config.successor);
+        *lock(&self.keeper) = Some(keeper);
+        for group in groups {
+            for client in lock(&group.clients).values() {
+                start_thread(&group, client);
+            }
+            start_pump(&group);
+        }
+    }
+
+    fn adopt_arena(&self, keeper: &Keeper, name: &str) -> Result<(), String> {
+        let mut words = name.splitn(4, ':').skip(1);
+        let id = words.next().and_then(|word| u64::from_str_radix(word, 16).ok()).ok_or("its name is none")?;
+        let uid: u32 = words.next().and_then(|word| word.parse().ok()).ok_or("its name is none")?;
+        let key = (uid, words.next().unwrap_or("default").to_owned());
+        let mut fds = keeper.get(name).map_err(|error| error.to_string())?;
+        let file = (fds.len() > 1).then(|| fds.remove(1));
+        let arena = fds.pop().ok_or("nothing was left")?;
+        let backing = file.map(|fd| Box::new(BackingFile::from_fd(fd, self.config.file_max_bytes)) as Box<dyn Backing>);
+        // A daemon that was killed a moment ago may still be dying.
+        let mut backing = Some(backing);
+        let end = Instant::now() + Duration::from_secs(5);
+        let (tier, _) = loop {
+            let copy = arena.duplicate().map_err(|error| error.to_string())?;
+            match Tier::adopt(copy, backing.take().flatten(), self.tier_config(0)) {
+                Ok(adopted) => break adopted,
+                Err(pagefold_tier::AdoptError::OwnerAlive { .. }) if Instant::now() < end => {
+                    thread::sleep(Duration::from_millis(5));
+                    let mut fds = keeper.get(name).map_err(|error| error.to_string())?;
+                    let file = (fds.len() > 1).then(|| fds.remove(1));
+                    backing =
+                        Some(file.map(|fd| {
+                            Box::new(BackingFile::from_fd(fd, self.config.file_max_bytes)) as Box<dyn Backing>
+                        }));
+                }
+                Err(error) => return Err(error.to_string()),
+            }
+        };
+        let group = Arc::new(Group {
+            key: key.clone(),
+            tier,
+            id,
+            clients: Mutex::default(),
+            next_region: AtomicU32::new(1),
+            config: self.config.clone(),
+            keeper: self.keeper.clone(),
+            stopping: AtomicBool::new(false),
+        });
+        let prefix = format!("{CLIENT}:{id:x}:");
+        for name in keeper.names().unwrap_or_default().iter().filter(|name| name.starts_with(&prefix)) {
+            let words: Vec<&str> = name[prefix.len()..].split(':').collect();
+            let [region, token, pid, uid] = words[..] else { continue };
+            let (Ok(region), Ok(token), Ok(pid), Ok(uid)) =
+                (region.parse::<u32>(), u64::from_str_radix(token, 16), pid.parse::<i32>(), uid.parse::<u32>())
+            else {
+                continue;
+            };
+            let Ok(mut fds) = keeper.get(name) else { continue };
+            if fds.len() != 3 {
+                continue;
+            }
+            let (pagemap, table, uffd) = (fds.remove(2), fds.remove(1), Uffd::from_fd(fds.remove(0)));
+            group.next_region.fetch_max(region + 1, Ordering::Relaxed);
+            if !uffd.is_alive() {
+                let _ = keeper.forget(name);
+                continue;
+            }
+            if let Ok(client) = Client::new(region, token, pid, uid, uffd, table, pagemap) {
+                if !client.reconcile(&group.tier) {
+                    eprintln!("pagefold: {} ({pid}) holds its table and answers nothing", client.name);
+                }
+                lock(&group.clients).insert(region, Arc::new(client));
+            }
+        }
+        // Pages of clients that ended meanwhile.
+        for region in group.tier.region_ids() {
+            group.next_region.fetch_max(region + 1, Ordering::Relaxed);
+            if !lock(&group.clients).contains_key(&region) {
+                group.tier.remove_region(region);
+            }
+        }
+        lock(&self.groups).insert(key, group);
+        Ok(())
+    }
+
+    fn tier_config(&self, bytes_max: u64) -> pagefold_tier::Config {
+        let bytes_max = if bytes_max == 0 { self.config.tier_max_bytes } else { bytes_max };
+        pagefold_tier::Config {
+            bytes_max: bytes_max.clamp(4 << 20, 200 << 30),
+            patches: self.config.patches,
+            ..pagefold_tier::Config::default()
+        }
+    }
+
+    /// The keeper, started if there is none.
+    fn ensure_keeper(&self) {
+        let Some(command) = &self.config.keeper else { return };
+        let mut held = lock(&self.keeper);
+        if held.as_ref().is_some_and(|keeper| keeper.names().is_ok()) {
+            return;
+        }
+        *held = Keeper::connect(&self.keeper_path).ok();
+        if held.is_none() {
+            let arguments: Vec<&str> = command[1..].iter().filter_map(|word| word.to_str()).collect();
+            match Keeper::start_with(command[0].as_ref(), &arguments, &self.keeper_path) {
+                Ok((keeper, mut child)) => {
+                    *held = Some(keeper);
+                    let _ =
+                        thread::Builder::new().name("keeper".into()).stack_size(64 << 10).spawn(move || child.wait());
+                }
+                Err(error) => {
+                    eprintln!("pagefold: no keeper ({error}): should this daemon die, pages that are out die with it");
+                    return;
+                }
+            }
+        }
+        let Some(keeper) = held.as_ref() else { return };
+        let _ = keeper.supervise(&self.config.successor);
+        let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
+        for group in groups {
+            group.deposit_arena(keeper);
+            lock(&group.clients).values().for_each(|client| group.deposit(keeper, client));
+        }
+    }
+
+    fn group(&self, key: &DomainKey, bytes_max: u64) -> Result<Arc<Group>, String> {
+        let mut groups = lock(&self.groups);
+        if let Some(group) = groups.get(key) {
+            return Ok(group.clone());
+        }
+        let backing = match &self.config.directory {
+            None => None,
+            Some(directory) => match BackingFile::create(directory, self.config.file_max_bytes) {
+                Ok(file) => Some(Box::new(file) as Box<dyn Backing>),
+                Err(error) => {
+                    eprintln!("pagefold: no file in {}: {error}; the tier is in memory only", directory.display());
+                    None
+                }
+            },
+        };
+        let tier = Tier::create(self.tier_config(bytes_max), backing).map_err(|error| error.to_string())?;
+        let group = Arc::new(Group {
+            key: key.clone(),
+            tier,
+            id: random(),
+            clients: Mutex::default(),
+            next_region: AtomicU32::new(1),
+            config: self.config.clone(),
+            keeper: self.keeper.clone(),
+            stopping: AtomicBool::new(false),
+        });
+        if let Some(keeper) = lock(&self.keeper).as_ref() {
+            group.deposit_arena(keeper);
+        }
+        groups.insert(key.clone(), group.clone());
+        drop(groups);
+        start_pump(&group);
+        Ok(group)
+    }
+
+    /// Greets an agent: see `agent::cold::connect` for the other half.
+    ///
+    /// # Errors
+    /// One line for `status`.
+    pub(crate) fn greet(
+        &self,
+        socket: Fd,
+        hello: &Packet,
+        mut fds: sock::Fds,
+        device: Option<&Fd>,
+        key: DomainKey,
+    ) -> Result<(), String> {
+        let cred = sock::peer(&socket).map_err(|errno| errno.to_string())?;
+        let pagemap = fds.take(0).ok_or("not a greeting of this version")?;
+        pagemap::scan(&pagemap, pagefold_os::Range { start: 0, end: 0 }, pagemap::Query::default(), &mut [])
+            .map_err(|_| "not a greeting of this version")?;
+        self.ensure_keeper();
+        let group = self.group(&key, hello.count)?;
+        let socket = Arc::new(socket);
+        let link = ColdLink::new(socket.clone()).map_err(|errno| errno.to_string())?;
+        let mut pass = vec![link.channel_fd().raw()];
+        pass.extend(device.map(Fd::raw));
+        sock::send(&socket, Packet::new(Op::Welcome).bytes(), &pass).map_err(|errno| errno.to_string())?;
+        let mut buffer = [0; size_of::<Packet>()];
+        let (got, mut fds) = sock::receive(&socket, &mut buffer, 0).map_err(|errno| errno.to_string())?;
+        let ready = Packet::parse(&buffer[..got]).filter(|packet| packet.op == Op::Ready as u32);
+        let ready = ready.ok_or("not a greeting of this version")?;
+        if ready.status != 0 {
+            return Err(format!(
+                "the client's kernel refused userfaultfd: {}; see pagefold doctor",
+                Errno(ready.status)
+            ));
+        }
+        let (Some(uffd), Some(table)) = (fds.take(0), fds.take(1)) else {
+            return Err("not a greeting of this version".into());
+        };
+        let result = self.attach(&group, &cred, Uffd::from_fd(uffd), table, pagemap, link, ready.a == 1, hello.b);
+        let mut go = Packet::new(Op::ColdGo);
+        match result {
+            Ok(epoch) => {
+                go.a = u64::from(epoch);
+                sock::send(&socket, go.bytes(), &[]).map_err(|errno| errno.to_string())
+            }
+            Err(errno) => {
+                go.status = errno.0;
+                let _ = sock::send(&socket, go.bytes(), &[]);
+                Err(format!("the cold tier cannot serve it: {errno}"))
+            }
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn attach(
+        &self,
+        group: &Arc<Group>,
+        cred: &libc::ucred,
+        uffd: Uffd,
+        table: Fd,
+        pagemap: Fd,
+        link: ColdLink,
+        bare: bool,
+        tolerance_ppm: u64,
+    ) -> Result<u32, Errno> {
+        if bare {
+            let features = uffd::FEATURE_PAGEFAULT_FLAG_WP
+                | uffd::FEATURE_WP_ASYNC
+                | uffd::FEATURE_MOVE
+                | uffd::FEATURE_POISON
+                | uffd::FEATURE_EVENT_REMOVE
+                | uffd::FEATURE_EVENT_UNMAP
+                | uffd::FEATURE_EVENT_REMAP;
+            // Forks by calls that the agent does not see are known only to the privileged.
+            if uffd.enable(features | uffd::FEATURE_EVENT_FORK).is_err() {
+                uffd.enable(features)?;
+            }
+        }
+        let mut new = Client::new(0, 0, cred.pid, cred.uid, uffd, table, pagemap)?;
+        let head = new.table.head();
+        let (region, token, arena) = (
+            head.region.load(Ordering::Acquire),
+            head.token.load(Ordering::Relaxed),
+            head.arena.load(Ordering::Relaxed),
+        );
+        let known = lock(&group.clients).get(&(region as u32)).cloned();
+        let known = known.filter(|client| {
+            arena == group.id
+                && client.token == token
+                && client.uid == cred.uid
+                && same_file(&client.table_fd, &new.table_fd)
+        });
+        let client = match known {
+            Some(client) => client,
+            None => {
+                // Of another tier, which is gone, or of a daemon that never was: what is out is lost.
+                let _ = head.pact.compare_exchange(2, 0, Ordering::AcqRel, Ordering::Relaxed);
+                if head.out.load(Ordering::Relaxed) > 0 && new.take_pact(1_000_000) {
+                    let lost = pagefold_agent::cold::poison_out(&new.uffd, &new.table);
+                    new.table.free_pact();
+                    eprintln!("pagefold: {} ({}): {lost} pages died with an earlier tier", new.name, new.pid);
+                }
+                let region = group.next_region.fetch_add(1, Ordering::Relaxed);
+                (new.region, new.token) = (region, random());
+                let client = Arc::new(new);
+                head.token.store(client.token, Ordering::Relaxed);
+                head.arena.store(group.id, Ordering::Relaxed);
+                head.region.store(u64::from(region), Ordering::Release);
+                // Before the first page goes out.
+                if let Some(keeper) = lock(&self.keeper).as_ref() {
+                    group.deposit(keeper, &client);
+                }
+                lock(&group.clients).insert(region, client.clone());
+                start_thread(group, &client);
+                client
+            }
+        };
+        client.tolerance_ppm.store(tolerance_ppm, Ordering::Relaxed);
+        // A link that broke is given up by whoever holds it.
+        let mut held = lock(&client.link);
+        if !client.reconcile(&group.tier) {
+            return Err(Errno(libc::ETIMEDOUT));
+        }
+        *lock(&client.socket) = Some(link.socket.clone());
+        *held = Some(link);
+        Ok(head_epoch(&client))
+    }
+
+    fn clients_of(&self, whom: &Whom) -> Vec<(Arc<Group>, Arc<Client>)> {
+        let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
+        let inside = |pid: i32| match whom {
+            Whom::All => true,
+            Whom::Pid(wanted) => pid == *wanted,
+            Whom::Cgroup(path) => {
+                let path = path.strip_prefix("/sys/fs/cgroup").unwrap_or(path).trim_matches('/');
+                let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+                text.lines().filter_map(|line| line.splitn(3, ':').nth(2)).any(|own| {
+                    let own = own.trim_matches('/');
+                    path.is_empty() || own == path || own.strip_prefix(path).is_some_and(|rest| rest.starts_with('/'))
+                })
+            }
+        };
+        let of = |group: &Arc<Group>| -> Vec<(Arc<Group>, Arc<Client>)> {
+            let clients = lock(&group.clients);
+            clients.values().filter(|client| inside(client.pid)).map(|one| (group.clone(), one.clone())).collect()
+        };
+        groups.iter().flat_map(of).collect()
+    }
+
+    /// Puts everything of these clients out; returns (clients, pages), `None` if there is no such client.
+    pub(crate) fn park(&self, whom: &Whom) -> Option<(u64, u64)> {
+        let clients = self.clients_of(whom);
+        let mut buffers = pump::Buffers::new();
+        let mut pages = 0;
+        for (group, client) in &clients {
+            pages += pump::park(group, client, &mut buffers).unwrap_or(0);
+        }
+        (!clients.is_empty()).then_some((clients.len() as u64, pages))
+    }
+
+    /// Brings everything of these clients back; as [`park`](Self::park).
+    pub(crate) fn unpark(&self, whom: &Whom) -> Option<(u64, u64)> {
+        let clients = self.clients_of(whom);
+        let pages = clients.iter().map(|(group, client)| pump::unpark(group, client)).sum();
+        (!clients.is_empty()).then_some((clients.len() as u64, pages))
+    }
+
+    /// True if anybody is a client.
+    pub(crate) fn is_in_use(&self) -> bool {
+        lock(&self.groups).values().any(|group| !lock(&group.clients).is_empty())
+    }
+
+    /// The daemon stops in good order: everything comes back, unless a successor is about to come.
+    pub(crate) fn stop(&self) {
+        if self.config.hand_over {
+            return;
+        }
+        let _ = self.unpark(&Whom::All);
+        let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
+        let still_out = groups.iter().any(|group| lock(&group.clients).values().any(|client| client.pages_out() > 0));
+        if let Some(keeper) = lock(&self.keeper).as_ref() {
+            if still_out {
+                // Those who wait for what could not come back wait for the next daemon.
+                let _ = keeper.supervise(&[]);
+            } else {
+                let _ = keeper.quit();
+            }
+        }
+    }
+
+    pub(crate) fn status(&self) -> ColdStatus {
+        let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
+        let mut status = ColdStatus { keeper: lock(&self.keeper).is_some(), ..ColdStatus::default() };
+        for group in groups {
+            let stats = group.tier.stats();
+            status.domains.push(ColdDomain {
+                name: group.key.1.clone(),
+                uid: group.key.0,
+                cold_bytes: stats.pages * pagefold_os::PAGE_SIZE as u64,
+                held_bytes: stats.bytes_held + stats.bytes_metadata,
+                bytes_max: stats.bytes_max,
+                ratio: stats.ratio(),
+                pages: stats.pages,
+                contents: stats.contents,
+                pages_filled: stats.pages_filled,
+                disk_bytes: stats.disk_bytes,
+                waste_bytes: stats.bytes_free_slots + stats.bytes_rounding,
+                stores_refused: stats.stores_refused,
+                loads_failed: stats.loads_failed,
+                load_us_log2: stats.load_us.to_vec(),
+            });
+            for client in lock(&group.clients).values() {
+                let counters = &client.counters;
+                let get = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+                status.clients.push(ColdClient {
+                    pid: client.pid,
+                    uid: client.uid,
+                    name: client.name.clone(),
+                    domain: group.key.1.clone(),
+                    pages_out: client.pages_out(),
+                    pages_out_ever: get(&counters.pages_out_ever),
+                    refaults: get(&counters.refaults),
+                    pages_back: get(&counters.pages_back),
+                    zero_faults: get(&counters.zero_faults),
+                    pages_lost: client.table.head().lost.load(Ordering::Relaxed),
+                    fault_ns: get(&counters.fault_ns),
+                    fault_us_log2: counters.fault_us.iter().map(get).collect(),
+                    parked: client.parked.load(Ordering::Relaxed),
+                    connected: lock(&client.socket).is_some(),
+                    idle_s: client
+                        .policy
+                        .try_lock()
+                        .ok()
+                        .and_then(|policy| policy.pace)
+                        .map_or(0.0, |pace| pace.idle_s),
+                    agent_cpu_ns: get(&counters.agent_cpu_ns),
+                });
+            }
+        }
+        status
+    }
+}
+
+fn head_epoch(client: &Client) -> u32 {
+    client.table.head().epoch.load(Ordering::Relaxed)
+}
+
+fn same_file(a: &Fd, b: &Fd) -> bool {
+    let inode = |fd: &Fd| pagefold_os::memfd::len_and_inode(fd.raw()).ok().map(|(_, inode)| inode);
+    inode(a).is_some() && inode(a) == inode(b)
+}
+
+fn start_thread(group: &Arc<Group>, client: &Arc<Client>) {
+    let (group, client) = (group.clone(), client.clone());
+    // Zstandard's decoder lives on the heap; what is on the stack is small.
+    let spawned = thread::Builder::new().name(format!("cold-{}", client.pid)).stack_size(256 << 10);
+    if let Err(error) = spawned.spawn(move || client.run(&group)) {
+        eprintln!("pagefold: no thread for a cold client: {error}");
+    }
+}
+
+fn start_pump(group: &Arc<Group>) {
+    let group = group.clone();
+    let pump = move || {
+        let mut buffers = pump::Buffers::new();
+        let mut ticked = Instant::now();
+        while !group.stopping.load(Ordering::Acquire) {
+            let clients: Vec<Arc<Client>> = lock(&group.clients).values().cloned().collect();
+            let mut more = false;
+            for client in &clients {
+                more |= pump::step(&group, client, &mut buffers);
+            }
+            if ticked.elapsed() >= group.config.tick && !clients.is_empty() {
+                ticked = Instant::now();
+                group.tier.tick();
+            }
+            if !more {
+                thread::sleep(TURN);
+            }
+        }
+    };
+    if let Err(error) = thread::Builder::new().name("cold-pump".into()).spawn(pump) {
+        eprintln!("pagefold: no thread for the cold tier: {error}");
+    }
+}
+
+impl Group {
+    fn deposit_arena(&self, keeper: &Keeper) {
+        let (arena, file) = self.tier.fds();
+        let fds: Vec<i32> = std::iter::once(arena).chain(file).collect();
+        let name = format!("{ARENA}:{:x}:{}:{}", self.id, self.key.0, self.key.1);
+        if let Err(error) = keeper.put(&name, &fds) {
+            eprintln!("pagefold: the keeper does not take the tier of {}: {error}", self.key.1);
+        }
+        let _ = pagefold_tier::fd_store::leave("pagefold-tier", &fds);
+    }
+
+    fn name_of(&self, client: &Client) -> String {
+        format!("{CLIENT}:{:x}:{}:{:x}:{}:{}", self.id, client.region, client.token, client.pid, client.uid)
+    }
+
+    fn deposit(&self, keeper: &Keeper, client: &Client) {
+        let fds = [client.uffd.fd().raw(), client.table_fd.raw(), client.pagemap.raw()];
+        if let Err(error) = keeper.put(&self.name_of(client), &fds) {
+            eprintln!("pagefold: the keeper does not take {} ({}): {error}", client.name, client.pid);
+        }
+    }
+
+    /// A client has ended.
+    fn remove(&self, region: u32) {
+        let Some(client) = lock(&self.clients).remove(&region) else { return };
+        client.gone.store(true, Ordering::Release);
+        if let Some(keeper) = lock(&self.keeper).as_ref() {
+            let _ = keeper.forget(&self.name_of(&client));
+        }
+        // Whoever talks to its agent finds the connection ended; after that nothing is stored for it any more.
+        let _held = lock(&client.link);
+        self.tier.remove_region(region);
+    }
+}

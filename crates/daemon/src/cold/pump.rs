@@ -1,0 +1,642 @@
+//! Which pages go out and when, and how they are brought back at once.
+//!
+//! One thread per domain. It only *stores* pages that are resident and *asks*
+//! agents to let go of them; what comes back by itself is
+//! [the client's](super::client) affair.
+//!
+//! **Probation is the first cooling.** A page that was not written for long is
+//! stored by LZ4 and leaves the client; a read brings it back, and it must then
+//! be silent twice as long before it is tried again. So reads are noticed at
+//! the price of a fault, as they would be if the page only lay aside, but the
+//! memory is free meanwhile. What stays silent is made denser by `Tier::tick`.
+
+use super::Group;
+use super::client::{CLUSTER_PAGES, Client, lock};
+use super::link::{ColdLink, Gone};
+use pagefold_agent::cold_table::{CHUNK_BYTES, CHUNK_PAGES, OUT, RESIDENT};
+use pagefold_agent::wire::{DropEntry, FETCH_PAGES_MAX, LIST_MAX};
+use pagefold_os::{PAGE_SIZE, Page, Range, pagemap, procfs};
+use pagefold_tier::policy::{Governor, Limits, Pace, Seen, stalled_share};
+use pagefold_tier::{Effort, Tier};
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+/// Memory of a client above this share of its limit goes out whether it is silent or not.
+const SHORT: f64 = 0.92;
+/// What such a client is brought down to.
+const RELIEVED: f64 = 0.88;
+/// How often it is asked how much memory is in use.
+const USED_PAUSE: Duration = Duration::from_millis(400);
+/// Pages remembered as touched lately: they come first on unpark.
+const TOUCHED_MAX: usize = 1 << 16;
+/// Pages per turn that the pump takes of one client before it looks after the others.
+const TURN_PAGES: u64 = 65_536;
+
+/// Ages of the pages of a chunk, in ticks, and how often each came back too early.
+struct Ages {
+    age: [u8; CHUNK_PAGES],
+    strikes: [u8; CHUNK_PAGES],
+}
+
+/// What the pump knows of a client.
+#[derive(Default)]
+pub(super) struct Policy {
+    governor: Option<Governor>,
+    stepped: Option<Instant>,
+    fault_ns: u64,
+    regions: Vec<Range>,
+    chunks: HashMap<u64, Box<Ages>>,
+    touched: Vec<u64>,
+    pub(super) pace: Option<Pace>,
+    cgroup: Option<PathBuf>,
+    used: Option<(Instant, (f64, u64))>,
+}
+
+/// Buffers of the pump.
+pub(super) struct Buffers {
+    pages: Vec<Page>,
+    have: Vec<bool>,
+}
+
+impl Buffers {
+    pub(super) fn new() -> Buffers {
+        Buffers { pages: vec![[0; PAGE_SIZE]; FETCH_PAGES_MAX], have: vec![false; FETCH_PAGES_MAX] }
+    }
+}
+
+/// A run to put out, and the managed range around it.
+type Run = (Range, Range);
+
+/// Stores the pages of `runs`, at most [`FETCH_PAGES_MAX`], and has them taken away; returns how many went.
+fn put_out(
+    client: &Client,
+    link: &mut ColdLink,
+    tier: &Tier,
+    runs: &[Run],
+    effort: Effort,
+    buffers: &mut Buffers,
+) -> Result<u64, Gone> {
+    let mut busy = Vec::new();
+    let mut gone = try_out(client, link, tier, runs, effort, buffers, &mut busy)?;
+    if !busy.is_empty() {
+        // Shared by a fork until a moment ago; what is pinned will say so again.
+        gone += try_out(client, link, tier, &busy, effort, buffers, &mut Vec::new())?;
+    }
+    Ok(gone)
+}
+
+fn try_out(
+    client: &Client,
+    link: &mut ColdLink,
+    tier: &Tier,
+    runs: &[Run],
+    effort: Effort,
+    buffers: &mut Buffers,
+    busy: &mut Vec<Run>,
+) -> Result<u64, Gone> {
+    // Only pages that are nobody's business at this moment: not out, no entry being discarded.
+    let mut wanted: Vec<Run> = Vec::with_capacity(runs.len());
+    {
+        let service = lock(&client.service);
+        if service.is_moving() {
+            return Ok(0);
+        }
+        for (range, around) in runs {
+            let mut start = range.start;
+            for addr in (range.start..range.end).step_by(PAGE_SIZE) {
+                if client.table.state(addr) != RESIDENT {
+                    if start < addr {
+                        wanted.push((Range { start, end: addr }, *around));
+                    }
+                    start = addr + PAGE;
+                }
+            }
+            if start < range.end {
+                wanted.push((Range { start, end: range.end }, *around));
+            }
+        }
+    }
+    wanted.truncate(LIST_MAX);
+    if wanted.is_empty() {
+        return Ok(0);
+    }
+    let ranges: Vec<Range> = wanted.iter().map(|(range, _)| *range).collect();
+    link.copy(&ranges, &mut buffers.pages, &mut buffers.have)?;
+    let mut stored: Vec<(u64, u32)> = Vec::with_capacity(FETCH_PAGES_MAX);
+    let mut batch: Vec<(u64, &Page)> = Vec::with_capacity(FETCH_PAGES_MAX);
+    let mut places: Vec<(u32, Range)> = Vec::with_capacity(FETCH_PAGES_MAX);
+    let mut place = 0;
+    for (range, around) in &wanted {
+        for addr in (range.start..range.end).step_by(PAGE_SIZE) {
+            if buffers.have[place] {
+                batch.push((addr / PAGE, &buffers.pages[place]));
+                places.push((place as u32, *around));
+            }
+            place += 1;
+        }
+    }
+    let results = tier.store_many(client.region, &batch, effort);
+    let mut entries: Vec<DropEntry> = Vec::new();
+    for (((page, _), (place, around)), result) in batch.iter().zip(&places).zip(&results) {
+        // A refused page stays where it is.
+        if result.is_err() {
+            continue;
+        }
+        stored.push((*page, *place));
+        let addr = page * PAGE;
+        match entries.last_mut() {
+            Some(last)
+                if last.start + u64::from(last.pages) * PAGE == addr
+                    && last.place + last.pages == *place
+                    && last.around_start == around.start =>
+            {
+                last.pages += 1;
+            }
+            _ => entries.push(DropEntry {
+                start: addr,
+                around_start: around.start,
+                around_end: around.end,
+                pages: 1,
+                place: *place,
+            }),
+        }
+    }
+    if entries.is_empty() {
+        return Ok(0);
+    }
+    // If the agent is gone now we do not know what it did: the entries stay until books and world are reconciled.
+    let places_busy = link.drop_pages(&entries)?;
+    client.counters.agent_cpu_ns.store(link.agent_cpu_ns, Ordering::Relaxed);
+    let _service = lock(&client.service);
+    let mut gone = 0;
+    for (page, place) in stored {
+        if places_busy.binary_search(&place).is_ok() {
+            let around =
+                entries.iter().find(|entry| entry.around_start <= page * PAGE && page * PAGE < entry.around_end);
+            if let Some(entry) = around {
+                let around = Range { start: entry.around_start, end: entry.around_end };
+                busy.push((Range::pages_from(page * PAGE, 1), around));
+            }
+        }
+        // The table says what happened. A page that went and came back already has no entry any more.
+        if client.table.state(page * PAGE) == OUT {
+            gone += 1;
+        } else {
+            tier.discard(client.region, page..page + 1);
+        }
+    }
+    client.counters.pages_out_ever.fetch_add(gone, Ordering::Relaxed);
+    Ok(gone)
+}
+
+/// Calls `f` with the parts of `range` whose pages match `query`.
+fn scan(client: &Client, range: Range, query: pagemap::Query, mut f: impl FnMut(&pagemap::Region)) -> Result<(), Gone> {
+    let mut found = [pagemap::Region::default(); 512];
+    let mut start = range.start;
+    while start < range.end {
+        let part = Range { start, end: range.end };
+        let (count, walked) = pagemap::scan(&client.pagemap, part, query, &mut found).map_err(|_| Gone)?;
+        found[..count].iter().for_each(&mut f);
+        if walked <= start {
+            break;
+        }
+        start = walked;
+    }
+    Ok(())
+}
+
+/// Resident pages of the program's own: in memory, not the kernel's zero page, no file's.
+fn resident() -> pagemap::Query {
+    let all_of = pagemap::PRESENT | pagemap::PFNZERO | pagemap::FILE;
+    pagemap::Query {
+        all_of,
+        inverted: pagemap::PFNZERO | pagemap::FILE,
+        report: pagemap::PRESENT,
+        ..Default::default()
+    }
+}
+
+/// Puts runs out in batches; returns how many pages went. Ends early when the tier takes no more.
+fn put_all(
+    client: &Client,
+    link: &mut ColdLink,
+    tier: &Tier,
+    runs: &[Run],
+    effort: Effort,
+    buffers: &mut Buffers,
+) -> Result<u64, Gone> {
+    let mut gone = 0;
+    let mut batch: Vec<Run> = Vec::new();
+    let mut room = FETCH_PAGES_MAX as u64;
+    let mut barren = 0;
+    for (range, around) in runs {
+        let mut start = range.start;
+        while start < range.end {
+            let end = range.end.min(start + room * PAGE);
+            batch.push((Range { start, end }, *around));
+            room -= (end - start) / PAGE;
+            start = end;
+            if room == 0 || batch.len() == FETCH_PAGES_MAX {
+                let went = put_out(client, link, tier, &batch, effort, buffers)?;
+                gone += went;
+                barren = if went == 0 { barren + 1 } else { 0 };
+                let refused = tier.stats().bytes_held >= tier.stats().bytes_max;
+                if barren >= 4 && refused || client.gone.load(Ordering::Relaxed) {
+                    return Ok(gone);
+                }
+                batch.clear();
+                room = FETCH_PAGES_MAX as u64;
+            }
+        }
+    }
+    if !batch.is_empty() {
+        gone += put_out(client, link, tier, &batch, effort, buffers)?;
+    }
+    Ok(gone)
+}
+
+/// Where a client's memory is counted, and its limit.
+fn cgroup_of(pid: i32) -> Option<PathBuf> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
+    let path = text.lines().find_map(|line| line.strip_prefix("0::"))?;
+    ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
+        .iter()
+        .map(|root| PathBuf::from(format!("{root}{}", path.trim_end())))
+        .find(|path| path.join("memory.current").exists())
+}
+
+impl Policy {
+    /// Memory in use as a share of the limit, and the limit, of the client's cgroup or the host, whichever is tighter.
+    fn used(&mut self, pid: i32) -> (f64, u64) {
+        if let Some((_, used)) = self.used.filter(|(at, _)| at.elapsed() < USED_PAUSE) {
+            return used;
+        }
+        let (available, total) = procfs::available_and_total();
+        let mut tightest = (1.0 - available as f64 / total.max(1) as f64, total);
+        if self.cgroup.is_none() {
+            self.cgroup = cgroup_of(pid);
+        }
+        if let Some(path) = &self.cgroup {
+            let number =
+                |name: &str| -> Option<u64> { std::fs::read_to_string(path.join(name)).ok()?.trim().parse().ok() };
+            let limit = [number("memory.high"), number("memory.max")].into_iter().flatten().min();
+            if let (Some(current), Some(limit)) = (number("memory.current"), limit) {
+                let share = current as f64 / limit.max(1) as f64;
+                if share > tightest.0 {
+                    tightest = (share, limit);
+                }
+            }
+        }
+        self.used = Some((Instant::now(), tightest));
+        tightest
+    }
+
+    fn stalled(&self) -> f64 {
+        let text = self.cgroup.as_ref().and_then(|path| std::fs::read_to_string(path.join("memory.pressure")).ok());
+        text.and_then(|text| stalled_share(&text)).unwrap_or(0.0)
+    }
+
+    /// Looks which pages were written since the last look, and lets the others grow older.
+    fn look(&mut self, client: &Client, link: &mut ColdLink, tier: &Tier) -> Result<(), Gone> {
+        let regions = link.regions()?;
+        if regions != self.regions {
+            link.watch(&regions)?;
+            self.regions = regions;
+            let (first, last) = (self.regions.first().map_or(0, |r| r.start), self.regions.last().map_or(0, |r| r.end));
+            self.chunks.retain(|chunk, _| (first / CHUNK_BYTES..last.div_ceil(CHUNK_BYTES)).contains(chunk));
+        }
+        for ages in self.chunks.values_mut() {
+            for age in &mut ages.age {
+                *age = age.saturating_add(1);
+            }
+        }
+        let wanted = pagemap::WPALLOWED | pagemap::WRITTEN | pagemap::PRESENT;
+        let query = pagemap::Query { all_of: wanted, report: wanted, flags: pagemap::PROTECT, ..Default::default() };
+        for range in &self.regions {
+            let chunks = &mut self.chunks;
+            scan(client, *range, query, |region| {
+                for addr in (region.start..region.end).step_by(PAGE_SIZE) {
+                    let ages = chunks
+                        .entry(addr / CHUNK_BYTES)
+                        .or_insert_with(|| Box::new(Ages { age: [0; CHUNK_PAGES], strikes: [0; CHUNK_PAGES] }));
+                    ages.age[(addr % CHUNK_BYTES) as usize / PAGE_SIZE] = 0;
+                }
+            })?;
+        }
+        for page in tier.take_touched(client.region) {
+            if let Some(ages) = self.chunks.get_mut(&(page * PAGE / CHUNK_BYTES)) {
+                let at = page as usize % CHUNK_PAGES;
+                ages.age[at] = 0;
+                ages.strikes[at] = ages.strikes[at].saturating_add(1).min(5);
+            }
+            if self.touched.len() < TOUCHED_MAX {
+                self.touched.push(page);
+            }
+        }
+        Ok(())
+    }
+
+    /// The oldest resident pages, at most `pages_max`, that were silent for `ticks` and more (more by their strikes).
+    fn oldest(&self, client: &Client, ticks: u64, pages_max: u64) -> Result<Vec<Run>, Gone> {
+        let mut by_age: Vec<Vec<Run>> = (0..=255).map(|_| Vec::new()).collect();
+        for around in &self.regions {
+            scan(client, *around, resident(), |region| {
+                for addr in (region.start..region.end).step_by(PAGE_SIZE) {
+                    let Some(ages) = self.chunks.get(&(addr / CHUNK_BYTES)) else { continue };
+                    let at = (addr % CHUNK_BYTES) as usize / PAGE_SIZE;
+                    let (age, strikes) = (ages.age[at], ages.strikes[at]);
+                    // The effective age: a page that came back early counts as younger.
+                    let age = age >> strikes;
+                    if u64::from(age) < ticks {
+                        continue;
+                    }
+                    let runs = &mut by_age[usize::from(age)];
+                    match runs.last_mut() {
+                        Some((range, around)) if range.end == addr && addr < around.end => range.end = addr + PAGE,
+                        _ => runs.push((Range::pages_from(addr, 1), *around)),
+                    }
+                }
+            })?;
+        }
+        let mut room = pages_max;
+        let mut runs = Vec::new();
+        for (range, around) in by_age.into_iter().rev().flatten() {
+            if room == 0 {
+                break;
+            }
+            let end = range.end.min(range.start + room * PAGE);
+            room -= (end - range.start) / PAGE;
+            runs.push((Range { start: range.start, end }, around));
+        }
+        Ok(runs)
+    }
+}
+
+/// One look at one client: what is silent goes out at its governor's pace, more if memory is short.
+/// Returns whether there is more to do at once.
+pub(super) fn step(group: &Group, client: &Arc<Client>, buffers: &mut Buffers) -> bool {
+    let mut held = lock(&client.link);
+    let Some(link) = held.as_mut() else { return false };
+    match try_step(group, client, link, buffers) {
+        Ok(more) => more,
+        Err(Gone) => {
+            // The client's thread finds out whether the process has ended.
+            shut(link);
+            *held = None;
+            false
+        }
+    }
+}
+
+fn shut(link: &ColdLink) {
+    // SAFETY: numbers only; the socket is ours as long as the link is.
+    unsafe { libc::shutdown(link.socket.raw(), libc::SHUT_RDWR) };
+}
+
+fn try_step(group: &Group, client: &Arc<Client>, link: &mut ColdLink, buffers: &mut Buffers) -> Result<bool, Gone> {
+    let tier = &group.tier;
+    let mut policy = lock(&client.policy);
+    let policy = &mut *policy;
+    let mut more = obey_hints(group, client, link, policy, buffers)?;
+    let (used, limit) = policy.used(client.pid);
+    let starved = client.starved.swap(false, Ordering::Relaxed);
+    let short = used > SHORT || starved;
+    let due = policy.stepped.is_none_or(|at| at.elapsed() >= group.config.tick);
+    if !due && !short {
+        return Ok(more);
+    }
+    let first = policy.stepped.is_none();
+    let elapsed_s = policy.stepped.map_or(0.0, |at| at.elapsed().as_secs_f64());
+    if due || short && elapsed_s > 0.5 {
+        policy.look(client, link, tier)?;
+        let tolerance = match client.tolerance_ppm.load(Ordering::Relaxed) {
+            0 => group.config.tolerance,
+            ppm => ppm as f64 / 1e6,
+        };
+        let idle_s_min = group.config.idle_min.as_secs_f64().max(0.05);
+        let limits = Limits { tolerance, idle_s_min, ..Limits::default() };
+        let fault_ns = client.counters.fault_ns.load(Ordering::Relaxed);
+        let refault_s = (fault_ns - policy.fault_ns) as f64 / 1e9;
+        policy.fault_ns = fault_ns;
+        let client_stalled = policy.stalled();
+        let governor = policy.governor.get_or_insert_with(|| Governor::starting_at(limits, 12.0 * idle_s_min));
+        if !first {
+            policy.pace = Some(governor.step(&Seen { elapsed_s, refault_s, client_stalled, used }));
+        }
+        policy.stepped = Some(Instant::now());
+    }
+    let mut budget = 0;
+    let mut ticks = 1;
+    if let Some(pace) = policy.pace.filter(|_| due && !first && group.config.automatic) {
+        budget = (pace.pages_per_s * group.config.tick.as_secs_f64()) as u64;
+        ticks = (pace.idle_s / group.config.tick.as_secs_f64()).ceil().max(1.0) as u64;
+    }
+    if short {
+        let excess = ((used - RELIEVED).max(0.02) * limit as f64) as u64 / PAGE;
+        budget = budget.max(excess).max(1024);
+        ticks = 0;
+    }
+    budget = budget.min(TURN_PAGES);
+    if budget == 0 {
+        return Ok(more);
+    }
+    let runs = policy.oldest(client, ticks, budget)?;
+    let gone = put_all(client, link, tier, &runs, Effort::Fast, buffers)?;
+    more |= short && gone > 0;
+    Ok(more)
+}
+
+/// What the program itself said by madvise(2).
+fn obey_hints(
+    group: &Group,
+    client: &Arc<Client>,
+    link: &mut ColdLink,
+    policy: &mut Policy,
+    buffers: &mut Buffers,
+) -> Result<bool, Gone> {
+    let mut hints = Vec::new();
+    client.table.take_hints(|number, start, end, advice| hints.push((number, Range { start, end }, advice)));
+    let Some(first) = hints.iter().map(|(number, ..)| *number).min() else { return Ok(false) };
+    // In the order in which they were given; the number wraps.
+    hints.sort_unstable_by_key(|(number, ..)| number.wrapping_sub(first.wrapping_add(1 << 31)));
+    policy.regions = link.regions()?;
+    link.watch(&policy.regions)?;
+    for (_, range, advice) in hints {
+        let parts: Vec<Run> = policy
+            .regions
+            .iter()
+            .map(|region| {
+                let part = Range { start: range.start.max(region.start), end: range.end.min(region.end) };
+                (part, *region)
+            })
+            .filter(|(part, _)| part.start < part.end)
+            .collect();
+        match advice {
+            libc::MADV_PAGEOUT => {
+                let mut runs = Vec::new();
+                for (part, around) in &parts {
+                    scan(client, *part, resident(), |found| {
+                        runs.push((Range { start: found.start, end: found.end }, *around));
+                    })?;
+                }
+                put_all(client, link, &group.tier, &runs, Effort::Fast, buffers)?;
+            }
+            libc::MADV_COLD => {
+                // Old enough for the next turn, if nothing writes to it meanwhile.
+                for (part, _) in &parts {
+                    for addr in (part.start..part.end).step_by(PAGE_SIZE) {
+                        let ages = policy
+                            .chunks
+                            .entry(addr / CHUNK_BYTES)
+                            .or_insert_with(|| Box::new(Ages { age: [0; CHUNK_PAGES], strikes: [0; CHUNK_PAGES] }));
+                        let at = (addr % CHUNK_BYTES) as usize / PAGE_SIZE;
+                        ages.age[at] = 254;
+                        ages.strikes[at] = 0;
+                    }
+                }
+            }
+            libc::MADV_WILLNEED => {
+                let mut pages = Vec::new();
+                client.table.for_each_run(range.start, range.end, OUT, |start, end| {
+                    pages.extend(start / PAGE..end / PAGE);
+                });
+                bring_back(group, client, &pages);
+            }
+            _ => {}
+        }
+    }
+    Ok(true)
+}
+
+/// Puts everything of a client out that can go; returns the pages that went.
+pub(super) fn park(group: &Group, client: &Arc<Client>, buffers: &mut Buffers) -> Option<u64> {
+    let mut held = lock(&client.link);
+    let link = held.as_mut()?;
+    client.parked.store(true, Ordering::Relaxed);
+    let mut all = || -> Result<u64, Gone> {
+        let regions = link.regions()?;
+        link.watch(&regions)?;
+        let mut policy = lock(&client.policy);
+        policy.regions = regions.clone();
+        // What came back in the life that ends now comes back first in the next one.
+        policy.touched = group.tier.take_touched(client.region);
+        drop(policy);
+        let mut gone = 0;
+        for around in regions {
+            let mut runs = Vec::new();
+            scan(client, around, resident(), |found| {
+                runs.push((Range { start: found.start, end: found.end }, around));
+            })?;
+            gone += put_all(client, link, &group.tier, &runs, Effort::Dense, buffers)?;
+        }
+        Ok(gone)
+    };
+    match all() {
+        Ok(gone) => Some(gone),
+        Err(Gone) => {
+            shut(link);
+            *held = None;
+            None
+        }
+    }
+}
+
+/// Brings everything of a client back, the pages touched last time first; returns the pages that came.
+pub(super) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
+    client.parked.store(false, Ordering::Relaxed);
+    // Nothing goes out meanwhile: what was loaded must still be what is out when it is copied.
+    let mut held = lock(&client.link);
+    let mut first: Vec<u64> = {
+        let mut policy = lock(&client.policy);
+        policy.chunks.clear();
+        let mut touched = std::mem::take(&mut policy.touched);
+        touched.extend(group.tier.take_touched(client.region));
+        touched
+    };
+    first.sort_unstable();
+    first.dedup();
+    let before = client.counters.pages_back.load(Ordering::Relaxed);
+    bring_back(group, client, &first);
+    let mut rest = Vec::new();
+    client.table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| rest.extend(start / PAGE..end / PAGE));
+    // Two hands: decompression is what takes the time.
+    let (left, right) = rest.split_at(rest.len() / 2);
+    std::thread::scope(|scope| {
+        scope.spawn(|| bring_back(group, client, right));
+        bring_back(group, client, left);
+    });
+    let came = client.counters.pages_back.load(Ordering::Relaxed) - before;
+    // The kernel serves fresh pages alone again.
+    if let Some(link) = held.as_mut() {
+        let released = link.regions().and_then(|regions| link.release(&regions));
+        if released.is_err() {
+            shut(link);
+            *held = None;
+        }
+    }
+    came
+}
+
+/// Brings these pages back, as far as they are out. The caller holds the client's link.
+fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
+    let tier = &group.tier;
+    let mut buffer = vec![[0; PAGE_SIZE]; CLUSTER_PAGES];
+    let mut at = 0;
+    let mut refused = 0;
+    while at < pages.len() && !client.gone.load(Ordering::Relaxed) {
+        let mut len = 1;
+        while at + len < pages.len() && len < CLUSTER_PAGES && pages[at + len] == pages[at] + len as u64 {
+            len += 1;
+        }
+        let (start, end) = (pages[at], pages[at] + len as u64);
+        // Loading needs no lock: what is true at the end counts.
+        let loaded: Vec<bool> = (start..end)
+            .map(|page| {
+                client.table.state(page * PAGE) == OUT
+                    && tier.load(client.region, page, &mut buffer[(page - start) as usize]).is_ok()
+            })
+            .collect();
+        let mut again = false;
+        {
+            let service = lock(&client.service);
+            if !client.take_pact(2000) {
+                refused += 1;
+                if refused > 1000 {
+                    break;
+                }
+                continue;
+            }
+            let mut page = start;
+            while page < end {
+                let ready = |page: u64| loaded[(page - start) as usize] && client.table.state(page * PAGE) == OUT;
+                if !ready(page) {
+                    page += 1;
+                    continue;
+                }
+                let from = page;
+                while page < end && ready(page) {
+                    page += 1;
+                }
+                let source = buffer[(from - start) as usize..(page - start) as usize].as_ptr() as u64;
+                let came = client.copy_run(tier, from, page, source);
+                again |= came.end < page;
+            }
+            client.table.free_pact();
+            drop(service);
+        }
+        if again && refused < 1000 {
+            // Events wait, or memory does.
+            refused += 1;
+            client.serve(tier);
+            if refused > 8 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            continue;
+        }
+        at += len;
+    }
+}

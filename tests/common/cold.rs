@@ -1,0 +1,120 @@
+//! A daemon with a keeper, for the tests of the cold tier.
+
+use super::{TOOL, wait_for};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+
+/// A daemon with a keeper: either may be replaced by the other at any time, so both are known by their sockets.
+pub struct Host {
+    pub child: Child,
+    pub socket: PathBuf,
+    pub dir: tempfile::TempDir,
+}
+
+impl Host {
+    pub fn start(args: &[&str]) -> Host {
+        let dir = tempfile::tempdir().expect("a directory");
+        let socket = dir.path().join("s");
+        let child = spawn(&socket, args);
+        let host = Host { child, socket, dir };
+        host.wait();
+        host
+    }
+
+    pub fn wait(&self) {
+        wait_for("a daemon to listen", 30, || self.tool(&["status", "--json"]).status.success());
+    }
+
+    pub fn tool(&self, args: &[&str]) -> Output {
+        let (command, rest) = args.split_first().expect("a command");
+        Command::new(TOOL).arg(command).arg("--socket").arg(&self.socket).args(rest).output().expect("the tool runs")
+    }
+
+    pub fn run(&self, options: &[&str]) -> Command {
+        let mut command = Command::new(TOOL);
+        command.args(["run", "--cold", "--socket"]).arg(&self.socket).args(options).arg("--");
+        command.current_dir(self.dir.path());
+        command
+    }
+
+    pub fn status(&self) -> Value {
+        let output = self.tool(&["status", "--json"]);
+        assert!(output.status.success(), "status: {}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).expect("status --json is JSON")
+    }
+
+    pub fn cold(&self, pid: i32) -> Option<Value> {
+        let status = self.status();
+        status["cold"]["clients"].as_array()?.iter().find(|client| client["pid"] == pid).cloned()
+    }
+
+    /// A number of a client; 0 if it is none.
+    pub fn number(&self, pid: i32, name: &str) -> u64 {
+        self.cold(pid).map_or(0, |client| client[name].as_u64().unwrap_or_else(|| panic!("no {name} in {client}")))
+    }
+
+    pub fn wait_for_client(&self, pid: i32) {
+        wait_for("the client to be connected", 30, || self.cold(pid).is_some_and(|client| client["connected"] == true));
+    }
+
+    /// Puts everything of a client out; returns the pages that are out afterwards.
+    pub fn park(&self, pid: i32) -> u64 {
+        let output = self.tool(&["park", &pid.to_string()]);
+        assert!(output.status.success(), "park: {}", String::from_utf8_lossy(&output.stderr));
+        self.number(pid, "pages_out")
+    }
+
+    pub fn keeper_pid(&self) -> Option<i32> {
+        let mut path = self.socket.clone().into_os_string();
+        path.push(".keeper");
+        use std::os::unix::ffi::OsStrExt;
+        let socket = pagefold_os::sock::connect(path.as_bytes()).ok()?;
+        Some(pagefold_os::sock::peer(&socket).ok()?.pid)
+    }
+
+    pub fn pid(&self) -> i32 {
+        self.status()["pid"].as_i64().expect("a number") as i32
+    }
+
+    /// As `kill -9` of whoever is the daemon now; the keeper starts the next one.
+    pub fn kill_daemon(&mut self) {
+        let pid = self.pid();
+        kill(pid);
+        if pid == self.child.id() as i32 {
+            let _ = self.child.wait();
+        }
+    }
+
+    pub fn kill_all(&mut self) {
+        if let Some(keeper) = self.keeper_pid() {
+            kill(keeper);
+            wait_for("the keeper to end", 10, || self.keeper_pid().is_none());
+        }
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let output = self.tool(&["status", "--json"]);
+        if let Ok(status) = serde_json::from_slice::<Value>(&output.stdout) {
+            kill(status["pid"].as_i64().unwrap_or(0) as i32);
+        }
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        self.kill_all();
+    }
+}
+
+pub fn kill(pid: i32) {
+    if pid > 1 {
+        // SAFETY: a process that this test started.
+        unsafe { libc::kill(pid, libc::SIGKILL) };
+    }
+}
+
+pub fn spawn(socket: &Path, args: &[&str]) -> Child {
+    let mut command = Command::new(TOOL);
+    command.args(["daemon", "--busy", "--period", "1s", "--socket"]).arg(socket).args(args);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("the daemon starts")
+}

@@ -1,0 +1,296 @@
+//! The cold tier behind live clients: whatever they and we live through, every page reads as last written, or, when all
+//! who held it are dead, ends in SIGBUS. `PAGEFOLD_KILLS=N` sets the number of killed daemons.
+
+mod common;
+
+use common::cold::{Host, spawn};
+use common::{Reaped, TOOL, can_merge, installed, skipped, wait_for};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+/// The compiled client, once.
+fn program() -> Option<&'static Path> {
+    static BUILT: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
+    let built = BUILT.get_or_init(|| {
+        installed("cc")?;
+        if cfg!(not(target_arch = "x86_64")) {
+            skipped("the client makes bare system calls of x86-64");
+            return None;
+        }
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+        let program = dir.path().join("cold");
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/programs/cold.c");
+        let mut cc = Command::new("cc");
+        cc.args(["-O2", "-Wall", "-Werror", "-pthread", "-o"]).arg(&program).arg(source);
+        let done = cc.output().expect("cc runs");
+        assert!(done.status.success(), "cc: {}", String::from_utf8_lossy(&done.stderr));
+        Some((dir, program))
+    });
+    built.as_ref().map(|(_, program)| program.as_path())
+}
+
+struct Served {
+    child: Reaped,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Served {
+    fn start(host: &Host, options: &[&str], mib: u64) -> Served {
+        let mut command = host.run(options);
+        command.arg(program().expect("looked for before")).arg(mib.to_string());
+        let mut child = Reaped(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a client"));
+        let input = child.0.stdin.take().expect("a pipe");
+        let output = BufReader::new(child.0.stdout.take().expect("a pipe"));
+        let mut served = Served { child, input, output };
+        assert_eq!(served.line(), "ready");
+        host.wait_for_client(served.pid());
+        served
+    }
+
+    fn pid(&self) -> i32 {
+        self.child.pid()
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).expect("a line");
+        line.trim_end().to_owned()
+    }
+
+    fn send(&mut self, command: &str) {
+        writeln!(self.input, "{command}").expect("the client reads");
+    }
+
+    fn expect_right(&mut self, command: &str) {
+        let line = self.line();
+        assert_eq!(line, "right", "{command}: the client found wrong bytes, or died");
+    }
+
+    fn does(&mut self, command: &str) {
+        self.send(command);
+        self.expect_right(command);
+    }
+}
+
+/// A small generator of numbers; the seed is printed, so that a failure can be repeated.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+}
+
+fn resident(pid: i32) -> u64 {
+    pagefold_os::procfs::memory(pid).map_or(0, |memory| memory.anonymous)
+}
+
+#[test]
+fn what_a_program_does_to_pages_that_are_out_is_what_it_always_was() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let host = Host::start(&["--cold-manual"]);
+    let mut client = Served::start(&host, &[], 16);
+    let pid = client.pid();
+    let before = resident(pid);
+    assert!(before > 14 << 20, "{before}");
+    for command in [
+        "check",
+        "peek 500",
+        "write 500",
+        "discard 200",
+        "rawdiscard 200",
+        "fork",
+        "move",
+        "unmap",
+        "rawfork",
+        "storm 300",
+        "advise willneed",
+        "check",
+    ] {
+        // Memory from which the program just discarded something is left alone for a moment.
+        wait_for(&format!("the pages to go before {command}"), 20, || {
+            host.park(pid) > 1000 && resident(pid) < before / 4
+        });
+        client.does(command);
+    }
+    client.does("check");
+    // Parked while it works.
+    client.send("storm 3000");
+    for _ in 0..10 {
+        host.park(pid);
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    host.tool(&["unpark", &pid.to_string()]);
+    client.expect_right("storm");
+    client.does("check");
+    host.park(pid);
+    assert!(host.tool(&["unpark", "--all"]).status.success());
+    assert_eq!(host.number(pid, "pages_out"), 0);
+    client.does("check");
+    assert_eq!(host.number(pid, "pages_lost"), 0);
+    // The program's own wish.
+    wait_for("the pages to go", 20, || {
+        client.does("advise pageout");
+        host.number(pid, "pages_out") > 1000
+    });
+    client.does("advise willneed");
+    wait_for("the pages to come", 20, || host.number(pid, "pages_out") == 0);
+    client.does("check");
+    // An end with pages out leaves nothing behind.
+    host.park(pid);
+    drop(client);
+    wait_for("the tier to be empty", 20, || {
+        let status = host.status();
+        status["cold"]["clients"].as_array().is_some_and(Vec::is_empty) && status["cold"]["domains"][0]["pages"] == 0
+    });
+}
+
+#[test]
+fn killed_daemons_are_replaced_and_no_page_is_lost() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let rounds: u64 = std::env::var("PAGEFOLD_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(12);
+    let seed =
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(7, |time| time.as_nanos() as u64);
+    println!("seed {seed}");
+    let mut random = Random(seed | 1);
+    let mut host = Host::start(&["--cold-manual"]);
+    let mut clients: Vec<Served> = (0..2).map(|_| Served::start(&host, &[], 8)).collect();
+    let end = Instant::now() + Duration::from_secs(if rounds > 12 { 3600 } else { 45 });
+    for round in 0..rounds {
+        if Instant::now() > end {
+            println!("after {round} rounds: no time left");
+            break;
+        }
+        for client in &clients {
+            host.wait_for_client(client.pid());
+            if random.below(4) > 0 {
+                host.park(client.pid());
+            }
+        }
+        // Everything at once, and the daemon dies in the middle of it.
+        let all_park = random.below(2) == 0;
+        let mut parking = all_park.then(|| {
+            let mut command = Command::new(TOOL);
+            command.args(["park", "--all", "--socket"]).arg(&host.socket);
+            command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the tool runs")
+        });
+        let command = match random.below(4) {
+            0 => "check".to_owned(),
+            // Without bare system calls: what those discard at the instant of a daemon's death is a known limit.
+            1 => format!("work {}", 20 + random.below(200)),
+            2 => format!("write {}", 1 + random.below(2000)),
+            _ => format!("discard {}", 1 + random.below(300)),
+        };
+        clients.iter_mut().for_each(|client| client.send(&command));
+        std::thread::sleep(Duration::from_micros(random.below(60_000)));
+        host.kill_daemon();
+        clients.iter_mut().for_each(|client| client.expect_right(&command));
+        host.wait();
+        if let Some(parking) = &mut parking {
+            let _ = parking.wait();
+        }
+        if random.below(6) == 0 {
+            // A client may be killed as well; nobody else notices.
+            clients.remove(0);
+            clients.push(Served::start(&host, &[], 8));
+        }
+    }
+    clients.iter_mut().for_each(|client| client.does("check"));
+    for client in &clients {
+        host.wait_for_client(client.pid());
+        assert_eq!(host.number(client.pid(), "pages_lost"), 0);
+    }
+}
+
+#[test]
+fn with_daemon_and_keeper_dead_a_lost_page_is_a_sigbus_and_never_other_bytes() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let mut host = Host::start(&["--cold-manual"]);
+    let mut client = Served::start(&host, &[], 4);
+    let out = host.park(client.pid());
+    assert!(out > 500, "{out}");
+    host.kill_all();
+    // It waits, finds that nobody will ever come, and goes on with what it has.
+    client.send("lost");
+    let line = client.line();
+    let lost: u64 =
+        line.strip_prefix("lost ").and_then(|count| count.parse().ok()).unwrap_or_else(|| panic!("{line:?}"));
+    assert_eq!(lost, out, "every page that was out is gone, and no other");
+    // Another daemon serves it from now on.
+    host.child = spawn(&host.socket, &["--cold-manual"]);
+    host.wait();
+    host.wait_for_client(client.pid());
+}
+
+#[test]
+fn a_new_daemon_without_the_old_tier_tells_lost_pages_at_once() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let mut host = Host::start(&["--cold-manual", "--no-keeper"]);
+    let mut client = Served::start(&host, &[], 4);
+    let out = host.park(client.pid());
+    host.kill_all();
+    host.child = spawn(&host.socket, &["--cold-manual", "--no-keeper"]);
+    host.wait();
+    host.wait_for_client(client.pid());
+    client.send("lost");
+    assert_eq!(client.line(), format!("lost {out}"));
+}
+
+#[test]
+fn a_full_tier_and_a_full_disk_cost_saving_and_nothing_else() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let refused = |host: &Host| host.status()["cold"]["domains"][0]["stores_refused"].as_u64().unwrap_or(0);
+    let host = Host::start(&["--cold-manual", "--tier-max", "4M", "--tier-dir", "none"]);
+    let mut client = Served::start(&host, &[], 24);
+    host.park(client.pid());
+    assert!(refused(&host) > 0, "24 MiB went into 4");
+    for command in ["check", "storm 200", "fork", "check"] {
+        client.does(command);
+        host.park(client.pid());
+    }
+    drop((client, host));
+    // A file that takes two segments and no more.
+    let disk = tempfile::tempdir().expect("a directory");
+    let path = disk.path().to_str().expect("a path").to_owned();
+    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=2m", "tmpfs", &path]).status();
+    if !mounted.is_ok_and(|status| status.success()) {
+        return skipped("tmpfs cannot be mounted here");
+    }
+    let unmount = Unmount(path.clone());
+    let host = Host::start(&["--cold-manual", "--tier-max", "4M", "--tier-dir", &path]);
+    let mut client = Served::start(&host, &[], 24);
+    for command in ["check", "storm 200", "write 500", "check"] {
+        host.park(client.pid());
+        client.does(command);
+    }
+    assert!(refused(&host) > 0, "24 MiB went into 4 and a file of 2");
+    assert_eq!(host.number(client.pid(), "pages_lost"), 0);
+    drop((client, host));
+    drop(unmount);
+}
+
+/// Unmounts when dropped.
+struct Unmount(String);
+
+impl Drop for Unmount {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").args(["-l", &self.0]).status();
+    }
+}

@@ -1,0 +1,259 @@
+/* A client of the cold tier that knows what every byte of its memory must be. One command per line on standard input:
+ *   check            compare every page            peek N     compare N pages at random
+ *   write N          write N pages anew            discard N  MADV_DONTNEED of N short ranges, the C library's way
+ *   rawdiscard N     the same by a bare system call
+ *   fork | rawfork   a child compares every page   move       mremap of the whole memory to another address
+ *   unmap            a part is unmapped and mapped again
+ *   storm MS         threads write, compare and discard for so long; work MS: without bare system calls
+ *   advise pageout|cold|willneed                   lost       touch all; counts pages that end in SIGBUS
+ * Each answers "right", or "wrong ..." and ends. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#define PAGE 4096UL
+
+static uint8_t *memory;
+static size_t pages;
+/* What each page holds: 0 nothing, else the seed of its content. */
+static uint32_t *version;
+static uint64_t seed = 88172645463325252ULL;
+
+static uint64_t next(void) {
+    seed ^= seed << 13, seed ^= seed >> 7, seed ^= seed << 17;
+    return seed;
+}
+
+/* Kinds of content: one word, shared by many, text-like, noise. */
+static void content(uint64_t *out, uint32_t page, uint32_t v) {
+    if (v == 0) {
+        memset(out, 0, PAGE);
+        return;
+    }
+    uint64_t x;
+    switch ((page + v) % 5) {
+    case 0:
+        for (size_t i = 0; i < PAGE / 8; i++) out[i] = 0x4141414141414141ULL * (v % 3 + 1);
+        return;
+    case 1:
+        x = 0x9E3779B97F4A7C15ULL * (v % 7 + 1);
+        break;
+    case 2:
+        x = 0x9E3779B97F4A7C15ULL * (page + 1) + v;
+        for (size_t i = 0; i < PAGE / 8; i++) {
+            x ^= x << 13, x ^= x >> 7, x ^= x << 17;
+            out[i] = x;
+        }
+        return;
+    default:
+        x = ((uint64_t)page << 32 | v) * 0x9E3779B97F4A7C15ULL;
+    }
+    for (size_t i = 0; i < PAGE / 8; i++) {
+        if (i % 8 == 0) x ^= x << 13, x ^= x >> 7, x ^= x << 17;
+        out[i] = (x & 0x0f0f0f0f) << 8 | i % 8;
+    }
+    out[0] = ((uint64_t)page << 32) | v;
+}
+
+static int compare(size_t page) {
+    uint64_t want[PAGE / 8];
+    content(want, page, version[page]);
+    if (memcmp(memory + page * PAGE, want, PAGE) == 0) return 0;
+    uint64_t *have = (uint64_t *)(memory + page * PAGE);
+    size_t at = 0;
+    while (have[at] == want[at]) at++;
+    printf("wrong page %zu of %zu at %p, version %u: word %zu is %016lx, not %016lx\n", page, pages,
+           (void *)(memory + page * PAGE), version[page], at, (unsigned long)have[at], (unsigned long)want[at]);
+    fflush(stdout);
+    return 1;
+}
+
+static void rewrite(size_t page) {
+    uint64_t fresh[PAGE / 8];
+    uint32_t v = version[page] + 1 + (uint32_t)(page & 1);
+    content(fresh, page, v);
+    memcpy(memory + page * PAGE, fresh, PAGE);
+    version[page] = v;
+}
+
+static int check(void) {
+    for (size_t page = 0; page < pages; page++)
+        if (compare(page)) return 1;
+    return 0;
+}
+
+static long bare(long number, long a, long b, long c, long d, long e) {
+    long result;
+    register long r10 __asm__("r10") = d;
+    register long r8 __asm__("r8") = e;
+    __asm__ volatile("syscall"
+                     : "=a"(result)
+                     : "a"(number), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8)
+                     : "rcx", "r11", "memory");
+    return result;
+}
+
+static int after_fork(pid_t child) {
+    if (child == 0) {
+        int bad = check();
+        /* The child may also write what it has. */
+        for (size_t page = 0; page < pages && !bad; page += 7) rewrite(page), bad = compare(page);
+        _exit(bad ? 3 : 0);
+    }
+    int status = 0;
+    if (child < 0 || waitpid(child, &status, 0) != child || status != 0) {
+        printf("wrong child, status %x\n", status);
+        fflush(stdout);
+        return 1;
+    }
+    return 0;
+}
+
+static volatile int stop_threads, bare_calls;
+static int threads_bad;
+
+/* Thread n owns pages n, n + 4, ... */
+static void *hammer(void *argument) {
+    size_t mine = (size_t)argument;
+    uint64_t x = 0x1234567 + mine * 77;
+    while (!stop_threads) {
+        x ^= x << 13, x ^= x >> 7, x ^= x << 17;
+        size_t page = (x >> 20) % (pages / 4) * 4 + mine;
+        if (compare(page)) {
+            threads_bad = 1;
+            return NULL;
+        }
+        if (x & 1) rewrite(page);
+        if ((x & 0xff00) == 0) {
+            size_t away = (x >> 30) % (pages / 4) * 4 + mine;
+            version[away] = 0;
+            if ((x & 2) || !bare_calls)
+                madvise(memory + away * PAGE, PAGE, MADV_DONTNEED);
+            else
+                bare(SYS_madvise, (long)(memory + away * PAGE), PAGE, MADV_DONTNEED, 0, 0);
+        }
+    }
+    return NULL;
+}
+
+static int storm(long ms) {
+    pthread_t threads[4];
+    stop_threads = threads_bad = 0;
+    for (size_t i = 0; i < 4; i++) pthread_create(&threads[i], NULL, hammer, (void *)i);
+    struct timespec wait = {ms / 1000, ms % 1000 * 1000000};
+    nanosleep(&wait, NULL);
+    stop_threads = 1;
+    for (int i = 0; i < 4; i++) pthread_join(threads[i], NULL);
+    return threads_bad;
+}
+
+static sigjmp_buf bus_jump;
+static void on_bus(int signal) {
+    (void)signal;
+    siglongjmp(bus_jump, 1);
+}
+
+static int lost(void) {
+    struct sigaction action = {.sa_handler = on_bus, .sa_flags = SA_NODEFER};
+    sigaction(SIGBUS, &action, NULL);
+    volatile size_t gone = 0;
+    for (volatile size_t page = 0; page < pages; page++) {
+        if (sigsetjmp(bus_jump, 1)) {
+            gone++;
+            continue;
+        }
+        if (compare(page)) return 1;
+    }
+    printf("lost %zu\n", (size_t)gone);
+    fflush(stdout);
+    return 0;
+}
+
+static uint8_t *map(size_t len) {
+    uint8_t *at = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (at == MAP_FAILED) exit(2);
+    madvise(at, len, MADV_NOHUGEPAGE);
+    return at;
+}
+
+int main(int argc, char **argv) {
+    pages = (argc > 1 ? strtoul(argv[1], NULL, 10) : 16) << 8;
+    memory = map(pages * PAGE);
+    version = calloc(pages, sizeof *version);
+    for (size_t page = 0; page < pages; page++)
+        if (page % 11) rewrite(page);
+    printf("ready\n");
+    fflush(stdout);
+    char line[128];
+    while (fgets(line, sizeof line, stdin)) {
+        char word[32] = "", what[32] = "";
+        long count = 0;
+        sscanf(line, "%31s %ld", word, &count);
+        sscanf(line, "%*s %31s", what);
+        int bad = 0;
+        if (!strcmp(word, "check")) {
+            bad = check();
+        } else if (!strcmp(word, "peek")) {
+            for (long i = 0; i < count && !bad; i++) bad = compare(next() % pages);
+        } else if (!strcmp(word, "write")) {
+            for (long i = 0; i < count; i++) rewrite(next() % pages);
+        } else if (!strcmp(word, "discard") || !strcmp(word, "rawdiscard")) {
+            for (long i = 0; i < count && !bad; i++) {
+                size_t page = next() % pages, len = 1 + next() % 9;
+                if (page + len > pages) len = pages - page;
+                if (word[0] == 'r')
+                    bare(SYS_madvise, (long)(memory + page * PAGE), len * PAGE, MADV_DONTNEED, 0, 0);
+                else
+                    madvise(memory + page * PAGE, len * PAGE, MADV_DONTNEED);
+                for (size_t at = page; at < page + len; at++) version[at] = 0;
+                bad = compare(page + next() % len);
+            }
+        } else if (!strcmp(word, "fork")) {
+            bad = after_fork(fork());
+        } else if (!strcmp(word, "rawfork")) {
+            bad = after_fork((pid_t)bare(SYS_clone, SIGCHLD, 0, 0, 0, 0));
+        } else if (!strcmp(word, "move")) {
+            uint8_t *to = map(pages * PAGE);
+            uint8_t *moved = mremap(memory, pages * PAGE, pages * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, to);
+            if (moved != to) {
+                printf("wrong mremap\n");
+                return 1;
+            }
+            memory = moved;
+        } else if (!strcmp(word, "unmap")) {
+            size_t first = next() % (pages / 2), len = pages / 4;
+            munmap(memory + first * PAGE, len * PAGE);
+            if (mmap(memory + first * PAGE, len * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1,
+                     0) == MAP_FAILED)
+                return 2;
+            for (size_t at = first; at < first + len; at++) version[at] = 0;
+            bad = compare(first);
+            for (size_t at = first; at < first + len; at += 2) rewrite(at);
+        } else if (!strcmp(word, "storm") || !strcmp(word, "work")) {
+            bare_calls = word[0] == 's';
+            bad = storm(count);
+        } else if (!strcmp(word, "advise")) {
+            int advice = !strcmp(what, "cold") ? MADV_COLD : !strcmp(what, "pageout") ? MADV_PAGEOUT : MADV_WILLNEED;
+            if (madvise(memory, pages * PAGE, advice) != 0) bad = (perror("madvise"), 1);
+        } else if (!strcmp(word, "lost")) {
+            if (lost()) return 1;
+            continue;
+        } else {
+            return 2;
+        }
+        if (bad) return 1;
+        printf("right\n");
+        fflush(stdout);
+    }
+    return 0;
+}
