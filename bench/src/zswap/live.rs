@@ -200,9 +200,12 @@ pub fn measure(on: &str, set: &[u8], idle: Duration) -> io::Result<Vec<Row>> {
             ("MB/GiB held", held / 1e6 / (bytes(pages) / (1 << 30) as f64)),
         ],
     );
+    // The thread that answered us ends first, and takes its time out of the sum.
+    std::thread::sleep(Duration::from_millis(500));
     let before = live.cpu_ns();
     std::thread::sleep(idle);
-    let share = (live.cpu_ns() - before) as f64 / idle.as_nanos() as f64;
+    let spent = live.cpu_ns().checked_sub(before).map_or(f64::NAN, |ns| ns as f64);
+    let share = spent / idle.as_nanos() as f64;
     row("parked and idle", vec![("cpu %", share * 100.0)]);
     let touched = live.ask("random")?;
     row("touch, random", vec![("p50 us", touched[0]), ("p99 us", touched[1]), ("us/page", touched[2])]);

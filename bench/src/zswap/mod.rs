@@ -149,8 +149,7 @@ pub fn run(words: &[String]) -> ExitCode {
     if let Some(dir) = &args.record {
         let values: Vec<serde_json::Value> = rows.iter().filter_map(|row| serde_json::to_value(row).ok()).collect();
         let versions = serde_json::json!({ "zswap": kernel::Zswap::compressor() });
-        let given: Vec<String> = words.iter().filter(|word| !word.starts_with("--record")).cloned().collect();
-        match crate::record::write(dir, "zswap", "", &given, versions, &values) {
+        match crate::record::write(dir, "zswap", "", words, versions, &values) {
             Ok(path) => eprintln!("zswap: written to {}", path.display()),
             Err(error) => eprintln!("zswap: {}: {error}", dir.display()),
         }
