@@ -13,7 +13,7 @@
 //! differ, and those that the kernel will not move (pinned, shared by a fork),
 //! stay.
 //!
-//! Guard, then pact (see [`cold_table`](crate::cold_table)): in this order.
+//! Guard, then pact (see [`cold_table`]): in this order.
 
 use crate::cold_table::{self, FROZEN, OUT, PACT_AGENT, RESIDENT, Table, VOID};
 use crate::engine::{AGENT, SHARED, exit_thread, input, leave_if_alone, list_managed, read_settings, write_out};

@@ -1,7 +1,7 @@
 //! The cold tier behind live clients: who they are, who serves them, and what survives us.
 //!
-//! A [`Group`] is a domain's tier, its clients (a thread each, [`client`]) and
-//! its [`pump`]. Everything that a successor needs lies in descriptors that the
+//! A `Group` is a domain's tier, its clients (a thread each, `client`) and
+//! its `pump`. Everything that a successor needs lies in descriptors that the
 //! keeper holds from before the first page goes out: the tier's arena and file,
 //! and of each client userfaultfd, table and page map. See docs/design/tier.md,
 //! section 6.
