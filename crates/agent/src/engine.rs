@@ -19,7 +19,7 @@ use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsiz
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::{self, Uffd};
-use pagefold_os::{PAGE_SIZE, Page, Range, maps, mem, memfd, sched, sock, syscall};
+use pagefold_os::{PAGE_SIZE, Page, Range, maps, mem, memfd, pagemap, sched, sock, syscall};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -151,6 +151,11 @@ pub(crate) struct Agent {
     /// Address range that `heal` moves mappings to.
     pub(crate) aside: u64,
     segments: [Option<Segment>; SEGMENTS_HELD],
+    /// The process's page map.
+    pagemap: Fd,
+    /// Where the agent may run, and where it does if it was called somewhere.
+    cpus: sched::Cpus,
+    cpu: Option<u64>,
     /// Pages of the frozen span that the program discarded meanwhile.
     pub(crate) voids: [bool; FREEZE_PAGES_MAX],
 }
@@ -352,7 +357,6 @@ fn connect(hold: &mut Option<Uffd>) -> Result<Agent> {
     let pagemap = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0)?;
     sock::set_timeout(&socket, 10_000)?;
     sock::send(&socket, hello.bytes(), &[pagemap.raw()])?;
-    drop(pagemap);
     let mut buffer = [0u8; size_of::<Packet>()];
     let (got, mut fds) = sock::receive(&socket, &mut buffer, 0)?;
     let welcome = Packet::parse(&buffer[..got]).filter(|packet| packet.op == Op::Welcome as u32);
@@ -362,7 +366,7 @@ fn connect(hold: &mut Option<Uffd>) -> Result<Agent> {
     }
     let channel_fd = fds.take(0).ok_or(Errno(libc::EPROTO))?;
     let device = fds.take(1).or_else(|| uffd::open_device().ok());
-    match set_up(socket, channel_fd, device.as_ref(), hold) {
+    match set_up(socket, channel_fd, pagemap, device.as_ref(), hold) {
         Ok(agent) => {
             sock::send(&agent.socket, Packet::new(Op::Ready).bytes(), &[])?;
             // SAFETY: numbers only. From now on we wait for requests as long as it takes.
@@ -383,6 +387,7 @@ fn connect(hold: &mut Option<Uffd>) -> Result<Agent> {
 fn set_up(
     socket: Fd,
     channel_fd: Fd,
+    pagemap: Fd,
     device: Option<&Fd>,
     hold: &mut Option<Uffd>,
 ) -> core::result::Result<Agent, (Fd, Errno)> {
@@ -394,8 +399,11 @@ fn set_up(
         let channel =
             mem::Mapping::file(channel_fd.raw(), 0, CHANNEL_LEN, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED)?;
         let watch_features = uffd::FEATURE_PAGEFAULT_FLAG_WP | uffd::FEATURE_WP_ASYNC | uffd::FEATURE_MOVE;
-        let hold_features =
-            uffd::FEATURE_MOVE | uffd::FEATURE_EVENT_REMOVE | uffd::FEATURE_MISSING_SHMEM | uffd::FEATURE_MINOR_SHMEM;
+        let hold_features = watch_features
+            | uffd::FEATURE_WP_HUGETLBFS_SHMEM
+            | uffd::FEATURE_EVENT_REMOVE
+            | uffd::FEATURE_MISSING_SHMEM
+            | uffd::FEATURE_MINOR_SHMEM;
         let watch = Uffd::new(device, watch_features)?;
         let new = if hold.is_none() { Some(Uffd::new(device, hold_features)?) } else { None };
         let staging = mem::Mapping::anonymous(FREEZE_PAGES_MAX * PAGE_SIZE)?;
@@ -419,6 +427,9 @@ fn set_up(
                 staging,
                 aside: 0,
                 segments: [const { None }; SEGMENTS_HELD],
+                pagemap,
+                cpus: sched::Cpus::of_thread().unwrap_or(sched::Cpus::NONE),
+                cpu: None,
                 voids: [false; FREEZE_PAGES_MAX],
             };
             agent.reserve_aside();
@@ -479,6 +490,7 @@ impl Agent {
             let mut buffer = [0u8; size_of::<Packet>()];
             let (got, mut fds) = sock::receive(&self.socket, &mut buffer, libc::MSG_DONTWAIT)?;
             let Some(request) = Packet::parse(&buffer[..got]) else { return Err(Errno(libc::EPROTO)) };
+            self.follow(request.cpu);
             let mut answer = Packet { status: 0, count: 0, ..request };
             if request.op == Op::Leave as u32 {
                 SHARED.phase.store(3, Ordering::Release);
@@ -490,6 +502,15 @@ impl Agent {
             }
             self.counters().cpu_ns.store(sched::thread_cpu_ns(), Ordering::Relaxed);
             sock::send(&self.socket, answer.bytes(), &[])?;
+        }
+    }
+
+    /// Runs where the daemon's worker runs, if the program may: it waits for the answer, so its processor is free.
+    fn follow(&mut self, cpu: u64) {
+        let Some(cpu) = cpu.checked_sub(1) else { return };
+        if self.cpu != Some(cpu) && self.cpus.contains(cpu) {
+            self.cpu = Some(cpu);
+            let _ = sched::Cpus::one(cpu).map(|one| one.bind_thread());
         }
     }
 
@@ -668,11 +689,15 @@ impl Agent {
         keep_attributes(range, SHARED.tables(&held).table);
     }
 
-    /// Watches merged pages for discards that no interposed call shows.
+    /// Watches merged pages for discards that no interposed call shows, and for writes.
     pub(crate) fn hold_pool(&self, range: Range) {
         // Missing mode never triggers, for every page of the file exists. Minor mode does for pages that are not mapped:
         // after a discard, or when the kernel took them back.
-        let _ = self.hold.register(range, uffd::MODE_MISSING | uffd::MODE_MINOR);
+        let _ = self.hold.register(range, uffd::MODE_MISSING | uffd::MODE_MINOR | uffd::MODE_WP);
+        // Only what is the file's page at that very moment: a private copy (the page was written already) stays as it is,
+        // so that the daemon's next look finds it.
+        let query = pagemap::Query { all_of: pagemap::MERGED, flags: pagemap::PROTECT, ..Default::default() };
+        let _ = pagemap::protect(&self.pagemap, range, query);
     }
 
     /// Takes charge of the merged pages that are there already: an earlier agent's, or a parent's.

@@ -14,7 +14,7 @@
 //! The guard is held from 1 to 6: calls that would change the mappings wait.
 
 use crate::engine::Agent;
-use crate::wire::{FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, Why};
+use crate::wire::{self, FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, Why};
 use core::sync::atomic::Ordering;
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd::{self, Uffd};
@@ -336,8 +336,7 @@ impl Agent {
         let counters = self.counters();
         counters.freezes.fetch_add(1, Ordering::Relaxed);
         counters.freeze_ns_max.fetch_max(ns, Ordering::Relaxed);
-        let bucket = (64 - (ns / 1000).leading_zeros() as usize).min(15);
-        counters.freeze_us_log2[bucket].fetch_add(1, Ordering::Relaxed);
+        counters.freeze_us[wire::freeze_bucket(ns / 1000)].fetch_add(1, Ordering::Relaxed);
     }
 }
 

@@ -10,7 +10,7 @@ use pagefold_os::{PAGE_SIZE, Range};
 /// First bytes of a greeting.
 pub const MAGIC: u32 = 0x5046_4c44;
 /// Version of this protocol; both ends must agree.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// Pages that one fetch copies at most.
 pub const FETCH_PAGES_MAX: usize = 512;
@@ -94,6 +94,9 @@ pub struct Packet {
     pub a: u64,
     /// Depends on `op`.
     pub b: u64,
+    /// Number, plus one, of the processor on which a request was made, 0 if it is not known: the agent answers on the
+    /// same one, for waking a processor that rests costs more than most requests.
+    pub cpu: u64,
     /// Depends on `op`: a domain's name in `Hello`, padded with zeros.
     pub text: [u8; 64],
 }
@@ -110,6 +113,7 @@ impl Packet {
             count: 0,
             a: 0,
             b: 0,
+            cpu: 0,
             text: [0; 64],
         }
     }
@@ -131,7 +135,7 @@ impl Packet {
     }
 }
 
-const _: () = assert!(size_of::<Packet>() == 112);
+const _: () = assert!(size_of::<Packet>() == 120);
 
 /// A managed range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -229,8 +233,30 @@ impl Why {
     }
 }
 
+/// Buckets of durations: four to an octave, the last one for all that is longer than some 100 ms.
+pub const FREEZE_BUCKETS: usize = 64;
+
+/// The bucket of a duration in microseconds.
+pub const fn freeze_bucket(us: u64) -> usize {
+    if us < 4 {
+        return us as usize;
+    }
+    let octave = us.ilog2() as usize;
+    let bucket = (octave - 1) * 4 + (us >> (octave - 2)) as usize - 4;
+    if bucket < FREEZE_BUCKETS { bucket } else { FREEZE_BUCKETS - 1 }
+}
+
+/// The first duration in microseconds that is too long for `bucket`.
+pub const fn freeze_bucket_end(bucket: usize) -> u64 {
+    if bucket < 4 {
+        return bucket as u64 + 1;
+    }
+    let octave = bucket / 4 + 1;
+    (bucket as u64 % 4 + 5) << (octave - 2)
+}
+
 /// Counters that the agent keeps in the channel, for the daemon to show.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 #[repr(C)]
 pub struct Counters {
     /// Changes of the managed ranges; another value means: ask for `Regions`.
@@ -239,8 +265,8 @@ pub struct Counters {
     pub freezes: core::sync::atomic::AtomicU64,
     /// Longest freeze in nanoseconds.
     pub freeze_ns_max: core::sync::atomic::AtomicU64,
-    /// Freezes by duration: bucket `i` holds those below 2^i microseconds.
-    pub freeze_us_log2: [core::sync::atomic::AtomicU64; 16],
+    /// Freezes by duration, in buckets of [`freeze_bucket`].
+    pub freeze_us: [core::sync::atomic::AtomicU64; FREEZE_BUCKETS],
     /// Ranges that the program discarded over merged pages.
     pub discards: core::sync::atomic::AtomicU64,
     /// Processor time of the agent's thread in nanoseconds.
@@ -254,3 +280,23 @@ const _: () = assert!(
         && size_of::<RegionEntry>() == 32
         && size_of::<Range>() <= 32
 );
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_of_durations_follow_each_other() {
+        let mut last = 0;
+        for us in 0..200_000u64 {
+            let bucket = freeze_bucket(us);
+            assert!(bucket == last || bucket == last + 1, "{us}");
+            last = bucket;
+            if bucket + 1 < FREEZE_BUCKETS {
+                assert!(us < freeze_bucket_end(bucket), "{us} in {bucket}");
+                assert!(bucket == 0 || us >= freeze_bucket_end(bucket - 1), "{us} in {bucket}");
+            }
+        }
+        assert_eq!(freeze_bucket(u64::MAX), FREEZE_BUCKETS - 1);
+    }
+}

@@ -13,7 +13,7 @@ use pagefold_agent::wire::{
 use pagefold_merge::client::{Client, FETCH_PAGES_MAX, Gone, Outcome, Piece, PoolMapping, Written};
 use pagefold_os::fd::Fd;
 use pagefold_os::mem::Mapping;
-use pagefold_os::{PAGE_SIZE, Page, Range, memfd, pagemap, sock};
+use pagefold_os::{PAGE_SIZE, Page, Range, memfd, pagemap, sched, sock};
 use pagefold_pool::Pool;
 use std::fs;
 use std::sync::Arc;
@@ -63,6 +63,8 @@ pub struct Link {
     held: Box<[u32; SEGMENTS_HELD]>,
     scan: Vec<pagemap::Region>,
     cpu_ns: AtomicU64,
+    /// The channel may hold fetched pages.
+    fetched: bool,
 }
 
 /// Why a greeting came to nothing.
@@ -114,6 +116,7 @@ impl Link {
             held: Box::new([u32::MAX; SEGMENTS_HELD]),
             scan: vec![pagemap::Region::default(); SCAN_REGIONS],
             cpu_ns: AtomicU64::new(0),
+            fetched: false,
         })
     }
 
@@ -124,7 +127,8 @@ impl Link {
 
     fn ask(&mut self, op: Op, count: usize, a: u64, b: u64, fds: &[i32]) -> Result<usize, Gone> {
         self.sequence += 1;
-        let request = Packet { sequence: self.sequence, count: count as u64, a, b, ..Packet::new(op) };
+        let cpu = sched::cpu().map_or(0, |cpu| cpu + 1);
+        let request = Packet { sequence: self.sequence, count: count as u64, a, b, cpu, ..Packet::new(op) };
         sock::send(&self.socket, request.bytes(), fds).map_err(|_| Gone)?;
         let mut buffer = [0; size_of::<Packet>()];
         let (got, _) = sock::receive(&self.socket, &mut buffer, 0).map_err(|_| Gone)?;
@@ -258,6 +262,15 @@ impl Client for Link {
         Ok(())
     }
 
+    fn touched(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
+        // For just this question the kernel has a loop that reads the page table and nothing else.
+        let query = pagemap::Query { all_of: pagemap::WRITTEN, report: pagemap::WRITTEN, ..Default::default() };
+        self.scan_all(range, query, |region| match out.last_mut() {
+            Some(last) if last.end == region.start => last.end = region.end,
+            _ => out.push(Range { start: region.start, end: region.end }),
+        })
+    }
+
     fn written(&mut self, range: Range, huge: bool, out: &mut Vec<Written>) -> Result<(), Gone> {
         let report = pagemap::PFNZERO | pagemap::HUGE;
         let push = |region: &pagemap::Region, out: &mut Vec<Written>, huge: bool| {
@@ -286,8 +299,11 @@ impl Client for Link {
     }
 
     fn broken(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
-        // In memory or swap, and neither a file's page nor in watched (plain) memory: a private copy in a pool mapping.
-        let all_of = pagemap::FILE | pagemap::WPALLOWED;
+        // Pages of the pool file are protected; what is written from now on is told by the next look.
+        let query = pagemap::Query { all_of: pagemap::MERGED, flags: pagemap::PROTECT, ..Default::default() };
+        pagemap::protect(&self.pagemap, range, query).map_err(|_| Gone)?;
+        // In memory or swap, and not a file's page: a private copy.
+        let all_of = pagemap::FILE;
         let any_of = pagemap::PRESENT | pagemap::SWAPPED;
         let query = pagemap::Query { all_of, inverted: all_of, any_of, report: pagemap::PRESENT, ..Default::default() };
         self.scan_all(range, query, |region| out.push(Range { start: region.start, end: region.end }))
@@ -300,6 +316,7 @@ impl Client for Link {
             return Ok(());
         }
         runs.iter().enumerate().for_each(|(index, range)| self.put(index, *range));
+        self.fetched = true;
         let count = self.ask(Op::Fetch, runs.len(), 0, 0, &[])?;
         let mut at = 0;
         for (index, range) in runs.iter().enumerate() {
@@ -396,6 +413,14 @@ impl Client for Link {
             out.extend((0..batch.len()).map(|index| index < count && self.get::<i32>(index) == 0));
         }
         Ok(())
+    }
+
+    fn rest(&mut self) {
+        if std::mem::take(&mut self.fetched) {
+            let at = self.shared.channel.addr() + CHANNEL_PAGES as u64;
+            // SAFETY: a part of our own mapping of a shared file, of which nothing is read before the next fetch.
+            let _ = unsafe { pagefold_os::mem::advise(at, (CHANNEL_LEN - CHANNEL_PAGES) as u64, libc::MADV_REMOVE) };
+        }
     }
 
     fn cpu_ns(&mut self) -> u64 {

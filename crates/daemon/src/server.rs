@@ -382,7 +382,7 @@ impl Daemon {
                         .unwrap_or_default(),
                     freezes: counters.freezes.load(Ordering::Relaxed),
                     freeze_ns_max: counters.freeze_ns_max.load(Ordering::Relaxed),
-                    freeze_us_log2: counters.freeze_us_log2.iter().map(|count| count.load(Ordering::Relaxed)).collect(),
+                    freeze_us: counters.freeze_us.iter().map(|count| count.load(Ordering::Relaxed)).collect(),
                 }
             })
             .collect();

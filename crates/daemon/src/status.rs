@@ -55,8 +55,9 @@ pub struct Client {
     pub freezes: u64,
     /// Longest freeze, in nanoseconds.
     pub freeze_ns_max: u64,
-    /// Freezes by duration: entry `i` counts those below 2^i microseconds.
-    pub freeze_us_log2: Vec<u64>,
+    /// Freezes by duration: entry `i` counts those below [`freeze_bucket_end`](pagefold_agent::wire::freeze_bucket_end)`(i)`
+    /// microseconds that no earlier entry counts, four entries to an octave.
+    pub freeze_us: Vec<u64>,
 }
 
 /// A process that asked to be managed and could not be.

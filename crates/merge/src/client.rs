@@ -85,6 +85,13 @@ pub trait Client: Send {
     /// [`Gone`].
     fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone>;
 
+    /// Appends, ascending, all pages of `range` that may have been written since they were last protected, whatever lies
+    /// there: pages that were never protected, and pages that are not there, as well. Protects nothing, and is cheap.
+    ///
+    /// # Errors
+    /// [`Gone`].
+    fn touched(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone>;
+
     /// Appends the watched pages of `range` that were written since they were last protected, and protects them again.
     /// Pages in swap are best left out until they come back: what is told of them is not looked at.
     /// Huge pages are protected only if `huge`; otherwise they are told again and again.
@@ -93,7 +100,8 @@ pub trait Client: Send {
     /// [`Gone`].
     fn written(&mut self, range: Range, huge: bool, out: &mut Vec<Written>) -> Result<(), Gone>;
 
-    /// Appends the pages of `range` that were merged and have been written since, those in swap too.
+    /// Appends the pages of `range`, merged ones, that have been written since, those in swap too. The others are
+    /// protected: [`touched`](Self::touched) need not tell them until they are written.
     ///
     /// # Errors
     /// [`Gone`].
@@ -118,6 +126,9 @@ pub trait Client: Send {
     /// # Errors
     /// [`Gone`].
     fn heal(&mut self, ranges: &[Range], out: &mut Vec<bool>) -> Result<(), Gone>;
+
+    /// Nothing will be fetched for a while: buffers may go.
+    fn rest(&mut self) {}
 
     /// Processor time that the client's side spent for us, in nanoseconds.
     fn cpu_ns(&mut self) -> u64 {

@@ -8,7 +8,7 @@ mod fresh;
 mod period;
 mod remap;
 
-use crate::client::{Client, Gone};
+use crate::client::{Client, Gone, PoolMapping};
 use crate::page::State;
 use crate::plan::Run;
 use crate::stats::{ClientStats, Counters, DomainStats, add, why_word};
@@ -19,7 +19,7 @@ use pagefold_os::{PAGE_SIZE, Page};
 use pagefold_pool::{Key, Pool, Slot};
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock, TryLockError};
 
 /// Tells the clients of a domain apart; never reused.
@@ -64,6 +64,9 @@ enum Entry {
     Candidate { chunk: u32, page: u32 },
     Slot(Slot),
 }
+
+/// Periods that short runs wait at most for others that may lie beside them.
+const SHORT_WAIT_PERIODS: u64 = 3;
 
 const SLOT_BIT: u64 = 1 << 39;
 
@@ -114,6 +117,8 @@ struct Member {
     due_ns: AtomicU64,
     paused: AtomicBool,
     gone: AtomicBool,
+    /// It has pages that were not looked up yet.
+    indexing: AtomicBool,
     stats: Mutex<ClientStats>,
 }
 
@@ -126,18 +131,29 @@ struct Work {
     next_period_ns: u64,
     /// Mappings that merging added, estimated; set right whenever the real ones are listed.
     mappings: i64,
+    /// Pool mappings whose segments are not ours.
+    foreign: Vec<PoolMapping>,
     /// Short runs that wait until all runs of this pass are known: the longest go first.
     deferred: Vec<Run>,
+    /// Period in which the first of them came.
+    deferred_since: u64,
     /// Merging rests until this period: the kernel refused a mapping.
     rest_until: u64,
     /// Pages per fetch: small after a hit (the rest is predicted), larger after misses.
     block: usize,
     breaks: u64,
     refused: BTreeMap<Why, u64>,
-    buffer: Vec<Page>,
 }
 
 impl Work {
+    /// Lets short runs wait.
+    fn defer(&mut self, runs: Vec<Run>) {
+        if self.deferred.is_empty() {
+            self.deferred_since = self.period;
+        }
+        self.deferred.extend(runs);
+    }
+
     /// True while merging rests because the kernel refused a mapping.
     fn is_resting(&self) -> bool {
         self.period < self.rest_until
@@ -162,7 +178,11 @@ pub struct Domain {
     chunks: RwLock<ChunkRefs>,
     members: RwLock<BTreeMap<ClientId, Arc<Member>>>,
     next_id: AtomicU64,
+    /// Members that have pages to look up.
+    indexing: AtomicUsize,
     sweep: Mutex<SweepCursor>,
+    /// Room for fetched pages, for each worker at work one.
+    buffers: Mutex<Vec<Vec<Page>>>,
     counters: Counters,
 }
 
@@ -188,7 +208,9 @@ impl Domain {
             chunks: RwLock::default(),
             members: RwLock::default(),
             next_id: AtomicU64::new(1),
+            indexing: AtomicUsize::new(0),
             sweep: Mutex::new(SweepCursor::new()),
+            buffers: Mutex::default(),
             counters: Counters::default(),
             config,
         })
@@ -214,12 +236,13 @@ impl Domain {
             period: 0,
             next_period_ns: 0,
             mappings: 0,
+            foreign: Vec::new(),
             deferred: Vec::new(),
+            deferred_since: 0,
             rest_until: 0,
             block: fresh::BLOCK_MIN,
             breaks: 0,
             refused: BTreeMap::new(),
-            buffer: Vec::new(),
         };
         let member = Arc::new(Member {
             id,
@@ -228,6 +251,7 @@ impl Domain {
             due_ns: AtomicU64::new(0),
             paused: AtomicBool::new(false),
             gone: AtomicBool::new(false),
+            indexing: AtomicBool::new(false),
             stats: Mutex::default(),
         });
         write(&self.members).insert(id, member);
@@ -243,6 +267,7 @@ impl Domain {
         member.gone.store(true, Ordering::Release);
         self.drop_all(&mut work);
         drop(work);
+        self.note_indexing(&member, false);
         if read(&self.members).is_empty() {
             // Nobody is left whose periods would do it.
             self.pool.close_open_segment();
@@ -278,6 +303,9 @@ impl Domain {
         let Some(member) = members.get(&id) else { return false };
         member.paused.store(paused, Ordering::Release);
         lock(&member.stats).paused = paused;
+        if paused {
+            self.note_indexing(member, false);
+        }
         true
     }
 
@@ -372,15 +400,48 @@ impl Domain {
             let (indexed, left) = self.index_fresh(work)?;
             worked |= indexed;
             more = left;
-            if !left {
-                worked |= self.merge_deferred(work)?;
-            }
+        }
+        self.note_indexing(member, more);
+        if !resting && !more && self.may_merge_short(work) {
+            worked |= self.merge_deferred(work)?;
+        }
+        if !more {
+            work.client.rest();
         }
         let has_mail = !resting && !lock(&member.inbox).is_empty();
         let due_ns = if (more || has_mail) && !work.is_resting() { now_ns } else { work.next_period_ns };
         member.due_ns.store(due_ns, Ordering::Release);
         self.snapshot(member, work);
         Ok(Next { due_ns, worked })
+    }
+
+    /// Notes whether `member` has pages to look up; when the last one is done, short runs need not wait any longer.
+    fn note_indexing(&self, member: &Member, indexing: bool) {
+        if member.indexing.swap(indexing, Ordering::AcqRel) == indexing {
+            return;
+        }
+        if indexing {
+            self.indexing.fetch_add(1, Ordering::AcqRel);
+        } else if self.indexing.fetch_sub(1, Ordering::AcqRel) == 1 {
+            read(&self.members).values().for_each(|member| member.due_ns.store(0, Ordering::Release));
+        }
+    }
+
+    /// Calls `f` with room for `pages` fetched pages.
+    fn with_buffer<T>(&self, pages: usize, f: impl FnOnce(&mut [Page]) -> T) -> T {
+        let mut buffer = lock(&self.buffers).pop().unwrap_or_default();
+        if buffer.len() < pages {
+            buffer.resize(pages, [0; PAGE_SIZE]);
+        }
+        let result = f(&mut buffer[..pages]);
+        lock(&self.buffers).push(buffer);
+        result
+    }
+
+    /// True if short runs should be merged now: nobody is about to find more of them, whose pages would lie between
+    /// these; a page merged alone costs several times one that is merged with its neighbours. Or they waited long enough.
+    fn may_merge_short(&self, work: &Work) -> bool {
+        self.indexing.load(Ordering::Acquire) == 0 || work.period - work.deferred_since >= SHORT_WAIT_PERIODS
     }
 
     /// Sends (page, slot) pairs to the owners of candidates.

@@ -279,6 +279,11 @@ impl Table {
         self.chunks.binary_search_by_key(&(addr / CHUNK_LEN * CHUNK_LEN), |chunk| chunk.addr)
     }
 
+    /// The chunk in which `addr` lies, if there is one.
+    pub fn chunk(&self, addr: u64) -> Option<&Chunk> {
+        self.position(addr).ok().map(|at| &self.chunks[at])
+    }
+
     /// The chunk of `addr`, if the address is managed, and its page number there.
     pub fn find(&self, addr: u64) -> Option<(&Chunk, usize)> {
         let chunk = &self.chunks[self.position(addr).ok()?];

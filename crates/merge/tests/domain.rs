@@ -257,6 +257,9 @@ impl Client for Liar {
     fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
         self.honest.watch(ranges)
     }
+    fn touched(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
+        self.honest.touched(range, out)
+    }
     fn written(&mut self, range: Range, huge: bool, out: &mut Vec<Written>) -> Result<(), Gone> {
         self.honest.written(range, huge, out)
     }

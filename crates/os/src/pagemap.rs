@@ -19,6 +19,9 @@ pub const HUGE: u64 = 1 << 6;
 /// The mapping is watched for writes asynchronously.
 pub const WPALLOWED: u64 = 1 << 0;
 
+/// A page of a pool file that may still have to be protected.
+pub const MERGED: u64 = WPALLOWED | WRITTEN | FILE | PRESENT;
+
 /// Protect the pages that match.
 pub const PROTECT: u64 = 1 << 0;
 /// Fail on ranges that are not watched asynchronously.
@@ -70,6 +73,22 @@ pub struct Query {
     pub flags: u64,
 }
 
+/// Protects the pages of `range` that match `query`, each in one step with the match, and tells nothing of them.
+///
+/// # Errors
+/// As [`scan`].
+pub fn protect(fd: &Fd, range: Range, query: Query) -> Result<()> {
+    let mut start = range.start;
+    while start < range.end {
+        let (_, walked) = scan(fd, Range { start, end: range.end }, query, &mut [])?;
+        if walked <= start {
+            break;
+        }
+        start = walked;
+    }
+    Ok(())
+}
+
 /// Scans `range` of the process whose pagemap `fd` is; fills `out` and returns how many
 /// regions it got and the address up to which the range has been walked.
 ///
@@ -81,7 +100,7 @@ pub fn scan(fd: &Fd, range: Range, query: Query, out: &mut [Region]) -> Result<(
         flags: query.flags,
         start: range.start,
         end: range.end,
-        vec: out.as_mut_ptr() as u64,
+        vec: if out.is_empty() { 0 } else { out.as_mut_ptr() as u64 },
         vec_len: out.len() as u64,
         category_inverted: query.inverted,
         category_mask: query.all_of,

@@ -29,7 +29,7 @@ pub const MERGE_FEATURES: u64 = uffd::FEATURE_PAGEFAULT_FLAG_WP
 
 /// Tries everything.
 pub fn all() -> Vec<Finding> {
-    vec![kernel(), userfaultfd(), device(), map_count(), thp(), ksm(), zswap()]
+    vec![kernel(), userfaultfd(), device(), map_count(), thp(), ksm(), ksm_rests(), zswap()]
 }
 
 fn kernel() -> Finding {
@@ -108,6 +108,17 @@ fn ksm() -> Finding {
         needed: false,
         detail: if works { format!("run = {}", crate::ksm::read("run").unwrap_or(-1)) } else { "absent".into() },
         cure: "boot a kernel with CONFIG_KSM".into(),
+    }
+}
+
+fn ksm_rests() -> Finding {
+    let runs = crate::ksm::read("run").is_ok_and(|run| run == 1);
+    Finding {
+        name: "KSM not at work (it merges first what programs mark as mergeable, and we leave that alone)",
+        works: !runs,
+        needed: false,
+        detail: if runs { "it runs".into() } else { "it rests".into() },
+        cure: "echo 2 | sudo tee /sys/kernel/mm/ksm/run (unmerges its pages), or pagefold run --backend ksm".into(),
     }
 }
 

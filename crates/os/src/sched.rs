@@ -13,6 +13,58 @@ pub fn donate_idle_time() -> Result<()> {
     unsafe { syscall!(libc::SYS_sched_setscheduler, 0, libc::SCHED_IDLE, core::ptr::from_ref(&param)) }.map(drop)
 }
 
+/// A set of processors, by number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cpus([u64; Cpus::WORDS]);
+
+impl Cpus {
+    const WORDS: usize = 128;
+
+    /// The set that holds none.
+    pub const NONE: Cpus = Cpus([0; Cpus::WORDS]);
+
+    /// The set that holds only `cpu`; `None` if there can be no such processor.
+    pub fn one(cpu: u64) -> Option<Cpus> {
+        let mut cpus = Cpus::NONE;
+        *cpus.0.get_mut((cpu / 64) as usize)? = 1 << (cpu % 64);
+        Some(cpus)
+    }
+
+    /// True if `cpu` is in the set.
+    pub fn contains(&self, cpu: u64) -> bool {
+        self.0.get((cpu / 64) as usize).is_some_and(|word| word >> (cpu % 64) & 1 != 0)
+    }
+
+    /// Where the calling thread may run.
+    ///
+    /// # Errors
+    /// As sched_getaffinity(2).
+    pub fn of_thread() -> Result<Cpus> {
+        let mut cpus = Cpus::NONE;
+        // SAFETY: the kernel writes at most the given length.
+        unsafe { syscall!(libc::SYS_sched_getaffinity, 0, size_of::<Cpus>(), cpus.0.as_mut_ptr()) }?;
+        Ok(cpus)
+    }
+
+    /// Has the calling thread run in this set only.
+    ///
+    /// # Errors
+    /// As sched_setaffinity(2).
+    pub fn bind_thread(&self) -> Result<()> {
+        // SAFETY: the kernel reads the given length.
+        unsafe { syscall!(libc::SYS_sched_setaffinity, 0, size_of::<Cpus>(), self.0.as_ptr()) }.map(drop)
+    }
+}
+
+/// The processor that the calling thread runs on now.
+pub fn cpu() -> Option<u64> {
+    let mut cpu = 0u32;
+    let null = core::ptr::null_mut::<u8>();
+    // SAFETY: the kernel writes the number; it asks for nothing else.
+    unsafe { syscall!(libc::SYS_getcpu, core::ptr::from_mut(&mut cpu), null, null) }.ok()?;
+    Some(u64::from(cpu))
+}
+
 /// Nanoseconds of the monotonic clock.
 pub fn monotonic_ns() -> u64 {
     clock_ns(libc::CLOCK_MONOTONIC)

@@ -76,8 +76,14 @@ impl Domain {
         if next.segment() != before.segment() {
             return Ok(0);
         }
+        // A wrong guess freezes pages in vain. Runs have long tails: one that is this long already may become twice as long.
+        let shows = |back: u64| match work.table.state(run.start.wrapping_sub(back * PAGE)) {
+            State::Shared(slot) => u64::from(slot.number()) + back == u64::from(next.number()),
+            _ => false,
+        };
+        let behind = (1..=PREDICT_MAX).take_while(|back| shows(*back)).count() as u64;
         let published = u64::from(self.pool.published_from(next));
-        let pages = run.pages().min(published).min(PREDICT_MAX);
+        let pages = run.pages().min(published).min(behind);
         if pages < PREDICT_MIN {
             return Ok(0);
         }
@@ -91,15 +97,11 @@ impl Domain {
     fn index_batch(&self, work: &mut Work, ranges: &[Range]) -> Result<(), Gone> {
         let began = sched::monotonic_ns();
         let count: usize = ranges.iter().map(|range| range.pages() as usize).sum();
-        work.buffer.resize(FETCH_PAGES_MAX, [0; PAGE_SIZE]);
-        let mut buffer = std::mem::take(&mut work.buffer);
         let mut readable = vec![false; count];
-        let result = work
-            .client
-            .fetch(ranges, &mut buffer[..count], &mut readable)
-            .and_then(|()| self.index_pages(work, ranges, &buffer[..count], &readable, began));
-        work.buffer = buffer;
-        result
+        self.with_buffer(count, |buffer| {
+            work.client.fetch(ranges, buffer, &mut readable)?;
+            self.index_pages(work, ranges, buffer, &readable, began)
+        })
     }
 
     fn index_pages(
@@ -166,7 +168,7 @@ impl Domain {
             run.goal.is_none() || run.range.pages() >= RUN_AT_ONCE || goes_on && Some(run.range.end) == last
         };
         let (now, later): (Vec<Run>, Vec<Run>) = runs.into_iter().partition(at_once);
-        work.deferred.extend(later);
+        work.defer(later);
         let now = self.within_budget(work, now);
         self.merge(work, &now).map(drop)
     }

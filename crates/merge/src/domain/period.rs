@@ -1,7 +1,7 @@
 //! The watch stage: one pass over a client per period.
 
 use super::{ChunkRef, Domain, Entry, Member, Work, lock, write};
-use crate::client::{FETCH_PAGES_MAX, FREEZE_PAGES_MAX, Gone, PoolMapping, Written};
+use crate::client::{FREEZE_PAGES_MAX, Gone, PoolMapping, Written};
 use crate::page::{State, on_period, on_written};
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, Chunk, Huge, Indexed};
 use pagefold_os::{PAGE_SIZE, Range, sched};
@@ -35,8 +35,7 @@ impl Domain {
             self.refresh_regions(member.id, work)?;
             work.generation = Some(generation);
         }
-        self.look_for_writes(work)?;
-        self.look_for_breaks(work)?;
+        self.look(work)?;
         end_period(work);
         work.table.compact();
         self.probe_huge(work)?;
@@ -149,6 +148,7 @@ impl Domain {
     /// Of those only the broken pages are ours to heal.
     fn adopt(&self, work: &mut Work, mappings: &[PoolMapping]) -> Result<(), Gone> {
         let mut known: Option<(u64, Option<u32>)> = None;
+        work.foreign.clear();
         for mapping in mappings {
             let segment = match known {
                 Some((inode, segment)) if inode == mapping.inode => segment,
@@ -156,6 +156,7 @@ impl Domain {
             };
             known = Some((mapping.inode, segment));
             let Some(segment) = segment else {
+                work.foreign.push(*mapping);
                 let mut broken = Vec::new();
                 work.client.broken(mapping.range, &mut broken)?;
                 let pages = broken.iter().map(|part| clip(*part, mapping.range));
@@ -177,24 +178,27 @@ impl Domain {
         Ok(())
     }
 
-    fn look_for_writes(&self, work: &mut Work) -> Result<(), Gone> {
-        let mut ranges: Vec<(Range, bool)> = Vec::new();
-        let mut push = |range: Range, huge: bool| match ranges.last_mut() {
-            Some((last, flag)) if last.end == range.start && *flag == huge => last.end = range.end,
-            _ => ranges.push((range, huge)),
-        };
-        for chunk in work.table.chunks() {
-            let split = chunk.huge == Huge::Split;
-            if chunk.counts.sleeping == 0 {
-                chunk.parts().for_each(|part| push(part, split));
-                continue;
-            }
-            // Volatile pages are neither looked at nor protected: they pay no fault meanwhile.
-            for index in chunk.pages().filter(|index| !matches!(chunk.state(*index), State::Sleeping { .. })) {
-                push(Range::pages_from(chunk.page_addr(index), 1), split);
+    /// Notes what was written since the last look: one cheap pass over everything, and a close look where it says so.
+    fn look(&self, work: &mut Work) -> Result<(), Gone> {
+        let mut ranges: Vec<Range> = Vec::new();
+        for part in work.table.chunks().iter().flat_map(Chunk::parts) {
+            match ranges.last_mut() {
+                Some(last) if last.end == part.start => last.end = part.end,
+                _ => ranges.push(part),
             }
         }
-        ranges.into_iter().try_for_each(|(range, huge)| self.look_at(work, range, huge))
+        let mut touched = Vec::new();
+        for range in ranges {
+            let before = touched.len();
+            work.client.touched(range, &mut touched)?;
+            touched[before..].iter_mut().for_each(|part| *part = clip(*part, range));
+        }
+        if !work.foreign.is_empty() {
+            touched = touched.iter().flat_map(|range| without(*range, &work.foreign)).collect();
+        }
+        let suspects = suspects(work, &touched);
+        suspects.plain.into_iter().try_for_each(|(range, huge)| self.look_at(work, range, huge))?;
+        self.look_for_breaks(work, &suspects.shared)
     }
 
     /// Notes the pages of `range` that were written since the last look.
@@ -243,19 +247,12 @@ impl Domain {
         }
     }
 
-    fn look_for_breaks(&self, work: &mut Work) -> Result<(), Gone> {
-        let mut ranges: Vec<Range> = Vec::new();
-        for part in work.table.chunks().iter().filter(|chunk| chunk.counts.shared > 0).flat_map(Chunk::parts) {
-            match ranges.last_mut() {
-                Some(last) if last.end == part.start => last.end = part.end,
-                _ => ranges.push(part),
-            }
-        }
+    fn look_for_breaks(&self, work: &mut Work, ranges: &[Range]) -> Result<(), Gone> {
         let mut broken = Vec::new();
         for range in ranges {
             let before = broken.len();
-            work.client.broken(range, &mut broken)?;
-            broken[before..].iter_mut().for_each(|part| *part = clip(*part, range));
+            work.client.broken(*range, &mut broken)?;
+            broken[before..].iter_mut().for_each(|part| *part = clip(*part, *range));
         }
         let mut breaks = 0;
         for range in broken {
@@ -294,27 +291,28 @@ impl Domain {
     }
 
     fn probe(&self, work: &mut Work, at: usize) -> Result<bool, Gone> {
-        work.buffer.resize(FETCH_PAGES_MAX, [0; PAGE_SIZE]);
         let chunk = &work.table.chunks()[at];
         let parts: Vec<Range> = chunk.parts().collect();
         let pages = chunk.page_count() as usize;
         let mut readable = vec![false; pages];
-        let mut buffer = std::mem::take(&mut work.buffer);
-        let fetched = work.client.fetch(&parts, &mut buffer[..pages], &mut readable);
         let mut pairs = Vec::with_capacity(pages);
         let mut zero = 0;
-        chunk.indexed.clear();
-        for ((index, page), _) in chunk.pages().zip(&buffer).zip(&readable).filter(|(_, readable)| **readable) {
-            if pagefold_agent::remap::is_zero(page) {
-                zero += 1;
-            } else {
-                chunk.indexed.set(index, true);
-                let entry = Entry::Candidate { chunk: chunk.id, page: index as u32 };
-                pairs.push((self.key.fingerprint(page), entry.value()));
+        let (client, table) = (&mut work.client, &work.table);
+        self.with_buffer(pages, |buffer| {
+            client.fetch(&parts, buffer, &mut readable)?;
+            let chunk = &table.chunks()[at];
+            chunk.indexed.clear();
+            for ((index, page), _) in chunk.pages().zip(&*buffer).zip(&readable).filter(|(_, readable)| **readable) {
+                if pagefold_agent::remap::is_zero(page) {
+                    zero += 1;
+                } else {
+                    chunk.indexed.set(index, true);
+                    let entry = Entry::Candidate { chunk: chunk.id, page: index as u32 };
+                    pairs.push((self.key.fingerprint(page), entry.value()));
+                }
             }
-        }
-        work.buffer = buffer;
-        fetched?;
+            Ok(())
+        })?;
         self.count(|c| &c.pages_fingerprinted, pages as u64);
         let mut existing = vec![None; pairs.len()];
         let _ = self.index.get_or_insert_many(&pairs, &mut existing);
@@ -345,6 +343,10 @@ impl Domain {
         let elsewhere = runs.iter().flat_map(|run| without(*run, &mappings));
         for addr in elsewhere.flat_map(|range| (range.start..range.end).step_by(PAGE_SIZE)) {
             work.table.set(addr, State::Unknown);
+        }
+        if !work.foreign.is_empty() {
+            // What is healed there is plain memory from now on.
+            work.generation = None;
         }
         self.heal(work, &pieces)
     }
@@ -444,6 +446,69 @@ fn check_mappings(mappings: &mut Vec<PoolMapping>) -> Result<(), Gone> {
     }
     mappings.retain(|mapping| !mapping.range.is_empty());
     if mappings.len() > MAPPINGS_MAX { Err(Gone) } else { Ok(()) }
+}
+
+/// Pages that need a close look.
+#[derive(Debug, Default)]
+struct Suspects {
+    /// Plain memory, and whether its huge pages may be split.
+    plain: Vec<(Range, bool)>,
+    /// Pages that show slots, as far as we know.
+    shared: Vec<Range>,
+}
+
+impl Suspects {
+    fn add_plain(&mut self, range: Range, huge: bool) {
+        match self.plain.last_mut() {
+            Some((last, flag)) if last.end == range.start && *flag == huge => last.end = range.end,
+            _ => self.plain.push((range, huge)),
+        }
+    }
+
+    fn add_shared(&mut self, range: Range) {
+        match self.shared.last_mut() {
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => self.shared.push(range),
+        }
+    }
+}
+
+/// Sorts what may have been written by what it was. Volatile pages are neither looked at nor protected, so that they pay
+/// no fault meanwhile; broken ones wait to be healed.
+fn suspects(work: &Work, touched: &[Range]) -> Suspects {
+    let mut suspects = Suspects::default();
+    for range in touched {
+        let mut at = range.start;
+        while at < range.end {
+            let Some(chunk) = work.table.chunk(at) else {
+                at = (at / CHUNK_LEN + 1) * CHUNK_LEN;
+                continue;
+            };
+            let end = range.end.min(chunk.addr + CHUNK_LEN);
+            let split = chunk.huge == Huge::Split;
+            let counts = chunk.counts;
+            if counts.shared + counts.broken + counts.sleeping == 0 {
+                for part in chunk.parts() {
+                    let part = Range { start: part.start.max(at), end: part.end.min(end) };
+                    if part.start < part.end {
+                        suspects.add_plain(part, split);
+                    }
+                }
+            } else {
+                let pages = ((at - chunk.addr) / PAGE) as usize..((end - chunk.addr) / PAGE) as usize;
+                for index in pages.filter(|index| chunk.manages(chunk.page_addr(*index))) {
+                    let page = Range::pages_from(chunk.page_addr(index), 1);
+                    match chunk.state(index) {
+                        State::Shared(_) => suspects.add_shared(page),
+                        State::Sleeping { .. } | State::Broken { .. } => {}
+                        _ => suspects.add_plain(page, split),
+                    }
+                }
+            }
+            at = end;
+        }
+    }
+    suspects
 }
 
 /// A range of user memory that begins at `before` or later.

@@ -39,7 +39,7 @@ impl Domain {
         let candidates = mail.iter().filter(|(addr, _)| matches!(work.table.state(*addr), State::Candidate { .. }));
         let runs = plan::runs(candidates.map(|(addr, slot)| (*addr, Some(*slot))));
         let (now, later): (Vec<Run>, Vec<Run>) = runs.into_iter().partition(|run| run.range.pages() >= 16);
-        work.deferred.extend(later);
+        work.defer(later);
         let now = self.within_budget(work, now);
         self.merge(work, &now)?;
         Ok(true)
@@ -85,7 +85,7 @@ impl Domain {
     pub(super) fn within_budget(&self, work: &mut Work, runs: Vec<Run>) -> Vec<Run> {
         let mut used = work.mappings;
         let (now, later) = runs.into_iter().partition(|run| self.fits(work, run, &mut used));
-        work.deferred.extend::<Vec<Run>>(later);
+        work.defer(later);
         now
     }
 

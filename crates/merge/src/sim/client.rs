@@ -97,6 +97,19 @@ impl Client for SimClient {
         Ok(())
     }
 
+    fn touched(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
+        let (memory, _) = self.enter()?;
+        for (addr, entry) in memory.entries.range(range.start..range.end) {
+            if !entry.protected || entry.frame == Frame::None && !entry.is_pool() {
+                match out.last_mut() {
+                    Some(last) if last.end == *addr => last.end += PAGE,
+                    _ => out.push(Range::pages_from(*addr, 1)),
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn written(&mut self, range: Range, huge: bool, out: &mut Vec<Written>) -> Result<(), Gone> {
         let (mut memory, shared) = self.enter()?;
         let addrs: Vec<u64> = memory.entries.range(range.start..range.end).map(|(addr, _)| *addr).collect();
@@ -127,8 +140,9 @@ impl Client for SimClient {
     }
 
     fn broken(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
-        let (memory, _) = self.enter()?;
-        for (addr, entry) in memory.entries.range(range.start..range.end) {
+        let (mut memory, _) = self.enter()?;
+        for (addr, entry) in memory.entries.range_mut(range.start..range.end) {
+            entry.protected |= entry.held && entry.is_pool() && entry.frame == Frame::None;
             if !entry.watched && entry.frame != Frame::None {
                 match out.last_mut() {
                     Some(last) if last.end == *addr => last.end += PAGE,
@@ -242,7 +256,8 @@ fn remap_span(
     for addr in pages_of(span) {
         if let Some(entry) = memory.entries.get_mut(&addr) {
             entry.watched = !entry.is_pool();
-            entry.protected = entry.watched && found[&addr] == Found::Staged;
+            let merged = entry.is_pool() && entry.frame == Frame::None;
+            entry.protected = merged || entry.watched && found[&addr] == Found::Staged;
         }
     }
     memory.staged.clear();
@@ -487,6 +502,14 @@ impl Client for Hostile {
 
     fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
         if self.lies() { Ok(()) } else { self.honest.watch(ranges) }
+    }
+
+    fn touched(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
+        self.honest.touched(range, out)?;
+        if self.lies() {
+            out.push(if self.rng.chance(500) { self.nonsense() } else { range });
+        }
+        Ok(())
     }
 
     fn written(&mut self, range: Range, huge: bool, out: &mut Vec<Written>) -> Result<(), Gone> {
