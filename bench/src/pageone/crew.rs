@@ -1,0 +1,264 @@
+//! Processes that hold known data: what is merged, and who proves that it is still theirs.
+
+use super::Failure;
+use pagefold_agent::client::{Client, Region};
+use pagefold_os::{PAGE_SIZE, procfs};
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::Instant;
+
+/// Pages in one synthetic file: 20 MB.
+const FILE_PAGES: u64 = 5120;
+
+/// How the data lies in the processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// Files of 20 MB in an order of each process's own.
+    Files,
+    /// The same, each page with a prefix of zeros.
+    Zero,
+    /// Single pages in an order of each process's own: no two duplicates are neighbours.
+    Scattered,
+    /// Runs of so many pages in an order of each process's own.
+    Runs(u64),
+}
+
+impl Layout {
+    /// The layouts of the published tests, and our worst case.
+    pub const ALL: [Layout; 3] = [Layout::Files, Layout::Zero, Layout::Scattered];
+
+    /// Its name, which [`Layout::parse`] reads.
+    pub fn name(self) -> String {
+        match self {
+            Layout::Files => "files".into(),
+            Layout::Zero => "zero".into(),
+            Layout::Scattered => "scattered".into(),
+            Layout::Runs(pages) => format!("runs-{pages}"),
+        }
+    }
+
+    /// Reads a name.
+    pub fn parse(name: &str) -> Option<Layout> {
+        let runs = name.strip_prefix("runs-").and_then(|pages| pages.parse().ok()).filter(|pages| *pages > 0);
+        runs.map(Layout::Runs).or_else(|| Layout::ALL.into_iter().find(|layout| layout.name() == name))
+    }
+
+    fn unit(self) -> u64 {
+        match self {
+            Layout::Files | Layout::Zero => FILE_PAGES,
+            Layout::Scattered => 1,
+            Layout::Runs(pages) => pages,
+        }
+    }
+}
+
+/// What a crew holds.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    /// How.
+    pub layout: Layout,
+    /// Processes.
+    pub processes: u64,
+    /// MiB of each.
+    pub mib: u64,
+}
+
+impl Shape {
+    /// Pages of all processes.
+    pub fn pages(&self) -> u64 {
+        self.processes * self.mib * 256
+    }
+}
+
+struct Member {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Member {
+    fn hear(&mut self) -> Result<String, Failure> {
+        let mut line = String::new();
+        match self.output.read_line(&mut line)? {
+            0 => Err("a process of the crew ended".into()),
+            _ => Ok(line.trim_end().to_owned()),
+        }
+    }
+
+    fn expect(&mut self, wanted: &str) -> Result<(), Failure> {
+        let said = self.hear()?;
+        if said == wanted { Ok(()) } else { Err(format!("a process said {said:?} instead of {wanted}").into()) }
+    }
+}
+
+/// Processes that hold data and do what they are told.
+pub struct Crew(Vec<Member>);
+
+impl Crew {
+    /// Starts the processes; each has its memory, managed through `socket` if there is one, and nothing in it yet.
+    pub fn start(shape: Shape, socket: Option<&Path>) -> Result<Crew, Failure> {
+        let mut crew = Crew(Vec::new());
+        for number in 0..shape.processes {
+            let mut command = Command::new(std::env::current_exe()?);
+            command.args(["pageone", "--client", &shape.layout.name(), &shape.mib.to_string(), &number.to_string()]);
+            if let Some(socket) = socket {
+                command.arg(socket);
+            }
+            let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+            let (input, output) = child.stdin.take().zip(child.stdout.take()).ok_or("no pipes")?;
+            crew.0.push(Member { child, input, output: BufReader::new(output) });
+            crew.0.last_mut().ok_or("no process")?.expect("made")?;
+        }
+        Ok(crew)
+    }
+
+    /// Fills all memory, one process after the other: filling is not what is measured, and two would only disturb each other.
+    pub fn fill(&mut self) -> Result<(), Failure> {
+        self.0.iter_mut().try_for_each(|member| {
+            writeln!(member.input, "fill")?;
+            member.expect("full")
+        })
+    }
+
+    /// Has all processes do `order` and waits until each has said `wanted`.
+    pub fn tell(&mut self, order: &str, wanted: &str) -> Result<(), Failure> {
+        self.0.iter_mut().try_for_each(|member| Ok::<_, Failure>(writeln!(member.input, "{order}")?))?;
+        self.0.iter_mut().try_for_each(|member| member.expect(wanted))
+    }
+
+    /// Has the first process write to its first `pages` pages; returns how long each write took, in nanoseconds, ascending.
+    pub fn write_to(&mut self, pages: u64) -> Result<Vec<u64>, Failure> {
+        let member = self.0.first_mut().ok_or("no process")?;
+        writeln!(member.input, "write {pages}")?;
+        let said = member.hear()?;
+        let mut times = said.split_whitespace().map(str::parse).collect::<Result<Vec<u64>, _>>()?;
+        times.sort_unstable();
+        Ok(times)
+    }
+
+    /// Proves that every process holds what it wrote.
+    pub fn check(&mut self) -> Result<(), Failure> {
+        self.tell("check", "intact")
+    }
+
+    /// The processes.
+    pub fn pids(&self) -> Vec<i32> {
+        self.0.iter().map(|member| member.child.id() as i32).collect()
+    }
+
+    /// Sum of the processes' proportional memory, in bytes.
+    pub fn pss(&self) -> u64 {
+        self.pids().into_iter().filter_map(|pid| procfs::memory(pid).ok()).map(|memory| memory.pss).sum()
+    }
+}
+
+impl Drop for Crew {
+    fn drop(&mut self) {
+        for member in &mut self.0 {
+            let _ = member.child.kill();
+            let _ = member.child.wait();
+        }
+    }
+}
+
+enum Held {
+    Ours(Region),
+    Plain(pagefold_os::mem::Mapping),
+}
+
+/// A process of the crew.
+pub fn member(args: &[String]) -> Result<(), Failure> {
+    let [layout, mib, number, socket @ ..] = args else { return Err("--client LAYOUT MIB NUMBER [SOCKET]".into()) };
+    let layout = Layout::parse(layout).ok_or("no such layout")?;
+    let (mib, number): (u64, u64) = (mib.parse()?, number.parse()?);
+    let pages = mib * 256;
+    let len = pages as usize * PAGE_SIZE;
+    let mut held = match socket.first() {
+        Some(socket) => Held::Ours(Region::new(&Client::connect(Path::new(socket), "bench")?, len)?),
+        None => Held::Plain(pagefold_os::mem::Mapping::anonymous(len)?),
+    };
+    let order = order(layout, pages, number);
+    let zero = layout == Layout::Zero;
+    let mut written = 0;
+    println!("made");
+    for line in std::io::stdin().lock().lines() {
+        let line = line?;
+        let bytes = bytes(&mut held);
+        match line.split_whitespace().collect::<Vec<_>>().as_slice() {
+            ["fill"] => {
+                for (place, id) in order.iter().enumerate() {
+                    fill(&mut bytes[place * PAGE_SIZE..][..PAGE_SIZE], *id, zero);
+                }
+                println!("full");
+            }
+            ["merge"] => {
+                // SAFETY: the range is ours; merging keeps its content.
+                unsafe { pagefold_os::mem::advise(bytes.as_ptr() as u64, bytes.len() as u64, libc::MADV_MERGEABLE) }?;
+                println!("merging");
+            }
+            ["write", count] => {
+                written = count.parse::<usize>()?.min(pages as usize);
+                let mut times = String::new();
+                for place in 0..written {
+                    let byte = &raw mut bytes[place * PAGE_SIZE];
+                    let began = Instant::now();
+                    // SAFETY: inside the region; volatile, so that it is written right here.
+                    unsafe { byte.write_volatile(!byte.read_volatile()) };
+                    times.push_str(&format!("{} ", began.elapsed().as_nanos()));
+                }
+                println!("{times}");
+            }
+            ["check"] => {
+                let mut expected = vec![0; PAGE_SIZE];
+                let right = order.iter().enumerate().all(|(place, id)| {
+                    fill(&mut expected, *id, zero);
+                    if place < written {
+                        expected[0] = !expected[0];
+                    }
+                    bytes[place * PAGE_SIZE..][..PAGE_SIZE] == expected[..]
+                });
+                println!("{}", if right { "intact" } else { "wrong" });
+            }
+            _ => break,
+        }
+    }
+    Ok(())
+}
+
+fn bytes(held: &mut Held) -> &mut [u8] {
+    match held {
+        Held::Ours(region) => region,
+        // SAFETY: the mapping is ours and lives as long as `held`.
+        Held::Plain(map) => unsafe { std::slice::from_raw_parts_mut(map.as_ptr(), map.len()) },
+    }
+}
+
+/// Which page's content lies at each place.
+fn order(layout: Layout, pages: u64, number: u64) -> Vec<u64> {
+    let unit = layout.unit();
+    let mut units: Vec<u64> = (0..pages.div_ceil(unit)).collect();
+    let mut random = (number + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    for index in (1..units.len()).rev() {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        units.swap(index, (random % (index as u64 + 1)) as usize);
+    }
+    units.iter().flat_map(|first| first * unit..(first * unit + unit).min(pages)).collect()
+}
+
+/// Writes the content of page `id`: random, after a prefix of zeros (0 to 256 bytes) if `zero`.
+fn fill(page: &mut [u8], id: u64, zero: bool) {
+    let mut state = (id + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    for word in page.chunks_exact_mut(8) {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        word.copy_from_slice(&state.to_le_bytes());
+    }
+    if zero {
+        let prefix = (id.wrapping_mul(0xD134_2543_DE82_EF95) >> 40) as usize % 257;
+        page[..prefix].fill(0);
+    }
+}

@@ -1,0 +1,262 @@
+//! Who merges: pagefold's daemon, or the kernel's KSM; started, let go, and asked the same questions.
+
+use super::Failure;
+use super::crew::{Crew, Shape};
+use pagefold_agent::wire::freeze_bucket_end;
+use pagefold_daemon::control::{self, Answer, Request};
+use pagefold_daemon::status::Status;
+use pagefold_daemon::{Config, Daemon};
+use pagefold_os::{ksm, procfs};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+/// An engine and how it is set.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Engine {
+    /// pagefold with so many workers; `predict` as the daemon does by default.
+    Ours { workers: usize, predict: bool },
+    /// KSM at full speed, with this `smart_scan`.
+    Ksm { smart_scan: i64 },
+}
+
+impl Engine {
+    /// As the tables call it.
+    pub fn name(self) -> String {
+        match self {
+            Engine::Ours { workers, predict } => {
+                let (more, way) = (if workers > 1 { "s" } else { "" }, if predict { "" } else { ", hashed" });
+                format!("pagefold, {workers} worker{more}{way}")
+            }
+            Engine::Ksm { smart_scan } => format!("KSM, smart_scan {smart_scan}"),
+        }
+    }
+}
+
+/// An engine that was started.
+pub enum Running {
+    /// The daemon's process and socket.
+    Ours(Child, PathBuf),
+    /// What is to be restored, the scanner's process, and what was merged before.
+    Ksm(ksm::Settings, i32, u64),
+}
+
+impl Running {
+    /// Starts the engine; KSM stands still until [`Running::go`].
+    pub fn start(engine: Engine, period: Duration) -> Result<Running, Failure> {
+        match engine {
+            Engine::Ours { workers, predict } => {
+                let socket = std::env::temp_dir().join(format!("pagefold-bench-{}.sock", std::process::id()));
+                let child = Command::new(std::env::current_exe()?)
+                    .args(["pageone", "--daemon"])
+                    .arg(&socket)
+                    .args([workers.to_string(), u8::from(predict).to_string(), period.as_millis().to_string()])
+                    .spawn()?;
+                let running = Running::Ours(child, socket);
+                let began = Instant::now();
+                while running.status().is_err() {
+                    if began.elapsed() > Duration::from_secs(10) {
+                        return Err("the daemon does not listen".into());
+                    }
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                Ok(running)
+            }
+            Engine::Ksm { smart_scan } => {
+                let settings = ksm::Settings::save()?;
+                for (name, value) in [("run", 2), ("pages_to_scan", 1_000_000), ("sleep_millisecs", 0), ("run", 0)] {
+                    ksm::write(name, value)?;
+                }
+                // Older kernels have neither.
+                let _ = ksm::write("use_zero_pages", 1);
+                let _ = ksm::write("smart_scan", smart_scan);
+                let scanner = procfs::pids().into_iter().find(|pid| procfs::name(*pid).as_deref() == Some("ksmd"));
+                let mut running = Running::Ksm(settings, scanner.ok_or("ksmd is not to be seen")?, 0);
+                let before = running.merged();
+                if let Running::Ksm(_, _, held) = &mut running {
+                    *held = before;
+                }
+                Ok(running)
+            }
+        }
+    }
+
+    /// Makes a crew whose memory this engine may merge, but does not before [`Running::go`].
+    pub fn crew(&self, shape: Shape) -> Result<Crew, Failure> {
+        match self {
+            Running::Ours(_, socket) => {
+                let crew = Crew::start(shape, Some(socket))?;
+                self.hold(&crew.pids())?;
+                Ok(crew)
+            }
+            Running::Ksm(..) => {
+                let mut crew = Crew::start(shape, None)?;
+                crew.tell("merge", "merging")?;
+                Ok(crew)
+            }
+        }
+    }
+
+    /// Lets these processes be for now; KSM stands still anyway.
+    pub fn hold(&self, pids: &[i32]) -> Result<(), Failure> {
+        let Running::Ours(_, socket) = self else { return Ok(()) };
+        for pid in pids {
+            let began = Instant::now();
+            // A process is a client a moment after it has greeted.
+            while !matches!(control::ask(socket, &Request::Pause { pid: Some(*pid) }), Ok(Answer::Done { count: 1 })) {
+                if began.elapsed() > Duration::from_secs(10) {
+                    return Err(format!("process {pid} is no client").into());
+                }
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets it merge.
+    pub fn go(&self) -> Result<(), Failure> {
+        match self {
+            Running::Ours(_, socket) => {
+                control::ask(socket, &Request::Resume { pid: None }).map(drop).map_err(Into::into)
+            }
+            Running::Ksm(..) => Ok(ksm::write("run", 1)?),
+        }
+    }
+
+    /// Places that show a shared page or were zero and are dropped, the first of each content counted.
+    pub fn merged(&self) -> u64 {
+        match self {
+            Running::Ours(..) => {
+                self.status().map_or(0, |status| status.totals.pages_sharing + status.totals.pages_zero)
+            }
+            Running::Ksm(_, _, held) => {
+                let read = |name| ksm::read(name).unwrap_or(0).max(0) as u64;
+                (read("pages_sharing") + read("pages_shared") + read("ksm_zero_pages")).saturating_sub(*held)
+            }
+        }
+    }
+
+    /// A number that grows as long as it works: steps are long, and places are counted when they end.
+    pub fn activity(&self) -> u64 {
+        match self {
+            Running::Ours(..) => {
+                let events = self.status().map(|status| status.domains).unwrap_or_default();
+                events.iter().map(|domain| domain.events.pages_fingerprinted + domain.events.pages_merged).sum()
+            }
+            Running::Ksm(..) => self.merged(),
+        }
+    }
+
+    /// Pages that no longer take memory: all places of a content but one, and all that are zero.
+    pub fn saved(&self) -> u64 {
+        match self {
+            Running::Ours(..) => {
+                let totals = self.status().unwrap_or_default().totals;
+                (totals.pages_sharing + totals.pages_zero).saturating_sub(totals.pages_shared)
+            }
+            Running::Ksm(..) => self.merged().saturating_sub(ksm::read("pages_shared").unwrap_or(0).max(0) as u64),
+        }
+    }
+
+    /// Processor time spent so far, in nanoseconds: daemon and agents, or ksmd.
+    pub fn cpu_ns(&self) -> u64 {
+        match self {
+            Running::Ours(..) => self.status().map_or(0, |status| status.totals.cpu_ns),
+            Running::Ksm(_, scanner, _) => procfs::cpu_ns(*scanner).unwrap_or(0),
+        }
+    }
+
+    /// Time spent looking for writes (ours) or spent at all (KSM), in nanoseconds, and passes over all memory.
+    pub fn passes(&self, processes: u64) -> (u64, f64) {
+        match self {
+            Running::Ours(..) => {
+                let status = self.status().unwrap_or_default();
+                let spent = status.domains.iter().map(|domain| domain.events.watch_ns).sum();
+                let passes: u64 = status.domains.iter().map(|domain| domain.events.full_scans).sum();
+                (spent, passes as f64 / processes as f64)
+            }
+            Running::Ksm(..) => (self.cpu_ns(), ksm::read("full_scans").unwrap_or(0) as f64),
+        }
+    }
+
+    /// Bytes of records: ours, or 64 for each page that KSM looks at and each that it shares.
+    pub fn metadata_bytes(&self, pages: u64) -> u64 {
+        match self {
+            Running::Ours(..) => self.status().map_or(0, |status| status.totals.metadata_bytes),
+            Running::Ksm(..) => pages * 64,
+        }
+    }
+
+    /// Memory of the engine itself that no process's share counts: the daemon's, or KSM's records.
+    pub fn own_bytes(&self, pages: u64) -> u64 {
+        match self {
+            Running::Ours(child, _) => procfs::memory(child.id() as i32).map_or(0, |memory| memory.pss),
+            Running::Ksm(..) => self.metadata_bytes(pages),
+        }
+    }
+
+    /// 99 % of freezes were shorter than this, in microseconds; KSM freezes nobody.
+    pub fn freeze_us_p99(&self) -> Option<f64> {
+        let Running::Ours(..) = self else { return None };
+        let clients = self.status().ok()?.clients;
+        let buckets = clients.iter().map(|client| client.freeze_us.len()).max()?;
+        let counts: Vec<u64> =
+            (0..buckets).map(|bucket| clients.iter().filter_map(|client| client.freeze_us.get(bucket)).sum()).collect();
+        let total: u64 = counts.iter().sum();
+        let mut seen = 0;
+        let at = counts.iter().position(|count| {
+            seen += count;
+            seen as f64 >= total as f64 * 0.99
+        });
+        at.map(|bucket| freeze_bucket_end(bucket) as f64)
+    }
+
+    /// The daemon's socket, if it is ours.
+    pub fn socket(&self) -> Option<&Path> {
+        match self {
+            Running::Ours(_, socket) => Some(socket),
+            Running::Ksm(..) => None,
+        }
+    }
+
+    fn status(&self) -> Result<Status, Failure> {
+        let Running::Ours(_, socket) = self else { return Err("KSM has no status".into()) };
+        match control::ask(socket, &Request::Status {})? {
+            Answer::Status(status) => Ok(*status),
+            other => Err(format!("{other:?}").into()),
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        match self {
+            Running::Ours(child, socket) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                let _ = std::fs::remove_file(socket);
+            }
+            Running::Ksm(settings, ..) => settings.restore(),
+        }
+    }
+}
+
+/// The daemon's process.
+pub fn daemon(args: &[String]) -> Result<(), Failure> {
+    let [socket, workers, predict, period] = args else {
+        return Err("--daemon SOCKET WORKERS PREDICT PERIOD_MS".into());
+    };
+    let daemon = Daemon::new(Config {
+        socket: PathBuf::from(socket),
+        workers: workers.parse()?,
+        period: Duration::from_millis(period.parse()?),
+        pool_max_bytes: 1 << 40,
+        vma_budget: 1 << 22,
+        idle_priority: false,
+        idle_exit: None,
+        metrics: None,
+        predict: predict == "1",
+        cold: Default::default(),
+    });
+    Ok(daemon.run()?)
+}

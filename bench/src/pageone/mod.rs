@@ -1,0 +1,466 @@
+//! PageONE's test, scaled down: processes that hold the same files in other orders, merged by us and by KSM.
+//!
+//! The published test ran 12 virtual machines with 16 GB of 20 MB files each.
+//! Here processes hold synthetic files of 20 MB (5120 pages) in orders of their
+//! own; `zero` gives each page a prefix of zero bytes, 128 on average, as the
+//! second published test; `scattered` permutes single pages, so that no two
+//! duplicates are neighbours: our worst case.
+//!
+//! One worker's speed is pages merged per second of its processor time (daemon
+//! and agents together; ksmd's for KSM): wall time on a machine that others use
+//! as well would measure them. Wall time from the start of merging is shown beside.
+
+mod crew;
+mod engine;
+mod guests;
+mod moments;
+
+use crate::record;
+use crew::{Layout, Shape};
+use engine::{Engine, Running};
+use pagefold_os::{ksm, procfs};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+type Failure = Box<dyn std::error::Error>;
+
+/// The scanner's shortest rest between two looks at the counters.
+const LOOK: Duration = Duration::from_millis(20);
+/// Merging has come to rest when nothing changed for this long.
+const QUIET: Duration = Duration::from_millis(2500);
+/// No run takes longer.
+const RUN_MAX: Duration = Duration::from_secs(600);
+/// The period of our watch stage where it is not what is measured.
+const PERIOD: Duration = Duration::from_millis(500);
+
+const HELP: &str = "\
+usage: pagefold bench pageone [--quick|--full] [--only PART] [options]
+
+  --only PART      merge, breaks, delay, idle, growth or guests; without it all but guests (with --full: all)
+  --layout NAME    merge: files, zero, scattered or runs-N only
+  --engine NAME    merge: engines only whose name begins so, as in the table
+  --processes N    merge: so many processes, of
+  --mib N          so many MiB each
+  --rounds N       runs of each row; the median and the spread are shown
+  --no-ksm         without the peer
+  --json           rows as JSON
+  --record DIR     also write the rows with machine, kernel, versions and commit to DIR";
+
+/// Runs the benchmark.
+pub fn run(args: &[String]) -> ExitCode {
+    let result = match args.first().map(String::as_str) {
+        Some("--client") => crew::member(&args[1..]),
+        Some("--daemon") => engine::daemon(&args[1..]),
+        Some("--help") => {
+            println!("{HELP}");
+            Ok(())
+        }
+        _ => measure(args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("pagefold-bench pageone: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// What was asked for.
+struct Options {
+    quick: bool,
+    full: bool,
+    only: Option<String>,
+    layout: Option<Layout>,
+    engine: Option<String>,
+    processes: Option<u64>,
+    mib: Option<u64>,
+    rounds: usize,
+    with_ksm: bool,
+    json: bool,
+    record: Option<String>,
+}
+
+const PARTS: [&str; 6] = ["merge", "breaks", "delay", "idle", "growth", "guests"];
+
+impl Options {
+    fn parse(args: &[String]) -> Result<Options, Failure> {
+        let mut options = Options {
+            quick: false,
+            full: false,
+            only: None,
+            layout: None,
+            engine: None,
+            processes: None,
+            mib: None,
+            rounds: 0,
+            // SAFETY: returns a number.
+            with_ksm: unsafe { libc::geteuid() } == 0 && ksm::exists(),
+            json: false,
+            record: None,
+        };
+        let mut rest = args.iter();
+        while let Some(arg) = rest.next() {
+            let mut value = || rest.next().ok_or_else(|| format!("{arg} takes a value; see --help"));
+            match arg.as_str() {
+                "--quick" => options.quick = true,
+                "--full" => options.full = true,
+                "--json" => options.json = true,
+                "--no-ksm" => options.with_ksm = false,
+                "--only" => options.only = Some(value()?.clone()),
+                "--record" => options.record = Some(value()?.clone()),
+                "--layout" => {
+                    let name = value()?;
+                    options.layout = Some(Layout::parse(name).ok_or_else(|| format!("no layout {name}; see --help"))?);
+                }
+                "--engine" => options.engine = Some(value()?.clone()),
+                "--processes" => options.processes = Some(value()?.parse()?),
+                "--mib" => options.mib = Some(value()?.parse()?),
+                "--rounds" => options.rounds = value()?.parse()?,
+                other => return Err(format!("unknown option {other}; see --help").into()),
+            }
+        }
+        if let Some(part) = options.only.as_ref().filter(|part| !PARTS.contains(&part.as_str())) {
+            return Err(format!("no part {part}; there are {}", PARTS.join(", ")).into());
+        }
+        if options.rounds == 0 {
+            options.rounds = if options.quick { 1 } else { 5 };
+        }
+        Ok(options)
+    }
+
+    fn wants(&self, part: &str) -> bool {
+        match &self.only {
+            Some(only) => only == part,
+            None => part != "guests" || self.full,
+        }
+    }
+
+    fn shape(&self, layout: Layout) -> Result<Shape, Failure> {
+        let (processes, mib) = match (self.quick, self.full) {
+            (true, _) => (3, 40),
+            (_, true) => (12, 512),
+            _ => (8, 160),
+        };
+        let shape = Shape { layout, processes: self.processes.unwrap_or(processes), mib: self.mib.unwrap_or(mib) };
+        let (available, _) = procfs::available_and_total();
+        if shape.pages() * 4096 > available / 10 * 9 {
+            return Err(format!(
+                "{} processes of {} MiB do not fit into {} MiB",
+                shape.processes,
+                shape.mib,
+                available >> 20
+            )
+            .into());
+        }
+        Ok(shape)
+    }
+
+    /// The engines that are compared where one of each is enough.
+    fn pair(&self) -> Vec<Engine> {
+        let ours = Engine::Ours { workers: 1, predict: true };
+        if self.with_ksm { vec![ours, Engine::Ksm { smart_scan: 1 }] } else { vec![ours] }
+    }
+}
+
+/// A part of the benchmark: prints its table and adds its rows to the report.
+type Part = fn(&Options, &mut Report) -> Result<(), Failure>;
+
+/// Rows and how they are shown; medians are taken over rows that agree in all named columns.
+#[derive(Default)]
+struct Report {
+    rows: Vec<Value>,
+}
+
+fn measure(args: &[String]) -> Result<(), Failure> {
+    let options = Options::parse(args)?;
+    if !options.with_ksm {
+        eprintln!("SKIPPED: the peer, KSM: it needs root, and a kernel that has it");
+    }
+    let _mappings = MapCount::raise();
+    let mut report = Report::default();
+    let parts: [(&str, Part); 6] = [
+        ("merge", merge),
+        ("breaks", moments::breaks),
+        ("delay", moments::delay),
+        ("idle", moments::idle),
+        ("growth", growth),
+        ("guests", guests::measure),
+    ];
+    for (name, part) in parts {
+        if options.wants(name) {
+            part(&options, &mut report)?;
+        }
+    }
+    if options.json {
+        println!("{}", serde_json::to_string_pretty(&report.rows)?);
+    }
+    if let Some(dir) = &options.record {
+        let tag = match (&options.only, options.quick, options.full) {
+            (Some(part), ..) => part.as_str(),
+            (_, true, _) => "quick",
+            (_, _, true) => "full",
+            _ => "",
+        };
+        let versions = json!({ "qemu": record::first_line(&["qemu-system-x86_64", "--version"]) });
+        let path = record::write(Path::new(dir), "pageone", tag, args, versions, &report.rows)?;
+        eprintln!("recorded in {}", path.display());
+    }
+    Ok(())
+}
+
+/// `vm.max_map_count`, raised for pages that are merged one by one, and put back.
+struct MapCount(Option<String>);
+
+impl MapCount {
+    const PATH: &str = "/proc/sys/vm/max_map_count";
+
+    fn raise() -> MapCount {
+        let before = std::fs::read_to_string(MapCount::PATH).unwrap_or_default();
+        let raised = std::fs::write(MapCount::PATH, "4000000").is_ok();
+        MapCount(raised.then_some(before))
+    }
+}
+
+impl Drop for MapCount {
+    fn drop(&mut self) {
+        if let Some(before) = &self.0 {
+            let _ = std::fs::write(MapCount::PATH, before.trim());
+        }
+    }
+}
+
+// ---- merging ----
+
+/// One run of an engine over a crew, until nothing more is merged.
+struct Merged {
+    pages: u64,
+    /// From the first merged page (KSM: from its start) to 99 % of the last.
+    wall_s: f64,
+    cpu_s: f64,
+    before_mib: f64,
+    /// Sum of the processes' proportional memory, plus all that the engine holds.
+    after_mib: f64,
+    metadata_mib: f64,
+    freeze_us_p99: Option<f64>,
+}
+
+/// Merges until nothing changes for `quiet`; returns the samples of (time, pages, processor time).
+fn settle(running: &Running, quiet: Duration) -> Result<Vec<(Instant, u64, u64)>, Failure> {
+    let mut samples = vec![(Instant::now(), running.merged(), running.cpu_ns())];
+    let began = Instant::now();
+    let mut worked = (began, running.activity());
+    running.go()?;
+    loop {
+        std::thread::sleep(LOOK);
+        let merged = running.merged();
+        if merged != samples[samples.len() - 1].1 {
+            samples.push((Instant::now(), merged, running.cpu_ns()));
+        }
+        let activity = running.activity();
+        if activity != worked.1 {
+            worked = (Instant::now(), activity);
+        }
+        if merged > 0 && worked.0.elapsed() > quiet || began.elapsed() > RUN_MAX {
+            return Ok(samples);
+        }
+    }
+}
+
+fn merge_once(engine: Engine, shape: Shape) -> Result<Merged, Failure> {
+    let running = Running::start(engine, PERIOD)?;
+    let mut crew = running.crew(shape)?;
+    crew.fill()?;
+    let before = crew.pss();
+    let samples = settle(&running, QUIET)?;
+    let total = samples[samples.len() - 1].1;
+    let end = samples.iter().find(|sample| sample.1 * 100 >= total * 99).unwrap_or(&samples[0]).0;
+    // Ours waits for two silent periods first, which says nothing about its speed.
+    let begin = match engine {
+        Engine::Ours { .. } => samples.get(1).map_or(samples[0].0, |first| first.0 - LOOK),
+        Engine::Ksm { .. } => samples[0].0,
+    };
+    let after = crew.pss() + running.own_bytes(shape.pages());
+    crew.check()?;
+    Ok(Merged {
+        pages: total,
+        wall_s: (end - begin).as_secs_f64(),
+        cpu_s: (samples[samples.len() - 1].2 - samples[0].2) as f64 / 1e9,
+        before_mib: before as f64 / 1048576.0,
+        after_mib: after as f64 / 1048576.0,
+        metadata_mib: running.metadata_bytes(shape.pages()) as f64 / 1048576.0,
+        freeze_us_p99: running.freeze_us_p99(),
+    })
+}
+
+fn merge(options: &Options, report: &mut Report) -> Result<(), Failure> {
+    let layouts: Vec<Layout> = options.layout.map_or_else(|| Layout::ALL.to_vec(), |layout| vec![layout]);
+    let mut engines = vec![
+        Engine::Ours { workers: 1, predict: true },
+        Engine::Ours { workers: 2, predict: true },
+        Engine::Ours { workers: 1, predict: false },
+    ];
+    if options.with_ksm {
+        engines.push(Engine::Ksm { smart_scan: 1 });
+        engines.push(Engine::Ksm { smart_scan: 0 });
+    }
+    if let Some(name) = &options.engine {
+        engines.retain(|engine| engine.name().starts_with(name));
+    }
+    println!("merging: processor time per page merged, memory, and the longest 1 % of waits");
+    println!(
+        "{:10} {:22} {:>9} {:>20} {:>8} {:>17} {:>8} {:>9} {:>8} {:>10}",
+        "layout",
+        "engine",
+        "merged",
+        "cpu us/page",
+        "speed",
+        "wall us/page",
+        "before",
+        "after MiB",
+        "records",
+        "wait p99"
+    );
+    for layout in layouts {
+        let shape = options.shape(layout)?;
+        let mut runs: Vec<(Engine, Vec<Merged>)> = engines.iter().map(|engine| (*engine, Vec::new())).collect();
+        for round in 0..options.rounds {
+            for (engine, rows) in &mut runs {
+                rows.push(merge_once(*engine, shape)?);
+            }
+            eprintln!("{}: round {} of {}", layout.name(), round + 1, options.rounds);
+        }
+        let of = |engine: usize, f: &dyn Fn(&Merged) -> f64| Spread::of(runs[engine].1.iter().map(f).collect());
+        let cpu = |row: &Merged| row.cpu_s * 1e6 / row.pages.max(1) as f64;
+        let peer = runs.iter().position(|(engine, _)| matches!(engine, Engine::Ksm { .. }));
+        let peer = peer.map(|at| of(at, &cpu).median);
+        for (at, (engine, rows)) in runs.iter().enumerate() {
+            let spread = of(at, &cpu);
+            let wall = of(at, &|row| row.wall_s * 1e6 / row.pages.max(1) as f64);
+            let (before, after) = (of(at, &|row| row.before_mib).median, of(at, &|row| row.after_mib).median);
+            let records = of(at, &|row| row.metadata_mib).median;
+            let wait = rows[0].freeze_us_p99.map(|_| of(at, &|row| row.freeze_us_p99.unwrap_or(0.0)));
+            let speed = peer.map(|peer| peer / spread.median);
+            println!(
+                "{:10} {:22} {:>9} {:>20} {:>8} {:>17} {:>8.0} {:>9.0} {:>8.1} {:>10}",
+                layout.name(),
+                engine.name(),
+                of(at, &|row| row.pages as f64).median,
+                spread.show(2),
+                speed.map_or("-".into(), |speed| format!("{speed:.2} x")),
+                wall.show(2),
+                before,
+                after,
+                records,
+                wait.as_ref().map_or("-".into(), |wait| format!("{:.0} us", wait.median)),
+            );
+            report.rows.push(json!({
+                "part": "merge", "layout": layout.name(), "engine": engine.name(), "processes": shape.processes,
+                "mib_each": shape.mib, "pages_merged": of(at, &|row| row.pages as f64).median,
+                "cpu_us_per_page": spread.json(), "speed_against_ksm": speed, "wall_us_per_page": wall.json(),
+                "memory_before_mib": before, "memory_after_mib": after, "records_mib": records,
+                "freeze_us_p99": wait.map(|wait| wait.json()),
+            }));
+        }
+    }
+    Ok(())
+}
+
+// ---- growth ----
+
+fn growth(options: &Options, report: &mut Report) -> Result<(), Failure> {
+    let base = if options.quick {
+        Shape { layout: Layout::Files, processes: 2, mib: 40 }
+    } else {
+        Shape { layout: Layout::Files, processes: 4, mib: 120 }
+    };
+    let mut shapes: Vec<(&str, Shape, usize)> = Vec::new();
+    let scales: &[u64] = if options.quick { &[1, 2] } else { &[1, 2, 4, 8] };
+    shapes.extend(scales.iter().map(|by| ("pages", Shape { mib: base.mib / 2 * by, ..base }, 1)));
+    let counts: &[u64] = if options.quick { &[2, 4] } else { &[2, 4, 8, 16] };
+    shapes.extend(counts.iter().map(|processes| ("clients", Shape { processes: *processes, ..base }, 1)));
+    shapes.extend([1, 2, 4].iter().map(|workers| ("workers", base, *workers)));
+    let lens: &[u64] = if options.quick { &[2, 64] } else { &[1, 2, 4, 8, 16, 64, 256, 1024] };
+    shapes.extend(lens.iter().map(|run| ("run length", Shape { layout: Layout::Runs(*run), ..base }, 1)));
+    println!(
+        "growth: {} processes of {} MiB in files of 20 MB, but for what the first column says",
+        base.processes, base.mib
+    );
+    println!(
+        "{:12} {:>10} {:>20} {:>20} {:>17} {:>10}",
+        "grows", "to", "cpu us/page", "KSM", "wall us/page", "wait p99"
+    );
+    for (what, shape, workers) in shapes {
+        let to = match what {
+            "pages" => shape.pages(),
+            "clients" => shape.processes,
+            "workers" => workers as u64,
+            _ => match shape.layout {
+                Layout::Runs(pages) => pages,
+                _ => 0,
+            },
+        };
+        let mut ours: Vec<Merged> = Vec::new();
+        let mut peer: Vec<Merged> = Vec::new();
+        for _ in 0..options.rounds.min(3) {
+            ours.push(merge_once(Engine::Ours { workers, predict: true }, shape)?);
+            if options.with_ksm && what != "workers" {
+                peer.push(merge_once(Engine::Ksm { smart_scan: 1 }, shape)?);
+            }
+        }
+        let cpu =
+            |rows: &[Merged]| Spread::of(rows.iter().map(|row| row.cpu_s * 1e6 / row.pages.max(1) as f64).collect());
+        let wall = Spread::of(ours.iter().map(|row| row.wall_s * 1e6 / row.pages.max(1) as f64).collect());
+        let wait = Spread::of(ours.iter().filter_map(|row| row.freeze_us_p99).collect());
+        let ksm = (!peer.is_empty()).then(|| cpu(&peer));
+        println!(
+            "{what:12} {to:>10} {:>20} {:>20} {:>17} {:>10.0}",
+            cpu(&ours).show(2),
+            ksm.as_ref().map_or("-".into(), |ksm| ksm.show(2)),
+            wall.show(2),
+            wait.median
+        );
+        report.rows.push(json!({
+            "part": "growth", "grows": what, "to": to, "processes": shape.processes, "mib_each": shape.mib,
+            "layout": shape.layout.name(), "workers": workers, "cpu_us_per_page": cpu(&ours).json(),
+            "ksm_cpu_us_per_page": ksm.map(|ksm| ksm.json()), "wall_us_per_page": wall.json(),
+            "freeze_us_p99": wait.json(),
+        }));
+    }
+    Ok(())
+}
+
+/// Median and spread of what was measured.
+struct Spread {
+    median: f64,
+    low: f64,
+    high: f64,
+}
+
+impl Spread {
+    fn of(mut values: Vec<f64>) -> Spread {
+        values.sort_by(f64::total_cmp);
+        match values.as_slice() {
+            [] => Spread { median: f64::NAN, low: f64::NAN, high: f64::NAN },
+            values => Spread { median: values[values.len() / 2], low: values[0], high: values[values.len() - 1] },
+        }
+    }
+
+    fn show(&self, digits: usize) -> String {
+        if self.low == self.high {
+            return format!("{:.digits$}", self.median);
+        }
+        format!("{:.digits$} ({:.digits$}-{:.digits$})", self.median, self.low, self.high)
+    }
+
+    fn json(&self) -> Value {
+        json!({ "median": self.median, "low": self.low, "high": self.high })
+    }
+}
+
+/// The value at `share` of ascending `values`.
+fn quantile(values: &[u64], share: f64) -> u64 {
+    values.get((values.len() as f64 * share) as usize).or(values.last()).copied().unwrap_or(0)
+}

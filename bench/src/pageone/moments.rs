@@ -1,0 +1,118 @@
+//! What single moments cost: the first write to a shared page, the way from duplicates to one copy, a pass with nothing
+//! to do.
+
+use super::crew::{Layout, Shape};
+use super::engine::Running;
+use super::{Failure, Options, PERIOD, QUIET, Report, Spread, quantile, settle};
+use serde_json::json;
+use std::time::{Duration, Instant};
+
+/// First write to each of many shared pages.
+pub fn breaks(options: &Options, report: &mut Report) -> Result<(), Failure> {
+    let shape = Shape { layout: Layout::Files, processes: 2, mib: if options.quick { 40 } else { 160 } };
+    let pages = shape.mib * 256 / 2;
+    println!("breaks: the first write to each of {pages} shared pages, in nanoseconds");
+    println!("{:22} {:>20} {:>20} {:>10} {:>10}", "engine", "p50", "p99", "p50", "p99");
+    let mut peer: Option<(f64, f64)> = None;
+    for engine in options.pair().into_iter().rev() {
+        let (mut p50, mut p99) = (Vec::new(), Vec::new());
+        for _ in 0..options.rounds {
+            let running = Running::start(engine, PERIOD)?;
+            let mut crew = running.crew(shape)?;
+            crew.fill()?;
+            settle(&running, QUIET)?;
+            let times = crew.write_to(pages)?;
+            p50.push(quantile(&times, 0.5) as f64);
+            p99.push(quantile(&times, 0.99) as f64);
+            crew.check()?;
+        }
+        let (p50, p99) = (Spread::of(p50), Spread::of(p99));
+        let against = peer.map(|peer| (p50.median / peer.0, p99.median / peer.1));
+        let ratio = |ratio: Option<f64>| ratio.map_or("-".into(), |ratio| format!("{ratio:.2} x"));
+        println!(
+            "{:22} {:>20} {:>20} {:>10} {:>10}",
+            engine.name(),
+            p50.show(0),
+            p99.show(0),
+            ratio(against.map(|both| both.0)),
+            ratio(against.map(|both| both.1))
+        );
+        report.rows.push(json!({
+            "part": "breaks", "engine": engine.name(), "pages": pages, "p50_ns": p50.json(), "p99_ns": p99.json(),
+            "p50_against_ksm": against.map(|both| both.0), "p99_against_ksm": against.map(|both| both.1),
+        }));
+        peer.get_or_insert((p50.median, p99.median));
+    }
+    Ok(())
+}
+
+/// From the last duplicate written to nine tenths of them merged.
+pub fn delay(options: &Options, report: &mut Report) -> Result<(), Failure> {
+    let shape = Shape { layout: Layout::Files, processes: 2, mib: if options.quick { 40 } else { 512 } };
+    let period = Duration::from_secs(1);
+    println!("delay: from {} MiB of duplicates written to 90 % merged, period 1 s", shape.processes * shape.mib);
+    println!("{:22} {:>20}", "engine", "seconds");
+    for engine in options.pair() {
+        let mut times = Vec::new();
+        for _ in 0..options.rounds {
+            let running = Running::start(engine, period)?;
+            let mut crew = running.crew(shape)?;
+            running.go()?;
+            crew.fill()?;
+            let began = Instant::now();
+            while running.merged() * 10 < shape.pages() * 9 {
+                if began.elapsed() > Duration::from_secs(120) {
+                    return Err(format!("{}: not merged within two minutes", engine.name()).into());
+                }
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            times.push(began.elapsed().as_secs_f64());
+            crew.check()?;
+        }
+        let times = Spread::of(times);
+        println!("{:22} {:>20}", engine.name(), times.show(2));
+        report.rows.push(json!({ "part": "delay", "engine": engine.name(), "mib": shape.processes * shape.mib, "seconds": times.json() }));
+    }
+    Ok(())
+}
+
+/// Processor time of a pass over memory that was examined already.
+pub fn idle(options: &Options, report: &mut Report) -> Result<(), Failure> {
+    let shape = match (options.quick, options.full) {
+        (true, _) => Shape { layout: Layout::Files, processes: 2, mib: 128 },
+        (_, true) => Shape { layout: Layout::Files, processes: 2, mib: 2048 },
+        _ => Shape { layout: Layout::Files, processes: 2, mib: 1024 },
+    };
+    let gib = (shape.processes * shape.mib) as f64 / 1024.0;
+    println!("idle: processor time of one pass over {gib} GiB in which nothing changed, in microseconds per GiB");
+    println!("{:22} {:>24} {:>10}", "engine", "us per GiB", "of KSM's");
+    let mut peer: Option<f64> = None;
+    let rounds = if options.full { 1 } else { options.rounds.min(3) };
+    for engine in options.pair().into_iter().rev() {
+        let mut times = Vec::new();
+        for _ in 0..rounds {
+            let running = Running::start(engine, PERIOD)?;
+            let mut crew = running.crew(shape)?;
+            crew.fill()?;
+            settle(&running, QUIET)?;
+            let before = running.passes(shape.processes);
+            std::thread::sleep(Duration::from_secs(if options.quick { 2 } else { 5 }));
+            let after = running.passes(shape.processes);
+            times.push((after.0 - before.0) as f64 / 1000.0 / (after.1 - before.1).max(1.0) / gib);
+            crew.check()?;
+        }
+        let times = Spread::of(times);
+        let share = peer.map(|peer| times.median / peer);
+        println!(
+            "{:22} {:>24} {:>10}",
+            engine.name(),
+            times.show(0),
+            share.map_or("-".into(), |share| format!("1/{:.0}", 1.0 / share))
+        );
+        report.rows.push(
+            json!({ "part": "idle", "engine": engine.name(), "gib": gib, "us_per_gib": times.json(), "of_ksm": share }),
+        );
+        peer.get_or_insert(times.median);
+    }
+    Ok(())
+}
