@@ -63,8 +63,8 @@ pub struct Link {
     held: Box<[u32; SEGMENTS_HELD]>,
     scan: Vec<pagemap::Region>,
     cpu_ns: AtomicU64,
-    /// The channel may hold fetched pages.
-    fetched: bool,
+    /// Pages of the channel, from its first page for contents on, that are there.
+    room: usize,
 }
 
 /// Why a greeting came to nothing.
@@ -116,7 +116,7 @@ impl Link {
             held: Box::new([u32::MAX; SEGMENTS_HELD]),
             scan: vec![pagemap::Region::default(); SCAN_REGIONS],
             cpu_ns: AtomicU64::new(0),
-            fetched: false,
+            room: 0,
         })
     }
 
@@ -154,6 +154,21 @@ impl Link {
         let at = CHANNEL_OUT + index * 32;
         // SAFETY: inside the channel; the callers read integers only, for which any bytes are valid.
         unsafe { core::ptr::read_volatile(self.shared.channel.as_ptr().add(at).cast()) }
+    }
+
+    /// Has the channel's memory for `pages` pages there before the agent writes to it: it shall count as ours, for a
+    /// client at the limit of its control group would be killed over it. False if there is none.
+    fn make_room(&mut self, pages: usize) -> bool {
+        if pages > self.room {
+            let at = self.shared.channel.addr() + (CHANNEL_PAGES + self.room * PAGE_SIZE) as u64;
+            let len = ((pages - self.room) * PAGE_SIZE) as u64;
+            // SAFETY: a part of our own mapping; its bytes stay what they are.
+            if unsafe { pagefold_os::mem::advise(at, len, libc::MADV_POPULATE_WRITE) }.is_err() {
+                return false;
+            }
+            self.room = pages;
+        }
+        true
     }
 
     fn scan_all(
@@ -315,8 +330,10 @@ impl Client for Link {
         if pages > FETCH_PAGES_MAX as u64 || pages as usize > out.len() || runs.len() > LIST_MAX {
             return Ok(());
         }
+        if !self.make_room(pages as usize) {
+            return Ok(());
+        }
         runs.iter().enumerate().for_each(|(index, range)| self.put(index, *range));
-        self.fetched = true;
         let count = self.ask(Op::Fetch, runs.len(), 0, 0, &[])?;
         let mut at = 0;
         for (index, range) in runs.iter().enumerate() {
@@ -416,7 +433,7 @@ impl Client for Link {
     }
 
     fn rest(&mut self) {
-        if std::mem::take(&mut self.fetched) {
+        if std::mem::take(&mut self.room) > 0 {
             let at = self.shared.channel.addr() + CHANNEL_PAGES as u64;
             // SAFETY: a part of our own mapping of a shared file, of which nothing is read before the next fetch.
             let _ = unsafe { pagefold_os::mem::advise(at, (CHANNEL_LEN - CHANNEL_PAGES) as u64, libc::MADV_REMOVE) };
