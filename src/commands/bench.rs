@@ -8,7 +8,7 @@ use std::process::{Command, ExitCode};
 /// Measure pagefold beside its peers
 #[derive(clap::Args)]
 #[command(
-    after_help = "Examples:\n  pagefold bench index --quick\n  pagefold bench kv --json\n  pagefold bench --help"
+    after_help = "Examples:\n  pagefold bench index --quick\n  pagefold bench kv --json\n  pagefold bench all --quick --record bench/record\n  pagefold bench --help"
 )]
 pub struct Args {
     /// Benchmark and its options, as `pagefold-bench` takes them

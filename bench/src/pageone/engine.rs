@@ -33,6 +33,19 @@ impl Engine {
     }
 }
 
+/// How far an engine was at some time.
+#[derive(Clone, Copy, Debug)]
+pub struct Look {
+    /// When.
+    pub at: Instant,
+    /// Places that show a shared page or were zero and are dropped, the first of each content counted.
+    pub merged: u64,
+    /// Processor time spent so far, in nanoseconds: daemon and agents, or ksmd.
+    pub cpu_ns: u64,
+    /// A number that grows as long as it works: steps are long, and places are counted when they end.
+    pub activity: u64,
+}
+
 /// An engine that was started.
 pub enum Running {
     /// The daemon's process and socket.
@@ -72,7 +85,7 @@ impl Running {
                 let _ = ksm::write("smart_scan", smart_scan);
                 let scanner = procfs::pids().into_iter().find(|pid| procfs::name(*pid).as_deref() == Some("ksmd"));
                 let mut running = Running::Ksm(settings, scanner.ok_or("ksmd is not to be seen")?, 0);
-                let before = running.merged();
+                let before = running.look().merged;
                 if let Running::Ksm(_, _, held) = &mut running {
                     *held = before;
                 }
@@ -123,27 +136,26 @@ impl Running {
         }
     }
 
-    /// Places that show a shared page or were zero and are dropped, the first of each content counted.
-    pub fn merged(&self) -> u64 {
+    /// How far it is; one question to the daemon, for answering costs what is measured.
+    pub fn look(&self) -> Look {
+        let at = Instant::now();
         match self {
             Running::Ours(..) => {
-                self.status().map_or(0, |status| status.totals.pages_sharing + status.totals.pages_zero)
+                let status = self.status().unwrap_or_default();
+                let events = status.domains.iter().map(|domain| &domain.events);
+                Look {
+                    at,
+                    merged: status.totals.pages_sharing + status.totals.pages_zero,
+                    cpu_ns: status.totals.cpu_ns,
+                    activity: events.map(|events| events.pages_fingerprinted + events.pages_merged).sum(),
+                }
             }
-            Running::Ksm(_, _, held) => {
+            Running::Ksm(_, scanner, held) => {
                 let read = |name| ksm::read(name).unwrap_or(0).max(0) as u64;
-                (read("pages_sharing") + read("pages_shared") + read("ksm_zero_pages")).saturating_sub(*held)
+                let merged = read("pages_sharing") + read("pages_shared") + read("ksm_zero_pages");
+                let merged = merged.saturating_sub(*held);
+                Look { at, merged, cpu_ns: procfs::cpu_ns(*scanner).unwrap_or(0), activity: merged }
             }
-        }
-    }
-
-    /// A number that grows as long as it works: steps are long, and places are counted when they end.
-    pub fn activity(&self) -> u64 {
-        match self {
-            Running::Ours(..) => {
-                let events = self.status().map(|status| status.domains).unwrap_or_default();
-                events.iter().map(|domain| domain.events.pages_fingerprinted + domain.events.pages_merged).sum()
-            }
-            Running::Ksm(..) => self.merged(),
         }
     }
 
@@ -154,15 +166,7 @@ impl Running {
                 let totals = self.status().unwrap_or_default().totals;
                 (totals.pages_sharing + totals.pages_zero).saturating_sub(totals.pages_shared)
             }
-            Running::Ksm(..) => self.merged().saturating_sub(ksm::read("pages_shared").unwrap_or(0).max(0) as u64),
-        }
-    }
-
-    /// Processor time spent so far, in nanoseconds: daemon and agents, or ksmd.
-    pub fn cpu_ns(&self) -> u64 {
-        match self {
-            Running::Ours(..) => self.status().map_or(0, |status| status.totals.cpu_ns),
-            Running::Ksm(_, scanner, _) => procfs::cpu_ns(*scanner).unwrap_or(0),
+            Running::Ksm(..) => self.look().merged.saturating_sub(ksm::read("pages_shared").unwrap_or(0).max(0) as u64),
         }
     }
 
@@ -175,7 +179,7 @@ impl Running {
                 let passes: u64 = status.domains.iter().map(|domain| domain.events.full_scans).sum();
                 (spent, passes as f64 / processes as f64)
             }
-            Running::Ksm(..) => (self.cpu_ns(), ksm::read("full_scans").unwrap_or(0) as f64),
+            Running::Ksm(..) => (self.look().cpu_ns, ksm::read("full_scans").unwrap_or(0) as f64),
         }
     }
 

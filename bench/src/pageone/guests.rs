@@ -175,7 +175,7 @@ fn once(engine: Engine, boot: &Boot, tool: &Path, image: &Path, count: usize) ->
         saved: running.saved(),
         left_huge: left,
         pages_per_run: found.runs.mean,
-        merged: last.1 - samples[0].1,
-        cpu_s: (last.2 - samples[0].2) as f64 / 1e9,
+        merged: last.merged - samples[0].merged,
+        cpu_s: (last.cpu_ns - samples[0].cpu_ns) as f64 / 1e9,
     })
 }

@@ -17,17 +17,17 @@ mod moments;
 
 use crate::record;
 use crew::{Layout, Shape};
-use engine::{Engine, Running};
+use engine::{Engine, Look, Running};
 use pagefold_os::{ksm, procfs};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 type Failure = Box<dyn std::error::Error>;
 
 /// The scanner's shortest rest between two looks at the counters.
-const LOOK: Duration = Duration::from_millis(20);
+const LOOK: Duration = Duration::from_millis(40);
 /// Merging has come to rest when nothing changed for this long.
 const QUIET: Duration = Duration::from_millis(2500);
 /// No run takes longer.
@@ -247,23 +247,21 @@ struct Merged {
     freeze_us_p99: Option<f64>,
 }
 
-/// Merges until nothing changes for `quiet`; returns the samples of (time, pages, processor time).
-fn settle(running: &Running, quiet: Duration) -> Result<Vec<(Instant, u64, u64)>, Failure> {
-    let mut samples = vec![(Instant::now(), running.merged(), running.cpu_ns())];
-    let began = Instant::now();
-    let mut worked = (began, running.activity());
+/// Merges until nothing changes for `quiet`; returns how far it was, whenever that changed.
+fn settle(running: &Running, quiet: Duration) -> Result<Vec<Look>, Failure> {
+    let mut samples = vec![running.look()];
+    let mut last = samples[0];
     running.go()?;
     loop {
         std::thread::sleep(LOOK);
-        let merged = running.merged();
-        if merged != samples[samples.len() - 1].1 {
-            samples.push((Instant::now(), merged, running.cpu_ns()));
+        let now = running.look();
+        if now.merged != samples[samples.len() - 1].merged {
+            samples.push(now);
         }
-        let activity = running.activity();
-        if activity != worked.1 {
-            worked = (Instant::now(), activity);
+        if now.activity != last.activity {
+            last = now;
         }
-        if merged > 0 && worked.0.elapsed() > quiet || began.elapsed() > RUN_MAX {
+        if now.merged > 0 && last.at.elapsed() > quiet || samples[0].at.elapsed() > RUN_MAX {
             return Ok(samples);
         }
     }
@@ -275,19 +273,20 @@ fn merge_once(engine: Engine, shape: Shape) -> Result<Merged, Failure> {
     crew.fill()?;
     let before = crew.pss();
     let samples = settle(&running, QUIET)?;
-    let total = samples[samples.len() - 1].1;
-    let end = samples.iter().find(|sample| sample.1 * 100 >= total * 99).unwrap_or(&samples[0]).0;
+    let last = samples[samples.len() - 1];
+    let total = last.merged;
+    let end = samples.iter().find(|sample| sample.merged * 100 >= total * 99).unwrap_or(&samples[0]).at;
     // Ours waits for two silent periods first, which says nothing about its speed.
     let begin = match engine {
-        Engine::Ours { .. } => samples.get(1).map_or(samples[0].0, |first| first.0 - LOOK),
-        Engine::Ksm { .. } => samples[0].0,
+        Engine::Ours { .. } => samples.get(1).map_or(samples[0].at, |first| first.at - LOOK),
+        Engine::Ksm { .. } => samples[0].at,
     };
     let after = crew.pss() + running.own_bytes(shape.pages());
     crew.check()?;
     Ok(Merged {
         pages: total,
         wall_s: (end - begin).as_secs_f64(),
-        cpu_s: (samples[samples.len() - 1].2 - samples[0].2) as f64 / 1e9,
+        cpu_s: (last.cpu_ns - samples[0].cpu_ns) as f64 / 1e9,
         before_mib: before as f64 / 1048576.0,
         after_mib: after as f64 / 1048576.0,
         metadata_mib: running.metadata_bytes(shape.pages()) as f64 / 1048576.0,

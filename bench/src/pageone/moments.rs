@@ -60,7 +60,7 @@ pub fn delay(options: &Options, report: &mut Report) -> Result<(), Failure> {
             running.go()?;
             crew.fill()?;
             let began = Instant::now();
-            while running.merged() * 10 < shape.pages() * 9 {
+            while running.look().merged * 10 < shape.pages() * 9 {
                 if began.elapsed() > Duration::from_secs(120) {
                     return Err(format!("{}: not merged within two minutes", engine.name()).into());
                 }

@@ -15,7 +15,7 @@ pub const VERSION: u32 = 2;
 /// Pages that one fetch copies at most.
 pub const FETCH_PAGES_MAX: usize = 512;
 /// Pages that are frozen at once at most: it bounds how long an access waits.
-pub const FREEZE_PAGES_MAX: usize = 256;
+pub const FREEZE_PAGES_MAX: usize = 128;
 /// Entries of a list in the channel at most.
 pub const LIST_MAX: usize = 2048;
 /// Pool segments that an agent keeps mapped; segment `n` lives in place `n % SEGMENTS_HELD`.
