@@ -42,6 +42,8 @@ pub struct Config {
 
 /// Longest nap of a worker that finds nothing to do: mail for a client does not ring.
 const NAP: Duration = Duration::from_millis(50);
+/// Processors, by number, among which a worker looks for one without another worker.
+const CPUS_TRIED: u64 = 64;
 /// Most connections at once.
 const CONNECTIONS_MAX: u64 = 4096;
 /// Processes remembered that could not be managed.
@@ -75,6 +77,8 @@ pub struct Daemon {
     /// Processor time of agents whose clients are gone.
     past_cpu_ns: AtomicU64,
     last_busy: Mutex<Instant>,
+    /// Processors on which workers take steps now.
+    seats: Mutex<Vec<u64>>,
     pub(crate) more_metrics: std::sync::OnceLock<MoreMetrics>,
     pub(crate) cold: crate::cold::Cold,
     /// Held for as long as we are the daemon of our socket.
@@ -94,6 +98,7 @@ impl Daemon {
             config,
             groups: Mutex::default(),
             connected: Mutex::default(),
+            seats: Mutex::default(),
             not_covered: Mutex::default(),
             device: uffd::open_device().ok(),
             started: Instant::now(),
@@ -294,10 +299,18 @@ impl Daemon {
         if self.config.idle_priority {
             let _ = sched::donate_idle_time();
         }
+        let everywhere = sched::Cpus::of_thread().ok();
         let mut gone = Vec::new();
         while !self.stopping.load(Ordering::Acquire) {
             let now = sched::monotonic_ns();
+            // For the length of a step worker and agent stay on one processor and take turns there. Left alone, the kernel
+            // wakes each on the processor that rests, and waking one costs more than most requests.
+            let seat = everywhere.as_ref().and_then(|everywhere| self.take_seat(everywhere));
             let step = domain.step_any(now, &mut gone);
+            if let (Some(cpu), Some(everywhere)) = (seat, &everywhere) {
+                lock(&self.seats).retain(|taken| *taken != cpu);
+                let _ = everywhere.bind_thread();
+            }
             for id in gone.drain(..) {
                 self.forget(|client| client.id == id && client.key.1 == domain.config().name);
             }
@@ -317,6 +330,17 @@ impl Daemon {
                 }
             }
         }
+    }
+
+    /// Binds the calling worker to the processor it is on, or to one of its own if another worker sits there.
+    fn take_seat(&self, everywhere: &sched::Cpus) -> Option<u64> {
+        let here = sched::cpu()?;
+        let mut seats = lock(&self.seats);
+        let free = |cpu: &u64| everywhere.contains(*cpu) && !seats.contains(cpu);
+        let cpu = std::iter::once(here).chain(0..CPUS_TRIED).find(free)?;
+        sched::Cpus::one(cpu)?.bind_thread().ok()?;
+        seats.push(cpu);
+        Some(cpu)
     }
 
     /// Notices clients that ended: their socket hangs up.
