@@ -1,7 +1,7 @@
 //! `PAGEMAP_SCAN` on /proc/PID/pagemap: which pages were written, and protect them again.
 
 use crate::fd::Fd;
-use crate::raw::Result;
+use crate::raw::{Errno, Result};
 use crate::{Range, syscall};
 
 /// The page was written since it was last protected (or never was protected).
@@ -78,9 +78,10 @@ pub struct Query {
 /// # Errors
 /// As [`scan`].
 pub fn protect(fd: &Fd, range: Range, query: Query) -> Result<()> {
+    let mut out = [Region::default(); 16];
     let mut start = range.start;
     while start < range.end {
-        let (_, walked) = scan(fd, Range { start, end: range.end }, query, &mut [])?;
+        let (_, walked) = scan(fd, Range { start, end: range.end }, query, &mut out)?;
         if walked <= start {
             break;
         }
@@ -93,8 +94,12 @@ pub fn protect(fd: &Fd, range: Range, query: Query) -> Result<()> {
 /// regions it got and the address up to which the range has been walked.
 ///
 /// # Errors
-/// `EPERM` if protection is asked for on a range that is not watched, `ESRCH` if the process is gone.
+/// `EPERM` if protection is asked for on a range that is not watched, `ESRCH` if the process is gone, `EINVAL` if
+/// protection is asked for without room for regions: the kernel would protect all pages, whatever the query says.
 pub fn scan(fd: &Fd, range: Range, query: Query, out: &mut [Region]) -> Result<(usize, u64)> {
+    if query.flags & PROTECT != 0 && out.is_empty() {
+        return Err(Errno(libc::EINVAL));
+    }
     let mut arg = Arg {
         size: size_of::<Arg>() as u64,
         flags: query.flags,
