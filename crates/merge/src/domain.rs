@@ -177,6 +177,8 @@ pub struct Domain {
     pool: Pool,
     chunks: RwLock<ChunkRefs>,
     members: RwLock<BTreeMap<ClientId, Arc<Member>>>,
+    /// Held (shared) by who adds or removes a member, and by who counts all members' pages (alone). First of all locks.
+    roster: RwLock<()>,
     next_id: AtomicU64,
     /// Members that have pages to look up.
     indexing: AtomicUsize,
@@ -207,6 +209,7 @@ impl Domain {
             pool: Pool::new(&config.name, config.pool_max_bytes),
             chunks: RwLock::default(),
             members: RwLock::default(),
+            roster: RwLock::default(),
             next_id: AtomicU64::new(1),
             indexing: AtomicUsize::new(0),
             sweep: Mutex::new(SweepCursor::new()),
@@ -228,6 +231,7 @@ impl Domain {
 
     /// Adds a client, due at once.
     pub fn add(&self, client: Box<dyn Client>) -> ClientId {
+        let _roster = read(&self.roster);
         let id = self.next_id.fetch_add(1, Ordering::Relaxed) as ClientId;
         let work = Work {
             client,
@@ -261,6 +265,7 @@ impl Domain {
     /// Forgets a client: it is gone, or shall not be managed. Its mappings of slots, if it lives, stay its own; the
     /// kernel keeps their memory. False if there is no such client (any more).
     pub fn remove(&self, id: ClientId) -> bool {
+        let _roster = read(&self.roster);
         let Some(member) = write(&self.members).remove(&id) else { return false };
         let mut work = lock(&member.work);
         // Set while the work is in hand: who waits for it finds the mark and leaves the client alone.
@@ -524,24 +529,20 @@ impl Domain {
         let members: Vec<Arc<Member>> = read(&self.members).values().cloned().collect();
         let mut all = Vec::new();
         for member in members {
-            let work = lock(&member.work);
-            for chunk in work.table.chunks().iter().filter(|chunk| chunk.counts.shared > 0) {
-                for index in chunk.pages() {
-                    if let State::Shared(slot) = chunk.state(index) {
-                        all.push((member.id, chunk.page_addr(index), slot));
-                    }
-                }
-            }
+            shared_pages(&lock(&member.work), |addr, slot| all.push((member.id, addr, slot)));
         }
         all
     }
 
-    /// Recounts everything that is counted twice and returns what disagrees; empty if the books are right.
+    /// Recounts everything that is counted twice and returns what disagrees; empty if the books are right. All work waits
+    /// meanwhile: what is being merged is in one book earlier than in the other.
     pub fn audit(&self) -> Vec<String> {
+        let _roster = write(&self.roster);
+        let members: Vec<Arc<Member>> = read(&self.members).values().cloned().collect();
+        // Nobody else holds more than one of these.
+        let held: Vec<MutexGuard<'_, Work>> = members.iter().map(|member| lock(&member.work)).collect();
         let mut sharers: BTreeMap<Slot, u32> = BTreeMap::new();
-        for (_, _, slot) in self.ledger() {
-            *sharers.entry(slot).or_default() += 1;
-        }
+        held.iter().for_each(|work| shared_pages(work, |_, slot| *sharers.entry(slot).or_default() += 1));
         let mut wrong: Vec<String> = sharers
             .iter()
             .filter(|(slot, count)| self.pool.sharers(**slot) != **count)
@@ -561,6 +562,17 @@ impl Domain {
 
     fn count(&self, f: impl Fn(&Counters) -> &AtomicU64, by: u64) {
         add(f(&self.counters), by);
+    }
+}
+
+/// Calls `f` with each page that the ledger says is shared, and its slot.
+fn shared_pages(work: &Work, mut f: impl FnMut(u64, Slot)) {
+    for chunk in work.table.chunks().iter().filter(|chunk| chunk.counts.shared > 0) {
+        for index in chunk.pages() {
+            if let State::Shared(slot) = chunk.state(index) {
+                f(chunk.page_addr(index), slot);
+            }
+        }
     }
 }
 

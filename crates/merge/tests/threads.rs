@@ -28,6 +28,7 @@ fn stress(seed: u64, rounds: u64) -> (u64, u64) {
         domain.add(Box::new(process.client()));
     };
     (0..4).for_each(|_| start());
+    let mut wrong = Vec::new();
     std::thread::scope(|scope| {
         for _ in 0..3 {
             scope.spawn(|| {
@@ -72,6 +73,8 @@ fn stress(seed: u64, rounds: u64) -> (u64, u64) {
                 }
                 8..16 => drop(domain.pause(id, rng.chance(200))),
                 16 => drop(domain.stats()),
+                // At any moment, not only when all rest.
+                24 => wrong.extend(domain.audit()),
                 // A step on demand, of a client that a worker may have in hand.
                 17..24 => drop(domain.step(id, now_ns.load(Ordering::Relaxed))),
                 _ => std::thread::sleep(std::time::Duration::from_micros(50)),
@@ -82,7 +85,8 @@ fn stress(seed: u64, rounds: u64) -> (u64, u64) {
     machine.set_quiet(true);
     machine.check();
     assert_eq!(machine.failure(), None, "seed {seed}");
-    assert_eq!(domain.audit(), Vec::<String>::new(), "seed {seed}");
+    wrong.extend(domain.audit());
+    assert_eq!(wrong, Vec::<String>::new(), "seed {seed}");
     let events = domain.stats().events;
     for id in domain.clients() {
         domain.remove(id);
