@@ -3,9 +3,9 @@
 mod common;
 
 use common::cold::Host;
-use common::{Reaped, can_merge, finish, installed, skipped, wait_for};
+use common::{Reaped, can_merge, finish, guest, installed, skipped, wait_for};
 use std::io::{Read, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -200,45 +200,16 @@ while :; do
 done
 ";
 
-fn initramfs(dir: &Path, busybox: &Path) -> PathBuf {
-    use std::os::unix::fs::PermissionsExt;
-    let root = dir.join("root");
-    for name in ["bin", "dev"] {
-        std::fs::create_dir_all(root.join(name)).expect("a directory");
-    }
-    std::fs::copy(busybox, root.join("bin/busybox")).expect("busybox");
-    std::fs::write(root.join("init"), INIT).expect("init");
-    std::fs::set_permissions(root.join("init"), PermissionsExt::from_mode(0o755)).expect("permissions");
-    let mut seed = 0x9E37_79B9_7F4A_7C15u64;
-    let words = (0..(12 << 20) / 8).flat_map(|_| {
-        seed ^= seed << 13;
-        seed ^= seed >> 7;
-        seed ^= seed << 17;
-        (seed & 0x0f0f_0f0f).to_ne_bytes()
-    });
-    std::fs::write(root.join("data"), words.collect::<Vec<u8>>()).expect("data");
-    let archive = dir.join("initramfs");
-    let mut command = Command::new("cpio");
-    command.args(["--quiet", "-o", "-H", "newc"]).current_dir(&root).stdin(Stdio::piped());
-    let mut child = command.stdout(std::fs::File::create(&archive).expect("a file")).spawn().expect("cpio");
-    child.stdin.take().expect("a pipe").write_all(b".\nbin\nbin/busybox\ndev\ninit\ndata\n").expect("names");
-    assert!(child.wait().expect("cpio ends").success());
-    archive
-}
-
 #[test]
 fn a_guest_is_parked_works_on_and_is_unparked() {
     if !can_merge() || installed("qemu-system-x86_64").is_none() || installed("cpio").is_none() {
         return;
     }
     let Some(busybox) = installed("busybox") else { return };
-    let kernel = std::fs::read_dir("/boot").into_iter().flatten().flatten().map(|entry| entry.path()).find(|path| {
-        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz"))
-            && std::fs::File::open(path).is_ok()
-    });
-    let Some(kernel) = kernel else { return skipped("no kernel to boot in /boot (linux-image-cloud-amd64)") };
+    let Some(kernel) = guest::kernel() else { return };
     let host = Host::start(&["--cold-manual"]);
-    let initramfs = initramfs(host.dir.path(), &busybox);
+    let data = vec![("data".to_owned(), guest::noise(12 << 20, 0x0f0f_0f0f))];
+    let initramfs = guest::initramfs(host.dir.path(), &busybox, INIT, &data);
     let mut command = host.run(&[]);
     command.args(["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-m", "192", "-nodefaults", "-no-reboot"]);
     command.args(["-display", "none", "-serial", "stdio", "-append", "console=ttyS0 quiet panic=-1", "-kernel"]);

@@ -3,9 +3,9 @@
 
 mod common;
 
-use common::{Daemon, Reaped, TOOL, can_merge, installed, skipped, wait_for};
+use common::{Daemon, Reaped, TOOL, can_merge, guest, installed, skipped, wait_for};
 use std::collections::{HashMap, HashSet};
-use std::io::{Read, Write};
+use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -38,31 +38,16 @@ fn kernel() -> Option<(PathBuf, Vec<PathBuf>)> {
 
 /// A first program that reads the whole disk into the guest's page cache, says its digest, and rests.
 fn initramfs(dir: &Path, busybox: &Path, modules: &[PathBuf]) -> PathBuf {
-    use std::os::unix::fs::PermissionsExt;
-    let root = dir.join("root");
-    for name in ["bin", "dev"] {
-        std::fs::create_dir_all(root.join(name)).expect("a directory");
-    }
-    std::fs::copy(busybox, root.join("bin/busybox")).expect("busybox");
-    let mut names = ".\nbin\nbin/busybox\ndev\ninit\n".to_owned();
     let mut init = "#!/bin/busybox sh\nb=/bin/busybox\n$b mount -t devtmpfs none /dev\n".to_owned();
+    let mut files = Vec::new();
     for (n, module) in modules.iter().enumerate() {
-        std::fs::copy(module, root.join(format!("{n}.ko"))).expect("a module");
-        names.push_str(&format!("{n}.ko\n"));
+        files.push((format!("{n}.ko"), std::fs::read(module).expect("a module")));
         init.push_str(&format!("$b insmod /{n}.ko\n"));
     }
     init.push_str("while ! [ -b /dev/vda ]; do $b sleep 0.1; done\n");
     init.push_str("echo PAGEFOLD-SUM $($b md5sum < /dev/vda)\n");
     init.push_str("while :; do $b sleep 1000; done\n");
-    std::fs::write(root.join("init"), init).expect("init");
-    std::fs::set_permissions(root.join("init"), PermissionsExt::from_mode(0o755)).expect("permissions");
-    let archive = dir.join("initramfs");
-    let mut command = Command::new("cpio");
-    command.args(["--quiet", "-o", "-H", "newc"]).current_dir(&root).stdin(Stdio::piped());
-    let mut child = command.stdout(std::fs::File::create(&archive).expect("a file")).spawn().expect("cpio");
-    child.stdin.take().expect("a pipe").write_all(names.as_bytes()).expect("names");
-    assert!(child.wait().expect("cpio ends").success());
-    archive
+    guest::initramfs(dir, busybox, &init, &files)
 }
 
 struct Guest {

@@ -3,10 +3,10 @@
 
 mod common;
 
-use common::{Daemon, Reaped, can_merge, installed, skipped, wait_for};
+use common::{Daemon, Reaped, can_merge, guest, installed, wait_for};
 use std::io::{Read, Write};
-use std::path::{Path, PathBuf};
-use std::process::{ChildStdin, Command, Stdio};
+use std::path::Path;
+use std::process::{ChildStdin, Stdio};
 use std::sync::{Arc, Mutex};
 
 /// The guest's first program: compares the file with its first digest and with a fresh copy until told to stop.
@@ -30,43 +30,6 @@ done
 
 /// Bytes of the file that all guests have.
 const DATA_LEN: usize = 20 << 20;
-
-fn kernel() -> Option<PathBuf> {
-    let entries = std::fs::read_dir("/boot").into_iter().flatten().flatten();
-    let found = entries.map(|entry| entry.path()).find(|path| {
-        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz"))
-            && std::fs::File::open(path).is_ok()
-    });
-    if found.is_none() {
-        skipped("no kernel to boot in /boot (linux-image-cloud-amd64)");
-    }
-    found
-}
-
-fn initramfs(dir: &Path, busybox: &Path) -> PathBuf {
-    use std::os::unix::fs::PermissionsExt;
-    let root = dir.join("root");
-    std::fs::create_dir_all(root.join("bin")).expect("a directory");
-    std::fs::create_dir_all(root.join("dev")).expect("a directory");
-    std::fs::copy(busybox, root.join("bin/busybox")).expect("busybox");
-    std::fs::write(root.join("init"), INIT).expect("init");
-    std::fs::set_permissions(root.join("init"), PermissionsExt::from_mode(0o755)).expect("permissions");
-    let mut seed = 0x9E37_79B9_7F4A_7C15u64;
-    let words = (0..DATA_LEN / 8).flat_map(|_| {
-        seed ^= seed << 13;
-        seed ^= seed >> 7;
-        seed ^= seed << 17;
-        seed.to_ne_bytes()
-    });
-    std::fs::write(root.join("data"), words.collect::<Vec<u8>>()).expect("data");
-    let archive = dir.join("initramfs");
-    let mut command = Command::new("cpio");
-    command.args(["--quiet", "-o", "-H", "newc"]).current_dir(&root).stdin(Stdio::piped());
-    let mut child = command.stdout(std::fs::File::create(&archive).expect("a file")).spawn().expect("cpio");
-    child.stdin.take().expect("a pipe").write_all(b".\nbin\nbin/busybox\ndev\ninit\ndata\n").expect("names");
-    assert!(child.wait().expect("cpio ends").success());
-    archive
-}
 
 struct Guest {
     qemu: Reaped,
@@ -111,9 +74,10 @@ fn guests_work_while_they_are_merged() {
     if !can_merge() || installed("qemu-system-x86_64").is_none() || installed("cpio").is_none() {
         return;
     }
-    let (Some(busybox), Some(kernel)) = (installed("busybox"), kernel()) else { return };
+    let (Some(busybox), Some(kernel)) = (installed("busybox"), guest::kernel()) else { return };
     let daemon = Daemon::start(&["--period", "200ms"]);
-    let initramfs = initramfs(daemon.dir.path(), &busybox);
+    let data = vec![("data".to_owned(), guest::noise(DATA_LEN, u64::MAX))];
+    let initramfs = guest::initramfs(daemon.dir.path(), &busybox, INIT, &data);
     let mut guests: Vec<Guest> = (0..2).map(|_| Guest::start(&daemon, &kernel, &initramfs)).collect();
     wait_for("the guests to boot", 150, || guests.iter_mut().all(|guest| guest.rounds() > 0));
     // A quarter of the file that both have, at least.

@@ -3,6 +3,7 @@
 #![allow(dead_code)]
 
 pub mod cold;
+pub mod guest;
 
 use serde_json::Value;
 use std::io::Read;

@@ -614,35 +614,9 @@ impl Agent {
 
     /// Lists the managed ranges, or (`pool`) the mappings of pool files from address `from` on.
     fn regions(&mut self, pool: bool, from: u64) -> Result<usize> {
-        let file = Fd::open(c"/proc/self/maps", libc::O_RDONLY, 0)?;
-        // Names can be long; a line that does not fit is not one of ours.
-        let mut buffer = [0u8; 16 << 10];
-        let channel = self.channel.addr();
         // Reading the table needs the guard, reading maps does not; both are short.
         let held = lock_serving(&self.hold, &self.watch, self.counters());
-        let mut lister = Lister {
-            count: 0,
-            last: RegionEntry::default(),
-            pool,
-            from,
-            all: SHARED.all.load(Ordering::Relaxed),
-            memory: Fd::open(c"/proc/self/mem", libc::O_RDONLY, 0).ok(),
-            table: SHARED.tables(&held).table,
-            put: |index, entry| write_out(channel, index, entry),
-        };
-        maps::for_each_line(
-            &mut buffer,
-            |out| file.read(out),
-            |line| {
-                if let Some(map) = maps::parse_line(line) {
-                    lister.map(&map);
-                }
-            },
-        )?;
-        if !pool {
-            lister.put_last();
-        }
-        Ok(lister.count)
+        list(self.channel.addr(), SHARED.tables(&held).table, pool, from)
     }
 
     fn take_segments(&mut self, ids: u64, fds: &mut sock::Fds) {
@@ -779,17 +753,23 @@ pub(crate) fn read_settings() -> (&'static [u8], &'static [u8; 64]) {
 
 /// Lists the managed ranges to the channel at `channel`, for the cold tier: nothing is mapped from a pool there.
 pub(crate) fn list_managed(channel: u64) -> Result<usize> {
-    let file = Fd::open(c"/proc/self/maps", libc::O_RDONLY, 0)?;
-    let mut buffer = [0u8; 16 << 10];
     let held = SHARED.guard.lock(AGENT);
+    list(channel, SHARED.tables(&held).table, false, 0)
+}
+
+/// Lists what [`Agent::regions`] says to the channel at `channel`.
+fn list(channel: u64, table: &mut Table, pool: bool, from: u64) -> Result<usize> {
+    let file = Fd::open(c"/proc/self/maps", libc::O_RDONLY, 0)?;
+    // Names can be long; a line that does not fit is not one of ours.
+    let mut buffer = [0u8; 16 << 10];
     let mut lister = Lister {
         count: 0,
         last: RegionEntry::default(),
-        pool: false,
-        from: 0,
+        pool,
+        from,
         all: SHARED.all.load(Ordering::Relaxed),
         memory: Fd::open(c"/proc/self/mem", libc::O_RDONLY, 0).ok(),
-        table: SHARED.tables(&held).table,
+        table,
         put: |index, entry| write_out(channel, index, entry),
     };
     maps::for_each_line(
@@ -801,7 +781,9 @@ pub(crate) fn list_managed(channel: u64) -> Result<usize> {
             }
         },
     )?;
-    lister.put_last();
+    if !pool {
+        lister.put_last();
+    }
     Ok(lister.count)
 }
 

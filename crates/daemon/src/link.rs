@@ -53,6 +53,14 @@ impl Shared {
     }
 }
 
+/// Has the channel's memory for these pages there before the agent writes to it: it shall count as the daemon's, for a
+/// client at the limit of its control group would be killed over it. False if there is none.
+pub(crate) fn populate(channel: &Mapping, pages: std::ops::Range<usize>) -> bool {
+    let at = channel.addr() + (CHANNEL_PAGES + pages.start * PAGE_SIZE) as u64;
+    // SAFETY: a part of our own mapping; its bytes stay what they are.
+    unsafe { pagefold_os::mem::advise(at, (pages.len() * PAGE_SIZE) as u64, libc::MADV_POPULATE_WRITE) }.is_ok()
+}
+
 /// A client process.
 pub struct Link {
     socket: Arc<Fd>,
@@ -156,19 +164,13 @@ impl Link {
         unsafe { core::ptr::read_volatile(self.shared.channel.as_ptr().add(at).cast()) }
     }
 
-    /// Has the channel's memory for `pages` pages there before the agent writes to it: it shall count as ours, for a
-    /// client at the limit of its control group would be killed over it. False if there is none.
+    /// Has room for `pages` pages in the channel; false if there is none.
     fn make_room(&mut self, pages: usize) -> bool {
-        if pages > self.room {
-            let at = self.shared.channel.addr() + (CHANNEL_PAGES + self.room * PAGE_SIZE) as u64;
-            let len = ((pages - self.room) * PAGE_SIZE) as u64;
-            // SAFETY: a part of our own mapping; its bytes stay what they are.
-            if unsafe { pagefold_os::mem::advise(at, len, libc::MADV_POPULATE_WRITE) }.is_err() {
-                return false;
-            }
-            self.room = pages;
+        let there = pages <= self.room || populate(&self.shared.channel, self.room..pages);
+        if there {
+            self.room = self.room.max(pages);
         }
-        true
+        there
     }
 
     fn scan_all(

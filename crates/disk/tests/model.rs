@@ -3,25 +3,12 @@
 //! The cache is smaller than the images, so every run loads, shares, breaks, flushes and evicts. After each run the
 //! books are checked: entries, frame records, index, free list. The seed of a failing run is in the message.
 
+mod common;
+
+use common::Random;
 use pagefold_disk::sim::{Faults, SimFile};
 use pagefold_disk::{BLOCK_BYTES, Cache, Config, FingerprintKey, Image};
 use std::sync::Arc;
-
-/// Numbers from a seed: xorshift64*.
-struct Random(u64);
-
-impl Random {
-    fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) % end.max(1)
-    }
-}
 
 /// Content of few kinds, so that blocks of different images are often equal, and sometimes zeros.
 fn fill(random: &mut Random, data: &mut [u8]) {

@@ -5,26 +5,13 @@
 //! there, of what came later any set of sectors, torn and reordered. For every block of the image that survives, its
 //! content must be the one the last acknowledged sync made durable, or one written since, sector by sector.
 
+mod common;
+
+use common::Random;
 use pagefold_disk::sim::{Event, Faults, SECTOR_BYTES, SimFile, after_power_cut};
 use pagefold_disk::{Cache, Config, FingerprintKey};
 use std::collections::HashSet;
 use std::sync::Arc;
-
-/// Numbers from a seed: xorshift64*.
-struct Random(u64);
-
-impl Random {
-    fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    fn below(&mut self, end: u64) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) % end.max(1)
-    }
-}
 
 type Sector = [u8; SECTOR_BYTES];
 

@@ -109,11 +109,8 @@ impl ColdLink {
         runs.iter().enumerate().for_each(|(index, range)| {
             self.put(index, RegionEntry { start: range.start, end: range.end, inode: 0, slot: 0 });
         });
-        // The room shall count as the daemon's memory: a client at the limit of its control group would be killed over it.
-        let pages = runs.iter().map(Range::pages).sum::<u64>().min(FETCH_PAGES_MAX as u64);
-        let at = self.channel.addr() + CHANNEL_PAGES as u64;
-        // SAFETY: a part of our own mapping; its bytes stay what they are.
-        if unsafe { pagefold_os::mem::advise(at, pages * PAGE_SIZE as u64, libc::MADV_POPULATE_WRITE) }.is_err() {
+        let pages = runs.iter().map(Range::pages).sum::<u64>().min(FETCH_PAGES_MAX as u64) as usize;
+        if !crate::link::populate(&self.channel, 0..pages) {
             return Ok(());
         }
         let Ok(count) = self.ask(Op::ColdCopy, runs.len())? else { return Ok(()) };
