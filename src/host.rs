@@ -122,7 +122,7 @@ pub fn ensure_daemon(socket: &Path) -> Result<(), Error> {
     let output = fs::File::create(&log).map(Stdio::from).unwrap_or_else(|_| Stdio::null());
     let mut command = Command::new(std::env::current_exe()?);
     command
-        .args(["daemon", "--idle-exit", "60s", "--socket"])
+        .args(["daemon", "--on-demand", "--socket"])
         .arg(socket)
         .env_remove("LD_PRELOAD")
         .env_remove("PAGEFOLD_SOCKET")
@@ -130,6 +130,7 @@ pub fn ensure_daemon(socket: &Path) -> Result<(), Error> {
         .stdout(Stdio::null())
         .stderr(output)
         .current_dir("/");
+    crate::config::pass_on(&mut command);
     // SAFETY: setsid is safe between fork and exec.
     unsafe {
         command.pre_exec(|| {

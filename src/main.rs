@@ -4,25 +4,41 @@
 //! `commands/`; errors end as one line on standard error and a non-zero exit.
 
 mod commands;
+mod config;
 mod host;
 mod output;
 mod top;
 mod units;
 
-use clap::Parser;
+use clap::{CommandFactory, FromArgMatches, Parser};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// One copy of every page: memory, page cache and cold memory, deduplicated from user space.
 #[derive(Parser)]
 #[command(name = "pagefold", version, propagate_version = true)]
-#[command(after_help = "Exit status: 0 success, 1 failure, 2 wrong usage; `run` passes on the command's own.")]
+#[command(after_help = "\
+Defaults for options are read from /etc/pagefold/pagefold.toml and $XDG_CONFIG_HOME/pagefold/pagefold.toml, or from
+the one file that --config or PAGEFOLD_CONFIG names; the command line wins.
+
+Exit status: 0 success, 1 failure, 2 wrong usage; `run` passes on the command's own.")]
 struct Cli {
+    /// File with defaults for options, instead of /etc/pagefold/pagefold.toml and the user's; `none` for no file
+    #[arg(long, global = true, value_name = "PATH")]
+    config: Option<PathBuf>,
     #[command(subcommand)]
     command: commands::Command,
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let matches = match config::parse(Cli::command()) {
+        Ok(matches) => matches,
+        Err((error, code)) => {
+            eprintln!("pagefold: {error}");
+            return ExitCode::from(code);
+        }
+    };
+    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     match commands::run(cli.command) {
         Ok(code) => code,
         Err(error) => {

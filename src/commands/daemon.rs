@@ -1,7 +1,7 @@
 //! `pagefold daemon`: serves clients until told to stop.
 
 use super::Error;
-use crate::{host, units};
+use crate::{config, host, units};
 use pagefold_daemon::{Config, Daemon, cold};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -22,30 +22,33 @@ pub struct Args {
     /// Where to listen [default: this user's]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
-    /// Worker threads per domain
-    #[arg(long, value_name = "N", default_value_t = default_workers())]
-    workers: usize,
+    /// Worker threads per domain; `auto`: one per processor, at most 8
+    #[arg(long, value_name = "N", default_value = "auto", value_parser = workers)]
+    workers: Setting<usize>,
     /// One pass over all memory; pages silent for two passes are merged
-    #[arg(long, value_name = "SECONDS", default_value = "2s", value_parser = units::duration)]
+    #[arg(long, value_name = "SECONDS", default_value = "2s", value_parser = period)]
     period: Duration,
-    /// Largest size of a domain's pool
-    #[arg(long, value_name = "SIZE", value_parser = units::size)]
-    pool_max: Option<u64>,
-    /// Mappings that merging may add to one client [default: a quarter of vm.max_map_count]
-    #[arg(long, value_name = "N")]
-    vma_budget: Option<u64>,
+    /// Largest size of a domain's pool; `auto`: half of the machine's memory
+    #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = size_or_auto)]
+    pool_max: Setting<u64>,
+    /// Mappings that merging may add to one client; `auto`: a quarter of vm.max_map_count
+    #[arg(long, value_name = "N", default_value = "auto", value_parser = count_or_auto)]
+    vma_budget: Setting<u64>,
     /// Let workers compete like any program instead of taking idle time only
     #[arg(long)]
     busy: bool,
-    /// Serve OpenMetrics at HOST:PORT (loopback only) or unix:PATH
-    #[arg(long, value_name = "ADDRESS")]
-    metrics: Option<String>,
-    /// Exit after this long without clients
-    #[arg(long, value_name = "TIME", value_parser = units::duration)]
-    idle_exit: Option<Duration>,
-    /// Largest memory of a domain's cold tier, unless its first client says otherwise
-    #[arg(long, value_name = "SIZE", value_parser = units::size)]
-    tier_max: Option<u64>,
+    /// Serve OpenMetrics at HOST:PORT (loopback only) or unix:PATH; `none`: nowhere
+    #[arg(long, value_name = "ADDRESS", default_value = "none", value_parser = metrics_address)]
+    metrics: Setting<String>,
+    /// Exit after this long without clients; `never`: stay
+    #[arg(long, value_name = "TIME", default_value = "never", value_parser = duration_or_never)]
+    idle_exit: Setting<Duration>,
+    /// Exit after a minute without clients, unless --idle-exit says otherwise: `run` started this daemon
+    #[arg(long, hide = true)]
+    on_demand: bool,
+    /// Largest memory of a domain's cold tier, unless its first client says otherwise; `auto`: a quarter of memory
+    #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = size_or_auto)]
+    tier_max: Setting<u64>,
     /// Directory for the file that a cold tier writes to when its memory is full; `none` for no file
     #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
     tier_dir: PathBuf,
@@ -75,9 +78,58 @@ pub struct Args {
     no_predict: bool,
 }
 
-fn default_workers() -> usize {
-    std::thread::available_parallelism().map_or(1, |cores| cores.get().min(8))
+/// What is said, or nothing by the word that leaves it to the daemon.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Setting<T>(Option<T>);
+
+/// Reads `text` by `parse`, unless it is `word`.
+fn unless<T>(word: &str, text: &str, parse: impl Fn(&str) -> Result<T, String>) -> Result<Setting<T>, String> {
+    if text == word {
+        return Ok(Setting(None));
+    }
+    parse(text).map(|value| Setting(Some(value))).map_err(|error| format!("{error}, or {word}"))
 }
+
+fn workers(text: &str) -> Result<Setting<usize>, String> {
+    let number = |text: &str| text.parse().ok().filter(|count| (1..=1024).contains(count));
+    unless("auto", text, |text| number(text).ok_or_else(|| "takes 1 to 1024".to_owned()))
+}
+
+fn period(text: &str) -> Result<Duration, String> {
+    let period = units::duration(text)?;
+    if period < Duration::from_millis(10) { Err("takes at least 10ms".into()) } else { Ok(period) }
+}
+
+fn size_or_auto(text: &str) -> Result<Setting<u64>, String> {
+    unless("auto", text, units::size)
+}
+
+fn count_or_auto(text: &str) -> Result<Setting<u64>, String> {
+    unless("auto", text, |text| text.parse().map_err(|_| "takes a whole number".to_owned()))
+}
+
+fn duration_or_never(text: &str) -> Result<Setting<Duration>, String> {
+    unless("never", text, units::duration)
+}
+
+/// An address may be a name, which only the daemon resolves; what is plainly not loopback is refused here.
+fn metrics_address(text: &str) -> Result<Setting<String>, String> {
+    unless("none", text, |text| {
+        let good = match text.strip_prefix("unix:") {
+            Some(path) => !path.is_empty(),
+            None => match text.parse::<std::net::SocketAddr>() {
+                Ok(address) => address.ip().is_loopback(),
+                Err(_) => text.rsplit_once(':').is_some_and(|(host, port)| {
+                    host.contains(char::is_alphabetic) && !host.contains('/') && port.parse::<u16>().is_ok()
+                }),
+            },
+        };
+        if good { Ok(text.to_owned()) } else { Err("takes 127.0.0.1:PORT, [::1]:PORT, unix:PATH".into()) }
+    })
+}
+
+/// How long a daemon that `run` started stays without clients.
+const ON_DEMAND_IDLE: Duration = Duration::from_secs(60);
 
 static STOP: AtomicBool = AtomicBool::new(false);
 
@@ -87,12 +139,6 @@ extern "C" fn on_signal(_: libc::c_int) {
 
 /// Runs the daemon.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
-    if args.workers == 0 || args.workers > 1024 {
-        return Err("--workers takes 1 to 1024".into());
-    }
-    if args.period < Duration::from_millis(10) {
-        return Err("--period takes at least 10ms".into());
-    }
     let (_, total) = pagefold_os::procfs::available_and_total();
     let map_count =
         std::fs::read_to_string("/proc/sys/vm/max_map_count").ok().and_then(|text| text.trim().parse().ok());
@@ -103,16 +149,16 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
     let daemon = Daemon::new(Config {
         socket: socket.clone(),
-        workers: args.workers,
+        workers: args.workers.0.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, |n| n.get().min(8))),
         period: args.period,
-        pool_max_bytes: args.pool_max.unwrap_or(total / 2),
-        vma_budget: args.vma_budget.unwrap_or(map_count.unwrap_or(65_530u64) / 4),
+        pool_max_bytes: args.pool_max.0.unwrap_or(total / 2),
+        vma_budget: args.vma_budget.0.unwrap_or(map_count.unwrap_or(65_530u64) / 4),
         idle_priority: !args.busy,
-        idle_exit: args.idle_exit,
-        metrics: args.metrics,
+        idle_exit: args.idle_exit.0.or(args.on_demand.then_some(ON_DEMAND_IDLE)),
+        metrics: args.metrics.0,
         predict: !args.no_predict,
         cold: cold::Config {
-            tier_max_bytes: args.tier_max.unwrap_or(total / 4),
+            tier_max_bytes: args.tier_max.0.unwrap_or(total / 4),
             directory: (args.tier_dir.as_os_str() != "none").then_some(args.tier_dir),
             file_max_bytes: args.tier_file_max,
             tolerance: args.tolerance,
@@ -123,7 +169,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             // Of its own services systemd starts the next one itself.
             successor: match std::env::var("SYSTEMD_EXEC_PID") {
                 Ok(pid) if pid == std::process::id().to_string() => Vec::new(),
-                _ => std::iter::once(program).chain(std::env::args_os().skip(1)).collect(),
+                _ => std::iter::once(program).chain(config::arguments()).collect(),
             },
             hand_over: args.hand_over,
             ..cold::Config::default()

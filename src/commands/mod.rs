@@ -12,7 +12,7 @@ mod image;
 mod keeper;
 mod man;
 mod park;
-mod run;
+pub mod run;
 mod scan;
 pub mod scan_tree;
 mod status;

@@ -33,11 +33,11 @@ pub struct Args {
     /// Move pages that stay silent to the cold tier instead of merging; all large private memory is managed
     #[arg(long)]
     cold: bool,
-    /// Share of run time that may be lost to pages coming back, in percent [default: 1]
-    #[arg(long, value_name = "PERCENT", requires = "cold", value_parser = percent)]
+    /// With --cold: share of run time that may be lost to pages coming back, in percent [default: the daemon's]
+    #[arg(long, value_name = "PERCENT", value_parser = percent)]
     tolerance: Option<f64>,
-    /// Memory of the cold tier; beyond it pages are written to a file (the first client of a domain says)
-    #[arg(long, value_name = "SIZE", requires = "cold", value_parser = crate::units::size)]
+    /// With --cold: memory of the tier; beyond it pages are written to a file (the first client of a domain says)
+    #[arg(long, value_name = "SIZE", value_parser = crate::units::size)]
     tier_max: Option<u64>,
     /// How to merge: through the agent, or by the kernel's KSM (for static or sealed programs)
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
@@ -67,7 +67,7 @@ pub(super) fn percent(text: &str) -> Result<f64, String> {
 }
 
 /// Exit status when pagefold itself fails, as env(1) and others have it.
-const FAILED: u8 = 125;
+pub const FAILED: u8 = 125;
 
 /// Becomes the program.
 pub fn run(args: Args) -> Result<ExitCode, Error> {

@@ -1,0 +1,564 @@
+//! The configuration file: defaults for options, in TOML.
+//!
+//! There is no second list of options. A key is an option of the command line without its dashes, and its value is
+//! read by that option's own parser, so file and command line cannot drift apart. What the file says becomes the
+//! option's default, and so the command line wins.
+
+use crate::commands::Error;
+use clap::parser::ValueSource;
+use clap::{Arg, ArgAction, ArgMatches, Command};
+use std::ffi::OsString;
+use std::io::Read;
+use std::ops::Range;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use toml::de::{DeTable, DeValue};
+
+/// The file of the whole machine.
+const SYSTEM: &str = "/etc/pagefold/pagefold.toml";
+
+/// No file is this long.
+const BYTES_MAX: u64 = 1 << 20;
+
+/// A table of the file and the command whose options are its keys.
+struct Section {
+    name: &'static str,
+    command: &'static [&'static str],
+    /// Options that mean one call and no other.
+    not_keys: &'static [&'static str],
+}
+
+/// The keys above all tables: options that several commands share.
+const SHARED: &[&str] = &["socket"];
+
+const SECTIONS: &[Section] = &[
+    Section { name: "daemon", command: &["daemon"], not_keys: &[] },
+    Section { name: "run", command: &["run"], not_keys: &[] },
+    // A mount in the background is a second call of the same command, in the foreground.
+    Section { name: "disk", command: &["disk", "mount"], not_keys: &["background", "nbd"] },
+    Section { name: "image", command: &["image"], not_keys: &[] },
+];
+
+/// Options that mean nothing without another one.
+const NEEDS: &[(&str, &str, &str)] = &[("run", "tolerance", "cold"), ("run", "tier_max", "cold")];
+
+/// One setting: the table (empty for shared keys), the option's name, its value as on the command line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Setting {
+    section: &'static str,
+    id: String,
+    value: String,
+}
+
+/// Arguments by which this very command is started again, whatever the file then says.
+static AGAIN: OnceLock<Vec<OsString>> = OnceLock::new();
+
+/// The file that --config named, absolute.
+static NAMED: OnceLock<PathBuf> = OnceLock::new();
+
+/// Lets the daemon that `run` starts read the file that this call was told to read.
+pub fn pass_on(child: &mut std::process::Command) {
+    if let Some(path) = NAMED.get() {
+        child.env("PAGEFOLD_CONFIG", path);
+    }
+}
+
+/// The arguments of this call, with what the configuration file added written out; the file is not read again.
+pub fn arguments() -> Vec<OsString> {
+    AGAIN.get().cloned().unwrap_or_else(|| std::env::args_os().skip(1).collect())
+}
+
+/// Reads the command line over the configuration file. Wrong usage ends the process as clap has it.
+///
+/// # Errors
+/// One line that names file, line and key, and how this command reports failure of its own.
+pub fn parse(command: Command) -> Result<ArgMatches, (Error, u8)> {
+    let command = with_values(command);
+    // Help and wrong usage come before a file that may be broken.
+    let matches = command.clone().get_matches();
+    let failed = if matches.subcommand_name() == Some("run") { crate::commands::run::FAILED } else { 1 };
+    let given = matches.get_one::<PathBuf>("config").cloned();
+    if let (Some(path), Ok(here)) = (&given, std::env::current_dir()) {
+        let _ = NAMED.set(here.join(path));
+    }
+    if !takes_defaults(&command, &matches) {
+        return Ok(matches);
+    }
+    let settings = files(given).and_then(|paths| load(&command, &paths)).map_err(|error| (error, failed))?;
+    let mut command = apply(command, &settings);
+    let matches = command.clone().get_matches();
+    check_needs(&mut command, &matches);
+    if let Some(("daemon", daemon)) = matches.subcommand() {
+        let _ = AGAIN.set(again(&command, daemon));
+    }
+    Ok(matches)
+}
+
+/// Makes each switch that is a key take a value: `--busy=false` wins over `busy = true` in the file.
+fn with_values(mut command: Command) -> Command {
+    for section in SECTIONS {
+        let ids: Vec<String> = keys(&command, section).map(|arg| arg.get_id().to_string()).collect();
+        command = at(command, section.command, &mut |command| {
+            command.mut_args(|arg| {
+                let key = ids.iter().any(|id| arg.get_id() == id.as_str());
+                if !key || !matches!(arg.get_action(), ArgAction::SetTrue) {
+                    return arg;
+                }
+                arg.action(ArgAction::Set)
+                    .value_parser(clap::value_parser!(bool))
+                    .num_args(0..=1)
+                    .require_equals(true)
+                    .default_missing_value("true")
+                    .default_value("false")
+                    .hide_default_value(true)
+                    .hide_possible_values(true)
+                    .value_name("BOOL")
+            })
+        });
+    }
+    command
+}
+
+/// Changes the command at `path` below `command`.
+fn at(command: Command, path: &[&str], change: &mut dyn FnMut(Command) -> Command) -> Command {
+    match path {
+        [] => change(command),
+        [first, rest @ ..] => {
+            let first: &str = first;
+            command.mut_subcommand(first, |below| at(below, rest, change))
+        }
+    }
+}
+
+fn find<'a>(command: &'a Command, path: &[&str]) -> &'a Command {
+    path.iter().fold(command, |command, name| {
+        command.find_subcommand(name).unwrap_or_else(|| panic!("no command {name} for the configuration"))
+    })
+}
+
+/// The options that are keys of `section`.
+fn keys<'a>(command: &'a Command, section: &Section) -> impl Iterator<Item = &'a Arg> {
+    let not_keys = section.not_keys;
+    find(command, section.command).get_arguments().filter(move |arg| {
+        let id = arg.get_id().as_str();
+        let own = !not_keys.contains(&id) && !SHARED.contains(&id) && !["config", "help", "version"].contains(&id);
+        own && !arg.is_hide_set() && arg.get_long().is_some()
+    })
+}
+
+/// True if the called command has an option that the file may set.
+fn takes_defaults(command: &Command, matches: &ArgMatches) -> bool {
+    let mut path = Vec::new();
+    let (mut here, mut below) = (command, matches);
+    while let Some((name, next)) = below.subcommand() {
+        path.push(name);
+        (here, below) = (find(here, &[name]), next);
+    }
+    here.get_arguments().any(|arg| SHARED.contains(&arg.get_id().as_str()))
+        || SECTIONS.iter().any(|section| path.starts_with(section.command))
+}
+
+/// The files to read, the one that counts most last.
+fn files(given: Option<PathBuf>) -> Result<Vec<PathBuf>, Error> {
+    let named =
+        given.or_else(|| std::env::var_os("PAGEFOLD_CONFIG").filter(|path| !path.is_empty()).map(PathBuf::from));
+    if let Some(path) = named {
+        // `none`, also after --config made it absolute for a child.
+        return Ok(if path.file_name().is_some_and(|name| name == "none") && !path.exists() {
+            Vec::new()
+        } else {
+            vec![path]
+        });
+    }
+    let user = std::env::var_os("XDG_CONFIG_HOME")
+        .filter(|dir| Path::new(dir).is_absolute())
+        .map(PathBuf::from)
+        .or_else(|| {
+            std::env::var_os("HOME").filter(|home| !home.is_empty()).map(|home| Path::new(&home).join(".config"))
+        })
+        .map(|dir| dir.join("pagefold/pagefold.toml"));
+    let mut files = Vec::new();
+    for path in [Some(PathBuf::from(SYSTEM)), user].into_iter().flatten() {
+        match std::fs::metadata(&path) {
+            Ok(found) if path != Path::new(SYSTEM) => {
+                // SAFETY: returns a number.
+                let me = unsafe { libc::geteuid() };
+                // `sudo` may keep HOME: then the file is somebody's who must not say what root does.
+                if found.uid() != me && found.uid() != 0 {
+                    return Err(format!(
+                        "{}: belongs to user {}, not to you; name it by --config, or use --config none",
+                        path.display(),
+                        found.uid()
+                    )
+                    .into());
+                }
+                files.push(path);
+            }
+            Ok(_) => files.push(path),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            Err(error) if error.kind() == std::io::ErrorKind::NotADirectory => {}
+            Err(error) => return Err(format!("{}: cannot read: {error}", path.display()).into()),
+        }
+    }
+    Ok(files)
+}
+
+fn load(command: &Command, paths: &[PathBuf]) -> Result<Vec<Setting>, Error> {
+    let mut settings: Vec<Setting> = Vec::new();
+    for path in paths {
+        let read = || -> std::io::Result<Vec<u8>> {
+            let mut bytes = Vec::new();
+            std::fs::File::open(path)?.take(BYTES_MAX + 1).read_to_end(&mut bytes)?;
+            Ok(bytes)
+        };
+        let bytes = read().map_err(|error| format!("{}: cannot read: {error}", path.display()))?;
+        if bytes.len() as u64 > BYTES_MAX {
+            return Err(format!("{}: longer than 1 MiB: no configuration", path.display()).into());
+        }
+        let text = String::from_utf8(bytes).map_err(|error| {
+            let line = 1 + error.as_bytes()[..error.utf8_error().valid_up_to()].iter().filter(|b| **b == b'\n').count();
+            format!("{}:{line}: not UTF-8 text", path.display())
+        })?;
+        for new in settings_of(command, &text).map_err(|wrong| wrong.show(path, &text))? {
+            settings.retain(|old| (old.section, &old.id) != (new.section, &new.id));
+            settings.push(new);
+        }
+    }
+    Ok(settings)
+}
+
+/// What is wrong with a file, and where.
+#[derive(Debug)]
+struct Wrong {
+    at: usize,
+    /// Empty if the text is no TOML.
+    key: String,
+    what: String,
+}
+
+impl Wrong {
+    fn new(span: Range<usize>, key: impl Into<String>, what: impl Into<String>) -> Wrong {
+        Wrong { at: span.start, key: key.into(), what: what.into() }
+    }
+
+    fn show(self, path: &Path, text: &str) -> String {
+        let line = 1 + text.as_bytes()[..self.at.min(text.len())].iter().filter(|byte| **byte == b'\n').count();
+        let key = if self.key.is_empty() { String::new() } else { format!("{}: ", self.key) };
+        format!("{}:{line}: {key}{}", path.display(), self.what.replace('\n', " "))
+    }
+}
+
+/// Reads a file's text.
+fn settings_of(command: &Command, text: &str) -> Result<Vec<Setting>, Wrong> {
+    let table = DeTable::parse(text)
+        .map_err(|error| Wrong::new(error.span().unwrap_or(0..0), "", format!("no TOML: {}", error.message())))?;
+    let mut settings = Vec::new();
+    for (name, value) in table.get_ref() {
+        let (key, span) = (name.get_ref().as_ref(), name.span());
+        if SHARED.contains(&key) {
+            // Every command that has it has the same: the first one's parser serves.
+            let arg = find(command, &["daemon"]).get_arguments().find(|arg| arg.get_id() == key);
+            let value = checked(arg.expect("a shared option"), key, value.span(), value.get_ref())?;
+            settings.push(Setting { section: "", id: key.to_owned(), value });
+            continue;
+        }
+        let Some(section) = SECTIONS.iter().find(|section| section.name == key) else {
+            let tables: Vec<String> = SECTIONS.iter().map(|section| format!("[{}]", section.name)).collect();
+            let what = format!("unknown; there are {} and {}", SHARED.join(", "), tables.join(", "));
+            return Err(Wrong::new(span, key, what));
+        };
+        let Some(inner) = value.get_ref().as_table() else {
+            return Err(Wrong::new(span, key, format!("is a table: write [{key}] above its keys")));
+        };
+        for (name, value) in inner {
+            let full = format!("{key}.{}", name.get_ref());
+            let Some(arg) = keys(command, section).find(|arg| arg.get_id() == name.get_ref().as_ref()) else {
+                let mut known: Vec<&str> = keys(command, section).map(|arg| arg.get_id().as_str()).collect();
+                known.sort_unstable();
+                let what = format!("unknown key; [{key}] has {}", known.join(", "));
+                return Err(Wrong::new(name.span(), full, what));
+            };
+            let value = checked(arg, &full, value.span(), value.get_ref())?;
+            settings.push(Setting { section: section.name, id: arg.get_id().to_string(), value });
+        }
+    }
+    Ok(settings)
+}
+
+/// The value as the command line would have it, if its type is the option's and the option's parser takes it.
+fn checked(arg: &Arg, key: &str, span: Range<usize>, value: &DeValue<'_>) -> Result<String, Wrong> {
+    let text = plain(value);
+    let kind = arg.get_value_names().and_then(|names| names.first()).map_or("", |name| name.as_str());
+    let (fits, wanted) = match kind {
+        "BOOL" => (value.is_bool(), "true or false"),
+        // What may also be `auto` is a number or that word.
+        "N" | "MS" | "S" => (value.is_integer() || value.is_str(), "a whole number"),
+        "SIZE" => (value.is_integer() || value.is_str(), "a size, such as \"512M\""),
+        "TIME" | "SECONDS" => (value.is_integer() || value.is_float() || value.is_str(), "a time, such as \"5s\""),
+        "PERCENT" => (value.is_integer() || value.is_float() || value.is_str(), "a percentage, such as 1"),
+        _ => (value.is_str(), "a string in quotes"),
+    };
+    let Some(text) = text.filter(|_| fits) else {
+        return Err(Wrong::new(span, key, format!("takes {wanted}, not {}", article(value.type_str()))));
+    };
+    let refused = |why: String| Wrong::new(span.clone(), key, why);
+    // The option's parser is asked by calling a command that has this one option.
+    let arg = arg.clone().required(false).global(false);
+    let long = format!("--{}={text}", arg.get_long().unwrap_or_default());
+    let probe = Command::new("pagefold").no_binary_name(true).arg(arg);
+    match probe.try_get_matches_from([long]) {
+        Ok(_) => Ok(text),
+        Err(error) => {
+            let why = std::error::Error::source(&error).map(ToString::to_string);
+            let values = error.get(clap::error::ContextKind::ValidValue).map(|values| format!("one of {values}"));
+            Err(refused(format!("`{text}`: {}", why.or(values).unwrap_or_else(|| format!("takes {wanted}")))))
+        }
+    }
+}
+
+/// A value as people write it on the command line; `None` for tables, lists and dates.
+fn plain(value: &DeValue<'_>) -> Option<String> {
+    match value {
+        DeValue::String(text) => Some(text.to_string()),
+        DeValue::Integer(number) => {
+            i64::from_str_radix(number.as_str(), number.radix()).ok().map(|number| number.to_string())
+        }
+        DeValue::Float(number) => Some(number.as_str().to_owned()),
+        DeValue::Boolean(value) => Some(value.to_string()),
+        DeValue::Datetime(_) | DeValue::Array(_) | DeValue::Table(_) => None,
+    }
+}
+
+fn article(noun: &str) -> String {
+    format!("{} {noun}", if noun.starts_with(['a', 'e', 'i', 'o', 'u']) { "an" } else { "a" })
+}
+
+/// Makes the settings the options' defaults.
+fn apply(mut command: Command, settings: &[Setting]) -> Command {
+    for setting in settings {
+        // A default of clap's lives as long as the process.
+        let value: &'static str = Box::leak(setting.value.clone().into_boxed_str());
+        let set = |command: Command| {
+            let mine = |arg: &Arg| arg.get_id() == setting.id.as_str();
+            if command.get_arguments().any(mine) {
+                command.mut_arg(setting.id.as_str(), |arg| arg.default_value(value))
+            } else {
+                command
+            }
+        };
+        command = match SECTIONS.iter().find(|section| section.name == setting.section) {
+            Some(section) => at(command, section.command, &mut |command| set(command)),
+            None => command.mut_subcommands(set),
+        };
+    }
+    command
+}
+
+/// Refuses options of the command line without what they need, wherever that is said.
+fn check_needs(command: &mut Command, matches: &ArgMatches) {
+    let Some((name, below)) = matches.subcommand() else { return };
+    for (_, option, needed) in NEEDS.iter().filter(|(command, ..)| *command == name) {
+        let given = below.value_source(option) == Some(ValueSource::CommandLine);
+        if given && !below.get_one::<bool>(needed).copied().unwrap_or(false) {
+            let text = format!("--{} needs --{needed}", option.replace('_', "-"));
+            command.error(clap::error::ErrorKind::MissingRequiredArgument, text).exit();
+        }
+    }
+}
+
+/// Arguments that mean what command line and file meant together.
+fn again(command: &Command, daemon: &ArgMatches) -> Vec<OsString> {
+    let mut arguments: Vec<OsString> = ["daemon", "--config", "none"].map(OsString::from).to_vec();
+    for arg in find(command, &["daemon"]).get_arguments() {
+        let (id, Some(long)) = (arg.get_id().as_str(), arg.get_long()) else { continue };
+        if id == "config" || !daemon.try_contains_id(id).unwrap_or(false) {
+            continue;
+        }
+        if matches!(arg.get_action(), ArgAction::SetTrue) {
+            if daemon.get_flag(id) {
+                arguments.push(format!("--{long}").into());
+            }
+        } else if let Some(value) = daemon.get_raw(id).and_then(|mut values| values.next()) {
+            let mut argument = OsString::from(format!("--{long}="));
+            argument.push(value);
+            arguments.push(argument);
+        }
+    }
+    arguments
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+    use std::collections::BTreeMap;
+
+    /// The file as it is shipped.
+    const SHIPPED: &str = include_str!("../dist/pagefold.toml");
+
+    fn command() -> Command {
+        with_values(crate::Cli::command())
+    }
+
+    fn wrong(text: &str) -> String {
+        settings_of(&command(), text).map_err(|wrong| wrong.show(Path::new("f"), text)).expect_err(text)
+    }
+
+    /// The file with every key's comment sign taken away, and which keys it said have no default.
+    fn uncommented() -> (String, Vec<String>) {
+        let (mut text, mut without, mut section, mut none) = (String::new(), Vec::new(), String::new(), false);
+        for line in SHIPPED.lines() {
+            if let Some(name) = line.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) {
+                section = name.to_owned();
+            }
+            // A key is commented by `#`, prose by `# `.
+            match line.strip_prefix('#') {
+                Some(key) if key.starts_with(|c: char| c.is_ascii_lowercase()) => {
+                    let name = key.split_whitespace().next().unwrap_or_default();
+                    if none {
+                        without.push(format!("{section}.{name}"));
+                    }
+                    text.push_str(key);
+                    none = false;
+                }
+                Some(prose) => none |= prose.contains("No default"),
+                None => {
+                    none = false;
+                    text.push_str(line);
+                }
+            }
+            text.push('\n');
+        }
+        (text, without)
+    }
+
+    #[test]
+    fn the_shipped_file_sets_nothing() {
+        assert_eq!(settings_of(&command(), SHIPPED).expect("it parses"), []);
+    }
+
+    #[test]
+    fn the_shipped_file_names_every_option_with_its_default() {
+        let command = command();
+        let (text, without) = uncommented();
+        let settings = settings_of(&command, &text).map_err(|wrong| wrong.show(Path::new("f"), &text)).expect("taken");
+        let found: BTreeMap<String, String> = settings
+            .into_iter()
+            .map(|setting| (format!("{}.{}", setting.section, setting.id), setting.value))
+            .collect();
+        let mut expected = BTreeMap::new();
+        let mut note = |section: &str, arg: &Arg| {
+            let name = format!("{section}.{}", arg.get_id());
+            let default = arg.get_default_values().first().map(|value| value.to_string_lossy().into_owned());
+            assert_eq!(default.is_none(), without.contains(&name), "{name}: the file must say `No default`, or not");
+            expected.insert(name.clone(), default.unwrap_or_else(|| found.get(&name).cloned().unwrap_or_default()));
+        };
+        for section in SECTIONS {
+            keys(&command, section).for_each(|arg| note(section.name, arg));
+        }
+        let daemon = find(&command, &["daemon"]);
+        daemon.get_arguments().filter(|arg| SHARED.contains(&arg.get_id().as_str())).for_each(|arg| note("", arg));
+        assert_eq!(found, expected);
+        // Every option of the daemon that people may use, but for where the file is and help itself.
+        for arg in daemon.get_arguments().filter(|arg| !arg.is_hide_set() && arg.get_long().is_some()) {
+            let id = arg.get_id().as_str();
+            let known = found.contains_key(&format!("daemon.{id}")) || found.contains_key(&format!(".{id}"));
+            assert!(known || ["config", "help", "version"].contains(&id), "--{id} has no key");
+        }
+    }
+
+    #[test]
+    fn the_shipped_file_tells_what_each_option_does() {
+        let lines: Vec<&str> = SHIPPED.lines().collect();
+        for (index, line) in lines.iter().enumerate() {
+            let key = line.strip_prefix('#').is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_lowercase()));
+            assert!(!key || (index > 0 && lines[index - 1].starts_with("# ")), "{line}: no explanation above it");
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_said_with_line_and_key() {
+        for (text, expected) in [
+            ("[daemon]\nperod = 2\n", "f:2: daemon.perod: unknown key; [daemon] has busy, "),
+            ("\n[demon]\n", "f:2: demon: unknown; there are socket and [daemon], "),
+            ("daemon = 3", "f:1: daemon: is a table"),
+            ("[daemon]\nbusy = \"yes\"", "f:2: daemon.busy: takes true or false, not a string"),
+            ("[daemon]\nbusy = 1", "f:2: daemon.busy: takes true or false, not an integer"),
+            ("[daemon]\npool_max = true", "f:2: daemon.pool_max: takes a size, such as \"512M\", not a boolean"),
+            ("[daemon]\npool_max = \"12 bananas\"", "f:2: daemon.pool_max: `12 bananas`: "),
+            ("[daemon]\nworkers = 0", "f:2: daemon.workers: `0`: "),
+            ("[daemon]\nworkers = -1", "f:2: daemon.workers: `-1`: "),
+            ("[daemon]\nworkers = 2.5", "f:2: daemon.workers: takes a whole number, not a float"),
+            ("[daemon]\nperiod = 1979-05-27", "f:2: daemon.period: takes a time, such as \"5s\", not a datetime"),
+            ("[daemon]\n\n\nperiod = \"1ms\"", "f:4: daemon.period: `1ms`: "),
+            ("[daemon]\nmetrics = \"0.0.0.0:9199\"", "f:2: daemon.metrics: `0.0.0.0:9199`: "),
+            ("[daemon]\ntolerance = 99", "f:2: daemon.tolerance: `99`: "),
+            ("[daemon]\nno_keeper = true", "f:2: daemon.no_keeper: unknown key"),
+            ("[daemon]\nconfig = \"x\"", "f:2: daemon.config: unknown key"),
+            ("[run]\nbackend = \"magic\"", "f:2: run.backend: `magic`: one of "),
+            ("[run]\ndomain = 7", "f:2: run.domain: takes a string in quotes, not an integer"),
+            ("[disk]\nworkers = 1000", "f:2: disk.workers: `1000`: "),
+            ("[disk]\nbackground = true", "f:2: disk.background: unknown key"),
+            ("[image]\nstore = [1]", "f:2: image.store: takes a string in quotes, not an array"),
+            ("socket = 1", "f:1: socket: takes a string in quotes, not an integer"),
+            ("[daemon]\nperiod = \n", "f:2: no TOML: "),
+            ("[daemon]\nperiod = 2\nperiod = 3\n", "f:3: no TOML: "),
+        ] {
+            let said = wrong(text);
+            assert!(said.starts_with(expected), "{text:?}: {said}");
+            assert_eq!(said.lines().count(), 1, "{said}");
+        }
+    }
+
+    #[test]
+    fn the_command_line_wins_over_the_file_and_the_file_over_what_is_built_in() {
+        let file = "socket = \"/f/s\"\n[daemon]\nworkers = 3\nbusy = true\nperiod = \"7s\"\npool_max = \"1G\"\n\
+            [run]\ncold = true\n[disk]\ncache_size = \"2G\"\n[image]\ndomain = \"d\"\n";
+        let settings = settings_of(&command(), file).expect("good");
+        let parse = |args: &[&str]| {
+            let args = std::iter::once("pagefold").chain(args.iter().copied());
+            apply(command(), &settings).try_get_matches_from(args).expect("good arguments")
+        };
+        let raw = |matches: &ArgMatches, id: &str| {
+            let mut below = matches;
+            while let Some((_, next)) = below.subcommand() {
+                below = next;
+            }
+            below.get_raw(id).and_then(|mut values| values.next()).map(|value| value.to_string_lossy().into_owned())
+        };
+        let daemon = parse(&["daemon", "--workers", "5", "--busy=false"]);
+        assert_eq!(raw(&daemon, "workers").as_deref(), Some("5"));
+        assert_eq!(raw(&daemon, "busy").as_deref(), Some("false"));
+        assert_eq!(raw(&daemon, "period").as_deref(), Some("7s"));
+        assert_eq!(raw(&daemon, "pool_max").as_deref(), Some("1G"));
+        assert_eq!(raw(&daemon, "cold_tick").as_deref(), Some("5s"));
+        assert_eq!(raw(&daemon, "socket").as_deref(), Some("/f/s"));
+        assert_eq!(raw(&parse(&["status"]), "socket").as_deref(), Some("/f/s"));
+        assert_eq!(raw(&parse(&["status", "--socket", "/x"]), "socket").as_deref(), Some("/x"));
+        assert_eq!(raw(&parse(&["run", "--", "ls"]), "cold").as_deref(), Some("true"));
+        assert_eq!(raw(&parse(&["run", "--cold=false", "--", "ls"]), "cold").as_deref(), Some("false"));
+        assert_eq!(raw(&parse(&["disk", "mount", "a", "b"]), "cache_size").as_deref(), Some("2G"));
+        assert_eq!(raw(&parse(&["image", "ls"]), "domain").as_deref(), Some("d"));
+        assert_eq!(raw(&parse(&["image", "ls", "--domain", "e"]), "domain").as_deref(), Some("e"));
+        assert_eq!(raw(&parse(&["image", "--domain", "e", "ls"]), "domain").as_deref(), Some("e"));
+    }
+
+    #[test]
+    fn a_successor_works_as_its_predecessor_did() {
+        let settings = settings_of(&command(), "[daemon]\nbusy = true\nperiod = \"7s\"\n").expect("good");
+        let command = apply(command(), &settings);
+        let args = ["pagefold", "daemon", "--workers", "5", "--no-keeper"];
+        let matches = command.clone().try_get_matches_from(args).expect("good");
+        let (_, daemon) = matches.subcommand().expect("daemon");
+        let again = again(&command, daemon);
+        for part in ["--workers=5", "--busy=true", "--period=7s", "--no-keeper", "--cold-manual=false"] {
+            assert!(again.iter().any(|argument| argument == part), "{part} is not in {again:?}");
+        }
+        // It is a call of the tool without the file.
+        let plain = with_values(crate::Cli::command());
+        let matches =
+            plain.try_get_matches_from(std::iter::once(OsString::from("pagefold")).chain(again)).expect("good");
+        assert!(matches.subcommand().is_some_and(|(_, daemon)| daemon.get_one::<bool>("busy") == Some(&true)));
+    }
+}

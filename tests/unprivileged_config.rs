@@ -1,0 +1,135 @@
+//! The configuration file as a running tool reads it: where it is looked for, who wins, and one line when it is wrong.
+
+mod common;
+
+use common::{Reaped, TOOL, wait_for};
+use serde_json::Value;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+/// The tool with nobody's configuration but what lies below `home`.
+fn tool(home: &Path) -> Command {
+    let mut command = Command::new(TOOL);
+    command.env("HOME", home).env_remove("XDG_CONFIG_HOME").env_remove("PAGEFOLD_CONFIG").env("NO_COLOR", "1");
+    command
+}
+
+fn write(path: &Path, text: &str) {
+    std::fs::create_dir_all(path.parent().expect("a parent")).expect("directories");
+    std::fs::write(path, text).expect("a file");
+}
+
+/// One line on standard error that starts with `start`, nothing else, and `code`.
+fn refused(output: &Output, code: i32, start: &str) {
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(errors.starts_with(start), "{errors} does not start with {start}");
+    assert_eq!(errors.lines().count(), 1, "{errors}");
+    assert_eq!(output.status.code(), Some(code), "{errors}");
+    assert!(output.stdout.is_empty());
+}
+
+#[test]
+fn a_daemon_takes_its_defaults_from_the_users_file_and_the_command_line_wins() {
+    let home = tempfile::tempdir().expect("a directory");
+    let socket = home.path().join("s");
+    let file = home.path().join(".config/pagefold/pagefold.toml");
+    write(&file, &format!("socket = \"{}\"\n[daemon]\nworkers = 3\nperiod = \"7s\"\n", socket.display()));
+    let mut daemon = tool(home.path());
+    daemon.args(["daemon", "--workers", "2", "--no-keeper"]).stdin(Stdio::null()).stdout(Stdio::null());
+    let _daemon = Reaped(daemon.spawn().expect("the daemon starts"));
+    let status = || tool(home.path()).args(["status", "--json"]).output().expect("status");
+    wait_for("the daemon to listen where the file says", 20, || status().status.success());
+    let status: Value = serde_json::from_slice(&status().stdout).expect("JSON");
+    assert_eq!(status["workers"], 2, "the command line wins");
+    assert_eq!(status["period_s"], 7.0, "the file wins over what is built in");
+}
+
+#[test]
+fn the_file_named_is_the_only_one_read() {
+    let home = tempfile::tempdir().expect("a directory");
+    let path = |name: &str| home.path().join(name);
+    write(&path(".config/pagefold/pagefold.toml"), "nonsense = 1\n");
+    write(&path("xdg/pagefold/pagefold.toml"), "other = 1\n");
+    write(&path("named.toml"), &format!("socket = \"{}\"\n", path("from-file").display()));
+    let status = |command: &mut Command| command.arg("status").output().expect("status");
+    let nobody = |socket: &Path| format!("pagefold: no daemon listens at {}", socket.display());
+    let home_file = path(".config/pagefold/pagefold.toml");
+    refused(&status(&mut tool(home.path())), 1, &format!("pagefold: {}:1: nonsense: unknown", home_file.display()));
+    let xdg_file = path("xdg/pagefold/pagefold.toml");
+    let xdg = status(tool(home.path()).env("XDG_CONFIG_HOME", path("xdg")));
+    refused(&xdg, 1, &format!("pagefold: {}:1: other: unknown", xdg_file.display()));
+    let named = status(tool(home.path()).env("PAGEFOLD_CONFIG", path("named.toml")));
+    refused(&named, 1, &nobody(&path("from-file")));
+    let both = status(tool(home.path()).env("PAGEFOLD_CONFIG", "/nowhere").arg("--config").arg(path("named.toml")));
+    refused(&both, 1, &nobody(&path("from-file")));
+    let none =
+        tool(home.path()).args(["--config", "none", "status", "--socket"]).arg(path("x")).output().expect("status");
+    refused(&none, 1, &nobody(&path("x")));
+}
+
+#[test]
+fn a_file_that_is_wrong_is_one_line_with_file_line_and_key() {
+    let home = tempfile::tempdir().expect("a directory");
+    let file = home.path().join("c.toml");
+    let daemon = |text: &str| {
+        write(&file, text);
+        tool(home.path()).arg("--config").arg(&file).arg("daemon").output().expect("the tool")
+    };
+    let at = |rest: &str| format!("pagefold: {}:{rest}", file.display());
+    refused(&daemon("[daemon]\n\nperod = \"2s\"\n"), 1, &at("3: daemon.perod: unknown key; [daemon] has "));
+    refused(&daemon("[daemon]\nbusy = \"true\"\n"), 1, &at("2: daemon.busy: takes true or false, not a string"));
+    refused(&daemon("[daemon]\ntier_file_max = \"much\"\n"), 1, &at("2: daemon.tier_file_max: `much`: "));
+    refused(&daemon("[daemon\n"), 1, &at("1: no TOML: "));
+    // Whatever command meets it, and `run` reports what is not its program's fault by its own status.
+    let run = tool(home.path()).args(["run", "--config"]).arg(&file).args(["--", "true"]).output().expect("the tool");
+    refused(&run, 125, &at("1: no TOML: "));
+    // Help does not need the file.
+    let help = tool(home.path()).args(["daemon", "--help", "--config"]).arg(&file).output().expect("the tool");
+    assert!(help.status.success());
+}
+
+#[test]
+fn a_file_that_cannot_be_read_is_one_line() {
+    let home = tempfile::tempdir().expect("a directory");
+    let call = |path: &Path| tool(home.path()).args(["status", "--config"]).arg(path).output().expect("the tool");
+    let missing = home.path().join("missing.toml");
+    refused(&call(&missing), 1, &format!("pagefold: {}: cannot read: No such file", missing.display()));
+    refused(&call(home.path()), 1, &format!("pagefold: {}: cannot read: Is a directory", home.path().display()));
+    let binary = home.path().join("binary.toml");
+    std::fs::write(&binary, b"# fine\nsocket = \"\xff\"\n").expect("a file");
+    refused(&call(&binary), 1, &format!("pagefold: {}:2: not UTF-8 text", binary.display()));
+    std::fs::File::create(home.path().join("long.toml")).and_then(|file| file.set_len(2 << 20)).expect("a file");
+    refused(
+        &call(&home.path().join("long.toml")),
+        1,
+        &format!("pagefold: {}/long.toml: longer", home.path().display()),
+    );
+    // SAFETY: returns a number.
+    if unsafe { libc::geteuid() } == 0 {
+        // Root reads every file, so the user's own file must be root's.
+        let file = home.path().join(".config/pagefold/pagefold.toml");
+        write(&file, "[daemon]\n");
+        std::os::unix::fs::chown(&file, Some(12345), None).expect("chown");
+        let others = tool(home.path()).arg("status").output().expect("the tool");
+        refused(&others, 1, &format!("pagefold: {}: belongs to user 12345, not to you", file.display()));
+    } else {
+        std::fs::write(&missing, "").expect("a file");
+        std::fs::set_permissions(&missing, std::fs::Permissions::from_mode(0o000)).expect("chmod");
+        refused(&call(&missing), 1, &format!("pagefold: {}: cannot read: Permission denied", missing.display()));
+    }
+}
+
+#[test]
+fn options_of_the_cold_tier_need_it_wherever_it_is_asked_for() {
+    let home = tempfile::tempdir().expect("a directory");
+    let refused = tool(home.path()).args(["run", "--tolerance", "2", "--", "true"]).output().expect("the tool");
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("--tolerance needs --cold"));
+    // The file may hold such a default for calls that are cold.
+    let file = home.path().join("c.toml");
+    write(&file, "[run]\ntolerance = 2\n");
+    let plain =
+        tool(home.path()).args(["status", "--socket", "/nowhere", "--config"]).arg(&file).output().expect("tool");
+    assert!(String::from_utf8_lossy(&plain.stderr).starts_with("pagefold: no daemon listens"));
+}
