@@ -80,6 +80,33 @@ fn all_means_all_that_may_be_read() {
 }
 
 #[test]
+fn what_ended_and_what_has_no_memory_is_said_in_one_line() {
+    if !is_root() {
+        return;
+    }
+    let mut ended = Command::new("true").spawn().expect("true");
+    // Not waited for yet: it stays, without memory.
+    let zombie =
+        || std::fs::read_to_string(format!("/proc/{}/stat", ended.id())).is_ok_and(|stat| stat.contains(") Z "));
+    while !zombie() {
+        std::thread::yield_now();
+    }
+    let scan = |pid: u32| {
+        let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["scan", &pid.to_string()]).output();
+        text(&output.expect("the tool runs").stderr)
+    };
+    let said = scan(ended.id());
+    ended.wait().expect("it ended");
+    assert!(said.contains("(true): ended during the scan") && said.lines().count() == 1, "{said}");
+    if !std::fs::read_to_string("/proc/2/comm").is_ok_and(|name| name == "kthreadd\n") {
+        println!("SKIPPED: no kernel threads are seen here");
+        return;
+    }
+    let said = scan(2);
+    assert!(said.contains("(kthreadd): has no memory") && said.lines().count() == 1, "{said}");
+}
+
+#[test]
 fn all_finds_every_process_of_a_namespace() {
     if !is_root() {
         return;

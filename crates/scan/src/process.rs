@@ -82,11 +82,19 @@ impl Process {
     }
 }
 
-/// When `pid` started, in clock ticks since boot: with the number, it names a process for good.
-fn start_time(pid: i32) -> Option<u64> {
+/// Fields of /proc/PID/stat, counted from the one after the name.
+const STATE: usize = 0;
+const START_TIME: usize = 19;
+
+fn stat_field(pid: i32, field: usize) -> Option<String> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name in parentheses may hold anything, parentheses too.
-    text[text.rfind(')')? + 1..].split_ascii_whitespace().nth(19)?.parse().ok()
+    Some(text[text.rfind(')')? + 1..].split_ascii_whitespace().nth(field)?.to_owned())
+}
+
+/// When `pid` started, in clock ticks since boot: with the number, it names a process for good.
+fn start_time(pid: i32) -> Option<u64> {
+    stat_field(pid, START_TIME)?.parse().ok()
 }
 
 impl Source for Process {
@@ -123,6 +131,11 @@ impl Source for Process {
             }
         })
         .map_err(|lost| if lost == Lost::Absent { Lost::Vanished } else { lost })?;
+        if areas == 0 {
+            // What has ended, and waits for its parent, shows an empty memory to everybody.
+            let ended = stat_field(self.pid, STATE).is_none_or(|state| state == "Z" || state == "X");
+            return Err(if ended { Lost::Vanished } else { Lost::Unfit("has no memory: a thread of the kernel's") });
+        }
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid)).unwrap_or_default();
         plan.pinned = procfs::field(&status, "VmPin").unwrap_or(0) * 1024 / PAGE_SIZE as u64;
         Ok(plan)
