@@ -19,8 +19,8 @@ pub struct Config {
     pub key: [u64; 2],
     /// Whether near pages are kept as patches at [`Effort::Dense`]. Default: yes.
     pub patches: bool,
-    /// Entries of the table that finds near pages, 8 bytes each, rounded up to a power of two; 0 takes one per 8 KiB of
-    /// `bytes_max`, but at most 2^20: 0.1 %. Default 0.
+    /// Entries of the table that finds near pages at most, 8 bytes each, rounded up to a power of two; it grows with the
+    /// contents. 0 takes one per KiB of `bytes_max`, but at most 2^24. Default 0.
     pub similar_entries: usize,
     /// Ticks (calls of [`Tier::tick`](crate::Tier::tick)) after which a page is compressed again, densely. Default 2.
     pub recompress_ticks: u16,

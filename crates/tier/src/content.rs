@@ -4,16 +4,16 @@
 //! byte each; the fingerprint itself stands in the content's header. A
 //! fingerprint only finds: equality is proven on the bytes by the caller.
 //!
-//! The index of near pages is a table of fixed size: each page is entered
+//! The index of near pages is a table without chains: each page is entered
 //! under the hashes of four of its 64-byte blocks, at places that the domain's
 //! key chooses, and newer pages push older ones out. Losing an entry loses a
-//! chance to save, nothing else.
+//! chance to save, nothing else. The table grows with the pages entered.
 
 use crate::arena::lock;
 use hashbrown::HashTable;
 use pagefold_os::{PAGE_SIZE, Page};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, OnceLock};
 use twox_hash::XxHash3_64;
 
 const SHARDS: usize = 256;
@@ -126,11 +126,130 @@ fn spread(fingerprint: u64) -> u64 {
     fingerprint.rotate_left(24)
 }
 
+/// Entries of the smallest table of near pages.
+const NEAR_MIN: usize = 1 << 10;
+/// Doublings of it at most: 2^30 entries.
+const NEAR_DOUBLINGS: usize = 20;
+
+/// Which contents have this block: 8 bytes per entry, [`AT_BITS`] of them the content, the others of the block's hash.
+///
+/// Part `k` holds as many entries as all parts before it, so the table doubles without moving.
+#[derive(Debug, Default)]
+struct Near {
+    parts: [OnceLock<Box<[AtomicU64]>>; NEAR_DOUBLINGS + 1],
+    /// Entries in use, a power of two; 0 finds nothing.
+    len: AtomicUsize,
+    len_max: usize,
+    remembered: AtomicUsize,
+}
+
+impl Near {
+    fn new(len_max: usize) -> Near {
+        let mut near = Near::default();
+        if len_max > 0 {
+            near.len_max = len_max.next_power_of_two().clamp(NEAR_MIN, NEAR_MIN << NEAR_DOUBLINGS);
+            near.grow(0);
+        }
+        near
+    }
+
+    fn is_empty(&self) -> bool {
+        self.len_max == 0
+    }
+
+    /// Doubles the table from `len` entries; who comes second does nothing.
+    fn grow(&self, len: usize) {
+        let part = len.checked_div(NEAR_MIN).map_or(0, |times| times.checked_ilog2().map_or(0, |log| log as usize + 1));
+        let fresh = || -> Box<[AtomicU64]> {
+            // What was found under a shorter hash is found under the longer one, in one half or the other.
+            (0..len.max(NEAR_MIN)).map(|at| AtomicU64::new(if len == 0 { 0 } else { self.load(at) })).collect()
+        };
+        self.parts[part].get_or_init(fresh);
+        let _ = self.len.compare_exchange(len, (len * 2).max(NEAR_MIN), Ordering::Release, Ordering::Relaxed);
+    }
+
+    fn entry(&self, at: usize) -> Option<&AtomicU64> {
+        match (at / NEAR_MIN).checked_ilog2() {
+            None => self.parts[0].get()?.get(at),
+            Some(log) => self.parts[log as usize + 1].get()?.get(at - (NEAR_MIN << log)),
+        }
+    }
+
+    fn load(&self, at: usize) -> u64 {
+        self.entry(at).map_or(0, |entry| entry.load(Ordering::Relaxed))
+    }
+
+    fn place(&self, hash: u64) -> usize {
+        hash as usize & (self.len.load(Ordering::Acquire) - 1)
+    }
+
+    /// The content that was last entered under `hash`.
+    fn find(&self, hash: u64) -> Option<usize> {
+        let entry = self.load(self.place(hash));
+        (entry != 0 && entry >> AT_BITS == hash >> AT_BITS).then_some((entry & ((1 << AT_BITS) - 1)) as usize)
+    }
+
+    fn enter(&self, hash: u64, at: usize) {
+        if let Some(entry) = self.entry(self.place(hash)) {
+            entry.store(hash >> AT_BITS << AT_BITS | at as u64, Ordering::Relaxed);
+        }
+    }
+
+    /// Counts a page that was entered, and makes room for as many entries as there are pages.
+    fn count_page(&self) {
+        let pages = self.remembered.fetch_add(1, Ordering::Relaxed);
+        let len = self.len.load(Ordering::Relaxed);
+        if pages >= len && len < self.len_max {
+            self.grow(len);
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        self.len.load(Ordering::Relaxed) * 8
+    }
+}
+
+/// Whether patches have paid lately: on unrelated pages they cost time and save nothing.
+#[derive(Debug, Default)]
+pub(crate) struct Worth {
+    asked: AtomicU32,
+    tries: AtomicU32,
+    saved_bytes: AtomicU32,
+}
+
+impl Worth {
+    /// Tries after which an opinion is formed, and after which half of what was seen is forgotten.
+    const SEEN: (u32, u32) = (256, 4096);
+    /// Bytes that a try must save on average.
+    const SAVED_MIN: u32 = 48;
+    /// Where it does not pay, one of this many pages is tried.
+    const ONE_IN: u32 = 16;
+
+    /// Whether to try the next page.
+    pub(crate) fn pays(&self) -> bool {
+        let tries = self.tries.load(Ordering::Relaxed);
+        let pays = tries < Self::SEEN.0 || self.saved_bytes.load(Ordering::Relaxed) / tries >= Self::SAVED_MIN;
+        pays || self.asked.fetch_add(1, Ordering::Relaxed).is_multiple_of(Self::ONE_IN)
+    }
+
+    /// Notes a try that saved so much.
+    pub(crate) fn note(&self, saved_bytes: usize) {
+        self.saved_bytes.fetch_add(saved_bytes as u32, Ordering::Relaxed);
+        if self.tries.fetch_add(1, Ordering::Relaxed) + 1 >= Self::SEEN.1 {
+            // Who races loses a few tries, no more.
+            self.tries.store(Self::SEEN.1 / 2, Ordering::Relaxed);
+            self.saved_bytes.store(self.saved_bytes.load(Ordering::Relaxed) / 2, Ordering::Relaxed);
+        }
+    }
+}
+
 /// Both indexes.
 #[derive(Debug)]
 pub(crate) struct Contents {
     shards: Vec<Mutex<HashTable<At>>>,
-    near: Vec<AtomicU64>,
+    near: Near,
+    /// Of looking for near pages.
+    pub(crate) worth: Worth,
 }
 
 impl std::fmt::Debug for At {
@@ -140,13 +259,10 @@ impl std::fmt::Debug for At {
 }
 
 impl Contents {
-    /// Makes empty indexes; `near_entries` of 0 finds no near pages.
+    /// Makes empty indexes, with at most about `near_entries` for near pages; 0 finds none.
     pub(crate) fn new(near_entries: usize) -> Contents {
-        let entries = if near_entries == 0 { 0 } else { near_entries.next_power_of_two() };
-        Contents {
-            shards: (0..SHARDS).map(|_| Mutex::new(HashTable::new())).collect(),
-            near: (0..entries).map(|_| AtomicU64::new(0)).collect(),
-        }
+        let shards = (0..SHARDS).map(|_| Mutex::new(HashTable::new())).collect();
+        Contents { shards, near: Near::new(near_entries), worth: Worth::default() }
     }
 
     /// Locks the part that a fingerprint belongs to.
@@ -159,12 +275,7 @@ impl Contents {
         let mut found = [(0_usize, 0_usize); SAMPLES];
         let mut count = 0;
         if !self.near.is_empty() {
-            for hash in hasher.samples(page) {
-                let entry = self.near[hash as usize & (self.near.len() - 1)].load(Ordering::Relaxed);
-                if entry == 0 || entry >> AT_BITS != hash >> AT_BITS {
-                    continue;
-                }
-                let at = (entry & ((1 << AT_BITS) - 1)) as usize;
+            for at in hasher.samples(page).filter_map(|hash| self.near.find(hash)) {
                 match found[..count].iter_mut().find(|(other, _)| *other == at) {
                     Some((_, hits)) => *hits += 1,
                     None => {
@@ -180,19 +291,16 @@ impl Contents {
 
     /// Lets later pages find this one as a base.
     pub(crate) fn remember(&self, hasher: &Hasher, page: &Page, at: usize) {
-        if self.near.is_empty() {
-            return;
-        }
-        for hash in hasher.samples(page) {
-            let entry = hash >> AT_BITS << AT_BITS | at as u64;
-            self.near[hash as usize & (self.near.len() - 1)].store(entry, Ordering::Relaxed);
+        if !self.near.is_empty() {
+            hasher.samples(page).for_each(|hash| self.near.enter(hash, at));
+            self.near.count_page();
         }
     }
 
     /// Bytes of both.
     pub(crate) fn bytes(&self) -> u64 {
         let tables: usize = self.shards.iter().map(|shard| lock(shard).allocation_size()).sum();
-        (tables + self.near.len() * 8 + SHARDS * size_of::<Mutex<HashTable<At>>>()) as u64
+        (tables + self.near.bytes() + SHARDS * size_of::<Mutex<HashTable<At>>>()) as u64
     }
 }
 
@@ -221,5 +329,44 @@ mod tests {
         assert_eq!(contents.near(&hasher, &near).collect::<Vec<_>>(), [77]);
         let far: Page = std::array::from_fn(|at| ((at * 31) >> 2) as u8);
         assert_eq!(contents.near(&hasher, &far).count(), 0);
+    }
+
+    #[test]
+    fn the_near_table_grows_with_its_pages_and_forgets_little() {
+        let near = Near::new(1 << 14);
+        assert_eq!(near.bytes(), NEAR_MIN * 8);
+        let hash = |page: u64| XxHash3_64::oneshot_with_seed(9, &page.to_le_bytes());
+        let pages = 5000;
+        for page in 0..pages {
+            near.enter(hash(page), page as usize + 1);
+            near.count_page();
+        }
+        assert_eq!(near.bytes(), 8192 * 8);
+        let kept = (0..pages).filter(|page| near.find(hash(*page)) == Some(*page as usize + 1)).count();
+        // Of 5000 in 8192 places a quarter is pushed out by chance, of the first, in smaller tables, more.
+        assert!(kept > 2500, "{kept} of {pages}");
+        (0..1 << 16).for_each(|_| near.count_page());
+        assert_eq!(near.bytes(), (1 << 14) * 8);
+    }
+
+    #[test]
+    fn patches_that_do_not_pay_are_tried_seldom_and_come_back() {
+        let worth = Worth::default();
+        let tried = |saved: usize, pages: usize| {
+            let tries = (0..pages)
+                .filter(|_| {
+                    worth.pays() && {
+                        worth.note(saved);
+                        true
+                    }
+                })
+                .count();
+            tries
+        };
+        assert_eq!(tried(400, 10_000), 10_000);
+        assert!(tried(0, 100_000) < 20_000);
+        assert!(tried(0, 16_000) <= 1_000);
+        tried(400, 40_000);
+        assert_eq!(tried(400, 1_000), 1_000);
     }
 }

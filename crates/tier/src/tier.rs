@@ -177,7 +177,7 @@ impl Tier {
             hasher: Hasher::new(config.key),
             contents: Contents::new(match (config.patches, config.similar_entries) {
                 (false, _) => 0,
-                (true, 0) => (config.bytes_max / 8192).clamp(1 << 10, 1 << 20) as usize,
+                (true, 0) => (config.bytes_max / 1024).clamp(1 << 10, 1 << 24) as usize,
                 (true, entries) => entries,
             }),
             disk: backing.map(Disk::new),

@@ -179,8 +179,12 @@ impl Tier {
         kept: &mut Vec<u8>,
     ) -> Option<usize> {
         let len_max = (kept.len() * 3 / 4).checked_sub(PATCH_HEAD + 16)?;
-        let mut near = self.contents.near(&self.hasher, data);
-        let at = near.find(|at| Some(*at) != predecessor && self.try_ref(*at))?;
+        let mut near = self.contents.near(&self.hasher, data).filter(|at| Some(*at) != predecessor).peekable();
+        near.peek()?;
+        if !self.contents.worth.pays() {
+            return None;
+        }
+        let at = near.find(|at| self.try_ref(*at))?;
         let count = self.arena.word(at + 2).load(Ordering::Relaxed) >> PATCHES_SHIFT;
         // Not LZ4: a base stays as it is as long as patches build on it.
         let fits = [Codec::Zstd as u8, Codec::Raw as u8].contains(&self.meta(at).codec);
@@ -188,6 +192,7 @@ impl Tier {
         let mut page = worker.take_page();
         let patched = usable && self.read_content(at, worker, &mut page).is_ok() && {
             let patch = worker.coder.patch(data, &page, len_max);
+            self.contents.worth.note(patch.map_or(0, |patch| kept.len().saturating_sub(patch.len() + PATCH_HEAD)));
             if let Some(patch) = patch {
                 kept.clear();
                 kept.extend_from_slice(&(at as u64).to_le_bytes());
