@@ -7,6 +7,7 @@ mod commands;
 mod config;
 mod host;
 mod output;
+mod parts;
 mod top;
 mod units;
 

@@ -2,6 +2,7 @@
 
 use super::Error;
 use crate::{config, host, units};
+use pagefold_daemon::http::Place;
 use pagefold_daemon::{Config, Daemon, cold};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -14,6 +15,7 @@ use std::time::Duration;
 Examples:
   pagefold daemon
   pagefold daemon --workers 4 --period 5s --pool-max 16G --metrics 127.0.0.1:9199
+  pagefold daemon --web 127.0.0.1:9200   then open http://127.0.0.1:9200/ (from afar: ssh -L 9200:127.0.0.1:9200 host)
   systemctl enable --now pagefold        (with the package's unit)
 
 It may be killed at any time: clients keep what is merged, and greet the next daemon. What is in
@@ -37,9 +39,12 @@ pub struct Args {
     /// Let workers compete like any program instead of taking idle time only
     #[arg(long)]
     busy: bool,
-    /// Serve OpenMetrics at HOST:PORT (loopback only) or unix:PATH; `none`: nowhere
-    #[arg(long, value_name = "ADDRESS", default_value = "none", value_parser = metrics_address)]
+    /// Serve OpenMetrics at HOST:PORT (loopback only), unix:PATH or unix:PATH,group=NAME; `none`: nowhere
+    #[arg(long, value_name = "ADDRESS", default_value = "none", value_parser = address)]
     metrics: Setting<String>,
+    /// Serve a page for browsers, read-only, at such an address; on loopback all users of this machine can see it
+    #[arg(long, value_name = "ADDRESS", default_value = "none", value_parser = address)]
+    web: Setting<String>,
     /// Exit after this long without clients; `never`: stay
     #[arg(long, value_name = "TIME", default_value = "never", value_parser = duration_or_never)]
     idle_exit: Setting<Duration>,
@@ -112,19 +117,10 @@ fn duration_or_never(text: &str) -> Result<Setting<Duration>, String> {
     unless("never", text, units::duration)
 }
 
-/// An address may be a name, which only the daemon resolves; what is plainly not loopback is refused here.
-fn metrics_address(text: &str) -> Result<Setting<String>, String> {
-    unless("none", text, |text| {
-        let good = match text.strip_prefix("unix:") {
-            Some(path) => !path.is_empty(),
-            None => match text.parse::<std::net::SocketAddr>() {
-                Ok(address) => address.ip().is_loopback(),
-                Err(_) => text.rsplit_once(':').is_some_and(|(host, port)| {
-                    host.contains(char::is_alphabetic) && !host.contains('/') && port.parse::<u16>().is_ok()
-                }),
-            },
-        };
-        if good { Ok(text.to_owned()) } else { Err("takes 127.0.0.1:PORT, [::1]:PORT, unix:PATH".into()) }
+fn address(text: &str) -> Result<Setting<String>, String> {
+    unless("none", text, |text| match Place::parse(text) {
+        Ok(_) => Ok(text.to_owned()),
+        Err(error) => Err(error.to_string()),
     })
 }
 
@@ -156,6 +152,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         idle_priority: !args.busy,
         idle_exit: args.idle_exit.0.or(args.on_demand.then_some(ON_DEMAND_IDLE)),
         metrics: args.metrics.0,
+        web: args.web.0,
         predict: !args.no_predict,
         cold: cold::Config {
             tier_max_bytes: args.tier_max.0.unwrap_or(total / 4),
@@ -176,6 +173,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         },
     });
     daemon.add_metrics(disk_metrics);
+    daemon.add_status(crate::parts::add_to);
     raise_fd_limit();
     for signal in [libc::SIGTERM, libc::SIGINT] {
         // SAFETY: the handler only stores to an atomic.
@@ -192,11 +190,8 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// How long a mount may take to tell its numbers; one that hangs must not keep the others' from being told.
-const DISK_PATIENCE: Duration = Duration::from_millis(500);
-
 fn disk_metrics(out: &mut String) {
-    pagefold_disk::metrics::render(&pagefold_disk::control::statuses(DISK_PATIENCE), out);
+    pagefold_disk::metrics::render(&crate::parts::disks(), out);
 }
 
 /// Each pool segment and each client takes descriptors.

@@ -2,6 +2,7 @@
 
 use super::Error;
 use crate::output::{Style, Table, print, print_json};
+use crate::parts::ImageStore;
 use crate::{host, units};
 use pagefold_daemon::status::Status;
 use std::fmt::Write as _;
@@ -29,28 +30,27 @@ pub struct Args {
     socket: Option<PathBuf>,
 }
 
-/// How long a mount of disk images may take to answer.
-const DISK_PATIENCE: Duration = Duration::from_millis(500);
-
-/// What `--json` shows: the daemon's status, and the mounts of disk images beside it.
+/// What `--json` shows: the daemon's status, mounts of disk images and stores of image trees beside it.
 #[derive(serde::Serialize)]
 struct Shown {
     /// Absent without a daemon.
     #[serde(flatten)]
     status: Option<Status>,
     disks: Vec<pagefold_disk::Status>,
+    /// This user's stores of image trees.
+    images: Vec<ImageStore>,
 }
 
 /// Runs the command.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
-    let disks = pagefold_disk::control::statuses(DISK_PATIENCE);
+    let disks = crate::parts::disks();
     let status = match host::status(&host::socket(args.socket.as_deref())?) {
         Ok(status) => Some(status),
         // Mounts need no daemon, and are worth telling without one.
         Err(_) if !disks.is_empty() && args.socket.is_none() => None,
         Err(error) => return Err(error),
     };
-    let shown = Shown { status, disks };
+    let shown = Shown { status, disks, images: crate::parts::images() };
     if args.json {
         print_json(&shown)?;
         return Ok(ExitCode::SUCCESS);
@@ -58,7 +58,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     let style = Style::stdout();
     let live =
         shown.status.as_ref().map_or("no daemon runs: no live memory is merged\n".to_owned(), |s| render(s, style));
-    print(&format!("{live}{}", render_disks(&shown.disks, style)))?;
+    print(&format!("{live}{}{}", render_disks(&shown.disks, style), render_images(&shown.images, style)))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -74,6 +74,21 @@ fn render_disks(disks: &[pagefold_disk::Status], style: Style) -> String {
         table.row(std::iter::once(disk.mountpoint.clone()).chain(sizes.map(units::show_size)));
     }
     format!("\n{}", table.render(0))
+}
+
+/// Stores of image trees of which something is mounted; nothing if there are none.
+fn render_images(stores: &[ImageStore], style: Style) -> String {
+    let mut table = Table::new(style, &["image trees", "domain", ">mounts", ">resident", ">saved"]);
+    for store in stores.iter().filter(|store| store.stat.mounts > 0) {
+        table.row([
+            store.root.clone(),
+            store.domain.clone(),
+            units::show_count(store.stat.mounts),
+            units::show_size(store.stat.resident_bytes),
+            units::show_size(store.stat.memory_saved_bytes),
+        ]);
+    }
+    if table.is_empty() { String::new() } else { format!("\n{}", table.render(0)) }
 }
 
 /// The cold tier: what it holds for whom, and what that cost.

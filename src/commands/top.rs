@@ -3,12 +3,10 @@
 use super::Error;
 use crate::host;
 use crate::top::{Act, Client, Cold, Disk, Domain, Images, Live, Sample, View, screen};
-use crate::units;
+use crate::{parts, units};
 use crossterm::event::{self, Event, KeyEventKind};
 use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::status::Status;
-use pagefold_disk::control as disk;
-use pagefold_image::store::{Store, default_root};
 use std::io::{IsTerminal, stdin, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -17,10 +15,6 @@ use std::time::{Duration, Instant};
 
 /// Shortest time between samples: a sample costs the daemon a walk over its clients.
 const INTERVAL_MIN: Duration = Duration::from_millis(100);
-/// How long a mount may take to answer.
-const DISK_PATIENCE: Duration = Duration::from_millis(500);
-/// Time between two looks at the image stores: each asks the kernel about every object.
-const IMAGES_INTERVAL: Duration = Duration::from_secs(10);
 /// How often the program looks whether its window is still there.
 const WINDOW_WATCH: Duration = Duration::from_millis(500);
 /// How long the program waits for a key before it looks for a new sample.
@@ -113,7 +107,7 @@ fn sample_every(interval: Duration, socket: PathBuf) -> Receiver<Sample> {
         loop {
             let next = Instant::now() + interval;
             let mut sample = take_sample(&socket, started);
-            if images.0.elapsed() > IMAGES_INTERVAL {
+            if images.0.elapsed() > parts::IMAGES_INTERVAL {
                 images = (Instant::now(), self::images());
             }
             sample.images.clone_from(&images.1);
@@ -224,7 +218,7 @@ fn disks() -> Vec<Disk> {
         misses: status.misses,
         images: status.images.into_iter().map(image).collect(),
     };
-    disk::statuses(DISK_PATIENCE).into_iter().map(row).collect()
+    parts::disks().into_iter().map(row).collect()
 }
 
 fn image(image: pagefold_disk::ImageStatus) -> Disk {
@@ -243,18 +237,11 @@ fn image(image: pagefold_disk::ImageStatus) -> Disk {
 
 /// This user's store of images, domain by domain.
 fn images() -> Vec<Images> {
-    let root = default_root();
-    // Opening makes what is missing; looking must not.
-    let domains = Store::domains(&root).unwrap_or_default();
-    let look = |domain: String| {
-        let store = Store::open(&root, &domain).ok()?;
-        let (stat, _) = pagefold_image::stat::stat(&store, &[]).ok()?;
-        Some(Images {
-            name: format!("{} ({domain})", root.display()),
-            mounts: stat.mounts,
-            resident_bytes: stat.resident_bytes,
-            saved_bytes: stat.memory_saved_bytes,
-        })
+    let row = |store: parts::ImageStore| Images {
+        name: format!("{} ({})", store.root, store.domain),
+        mounts: store.stat.mounts,
+        resident_bytes: store.stat.resident_bytes,
+        saved_bytes: store.stat.memory_saved_bytes,
     };
-    domains.into_iter().filter_map(look).collect()
+    parts::images().into_iter().map(row).collect()
 }

@@ -259,6 +259,7 @@ pub fn daemon(args: &[String]) -> Result<(), Failure> {
         idle_priority: false,
         idle_exit: None,
         metrics: None,
+        web: None,
         predict: predict == "1",
         cold: Default::default(),
     });

@@ -49,6 +49,7 @@ fn daemon(socket: &Path) -> Result<(), Failure> {
         idle_priority: false,
         idle_exit: None,
         metrics: None,
+        web: None,
         predict: true,
         cold: cold::Config { automatic: false, ..cold::Config::default() },
     };

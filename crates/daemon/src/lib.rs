@@ -2,15 +2,18 @@
 //!
 //! The daemon owns domains and their workers. Processes come by connecting:
 //! agents greet and become clients ([`link`]), people send one JSON request
-//! ([`control`]). It may be killed at any instant: clients keep what is merged,
+//! ([`control`]), browsers and collectors over HTTP ([`web`], [`metrics`]). It may
+//! be killed at any instant: clients keep what is merged,
 //! for the kernel holds it, and greet the next daemon.
 
 pub mod cold;
 pub mod control;
+pub mod http;
 pub mod link;
 pub mod metrics;
 pub mod server;
 pub mod status;
 mod verify;
+pub mod web;
 
 pub use server::{Config, Daemon};

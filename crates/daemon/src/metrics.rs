@@ -1,72 +1,32 @@
 //! OpenMetrics text, over loopback or a Unix socket, off unless asked for.
 
+use crate::http::{self, Request, Response};
 use crate::server::Daemon;
 use std::fmt::Write as _;
-use std::io::{self, BufRead, BufReader, Read, Write};
-use std::net::{TcpListener, ToSocketAddrs};
-use std::os::unix::net::UnixListener;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::thread;
-use std::time::Duration;
 
-/// Longest request line that is read.
-const REQUEST_BYTES_MAX: u64 = 8 << 10;
-
-/// Serves metrics at `at` (`HOST:PORT` of loopback, or `unix:PATH`) on a thread of its own.
+/// Serves metrics at `at` (`HOST:PORT` of loopback, or `unix:PATH`) on threads of its own.
 ///
 /// # Errors
-/// If the address is not a loopback address, or cannot be listened at.
+/// As [`http::serve`].
 pub fn serve(daemon: Arc<Daemon>, at: &str) -> io::Result<()> {
-    if let Some(path) = at.strip_prefix("unix:") {
-        let _ = std::fs::remove_file(path);
-        let listener = UnixListener::bind(path)?;
-        thread::Builder::new().name("metrics".into()).spawn(move || {
-            for stream in listener.incoming().flatten() {
-                let _ = stream.set_read_timeout(Some(Duration::from_secs(2)));
-                let _ = answer(&daemon, stream);
-            }
-        })?;
-        return Ok(());
-    }
-    let bad = |what: String| io::Error::new(io::ErrorKind::InvalidInput, what);
-    let address = at.to_socket_addrs()?.next().ok_or_else(|| bad(format!("{at} is no address")))?;
-    if !address.ip().is_loopback() {
-        return Err(bad(format!("{at} is not a loopback address; use 127.0.0.1:PORT or unix:PATH")));
-    }
-    let listener = TcpListener::bind(address)?;
-    thread::Builder::new().name("metrics".into()).spawn(move || {
-        for stream in listener.incoming().flatten() {
-            let _ = stream.set_read_timeout(Some(Duration::from_secs(2)));
-            let _ = answer(&daemon, stream);
-        }
-    })?;
-    Ok(())
+    http::serve("metrics", at, move |request| {
+        (!daemon.stopping.load(Ordering::Acquire)).then(|| answer(&daemon, request))
+    })
 }
 
-fn answer(daemon: &Daemon, mut stream: impl Read + Write) -> io::Result<()> {
-    if daemon.stopping.load(Ordering::Acquire) {
-        return Ok(());
+fn answer(daemon: &Daemon, request: &Request) -> Response {
+    if !matches!(request.path.as_str(), "/metrics" | "/") {
+        return Response::line("404 Not Found", "try /metrics");
     }
-    let mut request = String::new();
-    BufReader::new((&mut stream).take(REQUEST_BYTES_MAX)).read_line(&mut request)?;
-    let (code, body) = match request.split(' ').collect::<Vec<_>>()[..] {
-        ["GET", "/metrics" | "/", ..] => {
-            let mut body = render(&daemon.status());
-            if let Some(more) = daemon.more_metrics.get() {
-                more(&mut body);
-            }
-            body.push_str("# EOF\n");
-            ("200 OK", body)
-        }
-        _ => ("404 Not Found", "try /metrics\n".to_owned()),
-    };
-    write!(
-        stream,
-        "HTTP/1.1 {code}\r\nContent-Type: application/openmetrics-text; version=1.0.0; charset=utf-8\r\n\
-         Content-Length: {}\r\nConnection: close\r\n\r\n{body}",
-        body.len()
-    )
+    let mut body = render(&daemon.status());
+    if let Some(more) = daemon.more_metrics.get() {
+        more(&mut body);
+    }
+    body.push_str("# EOF\n");
+    Response::ok("application/openmetrics-text; version=1.0.0; charset=utf-8", body)
 }
 
 /// Renders `status` as OpenMetrics families; the end mark is left to the caller.

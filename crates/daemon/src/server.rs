@@ -34,6 +34,8 @@ pub struct Config {
     pub idle_exit: Option<Duration>,
     /// Serve metrics here: `HOST:PORT` on loopback, or `unix:PATH`.
     pub metrics: Option<String>,
+    /// Serve the page here, in the same way.
+    pub web: Option<String>,
     /// Predict slots from neighbours.
     pub predict: bool,
     /// How the cold tier works.
@@ -80,6 +82,7 @@ pub struct Daemon {
     /// Processors on which workers take steps now.
     seats: Mutex<Vec<u64>>,
     pub(crate) more_metrics: std::sync::OnceLock<MoreMetrics>,
+    pub(crate) more_status: std::sync::OnceLock<MoreStatus>,
     pub(crate) cold: crate::cold::Cold,
     /// Held for as long as we are the daemon of our socket.
     lock: Mutex<Option<std::fs::File>>,
@@ -87,6 +90,8 @@ pub struct Daemon {
 
 /// Appends the metrics of other parts, as OpenMetrics families.
 pub type MoreMetrics = fn(&mut String);
+/// Adds what other parts tell to the page's status.
+pub type MoreStatus = fn(&mut serde_json::Map<String, serde_json::Value>);
 
 impl Daemon {
     /// Makes a daemon with no domain yet.
@@ -107,12 +112,18 @@ impl Daemon {
             past_cpu_ns: AtomicU64::new(0),
             last_busy: Mutex::new(Instant::now()),
             more_metrics: std::sync::OnceLock::new(),
+            more_status: std::sync::OnceLock::new(),
         })
     }
 
     /// Lets `more` append the metrics of parts that the daemon does not know. The first call counts.
     pub fn add_metrics(&self, more: MoreMetrics) {
         let _ = self.more_metrics.set(more);
+    }
+
+    /// Lets `more` add to the page's status what the daemon does not know. The first call counts.
+    pub fn add_status(&self, more: MoreStatus) {
+        let _ = self.more_status.set(more);
     }
 
     /// Listens and serves until asked to stop.
@@ -128,7 +139,10 @@ impl Daemon {
             thread::Builder::new().name("monitor".into()).spawn(move || daemon.monitor())?
         };
         if let Some(at) = &self.config.metrics {
-            crate::metrics::serve(self.clone(), at)?;
+            crate::metrics::serve(self.clone(), at).map_err(|error| said("--metrics", &error))?;
+        }
+        if let Some(at) = &self.config.web {
+            crate::web::serve(self.clone(), at).map_err(|error| said("--web", &error))?;
         }
         while !self.stopping.load(Ordering::Acquire) {
             let mut polls = [libc::pollfd { fd: listener.raw(), events: libc::POLLIN, revents: 0 }];
@@ -455,6 +469,11 @@ impl Daemon {
     pub fn verify(&self) -> crate::status::Verified {
         verify::verify(self)
     }
+}
+
+/// An error of what was asked for by `option`.
+fn said(option: &str, error: &io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("{option}: {error}"))
 }
 
 fn ring(wake: &(Mutex<u64>, Condvar)) {
