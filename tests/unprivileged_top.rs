@@ -33,6 +33,8 @@ struct Window {
     keys: File,
     keyboard: OwnedFd,
     screen: Arc<Mutex<vt100::Parser>>,
+    /// All that was written to it.
+    raw: Arc<Mutex<Vec<u8>>>,
     /// Tells the reader to let go of the terminal with the next that is written to it.
     closing: Arc<AtomicBool>,
     reader: std::thread::JoinHandle<()>,
@@ -64,17 +66,20 @@ impl Window {
         let keys = File::from(keyboard.try_clone().expect("a copy"));
         let mut output = keys.try_clone().expect("a copy");
         let (written, closing) = (screen.clone(), Arc::new(AtomicBool::new(false)));
+        let raw = Arc::new(Mutex::new(Vec::new()));
+        let all = raw.clone();
         let close = closing.clone();
         let reader = std::thread::spawn(move || {
             let mut buffer = [0; 4096];
             while let Ok(got @ 1..) = output.read(&mut buffer) {
                 written.lock().expect("no panic").process(&buffer[..got]);
+                all.lock().expect("no panic").extend_from_slice(&buffer[..got]);
                 if close.load(Ordering::Relaxed) {
                     return;
                 }
             }
         });
-        Window { top, keys, keyboard, screen, closing, reader }
+        Window { top, keys, keyboard, screen, raw, closing, reader }
     }
 
     fn text(&self) -> String {
@@ -97,6 +102,11 @@ impl Window {
     fn press(&mut self, keys: &str) {
         self.keys.write_all(keys.as_bytes()).expect("the terminal takes keys");
     }
+}
+
+/// How often `what` was written to the terminal.
+fn count(raw: &Mutex<Vec<u8>>, what: &[u8]) -> usize {
+    raw.lock().expect("no panic").windows(what.len()).filter(|window| *window == what).count()
 }
 
 fn resize(keyboard: &OwnedFd, (rows, columns): (u16, u16)) {
@@ -184,7 +194,94 @@ fn a_client_of_a_real_daemon_is_on_the_screen() {
     window.wait("colour", colored);
     window.press("j");
     window.wait_for("not merged: ");
+
+    // Another client, of the cold tier, in a domain of its own: all of it on one screen of 80 by 24.
+    let mut sleeper = pagefold();
+    sleeper
+        .args(["run", "--cold", "--domain", "attic", "--socket"])
+        .arg(&socket)
+        .args(["--", "python3", "-c", program]);
+    let mut sleeper = Running(sleeper.stdout(Stdio::piped()).spawn().expect("run starts"));
+    sleeper.0.stdout.as_mut().expect("a pipe").read_exact(&mut ready).expect("the client works");
+    // Its agent greets and tells its memory on a thread of its own: there may be nothing to park yet.
+    let began = Instant::now();
+    loop {
+        let parked = pagefold().args(["park", "--all", "--socket"]).arg(&socket).output().expect("park runs");
+        if parked.status.success() && !parked.stdout.starts_with(b"0 pages") {
+            break;
+        }
+        assert!(began.elapsed() < Duration::from_secs(60), "{}", String::from_utf8_lossy(&parked.stderr));
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    window.wait("live and cold memory", |screen| {
+        let text = screen.contents();
+        text.contains("pages  shared ") && text.contains("cold   ") && text.contains("q quit")
+    });
+    window.press("4");
+    window.wait_for("(parked)");
+    window.wait("the cold tier's graphs", |screen| {
+        let text = screen.contents();
+        text.contains("faults ")
+            && text.contains("our cpu")
+            && ['▁', '▂', '▅', '█'].iter().any(|bar| text.contains(*bar))
+    });
+    // Filtered by domain: the other one's table is empty, its own is not.
+    window.press("d");
+    window.wait_for("domain: attic");
+    window.wait_for("(parked)");
+    window.press("1");
+    window.wait_for("No clients");
+    window.press("d");
+    window.wait_for("domain: default");
+    window.wait_for("pagefold  default  saves ");
+    window.press("d");
+    window.wait_for("domain: all");
+
+    // No flicker: sample after sample only what changed is written, and the screen is never wiped.
+    let wiped = count(&window.raw, b"\x1b[2J");
+    let before = window.raw.lock().expect("no panic").len();
+    let head = window.text();
+    window.wait("another sample", |screen| screen.contents() != head);
+    std::thread::sleep(Duration::from_secs(2));
+    let written = window.raw.lock().expect("no panic").len() - before;
+    assert_eq!(count(&window.raw, b"\x1b[2J"), wiped, "the screen was wiped");
+    // Twenty samples and more in that time; all of the screen would be 1,920 letters each.
+    assert!(written < 20 * 1920, "{written} bytes for {:?}", window.text());
     window.press("\x03");
+    assert_eq!(window.top.0.wait().expect("it ends").code(), Some(0));
+}
+
+/// NO_COLOR, and windows of any size, one after the other.
+#[test]
+fn without_colour_and_in_windows_of_any_size() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut window = Window::open(&dir.path().join("nobody.sock"), false);
+    window.wait_for("`pagefold run` starts one");
+    for (rows, columns) in [(5, 20), (3, 10), (60, 200), (2, 80), (24, 80)] {
+        window.screen.lock().expect("no panic").screen_mut().set_size(rows, columns);
+        resize(&window.keyboard, (rows, columns));
+        let status = Command::new("kill").args(["-WINCH", &window.top.0.id().to_string()]).status().expect("kill");
+        assert!(status.success());
+        window.press("?x1234");
+        assert_eq!(window.top.0.try_wait().expect("a state"), None, "it ended at {rows}x{columns}");
+    }
+    window.wait("keys in the last line", |screen| {
+        screen.rows(0, 80).nth(23).is_some_and(|line| line.starts_with("q quit"))
+    });
+    let raw = window.raw.lock().expect("no panic").clone();
+    let text = String::from_utf8_lossy(&raw);
+    // Parameters of every "select graphic rendition": none sets a colour.
+    for part in text.split("\x1b[").skip(1) {
+        let Some((codes, _)) = part
+            .split_once(|c: char| c.is_ascii_alphabetic())
+            .filter(|(codes, _)| part.as_bytes().get(codes.len()) == Some(&b'm'))
+        else {
+            continue;
+        };
+        let colour = |code: &str| code.parse::<u32>().is_ok_and(|code| matches!(code, 30..=38 | 40..=48 | 90..=107));
+        assert!(!codes.split(';').any(colour), "{codes}");
+    }
+    window.press("q");
     assert_eq!(window.top.0.wait().expect("it ends").code(), Some(0));
 }
 

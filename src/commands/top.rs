@@ -2,7 +2,7 @@
 
 use super::Error;
 use crate::host;
-use crate::top::{Act, Client, Cold, Disk, Domain, Images, Live, Sample, View, screen};
+use crate::top::{Act, Client, Cold, ColdClient, Disk, Domain, Images, Live, Sample, View, screen};
 use crate::{parts, units};
 use crossterm::event::{self, Event, KeyEventKind};
 use pagefold_daemon::control::{self, Answer, Request};
@@ -147,7 +147,29 @@ fn cold(status: &Status) -> Option<Cold> {
         disk_bytes: sum(&|tier| tier.disk_bytes),
         stores: clients(&|client| client.pages_out_ever),
         loads: clients(&|client| client.pages_back),
+        faults: clients(&|client| client.refaults),
+        domains: tiers.iter().map(|tier| tier.name.clone()).collect(),
+        clients: status.cold.clients.iter().map(cold_client).collect(),
     })
+}
+
+fn cold_client(client: &pagefold_daemon::cold::ColdClient) -> ColdClient {
+    ColdClient {
+        pid: client.pid,
+        name: client.name.clone(),
+        domain: client.domain.clone(),
+        out: client.pages_out,
+        back: client.pages_back,
+        faults: client.refaults,
+        lost: client.pages_lost,
+        waited: Duration::from_nanos(client.fault_ns),
+        cpu_ns: client.agent_cpu_ns,
+        state: match (client.connected, client.parked) {
+            (false, _) => " (no agent)",
+            (true, true) => " (parked)",
+            (true, false) => "",
+        },
+    }
 }
 
 fn live(status: &Status) -> Live {
@@ -170,11 +192,7 @@ fn live(status: &Status) -> Live {
         domains: status
             .domains
             .iter()
-            .map(|domain| Domain {
-                name: domain.name.clone(),
-                net_bytes: domain.general_profit,
-                clients: domain.clients.len() as u64,
-            })
+            .map(|domain| Domain { name: domain.name.clone(), pages: domain.pages, net_bytes: domain.general_profit })
             .collect(),
         clients: status.clients.iter().map(client).collect(),
         not_covered: status
@@ -238,7 +256,8 @@ fn image(image: pagefold_disk::ImageStatus) -> Disk {
 /// This user's store of images, domain by domain.
 fn images() -> Vec<Images> {
     let row = |store: parts::ImageStore| Images {
-        name: format!("{} ({})", store.root, store.domain),
+        name: store.root,
+        domain: store.domain,
         mounts: store.stat.mounts,
         resident_bytes: store.stat.resident_bytes,
         saved_bytes: store.stat.memory_saved_bytes,

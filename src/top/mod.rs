@@ -57,8 +57,8 @@ pub struct Live {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Domain {
     pub name: String,
+    pub pages: u64,
     pub net_bytes: i64,
-    pub clients: u64,
 }
 
 /// A client. Counts are pages.
@@ -99,6 +99,7 @@ pub struct Disk {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Images {
     pub name: String,
+    pub domain: String,
     pub mounts: u64,
     pub resident_bytes: u64,
     pub saved_bytes: u64,
@@ -113,6 +114,27 @@ pub struct Cold {
     pub disk_bytes: u64,
     pub stores: u64,
     pub loads: u64,
+    /// Touches of pages that were out.
+    pub faults: u64,
+    pub domains: Vec<String>,
+    pub clients: Vec<ColdClient>,
+}
+
+/// A client of the cold tier. Counts are pages.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ColdClient {
+    pub pid: i32,
+    pub name: String,
+    pub domain: String,
+    pub out: u64,
+    pub back: u64,
+    pub faults: u64,
+    pub lost: u64,
+    /// Time that its threads waited for pages.
+    pub waited: Duration,
+    pub cpu_ns: u64,
+    /// What is to be said beside its name.
+    pub state: &'static str,
 }
 
 /// What happened between two samples, per second.
@@ -122,16 +144,26 @@ pub struct Rates {
     pub breaks: f64,
     /// Processors in use, 1.0 is one.
     pub cpu: f64,
+    /// Touches of cold pages.
+    pub faults: f64,
+    /// Blocks of disk images that had to be read.
+    pub misses: f64,
 }
 
 /// One point of the graphs.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Point {
     pub net_bytes: i64,
+    pub cold_bytes: u64,
+    pub cold_held_bytes: u64,
+    pub disk_saved_bytes: u64,
+    pub disk_held_bytes: u64,
+    pub image_saved_bytes: u64,
+    pub image_held_bytes: u64,
     pub rates: Rates,
 }
 
-/// What the table of clients is sorted by.
+/// What the tables of clients are sorted by.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Sort {
     #[default]
@@ -148,8 +180,18 @@ impl Sort {
     const ALL: [Sort; 7] =
         [Sort::Shared, Sort::Managed, Sort::Volatile, Sort::Breaks, Sort::Cpu, Sort::Name, Sort::Pid];
 
-    /// As shown below the table.
-    pub const fn word(self) -> &'static str {
+    /// As shown below the table, where columns of the cold tier stand in the place of live ones.
+    pub const fn word(self, pane: Pane) -> &'static str {
+        match (self, pane) {
+            (Sort::Shared, Pane::Cold) => "out",
+            (Sort::Managed, Pane::Cold) => "back",
+            (Sort::Volatile, Pane::Cold) => "waited",
+            (Sort::Breaks, Pane::Cold) => "faults",
+            _ => self.live_word(),
+        }
+    }
+
+    const fn live_word(self) -> &'static str {
         match self {
             Sort::Shared => "shared",
             Sort::Managed => "managed",
@@ -196,6 +238,8 @@ impl Pane {
 #[derive(Clone, Debug, Default)]
 pub struct View {
     sample: Sample,
+    /// The last one, which is not on show while the picture is kept still.
+    last: Sample,
     history: VecDeque<Point>,
     pub pane: Pane,
     pub sort: Sort,
@@ -230,27 +274,40 @@ impl View {
 
     /// Takes a new sample. A daemon that was started anew counts from zero: rates are then zero, not negative.
     pub fn push(&mut self, sample: Sample) {
+        let before = &self.last;
+        let seconds = sample.at.saturating_sub(before.at).as_secs_f64();
+        let per_second = |now: u64, then: Option<u64>| match then {
+            Some(then) if seconds > 0.0 => now.saturating_sub(then) as f64 / seconds,
+            _ => 0.0,
+        };
         let mut point = Point::default();
         if let Some(live) = &sample.live {
+            let then = before.live.as_ref();
             point.net_bytes = live.net_bytes;
-            if let Some(before) = &self.sample.live {
-                let seconds = sample.at.saturating_sub(self.sample.at).as_secs_f64();
-                let per_second = |now: u64, then: u64| {
-                    if seconds > 0.0 { now.saturating_sub(then) as f64 / seconds } else { 0.0 }
-                };
-                point.rates = Rates {
-                    merged: per_second(live.merged, before.merged),
-                    breaks: per_second(live.breaks, before.breaks),
-                    cpu: per_second(live.cpu_ns, before.cpu_ns) / 1e9,
-                };
-            }
+            point.rates.merged = per_second(live.merged, then.map(|live| live.merged));
+            point.rates.breaks = per_second(live.breaks, then.map(|live| live.breaks));
+            point.rates.cpu = per_second(live.cpu_ns, then.map(|live| live.cpu_ns)) / 1e9;
         }
+        if let Some(cold) = &sample.cold {
+            point.cold_bytes = cold.pages * pagefold_os::PAGE_SIZE as u64;
+            point.cold_held_bytes = cold.held_bytes;
+            point.rates.faults = per_second(cold.faults, before.cold.as_ref().map(|cold| cold.faults));
+        }
+        let misses = |disks: &[Disk]| disks.iter().map(|disk| disk.misses).sum();
+        // Mounts come and go: what the first sample with one counted was not read in this second.
+        let then = (before.disks.len() == sample.disks.len()).then(|| misses(&before.disks));
+        point.rates.misses = per_second(misses(&sample.disks), then);
+        point.disk_saved_bytes = sample.disks.iter().map(|disk| disk.saved_bytes).sum();
+        point.disk_held_bytes = sample.disks.iter().map(|disk| disk.resident_bytes).sum();
+        point.image_saved_bytes = sample.images.iter().map(|store| store.saved_bytes).sum();
+        point.image_held_bytes = sample.images.iter().map(|store| store.resident_bytes).sum();
         if self.history.len() == HISTORY {
             self.history.pop_front();
         }
         self.history.push_back(point);
+        self.last = sample;
         if !self.frozen {
-            self.sample = sample;
+            self.sample = self.last.clone();
             let gone = |domain: &String| self.domains().iter().all(|known| known != domain);
             if self.domain.as_ref().is_some_and(gone) {
                 self.domain = None;
@@ -273,16 +330,56 @@ impl View {
         self.history.back().copied().unwrap_or_default()
     }
 
-    /// Names of the domains on show.
+    /// Names of the domains on show, of all products, in order.
     pub fn domains(&self) -> Vec<String> {
-        let live = self.sample.live.iter();
-        live.flat_map(|live| live.domains.iter().map(|domain| domain.name.clone())).collect()
+        let sample = &self.sample;
+        let live = sample.live.iter().flat_map(|live| live.domains.iter().map(|domain| domain.name.clone()));
+        let cold = sample.cold.iter().flat_map(|cold| cold.domains.iter().cloned());
+        let images = sample.images.iter().map(|store| store.domain.clone());
+        let mut names: Vec<String> = live.chain(cold).chain(images).collect();
+        names.sort();
+        names.dedup();
+        names
+    }
+
+    /// True if what belongs to `domain` is on show.
+    pub fn shows(&self, domain: &str) -> bool {
+        self.domain.as_ref().is_none_or(|shown| shown == domain)
+    }
+
+    /// The clients of the cold tier to show, in order.
+    pub fn cold_clients(&self) -> Vec<&ColdClient> {
+        let all = self.sample.cold.iter().flat_map(|cold| &cold.clients);
+        let mut clients: Vec<&ColdClient> = all.filter(|client| self.shows(&client.domain)).collect();
+        clients.sort_by(|a, b| {
+            let order = match self.sort {
+                Sort::Shared => b.out.cmp(&a.out),
+                Sort::Managed => b.back.cmp(&a.back),
+                Sort::Volatile => b.waited.cmp(&a.waited),
+                Sort::Breaks => b.faults.cmp(&a.faults),
+                Sort::Cpu => b.cpu_ns.cmp(&a.cpu_ns),
+                Sort::Name => a.name.cmp(&b.name),
+                Sort::Pid => a.pid.cmp(&b.pid),
+            };
+            let order = if self.reverse { order.reverse() } else { order };
+            order.then(a.pid.cmp(&b.pid))
+        });
+        clients
+    }
+
+    /// Process ids of the table on show, in order.
+    fn rows(&self) -> Vec<i32> {
+        match self.pane {
+            Pane::Live => self.clients().iter().map(|client| client.pid).collect(),
+            Pane::Cold => self.cold_clients().iter().map(|client| client.pid).collect(),
+            Pane::Disks | Pane::Images => Vec::new(),
+        }
     }
 
     /// The clients to show, in order.
     pub fn clients(&self) -> Vec<&Client> {
-        let shown = |client: &&Client| self.domain.as_ref().is_none_or(|domain| *domain == client.domain);
-        let mut clients: Vec<&Client> = self.sample.live.iter().flat_map(|live| &live.clients).filter(shown).collect();
+        let all = self.sample.live.iter().flat_map(|live| &live.clients);
+        let mut clients: Vec<&Client> = all.filter(|client| self.shows(&client.domain)).collect();
         clients.sort_by(|a, b| {
             // Largest number first, names and process ids from the front.
             let order = match self.sort {
@@ -303,7 +400,7 @@ impl View {
     /// Place of the selected client among those on show.
     pub fn selected_row(&self) -> Option<usize> {
         let selected = self.selected?;
-        self.clients().iter().position(|client| client.pid == selected)
+        self.rows().iter().position(|pid| *pid == selected)
     }
 
     /// Moves the selection by `step` rows; from nowhere to the first row, or up to the last.
@@ -318,9 +415,8 @@ impl View {
 
     /// Selects row `row`, or the last.
     fn select_row(&mut self, row: usize) {
-        let clients = self.clients();
-        let chosen = clients.get(row).or(clients.last()).map(|client| client.pid);
-        self.selected = chosen;
+        let rows = self.rows();
+        self.selected = rows.get(row).or(rows.last()).copied();
     }
 
     /// Does what `key` means.
@@ -449,6 +545,30 @@ mod tests {
     }
 
     #[test]
+    fn the_cold_pane_sorts_filters_and_selects_its_own_clients() {
+        let cold = |pid, domain: &str, out, faults| ColdClient {
+            pid,
+            domain: domain.into(),
+            out,
+            faults,
+            ..ColdClient::default()
+        };
+        let mut view = View::new(false);
+        let clients = vec![cold(7, "c", 1, 9), cold(8, "a", 5, 0)];
+        let tier = Cold { domains: vec!["a".into(), "c".into()], clients, ..Cold::default() };
+        view.push(Sample { cold: Some(tier), ..sample(0, 0) });
+        let pids = |view: &View| view.cold_clients().iter().map(|client| client.pid).collect::<Vec<_>>();
+        press(&mut view, "4");
+        assert_eq!(pids(&view), [8, 7], "most out first");
+        press(&mut view, "sss");
+        assert_eq!((view.sort.word(view.pane), pids(&view)), ("faults", vec![7, 8]));
+        press(&mut view, "j");
+        assert_eq!((view.selected, view.selected_row()), (Some(7), Some(0)));
+        press(&mut view, "ddd");
+        assert_eq!((view.domain.as_deref(), pids(&view)), (Some("c"), vec![7]), "a domain of the tier alone");
+    }
+
+    #[test]
     fn a_domain_that_goes_takes_its_filter_along() {
         let mut view = View::new(false);
         view.push(sample(0, 0));
@@ -465,7 +585,9 @@ mod tests {
         view.push(sample(0, 0));
         press(&mut view, " ");
         view.push(sample(1, 100));
-        assert_eq!((view.sample().at, view.history().len()), (Duration::ZERO, 2));
+        view.push(sample(2, 300));
+        assert_eq!((view.sample().at, view.history().len()), (Duration::ZERO, 3));
+        assert_eq!(view.now().rates.merged, 200.0, "since the last sample, not since the one on show");
     }
 
     #[test]

@@ -93,16 +93,23 @@ fn head_lines(view: &View, palette: Palette) -> Vec<Line<'static>> {
             Line::styled(trouble, palette.warn()),
         ];
     };
-    let Rates { merged, breaks, cpu } = view.now().rates;
-    let saved = show_size_signed(live.net_bytes);
+    let Rates { merged, breaks, cpu, .. } = view.now().rates;
+    let (who, net_bytes, pages) = match &view.domain {
+        None => (String::new(), live.net_bytes, live.pages),
+        Some(name) => {
+            let mine: Vec<_> = live.domains.iter().filter(|domain| domain.name == *name).collect();
+            let net = mine.iter().map(|domain| domain.net_bytes).sum();
+            (format!("  {}", shorten(name, 20)), net, mine.iter().map(|domain| domain.pages).sum())
+        }
+    };
     let first = vec![
         Span::styled("pagefold", palette.title()),
-        Span::raw("  saves "),
-        Span::styled(saved, if live.net_bytes > 0 { palette.good() } else { palette.warn() }),
+        Span::raw(format!("{who}  saves ")),
+        Span::styled(show_size_signed(net_bytes), if net_bytes > 0 { palette.good() } else { palette.warn() }),
         Span::raw(format!(
             " net of {} managed ({})",
-            show_size(live.pages * PAGE),
-            show_percent(live.net_bytes.max(0).unsigned_abs(), live.pages * PAGE)
+            show_size(pages * PAGE),
+            show_percent(net_bytes.max(0).unsigned_abs(), pages * PAGE)
         )),
         Span::styled(still, palette.warn()),
     ];
@@ -128,15 +135,32 @@ fn draw_graphs(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
     }
     let [net, merged, breaks] = Layout::horizontal([Constraint::Ratio(1, 3); 3]).areas(area);
     let now = view.now();
-    let graphs: [Graph; 3] = [
-        (net, format!("net {}", show_size_signed(now.net_bytes)), |point| point.net_bytes.max(0).unsigned_abs()),
-        (merged, format!("merged {}/s", show_count(now.rates.merged.round() as u64)), |point| {
-            point.rates.merged.round() as u64
-        }),
-        (breaks, format!("breaks {}/s", show_count(now.rates.breaks.round() as u64)), |point| {
-            point.rates.breaks.round() as u64
-        }),
-    ];
+    let rates = now.rates;
+    let per_second = |name: &str, rate: f64| format!("{name} {}/s", show_count(rate.round() as u64));
+    let size = |name: &str, bytes: u64| format!("{name} {}", show_size(bytes));
+    let graphs: [Graph; 3] = match view.pane {
+        Pane::Live => [
+            (net, format!("net {}", show_size_signed(now.net_bytes)), |point| point.net_bytes.max(0).unsigned_abs()),
+            (merged, per_second("merged", rates.merged), |point| point.rates.merged.round() as u64),
+            (breaks, per_second("breaks", rates.breaks), |point| point.rates.breaks.round() as u64),
+        ],
+        Pane::Cold => [
+            (net, size("cold", now.cold_bytes), |point| point.cold_bytes),
+            (merged, per_second("faults", rates.faults), |point| point.rates.faults.round() as u64),
+            // A sparkline has whole numbers.
+            (breaks, format!("our cpu {:.1} %", rates.cpu * 100.0), |point| (point.rates.cpu * 1e4).round() as u64),
+        ],
+        Pane::Disks => [
+            (net, size("saves", now.disk_saved_bytes), |point| point.disk_saved_bytes),
+            (merged, size("holds", now.disk_held_bytes), |point| point.disk_held_bytes),
+            (breaks, per_second("misses", rates.misses), |point| point.rates.misses.round() as u64),
+        ],
+        Pane::Images => [
+            (net, size("saves", now.image_saved_bytes), |point| point.image_saved_bytes),
+            (merged, size("holds", now.image_held_bytes), |point| point.image_held_bytes),
+            (breaks, format!("our cpu {:.1} %", rates.cpu * 100.0), |point| (point.rates.cpu * 1e4).round() as u64),
+        ],
+    };
     for (area, title, value) in graphs {
         let room = usize::from(area.width.saturating_sub(1));
         let skip = view.history().len().saturating_sub(room);
@@ -273,7 +297,7 @@ fn draw_clients(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
     });
     let rows: Vec<Row> = rows.collect();
     let table = Table::new(rows, widths)
-        .header(heading(&names, palette, Some(view.sort.word())))
+        .header(heading(&names, palette, Some(view.sort.word(Pane::Live))))
         .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED));
     let mut state = TableState::new().with_selected(view.selected_row());
     frame.render_stateful_widget(table, area, &mut state);
@@ -319,35 +343,64 @@ fn draw_images(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
         frame.render_widget(Paragraph::new("No image store is known here: pagefold image --help"), area);
         return;
     }
-    let rows = view.sample().images.iter().map(|store| {
+    let rows = view.sample().images.iter().filter(|store| view.shows(&store.domain)).map(|store| {
         Row::new(vec![
             Cell::from(shorten(&store.name, 40)),
+            Cell::from(shorten(&store.domain, 12)),
             right(show_count(store.mounts)),
             right(show_size(store.resident_bytes)),
             right(show_size(store.saved_bytes)),
         ])
     });
-    let widths = [Constraint::Fill(1)].into_iter().chain([8, 10, 10].map(Constraint::Length));
-    let names = ["store", ">mounts", ">holds", ">saves"];
+    let widths = [Constraint::Fill(1)].into_iter().chain([12, 8, 10, 10].map(Constraint::Length));
+    let names = ["store", "domain", ">mounts", ">holds", ">saves"];
     frame.render_widget(Table::new(rows, widths).header(heading(&names, palette, None)), area);
 }
 
 fn draw_cold(frame: &mut Frame, area: Rect, view: &View, palette: Palette) {
     let Some(cold) = &view.sample().cold else {
-        frame.render_widget(Paragraph::new("Nothing is parked in the cold tier."), area);
+        frame.render_widget(Paragraph::new("No client of the cold tier. Start one: pagefold run --cold -- CMD"), area);
         return;
     };
-    let rows = [
-        ("pages", show_count(cold.pages)),
-        ("would take", show_size(cold.pages * PAGE)),
-        ("memory", format!("{} of {}", show_size(cold.held_bytes), show_size(cold.limit_bytes))),
-        ("on disk", show_size(cold.disk_bytes)),
-        ("stored", show_count(cold.stores)),
-        ("brought back", show_count(cold.loads)),
-    ];
-    let rows = rows.map(|(name, value)| Row::new(vec![Cell::from(name), right(value)]));
-    let widths = [Constraint::Length(14), Constraint::Length(24)];
-    frame.render_widget(Table::new(rows, widths).header(heading(&["cold tier", ""], palette, None)), area);
+    let sums = Line::from(format!(
+        "tier  {} of {} in memory, {} on disk; {} pages went out, {} came back",
+        show_size(cold.held_bytes),
+        show_size(cold.limit_bytes),
+        show_size(cold.disk_bytes),
+        show_short(cold.stores),
+        show_short(cold.loads)
+    ));
+    let [top, area] = Layout::vertical([Constraint::Length(1), Constraint::Min(0)]).areas(area);
+    frame.render_widget(Paragraph::new(sums), top);
+    let clients = view.cold_clients();
+    // There should be none lost: on a narrow screen the names are worth more.
+    let lost = area.width >= ZERO_COLUMNS_MIN || clients.iter().any(|client| client.lost > 0);
+    let rows = clients.iter().map(|client| {
+        let mut cells = vec![
+            right(client.pid.to_string()),
+            Cell::from(format!("{}{}", shorten(&client.name, 24), client.state)),
+            Cell::from(shorten(&client.domain, 10)),
+            right(show_size(client.out * PAGE)),
+            right(show_size(client.back * PAGE)),
+            right(show_short(client.faults)),
+            right(show_duration(client.waited)),
+        ];
+        cells.extend(lost.then(|| right(show_short(client.lost))));
+        Row::new(cells)
+    });
+    let rows: Vec<Row> = rows.collect();
+    let mut widths = vec![Constraint::Length(7), Constraint::Fill(1), Constraint::Max(10)];
+    widths.extend([8, 8, 7, 8].map(Constraint::Length));
+    let mut names = vec![">pid", "name", "domain", ">out", ">back", ">faults", ">waited"];
+    if lost {
+        widths.push(Constraint::Length(6));
+        names.push(">lost");
+    }
+    let table = Table::new(rows, widths)
+        .header(heading(&names, palette, Some(view.sort.word(Pane::Cold))))
+        .row_highlight_style(Style::new().add_modifier(Modifier::REVERSED));
+    let mut state = TableState::new().with_selected(view.selected_row());
+    frame.render_stateful_widget(table, area, &mut state);
 }
 
 /// Why pages were not merged: of the selected client, or of all on show; and who could not be covered.
@@ -398,7 +451,9 @@ fn key_line(view: &View, palette: Palette) -> Line<'static> {
     key("q", "quit".into());
     key("?", "help".into());
     key("Tab", view.pane.word().into());
-    key("s", format!("sort: {}{order}", view.sort.word()));
+    if matches!(view.pane, Pane::Live | Pane::Cold) {
+        key("s", format!("sort: {}{order}", view.sort.word(view.pane)));
+    }
     key("d", format!("domain: {}", shorten(domain, 12)));
     key("↑↓", "select".into());
     key("Space", if view.frozen { "go on".into() } else { "still".into() });
@@ -421,6 +476,8 @@ const HELP: &[(&str, &str)] = &[
     ("volatile", "written within the last two periods"),
     ("breaks", "merged pages that were written again"),
     ("cpu", "our time spent on the client"),
+    ("out, back", "pages in the cold tier, pages that came from there"),
+    ("faults, waited", "touches of cold pages, and what they took"),
 ];
 
 fn draw_help(frame: &mut Frame, area: Rect, palette: Palette) {
@@ -484,7 +541,22 @@ mod tests {
                 }),
                 disks: vec![Disk { name: "/mnt".into(), saved_bytes: 5 << 20, hits: 3, misses: 1, ..Disk::default() }],
                 images: vec![Images { name: "/var/lib/images".into(), mounts: 2, ..Images::default() }],
-                cold: Some(Cold { pages: 1000, held_bytes: 1 << 20, ..Cold::default() }),
+                cold: Some(Cold {
+                    pages: 1000,
+                    held_bytes: 1 << 20,
+                    faults: second * 7,
+                    domains: vec!["alice".into()],
+                    clients: vec![ColdClient {
+                        pid: 99,
+                        name: "sleeper".into(),
+                        domain: "alice".into(),
+                        out: 1000,
+                        faults: 7,
+                        state: " (parked)",
+                        ..ColdClient::default()
+                    }],
+                    ..Cold::default()
+                }),
                 ..Sample::default()
             });
         }
@@ -540,7 +612,12 @@ mod tests {
     #[test]
     fn panes_show_their_tables() {
         let mut view = busy();
-        for (pane, part) in [(Pane::Disks, "75.0 %"), (Pane::Images, "/var/lib/images"), (Pane::Cold, "brought back")] {
+        for (pane, part) in [
+            (Pane::Disks, "75.0 %"),
+            (Pane::Images, "/var/lib/images"),
+            (Pane::Cold, "sleeper (parked)"),
+            (Pane::Cold, "faults 7/s"),
+        ] {
             view.pane = pane;
             let text = rendered(&view, 80, 24).join("\n");
             assert!(text.contains(part), "`{part}` is not on\n{text}");
