@@ -1,0 +1,75 @@
+//! The Python package: its tests, against this libforrest and this tool, and its types.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// Says why a test is not tried, past the harness, which hides the output of tests that pass.
+fn skipped(why: &str) {
+    let _ = writeln!(std::io::stderr(), "SKIPPED: {why}");
+}
+
+fn package() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("bindings/python")
+}
+
+fn python(arguments: &[&str]) -> Option<Output> {
+    let mut command = Command::new("python3");
+    command.args(arguments).current_dir(package());
+    // Beside the test's program, for it is among what the test depends on.
+    let built = std::env::current_exe().expect("a program").with_file_name("libforrest.so");
+    assert!(built.exists(), "{} was not built", built.display());
+    command.env("PYTHONPATH", package().join("src")).env("PAGEFOLD_FORREST", built);
+    command.env("PAGEFOLD_TOOL", env!("CARGO_BIN_EXE_pagefold")).env("PYTHONDONTWRITEBYTECODE", "1");
+    command.output().ok()
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+}
+
+#[test]
+fn the_package_does_what_it_says() {
+    let old = "import sys; sys.exit(sys.version_info < (3, 9))";
+    if !python(&["-c", old]).is_some_and(|output| output.status.success()) {
+        return skipped("no python3 of 3.9 or later here");
+    }
+    let output = python(&["-m", "unittest", "discover", "-v", "-s", "tests"]).expect("python3 runs");
+    let text = said(&output);
+    assert!(output.status.success(), "{text}");
+    for line in text.lines().filter(|line| line.contains("skipped")) {
+        skipped(line);
+    }
+    // A package whose tests are not found has none that fail.
+    let ran = text.lines().find_map(|line| line.strip_prefix("Ran ")?.split(' ').next()?.parse::<u32>().ok());
+    assert!(ran.is_some_and(|ran| ran >= 20), "{text}");
+}
+
+#[test]
+fn its_types_are_right() {
+    if !python(&["-m", "mypy", "--version"]).is_some_and(|output| output.status.success()) {
+        return skipped("no mypy here to check the Python package's types (apt-get install mypy)");
+    }
+    let cache = tempfile::tempdir().expect("a directory");
+    let cache = format!("--cache-dir={}", cache.path().display());
+    let output = python(&["-m", "mypy", "--strict", &cache, "--config-file=", "src/pagefold", "tests"]).expect("mypy");
+    assert!(output.status.success(), "{}", said(&output));
+}
+
+/// The README's program runs as it stands.
+#[test]
+fn the_example_in_its_readme_runs() {
+    if !python(&["--version"]).is_some_and(|output| output.status.success()) {
+        return skipped("no python3 here");
+    }
+    let readme = std::fs::read_to_string(package().join("README.md")).expect("a README");
+    let program = readme.split("```python\n").nth(1).and_then(|rest| rest.split("```").next()).expect("an example");
+    // What asks a daemon for a process that is not there is the other tests' business.
+    let stores = program.split("daemon = ").next().expect("a beginning").replace("\"sessions\"", "NAME");
+    let run = format!(
+        "import os; NAME = f'readme-{{os.getpid()}}'\n{stores}\n\
+         assert pagefold.Store(NAME, existing=True)[b'user:7'] == b'Ada'\npagefold.Store.remove(NAME)\n"
+    );
+    let output = python(&["-c", &run]).expect("python3 runs");
+    assert!(output.status.success(), "{run}\n{}", said(&output));
+}
