@@ -3,9 +3,8 @@
 mod common;
 
 use common::cold::Host;
-use common::{Reaped, can_merge, finish, guest, installed, skipped, wait_for};
-use std::io::{Read, Write};
-use std::path::Path;
+use common::{Reaped, can_merge, finish, guest, installed, wait_for};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -48,13 +47,58 @@ fn ever_out(host: &Host) -> u64 {
     clients.iter().filter_map(|client| client["pages_out_ever"].as_u64()).sum()
 }
 
+/// Under a limit of half its memory a program goes on, with all its bytes: what comes back waits until something went out.
+#[test]
+fn half_the_memory_is_enough() {
+    let Some(python) = common::python().filter(|_| can_merge()) else { return };
+    let Some(group) = common::group::Group::new() else { return };
+    let host = Host::start(&["--cold-tick", "200ms", "--cold-manual"]);
+    let script = "
+import sys, random, mmap
+pages = 24576
+area = mmap.mmap(-1, pages * 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def stamp(i): return (i * 2654435761).to_bytes(8, 'little') * 8
+for i in range(pages): area[i * 4096:i * 4096 + 64] = stamp(i)
+print('ready', flush=True)
+sys.stdin.readline()
+rng = random.Random(5)
+last = bytearray(pages)
+for n in range(60000):
+    i = rng.randrange(pages)
+    if area[i * 4096:i * 4096 + 64] != stamp(i) or area[i * 4096 + 128] != last[i]:
+        sys.exit(f'page {i} is wrong in round {n}')
+    if n % 4 == 0:
+        last[i] = area[i * 4096 + 128] = n & 255
+print('right', flush=True)
+sys.stdin.readline()
+";
+    let mut command = host.run(&[]);
+    command.arg(python).args(["-c", script]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    group.adopt(&mut command);
+    let mut child = Reaped(command.spawn().expect("a client"));
+    let mut input = child.0.stdin.take().expect("a pipe");
+    let mut output = BufReader::new(child.0.stdout.take().expect("a pipe")).lines();
+    let mut said = || output.next().and_then(Result::ok).unwrap_or_default();
+    assert_eq!(said(), "ready");
+    let pid = child.pid();
+    host.wait_for_client(pid);
+    assert!(host.park(pid) > 20_000, "nearly all is out");
+    group.limit(48 << 20);
+    writeln!(input, "go").expect("the client reads");
+    assert_eq!(said(), "right");
+    let (refaults, ever) = (host.number(pid, "refaults"), host.number(pid, "pages_out_ever"));
+    assert!(refaults > 10_000 && ever > 30_000, "{refaults} pages came back, {ever} went out");
+    drop(input);
+    assert!(child.0.wait().expect("it ends").success());
+    group.assert_nobody_was_killed();
+}
+
 #[test]
 fn python_keeps_its_heap_and_its_cold_half_goes_out_by_itself() {
     if !can_merge() {
         return;
     }
-    let program = ["/usr/bin/python3", "/usr/local/bin/python3"].into_iter().find(|path| Path::new(path).exists());
-    let Some(program) = program else { return skipped("python3 is not installed") };
+    let Some(program) = common::python() else { return };
     let script = "
 import sys, time, hashlib, subprocess
 cold = [bytes([i % 7]) * 700_000 + (b'block %d ' % i) * 40_000 for i in range(40)]

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Daemon, Reaped, TOOL, can_merge, finish, semantics, skipped, wait_for};
+use common::{Daemon, Reaped, TOOL, can_merge, finish, semantics, wait_for};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
 
@@ -56,67 +56,15 @@ fn the_program_gets_its_own_mappings() {
     assert!(status.success(), "{status} {out}{err}");
 }
 
-/// A memory control group, removed when it is empty again.
-struct Group(std::path::PathBuf);
-
-impl Group {
-    fn new() -> Option<Group> {
-        let roots = ["/sys/fs/cgroup/memory", "/sys/fs/cgroup"];
-        let name = format!("pagefold-test-{}", std::process::id());
-        let made = roots.into_iter().map(|root| std::path::Path::new(root).join(&name)).find(|path| {
-            let made = std::fs::create_dir(path).is_ok();
-            let limits = ["memory.limit_in_bytes", "memory.max"].iter().any(|name| path.join(name).exists());
-            if made && !limits {
-                let _ = std::fs::remove_dir(path);
-            }
-            made && limits
-        });
-        if made.is_none() {
-            skipped("no memory control group can be made here (root, and the memory controller)");
-        }
-        made.map(Group)
-    }
-
-    /// Reads the first of `names` that there is.
-    fn read(&self, names: &[&str]) -> String {
-        names.iter().find_map(|name| std::fs::read_to_string(self.0.join(name)).ok()).unwrap_or_default()
-    }
-
-    /// Leaves no more than `room` bytes beyond what is used now.
-    fn limit(&self, room: u64) {
-        let used = self.read(&["memory.usage_in_bytes", "memory.current"]);
-        let limit = used.trim().parse::<u64>().expect("a number") + room;
-        let done = ["memory.limit_in_bytes", "memory.max"]
-            .iter()
-            .any(|name| std::fs::write(self.0.join(name), limit.to_string()).is_ok());
-        assert!(done, "the limit is set");
-    }
-}
-
-impl Drop for Group {
-    fn drop(&mut self) {
-        // The kernel needs a moment to see that its processes have ended.
-        for _ in 0..100 {
-            if std::fs::remove_dir(&self.0).is_ok() {
-                return;
-            }
-            std::thread::sleep(std::time::Duration::from_millis(20));
-        }
-    }
-}
-
 #[test]
 fn a_limit_of_memory_means_no_failure() {
     use std::io::{BufRead, BufReader, Write};
-    use std::os::unix::process::CommandExt;
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
-    let Some(group) = Group::new() else { return };
+    let Some(group) = common::group::Group::new() else { return };
     let daemon = Daemon::start(&["--period", "500ms"]);
     let mut command = daemon.run(&[]);
     command.arg(program).arg("serve").stdin(Stdio::piped()).stdout(Stdio::piped());
-    let members = group.0.join("cgroup.procs");
-    // SAFETY: a write to a file between fork and exec; the path was made before.
-    unsafe { command.pre_exec(move || std::fs::write(&members, "0")) };
+    group.adopt(&mut command);
     let mut client = Reaped(command.spawn().expect("a client"));
     let mut said = BufReader::new(client.0.stdout.take().expect("a pipe")).lines();
     let mut input = client.0.stdin.take().expect("a pipe");
@@ -131,8 +79,7 @@ fn a_limit_of_memory_means_no_failure() {
     wait_for("pages to be merged at the limit", 60, || check() > 4000);
     drop(input);
     assert!(client.0.wait().expect("it ends").success(), "the client failed at a limit of memory");
-    let killed = group.read(&["memory.oom_control", "memory.events"]);
-    assert!(killed.lines().all(|line| !line.starts_with("oom_kill ") || line.ends_with(" 0")), "{killed}");
+    group.assert_nobody_was_killed();
 }
 
 #[test]

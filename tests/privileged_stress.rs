@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Daemon, can_merge, finish, installed, skipped};
+use common::{Daemon, can_merge, finish, installed};
 
 #[test]
 fn stress_ng_finds_no_wrong_bit() {
@@ -20,12 +20,7 @@ fn stress_ng_finds_no_wrong_bit() {
 
 #[test]
 fn python_keeps_its_heap() {
-    if !can_merge() {
-        return;
-    }
-    let program =
-        ["/usr/bin/python3", "/usr/local/bin/python3"].into_iter().find(|path| std::path::Path::new(path).exists());
-    let Some(program) = program else { return skipped("python3 is not installed") };
+    let Some(program) = common::python().filter(|_| can_merge()) else { return };
     let script = "
 import time, hashlib, gc
 blocks = [bytes([i % 7]) * 1_500_000 for i in range(40)]

@@ -4,9 +4,10 @@ use super::Error;
 use crate::{config, host, units};
 use pagefold_daemon::http::Place;
 use pagefold_daemon::{Config, Daemon, cold};
+use pagefold_os::wait::Bell;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 /// Serve clients: `pagefold run` starts one by itself when none runs
@@ -127,10 +128,12 @@ fn address(text: &str) -> Result<Setting<String>, String> {
 /// How long a daemon that `run` started stays without clients.
 const ON_DEMAND_IDLE: Duration = Duration::from_secs(60);
 
-static STOP: AtomicBool = AtomicBool::new(false);
+static STOP: OnceLock<Bell> = OnceLock::new();
 
 extern "C" fn on_signal(_: libc::c_int) {
-    STOP.store(true, Ordering::Release);
+    if let Some(bell) = STOP.get() {
+        bell.ring();
+    }
 }
 
 /// Runs the daemon.
@@ -175,15 +178,15 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     daemon.add_metrics(disk_metrics);
     daemon.add_status(crate::parts::add_to);
     raise_fd_limit();
+    let stop = STOP.get_or_init(|| Bell::new().expect("the first descriptors are there"));
     for signal in [libc::SIGTERM, libc::SIGINT] {
-        // SAFETY: the handler only stores to an atomic.
+        // SAFETY: the handler only writes to a descriptor.
         unsafe { libc::signal(signal, on_signal as *const () as libc::sighandler_t) };
     }
     let watch = daemon.clone();
     std::thread::spawn(move || {
-        while !STOP.load(Ordering::Acquire) {
-            std::thread::sleep(Duration::from_millis(100));
-        }
+        let mut polls = [libc::pollfd { fd: stop.fd().raw(), events: libc::POLLIN, revents: 0 }];
+        while pagefold_os::fd::poll(&mut polls, -1) != Ok(1) {}
         watch.stop();
     });
     daemon.run().map_err(|error| format!("daemon at {}: {error}", socket.display()))?;

@@ -3,6 +3,7 @@
 #![allow(dead_code)]
 
 pub mod cold;
+pub mod group;
 pub mod guest;
 
 use serde_json::Value;
@@ -74,6 +75,15 @@ pub fn semantics() -> Option<&'static Path> {
     });
     // The directory of a static is not dropped; what lies there is one small program in the build directory.
     built.as_ref().map(|(_, program)| program.as_path())
+}
+
+/// Python as distributions install it, not a wrapper of somebody's; `None` after saying that there is none.
+pub fn python() -> Option<&'static str> {
+    let found = ["/usr/bin/python3", "/usr/local/bin/python3"].into_iter().find(|path| Path::new(path).exists());
+    if found.is_none() {
+        skipped("python3 is not installed");
+    }
+    found
 }
 
 /// A daemon of the test's own.

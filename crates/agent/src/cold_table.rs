@@ -98,7 +98,9 @@ pub struct Head {
     /// See `void_start`.
     pub void_end: AtomicU64,
     /// Next place of a hint; the program's threads count it up.
-    pub hint_next: AtomicU64,
+    pub hint_next: AtomicU32,
+    /// Changes after each hint: the daemon sleeps on it.
+    pub hinted: AtomicU32,
     /// Hints.
     pub hints: [Hint; HINTS],
 }
@@ -298,11 +300,13 @@ impl Table {
     pub fn hint(&self, start: u64, end: u64, advice: i32) {
         let sequence = self.head().hint_next.fetch_add(1, Ordering::Relaxed);
         let hint = &self.head().hints[sequence as usize % HINTS];
-        hint.sequence.store(sequence as u32, Ordering::Relaxed);
+        hint.sequence.store(sequence, Ordering::Relaxed);
         hint.start.store(start, Ordering::Relaxed);
         hint.end.store(end, Ordering::Relaxed);
         // Pairs with the swap in `take_hints`.
         hint.advice.store(advice as u32, Ordering::Release);
+        self.head().hinted.fetch_add(1, Ordering::Release);
+        pagefold_os::wait::wake(&self.head().hinted);
     }
 
     /// Calls `f` with each hint that waits: its number, addresses and advice, in no order. Half a hint that is being

@@ -129,6 +129,7 @@ fn perform(daemon: &Arc<Daemon>, request: &Request) -> Answer {
                 Some(pid) if clients.is_empty() => unknown(pid),
                 _ => {
                     let done = clients.iter().filter(|(domain, id)| domain.pause(*id, pause)).count();
+                    daemon.ring_workers();
                     Answer::Done { count: done as u64 }
                 }
             }

@@ -6,6 +6,7 @@ use crate::{control, verify};
 use pagefold_agent::wire::{Op, Packet};
 use pagefold_merge::{ClientId, Domain, domain};
 use pagefold_os::fd::{self, Fd};
+use pagefold_os::wait::Bell;
 use pagefold_os::{procfs, sched, sock, uffd};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -42,8 +43,10 @@ pub struct Config {
     pub cold: crate::cold::Config,
 }
 
-/// Longest nap of a worker that finds nothing to do: mail for a client does not ring.
-const NAP: Duration = Duration::from_millis(50);
+/// Longest nap of a worker that finds nothing to do.
+const NAP: Duration = Duration::from_secs(1);
+/// Shortest and longest pause between looks whether clients are left, where it matters.
+const IDLE_LOOKS: [Duration; 2] = [Duration::from_millis(50), Duration::from_secs(1)];
 /// Processors, by number, among which a worker looks for one without another worker.
 const CPUS_TRIED: u64 = 64;
 /// Most connections at once.
@@ -75,6 +78,8 @@ pub struct Daemon {
     device: Option<Fd>,
     started: Instant,
     pub(crate) stopping: AtomicBool,
+    /// Rings for who listens when we stop, and for the monitor when we stop or somebody connects.
+    bells: [Bell; 2],
     connections: AtomicU64,
     /// Processor time of agents whose clients are gone.
     past_cpu_ns: AtomicU64,
@@ -108,6 +113,7 @@ impl Daemon {
             device: uffd::open_device().ok(),
             started: Instant::now(),
             stopping: AtomicBool::new(false),
+            bells: [(); 2].map(|()| Bell::new().expect("the first descriptors are there")),
             connections: AtomicU64::new(0),
             past_cpu_ns: AtomicU64::new(0),
             last_busy: Mutex::new(Instant::now()),
@@ -144,12 +150,20 @@ impl Daemon {
         if let Some(at) = &self.config.web {
             crate::web::serve(self.clone(), at).map_err(|error| said("--web", &error))?;
         }
+        // Who never leaves for want of clients need not look for them.
+        let pause_ms = self
+            .config
+            .idle_exit
+            .map_or(-1, |limit| (limit / 4).clamp(IDLE_LOOKS[0], IDLE_LOOKS[1]).as_millis() as i32);
         while !self.stopping.load(Ordering::Acquire) {
-            let mut polls = [libc::pollfd { fd: listener.raw(), events: libc::POLLIN, revents: 0 }];
-            if fd::poll(&mut polls, 200).map_err(io::Error::from)? == 0 {
+            let mut polls = [listener.raw(), self.bells[0].fd().raw()].map(for_input);
+            if fd::poll(&mut polls, pause_ms).map_err(io::Error::from)? == 0 {
                 if self.idle_for_too_long() {
                     break;
                 }
+                continue;
+            }
+            if polls[0].revents == 0 {
                 continue;
             }
             let Ok(socket) = sock::accept(&listener) else { continue };
@@ -166,12 +180,10 @@ impl Daemon {
                 self.connections.fetch_sub(1, Ordering::Relaxed);
             }
         }
-        self.stopping.store(true, Ordering::Release);
+        self.stop();
         self.cold.stop();
         let _ = std::fs::remove_file(&self.config.socket);
-        for group in lock(&self.groups).values() {
-            group.wake.1.notify_all();
-        }
+        self.ring_workers();
         let _ = monitor.join();
         Ok(())
     }
@@ -179,6 +191,7 @@ impl Daemon {
     /// Asks the daemon to stop; [`run`](Self::run) returns soon after. Clients keep what is merged.
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::Release);
+        self.bells.iter().for_each(Bell::ring);
     }
 
     fn listen(&self) -> io::Result<Fd> {
@@ -206,6 +219,11 @@ impl Daemon {
         use std::os::unix::fs::PermissionsExt;
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
         Ok(listener)
+    }
+
+    /// Has all workers look whether there is something to do.
+    pub(crate) fn ring_workers(&self) {
+        lock(&self.groups).values().for_each(|group| ring(&group.wake));
     }
 
     fn idle_for_too_long(&self) -> bool {
@@ -273,6 +291,7 @@ impl Daemon {
         let id = domain.add(Box::new(link));
         connected.push(Connected { key, id, shared, socket });
         drop(connected);
+        self.bells[1].ring();
         ring(&wake);
     }
 
@@ -316,6 +335,7 @@ impl Daemon {
         let everywhere = sched::Cpus::of_thread().ok();
         let mut gone = Vec::new();
         while !self.stopping.load(Ordering::Acquire) {
+            let seen = *lock(&wake.0);
             let now = sched::monotonic_ns();
             // For the length of a step worker and agent stay on one processor and take turns there. Left alone, the kernel
             // wakes each on the processor that rests, and waking one costs more than most requests.
@@ -332,6 +352,7 @@ impl Daemon {
                 Some(next) => {
                     if next.worked && next.due_ns <= now {
                         // Other workers may help: what this step found may be mail for other clients.
+                        *lock(&wake.0) += 1;
                         wake.1.notify_one();
                     }
                 }
@@ -339,8 +360,11 @@ impl Daemon {
                     let wait =
                         domain.due_ns().map_or(NAP, |due| Duration::from_nanos(due.saturating_sub(now)).min(NAP));
                     let wait = wait.max(Duration::from_micros(200));
-                    let rung = wake.0.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-                    let _ = wake.1.wait_timeout(rung, wait);
+                    let rung = lock(&wake.0);
+                    // Else something happened since we looked.
+                    if *rung == seen {
+                        let _ = wake.1.wait_timeout(rung, wait);
+                    }
                 }
             }
         }
@@ -364,11 +388,13 @@ impl Daemon {
             let mut polls: Vec<libc::pollfd> = sockets
                 .iter()
                 .map(|socket| libc::pollfd { fd: socket.raw(), events: libc::POLLRDHUP, revents: 0 })
+                .chain([for_input(self.bells[1].fd().raw())])
                 .collect();
-            match fd::poll(&mut polls, 100) {
-                Ok(0) => continue,
-                Ok(_) => {}
-                Err(_) => thread::sleep(Duration::from_millis(100)),
+            if fd::poll(&mut polls, -1).is_err() {
+                thread::sleep(Duration::from_millis(100));
+            }
+            if polls.last().is_some_and(|poll| poll.revents != 0) {
+                self.bells[1].hush();
             }
             for (poll, socket) in polls.iter().zip(&sockets) {
                 if poll.revents & (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR | libc::POLLNVAL) != 0 {
@@ -476,6 +502,11 @@ fn said(option: &str, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{option}: {error}"))
 }
 
+fn for_input(fd: i32) -> libc::pollfd {
+    libc::pollfd { fd, events: libc::POLLIN, revents: 0 }
+}
+
+/// Wakes the workers of a domain; who is about to sleep sees that the number changed.
 fn ring(wake: &(Mutex<u64>, Condvar)) {
     *lock(&wake.0) += 1;
     wake.1.notify_all();

@@ -22,6 +22,7 @@ pub mod raw;
 pub mod sched;
 pub mod sock;
 pub mod uffd;
+pub mod wait;
 
 #[cfg(feature = "std")]
 pub mod ksm;

@@ -352,17 +352,7 @@ mod tests {
     #[test]
     fn patches_that_do_not_pay_are_tried_seldom_and_come_back() {
         let worth = Worth::default();
-        let tried = |saved: usize, pages: usize| {
-            let tries = (0..pages)
-                .filter(|_| {
-                    worth.pays() && {
-                        worth.note(saved);
-                        true
-                    }
-                })
-                .count();
-            tries
-        };
+        let tried = |saved: usize, pages: usize| (0..pages).filter(|_| worth.pays()).map(|_| worth.note(saved)).count();
         assert_eq!(tried(400, 10_000), 10_000);
         assert!(tried(0, 100_000) < 20_000);
         assert!(tried(0, 16_000) <= 1_000);

@@ -45,7 +45,7 @@ const SHARDS: usize = 1024;
 /// Attempts of a load without lock.
 const ATTEMPTS: usize = 8;
 /// Pages that a dictionary is trained from.
-const SAMPLES: usize = 1024;
+const SAMPLES: usize = 256;
 
 /// What became of a stored page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

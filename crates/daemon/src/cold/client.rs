@@ -16,6 +16,7 @@
 
 use super::Group;
 use super::link::ColdLink;
+use super::room::Room;
 use pagefold_agent::cold_table::{self, FROZEN, OUT, PACT_DAEMON, RESIDENT, Table, VOID};
 use pagefold_os::fd::{self, Fd};
 use pagefold_os::mem::Mapping;
@@ -104,6 +105,7 @@ pub(super) struct Client {
     /// Memory of the client was refused by the kernel since the last look: its limit is reached.
     pub starved: AtomicBool,
     pub policy: Mutex<super::pump::Policy>,
+    pub room: Room,
 }
 
 /// What became of a fault.
@@ -163,6 +165,7 @@ impl Client {
             parked: AtomicBool::new(false),
             starved: AtomicBool::new(false),
             policy: Mutex::default(),
+            room: Room::of(pid),
         })
     }
 
@@ -225,6 +228,9 @@ impl Client {
                     break;
                 }
                 std::hint::spin_loop();
+            }
+            if self.starved.load(Ordering::Relaxed) {
+                group.ring();
             }
             if sum == 0 {
                 // The client keeps the pact, or has no memory: at its own cost.
@@ -482,7 +488,7 @@ impl Client {
         }
     }
 
-    /// The kernel gives the client no memory: its limit is reached. The access waits until something else went out.
+    /// The kernel gives the client no memory, or would soon: its limit is reached. The access waits until something else went out.
     fn starve(&self) -> Served {
         self.starved.store(true, Ordering::Relaxed);
         Served::Again
@@ -492,6 +498,11 @@ impl Client {
     fn bring_fault(&self, service: &mut Service, tier: &Tier, addr: u64) -> Served {
         let page = addr / PAGE;
         let want = service.window.fault(page).min(CLUSTER_PAGES as u64);
+        let want = match self.room.grant(want) {
+            0 => return self.starve(),
+            granted if granted < want => 1,
+            _ => want,
+        };
         let first = page / want * want;
         // The page itself at once: who waits goes on while its neighbours come.
         if let Err(error) = tier.load(self.region, page, &mut service.cluster[0]) {

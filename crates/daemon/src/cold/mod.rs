@@ -9,6 +9,7 @@
 mod client;
 mod link;
 mod pump;
+mod room;
 
 use crate::server::{DomainKey, lock};
 use client::Client;
@@ -17,7 +18,7 @@ use link::ColdLink;
 use pagefold_agent::wire::{Op, Packet};
 use pagefold_os::fd::Fd;
 use pagefold_os::uffd::{self, Uffd};
-use pagefold_os::{Errno, pagemap, sock};
+use pagefold_os::{Errno, pagemap, sock, wait};
 use pagefold_tier::keeper::Keeper;
 use pagefold_tier::{Backing, BackingFile, Tier};
 use serde::{Deserialize, Serialize};
@@ -75,8 +76,9 @@ impl Default for Config {
     }
 }
 
-/// Pause of the pump: how long hints and shortage may wait.
-const TURN: Duration = Duration::from_millis(100);
+/// Pause of the pump where memory may soon be short, and the longest: how late it sees that memory got short. Hints and
+/// starving clients ring.
+const TURNS: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(1)];
 /// The keeper's names of what a tier and a client left with it.
 const ARENA: &str = "arena";
 const CLIENT: &str = "client";
@@ -92,6 +94,8 @@ pub(crate) struct Group {
     config: Config,
     keeper: Arc<Mutex<Option<Keeper>>>,
     stopping: AtomicBool,
+    /// Changes when the pump has something to do that no hint tells it.
+    bell: AtomicU32,
 }
 
 /// The tiers of all domains.
@@ -282,6 +286,7 @@ impl Cold {
             config: self.config.clone(),
             keeper: self.keeper.clone(),
             stopping: AtomicBool::new(false),
+            bell: AtomicU32::new(0),
         });
         let prefix = format!("{CLIENT}:{id:x}:");
         for name in keeper.names().unwrap_or_default().iter().filter(|name| name.starts_with(&prefix)) {
@@ -385,6 +390,7 @@ impl Cold {
             config: self.config.clone(),
             keeper: self.keeper.clone(),
             stopping: AtomicBool::new(false),
+            bell: AtomicU32::new(0),
         });
         if let Some(keeper) = lock(&self.keeper).as_ref() {
             group.deposit_arena(keeper);
@@ -432,18 +438,10 @@ impl Cold {
             return Err("not a greeting of this version".into());
         };
         let result = self.attach(&group, &cred, Uffd::from_fd(uffd), table, pagemap, link, ready.a == 1, hello.b);
-        let mut go = Packet::new(Op::ColdGo);
-        match result {
-            Ok(epoch) => {
-                go.a = u64::from(epoch);
-                sock::send(&socket, go.bytes(), &[]).map_err(|errno| errno.to_string())
-            }
-            Err(errno) => {
-                go.status = errno.0;
-                let _ = sock::send(&socket, go.bytes(), &[]);
-                Err(format!("the cold tier cannot serve it: {errno}"))
-            }
-        }
+        result.map_err(|errno| {
+            let _ = sock::send(&socket, Packet { status: errno.0, ..Packet::new(Op::ColdGo) }.bytes(), &[]);
+            format!("the cold tier cannot serve it: {errno}")
+        })
     }
 
     #[allow(clippy::too_many_arguments)]
@@ -457,7 +455,7 @@ impl Cold {
         link: ColdLink,
         bare: bool,
         tolerance_ppm: u64,
-    ) -> Result<u32, Errno> {
+    ) -> Result<(), Errno> {
         if bare {
             let features = uffd::FEATURE_PAGEFAULT_FLAG_WP
                 | uffd::FEATURE_WP_ASYNC
@@ -516,9 +514,13 @@ impl Cold {
         if !client.reconcile(&group.tier) {
             return Err(Errno(libc::ETIMEDOUT));
         }
+        // While we hold the link: the answer to the greeting comes before any request of the pump's.
+        let go = Packet { a: u64::from(head_epoch(&client)), ..Packet::new(Op::ColdGo) };
+        sock::send(&link.socket, go.bytes(), &[])?;
         *lock(&client.socket) = Some(link.socket.clone());
         *held = Some(link);
-        Ok(head_epoch(&client))
+        group.ring();
+        Ok(())
     }
 
     fn clients_of(&self, whom: &Whom) -> Vec<(Arc<Group>, Arc<Client>)> {
@@ -660,17 +662,25 @@ fn start_pump(group: &Arc<Group>) {
         let mut buffers = pump::Buffers::new();
         let mut ticked = Instant::now();
         while !group.stopping.load(Ordering::Acquire) {
+            let rung = group.bell.load(Ordering::Acquire);
             let clients: Vec<Arc<Client>> = lock(&group.clients).values().cloned().collect();
-            let mut more = false;
+            let hinted: Vec<u32> =
+                clients.iter().map(|client| client.table.head().hinted.load(Ordering::Acquire)).collect();
+            let (mut more, mut tight) = (false, false);
             for client in &clients {
-                more |= pump::step(&group, client, &mut buffers);
+                let step = pump::step(&group, client, &mut buffers);
+                more |= step.more;
+                tight |= step.tight;
             }
             if ticked.elapsed() >= group.config.tick && !clients.is_empty() {
                 ticked = Instant::now();
                 group.tier.tick();
             }
             if !more {
-                thread::sleep(TURN);
+                let turn = (group.config.tick / 5).clamp(TURNS[0], TURNS[1]);
+                let turn = if tight || clients.len() >= wait::WORDS_MAX { TURNS[0] } else { turn };
+                let heads = clients.iter().map(|client| &client.table.head().hinted).zip(hinted);
+                wait::any(std::iter::once((&group.bell, rung)).chain(heads), turn.as_millis() as u64);
             }
         }
     };
@@ -680,6 +690,12 @@ fn start_pump(group: &Arc<Group>) {
 }
 
 impl Group {
+    /// Has the pump look at once.
+    fn ring(&self) {
+        self.bell.fetch_add(1, Ordering::Release);
+        wait::wake(&self.bell);
+    }
+
     fn deposit_arena(&self, keeper: &Keeper) {
         let (arena, file) = self.tier.fds();
         let fds: Vec<i32> = std::iter::once(arena).chain(file).collect();

@@ -13,13 +13,13 @@
 use super::Group;
 use super::client::{CLUSTER_PAGES, Client, lock};
 use super::link::{ColdLink, Gone};
+use super::room::TIGHT;
 use pagefold_agent::cold_table::{CHUNK_BYTES, CHUNK_PAGES, OUT, RESIDENT};
 use pagefold_agent::wire::{DropEntry, FETCH_PAGES_MAX, LIST_MAX};
-use pagefold_os::{PAGE_SIZE, Page, Range, pagemap, procfs};
-use pagefold_tier::policy::{Governor, Limits, Pace, Seen, stalled_share};
+use pagefold_os::{PAGE_SIZE, Page, Range, pagemap};
+use pagefold_tier::policy::{Governor, Limits, Pace, Seen};
 use pagefold_tier::{Effort, Tier};
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -29,8 +29,8 @@ const PAGE: u64 = PAGE_SIZE as u64;
 const SHORT: f64 = 0.92;
 /// What such a client is brought down to.
 const RELIEVED: f64 = 0.88;
-/// How often it is asked how much memory is in use.
-const USED_PAUSE: Duration = Duration::from_millis(400);
+/// How old an answer to how much memory is in use may be, in milliseconds.
+const USED_AGE_MS: u128 = 90;
 /// Pages remembered as touched lately: they come first on unpark.
 const TOUCHED_MAX: usize = 1 << 16;
 /// Pages per turn that the pump takes of one client before it looks after the others.
@@ -52,8 +52,6 @@ pub(super) struct Policy {
     chunks: HashMap<u64, Box<Ages>>,
     touched: Vec<u64>,
     pub(super) pace: Option<Pace>,
-    cgroup: Option<PathBuf>,
-    used: Option<(Instant, (f64, u64))>,
 }
 
 /// Buffers of the pump.
@@ -259,47 +257,7 @@ fn put_all(
     Ok(gone)
 }
 
-/// Where a client's memory is counted, and its limit.
-fn cgroup_of(pid: i32) -> Option<PathBuf> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
-    let path = text.lines().find_map(|line| line.strip_prefix("0::"))?;
-    ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
-        .iter()
-        .map(|root| PathBuf::from(format!("{root}{}", path.trim_end())))
-        .find(|path| path.join("memory.current").exists())
-}
-
 impl Policy {
-    /// Memory in use as a share of the limit, and the limit, of the client's cgroup or the host, whichever is tighter.
-    fn used(&mut self, pid: i32) -> (f64, u64) {
-        if let Some((_, used)) = self.used.filter(|(at, _)| at.elapsed() < USED_PAUSE) {
-            return used;
-        }
-        let (available, total) = procfs::available_and_total();
-        let mut tightest = (1.0 - available as f64 / total.max(1) as f64, total);
-        if self.cgroup.is_none() {
-            self.cgroup = cgroup_of(pid);
-        }
-        if let Some(path) = &self.cgroup {
-            let number =
-                |name: &str| -> Option<u64> { std::fs::read_to_string(path.join(name)).ok()?.trim().parse().ok() };
-            let limit = [number("memory.high"), number("memory.max")].into_iter().flatten().min();
-            if let (Some(current), Some(limit)) = (number("memory.current"), limit) {
-                let share = current as f64 / limit.max(1) as f64;
-                if share > tightest.0 {
-                    tightest = (share, limit);
-                }
-            }
-        }
-        self.used = Some((Instant::now(), tightest));
-        tightest
-    }
-
-    fn stalled(&self) -> f64 {
-        let text = self.cgroup.as_ref().and_then(|path| std::fs::read_to_string(path.join("memory.pressure")).ok());
-        text.and_then(|text| stalled_share(&text)).unwrap_or(0.0)
-    }
-
     /// Looks which pages were written since the last look, and lets the others grow older.
     fn look(&mut self, client: &Client, link: &mut ColdLink, tier: &Tier) -> Result<(), Gone> {
         let regions = link.regions()?;
@@ -376,18 +334,26 @@ impl Policy {
     }
 }
 
+/// What a look at a client says about the next.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Step {
+    /// There is more to do at once.
+    pub more: bool,
+    /// Memory may soon be short.
+    pub tight: bool,
+}
+
 /// One look at one client: what is silent goes out at its governor's pace, more if memory is short.
-/// Returns whether there is more to do at once.
-pub(super) fn step(group: &Group, client: &Arc<Client>, buffers: &mut Buffers) -> bool {
+pub(super) fn step(group: &Group, client: &Arc<Client>, buffers: &mut Buffers) -> Step {
     let mut held = lock(&client.link);
-    let Some(link) = held.as_mut() else { return false };
+    let Some(link) = held.as_mut() else { return Step::default() };
     match try_step(group, client, link, buffers) {
-        Ok(more) => more,
+        Ok(step) => step,
         Err(Gone) => {
             // The client's thread finds out whether the process has ended.
             shut(link);
             *held = None;
-            false
+            Step::default()
         }
     }
 }
@@ -397,17 +363,19 @@ fn shut(link: &ColdLink) {
     unsafe { libc::shutdown(link.socket.raw(), libc::SHUT_RDWR) };
 }
 
-fn try_step(group: &Group, client: &Arc<Client>, link: &mut ColdLink, buffers: &mut Buffers) -> Result<bool, Gone> {
+fn try_step(group: &Group, client: &Arc<Client>, link: &mut ColdLink, buffers: &mut Buffers) -> Result<Step, Gone> {
     let tier = &group.tier;
     let mut policy = lock(&client.policy);
     let policy = &mut *policy;
     let mut more = obey_hints(group, client, link, policy, buffers)?;
-    let (used, limit) = policy.used(client.pid);
     let starved = client.starved.swap(false, Ordering::Relaxed);
+    let usage = client.room.usage_lately(if starved { 0 } else { USED_AGE_MS });
+    let used = usage.share();
     let short = used > SHORT || starved;
     let due = policy.stepped.is_none_or(|at| at.elapsed() >= group.config.tick);
+    let tight = short || used > TIGHT;
     if !due && !short {
-        return Ok(more);
+        return Ok(Step { more, tight });
     }
     let first = policy.stepped.is_none();
     let elapsed_s = policy.stepped.map_or(0.0, |at| at.elapsed().as_secs_f64());
@@ -422,7 +390,7 @@ fn try_step(group: &Group, client: &Arc<Client>, link: &mut ColdLink, buffers: &
         let fault_ns = client.counters.fault_ns.load(Ordering::Relaxed);
         let refault_s = (fault_ns - policy.fault_ns) as f64 / 1e9;
         policy.fault_ns = fault_ns;
-        let client_stalled = policy.stalled();
+        let client_stalled = client.room.stalled();
         let governor = policy.governor.get_or_insert_with(|| Governor::starting_at(limits, 12.0 * idle_s_min));
         if !first {
             policy.pace = Some(governor.step(&Seen { elapsed_s, refault_s, client_stalled, used }));
@@ -436,18 +404,18 @@ fn try_step(group: &Group, client: &Arc<Client>, link: &mut ColdLink, buffers: &
         ticks = (pace.idle_s / group.config.tick.as_secs_f64()).ceil().max(1.0) as u64;
     }
     if short {
-        let excess = ((used - RELIEVED).max(0.02) * limit as f64) as u64 / PAGE;
+        let excess = ((used - RELIEVED).max(0.02) * usage.limit as f64) as u64 / PAGE;
         budget = budget.max(excess).max(1024);
         ticks = 0;
     }
     budget = budget.min(TURN_PAGES);
     if budget == 0 {
-        return Ok(more);
+        return Ok(Step { more, tight });
     }
     let runs = policy.oldest(client, ticks, budget)?;
     let gone = put_all(client, link, tier, &runs, Effort::Fast, buffers)?;
     more |= short && gone > 0;
-    Ok(more)
+    Ok(Step { more, tight })
 }
 
 /// What the program itself said by madvise(2).
@@ -591,6 +559,10 @@ fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
         let mut len = 1;
         while at + len < pages.len() && len < CLUSTER_PAGES && pages[at + len] == pages[at] + len as u64 {
             len += 1;
+        }
+        if client.room.grant(len as u64) < len as u64 {
+            // What would fill the client's limit stays out; a touch brings it when there is room.
+            break;
         }
         let (start, end) = (pages[at], pages[at] + len as u64);
         // Loading needs no lock: what is true at the end counts.

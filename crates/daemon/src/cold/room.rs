@@ -1,0 +1,238 @@
+//! How much memory a client may still take: the limits of its control groups (both versions), and the host's.
+
+use crate::server::lock;
+use pagefold_os::{PAGE_SIZE, procfs};
+use pagefold_tier::policy::stalled_share;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::time::Instant;
+
+/// From this share of a limit on it is asked how much of the memory in use is only the file cache.
+pub(super) const TIGHT: f64 = 0.75;
+/// Share of a limit that pages which come back may fill; the rest is for what the program takes itself, and nobody can
+/// make room for that in time: the kernel kills at a limit, it does not ask us.
+const FILLED: f64 = 0.94;
+/// Pages that come back between two looks, where there is no limit near: one may be set at any time.
+const PAGES_BETWEEN: i64 = 256;
+/// Numbers from here on mean "no limit" in version 1.
+const NO_LIMIT: u64 = 1 << 60;
+
+/// Memory in use beside what is allowed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Usage {
+    /// In use, without file cache that could go at once, in bytes.
+    pub used: u64,
+    /// Allowed, in bytes.
+    pub limit: u64,
+}
+
+impl Usage {
+    /// In use of what is allowed.
+    pub fn share(&self) -> f64 {
+        self.used as f64 / self.limit.max(1) as f64
+    }
+}
+
+/// The files of one control group.
+#[derive(Debug)]
+struct Level {
+    used: File,
+    limits: Vec<File>,
+    stat: Option<File>,
+    pressure: Option<File>,
+}
+
+fn text(file: &File) -> Option<String> {
+    // A file of the kernel's: the whole of it in one read, if the buffer is large enough.
+    let mut buffer = vec![0; 16 << 10];
+    let got = file.read_at(&mut buffer, 0).ok()?;
+    buffer.truncate(got);
+    String::from_utf8(buffer).ok()
+}
+
+fn number(file: &File) -> Option<u64> {
+    let mut buffer = [0; 32];
+    let got = file.read_at(&mut buffer, 0).ok()?;
+    std::str::from_utf8(&buffer[..got]).ok()?.trim().parse().ok()
+}
+
+impl Level {
+    fn open(path: &Path) -> Option<Level> {
+        let open = |names: &[&str]| -> Vec<File> {
+            names.iter().filter_map(|name| File::open(path.join(name)).ok()).collect()
+        };
+        Some(Level {
+            used: open(&["memory.current", "memory.usage_in_bytes"]).pop()?,
+            limits: open(&["memory.high", "memory.max", "memory.limit_in_bytes"]),
+            stat: open(&["memory.stat"]).pop(),
+            pressure: open(&["memory.pressure"]).pop(),
+        })
+    }
+
+    fn usage(&self) -> Option<Usage> {
+        let limit = self.limits.iter().filter_map(number).min().filter(|limit| *limit < NO_LIMIT)?;
+        let mut usage = Usage { used: number(&self.used)?, limit };
+        if usage.share() > TIGHT {
+            let cache = self.stat.as_ref().and_then(text).map_or(0, |text| file_cache(&text));
+            usage.used = usage.used.saturating_sub(cache);
+        }
+        Some(usage)
+    }
+}
+
+/// Bytes of file cache that a memory.stat tells: of the group and all below it.
+fn file_cache(stat: &str) -> u64 {
+    let field = |name: &str| -> Option<u64> {
+        stat.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.trim().parse().ok())
+    };
+    // Version 1 tells the group's own without, and the sum with the prefix.
+    let sum = |prefix: &str| Some(field(&format!("{prefix}inactive_file"))? + field(&format!("{prefix}active_file"))?);
+    sum("total_").or_else(|| sum("")).unwrap_or(0)
+}
+
+/// The control groups that count a process's memory, its own first.
+fn levels_of(pid: i32) -> Vec<Level> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+    let mut levels = Vec::new();
+    for line in text.lines() {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { continue };
+        let roots: &[&str] = match controllers {
+            "" => &["/sys/fs/cgroup", "/sys/fs/cgroup/unified"],
+            names if names.split(',').any(|name| name == "memory") => &["/sys/fs/cgroup/memory"],
+            _ => continue,
+        };
+        for root in roots {
+            let own = PathBuf::from(format!("{root}{}", path.trim_end_matches('/')));
+            levels.extend(own.ancestors().take_while(|path| path.starts_with(root)).filter_map(Level::open));
+        }
+    }
+    levels
+}
+
+/// What a client may still take.
+#[derive(Debug)]
+pub(super) struct Room {
+    levels: Vec<Level>,
+    /// The last look.
+    seen: Mutex<Option<(Instant, Usage)>>,
+    /// Pages that may come back before the next look.
+    left: AtomicI64,
+}
+
+impl Room {
+    pub fn of(pid: i32) -> Room {
+        Room { levels: levels_of(pid), seen: Mutex::default(), left: AtomicI64::new(0) }
+    }
+
+    /// The tightest limit of a control group.
+    fn tightest(&self) -> Option<Usage> {
+        let usages = self.levels.iter().filter_map(Level::usage);
+        usages.max_by(|one, other| one.share().total_cmp(&other.share()))
+    }
+
+    /// The tightest of all limits, the host's memory among them.
+    pub fn usage(&self) -> Usage {
+        let (available, total) = procfs::available_and_total();
+        let host = Usage { used: total.saturating_sub(available), limit: total };
+        let tightest = self.tightest().filter(|usage| usage.share() > host.share()).unwrap_or(host);
+        *lock(&self.seen) = Some((Instant::now(), tightest));
+        tightest
+    }
+
+    /// [`usage`](Self::usage), at most `age_ms` old.
+    pub fn usage_lately(&self, age_ms: u128) -> Usage {
+        let seen = *lock(&self.seen);
+        match seen {
+            Some((at, usage)) if at.elapsed().as_millis() < age_ms => usage,
+            _ => self.usage(),
+        }
+    }
+
+    /// How many of `wanted` pages may come back now; none if that would fill a limit, and then something has to go out
+    /// first: the kernel would rather kill than wait for us.
+    pub fn grant(&self, wanted: u64) -> u64 {
+        if self.left.fetch_sub(wanted as i64, Ordering::Relaxed) >= wanted as i64 {
+            return wanted;
+        }
+        let left = self.tightest().map_or(PAGES_BETWEEN, |usage| {
+            let free = (usage.limit as f64 * FILLED) as i64 - usage.used as i64;
+            (free / PAGE_SIZE as i64 / 4).min(PAGES_BETWEEN)
+        });
+        let granted = (left.max(0) as u64).min(wanted);
+        self.left.store(left - granted as i64, Ordering::Relaxed);
+        granted
+    }
+
+    /// The share of time in which something in the client's control group waited for memory.
+    pub fn stalled(&self) -> f64 {
+        let pressure = self.levels.first().and_then(|level| level.pressure.as_ref());
+        pressure.and_then(text).and_then(|text| stalled_share(&text)).unwrap_or(0.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn file_cache_is_read_in_both_versions() {
+        let second = "anon 4096\nfile 12288\ninactive_file 8192\nactive_file 4096\nslab 3\n";
+        assert_eq!(file_cache(second), 12288);
+        let first = "cache 5\ninactive_file 1\nactive_file 2\nhierarchical_memory_limit 9\n\
+                     total_inactive_file 100\ntotal_active_file 20\n";
+        assert_eq!(file_cache(first), 120);
+        assert_eq!(file_cache("nonsense\ninactive_file many\n"), 0);
+    }
+
+    fn group(dir: &Path, files: &[(&str, &str)]) -> Level {
+        files.iter().for_each(|(name, content)| std::fs::write(dir.join(name), content).expect("a file"));
+        Level::open(dir).expect("the files of a group")
+    }
+
+    #[test]
+    fn what_is_near_a_limit_gets_little_and_what_is_over_it_nothing() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let mib = |mib: u64| (mib << 20).to_string();
+        let level = group(
+            dir.path(),
+            &[("memory.usage_in_bytes", &mib(40)), ("memory.limit_in_bytes", &mib(100)), ("memory.stat", "cache 1\n")],
+        );
+        assert_eq!(level.usage(), Some(Usage { used: 40 << 20, limit: 100 << 20 }));
+        let room = Room { levels: vec![level], seen: Mutex::default(), left: AtomicI64::new(0) };
+        assert_eq!(room.grant(64), 64);
+        let use_up = |used: u64| {
+            std::fs::write(dir.path().join("memory.usage_in_bytes"), mib(used)).expect("a file");
+            room.left.store(0, Ordering::Relaxed);
+        };
+        use_up(93);
+        // Of the one MiB that is left, a quarter before the next look.
+        assert_eq!(room.grant(4096), 64);
+        use_up(95);
+        assert_eq!(room.grant(1), 0);
+        std::fs::write(
+            dir.path().join("memory.stat"),
+            format!("total_inactive_file {}\ntotal_active_file 0\n", 50 << 20),
+        )
+        .expect("a file");
+        use_up(98);
+        assert_eq!(room.grant(64), 64, "the file cache can go");
+    }
+
+    #[test]
+    fn no_limit_is_none_in_both_versions() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let second =
+            group(dir.path(), &[("memory.current", "4096\n"), ("memory.high", "max\n"), ("memory.max", "max\n")]);
+        assert_eq!(second.usage(), None);
+        let dir = tempfile::tempdir().expect("a directory");
+        let first = group(
+            dir.path(),
+            &[("memory.usage_in_bytes", "4096\n"), ("memory.limit_in_bytes", "9223372036854771712\n")],
+        );
+        assert_eq!(first.usage(), None);
+    }
+}
