@@ -22,7 +22,18 @@ use std::process::ExitCode;
 Defaults for options are read from /etc/pagefold/pagefold.toml and $XDG_CONFIG_HOME/pagefold/pagefold.toml, or from
 the one file that --config or PAGEFOLD_CONFIG names; the command line wins.
 
-Exit status: 0 success, 1 failure, 2 wrong usage; `run` passes on the command's own.")]
+Environment:
+  NO_COLOR              no colours, as without a terminal
+  PAGEFOLD_CONFIG       the file with defaults, as --config
+  PAGEFOLD_STORE        the store of image trees, as image --store
+  XDG_RUNTIME_DIR       where the daemon's socket lies, in pagefold/ (root: /run/pagefold)
+
+Exit status:
+  0    done, and all is well
+  1    failed, or what was looked at is not well (doctor, scan, verify, demo)
+  2    wrong usage
+  run and image exec take the process over and pass its own status on; run itself fails with 125, or 126
+  if the program cannot be run, 127 if it is not found.")]
 struct Cli {
     /// File with defaults for options, instead of /etc/pagefold/pagefold.toml and the user's; `none` for no file
     #[arg(long, global = true, value_name = "PATH")]

@@ -20,6 +20,12 @@ pub fn print(text: &str) -> io::Result<()> {
     }
 }
 
+/// Prints a line of results to standard output, as [`print()`] does; the function must return a `Result`.
+#[macro_export]
+macro_rules! say {
+    ($($arguments:tt)*) => { $crate::output::print(&format!("{}\n", format_args!($($arguments)*)))? };
+}
+
 /// Writes `value` as indented JSON and a newline to standard output.
 ///
 /// # Errors
@@ -205,6 +211,11 @@ impl Progress {
     /// Starts the clock of the job `what`.
     pub fn new(what: &'static str) -> Progress {
         Progress { what, started: Instant::now(), shown: None, live: io::stderr().is_terminal() }
+    }
+
+    /// True if somebody sits there to see it.
+    pub const fn is_shown(&self) -> bool {
+        self.live
     }
 
     /// Shows that `done` of `total` bytes are done, at most five times a second.

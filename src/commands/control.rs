@@ -2,6 +2,7 @@
 
 use super::Error;
 use crate::output::print_json;
+use crate::say;
 use crate::{host, units};
 use pagefold_daemon::control::{Answer, Request};
 use std::path::PathBuf;
@@ -13,6 +14,9 @@ use std::process::ExitCode;
 pub struct Unmerge {
     /// Process id of the client
     client: i32,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
     /// Socket of the daemon [default: this user's]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
@@ -24,6 +28,9 @@ pub struct Unmerge {
 pub struct Pause {
     /// Process id of the client [default: all]
     client: Option<i32>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
     /// Socket of the daemon [default: this user's]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
@@ -35,6 +42,9 @@ pub struct Pause {
 pub struct Resume {
     /// Process id of the client [default: all]
     client: Option<i32>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
     /// Socket of the daemon [default: this user's]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
@@ -42,7 +52,9 @@ pub struct Resume {
 
 /// Compare every shared page with its slot through the kernel's own page tables
 #[derive(clap::Args)]
-#[command(after_help = "Examples:\n  pagefold verify\n  pagefold verify --json\n\nExit status 1 if any page is wrong.")]
+#[command(
+    after_help = "Examples:\n  pagefold verify\n  pagefold verify --json\n\nExit status: 0 if all are right, 1 if any page is wrong."
+)]
 pub struct Verify {
     /// Print JSON
     #[arg(long)]
@@ -52,30 +64,37 @@ pub struct Verify {
     socket: Option<PathBuf>,
 }
 
-fn done(socket: Option<PathBuf>, request: &Request, what: &str) -> Result<ExitCode, Error> {
+/// What `--json` prints.
+#[derive(serde::Serialize)]
+struct Done {
+    /// Clients, or pages.
+    count: u64,
+}
+
+fn done(socket: Option<PathBuf>, request: &Request, json: bool, words: [&str; 2]) -> Result<ExitCode, Error> {
     let socket = host::socket(socket.as_deref())?;
     match host::ask(&socket, request)? {
-        Answer::Done { count } => {
-            println!("{} {what}", units::show_count(count));
-            Ok(ExitCode::SUCCESS)
-        }
-        other => Err(format!("the daemon answered {other:?}").into()),
+        Answer::Done { count } if json => print_json(&Done { count })?,
+        Answer::Done { count } => say!("{} {}", units::show_count(count), words[usize::from(count != 1)]),
+        other => return Err(format!("the daemon answered {other:?}").into()),
     }
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Runs `unmerge`.
 pub fn unmerge(args: Unmerge) -> Result<ExitCode, Error> {
-    done(args.socket, &Request::Unmerge { pid: args.client }, "pages are private again")
+    let words = ["page is private again", "pages are private again"];
+    done(args.socket, &Request::Unmerge { pid: args.client }, args.json, words)
 }
 
 /// Runs `pause`.
 pub fn pause(args: Pause) -> Result<ExitCode, Error> {
-    done(args.socket, &Request::Pause { pid: args.client }, "clients paused")
+    done(args.socket, &Request::Pause { pid: args.client }, args.json, ["client paused", "clients paused"])
 }
 
 /// Runs `resume`.
 pub fn resume(args: Resume) -> Result<ExitCode, Error> {
-    done(args.socket, &Request::Resume { pid: args.client }, "clients resumed")
+    done(args.socket, &Request::Resume { pid: args.client }, args.json, ["client resumed", "clients resumed"])
 }
 
 /// Runs `verify`.
@@ -87,18 +106,17 @@ pub fn verify(args: Verify) -> Result<ExitCode, Error> {
     if args.json {
         print_json(&found)?;
     } else {
-        println!("{} shared pages looked at", units::show_count(found.pages));
-        println!("{:>12} show the slot's own frame", units::show_count(found.same_frame));
+        say!("{} shared pages looked at", units::show_count(found.pages));
+        say!("{:>12} show the slot's own frame", units::show_count(found.same_frame));
         if found.same_bytes > 0 {
-            println!(
-                "{:>12} show the slot's bytes (frames are visible to root only)",
-                units::show_count(found.same_bytes)
-            );
+            say!("{:>12} show the slot's bytes (frames are visible to root only)", units::show_count(found.same_bytes));
         }
-        println!("{:>12} were written meanwhile", units::show_count(found.broken));
-        println!("{:>12} were not in memory", units::show_count(found.absent));
-        println!("{:>12} are wrong", units::show_count(found.wrong.len() as u64));
-        found.wrong.iter().for_each(|line| println!("  {line}"));
+        say!("{:>12} were written meanwhile", units::show_count(found.broken));
+        say!("{:>12} were not in memory", units::show_count(found.absent));
+        say!("{:>12} are wrong", units::show_count(found.wrong.len() as u64));
+        for line in &found.wrong {
+            say!("  {line}");
+        }
     }
     Ok(if found.wrong.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -29,7 +29,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value = "auto", value_parser = workers)]
     workers: Setting<usize>,
     /// One pass over all memory; pages silent for two passes are merged
-    #[arg(long, value_name = "SECONDS", default_value = "2s", value_parser = period)]
+    #[arg(long, value_name = "TIME", default_value = "2s", value_parser = period)]
     period: Duration,
     /// Largest size of a domain's pool; `auto`: half of the machine's memory
     #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = size_or_auto)]

@@ -6,8 +6,8 @@
 //! done once more with the kernel's KSM.
 
 use super::Error;
-use crate::output::{Style, Table, print_json};
-use crate::{host, units};
+use crate::output::{Progress, Style, Table, print, print_json};
+use crate::{host, say, units};
 use pagefold_daemon::control::{Answer, Request};
 use pagefold_daemon::status::Status;
 use pagefold_os::{ksm, procfs};
@@ -95,15 +95,24 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     if args.json {
         print_json(&rows)?;
     } else {
-        show(&rows, root && !args.no_ksm);
+        show(&rows, root && !args.no_ksm)?;
     }
     let intact = rows.iter().all(|row| row.intact == row.processes);
     Ok(if intact { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn show(rows: &[Row], compared: bool) {
+/// Says how far it is, on standard error: results alone go to standard output.
+macro_rules! tell {
+    ($args:expr, $($arguments:tt)*) => {
+        if !$args.json {
+            eprintln!($($arguments)*);
+        }
+    };
+}
+
+fn show(rows: &[Row], compared: bool) -> Result<(), Error> {
     let style = Style::stdout();
-    println!();
+    say!("");
     let mut table = Table::new(style, &["", "before", "after", "time", "processor", "per page", "data"]);
     for row in rows {
         let data = if row.intact == row.processes { "intact".to_owned() } else { "WRONG".to_owned() };
@@ -117,11 +126,12 @@ fn show(rows: &[Row], compared: bool) {
             data,
         ]);
     }
-    print!("{}", table.render(0));
+    print(&table.render(0))?;
     if !compared {
-        println!("\nAs root the kernel's KSM does the same beside it.");
+        say!("\nAs root the kernel's KSM does the same beside it.");
     }
-    println!("\nNow yours: pagefold run --all -- YOUR-PROGRAM, a few times, and pagefold status.");
+    say!("\nNow yours: pagefold run --all -- YOUR-PROGRAM, a few times, and pagefold status.");
+    Ok(())
 }
 
 /// The processes, their pipes, and that they end with us.
@@ -208,7 +218,8 @@ fn with_pagefold(args: &Args) -> Result<Row, Error> {
         .spawn()?;
     let daemon = OwnDaemon { child, socket };
     wait_for(|| host::status(&daemon.socket).is_ok(), Duration::from_secs(5), "the daemon does not listen")?;
-    println!(
+    tell!(
+        args,
         "{} processes fill {} each with the files of this machine, in different orders …",
         args.processes,
         units::show_size(args.size)
@@ -216,7 +227,7 @@ fn with_pagefold(args: &Args) -> Result<Row, Error> {
     // The processes wait to be merged until all are full, so that before and after can be told.
     let mut crew = Crew::start(args, &host::environment(&daemon.socket, Some("demo"), false, None)?)?;
     let before_bytes = crew.pss();
-    println!("{} in memory; merging …", units::show_size(before_bytes));
+    tell!(args, "{} in memory; merging …", units::show_size(before_bytes));
     crew.tell("merge")?;
     crew.answers("merging")?;
     let began = Instant::now();
@@ -224,7 +235,8 @@ fn with_pagefold(args: &Args) -> Result<Row, Error> {
     let daemon_bytes = || procfs::memory(daemon.child.id() as i32).map(|memory| memory.pss).unwrap_or(0);
     let after_bytes = crew.pss() + daemon_bytes();
     let merged = status.totals.pages_merged;
-    println!(
+    tell!(
+        args,
         "{} after {seconds:.1} s: {} pages are shown in {} places; comparing every byte …",
         units::show_size(after_bytes),
         units::show_count(status.totals.pages_shared),
@@ -243,12 +255,12 @@ fn with_pagefold(args: &Args) -> Result<Row, Error> {
         )
         .into());
     }
-    println!("every byte is right; each process writes to 1000 shared pages …");
+    tell!(args, "every byte is right; each process writes to 1000 shared pages …");
     crew.tell("write 1000")?;
     crew.answers("written")?;
     intact = intact.min(crew.check()?);
     if intact == args.processes {
-        println!("every byte is right again: each write went to its own process alone.");
+        tell!(args, "every byte is right again: each write went to its own process alone.");
     }
     Ok(Row {
         name: "pagefold",
@@ -265,9 +277,14 @@ fn with_pagefold(args: &Args) -> Result<Row, Error> {
 /// Waits until nothing more is merged for three periods; returns the status and the time at which it came to rest.
 fn settle(socket: &Path, began: Instant) -> Result<(Status, f64), Error> {
     let mut last = (0, began.elapsed());
+    let mut progress = Progress::new("merging");
     loop {
         std::thread::sleep(Duration::from_millis(100));
         let status = host::status(socket)?;
+        let totals = &status.totals;
+        // What was looked at and found to have a twin, or none; the rest still changes or waits for its turn.
+        let seen = totals.pages_sharing + totals.pages_zero + totals.pages_unshared;
+        progress.update(seen * PAGE as u64, totals.pages.max(seen) * PAGE as u64);
         if status.totals.pages_merged != last.0 {
             last = (status.totals.pages_merged, began.elapsed());
         }
@@ -283,7 +300,7 @@ fn settle(socket: &Path, began: Instant) -> Result<(Status, f64), Error> {
 }
 
 fn with_ksm(args: &Args) -> Result<Row, Error> {
-    println!("\nThe same with the kernel's KSM (pages_to_scan 1000000, sleep_millisecs 0) …");
+    tell!(args, "\nThe same with the kernel's KSM (pages_to_scan 1000000, sleep_millisecs 0) …");
     let mut settings = ksm::Settings::save()?;
     for (name, value) in [("run", 2), ("pages_to_scan", 1_000_000), ("sleep_millisecs", 0), ("use_zero_pages", 1)] {
         ksm::write(name, value)?;

@@ -58,8 +58,8 @@ struct MountArgs {
     #[arg(long, value_name = "SIZE", default_value = "2M", value_parser = units::size)]
     read_ahead: u64,
     /// Pause between flushes of dirty blocks, which cannot be shared until they are flushed
-    #[arg(long, value_name = "MS", default_value_t = 5000, value_parser = clap::value_parser!(u64).range(10..))]
-    flush_interval_ms: u64,
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = flush_interval)]
+    flush_interval: Duration,
     /// Most blocks of 4 KiB one periodic flush writes per image
     #[arg(long, value_name = "N", default_value_t = 16384, value_parser = clap::value_parser!(u32).range(1..))]
     flush_batch: u32,
@@ -76,8 +76,14 @@ struct MountArgs {
     #[arg(long)]
     allow_other: bool,
     /// How long open files are served after a request to end
-    #[arg(long, value_name = "S", default_value_t = 10)]
-    grace_s: u64,
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = units::duration)]
+    grace: Duration,
+}
+
+/// A flush costs the disk something: not more often than a hundred times a second.
+fn flush_interval(text: &str) -> Result<Duration, String> {
+    let time = units::duration(text)?;
+    if time >= Duration::from_millis(10) { Ok(time) } else { Err("takes at least 10ms".into()) }
 }
 
 #[derive(clap::Args)]
@@ -130,7 +136,7 @@ fn run_mount(args: &MountArgs) -> Result<ExitCode, Error> {
     }
     let config = Config {
         cache_bytes: usize::try_from(args.cache_size)?,
-        flush_interval: Duration::from_millis(args.flush_interval_ms),
+        flush_interval: args.flush_interval,
         flush_batch: args.flush_batch as usize,
         dirty_percent: args.dirty_percent,
         dirty_background_percent: args.dirty_percent.div_ceil(4),
@@ -148,7 +154,7 @@ fn run_mount(args: &MountArgs) -> Result<ExitCode, Error> {
         read_only: args.read_only,
         allow_other: args.allow_other,
         nbd: args.nbd.clone(),
-        grace: Duration::from_secs(args.grace_s),
+        grace: args.grace,
     };
     mount::serve(&options, |status| {
         eprintln!(

@@ -1,6 +1,9 @@
 //! `pagefold image`: trees stored by content and mounted so that equal files share page cache.
 
 use super::Error;
+use crate::output::{Style, Table, print, print_json};
+use crate::say;
+use crate::units::{self, show_count, show_size};
 use pagefold_image::config::Limits;
 use pagefold_image::ingest::{Notes, apply_tar};
 use pagefold_image::mount::{self, Kind};
@@ -46,6 +49,9 @@ enum Action {
     /// Mount an image
     Mount(MountArgs),
     /// Unmount an image
+    #[command(after_help = "Examples:
+  pagefold image umount /mnt
+  pagefold image umount --lazy /mnt")]
     Umount {
         /// Where it is mounted
         mountpoint: PathBuf,
@@ -54,6 +60,10 @@ enum Action {
         lazy: bool,
     },
     /// List images, or the files of one
+    #[command(after_help = "Examples:
+  pagefold image ls
+  pagefold image ls app:1
+  pagefold image ls app:1 --json | jq -r .path")]
     Ls {
         /// Image whose files to list
         name: Option<String>,
@@ -62,6 +72,10 @@ enum Action {
         json: bool,
     },
     /// Show what images take on disk and in memory, and what sharing saves now
+    #[command(after_help = "Examples:
+  pagefold image stat
+  pagefold image stat app:1 app:2
+  pagefold image stat --json | jq .memory_saved_bytes")]
     Stat {
         /// Images to show (all by default)
         names: Vec<String>,
@@ -70,6 +84,11 @@ enum Action {
         json: bool,
     },
     /// Read every object and compare it with its name
+    #[command(after_help = "Examples:
+  pagefold image verify
+  sudo pagefold image verify --frames app:1
+
+Exit status: 0 if all is whole, 1 if something is damaged.")]
     Verify {
         /// Images to verify (all by default)
         names: Vec<String>,
@@ -81,6 +100,9 @@ enum Action {
         json: bool,
     },
     /// Remove what no image, mount or build needs
+    #[command(after_help = "Examples:
+  pagefold image gc --dry-run
+  pagefold image gc")]
     Gc {
         /// Say what would go, remove nothing
         #[arg(long)]
@@ -90,12 +112,18 @@ enum Action {
         json: bool,
     },
     /// Forget images (gc frees their space)
+    #[command(after_help = "Examples:
+  pagefold image rm app:1 app:2 && pagefold image gc")]
     Rm {
         /// Images to forget
         #[arg(required = true)]
         names: Vec<String>,
     },
     /// Write an image as tar, OCI layout or self-contained EROFS image
+    #[command(after_help = "Examples:
+  pagefold image export app:1 app.tar
+  pagefold image export app:1 - | ssh host pagefold image build --name app:1 -
+  pagefold image export --format oci app:1 ./layout")]
     Export {
         /// Image to write
         name: String,
@@ -108,6 +136,9 @@ enum Action {
     /// Run a command with an image as its root
     Exec(ExecArgs),
     /// Predict what storing directories would save, before anything is built
+    #[command(after_help = "Examples:
+  pagefold image scan ./rootfs-1 ./rootfs-2
+  pagefold image scan --json ./rootfs-*")]
     Scan {
         /// Directories to compare
         #[arg(required = true)]
@@ -119,6 +150,13 @@ enum Action {
 }
 
 #[derive(clap::Args)]
+#[command(after_help = "Examples:
+  pagefold image build --name app:1 ./rootfs
+  pagefold image build --name app:1 app.tar.zst
+  docker export web | pagefold image build --name web:1 -
+
+A second build of an unchanged directory reads only what stat says has changed. What cannot be kept
+(devices, owners a user may not give) is left out and said. Progress shows on a terminal only.")]
 struct BuildArgs {
     /// Name to store it under
     #[arg(long)]
@@ -143,6 +181,10 @@ struct BuildArgs {
 }
 
 #[derive(clap::Args)]
+#[command(after_help = "Examples:
+  skopeo copy docker://redis:7 oci-archive:redis.tar && pagefold image import --name redis:7 redis.tar
+  podman save redis:7 -o redis.tar && pagefold image import --name redis:7 redis.tar
+  pagefold image import --name app:2 --ref v2 --max-bytes 20G ./layout")]
 struct ImportArgs {
     /// Name to store it under
     #[arg(long)]
@@ -153,7 +195,7 @@ struct ImportArgs {
     #[arg(long = "ref", value_name = "TAG")]
     reference: Option<String>,
     /// Most bytes of unpacked content
-    #[arg(long, value_name = "BYTES", default_value_t = Limits::default().bytes)]
+    #[arg(long, value_name = "SIZE", default_value = "1T", value_parser = units::size)]
     max_bytes: u64,
     /// Most entries of one layer
     #[arg(long, value_name = "COUNT", default_value_t = Limits::default().entries)]
@@ -201,6 +243,10 @@ impl MountOptions {
 }
 
 #[derive(clap::Args)]
+#[command(after_help = "Examples:
+  pagefold image mount app:1 /mnt
+  pagefold image mount app:1 /mnt --upper ./changes --nosuid --nodev
+  pagefold image mount app:1 /mnt --json")]
 struct MountArgs {
     /// Image to mount
     name: String,
@@ -214,6 +260,11 @@ struct MountArgs {
 }
 
 #[derive(clap::Args)]
+#[command(after_help = "Examples:
+  pagefold image exec app:1 -- /bin/sh
+  pagefold image exec app:1 --rw --bind ./data:/data -e HOME=/root -- /usr/bin/env
+
+Without a command the image's own is run. It takes this process over: its exit status and signals are passed on.")]
 struct ExecArgs {
     /// Image to run in
     name: String,
@@ -260,22 +311,6 @@ enum Format {
     Erofs,
 }
 
-/// Bytes with a unit.
-pub(super) fn human(bytes: u64) -> String {
-    let mut value = bytes as f64;
-    for unit in ["B", "KiB", "MiB", "GiB"] {
-        if value < 1024.0 {
-            return if unit == "B" { format!("{bytes} B") } else { format!("{value:.1} {unit}") };
-        }
-        value /= 1024.0;
-    }
-    format!("{value:.1} TiB")
-}
-
-fn print_json(value: &serde_json::Value) {
-    println!("{}", serde_json::to_string_pretty(value).expect("plain data"));
-}
-
 /// Runs the image command.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
     let root = args.store.clone().unwrap_or_else(default_root);
@@ -292,7 +327,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             }
             if mount.json {
                 print_json(&json!({ "name": record.name, "digest": record.digest, "mountpoint": mount.mountpoint,
-                    "kind": mounted.kind, "notes": mounted.notes }));
+                    "kind": mounted.kind, "notes": mounted.notes }))?;
             }
         }
         Action::Umount { mountpoint, lazy } => mount::umount(&mountpoint, lazy)?,
@@ -306,13 +341,13 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         Action::Gc { dry_run, json } => {
             let stats = gc::collect(&open()?, dry_run)?;
             if json {
-                print_json(&serde_json::to_value(stats)?);
+                print_json(&serde_json::to_value(stats)?)?;
             } else {
-                println!(
+                say!(
                     "{} {} objects, {}; {} images and {} objects kept, {} dead builds cleared",
                     if dry_run { "would remove" } else { "removed" },
                     stats.objects_removed,
-                    human(stats.bytes_removed),
+                    show_size(stats.bytes_removed),
                     stats.trees_kept,
                     stats.objects_kept,
                     stats.builds_removed
@@ -360,15 +395,15 @@ fn report_built(record: &Record, stats: &pagefold_image::store::BuildStats, json
         value["bytes_new"] = bytes_new.into();
         value["bytes_hashed"] = stats.bytes_hashed.load(Relaxed).into();
         value["files_unchanged"] = stats.files_unchanged.load(Relaxed).into();
-        print_json(&value);
+        print_json(&value)?;
     } else {
-        println!("{}  {}", record.digest, record.name);
-        println!(
+        say!("{}  {}", record.digest, record.name);
+        say!(
             "{} files, {}; {} new objects, {} new on disk",
             record.files,
-            human(record.bytes),
+            show_size(record.bytes),
             new,
-            human(bytes_new)
+            show_size(bytes_new)
         );
     }
     Ok(())
@@ -420,15 +455,15 @@ fn import_image(store: &Store, args: ImportArgs) -> Result<(), Error> {
 fn list_images(store: &Store, json: bool) -> Result<(), Error> {
     let images = store.images()?;
     if json {
-        print_json(&serde_json::to_value(images)?);
+        print_json(&serde_json::to_value(images)?)?;
         return Ok(());
     }
-    let mut out = BufWriter::new(std::io::stdout().lock());
-    writeln!(out, "{:32} {:12} {:>9} {:>12}", "NAME", "DIGEST", "FILES", "SIZE")?;
+    let mut table = Table::new(Style::stdout(), &["image", "digest", ">files", ">size"]);
     for image in images {
-        let digest = &image.digest.hex()[..12];
-        writeln!(out, "{:32} {digest:12} {:>9} {:>12}", image.name, image.files, human(image.bytes))?;
+        let digest = image.digest.hex()[..12].to_owned();
+        table.row([image.name, digest, show_count(image.files), show_size(image.bytes)]);
     }
+    print(&table.render(0))?;
     Ok(())
 }
 
@@ -475,57 +510,62 @@ fn stat_images(store: &Store, names: &[String], json: bool) -> Result<(), Error>
         let mut value = serde_json::to_value(&total)?;
         value["domain"] = store.domain().into();
         value["per_image"] = serde_json::to_value(&images)?;
-        print_json(&value);
+        print_json(&value)?;
         return Ok(());
     }
-    println!("{:32} {:>10} {:>10} {:>7} {:>10} {:>10}", "NAME", "SIZE", "OWN", "MOUNTS", "RESIDENT", "SHARED");
+    let heading = ["image", ">size", ">own", ">mounts", ">resident", ">shared"];
+    let mut table = Table::new(Style::stdout(), &heading);
     for image in &images {
-        println!(
-            "{:32} {:>10} {:>10} {:>7} {:>10} {:>10}",
-            image.record.name,
-            human(image.record.bytes),
-            human(image.own_bytes),
-            image.mounts,
-            human(image.resident_bytes),
-            human(image.resident_shared_bytes)
-        );
+        table.row([
+            image.record.name.clone(),
+            show_size(image.record.bytes),
+            show_size(image.own_bytes),
+            show_count(image.mounts),
+            show_size(image.resident_bytes),
+            show_size(image.resident_shared_bytes),
+        ]);
     }
-    println!(
+    if !table.is_empty() {
+        print(&table.render(0))?;
+    }
+    say!(
         "on disk: {} for {} of images ({} objects, metadata {})",
-        human(total.object_bytes + total.metadata_bytes),
-        human(total.logical_bytes),
+        show_size(total.object_bytes + total.metadata_bytes),
+        show_size(total.logical_bytes),
         total.objects,
-        human(total.metadata_bytes)
+        show_size(total.metadata_bytes)
     );
-    println!(
+    say!(
         "in memory: {} resident, {} of it shared; {} mounts save {} of memory",
-        human(total.resident_bytes),
-        human(total.shared_bytes),
+        show_size(total.resident_bytes),
+        show_size(total.shared_bytes),
         total.mounts,
-        human(total.memory_saved_bytes)
+        show_size(total.memory_saved_bytes)
     );
     Ok(())
 }
 
 fn verify_images(store: &Store, names: &[String], frames: bool, json: bool) -> Result<ExitCode, Error> {
-    let found = stat::verify(store, names, frames)?;
+    let progress = Progress::new("verify");
+    let found = stat::verify_with(store, names, frames, &progress)?;
+    drop(progress);
     if json {
-        print_json(&serde_json::to_value(&found)?);
+        print_json(&serde_json::to_value(&found)?)?;
     } else {
         for damage in &found.damaged {
-            println!("damaged: {}: {} (images: {})", damage.path, damage.what, damage.images.join(", "));
+            say!("damaged: {}: {} (images: {})", damage.path, damage.what, damage.images.join(", "));
         }
-        println!(
+        say!(
             "{} images, {} objects, {}: {} damaged",
             found.images,
             found.objects,
-            human(found.bytes),
+            show_size(found.bytes),
             found.damaged.len()
         );
         match &found.frames_skipped {
-            Some(why) => println!("frames not compared: {why}"),
+            Some(why) => say!("frames not compared: {why}"),
             None if frames => {
-                println!("{} of {} pages show the object's own frame", found.frames_equal, found.frames_compared)
+                say!("{} of {} pages show the object's own frame", found.frames_equal, found.frames_compared)
             }
             None => {}
         }

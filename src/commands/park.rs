@@ -1,12 +1,14 @@
 //! `pagefold park` and `unpark`: an idle client's memory to the cold tier and back, at once.
 
 use super::Error;
-use crate::{host, units};
+use crate::output::{Progress, print_json};
+use crate::{host, say, units};
 use pagefold_daemon::cold::Whom;
 use pagefold_daemon::control::{Answer, Request};
+use pagefold_daemon::status::Status;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Move an idle client's memory to the cold tier, now
 #[derive(clap::Args)]
@@ -50,6 +52,9 @@ struct Target {
     /// All clients of the cold tier
     #[arg(long)]
     all: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
     /// Socket of the daemon [default: this user's]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
@@ -65,33 +70,81 @@ impl Target {
     }
 }
 
-fn moved(socket: Option<&Path>, request: &Request, what: &str) -> Result<ExitCode, Error> {
-    let socket = host::socket(socket)?;
-    let began = Instant::now();
-    match host::ask(&socket, request)? {
-        Answer::Moved { clients, pages } => {
-            let bytes = pages * pagefold_os::PAGE_SIZE as u64;
-            let seconds = began.elapsed().as_secs_f64();
-            println!(
-                "{} pages ({}) of {clients} {} {what} in {seconds:.2} s",
-                units::show_count(pages),
-                units::show_size(bytes),
-                if clients == 1 { "client" } else { "clients" },
-            );
-            Ok(ExitCode::SUCCESS)
-        }
-        other => Err(format!("the daemon answered {other:?}").into()),
+/// What `--json` prints.
+#[derive(serde::Serialize)]
+struct Moved {
+    clients: u64,
+    pages: u64,
+    bytes: u64,
+    seconds: f64,
+}
+
+/// Time between two looks at how far it is.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// Asks for `request` and shows meanwhile, on a terminal, how many bytes went (or came).
+fn ask_and_watch(socket: &Path, request: &Request, target: &Target, park: bool) -> Result<Answer, Error> {
+    let mut progress = Progress::new(if park { "park" } else { "unpark" });
+    // Nobody looks: then the daemon need not be asked how far it is.
+    if !progress.is_shown() {
+        return host::ask(socket, request);
     }
+    let out = |status: &Status| -> u64 {
+        let mine = status.cold.clients.iter().filter(|client| target.client.is_none_or(|pid| pid == client.pid));
+        mine.map(|client| client.pages_out * pagefold_os::PAGE_SIZE as u64).sum()
+    };
+    let resident = |status: &Status| -> u64 {
+        let mine = status.cold.clients.iter().filter(|client| target.client.is_none_or(|pid| pid == client.pid));
+        mine.map(|client| pagefold_os::procfs::rss(client.pid)).sum()
+    };
+    let before = host::status(socket)?;
+    let (out_before, total) = (out(&before), if park { resident(&before) } else { out(&before) });
+    std::thread::scope(|scope| {
+        let asked = scope.spawn(|| host::ask(socket, request).map_err(|error| error.to_string()));
+        while !asked.is_finished() {
+            std::thread::sleep(LOOK);
+            if let Ok(status) = host::status(socket) {
+                let done = out(&status).abs_diff(out_before);
+                // What is locked or pinned stays; what grows meanwhile may be more than there was.
+                progress.update(done, total.max(done));
+            }
+        }
+        progress.finish();
+        asked.join().map_err(|_| "the request's thread ended")?.map_err(Error::from)
+    })
+}
+
+fn moved(target: &Target, park: bool) -> Result<ExitCode, Error> {
+    let whom = target.whom();
+    let request = if park { Request::Park { whom } } else { Request::Unpark { whom } };
+    let socket = host::socket(target.socket.as_deref())?;
+    let began = Instant::now();
+    let Answer::Moved { clients, pages } = ask_and_watch(&socket, &request, target, park)? else {
+        return Err("the daemon answered something else".into());
+    };
+    let bytes = pages * pagefold_os::PAGE_SIZE as u64;
+    let seconds = began.elapsed().as_secs_f64();
+    if target.json {
+        print_json(&Moved { clients, pages, bytes, seconds })?;
+    } else {
+        say!(
+            "{} {} ({}) of {clients} {} {} in {seconds:.2} s",
+            units::show_count(pages),
+            if pages == 1 { "page" } else { "pages" },
+            units::show_size(bytes),
+            if clients == 1 { "client" } else { "clients" },
+            if park { "went to the cold tier" } else { "came back" },
+        );
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Runs `park`.
 pub fn park(args: Park) -> Result<ExitCode, Error> {
-    let request = Request::Park { whom: args.whom.whom() };
-    moved(args.whom.socket.as_deref(), &request, "went to the cold tier")
+    moved(&args.whom, true)
 }
 
 /// Runs `unpark`.
 pub fn unpark(args: Unpark) -> Result<ExitCode, Error> {
-    let request = Request::Unpark { whom: args.whom.whom() };
-    moved(args.whom.socket.as_deref(), &request, "came back")
+    moved(&args.whom, false)
 }

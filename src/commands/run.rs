@@ -17,8 +17,8 @@ Examples:
   pagefold run --domain customer-7 -- ./sandbox
   pagefold run --cold --tier-max 2G -- qemu-system-x86_64 -m 4G disk.img
 
-The program's own exit status and signals are passed on, for it takes this process over;
-125 means that pagefold failed, 126 that the program could not be run, 127 that it was not found.
+Exit status: the program's own, and its signals, for it takes this process over; 125 if pagefold
+failed, 126 if the program could not be run, 127 if it was not found.
 
 A domain is a trust boundary: whoever shares pages with somebody can find out, by the time a
 write takes, what that somebody has in memory. All that one user starts shares that user's

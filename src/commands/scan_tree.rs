@@ -1,7 +1,9 @@
 //! `pagefold scan --tree`: what storing directories as images would save, before anything is built.
 
 use super::Error;
-use super::image::human;
+use crate::output::print_json;
+use crate::say;
+use crate::units::show_size;
 use pagefold_image::progress::Progress;
 use pagefold_image::scan;
 use std::path::PathBuf;
@@ -13,17 +15,17 @@ pub fn run_tree(dirs: &[PathBuf], json: bool) -> Result<ExitCode, Error> {
     let found = scan::trees(dirs, &progress)?;
     drop(progress);
     if json {
-        println!("{}", serde_json::to_string_pretty(&found)?);
+        print_json(&found)?;
         return Ok(ExitCode::SUCCESS);
     }
     for tree in &found.trees {
-        println!("{:>10}  {:>8} files  {}", human(tree.bytes), tree.files, tree.path.display());
+        say!("{:>10}  {:>8} files  {}", show_size(tree.bytes), tree.files, tree.path.display());
     }
-    println!(
+    say!(
         "{:>10}  {:>8} files  in all ({} of zero pages)",
-        human(found.total_bytes),
+        show_size(found.total_bytes),
         found.files,
-        human(found.zero_bytes)
+        show_size(found.zero_bytes)
     );
     for (name, level, how) in [
         ("whole files", found.file, "pagefold image, on any kernel"),
@@ -31,12 +33,12 @@ pub fn run_tree(dirs: &[PathBuf], json: bool) -> Result<ExitCode, Error> {
         ("16 KiB", found.chunk_16k, "not by ordinary file reads; pagefold disk"),
         ("4 KiB", found.page_4k, "not by ordinary file reads; pagefold disk"),
     ] {
-        println!("{:>10}  {:>3} %  duplicate by {name:11} ({how})", human(level.duplicate_bytes), level.percent);
+        say!("{:>10}  {:>3} %  duplicate by {name:11} ({how})", show_size(level.duplicate_bytes), level.percent);
     }
-    println!(
+    say!(
         "{:>10}  in memory now, {} of it held twice by equal files",
-        human(found.resident_bytes),
-        human(found.resident_duplicate_bytes)
+        show_size(found.resident_bytes),
+        show_size(found.resident_duplicate_bytes)
     );
     if found.unreadable > 0 {
         eprintln!("pagefold: note: {} files or directories could not be read", found.unreadable);

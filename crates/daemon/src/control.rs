@@ -144,7 +144,12 @@ fn perform(daemon: &Arc<Daemon>, request: &Request) -> Answer {
 pub fn ask(socket: &Path, request: &Request) -> io::Result<Answer> {
     use std::os::unix::ffi::OsStrExt;
     let connection = sock::connect(socket.as_os_str().as_bytes())?;
-    sock::set_timeout(&connection, 120_000)?;
+    // A daemon that dies ends the connection: the limit is for one that hangs. Moving or comparing terabytes takes time.
+    let patience_ms = match request {
+        Request::Park { .. } | Request::Unpark { .. } | Request::Unmerge { .. } | Request::Verify {} => 3_600_000,
+        _ => 120_000,
+    };
+    sock::set_timeout(&connection, patience_ms)?;
     sock::send(&connection, &serde_json::to_vec(request)?, &[])?;
     let mut text = Vec::new();
     let mut buffer = vec![0; PACKET_BYTES];

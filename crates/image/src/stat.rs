@@ -8,6 +8,7 @@
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::mount::mounts;
+use crate::progress::Progress;
 use crate::store::{Record, Store};
 use crate::sys::{self, PAGE};
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -206,6 +207,14 @@ pub struct Damage {
 /// # Errors
 /// An unknown name; the system's. Damage is a result, not an error.
 pub fn verify(store: &Store, names: &[String], frames: bool) -> Result<Verified> {
+    verify_with(store, names, frames, &Progress::silent())
+}
+
+/// As [`verify`]; `progress` hears of the bytes read.
+///
+/// # Errors
+/// As [`verify`].
+pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Progress) -> Result<Verified> {
     let mut found = Verified::default();
     let mut needed: BTreeMap<Digest, (u64, Vec<String>)> = BTreeMap::new();
     let mut trees: BTreeMap<Digest, Vec<String>> = BTreeMap::new();
@@ -233,10 +242,13 @@ pub fn verify(store: &Store, names: &[String], frames: bool) -> Result<Verified>
             }),
         }
     }
+    let chosen = |images: &[String]| names.is_empty() || images.iter().any(|image| names.contains(image));
+    progress.expect(needed.values().filter(|(_, images)| chosen(images)).map(|(size, _)| size).sum());
     for (digest, (size, images)) in &needed {
-        if !names.is_empty() && !images.iter().any(|image| names.contains(image)) {
+        if !chosen(images) {
             continue;
         }
+        progress.add(*size, true);
         let path = store.object_path(digest);
         let what = match File::open(&path).and_then(|mut file| crate::digest::hash_reader(&mut file)) {
             Ok((hash, bytes)) => {

@@ -123,10 +123,12 @@ class Daemon:
 
         :raises DaemonError: if nobody answers, or the answer is an error.
         """
+        # Moving or comparing terabytes takes time; a daemon that dies ends the connection.
+        slow = request.get("ask") in ("park", "unpark", "unmerge", "verify")
         text = bytearray()
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-                connection.settimeout(self.timeout)
+                connection.settimeout(max(self.timeout, 3600.0) if slow else self.timeout)
                 connection.connect(str(self.path))
                 connection.send(json.dumps(request).encode())
                 while True:

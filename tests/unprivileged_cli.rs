@@ -1,0 +1,242 @@
+//! The command line as a whole: one style through all commands, and what it says about itself is so.
+
+use std::collections::BTreeSet;
+use std::process::{Command, Output, Stdio};
+
+struct Tool {
+    dir: tempfile::TempDir,
+}
+
+impl Tool {
+    fn new() -> Tool {
+        Tool { dir: tempfile::tempdir().expect("a directory") }
+    }
+
+    /// The tool with stores, mounts and configuration of its own.
+    fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
+        command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
+        command.env("PAGEFOLD_CONFIG", "none").env("PAGEFOLD_STORE", self.dir.path().join("store"));
+        command.env("PAGEFOLD_RUNTIME_DIR", self.dir.path().join("run")).env_remove("NO_COLOR");
+        command
+    }
+
+    fn run(&self, args: &[&str]) -> Output {
+        self.command(args).output().expect("the tool runs")
+    }
+
+    fn socket(&self) -> String {
+        self.dir.path().join("s").display().to_string()
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).expect("UTF-8")
+}
+
+/// Names of the commands in a help text.
+fn listed(help: &str) -> Vec<String> {
+    let Some(list) = help.split("Commands:").nth(1) else { return Vec::new() };
+    let list = list.split("Options:").next().unwrap_or(list);
+    let names = list.lines().filter(|line| line.starts_with("  ") && !line.starts_with("   "));
+    names.filter_map(|line| line.split_whitespace().next()).filter(|name| *name != "help").map(str::to_owned).collect()
+}
+
+/// Every command that does something, and its help.
+fn leaves(tool: &Tool) -> Vec<(Vec<String>, String)> {
+    let help = |path: &[String]| {
+        let args: Vec<&str> = path.iter().map(String::as_str).chain(["--help"]).collect();
+        text(&tool.run(&args).stdout)
+    };
+    let mut leaves = Vec::new();
+    for name in listed(&help(&[])) {
+        let members = listed(&help(std::slice::from_ref(&name)));
+        for member in &members {
+            let path = vec![name.clone(), member.clone()];
+            leaves.push((path.clone(), help(&path)));
+        }
+        if members.is_empty() {
+            let path = vec![name];
+            leaves.push((path.clone(), help(&path)));
+        }
+    }
+    assert!(leaves.len() > 25, "{}", leaves.len());
+    leaves
+}
+
+/// The long options in a help text with the names of their values.
+fn options(help: &str) -> Vec<(String, Option<String>)> {
+    let of_line = |line: &str| {
+        let line = line.trim_start();
+        let at = line.starts_with('-').then(|| line.find("--"))??;
+        let name: String = line[at + 2..].chars().take_while(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
+        let rest = &line[at + 2 + name.len()..];
+        let value = rest.strip_prefix(" <").and_then(|rest| rest.split('>').next()).map(str::to_owned);
+        Some((name, value))
+    };
+    help.split("Examples:").next().unwrap_or_default().lines().filter_map(of_line).collect()
+}
+
+#[test]
+fn sizes_and_times_are_taken_as_people_write_them() {
+    let tool = Tool::new();
+    let mut seen = BTreeSet::new();
+    for (path, help) in leaves(&tool) {
+        for (name, value) in options(&help) {
+            let value = value.unwrap_or_default();
+            let unit = ["_MS", "_S", "_BYTES", "-ms", "-s", "-bytes"].iter().any(|end| name.ends_with(end));
+            let bare = ["MS", "S", "SECONDS", "BYTES", "MIB", "KIB"].contains(&value.as_str());
+            assert!(!bare && (!unit || name == "max-bytes"), "{path:?} --{name} <{value}>: take SIZE or TIME");
+            let (good, hint) = match value.as_str() {
+                "SIZE" => (["10G", "512MiB", "1.5T"], "is no size; write 4096, 512M, 1.5GiB or 2TB"),
+                "TIME" => (["5s", "1h", "250ms"], "is no time; write 2 (seconds), 250ms, 1.5m, 1h or 1d"),
+                _ => continue,
+            };
+            seen.insert(value);
+            let said = |text: &str| {
+                let option = format!("--{name}={text}");
+                let args: Vec<&str> = path.iter().map(String::as_str).chain([option.as_str()]).collect();
+                // Something else is wrong as well, so that nothing is done.
+                let output = tool.command(&args).arg("--no-such-option").output().expect("the tool runs");
+                assert_eq!(output.status.code(), Some(2));
+                self::text(&output.stderr)
+            };
+            assert!(said("lots").contains(hint) || said("lots").contains("--no-such-option"), "{}", said("lots"));
+            for good in good {
+                assert!(said(good).contains("--no-such-option"), "{path:?} --{name}={good}: {}", said(good));
+            }
+            let alone = format!("--{name}=lots");
+            let args: Vec<&str> = path.iter().map(String::as_str).chain([alone.as_str()]).collect();
+            let said = tool.command(&args).output().expect("the tool runs");
+            assert_eq!(said.status.code(), Some(2), "{path:?} {alone}");
+            assert!(self::text(&said.stderr).contains(hint), "{path:?} {alone}: {}", self::text(&said.stderr));
+        }
+    }
+    assert_eq!(seen.len(), 2, "{seen:?}");
+}
+
+#[test]
+fn exit_codes_are_those_of_the_help_text() {
+    let tool = Tool::new();
+    let help = text(&tool.run(&["--help"]).stdout);
+    let documented = help.split("Exit status:").nth(1).expect("exit codes");
+    for code in ["  0  ", "  1  ", "  2  ", "125", "126", "127"] {
+        assert!(documented.contains(code), "{code} is not documented:\n{documented}");
+    }
+    let socket = tool.socket();
+    std::fs::write(tool.dir.path().join("plain"), "no program").expect("a file");
+    let run = |program: &'static str| vec!["run", "--backend", "remap", "--socket", &socket, "--", program];
+    let merges = tool.run(&["doctor"]).status.success();
+    for (args, code) in [
+        (vec!["--version"], 0),
+        (vec!["image", "ls"], 0),
+        (vec!["disk", "status"], 0),
+        (vec!["status", "--socket", &socket], 1),
+        (vec!["park", "--all", "--socket", &socket], 1),
+        (vec!["verify", "--socket", &socket], 1),
+        (vec!["scan", "/no/such/file"], 1),
+        (vec!["image", "mount", "nothing", "/mnt"], 1),
+        (vec!["disk", "umount", "/no/such/mount"], 1),
+        (vec!["man", "/proc/nowhere"], 1),
+        (vec![], 2),
+        (vec!["nonsense"], 2),
+        (vec!["park"], 2),
+        (vec!["pause", "abc"], 2),
+        (vec!["daemon", "--period", "1ms"], 2),
+        (vec!["run"], 2),
+        (vec!["run", "--domain", "", "--", "true"], 125),
+        (run("/no/such/program"), 127),
+        (run("./plain"), 126),
+        (run("false"), 1),
+        (run("true"), 0),
+    ] {
+        if args[..].first() == Some(&"run") && args.len() > 5 && !merges {
+            println!("SKIPPED: no merging here, so none of {args:?}");
+            continue;
+        }
+        let output = tool.run(&args);
+        let errors = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{args:?}: {errors}");
+        // Of its own failure the tool says one line, the cause, and says that it is the tool that says so.
+        if code == 1 && args[0] != "run" {
+            assert!(errors.starts_with("pagefold: ") && errors.trim_end().lines().count() == 1, "{args:?}: {errors}");
+        }
+        // What is wrong does not go where results go.
+        assert!(code == 0 || output.stdout.is_empty(), "{args:?}: {}", text(&output.stdout));
+    }
+    // The daemon that `run` started for these.
+    let _ = Command::new("python3").args(["-c", STOP, &socket]).status();
+}
+
+const STOP: &str = "import socket,sys\ns=socket.socket(socket.AF_UNIX,socket.SOCK_SEQPACKET)\n\
+s.connect(sys.argv[1])\ns.send(b'{\"ask\":\"stop\"}')\ns.recv(4096)";
+
+#[test]
+fn results_are_plain_and_quiet_when_piped() {
+    let tool = Tool::new();
+    std::fs::create_dir(tool.dir.path().join("tree")).expect("a directory");
+    std::fs::write(tool.dir.path().join("tree/file"), vec![7; 100_000]).expect("a file");
+    let pid = std::process::id().to_string();
+    for args in [
+        vec!["--help"],
+        vec!["image", "build", "--name", "a:1", "tree"],
+        vec!["image", "ls"],
+        vec!["image", "ls", "a:1"],
+        vec!["image", "stat"],
+        vec!["image", "verify"],
+        vec!["image", "gc", "--dry-run"],
+        vec!["image", "scan", "tree"],
+        vec!["scan", &pid],
+        vec!["scan", "--tree", "tree"],
+        vec!["disk", "scan", "tree/file"],
+        vec!["disk", "status"],
+    ] {
+        let output = tool.run(&args);
+        assert!(output.status.success(), "{args:?}: {}", text(&output.stderr));
+        assert!(!output.stdout.is_empty(), "{args:?}");
+        assert!(!text(&output.stdout).contains('\x1b'), "{args:?}");
+        assert_eq!(text(&output.stderr), "", "{args:?}");
+        // Whoever reads may have seen enough: that is no failure, and nothing to complain about.
+        let mut child = tool.command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+        drop(child.stdout.take());
+        let output = child.wait_with_output().expect("it ends");
+        assert_eq!(text(&output.stderr), "", "{args:?} | true");
+        assert_eq!(output.status.code(), Some(0), "{args:?} | true");
+    }
+}
+
+#[test]
+fn what_offers_json_prints_one_document() {
+    let tool = Tool::new();
+    std::fs::create_dir(tool.dir.path().join("tree")).expect("a directory");
+    std::fs::write(tool.dir.path().join("tree/file"), vec![7; 100_000]).expect("a file");
+    let pid = std::process::id().to_string();
+    for args in [
+        vec!["image", "build", "--name", "a:1", "tree"],
+        vec!["image", "ls"],
+        vec!["image", "stat"],
+        vec!["image", "verify"],
+        vec!["image", "gc", "--dry-run"],
+        vec!["image", "scan", "tree"],
+        vec!["scan", &pid],
+        vec!["scan", "--tree", "tree"],
+        vec!["disk", "scan", "tree/file"],
+        vec!["disk", "status"],
+    ] {
+        let mut json = args.clone();
+        json.insert(if args[0] == "scan" { 1 } else { 2 }, "--json");
+        let output = tool.run(&json);
+        assert!(output.status.success(), "{json:?}: {}", text(&output.stderr));
+        let value: serde_json::Value = serde_json::from_slice(&output.stdout)
+            .unwrap_or_else(|error| panic!("{json:?}: {error}: {}", text(&output.stdout)));
+        assert!(value.is_object() || value.is_array(), "{json:?}");
+    }
+    // Whoever tells something offers it as JSON.
+    for (path, help) in leaves(&tool) {
+        let silent = ["bench", "completions", "daemon", "man", "run", "top"].contains(&path[0].as_str())
+            || matches!(path.join(" ").as_str(), "disk mount" | "disk umount" | "image umount" | "image rm")
+            || matches!(path.join(" ").as_str(), "image export" | "image exec");
+        let offers = options(&help).iter().any(|(name, _)| name == "json");
+        assert!(offers || silent, "{path:?} has no --json");
+    }
+}
