@@ -49,6 +49,46 @@ static LOOK: Once = Once::new();
 /// Adds mounts and stores to a status, as of the last look of a thread that looks from the first call on: a mount that
 /// hangs or a large store must not keep the daemon's own figures from being told.
 pub fn add_to(status: &mut serde_json::Map<String, serde_json::Value>) {
+    keep_looking();
+    let Ok(seen) = SEEN.lock() else { return };
+    for (name, value) in [("disks", serde_json::to_value(&seen.0)), ("images", serde_json::to_value(&seen.1))] {
+        status.insert(name.into(), value.unwrap_or_default());
+    }
+}
+
+/// One family of metrics: name, kind, help, value of a store; all are bytes or plain counts.
+type ImageFamily = (&'static str, &'static str, &'static str, fn(&Stat) -> u64);
+
+const OF_IMAGES: &[ImageFamily] = &[
+    ("images", "", "Images by name.", |s| s.images),
+    ("mounts", "", "Mounts of them, in all namespaces we may see.", |s| s.mounts),
+    ("logical_bytes", "bytes", "Bytes of all files of all images.", |s| s.logical_bytes),
+    ("object_bytes", "bytes", "Bytes of the objects that hold them.", |s| s.object_bytes),
+    ("resident_bytes", "bytes", "Bytes of objects in the page cache.", |s| s.resident_bytes),
+    ("memory_saved_bytes", "bytes", "What plain copies would need in addition.", |s| s.memory_saved_bytes),
+];
+
+/// Appends the metrics of image stores, as of the last look: none before the first one is done.
+pub fn render_images(out: &mut String) {
+    use std::fmt::Write;
+    keep_looking();
+    let Ok(seen) = SEEN.lock() else { return };
+    let escape = |text: &str| text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+    for (name, unit, help, value) in OF_IMAGES {
+        let _ = writeln!(out, "# TYPE pagefold_image_{name} gauge");
+        if !unit.is_empty() {
+            let _ = writeln!(out, "# UNIT pagefold_image_{name} {unit}");
+        }
+        let _ = writeln!(out, "# HELP pagefold_image_{name} {help}");
+        for store in &seen.1 {
+            let (root, domain) = (escape(&store.root), escape(&store.domain));
+            let value = value(&store.stat);
+            let _ = writeln!(out, "pagefold_image_{name}{{store=\"{root}\",domain=\"{domain}\"}} {value}");
+        }
+    }
+}
+
+fn keep_looking() {
     LOOK.call_once(|| {
         std::thread::spawn(|| {
             let mut looked: Option<Instant> = None;
@@ -68,8 +108,4 @@ pub fn add_to(status: &mut serde_json::Map<String, serde_json::Value>) {
             }
         });
     });
-    let Ok(seen) = SEEN.lock() else { return };
-    for (name, value) in [("disks", serde_json::to_value(&seen.0)), ("images", serde_json::to_value(&seen.1))] {
-        status.insert(name.into(), value.unwrap_or_default());
-    }
 }

@@ -175,7 +175,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             ..cold::Config::default()
         },
     });
-    daemon.add_metrics(disk_metrics);
+    daemon.add_metrics(more_metrics);
     daemon.add_status(crate::parts::add_to);
     raise_fd_limit();
     let stop = STOP.get_or_init(|| Bell::new().expect("the first descriptors are there"));
@@ -193,8 +193,9 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn disk_metrics(out: &mut String) {
+fn more_metrics(out: &mut String) {
     pagefold_disk::metrics::render(&crate::parts::disks(), out);
+    crate::parts::render_images(out);
 }
 
 /// Each pool segment and each client takes descriptors.

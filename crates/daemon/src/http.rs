@@ -33,6 +33,8 @@ pub struct Request {
     pub query: Vec<(String, String)>,
     /// The `Host` field.
     pub host: Option<String>,
+    /// The `Accept` fields, in small letters.
+    pub accept: Option<String>,
 }
 
 impl Request {
@@ -152,6 +154,11 @@ pub fn parse(bytes: &[u8]) -> Result<Option<Request>, Refusal> {
         match name.to_ascii_lowercase().as_str() {
             "host" if request.host.is_some() => return Err(refuse(BAD, "two Host fields")),
             "host" => request.host = Some(value.to_owned()),
+            "accept" => {
+                let kinds = request.accept.get_or_insert_default();
+                kinds.push(',');
+                kinds.push_str(&value.to_ascii_lowercase());
+            }
             "content-length" if value != "0" => return Err(refuse(BAD, "GET has no body here")),
             "transfer-encoding" => return Err(refuse(BAD, "GET has no body here")),
             _ => {}

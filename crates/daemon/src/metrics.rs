@@ -1,7 +1,11 @@
 //! OpenMetrics text, over loopback or a Unix socket, off unless asked for.
 
+use crate::cold::{ColdClient, ColdDomain};
 use crate::http::{self, Request, Response};
 use crate::server::Daemon;
+use crate::status::Status;
+use pagefold_agent::wire::freeze_bucket_end;
+use pagefold_merge::stats::DomainStats;
 use std::fmt::Write as _;
 use std::io;
 use std::sync::Arc;
@@ -26,135 +30,220 @@ fn answer(daemon: &Daemon, request: &Request) -> Response {
         more(&mut body);
     }
     body.push_str("# EOF\n");
+    let accepts = |kind: &str| request.accept.as_ref().is_some_and(|kinds| kinds.contains(kind));
+    if accepts("text/plain") && !accepts("application/openmetrics-text") {
+        return Response::ok("text/plain; version=0.0.4; charset=utf-8", plain(&body));
+    }
     Response::ok("application/openmetrics-text; version=1.0.0; charset=utf-8", body)
 }
 
-/// Renders `status` as OpenMetrics families; the end mark is left to the caller.
-pub fn render(status: &crate::status::Status) -> String {
-    let mut out = String::new();
-    let mut family = |name: &str, kind: &str, unit: &str, help: &str, rows: Vec<(String, f64)>| {
-        let _ = writeln!(out, "# TYPE {name} {kind}");
-        if !unit.is_empty() {
-            let _ = writeln!(out, "# UNIT {name} {unit}");
-        }
-        let _ = writeln!(out, "# HELP {name} {help}");
-        let suffix = if kind == "counter" { "_total" } else { "" };
-        for (labels, value) in rows {
-            let _ = writeln!(out, "{name}{suffix}{labels} {value}");
-        }
-    };
-    let domains = |f: &dyn Fn(&pagefold_merge::stats::DomainStats) -> f64| -> Vec<(String, f64)> {
-        status.domains.iter().map(|domain| (format!("{{domain=\"{}\"}}", escape(&domain.name)), f(domain))).collect()
-    };
-    family("pagefold_pages_shared", "gauge", "", "Slots that somebody shares.", domains(&|d| d.pages_shared as f64));
-    family("pagefold_pages_sharing", "gauge", "", "Mappings of slots.", domains(&|d| d.pages_sharing as f64));
-    family("pagefold_pages_zero", "gauge", "", "Zero pages dropped.", domains(&|d| d.pages_zero as f64));
-    family(
-        "pagefold_pages_unshared",
-        "gauge",
-        "",
-        "Silent pages without a twin.",
-        domains(&|d| d.pages_unshared as f64),
-    );
-    family("pagefold_pages_volatile", "gauge", "", "Pages that change.", domains(&|d| d.pages_volatile as f64));
-    family("pagefold_pool_bytes", "gauge", "bytes", "Bytes in pool segments.", domains(&|d| d.pool_bytes as f64));
-    family(
-        "pagefold_saved_bytes",
-        "gauge",
-        "bytes",
-        "Bytes that clients no longer hold.",
-        domains(&|d| d.saved_bytes as f64),
-    );
-    family(
-        "pagefold_profit_bytes",
-        "gauge",
-        "bytes",
-        "Saved bytes less pool, records and mappings.",
-        domains(&|d| d.general_profit as f64),
-    );
-    family("pagefold_full_scans", "counter", "", "Watch periods passed.", domains(&|d| d.events.full_scans as f64));
-    family(
-        "pagefold_merged_pages",
-        "counter",
-        "",
-        "Pages mapped to slots.",
-        domains(&|d| d.events.pages_merged as f64),
-    );
-    family("pagefold_zeroed_pages", "counter", "", "Zero pages dropped.", domains(&|d| d.events.pages_zeroed as f64));
-    family("pagefold_breaks", "counter", "", "Merged pages written again.", domains(&|d| d.events.breaks as f64));
-    family(
-        "pagefold_healed_pages",
-        "counter",
-        "",
-        "Broken pages made plain again.",
-        domains(&|d| d.events.healed as f64),
-    );
-    family(
-        "pagefold_clients",
-        "gauge",
-        "",
-        "Processes that are managed.",
-        vec![(String::new(), status.clients.len() as f64)],
-    );
-    family(
-        "pagefold_cpu_seconds",
-        "counter",
-        "seconds",
-        "Processor time of daemon and agents.",
-        vec![(String::new(), status.totals.cpu_ns as f64 / 1e9)],
-    );
-    if status.cold.domains.is_empty() {
-        return out;
-    }
-    let tiers = |f: &dyn Fn(&crate::cold::ColdDomain) -> f64| -> Vec<(String, f64)> {
-        let row = |tier: &crate::cold::ColdDomain| (format!("{{domain=\"{}\"}}", escape(&tier.name)), f(tier));
-        status.cold.domains.iter().map(row).collect()
-    };
-    let clients = |f: &dyn Fn(&crate::cold::ColdClient) -> f64| -> Vec<(String, f64)> {
-        let row = |client: &crate::cold::ColdClient| {
-            let labels = format!(
-                "{{domain=\"{}\",pid=\"{}\",name=\"{}\"}}",
-                escape(&client.domain),
-                client.pid,
-                escape(&client.name)
-            );
-            (labels, f(client))
+/// OpenMetrics as the older text format, whose families of counters have the name of their samples, and which knows
+/// neither units nor an end.
+fn plain(open: &str) -> String {
+    let mut out = String::with_capacity(open.len());
+    let mut suffix = "";
+    for line in open.lines() {
+        let words: Vec<&str> = line.splitn(4, ' ').collect();
+        let _ = match words[..] {
+            ["#", "TYPE", name, kind] => {
+                suffix = match kind {
+                    "counter" => "_total",
+                    "info" => "_info",
+                    _ => "",
+                };
+                writeln!(out, "# TYPE {name}{suffix} {}", if kind == "info" { "gauge" } else { kind })
+            }
+            ["#", "HELP", name, help] => writeln!(out, "# HELP {name}{suffix} {help}"),
+            ["#", ..] => Ok(()),
+            _ => writeln!(out, "{line}"),
         };
-        status.cold.clients.iter().map(row).collect()
-    };
-    let page = pagefold_os::PAGE_SIZE as f64;
-    family("pagefold_cold_bytes", "gauge", "bytes", "Clients' pages that are out.", tiers(&|t| t.cold_bytes as f64));
-    family("pagefold_cold_held_bytes", "gauge", "bytes", "Memory that they take.", tiers(&|t| t.held_bytes as f64));
-    family("pagefold_cold_limit_bytes", "gauge", "bytes", "What they may take.", tiers(&|t| t.bytes_max as f64));
-    family("pagefold_cold_ratio", "gauge", "", "Cold bytes for each byte held.", tiers(&|t| t.ratio));
-    family("pagefold_cold_contents", "gauge", "", "Different contents of the pages.", tiers(&|t| t.contents as f64));
-    family("pagefold_cold_disk_bytes", "gauge", "bytes", "Written back.", tiers(&|t| t.disk_bytes as f64));
-    family("pagefold_cold_waste_bytes", "gauge", "bytes", "Free slots, ends.", tiers(&|t| t.waste_bytes as f64));
-    family("pagefold_cold_refused", "counter", "", "Stores refused.", tiers(&|t| t.stores_refused as f64));
-    family("pagefold_cold_load_failures", "counter", "", "Loads that failed.", tiers(&|t| t.loads_failed as f64));
-    family("pagefold_cold_client_bytes", "gauge", "bytes", "Of this client.", clients(&|c| c.pages_out as f64 * page));
-    family("pagefold_cold_refaults", "counter", "", "Faults on cold pages.", clients(&|c| c.refaults as f64));
-    family("pagefold_cold_lost_pages", "counter", "", "Pages lost: SIGBUS.", clients(&|c| c.pages_lost as f64));
-    let _ = writeln!(out, "# TYPE pagefold_cold_fault_seconds histogram");
-    let _ = writeln!(out, "# UNIT pagefold_cold_fault_seconds seconds");
-    let _ = writeln!(out, "# HELP pagefold_cold_fault_seconds From reading a fault to answering it.");
+    }
+    out
+}
+
+/// A family of one row for each `T`: name, kind, unit, help, value.
+type Family<T> = (&'static str, &'static str, &'static str, &'static str, fn(&T) -> f64);
+
+const OF_DAEMON: &[Family<Status>] = &[
+    ("uptime_seconds", "gauge", "seconds", "Time since the daemon started.", |s| s.uptime_s),
+    ("resident_memory_bytes", "gauge", "bytes", "Memory of the daemon, pool and tier included.", |s| {
+        s.rss_bytes as f64
+    }),
+    ("period_seconds", "gauge", "seconds", "One pass of the watch stage.", |s| s.period_s),
+    ("clients", "gauge", "", "Processes that are merged live.", |s| s.clients.len() as f64),
+    ("not_covered", "gauge", "", "Processes that could not be managed, of the last 64.", |s| {
+        s.not_covered.len() as f64
+    }),
+    ("cpu_seconds", "counter", "seconds", "Processor time of daemon and agents.", |s| s.totals.cpu_ns as f64 / 1e9),
+];
+
+const OF_DOMAINS: &[Family<DomainStats>] = &[
+    ("pages", "gauge", "", "Managed pages.", |d| d.pages as f64),
+    ("pages_shared", "gauge", "", "Slots that somebody shares.", |d| d.pages_shared as f64),
+    ("pages_sharing", "gauge", "", "Mappings of slots.", |d| d.pages_sharing as f64),
+    ("pages_zero", "gauge", "", "Zero pages dropped and still holes.", |d| d.pages_zero as f64),
+    ("pages_unshared", "gauge", "", "Silent pages without a twin.", |d| d.pages_unshared as f64),
+    ("pages_volatile", "gauge", "", "Pages that change.", |d| d.pages_volatile as f64),
+    ("pool_bytes", "gauge", "bytes", "Bytes in pool segments.", |d| d.pool_bytes as f64),
+    ("pool_limit_bytes", "gauge", "bytes", "Largest size of the pool.", |d| d.pool_max_bytes as f64),
+    ("metadata_bytes", "gauge", "bytes", "Records, and kernel mappings that merging costs.", |d| {
+        (d.metadata_bytes + d.mapping_bytes) as f64
+    }),
+    ("saved_bytes", "gauge", "bytes", "Bytes that clients no longer hold.", |d| d.saved_bytes as f64),
+    ("profit_bytes", "gauge", "bytes", "Saved bytes less pool, records and mappings.", |d| d.general_profit as f64),
+    ("full_scans", "counter", "", "Watch periods passed, summed over clients.", |d| d.events.full_scans as f64),
+    ("merged_pages", "counter", "", "Pages mapped to slots.", |d| d.events.pages_merged as f64),
+    ("zeroed_pages", "counter", "", "Zero pages dropped.", |d| d.events.pages_zeroed as f64),
+    ("breaks", "counter", "", "Merged pages written again.", |d| d.events.breaks as f64),
+    ("healed_pages", "counter", "", "Broken pages made plain again.", |d| d.events.healed as f64),
+    ("over_pool_limit_pages", "counter", "", "Pages left alone: the pool was full.", |d| d.events.over_pool_max as f64),
+    ("over_vma_budget_runs", "counter", "", "Runs left alone: no mappings left in the budget.", |d| {
+        d.events.over_vma_budget as f64
+    }),
+];
+
+const OF_TIERS: &[Family<ColdDomain>] = &[
+    ("cold_bytes", "gauge", "bytes", "Clients' pages that are out.", |t| t.cold_bytes as f64),
+    ("cold_held_bytes", "gauge", "bytes", "Memory that they take, indexes included.", |t| t.held_bytes as f64),
+    ("cold_limit_bytes", "gauge", "bytes", "What they may take.", |t| t.bytes_max as f64),
+    ("cold_compression_ratio", "gauge", "ratio", "Cold bytes for each byte held.", |t| t.ratio),
+    ("cold_contents", "gauge", "", "Different contents of the pages.", |t| t.contents as f64),
+    ("cold_disk_bytes", "gauge", "bytes", "Written to the tier's file.", |t| t.disk_bytes as f64),
+    ("cold_waste_bytes", "gauge", "bytes", "Free slots and ends of slabs.", |t| t.waste_bytes as f64),
+    ("cold_refused_stores", "counter", "", "Stores refused: no room.", |t| t.stores_refused as f64),
+    ("cold_load_failures", "counter", "", "Loads that failed.", |t| t.loads_failed as f64),
+];
+
+const OF_COLD_CLIENTS: &[Family<ColdClient>] = &[
+    ("cold_client_bytes", "gauge", "bytes", "Pages of this client that are out.", |c| {
+        c.pages_out as f64 * pagefold_os::PAGE_SIZE as f64
+    }),
+    ("cold_client_idle_seconds", "gauge", "seconds", "Silence after which its pages go out.", |c| c.idle_s),
+    ("cold_refaults", "counter", "", "Faults on pages that were out.", |c| c.refaults as f64),
+    ("cold_lost_pages", "counter", "", "Pages lost: SIGBUS for who touches them.", |c| c.pages_lost as f64),
+];
+
+/// Renders `status` as OpenMetrics families; the end mark is left to the caller.
+pub fn render(status: &Status) -> String {
+    let mut out = String::new();
+    head(&mut out, "build", "info", "", "The daemon's version.");
+    let _ = writeln!(out, "pagefold_build_info{{version=\"{}\"}} 1", escape(&status.version));
+    families(&mut out, OF_DAEMON, &[(String::new(), status)]);
+    let domain = |name: &str| format!("domain=\"{}\"", escape(name));
+    let of_process = |of: &str, pid: i32, name: &str| format!("{},pid=\"{pid}\",name=\"{}\"", domain(of), escape(name));
+    families(&mut out, OF_DOMAINS, &rows(&status.domains, |d| domain(&d.name)));
+    // Frozen pages make their program wait; four entries to an octave are more than a graph needs.
+    head(&mut out, "freeze_seconds", "histogram", "seconds", "Times that pages of a client were frozen.");
+    for client in &status.clients {
+        let labels = of_process(&client.domain, client.pid, &client.name);
+        let end = |bucket| freeze_bucket_end(bucket) as f64 / 1e6;
+        buckets(&mut out, "freeze_seconds", &labels, &client.freeze_us, end, |bucket| bucket % 4 == 3);
+    }
+    families(&mut out, OF_TIERS, &rows(&status.cold.domains, |t| domain(&t.name)));
+    families(&mut out, OF_COLD_CLIENTS, &rows(&status.cold.clients, |c| of_process(&c.domain, c.pid, &c.name)));
+    head(&mut out, "cold_fault_seconds", "histogram", "seconds", "From reading a fault to answering it.");
     for client in &status.cold.clients {
-        let labels = format!("domain=\"{}\",pid=\"{}\"", escape(&client.domain), client.pid);
-        let mut sum = 0;
-        for (bucket, count) in client.fault_us_log2.iter().enumerate() {
-            sum += count;
-            let bound = match bucket + 1 == client.fault_us_log2.len() {
-                true => "+Inf".to_owned(),
-                false => format!("{}", (1u64 << bucket) as f64 / 1e6),
-            };
-            let _ = writeln!(out, "pagefold_cold_fault_seconds_bucket{{{labels},le=\"{bound}\"}} {sum}");
-        }
-        let _ = writeln!(out, "pagefold_cold_fault_seconds_count{{{labels}}} {sum}");
+        let labels = of_process(&client.domain, client.pid, &client.name);
+        let end = |bucket| (1u64 << bucket) as f64 / 1e6;
+        let count = buckets(&mut out, "cold_fault_seconds", &labels, &client.fault_us_log2, end, |_| true);
+        let _ = writeln!(out, "pagefold_cold_fault_seconds_count{{{labels}}} {count}");
         let _ = writeln!(out, "pagefold_cold_fault_seconds_sum{{{labels}}} {}", client.fault_ns as f64 / 1e9);
     }
     out
 }
 
+fn rows<T>(all: &[T], labels: impl Fn(&T) -> String) -> Vec<(String, &T)> {
+    all.iter().map(|one| (labels(one), one)).collect()
+}
+
+fn head(out: &mut String, name: &str, kind: &str, unit: &str, help: &str) {
+    let _ = writeln!(out, "# TYPE pagefold_{name} {kind}");
+    if !unit.is_empty() {
+        let _ = writeln!(out, "# UNIT pagefold_{name} {unit}");
+    }
+    let _ = writeln!(out, "# HELP pagefold_{name} {help}");
+}
+
+fn families<T>(out: &mut String, families: &[Family<T>], rows: &[(String, &T)]) {
+    for (name, kind, unit, help, value) in families {
+        head(out, name, kind, unit, help);
+        let suffix = if *kind == "counter" { "_total" } else { "" };
+        for (labels, of) in rows {
+            let braced = if labels.is_empty() { String::new() } else { format!("{{{labels}}}") };
+            let _ = writeln!(out, "pagefold_{name}{suffix}{braced} {}", value(of));
+        }
+    }
+}
+
+/// Writes those buckets of a histogram that are `shown`, the last for all that is longer; returns the count of all.
+fn buckets(
+    out: &mut String,
+    name: &str,
+    labels: &str,
+    counts: &[u64],
+    end: impl Fn(usize) -> f64,
+    shown: impl Fn(usize) -> bool,
+) -> u64 {
+    let mut sum = 0;
+    for (bucket, count) in counts.iter().enumerate() {
+        sum += count;
+        if bucket + 1 < counts.len() && shown(bucket) {
+            let _ = writeln!(out, "pagefold_{name}_bucket{{{labels},le=\"{:?}\"}} {sum}", end(bucket));
+        }
+    }
+    let _ = writeln!(out, "pagefold_{name}_bucket{{{labels},le=\"+Inf\"}} {sum}");
+    sum
+}
+
 fn escape(text: &str) -> String {
     text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn status() -> Status {
+        let domain = DomainStats { name: "a \"b\"\\\n".into(), pages_shared: 7, ..DomainStats::default() };
+        let client = crate::status::Client { pid: 4, freeze_us: vec![1; 12], ..Default::default() };
+        let cold = ColdClient { pid: 5, fault_us_log2: vec![1, 2, 3], fault_ns: 1500, ..ColdClient::default() };
+        let mut status = Status { version: "1.2.3".into(), domains: vec![domain], ..Status::default() };
+        status.clients.push(client);
+        status.cold.clients.push(cold);
+        status
+    }
+
+    #[test]
+    fn names_in_labels_are_escaped() {
+        let text = render(&status());
+        assert!(text.contains("pagefold_pages_shared{domain=\"a \\\"b\\\"\\\\\\n\"} 7\n"), "{text}");
+    }
+
+    #[test]
+    fn buckets_are_sums_up_to_their_end() {
+        let text = render(&status());
+        let of = "{domain=\"\",pid=\"5\",name=\"\"";
+        for line in [
+            format!("pagefold_cold_fault_seconds_bucket{of},le=\"1e-6\"}} 1\n"),
+            format!("pagefold_cold_fault_seconds_bucket{of},le=\"2e-6\"}} 3\n"),
+            format!("pagefold_cold_fault_seconds_bucket{of},le=\"+Inf\"}} 6\n"),
+            format!("pagefold_cold_fault_seconds_count{of}}} 6\n"),
+            format!("pagefold_cold_fault_seconds_sum{of}}} 0.0000015\n"),
+        ] {
+            assert!(text.contains(&line), "no {line} in {text}");
+        }
+        // Twelve entries, four to an octave: two ends within, and the rest.
+        let lines: Vec<&str> = text.lines().filter(|line| line.starts_with("pagefold_freeze_seconds_bucket")).collect();
+        assert_eq!(lines.len(), 3, "{lines:?}");
+        assert!(lines[0].ends_with("le=\"4e-6\"} 4") && lines[2].ends_with("le=\"+Inf\"} 12"), "{lines:?}");
+    }
+
+    #[test]
+    fn the_older_format_names_families_as_their_samples() {
+        let text = plain(&format!("{}# EOF\n", render(&status())));
+        assert!(text.contains("# TYPE pagefold_breaks_total counter\n# HELP pagefold_breaks_total "), "{text}");
+        assert!(text.contains("# TYPE pagefold_build_info gauge\n"), "{text}");
+        assert!(text.contains("# TYPE pagefold_pool_bytes gauge\n# HELP pagefold_pool_bytes "), "{text}");
+        assert!(!text.contains("# UNIT") && !text.contains("# EOF"), "{text}");
+    }
 }
