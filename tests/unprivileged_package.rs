@@ -79,7 +79,12 @@ fn packages_hold_what_they_should() {
                 "/usr/share/fish/vendor_completions.d/pagefold.fish",
                 "/etc/pagefold/pagefold.toml",
                 "/usr/lib/systemd/system/pagefold.service",
+                "/usr/lib/systemd/system/pagefold@.service",
                 "/usr/lib/systemd/user/pagefold.service",
+                "/usr/share/pagefold/libvirt/pagefold-qemu",
+                "/usr/share/pagefold/prometheus/pagefold.rules.yml",
+                "/usr/share/pagefold/grafana/pagefold.json",
+                "/usr/share/pagefold/examples/service.conf",
                 "/usr/lib/sysctl.d/50-pagefold.conf",
                 "/usr/lib/udev/rules.d/70-pagefold-userfaultfd.rules",
                 "/usr/share/doc/pagefold/copyright",
@@ -208,14 +213,16 @@ fn systemd_takes_the_units_and_finds_little_exposed() {
         return;
     }
     let Some(root) = unpacked() else { return };
-    for (scope, path) in
-        [("--system", "usr/lib/systemd/system/pagefold.service"), ("--user", "usr/lib/systemd/user/pagefold.service")]
-    {
+    for (scope, path, name) in [
+        ("--system", "usr/lib/systemd/system/pagefold.service", "pagefold.service"),
+        ("--system", "usr/lib/systemd/system/pagefold@.service", "pagefold@root.service"),
+        ("--user", "usr/lib/systemd/user/pagefold.service", "pagefold.service"),
+    ] {
         let unit = std::fs::read_to_string(root.path().join(path)).expect("the unit");
         let program = root.path().join("usr/bin/pagefold");
         let unit = unit.replace("/usr/bin/pagefold", &program.display().to_string());
         let dir = tempfile::tempdir().expect("a directory");
-        let file = dir.path().join("pagefold.service");
+        let file = dir.path().join(name);
         std::fs::write(&file, unit).expect("a unit");
         let checked = Command::new("systemd-analyze")
             .args([scope, "verify", "--man=no"])

@@ -8,6 +8,7 @@ mod daemon;
 mod demo;
 mod disk;
 mod doctor;
+mod env;
 mod image;
 mod keeper;
 mod man;
@@ -41,6 +42,8 @@ pub enum Command {
     Disk(disk::Args),
     /// Tell what works on this machine, and how to mend what does not
     Doctor(doctor::Args),
+    /// Print the environment that makes a program a client, for containers and services
+    Env(env::Args),
     /// Store trees by content and mount them so that equal files share page cache
     Image(image::Args),
     /// Hold descriptors for the daemon's successor
@@ -83,6 +86,7 @@ pub fn run(command: Command) -> Result<ExitCode, Error> {
         Command::DemoClient(args) => demo::client(args),
         Command::Disk(args) => disk::run(args),
         Command::Doctor(args) => doctor::run(args),
+        Command::Env(args) => env::run(args),
         Command::Image(args) => image::run(args),
         Command::Keeper(args) => keeper::run(args),
         Command::Man(args) => man::run(args),

@@ -84,12 +84,19 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     Ok(ExitCode::from(FAILED))
 }
 
+/// Refuses what cannot be a domain's name.
+pub(super) fn check_domain(name: &str) -> Result<(), Error> {
+    if name.is_empty() || name.len() > 64 || name.chars().any(char::is_control) {
+        return Err("a domain's name has 1 to 64 bytes and no control characters".into());
+    }
+    Ok(())
+}
+
 fn prepare(args: &Args) -> Result<Command, Error> {
     let mut command = Command::new(&args.command[0]);
     command.args(&args.command[1..]);
-    let bad = |name: &String| name.is_empty() || name.len() > 64 || name.chars().any(char::is_control);
-    if args.domain.as_ref().is_some_and(bad) {
-        return Err("a domain's name has 1 to 64 bytes and no control characters".into());
+    if let Some(domain) = &args.domain {
+        check_domain(domain)?;
     }
     let lack = pagefold_os::probe::all().into_iter().find(|finding| finding.needed && !finding.works);
     let remap = match (args.backend, lack) {

@@ -1,0 +1,50 @@
+//! `pagefold env`: the environment that makes a program a client, for who starts programs by other means than `run`.
+
+use super::Error;
+use crate::host;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// Print the environment that makes a program a client, for containers and services
+#[derive(clap::Args)]
+#[command(after_help = "Examples:
+  pagefold env --all > /run/pagefold/web.env
+  podman run --env-file /run/pagefold/web.env -v /run/pagefold:/run/pagefold:ro IMAGE
+  env $(pagefold env --domain customer-7) qemu-system-x86_64 -m 2G disk.img
+
+The lines name the agent and the daemon's socket, which the program must find at the same paths. No
+daemon is started: a program without one works as ever, and is merged once a daemon comes.
+
+Exit status: 0 if printed, 1 if the agent could not be written, 2 for wrong usage.")]
+pub struct Args {
+    /// Manage every large private anonymous mapping, not only what the program marks mergeable
+    #[arg(long)]
+    all: bool,
+    /// Share pages only inside this domain [default: one domain for all of this user]
+    #[arg(long, value_name = "NAME")]
+    domain: Option<String>,
+    /// Move pages that stay silent to the cold tier instead of merging; all large private memory is managed
+    #[arg(long)]
+    cold: bool,
+    /// Socket of the daemon [default: this user's]
+    #[arg(long, value_name = "PATH")]
+    socket: Option<PathBuf>,
+}
+
+/// Prints the lines.
+pub fn run(args: Args) -> Result<ExitCode, Error> {
+    if let Some(domain) = &args.domain {
+        super::run::check_domain(domain)?;
+    }
+    let socket = host::socket(args.socket.as_deref())?;
+    let cold = args.cold.then_some(host::Cold { tolerance: None, tier_max: None });
+    let mut text = String::new();
+    for (name, value) in host::environment(&socket, args.domain.as_deref(), args.all, cold.as_ref())? {
+        if value.contains('\n') {
+            return Err(format!("{name} has a line break, which such a file cannot hold").into());
+        }
+        text += &format!("{name}={value}\n");
+    }
+    crate::output::print(&text)?;
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,199 @@
+//! Under what runs programs already: libvirt's emulator, libvirt itself, containers of podman, services of systemd.
+
+mod common;
+
+use common::{Daemon, Reaped, TOOL, can_merge, finish, installed, skipped, wait_for};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+fn source(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+fn is_root() -> bool {
+    // SAFETY: returns a number.
+    let root = unsafe { libc::geteuid() } == 0;
+    if !root {
+        skipped("not root: mount namespaces of our own");
+    }
+    root
+}
+
+/// A directory with the tool and whatever else must be found by name.
+fn path_with_the_tool(dir: &Path) -> String {
+    let bin = dir.join("bin");
+    std::fs::create_dir_all(&bin).expect("a directory");
+    let _ = std::os::unix::fs::symlink(TOOL, bin.join("pagefold"));
+    format!("{}:{}", bin.display(), std::env::var("PATH").unwrap_or_default())
+}
+
+/// The C program that holds equal pages, as an executable in `dir`.
+fn silent(dir: &Path) -> Option<PathBuf> {
+    installed("cc")?;
+    let program = dir.join("silent");
+    let done = Command::new("cc").args(["-O1", "-o"]).arg(&program).arg(source("tests/programs/silent.c")).output();
+    assert!(done.expect("cc runs").status.success());
+    Some(program)
+}
+
+/// True if the daemon has a client of this process id.
+fn has_client(daemon: &Daemon, pid: i32) -> bool {
+    daemon.status()["clients"].as_array().is_some_and(|list| list.iter().any(|client| client["pid"] == pid))
+}
+
+const LIBVIRTS_SANDBOX: &str = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny";
+
+#[test]
+fn the_emulator_for_libvirt_merges_guests_and_never_keeps_one_from_starting() {
+    if !can_merge() || installed("qemu-system-x86_64").is_none() {
+        return;
+    }
+    let daemon = Daemon::start(&[]);
+    let wrapper = source("dist/libvirt/pagefold-qemu");
+    let path = path_with_the_tool(daemon.dir.path());
+    let qemu = |socket: &Path, args: &[&str], env: &[(&str, &str)]| {
+        let mut command = Command::new(&wrapper);
+        // As libvirt has it: an environment of its own, nothing inherited.
+        command.env_clear().env("PATH", &path).env("LC_ALL", "C").env("PAGEFOLD_SOCKET", socket);
+        command
+            .env("PAGEFOLD_QEMU", installed("qemu-system-x86_64").expect("QEMU"))
+            .envs(env.iter().copied())
+            .args(args);
+        command
+    };
+    let guest =
+        ["-name", "guest=a b,debug-threads=on", "-S", "-accel", "tcg", "-m", "64", "-nodefaults", "-display", "none"];
+    let start = |socket: &Path, more: &[&str], env: &[(&str, &str)]| {
+        let log = std::fs::File::create(daemon.dir.path().join("log")).expect("a log");
+        let args: Vec<&str> = guest.iter().chain(more).copied().collect();
+        let mut command = qemu(socket, &args, env);
+        Reaped(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().expect("the wrapper"))
+    };
+    let log = || std::fs::read_to_string(daemon.dir.path().join("log")).unwrap_or_default();
+    // The wrapper becomes the emulator: same process, so libvirt's signals and limits are the guest's.
+    let is_qemu = |guest: &Reaped| {
+        let exe = std::fs::read_link(format!("/proc/{}/exe", guest.pid())).unwrap_or_default();
+        exe.file_name().is_some_and(|name| name.to_string_lossy().starts_with("qemu-system"))
+    };
+    // Libvirt's first question.
+    let (status, said, _) = finish(&mut qemu(&daemon.socket, &["-version"], &[]), 20);
+    assert!(status.success() && said.contains("QEMU emulator version"), "{said}");
+
+    let plain = start(&daemon.socket, &[], &[]);
+    wait_for("a guest of the emulator to be a client", 30, || has_client(&daemon, plain.pid()));
+    assert!(is_qemu(&plain));
+    let domain = start(&daemon.socket, &[], &[("PAGEFOLD_DOMAIN", "customer 7")]);
+    wait_for("a guest of another owner to be a client", 30, || has_client(&daemon, domain.pid()));
+    let status = daemon.status();
+    let of = |pid: i32| {
+        let clients = status["clients"].as_array().expect("clients");
+        clients.iter().find(|client| client["pid"] == pid).map(|client| client["domain"].clone()).expect("the client")
+    };
+    assert_eq!((of(plain.pid()), of(domain.pid())), ("default".into(), "customer 7".into()));
+
+    let sandboxed = start(&daemon.socket, &["-sandbox", LIBVIRTS_SANDBOX], &[]);
+    wait_for("it to say that it is not merged", 30, || log().contains("not merged: QEMU's sandbox is on"));
+    wait_for("the sandboxed guest to run", 30, || is_qemu(&sandboxed));
+    let free = start(&daemon.socket, &["-sandbox", LIBVIRTS_SANDBOX], &[("PAGEFOLD_SANDBOX", "off")]);
+    wait_for("a guest without its sandbox to be a client", 30, || has_client(&daemon, free.pid()));
+    assert!(!has_client(&daemon, sandboxed.pid()));
+    let arguments = std::fs::read_to_string(format!("/proc/{}/cmdline", free.pid())).expect("arguments");
+    assert!(!arguments.contains("sandbox") && arguments.contains("\0guest=a b,debug-threads=on\0"), "{arguments}");
+
+    let alone = start(&daemon.dir.path().join("nobody"), &[], &[]);
+    wait_for("it to say that there is no daemon", 30, || log().contains("no daemon at"));
+    wait_for("the guest to run without a daemon", 30, || is_qemu(&alone));
+}
+
+#[test]
+fn libvirt_starts_guests_through_the_emulator() {
+    if !is_root() || !can_merge() {
+        return;
+    }
+    for program in ["libvirtd", "virsh", "qemu-system-x86_64", "unshare"] {
+        let sbin = Path::new("/usr/sbin").join(program).exists();
+        if !sbin && installed(program).is_none() {
+            return;
+        }
+    }
+    let daemon = Daemon::start(&[]);
+    let path = path_with_the_tool(daemon.dir.path());
+    // Its own /etc/libvirt, /run/libvirt and so on; its processes end with the namespace.
+    let mut trial = Command::new("unshare");
+    trial.args(["--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh"]);
+    trial.arg(source("tests/programs/libvirt.sh")).arg(daemon.dir.path()).arg(source("dist/libvirt/pagefold-qemu"));
+    trial.env("PATH", format!("{path}:/usr/sbin:/sbin")).env("SOCKET", &daemon.socket);
+    trial.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let _libvirt = Reaped(trial.spawn().expect("unshare"));
+    let said = || std::fs::read_to_string(daemon.dir.path().join("said")).unwrap_or_default();
+    wait_for("libvirt to start both guests", 60, || said().contains("RUNNING 2") || said().contains("FAILED"));
+    assert!(!said().contains("FAILED"), "{}", said());
+    wait_for("both guests to be clients", 30, || {
+        let clients = daemon.status()["clients"].clone();
+        clients.as_array().is_some_and(|list| list.len() == 2)
+    });
+}
+
+#[test]
+fn containers_of_podman_merge_with_each_other() {
+    if !is_root() || !can_merge() || installed("podman").is_none() || installed("crun").is_none() {
+        return;
+    }
+    let daemon = Daemon::start(&[]);
+    let dir = daemon.dir.path();
+    let Some(program) = silent(dir) else { return };
+    let env = Command::new(TOOL).args(["env", "--all", "--socket"]).arg(&daemon.socket).output().expect("pagefold env");
+    assert!(env.status.success(), "{}", String::from_utf8_lossy(&env.stderr));
+    std::fs::write(dir.join("env"), env.stdout).expect("a file");
+    let mut trial = Command::new("unshare");
+    trial.args(["--mount", "--cgroup", "sh"]).arg(source("tests/programs/podman.sh")).arg(dir).arg(program);
+    trial.stdin(Stdio::null()).stdout(Stdio::null());
+    let mut trial =
+        Reaped(trial.stderr(std::fs::File::create(dir.join("errors")).expect("a file")).spawn().expect("unshare"));
+    let said = |name: &str| std::fs::read_to_string(dir.join(name)).unwrap_or_default();
+    let began = std::time::Instant::now();
+    while !(said("one").contains("ready") && said("two").contains("ready")) {
+        if trial.0.try_wait().expect("wait").is_some() || began.elapsed().as_secs() > 60 {
+            return skipped(&format!("podman runs no container here: {}", said("errors").lines().last().unwrap_or("")));
+        }
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+    wait_for("pages of the containers to merge", 60, || daemon.total("pages_sharing") > 7000);
+    daemon.verify();
+    assert!(!said("one").contains("wrong") && !said("two").contains("wrong"));
+    std::fs::write(dir.join("stop"), "").expect("a file");
+    wait_for("the containers to end", 30, || trial.0.try_wait().expect("wait").is_some());
+}
+
+#[test]
+fn services_of_systemd_merge_under_the_shipped_unit() {
+    if !is_root() || !can_merge() || installed("unshare").is_none() {
+        return;
+    }
+    if !["/usr/lib/systemd/systemd", "/lib/systemd/systemd"].iter().any(|path| Path::new(path).exists()) {
+        return skipped("systemd is not installed");
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let Some(program) = silent(dir.path()) else { return };
+    let mut trial = Command::new("unshare");
+    trial.args(["--mount", "--pid", "--fork", "--kill-child", "--cgroup", "--uts", "--ipc", "sh"]);
+    trial.arg(source("tests/programs/systemd.sh")).arg(dir.path()).arg(TOOL).arg(program).arg(source("dist/systemd"));
+    trial.stdin(Stdio::null()).stdout(Stdio::null());
+    let mut trial = Reaped(
+        trial.stderr(std::fs::File::create(dir.path().join("errors")).expect("a file")).spawn().expect("unshare"),
+    );
+    let said = || std::fs::read_to_string(dir.path().join("said")).unwrap_or_default();
+    let began = std::time::Instant::now();
+    while !said().contains("END") {
+        let ended = trial.0.try_wait().expect("wait").is_some();
+        if ended || began.elapsed().as_secs() > 90 {
+            let errors = std::fs::read_to_string(dir.path().join("errors")).unwrap_or_default();
+            assert!(said().is_empty(), "systemd ended in the middle: {}\n{errors}", said());
+            return skipped(&format!("no systemd of our own comes up here: {}", errors.lines().last().unwrap_or("")));
+        }
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+    for line in ["active pagefold", "active one", "active two", "merged", "verified", "active again", "merged again"] {
+        assert!(said().lines().any(|found| found == line), "no `{line}` in {}", said());
+    }
+}

@@ -1,0 +1,77 @@
+#!/bin/sh
+# systemd.sh DIR TOOL PROGRAM UNITS: a systemd as first process of namespaces of its own, over a copy of this root that is
+# thrown away, with the units in UNITS and two services that a drop-in puts under pagefold. Says into DIR/said what holds.
+set -e
+dir=$1
+mount --make-rprivate /
+mkdir -p "$dir/at"
+mount -t tmpfs tmpfs "$dir/at"
+mkdir "$dir/at/up" "$dir/at/work" "$dir/at/root"
+mount -t overlay overlay -o "lowerdir=/,upperdir=$dir/at/up,workdir=$dir/at/work" "$dir/at/root"
+root=$dir/at/root
+mount -t proc proc "$root/proc"
+mount -t sysfs -o ro sysfs "$root/sys"
+mount -t cgroup2 cgroup2 "$root/sys/fs/cgroup"
+mount -t tmpfs tmpfs "$root/run"
+mount -t tmpfs tmpfs "$root/tmp"
+mount --rbind /dev "$root/dev"
+mkdir "$root/run/said"
+mount --bind "$dir" "$root/run/said"
+# Nothing of this machine's own is to start.
+rm -rf "$root"/etc/systemd/system/*.wants "$root"/lib/systemd/system/*.wants
+install "$2" "$root/usr/bin/pagefold"
+install "$3" "$root/usr/bin/silent"
+rm -rf "$root/etc/pagefold"
+install -m 644 "$4/pagefold.service" "$root/etc/systemd/system/pagefold.service"
+for name in one two; do
+    printf '[Unit]\nDefaultDependencies=no\n[Service]\nExecStart=/usr/bin/silent\n' > "$root/etc/systemd/system/$name.service"
+    mkdir -p "$root/etc/systemd/system/$name.service.d"
+    sed "s,/usr/bin/program,/usr/bin/silent," "$4/../examples/service.conf" \
+        > "$root/etc/systemd/system/$name.service.d/pagefold.conf"
+done
+cat > "$root/etc/systemd/system/probe.service" <<E
+[Unit]
+DefaultDependencies=no
+After=pagefold.service
+[Service]
+Type=oneshot
+ExecStart=/bin/sh /run/said/probe.sh
+E
+printf '[Unit]\nDefaultDependencies=no\nWants=pagefold.service probe.service\n' > "$root/etc/systemd/system/probe.target"
+cat > "$dir/probe.sh" <<'E'
+export PATH=/usr/bin:/bin:/usr/sbin:/sbin
+say() { echo "$*" >> /run/said/said; }
+until_merged() {
+    tries=0
+    while [ $tries -lt 150 ]; do
+        sharing=$(pagefold status --json 2>/dev/null | sed -n 's/^    "pages_sharing": \([0-9]*\),*$/\1/p' | head -1)
+        if [ "${sharing:-0}" -gt 7000 ]; then say "$1"; return; fi
+        tries=$((tries + 1))
+        sleep 0.2
+    done
+    say "not $1: $(pagefold status 2>&1 | head -3 | tr '\n' ' ')"
+}
+tries=0
+until pagefold status >/dev/null 2>&1 || [ $tries -ge 100 ]; do tries=$((tries + 1)); sleep 0.1; done
+say "$(systemctl is-active pagefold) pagefold"
+systemctl start one two
+say "$(systemctl is-active one) one"
+say "$(systemctl is-active two) two"
+until_merged merged
+pagefold verify >/dev/null && say verified
+# Killed: systemd starts the next one, programs go on and find it.
+old=$(systemctl show -p MainPID --value pagefold)
+kill -9 "$old"
+tries=0
+until [ "$(systemctl show -p MainPID --value pagefold)" -gt "$old" ] 2>/dev/null || [ $tries -ge 100 ]; do
+    tries=$((tries + 1)); sleep 0.1
+done
+tries=0
+until pagefold status >/dev/null 2>&1 || [ $tries -ge 100 ]; do tries=$((tries + 1)); sleep 0.1; done
+say "$(systemctl is-active pagefold) again"
+systemctl restart one two
+until_merged "merged again"
+say END
+E
+exec chroot "$root" /usr/bin/env -i container=other PATH=/usr/bin:/bin:/usr/sbin:/sbin \
+    /lib/systemd/systemd --system --unit=probe.target --log-target=console --show-status=0
