@@ -174,7 +174,8 @@ fn measure(args: &[String]) -> Result<(), Failure> {
     };
     let mut results = Results { machine: Machine::look(args), ..Results::default() };
     if !is_root() || !Path::new("/dev/fuse").exists() {
-        println!("SKIPPED: mounting needs root and /dev/fuse");
+        eprintln!("SKIPPED: mounting needs root and /dev/fuse");
+        crate::record::emit(serde_json::Value::Array(Vec::new()));
         return Ok(());
     }
     let scratch = Scratch::new()?;
@@ -197,9 +198,8 @@ fn measure(args: &[String]) -> Result<(), Failure> {
     if guests::PARTS.iter().any(|part| wanted(part)) {
         results.guests = guests::measure(&scratch, &size.guests, &wanted, &mut results.skipped)?;
     }
-    if has("--json") {
-        println!("{}", serde_json::to_string_pretty(&results)?);
-    } else {
+    crate::record::emit(serde_json::to_value(&results)?);
+    if !has("--json") {
         show(&results);
     }
     match results.skipped.iter().find(|said| said.contains(guests::FAILED)) {

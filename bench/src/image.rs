@@ -1096,7 +1096,8 @@ pub fn run(args: &[String]) -> ExitCode {
     }
     // SAFETY: geteuid takes nothing and cannot fail.
     if unsafe { libc::geteuid() } != 0 {
-        println!("SKIPPED: bench erofs needs root to mount");
+        eprintln!("SKIPPED: bench erofs needs root to mount");
+        record::emit(Value::Array(Vec::new()));
         return ExitCode::SUCCESS;
     }
     let target = PathBuf::from(std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into()));
@@ -1143,9 +1144,8 @@ pub fn run(args: &[String]) -> ExitCode {
             Err(error) => result = Err(format!("{dir}: {error}").into()),
         }
     }
-    if has("--json") {
-        println!("{}", serde_json::to_string_pretty(&rows).expect("plain data"));
-    } else {
+    record::emit(Value::Array(rows.clone()));
+    if !has("--json") {
         print_table(&rows);
     }
     match result {

@@ -253,11 +253,10 @@ fn rows(args: &Args, table: &str) -> Result<(), String> {
         }
     }
     lines.retain(|line| !line.rates.is_empty());
+    crate::record::emit(serde_json::json!({
+        "bench": "kv", "table": table, "keys": keys, "clock": args.common.clock, "rows": lines,
+    }));
     if args.common.json {
-        println!(
-            "{:#}",
-            serde_json::json!({ "bench": "kv", "table": table, "keys": keys, "clock": args.common.clock, "machine": options::machine(), "rows": lines })
-        );
         return Ok(());
     }
     let about = match table {

@@ -1,22 +1,29 @@
 //! The benchmarks of pagefold, side by side with their peers.
 //!
 //! One module per benchmark; each prints a table, or JSON with `--json`, and
-//! ends in seconds with `--quick`.
+//! ends in seconds with `--quick`. What the sources published stands below its table, and `--plot DIR` draws it.
 
 mod disk;
 mod image;
 mod index;
 mod kv;
+mod model;
 mod options;
 mod pageone;
+mod plot;
+mod published;
 mod record;
 mod scan;
 mod vm;
 mod zswap;
 
+use published::Definition;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
+
+/// Where a bench that was started by another leaves its rows.
+const ROWS: &str = "PAGEFOLD_BENCH_ROWS";
 
 /// A benchmark: its name, one line about it, and its entry point, which gets the remaining arguments.
 type Bench = (&'static str, &'static str, fn(&[String]) -> ExitCode);
@@ -27,6 +34,7 @@ const BENCHES: &[Bench] = &[
     ("pagecache", "disk images against the kernel's page cache, plain FUSE and qcow2", disk::run),
     ("index", "SD tree and B-tree against other maps", index::run),
     ("kv", "forrest against other maps, LMDB and redis; shared stores", kv::run),
+    ("model", "merging and its index on larger machines, checked against the records", model::run),
     ("pageone", "live memory: merging against the kernel's KSM", pageone::run),
     ("scan", "dry run against a naive scan and KSM", scan::run),
     ("zswap", "cold tier against zswap, zram and other indexes", zswap::run),
@@ -36,73 +44,165 @@ const BENCHES: &[Bench] = &[
 fn named(name: &str) -> Vec<&'static str> {
     let all = BENCHES.iter().map(|bench| bench.0);
     match name {
-        "all" => all.collect(),
+        // The model is no measurement of the product, and wants the records of this source tree.
+        "all" => all.filter(|bench| *bench != "model").collect(),
         "llds" => vec!["index", "kv"],
         _ => all.filter(|bench| *bench == name).collect(),
     }
 }
 
-/// Runs several benchmarks, each in a process of its own, all of them even if one fails. With `--record DIR` their rows go
-/// there as JSON, with machine, kernel, versions and commit, and not to the screen.
-fn several(names: &[&str], args: &[String]) -> ExitCode {
-    let mut args = args.to_vec();
-    let record = args.iter().position(|arg| arg == "--record").map(|at| args.drain(at..).nth(1).unwrap_or_default());
-    if record.as_deref() == Some("") {
-        eprintln!("pagefold-bench: --record takes a directory, and comes last");
-        return ExitCode::from(2);
-    }
-    let failed: Vec<&&str> = names
-        .iter()
-        .filter(|name| {
-            eprintln!("--- {name} {}", args.join(" "));
-            let done = one(name, &args, record.as_deref());
-            done.map_err(|error| eprintln!("pagefold-bench {name}: {error}")).is_err()
-        })
-        .collect();
-    match failed.is_empty() {
-        true => ExitCode::SUCCESS,
-        false => {
-            eprintln!("pagefold-bench: failed: {failed:?}");
-            ExitCode::FAILURE
+/// Takes `--name VALUE` out of the arguments.
+fn take(args: &mut Vec<String>, name: &str) -> Result<Option<String>, String> {
+    let Some(at) = args.iter().position(|arg| arg == name) else { return Ok(None) };
+    match args.get(at + 1).filter(|value| !value.starts_with("--")).cloned() {
+        Some(value) => {
+            args.drain(at..at + 2);
+            Ok(Some(value))
         }
+        None => Err(format!("{name} takes a directory")),
     }
 }
 
-fn one(name: &str, args: &[String], record: Option<&str>) -> Result<(), Box<dyn std::error::Error>> {
-    let mut command = Command::new(std::env::current_exe()?);
-    command.arg(name).args(args);
-    let Some(dir) = record else {
-        let status = command.status()?;
-        return if status.success() { Ok(()) } else { Err(status.to_string().into()) };
-    };
-    let output = command.arg("--json").stdout(Stdio::piped()).stderr(Stdio::inherit()).output()?;
-    if !output.status.success() {
-        return Err(output.status.to_string().into());
+/// Runs several benchmarks, each in a process of its own, all of them even if one fails. With `--record DIR` their rows
+/// go there as JSON, with machine, kernel, versions and commit.
+fn several(names: &[&str], args: &[String], record: Option<&str>) -> (Vec<(String, Vec<Value>)>, ExitCode) {
+    let mut measured = Vec::new();
+    let mut failed = Vec::new();
+    for name in names {
+        eprintln!("--- {name} {}", args.join(" "));
+        match one(name, args, record) {
+            Ok(rows) => measured.push((name.to_string(), rows)),
+            Err(error) => {
+                eprintln!("pagefold-bench {name}: {error}");
+                failed.push(*name);
+            }
+        }
     }
-    let rows = match serde_json::from_slice(&output.stdout)? {
-        Value::Array(rows) => rows,
-        whole => vec![whole],
-    };
-    let tag = args.iter().find_map(|arg| arg.strip_prefix("--")).unwrap_or_default();
-    let path = record::write(Path::new(dir), name, tag, args, json!({}), &rows)?;
-    eprintln!("recorded in {}", path.display());
+    if failed.is_empty() {
+        return (measured, ExitCode::SUCCESS);
+    }
+    eprintln!("pagefold-bench: failed: {}", failed.join(", "));
+    (measured, ExitCode::FAILURE)
+}
+
+fn one(name: &str, args: &[String], record: Option<&str>) -> Result<Vec<Value>, Box<dyn std::error::Error>> {
+    let rows = tempfile::NamedTempFile::new()?;
+    let mut command = Command::new(std::env::current_exe()?);
+    command.arg(name).args(args).env(ROWS, rows.path());
+    if args.iter().any(|arg| arg == "--json") {
+        command.stdout(Stdio::null());
+    }
+    let status = command.status()?;
+    if !status.success() {
+        return Err(status.to_string().into());
+    }
+    let rows: Vec<Value> = serde_json::from_slice(&std::fs::read(rows.path())?)?;
+    if let Some(dir) = record {
+        let tag = args.iter().filter(|arg| *arg != "--json").find_map(|arg| arg.strip_prefix("--")).unwrap_or_default();
+        let path = record::write(Path::new(dir), name, tag, args, json!({}), &rows)?;
+        eprintln!("recorded in {}", path.display());
+    }
+    Ok(rows)
+}
+
+/// Prints what was published beside what was measured, or all of it as JSON, and draws it.
+fn conclude(
+    name: &str,
+    args: &[String],
+    plot: Option<&str>,
+    measured: Vec<(String, Vec<Value>)>,
+) -> Result<(), Box<dyn std::error::Error>> {
+    let mut compared = Vec::new();
+    let concerned = |definition: &Definition| measured.iter().any(|(bench, _)| definition.reads.contains(bench));
+    for definition in published::names().filter_map(published::definition).filter(concerned) {
+        let of = |bench: &String| definition.reads.contains(bench);
+        let rows: Vec<Value> =
+            measured.iter().filter(|(bench, _)| of(bench)).flat_map(|(_, rows)| rows.iter().cloned()).collect();
+        let lines = definition.compare(&rows);
+        if !args.iter().any(|arg| arg == "--json") {
+            print!("{}", published::table(&definition, &lines));
+        }
+        if let Some(dir) = plot {
+            let path = plot::write(Path::new(dir), &definition, &rows).map_err(|error| format!("{dir}: {error}"))?;
+            eprintln!("plotted: {}", path.display());
+        }
+        compared.extend(lines);
+    }
+    if args.iter().any(|arg| arg == "--json") {
+        let rows: Vec<Value> = measured
+            .into_iter()
+            .flat_map(|(bench, rows)| {
+                rows.into_iter().map(move |mut row| {
+                    // Rows of `erofs` say by `bench` what was measured.
+                    if let Some(row) = row.as_object_mut() {
+                        row.entry("bench").or_insert_with(|| bench.clone().into());
+                    }
+                    row
+                })
+            })
+            .collect();
+        let document = json!({
+            "bench": name, "arguments": args, "circumstances": record::circumstances(), "published": compared, "rows": rows,
+        });
+        println!("{document:#}");
+    }
     Ok(())
 }
 
+fn usage() -> ExitCode {
+    eprintln!("usage: pagefold-bench NAME [--quick|--full] [--json] [--plot DIR] [options]");
+    for (name, about, _) in BENCHES {
+        eprintln!("  {name:12} {about}");
+    }
+    eprintln!("NAME may also be llds (index and kv) or all: these take --record DIR too, and leave their rows there.");
+    eprintln!("plot DIR draws published, peer and ours from the records, without a run.");
+    ExitCode::from(2)
+}
+
 fn main() -> ExitCode {
-    let args: Vec<String> = std::env::args().skip(1).collect();
-    let chosen = args.first().map(|name| named(name)).unwrap_or_default();
+    let mut args: Vec<String> = std::env::args().skip(1).collect();
+    if args.is_empty() {
+        return usage();
+    }
+    let name = args.remove(0);
+    if name == "plot" {
+        return plot::run(&args);
+    }
+    let chosen = named(&name);
+    if chosen.is_empty() {
+        return usage();
+    }
     let alone = BENCHES.iter().find(|bench| chosen == [bench.0]);
-    match alone {
-        Some((_, _, run)) => run(&args[1..]),
-        None if !chosen.is_empty() => several(&chosen, &args[1..]),
-        None => {
-            eprintln!("usage: pagefold-bench NAME [--quick|--full] [--json] [options]");
-            for (name, about, _) in BENCHES {
-                eprintln!("  {name:12} {about}");
+    let options = take(&mut args, "--plot").and_then(|plot| match alone {
+        // A bench alone knows its own versions and records itself.
+        Some(_) => Ok((plot, None)),
+        None => Ok((plot, take(&mut args, "--record")?)),
+    });
+    let (plot, record) = match options {
+        Ok(options) => options,
+        Err(error) => {
+            eprintln!("pagefold-bench: {error}");
+            return ExitCode::from(2);
+        }
+    };
+    let (measured, code) = match alone {
+        Some((_, _, run)) => {
+            let code = run(&args);
+            // Nothing is emitted by the helper processes that benches start, nor where the options were wrong.
+            let Some(rows) = record::emitted() else { return code };
+            if let Some(path) = std::env::var_os(ROWS) {
+                let written = std::fs::write(&path, Value::Array(rows).to_string());
+                return written.map_or(ExitCode::FAILURE, |()| code);
             }
-            eprintln!("NAME may also be llds (index and kv) or all; these take --record DIR as the last option");
-            ExitCode::from(2)
+            (vec![(name.clone(), rows)], code)
+        }
+        None => several(&chosen, &args, record.as_deref()),
+    };
+    match conclude(&name, &args, plot.as_deref(), measured) {
+        Ok(()) => code,
+        Err(error) => {
+            eprintln!("pagefold-bench {name}: {error}");
+            ExitCode::FAILURE
         }
     }
 }

@@ -1,7 +1,7 @@
-//! What the benches of indexes and stores have in common: options, sizes, the machine a figure is from.
+//! What the benches of indexes and stores have in common: options and sizes.
 
 use clap::{Args, Parser, ValueEnum};
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 
 /// What a rate is taken by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
@@ -65,29 +65,5 @@ pub fn parse<T: Parser>(name: &str, args: &[String]) -> Result<T, ExitCode> {
     T::try_parse_from(std::iter::once(name.to_string()).chain(args.iter().cloned())).map_err(|error| {
         let _ = error.print();
         ExitCode::from(if error.use_stderr() { 2 } else { 0 })
-    })
-}
-
-/// The machine, the kernel and the versions behind a figure, for JSON.
-pub fn machine() -> serde_json::Value {
-    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-    let field = |text: &str, name: &str| {
-        let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_default().to_owned();
-        line.split_once(':').map(|(_, value)| value.trim().to_owned()).unwrap_or_default()
-    };
-    let said = |program: &str, args: &[&str]| {
-        let output = Command::new(program).args(args).output().ok();
-        output.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned()).unwrap_or_default()
-    };
-    serde_json::json!({
-        "processor": field(&read("/proc/cpuinfo"), "model name"),
-        "processors": std::thread::available_parallelism().map_or(0, usize::from),
-        "memory": field(&read("/proc/meminfo"), "MemTotal"),
-        "kernel": read("/proc/sys/kernel/osrelease").trim(),
-        "huge_pages": read("/sys/kernel/mm/transparent_hugepage/enabled").trim(),
-        "load": read("/proc/loadavg").trim(),
-        "rustc": said("rustc", &["-V"]),
-        "commit": said("git", &["describe", "--always", "--dirty"]),
-        "date": said("date", &["-u", "+%F %T"]),
     })
 }

@@ -1,9 +1,98 @@
-//! What a record of figures must carry to be worth anything later: machine, kernel, versions, commit, command.
+//! What a record of figures must carry to be worth anything later: machine, kernel, versions, commit, command; and how
+//! records of all benches are read as rows of one kind.
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Mutex;
+
+/// What the bench of this process has measured; `None` in the helper processes that benches start.
+static EMITTED: Mutex<Option<Vec<Value>>> = Mutex::new(None);
+
+/// Hands the rows of a bench (or a document that holds them) to whoever prints, records or plots them.
+pub fn emit(document: Value) {
+    let mut emitted = EMITTED.lock().expect("no bench panics here");
+    emitted.get_or_insert_default().extend(rows_of(document));
+}
+
+/// All rows emitted so far, or `None` where no bench ran.
+pub fn emitted() -> Option<Vec<Value>> {
+    EMITTED.lock().expect("no bench panics here").clone()
+}
+
+/// A line of a table: to standard output, or to standard error where that is taken by JSON.
+macro_rules! table {
+    ($($line:tt)*) => {
+        match std::env::args().any(|arg| arg == "--json") {
+            true => eprintln!($($line)*),
+            false => println!($($line)*),
+        }
+    };
+}
+pub(crate) use table;
+
+/// The rows in a document. An array is its rows. What an object says beside its `rows` holds for each of them. In other
+/// objects each array of objects is a table, and its name goes into each row as `part`.
+pub fn rows_of(document: Value) -> Vec<Value> {
+    let mut object = match document {
+        Value::Array(rows) => return rows,
+        Value::Object(object) => object,
+        _ => return Vec::new(),
+    };
+    // Circumstances concern the record, not its rows.
+    for about in ["machine", "circumstances", "versions", "command"] {
+        object.remove(about);
+    }
+    match object.remove("rows") {
+        Some(Value::Array(rows)) => rows.into_iter().map(|row| with(row, &object)).collect(),
+        _ => object.into_iter().flat_map(|(name, value)| tables(name, value)).collect(),
+    }
+}
+
+fn tables(name: String, value: Value) -> Vec<Value> {
+    match value {
+        Value::Object(_) => rows_of(value),
+        Value::Array(rows) if name == "runs" => rows.into_iter().flat_map(rows_of).collect(),
+        Value::Array(rows) if rows.iter().all(Value::is_object) => {
+            let part = Map::from_iter([("part".to_string(), Value::String(name))]);
+            rows.into_iter().map(|row| with(row, &part)).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+/// A row with what is known about it from outside; its own fields stay.
+fn with(row: Value, about: &Map<String, Value>) -> Value {
+    let Value::Object(own) = row else { return row };
+    let mut all = about.clone();
+    all.extend(own);
+    Value::Object(all)
+}
+
+/// The rows of all records of these benches in a directory, oldest record first.
+///
+/// # Errors
+/// The system's, and a line about a file that is not JSON.
+pub fn read_all(dir: &Path, benches: &[String]) -> std::io::Result<Vec<Value>> {
+    let mut records = Vec::new();
+    for entry in fs::read_dir(dir)? {
+        let path = entry?.path();
+        let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        let ours =
+            benches.iter().any(|bench| name.strip_prefix(bench.as_str()).is_some_and(|rest| rest.starts_with('-')));
+        if !ours || !name.ends_with(".json") {
+            continue;
+        }
+        let document: Value = serde_json::from_slice(&fs::read(&path)?)
+            .map_err(|error| std::io::Error::other(format!("{}: {error}", path.display())))?;
+        let date =
+            ["/circumstances/date", "/machine/date", "/date"].iter().find_map(|at| document.pointer(at)?.as_str());
+        records.push((date.unwrap_or_default().to_string(), name, document));
+    }
+    records.sort_by(|a, b| (&a.0, &a.1).cmp(&(&b.0, &b.1)));
+    Ok(records.into_iter().flat_map(|(.., document)| rows_of(document)).collect())
+}
 
 /// The first line a command prints, or nothing where it is not installed.
 pub fn first_line(command: &[&str]) -> Option<String> {
@@ -27,6 +116,7 @@ pub fn circumstances() -> Value {
         "cpus": std::thread::available_parallelism().map_or(1, usize::from),
         "memory": field("/proc/meminfo", "MemTotal"),
         "kernel": trimmed("/proc/sys/kernel/osrelease"),
+        "huge_pages": trimmed("/sys/kernel/mm/transparent_hugepage/enabled"),
         "load_average": trimmed("/proc/loadavg"),
         "rustc": first_line(&["rustc", "--version"]),
         "commit": first_line(&["git", "describe", "--always", "--dirty"]),
@@ -36,7 +126,7 @@ pub fn circumstances() -> Value {
 
 /// The arguments without where things were kept, which is this machine's affair.
 fn without_paths(args: &[String]) -> String {
-    let place = |arg: &str| matches!(arg, "--dir" | "--record" | "--inputs");
+    let place = |arg: &str| matches!(arg, "--dir" | "--record" | "--inputs" | "--plot");
     let before = std::iter::once("").chain(args.iter().map(String::as_str));
     let kept = args.iter().zip(before).filter(|(arg, before)| !place(arg) && !place(before));
     kept.map(|(arg, _)| arg.as_str()).collect::<Vec<_>>().join(" ")

@@ -68,11 +68,12 @@ pub fn run(args: &[String]) -> ExitCode {
         Size { processes: 4, mib: 256, rounds: 5 }
     };
     match measure(&size) {
-        Ok(results) if has("--json") => match serde_json::to_string_pretty(&results) {
-            Ok(text) => println!("{text}"),
-            Err(error) => eprintln!("scan: {error}"),
-        },
-        Ok(results) => print(&results),
+        Ok(results) => {
+            crate::record::emit(serde_json::to_value(&results).expect("plain data"));
+            if !has("--json") {
+                print(&results);
+            }
+        }
         Err(error) => {
             eprintln!("scan: {error}");
             return ExitCode::FAILURE;

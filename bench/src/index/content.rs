@@ -246,15 +246,17 @@ pub fn run(quick: bool, json: bool) -> ExitCode {
             rows.push((shape, *name, median_and_spread(&figures[0]), median_and_spread(&figures[1])));
         }
     }
+    let lines: Vec<_> = rows
+        .iter()
+        .map(|(shape, name, insert, find)| {
+            serde_json::json!({"pages": shape, "structure": name, "insert_ns": insert.0, "insert_spread_percent": insert.1,
+                "find_ns": find.0, "find_spread_percent": find.1})
+        })
+        .collect();
+    crate::record::emit(
+        serde_json::json!({"bench": "index", "table": "content", "count": count, "rounds": rounds, "rows": lines}),
+    );
     if json {
-        let rows: Vec<_> = rows
-            .iter()
-            .map(|(shape, name, insert, find)| {
-                serde_json::json!({"pages": shape, "structure": name, "insert_ns": insert.0, "insert_spread_percent": insert.1,
-                    "find_ns": find.0, "find_spread_percent": find.1})
-            })
-            .collect();
-        println!("{:#}", serde_json::json!({"bench": "index", "content": rows, "pages": count, "rounds": rounds}));
         return ExitCode::SUCCESS;
     }
     println!(

@@ -197,13 +197,11 @@ fn drive(args: &Args) -> Result<(), String> {
             }
         }
     }
-    if args.common.json {
-        let document = serde_json::json!({
-            "bench": "index", "mix": args.mix, "dist": args.dist, "clock": args.common.clock, "rounds": rounds,
-            "machine": options::machine(), "rows": rows,
-        });
-        println!("{document:#}");
-    } else {
+    crate::record::emit(serde_json::json!({
+        "bench": "index", "mix": args.mix, "dist": args.dist, "clock": args.common.clock, "rounds": rounds,
+        "rows": rows,
+    }));
+    if !args.common.json {
         eprint!("\r{:70}\r", "");
         print_tables(&rows, rounds, args.common.clock);
     }

@@ -114,12 +114,11 @@ pub(super) fn run(args: &Args) -> Result<(), String> {
             None
         };
     }
+    crate::record::emit(serde_json::json!({
+        "bench": "index", "table": "tlb", "keys": keys, "dist": args.dist, "rounds": rounds, "misses": by,
+        "misses_of_keys": simulated_keys, "rows": rows,
+    }));
     if args.common.json {
-        let document = serde_json::json!({
-            "bench": "index", "table": "tlb", "keys": keys, "dist": args.dist, "rounds": rounds, "misses": by,
-            "misses_of_keys": simulated_keys, "machine": crate::options::machine(), "rows": rows,
-        });
-        println!("{document:#}");
         return Ok(());
     }
     let dist = if args.dist == Dist::Zipf { "zipfian 0.99" } else { "uniform" };

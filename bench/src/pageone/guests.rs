@@ -46,13 +46,21 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), Failure> {
     };
     let tree_mib = if options.quick { 24 } else { 96 };
     let image = image(dir.path(), tree_mib)?;
-    println!(
+    crate::record::table!(
         "guests: booted apart, each read {tree_mib} MiB of the same files in its own order; linux {}",
         boot.version
     );
-    println!(
+    crate::record::table!(
         "{:7} {:22} {:>10} {:>9} {:>10} {:>8} {:>10} {:>20} {:>8}",
-        "guests", "engine", "can save", "mean run", "saved", "share", "left huge", "cpu us/page", "speed"
+        "guests",
+        "engine",
+        "can save",
+        "mean run",
+        "saved",
+        "share",
+        "left huge",
+        "cpu us/page",
+        "speed"
     );
     for count in counts {
         let mut peer: Option<f64> = None;
@@ -65,7 +73,7 @@ pub fn measure(options: &Options, report: &mut Report) -> Result<(), Failure> {
             let cpu = of(&|run| run.cpu_s * 1e6 / run.merged.max(1) as f64);
             let share = of(&|run| run.saved as f64 / run.could_save.max(1) as f64);
             let speed = peer.map(|peer| peer / cpu.median);
-            println!(
+            crate::record::table!(
                 "{count:<7} {:22} {:>10} {:>9.1} {:>10} {:>8} {:>10} {:>20} {:>8}",
                 engine.name(),
                 of(&|run| run.could_save as f64).median,

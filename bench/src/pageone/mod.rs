@@ -194,9 +194,7 @@ fn measure(args: &[String]) -> Result<(), Failure> {
             part(&options, &mut report)?;
         }
     }
-    if options.json {
-        println!("{}", serde_json::to_string_pretty(&report.rows)?);
-    }
+    record::emit(Value::Array(report.rows.clone()));
     if let Some(dir) = &options.record {
         let tag = match (&options.only, options.quick, options.full) {
             (Some(part), ..) => part.as_str(),
@@ -309,8 +307,8 @@ fn merge(options: &Options, report: &mut Report) -> Result<(), Failure> {
     if let Some(name) = &options.engine {
         engines.retain(|engine| engine.name().starts_with(name));
     }
-    println!("merging: processor time per page merged, memory, and the longest 1 % of waits");
-    println!(
+    crate::record::table!("merging: processor time per page merged, memory, and the longest 1 % of waits");
+    crate::record::table!(
         "{:10} {:22} {:>9} {:>20} {:>8} {:>17} {:>8} {:>9} {:>8} {:>10}",
         "layout",
         "engine",
@@ -343,7 +341,7 @@ fn merge(options: &Options, report: &mut Report) -> Result<(), Failure> {
             let records = of(at, &|row| row.metadata_mib).median;
             let wait = rows[0].freeze_us_p99.map(|_| of(at, &|row| row.freeze_us_p99.unwrap_or(0.0)));
             let speed = peer.map(|peer| peer / spread.median);
-            println!(
+            crate::record::table!(
                 "{:10} {:22} {:>9} {:>20} {:>8} {:>17} {:>8.0} {:>9.0} {:>8.1} {:>10}",
                 layout.name(),
                 engine.name(),
@@ -384,13 +382,19 @@ fn growth(options: &Options, report: &mut Report) -> Result<(), Failure> {
     shapes.extend([1, 2, 4].iter().map(|workers| ("workers", base, *workers)));
     let lens: &[u64] = if options.quick { &[2, 64] } else { &[1, 2, 4, 8, 16, 64, 256, 1024] };
     shapes.extend(lens.iter().map(|run| ("run length", Shape { layout: Layout::Runs(*run), ..base }, 1)));
-    println!(
+    crate::record::table!(
         "growth: {} processes of {} MiB in files of 20 MB, but for what the first column says",
-        base.processes, base.mib
+        base.processes,
+        base.mib
     );
-    println!(
+    crate::record::table!(
         "{:12} {:>10} {:>20} {:>20} {:>17} {:>10}",
-        "grows", "to", "cpu us/page", "KSM", "wall us/page", "wait p99"
+        "grows",
+        "to",
+        "cpu us/page",
+        "KSM",
+        "wall us/page",
+        "wait p99"
     );
     for (what, shape, workers) in shapes {
         let to = match what {
@@ -415,7 +419,7 @@ fn growth(options: &Options, report: &mut Report) -> Result<(), Failure> {
         let wall = Spread::of(ours.iter().map(|row| row.wall_s * 1e6 / row.pages.max(1) as f64).collect());
         let wait = Spread::of(ours.iter().filter_map(|row| row.freeze_us_p99).collect());
         let ksm = (!peer.is_empty()).then(|| cpu(&peer));
-        println!(
+        crate::record::table!(
             "{what:12} {to:>10} {:>20} {:>20} {:>17} {:>10.0}",
             cpu(&ours).show(2),
             ksm.as_ref().map_or("-".into(), |ksm| ksm.show(2)),

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 pub fn breaks(options: &Options, report: &mut Report) -> Result<(), Failure> {
     let shape = Shape { layout: Layout::Files, processes: 2, mib: if options.quick { 40 } else { 160 } };
     let pages = shape.mib * 256 / 2;
-    println!("breaks: the first write to each of {pages} shared pages, in nanoseconds");
-    println!("{:22} {:>20} {:>20} {:>10} {:>10}", "engine", "p50", "p99", "p50", "p99");
+    crate::record::table!("breaks: the first write to each of {pages} shared pages, in nanoseconds");
+    crate::record::table!("{:22} {:>20} {:>20} {:>10} {:>10}", "engine", "p50", "p99", "p50", "p99");
     let mut peer: Option<(f64, f64)> = None;
     for engine in options.pair().into_iter().rev() {
         let (mut p50, mut p99) = (Vec::new(), Vec::new());
@@ -29,7 +29,7 @@ pub fn breaks(options: &Options, report: &mut Report) -> Result<(), Failure> {
         let (p50, p99) = (Spread::of(p50), Spread::of(p99));
         let against = peer.map(|peer| (p50.median / peer.0, p99.median / peer.1));
         let ratio = |ratio: Option<f64>| ratio.map_or("-".into(), |ratio| format!("{ratio:.2} x"));
-        println!(
+        crate::record::table!(
             "{:22} {:>20} {:>20} {:>10} {:>10}",
             engine.name(),
             p50.show(0),
@@ -50,8 +50,11 @@ pub fn breaks(options: &Options, report: &mut Report) -> Result<(), Failure> {
 pub fn delay(options: &Options, report: &mut Report) -> Result<(), Failure> {
     let shape = Shape { layout: Layout::Files, processes: 2, mib: if options.quick { 40 } else { 512 } };
     let period = Duration::from_secs(1);
-    println!("delay: from {} MiB of duplicates written to 90 % merged, period 1 s", shape.processes * shape.mib);
-    println!("{:22} {:>20}", "engine", "seconds");
+    crate::record::table!(
+        "delay: from {} MiB of duplicates written to 90 % merged, period 1 s",
+        shape.processes * shape.mib
+    );
+    crate::record::table!("{:22} {:>20}", "engine", "seconds");
     for engine in options.pair() {
         let mut times = Vec::new();
         for _ in 0..options.rounds {
@@ -70,7 +73,7 @@ pub fn delay(options: &Options, report: &mut Report) -> Result<(), Failure> {
             crew.check()?;
         }
         let times = Spread::of(times);
-        println!("{:22} {:>20}", engine.name(), times.show(2));
+        crate::record::table!("{:22} {:>20}", engine.name(), times.show(2));
         report.rows.push(json!({ "part": "delay", "engine": engine.name(), "mib": shape.processes * shape.mib, "seconds": times.json() }));
     }
     Ok(())
@@ -84,8 +87,10 @@ pub fn idle(options: &Options, report: &mut Report) -> Result<(), Failure> {
         _ => Shape { layout: Layout::Files, processes: 2, mib: 1024 },
     };
     let gib = (shape.processes * shape.mib) as f64 / 1024.0;
-    println!("idle: processor time of one pass over {gib} GiB in which nothing changed, in microseconds per GiB");
-    println!("{:22} {:>24} {:>10}", "engine", "us per GiB", "of KSM's");
+    crate::record::table!(
+        "idle: processor time of one pass over {gib} GiB in which nothing changed, in microseconds per GiB"
+    );
+    crate::record::table!("{:22} {:>24} {:>10}", "engine", "us per GiB", "of KSM's");
     let mut peer: Option<f64> = None;
     let rounds = if options.full { 1 } else { options.rounds.min(3) };
     for engine in options.pair().into_iter().rev() {
@@ -103,7 +108,7 @@ pub fn idle(options: &Options, report: &mut Report) -> Result<(), Failure> {
         }
         let times = Spread::of(times);
         let share = peer.map(|peer| times.median / peer);
-        println!(
+        crate::record::table!(
             "{:22} {:>24} {:>10}",
             engine.name(),
             times.show(0),
