@@ -17,12 +17,14 @@ const AGENT: &[u8] = include_bytes!(env!("PAGEFOLD_AGENT_SO"));
 /// How long a daemon that was just started may take to listen.
 const DAEMON_START_MAX: Duration = Duration::from_secs(5);
 
-/// This user's directory for sockets and the agent: `$XDG_RUNTIME_DIR/pagefold`, `/run/pagefold` for root, else in /tmp.
+/// This user's directory for sockets and the agent: `$PAGEFOLD_RUNTIME_DIR`, else `$XDG_RUNTIME_DIR/pagefold`,
+/// `/run/pagefold` for root, else in /tmp.
 pub fn runtime_dir() -> Result<PathBuf, Error> {
     // SAFETY: returns a number.
     let uid = unsafe { libc::geteuid() };
-    let dir = match std::env::var_os("XDG_RUNTIME_DIR") {
-        Some(dir) if uid != 0 && !dir.is_empty() => PathBuf::from(dir).join("pagefold"),
+    let dir = match (std::env::var_os("PAGEFOLD_RUNTIME_DIR"), std::env::var_os("XDG_RUNTIME_DIR")) {
+        (Some(dir), _) if !dir.is_empty() => PathBuf::from(dir),
+        (_, Some(dir)) if uid != 0 && !dir.is_empty() => PathBuf::from(dir).join("pagefold"),
         _ if uid == 0 => PathBuf::from("/run/pagefold"),
         _ => std::env::temp_dir().join(format!("pagefold-{uid}")),
     };
