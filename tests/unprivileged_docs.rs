@@ -1,0 +1,115 @@
+//! The book holds together: every page is in its summary, every link leads somewhere, and the reference names every
+//! schema and every metric.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+fn root() -> &'static str {
+    env!("CARGO_MANIFEST_DIR")
+}
+
+fn read(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
+}
+
+/// The pages of the book, and the pages beside it that link into it.
+fn pages() -> Vec<PathBuf> {
+    let mut pages = Vec::new();
+    for dir in ["docs", "docs/design", "."] {
+        let dir = Path::new(root()).join(dir);
+        let entries = std::fs::read_dir(&dir).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
+        pages.extend(
+            entries.flatten().map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|e| e == "md")),
+        );
+    }
+    pages.sort();
+    assert!(pages.len() > 15, "{pages:?}");
+    pages
+}
+
+/// The text without code, in which brackets are not links.
+fn without_code(text: &str) -> String {
+    let mut plain = String::new();
+    for (number, part) in text.split("```").enumerate() {
+        if number % 2 == 0 {
+            plain.extend(part.split('`').step_by(2));
+        }
+    }
+    plain
+}
+
+/// The targets of the links in a page.
+fn links(text: &str) -> Vec<String> {
+    let plain = without_code(text);
+    let targets = plain.split("](").skip(1).filter_map(|rest| rest.split_once(')'));
+    targets.map(|(target, _)| target.split_whitespace().next().unwrap_or_default().to_owned()).collect()
+}
+
+/// How a heading is named in links.
+fn anchor(heading: &str) -> String {
+    let kept = heading.to_lowercase();
+    kept.chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c)).collect::<String>().trim().replace(' ', "-")
+}
+
+#[test]
+fn every_link_leads_somewhere() {
+    let mut wrong = Vec::new();
+    for page in pages() {
+        for link in links(&read(&page)) {
+            if link.starts_with("http://") || link.starts_with("https://") {
+                continue;
+            }
+            let (file, part) = link.split_once('#').unwrap_or((&link, ""));
+            let target = if file.is_empty() { page.clone() } else { page.parent().expect("a directory").join(file) };
+            if !target.exists() {
+                wrong.push(format!("{}: {link}", page.display()));
+            } else if !part.is_empty() {
+                let text = read(&target);
+                let headings =
+                    text.lines().filter(|line| line.starts_with('#')).map(|line| anchor(line.trim_matches('#')));
+                if !headings.into_iter().any(|heading| heading == part) {
+                    wrong.push(format!("{}: {link}: no such heading", page.display()));
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "links that lead nowhere:\n{}", wrong.join("\n"));
+}
+
+#[test]
+fn every_page_is_in_the_summary() {
+    let docs = Path::new(root()).join("docs");
+    let listed: BTreeSet<PathBuf> = links(&read(&docs.join("SUMMARY.md"))).iter().map(|link| docs.join(link)).collect();
+    let there: BTreeSet<PathBuf> = pages()
+        .into_iter()
+        .filter(|page| page.starts_with(&docs) && page.file_name().is_some_and(|name| name != "SUMMARY.md"))
+        .collect();
+    assert_eq!(listed, there, "docs/SUMMARY.md on the left, what is there on the right");
+    let book = read(&docs.join("book.toml"));
+    assert!(book.contains("src = \".\""), "the pages lie beside docs/book.toml");
+}
+
+#[test]
+fn the_reference_names_every_schema() {
+    let reference = read(&Path::new(root()).join("docs/reference.md"));
+    for entry in std::fs::read_dir(Path::new(root()).join("docs/schemas")).expect("schemas").flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        assert!(reference.contains(&format!("(schemas/{name})")), "docs/reference.md does not tell of {name}");
+    }
+}
+
+#[test]
+fn the_reference_names_every_metric() {
+    let reference = read(&Path::new(root()).join("docs/reference.md"));
+    let mut text = String::new();
+    pagefold_disk::metrics::render(&[pagefold_disk::Status::default()], &mut text);
+    let mut status = pagefold_daemon::status::Status::default();
+    status.cold.domains.push(Default::default());
+    status.cold.clients.push(Default::default());
+    text += &pagefold_daemon::metrics::render(&status);
+    let families: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()).collect();
+    assert!(families.len() > 30, "{families:?}");
+    let missing: Vec<&&str> =
+        families.iter().filter(|family| !reference.contains(&format!("| `{family}` |"))).collect();
+    assert!(missing.is_empty(), "docs/reference.md does not tell of {missing:?}");
+}
