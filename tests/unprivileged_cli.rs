@@ -233,7 +233,7 @@ fn what_offers_json_prints_one_document() {
     }
     // Whoever tells something offers it as JSON.
     for (path, help) in leaves(&tool) {
-        let silent = ["bench", "completions", "daemon", "man", "run", "top"].contains(&path[0].as_str())
+        let silent = ["bench", "completions", "daemon", "env", "man", "run", "top"].contains(&path[0].as_str())
             || matches!(path.join(" ").as_str(), "disk mount" | "disk umount" | "image umount" | "image rm")
             || matches!(path.join(" ").as_str(), "image export" | "image exec");
         let offers = options(&help).iter().any(|(name, _)| name == "json");
