@@ -2,8 +2,8 @@
 # Makes the Debian packages pagefold, libforrest0 and libforrest-dev from what cargo built.
 #   cargo build --release -p pagefold -p forrest && dist/build-deb.sh
 #   dist/build-deb.sh --binary PATH --forrest DIR --out DIR
-# Needs dpkg-deb and the built program, which writes its own manual pages and completions. With strip(1) at hand debugging
-# symbols are left out. DEBFULLNAME and DEBEMAIL name the maintainer; SOURCE_DATE_EPOCH makes the packages reproducible.
+# Needs dpkg-deb and the built program, which writes its own manual pages and completions. With strip(1) at hand
+# debugging symbols are left out. DEBFULLNAME and DEBEMAIL name the maintainer; SOURCE_DATE_EPOCH makes the packages reproducible.
 set -eu
 here=$(cd "$(dirname "$0")/.." && pwd)
 built=${CARGO_TARGET_DIR:-$here/target}/release

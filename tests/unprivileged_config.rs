@@ -133,3 +133,24 @@ fn options_of_the_cold_tier_need_it_wherever_it_is_asked_for() {
         tool(home.path()).args(["status", "--socket", "/nowhere", "--config"]).arg(&file).output().expect("tool");
     assert!(String::from_utf8_lossy(&plain.stderr).starts_with("pagefold: no daemon listens"));
 }
+
+#[test]
+fn the_daemon_that_run_starts_reads_the_same_file() {
+    let home = tempfile::tempdir().expect("a directory");
+    if !common::can_merge() {
+        return;
+    }
+    let file = home.path().join("c.toml");
+    write(&file, &format!("socket = \"{}\"\n[daemon]\nworkers = 3\n", home.path().join("s").display()));
+    // A name that means something only from here.
+    let run = tool(home.path()).current_dir(home.path()).args(["run", "--config", "c.toml", "--", "true"]).output();
+    let run = run.expect("the tool");
+    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    let status = tool(home.path()).args(["status", "--json", "--config"]).arg(&file).output().expect("the tool");
+    let status: Value = serde_json::from_slice(&status.stdout).expect("JSON");
+    let pid = status["pid"].as_i64().expect("a number") as i32;
+    // SAFETY: the daemon that this test's `run` started.
+    unsafe { libc::kill(pid, libc::SIGTERM) };
+    assert_eq!(status["workers"], 3, "{status}");
+    wait_for("the daemon to end", 20, || !Path::new(&format!("/proc/{pid}")).exists());
+}

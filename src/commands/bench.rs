@@ -7,11 +7,9 @@ use std::process::{Command, ExitCode};
 
 /// Measure pagefold beside its peers
 #[derive(clap::Args)]
-#[command(
-    after_help = "Examples:\n  pagefold bench pageone --quick\n  pagefold bench llds --json\n  \
+#[command(after_help = "Examples:\n  pagefold bench pageone --quick\n  pagefold bench llds --json\n  \
     pagefold bench all --full --record bench/record --plot docs/plots\n  \
-    pagefold bench plot docs/plots       # from the records, without a run\n  pagefold bench --help"
-)]
+    pagefold bench plot docs/plots       # from the records, without a run\n  pagefold bench --help")]
 pub struct Args {
     /// Benchmark and its options, as `pagefold-bench` takes them
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]

@@ -1,11 +1,11 @@
 #!/bin/sh
-# libvirt.sh DIR EMULATOR: a libvirtd in namespaces of its own that starts two guests by EMULATOR, with the daemon at $SOCKET.
-# Says into DIR/said how far it is, and waits to be ended.
+# libvirt.sh DIR EMULATOR: a libvirtd in namespaces of its own that starts two guests by EMULATOR, with the
+# daemon at $SOCKET. Says into DIR/said how far it is, and waits to be ended.
 dir=$1
 say() { echo "$*" >> "$dir/said"; }
 mount --make-rprivate /
 for at in /etc/libvirt /var/lib/libvirt /run/libvirt /var/cache/libvirt /var/log/libvirt; do
-    mkdir -p $at && mount -t tmpfs tmpfs $at || { say "FAILED: no tmpfs at $at"; exit 1; }
+    mkdir -p $at && mount -t tmpfs tmpfs $at || { say "ABSENT: no tmpfs at $at"; exit 1; }
 done
 mkdir -p /var/lib/libvirt/qemu
 # The user that libvirt's package makes, which it asks for whoever runs the guests.
@@ -28,11 +28,13 @@ remember_owner = 0
 E
 printf 'auth_unix_rw = "none"\n' > /etc/libvirt/libvirtd.conf
 libvirtd > "$dir/libvirtd.log" 2>&1 &
-for name in one two; do
+for name in plain one two; do
+    emulator=$2
+    [ $name != plain ] || emulator=$(command -v qemu-system-x86_64)
     cat > "$dir/$name.xml" <<E
 <domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
   <name>pagefold-$name</name><memory unit='MiB'>64</memory><os><type arch='x86_64'>hvm</type></os>
-  <devices><emulator>$2</emulator><memballoon model='none'/></devices>
+  <devices><emulator>$emulator</emulator><memballoon model='none'/></devices>
   <qemu:commandline>
     <qemu:env name='PATH' value='$PATH'/>
     <qemu:env name='PAGEFOLD_SOCKET' value='$SOCKET'/>
@@ -44,9 +46,15 @@ done
 tries=0
 until timeout 10 virsh -c qemu:///system version >/dev/null 2>&1; do
     tries=$((tries + 1))
-    [ $tries -lt 20 ] || { say "FAILED: $(tail -1 "$dir/libvirtd.log")"; exit 1; }
+    [ $tries -lt 20 ] || { say "ABSENT: $(tail -1 "$dir/libvirtd.log")"; exit 1; }
     sleep 0.5
 done
+# Where libvirt starts no guest at all, there is nothing to try.
+timeout 30 virsh -c qemu:///system create "$dir/plain.xml" >> "$dir/virsh.log" 2>&1 &&
+    timeout 30 virsh -c qemu:///system destroy pagefold-plain >> "$dir/virsh.log" 2>&1 || {
+    say "ABSENT: $(tail -2 "$dir/virsh.log" | tr '\n' ' ')"
+    exit 1
+}
 for name in one two; do
     timeout 30 virsh -c qemu:///system create "$dir/$name.xml" >> "$dir/virsh.log" 2>&1 || {
         say "FAILED: $(tail -2 "$dir/virsh.log" | tr '\n' ' ')"

@@ -1,6 +1,7 @@
 #!/bin/sh
-# podman.sh DIR PROGRAM: two containers of podman that run PROGRAM with the environment of DIR/env, until DIR/stop is there.
-# In a mount and control group namespace of its own. What the containers say goes to DIR/one and DIR/two.
+# podman.sh DIR PROGRAM: two containers of podman that run PROGRAM with the environment of DIR/env, until DIR/stop is
+# there. In a mount and control group namespace of its own. Exit status 3: podman runs no container here.
+# What the containers say goes to DIR/one and DIR/two.
 set -eu
 dir=$1
 mount --make-rprivate /
@@ -14,10 +15,21 @@ ldd "$2" | grep -oE '/[^ ]+' | while read -r file; do install -D "$(readlink -f 
 # The agent and the socket are found at the same paths as outside.
 agent=$(sed -n 's/^LD_PRELOAD=\([^:]*\).*/\1/p' "$dir/env")
 socket=$(sed -n 's/^PAGEFOLD_SOCKET=//p' "$dir/env")
+engine() {
+    podman --root "$dir/podman" --runroot "$dir/podman-run" --tmpdir "$dir/podman-tmp" \
+        --cgroup-manager cgroupfs "$@"
+}
+# start NAME ARGUMENTS, the last of them the program's
+start() {
+    name=$1
+    shift
+    engine run --rm --name "pagefold-test-$name" --network none --cgroups=disabled --ulimit nofile=1024:1024 \
+        --ulimit nproc=4096:4096 "$@"
+}
+# Where no container runs at all, there is nothing to try.
+timeout 30 podman --version >/dev/null && start plain --rootfs "$root:O" /silent once > "$dir/plain" || exit 3
 for name in one two; do
-    podman --root "$dir/podman" --runroot "$dir/podman-run" --tmpdir "$dir/podman-tmp" --cgroup-manager cgroupfs run \
-        --rm --name "pagefold-test-$name" --network none --cgroups=disabled --ulimit nofile=1024:1024 \
-        --ulimit nproc=4096:4096 --env-file "$dir/env" -v "$agent:$agent:ro" -v "$socket:$socket" \
+    start $name --env-file "$dir/env" -v "$agent:$agent:ro" -v "$socket:$socket" \
         --rootfs "$root:O" /silent > "$dir/$name" &
     eval "$name=\$!"
 done
@@ -25,6 +37,5 @@ while [ ! -e "$dir/stop" ]; do
     kill -0 "$one" && kill -0 "$two" || exit 1
     sleep 0.2
 done
-podman --root "$dir/podman" --runroot "$dir/podman-run" --tmpdir "$dir/podman-tmp" --cgroup-manager cgroupfs \
-    kill pagefold-test-one pagefold-test-two >/dev/null
+engine kill pagefold-test-one pagefold-test-two >/dev/null
 wait || true

@@ -1,6 +1,7 @@
 #!/bin/sh
-# systemd.sh DIR TOOL PROGRAM UNITS: a systemd as first process of namespaces of its own, over a copy of this root that is
-# thrown away, with the units in UNITS and two services that a drop-in puts under pagefold. Says into DIR/said what holds.
+# systemd.sh DIR TOOL PROGRAM UNITS: a systemd as first process of namespaces of its own, over a copy of this root that
+# is thrown away, with the units in UNITS and two services that a drop-in puts under pagefold. Says into
+# DIR/said what holds.
 set -e
 dir=$1
 mount --make-rprivate /
@@ -10,6 +11,9 @@ mkdir "$dir/at/up" "$dir/at/work" "$dir/at/root"
 mount -t overlay overlay -o "lowerdir=/,upperdir=$dir/at/up,workdir=$dir/at/work" "$dir/at/root"
 root=$dir/at/root
 mount -t proc proc "$root/proc"
+# Nothing here changes what the machine outside has.
+mount --bind "$root/proc/sys" "$root/proc/sys"
+mount -o remount,bind,ro "$root/proc/sys"
 mount -t sysfs -o ro sysfs "$root/sys"
 mount -t cgroup2 cgroup2 "$root/sys/fs/cgroup"
 mount -t tmpfs tmpfs "$root/run"
@@ -24,7 +28,8 @@ install "$3" "$root/usr/bin/silent"
 rm -rf "$root/etc/pagefold"
 install -m 644 "$4/pagefold.service" "$root/etc/systemd/system/pagefold.service"
 for name in one two; do
-    printf '[Unit]\nDefaultDependencies=no\n[Service]\nExecStart=/usr/bin/silent\n' > "$root/etc/systemd/system/$name.service"
+    printf '[Unit]\nDefaultDependencies=no\n[Service]\nExecStart=/usr/bin/silent\n' \
+        > "$root/etc/systemd/system/$name.service"
     mkdir -p "$root/etc/systemd/system/$name.service.d"
     sed "s,/usr/bin/program,/usr/bin/silent," "$4/../examples/service.conf" \
         > "$root/etc/systemd/system/$name.service.d/pagefold.conf"
@@ -37,7 +42,8 @@ After=pagefold.service
 Type=oneshot
 ExecStart=/bin/sh /run/said/probe.sh
 E
-printf '[Unit]\nDefaultDependencies=no\nWants=pagefold.service probe.service\n' > "$root/etc/systemd/system/probe.target"
+printf '[Unit]\nDefaultDependencies=no\nWants=pagefold.service probe.service\n' \
+    > "$root/etc/systemd/system/probe.target"
 cat > "$dir/probe.sh" <<'E'
 export PATH=/usr/bin:/bin:/usr/sbin:/sbin
 say() { echo "$*" >> /run/said/said; }
