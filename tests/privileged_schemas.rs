@@ -29,7 +29,8 @@ fn status_and_park_print_what_their_schemas_say() {
     if !can_merge() || installed("perl").is_none() {
         return;
     }
-    let daemon = Daemon::start(&[]);
+    // A keeper would start another daemon when this one is killed at the end.
+    let daemon = Daemon::start(&["--no-keeper"]);
     assert_valid("status", &daemon.status());
     let (_first, _second) = (client(&daemon, &["--all"]), client(&daemon, &["--all"]));
     let cold = client(&daemon, &["--cold"]);
