@@ -26,13 +26,26 @@ rm -rf "$root"/etc/systemd/system/*.wants "$root"/lib/systemd/system/*.wants
 install "$2" "$root/usr/bin/pagefold"
 install "$3" "$root/usr/bin/silent"
 rm -rf "$root/etc/pagefold"
-install -m 644 "$4/pagefold.service" "$root/etc/systemd/system/pagefold.service"
-for name in one two; do
+install -m 644 "$4/pagefold.service" "$4/pagefold@.service" "$root/etc/systemd/system/"
+# As the udev rule has it, on a node of our own.
+grep -q '^kvm:' "$root/etc/group" || echo 'kvm:x:64056:' >> "$root/etc/group"
+cp -a /dev/userfaultfd "$dir/at/userfaultfd"
+chroot "$root" chgrp kvm /run/said/at/userfaultfd 2>/dev/null ||
+    chgrp "$(sed -n 's/^kvm:[^:]*:\([0-9]*\):.*/\1/p' "$root/etc/group")" "$dir/at/userfaultfd"
+chmod 660 "$dir/at/userfaultfd"
+mount --bind "$dir/at/userfaultfd" "$root/dev/userfaultfd"
+for name in one two user-one user-two; do
     printf '[Unit]\nDefaultDependencies=no\n[Service]\nExecStart=/usr/bin/silent\n' \
         > "$root/etc/systemd/system/$name.service"
     mkdir -p "$root/etc/systemd/system/$name.service.d"
     sed "s,/usr/bin/program,/usr/bin/silent," "$4/../examples/service.conf" \
         > "$root/etc/systemd/system/$name.service.d/pagefold.conf"
+done
+for name in user-one user-two; do
+    # The same for a service that gives up root: the daemon of its user.
+    sed -i -e 's,pagefold.service,pagefold@daemon.service,; s,/run/pagefold/,/run/pagefold-daemon/,' \
+        -e 's,^ExecStart=$,User=daemon\nSupplementaryGroups=kvm\n&,' \
+        "$root/etc/systemd/system/$name.service.d/pagefold.conf"
 done
 cat > "$root/etc/systemd/system/probe.service" <<E
 [Unit]
@@ -47,15 +60,19 @@ printf '[Unit]\nDefaultDependencies=no\nWants=pagefold.service probe.service\n' 
 cat > "$dir/probe.sh" <<'E'
 export PATH=/usr/bin:/bin:/usr/sbin:/sbin
 say() { echo "$*" >> /run/said/said; }
+# until_merged WHAT ARGUMENTS, of status
 until_merged() {
+    what=$1
+    shift
     tries=0
     while [ $tries -lt 150 ]; do
-        sharing=$(pagefold status --json 2>/dev/null | sed -n 's/^    "pages_sharing": \([0-9]*\),*$/\1/p' | head -1)
-        if [ "${sharing:-0}" -gt 7000 ]; then say "$1"; return; fi
+        sharing=$(pagefold status --json "$@" 2>/dev/null |
+            sed -n 's/^    "pages_sharing": \([0-9]*\),*$/\1/p' | head -1)
+        if [ "${sharing:-0}" -gt 7000 ]; then say "$what"; return; fi
         tries=$((tries + 1))
         sleep 0.2
     done
-    say "not $1: $(pagefold status 2>&1 | head -3 | tr '\n' ' ')"
+    say "not $what: $(pagefold status "$@" 2>&1 | head -3 | tr '\n' ' ')"
 }
 tries=0
 until pagefold status >/dev/null 2>&1 || [ $tries -ge 100 ]; do tries=$((tries + 1)); sleep 0.1; done
@@ -77,6 +94,12 @@ until pagefold status >/dev/null 2>&1 || [ $tries -ge 100 ]; do tries=$((tries +
 say "$(systemctl is-active pagefold) again"
 systemctl restart one two
 until_merged "merged again"
+systemctl start user-one user-two
+say "$(systemctl is-active pagefold@daemon) of a user"
+until_merged "merged of a user" --socket /run/pagefold-daemon/daemon.sock
+pagefold verify --socket /run/pagefold-daemon/daemon.sock >/dev/null && say "verified of a user"
+service=$(systemctl show -p MainPID --value user-one)
+say "user $(systemctl show -p User --value pagefold@daemon) $(stat -c %U "/proc/$service")"
 say END
 E
 exec chroot "$root" /usr/bin/env -i container=other PATH=/usr/bin:/bin:/usr/sbin:/sbin \
