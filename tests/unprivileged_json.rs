@@ -182,7 +182,8 @@ fn a_daemon_with_clients_and_a_mount() {
     let (socket, web) = (tool.dir.path().join("s").display().to_string(), tool.dir.path().join("w"));
     let place = format!("unix:{}", web.display());
     // A keeper would start another daemon when this one is killed at the end.
-    let mut daemon = tool.command(&["daemon", "--no-keeper", "--period", "200ms", "--socket", &socket, "--web", &place]);
+    let mut daemon =
+        tool.command(&["daemon", "--no-keeper", "--period", "200ms", "--socket", &socket, "--web", &place]);
     let mut daemon = Running(daemon.stderr(Stdio::piped()).spawn().expect("the daemon starts"));
     let wait = |what: &str, done: &mut dyn FnMut() -> bool| {
         let began = Instant::now();
