@@ -119,7 +119,11 @@ fn merged_pages_of_clients_are_no_saving() {
     let socket = dir.path().join("daemon.sock");
     let tool = || Command::new(env!("CARGO_BIN_EXE_pagefold"));
     let mut daemon = tool();
-    daemon.args(["daemon", "--period", "200ms", "--socket"]).arg(&socket).stdout(Stdio::null()).stderr(Stdio::null());
+    daemon
+        .args(["daemon", "--no-keeper", "--period", "200ms", "--socket"])
+        .arg(&socket)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
     let mut daemon = Sleeper(daemon.spawn().expect("the daemon starts"));
     let began = Instant::now();
     while !socket.exists() {

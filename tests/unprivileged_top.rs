@@ -150,7 +150,11 @@ fn a_client_of_a_real_daemon_is_on_the_screen() {
     let dir = tempfile::tempdir().expect("a directory");
     let socket = dir.path().join("daemon.sock");
     let mut daemon = pagefold();
-    daemon.args(["daemon", "--period", "200ms", "--socket"]).arg(&socket).stdout(Stdio::null()).stderr(Stdio::piped());
+    daemon
+        .args(["daemon", "--no-keeper", "--period", "200ms", "--socket"])
+        .arg(&socket)
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped());
     let mut daemon = Running(daemon.spawn().expect("the daemon starts"));
     let began = Instant::now();
     while !socket.exists() {

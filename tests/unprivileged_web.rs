@@ -43,7 +43,7 @@ fn wait(what: &str, mut done: impl FnMut() -> bool) {
 fn daemon(dir: &Path, options: &[&str]) -> Option<Running> {
     let socket = dir.join("daemon.sock");
     let mut command = pagefold();
-    command.args(["daemon", "--period", "200ms", "--socket"]).arg(&socket).args(options);
+    command.args(["daemon", "--no-keeper", "--period", "200ms", "--socket"]).arg(&socket).args(options);
     // Its own stores and mounts, not those of who runs the test.
     command.env("PAGEFOLD_STORE", dir.join("images")).env("PAGEFOLD_RUNTIME_DIR", dir.join("run"));
     command.stdout(Stdio::null()).stderr(Stdio::piped());

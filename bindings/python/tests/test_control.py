@@ -58,7 +58,7 @@ class WithDaemon(unittest.TestCase):
         directory = tempfile.TemporaryDirectory()
         self.addCleanup(directory.cleanup)
         self.socket = Path(directory.name, "s")
-        process = subprocess.Popen([TOOL, "daemon", "--period", "200ms", "--socket", str(self.socket)])
+        process = subprocess.Popen([TOOL, "daemon", "--no-keeper", "--period", "200ms", "--socket", str(self.socket)])
         self.addCleanup(self.end, process)
         self.daemon = pagefold.Daemon(self.socket)
         self.wait("the daemon", lambda: self.socket.exists() or process.poll() is not None)
