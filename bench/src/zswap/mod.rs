@@ -1,10 +1,12 @@
 //! `pagefold bench zswap`: the cold tier beside the kernel's zswap and zram, and its index beside trees and arrays.
 //!
-//! Four parts: `index` (page offsets in and out of maps), `density` (memory held for real pages), `latency` (a page
-//! out and in), `live` (a client parked, touched, brought back). What the kernel's side needs (a swap file, zswap's switch, a zram device) is made for the run and
-//! undone afterwards; what cannot be had is reported as skipped, with the reason.
+//! Five parts: `index` (page offsets in and out of maps), `density` (memory held for real pages), `latency` (a page
+//! out and in), `live` (a client parked, touched, brought back), `half` (a program under a limit of half its memory).
+//! What the kernel's side needs (a swap file, zswap's switch, a zram device) is made for the run and undone afterwards;
+//! what cannot be had is reported as skipped, with the reason.
 
 mod density;
+mod half;
 mod index;
 mod kernel;
 mod latency;
@@ -21,6 +23,7 @@ enum Part {
     Density,
     Latency,
     Live,
+    Half,
 }
 
 /// The cold tier beside zswap, zram, and other indexes.
@@ -139,10 +142,28 @@ pub fn run(words: &[String]) -> ExitCode {
             Err(error) => eprintln!("SKIPPED: live pages of unrelated programs: {error}"),
         }
     }
+    if wanted(Part::Half) {
+        let (mib, requests) = if args.quick { (32, 10_000) } else { (256, 200_000) };
+        match half::measure(mib, requests, rounds.min(3)) {
+            Ok(found) => show(found),
+            Err(error) => eprintln!("SKIPPED: redis with half its memory: {error}"),
+        }
+    }
     let guests = args.guests.unwrap_or(if args.quick { 0 } else { 4 });
-    if wanted(Part::Density) && guests > 0 {
+    if (wanted(Part::Density) || wanted(Part::Live)) && guests > 0 {
         match pages::guests(guests) {
-            Ok(found) => show(density::measure(&format!("{guests} guests of one distribution"), &found)),
+            Ok(found) => {
+                let on = format!("{guests} guests of one distribution");
+                if wanted(Part::Live) {
+                    match live::measure(&on, &found, std::time::Duration::from_secs(10)) {
+                        Ok(found) => show(found),
+                        Err(error) => eprintln!("SKIPPED: live guests: {error}"),
+                    }
+                }
+                if wanted(Part::Density) {
+                    show(density::measure(&on, &found));
+                }
+            }
             Err(error) => eprintln!("SKIPPED: guests: {error}"),
         }
     }

@@ -229,7 +229,7 @@ impl Client {
                 }
                 std::hint::spin_loop();
             }
-            if self.starved.load(Ordering::Relaxed) {
+            if self.room.is_short() || self.starved.load(Ordering::Relaxed) {
                 group.ring();
             }
             if sum == 0 {

@@ -13,7 +13,7 @@
 use super::Group;
 use super::client::{CLUSTER_PAGES, Client, lock};
 use super::link::{ColdLink, Gone};
-use super::room::TIGHT;
+use super::room::{SHORT, TIGHT};
 use pagefold_agent::cold_table::{CHUNK_BYTES, CHUNK_PAGES, OUT, RESIDENT};
 use pagefold_agent::wire::{DropEntry, FETCH_PAGES_MAX, LIST_MAX};
 use pagefold_os::{PAGE_SIZE, Page, Range, pagemap};
@@ -25,12 +25,8 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 const PAGE: u64 = PAGE_SIZE as u64;
-/// Memory of a client above this share of its limit goes out whether it is silent or not.
-const SHORT: f64 = 0.92;
 /// What such a client is brought down to.
 const RELIEVED: f64 = 0.88;
-/// How old an answer to how much memory is in use may be, in milliseconds.
-const USED_AGE_MS: u128 = 90;
 /// Pages remembered as touched lately: they come first on unpark.
 const TOUCHED_MAX: usize = 1 << 16;
 /// Pages per turn that the pump takes of one client before it looks after the others.
@@ -52,6 +48,8 @@ pub(super) struct Policy {
     chunks: HashMap<u64, Box<Ages>>,
     touched: Vec<u64>,
     pub(super) pace: Option<Pace>,
+    /// Where the last turn of putting out ended.
+    hand: u64,
 }
 
 /// Buffers of the pump.
@@ -299,7 +297,7 @@ impl Policy {
     }
 
     /// The oldest resident pages, at most `pages_max`, that were silent for `ticks` and more (more by their strikes).
-    fn oldest(&self, client: &Client, ticks: u64, pages_max: u64) -> Result<Vec<Run>, Gone> {
+    fn oldest(&mut self, client: &Client, ticks: u64, pages_max: u64) -> Result<Vec<Run>, Gone> {
         let mut by_age: Vec<Vec<Run>> = (0..=255).map(|_| Vec::new()).collect();
         for around in &self.regions {
             scan(client, *around, resident(), |region| {
@@ -322,13 +320,19 @@ impl Policy {
         }
         let mut room = pages_max;
         let mut runs = Vec::new();
-        for (range, around) in by_age.into_iter().rev().flatten() {
-            if room == 0 {
-                break;
+        for mut same_age in by_age.into_iter().rev() {
+            // On from where the last turn ended: what came back behind the hand shall stay for a round.
+            let behind = same_age.partition_point(|(range, _)| range.end <= self.hand);
+            same_age.rotate_left(behind);
+            for (range, around) in same_age {
+                if room == 0 {
+                    return Ok(runs);
+                }
+                let end = range.end.min(range.start + room * PAGE);
+                room -= (end - range.start) / PAGE;
+                self.hand = end;
+                runs.push((Range { start: range.start, end }, around));
             }
-            let end = range.end.min(range.start + room * PAGE);
-            room -= (end - range.start) / PAGE;
-            runs.push((Range { start: range.start, end }, around));
         }
         Ok(runs)
     }
@@ -369,7 +373,7 @@ fn try_step(group: &Group, client: &Arc<Client>, link: &mut ColdLink, buffers: &
     let policy = &mut *policy;
     let mut more = obey_hints(group, client, link, policy, buffers)?;
     let starved = client.starved.swap(false, Ordering::Relaxed);
-    let usage = client.room.usage_lately(if starved { 0 } else { USED_AGE_MS });
+    let usage = client.room.usage();
     let used = usage.share();
     let short = used > SHORT || starved;
     let due = policy.stepped.is_none_or(|at| at.elapsed() >= group.config.tick);

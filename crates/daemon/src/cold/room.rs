@@ -1,15 +1,14 @@
 //! How much memory a client may still take: the limits of its control groups (both versions), and the host's.
 
-use crate::server::lock;
 use pagefold_os::{PAGE_SIZE, procfs};
 use pagefold_tier::policy::stalled_share;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicI64, Ordering};
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 
+/// Above this share of its limit a client's memory goes out whether it is silent or not.
+pub(super) const SHORT: f64 = 0.92;
 /// From this share of a limit on it is asked how much of the memory in use is only the file cache.
 pub(super) const TIGHT: f64 = 0.75;
 /// Share of a limit that pages which come back may fill; the rest is for what the program takes itself, and nobody can
@@ -117,15 +116,15 @@ fn levels_of(pid: i32) -> Vec<Level> {
 #[derive(Debug)]
 pub(super) struct Room {
     levels: Vec<Level>,
-    /// The last look.
-    seen: Mutex<Option<(Instant, Usage)>>,
     /// Pages that may come back before the next look.
     left: AtomicI64,
+    /// At the last look something had to go out.
+    short: AtomicBool,
 }
 
 impl Room {
     pub fn of(pid: i32) -> Room {
-        Room { levels: levels_of(pid), seen: Mutex::default(), left: AtomicI64::new(0) }
+        Room { levels: levels_of(pid), left: AtomicI64::new(0), short: AtomicBool::new(false) }
     }
 
     /// The tightest limit of a control group.
@@ -138,18 +137,7 @@ impl Room {
     pub fn usage(&self) -> Usage {
         let (available, total) = procfs::available_and_total();
         let host = Usage { used: total.saturating_sub(available), limit: total };
-        let tightest = self.tightest().filter(|usage| usage.share() > host.share()).unwrap_or(host);
-        *lock(&self.seen) = Some((Instant::now(), tightest));
-        tightest
-    }
-
-    /// [`usage`](Self::usage), at most `age_ms` old.
-    pub fn usage_lately(&self, age_ms: u128) -> Usage {
-        let seen = *lock(&self.seen);
-        match seen {
-            Some((at, usage)) if at.elapsed().as_millis() < age_ms => usage,
-            _ => self.usage(),
-        }
+        self.tightest().filter(|usage| usage.share() > host.share()).unwrap_or(host)
     }
 
     /// How many of `wanted` pages may come back now; none if that would fill a limit, and then something has to go out
@@ -159,12 +147,18 @@ impl Room {
             return wanted;
         }
         let left = self.tightest().map_or(PAGES_BETWEEN, |usage| {
+            self.short.store(usage.share() > SHORT, Ordering::Relaxed);
             let free = (usage.limit as f64 * FILLED) as i64 - usage.used as i64;
             (free / PAGE_SIZE as i64 / 4).min(PAGES_BETWEEN)
         });
         let granted = (left.max(0) as u64).min(wanted);
         self.left.store(left - granted as i64, Ordering::Relaxed);
         granted
+    }
+
+    /// True once after a look that found too little room: the pump shall make some before there is none.
+    pub fn is_short(&self) -> bool {
+        self.short.load(Ordering::Relaxed) && self.short.swap(false, Ordering::Relaxed)
     }
 
     /// The share of time in which something in the client's control group waited for memory.
@@ -202,8 +196,9 @@ mod tests {
             &[("memory.usage_in_bytes", &mib(40)), ("memory.limit_in_bytes", &mib(100)), ("memory.stat", "cache 1\n")],
         );
         assert_eq!(level.usage(), Some(Usage { used: 40 << 20, limit: 100 << 20 }));
-        let room = Room { levels: vec![level], seen: Mutex::default(), left: AtomicI64::new(0) };
+        let room = Room { levels: vec![level], left: AtomicI64::new(0), short: AtomicBool::new(false) };
         assert_eq!(room.grant(64), 64);
+        assert!(!room.is_short());
         let use_up = |used: u64| {
             std::fs::write(dir.path().join("memory.usage_in_bytes"), mib(used)).expect("a file");
             room.left.store(0, Ordering::Relaxed);
@@ -211,6 +206,7 @@ mod tests {
         use_up(93);
         // Of the one MiB that is left, a quarter before the next look.
         assert_eq!(room.grant(4096), 64);
+        assert!(room.is_short() && !room.is_short());
         use_up(95);
         assert_eq!(room.grant(1), 0);
         std::fs::write(

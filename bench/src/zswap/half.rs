@@ -1,0 +1,219 @@
+//! Half the memory: a program under a limit of half of what it uses, in the cold tier and with zswap.
+
+use super::kernel::{Undo, Zswap};
+use super::{Row, median};
+use std::fs;
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Bytes of a value.
+const VALUE_BYTES: usize = 1000;
+
+/// A control group with a limit of memory; goes when this is dropped.
+struct Group {
+    path: PathBuf,
+    _end: Undo,
+}
+
+impl Group {
+    fn new() -> io::Result<Group> {
+        for root in ["/sys/fs/cgroup/memory", "/sys/fs/cgroup"] {
+            let path = Path::new(root).join(format!("pagefold-bench-{}", std::process::id()));
+            if fs::create_dir(&path).is_err() {
+                continue;
+            }
+            let gone = path.clone();
+            let end = Undo::later(move || {
+                let end = Instant::now() + Duration::from_secs(5);
+                while fs::remove_dir(&gone).is_err() && Instant::now() < end {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+            });
+            if ["memory.limit_in_bytes", "memory.max"].iter().any(|name| path.join(name).exists()) {
+                return Ok(Group { path, _end: end });
+            }
+        }
+        Err(io::Error::other("no control group of memory can be made"))
+    }
+
+    fn used(&self) -> u64 {
+        let read = |name: &str| fs::read_to_string(self.path.join(name)).ok()?.trim().parse().ok();
+        ["memory.usage_in_bytes", "memory.current"].into_iter().find_map(read).unwrap_or(0)
+    }
+
+    /// Sets the limit; the kernel brings the use down to it first, which takes it a few turns.
+    fn limit(&self, bytes: u64) -> io::Result<()> {
+        let end = Instant::now() + Duration::from_secs(60);
+        loop {
+            let set = |name: &str| fs::write(self.path.join(name), bytes.to_string());
+            let done = set("memory.limit_in_bytes")
+                .or_else(|error| if error.kind() == io::ErrorKind::NotFound { set("memory.max") } else { Err(error) });
+            match done {
+                Err(error) if Instant::now() > end => return Err(error),
+                Err(_) => std::thread::sleep(Duration::from_millis(10)),
+                Ok(()) => return Ok(()),
+            }
+        }
+    }
+}
+
+/// Starts a program that ends with the run.
+fn start(mut command: Command) -> io::Result<(u32, Undo)> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let mut child: Child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .map_err(|error| io::Error::new(error.kind(), format!("{name}: {error}")))?;
+    let pid = child.id();
+    let end = Undo::later(move || {
+        let _ = child.kill();
+        let _ = child.wait();
+    });
+    Ok((pid, end))
+}
+
+fn said(command: &mut Command) -> io::Result<String> {
+    let output = command.stdin(Stdio::null()).output()?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    Err(io::Error::other(String::from_utf8_lossy(&output.stderr).trim().to_owned()))
+}
+
+fn connect(socket: &Path) -> io::Result<UnixStream> {
+    let end = Instant::now() + Duration::from_secs(20);
+    loop {
+        match UnixStream::connect(socket) {
+            Err(_) if Instant::now() < end => std::thread::sleep(Duration::from_millis(20)),
+            other => return other,
+        }
+    }
+}
+
+/// Values as caches hold them: text with numbers in it.
+fn fill(socket: &Path, count: usize) -> io::Result<()> {
+    let mut stream = connect(socket)?;
+    for first in (0..count).step_by(500) {
+        let mut request = String::new();
+        let last = (first + 500).min(count);
+        for key in first..last {
+            let mut value = String::new();
+            let mut number = (key as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+            while value.len() < VALUE_BYTES {
+                number = number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(key as u64);
+                value +=
+                    &format!("{{\"id\":{key},\"token\":\"{number:016x}\",\"path\":\"/shop/item\",\"seen\":true}},");
+            }
+            value.truncate(VALUE_BYTES);
+            request += &format!("*3\r\n$3\r\nSET\r\n$16\r\nkey:{key:012}\r\n${VALUE_BYTES}\r\n{value}\r\n");
+        }
+        stream.write_all(request.as_bytes())?;
+        stream.read_exact(&mut vec![0; 5 * (last - first)])?;
+    }
+    Ok(())
+}
+
+/// One run; operations per second of reads and of writes of random keys, and the memory that all of it takes.
+fn once(tier: bool, mib: usize, requests: usize, reads: &str) -> io::Result<[f64; 2]> {
+    let dir = std::env::temp_dir().join(format!("pagefold-bench-half-{}", std::process::id()));
+    fs::create_dir_all(&dir)?;
+    let made = dir.clone();
+    let _dir = Undo::later(move || drop(fs::remove_dir_all(made)));
+    let tool = std::env::current_exe()?.with_file_name("pagefold");
+    let (daemon_socket, socket) = (dir.join("d"), dir.join("r"));
+    let group = Group::new()?;
+    let _zswap = if tier { None } else { Some(Zswap::start((mib as u64) << 21)?) };
+    let before = Zswap::bytes();
+    let _daemon = if tier {
+        if !tool.exists() {
+            return Err(io::Error::other(format!("{} is not built: cargo build --release", tool.display())));
+        }
+        let mut command = Command::new(&tool);
+        command.args(["daemon", "--busy", "--no-keeper", "--tier-dir", "none", "--socket"]).arg(&daemon_socket);
+        let daemon = start(command)?;
+        drop(connect(&daemon_socket));
+        Some(daemon)
+    } else {
+        None
+    };
+    let mut command = if tier {
+        let mut command = Command::new(&tool);
+        command.args(["run", "--cold", "--socket"]).arg(&daemon_socket).arg("--").arg("redis-server");
+        command
+    } else {
+        Command::new("redis-server")
+    };
+    command.args(["--port", "0", "--save", "", "--appendonly", "no", "--unixsocket"]).arg(&socket);
+    let members = group.path.join("cgroup.procs");
+    // SAFETY: a write to a file between fork and exec; the path was made before.
+    unsafe { command.pre_exec(move || fs::write(&members, "0")) };
+    let (_, _redis) = start(command)?;
+    let count = (mib << 20) / (VALUE_BYTES + 100);
+    fill(&socket, count)?;
+    let limit = group.used() / 2;
+    if tier {
+        let mut park = Command::new(&tool);
+        said(park.args(["park", "--all", "--socket"]).arg(&daemon_socket))?;
+    }
+    group.limit(limit)?;
+    let run = |requests: usize| -> io::Result<f64> {
+        let mut command = Command::new("redis-benchmark");
+        command.args(["-q", "-c", "4", "-n", &requests.to_string(), "-r", &count.to_string(), "-s"]).arg(&socket);
+        let text = said(if reads == "reads" {
+            command.args(["GET", "key:__rand_int__"])
+        } else {
+            command.args(["SETRANGE", "key:__rand_int__", "100", "another token of the session"])
+        })?;
+        let number =
+            |text: &str| text.split(" requests per second").next()?.split_whitespace().next_back()?.parse().ok();
+        text.rsplit('\r').find_map(number).ok_or_else(|| io::Error::other(format!("redis-benchmark said {text}")))
+    };
+    // Half of the keys come in and go out before it counts.
+    run(requests / 4)?;
+    let rate = run(requests)?;
+    let held = if tier {
+        let text = said(Command::new(&tool).args(["status", "--json", "--socket"]).arg(&daemon_socket))?;
+        let status: serde_json::Value = serde_json::from_str(&text).map_err(io::Error::other)?;
+        let domains = status["cold"]["domains"].as_array().cloned().unwrap_or_default();
+        domains.iter().filter_map(|domain| domain["held_bytes"].as_f64()).sum()
+    } else {
+        Zswap::bytes().0 - before.0
+    };
+    Ok([rate, (group.used() as f64 + held) / 1e6])
+}
+
+/// Measures both, in turns.
+pub fn measure(mib: usize, requests: usize, rounds: usize) -> io::Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    for kind in ["reads", "writes"] {
+        let mut runs = [Vec::new(), Vec::new()];
+        for _ in 0..rounds {
+            for (tier, runs) in [true, false].into_iter().zip(&mut runs) {
+                runs.push(once(tier, mib, requests, kind)?);
+            }
+        }
+        for (name, runs) in [("cold tier".to_owned(), &runs[0]), (format!("zswap, {}", Zswap::compressor()), &runs[1])]
+        {
+            let column = |index: usize| -> Vec<f64> { runs.iter().map(|run| run[index]).collect() };
+            let rates = column(0);
+            rows.push(Row {
+                part: "half",
+                name,
+                on: format!("redis, {mib} MiB, random {kind}"),
+                figures: vec![
+                    ("requests/s", median(&mut rates.clone())),
+                    ("least", rates.iter().copied().fold(f64::INFINITY, f64::min)),
+                    ("most", rates.iter().copied().fold(0.0, f64::max)),
+                    ("MB in all", median(&mut column(1))),
+                ],
+            });
+        }
+    }
+    Ok(rows)
+}
