@@ -79,7 +79,13 @@ pub struct Row {
     /// On what.
     pub on: String,
     /// Column and value.
+    #[serde(serialize_with = "by_column")]
     pub figures: Vec<(&'static str, f64)>,
+}
+
+/// An object with a value per column; what was not measured is null.
+fn by_column<S: serde::Serializer>(figures: &[(&str, f64)], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(figures.iter().copied())
 }
 
 /// Runs the benchmark with the arguments after its name.
@@ -175,15 +181,8 @@ pub fn run(words: &[String]) -> ExitCode {
             Err(error) => eprintln!("zswap: {}: {error}", dir.display()),
         }
     }
-    if args.json {
-        match serde_json::to_string_pretty(&rows) {
-            Ok(text) => println!("{text}"),
-            Err(error) => {
-                eprintln!("zswap: {error}");
-                return ExitCode::FAILURE;
-            }
-        }
-    }
+    // A figure that is not a number (nothing was measured there) is null.
+    crate::record::emit(serde_json::to_value(&rows).expect("plain data"));
     ExitCode::SUCCESS
 }
 
