@@ -26,7 +26,7 @@ Environment:
   NO_COLOR              no colours, as without a terminal
   PAGEFOLD_CONFIG       the file with defaults, as --config
   PAGEFOLD_STORE        the store of image trees, as image --store
-  XDG_RUNTIME_DIR       where the daemon's socket lies, in pagefold/ (root: /run/pagefold)
+  PAGEFOLD_RUNTIME_DIR  where sockets of daemon and mounts lie; else $XDG_RUNTIME_DIR/pagefold (root: /run/pagefold)
 
 Exit status:
   0    done, and all is well

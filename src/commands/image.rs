@@ -4,6 +4,7 @@ use super::Error;
 use crate::output::{Style, Table, print, print_json};
 use crate::say;
 use crate::units::{self, show_count, show_size};
+use pagefold_image::Error as ImageError;
 use pagefold_image::config::Limits;
 use pagefold_image::ingest::{Notes, apply_tar};
 use pagefold_image::mount::{self, Kind};
@@ -428,9 +429,20 @@ fn build_image(store: &Store, args: BuildArgs) -> Result<(), Error> {
         let input: Box<dyn std::io::Read> = if stdin {
             Box::new(std::io::stdin().lock())
         } else {
-            Box::new(std::fs::File::open(&args.path).map_err(|error| format!("{source}: {error}"))?)
+            let file = std::fs::File::open(&args.path).map_err(|error| format!("{source}: {error}"))?;
+            progress.expect(file.metadata()?.len());
+            Box::new(file)
         };
-        apply_tar(&building, &mut tree, unpack(input, limits)?, false, limits, &mut notes, &progress)?;
+        let silent = Progress::silent();
+        let plain = unpack(progress.watch(input), limits)?;
+        let applied = apply_tar(&building, &mut tree, plain, false, limits, &mut notes, &silent);
+        applied.map_err(|error| match error {
+            // Not the archive's fault is nothing to choose another one for.
+            ImageError::Input(what) => {
+                Error::from(format!("{source}: {what}; build takes a directory, a tar archive or an OCI image"))
+            }
+            other => other.into(),
+        })?;
         tree
     };
     drop(progress);

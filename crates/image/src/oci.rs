@@ -404,6 +404,8 @@ fn import_docker(
     }
     let configuration: Configuration = blobs.json(&manifest.config, None, limits)?;
     let diff_ids = diff_ids(&configuration, manifest.layers.len())?;
+    let sizes = manifest.layers.iter().map(|path| Ok(blobs.open(path)?.1));
+    progress.expect(sizes.sum::<Result<u64>>()?);
     let mut tree = Tree::default();
     for (number, path) in manifest.layers.iter().enumerate() {
         let (reader, _) = blobs.open(path)?;
@@ -426,14 +428,14 @@ fn apply_layer(
     notes: &mut Notes,
     progress: &Progress,
 ) -> Result<()> {
-    let mut packed = Hashing::new(reader);
+    // Counted packed, as the manifest counts: what it unpacks to nobody knows before.
+    let mut packed = Hashing::new(progress.watch(reader));
     let result = {
         let mut plain = Hashing::new(unpack(&mut packed, limits)?);
         let silent = Progress::silent();
         apply_tar(build, tree, &mut plain, true, limits, notes, &silent)
             .and_then(|()| diff_id.map_or(Ok(()), |id| plain.finish(what, id)))
     };
-    progress.add(packed.count, true);
     // A layer that is not itself explains every other complaint about it.
     let layer = |error| match error {
         Error::Input(text) => input!("{what}: {text}"),

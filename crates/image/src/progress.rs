@@ -44,6 +44,11 @@ impl Progress {
         self.total_bytes.store(bytes, Ordering::Relaxed);
     }
 
+    /// Counts what is read from `source` as done.
+    pub fn watch<R: std::io::Read>(&self, source: R) -> Watched<'_, R> {
+        Watched { source, progress: self }
+    }
+
     /// Counts `bytes` done, and a finished file when `file` is set.
     pub fn add(&self, bytes: u64, file: bool) {
         let done = self.done_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
@@ -59,6 +64,20 @@ impl Progress {
     }
 }
 
+/// A source whose bytes count as done; see [`Progress::watch`].
+pub struct Watched<'a, R> {
+    source: R,
+    progress: &'a Progress,
+}
+
+impl<R: std::io::Read> std::io::Read for Watched<'_, R> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let count = self.source.read(buffer)?;
+        self.progress.add(count as u64, false);
+        Ok(count)
+    }
+}
+
 impl Drop for Progress {
     fn drop(&mut self) {
         if self.shown.is_some() {
@@ -71,7 +90,10 @@ impl Drop for Progress {
 fn line(what: &str, files: u64, done: u64, total: u64, elapsed: Duration) -> String {
     let rate = done as f64 / elapsed.as_secs_f64().max(1e-9);
     let mib = |bytes: f64| bytes / (1 << 20) as f64;
-    let mut text = format!("{what}: {files} files, {:.0} MiB", mib(done as f64));
+    let mut text = match files {
+        0 => format!("{what}: {:.0} MiB", mib(done as f64)),
+        _ => format!("{what}: {files} files, {:.0} MiB", mib(done as f64)),
+    };
     if total > 0 {
         text += &format!(" of {:.0} ({:.0} %)", mib(total as f64), done as f64 * 100.0 / total as f64);
     }
@@ -91,6 +113,10 @@ mod tests {
     fn the_line_tells_rate_and_time_left() {
         let text = line("build", 3, 10 << 20, 40 << 20, Duration::from_secs(2));
         assert_eq!(text, "build: 3 files, 10 MiB of 40 (25 %), 5 MiB/s, 0:06 left");
+        assert_eq!(
+            line("import", 0, 10 << 20, 40 << 20, Duration::from_secs(2)),
+            "import: 10 MiB of 40 (25 %), 5 MiB/s, 0:06 left"
+        );
         assert_eq!(line("import", 1, 1 << 20, 0, Duration::from_secs(1)), "import: 1 files, 1 MiB, 1 MiB/s");
     }
 }

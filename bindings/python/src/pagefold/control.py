@@ -89,7 +89,10 @@ def default_socket() -> Path:
     """Where this user's daemon listens unless told otherwise."""
     uid = os.geteuid()
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if uid == 0:
+    own = os.environ.get("PAGEFOLD_RUNTIME_DIR")
+    if own:
+        directory = Path(own)
+    elif uid == 0:
         directory = Path("/run/pagefold")
     elif runtime:
         directory = Path(runtime, "pagefold")
