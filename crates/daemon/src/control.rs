@@ -78,15 +78,16 @@ pub enum Answer {
 }
 
 pub(crate) fn answer(daemon: &Arc<Daemon>, socket: &Fd, bytes: &[u8]) {
-    let reply = match serde_json::from_slice(bytes) {
-        Ok(request) => perform(daemon, &request),
+    let request = serde_json::from_slice(bytes);
+    let reply = match &request {
+        Ok(request) => perform(daemon, request),
         Err(error) => Answer::Error { message: format!("the request is no request of this version: {error}") },
     };
-    let Ok(text) = serde_json::to_vec(&reply) else { return };
-    for packet in text.chunks(PACKET_BYTES) {
-        if sock::send(socket, packet, &[]).is_err() {
-            return;
-        }
+    let text = serde_json::to_vec(&reply).unwrap_or_default();
+    let _ = text.chunks(PACKET_BYTES).try_for_each(|packet| sock::send(socket, packet, &[]).map(drop));
+    // The process may end at once: who asked for it has the answer by then.
+    if let Ok(Request::Stop {}) = request {
+        daemon.stop();
     }
 }
 
@@ -95,10 +96,7 @@ fn perform(daemon: &Arc<Daemon>, request: &Request) -> Answer {
     match request {
         Request::Status {} => Answer::Status(Box::new(daemon.status())),
         Request::Verify {} => Answer::Verified(daemon.verify()),
-        Request::Stop {} => {
-            daemon.stop();
-            Answer::Done { count: 0 }
-        }
+        Request::Stop {} => Answer::Done { count: 0 },
         Request::Park { whom } | Request::Unpark { whom } => {
             let park = matches!(request, Request::Park { .. });
             match if park { daemon.cold.park(whom) } else { daemon.cold.unpark(whom) } {
