@@ -175,13 +175,13 @@ impl Client {
 
     /// Tries for about `us` microseconds to take the pact.
     pub(super) fn take_pact(&self, us: u64) -> bool {
-        let end = sched::monotonic_ns() + us * 1000;
+        let end = sched::quick_monotonic_ns() + us * 1000;
         let mut turn = 0;
         loop {
             if self.table.try_pact(PACT_DAEMON) {
                 return true;
             }
-            if sched::monotonic_ns() > end {
+            if sched::quick_monotonic_ns() > end {
                 return false;
             }
             turn += 1;
@@ -216,7 +216,7 @@ impl Client {
             loop {
                 let served = self.serve(&group.tier);
                 sum += served;
-                let now = sched::monotonic_ns();
+                let now = sched::quick_monotonic_ns();
                 if served > 0 {
                     spin_end = if patience > 0 { now + SPIN_NS } else { 0 };
                     patience = (patience + 1).min(16);
@@ -260,7 +260,7 @@ impl Client {
         if !self.take_pact(200) {
             return 0;
         }
-        let began = sched::monotonic_ns();
+        let began = sched::quick_monotonic_ns();
         let got = self.read_events(&mut service, tier);
         served += got;
         self.bring_moved(&mut service, tier);
@@ -268,7 +268,7 @@ impl Client {
         let count = waiting.len();
         waiting.retain(|(addr, write)| match self.serve_fault(&mut service, tier, *addr, *write) {
             Served::Done => {
-                let ns = sched::monotonic_ns() - began;
+                let ns = sched::quick_monotonic_ns() - began;
                 self.counters.fault_ns.fetch_add(ns, Ordering::Relaxed);
                 let bucket = (64 - (ns / 1000).leading_zeros() as usize).min(FAULT_BUCKETS - 1);
                 self.counters.fault_us[bucket].fetch_add(1, Ordering::Relaxed);
@@ -320,7 +320,7 @@ impl Client {
         if range.is_empty() {
             return;
         }
-        let now = sched::monotonic_ns();
+        let now = sched::quick_monotonic_ns();
         let (first, last) = (range.start / cold_table::CHUNK_BYTES, (range.end - 1) / cold_table::CHUNK_BYTES);
         if last - first < 4096 {
             for chunk in first..=last {
