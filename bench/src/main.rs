@@ -160,6 +160,9 @@ fn usage() -> ExitCode {
 }
 
 fn main() -> ExitCode {
+    // Who reads our tables may leave early.
+    // SAFETY: no thread runs yet, and the default action needs nothing of ours.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
     let mut args: Vec<String> = std::env::args().skip(1).collect();
     if args.is_empty() {
         return usage();

@@ -38,6 +38,11 @@ const ALL_START_MS: i32 = 60;
 /// How often the agent looks whether the program has ended but for it, in nanoseconds.
 const ALONE_NS: u64 = 500_000_000;
 
+/// How long the agent waits for requests before it looks whether the program changed its mappings or wants it to leave:
+/// while something happens, and after [`BUSY_NS`] without anything.
+const PAUSES_MS: [i32; 2] = [100, 500];
+const BUSY_NS: u64 = 3_000_000_000;
+
 /// The smallest mapping that `--all` manages, in bytes.
 pub const ALL_MIN: u64 = 1 << 20;
 
@@ -461,18 +466,24 @@ impl Agent {
     /// Answers requests until the daemon is gone or we are asked to leave.
     fn serve(&mut self) -> Result<()> {
         let mut looked = 0;
+        let (mut busy, mut told) = (0, 0);
         loop {
             let now = sched::monotonic_ns();
             if now - looked > ALONE_NS {
                 looked = now;
                 leave_if_alone();
             }
+            let pause_ms = if now - busy < BUSY_NS { PAUSES_MS[0] } else { PAUSES_MS[1] };
             let mut polls = [
                 libc::pollfd { fd: self.socket.raw(), events: libc::POLLIN, revents: 0 },
                 libc::pollfd { fd: self.hold.fd().raw(), events: libc::POLLIN, revents: 0 },
             ];
-            let ready = pagefold_os::fd::poll(&mut polls, 100)?;
-            self.counters().generation.store(SHARED.generation.load(Ordering::Acquire), Ordering::Release);
+            let ready = pagefold_os::fd::poll(&mut polls, pause_ms)?;
+            let generation = SHARED.generation.load(Ordering::Acquire);
+            self.counters().generation.store(generation, Ordering::Release);
+            if ready != 0 || generation != told {
+                (busy, told) = (now, generation);
+            }
             if SHARED.phase.load(Ordering::Acquire) != 1 {
                 return Ok(());
             }
