@@ -182,10 +182,21 @@ pub struct Domain {
     next_id: AtomicU64,
     /// Members that have pages to look up.
     indexing: AtomicUsize,
-    sweep: Mutex<SweepCursor>,
+    sweep: Mutex<Sweep>,
+    /// Changes whenever something happened that may leave dead entries in the index.
+    stirred: AtomicU64,
     /// Room for fetched pages, for each worker at work one.
     buffers: Mutex<Vec<Vec<Page>>>,
     counters: Counters,
+}
+
+/// The sweep of the index for dead entries: a part in each period, until a whole round found nothing stirred.
+struct Sweep {
+    cursor: SweepCursor,
+    /// `Domain::stirred` when it was last looked at.
+    seen: u64,
+    /// Parts left of the round.
+    left: usize,
 }
 
 impl Domain {
@@ -212,7 +223,8 @@ impl Domain {
             roster: RwLock::default(),
             next_id: AtomicU64::new(1),
             indexing: AtomicUsize::new(0),
-            sweep: Mutex::new(SweepCursor::new()),
+            sweep: Mutex::new(Sweep { cursor: SweepCursor::new(), seen: 0, left: 0 }),
+            stirred: AtomicU64::new(0),
             buffers: Mutex::default(),
             counters: Counters::default(),
             config,
@@ -266,6 +278,7 @@ impl Domain {
     /// kernel keeps their memory. False if there is no such client (any more).
     pub fn remove(&self, id: ClientId) -> bool {
         let _roster = read(&self.roster);
+        self.stir();
         let Some(member) = write(&self.members).remove(&id) else { return false };
         let mut work = lock(&member.work);
         // Set while the work is in hand: who waits for it finds the mark and leaves the client alone.
@@ -391,6 +404,10 @@ impl Domain {
         result
     }
 
+    fn stir(&self) {
+        self.stirred.fetch_add(1, Ordering::Relaxed);
+    }
+
     fn step_with(&self, member: &Member, work: &mut Work, now_ns: u64) -> Result<Next, Gone> {
         let mut worked = false;
         if now_ns >= work.next_period_ns {
@@ -399,16 +416,22 @@ impl Domain {
             worked = true;
         }
         let resting = work.is_resting();
-        let mut more = false;
+        let (mut more, mut indexed) = (false, false);
         if !resting {
-            worked |= self.take_inbox(member, work)?;
-            let (indexed, left) = self.index_fresh(work)?;
+            indexed = self.take_inbox(member, work)?;
+            let (looked_up, left) = self.index_fresh(work)?;
+            indexed |= looked_up;
             worked |= indexed;
             more = left;
         }
         self.note_indexing(member, more);
         if !resting && !more && self.may_merge_short(work) {
-            worked |= self.merge_deferred(work)?;
+            let merged = self.merge_deferred(work)?;
+            worked |= merged;
+            indexed |= merged;
+        }
+        if indexed {
+            self.stir();
         }
         if !more {
             work.client.rest();

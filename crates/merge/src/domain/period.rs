@@ -48,6 +48,7 @@ impl Domain {
     }
 
     fn refresh_regions(&self, id: u32, work: &mut Work) -> Result<(), Gone> {
+        self.stir();
         let mut ranges = work.client.regions()?;
         check_regions(&mut ranges)?;
         let mut discarded = 0;
@@ -212,6 +213,7 @@ impl Domain {
     }
 
     fn note_written(&self, work: &mut Work, report: &Written) {
+        self.stir();
         let mut addr = report.range.start;
         while addr < report.range.end {
             let chunk_end = addr / CHUNK_LEN * CHUNK_LEN + CHUNK_LEN;
@@ -263,6 +265,9 @@ impl Domain {
                     breaks += 1;
                 }
             }
+        }
+        if breaks > 0 {
+            self.stir();
         }
         work.breaks += breaks;
         self.count(|c| &c.breaks, breaks);
@@ -378,6 +383,7 @@ impl Domain {
 
     pub(super) fn unmerge_all(&self, work: &mut Work) -> Result<u64, Gone> {
         let before = self.counters.healed.load(Ordering::Relaxed);
+        self.stir();
         work.deferred.clear();
         // What was planned is dropped with the mail: looked up anew when work goes on.
         for chunk in work.table.chunks_mut().iter_mut().filter(|chunk| chunk.counts.candidate > 0) {
@@ -396,10 +402,20 @@ impl Domain {
 
     /// Drops index entries of candidates that are none any more, a part in each period.
     fn sweep_index(&self) {
-        let Ok(mut cursor) = self.sweep.try_lock() else { return };
+        let Ok(mut sweep) = self.sweep.try_lock() else { return };
+        let stirred = self.stirred.load(Ordering::Relaxed);
+        if stirred != sweep.seen {
+            sweep.seen = stirred;
+            // One more than a round: what was stirred lay in the middle of a part.
+            sweep.left = SWEEP_PERIODS + 1;
+        }
+        if sweep.left == 0 {
+            return;
+        }
+        sweep.left -= 1;
         let buckets = (self.index.memory_bytes() / 64) as usize / SWEEP_PERIODS + 64;
         let chunks = super::read(&self.chunks);
-        self.index.retain(&mut cursor, buckets, |value| match Entry::from_value(value) {
+        self.index.retain(&mut sweep.cursor, buckets, |value| match Entry::from_value(value) {
             Entry::Slot(slot) => self.pool.published_from(slot) > 0,
             Entry::Candidate { chunk, page } => chunks.is_indexed(chunk, page),
         });
