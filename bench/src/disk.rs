@@ -127,13 +127,35 @@ struct GrowthRow {
     metadata_bytes: u64,
 }
 
+const HOST_PARTS: &[&str] = &["reads", "memory", "pressure", "growth"];
+
+const USAGE: &str = "usage: pagefold bench pagecache [PART…] [--quick|--full] [--json] [--inputs DIR]
+
+  PART          reads, memory, pressure, growth; with guests: sharing, overhead, front-ends, memory-for-one;
+                all without it
+  --quick       seconds to minutes: small images, two guests
+  --full        files of a gigabyte, as the paper has them
+  --inputs DIR  images of bench/fetch-images.sh instead of those that are made here
+  --json        JSON instead of tables
+
+Examples:
+  pagefold bench pagecache reads --quick
+  pagefold bench pagecache sharing overhead";
+
 /// Entry point.
 pub fn run(args: &[String]) -> ExitCode {
     let outcome = match args {
         [flag, kind, directory, at, cache, fingerprints, nbd] if flag == "--serve" => {
             serve(kind, Path::new(directory), Path::new(at), cache.parse().unwrap_or(64), fingerprints, nbd)
         }
-        _ => measure(args),
+        _ => {
+            let words: Vec<&str> = HOST_PARTS.iter().chain(guests::PARTS).copied().collect();
+            let flags = ["--quick", "--full", "--json"];
+            if let Some(code) = crate::options::refuse(USAGE, args, &flags, &["--inputs"], &words) {
+                return code;
+            }
+            measure(args)
+        }
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -180,8 +202,7 @@ fn measure(args: &[String]) -> Result<(), Failure> {
     }
     let scratch = Scratch::new()?;
     // Any part alone: `pagefold bench pagecache sharing --quick`.
-    let parts = ["reads", "memory", "pressure", "growth"];
-    let any = parts.iter().chain(guests::PARTS).any(|part| has(part));
+    let any = HOST_PARTS.iter().chain(guests::PARTS).any(|part| has(part));
     let wanted = |part: &str| !any || has(part);
     if wanted("reads") {
         reads(&scratch, &size, &mut results)?;

@@ -175,6 +175,9 @@ fn main() -> ExitCode {
     if chosen.is_empty() {
         return usage();
     }
+    if chosen.len() > 1 && args.iter().any(|arg| arg == "--help" || arg == "-h") {
+        return usage();
+    }
     let alone = BENCHES.iter().find(|bench| chosen == [bench.0]);
     let options = take(&mut args, "--plot").and_then(|plot| match alone {
         // A bench alone knows its own versions and records itself.

@@ -67,3 +67,26 @@ pub fn parse<T: Parser>(name: &str, args: &[String]) -> Result<T, ExitCode> {
         ExitCode::from(if error.use_stderr() { 2 } else { 0 })
     })
 }
+
+/// Answers `--help`, and options and words that a bench does not know, before it measures anything: `None` if all are known.
+///
+/// `flags` stand alone, `valued` take the next word, `words` are parts of the bench.
+pub fn refuse(usage: &str, args: &[String], flags: &[&str], valued: &[&str], words: &[&str]) -> Option<ExitCode> {
+    if args.iter().any(|arg| arg == "--help" || arg == "-h") {
+        println!("{usage}");
+        return Some(ExitCode::SUCCESS);
+    }
+    let mut rest = args.iter().map(String::as_str);
+    while let Some(arg) = rest.next() {
+        if valued.contains(&arg) {
+            if rest.next().is_none() {
+                eprintln!("{arg} wants a value\n{usage}");
+                return Some(ExitCode::from(2));
+            }
+        } else if !flags.contains(&arg) && !words.contains(&arg) {
+            eprintln!("{arg}: not known here\n{usage}");
+            return Some(ExitCode::from(2));
+        }
+    }
+    None
+}

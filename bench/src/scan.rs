@@ -45,6 +45,15 @@ struct Results {
     skipped: Vec<String>,
 }
 
+const USAGE: &str = "usage: pagefold bench scan [--quick|--full] [--json]
+
+  --quick  3 processes of 64 MiB
+  --full   12 processes of 512 MiB
+  --json   JSON instead of a table
+
+Examples:
+  pagefold bench scan --quick";
+
 /// Entry point.
 pub fn run(args: &[String]) -> ExitCode {
     if let [flag, process, pages] = args
@@ -58,6 +67,9 @@ pub fn run(args: &[String]) -> ExitCode {
         && let Ok(workers) = workers.parse()
     {
         return one(workers, subjects);
+    }
+    if let Some(code) = crate::options::refuse(USAGE, args, &["--quick", "--full", "--json"], &[], &[]) {
+        return code;
     }
     let has = |flag: &str| args.iter().any(|arg| arg == flag);
     let size = if has("--quick") {
