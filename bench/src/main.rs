@@ -4,6 +4,7 @@
 //! ends in seconds with `--quick`. What the sources published stands below its table, and `--plot DIR` draws it.
 
 mod disk;
+mod guard;
 mod image;
 mod index;
 mod kv;
@@ -174,6 +175,9 @@ fn main() -> ExitCode {
     let chosen = named(&name);
     if chosen.is_empty() {
         return usage();
+    }
+    if let Some(code) = guard::run() {
+        return code;
     }
     if chosen.len() > 1 && args.iter().any(|arg| arg == "--help" || arg == "-h") {
         return usage();

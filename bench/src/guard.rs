@@ -1,0 +1,157 @@
+//! Puts back what a run touched, however the run ends.
+//!
+//! The bench itself runs in a child; this process only waits. When the child has ended, by itself, by a signal or by
+//! SIGKILL, settings have their old values again, and swap files, control groups and mounts of the run are gone.
+
+use std::fs;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, ExitCode};
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::{Duration, Instant};
+
+/// Set for the child, and for all that it starts.
+const GUARDED: &str = "PAGEFOLD_BENCH_GUARDED";
+/// What all things of a run are named by.
+const NAME: &str = "pagefold-bench";
+/// Switches that some bench sets; KSM's `run` last, when its other settings are back.
+const SETTINGS: &[&str] = &[
+    "/proc/sys/vm/max_map_count",
+    "/proc/sys/vm/page-cluster",
+    "/sys/module/zswap/parameters/enabled",
+    "/sys/module/zswap/parameters/compressor",
+    "/sys/module/zswap/parameters/max_pool_percent",
+    "/sys/kernel/mm/transparent_hugepage/enabled",
+    "/sys/kernel/mm/ksm/pages_to_scan",
+    "/sys/kernel/mm/ksm/sleep_millisecs",
+    "/sys/kernel/mm/ksm/smart_scan",
+    "/sys/kernel/mm/ksm/use_zero_pages",
+    "/sys/kernel/mm/ksm/run",
+];
+/// How long a bench that was asked to end may take for it.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+static ASKED: AtomicI32 = AtomicI32::new(0);
+
+extern "C" fn on_signal(signal: libc::c_int) {
+    ASKED.store(signal, Ordering::Relaxed);
+}
+
+/// The value of a switch; a choice shows the chosen one in brackets.
+fn value(path: &str) -> Option<String> {
+    let text = fs::read_to_string(path).ok()?;
+    let chosen = text.split_ascii_whitespace().find_map(|word| word.strip_prefix('[')?.strip_suffix(']'));
+    Some(chosen.unwrap_or(text.trim()).to_owned())
+}
+
+fn swap_files() -> Vec<String> {
+    let text = fs::read_to_string("/proc/swaps").unwrap_or_default();
+    text.lines().skip(1).filter_map(|line| line.split_whitespace().next()).map(str::to_owned).collect()
+}
+
+fn mounts() -> Vec<String> {
+    let text = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    text.lines().filter_map(|line| line.split(' ').nth(4)).map(str::to_owned).collect()
+}
+
+fn groups() -> Vec<String> {
+    let entries = ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"].into_iter().flat_map(fs::read_dir).flatten().flatten();
+    entries.filter_map(|entry| entry.path().into_os_string().into_string().ok()).collect()
+}
+
+/// The machine as it was.
+struct Before {
+    settings: Vec<(&'static str, String)>,
+    swap_files: Vec<String>,
+    mounts: Vec<String>,
+    groups: Vec<String>,
+}
+
+impl Before {
+    fn look() -> Before {
+        Before {
+            settings: SETTINGS.iter().filter_map(|path| Some((*path, value(path)?))).collect(),
+            swap_files: swap_files(),
+            mounts: mounts(),
+            groups: groups(),
+        }
+    }
+
+    fn restore(&self) {
+        let new = |all: Vec<String>, old: &[String]| -> Vec<String> {
+            all.into_iter().filter(|name| name.contains(NAME) && !old.contains(name)).collect()
+        };
+        let run = |program: &str, args: &[&str]| drop(Command::new(program).args(args).output());
+        new(swap_files(), &self.swap_files).iter().for_each(|file| {
+            run("swapoff", &[file]);
+            let _ = fs::remove_file(file);
+        });
+        new(mounts(), &self.mounts).iter().rev().for_each(|at| run("umount", &["-l", at]));
+        for group in new(groups(), &self.groups) {
+            let end = Instant::now() + Duration::from_secs(2);
+            while Path::new(&group).exists() && fs::remove_dir(&group).is_err() && Instant::now() < end {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        }
+        for (path, old) in &self.settings {
+            if value(path).is_some_and(|now| now != *old) && fs::write(path, old).is_err() {
+                eprintln!("{NAME}: {path} was {old}, and is not any more: set it back");
+            }
+        }
+    }
+}
+
+fn wait(child: &mut Child) -> Option<i32> {
+    let mut asked: Option<Instant> = None;
+    loop {
+        if let Ok(Some(status)) = child.try_wait() {
+            return status.code();
+        }
+        // SAFETY: the child leads a group of its own and is not reaped yet, so the number is still its own.
+        let tell = |signal| unsafe { libc::kill(-(child.id() as i32), signal) };
+        match (ASKED.load(Ordering::Relaxed), asked) {
+            (0, _) => {}
+            (_, None) => {
+                tell(libc::SIGTERM);
+                asked = Some(Instant::now());
+            }
+            (_, Some(at)) if at.elapsed() > PATIENCE => drop(tell(libc::SIGKILL)),
+            _ => {}
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Runs this program again, watched; `None` in the one that is watched, which goes on.
+pub fn run() -> Option<ExitCode> {
+    if std::env::var_os(GUARDED).is_some() {
+        return None;
+    }
+    let before = Before::look();
+    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
+        // SAFETY: the handler only stores to an atomic.
+        unsafe { libc::signal(signal, on_signal as *const () as libc::sighandler_t) };
+    }
+    let mut command = Command::new(std::env::current_exe().ok()?);
+    command.args(std::env::args_os().skip(1)).env(GUARDED, "1").process_group(0);
+    // SAFETY: one system call between fork and exec.
+    unsafe {
+        command.pre_exec(|| {
+            // Who watches is gone: so is the run.
+            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM);
+            Ok(())
+        });
+    }
+    let mut child = command.spawn().ok()?;
+    let code = wait(&mut child);
+    // What the run left in its group.
+    // SAFETY: numbers only; a group without members is an error and nothing else.
+    unsafe { libc::kill(-(child.id() as i32), libc::SIGKILL) };
+    before.restore();
+    let asked = ASKED.load(Ordering::Relaxed);
+    Some(match code {
+        _ if asked != 0 => ExitCode::from(128 + asked as u8),
+        Some(code) => ExitCode::from(code as u8),
+        None => ExitCode::FAILURE,
+    })
+}
