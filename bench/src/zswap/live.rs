@@ -203,7 +203,8 @@ pub fn measure(on: &str, set: &[u8], idle: Duration) -> io::Result<Vec<Row>> {
     );
     // The thread that answered us ends first, and takes its time out of the sum; and two ticks of the cleaner pass, which
     // look at what came in.
-    std::thread::sleep(if idle > Duration::from_secs(5) { Duration::from_secs(12) } else { Duration::from_millis(500) });
+    let settle_ms = if idle.as_secs() > 5 { 12_000 } else { 500 };
+    std::thread::sleep(Duration::from_millis(settle_ms));
     let before = live.cpu_ns();
     std::thread::sleep(idle);
     let spent = live.cpu_ns().checked_sub(before).map_or(f64::NAN, |ns| ns as f64);
