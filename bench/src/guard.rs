@@ -122,11 +122,25 @@ fn wait(child: &mut Child) -> Option<i32> {
     }
 }
 
+/// Waits until no other run of this user's is under way: it would be measured too, and see our settings as its own.
+fn wait_alone() -> Option<fs::File> {
+    // SAFETY: takes nothing and cannot fail.
+    let user = unsafe { libc::getuid() };
+    let path = std::env::temp_dir().join(format!("{NAME}-{user}.lock"));
+    let file = fs::File::options().create(true).truncate(false).write(true).open(path).ok()?;
+    if file.try_lock().is_err() {
+        eprintln!("{NAME}: another run is under way; this one waits for its end");
+        file.lock().ok()?;
+    }
+    Some(file)
+}
+
 /// Runs this program again, watched; `None` in the one that is watched, which goes on.
 pub fn run() -> Option<ExitCode> {
     if std::env::var_os(GUARDED).is_some() {
         return None;
     }
+    let _alone = wait_alone();
     let before = Before::look();
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
         // SAFETY: the handler only stores to an atomic.
