@@ -1,6 +1,9 @@
 //! `pagefold top` through a pseudo-terminal, as a person meets it: it draws, takes keys, follows the size of the
 //! window, shows a client of a real daemon, and leaves the terminal as it found it.
 
+mod common;
+
+use common::Reaped;
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{Winsize, tcgetattr, tcsetwinsize};
 use std::fs::File;
@@ -8,20 +11,10 @@ use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-
-/// Ends with its handle.
-struct Running(Child);
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
 
 fn pagefold() -> Command {
     Command::new(env!("CARGO_BIN_EXE_pagefold"))
@@ -29,7 +22,7 @@ fn pagefold() -> Command {
 
 /// A terminal window with `top` in it.
 struct Window {
-    top: Running,
+    top: Reaped,
     keys: File,
     keyboard: OwnedFd,
     screen: Arc<Mutex<vt100::Parser>>,
@@ -61,7 +54,7 @@ impl Window {
         } else {
             command.env("NO_COLOR", "1");
         }
-        let top = Running(command.spawn().expect("top starts"));
+        let top = Reaped(command.spawn().expect("top starts"));
         let screen = Arc::new(Mutex::new(vt100::Parser::new(START.0, START.1, 0)));
         let keys = File::from(keyboard.try_clone().expect("a copy"));
         let mut output = keys.try_clone().expect("a copy");
@@ -155,7 +148,7 @@ fn a_client_of_a_real_daemon_is_on_the_screen() {
         .arg(&socket)
         .stdout(Stdio::null())
         .stderr(Stdio::piped());
-    let mut daemon = Running(daemon.spawn().expect("the daemon starts"));
+    let mut daemon = Reaped(daemon.spawn().expect("the daemon starts"));
     let began = Instant::now();
     while !socket.exists() {
         if daemon.0.try_wait().expect("a state").is_some() {
@@ -173,7 +166,7 @@ fn a_client_of_a_real_daemon_is_on_the_screen() {
     let mut client = pagefold();
     client.args(["run", "--all", "--socket"]).arg(&socket).args(["--", "python3", "-c", program]);
     let mut client = match client.stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn() {
-        Ok(child) => Running(child),
+        Ok(child) => Reaped(child),
         Err(error) => {
             println!("SKIPPED: {error}");
             return;
@@ -205,7 +198,7 @@ fn a_client_of_a_real_daemon_is_on_the_screen() {
         .args(["run", "--cold", "--domain", "attic", "--socket"])
         .arg(&socket)
         .args(["--", "python3", "-c", program]);
-    let mut sleeper = Running(sleeper.stdout(Stdio::piped()).spawn().expect("run starts"));
+    let mut sleeper = Reaped(sleeper.stdout(Stdio::piped()).spawn().expect("run starts"));
     sleeper.0.stdout.as_mut().expect("a pipe").read_exact(&mut ready).expect("the client works");
     // Its agent greets and tells its memory on a thread of its own: there may be nothing to park yet.
     let began = Instant::now();

@@ -2,28 +2,20 @@
 
 #[path = "common/browser.rs"]
 mod browser;
+mod common;
 
-use browser::{Browser, skipped};
+use browser::Browser;
+use common::{Reaped, skipped};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Only ends a test that hangs.
 const LIMIT: Duration = Duration::from_secs(60);
-
-/// Ends with its handle.
-struct Running(Child);
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
 
 fn pagefold() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
@@ -40,14 +32,14 @@ fn wait(what: &str, mut done: impl FnMut() -> bool) {
 }
 
 /// A daemon with `options`; `None`, after saying so, if there can be none here.
-fn daemon(dir: &Path, options: &[&str]) -> Option<Running> {
+fn daemon(dir: &Path, options: &[&str]) -> Option<Reaped> {
     let socket = dir.join("daemon.sock");
     let mut command = pagefold();
     command.args(["daemon", "--no-keeper", "--period", "200ms", "--socket"]).arg(&socket).args(options);
     // Its own stores and mounts, not those of who runs the test.
     command.env("PAGEFOLD_STORE", dir.join("images")).env("PAGEFOLD_RUNTIME_DIR", dir.join("run"));
     command.stdout(Stdio::null()).stderr(Stdio::piped());
-    let mut daemon = Running(command.spawn().expect("the daemon starts"));
+    let mut daemon = Reaped(command.spawn().expect("the daemon starts"));
     let began = Instant::now();
     while !socket.exists() {
         if daemon.0.try_wait().expect("a state").is_some() {
@@ -198,7 +190,7 @@ fn addresses_that_others_could_reach_are_refused_in_one_line() {
 }
 
 /// A client whose name is markup, in `domain`; `None`, after saying so, if there is no python3.
-fn client(dir: &Path, domain: &str) -> Option<Running> {
+fn client(dir: &Path, domain: &str) -> Option<Reaped> {
     let found = Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).output();
     let Some(found) = found.ok().filter(|output| output.status.success()) else {
         skipped("no python3 here to be a client");
@@ -212,7 +204,7 @@ fn client(dir: &Path, domain: &str) -> Option<Running> {
     let mut command = pagefold();
     command.args(["run", "--all", "--domain", domain, "--socket"]).arg(dir.join("daemon.sock"));
     command.arg("--").arg(&python).args(["-c", program]);
-    let mut client = Running(command.stdout(Stdio::piped()).spawn().expect("run starts"));
+    let mut client = Reaped(command.stdout(Stdio::piped()).spawn().expect("run starts"));
     let mut ready = [0; 5];
     client.0.stdout.as_mut().expect("a pipe").read_exact(&mut ready).expect("the client works");
     Some(client)

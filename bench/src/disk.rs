@@ -974,25 +974,9 @@ fn read_all(places: &[PathBuf], sum: u64) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Where memory control groups are: the directory, the file of the limit, and this process's group there.
-fn memory_groups() -> Result<(PathBuf, &'static str, String), Failure> {
-    let groups = std::fs::read_to_string("/proc/self/cgroup")?;
-    let home = |mark: &str| groups.lines().find_map(|line| line.split_once(mark)).map(|(_, home)| home.to_owned());
-    let unified = Path::new("/sys/fs/cgroup");
-    let controllers = std::fs::read_to_string(unified.join("cgroup.controllers")).unwrap_or_default();
-    if controllers.contains("memory") {
-        std::fs::write(unified.join("cgroup.subtree_control"), "+memory")?;
-        return Ok((unified.to_owned(), "memory.max", home("0::").unwrap_or_default()));
-    }
-    if unified.join("memory/memory.limit_in_bytes").exists() {
-        return Ok((unified.join("memory"), "memory.limit_in_bytes", home(":memory:").unwrap_or_default()));
-    }
-    Err("no memory control groups".into())
-}
-
 /// The same in a memory control group with a limit; returns bytes read from disk and seconds.
 fn limited_reads(copies: &[PathBuf], limit_mib: usize, sum: u64) -> Result<(u64, f64), Failure> {
-    let (root, limit, home) = memory_groups()?;
+    let (root, limit, home) = crate::group::root()?;
     let group = root.join(format!("pagefold-bench-{}", std::process::id()));
     std::fs::create_dir(&group)?;
     let pid = std::process::id().to_string();

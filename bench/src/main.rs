@@ -4,6 +4,7 @@
 //! ends in seconds with `--quick`. What the sources published stands below its table, and `--plot DIR` draws it.
 
 mod disk;
+mod group;
 mod guard;
 mod image;
 mod index;

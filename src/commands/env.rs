@@ -17,15 +17,8 @@ daemon is started: a program without one works as ever, and is merged once a dae
 
 Exit status: 0 if printed, 1 if the agent could not be written, 2 for wrong usage.")]
 pub struct Args {
-    /// Manage every large private anonymous mapping, not only what the program marks mergeable
-    #[arg(long)]
-    all: bool,
-    /// Share pages only inside this domain [default: one domain for all of this user]
-    #[arg(long, value_name = "NAME")]
-    domain: Option<String>,
-    /// Move pages that stay silent to the cold tier instead of merging; all large private memory is managed
-    #[arg(long)]
-    cold: bool,
+    #[command(flatten)]
+    client: super::run::ClientArgs,
     /// Socket of the daemon [default: this user's]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
@@ -33,13 +26,13 @@ pub struct Args {
 
 /// Prints the lines.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
-    if let Some(domain) = &args.domain {
+    if let Some(domain) = &args.client.domain {
         super::run::check_domain(domain)?;
     }
     let socket = host::socket(args.socket.as_deref())?;
-    let cold = args.cold.then_some(host::Cold { tolerance: None, tier_max: None });
+    let cold = args.client.cold.then_some(host::Cold { tolerance: None, tier_max: None });
     let mut text = String::new();
-    for (name, value) in host::environment(&socket, args.domain.as_deref(), args.all, cold.as_ref())? {
+    for (name, value) in host::environment(&socket, args.client.domain.as_deref(), args.client.all, cold.as_ref())? {
         if value.contains('\n') {
             return Err(format!("{name} has a line break, which such a file cannot hold").into());
         }

@@ -8,6 +8,20 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
+/// What kind of client a program becomes.
+#[derive(clap::Args)]
+pub struct ClientArgs {
+    /// Manage every large private anonymous mapping, not only what the program marks mergeable
+    #[arg(long)]
+    pub all: bool,
+    /// Share pages only inside this domain [default: one domain for all of this user]
+    #[arg(long, value_name = "NAME")]
+    pub domain: Option<String>,
+    /// Move pages that stay silent to the cold tier instead of merging; all large private memory is managed
+    #[arg(long)]
+    pub cold: bool,
+}
+
 /// Run a program and merge its equal pages with those of all others
 #[derive(clap::Args)]
 #[command(after_help = "\
@@ -24,15 +38,8 @@ A domain is a trust boundary: whoever shares pages with somebody can find out, b
 write takes, what that somebody has in memory. All that one user starts shares that user's
 domain; give each owner of data a --domain of its own.")]
 pub struct Args {
-    /// Manage every large private anonymous mapping, not only what the program marks mergeable
-    #[arg(long)]
-    all: bool,
-    /// Share pages only inside this domain [default: one domain for all of this user]
-    #[arg(long, value_name = "NAME")]
-    domain: Option<String>,
-    /// Move pages that stay silent to the cold tier instead of merging; all large private memory is managed
-    #[arg(long)]
-    cold: bool,
+    #[command(flatten)]
+    client: ClientArgs,
     /// With --cold: share of run time that may be lost to pages coming back, in percent [default: the daemon's]
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
     tolerance: Option<f64>,
@@ -95,20 +102,20 @@ pub(super) fn check_domain(name: &str) -> Result<(), Error> {
 fn prepare(args: &Args) -> Result<Command, Error> {
     let mut command = Command::new(&args.command[0]);
     command.args(&args.command[1..]);
-    if let Some(domain) = &args.domain {
+    if let Some(domain) = &args.client.domain {
         check_domain(domain)?;
     }
     let lack = pagefold_os::probe::all().into_iter().find(|finding| finding.needed && !finding.works);
     let remap = match (args.backend, lack) {
         (Backend::Remap, Some(lack)) => return Err(format!("{}: {}; {}", lack.name, lack.detail, lack.cure).into()),
-        (Backend::Auto, Some(lack)) if args.cold => {
+        (Backend::Auto, Some(lack)) if args.client.cold => {
             return Err(format!("the cold tier needs {}: {}; {}", lack.name, lack.detail, lack.cure).into());
         }
         (Backend::Auto, Some(lack)) => {
             eprintln!("pagefold: {}: {}; using KSM instead", lack.name, lack.detail);
             false
         }
-        (Backend::Ksm, _) if args.cold => return Err("--cold needs the agent: leave --backend away".into()),
+        (Backend::Ksm, _) if args.client.cold => return Err("--cold needs the agent: leave --backend away".into()),
         (Backend::Ksm, _) => false,
         (_, None) => true,
     };
@@ -124,8 +131,8 @@ fn prepare(args: &Args) -> Result<Command, Error> {
     }
     let socket = host::socket(args.socket.as_deref())?;
     host::ensure_daemon(&socket)?;
-    let cold = args.cold.then_some(host::Cold { tolerance: args.tolerance, tier_max: args.tier_max });
-    command.envs(host::environment(&socket, args.domain.as_deref(), args.all, cold.as_ref())?);
+    let cold = args.client.cold.then_some(host::Cold { tolerance: args.tolerance, tier_max: args.tier_max });
+    command.envs(host::environment(&socket, args.client.domain.as_deref(), args.client.all, cold.as_ref())?);
     Ok(command)
 }
 

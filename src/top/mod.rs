@@ -347,6 +347,11 @@ impl View {
         self.domain.as_ref().is_none_or(|shown| shown == domain)
     }
 
+    /// `order`, the other way round where that was asked for.
+    fn turned(&self, order: std::cmp::Ordering) -> std::cmp::Ordering {
+        if self.reverse { order.reverse() } else { order }
+    }
+
     /// The clients of the cold tier to show, in order.
     pub fn cold_clients(&self) -> Vec<&ColdClient> {
         let all = self.sample.cold.iter().flat_map(|cold| &cold.clients);
@@ -361,8 +366,7 @@ impl View {
                 Sort::Name => a.name.cmp(&b.name),
                 Sort::Pid => a.pid.cmp(&b.pid),
             };
-            let order = if self.reverse { order.reverse() } else { order };
-            order.then(a.pid.cmp(&b.pid))
+            self.turned(order).then(a.pid.cmp(&b.pid))
         });
         clients
     }
@@ -391,8 +395,7 @@ impl View {
                 Sort::Name => a.name.cmp(&b.name),
                 Sort::Pid => a.pid.cmp(&b.pid),
             };
-            let order = if self.reverse { order.reverse() } else { order };
-            order.then(a.pid.cmp(&b.pid))
+            self.turned(order).then(a.pid.cmp(&b.pid))
         });
         clients
     }

@@ -1,5 +1,6 @@
 //! A headless browser, spoken to through pipes by the DevTools protocol: no port, no driver.
 
+use crate::common::skipped;
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::{BufRead, BufReader, PipeReader, Write};
@@ -10,11 +11,6 @@ use std::time::{Duration, Instant};
 
 /// Only ends a test that hangs.
 const LIMIT: Duration = Duration::from_secs(60);
-
-/// Says why a test is not tried, past the harness, which hides the output of tests that pass.
-pub fn skipped(why: &str) {
-    let _ = writeln!(std::io::stderr(), "SKIPPED: {why}");
-}
 
 /// A browser with one page.
 pub struct Browser {

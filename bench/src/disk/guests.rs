@@ -2,6 +2,7 @@
 //! has memory for one copy of what four guests read.
 
 use super::{Failure, Scratch, Server, cached_bytes, drop_cached, mib, random_file, summary, tool};
+use crate::group::Group;
 use crate::vm::{self, Boot, Guest, Setup};
 use pagefold_os::{ksm, procfs};
 use serde::Serialize;
@@ -686,31 +687,6 @@ impl Drop for Swap {
     }
 }
 
-/// A memory control group with a limit, gone with this value.
-struct Group(PathBuf);
-
-impl Group {
-    fn new(name: &str, bytes: u64) -> Result<Group, Failure> {
-        let (root, limit, _) = super::memory_groups()?;
-        let group = Group(root.join(format!("pagefold-bench-{}-{name}", std::process::id())));
-        std::fs::create_dir(&group.0)?;
-        std::fs::write(group.0.join(limit), bytes.to_string())?;
-        Ok(group)
-    }
-}
-
-impl Drop for Group {
-    fn drop(&mut self) {
-        // Its processes were waited for; the kernel may need a moment for the last of their memory.
-        for _ in 0..100 {
-            if std::fs::remove_dir(&self.0).is_ok() {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(50));
-        }
-    }
-}
-
 fn vmstat(name: &str) -> Result<u64, Failure> {
     let text = std::fs::read_to_string("/proc/vmstat")?;
     let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')).ok_or("no such counter")?;
@@ -810,12 +786,13 @@ fn read_under_pressure(
 ) -> Result<UnderPressure, Failure> {
     // The guests, and one copy of the file with a quarter to spare; the server's own memory comes out of that quarter.
     let limit_mib = READERS * (SMALL_MIB + QEMU_MIB) + size.file_mib + size.file_mib / 4;
-    let group = Group::new(if cached { "disk" } else { "plain" }, (limit_mib as u64) << 20)?;
-    let mut setup = Setup { memory_mib: SMALL_MIB, group: Some(group.0.clone()), ..Setup::default() };
+    let group = Group::new(if cached { "disk" } else { "plain" })?;
+    group.limit((limit_mib as u64) << 20)?;
+    let mut setup = Setup { memory_mib: SMALL_MIB, group: Some(group.path.clone()), ..Setup::default() };
     setup.accel = Some("tcg,tb-size=16".to_owned());
     let cache_mib = size.file_mib + size.file_mib / 16;
     let server = match cached {
-        true => Some(Server::start_in(scratch, "cache", directory, cache_mib, store, Some(&group.0))?),
+        true => Some(Server::start_in(scratch, "cache", directory, cache_mib, store, Some(&group.path))?),
         false => None,
     };
     let mut settings = None;
@@ -841,10 +818,7 @@ fn read_under_pressure(
     // What came back from swap is no read of an image.
     let read = (reads() - read_before).saturating_sub(swapped_in);
     // Of the first kind of groups; the second tells it elsewhere.
-    let peak = ["memory.max_usage_in_bytes", "memory.peak"]
-        .iter()
-        .find_map(|name| std::fs::read_to_string(group.0.join(name)).ok()?.trim().parse().ok());
-    let peak_bytes = peak.unwrap_or(0);
+    let peak_bytes = group.number(&["memory.max_usage_in_bytes", "memory.peak"]).unwrap_or(0);
     drop(guests);
     drop(server);
     if let Some(mut settings) = settings {

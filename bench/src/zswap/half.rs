@@ -2,64 +2,17 @@
 
 use super::kernel::{Undo, Zswap};
 use super::{Row, median};
+use crate::group::Group;
+use crate::vm::join_group;
 use std::fs;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Bytes of a value.
 const VALUE_BYTES: usize = 1000;
-
-/// A control group with a limit of memory; goes when this is dropped.
-struct Group {
-    path: PathBuf,
-    _end: Undo,
-}
-
-impl Group {
-    fn new() -> io::Result<Group> {
-        for root in ["/sys/fs/cgroup/memory", "/sys/fs/cgroup"] {
-            let path = Path::new(root).join(format!("pagefold-bench-{}", std::process::id()));
-            if fs::create_dir(&path).is_err() {
-                continue;
-            }
-            let gone = path.clone();
-            let end = Undo::later(move || {
-                let end = Instant::now() + Duration::from_secs(5);
-                while fs::remove_dir(&gone).is_err() && Instant::now() < end {
-                    std::thread::sleep(Duration::from_millis(20));
-                }
-            });
-            if ["memory.limit_in_bytes", "memory.max"].iter().any(|name| path.join(name).exists()) {
-                return Ok(Group { path, _end: end });
-            }
-        }
-        Err(io::Error::other("no control group of memory can be made"))
-    }
-
-    fn used(&self) -> u64 {
-        let read = |name: &str| fs::read_to_string(self.path.join(name)).ok()?.trim().parse().ok();
-        ["memory.usage_in_bytes", "memory.current"].into_iter().find_map(read).unwrap_or(0)
-    }
-
-    /// Sets the limit; the kernel brings the use down to it first, which takes it a few turns.
-    fn limit(&self, bytes: u64) -> io::Result<()> {
-        let end = Instant::now() + Duration::from_secs(60);
-        loop {
-            let set = |name: &str| fs::write(self.path.join(name), bytes.to_string());
-            let done = set("memory.limit_in_bytes")
-                .or_else(|error| if error.kind() == io::ErrorKind::NotFound { set("memory.max") } else { Err(error) });
-            match done {
-                Err(error) if Instant::now() > end => return Err(error),
-                Err(_) => std::thread::sleep(Duration::from_millis(10)),
-                Ok(()) => return Ok(()),
-            }
-        }
-    }
-}
 
 /// Starts a program that ends with the run.
 fn start(mut command: Command) -> io::Result<(u32, Undo)> {
@@ -127,7 +80,8 @@ fn once(tier: bool, mib: usize, requests: usize, reads: &str) -> io::Result<[f64
     let _dir = Undo::later(move || drop(fs::remove_dir_all(made)));
     let tool = std::env::current_exe()?.with_file_name("pagefold");
     let (daemon_socket, socket) = (dir.join("d"), dir.join("r"));
-    let group = Group::new()?;
+    let group = Group::new("half")?;
+    let used = || group.number(&["memory.usage_in_bytes", "memory.current"]).unwrap_or(0);
     let _zswap = if tier { None } else { Some(Zswap::start((mib as u64) << 21)?) };
     let before = Zswap::bytes();
     let _daemon = if tier {
@@ -150,13 +104,11 @@ fn once(tier: bool, mib: usize, requests: usize, reads: &str) -> io::Result<[f64
         Command::new("redis-server")
     };
     command.args(["--port", "0", "--save", "", "--appendonly", "no", "--unixsocket"]).arg(&socket);
-    let members = group.path.join("cgroup.procs");
-    // SAFETY: a write to a file between fork and exec; the path was made before.
-    unsafe { command.pre_exec(move || fs::write(&members, "0")) };
+    join_group(&mut command, &group.path);
     let (_, _redis) = start(command)?;
     let count = (mib << 20) / (VALUE_BYTES + 100);
     fill(&socket, count)?;
-    let limit = group.used() / 2;
+    let limit = used() / 2;
     if tier {
         let mut park = Command::new(&tool);
         said(park.args(["park", "--all", "--socket"]).arg(&daemon_socket))?;
@@ -185,7 +137,7 @@ fn once(tier: bool, mib: usize, requests: usize, reads: &str) -> io::Result<[f64
     } else {
         Zswap::bytes().0 - before.0
     };
-    Ok([rate, (group.used() as f64 + held) / 1e6])
+    Ok([rate, (used() as f64 + held) / 1e6])
 }
 
 /// Measures both, in turns.

@@ -159,7 +159,7 @@ impl Near {
 
     /// Doubles the table from `len` entries; who comes second does nothing.
     fn grow(&self, len: usize) {
-        let part = len.checked_div(NEAR_MIN).map_or(0, |times| times.checked_ilog2().map_or(0, |log| log as usize + 1));
+        let (part, _) = Near::part_of(len);
         let fresh = || -> Box<[AtomicU64]> {
             // What was found under a shorter hash is found under the longer one, in one half or the other.
             (0..len.max(NEAR_MIN)).map(|at| AtomicU64::new(if len == 0 { 0 } else { self.load(at) })).collect()
@@ -168,11 +168,14 @@ impl Near {
         let _ = self.len.compare_exchange(len, (len * 2).max(NEAR_MIN), Ordering::Release, Ordering::Relaxed);
     }
 
+    /// The part that has entry `at`, and its place there.
+    fn part_of(at: usize) -> (usize, usize) {
+        (at / NEAR_MIN).checked_ilog2().map_or((0, at), |log| (log as usize + 1, at - (NEAR_MIN << log)))
+    }
+
     fn entry(&self, at: usize) -> Option<&AtomicU64> {
-        match (at / NEAR_MIN).checked_ilog2() {
-            None => self.parts[0].get()?.get(at),
-            Some(log) => self.parts[log as usize + 1].get()?.get(at - (NEAR_MIN << log)),
-        }
+        let (part, place) = Near::part_of(at);
+        self.parts[part].get()?.get(place)
     }
 
     fn load(&self, at: usize) -> u64 {
