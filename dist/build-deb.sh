@@ -113,7 +113,7 @@ tool() {
     put 644 "$here/dist/systemd/pagefold-user.service" $p/usr/lib/systemd/user/pagefold.service
     put 644 "$here/dist/systemd/pagefold@.service" "$p/usr/lib/systemd/system/pagefold@.service"
     put 644 "$here/dist/sysctl/50-pagefold.conf" $p/usr/lib/sysctl.d/50-pagefold.conf
-    put 644 "$here/dist/udev/70-pagefold-userfaultfd.rules" $p/usr/lib/udev/rules.d/70-pagefold-userfaultfd.rules
+    put 644 "$here/dist/udev/70-pagefold.rules" $p/usr/lib/udev/rules.d/70-pagefold.rules
     (cd "$here/dist" && find examples grafana prometheus libvirt -type f 2>/dev/null) | while read -r file; do
         mode=644
         if [ -x "$here/dist/$file" ]; then mode=755; fi

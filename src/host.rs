@@ -1,6 +1,7 @@
 //! This user's daemon and this tool's agent: where they live, and how to reach them.
 
 use crate::commands::Error;
+use crate::output::Progress;
 use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::status::Status;
 use std::fs;
@@ -169,6 +170,37 @@ pub fn ask(socket: &Path, request: &Request) -> Result<Answer, Error> {
         ),
         Err(error) => Err(format!("the daemon at {} does not answer: {error}", socket.display()).into()),
     }
+}
+
+/// Pause between two looks at how far a long request is.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// As [`ask`], for what may take long: shows meanwhile, on a terminal, how far it is. `how_far` gets the daemon's status
+/// before the request, and then again and again; it tells bytes that are done, and of how many.
+pub fn ask_and_watch(
+    socket: &Path,
+    request: &Request,
+    what: &'static str,
+    how_far: impl Fn(&Status, &Status) -> (u64, u64),
+) -> Result<Answer, Error> {
+    let mut progress = Progress::new(what);
+    // Nobody looks: then the daemon need not be asked how far it is.
+    if !progress.is_shown() {
+        return ask(socket, request);
+    }
+    let before = status(socket)?;
+    std::thread::scope(|scope| {
+        let asked = scope.spawn(|| ask(socket, request).map_err(|error| error.to_string()));
+        while !asked.is_finished() {
+            std::thread::sleep(LOOK);
+            if let Ok(now) = status(socket) {
+                let (done, total) = how_far(&before, &now);
+                progress.update(done, total.max(done));
+            }
+        }
+        progress.finish();
+        asked.join().map_err(|_| "the request's thread ended")?.map_err(Error::from)
+    })
 }
 
 /// The daemon's status.

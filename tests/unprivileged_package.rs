@@ -86,7 +86,7 @@ fn packages_hold_what_they_should() {
                 "/usr/share/pagefold/grafana/pagefold.json",
                 "/usr/share/pagefold/examples/service.conf",
                 "/usr/lib/sysctl.d/50-pagefold.conf",
-                "/usr/lib/udev/rules.d/70-pagefold-userfaultfd.rules",
+                "/usr/lib/udev/rules.d/70-pagefold.rules",
                 "/usr/share/doc/pagefold/copyright",
                 "/usr/share/doc/pagefold/changelog.gz",
             ][..],

@@ -60,6 +60,12 @@ impl Group {
         }
     }
 
+    /// Processes that the kernel has killed for want of memory since the machine started, here and in any group.
+    pub fn killed() -> u64 {
+        let text = fs::read_to_string("/proc/vmstat").unwrap_or_default();
+        text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.parse().ok()).unwrap_or(0)
+    }
+
     /// The number in the first of these files that there is: each version has its own names.
     pub fn number(&self, names: &[&str]) -> Option<u64> {
         names.iter().find_map(|name| fs::read_to_string(self.path.join(name)).ok()?.trim().parse().ok())

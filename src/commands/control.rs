@@ -5,8 +5,11 @@ use crate::output::print_json;
 use crate::say;
 use crate::{host, units};
 use pagefold_daemon::control::{Answer, Request};
+use pagefold_daemon::status::Status;
 use std::path::PathBuf;
 use std::process::ExitCode;
+
+const PAGE: u64 = pagefold_os::PAGE_SIZE as u64;
 
 /// Give a client its private memory back and leave it alone
 #[derive(clap::Args)]
@@ -73,7 +76,11 @@ struct Done {
 
 fn done(socket: Option<PathBuf>, request: &Request, json: bool, words: [&str; 2]) -> Result<ExitCode, Error> {
     let socket = host::socket(socket.as_deref())?;
-    match host::ask(&socket, request)? {
+    tell(host::ask(&socket, request)?, json, words)
+}
+
+fn tell(answer: Answer, json: bool, words: [&str; 2]) -> Result<ExitCode, Error> {
+    match answer {
         Answer::Done { count } if json => print_json(&Done { count })?,
         Answer::Done { count } => say!("{} {}", units::show_count(count), words[usize::from(count != 1)]),
         other => return Err(format!("the daemon answered {other:?}").into()),
@@ -83,8 +90,15 @@ fn done(socket: Option<PathBuf>, request: &Request, json: bool, words: [&str; 2]
 
 /// Runs `unmerge`.
 pub fn unmerge(args: Unmerge) -> Result<ExitCode, Error> {
-    let words = ["page is private again", "pages are private again"];
-    done(args.socket, &Request::Unmerge { pid: args.client }, args.json, words)
+    let socket = host::socket(args.socket.as_deref())?;
+    let shared = |status: &Status| -> u64 {
+        status.clients.iter().filter(|one| one.pid == args.client).map(|one| one.stats.pages_sharing).sum()
+    };
+    let healed = |status: &Status| -> u64 { status.domains.iter().map(|one| one.events.healed).sum() };
+    let answer = host::ask_and_watch(&socket, &Request::Unmerge { pid: args.client }, "unmerge", |before, now| {
+        (healed(now).saturating_sub(healed(before)) * PAGE, shared(before) * PAGE)
+    })?;
+    tell(answer, args.json, ["page is private again", "pages are private again"])
 }
 
 /// Runs `pause`.
@@ -100,7 +114,10 @@ pub fn resume(args: Resume) -> Result<ExitCode, Error> {
 /// Runs `verify`.
 pub fn verify(args: Verify) -> Result<ExitCode, Error> {
     let socket = host::socket(args.socket.as_deref())?;
-    let Answer::Verified(found) = host::ask(&socket, &Request::Verify {})? else {
+    let answer = host::ask_and_watch(&socket, &Request::Verify {}, "verify", |_, now| {
+        (now.verifying.pages * PAGE, now.verifying.pages_total * PAGE)
+    })?;
+    let Answer::Verified(found) = answer else {
         return Err("the daemon answered something else".into());
     };
     if args.json {

@@ -73,6 +73,9 @@ pub struct Args {
     /// Pages go to the cold tier only by `park`, hints and shortage of memory
     #[arg(long)]
     cold_manual: bool,
+    /// Let processors sleep while pages come back one after the other: slower, and cheaper
+    #[arg(long)]
+    cold_sleep: bool,
     /// On an orderly stop leave cold pages with the keeper, for a daemon that is about to come (an upgrade)
     #[arg(long)]
     hand_over: bool,
@@ -172,6 +175,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
                 _ => std::iter::once(program).chain(config::arguments()).collect(),
             },
             hand_over: args.hand_over,
+            keep_awake: !args.cold_sleep,
             ..cold::Config::default()
         },
     });

@@ -1,14 +1,14 @@
 //! `pagefold park` and `unpark`: an idle client's memory to the cold tier and back, at once.
 
 use super::Error;
-use crate::output::{Progress, print_json};
+use crate::output::print_json;
 use crate::{host, say, units};
-use pagefold_daemon::cold::Whom;
+use pagefold_daemon::cold::{ColdClient, Whom};
 use pagefold_daemon::control::{Answer, Request};
 use pagefold_daemon::status::Status;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// Move an idle client's memory to the cold tier, now
 #[derive(clap::Args)]
@@ -79,38 +79,17 @@ struct Moved {
     seconds: f64,
 }
 
-/// Time between two looks at how far it is.
-const LOOK: Duration = Duration::from_millis(250);
-
 /// Asks for `request` and shows meanwhile, on a terminal, how many bytes went (or came).
 fn ask_and_watch(socket: &Path, request: &Request, target: &Target, park: bool) -> Result<Answer, Error> {
-    let mut progress = Progress::new(if park { "park" } else { "unpark" });
-    // Nobody looks: then the daemon need not be asked how far it is.
-    if !progress.is_shown() {
-        return host::ask(socket, request);
-    }
-    let out = |status: &Status| -> u64 {
-        let mine = status.cold.clients.iter().filter(|client| target.client.is_none_or(|pid| pid == client.pid));
-        mine.map(|client| client.pages_out * pagefold_os::PAGE_SIZE as u64).sum()
+    let sum = |status: &Status, of: fn(&ColdClient) -> u64| -> u64 {
+        status.cold.clients.iter().filter(|one| target.client.is_none_or(|pid| pid == one.pid)).map(of).sum()
     };
-    let resident = |status: &Status| -> u64 {
-        let mine = status.cold.clients.iter().filter(|client| target.client.is_none_or(|pid| pid == client.pid));
-        mine.map(|client| pagefold_os::procfs::rss(client.pid)).sum()
-    };
-    let before = host::status(socket)?;
-    let (out_before, total) = (out(&before), if park { resident(&before) } else { out(&before) });
-    std::thread::scope(|scope| {
-        let asked = scope.spawn(|| host::ask(socket, request).map_err(|error| error.to_string()));
-        while !asked.is_finished() {
-            std::thread::sleep(LOOK);
-            if let Ok(status) = host::status(socket) {
-                let done = out(&status).abs_diff(out_before);
-                // What is locked or pinned stays; what grows meanwhile may be more than there was.
-                progress.update(done, total.max(done));
-            }
-        }
-        progress.finish();
-        asked.join().map_err(|_| "the request's thread ended")?.map_err(Error::from)
+    let out = |client: &ColdClient| client.pages_out * pagefold_os::PAGE_SIZE as u64;
+    host::ask_and_watch(socket, request, if park { "park" } else { "unpark" }, |before, now| {
+        // What is locked or pinned stays; what grows meanwhile may be more than there was.
+        let resident = |client: &ColdClient| pagefold_os::procfs::rss(client.pid);
+        let done = sum(now, out).abs_diff(sum(before, out));
+        (done, if park { done + sum(now, resident) } else { sum(before, out) })
     })
 }
 

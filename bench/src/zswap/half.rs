@@ -72,8 +72,8 @@ fn fill(socket: &Path, count: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// One run; operations per second of reads and of writes of random keys, and the memory that all of it takes.
-fn once(tier: bool, mib: usize, requests: usize, reads: &str) -> io::Result<[f64; 2]> {
+/// One run; operations per second on random keys, the memory that all of it takes, and faults per operation.
+fn once(tier: bool, mib: usize, requests: usize, reads: &str) -> io::Result<[f64; 3]> {
     let dir = std::env::temp_dir().join(format!("pagefold-bench-half-{}", std::process::id()));
     fs::create_dir_all(&dir)?;
     let made = dir.clone();
@@ -126,18 +126,39 @@ fn once(tier: bool, mib: usize, requests: usize, reads: &str) -> io::Result<[f64
             |text: &str| text.split(" requests per second").next()?.split_whitespace().next_back()?.parse().ok();
         text.rsplit('\r').find_map(number).ok_or_else(|| io::Error::other(format!("redis-benchmark said {text}")))
     };
+    let status = || -> io::Result<serde_json::Value> {
+        let text = said(Command::new(&tool).args(["status", "--json", "--socket"]).arg(&daemon_socket))?;
+        serde_json::from_str(&text).map_err(io::Error::other)
+    };
+    let sum = |of: &serde_json::Value, field: &str| -> f64 {
+        of.as_array().into_iter().flatten().filter_map(|one| one[field].as_f64()).sum()
+    };
+    // Faults on pages that were out.
+    let faults = || -> io::Result<f64> {
+        if tier { Ok(sum(&status()?["cold"]["clients"], "refaults")) } else { Ok(Zswap::pages_in()) }
+    };
     // Half of the keys come in and go out before it counts.
     run(requests / 4)?;
+    let earlier = faults()?;
     let rate = run(requests)?;
-    let held = if tier {
-        let text = said(Command::new(&tool).args(["status", "--json", "--socket"]).arg(&daemon_socket))?;
-        let status: serde_json::Value = serde_json::from_str(&text).map_err(io::Error::other)?;
-        let domains = status["cold"]["domains"].as_array().cloned().unwrap_or_default();
-        domains.iter().filter_map(|domain| domain["held_bytes"].as_f64()).sum()
-    } else {
-        Zswap::bytes().0 - before.0
-    };
-    Ok([rate, (used() as f64 + held) / 1e6])
+    let faults = (faults()? - earlier) / requests as f64;
+    let held = if tier { sum(&status()?["cold"]["domains"], "held_bytes") } else { Zswap::bytes().0 - before.0 };
+    Ok([rate, (used() as f64 + held) / 1e6, faults])
+}
+
+/// As [`once`]; where the kernel kills the program at its limit, again, and that is counted.
+fn surviving(tier: bool, mib: usize, requests: usize, reads: &str, killed: &mut u32) -> io::Result<[f64; 3]> {
+    for _ in 0..5 {
+        let before = Group::killed();
+        match once(tier, mib, requests, reads) {
+            Err(error) if Group::killed() > before => {
+                eprintln!("redis was killed at its limit ({}): {error}", if tier { "cold tier" } else { "zswap" });
+                *killed += 1;
+            }
+            other => return other,
+        }
+    }
+    Err(io::Error::other("redis was killed at its limit five times"))
 }
 
 /// Measures both, in turns.
@@ -145,13 +166,14 @@ pub fn measure(mib: usize, requests: usize, rounds: usize) -> io::Result<Vec<Row
     let mut rows = Vec::new();
     for kind in ["reads", "writes"] {
         let mut runs = [Vec::new(), Vec::new()];
+        let mut killed = [0; 2];
         for _ in 0..rounds {
             for (tier, runs) in [true, false].into_iter().zip(&mut runs) {
-                runs.push(once(tier, mib, requests, kind)?);
+                runs.push(surviving(tier, mib, requests, kind, &mut killed[usize::from(!tier)])?);
             }
         }
-        for (name, runs) in [("cold tier".to_owned(), &runs[0]), (format!("zswap, {}", Zswap::compressor()), &runs[1])]
-        {
+        let names = ["cold tier".to_owned(), format!("zswap, {}", Zswap::compressor())];
+        for ((name, runs), killed) in names.into_iter().zip(&runs).zip(killed) {
             let column = |index: usize| -> Vec<f64> { runs.iter().map(|run| run[index]).collect() };
             let rates = column(0);
             rows.push(Row {
@@ -163,6 +185,8 @@ pub fn measure(mib: usize, requests: usize, rounds: usize) -> io::Result<Vec<Row
                     ("least", rates.iter().copied().fold(f64::INFINITY, f64::min)),
                     ("most", rates.iter().copied().fold(0.0, f64::max)),
                     ("MB in all", median(&mut column(1))),
+                    ("faults/request", median(&mut column(2))),
+                    ("killed", f64::from(killed)),
                 ],
             });
         }

@@ -123,6 +123,13 @@ impl Zswap {
         };
         (field("Zswap:"), field("Zswapped:"))
     }
+
+    /// Pages that came back from zswap's pool since the machine started.
+    pub fn pages_in() -> f64 {
+        let text = fs::read_to_string("/proc/vmstat").unwrap_or_default();
+        let count = text.lines().find_map(|line| line.strip_prefix("zswpin ")?.parse().ok());
+        count.unwrap_or(f64::NAN)
+    }
 }
 
 impl Drop for Zswap {

@@ -89,6 +89,8 @@ pub struct Daemon {
     pub(crate) more_metrics: std::sync::OnceLock<MoreMetrics>,
     pub(crate) more_status: std::sync::OnceLock<MoreStatus>,
     pub(crate) cold: crate::cold::Cold,
+    /// How far `verify` is: pages, and of how many.
+    pub(crate) verified: [AtomicU64; 2],
     /// Held for as long as we are the daemon of our socket.
     lock: Mutex<Option<std::fs::File>>,
 }
@@ -104,6 +106,7 @@ impl Daemon {
         let cold = crate::cold::Cold::new(config.cold.clone(), &config.socket);
         Arc::new(Daemon {
             cold,
+            verified: Default::default(),
             lock: Mutex::default(),
             config,
             groups: Mutex::default(),
@@ -478,6 +481,10 @@ impl Daemon {
             clients,
             not_covered: lock(&self.not_covered).iter().cloned().collect(),
             cold: self.cold.status(),
+            verifying: crate::status::Verifying {
+                pages: self.verified[0].load(Ordering::Relaxed),
+                pages_total: self.verified[1].load(Ordering::Relaxed),
+            },
         }
     }
 

@@ -98,6 +98,18 @@ pub struct Status {
     pub not_covered: Vec<NotCovered>,
     /// The cold tier.
     pub cold: crate::cold::ColdStatus,
+    /// How far the comparison is that `verify` asked for last.
+    pub verifying: Verifying,
+}
+
+/// How far a comparison is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Verifying {
+    /// Shared mappings that were looked at.
+    pub pages: u64,
+    /// Of so many in the domains that it has come to.
+    pub pages_total: u64,
 }
 
 /// What `verify` found.

@@ -7,6 +7,7 @@ use pagefold_os::{PAGE_SIZE, Page};
 use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::Ordering;
 
 const PRESENT: u64 = 1 << 63;
 /// The page belongs to a file (or shared memory), so it has not been written since it was merged.
@@ -26,12 +27,18 @@ pub(crate) fn verify(daemon: &Daemon) -> Verified {
     let mut found = Verified::default();
     let Ok(own) = File::open("/proc/self/pagemap") else { return found };
     let groups: Vec<_> = lock(&daemon.groups).iter().map(|(key, group)| (key.clone(), group.domain.clone())).collect();
+    let [done, total] = &daemon.verified;
+    done.store(0, Ordering::Relaxed);
+    total.store(0, Ordering::Relaxed);
     for (key, domain) in groups {
         let pids: HashMap<ClientId, i32> =
             lock(&daemon.connected).iter().filter(|c| c.key == key).map(|c| (c.id, c.shared.pid)).collect();
         let mut open: HashMap<ClientId, Option<(File, File)>> = HashMap::new();
-        for (id, addr, slot) in domain.ledger() {
+        let ledger = domain.ledger();
+        total.fetch_add(ledger.len() as u64, Ordering::Relaxed);
+        for (id, addr, slot) in ledger {
             found.pages += 1;
+            done.store(found.pages, Ordering::Relaxed);
             let files = open.entry(id).or_insert_with(|| {
                 let pid = pids.get(&id)?;
                 Some((File::open(format!("/proc/{pid}/pagemap")).ok()?, File::open(format!("/proc/{pid}/mem")).ok()?))

@@ -25,6 +25,8 @@ pub mod uffd;
 pub mod wait;
 
 #[cfg(feature = "std")]
+pub mod awake;
+#[cfg(feature = "std")]
 pub mod ksm;
 #[cfg(feature = "std")]
 pub mod probe;

@@ -203,7 +203,10 @@ impl Client {
                 },
             ];
             let waiting = !lock(&self.service).pending.is_empty();
-            let ready = fd::poll(&mut polls, if waiting { 1 } else { 500 });
+            let ready = fd::poll(&mut polls, if waiting { 1 } else { group.awake.pause_ms(500) });
+            if ready == Ok(0) {
+                group.awake.idle(sched::quick_monotonic_ns());
+            }
             if polls[1].revents != 0 || (ready == Ok(0) && socket.is_none()) {
                 self.hung_up(group, socket.as_ref());
             }
@@ -218,7 +221,8 @@ impl Client {
                 sum += served;
                 let now = sched::quick_monotonic_ns();
                 if served > 0 {
-                    spin_end = if patience > 0 { now + SPIN_NS } else { 0 };
+                    group.awake.answered(served as u32, now);
+                    spin_end = if patience > 0 && !group.awake.is_held() { now + SPIN_NS } else { 0 };
                     patience = (patience + 1).min(16);
                 } else if now > spin_end {
                     patience = patience.saturating_sub(1);
@@ -237,6 +241,8 @@ impl Client {
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
+        // Nobody else may be there to see that it is over; who still needs it has it back at once.
+        group.awake.idle(u64::MAX);
     }
 
     /// The agent's connection has ended: did the process, or did it only leave?
@@ -449,6 +455,9 @@ impl Client {
         }
         let mut from = addr;
         if write {
+            if self.room.grant(1) == 0 {
+                return self.starve();
+            }
             // SAFETY: the page of zeros is ours.
             let (_, error) = unsafe { self.uffd.copy(addr, service.zero.as_ptr() as u64, PAGE, 0) };
             match error {

@@ -8,6 +8,7 @@
 
 mod client;
 mod link;
+mod out;
 mod pump;
 mod room;
 
@@ -16,6 +17,7 @@ use client::Client;
 pub use client::FAULT_BUCKETS;
 use link::ColdLink;
 use pagefold_agent::wire::{Op, Packet};
+use pagefold_os::awake::Awake;
 use pagefold_os::fd::Fd;
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{Errno, pagemap, sock, wait};
@@ -56,6 +58,8 @@ pub struct Config {
     pub successor: Vec<OsString>,
     /// On an orderly stop pages stay out, for a successor that is about to come.
     pub hand_over: bool,
+    /// Processors are kept from sleeping while faults come thick.
+    pub keep_awake: bool,
 }
 
 impl Default for Config {
@@ -72,6 +76,7 @@ impl Default for Config {
             keeper: None,
             successor: Vec::new(),
             hand_over: false,
+            keep_awake: true,
         }
     }
 }
@@ -93,6 +98,7 @@ pub(crate) struct Group {
     next_region: AtomicU32,
     config: Config,
     keeper: Arc<Mutex<Option<Keeper>>>,
+    awake: Arc<Awake>,
     stopping: AtomicBool,
     /// Changes when the pump has something to do that no hint tells it.
     bell: AtomicU32,
@@ -104,6 +110,7 @@ pub(crate) struct Cold {
     groups: Mutex<BTreeMap<DomainKey, Arc<Group>>>,
     keeper: Arc<Mutex<Option<Keeper>>>,
     keeper_path: PathBuf,
+    awake: Arc<Awake>,
 }
 
 /// A client of the cold tier, as status shows it.
@@ -211,7 +218,8 @@ impl Cold {
     pub(crate) fn new(config: Config, socket: &std::path::Path) -> Cold {
         let mut keeper_path = socket.as_os_str().to_owned();
         keeper_path.push(std::ffi::OsStr::from_bytes(pagefold_agent::cold::KEEPER_SUFFIX));
-        Cold { config, groups: Mutex::default(), keeper: Arc::default(), keeper_path: keeper_path.into() }
+        let awake = Arc::new(Awake::new(config.keep_awake));
+        Cold { config, groups: Mutex::default(), keeper: Arc::default(), keeper_path: keeper_path.into(), awake }
     }
 
     /// Takes over what a predecessor left with the keeper, before anybody is let in.
@@ -285,6 +293,7 @@ impl Cold {
             next_region: AtomicU32::new(1),
             config: self.config.clone(),
             keeper: self.keeper.clone(),
+            awake: self.awake.clone(),
             stopping: AtomicBool::new(false),
             bell: AtomicU32::new(0),
         });
@@ -389,6 +398,7 @@ impl Cold {
             next_region: AtomicU32::new(1),
             config: self.config.clone(),
             keeper: self.keeper.clone(),
+            awake: self.awake.clone(),
             stopping: AtomicBool::new(false),
             bell: AtomicU32::new(0),
         });
@@ -547,7 +557,7 @@ impl Cold {
     /// Puts everything of these clients out; returns (clients, pages), `None` if there is no such client.
     pub(crate) fn park(&self, whom: &Whom) -> Option<(u64, u64)> {
         let clients = self.clients_of(whom);
-        let mut buffers = pump::Buffers::new();
+        let mut buffers = out::Buffers::new();
         let mut pages = 0;
         for (group, client) in &clients {
             pages += pump::park(group, client, &mut buffers).unwrap_or(0);
@@ -659,7 +669,7 @@ fn start_thread(group: &Arc<Group>, client: &Arc<Client>) {
 fn start_pump(group: &Arc<Group>) {
     let group = group.clone();
     let pump = move || {
-        let mut buffers = pump::Buffers::new();
+        let mut buffers = out::Buffers::new();
         let mut ticked = Instant::now();
         while !group.stopping.load(Ordering::Acquire) {
             let rung = group.bell.load(Ordering::Acquire);

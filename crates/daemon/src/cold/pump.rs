@@ -13,10 +13,10 @@
 use super::Group;
 use super::client::{CLUSTER_PAGES, Client, lock};
 use super::link::{ColdLink, Gone};
+use super::out::{Buffers, Run, put_all};
 use super::room::{SHORT, TIGHT};
-use pagefold_agent::cold_table::{CHUNK_BYTES, CHUNK_PAGES, OUT, RESIDENT};
-use pagefold_agent::wire::{DropEntry, FETCH_PAGES_MAX, LIST_MAX};
-use pagefold_os::{PAGE_SIZE, Page, Range, pagemap};
+use pagefold_agent::cold_table::{CHUNK_BYTES, CHUNK_PAGES, OUT};
+use pagefold_os::{PAGE_SIZE, Range, pagemap, sched};
 use pagefold_tier::policy::{Governor, Limits, Pace, Seen};
 use pagefold_tier::{Effort, Tier};
 use std::collections::HashMap;
@@ -26,16 +26,33 @@ use std::time::{Duration, Instant};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 /// What such a client is brought down to.
-const RELIEVED: f64 = 0.88;
+const RELIEVED: f64 = 0.92;
+/// A page that came back so many times sooner than most is in use.
+const SOON: f64 = 4.0;
 /// Pages remembered as touched lately: they come first on unpark.
 const TOUCHED_MAX: usize = 1 << 16;
 /// Pages per turn that the pump takes of one client before it looks after the others.
 const TURN_PAGES: u64 = 65_536;
 
-/// Ages of the pages of a chunk, in ticks, and how often each came back too early.
+/// Ages of the pages of a chunk, in ticks, how often each came back too early, and when it went out last, in moments.
 struct Ages {
     age: [u8; CHUNK_PAGES],
     strikes: [u8; CHUNK_PAGES],
+    left: [u16; CHUNK_PAGES],
+}
+
+impl Ages {
+    fn new() -> Box<Ages> {
+        Box::new(Ages { age: [0; CHUNK_PAGES], strikes: [0; CHUNK_PAGES], left: [0; CHUNK_PAGES] })
+    }
+}
+
+/// What a moment is, in milliseconds: their number wraps after an hour.
+const MOMENT_MS: u64 = 64;
+
+/// The moment now.
+fn moment() -> u16 {
+    (sched::quick_monotonic_ns() / 1_000_000 / MOMENT_MS) as u16
 }
 
 /// What the pump knows of a client.
@@ -43,6 +60,8 @@ struct Ages {
 pub(super) struct Policy {
     governor: Option<Governor>,
     stepped: Option<Instant>,
+    /// When memory was short last.
+    shorted: Option<Instant>,
     fault_ns: u64,
     regions: Vec<Range>,
     chunks: HashMap<u64, Box<Ages>>,
@@ -50,143 +69,8 @@ pub(super) struct Policy {
     pub(super) pace: Option<Pace>,
     /// Where the last turn of putting out ended.
     hand: u64,
-}
-
-/// Buffers of the pump.
-pub(super) struct Buffers {
-    pages: Vec<Page>,
-    have: Vec<bool>,
-}
-
-impl Buffers {
-    pub(super) fn new() -> Buffers {
-        Buffers { pages: vec![[0; PAGE_SIZE]; FETCH_PAGES_MAX], have: vec![false; FETCH_PAGES_MAX] }
-    }
-}
-
-/// A run to put out, and the managed range around it.
-type Run = (Range, Range);
-
-/// Stores the pages of `runs`, at most [`FETCH_PAGES_MAX`], and has them taken away; returns how many went.
-fn put_out(
-    client: &Client,
-    link: &mut ColdLink,
-    tier: &Tier,
-    runs: &[Run],
-    effort: Effort,
-    buffers: &mut Buffers,
-) -> Result<u64, Gone> {
-    let mut busy = Vec::new();
-    let mut gone = try_out(client, link, tier, runs, effort, buffers, &mut busy)?;
-    if !busy.is_empty() {
-        // Shared by a fork until a moment ago; what is pinned will say so again.
-        gone += try_out(client, link, tier, &busy, effort, buffers, &mut Vec::new())?;
-    }
-    Ok(gone)
-}
-
-fn try_out(
-    client: &Client,
-    link: &mut ColdLink,
-    tier: &Tier,
-    runs: &[Run],
-    effort: Effort,
-    buffers: &mut Buffers,
-    busy: &mut Vec<Run>,
-) -> Result<u64, Gone> {
-    // Only pages that are nobody's business at this moment: not out, no entry being discarded.
-    let mut wanted: Vec<Run> = Vec::with_capacity(runs.len());
-    {
-        let service = lock(&client.service);
-        if service.is_moving() {
-            return Ok(0);
-        }
-        for (range, around) in runs {
-            let mut start = range.start;
-            for addr in (range.start..range.end).step_by(PAGE_SIZE) {
-                if client.table.state(addr) != RESIDENT {
-                    if start < addr {
-                        wanted.push((Range { start, end: addr }, *around));
-                    }
-                    start = addr + PAGE;
-                }
-            }
-            if start < range.end {
-                wanted.push((Range { start, end: range.end }, *around));
-            }
-        }
-    }
-    wanted.truncate(LIST_MAX);
-    if wanted.is_empty() {
-        return Ok(0);
-    }
-    let ranges: Vec<Range> = wanted.iter().map(|(range, _)| *range).collect();
-    link.copy(&ranges, &mut buffers.pages, &mut buffers.have)?;
-    let mut stored: Vec<(u64, u32)> = Vec::with_capacity(FETCH_PAGES_MAX);
-    let mut batch: Vec<(u64, &Page)> = Vec::with_capacity(FETCH_PAGES_MAX);
-    let mut places: Vec<(u32, Range)> = Vec::with_capacity(FETCH_PAGES_MAX);
-    let mut place = 0;
-    for (range, around) in &wanted {
-        for addr in (range.start..range.end).step_by(PAGE_SIZE) {
-            if buffers.have[place] {
-                batch.push((addr / PAGE, &buffers.pages[place]));
-                places.push((place as u32, *around));
-            }
-            place += 1;
-        }
-    }
-    let results = tier.store_many(client.region, &batch, effort);
-    let mut entries: Vec<DropEntry> = Vec::new();
-    for (((page, _), (place, around)), result) in batch.iter().zip(&places).zip(&results) {
-        // A refused page stays where it is.
-        if result.is_err() {
-            continue;
-        }
-        stored.push((*page, *place));
-        let addr = page * PAGE;
-        match entries.last_mut() {
-            Some(last)
-                if last.start + u64::from(last.pages) * PAGE == addr
-                    && last.place + last.pages == *place
-                    && last.around_start == around.start =>
-            {
-                last.pages += 1;
-            }
-            _ => entries.push(DropEntry {
-                start: addr,
-                around_start: around.start,
-                around_end: around.end,
-                pages: 1,
-                place: *place,
-            }),
-        }
-    }
-    if entries.is_empty() {
-        return Ok(0);
-    }
-    // If the agent is gone now we do not know what it did: the entries stay until books and world are reconciled.
-    let places_busy = link.drop_pages(&entries)?;
-    client.counters.agent_cpu_ns.store(link.agent_cpu_ns, Ordering::Relaxed);
-    let _service = lock(&client.service);
-    let mut gone = 0;
-    for (page, place) in stored {
-        if places_busy.binary_search(&place).is_ok() {
-            let around =
-                entries.iter().find(|entry| entry.around_start <= page * PAGE && page * PAGE < entry.around_end);
-            if let Some(entry) = around {
-                let around = Range { start: entry.around_start, end: entry.around_end };
-                busy.push((Range::pages_from(page * PAGE, 1), around));
-            }
-        }
-        // The table says what happened. A page that went and came back already has no entry any more.
-        if client.table.state(page * PAGE) == OUT {
-            gone += 1;
-        } else {
-            tier.discard(client.region, page..page + 1);
-        }
-    }
-    client.counters.pages_out_ever.fetch_add(gone, Ordering::Relaxed);
-    Ok(gone)
+    /// How long pages stayed out that came back lately, in moments.
+    away: f64,
 }
 
 /// Calls `f` with the parts of `range` whose pages match `query`.
@@ -216,48 +100,9 @@ fn resident() -> pagemap::Query {
     }
 }
 
-/// Puts runs out in batches; returns how many pages went. Ends early when the tier takes no more.
-fn put_all(
-    client: &Client,
-    link: &mut ColdLink,
-    tier: &Tier,
-    runs: &[Run],
-    effort: Effort,
-    buffers: &mut Buffers,
-) -> Result<u64, Gone> {
-    let mut gone = 0;
-    let mut batch: Vec<Run> = Vec::new();
-    let mut room = FETCH_PAGES_MAX as u64;
-    let mut barren = 0;
-    for (range, around) in runs {
-        let mut start = range.start;
-        while start < range.end {
-            let end = range.end.min(start + room * PAGE);
-            batch.push((Range { start, end }, *around));
-            room -= (end - start) / PAGE;
-            start = end;
-            if room == 0 || batch.len() == FETCH_PAGES_MAX {
-                let went = put_out(client, link, tier, &batch, effort, buffers)?;
-                gone += went;
-                barren = if went == 0 { barren + 1 } else { 0 };
-                let refused = tier.stats().bytes_held >= tier.stats().bytes_max;
-                if barren >= 4 && refused || client.gone.load(Ordering::Relaxed) {
-                    return Ok(gone);
-                }
-                batch.clear();
-                room = FETCH_PAGES_MAX as u64;
-            }
-        }
-    }
-    if !batch.is_empty() {
-        gone += put_out(client, link, tier, &batch, effort, buffers)?;
-    }
-    Ok(gone)
-}
-
 impl Policy {
     /// Looks which pages were written since the last look, and lets the others grow older.
-    fn look(&mut self, client: &Client, link: &mut ColdLink, tier: &Tier) -> Result<(), Gone> {
+    fn look(&mut self, client: &Client, link: &mut ColdLink, tier: &Tier, short: bool) -> Result<(), Gone> {
         let regions = link.regions()?;
         if regions != self.regions {
             link.watch(&regions)?;
@@ -276,24 +121,42 @@ impl Policy {
             let chunks = &mut self.chunks;
             scan(client, *range, query, |region| {
                 for addr in (region.start..region.end).step_by(PAGE_SIZE) {
-                    let ages = chunks
-                        .entry(addr / CHUNK_BYTES)
-                        .or_insert_with(|| Box::new(Ages { age: [0; CHUNK_PAGES], strikes: [0; CHUNK_PAGES] }));
+                    let ages = chunks.entry(addr / CHUNK_BYTES).or_insert_with(Ages::new);
                     ages.age[(addr % CHUNK_BYTES) as usize / PAGE_SIZE] = 0;
                 }
             })?;
         }
+        self.welcome(client, tier, short);
+        Ok(())
+    }
+
+    /// Takes note of what came back.
+    ///
+    /// It is younger than it looks. While memory is `short` everything comes back some time, and only what did so much
+    /// sooner than most is worth keeping: of pages read again and again no page table tells.
+    fn welcome(&mut self, client: &Client, tier: &Tier, short: bool) {
+        let now = moment();
+        let (mut sum, mut count) = (0.0, 0u32);
         for page in tier.take_touched(client.region) {
             if let Some(ages) = self.chunks.get_mut(&(page * PAGE / CHUNK_BYTES)) {
                 let at = page as usize % CHUNK_PAGES;
+                let away = f64::from(now.wrapping_sub(ages.left[at]));
+                (sum, count) = (sum + away, count + 1);
                 ages.age[at] = 0;
-                ages.strikes[at] = ages.strikes[at].saturating_add(1).min(5);
+                ages.strikes[at] = if short && away * SOON > self.away {
+                    ages.strikes[at] / 2
+                } else {
+                    ages.strikes[at].saturating_add(1).min(5)
+                };
             }
             if self.touched.len() < TOUCHED_MAX {
                 self.touched.push(page);
             }
         }
-        Ok(())
+        if count > 0 {
+            let mean = sum / f64::from(count);
+            self.away = if self.away == 0.0 { mean } else { 0.8 * self.away + 0.2 * mean };
+        }
     }
 
     /// The oldest resident pages, at most `pages_max`, that were silent for `ticks` and more (more by their strikes).
@@ -320,6 +183,7 @@ impl Policy {
         }
         let mut room = pages_max;
         let mut runs = Vec::new();
+        let now = moment();
         for mut same_age in by_age.into_iter().rev() {
             // On from where the last turn ended: what came back behind the hand shall stay for a round.
             let behind = same_age.partition_point(|(range, _)| range.end <= self.hand);
@@ -331,6 +195,11 @@ impl Policy {
                 let end = range.end.min(range.start + room * PAGE);
                 room -= (end - range.start) / PAGE;
                 self.hand = end;
+                for addr in (range.start..end).step_by(PAGE_SIZE) {
+                    if let Some(ages) = self.chunks.get_mut(&(addr / CHUNK_BYTES)) {
+                        ages.left[(addr % CHUNK_BYTES) as usize / PAGE_SIZE] = now;
+                    }
+                }
                 runs.push((Range { start: range.start, end }, around));
             }
         }
@@ -381,10 +250,14 @@ fn try_step(group: &Group, client: &Arc<Client>, link: &mut ColdLink, buffers: &
     if !due && !short {
         return Ok(Step { more, tight });
     }
+    if short {
+        policy.shorted = Some(Instant::now());
+    }
+    let lately = policy.shorted.is_some_and(|at| at.elapsed() < 4 * group.config.tick);
     let first = policy.stepped.is_none();
     let elapsed_s = policy.stepped.map_or(0.0, |at| at.elapsed().as_secs_f64());
     if due || short && elapsed_s > 0.5 {
-        policy.look(client, link, tier)?;
+        policy.look(client, link, tier, lately)?;
         let tolerance = match client.tolerance_ppm.load(Ordering::Relaxed) {
             0 => group.config.tolerance,
             ppm => ppm as f64 / 1e6,
@@ -400,6 +273,8 @@ fn try_step(group: &Group, client: &Arc<Client>, link: &mut ColdLink, buffers: &
             policy.pace = Some(governor.step(&Seen { elapsed_s, refault_s, client_stalled, used }));
         }
         policy.stepped = Some(Instant::now());
+    } else if short {
+        policy.welcome(client, tier, lately);
     }
     let mut budget = 0;
     let mut ticks = 1;
@@ -461,10 +336,7 @@ fn obey_hints(
                 // Old enough for the next turn, if nothing writes to it meanwhile.
                 for (part, _) in &parts {
                     for addr in (part.start..part.end).step_by(PAGE_SIZE) {
-                        let ages = policy
-                            .chunks
-                            .entry(addr / CHUNK_BYTES)
-                            .or_insert_with(|| Box::new(Ages { age: [0; CHUNK_PAGES], strikes: [0; CHUNK_PAGES] }));
+                        let ages = policy.chunks.entry(addr / CHUNK_BYTES).or_insert_with(Ages::new);
                         let at = (addr % CHUNK_BYTES) as usize / PAGE_SIZE;
                         ages.age[at] = 254;
                         ages.strikes[at] = 0;

@@ -8,12 +8,14 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 
 /// Above this share of its limit a client's memory goes out whether it is silent or not.
-pub(super) const SHORT: f64 = 0.92;
+pub(super) const SHORT: f64 = 0.945;
 /// From this share of a limit on it is asked how much of the memory in use is only the file cache.
 pub(super) const TIGHT: f64 = 0.75;
 /// Share of a limit that pages which come back may fill; the rest is for what the program takes itself, and nobody can
 /// make room for that in time: the kernel kills at a limit, it does not ask us.
-const FILLED: f64 = 0.94;
+const FILLED: f64 = 0.965;
+/// Bytes that a small limit keeps for the program beyond its share: what the kernel needs at once for a process.
+const FLOOR: u64 = 4 << 20;
 /// Pages that come back between two looks, where there is no limit near: one may be set at any time.
 const PAGES_BETWEEN: i64 = 256;
 /// Numbers from here on mean "no limit" in version 1.
@@ -73,7 +75,8 @@ impl Level {
 
     fn usage(&self) -> Option<Usage> {
         let limit = self.limits.iter().filter_map(number).min().filter(|limit| *limit < NO_LIMIT)?;
-        let mut usage = Usage { used: number(&self.used)?, limit };
+        let kept = (limit as f64 * (1.0 - FILLED)) as u64;
+        let mut usage = Usage { used: number(&self.used)?, limit: limit.saturating_sub(FLOOR.saturating_sub(kept)) };
         if usage.share() > TIGHT {
             let cache = self.stat.as_ref().and_then(text).map_or(0, |text| file_cache(&text));
             usage.used = usage.used.saturating_sub(cache);
@@ -193,9 +196,13 @@ mod tests {
         let mib = |mib: u64| (mib << 20).to_string();
         let level = group(
             dir.path(),
-            &[("memory.usage_in_bytes", &mib(40)), ("memory.limit_in_bytes", &mib(100)), ("memory.stat", "cache 1\n")],
+            &[
+                ("memory.usage_in_bytes", &mib(400)),
+                ("memory.limit_in_bytes", &mib(1000)),
+                ("memory.stat", "cache 1\n"),
+            ],
         );
-        assert_eq!(level.usage(), Some(Usage { used: 40 << 20, limit: 100 << 20 }));
+        assert_eq!(level.usage(), Some(Usage { used: 400 << 20, limit: 1000 << 20 }));
         let room = Room { levels: vec![level], left: AtomicI64::new(0), short: AtomicBool::new(false) };
         assert_eq!(room.grant(64), 64);
         assert!(!room.is_short());
@@ -203,19 +210,22 @@ mod tests {
             std::fs::write(dir.path().join("memory.usage_in_bytes"), mib(used)).expect("a file");
             room.left.store(0, Ordering::Relaxed);
         };
-        use_up(93);
+        use_up(964);
         // Of the one MiB that is left, a quarter before the next look.
         assert_eq!(room.grant(4096), 64);
         assert!(room.is_short() && !room.is_short());
-        use_up(95);
+        use_up(966);
         assert_eq!(room.grant(1), 0);
         std::fs::write(
             dir.path().join("memory.stat"),
             format!("total_inactive_file {}\ntotal_active_file 0\n", 50 << 20),
         )
         .expect("a file");
-        use_up(98);
+        use_up(980);
         assert_eq!(room.grant(64), 64, "the file cache can go");
+        std::fs::write(dir.path().join("memory.limit_in_bytes"), mib(20)).expect("a file");
+        use_up(67);
+        assert_eq!(room.grant(1), 0, "of a small limit more is kept");
     }
 
     #[test]
