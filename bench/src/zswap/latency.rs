@@ -5,10 +5,10 @@ use super::kernel::Zswap;
 use super::{Row, quantile};
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{Range, mem::Mapping};
+use pagefold_tier::region::ColdRegion;
 use pagefold_tier::{BackingFile, Config, Effort, Tier};
 use std::io;
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Anonymous memory on small pages.
@@ -117,12 +117,15 @@ pub fn measure(set: &[u8], count: usize) -> Vec<Row> {
         });
         rows.push(row(&format!("load, {label}"), load, count));
         if !patches {
-            match served(&tier, count, &order) {
-                Ok(found) => rows.extend(found.into_iter().map(|mut row| {
-                    row.name = format!("{}, {label}", row.name);
-                    row
-                })),
-                Err(error) => eprintln!("SKIPPED: userfaultfd: {error}"),
+            let here = served_here(&pages, effort, &order);
+            for found in [here, served(&tier, count, &order).map_err(|error| error.to_string())] {
+                match found {
+                    Ok(found) => rows.extend(found.into_iter().map(|mut row| {
+                        row.name = format!("{}, {label}", row.name);
+                        row
+                    })),
+                    Err(error) => eprintln!("SKIPPED: userfaultfd: {error}"),
+                }
             }
         }
         if effort == Effort::Fast {
@@ -189,56 +192,35 @@ fn copy_in(fd: i32, dst: u64, pages: &[[u8; 4096]]) {
     unsafe { libc::ioctl(fd, UFFDIO_COPY, &raw mut copy) };
 }
 
-/// What the signal handler needs.
-static HANDLER_FD: AtomicI32 = AtomicI32::new(-1);
-static HANDLER_START: AtomicU64 = AtomicU64::new(0);
-static HANDLER_TIER: OnceLock<AtomicU64> = OnceLock::new();
-
-extern "C" fn on_sigbus(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-    // SAFETY: the kernel passes a valid structure to a handler with SA_SIGINFO.
-    let address = unsafe { (*info).si_addr() } as u64 & !4095;
-    let tier = HANDLER_TIER.get().map_or(0, |tier| tier.load(Ordering::Acquire)) as *const Tier;
-    let start = HANDLER_START.load(Ordering::Relaxed);
-    let mut page = [[0; 4096]];
-    // SAFETY: set by `served` to a tier that outlives the touches. The fault is raised by a plain read in `touch`, never
-    // inside the tier, so none of its locks or buffers is in use on this thread.
-    let loaded =
-        unsafe { tier.as_ref() }.is_some_and(|tier| tier.load(1, (address - start) / 4096, &mut page[0]).is_ok());
-    if !loaded {
-        // SAFETY: ends the process at once: a fault that cannot be served would come again for ever.
-        unsafe { libc::_exit(3) };
+/// Faults that the faulting thread serves itself, through the library: at random, and in order.
+fn served_here(pages: &[&[u8; 4096]], effort: Effort, order: &[usize]) -> Result<Vec<Row>, String> {
+    let count = pages.len();
+    let config = Config { bytes_max: 1 << 30, patches: false, ..Config::default() };
+    let tier = Tier::create(config, None).map_err(|error| error.to_string())?;
+    let mut region = ColdRegion::new(tier, count * 4096).map_err(|error| error.to_string())?;
+    for (slot, page) in region.as_chunks_mut::<4096>().0.iter_mut().zip(pages) {
+        slot.copy_from_slice(*page);
     }
-    copy_in(HANDLER_FD.load(Ordering::Relaxed), address, &page);
+    let parker = region.parker();
+    let park = || {
+        let parked = parker.park(0..count * 4096, effort);
+        assert!(parked.pages + parked.busy == count as u64, "{parked:?}");
+    };
+    let touch = |page: usize| assert!(region[page * 4096] == pages[page][0]);
+    park();
+    let random = timed(count, |at| touch(order[at]));
+    park();
+    let in_order = timed(count, touch);
+    Ok(vec![
+        row("fault in the faulting thread", random, count),
+        row("fault in the faulting thread, in order", in_order, count),
+    ])
 }
 
 fn served(tier: &Tier, count: usize, order: &[usize]) -> io::Result<Vec<Row>> {
     let mut rows = Vec::new();
     let area = Area::new(count.next_multiple_of(8) * 4096)?;
     let range = Range::pages_from(area.0.addr(), count.next_multiple_of(8) as u64);
-    // In the faulting thread.
-    {
-        let uffd = Uffd::new(None, uffd::FEATURE_SIGBUS).map_err(to_io)?;
-        uffd.register(range, uffd::MODE_MISSING).map_err(to_io)?;
-        HANDLER_FD.store(uffd.fd().raw(), Ordering::Relaxed);
-        HANDLER_START.store(range.start, Ordering::Relaxed);
-        HANDLER_TIER.get_or_init(AtomicU64::default).store(std::ptr::from_ref(tier) as u64, Ordering::Release);
-        // SAFETY: all-zero is a valid sigaction; the handler has the signature that SA_SIGINFO asks for.
-        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-        action.sa_sigaction = on_sigbus as *const () as usize;
-        action.sa_flags = libc::SA_SIGINFO | libc::SA_NODEFER;
-        // SAFETY: as above.
-        let mut old: libc::sigaction = unsafe { std::mem::zeroed() };
-        // SAFETY: both structures outlive the call.
-        unsafe { libc::sigaction(libc::SIGBUS, &raw const action, &raw mut old) };
-        let touch = timed(count, |at| {
-            area.touch(order[at]);
-        });
-        // SAFETY: as above.
-        unsafe { libc::sigaction(libc::SIGBUS, &raw const old, std::ptr::null_mut()) };
-        rows.push(row("fault in the faulting thread", touch, count));
-        uffd.unregister(range).map_err(to_io)?;
-        area.forget();
-    }
     for (name, cluster, polling) in [
         ("fault by a waiting thread", 1, false),
         ("fault by a polling thread", 1, true),

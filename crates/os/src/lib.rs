@@ -20,6 +20,7 @@ pub mod memfd;
 pub mod pagemap;
 pub mod raw;
 pub mod sched;
+pub mod signal;
 pub mod sock;
 pub mod uffd;
 pub mod wait;

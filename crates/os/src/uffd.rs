@@ -178,6 +178,22 @@ impl Uffd {
         Ok(uffd)
     }
 
+    /// Makes a descriptor for faults in user mode only, which needs neither privilege nor device.
+    ///
+    /// For [`FEATURE_SIGBUS`] this is no loss: with it a system call that meets an absent page gets `EFAULT` anyway.
+    ///
+    /// # Errors
+    /// `EPERM` or `ENOSYS` where a filter forbids the call; `EINVAL` if the kernel lacks a feature.
+    pub fn user_mode_only(features: u64) -> Result<Uffd> {
+        const USER_MODE_ONLY: i32 = 1;
+        // SAFETY: flags only.
+        let fd = unsafe { syscall!(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | USER_MODE_ONLY) }?;
+        // SAFETY: just made, ours.
+        let uffd = Uffd(unsafe { Fd::from_raw(fd as i32) });
+        uffd.enable(features)?;
+        Ok(uffd)
+    }
+
     /// Makes a descriptor that is good for nothing until somebody, here or in another process, [enables](Self::enable) it.
     ///
     /// # Errors

@@ -38,6 +38,7 @@ mod index;
 pub mod keeper;
 mod layout;
 pub mod policy;
+pub mod region;
 mod stats;
 mod tier;
 mod writeback;

@@ -31,7 +31,7 @@ use crate::layout::{
     self, DICTIONARIES, MAGIC, PAGES_MAX, RECORD_CLUSTER, REGIONS_MAX, leaf_key, record_word, superblock,
 };
 use crate::stats::{Counters, Stats, count};
-use crate::writeback::{Backing, Disk};
+use crate::writeback::{BLOCK_BYTES, Backing, Blocks, Disk};
 use pagefold_os::{Errno, PAGE_SIZE, Page};
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -81,10 +81,12 @@ pub(crate) struct Worker {
     /// Lent out by [`Worker::take_page`].
     pages: Vec<Box<Page>>,
     kept: Vec<u8>,
+    /// What a payload may touch in the file.
+    blocks: Blocks,
 }
 
 impl Worker {
-    fn new() -> Worker {
+    pub(crate) fn new() -> Worker {
         Worker {
             coder: Coder::new(),
             payload: Box::new([0; PAGE_SIZE + 8]),
@@ -92,6 +94,7 @@ impl Worker {
             base: Box::new([0; PAGE_SIZE]),
             pages: vec![Box::new([0; PAGE_SIZE]), Box::new([0; PAGE_SIZE])],
             kept: Vec::with_capacity(PAGE_SIZE + 8),
+            blocks: Blocks::new(2 * BLOCK_BYTES),
         }
     }
 

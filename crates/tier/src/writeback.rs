@@ -243,15 +243,16 @@ impl Disk {
             (0..segments.live.len() as u32).filter(|segment| segments.live[*segment as usize] == 0).collect();
     }
 
-    /// Reads the `len` bytes at `offset` into `payload`.
-    pub(crate) fn read(&self, offset: u64, payload: &mut [u8]) -> io::Result<()> {
+    /// Reads the bytes at `offset` into `payload`, through `blocks`, which hold whatever a payload may touch.
+    pub(crate) fn read(&self, offset: u64, payload: &mut [u8], blocks: &mut Blocks) -> io::Result<()> {
         let block = BLOCK_BYTES as u64;
         let first = offset / block * block;
-        let last = (offset + payload.len() as u64).next_multiple_of(block);
-        let mut blocks = Blocks::new((last - first) as usize);
-        self.file.read(first, blocks.get_mut())?;
+        let last = offset.checked_add(payload.len() as u64).and_then(|end| end.checked_next_multiple_of(block));
+        let blocks = last.and_then(|last| blocks.get_mut().get_mut(..(last - first) as usize));
+        let Some(blocks) = blocks else { return Err(io::Error::from_raw_os_error(libc::EINVAL)) };
+        self.file.read(first, blocks)?;
         let start = (offset - first) as usize;
-        payload.copy_from_slice(&blocks.get()[start..start + payload.len()]);
+        payload.copy_from_slice(&blocks[start..start + payload.len()]);
         Ok(())
     }
 }
@@ -273,7 +274,7 @@ mod tests {
         disk.forget(two, 1);
         assert_eq!(disk.write(batch.get()).unwrap_err().raw_os_error(), Some(libc::ENOSPC));
         let mut payload = [0; 3];
-        disk.read(two + 5000, &mut payload).unwrap();
+        disk.read(two + 5000, &mut payload, &mut batch).unwrap();
         assert_eq!(&payload, b"abc");
         disk.forget(one + 5000, 3);
         assert_eq!(disk.held(), SEGMENT_BYTES as u64);

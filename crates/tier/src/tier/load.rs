@@ -81,6 +81,55 @@ impl Tier {
         }
     }
 
+    /// Loads for a signal handler: as [`Tier::load`], but it allocates and frees nothing, keeps no record of the touch,
+    /// and the cluster's lock stands for the reference, whose return could free a content. Nobody holds that lock and
+    /// waits for a page of a region; who holds it in this thread has signals blocked (see `region`).
+    pub(crate) fn load_in_fault(
+        &self,
+        region: &Region,
+        page: u64,
+        data: &mut Page,
+        worker: &mut Worker,
+    ) -> Result<(), LoadError> {
+        let id = region.id;
+        let damaged = |what| {
+            count(&self.counters.loads_failed);
+            LoadError::Damaged { region: id, page, what }
+        };
+        for _ in 0..ATTEMPTS {
+            match self.attempt(region, page, data, worker) {
+                Attempt::Done => {
+                    count(&self.counters.loads);
+                    return Ok(());
+                }
+                Attempt::Nothing => return Err(LoadError::NotStored { region: id, page }),
+                Attempt::Damaged(what) => return Err(damaged(what)),
+                Attempt::Disturbed => count(&self.counters.loads_retried),
+                Attempt::Slow => break,
+            }
+        }
+        let cluster = page / LEAF_PAGES as u64;
+        let _guard = lock(&self.cluster_shard(id, cluster).lock);
+        let word = match region.directory.get(cluster) {
+            Some(leaf) => self.arena.leaf(leaf)[page as usize % LEAF_PAGES].load(Ordering::Acquire),
+            None => 0,
+        };
+        match Shown::from_word(word) {
+            Shown::Nothing => return Err(LoadError::NotStored { region: id, page }),
+            Shown::Lost => return Err(damaged("lost before the tier was adopted")),
+            Shown::Fill(pattern) => codec::fill(u64::from(pattern) << 32 | u64::from(pattern), data),
+            Shown::Content(at) => self.read_content(at as usize, worker, data).map_err(|error| match error {
+                Unreadable::Damaged(what) => damaged(what),
+                Unreadable::Io(source) => {
+                    count(&self.counters.loads_failed);
+                    LoadError::ReadBack { region: id, page, source }
+                }
+            })?,
+        }
+        count(&self.counters.loads);
+        Ok(())
+    }
+
     /// Loads without a lock; see the head of this file.
     fn attempt(&self, region: &Region, page: u64, data: &mut Page, worker: &mut Worker) -> Attempt {
         let (cluster, index) = (page / LEAF_PAGES as u64, page as usize % LEAF_PAGES);
