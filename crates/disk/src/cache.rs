@@ -239,6 +239,12 @@ impl Cache {
                         State::Absent => break (at, skip),
                         State::Zero => buffer[done..done + part].fill(0),
                         State::Clean(frame) | State::Dirty(frame) | State::Writeback(frame) => {
+                            if done + part < buffer.len()
+                                && at + 1 < CHUNK_BLOCKS
+                                && let Some(next) = entries.state(at + 1).frame()
+                            {
+                                self.frames.prefetch(next);
+                            }
                             self.frames.copy_out(frame, skip, &mut buffer[done..done + part]);
                             self.table.touch(frame);
                         }

@@ -10,9 +10,8 @@ use fuser::{
     LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry,
     ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, Request, TimeOrNow, WriteFlags,
 };
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use rustix::fs::{AtFlags, Mode, OFlags, Stat, Timespec, Timestamps};
-use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -105,12 +104,10 @@ pub struct DiskFs {
     handles: RwLock<HashMap<u64, Arc<Handle>>>,
     directories: RwLock<HashMap<u64, Arc<Vec<DirEntry>>>>,
     next_handle: AtomicU64,
+    /// Buffers for read replies, which the kernel takes in one piece. The one used last is used next, by whichever
+    /// worker: it is the one that lies in the processor's cache.
+    buffers: Mutex<Vec<Vec<u8>>>,
     is_root: bool,
-}
-
-thread_local! {
-    /// One buffer per worker for read replies: the kernel takes a reply in one piece.
-    static BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
 impl DiskFs {
@@ -128,6 +125,7 @@ impl DiskFs {
             handles: RwLock::default(),
             directories: RwLock::default(),
             next_handle: AtomicU64::new(1),
+            buffers: Mutex::default(),
             is_root: rustix::process::geteuid().is_root(),
         })
     }
@@ -596,21 +594,22 @@ impl Filesystem for DiskFs {
         _lock_owner: Option<LockOwner>,
         reply: ReplyData,
     ) {
-        BUFFER.with_borrow_mut(|buffer| {
-            let mut reply = Some(reply);
-            // The kernel copies into pages it holds already, so the answer waits for nobody.
-            let answer = |bytes: &[u8]| {
-                if let Some(reply) = reply.take() {
-                    reply.data(bytes);
-                }
-            };
-            let result = self.handle(handle).and_then(|handle| handle.read_with(offset, size as usize, buffer, answer));
-            if let Err(error) = result
-                && let Some(reply) = reply
-            {
-                reply.error(code(&error));
+        let mut buffer = self.buffers.lock().pop().unwrap_or_default();
+        let mut reply = Some(reply);
+        // The kernel copies into pages it holds already, so the answer waits for nobody.
+        let answer = |bytes: &[u8]| {
+            if let Some(reply) = reply.take() {
+                reply.data(bytes);
             }
-        });
+        };
+        let result =
+            self.handle(handle).and_then(|handle| handle.read_with(offset, size as usize, &mut buffer, answer));
+        self.buffers.lock().push(buffer);
+        if let Err(error) = result
+            && let Some(reply) = reply
+        {
+            reply.error(code(&error));
+        }
     }
 
     fn write(

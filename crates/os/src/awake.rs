@@ -26,12 +26,15 @@ fn allowed_us() -> i32 {
     if driver.trim() == "haltpoll" { 0 } else { 2 }
 }
 
+/// The kernel's file.
+pub const PATH: &core::ffi::CStr = c"/dev/cpu_dma_latency";
+
 /// Opens the kernel's file and asks for short wakes; they last until the descriptor is closed.
 ///
 /// # Errors
 /// Without the file, or the right to write to it.
 pub fn hold() -> Result<Fd> {
-    let fd = Fd::open(c"/dev/cpu_dma_latency", libc::O_WRONLY | libc::O_CLOEXEC, 0)?;
+    let fd = Fd::open(PATH, libc::O_WRONLY | libc::O_CLOEXEC, 0)?;
     fd.write(&allowed_us().to_ne_bytes())?;
     Ok(fd)
 }

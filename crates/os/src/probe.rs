@@ -1,5 +1,7 @@
 //! What this kernel and this user may do, found by trying.
 
+use crate::awake;
+use crate::fd::Fd;
 use crate::uffd::{self, Uffd};
 use std::fs;
 
@@ -29,7 +31,7 @@ pub const MERGE_FEATURES: u64 = uffd::FEATURE_PAGEFAULT_FLAG_WP
 
 /// Tries everything.
 pub fn all() -> Vec<Finding> {
-    vec![kernel(), userfaultfd(), device(), map_count(), thp(), ksm(), ksm_rests(), zswap()]
+    vec![kernel(), userfaultfd(), device(), map_count(), thp(), short_wakes(), ksm(), ksm_rests(), zswap()]
 }
 
 fn kernel() -> Finding {
@@ -97,6 +99,19 @@ fn thp() -> Finding {
         needed: false,
         detail: format!("transparent_hugepage: {}", text.trim()),
         cure: "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled".into(),
+    }
+}
+
+fn short_wakes() -> Finding {
+    let opened = Fd::open(awake::PATH, libc::O_WRONLY | libc::O_CLOEXEC, 0);
+    Finding {
+        name: "processors kept awake while cold pages come back",
+        works: opened.is_ok(),
+        needed: false,
+        detail: opened
+            .err()
+            .map_or("/dev/cpu_dma_latency opens".to_owned(), |errno| format!("/dev/cpu_dma_latency: {errno}")),
+        cure: "sudo setfacl -m u:$USER:rw /dev/cpu_dma_latency".into(),
     }
 }
 
