@@ -3,78 +3,11 @@
 
 mod common;
 
-use common::cold::{Host, spawn};
-use common::{Reaped, TOOL, can_merge, installed, skipped, wait_for};
-use std::io::{BufRead, BufReader, Write};
-use std::path::{Path, PathBuf};
-use std::process::{ChildStdin, ChildStdout, Command, Stdio};
-use std::sync::OnceLock;
+use common::cold::{Host, Served, program, spawn};
+use common::{TOOL, can_merge, skipped, wait_for};
+use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-
-/// The compiled client, once.
-fn program() -> Option<&'static Path> {
-    static BUILT: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
-    let built = BUILT.get_or_init(|| {
-        installed("cc")?;
-        if cfg!(not(target_arch = "x86_64")) {
-            skipped("the client makes bare system calls of x86-64");
-            return None;
-        }
-        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
-        let program = dir.path().join("cold");
-        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/programs/cold.c");
-        let mut cc = Command::new("cc");
-        cc.args(["-O2", "-Wall", "-Werror", "-pthread", "-o"]).arg(&program).arg(source);
-        let done = cc.output().expect("cc runs");
-        assert!(done.status.success(), "cc: {}", String::from_utf8_lossy(&done.stderr));
-        Some((dir, program))
-    });
-    built.as_ref().map(|(_, program)| program.as_path())
-}
-
-struct Served {
-    child: Reaped,
-    input: ChildStdin,
-    output: BufReader<ChildStdout>,
-}
-
-impl Served {
-    fn start(host: &Host, options: &[&str], mib: u64) -> Served {
-        let mut command = host.run(options);
-        command.arg(program().expect("looked for before")).arg(mib.to_string());
-        let mut child = Reaped(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a client"));
-        let input = child.0.stdin.take().expect("a pipe");
-        let output = BufReader::new(child.0.stdout.take().expect("a pipe"));
-        let mut served = Served { child, input, output };
-        assert_eq!(served.line(), "ready");
-        host.wait_for_client(served.pid());
-        served
-    }
-
-    fn pid(&self) -> i32 {
-        self.child.pid()
-    }
-
-    fn line(&mut self) -> String {
-        let mut line = String::new();
-        self.output.read_line(&mut line).expect("a line");
-        line.trim_end().to_owned()
-    }
-
-    fn send(&mut self, command: &str) {
-        writeln!(self.input, "{command}").expect("the client reads");
-    }
-
-    fn expect_right(&mut self, command: &str) {
-        let line = self.line();
-        assert_eq!(line, "right", "{command}: the client found wrong bytes, or died");
-    }
-
-    fn does(&mut self, command: &str) {
-        self.send(command);
-        self.expect_right(command);
-    }
-}
 
 /// A small generator of numbers; the seed is printed, so that a failure can be repeated.
 struct Random(u64);
@@ -293,4 +226,111 @@ impl Drop for Unmount {
     fn drop(&mut self) {
         let _ = Command::new("umount").args(["-l", &self.0]).status();
     }
+}
+
+/// Plays the service manager's fd store: what a daemon leaves at the socket, by name.
+struct Manager {
+    socket: pagefold_os::fd::Fd,
+    left: Vec<(String, pagefold_os::fd::Fd)>,
+}
+
+impl Manager {
+    fn listen(path: &Path) -> Manager {
+        let socket = std::os::unix::net::UnixDatagram::bind(path).expect("a socket");
+        socket.set_nonblocking(true).expect("a flag");
+        Manager { socket: std::os::fd::OwnedFd::from(socket).into(), left: Vec::new() }
+    }
+
+    /// Obeys what has come.
+    fn read(&mut self) {
+        let mut text = [0; 4096];
+        while let Ok((len, mut fds)) = pagefold_os::sock::receive(&self.socket, &mut text, 0) {
+            let text = String::from_utf8(text[..len].to_vec()).expect("text");
+            let name = text.lines().find_map(|line| line.strip_prefix("FDNAME=")).expect("a name").to_owned();
+            if text.lines().any(|line| line == "FDSTOREREMOVE=1") {
+                self.left.retain(|(other, _)| *other != name);
+            } else if text.lines().any(|line| line == "FDSTORE=1") {
+                assert!(name.len() < 256 && name.bytes().all(|byte| byte.is_ascii_graphic() && byte != b':'), "{name}");
+                self.left.push((name, fds.take(0).expect("a descriptor")));
+            }
+        }
+    }
+
+    /// Starts a daemon as the manager does: descriptors from number 3 on, the last one left first, and one of somebody
+    /// else's among them.
+    fn start(&self, socket: &Path, notify: &Path, args: &[&str]) -> std::process::Child {
+        use std::os::unix::process::CommandExt;
+        let stranger = pagefold_os::fd::Fd::open(c"/dev/null", libc::O_RDONLY, 0).expect("/dev/null");
+        // Far from the numbers that they are to have.
+        let far = |fd: &pagefold_os::fd::Fd| {
+            // SAFETY: numbers only.
+            let fd = unsafe { libc::fcntl(fd.raw(), libc::F_DUPFD_CLOEXEC, 200) };
+            // SAFETY: just made.
+            unsafe { pagefold_os::fd::Fd::from_raw(fd) }
+        };
+        let mut all: Vec<(&str, pagefold_os::fd::Fd)> =
+            self.left.iter().rev().map(|(name, fd)| (name.as_str(), far(fd))).collect();
+        all.insert(all.len() / 2, ("somebody-elses", far(&stranger)));
+        let names: Vec<&str> = all.iter().map(|(name, _)| *name).collect();
+        let numbers: Vec<i32> = all.iter().map(|(_, fd)| fd.raw()).collect();
+        let mut command = Command::new("sh");
+        // The process that the descriptors are for is known only once it is there.
+        command.args(["-c", "LISTEN_PID=$$ exec \"$@\"", "sh", TOOL]);
+        command.args(["daemon", "--busy", "--period", "1s", "--socket"]).arg(socket).args(args);
+        command.env("LISTEN_FDS", names.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
+        command.env("NOTIFY_SOCKET", notify).stdin(Stdio::null()).stdout(Stdio::null());
+        let pass = move || {
+            for (number, fd) in (3..).zip(&numbers) {
+                // SAFETY: numbers only; whatever had this number is the child's own and goes with exec.
+                if unsafe { libc::dup2(*fd, number) } < 0 {
+                    return Err(std::io::Error::last_os_error());
+                }
+            }
+            Ok(())
+        };
+        // SAFETY: dup2(2) is all that happens between fork and exec.
+        unsafe { command.pre_exec(pass) };
+        command.spawn().expect("the daemon starts")
+    }
+}
+
+#[test]
+fn with_daemon_and_keeper_dead_the_service_manager_brings_every_page_back() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let notify = dir.path().join("notify");
+    let mut manager = Manager::listen(&notify);
+    let args = ["--cold-manual", "--tier-max", "8M"];
+    let mut host = Host::start_by(|socket| manager.start(socket, &notify, &args));
+    let mut clients: Vec<Served> = (0..2).map(|_| Served::start(&host, &[], 12)).collect();
+    let pids: Vec<i32> = clients.iter().map(Served::pid).collect();
+    for round in 0..2 {
+        for pid in &pids {
+            // Memory from which the program just discarded something is left alone for a moment.
+            wait_for(&format!("the pages to go in round {round}"), 20, || host.park(*pid) > 1000);
+        }
+        manager.read();
+        let arenas = manager.left.iter().filter(|(name, _)| name.contains("arena")).count();
+        assert!(arenas > 0 && manager.left.len() == arenas + 3 * clients.len(), "{:?}", manager.left);
+        host.kill_all();
+        clients[0].send("check");
+        host.child = manager.start(&host.socket, &notify, &args);
+        host.wait();
+        clients[0].expect_right("check");
+        clients[1].does("storm 200");
+        for client in &mut clients {
+            client.does("check");
+            host.wait_for_client(client.pid());
+            assert_eq!(host.number(client.pid(), "pages_lost"), 0);
+        }
+    }
+    // What is not needed any more is not held any more.
+    clients.remove(0);
+    wait_for("the manager to be told", 20, || {
+        manager.read();
+        manager.left.iter().filter(|(name, _)| name.contains("client")).count() == 3
+    });
+    clients[0].does("check");
 }

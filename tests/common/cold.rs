@@ -1,9 +1,11 @@
 //! A daemon with a keeper, for the tests of the cold tier.
 
-use super::{TOOL, wait_for};
+use super::{Reaped, TOOL, installed, skipped, wait_for};
 use serde_json::Value;
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
+use std::sync::OnceLock;
 
 /// A daemon with a keeper: either may be replaced by the other at any time, so both are known by their sockets.
 pub struct Host {
@@ -14,9 +16,14 @@ pub struct Host {
 
 impl Host {
     pub fn start(args: &[&str]) -> Host {
+        Host::start_by(|socket| spawn(socket, args))
+    }
+
+    /// As [`start`](Self::start), by somebody else's hand.
+    pub fn start_by(start: impl FnOnce(&Path) -> Child) -> Host {
         let dir = tempfile::tempdir().expect("a directory");
         let socket = dir.path().join("s");
-        let child = spawn(&socket, args);
+        let child = start(&socket);
         let host = Host { child, socket, dir };
         host.wait();
         host
@@ -117,4 +124,70 @@ pub fn spawn(socket: &Path, args: &[&str]) -> Child {
     let mut command = Command::new(TOOL);
     command.args(["daemon", "--busy", "--period", "1s", "--socket"]).arg(socket).args(args);
     command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("the daemon starts")
+}
+
+/// The compiled client, once.
+pub fn program() -> Option<&'static Path> {
+    static BUILT: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
+    let built = BUILT.get_or_init(|| {
+        installed("cc")?;
+        if cfg!(not(target_arch = "x86_64")) {
+            skipped("the client makes bare system calls of x86-64");
+            return None;
+        }
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+        let program = dir.path().join("cold");
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/programs/cold.c");
+        let mut cc = Command::new("cc");
+        cc.args(["-O2", "-Wall", "-Werror", "-pthread", "-o"]).arg(&program).arg(source);
+        let done = cc.output().expect("cc runs");
+        assert!(done.status.success(), "cc: {}", String::from_utf8_lossy(&done.stderr));
+        Some((dir, program))
+    });
+    built.as_ref().map(|(_, program)| program.as_path())
+}
+
+/// The client, which knows what every byte of its memory must be.
+pub struct Served {
+    child: Reaped,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Served {
+    pub fn start(host: &Host, options: &[&str], mib: u64) -> Served {
+        let mut command = host.run(options);
+        command.arg(program().expect("looked for before")).arg(mib.to_string());
+        let mut child = Reaped(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a client"));
+        let input = child.0.stdin.take().expect("a pipe");
+        let output = BufReader::new(child.0.stdout.take().expect("a pipe"));
+        let mut served = Served { child, input, output };
+        assert_eq!(served.line(), "ready");
+        host.wait_for_client(served.pid());
+        served
+    }
+
+    pub fn pid(&self) -> i32 {
+        self.child.pid()
+    }
+
+    pub fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).expect("a line");
+        line.trim_end().to_owned()
+    }
+
+    pub fn send(&mut self, command: &str) {
+        writeln!(self.input, "{command}").expect("the client reads");
+    }
+
+    pub fn expect_right(&mut self, command: &str) {
+        let line = self.line();
+        assert_eq!(line, "right", "{command}: the client found wrong bytes, or died");
+    }
+
+    pub fn does(&mut self, command: &str) {
+        self.send(command);
+        self.expect_right(command);
+    }
 }

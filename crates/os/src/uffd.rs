@@ -225,6 +225,13 @@ impl Uffd {
         Uffd(fd)
     }
 
+    /// True if it is a userfaultfd at all: who passed it may have passed anything.
+    #[cfg(feature = "std")]
+    pub fn is_one(&self) -> bool {
+        let link = std::fs::read_link(format!("/proc/self/fd/{}", self.0.raw()));
+        link.is_ok_and(|name| name.as_os_str() == "anon_inode:[userfaultfd]")
+    }
+
     /// The descriptor.
     pub const fn fd(&self) -> &Fd {
         &self.0

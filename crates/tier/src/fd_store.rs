@@ -3,32 +3,117 @@
 //! A service with `FileDescriptorStoreMax=` may leave descriptors with the
 //! service manager, by name, and gets them back when it is started again. This
 //! is the keeper of the keeper: with it, pages outlive even both of us.
+//!
+//! What the keeper holds under one name are several descriptors, here they are
+//! left one by one, for the manager passes them in an order of its own:
+//! `pagefold-N-` and the keeper's name, in which bytes that a name here may not
+//! have are written as `%` and two digits.
 
 use pagefold_os::fd::Fd;
 use pagefold_os::sock;
+use std::collections::BTreeMap;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// First descriptor that the service manager passes.
 const FIRST_FD: i32 = 3;
+/// Every name of ours begins with it.
+const PREFIX: &str = "pagefold-";
 
 fn to_io(errno: pagefold_os::Errno) -> io::Error {
     io::Error::from_raw_os_error(errno.0)
 }
 
-/// Leaves descriptors with the service manager under `name`; false if there is none (`NOTIFY_SOCKET` is not set).
-///
-/// # Errors
-/// The manager's socket is not reachable, or the name has a colon or a line break in it.
-pub fn leave(name: &str, fds: &[i32]) -> io::Result<bool> {
-    let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(false) };
-    leave_at(path.as_bytes(), name, fds).map(|()| true)
+/// The name of the descriptor at `index` of those under `name`; `None` if it would be too long.
+fn stored_name(name: &str, index: usize) -> Option<String> {
+    use std::fmt::Write;
+    let mut stored = format!("{PREFIX}{index}-");
+    for byte in name.bytes() {
+        if byte.is_ascii_graphic() && byte != b':' && byte != b'%' {
+            stored.push(char::from(byte));
+        } else {
+            let _ = write!(stored, "%{byte:02x}");
+        }
+    }
+    (stored.len() <= 255).then_some(stored)
 }
 
-fn leave_at(path: &[u8], name: &str, fds: &[i32]) -> io::Result<()> {
-    if name.is_empty() || name.len() > 255 || name.contains([':', '\n']) || name.chars().any(char::is_control) {
-        return Err(to_io(pagefold_os::Errno(libc::EINVAL)));
+/// Name and index back from [`stored_name`].
+fn kept_name(stored: &str) -> Option<(String, usize)> {
+    let (index, encoded) = stored.strip_prefix(PREFIX)?.split_once('-')?;
+    let mut bytes = Vec::with_capacity(encoded.len());
+    let mut rest = encoded.as_bytes();
+    while let Some((byte, tail)) = rest.split_first() {
+        rest = tail;
+        if *byte != b'%' {
+            bytes.push(*byte);
+            continue;
+        }
+        let digits = std::str::from_utf8(rest.get(..2)?).ok()?;
+        bytes.push(u8::from_str_radix(digits, 16).ok()?);
+        rest = &rest[2..];
     }
+    Some((String::from_utf8(bytes).ok()?, index.parse().ok()?))
+}
+
+/// Leaves descriptors with the service manager, under the name that the keeper has them under; false if there is none
+/// (`NOTIFY_SOCKET` is not set). Those that it has already stay as they are.
+///
+/// # Errors
+/// The manager's socket is not reachable, or the name is too long.
+pub fn leave(name: &str, fds: &[i32]) -> io::Result<bool> {
+    let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(false) };
+    for (index, fd) in fds.iter().enumerate() {
+        let name = stored_name(name, index).ok_or(to_io(pagefold_os::Errno(libc::ENAMETOOLONG)))?;
+        // Not polled: a userfaultfd that has something to read is not done with.
+        tell(path.as_bytes(), &format!("FDSTORE=1\nFDNAME={name}\nFDPOLL=0"), &[*fd])?;
+    }
+    Ok(true)
+}
+
+/// Has the service manager close what was left under `name`, at most `count` descriptors; false as [`leave`].
+///
+/// # Errors
+/// As [`leave`].
+pub fn remove(name: &str, count: usize) -> io::Result<bool> {
+    let Some(path) = std::env::var_os("NOTIFY_SOCKET") else { return Ok(false) };
+    for name in (0..count).filter_map(|index| stored_name(name, index)) {
+        tell(path.as_bytes(), &format!("FDSTOREREMOVE=1\nFDNAME={name}"), &[])?;
+    }
+    Ok(true)
+}
+
+/// Takes what the service manager passed to this process and we had left, by the keeper's names and in the order in
+/// which it was left; once, afterwards nothing. A name of which the first descriptor is missing is left out, and so is
+/// what stands behind a gap.
+pub fn take() -> Vec<(String, Vec<Fd>)> {
+    static TAKEN: AtomicBool = AtomicBool::new(false);
+    if TAKEN.swap(true, Ordering::AcqRel) {
+        return Vec::new();
+    }
+    let value = |name| std::env::var(name).unwrap_or_default();
+    let names = std::env::var("LISTEN_FDNAMES").ok();
+    let all = passed(std::process::id(), &value("LISTEN_PID"), &value("LISTEN_FDS"), names.as_deref());
+    let mut found: BTreeMap<String, BTreeMap<usize, Fd>> = BTreeMap::new();
+    for (stored, number) in all {
+        let Some((name, index)) = kept_name(&stored) else { continue };
+        // Ours alone from here on: what we start must not have it. Fails if nothing is open under the number.
+        // SAFETY: numbers only.
+        if unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) } == 0 {
+            // SAFETY: passed to this process for us, under a name of ours, and taken once.
+            let fd = unsafe { Fd::from_raw(number) };
+            found.entry(name).or_default().insert(index, fd);
+        }
+    }
+    let in_order = |fds: BTreeMap<usize, Fd>| -> Vec<Fd> {
+        fds.into_iter().enumerate().map_while(|(wanted, (index, fd))| (wanted == index).then_some(fd)).collect()
+    };
+    let whole = found.into_iter().map(|(name, fds)| (name, in_order(fds)));
+    whole.filter(|(_, fds)| !fds.is_empty()).collect()
+}
+
+fn tell(path: &[u8], text: &str, fds: &[i32]) -> io::Result<()> {
     let mut path = path.to_vec();
     if path.first() == Some(&b'@') {
         path[0] = 0;
@@ -45,14 +130,12 @@ fn leave_at(path: &[u8], name: &str, fds: &[i32]) -> io::Result<()> {
     if unsafe { libc::connect(socket.raw(), (&raw const address).cast(), len) } != 0 {
         return Err(io::Error::last_os_error());
     }
-    sock::send(&socket, format!("FDSTORE=1\nFDNAME={name}").as_bytes(), fds).map_err(to_io)
+    sock::send(&socket, text.as_bytes(), fds).map_err(to_io)
 }
 
 /// Names and numbers of the descriptors that the service manager passed to process `pid`, from the values of
-/// `LISTEN_PID`, `LISTEN_FDS` and `LISTEN_FDNAMES`.
-///
-/// The numbers are to be wrapped once, by whoever owns the process's start; without names, all are named "unknown".
-pub fn passed(pid: u32, listen_pid: &str, listen_fds: &str, listen_fdnames: Option<&str>) -> Vec<(String, i32)> {
+/// `LISTEN_PID`, `LISTEN_FDS` and `LISTEN_FDNAMES`; without names, all are named "unknown".
+fn passed(pid: u32, listen_pid: &str, listen_fds: &str, listen_fdnames: Option<&str>) -> Vec<(String, i32)> {
     if listen_pid.parse() != Ok(pid) {
         return Vec::new();
     }
@@ -69,23 +152,35 @@ mod tests {
     use std::os::fd::AsRawFd;
 
     #[test]
-    fn the_manager_gets_name_and_descriptors() {
+    fn the_manager_gets_name_and_descriptor() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("notify");
         let manager = std::os::unix::net::UnixDatagram::bind(&path).unwrap();
         let file = pagefold_os::memfd::create(c"left", 4096).unwrap();
         file.write(b"left behind").unwrap();
-        leave_at(path.as_os_str().as_bytes(), "tier", &[file.raw(), file.raw()]).unwrap();
+        tell(path.as_os_str().as_bytes(), "FDSTORE=1\nFDNAME=tier", &[file.raw()]).unwrap();
         // SAFETY: the copy is owned by `socket` alone.
         let socket = unsafe { Fd::from_raw(libc::dup(manager.as_raw_fd())) };
         let mut text = [0; 100];
         let (len, mut fds) = sock::receive(&socket, &mut text, 0).unwrap();
         assert_eq!(&text[..len], b"FDSTORE=1\nFDNAME=tier");
         let mut bytes = [0; 11];
-        fds.take(1).unwrap().read_at(&mut bytes, 0).unwrap();
-        assert_eq!((fds.len(), &bytes), (2, b"left behind"));
-        for name in ["", "a:b", "a\nFDSTOREREMOVE=1"] {
-            assert!(leave_at(path.as_os_str().as_bytes(), name, &[file.raw()]).is_err());
+        fds.take(0).unwrap().read_at(&mut bytes, 0).unwrap();
+        assert_eq!((fds.len(), &bytes), (1, b"left behind"));
+    }
+
+    #[test]
+    fn names_come_back_whatever_they_are() {
+        for name in ["arena:1f:0:default", "", "a%3Ab", "client:1:2:3", "f\u{fc}r:\n=1", &"x".repeat(128)] {
+            let stored = stored_name(name, 2).unwrap();
+            assert!(stored.bytes().all(|byte| byte.is_ascii_graphic() && byte != b':'), "{stored}");
+            assert_eq!(kept_name(&stored), Some((name.to_owned(), 2)));
+        }
+        assert_eq!(stored_name(&":".repeat(128), 0), None);
+        for other in
+            ["unknown", "pagefold-", "pagefold-1", "pagefold-x-a", "pagefold-1-%f", "pagefold-1-%zz", "pagefold-1-%ff"]
+        {
+            assert_eq!(kept_name(other), None, "{other}");
         }
     }
 

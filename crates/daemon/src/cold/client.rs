@@ -39,6 +39,8 @@ const EVENTS: usize = uffd::EVENTS_MAX;
 /// A thread that found work looks for more for so long before it sleeps, in nanoseconds: a sleeping processor takes
 /// longer to wake than a page takes to come back.
 const SPIN_NS: u64 = 30_000;
+/// Lost pages of a client that get a line each; the counter has all. A client can claim as many as it likes.
+const LOSSES_TOLD: u64 = 16;
 /// Buckets of the histogram of faults.
 pub const FAULT_BUCKETS: usize = 16;
 
@@ -591,10 +593,12 @@ impl Client {
         if result == Some(Errno(libc::EAGAIN)) {
             return Served::Again;
         }
-        eprintln!(
-            "pagefold: {} ({}): the page at {addr:#x} is lost ({error}); an access to it ends in SIGBUS",
-            self.name, self.pid
-        );
+        if self.counters.lost.load(Ordering::Relaxed) < LOSSES_TOLD {
+            eprintln!(
+                "pagefold: {} ({}): the page at {addr:#x} is lost ({error}); an access to it ends in SIGBUS",
+                self.name, self.pid
+            );
+        }
         if self.table.set_state(addr, RESIDENT) == OUT {
             tier.discard(self.region, addr / PAGE..addr / PAGE + 1);
         }
@@ -654,13 +658,15 @@ impl Client {
             ..Default::default()
         };
         let mut found = [pagemap::Region::default(); 64];
-        let mut runs = Vec::new();
-        self.table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| runs.push(Range { start, end }));
-        for run in runs {
-            let mut start = run.start;
-            while start < run.end {
-                let part = Range { start, end: run.end };
-                let Ok((count, walked)) = pagemap::scan(&self.pagemap, part, query, &mut found) else { return };
+        let mut failed = false;
+        // Run by run: a table may claim more of them than we want to hold.
+        self.table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| {
+            let mut start = start;
+            while start < end && !failed {
+                let Ok((count, walked)) = pagemap::scan(&self.pagemap, Range { start, end }, query, &mut found) else {
+                    failed = true;
+                    return;
+                };
                 for region in &found[..count] {
                     self.settle(tier, region.start / PAGE, region.end / PAGE);
                 }
@@ -669,7 +675,7 @@ impl Client {
                 }
                 start = walked;
             }
-        }
+        });
     }
 
     /// Wakes everybody who waits in memory of ours; who must go on waiting faults again.

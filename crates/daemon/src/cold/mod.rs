@@ -22,7 +22,7 @@ use pagefold_os::fd::Fd;
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{Errno, pagemap, sock, wait};
 use pagefold_tier::keeper::Keeper;
-use pagefold_tier::{Backing, BackingFile, Tier};
+use pagefold_tier::{Backing, BackingFile, Tier, fd_store};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -87,6 +87,8 @@ const TURNS: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(1)
 /// The keeper's names of what a tier and a client left with it.
 const ARENA: &str = "arena";
 const CLIENT: &str = "client";
+/// Most descriptors under one name: a client's.
+const DESCRIPTORS_MAX: usize = 3;
 
 /// A domain's tier and its clients.
 pub(crate) struct Group {
@@ -227,6 +229,7 @@ impl Cold {
         if self.config.keeper.is_none() {
             return;
         }
+        self.refill_keeper();
         let Ok(keeper) = Keeper::connect(&self.keeper_path) else { return };
         let names = keeper.names().unwrap_or_default();
         for name in names.iter().filter(|name| name.starts_with(ARENA)) {
@@ -244,7 +247,7 @@ impl Cold {
                 Some(group.id) == id && region.is_some_and(|region| lock(&group.clients).contains_key(&region))
             });
             if !known {
-                let _ = keeper.forget(name);
+                forget(&keeper, name);
             }
         }
         let _ = keeper.supervise(&self.config.successor);
@@ -254,6 +257,28 @@ impl Cold {
                 start_thread(&group, client);
             }
             start_pump(&group);
+        }
+    }
+
+    /// Daemon and keeper both died: what the service manager held for them goes to a new keeper, and from there on it is
+    /// as if only the daemon had. A keeper that lives has the same and more.
+    fn refill_keeper(&self) {
+        let left = fd_store::take();
+        let holds = |keeper: Keeper| keeper.names().is_ok_and(|names| !names.is_empty());
+        if left.is_empty() || Keeper::connect(&self.keeper_path).is_ok_and(holds) {
+            return;
+        }
+        self.ensure_keeper();
+        // We stay connected until `adopt` is: a keeper that is left alone with what it holds starts a daemon.
+        let held = lock(&self.keeper);
+        let Some(keeper) = held.as_ref() else { return };
+        for (name, fds) in left {
+            let fds: Vec<i32> = fds.iter().map(Fd::raw).collect();
+            if let Err(error) = keeper.put(&name, &fds) {
+                eprintln!(
+                    "pagefold: {name} came back from the service manager, but the keeper does not take it: {error}"
+                );
+            }
         }
     }
 
@@ -312,8 +337,8 @@ impl Cold {
             }
             let (pagemap, table, uffd) = (fds.remove(2), fds.remove(1), Uffd::from_fd(fds.remove(0)));
             group.next_region.fetch_max(region + 1, Ordering::Relaxed);
-            if !uffd.is_alive() {
-                let _ = keeper.forget(name);
+            if !uffd.is_one() || !uffd.is_alive() {
+                forget(keeper, name);
                 continue;
             }
             if let Ok(client) = Client::new(region, token, pid, uid, uffd, table, pagemap) {
@@ -466,6 +491,10 @@ impl Cold {
         bare: bool,
         tolerance_ppm: u64,
     ) -> Result<(), Errno> {
+        // Else its thread would look for events where none can be, and never hear that the client has ended.
+        if !uffd.is_one() {
+            return Err(Errno(libc::EPROTO));
+        }
         if bare {
             let features = uffd::FEATURE_PAGEFAULT_FLAG_WP
                 | uffd::FEATURE_WP_ASYNC
@@ -586,6 +615,9 @@ impl Cold {
         let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
         let still_out = groups.iter().any(|group| lock(&group.clients).values().any(|client| client.pages_out() > 0));
         if let Some(keeper) = lock(&self.keeper).as_ref() {
+            if !still_out {
+                keeper.names().unwrap_or_default().iter().for_each(|name| forget(keeper, name));
+            }
             if still_out {
                 // Those who wait for what could not come back wait for the next daemon.
                 let _ = keeper.supervise(&[]);
@@ -646,6 +678,19 @@ impl Cold {
         }
         status
     }
+}
+
+/// Leaves with the service manager too what the keeper has; without one nothing is lost but that.
+fn leave(name: &str, fds: &[i32]) {
+    if let Err(error) = fd_store::leave(name, fds) {
+        eprintln!("pagefold: the service manager does not take {name}: {error}");
+    }
+}
+
+/// Nobody needs what is held under the name: not the keeper, not the service manager.
+fn forget(keeper: &Keeper, name: &str) {
+    let _ = keeper.forget(name);
+    let _ = fd_store::remove(name, DESCRIPTORS_MAX);
 }
 
 fn head_epoch(client: &Client) -> u32 {
@@ -713,7 +758,7 @@ impl Group {
         if let Err(error) = keeper.put(&name, &fds) {
             eprintln!("pagefold: the keeper does not take the tier of {}: {error}", self.key.1);
         }
-        let _ = pagefold_tier::fd_store::leave("pagefold-tier", &fds);
+        leave(&name, &fds);
     }
 
     fn name_of(&self, client: &Client) -> String {
@@ -725,6 +770,7 @@ impl Group {
         if let Err(error) = keeper.put(&self.name_of(client), &fds) {
             eprintln!("pagefold: the keeper does not take {} ({}): {error}", client.name, client.pid);
         }
+        leave(&self.name_of(client), &fds);
     }
 
     /// A client has ended.
@@ -732,7 +778,7 @@ impl Group {
         let Some(client) = lock(&self.clients).remove(&region) else { return };
         client.gone.store(true, Ordering::Release);
         if let Some(keeper) = lock(&self.keeper).as_ref() {
-            let _ = keeper.forget(&self.name_of(&client));
+            forget(keeper, &self.name_of(&client));
         }
         // Whoever talks to its agent finds the connection ended; after that nothing is stored for it any more.
         let _held = lock(&client.link);

@@ -405,8 +405,15 @@ pub(super) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
     first.dedup();
     let before = client.counters.pages_back.load(Ordering::Relaxed);
     bring_back(group, client, &first);
-    let mut rest = Vec::new();
-    client.table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| rest.extend(start / PAGE..end / PAGE));
+    let mut rest: Vec<u64> = Vec::new();
+    let mut from = 0;
+    // What the tier has, not what the table claims: that may be far more.
+    while let stored = group.tier.neighbours(client.region, from, 4096)
+        && let Some(last) = stored.last()
+    {
+        from = last + 1;
+        rest.extend(stored.into_iter().filter(|page| client.table.state(page * PAGE) == OUT));
+    }
     // Two hands: decompression is what takes the time.
     let (left, right) = rest.split_at(rest.len() / 2);
     std::thread::scope(|scope| {
