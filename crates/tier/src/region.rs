@@ -34,6 +34,7 @@
 //! - *fork*: a child does not have the region (`MADV_DONTFORK`): a touch there
 //!   is SIGSEGV, never zeros. What a child needs, it gets by other means. The
 //!   region's methods do nothing in a child.
+//! - *Debuggers and core dumps* see nothing of a page that is out.
 //! - *The allocator's memory* must not be in a region: the tier allocates when
 //!   it stores. Neither may a [`Backing`](crate::Backing) allocate in `read`.
 //! - A page that cannot be brought back (damaged, or its file unreadable) is
