@@ -87,6 +87,8 @@ const TURNS: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(1)
 /// The keeper's names of what a tier and a client left with it.
 const ARENA: &str = "arena";
 const CLIENT: &str = "client";
+/// Clients that are settled at once when a tier is adopted.
+const ADOPTED_AT_ONCE: usize = 64;
 /// Most descriptors under one name: a client's.
 const DESCRIPTORS_MAX: usize = 3;
 
@@ -322,6 +324,7 @@ impl Cold {
             stopping: AtomicBool::new(false),
             bell: AtomicU32::new(0),
         });
+        let mut found = Vec::new();
         let prefix = format!("{CLIENT}:{id:x}:");
         for name in keeper.names().unwrap_or_default().iter().filter(|name| name.starts_with(&prefix)) {
             let words: Vec<&str> = name[prefix.len()..].split(':').collect();
@@ -342,12 +345,22 @@ impl Cold {
                 continue;
             }
             if let Ok(client) = Client::new(region, token, pid, uid, uffd, table, pagemap) {
-                if !client.reconcile(&group.tier) {
-                    eprintln!("pagefold: {} ({pid}) holds its table and answers nothing", client.name);
-                }
-                lock(&group.clients).insert(region, Arc::new(client));
+                found.push(Arc::new(client));
             }
         }
+        // Many at once: one that keeps its pact, or claims much, must not let the others wait in line.
+        for some in found.chunks(ADOPTED_AT_ONCE) {
+            thread::scope(|scope| {
+                for client in some {
+                    scope.spawn(|| {
+                        if !client.reconcile(&group.tier) {
+                            eprintln!("pagefold: {} ({}) holds its table and answers nothing", client.name, client.pid);
+                        }
+                    });
+                }
+            });
+        }
+        lock(&group.clients).extend(found.into_iter().map(|client| (client.region, client)));
         // Pages of clients that ended meanwhile.
         for region in group.tier.region_ids() {
             group.next_region.fetch_max(region + 1, Ordering::Relaxed);
