@@ -143,7 +143,9 @@ fn once(engine: Engine, boot: &Boot, tool: &Path, image: &Path, count: usize) ->
     let running = Running::start(engine, PERIOD)?;
     let under = match running.socket() {
         Some(socket) => {
-            vec![tool.display().to_string(), "run".into(), "--socket".into(), socket.display().to_string(), "--".into()]
+            // Beside its guest's memory, which QEMU marks itself, the kernel and the first files that it boots are equal too.
+            let run = ["run", "--all", "--socket"].map(str::to_owned);
+            [vec![tool.display().to_string()], run.into(), vec![socket.display().to_string(), "--".into()]].concat()
         }
         None => Vec::new(),
     };
