@@ -19,8 +19,9 @@
 //!
 //! With `S` the keeper is also who replaces a daemon that was killed: when the
 //! connection ends and something is held, it starts the command, at most once a
-//! second, until a daemon says `S` again. A service manager may be quicker; the
-//! second daemon finds the first one's socket and ends.
+//! second, until a daemon says `S` again. Under a service manager that keeps
+//! descriptors (`NOTIFY_SOCKET` is set) it lets that one go first, for three
+//! seconds: a daemon that is not the manager's own could leave nothing with it.
 
 use pagefold_os::fd::{Fd, poll};
 use pagefold_os::sock;
@@ -71,7 +72,8 @@ pub fn serve(listener: &Fd) -> io::Result<()> {
     let own_uid = unsafe { libc::geteuid() };
     let mut held: BTreeMap<Vec<u8>, Vec<Fd>> = BTreeMap::new();
     let mut peers: Vec<Fd> = Vec::new();
-    let mut watch = Watch::default();
+    let managed = std::env::var_os("NOTIFY_SOCKET").is_some();
+    let mut watch = Watch { grace: if managed { MANAGER_GRACE } else { Duration::ZERO }, ..Watch::default() };
     // Nobody waits for the processes that we start.
     // SAFETY: no handler is installed.
     unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
@@ -110,14 +112,18 @@ pub fn serve(listener: &Fd) -> io::Result<()> {
 
 /// Pause between two starts of the daemon.
 const START_PAUSE: Duration = Duration::from_secs(1);
+/// How long a service manager has to start the daemon first; less than agents wait for somebody.
+const MANAGER_GRACE: Duration = Duration::from_secs(3);
 
 /// Who owns what we hold, and how to replace it.
 #[derive(Default)]
 struct Watch {
     owner: Option<i32>,
     command: Vec<Vec<u8>>,
-    /// The owner has gone, and nobody has come since.
-    missing: bool,
+    /// The owner has gone, then, and nobody has come since.
+    missing: Option<Instant>,
+    /// How long somebody else may take to replace it.
+    grace: Duration,
     started: Option<Instant>,
 }
 
@@ -129,19 +135,20 @@ impl Watch {
     fn ended(&mut self, peer: i32) {
         if self.is_owner(peer) {
             self.owner = None;
-            self.missing = true;
+            self.missing = Some(Instant::now());
         }
     }
 
     fn wait_ms(&self) -> i32 {
-        if self.missing { 50 } else { -1 }
+        if self.missing.is_some() { 50 } else { -1 }
     }
 
     fn start_if_due(&mut self, holds: bool) {
         use std::os::unix::ffi::OsStringExt;
         use std::os::unix::process::CommandExt;
         use std::process::{Command, Stdio};
-        if !self.missing || !holds || self.started.is_some_and(|at| at.elapsed() < START_PAUSE) {
+        let due = self.missing.is_some_and(|since| since.elapsed() >= self.grace);
+        if !due || !holds || self.started.is_some_and(|at| at.elapsed() < START_PAUSE) {
             return;
         }
         self.started = Some(Instant::now());
@@ -173,7 +180,7 @@ fn answer(peer: &Fd, held: &mut BTreeMap<Vec<u8>, Vec<Fd>>, watch: &mut Watch) -
         b'S' if name.len() < COMMAND_BYTES_MAX - 1 => {
             watch.command = name.split(|byte| *byte == 0).filter(|word| !word.is_empty()).map(<[u8]>::to_vec).collect();
             watch.owner = (!watch.command.is_empty()).then_some(peer.raw());
-            watch.missing = false;
+            watch.missing = None;
             sock::send(peer, &status(0), &[])?;
         }
         b'P' if !came.is_empty() && !name.is_empty() => {
@@ -345,5 +352,27 @@ impl Keeper {
             (len, fds) if reply[0] == 0 => Ok((len, fds)),
             _ => Err(to_io(Errno(i32::from(reply[0])))),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_service_manager_goes_first() {
+        let lost = |grace| {
+            let mut watch = Watch { owner: Some(7), command: vec![b"true".to_vec()], grace, ..Watch::default() };
+            watch.start_if_due(true);
+            watch.ended(8);
+            watch.start_if_due(true);
+            assert!(watch.started.is_none(), "the owner is there");
+            watch.ended(7);
+            watch.start_if_due(false);
+            assert!(watch.started.is_none(), "nothing is held");
+            watch.start_if_due(true);
+            watch.started.is_some()
+        };
+        assert!(lost(Duration::ZERO) && !lost(Duration::from_secs(3600)));
     }
 }
