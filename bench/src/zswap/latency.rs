@@ -8,6 +8,7 @@ use pagefold_os::{Range, mem::Mapping};
 use pagefold_tier::region::ColdRegion;
 use pagefold_tier::{BackingFile, Config, Effort, Tier};
 use std::io;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -142,6 +143,38 @@ pub fn measure(set: &[u8], count: usize) -> Vec<Row> {
     rows
 }
 
+/// Every processor has something to do while this lives.
+pub struct Busy {
+    stop: Arc<AtomicBool>,
+    threads: Vec<std::thread::JoinHandle<()>>,
+}
+
+impl Busy {
+    /// Starts a thread for each processor.
+    pub fn start() -> Busy {
+        let stop = Arc::new(AtomicBool::new(false));
+        let spin = || {
+            let stop = stop.clone();
+            std::thread::spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            })
+        };
+        let threads = (0..std::thread::available_parallelism().map_or(1, usize::from)).map(|_| spin()).collect();
+        Busy { stop, threads }
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
 fn zswap(pages: &[&[u8; 4096]], order: &[usize]) -> io::Result<Vec<Row>> {
     let count = pages.len();
     let _zswap = Zswap::start(count as u64 * 4096 + (64 << 20))?;
@@ -163,6 +196,13 @@ fn zswap(pages: &[&[u8; 4096]], order: &[usize]) -> io::Result<Vec<Row>> {
         area.touch(order[at]);
     });
     rows.push(row(&format!("zswap touch, {compressor}, random"), touch, count));
+    area.page_out();
+    let busy = Busy::start();
+    let touch = timed(count, |at| {
+        area.touch(order[at]);
+    });
+    drop(busy);
+    rows.push(row(&format!("zswap touch, {compressor}, random, cores busy"), touch, count));
     area.page_out();
     Zswap::page_cluster(3)?;
     let touch = timed(count, |at| {
@@ -210,9 +250,14 @@ fn served_here(pages: &[&[u8; 4096]], effort: Effort, order: &[usize]) -> Result
     park();
     let random = timed(count, |at| touch(order[at]));
     park();
+    let busy = Busy::start();
+    let beside = timed(count, |at| touch(order[at]));
+    drop(busy);
+    park();
     let in_order = timed(count, touch);
     Ok(vec![
         row("fault in the faulting thread", random, count),
+        row("fault in the faulting thread, cores busy", beside, count),
         row("fault in the faulting thread, in order", in_order, count),
     ])
 }

@@ -213,6 +213,11 @@ pub fn measure(on: &str, set: &[u8], idle: Duration) -> io::Result<Vec<Row>> {
     let touched = live.ask("random")?;
     row("touch, random", vec![("p50 us", touched[0]), ("p99 us", touched[1]), ("us/page", touched[2])]);
     live.park()?;
+    let busy = super::latency::Busy::start();
+    let touched = live.ask("random")?;
+    drop(busy);
+    row("touch, random, cores busy", vec![("p50 us", touched[0]), ("p99 us", touched[1]), ("us/page", touched[2])]);
+    live.park()?;
     let touched = live.ask("order")?;
     row("touch, in order", vec![("p50 us", touched[0]), ("p99 us", touched[1]), ("us/page", touched[2])]);
     live.park()?;

@@ -26,6 +26,7 @@ use pagefold_tier::policy::Window;
 use pagefold_tier::{LoadError, Tier};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -34,6 +35,8 @@ const PAGE: u64 = PAGE_SIZE as u64;
 pub(super) const CLUSTER_PAGES: usize = 64;
 /// Pages that lie beside each other and are fresh zeros are made at once up to this many.
 const ZERO_PAGES_MAX: u64 = 256;
+/// A window of so many pages or more is brought back by two hands: decompression is what takes the time.
+const SHARED_FROM: u64 = 16;
 /// Events read before the thread looks at anything else.
 const EVENTS: usize = uffd::EVENTS_MAX;
 /// A thread that found work looks for more for so long before it sleeps, in nanoseconds: a sleeping processor takes
@@ -108,6 +111,16 @@ pub(super) struct Client {
     pub starved: AtomicBool,
     pub policy: Mutex<super::pump::Policy>,
     pub room: Room,
+    /// Counts requests that pages be taken away, before each: what was loaded earlier may be old.
+    pub leaving: AtomicU64,
+    /// The group's second hand.
+    ahead: SyncSender<Ahead>,
+}
+
+/// Pages of a client that the group's second hand shall bring back.
+pub(super) struct Ahead {
+    pub region: u32,
+    pub pages: std::ops::Range<u64>,
 }
 
 /// What became of a fault.
@@ -127,6 +140,7 @@ impl Client {
         uffd: Uffd,
         table_fd: Fd,
         pagemap: Fd,
+        ahead: SyncSender<Ahead>,
     ) -> Result<Client, Errno> {
         let (len, _) = pagefold_os::memfd::len_and_inode(table_fd.raw())?;
         let seals = pagefold_os::memfd::seals(&table_fd)?;
@@ -168,6 +182,8 @@ impl Client {
             starved: AtomicBool::new(false),
             policy: Mutex::default(),
             room: Room::of(pid),
+            leaving: AtomicU64::new(0),
+            ahead,
         })
     }
 
@@ -524,11 +540,19 @@ impl Client {
         if !self.copy_run(tier, page, page + 1, service.cluster[0].as_ptr() as u64).contains(&page) {
             return Served::Again;
         }
-        let mut at = first;
-        while at < first + want {
+        // The other half goes to the second hand, if it is free.
+        let (mut at, mut end) = (first, first + want);
+        if want >= SHARED_FROM {
+            let middle = first + want / 2;
+            let other = if page < middle { middle..end } else { first..middle };
+            if self.ahead.try_send(Ahead { region: self.region, pages: other }).is_ok() {
+                (at, end) = if page < middle { (first, middle) } else { (middle, end) };
+            }
+        }
+        while at < end {
             // Entries of pages that are not out are nobody's. One that cannot be read waits for its own fault.
             let mut len = 0;
-            while at + len < first + want
+            while at + len < end
                 && self.table.state((at + len) * PAGE) == OUT
                 && tier.load_quietly(self.region, at + len, &mut service.cluster[len as usize])
             {
@@ -540,6 +564,51 @@ impl Client {
             at += len.max(1);
         }
         Served::Done
+    }
+
+    /// Brings back what of `pages`, at most [`CLUSTER_PAGES`], is out; beside the client's own thread. What cannot be brought
+    /// now is left to its own fault.
+    pub(super) fn bring_ahead(&self, tier: &Tier, pages: std::ops::Range<u64>, buffer: &mut [Page]) {
+        let leaving = self.leaving.load(Ordering::SeqCst);
+        // Loading needs no lock: what is true at the end counts.
+        let load = |(page, place): (u64, &mut Page)| {
+            self.table.state(page * PAGE) == OUT && tier.load_quietly(self.region, page, place)
+        };
+        let loaded: Vec<bool> = pages.clone().zip(&mut *buffer).map(load).collect();
+        let _service = lock(&self.service);
+        // A page that came and went again meanwhile has another content.
+        if self.leaving.load(Ordering::SeqCst) == leaving && self.take_pact(200) {
+            self.copy_loaded(tier, pages, &loaded, buffer);
+            self.table.free_pact();
+        }
+    }
+
+    /// Copies those of `pages` to the client that were loaded into `buffer` and are still out; true if all came. The
+    /// caller holds `service` and the pact.
+    pub(super) fn copy_loaded(
+        &self,
+        tier: &Tier,
+        pages: std::ops::Range<u64>,
+        loaded: &[bool],
+        buffer: &[Page],
+    ) -> bool {
+        let place = |page: u64| (page - pages.start) as usize;
+        let ready = |page: u64| loaded[place(page)] && self.table.state(page * PAGE) == OUT;
+        let mut all = true;
+        let mut page = pages.start;
+        while page < pages.end {
+            if !ready(page) {
+                page += 1;
+                continue;
+            }
+            let from = page;
+            while page < pages.end && ready(page) {
+                page += 1;
+            }
+            let came = self.copy_run(tier, from, page, buffer[place(from)..place(page)].as_ptr() as u64);
+            all &= came.end == page;
+        }
+        all
     }
 
     /// Copies pages `start..end`, which are out, to the client and settles the books; returns the part that is done.

@@ -13,8 +13,8 @@ mod pump;
 mod room;
 
 use crate::server::{DomainKey, lock};
-use client::Client;
 pub use client::FAULT_BUCKETS;
+use client::{Ahead, Client};
 use link::ColdLink;
 use pagefold_agent::wire::{Op, Packet};
 use pagefold_os::awake::Awake;
@@ -29,6 +29,7 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::mpsc::{self, SyncSender};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -103,6 +104,8 @@ pub(crate) struct Group {
     config: Config,
     keeper: Arc<Mutex<Option<Keeper>>>,
     awake: Arc<Awake>,
+    /// To the second hand: halves of windows.
+    ahead: SyncSender<Ahead>,
     stopping: AtomicBool,
     /// Changes when the pump has something to do that no hint tells it.
     bell: AtomicU32,
@@ -312,18 +315,7 @@ impl Cold {
                 Err(error) => return Err(error.to_string()),
             }
         };
-        let group = Arc::new(Group {
-            key: key.clone(),
-            tier,
-            id,
-            clients: Mutex::default(),
-            next_region: AtomicU32::new(1),
-            config: self.config.clone(),
-            keeper: self.keeper.clone(),
-            awake: self.awake.clone(),
-            stopping: AtomicBool::new(false),
-            bell: AtomicU32::new(0),
-        });
+        let group = self.group_of(key.clone(), tier, id);
         let mut found = Vec::new();
         let prefix = format!("{CLIENT}:{id:x}:");
         for name in keeper.names().unwrap_or_default().iter().filter(|name| name.starts_with(&prefix)) {
@@ -344,7 +336,7 @@ impl Cold {
                 forget(keeper, name);
                 continue;
             }
-            if let Ok(client) = Client::new(region, token, pid, uid, uffd, table, pagemap) {
+            if let Ok(client) = Client::new(region, token, pid, uid, uffd, table, pagemap, group.ahead.clone()) {
                 found.push(Arc::new(client));
             }
         }
@@ -412,6 +404,26 @@ impl Cold {
         }
     }
 
+    fn group_of(&self, key: DomainKey, tier: Tier, id: u64) -> Arc<Group> {
+        // Without a place: a job is taken by a hand that waits for one, or not at all.
+        let (ahead, jobs) = mpsc::sync_channel(0);
+        let group = Arc::new(Group {
+            key,
+            tier,
+            id,
+            clients: Mutex::default(),
+            next_region: AtomicU32::new(1),
+            config: self.config.clone(),
+            keeper: self.keeper.clone(),
+            awake: self.awake.clone(),
+            ahead,
+            stopping: AtomicBool::new(false),
+            bell: AtomicU32::new(0),
+        });
+        start_second_hand(&group, jobs);
+        group
+    }
+
     fn group(&self, key: &DomainKey, bytes_max: u64) -> Result<Arc<Group>, String> {
         let mut groups = lock(&self.groups);
         if let Some(group) = groups.get(key) {
@@ -428,18 +440,7 @@ impl Cold {
             },
         };
         let tier = Tier::create(self.tier_config(bytes_max), backing).map_err(|error| error.to_string())?;
-        let group = Arc::new(Group {
-            key: key.clone(),
-            tier,
-            id: random(),
-            clients: Mutex::default(),
-            next_region: AtomicU32::new(1),
-            config: self.config.clone(),
-            keeper: self.keeper.clone(),
-            awake: self.awake.clone(),
-            stopping: AtomicBool::new(false),
-            bell: AtomicU32::new(0),
-        });
+        let group = self.group_of(key.clone(), tier, random());
         if let Some(keeper) = lock(&self.keeper).as_ref() {
             group.deposit_arena(keeper);
         }
@@ -521,7 +522,7 @@ impl Cold {
                 uffd.enable(features)?;
             }
         }
-        let mut new = Client::new(0, 0, cred.pid, cred.uid, uffd, table, pagemap)?;
+        let mut new = Client::new(0, 0, cred.pid, cred.uid, uffd, table, pagemap, group.ahead.clone())?;
         let head = new.table.head();
         let (region, token, arena) = (
             head.region.load(Ordering::Acquire),
@@ -721,6 +722,24 @@ fn start_thread(group: &Arc<Group>, client: &Arc<Client>) {
     let spawned = thread::Builder::new().name(format!("cold-{}", client.pid)).stack_size(256 << 10);
     if let Err(error) = spawned.spawn(move || client.run(&group)) {
         eprintln!("pagefold: no thread for a cold client: {error}");
+    }
+}
+
+/// Brings back halves of windows beside the clients' own threads, until the group is gone.
+fn start_second_hand(group: &Arc<Group>, jobs: mpsc::Receiver<Ahead>) {
+    let group = Arc::downgrade(group);
+    let hand = move || {
+        let mut buffer = vec![[0; pagefold_os::PAGE_SIZE]; client::CLUSTER_PAGES];
+        while let Ok(Ahead { region, pages }) = jobs.recv() {
+            let Some(group) = group.upgrade() else { return };
+            let client = lock(&group.clients).get(&region).cloned();
+            if let Some(client) = client {
+                client.bring_ahead(&group.tier, pages, &mut buffer);
+            }
+        }
+    };
+    if let Err(error) = thread::Builder::new().name("cold-ahead".into()).stack_size(256 << 10).spawn(hand) {
+        eprintln!("pagefold: no second thread for the cold tier: {error}");
     }
 }
 

@@ -233,8 +233,9 @@ impl Mover<'_> {
             return Ok(());
         }
         // If the agent is gone now we do not know what it did: the entries stay until books and world are reconciled.
-        let busy = self.link.drop_pages(&entries)?;
         let client = self.client;
+        client.leaving.fetch_add(1, Ordering::SeqCst);
+        let busy = self.link.drop_pages(&entries)?;
         client.counters.agent_cpu_ns.store(self.link.agent_cpu_ns, Ordering::Relaxed);
         let _service = lock(&client.service);
         let mut gone = 0;

@@ -465,21 +465,7 @@ fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
                 }
                 continue;
             }
-            let mut page = start;
-            while page < end {
-                let ready = |page: u64| loaded[(page - start) as usize] && client.table.state(page * PAGE) == OUT;
-                if !ready(page) {
-                    page += 1;
-                    continue;
-                }
-                let from = page;
-                while page < end && ready(page) {
-                    page += 1;
-                }
-                let source = buffer[(from - start) as usize..(page - start) as usize].as_ptr() as u64;
-                let came = client.copy_run(tier, from, page, source);
-                again |= came.end < page;
-            }
+            again |= !client.copy_loaded(tier, start..end, &loaded, &buffer);
             client.table.free_pact();
             drop(service);
         }
