@@ -31,11 +31,14 @@ pub const REMAINDER_BITS: u32 = 52;
 const EXTRA_SHIFT: u32 = 20;
 const VERSION_SHIFT: u32 = 36;
 
-/// Buckets after its home in which an entry may lie.
+/// Buckets beside its home in which an entry may lie.
 pub const REACH_MAX: usize = 64;
 
 /// What the four bits of a reach stand for: exact where it matters, coarse where it is rare.
 const REACHES: [u8; 16] = [0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, REACH_MAX as u8];
+
+/// Buckets beside its home in which a copy leaves an entry, so that later ones find room too.
+pub const REACH_COPIED: usize = 24;
 
 /// What a slot holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,7 +81,7 @@ impl Head {
         Kind((self.0 >> (slot * 4)) & 15)
     }
 
-    /// How many buckets after this one may hold entries whose home is this one.
+    /// How many buckets beside this one, each in the order of its own way, entries may lie in whose home is this one.
     #[inline]
     pub fn reach(self) -> usize {
         usize::from(REACHES[((self.0 >> 16) & 15) as usize])
@@ -161,6 +164,20 @@ impl Bucket {
         matches(low, high0, high1, remainder)
     }
 
+    /// The slot in use, read under `head`, of a key of 8 bytes.
+    #[inline]
+    pub fn find_inline(&self, head: Head, remainder: u64) -> Option<usize> {
+        let mut mask = self.matches(remainder);
+        while mask != 0 {
+            let slot = mask.trailing_zeros() as usize;
+            mask &= mask - 1;
+            if head.extra(slot) == remainder >> 48 && head.kind(slot) != Kind::EMPTY {
+                return Some(slot);
+            }
+        }
+        None
+    }
+
     #[inline]
     pub fn remainder(&self, head: Head, slot: usize) -> u64 {
         let low = self.low.load(Ordering::Relaxed) >> (slot * 16) & 0xffff;
@@ -177,13 +194,31 @@ impl Bucket {
         self.high[1].store(0, Ordering::Relaxed);
     }
 
+    /// Calls `visit` with kind, remainder and word of each entry of a bucket that nobody changes.
+    #[inline(always)]
+    pub fn each(&self, mut visit: impl FnMut(Kind, u64, u64)) {
+        let head = self.head(Ordering::Relaxed);
+        let low = self.low.load(Ordering::Relaxed);
+        for slot in 0..SLOTS {
+            let kind = head.kind(slot);
+            if kind != Kind::EMPTY {
+                let high = self.high[slot / 2].load(Ordering::Relaxed) >> (slot % 2 * 32) & 0xffff_ffff;
+                let remainder = head.extra(slot) << 48 | high << 16 | low >> (slot * 16) & 0xffff;
+                visit(kind, remainder, self.words[slot].load(Ordering::Relaxed));
+            }
+        }
+    }
+
     /// Adds an entry to a bucket that nobody else sees and that only this call has filled since it was cleared.
     /// False if it is full.
     #[inline]
     pub fn append(&self, kind: Kind, remainder: u64, word: u64) -> bool {
         let head = self.head(Ordering::Relaxed);
         // Filled from the first slot on.
-        let Some(slot) = head.free_slot() else { return false };
+        let slot = (67 - (head.0 & 0xffff).leading_zeros() as usize) / 4;
+        if slot == SLOTS {
+            return false;
+        }
         // What is not used yet is zero.
         let low = self.low.load(Ordering::Relaxed) | (remainder & 0xffff) << (slot * 16);
         self.low.store(low, Ordering::Relaxed);

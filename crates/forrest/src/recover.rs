@@ -128,8 +128,8 @@ impl Table {
     /// Where a reader that looks for the key of `place` finds it.
     fn first_copy(&self, dir: Dir, place: Place, remainder: u64) -> (usize, usize) {
         let buckets = dir.buckets();
-        let home = self.home(remainder, buckets);
-        let reach = self.bucket(dir, home).head(Ordering::Relaxed).reach().min(buckets - 1);
+        let way = self.way(remainder, buckets);
+        let reach = self.bucket(dir, way.home()).head(Ordering::Relaxed).reach();
         let mut key = Vec::new();
         let word_key = match Record::at(&self.arena, place.word).filter(|_| place.kind.is_record()) {
             Some(record) => {
@@ -139,7 +139,7 @@ impl Table {
             None => true,
         };
         for step in 0..=reach {
-            let index = (home + step) % buckets;
+            let index = way.at(step);
             let bucket = self.bucket(dir, index);
             let head = bucket.head(Ordering::Relaxed);
             for slot in 0..SLOTS {
@@ -242,16 +242,11 @@ impl Table {
         report: &mut Report,
     ) -> Result<(), String> {
         let at = format!("segment {segment}, bucket {}, slot {}", place.bucket, place.slot);
-        let home = self.home(remainder, dir.buckets());
-        let step = if place.bucket >= home { place.bucket - home } else { place.bucket + dir.buckets() - home };
-        let head = self.bucket(dir, home).head(Ordering::Acquire);
-        if head.reach() < step {
-            return Err(format!(
-                "{at}: {step} buckets from home, which reaches {} ({:#x})",
-                head.reach(),
-                content(head)
-            ));
-        }
+        let way = self.way(remainder, dir.buckets());
+        let head = self.bucket(dir, way.home()).head(Ordering::Acquire);
+        let Some(step) = (0..=head.reach()).find(|&step| way.at(step) == place.bucket) else {
+            return Err(format!("{at}: not on its way from bucket {} ({:#x})", way.home(), content(head)));
+        };
         if self.first_copy(dir, place, remainder) != (place.bucket, place.slot) {
             return Err(format!("{at}: a second copy"));
         }

@@ -1,5 +1,6 @@
 //! The store: what a program calls.
 
+use crate::bucket::Kind;
 use crate::config::Options;
 use crate::error::Error;
 use crate::hash::{Hash, Hasher, random};
@@ -7,7 +8,7 @@ use crate::order::{KeyBound, Order};
 use crate::recover::Report;
 use crate::scan::Scan;
 use crate::stats::Stats;
-use crate::table::{Change, Probe, SEGMENTS, Table};
+use crate::table::{AHEAD, Asked, Change, Probe, SEGMENTS, Table};
 use crate::value::{Guarding, Into, Presence, Ref, RefBytes, Value};
 use llds::arena::{self, Arena, Pages};
 use std::fs::File;
@@ -18,8 +19,8 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
-/// Kind of arena, and first word of its root: a store, layout 1.
-const KIND: u64 = u64::from_le_bytes(*b"forrest1");
+/// Kind of arena, and first word of its root: a store, layout 2.
+const KIND: u64 = u64::from_le_bytes(*b"forrest2");
 
 /// Where named stores live.
 const DIRECTORY: &str = "/dev/shm";
@@ -301,18 +302,17 @@ impl Store {
     pub fn get_many<K: AsRef<[u8]>>(&self, keys: &[K], mut each: impl FnMut(usize, Option<&[u8]>)) {
         let table = &*self.table;
         let mut long = Vec::new();
-        let mut hashes = [0u64; BATCH];
+        let mut asked = [Asked::NONE; BATCH];
         for (batch, keys) in keys.chunks(BATCH).enumerate() {
-            for (hash, key) in hashes.iter_mut().zip(keys) {
-                *hash = table.hasher.first(key.as_ref());
-                table.prefetch_bucket(*hash);
+            for (asked, key) in asked.iter_mut().zip(keys) {
+                *asked = table.ask(table.hasher.first(key.as_ref()));
             }
-            for hash in &hashes[..keys.len()] {
-                table.prefetch_rest(*hash);
+            for asked in &mut asked[..keys.len()] {
+                table.ask_on(asked);
             }
-            for (index, (key, &hash)) in keys.iter().zip(&hashes).enumerate() {
+            for (index, (key, asked)) in keys.iter().zip(&asked).enumerate() {
                 if key.as_ref().len() == 8 {
-                    match table.read_word(hash) {
+                    match table.answer(asked) {
                         Probe::Inline(bytes, length) => {
                             each(batch * BATCH + index, Some(&bytes[..length]));
                             continue;
@@ -324,6 +324,7 @@ impl Store {
                         Probe::Unclear => {}
                     }
                 }
+                let hash = asked.hash();
                 let mut sink = Batched { short: [0; 8], length: 0, long: &mut long, is_long: false };
                 let found = table.read(key.as_ref(), hash, &mut sink);
                 let (short, length, is_long) = (sink.short, sink.length, sink.is_long);
@@ -353,7 +354,26 @@ impl Store {
     /// [`Error::KeyTooLong`], [`Error::ValueTooLong`], or [`Error::Arena`] at the memory limit.
     #[inline]
     pub fn set(&self, key: &[u8], value: &[u8]) -> Result<bool, Error> {
-        self.modify(key, self.table.hasher.first(key), |_| Ok(Change::Put(value)))
+        self.set_hashed(key, value, self.table.hasher.first(key), false)
+    }
+
+    /// `asked` says that what it needs is on its way.
+    #[inline]
+    fn set_hashed(&self, key: &[u8], value: &[u8], hash: u64, asked: bool) -> Result<bool, Error> {
+        if key.len() == 8 && value.len() <= 8 && self.order.is_none() {
+            let mut bytes = [0; 8];
+            bytes[..value.len()].copy_from_slice(value);
+            let word = u64::from_ne_bytes(bytes);
+            if let Some(existed) = self.table.set_word(hash, Kind::inline(value.len()), word, asked)? {
+                return Ok(existed);
+            }
+        }
+        self.set_any(key, value, hash)
+    }
+
+    #[inline(never)]
+    fn set_any(&self, key: &[u8], value: &[u8], hash: u64) -> Result<bool, Error> {
+        self.modify(key, hash, |_| Ok(Change::Put(value)))
     }
 
     /// Sets many keys, keeping many of their cache misses in flight. Stops at the first error; those before it are set.
@@ -367,10 +387,10 @@ impl Store {
             for (hash, (key, _)) in hashes.iter_mut().zip(entries) {
                 *hash = table.hasher.first(key.as_ref());
                 crate::record::prefetch(table.lock_word((*hash >> crate::bucket::REMAINDER_BITS) as usize));
-                table.prefetch_bucket(*hash);
+                table.prefetch_write(*hash, AHEAD);
             }
             for ((key, value), &hash) in entries.iter().zip(&hashes) {
-                self.modify(key.as_ref(), hash, |_| Ok(Change::Put(value.as_ref())))?;
+                self.set_hashed(key.as_ref(), value.as_ref(), hash, true)?;
             }
         }
         Ok(())
@@ -394,7 +414,14 @@ impl Store {
     /// [`Error::Arena`] in a forked child, or when no seat is left for this thread.
     #[inline]
     pub fn delete(&self, key: &[u8]) -> Result<bool, Error> {
-        self.modify(key, self.table.hasher.first(key), |_| Ok(Change::Delete))
+        let hash = self.table.hasher.first(key);
+        if key.len() == 8
+            && self.order.is_none()
+            && let Some(existed) = self.table.delete_word(hash)?
+        {
+            return Ok(existed);
+        }
+        self.modify(key, hash, |_| Ok(Change::Delete))
     }
 
     /// Deletes the entry of `key` and returns its value.

@@ -3,8 +3,9 @@
 //! The high 12 bits of a hash choose a segment: one entry of a directory of
 //! 32 KiB, which stays in the cache. A segment is an array of
 //! buckets of any length; a secret multiplier spreads the low 52 bits over it.
-//! An entry lies in its home bucket or, when that is full, in one of the next
-//! [`REACH_MAX`]; the home's header says how far to look.
+//! An entry lies in its home bucket or, when that is full, in another on its
+//! *way*: the home's neighbour, then buckets here and there in the array. The
+//! home's header says how far to look, at most [`REACH_MAX`] buckets.
 //!
 //! Writers of a segment exclude each other by a lock word that names the
 //! holder's seat, so a lock whose holder was killed is recognised and taken
@@ -17,7 +18,7 @@
 //! rebuild those that will be full soon: freed blocks are then neighbours and
 //! their memory is used again.
 
-use crate::bucket::{BUCKET_BYTES, Bucket, Head, Kind, REACH_MAX, REMAINDER_BITS, SLOTS};
+use crate::bucket::{BUCKET_BYTES, Bucket, Head, Kind, REACH_COPIED, REACH_MAX, REMAINDER_BITS, SLOTS};
 use crate::error::Error;
 use crate::hash::Hasher;
 use crate::record::{self, Record, prefetch};
@@ -35,14 +36,16 @@ pub const SEGMENTS: usize = 1 << (64 - REMAINDER_BITS);
 /// Entries per bucket, in hundredths, to which a segment is rebuilt.
 const FILL_TO: usize = 288;
 /// A passing insert rebuilds segments above this fill, in hundredths of entries per bucket.
-const FILL_PASS: usize = 322;
+const FILL_PASS: usize = 336;
 /// What passing over one segment costs of a thread's credit.
 const CREDIT_PER_SEGMENT: u32 = 1 << 24;
-/// What as many inserts as there are entries earn: five passes over all segments, one each time that the table has grown
-/// by a fifth. Fill rises from 0.72 to 0.88 meanwhile, 20.2 bytes per entry of 16 on average, and an entry is copied five
-/// times on the whole. More passes are denser and slower; with fewer, arrays fail before their turn: from 0.90 on an entry
-/// often finds no room within its reach.
-const CREDIT_PER_OWN_SIZE: u32 = CREDIT_PER_SEGMENT * 5;
+/// What as many inserts as there are entries earn: four passes over all segments, one each time that the table has grown
+/// by 28 %. Fill rises from 0.72 to 0.92 meanwhile, 19.7 bytes per entry of 16 on average, and an entry is copied four
+/// times on the whole. More passes are denser and slower; with fewer, arrays fail before their turn and leave the order in
+/// which memory is used again.
+const CREDIT_PER_OWN_SIZE: u32 = CREDIT_PER_SEGMENT * 4;
+/// Steps of a way for which a writer of many asks before it looks.
+pub const AHEAD: usize = 4;
 /// Keys of one and the same 64-bit hash in a segment before further ones go by their second hash.
 const SAME_HASH_MAX: usize = 8;
 
@@ -92,6 +95,54 @@ pub struct Place {
     pub word: u64,
 }
 
+/// Neighbours, the home among them, with which the way begins: mostly one page, so one miss of the TLB.
+const NEAR: usize = 4;
+
+/// The buckets in which an entry may lie, in the order in which they are tried.
+///
+/// After the neighbours they lie anywhere. Were they the next ones, as in linear probing, full buckets would cluster: from
+/// 0.90 of all slots filled on an entry often found no room within its reach. So arrays are filled to 0.99 before one fails.
+#[derive(Clone, Copy)]
+pub struct Way {
+    spread: u64,
+    buckets: u64,
+}
+
+impl Way {
+    /// The bucket in which an entry belongs.
+    #[inline]
+    pub fn home(self) -> usize {
+        (((self.spread >> 32) * self.buckets) >> 32) as usize
+    }
+
+    /// The `step`-th bucket; the 0th is the home. Some may be named twice.
+    #[inline]
+    pub fn at(self, step: usize) -> usize {
+        let home = self.home();
+        match step {
+            0 => home,
+            1..NEAR => {
+                let neighbour = home ^ step;
+                if neighbour < self.buckets as usize { neighbour } else { home }
+            }
+            _ => {
+                // Steps of one length, however chosen, come round to the same few buckets for some keys.
+                let mixed = self.spread.wrapping_add((step as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+                let place = (mixed ^ mixed >> 32).wrapping_mul(0xd6e8_feb8_6659_fd93) >> 32;
+                ((place * self.buckets) >> 32) as usize
+            }
+        }
+    }
+}
+
+/// A free slot for an entry, and how far it is on the entry's way.
+#[derive(Clone, Copy)]
+pub struct Room {
+    bucket: usize,
+    slot: usize,
+    step: usize,
+}
+
 /// A key's hash, taken apart.
 #[derive(Clone, Copy)]
 pub struct Spot {
@@ -138,9 +189,30 @@ pub enum Probe {
     Unclear,
 }
 
+/// A lookup under way, of many at once.
+#[derive(Clone, Copy)]
+pub struct Asked {
+    dir: Dir,
+    hash: u64,
+    head: Head,
+    bucket: u32,
+    mask: u32,
+}
+
+impl Asked {
+    /// No lookup.
+    pub const NONE: Asked = Asked { dir: Dir(0), hash: 0, head: Head(0), bucket: 0, mask: 0 };
+
+    pub fn hash(&self) -> u64 {
+        self.hash
+    }
+}
+
 /// The table over an arena.
 pub struct Table {
     pub arena: Arena,
+    /// Where the arena begins: kept here, one load closer.
+    base: *const u8,
     dir: *const AtomicU64,
     locks: *const AtomicU64,
     cursor: *const AtomicU64,
@@ -156,6 +228,8 @@ unsafe impl Sync for Table {}
 thread_local! {
     /// What this thread owes the passing growth.
     static CREDIT: Cell<u32> = const { Cell::new(0) };
+    /// The extent this thread passed last (a table's address, an offset), and whether it is to be emptied.
+    static EXTENT: Cell<((usize, u64), bool)> = const { Cell::new(((0, 0), false)) };
 }
 
 /// A held segment lock; dropping it unlocks.
@@ -178,7 +252,8 @@ impl Table {
     /// `dir` and `locks` are the first of [`SEGMENTS`] words each.
     pub fn new(arena: Arena, words: [*mut u8; 3], hasher: Hasher, place: u64) -> Table {
         let [dir, locks, cursor] = words.map(|at| at.cast::<AtomicU64>().cast_const());
-        Table { arena, dir, locks, cursor, hasher, place: place | 1 }
+        let base = arena.at(0).cast_const();
+        Table { arena, base, dir, locks, cursor, hasher, place: place | 1 }
     }
 
     #[inline]
@@ -202,19 +277,18 @@ impl Table {
     /// The bucket `index` of the segment at `dir`. `index` is below its count.
     #[inline]
     pub fn bucket(&self, dir: Dir, index: usize) -> &Bucket {
-        let at = self.arena.at(dir.offset() + (index * BUCKET_BYTES) as u64);
+        let at = self.base.wrapping_add(dir.offset() as usize + index * BUCKET_BYTES);
         // SAFETY: directory entries name blocks inside the arena; blocks of lines are 64-byte aligned; the mapping
         // outlives `self`, and buckets consist of atomics, so even a stale entry leads to readable memory.
         unsafe { &*at.cast::<Bucket>() }
     }
 
-    /// The bucket in which an entry belongs, of `buckets`.
+    /// The way of an entry through an array of `buckets`, at least one.
     #[inline]
-    pub fn home(&self, remainder: u64, buckets: usize) -> usize {
+    pub fn way(&self, remainder: u64, buckets: usize) -> Way {
         // Twice, so that chosen remainders in arithmetic progression do not stay one.
         let once = remainder.wrapping_mul(self.place);
-        let spread = (once ^ (once >> 29)).wrapping_mul(self.place) >> 32;
-        ((spread * buckets as u64) >> 32) as usize
+        Way { spread: (once ^ (once >> 29)).wrapping_mul(self.place), buckets: buckets as u64 }
     }
 
     // ---- reading ----
@@ -223,41 +297,99 @@ impl Table {
     #[inline]
     pub fn read_word(&self, hash: u64) -> Probe {
         let spot = Spot::of(hash);
-        let word = self.dir_word(spot.segment);
-        let dir = Dir(word.load(Ordering::Acquire));
-        let buckets = dir.buckets();
-        if buckets == 0 {
+        let dir = self.dir(spot.segment, Ordering::Acquire);
+        if dir.buckets() == 0 {
             return Probe::Missing;
         }
-        let home = self.home(spot.remainder, buckets);
-        let first = self.bucket(dir, home);
+        let way = self.way(spot.remainder, dir.buckets());
+        let first = self.bucket(dir, way.home());
         let first_head = first.head(Ordering::Acquire);
-        let (mut bucket, mut head, mut step) = (first, first_head, 0);
-        loop {
+        let mask = first.matches(spot.remainder);
+        if mask != 0 {
+            return self.inline_at(spot, dir, first, first_head, mask);
+        }
+        let reach = first_head.reach();
+        for step in 1..=reach {
+            let bucket = self.bucket(dir, way.at(step));
+            let head = bucket.head(Ordering::Acquire);
             let mask = bucket.matches(spot.remainder);
             if mask != 0 {
-                let slot = mask.trailing_zeros() as usize;
-                let value = bucket.words[slot].load(Ordering::Relaxed);
-                // As in `read_as`.
-                fence(Ordering::Acquire);
-                let unchanged = bucket.head(Ordering::Relaxed) == head && word.load(Ordering::Relaxed) == dir.0;
-                return match head.kind(slot).inline_length() {
-                    Some(length) if unchanged && head.extra(slot) == spot.remainder >> 48 => {
-                        Probe::Inline(value.to_ne_bytes(), length)
-                    }
-                    _ => Probe::Unclear,
-                };
+                return self.inline_at(spot, dir, bucket, head, mask);
             }
-            if step == first_head.reach().min(buckets - 1) {
-                fence(Ordering::Acquire);
-                let unchanged = first.head(Ordering::Relaxed) == first_head && word.load(Ordering::Relaxed) == dir.0;
-                return if unchanged { Probe::Missing } else { Probe::Unclear };
-            }
-            step += 1;
-            let index = if home + step >= buckets { home + step - buckets } else { home + step };
-            bucket = self.bucket(dir, index);
-            head = bucket.head(Ordering::Acquire);
         }
+        self.missing(spot, dir, first, first_head)
+    }
+
+    /// What a bucket, read under `head`, says of an entry in a slot that `mask` names first.
+    #[inline(always)]
+    fn inline_at(&self, spot: Spot, dir: Dir, bucket: &Bucket, head: Head, mask: u32) -> Probe {
+        let slot = mask.trailing_zeros() as usize;
+        let value = bucket.words[slot].load(Ordering::Relaxed);
+        // As in `read_as`.
+        fence(Ordering::Acquire);
+        let unchanged = bucket.head(Ordering::Relaxed) == head && self.dir(spot.segment, Ordering::Relaxed) == dir;
+        match head.kind(slot).inline_length() {
+            Some(length) if unchanged && head.extra(slot) == spot.remainder >> 48 => {
+                Probe::Inline(value.to_ne_bytes(), length)
+            }
+            _ => Probe::Unclear,
+        }
+    }
+
+    #[inline(always)]
+    fn missing(&self, spot: Spot, dir: Dir, home: &Bucket, head: Head) -> Probe {
+        fence(Ordering::Acquire);
+        let unchanged = home.head(Ordering::Relaxed) == head && self.dir(spot.segment, Ordering::Relaxed) == dir;
+        if unchanged { Probe::Missing } else { Probe::Unclear }
+    }
+
+    /// Begins a lookup of many: asks for the home bucket of a hash.
+    #[inline]
+    pub fn ask(&self, hash: u64) -> Asked {
+        let spot = Spot::of(hash);
+        let dir = self.dir(spot.segment, Ordering::Acquire);
+        // Without buckets this is some line of the arena's own, which nobody looks at.
+        let bucket = self.way(spot.remainder, dir.buckets()).home();
+        prefetch(self.bucket(dir, bucket));
+        Asked { dir, hash, bucket: bucket as u32, mask: 0, head: Head(0) }
+    }
+
+    /// Goes on with a lookup: looks at the home bucket, and asks for what else must be looked at: the next
+    /// bucket, or the record.
+    #[inline]
+    pub fn ask_on(&self, asked: &mut Asked) {
+        if asked.dir.buckets() == 0 {
+            return;
+        }
+        let remainder = Spot::of(asked.hash).remainder;
+        let bucket = self.bucket(asked.dir, asked.bucket as usize);
+        asked.head = bucket.head(Ordering::Acquire);
+        asked.mask = bucket.matches(remainder);
+        if asked.mask != 0 {
+            let slot = asked.mask.trailing_zeros() as usize;
+            if asked.head.kind(slot).is_record() {
+                Record::prefetch(&self.arena, bucket.words[slot].load(Ordering::Relaxed));
+            }
+        } else if asked.head.reach() != 0 {
+            prefetch(self.bucket(asked.dir, self.way(remainder, asked.dir.buckets()).at(1)));
+        }
+    }
+
+    /// Ends a lookup of a key of 8 bytes.
+    #[inline]
+    pub fn answer(&self, asked: &Asked) -> Probe {
+        let spot = Spot::of(asked.hash);
+        if asked.dir.buckets() == 0 {
+            return Probe::Missing;
+        }
+        let home = self.bucket(asked.dir, asked.bucket as usize);
+        if asked.mask != 0 {
+            return self.inline_at(spot, asked.dir, home, asked.head, asked.mask);
+        }
+        if asked.head.reach() == 0 {
+            return self.missing(spot, asked.dir, home, asked.head);
+        }
+        self.read_word(asked.hash)
     }
 
     /// Gives the value of `key`, whose first hash is `hash`, to `sink`. False if there is none.
@@ -281,11 +413,10 @@ impl Table {
             if buckets == 0 {
                 return (false, dir.flooded());
             }
-            let home = self.home(spot.remainder, buckets);
-            let home_bucket = self.bucket(dir, home);
+            let way = self.way(spot.remainder, buckets);
+            let home_bucket = self.bucket(dir, way.home());
             let home_head = home_bucket.head(Ordering::Acquire);
-            let (mut bucket, mut head, mut index) = (home_bucket, home_head, home);
-            let mut left = home_head.reach().min(buckets - 1);
+            let (mut bucket, mut head, mut step) = (home_bucket, home_head, 0);
             loop {
                 let mut mask = bucket.matches(spot.remainder);
                 while mask != 0 {
@@ -326,12 +457,11 @@ impl Table {
                         return (true, false);
                     }
                 }
-                if left == 0 {
+                if step == home_head.reach() {
                     break;
                 }
-                left -= 1;
-                index = if index + 1 == buckets { 0 } else { index + 1 };
-                bucket = self.bucket(dir, index);
+                step += 1;
+                bucket = self.bucket(dir, way.at(step));
                 head = bucket.head(Ordering::Acquire);
             }
             fence(Ordering::Acquire);
@@ -341,37 +471,15 @@ impl Table {
         }
     }
 
-    /// Asks for the home bucket of a hash.
+    /// Asks for the buckets that a writer of this hash needs most likely.
     #[inline]
-    pub fn prefetch_bucket(&self, hash: u64) {
+    pub fn prefetch_write(&self, hash: u64, steps: usize) {
         let spot = Spot::of(hash);
         let dir = self.dir(spot.segment, Ordering::Relaxed);
-        if dir.buckets() != 0 {
-            prefetch(self.bucket(dir, self.home(spot.remainder, dir.buckets())));
-        }
-    }
-
-    /// Asks for what comes after the home bucket (already here): the next one, or the record.
-    #[inline]
-    pub fn prefetch_rest(&self, hash: u64) {
-        let spot = Spot::of(hash);
-        let dir = self.dir(spot.segment, Ordering::Relaxed);
-        if dir.buckets() == 0 {
-            return;
-        }
-        let home = self.home(spot.remainder, dir.buckets());
-        let bucket = self.bucket(dir, home);
-        let head = bucket.head(Ordering::Relaxed);
-        let mask = bucket.matches(spot.remainder);
-        if mask == 0 {
-            if head.reach() != 0 && home + 1 < dir.buckets() {
-                prefetch(self.bucket(dir, home + 1));
-            }
-        } else {
-            let slot = mask.trailing_zeros() as usize;
-            if head.kind(slot).is_record() {
-                Record::prefetch(&self.arena, bucket.words[slot].load(Ordering::Relaxed));
-            }
+        // Without buckets this is some line of the arena's own, which nobody looks at.
+        let way = self.way(spot.remainder, dir.buckets());
+        for step in 0..steps {
+            prefetch(self.bucket(dir, way.at(step)));
         }
     }
 
@@ -441,6 +549,104 @@ impl Table {
 
     // ---- writing ----
 
+    /// Sets the entry of a key of 8 bytes to a value in a slot: what [`Table::modify`] does, where it takes few steps.
+    /// `None` if it does not, and nothing has changed.
+    #[inline]
+    pub fn set_word(&self, hash: u64, kind: Kind, word: u64, asked: bool) -> Result<Option<bool>, Error> {
+        let spot = Spot::of(hash);
+        let dir = self.dir(spot.segment, Ordering::Relaxed);
+        if dir.buckets() == 0 {
+            return Ok(None);
+        }
+        let way = self.way(spot.remainder, dir.buckets());
+        if !asked {
+            prefetch(self.bucket(dir, way.home()));
+            prefetch(self.bucket(dir, way.at(1)));
+        }
+        let seat = self.arena.seat()?;
+        let held = self.lock(&seat, spot.segment);
+        if self.dir(spot.segment, Ordering::Relaxed) != dir {
+            return Ok(None);
+        }
+        let home = self.bucket(dir, way.home());
+        let home_head = home.head(Ordering::Relaxed);
+        let (mut bucket, mut head, mut step, mut room) = (home, home_head, 0, None);
+        loop {
+            match bucket.find_inline(head, spot.remainder) {
+                None => {}
+                Some(slot) if head.kind(slot) == kind => {
+                    bucket.words[slot].store(word, Ordering::Release);
+                    return Ok(Some(true));
+                }
+                Some(_) => return Ok(None),
+            }
+            if room.is_none() {
+                room = head.free_slot().map(|slot| (bucket, head, slot, step));
+            }
+            if step >= home_head.reach() && room.is_some() {
+                break;
+            }
+            if step == REACH_MAX {
+                return Ok(None);
+            }
+            step += 1;
+            bucket = self.bucket(dir, way.at(step));
+            head = bucket.head(Ordering::Relaxed);
+        }
+        let Some((bucket, mut head, slot, step)) = room else { return Ok(None) };
+        // From here on as in `put`.
+        if home_head.reach() < step {
+            let reaching = home_head.with_reach(step).next();
+            home.head.store(reaching.0, Ordering::Release);
+            point();
+            if std::ptr::eq(bucket, home) {
+                head = reaching;
+            }
+        }
+        fence(Ordering::Release);
+        bucket.fill(slot, spot.remainder, word);
+        point();
+        bucket.head.store(head.with_entry(slot, kind, spot.remainder).next().0, Ordering::Release);
+        point();
+        let count = self.add_count(spot.segment, 1);
+        drop(held);
+        self.pass(&seat, count);
+        Ok(Some(false))
+    }
+
+    /// Deletes the entry of a key of 8 bytes, as [`Table::set_word`] sets one.
+    #[inline]
+    pub fn delete_word(&self, hash: u64) -> Result<Option<bool>, Error> {
+        let spot = Spot::of(hash);
+        let dir = self.dir(spot.segment, Ordering::Relaxed);
+        if dir.buckets() == 0 {
+            return Ok(None);
+        }
+        let way = self.way(spot.remainder, dir.buckets());
+        prefetch(self.bucket(dir, way.home()));
+        prefetch(self.bucket(dir, way.at(1)));
+        let seat = self.arena.seat()?;
+        let _held = self.lock(&seat, spot.segment);
+        if self.dir(spot.segment, Ordering::Relaxed) != dir {
+            return Ok(None);
+        }
+        let reach = self.bucket(dir, way.home()).head(Ordering::Relaxed).reach();
+        for step in 0..=reach {
+            let index = way.at(step);
+            let bucket = self.bucket(dir, index);
+            let head = bucket.head(Ordering::Relaxed);
+            if let Some(slot) = bucket.find_inline(head, spot.remainder) {
+                let kind = head.kind(slot);
+                if kind.is_record() {
+                    return Ok(None);
+                }
+                self.delete(&seat, spot.segment, Place { bucket: index, slot, kind, word: 0 });
+                return Ok(Some(true));
+            }
+        }
+        Ok(Some(false))
+    }
+
     /// Changes the entry of `key` as `decide` says, seeing its value; nobody else changes it meanwhile.
     /// Returns whether the entry was there before.
     #[inline]
@@ -454,17 +660,17 @@ impl Table {
             return Err(Error::KeyTooLong { bytes: key.len() });
         }
         let spot = Spot::of(hash);
-        // The line is on its way while we take the lock.
-        self.prefetch_bucket(hash);
+        // The lines are on their way while we take the lock.
+        self.prefetch_write(hash, 2);
         let seat = self.arena.seat()?;
         let held = self.lock(&seat, spot.segment);
         let dir = self.dir(spot.segment, Ordering::Relaxed);
-        let (place, same) = self.find(dir, key, spot.remainder, Kind::RECORD);
+        let (place, same, room) = self.find(dir, key, spot.remainder, Kind::RECORD);
         if place.is_none() && key.len() != 8 && (dir.flooded() || same >= SAME_HASH_MAX) {
             drop(held);
             return self.modify_flooded(&seat, key, spot, decide);
         }
-        let grown = self.apply(&seat, spot, Kind::RECORD, key, place, decide)?;
+        let grown = self.apply(&seat, spot, Kind::RECORD, key, (place, room), decide)?;
         drop(held);
         if let Some(count) = grown {
             self.pass(&seat, count);
@@ -486,15 +692,15 @@ impl Table {
         let low = self.lock(seat, spot.segment.min(second.segment));
         let high = (spot.segment != second.segment).then(|| self.lock(seat, spot.segment.max(second.segment)));
         let dir = self.dir(spot.segment, Ordering::Relaxed);
-        let (place, same) = self.find(dir, key, spot.remainder, Kind::RECORD);
+        let (place, same, room) = self.find(dir, key, spot.remainder, Kind::RECORD);
         let existed = if place.is_some() {
-            self.apply(seat, spot, Kind::RECORD, key, place, decide)?;
+            self.apply(seat, spot, Kind::RECORD, key, (place, room), decide)?;
             true
         } else {
             let other = self.dir(second.segment, Ordering::Relaxed);
-            let (place, _) = self.find(other, key, second.remainder, Kind::SECOND);
+            let (place, _, other_room) = self.find(other, key, second.remainder, Kind::SECOND);
             if place.is_none() && same < SAME_HASH_MAX {
-                self.apply(seat, spot, Kind::RECORD, key, None, decide)?;
+                self.apply(seat, spot, Kind::RECORD, key, (None, room), decide)?;
                 false
             } else {
                 if !dir.flooded() {
@@ -503,7 +709,7 @@ impl Table {
                     self.dir_word(spot.segment).store(flooded, Ordering::Release);
                     point();
                 }
-                self.apply(seat, second, Kind::SECOND, key, place, decide)?;
+                self.apply(seat, second, Kind::SECOND, key, (place, other_room), decide)?;
                 place.is_some()
             }
         };
@@ -512,16 +718,18 @@ impl Table {
         Ok(existed)
     }
 
-    /// Finds the entry of `key` under the segment's lock; also how many other keys have its hash.
+    /// Finds the entry of `key` under the segment's lock; also how many other keys have its hash, and the first free
+    /// slot met on the way.
     #[inline]
-    fn find(&self, dir: Dir, key: &[u8], remainder: u64, record_kind: Kind) -> (Option<Place>, usize) {
+    fn find(&self, dir: Dir, key: &[u8], remainder: u64, record_kind: Kind) -> (Option<Place>, usize, Option<Room>) {
         let buckets = dir.buckets();
-        let mut same = 0;
+        let (mut same, mut room) = (0, None);
         if buckets == 0 {
-            return (None, 0);
+            return (None, 0, None);
         }
-        let mut index = self.home(remainder, buckets);
-        let mut left = self.bucket(dir, index).head(Ordering::Relaxed).reach().min(buckets - 1);
+        let way = self.way(remainder, buckets);
+        let (mut index, mut step) = (way.home(), 0);
+        let reach = self.bucket(dir, index).head(Ordering::Relaxed).reach();
         loop {
             let bucket = self.bucket(dir, index);
             let head = bucket.head(Ordering::Relaxed);
@@ -543,14 +751,19 @@ impl Table {
                     kind != Kind::EMPTY && key.len() == 8 && record_kind == Kind::RECORD
                 };
                 if found {
-                    return (Some(Place { bucket: index, slot, kind, word }), same);
+                    return (Some(Place { bucket: index, slot, kind, word }), same, None);
                 }
             }
-            if left == 0 {
-                return (None, same);
+            if room.is_none()
+                && let Some(slot) = head.free_slot()
+            {
+                room = Some(Room { bucket: index, slot, step });
             }
-            left -= 1;
-            index = if index + 1 == buckets { 0 } else { index + 1 };
+            if step == reach {
+                return (None, same, room);
+            }
+            step += 1;
+            index = way.at(step);
         }
     }
 
@@ -562,7 +775,7 @@ impl Table {
         spot: Spot,
         record_kind: Kind,
         key: &[u8],
-        place: Option<Place>,
+        (place, room): (Option<Place>, Option<Room>),
         decide: impl FnOnce(Option<&[u8]>) -> Result<Change<'v>, Error>,
     ) -> Result<Option<u64>, Error> {
         let inline;
@@ -595,7 +808,7 @@ impl Table {
         if value.len() > VALUE_BYTES_MAX {
             return Err(Error::ValueTooLong { bytes: value.len() });
         }
-        let done = self.put(seat, spot, record_kind, key, place, value);
+        let done = self.put(seat, spot, record_kind, key, (place, room), value);
         if done.is_err() {
             seat.settle_alloc();
             seat.settle_retire();
@@ -611,7 +824,7 @@ impl Table {
         spot: Spot,
         record_kind: Kind,
         key: &[u8],
-        mut place: Option<Place>,
+        (mut place, mut room): (Option<Place>, Option<Room>),
         value: &[u8],
     ) -> Result<(), Error> {
         let fits = key.len() == 8 && value.len() <= 8 && record_kind == Kind::RECORD;
@@ -643,13 +856,14 @@ impl Table {
             return Ok(());
         }
         // Room first: growing and taking a record both use the one intent a seat has.
-        let (home, index, slot) = loop {
-            let home = self.home(spot.remainder, dir.buckets());
-            if let Some((index, slot)) = self.room(dir, home, place) {
-                break (home, index, slot);
+        let (home, Room { bucket: index, slot, step }) = loop {
+            let way = self.way(spot.remainder, dir.buckets());
+            if let Some(room) = room.or_else(|| self.room(dir, way, place)) {
+                break (way.home(), room);
             }
             self.grow(seat, spot.segment)?;
             dir = self.dir(spot.segment, Ordering::Relaxed);
+            room = None;
             if place.is_some() {
                 place = self.find(dir, key, spot.remainder, record_kind).0;
             }
@@ -661,7 +875,6 @@ impl Table {
             point();
         }
         let home_bucket = self.bucket(dir, home);
-        let step = if index >= home { index - home } else { index + dir.buckets() - home };
         let head = home_bucket.head(Ordering::Relaxed);
         if head.reach() < step {
             home_bucket.head.store(head.with_reach(step).next().0, Ordering::Release);
@@ -702,26 +915,23 @@ impl Table {
         Ok(())
     }
 
-    /// A free slot for an entry of this home; in `place`'s own bucket if there is one.
+    /// A free slot for an entry of this way; in `place`'s own bucket if there is one.
     #[inline]
-    fn room(&self, dir: Dir, home: usize, place: Option<Place>) -> Option<(usize, usize)> {
-        let buckets = dir.buckets();
-        if buckets == 0 {
+    fn room(&self, dir: Dir, way: Way, place: Option<Place>) -> Option<Room> {
+        if dir.buckets() == 0 {
             return None;
         }
         if let Some(place) = place
             && let Some(slot) = self.bucket(dir, place.bucket).head(Ordering::Relaxed).free_slot()
         {
-            return Some((place.bucket, slot));
+            // The home reaches there already.
+            return Some(Room { bucket: place.bucket, slot, step: 0 });
         }
-        let mut index = home;
-        for _ in 0..buckets.min(REACH_MAX + 1) {
-            if let Some(slot) = self.bucket(dir, index).head(Ordering::Relaxed).free_slot() {
-                return Some((index, slot));
-            }
-            index = if index + 1 == buckets { 0 } else { index + 1 };
-        }
-        None
+        (0..=REACH_MAX).find_map(|step| {
+            let bucket = way.at(step);
+            let slot = self.bucket(dir, bucket).head(Ordering::Relaxed).free_slot()?;
+            Some(Room { bucket, slot, step })
+        })
     }
 
     fn new_record(&self, seat: &SeatRef<'_>, key: &[u8], value: &[u8]) -> Result<u64, Error> {
@@ -782,7 +992,7 @@ impl Table {
     /// `alone` says that it is not the next one in order: it must not lie between those that move in order.
     fn rebuild(&self, seat: &SeatRef<'_>, segment: usize, wanted: usize, alone: bool) -> Result<(), Error> {
         let old = self.dir(segment, Ordering::Relaxed);
-        let mut wanted = wanted;
+        let mut wanted = self.even(seat, wanted, alone);
         let (offset, buckets) = loop {
             let buckets = rounded(wanted);
             if buckets == 0 {
@@ -823,41 +1033,45 @@ impl Table {
         Ok(())
     }
 
+    /// About `wanted` buckets, so many that blocks of the size fill the log's present extent to its end.
+    fn even(&self, seat: &SeatRef<'_>, wanted: usize, alone: bool) -> usize {
+        let room = self.arena.log_room(seat, alone) / BUCKET_BYTES;
+        let Some(each) = room.checked_div((room + wanted / 2).checked_div(wanted).unwrap_or(0)) else { return wanted };
+        if each.abs_diff(wanted) <= wanted / 16 { each } else { wanted }
+    }
+
     /// Copies all entries of `from` to the unpublished array `to`. False if one does not find room.
     ///
-    /// Homes keep their order whatever the length of the array, so both sides are walked from front to back.
+    /// Homes keep their order whatever the length of the array, so both sides are walked from front to back. Entries
+    /// whose home is full wait until all others lie in theirs.
     fn copy(&self, from: Dir, to: Dir) -> bool {
         let buckets = to.buckets();
         for index in 0..buckets {
             self.bucket(to, index).clear();
         }
+        let mut late: Vec<(Kind, u64, u64)> = Vec::new();
+        let first = self.bucket(to, 0);
+        // SAFETY: the array has `buckets` buckets from its first on, and homes are below that.
+        let at = |index: usize| unsafe { &*std::ptr::from_ref(first).add(index) };
         for index in 0..from.buckets() {
-            let bucket = self.bucket(from, index);
-            let head = bucket.head(Ordering::Relaxed);
-            let mut used = head.used();
-            while used != 0 {
-                let slot = used.trailing_zeros() as usize / 4;
-                used &= used - 1;
-                let remainder = bucket.remainder(head, slot);
-                let word = bucket.words[slot].load(Ordering::Relaxed);
-                let home = self.home(remainder, buckets);
-                let mut place = home;
-                let mut step = 0;
-                while !self.bucket(to, place).append(head.kind(slot), remainder, word) {
-                    place = if place + 1 == buckets { 0 } else { place + 1 };
-                    step += 1;
-                    if step == buckets || step > REACH_MAX {
-                        return false;
-                    }
+            self.bucket(from, index).each(|kind, remainder, word| {
+                if !at(self.way(remainder, buckets).home()).append(kind, remainder, word) {
+                    late.push((kind, remainder, word));
                 }
-                let home_bucket = self.bucket(to, home);
-                let head = home_bucket.head(Ordering::Relaxed);
-                if step != 0 && head.reach() < step {
-                    home_bucket.head.store(head.with_reach(step).0, Ordering::Relaxed);
-                }
-            }
+            });
         }
-        true
+        late.into_iter().all(|(kind, remainder, word)| {
+            let way = self.way(remainder, buckets);
+            let Some(step) = (1..=REACH_COPIED).find(|&step| at(way.at(step)).append(kind, remainder, word)) else {
+                return false;
+            };
+            let home = at(way.home());
+            let head = home.head(Ordering::Relaxed);
+            if head.reach() < step {
+                home.head.store(head.with_reach(step).0, Ordering::Relaxed);
+            }
+            true
+        })
     }
 
     /// After an insert into a segment of `count` entries: rebuild the next segments in order that will be full soon.
@@ -880,14 +1094,27 @@ impl Table {
         let segment = cursor.fetch_add(1, Ordering::Relaxed) as usize % SEGMENTS;
         let Some(_held) = self.try_lock(seat, segment) else { return };
         let (count, buckets) = (self.count(segment) as usize, self.dir(segment, Ordering::Relaxed).buckets());
-        let offset = self.dir(segment, Ordering::Relaxed).offset();
-        if count * 100 > buckets * FILL_PASS
-            || (buckets != 0 && self.arena.is_second_log(offset))
-            || (buckets != 0 && self.arena.is_log_sparse(offset, buckets * BUCKET_BYTES))
-        {
+        if count * 100 > buckets * FILL_PASS || (buckets != 0 && self.is_in_the_way(segment)) {
             // It is only early; a full store finds out at the insert that needs the room.
             let _ = self.rebuild(seat, segment, fitting(count), false);
         }
+    }
+
+    /// Whether a segment's array lies where memory is freed by moving it away.
+    fn is_in_the_way(&self, segment: usize) -> bool {
+        let dir = self.dir(segment, Ordering::Relaxed);
+        let Some((extent, second)) = self.arena.log_of(dir.offset()) else { return false };
+        if second {
+            return true;
+        }
+        // Neighbours lie in one extent: the verdict over the first holds for all, so that the extent is emptied or not.
+        let here = (std::ptr::from_ref(self).addr(), extent);
+        let (last, mut sparse) = EXTENT.get();
+        if last != here {
+            sparse = self.arena.is_log_sparse(dir.offset(), dir.buckets() * BUCKET_BYTES);
+            EXTENT.set((here, sparse));
+        }
+        sparse
     }
 
     /// Calls `visit` with the entries of a segment, in no order, under its lock.
@@ -955,4 +1182,29 @@ fn rounded(wanted: usize) -> usize {
 /// The head of a bucket without its version, for checks.
 pub fn content(head: Head) -> u64 {
     head.0 & 0xf_ffff_ffff
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Steps of equal length would come round to a few buckets for some keys, and an array half empty would be full.
+    #[test]
+    fn ways_stay_in_the_array_and_come_by_many_buckets() {
+        let hard = (0..64).flat_map(|bit| [1u64 << bit, u64::MAX << bit, u64::MAX >> bit, (u64::MAX / 3) << bit]);
+        let spread = (0..20_000u64).map(|i| i.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ i << 7);
+        for spread in hard.chain(spread).chain((1..1000).map(|part| u64::MAX / part)) {
+            for buckets in [1u64, 2, 3, 5, 16, 257, 4096, 100_003] {
+                let way = Way { spread, buckets };
+                let mut seen: Vec<usize> = (0..=REACH_MAX).map(|step| way.at(step)).collect();
+                assert_eq!(seen[0], way.home());
+                assert!(seen.iter().all(|&bucket| bucket < buckets as usize), "{spread:#x} of {buckets}: {seen:?}");
+                seen.sort_unstable();
+                seen.dedup();
+                let least =
+                    [(1, 1), (16, 8), (257, 40)].into_iter().rfind(|&(from, _)| buckets >= from).unwrap_or((1, 1)).1;
+                assert!(seen.len() >= least, "{spread:#x} of {buckets}: only {seen:?}");
+            }
+        }
+    }
 }

@@ -605,9 +605,14 @@ impl Arena {
         self.inner.alloc_log(seat, seat.owner, size, second)
     }
 
-    /// Whether a block lies in a second log.
-    pub fn is_second_log(&self, block: u64) -> bool {
-        self.inner.is_second_log(block)
+    /// Bytes left where [`Arena::alloc_log`] gives next: who may take a little more or less leaves none at the end.
+    pub fn log_room(&self, seat: &SeatRef<'_>, second: bool) -> usize {
+        self.inner.log_room(seat, second)
+    }
+
+    /// Returns the extent in which a block from [`Arena::alloc_log`] lies, and whether it is of a second log.
+    pub fn log_of(&self, block: u64) -> Option<(u64, bool)> {
+        self.inner.log_of(block)
     }
 
     /// Whether a block from [`Arena::alloc_log`] holds memory that few others share, so that moving it frees some.

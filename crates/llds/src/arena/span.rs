@@ -163,9 +163,21 @@ impl Inner {
         }
     }
 
-    /// Whether a block lies in a second log.
-    pub(super) fn is_second_log(&self, block: u64) -> bool {
-        self.head_of(block).is_some_and(|(_, meta)| meta.state == SMALL && meta.class == LOG + 1)
+    /// Bytes left in the extent from which [`Inner::alloc_log`] gives next, 0 if it must take a new one.
+    pub(super) fn log_room(&self, seat: &Seat, second: bool) -> usize {
+        let class = LOG + usize::from(second);
+        let leased = seat.leases[class].load(Ordering::Relaxed);
+        if leased == 0 {
+            return 0;
+        }
+        let cut = &Meta::of(self.entry(leased as usize - 1).meta.load(Ordering::Relaxed)).cut();
+        cut.count.saturating_sub(seat.cursors[class].load(Ordering::Relaxed)) as usize * 64
+    }
+
+    /// The extent in which a log block lies, and whether it is of a second log.
+    pub(super) fn log_of(&self, block: u64) -> Option<(u64, bool)> {
+        let (span, meta) = self.head_of(block)?;
+        (meta.state == SMALL && meta.class >= LOG).then(|| (self.span_offset(span), meta.class == LOG + 1))
     }
 
     /// Whether the extent of a log block holds so little else that moving the block away is worth it, if its other
