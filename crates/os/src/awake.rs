@@ -110,11 +110,6 @@ impl Awake {
         if self.until.load(Ordering::Relaxed) == 0 { otherwise } else { LOOK_MS.min(otherwise) }
     }
 
-    /// True while processors are kept awake: sleeping is cheap, looking again and again takes time from others.
-    pub fn is_held(&self) -> bool {
-        self.until.load(Ordering::Relaxed) != 0
-    }
-
     /// How often processors were kept awake.
     pub fn holds(&self) -> u64 {
         self.holds.load(Ordering::Relaxed)

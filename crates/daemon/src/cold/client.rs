@@ -240,7 +240,7 @@ impl Client {
                 let now = sched::quick_monotonic_ns();
                 if served > 0 {
                     group.awake.answered(served as u32, now);
-                    spin_end = if patience > 0 && !group.awake.is_held() { now + SPIN_NS } else { 0 };
+                    spin_end = if patience > 0 { now + SPIN_NS } else { 0 };
                     patience = (patience + 1).min(16);
                 } else if now > spin_end {
                     patience = patience.saturating_sub(1);
