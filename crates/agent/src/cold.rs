@@ -282,7 +282,7 @@ impl Cold {
                 }
                 Ok(count)
             }
-            COPY => self.copy(connection, count, request.a as usize),
+            COPY => self.copy(connection, count),
             DROP => self.drop_pages(connection, count),
             RELEASE => {
                 for index in 0..count {
@@ -297,11 +297,10 @@ impl Cold {
     }
 
     /// Copies pages to the channel by pwrite(2): a page that is gone is an error here and not a fault in the program.
-    /// Page `n` of all runs together lies in place `base + n`; that byte of the answer says whether it was copied.
-    /// Returns the place after the last.
-    fn copy(&self, connection: &Connection, count: usize, base: usize) -> Result<usize> {
+    /// Page `n` of all runs together lies in place `n`; byte `n` of the answer says whether it was copied.
+    fn copy(&self, connection: &Connection, count: usize) -> Result<usize> {
         let out = connection.channel.addr() + CHANNEL_OUT as u64;
-        let mut place = base.min(FETCH_PAGES_MAX);
+        let mut place = 0usize;
         for index in 0..count {
             let run: RegionEntry = input(connection.channel.addr(), index);
             let range = Range { start: run.start, end: run.end };

@@ -10,7 +10,7 @@ use pagefold_os::{PAGE_SIZE, Range};
 /// First bytes of a greeting.
 pub const MAGIC: u32 = 0x5046_4c44;
 /// Version of this protocol; both ends must agree.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 2;
 
 /// Pages that one fetch copies at most.
 pub const FETCH_PAGES_MAX: usize = 512;
@@ -58,7 +58,7 @@ pub enum Op {
     Leave = 9,
     /// Daemon to an agent of a cold client: begin; `a` = epoch. Answers `Ready`, which carries userfaultfd and table.
     ColdGo = 16,
-    /// Copy these runs (list of [`RegionEntry`]) to the channel from place `a` on; one byte per place in the answer's list.
+    /// Copy these runs (list of [`RegionEntry`]) to the channel; one byte per page in the answer's list.
     ColdCopy = 17,
     /// Take these pages away if they equal their copies (list of [`DropEntry`]); one byte per place in the answer's list.
     ColdDrop = 18,

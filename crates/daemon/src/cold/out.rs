@@ -1,8 +1,8 @@
 //! Pages go out: copied, stored, taken away.
 //!
 //! Three steps for each batch: the agent copies its pages, the tier stores the copies, the agent takes away what still
-//! equals its copy. While one batch is stored, the agent takes the one before away and copies the next: the channel has
-//! places for two.
+//! equals its copy. One after the other: with two batches on their way, the agent working on one while the other was
+//! stored, parking was a third slower on two processors, as storing uses them all.
 
 use super::client::{Client, lock};
 use super::link::{ColdLink, Gone};
@@ -13,30 +13,21 @@ use pagefold_tier::{Effort, Tier};
 use std::sync::atomic::Ordering;
 
 const PAGE: u64 = PAGE_SIZE as u64;
-/// Pages of a batch.
-const BATCH_PAGES: usize = FETCH_PAGES_MAX / 2;
 /// Batches of which nothing goes before a tier that takes no more is believed.
-const BARREN_MAX: u32 = 8;
+const BARREN_MAX: u32 = 4;
 
 /// A run to put out, and the managed range around it.
 pub(super) type Run = (Range, Range);
 
-/// Copies of the pages of two batches.
+/// Copies of the pages of a batch.
 pub(super) struct Buffers {
-    halves: [Half; 2],
-}
-
-struct Half {
-    /// Its first place in the channel.
-    base: usize,
     pages: Vec<Page>,
     have: Vec<bool>,
 }
 
 impl Buffers {
     pub(super) fn new() -> Buffers {
-        let half = |base| Half { base, pages: vec![[0; PAGE_SIZE]; BATCH_PAGES], have: vec![false; BATCH_PAGES] };
-        Buffers { halves: [half(0), half(BATCH_PAGES)] }
+        Buffers { pages: vec![[0; PAGE_SIZE]; FETCH_PAGES_MAX], have: vec![false; FETCH_PAGES_MAX] }
     }
 }
 
@@ -69,7 +60,7 @@ impl Iterator for Batches<'_> {
 
     fn next(&mut self) -> Option<Vec<Run>> {
         let mut batch = Vec::new();
-        let mut room = BATCH_PAGES as u64;
+        let mut room = FETCH_PAGES_MAX as u64;
         while room > 0
             && let Some((range, around)) = self.runs.first()
         {
@@ -120,67 +111,39 @@ pub(super) fn put_all(
 impl Mover<'_> {
     fn put_out(&mut self, runs: &[Run], buffers: &mut Buffers) -> Result<Taken, Gone> {
         let mut taken = Taken::default();
-        let mut batches = Batches::of(runs);
-        let [mut half, mut other] = buffers.halves.each_mut();
-        let mut before: Vec<Copied> = Vec::new();
-        let mut copied = self.copy_next(&mut batches, half)?;
         let mut barren = 0;
-        while !copied.is_empty() {
+        for batch in Batches::of(runs) {
             let gone = taken.gone;
-            let base = half.base;
+            let mut copied = self.copy(&batch, buffers)?;
             let pages: Vec<(u64, &Page)> =
-                copied.iter().map(|one| (one.page, &half.pages[one.place as usize - base])).collect();
-            let (tier, region, effort) = (self.tier, self.client.region, self.effort);
-            let store = || tier.store_many(region, &pages, effort);
-            let (stored, next) = if before.is_empty() && batches.runs.is_empty() {
-                (store(), Ok(Vec::new()))
-            } else {
-                std::thread::scope(|scope| {
-                    let storing = scope.spawn(store);
-                    let next = self.take_away(&before, &mut taken).and_then(|()| self.copy_next(&mut batches, other));
-                    (storing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), next)
-                })
-            };
+                copied.iter().map(|one| (one.page, &buffers.pages[one.place as usize])).collect();
+            let stored = self.tier.store_many(self.client.region, &pages, self.effort);
             // A refused page stays where it is.
             let mut kept = stored.iter().map(Result::is_ok);
             copied.retain(|_| kept.next().unwrap_or(false));
-            barren = if taken.gone > gone || before.is_empty() { 0 } else { barren + 1 };
-            before = copied;
-            copied = next?;
-            std::mem::swap(&mut half, &mut other);
+            self.take_away(&copied, &mut taken)?;
+            barren = if taken.gone > gone { 0 } else { barren + 1 };
             let full = barren >= BARREN_MAX && self.tier.stats().bytes_held >= self.tier.stats().bytes_max;
             if full || self.client.gone.load(Ordering::Relaxed) {
                 break;
             }
         }
-        self.take_away(&before, &mut taken)?;
         Ok(taken)
     }
 
-    /// Has pages of the next batch copied of which any can be; none if there is no such batch.
-    fn copy_next(&mut self, batches: &mut Batches<'_>, half: &mut Half) -> Result<Vec<Copied>, Gone> {
-        for batch in batches {
-            let copied = self.copy(&batch, half)?;
-            if !copied.is_empty() {
-                return Ok(copied);
-            }
-        }
-        Ok(Vec::new())
-    }
-
-    fn copy(&mut self, runs: &[Run], half: &mut Half) -> Result<Vec<Copied>, Gone> {
+    fn copy(&mut self, runs: &[Run], buffers: &mut Buffers) -> Result<Vec<Copied>, Gone> {
         let wanted = self.resident(runs);
         if wanted.is_empty() {
             return Ok(Vec::new());
         }
         let ranges: Vec<Range> = wanted.iter().map(|(range, _)| *range).collect();
-        self.link.copy(&ranges, half.base, &mut half.pages, &mut half.have)?;
+        self.link.copy(&ranges, &mut buffers.pages, &mut buffers.have)?;
         let addrs = wanted
             .iter()
             .flat_map(|(range, around)| (range.start..range.end).step_by(PAGE_SIZE).map(move |addr| (addr, *around)));
-        let copied = addrs.zip(&half.have).enumerate().filter(|(_, (_, have))| **have);
+        let copied = addrs.zip(&buffers.have).enumerate().filter(|(_, (_, have))| **have);
         Ok(copied
-            .map(|(at, ((addr, around), _))| Copied { page: addr / PAGE, place: (half.base + at) as u32, around })
+            .map(|(place, ((addr, around), _))| Copied { page: addr / PAGE, place: place as u32, around })
             .collect())
     }
 
@@ -276,8 +239,8 @@ mod tests {
         let batches: Vec<Vec<Run>> = Batches::of(&runs).collect();
         assert_eq!(pages(&batches.concat()), pages(&runs));
         let (last, full) = batches.split_last().expect("some");
-        assert!(full.iter().all(|batch| pages(batch).len() == BATCH_PAGES));
-        assert!((1..=BATCH_PAGES).contains(&pages(last).len()));
+        assert!(full.iter().all(|batch| pages(batch).len() == FETCH_PAGES_MAX));
+        assert!((1..=FETCH_PAGES_MAX).contains(&pages(last).len()));
         assert_eq!(Batches::of(&[]).count(), 0);
     }
 }
