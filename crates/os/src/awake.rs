@@ -83,14 +83,20 @@ impl Awake {
         }
         self.began.store(now, Ordering::Relaxed);
         self.count.store(0, Ordering::Relaxed);
-        if self.until.swap(now + LINGER_NS, Ordering::Relaxed) == 0 {
-            let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-            if held.is_none() {
-                // Without the right to it everything is as it was, only slower.
-                *held = hold().ok();
-                self.holds.fetch_add(1, Ordering::Relaxed);
-            }
+        let until = self.until.load(Ordering::Relaxed);
+        if until != 0 {
+            // Let go of meanwhile: the next window takes it again.
+            let _ = self.until.compare_exchange(until, now + LINGER_NS, Ordering::Relaxed, Ordering::Relaxed);
+            return;
         }
+        // Under the lock it is held if and only if there is an end to it: nobody may let go in between, and forget it.
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        if held.is_none() {
+            // Without the right to it everything is as it was, only slower.
+            *held = hold().ok();
+            self.holds.fetch_add(1, Ordering::Relaxed);
+        }
+        self.until.store(now + LINGER_NS, Ordering::Relaxed);
     }
 
     /// Lets go of it if nothing was answered for a while; for whoever waited and got nothing to do.
@@ -147,6 +153,26 @@ mod tests {
         let awake = Awake::new(false);
         (0..1000).for_each(|n| awake.answered(100, n));
         assert_eq!((awake.holds(), awake.pause_ms(7)), (0, 7));
+    }
+
+    #[test]
+    fn it_is_held_only_while_there_is_an_end_to_it() {
+        for _ in 0..1_000 {
+            let awake = Awake::new(true);
+            let done = std::sync::atomic::AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    while !done.load(Ordering::Relaxed) {
+                        awake.idle(u64::MAX);
+                    }
+                });
+                (1..10).for_each(|round| awake.answered(THICK, round * MS));
+                done.store(true, Ordering::Relaxed);
+            });
+            awake.idle(u64::MAX);
+            assert_eq!(awake.pause_ms(500), 500);
+            assert!(awake.held.lock().unwrap().is_none(), "nobody will let go of it");
+        }
     }
 
     #[test]

@@ -629,13 +629,11 @@ impl Cold {
         let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
         let still_out = groups.iter().any(|group| lock(&group.clients).values().any(|client| client.pages_out() > 0));
         if let Some(keeper) = lock(&self.keeper).as_ref() {
-            if !still_out {
-                keeper.names().unwrap_or_default().iter().for_each(|name| forget(keeper, name));
-            }
             if still_out {
                 // Those who wait for what could not come back wait for the next daemon.
                 let _ = keeper.supervise(&[]);
             } else {
+                keeper.names().unwrap_or_default().iter().for_each(|name| forget(keeper, name));
                 let _ = keeper.quit();
             }
         }
