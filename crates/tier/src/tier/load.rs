@@ -23,6 +23,14 @@ enum Attempt {
     Damaged(&'static str),
 }
 
+/// What keeps a content while it is read in peace.
+enum Kept {
+    /// A reference of its own: others may change the page meanwhile.
+    Referenced,
+    /// The cluster's lock: no reference is returned that could free a content.
+    Locked,
+}
+
 impl Tier {
     /// Brings a page back; the tier keeps its entry until [`Tier::discard`].
     ///
@@ -31,7 +39,7 @@ impl Tier {
     pub fn load(&self, region: u32, page: u64, data: &mut Page) -> Result<(), LoadError> {
         let start = Instant::now();
         let found = self.region(region).ok_or(LoadError::NotStored { region, page })?;
-        let result = with_worker(|worker| self.load_from(&found, page, data, worker));
+        let result = with_worker(|worker| self.load_from(&found, page, data, worker, Kept::Referenced));
         match &result {
             Ok(()) => {
                 found.touch(page);
@@ -43,7 +51,14 @@ impl Tier {
         result
     }
 
-    fn load_from(&self, region: &Region, page: u64, data: &mut Page, worker: &mut Worker) -> Result<(), LoadError> {
+    fn load_from(
+        &self,
+        region: &Region,
+        page: u64,
+        data: &mut Page,
+        worker: &mut Worker,
+        kept: Kept,
+    ) -> Result<(), LoadError> {
         let id = region.id;
         for _ in 0..ATTEMPTS {
             match self.attempt(region, page, data, worker) {
@@ -54,7 +69,7 @@ impl Tier {
                 Attempt::Slow => break,
             }
         }
-        // With a reference, in peace.
+        // In peace.
         let cluster = page / LEAF_PAGES as u64;
         let guard = lock(&self.cluster_shard(id, cluster).lock);
         let word = match region.directory.get(cluster) {
@@ -69,10 +84,16 @@ impl Tier {
                 Ok(())
             }
             Shown::Content(at) => {
-                self.add_ref(at as usize);
-                drop(guard);
-                let result = self.read_content(at as usize, worker, data);
-                self.release(at as usize);
+                let result = match kept {
+                    Kept::Referenced => {
+                        self.add_ref(at as usize);
+                        drop(guard);
+                        let result = self.read_content(at as usize, worker, data);
+                        self.release(at as usize);
+                        result
+                    }
+                    Kept::Locked => self.read_content(at as usize, worker, data),
+                };
                 result.map_err(|error| match error {
                     Unreadable::Damaged(what) => LoadError::Damaged { region: id, page, what },
                     Unreadable::Io(source) => LoadError::ReadBack { region: id, page, source },
@@ -91,43 +112,13 @@ impl Tier {
         data: &mut Page,
         worker: &mut Worker,
     ) -> Result<(), LoadError> {
-        let id = region.id;
-        let damaged = |what| {
-            count(&self.counters.loads_failed);
-            LoadError::Damaged { region: id, page, what }
-        };
-        for _ in 0..ATTEMPTS {
-            match self.attempt(region, page, data, worker) {
-                Attempt::Done => {
-                    count(&self.counters.loads);
-                    return Ok(());
-                }
-                Attempt::Nothing => return Err(LoadError::NotStored { region: id, page }),
-                Attempt::Damaged(what) => return Err(damaged(what)),
-                Attempt::Disturbed => count(&self.counters.loads_retried),
-                Attempt::Slow => break,
-            }
+        let result = self.load_from(region, page, data, worker, Kept::Locked);
+        match &result {
+            Ok(()) => count(&self.counters.loads),
+            Err(LoadError::NotStored { .. }) => {}
+            Err(_) => count(&self.counters.loads_failed),
         }
-        let cluster = page / LEAF_PAGES as u64;
-        let _guard = lock(&self.cluster_shard(id, cluster).lock);
-        let word = match region.directory.get(cluster) {
-            Some(leaf) => self.arena.leaf(leaf)[page as usize % LEAF_PAGES].load(Ordering::Acquire),
-            None => 0,
-        };
-        match Shown::from_word(word) {
-            Shown::Nothing => return Err(LoadError::NotStored { region: id, page }),
-            Shown::Lost => return Err(damaged("lost before the tier was adopted")),
-            Shown::Fill(pattern) => codec::fill(u64::from(pattern) << 32 | u64::from(pattern), data),
-            Shown::Content(at) => self.read_content(at as usize, worker, data).map_err(|error| match error {
-                Unreadable::Damaged(what) => damaged(what),
-                Unreadable::Io(source) => {
-                    count(&self.counters.loads_failed);
-                    LoadError::ReadBack { region: id, page, source }
-                }
-            })?,
-        }
-        count(&self.counters.loads);
-        Ok(())
+        result
     }
 
     /// Loads without a lock; see the head of this file.
@@ -192,7 +183,7 @@ impl Tier {
         let Some(found) = self.region(region) else { return Ok(page..page + 1) };
         let mut bring = |page: u64| {
             let slot = &mut cluster[(page - first) as usize];
-            with_worker(|worker| self.load_from(&found, page, slot, worker)).is_ok()
+            with_worker(|worker| self.load_from(&found, page, slot, worker, Kept::Referenced)).is_ok()
         };
         let end = (page + 1..first + window).find(|page| !bring(*page)).unwrap_or(first + window);
         let start = (first..page).rev().find(|page| !bring(*page)).map_or(first, |page| page + 1);
@@ -203,7 +194,7 @@ impl Tier {
     /// Brings a neighbour back: it does not count as touched, nor in the histogram. False if it cannot be read.
     pub fn load_quietly(&self, region: u32, page: u64, data: &mut Page) -> bool {
         let Some(found) = self.region(region) else { return false };
-        let loaded = with_worker(|worker| self.load_from(&found, page, data, worker)).is_ok();
+        let loaded = with_worker(|worker| self.load_from(&found, page, data, worker, Kept::Referenced)).is_ok();
         if loaded {
             count(&self.counters.loads);
         }
