@@ -115,11 +115,9 @@ pub(crate) fn names_of(store: &Store, digest: &Digest) -> String {
 /// # Errors
 /// A second collector at work; an image whose object list cannot be read; the system's.
 pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
-    let gc_path = store.path("gc.lock");
-    let gc_lock = File::options().read(true).write(true).create(true).truncate(false).open(&gc_path).at(&gc_path)?;
-    if rustix::fs::flock(&gc_lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+    let Some(_only) = store.lock_collector()? else {
         return Err(Error::Refused("gc: another collection is running; wait for it".into()));
-    }
+    };
     let mut stats = Stats::default();
     if !dry_run {
         stats.builds_removed = remove_dead_builds(store)?;

@@ -277,13 +277,14 @@ impl Store {
     }
 
     /// Locks the domain; shared for those who rely on objects, exclusive for who deletes.
-    pub(crate) fn lock(&self, exclusive: bool) -> Result<File> {
-        let path = self.path("lock");
-        let file =
-            File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path).at(&path)?;
+    pub(crate) fn lock(&self, exclusive: bool) -> Result<Lock> {
         let how = if exclusive { FlockOperation::LockExclusive } else { FlockOperation::LockShared };
-        rustix::fs::flock(&file, how).at(&path)?;
-        Ok(file)
+        Lock::take(&self.path("lock"), how).map(|lock| lock.expect("waited for"))
+    }
+
+    /// Makes the caller the domain's only collector, unless there is one.
+    pub(crate) fn lock_collector(&self) -> Result<Option<Lock>> {
+        Lock::take(&self.path("gc.lock"), FlockOperation::NonBlockingLockExclusive)
     }
 
     fn image_path(&self, name: &str) -> PathBuf {
@@ -442,6 +443,34 @@ pub fn decode_objects(bytes: &[u8]) -> Option<Vec<(Digest, u64, u32)>> {
     Some(list.chunks_exact(OBJECT_ENTRY).map(entry).collect())
 }
 
+/// A lock on a file, held until it is dropped.
+///
+/// It is let go of by name, not by closing the file: a child that another thread is just forking has the same open file
+/// until it execs, and would hold the lock on.
+#[derive(Debug)]
+pub(crate) struct Lock(File);
+
+impl Lock {
+    /// None when `how` does not wait and another holds it.
+    fn take(path: &Path, how: FlockOperation) -> Result<Option<Self>> {
+        let file = lock_target(path)?;
+        match rustix::fs::flock(&file, how) {
+            Err(rustix::io::Errno::WOULDBLOCK) => Ok(None),
+            done => done.at(path).map(|()| Some(Self(file))),
+        }
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        let _ = rustix::fs::flock(&self.0, FlockOperation::Unlock);
+    }
+}
+
+fn lock_target(path: &Path) -> Result<File> {
+    File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(path).at(path)
+}
+
 /// What a build or a mount in progress stands on. The file is locked as long as its owner lives.
 #[derive(Debug)]
 pub(crate) struct Lease<'a> {
@@ -456,9 +485,7 @@ pub(crate) struct Lease<'a> {
 impl<'a> Lease<'a> {
     /// Takes a new lease.
     pub fn new(store: &'a Store) -> Result<Self> {
-        let lock_path = store.path("lock");
-        let lock = File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(&lock_path);
-        let lock = lock.at(&lock_path)?;
+        let lock = lock_target(&store.path("lock"))?;
         loop {
             let id = random_id()?;
             let path = store.path("leases").join(&id);
@@ -846,5 +873,22 @@ fn rename_new(from: &Path, to: &Path) -> rustix::io::Result<()> {
 impl Drop for Build<'_> {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.staging);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_is_free_as_soon_as_it_is_dropped_whoever_has_a_copy_of_the_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(&dir.path().join("s"), "default").unwrap();
+        let lock = store.lock_collector().unwrap().unwrap();
+        assert!(store.lock_collector().unwrap().is_none());
+        // What a child between fork and exec has.
+        let _copy = lock.0.try_clone().unwrap();
+        drop(lock);
+        assert!(store.lock_collector().unwrap().is_some());
     }
 }
