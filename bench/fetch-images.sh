@@ -19,10 +19,9 @@ if [ ! -e "$dir/base/.complete" ]; then
     say "base: debootstrap bookworm"
     rm -rf "$dir/base"
     debootstrap --variant=minbase bookworm "$dir/base" >"$dir/cache/debootstrap.log"
-    cat >"$dir/base/etc/apt/sources.list" <<SOURCES
-deb http://deb.debian.org/debian bookworm main
-deb http://deb.debian.org/debian-security bookworm-security main
-SOURCES
+    # The older of each pair is in the release, the newer among its security updates, which lie beside it.
+    mirror=$(awk '$1 == "deb" { sub("/$", "", $2); print $2; exit }' "$dir/base/etc/apt/sources.list")
+    echo "deb $mirror-security bookworm-security main" >>"$dir/base/etc/apt/sources.list"
     printf '#!/bin/sh\nexit 101\n' >"$dir/base/usr/sbin/policy-rc.d"
     chmod 755 "$dir/base/usr/sbin/policy-rc.d"
     chroot "$dir/base" apt-get -qq update

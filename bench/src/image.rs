@@ -858,6 +858,18 @@ fn quick(scratch: &Scratch, composefs: Option<&Composefs>, out: &mut Vec<Value>)
     many_images(scratch, 500, 10, out)
 }
 
+/// Makes the inputs of the full bench: some ten minutes, by the package managers of this system.
+fn fetch(cache: &Path) -> Result<(), Error> {
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/fetch-images.sh");
+    eprintln!("bench erofs: {}: no inputs there; {script} makes them", cache.display());
+    let status = Command::new(script).arg(cache).stdout(Stdio::null()).status();
+    match status {
+        Ok(status) if status.success() => Ok(()),
+        Ok(status) => Err(format!("{script} {}: {status}; what it said stands above", cache.display()).into()),
+        Err(error) => Err(format!("{script}: {error}").into()),
+    }
+}
+
 /// Which part of the full bench to run.
 #[derive(Clone, Copy, PartialEq)]
 enum Part {
@@ -877,14 +889,6 @@ fn full(
     out: &mut Vec<Value>,
 ) -> Result<(), Error> {
     let base = cache.join("base");
-    if !base.join(".complete").exists() {
-        return Err(format!(
-            "{}: no inputs there; run bench/fetch-images.sh {} first",
-            cache.display(),
-            cache.display()
-        )
-        .into());
-    }
     let mut first = true;
     for (name, ..) in SOURCE {
         let layers = [base.clone(), cache.join(format!("layers/{name}-1")), cache.join(format!("layers/{name}-2"))];
@@ -1086,11 +1090,10 @@ pub fn run(args: &[String]) -> ExitCode {
     if has("--help") {
         println!(
             "pagefold-bench erofs [--quick | --full [--inputs DIR] [--pair NAME] [--counts] | --many]\n    \
-             [--dir SCRATCH] [--json] [--record DIR]\n\n\
+             [--dir SCRATCH] [--json]\n\n\
              --quick   two versions made of this machine's own directories\n\
-             --full    the pairs of bench/fetch-images.sh; --counts leaves out what is timed, --timed all else\n\
-             --many    10,000 images over 100 bases: list, stat, gc\n\
-             --record  also write the rows with machine, kernel, versions and commit to DIR"
+             --full    the pairs that bench/fetch-images.sh makes, made if need be; --counts leaves out what is timed, --timed all else\n\
+             --many    10,000 images over 100 bases: list, stat, gc"
         );
         return ExitCode::SUCCESS;
     }
@@ -1110,13 +1113,21 @@ pub fn run(args: &[String]) -> ExitCode {
     let scratch = Scratch { dir: dir.canonicalize().unwrap_or(dir), keep: has("--keep") };
     let mut rows = Vec::new();
     let inputs = value("--inputs").map_or_else(|| target.join("bench-images"), PathBuf::from);
+    // The file that the script writes last.
+    if has("--full")
+        && !inputs.join("versions").exists()
+        && let Err(error) = fetch(&inputs)
+    {
+        eprintln!("bench erofs: {error}");
+        return ExitCode::FAILURE;
+    }
     let composefs = Composefs::find(&inputs);
     if composefs.is_none() {
         eprintln!(
             "bench erofs: composefs' tools are not here (bench/fetch-composefs.sh gets them); their rows are left out"
         );
     }
-    let mut result = if has("--full") {
+    let result = if has("--full") {
         let part = match (has("--counts"), has("--timed")) {
             (true, _) => Part::Counts,
             (_, true) => Part::Timed,
@@ -1128,22 +1139,11 @@ pub fn run(args: &[String]) -> ExitCode {
     } else {
         quick(&scratch, composefs.as_ref(), &mut rows)
     };
-    if let (Some(dir), Ok(())) = (value("--record"), &result) {
-        let versions = json!({
-            "composefs": composefs.as_ref().map(Composefs::version),
-            "mkfs.erofs": record::first_line(&["mkfs.erofs", "--version"]),
-            "inputs": fs::read_to_string(inputs.join("versions")).unwrap_or_default().lines().collect::<Vec<_>>(),
-        });
-        let tag = ["--many", "--counts", "--timed", "--full"]
-            .into_iter()
-            .find(|flag| has(flag))
-            .map_or("quick", |flag| &flag[2..]);
-        let tag = value("--pair").map_or_else(|| tag.to_string(), |pair| format!("{tag}-{pair}"));
-        match record::write(Path::new(&dir), "erofs", &tag, args, versions, &rows) {
-            Ok(path) => eprintln!("bench erofs: recorded in {}", path.display()),
-            Err(error) => result = Err(format!("{dir}: {error}").into()),
-        }
-    }
+    record::emit_versions(json!({
+        "composefs": composefs.as_ref().map(Composefs::version),
+        "mkfs.erofs": record::first_line(&["mkfs.erofs", "--version"]),
+        "inputs": fs::read_to_string(inputs.join("versions")).unwrap_or_default().lines().collect::<Vec<_>>(),
+    }));
     record::emit(Value::Array(rows.clone()));
     if !has("--json") {
         print_table(&rows);

@@ -4,6 +4,7 @@
 //! ends in seconds with `--quick`. What the sources published stands below its table, and `--plot DIR` draws it.
 
 mod disk;
+mod full;
 mod group;
 mod guard;
 mod image;
@@ -20,6 +21,7 @@ mod vm;
 mod zswap;
 
 use published::Definition;
+use record::Measured;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
@@ -65,18 +67,17 @@ fn take(args: &mut Vec<String>, name: &str) -> Result<Option<String>, String> {
     }
 }
 
-/// Runs several benchmarks, each in a process of its own, all of them even if one fails. With `--record DIR` their rows
-/// go there as JSON, with machine, kernel, versions and commit.
+/// Runs several benchmarks, each in a process of its own, all of them even if one fails.
 fn several(names: &[&str], args: &[String], record: Option<&str>) -> (Vec<(String, Vec<Value>)>, ExitCode) {
     let mut measured = Vec::new();
     let mut failed = Vec::new();
-    for name in names {
+    for (name, tag, args) in names.iter().flat_map(|name| runs(name, args)) {
         eprintln!("--- {name} {}", args.join(" "));
-        match one(name, args, record) {
+        match one(name, &args, record, &tag) {
             Ok(rows) => measured.push((name.to_string(), rows)),
             Err(error) => {
                 eprintln!("pagefold-bench {name}: {error}");
-                failed.push(*name);
+                failed.push(name);
             }
         }
     }
@@ -87,7 +88,26 @@ fn several(names: &[&str], args: &[String], record: Option<&str>) -> (Vec<(Strin
     (measured, ExitCode::FAILURE)
 }
 
-fn one(name: &str, args: &[String], record: Option<&str>) -> Result<Vec<Value>, Box<dyn std::error::Error>> {
+/// The runs that `args` stand for: with `--full` those of [`full::runs`], beside whatever else is said.
+fn runs<'a>(name: &'a str, args: &[String]) -> Vec<(&'a str, String, Vec<String>)> {
+    let rest: Vec<String> = args.iter().filter(|arg| *arg != "--full").cloned().collect();
+    if rest.len() == args.len() {
+        return vec![(name, record::tag(args), args.to_vec())];
+    }
+    let with_rest = |run: Vec<&str>| run.into_iter().map(str::to_string).chain(rest.iter().cloned()).collect();
+    full::runs(name).into_iter().map(|(tag, run)| (name, tag.to_string(), with_rest(run))).collect()
+}
+
+fn one(name: &str, args: &[String], record: Option<&str>, tag: &str) -> Result<Vec<Value>, Box<dyn std::error::Error>> {
+    let measured = apart(name, args)?;
+    if let Some(dir) = record {
+        keep(dir, name, tag, args, &measured)?;
+    }
+    Ok(measured.rows)
+}
+
+/// Runs a benchmark in a process of its own and gives what it measured; with `--json` it prints no table.
+fn apart(name: &str, args: &[String]) -> Result<Measured, Box<dyn std::error::Error>> {
     let rows = tempfile::NamedTempFile::new()?;
     let mut command = Command::new(std::env::current_exe()?);
     command.arg(name).args(args).env(ROWS, rows.path());
@@ -98,13 +118,14 @@ fn one(name: &str, args: &[String], record: Option<&str>) -> Result<Vec<Value>, 
     if !status.success() {
         return Err(status.to_string().into());
     }
-    let rows: Vec<Value> = serde_json::from_slice(&std::fs::read(rows.path())?)?;
-    if let Some(dir) = record {
-        let tag = args.iter().filter(|arg| *arg != "--json").find_map(|arg| arg.strip_prefix("--")).unwrap_or_default();
-        let path = record::write(Path::new(dir), name, tag, args, json!({}), &rows)?;
-        eprintln!("recorded in {}", path.display());
-    }
-    Ok(rows)
+    Ok(serde_json::from_slice(&std::fs::read(rows.path())?)?)
+}
+
+/// Records in `dir` what was measured, with machine, kernel, versions and commit.
+fn keep(dir: &str, name: &str, tag: &str, args: &[String], measured: &Measured) -> Result<(), String> {
+    let path = record::write(Path::new(dir), name, tag, args, measured).map_err(|error| format!("{dir}: {error}"))?;
+    eprintln!("recorded in {}", path.display());
+    Ok(())
 }
 
 /// Prints what was published beside what was measured, or all of it as JSON, and draws it.
@@ -152,12 +173,17 @@ fn conclude(
 }
 
 fn usage() -> ExitCode {
-    eprintln!("usage: pagefold-bench NAME [--quick|--full] [--json] [--plot DIR] [options]");
+    eprintln!("usage: pagefold-bench NAME [--quick|--full] [--json] [--plot DIR] [--record DIR] [options]");
     for (name, about, _) in BENCHES {
         eprintln!("  {name:12} {about}");
     }
-    eprintln!("NAME may also be llds (index and kv) or all: these take --record DIR too, and leave their rows there.");
-    eprintln!("plot DIR draws published, peer and ours from the records, without a run.");
+    eprintln!(
+        "NAME may also be llds (index and kv) or all. --full takes every published figure: all of them two hours."
+    );
+    eprintln!(
+        "--record DIR leaves the rows there with machine, kernel, versions and commit; --plot DIR draws them beside what"
+    );
+    eprintln!("was published. `plot DIR` draws from the records, without a run.");
     ExitCode::from(2)
 }
 
@@ -183,12 +209,7 @@ fn main() -> ExitCode {
     if chosen.len() > 1 && args.iter().any(|arg| arg == "--help" || arg == "-h") {
         return usage();
     }
-    let alone = BENCHES.iter().find(|bench| chosen == [bench.0]);
-    let options = take(&mut args, "--plot").and_then(|plot| match alone {
-        // A bench alone knows its own versions and records itself.
-        Some(_) => Ok((plot, None)),
-        None => Ok((plot, take(&mut args, "--record")?)),
-    });
+    let options = take(&mut args, "--plot").and_then(|plot| Ok((plot, take(&mut args, "--record")?)));
     let (plot, record) = match options {
         Ok(options) => options,
         Err(error) => {
@@ -196,16 +217,26 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
+    // A full run of one bench may be several runs of it, each in a process of its own, as if there were several benches.
+    let whole = args.iter().all(|arg| arg == "--full" || arg == "--json") && args.iter().any(|arg| arg == "--full");
+    let whole = whole && std::env::var_os(ROWS).is_none();
+    let alone = BENCHES.iter().find(|bench| chosen == [bench.0] && !(whole && full::runs(bench.0).len() > 1));
     let (measured, code) = match alone {
         Some((_, _, run)) => {
             let code = run(&args);
             // Nothing is emitted by the helper processes that benches start, nor where the options were wrong.
-            let Some(rows) = record::emitted() else { return code };
+            let Some(measured) = record::emitted() else { return code };
             if let Some(path) = std::env::var_os(ROWS) {
-                let written = std::fs::write(&path, Value::Array(rows).to_string());
+                let written = std::fs::write(&path, json!(measured).to_string());
                 return written.map_or(ExitCode::FAILURE, |()| code);
             }
-            (vec![(name.clone(), rows)], code)
+            if let Some(dir) = record.filter(|_| code == ExitCode::SUCCESS)
+                && let Err(error) = keep(&dir, &name, &record::tag(&args), &args, &measured)
+            {
+                eprintln!("pagefold-bench {name}: {error}");
+                return ExitCode::FAILURE;
+            }
+            (vec![(name.clone(), measured.rows)], code)
         }
         None => several(&chosen, &args, record.as_deref()),
     };

@@ -11,7 +11,7 @@ use crate::record;
 use serde_json::{Value, json};
 use std::hint::black_box;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode, Stdio};
+use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
@@ -362,20 +362,11 @@ fn flush_ns(rounds: usize) -> f64 {
 
 /// Keys and nanoseconds of a batched lookup and a batched insert, by `pagefold bench index` in processes of its own.
 fn index_points(sizes: &[usize], rounds: usize) -> Result<Vec<(f64, f64)>, String> {
-    let program = std::env::current_exe().map_err(|error| format!("cannot find this program: {error}"))?;
     let mut points = Vec::new();
     for keys in sizes {
-        let rows = tempfile::NamedTempFile::new().map_err(|error| error.to_string())?;
-        let status = Command::new(&program)
-            .args(["index", "--threads", "1", "--clock", "cpu", "--only", "sd-tree", "--json"])
-            .args(["--keys", &keys.to_string(), "--rounds", &rounds.to_string()])
-            .env(crate::ROWS, rows.path())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .status()
-            .map_err(|error| format!("cannot start the index's bench: {error}"))?;
-        let text = std::fs::read(rows.path()).map_err(|error| error.to_string())?;
-        let rows: Vec<Value> = serde_json::from_slice(&text).map_err(|error| format!("{status}: {error}"))?;
+        let words = format!("--threads 1 --clock cpu --only sd-tree --json --keys {keys} --rounds {rounds}");
+        let args: Vec<String> = words.split(' ').map(str::to_string).collect();
+        let rows = crate::apart("index", &args).map_err(|error| format!("the index's bench: {error}"))?.rows;
         let rate = |name: &str| -> Option<f64> {
             rows.first()?["figures"][name].as_array()?.iter().filter_map(Value::as_f64).reduce(f64::max)
         };
@@ -482,10 +473,9 @@ fn checks(parameters: &Parameters, points: &[Recorded], processors: f64) -> Vec<
 
 // ---- output ----
 
-const HELP: &str = "pagefold-bench model [--quick|--full] [--json] [--records DIR] [--record DIR]
+const HELP: &str = "pagefold-bench model [--quick|--full] [--json] [--records DIR]
 
-  --records DIR  where the records of pageone are (default: bench/record)
-  --record DIR   also write parameters, checks and predictions to DIR";
+  --records DIR  where the records of pageone are (default: bench/record)";
 
 /// Measures, checks, predicts.
 pub fn run(args: &[String]) -> ExitCode {
@@ -495,18 +485,11 @@ pub fn run(args: &[String]) -> ExitCode {
     }
     let value = |name: &str| args.iter().position(|arg| arg == name).and_then(|at| args.get(at + 1)).cloned();
     let records = value("--records").map_or_else(|| PathBuf::from("bench/record"), PathBuf::from);
-    let done = measure(args, &records).and_then(|(parameters, points)| {
-        let rows = report(&parameters, &points);
-        if let Some(dir) = value("--record") {
-            let path = record::write(Path::new(&dir), "model", "", args, json!({}), &rows)
-                .map_err(|error| format!("{dir}: {error}"))?;
-            eprintln!("recorded in {}", path.display());
+    match measure(args, &records) {
+        Ok((parameters, points)) => {
+            record::emit(Value::Array(report(&parameters, &points)));
+            ExitCode::SUCCESS
         }
-        record::emit(Value::Array(rows));
-        Ok(())
-    });
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("pagefold-bench model: {error}");
             ExitCode::FAILURE

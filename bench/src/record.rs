@@ -7,17 +7,32 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
 
+/// What a bench has measured, and with which versions of its peers.
+#[derive(Clone, Default, serde::Serialize, serde::Deserialize)]
+pub struct Measured {
+    /// The rows of its tables.
+    pub rows: Vec<Value>,
+    /// Peers and inputs by name.
+    pub versions: Map<String, Value>,
+}
+
 /// What the bench of this process has measured; `None` in the helper processes that benches start.
-static EMITTED: Mutex<Option<Vec<Value>>> = Mutex::new(None);
+static EMITTED: Mutex<Option<Measured>> = Mutex::new(None);
 
 /// Hands the rows of a bench (or a document that holds them) to whoever prints, records or plots them.
 pub fn emit(document: Value) {
-    let mut emitted = EMITTED.lock().expect("no bench panics here");
-    emitted.get_or_insert_default().extend(rows_of(document));
+    EMITTED.lock().expect("no bench panics here").get_or_insert_default().rows.extend(rows_of(document));
 }
 
-/// All rows emitted so far, or `None` where no bench ran.
-pub fn emitted() -> Option<Vec<Value>> {
+/// Names the versions of the peers for the record: an object. The rows must be emitted too.
+pub fn emit_versions(versions: Value) {
+    if let Value::Object(versions) = versions {
+        EMITTED.lock().expect("no bench panics here").get_or_insert_default().versions.extend(versions);
+    }
+}
+
+/// All that was emitted so far, or `None` where no bench ran.
+pub fn emitted() -> Option<Measured> {
     EMITTED.lock().expect("no bench panics here").clone()
 }
 
@@ -132,18 +147,25 @@ fn without_paths(args: &[String]) -> String {
     kept.map(|(arg, _)| arg.as_str()).collect::<Vec<_>>().join(" ")
 }
 
-/// Writes `rows` with their circumstances to `DIR/BENCH-DATE[-TAG].json`; `versions` are those of the peers.
+/// What tells this run of a bench from others of the same day: its part, else its first flag.
+pub fn tag(args: &[String]) -> String {
+    let part = args.windows(2).find(|pair| ["--only", "--part", "--tables", "--pair"].contains(&pair[0].as_str()));
+    let tag = match part {
+        Some(pair) => pair[1].clone(),
+        None if args.iter().any(|arg| arg == "--quick") => "quick".to_string(),
+        None => {
+            let named = args.iter().filter(|arg| *arg != "--json");
+            named.map(|arg| arg.trim_start_matches('-')).next().unwrap_or_default().to_string()
+        }
+    };
+    tag.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect()
+}
+
+/// Writes what was measured with its circumstances to `DIR/BENCH-DATE[-TAG].json`.
 ///
 /// # Errors
 /// The system's.
-pub fn write(
-    dir: &Path,
-    bench: &str,
-    tag: &str,
-    args: &[String],
-    versions: Value,
-    rows: &[Value],
-) -> std::io::Result<PathBuf> {
+pub fn write(dir: &Path, bench: &str, tag: &str, args: &[String], measured: &Measured) -> std::io::Result<PathBuf> {
     fs::create_dir_all(dir)?;
     let date = first_line(&["date", "-u", "+%F"]).unwrap_or_else(|| "undated".into());
     let tag = if tag.is_empty() { String::new() } else { format!("-{tag}") };
@@ -151,8 +173,8 @@ pub fn write(
     let record = json!({
         "command": format!("pagefold bench {bench} {}", without_paths(args)).trim_end(),
         "circumstances": circumstances(),
-        "versions": versions,
-        "rows": rows,
+        "versions": measured.versions,
+        "rows": measured.rows,
     });
     fs::write(&path, serde_json::to_string_pretty(&record).expect("plain data") + "\n")?;
     Ok(path)

@@ -24,7 +24,8 @@ fn a_run_prints_its_schema_and_draws_its_rows() {
     let dir = tempfile::tempdir().expect("a directory");
     let plots = dir.path().display().to_string();
     let small = ["--keys", "2000", "--rounds", "1", "--threads", "1", "--quick", "--json"];
-    let output = bench(&[&["kv", "--tables", "source", "--plot", &plots][..], &small].concat());
+    let kept = dir.path().join("kept").display().to_string();
+    let output = bench(&[&["kv", "--tables", "source", "--plot", &plots, "--record", &kept][..], &small].concat());
     let document: Value = serde_json::from_slice(&output.stdout).expect("one JSON document");
     schema::assert_valid("bench", &document);
     assert_eq!(document["bench"], "kv");
@@ -33,6 +34,12 @@ fn a_run_prints_its_schema_and_draws_its_rows() {
     let lines = document["published"].as_array().unwrap();
     let valued = lines.iter().filter(|line| line["value"].is_number()).count();
     assert_eq!(bars(&dir.path().join("llds.svg")), valued, "a bar for each value");
+    let record = std::fs::read_dir(kept).expect("it was made").next().expect("one record").expect("readable").path();
+    assert!(record.file_name().unwrap().to_string_lossy().ends_with("-source.json"), "named by its part: {record:?}");
+    schema::assert_valid(
+        "bench-record",
+        &serde_json::from_slice(&std::fs::read(record).expect("a record")).expect("JSON"),
+    );
 }
 
 #[test]

@@ -20,7 +20,6 @@ use crew::{Layout, Shape};
 use engine::{Engine, Look, Running};
 use pagefold_os::{ksm, procfs};
 use serde_json::{Value, json};
-use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -45,8 +44,7 @@ usage: pagefold bench pageone [--quick|--full] [--only PART] [options]
   --mib N          so many MiB each
   --rounds N       runs of each row; the median and the spread are shown
   --no-ksm         without the peer
-  --json           rows as JSON
-  --record DIR     also write the rows with machine, kernel, versions and commit to DIR";
+  --json           rows as JSON";
 
 /// Runs the benchmark.
 pub fn run(args: &[String]) -> ExitCode {
@@ -80,7 +78,6 @@ struct Options {
     rounds: usize,
     with_ksm: bool,
     json: bool,
-    record: Option<String>,
 }
 
 const PARTS: [&str; 6] = ["merge", "breaks", "delay", "idle", "growth", "guests"];
@@ -99,7 +96,6 @@ impl Options {
             // SAFETY: returns a number.
             with_ksm: unsafe { libc::geteuid() } == 0 && ksm::exists(),
             json: false,
-            record: None,
         };
         let mut rest = args.iter();
         while let Some(arg) = rest.next() {
@@ -110,7 +106,6 @@ impl Options {
                 "--json" => options.json = true,
                 "--no-ksm" => options.with_ksm = false,
                 "--only" => options.only = Some(value()?.clone()),
-                "--record" => options.record = Some(value()?.clone()),
                 "--layout" => {
                     let name = value()?;
                     options.layout = Some(Layout::parse(name).ok_or_else(|| format!("no layout {name}; see --help"))?);
@@ -194,18 +189,8 @@ fn measure(args: &[String]) -> Result<(), Failure> {
             part(&options, &mut report)?;
         }
     }
-    record::emit(Value::Array(report.rows.clone()));
-    if let Some(dir) = &options.record {
-        let tag = match (&options.only, options.quick, options.full) {
-            (Some(part), ..) => part.as_str(),
-            (_, true, _) => "quick",
-            (_, _, true) => "full",
-            _ => "",
-        };
-        let versions = json!({ "qemu": record::first_line(&["qemu-system-x86_64", "--version"]) });
-        let path = record::write(Path::new(dir), "pageone", tag, args, versions, &report.rows)?;
-        eprintln!("recorded in {}", path.display());
-    }
+    record::emit(Value::Array(report.rows));
+    record::emit_versions(json!({ "qemu": record::first_line(&["qemu-system-x86_64", "--version"]) }));
     Ok(())
 }
 

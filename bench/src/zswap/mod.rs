@@ -64,9 +64,6 @@ struct Args {
     /// A daemon or a client of the live part.
     #[arg(long, hide = true)]
     process: Vec<String>,
-    /// Write the figures with their circumstances to a file in this directory.
-    #[arg(long, value_name = "DIR")]
-    record: Option<std::path::PathBuf>,
 }
 
 /// A row of a table: its names and its figures with their units in the column names.
@@ -173,14 +170,7 @@ pub fn run(words: &[String]) -> ExitCode {
             Err(error) => eprintln!("SKIPPED: guests: {error}"),
         }
     }
-    if let Some(dir) = &args.record {
-        let values: Vec<serde_json::Value> = rows.iter().filter_map(|row| serde_json::to_value(row).ok()).collect();
-        let versions = serde_json::json!({ "zswap": kernel::Zswap::compressor() });
-        match crate::record::write(dir, "zswap", "", words, versions, &values) {
-            Ok(path) => eprintln!("zswap: written to {}", path.display()),
-            Err(error) => eprintln!("zswap: {}: {error}", dir.display()),
-        }
-    }
+    crate::record::emit_versions(serde_json::json!({ "zswap": kernel::Zswap::compressor() }));
     // A figure that is not a number (nothing was measured there) is null.
     crate::record::emit(serde_json::to_value(&rows).expect("plain data"));
     ExitCode::SUCCESS
