@@ -60,6 +60,14 @@ impl Group {
         }
     }
 
+    /// Says how readily the kernel swaps memory of this group instead of dropping its file cache.
+    ///
+    /// # Errors
+    /// The second version has no such setting.
+    pub fn set_swappiness(&self, percent: u64) -> io::Result<()> {
+        fs::write(self.path.join("memory.swappiness"), percent.to_string())
+    }
+
     /// Processes that the kernel has killed for want of memory since the machine started, here and in any group.
     pub fn killed() -> u64 {
         let text = fs::read_to_string("/proc/vmstat").unwrap_or_default();

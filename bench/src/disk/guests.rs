@@ -721,25 +721,35 @@ fn pressure(
     if !size.all_peers {
         learn(scratch, &directory, &copies, size, &fingerprints)?;
     }
-    let mut plain = None;
-    for (name, cached, with_ksm, store) in [
-        ("plain files, kernel's page cache", false, false, None),
-        ("the same, KSM on the guests (its default rate)", false, true, None),
-        ("pagefold disk", true, false, None),
-        ("pagefold disk, fingerprints being learnt", true, false, Some(&*fingerprints)),
-        ("pagefold disk, fingerprints known", true, false, Some(&*fingerprints)),
+    let plain_files = Pressed { name: "plain files, kernel's page cache", ..Pressed::default() };
+    let cached = Pressed { name: "pagefold disk", cached: true, ..Pressed::default() };
+    let known = Some(&*fingerprints);
+    let mut plain = (0, 0);
+    for how in [
+        plain_files,
+        Pressed { name: "the same, KSM on the guests (its default rate)", with_ksm: true, long: true, ..plain_files },
+        cached,
+        Pressed { name: "pagefold disk, fingerprints being learnt", store: known, long: true, ..cached },
+        Pressed { name: "pagefold disk, fingerprints known", store: known, ..cached },
+        Pressed { name: "plain files, swappiness 100", swappiness: Some(100), long: true, ..plain_files },
+        Pressed { name: "pagefold disk, swappiness 100", swappiness: Some(100), long: true, ..cached },
     ] {
-        let long = with_ksm || name.contains("learnt");
-        if long && !size.all_peers {
+        if how.long && !size.all_peers {
             continue;
         }
-        eprintln!("pagecache: memory for one: {name}");
+        eprintln!("pagecache: memory for one: {}", how.name);
         copies.iter().try_for_each(|copy| drop_cached(copy))?;
-        let under_pressure = read_under_pressure(scratch, boot, size, &directory, &copies, cached, with_ksm, store)?;
+        let Some(under_pressure) = read_under_pressure(scratch, boot, size, &directory, &copies, &how)? else {
+            skipped.push(format!("memory for one: {}: these control groups have no swappiness", how.name));
+            continue;
+        };
         let UnderPressure { swapped, read, peak_bytes, limit_bytes, seconds } = under_pressure;
-        let (swap_plain, read_plain) = *plain.get_or_insert((swapped, read));
+        if !how.cached && !how.with_ksm {
+            plain = (swapped, read);
+        }
+        let (swap_plain, read_plain) = plain;
         results.pressure.push(PressureRow {
-            name: name.to_owned(),
+            name: how.name.to_owned(),
             swap_bytes: swapped,
             disk_read_bytes: read,
             swap_change_percent: 100.0 * (swapped as f64 / (swap_plain as f64).max(1.0) - 1.0),
@@ -762,6 +772,21 @@ fn learn(scratch: &Scratch, directory: &Path, copies: &[PathBuf], size: &Size, s
     Ok(())
 }
 
+/// A row of the table: how the guests read, and what the kernel may do meanwhile.
+#[derive(Clone, Copy, Default)]
+struct Pressed<'a> {
+    name: &'static str,
+    /// Through the cache, else plain files.
+    cached: bool,
+    with_ksm: bool,
+    /// Fingerprints.
+    store: Option<&'a Path>,
+    /// How readily the kernel swaps the guests instead of dropping file cache, where it is not its default (60).
+    swappiness: Option<u64>,
+    /// Not in the quick run.
+    long: bool,
+}
+
 /// What four guests did to the host.
 struct UnderPressure {
     /// Bytes swapped in and out.
@@ -773,30 +798,31 @@ struct UnderPressure {
     seconds: f64,
 }
 
-#[allow(clippy::too_many_arguments, reason = "one row of the table, spelled out")]
+/// One row; none if its swappiness cannot be had.
 fn read_under_pressure(
     scratch: &Scratch,
     boot: &Boot,
     size: &Size,
     directory: &Path,
     copies: &[PathBuf],
-    cached: bool,
-    with_ksm: bool,
-    store: Option<&Path>,
-) -> Result<UnderPressure, Failure> {
+    how: &Pressed,
+) -> Result<Option<UnderPressure>, Failure> {
     // The guests, and one copy of the file with a quarter to spare; the server's own memory comes out of that quarter.
     let limit_mib = READERS * (SMALL_MIB + QEMU_MIB) + size.file_mib + size.file_mib / 4;
-    let group = Group::new(if cached { "disk" } else { "plain" })?;
+    let group = Group::new(if how.cached { "disk" } else { "plain" })?;
     group.limit((limit_mib as u64) << 20)?;
+    if how.swappiness.is_some_and(|swappiness| group.set_swappiness(swappiness).is_err()) {
+        return Ok(None);
+    }
     let mut setup = Setup { memory_mib: SMALL_MIB, group: Some(group.path.clone()), ..Setup::default() };
     setup.accel = Some("tcg,tb-size=16".to_owned());
     let cache_mib = size.file_mib + size.file_mib / 16;
-    let server = match cached {
-        true => Some(Server::start_in(scratch, "cache", directory, cache_mib, store, Some(&group.path))?),
+    let server = match how.cached {
+        true => Some(Server::start_in(scratch, "cache", directory, cache_mib, how.store, Some(&group.path))?),
         false => None,
     };
     let mut settings = None;
-    if with_ksm && ksm::read("run").is_ok_and(|run| run == 0) {
+    if how.with_ksm && ksm::read("run").is_ok_and(|run| run == 0) {
         settings = ksm::Settings::save().ok();
         ksm::write("sleep_millisecs", 20)?;
         ksm::write("pages_to_scan", 100)?;
@@ -824,13 +850,13 @@ fn read_under_pressure(
     if let Some(mut settings) = settings {
         settings.restore();
     }
-    Ok(UnderPressure {
+    Ok(Some(UnderPressure {
         swapped: swapped_in + swap_after.1 - swap_before.1,
         read,
         peak_bytes,
         limit_bytes: (limit_mib as u64) << 20,
         seconds,
-    })
+    }))
 }
 
 /// Prints the tables.

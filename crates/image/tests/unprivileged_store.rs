@@ -514,3 +514,64 @@ fn what_skopeo_writes_is_read() {
         assert_eq!(again.digest, record.digest, "{to}");
     }
 }
+
+/// An image of two layers, the second without a file of the first, as `buildah commit` writes it in both formats.
+#[test]
+fn what_buildah_writes_is_read() {
+    if Command::new("buildah").arg("--version").stdout(Stdio::null()).status().is_err() {
+        println!("SKIPPED: buildah is not installed");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    sample(&tree);
+    fs::write(tree.join("removed by the second layer"), "x").unwrap();
+    let buildah = |args: &[&str]| -> Result<String, String> {
+        let mut command = Command::new("buildah");
+        command.args(["--storage-driver", "vfs", "--root"]).arg(dir.path().join("root"));
+        let out = command.arg("--runroot").arg(dir.path().join("run")).args(args).output().unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim().to_string();
+        if out.status.success() { Ok(text(&out.stdout)) } else { Err(text(&out.stderr)) }
+    };
+    let first = match buildah(&["from", "scratch"]) {
+        Ok(first) => first,
+        Err(error) => {
+            println!("SKIPPED: buildah makes no container here: {error}");
+            return;
+        }
+    };
+    buildah(&["copy", &first, tree.to_str().unwrap(), "/"]).unwrap();
+    buildah(&["commit", "-q", &first, "base"]).unwrap();
+    let second = buildah(&["from", "base"]).unwrap();
+    let mounted = match buildah(&["mount", &second]) {
+        Ok(mounted) => PathBuf::from(mounted),
+        Err(error) => {
+            println!("SKIPPED: buildah mounts no container here: {error}");
+            return;
+        }
+    };
+    fs::remove_file(mounted.join("removed by the second layer")).unwrap();
+    fs::write(mounted.join("added"), "by the second layer").unwrap();
+    fs::remove_file(tree.join("removed by the second layer")).unwrap();
+    fs::write(tree.join("added"), "by the second layer").unwrap();
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    for (number, (format, path)) in [("oci:", "layout"), ("docker-archive:", "docker.tar")].into_iter().enumerate() {
+        let path = dir.path().join(path);
+        buildah(&["commit", "-q", &second, &format!("{format}{}:name:1", path.display())]).unwrap();
+        let build = store.build().unwrap();
+        let (found, _) =
+            oci::import(&build, &path, None, Limits::default(), &mut Notes::default(), &Progress::silent()).unwrap();
+        build.publish(&number.to_string(), &found, "buildah", Default::default(), vec![]).unwrap();
+        let out = dir.path().join(format!("out{number}"));
+        let record = store.image(&number.to_string()).unwrap();
+        fs::create_dir(&out).unwrap();
+        let archive = dir.path().join("out.tar");
+        let mut file = fs::File::create(&archive).unwrap();
+        export::tar(&store, &store.tree(&record.digest).unwrap(), &mut file, &Progress::silent()).unwrap();
+        drop(file);
+        assert!(Command::new("tar").arg("-xf").arg(&archive).arg("-C").arg(&out).status().unwrap().success());
+        // Owners are those of the builder here and there; contents, links and modes are compared.
+        let same = Command::new("diff").args(["-r", "--no-dereference"]).arg(&tree).arg(&out).output().unwrap();
+        assert!(same.status.success(), "{format} {}", String::from_utf8_lossy(&same.stdout));
+    }
+}
