@@ -92,6 +92,13 @@ impl Liar {
         (uffd, table)
     }
 
+    /// A greeting that is accepted, and the memory registered as the agent does it.
+    fn registered(&self) -> (Uffd, Table) {
+        let (uffd, table) = self.accepted(|_| ());
+        uffd.register(self.range(), uffd::MODE_MISSING | uffd::MODE_WP).expect("registered");
+        (uffd, table)
+    }
+
     fn put<T: Copy>(&self, index: usize, value: T) {
         // SAFETY: inside the channel's second list, whose entries are 32 bytes.
         unsafe { self.channel.as_ptr().add(wire::CHANNEL_OUT + index * 32).cast::<T>().write_volatile(value) }
@@ -207,9 +214,8 @@ fn liar() {
             for_ever()
         }
         "everything, after it" => {
-            let (uffd, table) = liar.accepted(|_| ());
+            let (_uffd, table) = liar.registered();
             claim_everything(table, liar.range());
-            uffd.register(liar.range(), uffd::MODE_MISSING | uffd::MODE_WP).expect("registered");
             std::thread::scope(|scope| {
                 // Never stored, so lost: it dies of that.
                 scope.spawn(|| touch(liar.range()));
@@ -218,8 +224,7 @@ fn liar() {
             for_ever()
         }
         "the pact, for ever" => {
-            let (uffd, table) = liar.accepted(|_| ());
-            uffd.register(liar.range(), uffd::MODE_MISSING | uffd::MODE_WP).expect("registered");
+            let (_uffd, table) = liar.registered();
             while !table.wait_pact(1000) {}
             std::thread::scope(|scope| {
                 scope.spawn(|| touch(liar.range()));
@@ -228,8 +233,7 @@ fn liar() {
             for_ever()
         }
         "states that change all the time" => {
-            let (uffd, table) = liar.accepted(|_| ());
-            uffd.register(liar.range(), uffd::MODE_MISSING | uffd::MODE_WP).expect("registered");
+            let (_uffd, table) = liar.registered();
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     let own = liar.range();
@@ -246,8 +250,7 @@ fn liar() {
             })
         }
         "a storm of faults" => {
-            let (uffd, _) = liar.accepted(|_| ());
-            uffd.register(liar.range(), uffd::MODE_MISSING | uffd::MODE_WP).expect("registered");
+            let _uffd = liar.registered();
             std::thread::scope(|scope| {
                 for _ in 0..3 {
                     scope.spawn(|| {

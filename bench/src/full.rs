@@ -49,6 +49,16 @@ pub fn runs(bench: &str) -> Vec<Run> {
             words("index-large", "--part index --entries 10000000 --rounds 1", &[]),
             words("tier", "--part density,latency,live,half --guests 4 --rounds 3", &[]),
         ],
+        "pageone" => vec![
+            words("merge", "--only merge --rounds 5", &[]),
+            // The published test's processes, a twenty-fourth of their size.
+            words("merge-large", "--only merge --full --rounds 1", &[]),
+            words("breaks", "--only breaks --rounds 3", &[]),
+            words("delay", "--only delay --rounds 3", &[]),
+            words("idle", "--only idle --rounds 3", &[]),
+            words("growth", "--only growth --rounds 3", &[]),
+            words("guests", "--only guests --full --rounds 1", &[]),
+        ],
         "erofs" => vec![words("full", "--full", &[]), words("many", "--many", &[])],
         _ => vec![words("full", "--full", &[])],
     }

@@ -43,6 +43,11 @@ struct Args {
 pub fn makers() -> Vec<Maker> {
     vec![
         ("forrest", "forrest, private", |_, huge| Box::new(options(huge).private().expect("address space"))),
+        ("forrest-reserved", "forrest, room made before", |keys, huge| {
+            let store = options(huge).private().expect("address space");
+            store.reserve(keys as u64).expect("memory");
+            Box::new(store)
+        }),
         ("forrest-shared", "forrest, in /dev/shm", |_, huge| {
             let path = PathBuf::from(format!("/dev/shm/forrest-bench-{}", std::process::id()));
             let _ = std::fs::remove_file(&path);

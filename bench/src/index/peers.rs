@@ -11,6 +11,10 @@ pub fn all() -> Vec<Maker> {
         ("dashmap", "DashMap", |_, _| {
             Box::new(dashmap::DashMap::<u64, u64, FastBuild>::with_hasher(FastBuild::default()))
         }),
+        ("dashmap-reserved", "DashMap, room made before", |keys, _| {
+            let hasher = FastBuild::default();
+            Box::new(dashmap::DashMap::<u64, u64, FastBuild>::with_capacity_and_hasher(keys, hasher))
+        }),
         ("scc-hash-map", "scc HashMap", |_, _| {
             Box::new(scc::HashMap::<u64, u64, FastBuild>::with_hasher(FastBuild::default()))
         }),

@@ -36,6 +36,7 @@ class Private(unittest.TestCase):
             del store[b"b"]
         with self.assertRaises(KeyError):
             store[b"b"]
+        store.reserve(1000)
         self.assertEqual((store.clear(), len(store)), (1, 0))
         self.assertTrue(store, "an empty store is no false value")
 

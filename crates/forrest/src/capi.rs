@@ -731,6 +731,12 @@ pub unsafe extern "C" fn forrest_scan(
     })
 }
 
+/// Makes room for so many entries in all, so that sets up to there copy nothing to grow.
+#[unsafe(no_mangle)]
+pub extern "C" fn forrest_reserve(handle: *mut FORREST, entries: u64) -> c_int {
+    with_store(handle, |store| Ok(store.reserve(entries)?))
+}
+
 /// Deletes all entries and stores how many they were.
 ///
 /// # Safety

@@ -980,6 +980,21 @@ impl Table {
 
     // ---- growing ----
 
+    /// Makes every segment large enough for its share of `entries`, so that inserts up to there copy none.
+    pub fn reserve(&self, seat: &SeatRef<'_>, entries: u64) -> Result<(), Error> {
+        // Hashes spread them evenly, but for a few deviations; a pass leaves segments alone that are not filled further.
+        let share = entries as f64 / SEGMENTS as f64;
+        let most = share + 3.0 * share.sqrt();
+        let wanted = (most * 100.0 / FILL_PASS as f64).ceil() as usize;
+        for segment in 0..SEGMENTS {
+            let _held = self.lock(seat, segment);
+            if self.dir(segment, Ordering::Relaxed).buckets() < wanted {
+                self.rebuild(seat, segment, wanted, false)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Makes room in a segment that is full.
     fn grow(&self, seat: &SeatRef<'_>, segment: usize) -> Result<(), Error> {
         let buckets = self.dir(segment, Ordering::Relaxed).buckets();

@@ -78,6 +78,9 @@ fn worker(path: &std::path::Path, journals: &[Journal], number: usize, seed: u64
             store.add(COUNTER, 1).expect("add");
             journal.counted.fetch_add(1, Ordering::SeqCst);
         }
+        if sequence.is_multiple_of(256) {
+            store.reserve(random(&mut seed) % (4 * KEYS * WORKERS) as u64).expect("reserve");
+        }
         // Others' keys: whatever is read must be some state of that key, not a mixture.
         let (other, index) = (random(&mut seed) as usize % WORKERS, random(&mut seed) as usize % KEYS);
         let from = journals[other].done[index].load(Ordering::SeqCst);

@@ -160,3 +160,37 @@ fn a_million_keys_grow_and_shrink() {
     assert_eq!(store.check().unwrap().lost_blocks, 0);
     assert!(empty.held_bytes < full.held_bytes / 10, "{empty:?}");
 }
+
+/// With room made before, inserts make no array anew until there are more entries than that.
+#[test]
+fn room_made_before_is_enough() {
+    const ENTRIES: u64 = 300_000;
+    let store = Store::new().unwrap();
+    store.set(b"before", b"x").unwrap();
+    store.reserve(ENTRIES).unwrap();
+    let buckets = store.stats().bucket_count;
+    assert!(buckets * 4 > ENTRIES, "{buckets} buckets");
+    for key in 1..ENTRIES {
+        store.set(&key.to_le_bytes(), &(key ^ 7).to_le_bytes()).unwrap();
+    }
+    let stats = store.stats();
+    // A few segments of 4,096 get more than their share, and grow.
+    assert!(stats.bucket_count < buckets + buckets / 50, "{buckets} buckets became {}", stats.bucket_count);
+    assert!(stats.held_bytes < ENTRIES * 40, "{} bytes", stats.held_bytes);
+    assert_eq!((stats.entry_count, store.get(b"before").as_deref()), (ENTRIES, Some(&b"x"[..])));
+    for key in 1..ENTRIES {
+        assert_eq!(store.get(&key.to_le_bytes()).as_deref(), Some(&(key ^ 7).to_le_bytes()[..]), "{key}");
+    }
+    store.reserve(10).unwrap();
+    assert_eq!(store.stats().bucket_count, stats.bucket_count, "room is never taken back");
+}
+
+#[test]
+fn room_beyond_the_limit_is_refused_and_the_store_goes_on() {
+    let store = Options::new().limit_bytes(4 << 20).private().unwrap();
+    store.set(b"key", b"value").unwrap();
+    assert!(store.reserve(1 << 30).unwrap_err().is_full());
+    assert!(store.reserve(u64::MAX).unwrap_err().is_full());
+    assert_eq!(store.get(b"key").as_deref(), Some(&b"value"[..]));
+    store.delete(b"key").unwrap();
+}

@@ -62,6 +62,7 @@ _DECLARATIONS = {
     "forrest_set_many": [c_void_p, POINTER(Bytes), POINTER(Bytes), c_size_t],
     "forrest_for_each": [c_void_p, VISIT, c_void_p],
     "forrest_scan": [c_void_p, POINTER(Bytes), POINTER(Bytes), c_int, VISIT, c_void_p],
+    "forrest_reserve": [c_void_p, c_uint64],
     "forrest_clear": [c_void_p, POINTER(c_uint64)],
     "forrest_count": [c_void_p, POINTER(c_uint64)],
     "forrest_get_stats": [c_void_p, POINTER(StatsStruct)],

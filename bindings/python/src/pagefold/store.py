@@ -329,6 +329,10 @@ class Store:
         _check(code)
         return True
 
+    def reserve(self, entries: int) -> None:
+        """Makes room for so many entries in all, so that sets up to there copy nothing to grow."""
+        _check(self._library.forrest_reserve(self._open, entries))
+
     def clear(self) -> int:
         """Deletes all entries and returns how many they were."""
         count = c_uint64()

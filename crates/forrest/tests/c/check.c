@@ -91,6 +91,7 @@ static void basics(FORREST *store) {
     CHECK(forrest_compare_swap(store, "c", 1, &value, NULL) == FORREST_OK);
     CHECK(forrest_get(store, "c", 1, buffer, sizeof buffer, NULL) == FORREST_NOT_FOUND);
     CHECK(forrest_count(store, &count) == FORREST_OK && count == 3);
+    CHECK(forrest_reserve(store, 1000) == FORREST_OK);
     CHECK(forrest_clear(store, &count) == FORREST_OK && count == 3);
 
     forrest_bytes keys[3] = {{"k0", 2}, {"none", 4}, {"k2", 2}}, some[2] = {{"k0", 2}, {"k2", 2}};
