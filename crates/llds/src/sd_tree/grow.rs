@@ -1,14 +1,20 @@
 //! Growing the static part: a segment at a time, by whoever inserts, without stopping anybody.
+//!
+//! Each helper takes buckets of its own, so that helpers do not do the same work; what a helper took and left undone is
+//! done by whoever finds nothing else to take, so that nobody waits for it.
 
 use super::word::{self, Control, SLOTS, State};
 use super::{LOAD_TENTHS, Point, SEGMENT_BITS, SEGMENTS, SdTree, place, stop_here};
 use crate::epoch;
 use crate::primitive::{AtomicU64, Ordering};
+use std::ops::Range;
 
 /// Inserts of one thread between its steps of work on growing.
 pub(super) const INSERTS_PER_STEP: u64 = if cfg!(loom) { 1 } else { 16 };
 /// Buckets moved in a step. Sixteen inserts fill three buckets, so growing stays ahead of filling.
 const BUCKETS_PER_STEP: u64 = 24;
+/// Buckets by which the position is counted on at most in a step: what several helpers moved meanwhile.
+const COUNTED_PER_STEP: u64 = 8 * BUCKETS_PER_STEP;
 /// Lines in a huge page: the piece in which memory goes back.
 const LINES_PER_HUGE_PAGE: u64 = (2 << 20) / super::LINE_BYTES as u64;
 
@@ -78,13 +84,16 @@ impl SdTree {
             return 1;
         }
         let start = Self::segment_start(growth.segment, growth.bits);
-        let end = (growth.position + budget).min(growth.bucket_count());
-        let step = (end - growth.position).max(1);
-        for position in growth.position..end {
+        let mine = self.claim(growth, budget);
+        let step = (mine.end - mine.start).max(1);
+        for position in mine {
             self.migrate(start + position, growth.bits);
         }
-        let moved = Growth { position: end, ..growth };
         // Whoever counts the position on has seen all buckets before it done, its own and others'.
+        let most = (growth.position + COUNTED_PER_STEP).min(growth.bucket_count());
+        let done = |position: &u64| self.memory.load_control(start + position).has(Control::DONE);
+        let end = growth.position + (growth.position..most).take_while(done).count() as u64;
+        let moved = Growth { position: end, ..growth };
         if end < growth.bucket_count() {
             let _ = active.compare_exchange(seen, moved.pack(), Ordering::AcqRel, Ordering::Relaxed);
             return step;
@@ -97,6 +106,24 @@ impl SdTree {
         }
         let _ = active.compare_exchange(seen, 0, Ordering::AcqRel, Ordering::Relaxed);
         step
+    }
+
+    /// Takes up to `budget` buckets that no other helper took; if there are none, the first that are not counted as done.
+    fn claim(&self, growth: Growth, budget: u64) -> Range<u64> {
+        let claims = self.memory.word(place::CLAIMS, 0);
+        loop {
+            let seen = claims.load(Ordering::Relaxed);
+            let same = |claim: &Growth| (claim.segment, claim.bits) == (growth.segment, growth.bits);
+            let taken = Growth::unpack(seen).filter(same).map_or(0, |claim| claim.position);
+            let from = taken.max(growth.position);
+            let claimed = from < growth.bucket_count();
+            let from = if claimed { from } else { growth.position };
+            let end = (from + budget).min(growth.bucket_count());
+            let next = Growth { position: end, ..growth };
+            if !claimed || claims.compare_exchange(seen, next.pack(), Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+                return from..end;
+            }
+        }
     }
 
     /// Gives back the memory of outgrown array parts that nobody can write any more.

@@ -141,7 +141,9 @@ mod place {
     pub(super) const SEGMENTS: u64 = COUNT_SHARED + 1;
     /// One word per segment: `epoch << 8 | bits` of an array part that is to be released, or 0.
     pub(super) const RELEASES: u64 = SEGMENTS + super::SEGMENTS.div_ceil(8);
-    pub(super) const END: u64 = RELEASES + super::SEGMENTS.div_ceil(8);
+    /// A line whose first word says how far the buckets of the growth under way are taken on, as `ACTIVE`: a hint.
+    pub(super) const CLAIMS: u64 = RELEASES + super::SEGMENTS.div_ceil(8);
+    pub(super) const END: u64 = CLAIMS + 1;
 }
 
 const _: () = assert!(place::END <= 1 << FIRST_BITS_MIN);
