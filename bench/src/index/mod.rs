@@ -18,6 +18,7 @@ use clap::{Parser, ValueEnum};
 use run::{Figures, Plan};
 use std::collections::BTreeMap;
 use std::process::{Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
 
 /// Which operations to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
@@ -109,6 +110,9 @@ pub fn run(args: &[String]) -> ExitCode {
     }
 }
 
+/// No structure is measured for longer.
+const MEASURE_MAX: Duration = Duration::from_secs(600);
+
 /// The values of one figure over the rounds.
 type Rounds = BTreeMap<String, Vec<f64>>;
 
@@ -169,8 +173,12 @@ fn drive(args: &Args) -> Result<(), String> {
             }
         }
     }
+    let mut left_out: Vec<String> = Vec::new();
     for round in 0..rounds {
         for row in &mut rows {
+            if left_out.contains(&row.structure) {
+                continue;
+            }
             let plan = Plan {
                 structure: row.structure.clone(),
                 keys: row.keys,
@@ -182,7 +190,15 @@ fn drive(args: &Args) -> Result<(), String> {
                 operations: if args.common.quick { 400_000 } else { 4_000_000 },
                 seed: round as u64,
             };
-            let figures = in_child(&plan)?;
+            let figures = match in_child(&plan) {
+                Ok(figures) => figures,
+                // One that fails or never ends must not take the others' rows with it.
+                Err(message) => {
+                    eprintln!("\nLEFT OUT: {message}");
+                    left_out.push(row.structure.clone());
+                    continue;
+                }
+            };
             for (name, value) in figures {
                 row.figures.entry(name).or_default().push(value);
             }
@@ -196,6 +212,10 @@ fn drive(args: &Args) -> Result<(), String> {
                 );
             }
         }
+    }
+    rows.retain(|row| !row.figures.is_empty());
+    if rows.is_empty() {
+        return Err("nothing was measured".into());
     }
     crate::record::emit(serde_json::json!({
         "bench": "index", "mix": args.mix, "dist": args.dist, "clock": args.common.clock, "rounds": rounds,
@@ -215,16 +235,31 @@ fn in_child(plan: &Plan) -> Result<Figures, String> {
     command.args(["index", "--child", &serde_json::to_string(plan).expect("a plain plan")]);
     // glibc 2.35 and later: malloc asks for huge pages (1) or does not (0).
     command.env("GLIBC_TUNABLES", if plan.huge { "glibc.malloc.hugetlb=1" } else { "glibc.malloc.hugetlb=0" });
-    let output = command
+    let mut child = command
         .stdin(Stdio::null())
+        .stdout(Stdio::piped())
         .stderr(Stdio::inherit())
-        .output()
+        .spawn()
         .map_err(|error| format!("cannot start the measuring process: {error}"))?;
-    if !output.status.success() {
-        return Err(format!("measuring {} failed: {}", plan.structure, output.status));
+    let what = format!("{} with {} keys and {} threads", plan.structure, plan.keys, plan.threads);
+    let began = Instant::now();
+    // What it prints fits into the pipe: it need not be read before it ends.
+    let status = loop {
+        match child.try_wait().map_err(|error| format!("{what}: {error}"))? {
+            Some(status) => break status,
+            None if began.elapsed() > MEASURE_MAX => {
+                let _ = child.kill();
+                let _ = child.wait();
+                return Err(format!("{what} did not end within {} s", MEASURE_MAX.as_secs()));
+            }
+            None => std::thread::sleep(Duration::from_millis(20)),
+        }
+    };
+    if !status.success() {
+        return Err(format!("measuring {what} failed: {status}"));
     }
-    serde_json::from_slice(&output.stdout)
-        .map_err(|error| format!("measuring {} gave no figures: {error}", plan.structure))
+    let printed = child.stdout.take().expect("it is piped");
+    serde_json::from_reader(printed).map_err(|error| format!("measuring {what} gave no figures: {error}"))
 }
 
 /// The middle value, and half the distance between the extremes in percent of it.
