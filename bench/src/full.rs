@@ -1,4 +1,4 @@
-//! What `--full` stands for: the runs of each benchmark that together take every published figure, within two hours on
+//! What `--full` stands for: the runs of each benchmark that together take every published figure, in about two hours on
 //! two processors for all of them.
 //!
 //! What is slow and far behind (maps under one lock, trees with a node per key, the largest sets) is taken once,

@@ -178,7 +178,7 @@ fn usage() -> ExitCode {
         eprintln!("  {name:12} {about}");
     }
     eprintln!(
-        "NAME may also be llds (index and kv) or all. --full takes every published figure: all of them two hours."
+        "NAME may also be llds (index and kv) or all. --full takes every published figure: all of them take about two hours."
     );
     eprintln!(
         "--record DIR leaves the rows there with machine, kernel, versions and commit; --plot DIR draws them beside what"
