@@ -50,6 +50,7 @@ pub fn runs(bench: &str) -> Vec<Run> {
         "zswap" => vec![
             words("index", "--part index --entries 100000,1000000 --rounds 3", &[]),
             words("index-large", "--part index --entries 10000000 --rounds 1", &[]),
+            words("growth", "--part growth", &[]),
             words("tier", "--part density,latency,live,half --guests 4 --rounds 3", &[]),
         ],
         "pageone" => vec![

@@ -77,13 +77,28 @@ fn client(socket: &Path, file: &Path) -> Result<(), Failure> {
             "random" => order.iter().map(|page| touch(*page)).collect(),
             "order" => (0..pages).map(touch).collect(),
             "first" => vec![touch(order[0])],
-            _ => break,
+            other => match other.strip_prefix("paced ").and_then(|rate| rate.parse().ok()) {
+                Some(rate) => paced(rate, &order, touch),
+                None => break,
+            },
         };
         let sum: f64 = us.iter().sum();
         us.sort_by(f64::total_cmp);
         println!("{} {} {}", quantile(&us, 0.5), quantile(&us, 0.99), sum / us.len() as f64);
     }
     Ok(())
+}
+
+/// Touches pages at a rate, each second, for two seconds or as long as there are pages.
+fn paced(rate: f64, order: &[usize], touch: impl Fn(usize) -> f64) -> Vec<f64> {
+    let began = Instant::now();
+    let count = ((rate * 2.0) as usize).min(order.len());
+    let at = |number: usize| began + Duration::from_secs_f64(number as f64 / rate);
+    let turn = |(number, page): (usize, &usize)| {
+        std::thread::sleep(at(number).saturating_duration_since(Instant::now()));
+        touch(*page)
+    };
+    order[..count].iter().enumerate().map(turn).collect()
 }
 
 struct Live {
@@ -176,13 +191,38 @@ fn start(file: &Path) -> io::Result<Live> {
     Ok(live)
 }
 
-/// Measures on a live client that has these pages.
-pub fn measure(on: &str, set: &[u8], idle: Duration) -> io::Result<Vec<Row>> {
+/// A live client that has these pages.
+fn start_with(set: &[u8]) -> io::Result<Live> {
     let file = PathBuf::from(format!("/dev/shm/pagefold-bench-live-{}", std::process::id()));
     std::fs::write(&file, set)?;
     let live = start(&file);
     let _ = std::fs::remove_file(&file);
-    let mut live = live?;
+    live
+}
+
+/// What a fault takes, and daemon and client of a processor, when a live client faults so many times a second.
+pub fn by_rate(on: &str, set: &[u8]) -> io::Result<Vec<Row>> {
+    let mut live = start_with(set)?;
+    let mut rows = Vec::new();
+    for rate in [100, 1000, 10_000] {
+        live.park()?;
+        std::thread::sleep(Duration::from_millis(500));
+        let (began, before) = (Instant::now(), live.cpu_ns());
+        let touched = live.ask(&format!("paced {rate}"))?;
+        let cpu = live.cpu_ns().saturating_sub(before) as f64 / began.elapsed().as_nanos() as f64;
+        rows.push(Row {
+            part: "growth",
+            name: format!("faults at {rate} a second"),
+            on: on.to_owned(),
+            figures: vec![("p50 us", touched[0]), ("p99 us", touched[1]), ("cpu %", cpu * 100.0)],
+        });
+    }
+    Ok(rows)
+}
+
+/// Measures on a live client that has these pages.
+pub fn measure(on: &str, set: &[u8], idle: Duration) -> io::Result<Vec<Row>> {
+    let mut live = start_with(set)?;
     let mut rows = Vec::new();
     let mut row = |name: &str, figures: Vec<(&'static str, f64)>| {
         rows.push(Row { part: "live", name: name.to_owned(), on: on.to_owned(), figures });

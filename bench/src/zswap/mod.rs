@@ -1,11 +1,13 @@
 //! `pagefold bench zswap`: the cold tier beside the kernel's zswap and zram, and its index beside trees and arrays.
 //!
-//! Five parts: `index` (page offsets in and out of maps), `density` (memory held for real pages), `latency` (a page
-//! out and in), `live` (a client parked, touched, brought back), `half` (a program under a limit of half its memory).
+//! Six parts: `index` (page offsets in and out of maps), `density` (memory held for real pages), `latency` (a page
+//! out and in), `live` (a client parked, touched, brought back), `half` (a program under a limit of half its memory),
+//! `growth` (costs against what pages are made of, threads, and how often a client faults).
 //! What the kernel's side needs (a swap file, zswap's switch, a zram device) is made for the run and undone afterwards;
 //! what cannot be had is reported as skipped, with the reason.
 
 mod density;
+mod growth;
 mod half;
 mod index;
 mod kernel;
@@ -24,6 +26,7 @@ enum Part {
     Latency,
     Live,
     Half,
+    Growth,
 }
 
 /// The cold tier beside zswap, zram, and other indexes.
@@ -122,7 +125,7 @@ pub fn run(words: &[String]) -> ExitCode {
             show(index::measure(entries, rounds, if args.cpu_clock { "cpu" } else { "wall" }));
         }
     }
-    if wanted(Part::Density) || wanted(Part::Latency) || wanted(Part::Live) {
+    if [Part::Density, Part::Latency, Part::Live, Part::Growth].into_iter().any(wanted) {
         let unrelated = pages::unrelated(if args.quick { 24 << 20 } else { 256 << 20 });
         match unrelated {
             Ok(unrelated) => {
@@ -138,12 +141,21 @@ pub fn run(words: &[String]) -> ExitCode {
                         }
                     }
                 }
+                if wanted(Part::Growth) {
+                    match live::by_rate("python heap and redis", &unrelated) {
+                        Ok(found) => show(found),
+                        Err(error) => eprintln!("SKIPPED: faults by rate: {error}"),
+                    }
+                }
                 if wanted(Part::Latency) {
                     show(latency::measure(&unrelated, if args.quick { 2000 } else { 20_000 }));
                 }
             }
             Err(error) => eprintln!("SKIPPED: live pages of unrelated programs: {error}"),
         }
+    }
+    if wanted(Part::Growth) {
+        show(growth::measure(if args.quick { 2000 } else { 40_000 }));
     }
     if wanted(Part::Half) {
         let (mib, requests) = if args.quick { (32, 10_000) } else { (256, 200_000) };
