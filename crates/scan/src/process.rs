@@ -83,8 +83,10 @@ impl Process {
 }
 
 /// Fields of /proc/PID/stat, counted from the one after the name.
-const STATE: usize = 0;
+const FLAGS: usize = 6;
 const START_TIME: usize = 19;
+/// A thread of the kernel's, in the flags.
+const PF_KTHREAD: u64 = 0x0020_0000;
 
 fn stat_field(pid: i32, field: usize) -> Option<String> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -132,9 +134,14 @@ impl Source for Process {
         })
         .map_err(|lost| if lost == Lost::Absent { Lost::Vanished } else { lost })?;
         if areas == 0 {
-            // What has ended, and waits for its parent, shows an empty memory to everybody.
-            let ended = stat_field(self.pid, STATE).is_none_or(|state| state == "Z" || state == "X");
-            return Err(if ended { Lost::Vanished } else { Lost::Unfit("has no memory: a thread of the kernel's") });
+            // Who is about to end lets go of its memory first, and shows an empty one as a running process, then as a zombie.
+            let flags = stat_field(self.pid, FLAGS).and_then(|flags| flags.parse::<u64>().ok());
+            let of_kernel = flags.is_some_and(|flags| flags & PF_KTHREAD != 0);
+            return Err(if of_kernel {
+                Lost::Unfit("has no memory: a thread of the kernel's")
+            } else {
+                Lost::Vanished
+            });
         }
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid)).unwrap_or_default();
         plan.pinned = procfs::field(&status, "VmPin").unwrap_or(0) * 1024 / PAGE_SIZE as u64;
