@@ -19,6 +19,8 @@ const INTERVAL_MIN: Duration = Duration::from_millis(100);
 const WINDOW_WATCH: Duration = Duration::from_millis(500);
 /// How long the program waits for a key before it looks for a new sample.
 const KEY_WAIT: Duration = Duration::from_millis(50);
+/// What is there is taken at once; with no time at all crossterm does not look.
+const AT_ONCE: Duration = Duration::from_millis(1);
 
 /// Show what is merged, live
 #[derive(clap::Args)]
@@ -82,9 +84,9 @@ fn show(
             changed = true;
         }
         // Keys typed ahead are all taken before the next drawing.
-        let mut wait = if changed { Duration::ZERO } else { KEY_WAIT };
+        let mut wait = if changed { AT_ONCE } else { KEY_WAIT };
         while event::poll(wait)? {
-            wait = Duration::ZERO;
+            wait = AT_ONCE;
             match event::read()? {
                 Event::Key(key) if key.kind != KeyEventKind::Release => match view.key(key) {
                     Act::Quit => return Ok(()),
