@@ -1,6 +1,7 @@
 //! How the tier's costs grow: with what pages are made of, and with threads.
 
-use super::{Row, quantile};
+use super::latency::timed;
+use super::{Row, median};
 use pagefold_tier::{Config, Effort, Tier};
 use std::time::Instant;
 
@@ -47,34 +48,19 @@ fn tier(pages: usize, regions: u32) -> Tier {
     tier
 }
 
-fn us(began: Instant) -> f64 {
-    began.elapsed().as_secs_f64() * 1e6
-}
-
 fn of_random_share(percent: usize, count: usize, name: &str, effort: Effort) -> Row {
     let pages = made_of(percent, count);
     let tier = tier(count, 1);
     if effort == Effort::Dense {
         tier.train_on(pages.iter().step_by((count / 256).max(1)).copied().collect::<Vec<Page>>().as_flattened());
     }
-    let timed = |act: &mut dyn FnMut(u64)| {
-        let mut all: Vec<f64> = (0..count as u64)
-            .map(|at| {
-                let began = Instant::now();
-                act(at);
-                us(began)
-            })
-            .collect();
-        all.sort_by(f64::total_cmp);
-        quantile(&all, 0.5)
-    };
-    let store = timed(&mut |at| {
-        tier.store(1, at, &pages[at as usize], effort).expect("room");
+    let mut store = timed(count, |at| {
+        tier.store(1, at as u64, &pages[at], effort).expect("room");
     });
     let mut back = [0; 4096];
-    let load = timed(&mut |at| {
-        tier.load(1, at, &mut back).expect("it was stored");
-        assert!(back == pages[at as usize], "page {at} came back wrong");
+    let mut load = timed(count, |at| {
+        tier.load(1, at as u64, &mut back).expect("it was stored");
+        assert!(back == pages[at], "page {at} came back wrong");
     });
     let stats = tier.stats();
     Row {
@@ -82,8 +68,8 @@ fn of_random_share(percent: usize, count: usize, name: &str, effort: Effort) -> 
         name: format!("random bytes, {name}"),
         on: format!("{percent} %, {count} pages"),
         figures: vec![
-            ("store us", store),
-            ("load us", load),
+            ("store us", median(&mut store)),
+            ("load us", median(&mut load)),
             ("bytes/page", (stats.bytes_held + stats.bytes_metadata) as f64 / count as f64),
         ],
     }
@@ -101,7 +87,7 @@ fn by_threads(threads: u32, count: usize) -> Row {
                 scope.spawn(move || (0..).zip(pages).for_each(|(at, page)| act(region, at, page)));
             }
         });
-        us(began) / (count * threads as usize) as f64
+        began.elapsed().as_secs_f64() * 1e6 / (count * threads as usize) as f64
     };
     let store = timed(&|region, at, page| {
         tier.store(region, at, page, Effort::Fast).expect("room");

@@ -78,7 +78,8 @@ fn row(name: &str, mut us: Vec<f64>, pages: usize) -> Row {
     }
 }
 
-fn timed(count: usize, mut act: impl FnMut(usize)) -> Vec<f64> {
+/// Microseconds of each of `count` acts.
+pub fn timed(count: usize, mut act: impl FnMut(usize)) -> Vec<f64> {
     let time = |at| {
         let start = Instant::now();
         act(at);

@@ -561,9 +561,8 @@ fn what_buildah_writes_is_read() {
         let build = store.build().unwrap();
         let (found, _) =
             oci::import(&build, &path, None, Limits::default(), &mut Notes::default(), &Progress::silent()).unwrap();
-        build.publish(&number.to_string(), &found, "buildah", Default::default(), vec![]).unwrap();
+        let record = build.publish(&number.to_string(), &found, "buildah", Default::default(), vec![]).unwrap();
         let out = dir.path().join(format!("out{number}"));
-        let record = store.image(&number.to_string()).unwrap();
         fs::create_dir(&out).unwrap();
         let archive = dir.path().join("out.tar");
         let mut file = fs::File::create(&archive).unwrap();
