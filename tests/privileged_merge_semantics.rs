@@ -6,9 +6,10 @@ mod common;
 use common::{Daemon, can_merge, finish, semantics, skipped};
 
 fn scenario(name: &str, options: &[&str]) {
+    let needed: Vec<String> = pagefold_agent::filter::needed().map(|number| number.to_string()).collect();
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     let daemon = Daemon::start(&[]);
-    let (status, out, err) = finish(daemon.run(options).arg(program).arg(name), 150);
+    let (status, out, err) = finish(daemon.run(options).env("NEEDED", needed.join(",")).arg(program).arg(name), 150);
     if status.code() == Some(77) {
         return skipped(out.trim().trim_start_matches("SKIPPED: "));
     }
@@ -48,6 +49,9 @@ scenarios! {
     signals_interrupt_anything: "signals";
     a_filter_by_prctl: "seccomp-prctl";
     a_filter_for_all_threads: "seccomp-tsync";
+    a_sandbox_that_lets_the_agent_work: "sandbox";
+    a_sandbox_before_there_is_anything_to_merge: "sandbox-first";
+    a_sandbox_that_allows_what_the_agent_lists: "sandbox-listed";
     a_program_may_close_everything: "close-all";
     a_program_may_become_another_user: "identity";
     a_program_may_enter_a_user_namespace: "user-namespace";

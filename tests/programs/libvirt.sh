@@ -38,7 +38,6 @@ for name in plain one two; do
   <qemu:commandline>
     <qemu:env name='PATH' value='$PATH'/>
     <qemu:env name='PAGEFOLD_SOCKET' value='$SOCKET'/>
-    <qemu:env name='PAGEFOLD_SANDBOX' value='off'/>
   </qemu:commandline>
 </domain>
 E

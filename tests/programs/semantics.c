@@ -721,22 +721,31 @@ static void signals(void) {
 }
 
 static int filter_flags;
+static void install(int by_syscall, struct sock_filter *code, size_t count) {
+    struct sock_fprog program = {count, code};
+    CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0, "no_new_privs");
+    if (by_syscall) CHECK(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, filter_flags, &program) == 0, "seccomp");
+    else CHECK(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0, "PR_SET_SECCOMP");
+}
+
+// Allows `count` calls and kills for all others.
+static void allow_only(int by_syscall, const int *allowed, size_t count) {
+    struct sock_filter code[2 * count + 2];
+    size_t at = 0;
+    code[at++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr));
+    for (size_t i = 0; i < count; i++) {
+        code[at++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, allowed[i], 0, 1);
+        code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
+    }
+    code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS);
+    install(by_syscall, code, at);
+}
+
 static void install_filter(int by_syscall) {
     // A strict filter: what a finished program needs, and nothing that the agent uses.
     int allowed[] = {SYS_write, SYS_exit_group, SYS_exit, SYS_clock_nanosleep, SYS_nanosleep, SYS_futex, SYS_rt_sigreturn,
                      SYS_clock_gettime, SYS_munmap, SYS_mmap, SYS_madvise, SYS_mprotect, SYS_brk, SYS_newfstatat, SYS_fstat};
-    enum { COUNT = sizeof allowed / sizeof *allowed };
-    struct sock_filter code[COUNT + 3];
-    size_t at = 0;
-    code[at++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr));
-    for (size_t i = 0; i < COUNT; i++)
-        code[at++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, allowed[i], COUNT - i, 0);
-    code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS);
-    code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
-    struct sock_fprog program = {at, code};
-    CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0, "no_new_privs");
-    if (by_syscall) CHECK(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, filter_flags, &program) == 0, "seccomp");
-    else CHECK(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0, "PR_SET_SECCOMP");
+    allow_only(by_syscall, allowed, sizeof allowed / sizeof *allowed);
 }
 
 static void seccomp_by(int by_syscall) {
@@ -756,6 +765,74 @@ static void seccomp_prctl(void) { seccomp_by(0); }
 static void seccomp_tsync(void) {
     filter_flags = SECCOMP_FILTER_FLAG_TSYNC;
     seccomp_by(1);
+}
+
+// An agent that stays under a filter goes on merging, heals, unmerges, and hears of discards that no library sees.
+static void work_on(struct region *r, const char *when) {
+    check(r, when);
+    struct region later = merged(1024);
+    for (size_t i = 0; i < 64; i++) fill_page(later.at + i * PAGE, number_of(&later, i));
+    nap(1500);
+    check(&later, when);
+    raw(SYS_madvise, (long)(later.at + 200 * PAGE), 100 * PAGE, MADV_DONTNEED, 0, 0, 0);
+    for (size_t i = 200; i < 300; i++) CHECK(page_is_zero(later.at + i * PAGE), "page %zu shows old bytes %s", i, when);
+    CHECK(madvise(r->at, r->pages * PAGE, MADV_UNMERGEABLE) == 0, "MADV_UNMERGEABLE %s", when);
+    check(r, when);
+    write_all(r, 92000, when);
+    CHECK(munmap(later.at, later.pages * PAGE) == 0, "munmap %s", when);
+}
+
+// As QEMU's: no processes, no choice of processors, but threads.
+static void install_sandbox(void) {
+    const int threads = CLONE_VM | CLONE_FS | CLONE_FILES | CLONE_SIGHAND | CLONE_THREAD | CLONE_SYSVSEM | CLONE_SETTLS;
+    const int refused[] = {SYS_execve, SYS_execveat, SYS_sched_setaffinity, SYS_sched_setscheduler, SYS_setpriority,
+#ifdef SYS_fork
+                           SYS_fork, SYS_vfork,
+#endif
+                           SYS_setuid, SYS_setsid, SYS_reboot, SYS_mount};
+    struct sock_filter code[64];
+    size_t at = 0;
+    code[at++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr));
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+        code[at++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, refused[i], 0, 1);
+        code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS);
+    }
+    code[at++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_clone3, 0, 1);
+    code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOSYS);
+    code[at++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_clone, 0, 4);
+    code[at++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args));
+    code[at++] = (struct sock_filter)BPF_STMT(BPF_ALU | BPF_AND | BPF_K, threads);
+    code[at++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, threads, 1, 0);
+    code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS);
+    code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
+    filter_flags = SECCOMP_FILTER_FLAG_TSYNC;
+    install(1, code, at);
+}
+
+static void sandbox(void) {
+    struct region r = merged(1024);
+    install_sandbox();
+    work_on(&r, "in a sandbox");
+}
+
+// The filter comes before there is anything to merge: the agent's thread must be there by then.
+static void sandbox_first(void) {
+    install_sandbox();
+    struct region r = merged(1024);
+    work_on(&r, "in a sandbox that came first");
+}
+
+// All that is allowed is what the agent says that it needs, and a few calls of this program's own.
+static void sandbox_listed(void) {
+    int allowed[256] = {SYS_exit_group, SYS_clock_nanosleep, SYS_nanosleep, SYS_newfstatat, SYS_brk, SYS_lseek, SYS_rt_sigreturn};
+    size_t count = 7;
+    const char *list = getenv("NEEDED");
+    CHECK(list, "no list");
+    for (char *end; *list && count < 256; list = *end ? end + 1 : end) allowed[count++] = (int)strtol(list, &end, 10);
+    struct region r = merged(1024);
+    filter_flags = SECCOMP_FILTER_FLAG_TSYNC;
+    allow_only(1, allowed, count);
+    work_on(&r, "with what is needed alone");
 }
 
 static void close_all(void) {
@@ -1102,6 +1179,7 @@ static const struct scenario scenarios[] = {
     {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"protect", protect}, {"lock", lock},
     {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"flags", flags}, {"huge", huge},
     {"signals", signals}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-tsync", seccomp_tsync},
+    {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"identity", identity}, {"user-namespace", user_namespace}, {"core", core},
     {"direct", direct}, {"uring", uring}, {"system-calls", system_calls}, {"blocks", blocks}, {"all", all},
     {"memory-merge", memory_merge}, {"serve", serve}, {"mappings", mappings},

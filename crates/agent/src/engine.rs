@@ -165,9 +165,16 @@ pub(crate) struct Agent {
     pub(crate) voids: [bool; FREEZE_PAGES_MAX],
 }
 
+/// What filters of the program's leave the agent (see [`filter`](crate::filter)).
+pub(crate) static MAY_START: AtomicBool = AtomicBool::new(true);
+pub(crate) static MAY_FOLLOW: AtomicBool = AtomicBool::new(true);
+
+/// The agent's thread has made the calls with which it starts.
+static BEGUN: AtomicBool = AtomicBool::new(false);
+
 /// Starts the agent's thread if it does not run; returns false if it cannot be started.
 pub fn start() -> bool {
-    if !SHARED.is_configured() {
+    if !SHARED.is_configured() || !MAY_START.load(Ordering::Acquire) {
         return false;
     }
     match SHARED.phase.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Acquire) {
@@ -179,6 +186,17 @@ pub fn start() -> bool {
             started
         }
         Err(phase) => phase == 1,
+    }
+}
+
+/// Waits until the thread that was started is past its start; at most a second.
+#[cfg(feature = "preload")]
+pub(crate) fn wait_begun() {
+    for _ in 0..1000 {
+        if SHARED.phase.load(Ordering::Acquire) != 1 || BEGUN.load(Ordering::Acquire) {
+            return;
+        }
+        let _ = pagefold_os::fd::poll(&mut [], 1);
     }
 }
 
@@ -209,7 +227,16 @@ pub fn stop(final_phase: u32) {
 
 const STACK_LEN: usize = 256 << 10;
 
+pub(crate) const THREAD_FLAGS: i32 = libc::CLONE_VM
+    | libc::CLONE_FS
+    | libc::CLONE_SIGHAND
+    | libc::CLONE_THREAD
+    | libc::CLONE_SYSVSEM
+    | libc::CLONE_PARENT_SETTID
+    | libc::CLONE_CHILD_CLEARTID;
+
 fn spawn() -> bool {
+    BEGUN.store(false, Ordering::Release);
     let Ok(stack) = mem::Mapping::anonymous(STACK_LEN) else { return false };
     let top = (stack.addr() + STACK_LEN as u64) & !15;
     // No signal of the program's may ever be delivered to our thread: it inherits a full mask.
@@ -217,14 +244,7 @@ fn spawn() -> bool {
     let mut before = [0u64];
     // SAFETY: the masks are 8 bytes as the kernel wants them.
     let _ = unsafe { syscall!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr(), 8) };
-    let flags = libc::CLONE_VM
-        | libc::CLONE_FS
-        | libc::CLONE_SIGHAND
-        | libc::CLONE_THREAD
-        | libc::CLONE_SYSVSEM
-        | libc::CLONE_PARENT_SETTID
-        | libc::CLONE_CHILD_CLEARTID;
-    let result = clone_thread(flags, top, SHARED.thread.as_ptr());
+    let result = clone_thread(THREAD_FLAGS, top, SHARED.thread.as_ptr());
     // SAFETY: restores the caller's mask.
     let _ = unsafe { syscall!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, before.as_ptr(), 0, 8) };
     if result < 0 {
@@ -286,6 +306,7 @@ extern "C" fn thread_main() -> ! {
     let _ = unsafe { syscall!(libc::SYS_close_range, 0, u32::MAX, 0) };
     // SAFETY: names the thread; the string is 16 bytes at most.
     let _ = unsafe { syscall!(libc::SYS_prctl, libc::PR_SET_NAME, c"pagefold-agent".as_ptr()) };
+    BEGUN.store(true, Ordering::Release);
     // Most processes that begin are soon another program or gone: those with nothing merged yet need not greet.
     if SHARED.all.load(Ordering::Relaxed) && !SHARED.forked.load(Ordering::Relaxed) {
         wait_or_leave(None, ALL_START_MS);
@@ -518,7 +539,7 @@ impl Agent {
 
     /// Runs where the daemon's worker runs, if the program may: it waits for the answer, so its processor is free.
     fn follow(&mut self, cpu: u64) {
-        let Some(cpu) = cpu.checked_sub(1) else { return };
+        let Some(cpu) = cpu.checked_sub(1).filter(|_| MAY_FOLLOW.load(Ordering::Relaxed)) else { return };
         if self.cpu != Some(cpu) && self.cpus.contains(cpu) {
             self.cpu = Some(cpu);
             let _ = sched::Cpus::one(cpu).map(|one| one.bind_thread());

@@ -17,6 +17,8 @@ pub mod cold;
 pub mod cold_table;
 #[cfg(not(loom))]
 pub mod engine;
+#[cfg(not(loom))]
+pub mod filter;
 pub mod guard;
 #[cfg(not(loom))]
 pub mod remap;

@@ -10,7 +10,11 @@
 //! something else while its pages are in our hands.
 
 use crate::cold;
-use crate::engine::{ALL_MIN, POOL_NAME, SHARED, keep_attributes, pool_mappings, replace_merged, start, stop};
+use crate::engine::{
+    ALL_MIN, MAY_FOLLOW, MAY_START, POOL_NAME, SHARED, keep_attributes, pool_mappings, replace_merged, start, stop,
+    wait_begun,
+};
+use crate::filter;
 use crate::table::Note;
 use core::ffi::{c_char, c_int, c_long, c_void};
 use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -527,7 +531,7 @@ pub unsafe extern "C" fn posix_madvise(addr: *mut c_void, len: usize, advice: c_
     unsafe { mem::advise(addr as u64, len as u64, advice) }.map_or_else(|errno| errno.0, |()| 0)
 }
 
-/// prctl(2): `PR_SET_MEMORY_MERGE` manages all memory; a seccomp filter makes the agent leave first.
+/// prctl(2): `PR_SET_MEMORY_MERGE` manages all memory; a seccomp filter that forbids what the agent does makes it leave first.
 ///
 /// # Safety
 /// As prctl(2).
@@ -542,8 +546,8 @@ pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: u
                     wanted();
                 }
             }
-            // A filter binds the thread that asks and those it makes: with us gone it cannot meet our calls.
-            libc::PR_SET_SECCOMP if a == libc::SECCOMP_MODE_STRICT as usize || b != 0 => leave_for_filter(),
+            libc::PR_SET_SECCOMP if a == libc::SECCOMP_MODE_STRICT as usize => leave_for_filter(),
+            libc::PR_SET_SECCOMP if b != 0 => meet_filter(b as u64),
             _ => {}
         }
     }
@@ -555,6 +559,40 @@ pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: u
             -1
         }
     }
+}
+
+/// The program is about to install the filter at `at`, a `sock_fprog`: stays if the agent can live with it, else leaves.
+fn meet_filter(at: u64) {
+    let verdict = filter_at(at).filter(|verdict| verdict.stay);
+    let Some(verdict) = verdict else { return leave_for_filter() };
+    if !verdict.start {
+        // Now or never. Who has nothing to merge yet may have later.
+        start();
+        wait_begun();
+        MAY_START.store(false, Ordering::Release);
+    }
+    MAY_FOLLOW.fetch_and(verdict.follow, Ordering::AcqRel);
+}
+
+/// What the filter of the program's at `at` says about us; nothing if it cannot be read, which the kernel will say too.
+fn filter_at(at: u64) -> Option<filter::Verdict> {
+    // Through the kernel: the program may pass anything.
+    let memory = Fd::open(c"/proc/self/mem", libc::O_RDONLY, 0).ok()?;
+    let mut head = [0u8; size_of::<libc::sock_fprog>()];
+    (memory.read_at(&mut head, at) == Ok(head.len())).then_some(())?;
+    // SAFETY: plain integers and a pointer that is not followed; the array is as long, and need not be aligned.
+    let head: libc::sock_fprog = unsafe { core::ptr::read_unaligned(head.as_ptr().cast()) };
+    let count = usize::from(head.len);
+    if count == 0 || count > filter::INSTRUCTIONS_MAX {
+        return None;
+    }
+    let room = mem::Mapping::anonymous(count * size_of::<libc::sock_filter>()).ok()?;
+    // SAFETY: the mapping is ours, writable, and at least that long.
+    let bytes = unsafe { core::slice::from_raw_parts_mut(room.as_ptr(), count * size_of::<libc::sock_filter>()) };
+    (memory.read_at(bytes, head.filter as u64) == Ok(bytes.len())).then_some(())?;
+    // SAFETY: page aligned, `count` instructions long, and any bytes are instructions of integers.
+    let program = unsafe { core::slice::from_raw_parts(room.as_ptr() as *const libc::sock_filter, count) };
+    Some(filter::judge(program))
 }
 
 /// The agent leaves, for good, and merged pages become the program's own: looking after them takes system calls that
@@ -578,7 +616,12 @@ const ALONE_TRIES: u32 = 20;
 
 /// Runs `call` with the agent's thread gone, for calls that want a process of one thread.
 fn alone(call: impl Fn() -> Result<usize>) -> c_int {
-    let ran = active() && SHARED.phase.load(Ordering::Acquire) == 1;
+    let mut ran = active() && SHARED.phase.load(Ordering::Acquire) == 1;
+    if ran && !MAY_START.load(Ordering::Acquire) {
+        // It could not come back.
+        leave_for_filter();
+        ran = false;
+    }
     if ran {
         stop(0);
     }
@@ -626,12 +669,8 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
     if active() {
         match number {
             // Libraries probe for it with no filter, or with flags that strict mode does not take: nothing is installed then.
-            libc::SYS_seccomp
-                if a == libc::SECCOMP_SET_MODE_STRICT as usize && b == 0
-                    || a == libc::SECCOMP_SET_MODE_FILTER as usize && c != 0 =>
-            {
-                leave_for_filter();
-            }
+            libc::SYS_seccomp if a == libc::SECCOMP_SET_MODE_STRICT as usize && b == 0 => leave_for_filter(),
+            libc::SYS_seccomp if a == libc::SECCOMP_SET_MODE_FILTER as usize && c != 0 => meet_filter(c as u64),
             // SAFETY: the same call by its C name.
             libc::SYS_madvise => return c_long::from(unsafe { madvise(a as *mut _, b, c as c_int) }),
             // SAFETY: as above.

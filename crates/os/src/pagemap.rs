@@ -56,6 +56,8 @@ struct Arg {
     return_mask: u64,
 }
 
+/// The request made here, for who asks whether it may be made.
+pub const REQUEST: u32 = SCAN;
 const SCAN: u32 = (3 << 30) | ((size_of::<Arg>() as u32) << 16) | ((b'f' as u32) << 8) | 16;
 
 /// What to look for and what to tell about it.

@@ -72,6 +72,10 @@ const CONTINUE: u32 = ioc(BOTH, UFFD, 0x07, size_of::<Zeropage>());
 const POISON: u32 = ioc(BOTH, UFFD, 0x08, size_of::<Zeropage>());
 const WRITEPROTECT: u32 = ioc(BOTH, UFFD, 0x06, size_of::<WriteProtect>());
 
+/// Every request made here, for who asks whether it may be made.
+pub const REQUESTS: [u32; 11] =
+    [DEV_NEW, API, REGISTER, UNREGISTER, WAKE, COPY, ZEROPAGE, MOVE, CONTINUE, POISON, WRITEPROTECT];
+
 #[repr(C)]
 struct Api {
     api: u64,
