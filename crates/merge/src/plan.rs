@@ -83,7 +83,7 @@ pub fn run_pages_min(used: u64, budget: u64) -> u64 {
 }
 
 /// Pieces of one span at most: each is a system call while the span is frozen.
-const SPAN_PIECES_MAX: usize = 32;
+const SPAN_PIECES_MAX: usize = 16;
 
 /// Cuts runs into pieces and groups pieces into spans that are frozen together: at most [`FREEZE_PAGES_MAX`] pages,
 /// nothing merged between them, and at least a quarter of them to be merged, for freezing the others costs as well.
