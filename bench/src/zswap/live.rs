@@ -132,6 +132,34 @@ impl Live {
         Ok((pages, began.elapsed().as_secs_f64()))
     }
 
+    /// Memory of the tier.
+    fn held(&self) -> io::Result<f64> {
+        match control::ask(&self.socket, &Request::Status {})? {
+            Answer::Status(status) => Ok(status.cold.domains.iter().map(|tier| tier.held_bytes).sum::<u64>() as f64),
+            other => Err(io::Error::other(format!("the daemon answered {other:?}"))),
+        }
+    }
+
+    /// Waits until the cleaner has made dense what was parked; returns what is held then, and the seconds.
+    fn settled(&self) -> io::Result<(f64, f64)> {
+        let began = Instant::now();
+        let (mut held, mut since) = (self.held()?, began);
+        while since.elapsed() < Duration::from_secs(1) && began.elapsed() < Duration::from_secs(120) {
+            std::thread::sleep(Duration::from_millis(100));
+            let now = self.held()?;
+            if now != held {
+                (held, since) = (now, Instant::now());
+            }
+        }
+        Ok((held, since.duration_since(began).as_secs_f64()))
+    }
+
+    /// Puts everything out, made dense.
+    fn park_densely(&self) -> io::Result<()> {
+        self.park()?;
+        self.settled().map(drop)
+    }
+
     /// Processor time of daemon and client, in nanoseconds.
     fn cpu_ns(&self) -> u64 {
         [self._daemon.0.id(), self.client.0.id()].into_iter().map(cpu_ns).sum()
@@ -205,7 +233,7 @@ pub fn by_rate(on: &str, set: &[u8]) -> io::Result<Vec<Row>> {
     let mut live = start_with(set)?;
     let mut rows = Vec::new();
     for rate in [100, 1000, 10_000] {
-        live.park()?;
+        live.park_densely()?;
         std::thread::sleep(Duration::from_millis(500));
         let (began, before) = (Instant::now(), live.cpu_ns());
         let touched = live.ask(&format!("paced {rate}"))?;
@@ -229,16 +257,17 @@ pub fn measure(on: &str, set: &[u8], idle: Duration) -> io::Result<Vec<Row>> {
     };
     let bytes = |pages: f64| pages * 4096.0;
     let (pages, seconds) = live.park()?;
-    let held = match control::ask(&live.socket, &Request::Status {})? {
-        Answer::Status(status) => status.cold.domains.iter().map(|tier| tier.held_bytes).sum::<u64>() as f64,
-        _ => f64::NAN,
-    };
+    let per_gib = |held: f64| held / 1e6 / (bytes(pages) / (1 << 30) as f64);
+    let held_first = live.held()?;
+    let (held, dense_s) = live.settled()?;
     row(
         "park",
         vec![
             ("MB", bytes(pages) / 1e6),
             ("GB/s", bytes(pages) / 1e9 / seconds),
-            ("MB/GiB held", held / 1e6 / (bytes(pages) / (1 << 30) as f64)),
+            ("MB/GiB held", per_gib(held_first)),
+            ("made dense", per_gib(held)),
+            ("after s", dense_s),
         ],
     );
     // The thread that answered us ends first, and takes its time out of the sum; and two ticks of the cleaner pass, which
@@ -252,15 +281,15 @@ pub fn measure(on: &str, set: &[u8], idle: Duration) -> io::Result<Vec<Row>> {
     row("parked and idle", vec![("cpu %", share * 100.0)]);
     let touched = live.ask("random")?;
     row("touch, random", vec![("p50 us", touched[0]), ("p99 us", touched[1]), ("us/page", touched[2])]);
-    live.park()?;
+    live.park_densely()?;
     let busy = super::latency::Busy::start();
     let touched = live.ask("random")?;
     drop(busy);
     row("touch, random, cores busy", vec![("p50 us", touched[0]), ("p99 us", touched[1]), ("us/page", touched[2])]);
-    live.park()?;
+    live.park_densely()?;
     let touched = live.ask("order")?;
     row("touch, in order", vec![("p50 us", touched[0]), ("p99 us", touched[1]), ("us/page", touched[2])]);
-    live.park()?;
+    live.park_densely()?;
     let began = Instant::now();
     let socket = live.socket.clone();
     let unpark = std::thread::spawn(move || {

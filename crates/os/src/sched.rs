@@ -35,6 +35,24 @@ impl Cpus {
         self.0.get((cpu / 64) as usize).is_some_and(|word| word >> (cpu % 64) & 1 != 0)
     }
 
+    /// The processors of the set, in order.
+    pub fn iter(&self) -> impl Iterator<Item = u64> + '_ {
+        let bits = |(at, word): (usize, &u64)| {
+            let (at, word) = (at as u64, *word);
+            (0..64).filter(move |bit| word >> bit & 1 != 0).map(move |bit| at * 64 + bit)
+        };
+        self.0.iter().enumerate().flat_map(bits)
+    }
+
+    /// What the `index`-th of `shares` gets when the set is dealt out: every `shares`-th processor, from there on.
+    pub fn share(&self, index: usize, shares: usize) -> Cpus {
+        let mut share = Cpus::NONE;
+        for cpu in self.iter().skip(index).step_by(shares.max(1)) {
+            share.0[(cpu / 64) as usize] |= 1 << (cpu % 64);
+        }
+        share
+    }
+
     /// Where the calling thread may run.
     ///
     /// # Errors
@@ -89,4 +107,26 @@ fn clock_ns(clock: libc::clockid_t) -> u64 {
     // SAFETY: the kernel fills the structure; the two clocks always exist.
     let _ = unsafe { syscall!(libc::SYS_clock_gettime, clock, core::ptr::from_mut(&mut time)) };
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shares_are_disjoint_and_all_there_is() {
+        let mut cpus = Cpus::NONE;
+        cpus.0[0] = 0b1011_0100;
+        cpus.0[2] = 1 << 63 | 1;
+        let all: Vec<u64> = cpus.iter().collect();
+        assert_eq!(all, [2, 4, 5, 7, 128, 191]);
+        for shares in 1..8 {
+            let mut dealt: Vec<u64> =
+                (0..shares).flat_map(|index| cpus.share(index, shares).iter().collect::<Vec<_>>()).collect();
+            dealt.sort_unstable();
+            assert_eq!(dealt, all, "{shares}");
+        }
+        assert_eq!(cpus.share(1, 4).iter().collect::<Vec<_>>(), [4, 191]);
+        assert_eq!(cpus.share(6, 7), Cpus::NONE);
+    }
 }

@@ -18,11 +18,12 @@ use crate::layout::{
     split_key,
 };
 use crate::stats::count;
-use crate::tier::{Tier, with_worker};
+use crate::tier::{SAMPLES, SAMPLES_MIN, Tier, with_worker};
 use crate::writeback::{BLOCK_BYTES, Blocks, SEGMENT_BYTES};
 use pagefold_os::PAGE_SIZE;
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 /// Contents remembered as moved before they are let go.
 const MOVED_MAX: usize = 1 << 16;
@@ -83,7 +84,7 @@ impl Tier {
     /// Does next to nothing when nothing changed.
     pub fn tick(&self) -> Cleaned {
         let tick = self.tick.fetch_add(1, Ordering::Relaxed) + 1;
-        self.train_early();
+        self.train_widely();
         let mut cleaner = lock(&self.cleaner);
         let mut cleaned = Cleaned::default();
         let stores = self.counters.stores.load(Ordering::Relaxed);
@@ -91,7 +92,11 @@ impl Tier {
             cleaner.stores_seen = (stores, tick);
         }
         if tick <= cleaner.stores_seen.1 + u64::from(self.config.recompress_ticks) {
-            cleaned.recompressed = self.recompress();
+            let (recompressed, whole) = self.recompress_older(self.config.recompress_ticks);
+            cleaned.recompressed = recompressed;
+            if !whole {
+                cleaner.stores_seen.1 = tick;
+            }
         }
         if self.disk.is_some() && self.arena.held() > self.arena.bytes_max() / 100 * 95 {
             cleaned.written_back = self.write_back(&mut cleaner, self.room_wanted());
@@ -103,11 +108,53 @@ impl Tier {
         cleaned
     }
 
-    /// Compresses every content densely now, whatever its age: what parking does when the time does not press.
+    /// Compresses every content densely now, whatever its age: after parking, when the time does not press. Stores that
+    /// need room go first.
     pub fn recompress_all(&self) -> u64 {
-        self.train_early();
-        let _cleaner = lock(&self.cleaner);
-        self.recompress_older(0)
+        self.train_widely();
+        let mut sum = 0;
+        loop {
+            let mut cleaner = lock(&self.cleaner);
+            let (recompressed, whole) = self.recompress_older(0);
+            sum += recompressed;
+            if whole {
+                // What was replaced left its slots all over the place.
+                self.compact(&mut cleaner);
+                return sum;
+            }
+            drop(cleaner);
+            while self.hurried.load(Ordering::Relaxed) > 0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+
+    /// Trains the first dictionary from pages all over the tier: better than from those that came first.
+    fn train_widely(&self) {
+        let contents = self.counters.contents.load(Ordering::Relaxed) as usize;
+        if contents < SAMPLES_MIN || !self.is_sampling() {
+            return;
+        }
+        let step = (contents / SAMPLES).max(1);
+        let (mut seen, mut pages) = (0, Vec::new());
+        self.walk((0, 0), &|_| true, |seat, _| {
+            seen += 1;
+            if seen % step == 0 {
+                with_worker(|worker| {
+                    let mut page = worker.take_page();
+                    if self.read_content(seat.at, worker, &mut page).is_ok() {
+                        pages.extend_from_slice(&page[..]);
+                    }
+                    worker.return_page(page);
+                });
+            }
+            // Any error ends the walk.
+            if pages.len() < SAMPLES * PAGE_SIZE { Ok(()) } else { Err(NoSlot::Full) }
+        });
+        // Once, also where they teach nothing.
+        if pages.len() >= SAMPLES_MIN * PAGE_SIZE && self.stop_sampling() {
+            self.train_on(&pages);
+        }
     }
 
     /// Empties slabs that are mostly free and returns them to the kernel; returns the contents moved.
@@ -128,8 +175,10 @@ impl Tier {
 
     /// Makes room for a store; false if there is none to be had.
     pub(crate) fn make_room(&self) -> bool {
+        self.hurried.fetch_add(1, Ordering::Relaxed);
         let before = lock(&self.cleaner).rooms;
         let mut cleaner = lock(&self.cleaner);
+        self.hurried.fetch_sub(1, Ordering::Relaxed);
         if cleaner.rooms != before {
             return true;
         }
@@ -145,11 +194,8 @@ impl Tier {
         (self.arena.bytes_max() / 20).max(SEGMENT_BYTES as u64)
     }
 
-    fn recompress(&self) -> u64 {
-        self.recompress_older(self.config.recompress_ticks)
-    }
-
-    fn recompress_older(&self, ticks: u16) -> u64 {
+    /// Compresses contents of that age densely; returns how many, and whether nobody waited for the cleaner meanwhile.
+    fn recompress_older(&self, ticks: u16) -> (u64, bool) {
         let untried = |word1: u64| {
             let meta = Meta::from_word(word1);
             word1 & TRIED == 0 && (meta.codec == Codec::Lz4 as u8 || meta.codec == Codec::Raw as u8)
@@ -159,8 +205,13 @@ impl Tier {
             let word2 = words[at + 2].load(Ordering::Relaxed);
             untried(words[at + 1].load(Ordering::Relaxed)) && self.age(word2) >= ticks && word2 >> PATCHES_SHIFT == 0
         };
-        let mut recompressed = 0;
+        let (mut recompressed, mut whole) = (0, true);
         self.walk((0, 0), &wanted, |seat, moved| {
+            if self.hurried.load(Ordering::Relaxed) > 0 {
+                whole = false;
+                // Any error ends the walk.
+                return Err(NoSlot::Full);
+            }
             if self.spare(seat.key, seat.index) {
                 return Ok(());
             }
@@ -172,7 +223,7 @@ impl Tier {
             Ok(())
         });
         self.counters.recompressed.fetch_add(recompressed, Ordering::Relaxed);
-        recompressed
+        (recompressed, whole)
     }
 
     /// A denser content with the same page; `None` if it would not be smaller, or cannot be read.

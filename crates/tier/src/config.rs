@@ -6,7 +6,7 @@ pub enum Effort {
     /// First cooling: LZ4, quickest to come back.
     #[default]
     Fast,
-    /// Second cooling, and parking: Zstandard with the domain's dictionary, or a patch against a near page.
+    /// Second cooling: Zstandard with the domain's dictionary, or a patch against a near page.
     Dense,
 }
 

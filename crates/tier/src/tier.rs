@@ -36,7 +36,7 @@ use pagefold_os::{Errno, PAGE_SIZE, Page};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use twox_hash::XxHash3_64;
 
@@ -45,7 +45,9 @@ const SHARDS: usize = 1024;
 /// Attempts of a load without lock.
 const ATTEMPTS: usize = 8;
 /// Pages that a dictionary is trained from.
-const SAMPLES: usize = 256;
+pub(crate) const SAMPLES: usize = 256;
+/// From fewer pages nothing is to be learned.
+pub(crate) const SAMPLES_MIN: usize = SAMPLES / 4;
 
 /// What became of a stored page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,6 +75,7 @@ pub(crate) struct ClusterShard {
 }
 
 /// Buffers of one thread.
+#[derive(Debug)]
 pub(crate) struct Worker {
     pub(crate) coder: Coder,
     payload: Box<[u8; PAGE_SIZE + 8]>,
@@ -109,12 +112,21 @@ impl Worker {
 }
 
 thread_local! {
-    static WORKER: RefCell<Worker> = RefCell::new(Worker::new());
+    static WORKER: RefCell<Option<Worker>> = const { RefCell::new(None) };
 }
 
 /// Runs `act` with the buffers of this thread; nothing that it calls may ask for them again.
 pub(crate) fn with_worker<R>(act: impl FnOnce(&mut Worker) -> R) -> R {
-    WORKER.with(|worker| act(&mut worker.borrow_mut()))
+    WORKER.with(|worker| act(worker.borrow_mut().get_or_insert_with(Worker::new)))
+}
+
+/// Runs `act` on a thread that lives for it alone, with buffers from `idle`, where they return: making them takes as
+/// long as storing dozens of pages.
+fn with_lent_worker<R>(idle: &Mutex<Vec<Worker>>, act: impl FnOnce() -> R) -> R {
+    WORKER.set(lock(idle).pop());
+    let result = act();
+    lock(idle).extend(WORKER.take());
+    result
 }
 
 /// Why a content could not be read, while it is referenced.
@@ -149,6 +161,10 @@ pub struct Tier {
     samples: Mutex<Samples>,
     pub(crate) tick: AtomicU64,
     pub(crate) cleaner: Mutex<crate::clean::Cleaner>,
+    /// Stores that wait for the cleaner: it lets them pass.
+    pub(crate) hurried: AtomicU32,
+    /// Buffers of threads that ended.
+    idle_workers: Mutex<Vec<Worker>>,
     pub(crate) counters: Counters,
     pub(crate) config: Config,
 }
@@ -192,6 +208,8 @@ impl Tier {
             samples: Mutex::default(),
             tick: AtomicU64::new(0),
             cleaner: Mutex::default(),
+            hurried: AtomicU32::new(0),
+            idle_workers: Mutex::default(),
             counters: Counters::default(),
             config,
         }
@@ -285,6 +303,11 @@ impl Tier {
     pub(crate) fn cluster_shard(&self, region: u32, cluster: u64) -> &ClusterShard {
         let hash = (cluster ^ u64::from(region) << 20).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         &self.shards[(hash >> 54) as usize % SHARDS]
+    }
+
+    /// Whether three quarters of the room are taken.
+    pub fn is_crowded(&self) -> bool {
+        self.arena.held() > self.arena.bytes_max() / 4 * 3
     }
 
     /// The figures of the moment.

@@ -210,7 +210,7 @@ impl Client {
     /// The client's thread: serves faults until the client has ended.
     pub(super) fn run(self: &Arc<Client>, group: &Arc<Group>) {
         let mut patience = 8u32;
-        while !self.gone.load(Ordering::Acquire) && !group.stopping.load(Ordering::Acquire) {
+        while !self.gone.load(Ordering::Acquire) {
             let socket = lock(&self.socket).clone();
             let mut polls = [
                 libc::pollfd { fd: self.uffd.fd().raw(), events: libc::POLLIN, revents: 0 },

@@ -28,7 +28,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{self, SyncSender};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -106,9 +106,10 @@ pub(crate) struct Group {
     awake: Arc<Awake>,
     /// To the second hand: halves of windows.
     ahead: SyncSender<Ahead>,
-    stopping: AtomicBool,
     /// Changes when the pump has something to do that no hint tells it.
     bell: AtomicU32,
+    /// The cleaner's: changes when something was parked.
+    parked: AtomicU32,
 }
 
 /// The tiers of all domains.
@@ -262,6 +263,7 @@ impl Cold {
                 start_thread(&group, client);
             }
             start_pump(&group);
+            start_cleaner(&group);
         }
     }
 
@@ -417,8 +419,8 @@ impl Cold {
             keeper: self.keeper.clone(),
             awake: self.awake.clone(),
             ahead,
-            stopping: AtomicBool::new(false),
             bell: AtomicU32::new(0),
+            parked: AtomicU32::new(0),
         });
         start_second_hand(&group, jobs);
         group
@@ -447,6 +449,7 @@ impl Cold {
         groups.insert(key.clone(), group.clone());
         drop(groups);
         start_pump(&group);
+        start_cleaner(&group);
         Ok(group)
     }
 
@@ -745,8 +748,7 @@ fn start_pump(group: &Arc<Group>) {
     let group = group.clone();
     let pump = move || {
         let mut buffers = out::Buffers::new();
-        let mut ticked = Instant::now();
-        while !group.stopping.load(Ordering::Acquire) {
+        loop {
             let rung = group.bell.load(Ordering::Acquire);
             let clients: Vec<Arc<Client>> = lock(&group.clients).values().cloned().collect();
             let hinted: Vec<u32> =
@@ -756,10 +758,6 @@ fn start_pump(group: &Arc<Group>) {
                 let step = pump::step(&group, client, &mut buffers);
                 more |= step.more;
                 tight |= step.tight;
-            }
-            if ticked.elapsed() >= group.config.tick && !clients.is_empty() {
-                ticked = Instant::now();
-                group.tier.tick();
             }
             if !more {
                 let turn = (group.config.tick / 5).clamp(TURNS[0], TURNS[1]);
@@ -774,7 +772,40 @@ fn start_pump(group: &Arc<Group>) {
     }
 }
 
+/// Makes dense what stays out, and compacts: beside the pump, which must not wait for it.
+fn start_cleaner(group: &Arc<Group>) {
+    let group = group.clone();
+    let cleaner = move || {
+        let mut ticked = Instant::now();
+        let mut seen = 0;
+        loop {
+            let parked = group.parked.load(Ordering::Acquire);
+            if parked != seen {
+                seen = parked;
+                group.tier.recompress_all();
+            }
+            if ticked.elapsed() >= group.config.tick {
+                ticked = Instant::now();
+                if !lock(&group.clients).is_empty() {
+                    group.tier.tick();
+                }
+            }
+            let rest = group.config.tick.saturating_sub(ticked.elapsed());
+            wait::any([(&group.parked, parked)], rest.as_millis() as u64 + 1);
+        }
+    };
+    if let Err(error) = thread::Builder::new().name("cold-clean".into()).spawn(cleaner) {
+        eprintln!("pagefold: no cleaner for the cold tier: {error}");
+    }
+}
+
 impl Group {
+    /// Has the cleaner make dense at once what is out.
+    fn densify(&self) {
+        self.parked.fetch_add(1, Ordering::Release);
+        wait::wake(&self.parked);
+    }
+
     /// Has the pump look at once.
     fn ring(&self) {
         self.bell.fetch_add(1, Ordering::Release);

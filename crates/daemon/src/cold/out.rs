@@ -89,19 +89,20 @@ struct Mover<'a> {
     client: &'a Client,
     link: &'a mut ColdLink,
     tier: &'a Tier,
-    effort: Effort,
+    crowded: Effort,
 }
 
-/// Puts runs out; returns how many pages went. Ends early when the tier takes no more.
+/// Puts runs out, by LZ4, or with the effort `crowded` where the tier has not much room left; returns how many pages
+/// went. Ends early when the tier takes no more.
 pub(super) fn put_all(
     client: &Client,
     link: &mut ColdLink,
     tier: &Tier,
     runs: &[Run],
-    effort: Effort,
+    crowded: Effort,
     buffers: &mut Buffers,
 ) -> Result<u64, Gone> {
-    let mut mover = Mover { client, link, tier, effort };
+    let mut mover = Mover { client, link, tier, crowded };
     let first = mover.put_out(runs, buffers)?;
     // What is pinned will say so again.
     let again = if first.busy.is_empty() { Taken::default() } else { mover.put_out(&first.busy, buffers)? };
@@ -117,7 +118,8 @@ impl Mover<'_> {
             let mut copied = self.copy(&batch, buffers)?;
             let pages: Vec<(u64, &Page)> =
                 copied.iter().map(|one| (one.page, &buffers.pages[one.place as usize])).collect();
-            let stored = self.tier.store_many(self.client.region, &pages, self.effort);
+            let effort = if self.tier.is_crowded() { self.crowded } else { Effort::Fast };
+            let stored = self.tier.store_many(self.client.region, &pages, effort);
             // A refused page stays where it is.
             let mut kept = stored.iter().map(Result::is_ok);
             copied.retain(|_| kept.next().unwrap_or(false));

@@ -356,7 +356,8 @@ fn obey_hints(
     Ok(true)
 }
 
-/// Puts everything of a client out that can go; returns the pages that went.
+/// Puts everything of a client out that can go; returns the pages that went. What is quickest comes first: the cleaner
+/// makes dense what is out.
 pub(super) fn park(group: &Group, client: &Arc<Client>, buffers: &mut Buffers) -> Option<u64> {
     let mut held = lock(&client.link);
     let link = held.as_mut()?;
@@ -380,7 +381,10 @@ pub(super) fn park(group: &Group, client: &Arc<Client>, buffers: &mut Buffers) -
         Ok(gone)
     };
     match all() {
-        Ok(gone) => Some(gone),
+        Ok(gone) => {
+            group.densify();
+            Some(gone)
+        }
         Err(Gone) => {
             shut(link);
             *held = None;

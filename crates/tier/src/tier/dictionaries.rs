@@ -10,7 +10,8 @@ use std::sync::atomic::Ordering;
 use twox_hash::XxHash3_64;
 
 impl Tier {
-    /// Keeps every so many pages until there are enough to train a dictionary from.
+    /// Keeps every so many densely stored pages until there are enough to train a dictionary from. For those stored quickly
+    /// the cleaner does it: it takes as long as storing ten thousand of them.
     pub(super) fn sample(&self, data: &Page) {
         if self.dictionary.load(Ordering::Relaxed) != 0 {
             return;
@@ -32,17 +33,16 @@ impl Tier {
         self.train_on(&full);
     }
 
-    /// Trains the first dictionary from what was sampled so far, if that is enough to learn from.
-    pub(crate) fn train_early(&self) {
-        let pages = {
-            let mut samples = lock(&self.samples);
-            if samples.done || samples.pages.len() < SAMPLES / 4 * PAGE_SIZE {
-                return;
-            }
-            samples.done = true;
-            std::mem::take(&mut samples.pages)
-        };
-        self.train_on(&pages);
+    /// Whether the first dictionary is yet to be trained.
+    pub(crate) fn is_sampling(&self) -> bool {
+        self.dictionary.load(Ordering::Relaxed) == 0 && !lock(&self.samples).done
+    }
+
+    /// Somebody has samples enough; false if somebody else had.
+    pub(crate) fn stop_sampling(&self) -> bool {
+        let mut samples = lock(&self.samples);
+        samples.pages = Vec::new();
+        !std::mem::replace(&mut samples.done, true)
     }
 
     /// Trains a dictionary from sample pages (whole pages, one after the other) and uses it for dense stores from

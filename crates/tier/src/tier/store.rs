@@ -1,6 +1,6 @@
 //! Pages in.
 
-use super::{ClusterShard, SAMPLES, Stored, Tier, Worker, with_worker};
+use super::{ClusterShard, SAMPLES, Stored, Tier, Worker, with_lent_worker, with_worker};
 use crate::arena::{NoSlot, Purse, lock};
 use crate::codec::{self, Codec, PATCH_HEAD, RAW_ABOVE_BYTES};
 use crate::config::Effort;
@@ -9,7 +9,35 @@ use crate::index::Region;
 use crate::layout::{self, LEAF_PAGES, Meta, PATCHES_SHIFT, Shown, leaf_key};
 use crate::stats::count;
 use pagefold_os::Page;
+use pagefold_os::sched::{self, Cpus};
 use std::sync::atomic::Ordering;
+
+/// Which processors each of some threads takes, the caller among them: the kernel may well put threads that live for a
+/// few milliseconds onto the processor of the one that started them, and then they work one after the other.
+#[derive(Clone, Copy)]
+struct Seats {
+    cpus: Cpus,
+    own: usize,
+    count: usize,
+}
+
+impl Seats {
+    fn of(count: usize) -> Seats {
+        let cpus = Cpus::of_thread().unwrap_or(Cpus::NONE);
+        let here = sched::cpu();
+        let own = cpus.iter().position(|cpu| Some(cpu) == here).unwrap_or(0);
+        Seats { cpus, own, count }
+    }
+
+    /// Binds the calling thread, the `number`-th behind the caller; where there are too few processors, to none.
+    fn take(&self, number: usize) {
+        let share = self.cpus.share((self.own + number) % self.count, self.count);
+        if share != Cpus::NONE {
+            // Only a matter of time.
+            let _ = share.bind_thread();
+        }
+    }
+}
 
 impl Tier {
     /// Takes a copy of a page; what the tier had for it is replaced.
@@ -54,12 +82,23 @@ impl Tier {
             return store(pages);
         }
         let part = pages.len().div_ceil(workers).next_multiple_of(LEAF_PAGES);
+        let (own, rest) = pages.split_at(part.min(pages.len()));
+        let seats = Seats::of(workers);
         std::thread::scope(|scope| {
-            let handles: Vec<_> = pages.chunks(part).map(|part| scope.spawn(move || store(part))).collect();
-            handles
-                .into_iter()
-                .flat_map(|handle| handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-                .collect()
+            let aside = |(number, part)| {
+                scope.spawn(move || {
+                    seats.take(number + 1);
+                    with_lent_worker(&self.idle_workers, || store(part))
+                })
+            };
+            let handles: Vec<_> = rest.chunks(part).enumerate().map(aside).collect();
+            // Who waits on our processor for its turn finds its own now.
+            std::thread::yield_now();
+            let mut stored = store(own);
+            for handle in handles {
+                stored.extend(handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+            }
+            stored
         })
     }
 
@@ -77,7 +116,9 @@ impl Tier {
         let (at, codec, bytes) =
             with_worker(|worker| self.new_content(fingerprint, data, effort, None, worker, Purse::Store))?;
         self.contents.shard(fingerprint, self.arena.words()).insert(at);
-        self.sample(data);
+        if effort == Effort::Dense {
+            self.sample(data);
+        }
         Ok((Shown::Content(at as u64).word(), Stored::New { codec, bytes }))
     }
 
@@ -153,7 +194,8 @@ impl Tier {
         worker.kept = kept;
         match written {
             Ok(at) => {
-                if matches!(codec, Codec::Raw | Codec::Lz4 | Codec::Zstd) {
+                // What patches may build on.
+                if matches!(codec, Codec::Raw | Codec::Zstd) {
                     self.contents.remember(&self.hasher, data, at);
                 }
                 Ok((at, codec, bytes))
