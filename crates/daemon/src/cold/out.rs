@@ -2,7 +2,8 @@
 //!
 //! Three steps for each batch: the agent copies its pages, the tier stores the copies, the agent takes away what still
 //! equals its copy. One after the other: with two batches on their way, the agent working on one while the other was
-//! stored, parking was a third slower on two processors, as storing uses them all.
+//! stored, parking was a third slower on two processors, when it stored by Zstandard and that used them all. By LZ4 it may
+//! pay.
 
 use super::client::{Client, lock};
 use super::link::{ColdLink, Gone};
