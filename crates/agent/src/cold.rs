@@ -282,7 +282,7 @@ impl Cold {
                 }
                 Ok(count)
             }
-            COPY => self.copy(connection, count),
+            COPY => self.copy(connection, count, request.a as usize),
             DROP => self.drop_pages(connection, count),
             RELEASE => {
                 for index in 0..count {
@@ -297,10 +297,11 @@ impl Cold {
     }
 
     /// Copies pages to the channel by pwrite(2): a page that is gone is an error here and not a fault in the program.
-    /// Page `n` of all runs together lies in place `n`; byte `n` of the answer says whether it was copied.
-    fn copy(&self, connection: &Connection, count: usize) -> Result<usize> {
+    /// Page `n` of all runs together lies in place `first + n`, and the byte of that place in the answer says whether it
+    /// was copied. Returns the place behind the last.
+    fn copy(&self, connection: &Connection, count: usize, first: usize) -> Result<usize> {
         let out = connection.channel.addr() + CHANNEL_OUT as u64;
-        let mut place = 0usize;
+        let mut place = first.min(FETCH_PAGES_MAX);
         for index in 0..count {
             let run: RegionEntry = input(connection.channel.addr(), index);
             let range = Range { start: run.start, end: run.end };

@@ -46,8 +46,12 @@ impl ColdLink {
     }
 
     fn ask(&mut self, op: Op, count: usize) -> Result<Result<usize, Errno>, Gone> {
+        self.ask_with(op, count, 0)
+    }
+
+    fn ask_with(&mut self, op: Op, count: usize, a: u64) -> Result<Result<usize, Errno>, Gone> {
         self.sequence += 1;
-        let request = Packet { sequence: self.sequence, count: count as u64, ..Packet::new(op) };
+        let request = Packet { sequence: self.sequence, count: count as u64, a, ..Packet::new(op) };
         sock::send(&self.socket, request.bytes(), &[]).map_err(|_| Gone)?;
         let mut buffer = [0; size_of::<Packet>()];
         let (got, _) = sock::receive(&self.socket, &mut buffer, 0).map_err(|_| Gone)?;
@@ -103,24 +107,32 @@ impl ColdLink {
         Ok(())
     }
 
-    /// Copies the pages of `runs` (at most [`FETCH_PAGES_MAX`]) into `out`, and says which of them it has.
-    pub(super) fn copy(&mut self, runs: &[Range], out: &mut [Page], have: &mut [bool]) -> Result<(), Gone> {
+    /// Copies the pages of `runs` into `out`, at most as many as go there, by way of the channel from place `first` on, and
+    /// says which of them it has.
+    pub(super) fn copy(
+        &mut self,
+        runs: &[Range],
+        first: usize,
+        out: &mut [Page],
+        have: &mut [bool],
+    ) -> Result<(), Gone> {
         have.fill(false);
         runs.iter().enumerate().for_each(|(index, range)| {
             self.put(index, RegionEntry { start: range.start, end: range.end, inode: 0, slot: 0 });
         });
-        let pages = runs.iter().map(Range::pages).sum::<u64>().min(FETCH_PAGES_MAX as u64) as usize;
-        if !crate::link::populate(&self.channel, 0..pages) {
+        let room = out.len().min(FETCH_PAGES_MAX - first);
+        let pages = (runs.iter().map(Range::pages).sum::<u64>()).min(room as u64) as usize;
+        if !crate::link::populate(&self.channel, first..first + pages) {
             return Ok(());
         }
-        let Ok(count) = self.ask(Op::ColdCopy, runs.len())? else { return Ok(()) };
-        for place in 0..count.min(out.len()).min(FETCH_PAGES_MAX) {
+        let Ok(end) = self.ask_with(Op::ColdCopy, runs.len(), first as u64)? else { return Ok(()) };
+        for (place, (page, have)) in (first..end.min(first + pages)).zip(out.iter_mut().zip(have)) {
             // SAFETY: byte `place` of the answer's list and page `place` lie in the channel. The other side may write
             // meanwhile; then we have a torn copy, which will not equal the page when it is frozen.
             unsafe {
-                have[place] = core::ptr::read_volatile(self.channel.as_ptr().add(CHANNEL_OUT + place)) == 1;
+                *have = core::ptr::read_volatile(self.channel.as_ptr().add(CHANNEL_OUT + place)) == 1;
                 let from = self.channel.as_ptr().add(CHANNEL_PAGES + place * PAGE_SIZE);
-                core::ptr::copy_nonoverlapping(from, out[place].as_mut_ptr(), PAGE_SIZE);
+                core::ptr::copy_nonoverlapping(from, page.as_mut_ptr(), PAGE_SIZE);
             }
         }
         Ok(())

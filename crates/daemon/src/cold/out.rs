@@ -1,9 +1,8 @@
 //! Pages go out: copied, stored, taken away.
 //!
 //! Three steps for each batch: the agent copies its pages, the tier stores the copies, the agent takes away what still
-//! equals its copy. One after the other: with two batches on their way, the agent working on one while the other was
-//! stored, parking was a third slower on two processors, when it stored by Zstandard and that used them all. By LZ4 it may
-//! pay.
+//! equals its copy. While one batch is stored the agent takes away the one before and copies the one behind: two batches
+//! are on their way, each with a half of the channel.
 
 use super::client::{Client, lock};
 use super::link::{ColdLink, Gone};
@@ -20,15 +19,29 @@ const BARREN_MAX: u32 = 4;
 /// A run to put out, and the managed range around it.
 pub(super) type Run = (Range, Range);
 
+/// Most pages of a batch.
+const BATCH_PAGES: usize = FETCH_PAGES_MAX / 2;
+
 /// Copies of the pages of a batch.
-pub(super) struct Buffers {
+struct Half {
+    /// Where in the channel they begin.
+    first: usize,
     pages: Vec<Page>,
     have: Vec<bool>,
 }
 
+impl Half {
+    fn at(first: usize) -> Half {
+        Half { first, pages: vec![[0; PAGE_SIZE]; BATCH_PAGES], have: vec![false; BATCH_PAGES] }
+    }
+}
+
+/// Copies of the pages of two batches.
+pub(super) struct Buffers([Half; 2]);
+
 impl Buffers {
     pub(super) fn new() -> Buffers {
-        Buffers { pages: vec![[0; PAGE_SIZE]; FETCH_PAGES_MAX], have: vec![false; FETCH_PAGES_MAX] }
+        Buffers([Half::at(0), Half::at(BATCH_PAGES)])
     }
 }
 
@@ -54,6 +67,10 @@ impl<'a> Batches<'a> {
     fn of(runs: &'a [Run]) -> Batches<'a> {
         Batches { runs, start: runs.first().map_or(0, |(range, _)| range.start) }
     }
+
+    fn is_empty(&self) -> bool {
+        self.runs.is_empty()
+    }
 }
 
 impl Iterator for Batches<'_> {
@@ -61,7 +78,7 @@ impl Iterator for Batches<'_> {
 
     fn next(&mut self) -> Option<Vec<Run>> {
         let mut batch = Vec::new();
-        let mut room = FETCH_PAGES_MAX as u64;
+        let mut room = BATCH_PAGES as u64;
         while room > 0
             && let Some((range, around)) = self.runs.first()
         {
@@ -113,41 +130,69 @@ pub(super) fn put_all(
 impl Mover<'_> {
     fn put_out(&mut self, runs: &[Run], buffers: &mut Buffers) -> Result<Taken, Gone> {
         let mut taken = Taken::default();
-        let mut barren = 0;
-        for batch in Batches::of(runs) {
+        // The first turn takes nothing away.
+        let mut barren = None;
+        let mut batches = Batches::of(runs);
+        let [mut now, mut other] = buffers.0.each_mut();
+        let mut copied = self.copy_next(&mut batches, now)?;
+        let mut before: Vec<Copied> = Vec::new();
+        while let Some(mut batch) = copied {
             let gone = taken.gone;
-            let mut copied = self.copy(&batch, buffers)?;
+            let (tier, region) = (self.tier, self.client.region);
+            let effort = if tier.is_crowded() { self.crowded } else { Effort::Fast };
             let pages: Vec<(u64, &Page)> =
-                copied.iter().map(|one| (one.page, &buffers.pages[one.place as usize])).collect();
-            let effort = if self.tier.is_crowded() { self.crowded } else { Effort::Fast };
-            let stored = self.tier.store_many(self.client.region, &pages, effort);
+                batch.iter().map(|one| (one.page, &now.pages[one.place as usize - now.first])).collect();
+            let store = || tier.store_many(region, &pages, effort);
+            let (stored, next) = if before.is_empty() && batches.is_empty() {
+                (store(), Ok(None))
+            } else {
+                std::thread::scope(|scope| {
+                    let storing = scope.spawn(store);
+                    // In this order: the one behind is copied to where the one before was.
+                    let away = self.take_away(&before, &mut taken);
+                    let next = away.and_then(|()| self.copy_next(&mut batches, other));
+                    (storing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), next)
+                })
+            };
             // A refused page stays where it is.
             let mut kept = stored.iter().map(Result::is_ok);
-            copied.retain(|_| kept.next().unwrap_or(false));
-            self.take_away(&copied, &mut taken)?;
-            barren = if taken.gone > gone { 0 } else { barren + 1 };
-            let full = barren >= BARREN_MAX && self.tier.stats().bytes_held >= self.tier.stats().bytes_max;
+            batch.retain(|_| kept.next().unwrap_or(false));
+            barren = Some(barren.filter(|_| taken.gone == gone).map_or(0, |barren: u32| barren + 1));
+            before = batch;
+            copied = next?;
+            std::mem::swap(&mut now, &mut other);
+            let full = barren >= Some(BARREN_MAX) && tier.stats().bytes_held >= tier.stats().bytes_max;
             if full || self.client.gone.load(Ordering::Relaxed) {
                 break;
             }
         }
+        self.take_away(&before, &mut taken)?;
         Ok(taken)
     }
 
-    fn copy(&mut self, runs: &[Run], buffers: &mut Buffers) -> Result<Vec<Copied>, Gone> {
+    /// Copies the next batch of which anything can be copied.
+    fn copy_next(&mut self, batches: &mut Batches<'_>, half: &mut Half) -> Result<Option<Vec<Copied>>, Gone> {
+        for batch in batches {
+            let copied = self.copy(&batch, half)?;
+            if !copied.is_empty() {
+                return Ok(Some(copied));
+            }
+        }
+        Ok(None)
+    }
+
+    fn copy(&mut self, runs: &[Run], half: &mut Half) -> Result<Vec<Copied>, Gone> {
         let wanted = self.resident(runs);
         if wanted.is_empty() {
             return Ok(Vec::new());
         }
         let ranges: Vec<Range> = wanted.iter().map(|(range, _)| *range).collect();
-        self.link.copy(&ranges, &mut buffers.pages, &mut buffers.have)?;
+        self.link.copy(&ranges, half.first, &mut half.pages, &mut half.have)?;
         let addrs = wanted
             .iter()
             .flat_map(|(range, around)| (range.start..range.end).step_by(PAGE_SIZE).map(move |addr| (addr, *around)));
-        let copied = addrs.zip(&buffers.have).enumerate().filter(|(_, (_, have))| **have);
-        Ok(copied
-            .map(|(place, ((addr, around), _))| Copied { page: addr / PAGE, place: place as u32, around })
-            .collect())
+        let copied = addrs.zip(&half.have).zip(half.first as u32..).filter(|((_, have), _)| **have);
+        Ok(copied.map(|(((addr, around), _), place)| Copied { page: addr / PAGE, place, around }).collect())
     }
 
     /// The parts of `runs` that are nobody's business at this moment: not out, no entry being discarded.
@@ -242,8 +287,8 @@ mod tests {
         let batches: Vec<Vec<Run>> = Batches::of(&runs).collect();
         assert_eq!(pages(&batches.concat()), pages(&runs));
         let (last, full) = batches.split_last().expect("some");
-        assert!(full.iter().all(|batch| pages(batch).len() == FETCH_PAGES_MAX));
-        assert!((1..=FETCH_PAGES_MAX).contains(&pages(last).len()));
+        assert!(full.iter().all(|batch| pages(batch).len() == BATCH_PAGES));
+        assert!((1..=BATCH_PAGES).contains(&pages(last).len()));
         assert_eq!(Batches::of(&[]).count(), 0);
     }
 }
