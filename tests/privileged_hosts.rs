@@ -48,7 +48,8 @@ fn the_emulator_for_libvirt_merges_guests_and_never_keeps_one_from_starting() {
     if !can_merge() || installed("qemu-system-x86_64").is_none() {
         return;
     }
-    let daemon = Daemon::start(&[]);
+    // Nobody shall take its place when it is killed in the end.
+    let daemon = Daemon::start(&["--no-keeper"]);
     let wrapper = source("dist/libvirt/pagefold-qemu");
     let path = path_with_the_tool(daemon.dir.path());
     let qemu = |socket: &Path, args: &[&str], env: &[(&str, &str)]| {
