@@ -728,15 +728,21 @@ static void install(int by_syscall, struct sock_filter *code, size_t count) {
     else CHECK(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0, "PR_SET_SECCOMP");
 }
 
+// Appends `answer` for each of `count` calls to a filter that has loaded the number; returns where it goes on.
+static size_t answer_each(struct sock_filter *code, size_t at, const int *calls, size_t count, unsigned answer) {
+    for (size_t i = 0; i < count; i++) {
+        code[at++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, calls[i], 0, 1);
+        code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, answer);
+    }
+    return at;
+}
+
 // Allows `count` calls and kills for all others.
 static void allow_only(int by_syscall, const int *allowed, size_t count) {
     struct sock_filter code[2 * count + 2];
     size_t at = 0;
     code[at++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr));
-    for (size_t i = 0; i < count; i++) {
-        code[at++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, allowed[i], 0, 1);
-        code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
-    }
+    at = answer_each(code, at, allowed, count, SECCOMP_RET_ALLOW);
     code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS);
     install(by_syscall, code, at);
 }
@@ -793,12 +799,8 @@ static void install_sandbox(void) {
     struct sock_filter code[64];
     size_t at = 0;
     code[at++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr));
-    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
-        code[at++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, refused[i], 0, 1);
-        code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS);
-    }
-    code[at++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_clone3, 0, 1);
-    code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOSYS);
+    at = answer_each(code, at, refused, sizeof refused / sizeof *refused, SECCOMP_RET_KILL_PROCESS);
+    at = answer_each(code, at, (int[]){SYS_clone3}, 1, SECCOMP_RET_ERRNO | ENOSYS);
     code[at++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_clone, 0, 4);
     code[at++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args));
     code[at++] = (struct sock_filter)BPF_STMT(BPF_ALU | BPF_AND | BPF_K, threads);

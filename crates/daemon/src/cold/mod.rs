@@ -608,6 +608,8 @@ impl Cold {
         for (group, client) in &clients {
             pages += pump::park(group, client, &mut buffers).unwrap_or(0);
         }
+        // When all are out: before that the processors are wanted for parking.
+        clients.iter().for_each(|(group, _)| group.densify());
         (!clients.is_empty()).then_some((clients.len() as u64, pages))
     }
 

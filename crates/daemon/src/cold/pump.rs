@@ -381,10 +381,7 @@ pub(super) fn park(group: &Group, client: &Arc<Client>, buffers: &mut Buffers) -
         Ok(gone)
     };
     match all() {
-        Ok(gone) => {
-            group.densify();
-            Some(gone)
-        }
+        Ok(gone) => Some(gone),
         Err(Gone) => {
             shut(link);
             *held = None;
