@@ -54,6 +54,15 @@ impl Cpus {
         share
     }
 
+    /// The set without `cpu`.
+    #[must_use]
+    pub fn without(mut self, cpu: u64) -> Cpus {
+        if let Some(word) = self.0.get_mut((cpu / 64) as usize) {
+            *word &= !(1 << (cpu % 64));
+        }
+        self
+    }
+
     /// Where the calling thread may run.
     ///
     /// # Errors
@@ -70,9 +79,23 @@ impl Cpus {
     /// # Errors
     /// As sched_setaffinity(2).
     pub fn bind_thread(&self) -> Result<()> {
-        // SAFETY: the kernel reads the given length.
-        unsafe { syscall!(libc::SYS_sched_setaffinity, 0, size_of::<Cpus>(), self.0.as_ptr()) }.map(drop)
+        self.bind(0)
     }
+
+    /// Has a thread, by the number that [`thread`] tells, run in this set only.
+    ///
+    /// # Errors
+    /// As sched_setaffinity(2).
+    pub fn bind(&self, thread: i32) -> Result<()> {
+        // SAFETY: the kernel reads the given length.
+        unsafe { syscall!(libc::SYS_sched_setaffinity, thread, size_of::<Cpus>(), self.0.as_ptr()) }.map(drop)
+    }
+}
+
+/// The kernel's number of the calling thread.
+pub fn thread() -> i32 {
+    // SAFETY: takes nothing, and always succeeds.
+    unsafe { syscall!(libc::SYS_gettid) }.unwrap_or(0) as i32
 }
 
 /// The processor that the calling thread runs on now.
@@ -82,6 +105,18 @@ pub fn cpu() -> Option<u64> {
     // SAFETY: the kernel writes the number; it asks for nothing else.
     unsafe { syscall!(libc::SYS_getcpu, core::ptr::from_mut(&mut cpu), null, null) }.ok()?;
     Some(u64::from(cpu))
+}
+
+/// Has the calling thread run elsewhere than on `cpu`, if there is an elsewhere: for who works beside the one that runs
+/// there, and whom the kernel might have wait for it.
+pub fn keep_off(cpu: Option<u64>) {
+    if let (Some(cpu), Ok(cpus)) = (cpu, Cpus::of_thread())
+        && let elsewhere = cpus.without(cpu)
+        && elsewhere != Cpus::NONE
+    {
+        // Only a matter of time.
+        let _ = elsewhere.bind_thread();
+    }
 }
 
 /// Nanoseconds of the monotonic clock.
@@ -115,6 +150,19 @@ mod tests {
     use super::*;
 
     #[test]
+    fn who_keeps_off_a_processor_runs_on_another() {
+        let (allowed, here, now) = std::thread::spawn(|| {
+            let (allowed, here) = (Cpus::of_thread().expect("a set"), cpu().expect("a processor"));
+            keep_off(Some(here));
+            (allowed, here, Cpus::of_thread().expect("a set"))
+        })
+        .join()
+        .expect("no panic");
+        let elsewhere = allowed.without(here);
+        assert_eq!(now, if elsewhere == Cpus::NONE { allowed } else { elsewhere });
+    }
+
+    #[test]
     fn shares_are_disjoint_and_all_there_is() {
         let mut cpus = Cpus::NONE;
         cpus.0[0] = 0b1011_0100;
@@ -129,5 +177,6 @@ mod tests {
         }
         assert_eq!(cpus.share(1, 4).iter().collect::<Vec<_>>(), [4, 191]);
         assert_eq!(cpus.share(6, 7), Cpus::NONE);
+        assert_eq!(cpus.without(128).without(3).without(1 << 40).iter().collect::<Vec<_>>(), [2, 4, 5, 7, 191]);
     }
 }

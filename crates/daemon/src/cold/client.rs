@@ -15,8 +15,10 @@
 //! So no entry is discarded that a page will be asked for.
 
 use super::Group;
+use super::hand::Hand;
 use super::link::ColdLink;
 use super::room::Room;
+use crate::server::lock;
 use pagefold_agent::cold_table::{self, FROZEN, OUT, PACT_DAEMON, RESIDENT, Table, VOID};
 use pagefold_os::fd::{self, Fd};
 use pagefold_os::mem::Mapping;
@@ -25,9 +27,8 @@ use pagefold_os::{Errno, PAGE_SIZE, Page, Range, pagemap, sched};
 use pagefold_tier::policy::Window;
 use pagefold_tier::{LoadError, Tier};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::SyncSender;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -42,14 +43,12 @@ const EVENTS: usize = uffd::EVENTS_MAX;
 /// A thread that found work looks for more for so long before it sleeps, in nanoseconds: a sleeping processor takes
 /// longer to wake than a page takes to come back.
 const SPIN_NS: u64 = 30_000;
+/// Looks of who waits for a client's `service` before it sleeps: some hundred microseconds.
+const SERVICE_TRIES: u32 = 10_000;
 /// Lost pages of a client that get a line each; the counter has all. A client can claim as many as it likes.
 const LOSSES_TOLD: u64 = 16;
 /// Buckets of the histogram of faults.
 pub const FAULT_BUCKETS: usize = 16;
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// What is being served of a client.
 pub(super) struct Service {
@@ -98,6 +97,8 @@ pub(super) struct Client {
     pub pagemap: Fd,
     pub tolerance_ppm: AtomicU64,
     pub service: Mutex<Service>,
+    /// How many wait for `service` beside the client's own thread.
+    waiting: AtomicU32,
     /// The agent, if it is connected; held by whoever talks to it, and while pages go out or are brought back at once.
     /// The client's own thread never takes it: agents wait for that thread.
     pub link: Mutex<Option<ColdLink>>,
@@ -114,13 +115,25 @@ pub(super) struct Client {
     /// Counts requests that pages be taken away, before each: what was loaded earlier may be old.
     pub leaving: AtomicU64,
     /// The group's second hand.
-    ahead: SyncSender<Ahead>,
+    hand: Arc<Hand>,
 }
 
-/// Pages of a client that the group's second hand shall bring back.
-pub(super) struct Ahead {
+/// Who a client is.
+#[derive(Clone, Copy)]
+pub(super) struct Identity {
+    /// Its number in the tier.
     pub region: u32,
-    pub pages: std::ops::Range<u64>,
+    /// Tells it from others that had the number.
+    pub token: u64,
+    pub pid: i32,
+    pub uid: u32,
+}
+
+/// What a client handed over.
+pub(super) struct Handed {
+    pub uffd: Uffd,
+    pub table: Fd,
+    pub pagemap: Fd,
 }
 
 /// What became of a fault.
@@ -131,17 +144,13 @@ enum Served {
 }
 
 impl Client {
-    #[allow(clippy::too_many_arguments)]
-    pub(super) fn new(
-        region: u32,
-        token: u64,
-        pid: i32,
-        uid: u32,
-        uffd: Uffd,
-        table_fd: Fd,
-        pagemap: Fd,
-        ahead: SyncSender<Ahead>,
-    ) -> Result<Client, Errno> {
+    /// Takes what a client handed over.
+    ///
+    /// # Errors
+    /// `EPROTO` if its table is none.
+    pub(super) fn new(who: Identity, handed: Handed, hand: Arc<Hand>) -> Result<Client, Errno> {
+        let Identity { region, token, pid, uid } = who;
+        let Handed { uffd, table: table_fd, pagemap } = handed;
         let (len, _) = pagefold_os::memfd::len_and_inode(table_fd.raw())?;
         let seals = pagefold_os::memfd::seals(&table_fd)?;
         if len < cold_table::LEN as u64 || seals & pagefold_os::memfd::SEAL_SHRINK == 0 {
@@ -174,6 +183,7 @@ impl Client {
                 cluster: vec![[0; PAGE_SIZE]; CLUSTER_PAGES].into_boxed_slice(),
                 zero: Box::new([0; PAGE_SIZE]),
             }),
+            waiting: AtomicU32::new(0),
             link: Mutex::new(None),
             socket: Mutex::new(None),
             counters: Counters::default(),
@@ -183,7 +193,7 @@ impl Client {
             policy: Mutex::default(),
             room: Room::of(pid),
             leaving: AtomicU64::new(0),
-            ahead,
+            hand,
         })
     }
 
@@ -277,8 +287,25 @@ impl Client {
         }
     }
 
+    /// Takes `service`, as somebody beside the client's own thread, which lets it go for moments only and is asked to wait.
+    pub(super) fn take_service(&self) -> MutexGuard<'_, Service> {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        let soon = (0..SERVICE_TRIES).find_map(|_| {
+            std::hint::spin_loop();
+            self.service.try_lock().ok()
+        });
+        let service = soon.unwrap_or_else(|| lock(&self.service));
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
+        service
+    }
+
     /// Reads and serves what waits; returns how many faults and events that were.
     pub(super) fn serve(&self, tier: &Tier) -> usize {
+        // A mutex is not fair: who comes again and again gets it again and again.
+        let patience = sched::quick_monotonic_ns() + SPIN_NS;
+        while self.waiting.load(Ordering::Relaxed) > 0 && sched::quick_monotonic_ns() < patience {
+            std::hint::spin_loop();
+        }
         let mut service = lock(&self.service);
         let mut served = 0;
         if !self.take_pact(200) {
@@ -545,7 +572,7 @@ impl Client {
         if want >= SHARED_FROM {
             let middle = first + want / 2;
             let other = if page < middle { middle..end } else { first..middle };
-            if self.ahead.try_send(Ahead { region: self.region, pages: other }).is_ok() {
+            if self.hand.give(self.region, other) {
                 (at, end) = if page < middle { (first, middle) } else { (middle, end) };
             }
         }
@@ -575,7 +602,7 @@ impl Client {
             self.table.state(page * PAGE) == OUT && tier.load_quietly(self.region, page, place)
         };
         let loaded: Vec<bool> = pages.clone().zip(&mut *buffer).map(load).collect();
-        let _service = lock(&self.service);
+        let _service = self.take_service();
         // A page that came and went again meanwhile has another content.
         if self.leaving.load(Ordering::SeqCst) == leaving && self.take_pact(200) {
             self.copy_loaded(tier, pages, &loaded, buffer);

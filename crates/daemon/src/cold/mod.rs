@@ -7,14 +7,17 @@
 //! section 6.
 
 mod client;
+mod hand;
 mod link;
 mod out;
 mod pump;
 mod room;
+mod threads;
 
 use crate::server::{DomainKey, lock};
 pub use client::FAULT_BUCKETS;
-use client::{Ahead, Client};
+use client::{Client, Handed, Identity};
+use hand::Hand;
 use link::ColdLink;
 use pagefold_agent::wire::{Op, Packet};
 use pagefold_os::awake::Awake;
@@ -29,7 +32,6 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::mpsc::{self, SyncSender};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -82,9 +84,6 @@ impl Default for Config {
     }
 }
 
-/// Pause of the pump where memory may soon be short, and the longest: how late it sees that memory got short. Hints and
-/// starving clients ring.
-const TURNS: [Duration; 2] = [Duration::from_millis(100), Duration::from_secs(1)];
 /// The keeper's names of what a tier and a client left with it.
 const ARENA: &str = "arena";
 const CLIENT: &str = "client";
@@ -104,8 +103,7 @@ pub(crate) struct Group {
     config: Config,
     keeper: Arc<Mutex<Option<Keeper>>>,
     awake: Arc<Awake>,
-    /// To the second hand: halves of windows.
-    ahead: SyncSender<Ahead>,
+    hand: Arc<Hand>,
     /// Changes when the pump has something to do that no hint tells it.
     bell: AtomicU32,
     /// The cleaner's: changes when something was parked.
@@ -260,10 +258,9 @@ impl Cold {
         *lock(&self.keeper) = Some(keeper);
         for group in groups {
             for client in lock(&group.clients).values() {
-                start_thread(&group, client);
+                threads::start_client(&group, client);
             }
-            start_pump(&group);
-            start_cleaner(&group);
+            threads::start_movers(&group);
         }
     }
 
@@ -333,12 +330,13 @@ impl Cold {
                 continue;
             }
             let (pagemap, table, uffd) = (fds.remove(2), fds.remove(1), Uffd::from_fd(fds.remove(0)));
+            let who = Identity { region, token, pid, uid };
             group.next_region.fetch_max(region + 1, Ordering::Relaxed);
             if !uffd.is_one() || !uffd.is_alive() {
                 forget(keeper, name);
                 continue;
             }
-            if let Ok(client) = Client::new(region, token, pid, uid, uffd, table, pagemap, group.ahead.clone()) {
+            if let Ok(client) = Client::new(who, Handed { uffd, table, pagemap }, group.hand.clone()) {
                 found.push(Arc::new(client));
             }
         }
@@ -407,8 +405,7 @@ impl Cold {
     }
 
     fn group_of(&self, key: DomainKey, tier: Tier, id: u64) -> Arc<Group> {
-        // Without a place: a job is taken by a hand that waits for one, or not at all.
-        let (ahead, jobs) = mpsc::sync_channel(0);
+        let (hand, jobs) = Hand::new();
         let group = Arc::new(Group {
             key,
             tier,
@@ -418,11 +415,11 @@ impl Cold {
             config: self.config.clone(),
             keeper: self.keeper.clone(),
             awake: self.awake.clone(),
-            ahead,
+            hand: Arc::new(hand),
             bell: AtomicU32::new(0),
             parked: AtomicU32::new(0),
         });
-        start_second_hand(&group, jobs);
+        threads::start_hand(&group, jobs);
         group
     }
 
@@ -448,8 +445,7 @@ impl Cold {
         }
         groups.insert(key.clone(), group.clone());
         drop(groups);
-        start_pump(&group);
-        start_cleaner(&group);
+        threads::start_movers(&group);
         Ok(group)
     }
 
@@ -489,25 +485,26 @@ impl Cold {
         let (Some(uffd), Some(table)) = (fds.take(0), fds.take(1)) else {
             return Err("not a greeting of this version".into());
         };
-        let result = self.attach(&group, &cred, Uffd::from_fd(uffd), table, pagemap, link, ready.a == 1, hello.b);
+        let handed = Handed { uffd: Uffd::from_fd(uffd), table, pagemap };
+        let who = Identity { region: 0, token: 0, pid: cred.pid, uid: cred.uid };
+        let result = self.attach(&group, who, handed, link, ready.a == 1, hello.b);
         result.map_err(|errno| {
             let _ = sock::send(&socket, Packet { status: errno.0, ..Packet::new(Op::ColdGo) }.bytes(), &[]);
             format!("the cold tier cannot serve it: {errno}")
         })
     }
 
-    #[allow(clippy::too_many_arguments)]
+    /// Makes a client of what was handed over, or finds the one that it is; `bare` is a descriptor that nobody has enabled.
     fn attach(
         &self,
         group: &Arc<Group>,
-        cred: &libc::ucred,
-        uffd: Uffd,
-        table: Fd,
-        pagemap: Fd,
+        who: Identity,
+        handed: Handed,
         link: ColdLink,
         bare: bool,
         tolerance_ppm: u64,
     ) -> Result<(), Errno> {
+        let uffd = &handed.uffd;
         // Else its thread would look for events where none can be, and never hear that the client has ended.
         if !uffd.is_one() {
             return Err(Errno(libc::EPROTO));
@@ -525,7 +522,7 @@ impl Cold {
                 uffd.enable(features)?;
             }
         }
-        let mut new = Client::new(0, 0, cred.pid, cred.uid, uffd, table, pagemap, group.ahead.clone())?;
+        let mut new = Client::new(who, handed, group.hand.clone())?;
         let head = new.table.head();
         let (region, token, arena) = (
             head.region.load(Ordering::Acquire),
@@ -536,7 +533,7 @@ impl Cold {
         let known = known.filter(|client| {
             arena == group.id
                 && client.token == token
-                && client.uid == cred.uid
+                && client.uid == who.uid
                 && same_file(&client.table_fd, &new.table_fd)
         });
         let client = match known {
@@ -560,7 +557,7 @@ impl Cold {
                     group.deposit(keeper, &client);
                 }
                 lock(&group.clients).insert(region, client.clone());
-                start_thread(group, &client);
+                threads::start_client(group, &client);
                 client
             }
         };
@@ -717,88 +714,6 @@ fn head_epoch(client: &Client) -> u32 {
 fn same_file(a: &Fd, b: &Fd) -> bool {
     let inode = |fd: &Fd| pagefold_os::memfd::len_and_inode(fd.raw()).ok().map(|(_, inode)| inode);
     inode(a).is_some() && inode(a) == inode(b)
-}
-
-fn start_thread(group: &Arc<Group>, client: &Arc<Client>) {
-    let (group, client) = (group.clone(), client.clone());
-    // Zstandard's decoder lives on the heap; what is on the stack is small.
-    let spawned = thread::Builder::new().name(format!("cold-{}", client.pid)).stack_size(256 << 10);
-    if let Err(error) = spawned.spawn(move || client.run(&group)) {
-        eprintln!("pagefold: no thread for a cold client: {error}");
-    }
-}
-
-/// Brings back halves of windows beside the clients' own threads, until the group is gone.
-fn start_second_hand(group: &Arc<Group>, jobs: mpsc::Receiver<Ahead>) {
-    let group = Arc::downgrade(group);
-    let hand = move || {
-        let mut buffer = vec![[0; pagefold_os::PAGE_SIZE]; client::CLUSTER_PAGES];
-        while let Ok(Ahead { region, pages }) = jobs.recv() {
-            let Some(group) = group.upgrade() else { return };
-            let client = lock(&group.clients).get(&region).cloned();
-            if let Some(client) = client {
-                client.bring_ahead(&group.tier, pages, &mut buffer);
-            }
-        }
-    };
-    if let Err(error) = thread::Builder::new().name("cold-ahead".into()).stack_size(256 << 10).spawn(hand) {
-        eprintln!("pagefold: no second thread for the cold tier: {error}");
-    }
-}
-
-fn start_pump(group: &Arc<Group>) {
-    let group = group.clone();
-    let pump = move || {
-        let mut buffers = out::Buffers::new();
-        loop {
-            let rung = group.bell.load(Ordering::Acquire);
-            let clients: Vec<Arc<Client>> = lock(&group.clients).values().cloned().collect();
-            let hinted: Vec<u32> =
-                clients.iter().map(|client| client.table.head().hinted.load(Ordering::Acquire)).collect();
-            let (mut more, mut tight) = (false, false);
-            for client in &clients {
-                let step = pump::step(&group, client, &mut buffers);
-                more |= step.more;
-                tight |= step.tight;
-            }
-            if !more {
-                let turn = (group.config.tick / 5).clamp(TURNS[0], TURNS[1]);
-                let turn = if tight || clients.len() >= wait::WORDS_MAX { TURNS[0] } else { turn };
-                let heads = clients.iter().map(|client| &client.table.head().hinted).zip(hinted);
-                wait::any(std::iter::once((&group.bell, rung)).chain(heads), turn.as_millis() as u64);
-            }
-        }
-    };
-    if let Err(error) = thread::Builder::new().name("cold-pump".into()).spawn(pump) {
-        eprintln!("pagefold: no thread for the cold tier: {error}");
-    }
-}
-
-/// Makes dense what stays out, and compacts: beside the pump, which must not wait for it.
-fn start_cleaner(group: &Arc<Group>) {
-    let group = group.clone();
-    let cleaner = move || {
-        let mut ticked = Instant::now();
-        let mut seen = 0;
-        loop {
-            let parked = group.parked.load(Ordering::Acquire);
-            if parked != seen {
-                seen = parked;
-                group.tier.recompress_all();
-            }
-            if ticked.elapsed() >= group.config.tick {
-                ticked = Instant::now();
-                if !lock(&group.clients).is_empty() {
-                    group.tier.tick();
-                }
-            }
-            let rest = group.config.tick.saturating_sub(ticked.elapsed());
-            wait::any([(&group.parked, parked)], rest.as_millis() as u64 + 1);
-        }
-    };
-    if let Err(error) = thread::Builder::new().name("cold-clean".into()).spawn(cleaner) {
-        eprintln!("pagefold: no cleaner for the cold tier: {error}");
-    }
 }
 
 impl Group {

@@ -4,8 +4,9 @@
 //! equals its copy. While one batch is stored the agent takes away the one before and copies the one behind: two batches
 //! are on their way, each with a half of the channel.
 
-use super::client::{Client, lock};
+use super::client::Client;
 use super::link::{ColdLink, Gone};
+use crate::server::lock;
 use pagefold_agent::cold_table::{OUT, RESIDENT};
 use pagefold_agent::wire::{DropEntry, FETCH_PAGES_MAX, LIST_MAX};
 use pagefold_os::{PAGE_SIZE, Page, Range};

@@ -11,10 +11,11 @@
 //! memory is free meanwhile. What stays silent is made denser by `Tier::tick`.
 
 use super::Group;
-use super::client::{CLUSTER_PAGES, Client, lock};
+use super::client::{CLUSTER_PAGES, Client};
 use super::link::{ColdLink, Gone};
 use super::out::{Buffers, Run, put_all};
 use super::room::{SHORT, TIGHT};
+use crate::server::lock;
 use pagefold_agent::cold_table::{CHUNK_BYTES, CHUNK_PAGES, OUT};
 use pagefold_os::{PAGE_SIZE, Range, pagemap, sched};
 use pagefold_tier::policy::{Governor, Limits, Pace, Seen};
@@ -417,8 +418,12 @@ pub(super) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
     }
     // Two hands: decompression is what takes the time.
     let (left, right) = rest.split_at(rest.len() / 2);
+    let here = sched::cpu();
     std::thread::scope(|scope| {
-        scope.spawn(|| bring_back(group, client, right));
+        scope.spawn(|| {
+            sched::keep_off(here);
+            bring_back(group, client, right);
+        });
         bring_back(group, client, left);
     });
     let came = client.counters.pages_back.load(Ordering::Relaxed) - before;
@@ -458,7 +463,7 @@ fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
             .collect();
         let mut again = false;
         {
-            let service = lock(&client.service);
+            let service = client.take_service();
             if !client.take_pact(2000) {
                 refused += 1;
                 if refused > 1000 {
