@@ -1,12 +1,12 @@
 //! Processes that hold known data: what is merged, and who proves that it is still theirs.
 
-use super::Failure;
+use super::{Failure, quantile};
 use pagefold_agent::client::{Client, Region};
 use pagefold_os::{PAGE_SIZE, procfs};
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Pages in one synthetic file: 20 MB.
 const FILE_PAGES: u64 = 5120;
@@ -123,8 +123,30 @@ impl Crew {
 
     /// Has all processes do `order` and waits until each has said `wanted`.
     pub fn tell(&mut self, order: &str, wanted: &str) -> Result<(), Failure> {
-        self.0.iter_mut().try_for_each(|member| Ok::<_, Failure>(writeln!(member.input, "{order}")?))?;
+        self.order(order)?;
         self.0.iter_mut().try_for_each(|member| member.expect(wanted))
+    }
+
+    fn order(&mut self, order: &str) -> Result<(), Failure> {
+        self.0.iter_mut().try_for_each(|member| Ok(writeln!(member.input, "{order}")?))
+    }
+
+    /// Has the processes write to pages anywhere for `time`, `rate` writes a second in all; content stays as it is. Calls
+    /// `meanwhile` while they do, and returns how many writes there were and the longest of their 99 % times, in nanoseconds.
+    pub fn churn(
+        &mut self,
+        rate: u64,
+        time: Duration,
+        meanwhile: impl FnOnce(&Crew) -> Result<(), Failure>,
+    ) -> Result<(u64, u64), Failure> {
+        let each = rate as f64 / self.0.len() as f64;
+        self.order(&format!("churn {each} {}", time.as_millis()))?;
+        meanwhile(self)?;
+        self.0.iter_mut().try_fold((0, 0), |(writes, longest), member| {
+            let said = member.hear()?;
+            let (count, p99) = said.split_once(' ').ok_or("no count of writes")?;
+            Ok((writes + count.parse::<u64>()?, longest.max(p99.parse()?)))
+        })
     }
 
     /// Has the first process write to its first `pages` pages; returns how long each write took, in nanoseconds, ascending.
@@ -209,6 +231,27 @@ pub fn member(args: &[String]) -> Result<(), Failure> {
                 }
                 println!("{times}");
             }
+            ["churn", rate, millis] => {
+                let (rate, time) = (rate.parse::<f64>()?, Duration::from_millis(millis.parse()?));
+                let (mut times, mut random) = (Vec::new(), seed(number));
+                let began = Instant::now();
+                while began.elapsed() < time {
+                    while (times.len() as f64) < began.elapsed().min(time).as_secs_f64() * rate {
+                        let place = (next(&mut random) % pages) as usize;
+                        let byte = &raw mut bytes[place * PAGE_SIZE];
+                        let before = Instant::now();
+                        // SAFETY: inside the region; volatile, so that it is written although nothing changes.
+                        unsafe { byte.write_volatile(byte.read_volatile()) };
+                        times.push(before.elapsed().as_nanos() as u64);
+                        if began.elapsed() > time {
+                            break;
+                        }
+                    }
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                times.sort_unstable();
+                println!("{} {}", times.len(), quantile(&times, 0.99));
+            }
             ["check"] => {
                 let mut expected = vec![0; PAGE_SIZE];
                 let right = order.iter().enumerate().all(|(place, id)| {
@@ -234,28 +277,33 @@ fn bytes(held: &mut Held) -> &mut [u8] {
     }
 }
 
+fn seed(number: u64) -> u64 {
+    (number + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1
+}
+
+fn next(random: &mut u64) -> u64 {
+    *random ^= *random << 13;
+    *random ^= *random >> 7;
+    *random ^= *random << 17;
+    *random
+}
+
 /// Which page's content lies at each place.
 fn order(layout: Layout, pages: u64, number: u64) -> Vec<u64> {
     let unit = layout.unit();
     let mut units: Vec<u64> = (0..pages.div_ceil(unit)).collect();
-    let mut random = (number + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut random = seed(number);
     for index in (1..units.len()).rev() {
-        random ^= random << 13;
-        random ^= random >> 7;
-        random ^= random << 17;
-        units.swap(index, (random % (index as u64 + 1)) as usize);
+        units.swap(index, (next(&mut random) % (index as u64 + 1)) as usize);
     }
     units.iter().flat_map(|first| first * unit..(first * unit + unit).min(pages)).collect()
 }
 
 /// Writes the content of page `id`: random, after a prefix of zeros (0 to 256 bytes) if `zero`.
 fn fill(page: &mut [u8], id: u64, zero: bool) {
-    let mut state = (id + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut random = seed(id);
     for word in page.chunks_exact_mut(8) {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        word.copy_from_slice(&state.to_le_bytes());
+        word.copy_from_slice(&next(&mut random).to_le_bytes());
     }
     if zero {
         let prefix = (id.wrapping_mul(0xD134_2543_DE82_EF95) >> 40) as usize % 257;

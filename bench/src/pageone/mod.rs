@@ -10,6 +10,7 @@
 //! and agents together; ksmd's for KSM): wall time on a machine that others use
 //! as well would measure them. Wall time from the start of merging is shown beside.
 
+mod churn;
 mod crew;
 mod engine;
 mod guests;
@@ -37,7 +38,7 @@ const PERIOD: Duration = Duration::from_millis(500);
 const HELP: &str = "\
 usage: pagefold bench pageone [--quick|--full] [--only PART] [options]
 
-  --only PART      merge, breaks, delay, idle, growth or guests; without it all but guests (with --full: all)
+  --only PART      merge, breaks, delay, idle, churn, growth or guests; without it all but guests (with --full: all)
   --layout NAME    merge: files, zero, scattered or runs-N only
   --engine NAME    merge: engines only whose name begins so, as in the table
   --processes N    merge: so many processes, of
@@ -80,7 +81,7 @@ struct Options {
     json: bool,
 }
 
-const PARTS: [&str; 6] = ["merge", "breaks", "delay", "idle", "growth", "guests"];
+const PARTS: [&str; 7] = ["merge", "breaks", "delay", "idle", "churn", "growth", "guests"];
 
 impl Options {
     fn parse(args: &[String]) -> Result<Options, Failure> {
@@ -176,11 +177,12 @@ fn measure(args: &[String]) -> Result<(), Failure> {
     }
     let _mappings = MapCount::raise();
     let mut report = Report::default();
-    let parts: [(&str, Part); 6] = [
+    let parts: [(&str, Part); 7] = [
         ("merge", merge),
         ("breaks", moments::breaks),
         ("delay", moments::delay),
         ("idle", moments::idle),
+        ("churn", churn::churn),
         ("growth", growth),
         ("guests", guests::measure),
     ];
