@@ -48,8 +48,13 @@ pub fn runs(bench: &str) -> Vec<Run> {
             words("values", "--keys 1000000 --rounds 3 --tables values", &[]),
         ],
         "zswap" => vec![
-            words("index", "--part index --entries 100000,1000000 --rounds 3", &[]),
-            words("index-large", "--part index --entries 10000000 --rounds 1", &[]),
+            words("index", "--part index --entries 100000,1000000 --rounds 1", &[]),
+            // Trees with a node per key take minutes here.
+            words(
+                "index-large",
+                "--part index --entries 10000000 --rounds 1 --only",
+                &["flat-array,radix-64,tier-flat,tier-b-tree,b-tree,rb-tree-lock"],
+            ),
             words("growth", "--part growth", &[]),
             words("tier", "--part density,latency,live,half --guests 4 --rounds 3", &[]),
         ],
@@ -60,7 +65,8 @@ pub fn runs(bench: &str) -> Vec<Run> {
             words("breaks", "--only breaks --rounds 3", &[]),
             words("delay", "--only delay --rounds 3", &[]),
             words("idle", "--only idle --rounds 3", &[]),
-            words("growth", "--only growth --rounds 3", &[]),
+            words("churn", "--only churn --rounds 1", &[]),
+            words("growth", "--only growth --rounds 1", &[]),
             words("guests", "--only guests --full --rounds 1", &[]),
         ],
         "erofs" => vec![words("full", "--full", &[]), words("many", "--many", &[])],

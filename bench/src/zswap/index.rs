@@ -278,17 +278,22 @@ pub fn run_cell(cell: &str) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Measures all structures, each in a process of its own, rounds in turn.
+/// The structures that this build has.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    let known: Vec<&str> = maps::all().iter().map(|maker| maker.0).collect();
+    OWN.iter().chain(ORDERED.iter().filter(move |name| known.contains(name))).copied()
+}
+
+/// Measures the structures that `only` names, all if it names none, each in a process of its own, rounds in turn.
 ///
 /// `clock` is "wall", or "cpu" for machines on which others work too: the processor time of the slowest thread.
-pub fn measure(entries: usize, rounds: usize, clock: &str) -> Vec<Row> {
+pub fn measure(entries: usize, rounds: usize, clock: &str, only: &[String]) -> Vec<Row> {
     let Ok(program) = std::env::current_exe() else { return Vec::new() };
-    let known: Vec<&str> = maps::all().iter().map(|maker| maker.0).collect();
-    let names = OWN.iter().chain(ORDERED.iter().filter(|name| known.contains(name)));
+    let wanted = |name: &&str| only.is_empty() || only.iter().any(|only| only == name);
     let mut cells: Vec<(String, Vec<[f64; 5]>)> = Vec::new();
     for kind in ["dense", "sparse"] {
         for threads in [1, 2] {
-            for name in names.clone().filter(|name| kind == "dense" || !name.contains("flat")) {
+            for name in names().filter(wanted).filter(|name| kind == "dense" || !name.contains("flat")) {
                 cells.push((format!("{name},{entries},{threads},{kind},{clock}"), Vec::new()));
             }
         }

@@ -43,6 +43,9 @@ struct Args {
     /// Entries in the index.
     #[arg(long, value_delimiter = ',')]
     entries: Vec<usize>,
+    /// Structures of the index part, by name; all without it.
+    #[arg(long, value_delimiter = ',')]
+    only: Vec<String>,
     /// Rounds; medians and spread are of these.
     #[arg(long)]
     rounds: Option<usize>,
@@ -121,8 +124,13 @@ pub fn run(words: &[String]) -> ExitCode {
             ([], ..) => vec![1_000_000],
             (sizes, ..) => sizes.to_vec(),
         };
+        if let Some(unknown) = args.only.iter().find(|name| !index::names().any(|known| known == *name)) {
+            let known: Vec<&str> = index::names().collect();
+            eprintln!("pagefold bench zswap: no structure {unknown}; there are {}", known.join(", "));
+            return ExitCode::from(2);
+        }
         for entries in sizes {
-            show(index::measure(entries, rounds, if args.cpu_clock { "cpu" } else { "wall" }));
+            show(index::measure(entries, rounds, if args.cpu_clock { "cpu" } else { "wall" }, &args.only));
         }
     }
     if [Part::Density, Part::Latency, Part::Live, Part::Growth].into_iter().any(wanted) {
