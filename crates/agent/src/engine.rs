@@ -924,16 +924,34 @@ pub fn replace_merged(range: Range, watch: Option<&Uffd>, table: Option<&Table>)
 pub(crate) fn pool_mappings(range: Range, mut f: impl FnMut(Range, i32) -> bool) -> Result<bool> {
     let file = Fd::open(c"/proc/self/maps", libc::O_RDONLY, 0)?;
     let mut buffer = [0u8; 8 << 10];
+    let mut visit = |map: &maps::Map<'_>| {
+        let part = Range { start: map.range.start.max(range.start), end: map.range.end.min(range.end) };
+        part.start < part.end && !map.shared && map.name.starts_with(POOL_NAME) && f(part, map.prot)
+    };
     let mut any = false;
+    // One by one, where the kernel can: there may be a hundred thousand of them, and few in the range.
+    let mut from = range.start;
+    while from < range.end {
+        match maps::file_from(&file, from, &mut buffer) {
+            Ok(Some(map)) => {
+                from = map.range.end;
+                any |= visit(&map);
+            }
+            Ok(None) => return Ok(any),
+            Err(Errno(libc::ENOTTY)) => break,
+            Err(errno) => return Err(errno),
+        }
+    }
+    if from >= range.end {
+        return Ok(any);
+    }
     // The file shows the mappings of the moment each piece is read; changing what was already read is harmless.
     maps::for_each_line(
         &mut buffer,
         |out| file.read(out),
         |line| {
-            let map = maps::parse_line(line).filter(|map| map.range.overlaps(&range) && !map.shared);
-            if let Some(map) = map.filter(|map| map.name.starts_with(POOL_NAME)) {
-                let part = Range { start: map.range.start.max(range.start), end: map.range.end.min(range.end) };
-                any |= f(part, map.prot);
+            if let Some(map) = maps::parse_line(line) {
+                any |= visit(&map);
             }
         },
     )?;

@@ -7,7 +7,7 @@
 
 use core::ffi::{c_int, c_long};
 use libc::sock_filter;
-use pagefold_os::{pagemap, uffd};
+use pagefold_os::{maps, pagemap, uffd};
 
 /// Most instructions that the kernel takes.
 pub const INSTRUCTIONS_MAX: usize = 4096;
@@ -140,7 +140,7 @@ const FORKS: &[Call] = &[
 
 /// The requests of our ioctl(2) calls.
 fn requests() -> impl Iterator<Item = Call> {
-    let requests = uffd::REQUESTS.into_iter().chain([pagemap::REQUEST]);
+    let requests = uffd::REQUESTS.into_iter().chain([pagemap::REQUEST, maps::REQUEST]);
     requests.map(|request| call(libc::SYS_ioctl, [FD, u64::from(request), P, 0, 0, 0]))
 }
 

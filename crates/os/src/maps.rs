@@ -1,6 +1,8 @@
 //! /proc/PID/maps, parsed without allocating.
 
-use crate::Range;
+use crate::fd::Fd;
+use crate::raw::{self, Errno};
+use crate::{Range, syscall};
 
 /// One mapping of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,6 +56,75 @@ pub fn parse_line(line: &[u8]) -> Option<Map<'_>> {
         return None;
     }
     Some(Map { range: Range { start, end }, prot, shared: flags[3] == b's', offset, inode, name: &rest[name_at..] })
+}
+
+/// `PROCMAP_QUERY`, the request of [`file_from`].
+pub const REQUEST: u32 = 0xc068_6611;
+const COVERING_OR_NEXT: u64 = 0x10;
+const FILE_BACKED: u64 = 0x20;
+const SHARED: u64 = 8;
+
+/// What the request takes and gives.
+#[repr(C)]
+#[derive(Default)]
+struct Query {
+    bytes: u64,
+    flags: u64,
+    addr: u64,
+    start: u64,
+    end: u64,
+    /// `PROT_*` bits, and [`SHARED`].
+    rights: u64,
+    page_bytes: u64,
+    offset: u64,
+    inode: u64,
+    device: [u32; 2],
+    name_len: u32,
+    build_id_len: u32,
+    name: u64,
+    build_id: u64,
+}
+
+const _: () = assert!(size_of::<Query>() == 104);
+
+/// The first mapping of a file that ends above `addr`, by an open /proc/PID/maps: in the same time however many there are.
+/// The file's name goes into `name`, and is left out if it is longer.
+///
+/// # Errors
+/// `ENOTTY` before Linux 6.11.
+pub fn file_from<'n>(maps: &Fd, addr: u64, name: &'n mut [u8]) -> raw::Result<Option<Map<'n>>> {
+    let mut query = Query {
+        bytes: size_of::<Query>() as u64,
+        flags: COVERING_OR_NEXT | FILE_BACKED,
+        addr,
+        name_len: name.len() as u32,
+        name: name.as_mut_ptr() as u64,
+        ..Query::default()
+    };
+    let ask = |query: &mut Query| {
+        // SAFETY: the request carries the size of the structure; of the name the kernel writes at most the length given.
+        unsafe { syscall!(libc::SYS_ioctl, maps.raw(), REQUEST, core::ptr::from_mut(query)) }
+    };
+    let mut asked = ask(&mut query);
+    if asked == Err(Errno(libc::ENAMETOOLONG)) {
+        (query.name_len, query.name) = (0, 0);
+        asked = ask(&mut query);
+    }
+    match asked {
+        Ok(_) => {}
+        Err(Errno(libc::ENOENT)) => return Ok(None),
+        Err(errno) => return Err(errno),
+    }
+    // Its length counts the zero behind it.
+    let len = (query.name_len as usize).saturating_sub(1).min(name.len());
+    Ok(Some(Map {
+        range: Range { start: query.start, end: query.end },
+        prot: query.rights as i32 & (libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC),
+        shared: query.rights & SHARED != 0,
+        offset: query.offset,
+        inode: query.inode,
+        name: &name[..len],
+    }))
 }
 
 fn hex(text: &[u8]) -> Option<(u64, &[u8])> {
@@ -127,6 +198,36 @@ mod tests {
         assert!(parse_line(b"nonsense").is_none());
         assert!(parse_line(b"2-1 rw-p 0 00:00 0").is_none());
         assert!(parse_line(b"fffffffffffffffff-1 rw-p 0 00:00 0").is_none());
+    }
+
+    #[cfg(feature = "std")]
+    #[test]
+    fn asking_by_address_tells_what_the_file_says() {
+        let maps = Fd::open(c"/proc/self/maps", libc::O_RDONLY, 0).unwrap();
+        // The program's own file: what other tests map meanwhile comes and goes.
+        let program = std::fs::read_link("/proc/self/exe").unwrap().into_os_string().into_encoded_bytes();
+        let text = std::fs::read("/proc/self/maps").unwrap();
+        let said: Vec<_> =
+            text.split(|&b| b == b'\n').filter_map(parse_line).filter(|map| map.name == program).collect();
+        let mut asked = Vec::new();
+        let (mut at, mut name) = (0, vec![0; 4096]);
+        loop {
+            match file_from(&maps, at, &mut name) {
+                Ok(Some(map)) => {
+                    at = map.range.end;
+                    let same = map.name == program;
+                    asked.extend(same.then_some((map.range, map.prot, map.shared, map.offset, map.inode)));
+                }
+                Ok(None) => break,
+                Err(Errno(libc::ENOTTY)) => return eprintln!("SKIPPED: PROCMAP_QUERY is of Linux 6.11"),
+                Err(errno) => panic!("{errno}"),
+            }
+        }
+        assert!(said.len() > 2);
+        let said: Vec<_> = said.iter().map(|map| (map.range, map.prot, map.shared, map.offset, map.inode)).collect();
+        assert_eq!(asked, said);
+        let first = file_from(&maps, said[0].0.start, &mut name[..3]).unwrap().unwrap();
+        assert_eq!((first.range, first.name), (said[0].0, &b""[..]), "too long a name is left out");
     }
 
     #[test]
