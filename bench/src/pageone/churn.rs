@@ -40,7 +40,6 @@ pub fn churn(options: &Options, report: &mut Report) -> Result<(), Failure> {
                 let (writes, longest) = crew.churn(rate, time, |crew| {
                     std::thread::sleep(time * 9 / 10);
                     now = crew.pss();
-                    Ok(())
                 })?;
                 let to = running.look();
                 crew.check()?;

@@ -81,7 +81,16 @@ struct Options {
     json: bool,
 }
 
-const PARTS: [&str; 7] = ["merge", "breaks", "delay", "idle", "churn", "growth", "guests"];
+/// In the order in which they run.
+const PARTS: [(&str, Part); 7] = [
+    ("merge", merge),
+    ("breaks", moments::breaks),
+    ("delay", moments::delay),
+    ("idle", moments::idle),
+    ("churn", churn::churn),
+    ("growth", growth),
+    ("guests", guests::measure),
+];
 
 impl Options {
     fn parse(args: &[String]) -> Result<Options, Failure> {
@@ -118,8 +127,9 @@ impl Options {
                 other => return Err(format!("unknown option {other}; see --help").into()),
             }
         }
-        if let Some(part) = options.only.as_ref().filter(|part| !PARTS.contains(&part.as_str())) {
-            return Err(format!("no part {part}; there are {}", PARTS.join(", ")).into());
+        if let Some(part) = options.only.as_ref().filter(|part| !PARTS.iter().any(|(name, _)| name == part)) {
+            let names = PARTS.map(|(name, _)| name);
+            return Err(format!("no part {part}; there are {}", names.join(", ")).into());
         }
         if options.rounds == 0 {
             options.rounds = if options.quick { 1 } else { 5 };
@@ -177,16 +187,7 @@ fn measure(args: &[String]) -> Result<(), Failure> {
     }
     let _mappings = MapCount::raise();
     let mut report = Report::default();
-    let parts: [(&str, Part); 7] = [
-        ("merge", merge),
-        ("breaks", moments::breaks),
-        ("delay", moments::delay),
-        ("idle", moments::idle),
-        ("churn", churn::churn),
-        ("growth", growth),
-        ("guests", guests::measure),
-    ];
-    for (name, part) in parts {
+    for (name, part) in PARTS {
         if options.wants(name) {
             part(&options, &mut report)?;
         }

@@ -90,6 +90,14 @@ impl Cpus {
         // SAFETY: the kernel reads the given length.
         unsafe { syscall!(libc::SYS_sched_setaffinity, thread, size_of::<Cpus>(), self.0.as_ptr()) }.map(drop)
     }
+
+    /// Has a thread run in this set, but not on `cpu`, if there is another. Only a matter of time, so that failing is none.
+    pub fn bind_off(&self, cpu: u64, thread: i32) {
+        let elsewhere = self.without(cpu);
+        if elsewhere != Cpus::NONE {
+            let _ = elsewhere.bind(thread);
+        }
+    }
 }
 
 /// The kernel's number of the calling thread.
@@ -107,15 +115,11 @@ pub fn cpu() -> Option<u64> {
     Some(u64::from(cpu))
 }
 
-/// Has the calling thread run elsewhere than on `cpu`, if there is an elsewhere: for who works beside the one that runs
-/// there, and whom the kernel might have wait for it.
+/// Has the calling thread run elsewhere than on `cpu`: for who works beside the one that runs there, and whom the kernel
+/// might have wait for it.
 pub fn keep_off(cpu: Option<u64>) {
-    if let (Some(cpu), Ok(cpus)) = (cpu, Cpus::of_thread())
-        && let elsewhere = cpus.without(cpu)
-        && elsewhere != Cpus::NONE
-    {
-        // Only a matter of time.
-        let _ = elsewhere.bind_thread();
+    if let (Some(cpu), Ok(cpus)) = (cpu, Cpus::of_thread()) {
+        cpus.bind_off(cpu, 0);
     }
 }
 

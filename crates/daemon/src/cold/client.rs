@@ -302,9 +302,11 @@ impl Client {
     /// Reads and serves what waits; returns how many faults and events that were.
     pub(super) fn serve(&self, tier: &Tier) -> usize {
         // A mutex is not fair: who comes again and again gets it again and again.
-        let patience = sched::quick_monotonic_ns() + SPIN_NS;
-        while self.waiting.load(Ordering::Relaxed) > 0 && sched::quick_monotonic_ns() < patience {
-            std::hint::spin_loop();
+        if self.waiting.load(Ordering::Relaxed) > 0 {
+            let patience = sched::quick_monotonic_ns() + SPIN_NS;
+            while self.waiting.load(Ordering::Relaxed) > 0 && sched::quick_monotonic_ns() < patience {
+                std::hint::spin_loop();
+            }
         }
         let mut service = lock(&self.service);
         let mut served = 0;

@@ -48,11 +48,7 @@ impl Hand {
         if thread == 0 || self.off.swap(here + 1, Ordering::Relaxed) == here + 1 {
             return;
         }
-        let elsewhere = self.cpus.without(here);
-        if elsewhere != Cpus::NONE {
-            // Only a matter of time.
-            let _ = elsewhere.bind(thread);
-        }
+        self.cpus.bind_off(here, thread);
     }
 
     /// The hand's thread: works until the group is gone.
