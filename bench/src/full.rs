@@ -14,6 +14,8 @@ const FAR: &str = "std-hash-lock,std-btree-lock,forrest-ordered,scc-hash-index,s
                    absl-btree-lock,libcuckoo,tbb,liburcu";
 /// Those of which 10^8 keys fit into 7 GiB, with a second structure for batched inserts.
 const FIT: &str = "sd-tree,b-tree,forrest,dashmap,scc-hash-map";
+/// One of each kind: trie, tree, hash tables, and the source's tree without its lock.
+const TLB: &str = "sd-tree,b-tree,forrest,dashmap,rb-tree-bare";
 const ZIPF: &str = "sd-tree,b-tree,forrest,papaya,dashmap,scc-hash-map,congee";
 
 /// The runs of a benchmark, by name.
@@ -26,8 +28,8 @@ pub fn runs(bench: &str) -> Vec<Run> {
             words("uniform", "--keys 10000000 --rounds 3 --threads 2 --only", &[NEAR]),
             words("one-thread", "--keys 10000000 --rounds 1 --threads 1 --only", &[NEAR]),
             words("far", "--keys 10000000 --rounds 1 --threads 2 --only", &[FAR]),
-            // With 10^7 keys and two threads it did not come to an end here.
-            words("scc-tree", "--keys 1000000 --rounds 1 --threads 2 --only scc-tree-index", &[]),
+            // With 10^7 keys and two threads it did not come to an end here, with 10^6 it takes minutes.
+            words("scc-tree", "--keys 100000 --rounds 1 --threads 2 --only scc-tree-index", &[]),
             words("reserved", "--keys 10000000 --rounds 3 --threads 2 --only forrest-reserved,dashmap-reserved", &[]),
             words("large", "--keys 100000000 --rounds 1 --threads 2 --only", &[FIT]),
             words("zipf", "--keys 10000000 --rounds 3 --threads 2 --mix read --dist zipf --only", &[ZIPF]),
@@ -38,7 +40,7 @@ pub fn runs(bench: &str) -> Vec<Run> {
             ),
             words("growth-trees", "--keys 10000000 --rounds 1 --threads 1 --growth --only congee,rb-tree-lock", &[]),
             // Simulated by cachegrind, so with fewer keys.
-            words("tlb", "--keys 1000000 --rounds 1 --tlb", &[]),
+            words("tlb", "--keys 1000000 --rounds 1 --tlb --only", &[TLB]),
             words("content", "--content", &[]),
         ],
         "kv" => vec![
@@ -60,8 +62,9 @@ pub fn runs(bench: &str) -> Vec<Run> {
         ],
         "pageone" => vec![
             words("merge", "--only merge --rounds 5", &[]),
-            // The published test's processes, a twenty-fourth of their size.
-            words("merge-large", "--only merge --full --rounds 1", &[]),
+            // The published test's processes, a thirty-second and a sixteenth of their size.
+            words("merge-large", "--only merge --layout files --full --rounds 1", &[]),
+            words("merge-largest", "--only merge --layout files --processes 12 --mib 1024 --rounds 1", &[]),
             words("breaks", "--only breaks --rounds 3", &[]),
             words("delay", "--only delay --rounds 3", &[]),
             words("idle", "--only idle --rounds 3", &[]),
