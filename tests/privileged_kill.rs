@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Daemon, Reaped, can_merge, semantics, wait_for};
+use common::{Daemon, Reaped, can_merge, events, semantics, wait_for};
 use std::io::{BufRead, BufReader, Write};
 use std::process::{ChildStdin, ChildStdout, Stdio};
 use std::time::Duration;
@@ -106,4 +106,21 @@ fn whoever_is_killed_the_others_go_on() {
     wait_for("the pool to become empty", 30, || {
         daemon.total("pages_sharing") == 0 && pool_descriptors(daemon.pid()) <= 2
     });
+}
+
+#[test]
+fn the_next_daemon_takes_over_what_was_merged() {
+    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+    let mut daemon = Daemon::start(&[]);
+    let mut servers: Vec<Server> = (0..2).map(|_| Server::start(&daemon, program)).collect();
+    for server in &mut servers {
+        wait_for("pages to be merged", 60, || server.check("check") > 7500);
+    }
+    daemon.replace();
+    wait_for("the next daemon to have them in its books", 120, || {
+        servers.iter_mut().for_each(|server| assert!(server.check("check") > 0));
+        daemon.total("pages_sharing") > 14_000
+    });
+    assert!(events(&daemon.status(), "compacted") > 14_000, "they were moved to segments of its own");
+    daemon.verify();
 }

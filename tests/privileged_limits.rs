@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Daemon, Reaped, TOOL, can_merge, finish, semantics, wait_for};
+use common::{Daemon, Reaped, TOOL, can_merge, events, finish, semantics, wait_for};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
 
@@ -24,10 +24,6 @@ fn after_merging(daemon: &Daemon, reached: impl Fn(&serde_json::Value) -> bool) 
     writeln!(client.0.stdin.take().expect("a pipe"), "check").expect("the client reads");
     assert!(client.0.wait().expect("it ends").success(), "the client failed at a limit");
     Some(last)
-}
-
-fn events(status: &serde_json::Value, name: &str) -> u64 {
-    status["domains"].as_array().into_iter().flatten().filter_map(|domain| domain["events"][name].as_u64()).sum()
 }
 
 #[test]

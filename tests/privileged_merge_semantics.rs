@@ -61,6 +61,7 @@ scenarios! {
     all_memory: "all" "--all";
     memory_merge_by_prctl: "memory-merge";
     blocks_of_the_allocator: "blocks" "--all";
+    memory_of_dead_slots_comes_back: "decay";
 }
 
 #[test]

@@ -184,6 +184,11 @@ fn spawn_daemon(socket: &Path, args: &[String]) -> Child {
     command.args(args).stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("the daemon starts")
 }
 
+/// Events of one name in a status, over all domains.
+pub fn events(status: &Value, name: &str) -> u64 {
+    status["domains"].as_array().into_iter().flatten().filter_map(|domain| domain["events"][name].as_u64()).sum()
+}
+
 /// A child that ends with its owner.
 pub struct Reaped(pub Child);
 

@@ -1138,6 +1138,49 @@ static void serve(void) {
     }
 }
 
+// Files of the pool that this process maps, for itself or through its agent: their inodes, at most `room`.
+static size_t pool_files(unsigned long *files, size_t room) {
+    FILE *maps = fopen("/proc/self/maps", "r");
+    CHECK(maps, "maps");
+    char line[512];
+    size_t count = 0;
+    while (fgets(line, sizeof line, maps)) {
+        unsigned long inode;
+        if (!strstr(line, "memfd:pagefold-pool") || sscanf(line, "%*s %*s %*s %*s %lu", &inode) != 1) continue;
+        size_t at = 0;
+        while (at < count && files[at] != inode) at++;
+        if (at == count && count < room) files[count++] = inode;
+    }
+    fclose(maps);
+    return count;
+}
+
+// Most of what was merged is written for good: what is left moves together, and the memory of the files where it was
+// comes back, but for less than a file's worth.
+static void decay(void) {
+    struct region r = fill(16384, 8192, 1000);
+    madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+    madvise(r.at, r.pages * PAGE, MADV_MERGEABLE);
+    wait_merged(&r, r.pages * 9 / 10);
+    unsigned long before[64], after[64];
+    size_t files = pool_files(before, 64), old = files, kept = 0;
+    for (size_t i = 0; i < r.pages; i++)
+        if (i % 8) fill_page(r.at + i * PAGE, 1ul << 20 | i);
+    double began = now();
+    while (old > 1 || kept < r.pages / 8 * 9 / 10) {
+        CHECK(now() - began < 2 * WAIT_MAX, "%zu of %zu files stay, %zu of %zu pages are shared", old, files, kept, r.pages / 8);
+        nap(100);
+        size_t count = pool_files(after, 64);
+        old = 0;
+        for (size_t i = 0; i < files; i++)
+            for (size_t j = 0; j < count; j++) old += before[i] == after[j];
+        kept = shown_pages(r.at, r.pages * PAGE);
+    }
+    for (size_t i = 0; i < r.pages; i++)
+        CHECK(page_is(r.at + i * PAGE, i % 8 ? 1ul << 20 | i : number_of(&r, i)), "page %zu is wrong", i);
+    printf("%zu of %zu files went in %.1f s\n", files - old, files, now() - began);
+}
+
 // Needs mappings of its own, up to the kernel's limit, after much was merged in single pages.
 static void mappings(void) {
     long wanted = 30000;
@@ -1184,7 +1227,7 @@ static const struct scenario scenarios[] = {
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"identity", identity}, {"user-namespace", user_namespace}, {"core", core},
     {"direct", direct}, {"uring", uring}, {"system-calls", system_calls}, {"blocks", blocks}, {"all", all},
-    {"memory-merge", memory_merge}, {"serve", serve}, {"mappings", mappings},
+    {"memory-merge", memory_merge}, {"serve", serve}, {"decay", decay}, {"mappings", mappings},
 };
 
 int main(int count, char **arguments) {

@@ -553,6 +553,7 @@ impl Agent {
         const FETCH: u32 = Op::Fetch as u32;
         const REMAP: u32 = Op::Remap as u32;
         const HEAL: u32 = Op::Heal as u32;
+        const FORGET: u32 = Op::Forget as u32;
         match request.op {
             REGIONS => self.regions(request.a == 1, request.b),
             WATCH => {
@@ -573,6 +574,16 @@ impl Agent {
                     let range: Range = self.input(index);
                     let status = self.heal(range).map_or_else(|errno| errno.0, |()| 0);
                     self.output(index, status);
+                }
+                Ok(count)
+            }
+            FORGET => {
+                for index in 0..count {
+                    let id: u32 = self.input(index);
+                    let place = &mut self.segments[id as usize % SEGMENTS_HELD];
+                    if place.as_ref().is_some_and(|held| held.id == id) {
+                        *place = None;
+                    }
                 }
                 Ok(count)
             }

@@ -56,6 +56,8 @@ pub enum Op {
     Heal = 8,
     /// Stop managing; merged pages stay.
     Leave = 9,
+    /// The pool has let go of these segments (list of ids): close them. What is mapped stays.
+    Forget = 10,
     /// Daemon to an agent of a cold client: begin; `a` = epoch. Answers `Ready`, which carries userfaultfd and table.
     ColdGo = 16,
     /// Copy these runs (list of [`RegionEntry`]) to the channel; one byte per page in the answer's list.

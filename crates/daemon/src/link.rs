@@ -29,6 +29,8 @@ const ANSWER_MS_MAX: u64 = 5_000;
 const ADDRESS_MAX: u64 = 1 << 57;
 /// Entries that a client may list at most: more than the kernel lets a process have mappings by default.
 const ENTRIES_MAX: usize = 1 << 20;
+/// No segment, in the list of those that the agent holds.
+const NONE: u32 = u32::MAX;
 /// Regions of a pagemap scan that one call returns at most.
 const SCAN_REGIONS: usize = 4096;
 
@@ -69,6 +71,8 @@ pub struct Link {
     sequence: u64,
     /// Ids of the segments that the agent holds, by place; mirrors the agent's own table.
     held: Box<[u32; SEGMENTS_HELD]>,
+    /// Segments that the pool had let go when it was last asked.
+    released: u64,
     scan: Vec<pagemap::Region>,
     cpu_ns: AtomicU64,
     /// Pages of the channel, from its first page for contents on, that are there.
@@ -121,7 +125,8 @@ impl Link {
             pagemap,
             shared: Arc::new(Shared { pid: cred.pid, uid: cred.uid, name, channel }),
             sequence: 0,
-            held: Box::new([u32::MAX; SEGMENTS_HELD]),
+            held: Box::new([NONE; SEGMENTS_HELD]),
+            released: 0,
             scan: vec![pagemap::Region::default(); SCAN_REGIONS],
             cpu_ns: AtomicU64::new(0),
             room: 0,
@@ -430,6 +435,27 @@ impl Client for Link {
             batch.iter().enumerate().for_each(|(index, range)| self.put(index, *range));
             let count = self.ask(Op::Heal, batch.len(), 0, 0, &[])?;
             out.extend((0..batch.len()).map(|index| index < count && self.get::<i32>(index) == 0));
+        }
+        Ok(())
+    }
+
+    fn forget(&mut self, pool: &Pool) -> Result<(), Gone> {
+        // Before the look: what is let go meanwhile is found in the next period.
+        let released = pool.stats().segments_released;
+        if std::mem::replace(&mut self.released, released) == released {
+            return Ok(());
+        }
+        let mut gone = 0;
+        for place in 0..SEGMENTS_HELD {
+            let id = self.held[place];
+            if id != NONE && pool.segment_inode(id).is_none() {
+                self.held[place] = NONE;
+                self.put(gone, id);
+                gone += 1;
+            }
+        }
+        if gone > 0 {
+            self.ask(Op::Forget, gone, 0, 0, &[])?;
         }
         Ok(())
     }

@@ -96,6 +96,9 @@ const OF_DOMAINS: &[Family<DomainStats>] = &[
     ("zeroed_pages", "counter", "", "Zero pages dropped.", |d| d.events.pages_zeroed as f64),
     ("breaks", "counter", "", "Merged pages written again.", |d| d.events.breaks as f64),
     ("healed_pages", "counter", "", "Broken pages made plain again.", |d| d.events.healed as f64),
+    ("compacted_pages", "counter", "", "Merged pages moved so that a pool segment could go.", |d| {
+        d.events.compacted as f64
+    }),
     ("over_pool_limit_pages", "counter", "", "Pages left alone: the pool was full.", |d| d.events.over_pool_max as f64),
     ("over_vma_budget_runs", "counter", "", "Runs left alone: no mappings left in the budget.", |d| {
         d.events.over_vma_budget as f64

@@ -127,6 +127,14 @@ pub trait Client: Send {
     /// [`Gone`].
     fn heal(&mut self, ranges: &[Range], out: &mut Vec<bool>) -> Result<(), Gone>;
 
+    /// Lets go of the segments that `pool` has let go, so that no descriptor keeps their memory.
+    ///
+    /// # Errors
+    /// [`Gone`].
+    fn forget(&mut self, _pool: &Pool) -> Result<(), Gone> {
+        Ok(())
+    }
+
     /// Nothing will be fetched for a while: buffers may go.
     fn rest(&mut self) {}
 

@@ -4,6 +4,7 @@
 //! worker at a time, index and pool are everybody's. What one client's step
 //! finds out about another client's page goes to that client's inbox.
 
+mod compact;
 mod fresh;
 mod period;
 mod remap;
@@ -16,7 +17,7 @@ use crate::table::{CHUNK_PAGES, Chunk, Indexed, Table};
 use llds::sd_tree::{SdTree, SweepCursor};
 use pagefold_agent::wire::Why;
 use pagefold_os::{PAGE_SIZE, Page};
-use pagefold_pool::{Key, Pool, Slot};
+use pagefold_pool::{Key, Pool, SLOTS_PER_SEGMENT, Slot};
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -42,6 +43,8 @@ pub struct Config {
     pub heal_periods: u32,
     /// Predict that the page after a merged one shows the slot after its slot, and let the comparison prove it.
     pub predict: bool,
+    /// Slots that nobody shares, in the whole pool, from which on segments with many of them are emptied.
+    pub dead_slots_min: u64,
 }
 
 impl Default for Config {
@@ -54,6 +57,7 @@ impl Default for Config {
             index_capacity: 1 << 16,
             heal_periods: 3,
             predict: true,
+            dead_slots_min: u64::from(SLOTS_PER_SEGMENT),
         }
     }
 }
@@ -185,6 +189,7 @@ pub struct Domain {
     sweep: Mutex<Sweep>,
     /// Changes whenever something happened that may leave dead entries in the index.
     stirred: AtomicU64,
+    compaction: Mutex<compact::Compaction>,
     /// Room for fetched pages, for each worker at work one.
     buffers: Mutex<Vec<Vec<Page>>>,
     counters: Counters,
@@ -225,6 +230,7 @@ impl Domain {
             indexing: AtomicUsize::new(0),
             sweep: Mutex::new(Sweep { cursor: SweepCursor::new(), seen: 0, left: 0 }),
             stirred: AtomicU64::new(0),
+            compaction: Mutex::default(),
             buffers: Mutex::default(),
             counters: Counters::default(),
             config,

@@ -40,6 +40,8 @@ counters! {
     breaks,
     /// Broken pages made plain memory again.
     healed,
+    /// Merged pages made plain memory again so that their pool segment could go.
+    compacted,
     /// Merged pages that the program discarded, unmapped or replaced.
     discarded,
     /// Runs that were mapped.

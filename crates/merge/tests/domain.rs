@@ -201,6 +201,118 @@ fn when_the_last_client_goes_so_does_the_pool() {
     assert_eq!((pool.segments, pool.bytes, pool.pages_sharing), (0, 0, 0));
 }
 
+/// Where most slots of a segment are dead its memory comes back: the last sharers are moved to other slots.
+#[test]
+fn segments_of_dead_slots_are_emptied() {
+    let slots = (SEGMENT_LEN / PAGE_SIZE) as u64;
+    let mut bench = Bench::new(
+        Config { dead_slots_min: 1, ..Config::default() },
+        Options { pages_max: 10_000, ..Options::default() },
+    );
+    let contents = || (0..3 * slots as u32).map(|page| 2 + page * 2);
+    let (a, in_a, _) = bench.add(contents());
+    let (b, in_b, _) = bench.add(contents());
+    bench.periods(8);
+    assert_eq!(bench.domain.stats().pool_bytes, 3 * slots * PAGE);
+    // Seven of eight pages get contents of their own, in both.
+    for page in (0..3 * slots).filter(|page| page % 8 != 0) {
+        a.write(in_a.start + page * PAGE, 1 << 20 | (page as u32) << 1);
+        b.write(in_b.start + page * PAGE, 1 << 24 | (page as u32) << 1);
+    }
+    bench.periods(80);
+    let stats = bench.domain.stats();
+    assert_eq!((stats.pages_shared, stats.pages_sharing), (3 * slots / 8, 2 * (3 * slots / 8)), "all that is equal");
+    assert!(stats.events.compacted >= 2 * (3 * slots / 8), "{:?}", stats.events);
+    assert!(stats.pool_bytes <= slots * PAGE, "{} bytes for {} pages", stats.pool_bytes, stats.pages_shared);
+    assert_eq!(bench.domain.pool().stats().segments_released, 3);
+}
+
+/// What an earlier daemon merged is in the next one's books in the end, and shared with who comes later.
+#[test]
+fn segments_of_an_earlier_daemon_are_left() {
+    let mut bench = Bench::new(Config::default(), Options { pages_max: 10_000, ..Options::default() });
+    let contents = || (0..3000).map(|page| 2 + page * 2);
+    let (a, in_a, _) = bench.add(contents());
+    let (b, ..) = bench.add(contents());
+    bench.periods(8);
+    assert_eq!((a.slots().len(), b.slots().len()), (3000, 3000));
+    let config = bench.domain.config().clone();
+    bench.domain = Domain::with_key(config, Key::from_seed(6)).unwrap();
+    for process in [&a, &b] {
+        bench.domain.add(Box::new(process.client()));
+    }
+    bench.periods(2);
+    a.write(in_a.start, 1 << 20);
+    let (c, ..) = bench.add(contents());
+    bench.periods(100);
+    let slots = [&a, &b, &c].map(|process| process.slots_of(bench.domain.pool()).len());
+    assert_eq!(slots, [2999, 3000, 3000]);
+    assert_eq!(bench.domain.stats().pages_shared, 3000);
+}
+
+/// Who cannot be moved keeps the segment, and the segment its use: others that have its contents share it again.
+#[test]
+fn a_segment_that_cannot_be_emptied_serves_on() {
+    let slots = (SEGMENT_LEN / PAGE_SIZE) as u64;
+    let mut bench = Bench::new(
+        Config { dead_slots_min: 1, ..Config::default() },
+        Options { pages_max: 10_000, ..Options::default() },
+    );
+    let contents = || (0..slots as u32).map(|page| 2 + page * 2);
+    let process = bench.machine.spawn();
+    let range = process.map(slots);
+    contents().enumerate().for_each(|(page, content)| process.write(range.start + page as u64 * PAGE, content));
+    bench.domain.add(Box::new(Stuck(process.client())));
+    let (b, in_b, _) = bench.add(contents());
+    bench.periods(8);
+    for page in (0..slots).filter(|page| page % 8 != 0) {
+        process.write(range.start + page * PAGE, 1 << 20 | (page as u32) << 1);
+        b.write(in_b.start + page * PAGE, 1 << 24 | (page as u32) << 1);
+    }
+    bench.periods(80);
+    let stats = bench.domain.stats();
+    assert!(stats.events.compacted >= slots / 8, "the other one was moved: {:?}", stats.events);
+    assert_eq!((stats.pages_shared, stats.pages_sharing), (slots / 8, 2 * (slots / 8)), "and came back");
+    assert_eq!(bench.domain.pool().stats().segments_released, 0);
+}
+
+/// May always pin its pages, so that none is given back.
+struct Stuck(SimClient);
+
+impl Client for Stuck {
+    fn generation(&mut self) -> u64 {
+        self.0.generation()
+    }
+    fn regions(&mut self) -> Result<Vec<Range>, Gone> {
+        self.0.regions()
+    }
+    fn pool_mappings(&mut self) -> Result<Vec<PoolMapping>, Gone> {
+        self.0.pool_mappings()
+    }
+    fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
+        self.0.watch(ranges)
+    }
+    fn touched(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
+        self.0.touched(range, out)
+    }
+    fn written(&mut self, range: Range, huge: bool, out: &mut Vec<Written>) -> Result<(), Gone> {
+        self.0.written(range, huge, out)
+    }
+    fn broken(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
+        self.0.broken(range, out)
+    }
+    fn fetch(&mut self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) -> Result<(), Gone> {
+        self.0.fetch(runs, out, readable)
+    }
+    fn remap(&mut self, pool: &Pool, pieces: &[Piece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
+        self.0.remap(pool, pieces, out)
+    }
+    fn heal(&mut self, ranges: &[Range], out: &mut Vec<bool>) -> Result<(), Gone> {
+        out.extend(ranges.iter().map(|_| false));
+        Ok(())
+    }
+}
+
 /// A huge page is left whole while few of its pages have a twin, and split when it pays.
 #[test]
 fn huge_pages_are_split_only_where_it_pays() {

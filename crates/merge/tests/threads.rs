@@ -18,6 +18,7 @@ fn stress(seed: u64, rounds: u64) -> (u64, u64) {
         index_capacity: 64,
         heal_periods: 1,
         predict: seed.is_multiple_of(2),
+        dead_slots_min: 1,
     };
     let domain = Domain::with_key(config, Key::from_seed(seed)).unwrap();
     let now_ns = AtomicU64::new(PERIOD_NS);
@@ -106,5 +107,5 @@ fn books_are_right_after_threads_did_their_worst() {
         released += done.1;
     }
     println!("{merged} pages merged, {released} segments released");
-    assert!(merged > 1000 && released > 10);
+    assert!(merged > 1000 && released > 3);
 }

@@ -13,8 +13,9 @@
 //! forked child that never spoke to us may map it too. So space comes back per
 //! segment, by letting go of the file: the kernel frees it when the last
 //! mapping of the last process is gone, orphans included. The price is that a
-//! segment with one live slot stays whole; [`Pool::sparse`] names such segments
-//! so that their last sharers can be moved.
+//! segment with one live slot stays whole. So where most slots of a segment are
+//! dead it is [retired](Pool::retire): its pages get no more sharers, those that
+//! are left are moved to other slots, and it goes.
 
 #![warn(missing_docs)]
 
@@ -28,7 +29,7 @@ pub use segment::{SEGMENT_LEN, SLOTS_PER_SEGMENT};
 use pagefold_os::fd::Fd;
 use pagefold_os::{PAGE_SIZE, Page};
 use primitive::{AtomicU64, Mutex, MutexGuard, Ordering, RwLock};
-use segment::Segment;
+use segment::{Segment, Standing};
 use std::sync::Arc;
 
 /// A page's place in the pool: segment number and place in the segment.
@@ -188,9 +189,10 @@ impl Pool {
         segment.page(slot.index()).map(f)
     }
 
-    /// How many slots from `slot` on were published in its segment; 0 if it is none.
+    /// How many slots from `slot` on were published in its segment and can be shared; 0 if it is none.
     pub fn published_from(&self, slot: Slot) -> u32 {
-        self.segment(slot.segment()).map_or(0, |segment| segment.published().saturating_sub(slot.index()))
+        let segment = self.segment(slot.segment()).filter(|segment| !segment.is(Standing::Retired));
+        segment.map_or(0, |segment| segment.published().saturating_sub(slot.index()))
     }
 
     /// A read-only descriptor of `segment`, for a client; `None` if it was let go.
@@ -209,12 +211,21 @@ impl Pool {
         segments.iter().flatten().find(|segment| segment.inode() == inode).map(|segment| segment.number())
     }
 
-    /// Counts `by` more mappings of `slot`; false if its segment was let go, and then nothing may be mapped.
+    /// Counts `by` more mappings of `slot`; false if its segment was let go or retired, and then nothing may be mapped.
     pub fn add_sharers(&self, slot: Slot, by: u32) -> bool {
+        self.count_sharers(slot, by, false)
+    }
+
+    /// Counts a mapping of `slot` that is there already, a forked child's; false if its segment was let go.
+    pub fn adopt_sharer(&self, slot: Slot) -> bool {
+        self.count_sharers(slot, 1, true)
+    }
+
+    fn count_sharers(&self, slot: Slot, by: u32, mapped: bool) -> bool {
         // The lock is held while counting, so that `release` cannot let go between our look and our count.
         let segments = self.segments.read().unwrap_or_else(|poisoned| poisoned.into_inner());
         let Some(Some(segment)) = segments.get(slot.segment() as usize) else { return false };
-        if slot.index() >= segment.published() {
+        if slot.index() >= segment.published() || !mapped && segment.is(Standing::Retired) {
             return false;
         }
         if segment.add_sharers(slot.index(), by) == 0 && by > 0 {
@@ -243,11 +254,46 @@ impl Pool {
         self.segment(slot.segment()).map_or(0, |segment| segment.sharers(slot.index()))
     }
 
-    /// Full segments in which at most `live_max` slots are shared: candidates for release, after moving those.
-    pub fn sparse(&self, live_max: u32) -> Vec<u32> {
+    /// Closed segments of which no slot is shared: they can be let go.
+    pub fn unshared(&self) -> Vec<u32> {
         let segments = self.segments.read().unwrap_or_else(|poisoned| poisoned.into_inner());
         let closed = segments.iter().flatten().filter(|segment| segment.is_closed());
-        closed.filter(|segment| segment.live() <= live_max).map(|segment| segment.number()).collect()
+        closed.filter(|segment| segment.live() == 0).map(|segment| segment.number()).collect()
+    }
+
+    /// The closed segment with the most dead slots (published, shared by nobody), of those in which they outnumber the
+    /// mappings of the others: moving these takes less memory for the moment than the segment gives back. `None` as well
+    /// while dead slots are fewer than `dead_min` or a quarter of all.
+    pub fn wasteful(&self, dead_min: u64) -> Option<u32> {
+        let published = self.published.load(Ordering::Relaxed);
+        let dead = published.saturating_sub(self.shared.load(Ordering::Relaxed));
+        if dead < dead_min || dead * 4 < published {
+            return None;
+        }
+        let segments = self.segments.read().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let offered = segments.iter().flatten().filter(|segment| segment.is_closed() && segment.is(Standing::Offered));
+        let dead = |segment: &Segment| u64::from(segment.published().saturating_sub(segment.live()));
+        let pays = offered.filter(|segment| segment.live() > 0 && segment.mappings() < dead(segment));
+        pays.max_by_key(|segment| dead(segment)).map(|segment| segment.number())
+    }
+
+    /// Gives no more sharers to the slots of `segment`: who finds their content gets another slot.
+    pub fn retire(&self, segment: u32) {
+        if let Some(segment) = self.segment(segment) {
+            segment.set_standing(Standing::Retired);
+        }
+    }
+
+    /// Takes back that `segment` was retired, for good: somebody shares it who cannot be moved. Calls `shared` with each
+    /// slot that is shared, so that indexes know it again.
+    pub fn keep(&self, segment: u32, mut shared: impl FnMut(Slot, &Page)) {
+        let Some(held) = self.segment(segment) else { return };
+        held.set_standing(Standing::Kept);
+        for index in (0..held.published()).filter(|index| held.sharers(*index) > 0) {
+            if let Some(page) = held.page(index) {
+                shared(Slot::new(segment, index), page);
+            }
+        }
     }
 
     /// Lets go of `segment` if nobody shares a slot of it, calling `forget` with each published page first, so that

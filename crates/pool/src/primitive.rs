@@ -4,11 +4,11 @@
 #[cfg(not(loom))]
 pub use std::sync::{
     Mutex, MutexGuard, RwLock,
-    atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+    atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering},
 };
 
 #[cfg(loom)]
 pub use loom::sync::{
     Mutex, MutexGuard, RwLock,
-    atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+    atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering},
 };

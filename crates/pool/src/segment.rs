@@ -1,6 +1,6 @@
 //! One memory file of the pool: filled in order, sealed, read-only.
 
-use crate::primitive::{AtomicBool, AtomicU32, Mutex, Ordering};
+use crate::primitive::{AtomicBool, AtomicU8, AtomicU32, Mutex, Ordering};
 use pagefold_os::fd::Fd;
 use pagefold_os::mem::Mapping;
 use pagefold_os::{PAGE_SIZE, Page, memfd};
@@ -15,6 +15,18 @@ pub const SEGMENT_LEN: usize = SLOTS_PER_SEGMENT as usize * PAGE_SIZE;
 /// Bytes of our own records per segment.
 pub const METADATA_BYTES: usize = SLOTS_PER_SEGMENT as usize * 4 + size_of::<Segment>();
 
+/// What a segment's slots are for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Standing {
+    /// Whoever has a page's content may share it.
+    Offered = 0,
+    /// Those who share a slot keep it; nobody else gets one.
+    Retired = 1,
+    /// As `Offered`, for good: it could not be emptied.
+    Kept = 2,
+}
+
 /// A segment.
 #[derive(Debug)]
 pub struct Segment {
@@ -27,6 +39,8 @@ pub struct Segment {
     write: Mutex<Option<Mapping>>,
     published: AtomicU32,
     closed: AtomicBool,
+    /// [`Standing`].
+    standing: AtomicU8,
     live: AtomicU32,
     sharers: Box<[AtomicU32]>,
 }
@@ -54,6 +68,7 @@ impl Segment {
             write: Mutex::new(Some(write)),
             published: AtomicU32::new(0),
             closed: AtomicBool::new(false),
+            standing: AtomicU8::new(Standing::Offered as u8),
             live: AtomicU32::new(0),
             sharers: (0..SLOTS_PER_SEGMENT).map(|_| AtomicU32::new(0)).collect(),
         })
@@ -116,6 +131,20 @@ impl Segment {
 
     pub fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
+    }
+
+    /// What its slots are for. Who asks just before it changes may still share one: that is counted, and so seen later.
+    pub fn is(&self, standing: Standing) -> bool {
+        self.standing.load(Ordering::Acquire) == standing as u8
+    }
+
+    pub fn set_standing(&self, standing: Standing) {
+        self.standing.store(standing as u8, Ordering::Release);
+    }
+
+    /// Mappings of all its slots.
+    pub fn mappings(&self) -> u64 {
+        self.sharers.iter().map(|sharers| u64::from(sharers.load(Ordering::Relaxed))).sum()
     }
 
     /// Slots with sharers.

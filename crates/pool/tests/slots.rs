@@ -95,6 +95,31 @@ fn a_full_pool_says_so_and_gives_space_back_with_its_segments() {
     assert_eq!(pool.stats().segments_released, 1);
 }
 
+#[test]
+fn a_retired_segment_takes_no_sharers_and_one_that_is_kept_does_again() {
+    let pool = Pool::new("test", 64 << 20);
+    let pages: Vec<Page> = (1..=8).map(page).collect();
+    let (first, _) = pool.publish(&pages.iter().collect::<Vec<_>>()).unwrap();
+    let slot = |index| Slot::new(first.segment(), index);
+    assert!(pool.add_sharers(slot(0), 2) && pool.add_sharers(slot(1), 2));
+    assert_eq!(pool.wasteful(1), None, "it is being filled");
+    pool.close_open_segment();
+    assert_eq!(pool.wasteful(1), Some(first.segment()));
+    assert_eq!(pool.wasteful(7), None, "six are dead");
+    assert!(pool.add_sharers(slot(1), 2));
+    assert_eq!(pool.wasteful(1), None, "moving six pages gives back six");
+    pool.remove_sharer(slot(1));
+    pool.retire(first.segment());
+    assert_eq!(pool.wasteful(1), None, "one attempt each");
+    assert!(!pool.add_sharers(slot(1), 1) && pool.published_from(slot(1)) == 0);
+    assert!(pool.adopt_sharer(slot(1)), "a forked child's mapping is there already");
+    let mut again = Vec::new();
+    pool.keep(first.segment(), |slot, page| again.push((slot, *page)));
+    assert_eq!(again, [(slot(0), page(1)), (slot(1), page(2))]);
+    assert!(pool.add_sharers(slot(3), 1) && pool.published_from(slot(1)) == 7);
+    assert_eq!(pool.wasteful(1), None, "it was kept for good");
+}
+
 /// A forked child that we know nothing of sees its pages after we let go of the segment.
 #[test]
 fn an_orphan_keeps_its_pages() {

@@ -40,8 +40,10 @@ impl Domain {
         work.table.compact();
         self.probe_huge(work)?;
         self.heal_old(work)?;
+        self.compact_pool(work)?;
         self.sweep_index();
         self.release_segments();
+        work.client.forget(&self.pool)?;
         self.count(|c| &c.full_scans, 1);
         self.count(|c| &c.watch_ns, sched::monotonic_ns() - began);
         Ok(())
@@ -96,7 +98,7 @@ impl Domain {
     }
 
     /// The client's pool mappings, checked.
-    fn pool_mappings(&self, work: &mut Work) -> Result<Vec<PoolMapping>, Gone> {
+    pub(super) fn pool_mappings(&self, work: &mut Work) -> Result<Vec<PoolMapping>, Gone> {
         let mut mappings = work.client.pool_mappings()?;
         check_mappings(&mut mappings)?;
         work.mappings = mappings.len() as i64 * 2;
@@ -145,8 +147,8 @@ impl Domain {
 
     /// Enters pool mappings into the ledger that we did not make: a forked child has its parent's.
     ///
-    /// Mappings of segments that are not ours (an earlier daemon's) are left alone: they stay shared, by the kernel.
-    /// Of those only the broken pages are ours to heal.
+    /// Mappings of segments that are not ours (an earlier daemon's) stay shared, by the kernel, until compaction comes to
+    /// them. Of those only the broken pages are ours to heal.
     fn adopt(&self, work: &mut Work, mappings: &[PoolMapping]) -> Result<(), Gone> {
         let mut known: Option<(u64, Option<u32>)> = None;
         work.foreign.clear();
@@ -171,7 +173,7 @@ impl Domain {
             for (page, addr) in (mapping.range.start..mapping.range.end).step_by(PAGE_SIZE).enumerate() {
                 let Some((chunk, index)) = work.table.find_mut(addr) else { continue };
                 let slot = Slot::new(segment, mapping.index + page as u32);
-                if chunk.state(index) == State::Unknown && self.pool.add_sharers(slot, 1) {
+                if chunk.state(index) == State::Unknown && self.pool.adopt_sharer(slot) {
                     chunk.set(index, State::Shared(slot));
                 }
             }
@@ -353,11 +355,12 @@ impl Domain {
             // What is healed there is plain memory from now on.
             work.generation = None;
         }
-        self.heal(work, &pieces)
+        self.heal(work, &pieces).map(drop)
     }
 
-    /// Heals pieces, each inside one pool mapping, and settles the ledger.
-    fn heal(&self, work: &mut Work, pieces: &[Range]) -> Result<(), Gone> {
+    /// Heals pieces, each inside one pool mapping, and settles the ledger; returns the pages that are plain memory now.
+    pub(super) fn heal(&self, work: &mut Work, pieces: &[Range]) -> Result<u64, Gone> {
+        let mut healed = 0;
         for batch in pieces.chunks(256) {
             let mut done = Vec::new();
             work.client.heal(batch, &mut done)?;
@@ -369,7 +372,7 @@ impl Domain {
                         if let State::Shared(slot) = state {
                             self.pool.remove_sharer(slot);
                         }
-                        self.count(|c| &c.healed, 1);
+                        healed += 1;
                         work.table.set(addr, State::Armed { silent: 0, backoff, fresh: false });
                     } else if let State::Broken { .. } = state {
                         // Something may be reading into it: try again as late as it took to get here.
@@ -378,11 +381,11 @@ impl Domain {
                 }
             }
         }
-        Ok(())
+        self.count(|c| &c.healed, healed);
+        Ok(healed)
     }
 
     pub(super) fn unmerge_all(&self, work: &mut Work) -> Result<u64, Gone> {
-        let before = self.counters.healed.load(Ordering::Relaxed);
         self.stir();
         work.deferred.clear();
         // What was planned is dropped with the mail: looked up anew when work goes on.
@@ -395,9 +398,9 @@ impl Domain {
         }
         let mappings = self.pool_mappings(work)?;
         let pieces: Vec<Range> = mappings.iter().flat_map(|mapping| within(mapping.range, &mappings)).collect();
-        self.heal(work, &pieces)?;
+        let healed = self.heal(work, &pieces)?;
         self.reconcile(work)?;
-        Ok(self.counters.healed.load(Ordering::Relaxed) - before)
+        Ok(healed)
     }
 
     /// Drops index entries of candidates that are none any more, a part in each period.
@@ -423,7 +426,7 @@ impl Domain {
 
     /// Lets go of pool segments that nobody shares any more.
     pub(super) fn release_segments(&self) {
-        for segment in self.pool.sparse(0) {
+        for segment in self.pool.unshared() {
             let key = &self.key;
             let index = &self.index;
             self.pool.release(segment, |slot, page| {
@@ -574,7 +577,7 @@ fn without(range: Range, mappings: &[PoolMapping]) -> Vec<Range> {
 }
 
 /// The parts of `range` inside single mappings, each short enough to be frozen at once.
-fn within(range: Range, mappings: &[PoolMapping]) -> Vec<Range> {
+pub(super) fn within(range: Range, mappings: &[PoolMapping]) -> Vec<Range> {
     let mut parts = Vec::new();
     let first = mappings.partition_point(|mapping| mapping.range.end <= range.start);
     for mapping in mappings[first..].iter().take_while(|mapping| mapping.range.start < range.end) {

@@ -1,11 +1,11 @@
 //! The client's side of the simulation: what agent and kernel do, with the program's threads in between.
 
-use super::memory::{Backing, Entry, Frame, Memory, PAGE, Process, Shared, pages_of};
+use super::memory::{Backing, Entry, File, Frame, Memory, PAGE, Process, Shared, pages_of};
 use super::page_of;
 use crate::client::{Client, FETCH_PAGES_MAX, FREEZE_PAGES_MAX, Gone, Outcome, Piece, PoolMapping, Written};
 use pagefold_agent::wire::Why;
 use pagefold_os::{PAGE_SIZE, Page, Range};
-use pagefold_pool::Pool;
+use pagefold_pool::{Pool, Slot};
 use std::collections::BTreeMap;
 use std::sync::{Arc, MutexGuard};
 
@@ -13,6 +13,8 @@ use std::sync::{Arc, MutexGuard};
 #[derive(Debug)]
 pub struct SimClient {
     process: Process,
+    /// The agent's descriptors.
+    held: BTreeMap<u32, Arc<File>>,
 }
 
 /// What the freeze found at a page.
@@ -26,7 +28,7 @@ enum Found {
 
 impl SimClient {
     pub(super) fn new(process: Process) -> SimClient {
-        SimClient { process }
+        SimClient { process, held: BTreeMap::new() }
     }
 
     /// The process's memory, if it lives. Other threads of the program have had their turn.
@@ -176,6 +178,11 @@ impl Client for SimClient {
     }
 
     fn remap(&mut self, pool: &Pool, pieces: &[Piece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
+        for segment in pieces.iter().filter_map(|piece| piece.slot).map(Slot::segment) {
+            if let Some(file) = self.process.shared.file(pool, segment) {
+                self.held.insert(segment, file);
+            }
+        }
         let (mut memory, shared) = self.enter()?;
         let mut at = 0;
         while at < pieces.len() {
@@ -198,6 +205,11 @@ impl Client for SimClient {
             let healed = heal(&mut memory, shared, *range)?;
             out.push(healed);
         }
+        Ok(())
+    }
+
+    fn forget(&mut self, pool: &Pool) -> Result<(), Gone> {
+        self.held.retain(|segment, file| pool.segment_inode(*segment) == Some(file.inode));
         Ok(())
     }
 }
@@ -563,5 +575,9 @@ impl Client for Hostile {
             }
         }
         Ok(())
+    }
+
+    fn forget(&mut self, pool: &Pool) -> Result<(), Gone> {
+        self.honest.forget(pool)
     }
 }

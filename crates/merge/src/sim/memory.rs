@@ -4,7 +4,7 @@ use super::client::SimClient;
 use super::{Content, Rng, content_of};
 use pagefold_os::fd::Fd;
 use pagefold_os::{PAGE_SIZE, Range};
-use pagefold_pool::Pool;
+use pagefold_pool::{Pool, Slot};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -209,9 +209,9 @@ pub(super) struct Shared {
     next_pid: AtomicU32,
     living: AtomicU64,
     quiet: AtomicBool,
-    files: Mutex<BTreeMap<u32, Weak<File>>>,
-    processes: Mutex<Vec<Process>>,
-    born: Mutex<Vec<Process>>,
+    files: Mutex<BTreeMap<u64, Weak<File>>>,
+    processes: Mutex<Vec<Arc<Mutex<Memory>>>>,
+    born: Mutex<Vec<Arc<Mutex<Memory>>>>,
     failure: Mutex<Option<String>>,
 }
 
@@ -250,14 +250,19 @@ impl Machine {
         self.shared.spawn(|_| {})
     }
 
+    fn process(&self, memory: Arc<Mutex<Memory>>) -> Process {
+        Process { memory, shared: self.shared.clone() }
+    }
+
     /// Processes that were forked since the last call and are nobody's client yet.
     pub fn born(&self) -> Vec<Process> {
-        std::mem::take(&mut *lock(&self.shared.born))
+        let born = std::mem::take(&mut *lock(&self.shared.born));
+        born.into_iter().map(|memory| self.process(memory)).collect()
     }
 
     /// All processes that ever lived here.
     pub fn processes(&self) -> Vec<Process> {
-        lock(&self.shared.processes).clone()
+        lock(&self.shared.processes).iter().map(|memory| self.process(memory.clone())).collect()
     }
 
     /// Stops (or lets go on) all threads that act by themselves.
@@ -268,6 +273,20 @@ impl Machine {
     /// The first wrong byte that any process has read.
     pub fn failure(&self) -> Option<String> {
         lock(&self.shared.failure).clone()
+    }
+
+    /// Files that exist though neither `pool` holds them nor any process maps them: memory that nobody uses.
+    pub fn idle_files(&self, pool: &Pool) -> usize {
+        let mut used: BTreeSet<u64> = BTreeSet::new();
+        for process in self.processes() {
+            used.extend(process.lock().entries.values().filter_map(|entry| match &entry.backing {
+                Backing::Pool { file, .. } => Some(file.inode),
+                _ => None,
+            }));
+        }
+        let files: Vec<Arc<File>> = lock(&self.shared.files).values().filter_map(Weak::upgrade).collect();
+        let idle = |file: &&Arc<File>| !used.contains(&file.inode) && pool.segment_of_inode(file.inode).is_none();
+        files.iter().filter(idle).count()
     }
 
     /// Checks that every slot that was ever looked at still has its bytes, and every page its truth.
@@ -303,7 +322,7 @@ impl Shared {
         };
         prepare(&mut memory);
         let process = Process { memory: Arc::new(Mutex::new(memory)), shared: self.clone() };
-        lock(&self.processes).push(process.clone());
+        lock(&self.processes).push(process.memory.clone());
         process
     }
 
@@ -316,11 +335,11 @@ impl Shared {
         let fd = pool.segment_fd(segment)?;
         let inode = pool.segment_inode(segment)?;
         let mut files = lock(&self.files);
-        if let Some(file) = files.get(&segment).and_then(Weak::upgrade) {
+        if let Some(file) = files.get(&inode).and_then(Weak::upgrade) {
             return Some(file);
         }
         let file = Arc::new(File { segment, inode, fd, contents: Mutex::default() });
-        files.insert(segment, Arc::downgrade(&file));
+        files.insert(inode, Arc::downgrade(&file));
         Some(file)
     }
 
@@ -457,6 +476,17 @@ impl Process {
             _ => None,
         });
         shown.collect()
+    }
+
+    /// The pages that show a slot of `pool` now.
+    pub fn slots_of(&self, pool: &Pool) -> BTreeSet<(u64, Slot)> {
+        let memory = self.lock();
+        let shown = memory.entries.iter().filter_map(|(addr, entry)| match (&entry.backing, entry.frame) {
+            (Backing::Pool { file, index }, Frame::None) => Some((*addr, file, *index)),
+            _ => None,
+        });
+        let held = shown.filter(|(_, file, _)| pool.segment_inode(file.segment) == Some(file.inode));
+        held.map(|(addr, file, index)| (addr, Slot::new(file.segment, index))).collect()
     }
 
     /// The contents of the pages that could be merged, zero pages apart, and whether each is.
@@ -706,7 +736,7 @@ impl Memory {
                 (entry.watched, entry.protected, entry.held, entry.pinned) = (false, false, false, false);
             }
         });
-        lock(&shared.born).push(child);
+        lock(&shared.born).push(child.memory);
     }
 
     pub(super) fn exit(&mut self, shared: &Shared) {

@@ -2,7 +2,7 @@
 
 use super::{Hostile, Machine, Options, Process, Rng};
 use crate::{ClientId, Config, Domain};
-use pagefold_pool::{Key, Slot};
+use pagefold_pool::{Key, SLOTS_PER_SEGMENT, Slot};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -43,6 +43,7 @@ impl Plan {
             index_capacity: 64,
             heal_periods: 1 + rng.below(3) as u32,
             predict: rng.chance(700),
+            dead_slots_min: if seed.is_multiple_of(2) { 1 } else { u64::from(SLOTS_PER_SEGMENT) },
         };
         let hostile_one_in = if rng.chance(300) { 3 } else { 0 };
         Plan { options, config, steps: 600, hostile_one_in, quiet_periods: 3 }
@@ -60,6 +61,8 @@ pub struct Summary {
     pub breaks: u64,
     /// Broken pages made plain again.
     pub healed: u64,
+    /// Merged pages moved so that their segment could go.
+    pub compacted: u64,
     /// Comparisons that failed.
     pub refuted: u64,
     /// Segments let go.
@@ -80,6 +83,7 @@ impl std::ops::AddAssign for Summary {
         self.merged += other.merged;
         self.breaks += other.breaks;
         self.healed += other.healed;
+        self.compacted += other.compacted;
         self.refuted += other.refuted;
         self.released += other.released;
         self.duplicates += other.duplicates;
@@ -119,6 +123,8 @@ struct Run {
     plan: Plan,
     now_ns: u64,
     clients: BTreeMap<ClientId, (Process, bool)>,
+    /// What earlier daemons did.
+    past: Summary,
 }
 
 /// Runs `plan` with `seed`.
@@ -131,7 +137,15 @@ pub fn run(seed: u64, plan: Plan) -> Result<Summary, Failure> {
     let domain =
         Domain::with_key(plan.config.clone(), Key::from_seed(seed)).map_err(|error| fail(0, error.to_string()))?;
     let machine = Machine::new(seed, plan.options.clone());
-    let mut run = Run { machine, domain, rng: Rng::new(seed), plan, now_ns: 0, clients: BTreeMap::new() };
+    let mut run = Run {
+        machine,
+        domain,
+        rng: Rng::new(seed),
+        plan,
+        now_ns: 0,
+        clients: BTreeMap::new(),
+        past: Summary::default(),
+    };
     for step in 0..run.plan.steps {
         run.step();
         run.oracle(step % 16 == 0).map_err(|what| fail(step, what))?;
@@ -206,7 +220,34 @@ impl Run {
                 self.domain.remove(id);
                 self.clients.remove(&id);
             }
+            (93, Some(_)) if self.rng.chance(300) => self.replace_daemon(),
             _ => self.now_ns += self.rng.below(2000),
+        }
+    }
+
+    /// The daemon is killed; the next one knows nothing, and finds everybody as they are.
+    fn replace_daemon(&mut self) {
+        self.past += self.done();
+        let key = Key::from_seed(self.rng.number());
+        let Ok(domain) = Domain::with_key(self.plan.config.clone(), key) else { return };
+        self.domain = domain;
+        for (process, _) in std::mem::take(&mut self.clients).into_values() {
+            self.add(process);
+        }
+    }
+
+    /// What this daemon did so far.
+    fn done(&self) -> Summary {
+        let events = self.domain.stats().events;
+        Summary {
+            merged: events.pages_merged,
+            breaks: events.breaks,
+            healed: events.healed,
+            compacted: events.compacted,
+            refuted: events.compare_failed,
+            released: self.domain.pool().stats().segments_released,
+            over_budget: events.over_vma_budget,
+            ..Summary::default()
         }
     }
 
@@ -236,7 +277,7 @@ impl Run {
                 return Err(format!("the books disagree: {wrong:?}"));
             }
             for (_, addr, slot) in self.domain.ledger() {
-                if self.domain.pool().published_from(slot) == 0 {
+                if self.domain.pool().segment_inode(slot.segment()).is_none() {
                     return Err(format!("the ledger has {slot:?} at {addr:#x}, whose segment was let go"));
                 }
             }
@@ -263,6 +304,7 @@ impl Run {
         }
         self.oracle(true)?;
         self.ledgers_are_exact()?;
+        self.agents_let_go()?;
         let (duplicates, left) = self.duplicates();
         let mappings_max = self.clients.values().map(|(process, _)| process.mappings() as u64).max().unwrap_or(0);
         let processes = self.machine.processes();
@@ -289,19 +331,27 @@ impl Run {
         if (pool.segments, pool.bytes) != (0, 0) {
             return Err(format!("nobody is left, and the pool has {pool:?}"));
         }
-        let events = stats.events;
-        Ok(Summary {
-            processes: processes.len() as u64,
-            merged: events.pages_merged,
-            breaks: events.breaks,
-            healed: events.healed,
-            refuted: events.compare_failed,
-            released: pool.segments_released,
-            duplicates,
-            left,
-            over_budget: events.over_vma_budget,
-            mappings_max,
-        })
+        let mut summary =
+            Summary { processes: processes.len() as u64, duplicates, left, mappings_max, ..Summary::default() };
+        summary += self.past;
+        summary += self.done();
+        Ok(summary)
+    }
+
+    /// No agent keeps the file of a segment that the pool has let go.
+    fn agents_let_go(&mut self) -> Result<(), String> {
+        loop {
+            let released = self.domain.pool().stats().segments_released;
+            self.period();
+            // What is let go in a period is known to all clients in the next one.
+            if self.domain.pool().stats().segments_released == released {
+                break;
+            }
+        }
+        match self.machine.idle_files(self.domain.pool()) {
+            0 => Ok(()),
+            files => Err(format!("{files} files are kept that nobody uses")),
+        }
     }
 
     /// Pages that could be merged and have a twin, and how many of them are not.
@@ -324,13 +374,7 @@ impl Run {
             ledgers.entry(id).or_default().insert((addr, slot));
         }
         for (id, (process, _)) in self.clients.iter().filter(|(_, (_, liar))| !liar) {
-            let held = |segment| self.domain.pool().segment_inode(segment).is_some();
-            let real: BTreeSet<(u64, Slot)> = process
-                .slots()
-                .into_iter()
-                .filter(|(_, segment, _)| held(*segment))
-                .map(|(addr, segment, index)| (addr, Slot::new(segment, index)))
-                .collect();
+            let real: BTreeSet<(u64, Slot)> = process.slots_of(self.domain.pool());
             let ledger = ledgers.remove(id).unwrap_or_default();
             if let Some((addr, slot)) = ledger.symmetric_difference(&real).next() {
                 let has = if real.contains(&(*addr, *slot)) { "shows" } else { "does not show" };

@@ -1,0 +1,184 @@
+//! Compaction: merged pages are moved out of segments that should go.
+//!
+//! A segment keeps all its memory until nobody shares a slot of it. So one of mostly dead slots is *retired*: its slots
+//! get no more sharers. Each client gets its pages of it back as plain memory, in its own period; two periods later they
+//! are candidates, find their twins, and share slots of the segment that is being filled. With its last sharer the
+//! segment goes. Clients whose pages cannot be moved (they may be pinned) end the attempt, and the segment serves on.
+//!
+//! Segments of an earlier daemon are left in the same way, a window of slots at a time: who shares them can then share
+//! with others again, and the books know them.
+
+use super::period::within;
+use super::{Domain, Entry, Work, lock, read};
+use crate::client::{Gone, PoolMapping};
+use crate::page::State;
+use pagefold_os::{PAGE_SIZE, Range};
+use std::collections::BTreeSet;
+use std::sync::atomic::Ordering;
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Periods of each client that the pool must be wasteful, for new slots are dead until their pages are mapped.
+const WASTEFUL_PERIODS: usize = 4;
+/// Periods that each client gets to move its pages out of a segment.
+const EMPTYING_PERIODS: usize = 8;
+/// The same out of a window.
+const WINDOW_PERIODS: usize = 2;
+/// Slots of an earlier daemon's segment that are left at a time: 2 MiB of every client that shares them become plain
+/// memory for some periods.
+const WINDOW: u32 = 512;
+
+/// How far compaction is.
+#[derive(Debug, Default)]
+pub(super) struct Compaction {
+    from: Option<Place>,
+    /// With a place: clients' periods left for it. Without: those in a row in which the pool was wasteful.
+    periods: usize,
+    /// Windows that were left as far as they could be.
+    tried: BTreeSet<(u64, u32)>,
+}
+
+/// Where pages are moved away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    /// A retired segment.
+    Segment(u32),
+    /// Slots of a segment that is not ours: inode, number of the window.
+    Window(u64, u32),
+}
+
+impl Domain {
+    /// Moves the client's pages away from where all move away, if there is such a place.
+    pub(super) fn compact_pool(&self, work: &mut Work) -> Result<(), Gone> {
+        let Some(from) = self.place_to_leave(work) else { return Ok(()) };
+        // Healing a part of a mapping adds mappings, which the kernel refuses this client just now.
+        if work.is_resting() {
+            return Ok(());
+        }
+        let runs = match from {
+            Place::Segment(segment) => pages_of(work, segment),
+            Place::Window(inode, window) => foreign_pages(work, inode, window),
+        };
+        if runs.is_empty() {
+            return Ok(());
+        }
+        let mappings = self.pool_mappings(work)?;
+        let pieces: Vec<Range> = runs.iter().flat_map(|run| within(*run, &mappings)).collect();
+        let moved = self.heal(work, &pieces)?;
+        self.count(|c| &c.compacted, moved);
+        if let Place::Window(..) = from {
+            // What is healed there is plain memory from now on, to be watched.
+            work.generation = None;
+        }
+        self.stir();
+        Ok(())
+    }
+
+    /// The place that is being left; chooses one when it is time.
+    fn place_to_leave(&self, work: &Work) -> Option<Place> {
+        let (clients, paused) = {
+            let members = read(&self.members);
+            (members.len(), members.values().any(|member| member.paused.load(Ordering::Acquire)))
+        };
+        let mut compaction = lock(&self.compaction);
+        if let Some(from) = compaction.from {
+            let is_there = match from {
+                Place::Segment(segment) => self.pool.segment_inode(segment).is_some(),
+                Place::Window(..) => true,
+            };
+            if is_there && compaction.periods > 0 {
+                compaction.periods -= 1;
+                return Some(from);
+            }
+            match from {
+                Place::Segment(segment) => self.keep(segment),
+                Place::Window(inode, window) => {
+                    compaction.tried.insert((inode, window));
+                }
+            }
+            compaction.from = None;
+            compaction.periods = WASTEFUL_PERIODS * clients;
+        }
+        // Who is paused moves nothing; and while pages are looked up, slots are about to be shared.
+        let at_rest = !paused && self.indexing.load(Ordering::Acquire) == 0;
+        let wasteful = self.pool.wasteful(self.config.dead_slots_min);
+        compaction.periods = if wasteful.is_some() { compaction.periods + 1 } else { 0 };
+        let from = match wasteful {
+            _ if !at_rest => None,
+            Some(segment) if compaction.periods > WASTEFUL_PERIODS * clients => {
+                self.pool.retire(segment);
+                compaction.periods = EMPTYING_PERIODS * clients;
+                Some(Place::Segment(segment))
+            }
+            _ => {
+                let window = windows(&work.foreign).find(|window| !compaction.tried.contains(window));
+                window.map(|(inode, window)| {
+                    compaction.periods = WINDOW_PERIODS * clients;
+                    Place::Window(inode, window)
+                })
+            }
+        };
+        compaction.from = from;
+        from
+    }
+
+    /// Offers a retired segment's slots again: entries of theirs may have gone, and pages with their content come as
+    /// candidates in the meantime.
+    fn keep(&self, segment: u32) {
+        let mut mail = Vec::new();
+        self.pool.keep(segment, |slot, page| {
+            let fingerprint = self.key.fingerprint(page);
+            let mine = Entry::Slot(slot).value();
+            // A full index, or a slot elsewhere: then this one serves those who share it, and nobody else.
+            let Ok(Some(found)) = self.index.get_or_insert(fingerprint, mine) else { return };
+            let entry = Entry::from_value(found);
+            if matches!(entry, Entry::Candidate { .. }) && self.index.replace(fingerprint, found, mine) {
+                mail.push((entry, slot));
+            }
+        });
+        self.post(&mail);
+    }
+}
+
+/// The client's pages that show slots of `segment`, as runs.
+fn pages_of(work: &Work, segment: u32) -> Vec<Range> {
+    let mut runs = Vec::new();
+    super::shared_pages(work, |addr, slot| {
+        if slot.segment() == segment {
+            add_page(&mut runs, addr);
+        }
+    });
+    runs
+}
+
+/// The windows that the mappings show.
+fn windows(foreign: &[PoolMapping]) -> impl Iterator<Item = (u64, u32)> {
+    foreign.iter().flat_map(|mapping| {
+        let last = mapping.index + (mapping.range.pages() as u32).saturating_sub(1);
+        (mapping.index / WINDOW..=last / WINDOW).map(|window| (mapping.inode, window))
+    })
+}
+
+/// The client's managed pages that show slots of a window of a segment that is not ours, as runs.
+fn foreign_pages(work: &Work, inode: u64, window: u32) -> Vec<Range> {
+    let mut runs = Vec::new();
+    for mapping in work.foreign.iter().filter(|mapping| mapping.inode == inode) {
+        for (page, addr) in (mapping.range.start..mapping.range.end).step_by(PAGE_SIZE).enumerate() {
+            let known = work.table.find(addr).map(|(chunk, index)| chunk.state(index));
+            // Whatever else is known of a page came later than the mapping.
+            let shown = matches!(known, Some(State::Unknown | State::Broken { .. }));
+            if shown && (mapping.index + page as u32) / WINDOW == window {
+                add_page(&mut runs, addr);
+            }
+        }
+    }
+    runs
+}
+
+/// Adds a page behind the others, as runs.
+fn add_page(runs: &mut Vec<Range>, addr: u64) {
+    match runs.last_mut() {
+        Some(last) if last.end == addr => last.end += PAGE,
+        _ => runs.push(Range::pages_from(addr, 1)),
+    }
+}
