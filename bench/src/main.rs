@@ -25,6 +25,7 @@ use record::Measured;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
+use std::time::Instant;
 
 /// Where a bench that was started by another leaves its rows.
 const ROWS: &str = "PAGEFOLD_BENCH_ROWS";
@@ -71,13 +72,29 @@ fn take(args: &mut Vec<String>, name: &str) -> Result<Option<String>, String> {
 fn several(names: &[&str], args: &[String], record: Option<&str>) -> (Vec<(String, Vec<Value>)>, ExitCode) {
     let mut measured = Vec::new();
     let mut failed = Vec::new();
-    for (name, tag, args) in names.iter().flat_map(|name| runs(name, args)) {
+    let mut run = |name: &str, tag: &str, args: &[String]| {
         eprintln!("--- {name} {}", args.join(" "));
-        match one(name, &args, record, &tag) {
+        match one(name, args, record, tag) {
             Ok(rows) => measured.push((name.to_string(), rows)),
             Err(error) => {
                 eprintln!("pagefold-bench {name}: {error}");
-                failed.push(name);
+                failed.push(name.to_string());
+            }
+        }
+    };
+    let rest: Vec<String> = args.iter().filter(|arg| *arg != "--full").cloned().collect();
+    if rest.len() == args.len() {
+        names.iter().for_each(|name| run(name, &record::tag(args), args));
+    } else {
+        let began = Instant::now();
+        for planned in full::runs(names) {
+            let words: Vec<String> =
+                planned.args.iter().map(|word| word.to_string()).chain(rest.iter().cloned()).collect();
+            if planned.fits(began.elapsed()) {
+                run(planned.bench, planned.tag, &words);
+            } else {
+                let alone = format!("pagefold bench {} {}", planned.bench, words.join(" "));
+                eprintln!("SKIPPED: two hours would not be enough for {alone}");
             }
         }
     }
@@ -86,16 +103,6 @@ fn several(names: &[&str], args: &[String], record: Option<&str>) -> (Vec<(Strin
     }
     eprintln!("pagefold-bench: failed: {}", failed.join(", "));
     (measured, ExitCode::FAILURE)
-}
-
-/// The runs that `args` stand for: with `--full` those of [`full::runs`], beside whatever else is said.
-fn runs<'a>(name: &'a str, args: &[String]) -> Vec<(&'a str, String, Vec<String>)> {
-    let rest: Vec<String> = args.iter().filter(|arg| *arg != "--full").cloned().collect();
-    if rest.len() == args.len() {
-        return vec![(name, record::tag(args), args.to_vec())];
-    }
-    let with_rest = |run: Vec<&str>| run.into_iter().map(str::to_string).chain(rest.iter().cloned()).collect();
-    full::runs(name).into_iter().map(|(tag, run)| (name, tag.to_string(), with_rest(run))).collect()
 }
 
 fn one(name: &str, args: &[String], record: Option<&str>, tag: &str) -> Result<Vec<Value>, Box<dyn std::error::Error>> {
@@ -178,7 +185,7 @@ fn usage() -> ExitCode {
         eprintln!("  {name:12} {about}");
     }
     eprintln!(
-        "NAME may also be llds (index and kv) or all. --full takes every published figure: all of them take about two hours."
+        "NAME may also be llds (index and kv) or all. --full takes every published figure: all of them take two hours at most."
     );
     eprintln!(
         "--record DIR leaves the rows there with machine, kernel, versions and commit; --plot DIR draws them beside what"
@@ -220,7 +227,7 @@ fn main() -> ExitCode {
     // A full run of one bench may be several runs of it, each in a process of its own, as if there were several benches.
     let whole = args.iter().all(|arg| arg == "--full" || arg == "--json") && args.iter().any(|arg| arg == "--full");
     let whole = whole && std::env::var_os(ROWS).is_none();
-    let alone = BENCHES.iter().find(|bench| chosen == [bench.0] && !(whole && full::runs(bench.0).len() > 1));
+    let alone = BENCHES.iter().find(|bench| chosen == [bench.0] && !(whole && full::runs(&[bench.0]).len() > 1));
     let (measured, code) = match alone {
         Some((_, _, run)) => {
             let code = run(&args);
