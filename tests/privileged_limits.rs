@@ -78,6 +78,33 @@ fn a_limit_of_memory_means_no_failure() {
     group.assert_nobody_was_killed();
 }
 
+/// What is given back is as few mappings as it was before it was merged, not one for each step.
+#[test]
+fn unmerged_memory_is_one_mapping_again() {
+    use std::io::{BufRead, BufReader, Write};
+    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+    let daemon = Daemon::start(&[]);
+    let mut command = daemon.run(&[]);
+    command.arg(program).arg("serve").stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut client = Reaped(command.spawn().expect("a client"));
+    let mut said = BufReader::new(client.0.stdout.take().expect("a pipe")).lines();
+    let mut input = client.0.stdin.take().expect("a pipe");
+    assert_eq!(said.next().and_then(Result::ok).as_deref(), Some("ready"));
+    let pid = client.pid().to_string();
+    let mappings = || std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("maps").lines().count();
+    let before = mappings();
+    let mut merged = || {
+        writeln!(input, "check").expect("the client reads");
+        let line = said.next().and_then(Result::ok).expect("the client lives");
+        line.strip_prefix("right ").and_then(|pages| pages.parse::<usize>().ok()).expect("a count")
+    };
+    wait_for("pages to be merged", 60, || merged() > 8000);
+    assert!(daemon.tool(&["unmerge", &pid]).status.success());
+    assert_eq!(merged(), 0);
+    let after = mappings();
+    assert!(after < before + 20, "{before} mappings before, {after} after");
+}
+
 #[test]
 fn run_passes_on_how_the_program_ended() {
     if !can_merge() {

@@ -62,6 +62,7 @@ scenarios! {
     memory_merge_by_prctl: "memory-merge";
     blocks_of_the_allocator: "blocks" "--all";
     memory_of_dead_slots_comes_back: "decay";
+    writes_here_and_there_cost_no_mappings: "scatter";
 }
 
 #[test]

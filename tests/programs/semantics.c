@@ -1178,6 +1178,8 @@ static void decay(void) {
     }
     for (size_t i = 0; i < r.pages; i++)
         CHECK(page_is(r.at + i * PAGE, i % 8 ? 1ul << 20 | i : number_of(&r, i)), "page %zu is wrong", i);
+    for (size_t i = 1; i < r.pages; i += 1000)
+        CHECK(flag_at(r.at + i * PAGE, " nh"), "page %zu lost NOHUGEPAGE", i);
     printf("%zu of %zu files went in %.1f s\n", files - old, files, now() - began);
 }
 
@@ -1212,6 +1214,28 @@ static void mappings(void) {
     printf("%zu pages merged one by one\n", last);
 }
 
+// Writes here and there into memory that was merged in long runs: its own mappings stay the program's.
+static void scatter(void) {
+    struct region r = fill(48000, 24000, 1000);
+    madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+    madvise(r.at, r.pages * PAGE, MADV_MERGEABLE);
+    wait_merged(&r, r.pages * 9 / 10);
+    for (size_t i = 0; i < r.pages; i += 2) fill_page(r.at + i * PAGE, 1ul << 20 | i);
+    size_t most = 0;
+    for (double began = now(); now() - began < 6; nap(100)) {
+        FILE *maps = fopen("/proc/self/maps", "r");
+        CHECK(maps, "the limit of mappings left none for the file's own buffer");
+        size_t lines = 0;
+        for (int c = fgetc(maps); c != EOF; c = fgetc(maps)) lines += c == '\n';
+        fclose(maps);
+        if (lines > most) most = lines;
+    }
+    CHECK(most < 20000, "%zu mappings", most);
+    for (size_t i = 0; i < r.pages; i++)
+        CHECK(page_is(r.at + i * PAGE, i % 2 ? number_of(&r, i) : 1ul << 20 | i), "page %zu is wrong", i);
+    printf("%zu mappings at most\n", most);
+}
+
 struct scenario {
     const char *name;
     void (*run)(void);
@@ -1227,7 +1251,7 @@ static const struct scenario scenarios[] = {
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"identity", identity}, {"user-namespace", user_namespace}, {"core", core},
     {"direct", direct}, {"uring", uring}, {"system-calls", system_calls}, {"blocks", blocks}, {"all", all},
-    {"memory-merge", memory_merge}, {"serve", serve}, {"decay", decay}, {"mappings", mappings},
+    {"memory-merge", memory_merge}, {"serve", serve}, {"decay", decay}, {"scatter", scatter}, {"mappings", mappings},
 };
 
 int main(int count, char **arguments) {

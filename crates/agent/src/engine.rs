@@ -155,6 +155,8 @@ pub(crate) struct Agent {
     pub(crate) staging: mem::Mapping,
     /// Address range that `heal` moves mappings to.
     pub(crate) aside: u64,
+    /// Where memory that is given back is made; `None` before it is needed, 0 if it cannot be had.
+    nursery: Option<u64>,
     segments: [Option<Segment>; SEGMENTS_HELD],
     /// The process's page map.
     pagemap: Fd,
@@ -168,6 +170,16 @@ pub(crate) struct Agent {
 /// What filters of the program's leave the agent (see [`filter`](crate::filter)).
 pub(crate) static MAY_START: AtomicBool = AtomicBool::new(true);
 pub(crate) static MAY_FOLLOW: AtomicBool = AtomicBool::new(true);
+
+/// Length of the nursery: a mapping that is given back is one again as far as this reaches.
+pub(crate) const NURSERY_LEN: u64 = 32 << 20;
+/// Where it is, 0 before there is one. A forked child inherits it.
+static NURSERY: AtomicU64 = AtomicU64::new(0);
+
+fn is_nursery(addr: u64) -> bool {
+    let base = NURSERY.load(Ordering::Relaxed);
+    base != 0 && (base..base + NURSERY_LEN).contains(&addr)
+}
 
 /// The agent's thread has made the calls with which it starts.
 static BEGUN: AtomicBool = AtomicBool::new(false);
@@ -452,6 +464,7 @@ fn set_up(
                 hold,
                 staging,
                 aside: 0,
+                nursery: None,
                 segments: [const { None }; SEGMENTS_HELD],
                 pagemap,
                 cpus: sched::Cpus::of_thread().unwrap_or(sched::Cpus::NONE),
@@ -700,10 +713,10 @@ impl Agent {
         lock_serving(&self.hold, &self.watch, self.counters())
     }
 
-    /// Puts the attributes that the program gave to `range` onto the mapping that replaced it.
-    pub(crate) fn keep_attributes(&self, range: Range) {
+    /// Puts the attributes that the program gave to `range` onto the mapping that replaced it: `plain` memory, or the pool's.
+    pub(crate) fn keep_attributes(&self, range: Range, plain: bool) {
         let held = SHARED.guard.lock(AGENT);
-        keep_attributes(range, SHARED.tables(&held).table);
+        keep_attributes(range, SHARED.tables(&held).table, plain);
     }
 
     /// Watches merged pages for discards that no interposed call shows, and for writes.
@@ -749,6 +762,35 @@ impl Agent {
     /// True if `range` lies in one mapping of a pool file that the program may read and write.
     pub(crate) fn is_pool_mapping(&self, range: Range) -> bool {
         pool_mappings(range, |part, prot| part == range && prot == libc::PROT_READ | libc::PROT_WRITE) == Ok(true)
+    }
+
+    /// Where memory that is given back is made, see [`Agent::heal`].
+    pub(crate) fn nursery(&mut self) -> Option<u64> {
+        if self.nursery.is_none() {
+            self.nursery = Some(self.find_nursery().unwrap_or(0));
+        }
+        self.nursery.filter(|addr| *addr != 0)
+    }
+
+    fn find_nursery(&self) -> Result<u64> {
+        let mut base = NURSERY.load(Ordering::Relaxed);
+        if base == 0 {
+            // Between two pages that nobody may touch, so that it never joins what lies beside it.
+            let (len, flags) = (NURSERY_LEN + 2 * PAGE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
+            // SAFETY: the kernel chooses a free range.
+            let addr = unsafe { mem::map(0, len, libc::PROT_NONE, flags, -1, 0) }?;
+            base = addr + PAGE;
+            // SAFETY: the range is ours.
+            if let Err(errno) = unsafe { mem::protect(base, NURSERY_LEN, libc::PROT_READ | libc::PROT_WRITE) } {
+                // SAFETY: the same range.
+                let _ = unsafe { mem::unmap(addr, len) };
+                return Err(errno);
+            }
+            NURSERY.store(base, Ordering::Relaxed);
+        }
+        // Its pages come by `UFFDIO_COPY` one by one, never as a huge page.
+        self.hold.register(Range { start: base, end: base + NURSERY_LEN }, uffd::MODE_MISSING)?;
+        Ok(base)
     }
 
     /// Reserves the addresses that `heal` moves mappings to.
@@ -873,6 +915,10 @@ fn serve_event(hold: &Uffd, watch: Option<&Uffd>, counters: Option<&Counters>, e
         }
         uffd::Event::PageFault { addr, .. } => {
             let page = Range::pages_from(addr & !(PAGE - 1), 1);
+            // Nobody's memory, touched because all is: by mlockall(2), or a debugger.
+            if is_nursery(addr) {
+                let _ = hold.zero(page, 0);
+            }
             // Whatever else this says (mapped already, another mapping by now, a discard under way), the access tries
             // again and finds out, or comes back to us.
             let _ = hold.map_cached(page, 0);
@@ -883,8 +929,8 @@ fn serve_event(hold: &Uffd, watch: Option<&Uffd>, counters: Option<&Counters>, e
     }
 }
 
-/// Puts the attributes that `table` knows for `range` onto the mapping there.
-pub(crate) fn keep_attributes(range: Range, table: &Table) {
+/// Puts the attributes that `table` knows for `range` onto the mapping there, which is `plain` memory or the pool's.
+pub(crate) fn keep_attributes(range: Range, table: &Table, plain: bool) {
     let mut at = range.start;
     while at < range.end {
         let (end, note) = table.stretch(at, range.end);
@@ -893,6 +939,7 @@ pub(crate) fn keep_attributes(range: Range, table: &Table) {
             (note.dont_dump, libc::MADV_DONTDUMP),
             (note.mergeable, libc::MADV_MERGEABLE),
             (note.huge, libc::MADV_HUGEPAGE),
+            (note.small && plain, libc::MADV_NOHUGEPAGE),
         ];
         for (set, advice) in wanted {
             if set {
@@ -917,7 +964,7 @@ pub fn replace_merged(range: Range, watch: Option<&Uffd>, table: Option<&Table>)
         match unsafe { mem::map(part.start, part.len(), prot, flags, -1, 0) } {
             Ok(_) => {
                 if let Some(table) = table {
-                    keep_attributes(part, table);
+                    keep_attributes(part, table, true);
                 }
                 if let Some(watch) = watch {
                     let _ = watch.register(part, uffd::MODE_WP);
@@ -999,7 +1046,7 @@ impl<P: Fn(usize, RegionEntry)> Lister<'_, P> {
         if pool {
             return self.add(map.range);
         }
-        if !map.is_plain_anonymous() {
+        if !map.is_plain_anonymous() || is_nursery(map.range.start) {
             return;
         }
         if self.all && map.name == b"[heap]" {

@@ -78,6 +78,7 @@ const WORK: &[Call] = &[
     map(RW, libc::MAP_SHARED),
     map(libc::PROT_READ, libc::MAP_SHARED),
     map(libc::PROT_NONE, FIXED | libc::MAP_ANONYMOUS),
+    map(libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE),
     call(libc::SYS_munmap, [P, L, 0, 0, 0, 0]),
     call(libc::SYS_mprotect, [P, L, RW as u64, 0, 0, 0]),
     call(libc::SYS_mremap, [P, L, L, (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) as u64, P, 0]),

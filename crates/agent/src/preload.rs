@@ -432,7 +432,7 @@ fn gather(range: Range) -> Result<()> {
     unsafe { mem::remap(fresh.addr(), range.len(), range.len(), flags, range.start) }?;
     core::mem::forget(fresh);
     let held = SHARED.guard.lock(me());
-    keep_attributes(range, SHARED.tables(&held).table);
+    keep_attributes(range, SHARED.tables(&held).table, true);
     Ok(())
 }
 
@@ -488,8 +488,8 @@ fn advise(addr: *mut c_void, len: usize, advice: c_int) -> Result<()> {
             }),
             libc::MADV_DODUMP => tables.table.change(range, |note| note.dont_dump = false),
             libc::MADV_WIPEONFORK => tables.table.change(range, |note| note.excluded = true),
-            libc::MADV_HUGEPAGE => tables.table.change(range, |note| note.huge = true),
-            libc::MADV_NOHUGEPAGE => tables.table.change(range, |note| note.huge = false),
+            libc::MADV_HUGEPAGE => tables.table.change(range, |note| (note.huge, note.small) = (true, false)),
+            libc::MADV_NOHUGEPAGE => tables.table.change(range, |note| (note.huge, note.small) = (false, true)),
             _ => changed = false,
         }
         drop(held);

@@ -13,7 +13,7 @@
 //!
 //! The guard is held from 1 to 6: calls that would change the mappings wait.
 
-use crate::engine::Agent;
+use crate::engine::{Agent, NURSERY_LEN};
 use crate::wire::{self, FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, Why};
 use core::sync::atomic::Ordering;
 use pagefold_os::raw::Errno;
@@ -256,7 +256,7 @@ impl Agent {
             let _ = unsafe { mem::advise(range.start, range.len(), libc::MADV_POPULATE_READ) };
             // One call serves all neighbours, however many mappings they are.
             self.hold_pool(range);
-            self.keep_attributes(range);
+            self.keep_attributes(range, false);
             self.remember_merged(range);
         }
         for run in runs(states, |state| *state != State::Equal) {
@@ -274,6 +274,9 @@ impl Agent {
     ///
     /// The pages are taken aside by one `mremap(2)` that leaves the (now empty) mapping in place, where accesses
     /// wait; their bytes are copied to fresh memory, and that is moved into place, again by one `mremap(2)`.
+    ///
+    /// Fresh memory comes from the *nursery*, one mapping, at the offset that the address has: what comes from neighbouring
+    /// places of one mapping is one mapping again where it arrives. Otherwise each span would remain one of its own.
     pub(crate) fn heal(&mut self, range: Range) -> Result<(), Errno> {
         if range.is_empty() || range.pages() > FREEZE_PAGES_MAX as u64 || !range.start.is_multiple_of(PAGE) {
             return Err(Errno(libc::EINVAL));
@@ -285,44 +288,41 @@ impl Agent {
         let len = range.len();
         let frozen_at = sched::monotonic_ns();
         self.hold.register(range, uffd::MODE_MISSING | uffd::MODE_MINOR)?;
-        let fresh = mem::Mapping::anonymous(len as usize).and_then(|fresh| {
-            // SAFETY: the reserve is ours and as long as the longest span; the source mapping stays in place, empty.
-            unsafe {
-                mem::remap(
-                    range.start,
-                    len,
-                    len,
-                    libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP,
-                    self.aside,
-                )
-            }
-            .map(|_| fresh)
-        });
-        let fresh = match fresh {
-            Ok(fresh) => fresh,
-            Err(errno) => {
-                self.hold_pool(range);
-                return Err(errno);
-            }
+        const INTO: libc::c_int = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        // SAFETY: the reserve is ours and as long as the longest span; the source mapping stays in place, empty.
+        if let Err(errno) = unsafe { mem::remap(range.start, len, len, INTO | libc::MREMAP_DONTUNMAP, self.aside) } {
+            self.hold_pool(range);
+            return Err(errno);
+        }
+        let hatched = self.hatch(range);
+        let fresh = if hatched.is_some() { None } else { mem::Mapping::anonymous(len as usize).ok() };
+        if let Some(fresh) = &fresh {
+            // SAFETY: both ranges are mapped, ours alone while the guard is held, and do not overlap.
+            unsafe { core::ptr::copy_nonoverlapping(self.aside as *const u8, fresh.as_ptr(), len as usize) };
+        }
+        let (from, flags) = match hatched {
+            // The nursery stays whole.
+            Some(at) => (Some(at), INTO | libc::MREMAP_DONTUNMAP),
+            None => (fresh.as_ref().map(mem::Mapping::addr), INTO),
         };
-        // SAFETY: both ranges are mapped, ours alone while the guard is held, and do not overlap.
-        unsafe { core::ptr::copy_nonoverlapping(self.aside as *const u8, fresh.as_ptr(), len as usize) };
         // SAFETY: the target is the empty mapping we left; what appears there has the bytes that were there.
         let moved =
-            unsafe { mem::remap(fresh.addr(), len, len, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, range.start) };
+            from.ok_or(Errno(libc::ENOMEM)).and_then(|from| unsafe { mem::remap(from, len, len, flags, range.start) });
         let result = match moved {
             Ok(_) => {
                 core::mem::forget(fresh);
-                self.keep_attributes(range);
+                self.keep_attributes(range, true);
                 rewatch(&self.watch, range);
                 let _ = self.watch.write_protect(range);
                 Ok(())
             }
             Err(errno) => {
                 // SAFETY: the old mapping with all its pages returns to where it was.
-                let _ =
-                    unsafe { mem::remap(self.aside, len, len, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, range.start) };
+                let _ = unsafe { mem::remap(self.aside, len, len, INTO, range.start) };
                 self.hold_pool(range);
+                if let Some(at) = hatched {
+                    empty_nursery(at, len);
+                }
                 Err(errno)
             }
         };
@@ -332,11 +332,32 @@ impl Agent {
         result
     }
 
+    /// Copies the pages that lie aside to the place in the nursery that belongs to `range`; `None` if that cannot be had.
+    fn hatch(&mut self, range: Range) -> Option<u64> {
+        let offset = range.start % NURSERY_LEN;
+        let at = self.nursery().filter(|_| offset + range.len() <= NURSERY_LEN)? + offset;
+        // SAFETY: the old mapping lies aside, as long as `range`; its pages can be read.
+        let (copied, error) = unsafe { self.hold.copy(at, self.aside, range.len(), 0) };
+        if error.is_some() && copied > 0 {
+            empty_nursery(at, copied);
+        }
+        error.is_none().then_some(at)
+    }
+
     fn note_freeze(&self, ns: u64) {
         let counters = self.counters();
         counters.freezes.fetch_add(1, Ordering::Relaxed);
         counters.freeze_ns_max.fetch_max(ns, Ordering::Relaxed);
         counters.freeze_us[wire::freeze_bucket(ns / 1000)].fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Takes pages out of the nursery. A discard there would wait for ourselves to read that it happened.
+fn empty_nursery(at: u64, len: u64) {
+    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
+    if let Ok(target) = mem::Mapping::anonymous(len as usize) {
+        // SAFETY: both are ours; what arrives goes with the target.
+        let _ = unsafe { mem::remap(at, len, len, flags, target.addr()) };
     }
 }
 

@@ -22,6 +22,8 @@ pub struct Note {
     pub dont_dump: bool,
     /// `MADV_HUGEPAGE` is in force.
     pub huge: bool,
+    /// `MADV_NOHUGEPAGE` is in force.
+    pub small: bool,
 }
 
 /// Disjoint ranges with notes, in order of address.
@@ -35,7 +37,15 @@ pub struct Table {
 
 const EMPTY: (Range, Note) = (
     Range { start: 0, end: 0 },
-    Note { mergeable: false, excluded: false, seen: false, dont_fork: false, dont_dump: false, huge: false },
+    Note {
+        mergeable: false,
+        excluded: false,
+        seen: false,
+        dont_fork: false,
+        dont_dump: false,
+        huge: false,
+        small: false,
+    },
 );
 
 impl Table {

@@ -143,6 +143,8 @@ struct Work {
     deferred_since: u64,
     /// Merging rests until this period: the kernel refused a mapping.
     rest_until: u64,
+    /// Broken pages are not healed before this period: the last time the budget of mappings did not allow all.
+    heal_from: u64,
     /// Pages per fetch: small after a hit (the rest is predicted), larger after misses.
     block: usize,
     breaks: u64,
@@ -262,6 +264,7 @@ impl Domain {
             deferred: Vec::new(),
             deferred_since: 0,
             rest_until: 0,
+            heal_from: 0,
             block: fresh::BLOCK_MIN,
             breaks: 0,
             refused: BTreeMap::new(),

@@ -94,6 +94,28 @@ fn long_runs_obey_the_budget_as_well() {
     }
 }
 
+/// Writes here and there into long runs: a page that is healed alone costs two mappings, so most stay as they are.
+#[test]
+fn healing_obeys_the_budget() {
+    let config = Config { vma_budget: 40, dead_slots_min: u64::MAX, ..Config::default() };
+    let mut bench = Bench::new(config, Options { pages_max: 10_000, ..Options::default() });
+    let (a, range, id) = bench.add((0..2000).map(|page| 2 + page * 2));
+    bench.add((0..2000).map(|page| 2 + page * 2));
+    bench.periods(8);
+    for page in (0..2000).step_by(2) {
+        a.write(range.start + page * PAGE, 1 << 20 | (page as u32) << 1);
+    }
+    bench.periods(100);
+    assert!((10..=50).contains(&a.mappings()), "{} mappings", a.mappings());
+    assert!(bench.domain.stats().clients[&id].pages_broken > 900);
+    // Written in one piece, the rest makes whole mappings of them, which cost nothing.
+    for page in (1..2000).step_by(2) {
+        a.write(range.start + page * PAGE, 1 << 21 | (page as u32) << 1);
+    }
+    bench.periods(60);
+    assert_eq!(bench.domain.stats().clients[&id].pages_broken, 0);
+}
+
 /// The kernel's limit is lower than the budget: merging rests, goes on later, and never takes what is not there.
 #[test]
 fn a_refused_mapping_is_no_end() {

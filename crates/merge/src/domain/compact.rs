@@ -11,8 +11,8 @@
 use super::period::within;
 use super::{Domain, Entry, Work, lock, read};
 use crate::client::{Gone, PoolMapping};
-use crate::page::State;
 use pagefold_os::{PAGE_SIZE, Range};
+use pagefold_pool::SLOTS_PER_SEGMENT;
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 
@@ -50,23 +50,27 @@ enum Place {
 impl Domain {
     /// Moves the client's pages away from where all move away, if there is such a place.
     pub(super) fn compact_pool(&self, work: &mut Work) -> Result<(), Gone> {
-        let Some(from) = self.place_to_leave(work) else { return Ok(()) };
-        // Healing a part of a mapping adds mappings, which the kernel refuses this client just now.
-        if work.is_resting() {
-            return Ok(());
-        }
-        let runs = match from {
-            Place::Segment(segment) => pages_of(work, segment),
-            Place::Window(inode, window) => foreign_pages(work, inode, window),
+        let Some(place) = self.place_to_leave(work) else { return Ok(()) };
+        let (inode, slots) = match place {
+            Place::Segment(segment) => (self.pool.segment_inode(segment), 0..SLOTS_PER_SEGMENT),
+            Place::Window(inode, window) => (Some(inode), window * WINDOW..(window + 1) * WINDOW),
         };
-        if runs.is_empty() {
+        let counts = work.table.counts();
+        // The kernel refuses this client mappings just now, and moving needs some.
+        if work.is_resting() || counts.shared + counts.broken == 0 && work.foreign.is_empty() {
             return Ok(());
         }
         let mappings = self.pool_mappings(work)?;
-        let pieces: Vec<Range> = runs.iter().flat_map(|run| within(*run, &mappings)).collect();
+        // Whole mappings, broken pages and all: what stayed would cost mappings, and keep the file.
+        let ours = mappings.iter().filter(|mapping| Some(mapping.inode) == inode);
+        let ranges = ours.map(|mapping| shown(mapping, &slots)).filter(|range| !range.is_empty());
+        let pieces: Vec<Range> = ranges.flat_map(|range| within(range, &mappings)).collect();
+        if pieces.is_empty() {
+            return Ok(());
+        }
         let moved = self.heal(work, &pieces)?;
         self.count(|c| &c.compacted, moved);
-        if let Place::Window(..) = from {
+        if let Place::Window(..) = place {
             // What is healed there is plain memory from now on, to be watched.
             work.generation = None;
         }
@@ -140,17 +144,6 @@ impl Domain {
     }
 }
 
-/// The client's pages that show slots of `segment`, as runs.
-fn pages_of(work: &Work, segment: u32) -> Vec<Range> {
-    let mut runs = Vec::new();
-    super::shared_pages(work, |addr, slot| {
-        if slot.segment() == segment {
-            add_page(&mut runs, addr);
-        }
-    });
-    runs
-}
-
 /// The windows that the mappings show.
 fn windows(foreign: &[PoolMapping]) -> impl Iterator<Item = (u64, u32)> {
     foreign.iter().flat_map(|mapping| {
@@ -159,26 +152,9 @@ fn windows(foreign: &[PoolMapping]) -> impl Iterator<Item = (u64, u32)> {
     })
 }
 
-/// The client's managed pages that show slots of a window of a segment that is not ours, as runs.
-fn foreign_pages(work: &Work, inode: u64, window: u32) -> Vec<Range> {
-    let mut runs = Vec::new();
-    for mapping in work.foreign.iter().filter(|mapping| mapping.inode == inode) {
-        for (page, addr) in (mapping.range.start..mapping.range.end).step_by(PAGE_SIZE).enumerate() {
-            let known = work.table.find(addr).map(|(chunk, index)| chunk.state(index));
-            // Whatever else is known of a page came later than the mapping.
-            let shown = matches!(known, Some(State::Unknown | State::Broken { .. }));
-            if shown && (mapping.index + page as u32) / WINDOW == window {
-                add_page(&mut runs, addr);
-            }
-        }
-    }
-    runs
-}
-
-/// Adds a page behind the others, as runs.
-fn add_page(runs: &mut Vec<Range>, addr: u64) {
-    match runs.last_mut() {
-        Some(last) if last.end == addr => last.end += PAGE,
-        _ => runs.push(Range::pages_from(addr, 1)),
-    }
+/// The part of a mapping that shows these slots.
+fn shown(mapping: &PoolMapping, slots: &std::ops::Range<u32>) -> Range {
+    let pages = mapping.range.pages() as u32;
+    let at = |slot: u32| mapping.range.start + u64::from(slot.saturating_sub(mapping.index).min(pages)) * PAGE;
+    Range { start: at(slots.start), end: at(slots.end) }
 }

@@ -3,6 +3,7 @@
 use super::{ChunkRef, Domain, Entry, Member, Work, lock, write};
 use crate::client::{FREEZE_PAGES_MAX, Gone, PoolMapping, Written};
 use crate::page::{State, on_period, on_written};
+use crate::plan;
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, Chunk, Huge, Indexed};
 use pagefold_os::{PAGE_SIZE, Range, sched};
 use pagefold_pool::{SLOTS_PER_SEGMENT, Slot};
@@ -19,6 +20,8 @@ const HUGE_BACKOFF_MAX: u8 = 5;
 const HUGE_PAYS_ONE_IN: usize = 4;
 /// The index is swept of dead entries once in this many periods.
 const SWEEP_PERIODS: usize = 16;
+/// Periods after which healing is tried again where the budget of mappings did not allow it.
+const HEAL_REST_PERIODS: u64 = 16;
 /// Pages of one client that are managed at most (512 GiB); the rest is left alone.
 const PAGES_MAX: u64 = 1 << 27;
 /// Pool mappings that one client may have.
@@ -328,8 +331,12 @@ impl Domain {
         Ok((zero + twins) * HUGE_PAYS_ONE_IN >= pages)
     }
 
-    /// Broken pages become plain memory again, and may merge again.
+    /// Broken pages become plain memory again, and may merge again: the longest runs first, as far as the budget of mappings
+    /// reaches. A page that is healed alone in a run of slots costs two mappings, as one that is merged alone does.
     fn heal_old(&self, work: &mut Work) -> Result<(), Gone> {
+        if work.period < work.heal_from {
+            return Ok(());
+        }
         let ripe = |state: State| matches!(state, State::Broken { age, .. } if age >= self.config.heal_periods);
         let mut runs: Vec<Range> = Vec::new();
         for chunk in work.table.chunks().iter().filter(|chunk| chunk.counts.broken > 0) {
@@ -345,7 +352,6 @@ impl Domain {
             return Ok(());
         }
         let mappings = self.pool_mappings(work)?;
-        let pieces: Vec<Range> = runs.iter().flat_map(|run| within(*run, &mappings)).collect();
         // Where there is no pool mapping (any more), there is nothing to be healed.
         let elsewhere = runs.iter().flat_map(|run| without(*run, &mappings));
         for addr in elsewhere.flat_map(|range| (range.start..range.end).step_by(PAGE_SIZE)) {
@@ -355,6 +361,20 @@ impl Domain {
             // What is healed there is plain memory from now on.
             work.generation = None;
         }
+        let mut parts: Vec<(Range, i64)> = runs.iter().flat_map(|run| parts_of(*run, &mappings)).collect();
+        parts.sort_by_key(|(part, _)| std::cmp::Reverse(part.pages()));
+        let before = parts.len();
+        parts.retain(|(part, added)| {
+            let used = work.mappings.max(0) as u64;
+            let fits = *added == 0 || part.pages() >= plan::run_pages_min(used, self.config.vma_budget);
+            work.mappings += if fits { *added } else { 0 };
+            fits
+        });
+        if parts.len() < before {
+            work.heal_from = work.period + HEAL_REST_PERIODS;
+        }
+        parts.sort_unstable_by_key(|(part, _)| part.start);
+        let pieces: Vec<Range> = parts.iter().flat_map(|(part, _)| within(*part, &mappings)).collect();
         self.heal(work, &pieces).map(drop)
     }
 
@@ -576,17 +596,25 @@ fn without(range: Range, mappings: &[PoolMapping]) -> Vec<Range> {
     parts
 }
 
+/// The parts of `range` inside single mappings, and the mappings that there are more once a part is none of the pool's.
+fn parts_of(range: Range, mappings: &[PoolMapping]) -> impl Iterator<Item = (Range, i64)> + use<'_> {
+    let first = mappings.partition_point(|mapping| mapping.range.end <= range.start);
+    mappings[first..].iter().take_while(move |mapping| mapping.range.start < range.end).map(move |mapping| {
+        let part = Range { start: range.start.max(mapping.range.start), end: range.end.min(mapping.range.end) };
+        let added = i64::from(mapping.range.start < part.start) + i64::from(part.end < mapping.range.end);
+        (part, added)
+    })
+}
+
 /// The parts of `range` inside single mappings, each short enough to be frozen at once.
 pub(super) fn within(range: Range, mappings: &[PoolMapping]) -> Vec<Range> {
     let mut parts = Vec::new();
-    let first = mappings.partition_point(|mapping| mapping.range.end <= range.start);
-    for mapping in mappings[first..].iter().take_while(|mapping| mapping.range.start < range.end) {
-        let mut at = mapping.range.start.max(range.start);
-        let end = mapping.range.end.min(range.end);
-        while at < end {
-            let piece_end = end.min(at + FREEZE_PAGES_MAX * PAGE);
-            parts.push(Range { start: at, end: piece_end });
-            at = piece_end;
+    for (part, _) in parts_of(range, mappings) {
+        let mut at = part.start;
+        while at < part.end {
+            let end = part.end.min(at + FREEZE_PAGES_MAX * PAGE);
+            parts.push(Range { start: at, end });
+            at = end;
         }
     }
     parts
