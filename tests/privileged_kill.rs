@@ -3,40 +3,8 @@
 
 mod common;
 
-use common::{Daemon, Reaped, can_merge, events, semantics, wait_for};
-use std::io::{BufRead, BufReader, Write};
-use std::process::{ChildStdin, ChildStdout, Stdio};
+use common::{Daemon, Server, can_merge, events, semantics, wait_for};
 use std::time::Duration;
-
-struct Server {
-    /// Ends with this.
-    _child: Reaped,
-    input: ChildStdin,
-    output: BufReader<ChildStdout>,
-}
-
-impl Server {
-    fn start(daemon: &Daemon, program: &std::path::Path) -> Server {
-        let mut command = daemon.run(&[]);
-        command.arg(program).arg("serve").stdin(Stdio::piped()).stdout(Stdio::piped());
-        let mut child = Reaped(command.spawn().expect("a client"));
-        let input = child.0.stdin.take().expect("a pipe");
-        let mut output = BufReader::new(child.0.stdout.take().expect("a pipe"));
-        let mut line = String::new();
-        output.read_line(&mut line).expect("a line");
-        assert_eq!(line, "ready\n");
-        Server { _child: child, input, output }
-    }
-
-    /// Lets the client compare every byte; returns how many of its pages lie in the pool.
-    fn check(&mut self, word: &str) -> usize {
-        writeln!(self.input, "{word}").expect("the client reads");
-        let mut line = String::new();
-        self.output.read_line(&mut line).expect("a line");
-        let pages = line.trim().strip_prefix("right ").and_then(|pages| pages.parse().ok());
-        pages.unwrap_or_else(|| panic!("the client found wrong bytes, or died: {line:?}"))
-    }
-}
 
 /// A small generator of numbers; the seed is printed, so that a failure can be repeated.
 struct Random(u64);
@@ -65,7 +33,7 @@ fn whoever_is_killed_the_others_go_on() {
     println!("seed {seed}");
     let mut random = Random(seed);
     let mut daemon = Daemon::start(&[]);
-    let mut servers: Vec<Server> = (0..3).map(|_| Server::start(&daemon, program)).collect();
+    let mut servers: Vec<Server> = (0..3).map(|_| Server::start(daemon.run(&[]), program)).collect();
     for round in 0..rounds {
         std::thread::sleep(Duration::from_millis(random.below(500)));
         let what = random.below(3);
@@ -83,7 +51,7 @@ fn whoever_is_killed_the_others_go_on() {
             daemon.replace();
         }
         while servers.len() < 3 {
-            servers.push(Server::start(&daemon, program));
+            servers.push(Server::start(daemon.run(&[]), program));
         }
         for server in &mut servers {
             server.check("write");
@@ -94,7 +62,7 @@ fn whoever_is_killed_the_others_go_on() {
     wait_for("all clients to greet the last daemon", 30, || {
         daemon.status()["clients"].as_array().is_some_and(|clients| clients.len() == 3)
     });
-    servers.push(Server::start(&daemon, program));
+    servers.push(Server::start(daemon.run(&[]), program));
     let new = servers.len() - 1;
     wait_for("a new client to be merged", 60, || servers[new].check("check") > 3000);
     daemon.verify();
@@ -112,7 +80,7 @@ fn whoever_is_killed_the_others_go_on() {
 fn the_next_daemon_takes_over_what_was_merged() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     let mut daemon = Daemon::start(&[]);
-    let mut servers: Vec<Server> = (0..2).map(|_| Server::start(&daemon, program)).collect();
+    let mut servers: Vec<Server> = (0..2).map(|_| Server::start(daemon.run(&[]), program)).collect();
     for server in &mut servers {
         wait_for("pages to be merged", 60, || server.check("check") > 7500);
     }

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Daemon, Reaped, TOOL, can_merge, events, finish, semantics, wait_for};
+use common::{Daemon, Reaped, Server, TOOL, can_merge, events, finish, semantics, wait_for};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
 
@@ -54,53 +54,31 @@ fn the_program_gets_its_own_mappings() {
 
 #[test]
 fn a_limit_of_memory_means_no_failure() {
-    use std::io::{BufRead, BufReader, Write};
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     let Some(group) = common::group::Group::new() else { return };
     let daemon = Daemon::start(&["--period", "500ms"]);
     let mut command = daemon.run(&[]);
-    command.arg(program).arg("serve").stdin(Stdio::piped()).stdout(Stdio::piped());
     group.adopt(&mut command);
-    let mut client = Reaped(command.spawn().expect("a client"));
-    let mut said = BufReader::new(client.0.stdout.take().expect("a pipe")).lines();
-    let mut input = client.0.stdin.take().expect("a pipe");
-    assert_eq!(said.next().and_then(Result::ok).as_deref(), Some("ready"));
+    let mut client = Server::start(command, program);
     // Less than a copy of the pages that one batch looks at; the kernel itself takes a quarter of it in one go.
     group.limit(1 << 20);
-    let mut check = || {
-        writeln!(input, "check").expect("the client reads");
-        let line = said.next().and_then(Result::ok).expect("the client lives");
-        line.strip_prefix("right ").and_then(|pages| pages.parse::<usize>().ok()).expect("a count")
-    };
-    wait_for("pages to be merged at the limit", 60, || check() > 4000);
-    drop(input);
-    assert!(client.0.wait().expect("it ends").success(), "the client failed at a limit of memory");
+    wait_for("pages to be merged at the limit", 60, || client.check("check") > 4000);
+    assert!(client.end().success(), "the client failed at a limit of memory");
     group.assert_nobody_was_killed();
 }
 
 /// What is given back is as few mappings as it was before it was merged, not one for each step.
 #[test]
 fn unmerged_memory_is_one_mapping_again() {
-    use std::io::{BufRead, BufReader, Write};
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     let daemon = Daemon::start(&[]);
-    let mut command = daemon.run(&[]);
-    command.arg(program).arg("serve").stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut client = Reaped(command.spawn().expect("a client"));
-    let mut said = BufReader::new(client.0.stdout.take().expect("a pipe")).lines();
-    let mut input = client.0.stdin.take().expect("a pipe");
-    assert_eq!(said.next().and_then(Result::ok).as_deref(), Some("ready"));
+    let mut client = Server::start(daemon.run(&[]), program);
     let pid = client.pid().to_string();
     let mappings = || std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("maps").lines().count();
     let before = mappings();
-    let mut merged = || {
-        writeln!(input, "check").expect("the client reads");
-        let line = said.next().and_then(Result::ok).expect("the client lives");
-        line.strip_prefix("right ").and_then(|pages| pages.parse::<usize>().ok()).expect("a count")
-    };
-    wait_for("pages to be merged", 60, || merged() > 8000);
+    wait_for("pages to be merged", 60, || client.check("check") > 8000);
     assert!(daemon.tool(&["unmerge", &pid]).status.success());
-    assert_eq!(merged(), 0);
+    assert_eq!(client.check("check"), 0);
     let after = mappings();
     assert!(after < before + 20, "{before} mappings before, {after} after");
 }

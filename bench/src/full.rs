@@ -41,62 +41,65 @@ const ZIPF: &str = "sd-tree,b-tree,forrest,papaya,dashmap,scc-hash-map,congee";
 /// Of the cold tier's index: ours, and the source's.
 const OURS: &str = "flat-array,radix-64,tier-flat,tier-b-tree,b-tree,rb-tree-lock";
 
-/// Benchmark, tag, arguments, and the value of the last of them.
-const FIRST: &[(&str, &str, &str, &str)] = &[
-    ("erofs", "full", "--full", ""),
-    ("pagecache", "full", "--full", ""),
-    ("index", "uniform", "--keys 10000000 --rounds 3 --threads 2 --only", NEAR),
-    ("index", "one-thread", "--keys 10000000 --rounds 1 --threads 1 --only", NEAR),
-    ("index", "reserved", "--keys 10000000 --rounds 3 --threads 2 --only", "forrest-reserved,dashmap-reserved"),
-    ("index", "large", "--keys 100000000 --rounds 1 --threads 2 --only", FIT),
-    ("index", "zipf", "--keys 10000000 --rounds 3 --threads 2 --mix read --dist zipf --only", ZIPF),
-    ("index", "growth", "--keys 100000000 --rounds 1 --threads 1 --growth --only", "sd-tree,b-tree,forrest,dashmap"),
-    ("kv", "source-small", "--keys 1000000 --rounds 3 --tables", "source"),
-    ("kv", "shared", "--keys 10000000 --rounds 1 --tables", "shared"),
-    ("kv", "values", "--keys 1000000 --rounds 3 --tables", "values"),
-    ("pageone", "merge", "--only merge --rounds", "5"),
-    // The published test's processes, a thirty-second of their size.
-    ("pageone", "merge-large", "--only merge --layout files --full --rounds", "1"),
-    ("pageone", "breaks", "--only breaks --rounds", "3"),
-    ("pageone", "delay", "--only delay --rounds", "3"),
-    ("pageone", "idle", "--only idle --rounds", "3"),
-    ("pageone", "churn", "--only churn --rounds", "1"),
-    ("pageone", "guests", "--only guests --full --rounds", "1"),
-    ("zswap", "index", "--part index --entries 100000,1000000 --rounds", "1"),
-    ("zswap", "tier", "--part density,latency,live,half --guests 4 --rounds", "3"),
-];
+/// Benchmark, tag, arguments, the value of the last of them, and for what comes last its minutes.
+type Row = (&'static str, &'static str, &'static str, &'static str, Option<u64>);
 
-/// The same with minutes, the dearest first.
-const LAST: &[(&str, &str, &str, &str, u64)] = &[
+/// In their order; of those that come last the dearest first.
+const RUNS: &[Row] = &[
+    ("erofs", "full", "--full", "", None),
+    ("pagecache", "full", "--full", "", None),
+    ("index", "uniform", "--keys 10000000 --rounds 3 --threads 2 --only", NEAR, None),
+    ("index", "one-thread", "--keys 10000000 --rounds 1 --threads 1 --only", NEAR, None),
+    ("index", "reserved", "--keys 10000000 --rounds 3 --threads 2 --only", "forrest-reserved,dashmap-reserved", None),
+    ("index", "large", "--keys 100000000 --rounds 1 --threads 2 --only", FIT, None),
+    ("index", "zipf", "--keys 10000000 --rounds 3 --threads 2 --mix read --dist zipf --only", ZIPF, None),
+    (
+        "index",
+        "growth",
+        "--keys 100000000 --rounds 1 --threads 1 --growth --only",
+        "sd-tree,b-tree,forrest,dashmap",
+        None,
+    ),
+    ("kv", "source-small", "--keys 1000000 --rounds 3 --tables", "source", None),
+    ("kv", "shared", "--keys 10000000 --rounds 1 --tables", "shared", None),
+    ("kv", "values", "--keys 1000000 --rounds 3 --tables", "values", None),
+    ("pageone", "merge", "--only merge --rounds", "5", None),
+    // The published test's processes, a thirty-second of their size.
+    ("pageone", "merge-large", "--only merge --layout files --full --rounds", "1", None),
+    ("pageone", "breaks", "--only breaks --rounds", "3", None),
+    ("pageone", "delay", "--only delay --rounds", "3", None),
+    ("pageone", "idle", "--only idle --rounds", "3", None),
+    ("pageone", "churn", "--only churn --rounds", "1", None),
+    ("pageone", "guests", "--only guests --full --rounds", "1", None),
+    ("zswap", "index", "--part index --entries 100000,1000000 --rounds", "1", None),
+    ("zswap", "tier", "--part density,latency,live,half --guests 4 --rounds", "3", None),
     // Trees with a node per key take minutes here.
-    ("zswap", "index-large", "--part index --entries 10000000 --rounds 1 --only", OURS, 6),
-    ("pageone", "growth", "--only growth --rounds", "1", 10),
+    ("zswap", "index-large", "--part index --entries 10000000 --rounds 1 --only", OURS, Some(6)),
+    ("pageone", "growth", "--only growth --rounds", "1", Some(10)),
     // A sixteenth of the published size.
-    ("pageone", "merge-largest", "--only merge --layout files --processes 12 --mib 1024 --rounds", "1", 6),
-    ("kv", "source", "--keys 10000000 --rounds 1 --tables", "source", 11),
-    ("index", "far", "--keys 10000000 --rounds 1 --threads 2 --only", FAR, 11),
-    ("zswap", "growth", "--part", "growth", 6),
-    ("erofs", "many", "--many", "", 1),
-    ("scan", "full", "--full", "", 4),
+    ("pageone", "merge-largest", "--only merge --layout files --processes 12 --mib 1024 --rounds", "1", Some(6)),
+    ("kv", "source", "--keys 10000000 --rounds 1 --tables", "source", Some(11)),
+    ("index", "far", "--keys 10000000 --rounds 1 --threads 2 --only", FAR, Some(11)),
+    ("zswap", "growth", "--part", "growth", Some(6)),
+    ("erofs", "many", "--many", "", Some(1)),
+    ("scan", "full", "--full", "", Some(4)),
     // Simulated by cachegrind, so with fewer keys.
-    ("index", "tlb", "--keys 1000000 --rounds 1 --tlb --only", TLB, 6),
-    ("index", "content", "--content", "", 1),
-    ("index", "growth-trees", "--keys 10000000 --rounds 1 --threads 1 --growth --only", "congee,rb-tree-lock", 2),
+    ("index", "tlb", "--keys 1000000 --rounds 1 --tlb --only", TLB, Some(6)),
+    ("index", "content", "--content", "", Some(1)),
+    ("index", "growth-trees", "--keys 10000000 --rounds 1 --threads 1 --growth --only", "congee,rb-tree-lock", Some(2)),
     // With 10^7 keys and two threads it did not come to an end here, with 10^6 it takes minutes.
-    ("index", "scc-tree", "--keys 100000 --rounds 1 --threads 2 --only", "scc-tree-index", 2),
+    ("index", "scc-tree", "--keys 100000 --rounds 1 --threads 2 --only", "scc-tree-index", Some(2)),
 ];
 
 /// The runs of these benchmarks, in their order.
 pub fn runs(benches: &[&str]) -> Vec<Run> {
-    let run = |bench, tag, line: &'static str, value: &'static str, minutes: Option<u64>| Run {
+    let run = |&(bench, tag, line, value, minutes): &Row| Run {
         bench,
         tag,
         args: line.split(' ').chain(Some(value).filter(|value| !value.is_empty())).collect(),
         last: minutes.map(|minutes| Duration::from_secs(minutes * 60)),
     };
-    let first = FIRST.iter().map(|&(bench, tag, line, value)| run(bench, tag, line, value, None));
-    let last = LAST.iter().map(|&(bench, tag, line, value, minutes)| run(bench, tag, line, value, Some(minutes)));
-    first.chain(last).filter(|run| benches.contains(&run.bench)).collect()
+    RUNS.iter().map(run).filter(|run| benches.contains(&run.bench)).collect()
 }
 
 #[cfg(test)]
@@ -110,7 +113,7 @@ mod tests {
     fn no_record_overwrites_another() {
         let runs = runs(&ALL);
         let tags: BTreeSet<(&str, &str)> = runs.iter().map(|run| (run.bench, run.tag)).collect();
-        assert_eq!((tags.len(), runs.len()), (runs.len(), FIRST.len() + LAST.len()));
+        assert_eq!((tags.len(), runs.len()), (runs.len(), RUNS.len()));
     }
 
     #[test]

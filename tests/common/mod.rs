@@ -7,9 +7,9 @@ pub mod group;
 pub mod guest;
 
 use serde_json::Value;
-use std::io::Read;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,6 @@ pub const TOOL: &str = env!("CARGO_BIN_EXE_pagefold");
 
 /// Says why a test is not tried, where nobody overlooks it.
 pub fn skipped(why: &str) {
-    use std::io::Write;
     // Not through the test harness, which hides the output of tests that pass.
     let _ = writeln!(std::io::stderr(), "SKIPPED: {why}");
 }
@@ -182,6 +181,47 @@ fn spawn_daemon(socket: &Path, args: &[String]) -> Child {
         command.args(["--period", "100ms"]);
     }
     command.args(args).stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("the daemon starts")
+}
+
+/// A client that runs the scenario `serve`; ends with its owner.
+pub struct Server {
+    child: Reaped,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Server {
+    /// Starts `program` by `command`, which [`Daemon::run`] made, and waits until its memory is there.
+    pub fn start(mut command: Command, program: &Path) -> Server {
+        command.arg(program).arg("serve").stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = Reaped(command.spawn().expect("a client"));
+        let input = child.0.stdin.take().expect("a pipe");
+        let mut output = BufReader::new(child.0.stdout.take().expect("a pipe"));
+        let mut line = String::new();
+        output.read_line(&mut line).expect("a line");
+        assert_eq!(line, "ready\n");
+        Server { child, input, output }
+    }
+
+    pub fn pid(&self) -> i32 {
+        self.child.pid()
+    }
+
+    /// Lets the client compare every byte; returns how many of its pages lie in the pool.
+    pub fn check(&mut self, word: &str) -> usize {
+        writeln!(self.input, "{word}").expect("the client reads");
+        let mut line = String::new();
+        self.output.read_line(&mut line).expect("a line");
+        let pages = line.trim().strip_prefix("right ").and_then(|pages| pages.parse().ok());
+        pages.unwrap_or_else(|| panic!("the client found wrong bytes, or died: {line:?}"))
+    }
+
+    /// Has no more to ask; tells how the client ended.
+    pub fn end(self) -> ExitStatus {
+        let Server { mut child, input, .. } = self;
+        drop(input);
+        child.0.wait().expect("it ends")
+    }
 }
 
 /// Events of one name in a status, over all domains.

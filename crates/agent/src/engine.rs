@@ -155,8 +155,8 @@ pub(crate) struct Agent {
     pub(crate) staging: mem::Mapping,
     /// Address range that `heal` moves mappings to.
     pub(crate) aside: u64,
-    /// Where memory that is given back is made; `None` before it is needed, 0 if it cannot be had.
-    nursery: Option<u64>,
+    /// Where memory that is given back is made, if that can be had; `None` before it is needed.
+    nursery: Option<Option<u64>>,
     segments: [Option<Segment>; SEGMENTS_HELD],
     /// The process's page map.
     pagemap: Fd,
@@ -767,9 +767,9 @@ impl Agent {
     /// Where memory that is given back is made, see [`Agent::heal`].
     pub(crate) fn nursery(&mut self) -> Option<u64> {
         if self.nursery.is_none() {
-            self.nursery = Some(self.find_nursery().unwrap_or(0));
+            self.nursery = Some(self.find_nursery().ok());
         }
-        self.nursery.filter(|addr| *addr != 0)
+        self.nursery.flatten()
     }
 
     fn find_nursery(&self) -> Result<u64> {

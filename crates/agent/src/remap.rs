@@ -38,6 +38,9 @@ enum State {
     Equal,
 }
 
+/// Moves a mapping to just there.
+const INTO: libc::c_int = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+
 impl Agent {
     /// Merges the pieces of one span: ascending, at most [`FREEZE_PAGES_MAX`] pages from first to last,
     /// with nothing merged between them. Writes one outcome per piece.
@@ -288,7 +291,6 @@ impl Agent {
         let len = range.len();
         let frozen_at = sched::monotonic_ns();
         self.hold.register(range, uffd::MODE_MISSING | uffd::MODE_MINOR)?;
-        const INTO: libc::c_int = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
         // SAFETY: the reserve is ours and as long as the longest span; the source mapping stays in place, empty.
         if let Err(errno) = unsafe { mem::remap(range.start, len, len, INTO | libc::MREMAP_DONTUNMAP, self.aside) } {
             self.hold_pool(range);
@@ -354,10 +356,9 @@ impl Agent {
 
 /// Takes pages out of the nursery. A discard there would wait for ourselves to read that it happened.
 fn empty_nursery(at: u64, len: u64) {
-    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
     if let Ok(target) = mem::Mapping::anonymous(len as usize) {
         // SAFETY: both are ours; what arrives goes with the target.
-        let _ = unsafe { mem::remap(at, len, len, flags, target.addr()) };
+        let _ = unsafe { mem::remap(at, len, len, INTO | libc::MREMAP_DONTUNMAP, target.addr()) };
     }
 }
 

@@ -281,14 +281,15 @@ fn a_segment_that_cannot_be_emptied_serves_on() {
         Options { pages_max: 10_000, ..Options::default() },
     );
     let contents = || (0..slots as u32).map(|page| 2 + page * 2);
-    let process = bench.machine.spawn();
-    let range = process.map(slots);
-    contents().enumerate().for_each(|(page, content)| process.write(range.start + page as u64 * PAGE, content));
-    bench.domain.add(Box::new(Stuck(process.client())));
+    let (a, in_a, _) = bench.add(contents());
+    // Nothing is given back to a process that has a page pinned.
+    let pinned = a.map(1);
+    a.write(pinned.start, 1 << 28);
+    a.pin(pinned.start, true);
     let (b, in_b, _) = bench.add(contents());
     bench.periods(8);
     for page in (0..slots).filter(|page| page % 8 != 0) {
-        process.write(range.start + page * PAGE, 1 << 20 | (page as u32) << 1);
+        a.write(in_a.start + page * PAGE, 1 << 20 | (page as u32) << 1);
         b.write(in_b.start + page * PAGE, 1 << 24 | (page as u32) << 1);
     }
     bench.periods(80);
@@ -296,43 +297,6 @@ fn a_segment_that_cannot_be_emptied_serves_on() {
     assert!(stats.events.compacted >= slots / 8, "the other one was moved: {:?}", stats.events);
     assert_eq!((stats.pages_shared, stats.pages_sharing), (slots / 8, 2 * (slots / 8)), "and came back");
     assert_eq!(bench.domain.pool().stats().segments_released, 0);
-}
-
-/// May always pin its pages, so that none is given back.
-struct Stuck(SimClient);
-
-impl Client for Stuck {
-    fn generation(&mut self) -> u64 {
-        self.0.generation()
-    }
-    fn regions(&mut self) -> Result<Vec<Range>, Gone> {
-        self.0.regions()
-    }
-    fn pool_mappings(&mut self) -> Result<Vec<PoolMapping>, Gone> {
-        self.0.pool_mappings()
-    }
-    fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
-        self.0.watch(ranges)
-    }
-    fn touched(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
-        self.0.touched(range, out)
-    }
-    fn written(&mut self, range: Range, huge: bool, out: &mut Vec<Written>) -> Result<(), Gone> {
-        self.0.written(range, huge, out)
-    }
-    fn broken(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
-        self.0.broken(range, out)
-    }
-    fn fetch(&mut self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) -> Result<(), Gone> {
-        self.0.fetch(runs, out, readable)
-    }
-    fn remap(&mut self, pool: &Pool, pieces: &[Piece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
-        self.0.remap(pool, pieces, out)
-    }
-    fn heal(&mut self, ranges: &[Range], out: &mut Vec<bool>) -> Result<(), Gone> {
-        out.extend(ranges.iter().map(|_| false));
-        Ok(())
-    }
 }
 
 /// A huge page is left whole while few of its pages have a twin, and split when it pays.

@@ -273,7 +273,9 @@ impl Pool {
         let segments = self.segments.read().unwrap_or_else(|poisoned| poisoned.into_inner());
         let offered = segments.iter().flatten().filter(|segment| segment.is_closed() && segment.is(Standing::Offered));
         let dead = |segment: &Segment| u64::from(segment.published().saturating_sub(segment.live()));
-        let pays = offered.filter(|segment| segment.live() > 0 && segment.mappings() < dead(segment));
+        // Each live slot has a mapping at least: most segments need no count of them.
+        let mostly_dead = offered.filter(|segment| (1..dead(segment)).contains(&segment.live().into()));
+        let pays = mostly_dead.filter(|segment| segment.mappings() < dead(segment));
         pays.max_by_key(|segment| dead(segment)).map(|segment| segment.number())
     }
 

@@ -51,13 +51,18 @@ impl Domain {
     /// Moves the client's pages away from where all move away, if there is such a place.
     pub(super) fn compact_pool(&self, work: &mut Work) -> Result<(), Gone> {
         let Some(place) = self.place_to_leave(work) else { return Ok(()) };
-        let (inode, slots) = match place {
-            Place::Segment(segment) => (self.pool.segment_inode(segment), 0..SLOTS_PER_SEGMENT),
-            Place::Window(inode, window) => (Some(inode), window * WINDOW..(window + 1) * WINDOW),
+        let (inode, slots, may_show) = match place {
+            Place::Segment(segment) => {
+                let counts = work.table.counts();
+                (self.pool.segment_inode(segment), 0..SLOTS_PER_SEGMENT, counts.shared + counts.broken > 0)
+            }
+            Place::Window(inode, window) => {
+                let shows = work.foreign.iter().any(|mapping| mapping.inode == inode);
+                (Some(inode), window * WINDOW..(window + 1) * WINDOW, shows)
+            }
         };
-        let counts = work.table.counts();
-        // The kernel refuses this client mappings just now, and moving needs some.
-        if work.is_resting() || counts.shared + counts.broken == 0 && work.foreign.is_empty() {
+        // While it rests the kernel refuses this client mappings, and moving needs some.
+        if work.is_resting() || !may_show {
             return Ok(());
         }
         let mappings = self.pool_mappings(work)?;
@@ -70,10 +75,6 @@ impl Domain {
         }
         let moved = self.heal(work, &pieces)?;
         self.count(|c| &c.compacted, moved);
-        if let Place::Window(..) = place {
-            // What is healed there is plain memory from now on, to be watched.
-            work.generation = None;
-        }
         self.stir();
         Ok(())
     }

@@ -3,7 +3,6 @@
 use super::{ChunkRef, Domain, Entry, Member, Work, lock, write};
 use crate::client::{FREEZE_PAGES_MAX, Gone, PoolMapping, Written};
 use crate::page::{State, on_period, on_written};
-use crate::plan;
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, Chunk, Huge, Indexed};
 use pagefold_os::{PAGE_SIZE, Range, sched};
 use pagefold_pool::{SLOTS_PER_SEGMENT, Slot};
@@ -357,19 +356,10 @@ impl Domain {
         for addr in elsewhere.flat_map(|range| (range.start..range.end).step_by(PAGE_SIZE)) {
             work.table.set(addr, State::Unknown);
         }
-        if !work.foreign.is_empty() {
-            // What is healed there is plain memory from now on.
-            work.generation = None;
-        }
         let mut parts: Vec<(Range, i64)> = runs.iter().flat_map(|run| parts_of(*run, &mappings)).collect();
         parts.sort_by_key(|(part, _)| std::cmp::Reverse(part.pages()));
         let before = parts.len();
-        parts.retain(|(part, added)| {
-            let used = work.mappings.max(0) as u64;
-            let fits = *added == 0 || part.pages() >= plan::run_pages_min(used, self.config.vma_budget);
-            work.mappings += if fits { *added } else { 0 };
-            fits
-        });
+        parts.retain(|(part, added)| self.affords(part.pages(), *added, &mut work.mappings));
         if parts.len() < before {
             work.heal_from = work.period + HEAL_REST_PERIODS;
         }
@@ -400,6 +390,10 @@ impl Domain {
                     }
                 }
             }
+        }
+        if healed > 0 && !work.foreign.is_empty() {
+            // What was healed there is plain memory from now on, to be watched.
+            work.generation = None;
         }
         self.count(|c| &c.healed, healed);
         Ok(healed)

@@ -91,9 +91,12 @@ impl Domain {
 
     /// True if `run` is worth its mappings when `used` are taken; they are taken then.
     fn fits(&self, work: &Work, run: &Run, used: &mut i64) -> bool {
-        let added = plan::mappings_added(&work.table, run);
-        let fits =
-            added <= 0 || run.range.pages() >= plan::run_pages_min((*used).max(0) as u64, self.config.vma_budget);
+        self.affords(run.range.pages(), plan::mappings_added(&work.table, run), used)
+    }
+
+    /// True if a run of `pages` is worth the mappings that it adds when `used` are taken; they are taken then.
+    pub(super) fn affords(&self, pages: u64, added: i64, used: &mut i64) -> bool {
+        let fits = added <= 0 || pages >= plan::run_pages_min((*used).max(0) as u64, self.config.vma_budget);
         *used += if fits { added } else { 0 };
         fits
     }
