@@ -15,7 +15,7 @@
 //! a valid byte, any key a number.
 
 use core::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
-use pagefold_os::{PAGE_SIZE, syscall};
+use pagefold_os::{PAGE_SIZE, Range, syscall};
 
 /// Name of the table's file in /proc.
 pub const NAME: &core::ffi::CStr = c"pagefold-cold-table";
@@ -53,6 +53,9 @@ pub const PACT_AGENT: u32 = 1;
 pub const PACT_DAEMON: u32 = 2;
 /// The agent waits for the pact: set by it, so that the daemon wakes it.
 const WAITS: u32 = 1;
+
+/// Moments of discards kept for chunks that the table does not have: the chunk's number modulo this tells which.
+pub const OTHERS: usize = 64;
 
 /// Hints that wait for the daemon at most.
 pub const HINTS: usize = 64;
@@ -103,6 +106,8 @@ pub struct Head {
     pub hinted: AtomicU32,
     /// Hints.
     pub hints: [Hint; HINTS],
+    /// When chunks that are not in the table last lost pages by a discard, in monotonic nanoseconds; see [`OTHERS`].
+    pub others: [AtomicU64; OTHERS],
 }
 
 const _: () = assert!(size_of::<Head>() <= PAGE_SIZE);
@@ -148,6 +153,27 @@ impl Table {
         unsafe { core::slice::from_raw_parts((self.base + KEYS as u64) as *const AtomicU64, CHUNKS) }
     }
 
+    /// Notes that `range` loses pages by a discard at `now`; the pact is held.
+    pub fn note_removed(&self, range: Range, now: u64) {
+        if range.is_empty() {
+            return;
+        }
+        let (first, last) = (range.start / CHUNK_BYTES, (range.end - 1) / CHUNK_BYTES);
+        if last - first < 4096 {
+            for chunk in first..=last {
+                let known = self.find(chunk * CHUNK_BYTES).map(|index| self.removed(index));
+                known.unwrap_or(&self.head().others[chunk as usize % OTHERS]).store(now, Ordering::Relaxed);
+            }
+        } else {
+            self.for_each_chunk(|base, index| {
+                if base + CHUNK_BYTES > range.start && base < range.end {
+                    self.removed(index).store(now, Ordering::Relaxed);
+                }
+            });
+            self.head().others.iter().for_each(|other| other.store(now, Ordering::Relaxed));
+        }
+    }
+
     /// When the chunk at `index` last lost pages by a discard, in monotonic nanoseconds.
     pub fn removed(&self, index: usize) -> &'static AtomicU64 {
         // SAFETY: as above; the index is cut to the array.
@@ -174,13 +200,16 @@ impl Table {
         None
     }
 
-    /// As [`find`](Self::find), and enters the chunk; for the agent alone. `None` if the table is full.
+    /// As [`find`](Self::find), and enters the chunk; for the agent alone, with the pact. `None` if the table is full.
     pub fn find_or_add(&self, addr: u64) -> Option<usize> {
         let key = addr / CHUNK_BYTES + 1;
         let mut index = Self::place(key);
         for _ in 0..CHUNKS {
             match self.keys()[index].load(Ordering::Acquire) {
                 0 => {
+                    // Until now it was one of the others.
+                    let removed = self.head().others[(key - 1) as usize % OTHERS].load(Ordering::Relaxed);
+                    self.removed(index).store(removed, Ordering::Relaxed);
                     self.keys()[index].store(key, Ordering::Release);
                     return Some(index);
                 }

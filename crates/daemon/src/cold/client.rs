@@ -373,21 +373,7 @@ impl Client {
         if range.is_empty() {
             return;
         }
-        let now = sched::quick_monotonic_ns();
-        let (first, last) = (range.start / cold_table::CHUNK_BYTES, (range.end - 1) / cold_table::CHUNK_BYTES);
-        if last - first < 4096 {
-            for chunk in first..=last {
-                if let Some(index) = self.table.find(chunk * cold_table::CHUNK_BYTES) {
-                    self.table.removed(index).store(now, Ordering::Relaxed);
-                }
-            }
-        } else {
-            self.table.for_each_chunk(|base, index| {
-                if base + cold_table::CHUNK_BYTES > range.start && base < range.end {
-                    self.table.removed(index).store(now, Ordering::Relaxed);
-                }
-            });
-        }
+        self.table.note_removed(range, sched::quick_monotonic_ns());
         self.table.for_each_run(range.start, range.end, FROZEN, |start, end| self.set(start, end, VOID));
         self.table.for_each_run(range.start, range.end, OUT, |start, end| {
             self.set(start, end, RESIDENT);
