@@ -1,9 +1,11 @@
 //! Puts back what a run touched, however the run ends.
 //!
 //! The bench itself runs in a child; this process only waits. When the child has ended, by itself, by a signal or by
-//! SIGKILL, settings have their old values again, and swap files, control groups and mounts of the run are gone.
+//! SIGKILL, settings have their old values again, and swap files, control groups, mounts, block devices and files of the
+//! run are gone.
 
 use std::fs;
+use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitCode};
@@ -15,7 +17,7 @@ const GUARDED: &str = "PAGEFOLD_BENCH_GUARDED";
 /// What all things of a run are named by.
 const NAME: &str = "pagefold-bench";
 /// Switches that some bench sets; KSM's `run` last, when its other settings are back.
-const SETTINGS: &[&str] = &[
+pub const SETTINGS: &[&str] = &[
     "/proc/sys/vm/max_map_count",
     "/proc/sys/vm/page-cluster",
     "/sys/module/zswap/parameters/enabled",
@@ -28,6 +30,8 @@ const SETTINGS: &[&str] = &[
     "/sys/kernel/mm/ksm/use_zero_pages",
     "/sys/kernel/mm/ksm/run",
 ];
+/// Where runs keep files, beside the folder of their own that they take for the temporary one.
+const FOLDERS: &[&str] = &["/var/tmp", "/dev/shm"];
 /// How long a bench that was asked to end may take for it.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -38,7 +42,7 @@ extern "C" fn on_signal(signal: libc::c_int) {
 }
 
 /// The value of a switch; a choice shows the chosen one in brackets.
-fn value(path: &str) -> Option<String> {
+pub fn value(path: &str) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     let chosen = text.split_ascii_whitespace().find_map(|word| word.strip_prefix('[')?.strip_suffix(']'));
     Some(chosen.unwrap_or(text.trim()).to_owned())
@@ -54,9 +58,24 @@ fn mounts() -> Vec<String> {
     text.lines().filter_map(|line| line.split(' ').nth(4)).map(str::to_owned).collect()
 }
 
-fn groups() -> Vec<String> {
-    let entries = ["/sys/fs/cgroup", "/sys/fs/cgroup/memory"].into_iter().flat_map(fs::read_dir).flatten().flatten();
+const GROUPS: &[&str] = &["/sys/fs/cgroup", "/sys/fs/cgroup/memory"];
+
+/// What lies in these folders.
+fn entries(folders: &[&str]) -> Vec<String> {
+    let entries = folders.iter().flat_map(fs::read_dir).flatten().flatten();
     entries.filter_map(|entry| entry.path().into_os_string().into_string().ok()).collect()
+}
+
+/// Numbers of the zram devices, as text.
+fn zrams() -> Vec<String> {
+    let paths = entries(&["/sys/block"]);
+    paths.iter().filter_map(|path| path.strip_prefix("/sys/block/zram").map(str::to_owned)).collect()
+}
+
+/// Takes a zram device away, and what is in it.
+pub fn remove_zram(number: &str) {
+    let _ = fs::write(format!("/sys/block/zram{number}/reset"), "1");
+    let _ = fs::write("/sys/class/zram-control/hot_remove", number);
 }
 
 /// The machine as it was.
@@ -65,6 +84,8 @@ struct Before {
     swap_files: Vec<String>,
     mounts: Vec<String>,
     groups: Vec<String>,
+    zrams: Vec<String>,
+    files: Vec<String>,
 }
 
 impl Before {
@@ -73,7 +94,9 @@ impl Before {
             settings: SETTINGS.iter().filter_map(|path| Some((*path, value(path)?))).collect(),
             swap_files: swap_files(),
             mounts: mounts(),
-            groups: groups(),
+            groups: entries(GROUPS),
+            zrams: zrams(),
+            files: entries(FOLDERS),
         }
     }
 
@@ -87,11 +110,20 @@ impl Before {
             let _ = fs::remove_file(file);
         });
         new(mounts(), &self.mounts).iter().rev().for_each(|at| run("umount", &["-l", at]));
-        for group in new(groups(), &self.groups) {
+        for group in new(entries(GROUPS), &self.groups) {
             let end = Instant::now() + Duration::from_secs(2);
             while Path::new(&group).exists() && fs::remove_dir(&group).is_err() && Instant::now() < end {
                 std::thread::sleep(Duration::from_millis(20));
             }
+        }
+        for number in zrams().iter().filter(|number| !self.zrams.contains(number)) {
+            remove_zram(number);
+        }
+        // Not what is still mounted, should that be so: its files are not ours.
+        let mounts = mounts();
+        let kept = |file: &String| mounts.iter().any(|at| Path::new(at).starts_with(file));
+        for file in new(entries(FOLDERS), &self.files).iter().filter(|file| !kept(file)) {
+            let _ = fs::remove_file(file).or_else(|_| fs::remove_dir_all(file));
         }
         for (path, old) in &self.settings {
             if value(path).is_some_and(|now| now != *old) && fs::write(path, old).is_err() {
@@ -142,12 +174,17 @@ pub fn run() -> Option<ExitCode> {
     }
     let _alone = wait_alone();
     let before = Before::look();
+    let own = std::env::temp_dir().join(format!("{NAME}-{}", std::process::id()));
+    let own = fs::DirBuilder::new().mode(0o700).create(&own).is_ok().then_some(own);
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
         // SAFETY: the handler only stores to an atomic.
         unsafe { libc::signal(signal, on_signal as *const () as libc::sighandler_t) };
     }
     let mut command = Command::new(std::env::current_exe().ok()?);
     command.args(std::env::args_os().skip(1)).env(GUARDED, "1").process_group(0);
+    if let Some(own) = &own {
+        command.env("TMPDIR", own);
+    }
     // SAFETY: one system call between fork and exec.
     unsafe {
         command.pre_exec(|| {
@@ -162,6 +199,9 @@ pub fn run() -> Option<ExitCode> {
     // SAFETY: numbers only; a group without members is an error and nothing else.
     unsafe { libc::kill(-(child.id() as i32), libc::SIGKILL) };
     before.restore();
+    if let Some(own) = own {
+        let _ = fs::remove_dir_all(own);
+    }
     let asked = ASKED.load(Ordering::Relaxed);
     Some(match code {
         _ if asked != 0 => ExitCode::from(128 + asked as u8),

@@ -17,6 +17,7 @@ mod plot;
 mod published;
 mod record;
 mod scan;
+mod undo;
 mod vm;
 mod zswap;
 
@@ -208,6 +209,9 @@ fn main() -> ExitCode {
     }
     let chosen = named(&name);
     if chosen.is_empty() {
+        if !["--help", "-h", "help"].contains(&name.as_str()) {
+            eprintln!("pagefold-bench: no benchmark is called {name}");
+        }
         return usage();
     }
     if let Some(code) = guard::run() {

@@ -7,7 +7,7 @@
 //! case (it stays) and the worst (each worker adds as much as the second). What cannot be measured here is an assumption, and
 //! named as one in the output and in docs/design/scaling.md.
 
-use crate::record;
+use crate::{options, record};
 use serde_json::{Value, json};
 use std::hint::black_box;
 use std::path::{Path, PathBuf};
@@ -473,15 +473,14 @@ fn checks(parameters: &Parameters, points: &[Recorded], processors: f64) -> Vec<
 
 // ---- output ----
 
-const HELP: &str = "pagefold-bench model [--quick|--full] [--json] [--records DIR]
+const USAGE: &str = "usage: pagefold bench model [--quick|--full] [--json] [--records DIR]
 
   --records DIR  where the records of pageone are (default: bench/record)";
 
 /// Measures, checks, predicts.
 pub fn run(args: &[String]) -> ExitCode {
-    if args.iter().any(|arg| arg == "--help") {
-        println!("{HELP}");
-        return ExitCode::SUCCESS;
+    if let Some(code) = options::refuse(USAGE, args, &["--quick", "--full", "--json"], &["--records"], &[]) {
+        return code;
     }
     let value = |name: &str| args.iter().position(|arg| arg == name).and_then(|at| args.get(at + 1)).cloned();
     let records = value("--records").map_or_else(|| PathBuf::from("bench/record"), PathBuf::from);

@@ -17,6 +17,7 @@ mod guests;
 mod moments;
 
 use crate::record;
+use crate::undo::Undo;
 use crew::{Layout, Shape};
 use engine::{Engine, Look, Running};
 use pagefold_os::{ksm, procfs};
@@ -185,7 +186,8 @@ fn measure(args: &[String]) -> Result<(), Failure> {
     if !options.with_ksm {
         eprintln!("SKIPPED: the peer, KSM: it needs root, and a kernel that has it");
     }
-    let _mappings = MapCount::raise();
+    // For pages that are merged one by one.
+    let _mappings = Undo::set("/proc/sys/vm/max_map_count", "4000000");
     let mut report = Report::default();
     for (name, part) in PARTS {
         if options.wants(name) {
@@ -195,27 +197,6 @@ fn measure(args: &[String]) -> Result<(), Failure> {
     record::emit(Value::Array(report.rows));
     record::emit_versions(json!({ "qemu": record::first_line(&["qemu-system-x86_64", "--version"]) }));
     Ok(())
-}
-
-/// `vm.max_map_count`, raised for pages that are merged one by one, and put back.
-struct MapCount(Option<String>);
-
-impl MapCount {
-    const PATH: &str = "/proc/sys/vm/max_map_count";
-
-    fn raise() -> MapCount {
-        let before = std::fs::read_to_string(MapCount::PATH).unwrap_or_default();
-        let raised = std::fs::write(MapCount::PATH, "4000000").is_ok();
-        MapCount(raised.then_some(before))
-    }
-}
-
-impl Drop for MapCount {
-    fn drop(&mut self) {
-        if let Some(before) = &self.0 {
-            let _ = std::fs::write(MapCount::PATH, before.trim());
-        }
-    }
 }
 
 // ---- merging ----

@@ -1,8 +1,9 @@
 //! Half the memory: a program under a limit of half of what it uses, in the cold tier and with zswap.
 
-use super::kernel::{Undo, Zswap};
+use super::kernel::Zswap;
 use super::{Row, median};
 use crate::group::Group;
+use crate::undo::Undo;
 use crate::vm::join_group;
 use std::fs;
 use std::io::{self, Read, Write};

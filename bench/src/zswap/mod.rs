@@ -107,7 +107,6 @@ pub fn run(words: &[String]) -> ExitCode {
     if !args.process.is_empty() {
         return live::run_process(&args.process);
     }
-    kernel::undo_on_signals();
     let wanted = |part| args.part.is_empty() || args.part.contains(&part);
     let rounds = args.rounds.unwrap_or(if args.quick { 1 } else { 5 });
     let mut rows = Vec::new();

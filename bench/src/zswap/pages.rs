@@ -1,6 +1,6 @@
 //! Real pages: what live programs and guests hold in memory.
 
-use super::kernel::Undo;
+use crate::undo::Undo;
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};

@@ -1,0 +1,268 @@
+//! What trees hold in memory: all of them read, and their programs run.
+
+use super::composefs::Composefs;
+use super::trees::*;
+use super::{Error, Scratch};
+use pagefold_image::mount::{self, Options};
+use pagefold_image::progress::Progress;
+use pagefold_image::stat::resident_bytes;
+use pagefold_image::store::{Record, Store};
+use pagefold_image::{export, scan, stat};
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// What the programs do, in a shell in the tree.
+const WORKLOADS: [(&str, &str); 6] = [
+    (
+        "redis",
+        "redis-server --port 0 --unixsocket /tmp/r.sock --save '' >/dev/null & \
+        for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.2; redis-cli -s /tmp/r.sock ping >/dev/null 2>&1 && break; done; \
+        redis-cli -s /tmp/r.sock set a b; redis-cli -s /tmp/r.sock get a; redis-cli -s /tmp/r.sock shutdown nosave; wait",
+    ),
+    ("nginx", "mkdir -p /var/log/nginx /var/lib/nginx /run; nginx -t && nginx -v"),
+    (
+        "mariadb",
+        "mkdir -p /tmp/data && echo 'select 1;' | mariadbd --no-defaults --user=root --bootstrap --datadir=/tmp/data \
+        --innodb-fast-shutdown=2",
+    ),
+    (
+        "postgres",
+        "mkdir -p /tmp/pg && chown 65534:65534 /tmp/pg && cd /tmp/pg && \
+        run='setpriv --reuid=65534 --regid=65534 --clear-groups' && \
+        $run /opt/postgres/bin/initdb -D /tmp/pg/data --locale=C -N >/dev/null && \
+        echo 'select 6*7 as answer, version()' | $run /opt/postgres/bin/postgres --single -D /tmp/pg/data postgres | grep 42",
+    ),
+    (
+        "tensorflow",
+        "export LD_LIBRARY_PATH=/opt/python/lib PYTHONHOME=/opt/python PYTHONPATH=/opt/site PYTHONDONTWRITEBYTECODE=1; \
+        export TF_CPP_MIN_LOG_LEVEL=3; \
+        /opt/python/bin/python3.10 -c 'import tensorflow as tf; print(int(tf.constant(40)+2))' 2>/dev/null | grep 42",
+    ),
+    (
+        "tomcat",
+        "export JAVA_HOME=/usr/lib/jvm/java CATALINA_HOME=/opt/tomcat; cd /opt/tomcat && \
+        sed -i 's/port=\"8080\"/port=\"18080\"/; s/port=\"8005\"/port=\"-1\"/' conf/server.xml && \
+        (bin/catalina.sh run >/tmp/tomcat.log 2>&1 & echo $! >/tmp/tomcat.pid); \
+        for i in $(seq 100); do grep -q 'Server startup' /tmp/tomcat.log && break; sleep 0.3; done; \
+        kill $(cat /tmp/tomcat.pid); grep 'Server startup' /tmp/tomcat.log",
+    ),
+];
+
+/// One pair of versions: what reading everything holds in memory, by each way of keeping the trees.
+pub(super) struct Pair<'a> {
+    pub(super) name: &'a str,
+    /// Plain copies of both trees, on the scratch file system.
+    pub(super) plain: [PathBuf; 2],
+    /// Base and the two layers, when the trees are made of them.
+    pub(super) layers: Option<[PathBuf; 3]>,
+}
+
+pub(super) fn memory_of_pair(
+    scratch: &Scratch,
+    pair: &Pair,
+    composefs: Option<&Composefs>,
+    out: &mut Vec<Value>,
+) -> Result<(Store, [PathBuf; 2], [Record; 2]), Error> {
+    let name = pair.name;
+    let lists = [files(&pair.plain[0]), files(&pair.plain[1])];
+    let predicted = scan::trees(&pair.plain, &Progress::silent())?;
+    let both = || lists.iter().flatten().map(|(path, _)| path.clone());
+    let mut row = |peer: &str, bytes: u64, metadata: u64, plain: u64| {
+        let saved = plain.saturating_sub(bytes + metadata);
+        out.push(json!({
+            "bench": "read-all", "pair": name, "peer": peer, "resident_bytes": bytes, "metadata_bytes": metadata,
+            "saved_percent": (saved as f64 * 1000.0 / plain as f64).round() / 10.0,
+            "of_ideal_percent": (plain.saturating_sub(bytes) as f64 * 1000.0 / predicted.file.duplicate_bytes.max(1) as f64).round() / 10.0,
+        }));
+    };
+
+    evict(both());
+    lists.iter().try_for_each(|list| read_all(list).map(drop))?;
+    let plain = resident(both(), false);
+    row("plain directories", plain, 0, plain);
+    evict(both());
+
+    if let Some([base, first, second]) = &pair.layers {
+        let mut mounts = Vec::new();
+        for (number, layer) in [first, second].into_iter().enumerate() {
+            let at = scratch.sub(&format!("overlay-{name}-{number}"))?;
+            sh(&format!(
+                "mount -t overlay -o ro,lowerdir={}:{} bench {}",
+                layer.display(),
+                base.display(),
+                at.display()
+            ))?;
+            mounts.push(at);
+        }
+        let lower = || [base, first, second].into_iter().flat_map(|dir| names_below(dir));
+        evict(lower());
+        mounts.iter().try_for_each(|at| read_all(&files(at)).map(drop))?;
+        row("overlayfs, shared base layer", resident(lower(), false), 0, plain);
+        evict(lower());
+        for at in mounts {
+            sh(&format!("umount {}", at.display()))?;
+        }
+    }
+
+    // A hard-linked store: one inode per content, with one owner, mode and time for all its names.
+    let linked = scratch.sub(&format!("linked-{name}"))?;
+    let mut first_of: HashMap<String, PathBuf> = HashMap::new();
+    for (number, list) in lists.iter().enumerate() {
+        for (count, (path, _)) in list.iter().enumerate() {
+            let digest = pagefold_image::digest::hash_reader(&mut File::open(path)?)?.0.hex();
+            let target = linked.join(format!("{number}-{count}"));
+            match first_of.get(&digest) {
+                Some(first) => fs::hard_link(first, &target).or_else(|_| fs::copy(path, &target).map(drop))?,
+                None => {
+                    fs::copy(path, &target)?;
+                    first_of.insert(digest, target);
+                }
+            }
+        }
+    }
+    sh(&format!("sync -f {}", linked.display()))?;
+    evict(both().chain(names_below(&linked)));
+    read_all(&files(&linked))?;
+    row("hard-linked store", resident(names_below(&linked), false), 0, plain);
+    fs::remove_dir_all(&linked)?;
+
+    // Self-contained EROFS images, mounted from their files.
+    let store = Store::open(&scratch.dir.join(format!("store-{name}")), "default")?;
+    let (one, _) = build_tree(&store, "1", &pair.plain[0])?;
+    let (two, _) = build_tree(&store, "2", &pair.plain[1])?;
+    let records = [one, two];
+    let mut erofs_resident = 0;
+    for (number, record) in records.iter().enumerate() {
+        let (file, at) =
+            (scratch.dir.join(format!("{name}-{number}.erofs")), scratch.sub(&format!("erofs-{name}-{number}"))?);
+        export::erofs_full(&store, &store.tree(&record.digest)?, &file, &Progress::silent())?;
+        evict([file.clone()]);
+        mount_erofs(&file, &at)?;
+        let list = files(&at);
+        read_all(&list)?;
+        erofs_resident += resident(list.into_iter().map(|(path, _)| path), false) + resident_bytes(&file, false)?;
+        sh(&format!("umount {}", at.display()))?;
+        fs::remove_file(&file)?;
+    }
+    row("EROFS images", erofs_resident, 0, plain);
+
+    if let Some(composefs) = composefs {
+        let (objects, images) = (scratch.sub(&format!("cfs-{name}"))?, scratch.sub(&format!("cfs-images-{name}"))?);
+        let mut mounts = Vec::new();
+        for (number, dir) in pair.plain.iter().enumerate() {
+            let image = images.join(number.to_string());
+            composefs.build(&objects, dir, &image)?;
+            let at = scratch.sub(&format!("cfs-{name}-{number}"))?;
+            composefs.mount(&objects, &image, &at)?;
+            mounts.push(at);
+        }
+        sh(&format!("sync -f {}", objects.display()))?;
+        let all = || names_below(&objects).into_iter().chain(names_below(&images));
+        mounts.iter().for_each(|at| evict(names_below(at)));
+        evict(all());
+        mounts.iter().try_for_each(|at| read_all(&files(at)).map(drop))?;
+        row(
+            "composefs' own tools",
+            resident(names_below(&objects), false),
+            resident(names_below(&images), false),
+            plain,
+        );
+        for at in &mounts {
+            sh(&format!("umount {}", at.display()))?;
+        }
+        fs::remove_dir_all(&objects)?;
+        fs::remove_dir_all(&images)?;
+    }
+
+    let mounts = [scratch.sub(&format!("mnt-{name}-1"))?, scratch.sub(&format!("mnt-{name}-2"))?];
+    for (record, at) in records.iter().zip(&mounts) {
+        mount::mount(&store, record, at, &Options::default())?;
+    }
+    sh(&format!("sync -f {}", store.root().display()))?;
+    evict(both());
+    evict_store(&store, &mounts);
+    let read: Vec<u64> = mounts.iter().map(|at| read_all(&files(at))).collect::<Result<_, _>>()?;
+    let expected: Vec<u64> = lists.iter().map(|list| list.iter().map(|(_, size)| size).sum()).collect();
+    if read != expected {
+        return Err(format!("{name}: the mounts gave {read:?} bytes, the directories {expected:?}").into());
+    }
+    let (objects, metadata) = pagefold_memory(&store, &mounts);
+    let inline_plain: u64 = 0;
+    row("pagefold", objects + inline_plain, metadata, plain);
+    let (total, _) = stat::stat(&store, &[])?;
+    out.push(json!({ "bench": "stat", "pair": name, "memory_saved_bytes": total.memory_saved_bytes,
+        "plain_minus_pagefold_bytes": plain.saturating_sub(objects + metadata) }));
+    out.push(json!({ "bench": "predicted", "pair": name, "total_bytes": predicted.total_bytes,
+        "file_percent": predicted.file.percent, "chunk_64k_percent": predicted.chunk_64k.percent,
+        "chunk_16k_percent": predicted.chunk_16k.percent, "page_4k_percent": predicted.page_4k.percent }));
+    Ok((store, mounts, records))
+}
+
+/// Runs the pair's programs from plain directories and from mounts, and counts the trees' pages in memory.
+pub(super) fn run_time(
+    scratch: &Scratch,
+    pair: &Pair,
+    store: &Store,
+    records: &[Record; 2],
+    out: &mut Vec<Value>,
+) -> Result<(), Error> {
+    let Some((_, workload)) = WORKLOADS.iter().find(|(name, _)| *name == pair.name) else { return Ok(()) };
+    let upper = scratch.sub(&format!("run-{}", pair.name))?;
+    sh(&format!("mount -t tmpfs tmpfs {}", upper.display()))?;
+    let run = |root: &Path| -> Result<(), Error> {
+        sh(&format!(
+            "mount -t proc proc {0}/proc && mount --bind /dev {0}/dev && mount -t tmpfs tmpfs {0}/tmp",
+            root.display()
+        ))?;
+        let outcome =
+            Command::new("timeout").args(["400", "chroot"]).arg(root).args(["/bin/sh", "-c", workload]).output()?;
+        sh(&format!("umount -l {0}/tmp {0}/dev {0}/proc", root.display()))?;
+        if outcome.status.success() {
+            return Ok(());
+        }
+        let text = String::from_utf8_lossy(&outcome.stderr).chars().take(300).collect::<String>();
+        Err(format!("{}: {}: {text}", pair.name, outcome.status).into())
+    };
+    let plain_files = || pair.plain.iter().flat_map(|dir| names_below(dir));
+    evict(plain_files());
+    for root in &pair.plain {
+        // Over a scratch layer as well, so that both do the same.
+        let at = scratch.sub("run-plain")?;
+        let layer = upper.join(format!("plain-{}", root.file_name().expect("a name").to_string_lossy()));
+        sh(&format!(
+            "mkdir -p {0}/u {0}/w && mount -t overlay -o lowerdir={1},upperdir={0}/u,workdir={0}/w bench {2}",
+            layer.display(),
+            root.display(),
+            at.display()
+        ))?;
+        let result = run(&at);
+        sh(&format!("umount -l {}", at.display()))?;
+        result?;
+    }
+    let plain = resident(plain_files(), false);
+    evict(plain_files());
+    evict_store(store, &[]);
+    let mut tops = Vec::new();
+    for (number, record) in records.iter().enumerate() {
+        let at = scratch.sub(&format!("run-mnt-{number}"))?;
+        let options = Options { upper: Some(upper.join(format!("mount-{number}"))), ..Options::default() };
+        mount::mount(store, record, &at, &options)?;
+        let result = run(&at);
+        tops.push(at);
+        result?;
+    }
+    let (objects, metadata) = pagefold_memory(store, &[]);
+    for at in tops {
+        mount::umount(&at, true)?;
+    }
+    sh(&format!("umount -l {}", upper.display()))?;
+    let saved = plain.saturating_sub(objects + metadata);
+    out.push(
+        json!({ "bench": "run time", "pair": pair.name, "plain_bytes": plain, "pagefold_bytes": objects + metadata,
+        "saved_percent": (saved as f64 * 1000.0 / plain.max(1) as f64).round() / 10.0 }),
+    );
+    Ok(())
+}

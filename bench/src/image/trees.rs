@@ -1,0 +1,119 @@
+//! Trees of files as the parts of the bench handle them: read, built, mounted, counted in memory, and taken out of it.
+
+use super::Error;
+use pagefold_image::build;
+use pagefold_image::ingest::Notes;
+use pagefold_image::progress::Progress;
+use pagefold_image::stat::resident_bytes;
+use pagefold_image::store::{Record, Store};
+use std::collections::HashSet;
+use std::fs::{self, File};
+use std::io::Read;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+pub(super) fn sh(script: &str) -> Result<(), Error> {
+    let out = Command::new("sh").args(["-ec", script]).output()?;
+    if out.status.success() {
+        return Ok(());
+    }
+    Err(format!("{script}: {}", String::from_utf8_lossy(&out.stderr).trim()).into())
+}
+
+/// All regular files below `root`, each inode once.
+pub(super) fn files(root: &Path) -> Vec<(PathBuf, u64)> {
+    let (mut seen, mut list, mut todo) = (HashSet::new(), Vec::new(), vec![root.to_path_buf()]);
+    while let Some(dir) = todo.pop() {
+        for entry in fs::read_dir(&dir).into_iter().flatten().flatten() {
+            let Ok(meta) = entry.metadata() else { continue };
+            if meta.is_dir() {
+                todo.push(entry.path());
+            } else if meta.is_file() && seen.insert((meta.dev(), meta.ino())) {
+                list.push((entry.path(), meta.len()));
+            }
+        }
+    }
+    list.sort();
+    list
+}
+
+pub(super) fn evict(paths: impl IntoIterator<Item = PathBuf>) {
+    for path in paths {
+        if let Ok(file) = File::open(&path) {
+            // SAFETY: posix_fadvise takes a descriptor and numbers and touches no memory of ours.
+            unsafe { libc::posix_fadvise(std::os::fd::AsRawFd::as_raw_fd(&file), 0, 0, libc::POSIX_FADV_DONTNEED) };
+        }
+    }
+}
+
+pub(super) fn read_all(list: &[(PathBuf, u64)]) -> Result<u64, Error> {
+    let (mut buffer, mut total) = (vec![0; 1 << 20], 0);
+    for (path, _) in list {
+        let mut file = File::open(path)?;
+        loop {
+            match file.read(&mut buffer)? {
+                0 => break,
+                count => total += count as u64,
+            }
+        }
+    }
+    Ok(total)
+}
+
+pub(super) fn resident(list: impl IntoIterator<Item = PathBuf>, mapped: bool) -> u64 {
+    list.into_iter().map(|path| resident_bytes(&path, mapped).unwrap_or(0)).sum()
+}
+
+/// Mounts a self-contained EROFS image from its plain file, without caching the file a second time.
+pub(super) fn mount_erofs(file: &Path, at: &Path) -> Result<(), Error> {
+    use std::os::unix::ffi::OsStrExt;
+    let path = |path: &Path| std::ffi::CString::new(path.as_os_str().as_bytes());
+    let (source, target) = (path(file)?, path(at)?);
+    // SAFETY: all four strings live across the call.
+    let result = unsafe {
+        libc::mount(source.as_ptr(), target.as_ptr(), c"erofs".as_ptr(), libc::MS_RDONLY, c"directio".as_ptr().cast())
+    };
+    if result == 0 {
+        return Ok(());
+    }
+    sh(&format!("mount -t erofs -o ro,loop {} {}", file.display(), at.display()))
+}
+
+pub(super) fn median(mut values: Vec<f64>) -> (f64, f64, f64) {
+    values.sort_by(f64::total_cmp);
+    (values[values.len() / 2], values[0], values[values.len() - 1])
+}
+
+pub(super) fn build_tree(store: &Store, name: &str, dir: &Path) -> Result<(Record, Duration), Error> {
+    let start = Instant::now();
+    let (building, mut notes) = (store.build()?, Notes::default());
+    let tree = build::from_directory(&building, dir, Default::default(), &mut notes, &Progress::silent())?;
+    let record = building.publish(name, &tree, "bench", Default::default(), notes.lines())?;
+    Ok((record, start.elapsed()))
+}
+
+pub(super) fn names_below(root: &Path) -> Vec<PathBuf> {
+    files(root).into_iter().map(|(path, _)| path).collect()
+}
+
+/// What the files that lie inside the metadata images hold in memory, per mount.
+pub(super) fn inline_memory(mounts: &[PathBuf]) -> u64 {
+    let all = mounts.iter().flat_map(|at| files(at));
+    let inline = all.filter(|(_, size)| (1..=pagefold_image::tree::INLINE_MAX).contains(size));
+    inline.map(|(path, _)| resident_bytes(&path, true).unwrap_or(0)).sum()
+}
+
+/// The store's objects, metadata images, and the inline files of the mounts: all that a mount can have in memory.
+pub(super) fn pagefold_memory(store: &Store, mounts: &[PathBuf]) -> (u64, u64) {
+    let objects = resident(names_below(&store.objects_dir()), false);
+    let trees = resident(names_below(store.objects_dir().parent().expect("a domain").join("trees").as_path()), false);
+    (objects, trees + inline_memory(mounts))
+}
+
+pub(super) fn evict_store(store: &Store, mounts: &[PathBuf]) {
+    mounts.iter().for_each(|at| evict(names_below(at)));
+    evict(names_below(&store.objects_dir()));
+    evict(names_below(store.objects_dir().parent().expect("a domain").join("trees").as_path()));
+}

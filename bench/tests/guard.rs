@@ -1,0 +1,56 @@
+//! A run that ends early, by a signal or by SIGKILL, leaves no file behind.
+
+use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::Duration;
+
+fn names(dir: &Path) -> Vec<String> {
+    fs::read_dir(dir).expect("a directory").flatten().map(|entry| entry.file_name().to_string_lossy().into()).collect()
+}
+
+/// A run under way that has files in its temporary directory.
+fn started(dir: &Path) -> Child {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_pagefold-bench"))
+        .args(["kv", "--tables", "shared", "--keys", "1000000", "--threads", "1", "--rounds", "1000"])
+        .env("TMPDIR", dir)
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("it starts");
+    let own = dir.join(format!("pagefold-bench-{}", child.id()));
+    while !own.is_dir() || names(&own).is_empty() {
+        assert!(child.try_wait().expect("ours").is_none(), "it ended before it had a file");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child
+}
+
+fn end(dir: &Path, child: &mut Child, pid: i32, signal: i32) -> ExitStatus {
+    // SAFETY: a process of ours, or the child of one that waits for it.
+    assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+    let status = child.wait().expect("ours");
+    let left: Vec<String> = names(dir).into_iter().filter(|name| !name.ends_with(".lock")).collect();
+    assert!(left.is_empty(), "{left:?}");
+    status
+}
+
+#[test]
+fn a_run_that_is_asked_to_end_leaves_no_file() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut child = started(dir.path());
+    let pid = child.id() as i32;
+    let status = end(dir.path(), &mut child, pid, libc::SIGTERM);
+    assert_eq!((status.code(), status.signal()), (Some(128 + libc::SIGTERM), None));
+}
+
+#[test]
+fn a_run_that_is_killed_leaves_no_file() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut child = started(dir.path());
+    let guarded = fs::read_to_string(format!("/proc/{0}/task/{0}/children", child.id())).expect("the guard's child");
+    let guarded = guarded.trim().parse().expect("one child");
+    let status = end(dir.path(), &mut child, guarded, libc::SIGKILL);
+    assert_eq!((status.code(), status.signal()), (Some(1), None));
+}
