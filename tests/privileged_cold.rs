@@ -3,23 +3,11 @@
 
 mod common;
 
-use common::cold::{Host, Served, program, spawn};
-use common::{TOOL, can_merge, skipped, wait_for};
+use common::cold::{COMMANDS, Host, Served, program, spawn};
+use common::{Random, TOOL, can_merge, skipped, wait_for};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-
-/// A small generator of numbers; the seed is printed, so that a failure can be repeated.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % limit
-    }
-}
 
 fn resident(pid: i32) -> u64 {
     pagefold_os::procfs::memory(pid).map_or(0, |memory| memory.anonymous)
@@ -35,20 +23,7 @@ fn what_a_program_does_to_pages_that_are_out_is_what_it_always_was() {
     let pid = client.pid();
     let before = resident(pid);
     assert!(before > 14 << 20, "{before}");
-    for command in [
-        "check",
-        "peek 500",
-        "write 500",
-        "discard 200",
-        "rawdiscard 200",
-        "fork",
-        "move",
-        "unmap",
-        "rawfork",
-        "storm 300",
-        "advise willneed",
-        "check",
-    ] {
+    for command in COMMANDS {
         // Memory from which the program just discarded something is left alone for a moment.
         wait_for(&format!("the pages to go before {command}"), 20, || {
             host.park(pid) > 1000 && resident(pid) < before / 4
@@ -65,6 +40,13 @@ fn what_a_program_does_to_pages_that_are_out_is_what_it_always_was() {
     host.tool(&["unpark", &pid.to_string()]);
     client.expect_right("storm");
     client.does("check");
+    // And while it walks through all of it, so that pages are loaded ahead of what it reads and go out again.
+    for _ in 0..10 {
+        host.park(pid);
+        client.send("check");
+        host.park(pid);
+        client.expect_right("check");
+    }
     host.park(pid);
     assert!(host.tool(&["unpark", "--all"]).status.success());
     assert_eq!(host.number(pid, "pages_out"), 0);
@@ -93,10 +75,7 @@ fn killed_daemons_are_replaced_and_no_page_is_lost() {
         return;
     }
     let rounds: u64 = std::env::var("PAGEFOLD_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(12);
-    let seed =
-        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(7, |time| time.as_nanos() as u64);
-    println!("seed {seed}");
-    let mut random = Random(seed | 1);
+    let mut random = Random::by_clock();
     let mut host = Host::start(&["--cold-manual"]);
     let mut clients: Vec<Served> = (0..2).map(|_| Served::start(&host, &[], 8)).collect();
     let end = Instant::now() + Duration::from_secs(if rounds > 12 { 3600 } else { 45 });

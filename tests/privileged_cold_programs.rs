@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::cold::Host;
+use common::cold::{Host, Parking};
 use common::{Reaped, can_merge, finish, guest, installed, wait_for};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Command, Stdio};
@@ -11,34 +11,6 @@ use std::time::Duration;
 
 /// Settings under which pages go out by themselves within a test's time.
 const EAGER: [&str; 4] = ["--cold-tick", "200ms", "--cold-idle", "100ms"];
-
-/// Parks everybody every now and then until dropped.
-struct Parking {
-    end: Arc<std::sync::atomic::AtomicBool>,
-    thread: Option<std::thread::JoinHandle<()>>,
-}
-
-impl Parking {
-    fn start(host: &Host, pause: Duration) -> Parking {
-        let end = Arc::new(std::sync::atomic::AtomicBool::new(false));
-        let (ended, socket) = (end.clone(), host.socket.clone());
-        let thread = std::thread::spawn(move || {
-            while !ended.load(std::sync::atomic::Ordering::Relaxed) {
-                let mut command = Command::new(common::TOOL);
-                let _ = command.args(["park", "--all", "--socket"]).arg(&socket).output();
-                std::thread::sleep(pause);
-            }
-        });
-        Parking { end, thread: Some(thread) }
-    }
-}
-
-impl Drop for Parking {
-    fn drop(&mut self) {
-        self.end.store(true, std::sync::atomic::Ordering::Relaxed);
-        let _ = self.thread.take().map(std::thread::JoinHandle::join);
-    }
-}
 
 /// Pages of all clients, of now and before, that ever went out.
 fn ever_out(host: &Host) -> u64 {
@@ -177,7 +149,7 @@ fn redis_with_more_data_than_it_uses_keeps_every_key() {
         Reaped(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts"))
     });
     if let Some(mut load) = load {
-        let parking = Parking::start(&host, Duration::from_millis(200));
+        let parking = Parking::start(&host.socket, &["park"], Duration::from_millis(200));
         wait_for("the benchmark to end", 90, || load.0.try_wait().expect("wait").is_some());
         drop(parking);
         // The benchmark's own keys have twelve digits; all others must be as they were.
@@ -206,7 +178,7 @@ fn stress_ng_finds_no_wrong_bit() {
     let mut command = host.run(&[]);
     command.args(["stress-ng", "--vm", "2", "--vm-bytes", "48m", "--vm-method", "all", "--vm-keep", "--verify"]);
     command.args(["-t", "10", "--oomable"]);
-    let parking = Parking::start(&host, Duration::from_millis(100));
+    let parking = Parking::start(&host.socket, &["park"], Duration::from_millis(100));
     let most = Mutex::new(0);
     let ended = std::sync::atomic::AtomicBool::new(false);
     let (status, out, err) = std::thread::scope(|scope| {

@@ -3,20 +3,8 @@
 
 mod common;
 
-use common::{Daemon, Server, can_merge, events, semantics, wait_for};
+use common::{Daemon, Random, Server, can_merge, events, semantics, wait_for};
 use std::time::Duration;
-
-/// A small generator of numbers; the seed is printed, so that a failure can be repeated.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % limit
-    }
-}
 
 /// Descriptors of pool segments that the process has open.
 fn pool_descriptors(pid: i32) -> usize {

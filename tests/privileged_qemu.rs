@@ -75,7 +75,7 @@ fn guests_work_while_they_are_merged() {
         return;
     }
     let (Some(busybox), Some(kernel)) = (installed("busybox"), guest::kernel()) else { return };
-    let daemon = Daemon::start(&["--period", "200ms"]);
+    let daemon = Daemon::start(&["--period", "200ms", "--no-keeper"]);
     let data = vec![("data".to_owned(), guest::noise(DATA_LEN, u64::MAX))];
     let initramfs = guest::initramfs(daemon.dir.path(), &busybox, INIT, &data);
     let mut guests: Vec<Guest> = (0..2).map(|_| Guest::start(&daemon, &kernel, &initramfs)).collect();
@@ -88,6 +88,24 @@ fn guests_work_while_they_are_merged() {
         guests.iter_mut().zip(&before).all(|(guest, before)| guest.rounds() > before + 1)
     });
     daemon.verify();
+    // One of them is parked, works on from there, and is merged again.
+    let pid = guests[0].qemu.pid().to_string();
+    let out = || daemon.status()["cold"]["clients"][0]["pages_out"].as_u64().unwrap_or(0);
+    wait_for("the guest's memory to go", 60, || {
+        let output = daemon.tool(&["park", &pid]);
+        assert!(output.status.success(), "park: {}", String::from_utf8_lossy(&output.stderr));
+        out() > wanted as u64
+    });
+    assert!(daemon.total("pages_sharing") > wanted, "what is merged stays merged");
+    for there_or_back in ["park", "unpark"] {
+        assert!(daemon.tool(&[there_or_back, &pid]).status.success());
+        let before: Vec<usize> = guests.iter_mut().map(Guest::rounds).collect();
+        wait_for("the guests to work on", 120, || {
+            guests.iter_mut().zip(&before).all(|(guest, before)| guest.rounds() > before + 1)
+        });
+        daemon.verify();
+    }
+    wait_for("the guests' file to be shared again", 120, || daemon.total("pages_sharing") > wanted);
     for guest in &mut guests {
         guest.input.write_all(b"stop\n").expect("the guest reads");
         let mut status = None;

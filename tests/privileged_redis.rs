@@ -3,11 +3,13 @@
 
 mod common;
 
+use common::cold::Parking;
 use common::{Daemon, Reaped, can_merge, installed, wait_for};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 const KEYS: usize = 3000;
 const SERVERS: usize = 3;
@@ -83,10 +85,20 @@ fn read_back(streams: &mut [UnixStream]) {
 
 #[test]
 fn redis_keeps_every_key() {
+    keeps_every_key(false);
+}
+
+#[test]
+fn redis_keeps_every_key_parked_and_merged_in_turn() {
+    keeps_every_key(true);
+}
+
+fn keeps_every_key(parked: bool) {
     if !can_merge() || installed("redis-server").is_none() {
         return;
     }
-    let daemon = Daemon::start(&[]);
+    // Nobody shall take its place when it is killed in the end.
+    let daemon = Daemon::start(&["--no-keeper"]);
     let servers: Vec<_> = (0..SERVERS).map(|number| server(&daemon, number)).collect();
     let mut streams: Vec<UnixStream> = servers.iter().map(|(_, socket)| connect(socket)).collect();
     for key in 0..KEYS {
@@ -95,6 +107,7 @@ fn redis_keeps_every_key() {
             assert_eq!(ask(stream, &[b"SET", name.as_bytes(), &value(number, key)]), b"OK");
         }
     }
+    let parking = parked.then(|| Parking::start(&daemon.socket, &["park", "unpark"], Duration::from_millis(700)));
     let mut load = installed("redis-benchmark").map(|program| {
         let mut command = Command::new(program);
         command.args(["-n", "20000", "-q", "-r", "1000", "-d", "512", "-t", "set,get,incr,lpush", "-s"]);
@@ -105,6 +118,13 @@ fn redis_keeps_every_key() {
     read_back(&mut streams);
     if let Some(load) = &mut load {
         wait_for("the benchmark to end", 90, || load.0.try_wait().expect("wait").is_some());
+    }
+    if parked {
+        let out = || {
+            let clients = daemon.status()["cold"]["clients"].as_array().cloned().unwrap_or_default();
+            clients.iter().filter(|client| client["pages_out_ever"].as_u64() > Some(100)).count()
+        };
+        wait_for("all to be parked", 60, || out() == SERVERS);
     }
     for (number, stream) in streams.iter_mut().enumerate() {
         let before = ask(stream, &[b"DEBUG", b"DIGEST"]);
@@ -118,6 +138,8 @@ fn redis_keeps_every_key() {
         assert_eq!(ask(stream, &[b"DEBUG", b"RELOAD", b"NOSAVE", b"NOFLUSH", b"MERGE"]), b"OK");
         assert_eq!(ask(stream, &[b"DEBUG", b"DIGEST"]), before, "server {number}: the snapshot is another");
     }
+    read_back(&mut streams);
+    drop(parking);
     read_back(&mut streams);
     daemon.verify();
 }

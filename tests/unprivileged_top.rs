@@ -203,7 +203,8 @@ fn a_client_of_a_real_daemon_is_on_the_screen() {
     // Its agent greets and tells its memory on a thread of its own: there may be nothing to park yet.
     let began = Instant::now();
     loop {
-        let parked = pagefold().args(["park", "--all", "--socket"]).arg(&socket).output().expect("park runs");
+        let pid = sleeper.0.id().to_string();
+        let parked = pagefold().args(["park", &pid, "--socket"]).arg(&socket).output().expect("park runs");
         if parked.status.success() && !parked.stdout.starts_with(b"0 pages") {
             break;
         }

@@ -14,14 +14,14 @@ use std::time::Instant;
 #[derive(clap::Args)]
 #[command(after_help = "\
 Examples:
-  pagefold run --cold -- qemu-system-x86_64 -m 2G disk.img &
+  pagefold run -- qemu-system-x86_64 -m 2G disk.img &
   pagefold park 4711
   pagefold park --cgroup machine.slice
   pagefold park --all
 
-The client goes on running: what it touches comes back, with its neighbours. It must have been
-started with pagefold run --cold. Pages that are locked, pinned for I/O or shared with a forked
-process stay.")]
+The client goes on running: what it touches comes back, with its neighbours. What is merged stays
+merged; all else goes, and is merged again after pagefold unpark. Pages that are locked, pinned
+for I/O or shared with a forked process stay.")]
 pub struct Park {
     #[command(flatten)]
     whom: Target,
@@ -49,7 +49,7 @@ struct Target {
     /// All clients in this cgroup and below it
     #[arg(long, value_name = "PATH", conflicts_with = "all")]
     cgroup: Option<String>,
-    /// All clients of the cold tier
+    /// All clients
     #[arg(long)]
     all: bool,
     /// Print JSON

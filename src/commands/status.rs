@@ -178,7 +178,12 @@ fn render(status: &Status, style: Style) -> String {
         let mut table = Table::new(style, &heading);
         for client in &status.clients {
             let size = |pages: u64| units::show_size(pages * PAGE);
-            let name = if client.stats.paused { format!("{} (paused)", client.name) } else { client.name.clone() };
+            let is_parked = status.cold.clients.iter().any(|cold| cold.pid == client.pid && cold.parked);
+            let name = match (client.stats.paused, is_parked) {
+                (false, _) => client.name.clone(),
+                (true, false) => format!("{} (paused)", client.name),
+                (true, true) => format!("{} (parked)", client.name),
+            };
             table.row([
                 client.pid.to_string(),
                 name,

@@ -5,7 +5,10 @@ use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
-use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
 /// A daemon with a keeper: either may be replaced by the other at any time, so both are known by their sockets.
 pub struct Host {
@@ -36,6 +39,13 @@ impl Host {
     pub fn tool(&self, args: &[&str]) -> Output {
         let (command, rest) = args.split_first().expect("a command");
         Command::new(TOOL).arg(command).arg("--socket").arg(&self.socket).args(rest).output().expect("the tool runs")
+    }
+
+    /// Gives a command for all clients and does not wait.
+    pub fn tool_aside(&self, command: &str) -> Child {
+        let mut tool = Command::new(TOOL);
+        tool.args([command, "--all", "--socket"]).arg(&self.socket).stdout(Stdio::piped()).stderr(Stdio::piped());
+        tool.spawn().expect("the tool runs")
     }
 
     pub fn run(&self, options: &[&str]) -> Command {
@@ -147,6 +157,22 @@ pub fn program() -> Option<&'static Path> {
     built.as_ref().map(|(_, program)| program.as_path())
 }
 
+/// All that the client does, one after the other.
+pub const COMMANDS: [&str; 12] = [
+    "check",
+    "peek 500",
+    "write 500",
+    "discard 200",
+    "rawdiscard 200",
+    "fork",
+    "move",
+    "unmap",
+    "rawfork",
+    "storm 300",
+    "advise willneed",
+    "check",
+];
+
 /// The client, which knows what every byte of its memory must be.
 pub struct Served {
     child: Reaped,
@@ -156,14 +182,25 @@ pub struct Served {
 
 impl Served {
     pub fn start(host: &Host, options: &[&str], mib: u64) -> Served {
-        let mut command = host.run(options);
+        let served = Served::start_by(host.run(options), mib);
+        host.wait_for_client(served.pid());
+        served
+    }
+
+    /// One that is merged live.
+    pub fn start_live(host: &Host, mib: u64) -> Served {
+        let mut command = Command::new(TOOL);
+        command.args(["run", "--all", "--socket"]).arg(&host.socket).arg("--").current_dir(host.dir.path());
+        Served::start_by(command, mib)
+    }
+
+    fn start_by(mut command: Command, mib: u64) -> Served {
         command.arg(program().expect("looked for before")).arg(mib.to_string());
         let mut child = Reaped(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a client"));
         let input = child.0.stdin.take().expect("a pipe");
         let output = BufReader::new(child.0.stdout.take().expect("a pipe"));
         let mut served = Served { child, input, output };
         assert_eq!(served.line(), "ready");
-        host.wait_for_client(served.pid());
         served
     }
 
@@ -189,5 +226,35 @@ impl Served {
     pub fn does(&mut self, command: &str) {
         self.send(command);
         self.expect_right(command);
+    }
+}
+
+/// Gives these commands for all clients in turn until dropped.
+pub struct Parking {
+    end: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Parking {
+    pub fn start(socket: &Path, commands: &'static [&'static str], pause: Duration) -> Parking {
+        let end = Arc::new(AtomicBool::new(false));
+        let (ended, socket) = (end.clone(), socket.to_owned());
+        let thread = std::thread::spawn(move || {
+            for command in commands.iter().cycle() {
+                if ended.load(Ordering::Relaxed) {
+                    return;
+                }
+                let _ = Command::new(TOOL).args([command, "--all", "--socket"]).arg(&socket).output();
+                std::thread::sleep(pause);
+            }
+        });
+        Parking { end, thread: Some(thread) }
+    }
+}
+
+impl Drop for Parking {
+    fn drop(&mut self) {
+        self.end.store(true, Ordering::Relaxed);
+        let _ = self.thread.take().map(JoinHandle::join);
     }
 }

@@ -10,11 +10,65 @@ use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Output, Stdio};
-use std::sync::OnceLock;
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// The tool under test.
 pub const TOOL: &str = env!("CARGO_BIN_EXE_pagefold");
+
+/// A small generator of numbers; print its seed, so that a failure can be repeated.
+pub struct Random(pub u64);
+
+impl Random {
+    /// With a seed by the clock, which is printed.
+    pub fn by_clock() -> Random {
+        let time = SystemTime::now().duration_since(UNIX_EPOCH);
+        let seed = time.map_or(7, |time| time.as_nanos() as u64) | 1;
+        println!("seed {seed}");
+        Random(seed)
+    }
+
+    pub fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+}
+
+/// Threads that keep the processors busy until dropped.
+pub struct Busy {
+    end: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Busy {
+    pub fn start(threads: usize) -> Busy {
+        let end = Arc::new(AtomicBool::new(false));
+        let spin = |ended: Arc<AtomicBool>| {
+            while !ended.load(Ordering::Relaxed) {
+                std::hint::spin_loop();
+            }
+        };
+        let start = |_| {
+            let ended = end.clone();
+            std::thread::spawn(move || spin(ended))
+        };
+        let threads = (0..threads).map(start).collect();
+        Busy { end, threads }
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.end.store(true, Ordering::Relaxed);
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
 
 /// Says why a test is not tried, where nobody overlooks it.
 pub fn skipped(why: &str) {

@@ -108,7 +108,7 @@ class WithDaemon(unittest.TestCase):
 
     def test_park_and_unpark(self) -> None:
         daemon = self.daemon
-        with self.assertRaisesRegex(pagefold.DaemonError, "no client of the cold tier"):
+        with self.assertRaisesRegex(pagefold.DaemonError, "there is no client"):
             daemon.park(everybody=True)
         pid = self.client("--cold")
 

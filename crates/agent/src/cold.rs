@@ -14,14 +14,21 @@
 //! stay.
 //!
 //! Guard, then pact (see [`cold_table`]): in this order.
+//!
+//! **A lease.** A client that is merged live becomes a client of the tier as well when it is parked: a second thread then
+//! does what the only one of a cold client does, for the plain memory, which the other thread leaves alone meanwhile. What
+//! is merged stays merged.
 
 use crate::cold_table::{self, FROZEN, OUT, PACT_AGENT, RESIDENT, Table, VOID};
-use crate::engine::{AGENT, SHARED, exit_thread, input, leave_if_alone, list_managed, read_settings, write_out};
+use crate::engine::{
+    COLD_AGENT, SHARED, Thread, begin_thread, exit_thread, for_each_plain, input, leave_if_alone, list_plain,
+    read_settings, write_out,
+};
 use crate::wire::{
     self, CHANNEL_LEN, CHANNEL_OUT, CHANNEL_PAGES, DROP_BUSY, DropEntry, FETCH_PAGES_MAX, LIST_MAX, Op, Packet,
     RegionEntry,
 };
-use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::{self, Uffd};
@@ -45,6 +52,60 @@ pub static COLD: AtomicBool = AtomicBool::new(false);
 pub static TOLERANCE_PPM: AtomicU64 = AtomicU64::new(0);
 /// Limit of the domain's tier in bytes, if this client is its first; 0 for the daemon's default.
 pub static TIER_MAX: AtomicU64 = AtomicU64::new(0);
+
+/// The thread of a lease.
+static SECOND: Thread = Thread::new();
+/// 0 no lease, 1 leased, 2 asked to end.
+static LEASE: AtomicU32 = AtomicU32::new(0);
+
+/// Becomes a client of the tier beside live merging, once that has let go of the plain memory by `give_up`.
+///
+/// # Errors
+/// `EBUSY` while the lease before has not ended; `EAGAIN` if there is no memory for the thread; as `give_up`.
+pub(crate) fn lease(give_up: impl FnOnce() -> Result<()>) -> Result<()> {
+    if !SECOND.is_gone() || LEASE.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Acquire).is_err() {
+        return Err(Errno(libc::EBUSY));
+    }
+    let leased = give_up().and_then(|()| if SECOND.start(second_main) { Ok(()) } else { Err(Errno(libc::EAGAIN)) });
+    if leased.is_err() {
+        LEASE.store(0, Ordering::Release);
+        // All is to be watched again.
+        SHARED.changed();
+    }
+    leased
+}
+
+/// True while the plain memory is the tier's.
+pub(crate) fn is_leased() -> bool {
+    LEASE.load(Ordering::Acquire) != 0
+}
+
+/// Asks for the memory back; the generation changes when it is.
+pub(crate) fn ask_end_of_lease() {
+    let _ = LEASE.compare_exchange(1, 2, Ordering::AcqRel, Ordering::Acquire);
+}
+
+/// Asks for the memory back and waits until it is.
+pub(crate) fn end_lease() {
+    ask_end_of_lease();
+    SECOND.wait();
+}
+
+pub(crate) fn has_second_thread() -> bool {
+    !SECOND.is_gone()
+}
+
+extern "C" fn second_main() -> ! {
+    begin_thread(c"pagefold-cold");
+    serve_while(&LEASE);
+    LEASE.store(0, Ordering::Release);
+    // All is to be watched again.
+    SHARED.changed();
+    exit_thread()
+}
+
+/// What the tables of earlier leases knew of discards: who was told that his is heard may act in the lease behind.
+static REMOVALS: [AtomicU64; cold_table::OTHERS] = [const { AtomicU64::new(0) }; cold_table::OTHERS];
 
 /// Where the table is mapped in this process, 0 if it is not.
 static TABLE: AtomicU64 = AtomicU64::new(0);
@@ -77,22 +138,36 @@ struct Connection {
     epoch: u32,
 }
 
-/// Body of the thread; never returns.
+/// Body of a cold client's only thread; never returns.
 pub(crate) fn run() -> ! {
+    serve_while(&SHARED.phase);
+    exit_thread()
+}
+
+/// Serves daemons for as long as `phase` is 1, then brings everything back.
+fn serve_while(phase: &AtomicU32) {
+    let goes_on = || phase.load(Ordering::Acquire) == 1;
     let mut cold: Option<Cold> = None;
     let mut alone_since = 0;
-    while SHARED.phase.load(Ordering::Acquire) == 1 {
-        match connect(&mut cold) {
+    while goes_on() {
+        match connect(&mut cold, phase) {
             Ok(mut connection) => {
                 alone_since = 0;
                 if let Some(cold) = &mut cold {
-                    let _ = cold.serve(&mut connection);
+                    let _ = cold.serve(&mut connection, phase);
+                }
+                if !goes_on() {
+                    // Before the connection ends: its end makes the daemon look.
+                    cold.take().into_iter().for_each(Cold::leave);
+                    return;
                 }
             }
             Err(Errno(errno)) => SHARED.error.store(errno, Ordering::Relaxed),
         }
         leave_if_alone();
-        let _ = pagefold_os::fd::poll(&mut [], RECONNECT_MS);
+        if goes_on() {
+            let _ = pagefold_os::fd::poll(&mut [], RECONNECT_MS);
+        }
         if cold.is_none() {
             continue;
         }
@@ -107,12 +182,11 @@ pub(crate) fn run() -> ! {
             && let Some(cold) = cold.take()
         {
             cold.give_up();
+            // Nobody has the memory any more that was leased.
+            ask_end_of_lease();
         }
     }
-    if let Some(cold) = cold {
-        cold.leave();
-    }
-    exit_thread()
+    cold.into_iter().for_each(Cold::leave);
 }
 
 /// Name of the keeper's socket: the daemon's, and this behind it.
@@ -148,6 +222,9 @@ fn make(device: Option<&Fd>) -> Result<Cold> {
     let table = unsafe { Table::at(map.addr()) };
     core::mem::forget(map);
     table.begin();
+    for (other, removal) in table.head().others.iter().zip(&REMOVALS) {
+        other.store(removal.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
     // SAFETY: takes nothing.
     let pid = unsafe { syscall!(libc::SYS_getpid) }.unwrap_or(0);
     table.head().pid.store(pid as u32, Ordering::Relaxed);
@@ -155,11 +232,14 @@ fn make(device: Option<&Fd>) -> Result<Cold> {
 }
 
 /// Greets the daemon; makes what is missing.
-fn connect(cold: &mut Option<Cold>) -> Result<Connection> {
+fn connect(cold: &mut Option<Cold>, phase: &AtomicU32) -> Result<Connection> {
     let (path, domain) = read_settings();
     let socket = sock::connect(path)?;
     let mut hello = Packet::new(Op::Hello);
     hello.a = wire::HELLO_ALL | wire::HELLO_COLD;
+    if is_leased() {
+        hello.a |= wire::HELLO_AWAY;
+    }
     hello.b = TOLERANCE_PPM.load(Ordering::Relaxed);
     hello.count = TIER_MAX.load(Ordering::Relaxed);
     hello.text = *domain;
@@ -181,7 +261,7 @@ fn connect(cold: &mut Option<Cold>) -> Result<Connection> {
             // A lack that will not go away by itself.
             ready.status = errno.0;
             let _ = sock::send(&socket, ready.bytes(), &[]);
-            SHARED.phase.store(3, Ordering::Release);
+            phase.store(3, Ordering::Release);
             return Err(errno);
         }
     };
@@ -224,7 +304,7 @@ fn set_up(cold: &mut Option<Cold>, channel_fd: &Fd, device: Option<&Fd>) -> Resu
         let range = Range::pages_from(staging.addr(), FETCH_PAGES_MAX as u64);
         // A move wants its target to be ours; not in missing mode, so that nobody ever waits there.
         mover.register(range, uffd::MODE_WP)?;
-        let held = SHARED.guard.lock(AGENT);
+        let held = SHARED.guard.lock(COLD_AGENT);
         SHARED.tables(&held).table.change(range, |note| note.excluded = true);
         drop(held);
         cold.mover = Some(mover);
@@ -235,7 +315,7 @@ fn set_up(cold: &mut Option<Cold>, channel_fd: &Fd, device: Option<&Fd>) -> Resu
 
 impl Cold {
     /// Answers requests until the daemon is gone or we are asked to leave.
-    fn serve(&mut self, connection: &mut Connection) -> Result<()> {
+    fn serve(&mut self, connection: &mut Connection, phase: &AtomicU32) -> Result<()> {
         let mut looked = sched::monotonic_ns();
         loop {
             let now = sched::monotonic_ns();
@@ -245,7 +325,7 @@ impl Cold {
             }
             let mut polls = [libc::pollfd { fd: connection.socket.raw(), events: libc::POLLIN, revents: 0 }];
             let ready = pagefold_os::fd::poll(&mut polls, 500)?;
-            if SHARED.phase.load(Ordering::Acquire) != 1 {
+            if phase.load(Ordering::Acquire) != 1 {
                 return Ok(());
             }
             if ready == 0 {
@@ -255,6 +335,10 @@ impl Cold {
             let (got, _) = sock::receive(&connection.socket, &mut buffer, libc::MSG_DONTWAIT)?;
             let Some(request) = Packet::parse(&buffer[..got]) else { return Err(Errno(libc::EPROTO)) };
             let mut answer = Packet { status: 0, count: 0, ..request };
+            if request.op == Op::Leave as u32 {
+                ask_end_of_lease();
+                return sock::send(&connection.socket, answer.bytes(), &[]);
+            }
             match self.answer(&request, connection) {
                 Ok(count) => answer.count = count as u64,
                 Err(Errno(errno)) => answer.status = errno,
@@ -273,7 +357,7 @@ impl Cold {
         const DROP: u32 = Op::ColdDrop as u32;
         const RELEASE: u32 = Op::ColdRelease as u32;
         match request.op {
-            REGIONS => list_managed(connection.channel.addr()),
+            REGIONS => list_plain(connection.channel.addr(), request.b),
             WATCH => {
                 for index in 0..count {
                     let range: Range = input(connection.channel.addr(), index);
@@ -339,7 +423,7 @@ impl Cold {
         let out = (channel + CHANNEL_OUT as u64) as *mut u8;
         // SAFETY: inside the channel.
         unsafe { core::ptr::write_bytes(out, 0, FETCH_PAGES_MAX) };
-        let _held = SHARED.guard.lock(AGENT);
+        let _held = SHARED.guard.lock(COLD_AGENT);
         if !self.table.wait_pact(200) {
             return Err(Errno(libc::EBUSY));
         }
@@ -408,7 +492,7 @@ impl Cold {
 
     fn drop_run(&self, range: Range, around: Range, place: usize, channel: u64, out: *mut u8) {
         let (Some(mover), Some(staging)) = (&self.mover, &self.staging) else { return };
-        let held = SHARED.guard.lock(AGENT);
+        let held = SHARED.guard.lock(COLD_AGENT);
         if SHARED.tables(&held).table.excludes(range) {
             return;
         }
@@ -549,13 +633,11 @@ impl Cold {
 
     /// Ends the missing mode of `range` if no page of it is out; new pages cost nothing of ours again.
     fn release(&self, range: Range) -> Result<()> {
-        let _held = SHARED.guard.lock(AGENT);
+        let _held = SHARED.guard.lock(COLD_AGENT);
         if !self.table.wait_pact(200) {
             return Err(Errno(libc::EBUSY));
         }
-        let mut any = false;
-        self.table.for_each_run(range.start, range.end, OUT, |_, _| any = true);
-        let result = if any {
+        let result = if self.table.has(range, OUT) {
             Err(Errno(libc::EBUSY))
         } else {
             self.hold.unregister(range).and_then(|()| self.hold.register(range, uffd::MODE_WP))
@@ -578,10 +660,40 @@ impl Cold {
     /// Brings everything back and ends; for good, or until the thread is started again.
     fn leave(self) {
         bring_back(&self.table, |_| false);
+        // At once, for daemon and keeper have the descriptor too: somebody else may want the memory.
+        for_each_plain(|range| {
+            // What could not be brought back shall not read as zeros.
+            if !self.table.has(range, OUT) {
+                let _ = self.hold.unregister(range);
+            }
+        });
+        self.hear_the_last();
         TABLE.store(0, Ordering::Release);
         // Tells the daemon that the end of the connection is no accident.
         self.table.head().region.store(0, Ordering::Release);
         // Closing the descriptors ends all watching. The mappings of table and channel stay: somebody may look at them.
+    }
+
+    /// Reads the events that wait, after which there are no more, and keeps what is known of discards.
+    fn hear_the_last(&self) {
+        if !self.table.wait_pact(1000) {
+            return;
+        }
+        while let Ok(Some(event)) = self.hold.read_event() {
+            match event {
+                uffd::Event::Remove(range) => self.table.note_removed(range, sched::monotonic_ns()),
+                uffd::Event::PageFault { addr, .. } => {
+                    let _ = self.hold.wake(Range::pages_from(addr & !(PAGE - 1), 1));
+                }
+                // SAFETY: the kernel made the descriptor for us just now; the child has all its memory.
+                uffd::Event::Fork(fd) => drop(unsafe { Fd::from_raw(fd) }),
+                _ => {}
+            }
+        }
+        for (kept, removal) in REMOVALS.iter().zip(self.table.removals()) {
+            kept.store(removal, Ordering::Relaxed);
+        }
+        self.table.free_pact();
     }
 }
 
@@ -686,9 +798,7 @@ pub(crate) fn voiding<T>(range: Range, call: impl FnOnce() -> Result<T>) -> Resu
     let result = call();
     let mut turn = 0;
     while result.is_ok() && !range.is_empty() && head.out.load(Ordering::Acquire) > 0 {
-        let mut any = false;
-        table.for_each_run(range.start, range.end, OUT, |_, _| any = true);
-        if !any {
+        if !table.has(range, OUT) {
             break;
         }
         turn += 1;
@@ -706,6 +816,8 @@ pub(crate) fn voiding<T>(range: Range, call: impl FnOnce() -> Result<T>) -> Resu
 #[cfg(feature = "preload")]
 pub(crate) fn after_fork_child() {
     TABLE.store(0, Ordering::Release);
+    LEASE.store(0, Ordering::Release);
+    SECOND.forget();
 }
 
 /// Tells the daemon what the program said about a range; true if somebody listens.

@@ -174,6 +174,16 @@ impl Table {
         }
     }
 
+    /// What [`note_removed`](Self::note_removed) noted, as it would be of chunks that are not in the table.
+    pub fn removals(&self) -> [u64; OTHERS] {
+        let mut removals = self.head().others.each_ref().map(|other| other.load(Ordering::Relaxed));
+        self.for_each_chunk(|base, index| {
+            let other = &mut removals[(base / CHUNK_BYTES) as usize % OTHERS];
+            *other = (*other).max(self.removed(index).load(Ordering::Relaxed));
+        });
+        removals
+    }
+
     /// When the chunk at `index` last lost pages by a discard, in monotonic nanoseconds.
     pub fn removed(&self, index: usize) -> &'static AtomicU64 {
         // SAFETY: as above; the index is cut to the array.
@@ -253,6 +263,13 @@ impl Table {
                 f((key - 1) * CHUNK_BYTES, index);
             }
         }
+    }
+
+    /// True if a page of `range` is in state `state`.
+    pub fn has(&self, range: Range, state: u8) -> bool {
+        let mut any = false;
+        self.for_each_run(range.start, range.end, state, |_, _| any = true);
+        any
     }
 
     /// Calls `f` with each run of pages in state `state` within `start..end`: its addresses.
@@ -385,6 +402,24 @@ mod tests {
             assert_eq!(runs, [(page, 2 * page), (2 * page, 4 * page)], "cut where chunks meet");
             assert_eq!(table.set_state(at, RESIDENT), OUT);
             assert_eq!(table.head().out.load(Ordering::Relaxed), 3);
+        });
+    }
+
+    #[test]
+    fn a_chunk_that_enters_has_lost_what_it_lost_before() {
+        with_table(|table| {
+            let chunk = |n: u64| Range { start: n * CHUNK_BYTES + 4096, end: n * CHUNK_BYTES + 8192 };
+            table.note_removed(chunk(7), 100);
+            let enter = |n: u64| table.removed(table.find_or_add(n * CHUNK_BYTES).unwrap()).load(Ordering::Relaxed);
+            assert_eq!((enter(7), enter(8)), (100, 0));
+            table.note_removed(chunk(7), 200);
+            assert_eq!((enter(7), enter(7 + OTHERS as u64)), (200, 100), "chunks share a place before they enter");
+            table.note_removed(Range { start: 0, end: 1 << 47 }, 300);
+            assert_eq!((enter(7), enter(8), enter(9)), (300, 300, 300));
+            table.note_removed(chunk(8), 400);
+            table.note_removed(chunk(12), 500);
+            let removals = table.removals();
+            assert_eq!((removals[7], removals[8], removals[12]), (300, 400, 500));
         });
     }
 

@@ -7,6 +7,7 @@
 //! with exec(2), both in the kernel's hands; it can never die alone, so pages
 //! are never left in the staging area.
 
+use crate::cold;
 use crate::guard::{Guard, Held};
 use crate::table::{MergedChunks, Table};
 use crate::wire::{
@@ -26,8 +27,9 @@ const PAGE: u64 = PAGE_SIZE as u64;
 /// Name that pool segments carry in /proc/PID/maps.
 pub const POOL_NAME: &[u8] = b"/memfd:pagefold-pool";
 
-/// `me` of the agent's thread for the guard; no thread pointer has this value.
+/// `me` of the agent's thread for the guard, and of the cold tier's; no thread pointer has these values.
 pub(crate) const AGENT: usize = 1;
+pub(crate) const COLD_AGENT: usize = 2;
 
 /// How long the agent waits before it tries to reach a daemon that is gone, in milliseconds.
 const RECONNECT_MS: i32 = 500;
@@ -54,8 +56,8 @@ pub struct Shared {
     pub generation: AtomicU64,
     /// 0 not started, 1 running, 2 asked to leave, 3 given up.
     pub phase: AtomicU32,
-    /// Thread id of the agent; the kernel clears it when the thread is gone.
-    pub thread: AtomicI32,
+    /// The agent's thread.
+    pub thread: Thread,
     /// Manage every large private anonymous mapping.
     pub all: AtomicBool,
     /// Forked from a process that had merged pages.
@@ -77,7 +79,7 @@ pub static SHARED: Shared = Shared {
     guard: Guard::new(),
     generation: AtomicU64::new(1),
     phase: AtomicU32::new(0),
-    thread: AtomicI32::new(0),
+    thread: Thread::new(),
     all: AtomicBool::new(false),
     forked: AtomicBool::new(false),
     error: AtomicI32::new(0),
@@ -151,6 +153,10 @@ pub(crate) struct Agent {
     pub(crate) watch: Uffd,
     /// Holds frozen and merged ranges; tells of discards.
     pub(crate) hold: Uffd,
+    /// /dev/userfaultfd, if we have it.
+    device: Option<Fd>,
+    /// We greeted this daemon while the plain memory was the cold tier's.
+    away: bool,
     /// Where frozen pages wait.
     pub(crate) staging: mem::Mapping,
     /// Address range that `heal` moves mappings to.
@@ -215,29 +221,17 @@ pub(crate) fn wait_begun() {
 /// Asks the agent's thread to leave and waits until it has; merged pages stay as they are.
 /// `final_phase` is 0 if it may be started again, 3 if not.
 pub fn stop(final_phase: u32) {
+    // What is lent comes back first.
+    cold::end_lease();
     if SHARED.phase.compare_exchange(1, 2, Ordering::AcqRel, Ordering::Acquire).is_ok() {
-        loop {
-            let thread = SHARED.thread.load(Ordering::Acquire);
-            if thread == 0 {
-                break;
-            }
-            let timeout = libc::timespec { tv_sec: 0, tv_nsec: 10_000_000 };
-            // SAFETY: the word outlives the call. The kernel wakes it (shared futex) when the thread ends.
-            let _ = unsafe {
-                syscall!(
-                    libc::SYS_futex,
-                    SHARED.thread.as_ptr(),
-                    libc::FUTEX_WAIT,
-                    thread,
-                    core::ptr::from_ref(&timeout)
-                )
-            };
-        }
+        SHARED.thread.wait();
     }
     SHARED.phase.store(final_phase, Ordering::Release);
 }
 
 const STACK_LEN: usize = 256 << 10;
+
+const WATCH_FEATURES: u64 = uffd::FEATURE_PAGEFAULT_FLAG_WP | uffd::FEATURE_WP_ASYNC | uffd::FEATURE_MOVE;
 
 pub(crate) const THREAD_FLAGS: i32 = libc::CLONE_VM
     | libc::CLONE_FS
@@ -249,41 +243,91 @@ pub(crate) const THREAD_FLAGS: i32 = libc::CLONE_VM
 
 fn spawn() -> bool {
     BEGUN.store(false, Ordering::Release);
-    let Ok(stack) = mem::Mapping::anonymous(STACK_LEN) else { return false };
-    let top = (stack.addr() + STACK_LEN as u64) & !15;
-    // No signal of the program's may ever be delivered to our thread: it inherits a full mask.
-    let all = [u64::MAX];
-    let mut before = [0u64];
-    // SAFETY: the masks are 8 bytes as the kernel wants them.
-    let _ = unsafe { syscall!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr(), 8) };
-    let result = clone_thread(THREAD_FLAGS, top, SHARED.thread.as_ptr());
-    // SAFETY: restores the caller's mask.
-    let _ = unsafe { syscall!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, before.as_ptr(), 0, 8) };
-    if result < 0 {
-        return false;
-    }
-    core::mem::forget(stack);
-    true
+    SHARED.thread.start(thread_main)
 }
 
-/// Starts a thread at [`thread_main`] on the stack that ends at `top`; the kernel keeps its id in `word`.
+/// A thread of ours.
+#[derive(Debug)]
+pub struct Thread {
+    /// Its number; the kernel clears it when the thread is gone.
+    id: AtomicI32,
+    /// Its stack, which serves the next one.
+    stack: AtomicU64,
+}
+
+impl Thread {
+    pub(crate) const fn new() -> Thread {
+        Thread { id: AtomicI32::new(0), stack: AtomicU64::new(0) }
+    }
+
+    pub(crate) fn is_gone(&self) -> bool {
+        self.id.load(Ordering::Acquire) == 0
+    }
+
+    /// In a forked child, which has none of its parent's threads.
+    #[cfg(feature = "preload")]
+    pub(crate) fn forget(&self) {
+        self.id.store(0, Ordering::Relaxed);
+    }
+
+    /// Starts it, if the one before is gone; `main` never returns.
+    pub(crate) fn start(&self, main: extern "C" fn() -> !) -> bool {
+        if !self.is_gone() {
+            return false;
+        }
+        let mut stack = self.stack.load(Ordering::Relaxed);
+        if stack == 0 {
+            let Ok(fresh) = mem::Mapping::anonymous(STACK_LEN) else { return false };
+            stack = fresh.addr();
+            core::mem::forget(fresh);
+            self.stack.store(stack, Ordering::Relaxed);
+        }
+        let top = (stack + STACK_LEN as u64) & !15;
+        // No signal of the program's may ever be delivered to our thread: it inherits a full mask.
+        let all = [u64::MAX];
+        let mut before = [0u64];
+        // SAFETY: the masks are 8 bytes as the kernel wants them.
+        let _ = unsafe { syscall!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr(), 8) };
+        let result = clone_thread(THREAD_FLAGS, top, self.id.as_ptr(), main);
+        // SAFETY: restores the caller's mask.
+        let _ = unsafe { syscall!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, before.as_ptr(), 0, 8) };
+        result >= 0
+    }
+
+    /// Waits until it is gone.
+    pub(crate) fn wait(&self) {
+        loop {
+            let id = self.id.load(Ordering::Acquire);
+            if id == 0 {
+                return;
+            }
+            let timeout = libc::timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+            // SAFETY: the word outlives the call. The kernel wakes it (shared futex) when the thread ends.
+            let _ = unsafe {
+                syscall!(libc::SYS_futex, self.id.as_ptr(), libc::FUTEX_WAIT, id, core::ptr::from_ref(&timeout))
+            };
+        }
+    }
+}
+
+/// Starts a thread at `main` on the stack that ends at `top`; the kernel keeps its id in `word`.
 #[cfg(target_arch = "x86_64")]
-fn clone_thread(flags: libc::c_int, top: u64, word: *mut i32) -> isize {
+fn clone_thread(flags: libc::c_int, top: u64, word: *mut i32, main: extern "C" fn() -> !) -> isize {
     let result: isize;
-    // SAFETY: the new thread starts on its own, aligned stack with rax = 0 and calls `thread_main`, which never returns;
-    // the parent goes on after the block. The stack is given up for good: it is in use until the process ends.
+    // SAFETY: the new thread starts on its own, aligned stack with rax = 0 and calls `main`, which never returns; the
+    // parent goes on after the block. The stack is nobody else's until the kernel has cleared `word`.
     unsafe {
         core::arch::asm!(
             "syscall",
             "test rax, rax",
             "jnz 2f",
             "xor ebp, ebp",
-            "call {main}",
+            "call r9",
             "ud2",
             "2:",
-            main = sym thread_main,
             inlateout("rax") libc::SYS_clone as isize => result,
             in("rdi") flags as usize, in("rsi") top, in("rdx") word, in("r10") word, in("r8") 0usize,
+            in("r9") main as usize,
             lateout("rcx") _, lateout("r11") _,
         );
     }
@@ -292,7 +336,7 @@ fn clone_thread(flags: libc::c_int, top: u64, word: *mut i32) -> isize {
 
 /// As on x86-64.
 #[cfg(target_arch = "aarch64")]
-fn clone_thread(flags: libc::c_int, top: u64, word: *mut i32) -> isize {
+fn clone_thread(flags: libc::c_int, top: u64, word: *mut i32, main: extern "C" fn() -> !) -> isize {
     let result: isize;
     // SAFETY: as on x86-64; arm64 takes the child's thread-id word as the fifth argument.
     unsafe {
@@ -300,10 +344,10 @@ fn clone_thread(flags: libc::c_int, top: u64, word: *mut i32) -> isize {
             "svc 0",
             "cbnz x0, 2f",
             "mov x29, xzr",
-            "bl {main}",
+            "blr x5",
             "brk #1",
             "2:",
-            main = sym thread_main,
+            in("x5") main as usize,
             in("x8") libc::SYS_clone, inlateout("x0") flags as isize => result,
             in("x1") top, in("x2") word, in("x3") 0usize, in("x4") word,
         );
@@ -311,20 +355,25 @@ fn clone_thread(flags: libc::c_int, top: u64, word: *mut i32) -> isize {
     result
 }
 
-/// Body of the agent's thread.
-extern "C" fn thread_main() -> ! {
-    // Give up every descriptor of the program: our table is our own since the clone.
+/// What a thread of ours does first; `name` has 15 bytes at most.
+pub(crate) fn begin_thread(name: &CStr) {
+    // Give up every descriptor of who started us: our table is our own since the clone.
     // SAFETY: numbers only; nothing of ours is open yet.
     let _ = unsafe { syscall!(libc::SYS_close_range, 0, u32::MAX, 0) };
-    // SAFETY: names the thread; the string is 16 bytes at most.
-    let _ = unsafe { syscall!(libc::SYS_prctl, libc::PR_SET_NAME, c"pagefold-agent".as_ptr()) };
+    // SAFETY: names the thread.
+    let _ = unsafe { syscall!(libc::SYS_prctl, libc::PR_SET_NAME, name.as_ptr()) };
+}
+
+/// Body of the agent's thread.
+extern "C" fn thread_main() -> ! {
+    begin_thread(c"pagefold-agent");
     BEGUN.store(true, Ordering::Release);
     // Most processes that begin are soon another program or gone: those with nothing merged yet need not greet.
     if SHARED.all.load(Ordering::Relaxed) && !SHARED.forked.load(Ordering::Relaxed) {
         wait_or_leave(None, ALL_START_MS);
     }
-    if crate::cold::COLD.load(Ordering::Relaxed) {
-        crate::cold::run();
+    if cold::COLD.load(Ordering::Relaxed) {
+        cold::run();
     }
     // Discards of merged pages must be answered whether there is a daemon or not.
     let mut hold = None;
@@ -349,7 +398,8 @@ pub(crate) fn exit_thread() -> ! {
     }
 }
 
-/// Ends the agent's thread if it is the last of a program whose first thread has ended: the process must not live on for us.
+/// Ends the calling thread of ours if the program's first thread has ended, and none but ours live on: the process must not
+/// live on for us.
 pub(crate) fn leave_if_alone() {
     let Ok(file) = Fd::open(c"/proc/self/stat", libc::O_RDONLY, 0) else { return };
     let mut text = [0u8; 512];
@@ -357,7 +407,9 @@ pub(crate) fn leave_if_alone() {
     // The name may hold anything; what counts begins after its last bracket: the state, and 17 fields on the threads.
     let Some(name_end) = text[..got].iter().rposition(|&byte| byte == b')') else { return };
     let mut fields = text[name_end + 1..got].split(|&byte| byte == b' ').skip(1);
-    if fields.next() == Some(b"Z") && fields.nth(16) == Some(b"2") {
+    let ours = 1 + usize::from(!SHARED.thread.is_gone()) + usize::from(cold::has_second_thread());
+    let alone = |count: &[u8]| count.len() == 1 && usize::from(count[0] - b'0') == ours;
+    if fields.next() == Some(b"Z") && fields.nth(16).is_some_and(alone) {
         exit_thread();
     }
 }
@@ -391,6 +443,10 @@ fn connect(hold: &mut Option<Uffd>) -> Result<Agent> {
     if SHARED.forked.load(Ordering::Relaxed) {
         hello.a |= wire::HELLO_FORKED;
     }
+    let away = cold::is_leased();
+    if away {
+        hello.a |= wire::HELLO_AWAY;
+    }
     hello.text = *domain;
     let pagemap = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0)?;
     sock::set_timeout(&socket, 10_000)?;
@@ -405,7 +461,8 @@ fn connect(hold: &mut Option<Uffd>) -> Result<Agent> {
     let channel_fd = fds.take(0).ok_or(Errno(libc::EPROTO))?;
     let device = fds.take(1).or_else(|| uffd::open_device().ok());
     match set_up(socket, channel_fd, pagemap, device.as_ref(), hold) {
-        Ok(agent) => {
+        Ok(mut agent) => {
+            (agent.device, agent.away) = (device, away);
             sock::send(&agent.socket, Packet::new(Op::Ready).bytes(), &[])?;
             // SAFETY: numbers only. From now on we wait for requests as long as it takes.
             sock::set_timeout(&agent.socket, 0)?;
@@ -436,18 +493,15 @@ fn set_up(
         }
         let channel =
             mem::Mapping::file(channel_fd.raw(), 0, CHANNEL_LEN, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED)?;
-        let watch_features = uffd::FEATURE_PAGEFAULT_FLAG_WP | uffd::FEATURE_WP_ASYNC | uffd::FEATURE_MOVE;
-        let hold_features = watch_features
+        let hold_features = WATCH_FEATURES
             | uffd::FEATURE_WP_HUGETLBFS_SHMEM
             | uffd::FEATURE_EVENT_REMOVE
             | uffd::FEATURE_MISSING_SHMEM
             | uffd::FEATURE_MINOR_SHMEM;
-        let watch = Uffd::new(device, watch_features)?;
+        let watch = Uffd::new(device, WATCH_FEATURES)?;
         let new = if hold.is_none() { Some(Uffd::new(device, hold_features)?) } else { None };
         let staging = mem::Mapping::anonymous(FREEZE_PAGES_MAX * PAGE_SIZE)?;
-        // A move wants its target to be ours. Not in missing mode: who touches all memory (mlockall(2), a debugger)
-        // would wait there for ever.
-        watch.register(Range::pages_from(staging.addr(), FREEZE_PAGES_MAX as u64), uffd::MODE_WP)?;
+        watch_staging(&watch, &staging)?;
         Ok((channel, watch, new, staging))
     };
     let made = parts();
@@ -462,6 +516,8 @@ fn set_up(
                 channel,
                 watch,
                 hold,
+                device: None,
+                away: false,
                 staging,
                 aside: 0,
                 nursery: None,
@@ -478,6 +534,20 @@ fn set_up(
         }
         Err(errno) => Err((socket, errno)),
     }
+}
+
+/// A move wants its target to be ours. Not in missing mode: who touches all memory (mlockall(2), a debugger) would wait there
+/// for ever.
+fn watch_staging(watch: &Uffd, staging: &mem::Mapping) -> Result<()> {
+    watch.register(Range::pages_from(staging.addr(), FREEZE_PAGES_MAX as u64), uffd::MODE_WP)
+}
+
+/// Watches plain memory, unless it is the cold tier's for a while: its own descriptor has it then.
+///
+/// # Errors
+/// As the kernel says; something other than plain memory lies there.
+pub(crate) fn watch_plain(watch: &Uffd, range: Range) -> Result<()> {
+    if cold::is_leased() { Err(Errno(libc::EBUSY)) } else { watch.register(range, uffd::MODE_WP) }
 }
 
 /// Core dumps must contain merged pages: to the kernel they are private file pages, which it leaves out by default.
@@ -518,7 +588,8 @@ impl Agent {
             if ready != 0 || generation != told {
                 (busy, told) = (now, generation);
             }
-            if SHARED.phase.load(Ordering::Acquire) != 1 {
+            // A lease that ended by itself: the daemon learns it from the next greeting.
+            if SHARED.phase.load(Ordering::Acquire) != 1 || self.away && !cold::is_leased() {
                 return Ok(());
             }
             if ready == 0 {
@@ -567,17 +638,20 @@ impl Agent {
         const REMAP: u32 = Op::Remap as u32;
         const HEAL: u32 = Op::Heal as u32;
         const FORGET: u32 = Op::Forget as u32;
+        const PART: u32 = Op::Part as u32;
         match request.op {
             REGIONS => self.regions(request.a == 1, request.b),
             WATCH => {
                 for index in 0..count {
                     let range: Range = self.input(index);
-                    let status = self.watch.register(range, uffd::MODE_WP).map_or_else(|errno| errno.0, |()| 0);
+                    let status = watch_plain(&self.watch, range).map_or_else(|errno| errno.0, |()| 0);
                     self.output(index, status);
                 }
                 Ok(count)
             }
             FETCH => self.fetch(count),
+            PART => self.part(request.a == 1).map(|()| 0),
+            REMAP if cold::is_leased() => Err(Errno(libc::EBUSY)),
             REMAP => {
                 self.take_segments(request.a, fds);
                 self.remap(count)
@@ -602,6 +676,24 @@ impl Agent {
             }
             _ => Err(Errno(libc::ENOSYS)),
         }
+    }
+
+    /// Leaves the plain memory to the cold tier, which a second thread is the client of, or asks for it back. The thread tells
+    /// when it is ours again, by changing the generation.
+    fn part(&mut self, away: bool) -> Result<()> {
+        if !away {
+            self.away = false;
+            cold::ask_end_of_lease();
+            return Ok(());
+        }
+        if !MAY_START.load(Ordering::Acquire) {
+            return Err(Errno(libc::EPERM));
+        }
+        cold::lease(|| {
+            // Watches nothing: the kernel takes a range from one descriptor only.
+            self.watch = Uffd::new(self.device.as_ref(), WATCH_FEATURES)?;
+            watch_staging(&self.watch, &self.staging)
+        })
     }
 
     /// Splits the list of pieces into spans (neighbours with one `flags` number) and merges them one by one.
@@ -672,7 +764,10 @@ impl Agent {
     fn regions(&mut self, pool: bool, from: u64) -> Result<usize> {
         // Reading the table needs the guard, reading maps does not; both are short.
         let held = lock_serving(&self.hold, &self.watch, self.counters());
-        list(self.channel.addr(), SHARED.tables(&held).table, pool, from)
+        let (channel, table) = (self.channel.addr(), SHARED.tables(&held).table);
+        // Merged and plain memory lie in few ranges together.
+        let (what, from) = if pool { (Listed::Pool, from) } else { (Listed::Managed, 0) };
+        list(table, what, from, |index, entry| write_out(channel, index, entry))
     }
 
     fn take_segments(&mut self, ids: u64, fds: &mut sock::Fds) {
@@ -836,26 +931,54 @@ pub(crate) fn read_settings() -> (&'static [u8], &'static [u8; 64]) {
     unsafe { (&(&*SHARED.socket.get())[..len], &*SHARED.domain.get()) }
 }
 
-/// Lists the managed ranges to the channel at `channel`, for the cold tier: nothing is mapped from a pool there.
-pub(crate) fn list_managed(channel: u64) -> Result<usize> {
-    let held = SHARED.guard.lock(AGENT);
-    list(channel, SHARED.tables(&held).table, false, 0)
+/// Lists the managed plain memory from address `from` on to the channel at `channel`, for the cold tier.
+pub(crate) fn list_plain(channel: u64, from: u64) -> Result<usize> {
+    let held = SHARED.guard.lock(COLD_AGENT);
+    list(SHARED.tables(&held).table, Listed::Plain, from, |index, entry| write_out(channel, index, entry))
 }
 
-/// Lists what [`Agent::regions`] says to the channel at `channel`.
-fn list(channel: u64, table: &mut Table, pool: bool, from: u64) -> Result<usize> {
+/// Calls `f` with each managed range of plain memory.
+pub(crate) fn for_each_plain(mut f: impl FnMut(Range)) {
+    let held = SHARED.guard.lock(COLD_AGENT);
+    let mut from = 0;
+    loop {
+        let mut end = from;
+        let listed = list(SHARED.tables(&held).table, Listed::Plain, from, |_, entry| {
+            end = entry.end;
+            f(Range { start: entry.start, end });
+        });
+        if listed != Ok(LIST_MAX) {
+            return;
+        }
+        from = end;
+    }
+}
+
+/// What a list holds.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Listed {
+    /// The managed ranges, merged or not.
+    Managed,
+    /// Those of them that are not merged.
+    Plain,
+    /// The mappings of pool files.
+    Pool,
+}
+
+/// Lists what [`Listed`] says from address `from` on, at most [`LIST_MAX`] entries.
+fn list(table: &mut Table, what: Listed, from: u64, put: impl FnMut(usize, RegionEntry)) -> Result<usize> {
     let file = Fd::open(c"/proc/self/maps", libc::O_RDONLY, 0)?;
     // Names can be long; a line that does not fit is not one of ours.
     let mut buffer = [0u8; 16 << 10];
     let mut lister = Lister {
         count: 0,
         last: RegionEntry::default(),
-        pool,
+        what,
         from,
         all: SHARED.all.load(Ordering::Relaxed),
         memory: Fd::open(c"/proc/self/mem", libc::O_RDONLY, 0).ok(),
         table,
-        put: |index, entry| write_out(channel, index, entry),
+        put,
     };
     maps::for_each_line(
         &mut buffer,
@@ -866,7 +989,7 @@ fn list(channel: u64, table: &mut Table, pool: bool, from: u64) -> Result<usize>
             }
         },
     )?;
-    if !pool {
+    if what != Listed::Pool {
         lister.put_last();
     }
     Ok(lister.count)
@@ -967,7 +1090,7 @@ pub fn replace_merged(range: Range, watch: Option<&Uffd>, table: Option<&Table>)
                     keep_attributes(part, table, true);
                 }
                 if let Some(watch) = watch {
-                    let _ = watch.register(part, uffd::MODE_WP);
+                    let _ = watch_plain(watch, part);
                 }
             }
             Err(errno) => failed = Some(errno),
@@ -1017,10 +1140,10 @@ pub(crate) fn pool_mappings(range: Range, mut f: impl FnMut(Range, i32) -> bool)
 }
 
 /// Decides which mappings are managed, and joins neighbours.
-struct Lister<'a, P: Fn(usize, RegionEntry)> {
+struct Lister<'a, P: FnMut(usize, RegionEntry)> {
     count: usize,
     last: RegionEntry,
-    pool: bool,
+    what: Listed,
     from: u64,
     all: bool,
     /// /proc/self/mem, to look at memory that may go away meanwhile.
@@ -1029,10 +1152,10 @@ struct Lister<'a, P: Fn(usize, RegionEntry)> {
     put: P,
 }
 
-impl<P: Fn(usize, RegionEntry)> Lister<'_, P> {
+impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
     fn map(&mut self, map: &maps::Map<'_>) {
         let pool = map.name.starts_with(POOL_NAME) && !map.shared;
-        if self.pool {
+        if self.what == Listed::Pool {
             if pool && map.range.start >= self.from && self.count < LIST_MAX {
                 let slot = map.offset / PAGE;
                 (self.put)(
@@ -1044,7 +1167,10 @@ impl<P: Fn(usize, RegionEntry)> Lister<'_, P> {
             return;
         }
         if pool {
-            return self.add(map.range);
+            if self.what == Listed::Managed {
+                self.add(map.range);
+            }
+            return;
         }
         if !map.is_plain_anonymous() || is_nursery(map.range.start) {
             return;
@@ -1105,6 +1231,7 @@ impl<P: Fn(usize, RegionEntry)> Lister<'_, P> {
     }
 
     fn add(&mut self, range: Range) {
+        let range = Range { start: range.start.max(self.from), end: range.end };
         if range.is_empty() {
             return;
         }

@@ -144,7 +144,7 @@ extern "C" fn after_fork_parent() {
 extern "C" fn after_fork_child() {
     SHARED.guard.reset();
     cold::after_fork_child();
-    SHARED.thread.store(0, Ordering::Relaxed);
+    SHARED.thread.forget();
     let ran = SHARED.phase.swap(0, Ordering::Relaxed) == 1;
     let held = SHARED.guard.lock(me());
     let merged = !SHARED.tables(&held).merged.is_empty();
@@ -448,7 +448,8 @@ fn advise(addr: *mut c_void, len: usize, advice: c_int) -> Result<()> {
             // A pool mapping would show its old bytes again: put fresh memory in its place first.
             replace_merged(range, None, Some(SHARED.tables(&held).table)).map(drop)?;
             SHARED.changed();
-            call(advice)
+            // What lies between may be out.
+            cold::voiding(range, || call(advice))
         }
         libc::MADV_UNMERGEABLE if merged => {
             unmerge(range)?;

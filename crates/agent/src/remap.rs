@@ -13,7 +13,7 @@
 //!
 //! The guard is held from 1 to 6: calls that would change the mappings wait.
 
-use crate::engine::{Agent, NURSERY_LEN};
+use crate::engine::{Agent, NURSERY_LEN, watch_plain};
 use crate::wire::{self, FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, Why};
 use core::sync::atomic::Ordering;
 use pagefold_os::raw::Errno;
@@ -364,7 +364,7 @@ fn empty_nursery(at: u64, len: u64) {
 
 /// Watches `range` for writes; where it holds more than plain memory, nothing happens.
 fn rewatch(watch: &Uffd, range: Range) {
-    let _ = watch.register(range, uffd::MODE_WP);
+    let _ = watch_plain(watch, range);
 }
 
 fn yield_now() {

@@ -54,10 +54,13 @@ pub enum Op {
     Remap = 7,
     /// Give private memory back (list of [`Range`]); `a` = 1: even where pages are still shared.
     Heal = 8,
-    /// Stop managing; merged pages stay.
+    /// Stop managing; merged pages stay. To the agent of a cold client that parted: all is back, end.
     Leave = 9,
     /// The pool has let go of these segments (list of ids): close them. What is mapped stays.
     Forget = 10,
+    /// Leave the plain memory to the cold tier (`a` = 1): watch it no more, and become a client of the tier beside. Or take
+    /// it back (0), should that not have come about; the tier ends what has, by `Leave`.
+    Part = 11,
     /// Daemon to an agent of a cold client: begin; `a` = epoch. Answers `Ready`, which carries userfaultfd and table.
     ColdGo = 16,
     /// Copy these runs (list of [`RegionEntry`]) to the channel; one byte per page in the answer's list.
@@ -75,6 +78,9 @@ pub const HELLO_FORKED: u64 = 2;
 /// Flag of `Hello`: a client of the cold tier; `b` = tolerance in millionths, `count` = limit of the tier in bytes, 0 each
 /// for the daemon's default.
 pub const HELLO_COLD: u64 = 4;
+
+/// Flag of `Hello`: the plain memory is the cold tier's for a while; with [`HELLO_COLD`], this is who has it.
+pub const HELLO_AWAY: u64 = 8;
 
 /// A packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -99,17 +99,20 @@ fn perform(daemon: &Arc<Daemon>, request: &Request) -> Answer {
         Request::Stop {} => Answer::Done { count: 0 },
         Request::Park { whom } | Request::Unpark { whom } => {
             let park = matches!(request, Request::Park { .. });
-            match if park { daemon.cold.park(whom) } else { daemon.cold.unpark(whom) } {
-                Some((clients, pages)) => Answer::Moved { clients, pages },
-                None => Answer::Error {
-                    message: match whom {
-                        Whom::Pid(pid) => {
-                            format!("{pid} is no client of the cold tier; start it with pagefold run --cold")
-                        }
-                        Whom::Cgroup(path) => format!("no client of the cold tier is in the cgroup {path}"),
-                        Whom::All => "there is no client of the cold tier; pagefold run --cold starts one".into(),
-                    },
-                },
+            match if park { daemon.park(whom) } else { Ok(daemon.unpark(whom)) } {
+                Ok(Some((clients, pages))) => Answer::Moved { clients, pages },
+                Ok(None) => {
+                    let what = if park { "client" } else { "client of the cold tier" };
+                    Answer::Error {
+                        message: match whom {
+                            Whom::Pid(pid) => format!("{pid} is no {what}; pagefold status lists them"),
+                            Whom::Cgroup(path) => format!("no {what} is in the cgroup {path}"),
+                            Whom::All if park => "there is no client; pagefold run starts one".into(),
+                            Whom::All => "there is no client of the cold tier: nothing is parked".into(),
+                        },
+                    }
+                }
+                Err(message) => Answer::Error { message },
             }
         }
         Request::Unmerge { pid } => {

@@ -9,6 +9,7 @@
 pub mod cold;
 pub mod control;
 pub mod http;
+mod lease;
 pub mod link;
 pub mod metrics;
 pub mod server;

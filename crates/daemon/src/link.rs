@@ -77,6 +77,8 @@ pub struct Link {
     cpu_ns: AtomicU64,
     /// Pages of the channel, from its first page for contents on, that are there.
     room: usize,
+    /// It came with its plain memory in the cold tier's hands.
+    away: bool,
 }
 
 /// Why a greeting came to nothing.
@@ -98,7 +100,7 @@ impl Link {
     ///
     /// # Errors
     /// [`GreetError`].
-    pub fn greet(socket: Arc<Fd>, mut fds: sock::Fds, device: Option<&Fd>) -> Result<Link, GreetError> {
+    pub fn greet(socket: Arc<Fd>, hello: &Packet, mut fds: sock::Fds, device: Option<&Fd>) -> Result<Link, GreetError> {
         let cred = sock::peer(&socket)?;
         let pagemap = fds.take(0).ok_or(GreetError::Protocol)?;
         // Only a pagemap answers this ioctl; an empty range asks nothing.
@@ -130,6 +132,7 @@ impl Link {
             scan: vec![pagemap::Region::default(); SCAN_REGIONS],
             cpu_ns: AtomicU64::new(0),
             room: 0,
+            away: hello.a & wire::HELLO_AWAY != 0,
         })
     }
 
@@ -138,7 +141,19 @@ impl Link {
         self.shared.clone()
     }
 
+    /// A request; a refusal is an empty answer, not the end.
     fn ask(&mut self, op: Op, count: usize, a: u64, b: u64, fds: &[i32]) -> Result<usize, Gone> {
+        Ok(self.ask_for(op, count, a, b, fds)?.unwrap_or(0))
+    }
+
+    fn ask_for(
+        &mut self,
+        op: Op,
+        count: usize,
+        a: u64,
+        b: u64,
+        fds: &[i32],
+    ) -> Result<Result<usize, pagefold_os::Errno>, Gone> {
         self.sequence += 1;
         let cpu = sched::cpu().map_or(0, |cpu| cpu + 1);
         let request = Packet { sequence: self.sequence, count: count as u64, a, b, cpu, ..Packet::new(op) };
@@ -149,8 +164,7 @@ impl Link {
         if answer.op != op as u32 || answer.sequence != self.sequence || answer.count > LIST_MAX as u64 {
             return Err(Gone);
         }
-        // A refusal of one request is an empty answer, not the end.
-        Ok(if answer.status == 0 { answer.count as usize } else { 0 })
+        Ok(if answer.status == 0 { Ok(answer.count as usize) } else { Err(pagefold_os::Errno(answer.status)) })
     }
 
     fn put<T: Copy>(&self, index: usize, value: T) {
@@ -458,6 +472,14 @@ impl Client for Link {
             self.ask(Op::Forget, gone, 0, 0, &[])?;
         }
         Ok(())
+    }
+
+    fn part(&mut self, away: bool) -> Result<bool, Gone> {
+        Ok(self.ask_for(Op::Part, 0, u64::from(away), 0, &[])?.is_ok())
+    }
+
+    fn is_away(&self) -> bool {
+        self.away
     }
 
     fn rest(&mut self) {

@@ -273,7 +273,7 @@ impl Daemon {
             return;
         }
         let socket = Arc::new(socket);
-        let link = match Link::greet(socket.clone(), fds, self.device.as_ref()) {
+        let link = match Link::greet(socket.clone(), hello, fds, self.device.as_ref()) {
             Ok(link) => link,
             Err(error) => {
                 let reason = match error {
@@ -296,6 +296,11 @@ impl Daemon {
         drop(connected);
         self.bells[1].ring();
         ring(&wake);
+    }
+
+    /// Why a process was refused last.
+    pub(crate) fn why_not_covered(&self, pid: i32) -> Option<String> {
+        lock(&self.not_covered).iter().rev().find(|one| one.pid == pid).map(|one| one.reason.clone())
     }
 
     fn note_not_covered(&self, pid: i32, reason: String) {
@@ -490,11 +495,17 @@ impl Daemon {
 
     /// The clients of process `pid` (one, unless it connected twice), or all.
     pub(crate) fn clients_of(&self, pid: Option<i32>) -> Vec<(Arc<Domain>, ClientId)> {
+        let clients = self.clients_where(|own| pid.is_none_or(|pid| pid == own));
+        clients.into_iter().map(|(_, domain, id)| (domain, id)).collect()
+    }
+
+    /// The clients whose process is `wanted`, which stands first.
+    pub(crate) fn clients_where(&self, wanted: impl Fn(i32) -> bool) -> Vec<(i32, Arc<Domain>, ClientId)> {
         let groups = lock(&self.groups);
         lock(&self.connected)
             .iter()
-            .filter(|client| pid.is_none_or(|pid| client.shared.pid == pid))
-            .filter_map(|client| Some((groups.get(&client.key)?.domain.clone(), client.id)))
+            .filter(|client| wanted(client.shared.pid))
+            .filter_map(|client| Some((client.shared.pid, groups.get(&client.key)?.domain.clone(), client.id)))
             .collect()
     }
 

@@ -135,6 +135,20 @@ pub trait Client: Send {
         Ok(())
     }
 
+    /// Leaves the plain memory to somebody else for a while (`away`), watched no more, or takes it back; what is merged stays
+    /// as it is. False if that cannot be.
+    ///
+    /// # Errors
+    /// [`Gone`].
+    fn part(&mut self, _away: bool) -> Result<bool, Gone> {
+        Ok(false)
+    }
+
+    /// True if it comes with its plain memory in somebody else's hands.
+    fn is_away(&self) -> bool {
+        false
+    }
+
     /// Nothing will be fetched for a while: buffers may go.
     fn rest(&mut self) {}
 

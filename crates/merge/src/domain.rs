@@ -120,10 +120,19 @@ struct Member {
     inbox: Mutex<Vec<(u64, Slot)>>,
     due_ns: AtomicU64,
     paused: AtomicBool,
+    /// Its plain memory is somebody else's for a while.
+    away: AtomicBool,
     gone: AtomicBool,
     /// It has pages that were not looked up yet.
     indexing: AtomicBool,
     stats: Mutex<ClientStats>,
+}
+
+impl Member {
+    /// True if nothing is to be done for it now.
+    fn is_at_rest(&self) -> bool {
+        self.paused.load(Ordering::Acquire) || self.away.load(Ordering::Acquire)
+    }
 }
 
 /// What the worker that has the client in hand works on.
@@ -253,6 +262,7 @@ impl Domain {
     pub fn add(&self, client: Box<dyn Client>) -> ClientId {
         let _roster = read(&self.roster);
         let id = self.next_id.fetch_add(1, Ordering::Relaxed) as ClientId;
+        let away = client.is_away();
         let work = Work {
             client,
             table: Table::default(),
@@ -275,9 +285,10 @@ impl Domain {
             inbox: Mutex::default(),
             due_ns: AtomicU64::new(0),
             paused: AtomicBool::new(false),
+            away: AtomicBool::new(away),
             gone: AtomicBool::new(false),
             indexing: AtomicBool::new(false),
-            stats: Mutex::default(),
+            stats: Mutex::new(ClientStats { paused: away, ..ClientStats::default() }),
         });
         write(&self.members).insert(id, member);
         id
@@ -329,11 +340,44 @@ impl Domain {
         let members = read(&self.members);
         let Some(member) = members.get(&id) else { return false };
         member.paused.store(paused, Ordering::Release);
-        lock(&member.stats).paused = paused;
-        if paused {
+        self.note_rest(member);
+        true
+    }
+
+    fn note_rest(&self, member: &Member) {
+        let rests = member.is_at_rest();
+        lock(&member.stats).paused = rests;
+        if rests {
             self.note_indexing(member, false);
         }
-        true
+    }
+
+    /// Leaves a client's plain memory to somebody else (`away`), or takes it back, when the step in hand is done. Merged
+    /// pages stay merged and in the books; until the memory is back no work is done on the client. False if the client
+    /// cannot do that.
+    ///
+    /// # Errors
+    /// [`Gone`] if there is no such client (any more).
+    pub fn part(&self, id: ClientId, away: bool) -> Result<bool, Gone> {
+        let member = read(&self.members).get(&id).cloned().ok_or(Gone)?;
+        // At once, so that no step begins.
+        member.away.store(true, Ordering::Release);
+        let mut work = lock(&member.work);
+        if member.gone.load(Ordering::Acquire) {
+            return Err(Gone);
+        }
+        let parted = work.client.part(away);
+        member.away.store(away && parted == Ok(true), Ordering::Release);
+        // Whoever had it watched it in another way: all of it is to be watched anew.
+        work.generation = None;
+        work.next_period_ns = 0;
+        member.due_ns.store(0, Ordering::Release);
+        drop(work);
+        self.note_rest(&member);
+        if parted.is_err() {
+            self.remove(id);
+        }
+        parted
     }
 
     /// Gives a client all its pages back as private memory and pauses it; returns how many pages.
@@ -357,7 +401,7 @@ impl Domain {
     pub fn due_ns(&self) -> Option<u64> {
         read(&self.members)
             .values()
-            .filter(|member| !member.paused.load(Ordering::Acquire))
+            .filter(|member| !member.is_at_rest())
             .map(|member| member.due_ns.load(Ordering::Acquire))
             .min()
     }
@@ -367,7 +411,7 @@ impl Domain {
     pub fn step_any(&self, now_ns: u64, gone: &mut Vec<ClientId>) -> Option<Next> {
         let mut due: Vec<(u64, Arc<Member>)> = read(&self.members)
             .values()
-            .filter(|member| !member.paused.load(Ordering::Acquire))
+            .filter(|member| !member.is_at_rest())
             .map(|member| (member.due_ns.load(Ordering::Acquire), member.clone()))
             .filter(|(due, _)| *due <= now_ns)
             .collect();
@@ -378,7 +422,8 @@ impl Domain {
                 Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
                 Err(TryLockError::WouldBlock) => continue,
             };
-            if member.due_ns.load(Ordering::Acquire) > now_ns || member.gone.load(Ordering::Acquire) {
+            let due = member.due_ns.load(Ordering::Acquire) <= now_ns && !member.away.load(Ordering::Acquire);
+            if !due || member.gone.load(Ordering::Acquire) {
                 continue;
             }
             let result = self.step_with(&member, &mut work, now_ns);
@@ -404,6 +449,9 @@ impl Domain {
         let mut work = lock(&member.work);
         if member.gone.load(Ordering::Acquire) {
             return Err(Gone);
+        }
+        if member.away.load(Ordering::Acquire) {
+            return Ok(Next { due_ns: now_ns + self.config.period_ns, worked: false });
         }
         let result = self.step_with(&member, &mut work, now_ns);
         drop(work);
@@ -517,7 +565,7 @@ impl Domain {
             not_merged: work.refused.iter().map(|(why, count)| (why_word(*why).to_owned(), *count)).collect(),
             metadata_bytes: work.table.memory_bytes(),
             agent_cpu_ns,
-            paused: member.paused.load(Ordering::Acquire),
+            paused: member.is_at_rest(),
         };
     }
 

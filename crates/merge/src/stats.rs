@@ -95,7 +95,7 @@ pub struct ClientStats {
     pub metadata_bytes: u64,
     /// Processor time its agent spent.
     pub agent_cpu_ns: u64,
-    /// Paused by an operator.
+    /// Nothing is done for it: paused by an operator, or parked.
     pub paused: bool,
 }
 

@@ -45,6 +45,8 @@ const EVENTS: usize = uffd::EVENTS_MAX;
 const SPIN_NS: u64 = 30_000;
 /// Looks of who waits for a client's `service` before it sleeps: some hundred microseconds.
 const SERVICE_TRIES: u32 = 10_000;
+/// Pages loaded ahead before the thread looks whether somebody waits.
+const AHEAD_AT_ONCE: usize = 8;
 /// Lost pages of a client that get a line each; the counter has all. A client can claim as many as it likes.
 const LOSSES_TOLD: u64 = 16;
 /// Buckets of the histogram of faults.
@@ -66,6 +68,31 @@ impl Service {
     /// True while entries lie under addresses that are no longer theirs.
     pub(super) fn is_moving(&self) -> bool {
         !self.moving.is_empty()
+    }
+}
+
+/// What the client's thread has loaded ahead, while the program walks through what came last.
+///
+/// Loading needs no lock; that nothing left in the meantime and that a page is still out is looked at when it is used.
+#[derive(Default)]
+pub(super) struct Ahead {
+    /// What the next fault will probably want.
+    wanted: std::ops::Range<u64>,
+    /// The first page that is here.
+    first: u64,
+    loaded: Vec<bool>,
+    pages: Vec<Page>,
+    /// [`Client::leaving`] before they were loaded.
+    leaving: u64,
+}
+
+impl Ahead {
+    /// Pages from `page` on that are here, for as long as `is_wanted`.
+    fn run(&self, page: u64, is_wanted: impl Fn(u64) -> bool) -> &[Page] {
+        let Some(place) = page.checked_sub(self.first).map(|place| place as usize) else { return &[] };
+        let from = self.loaded.get(place..).unwrap_or_default();
+        let len = from.iter().zip(page..).take_while(|(loaded, page)| **loaded && is_wanted(*page)).count();
+        &self.pages[place.min(self.pages.len())..][..len]
     }
 }
 
@@ -108,6 +135,8 @@ pub(super) struct Client {
     /// Nothing is to be done for it any more.
     pub gone: AtomicBool,
     pub parked: AtomicBool,
+    /// It is merged live as well, and has its memory here until it is unparked.
+    pub leased: AtomicBool,
     /// Memory of the client was refused by the kernel since the last look: its limit is reached.
     pub starved: AtomicBool,
     pub policy: Mutex<super::pump::Policy>,
@@ -189,6 +218,7 @@ impl Client {
             counters: Counters::default(),
             gone: AtomicBool::new(false),
             parked: AtomicBool::new(false),
+            leased: AtomicBool::new(false),
             starved: AtomicBool::new(false),
             policy: Mutex::default(),
             room: Room::of(pid),
@@ -220,6 +250,7 @@ impl Client {
     /// The client's thread: serves faults until the client has ended.
     pub(super) fn run(self: &Arc<Client>, group: &Arc<Group>) {
         let mut patience = 8u32;
+        let mut ahead = Ahead::default();
         while !self.gone.load(Ordering::Acquire) {
             let socket = lock(&self.socket).clone();
             let mut polls = [
@@ -245,8 +276,9 @@ impl Client {
             let mut spin_end = 0;
             let mut sum = 0;
             loop {
-                let served = self.serve(&group.tier);
+                let served = self.serve(&group.tier, &mut ahead);
                 sum += served;
+                self.load_ahead(&group.tier, &mut ahead);
                 let now = sched::quick_monotonic_ns();
                 if served > 0 {
                     group.awake.answered(served as u32, now);
@@ -300,7 +332,7 @@ impl Client {
     }
 
     /// Reads and serves what waits; returns how many faults and events that were.
-    pub(super) fn serve(&self, tier: &Tier) -> usize {
+    pub(super) fn serve(&self, tier: &Tier, ahead: &mut Ahead) -> usize {
         // A mutex is not fair: who comes again and again gets it again and again.
         if self.waiting.load(Ordering::Relaxed) > 0 {
             let patience = sched::quick_monotonic_ns() + SPIN_NS;
@@ -319,7 +351,7 @@ impl Client {
         self.bring_moved(&mut service, tier);
         let mut waiting = std::mem::take(&mut service.pending);
         let count = waiting.len();
-        waiting.retain(|(addr, write)| match self.serve_fault(&mut service, tier, *addr, *write) {
+        waiting.retain(|(addr, write)| match self.serve_fault(&mut service, tier, ahead, *addr, *write) {
             Served::Done => {
                 let ns = sched::quick_monotonic_ns() - began;
                 self.counters.fault_ns.fetch_add(ns, Ordering::Relaxed);
@@ -463,12 +495,12 @@ impl Client {
         });
     }
 
-    fn serve_fault(&self, service: &mut Service, tier: &Tier, addr: u64, write: bool) -> Served {
+    fn serve_fault(&self, service: &mut Service, tier: &Tier, ahead: &mut Ahead, addr: u64, write: bool) -> Served {
         if service.moving.contains_key(&addr) {
             return Served::Again;
         }
         match self.table.state(addr) {
-            OUT => self.bring_fault(service, tier, addr),
+            OUT => self.bring_fault(service, tier, ahead, addr),
             // In the agent's hands, which wakes whoever waits.
             FROZEN | VOID => Served::Done,
             _ => self.bring_zero(service, addr, write),
@@ -538,7 +570,7 @@ impl Client {
     }
 
     /// A page that is out comes back, and then its neighbours, as many as the pattern of faults says.
-    fn bring_fault(&self, service: &mut Service, tier: &Tier, addr: u64) -> Served {
+    fn bring_fault(&self, service: &mut Service, tier: &Tier, ahead: &mut Ahead, addr: u64) -> Served {
         let page = addr / PAGE;
         let want = service.window.fault(page).min(CLUSTER_PAGES as u64);
         let want = match self.room.grant(want) {
@@ -564,7 +596,20 @@ impl Client {
                 (at, end) = if page < middle { (first, middle) } else { (middle, end) };
             }
         }
+        if ahead.leaving != self.leaving.load(Ordering::SeqCst) {
+            // A page that came and went again since has another content.
+            ahead.loaded.clear();
+        }
         while at < end {
+            let ready = ahead.run(at, |page| page < end && self.table.state(page * PAGE) == OUT);
+            if !ready.is_empty() {
+                let len = ready.len() as u64;
+                if self.copy_run(tier, at, at + len, ready.as_ptr() as u64).end < at + len {
+                    break;
+                }
+                at += len;
+                continue;
+            }
             // Entries of pages that are not out are nobody's. One that cannot be read waits for its own fault.
             let mut len = 0;
             while at + len < end
@@ -578,7 +623,32 @@ impl Client {
             }
             at += len.max(1);
         }
+        if want == CLUSTER_PAGES as u64 {
+            // Our half of the next window.
+            ahead.wanted = first + want..first + want + want / 2;
+        }
         Served::Done
+    }
+
+    /// Loads what the next fault will probably want, until somebody waits.
+    fn load_ahead(&self, tier: &Tier, ahead: &mut Ahead) {
+        let wanted = std::mem::take(&mut ahead.wanted);
+        if wanted.is_empty() {
+            return;
+        }
+        ahead.leaving = self.leaving.load(Ordering::SeqCst);
+        ahead.first = wanted.start;
+        ahead.loaded.clear();
+        ahead.pages.resize(CLUSTER_PAGES / 2, [0; PAGE_SIZE]);
+        for (page, place) in wanted.zip(&mut ahead.pages) {
+            if ahead.loaded.len() % AHEAD_AT_ONCE == AHEAD_AT_ONCE - 1 {
+                let mut poll = [libc::pollfd { fd: self.uffd.fd().raw(), events: libc::POLLIN, revents: 0 }];
+                if fd::poll(&mut poll, 0) != Ok(0) {
+                    return;
+                }
+            }
+            ahead.loaded.push(self.table.state(page * PAGE) == OUT && tier.load_quietly(self.region, page, place));
+        }
     }
 
     /// Brings back what of `pages`, at most [`CLUSTER_PAGES`], is out; beside the client's own thread. What cannot be brought
@@ -770,5 +840,28 @@ impl Client {
         // Fresh memory of registered ranges may lie in chunks that the table does not have.
         let everything = Range { start: 1 << 20, end: (1 << 47) - PAGE };
         let _ = self.uffd.wake(everything);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_loaded_ahead_ends_where_something_is_missing() {
+        let mut ahead = Ahead { first: 64, ..Ahead::default() };
+        let all = |_| true;
+        assert!(ahead.run(64, all).is_empty());
+        ahead.pages = (0..4).map(|page| [page; PAGE_SIZE]).collect();
+        ahead.loaded = vec![true, true, false, true];
+        let run = |page: u64, is_wanted: &dyn Fn(u64) -> bool| -> Vec<u8> {
+            ahead.run(page, is_wanted).iter().map(|page| page[0]).collect()
+        };
+        assert_eq!(run(64, &all), [0, 1]);
+        assert_eq!(run(65, &all), [1]);
+        assert!(run(66, &all).is_empty());
+        assert_eq!(run(67, &all), [3]);
+        assert!([63, 68, 1000].iter().all(|page| run(*page, &all).is_empty()));
+        assert_eq!(run(64, &|page| page != 65), [0]);
     }
 }

@@ -17,6 +17,8 @@ const ANSWER_MS_MAX: u64 = 10_000;
 /// Addresses that a client may have managed: nothing below the first MiB (see `Uffd::is_alive`).
 const LOWEST: u64 = 1 << 20;
 const HIGHEST: u64 = 1 << 47;
+/// Regions that a client may have: more than the kernel lets a process have mappings by default.
+const REGIONS_MAX: usize = 1 << 20;
 
 /// The agent does not answer, or not sensibly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,12 +48,12 @@ impl ColdLink {
     }
 
     fn ask(&mut self, op: Op, count: usize) -> Result<Result<usize, Errno>, Gone> {
-        self.ask_with(op, count, 0)
+        self.ask_with(op, count, 0, 0)
     }
 
-    fn ask_with(&mut self, op: Op, count: usize, a: u64) -> Result<Result<usize, Errno>, Gone> {
+    fn ask_with(&mut self, op: Op, count: usize, a: u64, b: u64) -> Result<Result<usize, Errno>, Gone> {
         self.sequence += 1;
-        let request = Packet { sequence: self.sequence, count: count as u64, a, ..Packet::new(op) };
+        let request = Packet { sequence: self.sequence, count: count as u64, a, b, ..Packet::new(op) };
         sock::send(&self.socket, request.bytes(), &[]).map_err(|_| Gone)?;
         let mut buffer = [0; size_of::<Packet>()];
         let (got, _) = sock::receive(&self.socket, &mut buffer, 0).map_err(|_| Gone)?;
@@ -70,23 +72,33 @@ impl ColdLink {
         unsafe { core::ptr::write_volatile(self.channel.as_ptr().add(CHANNEL_IN + index * 32).cast(), value) }
     }
 
-    /// The managed ranges, in order.
+    /// The managed ranges of plain memory, in order.
     pub(super) fn regions(&mut self) -> Result<Vec<Range>, Gone> {
-        let count = self.ask(Op::Regions, 0)?.unwrap_or(0);
         let mut all: Vec<Range> = Vec::new();
-        for index in 0..count {
-            let at = CHANNEL_OUT + index * 32;
-            // SAFETY: inside the channel; any bytes are a valid entry of integers.
-            let entry: RegionEntry = unsafe { core::ptr::read_volatile(self.channel.as_ptr().add(at).cast()) };
-            let page = PAGE_SIZE as u64;
-            let aligned = entry.start.is_multiple_of(page) && entry.end.is_multiple_of(page);
-            let ascending = all.last().is_none_or(|last| last.end <= entry.start);
-            if !aligned || !ascending || entry.start >= entry.end || entry.start < LOWEST || entry.end > HIGHEST {
-                return Err(Gone);
+        loop {
+            let from = all.last().map_or(0, |last| last.end);
+            let count = self.ask_with(Op::Regions, 0, 0, from)?.unwrap_or(0);
+            for index in 0..count {
+                let at = CHANNEL_OUT + index * 32;
+                // SAFETY: inside the channel; any bytes are a valid entry of integers.
+                let entry: RegionEntry = unsafe { core::ptr::read_volatile(self.channel.as_ptr().add(at).cast()) };
+                let page = PAGE_SIZE as u64;
+                let aligned = entry.start.is_multiple_of(page) && entry.end.is_multiple_of(page);
+                let ascending = all.last().is_none_or(|last| last.end <= entry.start);
+                if !aligned || !ascending || entry.start >= entry.end || entry.start < LOWEST || entry.end > HIGHEST {
+                    return Err(Gone);
+                }
+                all.push(Range { start: entry.start, end: entry.end });
             }
-            all.push(Range { start: entry.start, end: entry.end });
+            if count < LIST_MAX || all.len() > REGIONS_MAX {
+                return Ok(all);
+            }
         }
-        Ok(all)
+    }
+
+    /// Ends the agent's part for the tier, for a client that parted from live merging.
+    pub(super) fn leave(&mut self) {
+        let _ = self.ask(Op::Leave, 0);
     }
 
     /// Watches ranges for writes.
@@ -125,7 +137,7 @@ impl ColdLink {
         if !crate::link::populate(&self.channel, first..first + pages) {
             return Ok(());
         }
-        let Ok(end) = self.ask_with(Op::ColdCopy, runs.len(), first as u64)? else { return Ok(()) };
+        let Ok(end) = self.ask_with(Op::ColdCopy, runs.len(), first as u64, 0)? else { return Ok(()) };
         for (place, (page, have)) in (first..end.min(first + pages)).zip(out.iter_mut().zip(have)) {
             // SAFETY: byte `place` of the answer's list and page `place` lie in the channel. The other side may write
             // meanwhile; then we have a torn copy, which will not equal the page when it is frozen.

@@ -12,6 +12,7 @@ mod link;
 mod out;
 mod pump;
 mod room;
+mod store;
 mod threads;
 
 use crate::server::{DomainKey, lock};
@@ -19,7 +20,7 @@ pub use client::FAULT_BUCKETS;
 use client::{Client, Handed, Identity};
 use hand::Hand;
 use link::ColdLink;
-use pagefold_agent::wire::{Op, Packet};
+use pagefold_agent::wire::{HELLO_AWAY, Op, Packet};
 use pagefold_os::awake::Awake;
 use pagefold_os::fd::Fd;
 use pagefold_os::uffd::{self, Uffd};
@@ -213,6 +214,24 @@ pub enum Whom {
     Cgroup(String),
     /// Everybody.
     All,
+}
+
+impl Whom {
+    /// True if the command is about this process.
+    pub(crate) fn has(&self, pid: i32) -> bool {
+        match self {
+            Whom::All => true,
+            Whom::Pid(wanted) => pid == *wanted,
+            Whom::Cgroup(path) => {
+                let path = path.strip_prefix("/sys/fs/cgroup").unwrap_or(path).trim_matches('/');
+                let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+                text.lines().filter_map(|line| line.splitn(3, ':').nth(2)).any(|own| {
+                    let own = own.trim_matches('/');
+                    path.is_empty() || own == path || own.strip_prefix(path).is_some_and(|rest| rest.starts_with('/'))
+                })
+            }
+        }
+    }
 }
 
 fn random() -> u64 {
@@ -487,7 +506,7 @@ impl Cold {
         };
         let handed = Handed { uffd: Uffd::from_fd(uffd), table, pagemap };
         let who = Identity { region: 0, token: 0, pid: cred.pid, uid: cred.uid };
-        let result = self.attach(&group, who, handed, link, ready.a == 1, hello.b);
+        let result = self.attach(&group, who, handed, link, ready.a == 1, hello);
         result.map_err(|errno| {
             let _ = sock::send(&socket, Packet { status: errno.0, ..Packet::new(Op::ColdGo) }.bytes(), &[]);
             format!("the cold tier cannot serve it: {errno}")
@@ -502,7 +521,7 @@ impl Cold {
         handed: Handed,
         link: ColdLink,
         bare: bool,
-        tolerance_ppm: u64,
+        hello: &Packet,
     ) -> Result<(), Errno> {
         let uffd = &handed.uffd;
         // Else its thread would look for events where none can be, and never hear that the client has ended.
@@ -561,7 +580,8 @@ impl Cold {
                 client
             }
         };
-        client.tolerance_ppm.store(tolerance_ppm, Ordering::Relaxed);
+        client.tolerance_ppm.store(hello.b, Ordering::Relaxed);
+        client.leased.store(hello.a & HELLO_AWAY != 0, Ordering::Relaxed);
         // A link that broke is given up by whoever holds it.
         let mut held = lock(&client.link);
         if !client.reconcile(&group.tier) {
@@ -578,21 +598,9 @@ impl Cold {
 
     fn clients_of(&self, whom: &Whom) -> Vec<(Arc<Group>, Arc<Client>)> {
         let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
-        let inside = |pid: i32| match whom {
-            Whom::All => true,
-            Whom::Pid(wanted) => pid == *wanted,
-            Whom::Cgroup(path) => {
-                let path = path.strip_prefix("/sys/fs/cgroup").unwrap_or(path).trim_matches('/');
-                let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-                text.lines().filter_map(|line| line.splitn(3, ':').nth(2)).any(|own| {
-                    let own = own.trim_matches('/');
-                    path.is_empty() || own == path || own.strip_prefix(path).is_some_and(|rest| rest.starts_with('/'))
-                })
-            }
-        };
         let of = |group: &Arc<Group>| -> Vec<(Arc<Group>, Arc<Client>)> {
             let clients = lock(&group.clients);
-            clients.values().filter(|client| inside(client.pid)).map(|one| (group.clone(), one.clone())).collect()
+            clients.values().filter(|client| whom.has(client.pid)).map(|one| (group.clone(), one.clone())).collect()
         };
         groups.iter().flat_map(of).collect()
     }
@@ -610,7 +618,18 @@ impl Cold {
         (!clients.is_empty()).then_some((clients.len() as u64, pages))
     }
 
-    /// Brings everything of these clients back; as [`park`](Self::park).
+    /// True if the process is a client whose agent is connected.
+    pub(crate) fn is_linked(&self, pid: i32) -> bool {
+        self.clients_of(&Whom::Pid(pid)).iter().any(|(_, client)| lock(&client.link).is_some())
+    }
+
+    /// The processes among these clients that are merged live as well.
+    pub(crate) fn leased(&self, whom: &Whom) -> Vec<i32> {
+        let clients = self.clients_of(whom);
+        clients.iter().filter(|(_, one)| one.leased.load(Ordering::Relaxed)).map(|(_, one)| one.pid).collect()
+    }
+
+    /// Brings everything of these clients back, and lets those go that are merged live as well; as [`park`](Self::park).
     pub(crate) fn unpark(&self, whom: &Whom) -> Option<(u64, u64)> {
         let clients = self.clients_of(whom);
         let pages = clients.iter().map(|(group, client)| pump::unpark(group, client)).sum();

@@ -6,6 +6,7 @@
 
 use super::client::Client;
 use super::link::{ColdLink, Gone};
+use super::store::Storers;
 use crate::server::lock;
 use pagefold_agent::cold_table::{OUT, RESIDENT};
 use pagefold_agent::wire::{DropEntry, FETCH_PAGES_MAX, LIST_MAX};
@@ -24,7 +25,8 @@ pub(super) type Run = (Range, Range);
 const BATCH_PAGES: usize = FETCH_PAGES_MAX / 2;
 
 /// Copies of the pages of a batch.
-struct Half {
+#[derive(Debug, Default)]
+pub(super) struct Half {
     /// Where in the channel they begin.
     first: usize,
     pages: Vec<Page>,
@@ -34,6 +36,11 @@ struct Half {
 impl Half {
     fn at(first: usize) -> Half {
         Half { first, pages: vec![[0; PAGE_SIZE]; BATCH_PAGES], have: vec![false; BATCH_PAGES] }
+    }
+
+    /// The copy of a page.
+    pub(super) fn page(&self, copied: &Copied) -> &Page {
+        &self.pages[copied.place as usize - self.first]
     }
 }
 
@@ -47,10 +54,10 @@ impl Buffers {
 }
 
 /// A page that was copied.
-#[derive(Clone, Copy)]
-struct Copied {
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Copied {
     /// Its number.
-    page: u64,
+    pub(super) page: u64,
     /// Where its copy lies in the channel.
     place: u32,
     /// The managed range that it lies in.
@@ -128,41 +135,64 @@ pub(super) fn put_all(
     Ok(first.gone + again.gone)
 }
 
+/// The pages of a batch that `is_kept`.
+fn kept(mut batch: Vec<Copied>, is_kept: impl FnMut(&Copied) -> bool) -> Vec<Copied> {
+    batch.retain(is_kept);
+    batch
+}
+
 impl Mover<'_> {
     fn put_out(&mut self, runs: &[Run], buffers: &mut Buffers) -> Result<Taken, Gone> {
+        let (tier, region) = (self.tier, self.client.region);
+        let mut batches = Batches::of(runs);
+        let [now, other] = buffers.0.each_mut();
+        let Some(copied) = self.copy_next(&mut batches, now)? else { return Ok(Taken::default()) };
+        if batches.is_empty() {
+            let kept = kept(copied, |one| tier.store(region, one.page, now.page(one), self.effort()).is_ok());
+            let mut taken = Taken::default();
+            self.take_away(&kept, &mut taken)?;
+            return Ok(taken);
+        }
+        std::thread::scope(|scope| {
+            let storers = Storers::start(scope, tier, region);
+            self.put_out_by(&storers, batches, copied, now, other)
+        })
+    }
+
+    /// By LZ4, or as `crowded` says where the tier has not much room left.
+    fn effort(&self) -> Effort {
+        if self.tier.is_crowded() { self.crowded } else { Effort::Fast }
+    }
+
+    /// Stores the copied batch, which lies in `now`, and all that come behind it.
+    fn put_out_by<'a>(
+        &mut self,
+        storers: &Storers,
+        mut batches: Batches<'_>,
+        copied: Vec<Copied>,
+        mut now: &'a mut Half,
+        mut other: &'a mut Half,
+    ) -> Result<Taken, Gone> {
         let mut taken = Taken::default();
         // The first turn takes nothing away.
         let mut barren = None;
-        let mut batches = Batches::of(runs);
-        let [mut now, mut other] = buffers.0.each_mut();
-        let mut copied = self.copy_next(&mut batches, now)?;
         let mut before: Vec<Copied> = Vec::new();
-        while let Some(mut batch) = copied {
+        let mut copied = Some(copied);
+        while let Some(batch) = copied {
             let gone = taken.gone;
-            let (tier, region) = (self.tier, self.client.region);
-            let effort = if tier.is_crowded() { self.crowded } else { Effort::Fast };
-            let pages: Vec<(u64, &Page)> =
-                batch.iter().map(|one| (one.page, &now.pages[one.place as usize - now.first])).collect();
-            let store = || tier.store_many(region, &pages, effort);
-            let (stored, next) = if before.is_empty() && batches.is_empty() {
-                (store(), Ok(None))
-            } else {
-                std::thread::scope(|scope| {
-                    let storing = scope.spawn(store);
-                    // In this order: the one behind is copied to where the one before was.
-                    let away = self.take_away(&before, &mut taken);
-                    let next = away.and_then(|()| self.copy_next(&mut batches, other));
-                    (storing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), next)
-                })
-            };
+            let storing = storers.store(std::mem::take(now), batch, self.effort());
+            // In this order: the one behind is copied to where the one before was.
+            let away = self.take_away(&before, &mut taken);
+            let next = away.and_then(|()| self.copy_next(&mut batches, other));
+            let (half, batch, stored) = storing.wait();
+            *now = half;
+            let mut stored = stored.into_iter();
             // A refused page stays where it is.
-            let mut kept = stored.iter().map(Result::is_ok);
-            batch.retain(|_| kept.next().unwrap_or(false));
+            before = kept(batch, |_| stored.next().unwrap_or(false));
             barren = Some(barren.filter(|_| taken.gone == gone).map_or(0, |barren: u32| barren + 1));
-            before = batch;
             copied = next?;
             std::mem::swap(&mut now, &mut other);
-            let full = barren >= Some(BARREN_MAX) && tier.stats().bytes_held >= tier.stats().bytes_max;
+            let full = barren >= Some(BARREN_MAX) && self.tier.stats().bytes_held >= self.tier.stats().bytes_max;
             if full || self.client.gone.load(Ordering::Relaxed) {
                 break;
             }
@@ -291,5 +321,41 @@ mod tests {
         assert!(full.iter().all(|batch| pages(batch).len() == BATCH_PAGES));
         assert!((1..=BATCH_PAGES).contains(&pages(last).len()));
         assert_eq!(Batches::of(&[]).count(), 0);
+    }
+
+    #[test]
+    fn storers_say_of_each_page_whether_it_was_stored() {
+        let tier =
+            Tier::create(pagefold_tier::Config { bytes_max: 8 << 20, ..Default::default() }, None).expect("memory");
+        let around = Range { start: 0, end: 1 << 40 };
+        std::thread::scope(|scope| {
+            let storers = Storers::start(scope, &tier, 1);
+            let mut half = Half::at(BATCH_PAGES);
+            // Batch after batch, until the tier is full: noise, so that each page takes room.
+            let (mut state, mut refused) = (1_u64, 0);
+            for first in (0..3000).step_by(BATCH_PAGES) {
+                for word in half.pages.iter_mut().flat_map(|page| page.chunks_exact_mut(8)) {
+                    state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    word.copy_from_slice(&state.rotate_left(29).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
+                }
+                // A batch of any length, and not in order.
+                let count = BATCH_PAGES - first / BATCH_PAGES;
+                let batch: Vec<Copied> = (0..count as u32)
+                    .rev()
+                    .map(|at| Copied { page: first as u64 + u64::from(at), place: BATCH_PAGES as u32 + at, around })
+                    .collect();
+                let (back, batch, stored) = storers.store(half, batch, Effort::Fast).wait();
+                half = back;
+                assert_eq!((batch.len(), stored.len()), (count, count));
+                for (one, stored) in batch.iter().zip(stored) {
+                    let mut page = [0; PAGE_SIZE];
+                    let loaded = tier.load(1, one.page, &mut page);
+                    assert_eq!(loaded.is_ok(), stored, "{loaded:?}");
+                    assert!(!stored || page == *half.page(one));
+                    refused += usize::from(!stored);
+                }
+            }
+            assert!(refused > 0, "8 MiB of noise do not go into 8 MiB with their books");
+        });
     }
 }

@@ -11,7 +11,7 @@
 //! memory is free meanwhile. What stays silent is made denser by `Tier::tick`.
 
 use super::Group;
-use super::client::{CLUSTER_PAGES, Client};
+use super::client::{Ahead, CLUSTER_PAGES, Client};
 use super::link::{ColdLink, Gone};
 use super::out::{Buffers, Run, put_all};
 use super::room::{SHORT, TIGHT};
@@ -427,6 +427,13 @@ pub(super) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
         bring_back(group, client, left);
     });
     let came = client.counters.pages_back.load(Ordering::Relaxed) - before;
+    if client.leased.load(Ordering::Relaxed) {
+        // What could not be brought back now its agent brings, before it ends.
+        if let Some(mut link) = held.take() {
+            link.leave();
+        }
+        return came;
+    }
     // The kernel serves fresh pages alone again.
     if let Some(link) = held.as_mut() {
         let released = link.regions().and_then(|regions| link.release(&regions));
@@ -478,7 +485,7 @@ fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
         if again && refused < 1000 {
             // Events wait, or memory does.
             refused += 1;
-            client.serve(tier);
+            client.serve(tier, &mut Ahead::default());
             if refused > 8 {
                 std::thread::sleep(Duration::from_millis(1));
             }

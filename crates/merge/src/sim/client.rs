@@ -31,6 +31,15 @@ impl SimClient {
         SimClient { process, held: BTreeMap::new() }
     }
 
+    /// As [`enter`](Self::enter), for who changes plain memory: that is nobody's business while somebody else has it.
+    fn enter_own(&self) -> Result<(MutexGuard<'_, Memory>, &Arc<Shared>), Gone> {
+        let (memory, shared) = self.enter()?;
+        if memory.away {
+            shared.fail(format!("process {} is away and worked on", memory.pid));
+        }
+        Ok((memory, shared))
+    }
+
     /// The process's memory, if it lives. Other threads of the program have had their turn.
     fn enter(&self) -> Result<(MutexGuard<'_, Memory>, &Arc<Shared>), Gone> {
         let mut memory = self.process.lock();
@@ -90,8 +99,8 @@ impl Client for SimClient {
         let (mut memory, shared) = self.enter()?;
         for range in ranges {
             step(&mut memory, shared)?;
-            // Another descriptor has the pool mappings: the kernel refuses the whole range.
-            if memory.entries.range(range.start..range.end).any(|(_, entry)| entry.is_pool()) {
+            // Another descriptor has the pool mappings, or all: the kernel refuses the whole range.
+            if memory.away || memory.entries.range(range.start..range.end).any(|(_, entry)| entry.is_pool()) {
                 continue;
             }
             memory.entries.range_mut(range.start..range.end).for_each(|(_, entry)| entry.watched = true);
@@ -113,7 +122,7 @@ impl Client for SimClient {
     }
 
     fn written(&mut self, range: Range, huge: bool, out: &mut Vec<Written>) -> Result<(), Gone> {
-        let (mut memory, shared) = self.enter()?;
+        let (mut memory, shared) = self.enter_own()?;
         let addrs: Vec<u64> = memory.entries.range(range.start..range.end).map(|(addr, _)| *addr).collect();
         for (count, addr) in addrs.into_iter().enumerate() {
             if count % 64 == 63 {
@@ -183,7 +192,7 @@ impl Client for SimClient {
                 self.held.insert(segment, file);
             }
         }
-        let (mut memory, shared) = self.enter()?;
+        let (mut memory, shared) = self.enter_own()?;
         let mut at = 0;
         while at < pieces.len() {
             let len = pieces[at..].iter().take_while(|piece| piece.span == pieces[at].span).count();
@@ -211,6 +220,20 @@ impl Client for SimClient {
     fn forget(&mut self, pool: &Pool) -> Result<(), Gone> {
         self.held.retain(|segment, file| pool.segment_inode(*segment) == Some(file.inode));
         Ok(())
+    }
+
+    fn part(&mut self, away: bool) -> Result<bool, Gone> {
+        let (mut memory, _) = self.enter()?;
+        memory.away = away;
+        memory.generation += 1;
+        for entry in memory.entries.values_mut().filter(|entry| !entry.is_pool()) {
+            (entry.watched, entry.protected) = (false, false);
+        }
+        Ok(true)
+    }
+
+    fn is_away(&self) -> bool {
+        self.process.lock().away
     }
 }
 
@@ -579,5 +602,14 @@ impl Client for Hostile {
 
     fn forget(&mut self, pool: &Pool) -> Result<(), Gone> {
         self.honest.forget(pool)
+    }
+
+    fn part(&mut self, away: bool) -> Result<bool, Gone> {
+        // Who lies says one thing and stays.
+        if self.lies() { self.honest.part(false).map(|_| self.rng.chance(500)) } else { self.honest.part(away) }
+    }
+
+    fn is_away(&self) -> bool {
+        self.honest.is_away()
     }
 }

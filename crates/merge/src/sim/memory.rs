@@ -199,6 +199,8 @@ pub(super) struct Memory {
     /// Discards by raw calls that wait until their event is read.
     pub(super) events: Vec<Range>,
     pub(super) generation: u64,
+    /// Somebody else has the plain memory: nothing of it is watched, and nothing is to be merged.
+    pub(super) away: bool,
     next_addr: u64,
 }
 
@@ -318,6 +320,7 @@ impl Shared {
             blocked: Vec::new(),
             events: Vec::new(),
             generation: 1,
+            away: false,
             next_addr: u64::from(pid) << 40,
         };
         prepare(&mut memory);

@@ -221,6 +221,13 @@ impl Run {
                 self.clients.remove(&id);
             }
             (93, Some(_)) if self.rng.chance(300) => self.replace_daemon(),
+            // Parked, or back.
+            (94, Some((id, _))) => {
+                let away = self.rng.chance(500);
+                if self.domain.part(id, away).is_err() {
+                    self.clients.remove(&id);
+                }
+            }
             _ => self.now_ns += self.rng.below(2000),
         }
     }
@@ -294,6 +301,9 @@ impl Run {
         let ids: Vec<ClientId> = self.clients.keys().copied().collect();
         for id in ids {
             self.domain.pause(id, false);
+            if self.domain.part(id, false).is_err() {
+                self.clients.remove(&id);
+            }
         }
         self.clients.values().for_each(|(process, _)| {
             process.touch();

@@ -1,0 +1,204 @@
+//! A client that is merged live is parked, and comes back: its plain memory is the cold tier's meanwhile, what is merged
+//! stays merged, and every page reads as last written.
+
+mod common;
+
+use common::cold::{COMMANDS, Host, Served, program};
+use common::{Busy, Random, can_merge, wait_for};
+use serde_json::Value;
+use std::time::Duration;
+
+/// Two clients that hold the same, and the first as much again that nobody else has: half of it merges, the rest can go out.
+const MIB: [u64; 2] = [16, 8];
+
+fn live(host: &Host, pid: i32) -> Option<Value> {
+    host.status()["clients"].as_array()?.iter().find(|client| client["pid"] == pid).cloned()
+}
+
+fn number(host: &Host, pid: i32, name: &str) -> u64 {
+    live(host, pid).and_then(|client| client["stats"][name].as_u64()).unwrap_or(0)
+}
+
+fn wait_for_merging(host: &Host, pid: i32) {
+    wait_for("pages to be merged", 60, || {
+        live(host, pid).is_some_and(|client| client["stats"]["paused"] == false)
+            && number(host, pid, "pages_sharing") > 50
+    });
+}
+
+fn verify(host: &Host) {
+    let output = host.tool(&["verify"]);
+    assert!(output.status.success(), "verify: {}", String::from_utf8_lossy(&output.stdout));
+}
+
+#[test]
+fn a_merged_client_is_parked_and_comes_back() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let host = Host::start(&["--cold-manual"]);
+    let mut clients: Vec<Served> = MIB.iter().map(|mib| Served::start_live(&host, *mib)).collect();
+    let pid = clients[0].pid();
+    for command in COMMANDS {
+        clients.iter().for_each(|client| wait_for_merging(&host, client.pid()));
+        let shared = number(&host, pid, "pages_sharing");
+        // Memory from which the program just discarded something is left alone for a moment.
+        wait_for(&format!("the pages to go before {command}"), 20, || host.park(pid) > 100);
+        let still = number(&host, pid, "pages_sharing");
+        assert!(still > 0 && still <= shared + 64, "{command}: {shared} pages were merged, {still} are");
+        assert_eq!(live(&host, pid).expect("it is still one")["stats"]["paused"], true);
+        verify(&host);
+        // What is out comes back under it, and the other one merges on meanwhile.
+        clients.iter_mut().for_each(|client| client.does(command));
+        let output = host.tool(&["unpark", &pid.to_string()]);
+        assert!(output.status.success(), "unpark: {}", String::from_utf8_lossy(&output.stderr));
+        wait_for("the tier to let it go", 20, || host.cold(pid).is_none());
+        clients.iter_mut().for_each(|client| client.does("check"));
+    }
+    clients.iter().for_each(|client| wait_for_merging(&host, client.pid()));
+    verify(&host);
+    // Parked and back while it works; at the end with pages out.
+    clients[0].send("storm 4000");
+    for _ in 0..15 {
+        host.park(pid);
+        std::thread::sleep(Duration::from_millis(30));
+        host.tool(&["unpark", "--all"]);
+    }
+    clients[0].expect_right("storm");
+    clients[0].does("check");
+    assert!(host.tool(&["park", "--all"]).status.success());
+    assert!(clients.iter().all(|client| host.cold(client.pid()).is_some()), "all are parked");
+    clients.iter_mut().for_each(|client| client.does("peek 100"));
+    drop(clients);
+    wait_for("everybody to be forgotten", 20, || {
+        let status = host.status();
+        let none = |list: &Value| list.as_array().is_some_and(Vec::is_empty);
+        none(&status["clients"]) && none(&status["cold"]["clients"])
+    });
+    assert_eq!(host.status()["cold"]["domains"][0]["pages"], 0);
+}
+
+#[test]
+fn a_daemon_killed_meanwhile_is_replaced_by_one_that_knows() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let mut host = Host::start(&["--cold-manual"]);
+    let mut clients: Vec<Served> = MIB.iter().map(|mib| Served::start_live(&host, *mib)).collect();
+    let pid = clients[0].pid();
+    for round in 0..4 {
+        clients.iter().for_each(|client| wait_for_merging(&host, client.pid()));
+        wait_for("the pages to go", 20, || host.park(pid) > 100);
+        if round % 2 == 0 {
+            clients[0].send("storm 1500");
+        }
+        host.kill_daemon();
+        host.wait();
+        wait_for("both to be back", 30, || {
+            host.cold(pid).is_some_and(|client| client["connected"] == true)
+                && live(&host, pid).is_some_and(|client| client["stats"]["paused"] == true)
+        });
+        if round % 2 == 0 {
+            clients[0].expect_right("storm");
+        }
+        clients.iter_mut().for_each(|client| client.does("peek 200"));
+        assert!(host.tool(&["unpark", &pid.to_string()]).status.success());
+        wait_for("the tier to let it go", 20, || host.cold(pid).is_none());
+        clients.iter_mut().for_each(|client| client.does("check"));
+    }
+    clients.iter().for_each(|client| wait_for_merging(&host, client.pid()));
+    verify(&host);
+}
+
+#[test]
+fn a_daemon_that_stops_brings_everything_back() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let mut host = Host::start(&["--cold-manual"]);
+    let [mut client, mut twin] = MIB.map(|mib| Served::start_live(&host, mib));
+    wait_for_merging(&host, client.pid());
+    wait_for("the pages to go", 20, || host.park(client.pid()) > 100);
+    // SAFETY: a process that this test started.
+    unsafe { libc::kill(host.pid(), libc::SIGTERM) };
+    let _ = host.child.wait();
+    client.does("check");
+    host.child = common::cold::spawn(&host.socket, &["--cold-manual"]);
+    host.wait();
+    [&client, &twin].iter().for_each(|client| wait_for_merging(&host, client.pid()));
+    assert!(host.cold(client.pid()).is_none());
+    client.does("write 100");
+    twin.does("check");
+    client.does("check");
+}
+
+/// `PAGEFOLD_KILLS=N` sets the number of turns, of which one in eight kills the daemon.
+#[test]
+fn in_any_order_every_byte_is_right() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let turns: u64 = std::env::var("PAGEFOLD_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(60);
+    let mut random = Random::by_clock();
+    let mut host = Host::start(&["--cold-manual", "--cold-tick", "1s"]);
+    let mut clients: Vec<Served> = MIB.iter().map(|mib| Served::start_live(&host, *mib)).collect();
+    clients.iter().for_each(|client| wait_for_merging(&host, client.pid()));
+    // Who starts the next daemon is there from the first page on that goes out.
+    host.park(clients[0].pid());
+    for _ in 0..turns {
+        let client = &mut clients[random.below(2) as usize];
+        let pid = client.pid().to_string();
+        // Whether the daemon can just now is not what is looked at.
+        match random.below(8) {
+            0 | 1 => drop(host.tool(&["park", &pid])),
+            2 => drop(host.tool(&["unpark", &pid])),
+            3 => drop(host.tool(&[if random.below(2) == 0 { "park" } else { "unpark" }, "--all"])),
+            4 => {
+                let moving = host.tool_aside(if random.below(2) == 0 { "park" } else { "unpark" });
+                std::thread::sleep(Duration::from_millis(random.below(40)));
+                host.kill_daemon();
+                host.wait();
+                let _ = moving.wait_with_output();
+            }
+            5 => std::thread::sleep(Duration::from_millis(random.below(1500))),
+            _ => {
+                const SOME: [&str; 8] =
+                    ["check", "peek 300", "write 300", "discard 100", "rawdiscard 50", "fork", "storm 150", "unmap"];
+                client.does(SOME[random.below(8) as usize]);
+            }
+        }
+    }
+    wait_for("everybody to be back", 60, || {
+        let _ = host.tool(&["unpark", "--all"]);
+        clients.iter().all(|client| {
+            host.cold(client.pid()).is_none()
+                && live(&host, client.pid()).is_some_and(|client| client["stats"]["paused"] == false)
+        })
+    });
+    clients.iter_mut().for_each(|client| client.does("check"));
+    verify(&host);
+}
+
+/// A thread that discards by a bare system call acts a moment after the daemon heard of it, and on a busy machine a long one.
+#[test]
+fn a_discard_that_comes_late_is_still_one() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let rounds: u64 = std::env::var("PAGEFOLD_ROUNDS").ok().and_then(|text| text.parse().ok()).unwrap_or(4);
+    let host = Host::start(&["--cold-manual"]);
+    let mut client = Served::start_live(&host, 16);
+    let pid = client.pid();
+    wait_for("the client to be known", 20, || live(&host, pid).is_some());
+    let _busy = Busy::start(6);
+    for _ in 0..rounds {
+        client.send("storm 1000");
+        for _ in 0..4 {
+            host.tool(&["park", "--all"]);
+            std::thread::sleep(Duration::from_millis(30));
+            host.tool(&["unpark", "--all"]);
+        }
+        client.expect_right("storm");
+    }
+    client.does("check");
+}
