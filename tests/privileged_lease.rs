@@ -162,9 +162,18 @@ fn in_any_order_every_byte_is_right() {
             }
             5 => std::thread::sleep(Duration::from_millis(random.below(1500))),
             _ => {
-                const SOME: [&str; 8] =
-                    ["check", "peek 300", "write 300", "discard 100", "rawdiscard 50", "fork", "storm 150", "unmap"];
-                client.does(SOME[random.below(8) as usize]);
+                const SOME: [&str; 9] = [
+                    "check",
+                    "peek 300",
+                    "write 300",
+                    "discard 100",
+                    "rawdiscard 50",
+                    "guard 50",
+                    "fork",
+                    "storm 150",
+                    "unmap",
+                ];
+                client.does(SOME[random.below(9) as usize]);
             }
         }
     }

@@ -44,6 +44,8 @@ scenarios! {
     locked_pages_are_right: "lock";
     unmergeable_gives_private_memory: "unmergeable";
     wipe_on_fork_wipes: "wipe-on-fork";
+    guards_hold_and_leave_zeros: "guards";
+    guards_that_nobody_saw_hold: "guards-raw";
     attributes_are_kept: "flags";
     huge_pages_are_split_where_it_pays: "huge";
     signals_interrupt_anything: "signals";

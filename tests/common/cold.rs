@@ -158,12 +158,13 @@ pub fn program() -> Option<&'static Path> {
 }
 
 /// All that the client does, one after the other.
-pub const COMMANDS: [&str; 12] = [
+pub const COMMANDS: [&str; 13] = [
     "check",
     "peek 500",
     "write 500",
     "discard 200",
     "rawdiscard 200",
+    "guard 100",
     "fork",
     "move",
     "unmap",

@@ -1,7 +1,7 @@
 /* A client of the cold tier that knows what every byte of its memory must be. One command per line on standard input:
  *   check            compare every page            peek N     compare N pages at random
  *   write N          write N pages anew            discard N  MADV_DONTNEED of N short ranges, the C library's way
- *   rawdiscard N     the same by a bare system call
+ *   rawdiscard N     the same by a bare system call  guard N  short ranges are guarded, touched, and free again
  *   fork | rawfork   a child compares every page   move       mremap of the whole memory to another address
  *   unmap            a part is unmapped and mapped again
  *   storm MS         threads write, compare and discard for so long; work MS: without bare system calls
@@ -159,6 +159,40 @@ static int storm(long ms) {
 }
 
 static sigjmp_buf bus_jump;
+static void on_bus(int signal);
+
+/* True if a touch of the page ends in SIGSEGV. */
+static int is_guarded(size_t page) {
+    struct sigaction action = {.sa_handler = on_bus, .sa_flags = SA_NODEFER}, old;
+    sigaction(SIGSEGV, &action, &old);
+    int guarded = sigsetjmp(bus_jump, 1);
+    if (!guarded) (void)*(volatile uint8_t *)(memory + page * PAGE);
+    sigaction(SIGSEGV, &old, NULL);
+    return guarded;
+}
+
+static int guard(void) {
+    enum { INSTALL = 102, REMOVE = 103 };
+    size_t page = next() % pages, len = 1 + next() % 9;
+    if (page + len > pages) len = pages - page;
+    /* Kernels before 6.13 do not know it. */
+    if (madvise(memory + page * PAGE, len * PAGE, INSTALL) != 0) return 0;
+    for (size_t at = page; at < page + len; at++) version[at] = 0;
+    /* What lies around may come back meanwhile. */
+    size_t from = page < 8 ? 0 : page - 8, to = page + len + 8 > pages ? pages : page + len + 8;
+    for (size_t at = from; at < to; at++) {
+        if (at < page || at >= page + len) {
+            if (compare(at)) return 1;
+        } else if (!is_guarded(at)) {
+            printf("wrong page %zu of %zu: its guard is gone\n", at, pages);
+            fflush(stdout);
+            return 1;
+        }
+    }
+    madvise(memory + page * PAGE, len * PAGE, REMOVE);
+    return compare(page + next() % len);
+}
+
 static void on_bus(int signal) {
     (void)signal;
     siglongjmp(bus_jump, 1);
@@ -219,6 +253,8 @@ int main(int argc, char **argv) {
                 for (size_t at = page; at < page + len; at++) version[at] = 0;
                 bad = compare(page + next() % len);
             }
+        } else if (!strcmp(word, "guard")) {
+            for (long i = 0; i < count && !bad; i++) bad = guard();
         } else if (!strcmp(word, "fork")) {
             bad = after_fork(fork());
         } else if (!strcmp(word, "rawfork")) {

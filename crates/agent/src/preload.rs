@@ -373,13 +373,7 @@ fn unmerge(range: Range) -> Result<()> {
     const WRITABLE: c_int = libc::PROT_READ | libc::PROT_WRITE;
     let mut failed = None;
     pool_mappings(range, |part, prot| {
-        // SAFETY: changes no bytes.
-        let done =
-            if prot == WRITABLE && unsafe { mem::advise(part.start, part.len(), libc::MADV_POPULATE_WRITE) }.is_ok() {
-                Ok(())
-            } else {
-                gather(part)
-            };
+        let done = if prot == WRITABLE { populate(part) } else { gather(part) };
         failed = failed.or(done.err());
         false
     })?;
@@ -416,11 +410,12 @@ fn gather(range: Range) -> Result<()> {
     let fresh = mem::Mapping::anonymous(range.len() as usize)?;
     let mut page = [0u8; PAGE_SIZE];
     for offset in (0..range.len()).step_by(PAGE_SIZE) {
-        // Through the kernel, which also reads what the program itself may not.
+        // Through the kernel, which also reads what the program itself may not, but what is guarded.
         if memory.read_at(&mut page, range.start + offset) != Ok(PAGE_SIZE) {
-            return Err(Errno(libc::ENOMEM));
-        }
-        if !crate::remap::is_zero(&page) {
+            // SAFETY: the fresh memory is ours.
+            unsafe { mem::advise(fresh.addr() + offset, PAGE, mem::MADV_GUARD_INSTALL) }
+                .map_err(|_| Errno(libc::ENOMEM))?;
+        } else if !crate::remap::is_zero(&page) {
             // SAFETY: the fresh memory is ours and as long as the range.
             unsafe { core::ptr::copy_nonoverlapping(page.as_ptr(), fresh.as_ptr().add(offset as usize), PAGE_SIZE) };
         }
@@ -434,6 +429,34 @@ fn gather(range: Range) -> Result<()> {
     let held = SHARED.guard.lock(me());
     keep_attributes(range, SHARED.tables(&held).table, true);
     Ok(())
+}
+
+/// Makes the pages of `part`, which the program may write, its own, all but those that are guarded.
+fn populate(part: Range) -> Result<()> {
+    // SAFETY: changes no bytes.
+    let write = |range: Range| unsafe { mem::advise(range.start, range.len(), libc::MADV_POPULATE_WRITE) };
+    match write(part) {
+        Err(Errno(libc::EFAULT)) => {
+            (part.start..part.end).step_by(PAGE_SIZE).try_for_each(|addr| match write(Range::pages_from(addr, 1)) {
+                Err(Errno(libc::EFAULT)) => Ok(()),
+                other => other,
+            })
+        }
+        other => other,
+    }
+}
+
+/// [`gather`] for each pool mapping in `range`.
+fn gather_all(range: Range) -> Result<()> {
+    let mut failed = None;
+    let merged = pool_mappings(range, |part, _| {
+        failed = failed.or(gather(part).err());
+        true
+    })?;
+    if merged {
+        SHARED.changed();
+    }
+    failed.map_or(Ok(()), Err)
 }
 
 fn advise(addr: *mut c_void, len: usize, advice: c_int) -> Result<()> {
@@ -460,6 +483,14 @@ fn advise(addr: *mut c_void, len: usize, advice: c_int) -> Result<()> {
             call(advice)
         }
         libc::MADV_REMOVE if merged => Err(Errno(libc::EINVAL)),
+        mem::MADV_GUARD_INSTALL => {
+            // Where pages of a file bear marks the kernel tries for ever; and when the guard goes they read zero, so neither
+            // what is merged nor what is out may come back. It may refuse, too: until then the bytes stay.
+            let gathered = if merged { gather_all(range) } else { Ok(()) };
+            gathered.and_then(|()| call(advice)).inspect(|()| {
+                let _ = cold::voiding(range, || call(libc::MADV_DONTNEED));
+            })
+        }
         // The tier is where the program's cold pages go; there need be no swap. With none of ours, the kernel decides.
         libc::MADV_COLD | libc::MADV_PAGEOUT | libc::MADV_WILLNEED if cold::hint(range, advice) => Ok(()),
         libc::MADV_DONTNEED | MADV_FREE | libc::MADV_DONTNEED_LOCKED | libc::MADV_REMOVE => {

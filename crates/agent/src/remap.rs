@@ -16,6 +16,7 @@
 use crate::engine::{Agent, NURSERY_LEN, watch_plain};
 use crate::wire::{self, FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, Why};
 use core::sync::atomic::Ordering;
+use pagefold_os::fd::Fd;
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{PAGE_SIZE, Page, Range, mem, sched, syscall};
@@ -297,11 +298,7 @@ impl Agent {
             return Err(errno);
         }
         let hatched = self.hatch(range);
-        let fresh = if hatched.is_some() { None } else { mem::Mapping::anonymous(len as usize).ok() };
-        if let Some(fresh) = &fresh {
-            // SAFETY: both ranges are mapped, ours alone while the guard is held, and do not overlap.
-            unsafe { core::ptr::copy_nonoverlapping(self.aside as *const u8, fresh.as_ptr(), len as usize) };
-        }
+        let fresh = if hatched.is_some() { None } else { copy_of(self.aside, len) };
         let (from, flags) = match hatched {
             // The nursery stays whole.
             Some(at) => (Some(at), INTO | libc::MREMAP_DONTUNMAP),
@@ -338,12 +335,23 @@ impl Agent {
     fn hatch(&mut self, range: Range) -> Option<u64> {
         let offset = range.start % NURSERY_LEN;
         let at = self.nursery().filter(|_| offset + range.len() <= NURSERY_LEN)? + offset;
-        // SAFETY: the old mapping lies aside, as long as `range`; its pages can be read.
-        let (copied, error) = unsafe { self.hold.copy(at, self.aside, range.len(), 0) };
-        if error.is_some() && copied > 0 {
-            empty_nursery(at, copied);
+        let mut done = 0;
+        while done < range.len() {
+            // SAFETY: the old mapping lies aside, as long as `range`.
+            let (copied, error) = unsafe { self.hold.copy(at + done, self.aside + done, range.len() - done, 0) };
+            done += copied;
+            match error {
+                None => {}
+                Some(Errno(libc::EFAULT)) if guard(at + done).is_ok() => done += PAGE,
+                Some(_) => {
+                    if done > 0 {
+                        empty_nursery(at, done);
+                    }
+                    return None;
+                }
+            }
         }
-        error.is_none().then_some(at)
+        Some(at)
     }
 
     fn note_freeze(&self, ns: u64) {
@@ -352,6 +360,27 @@ impl Agent {
         counters.freeze_ns_max.fetch_max(ns, Ordering::Relaxed);
         counters.freeze_us[wire::freeze_bucket(ns / 1000)].fetch_add(1, Ordering::Relaxed);
     }
+}
+
+/// Fresh memory with the bytes of the `len` at `from`.
+fn copy_of(from: u64, len: u64) -> Option<mem::Mapping> {
+    // Through the kernel: the program may have guarded pages, which nobody can read.
+    let memory = Fd::open(c"/proc/self/mem", libc::O_RDONLY, 0).ok()?;
+    let fresh = mem::Mapping::anonymous(len as usize).ok()?;
+    for offset in (0..len).step_by(PAGE_SIZE) {
+        // SAFETY: a page of the fresh memory, which nobody else knows.
+        let page = unsafe { &mut *(fresh.as_ptr().add(offset as usize).cast::<Page>()) };
+        if memory.read_at(page, from + offset) != Ok(PAGE_SIZE) {
+            guard(fresh.addr() + offset).ok()?;
+        }
+    }
+    Some(fresh)
+}
+
+/// Makes an access to the page at `addr`, which is ours, a fault, as the program did where its bytes would come from.
+fn guard(addr: u64) -> Result<(), Errno> {
+    // SAFETY: nobody refers to the page.
+    unsafe { mem::advise(addr, PAGE, mem::MADV_GUARD_INSTALL) }
 }
 
 /// Takes pages out of the nursery. A discard there would wait for ourselves to read that it happened.

@@ -39,6 +39,11 @@ pub unsafe fn remap(addr: u64, len: u64, new_len: u64, flags: i32, new_addr: u64
     unsafe { syscall!(libc::SYS_mremap, addr, len, new_len, flags, new_addr) }.map(|addr| addr as u64)
 }
 
+/// Advice that makes every access to a range a fault, and its end; Linux 6.13, for files' pages 6.15.
+pub const MADV_GUARD_INSTALL: i32 = 102;
+/// See [`MADV_GUARD_INSTALL`]. The pages read zero afterwards.
+pub const MADV_GUARD_REMOVE: i32 = 103;
+
 /// Gives advice about a range as madvise(2).
 ///
 /// # Errors
