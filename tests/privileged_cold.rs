@@ -70,6 +70,24 @@ fn what_a_program_does_to_pages_that_are_out_is_what_it_always_was() {
 }
 
 #[test]
+fn the_programs_own_userfaultfd_comes_first() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let host = Host::start(&["--cold-manual"]);
+    let mut client = Served::start(&host, &[], 16);
+    let pid = client.pid();
+    for _ in 0..3 {
+        host.wait_for_client(pid);
+        wait_for("the pages to go", 20, || host.park(pid) > 1000);
+        // What it wants to track comes back, all else can go out again.
+        client.does("track");
+        client.does("write 300");
+        client.does("check");
+    }
+}
+
+#[test]
 fn killed_daemons_are_replaced_and_no_page_is_lost() {
     if !can_merge() || program().is_none() {
         return;

@@ -46,6 +46,7 @@ scenarios! {
     wipe_on_fork_wipes: "wipe-on-fork";
     guards_hold_and_leave_zeros: "guards";
     guards_that_nobody_saw_hold: "guards-raw";
+    the_programs_own_userfaultfd_comes_first: "own-userfaultfd";
     attributes_are_kept: "flags";
     huge_pages_are_split_where_it_pays: "huge";
     signals_interrupt_anything: "signals";

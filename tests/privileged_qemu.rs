@@ -4,9 +4,12 @@
 mod common;
 
 use common::{Daemon, Reaped, can_merge, guest, installed, wait_for};
-use std::io::{Read, Write};
-use std::path::Path;
+use serde_json::Value;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::process::{ChildStdin, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
 /// The guest's first program: compares the file with its first digest and with a fresh copy until told to stop.
@@ -28,6 +31,9 @@ while :; do
 done
 ";
 
+/// Numbers the guests' monitors.
+static MONITORS: AtomicU32 = AtomicU32::new(0);
+
 /// Bytes of the file that all guests have.
 const DATA_LEN: usize = 20 << 20;
 
@@ -35,14 +41,17 @@ struct Guest {
     qemu: Reaped,
     input: ChildStdin,
     said: Arc<Mutex<String>>,
+    monitor: PathBuf,
 }
 
 impl Guest {
     fn start(daemon: &Daemon, kernel: &Path, initramfs: &Path) -> Guest {
         let mut command = daemon.run(&[]);
         command.args(["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-m", "256", "-nodefaults", "-no-reboot"]);
-        command.args(["-display", "none", "-serial", "stdio", "-append", "console=ttyS0 quiet panic=-1", "-kernel"]);
-        command.arg(kernel).arg("-initrd").arg(initramfs).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.args(["-display", "none", "-serial", "stdio", "-append", "console=ttyS0 quiet panic=-1"]);
+        let monitor = initramfs.with_file_name(format!("monitor-{}", MONITORS.fetch_add(1, Ordering::Relaxed)));
+        command.arg("-qmp").arg(format!("unix:{},server=on,wait=off", monitor.display()));
+        command.arg("-kernel").arg(kernel).arg("-initrd").arg(initramfs).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut qemu = Reaped(command.spawn().expect("qemu"));
         let input = qemu.0.stdin.take().expect("a pipe");
         let mut output = qemu.0.stdout.take().expect("a pipe");
@@ -54,7 +63,35 @@ impl Guest {
                 to.lock().expect("no panic").push_str(&String::from_utf8_lossy(&bytes[..got]));
             }
         });
-        Guest { qemu, input, said }
+        Guest { qemu, input, said, monitor }
+    }
+
+    /// Saves the guest's memory while it works on: QEMU tracks its writes by a userfaultfd of its own.
+    fn save(&self, to: &Path) {
+        let stream = UnixStream::connect(&self.monitor).expect("the guest's monitor");
+        let mut answers = BufReader::new(stream.try_clone().expect("a socket")).lines();
+        let mut ask = |command: &str, arguments: Value| -> Value {
+            let line = serde_json::json!({ "execute": command, "arguments": arguments });
+            (&stream).write_all(format!("{line}\n").as_bytes()).expect("the monitor reads");
+            // Greetings and events come between.
+            let mut answer = || serde_json::from_str(&answers.next()?.ok()?).ok();
+            let answer: Option<Value> = std::iter::from_fn(&mut answer)
+                .find(|answer: &Value| answer.get("return").is_some() || answer.get("error").is_some());
+            let answer = answer.expect("an answer");
+            assert!(answer.get("error").is_none(), "{command}: {answer}");
+            answer["return"].clone()
+        };
+        let none = || serde_json::json!({});
+        ask("qmp_capabilities", none());
+        let wanted = serde_json::json!({ "capabilities": [{ "capability": "background-snapshot", "state": true }] });
+        ask("migrate-set-capabilities", wanted);
+        ask("migrate", serde_json::json!({ "uri": format!("exec:cat > {}", to.display()) }));
+        let mut last = Value::Null;
+        wait_for("the guest to be saved", 120, || {
+            last = ask("query-migrate", none());
+            last["status"] != "setup" && last["status"] != "active"
+        });
+        assert_eq!(last["status"], "completed", "{last}");
     }
 
     fn said(&self) -> String {
@@ -88,6 +125,11 @@ fn guests_work_while_they_are_merged() {
         guests.iter_mut().zip(&before).all(|(guest, before)| guest.rounds() > before + 1)
     });
     daemon.verify();
+    // One is saved while it works, merged or not, and is merged again.
+    let image = daemon.dir.path().join("image");
+    guests[1].save(&image);
+    assert!(std::fs::metadata(&image).expect("an image").len() > DATA_LEN as u64);
+    wait_for("the guests' file to be shared again", 120, || daemon.total("pages_sharing") > wanted);
     // One of them is parked, works on from there, and is merged again.
     let pid = guests[0].qemu.pid().to_string();
     let out = || daemon.status()["cold"]["clients"][0]["pages_out"].as_u64().unwrap_or(0);

@@ -4,10 +4,14 @@
  *   rawdiscard N     the same by a bare system call  guard N  short ranges are guarded, touched, and free again
  *   fork | rawfork   a child compares every page   move       mremap of the whole memory to another address
  *   unmap            a part is unmapped and mapped again
+ *   track            a part is registered with a userfaultfd of its own, and let go
  *   storm MS         threads write, compare and discard for so long; work MS: without bare system calls
  *   advise pageout|cold|willneed                   lost       touch all; counts pages that end in SIGBUS
  * Each answers "right", or "wrong ..." and ends. */
 #define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/userfaultfd.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -15,6 +19,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -117,6 +122,26 @@ static int after_fork(pid_t child) {
         return 1;
     }
     return 0;
+}
+
+static int track(void) {
+    int fd = (int)syscall(SYS_userfaultfd, O_CLOEXEC);
+    struct uffdio_api api = {.api = UFFD_API, .features = UFFD_FEATURE_PAGEFAULT_FLAG_WP};
+    struct uffdio_range range = {(unsigned long)memory, pages / 2 * PAGE};
+    struct uffdio_register reg = {range, UFFDIO_REGISTER_MODE_WP, 0};
+    if (fd < 0 || ioctl(fd, UFFDIO_API, &api) != 0 || ioctl(fd, UFFDIO_REGISTER, &reg) != 0) {
+        printf("wrong userfaultfd: %s\n", strerror(errno));
+        fflush(stdout);
+        return 1;
+    }
+    int bad = check();
+    struct uffdio_writeprotect wp = {range, UFFDIO_WRITEPROTECT_MODE_WP};
+    bad |= ioctl(fd, UFFDIO_WRITEPROTECT, &wp) != 0;
+    usleep(300000);
+    wp.mode = 0;
+    bad |= check() || ioctl(fd, UFFDIO_WRITEPROTECT, &wp) != 0 || ioctl(fd, UFFDIO_UNREGISTER, &range) != 0;
+    close(fd);
+    return bad;
 }
 
 static volatile int stop_threads, bare_calls;
@@ -255,6 +280,8 @@ int main(int argc, char **argv) {
             }
         } else if (!strcmp(word, "guard")) {
             for (long i = 0; i < count && !bad; i++) bad = guard();
+        } else if (!strcmp(word, "track")) {
+            bad = track();
         } else if (!strcmp(word, "fork")) {
             bad = after_fork(fork());
         } else if (!strcmp(word, "rawfork")) {

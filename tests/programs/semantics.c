@@ -9,6 +9,7 @@
 #include <linux/filter.h>
 #include <linux/io_uring.h>
 #include <linux/seccomp.h>
+#include <linux/userfaultfd.h>
 #include <pthread.h>
 #include <sched.h>
 #include <setjmp.h>
@@ -20,6 +21,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -699,6 +701,78 @@ static void guards_raw(void) {
     }
 }
 
+// A userfaultfd of the program's own, as VM monitors have for snapshots (writes) and postcopy migration (missing pages).
+static struct tracker {
+    int fd;
+    struct region region;
+    atomic_int writes, missing, end;
+} tracker;
+
+static void *track(void *unused) {
+    (void)unused;
+    uint64_t bytes[512];
+    while (!tracker.end) {
+        struct uffd_msg event;
+        if (read(tracker.fd, &event, sizeof event) != sizeof event) {
+            nap(1);
+            continue;
+        }
+        char *page = (char *)(event.arg.pagefault.address & ~(PAGE - 1));
+        if (event.arg.pagefault.flags & UFFD_PAGEFAULT_FLAG_WP) {
+            tracker.writes++;
+            struct uffdio_writeprotect wp = {.range = {(unsigned long)page, PAGE}, .mode = 0};
+            CHECK(ioctl(tracker.fd, UFFDIO_WRITEPROTECT, &wp) == 0, "UFFDIO_WRITEPROTECT");
+        } else {
+            tracker.missing++;
+            fill_page(bytes, number_of(&tracker.region, (page - tracker.region.at) / PAGE));
+            struct uffdio_copy copy = {.dst = (unsigned long)page, .src = (unsigned long)bytes, .len = PAGE};
+            CHECK(ioctl(tracker.fd, UFFDIO_COPY, &copy) == 0, "UFFDIO_COPY");
+        }
+    }
+    return NULL;
+}
+
+static void own_userfaultfd(void) {
+    struct region r = tracker.region = merged(1024);
+    const size_t half = 512;
+    struct uffdio_range range = {(unsigned long)r.at, half * PAGE};
+    for (int missing = 0; missing < 2; missing++) {
+        tracker.fd = syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
+        if (tracker.fd < 0) SKIP("userfaultfd(2) is not for this user");
+        struct uffdio_api api = {.api = UFFD_API, .features = UFFD_FEATURE_PAGEFAULT_FLAG_WP};
+        CHECK(ioctl(tracker.fd, UFFDIO_API, &api) == 0, "UFFDIO_API");
+        struct uffdio_register reg = {range, missing ? UFFDIO_REGISTER_MODE_MISSING : UFFDIO_REGISTER_MODE_WP, 0};
+        CHECK(ioctl(tracker.fd, UFFDIO_REGISTER, &reg) == 0, "UFFDIO_REGISTER");
+        CHECK(pool_pages(r.at, half * PAGE) == 0, "tracked pages are shown from the pool");
+        check(&r, "tracked");
+        tracker.writes = tracker.missing = tracker.end = 0;
+        pthread_t thread;
+        CHECK(pthread_create(&thread, NULL, track, NULL) == 0, "pthread_create");
+        for (int round = 1; round <= 3; round++) {
+            // Every page tells once, whatever goes on beside.
+            if (missing) {
+                CHECK(madvise(r.at, half * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED");
+                nap(700);
+                check(&r, "after it came back");
+                CHECK(tracker.missing == round * (int)half, "%d pages were missing", tracker.missing);
+            } else {
+                struct uffdio_writeprotect wp = {range, UFFDIO_WRITEPROTECT_MODE_WP};
+                CHECK(ioctl(tracker.fd, UFFDIO_WRITEPROTECT, &wp) == 0, "UFFDIO_WRITEPROTECT");
+                nap(700);
+                for (size_t i = 0; i < half; i++) *(volatile char *)(r.at + i * PAGE) = *(volatile char *)(r.at + i * PAGE);
+                CHECK(tracker.writes == round * (int)half, "%d writes were told", tracker.writes);
+            }
+        }
+        CHECK(ioctl(tracker.fd, UFFDIO_UNREGISTER, &range) == 0, "UFFDIO_UNREGISTER");
+        tracker.end = 1;
+        pthread_join(thread, NULL);
+        close(tracker.fd);
+        check(&r, "not tracked any more");
+        wait_merged(&r, 750);
+        CHECK(pool_pages(r.at, half * PAGE) > half / 2, "what was tracked is not merged again");
+    }
+}
+
 static void wipe_on_fork(void) {
     struct region r = merged(1024);
     CHECK(madvise(r.at, 512 * PAGE, MADV_WIPEONFORK) == 0, "MADV_WIPEONFORK");
@@ -1337,7 +1411,7 @@ static const struct scenario scenarios[] = {
     {"vforks", vforks}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
     {"dontneed-raw", dontneed_raw}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
     {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"protect", protect}, {"lock", lock},
-    {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
+    {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
     {"signals", signals}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"identity", identity}, {"user-namespace", user_namespace}, {"core", core},

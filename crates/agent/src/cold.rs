@@ -662,23 +662,28 @@ impl Cold {
         bring_back(&self.table, |_| false);
         // At once, for daemon and keeper have the descriptor too: somebody else may want the memory.
         for_each_plain(|range| {
+            // A page is here a moment before the table says so; the daemon lets go of the pact behind that.
+            let settled = self.table.wait_pact(1000);
             // What could not be brought back shall not read as zeros.
             if !self.table.has(range, OUT) {
                 let _ = self.hold.unregister(range);
             }
+            if settled {
+                self.table.free_pact();
+            }
         });
-        self.hear_the_last();
+        if self.table.wait_pact(1000) {
+            self.hear_the_last();
+            self.table.free_pact();
+        }
         TABLE.store(0, Ordering::Release);
         // Tells the daemon that the end of the connection is no accident.
         self.table.head().region.store(0, Ordering::Release);
         // Closing the descriptors ends all watching. The mappings of table and channel stay: somebody may look at them.
     }
 
-    /// Reads the events that wait, after which there are no more, and keeps what is known of discards.
+    /// Reads the events that wait, after which there are no more, and keeps what is known of discards. The pact is held.
     fn hear_the_last(&self) {
-        if !self.table.wait_pact(1000) {
-            return;
-        }
         while let Ok(Some(event)) = self.hold.read_event() {
             match event {
                 uffd::Event::Remove(range) => self.table.note_removed(range, sched::monotonic_ns()),
@@ -693,7 +698,6 @@ impl Cold {
         for (kept, removal) in REMOVALS.iter().zip(self.table.removals()) {
             kept.store(removal, Ordering::Relaxed);
         }
-        self.table.free_pact();
     }
 }
 

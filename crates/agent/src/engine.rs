@@ -1198,7 +1198,7 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
                 Some((entry, _)) => (entry.start.min(range.end), Default::default()),
                 None => (range.end, Default::default()),
             };
-            if !note.excluded && (note.mergeable || bare || self.all && note.seen) {
+            if !note.is_excluded() && (note.mergeable || bare || self.all && note.seen) {
                 self.add(Range { start: at, end });
             }
             at = end;

@@ -9,6 +9,8 @@
 //! program gave back through a path we do not see cannot come to life again as
 //! something else while its pages are in our hands.
 
+mod userfaultfd;
+
 use crate::cold;
 use crate::engine::{
     ALL_MIN, MAY_FOLLOW, MAY_START, POOL_NAME, SHARED, keep_attributes, pool_mappings, replace_merged, start, stop,
@@ -646,8 +648,8 @@ fn leave_for_filter() {
 /// How often a call that wants one thread only is tried again, a millisecond apart.
 const ALONE_TRIES: u32 = 20;
 
-/// Runs `call` with the agent's thread gone, for calls that want a process of one thread.
-fn alone(call: impl Fn() -> Result<usize>) -> c_int {
+/// Runs `act` with the agent's thread gone, and tells it whether it was there.
+fn without_thread<T>(act: impl FnOnce(bool) -> T) -> T {
     let mut ran = active() && SHARED.phase.load(Ordering::Acquire) == 1;
     if ran && !MAY_START.load(Ordering::Acquire) {
         // It could not come back.
@@ -657,18 +659,27 @@ fn alone(call: impl Fn() -> Result<usize>) -> c_int {
     if ran {
         stop(0);
     }
-    let mut result = call();
-    // The kernel tells us that the thread has ended a moment before it no longer counts.
-    for _ in 0..ALONE_TRIES {
-        if !ran || result != Err(Errno(libc::EINVAL)) {
-            break;
-        }
-        let _ = pagefold_os::fd::poll(&mut [], 1);
-        result = call();
-    }
+    let result = act(ran);
     if ran {
         start();
     }
+    result
+}
+
+/// Runs `call` with the agent's thread gone, for calls that want a process of one thread.
+fn alone(call: impl Fn() -> Result<usize>) -> c_int {
+    let result = without_thread(|ran| {
+        let mut result = call();
+        // The kernel tells us that the thread has ended a moment before it no longer counts.
+        for _ in 0..ALONE_TRIES {
+            if !ran || result != Err(Errno(libc::EINVAL)) {
+                break;
+            }
+            let _ = pagefold_os::fd::poll(&mut [], 1);
+            result = call();
+        }
+        result
+    });
     returned(result.map(drop))
 }
 
@@ -717,6 +728,12 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
             libc::SYS_mprotect => return c_long::from(unsafe { mprotect(a as *mut _, b, c as c_int) }),
             // SAFETY: as above.
             libc::SYS_prctl => return c_long::from(unsafe { prctl(a as c_int, b, c, d, e) }),
+            // SAFETY: as above.
+            libc::SYS_ioctl => {
+                return c_long::from(unsafe {
+                    userfaultfd::ioctl(a as c_int, b as core::ffi::c_ulong, c as *mut c_void)
+                });
+            }
             // SAFETY: as above.
             libc::SYS_unshare => return c_long::from(unsafe { unshare(a as c_int) }),
             _ => {}

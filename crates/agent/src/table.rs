@@ -14,6 +14,8 @@ pub struct Note {
     pub mergeable: bool,
     /// Left alone because the program asked for it, or marked it as secret.
     pub excluded: bool,
+    /// Left alone while the program tracks it by a userfaultfd of its own.
+    pub tracked: bool,
     /// Mapped through an interposed call: its end is seen as well.
     pub seen: bool,
     /// `MADV_DONTFORK` is in force.
@@ -24,6 +26,13 @@ pub struct Note {
     pub huge: bool,
     /// `MADV_NOHUGEPAGE` is in force.
     pub small: bool,
+}
+
+impl Note {
+    /// True if the program wants it left alone.
+    pub const fn is_excluded(&self) -> bool {
+        self.excluded || self.tracked
+    }
 }
 
 /// Disjoint ranges with notes, in order of address.
@@ -40,6 +49,7 @@ const EMPTY: (Range, Note) = (
     Note {
         mergeable: false,
         excluded: false,
+        tracked: false,
         seen: false,
         dont_fork: false,
         dont_dump: false,
@@ -81,7 +91,10 @@ impl Table {
     /// True if the program wants part of `range` left alone.
     pub fn excludes(&self, range: Range) -> bool {
         let first = self.entries().partition_point(|(entry, _)| entry.end <= range.start);
-        self.entries()[first..].iter().take_while(|(entry, _)| entry.start < range.end).any(|(_, note)| note.excluded)
+        self.entries()[first..]
+            .iter()
+            .take_while(|(entry, _)| entry.start < range.end)
+            .any(|(_, note)| note.is_excluded())
     }
 
     /// Applies `change` to every note in `range`, splitting and adding entries as needed.

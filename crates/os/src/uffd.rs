@@ -62,8 +62,10 @@ const UFFD: u32 = 0xAA;
 /// `USERFAULTFD_IOC_NEW`: on /dev/userfaultfd, makes a descriptor of the calling process.
 const DEV_NEW: u32 = ioc(0, UFFD, 0x00, 0);
 const API: u32 = ioc(BOTH, UFFD, 0x3F, size_of::<Api>());
-const REGISTER: u32 = ioc(BOTH, UFFD, 0x00, size_of::<Register>());
-const UNREGISTER: u32 = ioc(READ, UFFD, 0x01, size_of::<UffdRange>());
+/// `UFFDIO_REGISTER`; its argument begins with address and length.
+pub const REGISTER: u32 = ioc(BOTH, UFFD, 0x00, size_of::<Register>());
+/// `UFFDIO_UNREGISTER`; its argument is address and length.
+pub const UNREGISTER: u32 = ioc(READ, UFFD, 0x01, size_of::<UffdRange>());
 const WAKE: u32 = ioc(READ, UFFD, 0x02, size_of::<UffdRange>());
 const COPY: u32 = ioc(BOTH, UFFD, 0x03, size_of::<Copy_>());
 const ZEROPAGE: u32 = ioc(BOTH, UFFD, 0x04, size_of::<Zeropage>());

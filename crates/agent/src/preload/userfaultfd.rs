@@ -1,0 +1,79 @@
+//! Memory that the program tracks by a userfaultfd of its own, as VM monitors do for postcopy migration and snapshots.
+//!
+//! The kernel takes a range from one descriptor only, and what we watch is ours: so the program's comes first. The range is
+//! plain memory before it is asked for again, and left alone until the program has let go of it.
+
+use super::{active, fail, gather_all, me, without_thread};
+use crate::engine::SHARED;
+use core::ffi::{c_int, c_ulong, c_void};
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::{Range, syscall, uffd};
+
+/// ioctl(2): registrations of userfaultfds are followed.
+///
+/// # Safety
+/// As ioctl(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
+    // SAFETY: the program's own call.
+    let call = || unsafe { syscall!(libc::SYS_ioctl, fd, request, argument) };
+    let result = match request as u32 {
+        uffd::REGISTER if active() => register(argument, call),
+        uffd::UNREGISTER if active() => {
+            let result = call();
+            if result.is_ok() {
+                track(range_at(argument), false);
+            }
+            result
+        }
+        _ => call(),
+    };
+    match result {
+        Ok(value) => value as c_int,
+        Err(errno) => {
+            fail(errno);
+            -1
+        }
+    }
+}
+
+fn register(argument: *mut c_void, call: impl Fn() -> Result<usize>) -> Result<usize> {
+    let mut result = call();
+    if result == Err(Errno(libc::EBUSY)) {
+        let range = range_at(argument);
+        // All that is watched is let go for a moment, and what is out comes back.
+        result = without_thread(|_| {
+            make_way(range);
+            call()
+        });
+        if result.is_err() {
+            // Another one of the program's own.
+            track(range, false);
+        }
+    } else if result.is_ok() {
+        track(range_at(argument), true);
+    }
+    result
+}
+
+/// The range that the kernel has just read from `argument`.
+fn range_at(argument: *mut c_void) -> Range {
+    // SAFETY: both requests begin with address and length, and the kernel could read them.
+    let [start, len] = unsafe { core::ptr::read_unaligned(argument.cast::<[u64; 2]>()) };
+    Range { start, end: start.saturating_add(len) }
+}
+
+/// Makes `range` plain memory that nobody manages.
+fn make_way(range: Range) {
+    let held = SHARED.guard.lock(me());
+    SHARED.tables(&held).table.change(range, |note| note.tracked = true);
+    // What cannot be had stays ours, and the kernel will say so once more.
+    let _ = gather_all(range);
+}
+
+fn track(range: Range, tracked: bool) {
+    let held = SHARED.guard.lock(me());
+    SHARED.tables(&held).table.change(range, |note| note.tracked = tracked);
+    drop(held);
+    SHARED.changed();
+}
