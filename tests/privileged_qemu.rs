@@ -4,13 +4,14 @@
 mod common;
 
 use common::{Daemon, Reaped, can_merge, guest, installed, wait_for};
-use serde_json::Value;
-use std::io::{BufRead, BufReader, Read, Write};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Lines, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdin, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 /// The guest's first program: compares the file with its first digest and with a fresh copy until told to stop.
 const INIT: &str = "#!/bin/busybox sh
@@ -37,6 +38,40 @@ static MONITORS: AtomicU32 = AtomicU32::new(0);
 /// Bytes of the file that all guests have.
 const DATA_LEN: usize = 20 << 20;
 
+/// QEMU's monitor.
+struct Monitor {
+    answers: Lines<BufReader<UnixStream>>,
+    to: UnixStream,
+}
+
+impl Monitor {
+    fn ask(&mut self, command: &str, arguments: Value) -> Value {
+        let line = json!({ "execute": command, "arguments": arguments });
+        self.to.write_all(format!("{line}\n").as_bytes()).expect("the monitor reads");
+        // Greetings and events come between.
+        let mut answers = std::iter::from_fn(|| serde_json::from_str::<Value>(&self.answers.next()?.ok()?).ok());
+        let answer = answers.find(|answer| answer.get("return").is_some() || answer.get("error").is_some());
+        let answer = answer.expect("an answer");
+        assert!(answer.get("error").is_none(), "{command}: {answer}");
+        answer["return"].clone()
+    }
+
+    fn set(&mut self, capability: &str, state: bool) {
+        let capabilities = json!({ "capabilities": [{ "capability": capability, "state": state }] });
+        self.ask("migrate-set-capabilities", capabilities);
+    }
+
+    /// Waits until the guest has moved, or is saved.
+    fn wait(&mut self) {
+        let mut last = Value::Null;
+        wait_for("the guest's memory to be written", 120, || {
+            last = self.ask("query-migrate", json!({}));
+            last["status"] == "completed" || last["status"] == "failed"
+        });
+        assert_eq!(last["status"], "completed", "{last}");
+    }
+}
+
 struct Guest {
     qemu: Reaped,
     input: ChildStdin,
@@ -46,12 +81,23 @@ struct Guest {
 
 impl Guest {
     fn start(daemon: &Daemon, kernel: &Path, initramfs: &Path) -> Guest {
+        Guest::start_by(daemon, kernel, initramfs, &[])
+    }
+
+    fn start_by(daemon: &Daemon, kernel: &Path, initramfs: &Path, options: &[&str]) -> Guest {
         let mut command = daemon.run(&[]);
         command.args(["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-m", "256", "-nodefaults", "-no-reboot"]);
         command.args(["-display", "none", "-serial", "stdio", "-append", "console=ttyS0 quiet panic=-1"]);
         let monitor = initramfs.with_file_name(format!("monitor-{}", MONITORS.fetch_add(1, Ordering::Relaxed)));
         command.arg("-qmp").arg(format!("unix:{},server=on,wait=off", monitor.display()));
-        command.arg("-kernel").arg(kernel).arg("-initrd").arg(initramfs).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command
+            .args(options)
+            .arg("-kernel")
+            .arg(kernel)
+            .arg("-initrd")
+            .arg(initramfs)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
         let mut qemu = Reaped(command.spawn().expect("qemu"));
         let input = qemu.0.stdin.take().expect("a pipe");
         let mut output = qemu.0.stdout.take().expect("a pipe");
@@ -68,30 +114,32 @@ impl Guest {
 
     /// Saves the guest's memory while it works on: QEMU tracks its writes by a userfaultfd of its own.
     fn save(&self, to: &Path) {
+        let mut monitor = self.monitor();
+        monitor.set("background-snapshot", true);
+        monitor.ask("migrate", json!({ "uri": format!("exec:cat > {}", to.display()) }));
+        monitor.wait();
+        monitor.set("background-snapshot", false);
+    }
+
+    /// Moves the guest to `other`, which waits for it, while it works: what is missing there comes when it is touched.
+    fn move_to(&self, other: &Guest, by: &Path) {
+        let mut monitor = self.monitor();
+        monitor.set("postcopy-ram", true);
+        other.monitor().set("postcopy-ram", true);
+        // So slowly that there is something left.
+        monitor.ask("migrate-set-parameters", json!({ "max-bandwidth": 20 << 20 }));
+        monitor.ask("migrate", json!({ "uri": format!("unix:{}", by.display()) }));
+        std::thread::sleep(Duration::from_secs(1));
+        monitor.ask("migrate-start-postcopy", json!({}));
+        monitor.wait();
+    }
+
+    fn monitor(&self) -> Monitor {
         let stream = UnixStream::connect(&self.monitor).expect("the guest's monitor");
-        let mut answers = BufReader::new(stream.try_clone().expect("a socket")).lines();
-        let mut ask = |command: &str, arguments: Value| -> Value {
-            let line = serde_json::json!({ "execute": command, "arguments": arguments });
-            (&stream).write_all(format!("{line}\n").as_bytes()).expect("the monitor reads");
-            // Greetings and events come between.
-            let mut answer = || serde_json::from_str(&answers.next()?.ok()?).ok();
-            let answer: Option<Value> = std::iter::from_fn(&mut answer)
-                .find(|answer: &Value| answer.get("return").is_some() || answer.get("error").is_some());
-            let answer = answer.expect("an answer");
-            assert!(answer.get("error").is_none(), "{command}: {answer}");
-            answer["return"].clone()
-        };
-        let none = || serde_json::json!({});
-        ask("qmp_capabilities", none());
-        let wanted = serde_json::json!({ "capabilities": [{ "capability": "background-snapshot", "state": true }] });
-        ask("migrate-set-capabilities", wanted);
-        ask("migrate", serde_json::json!({ "uri": format!("exec:cat > {}", to.display()) }));
-        let mut last = Value::Null;
-        wait_for("the guest to be saved", 120, || {
-            last = ask("query-migrate", none());
-            last["status"] != "setup" && last["status"] != "active"
-        });
-        assert_eq!(last["status"], "completed", "{last}");
+        let to = stream.try_clone().expect("a socket");
+        let mut monitor = Monitor { answers: BufReader::new(stream).lines(), to };
+        monitor.ask("qmp_capabilities", json!({}));
+        monitor
     }
 
     fn said(&self) -> String {
@@ -148,6 +196,18 @@ fn guests_work_while_they_are_merged() {
         daemon.verify();
     }
     wait_for("the guests' file to be shared again", 120, || daemon.total("pages_sharing") > wanted);
+    // The other one moves to another QEMU, and both work on.
+    let by = daemon.dir.path().join("move");
+    let moved = Guest::start_by(&daemon, &kernel, &initramfs, &["-incoming", &format!("unix:{}", by.display())]);
+    wait_for("it to wait", 20, || by.exists());
+    guests[1].move_to(&moved, &by);
+    guests[1] = moved;
+    let before: Vec<usize> = guests.iter_mut().map(Guest::rounds).collect();
+    wait_for("the guests to work on", 120, || {
+        guests.iter_mut().zip(&before).all(|(guest, before)| guest.rounds() > before + 1)
+    });
+    wait_for("the guests' file to be shared again", 120, || daemon.total("pages_sharing") > wanted);
+    daemon.verify();
     for guest in &mut guests {
         guest.input.write_all(b"stop\n").expect("the guest reads");
         let mut status = None;

@@ -417,9 +417,16 @@ fn gather(range: Range) -> Result<()> {
             // SAFETY: the fresh memory is ours.
             unsafe { mem::advise(fresh.addr() + offset, PAGE, mem::MADV_GUARD_INSTALL) }
                 .map_err(|_| Errno(libc::ENOMEM))?;
-        } else if !crate::remap::is_zero(&page) {
+        } else {
             // SAFETY: the fresh memory is ours and as long as the range.
-            unsafe { core::ptr::copy_nonoverlapping(page.as_ptr(), fresh.as_ptr().add(offset as usize), PAGE_SIZE) };
+            let to = unsafe { fresh.as_ptr().add(offset as usize) };
+            if crate::remap::is_zero(&page) {
+                // SAFETY: the same. It is there then, as the kernel shows zeros, and takes no memory.
+                unsafe { core::ptr::read_volatile(to) };
+            } else {
+                // SAFETY: the same.
+                unsafe { core::ptr::copy_nonoverlapping(page.as_ptr(), to, PAGE_SIZE) };
+            }
         }
     }
     // SAFETY: the fresh memory is ours; nothing is read or written there until it is the program's.
@@ -645,11 +652,11 @@ fn leave_for_filter() {
     }
 }
 
-/// How often a call that wants one thread only is tried again, a millisecond apart.
+/// How often a call that our thread stands in the way of is tried again, a millisecond apart.
 const ALONE_TRIES: u32 = 20;
 
-/// Runs `act` with the agent's thread gone, and tells it whether it was there.
-fn without_thread<T>(act: impl FnOnce(bool) -> T) -> T {
+/// Makes `before` and then `call` with the agent's thread gone, which may have been why `call` fails with `errno`.
+fn without_thread(errno: i32, before: impl FnOnce(), call: impl Fn() -> Result<usize>) -> Result<usize> {
     let mut ran = active() && SHARED.phase.load(Ordering::Acquire) == 1;
     if ran && !MAY_START.load(Ordering::Acquire) {
         // It could not come back.
@@ -659,7 +666,16 @@ fn without_thread<T>(act: impl FnOnce(bool) -> T) -> T {
     if ran {
         stop(0);
     }
-    let result = act(ran);
+    before();
+    let mut result = call();
+    // The kernel tells us that the thread has ended a moment before it no longer counts, and its descriptors are closed.
+    for _ in 0..ALONE_TRIES {
+        if !ran || result != Err(Errno(errno)) {
+            break;
+        }
+        let _ = pagefold_os::fd::poll(&mut [], 1);
+        result = call();
+    }
     if ran {
         start();
     }
@@ -668,19 +684,7 @@ fn without_thread<T>(act: impl FnOnce(bool) -> T) -> T {
 
 /// Runs `call` with the agent's thread gone, for calls that want a process of one thread.
 fn alone(call: impl Fn() -> Result<usize>) -> c_int {
-    let result = without_thread(|ran| {
-        let mut result = call();
-        // The kernel tells us that the thread has ended a moment before it no longer counts.
-        for _ in 0..ALONE_TRIES {
-            if !ran || result != Err(Errno(libc::EINVAL)) {
-                break;
-            }
-            let _ = pagefold_os::fd::poll(&mut [], 1);
-            result = call();
-        }
-        result
-    });
-    returned(result.map(drop))
+    returned(without_thread(libc::EINVAL, || (), call).map(drop))
 }
 
 /// unshare(2).

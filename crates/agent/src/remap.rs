@@ -77,8 +77,29 @@ impl Agent {
         self.watch_again(span, pieces, outcomes, states);
         let _ = self.hold.wake(span);
         self.note_freeze(sched::monotonic_ns() - frozen_at);
+        for (piece, outcome) in pieces.iter().zip(outcomes.iter()) {
+            if piece.segment == PIECE_ZERO && outcome.merged > 0 {
+                self.show_zeros(Range::pages_from(piece.addr, u64::from(outcome.merged)));
+            }
+        }
         // SAFETY: the staging area is ours and holds only pages that are now mapped from the pool (or were discarded).
         let _ = unsafe { mem::advise(self.staging.addr(), span.len(), libc::MADV_DONTNEED) };
+    }
+
+    /// Has the kernel show its page of zeros where pages of zeros were: to who tracks memory by a userfaultfd, as postcopy
+    /// migration does, what has come is there. Where something came meanwhile it stays.
+    fn show_zeros(&self, range: Range) {
+        let mut at = range.start;
+        while at < range.end {
+            let (done, error) = self.watch.zero(Range { start: at, end: range.end }, 0);
+            at += done;
+            match error {
+                None => {}
+                Some(Errno(libc::EEXIST)) => at += PAGE,
+                // Another mapping by now.
+                Some(_) => return,
+            }
+        }
     }
 
     /// Step 2: moves the span's pages to the staging area.

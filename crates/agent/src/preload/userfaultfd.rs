@@ -42,10 +42,7 @@ fn register(argument: *mut c_void, call: impl Fn() -> Result<usize>) -> Result<u
     if result == Err(Errno(libc::EBUSY)) {
         let range = range_at(argument);
         // All that is watched is let go for a moment, and what is out comes back.
-        result = without_thread(|_| {
-            make_way(range);
-            call()
-        });
+        result = without_thread(libc::EBUSY, || make_way(range), call);
         if result.is_err() {
             // Another one of the program's own.
             track(range, false);

@@ -246,7 +246,12 @@ impl Domain {
                     self.pool.remove_sharer(slot);
                     self.count(|c| &c.discarded, 1);
                 }
-                let next = if report.zero || report.swapped { State::Unknown } else { on_written(state) };
+                let next = match state {
+                    // Merged, and shown as the kernel shows zeros.
+                    State::Zero if report.zero => state,
+                    _ if report.zero || report.swapped => State::Unknown,
+                    _ => on_written(state),
+                };
                 chunk.set(index, next);
             }
             addr = end;
