@@ -40,6 +40,7 @@ scenarios! {
     remove_has_nothing_to_remove: "hole-punch";
     munmap_whole_and_in_part: "unmap";
     mremap_grows_moves_shrinks: "remap";
+    mremap_moves_what_was_given_back: "remap-healed";
     mprotect_is_obeyed: "protect";
     locked_pages_are_right: "lock";
     unmergeable_gives_private_memory: "unmergeable";

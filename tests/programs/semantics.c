@@ -549,6 +549,29 @@ static void remap(void) {
     write_all(&r, 31000, "after mremap");
 }
 
+// Parts were merged and given back: the kernel does not join them with the others, and moves one mapping only.
+static void remap_healed(void) {
+    struct region r = fill(1024, 1024, 5000);
+    for (size_t i = 0; i < r.pages; i++)
+        if (i / 16 % 2) fill_page(r.at + i * PAGE, 1000 + i % 16);
+    madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+    madvise(r.at, r.pages * PAGE, MADV_MERGEABLE);
+    wait_merged(&r, 400);
+    double began = now();
+    while (pool_pages(r.at, r.pages * PAGE) > 0) {
+        CHECK(now() - began < WAIT_MAX, "%zu pages are not given back", pool_pages(r.at, r.pages * PAGE));
+        for (size_t i = 0; i < r.pages; i++)
+            if (i / 16 % 2) fill_page(r.at + i * PAGE, number_of(&r, i));
+        nap(100);
+    }
+    for (size_t times = 1; times < 3; times++) {
+        char *grown = mremap(r.at, r.pages * times * PAGE, r.pages * (times + 1) * PAGE, MREMAP_MAYMOVE);
+        CHECK(grown != MAP_FAILED, "mremap");
+        r.at = grown;
+        check(&r, "after mremap");
+    }
+}
+
 static void protect(void) {
     struct region r = merged(1024);
     size_t len = r.pages * PAGE;
@@ -1410,7 +1433,7 @@ static const struct scenario scenarios[] = {
     {"writers", writers}, {"unmergeable-writers", unmergeable_writers}, {"forks", forks}, {"orphan", orphan},
     {"vforks", vforks}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
     {"dontneed-raw", dontneed_raw}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
-    {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"protect", protect}, {"lock", lock},
+    {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"protect", protect}, {"lock", lock},
     {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
     {"signals", signals}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},

@@ -324,7 +324,11 @@ pub unsafe extern "C" fn mremap(
             if !shrinks && len > 0 && SHARED.tables(&held).merged.may_overlap(range) { gather(range) } else { Ok(()) };
         let target =
             if flags & libc::MREMAP_FIXED != 0 { range_of(new_addr, new_len) } else { Range { start: 0, end: 0 } };
-        let result = gathered.and_then(|()| cold::voiding(target, call));
+        let result = match gathered.and_then(|()| cold::voiding(target, call)) {
+            // More than one mapping, perhaps by us: what was given back does not join with what never was the pool's.
+            Err(Errno(libc::EFAULT)) if !shrinks => gather(range).and_then(|()| cold::voiding(target, call)),
+            other => other,
+        };
         if let Ok(moved) = result {
             let tables = SHARED.tables(&held);
             let note = tables.table.at(range.start);
@@ -382,7 +386,7 @@ fn unmerge(range: Range) -> Result<()> {
     failed.map_or(Ok(()), Err)
 }
 
-/// Makes `range`, if part of it is shown from the pool, one plain private mapping with the same bytes, rights and
+/// Makes `range`, if part of it is or was shown from the pool, one plain private mapping with the same bytes, rights and
 /// attributes, as it would be had nothing been merged: calls that take one mapping only will take it. The guard is held.
 ///
 /// Calls that need this are about memory that nobody else may be writing to at the same time.
@@ -394,7 +398,7 @@ fn gather(range: Range) -> Result<()> {
     let memory = Fd::open(c"/proc/self/mem", libc::O_RDONLY, 0)?;
     let mut buffer = [0u8; 8 << 10];
     // One mapping, to the program, is a row of neighbours with the same rights, all anonymous or ours.
-    let (mut end, mut rights, mut merged, mut one) = (range.start, None, false, true);
+    let (mut end, mut rights, mut merged, mut one, mut pieces) = (range.start, None, false, true, 0);
     maps::for_each_line(
         &mut buffer,
         |out| file.read(out),
@@ -402,13 +406,14 @@ fn gather(range: Range) -> Result<()> {
             let Some(map) = maps::parse_line(line).filter(|map| map.range.overlaps(&range)) else { return };
             let pool = map.name.starts_with(POOL_NAME) && !map.shared;
             merged |= pool;
+            pieces += 1;
             one &= (pool || !map.shared && map.inode == 0)
                 && map.range.start <= end
                 && *rights.get_or_insert(map.prot) == map.prot;
             end = map.range.end;
         },
     )?;
-    let Some(rights) = rights.filter(|_| one && merged && end >= range.end) else { return Ok(()) };
+    let Some(rights) = rights.filter(|_| one && (merged || pieces > 1) && end >= range.end) else { return Ok(()) };
     let fresh = mem::Mapping::anonymous(range.len() as usize)?;
     let mut page = [0u8; PAGE_SIZE];
     for offset in (0..range.len()).step_by(PAGE_SIZE) {
