@@ -45,6 +45,7 @@ scenarios! {
     locked_pages_are_right: "lock";
     unmergeable_gives_private_memory: "unmergeable";
     wipe_on_fork_wipes: "wipe-on-fork";
+    a_sealed_mapping_stays: "sealed";
     guards_hold_and_leave_zeros: "guards";
     guards_that_nobody_saw_hold: "guards-raw";
     the_programs_own_userfaultfd_comes_first: "own-userfaultfd";

@@ -796,6 +796,26 @@ static void own_userfaultfd(void) {
     }
 }
 
+// A sealed mapping (mseal(2), Linux 6.10) is neither replaced nor moved, by us as by anybody; the other one merges.
+static void sealed(void) {
+    enum { SYS_MSEAL = 462 };
+    struct region r = fill(1024, 256, 1000), other = fill(1024, 256, 1000);
+    madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+    if (syscall(SYS_MSEAL, r.at, 512 * PAGE, 0) != 0) SKIP("this kernel has no mseal(2)");
+    madvise(r.at, r.pages * PAGE, MADV_MERGEABLE);
+    madvise(other.at, other.pages * PAGE, MADV_NOHUGEPAGE);
+    madvise(other.at, other.pages * PAGE, MADV_MERGEABLE);
+    wait_merged(&other, 700);
+    for (int round = 0; round < 5; round++) {
+        nap(300);
+        check(&r, "sealed");
+        for (size_t i = round; i < r.pages; i += 7) fill_page(r.at + i * PAGE, number_of(&r, i));
+    }
+    CHECK(pool_pages(r.at, 512 * PAGE) == 0, "a sealed mapping was replaced");
+    check(&r, "written");
+    CHECK(mprotect(r.at, 512 * PAGE, PROT_READ) == -1 && errno == EPERM, "the seal is gone");
+}
+
 static void wipe_on_fork(void) {
     struct region r = merged(1024);
     CHECK(madvise(r.at, 512 * PAGE, MADV_WIPEONFORK) == 0, "MADV_WIPEONFORK");
@@ -1434,7 +1454,7 @@ static const struct scenario scenarios[] = {
     {"vforks", vforks}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
     {"dontneed-raw", dontneed_raw}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
     {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"protect", protect}, {"lock", lock},
-    {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
+    {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"sealed", sealed}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
     {"signals", signals}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"identity", identity}, {"user-namespace", user_namespace}, {"core", core},
