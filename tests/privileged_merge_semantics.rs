@@ -49,6 +49,7 @@ scenarios! {
     guards_hold_and_leave_zeros: "guards";
     guards_that_nobody_saw_hold: "guards-raw";
     the_programs_own_userfaultfd_comes_first: "own-userfaultfd";
+    no_write_is_lost_when_it_comes: "probes";
     attributes_are_kept: "flags";
     huge_pages_are_split_where_it_pays: "huge";
     signals_interrupt_anything: "signals";

@@ -234,7 +234,7 @@ enum { HAMMER_PAGES = 4096, HAMMERS = 4, HAMMER_VALUES = 3 };
 static struct region hammered;
 static unsigned char expected[HAMMER_PAGES];
 static atomic_ulong writes;
-static atomic_int hammering = 1;
+static atomic_int hammering = 1, resting;
 
 // Each writer owns every fourth page and adds to counters there, in windows that wander: pages rest, are merged,
 // and are written again at any moment. The counters wrap early, so that pages become equal again.
@@ -243,7 +243,7 @@ static void *hammer(void *argument) {
     uint64_t seed = 77 + mine;
     while (atomic_load(&hammering)) {
         size_t window = draw(&seed) % (HAMMER_PAGES / HAMMERS - 128);
-        for (int i = 0; i < 6000; i++) {
+        for (int i = 0; i < 6000 && !atomic_load(&resting); i++) {
             size_t page = (window + draw(&seed) % 128) * HAMMERS + mine;
             volatile uint64_t *counter = (volatile uint64_t *)(hammered.at + page * PAGE) + 100;
             uint64_t before = *counter;
@@ -794,6 +794,31 @@ static void own_userfaultfd(void) {
         wait_merged(&r, 750);
         CHECK(pool_pages(r.at, half * PAGE) > half / 2, "what was tracked is not merged again");
     }
+}
+
+// As a VM monitor asks, while its guest works, whether it could: no write may be lost meanwhile.
+static void probes(void) {
+    pthread_t threads[HAMMERS];
+    start_hammers(threads);
+    struct uffdio_range range = {(unsigned long)hammered.at, HAMMER_PAGES * PAGE};
+    uint64_t seed = 5;
+    for (int round = 0; round < 6; round++) {
+        atomic_store(&resting, 1);
+        wait_merged(&hammered, HAMMER_PAGES / 4 * 3);
+        atomic_store(&resting, 0);
+        nap(draw(&seed) % 20);
+        int fd = syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
+        if (fd < 0) SKIP("userfaultfd(2) is not for this user");
+        struct uffdio_api api = {.api = UFFD_API, .features = UFFD_FEATURE_PAGEFAULT_FLAG_WP};
+        CHECK(ioctl(fd, UFFDIO_API, &api) == 0, "UFFDIO_API");
+        struct uffdio_register reg = {range, UFFDIO_REGISTER_MODE_WP, 0};
+        CHECK(ioctl(fd, UFFDIO_REGISTER, &reg) == 0, "UFFDIO_REGISTER");
+        CHECK(ioctl(fd, UFFDIO_UNREGISTER, &range) == 0, "UFFDIO_UNREGISTER");
+        close(fd);
+    }
+    atomic_store(&hammering, 0);
+    for (size_t i = 0; i < HAMMERS; i++) pthread_join(threads[i], NULL);
+    check_hammered();
 }
 
 // A sealed mapping (mseal(2), Linux 6.10) is neither replaced nor moved, by us as by anybody; the other one merges.
@@ -1454,7 +1479,7 @@ static const struct scenario scenarios[] = {
     {"vforks", vforks}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
     {"dontneed-raw", dontneed_raw}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
     {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"protect", protect}, {"lock", lock},
-    {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"sealed", sealed}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
+    {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"probes", probes}, {"sealed", sealed}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
     {"signals", signals}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"identity", identity}, {"user-namespace", user_namespace}, {"core", core},

@@ -229,6 +229,19 @@ pub fn stop(final_phase: u32) {
     SHARED.phase.store(final_phase, Ordering::Release);
 }
 
+/// The range that becomes plain memory before the agent leaves, as start and end; empty if none.
+static GIVE_BACK: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
+
+/// As [`stop`], but what `range` shows from the pool is plain memory first, with no write of another thread lost. What that
+/// cannot be done for stays as it is.
+#[cfg(feature = "preload")]
+pub(crate) fn stop_giving_back(range: Range, final_phase: u32) {
+    GIVE_BACK[0].store(range.start, Ordering::Relaxed);
+    GIVE_BACK[1].store(range.end, Ordering::Relaxed);
+    stop(final_phase);
+    GIVE_BACK[1].store(0, Ordering::Relaxed);
+}
+
 const STACK_LEN: usize = 256 << 10;
 
 const WATCH_FEATURES: u64 = uffd::FEATURE_PAGEFAULT_FLAG_WP | uffd::FEATURE_WP_ASYNC | uffd::FEATURE_MOVE;
@@ -381,6 +394,9 @@ extern "C" fn thread_main() -> ! {
         match connect(&mut hold) {
             Ok(mut agent) => {
                 let _ = agent.serve();
+                if SHARED.phase.load(Ordering::Acquire) == 2 {
+                    agent.leave_plain();
+                }
                 hold = Some(agent.hold);
             }
             Err(Errno(errno)) => SHARED.error.store(errno, Ordering::Relaxed),
@@ -694,6 +710,21 @@ impl Agent {
             self.watch = Uffd::new(self.device.as_ref(), WATCH_FEATURES)?;
             watch_staging(&self.watch, &self.staging)
         })
+    }
+
+    /// Gives back what [`stop_giving_back`] asked for. Merges nothing any more.
+    fn leave_plain(&mut self) {
+        let range = Range { start: GIVE_BACK[0].load(Ordering::Relaxed), end: GIVE_BACK[1].load(Ordering::Relaxed) };
+        if range.is_empty() {
+            return;
+        }
+        let _ = pool_mappings(range, |part, _| {
+            for start in (part.start..part.end).step_by(FREEZE_PAGES_MAX * PAGE_SIZE) {
+                let end = part.end.min(start + FREEZE_PAGES_MAX as u64 * PAGE);
+                let _ = self.heal(Range { start, end });
+            }
+            false
+        });
     }
 
     /// Splits the list of pieces into spans (neighbours with one `flags` number) and merges them one by one.

@@ -14,7 +14,7 @@ mod userfaultfd;
 use crate::cold;
 use crate::engine::{
     ALL_MIN, MAY_FOLLOW, MAY_START, POOL_NAME, SHARED, keep_attributes, pool_mappings, replace_merged, start, stop,
-    wait_begun,
+    stop_giving_back, wait_begun,
 };
 use crate::filter;
 use crate::table::Note;
@@ -644,13 +644,14 @@ fn filter_at(at: u64) -> Option<filter::Verdict> {
 /// The agent leaves, for good, and merged pages become the program's own: looking after them takes system calls that
 /// the filter may not allow.
 fn leave_for_filter() {
+    const EVERYTHING: Range = Range { start: 0, end: u64::MAX };
     if SHARED.phase.load(Ordering::Acquire) == 3 {
         return;
     }
-    stop(3);
+    stop_giving_back(EVERYTHING, 3);
     let held = SHARED.guard.lock(me());
     if !SHARED.tables(&held).merged.is_empty() {
-        let done = pool_mappings(Range { start: 0, end: u64::MAX }, |part, _| gather(part).is_err());
+        let done = pool_mappings(EVERYTHING, |part, _| gather(part).is_err());
         if done == Ok(false) {
             SHARED.tables(&held).merged.clear();
         }
@@ -660,8 +661,9 @@ fn leave_for_filter() {
 /// How often a call that our thread stands in the way of is tried again, a millisecond apart.
 const ALONE_TRIES: u32 = 20;
 
-/// Makes `before` and then `call` with the agent's thread gone, which may have been why `call` fails with `errno`.
-fn without_thread(errno: i32, before: impl FnOnce(), call: impl Fn() -> Result<usize>) -> Result<usize> {
+/// Makes `call` with the agent's thread gone, which may have been why it fails with `errno`, and what `range` shows from the
+/// pool plain memory.
+fn without_thread(errno: i32, range: Range, call: impl Fn() -> Result<usize>) -> Result<usize> {
     let mut ran = active() && SHARED.phase.load(Ordering::Acquire) == 1;
     if ran && !MAY_START.load(Ordering::Acquire) {
         // It could not come back.
@@ -669,9 +671,8 @@ fn without_thread(errno: i32, before: impl FnOnce(), call: impl Fn() -> Result<u
         ran = false;
     }
     if ran {
-        stop(0);
+        stop_giving_back(range, 0);
     }
-    before();
     let mut result = call();
     // The kernel tells us that the thread has ended a moment before it no longer counts, and its descriptors are closed.
     for _ in 0..ALONE_TRIES {
@@ -689,7 +690,7 @@ fn without_thread(errno: i32, before: impl FnOnce(), call: impl Fn() -> Result<u
 
 /// Runs `call` with the agent's thread gone, for calls that want a process of one thread.
 fn alone(call: impl Fn() -> Result<usize>) -> c_int {
-    returned(without_thread(libc::EINVAL, || (), call).map(drop))
+    returned(without_thread(libc::EINVAL, Range { start: 0, end: 0 }, call).map(drop))
 }
 
 /// unshare(2).

@@ -3,8 +3,8 @@
 //! The kernel takes a range from one descriptor only, and what we watch is ours: so the program's comes first. The range is
 //! plain memory before it is asked for again, and left alone until the program has let go of it.
 
-use super::{active, fail, gather_all, me, without_thread};
-use crate::engine::SHARED;
+use super::{active, fail, gather, me, without_thread};
+use crate::engine::{SHARED, pool_mappings};
 use core::ffi::{c_int, c_ulong, c_void};
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{Range, syscall, uffd};
@@ -42,11 +42,19 @@ fn register(argument: *mut c_void, call: impl Fn() -> Result<usize>) -> Result<u
     if result == Err(Errno(libc::EBUSY)) {
         let range = range_at(argument);
         // All that is watched is let go for a moment, and what is out comes back.
-        result = without_thread(libc::EBUSY, || make_way(range), call);
-        if result.is_err() {
-            // Another one of the program's own.
-            track(range, false);
-        }
+        result = without_thread(libc::EBUSY, range, || {
+            let held = SHARED.guard.lock(me());
+            // What nobody can write to just now may be copied. Else who knows when pages are missing would be shown a file's.
+            let is_left = |part, prot| prot & libc::PROT_WRITE != 0 || gather(part).is_err();
+            if pool_mappings(range, is_left).unwrap_or(true) {
+                return Err(Errno(libc::EBUSY));
+            }
+            let result = call();
+            if result.is_ok() {
+                SHARED.tables(&held).table.change(range, |note| note.tracked = true);
+            }
+            result
+        });
     } else if result.is_ok() {
         track(range_at(argument), true);
     }
@@ -58,14 +66,6 @@ fn range_at(argument: *mut c_void) -> Range {
     // SAFETY: both requests begin with address and length, and the kernel could read them.
     let [start, len] = unsafe { core::ptr::read_unaligned(argument.cast::<[u64; 2]>()) };
     Range { start, end: start.saturating_add(len) }
-}
-
-/// Makes `range` plain memory that nobody manages.
-fn make_way(range: Range) {
-    let held = SHARED.guard.lock(me());
-    SHARED.tables(&held).table.change(range, |note| note.tracked = true);
-    // What cannot be had stays ours, and the kernel will say so once more.
-    let _ = gather_all(range);
 }
 
 fn track(range: Range, tracked: bool) {
