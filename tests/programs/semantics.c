@@ -526,6 +526,9 @@ static void unmap(void) {
 
 static void remap(void) {
     struct region r = merged(1024);
+    // Not without moving: then it would have to be copied while others may write.
+    CHECK(mremap(r.at, r.pages * PAGE, (r.pages + 1) * PAGE, 0) == MAP_FAILED && errno == ENOMEM, "mremap in place");
+    check(&r, "after growing in place");
     char *grown = mremap(r.at, r.pages * PAGE, 2 * r.pages * PAGE, MREMAP_MAYMOVE);
     CHECK(grown != MAP_FAILED, "mremap to grow");
     r.at = grown;

@@ -320,12 +320,22 @@ pub unsafe extern "C" fn mremap(
         let range = range_of(addr, len);
         cold::before_move(range);
         let shrinks = new_len <= len && flags & (libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP) == 0;
-        let gathered =
-            if !shrinks && len > 0 && SHARED.tables(&held).merged.may_overlap(range) { gather(range) } else { Ok(()) };
+        // Other threads may write to what only grows, so it is not copied: there is no room for it here.
+        let stays = !shrinks && flags & (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) == 0;
+        let gathered = if shrinks || len == 0 || !SHARED.tables(&held).merged.may_overlap(range) {
+            Ok(())
+        } else if !stays {
+            gather(range)
+        } else if pool_mappings(range, |_, _| true).unwrap_or(true) {
+            Err(Errno(libc::ENOMEM))
+        } else {
+            Ok(())
+        };
         let target =
             if flags & libc::MREMAP_FIXED != 0 { range_of(new_addr, new_len) } else { Range { start: 0, end: 0 } };
         let result = match gathered.and_then(|()| cold::voiding(target, call)) {
             // More than one mapping, perhaps by us: what was given back does not join with what never was the pool's.
+            Err(Errno(libc::EFAULT)) if stays => Err(Errno(libc::ENOMEM)),
             Err(Errno(libc::EFAULT)) if !shrinks => gather(range).and_then(|()| cold::voiding(target, call)),
             other => other,
         };
