@@ -17,6 +17,7 @@ use crate::engine::{
     stop_giving_back, wait_begun,
 };
 use crate::filter;
+use crate::remap::copy_of;
 use crate::table::Note;
 use core::ffi::{c_char, c_int, c_long, c_void};
 use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -405,7 +406,6 @@ fn unmerge(range: Range) -> Result<()> {
 /// `ENOMEM` if there is no memory for it; then nothing has changed.
 fn gather(range: Range) -> Result<()> {
     let file = Fd::open(c"/proc/self/maps", libc::O_RDONLY, 0)?;
-    let memory = Fd::open(c"/proc/self/mem", libc::O_RDONLY, 0)?;
     let mut buffer = [0u8; 8 << 10];
     // One mapping, to the program, is a row of neighbours with the same rights, all anonymous or ours.
     let (mut end, mut rights, mut merged, mut one, mut pieces) = (range.start, None, false, true, 0);
@@ -424,26 +424,7 @@ fn gather(range: Range) -> Result<()> {
         },
     )?;
     let Some(rights) = rights.filter(|_| one && (merged || pieces > 1) && end >= range.end) else { return Ok(()) };
-    let fresh = mem::Mapping::anonymous(range.len() as usize)?;
-    let mut page = [0u8; PAGE_SIZE];
-    for offset in (0..range.len()).step_by(PAGE_SIZE) {
-        // Through the kernel, which also reads what the program itself may not, but what is guarded.
-        if memory.read_at(&mut page, range.start + offset) != Ok(PAGE_SIZE) {
-            // SAFETY: the fresh memory is ours.
-            unsafe { mem::advise(fresh.addr() + offset, PAGE, mem::MADV_GUARD_INSTALL) }
-                .map_err(|_| Errno(libc::ENOMEM))?;
-        } else {
-            // SAFETY: the fresh memory is ours and as long as the range.
-            let to = unsafe { fresh.as_ptr().add(offset as usize) };
-            if crate::remap::is_zero(&page) {
-                // SAFETY: the same. It is there then, as the kernel shows zeros, and takes no memory.
-                unsafe { core::ptr::read_volatile(to) };
-            } else {
-                // SAFETY: the same.
-                unsafe { core::ptr::copy_nonoverlapping(page.as_ptr(), to, PAGE_SIZE) };
-            }
-        }
-    }
+    let fresh = copy_of(range.start, range.len())?;
     // SAFETY: the fresh memory is ours; nothing is read or written there until it is the program's.
     unsafe { mem::protect(fresh.addr(), range.len(), rights) }?;
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;

@@ -319,7 +319,7 @@ impl Agent {
             return Err(errno);
         }
         let hatched = self.hatch(range);
-        let fresh = if hatched.is_some() { None } else { copy_of(self.aside, len) };
+        let fresh = if hatched.is_some() { None } else { copy_of(self.aside, len).ok() };
         let (from, flags) = match hatched {
             // The nursery stays whole.
             Some(at) => (Some(at), INTO | libc::MREMAP_DONTUNMAP),
@@ -383,19 +383,31 @@ impl Agent {
     }
 }
 
-/// Fresh memory with the bytes of the `len` at `from`.
-fn copy_of(from: u64, len: u64) -> Option<mem::Mapping> {
-    // Through the kernel: the program may have guarded pages, which nobody can read.
-    let memory = Fd::open(c"/proc/self/mem", libc::O_RDONLY, 0).ok()?;
-    let fresh = mem::Mapping::anonymous(len as usize).ok()?;
+/// Fresh memory with the bytes of the `len` at `from`, and guards where the program has them.
+///
+/// # Errors
+/// `ENOMEM` if a page can be neither read nor guarded; else the kernel's.
+pub(crate) fn copy_of(from: u64, len: u64) -> Result<mem::Mapping, Errno> {
+    // Through the kernel, which also reads what the program itself may not, but what is guarded.
+    let memory = Fd::open(c"/proc/self/mem", libc::O_RDONLY, 0)?;
+    let fresh = mem::Mapping::anonymous(len as usize)?;
+    let mut page = [0u8; PAGE_SIZE];
     for offset in (0..len).step_by(PAGE_SIZE) {
-        // SAFETY: a page of the fresh memory, which nobody else knows.
-        let page = unsafe { &mut *(fresh.as_ptr().add(offset as usize).cast::<Page>()) };
-        if memory.read_at(page, from + offset) != Ok(PAGE_SIZE) {
-            guard(fresh.addr() + offset).ok()?;
+        if memory.read_at(&mut page, from + offset) != Ok(PAGE_SIZE) {
+            guard(fresh.addr() + offset).map_err(|_| Errno(libc::ENOMEM))?;
+            continue;
+        }
+        // SAFETY: the fresh memory is ours and as long.
+        let to = unsafe { fresh.as_ptr().add(offset as usize) };
+        if is_zero(&page) {
+            // SAFETY: the same. It is there then, as the kernel shows zeros, and takes no memory.
+            unsafe { core::ptr::read_volatile(to) };
+        } else {
+            // SAFETY: the same.
+            unsafe { core::ptr::copy_nonoverlapping(page.as_ptr(), to, PAGE_SIZE) };
         }
     }
-    Some(fresh)
+    Ok(fresh)
 }
 
 /// Makes an access to the page at `addr`, which is ours, a fault, as the program did where its bytes would come from.
