@@ -388,13 +388,7 @@ pub unsafe extern "C" fn mprotect(addr: *mut c_void, len: usize, prot: c_int) ->
 /// daemon makes such pages plain memory later. Elsewhere nobody can be writing, and the bytes are copied.
 fn unmerge(range: Range) -> Result<()> {
     const WRITABLE: c_int = libc::PROT_READ | libc::PROT_WRITE;
-    let mut failed = None;
-    pool_mappings(range, |part, prot| {
-        let done = if prot == WRITABLE { populate(part) } else { gather(part) };
-        failed = failed.or(done.err());
-        false
-    })?;
-    failed.map_or(Ok(()), Err)
+    for_each_merged(range, |part, prot| if prot == WRITABLE { populate(part) } else { gather(part) })
 }
 
 /// Makes `range`, if part of it is or was shown from the pool, one plain private mapping with the same bytes, rights and
@@ -453,14 +447,16 @@ fn populate(part: Range) -> Result<()> {
 
 /// [`gather`] for each pool mapping in `range`.
 fn gather_all(range: Range) -> Result<()> {
+    for_each_merged(range, |part, _| gather(part))
+}
+
+/// Calls `act` with each pool mapping in `range` and its rights; what failed first is the result.
+fn for_each_merged(range: Range, act: impl Fn(Range, c_int) -> Result<()>) -> Result<()> {
     let mut failed = None;
-    let merged = pool_mappings(range, |part, _| {
-        failed = failed.or(gather(part).err());
-        true
+    pool_mappings(range, |part, prot| {
+        failed = failed.or(act(part, prot).err());
+        false
     })?;
-    if merged {
-        SHARED.changed();
-    }
     failed.map_or(Ok(()), Err)
 }
 
@@ -491,7 +487,7 @@ fn advise(addr: *mut c_void, len: usize, advice: c_int) -> Result<()> {
         mem::MADV_GUARD_INSTALL => {
             // Where pages of a file bear marks the kernel tries for ever; and when the guard goes they read zero, so neither
             // what is merged nor what is out may come back. It may refuse, too: until then the bytes stay.
-            let gathered = if merged { gather_all(range) } else { Ok(()) };
+            let gathered = if merged { gather_all(range).inspect(|()| SHARED.changed()) } else { Ok(()) };
             gathered.and_then(|()| call(advice)).inspect(|()| {
                 let _ = cold::voiding(range, || call(libc::MADV_DONTNEED));
             })
@@ -642,8 +638,7 @@ fn leave_for_filter() {
     stop_giving_back(EVERYTHING, 3);
     let held = SHARED.guard.lock(me());
     if !SHARED.tables(&held).merged.is_empty() {
-        let done = pool_mappings(EVERYTHING, |part, _| gather(part).is_err());
-        if done == Ok(false) {
+        if gather_all(EVERYTHING).is_ok() {
             SHARED.tables(&held).merged.clear();
         }
     }
