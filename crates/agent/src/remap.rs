@@ -200,8 +200,10 @@ impl Agent {
                 Some(Errno(libc::EAGAIN)) => match self.hold.read_event() {
                     Ok(Some(uffd::Event::Remove(range))) => self.discard_while_frozen(span, range),
                     // Those who wait for the span are woken in the end; others need their answer now.
-                    Ok(Some(uffd::Event::PageFault { addr, .. })) if !(span.start..span.end).contains(&addr) => {
-                        self.serve_event(uffd::Event::PageFault { addr, write: false });
+                    Ok(Some(event @ uffd::Event::PageFault { addr, .. }))
+                        if !(span.start..span.end).contains(&addr) =>
+                    {
+                        self.serve_event(event);
                     }
                     _ => yield_now(),
                 },

@@ -21,6 +21,8 @@ pub const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 pub const FEATURE_EVENT_UNMAP: u64 = 1 << 6;
 /// A fault is answered by SIGBUS in the faulting thread.
 pub const FEATURE_SIGBUS: u64 = 1 << 7;
+/// Faults say whose they are.
+pub const FEATURE_THREAD_ID: u64 = 1 << 8;
 /// Page-cache pages that are not yet mapped can be served.
 pub const FEATURE_MINOR_SHMEM: u64 = 1 << 10;
 /// Memory files can be write-protected.
@@ -149,6 +151,8 @@ pub enum Event {
         addr: u64,
         /// The access was a write.
         write: bool,
+        /// The thread's number in its own namespace, 0 without [`FEATURE_THREAD_ID`].
+        thread: i32,
     },
     /// The range is about to be discarded; the discarding thread waited until this was read.
     Remove(Range),
@@ -362,7 +366,9 @@ impl Uffd {
         };
         for (event, words) in events.iter_mut().zip(&messages[..got]) {
             *event = match words[0].to_ne_bytes()[0] {
-                EVENT_PAGEFAULT => Event::PageFault { addr: words[2], write: words[1] & 1 != 0 },
+                EVENT_PAGEFAULT => {
+                    Event::PageFault { addr: words[2], write: words[1] & 1 != 0, thread: words[3] as u32 as i32 }
+                }
                 EVENT_REMOVE => Event::Remove(Range { start: words[1], end: words[2] }),
                 EVENT_UNMAP => Event::Unmap(Range { start: words[1], end: words[2] }),
                 EVENT_REMAP => Event::Remap {

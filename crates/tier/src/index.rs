@@ -80,6 +80,7 @@ impl Sparse {
 pub(crate) enum Clusters<'a> {
     Flat { flat: &'a Flat, next: usize, end: usize },
     Tree(Scan<'a, u64>),
+    One(Option<(u64, u32)>),
 }
 
 impl Iterator for Clusters<'_> {
@@ -102,6 +103,7 @@ impl Iterator for Clusters<'_> {
                 }
                 None
             }
+            Clusters::One(one) => one.take(),
             Clusters::Tree(scan) => scan.next().map(|(key, leaf)| (split_key(key).1, leaf as u32)),
         }
     }
@@ -157,6 +159,10 @@ impl Directory {
 
     /// The clusters in `from..to` that have a leaf; those that come or go meanwhile may be seen or not.
     pub(crate) fn range(&self, from: u64, to: u64) -> Clusters<'_> {
+        if to == from.saturating_add(1) {
+            // A fault's: no scan for that.
+            return Clusters::One(self.get(from).map(|leaf| (from, leaf)));
+        }
         match self {
             Directory::Flat(flat) => {
                 let end = to.min((flat.pieces.len() * PIECE) as u64) as usize;
@@ -283,6 +289,10 @@ mod tests {
                 let expected: Vec<_> = model.range(from..to.max(from)).map(|(cluster, leaf)| (*cluster, *leaf)).collect();
                 prop_assert_eq!(directory.range(from, to).collect::<Vec<_>>(), expected);
                 prop_assert_eq!(directory.range(0, u64::MAX).count(), model.len());
+                for (cluster, _) in &steps {
+                    let one = model.get(cluster).map(|leaf| (*cluster, *leaf));
+                    prop_assert_eq!(directory.range(*cluster, cluster + 1).collect::<Vec<_>>(), Vec::from_iter(one));
+                }
             }
         }
     }

@@ -17,6 +17,7 @@
 use super::Group;
 use super::hand::Hand;
 use super::link::ColdLink;
+use super::place::Place;
 use super::room::Room;
 use crate::server::lock;
 use pagefold_agent::cold_table::{self, FROZEN, OUT, PACT_DAEMON, RESIDENT, Table, VOID};
@@ -56,6 +57,8 @@ pub const FAULT_BUCKETS: usize = 16;
 pub(super) struct Service {
     /// Faults that wait: the page's address and whether it was a write.
     pending: Vec<(u64, bool)>,
+    /// Who faulted last, by its own namespace's number.
+    faulter: i32,
     /// Pages that moved while they were out: where they are now, and under which address the tier has them.
     moving: BTreeMap<u64, u64>,
     window: Window,
@@ -206,6 +209,7 @@ impl Client {
             tolerance_ppm: AtomicU64::new(0),
             service: Mutex::new(Service {
                 pending: Vec::new(),
+                faulter: 0,
                 moving: BTreeMap::new(),
                 window: Window::new(CLUSTER_PAGES as u64),
                 zeros: Window::new(ZERO_PAGES_MAX),
@@ -251,6 +255,7 @@ impl Client {
     pub(super) fn run(self: &Arc<Client>, group: &Arc<Group>) {
         let mut patience = 8u32;
         let mut ahead = Ahead::default();
+        let mut place = Place::new(self.pid);
         while !self.gone.load(Ordering::Acquire) {
             let socket = lock(&self.socket).clone();
             let mut polls = [
@@ -265,6 +270,7 @@ impl Client {
             let ready = fd::poll(&mut polls, if waiting { 1 } else { group.awake.pause_ms(500) });
             if ready == Ok(0) {
                 group.awake.idle(sched::quick_monotonic_ns());
+                place.rest();
             }
             if polls[1].revents != 0 || (ready == Ok(0) && socket.is_none()) {
                 self.hung_up(group, socket.as_ref());
@@ -276,12 +282,21 @@ impl Client {
             let mut spin_end = 0;
             let mut sum = 0;
             loop {
-                let served = self.serve(&group.tier, &mut ahead);
+                let (served, faulter) = self.serve(&group.tier, &mut ahead);
                 sum += served;
-                self.load_ahead(&group.tier, &mut ahead);
                 let now = sched::quick_monotonic_ns();
                 if served > 0 {
                     group.awake.answered(served as u32, now);
+                    if faulter != 0 {
+                        place.served(served, faulter, now);
+                    }
+                }
+                if place.follows() {
+                    break;
+                }
+                self.load_ahead(&group.tier, &mut ahead);
+                let now = sched::quick_monotonic_ns();
+                if served > 0 {
                     spin_end = if patience > 0 { now + SPIN_NS } else { 0 };
                     patience = (patience + 1).min(16);
                 } else if now > spin_end {
@@ -331,8 +346,8 @@ impl Client {
         service
     }
 
-    /// Reads and serves what waits; returns how many faults and events that were.
-    pub(super) fn serve(&self, tier: &Tier, ahead: &mut Ahead) -> usize {
+    /// Reads and serves what waits; returns how many faults and events that were, and the thread that faulted last.
+    pub(super) fn serve(&self, tier: &Tier, ahead: &mut Ahead) -> (usize, i32) {
         // A mutex is not fair: who comes again and again gets it again and again.
         if self.waiting.load(Ordering::Relaxed) > 0 {
             let patience = sched::quick_monotonic_ns() + SPIN_NS;
@@ -343,7 +358,7 @@ impl Client {
         let mut service = lock(&self.service);
         let mut served = 0;
         if !self.take_pact(200) {
-            return 0;
+            return (0, 0);
         }
         let began = sched::quick_monotonic_ns();
         let got = self.read_events(&mut service, tier);
@@ -369,9 +384,9 @@ impl Client {
         if stuck {
             drop(service);
             std::thread::sleep(Duration::from_micros(200));
-            return 0;
+            return (0, 0);
         }
-        served
+        (served, service.faulter)
     }
 
     /// Reads what events there are, obeys those that take pages away, and keeps the faults.
@@ -389,8 +404,9 @@ impl Client {
             }
         }
         for event in events {
-            if let Event::PageFault { addr, write } = *event {
+            if let Event::PageFault { addr, write, thread } = *event {
                 let addr = addr & !(PAGE - 1);
+                service.faulter = thread;
                 match service.pending.iter_mut().find(|(other, _)| *other == addr) {
                     Some((_, other)) => *other |= write,
                     None => service.pending.push((addr, write)),

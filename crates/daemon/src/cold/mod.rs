@@ -10,6 +10,7 @@ mod client;
 mod hand;
 mod link;
 mod out;
+mod place;
 mod pump;
 mod room;
 mod store;
@@ -533,6 +534,7 @@ impl Cold {
                 | uffd::FEATURE_WP_ASYNC
                 | uffd::FEATURE_MOVE
                 | uffd::FEATURE_POISON
+                | uffd::FEATURE_THREAD_ID
                 | uffd::FEATURE_EVENT_REMOVE
                 | uffd::FEATURE_EVENT_UNMAP
                 | uffd::FEATURE_EVENT_REMAP;
