@@ -225,6 +225,43 @@ impl Drop for Unmount {
     }
 }
 
+/// A program that asks for all its memory at once, under a limit of half of it: nothing can go out while the agent is held
+/// up, so the call is refused, or goes on page by page; it does not wait for itself.
+#[test]
+fn what_a_limit_has_no_room_for_is_refused() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let Some(group) = common::group::Group::new() else { return };
+    let host = Host::start(&["--cold-tick", "200ms", "--cold-manual"]);
+    let mut command = host.run(&[]);
+    group.adopt(&mut command);
+    let mut client = Served::start_by(command, 96);
+    host.wait_for_client(client.pid());
+    // Memory that came to its place just now is left alone for a moment.
+    let park = |client: &Served| wait_for("the pages to go", 20, || host.park(client.pid()) > 20_000);
+    for command in ["fork", "rawfork", "move"] {
+        park(&client);
+        assert!(client.tries(command), "{command}: without a limit there is room");
+    }
+    park(&client);
+    group.limit(48 << 20);
+    for command in ["fork", "move", "track", "fork"] {
+        assert!(!client.tries(command), "{command}: 96 MiB fit into 48");
+        client.does("peek 5000");
+    }
+    for command in ["populate", "check", "write 3000", "populate", "check"] {
+        client.does(command);
+    }
+    assert!(host.number(client.pid(), "pages_out") > 5000);
+    assert_eq!(host.number(client.pid(), "pages_lost"), 0);
+    group.lift();
+    for command in ["fork", "move", "track", "check"] {
+        assert!(client.tries(command), "{command}: there is room again");
+    }
+    group.assert_nobody_was_killed();
+}
+
 /// Plays the service manager's fd store: what a daemon leaves at the socket, by name.
 struct Manager {
     socket: pagefold_os::fd::Fd,

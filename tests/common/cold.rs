@@ -195,7 +195,7 @@ impl Served {
         Served::start_by(command, mib)
     }
 
-    fn start_by(mut command: Command, mib: u64) -> Served {
+    pub fn start_by(mut command: Command, mib: u64) -> Served {
         command.arg(program().expect("looked for before")).arg(mib.to_string());
         let mut child = Reaped(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a client"));
         let input = child.0.stdin.take().expect("a pipe");
@@ -222,6 +222,16 @@ impl Served {
     pub fn expect_right(&mut self, command: &str) {
         let line = self.line();
         assert_eq!(line, "right", "{command}: the client found wrong bytes, or died");
+    }
+
+    /// True if it was done, false if there was no memory for it.
+    pub fn tries(&mut self, command: &str) -> bool {
+        self.send(command);
+        match self.line().as_str() {
+            "right" => true,
+            "refused" => false,
+            line => panic!("{command}: {line:?}"),
+        }
     }
 
     pub fn does(&mut self, command: &str) {

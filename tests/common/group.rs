@@ -34,10 +34,17 @@ impl Group {
     pub fn limit(&self, room: u64) {
         let used = self.read(&["memory.usage_in_bytes", "memory.current"]);
         let limit = used.trim().parse::<u64>().expect("a number") + room;
-        let done = ["memory.limit_in_bytes", "memory.max"]
-            .iter()
-            .any(|name| std::fs::write(self.0.join(name), limit.to_string()).is_ok());
-        assert!(done, "the limit is set");
+        assert!(self.set(&[("memory.limit_in_bytes", &limit.to_string()), ("memory.max", &limit.to_string())]));
+    }
+
+    /// Takes the limit away.
+    pub fn lift(&self) {
+        assert!(self.set(&[("memory.limit_in_bytes", "-1"), ("memory.max", "max")]));
+    }
+
+    /// Writes the first of these settings that there is; true if it was taken.
+    fn set(&self, settings: &[(&str, &str)]) -> bool {
+        settings.iter().any(|(name, value)| std::fs::write(self.0.join(name), value).is_ok())
     }
 
     /// Has what `command` starts live in the group.

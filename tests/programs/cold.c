@@ -3,11 +3,12 @@
  *   write N          write N pages anew            discard N  MADV_DONTNEED of N short ranges, the C library's way
  *   rawdiscard N     the same by a bare system call  guard N  short ranges are guarded, touched, and free again
  *   fork | rawfork   a child compares every page   move       mremap of the whole memory to another address
+ *   populate         MADV_POPULATE_WRITE of all
  *   unmap            a part is unmapped and mapped again
  *   track            a part is registered with a userfaultfd of its own, and let go
  *   storm MS         threads write, compare and discard for so long; work MS: without bare system calls
  *   advise pageout|cold|willneed                   lost       touch all; counts pages that end in SIGBUS
- * Each answers "right", or "wrong ..." and ends. */
+ * Each answers "right", or "refused" if there is no memory for it, or "wrong ..." and ends. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -116,6 +117,7 @@ static int after_fork(pid_t child) {
         _exit(bad ? 3 : 0);
     }
     int status = 0;
+    if (child < 0 && errno == ENOMEM) return -1;
     if (child < 0 || waitpid(child, &status, 0) != child || status != 0) {
         printf("wrong child, status %x\n", status);
         fflush(stdout);
@@ -130,6 +132,7 @@ static int track(void) {
     struct uffdio_range range = {(unsigned long)memory, pages / 2 * PAGE};
     struct uffdio_register reg = {range, UFFDIO_REGISTER_MODE_WP, 0};
     if (fd < 0 || ioctl(fd, UFFDIO_API, &api) != 0 || ioctl(fd, UFFDIO_REGISTER, &reg) != 0) {
+        if (fd >= 0 && errno == ENOMEM) return close(fd), -1;
         printf("wrong userfaultfd: %s\n", strerror(errno));
         fflush(stdout);
         return 1;
@@ -289,11 +292,17 @@ int main(int argc, char **argv) {
         } else if (!strcmp(word, "move")) {
             uint8_t *to = map(pages * PAGE);
             uint8_t *moved = mremap(memory, pages * PAGE, pages * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, to);
-            if (moved != to) {
+            if (moved == to) {
+                memory = moved;
+            } else if (moved == MAP_FAILED && errno == ENOMEM) {
+                munmap(to, pages * PAGE);
+                bad = -1;
+            } else {
                 printf("wrong mremap\n");
                 return 1;
             }
-            memory = moved;
+        } else if (!strcmp(word, "populate")) {
+            if (madvise(memory, pages * PAGE, MADV_POPULATE_WRITE) != 0) bad = (perror("madvise"), 1);
         } else if (!strcmp(word, "unmap")) {
             size_t first = next() % (pages / 2), len = pages / 4;
             munmap(memory + first * PAGE, len * PAGE);
@@ -315,8 +324,8 @@ int main(int argc, char **argv) {
         } else {
             return 2;
         }
-        if (bad) return 1;
-        printf("right\n");
+        if (bad > 0) return 1;
+        puts(bad ? "refused" : "right");
         fflush(stdout);
     }
     return 0;

@@ -659,7 +659,7 @@ impl Cold {
 
     /// Brings everything back and ends; for good, or until the thread is started again.
     fn leave(self) {
-        bring_back(&self.table, |_| false);
+        let _ = bring_back(&self.table, &Wanted { range: EVERYTHING, skip: |_| false, whatever_it_takes: true });
         // At once, for daemon and keeper have the descriptor too: somebody else may want the memory.
         for_each_plain(|range| {
             // A page is here a moment before the table says so; the daemon lets go of the pact behind that.
@@ -744,48 +744,87 @@ pub fn poison_out(hold: &Uffd, table: &Table) -> u64 {
     lost
 }
 
-/// Touches every page that is out, but where `skip` says so, so that it comes back.
-fn bring_back(table: &Table, skip: impl Fn(u64) -> bool) {
-    bring_back_within(table, 0, u64::MAX >> 1, skip);
+/// Where what is to be brought back lies, but for what shall stay out.
+struct Wanted<F: Fn(u64) -> bool> {
+    range: Range,
+    skip: F,
+    /// Whether a limit has room for it or not.
+    whatever_it_takes: bool,
 }
 
-fn bring_back_within(table: &Table, start: u64, end: u64, skip: impl Fn(u64) -> bool) {
-    if table.head().out.load(Ordering::Acquire) == 0 {
-        return;
+const EVERYTHING: Range = Range { start: 0, end: u64::MAX >> 1 };
+
+/// Touches every page that is out, so that it comes back.
+///
+/// Nothing can go out meanwhile: the caller holds the guard, or is the thread that moves pages. So the daemon keeps none of
+/// these pages waiting for room; it tells how much there is, and who comes to its end stops.
+///
+/// # Errors
+/// `ENOMEM` if a limit of memory has no room for all of it; what came stays.
+fn bring_back<F: Fn(u64) -> bool>(table: &Table, wanted: &Wanted<F>) -> Result<()> {
+    /// Pages between two looks at the room; what is kept free beyond it is far more.
+    const STEP: usize = 64 * PAGE_SIZE;
+    let head = table.head();
+    if head.out.load(Ordering::Acquire) == 0 {
+        return Ok(());
     }
     let memory = Fd::open(c"/proc/self/mem", libc::O_RDONLY, 0).ok();
-    table.for_each_run(start, end, OUT, |start, end| {
-        if skip(start) {
+    let mut is_full = false;
+    head.bringing.fetch_add(1, Ordering::SeqCst);
+    table.for_each_run(wanted.range.start, wanted.range.end, OUT, |start, end| {
+        if (wanted.skip)(start) {
             return;
         }
-        // SAFETY: reads pages in, changes nothing.
-        if unsafe { mem::advise(start, end - start, libc::MADV_POPULATE_READ) }.is_ok() {
-            return;
-        }
-        // Not readable for the program, or in parts: through the kernel then, page by page. What is lost stays lost.
-        for addr in (start..end).step_by(PAGE_SIZE) {
-            if let Some(memory) = &memory {
-                let _ = memory.read_at(&mut [0], addr);
+        for start in (start..end).step_by(STEP) {
+            if is_full {
+                return;
             }
+            let end = end.min(start + STEP as u64);
+            // SAFETY: reads pages in, changes nothing.
+            if unsafe { mem::advise(start, end - start, libc::MADV_POPULATE_READ) }.is_err() {
+                // Not readable for the program, or in parts: through the kernel then, page by page. What is lost stays lost.
+                for addr in (start..end).step_by(PAGE_SIZE) {
+                    if let Some(memory) = &memory {
+                        let _ = memory.read_at(&mut [0], addr);
+                    }
+                }
+            }
+            // Behind the step: what was true at the last fault long ago would be no news.
+            is_full = !wanted.whatever_it_takes && head.room() * (PAGE_SIZE as u64) < STEP as u64;
         }
     });
+    head.bringing.fetch_sub(1, Ordering::SeqCst);
+    if is_full { Err(Errno(libc::ENOMEM)) } else { Ok(()) }
 }
 
 /// Before a fork, with the guard held: the child cannot ask for pages, so all are brought back but those that it will not
 /// have anyway.
+///
+/// # Errors
+/// `ENOMEM` if a limit of memory has no room for that; not if it is to be done `whatever_it_takes`.
 #[cfg(feature = "preload")]
-pub(crate) fn before_fork(dont_fork: impl Fn(u64) -> bool) {
-    if let Some(table) = table() {
-        bring_back(&table, dont_fork);
-    }
+pub(crate) fn before_fork(whatever_it_takes: bool, dont_fork: impl Fn(u64) -> bool) -> Result<()> {
+    let Some(table) = table() else { return Ok(()) };
+    bring_back(&table, &Wanted { range: EVERYTHING, skip: dont_fork, whatever_it_takes })
+}
+
+/// Before the agent leaves though it need not, with the guard held: everything comes back.
+///
+/// # Errors
+/// `ENOMEM` if a limit of memory has no room for that.
+#[cfg(feature = "preload")]
+pub(crate) fn before_leaving() -> Result<()> {
+    before_fork(false, |_| false)
 }
 
 /// Before a range moves, with the guard held: everything of it comes back, so that nothing hangs on its old address.
+///
+/// # Errors
+/// `ENOMEM` if a limit of memory has no room for that.
 #[cfg(feature = "preload")]
-pub(crate) fn before_move(range: Range) {
-    if let Some(table) = table() {
-        bring_back_within(&table, range.start, range.end, |_| false);
-    }
+pub(crate) fn before_move(range: Range) -> Result<()> {
+    let Some(table) = table() else { return Ok(()) };
+    bring_back(&table, &Wanted { range, skip: |_| false, whatever_it_takes: false })
 }
 
 /// Makes a call of the program's that discards `range`, with the guard held.

@@ -108,6 +108,22 @@ pub struct Head {
     pub hints: [Hint; HINTS],
     /// When chunks that are not in the table last lost pages by a discard, in monotonic nanoseconds; see [`OTHERS`].
     pub others: [AtomicU64; OTHERS],
+    /// Pages that a limit left room for when the daemon last looked, plus one; 0 if it never did.
+    room: AtomicU64,
+    /// So many calls hold up all that could go out until what they need is back.
+    pub bringing: AtomicU32,
+}
+
+impl Head {
+    /// The daemon: there is room for so many pages.
+    pub fn set_room(&self, pages: u64) {
+        self.room.store(pages.saturating_add(1), Ordering::Release);
+    }
+
+    /// Pages that there is room for, as far as is known.
+    pub fn room(&self) -> u64 {
+        self.room.load(Ordering::Acquire).wrapping_sub(1)
+    }
 }
 
 const _: () = assert!(size_of::<Head>() <= PAGE_SIZE);

@@ -120,6 +120,7 @@ extern "C" fn begin() {
     unsafe { __register_atfork(Some(before_fork), Some(after_fork_parent), Some(after_fork_child), core::ptr::null()) };
     // Looked up now: later it might be in a signal handler.
     next(&NEXT_FORK, c"_Fork".as_ptr(), 0);
+    next(&NEXT_LIBC_FORK, c"fork".as_ptr(), 0);
     next(&NEXT_CLONE, c"clone".as_ptr(), 0);
     ACTIVE.store(true, Ordering::Release);
     // The C library's allocator maps memory without our seeing it, so there may never be a better moment.
@@ -132,12 +133,23 @@ extern "C" fn begin() {
 #[unsafe(link_section = ".init_array")]
 static BEGIN: extern "C" fn() = begin;
 
+/// What pthread_atfork(3) calls: it cannot refuse, and [`fork`] has seen before whether there is room.
 extern "C" fn before_fork() {
+    let _ = prepare_fork(true);
+}
+
+/// Readies memory for being copied, and takes the guard until [`after_fork_parent`].
+///
+/// # Errors
+/// `ENOMEM`, without the guard, if a limit of memory has no room for what the child must have; not if it is to be done
+/// `whatever_it_takes`.
+fn prepare_fork(whatever_it_takes: bool) -> Result<()> {
     // No page may be in the staging area when the child's memory is copied.
     let held = SHARED.guard.lock(me());
     // Nor out: the child has nobody to ask. Nothing goes out while the guard is held.
-    cold::before_fork(|addr| SHARED.tables(&held).table.at(addr).dont_fork);
+    cold::before_fork(whatever_it_takes, |addr| SHARED.tables(&held).table.at(addr).dont_fork)?;
     core::mem::forget(held);
+    Ok(())
 }
 
 extern "C" fn after_fork_parent() {
@@ -319,11 +331,13 @@ pub unsafe extern "C" fn mremap(
     let result = if active() {
         let held = SHARED.guard.lock(me());
         let range = range_of(addr, len);
-        cold::before_move(range);
         let shrinks = new_len <= len && flags & (libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP) == 0;
+        let back = if shrinks { Ok(()) } else { cold::before_move(range) };
         // Other threads may write to what only grows, so it is not copied: there is no room for it here.
         let stays = !shrinks && flags & (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) == 0;
-        let gathered = if shrinks || len == 0 || !SHARED.tables(&held).merged.may_overlap(range) {
+        let gathered = if back.is_err() {
+            back
+        } else if shrinks || len == 0 || !SHARED.tables(&held).merged.may_overlap(range) {
             Ok(())
         } else if !stays {
             gather(range)
@@ -332,12 +346,18 @@ pub unsafe extern "C" fn mremap(
         } else {
             Ok(())
         };
-        let target =
-            if flags & libc::MREMAP_FIXED != 0 { range_of(new_addr, new_len) } else { Range { start: 0, end: 0 } };
-        let result = match gathered.and_then(|()| cold::voiding(target, call)) {
+        // What the call takes away.
+        let voided = if shrinks {
+            Range { start: range_of(addr, new_len).end, end: range.end }
+        } else if flags & libc::MREMAP_FIXED != 0 {
+            range_of(new_addr, new_len)
+        } else {
+            Range { start: 0, end: 0 }
+        };
+        let result = match gathered.and_then(|()| cold::voiding(voided, call)) {
             // More than one mapping, perhaps by us: what was given back does not join with what never was the pool's.
             Err(Errno(libc::EFAULT)) if stays => Err(Errno(libc::ENOMEM)),
-            Err(Errno(libc::EFAULT)) if !shrinks => gather(range).and_then(|()| cold::voiding(target, call)),
+            Err(Errno(libc::EFAULT)) if !shrinks => gather(range).and_then(|()| cold::voiding(voided, call)),
             other => other,
         };
         if let Ok(moved) = result {
@@ -462,6 +482,11 @@ fn for_each_merged(range: Range, act: impl Fn(Range, c_int) -> Result<()>) -> Re
 
 fn advise(addr: *mut c_void, len: usize, advice: c_int) -> Result<()> {
     const MADV_FREE: c_int = libc::MADV_FREE;
+    if matches!(advice, libc::MADV_POPULATE_READ | libc::MADV_POPULATE_WRITE) {
+        // Touches, one after the other: what waits for a page must not hold up what makes room for it.
+        // SAFETY: the program's own call.
+        return unsafe { mem::advise(addr as u64, len as u64, advice) };
+    }
     let range = range_of(addr, len);
     let held = SHARED.guard.lock(me());
     let merged = SHARED.tables(&held).merged.may_overlap(range);
@@ -648,7 +673,7 @@ fn leave_for_filter() {
 const ALONE_TRIES: u32 = 20;
 
 /// Makes `call` with the agent's thread gone, which may have been why it fails with `errno`, and what `range` shows from the
-/// pool plain memory.
+/// pool plain memory. Nothing is done (`ENOMEM`) where a limit of memory has no room for all that is out.
 fn without_thread(errno: i32, range: Range, call: impl Fn() -> Result<usize>) -> Result<usize> {
     let mut ran = active() && SHARED.phase.load(Ordering::Acquire) == 1;
     if ran && !MAY_START.load(Ordering::Acquire) {
@@ -657,6 +682,9 @@ fn without_thread(errno: i32, range: Range, call: impl Fn() -> Result<usize>) ->
         ran = false;
     }
     if ran {
+        let held = SHARED.guard.lock(me());
+        cold::before_leaving()?;
+        drop(held);
         stop_giving_back(range, 0);
     }
     let mut result = call();
@@ -674,9 +702,13 @@ fn without_thread(errno: i32, range: Range, call: impl Fn() -> Result<usize>) ->
     result
 }
 
-/// Runs `call` with the agent's thread gone, for calls that want a process of one thread.
+/// Makes `call`, again with the agent's thread gone if it fails as calls do that want a process of one thread.
 fn alone(call: impl Fn() -> Result<usize>) -> c_int {
-    returned(without_thread(libc::EINVAL, Range { start: 0, end: 0 }, call).map(drop))
+    let result = match call() {
+        Err(Errno(libc::EINVAL)) if active() => without_thread(libc::EINVAL, Range { start: 0, end: 0 }, call),
+        result => result,
+    };
+    returned(result.map(drop))
 }
 
 /// unshare(2).
@@ -737,7 +769,10 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
     }
     let forks = is_fork(number, a);
     if forks && active() {
-        before_fork();
+        if let Err(errno) = prepare_fork(false) {
+            fail(errno);
+            return -1;
+        }
     }
     // SAFETY: the program's own call.
     let result = unsafe { syscall!(number, a, b, c, d, e, f) };
@@ -765,7 +800,35 @@ type CloneFn = unsafe extern "C" fn(
 ) -> c_int;
 
 static NEXT_FORK: AtomicUsize = AtomicUsize::new(0);
+static NEXT_LIBC_FORK: AtomicUsize = AtomicUsize::new(0);
 static NEXT_CLONE: AtomicUsize = AtomicUsize::new(0);
+
+/// fork(2): refused with `ENOMEM` where a limit of memory has no room for what the child must have.
+///
+/// # Safety
+/// As fork(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fork() -> c_int {
+    let function = next(&NEXT_LIBC_FORK, c"fork".as_ptr(), 0);
+    if function == 0 {
+        fail(Errno(libc::ENOSYS));
+        return -1;
+    }
+    if active() {
+        // The handlers, ours among them, do the rest: others want to hold locks of theirs by then.
+        match prepare_fork(false) {
+            Ok(()) => after_fork_parent(),
+            Err(errno) => {
+                fail(errno);
+                return -1;
+            }
+        }
+    }
+    // SAFETY: it is the C library's `fork`, and the program's own call.
+    let call: ForkFn = unsafe { core::mem::transmute(function) };
+    // SAFETY: as above.
+    unsafe { call() }
+}
 
 /// _Fork(3): a fork without the handlers of pthread_atfork(3); ours are needed all the same.
 ///
@@ -784,7 +847,10 @@ pub unsafe extern "C" fn _Fork() -> c_int {
         // SAFETY: the program's own call.
         return unsafe { call() };
     }
-    before_fork();
+    if let Err(errno) = prepare_fork(false) {
+        fail(errno);
+        return -1;
+    }
     // SAFETY: the program's own call.
     let pid = unsafe { call() };
     if pid == 0 {
@@ -837,7 +903,10 @@ pub unsafe extern "C" fn clone(
         return unsafe { call(function, stack, flags, argument, parent_tid, tls, child_tid) };
     }
     let mut begin = Begin { function, argument };
-    before_fork();
+    if let Err(errno) = prepare_fork(false) {
+        fail(errno);
+        return -1;
+    }
     // SAFETY: the program's own call; `begin` lives in this frame, which the child's copy of memory has too.
     let pid =
         unsafe { call(begin_clone, stack, flags, core::ptr::from_mut(&mut begin).cast(), parent_tid, tls, child_tid) };
@@ -984,12 +1053,11 @@ pub unsafe extern "C" fn realloc(block: *mut c_void, size: usize) -> *mut c_void
         Some(range) => {
             let held = SHARED.guard.lock(me());
             let merged = SHARED.tables(&held).merged.may_overlap(range);
-            if merged && gather(range).is_err() {
+            if merged && gather(range).is_err() || cold::before_move(range).is_err() {
                 drop(held);
                 fail(Errno(libc::ENOMEM));
                 return core::ptr::null_mut();
             }
-            cold::before_move(range);
             // SAFETY: passed on.
             let moved = unsafe { call(block, size) };
             SHARED.tables(&held).table.forget(range);

@@ -536,7 +536,7 @@ impl Client {
         }
         let mut from = addr;
         if write {
-            if self.room.grant(1) == 0 {
+            if self.grant(1) == 0 {
                 return self.starve();
             }
             // SAFETY: the page of zeros is ours.
@@ -578,6 +578,17 @@ impl Client {
         }
     }
 
+    /// How many of `want` pages may come back now.
+    ///
+    /// Who holds up all that could go out until they are back would wait for itself: it gets them, and is told what room
+    /// there is.
+    fn grant(&self, want: u64) -> u64 {
+        let granted = self.room.grant(want);
+        let head = self.table.head();
+        head.set_room(self.room.free());
+        if head.bringing.load(Ordering::SeqCst) > 0 { want } else { granted }
+    }
+
     /// The kernel gives the client no memory, or would soon: its limit is reached. The access waits until something else
     /// went out.
     fn starve(&self) -> Served {
@@ -589,7 +600,7 @@ impl Client {
     fn bring_fault(&self, service: &mut Service, tier: &Tier, ahead: &mut Ahead, addr: u64) -> Served {
         let page = addr / PAGE;
         let want = service.window.fault(page).min(CLUSTER_PAGES as u64);
-        let want = match self.room.grant(want) {
+        let want = match self.grant(want) {
             0 => return self.starve(),
             granted if granted < want => 1,
             _ => want,

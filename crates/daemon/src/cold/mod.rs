@@ -650,15 +650,31 @@ impl Cold {
         }
         let _ = self.unpark(&Whom::All);
         let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
-        let still_out = groups.iter().any(|group| lock(&group.clients).values().any(|client| client.pages_out() > 0));
-        if let Some(keeper) = lock(&self.keeper).as_ref() {
-            if still_out {
-                // Those who wait for what could not come back wait for the next daemon.
-                let _ = keeper.supervise(&[]);
-            } else {
+        let out: Vec<u64> = groups
+            .iter()
+            .flat_map(|group| lock(&group.clients).values().map(|client| client.pages_out()).collect::<Vec<_>>())
+            .filter(|pages| *pages > 0)
+            .collect();
+        let keeper = lock(&self.keeper);
+        if let Some(keeper) = keeper.as_ref() {
+            if out.is_empty() {
                 keeper.names().unwrap_or_default().iter().for_each(|name| forget(keeper, name));
                 let _ = keeper.quit();
+            } else {
+                // Those who wait for what could not come back wait for the next daemon.
+                let _ = keeper.supervise(&[]);
             }
+        }
+        if !out.is_empty() {
+            let then = match keeper.as_ref() {
+                Some(_) => "who touches one waits until a daemon is started",
+                None => "without a keeper they are lost, and who touches one gets SIGBUS",
+            };
+            eprintln!(
+                "pagefold: {} pages of {} clients do not fit into their limits of memory and stay out: {then}",
+                out.iter().sum::<u64>(),
+                out.len()
+            );
         }
     }
 

@@ -5,7 +5,7 @@ use pagefold_tier::policy::stalled_share;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 
 /// Above this share of its limit a client's memory goes out whether it is silent or not.
 pub(super) const SHORT: f64 = 0.945;
@@ -121,13 +121,15 @@ pub(super) struct Room {
     levels: Vec<Level>,
     /// Pages that may come back before the next look.
     left: AtomicI64,
+    /// Pages that there was room for at the last look.
+    free: AtomicU64,
     /// At the last look something had to go out.
     short: AtomicBool,
 }
 
 impl Room {
     pub fn of(pid: i32) -> Room {
-        Room { levels: levels_of(pid), left: AtomicI64::new(0), short: AtomicBool::new(false) }
+        Room { levels: levels_of(pid), left: AtomicI64::new(0), free: AtomicU64::new(0), short: AtomicBool::new(false) }
     }
 
     /// The tightest limit of a control group.
@@ -149,14 +151,20 @@ impl Room {
         if self.left.fetch_sub(wanted as i64, Ordering::Relaxed) >= wanted as i64 {
             return wanted;
         }
-        let left = self.tightest().map_or(PAGES_BETWEEN, |usage| {
+        let free = self.tightest().map_or(u64::MAX, |usage| {
             self.short.store(usage.share() > SHORT, Ordering::Relaxed);
-            let free = (usage.limit as f64 * FILLED) as i64 - usage.used as i64;
-            (free / PAGE_SIZE as i64 / 4).min(PAGES_BETWEEN)
+            ((usage.limit as f64 * FILLED) as u64).saturating_sub(usage.used) / PAGE_SIZE as u64
         });
+        self.free.store(free, Ordering::Relaxed);
+        let left = (free / 4).min(PAGES_BETWEEN as u64) as i64;
         let granted = (left.max(0) as u64).min(wanted);
         self.left.store(left - granted as i64, Ordering::Relaxed);
         granted
+    }
+
+    /// Pages that there was room for when [`Room::grant`] last looked.
+    pub fn free(&self) -> u64 {
+        self.free.load(Ordering::Relaxed)
     }
 
     /// True once after a look that found too little room: the pump shall make some before there is none.
@@ -203,7 +211,7 @@ mod tests {
             ],
         );
         assert_eq!(level.usage(), Some(Usage { used: 400 << 20, limit: 1000 << 20 }));
-        let room = Room { levels: vec![level], left: AtomicI64::new(0), short: AtomicBool::new(false) };
+        let room = Room { levels: vec![level], ..Room::of(0) };
         assert_eq!(room.grant(64), 64);
         assert!(!room.is_short());
         let use_up = |used: u64| {
@@ -212,10 +220,10 @@ mod tests {
         };
         use_up(964);
         // Of the one MiB that is left, a quarter before the next look.
-        assert_eq!(room.grant(4096), 64);
+        assert_eq!((room.grant(4096), room.free()), (64, 256));
         assert!(room.is_short() && !room.is_short());
         use_up(966);
-        assert_eq!(room.grant(1), 0);
+        assert_eq!((room.grant(1), room.free()), (0, 0));
         std::fs::write(
             dir.path().join("memory.stat"),
             format!("total_inactive_file {}\ntotal_active_file 0\n", 50 << 20),
