@@ -1,54 +1,18 @@
-//! Half the memory: a program under a limit of half of what it uses, in the cold tier and with zswap.
+//! Half the memory: redis under a limit of half of what it uses, in the cold tier and with zswap.
 
 use super::kernel::Zswap;
+use super::side::{Side, connect, said, start};
 use super::{Row, median};
 use crate::group::Group;
 use crate::undo::Undo;
 use crate::vm::join_group;
 use std::fs;
 use std::io::{self, Read, Write};
-use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
 
 /// Bytes of a value.
 const VALUE_BYTES: usize = 1000;
-
-/// Starts a program that ends with the run.
-fn start(mut command: Command) -> io::Result<(u32, Undo)> {
-    let name = command.get_program().to_string_lossy().into_owned();
-    let mut child: Child = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .spawn()
-        .map_err(|error| io::Error::new(error.kind(), format!("{name}: {error}")))?;
-    let pid = child.id();
-    let end = Undo::later(move || {
-        let _ = child.kill();
-        let _ = child.wait();
-    });
-    Ok((pid, end))
-}
-
-fn said(command: &mut Command) -> io::Result<String> {
-    let output = command.stdin(Stdio::null()).output()?;
-    if output.status.success() {
-        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
-    }
-    Err(io::Error::other(String::from_utf8_lossy(&output.stderr).trim().to_owned()))
-}
-
-fn connect(socket: &Path) -> io::Result<UnixStream> {
-    let end = Instant::now() + Duration::from_secs(20);
-    loop {
-        match UnixStream::connect(socket) {
-            Err(_) if Instant::now() < end => std::thread::sleep(Duration::from_millis(20)),
-            other => return other,
-        }
-    }
-}
 
 /// Values as caches hold them: text with numbers in it.
 fn fill(socket: &Path, count: usize) -> io::Result<()> {
@@ -79,41 +43,19 @@ fn once(tier: bool, mib: usize, requests: usize, reads: &str) -> io::Result<[f64
     fs::create_dir_all(&dir)?;
     let made = dir.clone();
     let _dir = Undo::later(move || drop(fs::remove_dir_all(made)));
-    let tool = std::env::current_exe()?.with_file_name("pagefold");
-    let (daemon_socket, socket) = (dir.join("d"), dir.join("r"));
+    let socket = dir.join("r");
     let group = Group::new("half")?;
     let used = || group.number(&["memory.usage_in_bytes", "memory.current"]).unwrap_or(0);
-    let _zswap = if tier { None } else { Some(Zswap::start((mib as u64) << 21)?) };
+    let side = Side::start(tier, &dir, (mib as u64) << 21)?;
     let before = Zswap::bytes();
-    let _daemon = if tier {
-        if !tool.exists() {
-            return Err(io::Error::other(format!("{} is not built: cargo build --release", tool.display())));
-        }
-        let mut command = Command::new(&tool);
-        command.args(["daemon", "--busy", "--no-keeper", "--tier-dir", "none", "--socket"]).arg(&daemon_socket);
-        let daemon = start(command)?;
-        drop(connect(&daemon_socket));
-        Some(daemon)
-    } else {
-        None
-    };
-    let mut command = if tier {
-        let mut command = Command::new(&tool);
-        command.args(["run", "--cold", "--socket"]).arg(&daemon_socket).arg("--").arg("redis-server");
-        command
-    } else {
-        Command::new("redis-server")
-    };
+    let mut command = side.program("redis-server");
     command.args(["--port", "0", "--save", "", "--appendonly", "no", "--unixsocket"]).arg(&socket);
     join_group(&mut command, &group.path);
     let (_, _redis) = start(command)?;
     let count = (mib << 20) / (VALUE_BYTES + 100);
     fill(&socket, count)?;
     let limit = used() / 2;
-    if tier {
-        let mut park = Command::new(&tool);
-        said(park.args(["park", "--all", "--socket"]).arg(&daemon_socket))?;
-    }
+    side.park()?;
     group.limit(limit)?;
     let run = |requests: usize| -> io::Result<f64> {
         let mut command = Command::new("redis-benchmark");
@@ -127,23 +69,19 @@ fn once(tier: bool, mib: usize, requests: usize, reads: &str) -> io::Result<[f64
             |text: &str| text.split(" requests per second").next()?.split_whitespace().next_back()?.parse().ok();
         text.rsplit('\r').find_map(number).ok_or_else(|| io::Error::other(format!("redis-benchmark said {text}")))
     };
-    let status = || -> io::Result<serde_json::Value> {
-        let text = said(Command::new(&tool).args(["status", "--json", "--socket"]).arg(&daemon_socket))?;
-        serde_json::from_str(&text).map_err(io::Error::other)
-    };
     let sum = |of: &serde_json::Value, field: &str| -> f64 {
         of.as_array().into_iter().flatten().filter_map(|one| one[field].as_f64()).sum()
     };
     // Faults on pages that were out.
     let faults = || -> io::Result<f64> {
-        if tier { Ok(sum(&status()?["cold"]["clients"], "refaults")) } else { Ok(Zswap::pages_in()) }
+        if tier { Ok(sum(&side.status()?["cold"]["clients"], "refaults")) } else { Ok(Zswap::pages_in()) }
     };
     // Half of the keys come in and go out before it counts.
     run(requests / 4)?;
     let earlier = faults()?;
     let rate = run(requests)?;
     let faults = (faults()? - earlier) / requests as f64;
-    let held = if tier { sum(&status()?["cold"]["domains"], "held_bytes") } else { Zswap::bytes().0 - before.0 };
+    let held = if tier { sum(&side.status()?["cold"]["domains"], "held_bytes") } else { Zswap::bytes().0 - before.0 };
     Ok([rate, (used() as f64 + held) / 1e6, faults])
 }
 
@@ -173,7 +111,7 @@ pub fn measure(mib: usize, requests: usize, rounds: usize) -> io::Result<Vec<Row
                 runs.push(surviving(tier, mib, requests, kind, &mut killed[usize::from(!tier)])?);
             }
         }
-        let names = ["cold tier".to_owned(), format!("zswap, {}", Zswap::compressor())];
+        let names = [Side::name(true), Side::name(false)];
         for ((name, runs), killed) in names.into_iter().zip(&runs).zip(killed) {
             let column = |index: usize| -> Vec<f64> { runs.iter().map(|run| run[index]).collect() };
             let rates = column(0);

@@ -14,6 +14,8 @@ mod kernel;
 mod latency;
 mod live;
 mod pages;
+mod side;
+mod stress;
 
 use clap::{Parser, ValueEnum};
 use std::process::ExitCode;
@@ -169,6 +171,11 @@ pub fn run(words: &[String]) -> ExitCode {
         match half::measure(mib, requests, rounds.min(3)) {
             Ok(found) => show(found),
             Err(error) => eprintln!("SKIPPED: redis with half its memory: {error}"),
+        }
+        let (mib, seconds) = if args.quick { (64, 1.0) } else { (256, 10.0) };
+        match stress::measure(mib, seconds, rounds.min(3)) {
+            Ok(found) => show(found),
+            Err(error) => eprintln!("SKIPPED: stress-ng with half its memory: {error}"),
         }
     }
     let guests = args.guests.unwrap_or(if args.quick { 0 } else { 4 });
