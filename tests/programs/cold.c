@@ -3,7 +3,7 @@
  *   write N          write N pages anew            discard N  MADV_DONTNEED of N short ranges, the C library's way
  *   rawdiscard N     the same by a bare system call  guard N  short ranges are guarded, touched, and free again
  *   fork | rawfork   a child compares every page   move       mremap of the whole memory to another address
- *   populate         MADV_POPULATE_WRITE of all
+ *   populate         MADV_POPULATE_WRITE of all    hide      fork while the memory may not be touched (PROT_NONE)
  *   unmap            a part is unmapped and mapped again
  *   track            a part is registered with a userfaultfd of its own, and let go
  *   storm MS         threads write, compare and discard for so long; work MS: without bare system calls
@@ -287,6 +287,11 @@ int main(int argc, char **argv) {
             bad = track();
         } else if (!strcmp(word, "fork")) {
             bad = after_fork(fork());
+        } else if (!strcmp(word, "hide")) {
+            mprotect(memory, pages * PAGE, PROT_NONE);
+            pid_t child = fork();
+            mprotect(memory, pages * PAGE, PROT_READ | PROT_WRITE);
+            bad = after_fork(child);
         } else if (!strcmp(word, "rawfork")) {
             bad = after_fork((pid_t)bare(SYS_clone, SIGCHLD, 0, 0, 0, 0));
         } else if (!strcmp(word, "move")) {
