@@ -262,6 +262,32 @@ fn what_a_limit_has_no_room_for_is_refused() {
     group.assert_nobody_was_killed();
 }
 
+/// Memory that the program hid from itself (`PROT_NONE`) comes back as well where everything must: for a child, under a daemon
+/// that is not told of forks, and when the agent leaves for a moment.
+#[test]
+fn hidden_memory_comes_back_too() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let without = ["--inh-caps=-sys_ptrace", "--bounding-set=-sys_ptrace"];
+    if !Command::new("setpriv").args(without).arg("true").status().is_ok_and(|status| status.success()) {
+        return skipped("setpriv cannot take CAP_SYS_PTRACE away here");
+    }
+    let host = Host::start_by(|socket| {
+        let mut command = Command::new("setpriv");
+        command.args(without).arg(TOOL).args(["daemon", "--cold-manual", "--no-keeper", "--tier-dir"]).arg(dir.path());
+        command.arg("--socket").arg(socket).stdin(Stdio::null()).stdout(Stdio::null());
+        command.spawn().expect("the daemon starts")
+    });
+    let mut client = Served::start(&host, &[], 16);
+    for command in ["hide", "hidetrack", "fork", "hide"] {
+        wait_for("the pages to go", 20, || host.park(client.pid()) > 2000);
+        client.does(command);
+        client.does("check");
+    }
+}
+
 /// Plays the service manager's fd store: what a daemon leaves at the socket, by name.
 struct Manager {
     socket: pagefold_os::fd::Fd,

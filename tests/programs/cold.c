@@ -4,6 +4,7 @@
  *   rawdiscard N     the same by a bare system call  guard N  short ranges are guarded, touched, and free again
  *   fork | rawfork   a child compares every page   move       mremap of the whole memory to another address
  *   populate         MADV_POPULATE_WRITE of all    hide      fork while the memory may not be touched (PROT_NONE)
+ *   hidetrack        as track, while the other half may not be touched
  *   unmap            a part is unmapped and mapped again
  *   track            a part is registered with a userfaultfd of its own, and let go
  *   storm MS         threads write, compare and discard for so long; work MS: without bare system calls
@@ -292,6 +293,15 @@ int main(int argc, char **argv) {
             pid_t child = fork();
             mprotect(memory, pages * PAGE, PROT_READ | PROT_WRITE);
             bad = after_fork(child);
+        } else if (!strcmp(word, "hidetrack")) {
+            uint8_t *upper = memory + pages / 2 * PAGE;
+            size_t all = pages;
+            mprotect(upper, (all - all / 2) * PAGE, PROT_NONE);
+            pages = all / 2;
+            bad = track();
+            pages = all;
+            mprotect(upper, (all - all / 2) * PAGE, PROT_READ | PROT_WRITE);
+            if (!bad) bad = check();
         } else if (!strcmp(word, "rawfork")) {
             bad = after_fork((pid_t)bare(SYS_clone, SIGCHLD, 0, 0, 0, 0));
         } else if (!strcmp(word, "move")) {

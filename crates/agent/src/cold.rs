@@ -32,7 +32,7 @@ use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::{self, Uffd};
-use pagefold_os::{PAGE_SIZE, Page, Range, mem, memfd, sched, sock, syscall};
+use pagefold_os::{PAGE_SIZE, Page, Range, maps, mem, memfd, sched, sock, syscall};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -659,7 +659,9 @@ impl Cold {
 
     /// Brings everything back and ends; for good, or until the thread is started again.
     fn leave(self) {
+        let held = SHARED.guard.lock(COLD_AGENT);
         let _ = bring_back(&self.table, &Wanted { range: EVERYTHING, skip: |_| false, whatever_it_takes: true });
+        drop(held);
         // At once, for daemon and keeper have the descriptor too: somebody else may want the memory.
         for_each_plain(|range| {
             // A page is here a moment before the table says so; the daemon lets go of the pact behind that.
@@ -744,6 +746,54 @@ pub fn poison_out(hold: &Uffd, table: &Table) -> u64 {
     lost
 }
 
+/// Pages that are brought back at once.
+const STEP_PAGES: usize = 64;
+
+/// Has every page of `range` here; false if some are not.
+fn read_in(range: Range) -> bool {
+    // SAFETY: reads pages in, changes nothing.
+    unsafe { mem::advise(range.start, range.len(), libc::MADV_POPULATE_READ) }.is_ok()
+}
+
+/// As [`read_in`], of a step that lies in several mappings, has lost pages, or that the program may not read. The last it may
+/// for a moment: nothing else has the kernel wait for a page there (`/proc/self/mem` does not), and its own calls that change
+/// rights wait for the guard.
+fn read_in_parts(step: Range) {
+    let Ok(file) = Fd::open(c"/proc/self/maps", libc::O_RDONLY, 0) else { return };
+    let mut parts = [(Range { start: 0, end: 0 }, 0); STEP_PAGES];
+    let mut count = 0;
+    let mut buffer = [0u8; 8 << 10];
+    let _ = maps::for_each_line(
+        &mut buffer,
+        |out| file.read(out),
+        |line| {
+            let Some(map) = maps::parse_line(line).filter(|map| map.range.overlaps(&step)) else { return };
+            if let Some(part) = parts.get_mut(count) {
+                let range = Range { start: map.range.start.max(step.start), end: map.range.end.min(step.end) };
+                *part = (range, map.prot);
+                count += 1;
+            }
+        },
+    );
+    for &(part, rights) in &parts[..count] {
+        let hidden = rights & libc::PROT_READ == 0;
+        // SAFETY: adds a right, and takes it away again.
+        let protect = |rights| unsafe { mem::protect(part.start, part.len(), rights) };
+        if hidden && protect(rights | libc::PROT_READ).is_err() {
+            continue;
+        }
+        if !read_in(part) {
+            // What is lost stays lost.
+            for addr in (part.start..part.end).step_by(PAGE_SIZE) {
+                let _ = read_in(Range::pages_from(addr, 1));
+            }
+        }
+        if hidden {
+            let _ = protect(rights);
+        }
+    }
+}
+
 /// Where what is to be brought back lies, but for what shall stay out.
 struct Wanted<F: Fn(u64) -> bool> {
     range: Range,
@@ -756,19 +806,18 @@ const EVERYTHING: Range = Range { start: 0, end: u64::MAX >> 1 };
 
 /// Touches every page that is out, so that it comes back.
 ///
-/// Nothing can go out meanwhile: the caller holds the guard, or is the thread that moves pages. So the daemon keeps none of
-/// these pages waiting for room; it tells how much there is, and who comes to its end stops.
+/// Nothing can go out meanwhile, for the caller holds the guard. So the daemon keeps none of these pages waiting for room; it
+/// tells how much there is, and who comes to its end stops.
 ///
 /// # Errors
 /// `ENOMEM` if a limit of memory has no room for all of it; what came stays.
 fn bring_back<F: Fn(u64) -> bool>(table: &Table, wanted: &Wanted<F>) -> Result<()> {
-    /// Pages between two looks at the room; what is kept free beyond it is far more.
-    const STEP: usize = 64 * PAGE_SIZE;
+    /// Between two looks at the room; what is kept free beyond it is far more.
+    const STEP: usize = STEP_PAGES * PAGE_SIZE;
     let head = table.head();
     if head.out.load(Ordering::Acquire) == 0 {
         return Ok(());
     }
-    let memory = Fd::open(c"/proc/self/mem", libc::O_RDONLY, 0).ok();
     let mut is_full = false;
     head.bringing.fetch_add(1, Ordering::SeqCst);
     table.for_each_run(wanted.range.start, wanted.range.end, OUT, |start, end| {
@@ -780,14 +829,9 @@ fn bring_back<F: Fn(u64) -> bool>(table: &Table, wanted: &Wanted<F>) -> Result<(
                 return;
             }
             let end = end.min(start + STEP as u64);
-            // SAFETY: reads pages in, changes nothing.
-            if unsafe { mem::advise(start, end - start, libc::MADV_POPULATE_READ) }.is_err() {
-                // Not readable for the program, or in parts: through the kernel then, page by page. What is lost stays lost.
-                for addr in (start..end).step_by(PAGE_SIZE) {
-                    if let Some(memory) = &memory {
-                        let _ = memory.read_at(&mut [0], addr);
-                    }
-                }
+            let step = Range { start, end };
+            if !read_in(step) {
+                read_in_parts(step);
             }
             // Behind the step: what was true at the last fault long ago would be no news.
             is_full = !wanted.whatever_it_takes && head.room() * (PAGE_SIZE as u64) < STEP as u64;
