@@ -858,7 +858,7 @@ pub(crate) fn before_fork(whatever_it_takes: bool, dont_fork: impl Fn(u64) -> bo
 /// `ENOMEM` if a limit of memory has no room for that.
 #[cfg(feature = "preload")]
 pub(crate) fn before_leaving() -> Result<()> {
-    before_fork(false, |_| false)
+    before_move(EVERYTHING)
 }
 
 /// Before a range moves, with the guard held: everything of it comes back, so that nothing hangs on its old address.

@@ -152,6 +152,11 @@ fn prepare_fork(whatever_it_takes: bool) -> Result<()> {
     Ok(())
 }
 
+/// [`prepare_fork`] for calls that may fail; false with `errno` set.
+fn may_fork() -> bool {
+    prepare_fork(false).inspect_err(|errno| fail(*errno)).is_ok()
+}
+
 extern "C" fn after_fork_parent() {
     SHARED.guard.unlock_forgotten(me());
 }
@@ -768,11 +773,8 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
         }
     }
     let forks = is_fork(number, a);
-    if forks && active() {
-        if let Err(errno) = prepare_fork(false) {
-            fail(errno);
-            return -1;
-        }
+    if forks && active() && !may_fork() {
+        return -1;
     }
     // SAFETY: the program's own call.
     let result = unsafe { syscall!(number, a, b, c, d, e, f) };
@@ -803,30 +805,33 @@ static NEXT_FORK: AtomicUsize = AtomicUsize::new(0);
 static NEXT_LIBC_FORK: AtomicUsize = AtomicUsize::new(0);
 static NEXT_CLONE: AtomicUsize = AtomicUsize::new(0);
 
+/// The C library's `name`, a fork; nothing, with `errno` set, if it has none.
+fn next_fork(cache: &AtomicUsize, name: *const c_char) -> Option<ForkFn> {
+    match next(cache, name, 0) {
+        0 => {
+            fail(Errno(libc::ENOSYS));
+            None
+        }
+        // SAFETY: both forks have this type.
+        function => Some(unsafe { core::mem::transmute::<usize, ForkFn>(function) }),
+    }
+}
+
 /// fork(2): refused with `ENOMEM` where a limit of memory has no room for what the child must have.
 ///
 /// # Safety
 /// As fork(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fork() -> c_int {
-    let function = next(&NEXT_LIBC_FORK, c"fork".as_ptr(), 0);
-    if function == 0 {
-        fail(Errno(libc::ENOSYS));
-        return -1;
-    }
+    let Some(call) = next_fork(&NEXT_LIBC_FORK, c"fork".as_ptr()) else { return -1 };
     if active() {
-        // The handlers, ours among them, do the rest: others want to hold locks of theirs by then.
-        match prepare_fork(false) {
-            Ok(()) => after_fork_parent(),
-            Err(errno) => {
-                fail(errno);
-                return -1;
-            }
+        if !may_fork() {
+            return -1;
         }
+        // The handlers, ours among them, do the rest: others want to hold locks of theirs by then.
+        after_fork_parent();
     }
-    // SAFETY: it is the C library's `fork`, and the program's own call.
-    let call: ForkFn = unsafe { core::mem::transmute(function) };
-    // SAFETY: as above.
+    // SAFETY: the program's own call.
     unsafe { call() }
 }
 
@@ -836,19 +841,12 @@ pub unsafe extern "C" fn fork() -> c_int {
 /// As fork(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn _Fork() -> c_int {
-    let function = next(&NEXT_FORK, c"_Fork".as_ptr(), 0);
-    if function == 0 {
-        fail(Errno(libc::ENOSYS));
-        return -1;
-    }
-    // SAFETY: it is the C library's `_Fork`.
-    let call: ForkFn = unsafe { core::mem::transmute(function) };
+    let Some(call) = next_fork(&NEXT_FORK, c"_Fork".as_ptr()) else { return -1 };
     if !active() {
         // SAFETY: the program's own call.
         return unsafe { call() };
     }
-    if let Err(errno) = prepare_fork(false) {
-        fail(errno);
+    if !may_fork() {
         return -1;
     }
     // SAFETY: the program's own call.
@@ -903,8 +901,7 @@ pub unsafe extern "C" fn clone(
         return unsafe { call(function, stack, flags, argument, parent_tid, tls, child_tid) };
     }
     let mut begin = Begin { function, argument };
-    if let Err(errno) = prepare_fork(false) {
-        fail(errno);
+    if !may_fork() {
         return -1;
     }
     // SAFETY: the program's own call; `begin` lives in this frame, which the child's copy of memory has too.

@@ -82,21 +82,20 @@ impl Process {
     }
 }
 
-/// Fields of /proc/PID/stat, counted from the one after the name.
-const FLAGS: usize = 6;
-const START_TIME: usize = 19;
+/// Fields of /proc/PID/stat.
+const FLAGS: usize = 9;
+const START_TIME: usize = 22;
 /// A thread of the kernel's, in the flags.
 const PF_KTHREAD: u64 = 0x0020_0000;
 
-fn stat_field(pid: i32, field: usize) -> Option<String> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in parentheses may hold anything, parentheses too.
-    Some(text[text.rfind(')')? + 1..].split_ascii_whitespace().nth(field)?.to_owned())
+fn stat_field(pid: i32, number: usize) -> Option<u64> {
+    let text = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
+    procfs::stat_field(&text, number)?.parse().ok()
 }
 
 /// When `pid` started, in clock ticks since boot: with the number, it names a process for good.
 fn start_time(pid: i32) -> Option<u64> {
-    stat_field(pid, START_TIME)?.parse().ok()
+    stat_field(pid, START_TIME)
 }
 
 impl Source for Process {
@@ -135,7 +134,7 @@ impl Source for Process {
         .map_err(|lost| if lost == Lost::Absent { Lost::Vanished } else { lost })?;
         if areas == 0 {
             // Who is about to end lets go of its memory first, and shows an empty one as a running process, then as a zombie.
-            let flags = stat_field(self.pid, FLAGS).and_then(|flags| flags.parse::<u64>().ok());
+            let flags = stat_field(self.pid, FLAGS);
             let of_kernel = flags.is_some_and(|flags| flags & PF_KTHREAD != 0);
             return Err(if of_kernel {
                 Lost::Unfit("has no memory: a thread of the kernel's")

@@ -17,7 +17,7 @@ const FILLED: f64 = 0.965;
 /// Bytes that a small limit keeps for the program beyond its share: what the kernel needs at once for a process.
 const FLOOR: u64 = 4 << 20;
 /// Pages that come back between two looks, where there is no limit near: one may be set at any time.
-const PAGES_BETWEEN: i64 = 256;
+const PAGES_BETWEEN: u64 = 256;
 /// Numbers from here on mean "no limit" in version 1.
 const NO_LIMIT: u64 = 1 << 60;
 
@@ -156,9 +156,9 @@ impl Room {
             ((usage.limit as f64 * FILLED) as u64).saturating_sub(usage.used) / PAGE_SIZE as u64
         });
         self.free.store(free, Ordering::Relaxed);
-        let left = (free / 4).min(PAGES_BETWEEN as u64) as i64;
-        let granted = (left.max(0) as u64).min(wanted);
-        self.left.store(left - granted as i64, Ordering::Relaxed);
+        let left = (free / 4).min(PAGES_BETWEEN);
+        let granted = left.min(wanted);
+        self.left.store((left - granted) as i64, Ordering::Relaxed);
         granted
     }
 
