@@ -4,6 +4,22 @@ use crate::raw::{Result, retry};
 use crate::syscall;
 use core::ffi::CStr;
 
+/// Raises the number of descriptors that this process may have open as far as it may; returns it.
+///
+/// # Errors
+/// As prlimit(2).
+pub fn raise_limit() -> Result<u64> {
+    let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
+    let call = |new: *const libc::rlimit64, old: *mut libc::rlimit64| {
+        // SAFETY: the structures are null or live across the call.
+        unsafe { syscall!(libc::SYS_prlimit64, 0, libc::RLIMIT_NOFILE, new, old) }
+    };
+    call(core::ptr::null(), &raw mut limit)?;
+    limit.rlim_cur = limit.rlim_max;
+    call(&raw const limit, core::ptr::null_mut())?;
+    Ok(limit.rlim_cur)
+}
+
 /// A file descriptor that is closed when dropped.
 #[derive(Debug)]
 pub struct Fd(i32);

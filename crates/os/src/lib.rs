@@ -22,6 +22,7 @@ pub mod raw;
 pub mod sched;
 pub mod signal;
 pub mod sock;
+pub mod stat;
 pub mod uffd;
 pub mod wait;
 
@@ -30,9 +31,13 @@ pub mod awake;
 #[cfg(feature = "std")]
 pub mod ksm;
 #[cfg(feature = "std")]
+pub mod mountinfo;
+#[cfg(feature = "std")]
 pub mod probe;
 #[cfg(feature = "std")]
 pub mod procfs;
+#[cfg(feature = "std")]
+pub mod volume;
 
 pub use raw::Errno;
 

@@ -62,12 +62,23 @@ pub fn set_mode(fd: &Fd, mode: u32) -> Result<()> {
 /// # Errors
 /// As fstat(2).
 pub fn len_and_inode(fd: i32) -> Result<(u64, u64)> {
+    stat(fd).map(|stat| (stat.st_size as u64, stat.st_ino))
+}
+
+/// Bytes of the pages that the file is made of.
+///
+/// # Errors
+/// As fstat(2).
+pub fn page_size(fd: i32) -> Result<u64> {
+    stat(fd).map(|stat| stat.st_blksize as u64)
+}
+
+fn stat(fd: i32) -> Result<libc::stat> {
     let mut stat = core::mem::MaybeUninit::<libc::stat>::zeroed();
     // SAFETY: the kernel fills the structure, whose layout is the kernel's own on our architectures.
     unsafe { syscall!(libc::SYS_fstat, fd, stat.as_mut_ptr()) }?;
     // SAFETY: filled above.
-    let stat = unsafe { stat.assume_init() };
-    Ok((stat.st_size as u64, stat.st_ino))
+    Ok(unsafe { stat.assume_init() })
 }
 
 /// Opens the memory file again, for reading only: the descriptor for those who must not write.

@@ -1,7 +1,7 @@
 //! What /proc tells about processes and the system.
 
 use crate::Range;
-use crate::maps;
+use crate::{maps, stat};
 use std::fs::{self, File};
 use std::io::{self, Read};
 
@@ -95,17 +95,11 @@ pub fn name(pid: i32) -> Option<String> {
     fs::read_to_string(format!("/proc/{pid}/comm")).ok().map(|name| name.trim_end().to_owned())
 }
 
-/// Field `number`, from 3 on as in proc_pid_stat(5), of a stat of a process or thread; the name before them may hold any bytes.
-pub fn stat_field(stat: &[u8], number: usize) -> Option<&str> {
-    let name_end = stat.iter().rposition(|byte| *byte == b')')?;
-    str::from_utf8(&stat[name_end + 1..]).ok()?.split_ascii_whitespace().nth(number.checked_sub(3)?)
-}
-
 /// Processor time that `pid` used, user and system, in nanoseconds.
 pub fn cpu_ns(pid: i32) -> Option<u64> {
     let text = fs::read(format!("/proc/{pid}/stat")).ok()?;
-    let user: u64 = stat_field(&text, 14)?.parse().ok()?;
-    let system: u64 = stat_field(&text, 15)?.parse().ok()?;
+    let user: u64 = stat::field(&text, 14)?.parse().ok()?;
+    let system: u64 = stat::field(&text, 15)?.parse().ok()?;
     // SAFETY: sysconf takes a number and returns one.
     let ticks = unsafe { libc::sysconf(libc::_SC_CLK_TCK) }.max(1) as u64;
     Some((user + system) * (1_000_000_000 / ticks))

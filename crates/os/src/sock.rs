@@ -154,6 +154,7 @@ pub fn send(socket: &Fd, bytes: &[u8], fds: &[i32]) -> Result<()> {
 pub struct Fds {
     fds: [i32; FDS_MAX],
     len: usize,
+    cut: bool,
 }
 
 impl Fds {
@@ -165,6 +166,11 @@ impl Fds {
     /// True if there are none.
     pub const fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// True if more were sent than came: this process may not have that many.
+    pub const fn is_cut(&self) -> bool {
+        self.cut
     }
 
     /// Takes the descriptor at `index`, once.
@@ -202,7 +208,7 @@ pub fn receive(socket: &Fd, buffer: &mut [u8], flags: i32) -> Result<(usize, Fds
     let flags = flags | libc::MSG_CMSG_CLOEXEC;
     // SAFETY: the kernel writes into `buffer` and `control` within the lengths given.
     let got = retry(|| unsafe { syscall!(libc::SYS_recvmsg, socket.raw(), core::ptr::from_mut(&mut header), flags) })?;
-    let mut fds = Fds { fds: [-1; FDS_MAX], len: 0 };
+    let mut fds = Fds { fds: [-1; FDS_MAX], len: 0, cut: header.msg_flags & libc::MSG_CTRUNC != 0 };
     let mut at = 0;
     #[allow(clippy::unnecessary_cast)]
     let control_len = (header.msg_controllen as usize).min(control.bytes.len());

@@ -1,0 +1,48 @@
+//! Which file system a file lies on, told apart over time.
+//!
+//! A device number is given again: to another disk image on a loop device, to any file system without a disk of its
+//! own. And where a file system is read-only, even the change time is data that its maker chose.
+
+use std::fs::File;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::os::fd::AsRawFd;
+
+/// File systems without a block device of their own.
+const ANONYMOUS: u32 = 0;
+/// Loop devices.
+const LOOP: u32 = 7;
+/// The mount's number, never given again until the next boot (Linux 6.8).
+const STATX_MNT_ID_UNIQUE: u32 = 0x4000;
+
+/// A number for the file system `file` lies on: where it is the same again, a file of the same inode number and change
+/// time is the same file, unchanged. It is the device's where the device tells, and else the mount's.
+///
+/// # Errors
+/// The file system's.
+pub fn identity(file: &File) -> std::io::Result<u64> {
+    use std::os::unix::fs::MetadataExt;
+    let device = file.metadata()?.dev();
+    // SAFETY: both structs are plain numbers, for which zero is a value, and live across the calls that fill them.
+    let (read_only, mount) = unsafe {
+        let mut system: libc::statvfs = std::mem::zeroed();
+        if libc::fstatvfs(file.as_raw_fd(), &mut system) != 0 {
+            return Err(std::io::Error::last_os_error());
+        }
+        let mut stat: libc::statx = std::mem::zeroed();
+        let flags = libc::AT_EMPTY_PATH;
+        let asked = libc::statx(file.as_raw_fd(), c"".as_ptr(), flags, STATX_MNT_ID_UNIQUE, &mut stat);
+        let unique = asked == 0 && stat.stx_mask & STATX_MNT_ID_UNIQUE != 0;
+        (system.f_flag & libc::ST_RDONLY != 0, unique.then_some(stat.stx_mnt_id))
+    };
+    if !read_only && ![ANONYMOUS, LOOP].contains(&libc::major(device)) {
+        return Ok(device);
+    }
+    let mut hasher = DefaultHasher::new();
+    device.hash(&mut hasher);
+    match (mount, std::fs::read("/proc/sys/kernel/random/boot_id")) {
+        (Some(mount), Ok(boot)) => (mount, boot).hash(&mut hasher),
+        // Nobody can tell: then it is like no other.
+        _ => std::time::SystemTime::now().hash(&mut hasher),
+    }
+    Ok(hasher.finish())
+}
