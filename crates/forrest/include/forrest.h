@@ -47,6 +47,7 @@ enum {
     FORREST_SYSTEM = 19, /* The system refused something; errno may say what. */
     FORREST_INTERNAL = 20, /* An error inside the library. */
     FORREST_NOT_ORDERED = 21, /* The store does not keep its keys in order; a shared one cannot. */
+    FORREST_UNTRUSTED = 22, /* The file of this name is another user's, or others may write it. */
 };
 
 /* Flags of forrest_options. */

@@ -66,6 +66,8 @@ pub const FORREST_INTERNAL: c_int = 20;
 
 /// The store does not keep its keys in order; a shared one cannot.
 pub const FORREST_NOT_ORDERED: c_int = 21;
+/// The file of this name is another user's, or others may write it.
+pub const FORREST_UNTRUSTED: c_int = 22;
 
 /// Flag of `forrest_options`: the store must not be there yet.
 pub const FORREST_CREATE: c_uint = 1;
@@ -230,6 +232,7 @@ fn code_of(error: &Error) -> c_int {
         Error::Name(_) => FORREST_BAD_NAME,
         Error::NotFound(_) => FORREST_NOT_FOUND,
         Error::Exists(_) => FORREST_EXISTS,
+        Error::Untrusted { .. } => FORREST_UNTRUSTED,
         Error::Settings(_) => FORREST_FOREIGN,
         Error::NotOrdered | Error::OrderedShared => FORREST_NOT_ORDERED,
         Error::Arena(error) => match error {
@@ -829,6 +832,7 @@ pub extern "C" fn forrest_error_text(code: c_int) -> *const c_char {
         FORREST_SYSTEM => c"the system refused",
         FORREST_INTERNAL => c"an error inside the library",
         FORREST_NOT_ORDERED => c"the store does not keep its keys in order; a shared one cannot",
+        FORREST_UNTRUSTED => c"the file of this name is another user's, or others may write it; choose another name",
         _ => c"unknown error code",
     };
     text.as_ptr()

@@ -28,7 +28,8 @@ impl Options {
 
     /// Sets how many bytes entries and table may take; an operation that needs more fails, nothing is evicted.
     ///
-    /// Rounded up to 512 KiB. The fixed part (1 MiB, and 2 % for bookkeeping) comes on top.
+    /// Rounded up to 512 KiB, at most 1023 GiB: more than that is taken as that. The fixed part (1 MiB, and 2 % for
+    /// bookkeeping) comes on top.
     pub fn limit_bytes(mut self, bytes: u64) -> Options {
         self.limit_bytes = Some(bytes);
         self

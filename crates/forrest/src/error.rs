@@ -27,6 +27,13 @@ pub enum Error {
     NotFound(String),
     /// There is a store of this name already.
     Exists(String),
+    /// The file under the store can be written by others than its user.
+    Untrusted {
+        /// The file.
+        path: String,
+        /// What is wrong with it, and what helps.
+        why: String,
+    },
     /// The store was made with other settings than it is opened with.
     Settings(&'static str),
     /// The store does not keep its keys in order.
@@ -61,6 +68,7 @@ impl std::fmt::Display for Error {
             }
             Error::NotFound(name) => write!(f, "there is no store '{name}'; create it first"),
             Error::Exists(name) => write!(f, "there is a store '{name}' already; open it, or remove it first"),
+            Error::Untrusted { path, why } => write!(f, "'{path}' is not to be trusted as a store: {why}"),
             Error::Settings(what) => write!(f, "the store was made with another {what}; open it with the same"),
             Error::NotOrdered => write!(f, "the store does not keep its keys in order; make it with Options::ordered"),
             Error::OrderedShared => {

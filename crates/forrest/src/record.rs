@@ -8,10 +8,14 @@
 //! A record is written before it is linked and never changes afterwards. A
 //! reader without a guard may look at one that was freed meanwhile: it reads
 //! word by word, trusts no length beyond the arena's end, and checks
-//! afterwards whether the record was linked all the time.
+//! afterwards whether the record was linked all the time. One of more than a
+//! page in a shared store is read under a hazard, which keeps it.
 
 use llds::arena::Arena;
 use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Records of more bytes than a page are read under a hazard.
+const LONG_BYTES: usize = 4096;
 
 /// Bytes a record of this key and value takes.
 pub fn record_bytes(key_bytes: usize, value_bytes: usize) -> usize {
@@ -43,6 +47,12 @@ impl<'a> Record<'a> {
             return None;
         }
         Some(Record { words, key_bytes, value_bytes, _arena: std::marker::PhantomData })
+    }
+
+    /// Whether reading it takes so long that it should not be done without a hazard.
+    #[inline]
+    pub fn is_long(&self) -> bool {
+        self.key_bytes + self.value_bytes > LONG_BYTES
     }
 
     #[inline]
@@ -97,9 +107,9 @@ impl<'a> Record<'a> {
         unsafe { std::slice::from_raw_parts(self.words.add(self.value_index()).cast::<u8>(), self.value_bytes) }
     }
 
-    /// Returns the first byte of the record, to prefetch it.
+    /// Asks for the first line of the record at `offset`, which may be anything: a writer may just replace it.
     pub fn prefetch(arena: &Arena, offset: u64) {
-        prefetch(arena.at(offset & 0xff_ffff_fff0));
+        prefetch(arena.at(0).wrapping_add((offset & 0xff_ffff_fff0) as usize));
     }
 }
 
@@ -137,4 +147,18 @@ pub fn prefetch<T>(address: *const T) {
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = address;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn any_word_may_be_prefetched() {
+        let options = llds::arena::Options { capacity_bytes: 1 << 20, ..Default::default() };
+        let arena = Arena::private(&options).unwrap();
+        for offset in [0, 7, 1 << 39, u64::MAX] {
+            Record::prefetch(&arena, offset);
+        }
+    }
 }

@@ -5,11 +5,13 @@
 //! every store, so recovery decides nothing about content: it finds out which
 //! of the intents happened, removes the second copy of an entry that was being
 //! moved, counts again, and unlocks. Each step may be repeated, because the
-//! one who recovers may be killed too.
+//! one who recovers may be killed too: he notes what he does in the dead one's
+//! seat, so that the next one goes on there.
 
 use crate::bucket::{Kind, SLOTS};
 use crate::record::Record;
 use crate::table::{Dir, Place, SEGMENTS, Spot, Table, content};
+use llds::arena::DeadSeat;
 use llds::arena::fault::point;
 use std::collections::HashSet;
 use std::sync::atomic::Ordering;
@@ -48,11 +50,8 @@ impl Table {
             self.renew_versions(segment);
             point();
         }
-        // One who died while he recovered another holds no lock himself: his intent may lie anywhere.
-        let linked = |block: u64| {
-            held.iter().any(|&segment| self.is_linked(segment, block))
-                || (held.is_empty() && (0..SEGMENTS).any(|segment| self.is_linked(segment, block)))
-        };
+        // Blocks are linked and unlinked under locks, and what is done for another is noted in his seat, not in one's own.
+        let linked = |block: u64| held.iter().any(|&segment| self.is_linked(segment, block));
         let block = dead.alloc_intent();
         if block != 0 && linked(block) {
             self.arena.keep_alloc(&dead);
@@ -68,7 +67,7 @@ impl Table {
         }
         for &segment in &held {
             point();
-            self.drop_second_copies(segment);
+            self.drop_second_copies(&dead, segment);
             let mut count = 0;
             self.each_in(segment, |_, _| count += 1);
             point();
@@ -96,7 +95,10 @@ impl Table {
     }
 
     /// Removes what a dead writer left of an entry it was moving: readers see the first copy, so the second goes.
-    fn drop_second_copies(&self, segment: usize) {
+    ///
+    /// It is done in the dead one's name: whoever goes on after a death in here finds the intent beside the lock under
+    /// which to resolve it, and nobody else does.
+    fn drop_second_copies(&self, dead: &DeadSeat<'_>, segment: usize) {
         let dir = self.dir(segment, Ordering::Acquire);
         let mut entries: Vec<(Place, u64)> = Vec::new();
         self.each_in(segment, |place, remainder| entries.push((place, remainder)));
@@ -105,13 +107,11 @@ impl Table {
             if first == (place.bucket, place.slot) {
                 continue;
             }
-            if place.kind.is_record()
-                && let Ok(seat) = self.arena.seat()
-            {
-                seat.intend_retire(place.word);
+            if place.kind.is_record() {
+                dead.intend_retire(place.word);
                 point();
                 self.unlink(dir, place);
-                self.arena.retire(&seat, place.word);
+                self.arena.recover_retire(dead);
             } else {
                 self.unlink(dir, place);
             }
@@ -165,13 +165,14 @@ impl Table {
         (place.bucket, place.slot)
     }
 
-    /// Frees blocks that a death left without an owner. Nobody else may use the store meanwhile.
+    /// Frees blocks, and memory without any, that a death left without an owner. Nobody else may use the store meanwhile.
     pub fn free_lost(&self) -> Result<u64, crate::Error> {
-        let seat = self.arena.seat()?;
+        let seat = self.seat()?;
         let lost = self.lost_blocks();
         for &block in &lost {
             self.arena.free(&seat, block);
         }
+        self.arena.release_lost(&seat);
         Ok(lost.len() as u64)
     }
 
@@ -230,7 +231,10 @@ impl Table {
             }
         }
         report.lost_blocks = self.lost_blocks().len() as u64;
-        Ok(report)
+        match self.arena.orphan_bytes() {
+            0 => Ok(report),
+            bytes => Err(format!("{bytes} bytes are part of a block that is gone")),
+        }
     }
 
     fn check_entry(

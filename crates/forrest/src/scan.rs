@@ -26,6 +26,10 @@ impl<'a> Scan<'a> {
     /// Takes the next page from one end. False if nothing is left between the two ends.
     fn fill(&mut self, from_back: bool) -> bool {
         loop {
+            // In a forked child the order may stay locked for ever; a scan that came along ends with what it has.
+            if self.store.is_forked() {
+                return false;
+            }
             let keys = self.store.key_page(&self.low, &self.high, from_back, PAGE);
             let Some(last) = keys.last() else { return false };
             if from_back {

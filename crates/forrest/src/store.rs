@@ -8,14 +8,14 @@ use crate::order::{KeyBound, Order};
 use crate::recover::Report;
 use crate::scan::Scan;
 use crate::stats::Stats;
-use crate::table::{AHEAD, Asked, Change, Probe, SEGMENTS, Table};
+use crate::table::{AHEAD, Asked, Change, OFFSETS_END, Probe, SEGMENTS, Table};
 use crate::value::{Guarding, Into, Presence, Ref, RefBytes, Value};
 use llds::arena::{self, Arena, Pages};
 use std::fs::File;
 use std::io;
 use std::ops::{Bound, RangeBounds};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
@@ -29,6 +29,8 @@ const DIRECTORY: &str = "/dev/shm";
 const PRIVATE_LIMIT: u64 = 256 << 30;
 /// Limit of a shared store that sets none.
 const SHARED_LIMIT: u64 = 64 << 30;
+/// Highest limit: what the directory can name, less ample room for the fixed part in front.
+const LIMIT_MAX: u64 = OFFSETS_END - (1 << 30);
 
 /// Bytes of the root before the directory: settings, then the cursor of the passing growth.
 const ROOT_HEAD: usize = 4096;
@@ -71,12 +73,13 @@ impl Options {
         Ok(Store { order, ..Store::over(arena)? })
     }
 
-    /// Opens the shared store `name`, or makes it.
+    /// Opens the shared store `name`, or makes it, for processes of this user.
     ///
     /// # Errors
-    /// [`Error::Name`], or why the store there cannot be used.
+    /// [`Error::Name`]; [`Error::Untrusted`] if the file of that name is another user's, or others may write it; or
+    /// why the store there cannot be used.
     pub fn open(&self, name: &str) -> Result<Store, Error> {
-        self.open_path(&path_of(name)?)
+        self.open_or_create(&path_of(name)?, Source::Name)
     }
 
     /// Makes the shared store `name`.
@@ -90,26 +93,21 @@ impl Options {
     /// Opens the shared store `name`, which must be there.
     ///
     /// # Errors
-    /// [`Error::NotFound`] if there is none.
+    /// [`Error::NotFound`] if there is none; otherwise as [`Options::open`].
     pub fn open_existing(&self, name: &str) -> Result<Store, Error> {
-        self.open_existing_path(&path_of(name)?)
+        self.open_file(&path_of(name)?, Source::Name)
     }
 
     /// Opens the shared store in the file `path`, or makes it. The file may lie on a tmpfs or a hugetlbfs.
     ///
+    /// It is made for its owner alone (mode 0600). Unlike a store opened by name, one that was opened to a group since is
+    /// accepted, and so is a symbolic link: whoever may write the file, or put another in its place, can end this process
+    /// or change its memory. So give a path in a directory that only trusted users may write.
+    ///
     /// # Errors
-    /// The file system's, or why the store there cannot be used.
+    /// The file system's; [`Error::Untrusted`] if it is no regular file; or why the store there cannot be used.
     pub fn open_path(&self, path: &Path) -> Result<Store, Error> {
-        loop {
-            match self.open_existing_path(path) {
-                Err(Error::NotFound(_)) => {}
-                other => return other,
-            }
-            match self.create_path(path) {
-                Err(Error::Exists(_)) => {}
-                other => return other,
-            }
-        }
+        self.open_or_create(path, Source::Path)
     }
 
     /// Makes a shared store in the new file `path`.
@@ -118,7 +116,7 @@ impl Options {
     /// [`Error::Exists`] if there is a file.
     pub fn create_path(&self, path: &Path) -> Result<Store, Error> {
         self.check_shared()?;
-        if path.exists() {
+        if path.symlink_metadata().is_ok() {
             return Err(Error::Exists(path.display().to_string()));
         }
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -138,25 +136,52 @@ impl Options {
         }
     }
 
-    /// Opens the shared store in the file `path`, which must be there.
+    /// Opens the shared store in the file `path`, which must be there; whom that trusts, [`Options::open_path`] says.
     ///
     /// # Errors
-    /// [`Error::NotFound`] if there is none; [`Error::Arena`] with the reason if it cannot be used.
+    /// [`Error::NotFound`] if there is none; otherwise as [`Options::open_path`].
     pub fn open_existing_path(&self, path: &Path) -> Result<Store, Error> {
+        self.open_file(path, Source::Path)
+    }
+
+    fn open_or_create(&self, path: &Path, source: Source) -> Result<Store, Error> {
+        loop {
+            match self.open_file(path, source) {
+                Err(Error::NotFound(_)) => {}
+                other => return other,
+            }
+            match self.create_path(path) {
+                // Made by somebody else just now. Not so a link that leads nowhere: it is neither opened nor replaced.
+                Err(Error::Exists(_)) if !path.is_symlink() => {}
+                other => return other,
+            }
+        }
+    }
+
+    fn open_file(&self, path: &Path, source: Source) -> Result<Store, Error> {
         self.check_shared()?;
-        let file = match File::options().read(true).write(true).open(path) {
+        let follow = if source == Source::Name { libc::O_NOFOLLOW } else { 0 };
+        let file = match File::options().read(true).write(true).custom_flags(libc::O_CLOEXEC | follow).open(path) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 return Err(Error::NotFound(path.display().to_string()));
             }
+            Err(error) if source == Source::Name && error.raw_os_error() == Some(libc::ELOOP) => {
+                return Err(untrusted(path, "it is a symbolic link; remove it, or choose another name"));
+            }
             Err(error) => return Err(error.into()),
         };
+        check_trust(&file, path, source)?;
         // Every open store holds its file locked as shared, so an exclusive lock says that we are alone.
-        let alone = lock_file(&file, libc::LOCK_EX | libc::LOCK_NB).is_ok();
-        if !alone {
-            lock_file(&file, libc::LOCK_SH)?;
+        if lock_file(&file, libc::LOCK_EX | libc::LOCK_NB).is_ok() {
+            let store = Store::over(Arena::open_alone(file.try_clone()?, KIND, self.pages)?)?;
+            store.table.recover_all();
+            if store.table.arena.stats().recovery_count > 0 {
+                store.table.free_lost()?;
+            }
+            // Closed here: when the lock becomes a shared one, another may be alone for a moment, and takes any seat.
         }
-        let handle = file.try_clone()?;
+        lock_file(&file, libc::LOCK_SH)?;
         let store = Store::over(Arena::open(file, KIND, self.pages)?)?;
         let same = match (&self.hash, &store.table.hasher) {
             (None, _) | (Some(Hash::Keyed), Hasher::Keyed { .. }) => true,
@@ -167,12 +192,6 @@ impl Options {
             return Err(Error::Settings("hash"));
         }
         store.table.recover_all();
-        if alone {
-            if store.table.arena.stats().recovery_count > 0 {
-                store.table.free_lost()?;
-            }
-            lock_file(&handle, libc::LOCK_SH)?;
-        }
         Ok(store)
     }
 
@@ -182,7 +201,7 @@ impl Options {
 
     fn arena(&self, limit: u64) -> arena::Options {
         arena::Options {
-            capacity_bytes: self.limit_bytes.unwrap_or(limit),
+            capacity_bytes: self.limit_bytes.unwrap_or(limit).min(LIMIT_MAX),
             root_bytes: ROOT_BYTES,
             kind: KIND,
             pages: self.pages,
@@ -222,6 +241,9 @@ impl Store {
     }
 
     fn over(arena: Arena) -> Result<Store, Error> {
+        if arena.data_range().end > OFFSETS_END {
+            return Err(arena::Error::Damaged("it is larger than its directory can name").into());
+        }
         let root = arena.root();
         let settings: Vec<u64> = (0..7)
             // SAFETY: the root has ROOT_BYTES; its settings are not written after creation.
@@ -272,7 +294,7 @@ impl Store {
     /// Returns the value of `key` in place, under a guard.
     #[inline]
     pub fn get_ref(&self, key: &[u8]) -> Option<Ref<'_>> {
-        let seat = self.table.arena.seat().ok();
+        let seat = self.table.seat().ok();
         let hazard = seat.as_ref().and_then(|seat| seat.hazard_free());
         let bytes = RefBytes::Short { bytes: [0; 8], length: 0 };
         let mut sink = Guarding { arena: &self.table.arena, seat, hazard, bytes, offset: 0 };
@@ -284,7 +306,7 @@ impl Store {
                     // SAFETY: the hazard was set before `read` saw that the record is linked, and stays until the
                     // guard is dropped.
                     let value = unsafe { record.value() };
-                    return Some(Ref { bytes: RefBytes::Held { value, hazard, seat } });
+                    return Some(Ref { bytes: RefBytes::Held { value, hazard, seat, arena: sink.arena } });
                 }
                 None => seat.hazard_clear(hazard),
             }
@@ -485,7 +507,7 @@ impl Store {
     /// [`Error::Arena`] in a forked child, or when no seat is left for this thread.
     pub fn for_each(&self, mut visit: impl FnMut(&[u8], &[u8]) -> bool) -> Result<(), Error> {
         let table = &*self.table;
-        let seat = table.arena.seat()?;
+        let seat = table.seat()?;
         let (mut bytes, mut ends) = (Vec::new(), Vec::new());
         for segment in 0..SEGMENTS {
             if table.dir(segment, Ordering::Relaxed).buckets() == 0 {
@@ -542,6 +564,10 @@ impl Store {
         if self.order.is_none() {
             return Err(Error::NotOrdered);
         }
+        // A part of the order that another thread was writing at the fork stays locked for ever.
+        if self.is_forked() {
+            return Err(arena::Error::Forked.into());
+        }
         let own = |bound: Bound<&&'r K>| bound.map(|key| key.as_ref().to_vec());
         Ok(Scan::new(self, own(range.start_bound()), own(range.end_bound())))
     }
@@ -563,7 +589,7 @@ impl Store {
     /// # Errors
     /// The memory limit ([`Error::is_full`]); what was made room for until then stays.
     pub fn reserve(&self, entries: u64) -> Result<(), Error> {
-        self.table.reserve(&self.table.arena.seat()?, entries)
+        self.table.reserve(&self.table.seat()?, entries)
     }
 
     /// Deletes all entries. Returns how many. Entries set meanwhile may stay.
@@ -571,7 +597,7 @@ impl Store {
     /// # Errors
     /// As [`Store::delete`].
     pub fn clear(&self) -> Result<u64, Error> {
-        let seat = self.table.arena.seat()?;
+        let seat = self.table.seat()?;
         let clear = || (0..SEGMENTS).map(|segment| self.table.clear_segment(&seat, segment)).sum();
         let cleared = match &self.order {
             None => clear(),
@@ -621,7 +647,7 @@ impl Store {
     /// # Errors
     /// As [`Store::delete`].
     pub fn trim(&self) -> Result<(), Error> {
-        let seat = self.table.arena.seat()?;
+        let seat = self.table.seat()?;
         self.table.arena.trim(&seat);
         Ok(())
     }
@@ -696,6 +722,44 @@ fn path_of(name: &str) -> Result<PathBuf, Error> {
     Ok(Path::new(DIRECTORY).join(format!("forrest.{name}")))
 }
 
+/// Who says which file a store is in.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Source {
+    /// A name, in a directory where anybody may make files.
+    Name,
+    /// A path, whose directories and permissions are the caller's choice.
+    Path,
+}
+
+/// Refuses a file that others may have made or may change: what a store's words say is believed.
+fn check_trust(file: &File, path: &Path, source: Source) -> Result<(), Error> {
+    let meta = file.metadata()?;
+    if !meta.is_file() {
+        return Err(untrusted(path, "it is no regular file; remove it, or choose another name"));
+    }
+    if source == Source::Path {
+        return Ok(());
+    }
+    // SAFETY: only asks who we are.
+    let user = unsafe { libc::geteuid() };
+    if meta.uid() != user && meta.uid() != 0 {
+        let whose =
+            format!("it belongs to user {}, we are {user}; choose another name, or have it removed", meta.uid());
+        return Err(untrusted(path, &whose));
+    }
+    if meta.mode() & 0o022 != 0 {
+        let mode = meta.mode() & 0o7777;
+        let why =
+            format!("group or others may write it (mode {mode:04o}); remove it, or open it by its path to share it");
+        return Err(untrusted(path, &why));
+    }
+    Ok(())
+}
+
+fn untrusted(path: &Path, why: &str) -> Error {
+    Error::Untrusted { path: path.display().to_string(), why: why.to_owned() }
+}
+
 /// Gives a nameless file its name; fails if the name is taken.
 fn link(file: &File, path: &Path) -> io::Result<()> {
     use std::os::unix::ffi::OsStrExt;
@@ -719,3 +783,6 @@ fn lock_file(file: &File, how: i32) -> io::Result<()> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -11,7 +11,11 @@
 //! holder's seat, so a lock whose holder was killed is recognised and taken
 //! over (`recover.rs`). Readers take no lock: what they read is valid if the
 //! bucket's header and the segment's directory entry are unchanged afterwards.
-//! The arena never unmaps, so reading too late reads garbage, not a fault.
+//! The arena never unmaps, so reading too late reads garbage. On a tmpfs it
+//! may read a hole, which takes a page, or is a fault if there is none left:
+//! hence hazards for records of more than a page. What is read without one (a
+//! bucket, a record's lengths, a key) is little, and a reader must stop right
+//! there until it was freed, given back and taken by somebody else.
 //!
 //! There is no global growth. A segment grows when it is full, and, so that
 //! memory stays dense, inserts also pass over the segments in order and
@@ -55,6 +59,9 @@ const COUNT_BITS: u32 = 18;
 const FLOODED: u64 = 1 << 52;
 const GENERATION: u64 = 1 << 54;
 const OWNER_SHIFT: u32 = 48;
+
+/// Offsets that a directory entry can name lie below this: 1 TiB.
+pub const OFFSETS_END: u64 = (BUCKET_BYTES as u64) << OFFSET_BITS;
 
 /// Buckets of the largest segment.
 const BUCKETS_MAX: usize = (1 << COUNT_BITS) - 1;
@@ -175,6 +182,9 @@ pub enum Change<'v> {
 
 /// Takes what a reader found. May be called again when the first finding proves stale.
 pub trait Sink {
+    /// Whether [`Sink::record`] copies the record, so that a long one must be kept meanwhile.
+    const READS: bool = true;
+
     fn inline(&mut self, bytes: [u8; 8], length: usize);
     fn record(&mut self, record: Record<'_>, offset: u64);
 }
@@ -230,6 +240,18 @@ thread_local! {
     static CREDIT: Cell<u32> = const { Cell::new(0) };
     /// The extent this thread passed last (a table's address, an offset), and whether it is to be emptied.
     static EXTENT: Cell<((usize, u64), bool)> = const { Cell::new(((0, 0), false)) };
+}
+
+/// A record under a hazard of the calling thread's seat.
+struct Kept<'t> {
+    seat: SeatRef<'t>,
+    hazard: usize,
+}
+
+impl Drop for Kept<'_> {
+    fn drop(&mut self) {
+        self.seat.hazard_clear(self.hazard);
+    }
 }
 
 /// A held segment lock; dropping it unlocks.
@@ -405,7 +427,7 @@ impl Table {
     }
 
     #[inline]
-    fn read_as(&self, key: &[u8], spot: Spot, record_kind: Kind, sink: &mut impl Sink) -> (bool, bool) {
+    fn read_as<S: Sink>(&self, key: &[u8], spot: Spot, record_kind: Kind, sink: &mut S) -> (bool, bool) {
         let word = self.dir_word(spot.segment);
         'again: loop {
             let dir = Dir(word.load(Ordering::Acquire));
@@ -446,7 +468,22 @@ impl Table {
                     if kind != record_kind {
                         continue;
                     }
-                    let record = Record::at(&self.arena, value).filter(|record| record.has_key(key));
+                    let record = Record::at(&self.arena, value);
+                    if S::READS
+                        && let Some(long) = record.filter(Record::is_long)
+                        && let Some(_kept) = self.keep(value)
+                    {
+                        if !unchanged() {
+                            continue 'again;
+                        }
+                        // It stays from here on, linked or not: what is read is the value of this instant.
+                        if !long.has_key(key) {
+                            continue;
+                        }
+                        sink.record(long, value);
+                        return (true, false);
+                    }
+                    let record = record.filter(|record| record.has_key(key));
                     if let Some(record) = record {
                         sink.record(record, value);
                     }
@@ -469,6 +506,19 @@ impl Table {
                 return (false, dir.flooded());
             }
         }
+    }
+
+    /// Puts a hazard on a record of a shared store, so that its pages stay; the caller must then check that it is still
+    /// linked. `None` where there is nothing to fear, or no seat or hazard to be had.
+    #[cold]
+    fn keep(&self, record: u64) -> Option<Kept<'_>> {
+        if !self.arena.is_shared() {
+            return None;
+        }
+        let seat = self.seat().ok()?;
+        let hazard = seat.hazard_free()?;
+        seat.hazard_set(hazard, record);
+        Some(Kept { seat, hazard })
     }
 
     /// Asks for the buckets that a writer of this hash needs most likely.
@@ -563,7 +613,7 @@ impl Table {
             prefetch(self.bucket(dir, way.home()));
             prefetch(self.bucket(dir, way.at(1)));
         }
-        let seat = self.arena.seat()?;
+        let seat = self.seat()?;
         let held = self.lock(&seat, spot.segment);
         if self.dir(spot.segment, Ordering::Relaxed) != dir {
             return Ok(None);
@@ -625,7 +675,7 @@ impl Table {
         let way = self.way(spot.remainder, dir.buckets());
         prefetch(self.bucket(dir, way.home()));
         prefetch(self.bucket(dir, way.at(1)));
-        let seat = self.arena.seat()?;
+        let seat = self.seat()?;
         let _held = self.lock(&seat, spot.segment);
         if self.dir(spot.segment, Ordering::Relaxed) != dir {
             return Ok(None);
@@ -662,7 +712,7 @@ impl Table {
         let spot = Spot::of(hash);
         // The lines are on their way while we take the lock.
         self.prefetch_write(hash, 2);
-        let seat = self.arena.seat()?;
+        let seat = self.seat()?;
         let held = self.lock(&seat, spot.segment);
         let dir = self.dir(spot.segment, Ordering::Relaxed);
         let (place, same, room) = self.find(dir, key, spot.remainder, Kind::RECORD);
@@ -936,18 +986,48 @@ impl Table {
 
     fn new_record(&self, seat: &SeatRef<'_>, key: &[u8], value: &[u8]) -> Result<u64, Error> {
         let size = record::record_bytes(key.len(), value.len());
-        let offset = self.or_recover(|| self.arena.alloc(seat, size))?;
+        let offset = self.or_recover(seat, || self.arena.alloc(seat, size))?;
         record::write(&self.arena, offset, key, value);
         point();
         Ok(offset)
     }
 
-    /// Allocates; when there is no room, cleans up after dead processes, which may hold some, and tries again.
+    /// The calling thread's seat. When all are taken, some may be dead processes': cleans up after those and tries again.
     #[inline]
-    fn or_recover(&self, alloc: impl Fn() -> Result<u64, llds::arena::Error>) -> Result<u64, llds::arena::Error> {
-        let first = alloc();
-        if first.is_ok() || self.arena.dead_seats().is_empty() {
-            return first;
+    pub fn seat(&self) -> Result<SeatRef<'_>, llds::arena::Error> {
+        match self.arena.seat() {
+            Err(llds::arena::Error::Seats) => self.seat_again(),
+            seat => seat,
+        }
+    }
+
+    #[cold]
+    fn seat_again(&self) -> Result<SeatRef<'_>, llds::arena::Error> {
+        self.recover_all();
+        self.arena.seat()
+    }
+
+    /// Allocates; when there is no room, takes back what this thread retired, then what dead processes hold, and tries
+    /// again after each.
+    #[inline]
+    fn or_recover(
+        &self,
+        seat: &SeatRef<'_>,
+        alloc: impl Fn() -> Result<u64, llds::arena::Error>,
+    ) -> Result<u64, llds::arena::Error> {
+        alloc().or_else(|_| self.alloc_again(seat, alloc))
+    }
+
+    #[cold]
+    fn alloc_again(
+        &self,
+        seat: &SeatRef<'_>,
+        alloc: impl Fn() -> Result<u64, llds::arena::Error>,
+    ) -> Result<u64, llds::arena::Error> {
+        self.arena.collect(seat);
+        let second = alloc();
+        if second.is_ok() || self.arena.dead_seats().is_empty() {
+            return second;
         }
         self.recover_all();
         alloc()
@@ -1018,7 +1098,7 @@ impl Table {
                     llds::arena::Error::Full { limit_bytes: (BUCKETS_MAX * BUCKET_BYTES * SEGMENTS) as u64 }.into()
                 );
             }
-            let offset = match self.or_recover(|| self.arena.alloc_log(seat, buckets * BUCKET_BYTES, alone)) {
+            let offset = match self.or_recover(seat, || self.arena.alloc_log(seat, buckets * BUCKET_BYTES, alone)) {
                 Ok(offset) => offset,
                 Err(error) => {
                     seat.settle_alloc();
@@ -1028,8 +1108,10 @@ impl Table {
             if self.copy(old, Dir(0).moved(offset, buckets)) {
                 break (offset, buckets);
             }
-            self.arena.free(seat, offset);
+            // Struck out before others can take the block: a death in between must not free theirs.
             seat.settle_alloc();
+            point();
+            self.arena.free(seat, offset);
             wanted = buckets + 1 + buckets / 8;
         };
         point();

@@ -114,6 +114,8 @@ impl Sink for Into<'_> {
 pub(crate) struct Presence;
 
 impl Sink for Presence {
+    const READS: bool = false;
+
     fn inline(&mut self, _bytes: [u8; 8], _length: usize) {}
     fn record(&mut self, _record: Record<'_>, _offset: u64) {}
 }
@@ -129,7 +131,7 @@ pub struct Ref<'a> {
 
 pub(crate) enum RefBytes<'a> {
     Short { bytes: [u8; 8], length: u8 },
-    Held { value: &'a [u8], hazard: usize, seat: SeatRef<'a> },
+    Held { value: &'a [u8], hazard: usize, seat: SeatRef<'a>, arena: &'a Arena },
     Copied(Vec<u8>),
 }
 
@@ -148,7 +150,10 @@ impl Deref for Ref<'_> {
 
 impl Drop for Ref<'_> {
     fn drop(&mut self) {
-        if let RefBytes::Held { hazard, seat, .. } = &self.bytes {
+        // The seat is that of the thread which took the guard; a forked child has only a copy of the guard.
+        if let RefBytes::Held { hazard, seat, arena, .. } = &self.bytes
+            && !arena.is_forked()
+        {
             seat.hazard_clear(*hazard);
         }
     }
@@ -170,6 +175,9 @@ pub(crate) struct Guarding<'a> {
 }
 
 impl Sink for Guarding<'_> {
+    /// It has a hazard of its own, which would be the same.
+    const READS: bool = false;
+
     fn inline(&mut self, bytes: [u8; 8], length: usize) {
         self.offset = 0;
         self.bytes = RefBytes::Short { bytes, length: length as u8 };

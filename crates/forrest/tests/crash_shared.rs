@@ -6,15 +6,26 @@
 //! between two stores to the shared memory. After each death every key of the dead worker must be as before or as
 //! after its last operation; from time to time all workers are killed and the whole store is checked.
 //!
+//! Half of the keys share one segment, whose buckets are therefore full: entries move between buckets, all workers want
+//! one lock, and so clean up after each other. Some values take many spans. After an injected death those who clean up
+//! die as well, one after the other, each between two stores of it.
+//!
 //! `FORREST_CRASH_KILLS` sets the number of deaths (default 3000), `FORREST_CRASH_SECONDS` the longest time (30).
 
 use forrest::{Options, Store, fault};
 use std::path::PathBuf;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 const WORKERS: usize = 3;
 const KEYS: usize = 48;
+/// The first of each worker's keys that lie in one segment.
+const NEAR: usize = 24;
+/// The segment in which they do.
+const SEGMENT: u64 = 7;
+/// Bytes of the longest value: eight spans.
+const LONG: u64 = 4 << 20;
 const COUNTER: &[u8] = b"counter";
 
 /// What one worker notes where its death does not erase it.
@@ -35,9 +46,15 @@ fn random(state: &mut u64) -> u64 {
 }
 
 fn key(worker: usize, index: usize) -> Vec<u8> {
+    static NEAR_KEYS: OnceLock<Vec<[u8; 8]>> = OnceLock::new();
     // Keys of 8 bytes live in slots, others in records.
-    match index % 3 {
-        0 => format!("worker {worker}, key {index}").into_bytes(),
+    match index {
+        NEAR.. => {
+            let in_segment = |number: &[u8; 8]| forrest::murmur64a(number, 9) >> 52 == SEGMENT;
+            let keys = || (1u64 << 32..).map(u64::to_le_bytes).filter(in_segment).take(WORKERS * KEYS).collect();
+            NEAR_KEYS.get_or_init(keys)[worker * KEYS + index].to_vec()
+        }
+        _ if index.is_multiple_of(3) => format!("worker {worker}, key {index}").into_bytes(),
         _ => ((worker * 1000 + index) as u64).to_le_bytes().to_vec(),
     }
 }
@@ -53,9 +70,12 @@ fn state(worker: usize, index: usize, sequence: u64) -> Option<Vec<u8>> {
         4 => random(&mut mix) % 8,
         5 => 16 + random(&mut mix) % 60,
         6 => random(&mut mix) % 700,
+        _ if index.is_multiple_of(16) && random(&mut mix).is_multiple_of(8) => random(&mut mix) % LONG,
         _ => random(&mut mix) % 9000,
     };
-    Some((0..length).map(|_| random(&mut mix) as u8).collect())
+    let mut value: Vec<u8> = (0..length.div_ceil(8)).flat_map(|_| random(&mut mix).to_le_bytes()).collect();
+    value.truncate(length as usize);
+    Some(value)
 }
 
 fn worker(path: &std::path::Path, journals: &[Journal], number: usize, seed: u64, die_after: u64) -> ! {
@@ -161,6 +181,24 @@ fn start(cleanup: &mut Cleanup, journals: &[Journal], slot: usize, seed: &mut u6
     cleanup.children[slot] = child;
 }
 
+/// Cleans up in a child that dies at the `die_after`-th store of it. Whether it came so far.
+fn recoverer_dies(cleanup: &Cleanup, die_after: u64) -> bool {
+    // SAFETY: as in `start`.
+    let child = unsafe { libc::fork() };
+    assert!(child >= 0, "fork: {}", std::io::Error::last_os_error());
+    if child == 0 {
+        fault::arm(die_after);
+        Options::new().open_existing_path(&cleanup.path).expect("open").recover();
+        // SAFETY: ends this process at once: nothing of the parent's is to be dropped.
+        unsafe { libc::_exit(0) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child just made.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert!(status == 0 || libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL, "{status:#x}");
+    status != 0
+}
+
 fn env(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }
@@ -187,7 +225,9 @@ fn main() {
         assert_ne!(at, libc::MAP_FAILED);
         std::slice::from_raw_parts(at.cast::<Journal>(), WORKERS)
     };
-    let (mut kills, mut injected, mut checks, mut lost) = (0u64, 0u64, 0u64, 0u64);
+    let (mut kills, mut injected, mut recoverers, mut checks, mut lost) = (0u64, 0u64, 0u64, 0u64, 0u64);
+    // Found before the first fork, so that children need not look for them.
+    key(0, NEAR);
     let can_inject = cfg!(any(debug_assertions, pagefold_stress));
     for slot in 0..WORKERS {
         start(&mut cleanup, journals, slot, &mut seed, false);
@@ -207,6 +247,19 @@ fn main() {
             assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL, "{status:#x}");
             injected += 1;
             kills += 1;
+            // Half of the time nobody else is there who might clean up.
+            let others: Vec<usize> = (0..WORKERS).filter(|&other| other != slot).collect();
+            let alone = random(&mut seed).is_multiple_of(2);
+            for &other in others.iter().filter(|_| alone) {
+                cleanup.kill(other);
+            }
+            while !random(&mut seed).is_multiple_of(4) && recoverer_dies(&cleanup, 1 + random(&mut seed) % 20) {
+                recoverers += 1;
+            }
+            for &other in others.iter().filter(|_| alone) {
+                settle(&store, &journals[other], other, first_seed);
+                start(&mut cleanup, journals, other, &mut seed, false);
+            }
         } else {
             std::thread::sleep(Duration::from_micros(random(&mut seed) % 3000));
             cleanup.kill(slot);
@@ -258,7 +311,7 @@ fn main() {
     let recovered = store.stats().recovery_count;
     assert!(recovered > 0);
     println!(
-        "crash_shared: {kills} deaths ({injected} between two stores), {recovered} recoveries, {checks} whole checks, \
-         {lost} blocks found by audits, {operations} operations: ok"
+        "crash_shared: {kills} deaths ({injected} between two stores), {recoverers} of recoverers, {recovered} \
+         recoveries, {checks} whole checks, {lost} blocks found by audits, {operations} operations: ok"
     );
 }

@@ -171,3 +171,27 @@ fn order_is_refused_where_it_cannot_be() {
     assert!(matches!(Store::new().unwrap().scan::<[u8]>(..), Err(Error::NotOrdered)));
     assert!(matches!(Options::new().ordered().open("ordered"), Err(Error::OrderedShared)));
 }
+
+#[test]
+fn a_forked_child_is_refused_a_scan() {
+    let store = Options::new().ordered().private().unwrap();
+    for number in 0..1000u64 {
+        store.set(&number.to_be_bytes(), b"value").unwrap();
+    }
+    let mut begun = store.scan::<[u8]>(..).unwrap();
+    assert!(begun.next().is_some());
+    // SAFETY: the child only reads memory and leaves by _exit.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let refused = store.scan::<[u8]>(..).is_err_and(|error| error.to_string().contains("fork"));
+        // What it had read before the fork, and no more.
+        let ends = begun.count() < 999;
+        // SAFETY: leaves the child without running destructors of the parent's threads.
+        unsafe { libc::_exit(i32::from(!(refused && ends))) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child just made.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(status, 0);
+    assert_eq!(begun.count(), 999);
+}

@@ -1,6 +1,7 @@
 //! Shared stores: names, settings, refusals, several handles at once, memory that comes back.
 
 use forrest::{Error, Hash, Options, Store};
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
 /// A name of this test's own, whose store is removed at the end, also of a failed test.
@@ -48,6 +49,28 @@ fn a_store_outlives_its_handles_until_removed() {
 }
 
 #[test]
+fn a_guard_is_its_own_process_s() {
+    let name = Name::new("guard");
+    let store = Options::new().limit_bytes(64 << 20).create(&name.0).unwrap();
+    store.set(b"key", &[5; 300]).unwrap();
+    let held = store.get_ref(b"key").unwrap();
+    // SAFETY: the child drops a copy of the guard and leaves by _exit.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        drop(held);
+        // SAFETY: leaves the child without running destructors of the parent's threads.
+        unsafe { libc::_exit(0) };
+    }
+    // SAFETY: waits for the child just made.
+    unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
+    for round in 0..1000u32 {
+        store.set(b"key", &[round as u8; 300]).unwrap();
+        store.set(&[b"other".as_slice(), &round.to_le_bytes()].concat(), &[9; 296]).unwrap();
+    }
+    assert_eq!(*held, [5; 300], "a forked child ended the guard of its parent");
+}
+
+#[test]
 fn names_and_settings_are_checked() {
     for name in ["", "a/b", ".hidden", &"x".repeat(201)] {
         assert!(matches!(Store::open(name), Err(Error::Name(_))), "{name}");
@@ -66,6 +89,7 @@ fn what_is_not_a_sound_store_is_refused() {
     let options = Options::new().limit_bytes(32 << 20);
     let error = |name: &Name| options.open(&name.0).err().map(|error| error.to_string()).unwrap_or_default();
     std::fs::write(name.path(), vec![7u8; 8192]).unwrap();
+    std::fs::set_permissions(name.path(), std::fs::Permissions::from_mode(0o600)).unwrap();
     assert!(error(&name).contains("not a store"), "{}", error(&name));
     std::fs::write(name.path(), b"short").unwrap();
     assert!(error(&name).contains("truncated"), "{}", error(&name));
@@ -87,6 +111,65 @@ fn what_is_not_a_sound_store_is_refused() {
     assert!(options.open(&name.0).is_ok());
     file.set_len(file.metadata().unwrap().len() / 2).unwrap();
     assert!(error(&name).contains("truncated"), "{}", error(&name));
+}
+
+#[test]
+fn a_name_that_somebody_else_took_is_refused() {
+    let name = Name::new("squat");
+    let options = Options::new().limit_bytes(16 << 20);
+    let refuse = |what: &str| {
+        for result in [options.open(&name.0), options.open_existing(&name.0)] {
+            let error = result.err().unwrap_or_else(|| panic!("opened, although {what}"));
+            assert!(matches!(error, Error::Untrusted { .. }), "{what}: {error}");
+            let text = error.to_string();
+            assert!(text.contains(&name.0) && text.contains(what) && text.lines().count() == 1, "{text}");
+        }
+    };
+    let mode = |mode| std::fs::set_permissions(name.path(), std::fs::Permissions::from_mode(mode)).unwrap();
+    drop(options.create(&name.0).unwrap());
+    for bits in [0o660, 0o606, 0o602] {
+        mode(bits);
+        refuse("may write it");
+        // Its path is the caller's choice, and so is whom he shares it with.
+        assert!(options.open_path(&name.path()).is_ok());
+    }
+    mode(0o644);
+    assert!(options.open(&name.0).is_ok());
+    // SAFETY: only asks who we are.
+    let own = unsafe { libc::geteuid() };
+    if std::os::unix::fs::chown(name.path(), Some(own + 1), None).is_ok() {
+        refuse(&format!("belongs to user {}", own + 1));
+        std::os::unix::fs::chown(name.path(), Some(own), None).unwrap();
+    } else {
+        println!("SKIPPED: not root, so the store cannot be given to another user");
+    }
+    mode(0o600);
+    assert!(options.open(&name.0).is_ok());
+
+    let elsewhere = Name::new("squat-elsewhere");
+    std::fs::rename(name.path(), elsewhere.path()).unwrap();
+    std::os::unix::fs::symlink(elsewhere.path(), name.path()).unwrap();
+    refuse("symbolic link");
+    assert!(options.open_path(&name.path()).is_ok());
+    std::fs::remove_file(elsewhere.path()).unwrap();
+    refuse("symbolic link");
+    std::fs::remove_file(name.path()).unwrap();
+
+    let path = std::ffi::CString::new(name.path().to_str().unwrap()).unwrap();
+    // SAFETY: a NUL-terminated path.
+    assert_eq!(unsafe { libc::mkfifo(path.as_ptr(), 0o600) }, 0);
+    refuse("no regular file");
+    assert!(matches!(options.open_path(&name.path()), Err(Error::Untrusted { .. })));
+}
+
+#[test]
+fn a_link_that_leads_nowhere_is_an_error() {
+    let name = Name::new("dangling");
+    std::os::unix::fs::symlink(name.path().with_extension("nowhere"), name.path()).unwrap();
+    let options = Options::new().limit_bytes(16 << 20);
+    assert!(matches!(options.open_path(&name.path()), Err(Error::Exists(_))));
+    assert!(matches!(options.create_path(&name.path()), Err(Error::Exists(_))));
+    assert!(matches!(options.open_existing_path(&name.path()), Err(Error::NotFound(_))));
 }
 
 #[test]
@@ -128,6 +211,69 @@ fn the_limit_is_an_error_and_nothing_is_lost() {
     assert!((0..count).all(|number| store.get(&number.to_le_bytes()).is_some()));
     assert_eq!(store.check().unwrap().entries, count);
     assert!(store.delete(&0u64.to_le_bytes()).unwrap());
+}
+
+#[test]
+fn values_that_were_replaced_do_not_fill_a_small_store() {
+    let store = Options::new().limit_bytes(1 << 20).private().unwrap();
+    for round in 0..100u8 {
+        store.set(b"k", &vec![round; 100_000]).unwrap();
+    }
+    assert!(store.get(b"k").unwrap().iter().all(|&byte| byte == 99));
+    // Few blocks, each a large part of the store: none of them waits for more to come.
+    let store = Options::new().limit_bytes(8 << 20).private().unwrap();
+    for round in 0..100u8 {
+        store.set(b"k", &vec![round; 3 << 20]).unwrap();
+    }
+    assert!(store.delete(b"k").unwrap());
+    assert!(store.set(b"other", &vec![1; 6 << 20]).is_ok());
+}
+
+#[test]
+fn seats_of_the_dead_are_given_to_the_living() {
+    let name = Name::new("seats");
+    let store = Options::new().limit_bytes(64 << 20).create(&name.0).unwrap();
+    // SAFETY: the child opens the store for itself, and leaves by a signal or by _exit.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let taken = Options::new().open_existing(&name.0).is_ok_and(|store| {
+            let all = std::sync::Barrier::new(llds::arena::SEATS_MAX + 1);
+            std::thread::scope(|scope| {
+                for _ in 0..llds::arena::SEATS_MAX {
+                    let (all, store) = (&all, &store);
+                    let thread = std::thread::Builder::new().stack_size(64 << 10);
+                    let work = move || {
+                        let done = store.for_each(|_, _| true);
+                        all.wait();
+                        // All of them hold their seats when they die.
+                        all.wait();
+                        drop(done);
+                    };
+                    if thread.spawn_scoped(scope, work).is_err() {
+                        // SAFETY: leaves the child without running destructors of the parent's threads.
+                        unsafe { libc::_exit(1) };
+                    }
+                }
+                all.wait();
+                // SAFETY: ends this process alone.
+                unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+            });
+            true
+        });
+        // SAFETY: as above.
+        unsafe { libc::_exit(i32::from(!taken)) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child just made.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    if !libc::WIFSIGNALED(status) {
+        println!("SKIPPED: not so many threads to be had");
+        return;
+    }
+    assert_eq!(store.stats().thread_count, llds::arena::SEATS_MAX as u64);
+    // A thread without a seat.
+    std::thread::scope(|scope| scope.spawn(|| store.set(b"key", b"value").map(drop)).join().unwrap()).unwrap();
+    assert!(store.stats().thread_count <= 2);
 }
 
 #[test]

@@ -262,13 +262,12 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
+        // A pin that another thread-local holds may end after us: the place is left to it.
         // Under loom the clock dies with the model's execution, before the threads' locals.
         #[cfg(not(loom))]
-        if let Place::At(place) = self.place.get() {
+        if let (Place::At(place), 0) = (self.place.get(), self.depth.get()) {
             clock().deregister(place);
         }
-        #[cfg(loom)]
-        let _ = Clock::deregister;
     }
 }
 
@@ -312,10 +311,13 @@ pub fn pin() -> Pin {
 
 impl Drop for Pin {
     fn drop(&mut self) {
-        let _ =
+        let registered =
             REGISTRATION.try_with(|registration| registration.depth.set(registration.depth.get().saturating_sub(1)));
-        if let Some(place) = self.leave {
-            clock().withdraw(place);
+        match (self.leave, registered) {
+            // The registration ended before us and left its place to us.
+            (Some(Some(place)), Err(_)) => clock().deregister(place),
+            (Some(place), _) => clock().withdraw(place),
+            (None, _) => {}
         }
     }
 }
@@ -357,6 +359,44 @@ mod tests {
         assert!(!clock.try_advance());
         clock.withdraw(None);
         assert!(clock.try_advance());
+    }
+
+    #[test]
+    fn a_pin_may_end_after_its_thread_s_registration() {
+        /// A pin, its place, and whom to tell what the place says before the pin ends.
+        type Held = (Pin, usize, std::sync::mpsc::Sender<(u64, usize)>);
+        struct Holder(std::cell::RefCell<Option<Held>>);
+        impl Drop for Holder {
+            fn drop(&mut self) {
+                let Some((pin, place, sender)) = self.0.take() else { return };
+                let gone = REGISTRATION.try_with(|_| ()).is_err();
+                let held = if gone { CLOCK.board[place].word.load(Ordering::SeqCst) } else { 0 };
+                drop(pin);
+                let _ = sender.send((held, place));
+            }
+        }
+        thread_local! {
+            static HOLDER: Holder = const { Holder(std::cell::RefCell::new(None)) };
+        }
+        let (sender, receiver) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            // Locals end in the opposite order of their first use.
+            HOLDER.with(|holder| {
+                let pin = pin();
+                let place = thread_place().expect("the board has room");
+                *holder.0.borrow_mut() = Some((pin, place, sender));
+            });
+        })
+        .join()
+        .unwrap();
+        let (held, place) = receiver.recv().unwrap();
+        assert_ne!(held & PINNED, 0, "the pin holds the clock to its end");
+        // Others take the place for a while.
+        let patience = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        while CLOCK.board[place].word.load(Ordering::SeqCst) != 0 {
+            assert!(std::time::Instant::now() < patience, "the place is never free again");
+            std::thread::yield_now();
+        }
     }
 
     #[test]

@@ -16,6 +16,27 @@ mod armed {
         LEFT.store(count, Ordering::Relaxed);
     }
 
+    /// Runs `work` in a forked child that dies at its `count`-th kill point; says whether it got that far.
+    ///
+    /// # Panics
+    /// If there is no child to be had, or it ended in another way.
+    pub fn dies(count: u64, work: impl FnOnce()) -> bool {
+        // SAFETY: the child uses memory of its own or that it shares on purpose, and leaves by _exit.
+        let child = unsafe { libc::fork() };
+        assert!(child >= 0);
+        if child == 0 {
+            arm(count);
+            work();
+            // SAFETY: leaves the child without running destructors of the parent's threads.
+            unsafe { libc::_exit(0) };
+        }
+        let mut status = 0;
+        // SAFETY: waits for the child just made.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert!(status == 0 || libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL, "{status:#x}");
+        status != 0
+    }
+
     /// Passes a kill point.
     #[inline]
     pub fn point() {
@@ -30,7 +51,7 @@ mod armed {
 }
 
 #[cfg(any(debug_assertions, pagefold_stress))]
-pub use armed::{arm, point};
+pub use armed::{arm, dies, point};
 
 /// Does nothing: kill points exist in debug and stress builds only.
 #[cfg(not(any(debug_assertions, pagefold_stress)))]

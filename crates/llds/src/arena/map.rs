@@ -1,7 +1,7 @@
 //! The mapping under an arena: one range of address space, reserved once,
 //! filled with the largest pages the system has.
 
-use super::{Error, Numa, Pages};
+use super::{Error, Numa, Pages, alive};
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
@@ -10,6 +10,8 @@ use std::ptr::NonNull;
 
 const MIB_2: usize = 2 << 20;
 const GIB_1: usize = 1 << 30;
+/// What is secured whole although signals come.
+const SECURE_AT_ONCE: usize = 256 << 10;
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
@@ -44,6 +46,8 @@ pub struct Mapping {
     bytes: usize,
     backing: Backing,
     file: Option<File>,
+    /// Device and inode of the file, 0 for none.
+    inode: (u64, u64),
 }
 
 // SAFETY: the mapping is plain memory; all access to it goes through atomics or is ordered by the arena's protocol.
@@ -124,6 +128,7 @@ impl Mapping {
         } else {
             Backing::Small
         };
+        mapping.inode = alive::inode_of(&file)?;
         mapping.file = Some(file);
         Ok(mapping)
     }
@@ -141,6 +146,16 @@ impl Mapping {
         self.base.as_ptr()
     }
 
+    /// Returns the file under the mapping.
+    pub fn file(&self) -> Option<&File> {
+        self.file.as_ref()
+    }
+
+    /// Returns device and inode of the file under the mapping, 0 for none.
+    pub fn inode(&self) -> (u64, u64) {
+        self.inode
+    }
+
     /// Returns the pages the mapping stands on.
     pub fn backing(&self) -> Backing {
         self.backing
@@ -149,23 +164,47 @@ impl Mapping {
     /// Makes sure that pages for `offset..offset+bytes` can be had, so that touching them cannot kill the process.
     ///
     /// # Errors
-    /// The kernel's, e.g. ENOSPC when the tmpfs is full.
-    pub fn secure(&self, offset: usize, bytes: usize) -> io::Result<()> {
+    /// [`Error::NoMemory`] with the kernel's reason, e.g. ENOSPC when the tmpfs is full.
+    pub fn secure(&self, offset: usize, bytes: usize) -> Result<(), Error> {
         let Some(file) = &self.file else { return Ok(()) };
-        // SAFETY: fallocate on our own descriptor touches no memory of this process.
-        let done = unsafe { libc::fallocate(file.as_raw_fd(), 0, offset as i64, bytes as i64) };
-        if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+        // A program that closes descriptors which are not its own may have put another file here: that must not grow.
+        if alive::inode_of(file)? != self.inode {
+            let what =
+                "the program closed the store's descriptor, and another file has its number; open the store again";
+            return Err(Error::Io(io::Error::other(what)));
+        }
+        loop {
+            // SAFETY: fallocate on our own descriptor touches no memory of this process.
+            if unsafe { libc::fallocate(file.as_raw_fd(), 0, offset as i64, bytes as i64) } == 0 {
+                return Ok(());
+            }
+            let error = io::Error::last_os_error();
+            if error.kind() != io::ErrorKind::Interrupted {
+                return Err(Error::NoMemory { source: error });
+            }
+            // For a signal tmpfs undoes what it has done, so between two signals there may be time for less only.
+            if bytes > SECURE_AT_ONCE {
+                let half = (bytes / 2).next_multiple_of(4096);
+                self.secure(offset, half)?;
+                return self.secure(offset + half, bytes - half);
+            }
+        }
     }
 
     /// Gives the pages of `offset..offset+bytes` back to the system; they read as zero afterwards.
     pub fn give_back(&self, offset: usize, bytes: usize) {
         match &self.file {
-            // A hole in hugetlbfs could not be read again if its pool ran dry, so those pages stay.
-            Some(_) if matches!(self.backing, Backing::Huge2M | Backing::Huge1G) => {}
+            // Explicit huge pages that are given back go to the pool, and from there to anybody: touching them again
+            // would be a fault if it ran dry. The reservation ends with the page, of a private mapping too. They stay.
+            _ if matches!(self.backing, Backing::Huge2M | Backing::Huge1G) => {}
             Some(file) => {
-                let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-                // SAFETY: fallocate on our own descriptor; the arena says that no live block is in the range.
-                unsafe { libc::fallocate(file.as_raw_fd(), mode, offset as i64, bytes as i64) };
+                // By the mapping, which is ours whatever became of the descriptor; but not where memory is locked.
+                let given = self.advise(offset, bytes, libc::MADV_REMOVE);
+                if given.is_err() && alive::inode_of(file).is_ok_and(|found| found == self.inode) {
+                    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+                    // SAFETY: fallocate on our own descriptor; the arena says that no live block is in the range.
+                    unsafe { libc::fallocate(file.as_raw_fd(), mode, offset as i64, bytes as i64) };
+                }
             }
             None => {
                 let _ = self.advise(offset, bytes, libc::MADV_DONTNEED);
@@ -231,7 +270,7 @@ fn anonymous_prot(bytes: usize, align: usize, flags: i32, backing: Backing, prot
         libc::prctl(libc::PR_SET_VMA, libc::PR_SET_VMA_ANON_NAME, aligned, bytes, name.as_ptr());
     }
     let base = NonNull::new(aligned as *mut u8).ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
-    Ok(Mapping { base, bytes, backing, file: None })
+    Ok(Mapping { base, bytes, backing, file: None, inode: (0, 0) })
 }
 
 /// Bytes of free explicit huge pages of one size.
@@ -285,4 +324,27 @@ fn node_mask() -> u64 {
         }
     }
     mask
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn explicit_huge_pages_are_kept() {
+        let mut mapping = Mapping::private(MIB_2, Pages::Small, Numa::Local).unwrap();
+        let first = mapping.base();
+        // SAFETY: the byte is the first of our own mapping.
+        let after_giving_back = |mapping: &Mapping| unsafe {
+            first.write(7);
+            mapping.give_back(0, MIB_2);
+            first.read()
+        };
+        assert_eq!(after_giving_back(&mapping), 0);
+        // What it stands on is what it says, so that this needs no huge pages.
+        for backing in [Backing::Huge2M, Backing::Huge1G] {
+            mapping.backing = backing;
+            assert_eq!(after_giving_back(&mapping), 7, "{}", backing.name());
+        }
+    }
 }

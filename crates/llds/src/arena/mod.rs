@@ -4,7 +4,8 @@
 //! for; it never moves, so a block is named by its *offset* from the start,
 //! and the same offsets hold in every process that maps the same arena. The
 //! range stands on the largest pages the system has ([`Pages`]); [`Stats`]
-//! says which it got. Freed memory goes back to the system in units of 2 MiB.
+//! says which it got. Freed memory goes back to the system in units of 2 MiB,
+//! but for explicit huge pages, which stay.
 //!
 //! An arena is private to the process, or lies in a file (in /dev/shm, on a
 //! hugetlbfs, or anywhere) that several processes map. A shared arena keeps
@@ -29,6 +30,7 @@
 //! # Ok::<(), llds::arena::Error>(())
 //! ```
 
+mod alive;
 mod class;
 pub mod fault;
 mod map;
@@ -41,8 +43,9 @@ pub use seat::{HAZARDS, INTENT_ALLOC, INTENT_RETIRE, SEATS_MAX, Seat};
 pub use span::SpanStats;
 
 use class::CLASS_COUNT;
-use seat::{COLLECT_EVERY, Identity};
+use seat::{ABANDONED, COLLECT_EVERY, Identity};
 use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
 use std::ops::Deref;
@@ -50,12 +53,13 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, Weak};
+use std::time::Instant;
 
 /// First bytes of an arena file.
 const MAGIC: u64 = u64::from_le_bytes(*b"lldsaren");
 
 /// Version of the layout below; any change of it, or of what blocks hold, is a new number.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Byte order, word size and page geometry in one number that no other combination shares.
 const ARCHITECTURE: u32 = {
@@ -167,7 +171,7 @@ pub enum Error {
     },
     /// The header's checksum or geometry does not fit.
     Damaged(&'static str),
-    /// Processes of another process-id namespace use the file, so deaths could not be noticed.
+    /// Processes of another pid or time namespace use the file, so deaths could not be noticed.
     Namespace,
     /// The file system's own error.
     Io(io::Error),
@@ -201,7 +205,7 @@ impl std::fmt::Display for Error {
             Error::Damaged(what) => write!(f, "the file is damaged: {what}; remove it"),
             Error::Namespace => write!(
                 f,
-                "processes of another pid namespace use the store; share the namespace (e.g. --pid=host) to use it too"
+                "processes of another pid or time namespace use the store; share theirs (e.g. --pid=host) to use it too"
             ),
             Error::Io(source) => write!(f, "{source}"),
         }
@@ -260,6 +264,8 @@ struct Header {
     seats_high: AtomicU64,
     /// Deaths cleaned up.
     recoveries: AtomicU64,
+    /// The namespaces in which seats' states have meaning; changes only while a process has the file alone.
+    namespaces: AtomicU64,
 }
 
 /// Words of the header that the checksum covers.
@@ -302,6 +308,8 @@ struct Inner {
     sentinel: Sentinel,
     /// Seats taken through this handle.
     taken: Mutex<Vec<u16>>,
+    /// Extents freed through this handle whose pages are still there: since when, first span, spans. Oldest first.
+    late: Mutex<VecDeque<(Instant, usize, usize)>>,
 }
 
 /// A handle to an arena; clones are the same arena.
@@ -354,6 +362,11 @@ impl DeadSeat<'_> {
     /// Returns the block the dead thread was about to unlink, 0 for none.
     pub fn retire_intent(&self) -> u64 {
         self.seat.intent(INTENT_RETIRE)
+    }
+
+    /// Writes down, in the dead thread's place, that `block` is about to be unlinked. Its own intent must be settled.
+    pub fn intend_retire(&self, block: u64) {
+        self.seat.intend_retire(block);
     }
 }
 
@@ -421,11 +434,12 @@ impl Arena {
         let map = map::Mapping::shared(file, layout.bytes, options.pages)?;
         // Everything below `data` is touched without asking, so it must not run out.
         let near = layout.seats + 4 * size_of::<Seat>();
-        map.secure(0, near).map_err(|source| Error::NoMemory { source })?;
-        map.secure(layout.table, layout.root - layout.table).map_err(|source| Error::NoMemory { source })?;
-        map.secure(layout.root, layout.root_bytes).map_err(|source| Error::NoMemory { source })?;
-        let arena = Arena::over(map, layout, Some(Identity::own()?))?;
+        map.secure(0, near)?;
+        map.secure(layout.table, layout.root - layout.table)?;
+        map.secure(layout.root, layout.root_bytes)?;
+        let arena = Arena::over(map, layout, Some(own_identity()?.0))?;
         arena.inner.format(options.kind);
+        arena.inner.enter(true)?;
         Ok(arena)
     }
 
@@ -435,6 +449,19 @@ impl Arena {
     /// [`Error::Foreign`], [`Error::Version`], [`Error::Architecture`], [`Error::Truncated`] or [`Error::Damaged`]
     /// when it is not an arena this code can use; [`Error::Namespace`] when deaths could not be noticed.
     pub fn open(file: File, kind: u64, pages: Pages) -> Result<Arena, Error> {
+        Arena::open_as(file, kind, pages, false)
+    }
+
+    /// Opens the arena in `file`, which nobody else has open, nor opens before this returns: whoever sat in a seat is
+    /// dead, whatever his id says here, and from now on the arena is used in our namespaces.
+    ///
+    /// # Errors
+    /// As [`Arena::open`].
+    pub fn open_alone(file: File, kind: u64, pages: Pages) -> Result<Arena, Error> {
+        Arena::open_as(file, kind, pages, true)
+    }
+
+    fn open_as(file: File, kind: u64, pages: Pages, alone: bool) -> Result<Arena, Error> {
         use std::os::unix::fs::FileExt;
         let mut bytes = [0u8; 128];
         let found = file.metadata()?.size();
@@ -479,16 +506,8 @@ impl Arena {
             return Err(Error::Truncated { found, expected });
         }
         let map = map::Mapping::shared(file, layout.bytes, pages)?;
-        let arena = Arena::over(map, layout, Some(Identity::own()?))?;
-        let inner = &arena.inner;
-        let own = seat::own_namespace();
-        for owner in 1..=inner.seats_high() {
-            let seat = inner.seat_at(owner);
-            let namespace = seat.namespace.load(Ordering::Acquire);
-            if seat.state.load(Ordering::Acquire) != 0 && namespace != 0 && namespace != own {
-                return Err(Error::Namespace);
-            }
-        }
+        let arena = Arena::over(map, layout, Some(own_identity()?.0))?;
+        arena.inner.enter(alone)?;
         Ok(arena)
     }
 
@@ -504,7 +523,8 @@ impl Arena {
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
         let sentinel = Sentinel::new()?;
-        Ok(Arena { inner: Arc::new(Inner { id, map, layout, identity, sentinel, taken: Mutex::new(Vec::new()) }) })
+        let (taken, late) = Default::default();
+        Ok(Arena { inner: Arc::new(Inner { id, map, layout, identity, sentinel, taken, late }) })
     }
 
     /// Returns the address of `offset`; the same block has other addresses in other processes.
@@ -620,7 +640,7 @@ impl Arena {
         self.inner.is_log_sparse(block, size)
     }
 
-    /// Takes a block back at once. Nobody may be able to reach it any more.
+    /// Takes a block back at once. Nobody may be able to reach it any more. Where no block begins, nothing is done.
     pub fn free(&self, seat: &SeatRef<'_>, block: u64) {
         self.inner.free(block, seat.owner);
     }
@@ -638,7 +658,9 @@ impl Arena {
         fault::point();
         seat.settle_retire();
         let count = seat.retired.load(Ordering::Relaxed);
-        if count >= COLLECT_EVERY || seat.retired_bytes.load(Ordering::Relaxed) > 1 << 20 {
+        // A small arena must not be full of what waits here.
+        let bytes_max = (1 << 20).min((self.inner.layout.spans * SPAN_BYTES / 64) as u64);
+        if count >= COLLECT_EVERY || seat.retired_bytes.load(Ordering::Relaxed) > bytes_max {
             self.inner.collect(seat, seat.owner);
         }
     }
@@ -668,6 +690,20 @@ impl Arena {
     /// Calls `visit` with every block that is given out. Exact only while nobody allocates or frees.
     pub fn each_block(&self, visit: impl FnMut(u64)) {
         self.inner.each_block(visit);
+    }
+
+    /// Puts back memory that a death left where nobody finds it, though no block lies there. Nobody else may use the arena
+    /// meanwhile.
+    pub fn release_lost(&self, seat: &SeatRef<'_>) {
+        self.inner.release_lost(seat.owner);
+    }
+
+    /// Bytes that [`Arena::release_lost`] would find in spans that are part of no block. Exact only while nobody allocates
+    /// or frees.
+    pub fn orphan_bytes(&self) -> u64 {
+        let mut bytes = 0;
+        self.inner.each_orphan(|_| bytes += SPAN_BYTES as u64);
+        bytes
     }
 
     /// Calls `visit` with every block in any limbo.
@@ -702,7 +738,7 @@ impl Arena {
             return false;
         }
         let state = self.inner.seat_at(owner).state.load(Ordering::Acquire);
-        state != 0 && !Identity::state_is_alive(state)
+        state != 0 && !self.inner.may_live(state)
     }
 
     /// Returns the numbers of all seats whose processes are dead.
@@ -719,7 +755,7 @@ impl Arena {
                 if let Some(&(_, dead)) = known.iter().find(|(other, _)| *other == process) {
                     return dead;
                 }
-                let dead = !Identity::state_is_alive(state);
+                let dead = !self.inner.may_live(state);
                 known.push((process, dead));
                 dead
             })
@@ -731,7 +767,7 @@ impl Arena {
         let taken = self.inner.taken.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         (1..=self.inner.seats_high()).any(|owner| {
             let state = self.inner.seat_at(owner).state.load(Ordering::Acquire);
-            state != 0 && !taken.contains(&(owner as u16)) && Identity::state_is_alive(state)
+            state != 0 && !taken.contains(&(owner as u16)) && self.inner.may_live(state)
         })
     }
 
@@ -743,7 +779,7 @@ impl Arena {
         let identity = self.inner.identity?;
         let seat = self.inner.seat_at(owner);
         let state = seat.state.load(Ordering::Acquire);
-        if state == 0 || Identity::state_is_alive(state) {
+        if state == 0 || self.is_forked() || self.inner.may_live(state) {
             return None;
         }
         let mine = identity.recovering();
@@ -755,12 +791,13 @@ impl Arena {
     /// Frees the block a dead thread had taken but not linked.
     pub fn recover_alloc(&self, dead: &DeadSeat<'_>) {
         let block = dead.alloc_intent();
-        // The dead thread's lease still keeps others from taking the block again, so this may be repeated.
+        // Strike out first: nothing keeps others from taking a large block again once it is free, so whoever repeated
+        // this would free theirs. A death in between loses the block until the next audit.
+        dead.seat.settle_alloc();
+        fault::point();
         if block != 0 && self.inner.is_allocated(block) {
             self.inner.free(block, dead.owner);
         }
-        fault::point();
-        dead.seat.settle_alloc();
     }
 
     /// Keeps the block a dead thread had linked.
@@ -795,7 +832,6 @@ impl Arena {
         fault::point();
         self.inner.collect(seat, dead.owner);
         self.inner.header().recoveries.fetch_add(1, Ordering::Relaxed);
-        seat.namespace.store(0, Ordering::Relaxed);
         seat.state.store(0, Ordering::SeqCst);
     }
 }
@@ -855,12 +891,45 @@ impl Inner {
         self.header().seats_high.load(Ordering::Acquire).min(SEATS_MAX as u64)
     }
 
+    /// Makes this handle one of those that use the file: from here on others see that its process lives.
+    fn enter(&self, alone: bool) -> Result<(), Error> {
+        let (Some(identity), Some(file)) = (self.identity, self.map.file()) else { return Ok(()) };
+        let (_, namespaces) = own_identity()?;
+        if alone {
+            self.header().namespaces.store(namespaces, Ordering::SeqCst);
+        } else if self.header().namespaces.load(Ordering::SeqCst) != namespaces {
+            return Err(Error::Namespace);
+        }
+        // Without another handle, seats under our id are of a process before us, or of ours before it called exec.
+        let first = alive::lock_alone(file, identity.pid())?;
+        for owner in 1..=self.seats_high() {
+            let state = &self.seat_at(owner).state;
+            let found = state.load(Ordering::SeqCst);
+            if found != 0 && (alone || (first && Identity::of(found).pid() == identity.pid())) {
+                // Who lost it to a recovery needs nothing more.
+                let _ = state.compare_exchange(found, ABANDONED, Ordering::SeqCst, Ordering::SeqCst);
+            }
+        }
+        Ok(alive::lock_shared(file, identity.pid())?)
+    }
+
+    /// Whether the process named in a seat's non-zero `state` may still execute instructions.
+    fn may_live(&self, state: u64) -> bool {
+        let (Some(own), Some(file)) = (self.identity, self.map.file()) else { return true };
+        let process = Identity::of(state);
+        if process.pid() == own.pid() || state == ABANDONED {
+            return process == own;
+        }
+        !alive::is_unlocked(file, self.map.inode(), process.pid())
+            && alive::may_run(process, self.header().namespaces.load(Ordering::Relaxed))
+    }
+
     fn take_seat(&self) -> Result<u64, Error> {
         let mine = self.identity.map_or(1, Identity::taken);
         for owner in 1..=SEATS_MAX as u64 {
             if owner > self.seats_high() {
                 let offset = self.layout.seats + (owner as usize - 1) * size_of::<Seat>();
-                self.map.secure(offset, size_of::<Seat>()).map_err(|source| Error::NoMemory { source })?;
+                self.map.secure(offset, size_of::<Seat>())?;
             }
             let seat = self.seat_at(owner);
             if seat.state.load(Ordering::Relaxed) != 0
@@ -869,8 +938,6 @@ impl Inner {
                 continue;
             }
             self.header().seats_high.fetch_max(owner, Ordering::SeqCst);
-            let namespace = if self.identity.is_some() { seat::own_namespace() } else { 0 };
-            seat.namespace.store(namespace, Ordering::Release);
             // Limbo is inherited; everything else begins empty.
             for lease in &seat.leases {
                 lease.store(0, Ordering::Relaxed);
@@ -902,7 +969,6 @@ impl Inner {
         drop(taken);
         self.collect(seat, owner);
         self.drop_leases(seat, owner);
-        seat.namespace.store(0, Ordering::Relaxed);
         seat.state.store(0, Ordering::SeqCst);
     }
 
@@ -988,7 +1054,12 @@ impl Drop for Inner {
 
 /// A page that is not inherited by children: it tells a forked process from the one that made the arena,
 /// even when fork was called as a raw system call.
+///
+/// Where the kernel cannot do that, the page says which process made the arena.
 struct Sentinel(*mut AtomicU64);
+
+/// What the page says in the process that made the arena, if the kernel wipes it in others.
+const WIPED_ELSEWHERE: u64 = u64::MAX;
 
 // SAFETY: the page is only read after creation, through an atomic.
 unsafe impl Send for Sentinel {}
@@ -1010,8 +1081,9 @@ impl Sentinel {
             if page == libc::MAP_FAILED {
                 return Err(Error::Io(io::Error::last_os_error()));
             }
-            libc::madvise(page, 4096, libc::MADV_WIPEONFORK);
-            page.cast::<AtomicU64>().write(AtomicU64::new(1));
+            let wiped = libc::madvise(page, 4096, libc::MADV_WIPEONFORK) == 0;
+            let word = if wiped { WIPED_ELSEWHERE } else { u64::from(std::process::id()) };
+            page.cast::<AtomicU64>().write(AtomicU64::new(word));
             Ok(Sentinel(page.cast()))
         }
     }
@@ -1019,7 +1091,11 @@ impl Sentinel {
     #[inline]
     fn is_wiped(&self) -> bool {
         // SAFETY: the page lives as long as we do.
-        unsafe { (*self.0).load(Ordering::Relaxed) == 0 }
+        match unsafe { (*self.0).load(Ordering::Relaxed) } {
+            WIPED_ELSEWHERE => false,
+            0 => true,
+            maker => maker != u64::from(std::process::id()),
+        }
     }
 }
 
@@ -1028,6 +1104,15 @@ impl Drop for Sentinel {
         // SAFETY: nobody else holds the page.
         unsafe { libc::munmap(self.0.cast(), 4096) };
     }
+}
+
+/// Who we are, and the namespaces in which that has meaning.
+fn own_identity() -> Result<(Identity, u64), Error> {
+    let own = || Ok((Identity::own()?, alive::own_namespaces()?));
+    own().map_err(|error: io::Error| {
+        let what = format!("a shared store needs /proc of this pid namespace to notice deaths: {error}");
+        Error::Io(io::Error::new(error.kind(), what))
+    })
 }
 
 fn span_count(capacity_bytes: u64) -> usize {

@@ -9,6 +9,7 @@
 //! A seat is written by its owner only, except under recovery, which excludes
 //! itself by the `state` word.
 
+use super::alive;
 use super::class::CLASS_COUNT;
 use std::io;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -30,28 +31,32 @@ pub const INTENT_ALLOC: usize = 0;
 /// Intent slot: a block about to be unlinked and not yet in limbo.
 pub const INTENT_RETIRE: usize = 1;
 
-// `state` holds who sits here, in one word so that one compare-and-swap takes the seat:
-// 22 bits of process id (the kernel's limit), 40 bits of its start time, 2 bits of kind; 0 is free.
+// `state` holds who sits here, in one word so that one compare-and-swap takes the seat: 22 bits of process id (the
+// kernel's limit), 28 bits of its start time (31 days), 12 bits that tell its programs apart, one exec after the other,
+// 2 bits of kind; 0 is free.
 const KIND_BITS: u32 = 2;
-const START_BITS: u32 = 40;
+const IMAGE_BITS: u32 = 12;
+const START_BITS: u32 = 28;
+const START_SHIFT: u32 = KIND_BITS + IMAGE_BITS;
+const PID_SHIFT: u32 = START_SHIFT + START_BITS;
 /// Kind: a thread sits here.
 const KIND_TAKEN: u64 = 1;
 /// Kind: the named process is cleaning up after the one that sat here.
 const KIND_RECOVERING: u64 = 2;
+/// The whole `state` of a seat whose process is known to be dead, whoever it was.
+pub(super) const ABANDONED: u64 = 3;
 
 /// One seat, in arena memory.
 #[repr(C, align(64))]
 pub struct Seat {
     pub(super) state: AtomicU64,
-    /// Inode of the process-id namespace in which `state` has meaning.
-    pub(super) namespace: AtomicU64,
     pub(super) intents: [AtomicU64; 2],
     /// Bytes and number of blocks retired since the last collection.
     pub(super) retired_bytes: AtomicU64,
     pub(super) retired: AtomicU64,
     /// Limbo entries at and above this index are zero.
     pub(super) limbo_high: AtomicU64,
-    _pad: u64,
+    _pad: [u64; 2],
     pub(super) hazards: [AtomicU64; HAZARDS],
     /// Span leased per class, plus one; 0 is none.
     pub(super) leases: [AtomicU32; CLASS_COUNT],
@@ -107,23 +112,37 @@ impl Seat {
     }
 }
 
-/// Who a process is: its id and its start time, so that a reused id is another process.
+/// Who a process is: its id, its start time, so that a reused id is another process, and which program it runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Identity(u64);
 
 impl Identity {
     /// Returns the identity of this process.
+    ///
+    /// # Errors
+    /// Without a /proc that shows it.
     pub fn own() -> io::Result<Identity> {
         let pid = std::process::id();
-        match start_time(pid)? {
-            Some(start) => Ok(Identity::new(pid, start)),
-            None => Err(io::Error::new(io::ErrorKind::NotFound, "/proc/self/stat does not show this process")),
-        }
+        let (start, _) = alive::start_time(pid)?;
+        Ok(Identity(Identity::new(pid, start).0 | image() << KIND_BITS))
     }
 
-    fn new(pid: u32, start: u64) -> Identity {
-        let start = start & ((1 << START_BITS) - 1);
-        Identity((u64::from(pid) << (START_BITS + KIND_BITS)) | (start << KIND_BITS))
+    pub fn new(pid: u32, start: u64) -> Identity {
+        Identity(u64::from(pid) << PID_SHIFT | (start & ((1 << START_BITS) - 1)) << START_SHIFT)
+    }
+
+    /// Returns the process named in a seat's `state`.
+    pub fn of(state: u64) -> Identity {
+        Identity(state >> KIND_BITS << KIND_BITS)
+    }
+
+    pub fn pid(self) -> u32 {
+        (self.0 >> PID_SHIFT) as u32
+    }
+
+    /// Whether both are one process, whatever program it runs.
+    pub fn is_process(self, other: Identity) -> bool {
+        self.0 >> START_SHIFT == other.0 >> START_SHIFT
     }
 
     pub fn taken(self) -> u64 {
@@ -133,68 +152,20 @@ impl Identity {
     pub fn recovering(self) -> u64 {
         self.0 | KIND_RECOVERING
     }
-
-    /// Whether the process named in a seat's non-zero `state` can still execute instructions.
-    pub fn state_is_alive(state: u64) -> bool {
-        let pid = (state >> (START_BITS + KIND_BITS)) as u32;
-        let start = (state >> KIND_BITS) & ((1 << START_BITS) - 1);
-        match start_time(pid) {
-            Ok(Some(now)) => now & ((1 << START_BITS) - 1) == start,
-            Ok(None) => false,
-            // Unreadable /proc: rather wait for somebody alive than clean up under him.
-            Err(_) => true,
-        }
-    }
 }
 
-/// Start time of a process in clock ticks since boot; `None` when no thread of it can run any more.
-fn start_time(pid: u32) -> io::Result<Option<u64>> {
-    let text = match std::fs::read(format!("/proc/{pid}/stat")) {
-        Ok(text) => text,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => return Ok(None),
-        Err(error) => return Err(error),
-    };
-    // The name in parentheses may hold anything, so count fields from its end; state is field 3.
-    let Some(end) = text.iter().rposition(|&byte| byte == b')') else { return Ok(None) };
-    let fields: Vec<&[u8]> = text[end + 1..].split(u8::is_ascii_whitespace).filter(|part| !part.is_empty()).collect();
-    let number = |index: usize| -> u64 {
-        let field = fields.get(index).copied().unwrap_or_default();
-        std::str::from_utf8(field).ok().and_then(|field| field.parse().ok()).unwrap_or(0)
-    };
-    // A zombie leader with more than one thread left still has threads that run.
-    let ended = matches!(fields.first(), Some(&b"Z") | Some(&b"X") | Some(&b"x"));
-    if ended && number(17) <= 1 {
-        return Ok(None);
-    }
-    Ok(Some(number(19)))
-}
-
-/// Inode of this process's process-id namespace, 0 if it cannot be told.
-pub(super) fn own_namespace() -> u64 {
-    use std::os::unix::fs::MetadataExt;
-    std::fs::metadata("/proc/self/ns/pid").map_or(0, |meta| meta.ino())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_living_and_a_dead_process_are_told_apart() {
-        let own = Identity::own().unwrap();
-        assert!(Identity::state_is_alive(own.taken()));
-        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
-        let start = start_time(child.id()).unwrap().unwrap();
-        let state = Identity::new(child.id(), start).taken();
-        assert!(Identity::state_is_alive(state));
-        assert!(!Identity::state_is_alive(Identity::new(child.id(), start + 1).taken()), "another start time");
-        child.kill().unwrap();
-        // Not reaped yet: a zombie can execute nothing.
-        while Identity::state_is_alive(state) {
-            std::thread::yield_now();
-        }
-        child.wait().unwrap();
-        assert!(!Identity::state_is_alive(state));
-    }
+/// What tells this program from the one before and after it: exec keeps process id and start time, not this.
+///
+/// Made from the bytes that the kernel draws at each exec, so that it is the same for every copy of this code in the
+/// process.
+fn image() -> u64 {
+    // SAFETY: asks for a word of the auxiliary vector, which stays as the kernel wrote it.
+    let drawn = unsafe { libc::getauxval(libc::AT_RANDOM) } as *const [u8; 16];
+    // SAFETY: the kernel put 16 bytes there, which stay as long as the process; where it has none, it names no place.
+    let drawn = if drawn.is_null() { [0; 16] } else { unsafe { drawn.read() } };
+    let hash = drawn
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |sum: u64, &byte| (sum ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3));
+    // The low bits of the sum are the worse ones.
+    1 + (hash >> 32) % ((1 << IMAGE_BITS) - 1)
 }

@@ -14,7 +14,9 @@ use super::class::{CUTS, Cut, LOG, LOG_SPANS_MAX, SMALL_BYTES_MAX, SPAN_BYTES, c
 use super::fault;
 use super::seat::{INTENT_ALLOC, Seat};
 use super::{Error, Inner};
+use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 /// State: never used.
 const UNUSED: u64 = 0;
@@ -37,6 +39,10 @@ const LOG_ARENA_SPANS_MIN: usize = 128;
 
 /// Free spans kept with their pages before any are given back.
 const KEEP_SPANS: u64 = 4;
+
+/// How long the pages of a freed extent stay in a file. Who reads an array takes no hazard, so he may come late; a day in
+/// tests, so that none of them depends on the hour.
+const LATE: Duration = if cfg!(test) { Duration::from_secs(86_400) } else { Duration::from_millis(100) };
 
 /// A span's table entry.
 #[repr(C)]
@@ -367,7 +373,7 @@ impl Inner {
         loop {
             let span = self.fresh();
             if span >= self.layout.spans {
-                return Err(Error::Full { limit_bytes: (self.layout.spans * SPAN_BYTES) as u64 });
+                return self.claim_unhinted(owner);
             }
             let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
             let claimed = meta.state == UNUSED && meta.owner == 0 && self.claim(span, meta, owner)?;
@@ -379,6 +385,25 @@ impl Inner {
         }
     }
 
+    /// Takes a free span that no hint names: an aligned extent passed over it, somebody held it only for a moment, or he
+    /// died before he hinted. All others get their hints, so that the next claims need not look everywhere.
+    #[cold]
+    fn claim_unhinted(&self, owner: u64) -> Result<usize, Error> {
+        let mut claimed = None;
+        for span in 0..self.layout.spans {
+            let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+            if !meta.claimable() {
+                continue;
+            }
+            if claimed.is_some() {
+                self.hint(0, span);
+            } else if self.claim(span, meta, owner)? {
+                claimed = Some(span);
+            }
+        }
+        claimed.ok_or(Error::Full { limit_bytes: (self.layout.spans * SPAN_BYTES) as u64 })
+    }
+
     /// Takes `span`, seen claimable as `meta`, and makes sure it has pages. False if somebody else was quicker.
     fn claim(&self, span: usize, meta: Meta, owner: u64) -> Result<bool, Error> {
         let held = Meta { owner, ..meta };
@@ -388,13 +413,13 @@ impl Inner {
         fault::point();
         if meta.state == FREE {
             let _ = self.header().kept.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
-        } else if let Err(source) = self.map.secure(self.span_offset(span) as usize, SPAN_BYTES) {
+        } else if let Err(error) = self.map.secure(self.span_offset(span) as usize, SPAN_BYTES) {
             // UNUSED stays UNUSED, a hole stays a hole: the next try asks for pages again.
             self.entry(span).meta.store(Meta { owner: 0, ..meta }.word(), Ordering::SeqCst);
             if meta.state == HOLE {
                 self.hint(0, span);
             }
-            return Err(Error::NoMemory { source });
+            return Err(error);
         }
         self.entry(span).meta.store(Meta::free(FREE, owner), Ordering::SeqCst);
         Ok(true)
@@ -441,7 +466,7 @@ impl Inner {
             let claimed = if meta.claimable() { self.claim(span, meta, owner) } else { Ok(false) };
             if !matches!(claimed, Ok(true)) {
                 for back in start..span {
-                    self.make_free(back, owner);
+                    self.make_free(back, owner, true);
                 }
                 return claimed.map(|_| Some(span));
             }
@@ -449,7 +474,7 @@ impl Inner {
         Ok(None)
     }
 
-    /// Takes a block back. `owner` names the seat on whose behalf.
+    /// Takes a block back, and nothing if none begins there. `owner` names the seat on whose behalf.
     pub(super) fn free(&self, block: u64, owner: u64) {
         let Some((span, meta)) = self.head_of(block) else {
             debug_assert!(false, "free of an offset outside the spans");
@@ -457,19 +482,25 @@ impl Inner {
         };
         match meta.state {
             SMALL => self.free_small(block, span, meta, owner),
-            LARGE => self.free_large(span, owner),
-            _ => debug_assert!(false, "free in a span of state {}", meta.state),
+            LARGE if block == self.span_offset(span) => self.free_large(span, owner, true),
+            _ => debug_assert!(false, "free of {block:#x} in a span of state {}", meta.state),
         }
     }
 
     fn free_small(&self, block: u64, span: usize, meta: Meta, owner: u64) {
         let class = meta.class;
         let cut = &meta.cut();
-        let number = (block - self.span_offset(span)) as u32;
-        let number = (number - cut.first) / cut.block_bytes;
+        // Its callers may be wrong: what is no block of this span must not become a bit outside its bitmap.
+        let Some(number) = self.number_of(block, span, cut) else {
+            debug_assert!(false, "free of {block:#x}, where no block begins");
+            return;
+        };
         let mask = 1u64 << (number % 64);
         let before = self.bitmap(span, cut, number / 64).fetch_and(!mask, Ordering::SeqCst);
         debug_assert!(before & mask != 0, "block {block:#x} freed twice");
+        if before & mask == 0 {
+            return;
+        }
         fault::point();
         // SeqCst: pairs with `drop_lease`.
         let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
@@ -482,6 +513,14 @@ impl Inner {
         if before & !mask == tail_mask(cut, number / 64) && self.is_empty(span, cut) {
             self.release_span(span, meta, owner);
         }
+    }
+
+    /// The number of the block that begins at `block` in a span that is cut as `cut`.
+    #[inline]
+    fn number_of(&self, block: u64, span: usize, cut: &Cut) -> Option<u32> {
+        let inside = (block.checked_sub(self.span_offset(span))? as u32).checked_sub(cut.first)?;
+        let number = inside / cut.block_bytes;
+        (inside.is_multiple_of(cut.block_bytes) && number < cut.count).then_some(number)
     }
 
     /// The span in which the block at `block` is accounted for, and its meta word.
@@ -499,16 +538,19 @@ impl Inner {
         Some((span, meta))
     }
 
-    fn free_large(&self, head: usize, owner: u64) {
+    fn free_large(&self, head: usize, owner: u64, give_back: bool) {
         let meta = Meta::of(self.entry(head).meta.load(Ordering::SeqCst));
         // The block shrinks from its end, so that a death leaves a shorter block, not a torn one.
         for rest in (1..meta.spans).rev() {
+            // Ours before it is out of the block, so that whoever cleans up after us finds it.
+            self.entry(head + rest as usize).meta.store(Meta::free(REST, owner), Ordering::SeqCst);
+            fault::point();
             let shorter = Meta { owner, spans: rest, ..meta };
             self.entry(head).meta.store(shorter.word(), Ordering::SeqCst);
             fault::point();
-            self.make_free(head + rest as usize, owner);
+            self.make_free(head + rest as usize, owner, give_back);
         }
-        self.make_free(head, owner);
+        self.make_free(head, owner, give_back);
     }
 
     /// Makes an empty, unowned span that was seen as `meta` free, unless somebody leases it first.
@@ -523,26 +565,56 @@ impl Inner {
             // An empty extent is an empty large block.
             self.entry(span).meta.store(Meta { state: LARGE, class: 0, owner, spans }.word(), Ordering::SeqCst);
             fault::point();
-            self.free_large(span, owner);
+            let late = self.identity.is_some();
+            self.free_large(span, owner, !late);
+            if late {
+                self.late.lock().unwrap_or_else(PoisonError::into_inner).push_back((
+                    Instant::now(),
+                    span,
+                    spans as usize,
+                ));
+                self.give_back_late(Instant::now(), owner);
+            }
         } else if self.is_empty(span, cut) {
-            self.make_free(span, owner);
+            self.make_free(span, owner, true);
         } else {
             self.drop_lease(span, owner);
         }
     }
 
-    /// Makes a span that `owner` holds free, and gives pages back when enough free spans are kept.
-    fn make_free(&self, span: usize, owner: u64) {
+    /// Makes a span that `owner` holds free, and may give pages back when enough free spans are kept.
+    fn make_free(&self, span: usize, owner: u64, give_back: bool) {
         let entry = self.entry(span);
         entry.meta.store(Meta::free(FREE, owner), Ordering::SeqCst);
         fault::point();
-        let kept = self.header().kept.fetch_add(1, Ordering::Relaxed) + 1;
-        if kept > KEEP_SPANS + (self.fresh() / 64) as u64 {
+        self.header().kept.fetch_add(1, Ordering::Relaxed);
+        if give_back && self.keeps_enough() {
             self.give_back_group(span, owner);
         }
         let state = Meta::of(entry.meta.load(Ordering::SeqCst)).state;
         entry.meta.store(Meta::free(state, 0), Ordering::SeqCst);
         self.hint(0, span);
+    }
+
+    /// Whether more free spans have pages than are kept for the next who need some.
+    fn keeps_enough(&self) -> bool {
+        self.header().kept.load(Ordering::Relaxed) > KEEP_SPANS + (self.fresh() / 64) as u64
+    }
+
+    /// Gives the pages of extents back that this process freed long enough before `now`.
+    pub(super) fn give_back_late(&self, now: Instant, owner: u64) {
+        let due: Vec<_> = {
+            let mut late = self.late.lock().unwrap_or_else(PoisonError::into_inner);
+            let count = late.iter().take_while(|extent| now.duration_since(extent.0) >= LATE).count();
+            late.drain(..count).collect()
+        };
+        for (_, span, spans) in due {
+            for first in (span / GROUP * GROUP..span + spans).step_by(GROUP) {
+                if self.keeps_enough() {
+                    self.trim_group(first, owner);
+                }
+            }
+        }
     }
 
     /// Gives the 2 MiB around `span`, held free by `owner`, back to the system if its neighbours are free too.
@@ -566,7 +638,8 @@ impl Inner {
         }
         if whole {
             self.map.give_back(self.span_offset(first) as usize, (last - first) * SPAN_BYTES);
-            let freed = 1 + held.iter().filter(|(_, meta)| meta.state == FREE).count() as u64;
+            let was_free = Meta::of(self.entry(span).meta.load(Ordering::SeqCst)).state == FREE;
+            let freed = u64::from(was_free) + held.iter().filter(|(_, meta)| meta.state == FREE).count() as u64;
             let kept = &self.header().kept;
             let _ = kept.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| Some(n.saturating_sub(freed)));
             self.entry(span).meta.store(Meta::free(HOLE, owner), Ordering::SeqCst);
@@ -583,47 +656,93 @@ impl Inner {
     /// Gives all pages of free spans back to the system.
     pub(super) fn trim(&self, owner: u64) {
         for first in (0..self.fresh()).step_by(GROUP) {
-            let meta = Meta::of(self.entry(first).meta.load(Ordering::SeqCst));
-            let held = Meta { owner, ..meta };
-            if meta.state == FREE && meta.owner == 0 && self.swap_meta(first, meta.word(), held.word()) {
-                self.give_back_group(first, owner);
-                let state = Meta::of(self.entry(first).meta.load(Ordering::SeqCst)).state;
-                self.entry(first).meta.store(Meta::free(state, 0), Ordering::SeqCst);
-                self.hint(0, first);
-            }
+            self.trim_group(first, owner);
         }
     }
 
-    /// Puts back every span a dead seat held. `linked` is the block its last intent names if that block was kept.
+    /// Gives the 2 MiB from `first` on back to the system if all of it is free.
+    fn trim_group(&self, first: usize, owner: u64) {
+        // Holes too: a reader that was late may have filled one again.
+        let used = (first..(first + GROUP).min(self.layout.spans)).find_map(|span| {
+            let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+            (meta.claimable() && meta.state != UNUSED).then_some((span, meta))
+        });
+        let Some((span, meta)) = used else { return };
+        if self.swap_meta(span, meta.word(), Meta { owner, ..meta }.word()) {
+            self.give_back_group(span, owner);
+            let state = Meta::of(self.entry(span).meta.load(Ordering::SeqCst)).state;
+            self.entry(span).meta.store(Meta::free(state, 0), Ordering::SeqCst);
+            self.hint(0, span);
+        }
+    }
+
+    /// Puts back every span a dead seat held.
     pub(super) fn release_spans_of(&self, owner: u64) {
-        for span in 0..self.fresh().max(1).min(self.layout.spans) {
+        // All of them: who claims many moves `fresh` on only when he has them all.
+        for span in 0..self.layout.spans {
             let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
             if meta.owner != owner {
                 continue;
             }
             match meta.state {
                 SMALL => self.drop_lease(span, owner),
-                LARGE => self.free_large(span, owner),
+                LARGE => self.free_large(span, owner, true),
                 _ if self.inside_large(span) => {
                     self.entry(span).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
                 }
-                UNUSED => self.entry(span).meta.store(0, Ordering::SeqCst),
-                // It may have died before it secured the pages: a hole asks for them again.
-                FREE | HOLE => {
+                // The end of a block that it was freeing.
+                REST => self.make_free(span, owner, true),
+                // It may have died before it secured the pages, or right after: a hole asks for them again, and `trim`
+                // gives back what there is.
+                UNUSED | FREE | HOLE => {
+                    self.header().fresh.fetch_max(span as u64 + 1, Ordering::SeqCst);
                     self.entry(span).meta.store(Meta::free(HOLE, 0), Ordering::SeqCst);
                     self.hint(0, span);
                 }
                 _ => {}
             }
         }
-        // The one just past `fresh` may have been claimed by a seat that died before it moved `fresh` on.
-        let span = self.fresh();
-        if span < self.layout.spans {
+    }
+
+    /// Puts back spans that a death left where nobody looks: the rest of a block that is gone, and idle ones with room
+    /// that no hint names. Nobody else may use the arena meanwhile.
+    pub(super) fn release_lost(&self, owner: u64) {
+        self.each_orphan(|span| self.make_free(span, owner, true));
+        for span in 0..self.fresh() {
             let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
-            if meta.owner == owner && matches!(meta.state, UNUSED | FREE | HOLE) {
-                self.entry(span).meta.store(0, Ordering::SeqCst);
+            let cut = &meta.cut();
+            if meta.state != SMALL || meta.owner != 0 || !self.has_room(span, cut) {
+                continue;
+            }
+            if meta.class < LOG {
+                self.hint(meta.class, span);
+            }
+            if self.is_empty(span, cut) {
+                self.release_span(span, meta, owner);
             }
         }
+    }
+
+    /// Calls `visit` with every further span of a large block that no block reaches. Exact only while nobody allocates
+    /// or frees.
+    pub(super) fn each_orphan(&self, mut visit: impl FnMut(usize)) {
+        let mut end = 0;
+        for span in 0..self.layout.spans {
+            let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+            match meta.state {
+                LARGE => end = span + meta.spans as usize,
+                SMALL if meta.class >= LOG => end = span + meta.spans as usize,
+                REST if span >= end => visit(span),
+                _ => {}
+            }
+        }
+    }
+
+    /// Makes the large block at `block` shorter by a span that nobody knows of then.
+    #[cfg(test)]
+    pub(super) fn orphan_tail(&self, block: u64) {
+        let Some((head, meta)) = self.head_of(block) else { return };
+        self.entry(head).meta.store(Meta { spans: meta.spans - 1, ..meta }.word(), Ordering::SeqCst);
     }
 
     /// Whether `span` belongs to the large block that begins at or before it.
@@ -648,13 +767,9 @@ impl Inner {
             LARGE => block == self.span_offset(span),
             SMALL => {
                 let cut = &meta.cut();
-                let inside = (block - self.span_offset(span)) as u32;
-                if inside < cut.first || !(inside - cut.first).is_multiple_of(cut.block_bytes) {
-                    return false;
-                }
-                let number = (inside - cut.first) / cut.block_bytes;
-                number < cut.count
-                    && self.bitmap(span, cut, number / 64).load(Ordering::SeqCst) & (1 << (number % 64)) != 0
+                self.number_of(block, span, cut).is_some_and(|number| {
+                    self.bitmap(span, cut, number / 64).load(Ordering::SeqCst) & (1 << (number % 64)) != 0
+                })
             }
             _ => false,
         }

@@ -74,6 +74,27 @@ fn the_limit_is_an_error_and_freeing_helps() {
 }
 
 #[test]
+fn what_is_no_block_is_not_freed() {
+    let arena = Arena::private(&small()).unwrap();
+    let seat = arena.seat().unwrap();
+    let blocks: Vec<u64> = [64, 100, 5000, 60_000, 5 * SPAN_BYTES].map(|size| arena.alloc(&seat, size).unwrap()).into();
+    seat.settle_alloc();
+    let range = arena.data_range();
+    let spans = (range.start..range.end).step_by(SPAN_BYTES);
+    let wrong = spans.chain(blocks.iter().flat_map(|block| [block + 1, block + 16, block + (1 << 16)]));
+    let wrong = wrong.chain([0, 8, range.start - 16, range.end, u64::MAX]).filter(|offset| !blocks.contains(offset));
+    let freed = wrong.filter(|&offset| {
+        // Debug builds say what is wrong.
+        let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| arena.free(&seat, offset)));
+        let mut left = Vec::new();
+        arena.each_block(|block| left.push(block));
+        left.len() != blocks.len() || !blocks.iter().all(|&block| arena.is_allocated(block))
+    });
+    let freed: Vec<u64> = freed.collect();
+    assert_eq!(freed, []);
+}
+
+#[test]
 fn threads_get_different_blocks_and_may_free_each_others() {
     let arena = Arena::private(&small()).unwrap();
     let (sender, receiver) = std::sync::mpsc::channel::<u64>();
@@ -248,6 +269,23 @@ fn files_that_are_not_ours_are_refused_by_name() {
 
 #[test]
 fn a_forked_child_is_told() {
+    child_is_told();
+}
+
+#[test]
+fn a_forked_child_is_told_where_the_kernel_wipes_no_pages() {
+    std::thread::spawn(|| {
+        let advice = libc::MADV_WIPEONFORK as u32;
+        match refuse_calls(libc::SYS_madvise, libc::EINVAL, 2, libc::BPF_JEQ, advice) {
+            Ok(()) => child_is_told(),
+            Err(error) => println!("SKIPPED: no seccomp filter here: {error}"),
+        }
+    })
+    .join()
+    .unwrap();
+}
+
+fn child_is_told() {
     let arena = Arena::private(&small()).unwrap();
     let _ = arena.seat().unwrap();
     // SAFETY: the child only reads memory and leaves by _exit.
@@ -262,4 +300,324 @@ fn a_forked_child_is_told() {
     unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert_eq!(status, 0);
     assert!(!arena.is_forked());
+}
+
+/// Makes this thread's calls numbered `call` fail with `errno`, if the low half of their argument `argument` passes
+/// `test` against `value`.
+fn refuse_calls(call: i64, errno: i32, argument: u32, test: u32, value: u32) -> io::Result<()> {
+    const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+    const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+    let jump = |test: u32| (libc::BPF_JMP | test | libc::BPF_K) as u16;
+    let step = |code, jt, jf, k| libc::sock_filter { code, jt, jf, k };
+    let low_half = if cfg!(target_endian = "little") { 0 } else { 4 };
+    let mut steps = [
+        // The call's number, then the argument.
+        step(LOAD, 0, 0, 0),
+        step(jump(libc::BPF_JEQ), 0, 3, call as u32),
+        step(LOAD, 0, 0, 16 + argument * 8 + low_half),
+        step(jump(test), 0, 1, value),
+        step(RETURN, 0, 0, libc::SECCOMP_RET_ERRNO | errno as u32),
+        step(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let program = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
+    // SAFETY: the program outlives the call, which copies it; it concerns this thread alone.
+    let done = unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+            && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) == 0
+    };
+    if done { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[test]
+fn signals_do_not_keep_memory_from_being_secured() {
+    std::thread::spawn(|| {
+        // As if a signal came in each that is long enough.
+        if let Err(error) = refuse_calls(libc::SYS_fallocate, libc::EINTR, 3, libc::BPF_JGT, 300 << 10) {
+            println!("SKIPPED: no seccomp filter here: {error}");
+            return;
+        }
+        let (_path, file) = temp("signals");
+        let arena = Arena::create(file, &small()).unwrap();
+        let seat = arena.seat().unwrap();
+        let block = arena.alloc(&seat, 5 * SPAN_BYTES).unwrap();
+        arena.free(&seat, block);
+    })
+    .join()
+    .unwrap();
+}
+
+#[test]
+fn a_descriptor_that_another_file_took_tells_no_deaths() {
+    use std::os::fd::AsRawFd;
+    let (path, file) = temp("closed");
+    let one = Arena::create(file, &Options { kind: 5, ..small() }).unwrap();
+    let state = Identity::new(1, 0).taken();
+    let file = one.inner.map.file().unwrap();
+    assert!(alive::is_unlocked(file, one.inner.map.inode(), 1), "init uses no file of ours");
+    assert!(!one.inner.may_live(state), "nor began it with the clock");
+    // Another file takes the descriptor's number: nothing can be known any more from its locks.
+    let other = File::open("/dev/null").unwrap();
+    let kept = file.try_clone().unwrap();
+    // SAFETY: puts another file in the place of ours for a moment; nobody else knows that number.
+    assert!(unsafe { libc::dup2(other.as_raw_fd(), file.as_raw_fd()) } >= 0);
+    assert!(!alive::is_unlocked(file, one.inner.map.inode(), 1));
+    // SAFETY: as above, back again.
+    assert!(unsafe { libc::dup2(kept.as_raw_fd(), file.as_raw_fd()) } >= 0);
+    assert!(alive::is_unlocked(file, one.inner.map.inode(), 1));
+    drop(path);
+}
+
+#[test]
+fn a_file_that_took_the_descriptor_is_left_alone() {
+    use std::os::fd::AsRawFd;
+    let (path, file) = temp("foreign");
+    let arena = Arena::create(file, &small()).unwrap();
+    let seat = arena.seat().unwrap();
+    let block = arena.alloc(&seat, 16 << 20).unwrap();
+    seat.settle_alloc();
+    let (other_path, other) = temp("foreign-other");
+    let bytes = vec![7; arena.data_range().end as usize];
+    std::fs::write(&other_path.0, &bytes).unwrap();
+    let file = arena.inner.map.file().unwrap();
+    let kept = file.try_clone().unwrap();
+    let used = || std::fs::metadata(&path.0).unwrap().blocks() * 512;
+    let full = used();
+    // SAFETY: puts another file in the place of ours for a while; nobody else knows that number.
+    assert!(unsafe { libc::dup2(other.as_raw_fd(), file.as_raw_fd()) } >= 0);
+    arena.free(&seat, block);
+    arena.trim(&seat);
+    let refused = arena.alloc(&seat, 32 << 20);
+    // SAFETY: as above, back again.
+    assert!(unsafe { libc::dup2(kept.as_raw_fd(), file.as_raw_fd()) } >= 0);
+    assert!(std::fs::read(&other_path.0).unwrap() == bytes, "another file was changed");
+    assert!(matches!(refused, Err(Error::Io(_))), "{refused:?}");
+    assert!(used() + (14 << 20) < full, "pages are given back without the descriptor");
+    arena.alloc(&seat, 32 << 20).unwrap();
+}
+
+#[test]
+fn spans_that_extents_pass_over_are_used_before_the_limit() {
+    let arena = Arena::private(&Options { capacity_bytes: 256 << 20, ..small() }).unwrap();
+    let seat = arena.seat().unwrap();
+    let mut bytes = 0;
+    // Extents are aligned, and small blocks between them see to it that the next one never begins where the last ended.
+    'full: loop {
+        for _ in 0..1000 {
+            match arena.alloc(&seat, 1024) {
+                Ok(_) => bytes += 1024,
+                Err(error) => break 'full assert!(matches!(error, Error::Full { .. }), "{error}"),
+            }
+        }
+        for _ in 0..8 {
+            bytes += arena.alloc_log(&seat, 1 << 20, false).map_or(0, |_| 1 << 20);
+        }
+    }
+    let held = arena.stats().spans.held_bytes;
+    assert_eq!(held, 256 << 20, "full with {} MiB of 256 in blocks", bytes >> 20);
+}
+
+/// Cleans up after every dead seat, none of whose blocks were linked.
+#[cfg(any(debug_assertions, pagefold_stress))]
+fn recover_unlinked(arena: &Arena) {
+    for owner in arena.dead_seats() {
+        if let Some(dead) = arena.begin_recovery(owner) {
+            arena.recover_alloc(&dead);
+            arena.recover_retire(&dead);
+            arena.end_recovery(dead);
+        }
+    }
+}
+
+#[test]
+#[cfg(any(debug_assertions, pagefold_stress))]
+fn spans_that_the_dead_claimed_come_back() {
+    // Spans claimed, pages secured, heads written, rests written: a death at each stage of a block of many spans.
+    let spans = 100;
+    for point in [1, 2, 3, 10, 50, 99, 100, 101, 102, 103, 150, 199, 200] {
+        let (path, file) = temp("claimed");
+        let arena = Arena::create(file, &small()).unwrap();
+        let seat = arena.seat().unwrap();
+        let used = || std::fs::metadata(&path.0).unwrap().blocks() * 512;
+        let empty = used();
+        assert!(fault::dies(point, || {
+            let arena = Arena::open_path(&path.0, 0, Pages::Auto).unwrap();
+            let seat = arena.seat().unwrap();
+            let _ = arena.alloc(&seat, spans * SPAN_BYTES);
+        }));
+        recover_unlinked(&arena);
+        arena.trim(&seat);
+        let stats = arena.stats().spans;
+        assert_eq!((stats.block_count, stats.held_bytes), (0, 0), "death at point {point}");
+        // A seat and a page or two of bookkeeping.
+        assert!(used() < empty + (1 << 20), "death at point {point}: {empty} to {} bytes in an empty arena", used());
+        let whole = arena.alloc(&seat, 64 << 20);
+        assert!(whole.is_ok(), "death at point {point}: {whole:?}");
+        seat.settle_alloc();
+    }
+}
+
+#[test]
+#[cfg(any(debug_assertions, pagefold_stress))]
+fn what_a_dead_recoverer_freed_is_not_freed_again() {
+    let (path, file) = temp("freed");
+    let arena = Arena::create(file, &small()).unwrap();
+    let seat = arena.seat().unwrap();
+    let large = || arena.alloc(&seat, 4 * SPAN_BYTES).unwrap();
+    for point in 1.. {
+        // One takes a large block and dies before he links it, the one who cleans up after him dies too.
+        let taken = fault::dies(0, || {
+            let arena = Arena::open_path(&path.0, 0, Pages::Auto).unwrap();
+            let _ = arena.alloc(&arena.seat().unwrap(), 4 * SPAN_BYTES);
+            // SAFETY: ends this process, with its seat taken.
+            unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+        });
+        assert!(taken);
+        let died = fault::dies(point, || recover_unlinked(&Arena::open_path(&path.0, 0, Pages::Auto).unwrap()));
+        // Others go on before anybody notices.
+        let ours = [large(), large()];
+        seat.settle_alloc();
+        recover_unlinked(&arena);
+        assert!(ours.iter().all(|&block| arena.is_allocated(block)), "recoverer's death at point {point}");
+        // What the two deaths lost, an audit finds.
+        let mut all = Vec::new();
+        arena.each_block(|block| all.push(block));
+        assert!(all.len() <= 3, "{all:?}");
+        all.into_iter().for_each(|block| arena.free(&seat, block));
+        if !died {
+            break;
+        }
+    }
+}
+
+#[test]
+#[cfg(any(debug_assertions, pagefold_stress))]
+fn spans_of_a_block_that_the_dead_were_freeing_come_back() {
+    for point in 1.. {
+        let (path, file) = temp("freeing");
+        let arena = Arena::create(file, &small()).unwrap();
+        let seat = arena.seat().unwrap();
+        let died = fault::dies(0, || {
+            let arena = Arena::open_path(&path.0, 0, Pages::Auto).unwrap();
+            let seat = arena.seat().unwrap();
+            let block = arena.alloc(&seat, 5 * SPAN_BYTES).unwrap();
+            seat.settle_alloc();
+            fault::arm(point);
+            arena.free(&seat, block);
+            // SAFETY: leaves the child without running destructors of the parent's threads.
+            unsafe { libc::_exit(0) };
+        });
+        recover_unlinked(&arena);
+        assert_eq!(arena.orphan_bytes(), 0, "death at point {point}");
+        // A death before the block got shorter leaves it to the audit.
+        let mut lost = Vec::new();
+        arena.each_block(|block| lost.push(block));
+        assert!(lost.len() <= 1);
+        lost.into_iter().for_each(|block| arena.free(&seat, block));
+        let whole = arena.alloc(&seat, 64 << 20);
+        assert!(whole.is_ok(), "death at point {point}: {whole:?}");
+        if !died {
+            assert!(point > 8, "{point}");
+            break;
+        }
+    }
+}
+
+#[test]
+#[cfg(any(debug_assertions, pagefold_stress))]
+fn an_empty_span_that_nobody_knows_of_comes_back() {
+    for point in 1.. {
+        let (path, file) = temp("unhinted");
+        let arena = Arena::create(file, &small()).unwrap();
+        let seat = arena.seat().unwrap();
+        // The only block of an idle span, and he who frees it dies.
+        let block = arena.alloc(&seat, 1000).unwrap();
+        seat.settle_alloc();
+        arena.inner.drop_leases(&seat, seat.owner);
+        // As far as he knows, others who look for room have seen no hint.
+        for index in 0..arena.inner.layout.hint_words * CLASS_COUNT {
+            arena.inner.word((arena.inner.layout.hints + index * 8) as u64).store(0, Ordering::Relaxed);
+        }
+        let died = fault::dies(0, || {
+            let arena = Arena::open_path(&path.0, 0, Pages::Auto).unwrap();
+            let seat = arena.seat().unwrap();
+            fault::arm(point);
+            arena.free(&seat, block);
+            // SAFETY: leaves the child without running destructors of the parent's threads.
+            unsafe { libc::_exit(0) };
+        });
+        recover_unlinked(&arena);
+        arena.release_lost(&seat);
+        let whole = arena.alloc(&seat, 64 << 20);
+        assert!(whole.is_ok(), "death at point {point}: {whole:?}");
+        if !died {
+            break;
+        }
+    }
+}
+
+#[test]
+fn the_rest_of_a_block_that_is_gone_is_found() {
+    let arena = Arena::private(&small()).unwrap();
+    let seat = arena.seat().unwrap();
+    let block = arena.alloc(&seat, 5 * SPAN_BYTES).unwrap();
+    seat.settle_alloc();
+    arena.inner.orphan_tail(block);
+    assert_eq!(arena.orphan_bytes(), SPAN_BYTES as u64);
+    arena.release_lost(&seat);
+    assert_eq!(arena.orphan_bytes(), 0);
+    arena.free(&seat, block);
+    arena.alloc(&seat, 64 << 20).unwrap();
+}
+
+#[test]
+fn holes_that_were_filled_again_are_trimmed() {
+    let (path, file) = temp("holes");
+    let arena = Arena::create(file, &small()).unwrap();
+    let seat = arena.seat().unwrap();
+    let block = arena.alloc(&seat, 32 << 20).unwrap();
+    seat.settle_alloc();
+    let used = || std::fs::metadata(&path.0).unwrap().blocks() * 512;
+    let full = used();
+    arena.free(&seat, block);
+    arena.trim(&seat);
+    let empty = used();
+    assert!(empty + (30 << 20) < full, "{empty} of {full} bytes");
+    // A late reader: each page that it touches is there again.
+    for at in (block..block + (32 << 20)).step_by(4096) {
+        arena.inner.word(at).load(Ordering::Relaxed);
+    }
+    assert!(used() > empty + (30 << 20), "on this file system holes stay holes when they are read");
+    arena.trim(&seat);
+    assert_eq!(used(), empty);
+    assert_eq!(arena.stats().spans.held_bytes, 0);
+}
+
+#[test]
+fn pages_of_freed_extents_stay_a_while() {
+    let (path, file) = temp("late");
+    let arena = Arena::create(file, &Options { capacity_bytes: 512 << 20, ..small() }).unwrap();
+    let seat = arena.seat().unwrap();
+    let used = || std::fs::metadata(&path.0).unwrap().blocks() * 512;
+    let fill = || -> Vec<u64> {
+        let blocks = (0..1000).map(|_| arena.alloc_log(&seat, 64 << 10, false).unwrap());
+        let blocks = blocks.inspect(|&block| arena.inner.word(block).store(7, Ordering::Relaxed)).collect();
+        seat.settle_alloc();
+        blocks
+    };
+    let blocks = fill();
+    let full = used();
+    blocks.iter().for_each(|&block| arena.free(&seat, block));
+    assert_eq!(used(), full, "given back at once");
+    assert_eq!(arena.inner.word(blocks[0]).load(Ordering::Relaxed), 7);
+    let day = std::time::Duration::from_secs(86_400);
+    arena.inner.give_back_late(Instant::now() + day, seat.owner);
+    assert!(used() < full - (50 << 20), "{} of {full} bytes kept", used());
+    // What serves again meanwhile is not given back; `trim` waits for nothing.
+    fill().iter().for_each(|&block| arena.free(&seat, block));
+    let blocks = fill();
+    arena.inner.give_back_late(Instant::now() + day, seat.owner);
+    assert!(blocks.iter().all(|&block| arena.inner.word(block).load(Ordering::Relaxed) == 7));
+    blocks.iter().for_each(|&block| arena.free(&seat, block));
+    arena.trim(&seat);
+    assert_eq!(arena.stats().spans.held_bytes, 0);
 }

@@ -1,0 +1,174 @@
+//! What only the inside of a store shows.
+
+use super::*;
+use crate::bucket::SLOTS;
+#[cfg(any(debug_assertions, pagefold_stress))]
+use crate::fault;
+use crate::record::Record;
+use crate::table::{Place, Sink, Spot};
+
+/// A shared store of this test's own, whose file is removed at the end, also of a failed test.
+struct Shared {
+    store: Store,
+    path: PathBuf,
+}
+
+impl Shared {
+    fn new(what: &str) -> Shared {
+        let path = PathBuf::from(format!("/dev/shm/forrest-test-{what}-{}", std::process::id()));
+        let _ = std::fs::remove_file(&path);
+        Shared { store: Options::new().limit_bytes(64 << 20).create_path(&path).unwrap(), path }
+    }
+
+    fn again(&self) -> Store {
+        Options::new().open_existing_path(&self.path).unwrap()
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+#[test]
+fn the_limit_ends_where_entries_can_point() {
+    for limit in [1 << 40, (1 << 40) + 1, 3 << 40, u64::MAX] {
+        match Options::new().limit_bytes(limit).pages(Pages::Small).private() {
+            Ok(store) => assert!(store.table.arena.data_range().end <= OFFSETS_END, "{limit:#x}"),
+            // So much address space may not be had.
+            Err(error) => println!("SKIPPED: a limit of {limit:#x} bytes: {error}"),
+        }
+    }
+}
+
+/// Reads a value, but lets its key be deleted, and the freed memory be given back, when the record has just been found.
+struct Late<'a> {
+    other: &'a Store,
+    key: &'a [u8],
+    value: Vec<u8>,
+}
+
+impl Sink for Late<'_> {
+    fn inline(&mut self, _bytes: [u8; 8], _length: usize) {}
+
+    fn record(&mut self, record: Record<'_>, _offset: u64) {
+        self.other.delete(self.key).unwrap();
+        self.other.trim().unwrap();
+        self.value.clear();
+        record.copy_value(&mut self.value);
+    }
+}
+
+#[test]
+fn a_long_value_stays_while_it_is_copied() {
+    let shared = Shared::new("late");
+    let (store, other) = (&shared.store, &shared.again());
+    let value: Vec<u8> = (0..8u32 << 20).map(|at| (at % 251) as u8 + 1).collect();
+    let read = |key: &[u8]| {
+        let mut late = Late { other, key, value: Vec::new() };
+        let found = store.table.read(key, store.table.hasher.first(key), &mut late);
+        (found, late.value)
+    };
+    store.set(b"long", &value).unwrap();
+    assert!(read(b"long") == (true, value.clone()), "the value was not as it was when it was found");
+    // The same pages serve again, and nothing is held back for good.
+    assert!(store.get(b"long").is_none());
+    other.trim().unwrap();
+    assert_eq!(other.stats().held_bytes, store.stats().held_bytes);
+    assert_eq!(store.check().unwrap().lost_blocks, 0);
+    // Without a hazard to be had a reader notices afterwards, as with a short value.
+    store.set(b"held", &[1; 5000]).unwrap();
+    let held: Vec<_> = (0..arena::HAZARDS).map(|_| store.get_ref(b"held").unwrap()).collect();
+    store.set(b"long", &value).unwrap();
+    assert!(store.get(b"long").as_deref() == Some(&value));
+    assert!(!read(b"long").0);
+    drop(held);
+    store.set(b"short", &[1; 500]).unwrap();
+    assert!(!read(b"short").0);
+}
+
+/// One dies with an entry in two places, the second in a record; then the one who cleans up after him dies as well,
+/// at each point in turn. Whoever comes next finishes both, and frees the record once.
+#[test]
+#[cfg(any(debug_assertions, pagefold_stress))]
+fn recoverers_may_be_killed_too() {
+    const SEGMENT: usize = 7;
+    let entries = |store: &Store| {
+        let mut entries: Vec<(Place, u64)> = Vec::new();
+        store.table.each_in(SEGMENT, |place, remainder| entries.push((place, remainder)));
+        entries
+    };
+    let key_of = |store: &Store, (place, remainder): (Place, u64)| {
+        let mut key = Vec::new();
+        store.table.key_of(SEGMENT, place, remainder, &mut key);
+        key
+    };
+    // A full segment of records, one of which lies in a full bucket while its home has a free slot: it moves there
+    // when its value becomes short. Where entries lie is another secret of each store.
+    let prepare = || loop {
+        let shared = Shared::new("recoverers");
+        let store = &shared.store;
+        for number in 1..200u64 {
+            let remainder = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 12;
+            let key = store.table.hasher.word_of(Spot { segment: SEGMENT, remainder }.hash());
+            store.set(&key, &[1; 100]).unwrap();
+        }
+        let all = entries(store);
+        let buckets = store.table.dir(SEGMENT, Ordering::Relaxed).buckets();
+        let full = |bucket| all.iter().filter(|(place, _)| place.bucket == bucket).count() == SLOTS;
+        let away = all.iter().find_map(|&(place, remainder)| {
+            let home = store.table.way(remainder, buckets).home();
+            (home != place.bucket && full(place.bucket)).then_some((place, remainder, home))
+        });
+        let Some((place, remainder, home)) = away else { continue };
+        let near = *all.iter().find(|(place, _)| place.bucket == home).unwrap();
+        let (moving, near) = (key_of(store, (place, remainder)), key_of(store, near));
+        store.delete(&near).unwrap();
+        break (shared, moving, remainder);
+    };
+    let mut twice = 0;
+    for first in 1..12 {
+        for second in 1.. {
+            let (shared, moving, remainder) = prepare();
+            let store = &shared.store;
+            let opened = || {
+                let store = shared.again();
+                fault::arm(0);
+                store.set(b"takes a seat", b"").unwrap();
+                store
+            };
+            fault::dies(1 << 40, || {
+                let store = opened();
+                fault::arm(first);
+                store.set(&moving, b"short").unwrap();
+                // SAFETY: ends this process.
+                unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+            });
+            if entries(store).iter().filter(|entry| entry.1 == remainder).count() < 2 {
+                break;
+            }
+            twice += 1;
+            let died = fault::dies(second, || drop(shared.again()));
+            let at = format!("deaths at points {first} and {second}");
+            store.recover();
+            store.trim().unwrap();
+            let report = store.check().unwrap_or_else(|wrong| panic!("{at}: {wrong}"));
+            assert!(report.lost_blocks <= 1, "{at}: {} blocks lost", report.lost_blocks);
+            assert_eq!(store.get(&moving).unwrap(), b"short", "{at}");
+            // Each new record must lie where none is.
+            for number in 0..200u64 {
+                store.set(&number.to_le_bytes(), &[2; 100]).unwrap();
+            }
+            for entry in entries(store) {
+                let (key, value) = (key_of(store, entry), store.get(&key_of(store, entry)).unwrap());
+                assert!(value == &[1; 100] || value == b"short", "{at}: {key:?} is {value:?}");
+            }
+            store.check().unwrap_or_else(|wrong| panic!("{at}, after more: {wrong}"));
+            if !died {
+                break;
+            }
+        }
+    }
+    assert!(twice > 5, "{twice} recoveries of a double entry");
+}
