@@ -24,12 +24,13 @@ use many::{look, many_images};
 use memory::{Pair, memory_of_pair, run_time};
 use pagefold_image::mount::{self, Options};
 use pagefold_image::store::Store;
+use pagefold_os::mountinfo;
 use serde_json::{Value, json};
 use show::print_table;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
-use times::{build_speed, cold_start, throughput};
+use times::{Started, build_speed, cold_start, throughput};
 use trees::{build_tree, files, sh};
 
 type Error = Box<dyn std::error::Error>;
@@ -65,11 +66,10 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        let table = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-        let ours =
-            table.lines().filter_map(|line| line.split(' ').nth(4)).filter(|at| Path::new(at).starts_with(&self.dir));
-        for at in ours.collect::<Vec<_>>().into_iter().rev() {
-            let _ = Command::new("umount").args(["-l", at]).status();
+        let table = fs::read("/proc/self/mountinfo").unwrap_or_default();
+        let ours: Vec<_> = mountinfo::parse(&table).filter(|mount| mount.at.starts_with(&self.dir)).collect();
+        for mount in ours.iter().rev() {
+            let _ = Command::new("umount").arg("-l").arg(&mount.at).status();
         }
         if !self.keep {
             let _ = fs::remove_dir_all(&self.dir);
@@ -115,12 +115,11 @@ fn quick(scratch: &Scratch, composefs: Option<&Composefs>, out: &mut Vec<Value>)
     }
     sh(&format!("sync -f {}", scratch.dir.display()))?;
     let pair = Pair { name: "local", plain, layers: None };
-    let (_store, mounts, _) = memory_of_pair(scratch, &pair, composefs, out)?;
+    let (store, mounts, records) = memory_of_pair(scratch, &pair, composefs, out)?;
     throughput(&pair.plain[0], &mounts[0], 15, out)?;
     cold_start(
         scratch,
-        &pair.plain[0],
-        &mounts[0],
+        &Started { plain: &pair.plain[0], mounted: &mounts[0], store: &store, record: &records[0] },
         composefs,
         &["/usr/bin/python3.11", "-S", "-c", "import json, email, http.client"],
         9,
@@ -184,18 +183,19 @@ fn full(
         }
         sh(&format!("sync -f {}", scratch.dir.display()))?;
         let pair = Pair { name, plain: [plain.remove(0), plain.remove(0)], layers: Some(layers) };
-        let (store, mounts) = if part == Part::Timed {
+        let (store, mounts, record) = if part == Part::Timed {
             let store = Store::open(&scratch.dir.join(format!("store-{name}")), "default")?;
             let (record, _) = build_tree(&store, "1", &pair.plain[0])?;
             let at = scratch.sub(&format!("mnt-{name}-1"))?;
             mount::mount(&store, &record, &at, &Options::default())?;
-            (store, vec![at])
+            (store, vec![at], record)
         } else {
             let (store, mounts, records) = memory_of_pair(scratch, &pair, composefs, out)?;
             if let Err(error) = run_time(scratch, &pair, &store, &records, out) {
                 out.push(json!({ "bench": "run time", "pair": name, "error": error.to_string() }));
             }
-            (store, mounts.to_vec())
+            let [record, _] = records;
+            (store, mounts.to_vec(), record)
         };
         if part != Part::Counts {
             let start = match name {
@@ -212,7 +212,8 @@ fn full(
                 "mariadb" => &["/usr/sbin/mariadbd", "--version"],
                 _ => &["/usr/sbin/nginx", "-v"],
             };
-            cold_start(scratch, &pair.plain[0], &mounts[0], composefs, start, 21, out)?;
+            let started = Started { plain: &pair.plain[0], mounted: &mounts[0], store: &store, record: &record };
+            cold_start(scratch, &started, composefs, start, 21, out)?;
             if name == "tensorflow" {
                 throughput(&pair.plain[0], &mounts[0], 15, out)?;
             }

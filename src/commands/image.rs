@@ -17,6 +17,7 @@ use std::ffi::OsString;
 use std::io::{BufWriter, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 /// Store trees by content and mount them so that equal files share page cache
 #[derive(clap::Args)]
@@ -195,7 +196,7 @@ struct ImportArgs {
     /// Tag to take when there are several images
     #[arg(long = "ref", value_name = "TAG")]
     reference: Option<String>,
-    /// Most bytes of unpacked content
+    /// Most bytes of unpacked content, of all layers together
     #[arg(long, value_name = "SIZE", default_value = "1T", value_parser = units::size)]
     max_bytes: u64,
     /// Most entries of one layer
@@ -223,6 +224,9 @@ struct MountOptions {
     /// Refuse to run programs
     #[arg(long)]
     noexec: bool,
+    /// Do not read ahead what `exec --learn` has noted
+    #[arg(long)]
+    no_prefetch: bool,
 }
 
 impl MountOptions {
@@ -239,6 +243,7 @@ impl MountOptions {
             nosuid: self.nosuid,
             nodev: self.nodev,
             noexec: self.noexec,
+            no_prefetch: self.no_prefetch,
         }
     }
 }
@@ -264,6 +269,7 @@ struct MountArgs {
 #[command(after_help = "Examples:
   pagefold image exec app:1 -- /bin/sh
   pagefold image exec app:1 --rw --bind ./data:/data -e HOME=/root -- /usr/bin/env
+  sudo pagefold image exec app:1 --learn=20 -- /usr/bin/server   # once; later starts find the disk ahead of them
 
 Without a command the image's own is run. It takes this process over: its exit status and signals are passed on.")]
 struct ExecArgs {
@@ -280,6 +286,10 @@ struct ExecArgs {
     /// Set an environment variable
     #[arg(long = "env", short = 'e', value_name = "NAME=VALUE")]
     env: Vec<String>,
+    /// Note what the command opens and reads until it ends, for SECONDS at most, so that each later mount
+    /// and exec of the image reads that ahead (root)
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "60")]
+    learn: Option<u32>,
     /// Directory of the tree to start in
     #[arg(long, default_value = "")]
     workdir: String,
@@ -328,7 +338,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             }
             if mount.json {
                 print_json(&json!({ "name": record.name, "digest": record.digest, "mountpoint": mount.mountpoint,
-                    "kind": mounted.kind, "notes": mounted.notes }))?;
+                    "kind": mounted.kind, "notes": mounted.notes, "prefetched_bytes": mounted.prefetched_bytes }))?;
             }
         }
         Action::Umount { mountpoint, lazy } => mount::umount(&mountpoint, lazy)?,
@@ -376,6 +386,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
                 workdir: exec_args.workdir,
                 scratch: exec_args.rw,
                 mount: exec_args.options.options(),
+                learn: exec_args.learn.map(|seconds| Duration::from_secs(seconds.into())),
             };
             return Err(exec::exec(&store, &record, &run).into());
         }
@@ -411,6 +422,7 @@ fn report_built(record: &Record, stats: &pagefold_image::store::BuildStats, json
 }
 
 fn build_image(store: &Store, args: BuildArgs) -> Result<(), Error> {
+    store.check_name(&args.name)?;
     let (mut notes, limits) = (Notes::default(), Limits::default());
     let source = args.path.display().to_string();
     let building = store.build()?;
@@ -454,6 +466,7 @@ fn build_image(store: &Store, args: BuildArgs) -> Result<(), Error> {
 }
 
 fn import_image(store: &Store, args: ImportArgs) -> Result<(), Error> {
+    store.check_name(&args.name)?;
     let limits = Limits { bytes: args.max_bytes, entries: args.max_entries, ..Limits::default() };
     let mut notes = Notes::default();
     let building = store.build()?;

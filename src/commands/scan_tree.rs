@@ -14,9 +14,10 @@ pub fn run_tree(dirs: &[PathBuf], json: bool) -> Result<ExitCode, Error> {
     let progress = Progress::new("scan");
     let found = scan::trees(dirs, &progress)?;
     drop(progress);
+    let code = if found.unreadable > 0 { ExitCode::FAILURE } else { ExitCode::SUCCESS };
     if json {
         print_json(&found)?;
-        return Ok(ExitCode::SUCCESS);
+        return Ok(code);
     }
     for tree in &found.trees {
         say!("{:>10}  {:>8} files  {}", show_size(tree.bytes), tree.files, tree.path.display());
@@ -43,5 +44,5 @@ pub fn run_tree(dirs: &[PathBuf], json: bool) -> Result<ExitCode, Error> {
     if found.unreadable > 0 {
         eprintln!("pagefold: note: {} files or directories could not be read", found.unreadable);
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(code)
 }

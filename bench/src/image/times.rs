@@ -3,12 +3,14 @@
 use super::composefs::Composefs;
 use super::trees::*;
 use super::{Error, Scratch};
-use pagefold_image::store::Store;
+use pagefold_image::profile::Profile;
+use pagefold_image::store::{Record, Store};
 use serde_json::{Value, json};
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// CPU time of this thread, seconds: what a warm read costs, whoever else is running.
 fn cpu_s() -> f64 {
@@ -130,28 +132,62 @@ fn children_cpu_s() -> f64 {
     seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
+/// What programs are started from: a plain directory, a standing mount of its image, and the image.
+pub(super) struct Started<'a> {
+    pub plain: &'a Path,
+    pub mounted: &'a Path,
+    pub store: &'a Store,
+    pub record: &'a Record,
+}
+
+/// Has `pagefold image exec` learn what `command` needs, and returns the words that start it with that knowledge; `None`
+/// where the program is not built.
+fn learned(started: &Started, command: &[&str]) -> Result<Option<Vec<OsString>>, Error> {
+    let tool = std::env::current_exe()?.with_file_name("pagefold");
+    if !tool.exists() {
+        eprintln!("bench erofs: SKIPPED: learned starts: no {}; cargo build --release makes it", tool.display());
+        return Ok(None);
+    }
+    let words = |more: &[&str]| -> Vec<OsString> {
+        let mut words = vec![tool.clone().into(), "image".into(), "--store".into(), started.store.root().into()];
+        words.extend(
+            ["exec", &started.record.name].iter().chain(more).chain(&["--"]).chain(command).map(OsString::from),
+        );
+        words
+    };
+    let learn = words(&["--learn"]);
+    let said = Command::new(&learn[0]).args(&learn[1..]).stdout(Stdio::null()).stderr(Stdio::null()).status()?;
+    let since = Instant::now();
+    while Profile::load(started.store, &started.record.digest).is_none() {
+        if !said.success() || since.elapsed() > Duration::from_secs(60) {
+            return Err(format!("{learn:?}: {said}, and no profile").into());
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    Ok(Some(words(&[])))
+}
+
 /// Starts `command` with everything out of the kernel's caches, names and inodes too, from a plain directory and from
-/// mounts in turn; the order turns each round. What others do to the disk only adds, so the fastest tell as well.
+/// mounts in turn, and by `exec` of the image, which mounts it and reads ahead what an earlier start has needed; the order
+/// turns each round. What others do to the disk only adds, so the fastest tell as well.
 pub(super) fn cold_start(
     scratch: &Scratch,
-    plain: &Path,
-    mounted: &Path,
+    started: &Started,
     composefs: Option<&Composefs>,
     command: &[&str],
     rounds: usize,
     out: &mut Vec<Value>,
 ) -> Result<(), Error> {
-    let run = |root: &Path| -> Result<(f64, f64), Error> {
+    let run = |words: &[OsString]| -> Result<(f64, f64), Error> {
         // SAFETY: sync takes nothing and cannot fail.
         unsafe { libc::sync() };
         fs::write("/proc/sys/vm/drop_caches", "3")?;
         // The program that leads into the tree is the host's: it starts warm for all.
-        Command::new("chroot").arg("--version").stdout(Stdio::null()).status()?;
+        Command::new(&words[0]).arg("--version").stdout(Stdio::null()).status()?;
         let (start, cpu) = (Instant::now(), children_cpu_s());
-        let mut child = Command::new("chroot");
-        let status = child.arg(root).args(command).stdout(Stdio::null()).stderr(Stdio::null()).status()?;
+        let status = Command::new(&words[0]).args(&words[1..]).stdout(Stdio::null()).stderr(Stdio::null()).status()?;
         if !status.success() {
-            return Err(format!("{command:?} in {}: {status}", root.display()).into());
+            return Err(format!("{words:?}: {status}").into());
         }
         Ok((start.elapsed().as_secs_f64() * 1e3, (children_cpu_s() - cpu) * 1e3))
     };
@@ -159,11 +195,11 @@ pub(super) fn cold_start(
         eprintln!("bench erofs: SKIPPED: cold starts: /proc/sys/vm/drop_caches: {error}");
         return Ok(());
     }
-    let mut roots = vec![("plain directory", plain.to_path_buf()), ("pagefold", mounted.to_path_buf())];
+    let mut roots = vec![("plain directory", started.plain.to_path_buf()), ("pagefold", started.mounted.to_path_buf())];
     let place = scratch.sub("cold-composefs")?;
     if let Some(composefs) = composefs {
         let at = scratch.sub("cold-composefs/mnt")?;
-        composefs.build(&scratch.sub("cold-composefs/objects")?, plain, &place.join("image"))?;
+        composefs.build(&scratch.sub("cold-composefs/objects")?, started.plain, &place.join("image"))?;
         composefs.mount(&place.join("objects"), &place.join("image"), &at)?;
         roots.push(("composefs' own tools", at));
     }
@@ -172,14 +208,19 @@ pub(super) fn cold_start(
     for proc in &with_proc {
         sh(&format!("mount -t proc proc {}", proc.display()))?;
     }
-    for (_, root) in &roots {
-        run(root)?;
+    let chroot = |root: &Path| -> Vec<OsString> {
+        ["chroot".into(), root.into()].into_iter().chain(command.iter().map(OsString::from)).collect()
+    };
+    let mut starts: Vec<_> = roots.iter().map(|(peer, root)| (*peer, chroot(root))).collect();
+    starts.extend(learned(started, command)?.map(|words| ("pagefold exec, learned", words)));
+    for (_, words) in &starts {
+        run(words)?;
     }
-    let mut times = vec![Vec::new(); roots.len()];
+    let mut times = vec![Vec::new(); starts.len()];
     for round in 0..rounds {
-        for step in 0..roots.len() {
-            let which = (round + step) % roots.len();
-            times[which].push(run(&roots[which].1)?);
+        for step in 0..starts.len() {
+            let which = (round + step) % starts.len();
+            times[which].push(run(&starts[which].1)?);
         }
     }
     for proc in &with_proc {
@@ -191,7 +232,7 @@ pub(super) fn cold_start(
     fs::remove_dir_all(&place)?;
     let wall = |which: usize| median(times[which].iter().map(|run| run.0).collect());
     let cpu = |which: usize| median(times[which].iter().map(|run| run.1).collect()).0;
-    for (which, (peer, _)) in roots.iter().enumerate() {
+    for (which, (peer, _)) in starts.iter().enumerate() {
         let mut ratios: Vec<f64> = times[which].iter().zip(&times[0]).map(|(run, plain)| run.0 / plain.0).collect();
         ratios.sort_by(f64::total_cmp);
         let (middle, fastest, slowest) = wall(which);

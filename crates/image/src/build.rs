@@ -1,8 +1,9 @@
 //! Directories into trees: walked by descriptor, read by all cores, unchanged files by what stat says.
 //!
-//! *The stat cache.* A file whose device, inode, size, mtime and ctime are those of the last build has the digest
-//! of the last build: ctime cannot be set back without setting the clock. A file that changed within the last two
-//! seconds before its build is not remembered, because a later change could carry the same times.
+//! *The stat cache.* A file whose file system, inode, size, mtime and ctime are those of the last build has the digest
+//! of the last build: ctime cannot be set back without setting the clock, except where it is data of a disk image, and
+//! there the file system is another one with each mount ([`pagefold_os::volume`]). A file that changed within the last
+//! two seconds before its build is not remembered, because a later change could carry the same times.
 
 use crate::digest::Digest;
 use crate::error::{At, Error, Result, input};
@@ -12,6 +13,7 @@ use crate::store::{Build, Store};
 use crate::tree::{Data, INLINE_MAX, Id, Inode, Kind, Meta, ROOT, Tree, Xattrs};
 use rustix::fs::{AtFlags, Dir, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -30,7 +32,7 @@ struct Seen {
     ctime: (i64, u32),
 }
 
-/// A cache entry: device and inode, what stat said, the digest.
+/// A cache entry: file system and inode, what stat said, the digest.
 type Remembered = ((u64, u64), (Seen, Digest));
 
 const CACHE_MAGIC: &[u8; 8] = b"PFSTAT01";
@@ -282,9 +284,17 @@ pub fn from_directory(
     let cache_path = StatCache::path(build.store(), root);
     let cache = if options.rehash { StatCache::default() } else { StatCache::load(&cache_path) };
     let mut remember = Vec::new();
+    let mut volumes = HashMap::new();
+    for job in &jobs {
+        if let Entry::Vacant(new) = volumes.entry(job.device) {
+            let file = File::from(open_beneath(&top, &job.path, OFlags::RDONLY | OFlags::NONBLOCK)?);
+            new.insert(pagefold_os::volume::identity(&file).at(root.join(&job.path))?);
+        }
+    }
+    let key = |job: &Job| (volumes[&job.device], job.inode);
     // What the cache knows and the store has is not read again.
     let known = |job: &Job| {
-        let (then, digest) = cache.files.get(&(job.device, job.inode))?;
+        let (then, digest) = cache.files.get(&key(job))?;
         (job.seen.size > INLINE_MAX && *then == job.seen).then_some((*digest, job.seen.size))
     };
     let there = build.has_all(&jobs.iter().filter_map(known).collect::<Vec<_>>())?;
@@ -293,7 +303,7 @@ pub fn from_directory(
         let Some((digest, size)) = known(job).filter(|_| there.next() == Some(true)) else { return true };
         build.stats.files_unchanged.fetch_add(1, Ordering::Relaxed);
         progress.add(size, true);
-        remember.push(((job.device, job.inode), (job.seen, digest)));
+        remember.push((key(job), (job.seen, digest)));
         tree.inode_mut(job.id).kind = Kind::File(Data::Object(digest, size));
         false
     });
@@ -323,7 +333,7 @@ pub fn from_directory(
     })?;
     for (job, data, keep) in results.into_inner().expect("no panic while held") {
         if let (Data::Object(digest, _), Some(seen)) = (&data, keep) {
-            remember.push(((job.device, job.inode), (seen, *digest)));
+            remember.push((key(job), (seen, *digest)));
         }
         tree.inode_mut(job.id).kind = Kind::File(data);
     }

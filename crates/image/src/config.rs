@@ -3,9 +3,9 @@
 /// What one import may ask of us.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Most entries of one archive; 10^7 by default.
+    /// Most entries of one archive, counting directories that only paths name; 10^7 by default.
     pub entries: u64,
-    /// Most bytes of unpacked content; 1 TiB by default.
+    /// Most bytes of unpacked content, of all layers together; 1 TiB by default.
     pub bytes: u64,
     /// Most a compressed stream may grow, once it is past `ratio_from_bytes`: 200 times by default.
     pub ratio: u64,

@@ -70,6 +70,18 @@ pub enum Error {
     Refused(String),
 }
 
+impl Error {
+    /// A full disk, where the path is in the store.
+    pub(crate) fn in_store(self) -> Self {
+        match self {
+            Error::Io { path, source } if matches!(source.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT)) => {
+                Error::Full { path }
+            }
+            other => other,
+        }
+    }
+}
+
 /// What this crate's functions return.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -77,17 +89,18 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 pub(crate) trait At<T> {
     /// Names `path` in the error; a full disk becomes [`Error::Full`].
     fn at(self, path: impl AsRef<Path>) -> Result<T>;
+
+    /// The same for what is written elsewhere: that its disk is full is no affair of the store's.
+    fn at_output(self, path: impl AsRef<Path>) -> Result<T>;
 }
 
 impl<T, E: Into<io::Error>> At<T> for std::result::Result<T, E> {
     fn at(self, path: impl AsRef<Path>) -> Result<T> {
-        self.map_err(|error| {
-            let (source, path) = (error.into(), path.as_ref().to_path_buf());
-            match source.raw_os_error() {
-                Some(libc::ENOSPC | libc::EDQUOT) => Error::Full { path },
-                _ => Error::Io { path, source },
-            }
-        })
+        self.at_output(path).map_err(Error::in_store)
+    }
+
+    fn at_output(self, path: impl AsRef<Path>) -> Result<T> {
+        self.map_err(|error| Error::Io { path: path.as_ref().to_path_buf(), source: error.into() })
     }
 }
 
@@ -96,3 +109,19 @@ macro_rules! input {
     ($($arg:tt)*) => { $crate::error::Error::Input(format!($($arg)*)) };
 }
 pub(crate) use input;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_store_that_is_full_is_told_to_collect() {
+        for errno in [libc::ENOSPC, libc::EDQUOT] {
+            let full = || io::Result::<()>::Err(io::Error::from_raw_os_error(errno));
+            assert!(matches!(full().at("s").unwrap_err(), Error::Full { .. }));
+            let outside = full().at_output("out").unwrap_err();
+            assert!(outside.to_string().starts_with("out: ") && !outside.to_string().contains("gc"), "{outside}");
+            assert!(matches!(outside.in_store(), Error::Full { .. }));
+        }
+    }
+}

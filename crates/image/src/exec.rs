@@ -5,14 +5,19 @@
 
 use crate::error::{At, Error, Result};
 use crate::mount::{self, Options};
+use crate::profile;
 use crate::store::{Lease, Record, Store};
 use crate::sys;
+use rustix::fs::{Mode, OFlags, ResolveFlags};
 use rustix::mount::{MountFlags, MountPropagationFlags};
 use std::ffi::OsString;
 use std::fs;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 /// What to run and how.
 #[derive(Clone, Debug, Default)]
@@ -29,10 +34,15 @@ pub struct Run {
     pub scratch: bool,
     /// How to mount; `upper` keeps the changes.
     pub mount: Options,
+    /// Note for so long what the command opens, as the image's start profile.
+    pub learn: Option<Duration>,
 }
 
 /// Devices every program expects.
 const DEVICES: [&str; 6] = ["null", "zero", "full", "random", "urandom", "tty"];
+
+/// File system type of tmpfs, as statfs(2) tells it.
+const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
 
 fn bind(from: &Path, to: &Path) -> Result<()> {
     let what = |errno: rustix::io::Errno| Error::Mount {
@@ -45,6 +55,49 @@ fn bind(from: &Path, to: &Path) -> Result<()> {
 fn tmpfs(to: &Path, data: &std::ffi::CStr) -> Result<()> {
     rustix::mount::mount("tmpfs", to, "tmpfs", MountFlags::NOSUID, data)
         .map_err(|errno| Error::Mount { what: format!("tmpfs on {}", to.display()), source: errno.into() })
+}
+
+/// What `path` is in the tree, to be mounted on. The image's links lead where they would for who has it as root, and
+/// never to the host.
+fn inside(tree: &OwnedFd, path: impl AsRef<Path>, flags: OFlags) -> io::Result<OwnedFd> {
+    let flags = flags | OFlags::PATH | OFlags::CLOEXEC;
+    let found = rustix::fs::openat2(tree, path.as_ref(), flags, Mode::empty(), ResolveFlags::IN_ROOT)?;
+    let (root, here) = (rustix::fs::fstat(tree)?, rustix::fs::fstat(&found)?);
+    if (root.st_dev, root.st_ino) == (here.st_dev, here.st_ino) {
+        return Err(io::Error::other("leads to the root"));
+    }
+    Ok(found)
+}
+
+/// A name for an open file by which it can be mounted on.
+fn by_descriptor(file: &OwnedFd) -> PathBuf {
+    format!("/proc/self/fd/{}", file.as_raw_fd()).into()
+}
+
+/// Fills a new /dev.
+fn devices(dev: &OwnedFd) -> Result<()> {
+    // Nothing is made in what is not ours.
+    if rustix::fs::fstatfs(dev).at("/dev")?.f_type != TMPFS_MAGIC {
+        return Err(Error::Refused(
+            "exec: /dev of the image cannot be replaced: it leads to what is mounted already".into(),
+        ));
+    }
+    for device in DEVICES {
+        rustix::fs::openat(dev, device, OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC, Mode::from_raw_mode(0o666))
+            .at(device)?;
+        bind(&Path::new("/dev").join(device), &by_descriptor(dev).join(device))?;
+    }
+    rustix::fs::mkdirat(dev, "shm", Mode::RWXU).at("/dev/shm")?;
+    tmpfs(&by_descriptor(dev).join("shm"), c"mode=1777")?;
+    for (name, target) in [
+        ("fd", "/proc/self/fd"),
+        ("stdin", "/proc/self/fd/0"),
+        ("stdout", "/proc/self/fd/1"),
+        ("stderr", "/proc/self/fd/2"),
+    ] {
+        rustix::fs::symlinkat(target, dev, name).at(name)?;
+    }
+    Ok(())
 }
 
 /// Replaces this process by the command; must be called while it has one thread. Returns only what went wrong.
@@ -64,6 +117,13 @@ pub fn exec(store: &Store, record: &Record, run: &Run) -> Error {
 
 fn prepare(store: &Store, record: &Record, run: &Run) -> Result<Command> {
     let lease = Lease::new(store)?;
+    // Before this process leaves the host's namespace, and the store's sight.
+    let watch = run.learn.map(|patience| profile::watch(store, &record.digest, patience)).transpose()?;
+    let profile = if run.learn.is_none() { run.mount.profile(store, &record.digest) } else { None };
+    if let Some(profile) = &profile {
+        // Without it the command starts as well, only later.
+        let _ = sys::in_background(&[], || profile.read_objects(store));
+    }
     let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
     let mut flags = libc::CLONE_NEWNS;
     if !uid.is_root() {
@@ -96,39 +156,24 @@ fn prepare(store: &Store, record: &Record, run: &Run) -> Result<Command> {
     for note in &mounted.notes {
         eprintln!("pagefold: note: {note}");
     }
+    if let Some(profile) = &profile {
+        let _ = sys::in_background(&[tree.as_raw_fd()], || profile.look_up(&tree));
+    }
     mount::attach(&tree, &place)?;
 
-    let inside = |path: &Path| place.join(path.strip_prefix("/").unwrap_or(path));
-    for host in ["/proc", "/sys"] {
-        let target = inside(Path::new(host));
-        if target.is_dir() {
-            bind(Path::new(host), &target)?;
+    for host in ["proc", "sys"] {
+        if let Ok(target) = inside(&tree, host, OFlags::DIRECTORY) {
+            bind(&Path::new("/").join(host), &by_descriptor(&target))?;
         }
     }
-    let dev = inside(Path::new("/dev"));
-    if dev.is_dir() {
-        tmpfs(&dev, c"mode=0755")?;
-        for device in DEVICES {
-            let target = dev.join(device);
-            fs::write(&target, b"").at(&target)?;
-            bind(&Path::new("/dev").join(device), &target)?;
-        }
-        fs::create_dir(dev.join("shm")).at(&dev)?;
-        tmpfs(&dev.join("shm"), c"mode=1777")?;
-        for (name, target) in [
-            ("fd", "/proc/self/fd"),
-            ("stdin", "/proc/self/fd/0"),
-            ("stdout", "/proc/self/fd/1"),
-            ("stderr", "/proc/self/fd/2"),
-        ] {
-            rustix::fs::symlink(target, dev.join(name)).at(&dev)?;
-        }
+    if let Ok(target) = inside(&tree, "dev", OFlags::DIRECTORY) {
+        tmpfs(&by_descriptor(&target), c"mode=0755")?;
+        devices(&inside(&tree, "dev", OFlags::DIRECTORY).at("/dev")?)?;
     }
     if options.upper.is_none() {
-        for writable in ["/tmp", "/run"] {
-            let target = inside(Path::new(writable));
-            if target.is_dir() {
-                tmpfs(&target, c"mode=1777")?;
+        for writable in ["tmp", "run"] {
+            if let Ok(target) = inside(&tree, writable, OFlags::DIRECTORY) {
+                tmpfs(&by_descriptor(&target), c"mode=1777")?;
             }
         }
     }
@@ -136,22 +181,13 @@ fn prepare(store: &Store, record: &Record, run: &Run) -> Result<Command> {
         if !to.is_absolute() || to.components().any(|part| part == std::path::Component::ParentDir) {
             return Err(Error::Refused(format!("--bind {}: the path in the tree must be absolute", to.display())));
         }
-        // A link in the image must not lead the host's files elsewhere.
-        let target = rustix::fs::openat2(
-            &tree,
-            to.strip_prefix("/").unwrap_or(to),
-            rustix::fs::OFlags::PATH | rustix::fs::OFlags::CLOEXEC,
-            rustix::fs::Mode::empty(),
-            rustix::fs::ResolveFlags::IN_ROOT,
-        );
-        let target = target.map_err(|errno| {
-            Error::Refused(format!(
-                "--bind {}: {} in the image; make it there first",
-                to.display(),
-                std::io::Error::from(errno)
-            ))
+        let target = inside(&tree, to.strip_prefix("/").unwrap_or(to), OFlags::empty()).map_err(|error| {
+            Error::Refused(format!("--bind {}: {error} in the image; make it there first", to.display()))
         })?;
-        bind(from, Path::new(&format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&target))))?;
+        bind(from, &by_descriptor(&target))?;
+    }
+    if let Some(watch) = &watch {
+        watch.begin(&place)?;
     }
     rustix::process::chdir(&place).at(&place)?;
     rustix::process::pivot_root(".", ".")

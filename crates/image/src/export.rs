@@ -49,30 +49,40 @@ pub fn tar(store: &Store, tree: &Tree, out: &mut impl Write, progress: &Progress
         let entry = Entry { path: shown, kind, mode, uid, gid, mtime_s: meta.mtime_s, mtime_ns: meta.mtime_ns, xattrs };
         let mut bytes = Vec::new();
         tar::write_header(&mut bytes, &entry);
-        out.write_all(&bytes).at("output")?;
+        out.write_all(&bytes).at_output("output")?;
         if let (true, Kind::File(content)) = (data, &inode.kind) {
-            copy_data(store, content, out)?;
+            copy_data(store, content, out, "output".as_ref())?;
             progress.add(content.size(), true);
             bytes.clear();
             tar::pad(&mut bytes, content.size());
-            out.write_all(&bytes).at("output")?;
+            out.write_all(&bytes).at_output("output")?;
         }
     }
-    out.write_all(&[0; 1024]).and_then(|()| out.flush()).at("output")
+    out.write_all(&[0; 1024]).and_then(|()| out.flush()).at_output("output")
 }
 
-/// Copies a file's bytes, which must be as many and the very ones its digest says.
-fn copy_data(store: &Store, data: &Data, out: &mut impl Write) -> Result<()> {
+/// Copies a file's bytes to `out`, called `to`; they must be as many and the very ones its digest says.
+fn copy_data(store: &Store, data: &Data, out: &mut impl Write, to: &Path) -> Result<()> {
     let (digest, size) = match data {
-        Data::Inline(bytes) => return out.write_all(bytes).at("output"),
+        Data::Inline(bytes) => return out.write_all(bytes).at_output(to),
         Data::Object(digest, size) => (digest, *size),
     };
     let path = store.object_path(digest);
     let file = File::open(&path).at(&path)?;
     let mut hashing = crate::digest::Hashing::new(file);
-    let count = io::copy(&mut (&mut hashing).take(size), out).at(&path)?;
+    let (mut left, mut piece) = (size, vec![0; size.min(1 << 17) as usize]);
+    while left > 0 {
+        let want = left.min(piece.len() as u64) as usize;
+        let count = match hashing.read(&mut piece[..want]) {
+            Ok(0) => break,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            other => other.at(&path)?,
+        };
+        out.write_all(&piece[..count]).at_output(to)?;
+        left -= count as u64;
+    }
     let damaged = || Error::Damaged(format!("{}: damaged; `pagefold image verify` names the images", path.display()));
-    if count != size {
+    if left > 0 {
         return Err(damaged());
     }
     hashing.finish(&path.display().to_string(), *digest).map_err(|_| damaged())
@@ -84,16 +94,16 @@ fn copy_data(store: &Store, data: &Data, out: &mut impl Write) -> Result<()> {
 /// A damaged object, the system's.
 pub fn erofs_full(store: &Store, tree: &Tree, path: &Path, progress: &Progress) -> Result<()> {
     let image = erofs::write(tree, erofs::Layout::Full)?;
-    let mut file = File::options().write(true).create(true).truncate(true).open(path).at(path)?;
+    let mut file = File::options().write(true).create(true).truncate(true).open(path).at_output(path)?;
     let mut write = || -> Result<()> {
-        file.write_all(&image.head).at(path)?;
+        file.write_all(&image.head).at_output(path)?;
         for (digest, size) in &image.data {
-            copy_data(store, &Data::Object(*digest, *size), &mut file)?;
+            copy_data(store, &Data::Object(*digest, *size), &mut file, path)?;
             progress.add(*size, true);
             let padding = size.next_multiple_of(erofs::BLOCK) - size;
-            file.write_all(&vec![0; padding as usize]).at(path)?;
+            file.write_all(&vec![0; padding as usize]).at_output(path)?;
         }
-        file.sync_all().at(path)
+        file.sync_all().at_output(path)
     };
     write()
 }
@@ -109,7 +119,7 @@ pub fn make_native(store: &Store, digest: &Digest, progress: &Progress) -> Resul
     }
     let build = store.build()?;
     let staged = build.scratch_path();
-    erofs_full(store, &store.tree(digest)?, &staged, progress)?;
+    erofs_full(store, &store.tree(digest)?, &staged, progress).map_err(Error::in_store)?;
     fs::rename(&staged, &target).at(&target)
 }
 
@@ -118,26 +128,26 @@ pub fn make_native(store: &Store, digest: &Digest, progress: &Progress) -> Resul
 /// # Errors
 /// A directory that is not empty, a damaged object, the system's.
 pub fn oci(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &Progress) -> Result<()> {
-    fs::create_dir_all(dir).at(dir)?;
-    if fs::read_dir(dir).at(dir)?.next().is_some() {
+    fs::create_dir_all(dir).at_output(dir)?;
+    if fs::read_dir(dir).at_output(dir)?.next().is_some() {
         return Err(Error::Refused(format!("{}: not empty; give a new directory", dir.display())));
     }
     let blobs = dir.join("blobs/sha256");
-    fs::create_dir_all(&blobs).at(&blobs)?;
+    fs::create_dir_all(&blobs).at_output(&blobs)?;
     let staged = blobs.join(".layer");
     let (layer, layer_size) = {
-        let mut file = io::BufWriter::new(File::create_new(&staged).at(&staged)?);
+        let mut file = io::BufWriter::new(File::create_new(&staged).at_output(&staged)?);
         tar(store, tree, &mut file, progress)?;
         drop(file);
-        let mut file = File::open(&staged).at(&staged)?;
-        crate::digest::hash_reader(&mut file).at(&staged)?
+        let mut file = File::open(&staged).at_output(&staged)?;
+        crate::digest::hash_reader(&mut file).at_output(&staged)?
     };
-    fs::rename(&staged, blobs.join(layer.hex())).at(&staged)?;
+    fs::rename(&staged, blobs.join(layer.hex())).at_output(&staged)?;
     let put = |value: serde_json::Value| -> Result<(Digest, usize)> {
         let bytes = serde_json::to_vec(&value).expect("plain data");
         let digest = Digest::of(&bytes);
         let path = blobs.join(digest.hex());
-        fs::write(&path, &bytes).at(&path)?;
+        fs::write(&path, &bytes).at_output(&path)?;
         Ok((digest, bytes.len()))
     };
     let architecture = match std::env::consts::ARCH {
@@ -169,6 +179,6 @@ pub fn oci(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &P
             "annotations": { "org.opencontainers.image.ref.name": record.name },
         }],
     });
-    fs::write(dir.join("index.json"), index.to_string()).at(dir)?;
-    fs::write(dir.join("oci-layout"), r#"{"imageLayoutVersion":"1.0.0"}"#).at(dir)
+    fs::write(dir.join("index.json"), index.to_string()).at_output(dir)?;
+    fs::write(dir.join("oci-layout"), r#"{"imageLayoutVersion":"1.0.0"}"#).at_output(dir)
 }

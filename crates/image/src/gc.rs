@@ -7,7 +7,8 @@
 
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
-use crate::mount::{held_by_kernel, mounts_and_silent, remove_tree};
+use crate::mount::remove_tree;
+use crate::mounts::{self, held_by_kernel};
 use crate::store::Store;
 use rustix::fs::FlockOperation;
 use rustix::mount::UnmountFlags;
@@ -131,13 +132,14 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
     // Leases before mounts: who mounts holds his lease until the mount is in the table, and nobody takes a new one
     // while we hold the lock.
     let leases = leased(store)?;
-    let (mounted, silent) = mounts_and_silent(store)?;
-    if silent > 0 {
+    let mounted = mounts::view(store)?;
+    if mounted.silent > 0 {
         return Err(Error::Refused(format!(
-            "gc: {silent} processes do not answer in /proc, and what they have mounted is unknown; end them (state D in ps)"
+            "gc: {} processes do not answer in /proc, and what they have mounted is unknown; end them (state D in ps)",
+            mounted.silent
         )));
     }
-    roots.extend(mounted.into_iter().map(|mount| mount.digest));
+    roots.extend(mounted.mounts.iter().map(|mount| mount.digest));
     let trees = store.path("trees");
     let mut doomed = Vec::new();
     let named: HashSet<Digest> = roots.iter().copied().collect();
@@ -149,7 +151,9 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
         if named.contains(&digest) || !seen.insert(digest) {
             continue;
         }
-        if leases.contains(&digest.key()) || held_by_kernel(store, &digest) {
+        // Nobody but the tables knows of a mount by a metadata directory.
+        let unseen = mounted.partial && store.has_directory(&digest);
+        if leases.contains(&digest.key()) || held_by_kernel(store, &digest) || unseen {
             roots.push(digest);
         } else {
             doomed.push(digest);
@@ -235,7 +239,7 @@ fn delete(
 fn remove_image_files(store: &Store, digest: &Digest) -> Result<()> {
     let trees = store.path("trees");
     let hex = digest.hex();
-    for end in ["erofs", "full.erofs", "objects", "userdir.notes", "rootdir.notes"] {
+    for end in ["erofs", "full.erofs", "objects", "start", "userdir.notes", "rootdir.notes"] {
         match fs::remove_file(trees.join(format!("{hex}.{end}"))) {
             Err(error) if error.kind() != ErrorKind::NotFound => return Err(error).at(&trees),
             _ => {}

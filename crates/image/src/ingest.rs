@@ -58,32 +58,36 @@ struct Layer {
 impl Layer {
     /// Empties `dir` of what lower layers brought.
     fn clear(&self, tree: &mut Tree, dir: Id) {
-        let names: Vec<(Vec<u8>, Id)> = tree.children(dir).map(|(name, id)| (name.to_vec(), id)).collect();
-        for (name, id) in names {
-            let is_dir = matches!(tree.inode(id).kind, Kind::Dir(_));
-            if is_dir {
-                self.clear(tree, id);
-            }
-            let stays = self.fresh.contains(&(dir, name.clone())) || (is_dir && tree.children(id).next().is_some());
-            if !stays {
-                tree.unlink(dir, &name);
+        let is_dir = |tree: &Tree, id| matches!(tree.inode(id).kind, Kind::Dir(_));
+        // Parents first; taken from the end, what is in a directory is gone before it is looked at from above.
+        let (mut dirs, mut next) = (vec![dir], 0);
+        while next < dirs.len() {
+            dirs.extend(tree.children(dirs[next]).map(|(_, id)| id).filter(|&id| is_dir(tree, id)));
+            next += 1;
+        }
+        for dir in dirs.into_iter().rev() {
+            let names: Vec<(Vec<u8>, Id)> = tree.children(dir).map(|(name, id)| (name.to_vec(), id)).collect();
+            for (name, id) in names {
+                let full = is_dir(tree, id) && tree.children(id).next().is_some();
+                if !full && !self.fresh.contains(&(dir, name.clone())) {
+                    tree.unlink(dir, &name);
+                }
             }
         }
     }
 
     fn remove(&self, tree: &mut Tree, dir: Id, name: &[u8]) {
         let Some(id) = tree.child(dir, name) else { return };
-        if self.fresh.contains(&(dir, name.to_vec())) {
-            return;
-        }
         self.clear(tree, id);
-        if tree.children(id).next().is_none() {
+        let fresh = self.fresh.contains(&(dir, name.to_vec()));
+        if !fresh && tree.children(id).next().is_none() {
             tree.unlink(dir, name);
         }
     }
 }
 
 /// Reads a tar archive over `tree`; with `whiteouts`, names that begin with `.wh.` delete, as in OCI layers.
+/// Returns how many bytes of content there were.
 ///
 /// # Errors
 /// A bad archive, a full store.
@@ -95,17 +99,18 @@ pub fn apply_tar(
     limits: Limits,
     notes: &mut Notes,
     progress: &Progress,
-) -> Result<()> {
+) -> Result<u64> {
     let mut layer = Layer { fresh: HashSet::new() };
     let mut reader = Reader::new(source, limits);
     while let Some(entry) = reader.next_entry()? {
         apply_entry(build, tree, &mut reader, entry, whiteouts, &mut layer, notes, progress)?;
     }
     // What follows the end mark would be a second archive to other readers.
+    let content = reader.content();
     let (mut rest, mut buffer) = (reader.into_inner(), vec![0; 1 << 16]);
     loop {
         match rest.read(&mut buffer) {
-            Ok(0) => return Ok(()),
+            Ok(0) => return Ok(content),
             Ok(count) if buffer[..count].iter().all(|&byte| byte == 0) => {}
             Ok(_) => return Err(input!("tar: more data behind the archive's end")),
             Err(error) => return Err(input!("tar: {error}")),
@@ -124,7 +129,10 @@ fn apply_entry(
     notes: &mut Notes,
     progress: &Progress,
 ) -> Result<()> {
-    let Some((dir, name)) = tree.resolve_parent(&entry.path, true)? else {
+    let before = tree.inode_count();
+    let parent = tree.resolve_parent(&entry.path, true)?;
+    reader.count_implied(&entry.path, (tree.inode_count() - before) as u64)?;
+    let Some((dir, name)) = parent else {
         if entry.kind != EntryKind::Dir {
             return Err(input!("{:?}: the root of the tree must be a directory", show(&entry.path)));
         }
@@ -182,4 +190,31 @@ fn apply_entry(
     tree.put(&entry.path, Inode { meta: Meta { mode, uid, gid, mtime_s, mtime_ns, xattrs }, kind })?;
     layer.fresh.insert((dir, name));
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clearing_goes_as_deep_as_any_tree() {
+        let mut tree = Tree::default();
+        let dir = || Inode { meta: Meta::default(), kind: Kind::Dir(BTreeMap::new()) };
+        let (mut here, mut kept) = (ROOT, ROOT);
+        for depth in 0..300_000 {
+            let id = tree.add(dir());
+            tree.link(here, b"d", id).unwrap();
+            here = id;
+            if depth == 2 {
+                kept = id;
+            }
+        }
+        let file = tree.add(Inode { meta: Meta::default(), kind: Kind::Fifo });
+        tree.link(kept, b"new", file).unwrap();
+        let layer = Layer { fresh: HashSet::from([(kept, b"new".to_vec())]) };
+        layer.clear(&mut tree, ROOT);
+        let mut left = Vec::new();
+        tree.walk(|path, _| left.push(show(path)));
+        assert_eq!(left, ["", "d", "d/d", "d/d/d", "d/d/d/new"]);
+    }
 }

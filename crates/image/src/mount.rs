@@ -14,24 +14,22 @@
 //! is no record of ours to go stale. While a mount is set up its image is leased.
 
 use crate::digest::Digest;
-use crate::erofs;
 use crate::error::{At, Error, Result};
+use crate::profile::Profile;
 use crate::store::{Lease, Record, Store};
 use crate::sys;
 use crate::tree::{Data, Id, Kind as FileKind, ROOT, Tree};
+use pagefold_os::mountinfo;
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Timespec, Timestamps, XattrFlags};
 use rustix::io::Errno;
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, mpsc};
-use std::time::Duration;
 
 /// How the metadata is shown; see the module's table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -63,6 +61,15 @@ pub struct Options {
     pub nodev: bool,
     /// Refuse to run programs.
     pub noexec: bool,
+    /// Do not read ahead what the image's start profile names.
+    pub no_prefetch: bool,
+}
+
+impl Options {
+    /// What is to be read ahead.
+    pub(crate) fn profile(&self, store: &Store, digest: &Digest) -> Option<Profile> {
+        if self.no_prefetch { None } else { Profile::load(store, digest) }
+    }
 }
 
 /// What a mount became.
@@ -72,6 +79,8 @@ pub struct Mounted {
     pub kind: Kind,
     /// What is not as in the image, one line each.
     pub notes: Vec<String>,
+    /// Bytes that the image's start profile had the kernel read ahead.
+    pub prefetched_bytes: u64,
 }
 
 fn failed(what: impl Into<String>) -> impl FnOnce(Errno) -> Error {
@@ -197,9 +206,20 @@ pub(crate) fn attach(mount: &OwnedFd, target: &Path) -> Result<()> {
 /// A damaged image, a kernel or user that cannot.
 pub fn mount(store: &Store, record: &Record, target: &Path, options: &Options) -> Result<Mounted> {
     let lease = Lease::new(store)?;
-    let (fd, mounted) = detached(store, &record.digest, &lease, options)?;
-    attach(&fd, target)?;
-    Ok(mounted)
+    let profile = options.profile(store, &record.digest);
+    std::thread::scope(|scope| {
+        if let Some(profile) = &profile {
+            // The objects need no mount, and the disk need not rest while there is none.
+            scope.spawn(|| profile.read_objects(store));
+        }
+        let (fd, mut mounted) = detached(store, &record.digest, &lease, options)?;
+        if let Some(profile) = &profile {
+            profile.look_up(&fd);
+            mounted.prefetched_bytes = profile.bytes();
+        }
+        attach(&fd, target)?;
+        Ok(mounted)
+    })
 }
 
 /// Mounts an image attached nowhere yet; the mount lives as long as the descriptor or where it is attached.
@@ -212,7 +232,7 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
     // into memory goes out again.
     let path = store.tree_path(digest);
     let cold = File::open(&path).ok().filter(|file| sys::cached_pages(file).is_ok_and(|pages| pages == 0));
-    let bytes = store.tree_bytes(digest)?;
+    store.check_tree(digest)?;
     if let Some(file) = cold {
         let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
     }
@@ -228,15 +248,22 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
             fs::create_dir_all(upper.join(part)).at(upper.join(part))?;
         }
         // The root of the mount is the upper directory: it must look as the image's root does.
-        let tree = erofs::read(&bytes, erofs::Limits::default())?;
+        let tree = store.tree(digest)?;
         let meta = &tree.inode(ROOT).meta;
-        rustix::fs::chmod(upper.join("upper"), Mode::from_raw_mode(meta.mode.into())).at(upper)?;
+        let root = upper.join("upper");
+        let (uid, gid) = (rustix::fs::Uid::from_raw(meta.uid), rustix::fs::Gid::from_raw(meta.gid));
+        match rustix::fs::chown(&root, Some(uid), Some(gid)) {
+            // As with all other files of a user's mount.
+            Err(Errno::PERM | Errno::INVAL) => {}
+            other => other.at(&root)?,
+        }
+        rustix::fs::chmod(&root, Mode::from_raw_mode(meta.mode.into())).at(&root)?;
     }
     let full = store.full_path(digest);
     let domain = format!("{}.{}", store.id(), store.domain());
     let initial = in_initial_namespace();
     let source = store.mount_source(digest);
-    let done = |kind, notes| Mounted { kind, notes };
+    let done = |kind, notes| Mounted { kind, notes, prefetched_bytes: 0 };
     let native = || -> Result<(OwnedFd, Mounted)> {
         let fd = erofs_mount(&full, Some(&domain))?;
         if options.upper.is_some() {
@@ -271,7 +298,7 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
         Ok((over(&meta)?, done(Kind::Loop, Vec::new())))
     };
     let directory = || -> Result<(OwnedFd, Mounted)> {
-        let (meta, notes) = metadata_directory(store, digest, &bytes, lease, !initial)?;
+        let (meta, notes) = metadata_directory(store, digest, lease, !initial)?;
         let fd = overlay_mount(&source, meta.as_os_str(), &store.objects_dir(), !initial, options, attributes)?;
         Ok((fd, done(Kind::Directory, notes)))
     };
@@ -291,21 +318,16 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
 }
 
 /// The image's metadata as a directory of files without data, made once per image and user.
-fn metadata_directory(
-    store: &Store,
-    digest: &Digest,
-    bytes: &[u8],
-    lease: &Lease,
-    user: bool,
-) -> Result<(PathBuf, Vec<String>)> {
-    let name = format!("{}.{}", digest.hex(), if user { "userdir" } else { "rootdir" });
-    let target = store.path("trees").join(&name);
-    let notes_path = store.path("trees").join(format!("{name}.notes"));
+fn metadata_directory(store: &Store, digest: &Digest, lease: &Lease, user: bool) -> Result<(PathBuf, Vec<String>)> {
+    let target = store.directory_path(digest, user);
+    let mut notes_path = target.clone().into_os_string();
+    notes_path.push(".notes");
+    let notes_path = PathBuf::from(notes_path);
     if target.exists() {
         let notes = fs::read_to_string(&notes_path).unwrap_or_default();
         return Ok((target, notes.lines().map(str::to_string).collect()));
     }
-    let tree = erofs::read(bytes, erofs::Limits::default())?;
+    let tree = store.tree(digest)?;
     let staged = store.path("staging").join(lease.id());
     fs::create_dir_all(&staged).at(&staged)?;
     let place = staged.join("tree");
@@ -444,6 +466,10 @@ fn set_meta(tree: &Tree, path: &Path, id: Id, user: bool, notes: &mut BTreeMap<&
             Err(Errno::PERM | Errno::NOTSUP | Errno::ACCESS | Errno::INVAL) => {
                 *notes.entry("attributes are missing: setting them needs root").or_default() += 1;
             }
+            // ext4 keeps all of an inode's attributes in one block.
+            Err(Errno::NOSPC | Errno::TOOBIG | Errno::RANGE) => {
+                *notes.entry("attributes are missing: too large for the store's file system").or_default() += 1;
+            }
             other => other.at(path)?,
         }
     }
@@ -456,142 +482,16 @@ fn set_meta(tree: &Tree, path: &Path, id: Id, user: bool, notes: &mut BTreeMap<&
     rustix::fs::utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW).at(path)
 }
 
-/// A mount of ours, as the mount tables show it.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
-pub struct MountEntry {
-    /// The image.
-    pub digest: Digest,
-    /// Where.
-    pub mountpoint: PathBuf,
-    /// The mount's device number; binds of one mount share it.
-    pub device: String,
-    /// The mount namespace it is seen in, by inode number.
-    pub namespace: u64,
-}
-
-/// Undoes the octal escapes of a mount table.
-fn unescape(field: &str) -> Vec<u8> {
-    let (bytes, mut out, mut at) = (field.as_bytes(), Vec::new(), 0);
-    while at < bytes.len() {
-        let octal = bytes.get(at + 1..at + 4).filter(|_| bytes[at] == b'\\');
-        let value = octal.and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 8).ok());
-        out.push(value.unwrap_or(bytes[at]));
-        at += if value.is_some() { 4 } else { 1 };
-    }
-    out
-}
-
-/// Reads one mount table; keeps the mounts whose source is `prefix` and a digest.
-fn parse_mounts(table: &str, prefix: &str, namespace: u64, found: &mut BTreeSet<MountEntry>) {
-    for line in table.lines() {
-        let Some((left, right)) = line.split_once(" - ") else { continue };
-        let source = unescape(right.split(' ').nth(1).unwrap_or_default());
-        let source = String::from_utf8_lossy(&source).into_owned();
-        let native = || source.strip_suffix(".full.erofs").and_then(|path| path.rsplit_once('/')).map(|(_, hex)| hex);
-        let Some(digest) = source.strip_prefix(prefix).or_else(native).and_then(|hex| Digest::from_hex(hex.as_bytes()))
-        else {
-            continue;
-        };
-        let mut fields = left.split(' ').skip(2);
-        let device = fields.next().unwrap_or_default().to_string();
-        let mountpoint = PathBuf::from(OsStr::from_bytes(&unescape(fields.nth(1).unwrap_or_default())));
-        found.insert(MountEntry { digest, mountpoint, device, namespace });
-    }
-}
-
-/// How long one process's /proc entries may take: a process stuck in the kernel can make them wait with it.
-const PROC_PATIENCE: Duration = Duration::from_secs(3);
-
-/// The mount namespace of a process and its mount table; `None` for a process that is gone or not ours to see.
-fn look(pid: &Path, seen: &Mutex<BTreeSet<u64>>) -> Option<(u64, String)> {
-    let namespace = fs::metadata(pid.join("ns/mnt")).ok()?.ino();
-    if seen.lock().expect("no panic while held").contains(&namespace) {
-        return None;
-    }
-    let table = fs::read_to_string(pid.join("mountinfo")).ok()?;
-    seen.lock().expect("no panic while held").insert(namespace);
-    Some((namespace, table))
-}
-
-/// Gives every mount namespace's table to `each`; returns how many processes did not answer in time, twice: on a busy
-/// machine one may only have been slow, or on its way out.
-fn each_table(pids: Vec<PathBuf>, mut each: impl FnMut(u64, &str)) -> usize {
-    let seen = Arc::new(Mutex::new(BTreeSet::new()));
-    let silent = look_at(pids, &seen, &mut each);
-    look_at(silent, &seen, &mut each).len()
-}
-
-/// Looks at `pids` once; returns those that did not answer in time.
-fn look_at(pids: Vec<PathBuf>, seen: &Arc<Mutex<BTreeSet<u64>>>, each: &mut impl FnMut(u64, &str)) -> Vec<PathBuf> {
-    let pids = Arc::new(pids);
-    let (mut next, mut silent) = (0, Vec::new());
-    while next < pids.len() {
-        let (sender, answers) = mpsc::channel();
-        let (list, known, from) = (pids.clone(), seen.clone(), next);
-        // A worker of its own, left behind with the process that holds it up.
-        std::thread::spawn(move || list[from..].iter().try_for_each(|pid| sender.send(look(pid, &known))));
-        while next < pids.len() {
-            let answer = answers.recv_timeout(PROC_PATIENCE);
-            next += 1;
-            match answer {
-                Ok(Some((namespace, table))) => each(namespace, &table),
-                Ok(None) => {}
-                Err(_) => {
-                    silent.push(pids[next - 1].clone());
-                    break;
-                }
-            }
-        }
-    }
-    silent
-}
-
-/// All mounts of this store and domain, in every mount namespace we may look into, and how many processes kept
-/// theirs from us by not answering.
-///
-/// # Errors
-/// /proc is not readable.
-pub fn mounts_and_silent(store: &Store) -> Result<(Vec<MountEntry>, usize)> {
-    let prefix = store.mount_source_prefix();
-    let digits = |name: &OsStr| name.as_bytes().iter().all(u8::is_ascii_digit);
-    let entries = fs::read_dir("/proc").at("/proc")?.flatten().filter(|entry| digits(&entry.file_name()));
-    let mut pids = vec![PathBuf::from("/proc/self")];
-    pids.extend(entries.map(|entry| entry.path()));
-    let mut found = BTreeSet::new();
-    let silent = each_table(pids, |namespace, table| parse_mounts(table, &prefix, namespace, &mut found));
-    Ok((found.into_iter().collect(), silent))
-}
-
-/// All mounts of this store and domain, in every mount namespace we may look into.
-///
-/// # Errors
-/// /proc is not readable.
-pub fn mounts(store: &Store) -> Result<Vec<MountEntry>> {
-    Ok(mounts_and_silent(store)?.0)
-}
-
-/// Whether the kernel holds the image's metadata open: a mount that no mount table shows, such as one attached
-/// nowhere, or in a namespace without processes. Root's view; others see their own mounts in the tables.
-pub(crate) fn held_by_kernel(store: &Store, digest: &Digest) -> bool {
-    [store.tree_path(digest), store.full_path(digest)].iter().any(|path| match File::open(path) {
-        Ok(file) => sys::is_open_elsewhere(&file).unwrap_or(true),
-        Err(_) => false,
-    })
-}
-
 /// Unmounts what [`mount`] mounted at `target`.
 ///
 /// # Errors
 /// Nothing of ours is mounted there; it is in use.
 pub fn umount(target: &Path, lazy: bool) -> Result<()> {
     let target = &target.canonicalize().at(target)?;
-    let table = fs::read_to_string("/proc/self/mountinfo").at("/proc/self/mountinfo")?;
-    let mut ours = table.lines().filter_map(|line| line.split_once(" - ")).filter(|(left, _)| {
-        left.split(' ').nth(4).is_some_and(|field| unescape(field) == target.as_os_str().as_bytes())
-    });
-    let last = ours.next_back().map(|(_, right)| right.split(' ').nth(1).unwrap_or_default().to_string());
-    match last {
-        Some(source) if source.starts_with("pagefold:") || source.ends_with(".full.erofs") => {}
+    let table = fs::read("/proc/self/mountinfo").at("/proc/self/mountinfo")?;
+    let last = mountinfo::parse(&table).filter(|mount| mount.at == *target).last();
+    match last.as_ref().map(|mount| mount.source.as_os_str().as_bytes()) {
+        Some(source) if source.starts_with(b"pagefold:") || source.ends_with(b".full.erofs") => {}
         Some(_) => return Err(Error::Refused(format!("{}: not mounted by pagefold; use umount", target.display()))),
         None => return Err(Error::Refused(format!("{}: nothing is mounted there", target.display()))),
     }
@@ -605,40 +505,4 @@ pub fn umount(target: &Path, lazy: bool) -> Result<()> {
 /// Opens a directory only to pass it on.
 pub(crate) fn open_path(path: &Path) -> io::Result<OwnedFd> {
     Ok(rustix::fs::open(path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_process_that_does_not_answer_holds_nobody_up() {
-        let dir = tempfile::tempdir().unwrap();
-        // A pipe that nobody writes stands for a /proc entry that waits with its process.
-        let (stuck, good) = (dir.path().join("1"), dir.path().join("2"));
-        for pid in [&stuck, &good] {
-            fs::create_dir_all(pid.join("ns")).unwrap();
-            fs::write(pid.join("ns/mnt"), "").unwrap();
-        }
-        rustix::fs::mknodat(CWD, stuck.join("mountinfo"), FileType::Fifo, Mode::RUSR, 0).unwrap();
-        fs::write(good.join("mountinfo"), "table").unwrap();
-        let mut tables = Vec::new();
-        let silent = each_table(vec![stuck, good], |_, table| tables.push(table.to_string()));
-        assert_eq!((silent, tables), (1, vec!["table".to_string()]));
-    }
-
-    #[test]
-    fn the_mount_table_names_our_mounts() {
-        let hex = "ab".repeat(32);
-        let table = format!(
-            "36 35 0:53 / /mnt/with\\040space ro shared:1 - overlay pagefold:1:default:{hex} ro,lowerdir=x\n\
-             37 35 0:54 / /other ro - overlay pagefold:2:default:{hex} ro\n\
-             38 35 0:55 / /plain rw - ext4 /dev/vda rw\n"
-        );
-        let mut found = BTreeSet::new();
-        parse_mounts(&table, "pagefold:1:default:", 7, &mut found);
-        let entry = found.pop_first().unwrap();
-        assert_eq!((entry.mountpoint.to_str().unwrap(), entry.device.as_str()), ("/mnt/with space", "0:53"));
-        assert!(found.is_empty());
-    }
 }

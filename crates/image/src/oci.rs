@@ -155,10 +155,14 @@ impl Read for Range<'_> {
     }
 }
 
-/// Joins a link's target to the directory of the link, as old docker-archives use it.
+/// Joins a link's target to the directory of the link, as old docker-archives use it; one with a leading `/` counts
+/// from the archive's root.
 fn join_link(from: &[u8], target: &[u8]) -> Vec<u8> {
     let mut parts: Vec<&[u8]> = from.split(|&byte| byte == b'/').collect();
     parts.pop();
+    if target.starts_with(b"/") {
+        parts.clear();
+    }
     for part in target.split(|&byte| byte == b'/') {
         match part {
             b"" | b"." => {}
@@ -285,13 +289,14 @@ pub fn import(
         Blobs::Directory(crate::mount::open_path(path).at(path)?)
     } else {
         let mut file = File::open(path).at(path)?;
-        let packed = {
+        // What is no regular file, a pipe say, is read once and cannot be gone back in.
+        let stream = !file.metadata().at(path)?.is_file() || {
             let mut magic = [0; 4];
             let count = file.read(&mut magic).at(path)?;
+            file.seek(SeekFrom::Start(0)).at(path)?;
             count < 4 || magic[..2] == [0x1f, 0x8b] || magic == [0x28, 0xb5, 0x2f, 0xfd]
         };
-        file.seek(SeekFrom::Start(0)).at(path)?;
-        if packed || !file.metadata().at(path)?.is_file() {
+        if stream {
             // Layers are read out of order: a stream must be laid down first.
             let mut spool = build.spool()?;
             let mut plain = unpack(file, limits)?.take(limits.bytes);
@@ -317,7 +322,7 @@ pub fn import(
     let configuration: Configuration = blobs.json(&config_path, Some((config_digest, manifest.config.size)), limits)?;
     let diff_ids = diff_ids(&configuration, manifest.layers.len())?;
     progress.expect(manifest.layers.iter().map(|layer| layer.size).sum());
-    let mut tree = Tree::default();
+    let (mut tree, mut room) = (Tree::default(), limits.bytes);
     for (number, layer) in manifest.layers.iter().enumerate() {
         let (path, digest) = blob_path(&layer.digest)?;
         let (reader, size) = blobs.open(&path)?;
@@ -326,7 +331,7 @@ pub fn import(
             return Err(input!("{what}: {size} bytes, its manifest says {}", layer.size));
         }
         let diff_id = diff_ids.get(number).copied();
-        apply_layer(build, &mut tree, reader, &what, Some(digest), diff_id, limits, notes, progress)?;
+        room -= apply_layer(build, &mut tree, reader, &what, Some(digest), diff_id, limits, room, notes, progress)?;
     }
     Ok((tree, run_config(configuration)))
 }
@@ -406,16 +411,17 @@ fn import_docker(
     let diff_ids = diff_ids(&configuration, manifest.layers.len())?;
     let sizes = manifest.layers.iter().map(|path| Ok(blobs.open(path)?.1));
     progress.expect(sizes.sum::<Result<u64>>()?);
-    let mut tree = Tree::default();
+    let (mut tree, mut room) = (Tree::default(), limits.bytes);
     for (number, path) in manifest.layers.iter().enumerate() {
         let (reader, _) = blobs.open(path)?;
         let what = format!("layer {} ({path})", number + 1);
         let diff_id = diff_ids.get(number).copied();
-        apply_layer(build, &mut tree, reader, &what, None, diff_id, limits, notes, progress)?;
+        room -= apply_layer(build, &mut tree, reader, &what, None, diff_id, limits, room, notes, progress)?;
     }
     Ok((tree, run_config(configuration)))
 }
 
+/// Applies a layer of at most `room` bytes of content, what the layers below have left of the limit; returns how many it had.
 #[expect(clippy::too_many_arguments, reason = "one call from each format; a struct would only name them again")]
 fn apply_layer(
     build: &Build,
@@ -425,16 +431,18 @@ fn apply_layer(
     digest: Option<Digest>,
     diff_id: Option<Digest>,
     limits: Limits,
+    room: u64,
     notes: &mut Notes,
     progress: &Progress,
-) -> Result<()> {
+) -> Result<u64> {
     // Counted packed, as the manifest counts: what it unpacks to nobody knows before.
     let mut packed = Hashing::new(progress.watch(reader));
     let result = {
         let mut plain = Hashing::new(unpack(&mut packed, limits)?);
         let silent = Progress::silent();
-        apply_tar(build, tree, &mut plain, true, limits, notes, &silent)
-            .and_then(|()| diff_id.map_or(Ok(()), |id| plain.finish(what, id)))
+        let rest = Limits { bytes: room, ..limits };
+        apply_tar(build, tree, &mut plain, true, rest, notes, &silent)
+            .and_then(|content| diff_id.map_or(Ok(()), |id| plain.finish(what, id)).map(|()| content))
     };
     // A layer that is not itself explains every other complaint about it.
     let layer = |error| match error {

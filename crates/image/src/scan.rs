@@ -183,7 +183,10 @@ pub fn trees(dirs: &[PathBuf], progress: &Progress) -> Result<Scan> {
             };
             for entry in entries.flatten() {
                 let path = entry.path();
-                let Ok(stat) = rustix::fs::statat(CWD, &path, AtFlags::SYMLINK_NOFOLLOW) else { continue };
+                let Ok(stat) = rustix::fs::statat(CWD, &path, AtFlags::SYMLINK_NOFOLLOW) else {
+                    scan.unreadable += 1;
+                    continue;
+                };
                 match stat.st_mode & libc::S_IFMT {
                     libc::S_IFDIR if stat.st_dev == top.dev() => todo.push(path),
                     libc::S_IFREG if seen.insert((stat.st_dev, stat.st_ino)) => {

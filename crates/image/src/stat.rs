@@ -7,12 +7,13 @@
 
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
-use crate::mount::mounts;
+use crate::mounts::mounts;
 use crate::progress::Progress;
 use crate::store::{Record, Store};
 use crate::sys::{self, PAGE};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, File};
+use std::io::ErrorKind;
 
 /// One image now.
 #[derive(Clone, Debug, serde::Serialize)]
@@ -56,8 +57,10 @@ pub struct Stat {
 /// Bytes of `digest`'s object in the page cache.
 fn resident(store: &Store, digest: &Digest) -> Result<u64> {
     match resident_bytes(&store.object_path(digest), false) {
-        // `verify` is who complains of a missing object.
-        Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(0),
+        // `verify` is who complains of a missing or damaged object.
+        Err(Error::Io { source, .. }) if matches!(source.kind(), ErrorKind::NotFound | ErrorKind::PermissionDenied) => {
+            Ok(0)
+        }
         other => other,
     }
 }
@@ -202,7 +205,8 @@ pub struct Damage {
 }
 
 /// Reads every object of the images `names` (all when empty) and compares it with its name; with `frames`, also
-/// proves on every mount that its files show the objects' own page frames.
+/// proves on every mount that its files show the objects' own page frames. A damaged object is marked, so that a build
+/// that has its content puts it in its place.
 ///
 /// # Errors
 /// An unknown name; the system's. Damage is a result, not an error.
@@ -257,7 +261,13 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
                 if hash == *digest && bytes == *size {
                     continue;
                 }
-                format!("{bytes} bytes with digest {hash}; build an image that has it again")
+                match store.condemn(digest) {
+                    Ok(()) => format!("{bytes} bytes with digest {hash}; build an image that has it again"),
+                    Err(error) => format!("{bytes} bytes with digest {hash}, and builds still rely on it: {error}"),
+                }
+            }
+            Err(error) if error.kind() == ErrorKind::PermissionDenied => {
+                "found damaged before; build an image that has it again".into()
             }
             Err(error) => error.to_string(),
         };

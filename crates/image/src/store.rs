@@ -36,13 +36,15 @@ use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The newest store format this program reads and the one it writes.
 pub const FORMAT: u64 = 1;
+/// The permission that an object found damaged has lost.
+const OWNER_MAY_READ: u32 = 0o400;
 const FORMAT_FILE: &str = "pagefold-image-store";
 /// Staged bytes after which a build publishes its objects so far: what a killed import does not have to redo.
 const BATCH_BYTES: u64 = 1 << 30;
@@ -247,6 +249,13 @@ impl Store {
         self.path("objects").join(digest.object_path())
     }
 
+    /// Marks an object as damaged, by its permissions: no build relies on it any more, and the next that has its content
+    /// puts it in its place.
+    pub(crate) fn condemn(&self, digest: &Digest) -> Result<()> {
+        let path = self.object_path(digest);
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o000)).at(&path)
+    }
+
     /// The metadata image of `digest`.
     pub fn tree_path(&self, digest: &Digest) -> PathBuf {
         self.path("trees").join(format!("{}.erofs", digest.hex()))
@@ -255,6 +264,26 @@ impl Store {
     /// The self-contained image of `digest`, where one was written.
     pub fn full_path(&self, digest: &Digest) -> PathBuf {
         self.path("trees").join(format!("{}.full.erofs", digest.hex()))
+    }
+
+    /// What programs of `digest` need at their start, where somebody has looked.
+    pub(crate) fn profile_path(&self, digest: &Digest) -> PathBuf {
+        self.path("trees").join(format!("{}.start", digest.hex()))
+    }
+
+    /// The metadata of `digest` as a directory, of root's or a user namespace's kind.
+    pub(crate) fn directory_path(&self, digest: &Digest, user: bool) -> PathBuf {
+        self.path("trees").join(format!("{}.{}", digest.hex(), if user { "userdir" } else { "rootdir" }))
+    }
+
+    /// Whether there is a metadata directory of `digest`.
+    pub(crate) fn has_directory(&self, digest: &Digest) -> bool {
+        [false, true].iter().any(|user| self.directory_path(digest, *user).exists())
+    }
+
+    /// Whether there is anything of image `digest` here.
+    pub(crate) fn knows(&self, digest: &Digest) -> bool {
+        [self.tree_path(digest), self.sidecar_path(digest), self.full_path(digest)].iter().any(|path| path.exists())
     }
 
     fn sidecar_path(&self, digest: &Digest) -> PathBuf {
@@ -297,6 +326,23 @@ impl Store {
             }
         }
         self.path("images").join(file)
+    }
+
+    /// Refuses what cannot be an image's name; a build that asks first is not for nothing.
+    ///
+    /// # Errors
+    /// A name that is empty, too long, or has control characters.
+    pub fn check_name(&self, name: &str) -> Result<()> {
+        if name.is_empty() || name.len() > 200 || name.chars().any(char::is_control) {
+            return Err(input!("{name:?}: an image's name has 1 to 200 bytes and no control characters"));
+        }
+        let bytes = self.image_path(name).file_name().map_or(0, |file| file.len());
+        if bytes > 255 {
+            return Err(input!(
+                "{name:?}: too long; all but letters, digits, - _ and . takes three bytes of a file name, {bytes} of 255 here"
+            ));
+        }
+        Ok(())
     }
 
     /// The record of image `name`.
@@ -357,17 +403,33 @@ impl Store {
     /// # Errors
     /// [`Error::Damaged`] when it is missing or not itself any more.
     pub fn tree_bytes(&self, digest: &Digest) -> Result<Vec<u8>> {
+        self.tree_whole(digest, |mut file| {
+            let mut bytes = Vec::new();
+            file.read_to_end(&mut bytes).map(|_| (Digest::of(&bytes), bytes))
+        })
+    }
+
+    /// Checks a metadata image against the digest that names it.
+    ///
+    /// # Errors
+    /// See [`Store::tree_bytes`].
+    pub(crate) fn check_tree(&self, digest: &Digest) -> Result<()> {
+        self.tree_whole(digest, |mut file| crate::digest::hash_reader(&mut file).map(|(found, _)| (found, ())))
+    }
+
+    /// What `read` makes of a metadata image, if it finds the digest that names it.
+    fn tree_whole<T>(&self, digest: &Digest, read: impl FnOnce(File) -> io::Result<(Digest, T)>) -> Result<T> {
         let path = self.tree_path(digest);
-        let bytes = match fs::read(&path) {
+        let (found, value) = match File::open(&path).and_then(read) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 return Err(Error::Damaged(format!("{}: missing; build the image again", path.display())));
             }
             other => other.at(&path)?,
         };
-        if Digest::of(&bytes) != *digest {
+        if found != *digest {
             return Err(Error::Damaged(format!("{}: damaged; build the image again", path.display())));
         }
-        Ok(bytes)
+        Ok(value)
     }
 
     /// The tree of a metadata image.
@@ -469,6 +531,11 @@ impl Drop for Lock {
 
 fn lock_target(path: &Path) -> Result<File> {
     File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(path).at(path)
+}
+
+/// Whether the object at `path` is there with its size, and was not found damaged.
+fn is_whole(path: &Path, size: u64) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|meta| meta.len() == size && meta.mode() & OWNER_MAY_READ != 0)
 }
 
 /// What a build or a mount in progress stands on. The file is locked as long as its owner lives.
@@ -581,7 +648,7 @@ impl Build<'_> {
             }
         }
         let path = self.store.object_path(digest);
-        let there = || fs::symlink_metadata(&path).is_ok_and(|meta| meta.len() == size);
+        let there = || is_whole(&path, size);
         // Only what is there needs the claim, and then a second look: what is not will be claimed when it is published.
         if !there() {
             return Ok(false);
@@ -603,9 +670,7 @@ impl Build<'_> {
         for piece in wanted.chunks(CLAIM_BATCH) {
             let digests: Vec<Digest> = piece.iter().map(|(digest, _)| *digest).collect();
             self.lease.claim(&digests, || {
-                found.extend(piece.iter().map(|(digest, size)| {
-                    fs::symlink_metadata(self.store.object_path(digest)).is_ok_and(|meta| meta.len() == *size)
-                }));
+                found.extend(piece.iter().map(|(digest, size)| is_whole(&self.store.object_path(digest), *size)));
             })?;
         }
         let there = || wanted.iter().zip(&found).filter(|(_, found)| **found).map(|((digest, _), _)| *digest);
@@ -748,8 +813,7 @@ impl Build<'_> {
                 };
                 match result {
                     Err(rustix::io::Errno::EXIST) => {
-                        let size = |path: &Path| fs::symlink_metadata(path).map(|meta| meta.len());
-                        if size(&path).at(&path)? == size(&target).at(&target)? {
+                        if is_whole(&target, fs::symlink_metadata(&path).at(&path)?.len()) {
                             fs::remove_file(&path).at(&path)?;
                         } else {
                             // Damaged from outside: ours was hashed a moment ago.
@@ -778,9 +842,7 @@ impl Build<'_> {
         config: RunConfig,
         notes: Vec<String>,
     ) -> Result<Record> {
-        if name.is_empty() || name.len() > 200 || name.chars().any(char::is_control) {
-            return Err(input!("{name:?}: an image's name has 1 to 200 bytes and no control characters"));
-        }
+        self.store.check_name(name)?;
         let image = erofs::write(tree, erofs::Layout::Metadata)?;
         let digest = Digest::of(&image.head);
         let objects = tree.objects();

@@ -94,6 +94,11 @@ impl<R: BufRead> Read for Zstd<R> {
             if count > 0 {
                 return Ok(count);
             }
+            // The decoder reads the frame's checksum; comparing it is left to us.
+            let stored = self.decoder.get_checksum_from_data();
+            if stored.is_some() && stored != self.decoder.get_calculated_checksum() {
+                return Err(io::Error::other("zstd: the content does not match its checksum; fetch or pack it again"));
+            }
             self.in_frame = false;
         }
     }

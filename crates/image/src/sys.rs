@@ -1,13 +1,16 @@
 //! The few Linux calls of this crate that no safe wrapper has; the only unsafe code in it.
 #![allow(unsafe_code)]
 
-use rustix::fd::{AsFd, AsRawFd};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use rustix::mm::{MapFlags, ProtFlags};
-use std::ffi::c_void;
+use std::ffi::{CString, c_void};
 use std::fs::File;
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Size of a page, bytes.
 pub const PAGE: u64 = 4096;
@@ -75,6 +78,134 @@ pub fn unshare(flags: libc::c_int) -> io::Result<()> {
     // SAFETY: unshare with namespace flags only changes kernel state of this process; CLONE_FILES and CLONE_VM are
     // never passed, so no memory or descriptor is shared anew.
     if unsafe { libc::unshare(flags) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Does `work` in a process of its own that nobody waits for, with standard error and the descriptors `keep` open and
+/// nothing else; this process must have one thread. What `work` owns is not dropped.
+///
+/// # Errors
+/// No process is to be had.
+pub fn in_background(keep: &[RawFd], work: impl FnOnce()) -> io::Result<()> {
+    // SAFETY: this process has one thread, so the child may do whatever the parent may.
+    match unsafe { libc::fork() } {
+        -1 => return Err(io::Error::last_os_error()),
+        0 => {}
+        child => {
+            let mut status = 0;
+            // SAFETY: the child is ours, and `status` lives across the call.
+            while unsafe { libc::waitpid(child, &mut status, 0) } < 0 {
+                let error = io::Error::last_os_error();
+                if error.kind() != io::ErrorKind::Interrupted {
+                    return Err(error);
+                }
+            }
+            return if status == 0 { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) };
+        }
+    }
+    // The child's child is nobody's: whoever this process becomes gets no child that it did not start.
+    // SAFETY: as above; _exit ends the process without running what belongs to the parent, and the descriptors that are
+    // closed are not used again.
+    unsafe {
+        match libc::fork() {
+            -1 => libc::_exit(1),
+            0 => {}
+            _ => libc::_exit(0),
+        }
+        // A terminal's signals are the command's.
+        libc::setsid();
+        let mut keep: Vec<RawFd> = keep.to_vec();
+        keep.sort_unstable();
+        let mut from = 3;
+        for fd in keep {
+            if fd > from {
+                libc::syscall(libc::SYS_close_range, from, fd - 1, 0);
+            }
+            from = from.max(fd + 1);
+        }
+        libc::syscall(libc::SYS_close_range, from, RawFd::MAX, 0);
+        let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
+        libc::dup2(null, 0);
+        libc::dup2(null, 1);
+    }
+    let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+    // SAFETY: as above.
+    unsafe { libc::_exit(i32::from(done.is_err())) }
+}
+
+/// Hears what is opened in a mount: fanotify(7).
+pub struct Opens(OwnedFd);
+
+impl Opens {
+    /// Hears nothing yet.
+    ///
+    /// # Errors
+    /// EPERM without CAP_SYS_ADMIN; ENOSYS.
+    pub fn new() -> io::Result<Self> {
+        let how = libc::FAN_CLASS_NOTIF | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK;
+        // The kernel opens what it tells of once more, for us: a pipe must not make that wait.
+        let files = libc::O_RDONLY | libc::O_CLOEXEC | libc::O_LARGEFILE | libc::O_NONBLOCK;
+        // SAFETY: the call takes numbers; the descriptor it returns is new, and ours.
+        unsafe {
+            let fd = libc::fanotify_init(how, files as libc::c_uint);
+            if fd < 0 { Err(io::Error::last_os_error()) } else { Ok(Self(OwnedFd::from_raw_fd(fd))) }
+        }
+    }
+
+    /// Hears of the mount at `path` from here on.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn mark(&self, path: &Path) -> io::Result<()> {
+        let path = CString::new(path.as_os_str().as_bytes())?;
+        let flags = libc::FAN_MARK_ADD | libc::FAN_MARK_MOUNT;
+        let mask = libc::FAN_OPEN | libc::FAN_ONDIR;
+        // SAFETY: the path lives across the call, and the descriptor is ours.
+        let result = unsafe { libc::fanotify_mark(self.0.as_raw_fd(), flags, mask, libc::AT_FDCWD, path.as_ptr()) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Waits until something was opened, `process` has ended, or for `patience`; says whether it has ended.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn wait(&self, process: &OwnedFd, patience: Duration) -> io::Result<bool> {
+        let mut list = [PollFd::new(&self.0, PollFlags::IN), PollFd::new(process, PollFlags::IN)];
+        let patience = Timespec::try_from(patience).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+        match poll(&mut list, Some(&patience)) {
+            Err(rustix::io::Errno::INTR) | Ok(_) => Ok(!list[1].revents().is_empty()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// What was opened since the last call, opened for us; at most some hundred at once, and nothing if nothing is left.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn read(&self) -> io::Result<Vec<File>> {
+        const EVENT: usize = size_of::<libc::fanotify_event_metadata>();
+        let mut buffer = vec![0u8; EVENT * 256];
+        let count = match rustix::io::read(&self.0, &mut buffer) {
+            Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => 0,
+            other => other?,
+        };
+        let (mut rest, mut files) = (&buffer[..count], Vec::new());
+        while rest.len() >= EVENT {
+            // SAFETY: the kernel has written whole events, each of at least this size; the copy needs no alignment.
+            let event = unsafe { rest.as_ptr().cast::<libc::fanotify_event_metadata>().read_unaligned() };
+            if event.fd >= 0 {
+                // SAFETY: the kernel has opened the descriptor for who reads the event, which is us.
+                files.push(unsafe { File::from_raw_fd(event.fd) });
+            }
+            rest = rest.get((event.event_len as usize).max(EVENT)..).unwrap_or_default();
+        }
+        Ok(files)
+    }
+}
+
+impl AsFd for Opens {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
 }
 
 #[repr(C)]

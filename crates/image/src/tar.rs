@@ -8,10 +8,14 @@
 
 use crate::config::Limits;
 use crate::error::{Result, input};
-use crate::tree::{Xattrs, show};
+use crate::tree::{Xattrs, show, show_start};
 use std::io::{self, Read};
 
 const BLOCK: usize = 512;
+/// Directories that only paths name cost an archive two bytes each: it has this many free,
+const IMPLIED_FREE: u64 = 65_536;
+/// and this many more for each of its entries.
+const IMPLIED_PER_ENTRY: u64 = 4;
 
 /// What an entry is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -58,6 +62,7 @@ pub struct Reader<R> {
     inner: R,
     limits: Limits,
     entries: u64,
+    implied: u64,
     content: u64,
     left: u64,
     padding: u64,
@@ -80,7 +85,36 @@ struct Pax {
 impl<R: Read> Reader<R> {
     /// Reads from `inner`, within `limits`.
     pub fn new(inner: R, limits: Limits) -> Self {
-        Self { inner, limits, entries: 0, content: 0, left: 0, padding: 0, global: Pax::default(), done: false }
+        let global = Pax::default();
+        Self { inner, limits, entries: 0, implied: 0, content: 0, left: 0, padding: 0, global, done: false }
+    }
+
+    /// Bytes of content of the entries so far.
+    pub fn content(&self) -> u64 {
+        self.content
+    }
+
+    /// Counts the directories that `path` has brought without entries of their own: in memory they are as large.
+    ///
+    /// # Errors
+    /// More than the limit of entries, or than an honest archive has.
+    pub fn count_implied(&mut self, path: &[u8], made: u64) -> Result<()> {
+        self.implied += made;
+        if self.entries + self.implied > self.limits.entries {
+            return Err(input!(
+                "tar: more than {} entries, counting the directories on their paths",
+                self.limits.entries
+            ));
+        }
+        if self.implied > IMPLIED_FREE + IMPLIED_PER_ENTRY * self.entries {
+            return Err(input!(
+                "tar: {}: {} entries bring {} directories that have no entry; pack the directories, too",
+                show_start(path),
+                self.entries,
+                self.implied
+            ));
+        }
+        Ok(())
     }
 
     /// The stream, for whoever wants to read behind the archive's end.
@@ -151,7 +185,7 @@ impl<R: Read> Reader<R> {
                 return Err(input!("tar: cut off in a header, after {} entries", self.entries));
             }
             self.entries += 1;
-            if self.entries > self.limits.entries {
+            if self.entries + self.implied > self.limits.entries {
                 return Err(input!("tar: more than {} entries", self.limits.entries));
             }
             check_sum(&header)?;
@@ -171,6 +205,12 @@ impl<R: Read> Reader<R> {
                     parse_pax(&records, &mut pax)?;
                     if pax.path.is_some() || pax.linkpath.is_some() || pax.size.is_some() {
                         return Err(input!("tar: a global header that names one file"));
+                    }
+                    // Every entry would have a copy of them.
+                    if !pax.xattrs.is_empty() {
+                        return Err(input!(
+                            "tar: a global header with attributes; give them to the files they are for"
+                        ));
                     }
                     self.global = pax;
                 }
@@ -244,9 +284,11 @@ impl<R: Read> Reader<R> {
             return Err(input!("tar: {}: {size} bytes of data in an entry that can have none", show(&path)));
         }
         if let EntryKind::File(size) = entry_kind {
-            self.content = self.content.checked_add(size).filter(|&sum| sum <= self.limits.bytes).ok_or_else(|| {
-                input!("tar: {}: {size} bytes bring the content over {} bytes", show(&path), self.limits.bytes)
-            })?;
+            let room = self.limits.bytes - self.content;
+            if size > room {
+                return Err(input!("tar: {}: {size} bytes of content, the limit leaves room for {room}", show(&path)));
+            }
+            self.content += size;
             self.left = size;
             self.padding = (BLOCK as u64 - size % BLOCK as u64) % BLOCK as u64;
         }
@@ -265,7 +307,7 @@ impl<R: Read> Reader<R> {
         };
         let (mtime_s, mtime_ns) = match pax.mtime {
             Some(time) => time,
-            None => (i64::try_from(number(&header[136..148], "mtime")?).unwrap_or(i64::MAX), 0),
+            None => (mtime(&header[136..148])?, 0),
         };
         Ok(Entry {
             mode: (number(&header[100..108], "mode")? & 0o7777) as u16,
@@ -327,6 +369,19 @@ fn number(field: &[u8], what: &str) -> Result<u64> {
         .ok_or_else(|| input!("tar: {what} is out of range"))
 }
 
+/// A time field: a number, or two's complement in base 256 before 1970.
+fn mtime(field: &[u8]) -> Result<i64> {
+    if field[0] & 0xc0 != 0xc0 {
+        return Ok(i64::try_from(number(field, "mtime")?).unwrap_or(i64::MAX));
+    }
+    let (sign, value) = field.split_at(field.len() - 8);
+    let value = i64::from_be_bytes(value.try_into().expect("8 bytes"));
+    if value >= 0 || sign.iter().any(|&byte| byte != 0xff) {
+        return Err(input!("tar: mtime is out of range"));
+    }
+    Ok(value)
+}
+
 /// Reads PAX records, `length key=value\n`, into `pax`.
 fn parse_pax(mut records: &[u8], pax: &mut Pax) -> Result<()> {
     let bad = || input!("tar: a PAX record that is not `length key=value`");
@@ -368,12 +423,42 @@ fn parse_pax(mut records: &[u8], pax: &mut Pax) -> Result<()> {
                     if name.is_empty() || name.contains(&0) {
                         return Err(input!("tar: an attribute without a name"));
                     }
-                    pax.xattrs.insert(name.into(), value.into());
+                    if pax.xattrs.insert(decode_keyword(name).into(), value.into()).is_some() {
+                        return Err(input!("tar: attribute {} is twice in one PAX header", show(name)));
+                    }
                 }
             }
         }
     }
     Ok(())
+}
+
+/// An attribute's name as a PAX keyword can hold it, which ends at its first `=`; GNU tar's way.
+fn encode_keyword(name: &[u8]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(name.len());
+    for &byte in name {
+        match byte {
+            b'%' => out.extend(b"%25"),
+            b'=' => out.extend(b"%3D"),
+            _ => out.push(byte),
+        }
+    }
+    out
+}
+
+/// The name that [`encode_keyword`] has written; any other `%` stands for itself.
+fn decode_keyword(mut name: &[u8]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(name.len());
+    while let Some((&first, rest)) = name.split_first() {
+        let (byte, rest) = match rest {
+            [b'2', b'5', rest @ ..] if first == b'%' => (b'%', rest),
+            [b'3', b'D', rest @ ..] if first == b'%' => (b'=', rest),
+            _ => (first, rest),
+        };
+        out.push(byte);
+        name = rest;
+    }
+    out
 }
 
 fn decimal(digits: &[u8]) -> Option<u64> {
@@ -393,7 +478,7 @@ fn time(text: &[u8]) -> Option<(i64, u32)> {
         None => (false, text),
     };
     let mut halves = text.splitn(2, |&byte| byte == b'.');
-    let seconds = i64::try_from(decimal(halves.next()?)?).ok()?;
+    let seconds = decimal(halves.next()?)?;
     let mut ns = 0u32;
     let decimals = halves.next().unwrap_or_default();
     for place in 0..9 {
@@ -407,10 +492,11 @@ fn time(text: &[u8]) -> Option<(i64, u32)> {
     if decimals.iter().any(|digit| !digit.is_ascii_digit()) {
         return None;
     }
+    let before = 0i64.checked_sub_unsigned(seconds);
     Some(match (negative, ns) {
-        (false, _) => (seconds, ns),
-        (true, 0) => (-seconds, 0),
-        (true, _) => (-seconds - 1, 1_000_000_000 - ns),
+        (false, _) => (i64::try_from(seconds).ok()?, ns),
+        (true, 0) => (before?, 0),
+        (true, _) => (before?.checked_sub(1)?, 1_000_000_000 - ns),
     })
 }
 
@@ -463,7 +549,7 @@ pub(crate) fn write_header(out: &mut Vec<u8>, entry: &Entry) {
         record(b"mtime", value.as_bytes());
     }
     for (name, value) in &entry.xattrs {
-        record(&[b"SCHILY.xattr.", &name[..]].concat(), value);
+        record(&[b"SCHILY.xattr.", &encode_keyword(name)[..]].concat(), value);
     }
     let header = |path: &[u8], kind: u8, size: u64, link: &[u8]| {
         let mut block = [0u8; BLOCK];
@@ -525,9 +611,13 @@ mod tests {
     #[test]
     fn what_is_written_is_read_back() {
         let mut file = entry(&[b'x'; 300], EntryKind::File(5));
-        file.xattrs.insert((*b"user.a").into(), (*b"\0\n=").into());
+        for name in [&b"user.a"[..], b"user.a=b", b"user.a%3Db", b"user.%", b"=%="] {
+            file.xattrs.insert(name.into(), (*b"\0\n=").into());
+        }
         let mut bytes = Vec::new();
         write_header(&mut bytes, &file);
+        // As GNU tar writes it.
+        assert!(bytes.windows(29).any(|part| part == b" SCHILY.xattr.user.a%253Db=\0\n"));
         bytes.extend(b"hello");
         pad(&mut bytes, 5);
         write_header(&mut bytes, &entry(b"l", EntryKind::Symlink(vec![b'y'; 200])));
@@ -550,5 +640,16 @@ mod tests {
         assert_eq!(time(b"-1.5"), Some((-2, 500_000_000)));
         assert_eq!(time(b"3.0000000019"), Some((3, 1)));
         assert_eq!(time(b"1e5"), None);
+        assert_eq!(time(b"-9223372036854775808"), Some((i64::MIN, 0)));
+        assert_eq!((time(b"9223372036854775808"), time(b"-9223372036854775808.1")), (None, None));
+        // 1969-06-01, as GNU tar writes it.
+        assert_eq!(mtime(b"\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xe5\xdf\x00").unwrap(), -18_489_600);
+        assert_eq!(mtime(b"\xff\xff\xff\xff\x80\0\0\0\0\0\0\0").unwrap(), i64::MIN);
+        assert_eq!(mtime(b"\x80\0\0\0\0\0\0\0\0\0\0\x05").unwrap(), 5);
+        for outside in
+            [b"\xff\xff\xff\xff\x7f\xff\xff\xff\xff\xff\xff\xff", b"\xff\xff\xff\xfe\xff\xff\xff\xff\xff\xff\xff\xff"]
+        {
+            assert!(mtime(outside).unwrap_err().to_string().contains("out of range"));
+        }
     }
 }

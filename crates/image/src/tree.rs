@@ -202,12 +202,13 @@ impl Tree {
     /// process rooted there would; missing directories are made when `make` is set.
     ///
     /// # Errors
-    /// `..` in the path, names that cannot be, a file where a directory is needed, link loops.
+    /// `..` in the path, names that cannot be, a file where a directory is needed, link loops; a place too deep.
     pub fn resolve_parent(&mut self, path: &[u8], make: bool) -> Result<Option<(Id, Vec<u8>)>> {
         let mut parts = split(path)?;
         let Some(last) = parts.pop() else { return Ok(None) };
+        let too_deep = || input!("{}: deeper than {DEPTH_MAX} directories", show_start(path));
         if parts.len() >= DEPTH_MAX {
-            return Err(input!("{}: deeper than {DEPTH_MAX} directories", show(path)));
+            return Err(too_deep());
         }
         let mut todo: Vec<Vec<u8>> = parts.into_iter().rev().map(<[u8]>::to_vec).collect();
         let (mut stack, mut links) = (vec![ROOT], 0);
@@ -219,6 +220,10 @@ impl Tree {
                     stack.pop();
                 }
                 continue;
+            }
+            // A short path comes this deep by way of links.
+            if stack.len() >= DEPTH_MAX {
+                return Err(too_deep());
             }
             match self.child(here, &part).map(|id| (id, &self.inode(id).kind)) {
                 Some((id, Kind::Dir(_))) => stack.push(id),
@@ -307,19 +312,22 @@ impl Tree {
     /// Calls `visit` for every name, parents first and names in byte order, with its path and inode;
     /// the root comes first with an empty path.
     pub fn walk(&self, mut visit: impl FnMut(&[u8], Id)) {
-        let mut stack = vec![(Vec::new(), ROOT)];
-        while let Some((path, id)) = stack.pop() {
-            visit(&path, id);
-            let from = stack.len();
-            for (name, child) in self.children(id) {
-                let mut below = path.clone();
-                if !below.is_empty() {
-                    below.push(b'/');
-                }
-                below.extend_from_slice(name);
-                stack.push((below, child));
+        let mut path = Vec::new();
+        visit(&path, ROOT);
+        // One path for all: many names far below would be many long paths.
+        let mut open = vec![(0, self.children(ROOT))];
+        while let Some((length, names)) = open.last_mut() {
+            let Some((name, id)) = names.next() else {
+                open.pop();
+                continue;
+            };
+            path.truncate(*length);
+            if !path.is_empty() {
+                path.push(b'/');
             }
-            stack[from..].reverse();
+            path.extend_from_slice(name);
+            visit(&path, id);
+            open.push((path.len(), self.children(id)));
         }
     }
 
@@ -399,6 +407,11 @@ pub fn show(path: &[u8]) -> String {
     text
 }
 
+/// The beginning of a path, for messages about long ones.
+pub(crate) fn show_start(path: &[u8]) -> String {
+    if path.len() <= 200 { show(path) } else { format!("{}…", show(&path[..200])) }
+}
+
 /// Drops the attributes that would steer overlayfs instead of describing the file; returns how many.
 ///
 /// A hostile archive could otherwise name another image's object by `trusted.overlay.redirect`.
@@ -463,6 +476,37 @@ mod tests {
         let (order, names) = tree.reachable();
         assert_eq!(order.len(), 2);
         assert_eq!(names.iter().sum::<u32>(), 2);
+    }
+
+    #[test]
+    fn links_lead_no_deeper_than_paths() {
+        let (mut tree, steps) = (Tree::default(), "d/".repeat(1000));
+        let mut place = Vec::new();
+        // Each link is beside the thousand directories that it leads down, at the end of those before.
+        for _ in 0..2 {
+            tree.put(&[&place[..], steps.as_bytes(), b"f"].concat(), file("")).unwrap();
+            tree.put(&[&place[..], b"l"].concat(), link(&steps)).unwrap();
+            place.extend(b"l/");
+        }
+        let before = tree.inode_count();
+        tree.put(&[&place[..], b"f/"].concat(), file("")).unwrap();
+        let error = tree.put(&[&place[..], b"d/".repeat(48).as_slice(), b"f"].concat(), file("")).unwrap_err();
+        assert!(error.to_string().contains("deeper than 2048"), "{error}");
+        assert!(tree.inode_count() <= before + 48);
+        let mut deepest = 0;
+        tree.walk(|path, _| deepest = deepest.max(path.split(|&byte| byte == b'/').count()));
+        assert_eq!(deepest, DEPTH_MAX - 1);
+    }
+
+    #[test]
+    fn a_walk_goes_down_before_it_goes_on() {
+        let mut tree = Tree::default();
+        for path in [&b"b/y/z"[..], b"a", b"b/x", b"c/y", b"b-"] {
+            tree.put(path, file("")).unwrap();
+        }
+        let mut seen = Vec::new();
+        tree.walk(|path, _| seen.push(show(path)));
+        assert_eq!(seen, ["", "a", "b", "b/x", "b/y", "b/y/z", "b-", "c", "c/y"]);
     }
 
     #[test]

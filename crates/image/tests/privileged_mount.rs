@@ -4,17 +4,25 @@
 use pagefold_image::digest::Digest;
 use pagefold_image::ingest::Notes;
 use pagefold_image::mount::{self, Kind, Options};
+use pagefold_image::mounts;
+use pagefold_image::profile::Profile;
 use pagefold_image::progress::Progress;
 use pagefold_image::store::{Record, Store};
 use pagefold_image::tree::{Data, Inode, Kind as FileKind, Meta, Tree};
 use pagefold_image::{Error, Result, build, exec, export, gc, stat};
+use pagefold_os::mountinfo;
 use rustix::fs::{CWD, FileType, Mode, XattrFlags};
+use rustix::mount::MountFlags;
+use std::ffi::OsStr;
 use std::fs;
 use std::io::Read;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Why privileged tests cannot run here, if so.
 fn missing() -> Option<&'static str> {
@@ -51,13 +59,10 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        let table = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-        let mounted = table
-            .lines()
-            .filter_map(|line| line.split(' ').nth(4))
-            .filter(|at| Path::new(at).starts_with(self.0.path()));
-        for at in mounted.collect::<Vec<_>>().into_iter().rev() {
-            let _ = rustix::mount::unmount(at, rustix::mount::UnmountFlags::DETACH);
+        let table = fs::read("/proc/self/mountinfo").unwrap_or_default();
+        let mounted: Vec<_> = mountinfo::parse(&table).filter(|mount| mount.at.starts_with(self.0.path())).collect();
+        for mount in mounted.iter().rev() {
+            let _ = rustix::mount::unmount(&mount.at, rustix::mount::UnmountFlags::DETACH);
         }
     }
 }
@@ -213,13 +218,15 @@ fn a_writable_mount_keeps_its_changes_and_the_objects_theirs() {
     let (tree, at, upper) = (scratch.dir("tree"), scratch.dir("mnt"), scratch.dir("upper"));
     fs::write(tree.join("file"), noise(4, 200_000)).unwrap();
     fs::write(tree.join("kept"), noise(5, 200_000)).unwrap();
+    std::os::unix::fs::chown(&tree, Some(1000), Some(70_000)).unwrap();
     fs::set_permissions(&tree, fs::Permissions::from_mode(0o750)).unwrap();
     let store = Store::open(&scratch.dir("store"), "default").unwrap();
     let record = build_dir(&store, "rw", &tree).unwrap();
     for kind in [Kind::Erofs, Kind::Directory] {
         let options = Options { kind, upper: Some(upper.clone()), ..Options::default() };
         mount::mount(&store, &record, &at, &options).unwrap();
-        assert_eq!(fs::metadata(&at).unwrap().permissions().mode() & 0o7777, 0o750);
+        let root = fs::metadata(&at).unwrap();
+        assert_eq!((root.mode() & 0o7777, root.uid(), root.gid()), (0o750, 1000, 70_000));
         fs::write(at.join("file"), format!("changed under {kind:?}")).unwrap();
         fs::set_permissions(at.join("kept"), fs::Permissions::from_mode(0o600)).unwrap();
         assert_eq!(fs::read(at.join("kept")).unwrap(), noise(5, 200_000));
@@ -233,9 +240,90 @@ fn a_writable_mount_keeps_its_changes_and_the_objects_theirs() {
     assert!(fs::metadata(upper.join("upper/kept")).unwrap().blocks() * 512 < 100_000);
 }
 
+/// Held by tests that look at what is collected: while some process shows only a part of its namespace, metadata
+/// directories stay.
+static NAMESPACES: Mutex<()> = Mutex::new(());
+
+#[test]
+fn what_hides_in_a_mount_table_is_not_collected_and_what_lies_there_hinders_nobody() {
+    need_root!();
+    let _alone = NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner);
+    let scratch = Scratch::new();
+    let (tree, at, jail) = (scratch.dir("tree"), scratch.dir("mnt"), scratch.dir("jail"));
+    fs::write(tree.join("file"), noise(10, 200_000)).unwrap();
+    runnable(&jail);
+    let store = Store::open(&scratch.dir("store"), "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+
+    // A name that is no text, and names that lie.
+    let odd = scratch.0.path().join(OsStr::from_bytes(b"caf\xe9"));
+    fs::create_dir(&odd).unwrap();
+    let lies = [
+        format!("/elsewhere/{}.full.erofs", "a".repeat(64)),
+        format!("{}.full.erofs", store.tree_path(&record.digest).with_file_name("b".repeat(64)).display()),
+        format!("pagefold:{}:default:{}", store.id(), "c".repeat(64)),
+    ];
+    for source in lies.iter().map(String::as_str).chain(["odd"]) {
+        rustix::mount::mount(source, &odd, "tmpfs", MountFlags::empty(), None).unwrap();
+    }
+    let overlay = format!("lowerdir={}:{}", tree.display(), jail.display());
+    let out = Command::new("mount").args(["-t", "overlay", &lies[2], "-o", &overlay]).arg(&odd).status().unwrap();
+    assert!(out.success());
+    assert!(mounts::mounts(&store).unwrap().is_empty());
+    gc::collect(&store, false).unwrap();
+    stat::stat(&store, &[]).unwrap();
+
+    // A mount by a metadata directory that is left only in a namespace whose one process has a part of it as its root.
+    mount::mount(&store, &record, &at, &Options { kind: Kind::Directory, ..Options::default() }).unwrap();
+    assert_eq!(mounts::mounts(&store).unwrap().len(), 1);
+    let mut jailed = Command::new("unshare")
+        .args(["-m", "chroot"])
+        .arg(&jail)
+        .args(["/bin/sh", "-c", "echo ready; read line"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    jailed.stdout.as_mut().unwrap().read_exact(&mut [0; 6]).unwrap();
+    mount::umount(&at, false).unwrap();
+    store.remove("x").unwrap();
+    let stats = gc::collect(&store, false).unwrap();
+    drop(jailed.stdin.take());
+    jailed.wait().unwrap();
+    assert_eq!((stats.objects_removed, stats.trees_removed), (0, 0));
+    // Unless somebody else lives so, nothing is kept for ever.
+    if !mounts::view(&store).unwrap().partial {
+        let stats = gc::collect(&store, false).unwrap();
+        assert_eq!((stats.objects_removed, stats.trees_removed), (1, 1));
+    }
+}
+
+/// Two read-only file systems may be alike in device and inode numbers, sizes and all times, and not in content.
+#[test]
+fn what_is_built_from_a_mount_is_what_it_shows() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (tree, at) = (scratch.dir("tree"), scratch.dir("mnt"));
+    let store = Store::open(&scratch.dir("store"), "default").unwrap();
+    for round in 0..3u32 {
+        fs::write(tree.join("file"), noise(round, 100_000)).unwrap();
+        let old = std::time::UNIX_EPOCH + Duration::from_secs(1_000_000);
+        for path in [tree.join("file"), tree.clone()] {
+            fs::File::open(path).unwrap().set_modified(old).unwrap();
+        }
+        let record = build_dir(&store, "x", &tree).unwrap();
+        mount::mount(&store, &record, &at, &Options::default()).unwrap();
+        let again = build_dir(&store, "y", &at).unwrap();
+        let once_more = build_dir(&store, "z", &at).unwrap();
+        mount::umount(&at, false).unwrap();
+        assert_eq!((again.digest, once_more.digest), (record.digest, record.digest), "round {round}");
+    }
+}
+
 #[test]
 fn nothing_mounted_is_collected_wherever_it_is_mounted() {
     need_root!();
+    let _alone = NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner);
     let scratch = Scratch::new();
     let (tree, at) = (scratch.dir("tree"), scratch.dir("mnt"));
     fs::write(tree.join("file"), noise(6, 200_000)).unwrap();
@@ -275,7 +363,7 @@ fn nothing_mounted_is_collected_wherever_it_is_mounted() {
     mount::mount(&store, &rebuilt(), &at, &Options::default()).unwrap();
     let mut held = fs::File::open(at.join("file")).unwrap();
     mount::umount(&at, true).unwrap();
-    assert!(mount::mounts(&store).unwrap().is_empty());
+    assert!(mounts::mounts(&store).unwrap().is_empty());
     collect_keeps("held by an open file");
     // The same content built again must not make the collector forget who holds it.
     rebuilt();
@@ -327,6 +415,7 @@ fn many_first_mounts_at_once_all_show_the_tree() {
 #[test]
 fn a_metadata_directory_is_removed_in_one_step() {
     need_root!();
+    let _alone = NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner);
     let scratch = Scratch::new();
     let (tree, at) = (scratch.dir("tree"), scratch.dir("mnt"));
     fs::create_dir(tree.join("sub")).unwrap();
@@ -475,24 +564,65 @@ fn runnable(dir: &Path) {
 #[test]
 fn child_that_execs() {
     let Ok(arguments) = std::env::var("PAGEFOLD_TEST_EXEC") else { return };
-    let [store, name, scratch, command] = arguments.splitn(4, '\n').collect::<Vec<_>>()[..] else { panic!("four") };
+    let [store, name, mode, command] = arguments.splitn(4, '\n').collect::<Vec<_>>()[..] else { panic!("four") };
     let store = Store::open(Path::new(store), "default").unwrap();
     let record = store.image(name).unwrap();
     let run = exec::Run {
         command: ["/bin/sh", "-c", command].map(Into::into).to_vec(),
         binds: vec![("/etc".into(), "/host".into())],
-        scratch: scratch == "rw",
+        scratch: mode == "rw",
+        learn: (mode == "learn").then_some(Duration::from_secs(60)),
         ..exec::Run::default()
     };
     panic!("{}", exec::exec(&store, &record, &run));
 }
 
-/// Runs `command` in the image; returns its output. The test harness's threads stay behind at the exec.
-fn run_in(store: &Path, scratch: bool, command: &str) -> String {
-    let arguments = format!("{}\nrun\n{}\n{command}", store.display(), if scratch { "rw" } else { "ro" });
+/// A process that becomes `command` in the image.
+fn exec_in(store: &Path, mode: &str, command: &str) -> Command {
+    let arguments = format!("{}\nrun\n{mode}\n{command}", store.display());
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args(["--exact", "child_that_execs", "--nocapture"]).env("PAGEFOLD_TEST_EXEC", arguments);
-    let out = child.output().unwrap();
+    child
+}
+
+#[test]
+fn links_of_an_image_never_lead_exec_to_the_host() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (host, root) = (scratch.dir("host"), scratch.dir("store"));
+    let store = Store::open(&root, "default").unwrap();
+    let far = format!("{}/deep", host.display());
+    for (number, target) in
+        ["/proc/self/cwd", "/", "/proc/1/root", "../../../../..", &far, "/etc", "proc", "proc/self"].iter().enumerate()
+    {
+        // What exec would make or empty, had the link led it here.
+        fs::create_dir_all(host.join("deep")).unwrap();
+        for dir in [&host, &host.join("deep")] {
+            fs::write(dir.join("null"), "kept").unwrap();
+        }
+        let tree = scratch.dir(&format!("tree{number}"));
+        runnable(&tree);
+        for name in ["dev", "tmp", "sys"] {
+            fs::remove_dir(tree.join(name)).unwrap();
+            symlink(target, tree.join(name)).unwrap();
+        }
+        build_dir(&store, "run", &tree).unwrap();
+        let mut child = exec_in(&root, "ro", "echo ran");
+        let out = child.current_dir(&host).output().unwrap();
+        let said = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
+        assert!(said.contains("ran") || said.contains("/dev of the image"), "{target}: {said}");
+        for dir in [&host, &host.join("deep")] {
+            assert_eq!(fs::read_to_string(dir.join("null")).unwrap(), "kept", "{target}");
+            assert!(!dir.join("zero").exists() && !dir.join("shm").exists() && !dir.join("fd").exists(), "{target}");
+        }
+    }
+    assert!(!Path::new("/stdin").exists() && !Path::new("/zero").exists());
+}
+
+/// Runs `command` in the image, `ro`, `rw` or to `learn`; returns its output. The test harness's threads stay behind at
+/// the exec.
+fn run_in(store: &Path, mode: &str, command: &str) -> String {
+    let out = exec_in(store, mode, command).output().unwrap();
     let text = String::from_utf8_lossy(&out.stdout).into_owned();
     assert!(out.status.success(), "{text}{}", String::from_utf8_lossy(&out.stderr));
     text
@@ -509,18 +639,88 @@ fn a_command_runs_with_the_image_as_its_root() {
     build_dir(&store, "run", &tree).unwrap();
     let text = run_in(
         &root,
-        false,
+        "ro",
         "cat /etc/message; ls /; ls /host; touch /x && echo wrote; echo tmp >/tmp/y && cat /tmp/y </dev/null",
     );
     assert!(text.contains("from the image") && text.contains("passwd") && text.contains("tmp"), "{text}");
     assert!(!text.contains("wrote") && !text.contains("home"), "the host's root is out of sight: {text}");
-    let text = run_in(&root, true, "touch /x && echo wrote");
+    let text = run_in(&root, "rw", "touch /x && echo wrote");
     assert!(text.contains("wrote"), "{text}");
-    assert!(!run_in(&root, true, "ls /").lines().any(|line| line == "x"), "a scratch layer vanishes");
-    assert!(mount::mounts(&store).unwrap().is_empty());
+    assert!(!run_in(&root, "rw", "ls /").lines().any(|line| line == "x"), "a scratch layer vanishes");
+    assert!(mounts::mounts(&store).unwrap().is_empty());
     for part in ["staging", "leases"] {
         assert_eq!(fs::read_dir(root.join("domains/default").join(part)).unwrap().count(), 0, "{part}");
     }
+}
+
+#[test]
+fn what_a_start_reads_is_learned_once_and_read_ahead_by_later_mounts() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (tree, at, root) = (scratch.dir("tree"), scratch.dir("mnt"), scratch.dir("store"));
+    runnable(&tree);
+    let (read, other) = (noise(3, 300_000), noise(4, 300_000));
+    fs::write(tree.join("etc/read"), &read).unwrap();
+    fs::write(tree.join("etc/other"), &other).unwrap();
+    let store = Store::open(&root, "default").unwrap();
+    let record = build_dir(&store, "run", &tree).unwrap();
+    let resident = |content: &[u8]| stat::resident_bytes(&store.object_path(&Digest::of(content)), false).unwrap();
+    let evict = || {
+        for content in [&read, &other] {
+            let file = fs::File::open(store.object_path(&Digest::of(content))).unwrap();
+            rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+        }
+    };
+    evict();
+    if resident(&read) > 0 {
+        println!("SKIPPED: the temporary directory's file system keeps its files in memory");
+        return;
+    }
+    let until = |what: &str, done: &dyn Fn() -> bool| {
+        let start = Instant::now();
+        while !done() {
+            assert!(start.elapsed() < Duration::from_secs(60), "{what}");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    };
+
+    let text = run_in(&root, "learn", "cat /etc/read | cat >/dev/null; : >/tmp/own; ls /etc; echo ended");
+    assert!(text.contains("ended"), "{text}");
+    until("the profile is written when the command has ended", &|| Profile::load(&store, &record.digest).is_some());
+    let profile = Profile::load(&store, &record.digest).unwrap();
+    // The shell, cat and ls with their libraries, the file and the directory; not what the command made itself.
+    assert!(profile.files() >= 5 && profile.bytes() > 300_000, "{profile:?}");
+    let file = root.join("domains/default/trees").join(format!("{}.start", record.digest.hex()));
+    let written = fs::read_to_string(&file).unwrap();
+    assert!(written.contains("/etc/read") && !written.contains("/etc/other") && !written.contains("own"), "{written}");
+
+    let mount_and_look = |options: &Options| {
+        evict();
+        let mounted = mount::mount(&store, &record, &at, options).unwrap();
+        mounted.prefetched_bytes
+    };
+    assert_eq!(mount_and_look(&Options::default()), profile.bytes());
+    // Asked for, not waited for.
+    until("what was learned is read", &|| resident(&read) >= read.len() as u64);
+    assert_eq!(resident(&other), 0, "and nothing else");
+    assert_eq!(fs::read(at.join("etc/read")).unwrap(), read);
+    mount::umount(&at, false).unwrap();
+    assert_eq!(mount_and_look(&Options { no_prefetch: true, ..Options::default() }), 0);
+    assert_eq!(resident(&read), 0, "unless that is not wanted");
+    mount::umount(&at, false).unwrap();
+
+    // A profile is a hint: whatever stands in it, the tree is mounted.
+    let odd = written.replace("/etc/read", "/../../../dev").replace("/bin/sh", "\u{0}\u{101}").replace("[0,", "[77,");
+    for bad in ["", "{", &written[..written.len() / 2], &odd, &written.replace("\"format\":1", "\"format\":2")] {
+        fs::write(&file, bad).unwrap();
+        mount_and_look(&Options::default());
+        assert_eq!(fs::read(at.join("etc/read")).unwrap(), read);
+        mount::umount(&at, false).unwrap();
+    }
+    assert!(run_in(&root, "ro", "cat /etc/message").contains("from the image"));
+    store.remove("run").unwrap();
+    gc::collect(&store, false).unwrap();
+    assert!(!file.exists(), "a profile goes with its image");
 }
 
 /// In a child process: builds and mounts as a plain user in a user namespace, and says what it saw.

@@ -7,7 +7,7 @@ use pagefold_image::store::Store;
 use pagefold_image::tree::{Kind, Tree};
 use pagefold_image::{Error, oci, unpack};
 use std::io::{Read, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 struct Bench {
     dir: tempfile::TempDir,
@@ -150,7 +150,7 @@ fn sizes_that_disagree_are_refused() {
     let mut huge = header(b"f", b'0', 0, b"");
     huge[124..136].copy_from_slice(&[0x80, 0, 0, 0, 0x7f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff]);
     seal(&mut huge);
-    bench.refused(&archive(&[huge]), "bring the content over");
+    bench.refused(&archive(&[huge]), "the limit leaves room for");
 }
 
 #[test]
@@ -183,7 +183,7 @@ fn bombs_stop_early() {
 
     let limits = Limits { bytes: 1000, entries: 3, ..Limits::default() };
     let error = |parts: &[Vec<u8>]| bench.read_with(&archive(parts), limits).unwrap_err().to_string();
-    assert!(error(&[file(b"a", &[1; 600]), file(b"b", &[1; 600])]).contains("over 1000 bytes"));
+    assert!(error(&[file(b"a", &[1; 600]), file(b"b", &[1; 600])]).contains("b: 600 bytes of content"));
     let many: Vec<Vec<u8>> = (0..5u8).map(|i| header(&[b'a' + i], b'5', 0, b"")).collect();
     assert!(error(&many).contains("more than 3 entries"));
     // A header that wants all our memory.
@@ -191,6 +191,72 @@ fn bombs_stop_early() {
     // Deep nesting ends before the stack or the kernel's path limit does.
     let deep = [b"d/".repeat(3000), b"x".to_vec()].concat();
     bench.refused(&archive(&[pax(&[("path", &deep)]), header(b"f", b'5', 0, b"")]), "PAX path");
+}
+
+#[test]
+fn short_archives_do_not_make_large_trees() {
+    let bench = Bench::new();
+    // Attributes that every entry would have a copy of.
+    let mut global = pax(&[("SCHILY.xattr.user.a", &[b'x'; 60_000])]);
+    global[156] = b'g';
+    seal(&mut global);
+    bench.refused(&archive(&[global, file(b"a", b"")]), "global header with attributes");
+    let mut global = pax(&[("mtime", b"7"), ("comment", b"as git archive has it")]);
+    global[156] = b'g';
+    seal(&mut global);
+    let (mut tree, _) = bench.read(&archive(&[global, file(b"a", b"")])).unwrap();
+    let id = tree.find(b"a").unwrap();
+    assert_eq!(tree.inode(id).meta.mtime_s, 7);
+
+    // Directories that only paths name count as entries do,
+    let limits = Limits { entries: 6, ..Limits::default() };
+    assert!(bench.read_with(&archive(&[file(b"1/2/3/4/5", b"")]), limits).is_ok());
+    for parts in [&[file(b"1/2/3/4/5/6/7", b"")][..], &[file(b"1/2/3/4/5", b""), file(b"6", b""), file(b"7", b"")]] {
+        let error = bench.read_with(&archive(parts), limits).unwrap_err().to_string();
+        assert!(error.contains("more than 6 entries"), "{error}");
+    }
+    // and are few beside the entries.
+    let deep = |number: u32| {
+        let path = [format!("{number}/").into_bytes(), b"d/".repeat(2030), b"f".to_vec()].concat();
+        [pax(&[("path", &path)]), header(b"f", b'0', 0, b"")].concat()
+    };
+    let bomb: Vec<Vec<u8>> = (0..1000).map(deep).collect();
+    bench.refused(&archive(&bomb), "directories that have no entry");
+    let honest: Vec<Vec<u8>> = (0..30_000).map(|i| file(format!("{i}/lib/src/file").as_bytes(), b"")).collect();
+    assert_eq!(bench.read(&archive(&honest)).unwrap().0.inode_count(), 120_001);
+}
+
+#[test]
+fn links_do_not_lead_deeper_than_paths() {
+    let bench = Bench::new();
+    let steps = b"d/".repeat(1000);
+    let mut parts = Vec::new();
+    for number in 0..38 {
+        let place = b"l/".repeat(number);
+        let link = [&place[..], b"l"].concat();
+        let path = [&place[..], &steps, b"f"].concat();
+        parts.push([pax(&[("path", &path)]), header(b"f", b'0', 0, b"")].concat());
+        parts.push([pax(&[("path", &link), ("linkpath", &steps)]), header(b"l", b'2', 0, b"")].concat());
+    }
+    bench.refused(&archive(&parts), "deeper than 2048 directories");
+}
+
+#[test]
+fn times_before_1970_and_attributes_as_gnu_tar_writes_them() {
+    let bench = Bench::new();
+    let mut old = header(b"old", b'0', 0, b"");
+    old[136..148].copy_from_slice(&[0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xfb]);
+    seal(&mut old);
+    let attributes = pax(&[("SCHILY.xattr.user.a%3Db", b"v=w"), ("SCHILY.xattr.user.%25%41", b"")]);
+    let (mut tree, _) = bench.read(&archive(&[attributes, old])).unwrap();
+    let id = tree.find(b"old").unwrap();
+    let meta = tree.inode(id).meta.clone();
+    assert_eq!(meta.mtime_s, -5);
+    let names: Vec<_> = meta.xattrs.keys().map(|name| &**name).collect();
+    assert_eq!(names, [&b"user.%%41"[..], b"user.a=b"]);
+    assert_eq!(*meta.xattrs[&b"user.a=b"[..]], *b"v=w");
+    let twice = pax(&[("SCHILY.xattr.user.%", b"1"), ("SCHILY.xattr.user.%25", b"2")]);
+    bench.refused(&archive(&[twice, file(b"f", b"")]), "is twice");
 }
 
 #[test]
@@ -295,6 +361,98 @@ fn layers_apply_with_whiteouts_and_opaque_directories() {
 }
 
 #[test]
+fn a_whiteout_hides_what_lower_layers_have_of_a_directory_that_its_layer_has_too() {
+    let bench = Bench::new();
+    let base = archive(&[file(b"d/secret", b"1"), file(b"d/sub/old", b"1"), file(b"f", b"1")]);
+    let dir = header(b"d", b'5', 0, b"");
+    for top in [
+        [dir.clone(), file(b"d/new", b"2"), file(b"d/sub/new", b"2"), file(b".wh.d", b""), file(b"f", b"2")],
+        [dir.clone(), file(b".wh.d", b""), file(b"d/new", b"2"), file(b"d/sub/new", b"2"), file(b"f", b"2")],
+        [file(b".wh.d", b""), dir, file(b"d/new", b"2"), file(b"d/sub/new", b"2"), file(b"f", b"2")],
+    ] {
+        let layers = tempfile::tempdir().unwrap();
+        // Of a file that the layer has, too, the whiteout hides the lower one only.
+        let top = archive(&[&top[..], &[file(b".wh.f", b"")]].concat());
+        layout(layers.path(), &[&base, &top], |_| ());
+        let tree = import(&bench, layers.path()).unwrap();
+        let mut names = Vec::new();
+        tree.walk(|path, _| names.push(String::from_utf8(path.to_vec()).unwrap()));
+        assert_eq!(names, ["", "d", "d/new", "d/sub", "d/sub/new", "f"]);
+    }
+}
+
+/// The files below `dir` as an archive; with `hard`, the blobs are hard links to files of another directory.
+fn layout_archive(dir: &Path, hard: bool) -> Vec<u8> {
+    let mut parts = Vec::new();
+    for entry in std::fs::read_dir(dir.join("blobs/sha256")).unwrap() {
+        let (name, bytes) = (entry.as_ref().unwrap().file_name(), std::fs::read(entry.unwrap().path()).unwrap());
+        let name = name.to_str().unwrap();
+        let (blob, cached) = (format!("blobs/sha256/{name}"), format!("cache/{name}"));
+        if hard {
+            parts.push(file(cached.as_bytes(), &bytes));
+            parts.push(header(blob.as_bytes(), b'1', 0, cached.as_bytes()));
+        } else {
+            parts.push(file(blob.as_bytes(), &bytes));
+        }
+    }
+    for name in ["index.json", "oci-layout"] {
+        parts.push(file(name.as_bytes(), &std::fs::read(dir.join(name)).unwrap()));
+    }
+    archive(&parts)
+}
+
+#[test]
+fn archives_come_through_pipes_and_with_hard_links() {
+    use std::os::fd::AsRawFd;
+    let bench = Bench::new();
+    let dir = tempfile::tempdir().unwrap();
+    layout(dir.path(), &[&archive(&[file(b"a", &[9; 5000])])], |_| ());
+    let plain = layout_archive(dir.path(), false);
+    let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+    gzip.write_all(&plain).unwrap();
+    for bytes in [plain, gzip.finish().unwrap(), layout_archive(dir.path(), true)] {
+        let path = dir.path().join("archive");
+        std::fs::write(&path, &bytes).unwrap();
+        assert!(import(&bench, &path).unwrap().find(b"a").is_some());
+        let (reader, mut writer) = std::io::pipe().unwrap();
+        let feeder = std::thread::spawn(move || writer.write_all(&bytes));
+        let pipe = PathBuf::from(format!("/proc/self/fd/{}", reader.as_raw_fd()));
+        assert!(import(&bench, &pipe).unwrap().find(b"a").is_some());
+        feeder.join().unwrap().unwrap();
+    }
+}
+
+#[test]
+fn the_limit_of_bytes_is_for_all_layers_together() {
+    let bench = Bench::new();
+    let packed = |name: &[u8]| {
+        let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        gzip.write_all(&archive(&[file(name, &[1; 100_000])])).unwrap();
+        gzip.finish().unwrap()
+    };
+    let layers = [packed(b"a"), packed(b"b"), packed(b"c")];
+    let layers: Vec<&[u8]> = layers.iter().map(|layer| &layer[..]).collect();
+    let dir = tempfile::tempdir().unwrap();
+    layout(dir.path(), &layers, |_| ());
+    let docker = dir.path().join("docker.tar");
+    let names = ["1", "2", "3"];
+    let manifest = serde_json::json!([{ "Config": "config.json", "RepoTags": null, "Layers": names }]).to_string();
+    let mut parts = vec![file(b"manifest.json", manifest.as_bytes()), file(b"config.json", b"{}")];
+    parts.extend(names.iter().zip(&layers).map(|(name, layer)| file(name.as_bytes(), layer)));
+    std::fs::write(&docker, archive(&parts)).unwrap();
+    for path in [dir.path(), &docker] {
+        let import = |bytes| {
+            let (build, limits) = (bench.store.build().unwrap(), Limits { bytes, ..Limits::default() });
+            oci::import(&build, path, None, limits, &mut Notes::default(), &Progress::silent()).map(|(tree, _)| tree)
+        };
+        assert!(import(300_000).unwrap().find(b"c").is_some());
+        let text = import(299_999).unwrap_err().to_string();
+        assert!(text.contains("layer 3") && text.contains("c: 100000 bytes"), "{text}");
+        assert!(text.contains("room for 99999"), "{text}");
+    }
+}
+
+#[test]
 fn layers_that_are_not_themselves_are_refused() {
     use pagefold_image::digest::Digest;
     let bench = Bench::new();
@@ -350,4 +508,14 @@ fn corrupt_compressed_layers_are_refused() {
     let skippable = [&[0x50, 0x2a, 0x4d, 0x18, 4, 0, 0, 0][..], b"skip", &zstd].concat();
     assert!(bench.read(&skippable).is_ok());
     bench.refused(b"\xfd7zXZ\0 and more bytes", "xz");
+    // A flipped bit in what is stored as it is: only the frame's checksum can tell, in the last frame, too.
+    use ruzstd::encoding::{CompressionLevel::Uncompressed, compress_to_vec};
+    let (head, tail) = plain.split_at(4000);
+    let frames = [compress_to_vec(head, Uncompressed), compress_to_vec(tail, Uncompressed)];
+    assert!(bench.read(&frames.concat()).is_ok());
+    for (frame, at) in [(0, 2000), (0, frames[0].len() - 1), (1, 2000), (1, frames[1].len() - 1)] {
+        let mut spoiled = frames.clone();
+        spoiled[frame][at] ^= 1;
+        bench.refused(&spoiled.concat(), "does not match its checksum");
+    }
 }

@@ -148,6 +148,15 @@ fn damage_is_found_and_named_with_every_image_that_has_it() {
     // An export of damaged content fails rather than passing it on.
     let tree = store.tree(&store.image("one").unwrap().digest).unwrap();
     assert!(export::tar(&store, &tree, &mut Vec::new(), &Progress::silent()).is_err());
+    // A build of the content heals it, whatever the stat cache remembers; and so it does when it is damaged again.
+    for _ in 0..2 {
+        build_dir(&store, "one", &dir.path().join("one")).unwrap();
+        assert!(stat::verify(&store, &[], false).unwrap().damaged.is_empty());
+        assert_eq!(fs::read(&object).unwrap(), vec![5; 9000]);
+        fs::write(&object, &bytes).unwrap();
+        assert_eq!(stat::verify(&store, &[], false).unwrap().damaged.len(), 1);
+        assert_eq!(stat::verify(&store, &[], false).unwrap().damaged.len(), 1, "nothing else does");
+    }
     // Missing, and a damaged metadata image.
     fs::remove_file(&object).unwrap();
     assert_eq!(stat::verify(&store, &[], false).unwrap().damaged[0].images, ["one", "two"]);
@@ -572,5 +581,47 @@ fn what_buildah_writes_is_read() {
         // Owners are those of the builder here and there; contents, links and modes are compared.
         let same = Command::new("diff").args(["-r", "--no-dereference"]).arg(&tree).arg(&out).output().unwrap();
         assert!(same.status.success(), "{format} {}", String::from_utf8_lossy(&same.stdout));
+    }
+}
+
+#[test]
+fn an_export_to_a_full_disk_says_which_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    sample(&tree);
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    let tree = store.tree(&record.digest).unwrap();
+    let silent = Progress::silent();
+    // At the first write, and in the middle of a file.
+    for room in [0, 1_000_000] {
+        let full = fs::File::options().write(true).open("/dev/full").unwrap();
+        let error = export::tar(&store, &tree, &mut std::io::BufWriter::with_capacity(room, full), &silent);
+        assert_eq!(error.unwrap_err().to_string(), "output: No space left on device (os error 28)");
+    }
+    let error = export::erofs_full(&store, &tree, "/dev/full".as_ref(), &silent).unwrap_err();
+    assert_eq!(error.to_string(), "/dev/full: No space left on device (os error 28)");
+}
+
+#[test]
+fn a_name_that_no_file_can_have_is_refused_before_the_build() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    let record = |name: &str| store.build()?.publish(name, &Tree::default(), "t", Default::default(), vec![]);
+    for (name, fits) in [
+        ("a".repeat(200), true),
+        ("a".repeat(201), false),
+        ("日".repeat(28), true),
+        ("日".repeat(29), false),
+        ("/".repeat(85), true),
+        ("/".repeat(86), false),
+        ("\n".into(), false),
+        (String::new(), false),
+    ] {
+        match (store.check_name(&name), record(&name), fits) {
+            (Ok(()), Ok(record), true) => assert_eq!(store.image(&name).unwrap().digest, record.digest),
+            (Err(early), Err(late), false) => assert_eq!(early.to_string(), late.to_string()),
+            other => panic!("{name:?}: {other:?}"),
+        }
     }
 }

@@ -1,0 +1,265 @@
+//! Who has images mounted, by the mount tables of all namespaces.
+//!
+//! A mount names its store, domain and image in the mount table: there is no record of ours to go stale. Tables are
+//! other people's, so that a name in them is a claim: it may keep an image that the store has, and do nothing else.
+
+use crate::digest::Digest;
+use crate::error::{At, Result};
+use crate::store::Store;
+use crate::sys;
+use pagefold_os::mountinfo::{self, Mount};
+use std::collections::{BTreeSet, HashSet};
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::Duration;
+
+/// A mount of ours, as the mount tables show it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
+pub struct MountEntry {
+    /// The image.
+    pub digest: Digest,
+    /// Where.
+    pub mountpoint: PathBuf,
+    /// The mount's device number; binds of one mount share it.
+    pub device: String,
+    /// The mount namespace it is seen in, by inode number.
+    pub namespace: u64,
+}
+
+/// All mounts of a store and domain, in every mount namespace we may look into.
+#[derive(Clone, Debug, Default)]
+pub struct View {
+    /// The mounts.
+    pub mounts: Vec<MountEntry>,
+    /// Processes that kept their table from us by not answering.
+    pub silent: usize,
+    /// Whether all processes of some namespace have a part of it as their root (chroot), and show no mounts beside it.
+    pub partial: bool,
+}
+
+/// How long one process's /proc entries may take: a process stuck in the kernel can make them wait with it.
+const PROC_PATIENCE: Duration = Duration::from_secs(3);
+
+/// How often the processes are listed at most: who ends before it was looked at may have left a child that was not
+/// there yet.
+const LISTS: u32 = 8;
+
+/// What a process shows.
+enum Look {
+    /// It has ended.
+    Gone,
+    /// Not ours to see, or a namespace that is known.
+    Nothing,
+    /// The mount table of its namespace; `whole` if the process has the namespace's own root.
+    Table { namespace: u64, whole: bool, table: Vec<u8> },
+}
+
+/// Looks at a process, unless its namespace is among `seen`.
+fn look(pid: &Path, seen: &Mutex<BTreeSet<u64>>) -> Look {
+    let look = || -> io::Result<Look> {
+        let namespace = fs::metadata(pid.join("ns/mnt"))?.ino();
+        if seen.lock().expect("no panic while held").contains(&namespace) {
+            return Ok(Look::Nothing);
+        }
+        let whole = fs::read_link(pid.join("root"))? == Path::new("/");
+        let table = fs::read(pid.join("mountinfo"))?;
+        if whole {
+            seen.lock().expect("no panic while held").insert(namespace);
+        }
+        Ok(Look::Table { namespace, whole, table })
+    };
+    look().unwrap_or_else(|error| match error.kind() {
+        io::ErrorKind::PermissionDenied => Look::Nothing,
+        _ => Look::Gone,
+    })
+}
+
+/// What looking at some processes has brought.
+#[derive(Default)]
+struct Looked {
+    /// Who did not answer.
+    silent: Vec<PathBuf>,
+    /// Whether somebody had ended.
+    gone: bool,
+}
+
+/// Looks at `pids` once, and gives each table to `each` with its namespace and whether it is the whole of it.
+fn look_at(pids: Vec<PathBuf>, seen: &Arc<Mutex<BTreeSet<u64>>>, each: &mut impl FnMut(u64, bool, &[u8])) -> Looked {
+    let pids = Arc::new(pids);
+    let (mut next, mut looked) = (0, Looked::default());
+    while next < pids.len() {
+        let (sender, answers) = mpsc::channel();
+        let (list, known, from) = (pids.clone(), seen.clone(), next);
+        // A worker of its own, left behind with the process that holds it up.
+        std::thread::spawn(move || list[from..].iter().try_for_each(|pid| sender.send(look(pid, &known))));
+        while next < pids.len() {
+            let answer = answers.recv_timeout(PROC_PATIENCE);
+            next += 1;
+            match answer {
+                Ok(Look::Table { namespace, whole, table }) => each(namespace, whole, &table),
+                Ok(Look::Nothing) => {}
+                Ok(Look::Gone) => looked.gone = true,
+                Err(_) => {
+                    looked.silent.push(pids[next - 1].clone());
+                    break;
+                }
+            }
+        }
+    }
+    looked
+}
+
+/// Gives the mount tables of all processes that `list` names to `each`, as [`look_at`] does; returns how many processes
+/// did not answer in time, twice: on a busy machine one may only have been slow, or on its way out.
+fn each_table(
+    mut list: impl FnMut() -> io::Result<Vec<PathBuf>>,
+    mut each: impl FnMut(u64, bool, &[u8]),
+) -> io::Result<usize> {
+    let (seen, mut done, mut silent) = (Arc::new(Mutex::new(BTreeSet::new())), HashSet::new(), Vec::new());
+    for _ in 0..LISTS {
+        let new: Vec<PathBuf> = list()?.into_iter().filter(|pid| done.insert(pid.clone())).collect();
+        let mut looked = look_at(new, &seen, &mut each);
+        silent.append(&mut looked.silent);
+        if !looked.gone {
+            break;
+        }
+    }
+    Ok(look_at(silent, &seen, &mut each).silent.len())
+}
+
+/// The processes there are, this one first.
+fn processes() -> io::Result<Vec<PathBuf>> {
+    let digits = |name: &OsStr| name.as_bytes().iter().all(u8::is_ascii_digit);
+    let entries = fs::read_dir("/proc")?.flatten().filter(|entry| digits(&entry.file_name()));
+    Ok([PathBuf::from("/proc/self")].into_iter().chain(entries.map(|entry| entry.path())).collect())
+}
+
+/// The image that a mount says it is of.
+fn claimed(mount: &Mount, prefix: &[u8], trees: &Path) -> Option<Digest> {
+    let source = mount.source.as_os_str().as_bytes();
+    if mount.kind == "overlay" {
+        return Digest::from_hex(source.strip_prefix(prefix)?);
+    }
+    if mount.kind != "erofs" || mount.source.parent()?.canonicalize().ok()? != trees {
+        return None;
+    }
+    Digest::from_hex(mount.source.file_name()?.as_bytes().strip_suffix(b".full.erofs")?)
+}
+
+/// What the mount tables show of this store and domain.
+///
+/// # Errors
+/// /proc is not readable.
+pub fn view(store: &Store) -> Result<View> {
+    let (prefix, trees) = (store.mount_source_prefix(), store.path("trees"));
+    let trees = trees.canonicalize().at(&trees)?;
+    let (mut found, mut whole, mut parts) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
+    let silent = each_table(processes, |namespace, all, table| {
+        if all { &mut whole } else { &mut parts }.insert(namespace);
+        for mount in mountinfo::parse(table) {
+            let Some(digest) = claimed(&mount, prefix.as_bytes(), &trees) else { continue };
+            // What the store does not have nobody can have mounted from it.
+            if store.knows(&digest) {
+                found.insert(MountEntry { digest, mountpoint: mount.at, device: mount.device, namespace });
+            }
+        }
+    });
+    let silent = silent.at("/proc")?;
+    Ok(View { mounts: found.into_iter().collect(), silent, partial: !parts.is_subset(&whole) })
+}
+
+/// All mounts of this store and domain, in every mount namespace we may look into.
+///
+/// # Errors
+/// /proc is not readable.
+pub fn mounts(store: &Store) -> Result<Vec<MountEntry>> {
+    Ok(view(store)?.mounts)
+}
+
+/// Whether the kernel holds the image's metadata open: a mount that no mount table shows, such as one attached
+/// nowhere, or in a namespace without processes. Root's view; others see their own mounts in the tables.
+pub(crate) fn held_by_kernel(store: &Store, digest: &Digest) -> bool {
+    [store.tree_path(digest), store.full_path(digest)].iter().any(|path| match File::open(path) {
+        Ok(file) => sys::is_open_elsewhere(&file).unwrap_or(true),
+        Err(_) => false,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{CWD, FileType, Mode};
+    use std::os::unix::fs::symlink;
+
+    fn process(at: &Path, namespace: &str, root: &str) -> PathBuf {
+        fs::create_dir_all(at.join("ns")).unwrap();
+        // A file's inode number stands for the namespace's.
+        let of = at.parent().unwrap().join(namespace);
+        fs::write(&of, "").unwrap();
+        fs::hard_link(of, at.join("ns/mnt")).unwrap();
+        symlink(root, at.join("root")).unwrap();
+        at.to_path_buf()
+    }
+
+    #[test]
+    fn a_process_that_does_not_answer_holds_nobody_up() {
+        let dir = tempfile::tempdir().unwrap();
+        // A pipe that nobody writes stands for a /proc entry that waits with its process.
+        let stuck = process(&dir.path().join("1"), "a", "/");
+        let good = process(&dir.path().join("2"), "b", "/");
+        rustix::fs::mknodat(CWD, stuck.join("mountinfo"), FileType::Fifo, Mode::RUSR, 0).unwrap();
+        fs::write(good.join("mountinfo"), "table").unwrap();
+        let mut tables = Vec::new();
+        let silent = each_table(|| Ok(vec![stuck.clone(), good.clone()]), |_, _, table| tables.push(table.to_vec()));
+        assert_eq!((silent.unwrap(), tables), (1, vec![b"table".to_vec()]));
+    }
+
+    #[test]
+    fn a_namespace_is_known_by_whoever_has_all_of_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let jailed = process(&dir.path().join("1"), "a", "/jail");
+        let whole = process(&dir.path().join("2"), "a", "/");
+        let third = process(&dir.path().join("3"), "a", "/");
+        // Nobody has this one's table any more when it is looked at; its child is listed the next time only.
+        let ended = dir.path().join("4");
+        let child = process(&dir.path().join("5"), "b", "/");
+        for pid in [&jailed, &whole, &third, &child] {
+            fs::write(pid.join("mountinfo"), pid.file_name().unwrap().as_bytes()).unwrap();
+        }
+        let (mut lists, mut tables) = (0, Vec::new());
+        let list = || {
+            lists += 1;
+            let mut all = vec![jailed.clone(), whole.clone(), third.clone(), ended.clone()];
+            all.extend((lists > 1).then(|| child.clone()));
+            Ok(all)
+        };
+        let silent = each_table(list, |_, whole, table| tables.push((whole, table.to_vec()))).unwrap();
+        assert_eq!(silent, 0);
+        assert_eq!(tables, [(false, b"1".to_vec()), (true, b"2".to_vec()), (true, b"5".to_vec())]);
+    }
+
+    #[test]
+    fn only_mounts_of_this_store_are_claims() {
+        let (hex, trees) = ("ab".repeat(32), tempfile::tempdir().unwrap());
+        let at = trees.path().canonicalize().unwrap();
+        let table = format!(
+            "36 35 0:53 / /mnt/with\\040space ro shared:1 - overlay pagefold:1:default:{hex} ro,lowerdir=x\n\
+             37 35 0:54 / /other ro - overlay pagefold:2:default:{hex} ro\n\
+             38 35 0:55 / /false ro - tmpfs pagefold:1:default:{hex} ro\n\
+             39 35 0:56 / /false ro - tmpfs {0}/{hex}.full.erofs ro\n\
+             40 35 0:57 / /false ro - erofs /elsewhere/{hex}.full.erofs ro\n\
+             41 35 0:58 / /native ro - erofs {0}/{hex}.full.erofs ro\n\
+             42 35 0:59 / /plain rw - ext4 /dev/vda rw\n",
+            at.display()
+        );
+        let claims = mountinfo::parse(table.as_bytes())
+            .filter(|mount| claimed(mount, b"pagefold:1:default:", &at).is_some())
+            .map(|mount| mount.at);
+        assert_eq!(claims.collect::<Vec<_>>(), [Path::new("/mnt/with space"), Path::new("/native")]);
+    }
+}

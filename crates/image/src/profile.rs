@@ -1,0 +1,270 @@
+//! Start profiles: what a program of an image opened when it started, and which parts of it it read.
+//!
+//! A program that starts from cold caches waits for the disk a hundred times, for one name or page after the other.
+//! `exec` notes once what it waits for, where it is told to ([`crate::exec::Run::learn`]); whoever mounts the image later asks for all of that at once,
+//! several requests under way, while the program takes its first steps. The kernel tells what is opened (fanotify(7),
+//! root only), and mincore(2) which parts of it came into memory.
+//!
+//! A profile is a hint beside the metadata image (`trees/DIGEST.start`): one that is missing, damaged or of another
+//! version costs the time it would have saved, and nothing else.
+
+use crate::digest::Digest;
+use crate::error::{At, Error, Result};
+use crate::store::{Lease, Store};
+use crate::sys::{self, Map, Opens, PAGE};
+use crate::tree::{Data, Id, Kind, ROOT, Tree};
+use rustix::fs::{Advice, Mode, OFlags, ResolveFlags};
+use std::collections::HashSet;
+use std::fs::{self, File};
+use std::num::NonZeroU64;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStringExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// The one format there is.
+const FORMAT: u32 = 1;
+
+/// Files and directories a profile names at most: each is held open while a program is watched.
+const MOST: usize = 16_384;
+
+/// Bytes of a profile that are read at most.
+const MOST_BYTES: u64 = 16 << 20;
+
+/// Requests for the disk that are under way at once.
+const HANDS: usize = 4;
+
+/// Parts closer than this are asked for as one: reading what lies between costs less than a second request.
+const NEAR: u64 = 64 << 10;
+
+/// What a program needs at its start, in the order in which it asked.
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Profile {
+    format: u32,
+    files: Vec<Entry>,
+}
+
+/// A file or directory it opened.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+struct Entry {
+    /// Path in the tree, each byte as the character of that number: JSON knows no other bytes.
+    path: String,
+    /// Its content, in hexadecimal digits; none for a directory, and for a file inside the metadata image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    object: Option<String>,
+    /// Parts that were read: offset and length in bytes.
+    parts: Vec<(u64, u64)>,
+}
+
+impl Profile {
+    /// The image's profile, where there is one that can be read.
+    pub fn load(store: &Store, digest: &Digest) -> Option<Self> {
+        let path = store.profile_path(digest);
+        if fs::metadata(&path).ok()?.len() > MOST_BYTES {
+            return None;
+        }
+        let profile: Self = serde_json::from_slice(&fs::read(path).ok()?).ok()?;
+        (profile.format == FORMAT && profile.files.len() <= MOST).then_some(profile)
+    }
+
+    /// Files and directories it names.
+    pub fn files(&self) -> usize {
+        self.files.len()
+    }
+
+    /// Bytes it asks for.
+    pub fn bytes(&self) -> u64 {
+        self.files.iter().flat_map(|file| &file.parts).fold(0, |sum, part| sum.saturating_add(part.1))
+    }
+
+    /// Replaces the image's profile.
+    fn save(&self, store: &Store, digest: &Digest) -> Result<()> {
+        let lease = Lease::new(store)?;
+        if !lease.claim_tree(digest)? {
+            return Err(Error::Refused("exec: --learn: the image was removed meanwhile".into()));
+        }
+        let staged = store.path("staging").join(lease.id());
+        fs::create_dir(&staged).at(&staged)?;
+        let (from, to) = (staged.join("start"), store.profile_path(digest));
+        let written = serde_json::to_vec(self)
+            .map_err(|error| Error::Refused(format!("exec: --learn: {error}")))
+            .and_then(|bytes| fs::write(&from, bytes).at(&from))
+            .and_then(|()| fs::rename(&from, &to).at(&to));
+        if written.is_err() {
+            let _ = fs::remove_file(&from);
+        }
+        let _ = fs::remove_dir(&staged);
+        written
+    }
+
+    /// Has the kernel read the objects' parts; returns when all were asked for, not when they are there.
+    pub(crate) fn read_objects(&self, store: &Store) {
+        self.each(|entry| {
+            let digest = entry.object.as_ref().and_then(|hex| Digest::from_hex(hex.as_bytes()));
+            if let Some(file) = digest.and_then(|digest| File::open(store.object_path(&digest)).ok()) {
+                entry.ask(&file);
+            }
+        });
+    }
+
+    /// Walks to each name of the mount whose root is `tree`, so that names and inodes are in memory; and has the
+    /// kernel read the parts where the mount's files are not the objects.
+    pub(crate) fn look_up(&self, tree: &OwnedFd) {
+        self.each(|entry| {
+            let Ok(path) = entry.path.chars().map(u8::try_from).collect::<std::result::Result<Vec<u8>, _>>() else {
+                return;
+            };
+            let path = path.strip_prefix(b"/").unwrap_or(&path);
+            // A profile never leads to what opening could wait for or change: devices and pipes are looked up only.
+            let at = |flags: OFlags| {
+                let flags = flags | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+                rustix::fs::openat2(tree, path, flags, Mode::empty(), ResolveFlags::IN_ROOT)
+            };
+            let Ok(kind) = at(OFlags::PATH).and_then(|found| rustix::fs::fstat(&found)) else { return };
+            match rustix::fs::FileType::from_raw_mode(kind.st_mode) {
+                rustix::fs::FileType::RegularFile => {
+                    if let Ok(file) = at(OFlags::RDONLY) {
+                        entry.ask(&file);
+                    }
+                }
+                rustix::fs::FileType::Directory => {
+                    if let Ok(mut names) = at(OFlags::RDONLY | OFlags::DIRECTORY).and_then(rustix::fs::Dir::new) {
+                        while let Some(Ok(_)) = names.read() {}
+                    }
+                }
+                _ => {}
+            }
+        });
+    }
+
+    /// Does `work` for all files, a few at a time.
+    fn each(&self, work: impl Fn(&Entry) + Sync) {
+        let next = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..HANDS.min(self.files.len()) {
+                // One hand fewer where no thread is to be had: the others do its part.
+                let _ = std::thread::Builder::new().spawn_scoped(scope, || {
+                    while let Some(entry) = self.files.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        work(entry);
+                    }
+                });
+            }
+        });
+    }
+}
+
+impl Entry {
+    fn ask(&self, file: impl AsFd) {
+        for &(offset, bytes) in &self.parts {
+            let _ = rustix::fs::fadvise(&file, offset, NonZeroU64::new(bytes), Advice::WillNeed);
+        }
+    }
+}
+
+/// The parts of a file that are in memory, those that are near each other as one.
+fn parts(file: &File) -> Result<Vec<(u64, u64)>> {
+    let size = file.metadata().at("a file of the image")?.len();
+    if size == 0 {
+        return Ok(Vec::new());
+    }
+    let here = Map::new(file, size).and_then(|map| map.resident()).at("a file of the image")?;
+    let mut parts: Vec<(u64, u64)> = Vec::new();
+    for page in here.iter().enumerate().filter(|(_, here)| **here).map(|(page, _)| page as u64 * PAGE) {
+        match parts.last_mut() {
+            Some((offset, bytes)) if page - (*offset + *bytes) <= NEAR => *bytes = page + PAGE - *offset,
+            _ => parts.push((page, PAGE)),
+        }
+    }
+    Ok(parts)
+}
+
+/// The inode at a path without links in it.
+fn find(tree: &Tree, path: &[u8]) -> Option<Id> {
+    let mut names = path.split(|byte| *byte == b'/').filter(|name| !name.is_empty());
+    names.try_fold(ROOT, |dir, name| matches!(tree.inode(dir).kind, Kind::Dir(_)).then(|| tree.child(dir, name))?)
+}
+
+/// Somebody who notes what the command that this process becomes will open.
+pub(crate) struct Watch {
+    opens: Opens,
+}
+
+/// Takes the image's objects out of the page cache, so that what comes in is the command's, and leaves a process behind
+/// that watches until this one ends, or for `patience`, and then writes the profile. This process must have one thread.
+///
+/// # Errors
+/// Without CAP_SYS_ADMIN; the system's.
+pub(crate) fn watch(store: &Store, digest: &Digest, patience: Duration) -> Result<Watch> {
+    let refused = |source: std::io::Error| {
+        Error::Refused(format!("exec: --learn: {source}; watching what a program opens (fanotify) needs root"))
+    };
+    let opens = Opens::new().map_err(refused)?;
+    for (object, ..) in store.tree_objects(digest)? {
+        if let Ok(file) = File::open(store.object_path(&object)) {
+            let _ = rustix::fs::fadvise(&file, 0, None, Advice::DontNeed);
+        }
+    }
+    let command = rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::empty())
+        .map_err(|errno| refused(errno.into()))?;
+    let keep = [opens.as_fd().as_raw_fd(), command.as_raw_fd()];
+    sys::in_background(&keep, || match learn(store, digest, &opens, &command, patience) {
+        Ok(profile) => {
+            let mib = profile.bytes() as f64 / f64::from(1 << 20);
+            eprintln!("pagefold: note: learned {} files, {mib:.1} MiB; mounts read them ahead", profile.files());
+        }
+        Err(error) => eprintln!("pagefold: note: nothing learned: {error}"),
+    })
+    .map_err(refused)?;
+    Ok(Watch { opens })
+}
+
+impl Watch {
+    /// Notes from here on what is opened in the mount at `place`.
+    pub(crate) fn begin(&self, place: &Path) -> Result<()> {
+        self.opens.mark(place).at(place)
+    }
+}
+
+fn learn(store: &Store, digest: &Digest, opens: &Opens, command: &OwnedFd, patience: Duration) -> Result<Profile> {
+    let tree = store.tree(digest)?;
+    // Held open until the end: the mount may be gone with the command.
+    let most = pagefold_os::fd::raise_limit().unwrap_or(256).saturating_sub(64).min(MOST as u64) as usize;
+    let (start, mut seen, mut found) = (Instant::now(), HashSet::<Vec<u8>>::new(), Vec::<(Vec<u8>, File)>::new());
+    loop {
+        let left = patience.saturating_sub(start.elapsed());
+        let ended = opens.wait(command, left).at("fanotify")? || left.is_zero();
+        loop {
+            let events = opens.read().at("fanotify")?;
+            if events.is_empty() {
+                break;
+            }
+            for file in events {
+                let Ok(path) = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())) else { continue };
+                let path = path.into_os_string().into_vec();
+                if found.len() < most && seen.insert(path.clone()) {
+                    found.push((path, file));
+                }
+            }
+        }
+        if ended {
+            break;
+        }
+    }
+    let mut profile = Profile { format: FORMAT, files: Vec::new() };
+    for (path, file) in found {
+        // What the command made itself, or what is mounted over the tree, is not the image's.
+        let Some(id) = find(&tree, &path) else { continue };
+        let (object, parts) = match &tree.inode(id).kind {
+            Kind::File(Data::Object(object, _)) => (Some(object.hex()), parts(&file)?),
+            Kind::File(Data::Inline(_)) | Kind::Dir(_) => (None, Vec::new()),
+            _ => continue,
+        };
+        profile.files.push(Entry { path: path.iter().copied().map(char::from).collect(), object, parts });
+    }
+    if profile.files.is_empty() {
+        return Err(Error::Refused("exec: --learn: the command opened nothing of the image".into()));
+    }
+    profile.save(store, digest)?;
+    Ok(profile)
+}
