@@ -82,3 +82,62 @@ fn a_mount_shows_in_status_metrics_and_doctor_and_ends_cleanly() {
     assert!(umount.status.success(), "{}", String::from_utf8_lossy(&umount.stderr));
     assert!(!mount.join("a.raw").exists());
 }
+
+#[test]
+fn umount_fails_where_bytes_were_lost() {
+    // SAFETY: geteuid has no preconditions.
+    if unsafe { libc::geteuid() } != 0 || !Path::new("/dev/fuse").exists() {
+        return skipped("mounting needs root and /dev/fuse");
+    }
+    let base = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    let (images, mount) = (base.path().join("images"), base.path().join("mnt"));
+    std::fs::create_dir_all(&images).and_then(|()| std::fs::create_dir(&mount)).expect("directories");
+    let run = |program: &str, args: &[&str]| {
+        let output = Command::new(program)
+            .args(args)
+            .env("PAGEFOLD_RUNTIME_DIR", base.path().join("run"))
+            .stdin(Stdio::null())
+            .output()
+            .expect("a program");
+        (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (from, at) = (images.display().to_string(), mount.display().to_string());
+    assert!(run("mount", &["-t", "tmpfs", "-o", "size=1m", "none", &from]).0, "a disk of one MiB");
+    for size in [512 << 10, 4 << 20] {
+        let (ok, said) =
+            run(TOOL, &["disk", "mount", &from, &at, "--cache-size", "64M", "--flush-interval", "10m", "--background"]);
+        assert!(ok, "{said}");
+        std::fs::write(mount.join("image"), vec![7; size]).expect("room in the cache");
+        let (ok, said) = run(TOOL, &["disk", "umount", &at]);
+        if size < 1 << 20 {
+            assert!(ok, "{said}");
+        } else {
+            assert!(!ok && said.contains("bytes of image could not be written and are lost: No space"), "{said}");
+        }
+        assert!(!mount.join("image").exists(), "unmounted in any case");
+    }
+    assert!(run("umount", &[&from]).0);
+}
+
+#[test]
+fn nothing_is_put_into_a_runtime_directory_of_somebody_else() {
+    // SAFETY: geteuid has no preconditions.
+    if unsafe { libc::geteuid() } != 0 {
+        return skipped("giving a directory away needs root");
+    }
+    let base = tempfile::tempdir_in("/var/tmp").expect("a directory");
+    let (images, mount, run) = (base.path().join("images"), base.path().join("mnt"), base.path().join("run"));
+    for path in [&images, &mount, &run] {
+        std::fs::create_dir(path).expect("a directory");
+    }
+    std::os::unix::fs::chown(&run, Some(65534), Some(65534)).expect("another owner");
+    let output = Command::new(TOOL)
+        .args(["disk", "mount", "--background"])
+        .args([&images, &mount])
+        .env("PAGEFOLD_RUNTIME_DIR", &run)
+        .output()
+        .expect("the tool runs");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && said.contains("belongs to another user"), "{said}");
+    assert_eq!(std::fs::read_dir(&run).expect("the directory").count(), 0);
+}

@@ -38,7 +38,8 @@ fuzz_target!(|data: &[u8]| {
                 model.resize(offset, 0);
             }
             5 => {
-                cache.punch(image, offset as u64, length as u64).unwrap();
+                let clear = if step[5] & 4 == 0 { Cache::punch } else { Cache::zero };
+                clear(&cache, image, offset as u64, length as u64).unwrap();
                 let (from, to) = (offset.min(model.len()), (offset + length).min(model.len()));
                 model[from..to].fill(0);
             }

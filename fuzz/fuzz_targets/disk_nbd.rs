@@ -23,7 +23,7 @@ impl Disk for Small {
         self.0.lock().unwrap()[offset as usize..][..data.len()].copy_from_slice(data);
         Ok(())
     }
-    fn zero(&self, offset: u64, length: u64) -> Result<(), i32> {
+    fn zero(&self, offset: u64, length: u64, _hole: bool) -> Result<(), i32> {
         self.0.lock().unwrap()[offset as usize..][..length as usize].fill(0);
         Ok(())
     }

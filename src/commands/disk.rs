@@ -3,7 +3,7 @@
 use super::Error;
 use crate::output::{Progress, Style, Table, print, print_json};
 use crate::units::{self, show_size};
-use pagefold_disk::control::{self, Command};
+use pagefold_disk::control;
 use pagefold_disk::mount::{self, Options};
 use pagefold_disk::{Config, Status, scan};
 use std::path::{Path, PathBuf};
@@ -170,11 +170,13 @@ fn run_mount(args: &MountArgs) -> Result<ExitCode, Error> {
 /// Starts this program again without `--background` and waits until it says that it is mounted. What it says later
 /// goes on in the same file, beside its socket.
 fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
-    use std::os::unix::fs::DirBuilderExt;
+    use std::os::unix::fs::OpenOptionsExt;
     use std::os::unix::process::CommandExt;
     let log_path = control::socket_path(&absolute(&args.mountpoint)?).with_extension("log");
-    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(control::runtime_dir())?;
-    let log = std::fs::File::create(&log_path).map_err(|error| format!("{}: {error}", log_path.display()))?;
+    control::make_own(&control::runtime_dir())?;
+    let mut log = std::fs::OpenOptions::new();
+    log.write(true).create(true).truncate(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+    let log = log.open(&log_path).map_err(|error| format!("{}: {error}", log_path.display()))?;
     let arguments = std::env::args_os().skip(1).filter(|argument| argument != "--background");
     let mut child = std::process::Command::new(std::env::current_exe()?)
         .args(arguments)
@@ -226,12 +228,23 @@ fn run_umount(args: &UmountArgs) -> Result<ExitCode, Error> {
         }
         Err(_) => None,
     };
+    let mut trouble = String::new();
     if let Some(pid) = pid {
-        control::ask(&socket, Command::Stop, Duration::from_secs(10))?;
-        // It answers as long as it writes back; wait for its end, which is when everything is on the disk.
+        let ended = control::stop(&socket, Duration::from_secs(10))?;
         while Path::new(&format!("/proc/{pid}")).exists() && socket.exists() {
             std::thread::sleep(Duration::from_millis(20));
         }
+        trouble = match ended {
+            Some(ended) => {
+                let lost = ended.unwritten.iter().map(|lost| {
+                    format!("{} bytes of {} could not be written and are lost: {}", lost.bytes, lost.name, lost.error)
+                });
+                lost.collect::<Vec<_>>().join("; ")
+            }
+            // An orderly end takes the socket with it.
+            None if socket.exists() => "its process died before it had written everything back".to_owned(),
+            None => String::new(),
+        };
     }
     if mount::is_mounted(&mountpoint) {
         if args.force {
@@ -244,6 +257,9 @@ fn run_umount(args: &UmountArgs) -> Result<ExitCode, Error> {
     }
     if pid.is_none() {
         let _ = std::fs::remove_file(socket);
+    }
+    if !trouble.is_empty() {
+        return Err(format!("{}: {trouble}", args.mountpoint.display()).into());
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -8,14 +8,14 @@
 //! What it promises: a reader sees the last write; what a sync acknowledged is on the disk; equal bytes are compared
 //! before they are shared (unless a strong fingerprint stands for them). What it does not: order of unsynced writes.
 //!
-//! Locks, outermost first: `Image::shape`, `Image::flush`, `Image::known`, a chunk's entries, `Image::dirty_chunks`,
-//! a frame's record. Frames are allocated (which may flush and evict) with at most `shape` held. Nobody who holds
+//! Locks, outermost first: `Image::shape`, `Image::flush`, `Image::known`, `Image::kept`, a chunk's entries,
+//! `Image::dirty_chunks`, a frame's record. Frames are allocated (which may flush and evict) with at most `shape` held. Nobody who holds
 //! `flush` ever waits for a frame or for `shape`, so a full cache always drains.
 
 use crate::BLOCK_BYTES;
 use crate::config::Config;
 use crate::error::Error;
-use crate::file::{Allocate, BlockFile};
+use crate::file::{Allocate, BlockFile, Stamp};
 use crate::fingerprint::{Fingerprint, Hasher, is_zero};
 use crate::fingerprints::FingerprintDir;
 use crate::frames::{FrameIndex, Frames, OwnedFrame};
@@ -118,6 +118,11 @@ impl Cache {
     /// The file cannot be looked at.
     pub fn add_image(&self, name: &str, file: Arc<dyn BlockFile>) -> io::Result<Arc<Image>> {
         let stamp = file.stamp()?;
+        Ok(self.add_image_at(name, file, stamp))
+    }
+
+    /// As [`Cache::add_image`], for a file that is `stamp` now.
+    pub(crate) fn add_image_at(&self, name: &str, file: Arc<dyn BlockFile>, stamp: Stamp) -> Arc<Image> {
         let mut images = self.images.write();
         let id = images.iter().position(Option::is_none).unwrap_or_else(|| {
             images.push(None);
@@ -125,7 +130,7 @@ impl Cache {
         });
         let image = Arc::new(Image::new(id as u32, name.to_owned(), file, stamp));
         images[id] = Some(image.clone());
-        Ok(image)
+        image
     }
 
     /// Drops an image and all its blocks, dirty ones too: for a file that is gone.
@@ -842,6 +847,18 @@ impl Cache {
     /// # Errors
     /// The disk's.
     pub fn punch(&self, image: &Image, offset: u64, length: u64) -> Result<(), Error> {
+        self.clear(image, Allocate::Punch, offset, length)
+    }
+
+    /// Makes `length` bytes from `offset` read as zeros and keeps or reserves their disk space; the size stays.
+    ///
+    /// # Errors
+    /// The disk's.
+    pub fn zero(&self, image: &Image, offset: u64, length: u64) -> Result<(), Error> {
+        self.clear(image, Allocate::Zero, offset, length)
+    }
+
+    fn clear(&self, image: &Image, how: Allocate, offset: u64, length: u64) -> Result<(), Error> {
         let end = self.range_end(offset, length)?;
         self.accept_change(image)?;
         if !image.file()?.writable() {
@@ -866,8 +883,8 @@ impl Cache {
         }
         {
             let _flush = image.flush.lock();
-            let punched = image.change(|file| file.allocate(Allocate::Punch, first, last - first));
-            match punched {
+            let cleared = image.change(|file| file.allocate(how, first, last - first));
+            match cleared {
                 Ok(()) => {
                     image.unsynced.store(true, Ordering::Release);
                     self.drop_blocks(image, first / block, last / block, true);
@@ -1020,18 +1037,29 @@ impl Cache {
 
     /// Takes up what is known about an image's content; a file that does not fit is counted and learnt anew.
     pub fn load_fingerprints(&self, image: &Image, store: &FingerprintDir) {
-        let (known, rejected) = store.load(&image.name(), &image.known.lock());
+        let Ok(file) = image.file() else { return };
+        let before = *image.known.lock();
+        *image.kept.lock() = Some(store.file_of(before.ino));
+        let (mut known, rejected) = store.load(&file.lasting(before));
         if rejected.is_some() {
             add(&self.counters.fingerprint_files_rejected, 1);
+        }
+        let now = image.known.lock();
+        if *now != before {
+            // It was changed while we read.
+            known.forget(0..u64::MAX);
         }
         *image.fingerprints.lock() = Some(known);
     }
 
-    /// Keeps what is known about an image's content, unless the image changed behind our back.
+    /// Keeps what is known about an image's content, once that is durable, unless the image changes meanwhile.
     ///
     /// # Errors
     /// The file cannot be written.
     pub fn save_fingerprints(&self, image: &Image, store: &FingerprintDir) -> io::Result<()> {
+        if !self.sync(image, 0..u64::MAX) {
+            return Ok(());
+        }
         // A change within one tick of the file system's clock would carry the same times: let the tick pass first.
         let tick = std::time::Duration::from_millis(20);
         let stamp = *image.known.lock();
@@ -1039,13 +1067,24 @@ impl Cache {
         if std::time::SystemTime::now().duration_since(changed).is_ok_and(|age| age < tick) {
             std::thread::sleep(tick);
         }
-        if self.look_behind(image) || image.changed.load(Ordering::Acquire) {
-            return Ok(());
+        let file = image.file()?;
+        let bytes = match &*image.fingerprints.lock() {
+            Some(known) if known.block_count() > 0 => known.encode(&file.lasting(stamp), &store.key()),
+            _ => return Ok(()),
+        };
+        let new = store.write(stamp.ino, &bytes)?;
+        // Nobody writes back, and nobody changes the file, until the new one has its name.
+        let _flush = image.flush.lock();
+        let known = image.known.lock();
+        let same = *known == stamp && file.stamp()? == stamp && !image.changed.load(Ordering::Acquire);
+        if !same || image.unsynced.load(Ordering::Acquire) {
+            return std::fs::remove_file(new);
         }
-        match &*image.fingerprints.lock() {
-            Some(known) if known.block_count() > 0 => store.save(&image.name(), known, &stamp),
-            _ => Ok(()),
-        }
+        let path = store.file_of(stamp.ino);
+        let mut kept = image.kept.lock();
+        std::fs::rename(new, &path)?;
+        *kept = Some(path);
+        Ok(())
     }
 
     // ---- memory ----
@@ -1148,7 +1187,7 @@ impl Cache {
         let mut images = self.images();
         images.retain(|image| image.dirty_bytes() > 0 && except.is_none_or(|e| e.id != image.id));
         images.sort_by_key(|image| std::cmp::Reverse(image.dirty_bytes()));
-        let flushed = images.iter().map(|image| self.flush_some(image, 1024, 0..u64::MAX).unwrap_or(0));
+        let flushed = images.iter().map(|image| self.flush_some(image, 1024).unwrap_or(0));
         flushed.into_iter().find(|&count| count > 0).unwrap_or(0)
     }
 
@@ -1160,7 +1199,7 @@ impl Cache {
         let room = self.config.dirty_max().max(count + 1) - count;
         while self.dirty_blocks.load(Ordering::Relaxed) > room {
             if image.dirty_bytes() > 0 {
-                self.flush_some(image, 1024, 0..u64::MAX).map_err(Error::Full)?;
+                self.flush_some(image, 1024).map_err(Error::Full)?;
             } else if self.flush_others(Some(image)) == 0 {
                 break;
             }

@@ -1,10 +1,12 @@
 //! The control socket of a mount: one line in, one line of JSON out.
 //!
-//! Requests: `status`, `flush`, `stop`. A socket lies in the runtime directory of its user, named after its mount
+//! Requests: `status`, `flush`, `stop`; the last is answered by a second line when everything is written back, which
+//! tells what was not. A socket lies in the runtime directory of its user, named after its mount
 //! point; only that user and root are answered. Whoever connects gets two seconds for his line, so nobody can hold
 //! the others up.
 
 use crate::stats::Status;
+use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -48,16 +50,31 @@ impl Command {
 /// The directory of this user's sockets: `PAGEFOLD_RUNTIME_DIR`, else below `XDG_RUNTIME_DIR`, else below `/run` for
 /// root, else below `/tmp`.
 pub fn runtime_dir() -> PathBuf {
-    if let Some(path) = std::env::var_os("PAGEFOLD_RUNTIME_DIR") {
-        return path.into();
+    let set = |name| std::env::var_os(name).filter(|path| !path.is_empty()).map(PathBuf::from);
+    if let Some(path) = set("PAGEFOLD_RUNTIME_DIR") {
+        return std::path::absolute(&path).unwrap_or(path);
     }
     if rustix::process::geteuid().is_root() {
         return PathBuf::from("/run/pagefold");
     }
-    match std::env::var_os("XDG_RUNTIME_DIR") {
-        Some(path) => PathBuf::from(path).join("pagefold"),
+    match set("XDG_RUNTIME_DIR") {
+        Some(path) => path.join("pagefold"),
         None => PathBuf::from(format!("/tmp/pagefold-{}", rustix::process::geteuid().as_raw())),
     }
+}
+
+/// Makes the directory at `path`, for this user alone, if it is missing. To be called before anything is put there.
+///
+/// # Errors
+/// It cannot be made, or is somebody else's, who could have put links there.
+pub fn make_own(path: &Path) -> io::Result<()> {
+    use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+    if path.metadata()?.uid() != rustix::process::geteuid().as_raw() {
+        let why = format!("{} belongs to another user; set PAGEFOLD_RUNTIME_DIR", path.display());
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+    }
+    Ok(())
 }
 
 /// The socket of the mount at `mountpoint`, which must be absolute and without links.
@@ -84,13 +101,7 @@ pub fn sockets() -> Vec<PathBuf> {
 /// # Errors
 /// The runtime directory is somebody else's, or another process answers there.
 pub fn bind(mountpoint: &Path) -> io::Result<(UnixListener, PathBuf)> {
-    use std::os::unix::fs::{DirBuilderExt, MetadataExt};
-    let directory = runtime_dir();
-    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&directory)?;
-    if directory.metadata()?.uid() != rustix::process::geteuid().as_raw() {
-        let why = format!("{} belongs to another user; set PAGEFOLD_RUNTIME_DIR", directory.display());
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
-    }
+    make_own(&runtime_dir())?;
     let path = socket_path(mountpoint);
     if UnixStream::connect(&path).is_ok() {
         return Err(io::ErrorKind::AddrInUse.into());
@@ -104,11 +115,40 @@ pub fn bind(mountpoint: &Path) -> io::Result<(UnixListener, PathBuf)> {
     Ok((listener, path))
 }
 
-/// Serves one connection: reads a request, sends what `answer` gives for it.
+/// How a mount ended: the second line of the answer to `stop`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Ended {
+    /// What could not be written back, and is lost.
+    pub unwritten: Vec<Lost>,
+}
+
+/// Data of one image that the disk refused.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Lost {
+    /// The image.
+    pub name: String,
+    /// How many bytes.
+    pub bytes: u64,
+    /// What the disk said.
+    pub error: String,
+}
+
+impl Ended {
+    /// Tells those who asked the mount to end.
+    pub(crate) fn tell(&self, clients: impl IntoIterator<Item = UnixStream>) {
+        let line = serde_json::to_string(self).unwrap_or_default() + "\n";
+        for mut client in clients {
+            // Who went away need not know.
+            let _ = client.write_all(line.as_bytes());
+        }
+    }
+}
+
+/// Serves one connection: reads a request, sends what `answer` gives for it, which may keep the connection for more.
 ///
 /// # Errors
 /// The connection's; the server only goes on to the next one.
-pub fn serve(stream: UnixStream, answer: impl FnOnce(Command) -> String) -> io::Result<()> {
+pub fn serve(stream: UnixStream, answer: impl FnOnce(Command, &UnixStream) -> String) -> io::Result<()> {
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
     let peer = rustix::net::sockopt::socket_peercred(&stream)?;
@@ -119,7 +159,7 @@ pub fn serve(stream: UnixStream, answer: impl FnOnce(Command) -> String) -> io::
     let mut line = Vec::new();
     BufReader::new((&stream).take(LINE_BYTES_MAX)).read_until(b'\n', &mut line)?;
     let mut reply = match Command::parse(&line) {
-        Some(command) => answer(command),
+        Some(command) => answer(command, &stream),
         None => r#"{"error":"unknown request; there are status, flush and stop"}"#.to_owned(),
     };
     reply.push('\n');
@@ -139,6 +179,32 @@ pub fn ask(socket: &Path, command: Command, patience: Duration) -> io::Result<St
     let mut reply = String::new();
     stream.read_to_string(&mut reply)?;
     Ok(reply)
+}
+
+/// Asks the mount behind `socket` to end and waits until it has, however long it writes back. `None` if it did not say
+/// how it ended.
+///
+/// # Errors
+/// As [`ask`], as long as it has not agreed.
+pub fn stop(socket: &Path, patience: Duration) -> io::Result<Option<Ended>> {
+    let mut stream = UnixStream::connect(socket)?;
+    stream.set_read_timeout(Some(patience))?;
+    stream.set_write_timeout(Some(patience))?;
+    stream.write_all(format!("{}\n", Command::Stop.name()).as_bytes())?;
+    let mut reader = BufReader::new(&stream);
+    let mut line = String::new();
+    reader.read_line(&mut line)?;
+    stream.set_read_timeout(None)?;
+    // The first line may come second where there is nothing to write back. A mount that dies says no more.
+    loop {
+        if let Ok(ended) = serde_json::from_str(&line) {
+            return Ok(Some(ended));
+        }
+        line.clear();
+        if !matches!(reader.read_line(&mut line), Ok(1..)) {
+            return Ok(None);
+        }
+    }
 }
 
 /// The status of the mount behind `socket`.
@@ -167,7 +233,7 @@ mod tests {
             [("status\n", "{\"is\":\"Status\"}\n"), ("stat", "unknown"), (&"x".repeat(5000), "unknown")]
         {
             let (client, server) = UnixStream::pair().unwrap();
-            let thread = std::thread::spawn(move || serve(server, |command| format!("{{\"is\":\"{command:?}\"}}")));
+            let thread = std::thread::spawn(move || serve(server, |command, _| format!("{{\"is\":\"{command:?}\"}}")));
             let mut client = client;
             // The server may stop reading and close before all of a long line is sent.
             let _ = client.write_all(sent.as_bytes());

@@ -4,7 +4,7 @@ use crate::BLOCK_BYTES;
 use crate::cache::Cache;
 use crate::config::{Config, FingerprintKey};
 use crate::error::Error;
-use crate::file::{BlockFile, HostFile, Stamp};
+use crate::file::{BlockFile, HostFile, Place, Stamp};
 use crate::fingerprints::FingerprintDir;
 use crate::image::Image;
 use crate::stats::Status;
@@ -28,6 +28,7 @@ pub struct Engine {
     directory: File,
     path: PathBuf,
     read_only: bool,
+    /// Never held over a call on a file: attributes of every image are found through it.
     registry: Mutex<HashMap<FileKey, Arc<Slot>>>,
     fingerprints: Option<FingerprintDir>,
     ahead: Ahead,
@@ -41,6 +42,8 @@ struct Slot {
     image: Arc<Image>,
     handles: AtomicUsize,
     unlinked: AtomicBool,
+    /// Held while the image gets its file, and what is known about it.
+    opening: Mutex<()>,
 }
 
 /// Requests to read ahead: few, because a late one is worth nothing.
@@ -113,9 +116,14 @@ impl Engine {
         &self.cache
     }
 
-    /// The directory's handle, for operations on names.
+    /// The directory's handle.
     pub fn directory(&self) -> &File {
         &self.directory
+    }
+
+    /// Where the last name of `path` lies.
+    pub(crate) fn place<'a>(&'a self, path: &'a Path) -> io::Result<Place<'a>> {
+        Place::find(&self.directory, path)
     }
 
     /// Whether nothing may be changed.
@@ -136,20 +144,42 @@ impl Engine {
             Err(error) if !writable && is_refusal(&error) => HostFile::open(&self.directory, path, false)?,
             other => other?,
         };
+        self.hold(path, file, writable)
+    }
+
+    /// Makes the file at `path` an image, or gives it to the image it is already.
+    ///
+    /// # Errors
+    /// The file cannot be looked at.
+    pub(crate) fn hold(self: &Arc<Self>, path: &Path, file: HostFile, writable: bool) -> io::Result<Handle> {
         let stamp = file.stamp()?;
-        let mut registry = self.registry.lock();
         let key = (stamp.dev, stamp.ino);
-        if let Some(slot) = registry.get(&key) {
-            self.reopen(&slot.image, file, stamp)?;
+        let mut registry = self.registry.lock();
+        if let Some(slot) = registry.get(&key).cloned() {
+            // Counted before the registry is let go: housekeeping leaves its file alone from here on.
             slot.handles.fetch_add(1, Ordering::AcqRel);
-            return Ok(Handle::new(self.clone(), slot.clone(), writable));
+            drop(registry);
+            let handle = Handle::new(self.clone(), slot, writable);
+            let opening = handle.slot.opening.lock();
+            self.reopen(handle.image(), file, stamp)?;
+            drop(opening);
+            return Ok(handle);
         }
-        let image = self.cache.add_image(&path.to_string_lossy(), Arc::new(file))?;
-        if let Some(store) = &self.fingerprints {
-            self.cache.load_fingerprints(&image, store);
-        }
-        let slot = Arc::new(Slot { image, handles: AtomicUsize::new(1), unlinked: AtomicBool::new(false) });
+        let image = self.cache.add_image_at(&path.to_string_lossy(), Arc::new(file), stamp);
+        let slot = Arc::new(Slot {
+            image,
+            handles: AtomicUsize::new(1),
+            unlinked: AtomicBool::new(false),
+            opening: Mutex::new(()),
+        });
+        // Whoever comes second waits for what is known about the image, and nobody else does.
+        let opening = slot.opening.lock();
         registry.insert(key, slot.clone());
+        drop(registry);
+        if let Some(store) = &self.fingerprints {
+            self.cache.load_fingerprints(&slot.image, store);
+        }
+        drop(opening);
         Ok(Handle::new(self.clone(), slot, writable))
     }
 
@@ -175,7 +205,7 @@ impl Engine {
     /// Runs an operation that changes a file's attributes or names, so that it is not taken for somebody else's.
     pub(crate) fn change<R>(&self, key: FileKey, change: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
         match self.opened(key) {
-            Some(image) => image.change(|_| change()),
+            Some(image) => image.change_attributes(|_| change()),
             None => change(),
         }
     }
@@ -222,13 +252,15 @@ impl Engine {
     /// Makes everything written so far durable.
     ///
     /// # Errors
-    /// The first of the disks'.
+    /// The first of the disks', those included that nobody was told about yet.
     pub fn sync_all(&self) -> io::Result<()> {
         let mut result = Ok(());
         for image in self.cache.images() {
-            let mut seen = image.errors.count();
-            if image.has_file() && !self.cache.sync(&image, 0..u64::MAX) {
-                let error = image.errors.take(&mut seen).unwrap_or_else(|| io::ErrorKind::Other.into());
+            let mut seen = image.errors.start();
+            if image.has_file() {
+                self.cache.sync(&image, 0..u64::MAX);
+            }
+            if let Some(error) = image.errors.take(&mut seen) {
                 result = result.and(Err(error));
             }
         }
@@ -287,7 +319,7 @@ impl Engine {
         }
     }
 
-    /// Looks for images somebody else changed, closes files nobody uses, forgets images without blocks.
+    /// Looks for images somebody else changed, syncs and closes files nobody uses, forgets images without blocks.
     fn housekeeping(&self) {
         self.cache.cool();
         let slots: Vec<(FileKey, Arc<Slot>)> = self.registry.lock().iter().map(|(k, s)| (*k, s.clone())).collect();
@@ -303,18 +335,25 @@ impl Engine {
             if !unused() {
                 continue;
             }
-            if image.has_file()
-                && let Some(store) = &self.fingerprints
-            {
-                let _ = self.cache.save_fingerprints(image, store);
+            if image.has_file() {
+                // Without its file nobody can sync it any more. What the disk refuses now is tried again.
+                if !self.cache.sync(image, 0..u64::MAX) {
+                    continue;
+                }
+                if let Some(store) = &self.fingerprints {
+                    let _ = self.cache.save_fingerprints(image, store);
+                }
             }
             let mut registry = self.registry.lock();
             if !unused() {
                 continue;
             }
-            image.set_file(None);
-            if image.chunk_count() == 0 && registry.remove(&key).is_some() {
-                drop(registry);
+            let file = image.set_file(None);
+            let gone = image.chunk_count() == 0 && registry.remove(&key).is_some();
+            drop(registry);
+            // Closing may wait for the disk.
+            drop(file);
+            if gone {
                 self.cache.discard_image(image);
             }
         }
@@ -489,6 +528,15 @@ impl Handle {
         self.engine.cache.punch(self.image(), offset, length)
     }
 
+    /// As [`Cache::zero`].
+    ///
+    /// # Errors
+    /// As [`Cache::zero`].
+    pub fn zero(&self, offset: u64, length: u64) -> Result<(), Error> {
+        self.check_writable()?;
+        self.engine.cache.zero(self.image(), offset, length)
+    }
+
     /// As [`Cache::reserve`].
     ///
     /// # Errors
@@ -515,16 +563,17 @@ impl Handle {
     /// # Errors
     /// What the disk refused since this handle last asked, once.
     pub fn sync(&self) -> io::Result<()> {
-        self.sync_range(0..u64::MAX)
+        self.sync_range(0..u64::MAX, false)
     }
 
-    /// As [`Handle::sync`] for the bytes of `range`.
+    /// As [`Handle::sync`] for the bytes of `range`; with `attributes`, mode, owner and times too.
     ///
     /// # Errors
     /// As [`Handle::sync`].
-    pub fn sync_range(&self, range: Range<u64>) -> io::Result<()> {
+    pub fn sync_range(&self, range: Range<u64>, attributes: bool) -> io::Result<()> {
         let block = BLOCK_BYTES as u64;
-        self.engine.cache.sync(self.image(), range.start / block..range.end.div_ceil(block));
+        let blocks = range.start / block..range.end.div_ceil(block);
+        self.engine.cache.sync_with(self.image(), blocks, attributes);
         self.image().errors.take(&mut self.errors_seen.lock()).map_or(Ok(()), Err)
     }
 }
@@ -537,12 +586,52 @@ impl Drop for Handle {
 
 /// What `path` below `directory` is now.
 pub(crate) fn stat(directory: &File, path: &Path) -> io::Result<rustix::fs::Stat> {
-    Ok(rustix::fs::statat(directory, path, AtFlags::SYMLINK_NOFOLLOW)?)
+    let place = Place::find(directory, path)?;
+    Ok(rustix::fs::statat(place.parent(), place.name, AtFlags::SYMLINK_NOFOLLOW)?)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_image_that_takes_long_to_open_holds_up_nobody_but_its_own_openers() {
+        use std::os::unix::fs::MetadataExt;
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let (images, kept) = (dir.path().join("images"), dir.path().join("fp"));
+        std::fs::create_dir(&images).unwrap();
+        std::fs::write(images.join("a"), [1; 4096]).unwrap();
+        std::fs::write(images.join("b"), [1; 4096]).unwrap();
+        let engine = Engine::start(&images, Config::default(), Some(&kept), false).unwrap();
+        // A pipe in the place of a's fingerprints keeps its reader waiting for a writer.
+        let metadata = images.join("a").metadata().unwrap();
+        let pipe = FingerprintDir::open(&kept).unwrap().file_of(metadata.ino());
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR).unwrap();
+        let open = |name: &'static str| {
+            let engine = engine.clone();
+            std::thread::spawn(move || engine.open(Path::new(name), true).unwrap())
+        };
+        let (done, result) = std::sync::mpsc::channel();
+        let (first, others) = (open("a"), engine.clone());
+        std::thread::spawn(move || {
+            while others.opened((metadata.dev(), metadata.ino())).is_none() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let _ = others.open(Path::new("b"), true).unwrap();
+            let _ = others.status();
+            done.send(()).unwrap();
+        });
+        result.recv_timeout(Duration::from_secs(20)).expect("others wait for a's fingerprints");
+        let second = open("a");
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!second.is_finished(), "a is not used before what is known about it is there");
+        drop(File::options().write(true).open(pipe).unwrap());
+        let (first, second) = (first.join().unwrap(), second.join().unwrap());
+        assert!(Arc::ptr_eq(first.image(), second.image()));
+        assert!(first.image().fingerprints.lock().is_some());
+        drop((first, second));
+        assert!(engine.shut_down().is_empty());
+    }
 
     #[test]
     fn a_reader_in_sequence_is_kept_ahead_of_and_a_random_one_is_not() {

@@ -1,10 +1,49 @@
 //! The image file under the cache: the trait the cache asks for, and the host's files.
 
-use rustix::fs::{Advice, AtFlags, FallocateFlags, OFlags};
+use rustix::fs::{Advice, AtFlags, FallocateFlags, OFlags, ResolveFlags};
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Opens `path` below `dir`, through no link: whoever may change the directory could lead a name out of it.
+///
+/// # Errors
+/// As `openat2(2)`; `ELOOP` at a link.
+pub(crate) fn open_beneath(dir: impl AsFd, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+    let how = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
+    rustix::fs::openat2(dir, path, flags | OFlags::CLOEXEC, rustix::fs::Mode::empty(), how)
+}
+
+/// A name in the directory that holds it, for calls that act on names and follow no link at their end.
+pub(crate) struct Place<'a> {
+    top: BorrowedFd<'a>,
+    parent: Option<OwnedFd>,
+    /// The last part of the path.
+    pub(crate) name: &'a Path,
+}
+
+impl<'a> Place<'a> {
+    /// Finds the directory of `path` below `dir`, through no link.
+    ///
+    /// # Errors
+    /// As [`open_beneath`].
+    pub(crate) fn find(dir: &'a File, path: &'a Path) -> io::Result<Self> {
+        let (top, parent) = (dir.as_fd(), path.parent().unwrap_or(Path::new("")));
+        if parent.as_os_str().is_empty() {
+            return Ok(Self { top, parent: None, name: path });
+        }
+        let name = path.file_name().ok_or(io::ErrorKind::InvalidInput)?;
+        let parent = open_beneath(dir, parent, OFlags::PATH | OFlags::DIRECTORY)?;
+        Ok(Self { top, parent: Some(parent), name: Path::new(name) })
+    }
+
+    /// The directory.
+    pub(crate) fn parent(&self) -> BorrowedFd<'_> {
+        self.parent.as_ref().map_or(self.top, |parent| parent.as_fd())
+    }
+}
 
 /// What tells one version of an image file from another.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -13,10 +52,10 @@ pub struct Stamp {
     pub size: u64,
     /// Last change of content: seconds and nanoseconds.
     pub mtime: (i64, u32),
-    /// Last change of inode or content: seconds and nanoseconds. No call can set it back, and an inode number that is
-    /// given to another file gets a new one, so it is the file's generation too.
+    /// Last change of inode or content: seconds and nanoseconds. No call can set it back on a file system that is
+    /// written, and an inode number that is given to another file gets a new one, so it is the file's generation too.
     pub ctime: (i64, u32),
-    /// Device number.
+    /// Device number; in what [`BlockFile::lasting`] gives, [`pagefold_os::volume::identity`].
     pub dev: u64,
     /// Inode number.
     pub ino: u64,
@@ -29,6 +68,8 @@ pub enum Allocate {
     Reserve,
     /// Give space back; the range reads as zeros.
     Punch,
+    /// The range reads as zeros; its space stays reserved, and is where there was none.
+    Zero,
 }
 
 /// An image file, as the cache needs it. Offsets and sizes in bytes.
@@ -53,13 +94,21 @@ pub trait BlockFile: Send + Sync {
     /// The disk's; what was written since the last success may be lost.
     fn sync(&self) -> io::Result<()>;
 
+    /// As [`BlockFile::sync`], and mode, owner and times too.
+    ///
+    /// # Errors
+    /// As [`BlockFile::sync`].
+    fn sync_attributes(&self) -> io::Result<()> {
+        self.sync()
+    }
+
     /// Sets the size; a longer file reads as zeros there.
     ///
     /// # Errors
     /// The file system's.
     fn set_len(&self, size: u64) -> io::Result<()>;
 
-    /// Reserves or punches `length` bytes from `offset`, keeping the size.
+    /// Reserves, punches or zeroes `length` bytes from `offset`, keeping the size.
     ///
     /// # Errors
     /// `EOPNOTSUPP` where the file system cannot.
@@ -70,6 +119,11 @@ pub trait BlockFile: Send + Sync {
     /// # Errors
     /// The file system's.
     fn stamp(&self) -> io::Result<Stamp>;
+
+    /// A version of this file, as it may be compared with that of another time: device numbers are given again.
+    fn lasting(&self, stamp: Stamp) -> Stamp {
+        stamp
+    }
 
     /// The file's attributes, for a file whose name may be gone; `None` where there is no such thing.
     fn stat(&self) -> Option<io::Result<rustix::fs::Stat>> {
@@ -97,37 +151,42 @@ pub struct HostFile {
     /// Cleared for good when the file system refuses a direct read it accepted the flag for.
     direct_works: AtomicBool,
     writable: bool,
+    /// Which file system it lies on: see [`pagefold_os::volume`].
+    volume: u64,
 }
 
 impl HostFile {
-    /// Opens `path` under `dir` for reading, and for writing where that is allowed and `writable` asks for it.
+    /// Opens `path` below `dir` for reading, and for writing where that is allowed and `writable` asks for it.
     ///
     /// # Errors
-    /// As `open(2)`; `EINVAL` if it is no regular file.
-    pub fn open(dir: impl AsFd, path: &std::path::Path, writable: bool) -> io::Result<Self> {
-        let base = OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOATIME;
-        let open = |flags: OFlags| -> rustix::io::Result<OwnedFd> {
-            let mode = rustix::fs::Mode::empty();
-            match rustix::fs::openat(&dir, path, flags, mode) {
-                // Only the owner may leave the access time alone.
-                Err(rustix::io::Errno::PERM) => rustix::fs::openat(&dir, path, flags - OFlags::NOATIME, mode),
-                other => other,
-            }
-        };
+    /// As `open(2)`; `EINVAL` if it is no regular file, `ELOOP` if a link is on the way.
+    pub fn open(dir: impl AsFd, path: &Path, writable: bool) -> io::Result<Self> {
         let access = if writable { OFlags::RDWR } else { OFlags::RDONLY };
-        let buffered = File::from(open(base | access)?);
-        if !buffered.metadata()?.is_file() {
+        let flags = access | OFlags::NONBLOCK | OFlags::NOATIME;
+        let file = File::from(match open_beneath(&dir, path, flags) {
+            // Only the owner may leave the access time alone.
+            Err(rustix::io::Errno::PERM) => open_beneath(&dir, path, flags - OFlags::NOATIME)?,
+            other => other?,
+        });
+        if !file.metadata()?.is_file() {
             return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
-        let direct = open(base | access | OFlags::DIRECT).ok().map(File::from);
-        let same = |a: &File, b: &File| -> io::Result<bool> {
-            let (a, b) = (rustix::fs::fstat(a)?, rustix::fs::fstat(b)?);
-            Ok((a.st_dev, a.st_ino) == (b.st_dev, b.st_ino))
-        };
-        // The name may have been given to another file between the two opens.
-        let direct = direct.filter(|direct| same(&buffered, direct).unwrap_or(false));
+        Self::new(file, writable)
+    }
+
+    /// Takes a regular file that is open for reading, and for writing if it is `writable`.
+    ///
+    /// # Errors
+    /// The file cannot be looked at.
+    pub(crate) fn new(buffered: File, writable: bool) -> io::Result<Self> {
+        let kept = OFlags::RWMODE | OFlags::NONBLOCK | OFlags::NOATIME;
+        let flags = rustix::fs::fcntl_getfl(&buffered)? & kept | OFlags::CLOEXEC | OFlags::DIRECT;
+        // The very file: its name may be another's by now.
+        let path = format!("/proc/self/fd/{}", buffered.as_raw_fd());
+        let direct = rustix::fs::open(path, flags, rustix::fs::Mode::empty()).ok().map(File::from);
         let direct_works = AtomicBool::new(direct.is_some());
-        Ok(Self { buffered, direct, direct_works, writable })
+        let volume = pagefold_os::volume::identity(&buffered)?;
+        Ok(Self { buffered, direct, direct_works, writable, volume })
     }
 
     /// The file without `O_DIRECT`, for attributes.
@@ -221,6 +280,10 @@ impl BlockFile for HostFile {
         Ok(rustix::fs::fdatasync(&self.buffered)?)
     }
 
+    fn sync_attributes(&self) -> io::Result<()> {
+        Ok(rustix::fs::fsync(&self.buffered)?)
+    }
+
     fn set_len(&self, size: u64) -> io::Result<()> {
         Ok(rustix::fs::ftruncate(&self.buffered, size)?)
     }
@@ -229,6 +292,7 @@ impl BlockFile for HostFile {
         let mode = match how {
             Allocate::Reserve => FallocateFlags::KEEP_SIZE,
             Allocate::Punch => FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
+            Allocate::Zero => FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
         };
         Ok(rustix::fs::fallocate(&self.buffered, mode, offset, length)?)
     }
@@ -242,6 +306,10 @@ impl BlockFile for HostFile {
             dev: stat.st_dev,
             ino: stat.st_ino,
         })
+    }
+
+    fn lasting(&self, stamp: Stamp) -> Stamp {
+        Stamp { dev: self.volume, ..stamp }
     }
 
     fn stat(&self) -> Option<io::Result<rustix::fs::Stat>> {
@@ -282,7 +350,7 @@ mod tests {
         let path = dir.path().join("image");
         std::fs::write(&path, b"").unwrap();
         let handle = File::open(dir.path()).unwrap();
-        let file = HostFile::open(&handle, std::path::Path::new("image"), true).unwrap();
+        let file = HostFile::open(&handle, Path::new("image"), true).unwrap();
         let mut data = Box::new(Aligned([7; 3 * crate::BLOCK_BYTES]));
         data.0[8192..].fill(9);
         file.write_at(&[IoSlice::new(&data.0[..9000])], 0).unwrap();
@@ -294,11 +362,32 @@ mod tests {
     }
 
     #[test]
+    fn no_link_leads_out_of_the_directory() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let outside = tempfile::tempdir_in("/var/tmp").unwrap();
+        std::fs::write(outside.path().join("image"), b"").unwrap();
+        std::fs::create_dir(dir.path().join("sub")).unwrap();
+        std::fs::write(dir.path().join("sub/image"), b"").unwrap();
+        std::os::unix::fs::symlink(outside.path(), dir.path().join("link")).unwrap();
+        std::os::unix::fs::symlink(outside.path().join("image"), dir.path().join("last")).unwrap();
+        let handle = File::open(dir.path()).unwrap();
+        HostFile::open(&handle, Path::new("sub/image"), true).unwrap();
+        assert!(Place::find(&handle, Path::new("sub/image")).is_ok());
+        let code = |result: Option<io::Error>| result.and_then(|error| error.raw_os_error());
+        for name in ["link/image", "last"] {
+            assert_eq!(code(HostFile::open(&handle, Path::new(name), true).err()), Some(libc::ELOOP), "{name}");
+        }
+        assert_eq!(code(Place::find(&handle, Path::new("link/image")).err()), Some(libc::ELOOP));
+        let above = Path::new(outside.path().file_name().unwrap());
+        assert!(HostFile::open(&handle, &Path::new("..").join(above).join("image"), true).is_err());
+    }
+
+    #[test]
     fn a_directory_is_no_image() {
         let dir = tempfile::tempdir_in("/var/tmp").unwrap();
         std::fs::create_dir(dir.path().join("sub")).unwrap();
         let handle = File::open(dir.path()).unwrap();
-        let opened = HostFile::open(&handle, std::path::Path::new("sub"), false);
+        let opened = HostFile::open(&handle, Path::new("sub"), false);
         assert_eq!(opened.err().and_then(|e| e.raw_os_error()), Some(libc::EINVAL));
     }
 }

@@ -2,8 +2,12 @@
 //!
 //! With them a block whose content some image already brought in is shared without reading the disk. They are a
 //! memory of the disk, never an authority over it: a file is used only while the image is exactly the version it was
-//! made from (size, mtime, ctime, device, inode), every section carries a checksum keyed with the directory's secret,
+//! made from (size, mtime, ctime, file system, inode), every section carries a checksum keyed with the directory's secret,
 //! and whatever does not fit is said, dropped and learnt anew.
+//!
+//! The host commits an image's times later than its data, so after a power cut new data may carry old times. The file
+//! is therefore gone, durably, before the first change of our own, and made anew from what is durable. It is called
+//! after the image's inode: an image may have several names, and get others.
 //!
 //! # Format, version 1 (all numbers little endian)
 //! | bytes | what |
@@ -220,17 +224,16 @@ impl FingerprintDir {
         self.key
     }
 
-    fn file_of(&self, name: &str) -> PathBuf {
-        // Image names may hold slashes and be as long as names can be; their hash is neither.
-        let hash = blake3::keyed_hash(&self.key, name.as_bytes()).to_hex();
-        self.path.join(format!("{}.fp", &hash[..32]))
+    /// Where the file of the image with inode number `ino` lies.
+    pub(crate) fn file_of(&self, ino: u64) -> PathBuf {
+        self.path.join(format!("{ino:016x}.fp"))
     }
 
-    /// Loads what is known about the image `name`, which is `stamp` now. The second value tells why a file that is
+    /// Loads what is known about the image that is `stamp` now. The second value tells why a file that is
     /// there cannot be used.
-    pub fn load(&self, name: &str, stamp: &Stamp) -> (Known, Option<String>) {
+    pub fn load(&self, stamp: &Stamp) -> (Known, Option<String>) {
         let fresh = |outcome: &str| Known { outcome: outcome.to_owned(), ..Known::default() };
-        match std::fs::read(self.file_of(name)) {
+        match std::fs::read(self.file_of(stamp.ino)) {
             Ok(bytes) => match Known::decode(&bytes, stamp, &self.key) {
                 Ok(mut known) => {
                     known.outcome = format!("{} blocks known", known.block_count());
@@ -243,18 +246,29 @@ impl FingerprintDir {
         }
     }
 
-    /// Keeps what is known about the image `name`, which is `stamp` now.
+    /// Writes the bytes of [`Known::encode`] for the image with inode number `ino` beside its file, and returns where:
+    /// renamed to the file's name they count.
     ///
     /// # Errors
-    /// The directory is full or read-only; the file that was there is untouched then.
-    pub fn save(&self, name: &str, known: &Known, stamp: &Stamp) -> std::io::Result<()> {
-        let path = self.file_of(name);
-        let new = path.with_extension("new");
-        let mut file = std::fs::File::create(&new)?;
-        file.write_all(&known.encode(stamp, &self.key))?;
+    /// The directory is full or read-only; the file that was there is untouched.
+    pub(crate) fn write(&self, ino: u64, bytes: &[u8]) -> std::io::Result<PathBuf> {
+        use std::os::unix::fs::OpenOptionsExt;
+        let new = self.file_of(ino).with_extension("new");
+        let mut file = std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
+        file.write_all(bytes)?;
         file.sync_all()?;
-        std::fs::rename(new, path)
+        Ok(new)
     }
+}
+
+/// Removes an image's file, durably.
+pub(crate) fn remove(file: &Path) -> std::io::Result<()> {
+    match std::fs::remove_file(file) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    // Also where it was gone already: perhaps not durably.
+    std::fs::File::open(file.parent().unwrap_or(Path::new(".")))?.sync_all()
 }
 
 #[cfg(test)]
@@ -329,13 +343,16 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let first = FingerprintDir::open(&dir.path().join("fp")).unwrap();
         let (known, stamp) = sample();
-        first.save("a/b", &known, &stamp).unwrap();
+        let new = first.write(stamp.ino, &known.encode(&stamp, &first.key())).unwrap();
+        std::fs::rename(new, first.file_of(stamp.ino)).unwrap();
         let second = FingerprintDir::open(&dir.path().join("fp")).unwrap();
         assert_eq!(first.key(), second.key());
-        assert_eq!(second.load("a/b", &stamp).0.block_count(), 3);
+        assert_eq!(second.load(&stamp).0.block_count(), 3);
         std::fs::write(dir.path().join("fp/key"), b"short").unwrap();
         let third = FingerprintDir::open(&dir.path().join("fp")).unwrap();
         assert_ne!(first.key(), third.key());
-        assert_eq!(third.load("a/b", &stamp), (Known { outcome: "learning".into(), ..Known::default() }, None));
+        assert!(third.load(&stamp).1.is_some(), "what was made with the old key no longer fits");
+        let other = Stamp { ino: 11, ..stamp };
+        assert_eq!(third.load(&other), (Known { outcome: "learning".into(), ..Known::default() }, None));
     }
 }

@@ -5,6 +5,7 @@
 
 use crate::engine::{Engine, FileKey, Handle, stat};
 use crate::error::Error;
+use crate::file::{HostFile, Place, open_beneath};
 use fuser::{
     Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, InitFlags, KernelConfig,
     LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry,
@@ -15,6 +16,7 @@ use rustix::fs::{AtFlags, Mode, OFlags, Stat, Timespec, Timestamps};
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::io;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -135,7 +137,8 @@ impl DiskFs {
     }
 
     fn child(&self, parent: INodeNo, name: &OsStr) -> io::Result<PathBuf> {
-        Ok(self.path(parent)?.join(name))
+        // No `./name` for the root's: images are known by their paths.
+        Ok(if parent.0 == ROOT { PathBuf::from(name) } else { self.path(parent)?.join(name) })
     }
 
     fn key(&self, number: INodeNo) -> Option<FileKey> {
@@ -203,8 +206,7 @@ impl DiskFs {
 
     fn list(&self, number: INodeNo) -> io::Result<Vec<DirEntry>> {
         let path = self.path(number)?;
-        let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        let directory = rustix::fs::openat(self.engine.directory(), &path, flags, Mode::empty())?;
+        let directory = open_beneath(self.engine.directory(), &path, OFlags::DIRECTORY | OFlags::RDONLY)?;
         let mut entries = Vec::new();
         for entry in rustix::fs::Dir::new(directory)? {
             let entry = entry?;
@@ -218,12 +220,16 @@ impl DiskFs {
         Ok(entries)
     }
 
-    /// Gives a new file to its maker, where we may.
-    fn give_to(&self, request: &Request, path: &Path) -> io::Result<()> {
-        if self.is_root && (request.uid(), request.gid()) != (0, 0) {
-            let uid = Some(rustix::fs::Uid::from_raw(request.uid()));
-            let gid = Some(rustix::fs::Gid::from_raw(request.gid()));
-            rustix::fs::chownat(self.engine.directory(), path, uid, gid, AtFlags::SYMLINK_NOFOLLOW)?;
+    /// Who a new file is given to, where we may.
+    fn maker(&self, request: &Request) -> Option<(rustix::fs::Uid, rustix::fs::Gid)> {
+        let (uid, gid) = (request.uid(), request.gid());
+        let wanted = self.is_root && (uid, gid) != (0, 0);
+        wanted.then(|| (rustix::fs::Uid::from_raw(uid), rustix::fs::Gid::from_raw(gid)))
+    }
+
+    fn give_to(&self, request: &Request, place: &Place<'_>) -> io::Result<()> {
+        if let Some((uid, gid)) = self.maker(request) {
+            rustix::fs::chownat(place.parent(), place.name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)?;
         }
         Ok(())
     }
@@ -253,9 +259,14 @@ impl DiskFs {
             }
         }
         if mode.is_some() || uid.is_some() || gid.is_some() || atime.is_some() || mtime.is_some() {
-            let path = self.path(number)?;
-            let stat = stat(directory, &path)?;
+            // The very file, and no link: its name may be another's since the kernel looked it up.
+            let open = open_beneath(directory, &self.path(number)?, OFlags::PATH | OFlags::NOFOLLOW);
+            let file = open.map_err(io::Error::from)?;
+            let stat = rustix::fs::fstat(&file).map_err(io::Error::from)?;
             let key = (stat.st_dev, stat.st_ino);
+            if self.key(number) != Some(key) {
+                return Err(io::Error::from_raw_os_error(libc::ESTALE).into());
+            }
             let image = self.engine.opened(key);
             if let Some(image) = &image
                 && (atime.is_some() || mtime.is_some())
@@ -266,16 +277,16 @@ impl DiskFs {
             }
             self.engine.change(key, || {
                 if let Some(mode) = mode {
-                    rustix::fs::chmodat(directory, &path, Mode::from_raw_mode(mode), AtFlags::empty())?;
+                    rustix::fs::chmod(format!("/proc/self/fd/{}", file.as_raw_fd()), Mode::from_raw_mode(mode))?;
                 }
                 if uid.is_some() || gid.is_some() {
                     let uid = uid.map(rustix::fs::Uid::from_raw);
                     let gid = gid.map(rustix::fs::Gid::from_raw);
-                    rustix::fs::chownat(directory, &path, uid, gid, AtFlags::SYMLINK_NOFOLLOW)?;
+                    rustix::fs::chownat(&file, "", uid, gid, AtFlags::EMPTY_PATH)?;
                 }
                 if atime.is_some() || mtime.is_some() {
                     let times = Timestamps { last_access: timespec(atime), last_modification: timespec(mtime) };
-                    rustix::fs::utimensat(directory, &path, &times, AtFlags::SYMLINK_NOFOLLOW)?;
+                    rustix::fs::utimensat(&file, "", &times, AtFlags::EMPTY_PATH)?;
                 }
                 Ok(())
             })?;
@@ -298,8 +309,10 @@ impl DiskFs {
         let target = stat(directory, &to).ok();
         let host_flags = rustix::fs::RenameFlags::from_bits_retain(flags.bits());
         let source_key = (source.st_dev, source.st_ino);
-        self.engine
-            .change(source_key, || Ok(rustix::fs::renameat_with(directory, &from, directory, &to, host_flags)?))?;
+        let (old, new) = (self.engine.place(&from)?, self.engine.place(&to)?);
+        self.engine.change(source_key, || {
+            Ok(rustix::fs::renameat_with(old.parent(), old.name, new.parent(), new.name, host_flags)?)
+        })?;
         let mut nodes = self.nodes.write();
         let mut moved = |key: FileKey, from: (INodeNo, &OsStr), to: (INodeNo, &OsStr)| {
             let number = nodes.by_key.get(&key).copied();
@@ -308,10 +321,19 @@ impl DiskFs {
                 node.gain(to.0, to.1);
             }
         };
-        moved(source_key, (parent, name), (new_parent, new_name));
         let exchanged = flags.contains(RenameFlags::RENAME_EXCHANGE);
-        if let (true, Some(target)) = (exchanged, &target) {
-            moved((target.st_dev, target.st_ino), (new_parent, new_name), (parent, name));
+        let target_key = target.as_ref().map(|target| (target.st_dev, target.st_ino));
+        // Two names of one file stay as they are.
+        if target_key != Some(source_key) {
+            moved(source_key, (parent, name), (new_parent, new_name));
+            if let (true, Some(key)) = (exchanged, target_key) {
+                moved(key, (new_parent, new_name), (parent, name));
+            }
+            // What was replaced has that name no more, though it may be open still.
+            let number = target_key.filter(|_| !exchanged).and_then(|key| nodes.by_key.get(&key).copied());
+            if let Some(node) = number.and_then(|number| nodes.by_number.get_mut(&number)) {
+                node.lose(new_parent, new_name);
+            }
         }
         drop(nodes);
         if let Some(image) = self.engine.opened(source_key) {
@@ -331,7 +353,8 @@ impl DiskFs {
         let path = self.child(parent, name)?;
         let stat = stat(self.engine.directory(), &path)?;
         let key = (stat.st_dev, stat.st_ino);
-        self.engine.change(key, || Ok(rustix::fs::unlinkat(self.engine.directory(), &path, AtFlags::empty())?))?;
+        let place = self.engine.place(&path)?;
+        self.engine.change(key, || Ok(rustix::fs::unlinkat(place.parent(), place.name, AtFlags::empty())?))?;
         if stat.st_nlink <= 1 {
             self.engine.unlinked(key);
         }
@@ -343,14 +366,32 @@ impl DiskFs {
         Ok(())
     }
 
-    fn make(&self, request: &Request, parent: INodeNo, name: &OsStr, mode: u32, flags: i32) -> io::Result<()> {
+    /// Makes a file and opens it; `None` where it is there already and need not be new.
+    fn make(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        flags: i32,
+    ) -> io::Result<Option<HostFile>> {
         self.check_changeable()?;
         let path = self.child(parent, name)?;
-        let exclusive = OFlags::from_bits_retain(flags as u32) & OFlags::EXCL;
-        let open = OFlags::CREATE | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW | exclusive;
-        let existed = stat(self.engine.directory(), &path).is_ok();
-        drop(rustix::fs::openat(self.engine.directory(), &path, open, Mode::from_raw_mode(mode))?);
-        if existed { Ok(()) } else { self.give_to(request, &path) }
+        let place = self.engine.place(&path)?;
+        let open = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        // Its maker may write through the open file whatever the mode, and so must we: it is opened twice.
+        let file = match rustix::fs::openat(place.parent(), place.name, open, Mode::from_raw_mode(mode | 0o600)) {
+            Err(rustix::io::Errno::EXIST) if flags & libc::O_EXCL == 0 => return Ok(None),
+            other => HostFile::new(other?.into(), true)?,
+        };
+        if let Some((uid, gid)) = self.maker(request) {
+            rustix::fs::fchown(file.file(), Some(uid), Some(gid))?;
+        }
+        // Another owner costs the set-user bit.
+        if mode & 0o6600 != 0o600 {
+            rustix::fs::fchmod(file.file(), Mode::from_raw_mode(mode))?;
+        }
+        Ok(Some(file))
     }
 }
 
@@ -479,8 +520,10 @@ impl Filesystem for DiskFs {
     }
 
     fn readlink(&self, _request: &Request, number: INodeNo, reply: ReplyData) {
-        let target =
-            self.path(number).and_then(|path| Ok(rustix::fs::readlinkat(self.engine.directory(), path, Vec::new())?));
+        let target = self.path(number).and_then(|path| {
+            let place = self.engine.place(&path)?;
+            Ok(rustix::fs::readlinkat(place.parent(), place.name, Vec::new())?)
+        });
         answer!(target, reply, target => reply.data(target.as_bytes()));
     }
 
@@ -498,13 +541,14 @@ impl Filesystem for DiskFs {
             return reply.error(Errno::EPERM);
         }
         let made = self.make(request, parent, name, mode & 0o7777 & !umask, libc::O_EXCL);
-        answer!(made.and_then(|()| self.enter(parent, name)), reply, attr => reply.entry(&BELIEVE, &attr, Generation(0)));
+        answer!(made.and_then(|_| self.enter(parent, name)), reply, attr => reply.entry(&BELIEVE, &attr, Generation(0)));
     }
 
     fn mkdir(&self, request: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
         let made = self.check_changeable().and_then(|()| self.child(parent, name)).and_then(|path| {
-            rustix::fs::mkdirat(self.engine.directory(), &path, Mode::from_raw_mode(mode & 0o7777 & !umask))?;
-            self.give_to(request, &path)?;
+            let place = self.engine.place(&path)?;
+            rustix::fs::mkdirat(place.parent(), place.name, Mode::from_raw_mode(mode & 0o7777 & !umask))?;
+            self.give_to(request, &place)?;
             self.enter(parent, name)
         });
         answer!(made, reply, attr => reply.entry(&BELIEVE, &attr, Generation(0)));
@@ -515,17 +559,18 @@ impl Filesystem for DiskFs {
     }
 
     fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
-        let removed = self
-            .check_changeable()
-            .and_then(|()| self.child(parent, name))
-            .and_then(|path| Ok(rustix::fs::unlinkat(self.engine.directory(), path, AtFlags::REMOVEDIR)?));
+        let removed = self.check_changeable().and_then(|()| self.child(parent, name)).and_then(|path| {
+            let place = self.engine.place(&path)?;
+            Ok(rustix::fs::unlinkat(place.parent(), place.name, AtFlags::REMOVEDIR)?)
+        });
         answer!(removed, reply, () => reply.ok());
     }
 
     fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
         let made = self.check_changeable().and_then(|()| self.child(parent, name)).and_then(|path| {
-            rustix::fs::symlinkat(target, self.engine.directory(), &path)?;
-            self.give_to(request, &path)?;
+            let place = self.engine.place(&path)?;
+            rustix::fs::symlinkat(target, place.parent(), place.name)?;
+            self.give_to(request, &place)?;
             self.enter(parent, name)
         });
         answer!(made, reply, attr => reply.entry(&BELIEVE, &attr, Generation(0)));
@@ -547,8 +592,8 @@ impl Filesystem for DiskFs {
     fn link(&self, _request: &Request, number: INodeNo, new_parent: INodeNo, new_name: &OsStr, reply: ReplyEntry) {
         let linked = self.check_changeable().and_then(|()| {
             let (from, to) = (self.path(number)?, self.child(new_parent, new_name)?);
-            let directory = self.engine.directory();
-            let link = || Ok(rustix::fs::linkat(directory, &from, directory, &to, AtFlags::empty())?);
+            let (old, new) = (self.engine.place(&from)?, self.engine.place(&to)?);
+            let link = || Ok(rustix::fs::linkat(old.parent(), old.name, new.parent(), new.name, AtFlags::empty())?);
             match self.key(number) {
                 Some(key) => self.engine.change(key, link)?,
                 None => link()?,
@@ -574,8 +619,12 @@ impl Filesystem for DiskFs {
         flags: i32,
         reply: ReplyCreate,
     ) {
-        let created = self.make(request, parent, name, mode & 0o7777 & !umask, flags).and_then(|()| {
-            let handle = self.engine.open(&self.child(parent, name)?, flags & libc::O_ACCMODE != libc::O_RDONLY)?;
+        let created = self.make(request, parent, name, mode & 0o7777 & !umask, flags).and_then(|made| {
+            let (path, writable) = (self.child(parent, name)?, flags & libc::O_ACCMODE != libc::O_RDONLY);
+            let handle = match made {
+                Some(file) => self.engine.hold(&path, file, writable)?,
+                None => self.engine.open(&path, writable)?,
+            };
             Ok((self.enter(parent, name)?, handle))
         });
         answer!(created, reply, (attr, handle) => {
@@ -632,7 +681,9 @@ impl Filesystem for DiskFs {
                 handle.write(offset, data)?;
             }
             if flags.0 & libc::O_DSYNC != 0 {
-                handle.sync_range(offset..offset + data.len() as u64)?;
+                // O_SYNC is O_DSYNC and one bit more.
+                let attributes = flags.0 & libc::O_SYNC == libc::O_SYNC;
+                handle.sync_range(offset..offset + data.len() as u64, attributes)?;
             }
             Ok(())
         });
@@ -669,8 +720,8 @@ impl Filesystem for DiskFs {
         reply.ok();
     }
 
-    fn fsync(&self, _request: &Request, _number: INodeNo, handle: FileHandle, _data_only: bool, reply: ReplyEmpty) {
-        match self.handle(handle).and_then(|handle| Ok(handle.sync()?)) {
+    fn fsync(&self, _request: &Request, _number: INodeNo, handle: FileHandle, data_only: bool, reply: ReplyEmpty) {
+        match self.handle(handle).and_then(|handle| Ok(handle.sync_range(0..u64::MAX, !data_only)?)) {
             Ok(()) => reply.ok(),
             Err(error) => reply.error(code(&error)),
         }
@@ -717,8 +768,7 @@ impl Filesystem for DiskFs {
 
     fn fsyncdir(&self, _request: &Request, number: INodeNo, _handle: FileHandle, _data_only: bool, reply: ReplyEmpty) {
         let synced = self.path(number).and_then(|path| {
-            let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
-            let directory = rustix::fs::openat(self.engine.directory(), path, flags, Mode::empty())?;
+            let directory = open_beneath(self.engine.directory(), &path, OFlags::DIRECTORY | OFlags::RDONLY)?;
             Ok(rustix::fs::fsync(directory)?)
         });
         answer!(synced, reply, () => reply.ok());
@@ -746,10 +796,11 @@ impl Filesystem for DiskFs {
             0 => handle.reserve(offset, length, keep_size),
             libc::FALLOC_FL_PUNCH_HOLE => handle.punch(offset, length),
             libc::FALLOC_FL_ZERO_RANGE => {
-                if !keep_size && offset.saturating_add(length) > handle.image().size() {
-                    handle.reserve(offset, length, false)?;
+                // What lies beyond the end is reserved; there is nothing to clear.
+                if offset.saturating_add(length) > handle.image().size() {
+                    handle.reserve(offset, length, keep_size)?;
                 }
-                handle.punch(offset, length)
+                handle.zero(offset, length)
             }
             _ => Err(io::Error::from_raw_os_error(libc::EOPNOTSUPP).into()),
         });

@@ -12,6 +12,7 @@ use crate::frames::FrameIndex;
 use crate::stats::ImageCounters;
 use parking_lot::{Condvar, Mutex, RwLock};
 use std::collections::{BTreeSet, HashMap};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -178,6 +179,8 @@ pub struct Image {
     pub(crate) unsynced: AtomicBool,
     pub(crate) errors: WritebackErrors,
     pub(crate) fingerprints: Mutex<Option<Known>>,
+    /// The fingerprint file that may be there: it goes before the content changes. Locked after `known`.
+    pub(crate) kept: Mutex<Option<PathBuf>>,
     pub(crate) counters: ImageCounters,
     pub(crate) gone: AtomicBool,
     /// When the last write came, in nanoseconds since 1970; 0 once the file's own times tell it.
@@ -198,9 +201,11 @@ impl Image {
             file: RwLock::new(Some(file)),
             known: Mutex::new(stamp),
             changed: AtomicBool::new(false),
-            unsynced: AtomicBool::new(false),
+            // What an earlier image of this file wrote may not be on the disk yet.
+            unsynced: AtomicBool::new(true),
             errors: WritebackErrors::default(),
             fingerprints: Mutex::new(None),
+            kept: Mutex::new(None),
             counters: ImageCounters::default(),
             gone: AtomicBool::new(false),
             written_at: AtomicU64::new(0),
@@ -251,16 +256,34 @@ impl Image {
         self.file.read().clone().ok_or_else(|| std::io::Error::from_raw_os_error(libc::EBADF))
     }
 
-    pub(crate) fn set_file(&self, file: Option<Arc<dyn BlockFile>>) {
-        *self.file.write() = file;
+    /// Gives the image another file, or none; returns the one it had.
+    pub(crate) fn set_file(&self, file: Option<Arc<dyn BlockFile>>) -> Option<Arc<dyn BlockFile>> {
+        std::mem::replace(&mut *self.file.write(), file)
     }
 
     pub(crate) fn has_file(&self) -> bool {
         self.file.read().is_some()
     }
 
-    /// Runs one of our own changes on the file and notes the version it leads to.
+    /// Runs one of our own changes of the file's content and notes the version it leads to.
     pub(crate) fn change<R>(&self, change: impl FnOnce(&dyn BlockFile) -> std::io::Result<R>) -> std::io::Result<R> {
+        self.change_attributes(|file| {
+            // While `known` is held, so that nobody puts a new one in its place meanwhile.
+            let mut kept = self.kept.lock();
+            if let Some(path) = &*kept {
+                crate::fingerprints::remove(path)?;
+                *kept = None;
+            }
+            drop(kept);
+            change(file)
+        })
+    }
+
+    /// As [`Image::change`], for what leaves the content as it is.
+    pub(crate) fn change_attributes<R>(
+        &self,
+        change: impl FnOnce(&dyn BlockFile) -> std::io::Result<R>,
+    ) -> std::io::Result<R> {
         let file = self.file()?;
         let mut known = self.known.lock();
         if file.stamp().is_ok_and(|stamp| stamp != *known) {

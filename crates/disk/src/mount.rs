@@ -5,16 +5,18 @@
 //! panic in any thread ends the whole process at once, and nothing in it waits without an end on somebody outside.
 
 use crate::config::Config;
-use crate::control::{self, Command};
-use crate::engine::Engine;
+use crate::control::{self, Command, Ended, Lost};
+use crate::engine::{Engine, Unwritten};
 use crate::fuse::DiskFs;
 use crate::nbd;
 use crate::stats::Status;
 use fuser::{BackgroundSession, MountOption, Session, SessionACL};
+use pagefold_os::mountinfo;
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::mount::UnmountFlags;
 use std::fs::File;
 use std::io;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -96,7 +98,8 @@ const SOURCE: &str = "pagefold-disk";
 
 /// What the main thread waits for.
 enum Event {
-    Stop,
+    /// Asked to end, perhaps by a client who waits to hear how that went.
+    Stop(Option<UnixStream>),
     SessionEnded,
 }
 
@@ -125,15 +128,23 @@ pub fn serve(options: &Options, ready: impl FnOnce(&Status)) -> Result<(), Mount
     let (events, happened) = channel();
     // Before the mount: whoever sees it may send a signal at once.
     watch_signals(events.clone()).map_err(MountError::Engine)?;
+    // The kernel applies the caller's umask to what he makes; ours must not come on top.
+    rustix::process::umask(Mode::empty());
     let session = start_session(&engine, &mountpoint, options)?;
-    let guard = watch_session(session, events.clone());
-    answer_control(listener, engine.clone(), mountpoint.clone(), events);
+    let guard = watch_session(session, events.clone()).map_err(MountError::Engine)?;
+    if let Err(error) = answer_control(listener, engine.clone(), mountpoint.clone(), events) {
+        let _ = unmount(&mountpoint, true);
+        return Err(MountError::Engine(error));
+    }
     ready(&status(&engine, &mountpoint));
 
-    end(&mountpoint, &happened, options.grace);
+    let mut asked = end(&mountpoint, &happened, options.grace);
     // A session that will not end has open files; they get ENOTCONN when this process goes.
     drop(guard);
     let mut unwritten = engine.shut_down();
+    asked.extend(happened.try_iter().filter_map(|event| if let Event::Stop(client) = event { client } else { None }));
+    let lost = |one: &Unwritten| Lost { name: one.name.clone(), bytes: one.bytes, error: one.error.to_string() };
+    Ended { unwritten: unwritten.iter().map(lost).collect() }.tell(asked);
     match unwritten.pop() {
         None => Ok(()),
         Some(last) => {
@@ -145,10 +156,13 @@ pub fn serve(options: &Options, ready: impl FnOnce(&Status)) -> Result<(), Mount
     }
 }
 
-/// Waits for the end and unmounts; open files are served for `grace` after they were asked to go.
-fn end(mountpoint: &Path, happened: &Receiver<Event>, grace: Duration) {
-    if let Ok(Event::SessionEnded) | Err(_) = happened.recv() {
-        return;
+/// Waits for the end and unmounts; open files are served for `grace` after they were asked to go. Returns the clients
+/// who asked for it.
+fn end(mountpoint: &Path, happened: &Receiver<Event>, grace: Duration) -> Vec<UnixStream> {
+    let mut asked = Vec::new();
+    match happened.recv() {
+        Ok(Event::Stop(client)) => asked.extend(client),
+        Ok(Event::SessionEnded) | Err(_) => return asked,
     }
     if unmount(mountpoint, false).is_err() {
         // In use: out of the name space now, gone for good with the last open file or this process.
@@ -157,8 +171,8 @@ fn end(mountpoint: &Path, happened: &Receiver<Event>, grace: Duration) {
     let deadline = Instant::now() + grace;
     loop {
         match happened.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            Ok(Event::SessionEnded) | Err(RecvTimeoutError::Disconnected | RecvTimeoutError::Timeout) => return,
-            Ok(Event::Stop) => {}
+            Ok(Event::SessionEnded) | Err(RecvTimeoutError::Disconnected | RecvTimeoutError::Timeout) => return asked,
+            Ok(Event::Stop(client)) => asked.extend(client),
         }
     }
 }
@@ -247,7 +261,7 @@ fn watch_signals(events: Sender<Event>) -> io::Result<()> {
     let mut signals = signal_hook::iterator::Signals::new([SIGTERM, SIGINT, SIGHUP])?;
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         for _ in signals.forever() {
-            if events.send(Event::Stop).is_err() {
+            if events.send(Event::Stop(None)).is_err() {
                 return;
             }
         }
@@ -256,8 +270,9 @@ fn watch_signals(events: Sender<Event>) -> io::Result<()> {
 }
 
 /// Tells when the session ended; the session's own clean-up runs then, too.
-fn watch_session(session: BackgroundSession, events: Sender<Event>) -> std::thread::JoinHandle<()> {
-    std::thread::spawn(move || {
+fn watch_session(session: BackgroundSession, events: Sender<Event>) -> io::Result<std::thread::JoinHandle<()>> {
+    // Where the thread is refused, the session goes with the closure, and the mount with it.
+    std::thread::Builder::new().name("session".to_owned()).spawn(move || {
         if let Err(error) = session.join() {
             say(&format!("the connection to the kernel broke: {error}"));
         }
@@ -267,31 +282,35 @@ fn watch_session(session: BackgroundSession, events: Sender<Event>) -> std::thre
 }
 
 fn answer_control(
-    listener: std::os::unix::net::UnixListener,
+    listener: UnixListener,
     engine: Arc<Engine>,
     mountpoint: PathBuf,
     events: Sender<Event>,
-) {
-    std::thread::spawn(move || {
+) -> io::Result<()> {
+    let accept = move || {
         for stream in listener.incoming().flatten() {
             let (engine, mountpoint, events) = (engine.clone(), mountpoint.clone(), events.clone());
-            // One thread each: a client that dawdles must not keep the others waiting.
-            std::thread::spawn(move || {
+            let serve = move || {
                 // A client that went away is his own affair.
-                let _ = control::serve(stream, |command| match command {
+                let _ = control::serve(stream, |command, client| match command {
                     Command::Status => serde_json::to_string(&status(&engine, &mountpoint)).unwrap_or_default(),
                     Command::Flush => match engine.sync_all() {
                         Ok(()) => r#"{"flushed":true}"#.to_owned(),
                         Err(error) => serde_json::json!({ "error": error.to_string() }).to_string(),
                     },
                     Command::Stop => {
-                        let _ = events.send(Event::Stop);
+                        let _ = events.send(Event::Stop(client.try_clone().ok()));
                         r#"{"stopping":true}"#.to_owned()
                     }
                 });
-            });
+            };
+            // One thread each: a client that dawdles must not keep the others waiting. Where there is none for it, its
+            // connection is closed.
+            let _ = std::thread::Builder::new().name("control-client".to_owned()).spawn(serve);
         }
-    });
+    };
+    std::thread::Builder::new().name("control".to_owned()).spawn(accept)?;
+    Ok(())
 }
 
 struct RemoveOnDrop(PathBuf);
@@ -304,37 +323,9 @@ impl Drop for RemoveOnDrop {
 
 /// Whether a mount of ours lies at `mountpoint`, by the mount table: this never touches the mount itself.
 pub fn is_mounted(mountpoint: &Path) -> bool {
-    let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    table.lines().any(|line| {
-        // ... mount-id parent device root MOUNT-POINT options ... - FS-TYPE source options
-        let at = line.split(' ').nth(4).map(unescape);
-        let mut rest = line.split(" - ").nth(1).unwrap_or_default().split(' ');
-        let fuse = rest.next().is_some_and(|kind| kind.starts_with("fuse"));
-        at.as_deref() == Some(mountpoint) && fuse && rest.next() == Some(SOURCE)
-    })
-}
-
-/// Undoes the octal escapes of the mount table.
-fn unescape(text: &str) -> PathBuf {
-    use std::os::unix::ffi::OsStringExt;
-    let bytes = text.as_bytes();
-    let mut out = Vec::new();
-    let mut at = 0;
-    while at < bytes.len() {
-        let digits = bytes.get(at + 1..at + 4).filter(|_| bytes[at] == b'\\');
-        let code = digits.and_then(|digits| std::str::from_utf8(digits).ok());
-        match code.and_then(|code| u8::from_str_radix(code, 8).ok()) {
-            Some(byte) => {
-                out.push(byte);
-                at += 4;
-            }
-            None => {
-                out.push(bytes[at]);
-                at += 1;
-            }
-        }
-    }
-    std::ffi::OsString::from_vec(out).into()
+    let table = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
+    mountinfo::parse(&table)
+        .any(|mount| mount.at == mountpoint && mount.kind.starts_with("fuse") && mount.source == Path::new(SOURCE))
 }
 
 /// Removes a mount of ours whose process is gone; returns whether there was one.
@@ -347,7 +338,7 @@ pub fn clean_stale(mountpoint: &Path) -> io::Result<bool> {
     }
     // A process that lives may not answer, so its socket is asked before the mount is. Attributes would not do: the
     // kernel believes them for a while, dead or not.
-    let alive = std::os::unix::net::UnixStream::connect(control::socket_path(mountpoint)).is_ok();
+    let alive = UnixStream::connect(control::socket_path(mountpoint)).is_ok();
     if alive || rustix::fs::statvfs(mountpoint).err() != Some(rustix::io::Errno::NOTCONN) {
         return Ok(false);
     }
@@ -390,23 +381,16 @@ pub fn abort(mountpoint: &Path) -> io::Result<()> {
         Err(error) => return Err(error.into()),
     }
     // A plain user's way is the control file system, where his own connections are his.
-    let table = std::fs::read_to_string("/proc/self/mountinfo")?;
-    let line = table.lines().find(|line| line.split(' ').nth(4).map(unescape).as_deref() == Some(mountpoint));
-    let device = line.and_then(|line| line.split(' ').nth(2)).ok_or(io::ErrorKind::NotFound)?;
+    let table = std::fs::read("/proc/self/mountinfo")?;
+    let mount = mountinfo::parse(&table).find(|mount| mount.at == mountpoint).ok_or(io::ErrorKind::NotFound)?;
     // The connection's name is the minor number of the mount's device.
-    let minor = device.split(':').nth(1).unwrap_or_default();
+    let minor = mount.device.split(':').nth(1).unwrap_or_default();
     std::fs::write(format!("/sys/fs/fuse/connections/{minor}/abort"), "1")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn mount_table_escapes_are_undone() {
-        assert_eq!(unescape(r"/a\040b\134c"), Path::new("/a b\\c"));
-        assert_eq!(unescape(r"/plain\0"), Path::new(r"/plain\0"));
-    }
 
     #[test]
     fn a_mount_point_inside_the_directory_is_refused() {

@@ -208,9 +208,11 @@ fn each_part(path: &Path, mut look: impl FnMut(u64, u64, &[u8])) -> io::Result<u
             // No such call on this file system: everything counts as data.
             Err(_) => {}
         }
+        // Up to the size told, though the file may have grown since.
+        let wanted = size.saturating_sub(at).min(READ_BYTES as u64) as usize;
         let mut count = 0;
-        while count < READ_BYTES {
-            match file.read_at(&mut buffer[count..], at + count as u64)? {
+        while count < wanted {
+            match file.read_at(&mut buffer[count..wanted], at + count as u64)? {
                 0 => break,
                 n => count += n,
             }
@@ -333,6 +335,19 @@ mod tests {
         assert_eq!(report.images[1].repeated_bytes, 31 * BLOCK_BYTES as u64);
         assert_eq!(report.images[1].zero_bytes, BLOCK_BYTES as u64);
         assert_eq!((report.warnings.len(), report.unreadable.len()), (0, 0));
+    }
+
+    #[test]
+    fn a_file_that_grows_is_read_up_to_the_size_it_had() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a");
+        std::fs::write(&path, vec![1; READ_BYTES + 100]).unwrap();
+        let mut read = 0;
+        let size = each_part(&path, |_, _, data| {
+            read += data.len();
+            std::fs::write(&path, vec![1; 3 * READ_BYTES]).unwrap();
+        });
+        assert_eq!((size.unwrap(), read), ((READ_BYTES + 100) as u64, READ_BYTES + 100));
     }
 
     #[test]

@@ -27,11 +27,13 @@ pub enum Event {
 pub struct Faults {
     /// The error number of every write, while set.
     pub write: Option<i32>,
+    /// A block that refuses every write with `EIO`, while set.
+    pub bad_block: Option<u64>,
     /// The error number of every read, while set.
     pub read: Option<i32>,
     /// The error number of the next sync.
     pub sync_once: Option<i32>,
-    /// Whether punching is refused, as by a file system that cannot.
+    /// Whether punching and zeroing are refused, as by a file system that cannot.
     pub no_punch: bool,
 }
 
@@ -156,6 +158,10 @@ impl BlockFile for SimFile {
         let mut state = self.state.lock();
         fault(state.faults.write)?;
         let bytes: Vec<u8> = buffers.iter().flat_map(|buffer| buffer.iter().copied()).collect();
+        let blocks = offset / BLOCK_BYTES as u64..(offset + bytes.len() as u64).div_ceil(BLOCK_BYTES as u64);
+        if state.faults.bad_block.is_some_and(|bad| blocks.contains(&bad)) {
+            return fault(Some(libc::EIO));
+        }
         state.version += 1;
         let event = Event::Write(offset, bytes);
         apply(&mut state.data, &event);
@@ -180,7 +186,7 @@ impl BlockFile for SimFile {
 
     fn allocate(&self, how: Allocate, offset: u64, length: u64) -> io::Result<()> {
         let mut state = self.state.lock();
-        if how == Allocate::Punch {
+        if how != Allocate::Reserve {
             if state.faults.no_punch {
                 return fault(Some(libc::EOPNOTSUPP));
             }

@@ -15,11 +15,27 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Blocks taken into writeback at once.
 const BATCH_BLOCKS: usize = 1024;
 
+/// Most runs of one batch that are tried again in halves: a disk that refuses everything is not asked for each block.
+/// What a batch leaves is smaller runs, so the next one gets further.
+const RETRIES_MAX: usize = 64;
+
 /// A block on its way to the disk.
 #[derive(Clone, Copy)]
 struct Leaving {
     block: u64,
     frame: FrameIndex,
+}
+
+/// Blocks in a row, and what the disk said to them.
+type Written<'a> = (&'a [Leaving], io::Result<()>);
+
+/// What became of one batch.
+struct Batch {
+    written: usize,
+    /// Where the next batch starts, if there may be more.
+    next: Option<u64>,
+    /// The first error.
+    result: io::Result<()>,
 }
 
 impl Cache {
@@ -28,83 +44,97 @@ impl Cache {
     ///
     /// Returns whether nothing went wrong.
     pub fn sync(&self, image: &Image, range: Range<u64>) -> bool {
+        self.sync_with(image, range, false)
+    }
+
+    /// As [`Cache::sync`]; with `attributes`, also what changed of mode, owner and times.
+    pub(crate) fn sync_with(&self, image: &Image, range: Range<u64>, attributes: bool) -> bool {
         let errors_before = image.errors.count();
-        let flushed = self.flush_range(image, range);
+        // What the disk refused does not keep the rest from becoming durable.
+        let flushed = self.flush_range(image, range).is_ok();
         let _flush = image.flush.lock();
-        if flushed.is_err() || !image.unsynced.swap(false, Ordering::AcqRel) {
-            return flushed.is_ok() && image.errors.count() == errors_before;
+        if !image.unsynced.swap(false, Ordering::AcqRel) && !attributes {
+            return flushed && image.errors.count() == errors_before;
         }
         // Other flushes wait: whoever syncs after us must not find `unsynced` cleared before the disk has answered.
         add(&self.counters.syncs, 1);
-        let result = image.file().and_then(|file| file.sync());
+        let result = image.file().and_then(|file| if attributes { file.sync_attributes() } else { file.sync() });
         if let Err(error) = &result {
             add(&self.counters.writeback_errors, 1);
             image.errors.note(error);
             // Not durable, so the next sync asks the disk again instead of finding nothing to do.
             image.unsynced.store(true, Ordering::Release);
         }
-        result.is_ok()
+        flushed && result.is_ok() && image.errors.count() == errors_before
     }
 
     /// Writes all dirty blocks of `range` (in blocks) back.
     ///
     /// # Errors
-    /// The first of the disk; it is noted in the image too, and the blocks concerned stay dirty.
+    /// The first of the disk, after every other block was tried too; it is noted in the image, and the blocks
+    /// concerned stay dirty.
     pub fn flush_range(&self, image: &Image, range: Range<u64>) -> io::Result<()> {
-        // One pass upwards: it meets everything that is dirty now, and ends at the image's end whatever writers do.
-        let mut from = range.start;
-        while let (_, Some(next)) = self.flush_batch(image, BATCH_BLOCKS, from..range.end)? {
-            from = next;
-        }
-        Ok(())
+        self.flush_up_to(image, usize::MAX, range, false).1
     }
 
-    /// Writes up to `count` dirty blocks of `range` back; returns how many.
+    /// Writes up to `count` dirty blocks back; returns how many. A disk that takes nothing of a batch is asked no
+    /// further: whoever needs frames looks elsewhere.
     ///
     /// # Errors
-    /// As [`Cache::flush_range`].
-    pub(crate) fn flush_some(&self, image: &Image, count: usize, range: Range<u64>) -> io::Result<usize> {
-        let mut done = 0;
-        let mut from = range.start;
-        while done < count {
-            let (written, next) = self.flush_batch(image, (count - done).min(BATCH_BLOCKS), from..range.end)?;
-            done += written;
-            match next {
-                Some(next) => from = next,
-                None => break,
-            }
+    /// The disk's, when it took nothing at all.
+    pub(crate) fn flush_some(&self, image: &Image, count: usize) -> io::Result<usize> {
+        match self.flush_up_to(image, count, 0..u64::MAX, true) {
+            (0, Err(error)) => Err(error),
+            (written, _) => Ok(written),
         }
-        Ok(done)
     }
 
-    /// One batch: returns how many blocks were written and where the next batch starts, if there may be more.
-    fn flush_batch(&self, image: &Image, count: usize, range: Range<u64>) -> io::Result<(usize, Option<u64>)> {
+    /// One pass upwards: it meets everything that is dirty now, once, and ends at the image's end whatever writers do.
+    /// Returns how many blocks were written, and the first error.
+    fn flush_up_to(&self, image: &Image, count: usize, range: Range<u64>, give_up: bool) -> (usize, io::Result<()>) {
+        let (mut done, mut result) = (0, Ok(()));
+        let mut from = range.start;
+        while done < count {
+            let batch = self.flush_batch(image, (count - done).min(BATCH_BLOCKS), from..range.end);
+            done += batch.written;
+            let refused = batch.result.is_err();
+            result = result.and(batch.result);
+            match batch.next {
+                Some(next) if !(give_up && refused && batch.written == 0) => from = next,
+                _ => break,
+            }
+        }
+        (done, result)
+    }
+
+    /// One batch; its error is noted in the image.
+    fn flush_batch(&self, image: &Image, count: usize, range: Range<u64>) -> Batch {
         let _flush = image.flush.lock();
         let (batch, next) = self.take_dirty(image, count, range);
         if batch.is_empty() {
-            return Ok((0, None));
+            return Batch { written: 0, next: None, result: Ok(()) };
         }
         let runs: Vec<&[Leaving]> =
             batch.chunk_by(|a, b| a.block + 1 == b.block).flat_map(|run| run.chunks(CHUNK_BLOCKS)).collect();
         // Read after the blocks went into writeback: whatever they hold was inside this size.
         let size = image.size();
-        let mut results: Vec<io::Result<()>> = Vec::new();
+        let mut results: Vec<Written<'_>> = Vec::new();
         let changed = image.change(|file| {
             results = self.write_runs(file, &runs, size);
             Ok(())
         });
         image.unsynced.store(true, Ordering::Release);
         if let Err(error) = changed {
-            results = runs
-                .iter()
-                .map(|_| Err(io::Error::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO))))
-                .collect();
+            let code = error.raw_os_error().unwrap_or(libc::EIO);
+            results = runs.iter().map(|run| (*run, Err(io::Error::from_raw_os_error(code)))).collect();
         }
         let mut first_error = None;
+        let mut written = 0;
         let mut fresh = Vec::new();
-        for (run, result) in runs.iter().zip(results) {
+        for (run, result) in results {
             match result {
                 Ok(()) => {
+                    written += run.len();
                     add(&image.counters.disk_written_bytes, run.len() * BLOCK_BYTES);
                     run.iter().for_each(|leaving| self.arrived(image, *leaving, &mut fresh));
                 }
@@ -115,14 +145,11 @@ impl Cache {
             }
         }
         self.enqueue(&fresh);
-        match first_error {
-            None => Ok((batch.len(), next)),
-            Some(error) => {
-                add(&self.counters.writeback_errors, 1);
-                image.errors.note(&error);
-                Err(error)
-            }
+        if let Some(error) = &first_error {
+            add(&self.counters.writeback_errors, 1);
+            image.errors.note(error);
         }
+        Batch { written, next, result: first_error.map_or(Ok(()), Err) }
     }
 
     /// Moves up to `count` dirty blocks of `range` into writeback, in ascending order.
@@ -154,36 +181,54 @@ impl Cache {
         (batch, None)
     }
 
-    fn write_runs(&self, file: &dyn BlockFile, runs: &[&[Leaving]], size: u64) -> Vec<io::Result<()>> {
-        let write = |run: &[Leaving]| {
-            let offset = run[0].block * BLOCK_BYTES as u64;
-            let frames: Vec<FrameIndex> = run.iter().map(|leaving| leaving.frame).collect();
-            let bytes = size.saturating_sub(offset).min((run.len() * BLOCK_BYTES) as u64) as usize;
-            self.frames.gather(&frames, bytes, |buffers| file.write_at(buffers, offset))
-        };
-        let threads = self.config.workers.min(runs.len() / 4);
-        if threads < 2 {
-            return runs.iter().map(|run| write(run)).collect();
-        }
-        // Many small runs: several in flight, or the disk idles between them.
+    fn write_runs<'a>(&self, file: &dyn BlockFile, runs: &[&'a [Leaving]], size: u64) -> Vec<Written<'a>> {
+        let retries = AtomicUsize::new(RETRIES_MAX);
         let next = AtomicUsize::new(0);
-        let mut results: Vec<io::Result<()>> = runs.iter().map(|_| Ok(())).collect();
-        let parts: Vec<Vec<(usize, io::Result<()>)>> = std::thread::scope(|scope| {
-            let worker = || {
-                let mut done = Vec::new();
-                loop {
-                    let at = next.fetch_add(1, Ordering::Relaxed);
-                    let Some(run) = runs.get(at) else { return done };
-                    done.push((at, write(run)));
-                }
-            };
-            let handles: Vec<_> = (0..threads).map(|_| scope.spawn(worker)).collect();
-            handles.into_iter().map(|handle| handle.join().expect("a writer does not panic")).collect()
+        let worker = || {
+            let mut done = Vec::new();
+            while let Some(run) = runs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                self.write_run(file, run, size, &retries, &mut done);
+            }
+            done
+        };
+        // Many small runs: several in flight, or the disk idles between them.
+        let others = self.config.workers.min(runs.len() / 4).saturating_sub(1);
+        let mut results = std::thread::scope(|scope| {
+            // Threads may be refused; this one writes in any case.
+            let spawn = |_| std::thread::Builder::new().spawn_scoped(scope, worker).ok();
+            let others: Vec<_> = (0..others).filter_map(spawn).collect();
+            let mut results = worker();
+            for other in others {
+                results.extend(other.join().expect("a writer does not panic"));
+            }
+            results
         });
-        for (at, result) in parts.into_iter().flatten() {
-            results[at] = result;
-        }
+        results.sort_unstable_by_key(|(run, _)| run[0].block);
         results
+    }
+
+    /// Writes a run of blocks. A refused one is tried again in halves, so that a bad block keeps none of its
+    /// neighbours from the disk.
+    fn write_run<'a>(
+        &self,
+        file: &dyn BlockFile,
+        run: &'a [Leaving],
+        size: u64,
+        retries: &AtomicUsize,
+        done: &mut Vec<Written<'a>>,
+    ) {
+        let offset = run[0].block * BLOCK_BYTES as u64;
+        let frames: Vec<FrameIndex> = run.iter().map(|leaving| leaving.frame).collect();
+        let bytes = size.saturating_sub(offset).min((run.len() * BLOCK_BYTES) as u64) as usize;
+        let result = self.frames.gather(&frames, bytes, |buffers| file.write_at(buffers, offset));
+        let again = || retries.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok();
+        if result.is_err() && run.len() > 1 && again() {
+            let (low, high) = run.split_at(run.len() / 2);
+            self.write_run(file, low, size, retries, done);
+            self.write_run(file, high, size, retries, done);
+        } else {
+            done.push((run, result));
+        }
     }
 
     /// The disk has the block: it is clean, and shared if its content is there already.
@@ -247,7 +292,7 @@ impl Cache {
         let mut written = 0;
         for image in self.images() {
             if image.dirty_bytes() > 0 {
-                written += self.flush_some(&image, self.config.flush_batch, 0..u64::MAX).unwrap_or(0);
+                written += self.flush_up_to(&image, self.config.flush_batch, 0..u64::MAX, false).0;
             }
         }
         written

@@ -86,7 +86,8 @@ fn run(seed: u64, steps: usize) -> [u64; 3] {
                 model.resize(size as usize, 0);
             }
             84..88 => {
-                cache.punch(image, offset, length as u64).unwrap();
+                let clear = if length % 2 == 0 { Cache::punch } else { Cache::zero };
+                clear(&cache, image, offset, length as u64).unwrap();
                 let from = (offset as usize).min(model.len());
                 let to = (from + length).min(model.len());
                 model[from..to].fill(0);
@@ -265,4 +266,48 @@ fn fingerprints_spare_the_disk_and_never_outlive_a_change() {
     cache.read(&b2, 0, &mut buffer).unwrap();
     assert_eq!((buffer[5000], file.blocks_read()), (77, 256));
     cache.verify().unwrap();
+}
+
+/// The host commits an image's times later than its data: after a power cut new data may carry the times that the
+/// fingerprint file was made for.
+#[test]
+fn a_fingerprint_file_is_gone_before_the_first_change_and_comes_back_only_for_what_is_durable() {
+    let config = Config { key: FingerprintKey::Strong([5; 32]), cache_bytes: 16 << 20, ..Config::default() };
+    let dir = tempfile::tempdir().unwrap();
+    let store = pagefold_disk::fingerprints::FingerprintDir::open(dir.path()).unwrap();
+    let cache = Cache::new(config).unwrap();
+    let file = Arc::new(SimFile::new(vec![3; 1 << 16]));
+    let image = cache.add_image("image", file.clone()).unwrap();
+    let files = || {
+        let entries = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().path());
+        entries.filter(|path| path.extension().is_some_and(|extension| extension == "fp")).count()
+    };
+    cache.load_fingerprints(&image, &store);
+    cache.read(&image, 0, &mut vec![0; 1 << 16]).unwrap();
+    // Written back and not synced: the disk may have it or not.
+    cache.write(&image, 0, &[1; 4096]).unwrap();
+    cache.flush_tick();
+    file.set_faults(Faults { sync_once: Some(libc::EIO), ..Faults::default() });
+    cache.save_fingerprints(&image, &store).unwrap();
+    assert_eq!(files(), 0, "nothing is named that the disk may not have");
+    let refuse = Faults { write: Some(libc::EIO), ..Faults::default() };
+    let changes: [&dyn Fn(); 4] = [
+        &|| {
+            cache.write(&image, 0, &[2; 4096]).unwrap();
+            assert_eq!(files(), 1, "the disk has what it had");
+            // The write does not even reach the disk: the file went before it.
+            file.set_faults(refuse);
+            cache.flush_tick();
+        },
+        &|| cache.write(&image, 1 << 16, &[1; 100]).unwrap(),
+        &|| cache.set_size(&image, 1 << 15).unwrap(),
+        &|| cache.punch(&image, 0, 1 << 13).unwrap(),
+    ];
+    for (n, change) in changes.iter().enumerate() {
+        cache.save_fingerprints(&image, &store).unwrap();
+        assert_eq!(files(), 1, "before change {n}");
+        change();
+        assert_eq!(files(), 0, "after change {n}");
+        file.set_faults(Faults::default());
+    }
 }

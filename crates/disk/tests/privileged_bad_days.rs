@@ -255,6 +255,43 @@ fn an_error_is_told_once_to_every_handle_and_the_block_stays_dirty() {
 }
 
 #[test]
+fn one_bad_block_keeps_no_other_from_the_disk() {
+    let cache = Cache::new(Config { cache_bytes: 64 << 20, workers: 4, ..Config::default() }).unwrap();
+    let file = Arc::new(SimFile::new(vec![0; 16 << 20]));
+    let image = cache.add_image("broken", file.clone()).unwrap();
+    let mut data = vec![0; 16 << 20];
+    Random::new(6).fill(&mut data);
+    // The bad block lies in the first of several batches, in the middle of a run.
+    const BAD: usize = 77;
+    file.set_faults(Faults { bad_block: Some(BAD as u64), ..Faults::default() });
+    for whole in [true, false] {
+        if whole {
+            cache.write(&image, 0, &data).unwrap();
+            assert!(!cache.sync(&image, 0..u64::MAX));
+        } else {
+            // Scattered blocks, which several threads write.
+            data.iter_mut().for_each(|byte| *byte ^= 1);
+            for block in (1..4096).step_by(2) {
+                cache.write(&image, block * 4096, &data[block as usize * 4096..][..4096]).unwrap();
+            }
+            cache.flush_tick();
+        }
+        assert_eq!(image.dirty_bytes(), 4096, "whole: {whole}");
+        cache.verify().unwrap();
+        let disk = file.data();
+        let there = |block: &usize| disk[block * 4096..][..4096] == data[block * 4096..][..4096];
+        assert!((1..4096).step_by(2).filter(|block| *block != BAD).all(|block| there(&block)), "whole: {whole}");
+        assert!(!there(&BAD));
+    }
+    assert!(matches!(file.log().last(), Some(pagefold_disk::sim::Event::Write(..))), "the tick does not sync");
+    assert!(!cache.sync(&image, 0..u64::MAX));
+    assert!(matches!(file.log().last(), Some(pagefold_disk::sim::Event::Sync)), "the rest is durable");
+    file.set_faults(Faults::default());
+    assert!(cache.sync(&image, 0..u64::MAX), "healed");
+    assert!(file.data()[BAD * 4096..][..4096] == data[BAD * 4096..][..4096]);
+}
+
+#[test]
 fn a_writer_to_a_broken_disk_gets_its_error_and_the_cache_goes_on() {
     // More dirty blocks than the cache may hold: the writer must hear of it and nobody must wait for ever.
     let cache = Cache::new(Config { cache_bytes: 4 << 20, ..Config::default() }).unwrap();
@@ -286,6 +323,8 @@ fn a_writer_to_a_broken_disk_gets_its_error_and_the_cache_goes_on() {
 struct Broken {
     files: [std::sync::Mutex<Vec<u8>>; 2],
     breaks: Arc<std::sync::atomic::AtomicBool>,
+    /// Syncs of `good`: with and without its attributes.
+    synced: Arc<[std::sync::atomic::AtomicU64; 2]>,
 }
 
 impl Broken {
@@ -388,29 +427,103 @@ impl fuser::Filesystem for Broken {
     fn fsync(
         &self,
         _request: &fuser::Request,
-        _number: fuser::INodeNo,
+        number: fuser::INodeNo,
         _handle: fuser::FileHandle,
-        _data_only: bool,
+        data_only: bool,
         reply: fuser::ReplyEmpty,
     ) {
+        if number.0 == 3 {
+            self.synced[usize::from(data_only)].fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+        }
         reply.ok();
     }
 }
 
+/// A mount over a [`Broken`] disk, with nothing flushed by itself. The first to come is the last to go.
+struct OverBroken {
+    mount: Mount,
+    _disk: fuser::BackgroundSession,
+    _below: tempfile::TempDir,
+    breaks: Arc<std::sync::atomic::AtomicBool>,
+    synced: Arc<[std::sync::atomic::AtomicU64; 2]>,
+}
+
+impl OverBroken {
+    fn new(flush_ms: u64) -> Self {
+        let (breaks, synced) = (Arc::new(true.into()), Arc::default());
+        let files = [(); 2].map(|()| std::sync::Mutex::new(vec![0; 1 << 20]));
+        let broken = Broken { files, breaks: Arc::clone(&breaks), synced: Arc::clone(&synced) };
+        let (below, base) = (tempfile::tempdir_in("/var/tmp").unwrap(), tempfile::tempdir_in("/var/tmp").unwrap());
+        let directory = below.path().to_owned();
+        let mut config = fuser::Config::default();
+        config.mount_options = vec![fuser::MountOption::FSName("broken".to_owned())];
+        let disk = fuser::spawn_mount(broken, &directory, &config).unwrap();
+        let mount = Mount::over(base, directory, Setup { flush_ms, ..Setup::default() });
+        Self { mount, _disk: disk, _below: below, breaks, synced }
+    }
+
+    fn open(&self, name: &str) -> File {
+        OpenOptions::new().read(true).write(true).open(self.mount.path(name)).unwrap()
+    }
+}
+
+#[test]
+fn a_sync_covers_the_attributes_unless_only_the_data_is_asked_for() {
+    use std::os::unix::fs::OpenOptionsExt;
+    use std::sync::atomic::Ordering;
+    skip_unless_mountable!();
+    let over = OverBroken::new(600_000);
+    let file = over.open("good");
+    let syncs = || over.synced.each_ref().map(|count| count.swap(0, Ordering::SeqCst));
+    file.write_all_at(&[8; 4096], 0).unwrap();
+    file.sync_data().unwrap();
+    assert_eq!(syncs(), [0, 1]);
+    file.sync_all().unwrap();
+    assert_eq!(syncs(), [1, 0], "there is no data to sync, and times there are");
+    for (flag, expected) in [(libc::O_DSYNC, [0, 1]), (libc::O_SYNC, [1, 0])] {
+        let path = over.mount.path("good");
+        let file = OpenOptions::new().write(true).custom_flags(flag).open(path).unwrap();
+        syncs();
+        file.write_all_at(&[9; 4096], 0).unwrap();
+        assert_eq!(syncs(), expected);
+    }
+}
+
+#[test]
+fn a_flush_of_everything_covers_closed_images_and_tells_what_nobody_was_told() {
+    use std::sync::atomic::Ordering;
+    skip_unless_mountable!();
+    let over = OverBroken::new(100);
+    over.open("good").write_all_at(&[8; 4096], 0).unwrap();
+    over.open("bad").write_all_at(&[8; 4096], 0).unwrap();
+    // Both are closed. The good one is flushed and its file is closed in time; the bad one fails meanwhile.
+    let started = Instant::now();
+    loop {
+        let status = over.mount.status();
+        let closed =
+            status.images.iter().any(|image| image.name == "good" && image.dirty_bytes == 0 && !image.direct_io);
+        if closed && status.writeback_errors > 0 && over.synced[1].load(Ordering::SeqCst) > 0 {
+            break;
+        }
+        assert!(started.elapsed() < Duration::from_secs(20), "never closed: {status:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    over.breaks.store(false, Ordering::SeqCst);
+    while over.mount.status().dirty_bytes > 0 {
+        assert!(started.elapsed() < Duration::from_secs(20), "never written");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(over.mount.try_flush().contains("Input/output error"));
+    assert!(over.mount.try_flush().contains("flushed"), "told once");
+}
+
 #[test]
 fn an_io_error_of_the_disk_reaches_those_who_sync_that_image_and_nobody_else() {
-    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::atomic::Ordering;
     skip_unless_mountable!();
-    let breaks = Arc::new(AtomicBool::new(true));
-    let broken = Broken { files: [(); 2].map(|()| std::sync::Mutex::new(vec![0; 1 << 20])), breaks: breaks.clone() };
-    // The first to come is the last to go.
-    let (below, base) = (tempfile::tempdir_in("/var/tmp").unwrap(), tempfile::tempdir_in("/var/tmp").unwrap());
-    let directory = below.path().to_owned();
-    let mut config = fuser::Config::default();
-    config.mount_options = vec![fuser::MountOption::FSName("broken".to_owned())];
-    let disk = fuser::spawn_mount(broken, &directory, &config).unwrap();
-    let mount = Mount::over(base, directory, Setup { flush_ms: 600_000, ..Setup::default() });
-    let open = |name: &str| OpenOptions::new().read(true).write(true).open(mount.path(name)).unwrap();
+    let over = OverBroken::new(600_000);
+    let (mount, breaks) = (&over.mount, &over.breaks);
+    let open = |name: &str| over.open(name);
     let (writer, beside, other) = (open("bad"), open("bad"), open("good"));
     let code = |file: &File| file.sync_all().err().and_then(|error| error.raw_os_error());
     writer.write_all_at(&[7; 4096], 8192).unwrap();
@@ -426,7 +539,44 @@ fn an_io_error_of_the_disk_reaches_those_who_sync_that_image_and_nobody_else() {
     assert_eq!((code(&open("bad")), code(&other)), (None, None));
     File::open(mount.dir().join("bad")).unwrap().read_exact_at(&mut bytes, 8192).unwrap();
     assert_eq!(bytes, [7; 4096], "the disk's own");
-    drop((writer, beside, other));
-    drop(mount);
-    drop(disk);
+}
+
+/// Where the system refuses threads the mount serves in those it has. The limit stands for any that would: a thread's
+/// stack is address space.
+#[test]
+fn a_mount_goes_on_where_threads_are_refused() {
+    use rustix::process::{Pid, Resource, Rlimit, prlimit};
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+    skip_unless_mountable!();
+    let mut mount = Mount::new(Setup { flush_ms: 600_000, ..Setup::default() });
+    mount.terminate();
+    let socket = mount.base.path().join("nbd");
+    mount.setup.nbd = Some(socket.clone());
+    mount.start();
+    let file = File::create(mount.path("x")).unwrap();
+    file.set_len(8 << 20).unwrap();
+    for block in (0..2048).step_by(2) {
+        file.write_all_at(&[7; 4096], block * 4096).unwrap();
+    }
+    let pid = Pid::from_child(mount.child.as_ref().unwrap());
+    let limit = |bytes| prlimit(Some(pid), Resource::As, Rlimit { current: bytes, maximum: None }).unwrap();
+    let process = std::fs::read_to_string(format!("/proc/{}/status", mount.pid())).unwrap();
+    let size = process.lines().find_map(|line| line.strip_prefix("VmSize:")).unwrap();
+    limit(Some((size.trim().trim_end_matches(" kB").parse::<u64>().unwrap() + 1024) << 10));
+    // Stacks of threads that ended are used again, so the first ones may come through.
+    let connections: Vec<_> = (0..40).map(|_| UnixStream::connect(&socket).unwrap()).collect();
+    let refused = connections.into_iter().filter(|mut connection| {
+        connection.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        matches!(connection.read(&mut [0; 8]), Ok(0) | Err(_))
+    });
+    assert!(refused.count() > 0, "the limit refuses nothing: the test means nothing");
+    file.sync_all().unwrap();
+    assert_eq!(std::fs::read(mount.dir().join("x")).unwrap()[4096 * 2046..][..4096], [7; 4096]);
+    limit(None);
+    let status = mount.status();
+    assert_eq!((status.dirty_bytes, status.writeback_errors), (0, 0));
+    let mut greeting = [0; 18];
+    UnixStream::connect(&socket).unwrap().read_exact(&mut greeting).unwrap();
+    assert!(mount.terminate().0);
 }

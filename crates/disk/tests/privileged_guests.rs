@@ -106,8 +106,10 @@ impl Guest {
         let started = Instant::now();
         loop {
             let text = std::fs::read_to_string(&self.log).unwrap_or_default();
-            // The firmware leaves its escape sequences on the same line.
-            if let Some(line) = text.lines().find_map(|line| line.find(word).map(|at| &line[at..])) {
+            // A line counts when it is all there: the guest's console writes a few bytes at a time. The firmware
+            // leaves its escape sequences on the same line.
+            let whole = &text[..text.rfind('\n').map_or(0, |at| at + 1)];
+            if let Some(line) = whole.lines().find_map(|line| line.find(word).map(|at| &line[at..])) {
                 return line.trim().to_owned();
             }
             assert!(self.child.try_wait().unwrap().is_none(), "the guest ended: {text}");

@@ -94,6 +94,130 @@ fn an_open_file_outlives_its_name() {
     assert_eq!(file.metadata().unwrap().len(), 16);
 }
 
+/// A file that was replaced while it was open has no name any more: what is asked of it never reaches who has the name
+/// now, be it a link that leads out of the directory.
+#[test]
+fn a_replaced_file_reaches_nobody_by_its_old_name() {
+    skip_unless_mountable!();
+    let mount = Mount::new(Setup::default());
+    let at = mount.at();
+    let outside = tempfile::NamedTempFile::new().unwrap();
+    std::fs::set_permissions(outside.path(), PermissionsExt::from_mode(0o600)).unwrap();
+    let mode = |path: &std::path::Path| path.metadata().unwrap().mode() & 0o7777;
+    for link in [false, true] {
+        let open = File::create(at.join("x")).unwrap();
+        if link {
+            std::os::unix::fs::symlink(outside.path(), at.join("new")).unwrap();
+        } else {
+            std::fs::write(at.join("new"), "new").unwrap();
+            std::fs::set_permissions(at.join("new"), PermissionsExt::from_mode(0o600)).unwrap();
+        }
+        std::fs::rename(at.join("new"), at.join("x")).unwrap();
+        // ESTALE, as for a file that was unlinked.
+        let refused = open.set_permissions(PermissionsExt::from_mode(0o666)).unwrap_err();
+        assert_eq!(refused.raw_os_error(), Some(libc::ESTALE), "link: {link}");
+        assert!(open.set_modified(SystemTime::UNIX_EPOCH).is_err());
+        assert_eq!((mode(&at.join("x")), mode(outside.path())), (0o600, 0o600), "link: {link}");
+        assert!(File::open(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&open))).is_err());
+        drop(open);
+        std::fs::remove_file(at.join("x")).unwrap();
+    }
+}
+
+/// A directory below may be replaced by a link at any time, by whoever may write there: no call through the mount
+/// follows it, also for names the kernel knows already.
+#[test]
+fn a_directory_that_became_a_link_leads_nobody_out() {
+    skip_unless_mountable!();
+    let mount = Mount::new(Setup::default());
+    let outside = tempfile::tempdir_in("/var/tmp").unwrap();
+    for (n, dir) in [mount.dir().join("sub"), outside.path().to_owned()].iter().enumerate() {
+        std::fs::create_dir_all(dir).unwrap();
+        for name in ["a", "b"] {
+            std::fs::write(dir.join(name), if n == 0 { "inside" } else { "outside" }).unwrap();
+        }
+    }
+    let sub = File::open(mount.path("sub")).unwrap();
+    let file = |name: &str, flags| rustix::fs::openat(&sub, name, flags, rustix::fs::Mode::RWXU);
+    drop(file("a", rustix::fs::OFlags::RDONLY).unwrap());
+    std::fs::rename(mount.dir().join("sub"), mount.dir().join("gone")).unwrap();
+    std::os::unix::fs::symlink(outside.path(), mount.dir().join("sub")).unwrap();
+    use rustix::fs::{AtFlags, Mode, OFlags};
+    for flags in [OFlags::RDONLY, OFlags::RDWR | OFlags::TRUNC, OFlags::CREATE | OFlags::WRONLY] {
+        assert!(file("a", flags).is_err() && file("b", flags).is_err() && file("new", flags).is_err());
+    }
+    assert!(rustix::fs::unlinkat(&sub, "a", AtFlags::empty()).is_err());
+    assert!(rustix::fs::renameat(&sub, "b", &sub, "c").is_err());
+    assert!(rustix::fs::mkdirat(&sub, "new", Mode::RWXU).is_err());
+    assert!(rustix::fs::symlinkat("a", &sub, "new").is_err());
+    assert!(rustix::fs::chmodat(&sub, "a", Mode::RWXU, AtFlags::empty()).is_err());
+    let mut names: Vec<_> =
+        std::fs::read_dir(outside.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["a", "b"]);
+    assert_eq!(std::fs::read(outside.path().join("a")).unwrap(), b"outside");
+}
+
+#[test]
+fn an_image_is_known_by_its_path() {
+    skip_unless_mountable!();
+    let mount = Mount::new(Setup::default());
+    std::fs::create_dir(mount.path("sub")).unwrap();
+    for (name, later) in [("a", "b"), ("sub/c", "sub/d")] {
+        std::fs::write(mount.path(name), [1; 4096]).unwrap();
+        assert!(mount.status().images.iter().any(|image| image.name == name), "{:?}", mount.status().images);
+        std::fs::rename(mount.path(name), mount.path(later)).unwrap();
+        assert!(mount.status().images.iter().any(|image| image.name == later), "{:?}", mount.status().images);
+    }
+}
+
+/// Runs a shell line as `user`, in the mount.
+#[track_caller]
+fn shell(mount: &Mount, user: u32, line: &str) {
+    use std::os::unix::process::CommandExt;
+    let mut command = std::process::Command::new("sh");
+    let output =
+        command.args(["-ec", line]).current_dir("/").env("AT", mount.at()).uid(user).gid(user).output().unwrap();
+    assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn a_new_file_has_the_mode_that_its_maker_asked_for() {
+    skip_unless_mountable!();
+    let mount = Mount::new(Setup::default());
+    shell(
+        &mount,
+        0,
+        "umask 0; echo x > $AT/all; mkdir $AT/dir; umask 0333; echo x > $AT/read; umask 0777; echo x > $AT/none",
+    );
+    shell(&mount, 0, "umask 027; echo x > $AT/some");
+    let mode = |name: &str| mount.dir().join(name).metadata().unwrap().mode() & 0o7777;
+    assert_eq!(["all", "dir", "read", "none", "some"].map(mode), [0o666, 0o777, 0o444, 0, 0o640]);
+}
+
+/// Who mounts as a plain user may make files that he cannot open again, as everywhere.
+#[test]
+fn a_plain_user_writes_the_read_only_file_he_makes() {
+    skip_unless_mountable!();
+    const NOBODY: u32 = 65534;
+    if !common::has("fusermount3") {
+        println!("SKIPPED: needs fusermount3");
+        return;
+    }
+    let mut mount = Mount::new(Setup { user: Some(NOBODY), ..Setup::default() });
+    shell(&mount, NOBODY, "umask 0333; echo text > $AT/read; umask 0777; echo text > $AT/none; cat $AT/read");
+    assert!(mount.status().images.iter().any(|image| image.name == "none"));
+    let (ok, said) = mount.terminate();
+    assert!(ok, "{said}");
+    for (name, mode) in [("read", 0o444), ("none", 0)] {
+        let path = mount.dir().join(name);
+        assert_eq!(
+            (path.metadata().unwrap().mode() & 0o7777, std::fs::read(path).unwrap()),
+            (mode, b"text\n".to_vec())
+        );
+    }
+}
+
 #[test]
 fn locks_and_mappings_work() {
     skip_unless_mountable!();
@@ -141,6 +265,36 @@ fn holes_and_reserved_space_are_the_files_own() {
     assert_eq!(file.metadata().unwrap().len(), 65 << 20);
     rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::ZERO_RANGE, 33 << 20, 33 << 20).unwrap();
     assert_eq!(file.metadata().unwrap().len(), 66 << 20);
+}
+
+#[test]
+fn zeroed_ranges_keep_and_get_their_space_and_punched_ones_give_it_back() {
+    use rustix::fs::{FallocateFlags as How, fallocate};
+    skip_unless_mountable!();
+    let mount = Mount::new(Setup::default());
+    let probe = File::create(mount.dir().join("probe")).unwrap();
+    if fallocate(&probe, How::ZERO_RANGE, 0, 4096).is_err() {
+        println!("SKIPPED: the file system cannot zero ranges");
+        return;
+    }
+    let kib = || mount.dir().join("x").metadata().unwrap().blocks() / 2;
+    std::fs::write(mount.dir().join("x"), vec![7; 4 << 20]).unwrap();
+    let file = OpenOptions::new().read(true).write(true).open(mount.path("x")).unwrap();
+    fallocate(&file, How::ZERO_RANGE | How::KEEP_SIZE, 100, (4 << 20) - 200).unwrap();
+    file.sync_all().unwrap();
+    assert!(kib() >= 4096, "{} KiB", kib());
+    let bytes = std::fs::read(mount.dir().join("x")).unwrap();
+    assert!(bytes[..100] == [7; 100] && bytes[100..(4 << 20) - 100].iter().all(|&byte| byte == 0));
+    assert!(bytes[(4 << 20) - 100..] == [7; 100]);
+    // Beyond the end, with the size as it is.
+    fallocate(&file, How::ZERO_RANGE | How::KEEP_SIZE, 0, 8 << 20).unwrap();
+    assert!(kib() >= 8192 && file.metadata().unwrap().len() == 4 << 20, "{} KiB", kib());
+    fallocate(&file, How::PUNCH_HOLE | How::KEEP_SIZE, 0, 8 << 20).unwrap();
+    // The cache clears what lies inside the size.
+    assert!(kib() <= 4096 + 64, "{} KiB", kib());
+    // Where there was a hole, too.
+    fallocate(&file, How::ZERO_RANGE, 0, 4 << 20).unwrap();
+    assert!(kib() >= 8192, "{} KiB", kib());
 }
 
 #[test]

@@ -113,8 +113,12 @@ fn nbd_clients_read_write_and_flush() {
     data[1 << 20..(1 << 20) + (64 << 10)].fill(0);
     data[2 << 20..(2 << 20) + (64 << 10)].fill(0);
     assert!(std::fs::read(mount.dir().join("b.raw")).unwrap() == data);
-    let missing = std::process::Command::new("qemu-img").args(["info", &url("../key")]).output().unwrap();
-    assert!(!missing.status.success(), "nothing outside of the directory");
+    std::fs::write(mount.base.path().join("outside"), &data).unwrap();
+    std::os::unix::fs::symlink(mount.base.path(), mount.dir().join("link")).unwrap();
+    for name in ["../outside", "link/outside"] {
+        let missing = std::process::Command::new("qemu-img").args(["info", &url(name)]).output().unwrap();
+        assert!(!missing.status.success(), "nothing outside of the directory: {name}");
+    }
     assert!(mount.terminate().0);
 }
 

@@ -32,11 +32,11 @@ pub trait Disk: Send + Sync {
     /// # Errors
     /// An error number.
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), i32>;
-    /// Makes a range read as zeros.
+    /// Makes a range read as zeros; with `hole`, its disk space may be given back.
     ///
     /// # Errors
     /// An error number.
-    fn zero(&self, offset: u64, length: u64) -> Result<(), i32>;
+    fn zero(&self, offset: u64, length: u64, hole: bool) -> Result<(), i32>;
     /// Makes what was written durable.
     ///
     /// # Errors
@@ -64,8 +64,9 @@ impl Disk for Handle {
         Handle::write(self, offset, data).map_err(|error: Error| error.errno())
     }
 
-    fn zero(&self, offset: u64, length: u64) -> Result<(), i32> {
-        self.punch(offset, length).map_err(|error| error.errno())
+    fn zero(&self, offset: u64, length: u64, hole: bool) -> Result<(), i32> {
+        let result = if hole { self.punch(offset, length) } else { Handle::zero(self, offset, length) };
+        result.map_err(|error| error.errno())
     }
 
     fn flush(&self) -> Result<(), i32> {
@@ -94,15 +95,19 @@ pub fn listen(engine: Arc<Engine>, path: &Path) -> io::Result<PathBuf> {
                 connections.fetch_sub(1, Ordering::AcqRel);
                 continue;
             }
-            let (engine, connections) = (engine.clone(), connections.clone());
-            std::thread::spawn(move || {
+            let (engine, served) = (engine.clone(), connections.clone());
+            let serve = move || {
                 if let Ok(writer) = stream.try_clone() {
                     let open = |name: &[u8]| open_export(&engine, name);
                     // A client that breaks off or talks nonsense ends its own connection only.
                     let _ = converse(stream, writer, || list_exports(&engine), open, WORKERS);
                 }
+                served.fetch_sub(1, Ordering::AcqRel);
+            };
+            if std::thread::Builder::new().name("nbd-client".to_owned()).spawn(serve).is_err() {
+                // No thread for it: its connection is closed, the others go on.
                 connections.fetch_sub(1, Ordering::AcqRel);
-            });
+            }
         }
     })?;
     Ok(path.to_owned())
@@ -130,8 +135,8 @@ fn open_export(engine: &Arc<Engine>, name: &[u8]) -> Option<Handle> {
     engine.open(&path, true).or_else(|_| engine.open(&path, false)).ok()
 }
 
-/// Talks to one client until it leaves: `list` names the exports, `open` opens one. With `workers` 0 requests are
-/// worked on in their order.
+/// Talks to one client until it leaves: `list` names the exports, `open` opens one. With `workers` 0, or where threads
+/// are refused, requests are worked on in their order.
 ///
 /// # Errors
 /// The connection broke, or the client does not speak NBD.
@@ -236,17 +241,16 @@ fn shake_hands<D: Disk>(
 
 fn transmit(mut reader: impl Read, writer: impl Write + Send, disk: &impl Disk, workers: usize) -> io::Result<()> {
     let writer = Mutex::new(writer);
-    if workers == 0 {
-        while let Some((request, data)) = next_request(&mut reader)? {
-            answer(disk, &writer, request, data)?;
-        }
-        return Ok(());
-    }
     let (send, receive) = sync_channel::<(Request, Vec<u8>)>(workers);
     let receive = Mutex::new(receive);
     std::thread::scope(|scope| {
-        for _ in 0..workers {
-            scope.spawn(|| work(disk, &writer, &receive));
+        let spawn = || std::thread::Builder::new().spawn_scoped(scope, || work(disk, &writer, &receive));
+        let spawned = (0..workers).filter(|_| spawn().is_ok()).count();
+        if spawned == 0 {
+            while let Some((request, data)) = next_request(&mut reader)? {
+                answer(disk, &writer, request, data)?;
+            }
+            return Ok(());
         }
         let result = loop {
             match next_request(&mut reader) {
@@ -322,7 +326,8 @@ fn perform(disk: &impl Disk, request: &Request, data: &[u8], out: &mut Vec<u8>) 
             disk.read(offset, out)?;
         }
         Command::Write => disk.write(offset, data)?,
-        Command::Trim | Command::WriteZeroes => disk.zero(offset, length)?,
+        Command::Trim => disk.zero(offset, length, true)?,
+        Command::WriteZeroes => disk.zero(offset, length, !request.no_hole)?,
         Command::Flush => disk.flush()?,
         Command::Cache => {
             // A hint; a bounded part of it is enough.
@@ -366,8 +371,8 @@ mod tests {
             self.0.lock()[offset as usize..][..data.len()].copy_from_slice(data);
             Ok(())
         }
-        fn zero(&self, offset: u64, length: u64) -> Result<(), i32> {
-            self.0.lock()[offset as usize..][..length as usize].fill(0);
+        fn zero(&self, offset: u64, length: u64, hole: bool) -> Result<(), i32> {
+            self.0.lock()[offset as usize..][..length as usize].fill(if hole { 0 } else { b'0' });
             Ok(())
         }
         fn flush(&self) -> Result<(), i32> {
@@ -419,6 +424,14 @@ mod tests {
             expected.extend_from_slice(&wire::reply_head(77, error));
         }
         assert_eq!(replies, expected, "the flush and the FUA write report what the disk said");
+    }
+
+    #[test]
+    fn zeros_are_a_hole_unless_the_client_wants_none() {
+        let disk = Arc::new(Plain(Mutex::new(vec![1; 6])));
+        // Trim, write zeroes, the same with NO_HOLE.
+        talk(&disk, &[request(4, 0, 0, 1, b""), request(6, 0, 2, 1, b""), request(6, 2, 4, 1, b"")]);
+        assert_eq!(*disk.0.lock(), [0, 1, 0, 1, b'0', 1]);
     }
 
     #[test]

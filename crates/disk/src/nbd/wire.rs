@@ -101,6 +101,8 @@ pub struct Request {
     pub command: Command,
     /// Durable before the reply.
     pub fua: bool,
+    /// Zeros with disk space behind them.
+    pub no_hole: bool,
     /// What the reply names the request by.
     pub cookie: u64,
     /// First byte.
@@ -128,9 +130,11 @@ impl Request {
             6 => Command::WriteZeroes,
             _ => Command::Unknown,
         };
+        let flags = number(&bytes[4..6]);
         Some(Self {
             command,
-            fua: number(&bytes[4..6]) & 1 == 1,
+            fua: flags & 1 != 0,
+            no_hole: flags & 2 != 0,
             cookie: number(&bytes[8..16]),
             offset: number(&bytes[16..24]),
             length: number(&bytes[24..28]) as u32,
@@ -196,8 +200,11 @@ mod tests {
         bytes[15] = 7;
         bytes[22] = 2;
         bytes[26] = 16;
-        let expected = Request { command: Command::Write, fua: true, cookie: 7, offset: 512, length: 4096 };
+        let expected =
+            Request { command: Command::Write, fua: true, no_hole: false, cookie: 7, offset: 512, length: 4096 };
         assert_eq!(Request::parse(&bytes), Some(expected));
+        bytes[5] = 2;
+        assert_eq!(Request::parse(&bytes), Some(Request { fua: false, no_hole: true, ..expected }));
         bytes[0] = 0;
         assert_eq!(Request::parse(&bytes), None);
     }

@@ -5,6 +5,7 @@
 use pagefold_disk::control::{self, Command};
 use pagefold_disk::mount::{self, Options};
 use pagefold_disk::{Config, Status};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
@@ -68,11 +69,13 @@ pub struct Setup {
     pub nbd: Option<PathBuf>,
     pub read_only: bool,
     pub merge: bool,
+    /// The user the server runs as, if not ours.
+    pub user: Option<u32>,
 }
 
 impl Default for Setup {
     fn default() -> Self {
-        Self { cache_mib: 64, flush_ms: 200, fingerprints: None, nbd: None, read_only: false, merge: false }
+        Self { cache_mib: 64, flush_ms: 200, fingerprints: None, nbd: None, read_only: false, merge: false, user: None }
     }
 }
 
@@ -96,6 +99,11 @@ impl Mount {
     /// Mounts `directory`.
     pub fn over(base: tempfile::TempDir, directory: PathBuf, setup: Setup) -> Self {
         std::fs::create_dir_all(base.path().join("mnt")).unwrap();
+        if setup.user.is_some() {
+            for path in [base.path(), &base.path().join("mnt"), &directory] {
+                std::os::unix::fs::chown(path, setup.user, setup.user).unwrap();
+            }
+        }
         let mut mount = Self { base, child: None, setup, directory };
         mount.start();
         mount
@@ -139,6 +147,9 @@ impl Mount {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::piped());
+        if let Some(user) = self.setup.user {
+            command.uid(user).gid(user);
+        }
         command
     }
 
@@ -168,7 +179,12 @@ impl Mount {
     }
 
     pub fn flush(&self) {
-        control::ask(&self.socket(), Command::Flush, Duration::from_secs(60)).unwrap();
+        self.try_flush();
+    }
+
+    /// Flushes everything and returns the answer.
+    pub fn try_flush(&self) -> String {
+        control::ask(&self.socket(), Command::Flush, Duration::from_secs(60)).unwrap()
     }
 
     pub fn pid(&self) -> u32 {
