@@ -10,6 +10,8 @@ use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 const UNIT_PAGES: u64 = (32 << 20) / PAGE_SIZE as u64;
+/// Units of one file at most.
+const UNITS_MAX: u64 = 1 << 20;
 
 /// A file. A last page that is not whole counts as if zeros followed, as in memory.
 #[derive(Debug)]
@@ -71,14 +73,16 @@ impl Source for Dump {
 
     fn plan(&self) -> Result<Plan, Lost> {
         let pages = self.bytes.div_ceil(PAGE_SIZE as u64);
+        // A file may say that it has exabytes, of holes.
+        let step = pages.div_ceil(UNITS_MAX).max(UNIT_PAGES);
         let unit = |first_page| Unit {
             first_page,
-            page_count: UNIT_PAGES.min(pages - first_page),
+            page_count: step.min(pages - first_page),
             kind: Kind::Own,
             reason: None,
             continues: first_page > 0,
         };
-        let units = (0..pages).step_by(UNIT_PAGES as usize).map(unit).collect();
+        let units = (0..pages).step_by(step as usize).map(unit).collect();
         Ok(Plan { units, bytes: self.bytes, ..Plan::default() })
     }
 

@@ -90,7 +90,7 @@ const PF_KTHREAD: u64 = 0x0020_0000;
 
 fn stat_field(pid: i32, number: usize) -> Option<u64> {
     let text = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
-    procfs::stat_field(&text, number)?.parse().ok()
+    pagefold_os::stat::field(&text, number)?.parse().ok()
 }
 
 /// When `pid` started, in clock ticks since boot: with the number, it names a process for good.
