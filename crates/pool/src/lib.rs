@@ -16,6 +16,13 @@
 //! segment with one live slot stays whole. So where most slots of a segment are
 //! dead it is [retired](Pool::retire): its pages get no more sharers, those that
 //! are left are moved to other slots, and it goes.
+//!
+//! **Why a segment's number is.** Numbers end after 2 TiB, and the one that was
+//! let go first is given again then. Nothing that is counted names the old
+//! segment, for it went when nobody shared it. Who still holds its file knows it
+//! by the inode. A slot that somebody remembers without counting it, in an
+//! index or in a plan, is one to compare with, as ever: pages are shared when
+//! they equal the bytes of the segment that has the number now.
 
 #![warn(missing_docs)]
 
@@ -30,7 +37,11 @@ use pagefold_os::fd::Fd;
 use pagefold_os::{PAGE_SIZE, Page};
 use primitive::{AtomicU64, Mutex, MutexGuard, Ordering, RwLock};
 use segment::{Segment, Standing};
+use std::collections::VecDeque;
 use std::sync::Arc;
+
+/// Segments of a pool at most: their slots are numbers of 29 bits in ledgers and indexes.
+const NUMBERS: u32 = u32::MAX / SLOTS_PER_SEGMENT / 8;
 
 /// A page's place in the pool: segment number and place in the segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -100,6 +111,10 @@ pub struct Stats {
 #[derive(Debug)]
 pub struct Pool {
     segments: RwLock<Vec<Option<Arc<Segment>>>>,
+    /// Numbers of segments that were let go, the oldest first; changed under the lock of `segments`.
+    free: Mutex<VecDeque<u32>>,
+    /// Segments have numbers below this.
+    numbers: u32,
     /// The segment that is being filled; its lock orders publications.
     open: Mutex<Option<Arc<Segment>>>,
     max_bytes: u64,
@@ -116,6 +131,8 @@ impl Pool {
     pub fn new(name: &str, max_bytes: u64) -> Pool {
         Pool {
             segments: RwLock::new(Vec::new()),
+            free: Mutex::new(VecDeque::new()),
+            numbers: NUMBERS,
             open: Mutex::new(None),
             max_bytes: (max_bytes / SEGMENT_LEN as u64).max(1) * SEGMENT_LEN as u64,
             live_segments: AtomicU64::new(0),
@@ -162,13 +179,22 @@ impl Pool {
     fn add_segment(&self) -> Result<Arc<Segment>, PublishError> {
         let live = self.live_segments.load(Ordering::Relaxed);
         let mut segments = self.segments.write().unwrap_or_else(|poisoned| poisoned.into_inner());
-        // Numbers are not reused: an agent may still hold an old segment under its number.
-        let number = segments.len() as u32;
-        if (live + 1) * SEGMENT_LEN as u64 > self.max_bytes || number >= u32::MAX / SLOTS_PER_SEGMENT / 8 {
-            return Err(PublishError::Full { max_bytes: self.max_bytes });
+        let full = PublishError::Full { max_bytes: self.max_bytes };
+        if (live + 1) * SEGMENT_LEN as u64 > self.max_bytes {
+            return Err(full);
         }
+        // As late as can be, and the one that rested longest: an agent may still hold an old segment under its number, and
+        // somebody may be about to compare with one of its slots.
+        let mut free = lock(&self.free);
+        let reused = if segments.len() as u32 >= self.numbers { Some(*free.front().ok_or(full)?) } else { None };
+        let number = reused.unwrap_or(segments.len() as u32);
         let segment = Arc::new(Segment::create(&self.name, number)?);
-        segments.push(Some(segment.clone()));
+        if reused.is_some() {
+            free.pop_front();
+            segments[number as usize] = Some(segment.clone());
+        } else {
+            segments.push(Some(segment.clone()));
+        }
         self.live_segments.fetch_add(1, Ordering::Relaxed);
         Ok(segment)
     }
@@ -213,19 +239,22 @@ impl Pool {
 
     /// Counts `by` more mappings of `slot`; false if its segment was let go or retired, and then nothing may be mapped.
     pub fn add_sharers(&self, slot: Slot, by: u32) -> bool {
-        self.count_sharers(slot, by, false)
+        self.count_sharers(slot, by, None)
     }
 
-    /// Counts a mapping of `slot` that is there already, a forked child's; false if its segment was let go.
-    pub fn adopt_sharer(&self, slot: Slot) -> bool {
-        self.count_sharers(slot, 1, true)
+    /// Counts a mapping of `slot` that is there already, a forked child's, of the file with this inode; false if its segment
+    /// was let go.
+    pub fn adopt_sharer(&self, slot: Slot, inode: u64) -> bool {
+        self.count_sharers(slot, 1, Some(inode))
     }
 
-    fn count_sharers(&self, slot: Slot, by: u32, mapped: bool) -> bool {
+    fn count_sharers(&self, slot: Slot, by: u32, mapped: Option<u64>) -> bool {
         // The lock is held while counting, so that `release` cannot let go between our look and our count.
         let segments = self.segments.read().unwrap_or_else(|poisoned| poisoned.into_inner());
         let Some(Some(segment)) = segments.get(slot.segment() as usize) else { return false };
-        if slot.index() >= segment.published() || !mapped && segment.is(Standing::Retired) {
+        // The number of what is mapped may be another segment's by now.
+        let may = mapped.map_or(!segment.is(Standing::Retired), |inode| segment.inode() == inode);
+        if slot.index() >= segment.published() || !may {
             return false;
         }
         if segment.add_sharers(slot.index(), by) == 0 && by > 0 {
@@ -318,6 +347,7 @@ impl Pool {
         if segments[segment as usize].take().is_none() {
             return false;
         }
+        lock(&self.free).push_back(segment);
         self.live_segments.fetch_sub(1, Ordering::Relaxed);
         self.released.fetch_add(1, Ordering::Relaxed);
         self.published.fetch_sub(u64::from(held.published()), Ordering::Relaxed);
@@ -342,4 +372,38 @@ impl Pool {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_given_again_when_there_are_no_others() {
+        let pool = Pool { numbers: 3, ..Pool::new("numbers", 16 * SEGMENT_LEN as u64) };
+        let publish = |byte: u8| {
+            let slot = pool.publish(&[&[byte; PAGE_SIZE]]).map(|(slot, _)| slot);
+            pool.close_open_segment();
+            slot
+        };
+        let number = |slot: Result<Slot, PublishError>| slot.map(Slot::segment).ok();
+        assert_eq!([1, 2, 3].map(|byte| number(publish(byte))), [Some(0), Some(1), Some(2)]);
+        assert!(matches!(publish(4), Err(PublishError::Full { .. })), "all numbers are in use");
+        let old = pool.segment_inode(1).unwrap();
+        for segment in [1, 0] {
+            assert!(pool.release(segment, |_, _| ()));
+        }
+        // The one that was let go first comes first, and is another segment.
+        let slot = publish(5).unwrap();
+        assert_eq!((slot.segment(), slot.index()), (1, 0));
+        let mut page = [0; PAGE_SIZE];
+        assert!(pool.read(slot, &mut page) && page == [5; PAGE_SIZE]);
+        let new = pool.segment_inode(1).unwrap();
+        assert!(new != old && pool.segment_of_inode(old).is_none());
+        assert!(!pool.adopt_sharer(slot, old), "a mapping of the old segment");
+        assert!(pool.adopt_sharer(slot, new) && pool.sharers(slot) == 1);
+        assert_eq!((number(publish(6)), number(publish(7))), (Some(0), None));
+        let stats = pool.stats();
+        assert_eq!((stats.segments, stats.segments_released, stats.pages_shared), (3, 2, 1));
+    }
 }

@@ -112,7 +112,10 @@ fn a_retired_segment_takes_no_sharers_and_one_that_is_kept_does_again() {
     pool.retire(first.segment());
     assert_eq!(pool.wasteful(1), None, "one attempt each");
     assert!(!pool.add_sharers(slot(1), 1) && pool.published_from(slot(1)) == 0);
-    assert!(pool.adopt_sharer(slot(1)), "a forked child's mapping is there already");
+    assert!(
+        pool.adopt_sharer(slot(1), pool.segment_inode(slot(1).segment()).unwrap()),
+        "a forked child's mapping is there already"
+    );
     let mut again = Vec::new();
     pool.keep(first.segment(), |slot, page| again.push((slot, *page)));
     assert_eq!(again, [(slot(0), page(1)), (slot(1), page(2))]);

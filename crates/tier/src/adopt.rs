@@ -74,7 +74,7 @@ impl Tier {
             return Err(AdoptError::Format("magic number"));
         }
         if word(&arena, superblock::GEOMETRY) != layout::geometry() {
-            return Err(AdoptError::Format("version or geometry"));
+            return Err(AdoptError::Version);
         }
         if word(&arena, superblock::SLABS) != arena.slabs() as u64 {
             return Err(AdoptError::Format("length"));
@@ -228,7 +228,7 @@ impl Tier {
         let in_file = |offset: u64| {
             let fits = |disk: &crate::writeback::Disk| {
                 let end = offset.checked_add(len as u64);
-                end.is_some_and(|end| end <= disk.bytes_max())
+                end.is_some_and(|end| end <= disk.end())
                     && offset % SEGMENT_BYTES as u64 + len as u64 <= SEGMENT_BYTES as u64
             };
             self.disk.as_ref().is_some_and(fits)

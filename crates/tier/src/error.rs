@@ -78,8 +78,11 @@ pub enum LoadError {
 #[derive(Debug, Error)]
 pub enum AdoptError {
     /// It is no arena of this format.
-    #[error("no arena of this version: {0}")]
+    #[error("no arena: {0}")]
     Format(&'static str),
+    /// It is one of another version, which can take it over.
+    #[error("an arena of another version of pagefold")]
+    Version,
     /// Its owner lives: two owners would destroy it.
     #[error("the arena belongs to process {pid}, which is alive: stop it first")]
     OwnerAlive {

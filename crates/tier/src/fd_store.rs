@@ -72,6 +72,13 @@ pub fn leave(name: &str, fds: &[i32]) -> io::Result<bool> {
     Ok(true)
 }
 
+/// Tells the service manager, if there is one, that we serve.
+pub fn tell_ready() {
+    if let Some(path) = std::env::var_os("NOTIFY_SOCKET") {
+        let _ = tell(path.as_bytes(), "READY=1", &[]);
+    }
+}
+
 /// Has the service manager close what was left under `name`, at most `count` descriptors; false as [`leave`].
 ///
 /// # Errors

@@ -10,7 +10,7 @@
 //! | `P` name + descriptors: hold these, instead of what the name had | status |
 //! | `G` name: what is held under the name | status + descriptors |
 //! | `D` name: let go | status |
-//! | `L`: the names | status + names, each with a NUL behind it |
+//! | `L` name: the names behind it, or all | status + names, as many as have room, each with a NUL behind it |
 //! | `S` words of a command, each with a NUL behind it: run it when this connection ends | status |
 //! | `Q`: end | status |
 //!
@@ -28,8 +28,10 @@ use pagefold_os::sock;
 use pagefold_os::{Errno, raw};
 use std::collections::BTreeMap;
 use std::io;
+use std::ops::Bound;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 /// Longest name, in bytes.
@@ -40,6 +42,8 @@ const COMMAND_BYTES_MAX: usize = 8192;
 const NAMES_MAX: usize = 4096;
 /// Most connections at once; a new one pushes the oldest out.
 const CONNECTIONS_MAX: usize = 64;
+/// Pause after a connection that could not be taken.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// Longest list of names sent.
 const LIST_BYTES_MAX: usize = 64 * 1024;
 
@@ -53,6 +57,7 @@ fn to_io(errno: Errno) -> io::Error {
 /// Another keeper serves there (`AddrInUse`), or the socket fails.
 pub fn run(path: &Path) -> io::Result<()> {
     let name = path.as_os_str().as_bytes();
+    let _ = pagefold_os::fd::raise_limit();
     // A socket of a dead keeper is in the way; one of a living keeper answers.
     if sock::connect(name).is_ok() {
         return Err(io::Error::new(io::ErrorKind::AddrInUse, "another keeper serves there"));
@@ -97,7 +102,11 @@ pub fn serve(listener: &Fd) -> io::Result<()> {
         }
         closed.into_iter().rev().for_each(|index| drop(peers.remove(index)));
         if polls[0].revents != 0 {
-            let Ok(peer) = sock::accept(listener) else { continue };
+            let Ok(peer) = sock::accept(listener) else {
+                // No descriptor is free, for instance: a busy loop would not free one.
+                std::thread::sleep(ACCEPT_PAUSE);
+                continue;
+            };
             let allowed = sock::peer(&peer).is_ok_and(|cred| cred.uid == own_uid || cred.uid == 0);
             if allowed && sock::set_timeout(&peer, 1000).is_ok() {
                 if peers.len() == CONNECTIONS_MAX {
@@ -183,9 +192,14 @@ fn answer(peer: &Fd, held: &mut BTreeMap<Vec<u8>, Vec<Fd>>, watch: &mut Watch) -
             watch.missing = None;
             sock::send(peer, &status(0), &[])?;
         }
-        b'P' if !came.is_empty() && !name.is_empty() => {
+        b'P' if (!came.is_empty() || came.is_cut()) && !name.is_empty() => {
             if held.len() >= NAMES_MAX && !held.contains_key(name) {
                 sock::send(peer, &status(libc::ENOSPC), &[])?;
+                return Ok(Served::More);
+            }
+            // A part of them is worth nothing to anybody.
+            if came.is_cut() {
+                sock::send(peer, &status(libc::EMFILE), &[])?;
                 return Ok(Served::More);
             }
             held.insert(name.to_vec(), (0..came.len()).filter_map(|index| came.take(index)).collect());
@@ -201,7 +215,8 @@ fn answer(peer: &Fd, held: &mut BTreeMap<Vec<u8>, Vec<Fd>>, watch: &mut Watch) -
         }
         b'L' => {
             let mut list = vec![0];
-            for name in held.keys().take_while(|name| name.len() + 1 < LIST_BYTES_MAX) {
+            // Behind the name that the asker has already.
+            for name in held.range::<[u8], _>((Bound::Excluded(name), Bound::Unbounded)).map(|(name, _)| name) {
                 if list.len() + name.len() + 1 > LIST_BYTES_MAX {
                     break;
                 }
@@ -223,6 +238,8 @@ fn answer(peer: &Fd, held: &mut BTreeMap<Vec<u8>, Vec<Fd>>, watch: &mut Watch) -
 #[derive(Debug)]
 pub struct Keeper {
     socket: Fd,
+    /// Questions whose answers we did not wait for: they come first.
+    late: AtomicU32,
 }
 
 impl Keeper {
@@ -233,7 +250,7 @@ impl Keeper {
     pub fn connect(path: &Path) -> io::Result<Keeper> {
         let socket = sock::connect(path.as_os_str().as_bytes()).map_err(to_io)?;
         sock::set_timeout(&socket, 5000).map_err(to_io)?;
-        Ok(Keeper { socket })
+        Ok(Keeper { socket, late: AtomicU32::new(0) })
     }
 
     /// Starts `program` (the keeper's own program) on `path`, as a process of its own group that outlives us, and
@@ -280,8 +297,8 @@ impl Keeper {
     /// Leaves descriptors under `name`, instead of what was there.
     ///
     /// # Errors
-    /// `EINVAL` for a name that is empty or too long or for no descriptors, `ENOSPC` for too many names, and what
-    /// sendmsg(2) says: the keeper is gone.
+    /// `EINVAL` for a name that is empty or too long or for no descriptors, `ENOSPC` for too many names, `EMFILE` for too
+    /// many descriptors, and what sendmsg(2) says: the keeper is gone.
     pub fn put(&self, name: &str, fds: &[i32]) -> io::Result<()> {
         self.ask(b'P', name, fds, &mut [0]).map(drop)
     }
@@ -289,9 +306,12 @@ impl Keeper {
     /// Gets the descriptors under `name`; the keeper goes on holding them.
     ///
     /// # Errors
-    /// `ENOENT` if there are none.
+    /// `ENOENT` if there are none; `EMFILE` if we may not have so many.
     pub fn get(&self, name: &str) -> io::Result<Vec<Fd>> {
         let (_, mut fds) = self.ask(b'G', name, &[], &mut [0])?;
+        if fds.is_cut() {
+            return Err(to_io(Errno(libc::EMFILE)));
+        }
         Ok((0..fds.len()).filter_map(|index| fds.take(index)).collect())
     }
 
@@ -306,12 +326,29 @@ impl Keeper {
     /// The names that something is held under, in order.
     ///
     /// # Errors
-    /// The keeper is gone.
+    /// The keeper is gone; `InvalidData` if it is of a version that tells the first names only, and holds more.
     pub fn names(&self) -> io::Result<Vec<String>> {
         let mut buffer = vec![0; LIST_BYTES_MAX];
-        let (len, _) = self.ask(b'L', "", &[], &mut buffer)?;
-        let names = buffer[1..len.max(1)].split(|byte| *byte == 0).filter(|name| !name.is_empty());
-        Ok(names.map(|name| String::from_utf8_lossy(name).into_owned()).collect())
+        let mut all: Vec<Vec<u8>> = Vec::new();
+        loop {
+            let behind = all.last().map_or(&[][..], Vec::as_slice);
+            let (len, _) = self.ask_packet(&[b"L", behind].concat(), &[], &mut buffer)?;
+            let names = buffer[1..len.max(1)].split(|byte| *byte == 0).filter(|name| !name.is_empty());
+            let first = all.len();
+            all.extend(names.map(<[u8]>::to_vec));
+            // It did not look at what it was to begin behind.
+            if first > 0 && all.get(first).is_some_and(|name| *name <= all[first - 1]) {
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    "a keeper of an older version holds more names than it can tell",
+                ));
+            }
+            // Any name would have found room.
+            if all.len() == first || len + NAME_BYTES_MAX < LIST_BYTES_MAX {
+                break;
+            }
+        }
+        Ok(all.iter().map(|name| String::from_utf8_lossy(name).into_owned()).collect())
     }
 
     /// Lets the keeper start `command` when this connection ends while something is held; an empty one ends that.
@@ -345,9 +382,26 @@ impl Keeper {
         self.ask_packet(&[&[question], name.as_bytes()].concat(), fds, reply)
     }
 
+    /// Each question has one answer, in order: what comes late is not the answer to the next one.
+    fn drop_late(&self) -> io::Result<()> {
+        while self.late.load(Ordering::Relaxed) > 0 {
+            match sock::receive(&self.socket, &mut [0], 0) {
+                Ok((0, _)) => return Err(to_io(Errno(libc::EPIPE))),
+                Ok(_) | Err(Errno(libc::EMSGSIZE)) => self.late.fetch_sub(1, Ordering::Relaxed),
+                Err(errno) => return Err(to_io(errno)),
+            };
+        }
+        Ok(())
+    }
+
     fn ask_packet(&self, packet: &[u8], fds: &[i32], reply: &mut [u8]) -> io::Result<(usize, sock::Fds)> {
+        self.drop_late()?;
         sock::send(&self.socket, packet, fds).map_err(to_io)?;
-        match sock::receive(&self.socket, reply, 0).map_err(to_io)? {
+        let answer = sock::receive(&self.socket, reply, 0);
+        if matches!(answer, Err(Errno(libc::EAGAIN))) {
+            self.late.fetch_add(1, Ordering::Relaxed);
+        }
+        match answer.map_err(to_io)? {
             (0, _) => Err(to_io(Errno(libc::EPIPE))),
             (len, fds) if reply[0] == 0 => Ok((len, fds)),
             _ => Err(to_io(Errno(i32::from(reply[0])))),
@@ -358,6 +412,94 @@ impl Keeper {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Runs `keeper` at a listening socket of its own, and `ask` against it.
+    fn with_keeper(keeper: impl FnOnce(Fd) + Send + 'static, ask: impl FnOnce(&Keeper)) {
+        let dir = std::env::temp_dir().join(format!("pagefold-keeper-{}-{:?}", std::process::id(), Instant::now()));
+        std::fs::create_dir(&dir).unwrap();
+        let path = dir.join("s");
+        let listener = sock::listen(path.as_os_str().as_bytes()).unwrap();
+        let serving = std::thread::spawn(move || keeper(listener));
+        ask(&Keeper::connect(&path).unwrap());
+        serving.join().unwrap();
+        std::fs::remove_dir_all(&dir).unwrap();
+    }
+
+    #[test]
+    fn more_names_than_one_answer_holds_are_told_in_order() {
+        with_keeper(
+            |listener| serve(&listener).unwrap(),
+            |keeper| {
+                let memory = pagefold_os::memfd::create(c"kept", 4096).unwrap();
+                let names: Vec<String> = (0..NAMES_MAX).map(|number| format!("{number:0>100}")).collect();
+                names.iter().for_each(|name| keeper.put(name, &[memory.raw()]).unwrap());
+                assert!(names.len() * 101 > 2 * LIST_BYTES_MAX && keeper.names().unwrap() == names);
+                keeper.forget(&names[0]).unwrap();
+                assert!(keeper.names().unwrap() == names[1..]);
+                keeper.quit().unwrap();
+            },
+        );
+    }
+
+    #[test]
+    fn a_keeper_that_tells_the_first_names_only_is_not_believed() {
+        // As the first version did: whatever it is asked to begin behind.
+        let tell = |list: Vec<u8>| {
+            move |listener: Fd| {
+                let peer = loop {
+                    poll(&mut [libc::pollfd { fd: listener.raw(), events: libc::POLLIN, revents: 0 }], -1).unwrap();
+                    if let Ok(peer) = sock::accept(&listener) {
+                        break peer;
+                    }
+                };
+                while sock::receive(&peer, &mut [0; 256], 0).is_ok_and(|(len, _)| len > 0) {
+                    sock::send(&peer, &[&[0], list.as_slice()].concat(), &[]).unwrap();
+                }
+            }
+        };
+        let names = |count: usize| (0..count).map(|number| format!("{number:0>57}\0")).collect::<String>().into_bytes();
+        let ask = |list: Vec<u8>| {
+            let told = std::sync::Mutex::new(None);
+            with_keeper(tell(list), |keeper| *told.lock().unwrap() = Some(keeper.names()));
+            told.into_inner().unwrap().unwrap()
+        };
+        assert_eq!(ask(names(1129)).unwrap_err().kind(), io::ErrorKind::InvalidData);
+        // What leaves room for another is all.
+        assert_eq!(ask(names(1000)).unwrap().len(), 1000);
+    }
+
+    /// Waits for the first connection.
+    fn first_peer(listener: &Fd) -> Fd {
+        poll(&mut [libc::pollfd { fd: listener.raw(), events: libc::POLLIN, revents: 0 }], -1).unwrap();
+        sock::accept(listener).unwrap()
+    }
+
+    #[test]
+    fn an_answer_that_comes_late_is_nobodys() {
+        let (go, wait) = std::sync::mpsc::channel();
+        // Says nothing to the first question before it was given up.
+        let slow = move |listener: Fd| {
+            let peer = first_peer(&listener);
+            let mut question = [0; 256];
+            sock::receive(&peer, &mut question, 0).unwrap();
+            wait.recv().unwrap();
+            sock::send(&peer, b"\0late\0", &[]).unwrap();
+            assert_eq!(sock::receive(&peer, &mut question, 0).unwrap().0, "Dname".len());
+            sock::send(&peer, &[libc::ENOENT as u8], &[]).unwrap();
+        };
+        with_keeper(slow, |keeper| {
+            sock::set_timeout(&keeper.socket, 100).unwrap();
+            assert_eq!(keeper.names().unwrap_err().kind(), io::ErrorKind::WouldBlock);
+            assert_eq!(
+                keeper.forget("name").unwrap_err().kind(),
+                io::ErrorKind::WouldBlock,
+                "the first is not answered"
+            );
+            sock::set_timeout(&keeper.socket, 20_000).unwrap();
+            go.send(()).unwrap();
+            assert_eq!(keeper.forget("name").unwrap_err().kind(), io::ErrorKind::NotFound);
+        });
+    }
 
     #[test]
     fn a_service_manager_goes_first() {

@@ -41,8 +41,13 @@ pub trait Backing: Send + Sync + std::fmt::Debug {
     /// Gives a range back to the file system; may do nothing.
     fn discard(&self, offset: u64, len: u64);
 
-    /// Bytes that the file may have.
+    /// Bytes that may be used of the file.
     fn bytes_max(&self) -> u64;
+
+    /// Bytes that the file reaches to: a predecessor may have been allowed more than we are.
+    fn bytes(&self) -> u64 {
+        self.bytes_max()
+    }
 
     /// Descriptor for a successor, if there is one.
     fn fd(&self) -> Option<RawFd>;
@@ -57,7 +62,7 @@ pub struct BackingFile {
 }
 
 impl BackingFile {
-    /// Makes a file in `directory` that grows to at most `bytes_max` bytes.
+    /// Makes a file in `directory` of which at most `bytes_max` bytes are used.
     ///
     /// # Errors
     /// As open(2) with `O_TMPFILE`.
@@ -113,6 +118,10 @@ impl Backing for BackingFile {
         self.bytes_max
     }
 
+    fn bytes(&self) -> u64 {
+        self.file.metadata().map_or(0, |file| file.len())
+    }
+
     fn fd(&self) -> Option<RawFd> {
         Some(self.file.as_raw_fd())
     }
@@ -153,22 +162,25 @@ struct Segments {
 #[derive(Debug)]
 pub(crate) struct Disk {
     file: Box<dyn Backing>,
+    /// Where the file ended when we got it, or may end.
+    end: u64,
     segments: Mutex<Segments>,
     live: AtomicU64,
 }
 
 impl Disk {
     pub(crate) fn new(file: Box<dyn Backing>) -> Disk {
-        Disk { file, segments: Mutex::default(), live: AtomicU64::new(0) }
+        let end = file.bytes_max().max(file.bytes());
+        Disk { file, end, segments: Mutex::default(), live: AtomicU64::new(0) }
     }
 
     pub(crate) fn fd(&self) -> Option<RawFd> {
         self.file.fd()
     }
 
-    /// Bytes that the file may have.
-    pub(crate) fn bytes_max(&self) -> u64 {
-        self.file.bytes_max()
+    /// No payload lies behind this.
+    pub(crate) fn end(&self) -> u64 {
+        self.end
     }
 
     /// Bytes of payloads in the file.
@@ -189,14 +201,15 @@ impl Disk {
     pub(crate) fn write(&self, batch: &[u8]) -> io::Result<u64> {
         let segment = {
             let mut segments = lock(&self.segments);
-            match segments.free.pop() {
-                Some(segment) => segment,
-                None if (segments.live.len() as u64 + 1) * SEGMENT_BYTES as u64 <= self.file.bytes_max() => {
-                    segments.live.push(0);
-                    segments.live.len() as u32 - 1
-                }
-                None => return Err(io::Error::from_raw_os_error(libc::ENOSPC)),
+            // What is in use counts, not where it lies: a predecessor with a larger limit left holes all over the file.
+            let used = segments.live.len() - segments.free.len();
+            if (used as u64 + 1) * SEGMENT_BYTES as u64 > self.file.bytes_max() {
+                return Err(io::Error::from_raw_os_error(libc::ENOSPC));
             }
+            segments.free.pop().unwrap_or_else(|| {
+                segments.live.push(0);
+                segments.live.len() as u32 - 1
+            })
         };
         let offset = u64::from(segment) * SEGMENT_BYTES as u64;
         match self.file.write(offset, batch) {

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{dup, page_of};
-use pagefold_tier::{Backing, Config, Effort, LoadError, StoreError, Tier};
+use pagefold_tier::{Backing, BackingFile, Config, Effort, LoadError, StoreError, Tier};
 use std::io;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
@@ -262,4 +262,41 @@ fn writeback_goes_round() {
     let second = tier.write_back_now(2 << 20);
     assert!(first + second >= 765, "{first} {second}");
     assert_holds(&tier, 1000);
+}
+
+/// What a predecessor wrote behind our limit of the file is here; the limit is for what we write.
+#[test]
+fn a_smaller_limit_of_the_file_loses_nothing() {
+    let config = || Config { bytes_max: 64 << 20, ..Config::default() };
+    let file = BackingFile::create(&std::env::temp_dir(), 64 << 20).unwrap();
+    let tier = Tier::create(config(), Some(Box::new(file))).unwrap();
+    for page in 0..3000 {
+        tier.store(1, page, &noise(page), Effort::Fast).unwrap();
+    }
+    while tier.write_back_now(64 << 20) > 0 {}
+    let held = tier.stats().disk_bytes_held;
+    assert!(held >= 8 << 20, "{held}");
+    let (arena, file) = tier.fds();
+    let (arena, file) = (dup(arena), dup(file.unwrap()));
+    drop(tier);
+    let file = BackingFile::from_fd(file, 3 << 20);
+    let (tier, adopted) = Tier::adopt(arena, Some(Box::new(file)), config()).unwrap();
+    assert_eq!((adopted.pages, adopted.pages_lost), (3000, 0));
+    assert_holds(&tier, 3000);
+    // Nothing more goes there before less than the limit is in use; then what is free is used, wherever it lies.
+    for page in 3000..3500 {
+        tier.store(1, page, &noise(page), Effort::Fast).unwrap();
+    }
+    assert_eq!((tier.write_back_now(64 << 20), tier.stats().disk_bytes_held), (0, held));
+    tier.discard(1, 0..2800);
+    let held = tier.stats().disk_bytes_held;
+    assert!(held < 3 << 20, "{held}");
+    tier.write_back_now(64 << 20);
+    let stats = tier.stats();
+    assert!(stats.disk_bytes_held > held && stats.disk_bytes_held <= 3 << 20, "{stats:?}");
+    let mut data = [0; 4096];
+    for page in 2800..3500 {
+        tier.load(1, page, &mut data).unwrap();
+        assert!(data == noise(page), "page {page}");
+    }
 }

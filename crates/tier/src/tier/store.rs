@@ -301,6 +301,13 @@ impl Tier {
         }
     }
 
+    /// Whether `leaf` is the leaf of that cluster; the cluster's lock is held. Its slab may be another's since it was
+    /// found, with contents that look like a key and words: only the region itself knows.
+    fn is_leaf_of(&self, leaf: u32, key: u64) -> bool {
+        let (region, cluster) = layout::split_key(key);
+        self.region(region).is_some_and(|region| region.directory.get(cluster) == Some(leaf))
+    }
+
     /// Exchanges the word of a page if it is still `old`; the reference of `new` goes to the page, that of `old` to
     /// the caller.
     pub(crate) fn exchange(&self, leaf: u32, index: usize, key: u64, old: u64, new: u64) -> bool {
@@ -308,7 +315,7 @@ impl Tier {
         let shard = self.cluster_shard(region, cluster);
         let _guard = lock(&shard.lock);
         let word = &self.arena.leaf(leaf)[index];
-        if self.arena.leaf_key(leaf).load(Ordering::Relaxed) != key || word.load(Ordering::Relaxed) != old {
+        if !self.is_leaf_of(leaf, key) || word.load(Ordering::Relaxed) != old {
             return false;
         }
         word.store(new, Ordering::Release);
@@ -320,7 +327,7 @@ impl Tier {
     pub(crate) fn word_with_ref(&self, leaf: u32, index: usize, key: u64) -> Option<(u64, usize)> {
         let (region, cluster) = layout::split_key(key);
         let _guard = lock(&self.cluster_shard(region, cluster).lock);
-        if self.arena.leaf_key(leaf).load(Ordering::Relaxed) != key {
+        if !self.is_leaf_of(leaf, key) {
             return None;
         }
         let word = self.arena.leaf(leaf)[index].load(Ordering::Acquire);
