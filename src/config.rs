@@ -79,7 +79,8 @@ pub fn parse(command: Command) -> Result<ArgMatches, (Error, u8)> {
     let matches = command.clone().get_matches();
     let failed = if matches.subcommand_name() == Some("run") { crate::commands::run::FAILED } else { 1 };
     let given = matches.get_one::<PathBuf>("config").cloned();
-    if let (Some(path), Ok(here)) = (&given, std::env::current_dir()) {
+    let named = given.clone().or_else(|| std::env::var_os("PAGEFOLD_CONFIG").map(PathBuf::from));
+    if let (Some(path), Ok(here)) = (named.filter(|path| !path.as_os_str().is_empty()), std::env::current_dir()) {
         let _ = NAMED.set(here.join(path));
     }
     if !takes_defaults(&command, &matches) {
@@ -198,6 +199,8 @@ fn files(given: Option<PathBuf>) -> Result<Vec<PathBuf>, Error> {
             Ok(_) => files.push(path),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
             Err(error) if error.kind() == std::io::ErrorKind::NotADirectory => {}
+            // A service whose user's home is hidden from it, or a home that was inherited.
+            Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied && path != Path::new(SYSTEM) => {}
             Err(error) => return Err(format!("{}: cannot read: {error}", path.display()).into()),
         }
     }

@@ -6,7 +6,7 @@ use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::status::Status;
 use std::fs;
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -24,7 +24,7 @@ pub fn runtime_dir() -> Result<PathBuf, Error> {
     // SAFETY: returns a number.
     let uid = unsafe { libc::geteuid() };
     let dir = match (std::env::var_os("PAGEFOLD_RUNTIME_DIR"), std::env::var_os("XDG_RUNTIME_DIR")) {
-        (Some(dir), _) if !dir.is_empty() => PathBuf::from(dir),
+        (Some(dir), _) if !dir.is_empty() => std::path::absolute(dir)?,
         (_, Some(dir)) if uid != 0 && !dir.is_empty() => PathBuf::from(dir).join("pagefold"),
         _ if uid == 0 => PathBuf::from("/run/pagefold"),
         _ => std::env::temp_dir().join(format!("pagefold-{uid}")),
@@ -90,6 +90,9 @@ pub fn environment(
     cold: Option<&Cold>,
 ) -> Result<Vec<(String, String)>, Error> {
     let agent = agent()?.display().to_string();
+    if agent.contains([' ', ':']) {
+        return Err(format!("{agent}: the loader takes no path with a space or colon; set PAGEFOLD_RUNTIME_DIR").into());
+    }
     let others = std::env::var("LD_PRELOAD").unwrap_or_default();
     let mut preload = agent;
     for other in others.split([':', ' ']).filter(|other| !other.is_empty() && !other.contains("/pagefold/agent-")) {
@@ -121,41 +124,53 @@ pub fn ensure_daemon(socket: &Path) -> Result<(), Error> {
     if control::ask(socket, &Request::Status {}).is_ok() {
         return Ok(());
     }
-    let log = socket.with_extension("log");
-    let output = fs::File::create(&log).map(Stdio::from).unwrap_or_else(|_| Stdio::null());
+    // A name that no other file has.
+    let mut log = socket.as_os_str().to_owned();
+    log.push(".log");
+    let mut options = fs::File::options();
+    options.write(true).create(true).truncate(true).custom_flags(libc::O_NOFOLLOW);
+    let output = options.open(&log).map_or_else(|_| Stdio::null(), Stdio::from);
     let mut command = Command::new(std::env::current_exe()?);
     command
         .args(["daemon", "--on-demand", "--socket"])
         .arg(socket)
         .env_remove("LD_PRELOAD")
         .env_remove("PAGEFOLD_SOCKET")
+        // What a service's program is to be told is not for us.
+        .env_remove("NOTIFY_SOCKET")
+        .env_remove("LISTEN_PID")
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(output)
         .current_dir("/");
     crate::config::pass_on(&mut command);
-    // SAFETY: setsid is safe between fork and exec.
+    // SAFETY: nothing but system calls that are safe between fork and exec.
     unsafe {
         command.pre_exec(|| {
             libc::setsid();
+            // The program that we become must not find a child that it never made, nor the daemon its descriptors.
+            match libc::fork() {
+                -1 => return Err(io::Error::last_os_error()),
+                0 => {}
+                _ => libc::_exit(0),
+            }
+            libc::syscall(libc::SYS_close_range, 3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC);
             Ok(())
         });
     }
-    let mut child = command.spawn()?;
+    command.spawn()?.wait()?;
     let began = Instant::now();
     loop {
         match control::ask(socket, &Request::Status {}) {
             Ok(_) => return Ok(()),
             Err(_) if began.elapsed() < DAEMON_START_MAX => std::thread::sleep(Duration::from_millis(10)),
             Err(error) => {
-                let _ = child.kill();
                 let said = fs::read_to_string(&log).unwrap_or_default();
                 let said = said.lines().last().unwrap_or("it said nothing").to_owned();
                 return Err(format!("no daemon at {}: {error}; {said}", socket.display()).into());
             }
         }
         // Another may have won the race for the socket; then ours ends, and that is as good.
-        let _ = child.try_wait();
     }
 }
 

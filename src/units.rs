@@ -77,7 +77,9 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     let (number, unit) = number_and_unit(text).ok_or_else(hint)?;
     let factor = TIMES.iter().find(|(name, _)| *name == unit).ok_or_else(hint)?.1;
     let seconds = number.parse::<f64>().map_err(|_| hint())? * factor;
-    Duration::try_from_secs_f64(seconds).map_err(|_| format!("`{text}` is too long a time"))
+    // A hundred years: sums of times must not overflow.
+    let known = Duration::try_from_secs_f64(seconds).ok().filter(|time| time.as_secs() <= 100 * 365 * 86_400);
+    known.ok_or_else(|| format!("`{text}` is too long a time"))
 }
 
 /// Parses a share such as `1/16`, `6.25%`, `0.0625` and returns N of "one in N", at least 1; for clap's `value_parser`.
@@ -205,7 +207,7 @@ mod tests {
         {
             assert_eq!(duration(text), Ok(Duration::from_millis(ms)), "{text}");
         }
-        for text in ["", "s", "-1s", "1y", "1e300", "99999999999999999999999h"] {
+        for text in ["", "s", "-1s", "1y", "1e300", "99999999999999999999999h", "40000d"] {
             assert!(duration(text).is_err(), "{text}");
         }
     }

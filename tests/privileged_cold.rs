@@ -144,6 +144,28 @@ fn killed_daemons_are_replaced_and_no_page_is_lost() {
 }
 
 #[test]
+fn who_cannot_reach_the_next_daemon_is_served_by_it() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let mut host = Host::start(&["--cold-manual"]);
+    let mut client = Served::start(&host, &[], 16);
+    let pid = client.pid();
+    host.wait_for_client(pid);
+    wait_for("the pages to go", 20, || host.park(pid) > 1000);
+    let out = host.number(pid, "pages_out");
+    // No socket has a name there.
+    client.does("chroot");
+    host.kill_daemon();
+    host.wait();
+    assert_eq!(host.number(pid, "pages_out"), out, "the next daemon has not taken over all");
+    // Longer than pages wait for a daemon where there is none.
+    std::thread::sleep(Duration::from_secs(13));
+    assert_eq!((host.number(pid, "pages_out"), host.number(pid, "pages_lost")), (out, 0));
+    client.does("check");
+}
+
+#[test]
 fn with_daemon_and_keeper_dead_a_lost_page_is_a_sigbus_and_never_other_bytes() {
     if !can_merge() || program().is_none() {
         return;
@@ -262,17 +284,13 @@ fn what_a_limit_has_no_room_for_is_refused() {
     group.assert_nobody_was_killed();
 }
 
-/// Memory that the program hid from itself (`PROT_NONE`) comes back as well where everything must: for a child, under a daemon
-/// that is not told of forks, and when the agent leaves for a moment.
-#[test]
-fn hidden_memory_comes_back_too() {
-    if !can_merge() || program().is_none() {
-        return;
-    }
+/// A daemon that is not told of forks, for it has no `CAP_SYS_PTRACE`; nothing, said loudly, if that cannot be taken away.
+fn host_without_ptrace() -> Option<(tempfile::TempDir, Host)> {
     let dir = tempfile::tempdir().expect("a directory");
     let without = ["--inh-caps=-sys_ptrace", "--bounding-set=-sys_ptrace"];
     if !Command::new("setpriv").args(without).arg("true").status().is_ok_and(|status| status.success()) {
-        return skipped("setpriv cannot take CAP_SYS_PTRACE away here");
+        skipped("setpriv cannot take CAP_SYS_PTRACE away here");
+        return None;
     }
     let host = Host::start_by(|socket| {
         let mut command = Command::new("setpriv");
@@ -280,6 +298,43 @@ fn hidden_memory_comes_back_too() {
         command.arg("--socket").arg(socket).stdin(Stdio::null()).stdout(Stdio::null());
         command.spawn().expect("the daemon starts")
     });
+    Some((dir, host))
+}
+
+/// What a program forks while pages are out has them all, by whatever call, also beside memory that is not for the child.
+#[test]
+fn a_child_has_every_page_that_it_inherits() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let Some((_dir, host)) = host_without_ptrace() else { return };
+    let mut client = Served::start(&host, &[], 16);
+    // So that what is out is one run, far longer than what comes with a neighbour.
+    client.does("fill");
+    for command in ["partfork", "clone3", "partfork"] {
+        wait_for("the pages to go", 20, || host.park(client.pid()) > 2000);
+        client.does(command);
+        client.does("check");
+    }
+    drop((client, host));
+    // One that is told brings the pages to a child whose fork nobody saw, who is no client by inheritance.
+    let host = Host::start(&["--cold-manual"]);
+    let mut client = Served::start(&host, &[], 16);
+    for command in ["barefork", "clone3"] {
+        wait_for("the pages to go", 20, || host.park(client.pid()) > 2000);
+        client.does(command);
+        client.does("check");
+    }
+}
+
+/// Memory that the program hid from itself (`PROT_NONE`) comes back as well where everything must: for a child, under a daemon
+/// that is not told of forks, and when the agent leaves for a moment.
+#[test]
+fn hidden_memory_comes_back_too() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let Some((_dir, host)) = host_without_ptrace() else { return };
     let mut client = Served::start(&host, &[], 16);
     for command in ["hide", "hidetrack", "fork", "hide"] {
         wait_for("the pages to go", 20, || host.park(client.pid()) > 2000);
@@ -292,13 +347,15 @@ fn hidden_memory_comes_back_too() {
 struct Manager {
     socket: pagefold_os::fd::Fd,
     left: Vec<(String, pagefold_os::fd::Fd)>,
+    /// The daemon said that it serves.
+    ready: bool,
 }
 
 impl Manager {
     fn listen(path: &Path) -> Manager {
         let socket = std::os::unix::net::UnixDatagram::bind(path).expect("a socket");
         socket.set_nonblocking(true).expect("a flag");
-        Manager { socket: std::os::fd::OwnedFd::from(socket).into(), left: Vec::new() }
+        Manager { socket: std::os::fd::OwnedFd::from(socket).into(), left: Vec::new(), ready: false }
     }
 
     /// Obeys what has come.
@@ -306,6 +363,10 @@ impl Manager {
         let mut text = [0; 4096];
         while let Ok((len, mut fds)) = pagefold_os::sock::receive(&self.socket, &mut text, 0) {
             let text = String::from_utf8(text[..len].to_vec()).expect("text");
+            if text == "READY=1" {
+                self.ready = true;
+                continue;
+            }
             let name = text.lines().find_map(|line| line.strip_prefix("FDNAME=")).expect("a name").to_owned();
             if text.lines().any(|line| line == "FDSTOREREMOVE=1") {
                 self.left.retain(|(other, _)| *other != name);
@@ -372,6 +433,7 @@ fn with_daemon_and_keeper_dead_the_service_manager_brings_every_page_back() {
             wait_for(&format!("the pages to go in round {round}"), 20, || host.park(*pid) > 1000);
         }
         manager.read();
+        assert!(std::mem::take(&mut manager.ready), "the daemon did not say that it serves");
         let arenas = manager.left.iter().filter(|(name, _)| name.contains("arena")).count();
         assert!(arenas > 0 && manager.left.len() == arenas + 3 * clients.len(), "{:?}", manager.left);
         host.kill_all();

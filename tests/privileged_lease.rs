@@ -78,6 +78,24 @@ fn a_merged_client_is_parked_and_comes_back() {
     assert_eq!(host.status()["cold"]["domains"][0]["pages"], 0);
 }
 
+/// What makes one plain mapping of a range, part of it merged and part of it out, loses neither, nor what is written meanwhile.
+#[test]
+fn what_gathers_a_range_finds_all_of_it() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let host = Host::start(&["--cold-manual"]);
+    for (before, command) in [("block", "grow"), ("check", "wipe")] {
+        let mut client = Served::start_live(&host, 16);
+        let pid = client.pid();
+        client.does(before);
+        wait_for_merging(&host, pid);
+        wait_for("much to be merged", 60, || number(&host, pid, "pages_sharing") > 500);
+        wait_for("the pages to go", 20, || host.park(pid) > 1000);
+        client.does(command);
+    }
+}
+
 #[test]
 fn a_daemon_killed_meanwhile_is_replaced_by_one_that_knows() {
     if !can_merge() || program().is_none() {

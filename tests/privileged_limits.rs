@@ -122,6 +122,13 @@ fn what_cannot_be_run_is_said_in_one_line() {
         command.args(["run", "--domain", "", "--", "true"]);
         command
     };
+    // KSM has no domains.
+    let mut no_wall = Command::new(TOOL);
+    no_wall.args(["run", "--backend", "ksm", "--domain", "mine", "--", "true"]);
+    let file = daemon.dir.path().join("notes");
+    std::fs::write(&file, "notes").expect("a file");
+    let mut no_socket = Command::new(TOOL);
+    no_socket.args(["run", "--socket"]).arg(&file).args(["--", "true"]);
     let mut missing = daemon.run(&[]);
     missing.arg("no-such-program-anywhere");
     let mut not_executable = daemon.run(&[]);
@@ -133,13 +140,45 @@ fn what_cannot_be_run_is_said_in_one_line() {
         (&mut absent_status, 1, "no daemon listens"),
         (&mut bad_socket, 125, "/proc/no/such/place"),
         (&mut bad_domain, 125, "domain"),
+        (&mut no_wall, 125, "--domain needs the agent"),
+        (&mut no_socket, 125, "is no daemon's socket"),
     ];
     for (command, code, word) in cases {
         let (status, out, err) = finish(command, 30);
         assert_eq!(status.code(), Some(code), "{command:?}: {out}{err}");
         assert!(err.contains(word) && err.trim_end().lines().count() == 1, "{command:?}: {err}");
     }
+    assert_eq!(std::fs::read_to_string(&file).expect("the file"), "notes");
     let (status, _, err) = finish(Command::new(TOOL).args(["run", "--no-such-option", "--", "true"]), 30);
     assert_eq!(status.code(), Some(2));
     assert!(err.contains("--no-such-option"), "{err}");
+}
+
+/// The program finds no child that it never made, and what it holds open nobody else holds.
+#[test]
+fn a_daemon_that_run_starts_stands_by_itself() {
+    if !can_merge() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let socket = dir.path().join("s");
+    let mut shell = Command::new("sh");
+    shell.arg("-c").arg("exec 9>\"$1\"; exec \"$2\" run --socket \"$3\" -- sleep 60").arg("sh");
+    shell.arg(dir.path().join("lock")).arg(TOOL).arg(&socket);
+    let program = Reaped(shell.spawn().expect("a shell"));
+    let mut daemon = 0;
+    wait_for("a daemon", 20, || {
+        let status = Command::new(TOOL).args(["status", "--json", "--socket"]).arg(&socket).output().expect("the tool");
+        daemon = serde_json::from_slice(&status.stdout)
+            .map_or(0, |status: serde_json::Value| status["pid"].as_i64().unwrap_or(0) as i32);
+        daemon > 0
+    });
+    let stat = std::fs::read(format!("/proc/{daemon}/stat")).expect("the daemon's");
+    let parent = pagefold_os::stat::field(&stat, 4).map(str::to_owned);
+    let holds = std::fs::read_dir(format!("/proc/{daemon}/fd")).expect("the daemon's").flatten();
+    let held = holds.filter_map(|fd| std::fs::read_link(fd.path()).ok()).any(|file| file.ends_with("lock"));
+    // SAFETY: a process that this test started.
+    unsafe { libc::kill(daemon, libc::SIGTERM) };
+    assert_ne!(parent, Some(program.pid().to_string()), "the daemon is the program's child");
+    assert!(!held, "the daemon has the program's file open");
 }

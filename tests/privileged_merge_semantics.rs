@@ -3,12 +3,16 @@
 
 mod common;
 
-use common::{Daemon, can_merge, finish, semantics, skipped};
+use common::{Daemon, can_merge, finish, installed, semantics, skipped};
 
 fn scenario(name: &str, options: &[&str]) {
+    scenario_under(&[], name, options);
+}
+
+fn scenario_under(daemon_options: &[&str], name: &str, options: &[&str]) {
     let needed: Vec<String> = pagefold_agent::filter::needed().map(|number| number.to_string()).collect();
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
-    let daemon = Daemon::start(&[]);
+    let daemon = Daemon::start(daemon_options);
     let (status, out, err) = finish(daemon.run(options).env("NEEDED", needed.join(",")).arg(program).arg(name), 150);
     if status.code() == Some(77) {
         return skipped(out.trim().trim_start_matches("SKIPPED: "));
@@ -28,9 +32,11 @@ macro_rules! scenarios {
 scenarios! {
     writers_lose_no_write: "writers";
     writers_lose_no_write_to_unmergeable: "unmergeable-writers";
+    writers_lose_no_write_to_locks: "lock-writers";
     children_read_right_whenever_they_are_forked: "forks";
     an_orphan_keeps_its_pages: "orphan";
     vfork_exec_and_spawn: "vforks";
+    what_a_vforked_child_gives_up_the_parent_keeps: "vforks-with-less";
     a_daemon_keeps_its_pages_and_merges_on: "daemonize";
     dontneed_gives_zeros: "dontneed";
     dontneed_by_syscall_gives_zeros: "dontneed-syscall";
@@ -41,34 +47,77 @@ scenarios! {
     munmap_whole_and_in_part: "unmap";
     mremap_grows_moves_shrinks: "remap";
     mremap_moves_what_was_given_back: "remap-healed";
+    mremap_keeps_what_parts_are_marked_with: "remap-marked";
     mprotect_is_obeyed: "protect";
     locked_pages_are_right: "lock";
+    what_is_locked_is_left_alone: "locks";
+    what_is_locked_is_left_alone_under_all: "locks" "--all";
+    children_do_not_inherit_locks: "locks-and-children";
     unmergeable_gives_private_memory: "unmergeable";
     wipe_on_fork_wipes: "wipe-on-fork";
     a_sealed_mapping_stays: "sealed";
     guards_hold_and_leave_zeros: "guards";
     guards_that_nobody_saw_hold: "guards-raw";
     the_programs_own_userfaultfd_comes_first: "own-userfaultfd";
+    blocks_are_tracked_one_after_another: "tracked-blocks";
     no_write_is_lost_when_it_comes: "probes";
+    equal_pages_go_on_behind_the_end_of_a_mapping: "straddle";
+    rights_that_change_by_raw_calls: "rights-raw";
     attributes_are_kept: "flags";
     huge_pages_are_split_where_it_pays: "huge";
     signals_interrupt_anything: "signals";
+    handlers_do_what_they_interrupt: "signals-nested";
     a_filter_by_prctl: "seccomp-prctl";
+    a_filter_is_the_childrens_too: "seccomp-child" "--all";
+    children_have_nothing_of_the_agents: "no-segments-in-children";
     a_filter_for_all_threads: "seccomp-tsync";
     a_sandbox_that_lets_the_agent_work: "sandbox";
     a_sandbox_before_there_is_anything_to_merge: "sandbox-first";
     a_sandbox_that_allows_what_the_agent_lists: "sandbox-listed";
     a_program_may_close_everything: "close-all";
     a_program_may_become_another_user: "identity";
+    what_is_given_up_no_thread_keeps: "privileges";
+    what_is_given_up_no_thread_keeps_under_all: "privileges" "--all";
+    landlock_binds_the_agent: "landlock";
     a_program_may_enter_a_user_namespace: "user-namespace";
     reads_past_the_page_cache: "direct" ;
     registered_buffers: "uring";
     system_calls_on_merged_memory: "system-calls";
     all_memory: "all" "--all";
+    all_memory_when_no_place_is_left: "all-after-reservations" "--all";
     memory_merge_by_prctl: "memory-merge";
     blocks_of_the_allocator: "blocks" "--all";
     memory_of_dead_slots_comes_back: "decay";
     writes_here_and_there_cost_no_mappings: "scatter";
+}
+
+/// A library registers its handlers of forks before the agent does, and takes a lock there with which it discards elsewhere.
+#[test]
+fn forks_go_on_beside_a_library_that_locks_for_them() {
+    if !can_merge() || installed("cc").is_none() {
+        return;
+    }
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+    let (library, program) = (dir.path().join("libpurge.so"), dir.path().join("atfork"));
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/programs/atfork.c");
+    let compile = |args: &[&str], out: &std::path::Path, last: Option<&std::path::Path>| {
+        let mut cc = std::process::Command::new("cc");
+        cc.args(["-O2", "-Wall", "-Werror", "-pthread"]).args(args).arg("-o").arg(out).arg(source).args(last);
+        let done = cc.output().expect("cc runs");
+        assert!(done.status.success(), "cc: {}", String::from_utf8_lossy(&done.stderr));
+    };
+    compile(&["-shared", "-fPIC", "-DLIBRARY"], &library, None);
+    compile(&["-Wl,-rpath,$ORIGIN"], &program, Some(&library));
+    for options in [["--all"], ["--cold"]] {
+        let daemon = Daemon::start(&["--no-keeper"]);
+        let (status, out, err) = finish(daemon.run(&options).arg(&program), 150);
+        assert!(status.success(), "{options:?}: {status}\n{out}{err}");
+    }
+}
+
+#[test]
+fn a_heap_that_ends_and_grows_again_is_fresh_memory() {
+    scenario_under(&["--period", "20ms"], "heap", &["--all"]);
 }
 
 #[test]

@@ -127,6 +127,7 @@ fn exit_codes_are_those_of_the_help_text() {
     std::fs::write(tool.dir.path().join("plain"), "no program").expect("a file");
     let run = |program: &'static str| vec!["run", "--backend", "remap", "--socket", &socket, "--", program];
     let merges = tool.run(&["doctor"]).status.success();
+    let slashes = "/".repeat(100);
     for (args, code) in [
         (vec!["--version"], 0),
         (vec!["image", "ls"], 0),
@@ -137,6 +138,7 @@ fn exit_codes_are_those_of_the_help_text() {
         (vec!["scan", "/no/such/file"], 1),
         (vec!["image", "mount", "nothing", "/mnt"], 1),
         (vec!["image", "build", "--name", "a", "plain"], 1),
+        (vec!["image", "import", "--name", &slashes, "plain"], 1),
         (vec!["disk", "umount", "/no/such/mount"], 1),
         (vec!["man", "/proc/nowhere"], 1),
         (vec![], 2),

@@ -89,6 +89,32 @@ fn a_file_that_is_wrong_is_one_line_with_file_line_and_key() {
     assert!(help.status.success());
 }
 
+/// A relative name holds for the daemon as well, which `run` starts elsewhere; an empty one is none.
+#[test]
+fn a_relative_name_in_the_environment_is_one_of_here() {
+    let home = tempfile::tempdir().expect("a directory");
+    write(&home.path().join("c.toml"), "[daemon]\nperod = \"2s\"\n");
+    let run = tool(home.path())
+        .current_dir(home.path())
+        .env("PAGEFOLD_CONFIG", "c.toml")
+        .env("PAGEFOLD_RUNTIME_DIR", "rt")
+        .args(["env", "--socket", "s"])
+        .output()
+        .expect("the tool");
+    let errors = String::from_utf8_lossy(&run.stderr).into_owned();
+    assert!(errors.contains("daemon.perod: unknown key"), "{errors}");
+    let env = tool(home.path())
+        .current_dir(home.path())
+        .env("PAGEFOLD_CONFIG", "")
+        .env("PAGEFOLD_RUNTIME_DIR", "rt")
+        .args(["env"])
+        .output()
+        .expect("the tool");
+    let said = String::from_utf8_lossy(&env.stdout).into_owned();
+    let agent = format!("{}/rt/agent-", home.path().display());
+    assert!(env.status.success() && said.contains(&agent), "{said}");
+}
+
 #[test]
 fn a_file_that_cannot_be_read_is_one_line() {
     let home = tempfile::tempdir().expect("a directory");

@@ -4,6 +4,7 @@
 //! SIGKILL, settings have their old values again, and swap files, control groups, mounts, block devices and files of the
 //! run are gone.
 
+use pagefold_os::mountinfo;
 use std::fs;
 use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::process::CommandExt;
@@ -54,8 +55,8 @@ fn swap_files() -> Vec<String> {
 }
 
 fn mounts() -> Vec<String> {
-    let text = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    text.lines().filter_map(|line| line.split(' ').nth(4)).map(str::to_owned).collect()
+    let table = fs::read("/proc/self/mountinfo").unwrap_or_default();
+    mountinfo::parse(&table).filter_map(|mount| mount.at.into_os_string().into_string().ok()).collect()
 }
 
 const GROUPS: &[&str] = &["/sys/fs/cgroup", "/sys/fs/cgroup/memory"];

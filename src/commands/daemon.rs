@@ -157,6 +157,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         vma_budget: args.vma_budget.0.unwrap_or(map_count.unwrap_or(65_530u64) / 4),
         idle_priority: !args.busy,
         idle_exit: args.idle_exit.0.or(args.on_demand.then_some(ON_DEMAND_IDLE)),
+        on_demand: args.on_demand,
         metrics: args.metrics.0,
         web: args.web.0,
         predict: !args.no_predict,
@@ -181,7 +182,8 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     });
     daemon.add_metrics(more_metrics);
     daemon.add_status(crate::parts::add_to);
-    raise_fd_limit();
+    // Each pool segment and each client takes descriptors.
+    let _ = pagefold_os::fd::raise_limit();
     let stop = STOP.get_or_init(|| Bell::new().expect("the first descriptors are there"));
     for signal in [libc::SIGTERM, libc::SIGINT] {
         // SAFETY: the handler only writes to a descriptor.
@@ -200,16 +202,4 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
 fn more_metrics(out: &mut String) {
     pagefold_disk::metrics::render(&crate::parts::disks(), out);
     crate::parts::render_images(out);
-}
-
-/// Each pool segment and each client takes descriptors.
-fn raise_fd_limit() {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: the structure outlives both calls.
-    unsafe {
-        if libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) == 0 {
-            limit.rlim_cur = limit.rlim_max;
-            libc::setrlimit(libc::RLIMIT_NOFILE, &limit);
-        }
-    }
 }

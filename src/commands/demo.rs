@@ -75,7 +75,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         return Err("--processes takes 2 to 64".into());
     }
     let (available, _) = procfs::available_and_total();
-    if args.size < 1 << 20 || args.size * args.processes as u64 > available / 4 * 3 {
+    if args.size < 1 << 20 || args.size > available / 4 * 3 / args.processes as u64 {
         let (size, free) = (units::show_size(args.size), units::show_size(available));
         return Err(format!(
             "{} processes of {size} do not fit: {free} are free; use a smaller --size",

@@ -36,7 +36,9 @@ failed, 126 if the program could not be run, 127 if it was not found.
 
 A domain is a trust boundary: whoever shares pages with somebody can find out, by the time a
 write takes, what that somebody has in memory. All that one user starts shares that user's
-domain; give each owner of data a --domain of its own.")]
+domain; give each owner of data a --domain of its own. KSM has none: with
+--domain, what the agent cannot load into is refused. A program below has the
+domain of the one that started it, unless --domain says otherwise.")]
 pub struct Args {
     #[command(flatten)]
     client: ClientArgs,
@@ -120,6 +122,11 @@ fn prepare(args: &Args) -> Result<Command, Error> {
         (_, None) => true,
     };
     if !remap {
+        if args.client.domain.is_some() {
+            return Err(
+                "--domain needs the agent: KSM merges across all domains; pagefold doctor tells what is missing".into(),
+            );
+        }
         prefer_ksm()?;
         return Ok(command);
     }
@@ -132,6 +139,10 @@ fn prepare(args: &Args) -> Result<Command, Error> {
     let socket = host::socket(args.socket.as_deref())?;
     host::ensure_daemon(&socket)?;
     let cold = args.client.cold.then_some(host::Cold { tolerance: args.tolerance, tier_max: args.tier_max });
+    // The tier is asked for by each run anew.
+    for name in ["PAGEFOLD_COLD", "PAGEFOLD_TOLERANCE", "PAGEFOLD_TIER_MAX"] {
+        command.env_remove(name);
+    }
     command.envs(host::environment(&socket, args.client.domain.as_deref(), args.client.all, cold.as_ref())?);
     Ok(command)
 }

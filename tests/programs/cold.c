@@ -3,9 +3,15 @@
  *   write N          write N pages anew            discard N  MADV_DONTNEED of N short ranges, the C library's way
  *   rawdiscard N     the same by a bare system call  guard N  short ranges are guarded, touched, and free again
  *   fork | rawfork   a child compares every page   move       mremap of the whole memory to another address
+ *   clone3           as fork, by syscall(SYS_clone3); the child then installs a filter and discards
+ *   barefork         the same by a bare system call
+ *   fill             write every page
+ *   partfork         as fork, but the first pages are not for the child (MADV_DONTFORK)
  *   populate         MADV_POPULATE_WRITE of all    hide      fork while the memory may not be touched (PROT_NONE)
  *   hidetrack        as track, while the other half may not be touched
  *   unmap            a part is unmapped and mapped again
+ *   block            malloc of a block of its own    grow       realloc of it to twice the size
+ *   wipe             MADV_WIPEONFORK while threads write, and a fork
  *   track            a part is registered with a userfaultfd of its own, and let go
  *   storm MS         threads write, compare and discard for so long; work MS: without bare system calls
  *   advise pageout|cold|willneed                   lost       touch all; counts pages that end in SIGBUS
@@ -13,16 +19,21 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/sched.h>
+#include <linux/seccomp.h>
 #include <linux/userfaultfd.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -109,6 +120,8 @@ static long bare(long number, long a, long b, long c, long d, long e) {
                      : "rcx", "r11", "memory");
     return result;
 }
+
+static uint8_t *map(size_t len);
 
 static int after_fork(pid_t child) {
     if (child == 0) {
@@ -243,6 +256,139 @@ static int lost(void) {
     return 0;
 }
 
+/* The child ends its agent's part, if it thinks that it has one, and uses what is its own. */
+static int robust_fork(long (*call)(long, struct clone_args *, size_t)) {
+    struct clone_args arguments = {.exit_signal = SIGCHLD};
+    pid_t child = (pid_t)call(SYS_clone3, &arguments, sizeof arguments);
+    if (child == 0) {
+        alarm(60);
+        int bad = check();
+        struct sock_filter code[] = {
+            BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+            BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_memfd_create, 0, 1),
+            BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS),
+            BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+        };
+        struct sock_fprog filter = {sizeof code / sizeof *code, code};
+        bad |= prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter, 0, 0) != 0;
+        for (size_t page = 1; page < 11; page++) version[page] = 0;
+        madvise(memory + PAGE, 10 * PAGE, MADV_DONTNEED);
+        bad |= check();
+        munmap(memory, pages * PAGE);
+        /* Large enough to be managed. */
+        memset(map(4 << 20), 1, 4 << 20);
+        usleep(200000);
+        _exit(bad ? 3 : 0);
+    }
+    return after_fork(child);
+}
+
+static long by_libc(long number, struct clone_args *arguments, size_t size) { return syscall(number, arguments, size); }
+static long by_hand(long number, struct clone_args *arguments, size_t size) {
+    return bare(number, (long)arguments, (long)size, 0, 0, 0);
+}
+
+static int part_fork(void) {
+    const size_t kept = 16;
+    if (madvise(memory, kept * PAGE, MADV_DONTFORK) != 0) return perror("MADV_DONTFORK"), 1;
+    pid_t child = fork();
+    if (child == 0) {
+        for (size_t page = kept; page < pages; page++)
+            if (compare(page)) _exit(3);
+        _exit(0);
+    }
+    madvise(memory, kept * PAGE, MADV_DOFORK);
+    return after_fork(child);
+}
+
+/* A block of the allocator's that is a mapping of its own: half of its pages are alike, the others are like none. */
+static uint8_t *block;
+static const size_t block_pages = 2048;
+
+static void block_page(uint64_t *out, size_t page) {
+    uint64_t x = page < block_pages / 2 ? page % 8 + 1 : page + ((uint64_t)getpid() << 32);
+    for (size_t i = 0; i < PAGE / 8; i++) {
+        x ^= x << 13, x ^= x >> 7, x ^= x << 17;
+        out[i] = page < block_pages / 2 ? x : x % 1000;
+    }
+}
+
+/* Its first whole page. */
+static uint8_t *block_start(void) { return (uint8_t *)(((uintptr_t)block + PAGE - 1) & ~(PAGE - 1)); }
+
+static int make_block(void) {
+    block = malloc((block_pages + 1) * PAGE);
+    for (size_t page = 0; page < block_pages; page++) block_page((uint64_t *)(block_start() + page * PAGE), page);
+    return 0;
+}
+
+static int grow_block(void) {
+    size_t offset = (size_t)(block_start() - block);
+    uint8_t *grown = realloc(block, 2 * block_pages * PAGE);
+    if (!grown) return -1;
+    block = grown;
+    for (size_t page = 0; page < block_pages; page++) {
+        uint64_t want[PAGE / 8];
+        block_page(want, page);
+        if (memcmp(block + offset + page * PAGE, want, PAGE) == 0) continue;
+        printf("wrong page %zu of a block that grew\n", page);
+        fflush(stdout);
+        return 1;
+    }
+    return 0;
+}
+
+/* Counts in a word of each page. */
+static void *count_up(void *argument) {
+    size_t mine = (size_t)argument;
+    for (uint64_t turn = 1; !stop_threads; turn++)
+        for (size_t page = mine; page < pages; page += 4) {
+            volatile uint64_t *word = (volatile uint64_t *)(memory + page * PAGE) + 511;
+            if (turn > 1 && *word != turn - 1) {
+                printf("wrong page %zu of %zu: a write is gone\n", page, pages);
+                fflush(stdout);
+                threads_bad = 1;
+                return NULL;
+            }
+            *word = turn;
+        }
+    return NULL;
+}
+
+static int wipe(void) {
+    pthread_t threads[4];
+    stop_threads = threads_bad = 0;
+    for (size_t i = 0; i < 4; i++) pthread_create(&threads[i], NULL, count_up, (void *)i);
+    int bad = madvise(memory, pages * PAGE, MADV_WIPEONFORK) != 0;
+    if (bad) perror("MADV_WIPEONFORK");
+    usleep(100000);
+    stop_threads = 1;
+    for (int i = 0; i < 4; i++) pthread_join(threads[i], NULL);
+    for (size_t page = 0; page < pages; page++) ((uint64_t *)(memory + page * PAGE))[511] = 0;
+    /* The word that was counted in is the only one that changed. */
+    for (size_t page = 0; page < pages && !bad && !threads_bad; page++) {
+        uint64_t want[PAGE / 8];
+        content(want, page, version[page]);
+        if (memcmp(memory + page * PAGE, want, PAGE - 8) == 0) continue;
+        printf("wrong page %zu of %zu after MADV_WIPEONFORK\n", page, pages);
+        fflush(stdout);
+        bad = 1;
+    }
+    pid_t child = fork();
+    if (child == 0) {
+        for (size_t i = 0; i < pages * PAGE; i++)
+            if (memory[i]) _exit(3);
+        _exit(0);
+    }
+    int status = 0;
+    if (waitpid(child, &status, 0) != child || status != 0) {
+        printf("wrong child of MADV_WIPEONFORK, status %x\n", status);
+        fflush(stdout);
+        return 1;
+    }
+    return bad | threads_bad;
+}
+
 static uint8_t *map(size_t len) {
     uint8_t *at = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (at == MAP_FAILED) exit(2);
@@ -284,10 +430,20 @@ int main(int argc, char **argv) {
             }
         } else if (!strcmp(word, "guard")) {
             for (long i = 0; i < count && !bad; i++) bad = guard();
+        } else if (!strcmp(word, "chroot")) {
+            bad = chroot("/proc/self/fd") != 0;
         } else if (!strcmp(word, "track")) {
             bad = track();
         } else if (!strcmp(word, "fork")) {
             bad = after_fork(fork());
+        } else if (!strcmp(word, "fill")) {
+            for (size_t page = 0; page < pages; page++) rewrite(page);
+        } else if (!strcmp(word, "partfork")) {
+            bad = part_fork();
+        } else if (!strcmp(word, "clone3")) {
+            bad = robust_fork(by_libc);
+        } else if (!strcmp(word, "barefork")) {
+            bad = robust_fork(by_hand);
         } else if (!strcmp(word, "hide")) {
             mprotect(memory, pages * PAGE, PROT_NONE);
             pid_t child = fork();
@@ -327,6 +483,12 @@ int main(int argc, char **argv) {
             for (size_t at = first; at < first + len; at++) version[at] = 0;
             bad = compare(first);
             for (size_t at = first; at < first + len; at += 2) rewrite(at);
+        } else if (!strcmp(word, "block")) {
+            bad = make_block();
+        } else if (!strcmp(word, "grow")) {
+            bad = grow_block();
+        } else if (!strcmp(word, "wipe")) {
+            bad = wipe();
         } else if (!strcmp(word, "storm") || !strcmp(word, "work")) {
             bare_calls = word[0] == 's';
             bad = storm(count);

@@ -3,8 +3,10 @@
 // anonymous memory would show. Exit status: 0 right, 1 wrong (one line on stderr), 77 cannot be
 // tried here (one line on stdout).
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <grp.h>
 #include <linux/audit.h>
 #include <linux/filter.h>
 #include <linux/io_uring.h>
@@ -230,6 +232,8 @@ static int ended_well(pid_t child) {
 
 // ---- writers ----------------------------------------------------------------------------------------------------
 
+static int flag_at(void *at, const char *flag);
+
 enum { HAMMER_PAGES = 4096, HAMMERS = 4, HAMMER_VALUES = 3 };
 static struct region hammered;
 static unsigned char expected[HAMMER_PAGES];
@@ -313,7 +317,90 @@ static void unmergeable_writers(void) {
     CHECK(most > 100, "only %zu pages were ever merged", most);
 }
 
+// Locks are not inherited: what a child writes anew is merged.
+static void locks_and_children(void) {
+    struct region r = fill(1024, 256, 1000);
+    madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+    madvise(r.at, r.pages * PAGE, MADV_MERGEABLE);
+    if (mlock(r.at, r.pages * PAGE) != 0) SKIP("mlock is limited here");
+    for (int all = 0; all < 2; all++) {
+        if (all && mlockall(MCL_CURRENT | MCL_FUTURE) != 0) SKIP("mlockall is limited here");
+        pid_t child = fork();
+        if (child == 0) {
+            for (size_t i = 0; i < r.pages; i++) fill_page(r.at + i * PAGE, number_of(&r, i));
+            CHECK(madvise(r.at, r.pages * PAGE, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+            wait_merged(&r, 700);
+            check(&r, "merged in a child");
+            _exit(0);
+        }
+        CHECK(child > 0 && ended_well(child), "the child of a parent that locked %s", all ? "all" : "memory");
+        CHECK(flag_at(r.at, " lo") && pool_pages(r.at, r.pages * PAGE) == 0, "the parent's memory is not locked");
+        if (!all) CHECK(munlock(r.at, r.pages * PAGE) == 0, "munlock");
+    }
+    CHECK(munlockall() == 0, "munlockall");
+    for (size_t i = 0; i < r.pages; i++) fill_page(r.at + i * PAGE, number_of(&r, i));
+    wait_merged(&r, 700);
+}
+
+// Counts in every page in turn, as fast as it can.
+static void *count_in(void *argument) {
+    struct region *r = argument;
+    for (size_t i = 0; !atomic_load(&resting); i = (i + 1) % r->pages) {
+        volatile uint64_t *counter = (volatile uint64_t *)(r->at + i * PAGE) + 100;
+        CHECK(*counter == expected[i], "page %zu has count %lu, not %u: a write was lost", i, *counter, expected[i]);
+        *counter = ++expected[i];
+    }
+    return NULL;
+}
+
+static void *lock_all(void *argument) {
+    struct region *r = argument;
+    CHECK(mlock(r->at, r->pages * PAGE) == 0, "mlock");
+    return NULL;
+}
+
+// Two threads lock memory of their own at the same time, and one of the two is being written.
+static void lock_writers(void) {
+    struct region quiet = fill(4096, 16, 3000), written = fill(1024, 16, 50);
+    if (mlock(quiet.at, quiet.pages * PAGE) != 0) SKIP("mlock is limited here");
+    munlock(quiet.at, quiet.pages * PAGE);
+    for (int round = 0; round < 5; round++) {
+        memset(expected, 0, sizeof expected);
+        for (size_t i = 0; i < written.pages; i++) {
+            fill_page(written.at + i * PAGE, number_of(&written, i));
+            ((uint64_t *)(written.at + i * PAGE))[100] = 0;
+        }
+        for (int i = 0; i < 2; i++) {
+            struct region *r = i ? &quiet : &written;
+            madvise(r->at, r->pages * PAGE, MADV_NOHUGEPAGE);
+            CHECK(madvise(r->at, r->pages * PAGE, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+        }
+        // The agent comes back after each round.
+        wait_merged(&written, 700);
+        wait_merged(&quiet, 2800);
+        pthread_t counter, lockers[2];
+        atomic_store(&resting, 0);
+        pthread_create(&counter, NULL, count_in, &written);
+        pthread_create(&lockers[0], NULL, lock_all, &quiet);
+        nap(1 + 2 * round);
+        pthread_create(&lockers[1], NULL, lock_all, &written);
+        for (int i = 0; i < 2; i++) pthread_join(lockers[i], NULL);
+        nap(10);
+        atomic_store(&resting, 1);
+        pthread_join(counter, NULL);
+        for (size_t i = 0; i < written.pages; i++) {
+            uint64_t count = ((uint64_t *)(written.at + i * PAGE))[100];
+            CHECK((unsigned char)count == expected[i], "page %zu has count %lu, not %u", i, count, expected[i]);
+        }
+        check(&quiet, "locked");
+        munlock(quiet.at, quiet.pages * PAGE);
+        munlock(written.at, written.pages * PAGE);
+    }
+}
+
 // ---- fork -------------------------------------------------------------------------------------------------------
+
+static long agent_thread(void);
 
 static pid_t raw_clone(void) { return syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0); }
 #if __GLIBC__ > 2 || __GLIBC_MINOR__ >= 34
@@ -408,6 +495,27 @@ static void vforks(void) {
         check(&r, "after vfork");
     }
     wait_merged(&r, 500);
+}
+
+// What a child gives up that has its parent's memory until it is another program is not the parent's to give up.
+static void vforks_with_less(void) {
+    struct region r = merged(1024);
+    long before = agent_thread();
+    for (int turn = 0; turn < 2; turn++) {
+        pid_t child = vfork();
+        if (child == 0) {
+            if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0) _exit(1);
+            if (turn && geteuid() == 0 && (setgroups(0, NULL) || setgid(65534) || setuid(65534))) _exit(2);
+            execl("/bin/true", "true", NULL);
+            _exit(3);
+        }
+        CHECK(child > 0 && ended_well(child), "vfork, less rights, and exec");
+        CHECK(pool_pages(r.at, r.pages * PAGE) > 0, "the child has unmerged its parent");
+        CHECK(agent_thread() == before, "the agent is another or gone");
+    }
+    check(&r, "after vfork");
+    struct region later = merged(1024);
+    check(&later, "merged later");
 }
 
 static void daemonize(void) {
@@ -553,6 +661,32 @@ static void remap(void) {
     write_all(&r, 31000, "after mremap");
 }
 
+// What a part of a mapping is marked with it keeps, whatever becomes of the rest.
+static void remap_marked(void) {
+    struct region r = fill(1024, 256, 1000);
+    char *marked = r.at + 512 * PAGE;
+    size_t len = 256 * PAGE;
+    madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+    CHECK(madvise(r.at, r.pages * PAGE, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+    CHECK(madvise(marked, len, MADV_UNMERGEABLE) == 0, "MADV_UNMERGEABLE");
+    CHECK(mremap(r.at, r.pages * PAGE, 1000 * PAGE, 0) == r.at, "mremap to shrink");
+    r.pages = 1000;
+    wait_merged(&r, 600);
+    nap(1000);
+    CHECK(pool_pages(marked, len) == 0, "what is not to be merged is merged after the mapping shrank");
+    // Kernels that note the marks themselves move one mapping only.
+    char *moved = mremap(r.at, r.pages * PAGE, 1256 * PAGE, MREMAP_MAYMOVE);
+    if (moved == MAP_FAILED) return;
+    marked += moved - r.at;
+    r.at = moved;
+    check(&r, "moved");
+    wait_merged(&r, 600);
+    nap(1000);
+    CHECK(pool_pages(marked, len) == 0, "what is not to be merged is merged after the mapping moved");
+    CHECK(madvise(marked, len, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+    wait_merged(&r, 800);
+}
+
 // Parts were merged and given back: the kernel does not join them with the others, and moves one mapping only.
 static void remap_healed(void) {
     struct region r = fill(1024, 1024, 5000);
@@ -625,6 +759,52 @@ static void lock(void) {
     CHECK(munlock(r.at, 256 * PAGE) == 0, "munlock");
     if (mlockall(MCL_CURRENT) == 0) munlockall();
     for (size_t i = 0; i < r.pages; i++) CHECK(page_is(r.at + i * PAGE, 61000 + i), "unlocked page %zu is wrong", i);
+}
+
+static void all_locked(const struct region *r, const char *when) {
+    CHECK(pool_pages(r->at, r->pages * PAGE) == 0, "%s memory is shown from the pool", when);
+    for (size_t i = 0; i < r->pages; i += 16) CHECK(flag_at(r->at + i * PAGE, " lo"), "page %zu is not locked, %s", i, when);
+    unsigned char here[r->pages];
+    CHECK(mincore(r->at, r->pages * PAGE, here) == 0, "mincore");
+    for (size_t i = 0; i < r->pages; i++) CHECK(here[i] & 1, "page %zu is not in memory, %s", i, when);
+    check(r, when);
+}
+
+// Nobody reads what is locked: a copy of it finds no twin. What was merged is plain and in memory before it is locked, and
+// may be merged again when it is not locked any more.
+static void locks(void) {
+    struct region secret = fill(512, 512, 500000), copy = {NULL, 512, 512, 500000};
+    if (mlock(secret.at, secret.pages * PAGE) != 0) SKIP("mlock is limited here");
+    copy = fill(512, 512, 500000);
+    for (int i = 0; i < 2; i++) madvise(i ? secret.at : copy.at, 512 * PAGE, MADV_NOHUGEPAGE);
+    for (int i = 0; i < 2; i++) madvise(i ? secret.at : copy.at, 512 * PAGE, MADV_MERGEABLE);
+    struct region r = merged(1024);
+    nap(2000);
+    all_locked(&secret, "while others merge");
+    CHECK(pool_pages(copy.at, copy.pages * PAGE) == 0, "locked pages were read: their copies are merged");
+    CHECK(syscall(SYS_munlock, secret.at, secret.pages * PAGE) == 0, "munlock");
+    wait_merged(&copy, 500);
+    check(&secret, "unlocked");
+    CHECK(mprotect(r.at, 64 * PAGE, PROT_READ) == 0, "mprotect");
+    CHECK(mlock(r.at, r.pages * PAGE) == 0, "mlock of what is merged");
+    all_locked(&r, "locked");
+    nap(1000);
+    all_locked(&r, "locked for a while");
+    CHECK(mprotect(r.at, 64 * PAGE, PROT_READ | PROT_WRITE) == 0, "mprotect");
+    CHECK(munlock(r.at, r.pages * PAGE) == 0, "munlock");
+    wait_merged(&r, 700);
+    if (mlockall(MCL_CURRENT | MCL_FUTURE) != 0) SKIP("mlockall is limited here");
+    all_locked(&r, "with all locked");
+    all_locked(&copy, "with all locked");
+    struct region later = fill(256, 4, 7000);
+    madvise(later.at, later.pages * PAGE, MADV_MERGEABLE);
+    nap(1000);
+    all_locked(&later, "with all to come locked");
+    CHECK(munlockall() == 0, "munlockall");
+    wait_merged(&r, 700);
+    wait_merged(&later, 128);
+    check(&r, "with all unlocked");
+    write_all(&r, 72000, "with all unlocked");
 }
 
 static void unmergeable(void) {
@@ -790,13 +970,34 @@ static void own_userfaultfd(void) {
                 CHECK(tracker.writes == round * (int)half, "%d writes were told", tracker.writes);
             }
         }
-        CHECK(ioctl(tracker.fd, UFFDIO_UNREGISTER, &range) == 0, "UFFDIO_UNREGISTER");
+        // Closing it is letting go as well.
+        if (!missing) CHECK(ioctl(tracker.fd, UFFDIO_UNREGISTER, &range) == 0, "UFFDIO_UNREGISTER");
         tracker.end = 1;
         pthread_join(thread, NULL);
         close(tracker.fd);
         check(&r, "not tracked any more");
         wait_merged(&r, 750);
         CHECK(pool_pages(r.at, half * PAGE) > half / 2, "what was tracked is not merged again");
+    }
+}
+
+// Several blocks are asked for one after another, and let go by closing the descriptor.
+static void tracked_blocks(void) {
+    struct region blocks[] = {merged(12288), merged(64), merged(512)};
+    for (int round = 0; round < 6; round++) {
+        for (int i = 0; i < 3; i++) wait_merged(&blocks[i], blocks[i].pages / 4 * 3);
+        int fd = syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
+        if (fd < 0) SKIP("userfaultfd(2) is not for this user");
+        struct uffdio_api api = {.api = UFFD_API, .features = UFFD_FEATURE_PAGEFAULT_FLAG_WP};
+        CHECK(ioctl(fd, UFFDIO_API, &api) == 0, "UFFDIO_API");
+        for (int i = 0; i < 3; i++) {
+            struct uffdio_range range = {(unsigned long)blocks[i].at, blocks[i].pages * PAGE};
+            struct uffdio_register reg = {range, UFFDIO_REGISTER_MODE_WP, 0};
+            CHECK(ioctl(fd, UFFDIO_REGISTER, &reg) == 0, "UFFDIO_REGISTER of block %d in round %d", i, round);
+            CHECK(pool_pages(blocks[i].at, blocks[i].pages * PAGE) == 0, "tracked pages are shown from the pool");
+            check(&blocks[i], "tracked");
+        }
+        close(fd);
     }
 }
 
@@ -823,6 +1024,71 @@ static void probes(void) {
     atomic_store(&hammering, 0);
     for (size_t i = 0; i < HAMMERS; i++) pthread_join(threads[i], NULL);
     check_hammered();
+}
+
+// Equal pages that go on where one mapping ends and another begins, merged by the slots of those before: none is frozen again
+// that is merged already, and the agent hears of every discard.
+static void straddle(void) {
+    const size_t pages = 8192, border = 3000;
+    struct region twins[] = {fill(pages, pages, 1000), fill(pages, pages, 1000), fill(pages, pages, 1000)};
+    for (int i = 0; i < 3; i++) {
+        struct region *r = &twins[i];
+        madvise(r->at, pages * PAGE, MADV_NOHUGEPAGE);
+        // Keeps the two apart.
+        if (i == 2) CHECK(madvise(r->at + border * PAGE, (pages - border) * PAGE, MADV_DONTDUMP) == 0, "MADV_DONTDUMP");
+        CHECK(madvise(r->at, pages * PAGE, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+        if (i > 0) {
+            wait_merged(r, pages);
+            check(r, "after merging");
+        }
+    }
+    nap(1000);
+    CHECK(raw_advise(twins[2].at, pages * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED");
+    for (size_t i = 0; i < pages * PAGE; i++) CHECK(twins[2].at[i] == 0, "byte %zu is what it was before the discard", i);
+    check(&twins[0], "beside a discard");
+    check(&twins[1], "beside a discard");
+}
+
+// Rights that change by raw calls, of which the agent hears nothing, while pages are frozen: what goes back finds other
+// mappings than it came from.
+static struct region between;
+static _Atomic int changing;
+
+static void *change_rights(void *seed_of) {
+    uint64_t seed = (uintptr_t)seed_of;
+    while (atomic_load(&changing)) {
+        size_t page = draw(&seed) % between.pages | 1;
+        char *at = between.at + page * PAGE;
+        CHECK(raw(SYS_mprotect, (long)at, PAGE, PROT_READ, 0, 0, 0) == 0, "mprotect");
+        CHECK(page_is(at, number_of(&between, page)), "page %zu is wrong while it may only be read", page);
+        CHECK(raw(SYS_mprotect, (long)at, PAGE, PROT_READ | PROT_WRITE, 0, 0, 0) == 0, "mprotect");
+    }
+    return NULL;
+}
+
+static void rights_raw(void) {
+    const size_t pages = 2048;
+    struct region twin = fill(pages, pages, 1000);
+    between = fill(pages, pages, 1000);
+    // Every second page has no twin: it is frozen only because it lies between two that have one.
+    for (size_t i = 1; i < pages; i += 2) fill_page(twin.at + i * PAGE, 900000 + i);
+    struct region *both[] = {&twin, &between};
+    for (int i = 0; i < 2; i++) {
+        madvise(both[i]->at, pages * PAGE, MADV_NOHUGEPAGE);
+        CHECK(madvise(both[i]->at, pages * PAGE, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+    }
+    atomic_store(&changing, 1);
+    pthread_t threads[2];
+    for (uintptr_t i = 0; i < 2; i++) CHECK(pthread_create(&threads[i], NULL, change_rights, (void *)(i + 1)) == 0, "pthread_create");
+    wait_merged(&between, pages / 8);
+    for (int round = 0; round < 20; round++) {
+        for (size_t i = 0; i < pages; i += 2) fill_page(between.at + i * PAGE, number_of(&between, i));
+        nap(300);
+        check(&between, "while its rights change");
+    }
+    atomic_store(&changing, 0);
+    for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
+    check(&between, "after its rights changed");
 }
 
 // A sealed mapping (mseal(2), Linux 6.10) is neither replaced nor moved, by us as by anybody; the other one merges.
@@ -856,6 +1122,12 @@ static void wipe_on_fork(void) {
     }
     CHECK(ended_well(child), "the child of MADV_WIPEONFORK");
     check(&r, "after MADV_WIPEONFORK");
+    // Two mappings to the kernel, which may refuse to move them as one.
+    char *moved = mremap(r.at, r.pages * PAGE, 2 * r.pages * PAGE, MREMAP_MAYMOVE);
+    if (moved != MAP_FAILED) r.at = moved;
+    child = fork();
+    if (child == 0) _exit(page_is_zero(r.at) && page_is_zero(r.at + 511 * PAGE) ? 0 : 1);
+    CHECK(ended_well(child), "what is to be wiped was not, after mremap");
 }
 
 static int flag_at(void *at, const char *flag) {
@@ -957,6 +1229,56 @@ static void signals(void) {
     CHECK(most > 100, "only %zu pages were ever merged", most);
 }
 
+// A handler that makes the very calls which it interrupts, and forks in the middle of them.
+static char *nested_at;
+static void on_nested_tick(int signal) {
+    (void)signal;
+    int count = atomic_fetch_add(&ticks, 1);
+    mprotect(nested_at, PAGE, PROT_READ | PROT_WRITE);
+    if (count % 64 != 0) return;
+    int before = errno, status;
+    pid_t child = plain_fork();
+    if (child == 0) {
+        mprotect(nested_at, PAGE, PROT_READ);
+        _exit(0);
+    }
+    while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+    }
+    errno = before;
+}
+
+static void *watch_ticks(void *unused) {
+    for (int last = -1, idle = 0; atomic_load(&ticks) < 4000; last = atomic_load(&ticks)) {
+        idle = last == atomic_load(&ticks) ? idle + 1 : 0;
+        CHECK(idle < 30, "stuck after %d signals", last);
+        nap(1000);
+    }
+    return unused;
+}
+
+static void signals_nested(void) {
+    struct region r = merged(256);
+    nested_at = mmap(NULL, 2 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(nested_at != MAP_FAILED, "mmap");
+    sigset_t tick;
+    sigemptyset(&tick);
+    sigaddset(&tick, SIGALRM);
+    pthread_sigmask(SIG_BLOCK, &tick, NULL);
+    pthread_t watcher;
+    CHECK(pthread_create(&watcher, NULL, watch_ticks, NULL) == 0, "pthread_create");
+    struct sigaction action = {.sa_handler = on_nested_tick, .sa_flags = SA_RESTART};
+    sigaction(SIGALRM, &action, NULL);
+    pthread_sigmask(SIG_UNBLOCK, &tick, NULL);
+    struct itimerval every = {{0, 50}, {0, 50}};
+    setitimer(ITIMER_REAL, &every, NULL);
+    while (atomic_load(&ticks) < 4000)
+        CHECK(mprotect(nested_at + PAGE, PAGE, PROT_READ | PROT_WRITE) == 0, "mprotect among signals");
+    every = (struct itimerval){{0, 0}, {0, 0}};
+    setitimer(ITIMER_REAL, &every, NULL);
+    pthread_join(watcher, NULL);
+    check(&r, "after signals");
+}
+
 static int filter_flags;
 static void install(int by_syscall, struct sock_filter *code, size_t count) {
     struct sock_fprog program = {count, code};
@@ -1002,6 +1324,44 @@ static void seccomp_by(int by_syscall) {
     CHECK(madvise(r.at + 200 * PAGE, 100 * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED behind a filter");
     for (size_t i = 200; i < 300; i++) CHECK(page_is_zero(r.at + i * PAGE), "page %zu shows old bytes", i);
     write_all(&r, 91000, "behind a filter");
+}
+
+// A child inherits the filter for which the agent left, and must not start one of its own.
+static void seccomp_child(void) {
+    struct region r = merged(1024);
+    struct sock_filter code[8];
+    int forbidden[] = {SYS_memfd_create, SYS_close_range};
+    size_t at = 0;
+    code[at++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr));
+    at = answer_each(code, at, forbidden, 2, SECCOMP_RET_KILL_PROCESS);
+    code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
+    install(0, code, at);
+    check(&r, "behind a filter");
+    pid_t child = fork();
+    if (child == 0) {
+        struct region own = fill(2048, 16, 500);
+        nap(500);
+        check(&own, "in a child behind a filter");
+        check(&r, "in a child behind a filter");
+        _exit(0);
+    }
+    CHECK(ended_well(child), "the child behind a filter");
+}
+
+// What the agent maps for itself is not the child's: pages that the pool lets go of would stay for its sake.
+static void no_segments_in_children(void) {
+    merged(1024);
+    // By a call that nobody sees, so that the child has no agent of its own.
+    pid_t child = raw(SYS_clone, SIGCHLD, 0, 0, 0, 0, 0);
+    if (child == 0) {
+        FILE *maps = fopen("/proc/self/maps", "r");
+        CHECK(maps, "maps");
+        char line[512], mode[8];
+        while (fgets(line, sizeof line, maps))
+            CHECK(sscanf(line, "%*s %4s", mode) != 1 || mode[3] != 's' || !strstr(line, "pagefold"), "inherited: %s", line);
+        _exit(0);
+    }
+    CHECK(ended_well(child), "the child has what is the agent's");
 }
 
 static void seccomp_prctl(void) { seccomp_by(0); }
@@ -1096,6 +1456,112 @@ static void identity(void) {
     nap(800);
     for (size_t i = 0; i < r.pages; i++) CHECK(page_is(r.at + i * PAGE, 12000 + i), "page %zu is wrong", i);
     CHECK(madvise(r.at, 100 * PAGE, MADV_DONTNEED) == 0 && page_is_zero(r.at), "a discard as another user");
+}
+
+// Each takes something away from the calling thread, by the C library or past it.
+static long one_of_many_calls(int turn) {
+    struct { uint32_t version; int pid; } head = {0x20080522, 0};
+    struct { uint32_t effective, permitted, inheritable; } data[2];
+    struct sock_filter allow = BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
+    struct sock_fprog filter = {1, &allow};
+    gid_t groups[] = {65534, 65533};
+    switch (turn) {
+    case 0: return prctl(PR_CAPBSET_DROP, 22 /* CAP_SYS_BOOT */, 0, 0, 0);
+    case 1:
+        if (syscall(SYS_capget, &head, data) != 0) return -1;
+        data[0].effective = data[0].permitted &= ~(1u << 23 /* CAP_SYS_NICE */);
+        return syscall(SYS_capset, &head, data);
+    case 2: return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+    case 3: return prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter, 0, 0);
+    case 4: return syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &filter);
+    case 5: return setgroups(2, groups);
+    case 6: return syscall(SYS_setresgid, 65534, 65534, 65534);
+    case 7: return setreuid(-1, 65534) || seteuid(0) || setuid(65534);
+    default: return 1;
+    }
+}
+
+// What `task` may do, as the kernel tells it.
+static void powers(const char *task, char *text, size_t room) {
+    static const char *const names[] = {"Uid:", "Gid:", "Groups:", "CapPrm:", "CapBnd:", "NoNewPrivs:", "Seccomp_filters:"};
+    char path[300], line[512];
+    snprintf(path, sizeof path, "/proc/self/task/%s/status", task);
+    FILE *file = fopen(path, "r");
+    size_t len = 0;
+    text[0] = 0;
+    if (!file) return;
+    while (fgets(line, sizeof line, file))
+        for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+            if (strncmp(line, names[i], strlen(names[i])) == 0) len += snprintf(text + len, room - len, "%s", line);
+    fclose(file);
+}
+
+// All threads may do the same; returns how many there are. A thread that has ended is listed for a moment.
+static size_t all_threads_have_the_same(int turn) {
+    double began = now();
+again:;
+    char own[4096], others[4096], number[16];
+    snprintf(number, sizeof number, "%d", getpid());
+    powers(number, own, sizeof own);
+    DIR *tasks = opendir("/proc/self/task");
+    CHECK(tasks, "/proc/self/task");
+    size_t threads = 0;
+    for (struct dirent *task; (task = readdir(tasks));) {
+        if (task->d_name[0] == '.') continue;
+        threads++;
+        powers(task->d_name, others, sizeof others);
+        if (strcmp(own, others) != 0 && now() - began < 10) {
+            closedir(tasks);
+            nap(1);
+            goto again;
+        }
+        CHECK(strcmp(own, others) == 0, "after call %d a thread has\n%snot\n%s", turn, others, own);
+    }
+    closedir(tasks);
+    return threads;
+}
+
+// What a program gives up no thread in it keeps: not by any of the ways in which that is given up for a thread alone.
+static void privileges(void) {
+    if (geteuid() != 0) SKIP("needs root to give something up");
+    struct region r = merged(1024);
+    CHECK(all_threads_have_the_same(0) == 2, "no agent");
+    for (int turn = 0; turn <= 7; turn++) {
+        CHECK(one_of_many_calls(turn) == 0, "call %d", turn);
+        // Whoever may choose users and groups has not given up those that he left.
+        if (turn < 5 || turn == 7) CHECK(all_threads_have_the_same(turn) == 2, "no agent after call %d", turn);
+    }
+    CHECK(setuid(0) != 0, "a way back");
+    check(&r, "with nothing left");
+    write_all(&r, 14000, "with nothing left");
+    nap(800);
+    for (size_t i = 0; i < r.pages; i++) CHECK(page_is(r.at + i * PAGE, 14000 + i), "page %zu is wrong", i);
+    CHECK(madvise(r.at, 100 * PAGE, MADV_DONTNEED) == 0 && page_is_zero(r.at), "a discard with nothing left");
+}
+
+// The number of the agent's thread.
+static long agent_thread(void) {
+    DIR *tasks = opendir("/proc/self/task");
+    CHECK(tasks, "/proc/self/task");
+    long found = 0;
+    for (struct dirent *task; (task = readdir(tasks));)
+        if (task->d_name[0] != '.' && atol(task->d_name) != getpid()) found = atol(task->d_name);
+    closedir(tasks);
+    return found;
+}
+
+// No file tells what Landlock forbids a thread; a thread that the restricted one starts is restricted too.
+static void landlock(void) {
+    struct { uint64_t files; } rules = {1 << 1 /* LANDLOCK_ACCESS_FS_WRITE_FILE */};
+    int set = syscall(444 /* landlock_create_ruleset */, &rules, sizeof rules, 0);
+    if (set < 0) SKIP("no Landlock here");
+    struct region r = merged(1024);
+    CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0, "PR_SET_NO_NEW_PRIVS");
+    long before = agent_thread();
+    CHECK(syscall(446 /* landlock_restrict_self */, set, 0) == 0, "landlock_restrict_self");
+    CHECK(before != 0 && agent_thread() != before, "the agent's thread is the same, %ld", before);
+    check(&r, "behind Landlock");
+    write_all(&r, 15000, "behind Landlock");
 }
 
 static void user_namespace(void) {
@@ -1349,8 +1815,74 @@ static void all_memory(int by_prctl) {
     check(&r, "with all memory managed");
     write_all(&r, 21000, "with all memory managed");
 }
+// Far more memory than anybody has was asked for, and reserved, before.
+static void all_after_reservations(void) {
+    for (int i = 0; i < 64; i++) {
+        CHECK(mmap(NULL, 1ul << 62, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) == MAP_FAILED, "mmap");
+        void *at = mmap(NULL, 4ul << 40, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        CHECK(at != MAP_FAILED && munmap(at, 4ul << 40) == 0, "a reservation");
+    }
+    // The rest of the zone.
+    for (int i = 0; i < 4096; i++) {
+        void *at = mmap(NULL, 1ul << 30, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        CHECK(at != MAP_FAILED && munmap(at, 1ul << 30) == 0, "a small reservation");
+    }
+    all_memory(0);
+}
+
 static void all(void) { all_memory(0); }
 static void memory_merge(void) { all_memory(1); }
+
+// Whether pages are merged anywhere, found without the allocator.
+static int shows_pool(void) {
+    static char text[1 << 20];
+    size_t len = 0;
+    int file = open("/proc/self/maps", O_RDONLY);
+    for (ssize_t got; file >= 0 && (got = read(file, text + len, sizeof text - 1 - len)) > 0;) len += got;
+    text[len] = 0;
+    close(file);
+    for (char *line = text, *next; *line; line = next) {
+        char *end = strchr(line, '\n'), *mode = strchr(line, ' ');
+        next = end ? end + 1 : line + strlen(line);
+        if (end) *end = 0;
+        // What is shared is the agent's own.
+        if (mode && mode[4] == 'p' && strstr(mode, "memfd:pagefold-pool")) return 1;
+    }
+    return 0;
+}
+
+// The end of the heap goes and comes back while it is being merged, as malloc(3) and free(3) make it do from within.
+static void heap(void) {
+    const size_t pages = 8192, top = 512;
+    const long len = (pages + top) * PAGE;
+    uint64_t seed = getpid();
+    size_t turns = 0, merging = 0;
+    for (double began = now(); now() - began < 25 || (merging < 20 && now() - began < 100); turns++) {
+        char *at = sbrk(len);
+        CHECK(at != (char *)-1, "the heap does not grow in turn %zu", turns);
+        for (size_t i = 0; i < pages + top; i++) memset(at + i * PAGE, 1 + i % 50, PAGE);
+        // The list of mappings changed for all to see: a new block.
+        void *block = mmap(NULL, 2 * MIB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        CHECK(block != MAP_FAILED, "mmap");
+        int here = 0;
+        for (double waited = now(); !here && now() - waited < 0.6; usleep(300)) here = shows_pool();
+        merging += here;
+        usleep(draw(&seed) % 12000);
+        munmap(block, 2 * MIB);
+        CHECK(sbrk(-len) != (void *)-1, "the heap does not shrink in turn %zu", turns);
+        if (draw(&seed) % 2) usleep(draw(&seed) % 300);
+        CHECK(sbrk(len) == at, "the heap does not grow again in turn %zu", turns);
+        for (size_t i = 0; i < pages + top; i++) CHECK(page_is_zero(at + i * PAGE), "fresh page %zu is not zero in turn %zu", i, turns);
+        for (size_t i = 0; i < pages + top; i++) memset(at + i * PAGE, 200 + i % 7, PAGE);
+        usleep(3000);
+        for (size_t i = 0; i < pages + top; i++)
+            for (size_t j = 0; j < PAGE; j += 512)
+                CHECK(at[i * PAGE + j] == (char)(200 + i % 7), "page %zu is wrong in turn %zu", i, turns);
+        CHECK(sbrk(-len) != (void *)-1, "the heap does not shrink in turn %zu", turns);
+    }
+    CHECK(merging >= 20, "only %zu of %zu turns saw a heap that was being merged", merging, turns);
+    printf("%zu of %zu turns while merging\n", merging, turns);
+}
 
 // The same memory for the test that looks from outside: fills, says "ready", and checks at each line of input.
 static void serve(void) {
@@ -1479,15 +2011,15 @@ struct scenario {
 };
 
 static const struct scenario scenarios[] = {
-    {"writers", writers}, {"unmergeable-writers", unmergeable_writers}, {"forks", forks}, {"orphan", orphan},
-    {"vforks", vforks}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
+    {"writers", writers}, {"unmergeable-writers", unmergeable_writers}, {"lock-writers", lock_writers}, {"forks", forks}, {"orphan", orphan},
+    {"vforks", vforks}, {"vforks-with-less", vforks_with_less}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
     {"dontneed-raw", dontneed_raw}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
-    {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"protect", protect}, {"lock", lock},
-    {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"probes", probes}, {"sealed", sealed}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
-    {"signals", signals}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-tsync", seccomp_tsync},
+    {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"lock", lock}, {"locks", locks}, {"locks-and-children", locks_and_children},
+    {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
+    {"signals", signals}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
-    {"close-all", close_all}, {"identity", identity}, {"user-namespace", user_namespace}, {"core", core},
-    {"direct", direct}, {"uring", uring}, {"system-calls", system_calls}, {"blocks", blocks}, {"all", all},
+    {"close-all", close_all}, {"identity", identity}, {"privileges", privileges}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"core", core},
+    {"direct", direct}, {"uring", uring}, {"system-calls", system_calls}, {"blocks", blocks}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
     {"memory-merge", memory_merge}, {"serve", serve}, {"decay", decay}, {"scatter", scatter}, {"mappings", mappings},
 };
 

@@ -258,6 +258,7 @@ pub fn daemon(args: &[String]) -> Result<(), Failure> {
         vma_budget: 1 << 22,
         idle_priority: false,
         idle_exit: None,
+        on_demand: false,
         metrics: None,
         web: None,
         predict: predict == "1",

@@ -48,6 +48,7 @@ fn daemon(socket: &Path) -> Result<(), Failure> {
         vma_budget: 1 << 14,
         idle_priority: false,
         idle_exit: None,
+        on_demand: false,
         metrics: None,
         web: None,
         predict: true,

@@ -22,7 +22,7 @@
 use crate::cold_table::{self, FROZEN, OUT, PACT_AGENT, RESIDENT, Table, VOID};
 use crate::engine::{
     COLD_AGENT, SHARED, Thread, begin_thread, exit_thread, for_each_plain, input, leave_if_alone, list_plain,
-    read_settings, write_out,
+    look_around, read_settings, write_out,
 };
 use crate::wire::{
     self, CHANNEL_LEN, CHANNEL_OUT, CHANNEL_PAGES, DROP_BUSY, DropEntry, FETCH_PAGES_MAX, LIST_MAX, Op, Packet,
@@ -36,7 +36,8 @@ use pagefold_os::{PAGE_SIZE, Page, Range, maps, mem, memfd, sched, sock, syscall
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// How long daemon and keeper must both be out of reach before pages that are out count as lost, in nanoseconds.
+/// How long daemon and keeper must both be out of reach, and no daemon serve the table, before pages that are out count as
+/// lost, in nanoseconds.
 const LOST_NS: u64 = 10_000_000_000;
 /// Pause between attempts to reach a daemon, in milliseconds.
 const RECONNECT_MS: i32 = 50;
@@ -95,6 +96,11 @@ pub(crate) fn has_second_thread() -> bool {
     !SECOND.is_gone()
 }
 
+#[cfg(feature = "preload")]
+pub(crate) fn second_thread() -> &'static Thread {
+    &SECOND
+}
+
 extern "C" fn second_main() -> ! {
     begin_thread(c"pagefold-cold");
     serve_while(&LEASE);
@@ -148,7 +154,7 @@ pub(crate) fn run() -> ! {
 fn serve_while(phase: &AtomicU32) {
     let goes_on = || phase.load(Ordering::Acquire) == 1;
     let mut cold: Option<Cold> = None;
-    let mut alone_since = 0;
+    let (mut alone_since, mut heard) = (0, 0);
     while goes_on() {
         match connect(&mut cold, phase) {
             Ok(mut connection) => {
@@ -168,13 +174,13 @@ fn serve_while(phase: &AtomicU32) {
         if goes_on() {
             let _ = pagefold_os::fd::poll(&mut [], RECONNECT_MS);
         }
-        if cold.is_none() {
-            continue;
-        }
+        let Some(held) = &cold else { continue };
         // Who lives may still bring the pages back: a successor, or the keeper that will have one.
         let now = sched::monotonic_ns();
         let (socket, _) = read_settings();
-        if sock::connect(socket).is_ok() || keeper_lives(socket) {
+        // Who cannot reach it (a program with another root directory, or out of descriptors) is served all the same.
+        let beat = held.table.head().beat.load(Ordering::Acquire);
+        if beat != core::mem::replace(&mut heard, beat) || sock::connect(socket).is_ok() || keeper_lives(socket) {
             alone_since = 0;
         } else if alone_since == 0 {
             alone_since = now;
@@ -204,7 +210,7 @@ fn keeper_lives(socket: &[u8]) -> bool {
 }
 
 /// Marks a mapping of ours: not copied by fork, not dumped.
-fn mark_own(map: &mem::Mapping) {
+pub(crate) fn mark_own(map: &mem::Mapping) {
     for advice in [libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
         // SAFETY: changes no bytes.
         let _ = unsafe { mem::advise(map.addr(), map.len() as u64, advice) };
@@ -270,6 +276,10 @@ fn connect(cold: &mut Option<Cold>, phase: &AtomicU32) -> Result<Connection> {
     sock::send(&socket, ready.bytes(), &[cold.hold.fd().raw(), cold.table_fd.raw()])?;
     let (go, _) = receive(&socket, Op::ColdGo)?;
     if go.status != 0 {
+        if cold.bare {
+            // It may have been enabled, which goes once; nothing hangs on it yet.
+            cold.hold = Uffd::bare(device.as_ref())?;
+        }
         return Err(Errno(go.status));
     }
     cold.bare = false;
@@ -318,11 +328,7 @@ impl Cold {
     fn serve(&mut self, connection: &mut Connection, phase: &AtomicU32) -> Result<()> {
         let mut looked = sched::monotonic_ns();
         loop {
-            let now = sched::monotonic_ns();
-            if now - looked > 500_000_000 {
-                looked = now;
-                leave_if_alone();
-            }
+            look_around(&mut looked, COLD_AGENT, self.mover.as_ref());
             let mut polls = [libc::pollfd { fd: connection.socket.raw(), events: libc::POLLIN, revents: 0 }];
             let ready = pagefold_os::fd::poll(&mut polls, 500)?;
             if phase.load(Ordering::Acquire) != 1 {
@@ -596,16 +602,9 @@ impl Cold {
                 Some(Errno(libc::ENOMEM | libc::EBUSY)) => yield_now(),
                 // The run lies in several mappings.
                 Some(Errno(errno)) if !single && errno != libc::EEXIST => single = true,
-                // The place is marked for write protection, which a move does not take for empty, but a copy does; or
-                // there is nothing to bring back, or, after a raw call, no home.
+                // The place is marked for write protection, which a move does not take for empty, but a copy does; or its
+                // rights have changed by a raw call. Where nothing was there zeros are right too.
                 Some(_) => {
-                    let mut resident = [0u8; 1];
-                    // SAFETY: the kernel writes one byte.
-                    let known = unsafe { syscall!(libc::SYS_mincore, at, PAGE, resident.as_mut_ptr()) }.is_ok();
-                    if !known || resident[0] & 1 == 0 {
-                        at += PAGE;
-                        continue;
-                    }
                     // SAFETY: the page is in the staging area.
                     let (_, error) = unsafe { self.hold.copy(target, at, PAGE, uffd::DONTWAKE) };
                     match error {
@@ -660,7 +659,7 @@ impl Cold {
     /// Brings everything back and ends; for good, or until the thread is started again.
     fn leave(self) {
         let held = SHARED.guard.lock(COLD_AGENT);
-        let _ = bring_back(&self.table, &Wanted { range: EVERYTHING, skip: |_| false, whatever_it_takes: true });
+        let _ = bring_back(&self.table, &Wanted { range: EVERYTHING, stretch: all, whatever_it_takes: true });
         drop(held);
         // At once, for daemon and keeper have the descriptor too: somebody else may want the memory.
         for_each_plain(|range| {
@@ -750,7 +749,7 @@ pub fn poison_out(hold: &Uffd, table: &Table) -> u64 {
 const STEP_PAGES: usize = 64;
 
 /// Has every page of `range` here; false if some are not.
-fn read_in(range: Range) -> bool {
+pub(crate) fn read_in(range: Range) -> bool {
     // SAFETY: reads pages in, changes nothing.
     unsafe { mem::advise(range.start, range.len(), libc::MADV_POPULATE_READ) }.is_ok()
 }
@@ -795,11 +794,17 @@ fn read_in_parts(step: Range) {
 }
 
 /// Where what is to be brought back lies, but for what shall stay out.
-struct Wanted<F: Fn(u64) -> bool> {
+struct Wanted<F: Fn(u64, u64) -> (u64, bool)> {
     range: Range,
-    skip: F,
+    /// How far what lies at an address is of one kind (to an end at most), and whether it shall stay out.
+    stretch: F,
     /// Whether a limit has room for it or not.
     whatever_it_takes: bool,
+}
+
+/// For [`Wanted`]: nothing stays out.
+fn all(_: u64, end: u64) -> (u64, bool) {
+    (end, false)
 }
 
 const EVERYTHING: Range = Range { start: 0, end: u64::MAX >> 1 };
@@ -811,7 +816,7 @@ const EVERYTHING: Range = Range { start: 0, end: u64::MAX >> 1 };
 ///
 /// # Errors
 /// `ENOMEM` if a limit of memory has no room for all of it; what came stays.
-fn bring_back<F: Fn(u64) -> bool>(table: &Table, wanted: &Wanted<F>) -> Result<()> {
+fn bring_back<F: Fn(u64, u64) -> (u64, bool)>(table: &Table, wanted: &Wanted<F>) -> Result<()> {
     /// Between two looks at the room; what is kept free beyond it is far more.
     const STEP: usize = STEP_PAGES * PAGE_SIZE;
     let head = table.head();
@@ -820,16 +825,14 @@ fn bring_back<F: Fn(u64) -> bool>(table: &Table, wanted: &Wanted<F>) -> Result<(
     }
     let mut is_full = false;
     head.bringing.fetch_add(1, Ordering::SeqCst);
-    table.for_each_run(wanted.range.start, wanted.range.end, OUT, |start, end| {
-        if (wanted.skip)(start) {
-            return;
-        }
-        for start in (start..end).step_by(STEP) {
-            if is_full {
-                return;
-            }
-            let end = end.min(start + STEP as u64);
+    table.for_each_run(wanted.range.start, wanted.range.end, OUT, |mut start, run_end| {
+        while start < run_end && !is_full {
+            let (end, stays) = (wanted.stretch)(start, run_end.min(start + STEP as u64));
             let step = Range { start, end };
+            start = end;
+            if stays {
+                continue;
+            }
             if !read_in(step) {
                 read_in_parts(step);
             }
@@ -842,14 +845,14 @@ fn bring_back<F: Fn(u64) -> bool>(table: &Table, wanted: &Wanted<F>) -> Result<(
 }
 
 /// Before a fork, with the guard held: the child cannot ask for pages, so all are brought back but those that it will not
-/// have anyway.
+/// have anyway: `dont_fork` says how far (to an end at most) an address is of one kind, and whether of that.
 ///
 /// # Errors
 /// `ENOMEM` if a limit of memory has no room for that; not if it is to be done `whatever_it_takes`.
 #[cfg(feature = "preload")]
-pub(crate) fn before_fork(whatever_it_takes: bool, dont_fork: impl Fn(u64) -> bool) -> Result<()> {
+pub(crate) fn before_fork(whatever_it_takes: bool, dont_fork: impl Fn(u64, u64) -> (u64, bool)) -> Result<()> {
     let Some(table) = table() else { return Ok(()) };
-    bring_back(&table, &Wanted { range: EVERYTHING, skip: dont_fork, whatever_it_takes })
+    bring_back(&table, &Wanted { range: EVERYTHING, stretch: dont_fork, whatever_it_takes })
 }
 
 /// Before the agent leaves though it need not, with the guard held: everything comes back.
@@ -868,7 +871,7 @@ pub(crate) fn before_leaving() -> Result<()> {
 #[cfg(feature = "preload")]
 pub(crate) fn before_move(range: Range) -> Result<()> {
     let Some(table) = table() else { return Ok(()) };
-    bring_back(&table, &Wanted { range, skip: |_| false, whatever_it_takes: false })
+    bring_back(&table, &Wanted { range, stretch: all, whatever_it_takes: false })
 }
 
 /// Makes a call of the program's that discards `range`, with the guard held.
@@ -884,10 +887,13 @@ pub(crate) fn voiding<T>(range: Range, call: impl FnOnce() -> Result<T>) -> Resu
     head.void_end.store(range.end, Ordering::SeqCst);
     let result = call();
     let mut turn = 0;
-    while result.is_ok() && !range.is_empty() && head.out.load(Ordering::Acquire) > 0 {
-        if !table.has(range, OUT) {
-            break;
-        }
+    // A child that a signal handler forked meanwhile goes on here, too, and has no table.
+    while result.is_ok()
+        && !range.is_empty()
+        && let Some(table) = self::table()
+        && table.head().out.load(Ordering::Acquire) > 0
+        && table.has(range, OUT)
+    {
         turn += 1;
         if turn < 16 {
             yield_now();
@@ -895,7 +901,9 @@ pub(crate) fn voiding<T>(range: Range, call: impl FnOnce() -> Result<T>) -> Resu
             let _ = pagefold_os::fd::poll(&mut [], 1);
         }
     }
-    head.void_end.store(0, Ordering::SeqCst);
+    if let Some(table) = self::table() {
+        table.head().void_end.store(0, Ordering::SeqCst);
+    }
     result
 }
 
@@ -917,6 +925,11 @@ pub(crate) fn hint(range: Range, advice: i32) -> bool {
         }
         None => false,
     }
+}
+
+/// True if the page at `addr` is in the tier.
+pub(crate) fn is_out(addr: u64) -> bool {
+    table().is_some_and(|table| table.state(addr) == OUT)
 }
 
 /// Pages of this process that are out now; 0 if it is no client of the tier.

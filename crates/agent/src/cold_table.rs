@@ -112,6 +112,8 @@ pub struct Head {
     room: AtomicU64,
     /// So many calls hold up all that could go out until what they need is back.
     pub bringing: AtomicU32,
+    /// Counted up at least every second by a daemon that serves the client, connected or not.
+    pub beat: AtomicU32,
 }
 
 impl Head {

@@ -9,6 +9,7 @@
 
 use crate::cold;
 use crate::guard::{Guard, Held};
+use crate::heap::{self, Heap};
 use crate::table::{MergedChunks, Table};
 use crate::wire::{
     self, CHANNEL_COUNTERS, CHANNEL_IN, CHANNEL_LEN, CHANNEL_OUT, CHANNEL_PAGES, Counters, FETCH_PAGES_MAX,
@@ -20,7 +21,7 @@ use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsiz
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::{self, Uffd};
-use pagefold_os::{PAGE_SIZE, Page, Range, maps, mem, memfd, pagemap, sched, sock, syscall};
+use pagefold_os::{PAGE_SIZE, Page, Range, maps, mem, memfd, pagemap, sched, sock, stat, syscall};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -34,11 +35,14 @@ pub(crate) const COLD_AGENT: usize = 2;
 /// How long the agent waits before it tries to reach a daemon that is gone, in milliseconds.
 const RECONNECT_MS: i32 = 500;
 
+/// And before it tries again when it could not set itself up.
+const REFUSED_MS: i32 = 10_000;
+
 /// How old a process must be whose memory is all managed before its agent greets, in milliseconds.
 const ALL_START_MS: i32 = 60;
 
-/// How often the agent looks whether the program has ended but for it, in nanoseconds.
-const ALONE_NS: u64 = 500_000_000;
+/// How often our threads look around, in nanoseconds.
+const LOOKS_NS: u64 = 500_000_000;
 
 /// How long the agent waits for requests before it looks whether the program changed its mappings or wants it to leave:
 /// while something happens, and after [`BUSY_NS`] without anything.
@@ -153,25 +157,28 @@ pub(crate) struct Agent {
     pub(crate) watch: Uffd,
     /// Holds frozen and merged ranges; tells of discards.
     pub(crate) hold: Uffd,
+    /// Watches the end of the heap while part of that is frozen.
+    pub(crate) heap: Heap,
     /// /dev/userfaultfd, if we have it.
     device: Option<Fd>,
     /// We greeted this daemon while the plain memory was the cold tier's.
     away: bool,
     /// Where frozen pages wait.
     pub(crate) staging: mem::Mapping,
-    /// Address range that `heal` moves mappings to.
-    pub(crate) aside: u64,
     /// Where memory that is given back is made, if that can be had; `None` before it is needed.
     nursery: Option<Option<u64>>,
     segments: [Option<Segment>; SEGMENTS_HELD],
     /// The process's page map.
-    pagemap: Fd,
+    pub(crate) pagemap: Fd,
     /// Where the agent may run, and where it does if it was called somewhere.
     cpus: sched::Cpus,
     cpu: Option<u64>,
     /// Pages of the frozen span that the program discarded meanwhile.
     pub(crate) voids: [bool; FREEZE_PAGES_MAX],
 }
+
+/// The program has locked all its memory: there is nothing for the agent to do.
+pub(crate) static ALL_LOCKED: AtomicBool = AtomicBool::new(false);
 
 /// What filters of the program's leave the agent (see [`filter`](crate::filter)).
 pub(crate) static MAY_START: AtomicBool = AtomicBool::new(true);
@@ -187,12 +194,71 @@ fn is_nursery(addr: u64) -> bool {
     base != 0 && (base..base + NURSERY_LEN).contains(&addr)
 }
 
+/// A word of its own page, 1 in the process that made it; the kernel wipes it in a child, by whatever call that was forked.
+/// 0 before there is one.
+#[cfg(feature = "preload")]
+static ORIGIN: AtomicU64 = AtomicU64::new(0);
+
+#[cfg(feature = "preload")]
+fn origin() -> Option<&'static AtomicU32> {
+    match ORIGIN.load(Ordering::Acquire) {
+        0 => None,
+        // SAFETY: a page that stays mapped, in children too.
+        addr => Some(unsafe { &*(addr as *const AtomicU32) }),
+    }
+}
+
+/// The process whose memory this is, 0 if that is not known.
+#[cfg(feature = "preload")]
+static PROCESS: AtomicI32 = AtomicI32::new(0);
+
+/// Not the C library's: a child that has this memory may have been made behind that.
+#[cfg(feature = "preload")]
+fn process() -> i32 {
+    // SAFETY: takes nothing.
+    unsafe { syscall!(libc::SYS_getpid) }.map_or(0, |pid| pid as i32)
+}
+
+/// The memory is the calling process's from here on.
+#[cfg(feature = "preload")]
+pub(crate) fn mark_process() {
+    PROCESS.store(process(), Ordering::Relaxed);
+}
+
+/// False in a child that has its parent's memory, as vfork(2) makes them: the agent there is the parent's.
+#[cfg(feature = "preload")]
+pub(crate) fn is_own_process() -> bool {
+    PROCESS.load(Ordering::Relaxed) == process()
+}
+
+/// Makes this process known to itself; before it has other threads.
+#[cfg(feature = "preload")]
+pub(crate) fn mark_origin() {
+    mark_process();
+    let Ok(page) = mem::Mapping::anonymous(PAGE_SIZE) else { return };
+    // SAFETY: changes no bytes of this process.
+    if unsafe { mem::advise(page.addr(), PAGE, libc::MADV_WIPEONFORK) }.is_ok() {
+        ORIGIN.store(page.addr(), Ordering::Release);
+        core::mem::forget(page);
+        is_new_child();
+    }
+}
+
+/// True, once, in a forked child.
+#[cfg(feature = "preload")]
+pub(crate) fn is_new_child() -> bool {
+    origin().is_some_and(|word| word.load(Ordering::Relaxed) == 0 && word.swap(1, Ordering::Relaxed) == 0)
+}
+
+/// The next thread rests before it greets: what replaced one may soon be replaced.
+pub(crate) static REST: AtomicBool = AtomicBool::new(false);
+
 /// The agent's thread has made the calls with which it starts.
 static BEGUN: AtomicBool = AtomicBool::new(false);
 
 /// Starts the agent's thread if it does not run; returns false if it cannot be started.
 pub fn start() -> bool {
-    if !SHARED.is_configured() || !MAY_START.load(Ordering::Acquire) {
+    if !SHARED.is_configured() || !MAY_START.load(Ordering::Acquire) || ALL_LOCKED.load(Ordering::Acquire) {
         return false;
     }
     match SHARED.phase.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Acquire) {
@@ -224,13 +290,23 @@ pub fn stop(final_phase: u32) {
     // What is lent comes back first.
     cold::end_lease();
     if SHARED.phase.compare_exchange(1, 2, Ordering::AcqRel, Ordering::Acquire).is_ok() {
-        SHARED.thread.wait();
+        // SAFETY: wakes who waits on a word of ours.
+        let _ = unsafe {
+            syscall!(libc::SYS_futex, SHARED.phase.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX)
+        };
     }
-    SHARED.phase.store(final_phase, Ordering::Release);
+    // Asked by us, by the frame that we interrupted, or about to end by itself.
+    SHARED.thread.wait();
+    // Who gave up meanwhile has given up for good.
+    let _ = SHARED.phase.fetch_update(Ordering::AcqRel, Ordering::Acquire, |phase| (phase != 3).then_some(final_phase));
 }
 
 /// The range that becomes plain memory before the agent leaves, as start and end; empty if none.
 static GIVE_BACK: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
+
+fn give_back() -> Range {
+    Range { start: GIVE_BACK[0].load(Ordering::Relaxed), end: GIVE_BACK[1].load(Ordering::Relaxed) }
+}
 
 /// As [`stop`], but what `range` shows from the pool is plain memory first, with no write of another thread lost. What that
 /// cannot be done for stays as it is.
@@ -259,6 +335,10 @@ fn spawn() -> bool {
     SHARED.thread.start(thread_main)
 }
 
+/// Bytes of the longest path of a thread's file in /proc.
+#[cfg(feature = "preload")]
+pub(crate) const TASK_PATH_LEN: usize = 48;
+
 /// A thread of ours.
 #[derive(Debug)]
 pub struct Thread {
@@ -275,6 +355,25 @@ impl Thread {
 
     pub(crate) fn is_gone(&self) -> bool {
         self.id.load(Ordering::Acquire) == 0
+    }
+
+    /// Where /proc tells of it; `name` is one of the files there, or empty for the directory. `None` if it is gone.
+    #[cfg(feature = "preload")]
+    pub(crate) fn path<'a>(&self, name: &[u8], buffer: &'a mut [u8; TASK_PATH_LEN]) -> Option<&'a CStr> {
+        let id = self.id.load(Ordering::Acquire).unsigned_abs();
+        let mut digits = [0; 10];
+        let (mut first, mut rest) = (digits.len(), id);
+        while rest > 0 {
+            first -= 1;
+            digits[first] = b'0' + (rest % 10) as u8;
+            rest /= 10;
+        }
+        let mut at = 0;
+        for part in [b"/proc/self/task/", &digits[first..], name, b"\0"] {
+            buffer.get_mut(at..at + part.len())?.copy_from_slice(part);
+            at += part.len();
+        }
+        if id == 0 { None } else { CStr::from_bytes_until_nul(buffer).ok() }
     }
 
     /// In a forked child, which has none of its parent's threads.
@@ -382,28 +481,40 @@ extern "C" fn thread_main() -> ! {
     begin_thread(c"pagefold-agent");
     BEGUN.store(true, Ordering::Release);
     // Most processes that begin are soon another program or gone: those with nothing merged yet need not greet.
-    if SHARED.all.load(Ordering::Relaxed) && !SHARED.forked.load(Ordering::Relaxed) {
+    let rests = REST.swap(false, Ordering::AcqRel) || SHARED.all.load(Ordering::Relaxed);
+    if rests && !SHARED.forked.load(Ordering::Relaxed) {
         wait_or_leave(None, ALL_START_MS);
     }
     if cold::COLD.load(Ordering::Relaxed) {
         cold::run();
     }
     // Discards of merged pages must be answered whether there is a daemon or not.
-    let mut hold = None;
+    let mut left: Option<Agent> = None;
     while SHARED.phase.load(Ordering::Acquire) == 1 {
-        match connect(&mut hold) {
+        match connect(&mut left) {
             Ok(mut agent) => {
                 let _ = agent.serve();
-                if SHARED.phase.load(Ordering::Acquire) == 2 {
-                    agent.leave_plain();
-                }
-                hold = Some(agent.hold);
+                agent.segments = [const { None }; SEGMENTS_HELD];
+                left = Some(agent);
             }
             Err(Errno(errno)) => SHARED.error.store(errno, Ordering::Relaxed),
         }
         // The daemon is gone or refused us. What is merged stays merged; a new daemon may come.
-        wait_or_leave(hold.as_ref(), RECONNECT_MS);
+        wait_or_leave(left.as_ref().map(|agent| &agent.hold), RECONNECT_MS);
     }
+    if SHARED.phase.load(Ordering::Acquire) == 2 && !give_back().is_empty() {
+        // Who was asked to leave before it began has merged memory to give back all the same.
+        if left.is_none()
+            && MAY_START.load(Ordering::Acquire)
+            && let Ok(agent) = connect(&mut left)
+        {
+            left = Some(agent);
+        }
+        left.iter_mut().for_each(Agent::leave_plain);
+    }
+    // The kernel says that a thread has ended before it closes what that had open, on a busy machine long before; and a range
+    // is nobody else's as long as our userfaultfd is open.
+    drop(left);
     exit_thread()
 }
 
@@ -420,12 +531,10 @@ pub(crate) fn leave_if_alone() {
     let Ok(file) = Fd::open(c"/proc/self/stat", libc::O_RDONLY, 0) else { return };
     let mut text = [0u8; 512];
     let Ok(got) = file.read(&mut text) else { return };
-    // The name may hold anything; what counts begins after its last bracket: the state, and 17 fields on the threads.
-    let Some(name_end) = text[..got].iter().rposition(|&byte| byte == b')') else { return };
-    let mut fields = text[name_end + 1..got].split(|&byte| byte == b' ').skip(1);
+    let field = |number| text.get(..got).and_then(|text| stat::field(text, number));
     let ours = 1 + usize::from(!SHARED.thread.is_gone()) + usize::from(cold::has_second_thread());
-    let alone = |count: &[u8]| count.len() == 1 && usize::from(count[0] - b'0') == ours;
-    if fields.next() == Some(b"Z") && fields.nth(16).is_some_and(alone) {
+    let alone = |threads: &str| threads.parse() == Ok(ours);
+    if field(3) == Some("Z") && field(20).is_some_and(alone) {
         exit_thread();
     }
 }
@@ -435,7 +544,17 @@ fn wait_or_leave(hold: Option<&Uffd>, ms: i32) {
     leave_if_alone();
     while SHARED.phase.load(Ordering::Acquire) == 1 && sched::monotonic_ns() - began < ms as u64 * 1_000_000 {
         let Some(hold) = hold else {
-            let _ = pagefold_os::fd::poll(&mut [], 20);
+            let timeout = libc::timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+            // SAFETY: the word outlives the call; [`stop`] wakes us.
+            let _ = unsafe {
+                syscall!(
+                    libc::SYS_futex,
+                    SHARED.phase.as_ptr(),
+                    libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
+                    1,
+                    core::ptr::from_ref(&timeout)
+                )
+            };
             continue;
         };
         let _ =
@@ -448,8 +567,8 @@ fn wait_or_leave(hold: Option<&Uffd>, ms: i32) {
 
 /// Greets the daemon and sets everything up.
 ///
-/// `hold` is what an earlier connection left: it is taken over, for merged ranges hang on it.
-fn connect(hold: &mut Option<Uffd>) -> Result<Agent> {
+/// `left` is what an earlier connection left: its hold is taken over, for merged ranges hang on it.
+fn connect(left: &mut Option<Agent>) -> Result<Agent> {
     let len = SHARED.socket_len.load(Ordering::Acquire);
     // SAFETY: written before the thread started.
     let (path, domain) = unsafe { (&(&*SHARED.socket.get())[..len], &*SHARED.domain.get()) };
@@ -476,23 +595,37 @@ fn connect(hold: &mut Option<Uffd>) -> Result<Agent> {
     }
     let channel_fd = fds.take(0).ok_or(Errno(libc::EPROTO))?;
     let device = fds.take(1).or_else(|| uffd::open_device().ok());
-    match set_up(socket, channel_fd, pagemap, device.as_ref(), hold) {
+    match set_up(socket, channel_fd, pagemap, device.as_ref(), left) {
         Ok(mut agent) => {
             (agent.device, agent.away) = (device, away);
-            sock::send(&agent.socket, Packet::new(Op::Ready).bytes(), &[])?;
-            // SAFETY: numbers only. From now on we wait for requests as long as it takes.
-            sock::set_timeout(&agent.socket, 0)?;
+            // From now on we wait for requests as long as it takes.
+            let told = sock::send(&agent.socket, Packet::new(Op::Ready).bytes(), &[])
+                .and_then(|()| sock::set_timeout(&agent.socket, 0));
+            if let Err(errno) = told {
+                // Its hold is the one that merged ranges hang on.
+                *left = Some(agent);
+                return Err(errno);
+            }
             Ok(agent)
         }
         Err((socket, errno)) => {
             let mut ready = Packet::new(Op::Ready);
             ready.status = errno.0;
-            sock::send(&socket, ready.bytes(), &[])?;
-            // A lack that will not go away by itself.
-            SHARED.phase.store(3, Ordering::Release);
-            Err(errno)
+            let told = sock::send(&socket, ready.bytes(), &[]);
+            drop(socket);
+            if left.is_none() && is_lasting(errno) {
+                SHARED.phase.store(3, Ordering::Release);
+            } else {
+                wait_or_leave(left.as_ref().map(|agent| &agent.hold), REFUSED_MS);
+            }
+            told.and(Err(errno))
         }
     }
+}
+
+/// Whether a lack will not go away by itself. Memory, descriptors and the like come back.
+fn is_lasting(errno: Errno) -> bool {
+    matches!(errno.0, libc::EPERM | libc::EACCES | libc::ENOSYS | libc::EINVAL | libc::ENOTTY | libc::EOPNOTSUPP)
 }
 
 fn set_up(
@@ -500,7 +633,7 @@ fn set_up(
     channel_fd: Fd,
     pagemap: Fd,
     device: Option<&Fd>,
-    hold: &mut Option<Uffd>,
+    left: &mut Option<Agent>,
 ) -> core::result::Result<Agent, (Fd, Errno)> {
     let parts = || -> Result<_> {
         let (len, _) = memfd::len_and_inode(channel_fd.raw())?;
@@ -509,33 +642,36 @@ fn set_up(
         }
         let channel =
             mem::Mapping::file(channel_fd.raw(), 0, CHANNEL_LEN, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED)?;
+        cold::mark_own(&channel);
         let hold_features = WATCH_FEATURES
             | uffd::FEATURE_WP_HUGETLBFS_SHMEM
             | uffd::FEATURE_EVENT_REMOVE
             | uffd::FEATURE_MISSING_SHMEM
             | uffd::FEATURE_MINOR_SHMEM;
         let watch = Uffd::new(device, WATCH_FEATURES)?;
-        let new = if hold.is_none() { Some(Uffd::new(device, hold_features)?) } else { None };
+        let new = if left.is_none() { Some(Uffd::new(device, hold_features)?) } else { None };
         let staging = mem::Mapping::anonymous(FREEZE_PAGES_MAX * PAGE_SIZE)?;
+        // What a child shares cannot be moved back.
+        cold::mark_own(&staging);
         watch_staging(&watch, &staging)?;
-        Ok((channel, watch, new, staging))
+        Ok((channel, watch, new, staging, Heap::new(device)?))
     };
     let made = parts();
-    match made.and_then(|(channel, watch, new, staging)| {
-        let hold = new.or_else(|| hold.take()).ok_or(Errno(libc::EBADF))?;
-        Ok((channel, watch, hold, staging))
+    match made.and_then(|(channel, watch, new, staging, heap)| {
+        let hold = new.or_else(|| left.take().map(|agent| agent.hold)).ok_or(Errno(libc::EBADF))?;
+        Ok((channel, watch, hold, staging, heap))
     }) {
-        Ok((channel, watch, hold, staging)) => {
-            let mut agent = Agent {
+        Ok((channel, watch, hold, staging, heap)) => {
+            let agent = Agent {
                 socket,
                 channel_fd,
                 channel,
                 watch,
                 hold,
+                heap,
                 device: None,
                 away: false,
                 staging,
-                aside: 0,
                 nursery: None,
                 segments: [const { None }; SEGMENTS_HELD],
                 pagemap,
@@ -543,7 +679,6 @@ fn set_up(
                 cpu: None,
                 voids: [false; FREEZE_PAGES_MAX],
             };
-            agent.reserve_aside();
             agent.hold_merged();
             dump_merged_pages();
             Ok(agent)
@@ -588,11 +723,8 @@ impl Agent {
         let mut looked = 0;
         let (mut busy, mut told) = (0, 0);
         loop {
+            look_around(&mut looked, AGENT, Some(&self.watch));
             let now = sched::monotonic_ns();
-            if now - looked > ALONE_NS {
-                looked = now;
-                leave_if_alone();
-            }
             let pause_ms = if now - busy < BUSY_NS { PAUSES_MS[0] } else { PAUSES_MS[1] };
             let mut polls = [
                 libc::pollfd { fd: self.socket.raw(), events: libc::POLLIN, revents: 0 },
@@ -667,10 +799,10 @@ impl Agent {
             }
             FETCH => self.fetch(count),
             PART => self.part(request.a == 1).map(|()| 0),
-            REMAP if cold::is_leased() => Err(Errno(libc::EBUSY)),
             REMAP => {
+                // In any case: the daemon does not bring them again.
                 self.take_segments(request.a, fds);
-                self.remap(count)
+                if cold::is_leased() { Err(Errno(libc::EBUSY)) } else { self.remap(count) }
             }
             HEAL => {
                 for index in 0..count {
@@ -714,11 +846,7 @@ impl Agent {
 
     /// Gives back what [`stop_giving_back`] asked for. Merges nothing any more.
     fn leave_plain(&mut self) {
-        let range = Range { start: GIVE_BACK[0].load(Ordering::Relaxed), end: GIVE_BACK[1].load(Ordering::Relaxed) };
-        if range.is_empty() {
-            return;
-        }
-        let _ = pool_mappings(range, |part, _| {
+        let _ = pool_mappings(give_back(), |part, _| {
             for start in (part.start..part.end).step_by(FREEZE_PAGES_MAX * PAGE_SIZE) {
                 let end = part.end.min(start + FREEZE_PAGES_MAX as u64 * PAGE);
                 let _ = self.heal(Range { start, end });
@@ -805,6 +933,8 @@ impl Agent {
         // The ids of the descriptors stand at the end of the input list.
         for index in 0..(ids as usize).min(fds.len()).min(wire::SEGMENTS_PER_REQUEST) {
             let id: u32 = self.input(LIST_MAX - 1 - index);
+            // Whatever becomes of the new one: what has the place may be an older segment of the same id.
+            self.segments[id as usize % SEGMENTS_HELD] = None;
             let Some(fd) = fds.take(index) else { continue };
             let Ok((len, _)) = memfd::len_and_inode(fd.raw()) else { continue };
             // A file that can shrink could kill the program by SIGBUS: refuse it.
@@ -816,8 +946,7 @@ impl Agent {
             }
             let flags = libc::MAP_SHARED;
             let Ok(map) = mem::Mapping::file(fd.raw(), 0, len as usize, libc::PROT_READ, flags) else { continue };
-            // SAFETY: our own mapping; populating reads it.
-            let _ = unsafe { mem::advise(map.addr(), len, libc::MADV_DONTDUMP) };
+            cold::mark_own(&map);
             self.segments[id as usize % SEGMENTS_HELD] = Some(Segment { id, fd, map, pages: (len / PAGE) as u32 });
         }
     }
@@ -919,17 +1048,6 @@ impl Agent {
         Ok(base)
     }
 
-    /// Reserves the addresses that `heal` moves mappings to.
-    pub(crate) fn reserve_aside(&mut self) {
-        let len = FREEZE_PAGES_MAX as u64 * PAGE;
-        let fixed = if self.aside == 0 { 0 } else { libc::MAP_FIXED };
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | fixed;
-        // SAFETY: either the kernel chooses, or the range is our own reserve from before.
-        if let Ok(addr) = unsafe { mem::map(self.aside, len, libc::PROT_NONE, flags, -1, 0) } {
-            self.aside = addr;
-        }
-    }
-
     pub(crate) fn counters(&self) -> &'static Counters {
         // SAFETY: the channel begins with the counters, lives until the process ends or the agent is dropped with
         // no reference left in use, and atomics bear that the daemon writes there too.
@@ -968,6 +1086,31 @@ pub(crate) fn list_plain(channel: u64, from: u64) -> Result<usize> {
     list(SHARED.tables(&held).table, Listed::Plain, from, |index, entry| write_out(channel, index, entry))
 }
 
+/// What our threads do now and then, since `looked`: end if they are the last ones, and take back what the program tracked by
+/// a userfaultfd that is closed by now. `probe` is a descriptor of ours.
+pub(crate) fn look_around(looked: &mut u64, me: usize, probe: Option<&Uffd>) {
+    let now = sched::monotonic_ns();
+    if now - *looked < LOOKS_NS {
+        return;
+    }
+    *looked = now;
+    leave_if_alone();
+    let (Some(held), Some(probe)) = (SHARED.guard.try_lock(me), probe) else { return };
+    let table = SHARED.tables(&held).table;
+    let mut from = 0;
+    while let Some(range) =
+        table.entries().iter().find(|(range, note)| note.tracked && range.end > from).map(|one| one.0)
+    {
+        from = range.end;
+        // The kernel takes a range from one descriptor only.
+        if probe.register(range, uffd::MODE_WP).is_ok() {
+            let _ = probe.unregister(range);
+            table.change(range, |note| note.tracked = false);
+            SHARED.changed();
+        }
+    }
+}
+
 /// Calls `f` with each managed range of plain memory.
 pub(crate) fn for_each_plain(mut f: impl FnMut(Range)) {
     let held = SHARED.guard.lock(COLD_AGENT);
@@ -998,6 +1141,7 @@ enum Listed {
 
 /// Lists what [`Listed`] says from address `from` on, at most [`LIST_MAX`] entries.
 fn list(table: &mut Table, what: Listed, from: u64, put: impl FnMut(usize, RegionEntry)) -> Result<usize> {
+    heap::look();
     let file = Fd::open(c"/proc/self/maps", libc::O_RDONLY, 0)?;
     // Names can be long; a line that does not fit is not one of ours.
     let mut buffer = [0u8; 16 << 10];
@@ -1075,7 +1219,11 @@ fn serve_event(hold: &Uffd, watch: Option<&Uffd>, counters: Option<&Counters>, e
             }
             // Whatever else this says (mapped already, another mapping by now, a discard under way), the access tries
             // again and finds out, or comes back to us.
-            let _ = hold.map_cached(page, 0);
+            if hold.map_cached(page, 0).1 == Some(Errno(libc::EINVAL)) {
+                // Plain memory, which has nothing cached: held by mistake, and nothing is frozen now. Where something is
+                // there already it stays.
+                let _ = hold.zero(page, 0);
+            }
             let _ = hold.wake(page);
         }
         // Not asked for.
@@ -1090,6 +1238,7 @@ pub(crate) fn keep_attributes(range: Range, table: &Table, plain: bool) {
         let (end, note) = table.stretch(at, range.end);
         let wanted = [
             (note.dont_fork, libc::MADV_DONTFORK),
+            (note.wipe_on_fork && plain, libc::MADV_WIPEONFORK),
             (note.dont_dump, libc::MADV_DONTDUMP),
             (note.mergeable, libc::MADV_MERGEABLE),
             (note.huge, libc::MADV_HUGEPAGE),

@@ -106,6 +106,7 @@ const WORK: &[Call] = &[
     call(libc::SYS_sched_yield, [0; 6]),
     call(libc::SYS_sched_getaffinity, [0, 1024, P, 0, 0, 0]),
     call(libc::SYS_getpid, [0; 6]),
+    call(libc::SYS_brk, [0; 6]),
     call(libc::SYS_socket, [libc::AF_UNIX as u64, (libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC) as u64, 0, 0, 0, 0]),
     call(libc::SYS_connect, [FD, P, 110, 0, 0, 0]),
     call(libc::SYS_sendmsg, [FD, P, libc::MSG_NOSIGNAL as u64, 0, 0, 0]),

@@ -1,52 +1,79 @@
 //! The guard: whoever changes the address space and the agent exclude each other.
 //!
 //! The agent holds it from the moment it takes pages away until they are back
-//! or mapped; interposed calls hold it around the system call. It is a futex
-//! word that carries its owner, so that a signal handler that interrupts its
-//! own thread inside the guard passes through instead of waiting for itself.
+//! or mapped; interposed calls hold it around the system call. It is one word:
+//! who holds it, and whether somebody waits. So there is no moment in which it
+//! is held by nobody known, and a signal handler that interrupts its own thread
+//! anywhere passes through instead of waiting for itself.
 
 #[cfg(not(loom))]
-use core::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 #[cfg(loom)]
-use loom::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 #[cfg(not(loom))]
 use pagefold_os::syscall;
+
+/// Bit of the word: somebody waits. Who waits sets it, who frees the guard looks at it.
+const WAITED_FOR: u64 = 1;
 
 /// A lock that can be taken again by its owner.
 #[derive(Debug)]
 pub struct Guard {
-    /// 0 free, 1 held, 2 held and somebody waits.
-    word: AtomicU32,
-    /// Who holds it: any number that tells threads apart.
-    owner: AtomicUsize,
+    /// 0 free; else the holder, any number but 0 that tells threads apart, above [`WAITED_FOR`].
+    word: AtomicU64,
+    /// How often the holder took it again. A handler leaves it as it found it, so the holder's load and store may be
+    /// interrupted.
+    again: AtomicU32,
 }
 
-/// Proof that the guard is held; `false` inside when an outer frame of the same thread holds it.
+/// Proof that the guard is held.
 #[derive(Debug)]
-pub struct Held<'a>(Option<&'a Guard>);
+pub struct Held<'a> {
+    guard: &'a Guard,
+    nested: bool,
+}
+
+impl Held<'_> {
+    /// True if an outer frame of the same thread holds it too: what waits for the agent would wait for ever.
+    pub fn is_nested(&self) -> bool {
+        self.nested
+    }
+}
 
 impl Guard {
     /// Makes a free guard.
     #[cfg(not(loom))]
     pub const fn new() -> Guard {
-        Guard { word: AtomicU32::new(0), owner: AtomicUsize::new(0) }
+        Guard { word: AtomicU64::new(0), again: AtomicU32::new(0) }
     }
 
     /// Makes a free guard.
     #[cfg(loom)]
     pub fn new() -> Guard {
-        Guard { word: AtomicU32::new(0), owner: AtomicUsize::new(0) }
+        Guard { word: AtomicU64::new(0), again: AtomicU32::new(0) }
     }
 
     /// Takes the guard for `me` if it is free (or already held by `me`).
     pub fn try_lock(&self, me: usize) -> Option<Held<'_>> {
-        if self.owner.load(Ordering::Relaxed) == me {
-            return Some(Held(None));
-        }
+        self.take(me, 0).ok()
+    }
+
+    /// As [`try_lock`](Self::try_lock), with `bits` in the word.
+    ///
+    /// # Errors
+    /// The word, if another holds it.
+    fn take(&self, me: usize, bits: u64) -> Result<Held<'_>, u64> {
+        let mine = (me as u64) << 1;
         // Acquire pairs with the release in `unlock`: we see the address space as the last holder left it.
-        self.word.compare_exchange(0, 1, Ordering::Acquire, Ordering::Relaxed).ok()?;
-        self.owner.store(me, Ordering::Relaxed);
-        Some(Held(Some(self)))
+        match self.word.compare_exchange(0, mine | bits, Ordering::Acquire, Ordering::Relaxed) {
+            Ok(_) => Ok(Held { guard: self, nested: false }),
+            // Only this thread makes the word its own or frees it.
+            Err(word) if word & !WAITED_FOR == mine => {
+                self.again.store(self.again.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+                Ok(Held { guard: self, nested: true })
+            }
+            Err(word) => Err(word),
+        }
     }
 
     /// Takes the guard for `me`, waiting while another holds it.
@@ -56,35 +83,42 @@ impl Guard {
 
     /// Takes the guard for `me`; calls `serve` about every 50 us while waiting.
     pub fn lock_serving(&self, me: usize, mut serve: impl FnMut()) -> Held<'_> {
-        if let Some(held) = self.try_lock(me) {
-            return held;
+        let mut bits = 0;
+        loop {
+            let word = match self.take(me, bits) {
+                Ok(held) => return held,
+                Err(word) => word,
+            };
+            let waited = word | WAITED_FOR;
+            if word == waited || self.word.compare_exchange(word, waited, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+            {
+                self.wait(waited);
+                // Others may wait as well, and the bit that told of them may be gone.
+                bits = WAITED_FOR;
+                serve();
+            }
         }
-        while self.word.swap(2, Ordering::Acquire) != 0 {
-            self.wait();
-            serve();
-        }
-        self.owner.store(me, Ordering::Relaxed);
-        Held(Some(self))
     }
 
     /// Waits until the holder wakes us, or a moment: a missed wake costs no more than that.
     #[cfg(not(loom))]
-    fn wait(&self) {
+    fn wait(&self, word: u64) {
         let timeout = libc::timespec { tv_sec: 0, tv_nsec: 50_000 };
+        // The kernel compares 32 bits, the lower half on our architectures.
         // SAFETY: the word outlives the call; the kernel only reads it.
         let _ = unsafe {
             syscall!(
                 libc::SYS_futex,
                 self.word.as_ptr(),
                 libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
-                2,
+                word as u32,
                 core::ptr::from_ref(&timeout)
             )
         };
     }
 
     #[cfg(loom)]
-    fn wait(&self) {
+    fn wait(&self, _word: u64) {
         loom::thread::yield_now();
     }
 
@@ -98,23 +132,35 @@ impl Guard {
     #[cfg(loom)]
     fn wake(&self) {}
 
-    /// Makes the guard free in a forked child, whatever it was in the parent.
-    pub fn reset(&self) {
-        self.owner.store(0, Ordering::Relaxed);
-        self.word.store(0, Ordering::Relaxed);
+    /// True if `me` holds the guard.
+    pub fn is_held_by(&self, me: usize) -> bool {
+        self.word.load(Ordering::Relaxed) & !WAITED_FOR == (me as u64) << 1
     }
 
-    /// Frees the guard that `me` holds through a forgotten [`Held`].
+    /// Makes the guard free in a forked child, whatever it was in the parent, but for what outer frames of `me` hold there
+    /// too: they go on in the child.
+    pub fn reset(&self, me: usize) {
+        if !self.is_held_by(me) {
+            self.again.store(0, Ordering::Relaxed);
+            self.word.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// Undoes one forgotten [`Held`] of `me`; outer frames hold the guard as before.
     pub fn unlock_forgotten(&self, me: usize) {
-        if self.owner.load(Ordering::Relaxed) == me {
+        if self.is_held_by(me) {
             self.unlock();
         }
     }
 
     fn unlock(&self) {
-        self.owner.store(0, Ordering::Relaxed);
+        let again = self.again.load(Ordering::Relaxed);
+        if again > 0 {
+            self.again.store(again - 1, Ordering::Relaxed);
+            return;
+        }
         // Release pairs with the acquire of the next holder.
-        if self.word.swap(0, Ordering::Release) == 2 {
+        if self.word.swap(0, Ordering::Release) & WAITED_FOR != 0 {
             self.wake();
         }
     }
@@ -128,9 +174,7 @@ impl Default for Guard {
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        if let Some(guard) = self.0 {
-            guard.unlock();
-        }
+        self.guard.unlock();
     }
 }
 
@@ -156,5 +200,62 @@ mod tests {
             }
         });
         assert!(GUARD.try_lock(9).is_some());
+    }
+
+    #[test]
+    fn a_fork_in_a_handler_leaves_the_interrupted_frame_its_hold() {
+        let guard = Guard::new();
+        let outer = guard.lock(2);
+        for child in [false, true] {
+            core::mem::forget(guard.lock(2));
+            guard.unlock_forgotten(2);
+            if child {
+                guard.reset(2);
+            }
+            assert!(guard.try_lock(3).is_none(), "the outer frame holds it, child: {child}");
+        }
+        assert!(!outer.is_nested());
+        drop(outer);
+        // Another thread's hold does not come along.
+        core::mem::forget(guard.lock(3));
+        guard.reset(2);
+        assert!(guard.try_lock(4).is_some());
+    }
+
+    /// Signals come between any two instructions of a thread that takes the guard and frees it, and take it too.
+    #[test]
+    fn a_handler_passes_wherever_it_interrupts() {
+        static GUARD: Guard = Guard::new();
+        static SIGNALS: AtomicU64 = AtomicU64::new(0);
+        const ME: usize = 7;
+        extern "C" fn handle(_: libc::c_int) {
+            drop(GUARD.lock(ME));
+            SIGNALS.fetch_add(1, Ordering::Relaxed);
+        }
+        // SAFETY: the handler touches atomics only; the signal is sent to the thread below and to no other.
+        unsafe { libc::signal(libc::SIGUSR2, handle as *const () as libc::sighandler_t) };
+        static TARGET: AtomicU64 = AtomicU64::new(0);
+        static ENDS: AtomicU64 = AtomicU64::new(0);
+        // Not scoped: a thread that is stuck must not hold up the test that says so.
+        std::thread::spawn(|| {
+            // SAFETY: takes nothing.
+            TARGET.store(unsafe { libc::pthread_self() } as u64, Ordering::Release);
+            while ENDS.load(Ordering::Acquire) == 0 {
+                drop(GUARD.lock(ME));
+            }
+        });
+        while TARGET.load(Ordering::Acquire) == 0 {
+            std::thread::yield_now();
+        }
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        for sent in 1..=20_000 {
+            // SAFETY: the thread lives until `ENDS` is set.
+            unsafe { libc::pthread_kill(TARGET.load(Ordering::Relaxed) as libc::pthread_t, libc::SIGUSR2) };
+            while SIGNALS.load(Ordering::Relaxed) < sent {
+                assert!(std::time::Instant::now() < deadline, "stuck after {sent} signals");
+                std::thread::yield_now();
+            }
+        }
+        ENDS.store(1, Ordering::Release);
     }
 }

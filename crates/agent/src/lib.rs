@@ -21,6 +21,8 @@ pub mod engine;
 pub mod filter;
 pub mod guard;
 #[cfg(not(loom))]
+mod heap;
+#[cfg(not(loom))]
 pub mod remap;
 #[cfg(not(loom))]
 pub mod table;

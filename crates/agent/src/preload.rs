@@ -9,17 +9,21 @@
 //! program gave back through a path we do not see cannot come to life again as
 //! something else while its pages are in our hands.
 
+mod locks;
+mod privileges;
 mod userfaultfd;
 
 use crate::cold;
 use crate::engine::{
-    ALL_MIN, MAY_FOLLOW, MAY_START, POOL_NAME, SHARED, keep_attributes, pool_mappings, replace_merged, start, stop,
-    stop_giving_back, wait_begun,
+    ALL_LOCKED, ALL_MIN, MAY_FOLLOW, MAY_START, POOL_NAME, SHARED, TASK_PATH_LEN, is_new_child, is_own_process,
+    keep_attributes, mark_origin, mark_process, pool_mappings, replace_merged, start, stop, stop_giving_back,
+    wait_begun,
 };
 use crate::filter;
+use crate::guard::{Guard, Held};
 use crate::remap::copy_of;
 use crate::table::Note;
-use core::ffi::{c_char, c_int, c_long, c_void};
+use core::ffi::{CStr, c_char, c_int, c_long, c_void};
 use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
@@ -39,12 +43,6 @@ fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
 
 unsafe extern "C" {
     fn __errno_location() -> *mut c_int;
-    fn __register_atfork(
-        prepare: Option<extern "C" fn()>,
-        parent: Option<extern "C" fn()>,
-        child: Option<extern "C" fn()>,
-        object: *const c_void,
-    ) -> c_int;
     fn pthread_self() -> usize;
     fn getenv(name: *const c_char) -> *const c_char;
     fn strlen(text: *const c_char) -> usize;
@@ -81,7 +79,13 @@ fn returned(result: Result<()>) -> c_int {
 }
 
 fn active() -> bool {
-    ACTIVE.load(Ordering::Relaxed)
+    let active = ACTIVE.load(Ordering::Relaxed);
+    // Who holds the guard in a child is in the middle of a fork that is known.
+    if active && !SHARED.guard.is_held_by(me()) && is_new_child() {
+        // Forked by a call that nobody saw. Its agent starts with the next memory that wants one.
+        begin_child(me());
+    }
+    active
 }
 
 fn managed_all() -> bool {
@@ -116,16 +120,17 @@ extern "C" fn begin() {
     // SAFETY: the kernel fills the 8 bytes.
     let _ = unsafe { syscall!(libc::SYS_getrandom, core::ptr::from_mut(&mut random), 8, 0) };
     ZONE_NEXT.store(ZONE_START + (random % (16 << 40)) / (2 << 20) * (2 << 20), Ordering::Relaxed);
-    // SAFETY: the handlers live as long as the library, which is never unloaded (it was preloaded).
-    unsafe { __register_atfork(Some(before_fork), Some(after_fork_parent), Some(after_fork_child), core::ptr::null()) };
+    register_first();
     // Looked up now: later it might be in a signal handler.
     next(&NEXT_FORK, c"_Fork".as_ptr(), 0);
     next(&NEXT_LIBC_FORK, c"fork".as_ptr(), 0);
     next(&NEXT_CLONE, c"clone".as_ptr(), 0);
+    mark_origin();
+    privileges::look_up();
     ACTIVE.store(true, Ordering::Release);
     // The C library's allocator maps memory without our seeing it, so there may never be a better moment.
     if all {
-        start();
+        start_unless_away();
     }
 }
 
@@ -133,9 +138,65 @@ extern "C" fn begin() {
 #[unsafe(link_section = ".init_array")]
 static BEGIN: extern "C" fn() = begin;
 
+type Handler = Option<extern "C" fn()>;
+type RegisterFn = unsafe extern "C" fn(Handler, Handler, Handler, *const c_void) -> c_int;
+
+static NEXT_REGISTER: AtomicUsize = AtomicUsize::new(0);
+
+/// Registers our handlers of forks, once; before those of any library that registers through [`__register_atfork`].
+///
+/// Handlers that prepare a fork run from the last to the first, the others from the first to the last. So those of libraries
+/// take their locks before we take the guard, and we free it before they free their locks: who holds such a lock and waits
+/// for the guard has it. They may map and discard in their handlers as ever.
+fn register_first() -> Option<RegisterFn> {
+    static DONE: AtomicBool = AtomicBool::new(false);
+    let register = match next(&NEXT_REGISTER, c"__register_atfork".as_ptr(), 0) {
+        0 => return None,
+        // SAFETY: the C library's function of this name has this type.
+        found => unsafe { core::mem::transmute::<usize, RegisterFn>(found) },
+    };
+    if !DONE.swap(true, Ordering::Relaxed) {
+        // SAFETY: the handlers live as long as the library, which is never unloaded (it was preloaded).
+        unsafe { register(Some(before_fork), Some(parent_of_fork), Some(child_of_fork), core::ptr::null()) };
+    }
+    Some(register)
+}
+
+/// What pthread_atfork(3) is in every object that calls it. Constructors of libraries do so before ours runs.
+///
+/// # Safety
+/// As pthread_atfork(3); `object` is the caller's, or null.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn __register_atfork(
+    prepare: Handler,
+    parent: Handler,
+    child: Handler,
+    object: *const c_void,
+) -> c_int {
+    match register_first() {
+        // SAFETY: passed on.
+        Some(register) => unsafe { register(prepare, parent, child, object) },
+        None => libc::ENOMEM,
+    }
+}
+
 /// What pthread_atfork(3) calls: it cannot refuse, and [`fork`] has seen before whether there is room.
 extern "C" fn before_fork() {
-    let _ = prepare_fork(true);
+    if active() {
+        let _ = prepare_fork(true);
+    }
+}
+
+extern "C" fn parent_of_fork() {
+    if active() {
+        after_fork_parent();
+    }
+}
+
+extern "C" fn child_of_fork() {
+    if ACTIVE.load(Ordering::Relaxed) {
+        after_fork_child();
+    }
 }
 
 /// Readies memory for being copied, and takes the guard until [`after_fork_parent`].
@@ -147,7 +208,10 @@ fn prepare_fork(whatever_it_takes: bool) -> Result<()> {
     // No page may be in the staging area when the child's memory is copied.
     let held = SHARED.guard.lock(me());
     // Nor out: the child has nobody to ask. Nothing goes out while the guard is held.
-    cold::before_fork(whatever_it_takes, |addr| SHARED.tables(&held).table.at(addr).dont_fork)?;
+    cold::before_fork(whatever_it_takes, |addr, end| {
+        let (end, note) = SHARED.tables(&held).table.stretch(addr, end);
+        (end, note.dont_fork)
+    })?;
     core::mem::forget(held);
     Ok(())
 }
@@ -157,24 +221,42 @@ fn may_fork() -> bool {
     prepare_fork(false).inspect_err(|errno| fail(*errno)).is_ok()
 }
 
-extern "C" fn after_fork_parent() {
+fn after_fork_parent() {
     SHARED.guard.unlock_forgotten(me());
 }
 
-extern "C" fn after_fork_child() {
-    SHARED.guard.reset();
+fn after_fork_child() {
+    SHARED.guard.unlock_forgotten(me());
+    let _ = is_new_child();
+    if begin_child(me()) {
+        start_unless_away();
+    }
+}
+
+/// In a forked child, in which the frames of `goes_on` go on, or none (0). True if it needs an agent at once: its merged
+/// pages do; a child without any may never need it, unless all its memory is managed.
+fn begin_child(goes_on: usize) -> bool {
+    mark_process();
+    SHARED.guard.reset(goes_on);
+    AWAY.reset(goes_on);
+    START.store(false, Ordering::Relaxed);
     cold::after_fork_child();
     SHARED.thread.forget();
-    let ran = SHARED.phase.swap(0, Ordering::Relaxed) == 1;
-    let held = SHARED.guard.lock(me());
-    let merged = !SHARED.tables(&held).merged.is_empty();
-    drop(held);
-    SHARED.forked.store(merged, Ordering::Relaxed);
-    // The child's merged pages need the agent's care from the start; a child without any may never need it, unless all
-    // its memory is managed.
-    if ran && (merged || managed_all()) {
-        start();
+    let phase = SHARED.phase.load(Ordering::Relaxed);
+    // What made the agent give up is inherited: a filter, or a lack.
+    if phase != 3 {
+        SHARED.phase.store(0, Ordering::Relaxed);
     }
+    let held = SHARED.guard.lock(me());
+    let tables = SHARED.tables(&held);
+    let merged = !tables.merged.is_empty();
+    // Locks are not inherited.
+    tables.table.change_noted(|note| note.locked = false);
+    drop(held);
+    ALL_LOCKED.store(false, Ordering::Release);
+    SHARED.forked.store(merged, Ordering::Relaxed);
+    // Another thread of the parent's may have sent the agent away for a moment.
+    phase != 3 && (merged || managed_all())
 }
 
 fn range_of(addr: *mut c_void, len: usize) -> Range {
@@ -185,9 +267,68 @@ fn range_of(addr: *mut c_void, len: usize) -> Range {
 /// Starts the agent now if the program has memory for it.
 fn wanted() {
     if SHARED.phase.load(Ordering::Relaxed) == 0 {
-        start();
+        start_unless_away();
     }
     SHARED.changed();
+}
+
+/// Held by the thread that sends the agent away, until that is back: two at a time would each take the other's agent for its
+/// own. It is taken before the guard, never by who holds that: the agent may be waiting for the guard.
+static AWAY: Guard = Guard::new();
+
+/// Somebody wants an agent to start that could not take [`AWAY`].
+static START: AtomicBool = AtomicBool::new(false);
+
+/// Has [`AWAY`]. Starts the agent in the end if somebody wanted it meanwhile.
+struct Away(Option<Held<'static>>);
+
+impl Away {
+    fn take() -> Away {
+        Away(Some(AWAY.lock(me())))
+    }
+
+    /// True if this is a handler, which interrupted a frame that has it.
+    fn is_nested(&self) -> bool {
+        self.0.as_ref().is_some_and(Held::is_nested)
+    }
+}
+
+impl Drop for Away {
+    fn drop(&mut self) {
+        drop(self.0.take());
+        if START.load(Ordering::SeqCst) {
+            start_unless_away();
+        }
+    }
+}
+
+/// Starts the agent, now or when whoever has sent it away has made his call. Never waits.
+fn start_unless_away() {
+    // Else it would end with a child that is another program soon.
+    if !is_own_process() {
+        return;
+    }
+    START.store(true, Ordering::SeqCst);
+    while START.load(Ordering::SeqCst) {
+        match AWAY.try_lock(me()) {
+            Some(held) if !held.is_nested() => {
+                START.store(false, Ordering::SeqCst);
+                start();
+            }
+            // Who holds it looks once more when it has let go.
+            _ => return,
+        }
+    }
+}
+
+/// Where in the zone a block of `len` bytes is to be; nothing if there is no room. What asks for more than that uses up none.
+fn place(len: u64) -> Option<u64> {
+    let size = len.checked_next_multiple_of(PAGE).filter(|size| *size < ZONE_END)?;
+    // Blocks that can hold huge pages begin where huge pages begin.
+    let align = if size >= 2 << 20 { 2 << 20 } else { PAGE };
+    let step = |at: u64| (at != 0 && at + align + size < ZONE_END).then_some(at + align + size);
+    let at = ZONE_NEXT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, step).ok()?;
+    Some(at.next_multiple_of(align))
 }
 
 fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: i64) -> Result<u64> {
@@ -197,23 +338,22 @@ fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offs
             == 0
         && prot & libc::PROT_EXEC == 0;
     if addr.is_null() && large && plain && flags & (libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE) == 0 {
-        let size = (len as u64 + PAGE - 1) & !(PAGE - 1);
-        // Blocks that can hold huge pages begin where huge pages begin.
-        let align = if size >= 2 << 20 { 2 << 20 } else { PAGE };
-        let step = size + align;
-        let at = ZONE_NEXT.fetch_add(step, Ordering::Relaxed);
-        let place = (at + align - 1) & !(align - 1);
-        if at != 0 && place + size < ZONE_END {
+        let placed = place(len as u64).and_then(|place| {
             let flags = flags | libc::MAP_FIXED_NOREPLACE;
             // SAFETY: NOREPLACE never touches what is mapped.
-            if let Ok(place) = unsafe { mem::map(place, len as u64, prot, flags, fd, offset as u64) } {
-                if managed_all() && prot == libc::PROT_READ | libc::PROT_WRITE {
-                    note(Range { start: place, end: place + size }, |note| note.seen = true);
-                    wanted();
-                }
-                return Ok(place);
-            }
+            unsafe { mem::map(place, len as u64, prot, flags, fd, offset as u64) }.ok()
+        });
+        let place = match placed {
+            Some(place) => place,
+            // Where the kernel likes, as with a wish for small memory: its end is seen if an interposed call makes it.
+            // SAFETY: the program's own call.
+            None => unsafe { mem::map(0, len as u64, prot, flags, fd, offset as u64) }?,
+        };
+        if managed_all() && prot == libc::PROT_READ | libc::PROT_WRITE {
+            note(range_of(place as *mut c_void, len), |note| note.seen = true);
+            wanted();
         }
+        return Ok(place);
     }
     if flags & libc::MAP_FIXED != 0 && flags & libc::MAP_FIXED_NOREPLACE != libc::MAP_FIXED_NOREPLACE {
         let range = range_of(addr, len);
@@ -264,7 +404,12 @@ pub unsafe extern "C" fn mmap(
         unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }
     };
     match result {
-        Ok(addr) => addr as *mut c_void,
+        Ok(addr) => {
+            if flags & libc::MAP_LOCKED != 0 && active() {
+                note(locks::pages_of(addr as *mut c_void, len), |note| note.locked = true);
+            }
+            addr as *mut c_void
+        }
         Err(errno) => {
             fail(errno);
             libc::MAP_FAILED
@@ -366,13 +511,16 @@ pub unsafe extern "C" fn mremap(
             other => other,
         };
         if let Ok(moved) = result {
-            let tables = SHARED.tables(&held);
-            let note = tables.table.at(range.start);
-            tables.table.forget(range);
-            let target = range_of(moved as *mut c_void, new_len);
-            tables.table.forget(target);
-            if note != Note::default() {
-                tables.table.change(target, |to| *to = note);
+            let table = SHARED.tables(&held).table;
+            if shrinks {
+                table.forget(voided);
+            } else {
+                let keeps = flags & libc::MREMAP_DONTUNMAP != 0;
+                table.carry(range, range_of(moved as *mut c_void, new_len), keeps);
+                if keeps {
+                    // The lock has moved with the pages.
+                    table.change(range, |note| note.locked = false);
+                }
             }
             SHARED.changed();
         }
@@ -412,8 +560,7 @@ pub unsafe extern "C" fn mprotect(addr: *mut c_void, len: usize, prot: c_int) ->
 /// Where the program may write, the kernel's own copy on write does it, so that no write of another thread is lost; the
 /// daemon makes such pages plain memory later. Elsewhere nobody can be writing, and the bytes are copied.
 fn unmerge(range: Range) -> Result<()> {
-    const WRITABLE: c_int = libc::PROT_READ | libc::PROT_WRITE;
-    for_each_merged(range, |part, prot| if prot == WRITABLE { populate(part) } else { gather(part) })
+    for_each_merged(range, |part, prot| if prot & libc::PROT_WRITE != 0 { populate(part) } else { gather(part) })
 }
 
 /// Makes `range`, if part of it is or was shown from the pool, one plain private mapping with the same bytes, rights and
@@ -485,6 +632,33 @@ fn for_each_merged(range: Range, act: impl Fn(Range, c_int) -> Result<()>) -> Re
     failed.map_or(Ok(()), Err)
 }
 
+/// `MADV_WIPEONFORK`, which the kernel refuses for a file's pages: what is merged is plain memory first.
+fn wipe_on_fork(range: Range) -> Result<()> {
+    // SAFETY: changes no bytes of this process.
+    let call = || unsafe { mem::advise(range.start, range.len(), libc::MADV_WIPEONFORK) };
+    let held = SHARED.guard.lock(me());
+    let tables = SHARED.tables(&held);
+    let merged = tables.merged.may_overlap(range) && pool_mappings(range, |_, _| true).unwrap_or(true);
+    // From here on, so that none of it is merged again behind us.
+    tables.table.change(range, |note| note.excluded = true);
+    drop(held);
+    if merged {
+        // Where other threads may be writing the agent's thread gives back; what it did not is refused, as a copy made here
+        // may lose one of their writes.
+        without_thread(libc::EINVAL, range, || {
+            let _held = SHARED.guard.lock(me());
+            let give = |part, prot| if prot & libc::PROT_WRITE != 0 { Err(Errno(libc::EINVAL)) } else { gather(part) };
+            for_each_merged(range, give).and_then(|()| call()).map(|()| 0)
+        })?;
+    } else {
+        call()?;
+    }
+    // So that a copy of it is wiped as well.
+    note(range, |note| note.wipe_on_fork = true);
+    SHARED.changed();
+    Ok(())
+}
+
 fn advise(addr: *mut c_void, len: usize, advice: c_int) -> Result<()> {
     const MADV_FREE: c_int = libc::MADV_FREE;
     if matches!(advice, libc::MADV_POPULATE_READ | libc::MADV_POPULATE_WRITE) {
@@ -493,6 +667,9 @@ fn advise(addr: *mut c_void, len: usize, advice: c_int) -> Result<()> {
         return unsafe { mem::advise(addr as u64, len as u64, advice) };
     }
     let range = range_of(addr, len);
+    if advice == libc::MADV_WIPEONFORK {
+        return wipe_on_fork(range);
+    }
     let held = SHARED.guard.lock(me());
     let merged = SHARED.tables(&held).merged.may_overlap(range);
     // SAFETY: the program's own call.
@@ -507,10 +684,6 @@ fn advise(addr: *mut c_void, len: usize, advice: c_int) -> Result<()> {
         }
         libc::MADV_UNMERGEABLE if merged => {
             unmerge(range)?;
-            call(advice)
-        }
-        libc::MADV_WIPEONFORK if merged => {
-            gather(range)?;
             call(advice)
         }
         libc::MADV_REMOVE if merged => Err(Errno(libc::EINVAL)),
@@ -544,13 +717,13 @@ fn advise(addr: *mut c_void, len: usize, advice: c_int) -> Result<()> {
             }),
             libc::MADV_DONTFORK => tables.table.change(range, |note| note.dont_fork = true),
             libc::MADV_DOFORK => tables.table.change(range, |note| note.dont_fork = false),
+            libc::MADV_KEEPONFORK => tables.table.change(range, |note| note.wipe_on_fork = false),
             // What must not be dumped is secret: it is managed only if the program asked for just that.
             libc::MADV_DONTDUMP => tables.table.change(range, |note| {
                 note.dont_dump = true;
                 note.seen = false;
             }),
             libc::MADV_DODUMP => tables.table.change(range, |note| note.dont_dump = false),
-            libc::MADV_WIPEONFORK => tables.table.change(range, |note| note.excluded = true),
             libc::MADV_HUGEPAGE => tables.table.change(range, |note| (note.huge, note.small) = (true, false)),
             libc::MADV_NOHUGEPAGE => tables.table.change(range, |note| (note.huge, note.small) = (false, true)),
             _ => changed = false,
@@ -610,13 +783,18 @@ pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: u
                 }
             }
             libc::PR_SET_SECCOMP if a == libc::SECCOMP_MODE_STRICT as usize => leave_for_filter(),
-            libc::PR_SET_SECCOMP if b != 0 => meet_filter(b as u64),
+            libc::PR_SET_SECCOMP if b != 0 => meet_filter(b as u64, false),
             _ => {}
         }
     }
     // SAFETY: the program's own call.
     match unsafe { syscall!(libc::SYS_prctl, option, a, b, c, d) } {
-        Ok(value) => value as c_int,
+        Ok(value) => {
+            if active() {
+                privileges::taken_by_prctl(option).follow();
+            }
+            value as c_int
+        }
         Err(errno) => {
             fail(errno);
             -1
@@ -624,13 +802,19 @@ pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: u
     }
 }
 
-/// The program is about to install the filter at `at`, a `sock_fprog`: stays if the agent can live with it, else leaves.
-fn meet_filter(at: u64) {
-    let verdict = filter_at(at).filter(|verdict| verdict.stay);
+/// The program is about to install the filter at `at`, a `sock_fprog`, for `all` its threads: stays if the agent can live with
+/// it, else leaves. Our thread has it too, by the kernel's hand or since it is replaced.
+fn meet_filter(at: u64, all: bool) {
+    if !is_own_process() {
+        return;
+    }
+    let verdict = filter_at(at).filter(|verdict| verdict.stay && (verdict.start || all));
     let Some(verdict) = verdict else { return leave_for_filter() };
     if !verdict.start {
         // Now or never. Who has nothing to merge yet may have later.
+        let away = Away::take();
         start();
+        drop(away);
         wait_begun();
         MAY_START.store(false, Ordering::Release);
     }
@@ -661,11 +845,20 @@ fn filter_at(at: u64) -> Option<filter::Verdict> {
 /// The agent leaves, for good, and merged pages become the program's own: looking after them takes system calls that
 /// the filter may not allow.
 fn leave_for_filter() {
+    leave_with_all(3);
+}
+
+/// As [`stop_giving_back`] for all memory, whatever the program may do there.
+fn leave_with_all(final_phase: u32) {
     const EVERYTHING: Range = Range { start: 0, end: u64::MAX };
+    if !is_own_process() {
+        return;
+    }
+    let _away = Away::take();
     if SHARED.phase.load(Ordering::Acquire) == 3 {
         return;
     }
-    stop_giving_back(EVERYTHING, 3);
+    stop_giving_back(EVERYTHING, final_phase);
     let held = SHARED.guard.lock(me());
     if !SHARED.tables(&held).merged.is_empty() {
         if gather_all(EVERYTHING).is_ok() {
@@ -674,18 +867,39 @@ fn leave_for_filter() {
     }
 }
 
-/// How often a call that our thread stands in the way of is tried again, a millisecond apart.
+/// How often a call that our thread stood in the way of is tried again, a millisecond apart, once that is gone.
 const ALONE_TRIES: u32 = 20;
+
+/// The same while the thread is still listed, which has ended and waits for a processor, or where the daemon has yet to close
+/// its copies of a userfaultfd.
+const BUSY_TRIES: u32 = 2000;
 
 /// Makes `call` with the agent's thread gone, which may have been why it fails with `errno`, and what `range` shows from the
 /// pool plain memory. Nothing is done (`ENOMEM`) where a limit of memory has no room for all that is out.
 fn without_thread(errno: i32, range: Range, call: impl Fn() -> Result<usize>) -> Result<usize> {
-    let mut ran = active() && SHARED.phase.load(Ordering::Acquire) == 1;
+    // Waiting for the agent, which may wait for the guard, would be for ever.
+    if !active() || !is_own_process() || SHARED.guard.is_held_by(me()) {
+        return call();
+    }
+    let away = Away::take();
+    if away.is_nested() {
+        return call();
+    }
+    if !range.is_empty() && SHARED.phase.load(Ordering::Acquire) == 0 {
+        // Nobody else can give back what is merged.
+        start();
+    }
+    let mut ran = SHARED.phase.load(Ordering::Acquire) == 1;
     if ran && !MAY_START.load(Ordering::Acquire) {
         // It could not come back.
         leave_for_filter();
         ran = false;
     }
+    // The daemon has copies of what a cold client registers its memory with.
+    let is_shared = errno == libc::EBUSY && (cold::COLD.load(Ordering::Relaxed) || cold::is_leased());
+    let mut buffers = [[0; TASK_PATH_LEN]; 2];
+    let [first, second] = &mut buffers;
+    let paths = [SHARED.thread.path(b"", first), cold::second_thread().path(b"", second)];
     if ran {
         let held = SHARED.guard.lock(me());
         cold::before_leaving()?;
@@ -693,10 +907,13 @@ fn without_thread(errno: i32, range: Range, call: impl Fn() -> Result<usize>) ->
         stop_giving_back(range, 0);
     }
     let mut result = call();
-    // The kernel tells us that the thread has ended a moment before it no longer counts, and its descriptors are closed.
-    for _ in 0..ALONE_TRIES {
-        if !ran || result != Err(Errno(errno)) {
-            break;
+    // The kernel tells us that a thread has ended before it no longer counts, on a busy machine long before.
+    let (mut tries, mut busy_tries) = (ALONE_TRIES, BUSY_TRIES);
+    while ran && result == Err(Errno(errno)) && tries > 0 {
+        if busy_tries > 0 && (is_shared || paths.into_iter().flatten().any(|path| is_there(path))) {
+            busy_tries -= 1;
+        } else {
+            tries -= 1;
         }
         let _ = pagefold_os::fd::poll(&mut [], 1);
         result = call();
@@ -705,6 +922,10 @@ fn without_thread(errno: i32, range: Range, call: impl Fn() -> Result<usize>) ->
         start();
     }
     result
+}
+
+fn is_there(path: &CStr) -> bool {
+    Fd::open(path, libc::O_PATH, 0).is_ok()
 }
 
 /// Makes `call`, again with the agent's thread gone if it fails as calls do that want a process of one thread.
@@ -746,7 +967,9 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
         match number {
             // Libraries probe for it with no filter, or with flags that strict mode does not take: nothing is installed then.
             libc::SYS_seccomp if a == libc::SECCOMP_SET_MODE_STRICT as usize && b == 0 => leave_for_filter(),
-            libc::SYS_seccomp if a == libc::SECCOMP_SET_MODE_FILTER as usize && c != 0 => meet_filter(c as u64),
+            libc::SYS_seccomp if a == libc::SECCOMP_SET_MODE_FILTER as usize && c != 0 => {
+                meet_filter(c as u64, b & libc::SECCOMP_FILTER_FLAG_TSYNC as usize != 0);
+            }
             // SAFETY: the same call by its C name.
             libc::SYS_madvise => return c_long::from(unsafe { madvise(a as *mut _, b, c as c_int) }),
             // SAFETY: as above.
@@ -768,11 +991,21 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
                 });
             }
             // SAFETY: as above.
+            libc::SYS_mlock => return c_long::from(unsafe { locks::mlock(a as *mut _, b) }),
+            // SAFETY: as above.
+            libc::SYS_mlock2 => return c_long::from(unsafe { locks::mlock2(a as *mut _, b, c as core::ffi::c_uint) }),
+            // SAFETY: as above.
+            libc::SYS_munlock => return c_long::from(unsafe { locks::munlock(a as *mut _, b) }),
+            // SAFETY: as above.
+            libc::SYS_mlockall => return c_long::from(unsafe { locks::mlockall(a as c_int) }),
+            // SAFETY: as above.
+            libc::SYS_munlockall => return c_long::from(unsafe { locks::munlockall() }),
+            // SAFETY: as above.
             libc::SYS_unshare => return c_long::from(unsafe { unshare(a as c_int) }),
             _ => {}
         }
     }
-    let forks = is_fork(number, a);
+    let forks = is_fork(number, a, b);
     if forks && active() && !may_fork() {
         return -1;
     }
@@ -780,6 +1013,9 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
     let result = unsafe { syscall!(number, a, b, c, d, e, f) };
     if forks && active() {
         if result == Ok(0) { after_fork_child() } else { after_fork_parent() }
+    }
+    if active() && result.is_ok() {
+        privileges::taken_by(number).follow();
     }
     match result {
         Ok(value) => value as c_long,
@@ -828,7 +1064,7 @@ pub unsafe extern "C" fn fork() -> c_int {
         if !may_fork() {
             return -1;
         }
-        // The handlers, ours among them, do the rest: others want to hold locks of theirs by then.
+        // The handlers, ours behind the others', do the rest: they may wait for who waits for the guard.
         after_fork_parent();
     }
     // SAFETY: the program's own call.
@@ -866,11 +1102,16 @@ struct Begin {
 }
 
 extern "C" fn begin_clone(begin: *mut c_void) -> c_int {
-    after_fork_child();
+    let _ = is_new_child();
+    // It has a stack of its own.
+    if begin_child(0) {
+        start_unless_away();
+    }
     // SAFETY: the parent's frame, of which the child has a copy.
     let begin = unsafe { &*begin.cast::<Begin>() };
     let status = (begin.function)(begin.argument);
     // The C library ends this thread only, and expects that to be the end of the process.
+    let _away = Away::take();
     stop(3);
     status
 }
@@ -912,12 +1153,36 @@ pub unsafe extern "C" fn clone(
 }
 
 /// True for the raw calls that copy the address space.
-fn is_fork(number: c_long, flags: usize) -> bool {
+fn is_fork(number: c_long, a: usize, b: usize) -> bool {
     #[cfg(target_arch = "x86_64")]
     if number == libc::SYS_fork {
         return true;
     }
-    number == libc::SYS_clone && flags & libc::CLONE_VM as usize == 0
+    let flags = match number {
+        libc::SYS_clone => a as u64,
+        libc::SYS_clone3 => match clone_flags(a, b) {
+            Some(flags) => flags,
+            None => return false,
+        },
+        _ => return false,
+    };
+    flags & libc::CLONE_VM as u64 == 0
+}
+
+/// The flags in the arguments of a clone3(2), `size` bytes at `at`; nothing if the kernel will refuse them, or if there is no
+/// agent that a child could miss.
+fn clone_flags(at: usize, size: usize) -> Option<u64> {
+    /// The shortest that the kernel takes. Flags come first.
+    const SIZE_MIN: usize = 64;
+    if size < SIZE_MIN || !active() || SHARED.phase.load(Ordering::Acquire) == 3 {
+        return None;
+    }
+    let at = at as u64;
+    let end = at.checked_add(SIZE_MIN as u64)?.checked_next_multiple_of(PAGE)?;
+    // The program may pass anything.
+    cold::read_in(Range { start: at & !(PAGE - 1), end })
+        // SAFETY: the kernel could read there just now; any bytes are a number.
+        .then(|| unsafe { core::ptr::read_unaligned(at as *const u64) })
 }
 
 static NEXT_FREE: AtomicUsize = AtomicUsize::new(0);
@@ -1050,7 +1315,9 @@ pub unsafe extern "C" fn realloc(block: *mut c_void, size: usize) -> *mut c_void
         Some(range) => {
             let held = SHARED.guard.lock(me());
             let merged = SHARED.tables(&held).merged.may_overlap(range);
-            if merged && gather(range).is_err() || cold::before_move(range).is_err() {
+            // What is out first: gathering copies what is here.
+            let back = cold::before_move(range);
+            if back.and_then(|()| if merged { gather(range) } else { Ok(()) }).is_err() {
                 drop(held);
                 fail(Errno(libc::ENOMEM));
                 return core::ptr::null_mut();

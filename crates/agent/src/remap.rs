@@ -13,10 +13,13 @@
 //!
 //! The guard is held from 1 to 6: calls that would change the mappings wait.
 
-use crate::engine::{Agent, NURSERY_LEN, watch_plain};
+use crate::cold;
+use crate::engine::{Agent, NURSERY_LEN, SHARED, pool_mappings, watch_plain};
+use crate::heap::Watched;
 use crate::wire::{self, FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, Why};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
+use pagefold_os::pagemap::{self, Query};
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{PAGE_SIZE, Page, Range, mem, sched, syscall};
@@ -56,12 +59,16 @@ impl Agent {
         if self.is_excluded(span) {
             return;
         }
+        let Ok(heap) = self.heap.hold(span, &self.watch) else { return };
         let frozen_at = sched::monotonic_ns();
         self.voids = [false; FREEZE_PAGES_MAX];
         // The watch loses the span: what stays is protected again below.
         let _ = self.watch.unregister(span);
         if self.hold.register(span, uffd::MODE_MISSING).is_err() {
-            let _ = self.watch.register(span, uffd::MODE_WP);
+            // Part of it may be registered.
+            self.watch_parts(span);
+            self.let_heap_go(heap, span);
+            let _ = self.hold.wake(span);
             return;
         }
         let mut states = [State::Hole; FREEZE_PAGES_MAX];
@@ -75,6 +82,7 @@ impl Agent {
             self.map_piece(span, piece, outcome, states);
         }
         self.watch_again(span, pieces, outcomes, states);
+        self.let_heap_go(heap, span);
         let _ = self.hold.wake(span);
         self.note_freeze(sched::monotonic_ns() - frozen_at);
         for (piece, outcome) in pieces.iter().zip(outcomes.iter()) {
@@ -84,6 +92,13 @@ impl Agent {
         }
         // SAFETY: the staging area is ours and holds only pages that are now mapped from the pool (or were discarded).
         let _ = unsafe { mem::advise(self.staging.addr(), span.len(), libc::MADV_DONTNEED) };
+    }
+
+    /// Ends what [`Heap::hold`](crate::heap::Heap::hold) began.
+    fn let_heap_go(&self, heap: Option<Watched>, range: Range) {
+        if heap.is_some_and(|heap| self.heap.let_go(&heap, range, &self.watch)) {
+            SHARED.changed();
+        }
     }
 
     /// Has the kernel show its page of zeros where pages of zeros were: to who tracks memory by a userfaultfd, as postcopy
@@ -107,19 +122,28 @@ impl Agent {
         let staging = self.staging.addr();
         let mut at = span.start;
         let mut tries = 0;
+        // One move takes pages of one mapping only.
+        let mut len = span.len();
         while at < span.end {
+            let part = Range { start: at, end: span.end.min(at + len) };
             let mode = uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE;
-            let (moved, error) =
-                self.watch.move_pages(staging + (at - span.start), Range { start: at, end: span.end }, mode);
+            let (moved, error) = self.watch.move_pages(staging + (at - span.start), part, mode);
             at += moved;
             let left = match error {
-                None => break,
+                None => {
+                    len = span.len();
+                    None
+                }
                 Some(Errno(libc::EAGAIN)) if tries < MOVE_TRIES => {
                     tries += 1;
                     None
                 }
                 Some(Errno(libc::EAGAIN | libc::EBUSY)) => Some(Why::Pinned),
                 Some(Errno(libc::ENOENT)) => Some(Why::Absent),
+                Some(_) if at + PAGE < part.end => {
+                    len = half(part.end - at);
+                    None
+                }
                 Some(_) => Some(Why::NotPlain),
             };
             if let Some(why) = left {
@@ -188,13 +212,16 @@ impl Agent {
         let offset = run.start as u64 * PAGE;
         let end = self.staging.addr() + run.end as u64 * PAGE;
         let mut at = self.staging.addr() + offset;
+        let mut len = end - at;
+        let mut tries = 0;
         while at < end {
+            let part = Range { start: at, end: end.min(at + len) };
             let target = span.start + (at - self.staging.addr());
             let mode = uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE;
-            let (moved, error) = self.hold.move_pages(target, Range { start: at, end }, mode);
+            let (moved, error) = self.hold.move_pages(target, part, mode);
             at += moved;
             match error {
-                None => break,
+                None => len = end - at,
                 // A discard is under way: its event must be read before anything moves. The discarding
                 // thread then drops what is in place; what we still hold of its range is dropped here.
                 Some(Errno(libc::EAGAIN)) => match self.hold.read_event() {
@@ -208,11 +235,32 @@ impl Agent {
                     _ => yield_now(),
                 },
                 // No memory for a page table: the bytes are safe here, and the program waits as it would for any memory.
-                Some(Errno(libc::ENOMEM | libc::EBUSY)) => yield_now(),
-                // The program unmapped or replaced the range through a raw call: the page has no home any more.
+                Some(Errno(libc::ENOMEM)) => yield_now(),
+                Some(Errno(libc::EBUSY)) if tries < MOVE_TRIES => {
+                    tries += 1;
+                    yield_now();
+                }
+                // One mapping only, here as well.
+                Some(Errno(errno)) if errno != libc::EBUSY && at + PAGE < part.end => len = half(part.end - at),
+                Some(_) if !self.copy_back(at, target + moved) => yield_now(),
                 Some(_) => at += PAGE,
             }
         }
+    }
+
+    /// Copies the staged page at `from` to `to`, which does not take it by a move: the program has locked it or changed its
+    /// rights by a bare call, or something holds the staged page. Returns false if that is to be tried again.
+    fn copy_back(&self, from: u64, to: u64) -> bool {
+        let staged =
+            Query { any_of: pagemap::PRESENT | pagemap::SWAPPED, report: pagemap::PRESENT, ..Query::default() };
+        let mut found = [pagemap::Region::default()];
+        if matches!(pagemap::scan(&self.pagemap, Range::pages_from(from, 1), staged, &mut found), Ok((0, _))) {
+            return true;
+        }
+        // SAFETY: a page of the staging area, which is ours.
+        let (_, error) = unsafe { self.hold.copy(to, from, PAGE, uffd::DONTWAKE) };
+        // Else it was unmapped or replaced: the page has no home any more.
+        !matches!(error, Some(Errno(libc::EAGAIN | libc::ENOMEM)))
     }
 
     /// The program discards `removed` while `span` is in our hands: what we hold of it is dropped and will not be mapped.
@@ -256,7 +304,8 @@ impl Agent {
         let Some(fd) = self.segment_fd(piece.segment) else { return };
         let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
         // SAFETY: the range was plain anonymous memory a moment ago (UFFDIO_MOVE proved it), its pages are in our
-        // hands, the guard keeps the mapping in place, and the bytes that appear equal those that were there.
+        // hands, the guard keeps the mapping in place (what a shrinking heap leaves is unmapped again), and the bytes that
+        // appear equal those that were there.
         let mapped = unsafe {
             mem::map(piece.addr, len, libc::PROT_READ | libc::PROT_WRITE, flags, fd, u64::from(piece.slot) * PAGE)
         };
@@ -288,12 +337,35 @@ impl Agent {
         }
         for run in runs(states, |state| *state != State::Equal) {
             let range = Range { start: span.start + run.start as u64 * PAGE, end: span.start + run.end as u64 * PAGE };
-            let _ = self.hold.unregister(range);
-            rewatch(&self.watch, range);
+            if states[run.clone()].contains(&State::Left(Why::NotPlain)) {
+                self.watch_parts(range);
+            } else {
+                self.watch_part(range);
+            }
             for staged in runs(&states[run.clone()], |state| *state == State::Staged) {
                 let start = range.start + staged.start as u64 * PAGE;
                 let _ = self.watch.write_protect(Range::pages_from(start, staged.len() as u64));
             }
+        }
+    }
+
+    /// As [`watch_part`](Self::watch_part), where what shows the pool already stays held: its discards are answered.
+    fn watch_parts(&self, range: Range) {
+        let mut at = range.start;
+        let _ = pool_mappings(range, |part, _| {
+            self.watch_part(Range { start: at, end: part.start });
+            self.hold_pool(part);
+            at = part.end;
+            false
+        });
+        self.watch_part(Range { start: at, end: range.end });
+    }
+
+    /// What was frozen is plain memory that is watched.
+    fn watch_part(&self, range: Range) {
+        if !range.is_empty() {
+            let _ = self.hold.unregister(range);
+            rewatch(&self.watch, range);
         }
     }
 
@@ -309,19 +381,32 @@ impl Agent {
             return Err(Errno(libc::EINVAL));
         }
         let _held = self.lock_guard();
-        if !self.is_pool_mapping(range) {
-            return Err(Errno(libc::EINVAL));
-        }
+        let heap = self.heap.hold(range, &self.watch)?;
+        let result = if self.is_pool_mapping(range) { self.replace_pool(range) } else { Err(Errno(libc::EINVAL)) };
+        self.let_heap_go(heap, range);
+        let _ = self.hold.wake(range);
+        result
+    }
+
+    /// [`heal`](Self::heal) for one pool mapping; who waits there is to be woken.
+    fn replace_pool(&mut self, range: Range) -> Result<(), Errno> {
         let len = range.len();
         let frozen_at = sched::monotonic_ns();
-        self.hold.register(range, uffd::MODE_MISSING | uffd::MODE_MINOR)?;
-        // SAFETY: the reserve is ours and as long as the longest span; the source mapping stays in place, empty.
-        if let Err(errno) = unsafe { mem::remap(range.start, len, len, INTO | libc::MREMAP_DONTUNMAP, self.aside) } {
-            self.hold_pool(range);
-            return Err(errno);
-        }
-        let hatched = self.hatch(range);
-        let fresh = if hatched.is_some() { None } else { copy_of(self.aside, len).ok() };
+        // Where is the kernel's choice: a place chosen here would be unmapped first, and stay so if the move is refused.
+        const ASIDE: libc::c_int = libc::MREMAP_MAYMOVE | libc::MREMAP_DONTUNMAP;
+        let moved = self.hold.register(range, uffd::MODE_MISSING | uffd::MODE_MINOR).and_then(|()| {
+            // SAFETY: the target is free; the source mapping stays in place, empty.
+            unsafe { mem::remap(range.start, len, len, ASIDE, 0) }
+        });
+        let aside = match moved {
+            Ok(aside) => aside,
+            Err(errno) => {
+                self.hold_pool(range);
+                return Err(errno);
+            }
+        };
+        let hatched = self.hatch(range, aside);
+        let fresh = if hatched.is_some() { None } else { copy_of(aside, len).ok() };
         let (from, flags) = match hatched {
             // The nursery stays whole.
             Some(at) => (Some(at), INTO | libc::MREMAP_DONTUNMAP),
@@ -333,14 +418,17 @@ impl Agent {
         let result = match moved {
             Ok(_) => {
                 core::mem::forget(fresh);
+                // SAFETY: the old mapping, which nobody refers to any more.
+                let _ = unsafe { mem::unmap(aside, len) };
                 self.keep_attributes(range, true);
                 rewatch(&self.watch, range);
                 let _ = self.watch.write_protect(range);
                 Ok(())
             }
             Err(errno) => {
-                // SAFETY: the old mapping with all its pages returns to where it was.
-                let _ = unsafe { mem::remap(self.aside, len, len, INTO, range.start) };
+                // One mapping less: their number may be what is at its limit.
+                drop(fresh);
+                self.bring_back(range, aside);
                 self.hold_pool(range);
                 if let Some(at) = hatched {
                     empty_nursery(at, len);
@@ -348,20 +436,78 @@ impl Agent {
                 Err(errno)
             }
         };
-        let _ = self.hold.wake(range);
-        self.reserve_aside();
         self.note_freeze(sched::monotonic_ns() - frozen_at);
         result
     }
 
+    /// Has what lies at `aside` in `range` again, where it was.
+    fn bring_back(&self, range: Range, aside: u64) {
+        let len = range.len();
+        for _ in 0..MOVE_TRIES {
+            // SAFETY: the old mapping with all its pages returns to where it was.
+            if unsafe { mem::remap(aside, len, len, INTO, range.start) }.is_ok() {
+                return;
+            }
+            // The empty mapping is there still, if the kernel did not get as far as to unmap it: it shows the slots, and
+            // takes the program's own pages without a new mapping.
+            if pool_mappings(range, |_, _| true) == Ok(true) {
+                break;
+            }
+            yield_now();
+        }
+        for offset in (0..len).step_by(PAGE_SIZE) {
+            self.bring_page_back(range, range.start + offset, aside + offset);
+        }
+        // SAFETY: the bytes are where they belong, or that place is gone.
+        let _ = unsafe { mem::unmap(aside, len) };
+    }
+
+    /// Copies the page at `from` to `to` in the empty mapping of `range`, if it is the program's own, and shows the slot else.
+    fn bring_page_back(&self, range: Range, to: u64, from: u64) {
+        let page = Range::pages_from(to, 1);
+        // In memory or swap, and not the file's page.
+        let own = pagemap::Query {
+            all_of: pagemap::FILE,
+            inverted: pagemap::FILE,
+            any_of: pagemap::PRESENT | pagemap::SWAPPED,
+            report: pagemap::PRESENT,
+            ..Query::default()
+        };
+        let mut found = [pagemap::Region::default()];
+        if matches!(pagemap::scan(&self.pagemap, Range::pages_from(from, 1), own, &mut found), Ok((0, _))) {
+            let _ = self.hold.map_cached(page, uffd::DONTWAKE);
+            return;
+        }
+        loop {
+            // SAFETY: the old mapping, which nobody else knows.
+            let (_, error) = unsafe { self.hold.copy(to, from, PAGE, uffd::DONTWAKE) };
+            match error {
+                // A discard is under way: its event must be read before anything is copied.
+                Some(Errno(libc::EAGAIN)) => match self.hold.read_event() {
+                    // Those who wait here are woken in the end, when the page is there.
+                    Ok(Some(uffd::Event::PageFault { addr, .. })) if (range.start..range.end).contains(&addr) => {}
+                    Ok(Some(event)) => self.serve_event(event),
+                    _ => yield_now(),
+                },
+                Some(Errno(libc::ENOMEM)) => yield_now(),
+                Some(Errno(libc::EFAULT)) => {
+                    let _ = guard(to);
+                    return;
+                }
+                // Done; or unmapped or discarded by a bare call: the page has no home any more.
+                _ => return,
+            }
+        }
+    }
+
     /// Copies the pages that lie aside to the place in the nursery that belongs to `range`; `None` if that cannot be had.
-    fn hatch(&mut self, range: Range) -> Option<u64> {
+    fn hatch(&mut self, range: Range, aside: u64) -> Option<u64> {
         let offset = range.start % NURSERY_LEN;
         let at = self.nursery().filter(|_| offset + range.len() <= NURSERY_LEN)? + offset;
         let mut done = 0;
         while done < range.len() {
             // SAFETY: the old mapping lies aside, as long as `range`.
-            let (copied, error) = unsafe { self.hold.copy(at + done, self.aside + done, range.len() - done, 0) };
+            let (copied, error) = unsafe { self.hold.copy(at + done, aside + done, range.len() - done, 0) };
             done += copied;
             match error {
                 None => {}
@@ -388,7 +534,7 @@ impl Agent {
 /// Fresh memory with the bytes of the `len` at `from`, and guards where the program has them.
 ///
 /// # Errors
-/// `ENOMEM` if a page can be neither read nor guarded; else the kernel's.
+/// `ENOMEM` if a page can be neither read nor guarded, or is out (see [`cold`](crate::cold)); else the kernel's.
 pub(crate) fn copy_of(from: u64, len: u64) -> Result<mem::Mapping, Errno> {
     // Through the kernel, which also reads what the program itself may not, but what is guarded.
     let memory = Fd::open(c"/proc/self/mem", libc::O_RDONLY, 0)?;
@@ -396,6 +542,10 @@ pub(crate) fn copy_of(from: u64, len: u64) -> Result<mem::Mapping, Errno> {
     let mut page = [0u8; PAGE_SIZE];
     for offset in (0..len).step_by(PAGE_SIZE) {
         if memory.read_at(&mut page, from + offset) != Ok(PAGE_SIZE) {
+            // This way of reading does not wait for a page that is out.
+            if cold::is_out(from + offset) {
+                return Err(Errno(libc::ENOMEM));
+            }
             guard(fresh.addr() + offset).map_err(|_| Errno(libc::ENOMEM))?;
             continue;
         }
@@ -434,6 +584,11 @@ fn rewatch(watch: &Uffd, range: Range) {
 fn yield_now() {
     // SAFETY: takes nothing.
     let _ = unsafe { syscall!(libc::SYS_sched_yield) };
+}
+
+/// Half of `len` bytes, in whole pages.
+const fn half(len: u64) -> u64 {
+    (len / PAGE).div_ceil(2) * PAGE
 }
 
 /// True if every byte is zero.

@@ -16,10 +16,14 @@ pub struct Note {
     pub excluded: bool,
     /// Left alone while the program tracks it by a userfaultfd of its own.
     pub tracked: bool,
+    /// Locked into memory.
+    pub locked: bool,
     /// Mapped through an interposed call: its end is seen as well.
     pub seen: bool,
     /// `MADV_DONTFORK` is in force.
     pub dont_fork: bool,
+    /// `MADV_WIPEONFORK` is in force.
+    pub wipe_on_fork: bool,
     /// `MADV_DONTDUMP` is in force.
     pub dont_dump: bool,
     /// `MADV_HUGEPAGE` is in force.
@@ -31,7 +35,7 @@ pub struct Note {
 impl Note {
     /// True if the program wants it left alone.
     pub const fn is_excluded(&self) -> bool {
-        self.excluded || self.tracked
+        self.excluded || self.tracked || self.locked
     }
 }
 
@@ -50,8 +54,10 @@ const EMPTY: (Range, Note) = (
         mergeable: false,
         excluded: false,
         tracked: false,
+        locked: false,
         seen: false,
         dont_fork: false,
+        wipe_on_fork: false,
         dont_dump: false,
         huge: false,
         small: false,
@@ -118,9 +124,53 @@ impl Table {
         }
     }
 
+    /// Applies `change` to every note that there is.
+    pub fn change_noted(&mut self, change: impl Fn(&mut Note)) {
+        let mut at = 0;
+        while let Some((range, note)) = self.entries().iter().find(|(range, _)| range.end > at).copied() {
+            at = range.end;
+            let mut changed = note;
+            change(&mut changed);
+            if changed != note {
+                self.change(range, |note| *note = changed);
+            }
+        }
+    }
+
     /// Forgets `range`: it was unmapped or replaced.
     pub fn forget(&mut self, range: Range) {
         self.cut(range);
+    }
+
+    /// The mapping at `from` is at `to` now, which is longer or shorter, perhaps at the same address. Notes come along, those
+    /// of the end for what grew; `from` `keeps` its own if it is still mapped.
+    pub fn carry(&mut self, from: Range, to: Range, keeps: bool) {
+        let moves = from.start != to.start;
+        if moves {
+            self.forget(to);
+        }
+        // A shared mapping of which nothing is to move is there twice then.
+        let last = self.at(if from.is_empty() { from.start } else { from.end - 1 });
+        let mut at = from.start;
+        while moves && at < from.end {
+            let (end, note) = self.stretch(at, from.end);
+            if !keeps {
+                self.forget(Range { start: at, end });
+            }
+            let start = to.start + (at - from.start);
+            let part = Range { start, end: to.end.min(start + (end - at)) };
+            if note != Note::default() && part.start < part.end {
+                self.change(part, |to| *to = note);
+            }
+            at = end;
+        }
+        let grown = Range { start: to.start + from.len(), end: to.end };
+        if grown.start < grown.end {
+            self.forget(grown);
+            if last != Note::default() {
+                self.change(grown, |to| *to = last);
+            }
+        }
     }
 
     fn cut(&mut self, range: Range) {
@@ -261,6 +311,37 @@ impl Default for MergedChunks {
 mod tests {
     use super::*;
     use std::collections::BTreeMap;
+
+    #[test]
+    fn notes_go_where_the_mapping_goes() {
+        let range = |start, end| Range { start, end };
+        let marked = || {
+            let mut table = Box::new(Table::new());
+            table.change(range(10, 20), |note| note.mergeable = true);
+            table.change(range(12, 14), |note| note.excluded = true);
+            table.change(range(18, 20), |note| note.dont_fork = true);
+            table.change(range(100, 130), |note| note.locked = true);
+            table
+        };
+        let excluded = |table: &Table| (0..200).filter(|&at| table.at(at).excluded).collect::<Vec<_>>();
+        let dont_fork = |table: &Table| (0..200).filter(|&at| table.at(at).dont_fork).collect::<Vec<_>>();
+        for keeps in [false, true] {
+            let mut table = marked();
+            table.carry(range(8, 20), range(108, 120), keeps);
+            assert_eq!(excluded(&table), if keeps { vec![12, 13, 112, 113] } else { vec![112, 113] });
+            assert_eq!(table.at(15).mergeable, keeps);
+            assert_eq!(table.at(109), Note::default());
+            assert!(table.at(107).locked && table.at(120).locked && !table.at(115).locked && table.at(115).mergeable);
+        }
+        // Longer in place, longer elsewhere, and shorter.
+        let mut table = marked();
+        table.carry(range(10, 20), range(10, 23), false);
+        assert_eq!(dont_fork(&table), [18, 19, 20, 21, 22]);
+        table.carry(range(10, 23), range(50, 65), false);
+        assert_eq!((excluded(&table), dont_fork(&table)), (vec![52, 53], vec![58, 59, 60, 61, 62, 63, 64]));
+        table.carry(range(50, 65), range(70, 73), false);
+        assert_eq!((excluded(&table), dont_fork(&table)), (vec![72], vec![]));
+    }
 
     #[test]
     fn the_table_agrees_with_a_map_of_pages() {

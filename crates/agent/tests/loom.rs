@@ -100,3 +100,30 @@ fn a_forgotten_hold_is_let_go_by_its_owner_only() {
         assert_eq!(shared.changes.with(|changes| unsafe { *changes }), 2);
     });
 }
+
+/// A handler that forks in the middle of an interposed call undoes its own hold, not that of the frame it interrupted.
+#[test]
+fn a_forgotten_hold_of_an_inner_frame_leaves_the_outer_one() {
+    loom::model(|| {
+        let shared = protected();
+        let other = {
+            let shared = shared.clone();
+            thread::spawn(move || {
+                let _held = shared.guard.lock(3);
+                shared.change();
+            })
+        };
+        {
+            let outer = shared.guard.lock(2);
+            shared.change();
+            std::mem::forget(shared.guard.lock(2));
+            shared.guard.unlock_forgotten(2);
+            shared.change();
+            assert!(!outer.is_nested());
+        }
+        other.join().unwrap();
+        let _held = shared.guard.lock(2);
+        // SAFETY: the guard is held.
+        assert_eq!(shared.changes.with(|changes| unsafe { *changes }), 3);
+    });
+}

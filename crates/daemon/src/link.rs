@@ -31,6 +31,8 @@ const ADDRESS_MAX: u64 = 1 << 57;
 const ENTRIES_MAX: usize = 1 << 20;
 /// No segment, in the list of those that the agent holds.
 const NONE: u32 = u32::MAX;
+/// Inode, in that list, of a segment that the agent may not have got: no file's.
+const UNSURE: u64 = 0;
 /// Regions of a pagemap scan that one call returns at most.
 const SCAN_REGIONS: usize = 4096;
 
@@ -69,8 +71,9 @@ pub struct Link {
     pagemap: Fd,
     shared: Arc<Shared>,
     sequence: u64,
-    /// Ids of the segments that the agent holds, by place; mirrors the agent's own table.
-    held: Box<[u32; SEGMENTS_HELD]>,
+    /// Ids of the segments that the agent holds, by place, and the inodes of their files: an id may be another's later.
+    /// Mirrors the agent's own table.
+    held: Box<[(u32, u64); SEGMENTS_HELD]>,
     /// Segments that the pool had let go when it was last asked.
     released: u64,
     scan: Vec<pagemap::Region>,
@@ -127,7 +130,7 @@ impl Link {
             pagemap,
             shared: Arc::new(Shared { pid: cred.pid, uid: cred.uid, name, channel }),
             sequence: 0,
-            held: Box::new([NONE; SEGMENTS_HELD]),
+            held: Box::new([(NONE, 0); SEGMENTS_HELD]),
             released: 0,
             scan: vec![pagemap::Region::default(); SCAN_REGIONS],
             cpu_ns: AtomicU64::new(0),
@@ -183,6 +186,15 @@ impl Link {
         unsafe { core::ptr::read_volatile(self.shared.channel.as_ptr().add(at).cast()) }
     }
 
+    /// Brings segment `id` again with the next request for it: the agent may not have it. If it has, it is told to forget it
+    /// all the same.
+    fn doubt(&mut self, id: u32) {
+        let held = &mut self.held[id as usize % SEGMENTS_HELD];
+        if held.0 == id {
+            held.1 = UNSURE;
+        }
+    }
+
     /// Has room for `pages` pages in the channel; false if there is none.
     fn make_room(&mut self, pages: usize) -> bool {
         let there = pages <= self.room || populate(&self.shared.channel, self.room..pages);
@@ -216,11 +228,12 @@ impl Link {
         Ok(())
     }
 
-    fn list(&mut self, pool: bool) -> Result<Vec<RegionEntry>, Gone> {
+    /// What the process lists, all of it or (`None`: it cannot read its own mappings now) nothing.
+    fn list(&mut self, pool: bool) -> Result<Option<Vec<RegionEntry>>, Gone> {
         let mut all: Vec<RegionEntry> = Vec::new();
         let mut from = 0;
         loop {
-            let count = self.ask(Op::Regions, 0, u64::from(pool), from, &[])?;
+            let Ok(count) = self.ask_for(Op::Regions, 0, u64::from(pool), from, &[])? else { return Ok(None) };
             for index in 0..count {
                 let entry: RegionEntry = self.get(index);
                 let aligned = entry.start.is_multiple_of(PAGE) && entry.end.is_multiple_of(PAGE);
@@ -235,7 +248,7 @@ impl Link {
                 return Err(Gone);
             }
             if !pool || count < LIST_MAX {
-                return Ok(all);
+                return Ok(Some(all));
             }
             from = all.last().map_or(u64::MAX, |last| last.end);
         }
@@ -255,8 +268,7 @@ impl Link {
         fds.flatten().any(|entry| {
             let target = fs::read_link(entry.path()).unwrap_or_default();
             let target = target.to_string_lossy();
-            if target.contains("[io_uring]") || target.starts_with("/dev/vfio") || target.starts_with("/dev/infiniband")
-            {
+            if target.contains("[io_uring]") || is_device_that_may_pin(&target) {
                 return true;
             }
             let name = entry.file_name();
@@ -270,23 +282,54 @@ impl Link {
     }
 }
 
+/// Device nodes that reach a process's memory only as the process itself would, and directories of such.
+const TAME_DEVICES: [&str; 17] = [
+    "null",
+    "zero",
+    "full",
+    "random",
+    "urandom",
+    "tty",
+    "pts",
+    "ptmx",
+    "console",
+    "kmsg",
+    "shm",
+    "mqueue",
+    "fuse",
+    "kvm",
+    "net/tun",
+    "vhost-net",
+    "vhost-vsock",
+];
+
+/// Whether `target`, an open file, is a device whose driver may hold pages of the process: graphics, video, RDMA, VFIO
+/// and whatever else is not known for the contrary. Disks are told by `O_DIRECT`.
+fn is_device_that_may_pin(target: &str) -> bool {
+    let Some(name) = target.strip_prefix("/dev/") else { return false };
+    let tame = |tame: &str| name.strip_prefix(tame).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
+    use std::os::unix::fs::FileTypeExt;
+    let block = || fs::metadata(target).is_ok_and(|meta| meta.file_type().is_block_device());
+    !TAME_DEVICES.iter().any(|device| tame(device)) && !name.starts_with("tty") && !block()
+}
+
 impl Client for Link {
     fn generation(&mut self) -> u64 {
         self.shared.counters().generation.load(Ordering::Acquire)
     }
 
-    fn regions(&mut self) -> Result<Vec<Range>, Gone> {
-        Ok(self.list(false)?.iter().map(|entry| Range { start: entry.start, end: entry.end }).collect())
+    fn regions(&mut self) -> Result<Option<Vec<Range>>, Gone> {
+        let range = |entry: &RegionEntry| Range { start: entry.start, end: entry.end };
+        Ok(self.list(false)?.map(|entries| entries.iter().map(range).collect()))
     }
 
-    fn pool_mappings(&mut self) -> Result<Vec<PoolMapping>, Gone> {
-        let entries = self.list(true)?;
+    fn pool_mappings(&mut self) -> Result<Option<Vec<PoolMapping>>, Gone> {
         let mapping = |entry: &RegionEntry| PoolMapping {
             range: Range { start: entry.start, end: entry.end },
             inode: entry.inode,
             index: entry.slot as u32,
         };
-        Ok(entries.iter().map(mapping).collect())
+        Ok(self.list(true)?.map(|entries| entries.iter().map(mapping).collect()))
     }
 
     fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
@@ -379,7 +422,7 @@ impl Client for Link {
         while at < pieces.len() {
             // As many pieces as bring few enough new segments; spans stay whole unless one alone needs more.
             let mut fds: Vec<Arc<Fd>> = Vec::new();
-            let mut ids: Vec<u32> = Vec::new();
+            let mut ids: Vec<(u32, u64)> = Vec::new();
             let mut places = std::collections::HashMap::new();
             let mut end = at;
             while end < pieces.len() {
@@ -390,13 +433,15 @@ impl Client for Link {
                     if *places.entry(place).or_insert(id) != id {
                         break;
                     }
-                    if self.held[place] != id && !ids.contains(&id) {
+                    // Whoever asks for it shares a slot of it: it stays what it is until we are done.
+                    let Some(inode) = pool.segment_inode(id) else { break };
+                    if self.held[place] != (id, inode) && !ids.contains(&(id, inode)) {
                         if ids.len() == SEGMENTS_PER_REQUEST {
                             break;
                         }
                         let Some(fd) = pool.segment_fd(id) else { break };
                         fds.push(fd);
-                        ids.push(id);
+                        ids.push((id, inode));
                     }
                 }
                 end += 1;
@@ -420,12 +465,16 @@ impl Client for Link {
                     },
                 );
             }
-            for (index, id) in ids.iter().enumerate() {
+            for (index, (id, inode)) in ids.iter().enumerate() {
                 self.put(LIST_MAX - 1 - index, *id);
-                self.held[*id as usize % SEGMENTS_HELD] = *id;
+                self.held[*id as usize % SEGMENTS_HELD] = (*id, *inode);
             }
             let raw: Vec<i32> = fds.iter().map(|fd| fd.raw()).collect();
-            let count = self.ask(Op::Remap, end - at, ids.len() as u64, 0, &raw)?;
+            let answer = self.ask_for(Op::Remap, end - at, ids.len() as u64, 0, &raw)?;
+            if answer.is_err() {
+                ids.iter().for_each(|(id, _)| self.doubt(*id));
+            }
+            let count = answer.unwrap_or(0);
             for (index, piece) in pieces[at..end].iter().enumerate() {
                 let outcome = if index < count { self.get::<wire::Outcome>(index) } else { wire::Outcome::default() };
                 let pages = piece.range.pages() as u32;
@@ -433,6 +482,10 @@ impl Client for Link {
                     return Err(Gone);
                 }
                 let why = if outcome.merged == pages { Why::Done } else { Why::from_number(outcome.why) };
+                if let Some(slot) = piece.slot.filter(|_| outcome.merged == 0 && why == Why::NotPlain) {
+                    // As it says, too, when it has no such segment: no descriptor or no mapping was left for it.
+                    self.doubt(slot.segment());
+                }
                 out.push(Outcome { merged: outcome.merged, why });
             }
             at = end;
@@ -461,9 +514,9 @@ impl Client for Link {
         }
         let mut gone = 0;
         for place in 0..SEGMENTS_HELD {
-            let id = self.held[place];
-            if id != NONE && pool.segment_inode(id).is_none() {
-                self.held[place] = NONE;
+            let (id, inode) = self.held[place];
+            if id != NONE && pool.segment_inode(id) != Some(inode) {
+                self.held[place] = (NONE, 0);
                 self.put(gone, id);
                 gone += 1;
             }
@@ -501,5 +554,22 @@ impl Drop for Link {
         // Wakes who waits for the other end.
         // SAFETY: numbers only.
         let _ = unsafe { pagefold_os::syscall!(libc::SYS_shutdown, self.socket.raw(), libc::SHUT_RDWR) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_that_are_not_known_may_pin() {
+        for device in
+            ["vfio/7", "infiniband/uverbs0", "nvidia0", "nvidiactl", "dri/renderD128", "video0", "kfd", "nullish"]
+        {
+            assert!(is_device_that_may_pin(&format!("/dev/{device}")), "{device}");
+        }
+        for tame in ["/dev/null", "/dev/pts/3", "/dev/ttyS0", "/dev/net/tun", "/dev/kvm", "/tmp/vfio", "socket:[7]"] {
+            assert!(!is_device_that_may_pin(tame), "{tame}");
+        }
     }
 }

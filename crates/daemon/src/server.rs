@@ -33,6 +33,8 @@ pub struct Config {
     pub idle_priority: bool,
     /// Exit when there was no client for this long.
     pub idle_exit: Option<Duration>,
+    /// Started for a program, by nobody who waits for more.
+    pub on_demand: bool,
     /// Serve metrics here: `HOST:PORT` on loopback, or `unix:PATH`.
     pub metrics: Option<String>,
     /// Serve the page here, in the same way.
@@ -43,12 +45,16 @@ pub struct Config {
     pub cold: crate::cold::Config,
 }
 
+/// How long a domain without clients is kept: what it knows of its pages' contents serves the next ones.
+const DOMAIN_REST: Duration = Duration::from_secs(60);
 /// Longest nap of a worker that finds nothing to do.
 const NAP: Duration = Duration::from_secs(1);
 /// Shortest and longest pause between looks whether clients are left, where it matters.
 const IDLE_LOOKS: [Duration; 2] = [Duration::from_millis(50), Duration::from_secs(1)];
 /// Processors, by number, among which a worker looks for one without another worker.
 const CPUS_TRIED: u64 = 64;
+/// Pause after a connection that could not be taken.
+const ACCEPT_PAUSE_MS: i32 = 50;
 /// Most connections at once.
 const CONNECTIONS_MAX: u64 = 4096;
 /// Processes remembered that could not be managed.
@@ -60,6 +66,12 @@ pub(crate) type DomainKey = (u32, String);
 pub(crate) struct Group {
     pub(crate) domain: Arc<Domain>,
     wake: Arc<(Mutex<u64>, Condvar)>,
+    /// Its workers end.
+    over: Arc<AtomicBool>,
+    /// Clients that are about to be added.
+    joining: usize,
+    /// When its last client was seen.
+    last_busy: Instant,
 }
 
 pub(crate) struct Connected {
@@ -83,6 +95,8 @@ pub struct Daemon {
     connections: AtomicU64,
     /// Processor time of agents whose clients are gone.
     past_cpu_ns: AtomicU64,
+    /// What domains that are gone have counted.
+    past: Mutex<Totals>,
     last_busy: Mutex<Instant>,
     /// Processors on which workers take steps now.
     seats: Mutex<Vec<u64>>,
@@ -119,6 +133,7 @@ impl Daemon {
             bells: [(); 2].map(|()| Bell::new().expect("the first descriptors are there")),
             connections: AtomicU64::new(0),
             past_cpu_ns: AtomicU64::new(0),
+            past: Mutex::default(),
             last_busy: Mutex::new(Instant::now()),
             more_metrics: std::sync::OnceLock::new(),
             more_status: std::sync::OnceLock::new(),
@@ -142,17 +157,18 @@ impl Daemon {
     pub fn run(self: &Arc<Daemon>) -> io::Result<()> {
         let listener = self.listen()?;
         // Clients of a dead daemon wait; nobody new is let in before they are served again.
-        self.cold.adopt();
+        self.cold.adopt().map_err(|error| said("the keeper", &error))?;
         let monitor = {
             let daemon = self.clone();
             thread::Builder::new().name("monitor".into()).spawn(move || daemon.monitor())?
         };
         if let Some(at) = &self.config.metrics {
-            crate::metrics::serve(self.clone(), at).map_err(|error| said("--metrics", &error))?;
+            self.may_lack(crate::metrics::serve(self.clone(), at).map_err(|error| said("--metrics", &error)))?;
         }
         if let Some(at) = &self.config.web {
-            crate::web::serve(self.clone(), at).map_err(|error| said("--web", &error))?;
+            self.may_lack(crate::web::serve(self.clone(), at).map_err(|error| said("--web", &error)))?;
         }
+        pagefold_tier::fd_store::tell_ready();
         // Who never leaves for want of clients need not look for them.
         let pause_ms = self
             .config
@@ -169,7 +185,11 @@ impl Daemon {
             if polls[0].revents == 0 {
                 continue;
             }
-            let Ok(socket) = sock::accept(&listener) else { continue };
+            let Ok(socket) = sock::accept(&listener) else {
+                // No descriptor is free, for instance: a busy loop would not free one.
+                let _ = fd::poll(&mut polls[1..], ACCEPT_PAUSE_MS);
+                continue;
+            };
             if self.connections.load(Ordering::Relaxed) >= CONNECTIONS_MAX {
                 continue;
             }
@@ -191,6 +211,18 @@ impl Daemon {
         Ok(())
     }
 
+    /// Another daemon of this machine may have the address that the file with defaults names for all: one that was started
+    /// for a program goes on without.
+    fn may_lack(&self, served: io::Result<()>) -> io::Result<()> {
+        match served {
+            Err(error) if self.config.on_demand => {
+                eprintln!("pagefold: {error}; goes on without");
+                Ok(())
+            }
+            served => served,
+        }
+    }
+
     /// Asks the daemon to stop; [`run`](Self::run) returns soon after. Clients keep what is merged.
     pub fn stop(&self) {
         self.stopping.store(true, Ordering::Release);
@@ -210,14 +242,29 @@ impl Daemon {
         let lock = std::fs::File::options().create(true).truncate(false).write(true).open(&lock_path)?;
         let locked = lock.try_lock().is_ok();
         *crate::server::lock(&self.lock) = Some(lock);
-        if !locked || sock::connect(bytes).is_ok() {
+        let connected = sock::connect(bytes);
+        if !locked || connected.is_ok() {
             return Err(io::Error::new(
                 io::ErrorKind::AddrInUse,
                 format!("a daemon listens at {} already", path.display()),
             ));
         }
-        // What lies there answers nobody: a daemon that was killed left it.
-        let _ = std::fs::remove_file(path);
+        use std::os::unix::fs::FileTypeExt;
+        match std::fs::symlink_metadata(path) {
+            // It answers nobody: a daemon that was killed left it.
+            Ok(found)
+                if found.file_type().is_socket() && connected.is_err_and(|errno| errno.0 == libc::ECONNREFUSED) =>
+            {
+                std::fs::remove_file(path)?;
+            }
+            Ok(_) => {
+                return Err(io::Error::new(
+                    io::ErrorKind::AlreadyExists,
+                    format!("{} is there, and is no daemon's socket: name another, or remove it", path.display()),
+                ));
+            }
+            Err(_) => {}
+        }
         let listener = sock::listen(bytes)?;
         use std::os::unix::fs::PermissionsExt;
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
@@ -286,14 +333,20 @@ impl Daemon {
         };
         let shared = link.shared();
         let key = (cred.uid, name);
-        let Ok((domain, wake)) = self.domain(&key) else {
-            self.note_not_covered(cred.pid, "no memory for its domain".into());
-            return;
+        let (domain, wake) = match self.join(&key) {
+            Ok(joined) => joined,
+            Err(error) => {
+                self.note_not_covered(cred.pid, format!("no domain for it: {error}"));
+                return;
+            }
         };
         let mut connected = lock(&self.connected);
         let id = domain.add(Box::new(link));
-        connected.push(Connected { key, id, shared, socket });
+        connected.push(Connected { key: key.clone(), id, shared, socket });
         drop(connected);
+        if let Some(group) = lock(&self.groups).get_mut(&key) {
+            group.joining -= 1;
+        }
         self.bells[1].ring();
         ring(&wake);
     }
@@ -311,11 +364,12 @@ impl Daemon {
         list.push_back(NotCovered { pid, name: procfs::name(pid).unwrap_or_default(), reason });
     }
 
-    /// The domain of `key`; made, with its workers, if it is the first time.
+    /// The domain of `key`, which stays until who joins is added; made, with its workers, if there is none.
     #[allow(clippy::type_complexity)]
-    fn domain(self: &Arc<Daemon>, key: &DomainKey) -> io::Result<(Arc<Domain>, Arc<(Mutex<u64>, Condvar)>)> {
+    fn join(self: &Arc<Daemon>, key: &DomainKey) -> io::Result<(Arc<Domain>, Arc<(Mutex<u64>, Condvar)>)> {
         let mut groups = lock(&self.groups);
-        if let Some(group) = groups.get(key) {
+        if let Some(group) = groups.get_mut(key) {
+            group.joining += 1;
             return Ok((group.domain.clone(), group.wake.clone()));
         }
         let domain = Arc::new(Domain::new(domain::Config {
@@ -327,22 +381,50 @@ impl Daemon {
             ..domain::Config::default()
         })?);
         let wake = Arc::new((Mutex::new(0), Condvar::new()));
+        let over = Arc::new(AtomicBool::new(false));
         for number in 0..self.config.workers.max(1) {
-            let (daemon, domain, wake) = (self.clone(), domain.clone(), wake.clone());
-            thread::Builder::new().name(format!("worker-{number}")).spawn(move || daemon.work(&domain, &wake))?;
+            let (daemon, domain, wake, over, key) =
+                (self.clone(), domain.clone(), wake.clone(), over.clone(), key.clone());
+            let work = move || daemon.work(&key, &domain, &wake, &over);
+            // One is enough.
+            if let Err(error) = thread::Builder::new().name(format!("worker-{number}")).spawn(work)
+                && number == 0
+            {
+                return Err(error);
+            }
         }
-        groups.insert(key.clone(), Group { domain: domain.clone(), wake: wake.clone() });
-        Ok((domain, wake))
+        let (of_group, last_busy) = ((domain.clone(), wake.clone()), Instant::now());
+        groups.insert(key.clone(), Group { domain, wake, over, joining: 1, last_busy });
+        Ok(of_group)
+    }
+
+    /// Lets go of the domain of `key` if it has had no client for `rest`: its name may never come again.
+    fn let_go(&self, key: &DomainKey, rest: Duration) {
+        let mut groups = lock(&self.groups);
+        let Some(group) = groups.get_mut(key) else { return };
+        if group.joining > 0 || !group.domain.clients().is_empty() {
+            group.last_busy = Instant::now();
+        } else if group.last_busy.elapsed() >= rest
+            && let Some(group) = groups.remove(key)
+        {
+            let events = group.domain.stats().events;
+            let mut past = lock(&self.past);
+            past.full_scans += events.full_scans;
+            past.breaks += events.breaks;
+            past.pages_merged += events.pages_merged + events.pages_zeroed;
+            group.over.store(true, Ordering::Release);
+            ring(&group.wake);
+        }
     }
 
     /// A worker: takes steps with clients that are due.
-    fn work(&self, domain: &Domain, wake: &(Mutex<u64>, Condvar)) {
+    fn work(&self, key: &DomainKey, domain: &Domain, wake: &(Mutex<u64>, Condvar), over: &AtomicBool) {
         if self.config.idle_priority {
             let _ = sched::donate_idle_time();
         }
         let everywhere = sched::Cpus::of_thread().ok();
         let mut gone = Vec::new();
-        while !self.stopping.load(Ordering::Acquire) {
+        while !self.stopping.load(Ordering::Acquire) && !over.load(Ordering::Acquire) {
             let seen = *lock(&wake.0);
             let now = sched::monotonic_ns();
             // For the length of a step worker and agent stay on one processor and take turns there. Left alone, the kernel
@@ -354,7 +436,7 @@ impl Daemon {
                 let _ = everywhere.bind_thread();
             }
             for id in gone.drain(..) {
-                self.forget(|client| client.id == id && client.key.1 == domain.config().name);
+                self.forget(|client| client.id == id && client.key == *key);
             }
             match step {
                 Some(next) => {
@@ -365,6 +447,7 @@ impl Daemon {
                     }
                 }
                 None => {
+                    self.let_go(key, DOMAIN_REST);
                     let wait =
                         domain.due_ns().map_or(NAP, |due| Duration::from_nanos(due.saturating_sub(now)).min(NAP));
                     let wait = wait.max(Duration::from_micros(200));
@@ -458,7 +541,8 @@ impl Daemon {
                 }
             })
             .collect();
-        let mut totals = Totals { cpu_ns: procfs::cpu_ns(me).unwrap_or(0) + agents_cpu_ns, ..Totals::default() };
+        let cpu_ns = procfs::cpu_ns(me).unwrap_or(0) + agents_cpu_ns;
+        let mut totals = Totals { cpu_ns, ..*lock(&self.past) };
         for (_, domain) in &stats {
             totals.pages_shared += domain.pages_shared;
             totals.pages_sharing += domain.pages_sharing;
@@ -532,4 +616,47 @@ fn ring(wake: &(Mutex<u64>, Condvar)) {
 
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_domain_that_nobody_comes_back_to_is_let_go() {
+        let dir = tempfile::tempdir().unwrap();
+        let daemon = Daemon::new(Config {
+            socket: dir.path().join("s"),
+            workers: 3,
+            period: Duration::from_millis(10),
+            pool_max_bytes: 64 << 20,
+            vma_budget: 100,
+            idle_priority: false,
+            idle_exit: None,
+            on_demand: false,
+            metrics: None,
+            web: None,
+            predict: true,
+            cold: crate::cold::Config::default(),
+        });
+        let key = (0, "sandbox".to_owned());
+        let (domain, _) = daemon.join(&key).unwrap();
+        daemon.let_go(&key, Duration::ZERO);
+        assert_eq!(lock(&daemon.groups).len(), 1, "somebody joins");
+        lock(&daemon.groups).get_mut(&key).unwrap().joining -= 1;
+        daemon.let_go(&key, Duration::from_secs(3600));
+        assert_eq!(lock(&daemon.groups).len(), 1, "it rests first");
+        let worked = Arc::downgrade(&domain);
+        drop(domain);
+        daemon.let_go(&key, Duration::ZERO);
+        assert_eq!(lock(&daemon.groups).len(), 0);
+        // Its workers end, and all that it held goes.
+        for _ in 0..1000 {
+            if worked.upgrade().is_none() {
+                return;
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+        panic!("its workers go on");
+    }
 }

@@ -2,12 +2,15 @@
 
 use crate::server::{Daemon, lock};
 use crate::status::Verified;
-use pagefold_merge::ClientId;
+use pagefold_merge::page::State;
+use pagefold_merge::{ClientId, Domain};
 use pagefold_os::{PAGE_SIZE, Page};
+use pagefold_pool::Slot;
 use std::collections::HashMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 const PRESENT: u64 = 1 << 63;
 /// The page belongs to a file (or shared memory), so it has not been written since it was merged.
@@ -16,11 +19,50 @@ const FRAME: u64 = (1 << 55) - 1;
 
 /// Most wrong pages that are listed; more are only counted by the last line.
 const WRONG_MAX: usize = 100;
+/// How long a page that seems wrong is looked at again, at least and at most.
+const SECOND_LOOK: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(10)];
 
 fn entry(pagemap: &File, addr: u64) -> Option<u64> {
     let mut bytes = [0; 8];
     pagemap.read_exact_at(&mut bytes, addr / PAGE_SIZE as u64 * 8).ok()?;
     Some(u64::from_ne_bytes(bytes))
+}
+
+/// What a look at one page found.
+enum Look {
+    Absent,
+    Broken,
+    SameFrame,
+    SameBytes,
+    Wrong(String),
+}
+
+/// A client's page map and memory.
+type Files = (File, File);
+
+fn look(domain: &Domain, files: Option<&Files>, own: &File, addr: u64, slot: Slot) -> Look {
+    let Some((pagemap, memory)) = files else { return Look::Absent };
+    let mut bytes: Page = [0; PAGE_SIZE];
+    // Reading also brings the page into the client's table, where its frame can be seen.
+    let read = memory.read_exact_at(&mut bytes, addr).is_ok();
+    let Some(theirs) = entry(pagemap, addr).filter(|entry| read && entry & PRESENT != 0) else { return Look::Absent };
+    if theirs & FILE == 0 {
+        return Look::Broken;
+    }
+    let checked = domain.pool().with_page(slot, |page| {
+        // Comparing also brings the slot into our own table.
+        let equal = *page == bytes;
+        let ours = entry(own, page.as_ptr() as u64).unwrap_or(0);
+        (equal, ours & FRAME, theirs & FRAME)
+    });
+    match checked {
+        Some((true, ours, theirs)) if ours == theirs && ours != 0 => Look::SameFrame,
+        // Frame numbers read as zero without privilege.
+        Some((true, 0, 0)) => Look::SameBytes,
+        None => Look::Wrong("its slot is gone".to_owned()),
+        Some((false, ..)) => Look::Wrong("its bytes differ from the slot's".to_owned()),
+        Some((_, ours, theirs)) => Look::Wrong(format!("it shows frame {theirs:#x}, the slot is {ours:#x}")),
+    }
 }
 
 pub(crate) fn verify(daemon: &Daemon) -> Verified {
@@ -33,52 +75,55 @@ pub(crate) fn verify(daemon: &Daemon) -> Verified {
     for (key, domain) in groups {
         let pids: HashMap<ClientId, i32> =
             lock(&daemon.connected).iter().filter(|c| c.key == key).map(|c| (c.id, c.shared.pid)).collect();
-        let mut open: HashMap<ClientId, Option<(File, File)>> = HashMap::new();
-        let ledger = domain.ledger();
-        total.fetch_add(ledger.len() as u64, Ordering::Relaxed);
-        for (id, addr, slot) in ledger {
-            found.pages += 1;
-            done.store(found.pages, Ordering::Relaxed);
+        let mut open: HashMap<ClientId, Option<Files>> = HashMap::new();
+        let mut look_at = |id: ClientId, addr, slot| {
             let files = open.entry(id).or_insert_with(|| {
                 let pid = pids.get(&id)?;
                 Some((File::open(format!("/proc/{pid}/pagemap")).ok()?, File::open(format!("/proc/{pid}/mem")).ok()?))
             });
-            let Some((pagemap, memory)) = files else {
-                found.absent += 1;
-                continue;
-            };
-            let mut bytes: Page = [0; PAGE_SIZE];
-            // Reading also brings the page into the client's table, where its frame can be seen.
-            let read = memory.read_exact_at(&mut bytes, addr).is_ok();
-            let Some(theirs) = entry(pagemap, addr).filter(|entry| read && entry & PRESENT != 0) else {
-                found.absent += 1;
-                continue;
-            };
-            if theirs & FILE == 0 {
-                found.broken += 1;
-                continue;
+            look(&domain, files.as_ref(), &own, addr, slot)
+        };
+        let ledger = domain.ledger();
+        total.fetch_add(ledger.len() as u64, Ordering::Relaxed);
+        let mut suspects = Vec::new();
+        for (id, addr, slot) in ledger {
+            found.pages += 1;
+            done.store(found.pages, Ordering::Relaxed);
+            match look_at(id, addr, slot) {
+                Look::Absent => found.absent += 1,
+                Look::Broken => found.broken += 1,
+                Look::SameFrame => found.same_frame += 1,
+                Look::SameBytes => found.same_bytes += 1,
+                Look::Wrong(_) => suspects.push((id, addr, slot)),
             }
-            let checked = domain.pool().with_page(slot, |page| {
-                // Comparing also brings the slot into our own table.
-                let equal = *page == bytes;
-                let ours = entry(&own, page.as_ptr() as u64).unwrap_or(0);
-                (equal, ours & FRAME, theirs & FRAME)
-            });
-            match checked {
-                Some((true, ours, theirs)) if ours == theirs && ours != 0 => found.same_frame += 1,
-                // Frame numbers read as zero without privilege.
-                Some((true, 0, 0)) => found.same_bytes += 1,
-                other => {
-                    if found.wrong.len() < WRONG_MAX {
-                        let what = match other {
-                            None => "its slot is gone".to_owned(),
-                            Some((false, ..)) => "its bytes differ from the slot's".to_owned(),
-                            Some((_, ours, theirs)) => format!("it shows frame {theirs:#x}, the slot is {ours:#x}"),
-                        };
+        }
+        // The program may have put something else there, or the page been merged anew, since the ledger was copied: by the
+        // next looks of its worker the ledger says so.
+        let end = Instant::now() + (daemon.config.period * 3).clamp(SECOND_LOOK[0], SECOND_LOOK[1]);
+        let mut wrong = 0;
+        for (id, addr, slot) in suspects {
+            let what = loop {
+                let Look::Wrong(what) = look_at(id, addr, slot) else { break None };
+                if domain.page_state(id, addr) != State::Shared(slot) {
+                    break None;
+                }
+                if Instant::now() > end {
+                    break Some(what);
+                }
+                std::thread::sleep(SECOND_LOOK[0] / 4);
+            };
+            match what {
+                None => found.broken += 1,
+                Some(what) => {
+                    wrong += 1;
+                    if wrong <= WRONG_MAX {
                         found.wrong.push(format!("client {id} page {addr:#x} slot {}: {what}", slot.number()));
                     }
                 }
             }
+        }
+        if wrong > WRONG_MAX {
+            found.wrong.push(format!("and {} more pages", wrong - WRONG_MAX));
         }
         found.wrong.extend(domain.audit().into_iter().take(WRONG_MAX));
     }

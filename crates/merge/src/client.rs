@@ -67,17 +67,17 @@ pub trait Client: Send {
     /// A number that changes when the managed ranges (or merged pages, by a discard) changed. Cheap.
     fn generation(&mut self) -> u64;
 
-    /// The managed ranges, ascending, disjoint.
+    /// The managed ranges, ascending, disjoint; `None` if the process cannot tell now.
     ///
     /// # Errors
     /// [`Gone`].
-    fn regions(&mut self) -> Result<Vec<Range>, Gone>;
+    fn regions(&mut self) -> Result<Option<Vec<Range>>, Gone>;
 
-    /// The pool mappings that the process has now, ascending.
+    /// The pool mappings that the process has now, ascending; `None` if it cannot tell now.
     ///
     /// # Errors
     /// [`Gone`].
-    fn pool_mappings(&mut self) -> Result<Vec<PoolMapping>, Gone>;
+    fn pool_mappings(&mut self) -> Result<Option<Vec<PoolMapping>>, Gone>;
 
     /// Begins to watch `ranges` for writes.
     ///

@@ -337,10 +337,10 @@ impl Domain {
 
     /// Stops or resumes work on a client; merged pages stay merged. False if there is no such client.
     pub fn pause(&self, id: ClientId, paused: bool) -> bool {
-        let members = read(&self.members);
-        let Some(member) = members.get(&id) else { return false };
+        // Not under the lock: what rests is noted with another look at the members.
+        let Some(member) = read(&self.members).get(&id).cloned() else { return false };
         member.paused.store(paused, Ordering::Release);
-        self.note_rest(member);
+        self.note_rest(&member);
         true
     }
 

@@ -196,6 +196,21 @@ fn unmerging_gives_private_memory_back_and_resuming_merges_it_again() {
     assert_eq!(a.slots().len(), 300);
 }
 
+/// A prediction covers several spans; where it fails in the first, those behind are merged all the same, and left alone then.
+#[test]
+fn what_is_merged_is_not_frozen_again() {
+    let mut bench = Bench::simple();
+    for _ in 0..2 {
+        bench.add((0..3000).map(|page| 2 + page));
+    }
+    bench.periods(8);
+    let (third, range, _) = bench.add((0..3000).map(|page| 2 + page));
+    // Far enough behind the start that what lies before is looked up and not guessed.
+    third.pin(range.start + 1200 * PAGE, true);
+    bench.periods(8);
+    assert_eq!(third.slots().len(), 2999);
+}
+
 #[test]
 fn a_forked_child_shares_what_its_parent_shares() {
     let mut bench = Bench::simple();
@@ -346,11 +361,11 @@ impl Client for Liar {
     fn generation(&mut self) -> u64 {
         1
     }
-    fn regions(&mut self) -> Result<Vec<Range>, Gone> {
-        Ok(self.regions.clone())
+    fn regions(&mut self) -> Result<Option<Vec<Range>>, Gone> {
+        Ok(Some(self.regions.clone()))
     }
-    fn pool_mappings(&mut self) -> Result<Vec<PoolMapping>, Gone> {
-        Ok(self.mappings.clone())
+    fn pool_mappings(&mut self) -> Result<Option<Vec<PoolMapping>>, Gone> {
+        Ok(Some(self.mappings.clone()))
     }
     fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
         self.honest.watch(ranges)

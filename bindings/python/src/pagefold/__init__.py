@@ -21,6 +21,7 @@ from .errors import (
     NotOrdered,
     StoreError,
     TooLong,
+    Untrusted,
     WrongVersion,
 )
 from .store import Stats, Store, library_version
@@ -48,6 +49,7 @@ __all__ = [
     "StoreError",
     "TooLong",
     "Totals",
+    "Untrusted",
     "Verified",
     "WrongVersion",
     "library_version",

@@ -78,6 +78,10 @@ class NotOrdered(StoreError):
     """The store does not keep its keys in order: open it with ``ordered=True``; a shared one cannot."""
 
 
+class Untrusted(StoreError):
+    """The file of this name is another user's, or others may write it."""
+
+
 NOT_FOUND = 1
 EXISTS = 2
 MISMATCH = 3
@@ -103,4 +107,5 @@ BY_CODE: Dict[int, Type[StoreError]] = {
     17: Damaged,
     18: Busy,
     21: NotOrdered,
+    22: Untrusted,
 }

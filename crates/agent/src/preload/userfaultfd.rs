@@ -18,7 +18,7 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_voi
     // SAFETY: the program's own call.
     let call = || unsafe { syscall!(libc::SYS_ioctl, fd, request, argument) };
     let result = match request as u32 {
-        uffd::REGISTER if active() => register(argument, call),
+        uffd::REGISTER if active() => register(fd, argument, call),
         uffd::UNREGISTER if active() => {
             let result = call();
             if result.is_ok() {
@@ -37,8 +37,20 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_voi
     }
 }
 
-fn register(argument: *mut c_void, call: impl Fn() -> Result<usize>) -> Result<usize> {
+fn register(fd: c_int, argument: *mut c_void, call: impl Fn() -> Result<usize>) -> Result<usize> {
     let mut result = call();
+    if result.is_ok() {
+        let range = range_at(argument);
+        if !shows_pool(range) {
+            track(range, true);
+            return result;
+        }
+        // The agent is about to start, and has not asked for what is merged yet.
+        let mut range = [range.start, range.len()];
+        // SAFETY: the request takes address and length.
+        unsafe { syscall!(libc::SYS_ioctl, fd, uffd::UNREGISTER, range.as_mut_ptr()) }?;
+        result = Err(Errno(libc::EBUSY));
+    }
     if result == Err(Errno(libc::EBUSY)) {
         let range = range_at(argument);
         // All that is watched is let go for a moment, and what is out comes back.
@@ -55,10 +67,13 @@ fn register(argument: *mut c_void, call: impl Fn() -> Result<usize>) -> Result<u
             }
             result
         });
-    } else if result.is_ok() {
-        track(range_at(argument), true);
     }
     result
+}
+
+fn shows_pool(range: Range) -> bool {
+    let held = SHARED.guard.lock(me());
+    SHARED.tables(&held).merged.may_overlap(range) && pool_mappings(range, |_, _| true).unwrap_or(true)
 }
 
 /// The range that the kernel has just read from `argument`.

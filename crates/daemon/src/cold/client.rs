@@ -68,6 +68,11 @@ pub(super) struct Service {
 }
 
 impl Service {
+    /// Whether page `page` of the tier is still to be brought to where it was moved.
+    pub(super) fn is_awaited(&self, page: u64) -> bool {
+        self.moving.values().any(|from| from / PAGE == page)
+    }
+
     /// True while entries lie under addresses that are no longer theirs.
     pub(super) fn is_moving(&self) -> bool {
         !self.moving.is_empty()
@@ -185,7 +190,9 @@ impl Client {
         let Handed { uffd, table: table_fd, pagemap } = handed;
         let (len, _) = pagefold_os::memfd::len_and_inode(table_fd.raw())?;
         let seals = pagefold_os::memfd::seals(&table_fd)?;
-        if len < cold_table::LEN as u64 || seals & pagefold_os::memfd::SEAL_SHRINK == 0 {
+        // Of ordinary pages: huge ones may run out under whoever maps them, and that is SIGBUS.
+        let small = pagefold_os::memfd::page_size(table_fd.raw())? == PAGE;
+        if len < cold_table::LEN as u64 || seals & pagefold_os::memfd::SEAL_SHRINK == 0 || !small {
             return Err(Errno(libc::EPROTO));
         }
         let prot = libc::PROT_READ | libc::PROT_WRITE;
@@ -257,6 +264,7 @@ impl Client {
         let mut ahead = Ahead::default();
         let mut place = Place::new(self.pid);
         while !self.gone.load(Ordering::Acquire) {
+            self.table.head().beat.fetch_add(1, Ordering::Release);
             let socket = lock(&self.socket).clone();
             let mut polls = [
                 libc::pollfd { fd: self.uffd.fd().raw(), events: libc::POLLIN, revents: 0 },
@@ -486,29 +494,29 @@ impl Client {
     fn forked(&self, service: &mut Service, tier: &Tier, fd: i32) {
         // SAFETY: the kernel made the descriptor for us when the event was read.
         let child = Uffd::from_fd(unsafe { Fd::from_raw(fd) });
-        self.table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| {
-            for addr in (start..end).step_by(PAGE_SIZE) {
-                let page = &mut service.cluster[0];
-                match tier.load(self.region, addr / PAGE, page) {
-                    Ok(()) => {
-                        for _ in 0..1000 {
-                            // SAFETY: the page is ours.
-                            let (_, error) = unsafe { child.copy(addr, page.as_ptr() as u64, PAGE, 0) };
-                            match error {
-                                Some(Errno(libc::EAGAIN | libc::ENOMEM)) => {
-                                    std::thread::sleep(Duration::from_micros(100));
-                                }
-                                // Done, or not the child's (MADV_DONTFORK).
-                                _ => break,
-                            }
-                        }
-                    }
-                    Err(_) => {
-                        child.poison(Range::pages_from(addr, 1), 0);
-                    }
+        let Service { moving, cluster, .. } = service;
+        let page = &mut cluster[0];
+        // Under one address the tier has it, at the other the child needs it.
+        let mut give = |from: u64, to: u64| {
+            if tier.load(self.region, from / PAGE, page).is_err() {
+                child.poison(Range::pages_from(to, 1), 0);
+                return;
+            }
+            for _ in 0..1000 {
+                // SAFETY: the page is ours.
+                let (_, error) = unsafe { child.copy(to, page.as_ptr() as u64, PAGE, 0) };
+                match error {
+                    Some(Errno(libc::EAGAIN | libc::ENOMEM)) => std::thread::sleep(Duration::from_micros(100)),
+                    // Done, or not the child's (MADV_DONTFORK).
+                    _ => break,
                 }
             }
+        };
+        self.table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| {
+            (start..end).step_by(PAGE_SIZE).for_each(|addr| give(addr, addr));
         });
+        // Those that the parent still waits for after an mremap(2) are out as well, and nothing at their new place says so.
+        moving.iter().for_each(|(to, from)| give(*from, *to));
     }
 
     fn serve_fault(&self, service: &mut Service, tier: &Tier, ahead: &mut Ahead, addr: u64, write: bool) -> Served {
@@ -815,7 +823,7 @@ impl Client {
             let Some(last) = stored.last() else { break };
             from = last + 1;
             for page in stored {
-                if self.table.state(page * PAGE) != OUT && !service.moving.values().any(|at| at / PAGE == page) {
+                if self.table.state(page * PAGE) != OUT && !service.is_awaited(page) {
                     tier.discard(self.region, page..page + 1);
                 }
             }
@@ -871,8 +879,88 @@ impl Client {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
+
+    /// What this process would hand over, and the table's mapping.
+    pub(crate) fn handed(uffd: Uffd) -> (Handed, Mapping) {
+        let table = pagefold_os::memfd::create(cold_table::NAME, cold_table::LEN as u64).unwrap();
+        pagefold_os::memfd::add_seals(&table, pagefold_os::memfd::SEAL_SHRINK).unwrap();
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        let map = Mapping::file(table.raw(), 0, cold_table::LEN, prot, libc::MAP_SHARED).unwrap();
+        // SAFETY: of that length, and mapped beyond the call.
+        unsafe { Table::at(map.addr()) }.begin();
+        let pagemap = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).unwrap();
+        (Handed { uffd, table, pagemap }, map)
+    }
+
+    /// A client that is this process, with `pages` pages of memory that its descriptor watches; nothing, said loudly, if
+    /// that may not be.
+    pub(crate) fn own(features: u64, pages: u64) -> Option<(Client, Mapping)> {
+        let features = features | uffd::FEATURE_PAGEFAULT_FLAG_WP | uffd::FEATURE_WP_ASYNC | uffd::FEATURE_POISON;
+        let device = uffd::open_device().ok();
+        let Ok(uffd) = Uffd::new(device.as_ref(), features) else {
+            eprintln!("SKIPPED: no userfaultfd with these features for us");
+            return None;
+        };
+        let memory = Mapping::anonymous((pages * PAGE) as usize).unwrap();
+        uffd.register(Range::pages_from(memory.addr(), pages), uffd::MODE_MISSING | uffd::MODE_WP).unwrap();
+        let who = Identity { region: 1, token: 1, pid: std::process::id() as i32, uid: 0 };
+        Some((Client::new(who, handed(uffd).0, Arc::new(Hand::new().0)).unwrap(), memory))
+    }
+
+    /// What an event of mremap(2) does.
+    pub(crate) fn moved(client: &Client, tier: &Tier, from: Range, to: u64) {
+        client.moved(&mut lock(&client.service), tier, from, to);
+    }
+
+    /// What the client's thread does next about it.
+    pub(crate) fn bring_moved(client: &Client, tier: &Tier) {
+        client.bring_moved(&mut lock(&client.service), tier);
+    }
+
+    /// A forked child has what its parent moved by mremap(2) and has not got back yet.
+    #[test]
+    fn a_child_has_pages_that_were_on_the_move() {
+        let Some((client, memory)) = own(uffd::FEATURE_EVENT_FORK, 3) else { return };
+        let config = pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() };
+        let tier = Tier::create(config, None).unwrap();
+        let page_at = |number: u64| memory.addr() + number * PAGE;
+        // Page 1 is out, and page 2 was when it lay elsewhere.
+        let elsewhere = 1 << 30;
+        for (addr, byte) in [(page_at(1), 7), (elsewhere, 8)] {
+            let page: Page = std::array::from_fn(|at| if at % 2 == 0 { byte } else { at as u8 });
+            tier.store(client.region, addr / PAGE, &page, pagefold_tier::Effort::Fast).unwrap();
+        }
+        client.table.find_or_add(page_at(1)).unwrap();
+        client.table.set_state(page_at(1), OUT);
+        lock(&client.service).moving.insert(page_at(2), elsewhere);
+        // The reader must be there when the fork waits for it.
+        let forked = std::thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                let mut polls = [libc::pollfd { fd: client.uffd.fd().raw(), events: libc::POLLIN, revents: 0 }];
+                fd::poll(&mut polls, 20_000).unwrap();
+                let mut service = lock(&client.service);
+                client.read_events(&mut service, &tier)
+            });
+            // By a bare call: fork(3) holds the allocator's locks meanwhile, which the reader may want.
+            // SAFETY: the child reads memory and ends.
+            let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) } as i32;
+            if child == 0 {
+                // SAFETY: mapped and readable.
+                let byte = |number: u64| unsafe { core::ptr::read_volatile(page_at(number) as *const u8) };
+                let seen = i32::from(byte(1) == 7) | i32::from(byte(2) == 8) << 1 | i32::from(byte(0) == 0) << 2;
+                // SAFETY: ends this process at once.
+                unsafe { libc::_exit(seen) };
+            }
+            assert_eq!(reader.join().unwrap(), 1, "no event of the fork");
+            child
+        });
+        let mut status = 0;
+        // SAFETY: our own child.
+        assert_eq!(unsafe { libc::waitpid(forked, &mut status, 0) }, forked);
+        assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 7), "bits of pages that were right");
+    }
 
     #[test]
     fn what_was_loaded_ahead_ends_where_something_is_missing() {

@@ -31,6 +31,7 @@ use pagefold_tier::{Backing, BackingFile, Tier, fd_store};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -91,6 +92,11 @@ const ARENA: &str = "arena";
 const CLIENT: &str = "client";
 /// Clients that are settled at once when a tier is adopted.
 const ADOPTED_AT_ONCE: usize = 64;
+/// How long a daemon that starts asks a keeper that does not tell what it holds.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// Clients that one process may be: one, another while an exec(2) ends it, and what tests and debuggers make of it. Each
+/// costs a thread.
+const CLIENTS_PER_PROCESS: usize = 8;
 /// Most descriptors under one name: a client's.
 const DESCRIPTORS_MAX: usize = 3;
 
@@ -119,6 +125,7 @@ pub(crate) struct Cold {
     keeper: Arc<Mutex<Option<Keeper>>>,
     keeper_path: PathBuf,
     awake: Arc<Awake>,
+    patience: Duration,
 }
 
 /// A client of the cold tier, as status shows it.
@@ -245,20 +252,36 @@ impl Cold {
         let mut keeper_path = socket.as_os_str().to_owned();
         keeper_path.push(std::ffi::OsStr::from_bytes(pagefold_agent::cold::KEEPER_SUFFIX));
         let awake = Arc::new(Awake::new(config.keep_awake));
-        Cold { config, groups: Mutex::default(), keeper: Arc::default(), keeper_path: keeper_path.into(), awake }
+        Cold {
+            config,
+            groups: Mutex::default(),
+            keeper: Arc::default(),
+            keeper_path: keeper_path.into(),
+            awake,
+            patience: PATIENCE,
+        }
     }
 
     /// Takes over what a predecessor left with the keeper, before anybody is let in.
-    pub(crate) fn adopt(&self) {
+    ///
+    /// # Errors
+    /// The keeper cannot tell or give all that it holds, or it cannot be served: the pages of those that are left out would
+    /// be thrown away.
+    pub(crate) fn adopt(&self) -> io::Result<()> {
         if self.config.keeper.is_none() {
-            return;
+            return Ok(());
         }
-        self.refill_keeper();
-        let Ok(keeper) = Keeper::connect(&self.keeper_path) else { return };
-        let names = keeper.names().unwrap_or_default();
+        let end = Instant::now() + self.patience;
+        self.refill_keeper(end)?;
+        let Some((keeper, names)) = self.held(end)? else { return Ok(()) };
         for name in names.iter().filter(|name| name.starts_with(ARENA)) {
-            if let Err(error) = self.adopt_arena(&keeper, name) {
-                eprintln!("pagefold: {name} was left by an earlier daemon and cannot be taken over: {error}");
+            match self.adopt_arena(&keeper, name, &names, end) {
+                Ok(()) => {}
+                // Nobody ever can.
+                Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                    eprintln!("pagefold: {name} was left by an earlier daemon and cannot be taken over: {error}");
+                }
+                Err(error) => return Err(self.refusal(&format!("{name} cannot be taken over"), &error)),
             }
         }
         // Nobody will come for the rest: an arena that is no arena, a client of one.
@@ -278,66 +301,89 @@ impl Cold {
         *lock(&self.keeper) = Some(keeper);
         for group in groups {
             for client in lock(&group.clients).values() {
-                threads::start_client(&group, client);
+                threads::start_client(&group, client).map_err(|error| {
+                    self.refusal(&format!("{} ({}) cannot be served", client.name, client.pid), &error)
+                })?;
             }
             threads::start_movers(&group);
         }
+        Ok(())
+    }
+
+    /// The keeper and the names that it holds; `None` if there is none.
+    fn held(&self, end: Instant) -> io::Result<Option<(Keeper, Vec<String>)>> {
+        let asked = patiently(end, || {
+            let keeper = Keeper::connect(&self.keeper_path)?;
+            let names = keeper.names()?;
+            Ok((keeper, names))
+        });
+        match asked {
+            Ok(held) => Ok(Some(held)),
+            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
+                Ok(None)
+            }
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => Err(error),
+            Err(error) => Err(self.refusal("it does not tell what it holds", &error)),
+        }
+    }
+
+    /// Why a daemon does not start: what it does not take over would be lost.
+    fn refusal(&self, what: &str, error: &io::Error) -> io::Error {
+        let path = self.keeper_path.display();
+        let text = format!(
+            "{path}: {what} ({error}), and the pages that are out would be lost: start the daemon again when that is \
+             mended, or end the keeper's process to give them up"
+        );
+        io::Error::new(error.kind(), text)
     }
 
     /// Daemon and keeper both died: what the service manager held for them goes to a new keeper, and from there on it is
     /// as if only the daemon had. A keeper that lives has the same and more.
-    fn refill_keeper(&self) {
+    fn refill_keeper(&self, end: Instant) -> io::Result<()> {
         let left = fd_store::take();
-        let holds = |keeper: Keeper| keeper.names().is_ok_and(|names| !names.is_empty());
-        if left.is_empty() || Keeper::connect(&self.keeper_path).is_ok_and(holds) {
-            return;
+        if left.is_empty() || self.held(end)?.is_some_and(|(_, names)| !names.is_empty()) {
+            return Ok(());
         }
         self.ensure_keeper();
         // We stay connected until `adopt` is: a keeper that is left alone with what it holds starts a daemon.
         let held = lock(&self.keeper);
-        let Some(keeper) = held.as_ref() else { return };
         for (name, fds) in left {
             let fds: Vec<i32> = fds.iter().map(Fd::raw).collect();
-            if let Err(error) = keeper.put(&name, &fds) {
-                eprintln!(
-                    "pagefold: {name} came back from the service manager, but the keeper does not take it: {error}"
-                );
-            }
+            let put =
+                held.as_ref().ok_or(io::ErrorKind::NotConnected.into()).and_then(|keeper| keeper.put(&name, &fds));
+            put.map_err(|error| self.refusal(&format!("it does not take {name} from the service manager"), &error))?;
         }
+        Ok(())
     }
 
-    fn adopt_arena(&self, keeper: &Keeper, name: &str) -> Result<(), String> {
+    fn adopt_arena(&self, keeper: &Keeper, name: &str, names: &[String], end: Instant) -> io::Result<()> {
+        let void = |text: &str| io::Error::new(io::ErrorKind::InvalidData, text.to_owned());
         let mut words = name.splitn(4, ':').skip(1);
-        let id = words.next().and_then(|word| u64::from_str_radix(word, 16).ok()).ok_or("its name is none")?;
-        let uid: u32 = words.next().and_then(|word| word.parse().ok()).ok_or("its name is none")?;
-        let key = (uid, words.next().unwrap_or("default").to_owned());
-        let mut fds = keeper.get(name).map_err(|error| error.to_string())?;
-        let file = (fds.len() > 1).then(|| fds.remove(1));
-        let arena = fds.pop().ok_or("nothing was left")?;
-        let backing = file.map(|fd| Box::new(BackingFile::from_fd(fd, self.config.file_max_bytes)) as Box<dyn Backing>);
+        let id = words.next().and_then(|word| u64::from_str_radix(word, 16).ok());
+        let uid = words.next().and_then(|word| word.parse().ok());
+        let (Some(id), Some(uid)) = (id, uid) else { return Err(void("its name is none")) };
+        let key: DomainKey = (uid, words.next().unwrap_or("default").to_owned());
         // A daemon that was killed a moment ago may still be dying.
-        let mut backing = Some(backing);
-        let end = Instant::now() + Duration::from_secs(5);
+        let dying_end = Instant::now() + Duration::from_secs(5);
         let (tier, _) = loop {
-            let copy = arena.duplicate().map_err(|error| error.to_string())?;
-            match Tier::adopt(copy, backing.take().flatten(), self.tier_config(0)) {
+            let mut fds = patiently(end, || keeper.get(name))?;
+            let file = (fds.len() > 1).then(|| fds.remove(1));
+            let arena = fds.pop().ok_or_else(|| void("nothing was left"))?;
+            let backing =
+                file.map(|fd| Box::new(BackingFile::from_fd(fd, self.config.file_max_bytes)) as Box<dyn Backing>);
+            match Tier::adopt(arena, backing, self.tier_config(0)) {
                 Ok(adopted) => break adopted,
-                Err(pagefold_tier::AdoptError::OwnerAlive { .. }) if Instant::now() < end => {
+                Err(pagefold_tier::AdoptError::OwnerAlive { .. }) if Instant::now() < dying_end => {
                     thread::sleep(Duration::from_millis(5));
-                    let mut fds = keeper.get(name).map_err(|error| error.to_string())?;
-                    let file = (fds.len() > 1).then(|| fds.remove(1));
-                    backing =
-                        Some(file.map(|fd| {
-                            Box::new(BackingFile::from_fd(fd, self.config.file_max_bytes)) as Box<dyn Backing>
-                        }));
                 }
-                Err(error) => return Err(error.to_string()),
+                Err(error @ pagefold_tier::AdoptError::Format(_)) => return Err(void(&error.to_string())),
+                Err(error) => return Err(io::Error::other(error)),
             }
         };
         let group = self.group_of(key.clone(), tier, id);
         let mut found = Vec::new();
         let prefix = format!("{CLIENT}:{id:x}:");
-        for name in keeper.names().unwrap_or_default().iter().filter(|name| name.starts_with(&prefix)) {
+        for name in names.iter().filter(|name| name.starts_with(&prefix)) {
             let words: Vec<&str> = name[prefix.len()..].split(':').collect();
             let [region, token, pid, uid] = words[..] else { continue };
             let (Ok(region), Ok(token), Ok(pid), Ok(uid)) =
@@ -345,7 +391,10 @@ impl Cold {
             else {
                 continue;
             };
-            let Ok(mut fds) = keeper.get(name) else { continue };
+            let mut fds = match patiently(end, || keeper.get(name)) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                fds => fds.unwrap_or_default(),
+            };
             if fds.len() != 3 {
                 continue;
             }
@@ -356,19 +405,25 @@ impl Cold {
                 forget(keeper, name);
                 continue;
             }
-            if let Ok(client) = Client::new(who, Handed { uffd, table, pagemap }, group.hand.clone()) {
-                found.push(Arc::new(client));
+            match Client::new(who, Handed { uffd, table, pagemap }, group.hand.clone()) {
+                Ok(client) => found.push(Arc::new(client)),
+                Err(errno @ Errno(libc::ENOMEM | libc::EMFILE | libc::ENFILE)) => return Err(errno.into()),
+                // Its table is none.
+                Err(_) => {}
             }
         }
         // Many at once: one that keeps its pact, or claims much, must not let the others wait in line.
         for some in found.chunks(ADOPTED_AT_ONCE) {
             thread::scope(|scope| {
                 for client in some {
-                    scope.spawn(|| {
+                    let reconcile = || {
                         if !client.reconcile(&group.tier) {
                             eprintln!("pagefold: {} ({}) holds its table and answers nothing", client.name, client.pid);
                         }
-                    });
+                    };
+                    if thread::Builder::new().spawn_scoped(scope, reconcile).is_err() {
+                        reconcile();
+                    }
                 }
             });
         }
@@ -420,7 +475,7 @@ impl Cold {
         let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
         for group in groups {
             group.deposit_arena(keeper);
-            lock(&group.clients).values().for_each(|client| group.deposit(keeper, client));
+            lock(&group.clients).values().for_each(|client| drop(group.deposit(keeper, client)));
         }
     }
 
@@ -460,11 +515,12 @@ impl Cold {
         };
         let tier = Tier::create(self.tier_config(bytes_max), backing).map_err(|error| error.to_string())?;
         let group = self.group_of(key.clone(), tier, random());
+        groups.insert(key.clone(), group.clone());
+        drop(groups);
+        // Known first, without its lock: a keeper that replaces this one is given all that are known.
         if let Some(keeper) = lock(&self.keeper).as_ref() {
             group.deposit_arena(keeper);
         }
-        groups.insert(key.clone(), group.clone());
-        drop(groups);
         threads::start_movers(&group);
         Ok(group)
     }
@@ -529,6 +585,10 @@ impl Cold {
         if !uffd.is_one() {
             return Err(Errno(libc::EPROTO));
         }
+        // Whoever is in a namespace that we do not see has no number.
+        if bare && who.pid > 0 && self.clients_of(&Whom::Pid(who.pid)).len() >= CLIENTS_PER_PROCESS {
+            return Err(Errno(libc::EUSERS));
+        }
         if bare {
             let features = uffd::FEATURE_PAGEFAULT_FLAG_WP
                 | uffd::FEATURE_WP_ASYNC
@@ -573,12 +633,15 @@ impl Cold {
                 head.token.store(client.token, Ordering::Relaxed);
                 head.arena.store(group.id, Ordering::Relaxed);
                 head.region.store(u64::from(region), Ordering::Release);
-                // Before the first page goes out.
-                if let Some(keeper) = lock(&self.keeper).as_ref() {
-                    group.deposit(keeper, &client);
-                }
+                // Before the first page goes out; known first, as above.
                 lock(&group.clients).insert(region, client.clone());
-                threads::start_client(group, &client);
+                let kept = lock(&self.keeper).as_ref().map_or(Ok(()), |keeper| group.deposit(keeper, &client));
+                if let Err(error) = kept.and_then(|()| threads::start_client(group, &client)) {
+                    // It keeps its memory, and may ask again.
+                    head.region.store(0, Ordering::Release);
+                    group.remove(region);
+                    return Err(Errno(error.raw_os_error().unwrap_or(libc::EAGAIN)));
+                }
                 client
             }
         };
@@ -731,6 +794,22 @@ impl Cold {
     }
 }
 
+/// Asks until there is an answer or `end` has come: what a keeper cannot tell or give now it holds all the same.
+fn patiently<T>(end: Instant, mut ask: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    use io::ErrorKind::{BrokenPipe, ConnectionRefused, InvalidData, NotFound};
+    loop {
+        match ask() {
+            Err(error)
+                if Instant::now() < end
+                    && !matches!(error.kind(), BrokenPipe | ConnectionRefused | InvalidData | NotFound) =>
+            {
+                thread::sleep(Duration::from_millis(50));
+            }
+            answer => return answer,
+        }
+    }
+}
+
 /// Leaves with the service manager too what the keeper has; without one nothing is lost but that.
 fn leave(name: &str, fds: &[i32]) {
     if let Err(error) = fd_store::leave(name, fds) {
@@ -780,12 +859,21 @@ impl Group {
         format!("{CLIENT}:{:x}:{}:{:x}:{}:{}", self.id, client.region, client.token, client.pid, client.uid)
     }
 
-    fn deposit(&self, keeper: &Keeper, client: &Client) {
+    /// Leaves a client with the keeper.
+    ///
+    /// # Errors
+    /// The keeper holds as much as it can, and a new client's pages would die with us. One that is gone is no error: it is
+    /// replaced with the next greeting.
+    fn deposit(&self, keeper: &Keeper, client: &Client) -> io::Result<()> {
         let fds = [client.uffd.fd().raw(), client.table_fd.raw(), client.pagemap.raw()];
         if let Err(error) = keeper.put(&self.name_of(client), &fds) {
             eprintln!("pagefold: the keeper does not take {} ({}): {error}", client.name, client.pid);
+            if matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EMFILE)) {
+                return Err(error);
+            }
         }
         leave(&self.name_of(client), &fds);
+        Ok(())
     }
 
     /// A client has ended.
@@ -798,5 +886,135 @@ impl Group {
         // Whoever talks to its agent finds the connection ended; after that nothing is stored for it any more.
         let _held = lock(&client.link);
         self.tier.remove_region(region);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Runs `act` beside a keeper at `path` that answers each question as told: a status and names. Returns what `act` did
+    /// and the questions.
+    fn with_keeper<T>(
+        path: &std::path::Path,
+        answer: impl Fn(&[u8], usize) -> Vec<u8> + Sync,
+        act: impl FnOnce() -> T,
+    ) -> (T, Vec<Vec<u8>>) {
+        let listener = sock::listen(path.as_os_str().as_bytes()).unwrap();
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        let serve = || {
+            let (mut peers, mut asked) = (Vec::<Fd>::new(), Vec::new());
+            while !stop.load(Ordering::Acquire) {
+                let mut polls = [libc::pollfd { fd: listener.raw(), events: libc::POLLIN, revents: 0 }];
+                if pagefold_os::fd::poll(&mut polls, 5).unwrap() > 0 {
+                    peers.push(sock::accept(&listener).unwrap());
+                }
+                for peer in &peers {
+                    let mut question = [0; 512];
+                    while let Ok((len @ 1.., _)) = sock::receive(peer, &mut question, libc::MSG_DONTWAIT) {
+                        asked.push(question[..len].to_vec());
+                        sock::send(peer, &answer(&question[..len], asked.len()), &[]).unwrap();
+                    }
+                }
+            }
+            asked
+        };
+        thread::scope(|scope| {
+            let keeper = scope.spawn(serve);
+            let done = act();
+            stop.store(true, Ordering::Release);
+            (done, keeper.join().unwrap())
+        })
+    }
+
+    /// Starts a daemon's cold tier at such a keeper.
+    fn adopt_at(answer: impl Fn(&[u8], usize) -> Vec<u8> + Sync) -> (io::Result<()>, Vec<Vec<u8>>) {
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config { keeper: Some(vec!["/bin/false".into()]), ..Config::default() };
+        let mut cold = Cold::new(config, &dir.path().join("s"));
+        cold.patience = Duration::from_millis(300);
+        with_keeper(&cold.keeper_path, answer, || cold.adopt())
+    }
+
+    /// Greets as one that is this process.
+    fn attach(cold: &Cold, group: &Arc<Group>) -> (Result<(), Errno>, Handed) {
+        let bare = || Uffd::bare(uffd::open_device().ok().as_ref()).unwrap();
+        let (uffd, (handed, map)) = (bare(), client::tests::handed(bare()));
+        let copy =
+            Handed { uffd, table: handed.table.duplicate().unwrap(), pagemap: handed.pagemap.duplicate().unwrap() };
+        drop(map);
+        let mut pair = [0; 2];
+        // SAFETY: the kernel writes two numbers.
+        let made =
+            unsafe { libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0, pair.as_mut_ptr()) };
+        assert_eq!(made, 0);
+        // SAFETY: both were just made.
+        let [ours, _theirs] = pair.map(|fd| unsafe { Fd::from_raw(fd) });
+        let link = ColdLink::new(Arc::new(ours)).unwrap();
+        let who = Identity { region: 0, token: 0, pid: std::process::id() as i32, uid: 0 };
+        (cold.attach(group, who, copy, link, true, &Packet::new(Op::Hello)), handed)
+    }
+
+    fn table_of(handed: &Handed) -> u64 {
+        let mut word = [0; 8];
+        // The region's number is the second word of the head.
+        handed.table.read_at(&mut word, 8).unwrap();
+        u64::from_ne_bytes(word)
+    }
+
+    #[test]
+    fn who_cannot_be_kept_is_refused_and_one_process_is_few_clients() {
+        if client::tests::own(uffd::FEATURE_EVENT_REMOVE, 1).is_none() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let cold = Cold::new(Config::default(), &dir.path().join("s"));
+        let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
+        let (full, handed) = with_keeper(
+            &cold.keeper_path,
+            |_, _| vec![libc::ENOSPC as u8],
+            || {
+                *lock(&cold.keeper) = Some(Keeper::connect(&cold.keeper_path).unwrap());
+                let attached = attach(&cold, &group);
+                *lock(&cold.keeper) = None;
+                attached
+            },
+        )
+        .0;
+        assert_eq!((full, table_of(&handed)), (Err(Errno(libc::ENOSPC)), 0));
+        assert!(lock(&group.clients).is_empty());
+        let greeted: Vec<_> = (0..=CLIENTS_PER_PROCESS).map(|_| attach(&cold, &group)).collect();
+        let (last, first) = greeted.split_last().unwrap();
+        assert!(first.iter().all(|(attached, handed)| attached.is_ok() && table_of(handed) > 0));
+        assert_eq!((&last.0, table_of(&last.1)), (&Err(Errno(libc::EUSERS)), 0));
+        let regions: Vec<u32> = lock(&group.clients).keys().copied().collect();
+        regions.into_iter().for_each(|region| group.remove(region));
+    }
+
+    #[test]
+    fn what_a_busy_keeper_holds_is_not_forgotten() {
+        let forgot = |asked: &[Vec<u8>]| asked.iter().any(|question| question[0] == b'D');
+        let busy = libc::EBUSY as u8;
+        // It never tells.
+        let (adopted, asked) = adopt_at(move |_, _| vec![busy]);
+        let text = adopted.unwrap_err().to_string();
+        assert!(text.contains("would be lost") && text.contains("s.keeper") && !text.contains('\n'), "{text}");
+        assert!(asked.len() > 1 && !forgot(&asked), "{asked:?}");
+        // It tells, and does not give.
+        let list = b"\0arena:7:0:default\0client:7:1:1:1:0\0".to_vec();
+        let names = list.clone();
+        let (adopted, asked) =
+            adopt_at(move |question, _| if question[0] == b'L' { names.clone() } else { vec![busy] });
+        assert!(adopted.unwrap_err().to_string().contains("arena:7:0:default cannot be taken over"));
+        assert!(!forgot(&asked), "{asked:?}");
+        // It tells at last, and what it gives is nothing that anybody could take over.
+        let (adopted, asked) = adopt_at(move |question, count| match question[0] {
+            _ if count < 3 => vec![busy],
+            b'L' => list.clone(),
+            _ => vec![0],
+        });
+        adopted.unwrap();
+        assert!(asked.contains(&b"Dclient:7:1:1:1:0".to_vec()), "{asked:?}");
+        assert_eq!(asked.iter().filter(|question| question[0] == b'S').count(), 1);
     }
 }

@@ -154,7 +154,8 @@ impl Mover<'_> {
             return Ok(taken);
         }
         std::thread::scope(|scope| {
-            let storers = Storers::start(scope, tier, region);
+            // Without threads nothing goes out now.
+            let Some(storers) = Storers::start(scope, tier, region) else { return Ok(Taken::default()) };
             self.put_out_by(&storers, batches, copied, now, other)
         })
     }
@@ -279,14 +280,15 @@ impl Mover<'_> {
         client.leaving.fetch_add(1, Ordering::SeqCst);
         let busy = self.link.drop_pages(&entries)?;
         client.counters.agent_cpu_ns.store(self.link.agent_cpu_ns, Ordering::Relaxed);
-        let _service = lock(&client.service);
+        let service = lock(&client.service);
         let mut gone = 0;
         for Copied { page, place, around } in stored {
             if busy.binary_search(place).is_ok() {
                 taken.busy.push((Range::pages_from(page * PAGE, 1), *around));
             }
             // The table says what happened. A page that went and came back already has no entry any more.
-            if client.table.state(page * PAGE) == OUT {
+            // One that went out and was moved away by mremap(2) is still needed where it moved.
+            if client.table.state(page * PAGE) == OUT || service.is_awaited(*page) {
                 gone += 1;
             } else {
                 self.tier.discard(client.region, *page..page + 1);
@@ -301,6 +303,11 @@ impl Mover<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagefold_agent::wire::Packet;
+    use pagefold_os::fd::Fd;
+    use pagefold_os::sock;
+    use std::os::fd::IntoRawFd;
+    use std::sync::Arc;
 
     #[test]
     fn batches_hold_every_page_once_and_in_order() {
@@ -323,13 +330,58 @@ mod tests {
         assert_eq!(Batches::of(&[]).count(), 0);
     }
 
+    /// A page that mremap(2) takes elsewhere after the agent let go of it, and before we look, is needed where it is now; one
+    /// that came back meanwhile is not.
+    #[test]
+    fn a_page_that_is_moved_while_it_goes_out_is_kept() {
+        use super::super::client::tests;
+        let Some((client, memory)) = tests::own(0, 4) else { return };
+        let tier =
+            Tier::create(pagefold_tier::Config { bytes_max: 8 << 20, ..Default::default() }, None).expect("memory");
+        let around = Range::pages_from(memory.addr(), 4);
+        let first = memory.addr() / PAGE;
+        let stored: Vec<Copied> = (0..2).map(|at| Copied { page: first + at, place: at as u32, around }).collect();
+        let content = |at: u64| -> Page { std::array::from_fn(|byte| (byte / 7) as u8 ^ at as u8) };
+        for (one, at) in stored.iter().zip(1..) {
+            tier.store(client.region, one.page, &content(at), Effort::Fast).expect("room");
+            client.table.find_or_add(one.page * PAGE).expect("room");
+        }
+        let (ours, agent) = std::os::unix::net::UnixDatagram::pair().expect("sockets");
+        // SAFETY: each descriptor has one owner.
+        let [ours, agent] = [ours, agent].map(|one| unsafe { Fd::from_raw(one.into_raw_fd()) });
+        let mut link = ColdLink::new(Arc::new(ours)).expect("a channel");
+        let mut taken = Taken::default();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut request = [0; size_of::<Packet>()];
+                sock::receive(&agent, &mut request, 0).expect("a request");
+                for one in &stored {
+                    client.table.set_state(one.page * PAGE, OUT);
+                }
+                tests::moved(&client, &tier, Range::pages_from(first * PAGE, 1), (first + 3) * PAGE);
+                client.table.set_state((first + 1) * PAGE, RESIDENT);
+                sock::send(&agent, &request, &[]).expect("an answer");
+            });
+            let mut mover = Mover { client: &client, link: &mut link, tier: &tier, crowded: Effort::Fast };
+            assert!(mover.take_away(&stored, &mut taken).is_ok());
+        });
+        assert_eq!(taken.gone, 1);
+        let mut page = [0; PAGE_SIZE];
+        assert!(tier.load(client.region, first, &mut page).is_ok() && page == content(1), "the moved page is lost");
+        assert!(tier.load(client.region, first + 1, &mut page).is_err(), "what is back is not needed");
+        tests::bring_moved(&client, &tier);
+        // SAFETY: the page is there, mapped and ours.
+        let came = unsafe { &*(((first + 3) * PAGE) as *const Page) };
+        assert!(*came == content(1) && tier.stats().pages == 0);
+    }
+
     #[test]
     fn storers_say_of_each_page_whether_it_was_stored() {
         let tier =
             Tier::create(pagefold_tier::Config { bytes_max: 8 << 20, ..Default::default() }, None).expect("memory");
         let around = Range { start: 0, end: 1 << 40 };
         std::thread::scope(|scope| {
-            let storers = Storers::start(scope, &tier, 1);
+            let storers = Storers::start(scope, &tier, 1).expect("threads");
             let mut half = Half::at(BATCH_PAGES);
             // Batch after batch, until the tier is full: noise, so that each page takes room.
             let (mut state, mut refused) = (1_u64, 0);

@@ -8,8 +8,8 @@
 //! So the thread *follows* when the two of them were seen to wait for processors, and no longer when the other thread
 //! moves on although it was followed: it is moved to a processor that rests.
 
-use pagefold_os::procfs;
 use pagefold_os::sched::Cpus;
+use pagefold_os::stat;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
@@ -196,7 +196,7 @@ fn processor(stat: &File) -> Option<u64> {
     // Its name may hold any bytes; 50 numbers of 20 digits follow.
     let mut text = [0; 1280];
     let len = stat.read_at(&mut text, 0).ok()?;
-    procfs::stat_field(&text[..len], 39)?.parse().ok()
+    stat::field(&text[..len], 39)?.parse().ok()
 }
 
 #[cfg(test)]

@@ -160,6 +160,19 @@ impl Policy {
         }
     }
 
+    /// The pages of `range` are old enough for the next turn, if nothing writes to them meanwhile. Only of what is in memory
+    /// is an age kept: a program may say this of all addresses that it has.
+    fn make_old(&mut self, client: &Client, range: Range) -> Result<(), Gone> {
+        scan(client, range, resident(), |found| {
+            for addr in (found.start..found.end).step_by(PAGE_SIZE) {
+                let ages = self.chunks.entry(addr / CHUNK_BYTES).or_insert_with(Ages::new);
+                let at = (addr % CHUNK_BYTES) as usize / PAGE_SIZE;
+                ages.age[at] = 254;
+                ages.strikes[at] = 0;
+            }
+        })
+    }
+
     /// The oldest resident pages, at most `pages_max`, that were silent for `ticks` and more (more by their strikes).
     fn oldest(&mut self, client: &Client, ticks: u64, pages_max: u64) -> Result<Vec<Run>, Gone> {
         let mut by_age: Vec<Vec<Run>> = (0..=255).map(|_| Vec::new()).collect();
@@ -334,22 +347,12 @@ fn obey_hints(
                 put_all(client, link, &group.tier, &runs, Effort::Fast, buffers)?;
             }
             libc::MADV_COLD => {
-                // Old enough for the next turn, if nothing writes to it meanwhile.
                 for (part, _) in &parts {
-                    for addr in (part.start..part.end).step_by(PAGE_SIZE) {
-                        let ages = policy.chunks.entry(addr / CHUNK_BYTES).or_insert_with(Ages::new);
-                        let at = (addr % CHUNK_BYTES) as usize / PAGE_SIZE;
-                        ages.age[at] = 254;
-                        ages.strikes[at] = 0;
-                    }
+                    policy.make_old(client, *part)?;
                 }
             }
             libc::MADV_WILLNEED => {
-                let mut pages = Vec::new();
-                client.table.for_each_run(range.start, range.end, OUT, |start, end| {
-                    pages.extend(start / PAGE..end / PAGE);
-                });
-                bring_back(group, client, &pages);
+                bring_back(group, client, &pages_out(&group.tier, client, range));
             }
             _ => {}
         }
@@ -407,24 +410,19 @@ pub(super) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
     first.dedup();
     let before = client.counters.pages_back.load(Ordering::Relaxed);
     bring_back(group, client, &first);
-    let mut rest: Vec<u64> = Vec::new();
-    let mut from = 0;
-    // What the tier has, not what the table claims: that may be far more.
-    while let stored = group.tier.neighbours(client.region, from, 4096)
-        && let Some(last) = stored.last()
-    {
-        from = last + 1;
-        rest.extend(stored.into_iter().filter(|page| client.table.state(page * PAGE) == OUT));
-    }
+    let rest = pages_out(&group.tier, client, Range { start: 0, end: u64::MAX });
     // Two hands: decompression is what takes the time.
     let (left, right) = rest.split_at(rest.len() / 2);
     let here = sched::cpu();
     std::thread::scope(|scope| {
-        scope.spawn(|| {
+        let other = std::thread::Builder::new().spawn_scoped(scope, || {
             sched::keep_off(here);
             bring_back(group, client, right);
         });
         bring_back(group, client, left);
+        if other.is_err() {
+            bring_back(group, client, right);
+        }
     });
     let came = client.counters.pages_back.load(Ordering::Relaxed) - before;
     if client.leased.load(Ordering::Relaxed) {
@@ -443,6 +441,20 @@ pub(super) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
         }
     }
     came
+}
+
+/// The pages of `range` that are out: of what the tier has, not of what the table claims, which may be far more.
+fn pages_out(tier: &Tier, client: &Client, range: Range) -> Vec<u64> {
+    let (mut from, end) = (range.start / PAGE, range.end / PAGE);
+    let mut pages = Vec::new();
+    while from < end
+        && let stored = tier.neighbours(client.region, from, 4096)
+        && let Some(last) = stored.last()
+    {
+        from = last + 1;
+        pages.extend(stored.into_iter().filter(|page| *page < end && client.table.state(page * PAGE) == OUT));
+    }
+    pages
 }
 
 /// Brings these pages back, as far as they are out. The caller holds the client's link.
@@ -492,5 +504,39 @@ fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
             continue;
         }
         at += len;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hints_cost_what_there_is_and_not_what_they_name() {
+        let Some((client, memory)) = super::super::client::tests::own(0, 4) else { return };
+        let place = memory.addr() / PAGE;
+        let source = [7_u8; PAGE_SIZE];
+        // SAFETY: the source is ours.
+        assert_eq!(unsafe { client.uffd.copy((place + 2) * PAGE, source.as_ptr() as u64, PAGE, 0) }.1, None);
+        let everything = Range { start: 1 << 20, end: (1 << 47) - PAGE };
+        let mut policy = Policy::default();
+        assert!(policy.make_old(&client, everything).is_ok());
+        let age =
+            |page: u64| policy.chunks.get(&(page * PAGE / CHUNK_BYTES)).map(|one| one.age[page as usize % CHUNK_PAGES]);
+        assert_eq!((age(place + 2), age(place + 1).unwrap_or(0)), (Some(254), 0));
+        let entered = policy.chunks.len() as u64 * CHUNK_BYTES;
+        assert!(entered < 1 << 36, "{entered} bytes of addresses have ages");
+        // Of what a table claims counts what the tier has.
+        let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
+        for chunk in 1..200 {
+            let index = client.table.find_or_add(chunk * CHUNK_BYTES).unwrap();
+            client.table.states(index).iter().for_each(|state| state.store(OUT, Ordering::Relaxed));
+        }
+        let stored = [600, 5_000, 60_000];
+        for page in stored {
+            tier.store(client.region, page, &source, Effort::Fast).unwrap();
+        }
+        assert_eq!(pages_out(&tier, &client, everything), stored);
+        assert_eq!(pages_out(&tier, &client, Range { start: 601 * PAGE, end: 60_000 * PAGE }), stored[1..2]);
     }
 }

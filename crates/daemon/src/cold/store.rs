@@ -5,10 +5,11 @@
 
 use super::out::{Copied, Half};
 use pagefold_tier::{Effort, Tier};
+use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::thread::Scope;
+use std::thread::{Builder, Scope};
 
 /// Threads at most: the agent copies no faster than some can store.
 const STORERS_MAX: usize = 8;
@@ -31,10 +32,10 @@ struct Storer {
 }
 
 impl Storer {
-    fn start<'scope>(scope: &'scope Scope<'scope, '_>, tier: &'scope Tier, region: u32) -> Storer {
+    fn start<'scope>(scope: &'scope Scope<'scope, '_>, tier: &'scope Tier, region: u32) -> io::Result<Storer> {
         let (jobs, to_do) = sync_channel::<Job>(1);
         let (say, done) = sync_channel(1);
-        scope.spawn(move || {
+        let store = move || {
             for Job { half, batch, part, effort } in to_do {
                 let store = |one: &Copied| tier.store(region, one.page, half.page(one), effort).is_ok();
                 let stored = batch[part].iter().map(store).collect();
@@ -44,8 +45,8 @@ impl Storer {
                     return;
                 }
             }
-        });
-        Storer { jobs, done }
+        };
+        Builder::new().spawn_scoped(scope, store).map(|_| Storer { jobs, done })
     }
 }
 
@@ -53,10 +54,11 @@ impl Storer {
 pub(super) struct Storers(Vec<Storer>);
 
 impl Storers {
-    /// Starts one for each processor.
-    pub(super) fn start<'scope>(scope: &'scope Scope<'scope, '_>, tier: &'scope Tier, region: u32) -> Storers {
+    /// Starts one for each processor, or as many as there are to be had; `None` if that is none.
+    pub(super) fn start<'scope>(scope: &'scope Scope<'scope, '_>, tier: &'scope Tier, region: u32) -> Option<Storers> {
         let count = std::thread::available_parallelism().map_or(1, usize::from).min(STORERS_MAX);
-        Storers((0..count).map(|_| Storer::start(scope, tier, region)).collect())
+        let storers: Vec<Storer> = (0..count).map_while(|_| Storer::start(scope, tier, region).ok()).collect();
+        (!storers.is_empty()).then_some(Storers(storers))
     }
 
     /// Has a batch stored whose copies lie in `half`.

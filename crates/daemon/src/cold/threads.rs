@@ -5,6 +5,7 @@ use super::hand::{Hand, Job};
 use super::{Group, out, pump};
 use crate::server::lock;
 use pagefold_os::wait;
+use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::thread;
@@ -18,6 +19,7 @@ const SMALL_BYTES: usize = 256 << 10;
 /// Stack of who stores.
 const LARGE_BYTES: usize = 2 << 20;
 
+/// Without such a thread pages go out later or not at all, or come back by one hand.
 fn start(name: String, stack_bytes: usize, body: impl FnOnce() + Send + 'static) {
     if let Err(error) = thread::Builder::new().name(name.clone()).stack_size(stack_bytes).spawn(body) {
         eprintln!("pagefold: no thread {name} for the cold tier: {error}");
@@ -25,9 +27,13 @@ fn start(name: String, stack_bytes: usize, body: impl FnOnce() + Send + 'static)
 }
 
 /// Serves a client's faults until it has ended.
-pub(super) fn start_client(group: &Arc<Group>, client: &Arc<Client>) {
+///
+/// # Errors
+/// No thread is to be had: a client that has pages out, or gets them out, would wait for ever.
+pub(super) fn start_client(group: &Arc<Group>, client: &Arc<Client>) -> io::Result<()> {
+    let name = format!("cold-{}", client.pid);
     let (group, client) = (group.clone(), client.clone());
-    start(format!("cold-{}", client.pid), SMALL_BYTES, move || client.run(&group));
+    thread::Builder::new().name(name).stack_size(SMALL_BYTES).spawn(move || client.run(&group)).map(drop)
 }
 
 /// The second hand, until the group is gone.

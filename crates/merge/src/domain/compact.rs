@@ -65,7 +65,7 @@ impl Domain {
         if work.is_resting() || !may_show {
             return Ok(());
         }
-        let mappings = self.pool_mappings(work)?;
+        let Some(mappings) = self.pool_mappings(work)? else { return Ok(()) };
         // Whole mappings, broken pages and all: what stayed would cost mappings, and keep the file.
         let ours = mappings.iter().filter(|mapping| Some(mapping.inode) == inode);
         let ranges = ours.map(|mapping| shown(mapping, &slots)).filter(|range| !range.is_empty());

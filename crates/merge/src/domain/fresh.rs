@@ -51,10 +51,16 @@ impl Domain {
                     return Ok((true, true));
                 }
                 let room = (work.block - batched.min(work.block)) as u64;
-                let end = run.end.min(at + room * PAGE);
-                batch.push(Range { start: at, end });
-                batched += ((end - at) / PAGE) as usize;
-                at = end;
+                // A prediction that failed may have merged what lies behind the page that it failed at.
+                let pages = fresh_pages(work, Range { start: at, end: run.end.min(at + room * PAGE) });
+                if pages == 0 {
+                    at += PAGE;
+                    continue;
+                }
+                let part = Range::pages_from(at, pages);
+                batch.push(part);
+                batched += pages as usize;
+                at = part.end;
                 if batched >= work.block {
                     self.index_batch(work, &batch)?;
                     batch.clear();
@@ -83,7 +89,7 @@ impl Domain {
         };
         let behind = (1..=PREDICT_MAX).take_while(|back| shows(*back)).count() as u64;
         let published = u64::from(self.pool.published_from(next));
-        let pages = run.pages().min(published).min(behind);
+        let pages = fresh_pages(work, Range::pages_from(run.start, run.pages().min(published).min(behind)));
         if pages < PREDICT_MIN {
             return Ok(0);
         }
@@ -232,6 +238,16 @@ struct Twin {
     index: usize,
     fingerprint: Fingerprint,
     entry: Entry,
+}
+
+fn is_fresh(work: &Work, addr: u64) -> bool {
+    matches!(work.table.state(addr), State::Candidate { indexed: false, .. })
+}
+
+/// How many pages from the start of `range` on are candidates that were not looked up yet.
+fn fresh_pages(work: &Work, range: Range) -> u64 {
+    let pages = (range.start..range.end).step_by(PAGE_SIZE);
+    pages.take_while(|addr| is_fresh(work, *addr)).count() as u64
 }
 
 /// Runs of candidates that were not looked up yet, about `pages_max` pages.

@@ -34,8 +34,8 @@ impl Domain {
         work.period += 1;
         let generation = work.client.generation();
         if work.generation != Some(generation) {
-            self.refresh_regions(member.id, work)?;
-            work.generation = Some(generation);
+            // What the process cannot tell now it is asked for again.
+            work.generation = self.refresh_regions(member.id, work)?.then_some(generation);
         }
         self.look(work)?;
         end_period(work);
@@ -51,9 +51,10 @@ impl Domain {
         Ok(())
     }
 
-    fn refresh_regions(&self, id: u32, work: &mut Work) -> Result<(), Gone> {
+    /// Returns false if the process cannot tell: then what was known stays.
+    fn refresh_regions(&self, id: u32, work: &mut Work) -> Result<bool, Gone> {
         self.stir();
-        let mut ranges = work.client.regions()?;
+        let Some(mut ranges) = work.client.regions()? else { return Ok(false) };
         check_regions(&mut ranges)?;
         let mut discarded = 0;
         {
@@ -92,24 +93,25 @@ impl Domain {
             );
         }
         self.count(|c| &c.discarded, discarded);
-        let mappings = self.reconcile(work)?;
+        let Some(mappings) = self.reconcile(work)? else { return Ok(false) };
         // All that is plain, not only what is new to the table: where the program mapped or discarded, memory that nobody
         // watches may lie at addresses that we know.
         let plain: Vec<Range> = ranges.iter().flat_map(|range| without(*range, &mappings)).collect();
-        work.client.watch(&plain)
+        work.client.watch(&plain)?;
+        Ok(true)
     }
 
-    /// The client's pool mappings, checked.
-    pub(super) fn pool_mappings(&self, work: &mut Work) -> Result<Vec<PoolMapping>, Gone> {
-        let mut mappings = work.client.pool_mappings()?;
+    /// The client's pool mappings, checked; `None` if it cannot tell.
+    pub(super) fn pool_mappings(&self, work: &mut Work) -> Result<Option<Vec<PoolMapping>>, Gone> {
+        let Some(mut mappings) = work.client.pool_mappings()? else { return Ok(None) };
         check_mappings(&mut mappings)?;
         work.mappings = mappings.len() as i64 * 2;
-        Ok(mappings)
+        Ok(Some(mappings))
     }
 
     /// Compares the ledger with the mappings that are really there: pages that lost theirs are no sharers any more.
-    fn reconcile(&self, work: &mut Work) -> Result<Vec<PoolMapping>, Gone> {
-        let mappings = self.pool_mappings(work)?;
+    fn reconcile(&self, work: &mut Work) -> Result<Option<Vec<PoolMapping>>, Gone> {
+        let Some(mappings) = self.pool_mappings(work)? else { return Ok(None) };
         let mut discarded = 0;
         let mut at = 0;
         for chunk in work.table.chunks_mut() {
@@ -144,7 +146,7 @@ impl Domain {
         }
         self.count(|c| &c.discarded, discarded);
         self.adopt(work, &mappings)?;
-        Ok(mappings)
+        Ok(Some(mappings))
     }
 
     /// Enters pool mappings into the ledger that we did not make: a forked child has its parent's.
@@ -175,7 +177,7 @@ impl Domain {
             for (page, addr) in (mapping.range.start..mapping.range.end).step_by(PAGE_SIZE).enumerate() {
                 let Some((chunk, index)) = work.table.find_mut(addr) else { continue };
                 let slot = Slot::new(segment, mapping.index + page as u32);
-                if chunk.state(index) == State::Unknown && self.pool.adopt_sharer(slot) {
+                if chunk.state(index) == State::Unknown && self.pool.adopt_sharer(slot, mapping.inode) {
                     chunk.set(index, State::Shared(slot));
                 }
             }
@@ -355,7 +357,7 @@ impl Domain {
         if runs.is_empty() {
             return Ok(());
         }
-        let mappings = self.pool_mappings(work)?;
+        let Some(mappings) = self.pool_mappings(work)? else { return Ok(()) };
         // Where there is no pool mapping (any more), there is nothing to be healed.
         let elsewhere = runs.iter().flat_map(|run| without(*run, &mappings));
         for addr in elsewhere.flat_map(|range| (range.start..range.end).step_by(PAGE_SIZE)) {
@@ -415,7 +417,7 @@ impl Domain {
                 }
             }
         }
-        let mappings = self.pool_mappings(work)?;
+        let Some(mappings) = self.pool_mappings(work)? else { return Ok(0) };
         let pieces: Vec<Range> = mappings.iter().flat_map(|mapping| within(mapping.range, &mappings)).collect();
         let healed = self.heal(work, &pieces)?;
         self.reconcile(work)?;

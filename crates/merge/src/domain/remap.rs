@@ -111,7 +111,8 @@ impl Domain {
             }
             let (count, rest) = self.merge_round(work, &runs, false)?;
             merged += count;
-            runs = rest;
+            // A look between the pieces may have found some of them written.
+            runs = rest.into_iter().flat_map(|run| candidates_of(work, run)).collect();
         }
         // Each round settles one page of each run at least, so this ends.
         runs.iter().for_each(|run| look_up_again(work, run.range));
@@ -130,6 +131,13 @@ impl Domain {
     fn merge_round(&self, work: &mut Work, runs: &[Run], predicted: bool) -> Result<(u64, Vec<Run>), Gone> {
         let began = sched::monotonic_ns();
         let mut pieces = plan::spans(&work.table, runs);
+        debug_assert!(
+            pieces.iter().all(|piece| {
+                let mut pages = (piece.range.start..piece.range.end).step_by(PAGE_SIZE);
+                pages.all(|addr| matches!(work.table.state(addr), State::Candidate { .. }))
+            }),
+            "only candidates are frozen"
+        );
         pieces.retain(|piece| {
             let reserved = self.reserve(piece);
             if !reserved && !predicted {

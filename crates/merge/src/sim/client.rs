@@ -57,13 +57,21 @@ fn step(memory: &mut Memory, shared: &Arc<Shared>) -> Result<(), Gone> {
     if memory.alive { Ok(()) } else { Err(Gone) }
 }
 
+/// Now and then the process has no descriptor left to read its own mappings.
+fn cannot_tell(memory: &mut Memory, shared: &Shared) -> bool {
+    !shared.is_quiet() && shared.options.interference > 0 && memory.rng.chance(20)
+}
+
 impl Client for SimClient {
     fn generation(&mut self) -> u64 {
         self.process.lock().generation
     }
 
-    fn regions(&mut self) -> Result<Vec<Range>, Gone> {
-        let (memory, _) = self.enter()?;
+    fn regions(&mut self) -> Result<Option<Vec<Range>>, Gone> {
+        let (mut memory, shared) = self.enter()?;
+        if cannot_tell(&mut memory, shared) {
+            return Ok(None);
+        }
         let mut ranges: Vec<Range> = Vec::new();
         for addr in memory.entries.iter().filter(|(_, entry)| entry.managed || entry.is_pool()).map(|(addr, _)| *addr) {
             match ranges.last_mut() {
@@ -71,11 +79,14 @@ impl Client for SimClient {
                 _ => ranges.push(Range::pages_from(addr, 1)),
             }
         }
-        Ok(ranges)
+        Ok(Some(ranges))
     }
 
-    fn pool_mappings(&mut self) -> Result<Vec<PoolMapping>, Gone> {
-        let (memory, _) = self.enter()?;
+    fn pool_mappings(&mut self) -> Result<Option<Vec<PoolMapping>>, Gone> {
+        let (mut memory, shared) = self.enter()?;
+        if cannot_tell(&mut memory, shared) {
+            return Ok(None);
+        }
         let mut mappings: Vec<PoolMapping> = Vec::new();
         for (addr, entry) in &memory.entries {
             let Backing::Pool { file, index } = &entry.backing else { continue };
@@ -92,7 +103,7 @@ impl Client for SimClient {
                 }
             }
         }
-        Ok(mappings)
+        Ok(Some(mappings))
     }
 
     fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
@@ -502,8 +513,8 @@ impl Client for Hostile {
         self.rng.number()
     }
 
-    fn regions(&mut self) -> Result<Vec<Range>, Gone> {
-        let mut regions = self.honest.regions()?;
+    fn regions(&mut self) -> Result<Option<Vec<Range>>, Gone> {
+        let Some(mut regions) = self.honest.regions()? else { return Ok(None) };
         if self.rng.chance(100) {
             match self.rng.below(4) {
                 0 => regions.insert(0, self.nonsense()),
@@ -512,11 +523,11 @@ impl Client for Hostile {
                 _ => regions.extend(regions.clone()),
             }
         }
-        Ok(regions)
+        Ok(Some(regions))
     }
 
-    fn pool_mappings(&mut self) -> Result<Vec<PoolMapping>, Gone> {
-        let mut mappings = self.honest.pool_mappings()?;
+    fn pool_mappings(&mut self) -> Result<Option<Vec<PoolMapping>>, Gone> {
+        let Some(mut mappings) = self.honest.pool_mappings()? else { return Ok(None) };
         if self.lies() {
             match self.rng.below(4) {
                 0 => mappings.clear(),
@@ -532,7 +543,7 @@ impl Client for Hostile {
                 }
             }
         }
-        Ok(mappings)
+        Ok(Some(mappings))
     }
 
     fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {

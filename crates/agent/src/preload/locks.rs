@@ -1,0 +1,110 @@
+//! Memory that the program locks: it is in memory then, and nobody reads it. So it comes back and is plain before it is locked,
+//! and left alone until it is unlocked.
+
+use super::{active, me, note, range_of, returned, unmerge, wanted, without_thread};
+use crate::cold;
+use crate::engine::{ALL_LOCKED, SHARED, pool_mappings};
+use core::ffi::{c_int, c_uint, c_void};
+use core::sync::atomic::Ordering;
+use pagefold_os::raw::Result;
+use pagefold_os::{PAGE_SIZE, Range, syscall};
+
+/// The pages of which the kernel locks all if a part is meant.
+pub(super) fn pages_of(addr: *mut c_void, len: usize) -> Range {
+    let within = addr as usize % PAGE_SIZE;
+    range_of((addr as usize - within) as *mut c_void, len.saturating_add(within))
+}
+
+/// Makes `call`, which locks `range`.
+fn lock(range: Range, call: impl Fn() -> Result<usize>) -> Result<usize> {
+    let locking = || {
+        let held = SHARED.guard.lock(me());
+        cold::before_move(range)?;
+        // What the agent did not give back. Others may be writing there: then the kernel makes the copies.
+        unmerge(range)?;
+        let result = call();
+        if result.is_ok() {
+            SHARED.tables(&held).table.change(range, |note| note.locked = true);
+            SHARED.changed();
+        }
+        result
+    };
+    let held = SHARED.guard.lock(me());
+    let merged = SHARED.tables(&held).merged.may_overlap(range);
+    let merged = merged && pool_mappings(range, |_, _| true).unwrap_or(true);
+    drop(held);
+    // Others may be writing: the agent's thread gives it back as it heals.
+    if merged { without_thread(0, range, locking) } else { locking() }
+}
+
+/// mlock(2).
+///
+/// # Safety
+/// As mlock(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mlock(addr: *mut c_void, len: usize) -> c_int {
+    // SAFETY: the program's own call.
+    let call = || unsafe { syscall!(libc::SYS_mlock, addr, len) };
+    returned(if active() { lock(pages_of(addr, len), call) } else { call() }.map(drop))
+}
+
+/// mlock2(2).
+///
+/// # Safety
+/// As mlock2(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mlock2(addr: *mut c_void, len: usize, flags: c_uint) -> c_int {
+    // SAFETY: the program's own call.
+    let call = || unsafe { syscall!(libc::SYS_mlock2, addr, len, flags) };
+    returned(if active() { lock(pages_of(addr, len), call) } else { call() }.map(drop))
+}
+
+/// munlock(2).
+///
+/// # Safety
+/// As munlock(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn munlock(addr: *mut c_void, len: usize) -> c_int {
+    // SAFETY: the program's own call.
+    let result = unsafe { syscall!(libc::SYS_munlock, addr, len) };
+    if result.is_ok() && active() {
+        note(pages_of(addr, len), |note| note.locked = false);
+        SHARED.changed();
+    }
+    returned(result.map(drop))
+}
+
+/// mlockall(2): the agent is away until munlockall(2).
+///
+/// # Safety
+/// As mlockall(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
+    const EVERYTHING: Range = Range { start: 0, end: u64::MAX };
+    let call = || {
+        if active() {
+            let _held = SHARED.guard.lock(me());
+            unmerge(EVERYTHING)?;
+        }
+        // SAFETY: the program's own call.
+        unsafe { syscall!(libc::SYS_mlockall, flags) }.inspect(|_| ALL_LOCKED.store(active(), Ordering::Release))
+    };
+    returned(if active() { without_thread(0, EVERYTHING, call) } else { call() }.map(drop))
+}
+
+/// munlockall(2).
+///
+/// # Safety
+/// As munlockall(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn munlockall() -> c_int {
+    // SAFETY: the program's own call.
+    let result = unsafe { syscall!(libc::SYS_munlockall) };
+    if result.is_ok() && active() {
+        note(Range { start: 0, end: u64::MAX }, |note| note.locked = false);
+        if ALL_LOCKED.swap(false, Ordering::AcqRel) {
+            wanted();
+        }
+    }
+    returned(result.map(drop))
+}

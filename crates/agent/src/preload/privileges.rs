@@ -1,0 +1,216 @@
+//! What the program gives up, its agent gives up: users, groups, capabilities, filters and the like belong to a thread, and
+//! the C library passes them on to the threads that it knows only. Whoever takes over a program writes to all its memory, and
+//! so to the stack of our thread as well.
+//!
+//! So after each call that may take something away our thread is compared with the one that called. If it could do more it
+//! is replaced, before the call returns, by one that the caller starts, and which has what the caller has.
+
+use super::{Away, active, fail, leave_with_all, next};
+use crate::engine::{MAY_START, REST, SHARED, TASK_PATH_LEN, is_own_process, start};
+use core::ffi::{c_char, c_int, c_long, c_void};
+use core::sync::atomic::{AtomicUsize, Ordering};
+use pagefold_os::fd::Fd;
+use pagefold_os::raw::Errno;
+
+const CAP_SETGID: u64 = 1 << 6;
+const CAP_SETUID: u64 = 1 << 7;
+
+/// What of a thread's /proc/PID/task/TID/status says what it may do.
+struct Power<'a> {
+    /// Real, effective, saved, for files.
+    users: [u64; 4],
+    groups: [u64; 4],
+    more_groups: &'a [u8],
+    permitted: u64,
+    bounding: u64,
+    no_new_privs: u64,
+    filters: u64,
+}
+
+impl<'a> Power<'a> {
+    fn parse(text: &'a [u8]) -> Option<Power<'a>> {
+        let line = |name: &[u8]| text.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(name));
+        let number = |name: &[u8], radix| digits(line(name)?.trim_ascii(), radix);
+        let four = |name: &[u8]| {
+            let mut words = line(name)?.trim_ascii().split(|&byte| byte == b'\t');
+            let mut ids = [0; 4];
+            for id in &mut ids {
+                *id = digits(words.next()?, 10)?;
+            }
+            Some(ids)
+        };
+        Some(Power {
+            users: four(b"Uid:")?,
+            groups: four(b"Gid:")?,
+            more_groups: line(b"Groups:")?,
+            permitted: number(b"CapPrm:", 16)?,
+            bounding: number(b"CapBnd:", 16)?,
+            no_new_privs: number(b"NoNewPrivs:", 10)?,
+            // Kernels without filters have no such lines.
+            filters: number(b"Seccomp_filters:", 10).unwrap_or(0),
+        })
+    }
+
+    /// True if a thread with this could do what one with `other` could not come to do.
+    fn exceeds(&self, other: &Power<'_>) -> bool {
+        let foreign = |ids: [u64; 4], known: [u64; 4]| ids.iter().any(|id| !known.contains(id));
+        self.permitted & !other.permitted != 0
+            || self.bounding & !other.bounding != 0
+            || self.no_new_privs < other.no_new_privs
+            || self.filters < other.filters
+            || other.permitted & CAP_SETUID == 0 && foreign(self.users, other.users)
+            || other.permitted & CAP_SETGID == 0
+                && (foreign(self.groups, other.groups) || self.more_groups != other.more_groups)
+    }
+}
+
+fn digits(text: &[u8], radix: u32) -> Option<u64> {
+    let value = |all: u64, byte: &u8| {
+        let digit = char::from(*byte).to_digit(radix)?;
+        all.checked_mul(u64::from(radix))?.checked_add(u64::from(digit))
+    };
+    if text.is_empty() { None } else { text.iter().try_fold(0, value) }
+}
+
+/// True if our thread can do more than the calling one, or if that cannot be told.
+fn agent_exceeds_us() -> bool {
+    let mut path = [0; TASK_PATH_LEN];
+    let Some(agents) = SHARED.thread.path(b"/status", &mut path) else { return true };
+    let mut texts = [[0; 8 << 10]; 2];
+    let mut lens = [0; 2];
+    for ((path, text), len) in [agents, c"/proc/thread-self/status"].into_iter().zip(&mut texts).zip(&mut lens) {
+        let Ok(file) = Fd::open(path, libc::O_RDONLY, 0) else { return true };
+        // The kernel gives a page at most at a time.
+        while let Ok(got) = file.read(&mut text[*len..]) {
+            if got == 0 {
+                break;
+            }
+            *len += got;
+        }
+    }
+    match (Power::parse(&texts[0][..lens[0]]), Power::parse(&texts[1][..lens[1]])) {
+        // What did not find room was not compared.
+        (Some(agent), Some(caller)) => lens.contains(&texts[0].len()) || agent.exceeds(&caller),
+        _ => true,
+    }
+}
+
+/// After a call that may have taken something away from the calling thread.
+pub(super) fn follow() {
+    if !SHARED.thread.is_gone() && is_own_process() && agent_exceeds_us() {
+        renew();
+    }
+}
+
+/// Replaces our threads by new ones that have what the caller has. All is plain memory in between: the new ones may never
+/// reach a daemon.
+pub(super) fn renew() {
+    if SHARED.thread.is_gone() || !is_own_process() {
+        return;
+    }
+    let _away = Away::take();
+    if !MAY_START.load(Ordering::Acquire) {
+        return leave_with_all(3);
+    }
+    leave_with_all(0);
+    REST.store(true, Ordering::Release);
+    start();
+}
+
+/// What a raw call may take away.
+pub(super) enum Taken {
+    Nothing,
+    /// Something that [`follow`] sees.
+    Seen,
+    /// Something that no file tells.
+    Unseen,
+}
+
+pub(super) fn taken_by(number: c_long) -> Taken {
+    match number {
+        libc::SYS_setuid
+        | libc::SYS_setgid
+        | libc::SYS_setreuid
+        | libc::SYS_setregid
+        | libc::SYS_setresuid
+        | libc::SYS_setresgid
+        | libc::SYS_setgroups
+        | libc::SYS_setfsuid
+        | libc::SYS_setfsgid
+        | libc::SYS_capset
+        | libc::SYS_seccomp => Taken::Seen,
+        libc::SYS_landlock_restrict_self => Taken::Unseen,
+        _ => Taken::Nothing,
+    }
+}
+
+pub(super) fn taken_by_prctl(option: c_int) -> Taken {
+    match option {
+        libc::PR_SET_NO_NEW_PRIVS | libc::PR_CAPBSET_DROP | libc::PR_SET_SECCOMP => Taken::Seen,
+        libc::PR_SET_SECUREBITS => Taken::Unseen,
+        _ => Taken::Nothing,
+    }
+}
+
+impl Taken {
+    /// The call has succeeded.
+    pub(super) fn follow(self) {
+        match self {
+            Taken::Nothing => {}
+            Taken::Seen => follow(),
+            Taken::Unseen => renew(),
+        }
+    }
+}
+
+macro_rules! followed {
+    ($($name:ident($($argument:ident: $type:ty),*);)*) => {
+        #[allow(non_upper_case_globals)]
+        mod cache {
+            use super::AtomicUsize;
+            $(pub(super) static $name: AtomicUsize = AtomicUsize::new(0);)*
+        }
+
+        /// Looks up what is called through here: later it might be in a signal handler.
+        pub(super) fn look_up() {
+            $(next(&cache::$name, concat!(stringify!($name), "\0").as_ptr().cast(), 0);)*
+        }
+
+        $(
+            /// The C library's function of this name; our threads give up what it takes away.
+            ///
+            /// # Safety
+            /// As the C library's.
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
+                let found = next(&cache::$name, concat!(stringify!($name), "\0").as_ptr().cast(), 0);
+                if found == 0 {
+                    fail(Errno(libc::ENOSYS));
+                    return -1;
+                }
+                // SAFETY: the C library's function of this name has this type.
+                let call = unsafe { core::mem::transmute::<usize, unsafe extern "C" fn($($type),*) -> c_int>(found) };
+                // SAFETY: the program's own call.
+                let result = unsafe { call($($argument),*) };
+                if result == 0 && active() {
+                    follow();
+                }
+                result
+            }
+        )*
+    };
+}
+
+followed! {
+    setuid(user: libc::uid_t);
+    setgid(group: libc::gid_t);
+    seteuid(user: libc::uid_t);
+    setegid(group: libc::gid_t);
+    setreuid(real: libc::uid_t, effective: libc::uid_t);
+    setregid(real: libc::gid_t, effective: libc::gid_t);
+    setresuid(real: libc::uid_t, effective: libc::uid_t, saved: libc::uid_t);
+    setresgid(real: libc::gid_t, effective: libc::gid_t, saved: libc::gid_t);
+    setgroups(count: usize, groups: *const libc::gid_t);
+    initgroups(user: *const c_char, group: libc::gid_t);
+    capset(head: *mut c_void, data: *const c_void);
+}
