@@ -256,13 +256,8 @@ pub fn daemon(args: &[String]) -> Result<(), Failure> {
         period: Duration::from_millis(period.parse()?),
         pool_max_bytes: 1 << 40,
         vma_budget: 1 << 22,
-        idle_priority: false,
-        idle_exit: None,
-        on_demand: false,
-        metrics: None,
-        web: None,
         predict: predict == "1",
-        cold: Default::default(),
+        ..Config::default()
     });
     Ok(daemon.run()?)
 }

@@ -42,17 +42,8 @@ type Failure = Box<dyn std::error::Error>;
 fn daemon(socket: &Path) -> Result<(), Failure> {
     let config = Config {
         socket: socket.to_owned(),
-        workers: 1,
-        period: Duration::from_secs(2),
-        pool_max_bytes: 1 << 30,
-        vma_budget: 1 << 14,
-        idle_priority: false,
-        idle_exit: None,
-        on_demand: false,
-        metrics: None,
-        web: None,
-        predict: true,
         cold: cold::Config { automatic: false, ..cold::Config::default() },
+        ..Config::default()
     };
     Ok(Daemon::new(config).run()?)
 }

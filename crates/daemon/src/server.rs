@@ -45,6 +45,27 @@ pub struct Config {
     pub cold: crate::cold::Config,
 }
 
+/// One worker at ordinary priority and a period of 2 s, in a pool of 1 GiB; everything else off but the predictions. The
+/// socket has no default.
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            socket: PathBuf::new(),
+            workers: 1,
+            period: Duration::from_secs(2),
+            pool_max_bytes: 1 << 30,
+            vma_budget: 1 << 14,
+            idle_priority: false,
+            idle_exit: None,
+            on_demand: false,
+            metrics: None,
+            web: None,
+            predict: true,
+            cold: crate::cold::Config::default(),
+        }
+    }
+}
+
 /// How long a domain without clients is kept: what it knows of its pages' contents serves the next ones.
 const DOMAIN_REST: Duration = Duration::from_secs(60);
 /// Longest nap of a worker that finds nothing to do.
@@ -631,13 +652,7 @@ mod tests {
             period: Duration::from_millis(10),
             pool_max_bytes: 64 << 20,
             vma_budget: 100,
-            idle_priority: false,
-            idle_exit: None,
-            on_demand: false,
-            metrics: None,
-            web: None,
-            predict: true,
-            cold: crate::cold::Config::default(),
+            ..Config::default()
         });
         let key = (0, "sandbox".to_owned());
         let (domain, _) = daemon.join(&key).unwrap();
