@@ -632,6 +632,15 @@ fn for_each_merged(range: Range, act: impl Fn(Range, c_int) -> Result<()>) -> Re
     failed.map_or(Ok(()), Err)
 }
 
+/// Makes what is merged in `range` plain where nobody can write to it just now, so that a copy loses nothing. The guard is
+/// held.
+///
+/// # Errors
+/// `refused` if some of it can be written to, which is left as it is; and as [`gather`].
+fn gather_unwritable(range: Range, refused: i32) -> Result<()> {
+    for_each_merged(range, |part, prot| if prot & libc::PROT_WRITE != 0 { Err(Errno(refused)) } else { gather(part) })
+}
+
 /// `MADV_WIPEONFORK`, which the kernel refuses for a file's pages: what is merged is plain memory first.
 fn wipe_on_fork(range: Range) -> Result<()> {
     // SAFETY: changes no bytes of this process.
@@ -647,8 +656,7 @@ fn wipe_on_fork(range: Range) -> Result<()> {
         // may lose one of their writes.
         without_thread(libc::EINVAL, range, || {
             let _held = SHARED.guard.lock(me());
-            let give = |part, prot| if prot & libc::PROT_WRITE != 0 { Err(Errno(libc::EINVAL)) } else { gather(part) };
-            for_each_merged(range, give).and_then(|()| call()).map(|()| 0)
+            gather_unwritable(range, libc::EINVAL).and_then(|()| call()).map(|()| 0)
         })?;
     } else {
         call()?;

@@ -3,7 +3,7 @@
 //! The kernel takes a range from one descriptor only, and what we watch is ours: so the program's comes first. The range is
 //! plain memory before it is asked for again, and left alone until the program has let go of it.
 
-use super::{active, fail, gather, me, without_thread};
+use super::{active, fail, gather_unwritable, me, without_thread};
 use crate::engine::{SHARED, pool_mappings};
 use core::ffi::{c_int, c_ulong, c_void};
 use pagefold_os::raw::{Errno, Result};
@@ -57,10 +57,7 @@ fn register(fd: c_int, argument: *mut c_void, call: impl Fn() -> Result<usize>) 
         result = without_thread(libc::EBUSY, range, || {
             let held = SHARED.guard.lock(me());
             // What nobody can write to just now may be copied. Else who knows when pages are missing would be shown a file's.
-            let is_left = |part, prot| prot & libc::PROT_WRITE != 0 || gather(part).is_err();
-            if pool_mappings(range, is_left).unwrap_or(true) {
-                return Err(Errno(libc::EBUSY));
-            }
+            gather_unwritable(range, libc::EBUSY).map_err(|_| Errno(libc::EBUSY))?;
             let result = call();
             if result.is_ok() {
                 SHARED.tables(&held).table.change(range, |note| note.tracked = true);
