@@ -908,6 +908,15 @@ static void guards_raw(void) {
     }
 }
 
+// A descriptor that tells of writes and of missing pages.
+static int userfaultfd(void) {
+    int fd = syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) SKIP("userfaultfd(2) is not for this user");
+    struct uffdio_api api = {.api = UFFD_API, .features = UFFD_FEATURE_PAGEFAULT_FLAG_WP};
+    CHECK(ioctl(fd, UFFDIO_API, &api) == 0, "UFFDIO_API");
+    return fd;
+}
+
 // A userfaultfd of the program's own, as VM monitors have for snapshots (writes) and postcopy migration (missing pages).
 static struct tracker {
     int fd;
@@ -944,10 +953,7 @@ static void own_userfaultfd(void) {
     const size_t half = 512;
     struct uffdio_range range = {(unsigned long)r.at, half * PAGE};
     for (int missing = 0; missing < 2; missing++) {
-        tracker.fd = syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
-        if (tracker.fd < 0) SKIP("userfaultfd(2) is not for this user");
-        struct uffdio_api api = {.api = UFFD_API, .features = UFFD_FEATURE_PAGEFAULT_FLAG_WP};
-        CHECK(ioctl(tracker.fd, UFFDIO_API, &api) == 0, "UFFDIO_API");
+        tracker.fd = userfaultfd();
         struct uffdio_register reg = {range, missing ? UFFDIO_REGISTER_MODE_MISSING : UFFDIO_REGISTER_MODE_WP, 0};
         CHECK(ioctl(tracker.fd, UFFDIO_REGISTER, &reg) == 0, "UFFDIO_REGISTER");
         CHECK(pool_pages(r.at, half * PAGE) == 0, "tracked pages are shown from the pool");
@@ -986,10 +992,7 @@ static void tracked_blocks(void) {
     struct region blocks[] = {merged(12288), merged(64), merged(512)};
     for (int round = 0; round < 6; round++) {
         for (int i = 0; i < 3; i++) wait_merged(&blocks[i], blocks[i].pages / 4 * 3);
-        int fd = syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
-        if (fd < 0) SKIP("userfaultfd(2) is not for this user");
-        struct uffdio_api api = {.api = UFFD_API, .features = UFFD_FEATURE_PAGEFAULT_FLAG_WP};
-        CHECK(ioctl(fd, UFFDIO_API, &api) == 0, "UFFDIO_API");
+        int fd = userfaultfd();
         for (int i = 0; i < 3; i++) {
             struct uffdio_range range = {(unsigned long)blocks[i].at, blocks[i].pages * PAGE};
             struct uffdio_register reg = {range, UFFDIO_REGISTER_MODE_WP, 0};
@@ -1012,10 +1015,7 @@ static void probes(void) {
         wait_merged(&hammered, HAMMER_PAGES / 4 * 3);
         atomic_store(&resting, 0);
         nap(draw(&seed) % 20);
-        int fd = syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
-        if (fd < 0) SKIP("userfaultfd(2) is not for this user");
-        struct uffdio_api api = {.api = UFFD_API, .features = UFFD_FEATURE_PAGEFAULT_FLAG_WP};
-        CHECK(ioctl(fd, UFFDIO_API, &api) == 0, "UFFDIO_API");
+        int fd = userfaultfd();
         struct uffdio_register reg = {range, UFFDIO_REGISTER_MODE_WP, 0};
         CHECK(ioctl(fd, UFFDIO_REGISTER, &reg) == 0, "UFFDIO_REGISTER");
         CHECK(ioctl(fd, UFFDIO_UNREGISTER, &range) == 0, "UFFDIO_UNREGISTER");
