@@ -78,15 +78,16 @@ pub fn parse(command: Command) -> Result<ArgMatches, (Error, u8)> {
     // Help and wrong usage come before a file that may be broken.
     let matches = command.clone().get_matches();
     let failed = if matches.subcommand_name() == Some("run") { crate::commands::run::FAILED } else { 1 };
-    let given = matches.get_one::<PathBuf>("config").cloned();
-    let named = given.clone().or_else(|| std::env::var_os("PAGEFOLD_CONFIG").map(PathBuf::from));
-    if let (Some(path), Ok(here)) = (named.filter(|path| !path.as_os_str().is_empty()), std::env::current_dir()) {
+    let in_environment = || std::env::var_os("PAGEFOLD_CONFIG").filter(|path| !path.is_empty()).map(PathBuf::from);
+    let named = matches.get_one::<PathBuf>("config").cloned().or_else(in_environment);
+    if let (Some(path), Ok(here)) = (&named, std::env::current_dir()) {
         let _ = NAMED.set(here.join(path));
     }
     if !takes_defaults(&command, &matches) {
         return Ok(matches);
     }
-    let settings = files(given).and_then(|paths| load(&command, &paths)).map_err(|error| (error, failed))?;
+    let mut settings = files(named).and_then(|paths| load(&command, &paths)).map_err(|error| (error, failed))?;
+    store_in_environment(&mut settings, matches.subcommand_name());
     let mut command = apply(command, &settings);
     let matches = command.clone().get_matches();
     check_needs(&mut command, &matches);
@@ -94,6 +95,21 @@ pub fn parse(command: Command) -> Result<ArgMatches, (Error, u8)> {
         let _ = AGAIN.set(again(&command, daemon));
     }
     Ok(matches)
+}
+
+/// The environment's store of images counts more than the file's. Where it has none, what looks at stores in this process
+/// and in the daemon's successors finds the file's there; programs that `run` and `image exec` become do not.
+fn store_in_environment(settings: &mut Vec<Setting>, command: Option<&str>) {
+    let is_store = |setting: &Setting| setting.section == "image" && setting.id == "store";
+    if std::env::var_os("PAGEFOLD_STORE").is_some_and(|path| !path.is_empty()) {
+        settings.retain(|setting| !is_store(setting));
+    } else if let Some(Ok(path)) =
+        settings.iter().find(|setting| is_store(setting)).map(|s| std::path::absolute(&s.value))
+        && !matches!(command, Some("run" | "image"))
+    {
+        // SAFETY: no other thread runs yet.
+        unsafe { std::env::set_var("PAGEFOLD_STORE", path) };
+    }
 }
 
 /// Makes each switch that is a key take a value: `--busy=false` wins over `busy = true` in the file.
@@ -160,10 +176,8 @@ fn takes_defaults(command: &Command, matches: &ArgMatches) -> bool {
         || SECTIONS.iter().any(|section| path.starts_with(section.command))
 }
 
-/// The files to read, the one that counts most last.
-fn files(given: Option<PathBuf>) -> Result<Vec<PathBuf>, Error> {
-    let named =
-        given.or_else(|| std::env::var_os("PAGEFOLD_CONFIG").filter(|path| !path.is_empty()).map(PathBuf::from));
+/// The files to read, the one that counts most last: only `named`, if the caller or the environment names one.
+fn files(named: Option<PathBuf>) -> Result<Vec<PathBuf>, Error> {
     if let Some(path) = named {
         // `none`, also after --config made it absolute for a child.
         return Ok(if path.file_name().is_some_and(|name| name == "none") && !path.exists() {

@@ -11,7 +11,10 @@ use std::process::{Command, Output, Stdio};
 /// The tool with nobody's configuration but what lies below `home`.
 fn tool(home: &Path) -> Command {
     let mut command = Command::new(TOOL);
-    command.env("HOME", home).env_remove("XDG_CONFIG_HOME").env_remove("PAGEFOLD_CONFIG").env("NO_COLOR", "1");
+    command.env("HOME", home).env("NO_COLOR", "1");
+    for name in ["XDG_CONFIG_HOME", "PAGEFOLD_CONFIG", "PAGEFOLD_STORE"] {
+        command.env_remove(name);
+    }
     command
 }
 
@@ -43,6 +46,36 @@ fn a_daemon_takes_its_defaults_from_the_users_file_and_the_command_line_wins() {
     let status: Value = serde_json::from_slice(&status().stdout).expect("JSON");
     assert_eq!(status["workers"], 2, "the command line wins");
     assert_eq!(status["period_s"], 7.0, "the file wins over what is built in");
+}
+
+#[test]
+fn the_files_store_is_the_one_status_tells_of_and_the_environment_wins() {
+    let home = tempfile::tempdir().expect("a directory");
+    let [socket, store, other] = ["s", "store", "other"].map(|name| home.path().join(name));
+    let file = home.path().join(".config/pagefold/pagefold.toml");
+    write(&file, &format!("socket = {socket:?}\n[image]\nstore = {store:?}\n"));
+    write(&home.path().join("tree/file"), "content");
+    let json = |command: &mut Command| -> Value {
+        let output = command.output().expect("the tool");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice(&output.stdout).expect("JSON")
+    };
+    let tree = home.path().join("tree");
+    json(tool(home.path()).args(["image", "build", "--json", "--name", "a"]).arg(&tree));
+    assert!(store.exists());
+    json(tool(home.path()).env("PAGEFOLD_STORE", &other).args(["image", "build", "--json", "--name", "b"]).arg(&tree));
+    assert!(other.exists(), "the environment wins over the file");
+
+    let mut daemon = tool(home.path());
+    daemon.args(["daemon", "--no-keeper"]).stdin(Stdio::null()).stdout(Stdio::null());
+    let _daemon = Reaped(daemon.spawn().expect("the daemon starts"));
+    wait_for("the daemon to listen", 60, || tool(home.path()).arg("status").output().expect("status").status.success());
+    let roots = |status: Value| -> Vec<Value> {
+        status["images"].as_array().expect("stores").iter().map(|store| store["root"].clone()).collect()
+    };
+    assert_eq!(roots(json(tool(home.path()).args(["status", "--json"]))), [store.to_str().expect("text")]);
+    let elsewhere = json(tool(home.path()).env("PAGEFOLD_STORE", &other).args(["status", "--json"]));
+    assert_eq!(roots(elsewhere), [other.to_str().expect("text")]);
 }
 
 #[test]

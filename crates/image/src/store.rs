@@ -73,7 +73,7 @@ pub struct Store {
 /// The default store: `PAGEFOLD_STORE`, else `/var/lib/pagefold/images` for root, else
 /// `$XDG_DATA_HOME/pagefold/images` (`~/.local/share/…`).
 pub fn default_root() -> PathBuf {
-    if let Some(path) = std::env::var_os("PAGEFOLD_STORE") {
+    if let Some(path) = std::env::var_os("PAGEFOLD_STORE").filter(|path| !path.is_empty()) {
         return path.into();
     }
     if rustix::process::geteuid().is_root() {
