@@ -127,9 +127,7 @@ pub fn ensure_daemon(socket: &Path) -> Result<(), Error> {
     // A name that no other file has.
     let mut log = socket.as_os_str().to_owned();
     log.push(".log");
-    let mut options = fs::File::options();
-    options.write(true).create(true).truncate(true).custom_flags(libc::O_NOFOLLOW);
-    let output = options.open(&log).map_or_else(|_| Stdio::null(), Stdio::from);
+    let output = create_log(Path::new(&log)).map_or_else(|_| Stdio::null(), Stdio::from);
     let mut command = Command::new(std::env::current_exe()?);
     command
         .args(["daemon", "--on-demand", "--socket"])
@@ -162,6 +160,7 @@ pub fn ensure_daemon(socket: &Path) -> Result<(), Error> {
     let began = Instant::now();
     loop {
         match control::ask(socket, &Request::Status {}) {
+            // Ours, or another's that won the race for the socket: then ours ends, and that is as good.
             Ok(_) => return Ok(()),
             Err(_) if began.elapsed() < DAEMON_START_MAX => std::thread::sleep(Duration::from_millis(10)),
             Err(error) => {
@@ -170,8 +169,14 @@ pub fn ensure_daemon(socket: &Path) -> Result<(), Error> {
                 return Err(format!("no daemon at {}: {error}; {said}", socket.display()).into());
             }
         }
-        // Another may have won the race for the socket; then ours ends, and that is as good.
     }
+}
+
+/// An empty file at `path` for what a process in the background has to say, to its owner alone. No link is followed.
+pub fn create_log(path: &Path) -> io::Result<fs::File> {
+    let mut options = fs::File::options();
+    options.write(true).create(true).truncate(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
+    options.open(path)
 }
 
 /// Asks the daemon at `socket`.

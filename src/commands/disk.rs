@@ -170,13 +170,10 @@ fn run_mount(args: &MountArgs) -> Result<ExitCode, Error> {
 /// Starts this program again without `--background` and waits until it says that it is mounted. What it says later
 /// goes on in the same file, beside its socket.
 fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
-    use std::os::unix::fs::OpenOptionsExt;
     use std::os::unix::process::CommandExt;
     let log_path = control::socket_path(&absolute(&args.mountpoint)?).with_extension("log");
     control::make_own(&control::runtime_dir())?;
-    let mut log = std::fs::OpenOptions::new();
-    log.write(true).create(true).truncate(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
-    let log = log.open(&log_path).map_err(|error| format!("{}: {error}", log_path.display()))?;
+    let log = crate::host::create_log(&log_path).map_err(|error| format!("{}: {error}", log_path.display()))?;
     let arguments = std::env::args_os().skip(1).filter(|argument| argument != "--background");
     let mut child = std::process::Command::new(std::env::current_exe()?)
         .args(arguments)
