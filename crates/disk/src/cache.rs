@@ -27,7 +27,7 @@ use crate::table::{BlockKey, FreeFrames, Sharers, Table, Use};
 use parking_lot::{Condvar, Mutex, RwLock};
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// Blocks per chunk: 1 MiB, the largest request of a front end.
 pub(crate) const CHUNK_BLOCKS: usize = 256;
@@ -52,6 +52,7 @@ pub struct Cache {
     flush_wanted: Mutex<bool>,
     flush_signal: Condvar,
     merging: bool,
+    ended: AtomicBool,
 }
 
 /// What became of a frame that was offered for sharing.
@@ -98,8 +99,22 @@ impl Cache {
             flush_wanted: Mutex::new(false),
             flush_signal: Condvar::new(),
             merging,
+            ended: AtomicBool::new(false),
             config,
         })
+    }
+
+    /// Refuses changes from here on; those under way are done when this returns.
+    pub(crate) fn end(&self) {
+        self.ended.store(true, Ordering::Release);
+        for image in self.images() {
+            drop(image.shape.write());
+        }
+    }
+
+    /// Asked by every change with the image's shape held.
+    fn refuse_after_end(&self) -> Result<(), Error> {
+        if self.ended.load(Ordering::Acquire) { Err(Error::Ended) } else { Ok(()) }
     }
 
     /// The settings.
@@ -619,12 +634,14 @@ impl Cache {
         }
         {
             let _shape = image.shape.read();
+            self.refuse_after_end()?;
             if end <= image.size() {
                 return self.write_blocks(image, offset, data, u64::MAX);
             }
         }
         // Growing is exclusive: nobody else can have put anything beyond the old end.
         let _shape = image.shape.write();
+        self.refuse_after_end()?;
         let size_before = image.size();
         if end > size_before {
             image.change(|file| file.set_len(end))?;
@@ -799,6 +816,7 @@ impl Cache {
             return Err(Error::ReadOnly);
         }
         let _shape = image.shape.write();
+        self.refuse_after_end()?;
         self.set_size_exclusive(image, size)
     }
 
@@ -865,6 +883,7 @@ impl Cache {
             return Err(Error::ReadOnly);
         }
         let _shape = image.shape.write();
+        self.refuse_after_end()?;
         let end = end.min(image.size());
         if offset >= end {
             return Ok(());
@@ -918,6 +937,7 @@ impl Cache {
         let end = self.range_end(offset, length)?;
         self.accept_change(image)?;
         let _shape = image.shape.write();
+        self.refuse_after_end()?;
         image.change(|file| file.allocate(Allocate::Reserve, offset, length))?;
         image.unsynced.store(true, Ordering::Release);
         if !keep_size && end > image.size() {

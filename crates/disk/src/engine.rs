@@ -280,6 +280,8 @@ impl Engine {
             // A thread that panicked has said so; the images matter more now.
             let _ = thread.join();
         }
+        // What were written behind the sync below would be lost without a word.
+        self.cache.end();
         let mut unwritten = Vec::new();
         for image in self.cache.images().into_iter().filter(|image| image.has_file()) {
             let mut seen = image.errors.count();
@@ -631,6 +633,38 @@ mod tests {
         assert!(first.image().fingerprints.lock().is_some());
         drop((first, second));
         assert!(engine.shut_down().is_empty());
+    }
+
+    #[test]
+    fn what_a_mount_takes_while_it_ends_is_written_and_the_rest_is_refused() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        std::fs::write(dir.path().join("a"), [0; 64 << 10]).unwrap();
+        let engine = Engine::start(dir.path(), Config::default(), None, false).unwrap();
+        let writer = |n: u64| {
+            let handle = engine.open(Path::new("a"), true).unwrap();
+            std::thread::spawn(move || {
+                let refused = |what: Result<(), Error>| matches!(what, Err(Error::Ended));
+                let (began, mut taken) = (Instant::now(), 0u64);
+                while handle.write(n * 4096, &(taken + 1).to_le_bytes()).is_ok() {
+                    taken += 1;
+                    assert!(began.elapsed() < Duration::from_secs(60), "writes are taken for ever");
+                }
+                assert!(refused(handle.write(n * 4096, &[1; 8])));
+                assert!(refused(handle.write(1 << 20, &[1; 8])), "one that grows");
+                assert!(refused(handle.set_size(7)));
+                assert!(refused(handle.punch(0, 8192)));
+                assert!(refused(handle.reserve(0, 1 << 20, false)));
+                taken
+            })
+        };
+        let writers: Vec<_> = (0..2).map(writer).collect();
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(engine.shut_down().is_empty());
+        let taken: Vec<u64> = writers.into_iter().map(|writer| writer.join().unwrap()).collect();
+        let bytes = std::fs::read(dir.path().join("a")).unwrap();
+        let written = |n: usize| u64::from_le_bytes(bytes[n * 4096..][..8].try_into().unwrap());
+        assert_eq!([written(0), written(1)], [taken[0], taken[1]]);
+        assert_eq!(bytes.len(), 64 << 10);
     }
 
     #[test]

@@ -14,6 +14,9 @@ pub enum Error {
     /// The image was opened for reading only.
     #[error("the image is read-only")]
     ReadOnly,
+    /// The mount ends, and takes no change any more.
+    #[error("the mount has ended")]
+    Ended,
     /// Offset and length do not fit a file.
     #[error("offset {offset} and length {length} go beyond what a file can have")]
     Range {
@@ -30,6 +33,8 @@ impl Error {
         match self {
             Self::Io(error) | Self::Full(error) => error.raw_os_error().unwrap_or(libc::EIO),
             Self::ReadOnly => libc::EBADF,
+            // What the kernel says of a mount whose server is gone.
+            Self::Ended => libc::ENOTCONN,
             Self::Range { .. } => libc::EFBIG,
         }
     }

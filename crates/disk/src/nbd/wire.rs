@@ -183,6 +183,8 @@ pub fn error_code(errno: i32) -> u32 {
         libc::EINVAL => 22,
         libc::ENOSPC | libc::EFBIG | libc::EDQUOT => 28,
         libc::EOPNOTSUPP => 95,
+        // The server is shutting down.
+        libc::ENOTCONN => 108,
         _ => 5,
     }
 }
