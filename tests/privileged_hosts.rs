@@ -2,21 +2,12 @@
 
 mod common;
 
-use common::{Daemon, Reaped, TOOL, can_merge, finish, installed, skipped, wait_for};
+use common::{Daemon, Reaped, TOOL, can_merge, finish, installed, is_root, skipped, wait_for};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 fn source(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
-}
-
-fn is_root() -> bool {
-    // SAFETY: returns a number.
-    let root = unsafe { libc::geteuid() } == 0;
-    if !root {
-        skipped("not root: mount namespaces of our own");
-    }
-    root
 }
 
 /// A directory with the tool and whatever else must be found by name.

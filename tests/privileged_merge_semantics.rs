@@ -89,6 +89,7 @@ scenarios! {
     blocks_of_the_allocator: "blocks" "--all";
     memory_of_dead_slots_comes_back: "decay";
     writes_here_and_there_cost_no_mappings: "scatter";
+    who_must_be_alone_does_not_count_the_agent: "tasks";
 }
 
 /// A library registers its handlers of forks before the agent does, and takes a lock there with which it discards elsewhere.

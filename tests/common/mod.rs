@@ -76,6 +76,16 @@ pub fn skipped(why: &str) {
     let _ = writeln!(std::io::stderr(), "SKIPPED: {why}");
 }
 
+/// True if we may have namespaces of our own and be other users; says so where not.
+pub fn is_root() -> bool {
+    // SAFETY: returns a number.
+    let root = unsafe { libc::geteuid() } == 0;
+    if !root {
+        skipped("not root: no mount namespaces and other users");
+    }
+    root
+}
+
 /// True if live merging works here; says why not.
 pub fn can_merge() -> bool {
     let lack = pagefold_os::probe::all().into_iter().find(|finding| finding.needed && !finding.works);

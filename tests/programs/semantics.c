@@ -2005,6 +2005,62 @@ static void scatter(void) {
     printf("%zu mappings at most\n", most);
 }
 
+static void *wait_for_end(void *end) {
+    while (!atomic_load((atomic_int *)end)) nap(1);
+    return NULL;
+}
+
+static unsigned long threads_by(int dir, const char *path) {
+    struct stat at, plain;
+    CHECK(fstatat(dir, path, &at, 0) == 0, "fstatat %s", path);
+    if (*path == '/') {
+        CHECK(stat(path, &plain) == 0, "stat %s", path);
+        CHECK(plain.st_nlink == at.st_nlink, "%s has %lu and %lu links", path, plain.st_nlink, at.st_nlink);
+    }
+    return at.st_nlink - 2;
+}
+
+// Who must be alone counts the directories of its threads, as the sandbox of Chromium does: the agent's is none of them.
+static void tasks(void) {
+    struct region r = merged(1024);
+    struct stat kernels;
+    CHECK(syscall(SYS_newfstatat, AT_FDCWD, "/proc/self/task", &kernels, 0) == 0, "newfstatat");
+    CHECK(kernels.st_nlink > 3, "the agent has no thread here");
+    int proc = open("/proc/", O_RDONLY | O_DIRECTORY);
+    char own[64];
+    snprintf(own, sizeof own, "/proc/%d/task//", getpid());
+    atomic_int end = 0;
+    pthread_t thread;
+    for (unsigned long count = 1; count <= 2; count++) {
+        unsigned long counts[] = {threads_by(proc, "self/task/"), threads_by(proc, "self/task"), threads_by(proc, own), threads_by(-1, "/proc/self/task")};
+        for (int i = 0; i < 4; i++) CHECK(counts[i] == count, "%lu threads by name %d, not %lu", counts[i], i, count);
+        if (count == 1) CHECK(pthread_create(&thread, NULL, wait_for_end, &end) == 0, "pthread_create");
+    }
+    atomic_store(&end, 1);
+    pthread_join(thread, NULL);
+    // Of another process, and what only has the name.
+    pid_t child = fork();
+    if (child == 0) {
+        nap(60000);
+        _exit(0);
+    }
+    snprintf(own, sizeof own, "/proc/%d/task", child);
+    struct stat seen;
+    CHECK(stat(own, &seen) == 0 && syscall(SYS_newfstatat, AT_FDCWD, own, &kernels, 0) == 0, "stat %s", own);
+    CHECK(seen.st_nlink == kernels.st_nlink || seen.st_nlink == kernels.st_nlink - 1, "%lu links", seen.st_nlink);
+    CHECK(seen.st_nlink >= 3, "a child without threads");
+    kill(child, SIGKILL);
+    waitpid(child, NULL, 0);
+    char dir[] = "/tmp/tasks-XXXXXX";
+    CHECK(mkdtemp(dir) && chdir(dir) == 0 && mkdir("self", 0700) == 0 && mkdir("self/task", 0700) == 0, "a directory");
+    CHECK(stat("self/task", &seen) == 0 && seen.st_nlink <= 2 && seen.st_nlink >= 1, "%lu links of a directory", seen.st_nlink);
+    CHECK(rmdir("self/task") == 0 && rmdir("self") == 0 && rmdir(dir) == 0, "rmdir");
+    CHECK(stat("self/task", &seen) == -1 && errno == ENOENT, "stat of nothing");
+    CHECK(fstatat(proc, "", &seen, AT_EMPTY_PATH) == 0 && S_ISDIR(seen.st_mode), "fstatat of a descriptor");
+    close(proc);
+    check(&r, "after all");
+}
+
 struct scenario {
     const char *name;
     void (*run)(void);
@@ -2020,7 +2076,7 @@ static const struct scenario scenarios[] = {
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"identity", identity}, {"privileges", privileges}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"core", core},
     {"direct", direct}, {"uring", uring}, {"system-calls", system_calls}, {"blocks", blocks}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
-    {"memory-merge", memory_merge}, {"serve", serve}, {"decay", decay}, {"scatter", scatter}, {"mappings", mappings},
+    {"memory-merge", memory_merge}, {"serve", serve}, {"decay", decay}, {"scatter", scatter}, {"tasks", tasks}, {"mappings", mappings},
 };
 
 int main(int count, char **arguments) {

@@ -11,6 +11,7 @@
 
 mod locks;
 mod privileges;
+mod tasks;
 mod userfaultfd;
 
 use crate::cold;
@@ -338,17 +339,11 @@ fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offs
             == 0
         && prot & libc::PROT_EXEC == 0;
     if addr.is_null() && large && plain && flags & (libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE) == 0 {
-        let placed = place(len as u64).and_then(|place| {
-            let flags = flags | libc::MAP_FIXED_NOREPLACE;
-            // SAFETY: NOREPLACE never touches what is mapped.
-            unsafe { mem::map(place, len as u64, prot, flags, fd, offset as u64) }.ok()
-        });
-        let place = match placed {
-            Some(place) => place,
-            // Where the kernel likes, as with a wish for small memory: its end is seen if an interposed call makes it.
-            // SAFETY: the program's own call.
-            None => unsafe { mem::map(0, len as u64, prot, flags, fd, offset as u64) }?,
-        };
+        // A wish, without MAP_FIXED_NOREPLACE, which sandboxes may not know. Where the kernel has a reason to put it elsewhere, as
+        // it puts small memory, its end is seen if an interposed call makes it.
+        let place = place(len as u64).unwrap_or(0);
+        // SAFETY: the program's own call, with a wish.
+        let place = unsafe { mem::map(place, len as u64, prot, flags, fd, offset as u64) }?;
         if managed_all() && prot == libc::PROT_READ | libc::PROT_WRITE {
             note(range_of(place as *mut c_void, len), |note| note.seen = true);
             wanted();

@@ -50,9 +50,17 @@ impl Fd {
     /// # Errors
     /// As open(2).
     pub fn open(path: &CStr, flags: i32, mode: u32) -> Result<Fd> {
+        Fd::open_at(libc::AT_FDCWD, path, flags, mode)
+    }
+
+    /// As [`Fd::open`], with a relative `path` below the directory `dir`.
+    ///
+    /// # Errors
+    /// As openat(2).
+    pub fn open_at(dir: i32, path: &CStr, flags: i32, mode: u32) -> Result<Fd> {
         retry(|| {
             // SAFETY: the path is a valid C string for the duration of the call.
-            unsafe { syscall!(libc::SYS_openat, libc::AT_FDCWD, path.as_ptr(), flags | libc::O_CLOEXEC, mode) }
+            unsafe { syscall!(libc::SYS_openat, dir, path.as_ptr(), flags | libc::O_CLOEXEC, mode) }
         })
         .map(|fd| Fd(fd as i32))
     }

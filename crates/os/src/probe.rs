@@ -61,7 +61,7 @@ fn userfaultfd() -> Finding {
         Err(errno) => (
             false,
             format!("refused: {errno}"),
-            "let this user open it: setfacl -m u:$USER:rw /dev/userfaultfd (as root), or run the daemon as root".into(),
+            "let this user open it: setfacl -m u:$USER:rw /dev/userfaultfd (as root), or run daemon and programs as root".into(),
         ),
     };
     Finding { name: "userfaultfd with kernel faults", works, needed: true, detail, cure }
