@@ -6,6 +6,7 @@ use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::status::Status;
 use std::fs;
 use std::io::{self, Write};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -16,7 +17,10 @@ use std::time::{Duration, Instant};
 const AGENT: &[u8] = include_bytes!(env!("PAGEFOLD_AGENT_SO"));
 
 /// How long a daemon that was just started may take to listen.
-const DAEMON_START_MAX: Duration = Duration::from_secs(5);
+pub const DAEMON_START_MAX: Duration = Duration::from_secs(30);
+
+/// How long a daemon to which ours gave way may take for the rest of its start.
+const OTHERS_START_MAX: Duration = Duration::from_secs(5);
 
 /// This user's directory for sockets and the agent: `$PAGEFOLD_RUNTIME_DIR`, else `$XDG_RUNTIME_DIR/pagefold`,
 /// `/run/pagefold` for root, else in /tmp.
@@ -128,6 +132,8 @@ pub fn ensure_daemon(socket: &Path) -> Result<(), Error> {
     let mut log = socket.as_os_str().to_owned();
     log.push(".log");
     let output = create_log(Path::new(&log)).map_or_else(|_| Stdio::null(), Stdio::from);
+    // The daemon never reads it: our end tells when nobody is left who could.
+    let (input, ours) = io::pipe()?;
     let mut command = Command::new(std::env::current_exe()?);
     command
         .args(["daemon", "--on-demand", "--socket"])
@@ -137,7 +143,7 @@ pub fn ensure_daemon(socket: &Path) -> Result<(), Error> {
         // What a service's program is to be told is not for us.
         .env_remove("NOTIFY_SOCKET")
         .env_remove("LISTEN_PID")
-        .stdin(Stdio::null())
+        .stdin(input)
         .stdout(Stdio::null())
         .stderr(output)
         .current_dir("/");
@@ -157,12 +163,18 @@ pub fn ensure_daemon(socket: &Path) -> Result<(), Error> {
         });
     }
     command.spawn()?.wait()?;
-    let began = Instant::now();
+    drop(command);
+    let mut end = Instant::now() + DAEMON_START_MAX;
+    let mut ended = false;
     loop {
+        if !ended && has_no_reader(&ours) {
+            // Another may have won the race for the socket, and that is as good.
+            ended = true;
+            end = end.min(Instant::now() + OTHERS_START_MAX);
+        }
         match control::ask(socket, &Request::Status {}) {
-            // Ours, or another's that won the race for the socket: then ours ends, and that is as good.
             Ok(_) => return Ok(()),
-            Err(_) if began.elapsed() < DAEMON_START_MAX => std::thread::sleep(Duration::from_millis(10)),
+            Err(_) if Instant::now() < end => std::thread::sleep(Duration::from_millis(10)),
             Err(error) => {
                 let said = fs::read_to_string(&log).unwrap_or_default();
                 let said = said.lines().last().unwrap_or("it said nothing").to_owned();
@@ -177,6 +189,12 @@ pub fn create_log(path: &Path) -> io::Result<fs::File> {
     let mut options = fs::File::options();
     options.write(true).create(true).truncate(true).mode(0o600).custom_flags(libc::O_NOFOLLOW);
     options.open(path)
+}
+
+/// True if nobody has the other end of `pipe` any more.
+fn has_no_reader(pipe: &io::PipeWriter) -> bool {
+    let mut polled = [libc::pollfd { fd: pipe.as_raw_fd(), events: 0, revents: 0 }];
+    pagefold_os::fd::poll(&mut polled, 0).is_ok() && polled[0].revents & libc::POLLERR != 0
 }
 
 /// Asks the daemon at `socket`.

@@ -216,8 +216,16 @@ fn with_pagefold(args: &Args) -> Result<Row, Error> {
         .env_remove("LD_PRELOAD")
         .stdin(Stdio::null())
         .spawn()?;
-    let daemon = OwnDaemon { child, socket };
-    wait_for(|| host::status(&daemon.socket).is_ok(), Duration::from_secs(5), "the daemon does not listen")?;
+    let mut daemon = OwnDaemon { child, socket };
+    let mut ended = false;
+    let decided = || {
+        ended = daemon.child.try_wait().is_ok_and(|status| status.is_some());
+        ended || host::status(&daemon.socket).is_ok()
+    };
+    wait_for(decided, host::DAEMON_START_MAX, "the daemon does not listen")?;
+    if ended {
+        return Err("the daemon has ended".into());
+    }
     tell!(
         args,
         "{} processes fill {} each with the files of this machine, in different orders …",

@@ -257,7 +257,7 @@ impl Keeper {
     /// connects to it.
     ///
     /// # Errors
-    /// It cannot be started, or does not answer within five seconds.
+    /// It cannot be started, or does not answer within thirty seconds.
     pub fn start(program: &Path, path: &Path) -> io::Result<(Keeper, std::process::Child)> {
         Keeper::start_with(program, &[], path)
     }
@@ -278,7 +278,7 @@ impl Keeper {
             .stderr(Stdio::null())
             .process_group(0);
         let mut child = command.spawn()?;
-        let end = Instant::now() + Duration::from_secs(5);
+        let end = Instant::now() + Duration::from_secs(30);
         loop {
             match Keeper::connect(path) {
                 Ok(keeper) => return Ok((keeper, child)),
