@@ -40,7 +40,10 @@ fn tool() -> (tempfile::TempDir, std::path::PathBuf) {
     let dir = tempfile::tempdir().expect("a directory");
     std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o755)).expect("permissions");
     let path = dir.path().join("pagefold");
-    std::fs::copy(env!("CARGO_BIN_EXE_pagefold"), &path).expect("a copy");
+    // By another process: a child that a test beside this one forks meanwhile would hold our open file, and a program
+    // that is open for writing cannot be run.
+    let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_pagefold")).arg(&path).status();
+    assert!(copied.expect("cp runs").success());
     (dir, path)
 }
 
@@ -112,7 +115,7 @@ fn all_finds_every_process_of_a_namespace() {
         return;
     }
     let script = format!(
-        "sleep 600 & a=$!; sleep 600 & b=$!; sleep 0.2; {} scan --all --json; s=$?; kill $a $b; exit $s",
+        "sleep 600 & a=$!; sleep 600 & b=$!; while grep -qx sh /proc/$a/comm /proc/$b/comm; do sleep 0.05; done; {} scan --all --json; s=$?; kill $a $b; exit $s",
         env!("CARGO_BIN_EXE_pagefold")
     );
     let output = Command::new("unshare")
