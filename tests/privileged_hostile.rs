@@ -16,18 +16,24 @@ struct Accepted {
     channel: Mapping,
 }
 
+/// Who asks nothing for so long, in milliseconds, will not.
+const SILENCE_MS: u64 = 3_000;
+
 fn connect(daemon: &Daemon) -> Fd {
     let socket = sock::connect(daemon.socket.as_os_str().as_bytes()).expect("the daemon listens");
-    sock::set_timeout(&socket, 3_000).expect("a timeout");
+    sock::set_timeout(&socket, SILENCE_MS).expect("a timeout");
     socket
 }
 
 fn greet(daemon: &Daemon) -> Accepted {
     let socket = connect(daemon);
+    // The processors are busy with the good client.
+    sock::set_timeout(&socket, 120_000).expect("a timeout");
     let pagemap = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).expect("pagemap");
     sock::send(&socket, Packet::new(Op::Hello).bytes(), &[pagemap.raw()]).expect("hello");
     let mut buffer = [0; size_of::<Packet>()];
     let (_, mut fds) = sock::receive(&socket, &mut buffer, 0).expect("welcome");
+    sock::set_timeout(&socket, SILENCE_MS).expect("a timeout");
     let channel = fds.take(0).expect("a channel");
     let prot = libc::PROT_READ | libc::PROT_WRITE;
     let channel = Mapping::file(channel.raw(), 0, wire::CHANNEL_LEN, prot, libc::MAP_SHARED).expect("mapped");
