@@ -83,7 +83,7 @@ impl Window {
     fn wait(&self, what: &str, mut wanted: impl FnMut(&vt100::Screen) -> bool) {
         let began = Instant::now();
         while !wanted(self.screen.lock().expect("no panic").screen()) {
-            assert!(began.elapsed() < Duration::from_secs(60), "no {what} on\n{}", self.text());
+            assert!(began.elapsed() < Duration::from_secs(180), "no {what} on\n{}", self.text());
             std::thread::sleep(Duration::from_millis(20));
         }
     }
@@ -144,7 +144,7 @@ fn a_client_of_a_real_daemon_is_on_the_screen() {
     let socket = dir.path().join("daemon.sock");
     let mut daemon = pagefold();
     daemon
-        .args(["daemon", "--no-keeper", "--period", "200ms", "--socket"])
+        .args(["daemon", "--busy", "--no-keeper", "--period", "200ms", "--socket"])
         .arg(&socket)
         .stdout(Stdio::null())
         .stderr(Stdio::piped());
@@ -237,14 +237,16 @@ fn a_client_of_a_real_daemon_is_on_the_screen() {
 
     // No flicker: sample after sample only what changed is written, and the screen is never wiped.
     let wiped = count(&window.raw, b"\x1b[2J");
+    let began = Instant::now();
     let before = window.raw.lock().expect("no panic").len();
     let head = window.text();
     window.wait("another sample", |screen| screen.contents() != head);
     std::thread::sleep(Duration::from_secs(2));
     let written = window.raw.lock().expect("no panic").len() - before;
+    let samples = began.elapsed().as_millis() as usize / 100;
     assert_eq!(count(&window.raw, b"\x1b[2J"), wiped, "the screen was wiped");
-    // Twenty samples and more in that time; all of the screen would be 1,920 letters each.
-    assert!(written < 20 * 1920, "{written} bytes for {:?}", window.text());
+    // All of the screen would be 1,920 letters each.
+    assert!(written < samples * 1920, "{written} bytes in {samples} samples for {:?}", window.text());
     window.press("\x03");
     assert_eq!(window.top.0.wait().expect("it ends").code(), Some(0));
 }
@@ -257,11 +259,14 @@ fn without_colour_and_in_windows_of_any_size() {
     window.wait_for("`pagefold run` starts one");
     for (rows, columns) in [(5, 20), (3, 10), (60, 200), (2, 80), (24, 80)] {
         window.screen.lock().expect("no panic").screen_mut().set_size(rows, columns);
+        let wiped = count(&window.raw, b"\x1b[2J");
         resize(&window.keyboard, (rows, columns));
         let status = Command::new("kill").args(["-WINCH", &window.top.0.id().to_string()]).status().expect("kill");
         assert!(status.success());
         window.press("?x1234");
         assert_eq!(window.top.0.try_wait().expect("a state"), None, "it ended at {rows}x{columns}");
+        // Drawn anew before the next: two sizes that come as one may be the size that it had.
+        window.wait("wiped screen", |_| count(&window.raw, b"\x1b[2J") > wiped);
     }
     window.wait("keys in the last line", |screen| {
         screen.rows(0, 80).nth(23).is_some_and(|line| line.starts_with("q quit"))
