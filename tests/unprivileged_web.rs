@@ -15,7 +15,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Only ends a test that hangs.
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(180);
 
 fn pagefold() -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
@@ -33,25 +33,48 @@ fn wait(what: &str, mut done: impl FnMut() -> bool) {
 
 /// A daemon with `options`; `None`, after saying so, if there can be none here.
 fn daemon(dir: &Path, options: &[&str]) -> Option<Reaped> {
+    try_daemon(dir, options).map_err(|said| skipped(&format!("no daemon here: {said}"))).ok()
+}
+
+/// A daemon that serves at a port of its own for each of `options`; `None`, after saying so, if there can be none here.
+fn daemon_at_ports<const N: usize>(dir: &Path, options: [&str; N]) -> Option<(Reaped, [u16; N])> {
+    loop {
+        let ports = options.map(|_| free_port());
+        let places = ports.map(|port| format!("127.0.0.1:{port}"));
+        let options: Vec<&str> = options.iter().zip(&places).flat_map(|(option, place)| [*option, place]).collect();
+        match try_daemon(dir, &options) {
+            Ok(daemon) => return Some((daemon, ports)),
+            // Somebody took one since.
+            Err(said) if said.contains("in use") => {}
+            Err(said) => {
+                skipped(&format!("no daemon here: {said}"));
+                return None;
+            }
+        }
+    }
+}
+
+/// A daemon with `options` that serves already, or what one said that ended.
+fn try_daemon(dir: &Path, options: &[&str]) -> Result<Reaped, String> {
     let socket = dir.join("daemon.sock");
     let mut command = pagefold();
-    command.args(["daemon", "--no-keeper", "--period", "200ms", "--socket"]).arg(&socket).args(options);
+    command.args(["daemon", "--busy", "--no-keeper", "--period", "200ms", "--socket"]).arg(&socket).args(options);
     // Its own stores and mounts, not those of who runs the test.
     command.env("PAGEFOLD_STORE", dir.join("images")).env("PAGEFOLD_RUNTIME_DIR", dir.join("run"));
     command.stdout(Stdio::null()).stderr(Stdio::piped());
     let mut daemon = Reaped(command.spawn().expect("the daemon starts"));
     let began = Instant::now();
-    while !socket.exists() {
+    // It answers when its pages are served too.
+    while !pagefold().args(["status", "--socket"]).arg(&socket).output().expect("status").status.success() {
         if daemon.0.try_wait().expect("a state").is_some() {
             let mut said = String::new();
             daemon.0.stderr.take().expect("a pipe").read_to_string(&mut said).expect("text");
-            skipped(&format!("no daemon here: {said}"));
-            return None;
+            return Err(said);
         }
         assert!(began.elapsed() < LIMIT, "the daemon does not listen");
         std::thread::sleep(Duration::from_millis(20));
     }
-    Some(daemon)
+    Ok(daemon)
 }
 
 /// A port that was free a moment ago.
@@ -78,10 +101,7 @@ fn get(port: u16, target: &str) -> (String, String) {
 #[test]
 fn only_proper_requests_of_this_machine_are_answered() {
     let dir = tempfile::tempdir().expect("a directory");
-    let (web, metrics) = (free_port(), free_port());
-    let options = [format!("127.0.0.1:{web}"), format!("127.0.0.1:{metrics}")];
-    let Some(_daemon) = daemon(dir.path(), &["--web", &options[0], "--metrics", &options[1]]) else { return };
-    wait("the page", || TcpStream::connect(("127.0.0.1", web)).is_ok());
+    let Some((_daemon, [web, metrics])) = daemon_at_ports(dir.path(), ["--web", "--metrics"]) else { return };
 
     let (head, page) = get(web, "/");
     assert!(head.starts_with("HTTP/1.1 200 OK\r\n"), "{head}");
@@ -213,9 +233,8 @@ fn client(dir: &Path, domain: &str) -> Option<Reaped> {
 #[test]
 fn a_browser_shows_the_clients_of_a_real_daemon() {
     let dir = tempfile::tempdir().expect("a directory");
-    let port = free_port();
+    let Some((daemon, [port])) = daemon_at_ports(dir.path(), ["--web"]) else { return };
     let base = format!("http://127.0.0.1:{port}/");
-    let Some(daemon) = daemon(dir.path(), &["--web", &format!("127.0.0.1:{port}")]) else { return };
     let Some(mut browser) = Browser::start() else { return };
     let (Some(first), Some(_second)) = (client(dir.path(), "red"), client(dir.path(), "blue")) else { return };
     browser.open(&base);
