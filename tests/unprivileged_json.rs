@@ -183,12 +183,12 @@ fn a_daemon_with_clients_and_a_mount() {
     let place = format!("unix:{}", web.display());
     // A keeper would start another daemon when this one is killed at the end.
     let mut daemon =
-        tool.command(&["daemon", "--no-keeper", "--period", "200ms", "--socket", &socket, "--web", &place]);
+        tool.command(&["daemon", "--busy", "--no-keeper", "--period", "200ms", "--socket", &socket, "--web", &place]);
     let mut daemon = Running(daemon.stderr(Stdio::piped()).spawn().expect("the daemon starts"));
     let wait = |what: &str, done: &mut dyn FnMut() -> bool| {
         let began = Instant::now();
         while !done() {
-            assert!(began.elapsed() < Duration::from_secs(60), "waited in vain for {what}");
+            assert!(began.elapsed() < Duration::from_secs(180), "waited in vain for {what}");
             std::thread::sleep(Duration::from_millis(50));
         }
     };

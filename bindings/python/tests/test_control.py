@@ -58,7 +58,8 @@ class WithDaemon(unittest.TestCase):
         directory = tempfile.TemporaryDirectory()
         self.addCleanup(directory.cleanup)
         self.socket = Path(directory.name, "s")
-        process = subprocess.Popen([TOOL, "daemon", "--no-keeper", "--period", "200ms", "--socket", str(self.socket)])
+        options = ["--busy", "--no-keeper", "--period", "200ms"]
+        process = subprocess.Popen([TOOL, "daemon", *options, "--socket", str(self.socket)])
         self.addCleanup(self.end, process)
         self.daemon = pagefold.Daemon(self.socket)
         self.wait("the daemon", lambda: self.socket.exists() or process.poll() is not None)
@@ -73,7 +74,7 @@ class WithDaemon(unittest.TestCase):
     def wait(self, what: str, done: Callable[[], bool]) -> None:
         began = time.monotonic()
         while not done():
-            self.assertLess(time.monotonic() - began, 60, f"waited in vain for {what}")
+            self.assertLess(time.monotonic() - began, 180, f"waited in vain for {what}")
             time.sleep(0.05)
 
     def client(self, *options: str) -> int:
