@@ -37,7 +37,7 @@ fn a_full_pool_means_less_saving() {
 fn a_small_budget_of_mappings_means_less_saving() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     let daemon = Daemon::start(&["--vma-budget", "300"]);
-    let (status, out, err) = finish(daemon.run(&[]).arg(program).arg("mappings"), 120);
+    let (status, out, err) = finish(daemon.run(&[]).arg(program).arg("mappings"), 400);
     assert!(status.success(), "{status} {out}{err}");
     assert!(events(&daemon.status(), "over_vma_budget") > 0, "nothing was refused: {}", daemon.status());
     let said = String::from_utf8_lossy(&daemon.tool(&["status"]).stdout).into_owned();
@@ -48,7 +48,7 @@ fn a_small_budget_of_mappings_means_less_saving() {
 fn the_program_gets_its_own_mappings() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     let daemon = Daemon::start(&[]);
-    let (status, out, err) = finish(daemon.run(&[]).arg(program).arg("mappings"), 120);
+    let (status, out, err) = finish(daemon.run(&[]).arg(program).arg("mappings"), 400);
     assert!(status.success(), "{status} {out}{err}");
 }
 

@@ -13,7 +13,7 @@ fn scenario_under(daemon_options: &[&str], name: &str, options: &[&str]) {
     let needed: Vec<String> = pagefold_agent::filter::needed().map(|number| number.to_string()).collect();
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     let daemon = Daemon::start(daemon_options);
-    let (status, out, err) = finish(daemon.run(options).env("NEEDED", needed.join(",")).arg(program).arg(name), 150);
+    let (status, out, err) = finish(daemon.run(options).env("NEEDED", needed.join(",")).arg(program).arg(name), 400);
     if status.code() == Some(77) {
         return skipped(out.trim().trim_start_matches("SKIPPED: "));
     }
@@ -111,7 +111,7 @@ fn forks_go_on_beside_a_library_that_locks_for_them() {
     compile(&["-Wl,-rpath,$ORIGIN"], &program, Some(&library));
     for options in [["--all"], ["--cold"]] {
         let daemon = Daemon::start(&["--no-keeper"]);
-        let (status, out, err) = finish(daemon.run(&options).arg(&program), 150);
+        let (status, out, err) = finish(daemon.run(&options).arg(&program), 400);
         assert!(status.success(), "{options:?}: {status}\n{out}{err}");
     }
 }
@@ -129,7 +129,7 @@ fn a_core_dump_holds_merged_pages() {
         return skipped("core dumps go elsewhere on this machine");
     }
     let daemon = Daemon::start(&[]);
-    let (status, out, err) = finish(daemon.run(&[]).arg(program).arg("core"), 120);
+    let (status, out, err) = finish(daemon.run(&[]).arg(program).arg("core"), 400);
     assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(libc::SIGABRT), "{status} {out}{err}");
     let mut entries = std::fs::read_dir(daemon.dir.path()).expect("the directory").flatten();
     let core = entries.find(|entry| entry.file_name().to_string_lossy().starts_with("core"));

@@ -38,7 +38,7 @@
 #define PAGE 4096ul
 #define MIB (1ul << 20)
 #ifndef WAIT_MAX
-#define WAIT_MAX 60
+#define WAIT_MAX 120
 #endif
 #define CHECK(what, ...)                                          \
     do {                                                          \
@@ -284,17 +284,15 @@ static void writers(void) {
     start_hammers(threads);
     size_t most = 0;
     double began = now();
-    while (atomic_load(&writes) < 2000000 || now() - began < 6) {
+    while (atomic_load(&writes) < 2000000 || most <= 200 || now() - began < 6) {
         size_t here = pool_pages(hammered.at, HAMMER_PAGES * PAGE);
         if (here > most) most = here;
-        CHECK(now() - began < 100, "only %lu writes", atomic_load(&writes));
+        CHECK(now() - began < 100, "only %lu writes, and up to %zu pages merged", atomic_load(&writes), most);
         nap(50);
     }
     atomic_store(&hammering, 0);
     for (size_t i = 0; i < HAMMERS; i++) pthread_join(threads[i], NULL);
     check_hammered();
-    CHECK(most > 200, "only %zu pages were ever merged", most);
-    CHECK(atomic_load(&writes) >= 1000000, "only %lu writes", atomic_load(&writes));
     printf("%lu writes, up to %zu pages merged meanwhile\n", atomic_load(&writes), most);
 }
 
@@ -303,8 +301,9 @@ static void unmergeable_writers(void) {
     pthread_t threads[HAMMERS];
     start_hammers(threads);
     size_t most = 0;
-    for (int round = 0; round < 12; round++) {
-        nap(400);
+    // On a busy machine little is merged between two rounds: more of them then, and longer ones.
+    for (int round = 0; round < 12 || (most <= 100 && round < 60); round++) {
+        nap(round < 12 ? 400 : 2000);
         size_t here = pool_pages(hammered.at, HAMMER_PAGES * PAGE);
         if (here > most) most = here;
         CHECK(madvise(hammered.at, HAMMER_PAGES * PAGE, MADV_UNMERGEABLE) == 0, "MADV_UNMERGEABLE");
@@ -579,8 +578,9 @@ static void dontneed_racing(void) {
     madvise(r.at, r.pages * PAGE, MADV_MERGEABLE);
     uint64_t seed = 3;
     size_t most = 0;
-    for (int round = 0; round < 120; round++) {
-        nap(draw(&seed) % 60);
+    // On a busy machine little is merged between two discards: more rounds then, and calmer ones.
+    for (int round = 0; round < 120 || (most <= 300 && round < 270); round++) {
+        nap(round < 120 ? draw(&seed) % 60 : 600);
         if (round % 20 == 0) nap(600);
         size_t here = pool_pages(r.at, r.pages * PAGE);
         if (here > most) most = here;
@@ -1208,7 +1208,7 @@ static void signals(void) {
     double began = now();
     uint64_t seed = 12;
     size_t most = 0;
-    while (now() - began < 5) {
+    while (now() - began < 5 || (most <= 100 && now() - began < 100)) {
         // Interposed calls are interrupted by the handler as well.
         char *some = mmap(NULL, 8 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         CHECK(some != MAP_FAILED, "mmap among signals");
@@ -1865,7 +1865,9 @@ static void heap(void) {
         void *block = mmap(NULL, 2 * MIB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         CHECK(block != MAP_FAILED, "mmap");
         int here = 0;
-        for (double waited = now(); !here && now() - waited < 0.6; usleep(300)) here = shows_pool();
+        // On a busy machine merging comes late.
+        double patience = now() - began < 25 ? 0.6 : 4;
+        for (double waited = now(); !here && now() - waited < patience; usleep(300)) here = shows_pool();
         merging += here;
         usleep(draw(&seed) % 12000);
         munmap(block, 2 * MIB);
