@@ -150,7 +150,7 @@ fn redis_with_more_data_than_it_uses_keeps_every_key() {
     });
     if let Some(mut load) = load {
         let parking = Parking::start(&host.socket, &["park"], Duration::from_millis(200));
-        wait_for("the benchmark to end", 90, || load.0.try_wait().expect("wait").is_some());
+        wait_for("the benchmark to end", 300, || load.0.try_wait().expect("wait").is_some());
         drop(parking);
         // The benchmark's own keys have twelve digits; all others must be as they were.
         let script = "for _, k in ipairs(redis.call('KEYS', 'key:????????????')) do redis.call('DEL', k) end";
@@ -191,7 +191,7 @@ fn stress_ng_finds_no_wrong_bit() {
                 std::thread::sleep(Duration::from_millis(100));
             }
         });
-        let result = finish(&mut command, 120);
+        let result = finish(&mut command, 300);
         ended.store(true, std::sync::atomic::Ordering::Relaxed);
         result
     });
@@ -246,7 +246,7 @@ fn a_guest_is_parked_works_on_and_is_unparked() {
         assert!(!said.contains("PAGEFOLD-WRONG"), "the guest read wrong bytes:\n{said}");
         said.matches("PAGEFOLD-ROUND").count()
     };
-    wait_for("the guest to boot", 150, || rounds() > 0);
+    wait_for("the guest to boot", 400, || rounds() > 0);
     let pid = qemu.pid();
     host.wait_for_client(pid);
     for turn in 0..3 {

@@ -145,7 +145,7 @@ fn a_disk_block_is_one_frame_in_the_host_and_in_every_guest() {
     let archive = initramfs(base.path(), &busybox, &modules);
     let start = |n: usize| Guest::start(&daemon, &kernel, &archive, &mount.join(format!("{n}.raw")));
     let mut guests: Vec<Guest> = (0..GUESTS).map(start).collect();
-    wait_for("the guests to read their disks", 200, || guests.iter_mut().all(|guest| guest.sum().is_some()));
+    wait_for("the guests to read their disks", 400, || guests.iter_mut().all(|guest| guest.sum().is_some()));
     for guest in &mut guests {
         assert_eq!(guest.sum(), Some(sum.clone()), "a guest read other bytes");
     }

@@ -68,7 +68,7 @@ fn the_emulator_for_libvirt_merges_guests_and_never_keeps_one_from_starting() {
         exe.file_name().is_some_and(|name| name.to_string_lossy().starts_with("qemu-system"))
     };
     // Libvirt's first question.
-    let (status, said, _) = finish(&mut qemu(&daemon.socket, &["-version"], &[]), 20);
+    let (status, said, _) = finish(&mut qemu(&daemon.socket, &["-version"], &[]), 120);
     assert!(status.success() && said.contains("QEMU emulator version"), "{said}");
 
     let plain = start(&daemon.socket, &[], &[]);
@@ -132,12 +132,13 @@ fn libvirt_starts_guests_through_the_emulator() {
     trial.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     let _libvirt = Reaped(trial.spawn().expect("unshare"));
     let said = || std::fs::read_to_string(daemon.dir.path().join("said")).unwrap_or_default();
-    let decided = || ["RUNNING 2", "FAILED", "ABSENT"].iter().any(|word| said().contains(word));
-    wait_for("libvirt to start both guests", 60, decided);
+    let decided = || ["RUNNING", "FAILED", "ABSENT"].iter().any(|word| said().contains(word));
+    // Longer than the script's own limits, all together.
+    wait_for("libvirt to start both guests", 900, decided);
     if said().contains("ABSENT") {
         return skipped(&format!("libvirt starts no guest here: {}", said().trim()));
     }
-    assert!(!said().contains("FAILED"), "{}", said());
+    assert!(said().contains("RUNNING 2"), "{}", said());
     wait_for("both guests to be clients", 30, || {
         let clients = daemon.status()["clients"].clone();
         clients.as_array().is_some_and(|list| list.len() == 2)
@@ -164,7 +165,7 @@ fn containers_of_podman_merge_with_each_other() {
     let mut trial =
         Reaped(trial.stderr(std::fs::File::create(dir.join("errors")).expect("a file")).spawn().expect("unshare"));
     let said = |name: &str| std::fs::read_to_string(dir.join(name)).unwrap_or_default();
-    wait_for("both containers to be ready", 60, || {
+    wait_for("both containers to be ready", 300, || {
         let ended = trial.0.try_wait().expect("wait").and_then(|status| status.code());
         assert!(matches!(ended, None | Some(NO_CONTAINERS)), "podman: {}", said("errors"));
         ended.is_some() || said("one").contains("ready") && said("two").contains("ready")
@@ -201,7 +202,7 @@ fn services_of_systemd_merge_under_the_shipped_unit() {
     while !said().contains("END") {
         let ended = trial.0.try_wait().expect("wait").is_some();
         // One that comes up says so soon; what it then does may take its time on a busy machine.
-        let limit = if said().is_empty() { 50 } else { 200 };
+        let limit = if said().is_empty() { 120 } else { 900 };
         if ended || began.elapsed().as_secs() > limit {
             let errors = std::fs::read_to_string(dir.path().join("errors")).unwrap_or_default();
             assert!(said().is_empty(), "systemd ended in the middle: {}\n{errors}", said());

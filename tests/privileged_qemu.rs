@@ -164,7 +164,7 @@ fn guests_work_while_they_are_merged() {
     let data = vec![("data".to_owned(), guest::noise(DATA_LEN, u64::MAX))];
     let initramfs = guest::initramfs(daemon.dir.path(), &busybox, INIT, &data);
     let mut guests: Vec<Guest> = (0..2).map(|_| Guest::start(&daemon, &kernel, &initramfs)).collect();
-    wait_for("the guests to boot", 150, || guests.iter_mut().all(|guest| guest.rounds() > 0));
+    wait_for("the guests to boot", 400, || guests.iter_mut().all(|guest| guest.rounds() > 0));
     // A quarter of the file that both have, at least.
     let wanted = (DATA_LEN / 4096 / 4) as i64;
     wait_for("the guests' file to be shared", 120, || daemon.total("pages_sharing") > wanted);

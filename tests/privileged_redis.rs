@@ -117,7 +117,7 @@ fn keeps_every_key(parked: bool) {
     wait_for("pages to be merged", 60, || daemon.total("pages_sharing") + daemon.total("pages_zero") > 300);
     read_back(&mut streams);
     if let Some(load) = &mut load {
-        wait_for("the benchmark to end", 90, || load.0.try_wait().expect("wait").is_some());
+        wait_for("the benchmark to end", 300, || load.0.try_wait().expect("wait").is_some());
     }
     if parked {
         let out = || {

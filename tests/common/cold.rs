@@ -1,6 +1,6 @@
 //! A daemon with a keeper, for the tests of the cold tier.
 
-use super::{Reaped, TOOL, installed, skipped, wait_for};
+use super::{PATIENCE, Reaped, TOOL, comes, installed, skipped, wait_for};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -106,7 +106,10 @@ impl Host {
     pub fn kill_all(&mut self) {
         if let Some(keeper) = self.keeper_pid() {
             kill(keeper);
-            wait_for("the keeper to end", 10, || self.keeper_pid().is_none());
+            // Also where a test has failed, whose panic another one would hide.
+            if !comes(PATIENCE, || self.keeper_pid().is_none()) {
+                eprintln!("the keeper {keeper} does not end");
+            }
         }
         let _ = self.child.kill();
         let _ = self.child.wait();

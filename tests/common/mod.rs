@@ -309,17 +309,31 @@ impl Drop for Reaped {
     }
 }
 
-/// Waits until `ready`, or panics after `seconds`, which only says that it will never be.
-pub fn wait_for(what: &str, seconds: u64, mut ready: impl FnMut() -> bool) {
-    let began = Instant::now();
-    while !ready() {
-        assert!(began.elapsed() < Duration::from_secs(seconds), "waited {seconds} s in vain for {what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+/// The least, in seconds, that [`wait_for`] and [`finish`] wait: on a machine that is busy with other things, moments
+/// take long.
+const PATIENCE: u64 = 120;
+
+/// Waits until `ready`, or panics after `seconds` (and two minutes at least), which only says that it will never be.
+pub fn wait_for(what: &str, seconds: u64, ready: impl FnMut() -> bool) {
+    let seconds = seconds.max(PATIENCE);
+    assert!(comes(seconds, ready), "waited {seconds} s in vain for {what}");
 }
 
-/// Runs `command` to its end; kills it and fails after `seconds`.
+/// Waits until `ready`, for at most `seconds`; true if it came.
+fn comes(seconds: u64, mut ready: impl FnMut() -> bool) -> bool {
+    let began = Instant::now();
+    while !ready() {
+        if began.elapsed() > Duration::from_secs(seconds) {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    true
+}
+
+/// Runs `command` to its end; kills it and fails after `seconds`, and two minutes at least.
 pub fn finish(command: &mut Command, seconds: u64) -> (ExitStatus, String, String) {
+    let seconds = seconds.max(PATIENCE);
     let mut child =
         Reaped(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts"));
     let out = read_all(child.0.stdout.take().expect("a pipe"));

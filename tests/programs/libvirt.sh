@@ -49,16 +49,16 @@ until timeout 10 virsh -c qemu:///system version >/dev/null 2>&1; do
     sleep 0.5
 done
 # Where libvirt starts no guest at all, there is nothing to try.
-timeout 30 virsh -c qemu:///system create "$dir/plain.xml" >> "$dir/virsh.log" 2>&1 &&
-    timeout 30 virsh -c qemu:///system destroy pagefold-plain >> "$dir/virsh.log" 2>&1 || {
+timeout 120 virsh -c qemu:///system create "$dir/plain.xml" >> "$dir/virsh.log" 2>&1 &&
+    timeout 120 virsh -c qemu:///system destroy pagefold-plain >> "$dir/virsh.log" 2>&1 || {
     say "ABSENT: $(tail -2 "$dir/virsh.log" | tr '\n' ' ')"
     exit 1
 }
 for name in one two; do
-    timeout 30 virsh -c qemu:///system create "$dir/$name.xml" >> "$dir/virsh.log" 2>&1 || {
+    timeout 120 virsh -c qemu:///system create "$dir/$name.xml" >> "$dir/virsh.log" 2>&1 || {
         say "FAILED: $(tail -2 "$dir/virsh.log" | tr '\n' ' ')"
         exit 1
     }
 done
-say "RUNNING $(timeout 10 virsh -c qemu:///system list --name | grep -c pagefold-)"
-sleep 120
+say "RUNNING $(timeout 120 virsh -c qemu:///system list --name | grep -c pagefold-)"
+sleep 600

@@ -27,7 +27,7 @@ start() {
         --ulimit nproc=4096:4096 "$@"
 }
 # Where no container runs at all, there is nothing to try.
-timeout 30 podman --version >/dev/null && start plain --rootfs "$root:O" /silent once > "$dir/plain" || exit 3
+timeout 120 podman --version >/dev/null && start plain --rootfs "$root:O" /silent once > "$dir/plain" || exit 3
 for name in one two; do
     start $name --env-file "$dir/env" -v "$agent:$agent:ro" -v "$socket:$socket" \
         --rootfs "$root:O" /silent > "$dir/$name" &

@@ -65,7 +65,7 @@ until_merged() {
     what=$1
     shift
     tries=0
-    while [ $tries -lt 150 ]; do
+    while [ $tries -lt 900 ]; do
         sharing=$(pagefold status --json "$@" 2>/dev/null |
             sed -n 's/^    "pages_sharing": \([0-9]*\),*$/\1/p' | head -1)
         if [ "${sharing:-0}" -gt 7000 ]; then say "$what"; return; fi
@@ -74,8 +74,9 @@ until_merged() {
     done
     say "not $what: $(pagefold status "$@" 2>&1 | head -3 | tr '\n' ' ')"
 }
+say up
 tries=0
-until pagefold status >/dev/null 2>&1 || [ $tries -ge 100 ]; do tries=$((tries + 1)); sleep 0.1; done
+until pagefold status >/dev/null 2>&1 || [ $tries -ge 600 ]; do tries=$((tries + 1)); sleep 0.1; done
 say "$(systemctl is-active pagefold) pagefold"
 systemctl start one two
 say "$(systemctl is-active one) one"
@@ -86,11 +87,13 @@ pagefold verify >/dev/null && say verified
 old=$(systemctl show -p MainPID --value pagefold)
 kill -9 "$old"
 tries=0
-until [ "$(systemctl show -p MainPID --value pagefold)" -gt "$old" ] 2>/dev/null || [ $tries -ge 100 ]; do
+until [ "$(systemctl show -p MainPID --value pagefold)" -gt "$old" ] 2>/dev/null || [ $tries -ge 600 ]; do
     tries=$((tries + 1)); sleep 0.1
 done
 tries=0
-until pagefold status >/dev/null 2>&1 || [ $tries -ge 100 ]; do tries=$((tries + 1)); sleep 0.1; done
+until pagefold status >/dev/null 2>&1 && systemctl -q is-active pagefold || [ $tries -ge 600 ]; do
+    tries=$((tries + 1)); sleep 0.1
+done
 say "$(systemctl is-active pagefold) again"
 systemctl restart one two
 until_merged "merged again"

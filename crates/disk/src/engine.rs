@@ -623,7 +623,7 @@ mod tests {
             let _ = others.status();
             done.send(()).unwrap();
         });
-        result.recv_timeout(Duration::from_secs(20)).expect("others wait for a's fingerprints");
+        result.recv_timeout(Duration::from_secs(120)).expect("others wait for a's fingerprints");
         let second = open("a");
         std::thread::sleep(Duration::from_millis(50));
         assert!(!second.is_finished(), "a is not used before what is known about it is there");

@@ -86,7 +86,7 @@ fn changes_behind_the_mount_are_seen() {
             if expected(&bytes[..count]) {
                 break;
             }
-            assert!(started.elapsed() < Duration::from_secs(20), "{what} is never seen");
+            assert!(started.elapsed() < Duration::from_secs(120), "{what} is never seen");
             std::thread::sleep(Duration::from_millis(20));
         }
     };
@@ -107,7 +107,7 @@ fn changes_behind_the_mount_are_seen() {
     std::fs::rename(mount.dir().join("y"), &real).unwrap();
     let started = Instant::now();
     while std::fs::read(mount.path("x")).unwrap() != b"another" {
-        assert!(started.elapsed() < Duration::from_secs(20), "the new file is never seen");
+        assert!(started.elapsed() < Duration::from_secs(120), "the new file is never seen");
         std::thread::sleep(Duration::from_millis(20));
     }
     assert_eq!(file.read_at(&mut [0; 4], 0).unwrap(), 4);
@@ -211,7 +211,7 @@ fn an_error_of_the_background_flush_is_told_once_to_each_who_had_the_file_open()
     // Nobody asks for a sync: the flush in the background meets the full disk.
     let started = Instant::now();
     while mount.status().writeback_errors == 0 {
-        assert!(started.elapsed() < Duration::from_secs(30), "the background flush never failed");
+        assert!(started.elapsed() < Duration::from_secs(120), "the background flush never failed");
         std::thread::sleep(Duration::from_millis(20));
     }
     run("mount", &["-o", "remount,size=64m", small.0.path().to_str().unwrap()]);
@@ -505,12 +505,12 @@ fn a_flush_of_everything_covers_closed_images_and_tells_what_nobody_was_told() {
         if closed && status.writeback_errors > 0 && over.synced[1].load(Ordering::SeqCst) > 0 {
             break;
         }
-        assert!(started.elapsed() < Duration::from_secs(20), "never closed: {status:?}");
+        assert!(started.elapsed() < Duration::from_secs(120), "never closed: {status:?}");
         std::thread::sleep(Duration::from_millis(20));
     }
     over.breaks.store(false, Ordering::SeqCst);
     while over.mount.status().dirty_bytes > 0 {
-        assert!(started.elapsed() < Duration::from_secs(20), "never written");
+        assert!(started.elapsed() < Duration::from_secs(120), "never written");
         std::thread::sleep(Duration::from_millis(20));
     }
     assert!(over.mount.try_flush().contains("Input/output error"));

@@ -22,7 +22,7 @@ fn the_process_that_serves() {
 fn in_time<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, result) = channel();
     std::thread::spawn(move || done.send(work()));
-    result.recv_timeout(Duration::from_secs(20)).unwrap_or_else(|_| panic!("{what} hangs"))
+    result.recv_timeout(Duration::from_secs(120)).unwrap_or_else(|_| panic!("{what} hangs"))
 }
 
 /// Stops the server and waits until all its threads stand still: the signal only starts it.

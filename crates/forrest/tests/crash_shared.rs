@@ -270,7 +270,7 @@ fn main() {
             // The others must go on although nobody has cleaned up yet.
             let other = (slot + 1) % WORKERS;
             let before = journals[other].operations.load(Ordering::Relaxed);
-            let patience = Instant::now() + Duration::from_secs(20);
+            let patience = Instant::now() + Duration::from_secs(120);
             while journals[other].operations.load(Ordering::Relaxed) < before + 20 {
                 assert!(Instant::now() < patience, "worker {other} hangs after a death; seed {first_seed}");
                 std::thread::sleep(Duration::from_micros(200));

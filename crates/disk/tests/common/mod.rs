@@ -163,7 +163,7 @@ impl Mount {
                 let output = self.child.take().unwrap().wait_with_output().unwrap();
                 panic!("the mount failed: {}", String::from_utf8_lossy(&output.stderr));
             }
-            assert!(started.elapsed() < Duration::from_secs(30), "the mount does not answer");
+            assert!(started.elapsed() < Duration::from_secs(120), "the mount does not answer");
             std::thread::sleep(Duration::from_millis(10));
         }
     }
