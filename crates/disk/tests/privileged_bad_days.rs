@@ -509,6 +509,7 @@ fn a_flush_of_everything_covers_closed_images_and_tells_what_nobody_was_told() {
         std::thread::sleep(Duration::from_millis(20));
     }
     over.breaks.store(false, Ordering::SeqCst);
+    let started = Instant::now();
     while over.mount.status().dirty_bytes > 0 {
         assert!(started.elapsed() < Duration::from_secs(120), "never written");
         std::thread::sleep(Duration::from_millis(20));
