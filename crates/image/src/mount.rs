@@ -244,20 +244,7 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
         attributes |= MountAttrFlags::MOUNT_ATTR_RDONLY;
     }
     if let Some(upper) = &options.upper {
-        for part in ["upper", "work"] {
-            fs::create_dir_all(upper.join(part)).at(upper.join(part))?;
-        }
-        // The root of the mount is the upper directory: it must look as the image's root does.
-        let tree = store.tree(digest)?;
-        let meta = &tree.inode(ROOT).meta;
-        let root = upper.join("upper");
-        let (uid, gid) = (rustix::fs::Uid::from_raw(meta.uid), rustix::fs::Gid::from_raw(meta.gid));
-        match rustix::fs::chown(&root, Some(uid), Some(gid)) {
-            // As with all other files of a user's mount.
-            Err(Errno::PERM | Errno::INVAL) => {}
-            other => other.at(&root)?,
-        }
-        rustix::fs::chmod(&root, Mode::from_raw_mode(meta.mode.into())).at(&root)?;
+        prepare_upper(store, digest, upper)?;
     }
     let full = store.full_path(digest);
     let domain = format!("{}.{}", store.id(), store.domain());
@@ -315,6 +302,48 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
             erofs().or_else(|first| through_loop().or_else(|_| directory()).map_err(|_| first))
         }
     }
+}
+
+/// Makes the directories of `upper`, and notes in it whose changes it has: over another image they would be taken for
+/// changes of that one's files, and an old size and mode be shown over new bytes.
+fn prepare_upper(store: &Store, digest: &Digest, upper: &Path) -> Result<()> {
+    let (root, note) = (upper.join("upper"), upper.join("image"));
+    let there = root.exists();
+    for part in [&root, &upper.join("work")] {
+        fs::create_dir_all(part).at(part)?;
+    }
+    let noted = match fs::read_to_string(&note) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        other => Some(other.at(&note)?),
+    };
+    if there && noted.as_deref().map(str::trim_end) == Some(&digest.to_string()) {
+        return Ok(());
+    }
+    // Without changes it is anybody's.
+    let empty = fs::read_dir(&root).at(&root)?.next().is_none();
+    if let (Some(noted), false) = (&noted, empty) {
+        return Err(Error::Refused(format!(
+            "mount: {} has the changes of image {}, not of {digest}; mount that one, or give --upper another directory",
+            upper.display(),
+            noted.trim_end(),
+        )));
+    }
+    // The root of the mount is the upper directory: it must look as the image's root does.
+    let tree = store.tree(digest)?;
+    let meta = &tree.inode(ROOT).meta;
+    let (uid, gid) = (rustix::fs::Uid::from_raw(meta.uid), rustix::fs::Gid::from_raw(meta.gid));
+    match rustix::fs::chown(&root, Some(uid), Some(gid)) {
+        // As with all other files of a user's mount.
+        Err(Errno::PERM | Errno::INVAL) => {}
+        other => other.at(&root)?,
+    }
+    rustix::fs::chmod(&root, Mode::from_raw_mode(meta.mode.into())).at(&root)?;
+    // Before the first change, and durable before it.
+    let staged = upper.join("image.new");
+    let mut file = File::create(&staged).at_output(&staged)?;
+    writeln!(file, "{digest}").and_then(|()| file.sync_all()).at_output(&staged)?;
+    fs::rename(&staged, &note).at_output(&note)?;
+    File::open(upper).and_then(|dir| dir.sync_all()).at_output(upper)
 }
 
 /// The image's metadata as a directory of files without data, made once per image and user.

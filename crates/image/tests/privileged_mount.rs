@@ -253,6 +253,35 @@ fn a_writable_mount_keeps_its_changes_and_the_objects_theirs() {
     assert!(fs::metadata(upper.join("upper/kept")).unwrap().blocks() * 512 < 100_000);
 }
 
+#[test]
+fn changes_are_shown_over_their_own_image_only() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (tree, at, upper) = (scratch.dir("tree"), scratch.dir("mnt"), scratch.dir("upper"));
+    let store = Store::open(&scratch.dir("store"), "default").unwrap();
+    let build = |size: usize| {
+        fs::write(tree.join("file"), noise(size as u32, size)).unwrap();
+        build_dir(&store, "app", &tree).unwrap()
+    };
+    let (first, second) = (build(100_000), build(200_000));
+    for kind in [Kind::Erofs, Kind::Directory] {
+        let options = Options { kind, upper: Some(upper.clone()), ..Options::default() };
+        // Nothing was changed yet: the directory is whose changes come.
+        mount::mount(&store, &second, &at, &options).unwrap();
+        mount::umount(&at, false).unwrap();
+        mount::mount(&store, &first, &at, &options).unwrap();
+        fs::set_permissions(at.join("file"), fs::Permissions::from_mode(0o600)).unwrap();
+        mount::umount(&at, false).unwrap();
+        let error = mount::mount(&store, &second, &at, &options).unwrap_err().to_string();
+        assert!(error.contains(&first.digest.to_string()) && error.contains("another directory"), "{error}");
+        mount::mount(&store, &first, &at, &options).unwrap();
+        assert_eq!(fs::read(at.join("file")).unwrap(), noise(100_000, 100_000));
+        assert_eq!(fs::metadata(at.join("file")).unwrap().mode() & 0o7777, 0o600);
+        mount::umount(&at, false).unwrap();
+        fs::remove_dir_all(upper.join("upper")).unwrap();
+    }
+}
+
 /// Held by tests that look at what is collected: while some process shows only a part of its namespace, metadata
 /// directories stay.
 static NAMESPACES: Mutex<()> = Mutex::new(());
