@@ -345,7 +345,8 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         Action::Ls { name: None, json } => list_images(&open()?, json)?,
         Action::Ls { name: Some(name), json } => {
             let store = open()?;
-            list_files(&store.tree(&store.image(&name)?.digest)?, json)?;
+            let (record, _lease) = store.hold(&name)?;
+            list_files(&store.tree(&record.digest)?, json)?;
         }
         Action::Stat { names, json } => stat_images(&open()?, &names, json)?,
         Action::Verify { names, frames, json } => return verify_images(&open()?, &names, frames, json),
@@ -600,7 +601,7 @@ fn verify_images(store: &Store, names: &[String], frames: bool, json: bool) -> R
 }
 
 fn export_image(store: &Store, name: &str, output: &Path, format: Format) -> Result<(), Error> {
-    let record = store.image(name)?;
+    let (record, _lease) = store.hold(name)?;
     let tree = store.tree(&record.digest)?;
     let progress = Progress::new("export");
     progress.expect(record.bytes);

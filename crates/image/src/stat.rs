@@ -9,7 +9,7 @@ use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::mounts::mounts;
 use crate::progress::Progress;
-use crate::store::{Record, Store};
+use crate::store::{Lease, Record, Store};
 use crate::sys::{self, PAGE};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::{self, File};
@@ -83,18 +83,35 @@ pub fn resident_bytes(path: &std::path::Path, mapped: bool) -> Result<u64> {
     Ok(flags.iter().filter(|&&here| here).count() as u64 * PAGE)
 }
 
+/// The images there are, each claimed: while the lease is held nothing of them goes.
+fn claimed(store: &Store, lease: &Lease) -> Result<Vec<Record>> {
+    let mut all = Vec::new();
+    for image in store.images()? {
+        match lease.claim_image(&image.name) {
+            // Removed meanwhile.
+            Err(Error::NoImage { .. }) => {}
+            other => all.push(other?),
+        }
+    }
+    Ok(all)
+}
+
 /// Looks at the whole domain, and at the images `names` (all when empty).
 ///
 /// # Errors
 /// An unknown name; the system's.
 pub fn stat(store: &Store, names: &[String]) -> Result<(Stat, Vec<ImageStat>)> {
-    let images = store.images()?;
     for name in names {
         store.image(name)?;
     }
+    let lease = Lease::new(store)?;
+    let images = claimed(store, &lease)?;
     let mut mounted: HashMap<Digest, HashSet<String>> = HashMap::new();
     for mount in mounts(store)? {
-        mounted.entry(mount.digest).or_default().insert(mount.device);
+        // What is not there any more was unmounted and collected just now.
+        if lease.claim_tree(&mount.digest)? || store.knows(&mount.digest) {
+            mounted.entry(mount.digest).or_default().insert(mount.device);
+        }
     }
     let mount_count = |digest: &Digest| mounted.get(digest).map_or(0, HashSet::len) as u64;
 
@@ -225,7 +242,8 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
     for name in names {
         store.image(name)?;
     }
-    for image in store.images()? {
+    let lease = Lease::new(store)?;
+    for image in claimed(store, &lease)? {
         trees.entry(image.digest).or_default().push(image.name);
     }
     for (digest, images) in &trees {

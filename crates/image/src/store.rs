@@ -452,6 +452,15 @@ impl Store {
         Ok(self.tree(digest)?.objects())
     }
 
+    /// The record of image `name`, and a lease that keeps the image from the collector, whatever becomes of the name.
+    ///
+    /// # Errors
+    /// [`Error::NoImage`]; a damaged record.
+    pub fn hold(&self, name: &str) -> Result<(Record, Lease<'_>)> {
+        let lease = Lease::new(self)?;
+        Ok((lease.claim_image(name)?, lease))
+    }
+
     /// Starts a build: a lease and a place to stage in.
     ///
     /// # Errors
@@ -540,7 +549,7 @@ fn is_whole(path: &Path, size: u64) -> bool {
 
 /// What a build or a mount in progress stands on. The file is locked as long as its owner lives.
 #[derive(Debug)]
-pub(crate) struct Lease<'a> {
+pub struct Lease<'a> {
     store: &'a Store,
     id: String,
     path: PathBuf,
@@ -551,7 +560,7 @@ pub(crate) struct Lease<'a> {
 
 impl<'a> Lease<'a> {
     /// Takes a new lease.
-    pub fn new(store: &'a Store) -> Result<Self> {
+    pub(crate) fn new(store: &'a Store) -> Result<Self> {
         let lock = lock_target(&store.path("lock"))?;
         loop {
             let id = random_id()?;
@@ -578,13 +587,24 @@ impl<'a> Lease<'a> {
     }
 
     /// The lease's id, and the name of its staging directory.
-    pub fn id(&self) -> &str {
+    pub(crate) fn id(&self) -> &str {
         &self.id
     }
 
     /// Claims a tree (and with it the tree's objects); says whether it is there.
-    pub fn claim_tree(&self, digest: &Digest) -> Result<bool> {
+    pub(crate) fn claim_tree(&self, digest: &Digest) -> Result<bool> {
         self.claim(&[*digest], || self.store.tree_path(digest).exists())
+    }
+
+    /// Claims what `name` stands for.
+    pub(crate) fn claim_image(&self, name: &str) -> Result<Record> {
+        loop {
+            let record = self.store.image(name)?;
+            // What is not there was collected after the name was given to another, or is missing.
+            if self.claim_tree(&record.digest)? || self.store.image(name)?.digest == record.digest {
+                return Ok(record);
+            }
+        }
     }
 }
 

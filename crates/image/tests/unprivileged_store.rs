@@ -13,6 +13,7 @@ use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 fn build_dir(store: &Store, name: &str, dir: &Path) -> Result<Record> {
@@ -180,6 +181,50 @@ fn damage_is_found_and_named_with_every_image_that_has_it() {
     build_dir(&store, "one", &dir.path().join("one")).unwrap();
     build_dir(&store, "three", &dir.path().join("three")).unwrap();
     assert!(stat::verify(&store, &[], false).unwrap().damaged.is_empty());
+}
+
+/// Whoever reads an image reads all of it, though its name is built again and the collector comes.
+#[test]
+fn readers_lose_nothing_to_the_collector() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(&dir.path().join("s"), "default").unwrap().without_sync();
+    let build = |round: u32| {
+        let (build, mut tree) = (store.build().unwrap(), Tree::default());
+        for file in 0..20u32 {
+            let bytes: Vec<u8> =
+                (0..20_000u32).flat_map(|i| (i ^ (round << 20) ^ (file << 16)).to_le_bytes()).collect();
+            let kind = Kind::File(build.put_bytes(&bytes).unwrap());
+            tree.put(format!("{file}").as_bytes(), Inode { meta: Meta::default(), kind }).unwrap();
+        }
+        build.publish("x", &tree, "test", Default::default(), vec![]).unwrap();
+    };
+    build(0);
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for round in 1.. {
+                if done.load(Ordering::Relaxed) {
+                    break;
+                }
+                build(round % 1000);
+                gc::collect(&store, false).unwrap();
+            }
+        });
+        let read = || -> Result<()> {
+            for _ in 0..60 {
+                let found = stat::verify(&store, &[], false)?;
+                assert_eq!((found.images, found.objects, found.damaged.len()), (1, 20, 0), "{:?}", found.damaged);
+                stat::stat(&store, &[])?;
+                let (record, _lease) = store.hold("x")?;
+                let tree = store.tree(&record.digest)?;
+                export::tar(&store, &tree, &mut std::io::sink(), &Progress::silent())?;
+            }
+            Ok(())
+        };
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(read));
+        done.store(true, Ordering::Relaxed);
+        result.unwrap().unwrap();
+    });
 }
 
 #[test]
