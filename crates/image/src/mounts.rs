@@ -29,6 +29,8 @@ pub struct MountEntry {
     pub device: String,
     /// The mount namespace it is seen in, by inode number.
     pub namespace: u64,
+    /// Whether changes are laid over the image.
+    pub writable: bool,
 }
 
 /// All mounts of a store and domain, in every mount namespace we may look into.
@@ -165,7 +167,8 @@ pub fn view(store: &Store) -> Result<View> {
             let Some(digest) = claimed(&mount, prefix.as_bytes(), &trees) else { continue };
             // What the store does not have nobody can have mounted from it.
             if store.knows(&digest) {
-                found.insert(MountEntry { digest, mountpoint: mount.at, device: mount.device, namespace });
+                let (writable, mountpoint, device) = (mount.has_option("upperdir"), mount.at, mount.device);
+                found.insert(MountEntry { digest, mountpoint, device, namespace, writable });
             }
         }
     });

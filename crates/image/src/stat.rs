@@ -11,9 +11,15 @@ use crate::mounts::mounts;
 use crate::progress::Progress;
 use crate::store::{Lease, Record, Store};
 use crate::sys::{self, PAGE};
+use rustix::fs::{Mode, OFlags, ResolveFlags};
+use rustix::io::Errno;
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::ErrorKind;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 /// One image now.
 #[derive(Clone, Debug, serde::Serialize)]
@@ -70,7 +76,7 @@ fn resident(store: &Store, digest: &Digest) -> Result<u64> {
 ///
 /// # Errors
 /// The system's.
-pub fn resident_bytes(path: &std::path::Path, mapped: bool) -> Result<u64> {
+pub fn resident_bytes(path: &Path, mapped: bool) -> Result<u64> {
     let file = File::open(path).at(path)?;
     if !mapped && let Ok(pages) = sys::cached_pages(&file) {
         return Ok(pages * PAGE);
@@ -201,7 +207,8 @@ pub struct Verified {
     pub bytes: u64,
     /// What is damaged or missing, with every image that has it.
     pub damaged: Vec<Damage>,
-    /// Pages of mounted files whose frame was compared with the object's frame; 0 when not asked or not root.
+    /// Pages of mounted files whose frame was compared with the object's frame; 0 when not asked or not root. Of a
+    /// writable mount only the files that show their objects count.
     pub frames_compared: u64,
     /// Of those, equal ones.
     pub frames_equal: u64,
@@ -298,7 +305,7 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
         if !rustix::process::geteuid().is_root() || !crate::mount::in_initial_namespace() {
             found.frames_skipped = Some("frame numbers need root (CAP_SYS_ADMIN)".into());
         } else {
-            compare_frames(store, &mut found)?;
+            compare_frames(store, &lease, &mut found)?;
         }
     }
     Ok(found)
@@ -308,14 +315,18 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
 const FRAME_LOOKS: u32 = 8;
 
 /// Maps each file of each mount beside its object and compares the frames under both.
-fn compare_frames(store: &Store, found: &mut Verified) -> Result<()> {
-    use std::os::unix::ffi::OsStrExt;
-    let here = fs::metadata("/proc/self/ns/mnt")
-        .map(|meta| std::os::unix::fs::MetadataExt::ino(&meta))
-        .at("/proc/self/ns/mnt")?;
+fn compare_frames(store: &Store, lease: &Lease, found: &mut Verified) -> Result<()> {
+    let here = fs::metadata("/proc/self/ns/mnt").map(|meta| meta.ino()).at("/proc/self/ns/mnt")?;
     let mut any = false;
     for mount in mounts(store)?.into_iter().filter(|mount| mount.namespace == here) {
+        // Unmounted just now, or hidden below another mount.
+        let Ok(top) = crate::mount::open_path(&mount.mountpoint) else { continue };
+        let device = rustix::fs::fstat(&top).at(&mount.mountpoint)?.st_dev;
+        if mount.device != format!("{}:{}", rustix::fs::major(device), rustix::fs::minor(device)) {
+            continue;
+        }
         any = true;
+        lease.claim_tree(&mount.digest)?;
         let tree = store.tree(&mount.digest)?;
         let mut result: Result<()> = Ok(());
         let mut seen = HashSet::new();
@@ -325,34 +336,28 @@ fn compare_frames(store: &Store, found: &mut Verified) -> Result<()> {
             if result.is_err() || !seen.insert(id) {
                 return;
             }
-            let shown = mount.mountpoint.join(std::ffi::OsStr::from_bytes(path));
-            let object = store.object_path(digest);
-            // Both mapped at once. A page that the kernel moves between the two looks is looked at again.
-            let mut compare = || -> Result<()> {
-                let (a, b) = (File::open(&shown).at(&shown)?, File::open(&object).at(&object)?);
-                let map = |file: &File, path: &std::path::Path| sys::Map::new(file, *size).at(path);
-                let (a, b) = (map(&a, &shown)?, map(&b, &object)?);
-                let mut open: Vec<usize> = Vec::new();
-                for attempt in 0..FRAME_LOOKS {
-                    let (a, b) = (a.frames().at(&shown)?, b.frames().at(&object)?);
-                    if attempt == 0 {
-                        open = (0..a.len().max(b.len())).collect();
-                        found.frames_compared += open.len() as u64;
-                    }
-                    let before = open.len();
-                    open.retain(|&page| a.get(page).is_none_or(|frame| *frame == 0 || Some(frame) != b.get(page)));
-                    found.frames_equal += (before - open.len()) as u64;
-                    if open.is_empty() {
-                        break;
-                    }
+            let (shown, object) = (mount.mountpoint.join(OsStr::from_bytes(path)), store.object_path(digest));
+            let how = ResolveFlags::NO_XDEV | ResolveFlags::NO_SYMLINKS;
+            let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOFOLLOW;
+            let file = match rustix::fs::openat2(&top, path, flags, Mode::empty(), how) {
+                // Something else is mounted over it.
+                Err(Errno::XDEV) => return,
+                other => other.at(&shown).map(File::from),
+            };
+            let compared = file.and_then(|file| {
+                let object_file = File::open(&object).at(&object)?;
+                same_frames(&file, &shown, &object_file, &object, *size)
+            });
+            match compared {
+                // Over a writable layer a file may be gone, or have bytes of its own: not ours to judge.
+                Err(_) if mount.writable => {}
+                Ok((pages, same)) if mount.writable && pages != same => {}
+                Ok((pages, same)) => {
+                    found.frames_compared += pages;
+                    found.frames_equal += same;
                 }
-                Ok(())
-            };
-            result = match compare() {
-                // Over a writable layer the file may be gone or changed: not ours to judge.
-                Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(()),
-                other => other,
-            };
+                Err(error) => result = Err(error),
+            }
         });
         result?;
     }
@@ -360,4 +365,24 @@ fn compare_frames(store: &Store, found: &mut Verified) -> Result<()> {
         found.frames_skipped = Some("nothing is mounted here".into());
     }
     Ok(())
+}
+
+/// How many pages a file and its object have, and how many of them lie in the same frames. Both are mapped at once; a
+/// page that the kernel moves between the two looks is looked at again.
+fn same_frames(file: &File, shown: &Path, object_file: &File, object: &Path, size: u64) -> Result<(u64, u64)> {
+    let a = sys::Map::new(file, size).at(shown)?;
+    let b = sys::Map::new(object_file, size).at(object)?;
+    let (mut open, mut pages): (Vec<usize>, u64) = (Vec::new(), 0);
+    for attempt in 0..FRAME_LOOKS {
+        let (a, b) = (a.frames().at(shown)?, b.frames().at(object)?);
+        if attempt == 0 {
+            open = (0..a.len().max(b.len())).collect();
+            pages = open.len() as u64;
+        }
+        open.retain(|&page| a.get(page).is_none_or(|frame| *frame == 0 || Some(frame) != b.get(page)));
+        if open.is_empty() {
+            break;
+        }
+    }
+    Ok((pages, pages - open.len() as u64))
 }

@@ -282,6 +282,41 @@ fn changes_are_shown_over_their_own_image_only() {
     }
 }
 
+/// Several mounts, some written to and some hidden, and each of them as it should be.
+#[test]
+fn frames_are_compared_where_the_image_shows_its_own() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (tree, at, upper) = (scratch.dir("tree"), scratch.dir("mnt"), scratch.dir("upper"));
+    for (number, name) in ["kept", "shorter", "rewritten", "gone", "dir", "pipe", "link"].iter().enumerate() {
+        fs::write(tree.join(name), noise(number as u32, 40_000)).unwrap();
+    }
+    let store = Store::open(&scratch.dir("store"), "default").unwrap();
+    let first = build_dir(&store, "first", &tree).unwrap();
+    let options = Options { upper: Some(upper), ..Options::default() };
+    mount::mount(&store, &first, &at, &options).unwrap();
+    fs::write(at.join("shorter"), "x").unwrap();
+    fs::write(at.join("rewritten"), noise(99, 40_000)).unwrap();
+    for name in ["gone", "dir", "pipe", "link"] {
+        fs::remove_file(at.join(name)).unwrap();
+    }
+    fs::create_dir(at.join("dir")).unwrap();
+    rustix::fs::mknodat(CWD, at.join("pipe"), FileType::Fifo, Mode::RUSR, 0).unwrap();
+    symlink("kept", at.join("link")).unwrap();
+    let compare = || {
+        let found = stat::verify(&store, &[], true).unwrap();
+        assert!(found.damaged.is_empty());
+        (found.frames_compared, found.frames_equal)
+    };
+    assert_eq!(compare(), (10, 10), "the file that was left alone");
+    // Another image on top of it, of which one file is covered in turn.
+    fs::write(tree.join("kept"), noise(50, 80_000)).unwrap();
+    let second = build_dir(&store, "second", &tree).unwrap();
+    mount::mount(&store, &second, &at, &Options::default()).unwrap();
+    rustix::mount::mount_bind(tree.join("link"), at.join("link")).unwrap();
+    assert_eq!(compare(), (20 + 5 * 10, 20 + 5 * 10));
+}
+
 /// Held by tests that look at what is collected: while some process shows only a part of its namespace, metadata
 /// directories stay.
 static NAMESPACES: Mutex<()> = Mutex::new(());

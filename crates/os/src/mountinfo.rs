@@ -17,6 +17,16 @@ pub struct Mount {
     pub kind: String,
     /// What was mounted: a device, or a name of the mounter's choice.
     pub source: PathBuf,
+    /// The file system's own options, as the table has them: escaped, with commas between.
+    pub options: Vec<u8>,
+}
+
+impl Mount {
+    /// Whether the file system has option `name`, with or without a value.
+    pub fn has_option(&self, name: &str) -> bool {
+        let key = |option: &[u8]| option.split(|byte| *byte == b'=').next() == Some(name.as_bytes());
+        self.options.split(|byte| *byte == b',').any(key)
+    }
 }
 
 /// The mounts of a table, lowest first; lines that are none are left out.
@@ -28,7 +38,8 @@ pub fn parse(table: &[u8]) -> impl Iterator<Item = Mount> + '_ {
         let at = unescape(fields.nth(1)?);
         let mut behind = fields.skip(1).skip_while(|field| *field != b"-").skip(1);
         let kind = String::from_utf8_lossy(behind.next()?).into_owned();
-        Some(Mount { device, at, kind, source: unescape(behind.next()?) })
+        let source = unescape(behind.next()?);
+        Some(Mount { device, at, kind, source, options: behind.next().unwrap_or_default().to_vec() })
     })
 }
 
@@ -64,6 +75,7 @@ mod tests {
         assert_eq!(mounts[0].source, PathBuf::from("a name"));
         assert_eq!(shown(1), ("0:54", &b"/caf\xe9"[..], "tmpfs"));
         assert_eq!(mounts[1].source.as_os_str().as_bytes(), b"caf\xe9");
+        assert!(mounts[0].has_option("lowerdir") && mounts[0].has_option("ro") && !mounts[0].has_option("lower"));
         assert_eq!(shown(2), ("8:1", &b"/plain\\0"[..], "ext4"));
     }
 }
