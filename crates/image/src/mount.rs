@@ -359,6 +359,8 @@ fn metadata_directory(store: &Store, digest: &Digest, lease: &Lease, user: bool)
     let tree = store.tree(digest)?;
     let staged = store.path("staging").join(lease.id());
     fs::create_dir_all(&staged).at(&staged)?;
+    // Before the first write, of whose loss it is to hear.
+    let disk = File::open(&staged).at(&staged)?;
     let place = staged.join("tree");
     fs::create_dir(&place).at(&place)?;
     let mut notes = BTreeMap::new();
@@ -367,7 +369,7 @@ fn metadata_directory(store: &Store, digest: &Digest, lease: &Lease, user: bool)
     let notes_staged = staged.join("notes");
     fs::write(&notes_staged, lines.join("\n")).at(&notes_staged)?;
     // What has its name is complete, after a power cut too; and two who make it at once write the same.
-    store.settle(&staged)?;
+    store.settle(&disk, &staged)?;
     fs::rename(&notes_staged, &notes_path).at(&notes_path)?;
     match fs::rename(&place, &target) {
         Ok(()) => {}

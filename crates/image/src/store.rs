@@ -219,9 +219,11 @@ impl Store {
         self
     }
 
-    /// Makes what was written to the file system of `path` durable, unless durability is the system's affair.
-    pub(crate) fn settle(&self, path: &Path) -> Result<()> {
-        if self.sync { rustix::fs::syncfs(File::open(path).at(path)?).at(path) } else { Ok(()) }
+    /// Makes what was written to the file system of `disk`, the directory `path`, durable, unless durability is the
+    /// system's affair. An open file hears of the writes that were lost since it was opened, and of no earlier ones:
+    /// it must have been open before the first.
+    pub(crate) fn settle(&self, disk: &File, path: &Path) -> Result<()> {
+        if self.sync { rustix::fs::syncfs(disk).at(path) } else { Ok(()) }
     }
 
     /// Where the store is.
@@ -472,6 +474,7 @@ impl Store {
         Ok(Build {
             store: self,
             lease,
+            disk: File::open(&staging).at(&staging)?,
             staging,
             staged: Mutex::default(),
             counter: AtomicU64::new(0),
@@ -644,6 +647,8 @@ pub struct Build<'a> {
     store: &'a Store,
     lease: Lease<'a>,
     staging: PathBuf,
+    /// The staging directory, open since before the first write.
+    disk: File,
     staged: Mutex<Staged>,
     counter: AtomicU64,
     /// What was done so far.
@@ -818,7 +823,7 @@ impl Build<'_> {
         if staged.files.is_empty() {
             return Ok(());
         }
-        self.store.settle(&self.staging)?;
+        self.store.settle(&self.disk, &self.staging)?;
         let digests: Vec<Digest> = staged.files.keys().copied().collect();
         self.lease.claim(&digests, || {
             for (digest, path) in staged.files.drain() {
@@ -898,7 +903,7 @@ impl Build<'_> {
         let list_staged = stage(&encode_objects(&objects))?;
         let record_staged = stage(&serde_json::to_vec_pretty(&record).expect("plain data"))?;
         if staged.files.is_empty() {
-            self.store.settle(&self.staging)?;
+            self.store.settle(&self.disk, &self.staging)?;
         }
         self.flush(&mut staged)?;
         drop(staged);
@@ -916,7 +921,7 @@ impl Build<'_> {
             let mut file = File::options().append(true).create(true).mode(0o600).open(&log).at(&log)?;
             file.write_all(&digest.0).at(&log)?;
             // Every name the record relies on is durable before the record is; its content is already.
-            self.store.settle(&log)?;
+            self.store.settle(&self.disk, &log)?;
             let path = self.store.image_path(name);
             fs::rename(&record_staged, &path).at(&path)?;
             let images = self.store.path("images");

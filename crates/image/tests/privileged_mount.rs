@@ -574,6 +574,39 @@ fn a_full_disk_fails_the_build_and_nothing_else() {
     build_dir(&store, "big", &big).unwrap();
 }
 
+/// The disk loses a write, somebody else's sync hears of it, and the disk is well again.
+#[test]
+fn a_build_whose_bytes_were_lost_gives_them_no_name() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (small, disk) = (scratch.dir("small"), scratch.dir("disk"));
+    rustix::mount::mount("tmpfs", &small, "tmpfs", MountFlags::empty(), c"size=6m").unwrap();
+    let file = small.join("disk");
+    fs::File::create(&file).unwrap().set_len(64 << 20).unwrap();
+    let run = |command: &mut Command| command.output().is_ok_and(|out| out.status.success());
+    // Without a journal and with its tables written, so that only contents can be lost.
+    if !run(Command::new("mkfs.ext4").args(["-qF", "-O", "^has_journal", "-N", "4096"]).arg(&file))
+        || !run(Command::new("mount").args(["-o", "loop"]).args([&file, &disk]))
+    {
+        println!("SKIPPED: needs mkfs.ext4 and a loop mount");
+        return;
+    }
+    let store = Store::open(&disk.join("store"), "default").unwrap();
+    for round in 0..2u32 {
+        let build = store.build().unwrap();
+        // The first round's is lost.
+        let data = build.put_bytes(&noise(round, if round == 0 { 16 << 20 } else { 100_000 })).unwrap();
+        let mut tree = Tree::default();
+        tree.put(b"file", Inode { meta: Meta::default(), kind: FileKind::File(data) }).unwrap();
+        let elsewhere = run(Command::new("sync").arg("-f").arg(&disk));
+        assert_eq!(elsewhere, round > 0, "the disk has room in the second round only");
+        assert!(run(Command::new("mount").args(["-o", "remount,size=96m"]).arg(&small)));
+        let published = build.publish("x", &tree, "test", Default::default(), vec![]);
+        assert_eq!(published.is_ok(), round > 0, "{published:?}");
+    }
+    assert_eq!(store.images().unwrap().len(), 1);
+}
+
 #[test]
 fn a_damaged_metadata_image_is_never_given_to_the_kernel() {
     need_root!();
