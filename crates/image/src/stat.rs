@@ -121,21 +121,24 @@ pub fn stat(store: &Store, names: &[String]) -> Result<(Stat, Vec<ImageStat>)> {
     }
     let mount_count = |digest: &Digest| mounted.get(digest).map_or(0, HashSet::len) as u64;
 
-    /// What is known of an object: in how many trees, in how many mounted files, by how many mounted trees.
+    /// What is known of an object: in how many images, in how many mounted files, by how many mounted trees.
     #[derive(Default)]
     struct Use {
-        trees: u32,
+        images: u32,
         shows: u64,
         mounted_trees: u32,
         resident: Option<u64>,
     }
     let wanted = |image: &Record| names.is_empty() || names.contains(&image.name);
     let mut uses: HashMap<u128, Use> = HashMap::new();
-    let mut trees: BTreeMap<Digest, u64> = BTreeMap::new();
+    // Each with the number of its names.
+    let mut trees: BTreeMap<Digest, u32> = BTreeMap::new();
     let mut total = Stat { images: images.len() as u64, ..Stat::default() };
     for image in &images {
         total.logical_bytes += image.bytes;
-        if trees.insert(image.digest, image.metadata_bytes).is_none() {
+        let names = trees.entry(image.digest).or_insert(0);
+        *names += 1;
+        if *names == 1 {
             total.metadata_bytes += image.metadata_bytes;
         }
     }
@@ -143,11 +146,12 @@ pub fn stat(store: &Store, names: &[String]) -> Result<(Stat, Vec<ImageStat>)> {
         trees.entry(*digest).or_insert(0);
         total.mounts += mount_count(digest);
     }
-    for digest in trees.keys() {
+    for (digest, names) in &trees {
         let count = mount_count(digest);
         for (object, _, files) in store.tree_objects(digest)? {
             let entry = uses.entry(object.key()).or_default();
-            entry.trees += 1;
+            // What is only mounted is an image too.
+            entry.images += (*names).max(1);
             entry.shows += count * u64::from(files);
             entry.mounted_trees += u32::from(count > 0);
         }
@@ -182,7 +186,7 @@ pub fn stat(store: &Store, names: &[String]) -> Result<(Stat, Vec<ImageStat>)> {
         };
         for (object, size, _) in store.tree_objects(&stat.record.digest)? {
             let Some(entry) = uses.get(&object.key()) else { continue };
-            if entry.trees == 1 {
+            if entry.images == 1 {
                 stat.own_bytes += size;
             }
             let bytes = entry.resident.unwrap_or(0);

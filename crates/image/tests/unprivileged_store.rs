@@ -183,6 +183,19 @@ fn damage_is_found_and_named_with_every_image_that_has_it() {
     assert!(stat::verify(&store, &[], false).unwrap().damaged.is_empty());
 }
 
+#[test]
+fn two_names_of_one_tree_own_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    sample(&tree);
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    build_dir(&store, "one", &tree).unwrap();
+    let own = || stat::stat(&store, &[]).unwrap().1.iter().map(|image| image.own_bytes).collect::<Vec<_>>();
+    assert_eq!(own(), [3_010_000]);
+    build_dir(&store, "two", &tree).unwrap();
+    assert_eq!(own(), [0, 0], "either can go without freeing a byte");
+}
+
 /// Whoever reads an image reads all of it, though its name is built again and the collector comes.
 #[test]
 fn readers_lose_nothing_to_the_collector() {
