@@ -290,15 +290,14 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
                 if hash == *digest && bytes == *size {
                     continue;
                 }
-                match store.condemn(digest) {
-                    Ok(()) => format!("{bytes} bytes with digest {hash}; build an image that has it again"),
-                    Err(error) => format!("{bytes} bytes with digest {hash}, and builds still rely on it: {error}"),
-                }
+                condemned(store, digest, &format!("{bytes} bytes with digest {hash}"))
             }
             Err(error) if error.kind() == ErrorKind::PermissionDenied => {
                 "found damaged before; build an image that has it again".into()
             }
-            Err(error) => error.to_string(),
+            Err(error) if error.kind() == ErrorKind::NotFound => format!("{error}; build an image that has it again"),
+            Err(error) if is_shortage(&error) => error.to_string(),
+            Err(error) => condemned(store, digest, &error.to_string()),
         };
         let mut images = images.clone();
         images.sort();
@@ -313,6 +312,19 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
         }
     }
     Ok(found)
+}
+
+/// Whether an object could not be read for want of something that is not its own.
+fn is_shortage(error: &std::io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOMEM | libc::EMFILE | libc::ENFILE))
+}
+
+/// Marks an object that is not what it should be, for the reason `what`; returns what to say of it.
+fn condemned(store: &Store, digest: &Digest, what: &str) -> String {
+    match store.condemn(digest) {
+        Ok(()) => format!("{what}; build an image that has it again"),
+        Err(error) => format!("{what}, and builds still rely on it: {error}"),
+    }
 }
 
 /// How often pages whose frames differ are looked at: the kernel moves pages to make room (compaction), rarely twice.

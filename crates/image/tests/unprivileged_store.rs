@@ -2,6 +2,7 @@
 //! lost, whoever builds, collects or dies at the same time.
 
 use pagefold_image::config::Limits;
+use pagefold_image::digest::Digest;
 use pagefold_image::ingest::{Notes, apply_tar};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::{Record, Store};
@@ -181,6 +182,27 @@ fn damage_is_found_and_named_with_every_image_that_has_it() {
     build_dir(&store, "one", &dir.path().join("one")).unwrap();
     build_dir(&store, "three", &dir.path().join("three")).unwrap();
     assert!(stat::verify(&store, &[], false).unwrap().damaged.is_empty());
+}
+
+#[test]
+fn an_object_that_cannot_be_read_is_not_relied_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    fs::create_dir(&tree).unwrap();
+    fs::write(tree.join("file"), vec![3; 5000]).unwrap();
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    build_dir(&store, "x", &tree).unwrap();
+    // What opens and does not read: a directory stands for a bad sector.
+    let object = store.object_path(&Digest::of(&vec![3; 5000]));
+    fs::remove_file(&object).unwrap();
+    fs::create_dir(&object).unwrap();
+    let found = stat::verify(&store, &[], false).unwrap();
+    assert_eq!(found.damaged.len(), 1);
+    assert!(found.damaged[0].what.contains("build an image that has it again"), "{}", found.damaged[0].what);
+    assert_eq!(fs::metadata(&object).unwrap().permissions().mode() & 0o777, 0);
+    fs::remove_dir(&object).unwrap();
+    let found = stat::verify(&store, &[], false).unwrap();
+    assert!(found.damaged[0].what.contains("build an image that has it again"), "{}", found.damaged[0].what);
 }
 
 #[test]
