@@ -243,12 +243,12 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
     if options.upper.is_none() {
         attributes |= MountAttrFlags::MOUNT_ATTR_RDONLY;
     }
+    let (initial, mut notes) = (in_initial_namespace(), Vec::new());
     if let Some(upper) = &options.upper {
-        prepare_upper(store, digest, upper)?;
+        notes = prepare_upper(store, digest, upper, !initial)?;
     }
     let full = store.full_path(digest);
     let domain = format!("{}.{}", store.id(), store.domain());
-    let initial = in_initial_namespace();
     let source = store.mount_source(digest);
     let done = |kind, notes| Mounted { kind, notes, prefetched_bytes: 0 };
     let native = || -> Result<(OwnedFd, Mounted)> {
@@ -289,7 +289,7 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
         let fd = overlay_mount(&source, meta.as_os_str(), &store.objects_dir(), !initial, options, attributes)?;
         Ok((fd, done(Kind::Directory, notes)))
     };
-    match options.kind {
+    let (fd, mut mounted) = match options.kind {
         Kind::Native => native(),
         Kind::Erofs => erofs(),
         Kind::Loop => through_loop(),
@@ -297,16 +297,19 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
         Kind::Auto if !initial => directory(),
         Kind::Auto => {
             if full.exists() && has_inode_share() && options.upper.is_none() {
-                return native();
+                native()
+            } else {
+                erofs().or_else(|first| through_loop().or_else(|_| directory()).map_err(|_| first))
             }
-            erofs().or_else(|first| through_loop().or_else(|_| directory()).map_err(|_| first))
         }
-    }
+    }?;
+    mounted.notes.append(&mut notes);
+    Ok((fd, mounted))
 }
 
 /// Makes the directories of `upper`, and notes in it whose changes it has: over another image they would be taken for
-/// changes of that one's files, and an old size and mode be shown over new bytes.
-fn prepare_upper(store: &Store, digest: &Digest, upper: &Path) -> Result<()> {
+/// changes of that one's files, and an old size and mode be shown over new bytes. Returns what the root lacks.
+fn prepare_upper(store: &Store, digest: &Digest, upper: &Path, user: bool) -> Result<Vec<String>> {
     let (root, note) = (upper.join("upper"), upper.join("image"));
     let there = root.exists();
     for part in [&root, &upper.join("work")] {
@@ -317,7 +320,7 @@ fn prepare_upper(store: &Store, digest: &Digest, upper: &Path) -> Result<()> {
         other => Some(other.at(&note)?),
     };
     if there && noted.as_deref().map(str::trim_end) == Some(&digest.to_string()) {
-        return Ok(());
+        return Ok(Vec::new());
     }
     // Without changes it is anybody's.
     let empty = fs::read_dir(&root).at(&root)?.next().is_none();
@@ -328,22 +331,24 @@ fn prepare_upper(store: &Store, digest: &Digest, upper: &Path) -> Result<()> {
             noted.trim_end(),
         )));
     }
-    // The root of the mount is the upper directory: it must look as the image's root does.
-    let tree = store.tree(digest)?;
-    let meta = &tree.inode(ROOT).meta;
-    let (uid, gid) = (rustix::fs::Uid::from_raw(meta.uid), rustix::fs::Gid::from_raw(meta.gid));
-    match rustix::fs::chown(&root, Some(uid), Some(gid)) {
-        // As with all other files of a user's mount.
-        Err(Errno::PERM | Errno::INVAL) => {}
-        other => other.at(&root)?,
+    let mut notes = BTreeMap::new();
+    if empty {
+        // The root of the mount is the upper directory: it must look as the image's root does.
+        set_meta(&store.tree(digest)?, &root, ROOT, user, &mut notes)?;
     }
-    rustix::fs::chmod(&root, Mode::from_raw_mode(meta.mode.into())).at(&root)?;
     // Before the first change, and durable before it.
     let staged = upper.join("image.new");
     let mut file = File::create(&staged).at_output(&staged)?;
     writeln!(file, "{digest}").and_then(|()| file.sync_all()).at_output(&staged)?;
     fs::rename(&staged, &note).at_output(&note)?;
-    File::open(upper).and_then(|dir| dir.sync_all()).at_output(upper)
+    File::open(upper).and_then(|dir| dir.sync_all()).at_output(upper)?;
+    // A user's metadata directory has the same, and says it.
+    Ok(if user { Vec::new() } else { note_lines(&notes) })
+}
+
+/// What was left out, one line each.
+fn note_lines(notes: &BTreeMap<&'static str, u64>) -> Vec<String> {
+    notes.iter().map(|(what, count)| format!("{count} {what}")).collect()
 }
 
 /// The image's metadata as a directory of files without data, made once per image and user.
@@ -365,7 +370,7 @@ fn metadata_directory(store: &Store, digest: &Digest, lease: &Lease, user: bool)
     fs::create_dir(&place).at(&place)?;
     let mut notes = BTreeMap::new();
     write_directory(&tree, &place, user, &mut notes)?;
-    let lines: Vec<String> = notes.iter().map(|(what, count)| format!("{count} {what}")).collect();
+    let lines = note_lines(&notes);
     let notes_staged = staged.join("notes");
     fs::write(&notes_staged, lines.join("\n")).at(&notes_staged)?;
     // What has its name is complete, after a power cut too; and two who make it at once write the same.

@@ -233,6 +233,7 @@ fn a_writable_mount_keeps_its_changes_and_the_objects_theirs() {
     fs::write(tree.join("kept"), noise(5, 200_000)).unwrap();
     std::os::unix::fs::chown(&tree, Some(1000), Some(70_000)).unwrap();
     fs::set_permissions(&tree, fs::Permissions::from_mode(0o750)).unwrap();
+    rustix::fs::setxattr(&tree, "user.note", b"kept", XattrFlags::empty()).unwrap();
     let store = Store::open(&scratch.dir("store"), "default").unwrap();
     let record = build_dir(&store, "rw", &tree).unwrap();
     for kind in [Kind::Erofs, Kind::Directory] {
@@ -247,7 +248,17 @@ fn a_writable_mount_keeps_its_changes_and_the_objects_theirs() {
         umount(&at);
         mount::mount(&store, &record, &at, &options).unwrap();
         assert_eq!(fs::read_to_string(at.join("file")).unwrap(), format!("changed under {kind:?}"));
-        umount(&at);
+        // The root's own attributes are changes like others.
+        assert_eq!(rustix::fs::getxattr(&at, "user.note", &mut [0; 8]).unwrap(), 4);
+        fs::set_permissions(&at, fs::Permissions::from_mode(0o711)).unwrap();
+        std::os::unix::fs::chown(&at, Some(1), Some(2)).unwrap();
+        mount::umount(&at, false).unwrap();
+        mount::mount(&store, &record, &at, &options).unwrap();
+        let root = fs::metadata(&at).unwrap();
+        assert_eq!((root.mode() & 0o7777, root.uid(), root.gid()), (0o711, 1, 2), "{kind:?}");
+        fs::set_permissions(&at, fs::Permissions::from_mode(0o750)).unwrap();
+        std::os::unix::fs::chown(&at, Some(1000), Some(70_000)).unwrap();
+        mount::umount(&at, false).unwrap();
     }
     // chmod copies the name, not the bytes: the file still shows the object.
     assert!(fs::metadata(upper.join("upper/kept")).unwrap().blocks() * 512 < 100_000);
