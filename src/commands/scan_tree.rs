@@ -41,6 +41,12 @@ pub fn run_tree(dirs: &[PathBuf], json: bool) -> Result<ExitCode, Error> {
         show_size(found.resident_bytes),
         show_size(found.resident_duplicate_bytes)
     );
+    if found.resident_unknown > 0 {
+        eprintln!(
+            "pagefold: note: of {} files (other users', on overlayfs) the kernel does not say what is in memory",
+            found.resident_unknown
+        );
+    }
     if found.unreadable > 0 {
         eprintln!("pagefold: note: {} files or directories could not be read", found.unreadable);
     }

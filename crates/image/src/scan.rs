@@ -10,7 +10,7 @@ use crate::sys::{self, PAGE};
 use rustix::fs::{AtFlags, CWD};
 use sha2::Digest as _;
 use std::collections::{HashMap, HashSet};
-use std::fs::{self, File};
+use std::fs::{self, File, Metadata};
 use std::io::Read;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -51,6 +51,8 @@ pub struct Scan {
     pub trees: Vec<Tree>,
     /// Files that could not be read.
     pub unreadable: u64,
+    /// Files of which the kernel does not say what is in memory: other users' and those on overlayfs.
+    pub resident_unknown: u64,
 }
 
 /// One directory of a scan.
@@ -84,19 +86,40 @@ struct Sets {
 struct Hashed {
     pages: Vec<Option<Key>>,
     size: u64,
-    resident: u64,
+    resident: Option<u64>,
+}
+
+/// File system type of overlayfs, as statfs(2) tells it.
+const OVERLAYFS_MAGIC: rustix::fs::FsWord = 0x794c_7630;
+
+/// Bytes of a file in the page cache, where the kernel says it.
+fn resident(file: &File, meta: &Metadata) -> Option<u64> {
+    // The cache of a file on overlayfs belongs to another file; asked of this one it is empty.
+    if rustix::fs::fstatfs(file).ok()?.f_type == OVERLAYFS_MAGIC {
+        return None;
+    }
+    let pages = match sys::cached_pages(file) {
+        // mincore answers that all is there when it is asked about another user's file.
+        Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => {
+            let user = rustix::process::geteuid();
+            if !user.is_root() && user.as_raw() != meta.uid() {
+                return None;
+            }
+            let flags = sys::Map::new(file, meta.len()).and_then(|map| map.resident());
+            flags.ok()?.iter().filter(|&&here| here).count() as u64
+        }
+        other => other.ok()?,
+    };
+    Some(pages * PAGE)
 }
 
 fn hash_file(path: &Path, buffer: &mut [u8], progress: &Progress) -> Result<Hashed> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let mut file = File::options().read(true).custom_flags(flags).open(path).at(path)?;
-    let size = file.metadata().at(path)?.len();
+    let meta = file.metadata().at(path)?;
+    let size = meta.len();
     // Before the reading makes everything resident.
-    let resident = sys::cached_pages(&file)
-        .or_else(|_| {
-            Ok::<_, std::io::Error>(sys::Map::new(&file, size)?.resident()?.iter().filter(|&&here| here).count() as u64)
-        })
-        .map_or(0, |pages| pages * PAGE);
+    let resident = resident(&file, &meta);
     let (mut pages, mut total) = (Vec::with_capacity(size.div_ceil(PAGE) as usize), 0);
     loop {
         let mut filled = 0;
@@ -131,17 +154,19 @@ fn add(sets: &mut Sets, file: &Hashed) {
     let bytes = file.pages.len() as u64 * PAGE;
     sets.scan.files += 1;
     sets.scan.total_bytes += bytes;
-    sets.scan.resident_bytes += file.resident;
+    let resident = file.resident.unwrap_or(0);
+    sets.scan.resident_bytes += resident;
+    sets.scan.resident_unknown += u64::from(file.resident.is_none());
     if file.pages.is_empty() {
         return;
     }
     let whole = key(&[&key_of(&file.pages)[..], &file.size.to_le_bytes()].concat());
     match sets.files.get_mut(&whole) {
-        None => drop(sets.files.insert(whole, file.resident)),
+        None => drop(sets.files.insert(whole, resident)),
         Some(seen) => {
             sets.scan.file.duplicate_bytes += bytes;
-            sets.scan.resident_duplicate_bytes += file.resident.min(*seen);
-            *seen = file.resident.max(*seen);
+            sets.scan.resident_duplicate_bytes += resident.min(*seen);
+            *seen = resident.max(*seen);
         }
     }
     for (pages, level, set) in

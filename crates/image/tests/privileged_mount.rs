@@ -9,7 +9,7 @@ use pagefold_image::profile::Profile;
 use pagefold_image::progress::Progress;
 use pagefold_image::store::{Record, Store};
 use pagefold_image::tree::{Data, Inode, Kind as FileKind, Meta, Tree};
-use pagefold_image::{Error, Result, build, exec, export, gc, stat};
+use pagefold_image::{Error, Result, build, exec, export, gc, scan, stat};
 use pagefold_os::mountinfo;
 use rustix::fs::{CWD, FileType, Mode, XattrFlags};
 use rustix::mount::MountFlags;
@@ -772,6 +772,54 @@ fn a_command_runs_with_the_image_as_its_root() {
     for part in ["staging", "leases"] {
         assert_eq!(fs::read_dir(root.join("domains/default").join(part)).unwrap().count(), 0, "{part}");
     }
+}
+
+/// In a child process: scans a directory as whoever it is.
+#[test]
+fn child_that_scans() {
+    let Ok(dir) = std::env::var("PAGEFOLD_TEST_SCAN") else { return };
+    let found = scan::trees(&[dir.into()], &Progress::silent()).unwrap();
+    println!("SCANNED {} of {} resident, {} unknown", found.resident_bytes, found.total_bytes, found.resident_unknown);
+}
+
+#[test]
+fn a_scan_does_not_guess_what_is_in_memory() {
+    need_root!();
+    let scratch = Scratch::new();
+    fs::set_permissions(scratch.0.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let (tree, at) = (scratch.dir("tree"), scratch.dir("mnt"));
+    for (name, owner) in [("others", 0), ("own", 65534)] {
+        fs::write(tree.join(name), noise(owner, 40_960)).unwrap();
+        std::os::unix::fs::chown(tree.join(name), Some(owner), Some(owner)).unwrap();
+    }
+    let (others, own) = (fs::File::open(tree.join("others")).unwrap(), tree.join("own"));
+    others.sync_all().unwrap();
+    rustix::fs::fadvise(&others, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+    fs::read(&own).unwrap();
+    let program = scratch.0.path().join("test-program");
+    fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    let out = Command::new(&program)
+        .uid(65534)
+        .gid(65534)
+        .current_dir("/")
+        .args(["--exact", "child_that_scans", "--nocapture"])
+        .env("PAGEFOLD_TEST_SCAN", &tree)
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&out.stdout);
+    assert!(
+        text.contains("SCANNED 40960 of 81920 resident, 1 unknown"),
+        "{text}{}",
+        String::from_utf8_lossy(&out.stderr)
+    );
+
+    let store = Store::open(&scratch.dir("store"), "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    mount::mount(&store, &record, &at, &Options::default()).unwrap();
+    fs::read(at.join("own")).unwrap();
+    let found = scan::trees(&[at], &Progress::silent()).unwrap();
+    assert_eq!((found.files, found.resident_bytes, found.resident_unknown), (2, 0, 2));
 }
 
 #[test]
