@@ -290,6 +290,9 @@ struct ExecArgs {
     /// and exec of the image reads that ahead (root)
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "60")]
     learn: Option<u32>,
+    /// User to run as, by name in the tree or number (root; the image's own by default)
+    #[arg(long, short = 'u', value_name = "USER[:GROUP]", default_value = "")]
+    user: String,
     /// Directory of the tree to start in
     #[arg(long, default_value = "")]
     workdir: String,
@@ -383,6 +386,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             let run = exec::Run {
                 command: exec_args.command,
                 env: exec_args.env,
+                user: exec_args.user,
                 binds: exec_args.binds.iter().map(bind).collect::<Result<_, String>>()?,
                 workdir: exec_args.workdir,
                 scratch: exec_args.rw,

@@ -1,7 +1,8 @@
 //! Runs a command with an image as its root, in a mount namespace of its own.
 //!
 //! As root the tree is mounted as `mount` would; other users get a user namespace in which they are root and the tree
-//! a metadata directory (Linux 6.16). The namespace ends with its last process, and the mount with it.
+//! a metadata directory (Linux 6.16). As root the command runs as the image's user. The namespace ends with its last
+//! process, and the mount with it.
 
 use crate::error::{At, Error, Result};
 use crate::mount::{self, Options};
@@ -12,8 +13,8 @@ use rustix::fs::{Mode, OFlags, ResolveFlags};
 use rustix::mount::{MountFlags, MountPropagationFlags};
 use std::ffi::OsString;
 use std::fs;
-use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::io::{self, Read};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -30,6 +31,8 @@ pub struct Run {
     pub binds: Vec<(PathBuf, PathBuf)>,
     /// Start directory in the tree; the image's when empty.
     pub workdir: String,
+    /// USER[:GROUP] to run as, by names of the tree or numbers; the image's when empty.
+    pub user: String,
     /// Changes go to memory and vanish at the end.
     pub scratch: bool,
     /// How to mount; `upper` keeps the changes.
@@ -43,6 +46,9 @@ const DEVICES: [&str; 6] = ["null", "zero", "full", "random", "urandom", "tty"];
 
 /// File system type of tmpfs, as statfs(2) tells it.
 const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
+
+/// File system type of pipes without a name.
+const PIPEFS_MAGIC: rustix::fs::FsWord = 0x5049_5045;
 
 fn bind(from: &Path, to: &Path) -> Result<()> {
     let what = |errno: rustix::io::Errno| Error::Mount {
@@ -100,6 +106,88 @@ fn devices(dev: &OwnedFd) -> Result<()> {
     Ok(())
 }
 
+/// Who the command runs as.
+#[derive(Debug, PartialEq, Eq)]
+struct User {
+    uid: u32,
+    gid: u32,
+    /// Supplementary groups.
+    groups: Vec<u32>,
+    home: String,
+}
+
+/// Most bytes of the tree's passwd and group files that are read.
+const MOST_BYTES: u64 = 16 << 20;
+
+/// A file of users or groups; empty where there is none. It is the image's, so it may be anything.
+fn database(path: &str) -> Result<String> {
+    if !fs::metadata(path).is_ok_and(|meta| meta.is_file()) {
+        return Ok(String::new());
+    }
+    let mut bytes = Vec::new();
+    fs::File::open(path).and_then(|file| file.take(MOST_BYTES).read_to_end(&mut bytes)).at(path)?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+impl User {
+    /// What `wanted`, USER[:GROUP], is by the contents of passwd(5) and group(5).
+    fn find(wanted: &str, passwd: &str, group: &str) -> Result<Self> {
+        fn lines(text: &str) -> impl Iterator<Item = Vec<&str>> {
+            text.lines().map(|line| line.split(':').collect())
+        }
+        let number = |text: &str| text.parse::<u32>().ok().filter(|&id| id != u32::MAX);
+        let unknown = |what: &str, name: &str| {
+            Error::Refused(format!("exec: no {what} {name:?} in the image's /etc; give a number, or another --user"))
+        };
+        let (name, group_name) = wanted.split_once(':').unwrap_or((wanted, ""));
+        // A name may look like a number; then it is a name, as for other engines.
+        let fits = |fields: &[&str], key: &str| {
+            fields.len() > 2 && (fields[0] == key || number(key).is_some_and(|id| number(fields[2]) == Some(id)))
+        };
+        let entry = lines(passwd).find(|fields| fits(fields, name) && fields.len() > 5);
+        let ids = match &entry {
+            Some(fields) => number(fields[2]).zip(number(fields[3])),
+            // Trees without passwd have a root too.
+            None => number(name).or((name == "root").then_some(0)).zip(Some(0)),
+        };
+        let (uid, gid) = ids.ok_or_else(|| unknown("user", name))?;
+        let home = entry.as_ref().map_or("", |fields| fields[5]);
+        let mut user = Self { uid, gid, groups: Vec::new(), home: home.into() };
+        if user.home.is_empty() {
+            user.home = if uid == 0 { "/root" } else { "/" }.into();
+        }
+        if group_name.is_empty() {
+            let member = entry.as_ref().map_or(name, |fields| fields[0]);
+            let has = |fields: &Vec<&str>| fields.len() > 3 && fields[3].split(',').any(|name| name == member);
+            user.groups = lines(group).filter(has).filter_map(|fields| number(fields[2])).collect();
+        } else {
+            let entry = lines(group).find(|fields| fits(fields, group_name));
+            let gid = entry.map_or_else(|| number(group_name), |fields| number(fields[2]));
+            user.gid = gid.ok_or_else(|| unknown("group", group_name))?;
+        }
+        Ok(user)
+    }
+
+    /// Makes this process, which has one thread, the user's.
+    fn become_it(&self) -> io::Result<()> {
+        use rustix::fs::{Gid, Uid};
+        use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
+        let (uid, gid) = (Uid::from_raw(self.uid), Gid::from_raw(self.gid));
+        let groups: Vec<Gid> = self.groups.iter().copied().map(Gid::from_raw).collect();
+        set_thread_groups(&groups)?;
+        // Programs open their output again by /dev/stdout, and a pipe is who made it's.
+        let (input, output, error) = (io::stdin(), io::stdout(), io::stderr());
+        for pipe in [input.as_fd(), output.as_fd(), error.as_fd()] {
+            if rustix::fs::fstatfs(pipe).is_ok_and(|fs| fs.f_type == PIPEFS_MAGIC) {
+                let _ = rustix::fs::fchown(pipe, Some(uid), None);
+            }
+        }
+        set_thread_res_gid(gid, gid, gid)?;
+        set_thread_res_uid(uid, uid, uid)?;
+        Ok(())
+    }
+}
+
 /// Replaces this process by the command; must be called while it has one thread. Returns only what went wrong.
 ///
 /// # Errors
@@ -125,6 +213,7 @@ fn prepare(store: &Store, record: &Record, run: &Run) -> Result<Command> {
         let _ = sys::in_background(&[], || profile.read_objects(store));
     }
     let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
+    let all_users = uid.is_root() && mount::in_initial_namespace();
     let mut flags = libc::CLONE_NEWNS;
     if !uid.is_root() {
         flags |= libc::CLONE_NEWUSER;
@@ -212,9 +301,27 @@ fn prepare(store: &Store, record: &Record, run: &Run) -> Result<Command> {
             record.name
         )));
     };
+    let wanted = if run.user.is_empty() { &config.user } else { &run.user };
+    let mut home = "/root".to_string();
+    if !wanted.is_empty() {
+        let user = database("/etc/passwd").and_then(|users| User::find(wanted, &users, &database("/etc/group")?));
+        let found = user.and_then(|user| match user.become_it() {
+            // What we are in a user's namespace.
+            Err(_) if !all_users && (user.uid, user.gid) == (0, 0) => Ok(user.home),
+            Ok(()) => Ok(user.home),
+            Err(error) => Err(Error::Refused(format!("exec: user {wanted}: {error}; only root has other users"))),
+        });
+        match found {
+            Ok(found) => home = found,
+            Err(error) if all_users || !run.user.is_empty() => return Err(error),
+            Err(_) => {
+                eprintln!("pagefold: note: the command runs as you, not as the image's user {wanted}: that needs root")
+            }
+        }
+    }
     let mut env: Vec<(String, String)> = vec![
         ("PATH".into(), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".into()),
-        ("HOME".into(), "/root".into()),
+        ("HOME".into(), home),
     ];
     if let Ok(term) = std::env::var("TERM") {
         env.push(("TERM".into(), term));
@@ -225,4 +332,35 @@ fn prepare(store: &Store, record: &Record, run: &Run) -> Result<Command> {
     let mut command = Command::new(program);
     command.args(arguments).env_clear().envs(env);
     Ok(command)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn users_are_names_of_the_tree_or_numbers() {
+        let passwd = "root:x:0:0::/root:/bin/sh\nbroken\napp:x:1001:1002:An app:/home/app:\n77:x:5:6::/h:\nbad:x:y:z::/:\nhalf:x:8:z::/:\n";
+        let group = "app:x:1002:\nextra:x:1003:other,app\nmore:x:1004:app\nnone:x:1005:apps\n";
+        let user = |uid, gid, groups: &[u32], home: &str| User { uid, gid, groups: groups.into(), home: home.into() };
+        for (wanted, expected) in [
+            ("root", user(0, 0, &[], "/root")),
+            ("app", user(1001, 1002, &[1003, 1004], "/home/app")),
+            ("1001", user(1001, 1002, &[1003, 1004], "/home/app")),
+            ("app:extra", user(1001, 1003, &[], "/home/app")),
+            ("app:9", user(1001, 9, &[], "/home/app")),
+            ("77", user(5, 6, &[], "/h")),
+            ("1000", user(1000, 0, &[], "/")),
+            ("1000:more", user(1000, 1004, &[], "/")),
+            ("0:0", user(0, 0, &[], "/root")),
+        ] {
+            assert_eq!(User::find(wanted, passwd, group).unwrap(), expected, "{wanted}");
+        }
+        assert_eq!(User::find("5:6", "", "").unwrap(), user(5, 6, &[], "/"));
+        assert_eq!(User::find("root", "", "").unwrap(), user(0, 0, &[], "/root"));
+        for wanted in ["nobody", "app:none-such", "4294967295", "-1", "bad", "half", ":5", "broken"] {
+            let error = User::find(wanted, passwd, group).unwrap_err().to_string();
+            assert!(error.contains("in the image's /etc") && !error.contains('\n'), "{error}");
+        }
+    }
 }

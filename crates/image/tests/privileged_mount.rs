@@ -7,7 +7,7 @@ use pagefold_image::mount::{self, Kind, Options};
 use pagefold_image::mounts;
 use pagefold_image::profile::Profile;
 use pagefold_image::progress::Progress;
-use pagefold_image::store::{Record, Store};
+use pagefold_image::store::{Record, RunConfig, Store};
 use pagefold_image::tree::{Data, Inode, Kind as FileKind, Meta, Tree};
 use pagefold_image::{Error, Result, build, exec, export, gc, scan, stat};
 use pagefold_os::mountinfo;
@@ -691,6 +691,7 @@ fn child_that_execs() {
     let run = exec::Run {
         command: ["/bin/sh", "-c", command].map(Into::into).to_vec(),
         binds: vec![("/etc".into(), "/host".into())],
+        user: mode.strip_prefix("as ").unwrap_or_default().into(),
         scratch: mode == "rw",
         learn: (mode == "learn").then_some(Duration::from_secs(60)),
         ..exec::Run::default()
@@ -772,6 +773,42 @@ fn a_command_runs_with_the_image_as_its_root() {
     for part in ["staging", "leases"] {
         assert_eq!(fs::read_dir(root.join("domains/default").join(part)).unwrap().count(), 0, "{part}");
     }
+}
+
+#[test]
+fn a_command_runs_as_the_images_user() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (tree, root) = (scratch.dir("tree"), scratch.dir("store"));
+    runnable(&tree);
+    fs::write(tree.join("etc/passwd"), "root:x:0:0::/root:\napp:x:1001:1002::/home/app:\n").unwrap();
+    fs::write(tree.join("etc/group"), "app:x:1002:\nextra:x:1003:app\n").unwrap();
+    let store = Store::open(&root, "default").unwrap();
+    let build = |user: &str| {
+        let (build, mut notes) = (store.build().unwrap(), Notes::default());
+        let tree = build::from_directory(&build, &tree, Default::default(), &mut notes, &Progress::silent()).unwrap();
+        let config = RunConfig { user: user.into(), ..RunConfig::default() };
+        build.publish("run", &tree, "test", config, vec![]).unwrap();
+    };
+    let command =
+        "echo $(id -u) $(id -g) $(id -G) $HOME; cat /etc/message; echo out >/dev/stdout; touch /tmp/x && ls /tmp";
+    for (user, mode, expected) in [
+        ("1000", "ro", "1000 0 0 /\n"),
+        ("app", "ro", "1001 1002 1002 1003 /home/app\n"),
+        ("app:7", "ro", "1001 7 7 /home/app\n"),
+        ("app", "as 5:6", "5 6 6 /\n"),
+        ("app", "as root", "0 0 0 /root\n"),
+        ("", "ro", "0 0"),
+    ] {
+        build(user);
+        let text = run_in(&root, mode, command);
+        assert!(text.contains(expected) && text.contains("from the image"), "{user} {mode}: {text}");
+        assert!(text.contains("out\n") && text.contains("x\n"), "{user} {mode}: {text}");
+    }
+    build("nobody-here");
+    let out = exec_in(&root, "ro", command).output().unwrap();
+    let text = String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
+    assert!(!out.status.success() && text.contains(r#"no user "nobody-here" in the image"#), "{text}");
 }
 
 /// In a child process: scans a directory as whoever it is.
