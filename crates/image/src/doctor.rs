@@ -57,16 +57,9 @@ pub fn doctor() -> Vec<Check> {
         let options = mount::Options::default();
         let (meta, objects) = (scratch.0.join("meta"), scratch.0.join("objects"));
         let user = !mount::in_initial_namespace();
-        mount::overlay_mount(
-            "pagefold-doctor",
-            meta.as_os_str(),
-            &objects,
-            user,
-            &options,
-            MountAttrFlags::MOUNT_ATTR_RDONLY,
-        )
-        .map(|_| "data-only layer accepted".to_string())
-        .map_err(text)
+        mount::overlay_mount("pagefold-doctor", &meta, &objects, user, &options, MountAttrFlags::MOUNT_ATTR_RDONLY)
+            .map(|_| "data-only layer accepted".to_string())
+            .map_err(text)
     };
     let rootless = {
         let layers = |path: &OsStr| path.as_bytes().to_vec();

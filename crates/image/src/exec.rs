@@ -5,7 +5,7 @@
 //! process, and the mount with it.
 
 use crate::error::{At, Error, Result};
-use crate::mount::{self, Options};
+use crate::mount::{self, Options, by_descriptor};
 use crate::profile;
 use crate::store::{Lease, Record, Store};
 use crate::sys;
@@ -73,11 +73,6 @@ fn inside(tree: &OwnedFd, path: impl AsRef<Path>, flags: OFlags) -> io::Result<O
         return Err(io::Error::other("leads to the root"));
     }
     Ok(found)
-}
-
-/// A name for an open file by which it can be mounted on.
-fn by_descriptor(file: &OwnedFd) -> PathBuf {
-    format!("/proc/self/fd/{}", file.as_raw_fd()).into()
 }
 
 /// Fills a new /dev.

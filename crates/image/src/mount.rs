@@ -27,7 +27,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -92,12 +92,17 @@ fn failed(what: impl Into<String>) -> impl FnOnce(Errno) -> Error {
 struct Context {
     fd: OwnedFd,
     name: &'static str,
+    /// What paths by descriptor stand for, until the mount is made.
+    held: Vec<OwnedFd>,
 }
+
+/// The most bytes of an option's value.
+const OPTION_MAX: usize = 255;
 
 impl Context {
     fn new(name: &'static str) -> Result<Self> {
         let fd = rustix::mount::fsopen(name, FsOpenFlags::FSOPEN_CLOEXEC).map_err(failed(name))?;
-        Ok(Self { fd, name })
+        Ok(Self { fd, name, held: Vec::new() })
     }
 
     fn explain(&self, step: &str, errno: Errno) -> Error {
@@ -116,6 +121,17 @@ impl Context {
     fn string(&self, key: &str, value: impl AsRef<OsStr>) -> Result<()> {
         rustix::mount::fsconfig_set_string(self.fd.as_fd(), key, value.as_ref())
             .map_err(|errno| self.explain(key, errno))
+    }
+
+    /// A path of any length: one that is too long for an option goes by its descriptor.
+    fn path(&mut self, key: &str, path: &Path) -> Result<()> {
+        if path.as_os_str().len() <= OPTION_MAX {
+            return self.string(key, path);
+        }
+        let fd = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).at(path)?;
+        self.string(key, by_descriptor(&fd))?;
+        self.held.push(fd);
+        Ok(())
     }
 
     fn flag(&self, key: &str) -> Result<()> {
@@ -143,8 +159,13 @@ pub(crate) fn has_inode_share() -> bool {
 /// Mounts the EROFS image `path`, detached.
 pub(crate) fn erofs_mount(path: &Path, share: Option<&str>) -> Result<OwnedFd> {
     let attempt = |direct: bool| {
-        let context = Context::new("erofs")?;
-        context.string("source", path)?;
+        let mut context = Context::new("erofs")?;
+        if share.is_none() {
+            context.path("source", path)?;
+        } else {
+            // By this name the mount table tells of the image.
+            context.string("source", path)?;
+        }
         context.flag("ro")?;
         if direct {
             // The image's own bytes would otherwise be cached a second time, as the file's.
@@ -162,7 +183,7 @@ pub(crate) fn erofs_mount(path: &Path, share: Option<&str>) -> Result<OwnedFd> {
 /// Overlayfs over one metadata layer and one data-only layer, detached.
 pub(crate) fn overlay_mount(
     source: &str,
-    meta: &OsStr,
+    meta: &Path,
     objects: &Path,
     user: bool,
     options: &Options,
@@ -171,10 +192,10 @@ pub(crate) fn overlay_mount(
     // Since 6.16 the layers alone say it; before, data-only layers want metacopy, and with an upper layer metacopy
     // also keeps sharing across a chmod. `userxattr` and metacopy exclude each other.
     let attempt = |metacopy: bool| {
-        let context = Context::new("overlay")?;
+        let mut context = Context::new("overlay")?;
         context.string("source", source)?;
-        context.string("lowerdir+", meta)?;
-        context.string("datadir+", objects)?;
+        context.path("lowerdir+", meta)?;
+        context.path("datadir+", objects)?;
         if user {
             context.flag("userxattr")?;
         }
@@ -184,8 +205,8 @@ pub(crate) fn overlay_mount(
         }
         match &options.upper {
             Some(upper) => {
-                context.string("upperdir", upper.join("upper"))?;
-                context.string("workdir", upper.join("work"))?;
+                context.path("upperdir", &upper.join("upper"))?;
+                context.path("workdir", &upper.join("work"))?;
             }
             None => context.flag("ro")?,
         }
@@ -252,6 +273,12 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
     let source = store.mount_source(digest);
     let done = |kind, notes| Mounted { kind, notes, prefetched_bytes: 0 };
     let native = || -> Result<(OwnedFd, Mounted)> {
+        if full.as_os_str().len() > OPTION_MAX {
+            return Err(Error::Refused(format!(
+                "mount: {}: more than {OPTION_MAX} bytes, too long for a native mount; use another --kind",
+                full.display()
+            )));
+        }
         let fd = erofs_mount(&full, Some(&domain))?;
         if options.upper.is_some() {
             return Err(Error::Refused("mount: a native mount is read-only; use --kind erofs with --upper".into()));
@@ -259,14 +286,14 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
         Ok((fd, done(Kind::Native, Vec::new())))
     };
     let over = |meta: &OwnedFd| -> Result<OwnedFd> {
-        let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(meta));
+        let path = by_descriptor(meta);
         let objects = store.objects_dir();
         // Since 6.15 a layer may be a mount that is attached nowhere.
-        overlay_mount(&source, OsStr::new(&path), &objects, false, options, attributes).or_else(|first| {
+        overlay_mount(&source, &path, &objects, false, options, attributes).or_else(|first| {
             let place = store.path("staging").join(lease.id()).join("meta");
             fs::create_dir_all(&place).at(&place)?;
             attach(meta, &place).map_err(|_| first)?;
-            let result = overlay_mount(&source, place.as_os_str(), &objects, false, options, attributes);
+            let result = overlay_mount(&source, &place, &objects, false, options, attributes);
             let _ = rustix::mount::unmount(&place, UnmountFlags::DETACH);
             let _ = fs::remove_dir(&place).and_then(|()| fs::remove_dir(place.parent().expect("staging/ID")));
             result
@@ -286,7 +313,7 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
     };
     let directory = || -> Result<(OwnedFd, Mounted)> {
         let (meta, notes) = metadata_directory(store, digest, lease, !initial)?;
-        let fd = overlay_mount(&source, meta.as_os_str(), &store.objects_dir(), !initial, options, attributes)?;
+        let fd = overlay_mount(&source, &meta, &store.objects_dir(), !initial, options, attributes)?;
         Ok((fd, done(Kind::Directory, notes)))
     };
     let (fd, mut mounted) = match options.kind {
@@ -296,7 +323,8 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
         Kind::Directory => directory(),
         Kind::Auto if !initial => directory(),
         Kind::Auto => {
-            if full.exists() && has_inode_share() && options.upper.is_none() {
+            let named = full.as_os_str().len() <= OPTION_MAX;
+            if named && full.exists() && has_inode_share() && options.upper.is_none() {
                 native()
             } else {
                 erofs().or_else(|first| through_loop().or_else(|_| directory()).map_err(|_| first))
@@ -536,6 +564,11 @@ pub fn umount(target: &Path, lazy: bool) -> Result<()> {
         Errno::BUSY => Error::Refused(format!("{}: in use; end what uses it, or umount --lazy", target.display())),
         other => failed(target.display().to_string())(other),
     })
+}
+
+/// A name for an open file.
+pub(crate) fn by_descriptor(file: &OwnedFd) -> PathBuf {
+    format!("/proc/self/fd/{}", file.as_raw_fd()).into()
 }
 
 /// Opens a directory only to pass it on.

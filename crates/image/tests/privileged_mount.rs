@@ -860,6 +860,34 @@ fn a_scan_does_not_guess_what_is_in_memory() {
 }
 
 #[test]
+fn a_store_may_lie_as_deep_as_it_likes() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (tree, at) = (scratch.dir("tree"), scratch.dir("mnt"));
+    fs::write(tree.join("file"), noise(1, 5000)).unwrap();
+    let deep = "d".repeat(240);
+    let store = Store::open(&scratch.dir(&deep).join("store"), "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    for kind in [Kind::Auto, Kind::Erofs, Kind::Loop, Kind::Directory] {
+        for upper in [None, Some(scratch.dir(&format!("{deep}/{kind:?}/{deep}")))] {
+            let written = upper.is_some();
+            match mount::mount(&store, &record, &at, &Options { kind, upper, ..Options::default() }) {
+                Err(error) if kind == Kind::Loop && error.to_string().contains("loop device") => {
+                    println!("SKIPPED: loop: {error}");
+                    continue;
+                }
+                other => other.unwrap(),
+            };
+            assert_eq!(fs::read(at.join("file")).unwrap(), noise(1, 5000));
+            assert_eq!(fs::write(at.join("new"), "x").is_ok(), written);
+            mount::umount(&at, false).unwrap();
+        }
+    }
+    let error = mount::mount(&store, &record, &at, &Options { kind: Kind::Native, ..Options::default() }).unwrap_err();
+    assert!(error.to_string().contains("too long for a native mount"), "{error}");
+}
+
+#[test]
 fn what_a_start_reads_is_learned_once_and_read_ahead_by_later_mounts() {
     need_root!();
     let scratch = Scratch::new();
