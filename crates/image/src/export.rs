@@ -6,7 +6,7 @@ use crate::error::{At, Error, Result};
 use crate::progress::Progress;
 use crate::store::{Record, Store};
 use crate::tar::{self, Entry, EntryKind};
-use crate::tree::{Data, Id, Kind, Tree};
+use crate::tree::{Data, Id, Kind, Tree, show};
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -126,8 +126,19 @@ pub fn make_native(store: &Store, digest: &Digest, progress: &Progress) -> Resul
 /// Writes the image as an OCI layout with one layer.
 ///
 /// # Errors
-/// A directory that is not empty, a damaged object, the system's.
+/// A directory that is not empty, a name that deletes in a layer (`.wh.`), a damaged object, the system's.
 pub fn oci(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &Progress) -> Result<()> {
+    let mut mark = None;
+    tree.walk(|path, _| {
+        if path.rsplit(|&byte| byte == b'/').next().is_some_and(|name| name.starts_with(b".wh.")) {
+            mark.get_or_insert_with(|| show(path));
+        }
+    });
+    if let Some(path) = mark {
+        return Err(Error::Refused(format!(
+            "{path}: a layer takes the name for the mark of a deleted file; export a tar"
+        )));
+    }
     fs::create_dir_all(dir).at_output(dir)?;
     if fs::read_dir(dir).at_output(dir)?.next().is_some() {
         return Err(Error::Refused(format!("{}: not empty; give a new directory", dir.display())));

@@ -206,6 +206,26 @@ fn an_object_that_cannot_be_read_is_not_relied_on() {
 }
 
 #[test]
+fn a_name_that_deletes_in_a_layer_is_not_exported_as_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tree, layout) = (dir.path().join("tree"), dir.path().join("layout"));
+    fs::create_dir_all(tree.join("sub")).unwrap();
+    fs::write(tree.join("sub/.wh.file"), "real").unwrap();
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    let read = store.tree(&record.digest).unwrap();
+    let error = export::oci(&store, &record, &read, &layout, &Progress::silent()).unwrap_err().to_string();
+    assert!(error.starts_with("sub/.wh.file: "), "{error}");
+    assert!(!layout.exists());
+    // A plain archive has no such marks.
+    let mut tar = Vec::new();
+    export::tar(&store, &read, &mut tar, &Progress::silent()).unwrap();
+    let (build, mut back, mut notes) = (store.build().unwrap(), Tree::default(), Notes::default());
+    apply_tar(&build, &mut back, &tar[..], false, Limits::default(), &mut notes, &Progress::silent()).unwrap();
+    assert!(back.find(b"sub/.wh.file").is_some());
+}
+
+#[test]
 fn two_names_of_one_tree_own_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let tree = dir.path().join("tree");
