@@ -46,7 +46,8 @@ pub fn tar(store: &Store, tree: &Tree, out: &mut impl Write, progress: &Progress
         let data = matches!(kind, EntryKind::File(_));
         let xattrs = if matches!(kind, EntryKind::HardLink(_)) { Default::default() } else { meta.xattrs.clone() };
         let (mode, uid, gid) = (meta.mode, meta.uid, meta.gid);
-        let entry = Entry { path: shown, kind, mode, uid, gid, mtime_s: meta.mtime_s, mtime_ns: meta.mtime_ns, xattrs };
+        let (mtime_s, mtime_ns) = (meta.mtime_s, meta.mtime_ns);
+        let entry = Entry { path: shown, kind, mode, uid, gid, mtime_s, mtime_ns, xattrs, left_out: false };
         let mut bytes = Vec::new();
         tar::write_header(&mut bytes, &entry);
         out.write_all(&bytes).at_output("output")?;

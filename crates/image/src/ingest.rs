@@ -129,6 +129,9 @@ fn apply_entry(
     notes: &mut Notes,
     progress: &Progress,
 ) -> Result<()> {
+    if entry.left_out {
+        notes.add("files have ACLs or SELinux labels in a form that is not read: they were left out", &entry.path);
+    }
     let before = tree.inode_count();
     let parent = tree.resolve_parent(&entry.path, true)?;
     reader.count_implied(&entry.path, (tree.inode_count() - before) as u64)?;

@@ -55,6 +55,8 @@ pub struct Entry {
     pub mtime_ns: u32,
     /// Extended attributes.
     pub xattrs: Xattrs,
+    /// Whether there are more of them, in a form that is not read: ACLs as text, SELinux labels.
+    pub left_out: bool,
 }
 
 /// Reads entries from a stream, one after another.
@@ -80,6 +82,7 @@ struct Pax {
     gid: Option<u64>,
     mtime: Option<(i64, u32)>,
     xattrs: Xattrs,
+    left_out: bool,
 }
 
 impl<R: Read> Reader<R> {
@@ -316,6 +319,7 @@ impl<R: Read> Reader<R> {
             mtime_s,
             mtime_ns,
             xattrs: pax.xattrs,
+            left_out: pax.left_out,
             kind: entry_kind,
             path,
         })
@@ -417,6 +421,8 @@ fn parse_pax(mut records: &[u8], pax: &mut Pax) -> Result<()> {
             _ if key.starts_with(b"GNU.sparse.") => {
                 return Err(input!("tar: a GNU sparse file; pack it with tar --hole-detection off"));
             }
+            // Text with users' and groups' names, which a tree does not have to know; a label of another system's policy.
+            _ if key.starts_with(b"SCHILY.acl.") || key == b"RHT.security.selinux" => pax.left_out = true,
             _ => {
                 // LIBARCHIVE.xattr values are in base64 and come beside SCHILY ones.
                 if let Some(name) = key.strip_prefix(b"SCHILY.xattr.") {
@@ -604,6 +610,7 @@ mod tests {
             gid: 3_000_000,
             mtime_s,
             mtime_ns: 12,
+            left_out: false,
             xattrs: Xattrs::new(),
         }
     }

@@ -226,6 +226,28 @@ fn a_name_that_deletes_in_a_layer_is_not_exported_as_one() {
 }
 
 #[test]
+fn attributes_that_are_not_read_are_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    for key in ["SCHILY.acl.access", "SCHILY.acl.default", "RHT.security.selinux"] {
+        let mut archive = tar::Builder::new(Vec::new());
+        archive.append_pax_extensions([(key, &b"user::rw-"[..])]).unwrap();
+        let mut header = tar::Header::new_ustar();
+        header.set_size(0);
+        header.set_cksum();
+        archive.append_data(&mut header, "file", &b""[..]).unwrap();
+        let bytes = archive.into_inner().unwrap();
+        let (build, mut tree, mut notes) = (store.build().unwrap(), Tree::default(), Notes::default());
+        apply_tar(&build, &mut tree, &bytes[..], false, Limits::default(), &mut notes, &Progress::silent()).unwrap();
+        let lines = notes.lines();
+        assert!(
+            lines.len() == 1 && lines[0].contains("ACLs or SELinux") && lines[0].contains("file"),
+            "{key}: {lines:?}"
+        );
+    }
+}
+
+#[test]
 fn two_names_of_one_tree_own_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let tree = dir.path().join("tree");
