@@ -205,7 +205,7 @@ fn prepare(store: &Store, record: &Record, run: &Run) -> Result<Command> {
     let profile = if run.learn.is_none() { run.mount.profile(store, &record.digest) } else { None };
     if let Some(profile) = &profile {
         // Without it the command starts as well, only later.
-        let _ = sys::in_background(&[], || profile.read_objects(store));
+        let _ = sys::in_background(&[], false, || profile.read_objects(store));
     }
     let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
     let all_users = uid.is_root() && mount::in_initial_namespace();
@@ -241,7 +241,7 @@ fn prepare(store: &Store, record: &Record, run: &Run) -> Result<Command> {
         eprintln!("pagefold: note: {note}");
     }
     if let Some(profile) = &profile {
-        let _ = sys::in_background(&[tree.as_raw_fd()], || profile.look_up(&tree));
+        let _ = sys::in_background(&[tree.as_raw_fd()], false, || profile.look_up(&tree));
     }
     mount::attach(&tree, &place)?;
 

@@ -208,7 +208,7 @@ pub(crate) fn watch(store: &Store, digest: &Digest, patience: Duration) -> Resul
     let command = rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::empty())
         .map_err(|errno| refused(errno.into()))?;
     let keep = [opens.as_fd().as_raw_fd(), command.as_raw_fd()];
-    sys::in_background(&keep, || match learn(store, digest, &opens, &command, patience) {
+    sys::in_background(&keep, true, || match learn(store, digest, &opens, &command, patience) {
         Ok(profile) => {
             let mib = profile.bytes() as f64 / f64::from(1 << 20);
             eprintln!("pagefold: note: learned {} files, {mib:.1} MiB; mounts read them ahead", profile.files());

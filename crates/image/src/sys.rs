@@ -80,12 +80,12 @@ pub fn unshare(flags: libc::c_int) -> io::Result<()> {
     if unsafe { libc::unshare(flags) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Does `work` in a process of its own that nobody waits for, with standard error and the descriptors `keep` open and
-/// nothing else; this process must have one thread. What `work` owns is not dropped.
+/// Does `work` in a process of its own that nobody waits for, with the descriptors `keep` open and nothing else, but
+/// standard error if it `says` something; this process must have one thread. What `work` owns is not dropped.
 ///
 /// # Errors
 /// No process is to be had.
-pub fn in_background(keep: &[RawFd], work: impl FnOnce()) -> io::Result<()> {
+pub fn in_background(keep: &[RawFd], says: bool, work: impl FnOnce()) -> io::Result<()> {
     // SAFETY: this process has one thread, so the child may do whatever the parent may.
     match unsafe { libc::fork() } {
         -1 => return Err(io::Error::last_os_error()),
@@ -126,6 +126,10 @@ pub fn in_background(keep: &[RawFd], work: impl FnOnce()) -> io::Result<()> {
         let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
         libc::dup2(null, 0);
         libc::dup2(null, 1);
+        if !says {
+            // Who waits for the end of the command's output does not wait for us.
+            libc::dup2(null, 2);
+        }
     }
     let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
     // SAFETY: as above.
@@ -357,5 +361,43 @@ pub fn try_mount_in_user_namespace(target: &std::ffi::CStr, data: &std::ffi::CSt
     match libc::WEXITSTATUS(status) {
         0 if libc::WIFEXITED(status) => Ok(()),
         errno => Err(io::Error::from_raw_os_error(errno)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+    use std::time::Instant;
+
+    /// In a child process: leaves a process behind that ends when the file is there.
+    #[test]
+    fn child_that_leaves_one_behind() {
+        let Some(file) = std::env::var_os("PAGEFOLD_TEST_BEHIND") else { return };
+        let (go, start) = (Path::new(&file).join("go"), Instant::now());
+        in_background(&[], false, || {
+            while !go.exists() && start.elapsed() < Duration::from_secs(60) {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            std::fs::write(Path::new(&file).join("ended"), "").unwrap();
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn nobody_waits_for_the_output_of_what_is_left_behind() {
+        let dir = tempfile::tempdir().unwrap();
+        let (go, ended) = (dir.path().join("go"), dir.path().join("ended"));
+        let mut child = Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "sys::tests::child_that_leaves_one_behind"]).env("PAGEFOLD_TEST_BEHIND", dir.path());
+        // Returns when both pipes are closed.
+        assert!(child.output().unwrap().status.success());
+        assert!(!ended.exists());
+        std::fs::write(go, "").unwrap();
+        let start = Instant::now();
+        while !ended.exists() {
+            assert!(start.elapsed() < Duration::from_secs(60), "it was there, and saw the file");
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
 }
