@@ -16,9 +16,13 @@ use std::collections::HashSet;
 use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Objects deleted per hold of the domain lock: tens of milliseconds.
 const BATCH: usize = if cfg!(pagefold_stress) { 2 } else { 1024 };
+
+/// How long the stat cache of a directory is of use: 30 days.
+const CACHE_AGE: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
 /// What a collection did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -84,6 +88,21 @@ fn remove_dead_builds(store: &Store) -> Result<u64> {
     Ok(removed)
 }
 
+/// Removes the stat caches of directories that were not built for long: each build writes its own anew.
+fn remove_old_caches(store: &Store) -> Result<()> {
+    let dir = store.path("cache");
+    for entry in fs::read_dir(&dir).at(&dir)?.flatten() {
+        let age = entry.metadata().ok().and_then(|meta| meta.modified().ok()?.elapsed().ok());
+        if age.is_some_and(|age| age > CACHE_AGE) {
+            match fs::remove_file(entry.path()) {
+                Err(error) if error.kind() == ErrorKind::NotFound => {}
+                other => other.at(entry.path())?,
+            }
+        }
+    }
+    Ok(())
+}
+
 struct Live {
     trees: HashSet<Digest>,
     objects: HashSet<u128>,
@@ -122,6 +141,7 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
     let mut stats = Stats::default();
     if !dry_run {
         stats.builds_removed = remove_dead_builds(store)?;
+        remove_old_caches(store)?;
     }
 
     let mut live = Live { trees: HashSet::new(), objects: HashSet::new() };

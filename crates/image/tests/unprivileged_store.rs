@@ -226,6 +226,34 @@ fn a_name_that_deletes_in_a_layer_is_not_exported_as_one() {
 }
 
 #[test]
+fn stat_caches_of_long_ago_are_collected() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    for name in ["old", "new"] {
+        fs::create_dir(dir.path().join(name)).unwrap();
+        build_dir(&store, name, &dir.path().join(name)).unwrap();
+    }
+    let caches = || -> Vec<PathBuf> {
+        let dir = store.root().join("domains/default/cache");
+        fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path()).collect()
+    };
+    let (old, days) = (caches()[0].clone(), Duration::from_secs(24 * 60 * 60));
+    let set_age = |age: u32| {
+        let file = fs::File::options().write(true).open(&old).unwrap();
+        file.set_modified(std::time::SystemTime::now() - days * age).unwrap();
+    };
+    set_age(29);
+    gc::collect(&store, false).unwrap();
+    assert_eq!(caches().len(), 2);
+    set_age(31);
+    gc::collect(&store, true).unwrap();
+    assert_eq!(caches().len(), 2);
+    gc::collect(&store, false).unwrap();
+    assert_eq!(caches().len(), 1);
+    assert!(!old.exists());
+}
+
+#[test]
 fn attributes_that_are_not_read_are_said() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::open(&dir.path().join("s"), "default").unwrap();
