@@ -7,6 +7,7 @@
 use crate::error::{At, Result};
 use crate::progress::Progress;
 use crate::sys::{self, PAGE};
+use crate::tree::INLINE_MAX;
 use rustix::fs::{AtFlags, CWD};
 use sha2::Digest as _;
 use std::collections::{HashMap, HashSet};
@@ -35,7 +36,7 @@ pub struct Scan {
     pub total_bytes: u64,
     /// Bytes that are all zero, in whole pages.
     pub zero_bytes: u64,
-    /// Whole files: what `pagefold image` shares.
+    /// Whole files: what `pagefold image` shares, of more than 64 bytes.
     pub file: Level,
     /// Pieces of 64 KiB from the start of each file.
     pub chunk_64k: Level,
@@ -162,6 +163,8 @@ fn add(sets: &mut Sets, file: &Hashed) {
     }
     let whole = key(&[&key_of(&file.pages)[..], &file.size.to_le_bytes()].concat());
     match sets.files.get_mut(&whole) {
+        // Files that small are kept in each image.
+        _ if file.size <= INLINE_MAX => {}
         None => drop(sets.files.insert(whole, resident)),
         Some(seen) => {
             sets.scan.file.duplicate_bytes += bytes;
@@ -279,5 +282,16 @@ mod tests {
         assert_eq!(scan.chunk_16k.duplicate_bytes, 102_400 + 131_072 - 16_384);
         assert_eq!(scan.page_4k.duplicate_bytes, 102_400 + 131_072 - 4096 + 4096, "and the second zero page");
         assert_eq!(scan.zero_bytes, 8192);
+    }
+
+    #[test]
+    fn files_that_each_image_keeps_itself_are_not_shared() {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, size) in [("a", 64), ("b", 64), ("c", 65), ("d", 65)] {
+            fs::write(dir.path().join(name), vec![1; size]).unwrap();
+        }
+        let scan = trees(&[dir.path().into()], &Progress::silent()).unwrap();
+        assert_eq!((scan.files, scan.file.duplicate_bytes, scan.page_4k.duplicate_bytes), (4, 4096, 2 * 4096));
+        assert!(scan.resident_duplicate_bytes <= 4096);
     }
 }
