@@ -13,6 +13,7 @@ use pagefold_image::store::{Record, RunConfig, Store, default_root};
 use pagefold_image::tree::{Data, Kind as FileKind, Tree, show};
 use pagefold_image::{build, exec, export, gc, oci, stat, unpack};
 use serde_json::json;
+use std::env::VarError;
 use std::ffi::OsString;
 use std::io::{BufWriter, IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -283,8 +284,8 @@ struct ExecArgs {
     /// Show a host path in the tree
     #[arg(long = "bind", value_name = "HOST:TREE")]
     binds: Vec<String>,
-    /// Set an environment variable
-    #[arg(long = "env", short = 'e', value_name = "NAME=VALUE")]
+    /// Set an environment variable; a name alone passes the caller's on
+    #[arg(long = "env", short = 'e', value_name = "NAME[=VALUE]")]
     env: Vec<String>,
     /// Note what the command opens and reads until it ends, for SECONDS at most, so that each later mount
     /// and exec of the image reads that ahead (root)
@@ -385,7 +386,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             };
             let run = exec::Run {
                 command: exec_args.command,
-                env: exec_args.env,
+                env: environment(&exec_args.env, |name| std::env::var(name))?,
                 user: exec_args.user,
                 binds: exec_args.binds.iter().map(bind).collect::<Result<_, String>>()?,
                 workdir: exec_args.workdir,
@@ -398,6 +399,19 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         Action::Scan { dirs, json } => return super::scan_tree::run_tree(&dirs, json),
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// What -e asks for, as NAME=VALUE; `caller` is the caller's environment.
+fn environment(wanted: &[String], caller: impl Fn(&str) -> Result<String, VarError>) -> Result<Vec<String>, String> {
+    let one = |pair: &String| match pair.split_once('=') {
+        Some(("", _)) => Err(format!("-e {pair}: give NAME=VALUE")),
+        Some(_) => Ok(pair.clone()),
+        None => match caller(pair) {
+            Ok(value) => Ok(format!("{pair}={value}")),
+            Err(error) => Err(format!("-e {pair}: {error} here; give {pair}=VALUE")),
+        },
+    };
+    wanted.iter().map(one).collect()
 }
 
 fn report_built(record: &Record, stats: &pagefold_image::store::BuildStats, json: bool) -> Result<(), Error> {
@@ -624,4 +638,19 @@ fn export_image(store: &Store, name: &str, output: &Path, format: Format) -> Res
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_variable_without_a_value_is_the_callers_or_refused() {
+        let caller = |name: &str| if name == "HERE" { Ok("a=b".to_string()) } else { Err(VarError::NotPresent) };
+        let all = |wanted: &[&str]| environment(&wanted.iter().map(ToString::to_string).collect::<Vec<_>>(), caller);
+        assert_eq!(all(&["A=1", "HERE", "B="]).unwrap(), ["A=1", "HERE=a=b", "B="]);
+        for wanted in ["MISSING", "=1", ""] {
+            assert!(all(&["A=1", wanted]).unwrap_err().starts_with(&format!("-e {wanted}: ")));
+        }
+    }
 }
