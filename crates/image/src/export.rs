@@ -109,13 +109,49 @@ pub fn erofs_full(store: &Store, tree: &Tree, path: &Path, progress: &Progress) 
     write()
 }
 
-/// Makes the image's self-contained form in the store, for native mounts.
+/// Whether `file` is, byte for byte, what [`erofs_full`] writes of `tree`: what follows from the tree needs no digest of
+/// its own.
+pub(crate) fn is_erofs_full(mut file: impl Read, tree: &Tree) -> Result<io::Result<bool>> {
+    use sha2::Digest as _;
+    let image = erofs::write(tree, erofs::Layout::Full)?;
+    let mut piece = vec![0; 1 << 17];
+    // Calls `each` with the next `size` bytes, in pieces.
+    let mut next = |mut size: u64, each: &mut dyn FnMut(&[u8])| -> io::Result<()> {
+        while size > 0 {
+            let part = &mut piece[..size.min(1 << 17) as usize];
+            file.read_exact(part)?;
+            each(part);
+            size -= part.len() as u64;
+        }
+        Ok(())
+    };
+    let mut compare = || -> io::Result<bool> {
+        let (mut at, mut same) = (0, true);
+        next(image.head.len() as u64, &mut |part| {
+            same &= image.head[at..at + part.len()] == *part;
+            at += part.len();
+        })?;
+        for (digest, size) in &image.data {
+            let mut hasher = sha2::Sha256::new();
+            next(*size, &mut |part| hasher.update(part))?;
+            same &= Digest(hasher.finalize().into()) == *digest;
+            next(size.next_multiple_of(erofs::BLOCK) - size, &mut |part| same &= part.iter().all(|&byte| byte == 0))?;
+        }
+        Ok(same)
+    };
+    Ok(match compare() {
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+        other => other,
+    })
+}
+
+/// Makes the image's self-contained form in the store, for native mounts; one that was found damaged is replaced.
 ///
 /// # Errors
 /// A damaged object, a full store.
 pub fn make_native(store: &Store, digest: &Digest, progress: &Progress) -> Result<()> {
     let target = store.full_path(digest);
-    if target.exists() {
+    if store.has_full(digest) {
         return Ok(());
     }
     let build = store.build()?;

@@ -279,6 +279,9 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
                 full.display()
             )));
         }
+        if full.exists() && !store.has_full(digest) {
+            return Err(Error::Damaged(format!("{}: damaged; build the image with --native again", full.display())));
+        }
         let fd = erofs_mount(&full, Some(&domain))?;
         if options.upper.is_some() {
             return Err(Error::Refused("mount: a native mount is read-only; use --kind erofs with --upper".into()));
@@ -324,7 +327,7 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
         Kind::Auto if !initial => directory(),
         Kind::Auto => {
             let named = full.as_os_str().len() <= OPTION_MAX;
-            if named && full.exists() && has_inode_share() && options.upper.is_none() {
+            if named && store.has_full(digest) && has_inode_share() && options.upper.is_none() {
                 native()
             } else {
                 erofs().or_else(|first| through_loop().or_else(|_| directory()).map_err(|_| first))

@@ -7,10 +7,12 @@
 
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
+use crate::export::is_erofs_full;
 use crate::mounts::mounts;
 use crate::progress::Progress;
 use crate::store::{Lease, Record, Store};
 use crate::sys::{self, PAGE};
+use crate::tree::Tree;
 use rustix::fs::{Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -262,6 +264,10 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
         match store.tree(digest) {
             Ok(tree) => {
                 found.images += if chosen { images.len() as u64 } else { 0 };
+                if chosen && let Some(what) = damage_of_full(store, digest, &tree)? {
+                    let path = store.full_path(digest).display().to_string();
+                    found.damaged.push(Damage { path, what, images: images.clone() });
+                }
                 for (object, size, _) in tree.objects() {
                     // All images are named, but only the chosen ones' objects are read.
                     let entry = needed.entry(object).or_insert_with(|| (size, Vec::new()));
@@ -290,14 +296,14 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
                 if hash == *digest && bytes == *size {
                     continue;
                 }
-                condemned(store, digest, &format!("{bytes} bytes with digest {hash}"))
+                condemned(store, &path, &format!("{bytes} bytes with digest {hash}"))
             }
             Err(error) if error.kind() == ErrorKind::PermissionDenied => {
                 "found damaged before; build an image that has it again".into()
             }
             Err(error) if error.kind() == ErrorKind::NotFound => format!("{error}; build an image that has it again"),
             Err(error) if is_shortage(&error) => error.to_string(),
-            Err(error) => condemned(store, digest, &error.to_string()),
+            Err(error) => condemned(store, &path, &error.to_string()),
         };
         let mut images = images.clone();
         images.sort();
@@ -319,9 +325,29 @@ fn is_shortage(error: &std::io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ENOMEM | libc::EMFILE | libc::ENFILE))
 }
 
+/// What is wrong with an image's self-contained form, if it has one.
+fn damage_of_full(store: &Store, digest: &Digest, tree: &Tree) -> Result<Option<String>> {
+    let path = store.full_path(digest);
+    let again = "build the image with --native again";
+    Ok(match File::open(&path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => None,
+        Err(error) if error.kind() == ErrorKind::PermissionDenied => Some(format!("found damaged before; {again}")),
+        Err(error) => return Err(error).at(path),
+        Ok(file) => match is_erofs_full(file, tree)? {
+            Ok(true) => None,
+            Err(error) if is_shortage(&error) => Some(error.to_string()),
+            other => {
+                let what = other.err().map_or("damaged".to_string(), |error| error.to_string());
+                store.condemn(&path)?;
+                Some(format!("{what}; {again}"))
+            }
+        },
+    })
+}
+
 /// Marks an object that is not what it should be, for the reason `what`; returns what to say of it.
-fn condemned(store: &Store, digest: &Digest, what: &str) -> String {
-    match store.condemn(digest) {
+fn condemned(store: &Store, path: &Path, what: &str) -> String {
+    match store.condemn(path) {
         Ok(()) => format!("{what}; build an image that has it again"),
         Err(error) => format!("{what}, and builds still rely on it: {error}"),
     }

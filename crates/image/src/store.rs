@@ -251,11 +251,10 @@ impl Store {
         self.path("objects").join(digest.object_path())
     }
 
-    /// Marks an object as damaged, by its permissions: no build relies on it any more, and the next that has its content
-    /// puts it in its place.
-    pub(crate) fn condemn(&self, digest: &Digest) -> Result<()> {
-        let path = self.object_path(digest);
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o000)).at(&path)
+    /// Marks an object or a self-contained image as damaged, by its permissions: no build relies on it any more, and the
+    /// next that has its content puts it in its place.
+    pub(crate) fn condemn(&self, path: &Path) -> Result<()> {
+        fs::set_permissions(path, fs::Permissions::from_mode(0o000)).at(path)
     }
 
     /// The metadata image of `digest`.
@@ -266,6 +265,11 @@ impl Store {
     /// The self-contained image of `digest`, where one was written.
     pub fn full_path(&self, digest: &Digest) -> PathBuf {
         self.path("trees").join(format!("{}.full.erofs", digest.hex()))
+    }
+
+    /// Whether there is a self-contained image of `digest` that was not found damaged.
+    pub(crate) fn has_full(&self, digest: &Digest) -> bool {
+        fs::symlink_metadata(self.full_path(digest)).is_ok_and(|meta| meta.mode() & OWNER_MAY_READ != 0)
     }
 
     /// What programs of `digest` need at their start, where somebody has looked.

@@ -276,6 +276,35 @@ fn attributes_that_are_not_read_are_said() {
 }
 
 #[test]
+fn damage_of_a_self_contained_image_is_found() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    sample(&tree);
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    let make = || export::make_native(&store, &record.digest, &Progress::silent()).unwrap();
+    make();
+    let (full, damaged) = (store.full_path(&record.digest), || stat::verify(&store, &[], false).unwrap().damaged);
+    let bytes = fs::read(&full).unwrap();
+    assert!(damaged().is_empty());
+    // In the metadata, in the data, in the padding behind it, and cut off.
+    for (at, cut) in [(1100, false), (bytes.len() / 2, false), (bytes.len() - 1, false), (bytes.len() - 1, true)] {
+        let mut bad = bytes.clone();
+        bad[at] ^= 1;
+        bad.truncate(if cut { at } else { bytes.len() });
+        fs::write(&full, &bad).unwrap();
+        let found = damaged();
+        assert_eq!(found.len(), 1, "{at}");
+        assert!(found[0].path.ends_with(".full.erofs") && found[0].images == ["x"], "{found:?}");
+        assert!(found[0].what.ends_with("build the image with --native again"), "{found:?}");
+        assert_eq!(damaged().len(), 1, "found again");
+        make();
+        assert_eq!(fs::read(&full).unwrap(), bytes);
+        assert!(damaged().is_empty());
+    }
+}
+
+#[test]
 fn two_names_of_one_tree_own_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let tree = dir.path().join("tree");
