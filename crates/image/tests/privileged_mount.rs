@@ -252,13 +252,13 @@ fn a_writable_mount_keeps_its_changes_and_the_objects_theirs() {
         assert_eq!(rustix::fs::getxattr(&at, "user.note", &mut [0; 8]).unwrap(), 4);
         fs::set_permissions(&at, fs::Permissions::from_mode(0o711)).unwrap();
         std::os::unix::fs::chown(&at, Some(1), Some(2)).unwrap();
-        mount::umount(&at, false).unwrap();
+        umount(&at);
         mount::mount(&store, &record, &at, &options).unwrap();
         let root = fs::metadata(&at).unwrap();
         assert_eq!((root.mode() & 0o7777, root.uid(), root.gid()), (0o711, 1, 2), "{kind:?}");
         fs::set_permissions(&at, fs::Permissions::from_mode(0o750)).unwrap();
         std::os::unix::fs::chown(&at, Some(1000), Some(70_000)).unwrap();
-        mount::umount(&at, false).unwrap();
+        umount(&at);
     }
     // chmod copies the name, not the bytes: the file still shows the object.
     assert!(fs::metadata(upper.join("upper/kept")).unwrap().blocks() * 512 < 100_000);
@@ -279,16 +279,16 @@ fn changes_are_shown_over_their_own_image_only() {
         let options = Options { kind, upper: Some(upper.clone()), ..Options::default() };
         // Nothing was changed yet: the directory is whose changes come.
         mount::mount(&store, &second, &at, &options).unwrap();
-        mount::umount(&at, false).unwrap();
+        umount(&at);
         mount::mount(&store, &first, &at, &options).unwrap();
         fs::set_permissions(at.join("file"), fs::Permissions::from_mode(0o600)).unwrap();
-        mount::umount(&at, false).unwrap();
+        umount(&at);
         let error = mount::mount(&store, &second, &at, &options).unwrap_err().to_string();
         assert!(error.contains(&first.digest.to_string()) && error.contains("another directory"), "{error}");
         mount::mount(&store, &first, &at, &options).unwrap();
         assert_eq!(fs::read(at.join("file")).unwrap(), noise(100_000, 100_000));
         assert_eq!(fs::metadata(at.join("file")).unwrap().mode() & 0o7777, 0o600);
-        mount::umount(&at, false).unwrap();
+        umount(&at);
         fs::remove_dir_all(upper.join("upper")).unwrap();
     }
 }
@@ -880,7 +880,7 @@ fn a_store_may_lie_as_deep_as_it_likes() {
             };
             assert_eq!(fs::read(at.join("file")).unwrap(), noise(1, 5000));
             assert_eq!(fs::write(at.join("new"), "x").is_ok(), written);
-            mount::umount(&at, false).unwrap();
+            umount(&at);
         }
     }
     let error = mount::mount(&store, &record, &at, &Options { kind: Kind::Native, ..Options::default() }).unwrap_err();
