@@ -50,6 +50,7 @@ scenarios! {
     mremap_keeps_what_parts_are_marked_with: "remap-marked";
     mprotect_is_obeyed: "protect";
     locked_pages_are_right: "lock";
+    a_length_that_is_refused_changes_nothing: "lengths";
     what_is_locked_is_left_alone: "locks";
     what_is_locked_is_left_alone_under_all: "locks" "--all";
     children_do_not_inherit_locks: "locks-and-children";

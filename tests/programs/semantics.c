@@ -807,6 +807,51 @@ static void locks(void) {
     write_all(&r, 72000, "with all unlocked");
 }
 
+// A call whose length the kernel refuses, or takes for none, changes nothing: neither bytes nor what is known of memory above.
+static void lengths(void) {
+    struct region one = fill(512, 4, 3000), two = fill(512, 4, 3000);
+    struct region low = one.at < two.at ? one : two, above = one.at < two.at ? two : one;
+    const size_t bad = -PAGE;
+    madvise(above.at, above.pages * PAGE, MADV_NOHUGEPAGE);
+    CHECK(madvise(above.at, above.pages * PAGE, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+    wait_merged(&above, 384);
+    const int advices[] = {MADV_DONTNEED, MADV_FREE, MADV_REMOVE, MADV_MERGEABLE, MADV_UNMERGEABLE, MADV_WIPEONFORK, MADV_COLD, MADV_PAGEOUT};
+    for (size_t i = 0; i < sizeof advices / sizeof *advices; i++) {
+        errno = 0;
+        CHECK(madvise(low.at, bad, advices[i]) == -1 && errno == EINVAL, "madvise %d of a length that wraps", advices[i]);
+        errno = 0;
+        CHECK(syscall(SYS_madvise, low.at + 1, PAGE, advices[i]) == -1 && errno == EINVAL, "madvise %d of half a page", advices[i]);
+    }
+    CHECK(munmap(low.at, bad) == -1 && errno == EINVAL, "munmap");
+    CHECK(munmap(low.at + 1, PAGE) == -1 && errno == EINVAL, "munmap of half a page");
+    CHECK(mprotect(low.at, bad, PROT_NONE) == -1 && errno == ENOMEM, "mprotect");
+    const long sizes[][2] = {{bad, PAGE}, {PAGE, bad}, {-1, PAGE}, {PAGE, -1}};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (int flags = 0; flags <= MREMAP_MAYMOVE; flags++) {
+            errno = 0;
+            long said = raw(SYS_mremap, (long)low.at, sizes[i][0], sizes[i][1], flags, 0, 0);
+            CHECK(said < 0 && said > -4096, "mremap %zu", i);
+            CHECK(mremap(low.at, sizes[i][0], sizes[i][1], flags) == MAP_FAILED && errno == -said, "mremap %zu, not %ld", i, said);
+        }
+    CHECK(mmap(low.at, bad, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED, "mmap");
+    for (int i = 0; i < 2; i++) {
+        long said = raw(SYS_mlock, (long)low.at, i ? -1 : (long)bad, 0, 0, 0, 0);
+        CHECK(mlock(low.at, i ? -1 : (long)bad) == (said ? -1 : 0) && (said == 0 || errno == -said), "mlock, not %ld", said);
+        CHECK(munlock(low.at, i ? -1 : (long)bad) == (i ? 0 : -1), "munlock");
+    }
+    CHECK(pool_pages(above.at, above.pages * PAGE) >= 384, "what lies above a refused length was given back");
+    check(&above, "above lengths that were refused");
+    // Nor is it taken for unlocked, or for mergeable.
+    CHECK(madvise(above.at, above.pages * PAGE, MADV_UNMERGEABLE) == 0, "MADV_UNMERGEABLE");
+    madvise(low.at, bad, MADV_MERGEABLE);
+    struct region r = merged(1024);
+    nap(1000);
+    CHECK(shown_pages(above.at, above.pages * PAGE) == 0, "what lies above a refused length is merged");
+    check(&above, "left alone");
+    check(&low, "left alone");
+    check(&r, "in the end");
+}
+
 static void unmergeable(void) {
     struct region r = merged(1024);
     CHECK(madvise(r.at, r.pages * PAGE, MADV_UNMERGEABLE) == 0, "MADV_UNMERGEABLE");
@@ -2073,7 +2118,7 @@ static const struct scenario scenarios[] = {
     {"vforks", vforks}, {"vforks-with-less", vforks_with_less}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
     {"dontneed-raw", dontneed_raw}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
     {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"lock", lock}, {"locks", locks}, {"locks-and-children", locks_and_children},
-    {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
+    {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
     {"signals", signals}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"identity", identity}, {"privileges", privileges}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"core", core},

@@ -32,6 +32,8 @@ use pagefold_os::{PAGE_SIZE, Range, maps, mem, syscall};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
+const NOTHING: Range = Range { start: 0, end: 0 };
+
 #[cfg(not(test))]
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
@@ -260,9 +262,11 @@ fn begin_child(goes_on: usize) -> bool {
     phase != 3 && (merged || managed_all())
 }
 
-fn range_of(addr: *mut c_void, len: usize) -> Range {
+/// The pages of `len` bytes at `addr`; nothing where the kernel refuses that address or length, and changes nothing.
+fn range_of(addr: *mut c_void, len: usize) -> Option<Range> {
     let start = addr as u64;
-    Range { start, end: start.saturating_add((len as u64).saturating_add(PAGE - 1) & !(PAGE - 1)) }
+    let end = start.checked_add((len as u64).checked_next_multiple_of(PAGE)?)?;
+    start.is_multiple_of(PAGE).then_some(Range { start, end })
 }
 
 /// Starts the agent now if the program has memory for it.
@@ -344,14 +348,19 @@ fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offs
         let place = place(len as u64).unwrap_or(0);
         // SAFETY: the program's own call, with a wish.
         let place = unsafe { mem::map(place, len as u64, prot, flags, fd, offset as u64) }?;
-        if managed_all() && prot == libc::PROT_READ | libc::PROT_WRITE {
-            note(range_of(place as *mut c_void, len), |note| note.seen = true);
+        if managed_all()
+            && prot == libc::PROT_READ | libc::PROT_WRITE
+            && let Some(range) = range_of(place as *mut c_void, len)
+        {
+            note(range, |note| note.seen = true);
             wanted();
         }
         return Ok(place);
     }
-    if flags & libc::MAP_FIXED != 0 && flags & libc::MAP_FIXED_NOREPLACE != libc::MAP_FIXED_NOREPLACE {
-        let range = range_of(addr, len);
+    if flags & libc::MAP_FIXED != 0
+        && flags & libc::MAP_FIXED_NOREPLACE != libc::MAP_FIXED_NOREPLACE
+        && let Some(range) = range_of(addr, len)
+    {
         let held = SHARED.guard.lock(me());
         let mapped = cold::voiding(range, || {
             // SAFETY: the program's own call.
@@ -400,8 +409,11 @@ pub unsafe extern "C" fn mmap(
     };
     match result {
         Ok(addr) => {
-            if flags & libc::MAP_LOCKED != 0 && active() {
-                note(locks::pages_of(addr as *mut c_void, len), |note| note.locked = true);
+            if flags & libc::MAP_LOCKED != 0
+                && active()
+                && let Some(range) = range_of(addr as *mut c_void, len)
+            {
+                note(range, |note| note.locked = true);
             }
             addr as *mut c_void
         }
@@ -435,17 +447,12 @@ pub unsafe extern "C" fn mmap64(
 /// As munmap(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
-    if !active() {
-        // SAFETY: the program's own call.
-        return returned(unsafe { mem::unmap(addr as u64, len as u64) });
-    }
+    // SAFETY: the program's own call.
+    let call = || unsafe { mem::unmap(addr as u64, len as u64) };
+    let Some(range) = range_of(addr, len).filter(|_| active()) else { return returned(call()) };
     let held = SHARED.guard.lock(me());
-    let result = cold::voiding(range_of(addr, len), || {
-        // SAFETY: the program's own call.
-        unsafe { mem::unmap(addr as u64, len as u64) }
-    });
+    let result = cold::voiding(range, call);
     if result.is_ok() {
-        let range = range_of(addr, len);
         let tables = SHARED.tables(&held);
         let known = tables.table.entries().iter().any(|(entry, _)| entry.overlaps(&range));
         if known {
@@ -473,9 +480,12 @@ pub unsafe extern "C" fn mremap(
         // SAFETY: the program's own call.
         unsafe { mem::remap(addr as u64, len as u64, new_len as u64, flags, new_addr as u64) }
     };
-    let result = if active() {
+    let ranges = || Some((range_of(addr, len)?, range_of(addr, new_len)?));
+    let fixed = if flags & libc::MREMAP_FIXED != 0 { range_of(new_addr, new_len) } else { Some(NOTHING) };
+    let result = if active()
+        && let (Some((range, resized)), Some(fixed)) = (ranges(), fixed)
+    {
         let held = SHARED.guard.lock(me());
-        let range = range_of(addr, len);
         let shrinks = new_len <= len && flags & (libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP) == 0;
         let back = if shrinks { Ok(()) } else { cold::before_move(range) };
         // Other threads may write to what only grows, so it is not copied: there is no room for it here.
@@ -492,13 +502,7 @@ pub unsafe extern "C" fn mremap(
             Ok(())
         };
         // What the call takes away.
-        let voided = if shrinks {
-            Range { start: range_of(addr, new_len).end, end: range.end }
-        } else if flags & libc::MREMAP_FIXED != 0 {
-            range_of(new_addr, new_len)
-        } else {
-            Range { start: 0, end: 0 }
-        };
+        let voided = if shrinks { Range { start: resized.end, end: range.end } } else { fixed };
         let result = match gathered.and_then(|()| cold::voiding(voided, call)) {
             // More than one mapping, perhaps by us: what was given back does not join with what never was the pool's.
             Err(Errno(libc::EFAULT)) if stays => Err(Errno(libc::ENOMEM)),
@@ -511,7 +515,7 @@ pub unsafe extern "C" fn mremap(
                 table.forget(voided);
             } else {
                 let keeps = flags & libc::MREMAP_DONTUNMAP != 0;
-                table.carry(range, range_of(moved as *mut c_void, new_len), keeps);
+                table.carry(range, Range { start: moved, end: moved + resized.len() }, keeps);
                 if keeps {
                     // The lock has moved with the pages.
                     table.change(range, |note| note.locked = false);
@@ -662,21 +666,19 @@ fn wipe_on_fork(range: Range) -> Result<()> {
     Ok(())
 }
 
-fn advise(addr: *mut c_void, len: usize, advice: c_int) -> Result<()> {
+fn advise(range: Range, advice: c_int) -> Result<()> {
     const MADV_FREE: c_int = libc::MADV_FREE;
+    // SAFETY: the program's own call.
+    let call = |advice| unsafe { mem::advise(range.start, range.len(), advice) };
     if matches!(advice, libc::MADV_POPULATE_READ | libc::MADV_POPULATE_WRITE) {
         // Touches, one after the other: what waits for a page must not hold up what makes room for it.
-        // SAFETY: the program's own call.
-        return unsafe { mem::advise(addr as u64, len as u64, advice) };
+        return call(advice);
     }
-    let range = range_of(addr, len);
     if advice == libc::MADV_WIPEONFORK {
         return wipe_on_fork(range);
     }
     let held = SHARED.guard.lock(me());
     let merged = SHARED.tables(&held).merged.may_overlap(range);
-    // SAFETY: the program's own call.
-    let call = |advice| unsafe { mem::advise(addr as u64, len as u64, advice) };
     let result = match advice {
         libc::MADV_DONTNEED | MADV_FREE | libc::MADV_DONTNEED_LOCKED if merged => {
             // A pool mapping would show its old bytes again: put fresh memory in its place first.
@@ -749,11 +751,10 @@ fn advise(addr: *mut c_void, len: usize, advice: c_int) -> Result<()> {
 /// As madvise(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -> c_int {
-    if active() && len > 0 && addr as u64 % PAGE == 0 {
-        returned(advise(addr, len, advice))
-    } else {
+    match range_of(addr, len) {
+        Some(range) if !range.is_empty() && active() => returned(advise(range, advice)),
         // SAFETY: the program's own call.
-        returned(unsafe { mem::advise(addr as u64, len as u64, advice) })
+        _ => returned(unsafe { mem::advise(addr as u64, len as u64, advice) }),
     }
 }
 
@@ -934,7 +935,7 @@ fn is_there(path: &CStr) -> bool {
 /// Makes `call`, again with the agent's thread gone if it fails as calls do that want a process of one thread.
 fn alone(call: impl Fn() -> Result<usize>) -> c_int {
     let result = match call() {
-        Err(Errno(libc::EINVAL)) if active() => without_thread(libc::EINVAL, Range { start: 0, end: 0 }, call),
+        Err(Errno(libc::EINVAL)) if active() => without_thread(libc::EINVAL, NOTHING, call),
         result => result,
     };
     returned(result.map(drop))

@@ -9,14 +9,16 @@ use core::sync::atomic::Ordering;
 use pagefold_os::raw::Result;
 use pagefold_os::{PAGE_SIZE, Range, syscall};
 
-/// The pages of which the kernel locks all if a part is meant.
-pub(super) fn pages_of(addr: *mut c_void, len: usize) -> Range {
+/// The pages of which the kernel locks all if a part is meant; nothing where it refuses them. It lets the sum of a length wrap.
+fn pages_of(addr: *mut c_void, len: usize) -> Option<Range> {
     let within = addr as usize % PAGE_SIZE;
-    range_of((addr as usize - within) as *mut c_void, len.saturating_add(within))
+    let len = len.wrapping_add(within).wrapping_add(PAGE_SIZE - 1) / PAGE_SIZE * PAGE_SIZE;
+    range_of((addr as usize - within) as *mut c_void, len)
 }
 
-/// Makes `call`, which locks `range`.
-fn lock(range: Range, call: impl Fn() -> Result<usize>) -> Result<usize> {
+/// Makes `call`, which locks the pages of `len` bytes at `addr`.
+fn lock(addr: *mut c_void, len: usize, call: impl Fn() -> Result<usize>) -> Result<usize> {
+    let Some(range) = pages_of(addr, len).filter(|_| active()) else { return call() };
     let locking = || {
         let held = SHARED.guard.lock(me());
         cold::before_move(range)?;
@@ -45,7 +47,7 @@ fn lock(range: Range, call: impl Fn() -> Result<usize>) -> Result<usize> {
 pub unsafe extern "C" fn mlock(addr: *mut c_void, len: usize) -> c_int {
     // SAFETY: the program's own call.
     let call = || unsafe { syscall!(libc::SYS_mlock, addr, len) };
-    returned(if active() { lock(pages_of(addr, len), call) } else { call() }.map(drop))
+    returned(lock(addr, len, call).map(drop))
 }
 
 /// mlock2(2).
@@ -56,7 +58,7 @@ pub unsafe extern "C" fn mlock(addr: *mut c_void, len: usize) -> c_int {
 pub unsafe extern "C" fn mlock2(addr: *mut c_void, len: usize, flags: c_uint) -> c_int {
     // SAFETY: the program's own call.
     let call = || unsafe { syscall!(libc::SYS_mlock2, addr, len, flags) };
-    returned(if active() { lock(pages_of(addr, len), call) } else { call() }.map(drop))
+    returned(lock(addr, len, call).map(drop))
 }
 
 /// munlock(2).
@@ -67,8 +69,11 @@ pub unsafe extern "C" fn mlock2(addr: *mut c_void, len: usize, flags: c_uint) ->
 pub unsafe extern "C" fn munlock(addr: *mut c_void, len: usize) -> c_int {
     // SAFETY: the program's own call.
     let result = unsafe { syscall!(libc::SYS_munlock, addr, len) };
-    if result.is_ok() && active() {
-        note(pages_of(addr, len), |note| note.locked = false);
+    if result.is_ok()
+        && active()
+        && let Some(range) = pages_of(addr, len)
+    {
+        note(range, |note| note.locked = false);
         SHARED.changed();
     }
     returned(result.map(drop))
