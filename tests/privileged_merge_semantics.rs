@@ -35,6 +35,7 @@ scenarios! {
     writers_lose_no_write_to_locks: "lock-writers";
     children_read_right_whenever_they_are_forked: "forks";
     an_orphan_keeps_its_pages: "orphan";
+    a_program_goes_on_without_its_first_thread: "main-ends";
     vfork_exec_and_spawn: "vforks";
     what_a_vforked_child_gives_up_the_parent_keeps: "vforks-with-less";
     a_daemon_keeps_its_pages_and_merges_on: "daemonize";

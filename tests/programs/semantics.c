@@ -130,7 +130,7 @@ static long raw(long number, long a, long b, long c, long d, long e, long f) {
 
 // Pages of [start, start + len) that a pool file backs, and the number of its mappings.
 static size_t pool_pages(const void *start, size_t len) {
-    FILE *maps = fopen("/proc/self/maps", "r");
+    FILE *maps = fopen("/proc/thread-self/maps", "r");
     if (!maps) return 0;
     char line[512], mode[8];
     size_t pages = 0;
@@ -149,7 +149,7 @@ static size_t pool_pages(const void *start, size_t len) {
 
 // Pages of [start, start + len) that the kernel shows from a file now: those that are shared.
 static size_t shown_pages(const void *start, size_t len) {
-    int file = open("/proc/self/pagemap", O_RDONLY);
+    int file = open("/proc/thread-self/pagemap", O_RDONLY);
     CHECK(file >= 0, "pagemap");
     size_t pages = 0;
     for (size_t at = 0; at < len; at += PAGE) {
@@ -449,6 +449,36 @@ static void forks(void) {
         check(&r, "in the parent of a fork");
     }
     CHECK(most > 100, "only %zu pages were ever merged", most);
+}
+
+// What the process's directory in /proc tells of its memory goes with its first thread.
+static void *goes_on(void *argument) {
+    struct region r = *(struct region *)argument;
+    char text[512] = "";
+    for (double began = now(); !strstr(text, ") Z ");) {
+        CHECK(now() - began < WAIT_MAX, "the first thread goes on");
+        int file = open("/proc/self/stat", O_RDONLY);
+        CHECK(file >= 0 && read(file, text, sizeof text - 1) > 0, "stat");
+        close(file);
+        nap(10);
+    }
+    CHECK(madvise(r.at, 128 * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED");
+    CHECK(raw(SYS_madvise, (long)r.at + 128 * PAGE, 128 * PAGE, MADV_DONTNEED, 0, 0, 0) == 0, "raw MADV_DONTNEED");
+    for (size_t i = 0; i < 256; i++) CHECK(page_is_zero(r.at + i * PAGE), "page %zu shows old bytes", i);
+    char *moved = mremap(r.at + 512 * PAGE, 512 * PAGE, 1024 * PAGE, MREMAP_MAYMOVE);
+    CHECK(moved != MAP_FAILED, "mremap");
+    for (size_t i = 0; i < 512; i++) CHECK(page_is(moved + i * PAGE, number_of(&r, 512 + i)), "page %zu is wrong, moved", i);
+    for (size_t i = 256; i < 512; i++) CHECK(page_is(r.at + i * PAGE, number_of(&r, i)), "page %zu is wrong", i);
+    merged(1024);
+    exit(0);
+}
+
+static void main_ends(void) {
+    static struct region r;
+    r = merged(1024);
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, goes_on, &r) == 0, "pthread_create");
+    pthread_exit(NULL);
 }
 
 // The child goes on with the parent's merged pages after the parent is gone and others took its slots.
@@ -1399,7 +1429,7 @@ static void no_segments_in_children(void) {
     // By a call that nobody sees, so that the child has no agent of its own.
     pid_t child = raw(SYS_clone, SIGCHLD, 0, 0, 0, 0, 0);
     if (child == 0) {
-        FILE *maps = fopen("/proc/self/maps", "r");
+        FILE *maps = fopen("/proc/thread-self/maps", "r");
         CHECK(maps, "maps");
         char line[512], mode[8];
         while (fgets(line, sizeof line, maps))
@@ -1956,7 +1986,7 @@ static void serve(void) {
 
 // Files of the pool that this process maps, for itself or through its agent: their inodes, at most `room`.
 static size_t pool_files(unsigned long *files, size_t room) {
-    FILE *maps = fopen("/proc/self/maps", "r");
+    FILE *maps = fopen("/proc/thread-self/maps", "r");
     CHECK(maps, "maps");
     char line[512];
     size_t count = 0;
@@ -2039,7 +2069,7 @@ static void scatter(void) {
     for (size_t i = 0; i < r.pages; i += 2) fill_page(r.at + i * PAGE, 1ul << 20 | i);
     size_t most = 0;
     for (double began = now(); now() - began < 6; nap(100)) {
-        FILE *maps = fopen("/proc/self/maps", "r");
+        FILE *maps = fopen("/proc/thread-self/maps", "r");
         CHECK(maps, "the limit of mappings left none for the file's own buffer");
         size_t lines = 0;
         for (int c = fgetc(maps); c != EOF; c = fgetc(maps)) lines += c == '\n';
@@ -2114,7 +2144,7 @@ struct scenario {
 };
 
 static const struct scenario scenarios[] = {
-    {"writers", writers}, {"unmergeable-writers", unmergeable_writers}, {"lock-writers", lock_writers}, {"forks", forks}, {"orphan", orphan},
+    {"writers", writers}, {"unmergeable-writers", unmergeable_writers}, {"lock-writers", lock_writers}, {"forks", forks}, {"orphan", orphan}, {"main-ends", main_ends},
     {"vforks", vforks}, {"vforks-with-less", vforks_with_less}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
     {"dontneed-raw", dontneed_raw}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
     {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"lock", lock}, {"locks", locks}, {"locks-and-children", locks_and_children},

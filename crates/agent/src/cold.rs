@@ -21,7 +21,7 @@
 
 use crate::cold_table::{self, FROZEN, OUT, PACT_AGENT, RESIDENT, Table, VOID};
 use crate::engine::{
-    COLD_AGENT, SHARED, Thread, begin_thread, exit_thread, for_each_plain, input, leave_if_alone, list_plain,
+    COLD_AGENT, MAPS, SHARED, Thread, begin_thread, exit_thread, for_each_plain, input, leave_if_alone, list_plain,
     look_around, read_settings, write_out,
 };
 use crate::wire::{
@@ -249,7 +249,7 @@ fn connect(cold: &mut Option<Cold>, phase: &AtomicU32) -> Result<Connection> {
     hello.b = TOLERANCE_PPM.load(Ordering::Relaxed);
     hello.count = TIER_MAX.load(Ordering::Relaxed);
     hello.text = *domain;
-    let pagemap = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0)?;
+    let pagemap = Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?;
     sock::set_timeout(&socket, 10_000)?;
     sock::send(&socket, hello.bytes(), &[pagemap.raw()])?;
     drop(pagemap);
@@ -755,10 +755,10 @@ pub(crate) fn read_in(range: Range) -> bool {
 }
 
 /// As [`read_in`], of a step that lies in several mappings, has lost pages, or that the program may not read. The last it may
-/// for a moment: nothing else has the kernel wait for a page there (`/proc/self/mem` does not), and its own calls that change
+/// for a moment: nothing else has the kernel wait for a page there (`/proc/PID/mem` does not), and its own calls that change
 /// rights wait for the guard.
 fn read_in_parts(step: Range) {
-    let Ok(file) = Fd::open(c"/proc/self/maps", libc::O_RDONLY, 0) else { return };
+    let Ok(file) = Fd::open(MAPS, libc::O_RDONLY, 0) else { return };
     let mut parts = [(Range { start: 0, end: 0 }, 0); STEP_PAGES];
     let mut count = 0;
     let mut buffer = [0u8; 8 << 10];

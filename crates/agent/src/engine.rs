@@ -41,6 +41,10 @@ const REFUSED_MS: i32 = 10_000;
 /// How old a process must be whose memory is all managed before its agent greets, in milliseconds.
 const ALL_START_MS: i32 = 60;
 
+/// The process's mappings. By the calling thread, here and elsewhere: the process's own directory has no memory any more once
+/// its first thread has ended.
+pub(crate) const MAPS: &CStr = c"/proc/thread-self/maps";
+
 /// How often our threads look around, in nanoseconds.
 const LOOKS_NS: u64 = 500_000_000;
 
@@ -583,7 +587,7 @@ fn connect(left: &mut Option<Agent>) -> Result<Agent> {
         hello.a |= wire::HELLO_AWAY;
     }
     hello.text = *domain;
-    let pagemap = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0)?;
+    let pagemap = Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?;
     sock::set_timeout(&socket, 10_000)?;
     sock::send(&socket, hello.bytes(), &[pagemap.raw()])?;
     let mut buffer = [0u8; size_of::<Packet>()];
@@ -703,6 +707,7 @@ pub(crate) fn watch_plain(watch: &Uffd, range: Range) -> Result<()> {
 
 /// Core dumps must contain merged pages: to the kernel they are private file pages, which it leaves out by default.
 fn dump_merged_pages() {
+    // A thread's directory has no such file; where the first thread has ended this was done before, or is not done.
     const PATH: &CStr = c"/proc/self/coredump_filter";
     let Ok(file) = Fd::open(PATH, libc::O_RDWR, 0) else { return };
     let mut text = [0u8; 16];
@@ -1142,7 +1147,7 @@ enum Listed {
 /// Lists what [`Listed`] says from address `from` on, at most [`LIST_MAX`] entries.
 fn list(table: &mut Table, what: Listed, from: u64, put: impl FnMut(usize, RegionEntry)) -> Result<usize> {
     heap::look();
-    let file = Fd::open(c"/proc/self/maps", libc::O_RDONLY, 0)?;
+    let file = Fd::open(MAPS, libc::O_RDONLY, 0)?;
     // Names can be long; a line that does not fit is not one of ours.
     let mut buffer = [0u8; 16 << 10];
     let mut lister = Lister {
@@ -1151,7 +1156,7 @@ fn list(table: &mut Table, what: Listed, from: u64, put: impl FnMut(usize, Regio
         what,
         from,
         all: SHARED.all.load(Ordering::Relaxed),
-        memory: Fd::open(c"/proc/self/mem", libc::O_RDONLY, 0).ok(),
+        memory: Fd::open(c"/proc/thread-self/mem", libc::O_RDONLY, 0).ok(),
         table,
         put,
     };
@@ -1258,7 +1263,7 @@ pub(crate) fn keep_attributes(range: Range, table: &Table, plain: bool) {
 /// with the rights of the old one and the attributes in `table`.
 ///
 /// # Errors
-/// If /proc/self/maps cannot be read, or the kernel refuses a mapping.
+/// If [`MAPS`] cannot be read, or the kernel refuses a mapping.
 pub fn replace_merged(range: Range, watch: Option<&Uffd>, table: Option<&Table>) -> Result<bool> {
     let mut failed = None;
     let found = pool_mappings(range, |part, prot| {
@@ -1283,7 +1288,7 @@ pub fn replace_merged(range: Range, watch: Option<&Uffd>, table: Option<&Table>)
 /// Calls `f` with the part of each pool mapping that lies in `range`, and what the program may do there; returns whether
 /// any call said true.
 pub(crate) fn pool_mappings(range: Range, mut f: impl FnMut(Range, i32) -> bool) -> Result<bool> {
-    let file = Fd::open(c"/proc/self/maps", libc::O_RDONLY, 0)?;
+    let file = Fd::open(MAPS, libc::O_RDONLY, 0)?;
     let mut buffer = [0u8; 8 << 10];
     let mut visit = |map: &maps::Map<'_>| {
         let part = Range { start: map.range.start.max(range.start), end: map.range.end.min(range.end) };
@@ -1326,7 +1331,7 @@ struct Lister<'a, P: FnMut(usize, RegionEntry)> {
     what: Listed,
     from: u64,
     all: bool,
-    /// /proc/self/mem, to look at memory that may go away meanwhile.
+    /// /proc/thread-self/mem, to look at memory that may go away meanwhile.
     memory: Option<Fd>,
     table: &'a mut Table,
     put: P,

@@ -39,9 +39,9 @@ fn end() -> u64 {
     end.next_multiple_of(PAGE)
 }
 
-/// Where the kernel began the heap, from the 47th field of /proc/self/stat.
+/// Where the kernel began the heap, from the 47th field of /proc/thread-self/stat.
 fn begin() -> Option<u64> {
-    let file = Fd::open(c"/proc/self/stat", libc::O_RDONLY, 0).ok()?;
+    let file = Fd::open(c"/proc/thread-self/stat", libc::O_RDONLY, 0).ok()?;
     let mut text = [0u8; 1024];
     let got = file.read(&mut text).ok()?;
     let start: u64 = stat::field(text.get(..got)?, 47)?.parse().ok()?;

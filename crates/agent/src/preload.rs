@@ -16,7 +16,7 @@ mod userfaultfd;
 
 use crate::cold;
 use crate::engine::{
-    ALL_LOCKED, ALL_MIN, MAY_FOLLOW, MAY_START, POOL_NAME, SHARED, TASK_PATH_LEN, is_new_child, is_own_process,
+    ALL_LOCKED, ALL_MIN, MAPS, MAY_FOLLOW, MAY_START, POOL_NAME, SHARED, TASK_PATH_LEN, is_new_child, is_own_process,
     keep_attributes, mark_origin, mark_process, pool_mappings, replace_merged, start, stop, stop_giving_back,
     wait_begun,
 };
@@ -570,7 +570,7 @@ fn unmerge(range: Range) -> Result<()> {
 /// # Errors
 /// `ENOMEM` if there is no memory for it; then nothing has changed.
 fn gather(range: Range) -> Result<()> {
-    let file = Fd::open(c"/proc/self/maps", libc::O_RDONLY, 0)?;
+    let file = Fd::open(MAPS, libc::O_RDONLY, 0)?;
     let mut buffer = [0u8; 8 << 10];
     // One mapping, to the program, is a row of neighbours with the same rights, all anonymous or ours.
     let (mut end, mut rights, mut merged, mut one, mut pieces) = (range.start, None, false, true, 0);
@@ -828,7 +828,7 @@ fn meet_filter(at: u64, all: bool) {
 /// What the filter of the program's at `at` says about us; nothing if it cannot be read, which the kernel will say too.
 fn filter_at(at: u64) -> Option<filter::Verdict> {
     // Through the kernel: the program may pass anything.
-    let memory = Fd::open(c"/proc/self/mem", libc::O_RDONLY, 0).ok()?;
+    let memory = Fd::open(c"/proc/thread-self/mem", libc::O_RDONLY, 0).ok()?;
     let mut head = [0u8; size_of::<libc::sock_fprog>()];
     (memory.read_at(&mut head, at) == Ok(head.len())).then_some(())?;
     // SAFETY: plain integers and a pointer that is not followed; the array is as long, and need not be aligned.

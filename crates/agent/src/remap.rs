@@ -537,7 +537,7 @@ impl Agent {
 /// `ENOMEM` if a page can be neither read nor guarded, or is out (see [`cold`](crate::cold)); else the kernel's.
 pub(crate) fn copy_of(from: u64, len: u64) -> Result<mem::Mapping, Errno> {
     // Through the kernel, which also reads what the program itself may not, but what is guarded.
-    let memory = Fd::open(c"/proc/self/mem", libc::O_RDONLY, 0)?;
+    let memory = Fd::open(c"/proc/thread-self/mem", libc::O_RDONLY, 0)?;
     let fresh = mem::Mapping::anonymous(len as usize)?;
     let mut page = [0u8; PAGE_SIZE];
     for offset in (0..len).step_by(PAGE_SIZE) {
