@@ -78,6 +78,7 @@ scenarios! {
     a_sandbox_that_allows_what_the_agent_lists: "sandbox-listed";
     a_program_may_close_everything: "close-all";
     a_program_may_become_another_user: "identity";
+    a_program_may_go_where_there_is_no_proc: "no-proc";
     what_is_given_up_no_thread_keeps: "privileges";
     what_is_given_up_no_thread_keeps_under_all: "privileges" "--all";
     landlock_binds_the_agent: "landlock";

@@ -128,10 +128,13 @@ static long raw(long number, long a, long b, long c, long d, long e, long f) {
 #endif
 }
 
+static FILE *kept_maps;  // for who has no /proc any more
+
 // Pages of [start, start + len) that a pool file backs, and the number of its mappings.
 static size_t pool_pages(const void *start, size_t len) {
-    FILE *maps = fopen("/proc/thread-self/maps", "r");
+    FILE *maps = kept_maps ? kept_maps : fopen("/proc/thread-self/maps", "r");
     if (!maps) return 0;
+    rewind(maps);
     char line[512], mode[8];
     size_t pages = 0;
     while (fgets(line, sizeof line, maps)) {
@@ -143,7 +146,7 @@ static size_t pool_pages(const void *start, size_t len) {
         if (to > high) to = high;
         if (from < to) pages += (to - from) / PAGE;
     }
-    fclose(maps);
+    if (maps != kept_maps) fclose(maps);
     return pages;
 }
 
@@ -1533,6 +1536,37 @@ static void identity(void) {
     CHECK(madvise(r.at, 100 * PAGE, MADV_DONTNEED) == 0 && page_is_zero(r.at), "a discard as another user");
 }
 
+// Without descriptors, and then without /proc, merged memory is discarded and given back all the same.
+static void no_proc(void) {
+    struct region r = merged(1024);
+    char dir[] = "/tmp/semantics-XXXXXX";
+    CHECK(mkdtemp(dir), "mkdtemp");
+    CHECK((kept_maps = fopen("/proc/self/maps", "r")), "maps");
+    struct rlimit before, none;
+    CHECK(getrlimit(RLIMIT_NOFILE, &before) == 0, "getrlimit");
+    none = before;
+    none.rlim_cur = 0;
+    CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0, "setrlimit");
+    CHECK(madvise(r.at, 128 * PAGE, MADV_DONTFORK) == 0, "MADV_DONTFORK");
+    CHECK(madvise(r.at, 32 * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED without descriptors");
+    CHECK(madvise(r.at + 32 * PAGE, 32 * PAGE, MADV_FREE) == 0, "MADV_FREE without descriptors");
+    CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0, "setrlimit");
+    CHECK(flag_at(r.at, " dc"), "MADV_DONTFORK is forgotten");
+    CHECK(chdir(dir) == 0 && rmdir(dir) == 0, "chdir");
+    if (chroot(".") != 0) SKIP("no right to chroot");
+    CHECK(access("/proc/self", F_OK) != 0, "chroot");
+    CHECK(madvise(r.at + 64 * PAGE, 64 * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED");
+    CHECK(raw(SYS_madvise, (long)r.at + 128 * PAGE, 128 * PAGE, MADV_DONTNEED, 0, 0, 0) == 0, "raw MADV_DONTNEED");
+    for (size_t i = 0; i < 256; i++) CHECK(page_is_zero(r.at + i * PAGE), "page %zu shows old bytes", i);
+    CHECK(pool_pages(r.at, 256 * PAGE) == 0, "discarded pages are shown from the pool");
+    CHECK(pool_pages(r.at, r.pages * PAGE) >= 512, "nothing is merged any more");
+    for (size_t i = 256; i < r.pages; i++) CHECK(page_is(r.at + i * PAGE, number_of(&r, i)), "page %zu is wrong", i);
+    CHECK(setuid(65534) == 0, "setuid");
+    CHECK(pool_pages(r.at, r.pages * PAGE) == 0, "%zu pages are held by nobody", pool_pages(r.at, r.pages * PAGE));
+    for (size_t i = 256; i < r.pages; i++) CHECK(page_is(r.at + i * PAGE, number_of(&r, i)), "page %zu is wrong, given back", i);
+    write_all(&r, 52000, "given back");
+}
+
 // Each takes something away from the calling thread, by the C library or past it.
 static long one_of_many_calls(int turn) {
     struct { uint32_t version; int pid; } head = {0x20080522, 0};
@@ -2151,7 +2185,7 @@ static const struct scenario scenarios[] = {
     {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
     {"signals", signals}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
-    {"close-all", close_all}, {"identity", identity}, {"privileges", privileges}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"core", core},
+    {"close-all", close_all}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"core", core},
     {"direct", direct}, {"uring", uring}, {"system-calls", system_calls}, {"blocks", blocks}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
     {"memory-merge", memory_merge}, {"serve", serve}, {"decay", decay}, {"scatter", scatter}, {"tasks", tasks}, {"mappings", mappings},
 };

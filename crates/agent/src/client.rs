@@ -17,7 +17,7 @@
 //! `MADV_DONTNEED` does.
 
 use crate::cold;
-use crate::engine::{SHARED, replace_merged, start};
+use crate::engine::{Maps, SHARED, replace_merged, start};
 use core::ops::{Deref, DerefMut};
 use core::sync::atomic::Ordering;
 use pagefold_os::{Errno, PAGE_SIZE, Range, mem};
@@ -141,7 +141,7 @@ impl Region {
             return;
         }
         let held = SHARED.guard.lock(me());
-        let _ = replace_merged(range, None, Some(SHARED.tables(&held).table));
+        let _ = Maps::open().and_then(|maps| replace_merged(&maps, range, None, Some(SHARED.tables(&held).table)));
         // SAFETY: the range is ours, and `&mut self` says that nobody refers to it.
         let _ = unsafe { mem::advise(range.start, range.len(), libc::MADV_DONTNEED) };
         drop(held);

@@ -21,7 +21,7 @@
 
 use crate::cold_table::{self, FROZEN, OUT, PACT_AGENT, RESIDENT, Table, VOID};
 use crate::engine::{
-    COLD_AGENT, MAPS, SHARED, Thread, begin_thread, exit_thread, for_each_plain, input, leave_if_alone, list_plain,
+    COLD_AGENT, Maps, SHARED, Thread, begin_thread, exit_thread, for_each_plain, input, leave_if_alone, list_plain,
     look_around, read_settings, write_out,
 };
 use crate::wire::{
@@ -32,7 +32,7 @@ use core::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::{self, Uffd};
-use pagefold_os::{PAGE_SIZE, Page, Range, maps, mem, memfd, sched, sock, syscall};
+use pagefold_os::{PAGE_SIZE, Page, Range, mem, memfd, sched, sock, syscall};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -126,6 +126,8 @@ fn table() -> Option<Table> {
 
 /// What the agent keeps over all its connections.
 struct Cold {
+    /// The process's mappings.
+    maps: Maps,
     /// Holds the managed ranges.
     hold: Uffd,
     /// True until a daemon has enabled `hold`.
@@ -218,6 +220,7 @@ pub(crate) fn mark_own(map: &mem::Mapping) {
 }
 
 fn make(device: Option<&Fd>) -> Result<Cold> {
+    let maps = Maps::open()?;
     let hold = Uffd::bare(device)?;
     let table_fd = memfd::create(cold_table::NAME, cold_table::LEN as u64)?;
     memfd::add_seals(&table_fd, memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_SEAL)?;
@@ -234,7 +237,7 @@ fn make(device: Option<&Fd>) -> Result<Cold> {
     // SAFETY: takes nothing.
     let pid = unsafe { syscall!(libc::SYS_getpid) }.unwrap_or(0);
     table.head().pid.store(pid as u32, Ordering::Relaxed);
-    Ok(Cold { hold, bare: true, mover: None, staging: None, table_fd, table })
+    Ok(Cold { maps, hold, bare: true, mover: None, staging: None, table_fd, table })
 }
 
 /// Greets the daemon; makes what is missing.
@@ -363,7 +366,7 @@ impl Cold {
         const DROP: u32 = Op::ColdDrop as u32;
         const RELEASE: u32 = Op::ColdRelease as u32;
         match request.op {
-            REGIONS => list_plain(connection.channel.addr(), request.b),
+            REGIONS => list_plain(&self.maps, connection.channel.addr(), request.b),
             WATCH => {
                 for index in 0..count {
                     let range: Range = input(connection.channel.addr(), index);
@@ -662,7 +665,7 @@ impl Cold {
         let _ = bring_back(&self.table, &Wanted { range: EVERYTHING, stretch: all, whatever_it_takes: true });
         drop(held);
         // At once, for daemon and keeper have the descriptor too: somebody else may want the memory.
-        for_each_plain(|range| {
+        for_each_plain(&self.maps, |range| {
             // A page is here a moment before the table says so; the daemon lets go of the pact behind that.
             let settled = self.table.wait_pact(1000);
             // What could not be brought back shall not read as zeros.
@@ -758,22 +761,17 @@ pub(crate) fn read_in(range: Range) -> bool {
 /// for a moment: nothing else has the kernel wait for a page there (`/proc/PID/mem` does not), and its own calls that change
 /// rights wait for the guard.
 fn read_in_parts(step: Range) {
-    let Ok(file) = Fd::open(MAPS, libc::O_RDONLY, 0) else { return };
+    let Ok(maps) = Maps::open() else { return };
     let mut parts = [(Range { start: 0, end: 0 }, 0); STEP_PAGES];
     let mut count = 0;
     let mut buffer = [0u8; 8 << 10];
-    let _ = maps::for_each_line(
-        &mut buffer,
-        |out| file.read(out),
-        |line| {
-            let Some(map) = maps::parse_line(line).filter(|map| map.range.overlaps(&step)) else { return };
-            if let Some(part) = parts.get_mut(count) {
-                let range = Range { start: map.range.start.max(step.start), end: map.range.end.min(step.end) };
-                *part = (range, map.prot);
-                count += 1;
-            }
-        },
-    );
+    let _ = maps.for_each(&mut buffer, |map| {
+        if let Some(part) = parts.get_mut(count).filter(|_| map.range.overlaps(&step)) {
+            let range = Range { start: map.range.start.max(step.start), end: map.range.end.min(step.end) };
+            *part = (range, map.prot);
+            count += 1;
+        }
+    });
     for &(part, rights) in &parts[..count] {
         let hidden = rights & libc::PROT_READ == 0;
         // SAFETY: adds a right, and takes it away again.

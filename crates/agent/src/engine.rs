@@ -25,6 +25,8 @@ use pagefold_os::{PAGE_SIZE, Page, Range, maps, mem, memfd, pagemap, sched, sock
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
+pub(crate) const NOTHING: Range = Range { start: 0, end: 0 };
+
 /// Name that pool segments carry in /proc/PID/maps.
 pub const POOL_NAME: &[u8] = b"/memfd:pagefold-pool";
 
@@ -43,7 +45,7 @@ const ALL_START_MS: i32 = 60;
 
 /// The process's mappings. By the calling thread, here and elsewhere: the process's own directory has no memory any more once
 /// its first thread has ended.
-pub(crate) const MAPS: &CStr = c"/proc/thread-self/maps";
+const MAPS: &CStr = c"/proc/thread-self/maps";
 
 /// How often our threads look around, in nanoseconds.
 const LOOKS_NS: u64 = 500_000_000;
@@ -68,6 +70,8 @@ pub struct Shared {
     pub thread: Thread,
     /// Manage every large private anonymous mapping.
     pub all: AtomicBool,
+    /// The agent's thread answers discards of merged pages.
+    pub holds: AtomicBool,
     /// Forked from a process that had merged pages.
     pub forked: AtomicBool,
     /// Errno that made the agent give up, for the curious.
@@ -89,6 +93,7 @@ pub static SHARED: Shared = Shared {
     phase: AtomicU32::new(0),
     thread: Thread::new(),
     all: AtomicBool::new(false),
+    holds: AtomicBool::new(false),
     forked: AtomicBool::new(false),
     error: AtomicI32::new(0),
     socket_len: AtomicUsize::new(0),
@@ -174,6 +179,8 @@ pub(crate) struct Agent {
     segments: [Option<Segment>; SEGMENTS_HELD],
     /// The process's page map.
     pub(crate) pagemap: Fd,
+    /// Its mappings.
+    pub(crate) maps: Maps,
     /// Where the agent may run, and where it does if it was called somewhere.
     cpus: sched::Cpus,
     cpu: Option<u64>,
@@ -504,7 +511,7 @@ extern "C" fn thread_main() -> ! {
             Err(Errno(errno)) => SHARED.error.store(errno, Ordering::Relaxed),
         }
         // The daemon is gone or refused us. What is merged stays merged; a new daemon may come.
-        wait_or_leave(left.as_ref().map(|agent| &agent.hold), RECONNECT_MS);
+        wait_or_leave(left.as_ref(), RECONNECT_MS);
     }
     if SHARED.phase.load(Ordering::Acquire) == 2 && !give_back().is_empty() {
         // Who was asked to leave before it began has merged memory to give back all the same.
@@ -518,6 +525,7 @@ extern "C" fn thread_main() -> ! {
     }
     // The kernel says that a thread has ended before it closes what that had open, on a busy machine long before; and a range
     // is nobody else's as long as our userfaultfd is open.
+    SHARED.holds.store(false, Ordering::Release);
     drop(left);
     exit_thread()
 }
@@ -543,11 +551,11 @@ pub(crate) fn leave_if_alone() {
     }
 }
 
-fn wait_or_leave(hold: Option<&Uffd>, ms: i32) {
+fn wait_or_leave(left: Option<&Agent>, ms: i32) {
     let began = sched::monotonic_ns();
     leave_if_alone();
     while SHARED.phase.load(Ordering::Acquire) == 1 && sched::monotonic_ns() - began < ms as u64 * 1_000_000 {
-        let Some(hold) = hold else {
+        let Some(Agent { hold, maps, .. }) = left else {
             let timeout = libc::timespec { tv_sec: 0, tv_nsec: 20_000_000 };
             // SAFETY: the word outlives the call; [`stop`] wakes us.
             let _ = unsafe {
@@ -564,7 +572,7 @@ fn wait_or_leave(hold: Option<&Uffd>, ms: i32) {
         let _ =
             pagefold_os::fd::poll(&mut [libc::pollfd { fd: hold.fd().raw(), events: libc::POLLIN, revents: 0 }], 20);
         while let Ok(Some(event)) = hold.read_event() {
-            serve_event(hold, None, None, event);
+            serve_event(hold, maps, None, None, event);
         }
     }
 }
@@ -588,6 +596,7 @@ fn connect(left: &mut Option<Agent>) -> Result<Agent> {
     }
     hello.text = *domain;
     let pagemap = Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?;
+    let maps = Maps::open()?;
     sock::set_timeout(&socket, 10_000)?;
     sock::send(&socket, hello.bytes(), &[pagemap.raw()])?;
     let mut buffer = [0u8; size_of::<Packet>()];
@@ -599,7 +608,7 @@ fn connect(left: &mut Option<Agent>) -> Result<Agent> {
     }
     let channel_fd = fds.take(0).ok_or(Errno(libc::EPROTO))?;
     let device = fds.take(1).or_else(|| uffd::open_device().ok());
-    match set_up(socket, channel_fd, pagemap, device.as_ref(), left) {
+    match set_up(socket, channel_fd, (pagemap, maps), device.as_ref(), left) {
         Ok(mut agent) => {
             (agent.device, agent.away) = (device, away);
             // From now on we wait for requests as long as it takes.
@@ -620,7 +629,7 @@ fn connect(left: &mut Option<Agent>) -> Result<Agent> {
             if left.is_none() && is_lasting(errno) {
                 SHARED.phase.store(3, Ordering::Release);
             } else {
-                wait_or_leave(left.as_ref().map(|agent| &agent.hold), REFUSED_MS);
+                wait_or_leave(left.as_ref(), REFUSED_MS);
             }
             told.and(Err(errno))
         }
@@ -635,7 +644,7 @@ fn is_lasting(errno: Errno) -> bool {
 fn set_up(
     socket: Fd,
     channel_fd: Fd,
-    pagemap: Fd,
+    (pagemap, maps): (Fd, Maps),
     device: Option<&Fd>,
     left: &mut Option<Agent>,
 ) -> core::result::Result<Agent, (Fd, Errno)> {
@@ -679,6 +688,7 @@ fn set_up(
                 nursery: None,
                 segments: [const { None }; SEGMENTS_HELD],
                 pagemap,
+                maps,
                 cpus: sched::Cpus::of_thread().unwrap_or(sched::Cpus::NONE),
                 cpu: None,
                 voids: [false; FREEZE_PAGES_MAX],
@@ -751,7 +761,7 @@ impl Agent {
             if polls[1].revents != 0 {
                 // With the guard nobody maps something else where a discard is being answered.
                 let _held = self.lock_guard();
-                serve_events(&self.hold, &self.watch, self.counters());
+                serve_events(&self.hold, &self.maps, &self.watch, self.counters());
             }
             if polls[0].revents == 0 {
                 continue;
@@ -851,13 +861,23 @@ impl Agent {
 
     /// Gives back what [`stop_giving_back`] asked for. Merges nothing any more.
     fn leave_plain(&mut self) {
-        let _ = pool_mappings(give_back(), |part, _| {
-            for start in (part.start..part.end).step_by(FREEZE_PAGES_MAX * PAGE_SIZE) {
-                let end = part.end.min(start + FREEZE_PAGES_MAX as u64 * PAGE);
+        let mut rest = give_back();
+        loop {
+            // One by one: healing asks the same file.
+            let mut first = NOTHING;
+            let found = self.maps.pools(rest, |part, _| {
+                first = part;
+                true
+            });
+            if found != Ok(true) {
+                return;
+            }
+            for start in (first.start..first.end).step_by(FREEZE_PAGES_MAX * PAGE_SIZE) {
+                let end = first.end.min(start + FREEZE_PAGES_MAX as u64 * PAGE);
                 let _ = self.heal(Range { start, end });
             }
-            false
-        });
+            rest.start = first.end;
+        }
     }
 
     /// Splits the list of pieces into spans (neighbours with one `flags` number) and merges them one by one.
@@ -927,11 +947,11 @@ impl Agent {
     /// Lists the managed ranges, or (`pool`) the mappings of pool files from address `from` on.
     fn regions(&mut self, pool: bool, from: u64) -> Result<usize> {
         // Reading the table needs the guard, reading maps does not; both are short.
-        let held = lock_serving(&self.hold, &self.watch, self.counters());
+        let held = self.lock_guard();
         let (channel, table) = (self.channel.addr(), SHARED.tables(&held).table);
         // Merged and plain memory lie in few ranges together.
         let (what, from) = if pool { (Listed::Pool, from) } else { (Listed::Managed, 0) };
-        list(table, what, from, |index, entry| write_out(channel, index, entry))
+        list(&self.maps, table, what, from, |index, entry| write_out(channel, index, entry))
     }
 
     fn take_segments(&mut self, ids: u64, fds: &mut sock::Fds) {
@@ -970,7 +990,8 @@ impl Agent {
 
     /// Takes the guard; serves discards while waiting, for their callers may hold it.
     pub(crate) fn lock_guard(&self) -> Held<'static> {
-        lock_serving(&self.hold, &self.watch, self.counters())
+        let counters = self.counters();
+        SHARED.guard.lock_serving(AGENT, || serve_events(&self.hold, &self.maps, &self.watch, counters))
     }
 
     /// Puts the attributes that the program gave to `range` onto the mapping that replaced it: `plain` memory, or the pool's.
@@ -994,13 +1015,14 @@ impl Agent {
     fn hold_merged(&self) {
         let _held = self.lock_guard();
         let everything = Range { start: 0, end: u64::MAX };
-        let _ = pool_mappings(everything, |part, _| {
+        let _ = self.maps.pools(everything, |part, _| {
             // SAFETY: reads the pages in; a page that is not mapped would only cost a fault that we answer.
             let _ = unsafe { mem::advise(part.start, part.len(), libc::MADV_POPULATE_READ) };
             self.hold_pool(part);
             self.remember_merged(part);
             false
         });
+        SHARED.holds.store(true, Ordering::Release);
     }
 
     /// True if the program has asked for part of `range` to be left alone, perhaps after the daemon planned.
@@ -1011,7 +1033,7 @@ impl Agent {
 
     /// Answers the faults and discards that wait.
     pub(crate) fn serve_event(&self, event: uffd::Event) {
-        serve_event(&self.hold, Some(&self.watch), Some(self.counters()), event);
+        serve_event(&self.hold, &self.maps, Some(&self.watch), Some(self.counters()), event);
     }
 
     pub(crate) fn remember_merged(&self, range: Range) {
@@ -1021,7 +1043,7 @@ impl Agent {
 
     /// True if `range` lies in one mapping of a pool file that the program may read and write.
     pub(crate) fn is_pool_mapping(&self, range: Range) -> bool {
-        pool_mappings(range, |part, prot| part == range && prot == libc::PROT_READ | libc::PROT_WRITE) == Ok(true)
+        self.maps.pools(range, |part, prot| part == range && prot == libc::PROT_READ | libc::PROT_WRITE) == Ok(true)
     }
 
     /// Where memory that is given back is made, see [`Agent::heal`].
@@ -1086,9 +1108,9 @@ pub(crate) fn read_settings() -> (&'static [u8], &'static [u8; 64]) {
 }
 
 /// Lists the managed plain memory from address `from` on to the channel at `channel`, for the cold tier.
-pub(crate) fn list_plain(channel: u64, from: u64) -> Result<usize> {
+pub(crate) fn list_plain(maps: &Maps, channel: u64, from: u64) -> Result<usize> {
     let held = SHARED.guard.lock(COLD_AGENT);
-    list(SHARED.tables(&held).table, Listed::Plain, from, |index, entry| write_out(channel, index, entry))
+    list(maps, SHARED.tables(&held).table, Listed::Plain, from, |index, entry| write_out(channel, index, entry))
 }
 
 /// What our threads do now and then, since `looked`: end if they are the last ones, and take back what the program tracked by
@@ -1117,12 +1139,12 @@ pub(crate) fn look_around(looked: &mut u64, me: usize, probe: Option<&Uffd>) {
 }
 
 /// Calls `f` with each managed range of plain memory.
-pub(crate) fn for_each_plain(mut f: impl FnMut(Range)) {
+pub(crate) fn for_each_plain(maps: &Maps, mut f: impl FnMut(Range)) {
     let held = SHARED.guard.lock(COLD_AGENT);
     let mut from = 0;
     loop {
         let mut end = from;
-        let listed = list(SHARED.tables(&held).table, Listed::Plain, from, |_, entry| {
+        let listed = list(maps, SHARED.tables(&held).table, Listed::Plain, from, |_, entry| {
             end = entry.end;
             f(Range { start: entry.start, end });
         });
@@ -1145,9 +1167,8 @@ enum Listed {
 }
 
 /// Lists what [`Listed`] says from address `from` on, at most [`LIST_MAX`] entries.
-fn list(table: &mut Table, what: Listed, from: u64, put: impl FnMut(usize, RegionEntry)) -> Result<usize> {
+fn list(maps: &Maps, table: &mut Table, what: Listed, from: u64, put: impl FnMut(usize, RegionEntry)) -> Result<usize> {
     heap::look();
-    let file = Fd::open(MAPS, libc::O_RDONLY, 0)?;
     // Names can be long; a line that does not fit is not one of ours.
     let mut buffer = [0u8; 16 << 10];
     let mut lister = Lister {
@@ -1160,15 +1181,7 @@ fn list(table: &mut Table, what: Listed, from: u64, put: impl FnMut(usize, Regio
         table,
         put,
     };
-    maps::for_each_line(
-        &mut buffer,
-        |out| file.read(out),
-        |line| {
-            if let Some(map) = maps::parse_line(line) {
-                lister.map(&map);
-            }
-        },
-    )?;
+    maps.for_each(&mut buffer, |map| lister.map(map))?;
     if what != Listed::Pool {
         lister.put_last();
     }
@@ -1186,14 +1199,10 @@ pub(crate) fn write_out<T: Copy>(channel: u64, index: usize, value: T) {
     unsafe { core::ptr::write_volatile(at as *mut T, value) }
 }
 
-fn lock_serving(hold: &Uffd, watch: &Uffd, counters: &Counters) -> Held<'static> {
-    SHARED.guard.lock_serving(AGENT, || serve_events(hold, watch, counters))
-}
-
 /// Answers what waits: discards of merged pages by raw system calls, and accesses to merged pages that are not mapped.
-fn serve_events(hold: &Uffd, watch: &Uffd, counters: &Counters) {
+fn serve_events(hold: &Uffd, maps: &Maps, watch: &Uffd, counters: &Counters) {
     while let Ok(Some(event)) = hold.read_event() {
-        serve_event(hold, Some(watch), Some(counters), event);
+        serve_event(hold, maps, Some(watch), Some(counters), event);
     }
 }
 
@@ -1202,7 +1211,7 @@ fn serve_events(hold: &Uffd, watch: &Uffd, counters: &Counters) {
 /// The pages of a discarded range must read zero, so they become fresh memory. Until that is done nobody sees old bytes:
 /// merged memory is watched for pages that are only in the page cache, so who touches a page that the discard has just
 /// dropped waits for us, and we read that fault after we answered the discard.
-fn serve_event(hold: &Uffd, watch: Option<&Uffd>, counters: Option<&Counters>, event: uffd::Event) {
+fn serve_event(hold: &Uffd, maps: &Maps, watch: Option<&Uffd>, counters: Option<&Counters>, event: uffd::Event) {
     match event {
         uffd::Event::Remove(range) => {
             if let Some(counters) = counters {
@@ -1211,7 +1220,7 @@ fn serve_event(hold: &Uffd, watch: Option<&Uffd>, counters: Option<&Counters>, e
             // Who discards inside an interposed call holds the guard and waits for us: then the table is not ours to read.
             let held = SHARED.guard.try_lock(AGENT);
             let table = held.as_ref().map(|held| &*SHARED.tables(held).table);
-            let _ = replace_merged(range, watch, table);
+            let _ = replace_merged(maps, range, watch, table);
             drop(held);
             let _ = hold.wake(range);
             SHARED.changed();
@@ -1263,10 +1272,10 @@ pub(crate) fn keep_attributes(range: Range, table: &Table, plain: bool) {
 /// with the rights of the old one and the attributes in `table`.
 ///
 /// # Errors
-/// If [`MAPS`] cannot be read, or the kernel refuses a mapping.
-pub fn replace_merged(range: Range, watch: Option<&Uffd>, table: Option<&Table>) -> Result<bool> {
-    let mut failed = None;
-    let found = pool_mappings(range, |part, prot| {
+/// If the mappings cannot be read, or the kernel refuses one.
+pub fn replace_merged(maps: &Maps, range: Range, watch: Option<&Uffd>, table: Option<&Table>) -> Result<bool> {
+    let (mut found, mut failed) = (false, None);
+    maps.pools(range, |part, prot| {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
         // SAFETY: the program has declared the content of the range void; the mapping there is ours.
         match unsafe { mem::map(part.start, part.len(), prot, flags, -1, 0) } {
@@ -1280,48 +1289,81 @@ pub fn replace_merged(range: Range, watch: Option<&Uffd>, table: Option<&Table>)
             }
             Err(errno) => failed = Some(errno),
         }
-        true
+        found = true;
+        false
     })?;
     failed.map_or(Ok(found), Err)
 }
 
-/// Calls `f` with the part of each pool mapping that lies in `range`, and what the program may do there; returns whether
-/// any call said true.
-pub(crate) fn pool_mappings(range: Range, mut f: impl FnMut(Range, i32) -> bool) -> Result<bool> {
-    let file = Fd::open(MAPS, libc::O_RDONLY, 0)?;
-    let mut buffer = [0u8; 8 << 10];
-    let mut visit = |map: &maps::Map<'_>| {
-        let part = Range { start: map.range.start.max(range.start), end: map.range.end.min(range.end) };
-        part.start < part.end && !map.shared && map.name.starts_with(POOL_NAME) && f(part, map.prot)
-    };
-    let mut any = false;
-    // One by one, where the kernel can: there may be a hundred thousand of them, and few in the range.
-    let mut from = range.start;
-    while from < range.end {
-        match maps::file_from(&file, from, &mut buffer) {
-            Ok(Some(map)) => {
-                from = map.range.end;
-                any |= visit(&map);
+/// The process's mappings, in a file that stays good whatever root directory the program moves to.
+#[derive(Debug)]
+pub struct Maps(Fd);
+
+impl Maps {
+    /// Opens the file.
+    ///
+    /// # Errors
+    /// As open(2), where the program's root directory has no /proc or it may have no more descriptors.
+    pub fn open() -> Result<Maps> {
+        Fd::open(MAPS, libc::O_RDONLY, 0).map(Maps)
+    }
+
+    /// Calls `f` with each mapping; a line that is longer than `buffer` is left out.
+    ///
+    /// # Errors
+    /// As read(2).
+    pub(crate) fn for_each(&self, buffer: &mut [u8], mut f: impl FnMut(&maps::Map<'_>)) -> Result<()> {
+        let mut at = 0;
+        maps::for_each_line(
+            buffer,
+            |out| self.0.read_at(out, at).inspect(|got| at += *got as u64),
+            |line| {
+                if let Some(map) = maps::parse_line(line) {
+                    f(&map);
+                }
+            },
+        )
+    }
+
+    /// Calls `f` with the part of each pool mapping that lies in `range`, and what the program may do there, until it says
+    /// true; returns whether it did.
+    ///
+    /// # Errors
+    /// As [`for_each`](Self::for_each).
+    pub(crate) fn pools(&self, range: Range, mut f: impl FnMut(Range, i32) -> bool) -> Result<bool> {
+        let mut buffer = [0u8; 8 << 10];
+        let mut visit = |map: &maps::Map<'_>| {
+            let part = Range { start: map.range.start.max(range.start), end: map.range.end.min(range.end) };
+            part.start < part.end && !map.shared && map.name.starts_with(POOL_NAME) && f(part, map.prot)
+        };
+        // One by one, where the kernel can: there may be a hundred thousand of them, and few in the range.
+        let mut from = range.start;
+        while from < range.end {
+            match maps::file_from(&self.0, from, &mut buffer) {
+                Ok(Some(map)) => {
+                    from = map.range.end;
+                    if visit(&map) {
+                        return Ok(true);
+                    }
+                }
+                Ok(None) => return Ok(false),
+                Err(Errno(libc::ENOTTY)) => break,
+                Err(errno) => return Err(errno),
             }
-            Ok(None) => return Ok(any),
-            Err(Errno(libc::ENOTTY)) => break,
-            Err(errno) => return Err(errno),
         }
+        if from >= range.end {
+            return Ok(false);
+        }
+        let mut any = false;
+        // The file shows the mappings of the moment each piece is read; changing what was already read is harmless.
+        self.for_each(&mut buffer, |map| any = any || visit(map))?;
+        Ok(any)
     }
-    if from >= range.end {
-        return Ok(any);
-    }
-    // The file shows the mappings of the moment each piece is read; changing what was already read is harmless.
-    maps::for_each_line(
-        &mut buffer,
-        |out| file.read(out),
-        |line| {
-            if let Some(map) = maps::parse_line(line) {
-                any |= visit(&map);
-            }
-        },
-    )?;
-    Ok(any)
+}
+
+/// [`Maps::pools`] for a thread that has no such file open.
+pub(crate) fn pool_mappings(range: Range, f: impl FnMut(Range, i32) -> bool) -> Result<bool> {
+    Maps::open()?.pools(range, f)
 }
 
 /// Decides which mappings are managed, and joins neighbours.

@@ -16,9 +16,9 @@ mod userfaultfd;
 
 use crate::cold;
 use crate::engine::{
-    ALL_LOCKED, ALL_MIN, MAPS, MAY_FOLLOW, MAY_START, POOL_NAME, SHARED, TASK_PATH_LEN, is_new_child, is_own_process,
-    keep_attributes, mark_origin, mark_process, pool_mappings, replace_merged, start, stop, stop_giving_back,
-    wait_begun,
+    ALL_LOCKED, ALL_MIN, MAY_FOLLOW, MAY_START, Maps, NOTHING, POOL_NAME, SHARED, TASK_PATH_LEN, is_new_child,
+    is_own_process, keep_attributes, mark_origin, mark_process, pool_mappings, replace_merged, start, stop,
+    stop_giving_back, wait_begun,
 };
 use crate::filter;
 use crate::guard::{Guard, Held};
@@ -28,11 +28,9 @@ use core::ffi::{CStr, c_char, c_int, c_long, c_void};
 use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
-use pagefold_os::{PAGE_SIZE, Range, maps, mem, syscall};
+use pagefold_os::{PAGE_SIZE, Range, mem, syscall};
 
 const PAGE: u64 = PAGE_SIZE as u64;
-
-const NOTHING: Range = Range { start: 0, end: 0 };
 
 #[cfg(not(test))]
 #[panic_handler]
@@ -245,6 +243,7 @@ fn begin_child(goes_on: usize) -> bool {
     START.store(false, Ordering::Relaxed);
     cold::after_fork_child();
     SHARED.thread.forget();
+    SHARED.holds.store(false, Ordering::Relaxed);
     let phase = SHARED.phase.load(Ordering::Relaxed);
     // What made the agent give up is inherited: a filter, or a lack.
     if phase != 3 {
@@ -570,24 +569,22 @@ fn unmerge(range: Range) -> Result<()> {
 /// # Errors
 /// `ENOMEM` if there is no memory for it; then nothing has changed.
 fn gather(range: Range) -> Result<()> {
-    let file = Fd::open(MAPS, libc::O_RDONLY, 0)?;
+    let maps = Maps::open()?;
     let mut buffer = [0u8; 8 << 10];
     // One mapping, to the program, is a row of neighbours with the same rights, all anonymous or ours.
     let (mut end, mut rights, mut merged, mut one, mut pieces) = (range.start, None, false, true, 0);
-    maps::for_each_line(
-        &mut buffer,
-        |out| file.read(out),
-        |line| {
-            let Some(map) = maps::parse_line(line).filter(|map| map.range.overlaps(&range)) else { return };
-            let pool = map.name.starts_with(POOL_NAME) && !map.shared;
-            merged |= pool;
-            pieces += 1;
-            one &= (pool || !map.shared && map.inode == 0)
-                && map.range.start <= end
-                && *rights.get_or_insert(map.prot) == map.prot;
-            end = map.range.end;
-        },
-    )?;
+    maps.for_each(&mut buffer, |map| {
+        if !map.range.overlaps(&range) {
+            return;
+        }
+        let pool = map.name.starts_with(POOL_NAME) && !map.shared;
+        merged |= pool;
+        pieces += 1;
+        one &= (pool || !map.shared && map.inode == 0)
+            && map.range.start <= end
+            && *rights.get_or_insert(map.prot) == map.prot;
+        end = map.range.end;
+    })?;
     let Some(rights) = rights.filter(|_| one && (merged || pieces > 1) && end >= range.end) else { return Ok(()) };
     let fresh = copy_of(range.start, range.len())?;
     // SAFETY: the fresh memory is ours; nothing is read or written there until it is the program's.
@@ -682,10 +679,27 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
     let result = match advice {
         libc::MADV_DONTNEED | MADV_FREE | libc::MADV_DONTNEED_LOCKED if merged => {
             // A pool mapping would show its old bytes again: put fresh memory in its place first.
-            replace_merged(range, None, Some(SHARED.tables(&held).table)).map(drop)?;
+            let table = SHARED.tables(&held).table;
+            // Who cannot see the mappings (a root directory without /proc, no descriptors left) leaves it to the agent, which
+            // hears of the discard, but does not know the table meanwhile.
+            let seen = match Maps::open() {
+                Ok(maps) => replace_merged(&maps, range, None, Some(table)).map(|_| true)?,
+                Err(_) if SHARED.holds.load(Ordering::Acquire) => false,
+                Err(errno) => return Err(errno),
+            };
             SHARED.changed();
             // What lies between may be out.
-            cold::voiding(range, || call(advice))
+            if seen {
+                cold::voiding(range, || call(advice))
+            } else {
+                // The agent has heard of it when this returns (as of a discard, which the other may be), and has done it when
+                // the pages can be read.
+                let advice = if advice == MADV_FREE { libc::MADV_DONTNEED } else { advice };
+                let result = cold::voiding(range, || call(advice));
+                cold::read_in(range);
+                keep_attributes(range, table, true);
+                result
+            }
         }
         libc::MADV_UNMERGEABLE if merged => {
             unmerge(range)?;

@@ -14,7 +14,7 @@
 //! The guard is held from 1 to 6: calls that would change the mappings wait.
 
 use crate::cold;
-use crate::engine::{Agent, NURSERY_LEN, SHARED, pool_mappings, watch_plain};
+use crate::engine::{Agent, NURSERY_LEN, SHARED, watch_plain};
 use crate::heap::Watched;
 use crate::wire::{self, FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, Why};
 use core::sync::atomic::Ordering;
@@ -352,7 +352,7 @@ impl Agent {
     /// As [`watch_part`](Self::watch_part), where what shows the pool already stays held: its discards are answered.
     fn watch_parts(&self, range: Range) {
         let mut at = range.start;
-        let _ = pool_mappings(range, |part, _| {
+        let _ = self.maps.pools(range, |part, _| {
             self.watch_part(Range { start: at, end: part.start });
             self.hold_pool(part);
             at = part.end;
@@ -450,7 +450,7 @@ impl Agent {
             }
             // The empty mapping is there still, if the kernel did not get as far as to unmap it: it shows the slots, and
             // takes the program's own pages without a new mapping.
-            if pool_mappings(range, |_, _| true) == Ok(true) {
+            if self.maps.pools(range, |_, _| true) == Ok(true) {
                 break;
             }
             yield_now();
