@@ -13,7 +13,9 @@ fn scenario_under(daemon_options: &[&str], name: &str, options: &[&str]) {
     let needed: Vec<String> = pagefold_agent::filter::needed().map(|number| number.to_string()).collect();
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     let daemon = Daemon::start(daemon_options);
-    let (status, out, err) = finish(daemon.run(options).env("NEEDED", needed.join(",")).arg(program).arg(name), 400);
+    let mut command = daemon.run(options);
+    command.env("NEEDED", needed.join(",")).env("DAEMON", daemon.pid().to_string()).arg(program).arg(name);
+    let (status, out, err) = finish(&mut command, 400);
     if status.code() == Some(77) {
         return skipped(out.trim().trim_start_matches("SKIPPED: "));
     }
@@ -36,6 +38,8 @@ scenarios! {
     children_read_right_whenever_they_are_forked: "forks";
     an_orphan_keeps_its_pages: "orphan";
     a_program_goes_on_without_its_first_thread: "main-ends";
+    children_need_no_daemon_to_discard: "child-without-daemon";
+    children_in_a_namespace_of_processes_have_agents: "process-namespace";
     vfork_exec_and_spawn: "vforks";
     what_a_vforked_child_gives_up_the_parent_keeps: "vforks-with-less";
     a_daemon_keeps_its_pages_and_merges_on: "daemonize";

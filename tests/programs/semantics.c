@@ -454,6 +454,45 @@ static void forks(void) {
     CHECK(most > 100, "only %zu pages were ever merged", most);
 }
 
+// A child's agent looks after what is merged before a daemon has answered it.
+static void child_without_daemon(void) {
+    const char *number = getenv("DAEMON");
+    CHECK(number, "no DAEMON");
+    struct region r = merged(1024);
+    CHECK(kill(atoi(number), SIGSTOP) == 0, "SIGSTOP");
+    pid_t child = fork();
+    if (child == 0) {
+        // Who is watched for discards is watched for missing pages.
+        for (double began = now(); !flag_at(r.at, " um"); nap(10)) CHECK(now() - began < WAIT_MAX, "nobody looks after merged pages");
+        CHECK(raw(SYS_madvise, (long)r.at, 128 * PAGE, MADV_DONTNEED, 0, 0, 0) == 0, "MADV_DONTNEED");
+        for (size_t i = 0; i < 128; i++) CHECK(page_is_zero(r.at + i * PAGE), "page %zu shows old bytes", i);
+        CHECK(mlock(r.at + 256 * PAGE, 256 * PAGE) == 0 || errno == ENOMEM || errno == EPERM, "mlock");
+        for (size_t i = 128; i < r.pages; i++) CHECK(page_is(r.at + i * PAGE, number_of(&r, i)), "page %zu is wrong", i);
+        CHECK(setgid(getgid()) == 0, "setgid");
+        exit(0);
+    }
+    int well = ended_well(child);
+    CHECK(kill(atoi(number), SIGCONT) == 0, "SIGCONT");
+    CHECK(well, "the child was wrong");
+    check(&r, "in the parent");
+}
+
+// Where no thread can be made any more nothing stays merged; the children, which are in the new namespace, have agents.
+static void process_namespace(void) {
+    struct region r = merged(1024);
+    if (unshare(CLONE_NEWUSER | CLONE_NEWPID) != 0) SKIP("no namespaces for this user");
+    check(&r, "in a new namespace");
+    CHECK(raw(SYS_madvise, (long)r.at, 128 * PAGE, MADV_DONTNEED, 0, 0, 0) == 0, "MADV_DONTNEED");
+    for (size_t i = 0; i < 128; i++) CHECK(page_is_zero(r.at + i * PAGE), "page %zu shows old bytes", i);
+    CHECK(pool_pages(r.at, r.pages * PAGE) == 0, "%zu pages are held by nobody", pool_pages(r.at, r.pages * PAGE));
+    pid_t child = fork();
+    if (child == 0) {
+        merged(1024);
+        exit(0);
+    }
+    CHECK(ended_well(child), "the child has no agent");
+}
+
 // What the process's directory in /proc tells of its memory goes with its first thread.
 static void *goes_on(void *argument) {
     struct region r = *(struct region *)argument;
@@ -2178,7 +2217,7 @@ struct scenario {
 };
 
 static const struct scenario scenarios[] = {
-    {"writers", writers}, {"unmergeable-writers", unmergeable_writers}, {"lock-writers", lock_writers}, {"forks", forks}, {"orphan", orphan}, {"main-ends", main_ends},
+    {"writers", writers}, {"unmergeable-writers", unmergeable_writers}, {"lock-writers", lock_writers}, {"forks", forks}, {"orphan", orphan}, {"child-without-daemon", child_without_daemon}, {"process-namespace", process_namespace}, {"main-ends", main_ends},
     {"vforks", vforks}, {"vforks-with-less", vforks_with_less}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
     {"dontneed-raw", dontneed_raw}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
     {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"lock", lock}, {"locks", locks}, {"locks-and-children", locks_and_children},

@@ -37,6 +37,9 @@ pub(crate) const COLD_AGENT: usize = 2;
 /// How long the agent waits before it tries to reach a daemon that is gone, in milliseconds.
 const RECONNECT_MS: i32 = 500;
 
+/// How long it waits for the answer to its greeting, in milliseconds.
+const GREETING_MS: u64 = 10_000;
+
 /// And before it tries again when it could not set itself up.
 const REFUSED_MS: i32 = 10_000;
 
@@ -159,7 +162,6 @@ struct Segment {
 
 /// The agent at work: everything that one connection to a daemon needs.
 pub(crate) struct Agent {
-    socket: Fd,
     channel_fd: Fd,
     channel: mem::Mapping,
     /// Watches for writes; sends no events.
@@ -276,7 +278,8 @@ pub fn start() -> bool {
         Ok(_) => {
             let started = spawn();
             if !started {
-                SHARED.phase.store(3, Ordering::Release);
+                // A lack that may go away, and that children need not have: they are in another namespace of processes, say.
+                let _ = SHARED.phase.compare_exchange(1, 0, Ordering::AcqRel, Ordering::Acquire);
             }
             started
         }
@@ -491,20 +494,24 @@ pub(crate) fn begin_thread(name: &CStr) {
 extern "C" fn thread_main() -> ! {
     begin_thread(c"pagefold-agent");
     BEGUN.store(true, Ordering::Release);
+    // Discards of merged pages must be answered whether there is a daemon or not.
+    let mut left: Option<Agent> = None;
+    hold_what_is_merged(&mut left);
     // Most processes that begin are soon another program or gone: those with nothing merged yet need not greet.
     let rests = REST.swap(false, Ordering::AcqRel) || SHARED.all.load(Ordering::Relaxed);
     if rests && !SHARED.forked.load(Ordering::Relaxed) {
-        wait_or_leave(None, ALL_START_MS);
+        wait_or_leave(left.as_ref(), ALL_START_MS);
     }
     if cold::COLD.load(Ordering::Relaxed) {
         cold::run();
     }
-    // Discards of merged pages must be answered whether there is a daemon or not.
-    let mut left: Option<Agent> = None;
+    // The daemon shall not see us go before all is given back.
+    let mut socket = None;
     while SHARED.phase.load(Ordering::Acquire) == 1 {
+        hold_what_is_merged(&mut left);
         match connect(&mut left) {
-            Ok(mut agent) => {
-                let _ = agent.serve();
+            Ok((mut agent, fresh)) => {
+                let _ = agent.serve(socket.insert(fresh));
                 agent.segments = [const { None }; SEGMENTS_HELD];
                 left = Some(agent);
             }
@@ -515,18 +522,20 @@ extern "C" fn thread_main() -> ! {
     }
     if SHARED.phase.load(Ordering::Acquire) == 2 && !give_back().is_empty() {
         // Who was asked to leave before it began has merged memory to give back all the same.
-        if left.is_none()
-            && MAY_START.load(Ordering::Acquire)
-            && let Ok(agent) = connect(&mut left)
-        {
-            left = Some(agent);
+        if MAY_START.load(Ordering::Acquire) {
+            hold_what_is_merged(&mut left);
+            if left.is_none()
+                && let Ok((agent, fresh)) = connect(&mut left)
+            {
+                (left, socket) = (Some(agent), Some(fresh));
+            }
         }
         left.iter_mut().for_each(Agent::leave_plain);
     }
     // The kernel says that a thread has ended before it closes what that had open, on a busy machine long before; and a range
     // is nobody else's as long as our userfaultfd is open.
     SHARED.holds.store(false, Ordering::Release);
-    drop(left);
+    drop((left, socket));
     exit_thread()
 }
 
@@ -555,7 +564,7 @@ fn wait_or_leave(left: Option<&Agent>, ms: i32) {
     let began = sched::monotonic_ns();
     leave_if_alone();
     while SHARED.phase.load(Ordering::Acquire) == 1 && sched::monotonic_ns() - began < ms as u64 * 1_000_000 {
-        let Some(Agent { hold, maps, .. }) = left else {
+        let Some(agent) = left else {
             let timeout = libc::timespec { tv_sec: 0, tv_nsec: 20_000_000 };
             // SAFETY: the word outlives the call; [`stop`] wakes us.
             let _ = unsafe {
@@ -569,18 +578,56 @@ fn wait_or_leave(left: Option<&Agent>, ms: i32) {
             };
             continue;
         };
-        let _ =
-            pagefold_os::fd::poll(&mut [libc::pollfd { fd: hold.fd().raw(), events: libc::POLLIN, revents: 0 }], 20);
-        while let Ok(Some(event)) = hold.read_event() {
-            serve_event(hold, maps, None, None, event);
-        }
+        let fd = agent.hold.fd().raw();
+        let _ = pagefold_os::fd::poll(&mut [libc::pollfd { fd, events: libc::POLLIN, revents: 0 }], 20);
+        agent.serve_alone();
     }
 }
 
-/// Greets the daemon and sets everything up.
+/// Waits for the daemon's answer to our greeting, which may take a while, and answers what waits for us meanwhile.
+///
+/// # Errors
+/// `ETIMEDOUT` if it does not come, or somebody wants something else of us.
+fn wait_for_answer(socket: &Fd, left: Option<&Agent>) -> Result<()> {
+    let (began, phase) = (sched::monotonic_ns(), SHARED.phase.load(Ordering::Acquire));
+    while SHARED.phase.load(Ordering::Acquire) == phase && sched::monotonic_ns() - began < GREETING_MS * 1_000_000 {
+        let hold = left.map_or(-1, |agent| agent.hold.fd().raw());
+        let mut polls = [socket.raw(), hold].map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
+        pagefold_os::fd::poll(&mut polls, 20)?;
+        if polls[0].revents != 0 {
+            return Ok(());
+        }
+        if let Some(agent) = left {
+            agent.serve_alone();
+        }
+    }
+    Err(Errno(libc::ETIMEDOUT))
+}
+
+/// Takes charge, without a daemon yet, of merged pages that nobody looks after: a forked child's, or after an agent that left.
+/// One that may not make a userfaultfd gets it from the daemon.
+fn hold_what_is_merged(left: &mut Option<Agent>) {
+    let held = SHARED.guard.lock(AGENT);
+    let none = left.is_some() || SHARED.tables(&held).merged.is_empty();
+    drop(held);
+    if !none {
+        let channel = memfd::create(c"pagefold-alone", CHANNEL_LEN as u64);
+        let made = channel.and_then(|channel| {
+            memfd::add_seals(&channel, memfd::SEAL_SHRINK)?;
+            set_up(channel, open_files()?, uffd::open_device().ok().as_ref(), left)
+        });
+        *left = made.ok();
+    }
+}
+
+fn open_files() -> Result<(Fd, Maps)> {
+    Ok((Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?, Maps::open()?))
+}
+
+/// Greets the daemon and sets everything up; the socket is the daemon's.
 ///
 /// `left` is what an earlier connection left: its hold is taken over, for merged ranges hang on it.
-fn connect(left: &mut Option<Agent>) -> Result<Agent> {
+fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
     let len = SHARED.socket_len.load(Ordering::Acquire);
     // SAFETY: written before the thread started.
     let (path, domain) = unsafe { (&(&*SHARED.socket.get())[..len], &*SHARED.domain.get()) };
@@ -595,10 +642,10 @@ fn connect(left: &mut Option<Agent>) -> Result<Agent> {
         hello.a |= wire::HELLO_AWAY;
     }
     hello.text = *domain;
-    let pagemap = Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?;
-    let maps = Maps::open()?;
-    sock::set_timeout(&socket, 10_000)?;
-    sock::send(&socket, hello.bytes(), &[pagemap.raw()])?;
+    let files = open_files()?;
+    sock::set_timeout(&socket, GREETING_MS)?;
+    sock::send(&socket, hello.bytes(), &[files.0.raw()])?;
+    wait_for_answer(&socket, left.as_ref())?;
     let mut buffer = [0u8; size_of::<Packet>()];
     let (got, mut fds) = sock::receive(&socket, &mut buffer, 0)?;
     let welcome = Packet::parse(&buffer[..got]).filter(|packet| packet.op == Op::Welcome as u32);
@@ -608,20 +655,20 @@ fn connect(left: &mut Option<Agent>) -> Result<Agent> {
     }
     let channel_fd = fds.take(0).ok_or(Errno(libc::EPROTO))?;
     let device = fds.take(1).or_else(|| uffd::open_device().ok());
-    match set_up(socket, channel_fd, (pagemap, maps), device.as_ref(), left) {
+    match set_up(channel_fd, files, device.as_ref(), left) {
         Ok(mut agent) => {
             (agent.device, agent.away) = (device, away);
             // From now on we wait for requests as long as it takes.
-            let told = sock::send(&agent.socket, Packet::new(Op::Ready).bytes(), &[])
-                .and_then(|()| sock::set_timeout(&agent.socket, 0));
+            let told =
+                sock::send(&socket, Packet::new(Op::Ready).bytes(), &[]).and_then(|()| sock::set_timeout(&socket, 0));
             if let Err(errno) = told {
                 // Its hold is the one that merged ranges hang on.
                 *left = Some(agent);
                 return Err(errno);
             }
-            Ok(agent)
+            Ok((agent, socket))
         }
-        Err((socket, errno)) => {
+        Err(errno) => {
             let mut ready = Packet::new(Op::Ready);
             ready.status = errno.0;
             let told = sock::send(&socket, ready.bytes(), &[]);
@@ -641,64 +688,48 @@ fn is_lasting(errno: Errno) -> bool {
     matches!(errno.0, libc::EPERM | libc::EACCES | libc::ENOSYS | libc::EINVAL | libc::ENOTTY | libc::EOPNOTSUPP)
 }
 
-fn set_up(
-    socket: Fd,
-    channel_fd: Fd,
-    (pagemap, maps): (Fd, Maps),
-    device: Option<&Fd>,
-    left: &mut Option<Agent>,
-) -> core::result::Result<Agent, (Fd, Errno)> {
-    let parts = || -> Result<_> {
-        let (len, _) = memfd::len_and_inode(channel_fd.raw())?;
-        if len < CHANNEL_LEN as u64 || memfd::seals(&channel_fd)? & memfd::SEAL_SHRINK == 0 {
-            return Err(Errno(libc::EPROTO));
-        }
-        let channel =
-            mem::Mapping::file(channel_fd.raw(), 0, CHANNEL_LEN, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED)?;
-        cold::mark_own(&channel);
-        let hold_features = WATCH_FEATURES
-            | uffd::FEATURE_WP_HUGETLBFS_SHMEM
-            | uffd::FEATURE_EVENT_REMOVE
-            | uffd::FEATURE_MISSING_SHMEM
-            | uffd::FEATURE_MINOR_SHMEM;
-        let watch = Uffd::new(device, WATCH_FEATURES)?;
-        let new = if left.is_none() { Some(Uffd::new(device, hold_features)?) } else { None };
-        let staging = mem::Mapping::anonymous(FREEZE_PAGES_MAX * PAGE_SIZE)?;
-        // What a child shares cannot be moved back.
-        cold::mark_own(&staging);
-        watch_staging(&watch, &staging)?;
-        Ok((channel, watch, new, staging, Heap::new(device)?))
-    };
-    let made = parts();
-    match made.and_then(|(channel, watch, new, staging, heap)| {
-        let hold = new.or_else(|| left.take().map(|agent| agent.hold)).ok_or(Errno(libc::EBADF))?;
-        Ok((channel, watch, hold, staging, heap))
-    }) {
-        Ok((channel, watch, hold, staging, heap)) => {
-            let agent = Agent {
-                socket,
-                channel_fd,
-                channel,
-                watch,
-                hold,
-                heap,
-                device: None,
-                away: false,
-                staging,
-                nursery: None,
-                segments: [const { None }; SEGMENTS_HELD],
-                pagemap,
-                maps,
-                cpus: sched::Cpus::of_thread().unwrap_or(sched::Cpus::NONE),
-                cpu: None,
-                voids: [false; FREEZE_PAGES_MAX],
-            };
-            agent.hold_merged();
-            dump_merged_pages();
-            Ok(agent)
-        }
-        Err(errno) => Err((socket, errno)),
+fn set_up(channel_fd: Fd, (pagemap, maps): (Fd, Maps), device: Option<&Fd>, left: &mut Option<Agent>) -> Result<Agent> {
+    let (len, _) = memfd::len_and_inode(channel_fd.raw())?;
+    if len < CHANNEL_LEN as u64 || memfd::seals(&channel_fd)? & memfd::SEAL_SHRINK == 0 {
+        return Err(Errno(libc::EPROTO));
     }
+    let channel =
+        mem::Mapping::file(channel_fd.raw(), 0, CHANNEL_LEN, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED)?;
+    cold::mark_own(&channel);
+    let hold_features = WATCH_FEATURES
+        | uffd::FEATURE_WP_HUGETLBFS_SHMEM
+        | uffd::FEATURE_EVENT_REMOVE
+        | uffd::FEATURE_MISSING_SHMEM
+        | uffd::FEATURE_MINOR_SHMEM;
+    let watch = Uffd::new(device, WATCH_FEATURES)?;
+    let new = if left.is_none() { Some(Uffd::new(device, hold_features)?) } else { None };
+    let staging = mem::Mapping::anonymous(FREEZE_PAGES_MAX * PAGE_SIZE)?;
+    // What a child shares cannot be moved back.
+    cold::mark_own(&staging);
+    watch_staging(&watch, &staging)?;
+    let heap = Heap::new(device)?;
+    // From here on nothing fails: merged ranges hang on it.
+    let hold = new.or_else(|| left.take().map(|agent| agent.hold)).ok_or(Errno(libc::EBADF))?;
+    let agent = Agent {
+        channel_fd,
+        channel,
+        watch,
+        hold,
+        heap,
+        device: None,
+        away: false,
+        staging,
+        nursery: None,
+        segments: [const { None }; SEGMENTS_HELD],
+        pagemap,
+        maps,
+        cpus: sched::Cpus::of_thread().unwrap_or(sched::Cpus::NONE),
+        cpu: None,
+        voids: [false; FREEZE_PAGES_MAX],
+    };
+    agent.hold_merged();
+    dump_merged_pages();
+    Ok(agent)
 }
 
 /// A move wants its target to be ours. Not in missing mode: who touches all memory (mlockall(2), a debugger) would wait there
@@ -734,7 +765,7 @@ fn dump_merged_pages() {
 
 impl Agent {
     /// Answers requests until the daemon is gone or we are asked to leave.
-    fn serve(&mut self) -> Result<()> {
+    fn serve(&mut self, socket: &Fd) -> Result<()> {
         let mut looked = 0;
         let (mut busy, mut told) = (0, 0);
         loop {
@@ -742,7 +773,7 @@ impl Agent {
             let now = sched::monotonic_ns();
             let pause_ms = if now - busy < BUSY_NS { PAUSES_MS[0] } else { PAUSES_MS[1] };
             let mut polls = [
-                libc::pollfd { fd: self.socket.raw(), events: libc::POLLIN, revents: 0 },
+                libc::pollfd { fd: socket.raw(), events: libc::POLLIN, revents: 0 },
                 libc::pollfd { fd: self.hold.fd().raw(), events: libc::POLLIN, revents: 0 },
             ];
             let ready = pagefold_os::fd::poll(&mut polls, pause_ms)?;
@@ -767,20 +798,20 @@ impl Agent {
                 continue;
             }
             let mut buffer = [0u8; size_of::<Packet>()];
-            let (got, mut fds) = sock::receive(&self.socket, &mut buffer, libc::MSG_DONTWAIT)?;
+            let (got, mut fds) = sock::receive(socket, &mut buffer, libc::MSG_DONTWAIT)?;
             let Some(request) = Packet::parse(&buffer[..got]) else { return Err(Errno(libc::EPROTO)) };
             self.follow(request.cpu);
             let mut answer = Packet { status: 0, count: 0, ..request };
             if request.op == Op::Leave as u32 {
                 SHARED.phase.store(3, Ordering::Release);
-                return sock::send(&self.socket, answer.bytes(), &[]);
+                return sock::send(socket, answer.bytes(), &[]);
             }
             match self.answer(&request, &mut fds) {
                 Ok(count) => answer.count = count as u64,
                 Err(Errno(errno)) => answer.status = errno,
             }
             self.counters().cpu_ns.store(sched::thread_cpu_ns(), Ordering::Relaxed);
-            sock::send(&self.socket, answer.bytes(), &[])?;
+            sock::send(socket, answer.bytes(), &[])?;
         }
     }
 
@@ -1029,6 +1060,13 @@ impl Agent {
     pub(crate) fn is_excluded(&self, range: Range) -> bool {
         let held = SHARED.guard.lock(AGENT);
         SHARED.tables(&held).table.excludes(range)
+    }
+
+    /// Answers what waits while there is no daemon.
+    fn serve_alone(&self) {
+        while let Ok(Some(event)) = self.hold.read_event() {
+            serve_event(&self.hold, &self.maps, None, None, event);
+        }
     }
 
     /// Answers the faults and discards that wait.

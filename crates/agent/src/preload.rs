@@ -32,6 +32,8 @@ use pagefold_os::{PAGE_SIZE, Range, mem, syscall};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
+const EVERYTHING: Range = Range { start: 0, end: u64::MAX };
+
 #[cfg(not(test))]
 #[panic_handler]
 fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
@@ -868,7 +870,6 @@ fn leave_for_filter() {
 
 /// As [`stop_giving_back`] for all memory, whatever the program may do there.
 fn leave_with_all(final_phase: u32) {
-    const EVERYTHING: Range = Range { start: 0, end: u64::MAX };
     if !is_own_process() {
         return;
     }
@@ -877,11 +878,14 @@ fn leave_with_all(final_phase: u32) {
         return;
     }
     stop_giving_back(EVERYTHING, final_phase);
+    gather_everything();
+}
+
+/// Makes all that is still shown from the pool the program's own; nobody else may be writing to it.
+fn gather_everything() {
     let held = SHARED.guard.lock(me());
-    if !SHARED.tables(&held).merged.is_empty() {
-        if gather_all(EVERYTHING).is_ok() {
-            SHARED.tables(&held).merged.clear();
-        }
+    if !SHARED.tables(&held).merged.is_empty() && gather_all(EVERYTHING).is_ok() {
+        SHARED.tables(&held).merged.clear();
     }
 }
 
@@ -949,7 +953,15 @@ fn is_there(path: &CStr) -> bool {
 /// Makes `call`, again with the agent's thread gone if it fails as calls do that want a process of one thread.
 fn alone(call: impl Fn() -> Result<usize>) -> c_int {
     let result = match call() {
-        Err(Errno(libc::EINVAL)) if active() => without_thread(libc::EINVAL, NOTHING, call),
+        Err(Errno(libc::EINVAL)) if active() => {
+            let result = without_thread(libc::EINVAL, NOTHING, call);
+            if result.is_ok() && is_own_process() && SHARED.phase.load(Ordering::Acquire) == 0 {
+                // No thread can be made here any more, as before the first child of a new namespace of processes. The caller is
+                // the only one, so nobody is writing.
+                gather_everything();
+            }
+            result
+        }
         result => result,
     };
     returned(result.map(drop))

@@ -1,7 +1,7 @@
 //! Memory that the program locks: it is in memory then, and nobody reads it. So it comes back and is plain before it is locked,
 //! and left alone until it is unlocked.
 
-use super::{active, me, note, range_of, returned, unmerge, wanted, without_thread};
+use super::{EVERYTHING, active, me, note, range_of, returned, unmerge, wanted, without_thread};
 use crate::cold;
 use crate::engine::{ALL_LOCKED, SHARED, pool_mappings};
 use core::ffi::{c_int, c_uint, c_void};
@@ -85,7 +85,6 @@ pub unsafe extern "C" fn munlock(addr: *mut c_void, len: usize) -> c_int {
 /// As mlockall(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
-    const EVERYTHING: Range = Range { start: 0, end: u64::MAX };
     let call = || {
         if active() {
             let _held = SHARED.guard.lock(me());
