@@ -91,6 +91,7 @@ scenarios! {
     registered_buffers: "uring";
     system_calls_on_merged_memory: "system-calls";
     all_memory: "all" "--all";
+    memory_of_the_agents_is_left_alone: "all-that-is-listed";
     all_memory_when_no_place_is_left: "all-after-reservations" "--all";
     memory_merge_by_prctl: "memory-merge";
     blocks_of_the_allocator: "blocks" "--all";

@@ -477,6 +477,45 @@ static void child_without_daemon(void) {
     check(&r, "in the parent");
 }
 
+// A program that advises all the anonymous memory that it finds, ours with it.
+static void all_that_is_listed(void) {
+    struct region r = merged(1024);
+    char path[64], text[512] = "", line[512], mode[8];
+    snprintf(path, sizeof path, "/proc/self/task/%ld/syscall", agent_thread());
+    unsigned long stack = 0;
+    for (double began = now(); !stack; nap(1)) {
+        int file = open(path, O_RDONLY);
+        if (file < 0 || read(file, text, sizeof text - 1) <= 0) SKIP("the kernel tells no stacks of threads");
+        close(file);
+        // Number, six arguments, stack, place; or "running".
+        if (sscanf(text, "%*s %*s %*s %*s %*s %*s %*s %lx", &stack) != 1) stack = 0;
+        CHECK(now() - began < WAIT_MAX, "the agent never waits");
+    }
+    FILE *maps = fopen("/proc/self/maps", "r");
+    CHECK(maps, "maps");
+    while (fgets(line, sizeof line, maps)) {
+        unsigned long from, to, inode;
+        int name = 0;
+        if (sscanf(line, "%lx-%lx %7s %*s %*s %lu %n", &from, &to, mode, &inode, &name) != 4) continue;
+        if (strcmp(mode, "rw-p") != 0 || inode != 0 || (line[name] && line[name] != '\n')) continue;
+        madvise((void *)from, to - from, MADV_NOHUGEPAGE);
+        CHECK(madvise((void *)from, to - from, MADV_MERGEABLE) == 0, "MADV_MERGEABLE of %s", line);
+    }
+    fclose(maps);
+    struct region later = merged(1024);
+    nap(1500);
+    CHECK(!flag_at((void *)stack, " uw") && !flag_at((void *)stack, " um"), "the agent's own stack is managed");
+    CHECK(madvise(r.at, 64 * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED");
+    for (size_t i = 0; i < 64; i++) CHECK(page_is_zero(r.at + i * PAGE), "page %zu shows old bytes", i);
+    pid_t child = fork();
+    if (child == 0) {
+        check(&later, "in a child");
+        _exit(0);
+    }
+    CHECK(ended_well(child), "the child was wrong");
+    check(&later, "in the end");
+}
+
 // Where no thread can be made any more nothing stays merged; the children, which are in the new namespace, have agents.
 static void process_namespace(void) {
     struct region r = merged(1024);
@@ -2217,7 +2256,7 @@ struct scenario {
 };
 
 static const struct scenario scenarios[] = {
-    {"writers", writers}, {"unmergeable-writers", unmergeable_writers}, {"lock-writers", lock_writers}, {"forks", forks}, {"orphan", orphan}, {"child-without-daemon", child_without_daemon}, {"process-namespace", process_namespace}, {"main-ends", main_ends},
+    {"writers", writers}, {"unmergeable-writers", unmergeable_writers}, {"lock-writers", lock_writers}, {"forks", forks}, {"orphan", orphan}, {"all-that-is-listed", all_that_is_listed}, {"child-without-daemon", child_without_daemon}, {"process-namespace", process_namespace}, {"main-ends", main_ends},
     {"vforks", vforks}, {"vforks-with-less", vforks_with_less}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
     {"dontneed-raw", dontneed_raw}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
     {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"lock", lock}, {"locks", locks}, {"locks-and-children", locks_and_children},

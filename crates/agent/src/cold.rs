@@ -21,8 +21,8 @@
 
 use crate::cold_table::{self, FROZEN, OUT, PACT_AGENT, RESIDENT, Table, VOID};
 use crate::engine::{
-    COLD_AGENT, Maps, SHARED, Thread, begin_thread, exit_thread, for_each_plain, input, leave_if_alone, list_plain,
-    look_around, read_settings, write_out,
+    COLD_AGENT, Maps, SHARED, Thread, begin_thread, exit_thread, for_each_plain, input, is_left_alone, leave_if_alone,
+    list_plain, look_around, read_settings, write_out,
 };
 use crate::wire::{
     self, CHANNEL_LEN, CHANNEL_OUT, CHANNEL_PAGES, DROP_BUSY, DropEntry, FETCH_PAGES_MAX, LIST_MAX, Op, Packet,
@@ -56,6 +56,8 @@ pub static TIER_MAX: AtomicU64 = AtomicU64::new(0);
 
 /// The thread of a lease.
 static SECOND: Thread = Thread::new();
+/// Where frozen pages wait, 0 if there is no such place.
+pub(crate) static STAGING: AtomicU64 = AtomicU64::new(0);
 /// 0 no lease, 1 leased, 2 asked to end.
 static LEASE: AtomicU32 = AtomicU32::new(0);
 
@@ -96,7 +98,6 @@ pub(crate) fn has_second_thread() -> bool {
     !SECOND.is_gone()
 }
 
-#[cfg(feature = "preload")]
 pub(crate) fn second_thread() -> &'static Thread {
     &SECOND
 }
@@ -167,7 +168,7 @@ fn serve_while(phase: &AtomicU32) {
                 if !goes_on() {
                     // Before the connection ends: its end makes the daemon look.
                     cold.take().into_iter().for_each(Cold::leave);
-                    return;
+                    break;
                 }
             }
             Err(Errno(errno)) => SHARED.error.store(errno, Ordering::Relaxed),
@@ -195,6 +196,7 @@ fn serve_while(phase: &AtomicU32) {
         }
     }
     cold.into_iter().for_each(Cold::leave);
+    STAGING.store(0, Ordering::Relaxed);
 }
 
 /// Name of the keeper's socket: the daemon's, and this behind it.
@@ -317,9 +319,7 @@ fn set_up(cold: &mut Option<Cold>, channel_fd: &Fd, device: Option<&Fd>) -> Resu
         let range = Range::pages_from(staging.addr(), FETCH_PAGES_MAX as u64);
         // A move wants its target to be ours; not in missing mode, so that nobody ever waits there.
         mover.register(range, uffd::MODE_WP)?;
-        let held = SHARED.guard.lock(COLD_AGENT);
-        SHARED.tables(&held).table.change(range, |note| note.excluded = true);
-        drop(held);
+        STAGING.store(staging.addr(), Ordering::Relaxed);
         cold.mover = Some(mover);
         cold.staging = Some(staging);
     }
@@ -502,7 +502,7 @@ impl Cold {
     fn drop_run(&self, range: Range, around: Range, place: usize, channel: u64, out: *mut u8) {
         let (Some(mover), Some(staging)) = (&self.mover, &self.staging) else { return };
         let held = SHARED.guard.lock(COLD_AGENT);
-        if SHARED.tables(&held).table.excludes(range) {
+        if is_left_alone(SHARED.tables(&held).table, range) {
             return;
         }
         let now = sched::monotonic_ns();

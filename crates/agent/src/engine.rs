@@ -202,6 +202,64 @@ pub(crate) const NURSERY_LEN: u64 = 32 << 20;
 /// Where it is, 0 before there is one. A forked child inherits it.
 static NURSERY: AtomicU64 = AtomicU64::new(0);
 
+/// Where frozen pages wait, 0 before there is such a place.
+static STAGING: AtomicU64 = AtomicU64::new(0);
+
+/// Memory of ours that looks like the program's, and that the program may give any advice on, as it does who advises all that
+/// its list of mappings shows. It is never managed: an agent that freezes its own stack waits for itself.
+fn own() -> [Range; 7] {
+    let at = |start: &AtomicU64, len: u64| match start.load(Ordering::Relaxed) {
+        0 => NOTHING,
+        start => Range { start, end: start + len },
+    };
+    [
+        at(&SHARED.thread.stack, STACK_LEN as u64),
+        at(&cold::second_thread().stack, STACK_LEN as u64),
+        at(&STAGING, (FREEZE_PAGES_MAX * PAGE_SIZE) as u64),
+        at(&cold::STAGING, (FETCH_PAGES_MAX * PAGE_SIZE) as u64),
+        at(&NURSERY, NURSERY_LEN),
+        origin_page(),
+        statics(),
+    ]
+}
+
+#[cfg(feature = "preload")]
+fn origin_page() -> Range {
+    let page = ORIGIN.load(Ordering::Relaxed);
+    if page == 0 { NOTHING } else { Range::pages_from(page, 1) }
+}
+
+#[cfg(not(feature = "preload"))]
+fn origin_page() -> Range {
+    NOTHING
+}
+
+/// What the library's file has no bytes for.
+#[cfg(feature = "preload")]
+fn statics() -> Range {
+    unsafe extern "C" {
+        static __bss_start: u8;
+        static _end: u8;
+    }
+    Range { start: &raw const __bss_start as u64 & !(PAGE - 1), end: (&raw const _end as u64).next_multiple_of(PAGE) }
+}
+
+/// A program that links us is managed where it says so in code.
+#[cfg(not(feature = "preload"))]
+fn statics() -> Range {
+    NOTHING
+}
+
+/// The first memory of ours in `range`.
+fn first_own(range: Range) -> Option<Range> {
+    own().into_iter().filter(|own| own.overlaps(&range)).min_by_key(|own| own.start)
+}
+
+/// True if part of `range` must not be frozen: the program wants it left alone, or it is ours.
+pub(crate) fn is_left_alone(table: &Table, range: Range) -> bool {
+    table.excludes(range) || first_own(range).is_some()
+}
+
 fn is_nursery(addr: u64) -> bool {
     let base = NURSERY.load(Ordering::Relaxed);
     base != 0 && (base..base + NURSERY_LEN).contains(&addr)
@@ -707,6 +765,7 @@ fn set_up(channel_fd: Fd, (pagemap, maps): (Fd, Maps), device: Option<&Fd>, left
     // What a child shares cannot be moved back.
     cold::mark_own(&staging);
     watch_staging(&watch, &staging)?;
+    STAGING.store(staging.addr(), Ordering::Relaxed);
     let heap = Heap::new(device)?;
     // From here on nothing fails: merged ranges hang on it.
     let hold = new.or_else(|| left.take().map(|agent| agent.hold)).ok_or(Errno(libc::EBADF))?;
@@ -1059,7 +1118,7 @@ impl Agent {
     /// True if the program has asked for part of `range` to be left alone, perhaps after the daemon planned.
     pub(crate) fn is_excluded(&self, range: Range) -> bool {
         let held = SHARED.guard.lock(AGENT);
-        SHARED.tables(&held).table.excludes(range)
+        is_left_alone(SHARED.tables(&held).table, range)
     }
 
     /// Answers what waits while there is no daemon.
@@ -1437,6 +1496,7 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
             }
             return;
         }
+        // Looking into the nursery would be a fault.
         if !map.is_plain_anonymous() || is_nursery(map.range.start) {
             return;
         }
@@ -1495,7 +1555,16 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
         }
     }
 
-    fn add(&mut self, range: Range) {
+    /// Adds `range` but for what is ours in it.
+    fn add(&mut self, mut range: Range) {
+        while let Some(own) = first_own(range) {
+            self.join(Range { start: range.start, end: own.start });
+            range.start = own.end;
+        }
+        self.join(range);
+    }
+
+    fn join(&mut self, range: Range) {
         let range = Range { start: range.start.max(self.from), end: range.end };
         if range.is_empty() {
             return;
