@@ -47,6 +47,24 @@ impl Group {
         settings.iter().any(|(name, value)| std::fs::write(self.0.join(name), value).is_ok())
     }
 
+    /// Has the kernel take back what it can.
+    pub fn reclaim(&self) {
+        // It says that it is not all.
+        let _ = self.set(&[("memory.reclaim", "1G"), ("memory.force_empty", "0")]);
+    }
+
+    /// Bytes that are swapped out.
+    pub fn swapped(&self) -> u64 {
+        let text = self.read(&["memory.swap.current", "memory.stat"]);
+        let line = text.lines().find_map(|line| line.strip_prefix("swap "));
+        line.unwrap_or(&text).trim().parse().unwrap_or(0)
+    }
+
+    /// Has a process live in the group.
+    pub fn take(&self, pid: i32) {
+        std::fs::write(self.0.join("cgroup.procs"), pid.to_string()).expect("a member");
+    }
+
     /// Has what `command` starts live in the group.
     pub fn adopt(&self, command: &mut std::process::Command) {
         use std::os::unix::process::CommandExt;

@@ -767,6 +767,7 @@ fn set_up(channel_fd: Fd, (pagemap, maps): (Fd, Maps), device: Option<&Fd>, left
     watch_staging(&watch, &staging)?;
     STAGING.store(staging.addr(), Ordering::Relaxed);
     let heap = Heap::new(device)?;
+    let is_new = new.is_some();
     // From here on nothing fails: merged ranges hang on it.
     let hold = new.or_else(|| left.take().map(|agent| agent.hold)).ok_or(Errno(libc::EBADF))?;
     let agent = Agent {
@@ -786,7 +787,7 @@ fn set_up(channel_fd: Fd, (pagemap, maps): (Fd, Maps), device: Option<&Fd>, left
         cpu: None,
         voids: [false; FREEZE_PAGES_MAX],
     };
-    agent.hold_merged();
+    agent.hold_merged(is_new);
     dump_merged_pages();
     Ok(agent)
 }
@@ -1102,12 +1103,15 @@ impl Agent {
     }
 
     /// Takes charge of the merged pages that are there already: an earlier agent's, or a parent's.
-    fn hold_merged(&self) {
+    fn hold_merged(&self, is_new: bool) {
         let _held = self.lock_guard();
         let everything = Range { start: 0, end: u64::MAX };
         let _ = self.maps.pools(everything, |part, _| {
-            // SAFETY: reads the pages in; a page that is not mapped would only cost a fault that we answer.
-            let _ = unsafe { mem::advise(part.start, part.len(), libc::MADV_POPULATE_READ) };
+            // Where a hold that was taken over has it already, a page that is not mapped would have us wait for ourselves.
+            if is_new {
+                // SAFETY: reads the pages in; a page that is not mapped would only cost a fault that we answer.
+                let _ = unsafe { mem::advise(part.start, part.len(), libc::MADV_POPULATE_READ) };
+            }
             self.hold_pool(part);
             self.remember_merged(part);
             false
