@@ -141,10 +141,16 @@ impl Region {
             return;
         }
         let held = SHARED.guard.lock(me());
-        let _ = Maps::open().and_then(|maps| replace_merged(&maps, range, None, Some(SHARED.tables(&held).table)));
-        // SAFETY: the range is ours, and `&mut self` says that nobody refers to it.
-        let _ = unsafe { mem::advise(range.start, range.len(), libc::MADV_DONTNEED) };
+        let replaced = Maps::open().and_then(|maps| {
+            replace_merged(&maps, range, None, Some(SHARED.tables(&held).table))?;
+            // SAFETY: the range is ours, and `&mut self` says that nobody refers to it.
+            unsafe { mem::advise(range.start, range.len(), libc::MADV_DONTNEED) }
+        });
         drop(held);
+        if replaced.is_err() {
+            // No descriptor is left, or no mapping. Zeros cost memory, and are what was asked for.
+            self[first * PAGE_SIZE..(first + pages) * PAGE_SIZE].fill(0);
+        }
         SHARED.changed();
     }
 }
