@@ -87,6 +87,7 @@ scenarios! {
     what_is_given_up_no_thread_keeps_under_all: "privileges" "--all";
     landlock_binds_the_agent: "landlock";
     a_program_may_enter_a_user_namespace: "user-namespace";
+    a_program_may_enter_a_mount_namespace: "mount-namespace";
     reads_past_the_page_cache: "direct" ;
     registered_buffers: "uring";
     system_calls_on_merged_memory: "system-calls";

@@ -1762,6 +1762,20 @@ static void user_namespace(void) {
     CHECK(madvise(r.at, 100 * PAGE, MADV_DONTNEED) == 0 && page_is_zero(r.at), "a discard in a namespace");
 }
 
+// The kernel refuses a thread that shares its root directory with another, as it does with ours.
+static void mount_namespace(void) {
+    struct region r = merged(1024);
+    int space = open("/proc/self/ns/mnt", O_RDONLY);
+    CHECK(space >= 0, "no namespaces");
+    if (syscall(SYS_setns, space, CLONE_NEWNS) != 0 && errno == EPERM) SKIP("no right to change namespaces");
+    for (int turn = 0; turn < 2; turn++) {
+        CHECK((turn ? setns(space, CLONE_NEWNS) : syscall(SYS_setns, space, CLONE_NEWNS)) == 0, "setns in turn %d", turn);
+        check(&r, "in a namespace");
+        struct region later = merged(1024);
+        CHECK(munmap(later.at, later.pages * PAGE) == 0, "munmap");
+    }
+}
+
 // Writes a marker that only merged pages hold, and dies with a core dump.
 static void core(void) {
     struct region r = fill(1024, 16, 424242);
@@ -2263,7 +2277,7 @@ static const struct scenario scenarios[] = {
     {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
     {"signals", signals}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
-    {"close-all", close_all}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"core", core},
+    {"close-all", close_all}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},
     {"direct", direct}, {"uring", uring}, {"system-calls", system_calls}, {"blocks", blocks}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
     {"memory-merge", memory_merge}, {"serve", serve}, {"decay", decay}, {"scatter", scatter}, {"tasks", tasks}, {"mappings", mappings},
 };

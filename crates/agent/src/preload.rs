@@ -1032,6 +1032,8 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
             libc::SYS_munlockall => return c_long::from(unsafe { locks::munlockall() }),
             // SAFETY: as above.
             libc::SYS_unshare => return c_long::from(unsafe { unshare(a as c_int) }),
+            // SAFETY: as above.
+            libc::SYS_setns => return c_long::from(unsafe { setns(a as c_int, b as c_int) }),
             _ => {}
         }
     }
