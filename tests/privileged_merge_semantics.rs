@@ -72,6 +72,7 @@ scenarios! {
     attributes_are_kept: "flags";
     huge_pages_are_split_where_it_pays: "huge";
     signals_interrupt_anything: "signals";
+    handlers_have_small_stacks: "small-stacks";
     handlers_do_what_they_interrupt: "signals-nested";
     a_filter_by_prctl: "seccomp-prctl";
     a_filter_is_the_childrens_too: "seccomp-child" "--all";

@@ -1385,6 +1385,30 @@ static void signals(void) {
     CHECK(most > 100, "only %zu pages were ever merged", most);
 }
 
+static struct region small;
+static void on_small_stack(int signal) {
+    (void)signal;
+    if (madvise(small.at, 64 * PAGE, MADV_DONTNEED) != 0) _exit(2);
+    if (madvise(small.at + 64 * PAGE, 64 * PAGE, MADV_UNMERGEABLE) != 0) _exit(3);
+    if (mremap(small.at + 128 * PAGE, 64 * PAGE, 128 * PAGE, MREMAP_MAYMOVE) == MAP_FAILED) _exit(4);
+}
+
+// A handler on a stack of the size that the system recommends for handlers discards, unmerges and moves.
+static void small_stacks(void) {
+    small = merged(1024);
+    size_t len = sysconf(_SC_SIGSTKSZ) > 0 ? (sysconf(_SC_SIGSTKSZ) + PAGE - 1) / PAGE * PAGE : 2 * PAGE;
+    char *at = mmap(NULL, len + 16 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(at != MAP_FAILED && mprotect(at + 16 * PAGE, len, PROT_READ | PROT_WRITE) == 0, "a stack");
+    stack_t stack = {.ss_sp = at + 16 * PAGE, .ss_size = len};
+    CHECK(sigaltstack(&stack, NULL) == 0, "sigaltstack");
+    struct sigaction action = {.sa_handler = on_small_stack, .sa_flags = SA_ONSTACK};
+    CHECK(sigaction(SIGUSR1, &action, NULL) == 0, "sigaction");
+    raise(SIGUSR1);
+    for (size_t i = 0; i < 64; i++) CHECK(page_is_zero(small.at + i * PAGE), "page %zu shows old bytes", i);
+    for (size_t i = 64; i < small.pages; i++)
+        if (i < 128 || i >= 192) CHECK(page_is(small.at + i * PAGE, number_of(&small, i)), "page %zu is wrong", i);
+}
+
 // A handler that makes the very calls which it interrupts, and forks in the middle of them.
 static char *nested_at;
 static void on_nested_tick(int signal) {
@@ -2275,7 +2299,7 @@ static const struct scenario scenarios[] = {
     {"dontneed-raw", dontneed_raw}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
     {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"lock", lock}, {"locks", locks}, {"locks-and-children", locks_and_children},
     {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
-    {"signals", signals}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
+    {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},
     {"direct", direct}, {"uring", uring}, {"system-calls", system_calls}, {"blocks", blocks}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},

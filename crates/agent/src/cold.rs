@@ -760,6 +760,7 @@ pub(crate) fn read_in(range: Range) -> bool {
 /// As [`read_in`], of a step that lies in several mappings, has lost pages, or that the program may not read. The last it may
 /// for a moment: nothing else has the kernel wait for a page there (`/proc/PID/mem` does not), and its own calls that change
 /// rights wait for the guard.
+#[inline(never)]
 fn read_in_parts(step: Range) {
     let Ok(maps) = Maps::open() else { return };
     let mut parts = [(Range { start: 0, end: 0 }, 0); STEP_PAGES];

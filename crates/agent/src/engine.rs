@@ -1432,7 +1432,8 @@ impl Maps {
     /// # Errors
     /// As [`for_each`](Self::for_each).
     pub(crate) fn pools(&self, range: Range, mut f: impl FnMut(Range, i32) -> bool) -> Result<bool> {
-        let mut buffer = [0u8; 8 << 10];
+        // Room for the names of ours: longer ones are left out. The stack may be a small one.
+        let mut name = [0u8; 2 * POOL_NAME.len()];
         let mut visit = |map: &maps::Map<'_>| {
             let part = Range { start: map.range.start.max(range.start), end: map.range.end.min(range.end) };
             part.start < part.end && !map.shared && map.name.starts_with(POOL_NAME) && f(part, map.prot)
@@ -1440,7 +1441,7 @@ impl Maps {
         // One by one, where the kernel can: there may be a hundred thousand of them, and few in the range.
         let mut from = range.start;
         while from < range.end {
-            match maps::file_from(&self.0, from, &mut buffer) {
+            match maps::file_from(&self.0, from, &mut name) {
                 Ok(Some(map)) => {
                     from = map.range.end;
                     if visit(&map) {
@@ -1455,6 +1456,13 @@ impl Maps {
         if from >= range.end {
             return Ok(false);
         }
+        self.any(visit)
+    }
+
+    /// True if `visit` says so of a mapping; those behind are left out.
+    #[inline(never)]
+    fn any(&self, mut visit: impl FnMut(&maps::Map<'_>) -> bool) -> Result<bool> {
+        let mut buffer = [0u8; 8 << 10];
         let mut any = false;
         // The file shows the mappings of the moment each piece is read; changing what was already read is harmless.
         self.for_each(&mut buffer, |map| any = any || visit(map))?;

@@ -570,12 +570,16 @@ fn unmerge(range: Range) -> Result<()> {
 ///
 /// # Errors
 /// `ENOMEM` if there is no memory for it; then nothing has changed.
+#[inline(never)]
 fn gather(range: Range) -> Result<()> {
     let maps = Maps::open()?;
-    let mut buffer = [0u8; 8 << 10];
+    // Not on the stack, which may be a small one.
+    let room = mem::Mapping::anonymous(8 << 10)?;
+    // SAFETY: the mapping is ours, writable, and that long.
+    let buffer = unsafe { core::slice::from_raw_parts_mut(room.as_ptr(), room.len()) };
     // One mapping, to the program, is a row of neighbours with the same rights, all anonymous or ours.
     let (mut end, mut rights, mut merged, mut one, mut pieces) = (range.start, None, false, true, 0);
-    maps.for_each(&mut buffer, |map| {
+    maps.for_each(buffer, |map| {
         if !map.range.overlaps(&range) {
             return;
         }
