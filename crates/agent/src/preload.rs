@@ -97,6 +97,9 @@ fn managed_all() -> bool {
 
 /// Runs before the program's own code.
 extern "C" fn begin() {
+    // Before there are other threads: what serves during the first lookup is not theirs if another allocator is preloaded.
+    next(&NEXT_FREE, c"free".as_ptr(), __libc_free as *const () as usize);
+    next(&NEXT_REALLOC, c"realloc".as_ptr(), __libc_realloc as *const () as usize);
     // SAFETY: getenv returns a C string or null; the program has not begun, so nobody changes the environment.
     let text = |name: *const c_char| unsafe {
         let value = getenv(name);
