@@ -75,6 +75,7 @@ scenarios! {
     handlers_have_small_stacks: "small-stacks";
     handlers_do_what_they_interrupt: "signals-nested";
     a_filter_by_prctl: "seccomp-prctl";
+    writers_lose_no_write_to_filters: "seccomp-writers";
     a_filter_is_the_childrens_too: "seccomp-child" "--all";
     children_have_nothing_of_the_agents: "no-segments-in-children";
     a_filter_for_all_threads: "seccomp-tsync";

@@ -1506,6 +1506,41 @@ static void seccomp_by(int by_syscall) {
     write_all(&r, 91000, "behind a filter");
 }
 
+// An agent that leaves for a filter gives back what others are writing to, also where the program may execute.
+static void seccomp_writers(void) {
+    struct sock_filter code[8];
+    int forbidden[] = {SYS_memfd_create, SYS_close_range};
+    size_t at = 0;
+    code[at++] = (struct sock_filter)BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr));
+    at = answer_each(code, at, forbidden, 2, SECCOMP_RET_KILL_PROCESS);
+    code[at++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
+    for (int round = 0; round < 8; round++) {
+        pid_t child = fork();
+        if (child == 0) {
+            struct region r = fill(1024, 16, 50);
+            for (size_t i = 0; i < r.pages; i++) ((uint64_t *)(r.at + i * PAGE))[100] = 0;
+            madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+            CHECK(madvise(r.at, r.pages * PAGE, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+            wait_merged(&r, 700);
+            CHECK(mprotect(r.at, r.pages * PAGE, PROT_READ | PROT_WRITE | PROT_EXEC) == 0, "mprotect");
+            pthread_t counter;
+            CHECK(pthread_create(&counter, NULL, count_in, &r) == 0, "pthread_create");
+            nap(round);
+            install(0, code, at);
+            nap(10);
+            atomic_store(&resting, 1);
+            pthread_join(counter, NULL);
+            for (size_t i = 0; i < r.pages; i++) {
+                uint64_t count = ((uint64_t *)(r.at + i * PAGE))[100];
+                CHECK((unsigned char)count == expected[i], "page %zu has count %lu, not %u", i, count, expected[i]);
+            }
+            CHECK(pool_pages(r.at, r.pages * PAGE) == 0, "%zu pages are left in the pool", pool_pages(r.at, r.pages * PAGE));
+            _exit(0);
+        }
+        CHECK(ended_well(child), "writers while a filter comes");
+    }
+}
+
 // A child inherits the filter for which the agent left, and must not start one of its own.
 static void seccomp_child(void) {
     struct region r = merged(1024);
@@ -2299,7 +2334,7 @@ static const struct scenario scenarios[] = {
     {"dontneed-raw", dontneed_raw}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
     {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"lock", lock}, {"locks", locks}, {"locks-and-children", locks_and_children},
     {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
-    {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
+    {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},
     {"direct", direct}, {"uring", uring}, {"system-calls", system_calls}, {"blocks", blocks}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},

@@ -579,7 +579,7 @@ extern "C" fn thread_main() -> ! {
         wait_or_leave(left.as_ref(), RECONNECT_MS);
     }
     if SHARED.phase.load(Ordering::Acquire) == 2 && !give_back().is_empty() {
-        // Who was asked to leave before it began has merged memory to give back all the same.
+        // Who was asked to leave before it began has merged memory to give back all the same, whether there is a daemon or not.
         if MAY_START.load(Ordering::Acquire) {
             hold_what_is_merged(&mut left);
             if left.is_none()
@@ -732,13 +732,18 @@ fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
             let told = sock::send(&socket, ready.bytes(), &[]);
             drop(socket);
             if left.is_none() && is_lasting(errno) {
-                SHARED.phase.store(3, Ordering::Release);
+                give_up();
             } else {
                 wait_or_leave(left.as_ref(), REFUSED_MS);
             }
             told.and(Err(errno))
         }
     }
+}
+
+/// The agent ends for good. Who has asked it to leave meanwhile gets what he asked for first.
+fn give_up() {
+    let _ = SHARED.phase.compare_exchange(1, 3, Ordering::AcqRel, Ordering::Acquire);
 }
 
 /// Whether a lack will not go away by itself. Memory, descriptors and the like come back.
@@ -863,7 +868,7 @@ impl Agent {
             self.follow(request.cpu);
             let mut answer = Packet { status: 0, count: 0, ..request };
             if request.op == Op::Leave as u32 {
-                SHARED.phase.store(3, Ordering::Release);
+                give_up();
                 return sock::send(socket, answer.bytes(), &[]);
             }
             match self.answer(&request, &mut fds) {
@@ -1142,9 +1147,14 @@ impl Agent {
         SHARED.tables(&held).merged.add(range);
     }
 
-    /// True if `range` lies in one mapping of a pool file that the program may read and write.
-    pub(crate) fn is_pool_mapping(&self, range: Range) -> bool {
-        self.maps.pools(range, |part, prot| part == range && prot == libc::PROT_READ | libc::PROT_WRITE) == Ok(true)
+    /// What the program may do in `range`, if that lies in one mapping of a pool file.
+    pub(crate) fn rights_of_pool(&self, range: Range) -> Option<i32> {
+        let mut rights = None;
+        let visit = |part: Range, prot| {
+            rights = (part == range).then_some(prot);
+            true
+        };
+        self.maps.pools(range, visit).ok().and(rights)
     }
 
     /// Where memory that is given back is made, see [`Agent::heal`].

@@ -884,8 +884,20 @@ fn leave_with_all(final_phase: u32) {
     if SHARED.phase.load(Ordering::Acquire) == 3 {
         return;
     }
+    if has_merged() {
+        // Nobody else can give back what is merged.
+        start();
+    }
     stop_giving_back(EVERYTHING, final_phase);
-    gather_everything();
+    let held = SHARED.guard.lock(me());
+    if SHARED.tables(&held).merged.is_empty() {
+        return;
+    }
+    // What the agent did not give back. Others may be writing there: then the kernel makes the copies, in mappings that are the
+    // pool's still.
+    if unmerge(EVERYTHING).is_ok() && pool_mappings(EVERYTHING, |_, _| true) == Ok(false) {
+        SHARED.tables(&held).merged.clear();
+    }
 }
 
 /// Makes all that is still shown from the pool the program's own; nobody else may be writing to it.
@@ -894,6 +906,11 @@ fn gather_everything() {
     if !SHARED.tables(&held).merged.is_empty() && gather_all(EVERYTHING).is_ok() {
         SHARED.tables(&held).merged.clear();
     }
+}
+
+fn has_merged() -> bool {
+    let held = SHARED.guard.lock(me());
+    !SHARED.tables(&held).merged.is_empty()
 }
 
 /// How often a call that our thread stood in the way of is tried again, a millisecond apart, once that is gone.

@@ -382,14 +382,15 @@ impl Agent {
         }
         let _held = self.lock_guard();
         let heap = self.heap.hold(range, &self.watch)?;
-        let result = if self.is_pool_mapping(range) { self.replace_pool(range) } else { Err(Errno(libc::EINVAL)) };
+        let rights = self.rights_of_pool(range).ok_or(Errno(libc::EINVAL));
+        let result = rights.and_then(|rights| self.replace_pool(range, rights));
         self.let_heap_go(heap, range);
         let _ = self.hold.wake(range);
         result
     }
 
-    /// [`heal`](Self::heal) for one pool mapping; who waits there is to be woken.
-    fn replace_pool(&mut self, range: Range) -> Result<(), Errno> {
+    /// [`heal`](Self::heal) for one pool mapping with `rights`; who waits there is to be woken.
+    fn replace_pool(&mut self, range: Range, rights: libc::c_int) -> Result<(), Errno> {
         let len = range.len();
         let frozen_at = sched::monotonic_ns();
         // Where is the kernel's choice: a place chosen here would be unmapped first, and stay so if the move is refused.
@@ -405,8 +406,12 @@ impl Agent {
                 return Err(errno);
             }
         };
-        let hatched = self.hatch(range, aside);
-        let fresh = if hatched.is_some() { None } else { copy_of(aside, len).ok() };
+        // What comes from the nursery may be read and written.
+        let usual = rights == libc::PROT_READ | libc::PROT_WRITE;
+        let hatched = if usual { self.hatch(range, aside) } else { None };
+        // SAFETY: the fresh memory is ours; nothing is read or written there until it is the program's.
+        let allow = |fresh: &mem::Mapping| usual || unsafe { mem::protect(fresh.addr(), len, rights) }.is_ok();
+        let fresh = if hatched.is_some() { None } else { copy_of(aside, len).ok().filter(allow) };
         let (from, flags) = match hatched {
             // The nursery stays whole.
             Some(at) => (Some(at), INTO | libc::MREMAP_DONTUNMAP),
