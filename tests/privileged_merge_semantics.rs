@@ -87,6 +87,7 @@ scenarios! {
     a_program_may_go_where_there_is_no_proc: "no-proc";
     what_is_given_up_no_thread_keeps: "privileges";
     what_is_given_up_no_thread_keeps_under_all: "privileges" "--all";
+    what_a_handler_gives_up_no_thread_keeps: "privileges-in-handlers";
     landlock_binds_the_agent: "landlock";
     a_program_may_enter_a_user_namespace: "user-namespace";
     a_program_may_enter_a_mount_namespace: "mount-namespace";

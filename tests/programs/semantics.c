@@ -1796,6 +1796,47 @@ static long agent_thread(void) {
     return found;
 }
 
+// A handler that interrupts calls about memory, and whose child gives something up: in the handler and behind it.
+static volatile sig_atomic_t gave_up;
+static void on_privileged_tick(int signal) {
+    (void)signal;
+    int before = errno, status;
+    pid_t child = plain_fork();
+    if (child == 0) {
+        if (one_of_many_calls(1) != 0) _exit(2);
+        if (atomic_fetch_add(&ticks, 1) % 2) _exit(0);
+        gave_up = 1;
+        setitimer(ITIMER_REAL, &(struct itimerval){0}, NULL);
+        errno = before;
+        return;
+    }
+    while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+    }
+    if (status != 0) _exit(3);
+    atomic_fetch_add(&ticks, 1);
+    errno = before;
+}
+
+static void privileges_in_handlers(void) {
+    if (geteuid() != 0) SKIP("needs root to give something up");
+    struct region r = merged(1024);
+    char *beside = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(beside != MAP_FAILED, "mmap");
+    struct sigaction action = {.sa_handler = on_privileged_tick, .sa_flags = SA_RESTART};
+    sigaction(SIGALRM, &action, NULL);
+    struct itimerval every = {{0, 2000}, {0, 2000}};
+    setitimer(ITIMER_REAL, &every, NULL);
+    while (atomic_load(&ticks) < 100 && !gave_up) {
+        CHECK(munmap(beside, PAGE) == 0, "munmap among signals");
+        CHECK(mmap(beside, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == beside, "mmap");
+    }
+    setitimer(ITIMER_REAL, &(struct itimerval){0}, NULL);
+    if (gave_up) CHECK(mprotect(beside, PAGE, PROT_READ) == 0, "mprotect");
+    size_t threads = all_threads_have_the_same(1);
+    CHECK(threads == 2, "%zu threads, %s", threads, gave_up ? "with less" : "with all");
+    check(&r, "after signals");
+}
+
 // No file tells what Landlock forbids a thread; a thread that the restricted one starts is restricted too.
 static void landlock(void) {
     struct { uint64_t files; } rules = {1 << 1 /* LANDLOCK_ACCESS_FS_WRITE_FILE */};
@@ -2336,7 +2377,7 @@ static const struct scenario scenarios[] = {
     {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
     {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
-    {"close-all", close_all}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},
+    {"close-all", close_all}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"privileges-in-handlers", privileges_in_handlers}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},
     {"direct", direct}, {"uring", uring}, {"system-calls", system_calls}, {"blocks", blocks}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
     {"memory-merge", memory_merge}, {"serve", serve}, {"decay", decay}, {"scatter", scatter}, {"tasks", tasks}, {"mappings", mappings},
 };

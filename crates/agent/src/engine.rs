@@ -361,16 +361,20 @@ pub(crate) fn wait_begun() {
 pub fn stop(final_phase: u32) {
     // What is lent comes back first.
     cold::end_lease();
+    ask_to_leave();
+    // Asked by us, by the frame that we interrupted, or about to end by itself.
+    SHARED.thread.wait();
+    // Who gave up meanwhile has given up for good.
+    let _ = SHARED.phase.fetch_update(Ordering::AcqRel, Ordering::Acquire, |phase| (phase != 3).then_some(final_phase));
+}
+
+fn ask_to_leave() {
     if SHARED.phase.compare_exchange(1, 2, Ordering::AcqRel, Ordering::Acquire).is_ok() {
         // SAFETY: wakes who waits on a word of ours.
         let _ = unsafe {
             syscall!(libc::SYS_futex, SHARED.phase.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX)
         };
     }
-    // Asked by us, by the frame that we interrupted, or about to end by itself.
-    SHARED.thread.wait();
-    // Who gave up meanwhile has given up for good.
-    let _ = SHARED.phase.fetch_update(Ordering::AcqRel, Ordering::Acquire, |phase| (phase != 3).then_some(final_phase));
 }
 
 /// The range that becomes plain memory before the agent leaves, as start and end; empty if none.
@@ -388,6 +392,15 @@ pub(crate) fn stop_giving_back(range: Range, final_phase: u32) {
     GIVE_BACK[1].store(range.end, Ordering::Relaxed);
     stop(final_phase);
     GIVE_BACK[1].store(0, Ordering::Relaxed);
+}
+
+/// Asks the agent's threads to leave, with all memory plain, and does not wait for that. It starts again after a [`stop`].
+#[cfg(feature = "preload")]
+pub(crate) fn ask_to_leave_all() {
+    GIVE_BACK[0].store(0, Ordering::Relaxed);
+    GIVE_BACK[1].store(u64::MAX, Ordering::Relaxed);
+    cold::ask_end_of_lease();
+    ask_to_leave();
 }
 
 const STACK_LEN: usize = 256 << 10;

@@ -16,7 +16,7 @@ mod userfaultfd;
 
 use crate::cold;
 use crate::engine::{
-    ALL_LOCKED, ALL_MIN, MAY_FOLLOW, MAY_START, Maps, NOTHING, POOL_NAME, SHARED, TASK_PATH_LEN, is_new_child,
+    ALL_LOCKED, ALL_MIN, MAY_FOLLOW, MAY_START, Maps, NOTHING, POOL_NAME, SHARED, TASK_PATH_LEN, ask_to_leave_all, is_new_child,
     is_own_process, keep_attributes, mark_origin, mark_process, pool_mappings, replace_merged, start, stop,
     stop_giving_back, wait_begun,
 };
@@ -87,6 +87,9 @@ fn active() -> bool {
     if active && !SHARED.guard.is_held_by(me()) && is_new_child() {
         // Forked by a call that nobody saw. Its agent starts with the next memory that wants one.
         begin_child(me());
+    }
+    if active {
+        privileges::renew_if_due();
     }
     active
 }
@@ -246,6 +249,7 @@ fn begin_child(goes_on: usize) -> bool {
     SHARED.guard.reset(goes_on);
     AWAY.reset(goes_on);
     START.store(false, Ordering::Relaxed);
+    privileges::forget_due();
     cold::after_fork_child();
     SHARED.thread.forget();
     SHARED.holds.store(false, Ordering::Relaxed);
@@ -309,6 +313,12 @@ impl Drop for Away {
             start_unless_away();
         }
     }
+}
+
+/// True if this is a handler, which interrupted a frame that the agent, or who waits for that, may be waiting for: who waited
+/// for the agent here would wait for ever.
+fn is_in_the_way() -> bool {
+    SHARED.guard.is_held_by(me()) || AWAY.is_held_by(me())
 }
 
 /// Starts the agent, now or when whoever has sent it away has made his call. Never waits.
@@ -837,6 +847,9 @@ fn meet_filter(at: u64, all: bool) {
     }
     let verdict = filter_at(at).filter(|verdict| verdict.stay && (verdict.start || all));
     let Some(verdict) = verdict else { return leave_for_filter() };
+    if !verdict.start && is_in_the_way() {
+        return leave_for_filter();
+    }
     if !verdict.start {
         // Now or never. Who has nothing to merge yet may have later.
         let away = Away::take();
@@ -872,10 +885,15 @@ fn filter_at(at: u64) -> Option<filter::Verdict> {
 /// The agent leaves, for good, and merged pages become the program's own: looking after them takes system calls that
 /// the filter may not allow.
 fn leave_for_filter() {
+    if is_own_process() && is_in_the_way() {
+        // It is asked for, and does not come back.
+        MAY_START.store(false, Ordering::Release);
+        return ask_to_leave_all();
+    }
     leave_with_all(3);
 }
 
-/// As [`stop_giving_back`] for all memory, whatever the program may do there.
+/// As [`stop_giving_back`] for all memory, whatever the program may do there; not if the caller [`is_in_the_way`].
 fn leave_with_all(final_phase: u32) {
     if !is_own_process() {
         return;
@@ -938,7 +956,7 @@ fn without_thread(errno: i32, range: Range, call: impl Fn() -> Result<usize>) ->
     let mut ran = SHARED.phase.load(Ordering::Acquire) == 1;
     if ran && !MAY_START.load(Ordering::Acquire) {
         // It could not come back.
-        leave_for_filter();
+        leave_with_all(3);
         ran = false;
     }
     // The daemon has copies of what a cold client registers its memory with.

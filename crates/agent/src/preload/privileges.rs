@@ -5,8 +5,8 @@
 //! So after each call that may take something away our thread is compared with the one that called. If it could do more it
 //! is replaced, before the call returns, by one that the caller starts, and which has what the caller has.
 
-use super::{Away, active, fail, leave_with_all, next};
-use crate::engine::{MAY_START, REST, SHARED, TASK_PATH_LEN, is_own_process, start};
+use super::{Away, active, fail, is_in_the_way, leave_with_all, me, next};
+use crate::engine::{MAY_START, REST, SHARED, TASK_PATH_LEN, ask_to_leave_all, is_own_process, start};
 use core::ffi::{c_char, c_int, c_long, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering};
 use pagefold_os::fd::Fd;
@@ -102,12 +102,38 @@ pub(super) fn follow() {
     }
 }
 
+/// Who has yet to replace our threads, as [`me`] tells; 0 if nobody.
+static DUE: AtomicUsize = AtomicUsize::new(0);
+
 /// Replaces our threads by new ones that have what the caller has. All is plain memory in between: the new ones may never
 /// reach a daemon.
+///
+/// A handler that may not wait for them asks them to leave; the new ones come with the first call of its thread that may.
 pub(super) fn renew() {
     if SHARED.thread.is_gone() || !is_own_process() {
         return;
     }
+    if is_in_the_way() {
+        DUE.store(me(), Ordering::Relaxed);
+        return ask_to_leave_all();
+    }
+    replace();
+}
+
+/// What a handler of this thread left to be done.
+pub(super) fn renew_if_due() {
+    let due = DUE.load(Ordering::Relaxed);
+    if due != 0 && due == me() && !is_in_the_way() && is_own_process() {
+        forget_due();
+        replace();
+    }
+}
+
+pub(super) fn forget_due() {
+    DUE.store(0, Ordering::Relaxed);
+}
+
+fn replace() {
     let _away = Away::take();
     if !MAY_START.load(Ordering::Acquire) {
         return leave_with_all(3);
