@@ -3,7 +3,9 @@
 
 mod common;
 
-use common::{Daemon, can_merge, finish, installed, semantics, skipped};
+use common::{Daemon, Reaped, can_merge, finish, installed, semantics, skipped};
+use std::io::{BufRead, BufReader, Write};
+use std::process::Stdio;
 
 fn scenario(name: &str, options: &[&str]) {
     scenario_under(&[], name, options);
@@ -149,4 +151,33 @@ fn a_core_dump_holds_merged_pages() {
     let mut check = std::process::Command::new(program);
     let (status, out, err) = finish(check.arg("core-check").arg(core.path()), 60);
     assert!(status.success(), "{out}{err}");
+}
+
+#[test]
+fn what_is_given_up_waits_for_no_daemon_that_stands_still() {
+    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+    // SAFETY: takes nothing.
+    if unsafe { libc::geteuid() } != 0 {
+        return skipped("needs root to give something up");
+    }
+    let daemon = Daemon::start(&["--no-keeper"]);
+    let mut command = daemon.run(&[]);
+    command.arg(program).arg("less-with-nobody-there").stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut client = Reaped(command.spawn().expect("a client"));
+    let mut line = String::new();
+    let out = client.0.stdout.take().expect("a pipe");
+    BufReader::new(out).read_line(&mut line).expect("a line");
+    assert_eq!(line, "ready\n");
+    // SAFETY: a child of ours, which is killed when the test ends.
+    assert_eq!(unsafe { libc::kill(daemon.pid(), libc::SIGSTOP) }, 0);
+    // As many as may wait there.
+    let mut waiting = Vec::new();
+    let path = daemon.socket.as_os_str().as_encoded_bytes();
+    while let Ok(one) = pagefold_os::sock::connect_within(path, 100) {
+        waiting.push(one);
+        assert!(waiting.len() < 10_000, "the daemon takes connections");
+    }
+    client.0.stdin.take().expect("a pipe").write_all(b"\n").expect("the client reads");
+    common::wait_for("the client to end", 120, || matches!(client.0.try_wait(), Ok(Some(_))));
+    assert!(client.0.wait().expect("it has ended").success());
 }

@@ -21,8 +21,8 @@
 
 use crate::cold_table::{self, FROZEN, OUT, PACT_AGENT, RESIDENT, Table, VOID};
 use crate::engine::{
-    COLD_AGENT, Maps, SHARED, Thread, begin_thread, exit_thread, for_each_plain, input, is_left_alone, leave_if_alone,
-    list_plain, look_around, read_settings, write_out,
+    COLD_AGENT, Maps, SHARED, TAKEN_MS, Thread, begin_thread, exit_thread, for_each_plain, input, is_left_alone,
+    leave_if_alone, list_plain, look_around, read_settings, wait_for_answer, write_out,
 };
 use crate::wire::{
     self, CHANNEL_LEN, CHANNEL_OUT, CHANNEL_PAGES, DROP_BUSY, DropEntry, FETCH_PAGES_MAX, LIST_MAX, Op, Packet,
@@ -210,7 +210,12 @@ fn keeper_lives(socket: &[u8]) -> bool {
     }
     path[..socket.len()].copy_from_slice(socket);
     path[socket.len()..len].copy_from_slice(KEEPER_SUFFIX);
-    sock::connect(&path[..len]).is_ok()
+    lives(&path[..len])
+}
+
+/// Somebody listens at `path`, even if he has no time.
+fn lives(path: &[u8]) -> bool {
+    matches!(sock::connect_within(path, TAKEN_MS), Ok(_) | Err(Errno(libc::EAGAIN)))
 }
 
 /// Marks a mapping of ours: not copied by fork, not dumped.
@@ -245,7 +250,7 @@ fn make(device: Option<&Fd>) -> Result<Cold> {
 /// Greets the daemon; makes what is missing.
 fn connect(cold: &mut Option<Cold>, phase: &AtomicU32) -> Result<Connection> {
     let (path, domain) = read_settings();
-    let socket = sock::connect(path)?;
+    let socket = sock::connect_within(path, TAKEN_MS)?;
     let mut hello = Packet::new(Op::Hello);
     hello.a = wire::HELLO_ALL | wire::HELLO_COLD;
     if is_leased() {
@@ -258,7 +263,7 @@ fn connect(cold: &mut Option<Cold>, phase: &AtomicU32) -> Result<Connection> {
     sock::set_timeout(&socket, 10_000)?;
     sock::send(&socket, hello.bytes(), &[pagemap.raw()])?;
     drop(pagemap);
-    let (welcome, mut fds) = receive(&socket, Op::Welcome)?;
+    let (welcome, mut fds) = receive(&socket, Op::Welcome, phase)?;
     if welcome.status != 0 {
         return Err(Errno(welcome.status));
     }
@@ -279,7 +284,7 @@ fn connect(cold: &mut Option<Cold>, phase: &AtomicU32) -> Result<Connection> {
     let cold = cold.as_mut().ok_or(Errno(libc::EPROTO))?;
     ready.a = u64::from(cold.bare);
     sock::send(&socket, ready.bytes(), &[cold.hold.fd().raw(), cold.table_fd.raw()])?;
-    let (go, _) = receive(&socket, Op::ColdGo)?;
+    let (go, _) = receive(&socket, Op::ColdGo, phase)?;
     if go.status != 0 {
         if cold.bare {
             // It may have been enabled, which goes once; nothing hangs on it yet.
@@ -293,7 +298,8 @@ fn connect(cold: &mut Option<Cold>, phase: &AtomicU32) -> Result<Connection> {
     Ok(Connection { socket, channel_fd, channel, epoch: go.a as u32 })
 }
 
-fn receive(socket: &Fd, op: Op) -> Result<(Packet, sock::Fds)> {
+fn receive(socket: &Fd, op: Op, phase: &AtomicU32) -> Result<(Packet, sock::Fds)> {
+    wait_for_answer(socket, None, phase)?;
     let mut buffer = [0u8; size_of::<Packet>()];
     let (got, fds) = sock::receive(socket, &mut buffer, 0)?;
     let packet = Packet::parse(&buffer[..got]).filter(|packet| packet.op == op as u32);

@@ -37,11 +37,13 @@ pub(crate) const COLD_AGENT: usize = 2;
 /// How long the agent waits before it tries to reach a daemon that is gone, in milliseconds.
 const RECONNECT_MS: i32 = 500;
 
-/// How long it waits for the answer to its greeting, in milliseconds.
-const GREETING_MS: u64 = 10_000;
-
 /// And before it tries again when it could not set itself up.
 const REFUSED_MS: i32 = 10_000;
+
+/// How long the agent waits for a daemon that listens but takes no connections, and for the answer to what it greets with: at
+/// work, and if it is about to leave.
+pub(crate) const TAKEN_MS: u64 = 20;
+const ANSWERED_MS: [u64; 2] = [10_000, 1_000];
 
 /// How old a process must be whose memory is all managed before its agent greets, in milliseconds.
 const ALL_START_MS: i32 = 60;
@@ -655,13 +657,14 @@ fn wait_or_leave(left: Option<&Agent>, ms: i32) {
     }
 }
 
-/// Waits for the daemon's answer to our greeting, which may take a while, and answers what waits for us meanwhile.
+/// Waits until the daemon has answered on `socket`, which may take a while, and answers what waits for `left` meanwhile.
 ///
 /// # Errors
-/// `ETIMEDOUT` if it does not come, or somebody wants something else of us.
-fn wait_for_answer(socket: &Fd, left: Option<&Agent>) -> Result<()> {
-    let (began, phase) = (sched::monotonic_ns(), SHARED.phase.load(Ordering::Acquire));
-    while SHARED.phase.load(Ordering::Acquire) == phase && sched::monotonic_ns() - began < GREETING_MS * 1_000_000 {
+/// `ETIMEDOUT` if it takes its time, or if `phase` is another by now.
+pub(crate) fn wait_for_answer(socket: &Fd, left: Option<&Agent>, phase: &AtomicU32) -> Result<()> {
+    let (began, at_first) = (sched::monotonic_ns(), phase.load(Ordering::Acquire));
+    let limit_ms = ANSWERED_MS[usize::from(at_first != 1)];
+    while phase.load(Ordering::Acquire) == at_first && sched::monotonic_ns() - began < limit_ms * 1_000_000 {
         let hold = left.map_or(-1, |agent| agent.hold.fd().raw());
         let mut polls = [socket.raw(), hold].map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
         pagefold_os::fd::poll(&mut polls, 20)?;
@@ -702,7 +705,7 @@ fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
     let len = SHARED.socket_len.load(Ordering::Acquire);
     // SAFETY: written before the thread started.
     let (path, domain) = unsafe { (&(&*SHARED.socket.get())[..len], &*SHARED.domain.get()) };
-    let socket = sock::connect(path)?;
+    let socket = sock::connect_within(path, TAKEN_MS)?;
     let mut hello = Packet::new(Op::Hello);
     hello.a = if SHARED.all.load(Ordering::Relaxed) { wire::HELLO_ALL } else { 0 };
     if SHARED.forked.load(Ordering::Relaxed) {
@@ -714,9 +717,9 @@ fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
     }
     hello.text = *domain;
     let files = open_files()?;
-    sock::set_timeout(&socket, GREETING_MS)?;
+    sock::set_timeout(&socket, ANSWERED_MS[0])?;
     sock::send(&socket, hello.bytes(), &[files.0.raw()])?;
-    wait_for_answer(&socket, left.as_ref())?;
+    wait_for_answer(&socket, left.as_ref(), &SHARED.phase)?;
     let mut buffer = [0u8; size_of::<Packet>()];
     let (got, mut fds) = sock::receive(&socket, &mut buffer, 0)?;
     let welcome = Packet::parse(&buffer[..got]).filter(|packet| packet.op == Op::Welcome as u32);

@@ -39,7 +39,18 @@ pub fn address(path: &[u8]) -> Result<(libc::sockaddr_un, u32)> {
 /// # Errors
 /// As connect(2).
 pub fn connect(path: &[u8]) -> Result<Fd> {
+    connect_within(path, 0)
+}
+
+/// As [`connect`], with [`set_timeout`] before: who listens there but takes no connections is not waited for any longer.
+///
+/// # Errors
+/// As connect(2); `EAGAIN` if the time is over.
+pub fn connect_within(path: &[u8], timeout_ms: u64) -> Result<Fd> {
     let socket = packet_socket()?;
+    if timeout_ms > 0 {
+        set_timeout(&socket, timeout_ms)?;
+    }
     let (addr, len) = address(path)?;
     // SAFETY: the address outlives the call.
     retry(|| unsafe { syscall!(libc::SYS_connect, socket.raw(), core::ptr::from_ref(&addr), len) })?;
