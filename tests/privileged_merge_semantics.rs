@@ -95,6 +95,7 @@ scenarios! {
     a_program_may_enter_a_mount_namespace: "mount-namespace";
     reads_past_the_page_cache: "direct" ;
     registered_buffers: "uring";
+    registered_buffers_when_the_agent_leaves: "uring-leaving";
     system_calls_on_merged_memory: "system-calls";
     all_memory: "all" "--all";
     memory_of_the_agents_is_left_alone: "all-that-is-listed";

@@ -1977,7 +1977,7 @@ struct ring {
     struct io_uring_params params;
 };
 
-static long ring_read(struct ring *ring, int file, char *to, size_t len, size_t from, int buffer) {
+static void ring_submit(struct ring *ring, int file, char *to, size_t len, size_t from, int buffer) {
     unsigned *tail = (unsigned *)(ring->submit + ring->params.sq_off.tail);
     unsigned mask = *(unsigned *)(ring->submit + ring->params.sq_off.ring_mask);
     unsigned *array = (unsigned *)(ring->submit + ring->params.sq_off.array);
@@ -1992,8 +1992,11 @@ static long ring_read(struct ring *ring, int file, char *to, size_t len, size_t 
     entry->buf_index = buffer;
     array[at] = at;
     __atomic_store_n(tail, *tail + 1, __ATOMIC_RELEASE);
-    long done = syscall(SYS_io_uring_enter, ring->fd, 1, 1, IORING_ENTER_GETEVENTS, NULL, 0);
-    CHECK(done == 1, "io_uring_enter");
+    CHECK(syscall(SYS_io_uring_enter, ring->fd, 1, 0, 0, NULL, 0) == 1, "io_uring_enter");
+}
+
+static long ring_result(struct ring *ring) {
+    CHECK(syscall(SYS_io_uring_enter, ring->fd, 0, 1, IORING_ENTER_GETEVENTS, NULL, 0) == 0, "io_uring_enter");
     unsigned *head = (unsigned *)(ring->complete + ring->params.cq_off.head);
     unsigned cq_mask = *(unsigned *)(ring->complete + ring->params.cq_off.ring_mask);
     struct io_uring_cqe *results = (struct io_uring_cqe *)(ring->complete + ring->params.cq_off.cqes);
@@ -2002,8 +2005,12 @@ static long ring_read(struct ring *ring, int file, char *to, size_t len, size_t 
     return result;
 }
 
-// Buffers registered while they are plain, and (others) when they are merged already: what the device reads must show.
-static void uring(void) {
+static long ring_read(struct ring *ring, int file, char *to, size_t len, size_t from, int buffer) {
+    ring_submit(ring, file, to, len, from, buffer);
+    return ring_result(ring);
+}
+
+static struct ring open_ring(void) {
     struct ring ring = {0};
     ring.fd = syscall(SYS_io_uring_setup, 8, &ring.params);
     if (ring.fd < 0) SKIP("no io_uring here");
@@ -2014,6 +2021,37 @@ static void uring(void) {
     ring.entries = mmap(NULL, ring.params.sq_entries * sizeof *ring.entries, PROT_READ | PROT_WRITE,
                         MAP_SHARED | MAP_POPULATE, ring.fd, IORING_OFF_SQES);
     CHECK(ring.submit != MAP_FAILED && ring.complete != MAP_FAILED && (void *)ring.entries != MAP_FAILED, "ring");
+    return ring;
+}
+
+// A read into a registered buffer is under way while the agent leaves: what comes must show.
+static void uring_leaving(void) {
+    int pipe_ends[2];
+    CHECK(pipe(pipe_ends) == 0, "pipe");
+    for (int locks = 1; locks >= 0; locks--) {
+        struct region r = merged(1024);
+        struct ring ring = open_ring();
+        struct iovec buffer = {r.at, 256 * PAGE};
+        long done = syscall(SYS_io_uring_register, ring.fd, IORING_REGISTER_BUFFERS, &buffer, 1);
+        if (done != 0 && errno == ENOMEM) SKIP("io_uring buffers are limited here");
+        CHECK(done == 0, "register buffers");
+        ring_submit(&ring, pipe_ends[0], r.at + 100 * PAGE, PAGE, 0, 0);
+        if (locks) CHECK(mlock(r.at, r.pages * PAGE) == 0, "mlock");
+        else CHECK(geteuid() != 0 || one_of_many_calls(1) == 0, "capset");
+        char page[PAGE];
+        fill_page(page, 4711);
+        CHECK(write(pipe_ends[1], page, PAGE) == (long)PAGE, "write");
+        CHECK(ring_result(&ring) == (long)PAGE, "read fixed");
+        CHECK(page_is(r.at + 100 * PAGE, 4711), "what was read does not show, locks: %d", locks);
+        fill_page(r.at + 100 * PAGE, number_of(&r, 100));
+        check(&r, "after reading");
+        close(ring.fd);
+    }
+}
+
+// Buffers registered while they are plain, and (others) when they are merged already: what the device reads must show.
+static void uring(void) {
+    struct ring ring = open_ring();
     int file = pattern_file(0);
     for (int before = 0; before < 2; before++) {
         struct region r = before ? fill(1024, 16, 2000) : merged(1024);
@@ -2390,7 +2428,7 @@ static const struct scenario scenarios[] = {
     {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"less-with-nobody-there", less_with_nobody_there}, {"privileges-in-handlers", privileges_in_handlers}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},
-    {"direct", direct}, {"uring", uring}, {"system-calls", system_calls}, {"blocks", blocks}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
+    {"direct", direct}, {"uring", uring}, {"uring-leaving", uring_leaving}, {"system-calls", system_calls}, {"blocks", blocks}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
     {"memory-merge", memory_merge}, {"serve", serve}, {"decay", decay}, {"scatter", scatter}, {"tasks", tasks}, {"mappings", mappings},
 };
 

@@ -396,11 +396,11 @@ pub(crate) fn stop_giving_back(range: Range, final_phase: u32) {
     GIVE_BACK[1].store(0, Ordering::Relaxed);
 }
 
-/// Asks the agent's threads to leave, with all memory plain, and does not wait for that. It starts again after a [`stop`].
+/// Asks the agent's threads to leave, with `range` plain, and does not wait for that. They start again after a [`stop`].
 #[cfg(feature = "preload")]
-pub(crate) fn ask_to_leave_all() {
-    GIVE_BACK[0].store(0, Ordering::Relaxed);
-    GIVE_BACK[1].store(u64::MAX, Ordering::Relaxed);
+pub(crate) fn ask_to_leave_giving_back(range: Range) {
+    GIVE_BACK[0].store(range.start, Ordering::Relaxed);
+    GIVE_BACK[1].store(range.end, Ordering::Relaxed);
     cold::ask_end_of_lease();
     ask_to_leave();
 }

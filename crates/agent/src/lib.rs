@@ -22,6 +22,7 @@ pub mod filter;
 pub mod guard;
 #[cfg(not(loom))]
 mod heap;
+pub mod pins;
 #[cfg(not(loom))]
 pub mod remap;
 #[cfg(not(loom))]

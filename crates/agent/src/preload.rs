@@ -10,15 +10,16 @@
 //! something else while its pages are in our hands.
 
 mod locks;
+mod pins;
 mod privileges;
 mod tasks;
 mod userfaultfd;
 
 use crate::cold;
 use crate::engine::{
-    ALL_LOCKED, ALL_MIN, MAY_FOLLOW, MAY_START, Maps, NOTHING, POOL_NAME, SHARED, TASK_PATH_LEN, ask_to_leave_all, is_new_child,
-    is_own_process, keep_attributes, mark_origin, mark_process, pool_mappings, replace_merged, start, stop,
-    stop_giving_back, wait_begun,
+    ALL_LOCKED, ALL_MIN, MAY_FOLLOW, MAY_START, Maps, NOTHING, POOL_NAME, SHARED, TASK_PATH_LEN,
+    ask_to_leave_giving_back, is_new_child, is_own_process, keep_attributes, mark_origin, mark_process, pool_mappings,
+    replace_merged, start, stop, stop_giving_back, wait_begun,
 };
 use crate::filter;
 use crate::guard::{Guard, Held};
@@ -571,9 +572,14 @@ pub unsafe extern "C" fn mprotect(addr: *mut c_void, len: usize, prot: c_int) ->
 /// Makes every page that is shown from the pool in `range` the program's own. The guard is held.
 ///
 /// Where the program may write, the kernel's own copy on write does it, so that no write of another thread is lost; the
-/// daemon makes such pages plain memory later. Elsewhere nobody can be writing, and the bytes are copied.
+/// daemon makes such pages plain memory later. Elsewhere nobody can be writing but devices, and the bytes are copied.
 fn unmerge(range: Range) -> Result<()> {
-    for_each_merged(range, |part, prot| if prot & libc::PROT_WRITE != 0 { populate(part) } else { gather(part) })
+    for_each_merged(range, |part, prot| match prot & libc::PROT_WRITE {
+        // A copy would leave behind who still reads into the page.
+        0 if pins::are_registered() => Ok(()),
+        0 => gather(part),
+        _ => populate(part),
+    })
 }
 
 /// Makes `range`, if part of it is or was shown from the pool, one plain private mapping with the same bytes, rights and
@@ -888,9 +894,22 @@ fn leave_for_filter() {
     if is_own_process() && is_in_the_way() {
         // It is asked for, and does not come back.
         MAY_START.store(false, Ordering::Release);
-        return ask_to_leave_all();
+        return ask_to_leave(true);
     }
     leave_with_all(3);
+}
+
+/// What an agent that leaves with all, perhaps for good, gives back. Where devices may be reading into memory the frames stay, so
+/// that is made the program's own where it is, by the kernel. Behind a filter nobody may be able to look after what is the pool's
+/// still, so then it stays only for buffers that are registered.
+fn all_but_pinned(for_good: bool) -> Range {
+    let held = || if for_good { pins::are_registered() } else { pins::may_be_there() };
+    if has_merged() && held() { NOTHING } else { EVERYTHING }
+}
+
+/// Asks the agent to leave, perhaps for good, and does not wait for it: the caller [`is_in_the_way`].
+fn ask_to_leave(for_good: bool) {
+    ask_to_leave_giving_back(all_but_pinned(for_good));
 }
 
 /// As [`stop_giving_back`] for all memory, whatever the program may do there; not if the caller [`is_in_the_way`].
@@ -906,7 +925,7 @@ fn leave_with_all(final_phase: u32) {
         // Nobody else can give back what is merged.
         start();
     }
-    stop_giving_back(EVERYTHING, final_phase);
+    stop_giving_back(all_but_pinned(final_phase == 3), final_phase);
     let held = SHARED.guard.lock(me());
     if SHARED.tables(&held).merged.is_empty() {
         return;
@@ -968,7 +987,10 @@ fn without_thread(errno: i32, range: Range, call: impl Fn() -> Result<usize>) ->
         let held = SHARED.guard.lock(me());
         cold::before_leaving()?;
         drop(held);
-        stop_giving_back(range, 0);
+        // Where the call needs plain memory it is refused only for what is held for good: a device that has a page for a moment
+        // may be reading anywhere.
+        let held = !range.is_empty() && if errno == 0 { pins::may_be_there() } else { pins::are_registered() };
+        stop_giving_back(if held { NOTHING } else { range }, 0);
     }
     let mut result = call();
     // The kernel tells us that a thread has ended before it no longer counts, on a busy machine long before.

@@ -268,7 +268,7 @@ impl Link {
         fds.flatten().any(|entry| {
             let target = fs::read_link(entry.path()).unwrap_or_default();
             let target = target.to_string_lossy();
-            if target.contains("[io_uring]") || is_device_that_may_pin(&target) {
+            if is_device_that_may_pin(&target) {
                 return true;
             }
             let name = entry.file_name();
@@ -282,35 +282,11 @@ impl Link {
     }
 }
 
-/// Device nodes that reach a process's memory only as the process itself would, and directories of such.
-const TAME_DEVICES: [&str; 17] = [
-    "null",
-    "zero",
-    "full",
-    "random",
-    "urandom",
-    "tty",
-    "pts",
-    "ptmx",
-    "console",
-    "kmsg",
-    "shm",
-    "mqueue",
-    "fuse",
-    "kvm",
-    "net/tun",
-    "vhost-net",
-    "vhost-vsock",
-];
-
-/// Whether `target`, an open file, is a device whose driver may hold pages of the process: graphics, video, RDMA, VFIO
-/// and whatever else is not known for the contrary. Disks are told by `O_DIRECT`.
+/// Whether `target`, an open file, is something whose driver may hold pages of the process. Disks are told by `O_DIRECT`.
 fn is_device_that_may_pin(target: &str) -> bool {
-    let Some(name) = target.strip_prefix("/dev/") else { return false };
-    let tame = |tame: &str| name.strip_prefix(tame).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
     use std::os::unix::fs::FileTypeExt;
     let block = || fs::metadata(target).is_ok_and(|meta| meta.file_type().is_block_device());
-    !TAME_DEVICES.iter().any(|device| tame(device)) && !name.starts_with("tty") && !block()
+    pagefold_agent::pins::may_hold_pages(target.as_bytes()) && !block()
 }
 
 impl Client for Link {

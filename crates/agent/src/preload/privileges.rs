@@ -5,8 +5,8 @@
 //! So after each call that may take something away our thread is compared with the one that called. If it could do more it
 //! is replaced, before the call returns, by one that the caller starts, and which has what the caller has.
 
-use super::{Away, active, fail, is_in_the_way, leave_with_all, me, next};
-use crate::engine::{MAY_START, REST, SHARED, TASK_PATH_LEN, ask_to_leave_all, is_own_process, start};
+use super::{Away, active, ask_to_leave, fail, is_in_the_way, leave_with_all, me, next};
+use crate::engine::{MAY_START, REST, SHARED, TASK_PATH_LEN, is_own_process, start};
 use core::ffi::{c_char, c_int, c_long, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering};
 use pagefold_os::fd::Fd;
@@ -115,7 +115,7 @@ pub(super) fn renew() {
     }
     if is_in_the_way() {
         DUE.store(me(), Ordering::Relaxed);
-        return ask_to_leave_all();
+        return ask_to_leave(false);
     }
     replace();
 }
