@@ -60,6 +60,7 @@ scenarios! {
     a_length_that_is_refused_changes_nothing: "lengths";
     what_is_locked_is_left_alone: "locks";
     what_is_locked_is_left_alone_under_all: "locks" "--all";
+    locks_outlast_what_was_not_given_back: "locks-at-a-limit";
     children_do_not_inherit_locks: "locks-and-children";
     unmergeable_gives_private_memory: "unmergeable";
     wipe_on_fork_wipes: "wipe-on-fork";

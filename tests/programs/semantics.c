@@ -963,6 +963,31 @@ static void lengths(void) {
     check(&r, "in the end");
 }
 
+// What could not be given back when it was locked stays locked.
+static void locks_at_a_limit(void) {
+    struct region r = merged(1024);
+    struct rlimit all, few;
+    CHECK(getrlimit(RLIMIT_AS, &all) == 0, "getrlimit");
+    few = all;
+    few.rlim_cur = PAGE;
+    CHECK(setrlimit(RLIMIT_AS, &few) == 0, "setrlimit");
+    int result = mlock(r.at, r.pages * PAGE);
+    CHECK(setrlimit(RLIMIT_AS, &all) == 0, "setrlimit");
+    if (result != 0) SKIP("mlock is limited here");
+    CHECK(pool_pages(r.at, r.pages * PAGE) > 0, "all was given back");
+    // The agent is back and at work when this is merged.
+    struct region later = fill(1024, 16, 7000);
+    madvise(later.at, later.pages * PAGE, MADV_NOHUGEPAGE);
+    CHECK(madvise(later.at, later.pages * PAGE, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+    wait_merged(&later, 700);
+    nap(1000);
+    for (size_t i = 0; i < r.pages; i++) CHECK(flag_at(r.at + i * PAGE, " lo"), "page %zu is not locked any more", i);
+    CHECK(madvise(r.at, r.pages * PAGE, MADV_DONTNEED) != 0 && errno == EINVAL, "MADV_DONTNEED of what is locked");
+    check(&r, "locked");
+    CHECK(munlock(r.at, r.pages * PAGE) == 0, "munlock");
+    CHECK(madvise(r.at, r.pages * PAGE, MADV_DONTNEED) == 0 && page_is_zero(r.at), "MADV_DONTNEED");
+}
+
 static void unmergeable(void) {
     struct region r = merged(1024);
     CHECK(madvise(r.at, r.pages * PAGE, MADV_UNMERGEABLE) == 0, "MADV_UNMERGEABLE");
@@ -2423,7 +2448,7 @@ static const struct scenario scenarios[] = {
     {"writers", writers}, {"unmergeable-writers", unmergeable_writers}, {"lock-writers", lock_writers}, {"forks", forks}, {"orphan", orphan}, {"all-that-is-listed", all_that_is_listed}, {"child-without-daemon", child_without_daemon}, {"process-namespace", process_namespace}, {"main-ends", main_ends},
     {"vforks", vforks}, {"vforks-with-less", vforks_with_less}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
     {"dontneed-raw", dontneed_raw}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
-    {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"lock", lock}, {"locks", locks}, {"locks-and-children", locks_and_children},
+    {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"lock", lock}, {"locks", locks}, {"locks-at-a-limit", locks_at_a_limit}, {"locks-and-children", locks_and_children},
     {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
     {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},

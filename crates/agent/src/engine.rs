@@ -1153,6 +1153,12 @@ impl Agent {
         }
     }
 
+    /// True if the program has locked part of `range`.
+    pub(crate) fn is_locked(&self, range: Range) -> bool {
+        let held = SHARED.guard.lock(AGENT);
+        SHARED.tables(&held).table.first_locked(range).is_some()
+    }
+
     /// Answers the faults and discards that wait.
     pub(crate) fn serve_event(&self, event: uffd::Event) {
         serve_event(&self.hold, &self.maps, Some(&self.watch), Some(self.counters()), event);

@@ -703,12 +703,15 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
     let merged = SHARED.tables(&held).merged.may_overlap(range);
     let result = match advice {
         libc::MADV_DONTNEED | MADV_FREE | libc::MADV_DONTNEED_LOCKED if merged => {
-            // A pool mapping would show its old bytes again: put fresh memory in its place first.
+            // A pool mapping would show its old bytes again: put fresh memory in its place first. Where it is locked the kernel
+            // gets no further.
             let table = SHARED.tables(&held).table;
+            let locked = table.first_locked(range).filter(|_| advice != libc::MADV_DONTNEED_LOCKED);
+            let reached = Range { start: range.start, end: locked.unwrap_or(range.end) };
             // Who cannot see the mappings (a root directory without /proc, no descriptors left) leaves it to the agent, which
             // hears of the discard, but does not know the table meanwhile.
             let seen = match Maps::open() {
-                Ok(maps) => replace_merged(&maps, range, None, Some(table)).map(|_| true)?,
+                Ok(maps) => replace_merged(&maps, reached, None, Some(table)).map(|_| true)?,
                 Err(_) if SHARED.holds.load(Ordering::Acquire) => false,
                 Err(errno) => return Err(errno),
             };

@@ -381,6 +381,10 @@ impl Agent {
             return Err(Errno(libc::EINVAL));
         }
         let _held = self.lock_guard();
+        // The lock would go with the mapping; the pages are the program's own already.
+        if self.is_locked(range) {
+            return Err(Errno(libc::EPERM));
+        }
         let heap = self.heap.hold(range, &self.watch)?;
         let rights = self.rights_of_pool(range).ok_or(Errno(libc::EINVAL));
         let result = rights.and_then(|rights| self.replace_pool(range, rights));

@@ -103,6 +103,12 @@ impl Table {
             .any(|(_, note)| note.is_excluded())
     }
 
+    /// Where what is locked begins in `range`.
+    pub fn first_locked(&self, range: Range) -> Option<u64> {
+        let locked = |(entry, note): &&(Range, Note)| note.locked && entry.overlaps(&range);
+        self.entries().iter().find(locked).map(|(entry, _)| entry.start.max(range.start))
+    }
+
     /// Applies `change` to every note in `range`, splitting and adding entries as needed.
     pub fn change(&mut self, range: Range, change: impl Fn(&mut Note)) {
         let mut at = range.start;
