@@ -88,6 +88,9 @@ fn a_merged_client_is_parked_and_comes_back() {
     }
     clients[0].expect_right("storm");
     clients[0].does("check");
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("it lives");
+    let tables = maps.lines().filter(|line| line.contains("pagefold-cold-table")).count();
+    assert!(tables <= 1, "{tables} tables are mapped");
     wait_for("all to be parked", 120, || {
         host.tool(&["park", "--all"]).status.success() && clients.iter().all(|client| host.cold(client.pid()).is_some())
     });

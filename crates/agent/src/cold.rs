@@ -120,7 +120,7 @@ static TABLE: AtomicU64 = AtomicU64::new(0);
 fn table() -> Option<Table> {
     match TABLE.load(Ordering::Acquire) {
         0 => None,
-        // SAFETY: stored once the mapping is there, which stays until the process ends.
+        // SAFETY: stored once the mapping is there, which stays as long as the guard is held; who asks holds that.
         base => Some(unsafe { Table::at(base) }),
     }
 }
@@ -686,10 +686,15 @@ impl Cold {
             self.hear_the_last();
             self.table.free_pact();
         }
-        TABLE.store(0, Ordering::Release);
         // Tells the daemon that the end of the connection is no accident.
         self.table.head().region.store(0, Ordering::Release);
-        // Closing the descriptors ends all watching. The mappings of table and channel stay: somebody may look at them.
+        // Who looks at the table holds the guard.
+        let held = SHARED.guard.lock(COLD_AGENT);
+        TABLE.store(0, Ordering::Release);
+        drop(held);
+        // SAFETY: the mapping that `make` kept, which nobody can find any more.
+        let _ = unsafe { mem::unmap(self.table.base(), cold_table::LEN as u64) };
+        // Closing the descriptors ends all watching.
     }
 
     /// Reads the events that wait, after which there are no more, and keeps what is known of discards. The pact is held.
@@ -935,11 +940,6 @@ pub(crate) fn hint(range: Range, advice: i32) -> bool {
 /// True if the page at `addr` is in the tier.
 pub(crate) fn is_out(addr: u64) -> bool {
     table().is_some_and(|table| table.state(addr) == OUT)
-}
-
-/// Pages of this process that are out now; 0 if it is no client of the tier.
-pub fn pages_out() -> u64 {
-    table().map_or(0, |table| table.head().out.load(Ordering::Relaxed))
 }
 
 fn yield_now() {
