@@ -277,6 +277,40 @@ fn seats_of_the_dead_are_given_to_the_living() {
 }
 
 #[test]
+fn short_lives_do_not_fill_a_small_store() {
+    let name = Name::new("short-lives");
+    let store = Options::new().limit_bytes(64 << 20).create(&name.0).unwrap();
+    for number in 0..300u64 {
+        let one = || store.set(&number.to_le_bytes(), b"value").map(drop);
+        // Joining waits for the end of the thread itself, where its seat is given up.
+        std::thread::scope(|scope| scope.spawn(one).join().unwrap()).unwrap();
+    }
+    for number in 300..600u64 {
+        // SAFETY: the child opens the store for itself, and leaves by a signal or by _exit.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let store = Options::new().open_existing(&name.0);
+            let done = store.is_ok_and(|store| {
+                let done = store.set(&number.to_le_bytes(), b"value").is_ok();
+                // SAFETY: ends this process alone.
+                done && unsafe { libc::kill(libc::getpid(), libc::SIGKILL) } == 0
+            });
+            // SAFETY: as above.
+            unsafe { libc::_exit(i32::from(!done)) };
+        }
+        let mut status = 0;
+        // SAFETY: waits for the child just made.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert!(libc::WIFSIGNALED(status), "process {number} found no room");
+    }
+    store.set(b"record", &[1; 300]).unwrap();
+    assert_eq!(store.len(), 601);
+    store.check().unwrap();
+    let held = store.stats().held_bytes;
+    assert!(held < 8 << 20, "{held} bytes are held");
+}
+
+#[test]
 fn threads_count_together_and_read_while_others_write() {
     let store = Options::new().limit_bytes(256 << 20).private().unwrap();
     std::thread::scope(|scope| {

@@ -5,7 +5,8 @@
 //! span per class: only the lease holder sets bits of its bitmap, anybody
 //! clears them. The `meta` word of a span, changed by compare-and-swap, is the
 //! truth; the per-class bitmaps of spans with room are hints, and may be
-//! wrong in both directions without harm.
+//! wrong in both directions without harm. A log extent is leased likewise; it
+//! knows itself how far it is filled, so that the next one goes on there.
 //!
 //! Orders are chosen so that a death between two stores loses at most one
 //! block until the next audit, and never gives one block out twice.
@@ -49,7 +50,7 @@ const LATE: Duration = if cfg!(test) { Duration::from_secs(86_400) } else { Dura
 pub(super) struct Entry {
     /// State, class, owner seat (plus one), and length of a large block in spans.
     pub meta: AtomicU64,
-    /// The bitmap of a class with at most 64 blocks per span.
+    /// The bitmap of a class with at most 64 blocks per span; of a log extent, the line at which it is filled next.
     pub bits: AtomicU64,
 }
 
@@ -120,7 +121,7 @@ impl Inner {
 
     /// Gives out `size` bytes (a multiple of 64) right behind what this thread got here last.
     pub(super) fn alloc_log(&self, seat: &Seat, owner: u64, size: usize, second: bool) -> Result<u64, Error> {
-        let units = size.div_ceil(64) as u32;
+        let units = (size.div_ceil(64) as u32).max(1);
         // No extent is too large a part of the arena; what is left in those of a small one would be.
         let spans = log_spans(size).min((self.layout.spans / 16 + 1).next_power_of_two() / 2);
         if size > spans * SPAN_BYTES / 4 || self.layout.spans < LOG_ARENA_SPANS_MIN {
@@ -129,44 +130,133 @@ impl Inner {
         let class = LOG + usize::from(second);
         loop {
             let leased = seat.leases[class].load(Ordering::Relaxed);
-            let at = seat.cursors[class].load(Ordering::Relaxed);
-            let span = (leased as usize).saturating_sub(1);
-            let cut = &Meta::of(self.entry(span).meta.load(Ordering::Relaxed)).cut();
-            if leased != 0 && at + units <= cut.count {
-                let block = self.span_offset(span) + u64::from(cut.first) + u64::from(at) * 64;
-                seat.intents[INTENT_ALLOC].store(block, Ordering::Release);
-                fault::point();
-                self.bitmap(span, cut, at / 64).fetch_or(1 << (at % 64), Ordering::SeqCst);
-                fault::point();
-                seat.cursors[class].store(at + units, Ordering::Relaxed);
-                std::sync::atomic::fence(Ordering::Release);
-                return Ok(block);
-            }
             if leased != 0 {
+                if let Some(block) = self.take_lines(seat, leased as usize - 1, units) {
+                    std::sync::atomic::fence(Ordering::Release);
+                    return Ok(block);
+                }
                 seat.leases[class].store(0, Ordering::Relaxed);
                 self.drop_lease(leased as usize - 1, owner);
             }
-            let span = match self.claim_extent(spans, spans, owner) {
-                Ok(span) => span,
-                // Not enough free spans in a row: any block of the size will do.
-                Err(Error::Full { .. }) => return self.alloc(seat, owner, size),
-                Err(error) => return Err(error),
+            let span = match self.take_log(owner, class, spans, units) {
+                Some(span) => span,
+                None => match self.cut_log(owner, class, spans) {
+                    Ok(span) => span,
+                    // Not enough free spans in a row, or no pages for them: any extent with room, else any block of
+                    // the size, will do.
+                    Err(_) => match self.take_any_log(owner, units) {
+                        Some(span) => span,
+                        None => return self.alloc(seat, owner, size),
+                    },
+                },
             };
-            let cut = &log_cut(spans);
-            for index in 0..cut.words {
-                self.bitmap(span, cut, index).store(tail_mask(cut, index), Ordering::Relaxed);
-            }
-            fault::point();
-            // Head first: from here the rest belongs to it, whoever looks.
-            let head = Meta { state: SMALL, class, owner, spans: spans as u64 };
-            self.entry(span).meta.store(head.word(), Ordering::SeqCst);
-            for rest in 1..spans {
-                fault::point();
-                self.entry(span + rest).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
-            }
-            seat.cursors[class].store(0, Ordering::Relaxed);
             seat.leases[class].store(span as u32 + 1, Ordering::Relaxed);
         }
+    }
+
+    /// Takes the next `units` lines of the log extent at `span`, which this thread leases, if so many are left.
+    ///
+    /// Where to go on is noted in the extent itself, so that whoever leases it next fills the rest, also after a death.
+    /// One between bit and note leaves a block at the note, which was never linked and which the intent names: it is
+    /// freed before the lease ends. Is that lost too, by the death of who cleans up, the next block begins there as if
+    /// it had not been. So a bit at the note is nobody's, and what lies before it is not given out again until the
+    /// extent is empty.
+    fn take_lines(&self, seat: &Seat, span: usize, units: u32) -> Option<u64> {
+        let cut = &Meta::of(self.entry(span).meta.load(Ordering::Relaxed)).cut();
+        if units > self.lines_left(span, cut) {
+            return None;
+        }
+        let next = &self.entry(span).bits;
+        let at = next.load(Ordering::Relaxed) as u32;
+        let block = self.span_offset(span) + u64::from(cut.first) + u64::from(at) * 64;
+        seat.intents[INTENT_ALLOC].store(block, Ordering::Release);
+        fault::point();
+        self.bitmap(span, cut, at / 64).fetch_or(1 << (at % 64), Ordering::SeqCst);
+        fault::point();
+        next.store(u64::from(at + units), Ordering::Relaxed);
+        fault::point();
+        Some(block)
+    }
+
+    /// Lines at the end of the log extent at `span` that were not given out yet.
+    #[inline]
+    fn lines_left(&self, span: usize, cut: &Cut) -> u32 {
+        u64::from(cut.count).saturating_sub(self.entry(span).bits.load(Ordering::Relaxed)) as u32
+    }
+
+    /// Claims free spans for a log extent, and leases it.
+    fn cut_log(&self, owner: u64, class: usize, spans: usize) -> Result<usize, Error> {
+        let span = self.claim_extent(spans, spans, owner)?;
+        let cut = &log_cut(spans);
+        for index in 0..cut.words {
+            self.bitmap(span, cut, index).store(tail_mask(cut, index), Ordering::Relaxed);
+        }
+        self.entry(span).bits.store(0, Ordering::Relaxed);
+        fault::point();
+        // Head first: from here the rest belongs to it, whoever looks.
+        let head = Meta { state: SMALL, class, owner, spans: spans as u64 };
+        self.entry(span).meta.store(head.word(), Ordering::SeqCst);
+        for rest in 1..spans {
+            fault::point();
+            self.entry(span + rest).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
+        }
+        Ok(span)
+    }
+
+    /// Leases an extent of the log `class`, of so many spans, that nobody leases and that has `units` lines left.
+    fn take_log(&self, owner: u64, class: usize, spans: usize, units: u32) -> Option<usize> {
+        for index in 0..self.fresh().div_ceil(64) {
+            let hints = self.hints(class, index);
+            let mut bits = hints.load(Ordering::Relaxed);
+            while bits != 0 {
+                let mask = bits & bits.wrapping_neg();
+                let span = index * 64 + bits.trailing_zeros() as usize;
+                bits &= bits - 1;
+                // A hint stays until the extent is leased: for others it may be the right one.
+                if self.lease_log(span, owner, units, |meta| meta.class == class && meta.spans == spans as u64) {
+                    hints.fetch_and(!mask, Ordering::SeqCst);
+                    return Some(span);
+                }
+                let is_log = || {
+                    let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+                    meta.state == SMALL && meta.class == class
+                };
+                if !is_log() {
+                    hints.fetch_and(!mask, Ordering::SeqCst);
+                    // Whoever made it one meanwhile may have seen the hint that we struck out.
+                    if is_log() {
+                        hints.fetch_or(mask, Ordering::SeqCst);
+                    }
+                }
+            }
+        }
+        None
+    }
+
+    /// Leases an extent of either log, of any length, that nobody leases and that has `units` lines left.
+    #[cold]
+    fn take_any_log(&self, owner: u64, units: u32) -> Option<usize> {
+        (0..self.fresh()).find(|&span| self.lease_log(span, owner, units, |_| true))
+    }
+
+    /// Leases the log extent at `span`, if one begins there that nobody leases, that is of the right kind and has `units`
+    /// lines left.
+    fn lease_log(&self, span: usize, owner: u64, units: u32, is_right: impl Fn(Meta) -> bool) -> bool {
+        let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+        let idle = meta.state == SMALL && meta.class >= LOG && meta.owner == 0;
+        if !idle || !is_right(meta) || self.lines_left(span, &meta.cut()) < units {
+            return false;
+        }
+        if !self.swap_meta(span, meta.word(), Meta { owner, ..meta }.word()) {
+            return false;
+        }
+        fault::point();
+        // Another may have leased it, filled it and left it since we looked.
+        let is_left = self.lines_left(span, &meta.cut()) >= units;
+        if !is_left {
+            self.drop_lease(span, owner);
+        }
+        is_left
     }
 
     /// Bytes left in the extent from which [`Inner::alloc_log`] gives next, 0 if it must take a new one.
@@ -176,8 +266,9 @@ impl Inner {
         if leased == 0 {
             return 0;
         }
-        let cut = &Meta::of(self.entry(leased as usize - 1).meta.load(Ordering::Relaxed)).cut();
-        cut.count.saturating_sub(seat.cursors[class].load(Ordering::Relaxed)) as usize * 64
+        let span = leased as usize - 1;
+        let cut = &Meta::of(self.entry(span).meta.load(Ordering::Relaxed)).cut();
+        self.lines_left(span, cut) as usize * 64
     }
 
     /// The extent in which a log block lies, and whether it is of a second log.
@@ -194,7 +285,9 @@ impl Inner {
             return false;
         }
         let cut = &meta.cut();
-        let enough = cut.count as usize * 64 / size.max(64) / 10 * 8;
+        // What was not given out yet is no waste: another fills it.
+        let given = cut.count - self.lines_left(span, cut);
+        let enough = given as usize * 64 / size.max(64) / 10 * 8;
         let mut count = 0;
         for index in 0..cut.words {
             let bits = self.bitmap(span, cut, index).load(Ordering::Relaxed) & !tail_mask(cut, index);
@@ -227,7 +320,8 @@ impl Inner {
         }
     }
 
-    /// Finds a block when no span is free: in a span this thread leases and does not need, else in a larger class.
+    /// Finds a block when no span is free: in a span this thread leases and does not need, else in a larger class, else
+    /// among the arrays.
     #[cold]
     fn alloc_tight(&self, seat: &Seat, owner: u64, class: usize) -> Option<u64> {
         for lease in seat.leases.iter().skip(1) {
@@ -262,7 +356,18 @@ impl Inner {
                 return self.take_block(seat, span, larger);
             }
         }
-        None
+        let units = CUTS[class].block_bytes.div_ceil(64);
+        let leased = &seat.leases[LOG..];
+        let ours = leased.iter().map(|lease| lease.load(Ordering::Relaxed)).filter(|&leased| leased != 0);
+        if let Some(block) = ours.into_iter().find_map(|leased| self.take_lines(seat, leased as usize - 1, units)) {
+            return Some(block);
+        }
+        let span = self.take_any_log(owner, units)?;
+        let before = leased[0].swap(span as u32 + 1, Ordering::Relaxed);
+        if before != 0 {
+            self.drop_lease(before as usize - 1, owner);
+        }
+        self.take_lines(seat, span, units)
     }
 
     /// Takes a free block of a span this thread leases.
@@ -342,14 +447,22 @@ impl Inner {
         // Whoever freed a block while we held the span left the hint to us; SeqCst on both sides means
         // that one of the two sees the other.
         std::sync::atomic::fence(Ordering::SeqCst);
+        self.find_again(span, meta, owner);
+    }
+
+    /// Sees to it that a span that nobody leases is found by who can use it: all of it if it is empty.
+    fn find_again(&self, span: usize, meta: Meta, owner: u64) {
         let cut = &meta.cut();
-        if self.has_room(span, cut) {
-            if meta.class < LOG {
-                self.hint(meta.class, span);
-            }
-            if self.is_empty(span, cut) {
-                self.release_span(span, meta, owner);
-            }
+        let has_room = match meta.class {
+            // For less than a block of those that it was made for, nobody need look here.
+            LOG.. => self.lines_left(span, cut) >= (cut.count / 32).max(1),
+            _ => self.has_room(span, cut),
+        };
+        if has_room {
+            self.hint(meta.class, span);
+        }
+        if self.is_empty(span, cut) {
+            self.release_span(span, meta, owner);
         }
     }
 
@@ -685,7 +798,14 @@ impl Inner {
                 continue;
             }
             match meta.state {
-                SMALL => self.drop_lease(span, owner),
+                SMALL => {
+                    // An extent is whole before another fills it: its maker may have died before the rest was written.
+                    for rest in 1..meta.spans as usize {
+                        self.entry(span + rest).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
+                        fault::point();
+                    }
+                    self.drop_lease(span, owner);
+                }
                 LARGE => self.free_large(span, owner, true),
                 _ if self.inside_large(span) => {
                     self.entry(span).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
@@ -710,15 +830,8 @@ impl Inner {
         self.each_orphan(|span| self.make_free(span, owner, true));
         for span in 0..self.fresh() {
             let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
-            let cut = &meta.cut();
-            if meta.state != SMALL || meta.owner != 0 || !self.has_room(span, cut) {
-                continue;
-            }
-            if meta.class < LOG {
-                self.hint(meta.class, span);
-            }
-            if self.is_empty(span, cut) {
-                self.release_span(span, meta, owner);
+            if meta.state == SMALL && meta.owner == 0 {
+                self.find_again(span, meta, owner);
             }
         }
     }

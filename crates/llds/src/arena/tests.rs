@@ -416,6 +416,62 @@ fn spans_that_extents_pass_over_are_used_before_the_limit() {
     assert_eq!(held, 256 << 20, "full with {} MiB of 256 in blocks", bytes >> 20);
 }
 
+#[test]
+fn extents_that_threads_leave_are_filled_on() {
+    let arena = Arena::private(&small()).unwrap();
+    let count = 2 * (64 << 20) / SPAN_BYTES;
+    for second in [false, true] {
+        for _ in 0..count {
+            let one = || {
+                let seat = arena.seat().unwrap();
+                arena.alloc_log(&seat, 64, second).unwrap();
+                seat.settle_alloc();
+            };
+            // Joining waits for the end of the thread itself, where its seat is given up.
+            std::thread::scope(|scope| scope.spawn(one).join().unwrap());
+        }
+    }
+    let seat = arena.seat().unwrap();
+    arena.alloc(&seat, 1000).unwrap();
+    let mut blocks = HashSet::new();
+    arena.each_block(|block| assert!(blocks.insert(block)));
+    assert_eq!(blocks.len(), 2 * count + 1);
+}
+
+#[test]
+fn what_is_left_in_extents_serves_before_the_limit() {
+    let arena = Arena::private(&small()).unwrap();
+    let seat = arena.seat().unwrap();
+    // Extents of both logs, each with one block, and no free span but those.
+    let logs: Vec<u64> = [(64, true), (4 * SPAN_BYTES / 16, true), (64, false)]
+        .map(|(size, second)| {
+            let block = arena.alloc_log(&seat, size, second).unwrap();
+            arena.inner.drop_leases(&seat, seat.owner);
+            block
+        })
+        .into();
+    let full = std::iter::from_fn(|| arena.alloc(&seat, SPAN_BYTES).ok()).map(|block| (block, SPAN_BYTES as u64));
+    let mut blocks: Vec<(u64, u64)> = full.collect();
+    let count = blocks.len();
+    while let Ok(block) = arena.alloc_log(&seat, SPAN_BYTES / 4, false) {
+        blocks.push((block, SPAN_BYTES as u64 / 4));
+    }
+    assert!(blocks.len() > count + 4, "{} arrays", blocks.len() - count);
+    let count = blocks.len();
+    while let Ok(block) = arena.alloc(&seat, 300) {
+        assert!(arena.is_allocated(block));
+        blocks.push((block, 300));
+    }
+    seat.settle_alloc();
+    assert!(blocks.len() > count + 100, "{} records", blocks.len() - count);
+    blocks.extend(logs.iter().map(|&block| (block, 64)));
+    blocks.sort_unstable();
+    assert!(blocks.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0), "two blocks in one place");
+    blocks.iter().for_each(|&(block, _)| arena.free(&seat, block));
+    arena.trim(&seat);
+    arena.alloc(&seat, 64 << 20).unwrap();
+}
+
 /// Cleans up after every dead seat, none of whose blocks were linked.
 #[cfg(any(debug_assertions, pagefold_stress))]
 fn recover_unlinked(arena: &Arena) {
@@ -551,6 +607,62 @@ fn an_empty_span_that_nobody_knows_of_comes_back() {
         assert!(whole.is_ok(), "death at point {point}: {whole:?}");
         if !died {
             break;
+        }
+    }
+}
+
+#[test]
+#[cfg(any(debug_assertions, pagefold_stress))]
+fn extents_that_the_dead_were_filling_are_filled_on() {
+    // An extent that another left, or one that he makes himself; and one who cleans up may die too.
+    for (idle, recoverer) in [(true, 0), (true, 2), (true, 5), (false, 0), (false, 4)] {
+        for point in 1.. {
+            let (path, file) = temp("filling");
+            let arena = Arena::create(file, &small()).unwrap();
+            let seat = arena.seat().unwrap();
+            // As many spans as an arena of this size has in an extent.
+            let size = 8 * SPAN_BYTES / 16;
+            let mut ours = Vec::new();
+            let mut fill = |count: usize| {
+                for _ in 0..count {
+                    ours.push(arena.alloc_log(&seat, size, false).unwrap());
+                    seat.settle_alloc();
+                }
+                arena.inner.drop_leases(&seat, seat.owner);
+                ours.clone()
+            };
+            fill(usize::from(idle));
+            let died = fault::dies(0, || {
+                let arena = Arena::open_path(&path.0, 0, Pages::Auto).unwrap();
+                let seat = arena.seat().unwrap();
+                fault::arm(point);
+                let _ = arena.alloc_log(&seat, size, false);
+                seat.settle_alloc();
+                arena.inner.leave(seat.owner);
+                // SAFETY: leaves the child without running destructors of the parent's threads.
+                unsafe { libc::_exit(0) };
+            });
+            if recoverer > 0 {
+                fault::dies(recoverer, || recover_unlinked(&Arena::open_path(&path.0, 0, Pages::Auto).unwrap()));
+            }
+            recover_unlinked(&arena);
+            assert_eq!(arena.orphan_bytes(), 0, "death at point {point}");
+            let ours = fill(5);
+            let distinct: HashSet<&u64> = ours.iter().collect();
+            assert_eq!(distinct.len(), ours.len(), "death at point {point}, of who cleaned up at {recoverer}");
+            assert!(ours.iter().all(|&block| arena.is_allocated(block)));
+            let extents: HashSet<_> = ours.iter().map(|&block| arena.log_of(block).unwrap()).collect();
+            assert_eq!(extents.len(), 1, "death at point {point}, of who cleaned up at {recoverer}");
+            let mut lost = Vec::new();
+            arena.each_block(|block| lost.push(block));
+            assert!(lost.len() <= ours.len() + 1, "death at point {point}");
+            lost.into_iter().for_each(|block| arena.free(&seat, block));
+            let whole = arena.alloc(&seat, 64 << 20);
+            assert!(whole.is_ok(), "death at point {point}, of who cleaned up at {recoverer}: {whole:?}");
+            if !died {
+                assert!(point > 3, "{point}");
+                break;
+            }
         }
     }
 }
