@@ -176,7 +176,7 @@ impl Options {
         if lock_file(&file, libc::LOCK_EX | libc::LOCK_NB).is_ok() {
             let store = Store::over(Arena::open_alone(file.try_clone()?, KIND, self.pages)?)?;
             store.table.recover_all();
-            if store.table.arena.stats().recovery_count > 0 {
+            if !store.table.arena.is_audited() {
                 store.table.free_lost()?;
             }
             // Closed here: when the lock becomes a shared one, another may be alone for a moment, and takes any seat.

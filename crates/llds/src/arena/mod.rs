@@ -266,6 +266,10 @@ struct Header {
     recoveries: AtomicU64,
     /// The namespaces in which seats' states have meaning; changes only while a process has the file alone.
     namespaces: AtomicU64,
+    /// `recoveries` when idle spans without a hint were last looked for.
+    swept: AtomicU64,
+    /// `recoveries` when lost memory was last looked for.
+    audited: AtomicU64,
 }
 
 /// Words of the header that the checksum covers.
@@ -692,10 +696,18 @@ impl Arena {
         self.inner.each_block(visit);
     }
 
-    /// Puts back memory that a death left where nobody finds it, though no block lies there. Nobody else may use the arena
-    /// meanwhile.
+    /// Puts back memory that a death left where nobody finds it, though no block lies there, and ends an audit: from here
+    /// [`Arena::is_audited`]. Nobody else may use the arena meanwhile.
     pub fn release_lost(&self, seat: &SeatRef<'_>) {
         self.inner.release_lost(seat.owner);
+        let header = self.inner.header();
+        header.audited.store(header.recoveries.load(Ordering::SeqCst), Ordering::SeqCst);
+    }
+
+    /// Whether [`Arena::release_lost`] was called since the last death was cleaned up.
+    pub fn is_audited(&self) -> bool {
+        let header = self.inner.header();
+        header.audited.load(Ordering::SeqCst) == header.recoveries.load(Ordering::SeqCst)
     }
 
     /// Bytes that [`Arena::release_lost`] would find in spans that are part of no block. Exact only while nobody allocates
@@ -831,7 +843,8 @@ impl Arena {
         self.inner.release_spans_of(dead.owner);
         fault::point();
         self.inner.collect(seat, dead.owner);
-        self.inner.header().recoveries.fetch_add(1, Ordering::Relaxed);
+        // Counted before the seat is free: whoever finds all seats clean also finds that there may be something to sweep.
+        self.inner.header().recoveries.fetch_add(1, Ordering::SeqCst);
         seat.state.store(0, Ordering::SeqCst);
     }
 }

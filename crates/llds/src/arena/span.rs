@@ -398,6 +398,13 @@ impl Inner {
 
     /// Leases a span of `class` with room, or a free one that it cuts for the class.
     fn take_lease(&self, owner: u64, class: usize) -> Result<usize, Error> {
+        match self.try_lease(owner, class) {
+            Err(_) if self.sweep(owner) => self.try_lease(owner, class),
+            done => done,
+        }
+    }
+
+    fn try_lease(&self, owner: u64, class: usize) -> Result<usize, Error> {
         if let Some(span) = self.take_partial(owner, class) {
             return Ok(span);
         }
@@ -423,6 +430,7 @@ impl Inner {
                 hints.fetch_and(!(1 << bit), Ordering::SeqCst);
                 let span = index * 64 + bit as usize;
                 let idle = Meta { state: SMALL, class, owner: 0, spans: 0 };
+                fault::point();
                 if !self.swap_meta(span, idle.word(), Meta { owner, ..idle }.word()) {
                     continue;
                 }
@@ -444,6 +452,7 @@ impl Inner {
         }
         fault::point();
         self.entry(span).meta.store(Meta { owner: 0, ..meta }.word(), Ordering::SeqCst);
+        fault::point();
         // Whoever freed a block while we held the span left the hint to us; SeqCst on both sides means
         // that one of the two sees the other.
         std::sync::atomic::fence(Ordering::SeqCst);
@@ -555,6 +564,13 @@ impl Inner {
 
     /// Claims `count` neighbouring spans from a multiple of `align` on; they stay in state FREE under `owner`.
     fn claim_extent(&self, count: usize, align: usize, owner: u64) -> Result<usize, Error> {
+        match self.try_claim_extent(count, align, owner) {
+            Err(_) if self.sweep(owner) => self.try_claim_extent(count, align, owner),
+            done => done,
+        }
+    }
+
+    fn try_claim_extent(&self, count: usize, align: usize, owner: u64) -> Result<usize, Error> {
         let mut start = 0;
         while start + count <= self.layout.spans {
             let taken = |span: &usize| !Meta::of(self.entry(*span).meta.load(Ordering::Relaxed)).claimable();
@@ -828,6 +844,28 @@ impl Inner {
     /// that no hint names. Nobody else may use the arena meanwhile.
     pub(super) fn release_lost(&self, owner: u64) {
         self.each_orphan(|span| self.make_free(span, owner, true));
+        self.find_all_again(owner);
+    }
+
+    /// Finds again what deaths hid from those who look for room: idle spans that lost their hint, and empty ones that were
+    /// to become free. False if nobody died since the last time.
+    ///
+    /// A hint goes before the span is leased and comes after the lease ended, so a death between loses it. That death is
+    /// counted when its seat is cleaned up, which is later; so is the death of one who cleans up. Who dies in here leaves
+    /// the note as it was, and the next one looks at all of them again.
+    #[cold]
+    fn sweep(&self, owner: u64) -> bool {
+        let header = self.header();
+        let deaths = header.recoveries.load(Ordering::SeqCst);
+        if header.swept.load(Ordering::SeqCst) == deaths {
+            return false;
+        }
+        self.find_all_again(owner);
+        header.swept.store(deaths, Ordering::SeqCst);
+        true
+    }
+
+    fn find_all_again(&self, owner: u64) {
         for span in 0..self.fresh() {
             let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
             if meta.state == SMALL && meta.owner == 0 {
