@@ -478,19 +478,32 @@ impl Inner {
     /// Takes a free span: one that was used before, else a fresh one. It stays in state FREE under `owner`.
     fn claim_span(&self, owner: u64) -> Result<usize, Error> {
         let words = self.fresh().div_ceil(64);
+        let mut refused = None;
         for index in 0..words {
             let hints = self.hints(0, index);
             let mut bits = hints.load(Ordering::Relaxed);
             while bits != 0 {
                 let bit = bits.trailing_zeros();
                 bits &= bits - 1;
-                hints.fetch_and(!(1 << bit), Ordering::SeqCst);
                 let span = index * 64 + bit as usize;
+                // One hole that gets no pages is asked for all of them. It keeps its hint.
+                if refused.is_some() && Meta::of(self.entry(span).meta.load(Ordering::SeqCst)).state == HOLE {
+                    continue;
+                }
+                hints.fetch_and(!(1 << bit), Ordering::SeqCst);
                 let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
-                if meta.claimable() && self.claim(span, meta, owner)? {
-                    return Ok(span);
+                if !meta.claimable() {
+                    continue;
+                }
+                match self.claim(span, meta, owner) {
+                    Ok(true) => return Ok(span),
+                    Ok(false) => {}
+                    Err(error) => refused = Some(error),
                 }
             }
+        }
+        if let Some(error) = refused {
+            return Err(error);
         }
         loop {
             let span = self.fresh();
@@ -511,19 +524,27 @@ impl Inner {
     /// died before he hinted. All others get their hints, so that the next claims need not look everywhere.
     #[cold]
     fn claim_unhinted(&self, owner: u64) -> Result<usize, Error> {
-        let mut claimed = None;
+        let (mut claimed, mut refused) = (None, None);
         for span in 0..self.layout.spans {
             let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
             if !meta.claimable() {
                 continue;
             }
-            if claimed.is_some() {
+            if claimed.is_some() || (refused.is_some() && meta.state != FREE) {
                 self.hint(0, span);
-            } else if self.claim(span, meta, owner)? {
-                claimed = Some(span);
+                continue;
+            }
+            match self.claim(span, meta, owner) {
+                Ok(true) => claimed = Some(span),
+                Ok(false) => {}
+                Err(error) => refused = Some(error),
             }
         }
-        claimed.ok_or(Error::Full { limit_bytes: (self.layout.spans * SPAN_BYTES) as u64 })
+        claimed.ok_or_else(|| refused.unwrap_or_else(|| self.full()))
+    }
+
+    fn full(&self) -> Error {
+        Error::Full { limit_bytes: (self.layout.spans * SPAN_BYTES) as u64 }
     }
 
     /// Takes `span`, seen claimable as `meta`, and makes sure it has pages. False if somebody else was quicker.
@@ -571,25 +592,34 @@ impl Inner {
     }
 
     fn try_claim_extent(&self, count: usize, align: usize, owner: u64) -> Result<usize, Error> {
-        let mut start = 0;
+        let (mut start, mut refused) = (0, None);
         while start + count <= self.layout.spans {
-            let taken = |span: &usize| !Meta::of(self.entry(*span).meta.load(Ordering::Relaxed)).claimable();
-            if let Some(span) = (start..start + count).rev().find(taken) {
-                start = (span + 1).next_multiple_of(align);
-                continue;
-            }
-            if let Some(span) = self.claim_run(start, count, owner)? {
-                start = (span + 1).next_multiple_of(align);
-                continue;
-            }
-            self.header().fresh.fetch_max((start + count) as u64, Ordering::SeqCst);
-            return Ok(start);
+            // Once there were no pages for one, only spans that have theirs will do.
+            let taken = |span: &usize| {
+                let meta = Meta::of(self.entry(*span).meta.load(Ordering::Relaxed));
+                !meta.claimable() || (refused.is_some() && meta.state != FREE)
+            };
+            let passed = match (start..start + count).rev().find(taken) {
+                Some(span) => span,
+                None => match self.claim_run(start, count, owner) {
+                    Ok(()) => {
+                        self.header().fresh.fetch_max((start + count) as u64, Ordering::SeqCst);
+                        return Ok(start);
+                    }
+                    Err((span, error)) => {
+                        refused = error.or(refused);
+                        span
+                    }
+                },
+            };
+            start = (passed + 1).next_multiple_of(align);
         }
-        Err(Error::Full { limit_bytes: (self.layout.spans * SPAN_BYTES) as u64 })
+        Err(refused.unwrap_or_else(|| self.full()))
     }
 
-    /// Claims `count` spans from `start`, or none of them and returns the one that was taken by somebody else.
-    fn claim_run(&self, start: usize, count: usize, owner: u64) -> Result<Option<usize>, Error> {
+    /// Claims `count` spans from `start`, or none of them and returns the one that was taken by somebody else, or for
+    /// which there are no pages.
+    fn claim_run(&self, start: usize, count: usize, owner: u64) -> Result<(), (usize, Option<Error>)> {
         for span in start..start + count {
             let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
             let claimed = if meta.claimable() { self.claim(span, meta, owner) } else { Ok(false) };
@@ -597,10 +627,10 @@ impl Inner {
                 for back in start..span {
                     self.make_free(back, owner, true);
                 }
-                return claimed.map(|_| Some(span));
+                return Err((span, claimed.err()));
             }
         }
-        Ok(None)
+        Ok(())
     }
 
     /// Takes a block back, and nothing if none begins there. `owner` names the seat on whose behalf.

@@ -347,6 +347,40 @@ fn signals_do_not_keep_memory_from_being_secured() {
 }
 
 #[test]
+fn free_spans_with_pages_serve_when_there_are_no_more_pages() {
+    std::thread::spawn(|| {
+        let (_path, file) = temp("no-pages");
+        let arena = Arena::create(file, &small()).unwrap();
+        let seat = arena.seat().unwrap();
+        let (holes, kept) = (arena.alloc(&seat, 4 << 20).unwrap(), arena.alloc(&seat, 4 * SPAN_BYTES).unwrap());
+        let blocked = arena.alloc(&seat, SPAN_BYTES).unwrap();
+        arena.free(&seat, holes);
+        arena.trim(&seat);
+        arena.free(&seat, kept);
+        // The first free spans are holes, those behind have pages: of these none is asked for again.
+        if let Err(error) = refuse_calls(libc::SYS_fallocate, libc::ENOSPC, 3, libc::BPF_JGE, 0) {
+            println!("SKIPPED: no seccomp filter here: {error}");
+            return;
+        }
+        assert_eq!(arena.stats().spans.kept_bytes, 4 * SPAN_BYTES as u64);
+        let inside = |block: u64| (kept..kept + 4 * SPAN_BYTES as u64).contains(&block);
+        let array = arena.alloc_log(&seat, 1024, false).unwrap();
+        let large = arena.alloc(&seat, 2 * SPAN_BYTES).unwrap();
+        let record = arena.alloc(&seat, 1000).unwrap();
+        assert!([array, large, record].map(inside) == [true; 3]);
+        let none = arena.alloc(&seat, 2 * SPAN_BYTES);
+        assert!(matches!(none, Err(Error::NoMemory { .. })), "{none:?}");
+        // Not even an extent: the next array lies in the one there is.
+        while arena.alloc(&seat, SPAN_BYTES).is_ok() {}
+        arena.inner.drop_leases(&seat, seat.owner);
+        assert_eq!(arena.log_of(arena.alloc_log(&seat, 4096, true).unwrap()), arena.log_of(array));
+        arena.free(&seat, blocked);
+    })
+    .join()
+    .unwrap();
+}
+
+#[test]
 fn a_descriptor_that_another_file_took_tells_no_deaths() {
     use std::os::fd::AsRawFd;
     let (path, file) = temp("closed");
