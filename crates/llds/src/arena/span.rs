@@ -131,12 +131,16 @@ impl Inner {
         loop {
             let leased = seat.leases[class].load(Ordering::Relaxed);
             if leased != 0 {
-                if let Some(block) = self.take_lines(seat, leased as usize - 1, units) {
+                let block = self.take_lines(seat, leased as usize - 1, units);
+                // The intent names the block, whoever leases the extent.
+                if block.is_none() || self.are_logs_shared(spans) {
+                    seat.leases[class].store(0, Ordering::Relaxed);
+                    self.drop_lease(leased as usize - 1, owner);
+                }
+                if let Some(block) = block {
                     std::sync::atomic::fence(Ordering::Release);
                     return Ok(block);
                 }
-                seat.leases[class].store(0, Ordering::Relaxed);
-                self.drop_lease(leased as usize - 1, owner);
             }
             let span = match self.take_log(owner, class, spans, units) {
                 Some(span) => span,
@@ -152,6 +156,12 @@ impl Inner {
             };
             seat.leases[class].store(span as u32 + 1, Ordering::Relaxed);
         }
+    }
+
+    /// Whether extents of so many spans go from thread to thread with each block: if every thread kept those of both logs
+    /// that it filled last, they could be more than a quarter of the arena.
+    fn are_logs_shared(&self, spans: usize) -> bool {
+        self.seats_high() as usize * 2 * spans > self.layout.spans / 4
     }
 
     /// Takes the next `units` lines of the log extent at `span`, which this thread leases, if so many are left.

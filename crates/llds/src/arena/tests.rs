@@ -473,6 +473,35 @@ fn extents_that_threads_leave_are_filled_on() {
 }
 
 #[test]
+fn more_threads_than_spans_have_arrays() {
+    let options = Options { capacity_bytes: 128 * SPAN_BYTES as u64, ..small() };
+    let arena = Arena::private(&options).unwrap();
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let count = 400;
+    let end = Mutex::new(());
+    std::thread::scope(|scope| {
+        // They all live until the last one has what he asked for.
+        let held = end.lock();
+        for _ in 0..count {
+            let (arena, end, sender) = (&arena, &end, sender.clone());
+            let work = move || {
+                let seat = arena.seat().unwrap();
+                sender.send([false, true].map(|second| arena.alloc_log(&seat, 64, second).ok())).unwrap();
+                seat.settle_alloc();
+                drop(end.lock());
+            };
+            std::thread::Builder::new().stack_size(256 << 10).spawn_scoped(scope, work).unwrap();
+            // One after the other: who is stopped with an extent in his hand keeps it meanwhile.
+            let blocks = receiver.recv().unwrap();
+            assert!(blocks.iter().all(Option::is_some), "{blocks:?}");
+        }
+        drop(held);
+    });
+    let seat = arena.seat().unwrap();
+    arena.alloc(&seat, 64 * SPAN_BYTES).unwrap();
+}
+
+#[test]
 fn what_is_left_in_extents_serves_before_the_limit() {
     let arena = Arena::private(&small()).unwrap();
     let seat = arena.seat().unwrap();
