@@ -37,7 +37,9 @@ const ROOT_HEAD: usize = 4096;
 const CURSOR_AT: usize = 1024;
 const ROOT_BYTES: usize = ROOT_HEAD + 2 * SEGMENTS * 8;
 
-/// Lookups that `get_many` and `set_many` keep in flight.
+/// Lookups that `get_many` keeps in flight: what one part of their work leads to is on its way while it does the others'.
+const LOOKUPS: usize = 64;
+/// Changes that `set_many` keeps in flight.
 const BATCH: usize = 32;
 
 /// A key-value store in memory. Clones are the same store; all methods may be called by many threads at once.
@@ -324,8 +326,8 @@ impl Store {
     pub fn get_many<K: AsRef<[u8]>>(&self, keys: &[K], mut each: impl FnMut(usize, Option<&[u8]>)) {
         let table = &*self.table;
         let mut long = Vec::new();
-        let mut asked = [Asked::NONE; BATCH];
-        for (batch, keys) in keys.chunks(BATCH).enumerate() {
+        let mut asked = [Asked::NONE; LOOKUPS];
+        for (batch, keys) in keys.chunks(LOOKUPS).enumerate() {
             for (asked, key) in asked.iter_mut().zip(keys) {
                 *asked = table.ask(table.hasher.first(key.as_ref()));
             }
@@ -336,11 +338,11 @@ impl Store {
                 if key.as_ref().len() == 8 {
                     match table.answer(asked) {
                         Probe::Inline(bytes, length) => {
-                            each(batch * BATCH + index, Some(&bytes[..length]));
+                            each(batch * LOOKUPS + index, Some(&bytes[..length]));
                             continue;
                         }
                         Probe::Missing => {
-                            each(batch * BATCH + index, None);
+                            each(batch * LOOKUPS + index, None);
                             continue;
                         }
                         Probe::Unclear => {}
@@ -351,7 +353,7 @@ impl Store {
                 let found = table.read(key.as_ref(), hash, &mut sink);
                 let (short, length, is_long) = (sink.short, sink.length, sink.is_long);
                 let value = if is_long { &long[..] } else { &short[..length] };
-                each(batch * BATCH + index, found.then_some(value));
+                each(batch * LOOKUPS + index, found.then_some(value));
             }
         }
     }

@@ -330,8 +330,13 @@ impl Table {
         if mask != 0 {
             return self.inline_at(spot, dir, first, first_head, mask);
         }
-        let reach = first_head.reach();
-        for step in 1..=reach {
+        self.read_on(spot, dir, way, first, first_head)
+    }
+
+    /// Goes on with [`Table::read_word`] beside the home bucket.
+    #[inline]
+    fn read_on(&self, spot: Spot, dir: Dir, way: Way, home: &Bucket, home_head: Head) -> Probe {
+        for step in 1..=home_head.reach() {
             let bucket = self.bucket(dir, way.at(step));
             let head = bucket.head(Ordering::Acquire);
             let mask = bucket.matches(spot.remainder);
@@ -339,7 +344,7 @@ impl Table {
                 return self.inline_at(spot, dir, bucket, head, mask);
             }
         }
-        self.missing(spot, dir, first, first_head)
+        self.missing(spot, dir, home, home_head)
     }
 
     /// What a bucket, read under `head`, says of an entry in a slot that `mask` names first.
@@ -376,8 +381,8 @@ impl Table {
         Asked { dir, hash, bucket: bucket as u32, mask: 0, head: Head(0) }
     }
 
-    /// Goes on with a lookup: looks at the home bucket, and asks for what else must be looked at: the next
-    /// bucket, or the record.
+    /// Goes on with a lookup: looks at the home bucket, and asks for what else must be looked at: its
+    /// neighbours, as far as it reaches, or the record.
     #[inline]
     pub fn ask_on(&self, asked: &mut Asked) {
         if asked.dir.buckets() == 0 {
@@ -392,8 +397,11 @@ impl Table {
             if asked.head.kind(slot).is_record() {
                 Record::prefetch(&self.arena, bucket.words[slot].load(Ordering::Relaxed));
             }
-        } else if asked.head.reach() != 0 {
-            prefetch(self.bucket(asked.dir, self.way(remainder, asked.dir.buckets()).at(1)));
+        } else {
+            let way = self.way(remainder, asked.dir.buckets());
+            for step in 1..=asked.head.reach().min(NEAR - 1) {
+                prefetch(self.bucket(asked.dir, way.at(step)));
+            }
         }
     }
 
@@ -408,10 +416,8 @@ impl Table {
         if asked.mask != 0 {
             return self.inline_at(spot, asked.dir, home, asked.head, asked.mask);
         }
-        if asked.head.reach() == 0 {
-            return self.missing(spot, asked.dir, home, asked.head);
-        }
-        self.read_word(asked.hash)
+        let way = self.way(spot.remainder, asked.dir.buckets());
+        self.read_on(spot, asked.dir, way, home, asked.head)
     }
 
     /// Gives the value of `key`, whose first hash is `hash`, to `sink`. False if there is none.
