@@ -385,10 +385,12 @@ impl Store {
     #[inline]
     fn set_hashed(&self, key: &[u8], value: &[u8], hash: u64, asked: bool) -> Result<bool, Error> {
         if key.len() == 8 && value.len() <= 8 && self.order.is_none() {
-            let mut bytes = [0; 8];
-            bytes[..value.len()].copy_from_slice(value);
-            let word = u64::from_ne_bytes(bytes);
-            if let Some(existed) = self.table.set_word(hash, Kind::inline(value.len()), word, asked)? {
+            // By the length that most have, so that it is one load and no call of memcpy.
+            let word = match value.try_into() {
+                Ok(bytes) => u64::from_ne_bytes(bytes),
+                Err(_) => short_word(value),
+            };
+            if let Some(existed) = self.table.set_word(hash, Kind::inline(value.len()), word, asked) {
                 return Ok(existed);
             }
         }
@@ -441,7 +443,7 @@ impl Store {
         let hash = self.table.hasher.first(key);
         if key.len() == 8
             && self.order.is_none()
-            && let Some(existed) = self.table.delete_word(hash)?
+            && let Some(existed) = self.table.delete_word(hash)
         {
             return Ok(existed);
         }
@@ -673,6 +675,13 @@ impl Store {
     pub fn is_forked(&self) -> bool {
         self.table.arena.is_forked()
     }
+}
+
+/// The word of a value of less than 8 bytes.
+fn short_word(value: &[u8]) -> u64 {
+    let mut bytes = [0; 8];
+    bytes[..value.len()].copy_from_slice(value);
+    u64::from_ne_bytes(bytes)
 }
 
 /// What `get_many` reads one value into.

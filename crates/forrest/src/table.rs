@@ -606,23 +606,23 @@ impl Table {
     // ---- writing ----
 
     /// Sets the entry of a key of 8 bytes to a value in a slot: what [`Table::modify`] does, where it takes few steps.
-    /// `None` if it does not, and nothing has changed.
+    /// `None` if it does not, or there is no seat to be had, and nothing has changed.
     #[inline]
-    pub fn set_word(&self, hash: u64, kind: Kind, word: u64, asked: bool) -> Result<Option<bool>, Error> {
+    pub fn set_word(&self, hash: u64, kind: Kind, word: u64, asked: bool) -> Option<bool> {
         let spot = Spot::of(hash);
         let dir = self.dir(spot.segment, Ordering::Relaxed);
         if dir.buckets() == 0 {
-            return Ok(None);
+            return None;
         }
         let way = self.way(spot.remainder, dir.buckets());
         if !asked {
             prefetch(self.bucket(dir, way.home()));
             prefetch(self.bucket(dir, way.at(1)));
         }
-        let seat = self.seat()?;
+        let seat = self.seat_quick()?;
         let held = self.lock(&seat, spot.segment);
         if self.dir(spot.segment, Ordering::Relaxed) != dir {
-            return Ok(None);
+            return None;
         }
         let home = self.bucket(dir, way.home());
         let home_head = home.head(Ordering::Relaxed);
@@ -632,9 +632,9 @@ impl Table {
                 None => {}
                 Some(slot) if head.kind(slot) == kind => {
                     bucket.words[slot].store(word, Ordering::Release);
-                    return Ok(Some(true));
+                    return Some(true);
                 }
-                Some(_) => return Ok(None),
+                Some(_) => return None,
             }
             if room.is_none() {
                 room = head.free_slot().map(|slot| (bucket, head, slot, step));
@@ -643,13 +643,13 @@ impl Table {
                 break;
             }
             if step == REACH_MAX {
-                return Ok(None);
+                return None;
             }
             step += 1;
             bucket = self.bucket(dir, way.at(step));
             head = bucket.head(Ordering::Relaxed);
         }
-        let Some((bucket, mut head, slot, step)) = room else { return Ok(None) };
+        let (bucket, mut head, slot, step) = room?;
         // From here on as in `put`.
         if home_head.reach() < step {
             let reaching = home_head.with_reach(step).next();
@@ -667,24 +667,24 @@ impl Table {
         let count = self.add_count(spot.segment, 1);
         drop(held);
         self.pass(&seat, count);
-        Ok(Some(false))
+        Some(false)
     }
 
     /// Deletes the entry of a key of 8 bytes, as [`Table::set_word`] sets one.
     #[inline]
-    pub fn delete_word(&self, hash: u64) -> Result<Option<bool>, Error> {
+    pub fn delete_word(&self, hash: u64) -> Option<bool> {
         let spot = Spot::of(hash);
         let dir = self.dir(spot.segment, Ordering::Relaxed);
         if dir.buckets() == 0 {
-            return Ok(None);
+            return None;
         }
         let way = self.way(spot.remainder, dir.buckets());
         prefetch(self.bucket(dir, way.home()));
         prefetch(self.bucket(dir, way.at(1)));
-        let seat = self.seat()?;
+        let seat = self.seat_quick()?;
         let _held = self.lock(&seat, spot.segment);
         if self.dir(spot.segment, Ordering::Relaxed) != dir {
-            return Ok(None);
+            return None;
         }
         let reach = self.bucket(dir, way.home()).head(Ordering::Relaxed).reach();
         for step in 0..=reach {
@@ -694,13 +694,13 @@ impl Table {
             if let Some(slot) = bucket.find_inline(head, spot.remainder) {
                 let kind = head.kind(slot);
                 if kind.is_record() {
-                    return Ok(None);
+                    return None;
                 }
                 self.delete(&seat, spot.segment, Place { bucket: index, slot, kind, word: 0 });
-                return Ok(Some(true));
+                return Some(true);
             }
         }
-        Ok(Some(false))
+        Some(false)
     }
 
     /// Changes the entry of `key` as `decide` says, seeing its value; nobody else changes it meanwhile.
@@ -1005,6 +1005,17 @@ impl Table {
             Err(llds::arena::Error::Seats) => self.seat_again(),
             seat => seat,
         }
+    }
+
+    /// [`Table::seat`] without its error, in registers.
+    #[inline(always)]
+    fn seat_quick(&self) -> Option<SeatRef<'_>> {
+        self.arena.seat_last().or_else(|| self.seat_new())
+    }
+
+    #[cold]
+    fn seat_new(&self) -> Option<SeatRef<'_>> {
+        self.seat().ok()
     }
 
     #[cold]

@@ -569,11 +569,14 @@ impl Arena {
     /// [`Error::Seats`] when all are taken, [`Error::Forked`] in a forked child.
     #[inline]
     pub fn seat(&self) -> Result<SeatRef<'_>, Error> {
+        self.seat_last().map_or_else(|| self.seat_slow(), Ok)
+    }
+
+    /// Returns the calling thread's seat if this is the arena of which it last asked for one: else ask [`Arena::seat`].
+    #[inline]
+    pub fn seat_last(&self) -> Option<SeatRef<'_>> {
         let (id, owner) = LAST.get();
-        if id == self.inner.id && !self.is_forked() {
-            return Ok(self.seat_ref(owner));
-        }
-        self.seat_slow()
+        (id == self.inner.id && !self.is_forked()).then(|| self.seat_ref(owner))
     }
 
     #[cold]
