@@ -31,7 +31,7 @@ const ASSUMED_SHARE: f64 = 0.66;
 const ASSUMED_CACHE_BYTES: f64 = 32.0 * 1024.0 * 1024.0;
 /// What a processor's second-level TLB covers with huge pages; beyond it an access walks the page table.
 const ASSUMED_TLB_BYTES: f64 = 4.0 * GIB;
-/// Bytes of the SD tree per page.
+/// Bytes of the SD tree per page, dense as the engine has it.
 const INDEX_BYTES: f64 = 15.1;
 /// Bytes of all records per page scanned, as the metadata test prints.
 const RECORD_BYTES: f64 = 15.7;
@@ -364,7 +364,7 @@ fn flush_ns(rounds: usize) -> f64 {
 fn index_points(sizes: &[usize], rounds: usize) -> Result<Vec<(f64, f64)>, String> {
     let mut points = Vec::new();
     for keys in sizes {
-        let words = format!("--threads 1 --clock cpu --only sd-tree --json --keys {keys} --rounds {rounds}");
+        let words = format!("--threads 1 --clock cpu --only sd-tree-dense --json --keys {keys} --rounds {rounds}");
         let args: Vec<String> = words.split(' ').map(str::to_string).collect();
         let rows = crate::apart("index", &args).map_err(|error| format!("the index's bench: {error}"))?.rows;
         let rate = |name: &str| -> Option<f64> {

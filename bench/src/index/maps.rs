@@ -69,6 +69,9 @@ pub fn all() -> Vec<Maker> {
         ("sd-tree-grown", "the same, grown from nothing", |_, huge| {
             Box::new(SdTree::with_pages(0, huge).expect("address space"))
         }),
+        ("sd-tree-dense", "the same in less memory, as the merge engine has it", |keys, huge| {
+            Box::new(SdTree::dense(keys, huge).expect("address space"))
+        }),
         ("b-tree", "llds B-tree", |_, huge| Box::new(BTree::<u64>::with_pages(huge).expect("address space"))),
         ("std-hash-lock", "std HashMap, one RwLock", |_, _| {
             Box::new(Locked(RwLock::new(HashMap::with_hasher(FastBuild::default()))))

@@ -232,7 +232,8 @@ impl Domain {
     pub fn with_key(config: Config, key: Key) -> io::Result<Domain> {
         Ok(Domain {
             key,
-            index: SdTree::with_capacity_hint(config.index_capacity)?,
+            // Its bytes count towards the 16 that records may take for a page.
+            index: SdTree::dense(config.index_capacity, true)?,
             pool: Pool::new(&config.name, config.pool_max_bytes),
             chunks: RwLock::default(),
             members: RwLock::default(),

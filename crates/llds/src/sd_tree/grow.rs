@@ -4,7 +4,7 @@
 //! done by whoever finds nothing else to take, so that nobody waits for it.
 
 use super::word::{self, Control, SLOTS, State};
-use super::{LOAD_TENTHS, Point, SEGMENT_BITS, SEGMENTS, SdTree, place, stop_here};
+use super::{Point, SEGMENT_BITS, SEGMENTS, SdTree, place, stop_here};
 use crate::epoch;
 use crate::primitive::{AtomicU64, Ordering};
 use std::ops::Range;
@@ -58,7 +58,7 @@ impl SdTree {
                 continue;
             }
             let bucket_count = self.shared(place::BUCKETS).load(Ordering::Relaxed);
-            if self.len() * 10 <= bucket_count * LOAD_TENTHS {
+            if self.len() * 10 <= bucket_count * self.load_tenths {
                 return;
             }
             let Some(growth) = self.next_growth() else { return };

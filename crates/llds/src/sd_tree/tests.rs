@@ -43,6 +43,21 @@ fn holds_what_was_inserted_while_growing() {
 }
 
 #[test]
+#[cfg(not(pagefold_stress))]
+fn dense_tree_holds_the_same_in_fewer_buckets() {
+    let trees = [SdTree::dense(0, true).unwrap(), SdTree::with_capacity_hint(0).unwrap()];
+    for tree in &trees {
+        for index in 0..300_000 {
+            tree.get_or_insert_with(spread(index), index, |value| value == index).unwrap();
+        }
+        assert!((0..300_000).all(|index| tree.get_with(spread(index), |value| value == index) == Some(index)));
+    }
+    // Not bytes: children are used again only as other tests let the epochs go on.
+    let [dense, quick] = trees.map(|tree| tree.stats().bucket_count);
+    assert!(dense * 5 < quick * 4, "{dense} and {quick} buckets");
+}
+
+#[test]
 fn threads_that_insert_one_fingerprint_agree_on_one_winner() {
     let threads = 4;
     let count = 20_000;
