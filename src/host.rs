@@ -108,6 +108,11 @@ pub fn environment(
         ("PAGEFOLD_SOCKET".to_owned(), socket.display().to_string()),
         ("PAGEFOLD_ALL".to_owned(), u8::from(all).to_string()),
     ];
+    // AddressSanitizer's library refuses programs in which it is not the first; the agent stands aside there.
+    let before = std::env::var("ASAN_OPTIONS").unwrap_or_default();
+    let ours = "verify_asan_link_order=0";
+    let options = if before.is_empty() || before == ours { ours.to_owned() } else { format!("{before}:{ours}") };
+    pairs.push(("ASAN_OPTIONS".to_owned(), options));
     if let Some(cold) = cold {
         pairs.push(("PAGEFOLD_COLD".to_owned(), "1".to_owned()));
         if let Some(tolerance) = cold.tolerance {

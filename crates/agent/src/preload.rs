@@ -99,27 +99,31 @@ fn managed_all() -> bool {
     SHARED.all.load(Ordering::Relaxed)
 }
 
+/// A variable of the environment, while the program has not begun and nobody changes it.
+fn text(name: &CStr) -> Option<&'static [u8]> {
+    // SAFETY: getenv returns a C string or null.
+    unsafe {
+        let value = getenv(name.as_ptr());
+        if value.is_null() { None } else { Some(core::slice::from_raw_parts(value.cast::<u8>(), strlen(value))) }
+    }
+}
+
 /// Runs before the program's own code.
 extern "C" fn begin() {
     // Before there are other threads: what serves during the first lookup is not theirs if another allocator is preloaded.
-    next(&NEXT_FREE, c"free".as_ptr(), __libc_free as *const () as usize);
+    next_free();
     next(&NEXT_REALLOC, c"realloc".as_ptr(), __libc_realloc as *const () as usize);
-    // SAFETY: getenv returns a C string or null; the program has not begun, so nobody changes the environment.
-    let text = |name: *const c_char| unsafe {
-        let value = getenv(name);
-        if value.is_null() { None } else { Some(core::slice::from_raw_parts(value.cast::<u8>(), strlen(value))) }
-    };
-    let Some(socket) = text(c"PAGEFOLD_SOCKET".as_ptr()) else { return };
-    let domain = text(c"PAGEFOLD_DOMAIN".as_ptr()).unwrap_or(b"");
-    let cold = text(c"PAGEFOLD_COLD".as_ptr()) == Some(b"1");
-    let all = cold || text(c"PAGEFOLD_ALL".as_ptr()) == Some(b"1");
+    let Some(socket) = text(c"PAGEFOLD_SOCKET").filter(|_| !is_instrumented()) else { return };
+    let domain = text(c"PAGEFOLD_DOMAIN").unwrap_or(b"");
+    let cold = text(c"PAGEFOLD_COLD") == Some(b"1");
+    let all = cold || text(c"PAGEFOLD_ALL") == Some(b"1");
     if cold {
-        let number = |name: *const c_char| {
+        let number = |name: &CStr| {
             let digits = text(name).unwrap_or(b"").iter().take_while(|byte| byte.is_ascii_digit()).take(18);
             digits.fold(0u64, |all, digit| all * 10 + u64::from(digit - b'0'))
         };
-        cold::TOLERANCE_PPM.store(number(c"PAGEFOLD_TOLERANCE".as_ptr()), Ordering::Relaxed);
-        cold::TIER_MAX.store(number(c"PAGEFOLD_TIER_MAX".as_ptr()), Ordering::Relaxed);
+        cold::TOLERANCE_PPM.store(number(c"PAGEFOLD_TOLERANCE"), Ordering::Relaxed);
+        cold::TIER_MAX.store(number(c"PAGEFOLD_TIER_MAX"), Ordering::Relaxed);
         cold::COLD.store(true, Ordering::Relaxed);
     }
     if !SHARED.configure(socket, domain, all) {
@@ -1293,13 +1297,12 @@ unsafe extern "C" {
     fn __libc_realloc(block: *mut c_void, size: usize) -> *mut c_void;
 }
 
-/// The next `name` after ours in the order of libraries, looked up once.
-fn next(cache: &AtomicUsize, name: *const c_char, fallback: usize) -> usize {
+/// The next `name` after ours in the order of libraries, looked up once; `meanwhile` serves the lookup itself.
+fn next_with(cache: &AtomicUsize, name: *const c_char, meanwhile: usize, fallback: usize) -> usize {
     const RTLD_NEXT: *mut c_void = -1isize as *mut c_void;
     match cache.load(Ordering::Acquire) {
         0 => {
-            // While the lookup itself frees memory, the C library's own function serves.
-            cache.store(fallback, Ordering::Release);
+            cache.store(meanwhile, Ordering::Release);
             // SAFETY: a valid C string.
             let found = unsafe { dlsym(RTLD_NEXT, name) } as usize;
             let found = if found == 0 { fallback } else { found };
@@ -1308,6 +1311,28 @@ fn next(cache: &AtomicUsize, name: *const c_char, fallback: usize) -> usize {
         }
         found => found,
     }
+}
+
+/// The next `name` after ours, or `fallback` if there is none.
+fn next(cache: &AtomicUsize, name: *const c_char, fallback: usize) -> usize {
+    next_with(cache, name, fallback, fallback)
+}
+
+/// No function: the next `free` is being looked up.
+const LOOKING: usize = 1;
+
+/// The next `free`, or [`LOOKING`].
+fn next_free() -> usize {
+    next_with(&NEXT_FREE, c"free".as_ptr(), LOOKING, __libc_free as *const () as usize)
+}
+
+/// Whether a sanitizer or valgrind looks at every access: they keep shadows of all memory, at addresses of their own.
+fn is_instrumented() -> bool {
+    let names = [c"__asan_init", c"__tsan_init", c"__msan_init", c"__hwasan_init", c"__lsan_init"];
+    // SAFETY: valid C strings.
+    let has = |name: &CStr| !unsafe { dlsym(core::ptr::null_mut(), name.as_ptr()) }.is_null();
+    let preloaded = text(c"LD_PRELOAD").unwrap_or(b"");
+    names.into_iter().any(has) || preloaded.windows(10).any(|part| part == b"/vgpreload")
 }
 
 /// The size of `block` if the C library's allocator mapped it for itself and we manage such blocks.
@@ -1332,7 +1357,11 @@ unsafe fn own_mapping(block: *mut c_void, next: usize, libc_own: usize) -> Optio
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn free(block: *mut c_void) {
     let own = __libc_free as *const () as usize;
-    let function = next(&NEXT_FREE, c"free".as_ptr(), own);
+    let function = next_free();
+    if function == LOOKING {
+        // The text of an earlier error, perhaps another allocator's.
+        return;
+    }
     // SAFETY: the block is live, as the caller promises.
     let mapped = unsafe { own_mapping(block, function, libc_free_of_next(own)) };
     // SAFETY: `function` is a `free`.

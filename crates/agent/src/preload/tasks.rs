@@ -20,24 +20,25 @@ const TRIES: u32 = 5;
 unsafe fn stat_at(dir: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> Result<()> {
     // SAFETY: the program's own call.
     let call = || unsafe { syscall!(libc::SYS_newfstatat, dir, path, to, flags) }.map(drop);
+    call()?;
     let mut before = 0;
     for _ in 0..TRIES {
-        call()?;
-        // SAFETY: the kernel has just read the name, if there is one, and written the answer.
-        if path.is_null()
-            || !unsafe { is_task_directory(dir, CStr::from_ptr(path), &*to) }
-            || !active()
-            || !is_own_process()
-        {
+        let ours = threads();
+        // Without any, as behind a filter that may not know the calls made here, there is nothing to leave out.
+        if ours == 0 || path.is_null() || !active() || !is_own_process() {
             return Ok(());
         }
-        let ours = threads();
+        // SAFETY: the kernel has read the name and written the answer.
+        if !unsafe { is_task_directory(dir, CStr::from_ptr(path), &*to) } {
+            return Ok(());
+        }
         if ours == before {
             // SAFETY: as above.
             unsafe { (*to).st_nlink = (*to).st_nlink.saturating_sub(ours) };
             return Ok(());
         }
         before = ours;
+        call()?;
     }
     Ok(())
 }
