@@ -47,7 +47,7 @@ fn a_browser_works_with_all_its_memory_merged_or_cold() {
     if !is_root() || !can_merge() || installed("chromium").is_none() {
         return;
     }
-    let (daemon, dir) = (Daemon::start(&[]), place());
+    let (daemon, dir) = (Daemon::start(&["--no-keeper"]), place());
     for how in ["--all", "--cold"] {
         let mut command = daemon.run(&[how]);
         command.arg("chromium").args(OPTIONS).arg("--no-sandbox").arg(page(dir.path()));

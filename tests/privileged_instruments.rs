@@ -81,7 +81,7 @@ fn sanitized_programs_run() {
     if !can_merge() || installed("cc").is_none() {
         return;
     }
-    let (daemon, dir) = (Daemon::start(&[]), tempfile::tempdir().expect("a directory"));
+    let (daemon, dir) = (Daemon::start(&["--no-keeper"]), tempfile::tempdir().expect("a directory"));
     for kind in ["address", "thread", "undefined"] {
         if let Some(program) = compiled(dir.path(), kind, &[&format!("-fsanitize={kind}")]) {
             same_with_and_without(&daemon, &[], &program);
@@ -94,7 +94,7 @@ fn programs_run_under_valgrind() {
     if !can_merge() || installed("cc").is_none() || installed("valgrind").is_none() {
         return;
     }
-    let (daemon, dir) = (Daemon::start(&[]), tempfile::tempdir().expect("a directory"));
+    let (daemon, dir) = (Daemon::start(&["--no-keeper"]), tempfile::tempdir().expect("a directory"));
     if let Some(program) = compiled(dir.path(), "plain", &[]) {
         same_with_and_without(&daemon, &["valgrind", "-q", "--error-exitcode=9", "--leak-check=full"], &program);
     }

@@ -3,8 +3,7 @@
 
 mod common;
 
-use common::group::Group;
-use common::{Daemon, Reaped, Server, TOOL, can_merge, events, finish, semantics, skipped, wait_for};
+use common::{Daemon, Reaped, Server, TOOL, can_merge, events, finish, semantics, wait_for};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Stdio};
 
@@ -182,40 +181,4 @@ fn a_daemon_that_run_starts_stands_by_itself() {
     unsafe { libc::kill(daemon, libc::SIGTERM) };
     assert_ne!(parent, Some(program.pid().to_string()), "the daemon is the program's child");
     assert!(!held, "the daemon has the program's file open");
-}
-
-/// Merged pages are swapped out while the daemon is replaced: the agent must not touch what it alone can bring.
-#[test]
-fn an_agent_does_not_wait_for_itself() {
-    let swaps = std::fs::read_to_string("/proc/swaps").unwrap_or_default();
-    if swaps.lines().count() < 2 {
-        return skipped("this machine has no swap");
-    }
-    let (Some(program), Some(group)) = (semantics().filter(|_| can_merge()), Group::new()) else { return };
-    let mut daemon = Daemon::start(&[]);
-    group.take(daemon.pid());
-    let mut command = daemon.run(&[]);
-    group.adopt(&mut command);
-    let mut server = Server::start(command, program);
-    let pid = server.pid();
-    wait_for("the pages to be merged", 60, || server.check("merged") > 1000);
-    daemon.kill();
-    wait_for("pages to be swapped out", 60, || {
-        group.reclaim();
-        group.swapped() > 1 << 20
-    });
-    daemon.replace();
-    wait_for("the client to greet", 60, || daemon.status()["clients"].as_array().is_some_and(|all| all.len() == 1));
-    // Who waits for ever is ended, and so found.
-    let (done, ended) = std::sync::mpsc::channel::<()>();
-    let watch = std::thread::spawn(move || {
-        if ended.recv_timeout(std::time::Duration::from_secs(60)).is_err() {
-            // SAFETY: our child, which nobody has waited for.
-            unsafe { libc::kill(pid, libc::SIGKILL) };
-        }
-    });
-    server.check("swapped out");
-    done.send(()).expect("the watch waits");
-    watch.join().expect("it ends");
-    server.end();
 }

@@ -31,7 +31,7 @@ pub struct Run {
     pub binds: Vec<(PathBuf, PathBuf)>,
     /// Start directory in the tree; the image's when empty.
     pub workdir: String,
-    /// USER[:GROUP] to run as, by names of the tree or numbers; the image's when empty.
+    /// `USER[:GROUP]` to run as, by names of the tree or numbers; the image's when empty.
     pub user: String,
     /// Changes go to memory and vanish at the end.
     pub scratch: bool,
