@@ -3,22 +3,31 @@
 
 mod common;
 
-use common::{Reaped, TOOL, skipped, wait_for};
+use common::{Reaped, TOOL, is_root, skipped, wait_for};
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-#[test]
-fn a_mount_shows_in_status_metrics_and_doctor_and_ends_cleanly() {
-    // SAFETY: geteuid has no preconditions.
-    if unsafe { libc::geteuid() } != 0 || !Path::new("/dev/fuse").exists() {
-        return skipped("mounting needs root and /dev/fuse");
+/// A directory with one for images and one to mount them on; nothing, after saying so, where nothing can be mounted.
+fn place() -> Option<(tempfile::TempDir, PathBuf, PathBuf)> {
+    if !is_root() {
+        return None;
+    }
+    if !Path::new("/dev/fuse").exists() {
+        skipped("mounting needs /dev/fuse");
+        return None;
     }
     let base = tempfile::tempdir_in("/var/tmp").expect("a directory");
     let (images, mount) = (base.path().join("images"), base.path().join("mnt"));
     std::fs::create_dir_all(&images).and_then(|()| std::fs::create_dir(&mount)).expect("directories");
+    Some((base, images, mount))
+}
+
+#[test]
+fn a_mount_shows_in_status_metrics_and_doctor_and_ends_cleanly() {
+    let Some((base, images, mount)) = place() else { return };
     let data: Vec<u8> = (0..4u32 << 20).flat_map(|n| n.wrapping_mul(2_654_435_761).to_le_bytes()).collect();
     for name in ["a.raw", "b.raw"] {
         std::fs::write(images.join(name), &data).expect("an image");
@@ -85,13 +94,7 @@ fn a_mount_shows_in_status_metrics_and_doctor_and_ends_cleanly() {
 
 #[test]
 fn umount_fails_where_bytes_were_lost() {
-    // SAFETY: geteuid has no preconditions.
-    if unsafe { libc::geteuid() } != 0 || !Path::new("/dev/fuse").exists() {
-        return skipped("mounting needs root and /dev/fuse");
-    }
-    let base = tempfile::tempdir_in("/var/tmp").expect("a directory");
-    let (images, mount) = (base.path().join("images"), base.path().join("mnt"));
-    std::fs::create_dir_all(&images).and_then(|()| std::fs::create_dir(&mount)).expect("directories");
+    let Some((base, images, mount)) = place() else { return };
     let run = |program: &str, args: &[&str]| {
         let output = Command::new(program)
             .args(args)
@@ -121,9 +124,8 @@ fn umount_fails_where_bytes_were_lost() {
 
 #[test]
 fn nothing_is_put_into_a_runtime_directory_of_somebody_else() {
-    // SAFETY: geteuid has no preconditions.
-    if unsafe { libc::geteuid() } != 0 {
-        return skipped("giving a directory away needs root");
+    if !is_root() {
+        return;
     }
     let base = tempfile::tempdir_in("/var/tmp").expect("a directory");
     let (images, mount, run) = (base.path().join("images"), base.path().join("mnt"), base.path().join("run"));

@@ -1687,15 +1687,20 @@ static void close_all(void) {
     write_all(&r, 11000, "with every descriptor closed");
 }
 
+// Reads, writes and discards what was merged, and again when it may be merged again.
+static void still_works(struct region *r, uint64_t base, const char *when) {
+    check(r, when);
+    write_all(r, base, when);
+    nap(800);
+    for (size_t i = 0; i < r->pages; i++) CHECK(page_is(r->at + i * PAGE, base + i), "page %zu is wrong %s", i, when);
+    CHECK(madvise(r->at, 100 * PAGE, MADV_DONTNEED) == 0 && page_is_zero(r->at), "a discard %s", when);
+}
+
 static void identity(void) {
     struct region r = merged(1024);
     if (geteuid() != 0) SKIP("needs root to become another user");
     CHECK(setgid(65534) == 0 && setuid(65534) == 0, "setuid");
-    check(&r, "as another user");
-    write_all(&r, 12000, "as another user");
-    nap(800);
-    for (size_t i = 0; i < r.pages; i++) CHECK(page_is(r.at + i * PAGE, 12000 + i), "page %zu is wrong", i);
-    CHECK(madvise(r.at, 100 * PAGE, MADV_DONTNEED) == 0 && page_is_zero(r.at), "a discard as another user");
+    still_works(&r, 12000, "as another user");
 }
 
 // Without descriptors, and then without /proc, merged memory is discarded and given back all the same.
@@ -1803,11 +1808,7 @@ static void privileges(void) {
         if (turn < 5 || turn == 7) CHECK(all_threads_have_the_same(turn) == 2, "no agent after call %d", turn);
     }
     CHECK(setuid(0) != 0, "a way back");
-    check(&r, "with nothing left");
-    write_all(&r, 14000, "with nothing left");
-    nap(800);
-    for (size_t i = 0; i < r.pages; i++) CHECK(page_is(r.at + i * PAGE, 14000 + i), "page %zu is wrong", i);
-    CHECK(madvise(r.at, 100 * PAGE, MADV_DONTNEED) == 0 && page_is_zero(r.at), "a discard with nothing left");
+    still_works(&r, 14000, "with nothing left");
 }
 
 // Gives something up when told to, by when nobody answers its agent.
