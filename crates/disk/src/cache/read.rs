@@ -1,0 +1,238 @@
+//! Reading: by a copy, in place, and ahead.
+//!
+//! A read takes what is there under the chunk's lock and has what is absent loaded, one run at a time. Where the blocks
+//! are neighbours in memory the front end is given the frames themselves.
+
+use super::{CHUNK_BLOCKS, CHUNK_BYTES, Cache};
+use crate::BLOCK_BYTES;
+use crate::error::Error;
+use crate::frames::{FrameIndex, OwnedFrame};
+use crate::image::{Image, State};
+use crate::stats::add;
+use std::sync::atomic::Ordering;
+
+impl Cache {
+    /// Reads into `buffer` from byte `offset`; returns fewer bytes than asked only at the end of the image.
+    ///
+    /// # Errors
+    /// The disk's. What precedes the failing block is not returned.
+    pub fn read(&self, image: &Image, offset: u64, buffer: &mut [u8]) -> Result<usize, Error> {
+        self.accept_change(image)?;
+        if offset.saturating_add(buffer.len() as u64) > image.size() && self.look_behind(image) {
+            self.accept_change(image)?;
+        }
+        let _shape = image.shape.read();
+        let length = (image.size().saturating_sub(offset)).min(buffer.len() as u64) as usize;
+        let mut rest = &mut buffer[..length];
+        let mut at = offset;
+        let mut spare = Vec::new();
+        while !rest.is_empty() {
+            let part = ((CHUNK_BYTES - at % CHUNK_BYTES) as usize).min(rest.len());
+            let (now, later) = rest.split_at_mut(part);
+            let result = self.read_in_chunk(image, at, now, &mut spare);
+            if result.is_err() {
+                self.give(spare);
+                return result.map(|()| 0);
+            }
+            rest = later;
+            at += part as u64;
+        }
+        self.give(spare);
+        Ok(length)
+    }
+
+    /// Gives `length` bytes from `offset` to `give` as they lie in the cache, without a copy, if they are one piece
+    /// there; else returns `give`, and [`Cache::read`] serves. The end of the image cuts what is given.
+    ///
+    /// Images that were read in sequence lie in ascending frames, and so does what shares them: most requests are one
+    /// piece. The chunk stays locked for reading while `give` runs, so `give` must not wait for other requests.
+    pub(crate) fn read_in_place<R, G>(&self, image: &Image, offset: u64, length: usize, give: G) -> Result<R, G>
+    where
+        G: FnOnce(&[u8]) -> R,
+    {
+        if image.changed.load(Ordering::Acquire) || offset.saturating_add(length as u64) > image.size() {
+            return Err(give);
+        }
+        let _shape = image.shape.read();
+        if length == 0 || offset.saturating_add(length as u64) > image.size() {
+            return Err(give);
+        }
+        let first = (offset % CHUNK_BYTES) as usize;
+        if first + length > CHUNK_BYTES as usize {
+            return Err(give);
+        }
+        let Some(chunk) = image.existing_chunk(offset / CHUNK_BYTES) else { return Err(give) };
+        let entries = chunk.entries.read();
+        let blocks = first / BLOCK_BYTES..(first + length).div_ceil(BLOCK_BYTES);
+        let Some(start) = entries.state(blocks.start).frame() else { return Err(give) };
+        let in_line = |at: usize| {
+            let expected = FrameIndex(start.0 + (at - blocks.start) as u32);
+            entries.state(at).frame() == Some(expected)
+        };
+        if !blocks.clone().skip(1).all(in_line) {
+            return Err(give);
+        }
+        (0..blocks.len() as u32).for_each(|n| self.table.touch(FrameIndex(start.0 + n)));
+        add(&image.counters.hits, blocks.len());
+        Ok(self.frames.read_run(start, blocks.len(), |bytes| give(&bytes[first % BLOCK_BYTES..][..length])))
+    }
+
+    fn read_in_chunk(
+        &self,
+        image: &Image,
+        offset: u64,
+        buffer: &mut [u8],
+        spare: &mut Vec<OwnedFrame>,
+    ) -> Result<(), Error> {
+        let chunk = image.chunk(offset / CHUNK_BYTES);
+        let base = offset / CHUNK_BYTES * CHUNK_BYTES;
+        let mut done = 0;
+        while done < buffer.len() {
+            let before = done;
+            let (at, skip) = {
+                let entries = chunk.entries.read();
+                loop {
+                    let position = (offset - base) as usize + done;
+                    let (at, skip) = (position / BLOCK_BYTES, position % BLOCK_BYTES);
+                    if done == buffer.len() {
+                        break (at, skip);
+                    }
+                    let part = (BLOCK_BYTES - skip).min(buffer.len() - done);
+                    match entries.state(at) {
+                        State::Absent => break (at, skip),
+                        State::Zero => buffer[done..done + part].fill(0),
+                        State::Clean(frame) | State::Dirty(frame) | State::Writeback(frame) => {
+                            if done + part < buffer.len()
+                                && at + 1 < CHUNK_BLOCKS
+                                && let Some(next) = entries.state(at + 1).frame()
+                            {
+                                self.frames.prefetch(next);
+                            }
+                            self.frames.copy_out(frame, skip, &mut buffer[done..done + part]);
+                            self.table.touch(frame);
+                        }
+                    }
+                    done += part;
+                }
+            };
+            add(&image.counters.hits, (done - before).div_ceil(BLOCK_BYTES));
+            if done == buffer.len() {
+                break;
+            }
+            let limit = at + (skip + buffer.len() - done).div_ceil(BLOCK_BYTES);
+            let wanted = Some((&mut buffer[done..], skip));
+            match self.load(image, &chunk, base, at, limit, wanted, spare)? {
+                0 => chunk.wait_loaded(at),
+                blocks => {
+                    add(&image.counters.misses, blocks);
+                    done = (done + blocks * BLOCK_BYTES - skip).min(buffer.len());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a block of `range` (in bytes) inside the image is not in memory and not on its way there.
+    pub(crate) fn has_absent(&self, image: &Image, range: std::ops::Range<u64>) -> bool {
+        let blocks = range.start / BLOCK_BYTES as u64..range.end.min(image.size()).div_ceil(BLOCK_BYTES as u64);
+        let mut at = blocks.start;
+        while at < blocks.end {
+            let Some(chunk) = image.existing_chunk(at / CHUNK_BLOCKS as u64) else { return true };
+            let entries = chunk.entries.read();
+            let first = at as usize % CHUNK_BLOCKS;
+            let last = CHUNK_BLOCKS.min(first + (blocks.end - at) as usize);
+            if (first..last).any(|n| entries.state(n) == State::Absent && !entries.is_loading(n)) {
+                return true;
+            }
+            at += (last - first) as u64;
+        }
+        false
+    }
+
+    /// Brings absent blocks of `range` in before they are asked for. Errors are left to the reader who comes for them.
+    pub fn read_ahead(&self, image: &Image, range: std::ops::Range<u64>) {
+        let _shape = image.shape.read();
+        let end = range.end.min(image.size());
+        let mut at = range.start / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
+        let mut spare = Vec::new();
+        while at < end && !image.gone.load(Ordering::Acquire) {
+            let base = at / CHUNK_BYTES * CHUNK_BYTES;
+            let chunk = image.chunk(at / CHUNK_BYTES);
+            let first = ((at - base) / BLOCK_BYTES as u64) as usize;
+            let limit = ((end - base).div_ceil(BLOCK_BYTES as u64) as usize).min(CHUNK_BLOCKS);
+            let absent = {
+                let entries = chunk.entries.read();
+                (first..limit).find(|&n| entries.state(n) == State::Absent && !entries.is_loading(n))
+            };
+            let Some(first) = absent else {
+                at = base + CHUNK_BYTES;
+                continue;
+            };
+            match self.load(image, &chunk, base, first, limit, None, &mut spare) {
+                Ok(blocks) => {
+                    add(&self.counters.read_ahead_blocks, blocks);
+                    at = base + ((first + blocks.max(1)) * BLOCK_BYTES) as u64;
+                }
+                Err(_) => break,
+            }
+        }
+        self.give(spare);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::sim::SimFile;
+    use std::sync::Arc;
+
+    #[test]
+    fn bytes_given_in_place_are_the_images() {
+        let cache = Cache::new(Config { cache_bytes: 4 << 20, ..Config::default() }).unwrap();
+        let mut seed = 1u64;
+        let mut random = move |below: usize| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (seed >> 33) as usize % below
+        };
+        let mut model: Vec<u8> = (0..2 << 20).map(|_| random(256) as u8).collect();
+        // A piece of zeros, which has no frame, and a size that is no multiple of a block.
+        model[700 << 10..900 << 10].fill(0);
+        model.truncate((2 << 20) - 1234);
+        let images: Vec<_> =
+            (0..2).map(|n| cache.add_image(&format!("{n}"), Arc::new(SimFile::new(model.clone()))).unwrap()).collect();
+        let mut models = [model.clone(), model];
+        let (mut in_place, mut elsewhere) = (0, 0);
+        for step in 0..4000 {
+            let n = random(2);
+            let (image, model) = (&images[n], &mut models[n]);
+            let offset = random(model.len());
+            let length = (1 + random(200_000)).min(model.len() - offset);
+            match step % 8 {
+                0 => {
+                    let data: Vec<u8> = (0..length.min(9000)).map(|_| random(256) as u8).collect();
+                    cache.write(image, offset as u64, &data).unwrap();
+                    model[offset..offset + data.len()].copy_from_slice(&data);
+                }
+                1 if step % 40 == 1 => assert!(cache.sync(image, 0..u64::MAX)),
+                2 => {
+                    cache.read(image, offset as u64, &mut vec![0; length]).unwrap();
+                }
+                _ => {
+                    let given = cache.read_in_place(image, offset as u64, length, <[u8]>::to_vec);
+                    match given {
+                        Ok(bytes) => {
+                            assert!(bytes == model[offset..offset + length], "step {step}");
+                            in_place += 1;
+                        }
+                        Err(_) => elsewhere += 1,
+                    }
+                }
+            }
+        }
+        assert!(in_place > 100 && elsewhere > 100, "{in_place} in place, {elsewhere} not: both ways must be taken");
+        let beyond = models[0].len() as u64 - 10;
+        assert!(cache.read_in_place(&images[0], beyond, 20, |_| ()).is_err(), "the end is the other way's business");
+        cache.verify().unwrap();
+    }
+}

@@ -1,0 +1,139 @@
+//! The shape of an image: its size and its holes.
+//!
+//! What changes it holds `Image::shape` alone, and `flush` where blocks go, for a writeback on its way would bring them
+//! back. The file on the host changes first; when it refuses, nothing has changed.
+
+use super::Cache;
+use crate::BLOCK_BYTES;
+use crate::error::Error;
+use crate::file::Allocate;
+use crate::image::Image;
+use std::sync::atomic::Ordering;
+
+impl Cache {
+    /// Sets the size of an image; a longer one reads as zeros there.
+    ///
+    /// # Errors
+    /// The file system's; nothing has changed then.
+    pub fn set_size(&self, image: &Image, size: u64) -> Result<(), Error> {
+        self.range_end(size, 0)?;
+        self.accept_change(image)?;
+        if !image.file()?.writable() {
+            return Err(Error::ReadOnly);
+        }
+        let _shape = image.shape.write();
+        self.refuse_after_end()?;
+        self.set_size_exclusive(image, size)
+    }
+
+    fn set_size_exclusive(&self, image: &Image, size: u64) -> Result<(), Error> {
+        // No writeback may be on its way to what is cut off: it would bring it back.
+        let _flush = image.flush.lock();
+        let before = image.size();
+        image.change(|file| file.set_len(size))?;
+        image.unsynced.store(true, Ordering::Release);
+        image.size.store(size, Ordering::Release);
+        if size < before {
+            self.cut_blocks(image, size);
+        }
+        Ok(())
+    }
+
+    /// Makes `length` bytes from `offset` read as zeros and gives their disk space back; the size stays.
+    ///
+    /// # Errors
+    /// The disk's.
+    pub fn punch(&self, image: &Image, offset: u64, length: u64) -> Result<(), Error> {
+        self.clear(image, Allocate::Punch, offset, length)
+    }
+
+    /// Makes `length` bytes from `offset` read as zeros and keeps or reserves their disk space; the size stays.
+    ///
+    /// # Errors
+    /// The disk's.
+    pub fn zero(&self, image: &Image, offset: u64, length: u64) -> Result<(), Error> {
+        self.clear(image, Allocate::Zero, offset, length)
+    }
+
+    fn clear(&self, image: &Image, how: Allocate, offset: u64, length: u64) -> Result<(), Error> {
+        let end = self.range_end(offset, length)?;
+        self.accept_change(image)?;
+        if !image.file()?.writable() {
+            return Err(Error::ReadOnly);
+        }
+        let _shape = image.shape.write();
+        self.refuse_after_end()?;
+        let end = end.min(image.size());
+        if offset >= end {
+            return Ok(());
+        }
+        let block = BLOCK_BYTES as u64;
+        // The block at the end of the file may be dropped whole: beyond the end there are only zeros.
+        let last = if end == image.size() { end.next_multiple_of(block) } else { end / block * block };
+        let first = offset.next_multiple_of(block).min(last.max(offset));
+        let zeros = [0; BLOCK_BYTES];
+        if first >= last {
+            return self.write_zeros(image, offset, end, &zeros);
+        }
+        self.write_zeros(image, offset, first, &zeros)?;
+        if last < end {
+            self.write_zeros(image, last, end, &zeros)?;
+        }
+        {
+            let _flush = image.flush.lock();
+            let cleared = image.change(|file| file.allocate(how, first, last - first));
+            match cleared {
+                Ok(()) => {
+                    image.unsynced.store(true, Ordering::Release);
+                    self.drop_blocks(image, first / block, last / block, true);
+                    if let Some(fingerprints) = &mut *image.fingerprints.lock() {
+                        fingerprints.forget(first / block..last / block);
+                    }
+                    return Ok(());
+                }
+                Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        self.write_zeros(image, first, last.min(end), &zeros)
+    }
+
+    fn write_zeros(&self, image: &Image, from: u64, to: u64, zeros: &[u8; BLOCK_BYTES]) -> Result<(), Error> {
+        let mut at = from;
+        while at < to {
+            let part = (BLOCK_BYTES as u64 - at % BLOCK_BYTES as u64).min(to - at);
+            self.write_blocks(image, at, &zeros[..part as usize], u64::MAX)?;
+            at += part;
+        }
+        Ok(())
+    }
+
+    /// Reserves disk space for `length` bytes from `offset`; grows the image unless `keep_size`.
+    ///
+    /// # Errors
+    /// The file system's, `ENOSPC` above all.
+    pub fn reserve(&self, image: &Image, offset: u64, length: u64, keep_size: bool) -> Result<(), Error> {
+        let end = self.range_end(offset, length)?;
+        self.accept_change(image)?;
+        let _shape = image.shape.write();
+        self.refuse_after_end()?;
+        image.change(|file| file.allocate(Allocate::Reserve, offset, length))?;
+        image.unsynced.store(true, Ordering::Release);
+        if !keep_size && end > image.size() {
+            self.set_size_exclusive(image, end)?;
+        }
+        Ok(())
+    }
+
+    /// Finds data or a hole at or after `offset`.
+    ///
+    /// # Errors
+    /// `ENXIO` when there is none; the disk's when dirty blocks cannot be written first.
+    pub fn seek(&self, image: &Image, offset: u64, data: bool) -> Result<u64, Error> {
+        if image.dirty_bytes() > 0 {
+            // A dirty block may lie in what is still a hole on the disk.
+            self.flush_range(image, 0..u64::MAX)?;
+        }
+        Ok(image.file()?.seek(offset, data)?)
+    }
+}

@@ -1,0 +1,202 @@
+//! Writing: this is where sharing breaks.
+//!
+//! A write takes its frames before any lock, loads what it writes by half, and then changes the blocks of a chunk under
+//! that chunk's lock: in place where a block is dirty or nobody else has its frame, else in a frame of its own.
+
+use super::{CHUNK_BYTES, Cache, FILE_BYTES_MAX};
+use crate::BLOCK_BYTES;
+use crate::error::Error;
+use crate::frames::OwnedFrame;
+use crate::image::{Entries, Image, State};
+use crate::stats::add;
+use crate::table::{BlockKey, Sharers, Use};
+use std::io;
+use std::sync::atomic::Ordering;
+
+impl Cache {
+    /// Writes `data` at byte `offset`, growing the image if it reaches beyond its end.
+    ///
+    /// # Errors
+    /// The disk's (reading the rest of a half-written block, growing the file), or [`Error::Full`].
+    pub fn write(&self, image: &Image, offset: u64, data: &[u8]) -> Result<(), Error> {
+        let end = self.range_end(offset, data.len() as u64)?;
+        self.accept_change(image)?;
+        if !image.file()?.writable() {
+            return Err(Error::ReadOnly);
+        }
+        if data.is_empty() {
+            return Ok(());
+        }
+        {
+            let _shape = image.shape.read();
+            self.refuse_after_end()?;
+            if end <= image.size() {
+                return self.write_blocks(image, offset, data, u64::MAX);
+            }
+        }
+        // Growing is exclusive: nobody else can have put anything beyond the old end.
+        let _shape = image.shape.write();
+        self.refuse_after_end()?;
+        let size_before = image.size();
+        if end > size_before {
+            image.change(|file| file.set_len(end))?;
+            image.unsynced.store(true, Ordering::Release);
+            image.size.store(end, Ordering::Release);
+        }
+        self.write_blocks(image, offset, data, size_before)
+    }
+
+    pub(super) fn range_end(&self, offset: u64, length: u64) -> Result<u64, Error> {
+        offset.checked_add(length).filter(|&end| end <= FILE_BYTES_MAX).ok_or(Error::Range { offset, length })
+    }
+
+    /// Writes with the shape held. Blocks from byte `empty_from` on were never on the disk.
+    pub(super) fn write_blocks(&self, image: &Image, offset: u64, data: &[u8], empty_from: u64) -> Result<(), Error> {
+        let mut spare = Vec::new();
+        let mut done = 0;
+        let part_max = self.config.io_blocks_max() * BLOCK_BYTES;
+        let mut result = Ok(());
+        while done < data.len() && result.is_ok() {
+            let at = offset + done as u64;
+            let to_chunk_end = (CHUNK_BYTES - at % CHUNK_BYTES) as usize;
+            let part = to_chunk_end.min(part_max).min(data.len() - done);
+            result = self.write_in_chunk(image, at, &data[done..done + part], empty_from, &mut spare);
+            done += part;
+        }
+        self.give(spare);
+        result
+    }
+
+    fn write_in_chunk(
+        &self,
+        image: &Image,
+        offset: u64,
+        data: &[u8],
+        empty_from: u64,
+        spare: &mut Vec<OwnedFrame>,
+    ) -> Result<(), Error> {
+        let base = offset / CHUNK_BYTES * CHUNK_BYTES;
+        let start = (offset - base) as usize;
+        let end = start + data.len();
+        let blocks = start / BLOCK_BYTES..end.div_ceil(BLOCK_BYTES);
+        // One more than the blocks: a half-written block may have to be loaded first.
+        let needed = blocks.len() + 1;
+        self.make_room_for_dirty(image, blocks.len())?;
+        if spare.len() < needed {
+            self.allocate(needed - spare.len(), spare);
+            if spare.len() < needed {
+                return Err(Error::Full(io::Error::from_raw_os_error(libc::ENOMEM)));
+            }
+        }
+        let chunk = image.chunk(offset / CHUNK_BYTES);
+        let partial = |at: usize| at * BLOCK_BYTES < start || (at + 1) * BLOCK_BYTES > end;
+        let on_disk = |at: usize| base + ((at * BLOCK_BYTES) as u64) < empty_from;
+        loop {
+            let mut entries = chunk.entries.write();
+            if let Some(at) = blocks.clone().find(|&at| entries.is_loading(at)) {
+                drop(entries);
+                chunk.wait_loaded(at);
+                continue;
+            }
+            let missing = |at: &usize| partial(*at) && on_disk(*at) && entries.state(*at) == State::Absent;
+            let edge = [blocks.start, blocks.end - 1].into_iter().find(missing);
+            if let Some(at) = edge {
+                drop(entries);
+                self.load(image, &chunk, base, at, at + 1, None, spare)?;
+                if spare.len() < blocks.len() {
+                    self.allocate(needed - spare.len(), spare);
+                }
+                continue;
+            }
+            if spare.len() < blocks.len() {
+                return Err(Error::Full(io::Error::from_raw_os_error(libc::ENOMEM)));
+            }
+            let dirty_before = entries.dirty();
+            for at in blocks.clone() {
+                let from = start.max(at * BLOCK_BYTES);
+                let to = end.min((at + 1) * BLOCK_BYTES);
+                let piece = &data[from - start..to - start];
+                let block = base / BLOCK_BYTES as u64 + at as u64;
+                self.write_block(image, &mut entries, at, block, from % BLOCK_BYTES, piece, spare);
+            }
+            if dirty_before == 0 {
+                image.dirty_chunks.lock().insert(base / CHUNK_BYTES);
+            }
+            drop(entries);
+            if let Some(fingerprints) = &mut *image.fingerprints.lock() {
+                let first = base / BLOCK_BYTES as u64;
+                fingerprints.forget(first + blocks.start as u64..first + blocks.end as u64);
+            }
+            break;
+        }
+        image.note_written();
+        if self.dirty_blocks.load(Ordering::Relaxed) > self.config.dirty_background() {
+            self.want_flush();
+        }
+        Ok(())
+    }
+
+    /// Writes into one block under its chunk's lock; this is where sharing breaks.
+    #[allow(clippy::too_many_arguments, reason = "the request, spelled out")]
+    fn write_block(
+        &self,
+        image: &Image,
+        entries: &mut Entries,
+        at: usize,
+        block: u64,
+        skip: usize,
+        piece: &[u8],
+        spare: &mut Vec<OwnedFrame>,
+    ) {
+        let key = BlockKey { image: image.id, block };
+        let whole = piece.len() == BLOCK_BYTES;
+        let mut fresh = || spare.pop().expect("as many frames as blocks were allocated");
+        let (frame, becomes_dirty) = match entries.state(at) {
+            State::Dirty(frame) => {
+                self.frames.copy_in(frame, skip, piece);
+                self.table.touch(frame);
+                return;
+            }
+            State::Absent | State::Zero => {
+                let frame = fresh();
+                if !whole {
+                    self.frames.zero(frame.index(), 0..BLOCK_BYTES);
+                }
+                (frame, true)
+            }
+            State::Clean(shared) => match self.leave(shared, key) {
+                // Nobody else has it: it leaves the index and is written in place.
+                Some(own) => (own, true),
+                None => {
+                    let frame = fresh();
+                    if !whole {
+                        self.frames.copy(shared, &frame);
+                    }
+                    add(&self.counters.breaks, 1);
+                    (frame, true)
+                }
+            },
+            State::Writeback(leaving) => {
+                // The frame on its way to the disk is left alone; the flusher finds it replaced and frees it.
+                let frame = fresh();
+                if !whole {
+                    self.frames.copy(leaving, &frame);
+                }
+                (frame, true)
+            }
+        };
+        self.frames.copy_in(frame.index(), skip, piece);
+        {
+            let mut body = self.table.lock(frame.index());
+            body.used = Use::Dirty;
+            body.indexed = false;
+            body.sharers = Sharers::One(key);
+        }
+        self.table.set_touches(frame.index(), 0);
+        entries.set(at, State::Dirty(frame.index()));
+        if becomes_dirty {
+            self.dirty_blocks.fetch_add(1, Ordering::Relaxed);
+            image.dirty_blocks.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+}
