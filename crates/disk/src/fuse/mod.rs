@@ -2,102 +2,38 @@
 //!
 //! Data goes with direct I/O, so the kernel keeps no copy of its own; names and attributes are the host's. A file
 //! that is open is found by its inode even when its name is gone. Locks are the kernel's: it keeps them per mount.
+//!
+//! Here the kernel's requests are answered; they rest on `names`, these on `attributes`, and all on `nodes`.
 
-use crate::engine::{Engine, FileKey, Handle, stat};
+mod attributes;
+mod names;
+mod nodes;
+
+use crate::engine::{Engine, Handle};
 use crate::error::Error;
-use crate::file::{HostFile, Place, open_beneath};
+use crate::file::open_beneath;
 use fuser::{
-    Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, InitFlags, KernelConfig,
-    LockOwner, OpenFlags, RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry,
-    ReplyLseek, ReplyOpen, ReplyStatfs, ReplyWrite, Request, TimeOrNow, WriteFlags,
+    Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo, InitFlags, KernelConfig, LockOwner, OpenFlags,
+    RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen,
+    ReplyStatfs, ReplyWrite, Request, TimeOrNow, WriteFlags,
 };
+use names::DirEntry;
+use nodes::{Node, Nodes, ROOT};
 use parking_lot::{Mutex, RwLock};
-use rustix::fs::{AtFlags, Mode, OFlags, Stat, Timespec, Timestamps};
+use rustix::fs::{AtFlags, Mode, OFlags};
 use std::collections::HashMap;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::io;
-use std::os::fd::AsRawFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime};
 
 /// How long the kernel may believe names and attributes. Changes through the mount are seen at once; this bounds
 /// how late changes made in the directory itself are.
 const BELIEVE: Duration = Duration::from_secs(1);
 /// Largest request: the kernel's own limit for FUSE by default.
 const REQUEST_BYTES_MAX: u32 = 1 << 20;
-
-/// A file the kernel holds on to.
-struct Node {
-    /// Parent and name; with hard links several, the one looked up last at the end.
-    names: Vec<(u64, OsString)>,
-    key: FileKey,
-    lookups: u64,
-}
-
-impl Node {
-    fn gain(&mut self, parent: INodeNo, name: &OsStr) {
-        self.lose(parent, name);
-        self.names.push((parent.0, name.to_owned()));
-    }
-
-    fn lose(&mut self, parent: INodeNo, name: &OsStr) {
-        self.names.retain(|(at, own)| (*at, &**own) != (parent.0, name));
-    }
-}
-
-/// The names the kernel knows, by node number.
-struct Nodes {
-    by_number: HashMap<u64, Node>,
-    by_key: HashMap<FileKey, u64>,
-    /// For files of other devices, whose inode numbers may collide with ours.
-    next_foreign: u64,
-    root: FileKey,
-}
-
-const ROOT: u64 = 1;
-const FOREIGN: u64 = 1 << 62;
-
-impl Nodes {
-    fn number(&mut self, key: FileKey) -> u64 {
-        if let Some(&number) = self.by_key.get(&key) {
-            return number;
-        }
-        let number = if key == self.root {
-            ROOT
-        } else if key.0 == self.root.0 && key.1 > ROOT && key.1 < FOREIGN {
-            key.1
-        } else {
-            self.next_foreign += 1;
-            FOREIGN + self.next_foreign
-        };
-        self.by_key.insert(key, number);
-        number
-    }
-
-    fn path(&self, number: u64) -> Option<PathBuf> {
-        let mut names = Vec::new();
-        let mut at = number;
-        while at != ROOT {
-            let (parent, name) = self.by_number.get(&at)?.names.last()?;
-            names.push(name);
-            at = *parent;
-            if names.len() > 4096 {
-                return None;
-            }
-        }
-        let path: PathBuf = names.into_iter().rev().collect();
-        Some(if path.as_os_str().is_empty() { PathBuf::from(".") } else { path })
-    }
-}
-
-/// One entry of a directory, as read when it was opened.
-struct DirEntry {
-    number: u64,
-    kind: FileType,
-    name: OsString,
-}
 
 /// The file system.
 pub struct DiskFs {
@@ -132,19 +68,6 @@ impl DiskFs {
         })
     }
 
-    fn path(&self, number: INodeNo) -> io::Result<PathBuf> {
-        self.nodes.read().path(number.0).ok_or_else(|| io::Error::from_raw_os_error(libc::ESTALE))
-    }
-
-    fn child(&self, parent: INodeNo, name: &OsStr) -> io::Result<PathBuf> {
-        // No `./name` for the root's: images are known by their paths.
-        Ok(if parent.0 == ROOT { PathBuf::from(name) } else { self.path(parent)?.join(name) })
-    }
-
-    fn key(&self, number: INodeNo) -> Option<FileKey> {
-        self.nodes.read().by_number.get(&number.0).map(|node| node.key)
-    }
-
     fn handle(&self, number: FileHandle) -> Result<Arc<Handle>, Error> {
         let handle = self.handles.read().get(&number.0).cloned();
         handle.ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF).into())
@@ -156,294 +79,8 @@ impl DiskFs {
         FileHandle(number)
     }
 
-    /// Enters a name the kernel asked for; it keeps it until it says forget.
-    fn enter(&self, parent: INodeNo, name: &OsStr) -> io::Result<FileAttr> {
-        let path = self.child(parent, name)?;
-        let stat = stat(self.engine.directory(), &path)?;
-        let key = (stat.st_dev, stat.st_ino);
-        let mut nodes = self.nodes.write();
-        let number = nodes.number(key);
-        let node = nodes.by_number.entry(number).or_insert_with(|| Node { names: Vec::new(), key, lookups: 0 });
-        node.key = key;
-        node.gain(parent, name);
-        node.lookups += 1;
-        drop(nodes);
-        Ok(self.attributes(number, &stat))
-    }
-
-    fn forget_number(&self, number: u64, count: u64) {
-        let mut nodes = self.nodes.write();
-        if let Some(node) = nodes.by_number.get_mut(&number) {
-            node.lookups = node.lookups.saturating_sub(count);
-            if node.lookups == 0 {
-                let key = node.key;
-                nodes.by_number.remove(&number);
-                nodes.by_key.remove(&key);
-            }
-        }
-    }
-
-    fn stat_of(&self, number: INodeNo) -> io::Result<Stat> {
-        // An open image may have lost its name.
-        if let Some(image) = self.key(number).and_then(|key| self.engine.opened(key))
-            && let Ok(file) = image.file()
-            && let Some(stat) = file.stat()
-        {
-            return stat;
-        }
-        stat(self.engine.directory(), &self.path(number)?)
-    }
-
-    fn attributes(&self, number: u64, stat: &Stat) -> FileAttr {
-        let mut attr = attributes(number, stat);
-        if let Some(image) = self.engine.opened((stat.st_dev, stat.st_ino)) {
-            attr.size = image.size();
-            // What is still on its way to the file has changed it all the same.
-            attr.mtime = attr.mtime.max(image.written_at());
-        }
-        attr
-    }
-
-    fn list(&self, number: INodeNo) -> io::Result<Vec<DirEntry>> {
-        let path = self.path(number)?;
-        let directory = open_beneath(self.engine.directory(), &path, OFlags::DIRECTORY | OFlags::RDONLY)?;
-        let mut entries = Vec::new();
-        for entry in rustix::fs::Dir::new(directory)? {
-            let entry = entry?;
-            let name = entry.file_name().to_bytes();
-            entries.push(DirEntry {
-                number: entry.ino().max(ROOT + 1),
-                kind: kind_of(entry.file_type()),
-                name: std::os::unix::ffi::OsStringExt::from_vec(name.to_vec()),
-            });
-        }
-        Ok(entries)
-    }
-
-    /// Who a new file is given to, where we may.
-    fn maker(&self, request: &Request) -> Option<(rustix::fs::Uid, rustix::fs::Gid)> {
-        let (uid, gid) = (request.uid(), request.gid());
-        let wanted = self.is_root && (uid, gid) != (0, 0);
-        wanted.then(|| (rustix::fs::Uid::from_raw(uid), rustix::fs::Gid::from_raw(gid)))
-    }
-
-    fn give_to(&self, request: &Request, place: &Place<'_>) -> io::Result<()> {
-        if let Some((uid, gid)) = self.maker(request) {
-            rustix::fs::chownat(place.parent(), place.name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)?;
-        }
-        Ok(())
-    }
-
     fn check_changeable(&self) -> io::Result<()> {
         if self.engine.read_only() { Err(io::Error::from_raw_os_error(libc::EROFS)) } else { Ok(()) }
-    }
-
-    #[allow(clippy::too_many_arguments, reason = "what the kernel sends")]
-    fn set_attributes(
-        &self,
-        number: INodeNo,
-        mode: Option<u32>,
-        uid: Option<u32>,
-        gid: Option<u32>,
-        size: Option<u64>,
-        atime: Option<TimeOrNow>,
-        mtime: Option<TimeOrNow>,
-        handle: Option<FileHandle>,
-    ) -> Result<FileAttr, Error> {
-        self.check_changeable()?;
-        let directory = self.engine.directory();
-        if let Some(size) = size {
-            match handle.and_then(|handle| self.handle(handle).ok()).filter(|handle| handle.writable()) {
-                Some(handle) => handle.set_size(size)?,
-                None => self.engine.open(&self.path(number)?, true)?.set_size(size)?,
-            }
-        }
-        if mode.is_some() || uid.is_some() || gid.is_some() || atime.is_some() || mtime.is_some() {
-            // The very file, and no link: its name may be another's since the kernel looked it up.
-            let open = open_beneath(directory, &self.path(number)?, OFlags::PATH | OFlags::NOFOLLOW);
-            let file = open.map_err(io::Error::from)?;
-            let stat = rustix::fs::fstat(&file).map_err(io::Error::from)?;
-            let key = (stat.st_dev, stat.st_ino);
-            if self.key(number) != Some(key) {
-                return Err(io::Error::from_raw_os_error(libc::ESTALE).into());
-            }
-            let image = self.engine.opened(key);
-            if let Some(image) = &image
-                && (atime.is_some() || mtime.is_some())
-            {
-                // A flush after this would move the times again.
-                self.engine.cache().flush_range(image, 0..u64::MAX)?;
-                image.forget_written_at();
-            }
-            self.engine.change(key, || {
-                if let Some(mode) = mode {
-                    rustix::fs::chmod(format!("/proc/self/fd/{}", file.as_raw_fd()), Mode::from_raw_mode(mode))?;
-                }
-                if uid.is_some() || gid.is_some() {
-                    let uid = uid.map(rustix::fs::Uid::from_raw);
-                    let gid = gid.map(rustix::fs::Gid::from_raw);
-                    rustix::fs::chownat(&file, "", uid, gid, AtFlags::EMPTY_PATH)?;
-                }
-                if atime.is_some() || mtime.is_some() {
-                    let times = Timestamps { last_access: timespec(atime), last_modification: timespec(mtime) };
-                    rustix::fs::utimensat(&file, "", &times, AtFlags::EMPTY_PATH)?;
-                }
-                Ok(())
-            })?;
-        }
-        let stat = self.stat_of(number)?;
-        Ok(self.attributes(number.0, &stat))
-    }
-
-    fn rename_node(
-        &self,
-        (parent, name): (INodeNo, &OsStr),
-        (new_parent, new_name): (INodeNo, &OsStr),
-        flags: RenameFlags,
-    ) -> io::Result<()> {
-        self.check_changeable()?;
-        let directory = self.engine.directory();
-        let from = self.child(parent, name)?;
-        let to = self.child(new_parent, new_name)?;
-        let source = stat(directory, &from)?;
-        let target = stat(directory, &to).ok();
-        let host_flags = rustix::fs::RenameFlags::from_bits_retain(flags.bits());
-        let source_key = (source.st_dev, source.st_ino);
-        let (old, new) = (self.engine.place(&from)?, self.engine.place(&to)?);
-        self.engine.change(source_key, || {
-            Ok(rustix::fs::renameat_with(old.parent(), old.name, new.parent(), new.name, host_flags)?)
-        })?;
-        let mut nodes = self.nodes.write();
-        let mut moved = |key: FileKey, from: (INodeNo, &OsStr), to: (INodeNo, &OsStr)| {
-            let number = nodes.by_key.get(&key).copied();
-            if let Some(node) = number.and_then(|number| nodes.by_number.get_mut(&number)) {
-                node.lose(from.0, from.1);
-                node.gain(to.0, to.1);
-            }
-        };
-        let exchanged = flags.contains(RenameFlags::RENAME_EXCHANGE);
-        let target_key = target.as_ref().map(|target| (target.st_dev, target.st_ino));
-        // Two names of one file stay as they are.
-        if target_key != Some(source_key) {
-            moved(source_key, (parent, name), (new_parent, new_name));
-            if let (true, Some(key)) = (exchanged, target_key) {
-                moved(key, (new_parent, new_name), (parent, name));
-            }
-            // What was replaced has that name no more, though it may be open still.
-            let number = target_key.filter(|_| !exchanged).and_then(|key| nodes.by_key.get(&key).copied());
-            if let Some(node) = number.and_then(|number| nodes.by_number.get_mut(&number)) {
-                node.lose(new_parent, new_name);
-            }
-        }
-        drop(nodes);
-        if let Some(image) = self.engine.opened(source_key) {
-            image.set_name(&to.to_string_lossy());
-        }
-        if let (false, Some(target)) = (exchanged, target)
-            && target.st_nlink == 1
-            && (target.st_dev, target.st_ino) != source_key
-        {
-            self.engine.unlinked((target.st_dev, target.st_ino));
-        }
-        Ok(())
-    }
-
-    fn remove(&self, parent: INodeNo, name: &OsStr) -> io::Result<()> {
-        self.check_changeable()?;
-        let path = self.child(parent, name)?;
-        let stat = stat(self.engine.directory(), &path)?;
-        let key = (stat.st_dev, stat.st_ino);
-        let place = self.engine.place(&path)?;
-        self.engine.change(key, || Ok(rustix::fs::unlinkat(place.parent(), place.name, AtFlags::empty())?))?;
-        if stat.st_nlink <= 1 {
-            self.engine.unlinked(key);
-        }
-        let mut nodes = self.nodes.write();
-        let number = nodes.by_key.get(&key).copied();
-        if let Some(node) = number.and_then(|number| nodes.by_number.get_mut(&number)) {
-            node.lose(parent, name);
-        }
-        Ok(())
-    }
-
-    /// Makes a file and opens it; `None` where it is there already and need not be new.
-    fn make(
-        &self,
-        request: &Request,
-        parent: INodeNo,
-        name: &OsStr,
-        mode: u32,
-        flags: i32,
-    ) -> io::Result<Option<HostFile>> {
-        self.check_changeable()?;
-        let path = self.child(parent, name)?;
-        let place = self.engine.place(&path)?;
-        let open = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        // Its maker may write through the open file whatever the mode, and so must we: it is opened twice.
-        let file = match rustix::fs::openat(place.parent(), place.name, open, Mode::from_raw_mode(mode | 0o600)) {
-            Err(rustix::io::Errno::EXIST) if flags & libc::O_EXCL == 0 => return Ok(None),
-            other => HostFile::new(other?.into(), true)?,
-        };
-        if let Some((uid, gid)) = self.maker(request) {
-            rustix::fs::fchown(file.file(), Some(uid), Some(gid))?;
-        }
-        // Another owner costs the set-user bit.
-        if mode & 0o6600 != 0o600 {
-            rustix::fs::fchmod(file.file(), Mode::from_raw_mode(mode))?;
-        }
-        Ok(Some(file))
-    }
-}
-
-fn attributes(number: u64, stat: &Stat) -> FileAttr {
-    let time = |seconds: i64, nanoseconds: u64| match u64::try_from(seconds) {
-        Ok(seconds) => UNIX_EPOCH + Duration::new(seconds, nanoseconds as u32),
-        Err(_) => UNIX_EPOCH - Duration::from_secs(seconds.unsigned_abs()) + Duration::from_nanos(nanoseconds),
-    };
-    FileAttr {
-        ino: INodeNo(number),
-        size: stat.st_size as u64,
-        blocks: stat.st_blocks as u64,
-        atime: time(stat.st_atime, stat.st_atime_nsec),
-        mtime: time(stat.st_mtime, stat.st_mtime_nsec),
-        ctime: time(stat.st_ctime, stat.st_ctime_nsec),
-        crtime: UNIX_EPOCH,
-        kind: kind_of(rustix::fs::FileType::from_raw_mode(stat.st_mode)),
-        perm: (stat.st_mode & 0o7777) as u16,
-        nlink: stat.st_nlink as u32,
-        uid: stat.st_uid,
-        gid: stat.st_gid,
-        rdev: stat.st_rdev as u32,
-        blksize: crate::BLOCK_BYTES as u32,
-        flags: 0,
-    }
-}
-
-fn kind_of(kind: rustix::fs::FileType) -> FileType {
-    match kind {
-        rustix::fs::FileType::Directory => FileType::Directory,
-        rustix::fs::FileType::Symlink => FileType::Symlink,
-        rustix::fs::FileType::Fifo => FileType::NamedPipe,
-        rustix::fs::FileType::Socket => FileType::Socket,
-        rustix::fs::FileType::CharacterDevice => FileType::CharDevice,
-        rustix::fs::FileType::BlockDevice => FileType::BlockDevice,
-        _ => FileType::RegularFile,
-    }
-}
-
-fn timespec(time: Option<TimeOrNow>) -> Timespec {
-    match time {
-        None => Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_OMIT },
-        Some(TimeOrNow::Now) => Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_NOW },
-        Some(TimeOrNow::SpecificTime(time)) => match time.duration_since(UNIX_EPOCH) {
-            Ok(after) => Timespec { tv_sec: after.as_secs() as i64, tv_nsec: after.subsec_nanos().into() },
-            Err(before) => {
-                let before = before.duration();
-                let borrow = i64::from(before.subsec_nanos() > 0);
-                let nanoseconds = (1_000_000_000 - i64::from(before.subsec_nanos())) % 1_000_000_000;
-                Timespec { tv_sec: -(before.as_secs() as i64) - borrow, tv_nsec: nanoseconds }
-            }
-        },
     }
 }
 

@@ -1,0 +1,166 @@
+//! Names: looked up, listed, made, moved and removed in the host's directory.
+//!
+//! Each is done on the host first, by the engine where an image may be concerned; then the kernel's names follow.
+
+use super::DiskFs;
+use super::attributes::kind_of;
+use super::nodes::{Node, ROOT};
+use crate::engine::{FileKey, stat};
+use crate::file::{HostFile, Place, open_beneath};
+use fuser::{FileAttr, FileType, INodeNo, RenameFlags, Request};
+use rustix::fs::{AtFlags, Mode, OFlags};
+use std::ffi::{OsStr, OsString};
+use std::io;
+
+/// One entry of a directory, as read when it was opened.
+pub(super) struct DirEntry {
+    pub(super) number: u64,
+    pub(super) kind: FileType,
+    pub(super) name: OsString,
+}
+
+impl DiskFs {
+    /// Enters a name the kernel asked for; it keeps it until it says forget.
+    pub(super) fn enter(&self, parent: INodeNo, name: &OsStr) -> io::Result<FileAttr> {
+        let path = self.child(parent, name)?;
+        let stat = stat(self.engine.directory(), &path)?;
+        let key = (stat.st_dev, stat.st_ino);
+        let mut nodes = self.nodes.write();
+        let number = nodes.number(key);
+        let node = nodes.by_number.entry(number).or_insert_with(|| Node { names: Vec::new(), key, lookups: 0 });
+        node.key = key;
+        node.gain(parent, name);
+        node.lookups += 1;
+        drop(nodes);
+        Ok(self.attributes(number, &stat))
+    }
+
+    pub(super) fn list(&self, number: INodeNo) -> io::Result<Vec<DirEntry>> {
+        let path = self.path(number)?;
+        let directory = open_beneath(self.engine.directory(), &path, OFlags::DIRECTORY | OFlags::RDONLY)?;
+        let mut entries = Vec::new();
+        for entry in rustix::fs::Dir::new(directory)? {
+            let entry = entry?;
+            let name = entry.file_name().to_bytes();
+            entries.push(DirEntry {
+                number: entry.ino().max(ROOT + 1),
+                kind: kind_of(entry.file_type()),
+                name: std::os::unix::ffi::OsStringExt::from_vec(name.to_vec()),
+            });
+        }
+        Ok(entries)
+    }
+
+    /// Who a new file is given to, where we may.
+    fn maker(&self, request: &Request) -> Option<(rustix::fs::Uid, rustix::fs::Gid)> {
+        let (uid, gid) = (request.uid(), request.gid());
+        let wanted = self.is_root && (uid, gid) != (0, 0);
+        wanted.then(|| (rustix::fs::Uid::from_raw(uid), rustix::fs::Gid::from_raw(gid)))
+    }
+
+    pub(super) fn give_to(&self, request: &Request, place: &Place<'_>) -> io::Result<()> {
+        if let Some((uid, gid)) = self.maker(request) {
+            rustix::fs::chownat(place.parent(), place.name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn rename_node(
+        &self,
+        (parent, name): (INodeNo, &OsStr),
+        (new_parent, new_name): (INodeNo, &OsStr),
+        flags: RenameFlags,
+    ) -> io::Result<()> {
+        self.check_changeable()?;
+        let directory = self.engine.directory();
+        let from = self.child(parent, name)?;
+        let to = self.child(new_parent, new_name)?;
+        let source = stat(directory, &from)?;
+        let target = stat(directory, &to).ok();
+        let host_flags = rustix::fs::RenameFlags::from_bits_retain(flags.bits());
+        let source_key = (source.st_dev, source.st_ino);
+        let (old, new) = (self.engine.place(&from)?, self.engine.place(&to)?);
+        self.engine.change(source_key, || {
+            Ok(rustix::fs::renameat_with(old.parent(), old.name, new.parent(), new.name, host_flags)?)
+        })?;
+        let mut nodes = self.nodes.write();
+        let mut moved = |key: FileKey, from: (INodeNo, &OsStr), to: (INodeNo, &OsStr)| {
+            let number = nodes.by_key.get(&key).copied();
+            if let Some(node) = number.and_then(|number| nodes.by_number.get_mut(&number)) {
+                node.lose(from.0, from.1);
+                node.gain(to.0, to.1);
+            }
+        };
+        let exchanged = flags.contains(RenameFlags::RENAME_EXCHANGE);
+        let target_key = target.as_ref().map(|target| (target.st_dev, target.st_ino));
+        // Two names of one file stay as they are.
+        if target_key != Some(source_key) {
+            moved(source_key, (parent, name), (new_parent, new_name));
+            if let (true, Some(key)) = (exchanged, target_key) {
+                moved(key, (new_parent, new_name), (parent, name));
+            }
+            // What was replaced has that name no more, though it may be open still.
+            let number = target_key.filter(|_| !exchanged).and_then(|key| nodes.by_key.get(&key).copied());
+            if let Some(node) = number.and_then(|number| nodes.by_number.get_mut(&number)) {
+                node.lose(new_parent, new_name);
+            }
+        }
+        drop(nodes);
+        if let Some(image) = self.engine.opened(source_key) {
+            image.set_name(&to.to_string_lossy());
+        }
+        if let (false, Some(target)) = (exchanged, target)
+            && target.st_nlink == 1
+            && (target.st_dev, target.st_ino) != source_key
+        {
+            self.engine.unlinked((target.st_dev, target.st_ino));
+        }
+        Ok(())
+    }
+
+    pub(super) fn remove(&self, parent: INodeNo, name: &OsStr) -> io::Result<()> {
+        self.check_changeable()?;
+        let path = self.child(parent, name)?;
+        let stat = stat(self.engine.directory(), &path)?;
+        let key = (stat.st_dev, stat.st_ino);
+        let place = self.engine.place(&path)?;
+        self.engine.change(key, || Ok(rustix::fs::unlinkat(place.parent(), place.name, AtFlags::empty())?))?;
+        if stat.st_nlink <= 1 {
+            self.engine.unlinked(key);
+        }
+        let mut nodes = self.nodes.write();
+        let number = nodes.by_key.get(&key).copied();
+        if let Some(node) = number.and_then(|number| nodes.by_number.get_mut(&number)) {
+            node.lose(parent, name);
+        }
+        Ok(())
+    }
+
+    /// Makes a file and opens it; `None` where it is there already and need not be new.
+    pub(super) fn make(
+        &self,
+        request: &Request,
+        parent: INodeNo,
+        name: &OsStr,
+        mode: u32,
+        flags: i32,
+    ) -> io::Result<Option<HostFile>> {
+        self.check_changeable()?;
+        let path = self.child(parent, name)?;
+        let place = self.engine.place(&path)?;
+        let open = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        // Its maker may write through the open file whatever the mode, and so must we: it is opened twice.
+        let file = match rustix::fs::openat(place.parent(), place.name, open, Mode::from_raw_mode(mode | 0o600)) {
+            Err(rustix::io::Errno::EXIST) if flags & libc::O_EXCL == 0 => return Ok(None),
+            other => HostFile::new(other?.into(), true)?,
+        };
+        if let Some((uid, gid)) = self.maker(request) {
+            rustix::fs::fchown(file.file(), Some(uid), Some(gid))?;
+        }
+        // Another owner costs the set-user bit.
+        if mode & 0o6600 != 0o600 {
+            rustix::fs::fchmod(file.file(), Mode::from_raw_mode(mode))?;
+        }
+        Ok(Some(file))
+    }
+}
