@@ -1,0 +1,206 @@
+//! Growing: each segment is copied to a longer or shorter array on its own, under its lock.
+//!
+//! A segment grows when an entry finds no room. So that memory stays dense,
+//! inserts also earn credit with which they pass over the segments in order
+//! and rebuild those that will be full soon. Readers go on in the old array
+//! until the directory entry tells them to start over.
+
+use super::{COUNT_BITS, Dir, SEGMENTS, Table};
+use crate::bucket::{BUCKET_BYTES, Kind, REACH_COPIED};
+use crate::error::Error;
+use llds::arena::fault::point;
+use llds::arena::{LOG_BYTES_MAX, SPAN_BYTES, SeatRef};
+use std::cell::Cell;
+use std::sync::atomic::Ordering;
+
+/// Entries per bucket, in hundredths, to which a segment is rebuilt.
+const FILL_TO: usize = 288;
+
+/// A passing insert rebuilds segments above this fill, in hundredths of entries per bucket.
+const FILL_PASS: usize = 336;
+
+/// What passing over one segment costs of a thread's credit.
+const CREDIT_PER_SEGMENT: u32 = 1 << 24;
+
+/// What as many inserts as there are entries earn: four passes over all segments, one each time that the table has grown
+/// by 28 %. Fill rises from 0.72 to 0.92 meanwhile, 19.7 bytes per entry of 16 on average, and an entry is copied four
+/// times on the whole. More passes are denser and slower; with fewer, arrays fail before their turn and leave the order in
+/// which memory is used again.
+const CREDIT_PER_OWN_SIZE: u32 = CREDIT_PER_SEGMENT * 4;
+
+/// Buckets of the largest segment.
+const BUCKETS_MAX: usize = (1 << COUNT_BITS) - 1;
+
+thread_local! {
+    /// What this thread owes the passing growth.
+    static CREDIT: Cell<u32> = const { Cell::new(0) };
+    /// The extent this thread passed last (a table's address, an offset), and whether it is to be emptied.
+    static EXTENT: Cell<((usize, u64), bool)> = const { Cell::new(((0, 0), false)) };
+}
+
+impl Table {
+    /// Makes every segment large enough for its share of `entries`, so that inserts up to there copy none.
+    pub fn reserve(&self, seat: &SeatRef<'_>, entries: u64) -> Result<(), Error> {
+        // Hashes spread them evenly, but for a few deviations; a pass leaves segments alone that are not filled further.
+        let share = entries as f64 / SEGMENTS as f64;
+        let most = share + 3.0 * share.sqrt();
+        let wanted = (most * 100.0 / FILL_PASS as f64).ceil() as usize;
+        for segment in 0..SEGMENTS {
+            let _held = self.lock(seat, segment);
+            if self.dir(segment, Ordering::Relaxed).buckets() < wanted {
+                self.rebuild(seat, segment, wanted, false)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes room in a segment that is full.
+    pub(super) fn grow(&self, seat: &SeatRef<'_>, segment: usize) -> Result<(), Error> {
+        let buckets = self.dir(segment, Ordering::Relaxed).buckets();
+        let wanted = fitting(self.count(segment) as usize + 1).max(buckets + 1 + buckets / 16);
+        self.rebuild(seat, segment, wanted, true)
+    }
+
+    /// Moves a segment to an array of at least `wanted` buckets; to none if it is empty and `wanted` is 0.
+    ///
+    /// `alone` says that it is not the next one in order: it must not lie between those that move in order.
+    pub(super) fn rebuild(&self, seat: &SeatRef<'_>, segment: usize, wanted: usize, alone: bool) -> Result<(), Error> {
+        let old = self.dir(segment, Ordering::Relaxed);
+        let mut wanted = self.even(seat, wanted, alone);
+        let (offset, buckets) = loop {
+            let buckets = rounded(wanted);
+            if buckets == 0 {
+                break (0, 0);
+            }
+            if buckets > BUCKETS_MAX {
+                return Err(
+                    llds::arena::Error::Full { limit_bytes: (BUCKETS_MAX * BUCKET_BYTES * SEGMENTS) as u64 }.into()
+                );
+            }
+            let offset = match self.or_recover(seat, || self.arena.alloc_log(seat, buckets * BUCKET_BYTES, alone)) {
+                Ok(offset) => offset,
+                Err(error) => {
+                    seat.settle_alloc();
+                    return Err(error.into());
+                }
+            };
+            if self.copy(old, Dir(0).moved(offset, buckets)) {
+                break (offset, buckets);
+            }
+            // Struck out before others can take the block: a death in between must not free theirs.
+            seat.settle_alloc();
+            point();
+            self.arena.free(seat, offset);
+            wanted = buckets + 1 + buckets / 8;
+        };
+        point();
+        let new = old.moved(offset, buckets);
+        if old.buckets() != 0 {
+            seat.intend_retire(old.offset());
+            point();
+        }
+        self.dir_word(segment).store(new.0, Ordering::Release);
+        point();
+        seat.settle_alloc();
+        if old.buckets() != 0 {
+            point();
+            self.arena.retire_sized(seat, old.offset(), (old.buckets() * BUCKET_BYTES) as u64);
+        }
+        Ok(())
+    }
+
+    /// About `wanted` buckets, so many that blocks of the size fill the log's present extent to its end.
+    fn even(&self, seat: &SeatRef<'_>, wanted: usize, alone: bool) -> usize {
+        let room = self.arena.log_room(seat, alone) / BUCKET_BYTES;
+        let Some(each) = room.checked_div((room + wanted / 2).checked_div(wanted).unwrap_or(0)) else { return wanted };
+        if each.abs_diff(wanted) <= wanted / 16 { each } else { wanted }
+    }
+
+    /// Copies all entries of `from` to the unpublished array `to`. False if one does not find room.
+    ///
+    /// Homes keep their order whatever the length of the array, so both sides are walked from front to back. Entries
+    /// whose home is full wait until all others lie in theirs.
+    fn copy(&self, from: Dir, to: Dir) -> bool {
+        let buckets = to.buckets();
+        for index in 0..buckets {
+            self.bucket(to, index).clear();
+        }
+        let mut late: Vec<(Kind, u64, u64)> = Vec::new();
+        let first = self.bucket(to, 0);
+        // SAFETY: the array has `buckets` buckets from its first on, and homes are below that.
+        let at = |index: usize| unsafe { &*std::ptr::from_ref(first).add(index) };
+        for index in 0..from.buckets() {
+            self.bucket(from, index).each(|kind, remainder, word| {
+                if !at(self.way(remainder, buckets).home()).append(kind, remainder, word) {
+                    late.push((kind, remainder, word));
+                }
+            });
+        }
+        late.into_iter().all(|(kind, remainder, word)| {
+            let way = self.way(remainder, buckets);
+            let Some(step) = (1..=REACH_COPIED).find(|&step| at(way.at(step)).append(kind, remainder, word)) else {
+                return false;
+            };
+            let home = at(way.home());
+            let head = home.head(Ordering::Relaxed);
+            if head.reach() < step {
+                home.head.store(head.with_reach(step).0, Ordering::Relaxed);
+            }
+            true
+        })
+    }
+
+    /// After an insert into a segment of `count` entries: rebuild the next segments in order that will be full soon.
+    #[inline]
+    pub(super) fn pass(&self, seat: &SeatRef<'_>, count: u64) {
+        // A segment has fewer than 2^20 entries, so that what an insert owes is never rounded to nothing.
+        // What a small table owes beyond a few segments is let go: it has little memory to keep dense.
+        let credit = (CREDIT.get() + CREDIT_PER_OWN_SIZE / count as u32).min(CREDIT_PER_SEGMENT * 8);
+        CREDIT.set(credit);
+        if credit >= CREDIT_PER_SEGMENT {
+            self.pass_slow(seat, credit);
+        }
+    }
+
+    #[cold]
+    fn pass_slow(&self, seat: &SeatRef<'_>, credit: u32) {
+        CREDIT.set(credit - CREDIT_PER_SEGMENT);
+        // SAFETY: the word lies in the root of the arena, which lives as long as `self`.
+        let cursor = unsafe { &*self.cursor };
+        let segment = cursor.fetch_add(1, Ordering::Relaxed) as usize % SEGMENTS;
+        let Some(_held) = self.try_lock(seat, segment) else { return };
+        let (count, buckets) = (self.count(segment) as usize, self.dir(segment, Ordering::Relaxed).buckets());
+        if count * 100 > buckets * FILL_PASS || (buckets != 0 && self.is_in_the_way(segment)) {
+            // It is only early; a full store finds out at the insert that needs the room.
+            let _ = self.rebuild(seat, segment, fitting(count), false);
+        }
+    }
+
+    /// Whether a segment's array lies where memory is freed by moving it away.
+    fn is_in_the_way(&self, segment: usize) -> bool {
+        let dir = self.dir(segment, Ordering::Relaxed);
+        let Some((extent, second)) = self.arena.log_of(dir.offset()) else { return false };
+        if second {
+            return true;
+        }
+        // Neighbours lie in one extent: the verdict over the first holds for all, so that the extent is emptied or not.
+        let here = (std::ptr::from_ref(self).addr(), extent);
+        let (last, mut sparse) = EXTENT.get();
+        if last != here {
+            sparse = self.arena.is_log_sparse(dir.offset(), dir.buckets() * BUCKET_BYTES);
+            EXTENT.set((here, sparse));
+        }
+        sparse
+    }
+}
+
+/// Buckets for `count` entries at the fill to which segments are rebuilt; 0 for none.
+pub(super) fn fitting(count: usize) -> usize {
+    (count * 100).div_ceil(FILL_TO)
+}
+
+/// Buckets of the block that the arena gives for `wanted` of them.
+fn rounded(wanted: usize) -> usize {
+    let bytes = wanted * BUCKET_BYTES;
+    if bytes <= LOG_BYTES_MAX { wanted } else { bytes.next_multiple_of(SPAN_BYTES) / BUCKET_BYTES }
+}

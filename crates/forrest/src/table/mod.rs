@@ -1,0 +1,192 @@
+//! The table: 4,096 segments of buckets, each grown on its own.
+//!
+//! The high 12 bits of a hash choose a segment: one entry of a directory of
+//! 32 KiB, which stays in the cache. A segment is an array of
+//! buckets of any length; a secret multiplier spreads the low 52 bits over it.
+//! An entry lies in its home bucket or, when that is full, in another on its
+//! *way*: the home's neighbour, then buckets here and there in the array. The
+//! home's header says how far to look, at most [`REACH_MAX`](crate::bucket::REACH_MAX) buckets.
+//!
+//! Writers of a segment exclude each other by a lock word that names the
+//! holder's seat, so a lock whose holder was killed is recognised and taken
+//! over (`recover.rs`). Readers take no lock: what they read is valid if the
+//! bucket's header and the segment's directory entry are unchanged afterwards.
+//! The arena never unmaps, so reading too late reads garbage. On a tmpfs it
+//! may read a hole, which takes a page, or is a fault if there is none left:
+//! hence hazards for records of more than a page. What is read without one (a
+//! bucket, a record's lengths, a key) is little, and a reader must stop right
+//! there until it was freed, given back and taken by somebody else.
+//!
+//! There is no global growth. A segment grows when it is full, and, so that
+//! memory stays dense, inserts also pass over the segments in order and
+//! rebuild those that will be full soon: freed blocks are then neighbours and
+//! their memory is used again.
+
+mod grow;
+mod lock;
+mod read;
+mod seat;
+mod way;
+mod write;
+
+pub use read::{Asked, Probe, Sink};
+pub use write::{AHEAD, Change};
+
+use crate::bucket::{BUCKET_BYTES, Bucket, Head, Kind, REMAINDER_BITS, SLOTS};
+use crate::hash::Hasher;
+use crate::record::Record;
+use llds::arena::Arena;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const _: () = assert!(size_of::<Bucket>() == BUCKET_BYTES);
+
+/// Segments of a table.
+pub const SEGMENTS: usize = 1 << (64 - REMAINDER_BITS);
+
+const OFFSET_BITS: u32 = 34;
+const COUNT_BITS: u32 = 18;
+/// Set for good when a key of this segment was stored under its second hash.
+const FLOODED: u64 = 1 << 52;
+const GENERATION: u64 = 1 << 54;
+
+/// Offsets that a directory entry can name lie below this: 1 TiB.
+pub const OFFSETS_END: u64 = (BUCKET_BYTES as u64) << OFFSET_BITS;
+
+/// A directory entry: where a segment's buckets are and how many.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Dir(pub u64);
+
+impl Dir {
+    #[inline]
+    pub fn offset(self) -> u64 {
+        (self.0 & ((1 << OFFSET_BITS) - 1)) * BUCKET_BYTES as u64
+    }
+
+    #[inline]
+    pub fn buckets(self) -> usize {
+        ((self.0 >> OFFSET_BITS) & ((1 << COUNT_BITS) - 1)) as usize
+    }
+
+    #[inline]
+    pub fn flooded(self) -> bool {
+        self.0 & FLOODED != 0
+    }
+
+    /// The entry for another array; the generation tells it from every recent entry.
+    fn moved(self, offset: u64, buckets: usize) -> Dir {
+        let rest = self.0 & (FLOODED | !(GENERATION - 1));
+        Dir((rest | (offset / BUCKET_BYTES as u64) | (buckets as u64) << OFFSET_BITS).wrapping_add(GENERATION))
+    }
+}
+
+/// Where an entry was found by the holder of its segment's lock.
+#[derive(Clone, Copy)]
+pub struct Place {
+    pub bucket: usize,
+    pub slot: usize,
+    pub kind: Kind,
+    pub word: u64,
+}
+
+/// A key's hash, taken apart.
+#[derive(Clone, Copy)]
+pub struct Spot {
+    pub segment: usize,
+    pub remainder: u64,
+}
+
+impl Spot {
+    #[inline]
+    pub fn of(hash: u64) -> Spot {
+        Spot { segment: (hash >> REMAINDER_BITS) as usize, remainder: hash & ((1 << REMAINDER_BITS) - 1) }
+    }
+
+    pub fn hash(self) -> u64 {
+        (self.segment as u64) << REMAINDER_BITS | self.remainder
+    }
+}
+
+/// The table over an arena.
+pub struct Table {
+    pub arena: Arena,
+    /// Where the arena begins: kept here, one load closer.
+    base: *const u8,
+    dir: *const AtomicU64,
+    locks: *const AtomicU64,
+    cursor: *const AtomicU64,
+    pub hasher: Hasher,
+    place: u64,
+}
+
+// SAFETY: the pointers lead into the arena's mapping, which lives as long as `arena`; all access is atomic.
+unsafe impl Send for Table {}
+// SAFETY: as above.
+unsafe impl Sync for Table {}
+
+impl Table {
+    /// `dir` and `locks` are the first of [`SEGMENTS`] words each.
+    pub fn new(arena: Arena, words: [*mut u8; 3], hasher: Hasher, place: u64) -> Table {
+        let [dir, locks, cursor] = words.map(|at| at.cast::<AtomicU64>().cast_const());
+        let base = arena.at(0).cast_const();
+        Table { arena, base, dir, locks, cursor, hasher, place: place | 1 }
+    }
+
+    #[inline]
+    pub fn dir_word(&self, segment: usize) -> &AtomicU64 {
+        debug_assert!(segment < SEGMENTS);
+        // SAFETY: the directory has SEGMENTS words; the index is masked.
+        unsafe { &*self.dir.add(segment & (SEGMENTS - 1)) }
+    }
+
+    #[inline]
+    pub fn lock_word(&self, segment: usize) -> &AtomicU64 {
+        // SAFETY: as for the directory.
+        unsafe { &*self.locks.add(segment & (SEGMENTS - 1)) }
+    }
+
+    #[inline]
+    pub fn dir(&self, segment: usize, order: Ordering) -> Dir {
+        Dir(self.dir_word(segment).load(order))
+    }
+
+    /// The bucket `index` of the segment at `dir`. `index` is below its count.
+    #[inline]
+    pub fn bucket(&self, dir: Dir, index: usize) -> &Bucket {
+        let at = self.base.wrapping_add(dir.offset() as usize + index * BUCKET_BYTES);
+        // SAFETY: directory entries name blocks inside the arena; blocks of lines are 64-byte aligned; the mapping
+        // outlives `self`, and buckets consist of atomics, so even a stale entry leads to readable memory.
+        unsafe { &*at.cast::<Bucket>() }
+    }
+
+    /// Calls `visit` with the entries of a segment, in no order, under its lock.
+    pub fn each_in(&self, segment: usize, mut visit: impl FnMut(Place, u64)) {
+        let dir = self.dir(segment, Ordering::Relaxed);
+        for index in 0..dir.buckets() {
+            let bucket = self.bucket(dir, index);
+            let head = bucket.head(Ordering::Relaxed);
+            for slot in 0..SLOTS {
+                let kind = head.kind(slot);
+                if kind != Kind::EMPTY {
+                    let word = bucket.words[slot].load(Ordering::Relaxed);
+                    visit(Place { bucket: index, slot, kind, word }, bucket.remainder(head, slot));
+                }
+            }
+        }
+    }
+
+    /// The key of an entry.
+    pub fn key_of(&self, segment: usize, place: Place, remainder: u64, out: &mut Vec<u8>) {
+        if place.kind.is_record() {
+            if let Some(record) = Record::at(&self.arena, place.word) {
+                record.copy_key(out);
+            }
+        } else {
+            out.extend_from_slice(&self.hasher.word_of(Spot { segment, remainder }.hash()));
+        }
+    }
+}
+
+/// The head of a bucket without its version, for checks.
+pub fn content(head: Head) -> u64 {
+    head.0 & 0xf_ffff_ffff
+}
