@@ -1,0 +1,106 @@
+//! How pages come back: by being touched, by a thread that waits for the daemon meanwhile.
+//!
+//! Many at once come with the guard held, so nothing goes out again behind them, and nobody makes room: the daemon says how
+//! much there is, and who comes to its end stops. A step with several mappings, lost pages or pages that the program may not
+//! read is taken apart.
+
+use crate::cold_table::{OUT, Table};
+use crate::engine::Maps;
+use core::sync::atomic::Ordering;
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::{PAGE_SIZE, Range, mem};
+
+/// Pages that are brought back at once.
+const STEP_PAGES: usize = 64;
+
+/// Has every page of `range` here; false if some are not.
+pub(crate) fn read_in(range: Range) -> bool {
+    // SAFETY: reads pages in, changes nothing.
+    unsafe { mem::advise(range.start, range.len(), libc::MADV_POPULATE_READ) }.is_ok()
+}
+
+/// As [`read_in`], of a step that lies in several mappings, has lost pages, or that the program may not read. The last it may
+/// for a moment: nothing else has the kernel wait for a page there (`/proc/PID/mem` does not), and its own calls that change
+/// rights wait for the guard.
+#[inline(never)]
+fn read_in_parts(step: Range) {
+    let Ok(maps) = Maps::open() else { return };
+    let mut parts = [(Range { start: 0, end: 0 }, 0); STEP_PAGES];
+    let mut count = 0;
+    let mut buffer = [0u8; 8 << 10];
+    let _ = maps.for_each(&mut buffer, |map| {
+        if let Some(part) = parts.get_mut(count).filter(|_| map.range.overlaps(&step)) {
+            let range = Range { start: map.range.start.max(step.start), end: map.range.end.min(step.end) };
+            *part = (range, map.prot);
+            count += 1;
+        }
+    });
+    for &(part, rights) in &parts[..count] {
+        let hidden = rights & libc::PROT_READ == 0;
+        // SAFETY: adds a right, and takes it away again.
+        let protect = |rights| unsafe { mem::protect(part.start, part.len(), rights) };
+        if hidden && protect(rights | libc::PROT_READ).is_err() {
+            continue;
+        }
+        if !read_in(part) {
+            // What is lost stays lost.
+            for addr in (part.start..part.end).step_by(PAGE_SIZE) {
+                let _ = read_in(Range::pages_from(addr, 1));
+            }
+        }
+        if hidden {
+            let _ = protect(rights);
+        }
+    }
+}
+
+/// Where what is to be brought back lies, but for what shall stay out.
+pub(super) struct Wanted<F: Fn(u64, u64) -> (u64, bool)> {
+    pub(super) range: Range,
+    /// How far what lies at an address is of one kind (to an end at most), and whether it shall stay out.
+    pub(super) stretch: F,
+    /// Whether a limit has room for it or not.
+    pub(super) whatever_it_takes: bool,
+}
+
+/// For [`Wanted`]: nothing stays out.
+pub(super) fn all(_: u64, end: u64) -> (u64, bool) {
+    (end, false)
+}
+
+pub(super) const EVERYTHING: Range = Range { start: 0, end: u64::MAX >> 1 };
+
+/// Touches every page that is out, so that it comes back.
+///
+/// Nothing can go out meanwhile, for the caller holds the guard. So the daemon keeps none of these pages waiting for room; it
+/// tells how much there is, and who comes to its end stops.
+///
+/// # Errors
+/// `ENOMEM` if a limit of memory has no room for all of it; what came stays.
+pub(super) fn bring_back<F: Fn(u64, u64) -> (u64, bool)>(table: &Table, wanted: &Wanted<F>) -> Result<()> {
+    /// Between two looks at the room; what is kept free beyond it is far more.
+    const STEP: usize = STEP_PAGES * PAGE_SIZE;
+    let head = table.head();
+    if head.out.load(Ordering::Acquire) == 0 {
+        return Ok(());
+    }
+    let mut is_full = false;
+    head.bringing.fetch_add(1, Ordering::SeqCst);
+    table.for_each_run(wanted.range.start, wanted.range.end, OUT, |mut start, run_end| {
+        while start < run_end && !is_full {
+            let (end, stays) = (wanted.stretch)(start, run_end.min(start + STEP as u64));
+            let step = Range { start, end };
+            start = end;
+            if stays {
+                continue;
+            }
+            if !read_in(step) {
+                read_in_parts(step);
+            }
+            // Behind the step: what was true at the last fault long ago would be no news.
+            is_full = !wanted.whatever_it_takes && head.room() * (PAGE_SIZE as u64) < STEP as u64;
+        }
+    });
+    head.bringing.fetch_sub(1, Ordering::SeqCst);
+    if is_full { Err(Errno(libc::ENOMEM)) } else { Ok(()) }
+}

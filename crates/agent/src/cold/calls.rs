@@ -1,0 +1,90 @@
+//! What the program's own calls need of the tier: forks, moves and discards of memory of which pages are out.
+//!
+//! All run in the program's threads, with the guard held. A child has nobody to ask for pages, a page that moves would be
+//! looked for at its old address, and a page that is discarded must not come back: so each call has its way here, before or
+//! around what the kernel does.
+
+use super::back::{EVERYTHING, Wanted, all, bring_back};
+use super::lease::{LEASE, SECOND};
+use super::{TABLE, table, yield_now};
+use crate::cold_table::OUT;
+use core::sync::atomic::Ordering;
+use pagefold_os::Range;
+use pagefold_os::raw::Result;
+
+/// Before a fork, with the guard held: the child cannot ask for pages, so all are brought back but those that it will not
+/// have anyway: `dont_fork` says how far (to an end at most) an address is of one kind, and whether of that.
+///
+/// # Errors
+/// `ENOMEM` if a limit of memory has no room for that; not if it is to be done `whatever_it_takes`.
+pub(crate) fn before_fork(whatever_it_takes: bool, dont_fork: impl Fn(u64, u64) -> (u64, bool)) -> Result<()> {
+    let Some(table) = table() else { return Ok(()) };
+    bring_back(&table, &Wanted { range: EVERYTHING, stretch: dont_fork, whatever_it_takes })
+}
+
+/// Before the agent leaves though it need not, with the guard held: everything comes back.
+///
+/// # Errors
+/// `ENOMEM` if a limit of memory has no room for that.
+pub(crate) fn before_leaving() -> Result<()> {
+    before_move(EVERYTHING)
+}
+
+/// Before a range moves, with the guard held: everything of it comes back, so that nothing hangs on its old address.
+///
+/// # Errors
+/// `ENOMEM` if a limit of memory has no room for that.
+pub(crate) fn before_move(range: Range) -> Result<()> {
+    let Some(table) = table() else { return Ok(()) };
+    bring_back(&table, &Wanted { range, stretch: all, whatever_it_takes: false })
+}
+
+/// Makes a call of the program's that discards `range`, with the guard held.
+///
+/// The kernel lets the caller go when the daemon has *heard* of the discard. So wait until it has obeyed: no page of the
+/// range is out any more. Should it die in between, its successor finds the range here.
+pub(crate) fn voiding<T>(range: Range, call: impl FnOnce() -> Result<T>) -> Result<T> {
+    let Some(table) = table() else { return call() };
+    let head = table.head();
+    head.void_start.store(range.start, Ordering::Relaxed);
+    // Pairs with the load in the daemon: who sees the end sees the start.
+    head.void_end.store(range.end, Ordering::SeqCst);
+    let result = call();
+    let mut turn = 0;
+    // A child that a signal handler forked meanwhile goes on here, too, and has no table.
+    while result.is_ok()
+        && !range.is_empty()
+        && let Some(table) = self::table()
+        && table.head().out.load(Ordering::Acquire) > 0
+        && table.has(range, OUT)
+    {
+        turn += 1;
+        if turn < 16 {
+            yield_now();
+        } else {
+            let _ = pagefold_os::fd::poll(&mut [], 1);
+        }
+    }
+    if let Some(table) = self::table() {
+        table.head().void_end.store(0, Ordering::SeqCst);
+    }
+    result
+}
+
+/// In a forked child: table and descriptors are the parent's.
+pub(crate) fn after_fork_child() {
+    TABLE.store(0, Ordering::Release);
+    LEASE.store(0, Ordering::Release);
+    SECOND.forget();
+}
+
+/// Tells the daemon what the program said about a range; true if somebody listens.
+pub(crate) fn hint(range: Range, advice: i32) -> bool {
+    match table() {
+        Some(table) => {
+            table.hint(range.start, range.end, advice);
+            true
+        }
+        None => false,
+    }
+}

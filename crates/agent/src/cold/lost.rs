@@ -1,0 +1,90 @@
+//! Pages that nobody can bring back any more: who touches them gets SIGBUS, never other bytes.
+//!
+//! A daemon that is gone may have a successor, and its keeper holds what that needs: pages are lost only once neither can be
+//! reached. The daemon does the same to what is out when it finds that the tier is gone.
+
+use super::{Cold, TABLE, yield_now};
+use crate::cold_table::{OUT, PACT_AGENT, RESIDENT, Table};
+use crate::engine::TAKEN_MS;
+use core::sync::atomic::Ordering;
+use pagefold_os::fd::Fd;
+use pagefold_os::raw::Errno;
+use pagefold_os::uffd::{self, Uffd};
+use pagefold_os::{PAGE_SIZE, Range, sock};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Name of the keeper's socket: the daemon's, and this behind it.
+pub const KEEPER_SUFFIX: &[u8] = b".keeper";
+
+pub(super) fn keeper_lives(socket: &[u8]) -> bool {
+    let mut path = [0u8; 120];
+    let len = socket.len() + KEEPER_SUFFIX.len();
+    if len > path.len() {
+        return false;
+    }
+    path[..socket.len()].copy_from_slice(socket);
+    path[socket.len()..len].copy_from_slice(KEEPER_SUFFIX);
+    lives(&path[..len])
+}
+
+/// Somebody listens at `path`, even if he has no time.
+fn lives(path: &[u8]) -> bool {
+    matches!(sock::connect_within(path, TAKEN_MS), Ok(_) | Err(Errno(libc::EAGAIN)))
+}
+
+impl Cold {
+    /// The pages that are out are lost: who touches them gets SIGBUS, not other bytes. Everything else is the kernel's
+    /// again, for we are the last to hold the descriptor: who waited goes on.
+    pub(super) fn give_up(self) {
+        // Without the guard: who has it may be waiting for a daemon to read an event, and nobody moves pages but us.
+        self.table.head().pact.store(PACT_AGENT, Ordering::SeqCst);
+        poison_out(&self.hold, &self.table);
+        self.table.free_pact();
+        TABLE.store(0, Ordering::Release);
+        self.table.head().region.store(0, Ordering::Release);
+    }
+}
+
+/// Makes every page that is out a SIGBUS; the pact is held. Returns how many.
+pub fn poison_out(hold: &Uffd, table: &Table) -> u64 {
+    let mut lost = 0;
+    table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| {
+        let mut at = start;
+        let mut single = false;
+        while at < end {
+            // Within one mapping; a run may lie in several.
+            let stop = if single { at + PAGE } else { end };
+            let (done, error) = hold.poison(Range { start: at, end: stop }, 0);
+            at += done;
+            match error {
+                None => {}
+                // A discard is under way, and nothing can be done before its event is read.
+                Some(Errno(libc::EAGAIN)) if hold.is_alive() => match hold.read_event() {
+                    Ok(Some(uffd::Event::Remove(range) | uffd::Event::Unmap(range))) => {
+                        table.for_each_run(range.start, range.end, OUT, |start, end| {
+                            for addr in (start..end).step_by(PAGE_SIZE) {
+                                table.set_state(addr, RESIDENT);
+                            }
+                        });
+                    }
+                    // SAFETY: the kernel made the descriptor for us just now. The child loses what its parent loses.
+                    Ok(Some(uffd::Event::Fork(fd))) => drop(unsafe { Fd::from_raw(fd) }),
+                    _ => yield_now(),
+                },
+                Some(Errno(libc::ENOMEM)) => yield_now(),
+                Some(_) if !single => single = true,
+                // There already, or nothing there any more.
+                Some(_) => at += PAGE,
+            }
+        }
+        for addr in (start..end).step_by(PAGE_SIZE) {
+            if table.set_state(addr, RESIDENT) == OUT {
+                lost += 1;
+            }
+        }
+        let _ = hold.wake(Range { start, end });
+    });
+    table.head().lost.fetch_add(lost, Ordering::Relaxed);
+    lost
+}

@@ -1,0 +1,338 @@
+//! The thread of a client of the tier: its connections, one after the other, and what it answers.
+//!
+//! It is the only thread of a cold client ([`run`]) or the second of a merged one, while its plain memory is leased
+//! ([`lease`]). What hangs on the userfaultfd and the table outlives each connection: a daemon that is replaced finds both.
+//! So they end only when everything is back, or when nobody lives who could bring it back.
+
+use super::back::{EVERYTHING, Wanted, all, bring_back};
+use super::lease::{LEASE, SECOND, ask_end_of_lease, is_leased};
+use super::lost::keeper_lives;
+use super::{Cold, Connection, STAGING, TABLE, TIER_MAX, TOLERANCE_PPM};
+use crate::cold_table::{self, OUT, Table};
+use crate::engine::{
+    COLD_AGENT, Maps, SHARED, TAKEN_MS, begin_thread, exit_thread, for_each_plain, input, leave_if_alone, list_plain,
+    look_around, read_settings, wait_for_answer, write_out,
+};
+use crate::wire::{self, CHANNEL_LEN, FETCH_PAGES_MAX, LIST_MAX, Op, Packet};
+use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use pagefold_os::fd::Fd;
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::uffd::{self, Uffd};
+use pagefold_os::{PAGE_SIZE, Range, mem, memfd, sched, sock, syscall};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// How long daemon and keeper must both be out of reach, and no daemon serve the table, before pages that are out count as
+/// lost, in nanoseconds.
+const LOST_NS: u64 = 10_000_000_000;
+/// Pause between attempts to reach a daemon, in milliseconds.
+const RECONNECT_MS: i32 = 50;
+
+/// Becomes a client of the tier beside live merging, once that has let go of the plain memory by `give_up`.
+///
+/// # Errors
+/// `EBUSY` while the lease before has not ended; `EAGAIN` if there is no memory for the thread; as `give_up`.
+pub(crate) fn lease(give_up: impl FnOnce() -> Result<()>) -> Result<()> {
+    if !SECOND.is_gone() || LEASE.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Acquire).is_err() {
+        return Err(Errno(libc::EBUSY));
+    }
+    let leased = give_up().and_then(|()| if SECOND.start(second_main) { Ok(()) } else { Err(Errno(libc::EAGAIN)) });
+    if leased.is_err() {
+        LEASE.store(0, Ordering::Release);
+        // All is to be watched again.
+        SHARED.changed();
+    }
+    leased
+}
+
+extern "C" fn second_main() -> ! {
+    begin_thread(c"pagefold-cold");
+    serve_while(&LEASE);
+    LEASE.store(0, Ordering::Release);
+    // All is to be watched again.
+    SHARED.changed();
+    exit_thread()
+}
+
+/// Body of a cold client's only thread; never returns.
+pub(crate) fn run() -> ! {
+    serve_while(&SHARED.phase);
+    exit_thread()
+}
+
+/// Serves daemons for as long as `phase` is 1, then brings everything back.
+fn serve_while(phase: &AtomicU32) {
+    let goes_on = || phase.load(Ordering::Acquire) == 1;
+    let mut cold: Option<Cold> = None;
+    let (mut alone_since, mut heard) = (0, 0);
+    while goes_on() {
+        match connect(&mut cold, phase) {
+            Ok(mut connection) => {
+                alone_since = 0;
+                if let Some(cold) = &mut cold {
+                    let _ = cold.serve(&mut connection, phase);
+                }
+                if !goes_on() {
+                    // Before the connection ends: its end makes the daemon look.
+                    cold.take().into_iter().for_each(Cold::leave);
+                    break;
+                }
+            }
+            Err(Errno(errno)) => SHARED.error.store(errno, Ordering::Relaxed),
+        }
+        leave_if_alone();
+        if goes_on() {
+            let _ = pagefold_os::fd::poll(&mut [], RECONNECT_MS);
+        }
+        let Some(held) = &cold else { continue };
+        // Who lives may still bring the pages back: a successor, or the keeper that will have one.
+        let now = sched::monotonic_ns();
+        let (socket, _) = read_settings();
+        // Who cannot reach it (a program with another root directory, or out of descriptors) is served all the same.
+        let beat = held.table.head().beat.load(Ordering::Acquire);
+        if beat != core::mem::replace(&mut heard, beat) || sock::connect(socket).is_ok() || keeper_lives(socket) {
+            alone_since = 0;
+        } else if alone_since == 0 {
+            alone_since = now;
+        } else if now - alone_since > LOST_NS
+            && let Some(cold) = cold.take()
+        {
+            cold.give_up();
+            // Nobody has the memory any more that was leased.
+            ask_end_of_lease();
+        }
+    }
+    cold.into_iter().for_each(Cold::leave);
+    STAGING.store(0, Ordering::Relaxed);
+}
+
+/// What the tables of earlier leases knew of discards: who was told that his is heard may act in the lease behind.
+static REMOVALS: [AtomicU64; cold_table::OTHERS] = [const { AtomicU64::new(0) }; cold_table::OTHERS];
+
+/// Marks a mapping of ours: not copied by fork, not dumped.
+pub(crate) fn mark_own(map: &mem::Mapping) {
+    for advice in [libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
+        // SAFETY: changes no bytes.
+        let _ = unsafe { mem::advise(map.addr(), map.len() as u64, advice) };
+    }
+}
+
+fn make(device: Option<&Fd>) -> Result<Cold> {
+    let maps = Maps::open()?;
+    let hold = Uffd::bare(device)?;
+    let table_fd = memfd::create(cold_table::NAME, cold_table::LEN as u64)?;
+    memfd::add_seals(&table_fd, memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_SEAL)?;
+    let prot = libc::PROT_READ | libc::PROT_WRITE;
+    let map = mem::Mapping::file(table_fd.raw(), 0, cold_table::LEN, prot, libc::MAP_SHARED)?;
+    mark_own(&map);
+    // SAFETY: the file cannot shrink, and the mapping is kept for good.
+    let table = unsafe { Table::at(map.addr()) };
+    core::mem::forget(map);
+    table.begin();
+    for (other, removal) in table.head().others.iter().zip(&REMOVALS) {
+        other.store(removal.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+    // SAFETY: takes nothing.
+    let pid = unsafe { syscall!(libc::SYS_getpid) }.unwrap_or(0);
+    table.head().pid.store(pid as u32, Ordering::Relaxed);
+    Ok(Cold { maps, hold, bare: true, mover: None, staging: None, table_fd, table })
+}
+
+/// Greets the daemon; makes what is missing.
+fn connect(cold: &mut Option<Cold>, phase: &AtomicU32) -> Result<Connection> {
+    let (path, domain) = read_settings();
+    let socket = sock::connect_within(path, TAKEN_MS)?;
+    let mut hello = Packet::new(Op::Hello);
+    hello.a = wire::HELLO_ALL | wire::HELLO_COLD;
+    if is_leased() {
+        hello.a |= wire::HELLO_AWAY;
+    }
+    hello.b = TOLERANCE_PPM.load(Ordering::Relaxed);
+    hello.count = TIER_MAX.load(Ordering::Relaxed);
+    hello.text = *domain;
+    let pagemap = Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?;
+    sock::set_timeout(&socket, 10_000)?;
+    sock::send(&socket, hello.bytes(), &[pagemap.raw()])?;
+    drop(pagemap);
+    let (welcome, mut fds) = receive(&socket, Op::Welcome, phase)?;
+    if welcome.status != 0 {
+        return Err(Errno(welcome.status));
+    }
+    let channel_fd = fds.take(0).ok_or(Errno(libc::EPROTO))?;
+    let device = fds.take(1).or_else(|| uffd::open_device().ok());
+    let set_up = set_up(cold, &channel_fd, device.as_ref());
+    let mut ready = Packet::new(Op::Ready);
+    let channel = match set_up {
+        Ok(channel) => channel,
+        Err(errno) => {
+            // A lack that will not go away by itself.
+            ready.status = errno.0;
+            let _ = sock::send(&socket, ready.bytes(), &[]);
+            phase.store(3, Ordering::Release);
+            return Err(errno);
+        }
+    };
+    let cold = cold.as_mut().ok_or(Errno(libc::EPROTO))?;
+    ready.a = u64::from(cold.bare);
+    sock::send(&socket, ready.bytes(), &[cold.hold.fd().raw(), cold.table_fd.raw()])?;
+    let (go, _) = receive(&socket, Op::ColdGo, phase)?;
+    if go.status != 0 {
+        if cold.bare {
+            // It may have been enabled, which goes once; nothing hangs on it yet.
+            cold.hold = Uffd::bare(device.as_ref())?;
+        }
+        return Err(Errno(go.status));
+    }
+    cold.bare = false;
+    TABLE.store(cold.table.base(), Ordering::Release);
+    sock::set_timeout(&socket, 0)?;
+    Ok(Connection { socket, channel_fd, channel, epoch: go.a as u32 })
+}
+
+fn receive(socket: &Fd, op: Op, phase: &AtomicU32) -> Result<(Packet, sock::Fds)> {
+    wait_for_answer(socket, None, phase)?;
+    let mut buffer = [0u8; size_of::<Packet>()];
+    let (got, fds) = sock::receive(socket, &mut buffer, 0)?;
+    let packet = Packet::parse(&buffer[..got]).filter(|packet| packet.op == op as u32);
+    Ok((packet.ok_or(Errno(libc::EPROTO))?, fds))
+}
+
+fn set_up(cold: &mut Option<Cold>, channel_fd: &Fd, device: Option<&Fd>) -> Result<mem::Mapping> {
+    let (len, _) = memfd::len_and_inode(channel_fd.raw())?;
+    if len < CHANNEL_LEN as u64 || memfd::seals(channel_fd)? & memfd::SEAL_SHRINK == 0 {
+        return Err(Errno(libc::EPROTO));
+    }
+    let prot = libc::PROT_READ | libc::PROT_WRITE;
+    let channel = mem::Mapping::file(channel_fd.raw(), 0, CHANNEL_LEN, prot, libc::MAP_SHARED)?;
+    mark_own(&channel);
+    if cold.is_none() {
+        *cold = Some(make(device)?);
+    }
+    let Some(cold) = cold else { return Err(Errno(libc::EPROTO)) };
+    if cold.staging.is_none() {
+        let mover = Uffd::new(device, uffd::FEATURE_MOVE | uffd::FEATURE_WP_ASYNC | uffd::FEATURE_PAGEFAULT_FLAG_WP)?;
+        let staging = mem::Mapping::anonymous(FETCH_PAGES_MAX * PAGE_SIZE)?;
+        mark_own(&staging);
+        let range = Range::pages_from(staging.addr(), FETCH_PAGES_MAX as u64);
+        // A move wants its target to be ours; not in missing mode, so that nobody ever waits there.
+        mover.register(range, uffd::MODE_WP)?;
+        STAGING.store(staging.addr(), Ordering::Relaxed);
+        cold.mover = Some(mover);
+        cold.staging = Some(staging);
+    }
+    Ok(channel)
+}
+
+impl Cold {
+    /// Answers requests until the daemon is gone or we are asked to leave.
+    fn serve(&mut self, connection: &mut Connection, phase: &AtomicU32) -> Result<()> {
+        let mut looked = sched::monotonic_ns();
+        loop {
+            look_around(&mut looked, COLD_AGENT, self.mover.as_ref());
+            let mut polls = [libc::pollfd { fd: connection.socket.raw(), events: libc::POLLIN, revents: 0 }];
+            let ready = pagefold_os::fd::poll(&mut polls, 500)?;
+            if phase.load(Ordering::Acquire) != 1 {
+                return Ok(());
+            }
+            if ready == 0 {
+                continue;
+            }
+            let mut buffer = [0u8; size_of::<Packet>()];
+            let (got, _) = sock::receive(&connection.socket, &mut buffer, libc::MSG_DONTWAIT)?;
+            let Some(request) = Packet::parse(&buffer[..got]) else { return Err(Errno(libc::EPROTO)) };
+            let mut answer = Packet { status: 0, count: 0, ..request };
+            if request.op == Op::Leave as u32 {
+                ask_end_of_lease();
+                return sock::send(&connection.socket, answer.bytes(), &[]);
+            }
+            match self.answer(&request, connection) {
+                Ok(count) => answer.count = count as u64,
+                Err(Errno(errno)) => answer.status = errno,
+            }
+            // So that the daemon can tell what our work costs.
+            answer.a = sched::thread_cpu_ns();
+            sock::send(&connection.socket, answer.bytes(), &[])?;
+        }
+    }
+
+    fn answer(&mut self, request: &Packet, connection: &Connection) -> Result<usize> {
+        let count = (request.count as usize).min(LIST_MAX);
+        const REGIONS: u32 = Op::Regions as u32;
+        const WATCH: u32 = Op::Watch as u32;
+        const COPY: u32 = Op::ColdCopy as u32;
+        const DROP: u32 = Op::ColdDrop as u32;
+        const RELEASE: u32 = Op::ColdRelease as u32;
+        match request.op {
+            REGIONS => list_plain(&self.maps, connection.channel.addr(), request.b),
+            WATCH => {
+                for index in 0..count {
+                    let range: Range = input(connection.channel.addr(), index);
+                    let status = self.hold.register(range, uffd::MODE_WP).map_or_else(|errno| errno.0, |()| 0);
+                    write_out(connection.channel.addr(), index, status);
+                }
+                Ok(count)
+            }
+            COPY => self.copy(connection, count, request.a as usize),
+            DROP => self.drop_pages(connection, count),
+            RELEASE => {
+                for index in 0..count {
+                    let range: Range = input(connection.channel.addr(), index);
+                    let status = self.release(range).map_or_else(|errno| errno.0, |()| 0);
+                    write_out(connection.channel.addr(), index, status);
+                }
+                Ok(count)
+            }
+            _ => Err(Errno(libc::ENOSYS)),
+        }
+    }
+
+    /// Brings everything back and ends; for good, or until the thread is started again.
+    fn leave(self) {
+        let held = SHARED.guard.lock(COLD_AGENT);
+        let _ = bring_back(&self.table, &Wanted { range: EVERYTHING, stretch: all, whatever_it_takes: true });
+        drop(held);
+        // At once, for daemon and keeper have the descriptor too: somebody else may want the memory.
+        for_each_plain(&self.maps, |range| {
+            // A page is here a moment before the table says so; the daemon lets go of the pact behind that.
+            let settled = self.table.wait_pact(1000);
+            // What could not be brought back shall not read as zeros.
+            if !self.table.has(range, OUT) {
+                let _ = self.hold.unregister(range);
+            }
+            if settled {
+                self.table.free_pact();
+            }
+        });
+        if self.table.wait_pact(1000) {
+            self.hear_the_last();
+            self.table.free_pact();
+        }
+        // Tells the daemon that the end of the connection is no accident.
+        self.table.head().region.store(0, Ordering::Release);
+        // Who looks at the table holds the guard.
+        let held = SHARED.guard.lock(COLD_AGENT);
+        TABLE.store(0, Ordering::Release);
+        drop(held);
+        // SAFETY: the mapping that `make` kept, which nobody can find any more.
+        let _ = unsafe { mem::unmap(self.table.base(), cold_table::LEN as u64) };
+        // Closing the descriptors ends all watching.
+    }
+
+    /// Reads the events that wait, after which there are no more, and keeps what is known of discards. The pact is held.
+    fn hear_the_last(&self) {
+        while let Ok(Some(event)) = self.hold.read_event() {
+            match event {
+                uffd::Event::Remove(range) => self.table.note_removed(range, sched::monotonic_ns()),
+                uffd::Event::PageFault { addr, .. } => {
+                    let _ = self.hold.wake(Range::pages_from(addr & !(PAGE - 1), 1));
+                }
+                // SAFETY: the kernel made the descriptor for us just now; the child has all its memory.
+                uffd::Event::Fork(fd) => drop(unsafe { Fd::from_raw(fd) }),
+                _ => {}
+            }
+        }
+        for (kept, removal) in REMOVALS.iter().zip(self.table.removals()) {
+            kept.store(removal, Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,282 @@
+//! How pages leave: copied while the program runs, later frozen, compared with the copy, and let go.
+//!
+//! Guard and pact are held from the freeze until each page is out or back where it was: no page may be in the staging area
+//! when either is free for good. Where a discard by a raw call waits for its event, the pact is given away for a moment, so the
+//! states in the table say at any time which pages are in our hands.
+
+use super::{Cold, Connection, yield_now};
+use crate::cold_table::{self, FROZEN, OUT, RESIDENT, VOID};
+use crate::engine::{COLD_AGENT, SHARED, input, is_left_alone};
+use crate::wire::{CHANNEL_OUT, CHANNEL_PAGES, DROP_BUSY, DropEntry, FETCH_PAGES_MAX, RegionEntry};
+use core::sync::atomic::Ordering;
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::{PAGE_SIZE, Page, Range, mem, sched, syscall, uffd};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// A chunk from which the program discarded pages is left alone for so long, in nanoseconds: the thread that does it
+/// through a raw system call acts a moment after the daemon heard of it.
+const REMOVED_NS: u64 = 1_000_000_000;
+/// How often a move that says "try again" is tried again before the page counts as pinned.
+const MOVE_TRIES: u32 = 64;
+
+impl Cold {
+    /// Copies pages to the channel by pwrite(2): a page that is gone is an error here and not a fault in the program.
+    /// Page `n` of all runs together lies in place `first + n`, and the byte of that place in the answer says whether it
+    /// was copied. Returns the place behind the last.
+    pub(super) fn copy(&self, connection: &Connection, count: usize, first: usize) -> Result<usize> {
+        let out = connection.channel.addr() + CHANNEL_OUT as u64;
+        let mut place = first.min(FETCH_PAGES_MAX);
+        for index in 0..count {
+            let run: RegionEntry = input(connection.channel.addr(), index);
+            let range = Range { start: run.start, end: run.end };
+            let pages = if range.is_empty() { 0 } else { (range.pages() as usize).min(FETCH_PAGES_MAX - place) };
+            let mut copied = 0;
+            while copied < pages {
+                let to = CHANNEL_PAGES + (place + copied) * PAGE_SIZE;
+                // SAFETY: the kernel reads from the program's memory and reports what it cannot read.
+                let wrote = unsafe {
+                    syscall!(
+                        libc::SYS_pwrite64,
+                        connection.channel_fd.raw(),
+                        range.start + (copied * PAGE_SIZE) as u64,
+                        (pages - copied) * PAGE_SIZE,
+                        to
+                    )
+                };
+                match wrote {
+                    Ok(bytes) if bytes >= PAGE_SIZE => copied += bytes / PAGE_SIZE,
+                    _ => break,
+                }
+            }
+            for page in 0..pages {
+                // SAFETY: at most 512 bytes from the start of the answer's list, inside the channel.
+                unsafe { core::ptr::write_volatile((out as *mut u8).add(place + page), u8::from(page < copied)) };
+            }
+            place += pages;
+        }
+        Ok(place)
+    }
+
+    /// Takes those pages away that still equal their copies; byte `n` of the answer says whether page `n` is out.
+    pub(super) fn drop_pages(&mut self, connection: &Connection, count: usize) -> Result<usize> {
+        let channel = connection.channel.addr();
+        let out = (channel + CHANNEL_OUT as u64) as *mut u8;
+        // SAFETY: inside the channel.
+        unsafe { core::ptr::write_bytes(out, 0, FETCH_PAGES_MAX) };
+        let _held = SHARED.guard.lock(COLD_AGENT);
+        if !self.table.wait_pact(200) {
+            return Err(Errno(libc::EBUSY));
+        }
+        if self.table.head().epoch.load(Ordering::Relaxed) != connection.epoch {
+            // Another daemon has taken over, and does not know what this request is about.
+            self.table.free_pact();
+            return Err(Errno(libc::ESTALE));
+        }
+        for index in 0..count {
+            let run: DropEntry = input(channel, index);
+            let (pages, place) = (run.pages as usize, run.place as usize);
+            let range = Range::pages_from(run.start, u64::from(run.pages));
+            let around = Range { start: run.around_start, end: run.around_end };
+            let inside = around.start <= range.start && range.end <= around.end;
+            if pages == 0 || place + pages > FETCH_PAGES_MAX || !range.start.is_multiple_of(PAGE) || !inside {
+                continue;
+            }
+            // The pact may have been away for a moment, and with it the daemon that asked.
+            if self.table.head().epoch.load(Ordering::Relaxed) == connection.epoch {
+                self.drop_run(range, around, place, channel, out);
+            }
+        }
+        self.table.free_pact();
+        // Who waited for a page that stayed, or whose fault was read while it was frozen.
+        for index in 0..count {
+            let run: DropEntry = input(channel, index);
+            let _ = self.hold.wake(Range::pages_from(run.start, u64::from(run.pages.min(FETCH_PAGES_MAX as u32))));
+        }
+        self.make_exclusive(channel, count, out);
+        let Some(staging) = &self.staging else { return Ok(0) };
+        // SAFETY: the staging area is ours; what is there is out, or void.
+        let _ = unsafe { mem::advise(staging.addr(), staging.len() as u64, libc::MADV_DONTNEED) };
+        Ok(count)
+    }
+
+    /// Makes pages that the kernel would not move the process's own, as the next write would: a page that a fork shared
+    /// counts as shared until then, also when the child is long gone. The daemon may ask again.
+    ///
+    /// Without the pact: a page that is gone meanwhile is a fault that the daemon answers.
+    fn make_exclusive(&self, channel: u64, count: usize, out: *mut u8) {
+        for index in 0..count {
+            let run: DropEntry = input(channel, index);
+            let pages = run.pages as usize;
+            if run.place as usize + pages > FETCH_PAGES_MAX {
+                continue;
+            }
+            // SAFETY: inside the channel's list, as was just checked.
+            let busy =
+                |page: usize| unsafe { core::ptr::read_volatile(out.add(run.place as usize + page)) } == DROP_BUSY;
+            let mut page = 0;
+            while page < pages {
+                let from = page;
+                while page < pages && busy(page) {
+                    page += 1;
+                }
+                if from < page {
+                    let start = run.start + (from * PAGE_SIZE) as u64;
+                    // SAFETY: changes no bytes.
+                    let _ =
+                        unsafe { mem::advise(start, ((page - from) * PAGE_SIZE) as u64, libc::MADV_POPULATE_WRITE) };
+                }
+                page += 1;
+            }
+        }
+    }
+
+    fn drop_run(&self, range: Range, around: Range, place: usize, channel: u64, out: *mut u8) {
+        let (Some(mover), Some(staging)) = (&self.mover, &self.staging) else { return };
+        let held = SHARED.guard.lock(COLD_AGENT);
+        if is_left_alone(SHARED.tables(&held).table, range) {
+            return;
+        }
+        let now = sched::monotonic_ns();
+        let mut chunk = range.start / cold_table::CHUNK_BYTES * cold_table::CHUNK_BYTES;
+        while chunk < range.end {
+            match self.table.find_or_add(chunk) {
+                Some(index) if now.wrapping_sub(self.table.removed(index).load(Ordering::Relaxed)) > REMOVED_NS => {}
+                _ => return,
+            }
+            chunk += cold_table::CHUNK_BYTES;
+        }
+        // In missing mode from here on: an access to an absent page of the region waits for the daemon.
+        if self.hold.register(around, uffd::MODE_MISSING | uffd::MODE_WP).is_err()
+            && self.hold.register(range, uffd::MODE_MISSING | uffd::MODE_WP).is_err()
+        {
+            return;
+        }
+        let pages = range.pages() as usize;
+        let base = staging.addr() + (place * PAGE_SIZE) as u64;
+        // So that nobody takes an absent page for one that never was, should the pact be away before it is back.
+        for addr in (range.start..range.end).step_by(PAGE_SIZE) {
+            self.table.set_state(addr, FROZEN);
+        }
+        let mut at = range.start;
+        let mut tries = 0;
+        // A move stays within one mapping; a run may lie in several. Then page by page.
+        let mut single = false;
+        while at < range.end {
+            let mode = uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE;
+            let end = if single { at + PAGE } else { range.end };
+            let (moved, error) = mover.move_pages(base + (at - range.start), Range { start: at, end }, mode);
+            at += moved;
+            match error {
+                None => {}
+                Some(Errno(libc::EAGAIN)) if tries < MOVE_TRIES => tries += 1,
+                Some(Errno(libc::EINVAL)) if !single => single = true,
+                Some(Errno(errno)) => {
+                    if errno == libc::EBUSY {
+                        let page = (at - range.start) as usize / PAGE_SIZE;
+                        // SAFETY: inside the channel's list.
+                        unsafe { core::ptr::write_volatile(out.add(place + page), DROP_BUSY) };
+                    }
+                    at += PAGE;
+                    tries = 0;
+                }
+            }
+        }
+        let mut resident = [0u8; FETCH_PAGES_MAX];
+        // SAFETY: the kernel writes one byte per page of the run.
+        let known = unsafe { syscall!(libc::SYS_mincore, base, range.len(), resident.as_mut_ptr()) }.is_ok();
+        let mut back = [true; FETCH_PAGES_MAX];
+        for page in 0..pages {
+            if !known || resident[page] & 1 == 0 {
+                continue;
+            }
+            // SAFETY: the page is resident in the staging area, where nobody else writes.
+            let frozen = unsafe { &*((base + (page * PAGE_SIZE) as u64) as *const Page) };
+            // SAFETY: inside the channel; whoever writes there meanwhile is the daemon, which waits for our answer.
+            let copy = unsafe { &*((channel + (CHANNEL_PAGES + (place + page) * PAGE_SIZE) as u64) as *const Page) };
+            if frozen == copy {
+                back[page] = false;
+                self.table.set_state(range.start + (page * PAGE_SIZE) as u64, OUT);
+                // SAFETY: inside the channel's list.
+                unsafe { core::ptr::write_volatile(out.add(place + page), 1) };
+            }
+        }
+        let mut page = 0;
+        while page < pages {
+            let from = page;
+            while page < pages && back[page] {
+                page += 1;
+            }
+            if from < page {
+                let start = (from * PAGE_SIZE) as u64;
+                self.move_back(range.start + start, base + start, (page - from) as u64);
+                for addr in (range.start + start..range.start + (page * PAGE_SIZE) as u64).step_by(PAGE_SIZE) {
+                    self.table.set_state(addr, RESIDENT);
+                }
+            }
+            page += 1;
+        }
+    }
+
+    /// Moves staged pages back to where they were; holes are skipped. The pact is held before and after.
+    fn move_back(&self, dst: u64, src: u64, pages: u64) {
+        let end = src + pages * PAGE;
+        let mut at = src;
+        let mut single = false;
+        while at < end {
+            let target = dst + (at - src);
+            let mode = uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE;
+            let stop = if single { at + PAGE } else { end };
+            let (moved, error) = self.hold.move_pages(target, Range { start: at, end: stop }, mode);
+            at += moved;
+            let target = dst + (at - src);
+            match error {
+                None => {}
+                // The program discards something through a raw call: its event must be read before anything moves.
+                Some(Errno(libc::EAGAIN)) => self.let_events_pass(target, at, (end - at) / PAGE),
+                Some(Errno(libc::ENOMEM | libc::EBUSY)) => yield_now(),
+                // The run lies in several mappings.
+                Some(Errno(errno)) if !single && errno != libc::EEXIST => single = true,
+                // The place is marked for write protection, which a move does not take for empty, but a copy does; or its
+                // rights have changed by a raw call. Where nothing was there zeros are right too.
+                Some(_) => {
+                    // SAFETY: the page is in the staging area.
+                    let (_, error) = unsafe { self.hold.copy(target, at, PAGE, uffd::DONTWAKE) };
+                    match error {
+                        Some(Errno(libc::EAGAIN)) => self.let_events_pass(target, at, (end - at) / PAGE),
+                        Some(Errno(libc::ENOMEM)) => yield_now(),
+                        _ => at += PAGE,
+                    }
+                }
+            }
+        }
+    }
+
+    /// Gives the pact away for a moment, so that the daemon reads the events that wait; drops pages discarded by them.
+    fn let_events_pass(&self, dst: u64, src: u64, pages: u64) {
+        self.table.free_pact();
+        yield_now();
+        while !self.table.wait_pact(1000) {}
+        for page in 0..pages {
+            if self.table.state(dst + page * PAGE) == VOID {
+                // SAFETY: the staging area is ours; the program declared the page void.
+                let _ = unsafe { mem::advise(src + page * PAGE, PAGE, libc::MADV_DONTNEED) };
+            }
+        }
+    }
+
+    /// Ends the missing mode of `range` if no page of it is out; new pages cost nothing of ours again.
+    pub(super) fn release(&self, range: Range) -> Result<()> {
+        let _held = SHARED.guard.lock(COLD_AGENT);
+        if !self.table.wait_pact(200) {
+            return Err(Errno(libc::EBUSY));
+        }
+        let result = if self.table.has(range, OUT) {
+            Err(Errno(libc::EBUSY))
+        } else {
+            self.hold.unregister(range).and_then(|()| self.hold.register(range, uffd::MODE_WP))
+        };
+        self.table.free_pact();
+        result
+    }
+}
