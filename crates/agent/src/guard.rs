@@ -247,8 +247,8 @@ mod tests {
         while TARGET.load(Ordering::Acquire) == 0 {
             std::thread::yield_now();
         }
-        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
         for sent in 1..=20_000 {
+            let deadline = std::time::Instant::now() + std::time::Duration::from_secs(120);
             // SAFETY: the thread lives until `ENDS` is set.
             unsafe { libc::pthread_kill(TARGET.load(Ordering::Relaxed) as libc::pthread_t, libc::SIGUSR2) };
             while SIGNALS.load(Ordering::Relaxed) < sent {
