@@ -17,7 +17,10 @@
 //! `MADV_DONTNEED` does.
 
 use crate::cold;
-use crate::engine::{Maps, SHARED, replace_merged, start};
+use crate::engine::start;
+use crate::maps::Maps;
+use crate::plain::replace_merged;
+use crate::shared::SHARED;
 use core::ops::{Deref, DerefMut};
 use core::sync::atomic::Ordering;
 use pagefold_os::{Errno, PAGE_SIZE, Range, mem};

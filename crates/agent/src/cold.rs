@@ -1,6 +1,6 @@
 //! The agent of a client whose cold pages go to the tier (`pagefold run --cold`).
 //!
-//! One thread as in [`engine`](crate::engine), with a connection of its own
+//! One thread as in `engine`, with a connection of its own
 //! kind. The daemon serves the faults; what only the process itself can do is
 //! here: copy pages out, and take those away that did not change since.
 //!
@@ -31,12 +31,14 @@ mod take;
 pub(crate) use back::read_in;
 #[cfg(feature = "preload")]
 pub(crate) use calls::{after_fork_child, before_fork, before_leaving, before_move, hint, voiding};
-pub(crate) use lease::{ask_end_of_lease, end_lease, has_second_thread, is_leased, second_thread};
+#[cfg(feature = "preload")]
+pub(crate) use lease::end_lease;
+pub(crate) use lease::{ask_end_of_lease, has_second_thread, is_leased, second_thread};
 pub use lost::{KEEPER_SUFFIX, poison_out};
-pub(crate) use serve::{lease, mark_own, run};
+pub(crate) use serve::{lease, run};
 
 use crate::cold_table::{OUT, Table};
-use crate::engine::Maps;
+use crate::maps::Maps;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use pagefold_os::fd::Fd;
 use pagefold_os::uffd::Uffd;
@@ -48,9 +50,6 @@ pub static COLD: AtomicBool = AtomicBool::new(false);
 pub static TOLERANCE_PPM: AtomicU64 = AtomicU64::new(0);
 /// Limit of the domain's tier in bytes, if this client is its first; 0 for the daemon's default.
 pub static TIER_MAX: AtomicU64 = AtomicU64::new(0);
-
-/// Where frozen pages wait, 0 if there is no such place.
-pub(crate) static STAGING: AtomicU64 = AtomicU64::new(0);
 
 /// Where the table is mapped in this process, 0 if it is not.
 static TABLE: AtomicU64 = AtomicU64::new(0);

@@ -10,7 +10,9 @@
 //! only. What is mapped later the kernel takes away with the rest.
 
 use crate::cold;
-use crate::engine::{AGENT, SHARED, pool_mappings, watch_plain};
+use crate::maps::pool_mappings;
+use crate::plain::watch_plain;
+use crate::shared::{AGENT, SHARED};
 use core::sync::atomic::{AtomicU64, Ordering};
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};

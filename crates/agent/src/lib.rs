@@ -6,9 +6,18 @@
 //! follows the program's own memory calls, or through [`client`], for programs
 //! that opt in by code. It does not allocate, does not panic, and keeps its
 //! descriptors to itself.
+//!
+//! `shared` is what the program's threads and ours meet in, with [`guard`] and
+//! [`table`]; `thread`, `own`, `maps`, `plain` and `listing` stand on that. The
+//! thread of live merging is `engine`, with [`remap`] and `heap`; that of the
+//! tier is [`cold`]. [`wire`] and [`cold_table`] are what the daemon sees.
 
 #![cfg_attr(feature = "preload", no_std)]
 
+#[cfg(not(loom))]
+mod channel;
+#[cfg(not(loom))]
+mod chores;
 #[cfg(all(not(feature = "preload"), not(loom)))]
 pub mod client;
 #[cfg(not(loom))]
@@ -16,18 +25,32 @@ pub mod cold;
 #[cfg(not(loom))]
 pub mod cold_table;
 #[cfg(not(loom))]
-pub mod engine;
+mod engine;
 #[cfg(not(loom))]
 pub mod filter;
 pub mod guard;
 #[cfg(not(loom))]
 mod heap;
+#[cfg(not(loom))]
+mod listing;
+#[cfg(not(loom))]
+mod maps;
+#[cfg(not(loom))]
+mod own;
 pub mod pins;
+#[cfg(not(loom))]
+mod plain;
 #[cfg(not(loom))]
 pub mod remap;
 #[cfg(not(loom))]
+mod shared;
+#[cfg(not(loom))]
 pub mod table;
+#[cfg(not(loom))]
+mod thread;
 pub mod wire;
 
 #[cfg(all(feature = "preload", not(loom)))]
 mod preload;
+#[cfg(all(feature = "preload", not(loom)))]
+mod process;

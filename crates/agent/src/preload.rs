@@ -16,15 +16,17 @@ mod tasks;
 mod userfaultfd;
 
 use crate::cold;
-use crate::engine::{
-    ALL_LOCKED, ALL_MIN, MAY_FOLLOW, MAY_START, Maps, NOTHING, POOL_NAME, SHARED, TASK_PATH_LEN,
-    ask_to_leave_giving_back, is_new_child, is_own_process, keep_attributes, mark_origin, mark_process, pool_mappings,
-    replace_merged, start, stop, stop_giving_back, wait_begun,
-};
+use crate::engine::{ask_to_leave_giving_back, start, stop, stop_giving_back, wait_begun};
 use crate::filter;
 use crate::guard::{Guard, Held};
+use crate::listing::ALL_MIN;
+use crate::maps::{Maps, POOL_NAME, pool_mappings};
+use crate::plain::{keep_attributes, replace_merged};
+use crate::process::{is_new_child, is_own_process, mark_origin, mark_process};
 use crate::remap::copy_of;
+use crate::shared::{ALL_LOCKED, MAY_FOLLOW, MAY_START, NOTHING, SHARED};
 use crate::table::Note;
+use crate::thread::TASK_PATH_LEN;
 use core::ffi::{CStr, c_char, c_int, c_long, c_void};
 use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use pagefold_os::fd::Fd;

@@ -14,8 +14,11 @@
 //! The guard is held from 1 to 6: calls that would change the mappings wait.
 
 use crate::cold;
-use crate::engine::{Agent, NURSERY_LEN, SHARED, watch_plain};
+use crate::engine::Agent;
 use crate::heap::Watched;
+use crate::own::NURSERY_LEN;
+use crate::plain::watch_plain;
+use crate::shared::SHARED;
 use crate::wire::{self, FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, Why};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;

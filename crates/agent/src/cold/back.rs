@@ -5,7 +5,7 @@
 //! read is taken apart.
 
 use crate::cold_table::{OUT, Table};
-use crate::engine::Maps;
+use crate::maps::Maps;
 use core::sync::atomic::Ordering;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{PAGE_SIZE, Range, mem};

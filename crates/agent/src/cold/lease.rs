@@ -6,7 +6,7 @@
 //!
 //! The memory is the first thread's again only when the word says 0: who asks for the end has it no sooner.
 
-use crate::engine::Thread;
+use crate::thread::Thread;
 use core::sync::atomic::{AtomicU32, Ordering};
 
 /// The thread of a lease.
@@ -26,6 +26,7 @@ pub(crate) fn ask_end_of_lease() {
 }
 
 /// Asks for the memory back and waits until it is.
+#[cfg(feature = "preload")]
 pub(crate) fn end_lease() {
     ask_end_of_lease();
     SECOND.wait();

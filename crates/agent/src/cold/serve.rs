@@ -7,12 +7,16 @@
 use super::back::{EVERYTHING, Wanted, all, bring_back};
 use super::lease::{LEASE, SECOND, ask_end_of_lease, is_leased};
 use super::lost::keeper_lives;
-use super::{Cold, Connection, STAGING, TABLE, TIER_MAX, TOLERANCE_PPM};
+use super::{Cold, Connection, TABLE, TIER_MAX, TOLERANCE_PPM};
+use crate::channel::{input, write_out};
+use crate::chores::{leave_if_alone, look_around};
 use crate::cold_table::{self, OUT, Table};
-use crate::engine::{
-    COLD_AGENT, Maps, SHARED, TAKEN_MS, begin_thread, exit_thread, for_each_plain, input, leave_if_alone, list_plain,
-    look_around, read_settings, wait_for_answer, write_out,
-};
+use crate::engine::{TAKEN_MS, wait_for_answer};
+use crate::listing::{for_each_plain, list_plain};
+use crate::maps::Maps;
+use crate::own::{COLD_STAGING, mark_own};
+use crate::shared::{COLD_AGENT, SHARED, read_settings};
+use crate::thread::{begin_thread, exit_thread};
 use crate::wire::{self, CHANNEL_LEN, FETCH_PAGES_MAX, LIST_MAX, Op, Packet};
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use pagefold_os::fd::Fd;
@@ -103,19 +107,11 @@ fn serve_while(phase: &AtomicU32) {
         }
     }
     cold.into_iter().for_each(Cold::leave);
-    STAGING.store(0, Ordering::Relaxed);
+    COLD_STAGING.store(0, Ordering::Relaxed);
 }
 
 /// What the tables of earlier leases knew of discards: who was told that his is heard may act in the lease behind.
 static REMOVALS: [AtomicU64; cold_table::OTHERS] = [const { AtomicU64::new(0) }; cold_table::OTHERS];
-
-/// Marks a mapping of ours: not copied by fork, not dumped.
-pub(crate) fn mark_own(map: &mem::Mapping) {
-    for advice in [libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
-        // SAFETY: changes no bytes.
-        let _ = unsafe { mem::advise(map.addr(), map.len() as u64, advice) };
-    }
-}
 
 fn make(device: Option<&Fd>) -> Result<Cold> {
     let maps = Maps::open()?;
@@ -216,7 +212,7 @@ fn set_up(cold: &mut Option<Cold>, channel_fd: &Fd, device: Option<&Fd>) -> Resu
         let range = Range::pages_from(staging.addr(), FETCH_PAGES_MAX as u64);
         // A move wants its target to be ours; not in missing mode, so that nobody ever waits there.
         mover.register(range, uffd::MODE_WP)?;
-        STAGING.store(staging.addr(), Ordering::Relaxed);
+        COLD_STAGING.store(staging.addr(), Ordering::Relaxed);
         cold.mover = Some(mover);
         cold.staging = Some(staging);
     }

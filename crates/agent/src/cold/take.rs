@@ -5,8 +5,10 @@
 //! states in the table say at any time which pages are in our hands.
 
 use super::{Cold, Connection, yield_now};
+use crate::channel::input;
 use crate::cold_table::{self, FROZEN, OUT, RESIDENT, VOID};
-use crate::engine::{COLD_AGENT, SHARED, input, is_left_alone};
+use crate::own::is_left_alone;
+use crate::shared::{COLD_AGENT, SHARED};
 use crate::wire::{CHANNEL_OUT, CHANNEL_PAGES, DROP_BUSY, DropEntry, FETCH_PAGES_MAX, RegionEntry};
 use core::sync::atomic::Ordering;
 use pagefold_os::raw::{Errno, Result};

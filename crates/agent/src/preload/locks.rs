@@ -3,7 +3,8 @@
 
 use super::{EVERYTHING, active, me, note, range_of, returned, unmerge, wanted, without_thread};
 use crate::cold;
-use crate::engine::{ALL_LOCKED, SHARED, pool_mappings};
+use crate::maps::pool_mappings;
+use crate::shared::{ALL_LOCKED, SHARED};
 use core::ffi::{c_int, c_uint, c_void};
 use core::sync::atomic::Ordering;
 use pagefold_os::raw::Result;

@@ -6,7 +6,10 @@
 //! is replaced, before the call returns, by one that the caller starts, and which has what the caller has.
 
 use super::{Away, active, ask_to_leave, fail, is_in_the_way, leave_with_all, me, next};
-use crate::engine::{MAY_START, REST, SHARED, TASK_PATH_LEN, is_own_process, start};
+use crate::engine::{REST, start};
+use crate::process::is_own_process;
+use crate::shared::{MAY_START, SHARED};
+use crate::thread::TASK_PATH_LEN;
 use core::ffi::{c_char, c_int, c_long, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering};
 use pagefold_os::fd::Fd;

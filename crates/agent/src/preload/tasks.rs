@@ -3,7 +3,8 @@
 
 use super::{active, returned};
 use crate::cold;
-use crate::engine::{SHARED, is_own_process};
+use crate::process::is_own_process;
+use crate::shared::SHARED;
 use core::ffi::{CStr, c_char, c_int};
 use core::mem::MaybeUninit;
 use pagefold_os::fd::Fd;

@@ -4,7 +4,8 @@
 //! plain memory before it is asked for again, and left alone until the program has let go of it.
 
 use super::{active, fail, gather_unwritable, me, without_thread};
-use crate::engine::{SHARED, pool_mappings};
+use crate::maps::pool_mappings;
+use crate::shared::SHARED;
 use core::ffi::{c_int, c_ulong, c_void};
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{Range, syscall, uffd};

@@ -1,0 +1,231 @@
+//! How the agent greets a daemon, and what it sets up for that.
+//!
+//! Merged ranges hang on one userfaultfd, `hold`, and while a daemon takes its time, refuses us or is gone, somebody may wait for
+//! us: so the agent that an earlier connection left answers meanwhile, and each step hands its hold on or keeps it. What can
+//! fail comes before that is taken.
+
+use super::Agent;
+use crate::chores::leave_if_alone;
+use crate::cold;
+use crate::heap::Heap;
+use crate::maps::Maps;
+use crate::own::{STAGING, mark_own};
+use crate::shared::{AGENT, SHARED, read_settings};
+use crate::wire::{self, CHANNEL_LEN, FREEZE_PAGES_MAX, Op, Packet, SEGMENTS_HELD};
+use core::ffi::CStr;
+use core::sync::atomic::{AtomicU32, Ordering};
+use pagefold_os::fd::Fd;
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::uffd::{self, Uffd};
+use pagefold_os::{PAGE_SIZE, Range, mem, memfd, sched, sock, syscall};
+
+/// And before it tries again when it could not set itself up.
+const REFUSED_MS: i32 = 10_000;
+
+/// How long the agent waits for a daemon that listens but takes no connections, and for the answer to what it greets with: at
+/// work, and if it is about to leave.
+pub(crate) const TAKEN_MS: u64 = 20;
+const ANSWERED_MS: [u64; 2] = [10_000, 1_000];
+
+pub(super) const WATCH_FEATURES: u64 = uffd::FEATURE_PAGEFAULT_FLAG_WP | uffd::FEATURE_WP_ASYNC | uffd::FEATURE_MOVE;
+
+pub(super) fn wait_or_leave(left: Option<&Agent>, ms: i32) {
+    let began = sched::monotonic_ns();
+    leave_if_alone();
+    while SHARED.phase.load(Ordering::Acquire) == 1 && sched::monotonic_ns() - began < ms as u64 * 1_000_000 {
+        let Some(agent) = left else {
+            let timeout = libc::timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+            // SAFETY: the word outlives the call; [`stop`] wakes us.
+            let _ = unsafe {
+                syscall!(
+                    libc::SYS_futex,
+                    SHARED.phase.as_ptr(),
+                    libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
+                    1,
+                    core::ptr::from_ref(&timeout)
+                )
+            };
+            continue;
+        };
+        let fd = agent.hold.fd().raw();
+        let _ = pagefold_os::fd::poll(&mut [libc::pollfd { fd, events: libc::POLLIN, revents: 0 }], 20);
+        agent.serve_alone();
+    }
+}
+
+/// Waits until the daemon has answered on `socket`, which may take a while, and answers what waits for `left` meanwhile.
+///
+/// # Errors
+/// `ETIMEDOUT` if it takes its time, or if `phase` is another by now.
+pub(crate) fn wait_for_answer(socket: &Fd, left: Option<&Agent>, phase: &AtomicU32) -> Result<()> {
+    let (began, at_first) = (sched::monotonic_ns(), phase.load(Ordering::Acquire));
+    let limit_ms = ANSWERED_MS[usize::from(at_first != 1)];
+    while phase.load(Ordering::Acquire) == at_first && sched::monotonic_ns() - began < limit_ms * 1_000_000 {
+        let hold = left.map_or(-1, |agent| agent.hold.fd().raw());
+        let mut polls = [socket.raw(), hold].map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
+        pagefold_os::fd::poll(&mut polls, 20)?;
+        if polls[0].revents != 0 {
+            return Ok(());
+        }
+        if let Some(agent) = left {
+            agent.serve_alone();
+        }
+    }
+    Err(Errno(libc::ETIMEDOUT))
+}
+
+/// Takes charge, without a daemon yet, of merged pages that nobody looks after: a forked child's, or after an agent that left.
+/// One that may not make a userfaultfd gets it from the daemon.
+pub(super) fn hold_what_is_merged(left: &mut Option<Agent>) {
+    let held = SHARED.guard.lock(AGENT);
+    let none = left.is_some() || SHARED.tables(&held).merged.is_empty();
+    drop(held);
+    if !none {
+        let channel = memfd::create(c"pagefold-alone", CHANNEL_LEN as u64);
+        let made = channel.and_then(|channel| {
+            memfd::add_seals(&channel, memfd::SEAL_SHRINK)?;
+            set_up(channel, open_files()?, uffd::open_device().ok().as_ref(), left)
+        });
+        *left = made.ok();
+    }
+}
+
+fn open_files() -> Result<(Fd, Maps)> {
+    Ok((Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?, Maps::open()?))
+}
+
+/// Greets the daemon and sets everything up; the socket is the daemon's.
+///
+/// `left` is what an earlier connection left: its hold is taken over, for merged ranges hang on it.
+pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
+    let (path, domain) = read_settings();
+    let socket = sock::connect_within(path, TAKEN_MS)?;
+    let mut hello = Packet::new(Op::Hello);
+    hello.a = if SHARED.all.load(Ordering::Relaxed) { wire::HELLO_ALL } else { 0 };
+    if SHARED.forked.load(Ordering::Relaxed) {
+        hello.a |= wire::HELLO_FORKED;
+    }
+    let away = cold::is_leased();
+    if away {
+        hello.a |= wire::HELLO_AWAY;
+    }
+    hello.text = *domain;
+    let files = open_files()?;
+    sock::set_timeout(&socket, ANSWERED_MS[0])?;
+    sock::send(&socket, hello.bytes(), &[files.0.raw()])?;
+    wait_for_answer(&socket, left.as_ref(), &SHARED.phase)?;
+    let mut buffer = [0u8; size_of::<Packet>()];
+    let (got, mut fds) = sock::receive(&socket, &mut buffer, 0)?;
+    let welcome = Packet::parse(&buffer[..got]).filter(|packet| packet.op == Op::Welcome as u32);
+    let welcome = welcome.ok_or(Errno(libc::EPROTO))?;
+    if welcome.status != 0 {
+        return Err(Errno(welcome.status));
+    }
+    let channel_fd = fds.take(0).ok_or(Errno(libc::EPROTO))?;
+    let device = fds.take(1).or_else(|| uffd::open_device().ok());
+    match set_up(channel_fd, files, device.as_ref(), left) {
+        Ok(mut agent) => {
+            (agent.device, agent.away) = (device, away);
+            // From now on we wait for requests as long as it takes.
+            let told =
+                sock::send(&socket, Packet::new(Op::Ready).bytes(), &[]).and_then(|()| sock::set_timeout(&socket, 0));
+            if let Err(errno) = told {
+                // Its hold is the one that merged ranges hang on.
+                *left = Some(agent);
+                return Err(errno);
+            }
+            Ok((agent, socket))
+        }
+        Err(errno) => {
+            let mut ready = Packet::new(Op::Ready);
+            ready.status = errno.0;
+            let told = sock::send(&socket, ready.bytes(), &[]);
+            drop(socket);
+            if left.is_none() && is_lasting(errno) {
+                give_up();
+            } else {
+                wait_or_leave(left.as_ref(), REFUSED_MS);
+            }
+            told.and(Err(errno))
+        }
+    }
+}
+
+/// The agent ends for good. Who has asked it to leave meanwhile gets what he asked for first.
+pub(super) fn give_up() {
+    let _ = SHARED.phase.compare_exchange(1, 3, Ordering::AcqRel, Ordering::Acquire);
+}
+
+/// Whether a lack will not go away by itself. Memory, descriptors and the like come back.
+fn is_lasting(errno: Errno) -> bool {
+    matches!(errno.0, libc::EPERM | libc::EACCES | libc::ENOSYS | libc::EINVAL | libc::ENOTTY | libc::EOPNOTSUPP)
+}
+
+fn set_up(channel_fd: Fd, (pagemap, maps): (Fd, Maps), device: Option<&Fd>, left: &mut Option<Agent>) -> Result<Agent> {
+    let (len, _) = memfd::len_and_inode(channel_fd.raw())?;
+    if len < CHANNEL_LEN as u64 || memfd::seals(&channel_fd)? & memfd::SEAL_SHRINK == 0 {
+        return Err(Errno(libc::EPROTO));
+    }
+    let channel =
+        mem::Mapping::file(channel_fd.raw(), 0, CHANNEL_LEN, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED)?;
+    mark_own(&channel);
+    let hold_features = WATCH_FEATURES
+        | uffd::FEATURE_WP_HUGETLBFS_SHMEM
+        | uffd::FEATURE_EVENT_REMOVE
+        | uffd::FEATURE_MISSING_SHMEM
+        | uffd::FEATURE_MINOR_SHMEM;
+    let watch = Uffd::new(device, WATCH_FEATURES)?;
+    let new = if left.is_none() { Some(Uffd::new(device, hold_features)?) } else { None };
+    let staging = mem::Mapping::anonymous(FREEZE_PAGES_MAX * PAGE_SIZE)?;
+    // What a child shares cannot be moved back.
+    mark_own(&staging);
+    watch_staging(&watch, &staging)?;
+    STAGING.store(staging.addr(), Ordering::Relaxed);
+    let heap = Heap::new(device)?;
+    let is_new = new.is_some();
+    // From here on nothing fails: merged ranges hang on it.
+    let hold = new.or_else(|| left.take().map(|agent| agent.hold)).ok_or(Errno(libc::EBADF))?;
+    let agent = Agent {
+        channel_fd,
+        channel,
+        watch,
+        hold,
+        heap,
+        device: None,
+        away: false,
+        staging,
+        nursery: None,
+        segments: [const { None }; SEGMENTS_HELD],
+        pagemap,
+        maps,
+        cpus: sched::Cpus::of_thread().unwrap_or(sched::Cpus::NONE),
+        cpu: None,
+        voids: [false; FREEZE_PAGES_MAX],
+    };
+    agent.hold_merged(is_new);
+    dump_merged_pages();
+    Ok(agent)
+}
+
+/// A move wants its target to be ours. Not in missing mode: who touches all memory (mlockall(2), a debugger) would wait there
+/// for ever.
+pub(super) fn watch_staging(watch: &Uffd, staging: &mem::Mapping) -> Result<()> {
+    watch.register(Range::pages_from(staging.addr(), FREEZE_PAGES_MAX as u64), uffd::MODE_WP)
+}
+
+/// Core dumps must contain merged pages: to the kernel they are private file pages, which it leaves out by default.
+fn dump_merged_pages() {
+    // A thread's directory has no such file; where the first thread has ended this was done before, or is not done.
+    const PATH: &CStr = c"/proc/self/coredump_filter";
+    let Ok(file) = Fd::open(PATH, libc::O_RDWR, 0) else { return };
+    let mut text = [0u8; 16];
+    let Ok(got) = file.read(&mut text) else { return };
+    let digits = text[..got].iter().map_while(|&b| (b as char).to_digit(16));
+    let filter = digits.fold(0u32, |all, digit| all << 4 | digit) | 1 << 2;
+    let mut out = *b"0x00000000";
+    for (index, byte) in out[2..].iter_mut().enumerate() {
+        let nibble = (filter >> (28 - 4 * index)) & 15;
+        *byte = b"0123456789abcdef"[nibble as usize];
+    }
+    let _ = file.write(&out);
+}

@@ -1,0 +1,110 @@
+//! What the kernel tells us of merged memory: discards by raw system calls, and accesses to pages that are not mapped.
+//!
+//! Somebody waits for each answer, with or without the guard, and with or without a daemon. So we answer while we wait for the
+//! guard ourselves, and an answer may only try to take it.
+
+use super::{Agent, PAGE};
+use crate::guard::Held;
+use crate::maps::Maps;
+use crate::own::is_nursery;
+use crate::plain::replace_merged;
+use crate::shared::{AGENT, SHARED};
+use crate::wire::Counters;
+use core::sync::atomic::Ordering;
+use pagefold_os::raw::Errno;
+use pagefold_os::uffd::{self, Uffd};
+use pagefold_os::{Range, mem, pagemap};
+
+impl Agent {
+    /// Takes the guard; serves discards while waiting, for their callers may hold it.
+    pub(crate) fn lock_guard(&self) -> Held<'static> {
+        let counters = self.counters();
+        SHARED.guard.lock_serving(AGENT, || serve_events(&self.hold, &self.maps, &self.watch, counters))
+    }
+
+    /// Watches merged pages for discards that no interposed call shows, and for writes.
+    pub(crate) fn hold_pool(&self, range: Range) {
+        // Missing mode never triggers, for every page of the file exists. Minor mode does for pages that are not mapped:
+        // after a discard, or when the kernel took them back.
+        let _ = self.hold.register(range, uffd::MODE_MISSING | uffd::MODE_MINOR | uffd::MODE_WP);
+        // Only what is the file's page at that very moment: a private copy (the page was written already) stays as it is,
+        // so that the daemon's next look finds it.
+        let query = pagemap::Query { all_of: pagemap::MERGED, flags: pagemap::PROTECT, ..Default::default() };
+        let _ = pagemap::protect(&self.pagemap, range, query);
+    }
+
+    /// Takes charge of the merged pages that are there already: an earlier agent's, or a parent's.
+    pub(super) fn hold_merged(&self, is_new: bool) {
+        let _held = self.lock_guard();
+        let everything = Range { start: 0, end: u64::MAX };
+        let _ = self.maps.pools(everything, |part, _| {
+            // Where a hold that was taken over has it already, a page that is not mapped would have us wait for ourselves.
+            if is_new {
+                // SAFETY: reads the pages in; a page that is not mapped would only cost a fault that we answer.
+                let _ = unsafe { mem::advise(part.start, part.len(), libc::MADV_POPULATE_READ) };
+            }
+            self.hold_pool(part);
+            self.remember_merged(part);
+            false
+        });
+        SHARED.holds.store(true, Ordering::Release);
+    }
+
+    /// Answers what waits while there is no daemon.
+    pub(super) fn serve_alone(&self) {
+        while let Ok(Some(event)) = self.hold.read_event() {
+            serve_event(&self.hold, &self.maps, None, None, event);
+        }
+    }
+
+    /// Answers the faults and discards that wait.
+    pub(crate) fn serve_event(&self, event: uffd::Event) {
+        serve_event(&self.hold, &self.maps, Some(&self.watch), Some(self.counters()), event);
+    }
+}
+
+/// Answers what waits: discards of merged pages by raw system calls, and accesses to merged pages that are not mapped.
+pub(super) fn serve_events(hold: &Uffd, maps: &Maps, watch: &Uffd, counters: &Counters) {
+    while let Ok(Some(event)) = hold.read_event() {
+        serve_event(hold, maps, Some(watch), Some(counters), event);
+    }
+}
+
+/// Answers one event.
+///
+/// The pages of a discarded range must read zero, so they become fresh memory. Until that is done nobody sees old bytes:
+/// merged memory is watched for pages that are only in the page cache, so who touches a page that the discard has just
+/// dropped waits for us, and we read that fault after we answered the discard.
+fn serve_event(hold: &Uffd, maps: &Maps, watch: Option<&Uffd>, counters: Option<&Counters>, event: uffd::Event) {
+    match event {
+        uffd::Event::Remove(range) => {
+            if let Some(counters) = counters {
+                counters.discards.fetch_add(1, Ordering::Relaxed);
+            }
+            // Who discards inside an interposed call holds the guard and waits for us: then the table is not ours to read.
+            let held = SHARED.guard.try_lock(AGENT);
+            let table = held.as_ref().map(|held| &*SHARED.tables(held).table);
+            let _ = replace_merged(maps, range, watch, table);
+            drop(held);
+            let _ = hold.wake(range);
+            SHARED.changed();
+        }
+        uffd::Event::PageFault { addr, .. } => {
+            let page = Range::pages_from(addr & !(PAGE - 1), 1);
+            // Nobody's memory, touched because all is: by mlockall(2), or a debugger.
+            if is_nursery(addr) {
+                let _ = hold.zero(page, 0);
+            }
+            // Whatever else this says (mapped already, another mapping by now, a discard under way), the access tries
+            // again and finds out, or comes back to us.
+            if hold.map_cached(page, 0).1 == Some(Errno(libc::EINVAL)) {
+                // Plain memory, which has nothing cached: held by mistake, and nothing is frozen now. Where something is
+                // there already it stays.
+                let _ = hold.zero(page, 0);
+            }
+            let _ = hold.wake(page);
+        }
+        // Not asked for.
+        uffd::Event::Unmap(_) | uffd::Event::Remap { .. } | uffd::Event::Fork(_) | uffd::Event::Other(_) => {}
+    }
+}

@@ -1,0 +1,253 @@
+//! What the daemon asks for, one request at a time.
+//!
+//! Lists and pages go through the channel, a file that the daemon can write to at any time: entries are copied before they are
+//! looked at, and every number in them may be any. Pages are copied by the kernel, so that one which is gone is an error and not
+//! a fault in the program. Between two requests the events of merged memory are answered, with the guard held.
+
+use super::connect::{WATCH_FEATURES, give_up, watch_staging};
+use super::events::serve_events;
+use super::{Agent, PAGE, Segment};
+use crate::channel::write_out;
+use crate::chores::look_around;
+use crate::cold;
+use crate::listing::{Listed, list};
+use crate::own::mark_own;
+use crate::plain::watch_plain;
+use crate::shared::{AGENT, MAY_FOLLOW, MAY_START, SHARED};
+use crate::wire::{
+    self, CHANNEL_PAGES, FETCH_PAGES_MAX, FREEZE_PAGES_MAX, LIST_MAX, Op, Outcome, Packet, Piece, SEGMENTS_HELD,
+};
+use core::sync::atomic::Ordering;
+use pagefold_os::fd::Fd;
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::uffd::Uffd;
+use pagefold_os::{Range, mem, memfd, sched, sock, syscall};
+
+/// How long the agent waits for requests before it looks whether the program changed its mappings or wants it to leave:
+/// while something happens, and after [`BUSY_NS`] without anything.
+const PAUSES_MS: [i32; 2] = [100, 500];
+const BUSY_NS: u64 = 3_000_000_000;
+
+impl Agent {
+    /// Answers requests until the daemon is gone or we are asked to leave.
+    pub(super) fn serve(&mut self, socket: &Fd) -> Result<()> {
+        let mut looked = 0;
+        let (mut busy, mut told) = (0, 0);
+        loop {
+            look_around(&mut looked, AGENT, Some(&self.watch));
+            let now = sched::monotonic_ns();
+            let pause_ms = if now - busy < BUSY_NS { PAUSES_MS[0] } else { PAUSES_MS[1] };
+            let mut polls = [
+                libc::pollfd { fd: socket.raw(), events: libc::POLLIN, revents: 0 },
+                libc::pollfd { fd: self.hold.fd().raw(), events: libc::POLLIN, revents: 0 },
+            ];
+            let ready = pagefold_os::fd::poll(&mut polls, pause_ms)?;
+            let generation = SHARED.generation.load(Ordering::Acquire);
+            self.counters().generation.store(generation, Ordering::Release);
+            if ready != 0 || generation != told {
+                (busy, told) = (now, generation);
+            }
+            // A lease that ended by itself: the daemon learns it from the next greeting.
+            if SHARED.phase.load(Ordering::Acquire) != 1 || self.away && !cold::is_leased() {
+                return Ok(());
+            }
+            if ready == 0 {
+                continue;
+            }
+            if polls[1].revents != 0 {
+                // With the guard nobody maps something else where a discard is being answered.
+                let _held = self.lock_guard();
+                serve_events(&self.hold, &self.maps, &self.watch, self.counters());
+            }
+            if polls[0].revents == 0 {
+                continue;
+            }
+            let mut buffer = [0u8; size_of::<Packet>()];
+            let (got, mut fds) = sock::receive(socket, &mut buffer, libc::MSG_DONTWAIT)?;
+            let Some(request) = Packet::parse(&buffer[..got]) else { return Err(Errno(libc::EPROTO)) };
+            self.follow(request.cpu);
+            let mut answer = Packet { status: 0, count: 0, ..request };
+            if request.op == Op::Leave as u32 {
+                give_up();
+                return sock::send(socket, answer.bytes(), &[]);
+            }
+            match self.answer(&request, &mut fds) {
+                Ok(count) => answer.count = count as u64,
+                Err(Errno(errno)) => answer.status = errno,
+            }
+            self.counters().cpu_ns.store(sched::thread_cpu_ns(), Ordering::Relaxed);
+            sock::send(socket, answer.bytes(), &[])?;
+        }
+    }
+
+    /// Runs where the daemon's worker runs, if the program may: it waits for the answer, so its processor is free.
+    fn follow(&mut self, cpu: u64) {
+        let Some(cpu) = cpu.checked_sub(1).filter(|_| MAY_FOLLOW.load(Ordering::Relaxed)) else { return };
+        if self.cpu != Some(cpu) && self.cpus.contains(cpu) {
+            self.cpu = Some(cpu);
+            let _ = sched::Cpus::one(cpu).map(|one| one.bind_thread());
+        }
+    }
+
+    fn answer(&mut self, request: &Packet, fds: &mut sock::Fds) -> Result<usize> {
+        let count = (request.count as usize).min(LIST_MAX);
+        const REGIONS: u32 = Op::Regions as u32;
+        const WATCH: u32 = Op::Watch as u32;
+        const FETCH: u32 = Op::Fetch as u32;
+        const REMAP: u32 = Op::Remap as u32;
+        const HEAL: u32 = Op::Heal as u32;
+        const FORGET: u32 = Op::Forget as u32;
+        const PART: u32 = Op::Part as u32;
+        match request.op {
+            REGIONS => self.regions(request.a == 1, request.b),
+            WATCH => {
+                for index in 0..count {
+                    let range: Range = self.input(index);
+                    let status = watch_plain(&self.watch, range).map_or_else(|errno| errno.0, |()| 0);
+                    self.output(index, status);
+                }
+                Ok(count)
+            }
+            FETCH => self.fetch(count),
+            PART => self.part(request.a == 1).map(|()| 0),
+            REMAP => {
+                // In any case: the daemon does not bring them again.
+                self.take_segments(request.a, fds);
+                if cold::is_leased() { Err(Errno(libc::EBUSY)) } else { self.remap(count) }
+            }
+            HEAL => {
+                for index in 0..count {
+                    let range: Range = self.input(index);
+                    let status = self.heal(range).map_or_else(|errno| errno.0, |()| 0);
+                    self.output(index, status);
+                }
+                Ok(count)
+            }
+            FORGET => {
+                for index in 0..count {
+                    let id: u32 = self.input(index);
+                    let place = &mut self.segments[id as usize % SEGMENTS_HELD];
+                    if place.as_ref().is_some_and(|held| held.id == id) {
+                        *place = None;
+                    }
+                }
+                Ok(count)
+            }
+            _ => Err(Errno(libc::ENOSYS)),
+        }
+    }
+
+    /// Leaves the plain memory to the cold tier, which a second thread is the client of, or asks for it back. The thread tells
+    /// when it is ours again, by changing the generation.
+    fn part(&mut self, away: bool) -> Result<()> {
+        if !away {
+            self.away = false;
+            cold::ask_end_of_lease();
+            return Ok(());
+        }
+        if !MAY_START.load(Ordering::Acquire) {
+            return Err(Errno(libc::EPERM));
+        }
+        cold::lease(|| {
+            // Watches nothing: the kernel takes a range from one descriptor only.
+            self.watch = Uffd::new(self.device.as_ref(), WATCH_FEATURES)?;
+            watch_staging(&self.watch, &self.staging)
+        })
+    }
+
+    /// Splits the list of pieces into spans (neighbours with one `flags` number) and merges them one by one.
+    fn remap(&mut self, count: usize) -> Result<usize> {
+        let mut pieces = [Piece::default(); FREEZE_PAGES_MAX];
+        let mut outcomes = [Outcome::default(); FREEZE_PAGES_MAX];
+        let mut at = 0;
+        while at < count {
+            let first: Piece = self.input(at);
+            let mut len = 0;
+            while at + len < count && len < pieces.len() {
+                let piece: Piece = self.input(at + len);
+                if piece.flags != first.flags {
+                    break;
+                }
+                pieces[len] = piece;
+                len += 1;
+            }
+            let ascending = pieces[..len].windows(2).all(|pair| {
+                pair[0].addr + u64::from(pair[0].pages) * PAGE <= pair[1].addr && pair[0].pages > 0 && pair[1].pages > 0
+            });
+            if ascending {
+                self.remap_span(&pieces[..len], &mut outcomes[..len]);
+            } else {
+                outcomes[..len].fill(Outcome { merged: 0, why: wire::Why::NotPlain as u32 });
+            }
+            for (index, outcome) in outcomes[..len].iter().enumerate() {
+                self.output(at + index, *outcome);
+            }
+            at += len;
+        }
+        Ok(count)
+    }
+
+    /// Copies runs of pages to the channel by pwrite(2): the kernel reads them, so a page that is gone is an
+    /// error here and not a fault in the program.
+    fn fetch(&mut self, count: usize) -> Result<usize> {
+        let mut room = FETCH_PAGES_MAX as u64;
+        let mut to = CHANNEL_PAGES as u64;
+        for index in 0..count {
+            let range: Range = self.input(index);
+            let pages = range.pages().min(room);
+            let mut copied = 0u64;
+            while copied < pages * PAGE {
+                // SAFETY: the kernel reads from the program's memory and reports what it cannot read.
+                let wrote = unsafe {
+                    syscall!(
+                        libc::SYS_pwrite64,
+                        self.channel_fd.raw(),
+                        range.start + copied,
+                        pages * PAGE - copied,
+                        to + copied
+                    )
+                };
+                match wrote {
+                    Ok(0) | Err(_) => break,
+                    Ok(bytes) => copied += bytes as u64,
+                }
+            }
+            to += pages * PAGE;
+            room -= pages;
+            self.output(index, copied / PAGE);
+        }
+        Ok(count)
+    }
+
+    /// Lists the managed ranges, or (`pool`) the mappings of pool files from address `from` on.
+    fn regions(&mut self, pool: bool, from: u64) -> Result<usize> {
+        // Reading the table needs the guard, reading maps does not; both are short.
+        let held = self.lock_guard();
+        let (channel, table) = (self.channel.addr(), SHARED.tables(&held).table);
+        // Merged and plain memory lie in few ranges together.
+        let (what, from) = if pool { (Listed::Pool, from) } else { (Listed::Managed, 0) };
+        list(&self.maps, table, what, from, |index, entry| write_out(channel, index, entry))
+    }
+
+    fn take_segments(&mut self, ids: u64, fds: &mut sock::Fds) {
+        // The ids of the descriptors stand at the end of the input list.
+        for index in 0..(ids as usize).min(fds.len()).min(wire::SEGMENTS_PER_REQUEST) {
+            let id: u32 = self.input(LIST_MAX - 1 - index);
+            // Whatever becomes of the new one: what has the place may be an older segment of the same id.
+            self.segments[id as usize % SEGMENTS_HELD] = None;
+            let Some(fd) = fds.take(index) else { continue };
+            let Ok((len, _)) = memfd::len_and_inode(fd.raw()) else { continue };
+            // A file that can shrink could kill the program by SIGBUS: refuse it.
+            let sealed = memfd::seals(&fd).is_ok_and(|seals| {
+                seals & memfd::SEAL_SHRINK != 0 && seals & (memfd::SEAL_WRITE | memfd::SEAL_FUTURE_WRITE) != 0
+            });
+            if !sealed {
+                continue;
+            }
+            let flags = libc::MAP_SHARED;
+            let Ok(map) = mem::Mapping::file(fd.raw(), 0, len as usize, libc::PROT_READ, flags) else { continue };
+            mark_own(&map);
+            self.segments[id as usize % SEGMENTS_HELD] = Some(Segment { id, fd, map, pages: (len / PAGE) as u32 });
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! Which memory is managed: lists of mappings, for the daemon and for ourselves.
+//!
+//! What the program asked for counts, and with `--all` what is large and whose end is seen: memory that may end unseen is
+//! never listed, and what is never listed is never frozen. Notes are read, and blocks of the allocator noted, so the
+//! guard is held.
+
+use crate::channel::write_out;
+use crate::heap;
+use crate::maps::{Maps, POOL_NAME};
+use crate::own::{first_own, is_nursery};
+use crate::shared::{COLD_AGENT, SHARED};
+use crate::table::Table;
+use crate::wire::{LIST_MAX, RegionEntry};
+use core::sync::atomic::Ordering;
+use pagefold_os::fd::Fd;
+use pagefold_os::raw::Result;
+use pagefold_os::{PAGE_SIZE, Range, maps};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// The smallest mapping that `--all` manages, in bytes.
+pub const ALL_MIN: u64 = 1 << 20;
+
+/// Lists the managed plain memory from address `from` on to the channel at `channel`, for the cold tier.
+pub(crate) fn list_plain(maps: &Maps, channel: u64, from: u64) -> Result<usize> {
+    let held = SHARED.guard.lock(COLD_AGENT);
+    list(maps, SHARED.tables(&held).table, Listed::Plain, from, |index, entry| write_out(channel, index, entry))
+}
+
+/// Calls `f` with each managed range of plain memory.
+pub(crate) fn for_each_plain(maps: &Maps, mut f: impl FnMut(Range)) {
+    let held = SHARED.guard.lock(COLD_AGENT);
+    let mut from = 0;
+    loop {
+        let mut end = from;
+        let listed = list(maps, SHARED.tables(&held).table, Listed::Plain, from, |_, entry| {
+            end = entry.end;
+            f(Range { start: entry.start, end });
+        });
+        if listed != Ok(LIST_MAX) {
+            return;
+        }
+        from = end;
+    }
+}
+
+/// What a list holds.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Listed {
+    /// The managed ranges, merged or not.
+    Managed,
+    /// Those of them that are not merged.
+    Plain,
+    /// The mappings of pool files.
+    Pool,
+}
+
+/// Lists what [`Listed`] says from address `from` on, at most [`LIST_MAX`] entries.
+pub(crate) fn list(
+    maps: &Maps,
+    table: &mut Table,
+    what: Listed,
+    from: u64,
+    put: impl FnMut(usize, RegionEntry),
+) -> Result<usize> {
+    heap::look();
+    // Names can be long; a line that does not fit is not one of ours.
+    let mut buffer = [0u8; 16 << 10];
+    let mut lister = Lister {
+        count: 0,
+        last: RegionEntry::default(),
+        what,
+        from,
+        all: SHARED.all.load(Ordering::Relaxed),
+        memory: Fd::open(c"/proc/thread-self/mem", libc::O_RDONLY, 0).ok(),
+        table,
+        put,
+    };
+    maps.for_each(&mut buffer, |map| lister.map(map))?;
+    if what != Listed::Pool {
+        lister.put_last();
+    }
+    Ok(lister.count)
+}
+
+/// Decides which mappings are managed, and joins neighbours.
+struct Lister<'a, P: FnMut(usize, RegionEntry)> {
+    count: usize,
+    last: RegionEntry,
+    what: Listed,
+    from: u64,
+    all: bool,
+    /// /proc/thread-self/mem, to look at memory that may go away meanwhile.
+    memory: Option<Fd>,
+    table: &'a mut Table,
+    put: P,
+}
+
+impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
+    fn map(&mut self, map: &maps::Map<'_>) {
+        let pool = map.name.starts_with(POOL_NAME) && !map.shared;
+        if self.what == Listed::Pool {
+            if pool && map.range.start >= self.from && self.count < LIST_MAX {
+                let slot = map.offset / PAGE;
+                (self.put)(
+                    self.count,
+                    RegionEntry { start: map.range.start, end: map.range.end, inode: map.inode, slot },
+                );
+                self.count += 1;
+            }
+            return;
+        }
+        if pool {
+            if self.what == Listed::Managed {
+                self.add(map.range);
+            }
+            return;
+        }
+        // Looking into the nursery would be a fault.
+        if !map.is_plain_anonymous() || is_nursery(map.range.start) {
+            return;
+        }
+        if self.all && map.name == b"[heap]" {
+            // The top of the heap comes and goes; leave it.
+            let end = map.range.end.saturating_sub(ALL_MIN).max(map.range.start);
+            self.noted(Range { start: map.range.start, end }, true);
+            self.noted(Range { start: end, end: map.range.end }, false);
+            return;
+        }
+        if self.all && map.range.len() >= ALL_MIN && !self.table.at(map.range.start).seen {
+            self.find_blocks(map.range);
+        }
+        self.noted(map.range, false);
+    }
+
+    /// Adds the parts of `range` whose notes say so; parts without a note if `bare`.
+    fn noted(&mut self, range: Range, bare: bool) {
+        let mut at = range.start;
+        while at < range.end {
+            let index = self.table.entries().partition_point(|(entry, _)| entry.end <= at);
+            let (end, note) = match self.table.entries().get(index) {
+                Some((entry, note)) if entry.start <= at => (entry.end.min(range.end), *note),
+                Some((entry, _)) => (entry.start.min(range.end), Default::default()),
+                None => (range.end, Default::default()),
+            };
+            if !note.is_excluded() && (note.mergeable || bare || self.all && note.seen) {
+                self.add(Range { start: at, end });
+            }
+            at = end;
+        }
+    }
+
+    /// Large blocks of the C library's allocator at the start of `range`: each begins with its size and the mark of a
+    /// block that was mapped for itself. Their end is seen by the interposed `free`, so they can be managed.
+    fn find_blocks(&mut self, range: Range) {
+        const MAPPED: u64 = 2;
+        let Some(memory) = &self.memory else { return };
+        let mut at = range.start;
+        while at < range.end {
+            let mut head = [0u8; 16];
+            if memory.read_at(&mut head, at) != Ok(16) {
+                break;
+            }
+            let before = u64::from_ne_bytes([head[0], head[1], head[2], head[3], head[4], head[5], head[6], head[7]]);
+            let size =
+                u64::from_ne_bytes([head[8], head[9], head[10], head[11], head[12], head[13], head[14], head[15]]);
+            let len = size & !7;
+            if before != 0 || size & 7 != MAPPED || len == 0 || len % PAGE != 0 || len > range.end - at {
+                break;
+            }
+            at += len;
+        }
+        if at > range.start {
+            self.table.change(Range { start: range.start, end: at }, |note| note.seen = true);
+        }
+    }
+
+    /// Adds `range` but for what is ours in it.
+    fn add(&mut self, mut range: Range) {
+        while let Some(own) = first_own(range) {
+            self.join(Range { start: range.start, end: own.start });
+            range.start = own.end;
+        }
+        self.join(range);
+    }
+
+    fn join(&mut self, range: Range) {
+        let range = Range { start: range.start.max(self.from), end: range.end };
+        if range.is_empty() {
+            return;
+        }
+        if self.last.end == range.start && self.last.end != 0 {
+            self.last.end = range.end;
+        } else {
+            self.put_last();
+            self.last = RegionEntry { start: range.start, end: range.end, inode: 0, slot: 0 };
+        }
+    }
+
+    fn put_last(&mut self) {
+        if self.last.end > self.last.start && self.count < LIST_MAX {
+            (self.put)(self.count, self.last);
+            self.count += 1;
+        }
+    }
+}

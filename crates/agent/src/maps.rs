@@ -1,0 +1,95 @@
+//! The process's mappings, and where pool files lie among them.
+//!
+//! Everything is asked of a file in /proc. Our threads keep it open; those of the program open it anew, which may fail: what they
+//! cannot see is never taken for absent.
+
+use core::ffi::CStr;
+use pagefold_os::fd::Fd;
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::{Range, maps};
+
+/// Name that pool segments carry in /proc/PID/maps.
+pub const POOL_NAME: &[u8] = b"/memfd:pagefold-pool";
+
+/// The process's mappings. By the calling thread, here and elsewhere: the process's own directory has no memory any more once
+/// its first thread has ended.
+const MAPS: &CStr = c"/proc/thread-self/maps";
+
+/// The process's mappings, in a file that stays good whatever root directory the program moves to.
+#[derive(Debug)]
+pub struct Maps(Fd);
+
+impl Maps {
+    /// Opens the file.
+    ///
+    /// # Errors
+    /// As open(2), where the program's root directory has no /proc or it may have no more descriptors.
+    pub fn open() -> Result<Maps> {
+        Fd::open(MAPS, libc::O_RDONLY, 0).map(Maps)
+    }
+
+    /// Calls `f` with each mapping; a line that is longer than `buffer` is left out.
+    ///
+    /// # Errors
+    /// As read(2).
+    pub(crate) fn for_each(&self, buffer: &mut [u8], mut f: impl FnMut(&maps::Map<'_>)) -> Result<()> {
+        let mut at = 0;
+        maps::for_each_line(
+            buffer,
+            |out| self.0.read_at(out, at).inspect(|got| at += *got as u64),
+            |line| {
+                if let Some(map) = maps::parse_line(line) {
+                    f(&map);
+                }
+            },
+        )
+    }
+
+    /// Calls `f` with the part of each pool mapping that lies in `range`, and what the program may do there, until it says
+    /// true; returns whether it did.
+    ///
+    /// # Errors
+    /// As [`for_each`](Self::for_each).
+    pub(crate) fn pools(&self, range: Range, mut f: impl FnMut(Range, i32) -> bool) -> Result<bool> {
+        // Room for the names of ours: longer ones are left out. The stack may be a small one.
+        let mut name = [0u8; 2 * POOL_NAME.len()];
+        let mut visit = |map: &maps::Map<'_>| {
+            let part = Range { start: map.range.start.max(range.start), end: map.range.end.min(range.end) };
+            part.start < part.end && !map.shared && map.name.starts_with(POOL_NAME) && f(part, map.prot)
+        };
+        // One by one, where the kernel can: there may be a hundred thousand of them, and few in the range.
+        let mut from = range.start;
+        while from < range.end {
+            match maps::file_from(&self.0, from, &mut name) {
+                Ok(Some(map)) => {
+                    from = map.range.end;
+                    if visit(&map) {
+                        return Ok(true);
+                    }
+                }
+                Ok(None) => return Ok(false),
+                Err(Errno(libc::ENOTTY)) => break,
+                Err(errno) => return Err(errno),
+            }
+        }
+        if from >= range.end {
+            return Ok(false);
+        }
+        self.any(visit)
+    }
+
+    /// True if `visit` says so of a mapping; those behind are left out.
+    #[inline(never)]
+    fn any(&self, mut visit: impl FnMut(&maps::Map<'_>) -> bool) -> Result<bool> {
+        let mut buffer = [0u8; 8 << 10];
+        let mut any = false;
+        // The file shows the mappings of the moment each piece is read; changing what was already read is harmless.
+        self.for_each(&mut buffer, |map| any = any || visit(map))?;
+        Ok(any)
+    }
+}
+
+/// [`Maps::pools`] for a thread that has no such file open.
+pub(crate) fn pool_mappings(range: Range, f: impl FnMut(Range, i32) -> bool) -> Result<bool> {
+    Maps::open()?.pools(range, f)
+}

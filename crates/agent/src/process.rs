@@ -1,0 +1,57 @@
+//! Whose memory this is: a child's, a process's own, or lent by a parent.
+//!
+//! A process may be forked by a call that nobody saw, so it is told apart by a page that the kernel wipes in children. One that
+//! shares its parent's memory, as vfork(2) makes them, is told apart by its number: the agent there is the parent's.
+
+use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
+use pagefold_os::{PAGE_SIZE, mem, syscall};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// A word of its own page, 1 in the process that made it; the kernel wipes it in a child, by whatever call that was forked.
+/// 0 before there is one.
+pub(crate) static ORIGIN: AtomicU64 = AtomicU64::new(0);
+
+fn origin() -> Option<&'static AtomicU32> {
+    match ORIGIN.load(Ordering::Acquire) {
+        0 => None,
+        // SAFETY: a page that stays mapped, in children too.
+        addr => Some(unsafe { &*(addr as *const AtomicU32) }),
+    }
+}
+
+/// The process whose memory this is, 0 if that is not known.
+static PROCESS: AtomicI32 = AtomicI32::new(0);
+
+/// Not the C library's: a child that has this memory may have been made behind that.
+fn process() -> i32 {
+    // SAFETY: takes nothing.
+    unsafe { syscall!(libc::SYS_getpid) }.map_or(0, |pid| pid as i32)
+}
+
+/// The memory is the calling process's from here on.
+pub(crate) fn mark_process() {
+    PROCESS.store(process(), Ordering::Relaxed);
+}
+
+/// False in a child that has its parent's memory, as vfork(2) makes them: the agent there is the parent's.
+pub(crate) fn is_own_process() -> bool {
+    PROCESS.load(Ordering::Relaxed) == process()
+}
+
+/// Makes this process known to itself; before it has other threads.
+pub(crate) fn mark_origin() {
+    mark_process();
+    let Ok(page) = mem::Mapping::anonymous(PAGE_SIZE) else { return };
+    // SAFETY: changes no bytes of this process.
+    if unsafe { mem::advise(page.addr(), PAGE, libc::MADV_WIPEONFORK) }.is_ok() {
+        ORIGIN.store(page.addr(), Ordering::Release);
+        core::mem::forget(page);
+        is_new_child();
+    }
+}
+
+/// True, once, in a forked child.
+pub(crate) fn is_new_child() -> bool {
+    origin().is_some_and(|word| word.load(Ordering::Relaxed) == 0 && word.swap(1, Ordering::Relaxed) == 0)
+}

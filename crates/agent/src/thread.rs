@@ -1,0 +1,168 @@
+//! Threads of ours, made by a raw clone(2).
+//!
+//! The C library knows nothing of them: no thread-local storage, so no `errno`; no signal of the program's is ever delivered to
+//! one; and its table of descriptors is its own. A thread's number is a word that the kernel clears and wakes when it is gone, a
+//! moment before the kernel has closed what it had open. Its stack stays for the next one.
+
+use core::ffi::CStr;
+use core::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use pagefold_os::{mem, syscall};
+
+pub(crate) const STACK_LEN: usize = 256 << 10;
+
+pub(crate) const THREAD_FLAGS: i32 = libc::CLONE_VM
+    | libc::CLONE_FS
+    | libc::CLONE_SIGHAND
+    | libc::CLONE_THREAD
+    | libc::CLONE_SYSVSEM
+    | libc::CLONE_PARENT_SETTID
+    | libc::CLONE_CHILD_CLEARTID;
+
+/// Bytes of the longest path of a thread's file in /proc.
+#[cfg(feature = "preload")]
+pub(crate) const TASK_PATH_LEN: usize = 48;
+
+/// A thread of ours.
+#[derive(Debug)]
+pub struct Thread {
+    /// Its number; the kernel clears it when the thread is gone.
+    id: AtomicI32,
+    /// Its stack, which serves the next one.
+    pub(crate) stack: AtomicU64,
+}
+
+impl Thread {
+    pub(crate) const fn new() -> Thread {
+        Thread { id: AtomicI32::new(0), stack: AtomicU64::new(0) }
+    }
+
+    pub(crate) fn is_gone(&self) -> bool {
+        self.id.load(Ordering::Acquire) == 0
+    }
+
+    /// Where /proc tells of it; `name` is one of the files there, or empty for the directory. `None` if it is gone.
+    #[cfg(feature = "preload")]
+    pub(crate) fn path<'a>(&self, name: &[u8], buffer: &'a mut [u8; TASK_PATH_LEN]) -> Option<&'a CStr> {
+        let id = self.id.load(Ordering::Acquire).unsigned_abs();
+        let mut digits = [0; 10];
+        let (mut first, mut rest) = (digits.len(), id);
+        while rest > 0 {
+            first -= 1;
+            digits[first] = b'0' + (rest % 10) as u8;
+            rest /= 10;
+        }
+        let mut at = 0;
+        for part in [b"/proc/self/task/", &digits[first..], name, b"\0"] {
+            buffer.get_mut(at..at + part.len())?.copy_from_slice(part);
+            at += part.len();
+        }
+        if id == 0 { None } else { CStr::from_bytes_until_nul(buffer).ok() }
+    }
+
+    /// In a forked child, which has none of its parent's threads.
+    #[cfg(feature = "preload")]
+    pub(crate) fn forget(&self) {
+        self.id.store(0, Ordering::Relaxed);
+    }
+
+    /// Starts it, if the one before is gone; `main` never returns.
+    pub(crate) fn start(&self, main: extern "C" fn() -> !) -> bool {
+        if !self.is_gone() {
+            return false;
+        }
+        let mut stack = self.stack.load(Ordering::Relaxed);
+        if stack == 0 {
+            let Ok(fresh) = mem::Mapping::anonymous(STACK_LEN) else { return false };
+            stack = fresh.addr();
+            core::mem::forget(fresh);
+            self.stack.store(stack, Ordering::Relaxed);
+        }
+        let top = (stack + STACK_LEN as u64) & !15;
+        // No signal of the program's may ever be delivered to our thread: it inherits a full mask.
+        let all = [u64::MAX];
+        let mut before = [0u64];
+        // SAFETY: the masks are 8 bytes as the kernel wants them.
+        let _ = unsafe { syscall!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr(), 8) };
+        let result = clone_thread(THREAD_FLAGS, top, self.id.as_ptr(), main);
+        // SAFETY: restores the caller's mask.
+        let _ = unsafe { syscall!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, before.as_ptr(), 0, 8) };
+        result >= 0
+    }
+
+    /// Waits until it is gone.
+    #[cfg(feature = "preload")]
+    pub(crate) fn wait(&self) {
+        loop {
+            let id = self.id.load(Ordering::Acquire);
+            if id == 0 {
+                return;
+            }
+            let timeout = libc::timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+            // SAFETY: the word outlives the call. The kernel wakes it (shared futex) when the thread ends.
+            let _ = unsafe {
+                syscall!(libc::SYS_futex, self.id.as_ptr(), libc::FUTEX_WAIT, id, core::ptr::from_ref(&timeout))
+            };
+        }
+    }
+}
+
+/// Starts a thread at `main` on the stack that ends at `top`; the kernel keeps its id in `word`.
+#[cfg(target_arch = "x86_64")]
+fn clone_thread(flags: libc::c_int, top: u64, word: *mut i32, main: extern "C" fn() -> !) -> isize {
+    let result: isize;
+    // SAFETY: the new thread starts on its own, aligned stack with rax = 0 and calls `main`, which never returns; the
+    // parent goes on after the block. The stack is nobody else's until the kernel has cleared `word`.
+    unsafe {
+        core::arch::asm!(
+            "syscall",
+            "test rax, rax",
+            "jnz 2f",
+            "xor ebp, ebp",
+            "call r9",
+            "ud2",
+            "2:",
+            inlateout("rax") libc::SYS_clone as isize => result,
+            in("rdi") flags as usize, in("rsi") top, in("rdx") word, in("r10") word, in("r8") 0usize,
+            in("r9") main as usize,
+            lateout("rcx") _, lateout("r11") _,
+        );
+    }
+    result
+}
+
+/// As on x86-64.
+#[cfg(target_arch = "aarch64")]
+fn clone_thread(flags: libc::c_int, top: u64, word: *mut i32, main: extern "C" fn() -> !) -> isize {
+    let result: isize;
+    // SAFETY: as on x86-64; arm64 takes the child's thread-id word as the fifth argument.
+    unsafe {
+        core::arch::asm!(
+            "svc 0",
+            "cbnz x0, 2f",
+            "mov x29, xzr",
+            "blr x5",
+            "brk #1",
+            "2:",
+            in("x5") main as usize,
+            in("x8") libc::SYS_clone, inlateout("x0") flags as isize => result,
+            in("x1") top, in("x2") word, in("x3") 0usize, in("x4") word,
+        );
+    }
+    result
+}
+
+/// What a thread of ours does first; `name` has 15 bytes at most.
+pub(crate) fn begin_thread(name: &CStr) {
+    // Give up every descriptor of who started us: our table is our own since the clone.
+    // SAFETY: numbers only; nothing of ours is open yet.
+    let _ = unsafe { syscall!(libc::SYS_close_range, 0, u32::MAX, 0) };
+    // SAFETY: names the thread.
+    let _ = unsafe { syscall!(libc::SYS_prctl, libc::PR_SET_NAME, name.as_ptr()) };
+}
+
+pub(crate) fn exit_thread() -> ! {
+    loop {
+        // SAFETY: ends this thread only; the kernel clears and wakes `SHARED.thread`.
+        let _ = unsafe { syscall!(libc::SYS_exit, 0) };
+    }
+}
