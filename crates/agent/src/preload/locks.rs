@@ -1,7 +1,12 @@
 //! Memory that the program locks: it is in memory then, and nobody reads it. So it comes back and is plain before it is locked,
 //! and left alone until it is unlocked.
 
-use super::{EVERYTHING, active, me, note, range_of, returned, unmerge, wanted, without_thread};
+use super::active::active;
+use super::alone::without_thread;
+use super::away::wanted;
+use super::c_library::{me, returned};
+use super::mapping::{note, range_of};
+use super::unmerge::{EVERYTHING, unmerge};
 use crate::cold;
 use crate::maps::pool_mappings;
 use crate::shared::{ALL_LOCKED, SHARED};

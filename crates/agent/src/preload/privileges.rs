@@ -5,15 +5,19 @@
 //! So after each call that may take something away our thread is compared with the one that called. If it could do more it
 //! is replaced, before the call returns, by one that the caller starts, and which has what the caller has.
 
-use super::{Away, active, ask_to_leave, fail, is_in_the_way, leave_with_all, me, next};
+mod calls;
+
+pub(super) use calls::look_up;
+
+use super::away::{Away, ask_to_leave, is_in_the_way, leave_with_all};
+use super::c_library::me;
 use crate::engine::{REST, start};
 use crate::process::is_own_process;
 use crate::shared::{MAY_START, SHARED};
 use crate::thread::TASK_PATH_LEN;
-use core::ffi::{c_char, c_int, c_long, c_void};
+use core::ffi::{c_int, c_long};
 use core::sync::atomic::{AtomicUsize, Ordering};
 use pagefold_os::fd::Fd;
-use pagefold_os::raw::Errno;
 
 const CAP_SETGID: u64 = 1 << 6;
 const CAP_SETUID: u64 = 1 << 7;
@@ -190,56 +194,4 @@ impl Taken {
             Taken::Unseen => renew(),
         }
     }
-}
-
-macro_rules! followed {
-    ($($name:ident($($argument:ident: $type:ty),*);)*) => {
-        #[allow(non_upper_case_globals)]
-        mod cache {
-            use super::AtomicUsize;
-            $(pub(super) static $name: AtomicUsize = AtomicUsize::new(0);)*
-        }
-
-        /// Looks up what is called through here: later it might be in a signal handler.
-        pub(super) fn look_up() {
-            $(next(&cache::$name, concat!(stringify!($name), "\0").as_ptr().cast(), 0);)*
-        }
-
-        $(
-            /// The C library's function of this name; our threads give up what it takes away.
-            ///
-            /// # Safety
-            /// As the C library's.
-            #[unsafe(no_mangle)]
-            pub unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
-                let found = next(&cache::$name, concat!(stringify!($name), "\0").as_ptr().cast(), 0);
-                if found == 0 {
-                    fail(Errno(libc::ENOSYS));
-                    return -1;
-                }
-                // SAFETY: the C library's function of this name has this type.
-                let call = unsafe { core::mem::transmute::<usize, unsafe extern "C" fn($($type),*) -> c_int>(found) };
-                // SAFETY: the program's own call.
-                let result = unsafe { call($($argument),*) };
-                if result == 0 && active() {
-                    follow();
-                }
-                result
-            }
-        )*
-    };
-}
-
-followed! {
-    setuid(user: libc::uid_t);
-    setgid(group: libc::gid_t);
-    seteuid(user: libc::uid_t);
-    setegid(group: libc::gid_t);
-    setreuid(real: libc::uid_t, effective: libc::uid_t);
-    setregid(real: libc::gid_t, effective: libc::gid_t);
-    setresuid(real: libc::uid_t, effective: libc::uid_t, saved: libc::uid_t);
-    setresgid(real: libc::gid_t, effective: libc::gid_t, saved: libc::gid_t);
-    setgroups(count: usize, groups: *const libc::gid_t);
-    initgroups(user: *const c_char, group: libc::gid_t);
-    capset(head: *mut c_void, data: *const c_void);
 }

@@ -1,7 +1,8 @@
 //! What a program sees of its threads. Who must be alone counts the links of `/proc/self/task`, as the processes do in which
 //! Chromium starts its sandboxes; the agent's threads are none of the program's.
 
-use super::{active, returned};
+use super::active::active;
+use super::c_library::returned;
 use crate::cold;
 use crate::process::is_own_process;
 use crate::shared::SHARED;

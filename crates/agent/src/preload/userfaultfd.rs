@@ -3,7 +3,10 @@
 //! The kernel takes a range from one descriptor only, and what we watch is ours: so the program's comes first. The range is
 //! plain memory before it is asked for again, and left alone until the program has let go of it.
 
-use super::{active, fail, gather_unwritable, me, without_thread};
+use super::active::active;
+use super::alone::without_thread;
+use super::c_library::{fail, me};
+use super::unmerge::gather_unwritable;
 use crate::maps::pool_mappings;
 use crate::shared::SHARED;
 use core::ffi::{c_int, c_ulong, c_void};

@@ -1,0 +1,59 @@
+//! Whether the program's calls are followed, and by whom: each interposed call asks here first.
+//!
+//! So this is where a child learns that it is one, if nobody saw it forked, and where a thread does what its signal handler had
+//! to leave. Neither happens in the frame that holds the guard for a fork.
+
+use super::away::{AWAY, START};
+use super::c_library::me;
+use super::privileges;
+use crate::cold;
+use crate::process::{is_new_child, mark_process};
+use crate::shared::{ALL_LOCKED, SHARED};
+use core::sync::atomic::{AtomicBool, Ordering};
+
+pub(super) static ACTIVE: AtomicBool = AtomicBool::new(false);
+
+pub(super) fn active() -> bool {
+    let active = ACTIVE.load(Ordering::Relaxed);
+    // Who holds the guard in a child is in the middle of a fork that is known.
+    if active && !SHARED.guard.is_held_by(me()) && is_new_child() {
+        // Forked by a call that nobody saw. Its agent starts with the next memory that wants one.
+        begin_child(me());
+    }
+    if active {
+        privileges::renew_if_due();
+    }
+    active
+}
+
+pub(super) fn managed_all() -> bool {
+    SHARED.all.load(Ordering::Relaxed)
+}
+
+/// In a forked child, in which the frames of `goes_on` go on, or none (0). True if it needs an agent at once: its merged
+/// pages do; a child without any may never need it, unless all its memory is managed.
+pub(super) fn begin_child(goes_on: usize) -> bool {
+    mark_process();
+    SHARED.guard.reset(goes_on);
+    AWAY.reset(goes_on);
+    START.store(false, Ordering::Relaxed);
+    privileges::forget_due();
+    cold::after_fork_child();
+    SHARED.thread.forget();
+    SHARED.holds.store(false, Ordering::Relaxed);
+    let phase = SHARED.phase.load(Ordering::Relaxed);
+    // What made the agent give up is inherited: a filter, or a lack.
+    if phase != 3 {
+        SHARED.phase.store(0, Ordering::Relaxed);
+    }
+    let held = SHARED.guard.lock(me());
+    let tables = SHARED.tables(&held);
+    let merged = !tables.merged.is_empty();
+    // Locks are not inherited.
+    tables.table.change_noted(|note| note.locked = false);
+    drop(held);
+    ALL_LOCKED.store(false, Ordering::Release);
+    SHARED.forked.store(merged, Ordering::Relaxed);
+    // Another thread of the parent's may have sent the agent away for a moment.
+    phase != 3 && (merged || managed_all())
+}

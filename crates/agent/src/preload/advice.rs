@@ -1,0 +1,171 @@
+//! madvise(2): discards, merging and attributes are followed.
+//!
+//! Advice that the kernel gives up for a file's pages, or takes otherwise, meets memory that is plain first; a discard of what is
+//! merged puts fresh memory in its place, for the pool's mapping would show its old bytes again. Attributes are noted, so that
+//! what replaces the memory later has them, too.
+
+use super::active::active;
+use super::alone::without_thread;
+use super::away::wanted;
+use super::c_library::{me, returned};
+use super::mapping::{note, range_of};
+use super::unmerge::{gather_all, gather_unwritable, unmerge};
+use crate::cold;
+use crate::maps::{Maps, pool_mappings};
+use crate::plain::{keep_attributes, replace_merged};
+use crate::shared::SHARED;
+use core::ffi::{c_int, c_void};
+use core::sync::atomic::Ordering;
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::{Range, mem};
+
+/// `MADV_WIPEONFORK`, which the kernel refuses for a file's pages: what is merged is plain memory first.
+fn wipe_on_fork(range: Range) -> Result<()> {
+    // SAFETY: changes no bytes of this process.
+    let call = || unsafe { mem::advise(range.start, range.len(), libc::MADV_WIPEONFORK) };
+    let held = SHARED.guard.lock(me());
+    let tables = SHARED.tables(&held);
+    let merged = tables.merged.may_overlap(range) && pool_mappings(range, |_, _| true).unwrap_or(true);
+    // From here on, so that none of it is merged again behind us.
+    tables.table.change(range, |note| note.excluded = true);
+    drop(held);
+    if merged {
+        // Where other threads may be writing the agent's thread gives back; what it did not is refused, as a copy made here
+        // may lose one of their writes.
+        without_thread(libc::EINVAL, range, || {
+            let _held = SHARED.guard.lock(me());
+            gather_unwritable(range, libc::EINVAL).and_then(|()| call()).map(|()| 0)
+        })?;
+    } else {
+        call()?;
+    }
+    // So that a copy of it is wiped as well.
+    note(range, |note| note.wipe_on_fork = true);
+    SHARED.changed();
+    Ok(())
+}
+
+fn advise(range: Range, advice: c_int) -> Result<()> {
+    const MADV_FREE: c_int = libc::MADV_FREE;
+    // SAFETY: the program's own call.
+    let call = |advice| unsafe { mem::advise(range.start, range.len(), advice) };
+    if matches!(advice, libc::MADV_POPULATE_READ | libc::MADV_POPULATE_WRITE) {
+        // Touches, one after the other: what waits for a page must not hold up what makes room for it.
+        return call(advice);
+    }
+    if advice == libc::MADV_WIPEONFORK {
+        return wipe_on_fork(range);
+    }
+    let held = SHARED.guard.lock(me());
+    let merged = SHARED.tables(&held).merged.may_overlap(range);
+    let result = match advice {
+        libc::MADV_DONTNEED | MADV_FREE | libc::MADV_DONTNEED_LOCKED if merged => {
+            // A pool mapping would show its old bytes again: put fresh memory in its place first. Where it is locked the kernel
+            // gets no further.
+            let table = SHARED.tables(&held).table;
+            let locked = table.first_locked(range).filter(|_| advice != libc::MADV_DONTNEED_LOCKED);
+            let reached = Range { start: range.start, end: locked.unwrap_or(range.end) };
+            // Who cannot see the mappings (a root directory without /proc, no descriptors left) leaves it to the agent, which
+            // hears of the discard, but does not know the table meanwhile.
+            let seen = match Maps::open() {
+                Ok(maps) => replace_merged(&maps, reached, None, Some(table)).map(|_| true)?,
+                Err(_) if SHARED.holds.load(Ordering::Acquire) => false,
+                Err(errno) => return Err(errno),
+            };
+            SHARED.changed();
+            // What lies between may be out.
+            if seen {
+                cold::voiding(range, || call(advice))
+            } else {
+                // The agent has heard of it when this returns (as of a discard, which the other may be), and has done it when
+                // the pages can be read.
+                let advice = if advice == MADV_FREE { libc::MADV_DONTNEED } else { advice };
+                let result = cold::voiding(range, || call(advice));
+                cold::read_in(range);
+                keep_attributes(range, table, true);
+                result
+            }
+        }
+        libc::MADV_UNMERGEABLE if merged => {
+            unmerge(range)?;
+            call(advice)
+        }
+        libc::MADV_REMOVE if merged => Err(Errno(libc::EINVAL)),
+        mem::MADV_GUARD_INSTALL => {
+            // Where pages of a file bear marks the kernel tries for ever; and when the guard goes they read zero, so neither
+            // what is merged nor what is out may come back. It may refuse, too: until then the bytes stay.
+            let gathered = if merged { gather_all(range).inspect(|()| SHARED.changed()) } else { Ok(()) };
+            gathered.and_then(|()| call(advice)).inspect(|()| {
+                let _ = cold::voiding(range, || call(libc::MADV_DONTNEED));
+            })
+        }
+        // The tier is where the program's cold pages go; there need be no swap. With none of ours, the kernel decides.
+        libc::MADV_COLD | libc::MADV_PAGEOUT | libc::MADV_WILLNEED if cold::hint(range, advice) => Ok(()),
+        libc::MADV_DONTNEED | MADV_FREE | libc::MADV_DONTNEED_LOCKED | libc::MADV_REMOVE => {
+            cold::voiding(range, || call(advice))
+        }
+        _ => call(advice),
+    };
+    if advice == libc::MADV_MERGEABLE || result.is_ok() {
+        let tables = SHARED.tables(&held);
+        let mut changed = true;
+        match advice {
+            // KSM may be absent from this kernel (EINVAL); the program's wish stands all the same.
+            libc::MADV_MERGEABLE => tables.table.change(range, |note| {
+                note.mergeable = true;
+                note.excluded = false;
+            }),
+            libc::MADV_UNMERGEABLE => tables.table.change(range, |note| {
+                note.mergeable = false;
+                note.excluded = true;
+            }),
+            libc::MADV_DONTFORK => tables.table.change(range, |note| note.dont_fork = true),
+            libc::MADV_DOFORK => tables.table.change(range, |note| note.dont_fork = false),
+            libc::MADV_KEEPONFORK => tables.table.change(range, |note| note.wipe_on_fork = false),
+            // What must not be dumped is secret: it is managed only if the program asked for just that.
+            libc::MADV_DONTDUMP => tables.table.change(range, |note| {
+                note.dont_dump = true;
+                note.seen = false;
+            }),
+            libc::MADV_DODUMP => tables.table.change(range, |note| note.dont_dump = false),
+            libc::MADV_HUGEPAGE => tables.table.change(range, |note| (note.huge, note.small) = (true, false)),
+            libc::MADV_NOHUGEPAGE => tables.table.change(range, |note| (note.huge, note.small) = (false, true)),
+            _ => changed = false,
+        }
+        drop(held);
+        if changed {
+            if advice == libc::MADV_MERGEABLE {
+                wanted();
+            } else {
+                SHARED.changed();
+            }
+        }
+    }
+    if advice == libc::MADV_MERGEABLE { Ok(()) } else { result }
+}
+
+/// madvise(2): discards, merging and attributes are followed.
+///
+/// # Safety
+/// As madvise(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn madvise(addr: *mut c_void, len: usize, advice: c_int) -> c_int {
+    match range_of(addr, len) {
+        Some(range) if !range.is_empty() && active() => returned(advise(range, advice)),
+        // SAFETY: the program's own call.
+        _ => returned(unsafe { mem::advise(addr as u64, len as u64, advice) }),
+    }
+}
+
+/// posix_madvise(3): as the C library, `POSIX_MADV_DONTNEED` does nothing.
+///
+/// # Safety
+/// As posix_madvise(3).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn posix_madvise(addr: *mut c_void, len: usize, advice: c_int) -> c_int {
+    if advice == libc::POSIX_MADV_DONTNEED {
+        return 0;
+    }
+    // SAFETY: the program's own call.
+    unsafe { mem::advise(addr as u64, len as u64, advice) }.map_or_else(|errno| errno.0, |()| 0)
+}

@@ -1,0 +1,67 @@
+//! Filters that the program is about to install: the agent stays if it can live with one, else it leaves before.
+//!
+//! Our threads have the filter too, so a call of theirs that it forbids may end the process. What cannot be read is taken for a
+//! filter that forbids all.
+
+use super::away::{Away, ask_to_leave, is_in_the_way, leave_with_all};
+use crate::engine::{start, wait_begun};
+use crate::filter;
+use crate::process::is_own_process;
+use crate::shared::{MAY_FOLLOW, MAY_START};
+use core::sync::atomic::Ordering;
+use pagefold_os::fd::Fd;
+use pagefold_os::mem;
+
+/// The program is about to install the filter at `at`, a `sock_fprog`, for `all` its threads: stays if the agent can live with
+/// it, else leaves. Our thread has it too, by the kernel's hand or since it is replaced.
+pub(super) fn meet_filter(at: u64, all: bool) {
+    if !is_own_process() {
+        return;
+    }
+    let verdict = filter_at(at).filter(|verdict| verdict.stay && (verdict.start || all));
+    let Some(verdict) = verdict else { return leave_for_filter() };
+    if !verdict.start && is_in_the_way() {
+        return leave_for_filter();
+    }
+    if !verdict.start {
+        // Now or never. Who has nothing to merge yet may have later.
+        let away = Away::take();
+        start();
+        drop(away);
+        wait_begun();
+        MAY_START.store(false, Ordering::Release);
+    }
+    MAY_FOLLOW.fetch_and(verdict.follow, Ordering::AcqRel);
+}
+
+/// What the filter of the program's at `at` says about us; nothing if it cannot be read, which the kernel will say too.
+fn filter_at(at: u64) -> Option<filter::Verdict> {
+    // Through the kernel: the program may pass anything.
+    let memory = Fd::open(c"/proc/thread-self/mem", libc::O_RDONLY, 0).ok()?;
+    let mut head = [0u8; size_of::<libc::sock_fprog>()];
+    (memory.read_at(&mut head, at) == Ok(head.len())).then_some(())?;
+    // SAFETY: plain integers and a pointer that is not followed; the array is as long, and need not be aligned.
+    let head: libc::sock_fprog = unsafe { core::ptr::read_unaligned(head.as_ptr().cast()) };
+    let count = usize::from(head.len);
+    if count == 0 || count > filter::INSTRUCTIONS_MAX {
+        return None;
+    }
+    let room = mem::Mapping::anonymous(count * size_of::<libc::sock_filter>()).ok()?;
+    // SAFETY: the mapping is ours, writable, and at least that long.
+    let bytes = unsafe { core::slice::from_raw_parts_mut(room.as_ptr(), count * size_of::<libc::sock_filter>()) };
+    (memory.read_at(bytes, head.filter as u64) == Ok(bytes.len())).then_some(())?;
+    // SAFETY: page aligned, `count` instructions long, and any bytes are instructions of integers.
+    let program = unsafe { core::slice::from_raw_parts(room.as_ptr() as *const libc::sock_filter, count) };
+    Some(filter::judge(program))
+}
+
+/// The agent leaves, for good, and merged pages become the program's own: looking after them takes system calls that
+/// the filter may not allow.
+pub(super) fn leave_for_filter() {
+    if is_own_process() && is_in_the_way() {
+        // It is asked for, and does not come back.
+        MAY_START.store(false, Ordering::Release);
+        return ask_to_leave(true);
+    }
+    leave_with_all(3);
+}

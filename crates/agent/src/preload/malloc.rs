@@ -1,0 +1,157 @@
+//! free(3) and realloc(3): blocks of the C library's allocator that have a mapping of their own.
+//!
+//! Such a block ends by an munmap(2) inside the C library, which nothing interposed shows. Which blocks are of that kind is read
+//! from the word before them, so only if the allocator is the C library's; ours may be called while the next one is looked up.
+
+use super::active::{active, managed_all};
+use super::c_library::{fail, me, next, next_with};
+use super::unmerge::gather;
+use crate::cold;
+use crate::shared::SHARED;
+use core::ffi::{c_char, c_int, c_void};
+use core::sync::atomic::{AtomicUsize, Ordering};
+use pagefold_os::raw::Errno;
+use pagefold_os::{PAGE_SIZE, Range};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+static NEXT_FREE: AtomicUsize = AtomicUsize::new(0);
+pub(super) static NEXT_REALLOC: AtomicUsize = AtomicUsize::new(0);
+
+unsafe extern "C" {
+    fn __libc_free(block: *mut c_void);
+    pub(super) fn __libc_realloc(block: *mut c_void, size: usize) -> *mut c_void;
+}
+
+/// No function: the next `free` is being looked up.
+const LOOKING: usize = 1;
+
+/// The next `free`, or [`LOOKING`].
+pub(super) fn next_free() -> usize {
+    next_with(&NEXT_FREE, c"free".as_ptr(), LOOKING, __libc_free as *const () as usize)
+}
+
+/// The size of `block` if the C library's allocator mapped it for itself and we manage such blocks.
+///
+/// # Safety
+/// `block` is a live block of the C library's allocator.
+unsafe fn own_mapping(block: *mut c_void, next: usize, libc_own: usize) -> Option<Range> {
+    const MAPPED: usize = 2;
+    if next != libc_own || block.is_null() || !active() || !managed_all() {
+        return None;
+    }
+    // SAFETY: the word before a block of this allocator is its size with three flag bits.
+    let size = unsafe { *block.cast::<usize>().sub(1) };
+    (size & MAPPED != 0)
+        .then(|| Range { start: (block as u64 - 16) & !(PAGE - 1), end: block as u64 - 16 + (size & !7) as u64 })
+}
+
+/// free(3): the end of a block that has a mapping of its own is an munmap(2) inside the C library.
+///
+/// # Safety
+/// As free(3).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn free(block: *mut c_void) {
+    let own = __libc_free as *const () as usize;
+    let function = next_free();
+    if function == LOOKING {
+        // The text of an earlier error, perhaps another allocator's.
+        return;
+    }
+    // SAFETY: the block is live, as the caller promises.
+    let mapped = unsafe { own_mapping(block, function, libc_free_of_next(own)) };
+    // SAFETY: `function` is a `free`.
+    let call: unsafe extern "C" fn(*mut c_void) = unsafe { core::mem::transmute(function) };
+    match mapped {
+        // SAFETY: passed on.
+        None => unsafe { call(block) },
+        Some(range) => {
+            let held = SHARED.guard.lock(me());
+            let _ = cold::voiding(range, || {
+                // SAFETY: passed on.
+                unsafe { call(block) };
+                Ok(())
+            });
+            SHARED.tables(&held).table.forget(range);
+            drop(held);
+            SHARED.changed();
+        }
+    }
+}
+
+/// What `dlsym` gives for the C library's own `free`: its public name, not the internal one.
+fn libc_free_of_next(own: usize) -> usize {
+    static OWN: AtomicUsize = AtomicUsize::new(0);
+    match OWN.load(Ordering::Acquire) {
+        0 => {
+            // Both names stand for one function in the C library; the public one is what the lookup finds.
+            let found = NEXT_FREE.load(Ordering::Acquire);
+            let same = if found == own || same_object(found, own) { found } else { usize::MAX };
+            OWN.store(same, Ordering::Release);
+            same
+        }
+        found => found,
+    }
+}
+
+/// True if both addresses lie in the same loaded object.
+fn same_object(a: usize, b: usize) -> bool {
+    #[repr(C)]
+    struct Info {
+        name: *const c_char,
+        base: *mut c_void,
+        symbol: *const c_char,
+        addr: *mut c_void,
+    }
+    unsafe extern "C" {
+        fn dladdr(addr: *const c_void, info: *mut Info) -> c_int;
+    }
+    let base = |addr: usize| {
+        let mut info = Info {
+            name: core::ptr::null(),
+            base: core::ptr::null_mut(),
+            symbol: core::ptr::null(),
+            addr: core::ptr::null_mut(),
+        };
+        // SAFETY: fills the structure for any address.
+        let known = unsafe { dladdr(addr as *const c_void, &mut info) };
+        (known != 0).then_some(info.base as usize)
+    };
+    base(a).is_some() && base(a) == base(b)
+}
+
+/// realloc(3): as free(3); a block with a mapping of its own may move by mremap(2) inside the C library.
+///
+/// # Safety
+/// As realloc(3).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn realloc(block: *mut c_void, size: usize) -> *mut c_void {
+    let own = __libc_realloc as *const () as usize;
+    let function = next(&NEXT_REALLOC, c"realloc".as_ptr(), own);
+    let free_function = next(&NEXT_FREE, c"free".as_ptr(), __libc_free as *const () as usize);
+    // SAFETY: the block is live, as the caller promises.
+    let mapped = unsafe { own_mapping(block, free_function, libc_free_of_next(__libc_free as *const () as usize)) };
+    // SAFETY: `function` is a `realloc`.
+    let call: unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void = unsafe { core::mem::transmute(function) };
+    match mapped {
+        // SAFETY: passed on.
+        None => unsafe { call(block, size) },
+        Some(range) => {
+            let held = SHARED.guard.lock(me());
+            let merged = SHARED.tables(&held).merged.may_overlap(range);
+            // What is out first: gathering copies what is here.
+            let back = cold::before_move(range);
+            if back.and_then(|()| if merged { gather(range) } else { Ok(()) }).is_err() {
+                drop(held);
+                fail(Errno(libc::ENOMEM));
+                return core::ptr::null_mut();
+            }
+            // SAFETY: passed on.
+            let moved = unsafe { call(block, size) };
+            SHARED.tables(&held).table.forget(range);
+            drop(held);
+            SHARED.changed();
+            moved
+        }
+    }
+}

@@ -1,0 +1,266 @@
+//! Calls that make, move and end mappings: mmap(2), munmap(2), mremap(2), mprotect(2).
+//!
+//! Large private mappings that the program lets the kernel place are placed by
+//! us, in a zone of addresses that is never used twice. So an address that the
+//! program gave back through a path we do not see cannot come to life again as
+//! something else while its pages are in our hands.
+
+use super::active::{active, managed_all};
+use super::away::wanted;
+use super::c_library::{fail, me, returned};
+use super::unmerge::gather;
+use crate::cold;
+use crate::listing::ALL_MIN;
+use crate::maps::pool_mappings;
+use crate::shared::{NOTHING, SHARED};
+use crate::table::Note;
+use core::ffi::{c_int, c_void};
+use core::sync::atomic::{AtomicU64, Ordering};
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::{PAGE_SIZE, Range, mem};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Mappings at least this large are placed in the zone even without `--all`: they are guest memory or alike.
+const PLACE_MIN: u64 = 32 << 20;
+
+/// Where the zone begins, and how far it may be shifted at random.
+pub(super) const ZONE_START: u64 = 0x1000_0000_0000;
+const ZONE_END: u64 = 0x5000_0000_0000;
+
+pub(super) static ZONE_NEXT: AtomicU64 = AtomicU64::new(0);
+
+/// The pages of `len` bytes at `addr`; nothing where the kernel refuses that address or length, and changes nothing.
+pub(super) fn range_of(addr: *mut c_void, len: usize) -> Option<Range> {
+    let start = addr as u64;
+    let end = start.checked_add((len as u64).checked_next_multiple_of(PAGE)?)?;
+    start.is_multiple_of(PAGE).then_some(Range { start, end })
+}
+
+/// Where in the zone a block of `len` bytes is to be; nothing if there is no room. What asks for more than that uses up none.
+fn place(len: u64) -> Option<u64> {
+    let size = len.checked_next_multiple_of(PAGE).filter(|size| *size < ZONE_END)?;
+    // Blocks that can hold huge pages begin where huge pages begin.
+    let align = if size >= 2 << 20 { 2 << 20 } else { PAGE };
+    let step = |at: u64| (at != 0 && at + align + size < ZONE_END).then_some(at + align + size);
+    let at = ZONE_NEXT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, step).ok()?;
+    Some(at.next_multiple_of(align))
+}
+
+fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: i64) -> Result<u64> {
+    let large = len as u64 >= if managed_all() { ALL_MIN } else { PLACE_MIN };
+    let plain = flags & (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) == libc::MAP_PRIVATE | libc::MAP_ANONYMOUS
+        && flags & (libc::MAP_STACK | libc::MAP_GROWSDOWN | libc::MAP_HUGETLB | libc::MAP_LOCKED | libc::MAP_32BIT)
+            == 0
+        && prot & libc::PROT_EXEC == 0;
+    if addr.is_null() && large && plain && flags & (libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE) == 0 {
+        // A wish, without MAP_FIXED_NOREPLACE, which sandboxes may not know. Where the kernel has a reason to put it elsewhere, as
+        // it puts small memory, its end is seen if an interposed call makes it.
+        let place = place(len as u64).unwrap_or(0);
+        // SAFETY: the program's own call, with a wish.
+        let place = unsafe { mem::map(place, len as u64, prot, flags, fd, offset as u64) }?;
+        if managed_all()
+            && prot == libc::PROT_READ | libc::PROT_WRITE
+            && let Some(range) = range_of(place as *mut c_void, len)
+        {
+            note(range, |note| note.seen = true);
+            wanted();
+        }
+        return Ok(place);
+    }
+    if flags & libc::MAP_FIXED != 0
+        && flags & libc::MAP_FIXED_NOREPLACE != libc::MAP_FIXED_NOREPLACE
+        && let Some(range) = range_of(addr, len)
+    {
+        let held = SHARED.guard.lock(me());
+        let mapped = cold::voiding(range, || {
+            // SAFETY: the program's own call.
+            unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }
+        })?;
+        let mut tables = SHARED.tables(&held);
+        tables.table.forget(range);
+        let seen = managed_all() && plain && large && prot == libc::PROT_READ | libc::PROT_WRITE;
+        if seen {
+            tables.table.change(range, |note| note.seen = true);
+        }
+        let _ = &mut tables;
+        drop(held);
+        if seen {
+            wanted();
+        }
+        return Ok(mapped);
+    }
+    // SAFETY: the program's own call.
+    unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }
+}
+
+pub(super) fn note(range: Range, change: impl Fn(&mut Note)) {
+    let held = SHARED.guard.lock(me());
+    SHARED.tables(&held).table.change(range, change);
+}
+
+/// mmap(2), with large private memory placed in the zone.
+///
+/// # Safety
+/// As mmap(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mmap(
+    addr: *mut c_void,
+    len: usize,
+    prot: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: i64,
+) -> *mut c_void {
+    let result = if active() {
+        map(addr, len, prot, flags, fd, offset)
+    } else {
+        // SAFETY: the program's own call.
+        unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }
+    };
+    match result {
+        Ok(addr) => {
+            if flags & libc::MAP_LOCKED != 0
+                && active()
+                && let Some(range) = range_of(addr as *mut c_void, len)
+            {
+                note(range, |note| note.locked = true);
+            }
+            addr as *mut c_void
+        }
+        Err(errno) => {
+            fail(errno);
+            libc::MAP_FAILED
+        }
+    }
+}
+
+/// mmap64, the same function on our architectures.
+///
+/// # Safety
+/// As mmap(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mmap64(
+    addr: *mut c_void,
+    len: usize,
+    prot: c_int,
+    flags: c_int,
+    fd: c_int,
+    offset: i64,
+) -> *mut c_void {
+    // SAFETY: passed on.
+    unsafe { mmap(addr, len, prot, flags, fd, offset) }
+}
+
+/// munmap(2).
+///
+/// # Safety
+/// As munmap(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
+    // SAFETY: the program's own call.
+    let call = || unsafe { mem::unmap(addr as u64, len as u64) };
+    let Some(range) = range_of(addr, len).filter(|_| active()) else { return returned(call()) };
+    let held = SHARED.guard.lock(me());
+    let result = cold::voiding(range, call);
+    if result.is_ok() {
+        let tables = SHARED.tables(&held);
+        let known = tables.table.entries().iter().any(|(entry, _)| entry.overlaps(&range));
+        if known {
+            tables.table.forget(range);
+            SHARED.changed();
+        }
+    }
+    drop(held);
+    returned(result)
+}
+
+/// mremap(2): merged pages become private first, for a pool mapping must neither grow nor lie about its neighbours.
+///
+/// # Safety
+/// As mremap(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mremap(
+    addr: *mut c_void,
+    len: usize,
+    new_len: usize,
+    flags: c_int,
+    new_addr: *mut c_void,
+) -> *mut c_void {
+    let call = || {
+        // SAFETY: the program's own call.
+        unsafe { mem::remap(addr as u64, len as u64, new_len as u64, flags, new_addr as u64) }
+    };
+    let ranges = || Some((range_of(addr, len)?, range_of(addr, new_len)?));
+    let fixed = if flags & libc::MREMAP_FIXED != 0 { range_of(new_addr, new_len) } else { Some(NOTHING) };
+    let result = if active()
+        && let (Some((range, resized)), Some(fixed)) = (ranges(), fixed)
+    {
+        let held = SHARED.guard.lock(me());
+        let shrinks = new_len <= len && flags & (libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP) == 0;
+        let back = if shrinks { Ok(()) } else { cold::before_move(range) };
+        // Other threads may write to what only grows, so it is not copied: there is no room for it here.
+        let stays = !shrinks && flags & (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) == 0;
+        let gathered = if back.is_err() {
+            back
+        } else if shrinks || len == 0 || !SHARED.tables(&held).merged.may_overlap(range) {
+            Ok(())
+        } else if !stays {
+            gather(range)
+        } else if pool_mappings(range, |_, _| true).unwrap_or(true) {
+            Err(Errno(libc::ENOMEM))
+        } else {
+            Ok(())
+        };
+        // What the call takes away.
+        let voided = if shrinks { Range { start: resized.end, end: range.end } } else { fixed };
+        let result = match gathered.and_then(|()| cold::voiding(voided, call)) {
+            // More than one mapping, perhaps by us: what was given back does not join with what never was the pool's.
+            Err(Errno(libc::EFAULT)) if stays => Err(Errno(libc::ENOMEM)),
+            Err(Errno(libc::EFAULT)) if !shrinks => gather(range).and_then(|()| cold::voiding(voided, call)),
+            other => other,
+        };
+        if let Ok(moved) = result {
+            let table = SHARED.tables(&held).table;
+            if shrinks {
+                table.forget(voided);
+            } else {
+                let keeps = flags & libc::MREMAP_DONTUNMAP != 0;
+                table.carry(range, Range { start: moved, end: moved + resized.len() }, keeps);
+                if keeps {
+                    // The lock has moved with the pages.
+                    table.change(range, |note| note.locked = false);
+                }
+            }
+            SHARED.changed();
+        }
+        drop(held);
+        result
+    } else {
+        call()
+    };
+    match result {
+        Ok(addr) => addr as *mut c_void,
+        Err(errno) => {
+            fail(errno);
+            libc::MAP_FAILED
+        }
+    }
+}
+
+/// mprotect(2).
+///
+/// # Safety
+/// As mprotect(2).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn mprotect(addr: *mut c_void, len: usize, prot: c_int) -> c_int {
+    if !active() {
+        // SAFETY: the program's own call.
+        return returned(unsafe { mem::protect(addr as u64, len as u64, prot) });
+    }
+    let held = SHARED.guard.lock(me());
+    // SAFETY: the program's own call.
+    let result = unsafe { mem::protect(addr as u64, len as u64, prot) };
+    drop(held);
+    returned(result)
+}

@@ -1,0 +1,123 @@
+//! Makes memory plain that is shown from the pool, by a thread of the program's.
+//!
+//! Two ways, and a hazard each. The kernel copies where the program may write (`populate`): no write of another thread is lost,
+//! but the mapping stays the pool's. Bytes are copied to one plain mapping (`gather`): a write of another thread meanwhile is lost,
+//! and a device that reads into the page is left behind. Who calls knows which it may be; the guard is held.
+
+use super::c_library::me;
+use super::pins;
+use crate::maps::{Maps, POOL_NAME, pool_mappings};
+use crate::plain::keep_attributes;
+use crate::remap::copy_of;
+use crate::shared::SHARED;
+use core::ffi::c_int;
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::{PAGE_SIZE, Range, mem};
+
+pub(super) const EVERYTHING: Range = Range { start: 0, end: u64::MAX };
+
+/// Makes every page that is shown from the pool in `range` the program's own. The guard is held.
+///
+/// Where the program may write, the kernel's own copy on write does it, so that no write of another thread is lost; the
+/// daemon makes such pages plain memory later. Elsewhere nobody can be writing but devices, and the bytes are copied.
+pub(super) fn unmerge(range: Range) -> Result<()> {
+    for_each_merged(range, |part, prot| match prot & libc::PROT_WRITE {
+        // A copy would leave behind who still reads into the page.
+        0 if pins::are_registered() => Ok(()),
+        0 => gather(part),
+        _ => populate(part),
+    })
+}
+
+/// Makes `range`, if part of it is or was shown from the pool, one plain private mapping with the same bytes, rights and
+/// attributes, as it would be had nothing been merged: calls that take one mapping only will take it. The guard is held.
+///
+/// Calls that need this are about memory that nobody else may be writing to at the same time.
+///
+/// # Errors
+/// `ENOMEM` if there is no memory for it; then nothing has changed.
+#[inline(never)]
+pub(super) fn gather(range: Range) -> Result<()> {
+    let maps = Maps::open()?;
+    // Not on the stack, which may be a small one.
+    let room = mem::Mapping::anonymous(8 << 10)?;
+    // SAFETY: the mapping is ours, writable, and that long.
+    let buffer = unsafe { core::slice::from_raw_parts_mut(room.as_ptr(), room.len()) };
+    // One mapping, to the program, is a row of neighbours with the same rights, all anonymous or ours.
+    let (mut end, mut rights, mut merged, mut one, mut pieces) = (range.start, None, false, true, 0);
+    maps.for_each(buffer, |map| {
+        if !map.range.overlaps(&range) {
+            return;
+        }
+        let pool = map.name.starts_with(POOL_NAME) && !map.shared;
+        merged |= pool;
+        pieces += 1;
+        one &= (pool || !map.shared && map.inode == 0)
+            && map.range.start <= end
+            && *rights.get_or_insert(map.prot) == map.prot;
+        end = map.range.end;
+    })?;
+    let Some(rights) = rights.filter(|_| one && (merged || pieces > 1) && end >= range.end) else { return Ok(()) };
+    let fresh = copy_of(range.start, range.len())?;
+    // SAFETY: the fresh memory is ours; nothing is read or written there until it is the program's.
+    unsafe { mem::protect(fresh.addr(), range.len(), rights) }?;
+    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+    // SAFETY: replaces what lies there by memory of the same bytes.
+    unsafe { mem::remap(fresh.addr(), range.len(), range.len(), flags, range.start) }?;
+    core::mem::forget(fresh);
+    let held = SHARED.guard.lock(me());
+    keep_attributes(range, SHARED.tables(&held).table, true);
+    Ok(())
+}
+
+/// Makes the pages of `part`, which the program may write, its own, all but those that are guarded.
+fn populate(part: Range) -> Result<()> {
+    // SAFETY: changes no bytes.
+    let write = |range: Range| unsafe { mem::advise(range.start, range.len(), libc::MADV_POPULATE_WRITE) };
+    match write(part) {
+        Err(Errno(libc::EFAULT)) => {
+            (part.start..part.end).step_by(PAGE_SIZE).try_for_each(|addr| match write(Range::pages_from(addr, 1)) {
+                Err(Errno(libc::EFAULT)) => Ok(()),
+                other => other,
+            })
+        }
+        other => other,
+    }
+}
+
+/// [`gather`] for each pool mapping in `range`.
+pub(super) fn gather_all(range: Range) -> Result<()> {
+    for_each_merged(range, |part, _| gather(part))
+}
+
+/// Calls `act` with each pool mapping in `range` and its rights; what failed first is the result.
+fn for_each_merged(range: Range, act: impl Fn(Range, c_int) -> Result<()>) -> Result<()> {
+    let mut failed = None;
+    pool_mappings(range, |part, prot| {
+        failed = failed.or(act(part, prot).err());
+        false
+    })?;
+    failed.map_or(Ok(()), Err)
+}
+
+/// Makes what is merged in `range` plain where nobody can write to it just now, so that a copy loses nothing. The guard is
+/// held.
+///
+/// # Errors
+/// `refused` if some of it can be written to, which is left as it is; and as [`gather`].
+pub(super) fn gather_unwritable(range: Range, refused: i32) -> Result<()> {
+    for_each_merged(range, |part, prot| if prot & libc::PROT_WRITE != 0 { Err(Errno(refused)) } else { gather(part) })
+}
+
+/// Makes all that is still shown from the pool the program's own; nobody else may be writing to it.
+pub(super) fn gather_everything() {
+    let held = SHARED.guard.lock(me());
+    if !SHARED.tables(&held).merged.is_empty() && gather_all(EVERYTHING).is_ok() {
+        SHARED.tables(&held).merged.clear();
+    }
+}
+
+pub(super) fn has_merged() -> bool {
+    let held = SHARED.guard.lock(me());
+    !SHARED.tables(&held).merged.is_empty()
+}
