@@ -55,6 +55,7 @@
 //! says where it is; who changes it does so by compare-and-swap: one thread
 //! brings a page back, all others wait for it.
 
+mod decoder;
 mod fault;
 mod memory;
 
