@@ -1,0 +1,277 @@
+//! Adoption: a daemon takes over what one that was killed left with the keeper, before anybody is let in.
+//!
+//! What it cannot learn or fetch it does not drop: it asks for a while, and then does not start. What nobody can ever take
+//! over is forgotten. Clients are reconciled with the tier before they are served.
+
+use super::client::{Client, Handed, Identity};
+use super::keep::{ARENA, CLIENT, forget};
+use super::{Cold, Group, threads};
+use crate::server::{DomainKey, lock};
+use pagefold_os::Errno;
+use pagefold_os::fd::Fd;
+use pagefold_os::uffd::Uffd;
+use pagefold_tier::keeper::Keeper;
+use pagefold_tier::{Backing, BackingFile, Tier, fd_store};
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Clients that are settled at once when a tier is adopted.
+const ADOPTED_AT_ONCE: usize = 64;
+
+impl Cold {
+    /// Takes over what a predecessor left with the keeper, before anybody is let in.
+    ///
+    /// # Errors
+    /// The keeper cannot tell or give all that it holds, or it cannot be served: the pages of those that are left out would
+    /// be thrown away.
+    pub(crate) fn adopt(&self) -> io::Result<()> {
+        if self.config.keeper.is_none() {
+            return Ok(());
+        }
+        let end = Instant::now() + self.patience;
+        self.refill_keeper(end)?;
+        let Some((keeper, names)) = self.held(end)? else { return Ok(()) };
+        for name in names.iter().filter(|name| name.starts_with(ARENA)) {
+            match self.adopt_arena(&keeper, name, &names, end) {
+                Ok(()) => {}
+                // Nobody ever can.
+                Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                    eprintln!("pagefold: {name} was left by an earlier daemon and cannot be taken over: {error}");
+                }
+                Err(error) => return Err(self.refusal(&format!("{name} cannot be taken over"), &error)),
+            }
+        }
+        // Nobody will come for the rest: an arena that is no arena, a client of one.
+        let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
+        for name in names.iter().filter(|name| name.starts_with(CLIENT)) {
+            let mut words = name.split(':').skip(1);
+            let id = words.next().and_then(|word| u64::from_str_radix(word, 16).ok());
+            let region: Option<u32> = words.next().and_then(|word| word.parse().ok());
+            let known = groups.iter().any(|group| {
+                Some(group.id) == id && region.is_some_and(|region| lock(&group.clients).contains_key(&region))
+            });
+            if !known {
+                forget(&keeper, name);
+            }
+        }
+        let _ = keeper.supervise(&self.config.successor);
+        *lock(&self.keeper) = Some(keeper);
+        for group in groups {
+            for client in lock(&group.clients).values() {
+                threads::start_client(&group, client).map_err(|error| {
+                    self.refusal(&format!("{} ({}) cannot be served", client.name, client.pid), &error)
+                })?;
+            }
+            threads::start_movers(&group);
+        }
+        Ok(())
+    }
+
+    /// The keeper and the names that it holds; `None` if there is none.
+    fn held(&self, end: Instant) -> io::Result<Option<(Keeper, Vec<String>)>> {
+        let asked = patiently(end, || {
+            let keeper = Keeper::connect(&self.keeper_path)?;
+            let names = keeper.names()?;
+            Ok((keeper, names))
+        });
+        match asked {
+            Ok(held) => Ok(Some(held)),
+            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
+                Ok(None)
+            }
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => Err(error),
+            Err(error) => Err(self.refusal("it does not tell what it holds", &error)),
+        }
+    }
+
+    /// Why a daemon does not start: what it does not take over would be lost.
+    fn refusal(&self, what: &str, error: &io::Error) -> io::Error {
+        let path = self.keeper_path.display();
+        let text = format!(
+            "{path}: {what} ({error}), and the pages that are out would be lost: start the daemon again when that is \
+             mended, or end the keeper's process to give them up"
+        );
+        io::Error::new(error.kind(), text)
+    }
+
+    /// Daemon and keeper both died: what the service manager held for them goes to a new keeper, and from there on it is
+    /// as if only the daemon had. A keeper that lives has the same and more.
+    fn refill_keeper(&self, end: Instant) -> io::Result<()> {
+        let left = fd_store::take();
+        if left.is_empty() || self.held(end)?.is_some_and(|(_, names)| !names.is_empty()) {
+            return Ok(());
+        }
+        self.ensure_keeper();
+        // We stay connected until `adopt` is: a keeper that is left alone with what it holds starts a daemon.
+        let held = lock(&self.keeper);
+        for (name, fds) in left {
+            let fds: Vec<i32> = fds.iter().map(Fd::raw).collect();
+            let put =
+                held.as_ref().ok_or(io::ErrorKind::NotConnected.into()).and_then(|keeper| keeper.put(&name, &fds));
+            put.map_err(|error| self.refusal(&format!("it does not take {name} from the service manager"), &error))?;
+        }
+        Ok(())
+    }
+
+    fn adopt_arena(&self, keeper: &Keeper, name: &str, names: &[String], end: Instant) -> io::Result<()> {
+        let void = |text: &str| io::Error::new(io::ErrorKind::InvalidData, text.to_owned());
+        let mut words = name.splitn(4, ':').skip(1);
+        let id = words.next().and_then(|word| u64::from_str_radix(word, 16).ok());
+        let uid = words.next().and_then(|word| word.parse().ok());
+        let (Some(id), Some(uid)) = (id, uid) else { return Err(void("its name is none")) };
+        let key: DomainKey = (uid, words.next().unwrap_or("default").to_owned());
+        // A daemon that was killed a moment ago may still be dying.
+        let dying_end = Instant::now() + Duration::from_secs(5);
+        let (tier, _) = loop {
+            let mut fds = patiently(end, || keeper.get(name))?;
+            let file = (fds.len() > 1).then(|| fds.remove(1));
+            let arena = fds.pop().ok_or_else(|| void("nothing was left"))?;
+            let backing =
+                file.map(|fd| Box::new(BackingFile::from_fd(fd, self.config.file_max_bytes)) as Box<dyn Backing>);
+            match Tier::adopt(arena, backing, self.tier_config(0)) {
+                Ok(adopted) => break adopted,
+                Err(pagefold_tier::AdoptError::OwnerAlive { .. }) if Instant::now() < dying_end => {
+                    thread::sleep(Duration::from_millis(5));
+                }
+                Err(error @ pagefold_tier::AdoptError::Format(_)) => return Err(void(&error.to_string())),
+                Err(error) => return Err(io::Error::other(error)),
+            }
+        };
+        let group = self.group_of(key.clone(), tier, id);
+        let mut found = Vec::new();
+        let prefix = format!("{CLIENT}:{id:x}:");
+        for name in names.iter().filter(|name| name.starts_with(&prefix)) {
+            let words: Vec<&str> = name[prefix.len()..].split(':').collect();
+            let [region, token, pid, uid] = words[..] else { continue };
+            let (Ok(region), Ok(token), Ok(pid), Ok(uid)) =
+                (region.parse::<u32>(), u64::from_str_radix(token, 16), pid.parse::<i32>(), uid.parse::<u32>())
+            else {
+                continue;
+            };
+            let mut fds = match patiently(end, || keeper.get(name)) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                fds => fds.unwrap_or_default(),
+            };
+            if fds.len() != 3 {
+                continue;
+            }
+            let (pagemap, table, uffd) = (fds.remove(2), fds.remove(1), Uffd::from_fd(fds.remove(0)));
+            let who = Identity { region, token, pid, uid };
+            group.next_region.fetch_max(region + 1, Ordering::Relaxed);
+            if !uffd.is_one() || !uffd.is_alive() {
+                forget(keeper, name);
+                continue;
+            }
+            match Client::new(who, Handed { uffd, table, pagemap }, group.hand.clone()) {
+                Ok(client) => found.push(Arc::new(client)),
+                Err(errno @ Errno(libc::ENOMEM | libc::EMFILE | libc::ENFILE)) => return Err(errno.into()),
+                // Its table is none.
+                Err(_) => {}
+            }
+        }
+        // Many at once: one that keeps its pact, or claims much, must not let the others wait in line.
+        for some in found.chunks(ADOPTED_AT_ONCE) {
+            thread::scope(|scope| {
+                for client in some {
+                    let reconcile = || {
+                        if !client.reconcile(&group.tier) {
+                            eprintln!("pagefold: {} ({}) holds its table and answers nothing", client.name, client.pid);
+                        }
+                    };
+                    if thread::Builder::new().spawn_scoped(scope, reconcile).is_err() {
+                        reconcile();
+                    }
+                }
+            });
+        }
+        lock(&group.clients).extend(found.into_iter().map(|client| (client.region, client)));
+        // Pages of clients that ended meanwhile.
+        for region in group.tier.region_ids() {
+            group.next_region.fetch_max(region + 1, Ordering::Relaxed);
+            if !lock(&group.clients).contains_key(&region) {
+                group.tier.remove_region(region);
+            }
+        }
+        lock(&self.groups).insert(key, group);
+        Ok(())
+    }
+}
+
+/// Asks until there is an answer or `end` has come: what a keeper cannot tell or give now it holds all the same.
+fn patiently<T>(end: Instant, mut ask: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    use io::ErrorKind::{BrokenPipe, ConnectionRefused, InvalidData, NotFound};
+    loop {
+        match ask() {
+            Err(error)
+                if Instant::now() < end
+                    && !matches!(error.kind(), BrokenPipe | ConnectionRefused | InvalidData | NotFound) =>
+            {
+                thread::sleep(Duration::from_millis(50));
+            }
+            answer => return answer,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Config;
+    use super::super::keep::tests::with_keeper;
+    use super::*;
+
+    /// What came of it, and what the keeper was asked.
+    type Adopted = (io::Result<()>, Vec<Vec<u8>>);
+
+    /// Starts a daemon's cold tier at such a keeper.
+    fn adopt_at(patience: Duration, answer: impl Fn(&[u8], usize) -> Vec<u8> + Sync) -> Adopted {
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config { keeper: Some(vec!["/bin/false".into()]), ..Config::default() };
+        let mut cold = Cold::new(config, &dir.path().join("s"));
+        cold.patience = patience;
+        with_keeper(&cold.keeper_path, answer, || cold.adopt())
+    }
+
+    /// As [`adopt_at`], where patience ends: with more of it, until the keeper was asked `enough`.
+    fn adopt_in_vain(answer: impl Fn(&[u8], usize) -> Vec<u8> + Sync, enough: impl Fn(&[Vec<u8>]) -> bool) -> Adopted {
+        let mut patience = Duration::from_millis(300);
+        loop {
+            let (adopted, asked) = adopt_at(patience, &answer);
+            if enough(&asked) || patience > Duration::from_secs(60) {
+                return (adopted, asked);
+            }
+            patience *= 4;
+        }
+    }
+
+    #[test]
+    fn what_a_busy_keeper_holds_is_not_forgotten() {
+        let forgot = |asked: &[Vec<u8>]| asked.iter().any(|question| question[0] == b'D');
+        let busy = libc::EBUSY as u8;
+        // It never tells.
+        let (adopted, asked) = adopt_in_vain(move |_, _| vec![busy], |asked| asked.len() > 1);
+        let text = adopted.unwrap_err().to_string();
+        assert!(text.contains("would be lost") && text.contains("s.keeper") && !text.contains('\n'), "{text}");
+        assert!(asked.len() > 1 && !forgot(&asked), "{asked:?}");
+        // It tells, and does not give.
+        let list = b"\0arena:7:0:default\0client:7:1:1:1:0\0".to_vec();
+        let names = list.clone();
+        let (adopted, asked) = adopt_in_vain(
+            move |question, _| if question[0] == b'L' { names.clone() } else { vec![busy] },
+            |asked| asked.iter().any(|question| question[0] == b'G'),
+        );
+        assert!(adopted.unwrap_err().to_string().contains("arena:7:0:default cannot be taken over"));
+        assert!(!forgot(&asked), "{asked:?}");
+        // It tells at last, and what it gives is nothing that anybody could take over.
+        let (adopted, asked) = adopt_at(Duration::from_secs(60), move |question, count| match question[0] {
+            _ if count < 3 => vec![busy],
+            b'L' => list.clone(),
+            _ => vec![0],
+        });
+        adopted.unwrap();
+        assert!(asked.contains(&b"Dclient:7:1:1:1:0".to_vec()), "{asked:?}");
+        assert_eq!(asked.iter().filter(|question| question[0] == b'S').count(), 1);
+    }
+}

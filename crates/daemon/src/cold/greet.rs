@@ -1,0 +1,229 @@
+//! Greetings: a process becomes a client of the cold tier, or is found to be one that the daemon knows.
+//!
+//! Nothing that it hands over is believed before it was looked at. Its descriptors are with the keeper, and its thread
+//! runs, before the answer lets its first page go out; who cannot be kept or served is refused, and keeps its memory.
+
+use super::client::{Client, Handed, Identity};
+use super::link::ColdLink;
+use super::{Cold, Group, Whom, random, threads};
+use crate::server::{DomainKey, lock};
+use pagefold_agent::wire::{HELLO_AWAY, Op, Packet};
+use pagefold_os::fd::Fd;
+use pagefold_os::uffd::{self, Uffd};
+use pagefold_os::{Errno, pagemap, sock};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Clients that one process may be: one, another while an exec(2) ends it, and what tests and debuggers make of it. Each
+/// costs a thread.
+const CLIENTS_PER_PROCESS: usize = 8;
+
+impl Cold {
+    /// Greets an agent: see `agent::cold::connect` for the other half.
+    ///
+    /// # Errors
+    /// One line for `status`.
+    pub(crate) fn greet(
+        &self,
+        socket: Fd,
+        hello: &Packet,
+        mut fds: sock::Fds,
+        device: Option<&Fd>,
+        key: DomainKey,
+    ) -> Result<(), String> {
+        let cred = sock::peer(&socket).map_err(|errno| errno.to_string())?;
+        let pagemap = fds.take(0).ok_or("not a greeting of this version")?;
+        pagemap::scan(&pagemap, pagefold_os::Range { start: 0, end: 0 }, pagemap::Query::default(), &mut [])
+            .map_err(|_| "not a greeting of this version")?;
+        self.ensure_keeper();
+        let group = self.group(&key, hello.count)?;
+        let socket = Arc::new(socket);
+        let link = ColdLink::new(socket.clone()).map_err(|errno| errno.to_string())?;
+        let mut pass = vec![link.channel_fd().raw()];
+        pass.extend(device.map(Fd::raw));
+        sock::send(&socket, Packet::new(Op::Welcome).bytes(), &pass).map_err(|errno| errno.to_string())?;
+        let mut buffer = [0; size_of::<Packet>()];
+        let (got, mut fds) = sock::receive(&socket, &mut buffer, 0).map_err(|errno| errno.to_string())?;
+        let ready = Packet::parse(&buffer[..got]).filter(|packet| packet.op == Op::Ready as u32);
+        let ready = ready.ok_or("not a greeting of this version")?;
+        if ready.status != 0 {
+            return Err(format!(
+                "the client's kernel refused userfaultfd: {}; see pagefold doctor",
+                Errno(ready.status)
+            ));
+        }
+        let (Some(uffd), Some(table)) = (fds.take(0), fds.take(1)) else {
+            return Err("not a greeting of this version".into());
+        };
+        let handed = Handed { uffd: Uffd::from_fd(uffd), table, pagemap };
+        let who = Identity { region: 0, token: 0, pid: cred.pid, uid: cred.uid };
+        let result = self.attach(&group, who, handed, link, ready.a == 1, hello);
+        result.map_err(|errno| {
+            let _ = sock::send(&socket, Packet { status: errno.0, ..Packet::new(Op::ColdGo) }.bytes(), &[]);
+            format!("the cold tier cannot serve it: {errno}")
+        })
+    }
+
+    /// Makes a client of what was handed over, or finds the one that it is; `bare` is a descriptor that nobody has enabled.
+    fn attach(
+        &self,
+        group: &Arc<Group>,
+        who: Identity,
+        handed: Handed,
+        link: ColdLink,
+        bare: bool,
+        hello: &Packet,
+    ) -> Result<(), Errno> {
+        let uffd = &handed.uffd;
+        // Else its thread would look for events where none can be, and never hear that the client has ended.
+        if !uffd.is_one() {
+            return Err(Errno(libc::EPROTO));
+        }
+        // Whoever is in a namespace that we do not see has no number.
+        if bare && who.pid > 0 && self.clients_of(&Whom::Pid(who.pid)).len() >= CLIENTS_PER_PROCESS {
+            return Err(Errno(libc::EUSERS));
+        }
+        if bare {
+            let features = uffd::FEATURE_PAGEFAULT_FLAG_WP
+                | uffd::FEATURE_WP_ASYNC
+                | uffd::FEATURE_MOVE
+                | uffd::FEATURE_POISON
+                | uffd::FEATURE_THREAD_ID
+                | uffd::FEATURE_EVENT_REMOVE
+                | uffd::FEATURE_EVENT_UNMAP
+                | uffd::FEATURE_EVENT_REMAP;
+            // Forks by calls that the agent does not see are known only to the privileged.
+            if uffd.enable(features | uffd::FEATURE_EVENT_FORK).is_err() {
+                uffd.enable(features)?;
+            }
+        }
+        let mut new = Client::new(who, handed, group.hand.clone())?;
+        let head = new.table.head();
+        let (region, token, arena) = (
+            head.region.load(Ordering::Acquire),
+            head.token.load(Ordering::Relaxed),
+            head.arena.load(Ordering::Relaxed),
+        );
+        let known = lock(&group.clients).get(&(region as u32)).cloned();
+        let known = known.filter(|client| {
+            arena == group.id
+                && client.token == token
+                && client.uid == who.uid
+                && same_file(&client.table_fd, &new.table_fd)
+        });
+        let client = match known {
+            Some(client) => client,
+            None => {
+                // Of another tier, which is gone, or of a daemon that never was: what is out is lost.
+                let _ = head.pact.compare_exchange(2, 0, Ordering::AcqRel, Ordering::Relaxed);
+                if head.out.load(Ordering::Relaxed) > 0 && new.take_pact(1_000_000) {
+                    let lost = pagefold_agent::cold::poison_out(&new.uffd, &new.table);
+                    new.table.free_pact();
+                    eprintln!("pagefold: {} ({}): {lost} pages died with an earlier tier", new.name, new.pid);
+                }
+                let region = group.next_region.fetch_add(1, Ordering::Relaxed);
+                (new.region, new.token) = (region, random());
+                let client = Arc::new(new);
+                head.token.store(client.token, Ordering::Relaxed);
+                head.arena.store(group.id, Ordering::Relaxed);
+                head.region.store(u64::from(region), Ordering::Release);
+                // Before the first page goes out; known first, as above.
+                lock(&group.clients).insert(region, client.clone());
+                let kept = lock(&self.keeper).as_ref().map_or(Ok(()), |keeper| group.deposit(keeper, &client));
+                if let Err(error) = kept.and_then(|()| threads::start_client(group, &client)) {
+                    // It keeps its memory, and may ask again.
+                    head.region.store(0, Ordering::Release);
+                    group.remove(region);
+                    return Err(Errno(error.raw_os_error().unwrap_or(libc::EAGAIN)));
+                }
+                client
+            }
+        };
+        client.tolerance_ppm.store(hello.b, Ordering::Relaxed);
+        client.leased.store(hello.a & HELLO_AWAY != 0, Ordering::Relaxed);
+        // A link that broke is given up by whoever holds it.
+        let mut held = lock(&client.link);
+        if !client.reconcile(&group.tier) {
+            return Err(Errno(libc::ETIMEDOUT));
+        }
+        // While we hold the link: the answer to the greeting comes before any request of the pump's.
+        let go = Packet { a: u64::from(head_epoch(&client)), ..Packet::new(Op::ColdGo) };
+        sock::send(&link.socket, go.bytes(), &[])?;
+        *lock(&client.socket) = Some(link.socket.clone());
+        *held = Some(link);
+        group.ring();
+        Ok(())
+    }
+}
+
+fn head_epoch(client: &Client) -> u32 {
+    client.table.head().epoch.load(Ordering::Relaxed)
+}
+
+fn same_file(a: &Fd, b: &Fd) -> bool {
+    let inode = |fd: &Fd| pagefold_os::memfd::len_and_inode(fd.raw()).ok().map(|(_, inode)| inode);
+    inode(a).is_some() && inode(a) == inode(b)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::keep::tests::with_keeper;
+    use super::super::{Config, client};
+    use super::*;
+    use pagefold_tier::keeper::Keeper;
+
+    /// Greets as one that is this process.
+    fn attach(cold: &Cold, group: &Arc<Group>) -> (Result<(), Errno>, Handed) {
+        let bare = || Uffd::bare(uffd::open_device().ok().as_ref()).unwrap();
+        let (uffd, (handed, map)) = (bare(), client::tests::handed(bare()));
+        let copy =
+            Handed { uffd, table: handed.table.duplicate().unwrap(), pagemap: handed.pagemap.duplicate().unwrap() };
+        drop(map);
+        let mut pair = [0; 2];
+        // SAFETY: the kernel writes two numbers.
+        let made =
+            unsafe { libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0, pair.as_mut_ptr()) };
+        assert_eq!(made, 0);
+        // SAFETY: both were just made.
+        let [ours, _theirs] = pair.map(|fd| unsafe { Fd::from_raw(fd) });
+        let link = ColdLink::new(Arc::new(ours)).unwrap();
+        let who = Identity { region: 0, token: 0, pid: std::process::id() as i32, uid: 0 };
+        (cold.attach(group, who, copy, link, true, &Packet::new(Op::Hello)), handed)
+    }
+
+    fn table_of(handed: &Handed) -> u64 {
+        let mut word = [0; 8];
+        // The region's number is the second word of the head.
+        handed.table.read_at(&mut word, 8).unwrap();
+        u64::from_ne_bytes(word)
+    }
+
+    #[test]
+    fn who_cannot_be_kept_is_refused_and_one_process_is_few_clients() {
+        if client::tests::own(uffd::FEATURE_EVENT_REMOVE, 1).is_none() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let cold = Cold::new(Config::default(), &dir.path().join("s"));
+        let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
+        let (full, handed) = with_keeper(
+            &cold.keeper_path,
+            |_, _| vec![libc::ENOSPC as u8],
+            || {
+                *lock(&cold.keeper) = Some(Keeper::connect(&cold.keeper_path).unwrap());
+                let attached = attach(&cold, &group);
+                *lock(&cold.keeper) = None;
+                attached
+            },
+        )
+        .0;
+        assert_eq!((full, table_of(&handed)), (Err(Errno(libc::ENOSPC)), 0));
+        assert!(lock(&group.clients).is_empty());
+        let greeted: Vec<_> = (0..=CLIENTS_PER_PROCESS).map(|_| attach(&cold, &group)).collect();
+        let (last, first) = greeted.split_last().unwrap();
+        assert!(first.iter().all(|(attached, handed)| attached.is_ok() && table_of(handed) > 0));
+        assert_eq!((&last.0, table_of(&last.1)), (&Err(Errno(libc::EUSERS)), 0));
+        let regions: Vec<u32> = lock(&group.clients).keys().copied().collect();
+        regions.into_iter().for_each(|region| group.remove(region));
+    }
+}
