@@ -1,0 +1,126 @@
+//! Pages come in: copied to the client, then *resident* in its table, then their entries are discarded.
+//!
+//! The caller holds `service` and the pact, but for who loads beside the client's own thread, which takes both when it
+//! has loaded. A page that cannot be had is poisoned, never replaced.
+
+use super::{Client, PAGE, Served};
+use pagefold_agent::cold_table::{OUT, RESIDENT};
+use pagefold_os::{Errno, Page, Range};
+use pagefold_tier::{LoadError, Tier};
+use std::sync::atomic::Ordering;
+
+/// Lost pages of a client that get a line each; the counter has all. A client can claim as many as it likes.
+const LOSSES_TOLD: u64 = 16;
+
+impl Client {
+    /// Brings back what of `pages`, at most [`super::CLUSTER_PAGES`], is out; beside the client's own thread. What cannot
+    /// be brought now is left to its own fault.
+    pub(in crate::cold) fn bring_ahead(&self, tier: &Tier, pages: std::ops::Range<u64>, buffer: &mut [Page]) {
+        let leaving = self.leaving.load(Ordering::SeqCst);
+        // Loading needs no lock: what is true at the end counts.
+        let load = |(page, place): (u64, &mut Page)| {
+            self.table.state(page * PAGE) == OUT && tier.load_quietly(self.region, page, place)
+        };
+        let loaded: Vec<bool> = pages.clone().zip(&mut *buffer).map(load).collect();
+        let _service = self.take_service();
+        // A page that came and went again meanwhile has another content.
+        if self.leaving.load(Ordering::SeqCst) == leaving && self.take_pact(200) {
+            self.copy_loaded(tier, pages, &loaded, buffer);
+            self.table.free_pact();
+        }
+    }
+
+    /// Copies those of `pages` to the client that were loaded into `buffer` and are still out; true if all came. The
+    /// caller holds `service` and the pact.
+    pub(in crate::cold) fn copy_loaded(
+        &self,
+        tier: &Tier,
+        pages: std::ops::Range<u64>,
+        loaded: &[bool],
+        buffer: &[Page],
+    ) -> bool {
+        let place = |page: u64| (page - pages.start) as usize;
+        let ready = |page: u64| loaded[place(page)] && self.table.state(page * PAGE) == OUT;
+        let mut all = true;
+        let mut page = pages.start;
+        while page < pages.end {
+            if !ready(page) {
+                page += 1;
+                continue;
+            }
+            let from = page;
+            while page < pages.end && ready(page) {
+                page += 1;
+            }
+            let came = self.copy_run(tier, from, page, buffer[place(from)..place(page)].as_ptr() as u64);
+            all &= came.end == page;
+        }
+        all
+    }
+
+    /// Copies pages `start..end`, which are out, to the client and settles the books; returns the part that is done.
+    pub(super) fn copy_run(&self, tier: &Tier, start: u64, end: u64, source: u64) -> std::ops::Range<u64> {
+        let mut at = start;
+        // A copy stays within one mapping; a run may lie in several. Then page by page.
+        let mut single = false;
+        while at < end {
+            let len = if single { 1 } else { end - at };
+            // SAFETY: the caller's pages are ours and lie one behind the other from `source`.
+            let (done, error) = unsafe { self.uffd.copy(at * PAGE, source + (at - start) * PAGE, len * PAGE, 0) };
+            let came = at + done / PAGE;
+            if came > at {
+                self.settle(tier, at, came);
+                at = came;
+            }
+            match error {
+                None => {}
+                // It is there: somebody was quicker, or a predecessor died right after the copy.
+                Some(Errno(libc::EEXIST)) => {
+                    self.settle(tier, at, at + 1);
+                    let _ = self.uffd.wake(Range::pages_from(at * PAGE, 1));
+                    at += 1;
+                }
+                Some(Errno(libc::ENOMEM)) => {
+                    self.starved.store(true, Ordering::Relaxed);
+                    return start..at;
+                }
+                Some(Errno(libc::EAGAIN)) => return start..at,
+                Some(Errno(libc::ESRCH)) => return start..end,
+                Some(_) if !single => single = true,
+                // No mapping of ours there: an event will say so.
+                Some(_) => {
+                    let _ = self.uffd.wake(Range::pages_from(at * PAGE, 1));
+                    at += 1;
+                }
+            }
+        }
+        start..at
+    }
+
+    pub(super) fn settle(&self, tier: &Tier, start: u64, end: u64) {
+        self.set(start * PAGE, end * PAGE, RESIDENT);
+        tier.discard(self.region, start..end);
+        self.counters.pages_back.fetch_add(end - start, Ordering::Relaxed);
+    }
+
+    /// A page cannot be brought back: SIGBUS for who touches it, never other bytes.
+    pub(super) fn lose(&self, tier: &Tier, addr: u64, error: &LoadError) -> Served {
+        let (_, result) = self.uffd.poison(Range::pages_from(addr, 1), 0);
+        if result == Some(Errno(libc::EAGAIN)) {
+            return Served::Again;
+        }
+        if self.counters.lost.load(Ordering::Relaxed) < LOSSES_TOLD {
+            eprintln!(
+                "pagefold: {} ({}): the page at {addr:#x} is lost ({error}); an access to it ends in SIGBUS",
+                self.name, self.pid
+            );
+        }
+        if self.table.set_state(addr, RESIDENT) == OUT {
+            tier.discard(self.region, addr / PAGE..addr / PAGE + 1);
+        }
+        let _ = self.uffd.wake(Range::pages_from(addr, 1));
+        self.counters.lost.fetch_add(1, Ordering::Relaxed);
+        self.table.head().lost.fetch_add(1, Ordering::Relaxed);
+        Served::Done
+    }
+}

@@ -1,0 +1,293 @@
+//! A client of the cold tier, and how its faults are served.
+//!
+//! One thread per client waits for its userfaultfd, so that a client that
+//! faults in a storm takes its own share of the processor and nobody else's.
+//! Everything that touches a page's state is done in one order, under the
+//! client's `service` lock and the pact (see `agent::cold_table`):
+//!
+//! - a page comes back: copied in, then *resident* in the table, then its entry
+//!   is discarded;
+//! - a page that the program discarded: *resident* in the table before the next
+//!   event is read, then its entry is discarded;
+//! - only pages that are *out* have their entries discarded here, and only
+//!   pages that are *resident* are stored by the [pump](super::pump).
+//!
+//! So no entry is discarded that a page will be asked for.
+//!
+//! `serve` is the thread; it has `events` read and obeyed and `faults` answered, both of which let pages in by
+//! `copy_in`. `reconcile` is what comes before, where a daemon died.
+
+mod copy_in;
+mod events;
+mod faults;
+mod reconcile;
+mod serve;
+
+use super::hand::Hand;
+use super::link::ColdLink;
+use super::room::Room;
+use crate::server::lock;
+pub(super) use faults::Ahead;
+use pagefold_agent::cold_table::{self, PACT_DAEMON, Table};
+use pagefold_os::fd::Fd;
+use pagefold_os::mem::Mapping;
+use pagefold_os::uffd::Uffd;
+use pagefold_os::{Errno, PAGE_SIZE, Page, sched};
+use pagefold_tier::policy::Window;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+const PAGE: u64 = PAGE_SIZE as u64;
+/// Most pages that one fault brings back.
+pub(super) const CLUSTER_PAGES: usize = 64;
+/// Pages that lie beside each other and are fresh zeros are made at once up to this many.
+const ZERO_PAGES_MAX: u64 = 256;
+/// Looks of who waits for a client's `service` before it sleeps: some hundred microseconds.
+const SERVICE_TRIES: u32 = 10_000;
+/// Buckets of the histogram of faults.
+pub const FAULT_BUCKETS: usize = 16;
+
+/// What is being served of a client.
+pub(super) struct Service {
+    /// Faults that wait: the page's address and whether it was a write.
+    pending: Vec<(u64, bool)>,
+    /// Who faulted last, by its own namespace's number.
+    faulter: i32,
+    /// Pages that moved while they were out: where they are now, and under which address the tier has them.
+    moving: BTreeMap<u64, u64>,
+    window: Window,
+    zeros: Window,
+    cluster: Box<[Page]>,
+    zero: Box<Page>,
+}
+
+impl Service {
+    /// Whether page `page` of the tier is still to be brought to where it was moved.
+    pub(super) fn is_awaited(&self, page: u64) -> bool {
+        self.moving.values().any(|from| from / PAGE == page)
+    }
+
+    /// True while entries lie under addresses that are no longer theirs.
+    pub(super) fn is_moving(&self) -> bool {
+        !self.moving.is_empty()
+    }
+}
+
+/// Counters of a client.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    pub pages_out_ever: AtomicU64,
+    pub refaults: AtomicU64,
+    pub pages_back: AtomicU64,
+    pub zero_faults: AtomicU64,
+    pub lost: AtomicU64,
+    pub fault_ns: AtomicU64,
+    pub fault_us: [AtomicU64; FAULT_BUCKETS],
+    pub agent_cpu_ns: AtomicU64,
+}
+
+/// A client.
+pub(super) struct Client {
+    pub region: u32,
+    pub token: u64,
+    pub pid: i32,
+    pub uid: u32,
+    pub name: String,
+    pub uffd: Uffd,
+    pub table: Table,
+    /// Keeps the table where it is.
+    _map: Mapping,
+    pub table_fd: Fd,
+    pub pagemap: Fd,
+    pub tolerance_ppm: AtomicU64,
+    pub service: Mutex<Service>,
+    /// How many wait for `service` beside the client's own thread.
+    waiting: AtomicU32,
+    /// The agent, if it is connected; held by whoever talks to it, and while pages go out or are brought back at once.
+    /// The client's own thread never takes it: agents wait for that thread.
+    pub link: Mutex<Option<ColdLink>>,
+    /// The socket of `link`, to notice its end.
+    pub socket: Mutex<Option<Arc<Fd>>>,
+    pub counters: Counters,
+    /// Nothing is to be done for it any more.
+    pub gone: AtomicBool,
+    pub parked: AtomicBool,
+    /// It is merged live as well, and has its memory here until it is unparked.
+    pub leased: AtomicBool,
+    /// Memory of the client was refused by the kernel since the last look: its limit is reached.
+    pub starved: AtomicBool,
+    pub policy: Mutex<super::pump::Policy>,
+    pub room: Room,
+    /// Counts requests that pages be taken away, before each: what was loaded earlier may be old.
+    pub leaving: AtomicU64,
+    /// The group's second hand.
+    hand: Arc<Hand>,
+}
+
+/// Who a client is.
+#[derive(Clone, Copy)]
+pub(super) struct Identity {
+    /// Its number in the tier.
+    pub region: u32,
+    /// Tells it from others that had the number.
+    pub token: u64,
+    pub pid: i32,
+    pub uid: u32,
+}
+
+/// What a client handed over.
+pub(super) struct Handed {
+    pub uffd: Uffd,
+    pub table: Fd,
+    pub pagemap: Fd,
+}
+
+/// What became of a fault.
+enum Served {
+    Done,
+    /// An event must be read first, or memory found.
+    Again,
+}
+
+impl Client {
+    /// Takes what a client handed over.
+    ///
+    /// # Errors
+    /// `EPROTO` if its table is none.
+    pub(super) fn new(who: Identity, handed: Handed, hand: Arc<Hand>) -> Result<Client, Errno> {
+        let Identity { region, token, pid, uid } = who;
+        let Handed { uffd, table: table_fd, pagemap } = handed;
+        let (len, _) = pagefold_os::memfd::len_and_inode(table_fd.raw())?;
+        let seals = pagefold_os::memfd::seals(&table_fd)?;
+        // Of ordinary pages: huge ones may run out under whoever maps them, and that is SIGBUS.
+        let small = pagefold_os::memfd::page_size(table_fd.raw())? == PAGE;
+        if len < cold_table::LEN as u64 || seals & pagefold_os::memfd::SEAL_SHRINK == 0 || !small {
+            return Err(Errno(libc::EPROTO));
+        }
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        let map = Mapping::file(table_fd.raw(), 0, cold_table::LEN, prot, libc::MAP_SHARED)?;
+        // SAFETY: the file is sealed against shrinking, and the mapping lives as long as the client.
+        let table = unsafe { Table::at(map.addr()) };
+        if !table.is_table() {
+            return Err(Errno(libc::EPROTO));
+        }
+        Ok(Client {
+            region,
+            token,
+            pid,
+            uid,
+            name: pagefold_os::procfs::name(pid).unwrap_or_else(|| "?".into()),
+            uffd,
+            table,
+            _map: map,
+            table_fd,
+            pagemap,
+            tolerance_ppm: AtomicU64::new(0),
+            service: Mutex::new(Service {
+                pending: Vec::new(),
+                faulter: 0,
+                moving: BTreeMap::new(),
+                window: Window::new(CLUSTER_PAGES as u64),
+                zeros: Window::new(ZERO_PAGES_MAX),
+                cluster: vec![[0; PAGE_SIZE]; CLUSTER_PAGES].into_boxed_slice(),
+                zero: Box::new([0; PAGE_SIZE]),
+            }),
+            waiting: AtomicU32::new(0),
+            link: Mutex::new(None),
+            socket: Mutex::new(None),
+            counters: Counters::default(),
+            gone: AtomicBool::new(false),
+            parked: AtomicBool::new(false),
+            leased: AtomicBool::new(false),
+            starved: AtomicBool::new(false),
+            policy: Mutex::default(),
+            room: Room::of(pid),
+            leaving: AtomicU64::new(0),
+            hand,
+        })
+    }
+
+    pub(super) fn pages_out(&self) -> u64 {
+        self.table.head().out.load(Ordering::Relaxed)
+    }
+
+    /// Tries for about `us` microseconds to take the pact.
+    pub(super) fn take_pact(&self, us: u64) -> bool {
+        let end = sched::quick_monotonic_ns() + us * 1000;
+        let mut turn = 0;
+        loop {
+            if self.table.try_pact(PACT_DAEMON) {
+                return true;
+            }
+            if sched::quick_monotonic_ns() > end {
+                return false;
+            }
+            turn += 1;
+            if turn < 20 { std::thread::yield_now() } else { std::thread::sleep(Duration::from_micros(50)) }
+        }
+    }
+
+    /// Takes `service`, as somebody beside the client's own thread, which lets it go for moments only and is asked to wait.
+    pub(super) fn take_service(&self) -> MutexGuard<'_, Service> {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        let soon = (0..SERVICE_TRIES).find_map(|_| {
+            std::hint::spin_loop();
+            self.service.try_lock().ok()
+        });
+        let service = soon.unwrap_or_else(|| lock(&self.service));
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
+        service
+    }
+
+    fn set(&self, start: u64, end: u64, state: u8) {
+        for addr in (start..end).step_by(PAGE_SIZE) {
+            self.table.set_state(addr, state);
+        }
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use pagefold_os::{Range, uffd};
+    use pagefold_tier::Tier;
+
+    /// What this process would hand over, and the table's mapping.
+    pub(crate) fn handed(uffd: Uffd) -> (Handed, Mapping) {
+        let table = pagefold_os::memfd::create(cold_table::NAME, cold_table::LEN as u64).unwrap();
+        pagefold_os::memfd::add_seals(&table, pagefold_os::memfd::SEAL_SHRINK).unwrap();
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        let map = Mapping::file(table.raw(), 0, cold_table::LEN, prot, libc::MAP_SHARED).unwrap();
+        // SAFETY: of that length, and mapped beyond the call.
+        unsafe { Table::at(map.addr()) }.begin();
+        let pagemap = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).unwrap();
+        (Handed { uffd, table, pagemap }, map)
+    }
+
+    /// A client that is this process, with `pages` pages of memory that its descriptor watches; nothing, said loudly, if
+    /// that may not be.
+    pub(crate) fn own(features: u64, pages: u64) -> Option<(Client, Mapping)> {
+        let features = features | uffd::FEATURE_PAGEFAULT_FLAG_WP | uffd::FEATURE_WP_ASYNC | uffd::FEATURE_POISON;
+        let device = uffd::open_device().ok();
+        let Ok(uffd) = Uffd::new(device.as_ref(), features) else {
+            eprintln!("SKIPPED: no userfaultfd with these features for us");
+            return None;
+        };
+        let memory = Mapping::anonymous((pages * PAGE) as usize).unwrap();
+        uffd.register(Range::pages_from(memory.addr(), pages), uffd::MODE_MISSING | uffd::MODE_WP).unwrap();
+        let who = Identity { region: 1, token: 1, pid: std::process::id() as i32, uid: 0 };
+        Some((Client::new(who, handed(uffd).0, Arc::new(Hand::new().0)).unwrap(), memory))
+    }
+
+    /// What an event of mremap(2) does.
+    pub(crate) fn moved(client: &Client, tier: &Tier, from: Range, to: u64) {
+        client.moved(&mut lock(&client.service), tier, from, to);
+    }
+
+    /// What the client's thread does next about it.
+    pub(crate) fn bring_moved(client: &Client, tier: &Tier) {
+        client.bring_moved(&mut lock(&client.service), tier);
+    }
+}

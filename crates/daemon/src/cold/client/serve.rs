@@ -1,0 +1,148 @@
+//! The client's thread: waits for events, serves them, and looks whether the client is still there.
+//!
+//! A thread that found work looks for more for a while, for waking it is dearer than a page. One that follows the
+//! faulting thread from processor to processor does not (`place`).
+
+use super::super::Group;
+use super::super::place::Place;
+use super::{Ahead, Client, FAULT_BUCKETS, Served};
+use crate::server::lock;
+use pagefold_os::fd::Fd;
+use pagefold_os::{fd, sched};
+use pagefold_tier::Tier;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// A thread that found work looks for more for so long before it sleeps, in nanoseconds: a sleeping processor takes
+/// longer to wake than a page takes to come back.
+const SPIN_NS: u64 = 30_000;
+
+impl Client {
+    /// The client's thread: serves faults until the client has ended.
+    pub(in crate::cold) fn run(self: &Arc<Client>, group: &Arc<Group>) {
+        let mut patience = 8u32;
+        let mut ahead = Ahead::default();
+        let mut place = Place::new(self.pid);
+        while !self.gone.load(Ordering::Acquire) {
+            self.table.head().beat.fetch_add(1, Ordering::Release);
+            let socket = lock(&self.socket).clone();
+            let mut polls = [
+                libc::pollfd { fd: self.uffd.fd().raw(), events: libc::POLLIN, revents: 0 },
+                libc::pollfd {
+                    fd: socket.as_ref().map_or(-1, |socket| socket.raw()),
+                    events: libc::POLLRDHUP,
+                    revents: 0,
+                },
+            ];
+            let waiting = !lock(&self.service).pending.is_empty();
+            let ready = fd::poll(&mut polls, if waiting { 1 } else { group.awake.pause_ms(500) });
+            if ready == Ok(0) {
+                group.awake.idle(sched::quick_monotonic_ns());
+                place.rest();
+            }
+            if polls[1].revents != 0 || (ready == Ok(0) && socket.is_none()) {
+                self.hung_up(group, socket.as_ref());
+            }
+            if polls[0].revents == 0 && !waiting {
+                continue;
+            }
+            // Looks for more for a while when that paid lately.
+            let mut spin_end = 0;
+            let mut sum = 0;
+            loop {
+                let (served, faulter) = self.serve(&group.tier, &mut ahead);
+                sum += served;
+                let now = sched::quick_monotonic_ns();
+                if served > 0 {
+                    group.awake.answered(served as u32, now);
+                    if faulter != 0 {
+                        place.served(served, faulter, now);
+                    }
+                }
+                if place.follows() {
+                    break;
+                }
+                self.load_ahead(&group.tier, &mut ahead);
+                let now = sched::quick_monotonic_ns();
+                if served > 0 {
+                    spin_end = if patience > 0 { now + SPIN_NS } else { 0 };
+                    patience = (patience + 1).min(16);
+                } else if now > spin_end {
+                    patience = patience.saturating_sub(1);
+                    if patience == 0 && now.is_multiple_of(64) {
+                        patience = 2;
+                    }
+                    break;
+                }
+                std::hint::spin_loop();
+            }
+            if self.room.is_short() || self.starved.load(Ordering::Relaxed) {
+                group.ring();
+            }
+            if sum == 0 {
+                // The client keeps the pact, or has no memory: at its own cost.
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        // Nobody else may be there to see that it is over; who still needs it has it back at once.
+        group.awake.idle(u64::MAX);
+    }
+
+    /// The agent's connection has ended: did the process, or did it only leave?
+    fn hung_up(&self, group: &Group, socket: Option<&Arc<Fd>>) {
+        if let Some(socket) = socket {
+            let mut current = lock(&self.socket);
+            if current.as_ref().is_some_and(|current| Arc::ptr_eq(current, socket)) {
+                *current = None;
+            }
+        }
+        let left = self.table.head().region.load(Ordering::Acquire) == 0;
+        if left || !self.uffd.is_alive() {
+            group.remove(self.region);
+        }
+    }
+
+    /// Reads and serves what waits; returns how many faults and events that were, and the thread that faulted last.
+    pub(in crate::cold) fn serve(&self, tier: &Tier, ahead: &mut Ahead) -> (usize, i32) {
+        // A mutex is not fair: who comes again and again gets it again and again.
+        if self.waiting.load(Ordering::Relaxed) > 0 {
+            let patience = sched::quick_monotonic_ns() + SPIN_NS;
+            while self.waiting.load(Ordering::Relaxed) > 0 && sched::quick_monotonic_ns() < patience {
+                std::hint::spin_loop();
+            }
+        }
+        let mut service = lock(&self.service);
+        let mut served = 0;
+        if !self.take_pact(200) {
+            return (0, 0);
+        }
+        let began = sched::quick_monotonic_ns();
+        let got = self.read_events(&mut service, tier);
+        served += got;
+        self.bring_moved(&mut service, tier);
+        let mut waiting = std::mem::take(&mut service.pending);
+        let count = waiting.len();
+        waiting.retain(|(addr, write)| match self.serve_fault(&mut service, tier, ahead, *addr, *write) {
+            Served::Done => {
+                let ns = sched::quick_monotonic_ns() - began;
+                self.counters.fault_ns.fetch_add(ns, Ordering::Relaxed);
+                let bucket = (64 - (ns / 1000).leading_zeros() as usize).min(FAULT_BUCKETS - 1);
+                self.counters.fault_us[bucket].fetch_add(1, Ordering::Relaxed);
+                served += 1;
+                false
+            }
+            Served::Again => true,
+        });
+        // All of them waiting for memory: no use in asking again at once.
+        let stuck = count > 0 && waiting.len() == count && got == 0;
+        service.pending.append(&mut waiting);
+        self.table.free_pact();
+        if stuck {
+            drop(service);
+            std::thread::sleep(Duration::from_micros(200));
+            return (0, 0);
+        }
+        (served, service.faulter)
+    }
+}
