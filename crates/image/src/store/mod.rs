@@ -1,0 +1,253 @@
+//! The store: objects by digest, images by name, and the rules by which many builders and one collector meet.
+//!
+//! ```text
+//! STORE/pagefold-image-store     format number and the store's own id
+//! STORE/domains/DOMAIN/
+//!     objects/xx/yyyy…           file contents by SHA-256, never changed once there
+//!     trees/DIGEST.erofs         metadata images, named by their own SHA-256 (the image digest)
+//!     trees/DIGEST.objects       the objects of each, for a fast mark
+//!     images/NAME                a name's record: digest, counts, configuration (JSON)
+//!     leases/ID                  what a build or mount in progress stands on; locked while it lives
+//!     staging/ID/                what a build has written and not yet published
+//!     cache/                     stat caches of source directories: digests of unchanged files
+//!     lock, gc.lock, published   see below
+//! ```
+//!
+//! *Nothing half.* An object is written under `staging/`, made durable by one syncfs for
+//! the whole batch, and only then renamed to its name: what has a name is complete. An
+//! image's record is renamed into place last. A build that dies leaves a staging directory
+//! and an unlocked lease, and the next collection removes both.
+//!
+//! *Nothing lost.* Whoever relies on an object writes its digest into his lease and then
+//! looks whether it is there, under the domain lock shared (microseconds). The collector
+//! deletes in batches under the domain lock exclusive, and only what no image, no mount and no
+//! lease names at that moment. Neither waits for the other's whole run.
+//!
+//! *No shared secrets.* A domain is a directory of its own: nothing is shared across domains,
+//! and the store is closed to other users (mode 0700); overlayfs reads it with the rights of who mounted.
+
+mod lease;
+mod lock;
+mod names;
+mod publish;
+mod trees;
+
+pub use lease::Lease;
+pub use names::{Record, RunConfig};
+pub use publish::{Build, BuildStats};
+pub use trees::decode_objects;
+
+use crate::digest::Digest;
+use crate::error::{At, Error, Result, input};
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+/// The newest store format this program reads and the one it writes.
+pub const FORMAT: u64 = 1;
+/// The permission that an object found damaged has lost.
+const OWNER_MAY_READ: u32 = 0o400;
+const FORMAT_FILE: &str = "pagefold-image-store";
+
+#[derive(Serialize, Deserialize)]
+struct Format {
+    format: u64,
+    id: String,
+}
+
+/// One domain of a store, open.
+#[derive(Debug)]
+pub struct Store {
+    root: PathBuf,
+    domain: String,
+    dir: PathBuf,
+    id: String,
+    sync: bool,
+}
+
+/// The default store: `PAGEFOLD_STORE`, else `/var/lib/pagefold/images` for root, else
+/// `$XDG_DATA_HOME/pagefold/images` (`~/.local/share/…`).
+pub fn default_root() -> PathBuf {
+    if let Some(path) = std::env::var_os("PAGEFOLD_STORE").filter(|path| !path.is_empty()) {
+        return path.into();
+    }
+    if rustix::process::geteuid().is_root() {
+        return "/var/lib/pagefold/images".into();
+    }
+    let data = std::env::var_os("XDG_DATA_HOME").map(PathBuf::from).filter(|path| path.is_absolute());
+    let home = || PathBuf::from(std::env::var_os("HOME").unwrap_or_else(|| "/".into())).join(".local/share");
+    data.unwrap_or_else(home).join("pagefold/images")
+}
+
+fn make_dir(path: &Path, mode: u32) -> Result<()> {
+    fs::DirBuilder::new().recursive(true).mode(mode).create(path).at(path)
+}
+
+/// An id no other process uses: 64 random bits, hexadecimal.
+fn random_id() -> Result<String> {
+    let mut bytes = [0u8; 8];
+    File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes)).at("/dev/urandom")?;
+    Ok(format!("{:016x}", u64::from_le_bytes(bytes)))
+}
+
+impl Store {
+    /// Opens domain `domain` of the store at `root`, making both where they are missing.
+    ///
+    /// # Errors
+    /// A store of a newer format, a domain name that is no name, the system's.
+    pub fn open(root: &Path, domain: &str) -> Result<Self> {
+        let proper = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+        if domain.is_empty() || domain.len() > 100 || domain.starts_with('.') || !domain.chars().all(proper) {
+            return Err(input!("{domain:?}: a domain's name has letters, digits, - _ and . only"));
+        }
+        let format_path = root.join(FORMAT_FILE);
+        make_dir(root, 0o700)?;
+        let root = &root.canonicalize().at(root)?;
+        if !format_path.exists() {
+            // A first user beside us links the format before anything else, so entries without it are a stranger's.
+            let mut entries = fs::read_dir(root).at(root)?.flatten();
+            let foreign = entries.any(|entry| !entry.file_name().as_encoded_bytes().starts_with(b"."));
+            if foreign && !format_path.exists() {
+                return Err(Error::Refused(format!(
+                    "{}: neither empty nor an image store; give --store another directory",
+                    root.display()
+                )));
+            }
+            let text = serde_json::to_vec(&Format { format: FORMAT, id: random_id()? }).expect("plain data");
+            let staged = root.join(format!(".{}", random_id()?));
+            let mut file = File::options().write(true).create_new(true).mode(0o600).open(&staged).at(&staged)?;
+            file.write_all(&text).and_then(|()| file.sync_all()).at(&staged)?;
+            // Two first users at once: the first link wins, the other reads it.
+            match fs::hard_link(&staged, &format_path) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error).at(&format_path),
+                _ => fs::remove_file(&staged).at(&staged)?,
+            }
+        }
+        let text = fs::read(&format_path).at(&format_path)?;
+        let bad = |error| Error::Damaged(format!("{}: {error}; restore it from another copy", format_path.display()));
+        // Only the number must be readable in a store from the future.
+        let number: serde_json::Value = serde_json::from_slice(&text).map_err(bad)?;
+        let found = number["format"].as_u64().unwrap_or(u64::MAX);
+        if found > FORMAT {
+            return Err(Error::Newer { path: root.into(), found, known: FORMAT });
+        }
+        let format: Format = serde_json::from_slice(&text).map_err(bad)?;
+        let dir = root.join("domains").join(domain);
+        for part in ["objects", "trees", "images", "leases", "staging", "cache"] {
+            make_dir(&dir.join(part), 0o700)?;
+        }
+        Ok(Self { root: root.into(), domain: domain.into(), dir, id: format.id, sync: true })
+    }
+
+    /// The domains of the store at `root`.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn domains(root: &Path) -> Result<Vec<String>> {
+        let dir = root.join("domains");
+        let names = fs::read_dir(&dir).at(&dir)?.flatten().filter_map(|entry| entry.file_name().into_string().ok());
+        let mut names: Vec<String> = names.collect();
+        names.sort();
+        Ok(names)
+    }
+
+    /// Leaves durability to the system: for measurements and stores that can be rebuilt.
+    pub fn without_sync(mut self) -> Self {
+        self.sync = false;
+        self
+    }
+
+    /// Makes what was written to the file system of `disk`, the directory `path`, durable, unless durability is the
+    /// system's affair. An open file hears of the writes that were lost since it was opened, and of no earlier ones:
+    /// it must have been open before the first.
+    pub(crate) fn settle(&self, disk: &File, path: &Path) -> Result<()> {
+        if self.sync { rustix::fs::syncfs(disk).at(path) } else { Ok(()) }
+    }
+
+    /// Where the store is.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// The domain's name.
+    pub fn domain(&self) -> &str {
+        &self.domain
+    }
+
+    /// A part of the domain's directory.
+    pub(crate) fn path(&self, part: &str) -> PathBuf {
+        self.dir.join(part)
+    }
+
+    /// The directory of the objects: overlayfs's data-only layer.
+    pub fn objects_dir(&self) -> PathBuf {
+        self.path("objects")
+    }
+
+    /// The file that holds object `digest`.
+    pub fn object_path(&self, digest: &Digest) -> PathBuf {
+        self.path("objects").join(digest.object_path())
+    }
+
+    /// Marks an object or a self-contained image as damaged, by its permissions: no build relies on it any more, and the
+    /// next that has its content puts it in its place.
+    pub(crate) fn condemn(&self, path: &Path) -> Result<()> {
+        fs::set_permissions(path, fs::Permissions::from_mode(0o000)).at(path)
+    }
+
+    /// The metadata image of `digest`.
+    pub fn tree_path(&self, digest: &Digest) -> PathBuf {
+        self.path("trees").join(format!("{}.erofs", digest.hex()))
+    }
+
+    /// The self-contained image of `digest`, where one was written.
+    pub fn full_path(&self, digest: &Digest) -> PathBuf {
+        self.path("trees").join(format!("{}.full.erofs", digest.hex()))
+    }
+
+    /// Whether there is a self-contained image of `digest` that was not found damaged.
+    pub(crate) fn has_full(&self, digest: &Digest) -> bool {
+        fs::symlink_metadata(self.full_path(digest)).is_ok_and(|meta| meta.mode() & OWNER_MAY_READ != 0)
+    }
+
+    /// What programs of `digest` need at their start, where somebody has looked.
+    pub(crate) fn profile_path(&self, digest: &Digest) -> PathBuf {
+        self.path("trees").join(format!("{}.start", digest.hex()))
+    }
+
+    /// The metadata of `digest` as a directory, of root's or a user namespace's kind.
+    pub(crate) fn directory_path(&self, digest: &Digest, user: bool) -> PathBuf {
+        self.path("trees").join(format!("{}.{}", digest.hex(), if user { "userdir" } else { "rootdir" }))
+    }
+
+    /// Whether there is a metadata directory of `digest`.
+    pub(crate) fn has_directory(&self, digest: &Digest) -> bool {
+        [false, true].iter().any(|user| self.directory_path(digest, *user).exists())
+    }
+
+    /// Whether there is anything of image `digest` here.
+    pub(crate) fn knows(&self, digest: &Digest) -> bool {
+        [self.tree_path(digest), self.sidecar_path(digest), self.full_path(digest)].iter().any(|path| path.exists())
+    }
+
+    fn sidecar_path(&self, digest: &Digest) -> PathBuf {
+        self.path("trees").join(format!("{}.objects", digest.hex()))
+    }
+
+    /// What a mount of `digest` is called in the mount table, so that every mount names its store itself.
+    pub(crate) fn mount_source(&self, digest: &Digest) -> String {
+        format!("{}{}", self.mount_source_prefix(), digest.hex())
+    }
+
+    /// What the sources of all mounts of this domain begin with.
+    pub(crate) fn mount_source_prefix(&self) -> String {
+        format!("pagefold:{}:{}:", self.id, self.domain)
+    }
+
+    /// The store's own id.
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+}

@@ -1,0 +1,154 @@
+//! Images by name: the record of each, and what a name may be.
+//!
+//! A record is a file of JSON under `images/`, renamed into place as the last
+//! step of a build. To remove a name is to remove that file; what nothing
+//! needs any more is the collector's.
+
+use super::Store;
+use crate::digest::Digest;
+use crate::error::{At, Error, Result, input};
+use serde::{Deserialize, Serialize};
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+
+/// What an image's name stands for.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Record {
+    /// The name it was stored under.
+    pub name: String,
+    /// SHA-256 of the metadata image: equal trees have equal digests.
+    pub digest: Digest,
+    /// Names in the tree (hard links count once each).
+    pub entries: u64,
+    /// Regular files (inodes).
+    pub files: u64,
+    /// Bytes of all regular files.
+    pub bytes: u64,
+    /// Different objects.
+    pub objects: u64,
+    /// Bytes of the different objects.
+    pub object_bytes: u64,
+    /// Size of the metadata image, bytes.
+    pub metadata_bytes: u64,
+    /// When it was published, seconds since 1970.
+    pub created_s: u64,
+    /// What it was built from.
+    pub source: String,
+    /// How to run it, from an OCI image's configuration.
+    #[serde(default, skip_serializing_if = "RunConfig::is_empty")]
+    pub config: RunConfig,
+    /// What could not be stored, one line each.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
+}
+
+/// How an image wants to be run.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunConfig {
+    /// Environment, NAME=VALUE.
+    #[serde(default)]
+    pub env: Vec<String>,
+    /// Entry point, before the command.
+    #[serde(default)]
+    pub entrypoint: Vec<String>,
+    /// Command.
+    #[serde(default)]
+    pub cmd: Vec<String>,
+    /// Directory to start in.
+    #[serde(default)]
+    pub working_dir: String,
+    /// User to run as, as the image names it.
+    #[serde(default)]
+    pub user: String,
+}
+
+impl RunConfig {
+    fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+impl Store {
+    pub(super) fn image_path(&self, name: &str) -> PathBuf {
+        let mut file = String::new();
+        for byte in name.bytes() {
+            match byte {
+                b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' => file.push(byte.into()),
+                b'.' if !file.is_empty() => file.push('.'),
+                _ => file.push_str(&format!("%{byte:02x}")),
+            }
+        }
+        self.path("images").join(file)
+    }
+
+    /// Refuses what cannot be an image's name; a build that asks first is not for nothing.
+    ///
+    /// # Errors
+    /// A name that is empty, too long, or has control characters.
+    pub fn check_name(&self, name: &str) -> Result<()> {
+        if name.is_empty() || name.len() > 200 || name.chars().any(char::is_control) {
+            return Err(input!("{name:?}: an image's name has 1 to 200 bytes and no control characters"));
+        }
+        let bytes = self.image_path(name).file_name().map_or(0, |file| file.len());
+        if bytes > 255 {
+            return Err(input!(
+                "{name:?}: too long; all but letters, digits, - _ and . takes three bytes of a file name, {bytes} of 255 here"
+            ));
+        }
+        Ok(())
+    }
+
+    /// The record of image `name`.
+    ///
+    /// # Errors
+    /// [`Error::NoImage`]; a damaged record.
+    pub fn image(&self, name: &str) -> Result<Record> {
+        let path = self.image_path(name);
+        match fs::read(&path) {
+            Ok(text) => serde_json::from_slice(&text)
+                .map_err(|error| Error::Damaged(format!("{}: {error}; build the image again", path.display()))),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(Error::NoImage { name: name.into(), domain: self.domain.clone(), store: self.root.clone() })
+            }
+            Err(error) => Err(error).at(path),
+        }
+    }
+
+    /// All images, by name.
+    ///
+    /// # Errors
+    /// A damaged record, the system's.
+    pub fn images(&self) -> Result<Vec<Record>> {
+        let dir = self.path("images");
+        let mut all = Vec::new();
+        for entry in fs::read_dir(&dir).at(&dir)? {
+            let path = entry.at(&dir)?.path();
+            let text = match fs::read(&path) {
+                // Removed meanwhile.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                other => other.at(&path)?,
+            };
+            let record: Record = serde_json::from_slice(&text)
+                .map_err(|error| Error::Damaged(format!("{}: {error}; build the image again", path.display())))?;
+            all.push(record);
+        }
+        all.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(all)
+    }
+
+    /// Forgets the name; the collector takes what nothing needs any more.
+    ///
+    /// # Errors
+    /// [`Error::NoImage`].
+    pub fn remove(&self, name: &str) -> Result<()> {
+        let _shared = self.lock(false)?;
+        let path = self.image_path(name);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(Error::NoImage { name: name.into(), domain: self.domain.clone(), store: self.root.clone() })
+            }
+            other => other.at(path),
+        }
+    }
+}
