@@ -131,7 +131,8 @@ fn arguments(list: &str) -> Vec<String> {
 
 #[test]
 fn header_and_code_are_equal() {
-    let code = std::fs::read_to_string(here().join("src/capi.rs")).unwrap();
+    let files = std::fs::read_dir(here().join("src/capi")).unwrap();
+    let code: String = files.map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap()).collect();
     let code: String = code.lines().filter(|line| !line.trim_start().starts_with("//")).collect::<Vec<_>>().join("\n");
     let header = std::fs::read_to_string(here().join("include/forrest.h")).unwrap();
     let mut plain = String::new();
