@@ -1,7 +1,12 @@
 //! The arena's promises, one test each.
 
+use super::class::CLASS_COUNT;
+use super::layout::VERSION;
 use super::*;
 use std::collections::{BTreeMap, HashSet};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt;
 
 fn small() -> Options {
     Options { capacity_bytes: 64 << 20, pages: Pages::Small, ..Options::default() }

@@ -1,0 +1,135 @@
+//! The layout: where the parts of an arena lie, and the header that says so in a file.
+//!
+//! First the header, then the seats, the table of spans, the hints, the
+//! structure's fixed part, and the spans. The header's first words never
+//! change and carry a checksum, so that a file of another kind, version or
+//! machine is refused.
+
+use super::Inner;
+use super::class::{CLASS_COUNT, SPAN_BYTES};
+use super::seat::{SEATS_MAX, Seat};
+use super::span;
+use std::sync::atomic::AtomicU64;
+
+/// First bytes of an arena file.
+pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"lldsaren");
+
+/// Version of the layout below; any change of it, or of what blocks hold, is a new number.
+pub(super) const VERSION: u32 = 2;
+
+/// Byte order, word size and page geometry in one number that no other combination shares.
+pub(super) const ARCHITECTURE: u32 = {
+    let family = if cfg!(target_arch = "x86_64") {
+        1
+    } else if cfg!(target_arch = "aarch64") {
+        2
+    } else {
+        3
+    };
+    let order = if cfg!(target_endian = "little") { 0x10 } else { 0x20 };
+    0xa700 | order | family
+};
+
+/// The first page of an arena. The part up to `checksum` never changes after creation.
+#[repr(C)]
+pub(super) struct Header {
+    magic: u64,
+    version: u32,
+    architecture: u32,
+    kind: u64,
+    span_bytes: u64,
+    span_count: u64,
+    seat_count: u64,
+    root_bytes: u64,
+    file_bytes: u64,
+    checksum: u64,
+    _pad: [u64; 7],
+    /// Spans at and above this index were never used.
+    pub(super) fresh: AtomicU64,
+    /// Free spans that still have pages; a hint.
+    pub(super) kept: AtomicU64,
+    /// Seats at and above this index were never taken.
+    pub(super) seats_high: AtomicU64,
+    /// Deaths cleaned up.
+    pub(super) recoveries: AtomicU64,
+    /// The namespaces in which seats' states have meaning; changes only while a process has the file alone.
+    pub(super) namespaces: AtomicU64,
+    /// `recoveries` when idle spans without a hint were last looked for.
+    pub(super) swept: AtomicU64,
+    /// `recoveries` when lost memory was last looked for.
+    pub(super) audited: AtomicU64,
+}
+
+/// Words of the header that the checksum covers.
+pub(super) const SEALED_WORDS: usize = 8;
+
+/// Where the parts of an arena lie, in bytes from its start.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) struct Layout {
+    pub(super) spans: usize,
+    pub(super) seats: usize,
+    pub(super) table: usize,
+    pub(super) hints: usize,
+    pub(super) hint_words: usize,
+    pub(super) root: usize,
+    pub(super) root_bytes: usize,
+    pub(super) data: usize,
+    pub(super) bytes: usize,
+}
+
+impl Layout {
+    pub(super) fn new(spans: usize, root_bytes: usize) -> Layout {
+        let seats = 4096;
+        let table = seats + SEATS_MAX * size_of::<Seat>();
+        let hints = table + spans * size_of::<span::Entry>();
+        let hint_words = spans.div_ceil(64);
+        let root = (hints + CLASS_COUNT * hint_words * 8).next_multiple_of(2 << 20);
+        let data = (root + root_bytes).next_multiple_of(2 << 20);
+        let bytes = (data + spans * SPAN_BYTES).next_multiple_of(2 << 20);
+        Layout { spans, seats, table, hints, hint_words, root, root_bytes, data, bytes }
+    }
+}
+
+impl Inner {
+    pub(super) fn format(&self, kind: u64) {
+        let layout = &self.layout;
+        let sealed = [
+            MAGIC,
+            0,
+            kind,
+            SPAN_BYTES as u64,
+            layout.spans as u64,
+            SEATS_MAX as u64,
+            layout.root_bytes as u64,
+            layout.bytes as u64,
+        ];
+        let header = self.map.base().cast::<Header>();
+        // SAFETY: the header is ours alone until the arena is published; the mapping is larger than a header.
+        unsafe {
+            (&raw mut (*header).magic).write(MAGIC);
+            (&raw mut (*header).version).write(VERSION);
+            (&raw mut (*header).architecture).write(ARCHITECTURE);
+            (&raw mut (*header).kind).write(kind);
+            (&raw mut (*header).span_bytes).write(sealed[3]);
+            (&raw mut (*header).span_count).write(sealed[4]);
+            (&raw mut (*header).seat_count).write(sealed[5]);
+            (&raw mut (*header).root_bytes).write(sealed[6]);
+            (&raw mut (*header).file_bytes).write(sealed[7]);
+            let words = std::slice::from_raw_parts(header.cast::<u64>(), SEALED_WORDS).to_vec();
+            (&raw mut (*header).checksum).write(checksum(&words));
+        }
+    }
+
+    #[inline]
+    pub(super) fn header(&self) -> &Header {
+        // SAFETY: the mapping begins with a header; what changes in it after creation is atomic.
+        unsafe { &*self.map.base().cast::<Header>() }
+    }
+}
+
+/// FNV-1a over words: it finds damage, it does not resist forgery.
+pub(super) fn checksum(words: &[u64]) -> u64 {
+    words
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |sum, word| (sum ^ word).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(23))
+}

@@ -1,0 +1,178 @@
+//! A thread's seat: taken when it first needs one, found again by a word of thread-local memory, given up when it ends.
+//!
+//! A thread that ends gives its spans back; what waits in its limbo stays for
+//! whoever sits there next. A handle that goes gives up all seats that were
+//! taken through it.
+
+use super::seat::{Identity, SEATS_MAX, Seat};
+use super::{Arena, Error, Inner};
+use std::cell::{Cell, RefCell};
+use std::ops::Deref;
+use std::sync::Arc;
+use std::sync::Weak;
+use std::sync::atomic::Ordering;
+
+/// The calling thread's seat. It does not move to another thread.
+pub struct SeatRef<'a> {
+    seat: &'a Seat,
+    pub(super) owner: u64,
+    _local: std::marker::PhantomData<*const ()>,
+}
+
+impl Deref for SeatRef<'_> {
+    type Target = Seat;
+
+    #[inline]
+    fn deref(&self) -> &Seat {
+        self.seat
+    }
+}
+
+impl SeatRef<'_> {
+    /// Returns the number that stands for this seat in lock words: 1 to [`SEATS_MAX`].
+    #[inline]
+    pub fn owner(&self) -> u64 {
+        self.owner
+    }
+}
+
+thread_local! {
+    /// The arena this thread used last, and its seat there.
+    static LAST: Cell<(u64, u64)> = const { Cell::new((0, 0)) };
+    /// All seats of this thread; released when it ends.
+    static SEATS: RefCell<ThreadSeats> = const { RefCell::new(ThreadSeats(Vec::new())) };
+}
+
+struct ThreadSeats(Vec<(u64, u64, Weak<Inner>)>);
+
+impl Drop for ThreadSeats {
+    fn drop(&mut self) {
+        LAST.set((0, 0));
+        for (_, owner, arena) in self.0.drain(..) {
+            if let Some(inner) = arena.upgrade() {
+                inner.leave(owner);
+            }
+        }
+    }
+}
+
+impl Arena {
+    /// Returns the calling thread's seat, and takes one if it has none. The thread keeps it until it ends.
+    ///
+    /// # Errors
+    /// [`Error::Seats`] when all are taken, [`Error::Forked`] in a forked child.
+    #[inline]
+    pub fn seat(&self) -> Result<SeatRef<'_>, Error> {
+        self.seat_last().map_or_else(|| self.seat_slow(), Ok)
+    }
+
+    /// Returns the calling thread's seat if this is the arena of which it last asked for one: else ask [`Arena::seat`].
+    #[inline]
+    pub fn seat_last(&self) -> Option<SeatRef<'_>> {
+        let (id, owner) = LAST.get();
+        (id == self.inner.id && !self.is_forked()).then(|| self.seat_ref(owner))
+    }
+
+    #[cold]
+    fn seat_slow(&self) -> Result<SeatRef<'_>, Error> {
+        if self.is_forked() {
+            return Err(Error::Forked);
+        }
+        let known = SEATS
+            .try_with(|seats| seats.borrow().0.iter().find(|seat| seat.0 == self.inner.id).map(|seat| seat.1))
+            .map_err(|_| Error::Seats)?;
+        let owner = match known {
+            Some(owner) => owner,
+            None => {
+                let owner = self.inner.take_seat()?;
+                SEATS.with(|seats| {
+                    let seats = &mut seats.borrow_mut().0;
+                    seats.retain(|seat| seat.2.strong_count() > 0);
+                    seats.push((self.inner.id, owner, Arc::downgrade(&self.inner)));
+                });
+                owner
+            }
+        };
+        LAST.set((self.inner.id, owner));
+        Ok(self.seat_ref(owner))
+    }
+
+    #[inline]
+    fn seat_ref(&self, owner: u64) -> SeatRef<'_> {
+        SeatRef { seat: self.inner.seat_at(owner), owner, _local: std::marker::PhantomData }
+    }
+}
+
+impl Inner {
+    pub(super) fn take_seat(&self) -> Result<u64, Error> {
+        let mine = self.identity.map_or(1, Identity::taken);
+        for owner in 1..=SEATS_MAX as u64 {
+            if owner > self.seats_high() {
+                let offset = self.layout.seats + (owner as usize - 1) * size_of::<Seat>();
+                self.map.secure(offset, size_of::<Seat>())?;
+            }
+            let seat = self.seat_at(owner);
+            if seat.state.load(Ordering::Relaxed) != 0
+                || seat.state.compare_exchange(0, mine, Ordering::SeqCst, Ordering::SeqCst).is_err()
+            {
+                continue;
+            }
+            self.header().seats_high.fetch_max(owner, Ordering::SeqCst);
+            // Limbo is inherited; everything else begins empty.
+            for lease in &seat.leases {
+                lease.store(0, Ordering::Relaxed);
+            }
+            for hazard in &seat.hazards {
+                hazard.store(0, Ordering::Relaxed);
+            }
+            seat.settle_alloc();
+            seat.settle_retire();
+            self.taken.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(owner as u16);
+            return Ok(owner);
+        }
+        Err(Error::Seats)
+    }
+
+    /// Gives a seat up: its spans go back, its limbo stays for the next one to sit there.
+    pub(super) fn leave(&self, owner: u64) {
+        if self.sentinel.is_wiped() {
+            return;
+        }
+        let mut taken = self.taken.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let Some(index) = taken.iter().position(|&seat| u64::from(seat) == owner) else { return };
+        let seat = self.seat_at(owner);
+        if seat.hazards.iter().any(|hazard| hazard.load(Ordering::Acquire) != 0) {
+            // A guard outlives its thread (leaked): what it reads must stay, so the seat does.
+            return;
+        }
+        taken.swap_remove(index);
+        drop(taken);
+        self.collect(seat, owner);
+        self.drop_leases(seat, owner);
+        seat.state.store(0, Ordering::SeqCst);
+    }
+
+    /// Gives back every span this seat leases.
+    pub(super) fn drop_leases(&self, seat: &Seat, owner: u64) {
+        for lease in &seat.leases {
+            let leased = lease.swap(0, Ordering::Relaxed);
+            if leased != 0 {
+                self.drop_lease(leased as usize - 1, owner);
+            }
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.sentinel.is_wiped() {
+            return;
+        }
+        let taken: Vec<u16> = self.taken.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
+        if self.identity.is_some() {
+            for owner in taken {
+                self.leave(u64::from(owner));
+            }
+        }
+    }
+}
