@@ -1,7 +1,8 @@
 //! Many operations in flight at once: a core can wait for a dozen cache lines together.
 
+use super::search::Attempt;
 use super::word::{self, Control};
-use super::{Attempt, Full, SdTree};
+use super::{Full, SdTree};
 use crate::epoch;
 use crate::primitive::Ordering;
 

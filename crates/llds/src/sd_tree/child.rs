@@ -1,7 +1,8 @@
 //! Children: splitting a full node, and the life of a child's line.
 
+use super::stop::{Point, stop_here};
 use super::word::{self, Control, SLOTS, State};
-use super::{DEPTH_MAX, Full, Point, SdTree, place, stop_here};
+use super::{DEPTH_MAX, Full, SdTree, place};
 use crate::epoch;
 use crate::primitive::Ordering;
 
@@ -166,6 +167,36 @@ impl SdTree {
             match head.compare_exchange(word, changed, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => return,
                 Err(seen) => word = seen,
+            }
+        }
+    }
+
+    /// Removes the link to a child that a sweep froze. Anybody who meets such a child does this.
+    pub(super) fn cut(&self, parent: u64, half: usize, child: u64) {
+        loop {
+            let child_control = self.memory.load_control(child);
+            let control = self.memory.load_control(parent);
+            let frozen_by_sweep = child_control.has(Control::PENDING) && child_control.has(Control::FROZEN);
+            if control.has(Control::FROZEN) || !frozen_by_sweep {
+                // The parent moves on with the child's (empty) content; or the child was frozen with its bucket.
+                return;
+            }
+            if control.has(Control::MOVING) {
+                self.finish_move(parent, control);
+                continue;
+            }
+            let Some(slot) = control.link(half) else { return };
+            let link = self.memory.slot(parent, slot).load(Ordering::Acquire);
+            if self.memory.load_control(parent) != control {
+                continue;
+            }
+            if word::value(link) != child {
+                return;
+            }
+            let cut = control.set_state(slot, State::Free).set_link(half, None).next_version();
+            if self.memory.change(parent, control, cut) {
+                self.retire_child(child);
+                return;
             }
         }
     }

@@ -3,8 +3,9 @@
 //! Each helper takes buckets of its own, so that helpers do not do the same work; what a helper took and left undone is
 //! done by whoever finds nothing else to take, so that nobody waits for it.
 
+use super::stop::{Point, stop_here};
 use super::word::{self, Control, SLOTS, State};
-use super::{Point, SEGMENT_BITS, SEGMENTS, SdTree, place, stop_here};
+use super::{SEGMENT_BITS, SEGMENTS, SdTree, place};
 use crate::epoch;
 use crate::primitive::{AtomicU64, Ordering};
 use std::ops::Range;
@@ -16,7 +17,7 @@ const BUCKETS_PER_STEP: u64 = 24;
 /// Buckets by which the position is counted on at most in a step: what several helpers moved meanwhile.
 const COUNTED_PER_STEP: u64 = 8 * BUCKETS_PER_STEP;
 /// Lines in a huge page: the piece in which memory goes back.
-const LINES_PER_HUGE_PAGE: u64 = (2 << 20) / super::LINE_BYTES as u64;
+const LINES_PER_HUGE_PAGE: u64 = (2 << 20) / crate::lines::LINE_BYTES as u64;
 
 /// The growth under way, packed into one word so that everybody agrees on it.
 #[derive(Clone, Copy)]

@@ -2,6 +2,7 @@
 
 #![cfg(not(loom))]
 
+use super::stop::{Point, STOP};
 use super::*;
 use std::collections::HashMap;
 use std::sync::Mutex;

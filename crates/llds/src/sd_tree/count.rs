@@ -1,0 +1,84 @@
+//! Counting: leaves by thread, and the tree's figures.
+//!
+//! A thread with a place of its own counts in a line that only it writes; the
+//! others share one. Sums are exact when nobody changes the tree meanwhile.
+
+use super::{OWN_COUNTS, SEGMENTS, SdTree, place};
+use crate::epoch;
+use crate::lines::LINE_BYTES;
+use crate::primitive::Ordering;
+
+/// What the tree holds and takes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Leaves.
+    pub leaf_count: u64,
+    /// Buckets of the static part.
+    pub bucket_count: u64,
+    /// Children in use.
+    pub child_count: u64,
+    /// Bytes of memory in use, all in: buckets, children (free ones too) and the tree's own words.
+    pub memory_bytes: u64,
+    /// Leading key bits that choose the bucket in the smallest and the largest segment.
+    pub level_min: u32,
+    /// See `level_min`.
+    pub level_max: u32,
+}
+
+impl SdTree {
+    /// Counts the leaves; exact when nobody changes the tree meanwhile.
+    pub fn len(&self) -> u64 {
+        let sum = (place::COUNTS..=place::COUNT_SHARED)
+            .fold(0u64, |sum, line| sum.wrapping_add(self.memory.word(line, 0).load(Ordering::Relaxed)));
+        // One thread may remove what another has counted.
+        if (sum as i64) < 0 { 0 } else { sum }
+    }
+
+    /// Tells whether there are no leaves.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Bytes of memory that the tree uses, all in.
+    pub fn memory_bytes(&self) -> u64 {
+        self.stats().memory_bytes
+    }
+
+    /// Reads the tree's figures.
+    pub fn stats(&self) -> Stats {
+        let bucket_count = self.shared(place::BUCKETS).load(Ordering::Relaxed);
+        let children_ever = self.shared(place::CHILDREN).load(Ordering::Relaxed);
+        let children_free = self.shared(place::FREE_COUNT).load(Ordering::Relaxed);
+        let (mut level_min, mut level_max) = (u32::MAX, 0);
+        for segment in 0..SEGMENTS {
+            let bits = self.segment_word(segment).load(Ordering::Relaxed) as u32;
+            level_min = level_min.min(bits);
+            level_max = level_max.max(bits);
+        }
+        Stats {
+            leaf_count: self.len(),
+            bucket_count,
+            child_count: children_ever.saturating_sub(children_free),
+            memory_bytes: (bucket_count + children_ever + place::END) * LINE_BYTES as u64,
+            level_min,
+            level_max,
+        }
+    }
+
+    /// The line in which this thread alone counts, if it has one. A place is one thread's until that ends, and who takes
+    /// it then sees all that it wrote.
+    #[inline(always)]
+    pub(super) fn own_counts(&self) -> Option<u64> {
+        epoch::thread_place().filter(|&place| place < OWN_COUNTS).map(|place| place::COUNTS + place as u64)
+    }
+
+    #[inline(always)]
+    pub(super) fn count_removals(&self, removals: u64) {
+        if let Some(line) = self.own_counts() {
+            let leaves = self.memory.word(line, 0);
+            leaves.store(leaves.load(Ordering::Relaxed).wrapping_sub(removals), Ordering::Relaxed);
+        } else {
+            self.memory.word(place::COUNT_SHARED, 0).fetch_sub(removals, Ordering::Relaxed);
+        }
+    }
+}
