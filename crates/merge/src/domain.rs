@@ -17,7 +17,7 @@ use crate::table::{CHUNK_PAGES, Chunk, Indexed, Table};
 use llds::sd_tree::{SdTree, SweepCursor};
 use pagefold_agent::wire::Why;
 use pagefold_os::{PAGE_SIZE, Page};
-use pagefold_pool::{Key, Pool, SLOTS_PER_SEGMENT, Slot};
+use pagefold_pool::{Hold, Key, Pool, SLOTS_PER_SEGMENT, Slot};
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -150,6 +150,8 @@ struct Work {
     deferred: Vec<Run>,
     /// Period in which the first of them came.
     deferred_since: u64,
+    /// Segments, by number, with slots that were published for runs that wait: they are kept until these are merged.
+    planned: BTreeMap<u32, Hold>,
     /// Merging rests until this period: the kernel refused a mapping.
     rest_until: u64,
     /// Broken pages are not healed before this period: the last time the budget of mappings did not allow all.
@@ -274,6 +276,7 @@ impl Domain {
             foreign: Vec::new(),
             deferred: Vec::new(),
             deferred_since: 0,
+            planned: BTreeMap::new(),
             rest_until: 0,
             heal_from: 0,
             block: fresh::BLOCK_MIN,
@@ -329,6 +332,7 @@ impl Domain {
         };
         work.table.set_ranges(&[], |_| (0, Arc::default()), drop_page, free);
         work.deferred.clear();
+        work.planned.clear();
     }
 
     /// The clients.
@@ -483,10 +487,13 @@ impl Domain {
             more = left;
         }
         self.note_indexing(member, more);
-        if !resting && !more && self.may_merge_short(work) {
+        if !resting && self.may_merge_short(work) {
             let merged = self.merge_deferred(work)?;
             worked |= merged;
             indexed |= merged;
+        }
+        if work.deferred.is_empty() {
+            work.planned.clear();
         }
         if indexed {
             self.stir();

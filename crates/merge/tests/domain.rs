@@ -94,6 +94,29 @@ fn long_runs_obey_the_budget_as_well() {
     }
 }
 
+/// Short runs wait for others that may lie beside them, and their slots with them, however many periods pass meanwhile.
+#[test]
+fn scattered_duplicates_are_looked_up_once() {
+    const PAGES: u32 = 1 << 16;
+    let config = Config { vma_budget: 1 << 20, ..Config::default() };
+    let mut bench = Bench::new(config, Options { pages_max: 1 << 17, ..Options::default() });
+    // Every second page has a twin in the other process, the others have none: no run is longer than a page.
+    let contents = |side: u32, factor: u32| {
+        (0..PAGES).map(move |page| 2 + if page % 2 == 0 { page * factor % PAGES } else { page + PAGES * side } * 2)
+    };
+    let (a, _, in_a) = bench.add(contents(1, 1));
+    let (b, _, in_b) = bench.add(contents(2, 7));
+    // Looking up takes longer than a period.
+    for _ in 0..20 {
+        bench.now_ns += bench.domain.config().period_ns;
+        [in_a, in_b].iter().for_each(|id| assert!(bench.domain.step(*id, bench.now_ns).is_ok()));
+    }
+    assert_eq!(bench.domain.audit(), Vec::<String>::new());
+    assert_eq!((a.slots().len(), b.slots().len()), (PAGES as usize / 2, PAGES as usize / 2));
+    let fingerprinted = bench.domain.stats().events.pages_fingerprinted;
+    assert_eq!((fingerprinted, bench.domain.pool().stats().segments_released), (2 * u64::from(PAGES), 0));
+}
+
 /// Writes here and there into long runs: a page that is healed alone costs two mappings, so most stay as they are.
 #[test]
 fn healing_obeys_the_budget() {

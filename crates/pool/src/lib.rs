@@ -88,6 +88,39 @@ pub enum PublishError {
     System(#[from] std::io::Error),
 }
 
+/// Pages that were published.
+#[derive(Debug)]
+pub struct Published {
+    /// The first page's slot; the others have the next ones.
+    pub first: Slot,
+    /// How many pages were taken, at least one.
+    pub taken: usize,
+    /// Keeps the slots until they are shared, or shall not be.
+    pub hold: Hold,
+}
+
+/// Keeps a segment that nobody shares yet: somebody will, when it is given up.
+#[derive(Debug)]
+pub struct Hold(Arc<Segment>);
+
+impl Hold {
+    fn new(segment: Arc<Segment>) -> Hold {
+        segment.hold();
+        Hold(segment)
+    }
+
+    /// The segment's number.
+    pub fn segment(&self) -> u32 {
+        self.0.number()
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        self.0.give_up();
+    }
+}
+
 /// Counters of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
@@ -144,12 +177,11 @@ impl Pool {
         }
     }
 
-    /// Publishes `pages` in neighbouring slots as far as the open segment reaches, and returns the first slot and how
-    /// many were taken (at least one). Call again with the rest.
+    /// Publishes `pages` in neighbouring slots as far as the open segment reaches. Call again with the rest.
     ///
     /// # Errors
     /// [`PublishError::Full`] at the size limit; [`PublishError::System`] if the kernel refuses a new segment.
-    pub fn publish(&self, pages: &[&Page]) -> Result<(Slot, usize), PublishError> {
+    pub fn publish(&self, pages: &[&Page]) -> Result<Published, PublishError> {
         let mut open = lock(&self.open);
         let segment = match &*open {
             Some(segment) => segment.clone(),
@@ -161,11 +193,13 @@ impl Pool {
         };
         let (index, taken) = segment.fill(pages);
         self.published.fetch_add(taken as u64, Ordering::Relaxed);
+        // Before it is closed: a closed segment that nothing keeps may be let go.
+        let hold = Hold::new(segment.clone());
         if segment.is_full() {
             segment.close();
             *open = None;
         }
-        Ok((Slot::new(segment.number(), index), taken))
+        Ok(Published { first: Slot::new(segment.number(), index), taken, hold })
     }
 
     /// Begins a new segment with the next publication, so that a long run is not cut by the end of this one.
@@ -283,11 +317,11 @@ impl Pool {
         self.segment(slot.segment()).map_or(0, |segment| segment.sharers(slot.index()))
     }
 
-    /// Closed segments of which no slot is shared: they can be let go.
+    /// Closed segments of which no slot is shared or [held](Hold): they can be let go.
     pub fn unshared(&self) -> Vec<u32> {
         let segments = self.segments.read().unwrap_or_else(|poisoned| poisoned.into_inner());
         let closed = segments.iter().flatten().filter(|segment| segment.is_closed());
-        closed.filter(|segment| segment.live() == 0).map(|segment| segment.number()).collect()
+        closed.filter(|segment| segment.is_unshared()).map(|segment| segment.number()).collect()
     }
 
     /// The closed segment with the most dead slots (published, shared by nobody), of those in which they outnumber the
@@ -327,10 +361,10 @@ impl Pool {
         }
     }
 
-    /// Lets go of `segment` if nobody shares a slot of it, calling `forget` with each published page first, so that
+    /// Lets go of `segment` if nobody shares or holds a slot of it, calling `forget` with each published page first, so that
     /// indexes drop them. Returns whether it went.
     pub fn release(&self, segment: u32, mut forget: impl FnMut(Slot, &Page)) -> bool {
-        let Some(held) = self.segment(segment).filter(|held| held.is_closed() && held.live() == 0) else {
+        let Some(held) = self.segment(segment).filter(|held| held.is_closed() && held.is_unshared()) else {
             return false;
         };
         for index in 0..held.published() {
@@ -340,7 +374,7 @@ impl Pool {
         }
         let mut segments = self.segments.write().unwrap_or_else(|poisoned| poisoned.into_inner());
         // Somebody may have begun to share a slot meanwhile; then it stays, found again by its next duplicate.
-        if held.live() != 0 {
+        if !held.is_unshared() {
             return false;
         }
         // Two may let go of one segment at once: it goes, and is counted, once.
@@ -382,7 +416,7 @@ mod tests {
     fn numbers_are_given_again_when_there_are_no_others() {
         let pool = Pool { numbers: 3, ..Pool::new("numbers", 16 * SEGMENT_LEN as u64) };
         let publish = |byte: u8| {
-            let slot = pool.publish(&[&[byte; PAGE_SIZE]]).map(|(slot, _)| slot);
+            let slot = pool.publish(&[&[byte; PAGE_SIZE]]).map(|published| published.first);
             pool.close_open_segment();
             slot
         };

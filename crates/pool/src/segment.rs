@@ -42,6 +42,7 @@ pub struct Segment {
     /// [`Standing`].
     standing: AtomicU8,
     live: AtomicU32,
+    holds: AtomicU32,
     sharers: Box<[AtomicU32]>,
 }
 
@@ -70,6 +71,7 @@ impl Segment {
             closed: AtomicBool::new(false),
             standing: AtomicU8::new(Standing::Offered as u8),
             live: AtomicU32::new(0),
+            holds: AtomicU32::new(0),
             sharers: (0..SLOTS_PER_SEGMENT).map(|_| AtomicU32::new(0)).collect(),
         })
     }
@@ -145,6 +147,20 @@ impl Segment {
     /// Mappings of all its slots.
     pub fn mappings(&self) -> u64 {
         self.sharers.iter().map(|sharers| u64::from(sharers.load(Ordering::Relaxed))).sum()
+    }
+
+    /// True if nothing keeps it: no slot is shared, and nobody is about to share one.
+    pub fn is_unshared(&self) -> bool {
+        // In this order: whoever gives up a hold has counted what is shared by then.
+        self.holds.load(Ordering::Acquire) == 0 && self.live() == 0
+    }
+
+    pub fn hold(&self) {
+        self.holds.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub fn give_up(&self) {
+        self.holds.fetch_sub(1, Ordering::Release);
     }
 
     /// Slots with sharers.

@@ -6,15 +6,37 @@
 
 use loom::thread;
 use pagefold_os::PAGE_SIZE;
-use pagefold_pool::{Pool, SEGMENT_LEN, SLOTS_PER_SEGMENT, Slot};
+use pagefold_pool::{Pool, Published, SEGMENT_LEN, SLOTS_PER_SEGMENT, Slot};
 use std::sync::Arc;
+
+fn publish(pool: &Pool) -> Published {
+    let published = pool.publish(&[&[7; PAGE_SIZE]; SLOTS_PER_SEGMENT as usize]).unwrap();
+    assert_eq!(published.taken, SLOTS_PER_SEGMENT as usize);
+    published
+}
 
 fn pool() -> (Arc<Pool>, Slot) {
     let pool = Pool::new("loom", SEGMENT_LEN as u64);
-    let page = [7; PAGE_SIZE];
-    let (slot, taken) = pool.publish(&[&page; SLOTS_PER_SEGMENT as usize]).unwrap();
-    assert_eq!(taken, SLOTS_PER_SEGMENT as usize);
+    let slot = publish(&pool).first;
     (Arc::new(pool), slot)
+}
+
+/// What was just published is there to be shared, whoever lets go of segments meanwhile.
+#[test]
+fn a_held_segment_is_never_let_go() {
+    loom::model(|| {
+        let pool = Arc::new(Pool::new("loom", SEGMENT_LEN as u64));
+        let releaser = {
+            let pool = pool.clone();
+            thread::spawn(move || pool.release(0, |_, _| {}))
+        };
+        let published = publish(&pool);
+        assert!(pool.add_sharers(published.first, 1), "let go before it was shared");
+        drop(published.hold);
+        assert!(!releaser.join().unwrap());
+        pool.remove_sharer(published.first);
+        assert!(pool.release(0, |_, _| {}), "nobody shares it any more");
+    });
 }
 
 /// Who got a share has the segment until he gives it back; who got none finds that nothing was counted.

@@ -4,7 +4,7 @@
 
 use pagefold_os::mem::Mapping;
 use pagefold_os::{PAGE_SIZE, Page, memfd, syscall};
-use pagefold_pool::{Pool, PublishError, SEGMENT_LEN, SLOTS_PER_SEGMENT, Slot};
+use pagefold_pool::{Pool, PublishError, Published, SEGMENT_LEN, SLOTS_PER_SEGMENT, Slot};
 use proptest::prelude::*;
 
 fn page(n: u64) -> Page {
@@ -18,9 +18,9 @@ fn pages_come_back_and_runs_are_neighbours() {
     let pool = Pool::new("test", 64 << 20);
     let pages: Vec<Page> = (0..3000).map(page).collect();
     let refs: Vec<&Page> = pages.iter().collect();
-    let (first, taken) = pool.publish(&refs).unwrap();
+    let Published { first, taken, .. } = pool.publish(&refs).unwrap();
     assert_eq!(taken, SLOTS_PER_SEGMENT as usize, "a run is cut only by the end of a segment");
-    let (second, rest) = pool.publish(&refs[taken..]).unwrap();
+    let Published { first: second, taken: rest, .. } = pool.publish(&refs[taken..]).unwrap();
     assert_eq!(rest, 3000 - taken);
     assert_eq!((first.index(), second.index(), second.segment()), (0, 0, first.segment() + 1));
     let mut out = page(0);
@@ -41,7 +41,7 @@ fn nobody_can_change_a_published_slot() {
     let pool = Pool::new("test", 64 << 20);
     let one = page(1);
     for filling in [true, false] {
-        let (slot, _) = pool.publish(&[&one]).unwrap();
+        let slot = pool.publish(&[&one]).unwrap().first;
         if !filling {
             pool.close_open_segment();
         }
@@ -80,13 +80,16 @@ fn a_full_pool_says_so_and_gives_space_back_with_its_segments() {
     let pool = Pool::new("test", 2 * SEGMENT_LEN as u64);
     let zero = page(7);
     let refs = vec![&zero; SLOTS_PER_SEGMENT as usize];
-    let (first, _) = pool.publish(&refs).unwrap();
+    let Published { first, hold, .. } = pool.publish(&refs).unwrap();
     pool.publish(&refs).unwrap();
     assert!(matches!(pool.publish(&refs), Err(PublishError::Full { .. })));
     assert!(pool.add_sharers(first, 2));
     assert!(!pool.release(first.segment(), |_, _| {}), "somebody shares it");
     pool.remove_sharer(first);
     pool.remove_sharer(first);
+    assert!(!pool.release(first.segment(), |_, _| {}), "somebody will share it");
+    assert!(pool.unshared().iter().all(|segment| *segment != hold.segment()));
+    drop(hold);
     let mut forgotten = 0;
     assert!(pool.release(first.segment(), |_, page| forgotten += usize::from(*page == zero)));
     assert!(!pool.add_sharers(first, 1), "it is gone");
@@ -99,7 +102,7 @@ fn a_full_pool_says_so_and_gives_space_back_with_its_segments() {
 fn a_retired_segment_takes_no_sharers_and_one_that_is_kept_does_again() {
     let pool = Pool::new("test", 64 << 20);
     let pages: Vec<Page> = (1..=8).map(page).collect();
-    let (first, _) = pool.publish(&pages.iter().collect::<Vec<_>>()).unwrap();
+    let first = pool.publish(&pages.iter().collect::<Vec<_>>()).unwrap().first;
     let slot = |index| Slot::new(first.segment(), index);
     assert!(pool.add_sharers(slot(0), 2) && pool.add_sharers(slot(1), 2));
     assert_eq!(pool.wasteful(1), None, "it is being filled");
@@ -127,7 +130,7 @@ fn a_retired_segment_takes_no_sharers_and_one_that_is_kept_does_again() {
 #[test]
 fn an_orphan_keeps_its_pages() {
     let pool = Pool::new("test", 64 << 20);
-    let (slot, _) = pool.publish(&[&page(42)]).unwrap();
+    let slot = pool.publish(&[&page(42)]).unwrap().first;
     pool.close_open_segment();
     let fd = pool.segment_fd(slot.segment()).unwrap();
     let orphan = Mapping::file(fd.raw(), 0, PAGE_SIZE, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE).unwrap();

@@ -11,7 +11,7 @@ use crate::client::{FETCH_PAGES_MAX, Gone};
 use crate::page::State;
 use crate::plan::{self, Goal, Run};
 use pagefold_os::{PAGE_SIZE, Page, Range, sched};
-use pagefold_pool::{Fingerprint, Slot};
+use pagefold_pool::{Fingerprint, Published, Slot};
 use std::collections::HashMap;
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -193,19 +193,21 @@ impl Domain {
         let mut mail = Vec::with_capacity(twins.len());
         // One content gets one slot, however often it stands here.
         let mut firsts: HashMap<Fingerprint, Option<Slot>> = HashMap::with_capacity(twins.len());
-        let (first, again): (Vec<&Twin>, Vec<&Twin>) =
+        let (fresh, again): (Vec<&Twin>, Vec<&Twin>) =
             twins.iter().partition(|twin| firsts.insert(twin.fingerprint, None).is_none());
-        let mut rest = &first[..];
+        let mut rest = &fresh[..];
         while !rest.is_empty() {
             let refs: Vec<&Page> = rest.iter().map(|twin| &pages[twin.index]).collect();
-            let Ok((slot, taken)) = self.pool.publish(&refs) else {
+            let Ok(Published { first, taken, hold }) = self.pool.publish(&refs) else {
                 // Full, or the kernel has no memory: they are looked up again later.
                 self.count(|c| &c.over_pool_max, rest.len() as u64);
                 rest.iter().for_each(|twin| remap::put_off(work, twin.addr));
                 break;
             };
+            // Ours alone: once we share the slots, they are there for the other candidates as well.
+            work.planned.insert(hold.segment(), hold);
             for (offset, twin) in rest[..taken].iter().enumerate() {
-                let slot = Slot::from_number(slot.number() + offset as u32);
+                let slot = Slot::from_number(first.number() + offset as u32);
                 if self.index.replace(twin.fingerprint, twin.entry.value(), Entry::Slot(slot).value()) {
                     firsts.insert(twin.fingerprint, Some(slot));
                     goals.push((twin.addr, Some(slot)));
