@@ -35,6 +35,8 @@ pub struct Faults {
     pub sync_once: Option<i32>,
     /// Whether punching and zeroing are refused, as by a file system that cannot.
     pub no_punch: bool,
+    /// The error number of punching and zeroing, which clear the first half then.
+    pub punch_half: Option<i32>,
 }
 
 /// The simulated file.
@@ -190,9 +192,11 @@ impl BlockFile for SimFile {
             if state.faults.no_punch {
                 return fault(Some(libc::EOPNOTSUPP));
             }
+            let done = if state.faults.punch_half.is_some() { length / 2 } else { length };
             state.version += 1;
-            apply(&mut state.data, &Event::Punch(offset, length));
-            state.log.push(Event::Punch(offset, length));
+            apply(&mut state.data, &Event::Punch(offset, done));
+            state.log.push(Event::Punch(offset, done));
+            return fault(state.faults.punch_half);
         }
         Ok(())
     }

@@ -82,15 +82,14 @@ impl Cache {
         {
             let _flush = image.flush.lock();
             let cleared = image.change(|file| file.allocate(how, first, last - first));
+            image.unsynced.store(true, Ordering::Release);
+            // One that failed may have cleared a part, so what equalled the disk may do so no more.
+            self.drop_blocks(image, first / block, last / block, cleared.is_ok());
+            if let Some(fingerprints) = &mut *image.fingerprints.lock() {
+                fingerprints.forget(first / block..last / block);
+            }
             match cleared {
-                Ok(()) => {
-                    image.unsynced.store(true, Ordering::Release);
-                    self.drop_blocks(image, first / block, last / block, true);
-                    if let Some(fingerprints) = &mut *image.fingerprints.lock() {
-                        fingerprints.forget(first / block..last / block);
-                    }
-                    return Ok(());
-                }
+                Ok(()) => return Ok(()),
                 Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -135,5 +134,41 @@ impl Cache {
             self.flush_range(image, 0..u64::MAX)?;
         }
         Ok(image.file()?.seek(offset, data)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Config, FingerprintKey};
+    use crate::fingerprint::Fingerprint;
+    use crate::fingerprints::Known;
+    use crate::sim::{Faults, SimFile};
+    use std::sync::Arc;
+
+    #[test]
+    fn a_punch_that_fails_half_way_leaves_nothing_that_differs_from_the_disk() {
+        let config =
+            Config { cache_bytes: 4 << 20, key: FingerprintKey::Strong([7; 32]), flush_batch: 16, ..Config::default() };
+        let cache = Cache::new(config).unwrap();
+        for how in [Allocate::Punch, Allocate::Zero] {
+            let file = Arc::new(SimFile::new((0..64 * BLOCK_BYTES).map(|at| (at / BLOCK_BYTES) as u8 + 1).collect()));
+            let image = cache.add_image("x", file.clone()).unwrap();
+            *image.fingerprints.lock() = Some(Known::default());
+            let mut bytes = vec![0; 64 * BLOCK_BYTES];
+            cache.read(&image, 0, &mut bytes).unwrap();
+            assert!(cache.sync(&image, 0..u64::MAX));
+            cache.write(&image, 0, &[99; BLOCK_BYTES]).unwrap();
+            file.set_faults(Faults { punch_half: Some(libc::EIO), ..Faults::default() });
+            assert_eq!(cache.clear(&image, how, 0, bytes.len() as u64).unwrap_err().errno(), libc::EIO);
+            file.set_faults(Faults::default());
+            let known = |block| image.fingerprints.lock().as_ref().unwrap().get(block);
+            assert!((0..64).all(|block| known(block) == Fingerprint::UNKNOWN));
+            cache.read(&image, 0, &mut bytes).unwrap();
+            assert_eq!(bytes[..BLOCK_BYTES], [99; BLOCK_BYTES], "what is newer than the disk stays");
+            assert!(bytes[BLOCK_BYTES..] == file.data()[BLOCK_BYTES..]);
+            assert!(image.unsynced.load(Ordering::Acquire), "what was cleared is not durable yet");
+            cache.verify().unwrap();
+        }
     }
 }
