@@ -134,7 +134,7 @@ impl Engine {
     /// Opens the image at `path` below the directory.
     ///
     /// # Errors
-    /// As `open(2)`.
+    /// As `open(2)`; `EBUSY` for writing to a file that another cache writes to.
     pub fn open(self: &Arc<Self>, path: &Path, writable: bool) -> io::Result<Handle> {
         if writable && self.read_only {
             return Err(io::Error::from_raw_os_error(libc::EROFS));
@@ -150,8 +150,16 @@ impl Engine {
     /// Makes the file at `path` an image, or gives it to the image it is already.
     ///
     /// # Errors
-    /// The file cannot be looked at.
+    /// The file cannot be looked at, or another cache writes to it.
     pub(crate) fn hold(self: &Arc<Self>, path: &Path, file: HostFile, writable: bool) -> io::Result<Handle> {
+        let handle = self.take_in(path, file, writable)?;
+        if writable {
+            handle.image().file()?.claim()?;
+        }
+        Ok(handle)
+    }
+
+    fn take_in(self: &Arc<Self>, path: &Path, file: HostFile, writable: bool) -> io::Result<Handle> {
         let stamp = file.stamp()?;
         let key = (stamp.dev, stamp.ino);
         let mut registry = self.registry.lock();
@@ -351,6 +359,10 @@ impl Engine {
                 continue;
             }
             let file = image.set_file(None);
+            if let Some(file) = &file {
+                // Before somebody opens the image again: the file may take long to close.
+                file.release();
+            }
             let gone = image.chunk_count() == 0 && registry.remove(&key).is_some();
             drop(registry);
             // Closing may wait for the disk.
@@ -389,7 +401,7 @@ impl Engine {
 }
 
 /// Whether an open for writing was refused in a way that may still allow reading.
-fn is_refusal(error: &io::Error) -> bool {
+pub(crate) fn is_refusal(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EACCES | libc::EPERM | libc::EROFS | libc::ETXTBSY))
 }
 
@@ -633,6 +645,37 @@ mod tests {
         assert!(first.image().fingerprints.lock().is_some());
         drop((first, second));
         assert!(engine.shut_down().is_empty());
+    }
+
+    /// Whose directories overlap, or have names of the same files.
+    #[test]
+    fn an_image_has_the_writers_of_one_cache_and_readers_of_any() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let sub = dir.path().join("sub");
+        std::fs::create_dir(&sub).unwrap();
+        std::fs::write(sub.join("x"), [1; 4096]).unwrap();
+        let start = |directory: &Path| Engine::start(directory, Config::default(), None, false).unwrap();
+        let (outer, inner) = (start(dir.path()), start(&sub));
+        let (long, short) = (Path::new("sub/x"), Path::new("x"));
+        let reader = inner.open(short, false).unwrap();
+        let writers = [outer.open(long, true).unwrap(), outer.open(long, true).unwrap()];
+        let refused = |engine: &Arc<Engine>, path| engine.open(path, true).err().and_then(|error| error.raw_os_error());
+        assert_eq!(refused(&inner, short), Some(libc::EBUSY));
+        assert_eq!(reader.read(0, &mut [0; 4096]).unwrap(), 4096);
+        writers[0].write(0, &[2; 512]).unwrap();
+        drop(writers);
+        // With unwritten blocks the file is not let go.
+        let began = Instant::now();
+        while let Some(errno) = refused(&inner, short) {
+            assert_eq!(errno, libc::EBUSY);
+            assert!(began.elapsed() < Duration::from_secs(120), "a closed image is never let go");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        assert_eq!(std::fs::read(sub.join("x")).unwrap()[..513], [[2; 512].as_slice(), &[1]].concat());
+        let writer = inner.open(short, true).unwrap();
+        assert_eq!(refused(&outer, long), Some(libc::EBUSY));
+        drop((reader, writer));
+        assert!(outer.shut_down().is_empty() && inner.shut_down().is_empty());
     }
 
     #[test]

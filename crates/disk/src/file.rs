@@ -1,6 +1,6 @@
 //! The image file under the cache: the trait the cache asks for, and the host's files.
 
-use rustix::fs::{Advice, AtFlags, FallocateFlags, OFlags, ResolveFlags};
+use rustix::fs::{Advice, AtFlags, FallocateFlags, FlockOperation, OFlags, ResolveFlags};
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -141,6 +141,17 @@ pub trait BlockFile: Send + Sync {
 
     /// Whether writes are possible.
     fn writable(&self) -> bool;
+
+    /// Takes the file for the writers of this cache, until [`BlockFile::release`] or the file is closed.
+    ///
+    /// # Errors
+    /// `EBUSY` where another cache has it: each would overwrite what the other wrote.
+    fn claim(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// Leaves the file to the writers of another cache; everything written is in it.
+    fn release(&self) {}
 }
 
 /// A file of the host, read and written with `O_DIRECT` where its file system allows that.
@@ -328,6 +339,18 @@ impl BlockFile for HostFile {
 
     fn writable(&self) -> bool {
         self.writable
+    }
+
+    fn claim(&self) -> io::Result<()> {
+        match rustix::fs::flock(&self.buffered, FlockOperation::NonBlockingLockExclusive) {
+            Err(rustix::io::Errno::WOULDBLOCK) => Err(io::Error::from_raw_os_error(libc::EBUSY)),
+            // A file system without locks: there is nobody to ask.
+            _ => Ok(()),
+        }
+    }
+
+    fn release(&self) {
+        let _ = rustix::fs::flock(&self.buffered, FlockOperation::Unlock);
     }
 }
 

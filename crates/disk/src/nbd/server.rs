@@ -1,7 +1,7 @@
 //! Talks NBD to one client: handshake, then requests, several at once.
 
 use super::wire::{self, Command, DATA_BYTES_MAX, OPTION_BYTES_MAX, Request, can, option, reply};
-use crate::engine::{Engine, Handle};
+use crate::engine::{Engine, Handle, is_refusal};
 use crate::error::Error;
 use parking_lot::Mutex;
 use std::io::{self, Read, Write};
@@ -132,7 +132,10 @@ fn open_export(engine: &Arc<Engine>, name: &[u8]) -> Option<Handle> {
     if !path.components().all(|part| matches!(part, Component::Normal(_))) {
         return None;
     }
-    engine.open(&path, true).or_else(|_| engine.open(&path, false)).ok()
+    match engine.open(&path, true) {
+        Err(error) if is_refusal(&error) => engine.open(&path, false).ok(),
+        opened => opened.ok(),
+    }
 }
 
 /// Talks to one client until it leaves: `list` names the exports, `open` opens one. With `workers` 0, or where threads
