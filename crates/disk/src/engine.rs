@@ -355,7 +355,8 @@ impl Engine {
                 }
             }
             let mut registry = self.registry.lock();
-            if !unused() {
+            // Somebody may have opened it meanwhile, changed it and closed it again: the next turn syncs that.
+            if !unused() || image.has_file() && image.unsynced.load(Ordering::Acquire) {
                 continue;
             }
             let file = image.set_file(None);
@@ -676,6 +677,41 @@ mod tests {
         assert_eq!(refused(&outer, long), Some(libc::EBUSY));
         drop((reader, writer));
         assert!(outer.shut_down().is_empty() && inner.shut_down().is_empty());
+    }
+
+    #[test]
+    fn a_change_while_an_image_is_being_closed_is_synced_first() {
+        use std::os::unix::fs::MetadataExt;
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let (images, kept) = (dir.path().join("images"), dir.path().join("fp"));
+        std::fs::create_dir(&images).unwrap();
+        std::fs::write(images.join("a"), [1; 4096]).unwrap();
+        // A pipe in the place of the new fingerprints keeps who closes the image waiting for a reader.
+        let number = images.join("a").metadata().unwrap().ino();
+        let pipe = FingerprintDir::open(&kept).unwrap().file_of(number).with_extension("new");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR).unwrap();
+        let engine = Engine::start(&images, Config::default(), Some(&kept), false).unwrap();
+        let handle = engine.open(Path::new("a"), true).unwrap();
+        let image = handle.image().clone();
+        handle.read(0, &mut [0; 4096]).unwrap();
+        drop(handle);
+        let began = Instant::now();
+        let wait = |done: &dyn Fn() -> bool| {
+            while !done() {
+                assert!(began.elapsed() < Duration::from_secs(120), "the image is never closed");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        };
+        wait(&|| !image.unsynced.load(Ordering::Acquire));
+        // Past the look whether there is something to sync.
+        std::thread::sleep(Duration::from_millis(200));
+        engine.open(Path::new("a"), true).unwrap().set_size(8192).unwrap();
+        let mut reader = File::open(&pipe).unwrap();
+        std::fs::remove_file(&pipe).unwrap();
+        io::copy(&mut reader, &mut io::sink()).unwrap();
+        wait(&|| !image.has_file());
+        assert!(!image.unsynced.load(Ordering::Acquire), "closed, and nobody will sync it");
+        assert!(engine.shut_down().is_empty());
     }
 
     #[test]
