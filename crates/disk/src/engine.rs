@@ -4,7 +4,7 @@ use crate::BLOCK_BYTES;
 use crate::cache::Cache;
 use crate::config::{Config, FingerprintKey};
 use crate::error::Error;
-use crate::file::{BlockFile, HostFile, Place, Stamp};
+use crate::file::{BlockFile, HostFile, Place, Stamp, open_beneath};
 use crate::fingerprints::FingerprintDir;
 use crate::image::Image;
 use crate::stats::Status;
@@ -14,6 +14,7 @@ use std::collections::{HashMap, VecDeque};
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -126,6 +127,11 @@ impl Engine {
         Place::find(&self.directory, path)
     }
 
+    /// The file or link that has the name `path` now, for what acts on the very file.
+    pub(crate) fn named(&self, path: &Path) -> io::Result<OwnedFd> {
+        Ok(open_beneath(&self.directory, path, OFlags::PATH | OFlags::NOFOLLOW)?)
+    }
+
     /// Whether nothing may be changed.
     pub fn read_only(&self) -> bool {
         self.read_only
@@ -152,11 +158,26 @@ impl Engine {
     /// # Errors
     /// The file cannot be looked at, or another cache writes to it.
     pub(crate) fn hold(self: &Arc<Self>, path: &Path, file: HostFile, writable: bool) -> io::Result<Handle> {
-        let handle = self.take_in(path, file, writable)?;
-        if writable {
-            handle.image().file()?.claim()?;
+        self.take_in(path, file, writable)?.claimed()
+    }
+
+    /// Opens an image that somebody has open, whatever became of its name.
+    ///
+    /// # Errors
+    /// `ESTALE` if nobody has; else as [`Engine::open`].
+    pub(crate) fn open_again(self: &Arc<Self>, key: FileKey, writable: bool) -> io::Result<Handle> {
+        if writable && self.read_only {
+            return Err(io::Error::from_raw_os_error(libc::EROFS));
         }
-        Ok(handle)
+        let registry = self.registry.lock();
+        let slot = registry.get(&key).filter(|slot| slot.image.has_file()).cloned();
+        let slot = slot.ok_or_else(|| io::Error::from_raw_os_error(libc::ESTALE))?;
+        slot.handles.fetch_add(1, Ordering::AcqRel);
+        drop(registry);
+        let handle = Handle::new(self.clone(), slot, writable);
+        // Not before what is known about it is there.
+        drop(handle.slot.opening.lock());
+        handle.claimed()
     }
 
     fn take_in(self: &Arc<Self>, path: &Path, file: HostFile, writable: bool) -> io::Result<Handle> {
@@ -459,6 +480,18 @@ impl Handle {
         Self { engine, slot, writable, errors_seen, sequence: Mutex::default() }
     }
 
+    /// Takes the file for writing, if this handle writes.
+    fn claimed(self) -> io::Result<Self> {
+        if self.writable {
+            let file = self.image().file()?;
+            if !file.writable() {
+                return Err(io::Error::from_raw_os_error(libc::EACCES));
+            }
+            file.claim()?;
+        }
+        Ok(self)
+    }
+
     /// The image.
     pub fn image(&self) -> &Arc<Image> {
         &self.slot.image
@@ -597,6 +630,12 @@ impl Drop for Handle {
     fn drop(&mut self) {
         self.engine.closed(&self.slot);
     }
+}
+
+/// Which file a descriptor stands for.
+pub(crate) fn key_of(file: impl AsFd) -> io::Result<FileKey> {
+    let stat = rustix::fs::fstat(file)?;
+    Ok((stat.st_dev, stat.st_ino))
 }
 
 /// What `path` below `directory` is now.

@@ -125,8 +125,8 @@ pub trait BlockFile: Send + Sync {
         stamp
     }
 
-    /// The file's attributes, for a file whose name may be gone; `None` where there is no such thing.
-    fn stat(&self) -> Option<io::Result<rustix::fs::Stat>> {
+    /// The file on the host, for its attributes: its name may be gone. `None` where there is no such thing.
+    fn host(&self) -> Option<&File> {
         None
     }
 
@@ -323,8 +323,8 @@ impl BlockFile for HostFile {
         Stamp { dev: self.volume, ..stamp }
     }
 
-    fn stat(&self) -> Option<io::Result<rustix::fs::Stat>> {
-        Some(rustix::fs::fstat(&self.buffered).map_err(io::Error::from))
+    fn host(&self) -> Option<&File> {
+        Some(&self.buffered)
     }
 
     fn seek(&self, offset: u64, data: bool) -> io::Result<u64> {

@@ -4,13 +4,12 @@
 //! that. A change of attributes goes to the very file that the kernel means, never to another that has its name now.
 
 use super::DiskFs;
-use crate::engine::stat;
+use crate::engine::{key_of, stat};
 use crate::error::Error;
-use crate::file::open_beneath;
 use fuser::{FileAttr, FileHandle, FileType, INodeNo, TimeOrNow};
-use rustix::fs::{AtFlags, Mode, OFlags, Stat, Timespec, Timestamps};
+use rustix::fs::{AtFlags, Mode, Stat, Timespec, Timestamps};
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::time::{Duration, UNIX_EPOCH};
 
 impl DiskFs {
@@ -18,9 +17,9 @@ impl DiskFs {
         // An open image may have lost its name.
         if let Some(image) = self.key(number).and_then(|key| self.engine.opened(key))
             && let Ok(file) = image.file()
-            && let Some(stat) = file.stat()
+            && let Some(file) = file.host()
         {
-            return stat;
+            return Ok(rustix::fs::fstat(file)?);
         }
         stat(self.engine.directory(), &self.path(number)?)
     }
@@ -48,23 +47,29 @@ impl DiskFs {
         handle: Option<FileHandle>,
     ) -> Result<FileAttr, Error> {
         self.check_changeable()?;
-        let directory = self.engine.directory();
         if let Some(size) = size {
             match handle.and_then(|handle| self.handle(handle).ok()).filter(|handle| handle.writable()) {
                 Some(handle) => handle.set_size(size)?,
-                None => self.engine.open(&self.path(number)?, true)?.set_size(size)?,
+                None => self.open_number(number, true)?.set_size(size)?,
             }
         }
         if mode.is_some() || uid.is_some() || gid.is_some() || atime.is_some() || mtime.is_some() {
-            // The very file, and no link: its name may be another's since the kernel looked it up.
-            let open = open_beneath(directory, &self.path(number)?, OFlags::PATH | OFlags::NOFOLLOW);
-            let file = open.map_err(io::Error::from)?;
-            let stat = rustix::fs::fstat(&file).map_err(io::Error::from)?;
-            let key = (stat.st_dev, stat.st_ino);
-            if self.key(number) != Some(key) {
-                return Err(io::Error::from_raw_os_error(libc::ESTALE).into());
-            }
+            let key = self.key(number).ok_or_else(|| io::Error::from_raw_os_error(libc::ESTALE))?;
             let image = self.engine.opened(key);
+            let opened = image.as_ref().and_then(|image| image.file().ok());
+            let named;
+            let file = match opened.as_ref().and_then(|opened| opened.host()) {
+                // It may have no name any more.
+                Some(file) => file.as_fd(),
+                None => {
+                    // The very file, and no link: its name may be another's since the kernel looked it up.
+                    named = self.engine.named(&self.path(number)?)?;
+                    if key_of(&named)? != key {
+                        return Err(io::Error::from_raw_os_error(libc::ESTALE).into());
+                    }
+                    named.as_fd()
+                }
+            };
             if let Some(image) = &image
                 && (atime.is_some() || mtime.is_some())
             {
@@ -79,11 +84,11 @@ impl DiskFs {
                 if uid.is_some() || gid.is_some() {
                     let uid = uid.map(rustix::fs::Uid::from_raw);
                     let gid = gid.map(rustix::fs::Gid::from_raw);
-                    rustix::fs::chownat(&file, "", uid, gid, AtFlags::EMPTY_PATH)?;
+                    rustix::fs::chownat(file, "", uid, gid, AtFlags::EMPTY_PATH)?;
                 }
                 if atime.is_some() || mtime.is_some() {
                     let times = Timestamps { last_access: timespec(atime), last_modification: timespec(mtime) };
-                    rustix::fs::utimensat(&file, "", &times, AtFlags::EMPTY_PATH)?;
+                    rustix::fs::utimensat(file, "", &times, AtFlags::EMPTY_PATH)?;
                 }
                 Ok(())
             })?;

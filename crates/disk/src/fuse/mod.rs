@@ -79,6 +79,15 @@ impl DiskFs {
         FileHandle(number)
     }
 
+    fn open_number(&self, number: INodeNo, writable: bool) -> io::Result<Handle> {
+        match (self.path(number), self.key(number)) {
+            (Ok(path), _) => self.engine.open(&path, writable),
+            // Its last name is gone, and it can be reached through a descriptor all the same.
+            (Err(_), Some(key)) => self.engine.open_again(key, writable),
+            (Err(error), None) => Err(error),
+        }
+    }
+
     fn check_changeable(&self) -> io::Result<()> {
         if self.engine.read_only() { Err(io::Error::from_raw_os_error(libc::EROFS)) } else { Ok(()) }
     }
@@ -242,7 +251,7 @@ impl Filesystem for DiskFs {
 
     fn open(&self, _request: &Request, number: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
         let writable = flags.0 & libc::O_ACCMODE != libc::O_RDONLY;
-        let opened = self.path(number).and_then(|path| self.engine.open(&path, writable));
+        let opened = self.open_number(number, writable);
         answer!(opened, reply, handle => reply.opened(self.keep(handle), open_flags()));
     }
 
