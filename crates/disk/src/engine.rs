@@ -4,7 +4,7 @@ use crate::BLOCK_BYTES;
 use crate::cache::Cache;
 use crate::config::{Config, FingerprintKey};
 use crate::error::Error;
-use crate::file::{BlockFile, HostFile, Place, Stamp, open_beneath};
+use crate::file::{BlockFile, HostFile, Place, Stamp, open_beneath, stamp_of};
 use crate::fingerprints::FingerprintDir;
 use crate::image::Image;
 use crate::stats::Status;
@@ -228,15 +228,39 @@ impl Engine {
 
     /// The image behind a file of the host, if it is open.
     pub(crate) fn opened(&self, key: FileKey) -> Option<Arc<Image>> {
-        self.registry.lock().get(&key).map(|slot| slot.image.clone()).filter(|image| image.has_file())
+        self.cached(key).filter(|image| image.has_file())
     }
 
-    /// Runs an operation that changes a file's attributes or names, so that it is not taken for somebody else's.
-    pub(crate) fn change<R>(&self, key: FileKey, change: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
-        match self.opened(key) {
-            Some(image) => image.change_attributes(|_| change()),
+    /// The image behind a file of the host, if blocks of it may be in the cache.
+    pub(crate) fn cached(&self, key: FileKey) -> Option<Arc<Image>> {
+        self.registry.lock().get(&key).map(|slot| slot.image.clone())
+    }
+
+    /// Runs an operation that changes attributes or names of `file`, so that it is not taken for somebody else's.
+    pub(crate) fn change<R>(&self, file: impl AsFd, change: impl FnOnce() -> io::Result<R>) -> io::Result<R> {
+        match self.cached(key_of(&file)?) {
+            Some(image) => image.change_noted(|| stamp_of(&file), change),
             None => change(),
         }
+    }
+
+    /// As [`Engine::change`], of two files.
+    pub(crate) fn change_both<R>(
+        &self,
+        one: impl AsFd,
+        other: impl AsFd,
+        change: impl FnOnce() -> io::Result<R>,
+    ) -> io::Result<R> {
+        let (mut first, mut second) = (one.as_fd(), other.as_fd());
+        // In one order: each waits for who changes the image.
+        let keys = (key_of(first)?, key_of(second)?);
+        if keys.0 == keys.1 {
+            return self.change(first, change);
+        }
+        if keys.0 > keys.1 {
+            std::mem::swap(&mut first, &mut second);
+        }
+        self.change(first, || self.change(second, change))
     }
 
     /// Notes that the last name of a file is gone: its blocks go with the last handle.

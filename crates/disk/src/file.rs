@@ -1,6 +1,6 @@
 //! The image file under the cache: the trait the cache asks for, and the host's files.
 
-use rustix::fs::{Advice, AtFlags, FallocateFlags, FlockOperation, OFlags, ResolveFlags};
+use rustix::fs::{Advice, FallocateFlags, FlockOperation, OFlags, ResolveFlags};
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -59,6 +59,18 @@ pub struct Stamp {
     pub dev: u64,
     /// Inode number.
     pub ino: u64,
+}
+
+/// The version of an open file.
+pub(crate) fn stamp_of(file: impl AsFd) -> io::Result<Stamp> {
+    let stat = rustix::fs::fstat(file)?;
+    Ok(Stamp {
+        size: stat.st_size as u64,
+        mtime: (stat.st_mtime, stat.st_mtime_nsec as u32),
+        ctime: (stat.st_ctime, stat.st_ctime_nsec as u32),
+        dev: stat.st_dev,
+        ino: stat.st_ino,
+    })
 }
 
 /// How `allocate` changes a range.
@@ -309,14 +321,7 @@ impl BlockFile for HostFile {
     }
 
     fn stamp(&self) -> io::Result<Stamp> {
-        let stat = rustix::fs::statat(&self.buffered, "", AtFlags::EMPTY_PATH)?;
-        Ok(Stamp {
-            size: stat.st_size as u64,
-            mtime: (stat.st_mtime, stat.st_mtime_nsec as u32),
-            ctime: (stat.st_ctime, stat.st_ctime_nsec as u32),
-            dev: stat.st_dev,
-            ino: stat.st_ino,
-        })
+        stamp_of(&self.buffered)
     }
 
     fn lasting(&self, stamp: Stamp) -> Stamp {

@@ -267,7 +267,9 @@ impl Image {
 
     /// Runs one of our own changes of the file's content and notes the version it leads to.
     pub(crate) fn change<R>(&self, change: impl FnOnce(&dyn BlockFile) -> std::io::Result<R>) -> std::io::Result<R> {
-        self.change_attributes(|file| {
+        let file = self.file()?;
+        let stamp = || file.stamp();
+        self.change_noted(stamp, || {
             // While `known` is held, so that nobody puts a new one in its place meanwhile.
             let mut kept = self.kept.lock();
             if let Some(path) = &*kept {
@@ -275,23 +277,23 @@ impl Image {
                 *kept = None;
             }
             drop(kept);
-            change(file)
+            change(&*file)
         })
     }
 
-    /// As [`Image::change`], for what leaves the content as it is.
-    pub(crate) fn change_attributes<R>(
+    /// As [`Image::change`], for what leaves the content as it is, with the file open or not: `stamp` looks at it.
+    pub(crate) fn change_noted<R>(
         &self,
-        change: impl FnOnce(&dyn BlockFile) -> std::io::Result<R>,
+        stamp: impl Fn() -> std::io::Result<Stamp>,
+        change: impl FnOnce() -> std::io::Result<R>,
     ) -> std::io::Result<R> {
-        let file = self.file()?;
         let mut known = self.known.lock();
-        if file.stamp().is_ok_and(|stamp| stamp != *known) {
+        if stamp().is_ok_and(|stamp| stamp != *known) {
             // Noted before our own change hides it.
             self.changed.store(true, Ordering::Release);
         }
-        let result = change(&*file);
-        if let Ok(stamp) = file.stamp() {
+        let result = change();
+        if let Ok(stamp) = stamp() {
             *known = stamp;
         }
         result

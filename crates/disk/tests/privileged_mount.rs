@@ -6,7 +6,7 @@ use common::{Mount, Random, Setup};
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 #[test]
 fn the_process_that_serves() {
@@ -188,6 +188,74 @@ fn an_image_is_known_by_its_path() {
         std::fs::rename(mount.path(name), mount.path(later)).unwrap();
         assert!(mount.status().images.iter().any(|image| image.name == later), "{:?}", mount.status().images);
     }
+}
+
+/// Names, links and modes that change through the mount are its own doing: no image loses its blocks for it, open or not.
+#[test]
+fn what_is_renamed_through_the_mount_stays_cached() {
+    use rustix::fs::RenameFlags;
+    skip_unless_mountable!();
+    let mount = Mount::new(Setup::default());
+    let dir = rustix::fs::open(mount.at(), rustix::fs::OFlags::PATH, rustix::fs::Mode::empty()).unwrap();
+    let mut random = Random::new(9);
+    let mut data = [vec![0; 1 << 20], vec![0; 1 << 20]];
+    for (name, data) in ["a", "b"].into_iter().zip(&mut data) {
+        random.fill(data);
+        std::fs::write(mount.dir().join(name), data).unwrap();
+    }
+    std::fs::hard_link(mount.dir().join("b"), mount.dir().join("b2")).unwrap();
+    let open = |name: &str| File::open(mount.path(name)).unwrap();
+    let read = |file: &File, expected: &[u8]| {
+        let mut bytes = vec![0; 1 << 20];
+        file.read_exact_at(&mut bytes, 0).unwrap();
+        assert!(bytes == expected);
+    };
+    let rename = |from: &str, to: &str, how| rustix::fs::renameat_with(&dir, from, &dir, to, how).unwrap();
+    let check = |what: &str, images: u64| {
+        let status = mount.status();
+        assert!(status.images.iter().all(|image| image.changed_behind == 0), "{what}: {:?}", status.images);
+        assert_eq!(status.disk_read_bytes, images << 20, "{what}");
+    };
+    let files = [open("a"), open("b")];
+    let read_both = || files.iter().zip(&data).for_each(|(file, data)| read(file, data));
+    read_both();
+    check("nothing done yet", 2);
+    // The mount looks for changes once a second.
+    let look = || std::thread::sleep(Duration::from_millis(2500));
+    rename("a", "b", RenameFlags::EXCHANGE);
+    let names: Vec<String> = mount.status().images.into_iter().map(|image| image.name).collect();
+    assert_eq!(names, ["a", "b"]);
+    look();
+    read_both();
+    check("exchanged", 2);
+    // b is now called a and b2; a is called b.
+    rename("b", "a", RenameFlags::empty());
+    look();
+    read_both();
+    check("one of two names replaced", 2);
+    std::fs::remove_file(mount.path("a")).unwrap();
+    look();
+    read_both();
+    check("the last name gone", 2);
+    drop(files);
+
+    let held = || {
+        let files = std::fs::read_dir(format!("/proc/{}/fd", mount.pid())).unwrap().flatten();
+        let mut files = files.filter_map(|file| std::fs::read_link(file.path()).ok());
+        files.any(|path| path != mount.dir() && path.starts_with(mount.dir()))
+    };
+    let started = Instant::now();
+    while held() {
+        assert!(started.elapsed() < Duration::from_secs(120), "never closed");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    rename("b2", "c", RenameFlags::empty());
+    assert!(mount.status().images.iter().any(|image| image.name == "c"));
+    std::fs::hard_link(mount.path("c"), mount.path("d")).unwrap();
+    std::fs::set_permissions(mount.path("c"), PermissionsExt::from_mode(0o600)).unwrap();
+    std::fs::remove_file(mount.path("c")).unwrap();
+    read(&open("d"), &data[1]);
+    check("changed while closed", 1);
 }
 
 /// Runs a shell line as `user`, in the mount.

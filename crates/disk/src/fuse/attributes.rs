@@ -77,7 +77,7 @@ impl DiskFs {
                 self.engine.cache().flush_range(image, 0..u64::MAX)?;
                 image.forget_written_at();
             }
-            self.engine.change(key, || {
+            self.engine.change(file, || {
                 if let Some(mode) = mode {
                     rustix::fs::chmod(format!("/proc/self/fd/{}", file.as_raw_fd()), Mode::from_raw_mode(mode))?;
                 }

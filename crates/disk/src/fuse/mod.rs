@@ -239,11 +239,9 @@ impl Filesystem for DiskFs {
         let linked = self.check_changeable().and_then(|()| {
             let (from, to) = (self.path(number)?, self.child(new_parent, new_name)?);
             let (old, new) = (self.engine.place(&from)?, self.engine.place(&to)?);
-            let link = || Ok(rustix::fs::linkat(old.parent(), old.name, new.parent(), new.name, AtFlags::empty())?);
-            match self.key(number) {
-                Some(key) => self.engine.change(key, link)?,
-                None => link()?,
-            }
+            self.engine.change(self.engine.named(&from)?, || {
+                Ok(rustix::fs::linkat(old.parent(), old.name, new.parent(), new.name, AtFlags::empty())?)
+            })?;
             self.enter(new_parent, new_name)
         });
         answer!(linked, reply, attr => reply.entry(&BELIEVE, &attr, Generation(0)));

@@ -5,7 +5,7 @@
 use super::DiskFs;
 use super::attributes::kind_of;
 use super::nodes::{Node, ROOT};
-use crate::engine::{FileKey, stat};
+use crate::engine::{FileKey, key_of, stat};
 use crate::file::{HostFile, Place, open_beneath};
 use fuser::{FileAttr, FileType, INodeNo, RenameFlags, Request};
 use rustix::fs::{AtFlags, Mode, OFlags};
@@ -72,17 +72,20 @@ impl DiskFs {
         flags: RenameFlags,
     ) -> io::Result<()> {
         self.check_changeable()?;
-        let directory = self.engine.directory();
         let from = self.child(parent, name)?;
         let to = self.child(new_parent, new_name)?;
-        let source = stat(directory, &from)?;
-        let target = stat(directory, &to).ok();
+        let source = self.engine.named(&from)?;
+        let target = self.engine.named(&to).ok();
+        let source_key = key_of(&source)?;
+        let target_stat = target.as_ref().map(rustix::fs::fstat).transpose()?;
         let host_flags = rustix::fs::RenameFlags::from_bits_retain(flags.bits());
-        let source_key = (source.st_dev, source.st_ino);
         let (old, new) = (self.engine.place(&from)?, self.engine.place(&to)?);
-        self.engine.change(source_key, || {
-            Ok(rustix::fs::renameat_with(old.parent(), old.name, new.parent(), new.name, host_flags)?)
-        })?;
+        let rename = || Ok(rustix::fs::renameat_with(old.parent(), old.name, new.parent(), new.name, host_flags)?);
+        match &target {
+            // It loses a name, or gets another.
+            Some(target) => self.engine.change_both(&source, target, rename)?,
+            None => self.engine.change(&source, rename)?,
+        }
         let mut nodes = self.nodes.write();
         let mut moved = |key: FileKey, from: (INodeNo, &OsStr), to: (INodeNo, &OsStr)| {
             let number = nodes.by_key.get(&key).copied();
@@ -92,7 +95,7 @@ impl DiskFs {
             }
         };
         let exchanged = flags.contains(RenameFlags::RENAME_EXCHANGE);
-        let target_key = target.as_ref().map(|target| (target.st_dev, target.st_ino));
+        let target_key = target_stat.map(|target| (target.st_dev, target.st_ino));
         // Two names of one file stay as they are.
         if target_key != Some(source_key) {
             moved(source_key, (parent, name), (new_parent, new_name));
@@ -106,14 +109,17 @@ impl DiskFs {
             }
         }
         drop(nodes);
-        if let Some(image) = self.engine.opened(source_key) {
+        if let Some(image) = self.engine.cached(source_key) {
             image.set_name(&to.to_string_lossy());
         }
-        if let (false, Some(target)) = (exchanged, target)
-            && target.st_nlink == 1
-            && (target.st_dev, target.st_ino) != source_key
-        {
-            self.engine.unlinked((target.st_dev, target.st_ino));
+        match target_key.filter(|key| *key != source_key) {
+            Some(key) if exchanged => {
+                if let Some(image) = self.engine.cached(key) {
+                    image.set_name(&from.to_string_lossy());
+                }
+            }
+            Some(key) if target_stat.is_some_and(|target| target.st_nlink == 1) => self.engine.unlinked(key),
+            _ => {}
         }
         Ok(())
     }
@@ -121,10 +127,11 @@ impl DiskFs {
     pub(super) fn remove(&self, parent: INodeNo, name: &OsStr) -> io::Result<()> {
         self.check_changeable()?;
         let path = self.child(parent, name)?;
-        let stat = stat(self.engine.directory(), &path)?;
+        let file = self.engine.named(&path)?;
+        let stat = rustix::fs::fstat(&file).map_err(io::Error::from)?;
         let key = (stat.st_dev, stat.st_ino);
         let place = self.engine.place(&path)?;
-        self.engine.change(key, || Ok(rustix::fs::unlinkat(place.parent(), place.name, AtFlags::empty())?))?;
+        self.engine.change(&file, || Ok(rustix::fs::unlinkat(place.parent(), place.name, AtFlags::empty())?))?;
         if stat.st_nlink <= 1 {
             self.engine.unlinked(key);
         }
