@@ -2,6 +2,7 @@
 
 use crate::BLOCK_BYTES;
 use crate::cache::{CHUNK_BLOCKS, Cache};
+use crate::fingerprints::Known;
 use crate::frames::FrameIndex;
 use crate::image::{Image, State};
 use crate::stats::{ImageStatus, Status, get};
@@ -101,7 +102,9 @@ impl Cache {
     }
 
     fn metadata_bytes(&self) -> usize {
-        let chunks: usize = self.images().iter().map(|image| image.chunk_count()).sum();
+        let images = self.images();
+        let chunks: usize = images.iter().map(|image| image.chunk_count()).sum();
+        let known = |image: &Arc<Image>| image.fingerprints.lock().as_ref().map_or(0, Known::memory_bytes);
         let sharers = (0..self.frames.count() as u32).map(|n| match self.table.lock(FrameIndex(n)).sharers.len() {
             0 | 1 => 0,
             count => 24 + count * size_of::<BlockKey>(),
@@ -112,6 +115,7 @@ impl Cache {
             + self.index.memory_bytes()
             + self.frames.count() * size_of::<u32>()
             + chunks * (CHUNK_BLOCKS * 4 + 128)
+            + images.iter().map(known).sum::<usize>()
     }
 
     /// Checks that entries, frame records, index, free list and counts agree, while nobody uses the cache.
@@ -218,5 +222,35 @@ impl Cache {
             }
         }
         numbers
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Config, FingerprintKey};
+    use crate::sim::SimFile;
+
+    #[test]
+    fn fingerprints_count_as_bookkeeping_and_go_when_they_are_forgotten() {
+        let config = Config { cache_bytes: 4 << 20, key: FingerprintKey::Strong([7; 32]), ..Config::default() };
+        let cache = Cache::new(config).unwrap();
+        let data: Vec<u8> = (0..(16u32 << 20) / 8).flat_map(|n| u64::from(n + 1).to_le_bytes()).collect();
+        let blocks = data.len() / BLOCK_BYTES;
+        let image = cache.add_image("x", Arc::new(SimFile::new(data))).unwrap();
+        *image.fingerprints.lock() = Some(Known::default());
+        let mut bytes = vec![0; 1 << 20];
+        (0..16).for_each(|n| assert!(cache.read(&image, n << 20, &mut bytes).is_ok()));
+        let with = cache.metadata_bytes();
+        let known = image.fingerprints.lock().take().unwrap();
+        assert!((16 * blocks..17 * blocks).contains(&known.memory_bytes()), "{}", known.memory_bytes());
+        assert_eq!(with, cache.metadata_bytes() + known.memory_bytes());
+        *image.fingerprints.lock() = Some(known);
+        // In pieces: whatever is left of a chunk keeps it.
+        for block in 0..blocks as u64 {
+            cache.punch(&image, block * BLOCK_BYTES as u64, BLOCK_BYTES as u64).unwrap();
+            let known = image.fingerprints.lock().as_ref().unwrap().memory_bytes();
+            assert_eq!(known > 0, (block as usize) < blocks - 1, "after block {block}");
+        }
     }
 }

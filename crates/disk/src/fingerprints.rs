@@ -86,12 +86,25 @@ impl Known {
         if blocks.start == 0 && blocks.end == u64::MAX {
             self.chunks.clear();
         }
+        let mut empty = Vec::new();
         for (&number, chunk) in self.chunks.range_mut(numbers) {
             let first = number * chunk_blocks;
             let from = blocks.start.saturating_sub(first).min(chunk_blocks) as usize;
             let to = blocks.end.saturating_sub(first).min(chunk_blocks) as usize;
             chunk[from..to].fill(Fingerprint::UNKNOWN);
+            if chunk.iter().all(|&fingerprint| fingerprint == Fingerprint::UNKNOWN) {
+                empty.push(number);
+            }
         }
+        for number in empty {
+            self.chunks.remove(&number);
+        }
+    }
+
+    /// Bytes of memory they take.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        // A node of the map is two thirds full: number, pointer, and a little more.
+        self.chunks.len() * (size_of::<[Fingerprint; CHUNK_BLOCKS]>() + 32)
     }
 
     /// How many blocks are known.
