@@ -144,6 +144,17 @@ impl Ended {
     }
 }
 
+/// Gives each connection to `serve`, for as long as the process lives.
+pub(crate) fn accept_all(listener: &UnixListener, mut serve: impl FnMut(UnixStream)) -> ! {
+    loop {
+        match listener.accept() {
+            Ok((stream, _)) => serve(stream),
+            // Descriptors or memory are short, and would be at once again.
+            Err(_) => std::thread::sleep(Duration::from_millis(50)),
+        }
+    }
+}
+
 /// Serves one connection: reads a request, sends what `answer` gives for it, which may keep the connection for more.
 ///
 /// # Errors

@@ -109,6 +109,8 @@ enum Event {
 /// [`MountError`]; nothing stays mounted.
 pub fn serve(options: &Options, ready: impl FnOnce(&Status)) -> Result<(), MountError> {
     end_the_process_on_panic();
+    // An open image takes two, a connection one. With fewer it works, too.
+    let _ = pagefold_os::fd::raise_limit();
     let _lock = lock_directory(&options.directory)?;
     let mountpoint = prepare_mountpoint(&options.directory, &options.mountpoint)?;
     let engine =
@@ -288,7 +290,7 @@ fn answer_control(
     events: Sender<Event>,
 ) -> io::Result<()> {
     let accept = move || {
-        for stream in listener.incoming().flatten() {
+        control::accept_all(&listener, |stream| {
             let (engine, mountpoint, events) = (engine.clone(), mountpoint.clone(), events.clone());
             let serve = move || {
                 // A client that went away is his own affair.
@@ -307,7 +309,7 @@ fn answer_control(
             // One thread each: a client that dawdles must not keep the others waiting. Where there is none for it, its
             // connection is closed.
             let _ = std::thread::Builder::new().name("control-client".to_owned()).spawn(serve);
-        }
+        })
     };
     std::thread::Builder::new().name("control".to_owned()).spawn(accept)?;
     Ok(())

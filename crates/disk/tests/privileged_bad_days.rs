@@ -581,3 +581,52 @@ fn a_mount_goes_on_where_threads_are_refused() {
     UnixStream::connect(&socket).unwrap().read_exact(&mut greeting).unwrap();
     assert!(mount.terminate().0);
 }
+
+/// The limit is raised at the start, so it takes one to be set later to run out. What waits for descriptors must leave
+/// the processor to those who give some back.
+#[test]
+fn a_mount_out_of_descriptors_waits_for_them_and_does_not_spin() {
+    use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
+    use std::os::unix::net::UnixStream;
+    skip_unless_mountable!();
+    let mut mount = Mount::new(Setup::default());
+    mount.terminate();
+    let socket = mount.base.path().join("nbd");
+    mount.setup.nbd = Some(socket.clone());
+    mount.start();
+    let pid = Pid::from_child(mount.child.as_ref().unwrap());
+    let limit = |most| prlimit(Some(pid), Resource::Nofile, most).unwrap();
+    let raised = limit(Rlimit { current: Some(64), maximum: getrlimit(Resource::Nofile).maximum });
+    assert_eq!(raised.current, raised.maximum);
+    let connect = |path: &std::path::Path| UnixStream::connect(path).unwrap();
+    let connections: Vec<_> = (0..100).map(|_| connect(&socket)).chain([connect(&mount.socket())]).collect();
+    let started = Instant::now();
+    let descriptors = || std::fs::read_dir(format!("/proc/{}/fd", mount.pid())).unwrap().count();
+    while descriptors() < 64 {
+        assert!(started.elapsed() < Duration::from_secs(120), "descriptors do not run out");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // Hundredths of a second that the threads which take connections have spent.
+    let spent = || -> u64 {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", mount.pid())).unwrap().flatten();
+        let stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
+        let stats = stats.filter(|stat| stat.contains("(nbd)") || stat.contains("(control)"));
+        let times = |stat: String| -> u64 {
+            let fields: Vec<&str> = stat.rsplit(") ").next().unwrap().split(' ').collect();
+            fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+        };
+        stats.map(times).sum()
+    };
+    let before = spent();
+    std::thread::sleep(Duration::from_secs(3));
+    let after = spent();
+    assert!(descriptors() >= 63, "the limit was not reached: the test means nothing");
+    assert!(after - before < 60, "{} hundredths of 3 seconds", after - before);
+    drop(connections);
+    let status = || pagefold_disk::control::ask_status(&mount.socket());
+    while status().is_err() {
+        assert!(started.elapsed() < Duration::from_secs(120), "no answer with descriptors to spare");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(mount.terminate().0);
+}

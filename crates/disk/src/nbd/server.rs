@@ -1,6 +1,7 @@
 //! Talks NBD to one client: handshake, then requests, several at once.
 
 use super::wire::{self, Command, DATA_BYTES_MAX, OPTION_BYTES_MAX, Request, can, option, reply};
+use crate::control::accept_all;
 use crate::engine::{Engine, Handle, is_refusal};
 use crate::error::Error;
 use parking_lot::Mutex;
@@ -90,25 +91,23 @@ pub fn listen(engine: Arc<Engine>, path: &Path) -> io::Result<PathBuf> {
     std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
     let connections = Arc::new(AtomicUsize::new(0));
     std::thread::Builder::new().name("nbd".to_owned()).spawn(move || {
-        for stream in listener.incoming().flatten() {
+        accept_all(&listener, |stream| {
             if connections.fetch_add(1, Ordering::AcqRel) >= CONNECTIONS_MAX {
                 connections.fetch_sub(1, Ordering::AcqRel);
-                continue;
+                return;
             }
             let (engine, served) = (engine.clone(), connections.clone());
             let serve = move || {
-                if let Ok(writer) = stream.try_clone() {
-                    let open = |name: &[u8]| open_export(&engine, name);
-                    // A client that breaks off or talks nonsense ends its own connection only.
-                    let _ = converse(stream, writer, || list_exports(&engine), open, WORKERS);
-                }
+                let open = |name: &[u8]| open_export(&engine, name);
+                // A client that breaks off or talks nonsense ends its own connection only.
+                let _ = converse(&stream, &stream, || list_exports(&engine), open, WORKERS);
                 served.fetch_sub(1, Ordering::AcqRel);
             };
             if std::thread::Builder::new().name("nbd-client".to_owned()).spawn(serve).is_err() {
                 // No thread for it: its connection is closed, the others go on.
                 connections.fetch_sub(1, Ordering::AcqRel);
             }
-        }
+        })
     })?;
     Ok(path.to_owned())
 }

@@ -121,7 +121,8 @@ impl Mount {
         self.at().join(name)
     }
 
-    fn socket(&self) -> PathBuf {
+    /// The control socket.
+    pub fn socket(&self) -> PathBuf {
         // The name the server chose, in the runtime directory it was given.
         let name = control::socket_path(&self.at()).file_name().unwrap().to_owned();
         self.base.path().join("run").join(name)
