@@ -52,14 +52,13 @@ unsafe fn own_mapping(block: *mut c_void, next: usize, libc_own: usize) -> Optio
 /// As free(3).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn free(block: *mut c_void) {
-    let own = __libc_free as *const () as usize;
     let function = next_free();
     if function == LOOKING {
         // The text of an earlier error, perhaps another allocator's.
         return;
     }
     // SAFETY: the block is live, as the caller promises.
-    let mapped = unsafe { own_mapping(block, function, libc_free_of_next(own)) };
+    let mapped = unsafe { own_mapping(block, function, libc_free_of_next()) };
     // SAFETY: `function` is a `free`.
     let call: unsafe extern "C" fn(*mut c_void) = unsafe { core::mem::transmute(function) };
     match mapped {
@@ -79,14 +78,19 @@ pub unsafe extern "C" fn free(block: *mut c_void) {
     }
 }
 
-/// What `dlsym` gives for the C library's own `free`: its public name, not the internal one.
-fn libc_free_of_next(own: usize) -> usize {
+/// What `dlsym` gives for the C library's own `free`, if the next one is that.
+///
+/// Allocators that take its place (tcmalloc, mimalloc) bring `__libc_free` as well, so what is compared is a function
+/// that no allocator has.
+fn libc_free_of_next() -> usize {
+    unsafe extern "C" {
+        fn gnu_get_libc_version() -> *const c_char;
+    }
     static OWN: AtomicUsize = AtomicUsize::new(0);
     match OWN.load(Ordering::Acquire) {
         0 => {
-            // Both names stand for one function in the C library; the public one is what the lookup finds.
             let found = NEXT_FREE.load(Ordering::Acquire);
-            let same = if found == own || same_object(found, own) { found } else { usize::MAX };
+            let same = if same_object(found, gnu_get_libc_version as *const () as usize) { found } else { usize::MAX };
             OWN.store(same, Ordering::Release);
             same
         }
@@ -130,7 +134,7 @@ pub unsafe extern "C" fn realloc(block: *mut c_void, size: usize) -> *mut c_void
     let function = next(&NEXT_REALLOC, c"realloc".as_ptr(), own);
     let free_function = next(&NEXT_FREE, c"free".as_ptr(), __libc_free as *const () as usize);
     // SAFETY: the block is live, as the caller promises.
-    let mapped = unsafe { own_mapping(block, free_function, libc_free_of_next(__libc_free as *const () as usize)) };
+    let mapped = unsafe { own_mapping(block, free_function, libc_free_of_next()) };
     // SAFETY: `function` is a `realloc`.
     let call: unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void = unsafe { core::mem::transmute(function) };
     match mapped {
