@@ -56,11 +56,11 @@ Examples:
 
 /// Entry point.
 pub fn run(args: &[String]) -> ExitCode {
-    if let [flag, process, pages] = args
+    if let [flag, process, pages, mergeable] = args
         && flag == "--child"
         && let (Ok(process), Ok(pages)) = (process.parse(), pages.parse())
     {
-        return child(process, pages);
+        return child(process, pages, mergeable == "true");
     }
     if let [flag, workers, subjects @ ..] = args
         && flag == "--one"
@@ -130,8 +130,8 @@ fn content(process: u64, page: u64, pages: u64) -> u64 {
     }
 }
 
-/// A process that holds its part of the data until its standard input ends.
-fn child(process: u64, pages: u64) -> ExitCode {
+/// A process that holds its part of the data until its standard input ends; KSM may merge it if it is `mergeable`.
+fn child(process: u64, pages: u64, mergeable: bool) -> ExitCode {
     let Ok(mapping) = Mapping::anonymous(pages as usize * PAGE) else { return ExitCode::FAILURE };
     for page in 0..pages {
         let content = content(process, page, pages);
@@ -142,8 +142,10 @@ fn child(process: u64, pages: u64) -> ExitCode {
             unsafe { start.add(word as usize).write_volatile(value) };
         }
     }
-    // SAFETY: numbers only. A kernel without KSM refuses, and the parent will see that nothing merges.
-    unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, 1, 0, 0, 0) };
+    if mergeable {
+        // SAFETY: numbers only. A kernel without KSM refuses, and the parent will see that nothing merges.
+        unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, 1, 0, 0, 0) };
+    }
     println!("ready {:x} {:x}", mapping.addr(), mapping.len());
     let _ = std::io::stdout().flush();
     let _ = std::io::stdin().read_line(&mut String::new());
@@ -184,9 +186,9 @@ struct Subject {
 }
 
 impl Subject {
-    fn start(process: u64, pages: u64) -> std::io::Result<Subject> {
+    fn start(process: u64, pages: u64, mergeable: bool) -> std::io::Result<Subject> {
         let mut child = Command::new(std::env::current_exe()?)
-            .args(["scan", "--child", &process.to_string(), &pages.to_string()])
+            .args(["scan", "--child", &process.to_string(), &pages.to_string(), &mergeable.to_string()])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;
@@ -213,7 +215,9 @@ type Error = Box<dyn std::error::Error>;
 
 fn measure(size: &Size) -> Result<Results, Error> {
     let pages_each = (size.mib << 20) / PAGE as u64;
-    let subjects = (0..size.processes).map(|process| Subject::start(process, pages_each));
+    // KSM of somebody else would merge our subjects, whose pages would then be no duplicates any more: it gets none.
+    let settings = ksm::Settings::take();
+    let subjects = (0..size.processes).map(|process| Subject::start(process, pages_each, settings.is_ok()));
     let subjects: Vec<Subject> = subjects.collect::<Result<_, _>>()?;
     let pages = pages_each * size.processes;
     let mut results = Results {
@@ -224,11 +228,6 @@ fn measure(size: &Size) -> Result<Results, Error> {
         rows: Vec::new(),
         skipped: Vec::new(),
     };
-    // KSM of somebody else would merge our subjects, whose pages would then be no duplicates any more.
-    let mut settings = ksm::Settings::save().ok();
-    if settings.is_some() {
-        let _ = ksm::write("run", 2);
-    }
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     // Side by side: one of each per round, so that a slow moment of the machine hits all of them.
     let workers: Vec<usize> = if cores > 1 { vec![1, cores] } else { vec![1] };
@@ -248,12 +247,9 @@ fn measure(size: &Size) -> Result<Results, Error> {
     for (name, (times, (saved, memory))) in names.chain(["naive, 1 thread".into()]).zip(times.into_iter().zip(found)) {
         results.rows.push(row(name, times, pages, Some(memory / pages as f64), saved));
     }
-    match by_ksm(size, &subjects) {
+    match settings.map_err(Error::from).and_then(|settings| by_ksm(size, &subjects, settings)) {
         Ok((times, saved)) => results.rows.push(row("KSM, until it is done".into(), times, pages, None, saved)),
-        Err(error) => results.skipped.push(format!("KSM: {error}; run as root on a kernel with KSM")),
-    }
-    if let Some(settings) = &mut settings {
-        settings.restore();
+        Err(error) => results.skipped.push(format!("KSM: {error}; it takes root, and a KSM that nobody else uses")),
     }
     Ok(results)
 }
@@ -353,9 +349,8 @@ fn naive(areas: &[Area]) -> Result<(u64, f64), Error> {
     Ok((result?, memory))
 }
 
-/// Lets KSM merge the processes, from nothing until a full scan brings nothing more. The caller puts the settings back.
-fn by_ksm(size: &Size, subjects: &[Subject]) -> Result<(Vec<f64>, u64), Error> {
-    ksm::read("run")?;
+/// Lets KSM, which was taken, merge the processes, from nothing until a full scan brings nothing more.
+fn by_ksm(size: &Size, subjects: &[Subject], _taken: ksm::Settings) -> Result<(Vec<f64>, u64), Error> {
     let sharing = || Ok::<_, std::io::Error>(ksm::read("pages_sharing")? + ksm::read("ksm_zero_pages").unwrap_or(0));
     let mut times = Vec::new();
     let mut saved = 0;

@@ -89,13 +89,19 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     let mut rows = vec![with_pagefold(&args)?];
     // SAFETY: returns a number.
     let root = unsafe { libc::geteuid() } == 0;
-    if !args.no_ksm && root && ksm::exists() {
-        rows.push(with_ksm(&args)?);
-    }
+    let why_no_ksm = match ksm::unused() {
+        _ if args.no_ksm => None,
+        _ if !root => Some("As root the kernel's KSM does the same beside it.".to_owned()),
+        Err(error) => Some(format!("Without the kernel's KSM beside it: {error}.")),
+        Ok(()) => {
+            rows.push(with_ksm(&args)?);
+            None
+        }
+    };
     if args.json {
         print_json(&rows)?;
     } else {
-        show(&rows, root && !args.no_ksm)?;
+        show(&rows, why_no_ksm)?;
     }
     let intact = rows.iter().all(|row| row.intact == row.processes);
     Ok(if intact { ExitCode::SUCCESS } else { ExitCode::FAILURE })
@@ -110,7 +116,7 @@ macro_rules! tell {
     };
 }
 
-fn show(rows: &[Row], compared: bool) -> Result<(), Error> {
+fn show(rows: &[Row], why_no_ksm: Option<String>) -> Result<(), Error> {
     let style = Style::stdout();
     say!("");
     let mut table = Table::new(style, &["", "before", "after", "time", "processor", "per page", "data"]);
@@ -127,8 +133,8 @@ fn show(rows: &[Row], compared: bool) -> Result<(), Error> {
         ]);
     }
     print(&table.render(0))?;
-    if !compared {
-        say!("\nAs root the kernel's KSM does the same beside it.");
+    if let Some(why) = why_no_ksm {
+        say!("\n{why}");
     }
     say!("\nNow yours: pagefold run --all -- YOUR-PROGRAM, a few times, and pagefold status.");
     Ok(())
@@ -309,7 +315,7 @@ fn settle(socket: &Path, began: Instant) -> Result<(Status, f64), Error> {
 
 fn with_ksm(args: &Args) -> Result<Row, Error> {
     tell!(args, "\nThe same with the kernel's KSM (pages_to_scan 1000000, sleep_millisecs 0) …");
-    let mut settings = ksm::Settings::save()?;
+    let mut settings = ksm::Settings::take()?;
     for (name, value) in [("run", 2), ("pages_to_scan", 1_000_000), ("sleep_millisecs", 0), ("use_zero_pages", 1)] {
         ksm::write(name, value)?;
     }

@@ -46,6 +46,28 @@ pub struct Look {
     pub activity: u64,
 }
 
+/// Passes over all memory so far.
+#[derive(Clone, Copy, Debug)]
+pub struct Passes {
+    /// How many.
+    pub count: f64,
+    /// As in [`Look`]: all that the engine spent, whatever for.
+    pub cpu_ns: u64,
+    /// How long our watch stage took by the clock on the wall, all processes together; KSM does not tell.
+    pub watch_ns: Option<u64>,
+}
+
+impl Passes {
+    fn of(status: &Status, processes: u64) -> Passes {
+        let events = || status.domains.iter().map(|domain| &domain.events);
+        Passes {
+            count: events().map(|events| events.full_scans).sum::<u64>() as f64 / processes as f64,
+            cpu_ns: status.totals.cpu_ns,
+            watch_ns: Some(events().map(|events| events.watch_ns).sum()),
+        }
+    }
+}
+
 /// An engine that was started.
 pub enum Running {
     /// The daemon's process and socket.
@@ -76,7 +98,7 @@ impl Running {
                 Ok(running)
             }
             Engine::Ksm { smart_scan } => {
-                let settings = ksm::Settings::save()?;
+                let settings = ksm::Settings::take()?;
                 for (name, value) in [("run", 2), ("pages_to_scan", 1_000_000), ("sleep_millisecs", 0), ("run", 0)] {
                     ksm::write(name, value)?;
                 }
@@ -170,16 +192,15 @@ impl Running {
         }
     }
 
-    /// Time spent looking for writes (ours) or spent at all (KSM), in nanoseconds, and passes over all memory.
-    pub fn passes(&self, processes: u64) -> (u64, f64) {
+    /// Passes over all memory of so many processes, and what they take.
+    pub fn passes(&self, processes: u64) -> Result<Passes, Failure> {
         match self {
-            Running::Ours(..) => {
-                let status = self.status().unwrap_or_default();
-                let spent = status.domains.iter().map(|domain| domain.events.watch_ns).sum();
-                let passes: u64 = status.domains.iter().map(|domain| domain.events.full_scans).sum();
-                (spent, passes as f64 / processes as f64)
-            }
-            Running::Ksm(..) => (self.look().cpu_ns, ksm::read("full_scans").unwrap_or(0) as f64),
+            Running::Ours(..) => Ok(Passes::of(&self.status()?, processes)),
+            Running::Ksm(_, scanner, _) => Ok(Passes {
+                count: ksm::read("full_scans")? as f64,
+                cpu_ns: procfs::cpu_ns(*scanner).ok_or("ksmd is gone")?,
+                watch_ns: None,
+            }),
         }
     }
 
@@ -260,4 +281,23 @@ pub fn daemon(args: &[String]) -> Result<(), Failure> {
         ..Config::default()
     });
     Ok(daemon.run()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pass_takes_the_processor_time_of_all_that_was_spent() {
+        let mut status = Status { domains: vec![Default::default()], ..Status::default() };
+        let before = Passes::of(&status, 2);
+        // Time on the wall that passed while it looked says nothing about the processor.
+        status.domains[0].events.watch_ns = 7_000_000;
+        assert_eq!(Passes::of(&status, 2).cpu_ns, before.cpu_ns);
+        status.totals.cpu_ns = 1_000_000;
+        status.domains[0].events.full_scans = 4;
+        let after = Passes::of(&status, 2);
+        assert_eq!((after.cpu_ns - before.cpu_ns, after.count - before.count), (1_000_000, 2.0));
+        assert_eq!(after.watch_ns, Some(7_000_000));
+    }
 }

@@ -8,7 +8,8 @@
 //!
 //! One worker's speed is pages merged per second of its processor time (daemon
 //! and agents together; ksmd's for KSM): wall time on a machine that others use
-//! as well would measure them. Wall time from the start of merging is shown beside.
+//! as well would measure them. Wall time is shown beside, for every engine by the
+//! same two clocks: while it merges, and from the word to begin ([`pace`]).
 
 mod churn;
 mod crew;
@@ -104,8 +105,7 @@ impl Options {
             processes: None,
             mib: None,
             rounds: 0,
-            // SAFETY: returns a number.
-            with_ksm: unsafe { libc::geteuid() } == 0 && ksm::exists(),
+            with_ksm: true,
             json: false,
         };
         let mut rest = args.iter();
@@ -181,10 +181,22 @@ struct Report {
     rows: Vec<Value>,
 }
 
+/// Whether KSM can be had: as root, on a kernel that has it, while nobody else uses it.
+fn peer() -> Result<(), Failure> {
+    // SAFETY: returns a number.
+    if unsafe { libc::geteuid() } != 0 {
+        return Err("it needs root".into());
+    }
+    Ok(ksm::unused()?)
+}
+
 fn measure(args: &[String]) -> Result<(), Failure> {
-    let options = Options::parse(args)?;
-    if !options.with_ksm {
-        eprintln!("SKIPPED: the peer, KSM: it needs root, and a kernel that has it");
+    let mut options = Options::parse(args)?;
+    if options.with_ksm
+        && let Err(why) = peer()
+    {
+        eprintln!("SKIPPED: the peer, KSM: {why}");
+        options.with_ksm = false;
     }
     // For pages that are merged one by one.
     let _mappings = Undo::set("/proc/sys/vm/max_map_count", "4000000");
@@ -204,14 +216,35 @@ fn measure(args: &[String]) -> Result<(), Failure> {
 /// One run of an engine over a crew, until nothing more is merged.
 struct Merged {
     pages: u64,
-    /// From the first merged page (KSM: from its start) to 99 % of the last.
-    wall_s: f64,
+    pace: Pace,
     cpu_s: f64,
     before_mib: f64,
     /// Sum of the processes' proportional memory, plus all that the engine holds.
     after_mib: f64,
     metadata_mib: f64,
     freeze_us_p99: Option<f64>,
+}
+
+/// Wall time per page, in microseconds, until 99 % of the pages were merged.
+struct Pace {
+    /// Between the first look that saw a merged page and the end; none if one look saw all of them. Leaves out what comes
+    /// before the first merge: our silent periods, KSM's pass that only takes checksums.
+    merging_us: Option<f64>,
+    /// From the word to merge: all of that is in it.
+    from_start_us: f64,
+}
+
+/// The pace that these looks show. It knows nothing of the engine: the clock begins at the same moments for all.
+fn pace(samples: &[Look]) -> Pace {
+    let start = samples[0];
+    let total = samples[samples.len() - 1].merged;
+    let end = *samples.iter().find(|sample| sample.merged * 100 >= total * 99).unwrap_or(&start);
+    let first = *samples.iter().find(|sample| sample.merged > start.merged).unwrap_or(&end);
+    let us = |from: Look, pages: u64| (end.at - from.at).as_secs_f64() * 1e6 / pages.max(1) as f64;
+    Pace {
+        merging_us: (end.merged > first.merged).then(|| us(first, end.merged - first.merged)),
+        from_start_us: us(start, end.merged - start.merged),
+    }
 }
 
 /// Merges until nothing changes for `quiet`; returns how far it was, whenever that changed.
@@ -242,18 +275,11 @@ fn merge_once(engine: Engine, shape: Shape) -> Result<Merged, Failure> {
     let before = crew.pss();
     let samples = settle(&running, QUIET)?;
     let last = samples[samples.len() - 1];
-    let total = last.merged;
-    let end = samples.iter().find(|sample| sample.merged * 100 >= total * 99).unwrap_or(&samples[0]).at;
-    // Ours waits for two silent periods first, which says nothing about its speed.
-    let begin = match engine {
-        Engine::Ours { .. } => samples.get(1).map_or(samples[0].at, |first| first.at - LOOK),
-        Engine::Ksm { .. } => samples[0].at,
-    };
     let after = crew.pss() + running.own_bytes(shape.pages());
     crew.check()?;
     Ok(Merged {
-        pages: total,
-        wall_s: (end - begin).as_secs_f64(),
+        pages: last.merged,
+        pace: pace(&samples),
         cpu_s: (last.cpu_ns - samples[0].cpu_ns) as f64 / 1e9,
         before_mib: before as f64 / 1048576.0,
         after_mib: after as f64 / 1048576.0,
@@ -276,15 +302,17 @@ fn merge(options: &Options, report: &mut Report) -> Result<(), Failure> {
     if let Some(name) = &options.engine {
         engines.retain(|engine| engine.name().starts_with(name));
     }
-    crate::record::table!("merging: processor time per page merged, memory, and the longest 1 % of waits");
+    crate::record::table!("merging: time per page merged, memory, and the longest 1 % of waits");
+    crate::record::table!("wall time: between the first and the last of the merged pages, and from the word to merge");
     crate::record::table!(
-        "{:10} {:22} {:>9} {:>20} {:>8} {:>17} {:>8} {:>9} {:>8} {:>10}",
+        "{:10} {:22} {:>9} {:>20} {:>8} {:>17} {:>17} {:>8} {:>9} {:>8} {:>10}",
         "layout",
         "engine",
         "merged",
         "cpu us/page",
         "speed",
         "wall us/page",
+        "from the word",
         "before",
         "after MiB",
         "records",
@@ -305,19 +333,20 @@ fn merge(options: &Options, report: &mut Report) -> Result<(), Failure> {
         let peer = peer.map(|at| of(at, &cpu).median);
         for (at, (engine, rows)) in runs.iter().enumerate() {
             let spread = of(at, &cpu);
-            let wall = of(at, &|row| row.wall_s * 1e6 / row.pages.max(1) as f64);
+            let (wall, from_start) = walls(rows);
             let (before, after) = (of(at, &|row| row.before_mib).median, of(at, &|row| row.after_mib).median);
             let records = of(at, &|row| row.metadata_mib).median;
             let wait = rows[0].freeze_us_p99.map(|_| of(at, &|row| row.freeze_us_p99.unwrap_or(0.0)));
             let speed = peer.map(|peer| peer / spread.median);
             crate::record::table!(
-                "{:10} {:22} {:>9} {:>20} {:>8} {:>17} {:>8.0} {:>9.0} {:>8.1} {:>10}",
+                "{:10} {:22} {:>9} {:>20} {:>8} {:>17} {:>17} {:>8.0} {:>9.0} {:>8.1} {:>10}",
                 layout.name(),
                 engine.name(),
                 of(at, &|row| row.pages as f64).median,
                 spread.show(2),
                 speed.map_or("-".into(), |speed| format!("{speed:.2} x")),
                 wall.show(2),
+                from_start.show(2),
                 before,
                 after,
                 records,
@@ -327,12 +356,21 @@ fn merge(options: &Options, report: &mut Report) -> Result<(), Failure> {
                 "part": "merge", "layout": layout.name(), "engine": engine.name(), "processes": shape.processes,
                 "mib_each": shape.mib, "pages_merged": of(at, &|row| row.pages as f64).median,
                 "cpu_us_per_page": spread.json(), "speed_against_ksm": speed, "wall_us_per_page": wall.json(),
+                "wall_us_per_page_from_start": from_start.json(),
                 "memory_before_mib": before, "memory_after_mib": after, "records_mib": records,
                 "freeze_us_p99": wait.map(|wait| wait.json()),
             }));
         }
     }
     Ok(())
+}
+
+/// Both wall times per page, of runs: while merging, where it could be seen, and from the word to merge.
+fn walls(rows: &[Merged]) -> (Spread, Spread) {
+    (
+        Spread::of(rows.iter().filter_map(|row| row.pace.merging_us).collect()),
+        Spread::of(rows.iter().map(|row| row.pace.from_start_us).collect()),
+    )
 }
 
 // ---- growth ----
@@ -385,7 +423,7 @@ fn growth(options: &Options, report: &mut Report) -> Result<(), Failure> {
         }
         let cpu =
             |rows: &[Merged]| Spread::of(rows.iter().map(|row| row.cpu_s * 1e6 / row.pages.max(1) as f64).collect());
-        let wall = Spread::of(ours.iter().map(|row| row.wall_s * 1e6 / row.pages.max(1) as f64).collect());
+        let (wall, from_start) = walls(&ours);
         let wait = Spread::of(ours.iter().filter_map(|row| row.freeze_us_p99).collect());
         let ksm = (!peer.is_empty()).then(|| cpu(&peer));
         crate::record::table!(
@@ -399,6 +437,7 @@ fn growth(options: &Options, report: &mut Report) -> Result<(), Failure> {
             "part": "growth", "grows": what, "to": to, "processes": shape.processes, "mib_each": shape.mib,
             "layout": shape.layout.name(), "workers": workers, "cpu_us_per_page": cpu(&ours).json(),
             "ksm_cpu_us_per_page": ksm.map(|ksm| ksm.json()), "wall_us_per_page": wall.json(),
+            "wall_us_per_page_from_start": from_start.json(),
             "freeze_us_p99": wait.json(),
         }));
     }
@@ -422,6 +461,9 @@ impl Spread {
     }
 
     fn show(&self, digits: usize) -> String {
+        if self.median.is_nan() {
+            return "-".into();
+        }
         if self.low == self.high {
             return format!("{:.digits$}", self.median);
         }
@@ -436,4 +478,34 @@ impl Spread {
 /// The value at `share` of ascending `values`.
 fn quantile(values: &[u64], share: f64) -> u64 {
     values.get((values.len() as f64 * share) as usize).or(values.last()).copied().unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Instant;
+
+    fn looks(began: Instant, seen: &[(u64, u64)]) -> Vec<Look> {
+        let look = |&(ms, merged)| Look { at: began + Duration::from_millis(ms), merged, cpu_ns: 0, activity: merged };
+        seen.iter().map(look).collect()
+    }
+
+    #[test]
+    fn the_pace_is_a_matter_of_the_looks_alone() {
+        let began = Instant::now();
+        // A second in which nothing is merged, be it for silence or for checksums, then 1000 pages in 40 ms.
+        let seen = pace(&looks(began, &[(0, 0), (1000, 1000), (1040, 2000), (1080, 3000), (1120, 4000), (9000, 4001)]));
+        assert_eq!((seen.merging_us, seen.from_start_us), (Some(40.0), 280.0));
+        // How long it took to begin changes the second figure alone.
+        let later = pace(&looks(began, &[(0, 0), (3000, 1000), (3040, 2000), (3080, 3000), (3120, 4000)]));
+        assert_eq!((later.merging_us, later.from_start_us), (Some(40.0), 780.0));
+    }
+
+    #[test]
+    fn what_one_look_saw_has_no_pace_of_merging() {
+        let seen = pace(&looks(Instant::now(), &[(0, 0), (100, 1000)]));
+        assert_eq!((seen.merging_us, seen.from_start_us), (None, 100.0));
+        let nothing = pace(&looks(Instant::now(), &[(0, 0)]));
+        assert_eq!((nothing.merging_us, nothing.from_start_us), (None, 0.0));
+    }
 }

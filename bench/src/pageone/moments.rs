@@ -79,7 +79,10 @@ pub fn delay(options: &Options, report: &mut Report) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Processor time of a pass over memory that was examined already.
+/// No pass takes longer.
+const PASS_MAX: Duration = Duration::from_secs(120);
+
+/// Processor time of a pass over memory that was examined already: all that daemon and agents spend meanwhile, or ksmd.
 pub fn idle(options: &Options, report: &mut Report) -> Result<(), Failure> {
     let shape = match (options.quick, options.full) {
         (true, _) => Shape { layout: Layout::Files, processes: 2, mib: 128 },
@@ -90,33 +93,45 @@ pub fn idle(options: &Options, report: &mut Report) -> Result<(), Failure> {
     crate::record::table!(
         "idle: processor time of one pass over {gib} GiB in which nothing changed, in microseconds per GiB"
     );
-    crate::record::table!("{:22} {:>24} {:>10}", "engine", "us per GiB", "of KSM's");
+    crate::record::table!("{:22} {:>24} {:>10} {:>24}", "engine", "us per GiB", "of KSM's", "watching, wall us");
     let mut peer: Option<f64> = None;
     let rounds = if options.full { 1 } else { options.rounds.min(3) };
     for engine in options.pair().into_iter().rev() {
-        let mut times = Vec::new();
+        let (mut times, mut watching) = (Vec::new(), Vec::new());
         for _ in 0..rounds {
             let running = Running::start(engine, PERIOD)?;
             let mut crew = running.crew(shape)?;
             crew.fill()?;
             settle(&running, QUIET)?;
-            let before = running.passes(shape.processes);
-            std::thread::sleep(Duration::from_secs(if options.quick { 2 } else { 5 }));
-            let after = running.passes(shape.processes);
-            times.push((after.0 - before.0) as f64 / 1000.0 / (after.1 - before.1).max(1.0) / gib);
+            let (began, before) = (Instant::now(), running.passes(shape.processes)?);
+            let after = loop {
+                std::thread::sleep(Duration::from_secs(if options.quick { 2 } else { 5 }));
+                let after = running.passes(shape.processes)?;
+                if after.count >= before.count + 1.0 {
+                    break after;
+                }
+                if began.elapsed() > PASS_MAX {
+                    return Err(format!("{}: no pass within {PASS_MAX:?}", engine.name()).into());
+                }
+            };
+            let per_gib = |ns: u64| ns as f64 / 1000.0 / (after.count - before.count) / gib;
+            times.push(per_gib(after.cpu_ns - before.cpu_ns));
+            watching.extend(after.watch_ns.zip(before.watch_ns).map(|(after, before)| per_gib(after - before)));
             crew.check()?;
         }
-        let times = Spread::of(times);
+        let (times, watching) = (Spread::of(times), Spread::of(watching));
         let share = peer.map(|peer| times.median / peer);
         crate::record::table!(
-            "{:22} {:>24} {:>10}",
+            "{:22} {:>24} {:>10} {:>24}",
             engine.name(),
             times.show(0),
-            share.map_or("-".into(), |share| format!("1/{:.0}", 1.0 / share))
+            share.map_or("-".into(), |share| format!("1/{:.0}", 1.0 / share)),
+            watching.show(0)
         );
-        report.rows.push(
-            json!({ "part": "idle", "engine": engine.name(), "gib": gib, "us_per_gib": times.json(), "of_ksm": share }),
-        );
+        report.rows.push(json!({
+            "part": "idle", "engine": engine.name(), "gib": gib, "us_per_gib": times.json(), "of_ksm": share,
+            "watch_wall_us_per_gib": watching.json(),
+        }));
         peer.get_or_insert(times.median);
     }
     Ok(())

@@ -29,6 +29,31 @@ pub fn write(name: &str, value: i64) -> io::Result<()> {
     fs::write(path(name), value.to_string())
 }
 
+/// Tells that nobody uses KSM.
+///
+/// # Errors
+/// If KSM is not there, or somebody uses it: it runs, shares pages, or is left to set its own rate.
+pub fn unused() -> io::Result<()> {
+    if !exists() {
+        return Err(io::Error::new(io::ErrorKind::NotFound, "this kernel has no KSM"));
+    }
+    unused_with(read, &fs::read_to_string(path("advisor_mode")).unwrap_or_default())
+}
+
+fn unused_with(read: impl Fn(&str) -> io::Result<i64>, advisor: &str) -> io::Result<()> {
+    let taken = |why: &str| Err(io::Error::new(io::ErrorKind::ResourceBusy, format!("KSM is in use already: {why}")));
+    if read("run")? == 1 {
+        return taken("it runs");
+    }
+    if read("pages_shared")? != 0 {
+        return taken("it shares pages");
+    }
+    if !advisor.is_empty() && !advisor.contains("[none]") {
+        return taken("its advisor is on");
+    }
+    Ok(())
+}
+
 /// Settings that [`Settings::restore`] (or drop) puts back.
 #[derive(Debug)]
 pub struct Settings {
@@ -55,6 +80,15 @@ impl Settings {
         Ok(Settings { saved: TUNABLES.iter().filter_map(|name| Some((*name, read(name).ok()?))).collect() })
     }
 
+    /// Remembers all tunables, for who means to have KSM to itself.
+    ///
+    /// # Errors
+    /// As [`unused`]; nothing was changed then.
+    pub fn take() -> io::Result<Settings> {
+        unused()?;
+        Settings::save()
+    }
+
     /// Puts all tunables back; also unmerges what was merged meanwhile if KSM was stopped before.
     pub fn restore(&mut self) {
         for (name, value) in self.saved.drain(..) {
@@ -69,5 +103,33 @@ impl Settings {
 impl Drop for Settings {
     fn drop(&mut self) {
         self.restore();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state(run: i64, shared: i64, advisor: &str) -> Option<io::ErrorKind> {
+        let read = |name: &str| match name {
+            "run" => Ok(run),
+            "pages_shared" => Ok(shared),
+            _ => Err(io::ErrorKind::NotFound.into()),
+        };
+        unused_with(read, advisor).err().map(|error| error.kind())
+    }
+
+    #[test]
+    fn a_ksm_in_use_is_not_taken() {
+        for none in ["", "[none] scan-time\n"] {
+            assert_eq!(state(0, 0, none), None);
+            // Stopped, and everything unmerged.
+            assert_eq!(state(2, 0, none), None);
+        }
+        for (run, shared, advisor) in [(1, 0, ""), (0, 7, ""), (1, 7, ""), (0, 0, "none [scan-time]\n")] {
+            assert_eq!(state(run, shared, advisor), Some(io::ErrorKind::ResourceBusy));
+        }
+        let absent = unused_with(|_| Err(io::ErrorKind::NotFound.into()), "");
+        assert_eq!(absent.unwrap_err().kind(), io::ErrorKind::NotFound);
     }
 }

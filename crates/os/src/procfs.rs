@@ -1,7 +1,7 @@
 //! What /proc tells about processes and the system.
 
 use crate::Range;
-use crate::{maps, stat};
+use crate::maps;
 use std::fs::{self, File};
 use std::io::{self, Read};
 
@@ -95,14 +95,15 @@ pub fn name(pid: i32) -> Option<String> {
     fs::read_to_string(format!("/proc/{pid}/comm")).ok().map(|name| name.trim_end().to_owned())
 }
 
-/// Processor time that `pid` used, user and system, in nanoseconds.
+/// Processor time that `pid` used, user and system, in nanoseconds; threads that ended included.
 pub fn cpu_ns(pid: i32) -> Option<u64> {
-    let text = fs::read(format!("/proc/{pid}/stat")).ok()?;
-    let user: u64 = stat::field(&text, 14)?.parse().ok()?;
-    let system: u64 = stat::field(&text, 15)?.parse().ok()?;
-    // SAFETY: sysconf takes a number and returns one.
-    let ticks = unsafe { libc::sysconf(libc::_SC_CLK_TCK) }.max(1) as u64;
-    Some((user + system) * (1_000_000_000 / ticks))
+    // By the process's own clock: /proc/PID/stat counts in ticks of 10 ms.
+    let (mut clock, mut time) = (0, libc::timespec { tv_sec: 0, tv_nsec: 0 });
+    // SAFETY: both calls fill what they are given.
+    let told = unsafe {
+        libc::clock_getcpuclockid(pid, &raw mut clock) == 0 && libc::clock_gettime(clock, &raw mut time) == 0
+    };
+    told.then(|| time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64)
 }
 
 /// All process ids.
@@ -136,6 +137,21 @@ mod tests {
         assert!(cpu_ns(me).is_some());
         assert!(pids().contains(&me));
         assert_eq!(maps(-1).unwrap_err().kind(), io::ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn processor_time_keeps_threads_that_ended_and_is_exact() {
+        let me = std::process::id() as i32;
+        let spent = std::thread::spawn(|| {
+            while crate::sched::thread_cpu_ns() < 200_000_000 {}
+            crate::sched::thread_cpu_ns()
+        });
+        let spent = spent.join().expect("no panic");
+        let total = cpu_ns(me).expect("we are there");
+        assert!(total >= spent, "{total} of {spent}");
+        // Every look costs some: no tick of 10 ms stands still.
+        assert!(cpu_ns(me).expect("we are there") > total);
+        assert_eq!(cpu_ns(i32::MAX), None);
     }
 
     #[test]

@@ -71,9 +71,12 @@ pub(super) fn pressure(
         }
         eprintln!("pagecache: memory for one: {}", how.name);
         copies.iter().try_for_each(|copy| drop_cached(copy))?;
-        let Some(under_pressure) = read_under_pressure(scratch, boot, size, &directory, &copies, &how)? else {
-            skipped.push(format!("memory for one: {}: these control groups have no swappiness", how.name));
-            continue;
+        let under_pressure = match read_under_pressure(scratch, boot, size, &directory, &copies, &how)? {
+            Ok(under_pressure) => under_pressure,
+            Err(why) => {
+                skipped.push(format!("memory for one: {}: {why}", how.name));
+                continue;
+            }
         };
         let UnderPressure { swapped, read, peak_bytes, limit_bytes, seconds } = under_pressure;
         if !how.cached && !how.with_ksm {
@@ -130,7 +133,22 @@ struct UnderPressure {
     seconds: f64,
 }
 
-/// One row; none if its swappiness cannot be had.
+/// KSM as the kernel sets it when it is turned on, until this value goes; an error if it cannot be had so.
+fn ksm_by_default() -> std::io::Result<ksm::Settings> {
+    let settings = ksm::Settings::take()?;
+    ksm::write("sleep_millisecs", 20)?;
+    ksm::write("pages_to_scan", 100)?;
+    // Older kernels have neither.
+    for (name, value) in [("use_zero_pages", 0), ("smart_scan", 1)] {
+        if ksm::read(name).is_ok() {
+            ksm::write(name, value)?;
+        }
+    }
+    ksm::write("run", 1)?;
+    Ok(settings)
+}
+
+/// One row, or why what it is called cannot be had.
 fn read_under_pressure(
     scratch: &Scratch,
     boot: &Boot,
@@ -138,14 +156,19 @@ fn read_under_pressure(
     directory: &Path,
     copies: &[PathBuf],
     how: &Pressed,
-) -> Result<Option<UnderPressure>, Failure> {
+) -> Result<Result<UnderPressure, String>, Failure> {
     // The guests, and one copy of the file with a quarter to spare; the server's own memory comes out of that quarter.
     let limit_mib = READERS * (SMALL_MIB + QEMU_MIB) + size.file_mib + size.file_mib / 4;
     let group = Group::new(if how.cached { "disk" } else { "plain" })?;
     group.limit((limit_mib as u64) << 20)?;
     if how.swappiness.is_some_and(|swappiness| group.set_swappiness(swappiness).is_err()) {
-        return Ok(None);
+        return Ok(Err("these control groups have no swappiness".to_owned()));
     }
+    // First: what is dropped last goes on until the guests are gone.
+    let settings = match how.with_ksm.then(ksm_by_default).transpose() {
+        Ok(settings) => settings,
+        Err(error) => return Ok(Err(error.to_string())),
+    };
     let mut setup = Setup { memory_mib: SMALL_MIB, group: Some(group.path.clone()), ..Setup::default() };
     setup.accel = Some("tcg,tb-size=16".to_owned());
     let cache_mib = size.file_mib + size.file_mib / 16;
@@ -153,13 +176,6 @@ fn read_under_pressure(
         true => Some(Server::start_in(scratch, "cache", directory, cache_mib, how.store, Some(&group.path))?),
         false => None,
     };
-    let mut settings = None;
-    if how.with_ksm && ksm::read("run").is_ok_and(|run| run == 0) {
-        settings = ksm::Settings::save().ok();
-        ksm::write("sleep_millisecs", 20)?;
-        ksm::write("pages_to_scan", 100)?;
-        ksm::write("run", 1)?;
-    }
     let mut guests = match &server {
         Some(server) => boot_all(boot, through(server, copies), &setup)?,
         None => boot_all(boot, copies.iter().map(|copy| raw_drive(copy, "writeback")), &setup)?,
@@ -179,10 +195,8 @@ fn read_under_pressure(
     let peak_bytes = group.number(&["memory.max_usage_in_bytes", "memory.peak"]).unwrap_or(0);
     drop(guests);
     drop(server);
-    if let Some(mut settings) = settings {
-        settings.restore();
-    }
-    Ok(Some(UnderPressure {
+    drop(settings);
+    Ok(Ok(UnderPressure {
         swapped: swapped_in + swap_after.1 - swap_before.1,
         read,
         peak_bytes,

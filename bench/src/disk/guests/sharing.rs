@@ -47,14 +47,15 @@ pub(super) fn sharing(
     // The same guests on the plain files, with KSM on their memory.
     images.iter().try_for_each(|image| drop_cached(image))?;
     let ksmd = procfs::pids().into_iter().find(|pid| procfs::name(*pid).as_deref() == Some("ksmd"));
-    let (Ok(mut settings), Some(ksmd)) = (ksm::Settings::save(), ksmd) else {
-        skipped.push("KSM on the guests: this kernel has none".to_owned());
-        return Ok(());
+    let taken = ksm::Settings::take()
+        .and_then(|settings| Ok((settings, ksmd.ok_or_else(|| std::io::Error::other("ksmd is not to be seen"))?)));
+    let (mut settings, ksmd) = match taken {
+        Ok(taken) => taken,
+        Err(error) => {
+            skipped.push(format!("KSM on the guests: {error}"));
+            return Ok(());
+        }
     };
-    if ksm::read("run")? == 1 {
-        skipped.push("KSM on the guests: it runs already, for somebody else".to_owned());
-        return Ok(());
-    }
     ksm::write("run", 2)?;
     ksm::write("run", 0)?;
     let mut guests = boot_all(boot, images.iter().map(|image| raw_drive(image, "writeback")), &plain_setup())?;
