@@ -2,17 +2,21 @@
 //!
 //! The bench itself runs in a child; this process only waits. When the child has ended, by itself, by a signal or by
 //! SIGKILL, settings have their old values again, and swap files, control groups, mounts, block devices and files of the
-//! run are gone.
+//! run are gone. Where this process itself is killed so, the next run does that before it begins: what there was is written
+//! down as long as a run is under way.
 
 use pagefold_os::mountinfo;
 use std::fs;
-use std::os::unix::fs::DirBuilderExt;
+use std::io::{Read, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::process::CommandExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
+/// Another each time that the machine starts.
+const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 /// Set for the child, and for all that it starts.
 const GUARDED: &str = "PAGEFOLD_BENCH_GUARDED";
 /// What all things of a run are named by.
@@ -80,8 +84,13 @@ pub fn remove_zram(number: &str) {
 }
 
 /// The machine as it was.
+#[derive(serde::Serialize, serde::Deserialize)]
 struct Before {
-    settings: Vec<(&'static str, String)>,
+    /// The start of the machine that this is about: the next one has settings of its own.
+    boot: String,
+    /// The run's own folder.
+    own: Option<PathBuf>,
+    settings: Vec<(String, String)>,
     swap_files: Vec<String>,
     mounts: Vec<String>,
     groups: Vec<String>,
@@ -90,9 +99,11 @@ struct Before {
 }
 
 impl Before {
-    fn look() -> Before {
+    fn look(own: Option<PathBuf>) -> Before {
         Before {
-            settings: SETTINGS.iter().filter_map(|path| Some((*path, value(path)?))).collect(),
+            boot: value(BOOT).unwrap_or_default(),
+            own,
+            settings: SETTINGS.iter().filter_map(|path| Some(((*path).to_owned(), value(path)?))).collect(),
             swap_files: swap_files(),
             mounts: mounts(),
             groups: entries(GROUPS),
@@ -126,12 +137,45 @@ impl Before {
         for file in new(entries(FOLDERS), &self.files).iter().filter(|file| !kept(file)) {
             let _ = fs::remove_file(file).or_else(|_| fs::remove_dir_all(file));
         }
-        for (path, old) in &self.settings {
+        for (path, old) in self.settings.iter().filter(|(path, _)| SETTINGS.contains(&&**path)) {
             if value(path).is_some_and(|now| now != *old) && fs::write(path, old).is_err() {
                 eprintln!("{NAME}: {path} was {old}, and is not any more: set it back");
             }
         }
+        if let Some(own) = &self.own {
+            let _ = fs::remove_dir_all(own);
+        }
     }
+
+    /// Writes this down where [`Before::left`] finds it.
+    fn note(&self) -> std::io::Result<()> {
+        let mut file = fs::File::options().write(true).create_new(true).mode(0o600).open(note())?;
+        file.write_all(serde_json::to_string(self)?.as_bytes())
+    }
+
+    /// What a run wrote down that did not come to put it back.
+    fn left() -> Option<Before> {
+        let mut file =
+            fs::File::options().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(note()).ok()?;
+        // Anybody may put a file there: ours tells what to write where.
+        if file.metadata().ok()?.uid() != user() {
+            return None;
+        }
+        let mut text = String::new();
+        file.read_to_string(&mut text).ok()?;
+        let left: Before = serde_json::from_str(&text).ok()?;
+        (Some(&left.boot) == value(BOOT).as_ref()).then_some(left)
+    }
+}
+
+/// Where a run notes how the machine was before it.
+fn note() -> PathBuf {
+    std::env::temp_dir().join(format!("{NAME}-{}.before", user()))
+}
+
+fn user() -> u32 {
+    // SAFETY: takes nothing and cannot fail.
+    unsafe { libc::getuid() }
 }
 
 fn wait(child: &mut Child) -> Option<i32> {
@@ -157,9 +201,7 @@ fn wait(child: &mut Child) -> Option<i32> {
 
 /// Waits until no other run of this user's is under way: it would be measured too, and see our settings as its own.
 fn wait_alone() -> Option<fs::File> {
-    // SAFETY: takes nothing and cannot fail.
-    let user = unsafe { libc::getuid() };
-    let path = std::env::temp_dir().join(format!("{NAME}-{user}.lock"));
+    let path = std::env::temp_dir().join(format!("{NAME}-{}.lock", user()));
     let file = fs::File::options().create(true).truncate(false).write(true).open(path).ok()?;
     if file.try_lock().is_err() {
         eprintln!("{NAME}: another run is under way; this one waits for its end");
@@ -174,10 +216,18 @@ pub fn run() -> Option<ExitCode> {
         return None;
     }
     let _alone = wait_alone();
-    let before = Before::look();
+    if let Some(left) = Before::left() {
+        eprintln!("{NAME}: an earlier run was killed; what it left is put back first");
+        left.restore();
+    }
+    let _ = fs::remove_file(note());
     let own = std::env::temp_dir().join(format!("{NAME}-{}", std::process::id()));
     let own = fs::DirBuilder::new().mode(0o700).create(&own).is_ok().then_some(own);
-    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
+    let before = Before::look(own.clone());
+    if let Err(error) = before.note() {
+        eprintln!("{NAME}: {}: {error}: should this process be killed, nothing puts settings back", note().display());
+    }
+    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT] {
         // SAFETY: the handler only stores to an atomic.
         unsafe { libc::signal(signal, on_signal as *const () as libc::sighandler_t) };
     }
@@ -200,9 +250,7 @@ pub fn run() -> Option<ExitCode> {
     // SAFETY: numbers only; a group without members is an error and nothing else.
     unsafe { libc::kill(-(child.id() as i32), libc::SIGKILL) };
     before.restore();
-    if let Some(own) = own {
-        let _ = fs::remove_dir_all(own);
-    }
+    let _ = fs::remove_file(note());
     let asked = ASKED.load(Ordering::Relaxed);
     Some(match code {
         _ if asked != 0 => ExitCode::from(128 + asked as u8),

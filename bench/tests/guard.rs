@@ -38,11 +38,27 @@ fn end(dir: &Path, child: &mut Child, pid: i32, signal: i32) -> ExitStatus {
 
 #[test]
 fn a_run_that_is_asked_to_end_leaves_no_file() {
+    for signal in [libc::SIGTERM, libc::SIGQUIT] {
+        let dir = tempfile::tempdir().expect("a directory");
+        let mut child = started(dir.path());
+        let pid = child.id() as i32;
+        let status = end(dir.path(), &mut child, pid, signal);
+        assert_eq!((status.code(), status.signal()), (Some(128 + signal), None));
+    }
+}
+
+#[test]
+fn what_is_left_when_who_watches_is_killed_the_next_run_takes_away() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut child = started(dir.path());
-    let pid = child.id() as i32;
-    let status = end(dir.path(), &mut child, pid, libc::SIGTERM);
-    assert_eq!((status.code(), status.signal()), (Some(128 + libc::SIGTERM), None));
+    child.kill().expect("ours");
+    child.wait().expect("ours");
+    let left = |ending: &str| names(dir.path()).iter().any(|name| name.ends_with(ending));
+    assert!(left(".before") && left(&format!("-{}", child.id())), "{:?}", names(dir.path()));
+    let mut next = started(dir.path());
+    assert!(!left(&format!("-{}", child.id())), "{:?}", names(dir.path()));
+    let pid = next.id() as i32;
+    end(dir.path(), &mut next, pid, libc::SIGTERM);
 }
 
 #[test]
