@@ -57,6 +57,13 @@ template <class Tree> struct Locked {
     pthread_rwlock_unlock(&self->lock);
     return removed;
   }
+  static bool replace(void *map, uint64_t key, uint64_t value) {
+    auto *self = (Locked *)map;
+    pthread_rwlock_wrlock(&self->lock);
+    bool fresh = self->tree.insert_or_assign(key, value).second;
+    pthread_rwlock_unlock(&self->lock);
+    return !fresh;
+  }
   static uint64_t scan(void *map, uint64_t from, uint64_t count) {
     auto *self = (Locked *)map;
     pthread_rwlock_rdlock(&self->lock);
@@ -82,6 +89,9 @@ template <class Tree> struct Bare {
   }
   static bool insert(void *map, uint64_t key, uint64_t value) { return ((Bare *)map)->tree.emplace(key, value).second; }
   static bool remove(void *map, uint64_t key) { return ((Bare *)map)->tree.erase(key) != 0; }
+  static bool replace(void *map, uint64_t key, uint64_t value) {
+    return !((Bare *)map)->tree.insert_or_assign(key, value).second;
+  }
   static uint64_t scan(void *map, uint64_t from, uint64_t count) {
     auto &tree = ((Bare *)map)->tree;
     uint64_t sum = 0;
@@ -227,15 +237,16 @@ struct Functions {
   bool (*get)(void *, uint64_t, uint64_t *);
   bool (*insert)(void *, uint64_t, uint64_t);
   bool (*remove)(void *, uint64_t);
+  bool (*replace)(void *, uint64_t, uint64_t);
   uint64_t (*scan)(void *, uint64_t, uint64_t);
   void (*destroy)(void *);
 };
 
 template <class Peer> static constexpr Functions ordered() {
-  return {Peer::create, Peer::get, Peer::insert, Peer::remove, Peer::scan, Peer::destroy};
+  return {Peer::create, Peer::get, Peer::insert, Peer::remove, Peer::replace, Peer::scan, Peer::destroy};
 }
 template <class Peer> static constexpr Functions hashed() {
-  return {Peer::create, Peer::get, Peer::insert, Peer::remove, nullptr, Peer::destroy};
+  return {Peer::create, Peer::get, Peer::insert, Peer::remove, nullptr, nullptr, Peer::destroy};
 }
 
 extern "C" {

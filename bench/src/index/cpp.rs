@@ -10,6 +10,7 @@ struct Functions {
     get: extern "C" fn(*mut c_void, u64, *mut u64) -> bool,
     insert: extern "C" fn(*mut c_void, u64, u64) -> bool,
     remove: extern "C" fn(*mut c_void, u64) -> bool,
+    replace: Option<extern "C" fn(*mut c_void, u64, u64) -> bool>,
     scan: Option<extern "C" fn(*mut c_void, u64, u64) -> u64>,
     destroy: extern "C" fn(*mut c_void),
 }
@@ -97,6 +98,13 @@ impl Map for Peer {
 
     fn remove(&self, key: u64, _value: u64) -> bool {
         (self.functions.remove)(self.map, key)
+    }
+
+    fn replace(&self, key: u64, old: u64, value: u64) -> bool {
+        match self.functions.replace {
+            Some(replace) => replace(self.map, key, value),
+            None => self.remove(key, old) && self.insert(key, value),
+        }
     }
 
     fn scan(&self, from: u64, count: usize) -> Option<u64> {

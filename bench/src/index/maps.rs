@@ -14,6 +14,11 @@ pub trait Map: Send + Sync {
     fn insert(&self, key: u64, value: u64) -> bool;
     /// Removes a key; tells whether it was there. `value` is what was stored.
     fn remove(&self, key: u64, value: u64) -> bool;
+    /// Gives a key that is there another value than `old`, in one step if the structure has one for it; tells whether the key
+    /// was there.
+    fn replace(&self, key: u64, old: u64, value: u64) -> bool {
+        self.remove(key, old) && self.insert(key, value)
+    }
     /// Looks many keys up at once, if the structure can; else tells that it cannot.
     fn get_many(&self, _keys: &[u64], _found: &mut [Option<u64>]) -> bool {
         false
@@ -133,6 +138,10 @@ impl Map for BTree<u64> {
         BTree::remove(self, key).is_some()
     }
 
+    fn replace(&self, key: u64, _old: u64, value: u64) -> bool {
+        !Map::insert(self, key, value)
+    }
+
     fn get_many(&self, keys: &[u64], found: &mut [Option<u64>]) -> bool {
         BTree::get_many(self, keys, found);
         true
@@ -198,6 +207,10 @@ impl Map for LockedOrdered {
 
     fn remove(&self, key: u64, _value: u64) -> bool {
         self.0.write().expect("no panics").remove(&key).is_some()
+    }
+
+    fn replace(&self, key: u64, _old: u64, value: u64) -> bool {
+        !self.insert(key, value)
     }
 
     fn scan(&self, from: u64, count: usize) -> Option<u64> {

@@ -117,6 +117,11 @@ impl Map for crossbeam_skiplist::SkipMap<u64, u64> {
         crossbeam_skiplist::SkipMap::remove(self, &key).is_some()
     }
 
+    fn replace(&self, key: u64, _old: u64, value: u64) -> bool {
+        // Its insert replaces, and does not tell.
+        Map::insert(self, key, value)
+    }
+
     fn scan(&self, from: u64, count: usize) -> Option<u64> {
         Some(self.range(from..).take(count).fold(0, |sum, entry| sum.wrapping_add(*entry.value())))
     }
@@ -133,6 +138,10 @@ impl Map for congee::U64Congee<usize> {
 
     fn remove(&self, key: u64, _value: u64) -> bool {
         congee::U64Congee::remove(self, key, &congee::epoch::pin()).is_some()
+    }
+
+    fn replace(&self, key: u64, _old: u64, value: u64) -> bool {
+        !Map::insert(self, key, value)
     }
 
     fn scan(&self, from: u64, count: usize) -> Option<u64> {
@@ -153,6 +162,10 @@ impl Map for masstree::MassTree15Inline<u64> {
 
     fn remove(&self, key: u64, _value: u64) -> bool {
         masstree::MassTree15Inline::remove(self, &key.to_be_bytes()).expect("not contended for ever").is_some()
+    }
+
+    fn replace(&self, key: u64, _old: u64, value: u64) -> bool {
+        !Map::insert(self, key, value)
     }
 
     fn scan(&self, from: u64, count: usize) -> Option<u64> {

@@ -19,9 +19,9 @@ fn tier(set: &[u8], effort: Effort, patches: bool) -> Row {
     let tier = Tier::create(Config { patches, ..config(set) }, None).expect("memory");
     let pages = as_pages(set);
     tier.add_region(1, pages.len() as u64).expect("a region");
-    let (start, cpu) = (Instant::now(), cpu_s());
-    let refused = tier.store_many(1, &pages, effort).iter().filter(|result| result.is_err()).count();
-    let (seconds, cpu) = (start.elapsed().as_secs_f64(), cpu_s() - cpu);
+    let mut spent = Spent::default();
+    let results = spent.on(|| tier.store_many(1, &pages, effort));
+    let refused = results.iter().filter(|result| result.is_err()).count();
     assert_eq!(refused, 0, "the tier refused pages");
     let stats = tier.stats();
     // The sum of all: no figure of a set that does not come back.
@@ -36,13 +36,27 @@ fn tier(set: &[u8], effort: Effort, patches: bool) -> Row {
         (Effort::Dense, false) => "tier, zstd + dictionary",
         (Effort::Dense, true) => "tier, zstd + dictionary + patches",
     };
-    row(
-        name,
-        set,
-        (stats.bytes_held + stats.bytes_metadata) as f64,
-        set.len() as f64 / seconds / 1e9,
-        cpu * 1e6 / pages.len() as f64,
-    )
+    row(name, set, (stats.bytes_held + stats.bytes_metadata) as f64, &spent)
+}
+
+/// What storing a set took, and nothing else: not what is made for it before, nor given up after.
+#[derive(Default)]
+pub struct Spent {
+    /// By the clock on the wall.
+    seconds: f64,
+    /// Of the processors.
+    cpu_s: f64,
+}
+
+impl Spent {
+    /// Adds what `act` takes.
+    pub fn on<T>(&mut self, act: impl FnOnce() -> T) -> T {
+        let (start, cpu) = (Instant::now(), cpu_s());
+        let result = act();
+        self.seconds += start.elapsed().as_secs_f64();
+        self.cpu_s += cpu_s() - cpu;
+        result
+    }
 }
 
 /// Processor time of this process, in seconds.
@@ -57,7 +71,7 @@ fn cpu_s() -> f64 {
     seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
-fn row(name: &str, set: &[u8], held: f64, gb_per_s: f64, cpu_us: f64) -> Row {
+fn row(name: &str, set: &[u8], held: f64, spent: &Spent) -> Row {
     let gib = set.len() as f64 / f64::from(1 << 30);
     Row {
         part: "density",
@@ -67,66 +81,64 @@ fn row(name: &str, set: &[u8], held: f64, gb_per_s: f64, cpu_us: f64) -> Row {
             ("set MB", set.len() as f64 / 1e6),
             ("held MB/GiB", held / 1e6 / gib),
             ("ratio", set.len() as f64 / held),
-            ("store GB/s", gb_per_s),
-            ("cpu us/page", cpu_us),
+            ("store GB/s", set.len() as f64 / spent.seconds / 1e9),
+            ("cpu us/page", spent.cpu_s * 1e6 / (set.len() / 4096) as f64),
         ],
     }
 }
 
-/// Puts the set out by MADV_PAGEOUT with zswap on; returns the bytes of the pool and the rate of going out.
-fn zswap(set: &[u8]) -> io::Result<(f64, f64, f64)> {
+/// Puts the set out by MADV_PAGEOUT with zswap on; returns the bytes of the pool and what going out took.
+fn zswap(set: &[u8]) -> io::Result<(f64, Spent)> {
     let _zswap = Zswap::start(set.len() as u64 + (256 << 20))?;
     let before = Zswap::bytes();
     let mut memory = super::latency::Area::new(set.len())?;
     memory.bytes_mut().copy_from_slice(set);
-    let (start, cpu) = (Instant::now(), cpu_s());
-    let end = start + Duration::from_secs(120);
+    let mut spent = Spent::default();
+    let end = Instant::now() + Duration::from_secs(120);
     let mut left = set.len();
     while left > 0 && Instant::now() < end {
-        memory.page_out();
+        spent.on(|| memory.page_out());
         let resident = memory.resident_bytes()?;
         if resident >= left {
             break;
         }
         left = resident;
     }
-    let (seconds, cpu) = (start.elapsed().as_secs_f64(), cpu_s() - cpu);
     let after = Zswap::bytes();
     if left > set.len() / 50 {
         return Err(io::Error::other(format!("{left} of {} bytes would not go out", set.len())));
     }
-    Ok((after.0 - before.0, set.len() as f64 / seconds / 1e9, cpu * 1e6 / (set.len() / 4096) as f64))
+    Ok((after.0 - before.0, spent))
+}
+
+/// The medians of so many rounds.
+fn of_rounds(rounds: usize, once: impl Fn() -> io::Result<Row>) -> io::Result<Row> {
+    let mut runs = (0..rounds).map(|_| once()).collect::<io::Result<Vec<Row>>>()?;
+    let column = |index: usize| median(&mut runs.iter().map(|row| row.figures[index].1).collect::<Vec<f64>>());
+    let figures: Vec<f64> = (0..runs[0].figures.len()).map(column).collect();
+    let mut first = runs.swap_remove(0);
+    first.figures.iter_mut().zip(figures).for_each(|(figure, median)| figure.1 = median);
+    Ok(first)
 }
 
 /// Measures ours and the kernel's on one set.
 pub fn measure(on: &str, set: &[u8]) -> Vec<Row> {
     let mut rows = Vec::new();
+    let rounds = if set.len() < 512 << 20 { 3 } else { 1 };
+    let mut add = |name: &str, once: &dyn Fn() -> io::Result<Row>| match of_rounds(rounds, once) {
+        Ok(row) => rows.push(Row { on: on.to_owned(), ..row }),
+        Err(error) => eprintln!("SKIPPED: {name} on {on}: {error}"),
+    };
     for (effort, patches) in [(Effort::Fast, false), (Effort::Dense, false), (Effort::Dense, true)] {
-        let mut runs: Vec<Row> =
-            (0..if set.len() < 512 << 20 { 3 } else { 1 }).map(|_| tier(set, effort, patches)).collect();
-        let column = |index: usize| median(&mut runs.iter().map(|row| row.figures[index].1).collect::<Vec<f64>>());
-        let figures: Vec<f64> = (0..5).map(column).collect();
-        let mut first = runs.swap_remove(0);
-        first.figures.iter_mut().zip(figures).for_each(|(figure, median)| figure.1 = median);
-        rows.push(first);
+        add("the tier", &|| Ok(tier(set, effort, patches)));
     }
-    match zswap(set) {
-        Ok((held, rate, cpu)) => rows.push(row(&format!("zswap, {}", Zswap::compressor()), set, held, rate, cpu)),
-        Err(error) => eprintln!("SKIPPED: zswap on {on}: {error}"),
-    }
+    add("zswap", &|| {
+        let (held, spent) = zswap(set)?;
+        Ok(row(&format!("zswap, {}", Zswap::compressor()), set, held, &spent))
+    });
     for algorithm in ["lzo-rle", "lzo", "lz4", "zstd"] {
-        let (start, cpu) = (Instant::now(), cpu_s());
-        match zram_bytes(set, algorithm) {
-            Ok(held) => {
-                let rate = set.len() as f64 / start.elapsed().as_secs_f64() / 1e9;
-                let cpu = (cpu_s() - cpu) * 1e6 / (set.len() / 4096) as f64;
-                rows.push(row(&format!("zram, {algorithm}"), set, held, rate, cpu));
-            }
-            Err(error) => eprintln!("SKIPPED: zram with {algorithm}: {error}"),
-        }
-    }
-    for row in &mut rows {
-        row.on = on.to_owned();
+        let name = format!("zram, {algorithm}");
+        add(&name, &|| zram_bytes(set, algorithm).map(|(held, spent)| row(&name, set, held, &spent)));
     }
     rows
 }

@@ -6,6 +6,7 @@ use super::{Row, quantile};
 use pagefold_agent::client::{Client, ColdOptions, Region};
 use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::{Config, Daemon, cold};
+use pagefold_os::procfs;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
@@ -94,7 +95,7 @@ fn paced(rate: f64, order: &[usize], touch: impl Fn(usize) -> f64) -> Vec<f64> {
 }
 
 struct Live {
-    _daemon: Owned,
+    daemon: Owned,
     client: Owned,
     input: ChildStdin,
     output: BufReader<ChildStdout>,
@@ -153,17 +154,11 @@ impl Live {
     }
 
     /// Processor time of daemon and client, in nanoseconds.
-    fn cpu_ns(&self) -> u64 {
-        [self._daemon.0.id(), self.client.0.id()].into_iter().map(cpu_ns).sum()
+    fn cpu_ns(&self) -> io::Result<u64> {
+        let of = |process: &Owned| procfs::cpu_ns(process.0.id() as i32);
+        let both = of(&self.daemon).zip(of(&self.client));
+        both.map(|(daemon, client)| daemon + client).ok_or_else(|| io::Error::other("daemon or client ended"))
     }
-}
-
-fn cpu_ns(pid: u32) -> u64 {
-    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
-    let run = |path: PathBuf| -> Option<u64> {
-        std::fs::read_to_string(path.join("schedstat")).ok()?.split(' ').next()?.parse().ok()
-    };
-    tasks.filter_map(|task| run(task.path())).sum()
 }
 
 fn start(file: &Path) -> io::Result<Live> {
@@ -192,7 +187,7 @@ fn start(file: &Path) -> io::Result<Live> {
     let (Some(input), Some(output)) = (client.0.stdin.take(), client.0.stdout.take()) else {
         return Err(io::Error::other("no pipes"));
     };
-    let mut live = Live { _daemon: daemon, client, input, output: BufReader::new(output), socket };
+    let mut live = Live { daemon, client, input, output: BufReader::new(output), socket };
     let mut line = String::new();
     live.output.read_line(&mut line)?;
     if line != "ready\n" {
@@ -227,9 +222,9 @@ pub fn by_rate(on: &str, set: &[u8]) -> io::Result<Vec<Row>> {
     for rate in [100, 1000, 10_000] {
         live.park_densely()?;
         std::thread::sleep(Duration::from_millis(500));
-        let (began, before) = (Instant::now(), live.cpu_ns());
+        let (began, before) = (Instant::now(), live.cpu_ns()?);
         let touched = live.ask(&format!("paced {rate}"))?;
-        let cpu = live.cpu_ns().saturating_sub(before) as f64 / began.elapsed().as_nanos() as f64;
+        let cpu = (live.cpu_ns()? - before) as f64 / began.elapsed().as_nanos() as f64;
         rows.push(Row {
             part: "growth",
             name: format!("faults at {rate} a second"),
@@ -262,14 +257,12 @@ pub fn measure(on: &str, set: &[u8], idle: Duration) -> io::Result<Vec<Row>> {
             ("after s", dense_s),
         ],
     );
-    // The thread that answered us ends first, and takes its time out of the sum; and two ticks of the cleaner pass, which
-    // look at what came in.
+    // Two ticks of the cleaner pass, which look at what came in.
     let settle_ms = if idle.as_secs() > 5 { 12_000 } else { 500 };
     std::thread::sleep(Duration::from_millis(settle_ms));
-    let before = live.cpu_ns();
+    let before = live.cpu_ns()?;
     std::thread::sleep(idle);
-    let spent = live.cpu_ns().checked_sub(before).map_or(f64::NAN, |ns| ns as f64);
-    let share = spent / idle.as_nanos() as f64;
+    let share = (live.cpu_ns()? - before) as f64 / idle.as_nanos() as f64;
     row("parked and idle", vec![("cpu %", share * 100.0)]);
     let touched = live.ask("random")?;
     row("touch, random", vec![("p50 us", touched[0]), ("p99 us", touched[1]), ("us/page", touched[2])]);
