@@ -90,6 +90,10 @@ fn libc_free_of_next() -> usize {
     match OWN.load(Ordering::Acquire) {
         0 => {
             let found = NEXT_FREE.load(Ordering::Acquire);
+            if found <= LOOKING {
+                // Asked while it is looked up: nothing is known yet.
+                return usize::MAX;
+            }
             let same = if same_object(found, gnu_get_libc_version as *const () as usize) { found } else { usize::MAX };
             OWN.store(same, Ordering::Release);
             same
