@@ -97,6 +97,11 @@ pub fn name(pid: i32) -> Option<String> {
 
 /// Processor time that `pid` used, user and system, in nanoseconds; threads that ended included.
 pub fn cpu_ns(pid: i32) -> Option<u64> {
+    // The kernel's largest. The number of a clock has room for 29 bits of it: a larger one would name another's clock.
+    const PID_MAX: i32 = 1 << 22;
+    if !(1..=PID_MAX).contains(&pid) {
+        return None;
+    }
     // By the process's own clock: /proc/PID/stat counts in ticks of 10 ms.
     let (mut clock, mut time) = (0, libc::timespec { tv_sec: 0, tv_nsec: 0 });
     // SAFETY: both calls fill what they are given.
