@@ -1371,21 +1371,38 @@ static void huge(void) {
 // ---- threads, signals, filters, identities ----------------------------------------------------------------------
 
 static atomic_int ticks;
+static atomic_long tick_every;  // microseconds from the end of one handler to the next signal, 0 for no more
+
+// Not a period of the timer: where a handler lasts longer than that, nothing but handlers would ever run.
+static void next_tick(void) {
+    setitimer(ITIMER_REAL, &(struct itimerval){.it_value = {0, atomic_load(&tick_every)}}, NULL);
+}
+
+static void start_ticks(void (*handler)(int), long every) {
+    struct sigaction action = {.sa_handler = handler, .sa_flags = SA_RESTART};
+    sigaction(SIGALRM, &action, NULL);
+    atomic_store(&tick_every, every);
+    next_tick();
+}
+
+static void stop_ticks(void) {
+    atomic_store(&tick_every, 0);
+    next_tick();
+}
+
 static void on_tick(int signal) {
     (void)signal;
     atomic_fetch_add(&ticks, 1);
     // A handler that touches managed memory, in the middle of anything.
     volatile char *at = hammered.at;
     if (at) (void)at[(atomic_load(&ticks) * 4099ul) % (HAMMER_PAGES * PAGE)];
+    next_tick();
 }
 
 static void signals(void) {
     pthread_t threads[HAMMERS];
     start_hammers(threads);
-    struct sigaction action = {.sa_handler = on_tick, .sa_flags = SA_RESTART};
-    sigaction(SIGALRM, &action, NULL);
-    struct itimerval every = {{0, 700}, {0, 700}};
-    setitimer(ITIMER_REAL, &every, NULL);
+    start_ticks(on_tick, 700);
     double began = now();
     uint64_t seed = 12;
     size_t most = 0;
@@ -1401,8 +1418,7 @@ static void signals(void) {
             if (here > most) most = here;
         }
     }
-    every = (struct itimerval){{0, 0}, {0, 0}};
-    setitimer(ITIMER_REAL, &every, NULL);
+    stop_ticks();
     atomic_store(&hammering, 0);
     for (size_t i = 0; i < HAMMERS; i++) pthread_join(threads[i], NULL);
     check_hammered();
@@ -1440,7 +1456,7 @@ static void on_nested_tick(int signal) {
     (void)signal;
     int count = atomic_fetch_add(&ticks, 1);
     mprotect(nested_at, PAGE, PROT_READ | PROT_WRITE);
-    if (count % 64 != 0) return;
+    if (count % 64 != 0) return next_tick();
     int before = errno, status;
     pid_t child = plain_fork();
     if (child == 0) {
@@ -1450,6 +1466,7 @@ static void on_nested_tick(int signal) {
     while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
     }
     errno = before;
+    next_tick();
 }
 
 static void *watch_ticks(void *unused) {
@@ -1471,15 +1488,11 @@ static void signals_nested(void) {
     pthread_sigmask(SIG_BLOCK, &tick, NULL);
     pthread_t watcher;
     CHECK(pthread_create(&watcher, NULL, watch_ticks, NULL) == 0, "pthread_create");
-    struct sigaction action = {.sa_handler = on_nested_tick, .sa_flags = SA_RESTART};
-    sigaction(SIGALRM, &action, NULL);
+    start_ticks(on_nested_tick, 50);
     pthread_sigmask(SIG_UNBLOCK, &tick, NULL);
-    struct itimerval every = {{0, 50}, {0, 50}};
-    setitimer(ITIMER_REAL, &every, NULL);
     while (atomic_load(&ticks) < 4000)
         CHECK(mprotect(nested_at + PAGE, PAGE, PROT_READ | PROT_WRITE) == 0, "mprotect among signals");
-    every = (struct itimerval){{0, 0}, {0, 0}};
-    setitimer(ITIMER_REAL, &every, NULL);
+    stop_ticks();
     pthread_join(watcher, NULL);
     check(&r, "after signals");
 }
@@ -1844,7 +1857,6 @@ static void on_privileged_tick(int signal) {
         if (one_of_many_calls(1) != 0) _exit(2);
         if (atomic_fetch_add(&ticks, 1) % 2) _exit(0);
         gave_up = 1;
-        setitimer(ITIMER_REAL, &(struct itimerval){0}, NULL);
         errno = before;
         return;
     }
@@ -1853,6 +1865,7 @@ static void on_privileged_tick(int signal) {
     if (status != 0) _exit(3);
     atomic_fetch_add(&ticks, 1);
     errno = before;
+    next_tick();
 }
 
 static void privileges_in_handlers(void) {
@@ -1860,15 +1873,12 @@ static void privileges_in_handlers(void) {
     struct region r = merged(1024);
     char *beside = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(beside != MAP_FAILED, "mmap");
-    struct sigaction action = {.sa_handler = on_privileged_tick, .sa_flags = SA_RESTART};
-    sigaction(SIGALRM, &action, NULL);
-    struct itimerval every = {{0, 2000}, {0, 2000}};
-    setitimer(ITIMER_REAL, &every, NULL);
+    start_ticks(on_privileged_tick, 2000);
     while (atomic_load(&ticks) < 100 && !gave_up) {
         CHECK(munmap(beside, PAGE) == 0, "munmap among signals");
         CHECK(mmap(beside, PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == beside, "mmap");
     }
-    setitimer(ITIMER_REAL, &(struct itimerval){0}, NULL);
+    stop_ticks();
     if (gave_up) CHECK(mprotect(beside, PAGE, PROT_READ) == 0, "mprotect");
     size_t threads = all_threads_have_the_same(1);
     CHECK(threads == 2, "%zu threads, %s", threads, gave_up ? "with less" : "with all");
