@@ -4,18 +4,29 @@ use super::wire::{self, Command, DATA_BYTES_MAX, OPTION_BYTES_MAX, Request, can,
 use crate::control::accept_all;
 use crate::engine::{Engine, Handle, is_refusal};
 use crate::error::Error;
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
+use std::cell::Cell;
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
+use std::time::{Duration, Instant};
 
 /// Requests of one connection that are worked on at once.
 const WORKERS: usize = 4;
 /// Connections at once: a flood of them must not take all threads.
 const CONNECTIONS_MAX: usize = 256;
+/// Bytes of requests being worked on, over all connections.
+const IN_FLIGHT_MAX: usize = 256 << 20;
+/// A connection with nothing else in flight need not wait for others up to this size: clients that do not take their
+/// replies stop none who sends what a guest's kernel does.
+const OWN_BYTES: usize = 2 << 20;
+/// How long a client may keep us waiting before it has chosen an export, in all. Then it may be idle for ever.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+/// Most that a hint to bring a range into the cache is taken for.
+const HINT_BYTES_MAX: u32 = 1 << 20;
 
 /// What a client can do with an export. Errors are error numbers.
 pub trait Disk: Send + Sync {
@@ -90,17 +101,18 @@ pub fn listen(engine: Arc<Engine>, path: &Path) -> io::Result<PathBuf> {
     let listener = UnixListener::bind(path)?;
     std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
     let connections = Arc::new(AtomicUsize::new(0));
+    let budget = Arc::new(Budget::new(IN_FLIGHT_MAX, OWN_BYTES));
     std::thread::Builder::new().name("nbd".to_owned()).spawn(move || {
         accept_all(&listener, |stream| {
             if connections.fetch_add(1, Ordering::AcqRel) >= CONNECTIONS_MAX {
                 connections.fetch_sub(1, Ordering::AcqRel);
                 return;
             }
-            let (engine, served) = (engine.clone(), connections.clone());
+            let (engine, served, budget) = (engine.clone(), connections.clone(), budget.clone());
             let serve = move || {
                 let open = |name: &[u8]| open_export(&engine, name);
                 // A client that breaks off or talks nonsense ends its own connection only.
-                let _ = converse(&stream, &stream, || list_exports(&engine), open, WORKERS);
+                let _ = attend(&stream, || list_exports(&engine), open, &budget, HANDSHAKE);
                 served.fetch_sub(1, Ordering::AcqRel);
             };
             if std::thread::Builder::new().name("nbd-client".to_owned()).spawn(serve).is_err() {
@@ -137,6 +149,112 @@ fn open_export(engine: &Arc<Engine>, name: &[u8]) -> Option<Handle> {
     }
 }
 
+/// Memory for requests, shared by all connections.
+struct Budget {
+    taken: Mutex<usize>,
+    given_back: Condvar,
+    most: usize,
+    own: usize,
+}
+
+impl Budget {
+    fn new(most: usize, own: usize) -> Self {
+        Self { taken: Mutex::new(0), given_back: Condvar::new(), most, own }
+    }
+}
+
+/// One connection's part of the budget.
+struct Account<'a> {
+    budget: &'a Budget,
+    /// Changes with the budget's lock held.
+    held: AtomicUsize,
+}
+
+/// Bytes taken from a budget until this is dropped.
+struct Held<'a> {
+    account: &'a Account<'a>,
+    bytes: usize,
+}
+
+impl<'a> Account<'a> {
+    /// Waits until `bytes` may be taken. Only who reads requests waits here: who works on them always goes on, so that
+    /// what the connection holds comes back.
+    fn take(&'a self, bytes: usize) -> Held<'a> {
+        let budget = self.budget;
+        let mut taken = budget.taken.lock();
+        let idle = || bytes <= budget.own && self.held.load(Ordering::Relaxed) == 0;
+        while bytes > 0 && *taken + bytes > budget.most && !idle() {
+            budget.given_back.wait(&mut taken);
+        }
+        *taken += bytes;
+        self.held.fetch_add(bytes, Ordering::Relaxed);
+        Held { account: self, bytes }
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        let budget = self.account.budget;
+        let mut taken = budget.taken.lock();
+        *taken -= self.bytes;
+        self.account.held.fetch_sub(self.bytes, Ordering::Relaxed);
+        budget.given_back.notify_all();
+    }
+}
+
+/// A connection whose other side may keep us waiting only for what is `left`.
+struct Timed<'a> {
+    stream: &'a UnixStream,
+    left: &'a Cell<Duration>,
+}
+
+impl Timed<'_> {
+    fn wait<R>(&self, call: impl FnOnce(&UnixStream) -> io::Result<R>) -> io::Result<R> {
+        let left = self.left.get();
+        if left.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        self.stream.set_read_timeout(Some(left))?;
+        self.stream.set_write_timeout(Some(left))?;
+        let began = Instant::now();
+        let result = call(self.stream);
+        self.left.set(left.saturating_sub(began.elapsed()));
+        result
+    }
+}
+
+impl Read for Timed<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        self.wait(|mut stream| stream.read(buffer))
+    }
+}
+
+impl Write for Timed<'_> {
+    fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        self.wait(|mut stream| stream.write(buffer))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Talks to one client among many until it leaves.
+fn attend<D: Disk>(
+    stream: &UnixStream,
+    list: impl Fn() -> Vec<Vec<u8>>,
+    open: impl Fn(&[u8]) -> Option<D>,
+    budget: &Budget,
+    patience: Duration,
+) -> io::Result<()> {
+    let left = Cell::new(patience);
+    let timed = || Timed { stream, left: &left };
+    let Some(disk) = shake_hands(&mut timed(), &mut timed(), list, open)? else { return Ok(()) };
+    stream.set_read_timeout(None)?;
+    stream.set_write_timeout(None)?;
+    transmit(stream, stream, &disk, WORKERS, budget)
+}
+
 /// Talks to one client until it leaves: `list` names the exports, `open` opens one. With `workers` 0, or where threads
 /// are refused, requests are worked on in their order.
 ///
@@ -150,7 +268,7 @@ pub fn converse<D: Disk>(
     workers: usize,
 ) -> io::Result<()> {
     match shake_hands(&mut reader, &mut writer, list, open)? {
-        Some(disk) => transmit(reader, writer, &disk, workers),
+        Some(disk) => transmit(reader, writer, &disk, workers, &Budget::new(IN_FLIGHT_MAX, OWN_BYTES)),
         None => Ok(()),
     }
 }
@@ -241,21 +359,35 @@ fn shake_hands<D: Disk>(
     }
 }
 
-fn transmit(mut reader: impl Read, writer: impl Write + Send, disk: &impl Disk, workers: usize) -> io::Result<()> {
+/// A request with its data, and the memory that it takes.
+struct Job<'a> {
+    request: Request,
+    data: Vec<u8>,
+    held: Held<'a>,
+}
+
+fn transmit(
+    mut reader: impl Read,
+    writer: impl Write + Send,
+    disk: &impl Disk,
+    workers: usize,
+    budget: &Budget,
+) -> io::Result<()> {
     let writer = Mutex::new(writer);
-    let (send, receive) = sync_channel::<(Request, Vec<u8>)>(workers);
+    let account = Account { budget, held: AtomicUsize::new(0) };
+    let (send, receive) = sync_channel::<Job<'_>>(workers);
     let receive = Mutex::new(receive);
     std::thread::scope(|scope| {
         let spawn = || std::thread::Builder::new().spawn_scoped(scope, || work(disk, &writer, &receive));
         let spawned = (0..workers).filter(|_| spawn().is_ok()).count();
         if spawned == 0 {
-            while let Some((request, data)) = next_request(&mut reader)? {
-                answer(disk, &writer, request, data)?;
+            while let Some(job) = next_request(&mut reader, &account)? {
+                answer(disk, &writer, job)?;
             }
             return Ok(());
         }
         let result = loop {
-            match next_request(&mut reader) {
+            match next_request(&mut reader, &account) {
                 Ok(Some(next)) => {
                     if send.send(next).is_err() {
                         break Ok(());
@@ -271,44 +403,58 @@ fn transmit(mut reader: impl Read, writer: impl Write + Send, disk: &impl Disk, 
     })
 }
 
-fn work(disk: &impl Disk, writer: &Mutex<impl Write>, requests: &Mutex<Receiver<(Request, Vec<u8>)>>) {
+fn work(disk: &impl Disk, writer: &Mutex<impl Write>, requests: &Mutex<Receiver<Job<'_>>>) {
     loop {
         let next = requests.lock().recv();
-        let Ok((request, data)) = next else { return };
+        let Ok(job) = next else { return };
         // A reply that cannot be sent: the reader meets the same broken connection and ends it.
-        let _ = answer(disk, writer, request, data);
+        let _ = answer(disk, writer, job);
     }
 }
 
 /// The next request with its data; `None` when the client leaves.
-fn next_request(reader: &mut impl Read) -> io::Result<Option<(Request, Vec<u8>)>> {
+fn next_request<'a>(reader: &mut impl Read, account: &'a Account<'a>) -> io::Result<Option<Job<'a>>> {
     let head = match take(reader) {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
         head => head?,
     };
     let request = Request::parse(&head).ok_or_else(|| nonsense("no request where one must be"))?;
-    match request.command {
-        Command::Disconnect => Ok(None),
-        Command::Write if request.length > DATA_BYTES_MAX => Err(nonsense("more data than was agreed on")),
-        Command::Write => {
-            let mut data = vec![0; request.length as usize];
-            reader.read_exact(&mut data)?;
-            Ok(Some((request, data)))
-        }
-        _ => Ok(Some((request, Vec::new()))),
+    let bytes = match request.command {
+        Command::Disconnect => return Ok(None),
+        Command::Write if request.length > DATA_BYTES_MAX => return Err(nonsense("more data than was agreed on")),
+        Command::Read if request.length > DATA_BYTES_MAX => 0,
+        Command::Read | Command::Write => request.length,
+        Command::Cache => request.length.min(HINT_BYTES_MAX),
+        _ => 0,
+    };
+    let held = account.take(bytes as usize);
+    let mut data = Vec::new();
+    if request.command == Command::Write {
+        data.resize(request.length as usize, 0);
+        reader.read_exact(&mut data)?;
     }
+    Ok(Some(Job { request, data, held }))
 }
 
-fn answer(disk: &impl Disk, writer: &Mutex<impl Write>, request: Request, data: Vec<u8>) -> io::Result<()> {
+fn answer(disk: &impl Disk, writer: &Mutex<impl Write>, job: Job<'_>) -> io::Result<()> {
+    let Job { request, data, held } = job;
     let mut out = Vec::new();
     let result = perform(disk, &request, &data, &mut out);
     let head = wire::reply_head(request.cookie, result.map_or_else(wire::error_code, |()| 0));
+    if result.is_err() {
+        out = Vec::new();
+    }
+    // Only what goes out is kept while the client is slow to take it.
+    drop(data);
+    let held = (!out.is_empty()).then_some(held);
     let mut writer = writer.lock();
     writer.write_all(&head)?;
-    if result.is_ok() {
-        writer.write_all(&out)?;
-    }
-    writer.flush()
+    writer.write_all(&out)?;
+    writer.flush()?;
+    drop(writer);
+    drop(out);
+    drop(held);
+    Ok(())
 }
 
 fn perform(disk: &impl Disk, request: &Request, data: &[u8], out: &mut Vec<u8>) -> Result<(), i32> {
@@ -333,7 +479,7 @@ fn perform(disk: &impl Disk, request: &Request, data: &[u8], out: &mut Vec<u8>) 
         Command::Flush => disk.flush()?,
         Command::Cache => {
             // A hint; a bounded part of it is enough.
-            let mut buffer = vec![0; length.min(1 << 20) as usize];
+            let mut buffer = vec![0; request.length.min(HINT_BYTES_MAX) as usize];
             disk.read(offset, &mut buffer)?;
         }
         Command::Disconnect | Command::Unknown => return Err(libc::EINVAL),
@@ -446,5 +592,134 @@ mod tests {
         input.extend_from_slice(&request(1, 0, 0, u32::MAX, b""));
         let result = converse(&input[..], Vec::new(), Vec::new, |_| Some(disk.clone()), 0);
         assert_eq!(result.unwrap_err().kind(), io::ErrorKind::InvalidData);
+    }
+
+    /// A disk that counts what is asked of it.
+    struct Counted(Arc<Plain>, Arc<AtomicUsize>);
+
+    impl Disk for Counted {
+        fn size(&self) -> u64 {
+            self.0.size()
+        }
+        fn read_only(&self) -> bool {
+            false
+        }
+        fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), i32> {
+            self.1.fetch_add(1, Ordering::SeqCst);
+            self.0.read(offset, buffer)
+        }
+        fn write(&self, offset: u64, data: &[u8]) -> Result<(), i32> {
+            self.0.write(offset, data)
+        }
+        fn zero(&self, offset: u64, length: u64, hole: bool) -> Result<(), i32> {
+            self.0.zero(offset, length, hole)
+        }
+        fn flush(&self) -> Result<(), i32> {
+            self.0.flush()
+        }
+    }
+
+    /// The client's part of a handshake for the default export.
+    fn choose() -> Vec<u8> {
+        let mut hello = 3u32.to_be_bytes().to_vec();
+        hello.extend_from_slice(&wire::OPTION_MAGIC.to_be_bytes());
+        hello.extend_from_slice(&option::EXPORT_NAME.to_be_bytes());
+        hello.extend_from_slice(&0u32.to_be_bytes());
+        hello
+    }
+
+    const PATIENT: Duration = Duration::from_secs(120);
+
+    /// What the server says to [`choose`].
+    fn chosen(client: &mut UnixStream) {
+        client.set_read_timeout(Some(PATIENT)).unwrap();
+        client.write_all(&choose()).unwrap();
+        client.read_exact(&mut [0; 18 + 10]).unwrap();
+    }
+
+    #[test]
+    fn clients_that_take_no_replies_hold_a_bounded_part_and_stop_nobody_else() {
+        const MIB: usize = 1 << 20;
+        let plain = Arc::new(Plain(Mutex::new(vec![7; 2 * MIB])));
+        let (reads, budget) = (Arc::new(AtomicUsize::new(0)), Budget::new(4 * MIB, 64 << 10));
+        std::thread::scope(|scope| {
+            let connect = || {
+                let (mut client, server) = UnixStream::pair().unwrap();
+                let (disk, budget) = ((plain.clone(), reads.clone()), &budget);
+                scope.spawn(move || {
+                    let open = |_: &[u8]| Some(Counted(disk.0.clone(), disk.1.clone()));
+                    attend(&server, Vec::new, open, budget, PATIENT).unwrap();
+                });
+                chosen(&mut client);
+                client
+            };
+            let mut stalled: Vec<UnixStream> = (0..4).map(|_| connect()).collect();
+            for client in &mut stalled {
+                (0..4).for_each(|_| client.write_all(&request(0, 0, 0, MIB as u32, b"")).unwrap());
+            }
+            let began = Instant::now();
+            while reads.load(Ordering::SeqCst) < 4 {
+                assert!(began.elapsed() < PATIENT, "nothing is read");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            std::thread::sleep(Duration::from_millis(200));
+            assert_eq!(reads.load(Ordering::SeqCst), 4, "what the budget holds, and no more");
+            let mut other = connect();
+            for _ in 0..3 {
+                other.write_all(&request(1, 0, MIB as u64, 4096, &[8; 4096])).unwrap();
+                other.write_all(&request(0, 0, MIB as u64, 8192, b"")).unwrap();
+                let mut replies = vec![0; 16 + 16 + 8192];
+                other.read_exact(&mut replies).unwrap();
+            }
+            // Each waits for what another holds.
+            for mut client in stalled {
+                scope.spawn(move || {
+                    let mut bytes = vec![0; 16 + MIB];
+                    for _ in 0..4 {
+                        client.read_exact(&mut bytes).unwrap();
+                        assert!(bytes[16..].iter().all(|&byte| byte == 7));
+                    }
+                });
+            }
+        });
+        assert_eq!(*budget.taken.lock(), 0);
+    }
+
+    #[test]
+    fn who_does_not_get_on_with_the_handshake_is_left_and_who_has_done_it_may_be_idle() {
+        let disk = Arc::new(Plain(Mutex::new(vec![0; 100])));
+        let budget = Budget::new(1 << 20, 4096);
+        let attend =
+            |server: UnixStream, patience| attend(&server, Vec::new, |_: &[u8]| Some(disk.clone()), &budget, patience);
+        let short = Duration::from_secs(1);
+        let (mut client, server) = UnixStream::pair().unwrap();
+        assert!(attend(server, short).is_err(), "silent");
+        client.read_exact(&mut [0; 18]).unwrap();
+        std::thread::scope(|scope| {
+            // One that sends a little before each limit of a single wait, and has much to send.
+            let (mut client, server) = UnixStream::pair().unwrap();
+            let slow = scope.spawn(|| attend(server, short));
+            let began = Instant::now();
+            let mut head = choose();
+            head.truncate(12);
+            head.extend_from_slice(&[option::INFO.to_be_bytes(), u32::MAX.to_be_bytes()].concat());
+            let drops = head.iter().chain([0].iter().cycle());
+            for byte in drops {
+                if slow.is_finished() || client.write_all(&[*byte]).is_err() {
+                    break;
+                }
+                assert!(began.elapsed() < PATIENT, "it is waited for for ever");
+                std::thread::sleep(short / 100);
+            }
+            assert!(slow.join().unwrap().is_err());
+            let (mut client, server) = UnixStream::pair().unwrap();
+            let idle = scope.spawn(|| attend(server, PATIENT));
+            chosen(&mut client);
+            std::thread::sleep(short);
+            client.write_all(&request(0, 0, 0, 10, b"")).unwrap();
+            client.read_exact(&mut [0; 26]).unwrap();
+            drop(client);
+            idle.join().unwrap().unwrap();
+        });
     }
 }
