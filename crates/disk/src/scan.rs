@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Granularities that are compared, in bytes.
@@ -160,7 +160,8 @@ pub fn scan(paths: &[PathBuf], mut progress: impl FnMut(u64, u64)) -> Report {
     report
 }
 
-/// The files among `paths`, those of directories included, sorted within each.
+/// The files among `paths`, those of directories included, sorted within each. Of the names of one file the first
+/// counts, and of links in a directory none: in a mount these are one image, or not there.
 fn expand(paths: &[PathBuf], unreadable: &mut Vec<(PathBuf, String)>) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for path in paths {
@@ -170,15 +171,23 @@ fn expand(paths: &[PathBuf], unreadable: &mut Vec<(PathBuf, String)>) -> Vec<Pat
         }
         match std::fs::read_dir(path) {
             Ok(entries) => {
-                let mut inside: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
-                inside.retain(|path| path.is_file());
+                let entries = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()));
+                let mut inside: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
                 inside.sort();
                 files.extend(inside);
             }
             Err(error) => unreadable.push((path.clone(), error.to_string())),
         }
     }
+    let mut seen = HashSet::new();
+    // What cannot be looked at is told when it is read.
+    files.retain(|path| path.metadata().map_or(true, |metadata| seen.insert((metadata.dev(), metadata.ino()))));
     files
+}
+
+/// Opens a file to be read, and waits for nobody where it is a pipe.
+fn open(path: &Path) -> io::Result<File> {
+    File::options().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)
 }
 
 fn scan_fine(images: &[ScannedImage], seed: u64) -> Equal {
@@ -193,7 +202,7 @@ fn scan_fine(images: &[ScannedImage], seed: u64) -> Equal {
 
 /// Gives every part of a file that holds data to `look`, with the file's size and the part's offset.
 fn each_part(path: &Path, mut look: impl FnMut(u64, u64, &[u8])) -> io::Result<u64> {
-    let file = File::open(path)?;
+    let file = open(path)?;
     let metadata = file.metadata()?;
     if !metadata.is_file() {
         return Err(io::Error::other("not a regular file"));
@@ -243,7 +252,7 @@ fn read_once(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
 
 /// Looks for what keeps pages of an image from being equal to those of others.
 fn look_inside(path: &Path) -> Vec<Warning> {
-    let Ok(file) = File::open(path) else { return Vec::new() };
+    let Ok(file) = open(path) else { return Vec::new() };
     // A little here and there: nothing is to be read ahead.
     let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
     let mut head = vec![0; 64 << 10];
@@ -395,6 +404,25 @@ mod tests {
         let report = scan(&paths, |_, _| ());
         assert_eq!((report.images.len(), report.unreadable.len()), (2, 2));
         assert_eq!(report.images[1], ScannedImage { path: dir.path().join("empty"), ..ScannedImage::default() });
+    }
+
+    #[test]
+    fn a_file_of_many_names_is_one_image_and_a_pipe_keeps_nobody() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        std::fs::write(at("a"), page(1)).unwrap();
+        std::fs::hard_link(at("a"), at("b")).unwrap();
+        std::os::unix::fs::symlink("a", at("c")).unwrap();
+        let outside = tempfile::NamedTempFile::new().unwrap();
+        std::os::unix::fs::symlink(outside.path(), at("d")).unwrap();
+        rustix::fs::mkfifoat(rustix::fs::CWD, at("pipe"), rustix::fs::Mode::RUSR).unwrap();
+        let (done, result) = std::sync::mpsc::channel();
+        let paths = [dir.path().to_owned(), at("b"), at("pipe")];
+        std::thread::spawn(move || done.send(scan(&paths, |_, _| ())));
+        let report = result.recv_timeout(std::time::Duration::from_secs(120)).expect("it waits for a pipe's writer");
+        assert_eq!(report.images.iter().map(|image| image.path.clone()).collect::<Vec<_>>(), [at("a")]);
+        assert!(report.equal.iter().all(|equal| equal.saved_bytes == 0), "{:?}", report.equal);
+        assert_eq!(report.unreadable, [(at("pipe"), "not a regular file".to_owned())]);
     }
 
     #[test]
