@@ -12,7 +12,8 @@ pub struct Config {
     pub flush_interval: Duration,
     /// Most blocks one periodic flush writes per image, so that a flush never takes the disk for long.
     pub flush_batch: usize,
-    /// Dirty share of the cache, in percent, above which a flush starts at once and not at the next interval.
+    /// Dirty share of the cache, in percent, above which a flush starts at once and not at the next interval, and down to
+    /// which it goes on.
     pub dirty_background_percent: u32,
     /// Dirty share of the cache, in percent, above which a writer itself must flush before it goes on.
     pub dirty_percent: u32,

@@ -286,8 +286,8 @@ impl Cache {
         }
     }
 
-    /// The periodic flush: up to the batch of each image, and down to the background mark when there is more.
-    /// Returns how many blocks were written. Errors are noted in their images.
+    /// The periodic flush: up to the batch of each image. Where more than the background mark is left, the next one is
+    /// wanted at once. Returns how many blocks were written. Errors are noted in their images.
     pub fn flush_tick(&self) -> usize {
         let mut written = 0;
         for image in self.images() {
@@ -295,6 +295,46 @@ impl Cache {
                 written += self.flush_up_to(&image, self.config.flush_batch, 0..u64::MAX, false).0;
             }
         }
+        // Disks that take nothing are asked again in time.
+        if written > 0 && self.dirty_blocks.load(Ordering::Relaxed) > self.config.dirty_background() {
+            self.want_flush();
+        }
         written
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::sim::{Faults, SimFile};
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    #[test]
+    fn a_flush_goes_on_in_batches_down_to_the_background_mark() {
+        let config =
+            Config { cache_bytes: 4 << 20, flush_batch: 16, dirty_background_percent: 10, ..Config::default() };
+        let cache = Cache::new(config).unwrap();
+        let file = Arc::new(SimFile::new(vec![0; 4 << 20]));
+        let image = cache.add_image("x", file.clone()).unwrap();
+        let dirty = || image.dirty_bytes() as usize / BLOCK_BYTES;
+        // The writers ask for a flush; after that nobody writes.
+        let write = |byte| (0..4).for_each(|n| cache.write(&image, n << 20, &[byte; 100 * BLOCK_BYTES]).unwrap());
+        write(7);
+        let mut ticks = 0;
+        while cache.wait_for_flush(Duration::ZERO) {
+            cache.flush_tick();
+            ticks += 1;
+            assert!(ticks < 1000, "it never ends");
+        }
+        let mark = cache.config.dirty_background();
+        assert!((1..=mark).contains(&dirty()), "{} blocks after {ticks} ticks", dirty());
+        // A disk that takes nothing is left alone until the interval is over.
+        write(8);
+        file.set_faults(Faults { write: Some(libc::EIO), ..Faults::default() });
+        assert!(cache.wait_for_flush(Duration::ZERO));
+        assert_eq!(cache.flush_tick(), 0);
+        assert!(!cache.wait_for_flush(Duration::ZERO));
     }
 }
