@@ -158,7 +158,8 @@ impl Chunk {
 
 /// One image file and its blocks in the cache.
 ///
-/// Lock order: `shape`, `flush`, `known`, chunk map, chunk, frame record.
+/// For the order of its locks see [`crate::cache`]; that of the chunk map is never held while another is waited for but
+/// a chunk's.
 pub struct Image {
     pub(crate) id: u32,
     pub(crate) name: Mutex<String>,

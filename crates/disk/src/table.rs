@@ -145,7 +145,7 @@ impl Table {
         self.records[frame.at()].touches.load(Ordering::Relaxed) & !AHEAD
     }
 
-    /// Bytes of memory the records take, lists of sharers included.
+    /// Bytes of memory the records take, without the lists of sharers.
     pub(crate) fn memory_bytes(&self) -> usize {
         self.records.len() * size_of::<Record>()
     }

@@ -8,9 +8,10 @@
 //! What it promises: a reader sees the last write; what a sync acknowledged is on the disk; equal bytes are compared
 //! before they are shared (unless a strong fingerprint stands for them). What it does not: order of unsynced writes.
 //!
-//! Locks, outermost first: `Image::shape`, `Image::flush`, `Image::known`, `Image::kept`, a chunk's entries,
-//! `Image::dirty_chunks`, a frame's record. Frames are allocated (which may flush and evict) with at most `shape` held. Nobody who holds
-//! `flush` ever waits for a frame or for `shape`, so a full cache always drains.
+//! Locks, outermost first: `Image::shape`, `Image::flush`, `Image::known` (of two images in the order of their files'
+//! keys), `Image::kept`, a chunk's entries, `Image::dirty_chunks`, `Image::fingerprints`, `queues`, a frame's record.
+//! Frames are allocated (which may flush and evict) with at most `shape` held. Nobody who holds `flush` ever waits for a
+//! frame or for `shape`, so a full cache always drains.
 //!
 //! The rooms, each of which calls only those behind it: `read`, `write`, `shape` and `fingerprints` serve requests;
 //! `load` brings blocks in, `room` finds frames, by `writeback` if need be; `drop` lets blocks go;
