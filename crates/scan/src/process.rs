@@ -19,8 +19,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// Pages in a unit at least: large enough that handing it out costs nothing, small enough to share out well.
 const UNIT_PAGES: u64 = (32 << 20) / PAGE_SIZE as u64;
-/// Units of one mapping at most; a mapping of terabytes is mostly absent.
-const UNITS_PER_AREA: u64 = 4096;
+/// Units of a sparse mapping for each [`UNIT_PAGES`] that are there: they may all lie in a part of it.
+const UNITS_PER_FULL: u64 = 4;
 /// /proc/PID/pagemap, "page exclusively mapped".
 const EXCLUSIVE: u64 = 1 << 56;
 /// /proc/PID/pagemap, "page present".
@@ -126,7 +126,7 @@ impl Source for Process {
                 Some(Verdict::Read(kind, reason)) if kind == Kind::Pool || area.anonymous > 0 => {
                     let read = if kind == Kind::Pool { area.resident } else { area.anonymous };
                     plan.bytes += read * PAGE_SIZE as u64;
-                    add_units(&mut plan.units, area.range, kind, reason);
+                    add_units(&mut plan.units, area.range, read, kind, reason);
                 }
                 _ => {}
             }
@@ -187,8 +187,11 @@ fn query(kind: Kind) -> Query {
     }
 }
 
-fn add_units(units: &mut Vec<Unit>, range: Range, kind: Kind, reason: Option<Reason>) {
-    let step = UNIT_PAGES.max(range.pages().div_ceil(UNITS_PER_AREA));
+/// Divides `range`, of which `present` pages are there, into units. Their number grows with what is there, not with the
+/// range: addresses cost a process nothing.
+fn add_units(units: &mut Vec<Unit>, range: Range, present: u64, kind: Kind, reason: Option<Reason>) {
+    let most = UNITS_PER_FULL * present.div_ceil(UNIT_PAGES).max(1);
+    let step = UNIT_PAGES.max(range.pages().div_ceil(most));
     let first = range.start / PAGE_SIZE as u64;
     let mut done = 0;
     while done < range.pages() {
@@ -251,5 +254,30 @@ impl Files {
             count -= passed;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn units(pages: u64, present: u64) -> Vec<Unit> {
+        let mut units = Vec::new();
+        add_units(&mut units, Range::pages_from(0, pages), present, Kind::Own, None);
+        units
+    }
+
+    #[test]
+    fn units_are_as_many_as_what_is_there() {
+        assert!(units(127 << 18, 1).len() <= UNITS_PER_FULL as usize, "127 GiB of addresses with one page");
+        let full = units(1 << 20, 1 << 20);
+        assert_eq!(full.len() as u64, (1 << 20) / UNIT_PAGES);
+        for some in [units(12_345_678, 3), units(8191, 8191), units(1, 1), units(1 << 30, 1 << 22), full] {
+            let end = some.iter().fold(0, |at, unit| {
+                assert_eq!((unit.first_page, unit.continues), (at, at > 0));
+                at + unit.page_count
+            });
+            assert!(end == some.iter().map(|unit| unit.page_count).sum::<u64>() && end > 0);
+        }
     }
 }
