@@ -27,6 +27,20 @@ pub fn root() -> io::Result<(PathBuf, &'static str, String)> {
     Err(io::Error::other("no memory control groups"))
 }
 
+/// Refuses groups of version 2: there zswap's pool counts against the limit of who was swapped out, and what the cold
+/// tier holds counts for its daemon. One limit would not be the same for both.
+///
+/// # Errors
+/// As [`root`], or on version 2.
+pub fn zswap_lies_outside() -> io::Result<()> {
+    match root()? {
+        (_, "memory.max", _) => Err(io::Error::other(
+            "control groups v2 count zswap's pool inside the limit and ours outside: boot with v1",
+        )),
+        _ => Ok(()),
+    }
+}
+
 /// A memory control group, gone with this value.
 pub struct Group {
     /// Its directory.

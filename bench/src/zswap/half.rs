@@ -102,6 +102,7 @@ fn surviving(tier: bool, mib: usize, requests: usize, reads: &str, killed: &mut 
 
 /// Measures both, in turns.
 pub fn measure(mib: usize, requests: usize, rounds: usize) -> io::Result<Vec<Row>> {
+    crate::group::zswap_lies_outside()?;
     let mut rows = Vec::new();
     for kind in ["reads", "writes"] {
         let mut runs = [Vec::new(), Vec::new()];
