@@ -427,8 +427,9 @@ impl Domain {
                 Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
                 Err(TryLockError::WouldBlock) => continue,
             };
-            let due = member.due_ns.load(Ordering::Acquire) <= now_ns && !member.away.load(Ordering::Acquire);
-            if !due || member.gone.load(Ordering::Acquire) {
+            // It was free when the list was made: others may have stepped, paused or removed it since.
+            let due = member.due_ns.load(Ordering::Acquire) <= now_ns;
+            if !due || member.is_at_rest() || member.gone.load(Ordering::Acquire) {
                 continue;
             }
             let result = self.step_with(&member, &mut work, now_ns);
@@ -445,7 +446,7 @@ impl Domain {
         None
     }
 
-    /// Takes one step with client `id`.
+    /// Takes one step with client `id`, unless it is paused or away.
     ///
     /// # Errors
     /// [`Gone`] if there is no such client; it is forgotten then.
@@ -455,7 +456,7 @@ impl Domain {
         if member.gone.load(Ordering::Acquire) {
             return Err(Gone);
         }
-        if member.away.load(Ordering::Acquire) {
+        if member.is_at_rest() {
             return Ok(Next { due_ns: now_ns + self.config.period_ns, worked: false });
         }
         let result = self.step_with(&member, &mut work, now_ns);

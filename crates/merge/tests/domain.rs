@@ -6,6 +6,8 @@ use pagefold_merge::sim::{Machine, Options, Process, SimClient};
 use pagefold_merge::{ClientId, Config, Domain};
 use pagefold_os::{PAGE_SIZE, Page, Range};
 use pagefold_pool::{Key, Pool, SEGMENT_LEN};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -373,27 +375,31 @@ fn the_index_forgets_what_changed() {
     assert!(sizes[11] < sizes[1] * 2, "{sizes:?}");
 }
 
-/// Says whatever it is told to about its memory.
-struct Liar {
+/// Says whatever it is told to about its memory, and tells of what it is asked.
+struct Scripted {
     honest: SimClient,
-    regions: Vec<Range>,
-    mappings: Vec<PoolMapping>,
+    /// Regions and pool mappings.
+    claims: Option<(Vec<Range>, Vec<PoolMapping>)>,
+    /// Called with the names of some calls before they are done.
+    at: Box<dyn FnMut(&'static str) -> Result<(), Gone> + Send>,
 }
 
-impl Client for Liar {
+impl Client for Scripted {
     fn generation(&mut self) -> u64 {
-        1
+        if self.claims.is_some() { 1 } else { self.honest.generation() }
     }
     fn regions(&mut self) -> Result<Option<Vec<Range>>, Gone> {
-        Ok(Some(self.regions.clone()))
+        (self.at)("regions")?;
+        self.claims.as_ref().map_or_else(|| self.honest.regions(), |claims| Ok(Some(claims.0.clone())))
     }
     fn pool_mappings(&mut self) -> Result<Option<Vec<PoolMapping>>, Gone> {
-        Ok(Some(self.mappings.clone()))
+        self.claims.as_ref().map_or_else(|| self.honest.pool_mappings(), |claims| Ok(Some(claims.1.clone())))
     }
     fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
         self.honest.watch(ranges)
     }
     fn touched(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
+        (self.at)("touched")?;
         self.honest.touched(range, out)
     }
     fn written(&mut self, range: Range, huge: bool, out: &mut Vec<Written>) -> Result<(), Gone> {
@@ -403,6 +409,7 @@ impl Client for Liar {
         self.honest.broken(range, out)
     }
     fn fetch(&mut self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) -> Result<(), Gone> {
+        (self.at)("fetch")?;
         self.honest.fetch(runs, out, readable)
     }
     fn remap(&mut self, pool: &Pool, pieces: &[Piece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
@@ -413,13 +420,57 @@ impl Client for Liar {
     }
 }
 
+/// What a worker found due may be paused or given its memory back before it comes to it.
+#[test]
+fn who_was_just_unmerged_is_not_merged_from_an_old_list() {
+    for paused in [false, true] {
+        let bench = Bench::simple();
+        let (asked, is_asked) = std::sync::mpsc::channel();
+        let (answer, answered) = std::sync::mpsc::channel::<()>();
+        let at = move |_| {
+            asked.send(()).unwrap();
+            let _ = answered.recv();
+            Err(Gone)
+        };
+        bench.domain.add(Box::new(Scripted { honest: bench.machine.spawn().client(), claims: None, at: Box::new(at) }));
+        let process = bench.machine.spawn();
+        process.map(10);
+        let calls = Arc::new(AtomicU32::new(0));
+        let count = calls.clone();
+        let other = bench.domain.add(Box::new(Scripted {
+            honest: process.client(),
+            claims: None,
+            at: Box::new(move |_| {
+                count.fetch_add(1, Ordering::Relaxed);
+                Ok(())
+            }),
+        }));
+        std::thread::scope(|scope| {
+            let worker = scope.spawn(|| bench.domain.step_any(0, &mut Vec::new()));
+            is_asked.recv().unwrap();
+            match paused {
+                true => assert!(bench.domain.pause(other, true)),
+                false => assert_eq!(bench.domain.unmerge(other), Ok(0)),
+            }
+            drop(answer);
+            assert_eq!(worker.join().unwrap(), None, "all that is left is paused");
+        });
+        assert!(bench.domain.step(other, 0).is_ok());
+        assert_eq!(calls.load(Ordering::Relaxed), 0);
+    }
+}
+
 #[test]
 fn claims_that_cannot_be_end_the_client_and_large_ones_are_cut() {
     let bench = Bench::simple();
     let range = |start, end| Range { start, end };
     let step = |regions: Vec<Range>, mappings: Vec<PoolMapping>| {
         let honest = bench.machine.spawn().client();
-        let id = bench.domain.add(Box::new(Liar { honest, regions, mappings }));
+        let id = bench.domain.add(Box::new(Scripted {
+            honest,
+            claims: Some((regions, mappings)),
+            at: Box::new(|_| Ok(())),
+        }));
         bench.domain.step(id, 0).map(|_| id)
     };
     let wrong = [
