@@ -129,7 +129,7 @@ struct Member {
 }
 
 impl Member {
-    /// True if nothing is to be done for it now.
+    /// True if nothing is to be done for it now. Who has its work in hand is told of all that ended before.
     fn is_at_rest(&self) -> bool {
         self.paused.load(Ordering::Acquire) || self.away.load(Ordering::Acquire)
     }
@@ -340,20 +340,25 @@ impl Domain {
         read(&self.members).keys().copied().collect()
     }
 
-    /// Stops or resumes work on a client; merged pages stay merged. False if there is no such client.
+    /// Stops or resumes work on a client; merged pages stay merged. A step in hand ends first. False if there is no such
+    /// client.
     pub fn pause(&self, id: ClientId, paused: bool) -> bool {
         // Not under the lock: what rests is noted with another look at the members.
         let Some(member) = read(&self.members).get(&id).cloned() else { return false };
+        // At once, so that no step begins.
         member.paused.store(paused, Ordering::Release);
-        self.note_rest(&member);
+        let mut work = lock(&member.work);
+        self.note_rest(&member, &mut work);
         true
     }
 
-    fn note_rest(&self, member: &Member) {
+    /// Notes whether a client rests: nobody waits for what it would look up, and no memory for what it would merge.
+    fn note_rest(&self, member: &Member, work: &mut Work) {
         let rests = member.is_at_rest();
         lock(&member.stats).paused = rests;
         if rests {
             self.note_indexing(member, false);
+            work.planned.clear();
         }
     }
 
@@ -377,8 +382,8 @@ impl Domain {
         work.generation = None;
         work.next_period_ns = 0;
         member.due_ns.store(0, Ordering::Release);
+        self.note_rest(&member, &mut work);
         drop(work);
-        self.note_rest(&member);
         if parted.is_err() {
             self.remove(id);
         }
@@ -397,6 +402,7 @@ impl Domain {
         if member.gone.load(Ordering::Acquire) {
             return Err(Gone);
         }
+        self.note_rest(&member, &mut work);
         let result = self.unmerge_all(&mut work);
         self.snapshot(&member, &mut work);
         result

@@ -274,7 +274,10 @@ fn segments_of_dead_slots_are_emptied() {
     let contents = || (0..3 * slots as u32).map(|page| 2 + page * 2);
     let (a, in_a, _) = bench.add(contents());
     let (b, in_b, _) = bench.add(contents());
+    let (.., private) = bench.add(contents());
     bench.periods(8);
+    // Who has its memory back is left alone for good, and does not keep the others from it.
+    assert_eq!(bench.domain.unmerge(private), Ok(3 * slots));
     assert_eq!(bench.domain.stats().pool_bytes, 3 * slots * PAGE);
     // Seven of eight pages get contents of their own, in both.
     for page in (0..3 * slots).filter(|page| page % 8 != 0) {
@@ -458,6 +461,26 @@ fn who_was_just_unmerged_is_not_merged_from_an_old_list() {
         assert!(bench.domain.step(other, 0).is_ok());
         assert_eq!(calls.load(Ordering::Relaxed), 0);
     }
+}
+
+/// Who was given its memory back in the middle of looking up has nothing to look up: nobody waits for it.
+#[test]
+fn nobody_waits_for_who_was_unmerged() {
+    let mut bench = Bench::new(Config::default(), Options { pages_max: 1 << 17, ..Options::default() });
+    let (.., big) = bench.add((0..40_000).map(|page| 1 << 20 | page << 1));
+    for _ in 0..3 {
+        bench.now_ns += bench.domain.config().period_ns;
+        bench.domain.step(big, bench.now_ns).unwrap();
+    }
+    let looked_up = bench.domain.stats().events.pages_fingerprinted;
+    assert!((1..40_000).contains(&looked_up), "in the middle: {looked_up}");
+    assert_eq!(bench.domain.unmerge(big), Ok(0));
+    // Every second page has a twin.
+    let contents = |side: u32| (0..60).map(move |page| 2 + page * 2 + if page % 2 == 0 { 0 } else { side << 16 });
+    let (a, ..) = bench.add(contents(1));
+    let (b, ..) = bench.add(contents(2));
+    bench.periods(3);
+    assert_eq!((a.slots().len(), b.slots().len()), (30, 30));
 }
 
 #[test]

@@ -9,7 +9,7 @@
 //! with others again, and the books know them.
 
 use super::period::within;
-use super::{Domain, Entry, Work, lock, read};
+use super::{Domain, Entry, Member, Work, lock, read};
 use crate::client::{Gone, PoolMapping};
 use pagefold_os::{PAGE_SIZE, Range};
 use pagefold_pool::SLOTS_PER_SEGMENT;
@@ -83,7 +83,9 @@ impl Domain {
     fn place_to_leave(&self, work: &Work) -> Option<Place> {
         let (clients, paused) = {
             let members = read(&self.members);
-            (members.len(), members.values().any(|member| member.paused.load(Ordering::Acquire)))
+            let keeps =
+                |member: &Member| member.paused.load(Ordering::Acquire) && lock(&member.stats).pages_sharing > 0;
+            (members.len(), members.values().any(|member| keeps(member)))
         };
         let mut compaction = lock(&self.compaction);
         if let Some(from) = compaction.from {
@@ -104,7 +106,7 @@ impl Domain {
             compaction.from = None;
             compaction.periods = WASTEFUL_PERIODS * clients;
         }
-        // Who is paused moves nothing; and while pages are looked up, slots are about to be shared. Who is away moves nothing
+        // Who is paused moves nothing, if it has something to move; and while pages are looked up, slots are about to be shared. Who is away moves nothing
         // either, but that a client says of itself: it shall not keep the others from it.
         let at_rest = !paused && self.indexing.load(Ordering::Acquire) == 0;
         let wasteful = self.pool.wasteful(self.config.dead_slots_min);

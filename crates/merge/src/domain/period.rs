@@ -409,7 +409,6 @@ impl Domain {
     pub(super) fn unmerge_all(&self, work: &mut Work) -> Result<u64, Gone> {
         self.stir();
         work.deferred.clear();
-        work.planned.clear();
         // What was planned is dropped with the mail: looked up anew when work goes on.
         for chunk in work.table.chunks_mut().iter_mut().filter(|chunk| chunk.counts.candidate > 0) {
             for index in chunk.pages() {
