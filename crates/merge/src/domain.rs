@@ -408,11 +408,11 @@ impl Domain {
         result
     }
 
-    /// The earliest time at which some client wants a step and none has it in hand; also wakes nobody.
+    /// The earliest time at which a client wants a step that nobody has in hand; who has one in hand sees to it himself.
     pub fn due_ns(&self) -> Option<u64> {
         read(&self.members)
             .values()
-            .filter(|member| !member.is_at_rest())
+            .filter(|member| !member.is_at_rest() && !matches!(member.work.try_lock(), Err(TryLockError::WouldBlock)))
             .map(|member| member.due_ns.load(Ordering::Acquire))
             .min()
     }

@@ -463,6 +463,30 @@ fn who_was_just_unmerged_is_not_merged_from_an_old_list() {
     }
 }
 
+/// A client that some worker has in hand is due when that worker says so: the others need not look every moment.
+#[test]
+fn a_client_in_hand_is_not_due() {
+    let bench = Bench::simple();
+    let (asked, is_asked) = std::sync::mpsc::channel();
+    let (answer, answered) = std::sync::mpsc::channel::<()>();
+    let at = move |_| {
+        let _ = asked.send(());
+        let _ = answered.recv();
+        Ok(())
+    };
+    bench.domain.add(Box::new(Scripted { honest: bench.machine.spawn().client(), claims: None, at: Box::new(at) }));
+    assert_eq!(bench.domain.due_ns(), Some(0));
+    std::thread::scope(|scope| {
+        let worker = scope.spawn(|| bench.domain.step_any(0, &mut Vec::new()));
+        is_asked.recv().unwrap();
+        let due = bench.domain.due_ns();
+        drop(answer);
+        assert!(worker.join().unwrap().is_some());
+        assert_eq!(due, None);
+    });
+    assert_eq!(bench.domain.due_ns(), Some(1000));
+}
+
 /// Who was given its memory back in the middle of looking up has nothing to look up: nobody waits for it.
 #[test]
 fn nobody_waits_for_who_was_unmerged() {
