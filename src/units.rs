@@ -100,6 +100,15 @@ pub fn one_in(text: &str) -> Result<u32, String> {
     if share > 0.0 && share <= 1.0 && one_in <= 1e6 { Ok(one_in as u32) } else { Err(hint()) }
 }
 
+/// Parses a process id; for clap's `value_parser`.
+///
+/// # Errors
+/// One line that says where to get one.
+pub fn pid(text: &str) -> Result<i32, String> {
+    let known = text.parse().ok().filter(|pid| *pid > 0);
+    known.ok_or_else(|| format!("`{text}` is no process id; pidof tells it by name"))
+}
+
 /// Shows bytes as `17 B`, `4.0 KiB`, `512 MiB`: three digits that matter.
 pub fn show_size(bytes: u64) -> String {
     const NAMES: &[&str] = &["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
@@ -219,6 +228,14 @@ mod tests {
         }
         for text in ["", "0", "0/3", "3/0", "2", "150%", "-1/4", "x/y", "nan"] {
             assert!(one_in(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn process_ids_are_positive_numbers() {
+        assert_eq!(pid("4711"), Ok(4711));
+        for text in ["", "0", "-1", "abc", "99999999999"] {
+            assert_eq!(pid(text), Err(format!("`{text}` is no process id; pidof tells it by name")));
         }
     }
 

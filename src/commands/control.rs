@@ -13,10 +13,13 @@ const PAGE: u64 = pagefold_os::PAGE_SIZE as u64;
 
 /// Give a client its private memory back and leave it alone
 #[derive(clap::Args)]
-#[command(after_help = "Examples:\n  pagefold unmerge 4711\n\npagefold resume 4711 lets it merge again.")]
+#[command(
+    after_help = "Examples:\n  pagefold unmerge 4711\n  pagefold unmerge $(pidof redis-server)\n\npagefold resume 4711 lets it merge again."
+)]
 pub struct Unmerge {
-    /// Process id of the client
-    client: i32,
+    /// Process ids of clients
+    #[arg(required = true, value_name = "PID", value_parser = units::pid)]
+    clients: Vec<i32>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -27,10 +30,11 @@ pub struct Unmerge {
 
 /// Stop merging, for one client or for all; what is merged stays
 #[derive(clap::Args)]
-#[command(after_help = "Examples:\n  pagefold pause\n  pagefold pause 4711")]
+#[command(after_help = "Examples:\n  pagefold pause\n  pagefold pause 4711 4712")]
 pub struct Pause {
-    /// Process id of the client [default: all]
-    client: Option<i32>,
+    /// Process ids of clients [default: all]
+    #[arg(value_name = "PID", value_parser = units::pid)]
+    clients: Vec<i32>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -41,10 +45,11 @@ pub struct Pause {
 
 /// Go on merging
 #[derive(clap::Args)]
-#[command(after_help = "Examples:\n  pagefold resume\n  pagefold resume 4711")]
+#[command(after_help = "Examples:\n  pagefold resume\n  pagefold resume 4711 4712")]
 pub struct Resume {
-    /// Process id of the client [default: all]
-    client: Option<i32>,
+    /// Process ids of clients [default: all]
+    #[arg(value_name = "PID", value_parser = units::pid)]
+    clients: Vec<i32>,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -74,41 +79,82 @@ struct Done {
     count: u64,
 }
 
-fn done(socket: Option<PathBuf>, request: &Request, json: bool, words: [&str; 2]) -> Result<ExitCode, Error> {
-    let socket = host::socket(socket.as_deref())?;
-    tell(host::ask(&socket, request)?, json, words)
+/// Asks for each of `whom`, which is not empty. One that fails does not keep the others from their turn: it is said, and
+/// the exit status tells; if all fail there is nothing but the error.
+pub(super) fn for_each<T, U>(whom: &[T], ask: impl Fn(&T) -> Result<U, Error>) -> Result<(Vec<U>, ExitCode), Error> {
+    let (mut done, mut errors) = (Vec::new(), Vec::new());
+    for one in whom {
+        match ask(one) {
+            Ok(answer) => done.push(answer),
+            Err(error) => errors.push(error.to_string()),
+        }
+    }
+    errors.dedup();
+    if done.is_empty() {
+        return Err(errors.join("; ").into());
+    }
+    for error in &errors {
+        eprintln!("pagefold: {error}");
+    }
+    Ok((done, if errors.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }))
 }
 
-fn tell(answer: Answer, json: bool, words: [&str; 2]) -> Result<ExitCode, Error> {
+/// Asks for each of `clients`, or for all if none are named, and prints one count for all.
+fn done(
+    socket: Option<PathBuf>,
+    clients: Vec<i32>,
+    request: impl Fn(Option<i32>) -> Request,
+    json: bool,
+    words: [&str; 2],
+) -> Result<ExitCode, Error> {
+    let socket = host::socket(socket.as_deref())?;
+    let whom: Vec<Option<i32>> = if clients.is_empty() { vec![None] } else { clients.into_iter().map(Some).collect() };
+    let (counts, code) = for_each(&whom, |pid| count_of(host::ask(&socket, &request(*pid))?))?;
+    tell(counts.iter().sum(), json, words)?;
+    Ok(code)
+}
+
+fn count_of(answer: Answer) -> Result<u64, Error> {
     match answer {
-        Answer::Done { count } if json => print_json(&Done { count })?,
-        Answer::Done { count } => say!("{} {}", units::show_count(count), words[usize::from(count != 1)]),
-        other => return Err(format!("the daemon answered {other:?}").into()),
+        Answer::Done { count } => Ok(count),
+        other => Err(format!("the daemon answered {other:?}").into()),
     }
-    Ok(ExitCode::SUCCESS)
+}
+
+fn tell(count: u64, json: bool, words: [&str; 2]) -> Result<(), Error> {
+    if json {
+        print_json(&Done { count })?;
+    } else {
+        say!("{} {}", units::show_count(count), words[usize::from(count != 1)]);
+    }
+    Ok(())
 }
 
 /// Runs `unmerge`.
 pub fn unmerge(args: Unmerge) -> Result<ExitCode, Error> {
     let socket = host::socket(args.socket.as_deref())?;
-    let shared = |status: &Status| -> u64 {
-        status.clients.iter().filter(|one| one.pid == args.client).map(|one| one.stats.pages_sharing).sum()
-    };
     let healed = |status: &Status| -> u64 { status.domains.iter().map(|one| one.events.healed).sum() };
-    let answer = host::ask_and_watch(&socket, &Request::Unmerge { pid: args.client }, "unmerge", |before, now| {
-        (healed(now).saturating_sub(healed(before)) * PAGE, shared(before) * PAGE)
+    let (counts, code) = for_each(&args.clients, |&pid| {
+        let shared = |status: &Status| -> u64 {
+            status.clients.iter().filter(|one| one.pid == pid).map(|one| one.stats.pages_sharing).sum()
+        };
+        let answer = host::ask_and_watch(&socket, &Request::Unmerge { pid }, "unmerge", |before, now| {
+            (healed(now).saturating_sub(healed(before)) * PAGE, shared(before) * PAGE)
+        })?;
+        count_of(answer)
     })?;
-    tell(answer, args.json, ["page is private again", "pages are private again"])
+    tell(counts.iter().sum(), args.json, ["page is private again", "pages are private again"])?;
+    Ok(code)
 }
 
 /// Runs `pause`.
 pub fn pause(args: Pause) -> Result<ExitCode, Error> {
-    done(args.socket, &Request::Pause { pid: args.client }, args.json, ["client paused", "clients paused"])
+    done(args.socket, args.clients, |pid| Request::Pause { pid }, args.json, ["client paused", "clients paused"])
 }
 
 /// Runs `resume`.
 pub fn resume(args: Resume) -> Result<ExitCode, Error> {
-    done(args.socket, &Request::Resume { pid: args.client }, args.json, ["client resumed", "clients resumed"])
+    done(args.socket, args.clients, |pid| Request::Resume { pid }, args.json, ["client resumed", "clients resumed"])
 }
 
 /// Runs `verify`.
@@ -136,4 +182,19 @@ pub fn verify(args: Verify) -> Result<ExitCode, Error> {
         }
     }
     Ok(if found.wrong.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_that_fails_does_not_keep_the_others_from_their_turn() {
+        let even = |number: &i32| if number % 2 == 0 { Ok(*number) } else { Err(Error::from("odd")) };
+        let code = |whom: &[i32]| for_each(whom, even).map(|(done, code)| (done, format!("{code:?}")));
+        let (good, bad) = (format!("{:?}", ExitCode::SUCCESS), format!("{:?}", ExitCode::FAILURE));
+        assert_eq!(code(&[2, 4]).unwrap(), (vec![2, 4], good));
+        assert_eq!(code(&[1, 2, 3, 4]).unwrap(), (vec![2, 4], bad));
+        assert_eq!(code(&[1, 3]).unwrap_err().to_string(), "odd");
+    }
 }

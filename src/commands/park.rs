@@ -1,6 +1,7 @@
 //! `pagefold park` and `unpark`: an idle client's memory to the cold tier and back, at once.
 
 use super::Error;
+use super::control::for_each;
 use crate::output::print_json;
 use crate::{host, say, units};
 use pagefold_daemon::cold::{ColdClient, Whom};
@@ -16,6 +17,7 @@ use std::time::Instant;
 Examples:
   pagefold run -- qemu-system-x86_64 -m 2G disk.img &
   pagefold park 4711
+  pagefold park $(pidof qemu-system-x86_64)
   pagefold park --cgroup machine.slice
   pagefold park --all
 
@@ -42,12 +44,13 @@ pub struct Unpark {
 }
 
 #[derive(clap::Args)]
+#[command(group(clap::ArgGroup::new("whom").required(true).args(["clients", "cgroup", "all"])))]
 struct Target {
-    /// Process id of the client
-    #[arg(required_unless_present_any = ["cgroup", "all"], conflicts_with_all = ["cgroup", "all"])]
-    client: Option<i32>,
+    /// Process ids of clients
+    #[arg(value_name = "PID", value_parser = units::pid)]
+    clients: Vec<i32>,
     /// All clients in this cgroup and below it
-    #[arg(long, value_name = "PATH", conflicts_with = "all")]
+    #[arg(long, value_name = "PATH")]
     cgroup: Option<String>,
     /// All clients
     #[arg(long)]
@@ -61,11 +64,12 @@ struct Target {
 }
 
 impl Target {
-    fn whom(&self) -> Whom {
-        match (&self.client, &self.cgroup) {
-            (Some(pid), _) => Whom::Pid(*pid),
-            (None, Some(path)) => Whom::Cgroup(path.clone()),
-            (None, None) => Whom::All,
+    /// One request each.
+    fn whom(&self) -> Vec<Whom> {
+        match &self.cgroup {
+            Some(path) => vec![Whom::Cgroup(path.clone())],
+            None if self.all => vec![Whom::All],
+            None => self.clients.iter().map(|pid| Whom::Pid(*pid)).collect(),
         }
     }
 }
@@ -79,28 +83,32 @@ struct Moved {
     seconds: f64,
 }
 
-/// Asks for `request` and shows meanwhile, on a terminal, how many bytes went (or came).
-fn ask_and_watch(socket: &Path, request: &Request, target: &Target, park: bool) -> Result<Answer, Error> {
+/// Asks for `whom` and shows meanwhile, on a terminal, how many bytes went (or came); returns clients and pages.
+fn ask_and_watch(socket: &Path, whom: &Whom, park: bool) -> Result<(u64, u64), Error> {
+    let whom = whom.clone();
+    let one = if let Whom::Pid(pid) = whom { Some(pid) } else { None };
+    let request = if park { Request::Park { whom } } else { Request::Unpark { whom } };
     let sum = |status: &Status, of: fn(&ColdClient) -> u64| -> u64 {
-        status.cold.clients.iter().filter(|one| target.client.is_none_or(|pid| pid == one.pid)).map(of).sum()
+        status.cold.clients.iter().filter(|client| one.is_none_or(|pid| pid == client.pid)).map(of).sum()
     };
     let out = |client: &ColdClient| client.pages_out * pagefold_os::PAGE_SIZE as u64;
-    host::ask_and_watch(socket, request, if park { "park" } else { "unpark" }, |before, now| {
+    let answer = host::ask_and_watch(socket, &request, if park { "park" } else { "unpark" }, |before, now| {
         // What is locked or pinned stays; what grows meanwhile may be more than there was.
         let resident = |client: &ColdClient| pagefold_os::procfs::rss(client.pid);
         let done = sum(now, out).abs_diff(sum(before, out));
         (done, if park { done + sum(now, resident) } else { sum(before, out) })
-    })
+    })?;
+    let Answer::Moved { clients, pages } = answer else {
+        return Err("the daemon answered something else".into());
+    };
+    Ok((clients, pages))
 }
 
 fn moved(target: &Target, park: bool) -> Result<ExitCode, Error> {
-    let whom = target.whom();
-    let request = if park { Request::Park { whom } } else { Request::Unpark { whom } };
     let socket = host::socket(target.socket.as_deref())?;
     let began = Instant::now();
-    let Answer::Moved { clients, pages } = ask_and_watch(&socket, &request, target, park)? else {
-        return Err("the daemon answered something else".into());
-    };
+    let (moved, code) = for_each(&target.whom(), |whom| ask_and_watch(&socket, whom, park))?;
+    let (clients, pages) = moved.iter().fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
     let bytes = pages * pagefold_os::PAGE_SIZE as u64;
     let seconds = began.elapsed().as_secs_f64();
     if target.json {
@@ -115,7 +123,7 @@ fn moved(target: &Target, park: bool) -> Result<ExitCode, Error> {
             if park { "went to the cold tier" } else { "came back" },
         );
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(code)
 }
 
 /// Runs `park`.
