@@ -119,8 +119,13 @@ impl Table {
         Table { align, rows: vec![names], style }
     }
 
-    /// Adds a row; missing cells are empty.
+    /// Adds a row; missing cells are empty. Whoever's words they are, they are shown [`clean`].
     pub fn row(&mut self, cells: impl IntoIterator<Item = String>) {
+        self.styled_row(cells.into_iter().map(|cell| clean(&cell)));
+    }
+
+    /// Adds a row of our own words, which may have attributes.
+    pub fn styled_row(&mut self, cells: impl IntoIterator<Item = String>) {
         self.rows.push(cells.into_iter().take(self.align.len()).collect());
     }
 
@@ -171,14 +176,19 @@ fn visible_width(text: &str) -> usize {
     width
 }
 
-/// Shortens `text` to `width` letters, marking the cut with `…`; control letters become `?`, so that a
-/// process cannot write to the terminal through its name.
+/// The text with `?` for control letters, so that nobody writes to the terminal through the name of a process, a file or
+/// a domain, nor makes one line look like two.
+pub fn clean(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+}
+
+/// Shortens `text`, made [`clean`], to `width` letters, marking the cut with `…`.
 pub fn shorten(text: &str, width: usize) -> String {
-    let clean: Vec<char> = text.chars().map(|c| if c.is_control() { '?' } else { c }).collect();
-    if clean.len() <= width {
-        return clean.into_iter().collect();
+    let clean = clean(text);
+    if clean.chars().count() <= width {
+        return clean;
     }
-    clean.into_iter().take(width.saturating_sub(1)).chain(['…']).collect()
+    clean.chars().take(width.saturating_sub(1)).chain(['…']).collect()
 }
 
 /// A bar of `width` letters that shows `part` of `whole`, in eighths of a letter.
@@ -275,6 +285,15 @@ mod tests {
     #[test]
     fn names_cannot_write_to_the_terminal() {
         assert_eq!(shorten("a\x1b[2Jb", 20), "a?[2Jb");
+        assert_eq!(clean("a\u{9b}31m\nb\tc\u{7f}é"), "a?31m?b?c?é");
+        let mut table = Table::new(Style { on: true }, &["name", ">pages"]);
+        table.row(["a\x1b[31mb\n".into(), "1".into()]);
+        table.styled_row([Style { on: true }.bold("ours"), "2".into()]);
+        assert!(
+            table.render(0).ends_with("\na?[31mb?      1\n\x1b[1mours\x1b[0m          2\n"),
+            "{:?}",
+            table.render(0)
+        );
         assert_eq!(shorten("qemu-system-x86_64", 8), "qemu-sy…");
         assert_eq!(shorten("qemu", 4), "qemu");
     }

@@ -182,6 +182,23 @@ const STOP: &str = "import socket,sys\ns=socket.socket(socket.AF_UNIX,socket.SOC
 s.connect(sys.argv[1])\ns.send(b'{\"ask\":\"stop\"}')\ns.recv(4096)";
 
 /// A tool with a small tree beside it, and what tells something of it and of process `pid`, in an order that works.
+#[test]
+fn names_of_files_do_not_write_to_the_terminal() {
+    let tool = Tool::new();
+    std::fs::create_dir(tool.dir.path().join("d\x1b[1m")).expect("a directory");
+    std::fs::write(tool.dir.path().join("d\x1b[1m/r\x1b[31med\n.raw"), [7; 8192]).expect("a file");
+    for (args, name) in [
+        (["disk", "scan", "d\x1b[1m"], "d?[1m/r?[31med?.raw "),
+        (["scan", "--tree", "d\x1b[1m"], " d?[1m\n"),
+        (["image", "scan", "d\x1b[1m"], " d?[1m\n"),
+    ] {
+        let shown = tool.run(&args);
+        assert!(shown.status.success(), "{args:?}: {}", text(&shown.stderr));
+        let shown = text(&shown.stdout);
+        assert!(shown.contains(name) && !shown.contains('\x1b'), "{args:?}: {shown:?}");
+    }
+}
+
 fn tellers(pid: &str) -> (Tool, Vec<Vec<&str>>) {
     let tool = Tool::new();
     std::fs::create_dir(tool.dir.path().join("tree")).expect("a directory");

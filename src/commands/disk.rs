@@ -1,7 +1,7 @@
 //! `pagefold disk`: disk images through one page cache without copies.
 
 use super::Error;
-use crate::output::{Progress, Style, Table, print, print_json};
+use crate::output::{Progress, Style, Table, clean, print, print_json};
 use crate::units::{self, show_size};
 use pagefold_disk::control;
 use pagefold_disk::mount::{self, Options};
@@ -295,7 +295,8 @@ fn run_status(args: &StatusArgs) -> Result<ExitCode, Error> {
 
 /// A mount's status as text.
 fn show(status: &Status, style: Style) -> String {
-    let mut text = format!("{} at {}\n", style.bold(&status.directory), style.bold(&status.mountpoint));
+    let (directory, mountpoint) = (clean(&status.directory), clean(&status.mountpoint));
+    let mut text = format!("{} at {}\n", style.bold(&directory), style.bold(&mountpoint));
     text.push_str(&format!(
         "memory saved {}, disk reads saved {}; {} of {} in use, {} of bookkeeping, {} dirty\n",
         style.good(&show_size(status.memory_saved_bytes)),
@@ -311,7 +312,7 @@ fn show(status: &Status, style: Style) -> String {
     let indirect: Vec<&str> =
         status.images.iter().filter(|image| image.open && !image.direct_io).map(|image| &*image.name).collect();
     if !indirect.is_empty() {
-        let names = indirect.join(", ");
+        let names = clean(&indirect.join(", "));
         text.push_str(&style.warn(&format!("the file system refuses direct I/O, the kernel caches too: {names}")));
         text.push('\n');
     }
@@ -349,7 +350,7 @@ fn run_scan(args: &ScanArgs) -> Result<ExitCode, Error> {
         print(&show_scan(&report, started.elapsed(), Style::stdout()))?;
     }
     for (path, why) in &report.unreadable {
-        eprintln!("pagefold: {}: {why}", path.display());
+        eprintln!("pagefold: {}: {why}", clean(&path.display().to_string()));
     }
     Ok(if report.unreadable.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -371,7 +372,7 @@ fn show_scan(report: &scan::Report, elapsed: Duration, style: Style) -> String {
     }
     text.push_str(&format!("\n{}", equal.render(0)));
     for warning in &report.warnings {
-        let line = format!("{}: {}", warning.path.display(), warning.problem);
+        let line = clean(&format!("{}: {}", warning.path.display(), warning.problem));
         text.push_str(&format!("\n{}\n  cure: {}\n", style.warn(&line), warning.cure));
     }
     text.push_str(

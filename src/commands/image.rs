@@ -1,7 +1,7 @@
 //! `pagefold image`: trees stored by content and mounted so that equal files share page cache.
 
 use super::Error;
-use crate::output::{Style, Table, print, print_json};
+use crate::output::{Style, Table, clean, print, print_json};
 use crate::say;
 use crate::units::{self, show_count, show_size};
 use pagefold_image::Error as ImageError;
@@ -597,7 +597,8 @@ fn verify_images(store: &Store, names: &[String], frames: bool, json: bool) -> R
         print_json(&serde_json::to_value(&found)?)?;
     } else {
         for damage in &found.damaged {
-            say!("damaged: {}: {} (images: {})", damage.path, damage.what, damage.images.join(", "));
+            let images = damage.images.join(", ");
+            say!("{}", clean(&format!("damaged: {}: {} (images: {images})", damage.path, damage.what)));
         }
         say!(
             "{} images, {} objects, {}: {} damaged",

@@ -217,7 +217,7 @@ fn pages(report: &Report, style: Style) -> String {
     let mut row = |name: &str, pages: u64, remark: &str| {
         if pages > 0 {
             let share = show_percent(pages, totals.examined);
-            table.row([name.into(), show_count(pages), show_size(pages * PAGE), share, style.dim(remark)]);
+            table.styled_row([name.into(), show_count(pages), show_size(pages * PAGE), share, style.dim(remark)]);
         }
     };
     row("examined", totals.examined, "");
@@ -280,8 +280,8 @@ fn bill(report: &Report, style: Style) -> String {
     table.row(["saved".into(), show_size(saved), show_size(ksm.saved_bytes), String::new()]);
     table.row(["own metadata".into(), minus(metadata), minus(ksm.metadata_bytes), String::new()]);
     let mappings = style.dim(&format!("{} mappings", show_count(cost.mappings)));
-    table.row(["kernel's mappings".into(), minus(cost.mapping_bytes), "0 B".into(), mappings]);
-    table.row([
+    table.styled_row(["kernel's mappings".into(), minus(cost.mapping_bytes), "0 B".into(), mappings]);
+    table.styled_row([
         "net".into(),
         style.bold(&show_size_signed(cost.net_bytes)),
         show_size_signed(ksm.net_bytes),

@@ -1,7 +1,7 @@
 //! `pagefold scan --tree`: what storing directories as images would save, before anything is built.
 
 use super::Error;
-use crate::output::print_json;
+use crate::output::{clean, print_json};
 use crate::say;
 use crate::units::show_size;
 use pagefold_image::progress::Progress;
@@ -20,7 +20,8 @@ pub fn run_tree(dirs: &[PathBuf], json: bool) -> Result<ExitCode, Error> {
         return Ok(code);
     }
     for tree in &found.trees {
-        say!("{:>10}  {:>8} files  {}", show_size(tree.bytes), tree.files, tree.path.display());
+        let path = clean(&tree.path.display().to_string());
+        say!("{:>10}  {:>8} files  {path}", show_size(tree.bytes), tree.files);
     }
     say!(
         "{:>10}  {:>8} files  in all ({} of zero pages)",

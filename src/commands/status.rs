@@ -1,7 +1,7 @@
 //! `pagefold status`: what is merged now, once.
 
 use super::Error;
-use crate::output::{Style, Table, print, print_json};
+use crate::output::{Style, Table, clean, print, print_json};
 use crate::parts::ImageStore;
 use crate::{host, units};
 use pagefold_daemon::status::Status;
@@ -97,7 +97,7 @@ fn render_cold(out: &mut String, status: &Status, style: Style) {
         let _ = writeln!(
             out,
             "\ncold tier of {}: {} of pages in {} (ratio {:.1}), {} contents, {} on disk, {} of waste",
-            tier.name,
+            clean(&tier.name),
             style.bold(&units::show_size(tier.cold_bytes)),
             units::show_size(tier.held_bytes),
             tier.ratio,
@@ -225,8 +225,30 @@ fn render(status: &Status, style: Style) -> String {
     if !status.not_covered.is_empty() {
         out.push_str("\nnot covered:\n");
         for process in &status.not_covered {
-            let _ = writeln!(out, "{:>12} {}: {}", process.pid, process.name, process.reason);
+            let _ = writeln!(out, "{:>12} {}: {}", process.pid, clean(&process.name), clean(&process.reason));
         }
     }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_daemon::cold::ColdClient;
+    use pagefold_daemon::status::{Client, NotCovered};
+
+    #[test]
+    fn processes_and_domains_do_not_write_to_the_terminal() {
+        let hostile = || "e\x1b[31mvil\n".to_owned();
+        let mut status = Status {
+            clients: vec![Client { name: hostile(), domain: hostile(), ..Client::default() }],
+            not_covered: vec![NotCovered { name: hostile(), reason: hostile(), pid: 7 }],
+            ..Status::default()
+        };
+        status.cold.clients.push(ColdClient { name: hostile(), domain: hostile(), ..ColdClient::default() });
+        let text = render(&status, Style::plain());
+        assert_eq!(text.matches("e?[31mvil?").count(), 6, "{text:?}");
+        let disk = pagefold_disk::Status { mountpoint: hostile(), ..Default::default() };
+        assert!(!(text + &render_disks(&[disk], Style::plain())).contains('\x1b'));
+    }
 }
