@@ -153,6 +153,7 @@ fn exit_codes_are_those_of_the_help_text() {
         (vec!["unmerge"], 2),
         (vec!["pause", "abc"], 2),
         (vec!["daemon", "--period", "1ms"], 2),
+        (vec!["disk", "mount", "/no/such", "/no/such", "--cache-size", "4T"], 2),
         (vec!["run"], 2),
         (vec!["run", "--domain", "", "--", "true"], 125),
         (run("/no/such/program"), 127),

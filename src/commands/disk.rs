@@ -39,8 +39,8 @@ struct MountArgs {
     directory: PathBuf,
     /// Where to show them; an empty directory outside of DIRECTORY
     mountpoint: PathBuf,
-    /// Memory for blocks; bookkeeping comes on top, about 2.5 %
-    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = units::size)]
+    /// Memory for blocks; bookkeeping comes on top, about 2.5 % and 1 MiB
+    #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = cache_size)]
     cache_size: u64,
     /// Return once mounted
     #[arg(long)]
@@ -78,6 +78,27 @@ struct MountArgs {
     /// How long open files are served after a request to end
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = units::duration)]
     grace: Duration,
+}
+
+fn cache_size(text: &str) -> Result<u64, String> {
+    let size = units::size(text)?;
+    let max = pagefold_disk::config::CACHE_BYTES_MAX as u64;
+    if size <= max { Ok(size) } else { Err(format!("takes at most 4 TiB less one page ({max})")) }
+}
+
+/// Refuses a cache whose bookkeeping alone would not fit, and says when the cache itself will not.
+fn check_memory(cache_bytes: u64) -> Result<(), Error> {
+    let (available, total) = pagefold_os::procfs::available_and_total();
+    let (size, records) = (show_size(cache_bytes), cache_bytes / 40);
+    if records > available {
+        let (records, free) = (show_size(records), show_size(available));
+        let why = format!("the bookkeeping of {size} takes {records}, and {free} are free");
+        return Err(format!("--cache-size: {why}").into());
+    }
+    if cache_bytes > total {
+        eprintln!("pagefold: note: --cache-size {size} is more than this machine has, {}", show_size(total));
+    }
+    Ok(())
 }
 
 /// A flush costs the disk something: not more often than a hundred times a second.
@@ -131,6 +152,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
 }
 
 fn run_mount(args: &MountArgs) -> Result<ExitCode, Error> {
+    check_memory(args.cache_size)?;
     if args.background {
         return mount_in_background(args);
     }

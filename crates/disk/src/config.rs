@@ -6,7 +6,7 @@ use std::time::Duration;
 /// How a cache behaves. Sizes in bytes, times as durations.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Memory for blocks. Bookkeeping comes on top: about 2.5 % of it.
+    /// Memory for blocks, [`CACHE_BYTES_MAX`] at most. Bookkeeping comes on top: about 2.5 % of it and 1 MiB.
     pub cache_bytes: usize,
     /// Pause between two periodic flushes. The paper's forced flush: a dirty page cannot be shared, a flushed one can.
     pub flush_interval: Duration,
@@ -57,6 +57,9 @@ impl Default for Config {
 
 /// Smallest cache: enough for every worker to have one request in flight.
 pub const CACHE_BYTES_MIN: usize = 1024 * BLOCK_BYTES;
+
+/// Largest cache: the number of a frame has 30 bits.
+pub const CACHE_BYTES_MAX: usize = ((1 << 30) - 1) * BLOCK_BYTES;
 
 /// A number nobody outside can guess: the standard library seeds its hash maps from the kernel's generator.
 pub(crate) fn random_u64() -> u64 {

@@ -18,6 +18,7 @@
 //! breach of the rule panics, so that each test is also a test of the protocol.
 
 use crate::BLOCK_BYTES;
+use crate::config::CACHE_BYTES_MAX;
 use std::io::{IoSlice, IoSliceMut};
 use std::ptr::NonNull;
 
@@ -68,9 +69,12 @@ impl Frames {
     /// Maps room for `count` frames; memory is taken when a frame is first touched.
     ///
     /// # Errors
-    /// The mapping is refused (address space or overcommit limit).
+    /// The mapping is refused (address space or overcommit limit), or there are more frames than numbers for them.
     pub(crate) fn new(count: usize) -> std::io::Result<Self> {
-        assert!(count > 0 && count < (1 << 30), "frame numbers have 30 bits");
+        assert!(count > 0, "a cache has frames");
+        if count > CACHE_BYTES_MAX / BLOCK_BYTES {
+            return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "a cache takes less than 4 TiB"));
+        }
         // SAFETY: a fresh anonymous mapping at an address the kernel chooses touches no existing memory.
         let base = unsafe {
             libc::mmap(
@@ -290,6 +294,7 @@ mod tests {
 
     #[test]
     fn neighbours_become_one_buffer() {
+        assert_eq!(Frames::new(1 << 30).err().map(|e| e.kind()), Some(std::io::ErrorKind::InvalidInput));
         let frames = Frames::new(8).unwrap();
         let mut owned: Vec<OwnedFrame> = [1, 2, 5].map(|n| OwnedFrame(FrameIndex(n))).into();
         let sizes = frames.fill(&mut owned, |buffers| {

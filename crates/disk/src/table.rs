@@ -104,7 +104,11 @@ pub(crate) struct Table {
 }
 
 impl Table {
-    pub(crate) fn new(frame_count: usize) -> Self {
+    /// Makes the records of `frame_count` frames.
+    ///
+    /// # Errors
+    /// Memory for them is refused.
+    pub(crate) fn new(frame_count: usize) -> std::io::Result<Self> {
         let record = || Record {
             touches: AtomicU8::new(0),
             body: Mutex::new(Body {
@@ -115,7 +119,10 @@ impl Table {
                 sharers: Sharers::None,
             }),
         };
-        Self { records: (0..frame_count).map(|_| record()).collect() }
+        let mut records = Vec::new();
+        records.try_reserve_exact(frame_count).map_err(|_| std::io::ErrorKind::OutOfMemory)?;
+        records.extend((0..frame_count).map(|_| record()));
+        Ok(Self { records: records.into_boxed_slice() })
     }
 
     pub(crate) fn lock(&self, frame: FrameIndex) -> MutexGuard<'_, Body> {
@@ -227,7 +234,8 @@ mod tests {
 
     #[test]
     fn what_was_read_ahead_is_not_touched_by_its_first_reader() {
-        let table = Table::new(1);
+        assert_eq!(Table::new(1 << 50).err().map(|e| e.kind()), Some(std::io::ErrorKind::OutOfMemory));
+        let table = Table::new(1).unwrap();
         table.mark_ahead(FrameIndex(0));
         table.touch(FrameIndex(0));
         assert_eq!(table.touches(FrameIndex(0)), 0);

@@ -83,7 +83,7 @@ impl Cache {
         }
         Ok(Self {
             frames,
-            table: Table::new(frame_count),
+            table: Table::new(frame_count)?,
             free: FreeFrames::new(frame_count),
             queues: Mutex::new(Queues::new(frame_count)),
             index: ContentIndex::new(frame_count)?,
