@@ -39,10 +39,19 @@ pub fn runtime_dir() -> Result<PathBuf, Error> {
             // In /tmp somebody else may have made it first: then it is not ours to trust.
             let owner = fs::symlink_metadata(&dir)?;
             if !owner.is_dir() || owner.uid() != uid || owner.mode() & 0o022 != 0 {
-                return Err(format!("{} is not a directory of yours alone; remove it", dir.display()).into());
+                let is = match owner.is_dir() {
+                    true => format!("of user {} with mode {:04o}", owner.uid(), owner.mode() & 0o7777),
+                    false => "no directory".to_owned(),
+                };
+                return Err(format!(
+                    "{} must be a directory of user {uid} that nobody else may write, and is {is}; set \
+                     PAGEFOLD_RUNTIME_DIR to one",
+                    dir.display()
+                )
+                .into());
             }
         }
-        Err(error) => return Err(format!("cannot make {}: {error}; set XDG_RUNTIME_DIR", dir.display()).into()),
+        Err(error) => return Err(format!("cannot make {}: {error}; set PAGEFOLD_RUNTIME_DIR", dir.display()).into()),
     }
     Ok(dir)
 }

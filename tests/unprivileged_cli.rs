@@ -182,7 +182,21 @@ fn exit_codes_are_those_of_the_help_text() {
 const STOP: &str = "import socket,sys\ns=socket.socket(socket.AF_UNIX,socket.SOCK_SEQPACKET)\n\
 s.connect(sys.argv[1])\ns.send(b'{\"ask\":\"stop\"}')\ns.recv(4096)";
 
-/// A tool with a small tree beside it, and what tells something of it and of process `pid`, in an order that works.
+#[test]
+fn a_runtime_directory_that_others_may_write_is_described_and_not_to_be_removed() {
+    let tool = Tool::new();
+    let open = tool.dir.path().join("run");
+    std::fs::create_dir(&open).expect("a directory");
+    std::fs::set_permissions(&open, std::os::unix::fs::PermissionsExt::from_mode(0o777)).expect("its mode");
+    for (dir, is) in [(open.as_path(), "with mode 0777"), (std::path::Path::new("/etc/passwd"), "no directory")] {
+        let refused = tool.command(&["status"]).env("PAGEFOLD_RUNTIME_DIR", dir).output().expect("the tool runs");
+        let errors = text(&refused.stderr);
+        assert_eq!(refused.status.code(), Some(1), "{errors}");
+        assert!(errors.contains(is) && errors.contains("set PAGEFOLD_RUNTIME_DIR"), "{errors}");
+        assert!(!errors.contains("remove"), "{errors}");
+    }
+}
+
 #[test]
 fn names_of_files_do_not_write_to_the_terminal() {
     let tool = Tool::new();
@@ -200,6 +214,7 @@ fn names_of_files_do_not_write_to_the_terminal() {
     }
 }
 
+/// A tool with a small tree beside it, and what tells something of it and of process `pid`, in an order that works.
 fn tellers(pid: &str) -> (Tool, Vec<Vec<&str>>) {
     let tool = Tool::new();
     std::fs::create_dir(tool.dir.path().join("tree")).expect("a directory");
