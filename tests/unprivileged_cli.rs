@@ -183,6 +183,20 @@ const STOP: &str = "import socket,sys\ns=socket.socket(socket.AF_UNIX,socket.SOC
 s.connect(sys.argv[1])\ns.send(b'{\"ask\":\"stop\"}')\ns.recv(4096)";
 
 #[test]
+fn a_demonstration_leaves_nothing_but_the_agent() {
+    let tool = Tool::new();
+    if !tool.run(&["doctor"]).status.success() {
+        return println!("SKIPPED: no merging here");
+    }
+    let shown = tool.run(&["demo", "--no-ksm", "--processes", "2", "--size", "4M"]);
+    assert!(shown.status.success(), "{}", text(&shown.stderr));
+    assert!(text(&shown.stdout).contains("after: the processes and pagefold's daemon"), "{}", text(&shown.stdout));
+    let left = std::fs::read_dir(tool.dir.path().join("run")).expect("the runtime directory");
+    let left: Vec<_> = left.map(|entry| entry.expect("an entry").file_name().into_string().expect("UTF-8")).collect();
+    assert!(left.iter().all(|name| name.starts_with("agent-")), "{left:?}");
+}
+
+#[test]
 fn a_runtime_directory_that_others_may_write_is_described_and_not_to_be_removed() {
     let tool = Tool::new();
     let open = tool.dir.path().join("run");

@@ -11,6 +11,7 @@ use crate::{host, say, units};
 use pagefold_daemon::control::{Answer, Request};
 use pagefold_daemon::status::Status;
 use pagefold_os::{ksm, procfs};
+use pagefold_scan::Ksm;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
@@ -61,7 +62,10 @@ pub struct ClientArgs {
 struct Row {
     name: &'static str,
     before_bytes: u64,
+    /// With all that merging itself keeps.
     after_bytes: u64,
+    /// Of that: the daemon and the kernel's mappings, or KSM's records.
+    own_bytes: u64,
     seconds: f64,
     cpu_seconds: f64,
     pages_merged: u64,
@@ -75,7 +79,10 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         return Err("--processes takes 2 to 64".into());
     }
     let (available, _) = procfs::available_and_total();
-    if args.size < 1 << 20 || args.size > available / 4 * 3 / args.processes as u64 {
+    if args.size < 1 << 20 {
+        return Err("--size takes at least 1 MiB".into());
+    }
+    if args.size > available / 4 * 3 / args.processes as u64 {
         let (size, free) = (units::show_size(args.size), units::show_size(available));
         return Err(format!(
             "{} processes of {size} do not fit: {free} are free; use a smaller --size",
@@ -133,6 +140,12 @@ fn show(rows: &[Row], why_no_ksm: Option<String>) -> Result<(), Error> {
         ]);
     }
     print(&table.render(0))?;
+    let own = |row: &Row| match row.name {
+        "KSM" => format!("KSM's records, {}", units::show_size(row.own_bytes)),
+        _ => format!("{}'s daemon and mappings, {}", row.name, units::show_size(row.own_bytes)),
+    };
+    let own = rows.iter().map(own).collect::<Vec<_>>().join(", or ");
+    say!("after: the processes and {own}; per page: processor time per page merged");
     if let Some(why) = why_no_ksm {
         say!("\n{why}");
     }
@@ -210,7 +223,11 @@ impl Drop for OwnDaemon {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
-        let _ = std::fs::remove_file(&self.socket);
+        for end in ["", ".lock"] {
+            let mut path = self.socket.clone().into_os_string();
+            path.push(end);
+            let _ = std::fs::remove_file(path);
+        }
     }
 }
 
@@ -246,8 +263,11 @@ fn with_pagefold(args: &Args) -> Result<Row, Error> {
     crew.answers("merging")?;
     let began = Instant::now();
     let (status, seconds) = settle(&daemon.socket, began)?;
-    let daemon_bytes = || procfs::memory(daemon.child.id() as i32).map(|memory| memory.pss).unwrap_or(0);
-    let after_bytes = crew.pss() + daemon_bytes();
+    let own = procfs::memory(daemon.child.id() as i32).unwrap_or_default();
+    let mapping_bytes: u64 = status.domains.iter().map(|domain| domain.mapping_bytes).sum();
+    // What the daemon maps of the pool is the processes' memory, no matter who is charged with it.
+    let own_bytes = own.pss - own.pss_shared_memory + mapping_bytes;
+    let after_bytes = crew.pss() + own.pss + mapping_bytes;
     let merged = status.totals.pages_merged;
     tell!(
         args,
@@ -280,6 +300,7 @@ fn with_pagefold(args: &Args) -> Result<Row, Error> {
         name: "pagefold",
         before_bytes,
         after_bytes,
+        own_bytes,
         seconds,
         cpu_seconds: status.totals.cpu_ns as f64 / 1e9,
         pages_merged: merged,
@@ -313,6 +334,12 @@ fn settle(socket: &Path, began: Instant) -> Result<(Status, f64), Error> {
     }
 }
 
+/// KSM's nodes: one for each page it keeps, and one for each chain of equal ones.
+fn ksm_nodes() -> u64 {
+    let read = |name| ksm::read(name).unwrap_or(0).max(0) as u64;
+    read("pages_shared") + read("stable_node_chains")
+}
+
 fn with_ksm(args: &Args) -> Result<Row, Error> {
     tell!(args, "\nThe same with the kernel's KSM (pages_to_scan 1000000, sleep_millisecs 0) …");
     let mut settings = ksm::Settings::take()?;
@@ -327,7 +354,7 @@ fn with_ksm(args: &Args) -> Result<Row, Error> {
     crew.tell("merge")?;
     crew.answers("merging")?;
     let sharing = || ksm::read("pages_sharing").unwrap_or(0).max(0) as u64;
-    let held = sharing();
+    let (held, nodes) = (sharing(), ksm_nodes());
     let began = Instant::now();
     ksm::write("run", 1)?;
     let mut last = (held, began.elapsed(), cpu());
@@ -343,7 +370,10 @@ fn with_ksm(args: &Args) -> Result<Row, Error> {
         }
     }
     ksm::write("run", 0)?;
-    let after_bytes = crew.pss();
+    // As `scan` bills it: a record for each page looked at, and a node for each kept.
+    let items: u64 = crew.0.iter().filter_map(|(child, ..)| ksm::rmap_items(child.id() as i32)).sum();
+    let own_bytes = (items + ksm_nodes().saturating_sub(nodes)) * Ksm::ITEM_BYTES;
+    let after_bytes = crew.pss() + own_bytes;
     let intact = crew.check()?;
     let pages_merged = last.0 - held + ksm::read("pages_shared").unwrap_or(0).max(0) as u64;
     drop(crew);
@@ -352,6 +382,7 @@ fn with_ksm(args: &Args) -> Result<Row, Error> {
         name: "KSM",
         before_bytes,
         after_bytes,
+        own_bytes,
         seconds: last.1.as_secs_f64(),
         cpu_seconds: (last.2 - cpu_before) as f64 / 1e9,
         pages_merged,

@@ -29,6 +29,12 @@ pub fn write(name: &str, value: i64) -> io::Result<()> {
     fs::write(path(name), value.to_string())
 }
 
+/// Records of single pages that KSM keeps about process `pid` (kernel 6.1 or later).
+pub fn rmap_items(pid: i32) -> Option<u64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/ksm_stat")).ok()?;
+    text.lines().find_map(|line| line.strip_prefix("ksm_rmap_items "))?.trim().parse().ok()
+}
+
 /// Tells that nobody uses KSM.
 ///
 /// # Errors
@@ -117,6 +123,15 @@ mod tests {
             _ => Err(io::ErrorKind::NotFound.into()),
         };
         unused_with(read, advisor).err().map(|error| error.kind())
+    }
+
+    #[test]
+    fn a_process_that_marks_nothing_has_no_records() {
+        match rmap_items(std::process::id() as i32) {
+            Some(items) => assert_eq!(items, 0),
+            None => println!("SKIPPED: this kernel tells nothing of KSM's records"),
+        }
+        assert_eq!(rmap_items(i32::MAX), None);
     }
 
     #[test]

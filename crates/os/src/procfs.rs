@@ -62,6 +62,8 @@ pub struct Memory {
     pub rss: u64,
     /// Resident, each page divided by its mappers.
     pub pss: u64,
+    /// Of that: shared memory, as of memory files.
+    pub pss_shared_memory: u64,
     /// Resident and nobody else's.
     pub private: u64,
     /// Anonymous.
@@ -78,6 +80,7 @@ pub fn memory(pid: i32) -> io::Result<Memory> {
     Ok(Memory {
         rss: kib("Rss"),
         pss: kib("Pss"),
+        pss_shared_memory: kib("Pss_Shmem"),
         private: kib("Private_Clean") + kib("Private_Dirty"),
         anonymous: kib("Anonymous"),
     })
