@@ -2194,6 +2194,51 @@ static void blocks(void) {
     CHECK(most >= 500, "only %zu pages were ever merged", most);
 }
 
+// Blocks that are never freed, of the process and of a child, and a heap that only grows: no call that is followed tells of them.
+static void blocks_kept(void) {
+    enum { BLOCKS = 32, BLOCK_PAGES = 256, SMALL = 8192 };
+    static char *block[2][BLOCKS];
+    static uint64_t *small[SMALL];
+    struct region r = merged(1024);
+    for (int who = 0; who < 2; who++) {
+        pid_t child = who ? fork() : 0;
+        CHECK(child >= 0, "fork");
+        if (child > 0) {
+            CHECK(ended_well(child), "the child");
+            break;
+        }
+        nap(2000);
+        for (int i = 0; i < BLOCKS; i++) {
+            char *at = block[who][i] = malloc(BLOCK_PAGES * PAGE);
+            CHECK(at, "malloc");
+            for (size_t p = 0; p < BLOCK_PAGES; p++) fill_page(at + p * PAGE, 3000 + 100 * who + p % 32);
+        }
+        for (size_t i = 0; i < BLOCKS; i++) {
+            struct region one = {block[who][i], BLOCK_PAGES, 32, 3000 + 100 * who};
+            wait_merged(&one, BLOCK_PAGES / 2);
+            check(&one, "in a block");
+        }
+        if (who) _exit(0);
+    }
+    // Less at a time than has a mapping of its own; equal pages, whatever lies where.
+    nap(2000);
+    for (size_t i = 0; i < SMALL; i++) {
+        small[i] = calloc(8, 1024);
+        CHECK(small[i], "calloc");
+        for (size_t j = 0; j < 1024; j++) small[i][j] = 77;
+    }
+    double began = now();
+    size_t here, wanted = SMALL;
+    char *first = (char *)small[0] - (size_t)small[0] % PAGE, *last = (char *)small[SMALL - 1];
+    while ((here = pool_pages(first, last - first)) < wanted / 4) {
+        CHECK(now() - began < WAIT_MAX, "only %zu of %zu pages of the heap were merged", here, wanted);
+        nap(100);
+    }
+    for (size_t i = 0; i < SMALL; i++)
+        for (size_t j = 0; j < 1024; j++) CHECK(small[i][j] == 77, "block %zu is wrong", i);
+    check(&r, "after all");
+}
+
 static void all_memory(int by_prctl) {
     if (by_prctl) CHECK(prctl(67 /* PR_SET_MEMORY_MERGE */, 1, 0, 0, 0) == 0 || errno == EINVAL, "PR_SET_MEMORY_MERGE");
     struct region r = fill(2048, 64, 7000);
@@ -2464,7 +2509,7 @@ static const struct scenario scenarios[] = {
     {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"less-with-nobody-there", less_with_nobody_there}, {"privileges-in-handlers", privileges_in_handlers}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},
-    {"direct", direct}, {"uring", uring}, {"uring-leaving", uring_leaving}, {"system-calls", system_calls}, {"blocks", blocks}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
+    {"direct", direct}, {"uring", uring}, {"uring-leaving", uring_leaving}, {"system-calls", system_calls}, {"blocks", blocks}, {"blocks-kept", blocks_kept}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
     {"memory-merge", memory_merge}, {"serve", serve}, {"decay", decay}, {"scatter", scatter}, {"tasks", tasks}, {"mappings", mappings},
 };
 

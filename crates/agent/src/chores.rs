@@ -25,15 +25,15 @@ pub(crate) fn leave_if_alone() {
 }
 
 /// What our threads do now and then, since `looked`: end if they are the last ones, and take back what the program tracked by
-/// a userfaultfd that is closed by now. `probe` is a descriptor of ours.
-pub(crate) fn look_around(looked: &mut u64, me: usize, probe: Option<&Uffd>) {
+/// a userfaultfd that is closed by now. `probe` is a descriptor of ours. False if it is too early for that.
+pub(crate) fn look_around(looked: &mut u64, me: usize, probe: Option<&Uffd>) -> bool {
     let now = sched::monotonic_ns();
     if now - *looked < LOOKS_NS {
-        return;
+        return false;
     }
     *looked = now;
     leave_if_alone();
-    let (Some(held), Some(probe)) = (SHARED.guard.try_lock(me), probe) else { return };
+    let (Some(held), Some(probe)) = (SHARED.guard.try_lock(me), probe) else { return true };
     let table = SHARED.tables(&held).table;
     let mut from = 0;
     while let Some(range) =
@@ -47,4 +47,5 @@ pub(crate) fn look_around(looked: &mut u64, me: usize, probe: Option<&Uffd>) {
             SHARED.changed();
         }
     }
+    true
 }

@@ -21,6 +21,7 @@ pub(crate) use life::start;
 pub(crate) use life::{REST, ask_to_leave_giving_back, stop, stop_giving_back, wait_begun};
 
 use crate::channel::{input, write_out};
+use crate::growth::Growth;
 use crate::heap::Heap;
 use crate::maps::Maps;
 use crate::own::{NURSERY, NURSERY_LEN, is_left_alone};
@@ -66,6 +67,8 @@ pub(crate) struct Agent {
     pub(crate) pagemap: Fd,
     /// Its mappings.
     pub(crate) maps: Maps,
+    /// Whether there are more of them than were listed.
+    growth: Growth,
     /// Where the agent may run, and where it does if it was called somewhere.
     cpus: sched::Cpus,
     cpu: Option<u64>,

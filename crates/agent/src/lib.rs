@@ -8,7 +8,7 @@
 //! descriptors to itself.
 //!
 //! `shared` is what the program's threads and ours meet in, with [`guard`] and
-//! [`table`]; `thread`, `own`, `maps`, `plain` and `listing` stand on that. The
+//! [`table`]; `thread`, `own`, `maps`, `plain`, `listing` and `growth` stand on that. The
 //! thread of live merging is `engine`, with [`remap`] and `heap`; that of the
 //! tier is [`cold`]. [`wire`] and [`cold_table`] are what the daemon sees.
 
@@ -28,6 +28,8 @@ pub mod cold_table;
 mod engine;
 #[cfg(not(loom))]
 pub mod filter;
+#[cfg(not(loom))]
+mod growth;
 pub mod guard;
 #[cfg(not(loom))]
 mod heap;

@@ -7,6 +7,7 @@
 use super::Agent;
 use crate::chores::leave_if_alone;
 use crate::cold;
+use crate::growth::Growth;
 use crate::heap::Heap;
 use crate::maps::Maps;
 use crate::own::{STAGING, mark_own};
@@ -198,6 +199,7 @@ fn set_up(channel_fd: Fd, (pagemap, maps): (Fd, Maps), device: Option<&Fd>, left
         segments: [const { None }; SEGMENTS_HELD],
         pagemap,
         maps,
+        growth: Growth::begin(),
         cpus: sched::Cpus::of_thread().unwrap_or(sched::Cpus::NONE),
         cpu: None,
         voids: [false; FREEZE_PAGES_MAX],

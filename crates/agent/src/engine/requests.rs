@@ -34,7 +34,10 @@ impl Agent {
         let mut looked = 0;
         let (mut busy, mut told) = (0, 0);
         loop {
-            look_around(&mut looked, AGENT, Some(&self.watch));
+            let looks = look_around(&mut looked, AGENT, Some(&self.watch));
+            if looks && SHARED.all.load(Ordering::Relaxed) && self.growth.is_news() {
+                SHARED.changed();
+            }
             let now = sched::monotonic_ns();
             let pause_ms = if now - busy < BUSY_NS { PAUSES_MS[0] } else { PAUSES_MS[1] };
             let mut polls = [
@@ -221,6 +224,9 @@ impl Agent {
 
     /// Lists the managed ranges, or (`pool`) the mappings of pool files from address `from` on.
     fn regions(&mut self, pool: bool, from: u64) -> Result<usize> {
+        if !pool {
+            self.growth.note_listed();
+        }
         // Reading the table needs the guard, reading maps does not; both are short.
         let held = self.lock_guard();
         let (channel, table) = (self.channel.addr(), SHARED.tables(&held).table);
