@@ -171,14 +171,15 @@ fn connect(cold: &mut Option<Cold>, phase: &AtomicU32) -> Result<Connection> {
     let cold = cold.as_mut().ok_or(Errno(libc::EPROTO))?;
     ready.a = u64::from(cold.bare);
     sock::send(&socket, ready.bytes(), &[cold.hold.fd().raw(), cold.table_fd.raw()])?;
-    let (go, _) = receive(&socket, Op::ColdGo, phase)?;
-    if go.status != 0 {
-        if cold.bare {
-            // It may have been enabled, which goes once; nothing hangs on it yet.
-            cold.hold = Uffd::bare(device.as_ref())?;
-        }
-        return Err(Errno(go.status));
+    let go = receive(&socket, Op::ColdGo, phase).and_then(|(go, _)| match go.status {
+        0 => Ok(go),
+        errno => Err(Errno(errno)),
+    });
+    if go.is_err() && cold.bare {
+        // It may have been enabled, which goes once; nothing hangs on it yet.
+        cold.hold = Uffd::bare(device.as_ref())?;
     }
+    let go = go?;
     cold.bare = false;
     TABLE.store(cold.table.base(), Ordering::Release);
     sock::set_timeout(&socket, 0)?;

@@ -79,10 +79,6 @@ impl Cold {
         if !uffd.is_one() {
             return Err(Errno(libc::EPROTO));
         }
-        // Whoever is in a namespace that we do not see has no number.
-        if bare && who.pid > 0 && self.clients_of(&Whom::Pid(who.pid)).len() >= CLIENTS_PER_PROCESS {
-            return Err(Errno(libc::EUSERS));
-        }
         if bare {
             let features = uffd::FEATURE_PAGEFAULT_FLAG_WP
                 | uffd::FEATURE_WP_ASYNC
@@ -111,6 +107,18 @@ impl Cold {
                 && client.uid == who.uid
                 && same_file(&client.table_fd, &new.table_fd)
         });
+        let known = match known {
+            // Its agent never heard that it was a client, and watches nothing with the descriptor of then.
+            Some(client) if bare => {
+                group.remove(client.region);
+                None
+            }
+            known => known,
+        };
+        // Whoever is in a namespace that we do not see has no number.
+        if bare && who.pid > 0 && self.clients_of(&Whom::Pid(who.pid)).len() >= CLIENTS_PER_PROCESS {
+            return Err(Errno(libc::EUSERS));
+        }
         let client = match known {
             Some(client) => client,
             None => {
@@ -172,13 +180,23 @@ mod tests {
     use super::*;
     use pagefold_tier::keeper::Keeper;
 
+    fn bare() -> Uffd {
+        Uffd::bare(uffd::open_device().ok().as_ref()).unwrap()
+    }
+
     /// Greets as one that is this process.
     fn attach(cold: &Cold, group: &Arc<Group>) -> (Result<(), Errno>, Handed) {
-        let bare = || Uffd::bare(uffd::open_device().ok().as_ref()).unwrap();
-        let (uffd, (handed, map)) = (bare(), client::tests::handed(bare()));
-        let copy =
-            Handed { uffd, table: handed.table.duplicate().unwrap(), pagemap: handed.pagemap.duplicate().unwrap() };
-        drop(map);
+        let (handed, _) = client::tests::handed(bare());
+        (attach_as(cold, group, &handed), handed)
+    }
+
+    /// Greets as the one that has this, which its descriptor has not done before.
+    fn attach_as(cold: &Cold, group: &Arc<Group>, handed: &Handed) -> Result<(), Errno> {
+        let copy = Handed {
+            uffd: Uffd::from_fd(handed.uffd.fd().duplicate().unwrap()),
+            table: handed.table.duplicate().unwrap(),
+            pagemap: handed.pagemap.duplicate().unwrap(),
+        };
         let mut pair = [0; 2];
         // SAFETY: the kernel writes two numbers.
         let made =
@@ -188,7 +206,7 @@ mod tests {
         let [ours, _theirs] = pair.map(|fd| unsafe { Fd::from_raw(fd) });
         let link = ColdLink::new(Arc::new(ours)).unwrap();
         let who = Identity { region: 0, token: 0, pid: std::process::id() as i32, uid: 0 };
-        (cold.attach(group, who, copy, link, true, &Packet::new(Op::Hello)), handed)
+        cold.attach(group, who, copy, link, true, &Packet::new(Op::Hello))
     }
 
     fn table_of(handed: &Handed) -> u64 {
@@ -225,5 +243,30 @@ mod tests {
         assert_eq!((&last.0, table_of(&last.1)), (&Err(Errno(libc::EUSERS)), 0));
         let regions: Vec<u32> = lock(&group.clients).keys().copied().collect();
         regions.into_iter().for_each(|region| group.remove(region));
+    }
+    /// The answer to a greeting does not arrive, so the agent greets again, with another descriptor and the same table.
+    #[test]
+    fn who_greets_anew_is_served_by_the_descriptor_that_it_has() {
+        if client::tests::own(uffd::FEATURE_EVENT_REMOVE, 1).is_none() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let cold = Cold::new(Config::default(), &dir.path().join("s"));
+        let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
+        let (mut handed, _map) = client::tests::handed(bare());
+        assert_eq!(attach_as(&cold, &group, &handed), Ok(()));
+        handed.uffd = bare();
+        assert_eq!(attach_as(&cold, &group, &handed), Ok(()));
+        let clients: Vec<_> = lock(&group.clients).values().cloned().collect();
+        assert_eq!(clients.len(), 1);
+        let memory = pagefold_os::mem::Mapping::anonymous(pagefold_os::PAGE_SIZE).unwrap();
+        let range = pagefold_os::Range::pages_from(memory.addr(), 1);
+        handed.uffd.register(range, uffd::MODE_MISSING).unwrap();
+        // Nobody else may, not even for the same process.
+        let registered = clients[0].uffd.register(range, uffd::MODE_MISSING);
+        // Else the mapping's end would wait for a reader that a wrong answer says is not there.
+        handed.uffd.unregister(range).unwrap();
+        assert_eq!(registered, Ok(()));
+        group.remove(clients[0].region);
     }
 }
