@@ -3,7 +3,7 @@
 //! Pages go by discards and unmaps, move by mremap(2), and are copied by forks that nobody saw. All of that is obeyed
 //! before any fault of the same batch is served.
 
-use super::{Client, PAGE, Service};
+use super::{Client, PAGE, Served, Service};
 use pagefold_agent::cold_table::{FROZEN, OUT, RESIDENT, VOID};
 use pagefold_os::fd::Fd;
 use pagefold_os::uffd::{self, Event, Uffd};
@@ -87,7 +87,9 @@ impl Client {
         moving.retain(|to, from| {
             let page = &mut cluster[0];
             if let Err(error) = tier.load(self.region, *from / PAGE, page) {
-                self.lose(tier, *to, &error);
+                if matches!(self.lose(tier, *to, &error), Served::Again) {
+                    return true;
+                }
             } else {
                 // SAFETY: the page is ours.
                 let (_, error) = unsafe { self.uffd.copy(*to, page.as_ptr() as u64, PAGE, 0) };
@@ -180,5 +182,36 @@ mod tests {
         // SAFETY: our own child.
         assert_eq!(unsafe { libc::waitpid(forked, &mut status, 0) }, forked);
         assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 7), "bits of pages that were right");
+    }
+    /// A moved page that cannot be loaded is SIGBUS in the end, also if a discard is under way when that is found.
+    #[test]
+    fn a_moved_page_that_is_damaged_waits_until_it_can_be_poisoned() {
+        let Some((client, memory)) = own(uffd::FEATURE_EVENT_REMOVE, 3) else { return };
+        let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
+        let page_at = |number: u64| memory.addr() + number * PAGE;
+        // Where the tier has nothing.
+        lock(&client.service).moving.insert(page_at(2), 1 << 30);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                // SAFETY: memory of ours that nobody uses.
+                let _ = unsafe { pagefold_os::mem::advise(page_at(0), PAGE, libc::MADV_DONTNEED) };
+            });
+            let mut polls = [libc::pollfd { fd: client.uffd.fd().raw(), events: libc::POLLIN, revents: 0 }];
+            assert_eq!(fd::poll(&mut polls, 60_000), Ok(1), "no discard");
+            let mut service = lock(&client.service);
+            client.bring_moved(&mut service, &tier);
+            let waits = service.is_moving();
+            client.read_events(&mut service, &tier);
+            assert!(waits, "given up before it was poisoned");
+            let mut polls = 0;
+            while service.is_moving() && polls < 60_000 {
+                client.bring_moved(&mut service, &tier);
+                std::thread::sleep(Duration::from_millis(1));
+                polls += 1;
+            }
+        });
+        // There: so nobody gets another page there.
+        assert_eq!(client.uffd.zero(Range::pages_from(page_at(2), 1), 0).1, Some(Errno(libc::EEXIST)));
+        assert_eq!(client.table.head().lost.load(std::sync::atomic::Ordering::Relaxed), 1);
     }
 }
