@@ -197,6 +197,8 @@ pub struct Domain {
     /// Held (shared) by who adds or removes a member, and by who counts all members' pages (alone). First of all locks.
     roster: RwLock<()>,
     next_id: AtomicU64,
+    /// The latest time that a step was told.
+    now_ns: AtomicU64,
     /// Members that have pages to look up.
     indexing: AtomicUsize,
     sweep: Mutex<Sweep>,
@@ -241,6 +243,7 @@ impl Domain {
             members: RwLock::default(),
             roster: RwLock::default(),
             next_id: AtomicU64::new(1),
+            now_ns: AtomicU64::new(0),
             indexing: AtomicUsize::new(0),
             sweep: Mutex::new(Sweep { cursor: SweepCursor::new(), seen: 0, left: 0 }),
             stirred: AtomicU64::new(0),
@@ -478,6 +481,7 @@ impl Domain {
     }
 
     fn step_with(&self, member: &Member, work: &mut Work, now_ns: u64) -> Result<Next, Gone> {
+        self.now_ns.fetch_max(now_ns, Ordering::Relaxed);
         let mut worked = false;
         if now_ns >= work.next_period_ns {
             self.pass_period(member, work)?;
@@ -523,8 +527,13 @@ impl Domain {
         if indexing {
             self.indexing.fetch_add(1, Ordering::AcqRel);
         } else if self.indexing.fetch_sub(1, Ordering::AcqRel) == 1 {
-            read(&self.members).values().for_each(|member| member.due_ns.store(0, Ordering::Release));
+            read(&self.members).values().for_each(|member| self.hurry(member));
         }
+    }
+
+    /// A client has something to do at once; who waits already comes first.
+    fn hurry(&self, member: &Member) {
+        member.due_ns.fetch_min(self.now_ns.load(Ordering::Relaxed), Ordering::AcqRel);
     }
 
     /// Calls `f` with room for `pages` fetched pages.
@@ -556,8 +565,7 @@ impl Domain {
             let Some(Some(to)) = chunks.refs.get(chunk as usize) else { continue };
             let Some(member) = members.get(&to.client) else { continue };
             lock(&member.inbox).push((to.addr + u64::from(page) * PAGE_SIZE as u64, *slot));
-            // The owner has something to do at once.
-            member.due_ns.store(0, Ordering::Release);
+            self.hurry(member);
         }
     }
 

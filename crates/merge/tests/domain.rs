@@ -487,6 +487,34 @@ fn a_client_in_hand_is_not_due() {
     assert_eq!(bench.domain.due_ns(), Some(1000));
 }
 
+/// Mail has its owner stepped soon, but not before who has waited longer.
+#[test]
+fn clients_that_find_each_other_do_not_starve_a_third() {
+    let mut bench = Bench::simple();
+    let (a, ..) = bench.add((0..400).map(|page| 2 + page * 2));
+    let (b, ..) = bench.add((0..400).map(|page| 2 + page * 2));
+    let process = bench.machine.spawn();
+    process.map(10);
+    let asked = Arc::new(AtomicU32::new(0));
+    let count = asked.clone();
+    let at = move |call| {
+        count.fetch_add(u32::from(call == "touched"), Ordering::Relaxed);
+        Ok(())
+    };
+    bench.domain.add(Box::new(Scripted { honest: process.client(), claims: None, at: Box::new(at) }));
+    for _ in 0..8 {
+        // All three have waited for the end of the period, and the first two have mail for each other in between.
+        bench.now_ns += bench.domain.config().period_ns + 10;
+        let before = asked.load(Ordering::Relaxed);
+        for _ in 0..3 {
+            bench.domain.step_any(bench.now_ns, &mut Vec::new());
+        }
+        assert!(asked.load(Ordering::Relaxed) > before, "it had no turn");
+        while bench.domain.step_any(bench.now_ns, &mut Vec::new()).is_some() {}
+    }
+    assert!(a.slots().len() + b.slots().len() > 400, "they did find each other");
+}
+
 /// Who was given its memory back in the middle of looking up has nothing to look up: nobody waits for it.
 #[test]
 fn nobody_waits_for_who_was_unmerged() {
