@@ -3,8 +3,10 @@
 
 mod common;
 
-use common::{Daemon, Reaped, Server, TOOL, can_merge, events, finish, semantics, wait_for};
-use std::os::unix::process::ExitStatusExt;
+use common::{Daemon, Reaped, Server, TOOL, can_merge, events, finish, semantics, skipped, wait_for};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, Stdio};
 
 /// The daemon's status after the client `serve` had time to be merged as far as the limits allow.
@@ -81,6 +83,35 @@ fn unmerged_memory_is_one_mapping_again() {
     assert_eq!(client.check("check"), 0);
     let after = mappings();
     assert!(after < before + 20, "{before} mappings before, {after} after");
+}
+
+/// What a device may be reading into cannot be given back, and is not said to be.
+#[test]
+fn unmerge_fails_where_memory_stays_shared() {
+    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+    std::fs::write(dir.path().join("disk"), [0; 4096]).expect("a file");
+    let direct = std::fs::File::options().read(true).custom_flags(libc::O_DIRECT).open(dir.path().join("disk"));
+    let Ok(direct) = direct else { return skipped("no O_DIRECT here") };
+    let daemon = Daemon::start(&[]);
+    let mut command = daemon.run(&[]);
+    // SAFETY: one system call; the descriptor that it makes is the program's.
+    unsafe {
+        command.pre_exec(move || match libc::dup(direct.as_raw_fd()) {
+            -1 => Err(std::io::Error::last_os_error()),
+            _ => Ok(()),
+        })
+    };
+    let mut client = Server::start(command, program);
+    wait_for("pages to be merged", 60, || client.check("check") > 8000);
+    let pid = client.pid().to_string();
+    let output = daemon.tool(&["unmerge", &pid]);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(1) && errors.contains("O_DIRECT"), "{:?}: {errors}", output.status);
+    let output = daemon.tool(&["unmerge", "--json", &pid]);
+    let told: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert!(told["count"] == 0 && told["left"].as_u64() > Some(8000), "{told}");
+    assert!(client.check("check") > 8000);
 }
 
 #[test]

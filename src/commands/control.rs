@@ -75,8 +75,17 @@ pub struct Verify {
 /// What `--json` prints.
 #[derive(serde::Serialize)]
 struct Done {
-    /// Clients, or pages.
+    /// Clients.
     count: u64,
+}
+
+/// What `unmerge --json` prints.
+#[derive(serde::Serialize)]
+struct Unmerged {
+    /// Pages that are private again.
+    count: u64,
+    /// Pages that stay shared.
+    left: u64,
 }
 
 /// Asks for each of `whom`, which is not empty. One that fails does not keep the others from their turn: it is said, and
@@ -109,25 +118,17 @@ fn done(
 ) -> Result<ExitCode, Error> {
     let socket = host::socket(socket.as_deref())?;
     let whom: Vec<Option<i32>> = if clients.is_empty() { vec![None] } else { clients.into_iter().map(Some).collect() };
-    let (counts, code) = for_each(&whom, |pid| count_of(host::ask(&socket, &request(*pid))?))?;
-    tell(counts.iter().sum(), json, words)?;
-    Ok(code)
-}
-
-fn count_of(answer: Answer) -> Result<u64, Error> {
-    match answer {
+    let (counts, code) = for_each(&whom, |pid| match host::ask(&socket, &request(*pid))? {
         Answer::Done { count } => Ok(count),
         other => Err(format!("the daemon answered {other:?}").into()),
-    }
-}
-
-fn tell(count: u64, json: bool, words: [&str; 2]) -> Result<(), Error> {
+    })?;
+    let count = counts.iter().sum();
     if json {
         print_json(&Done { count })?;
     } else {
         say!("{} {}", units::show_count(count), words[usize::from(count != 1)]);
     }
-    Ok(())
+    Ok(code)
 }
 
 /// Runs `unmerge`.
@@ -141,9 +142,27 @@ pub fn unmerge(args: Unmerge) -> Result<ExitCode, Error> {
         let answer = host::ask_and_watch(&socket, &Request::Unmerge { pid }, "unmerge", |before, now| {
             (healed(now).saturating_sub(healed(before)) * PAGE, shared(before) * PAGE)
         })?;
-        count_of(answer)
+        match answer {
+            Answer::Unmerged { count, left } => Ok((count, left)),
+            other => Err(format!("the daemon answered {other:?}").into()),
+        }
     })?;
-    tell(counts.iter().sum(), args.json, ["page is private again", "pages are private again"])?;
+    let (count, left) = counts.iter().fold((0, 0), |(count, left), one| (count + one.0, left + one.1));
+    if args.json {
+        print_json(&Unmerged { count, left })?;
+    } else {
+        let words = if count == 1 { "page is private again" } else { "pages are private again" };
+        say!("{} {words}", units::show_count(count));
+    }
+    if left > 0 {
+        let words = if left == 1 { "page stays shared" } else { "pages stay shared" };
+        let left = units::show_count(left);
+        return Err(format!(
+            "{left} {words}: the program may be reading into its memory from a device (O_DIRECT, io_uring, vfio), or there is \
+             no memory for copies. It is left alone from now on"
+        )
+        .into());
+    }
     Ok(code)
 }
 

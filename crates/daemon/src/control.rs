@@ -58,10 +58,17 @@ pub enum Answer {
     Status(Box<Status>),
     /// To `Verify`.
     Verified(Verified),
-    /// Done; how many clients or pages it concerned.
+    /// Done; how many clients it concerned.
     Done {
-        /// Clients (pause, resume) or pages (unmerge).
+        /// Clients.
         count: u64,
+    },
+    /// To `Unmerge`.
+    Unmerged {
+        /// Pages that are private again.
+        count: u64,
+        /// Pages that stay shared: a device may be reading into them, or there is no memory for copies.
+        left: u64,
     },
     /// To `Park` and `Unpark`.
     Moved {
@@ -120,8 +127,12 @@ fn perform(daemon: &Arc<Daemon>, request: &Request) -> Answer {
             if clients.is_empty() {
                 return unknown(pid);
             }
-            let count = clients.iter().filter_map(|(domain, id)| domain.unmerge(*id).ok()).sum();
-            Answer::Done { count }
+            let done: Vec<_> = clients.iter().filter_map(|(domain, id)| domain.unmerge(*id).ok()).collect();
+            if done.is_empty() {
+                return Answer::Error { message: format!("{pid} is gone, or does not answer") };
+            }
+            let (count, left) = done.iter().fold((0, 0), |(count, left), one| (count + one.pages, left + one.left));
+            Answer::Unmerged { count, left }
         }
         Request::Pause { pid } | Request::Resume { pid } => {
             let pause = matches!(request, Request::Pause { .. });

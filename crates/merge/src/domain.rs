@@ -177,6 +177,15 @@ impl Work {
     }
 }
 
+/// What became of a client's shared pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Unmerged {
+    /// Pages that are private again.
+    pub pages: u64,
+    /// Pages that the pool backs still: a device may be reading into them, or there is no memory for copies.
+    pub left: u64,
+}
+
 /// What a step leaves to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Next {
@@ -393,11 +402,11 @@ impl Domain {
         parted
     }
 
-    /// Gives a client all its pages back as private memory and pauses it; returns how many pages.
+    /// Gives a client its pages back as private memory, all that it lets go of, and pauses it.
     ///
     /// # Errors
     /// [`Gone`] if there is no such client (any more).
-    pub fn unmerge(&self, id: ClientId) -> Result<u64, Gone> {
+    pub fn unmerge(&self, id: ClientId) -> Result<Unmerged, Gone> {
         let member = read(&self.members).get(&id).cloned().ok_or(Gone)?;
         member.paused.store(true, Ordering::Release);
         lock(&member.inbox).clear();

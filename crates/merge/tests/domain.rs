@@ -3,11 +3,11 @@
 use pagefold_merge::client::{Client, Gone, Outcome, Piece, PoolMapping, Written};
 use pagefold_merge::page::State;
 use pagefold_merge::sim::{Machine, Options, Process, SimClient};
-use pagefold_merge::{ClientId, Config, Domain};
+use pagefold_merge::{ClientId, Config, Domain, Unmerged};
 use pagefold_os::{PAGE_SIZE, Page, Range};
 use pagefold_pool::{Key, Pool, SEGMENT_LEN};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -212,7 +212,7 @@ fn unmerging_gives_private_memory_back_and_resuming_merges_it_again() {
     let (a, _, id) = bench.add((0..300).map(|page| 2 + page));
     bench.add((0..300).map(|page| 2 + page));
     bench.periods(8);
-    assert_eq!(bench.domain.unmerge(id), Ok(300));
+    assert_eq!(bench.domain.unmerge(id), Ok(Unmerged { pages: 300, left: 0 }));
     assert!(a.slots().is_empty());
     bench.periods(20);
     assert!(a.slots().is_empty(), "it is paused");
@@ -263,6 +263,25 @@ fn when_the_last_client_goes_so_does_the_pool() {
     assert_eq!((pool.segments, pool.bytes, pool.pages_sharing), (0, 0, 0));
 }
 
+/// What a client does not let go of is told as such.
+#[test]
+fn what_cannot_be_unmerged_is_counted() {
+    let mut bench = Bench::simple();
+    bench.add(vec![7; 300]);
+    let process = bench.machine.spawn();
+    let range = process.map(300);
+    (0..300).for_each(|page| process.write(range.start + page * PAGE, 7));
+    let pinned = Arc::new(AtomicBool::new(false));
+    let pins = pinned.clone();
+    let at = move |call| if call == "heal" && pins.load(Ordering::Relaxed) { Err(Gone) } else { Ok(()) };
+    let id = bench.domain.add(Box::new(Scripted { honest: process.client(), claims: None, at: Box::new(at) }));
+    bench.periods(8);
+    pinned.store(true, Ordering::Relaxed);
+    assert_eq!(bench.domain.unmerge(id), Ok(Unmerged { pages: 0, left: 300 }));
+    pinned.store(false, Ordering::Relaxed);
+    assert_eq!(bench.domain.unmerge(id), Ok(Unmerged { pages: 300, left: 0 }));
+}
+
 /// Where most slots of a segment are dead its memory comes back: the last sharers are moved to other slots.
 #[test]
 fn segments_of_dead_slots_are_emptied() {
@@ -277,7 +296,7 @@ fn segments_of_dead_slots_are_emptied() {
     let (.., private) = bench.add(contents());
     bench.periods(8);
     // Who has its memory back is left alone for good, and does not keep the others from it.
-    assert_eq!(bench.domain.unmerge(private), Ok(3 * slots));
+    assert_eq!(bench.domain.unmerge(private), Ok(Unmerged { pages: 3 * slots, left: 0 }));
     assert_eq!(bench.domain.stats().pool_bytes, 3 * slots * PAGE);
     // Seven of eight pages get contents of their own, in both.
     for page in (0..3 * slots).filter(|page| page % 8 != 0) {
@@ -419,6 +438,11 @@ impl Client for Scripted {
         self.honest.remap(pool, pieces, out)
     }
     fn heal(&mut self, ranges: &[Range], out: &mut Vec<bool>) -> Result<(), Gone> {
+        if (self.at)("heal").is_err() {
+            // A refusal, as of a client that may be reading from a device.
+            out.resize(out.len() + ranges.len(), false);
+            return Ok(());
+        }
         self.honest.heal(ranges, out)
     }
 }
@@ -453,7 +477,7 @@ fn who_was_just_unmerged_is_not_merged_from_an_old_list() {
             is_asked.recv().unwrap();
             match paused {
                 true => assert!(bench.domain.pause(other, true)),
-                false => assert_eq!(bench.domain.unmerge(other), Ok(0)),
+                false => assert_eq!(bench.domain.unmerge(other), Ok(Unmerged { pages: 0, left: 0 })),
             }
             drop(answer);
             assert_eq!(worker.join().unwrap(), None, "all that is left is paused");
@@ -526,7 +550,7 @@ fn nobody_waits_for_who_was_unmerged() {
     }
     let looked_up = bench.domain.stats().events.pages_fingerprinted;
     assert!((1..40_000).contains(&looked_up), "in the middle: {looked_up}");
-    assert_eq!(bench.domain.unmerge(big), Ok(0));
+    assert_eq!(bench.domain.unmerge(big), Ok(Unmerged { pages: 0, left: 0 }));
     // Every second page has a twin.
     let contents = |side: u32| (0..60).map(move |page| 2 + page * 2 + if page % 2 == 0 { 0 } else { side << 16 });
     let (a, ..) = bench.add(contents(1));

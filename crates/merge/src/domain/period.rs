@@ -1,6 +1,6 @@
 //! The watch stage: one pass over a client per period.
 
-use super::{ChunkRef, Domain, Entry, Member, Work, lock, write};
+use super::{ChunkRef, Domain, Entry, Member, Unmerged, Work, lock, write};
 use crate::client::{FREEZE_PAGES_MAX, Gone, PoolMapping, Written};
 use crate::page::{State, on_period, on_written};
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, Chunk, Huge, Indexed};
@@ -406,7 +406,7 @@ impl Domain {
         Ok(healed)
     }
 
-    pub(super) fn unmerge_all(&self, work: &mut Work) -> Result<u64, Gone> {
+    pub(super) fn unmerge_all(&self, work: &mut Work) -> Result<Unmerged, Gone> {
         self.stir();
         work.deferred.clear();
         // What was planned is dropped with the mail: looked up anew when work goes on.
@@ -417,11 +417,20 @@ impl Domain {
                 }
             }
         }
-        let Some(mappings) = self.pool_mappings(work)? else { return Ok(0) };
-        let pieces: Vec<Range> = mappings.iter().flat_map(|mapping| within(mapping.range, &mappings)).collect();
-        let healed = self.heal(work, &pieces)?;
-        self.reconcile(work)?;
-        Ok(healed)
+        let mut pages = 0;
+        if let Some(mappings) = self.pool_mappings(work)? {
+            let pieces: Vec<Range> = mappings.iter().flat_map(|mapping| within(mapping.range, &mappings)).collect();
+            pages = self.heal(work, &pieces)?;
+        }
+        let left = match self.reconcile(work)? {
+            Some(mappings) => mappings.iter().map(|mapping| mapping.range.pages()).sum(),
+            // It cannot list them now.
+            None => {
+                let counts = work.table.counts();
+                u64::from(counts.shared) + u64::from(counts.broken)
+            }
+        };
+        Ok(Unmerged { pages, left })
     }
 
     /// Drops index entries of candidates that are none any more, a part in each period.
