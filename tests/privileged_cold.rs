@@ -144,6 +144,29 @@ fn killed_daemons_are_replaced_and_no_page_is_lost() {
 }
 
 #[test]
+fn a_taken_address_does_not_keep_the_next_daemon_from_its_clients() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let metrics = dir.path().join("metrics.sock");
+    let mut host = Host::start(&["--cold-manual", "--metrics", &format!("unix:{}", metrics.display())]);
+    let mut client = Served::start(&host, &[], 16);
+    let pid = client.pid();
+    host.wait_for_client(pid);
+    wait_for("the pages to go", 20, || host.park(pid) > 1000);
+    // Something else lies where its successor wants to serve.
+    std::fs::remove_file(&metrics).expect("the daemon's socket");
+    std::fs::write(&metrics, "precious").expect("a file");
+    host.kill_daemon();
+    client.does("check");
+    host.wait();
+    host.wait_for_client(pid);
+    assert_eq!(host.number(pid, "pages_lost"), 0);
+    assert_eq!(std::fs::read(&metrics).expect("the file"), b"precious");
+}
+
+#[test]
 fn who_cannot_reach_the_next_daemon_is_served_by_it() {
     if !can_merge() || program().is_none() {
         return;

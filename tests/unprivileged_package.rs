@@ -184,6 +184,21 @@ fn what_is_installed_works_from_where_it_lies() {
     }
 }
 
+/// What the configuration file offers works in the unit as packaged, or with the drop-in that it names.
+#[test]
+fn a_socket_for_a_group_has_its_drop_in() {
+    let read = |path: &str| std::fs::read_to_string(source(path)).expect("a file of the sources");
+    let offered = read("dist/pagefold.toml");
+    let (_, rest) = offered.split_once(",group=").expect("a socket for a group");
+    let (group, rest) = rest.split_once('"').expect("a string's end");
+    assert!(rest.contains("examples/group.conf"), "{rest}");
+    let drop_in = read("dist/examples/group.conf");
+    let has = |line: &str| drop_in.lines().any(|found| found == line);
+    // To give it to the group, and to let the group reach it.
+    assert!(has(&format!("SupplementaryGroups={group}")) && has("SystemCallFilter=@chown"), "{drop_in}");
+    assert!(has("RuntimeDirectoryMode=0711"), "{drop_in}");
+}
+
 #[test]
 fn a_c_program_builds_and_runs_with_the_installed_library() {
     if installed("cc").is_none() || installed("pkg-config").is_none() {

@@ -233,10 +233,10 @@ impl Daemon {
     }
 
     /// Another daemon of this machine may have the address that the file with defaults names for all: one that was started
-    /// for a program goes on without.
+    /// for a program goes on without, and so does one that took clients over: they wait for their pages.
     fn may_lack(&self, served: io::Result<()>) -> io::Result<()> {
         match served {
-            Err(error) if self.config.on_demand => {
+            Err(error) if self.config.on_demand || self.cold.is_in_use() => {
                 eprintln!("pagefold: {error}; goes on without");
                 Ok(())
             }
