@@ -49,6 +49,12 @@ pub struct Shared {
 }
 
 impl Shared {
+    /// Of a process that has no link.
+    #[cfg(test)]
+    pub(crate) fn of(pid: i32) -> Shared {
+        Shared { pid, uid: 0, name: "test".into(), channel: Mapping::anonymous(CHANNEL_LEN).expect("memory") }
+    }
+
     /// The agent's counters, as it keeps them; a hostile agent may keep nonsense.
     pub fn counters(&self) -> &Counters {
         // SAFETY: the channel is mapped as long as `self` lives, begins with the counters, cannot shrink (sealed), and

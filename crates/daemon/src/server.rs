@@ -78,8 +78,14 @@ const CPUS_TRIED: u64 = 64;
 const ACCEPT_PAUSE_MS: i32 = 50;
 /// Most connections at once.
 const CONNECTIONS_MAX: u64 = 4096;
+/// Most domains at once: each has threads, an index and a pool.
+const DOMAINS_MAX: usize = 256;
+/// Most connections of one process: a new one may come before the end of the one before is seen.
+const LINKS_MAX: usize = 4;
 /// Processes remembered that could not be managed.
 const NOT_COVERED_MAX: usize = 64;
+
+const TOO_MANY_LINKS: &str = "it is connected several times already";
 
 /// Users and the names they gave.
 pub(crate) type DomainKey = (u32, String);
@@ -340,6 +346,9 @@ impl Daemon {
             }
             return;
         }
+        if self.has_all_links(&lock(&self.connected), cred.pid) {
+            return self.note_not_covered(cred.pid, TOO_MANY_LINKS.into());
+        }
         let socket = Arc::new(socket);
         let link = match Link::greet(socket.clone(), hello, fds, self.device.as_ref()) {
             Ok(link) => link,
@@ -362,14 +371,27 @@ impl Daemon {
             }
         };
         let mut connected = lock(&self.connected);
-        let id = domain.add(Box::new(link));
-        connected.push(Connected { key: key.clone(), id, shared, socket });
+        // Others of it may have come meanwhile.
+        let refused = self.has_all_links(&connected, cred.pid);
+        if !refused {
+            let id = domain.add(Box::new(link));
+            connected.push(Connected { key: key.clone(), id, shared, socket });
+        }
         drop(connected);
         if let Some(group) = lock(&self.groups).get_mut(&key) {
             group.joining -= 1;
         }
+        if refused {
+            return self.note_not_covered(cred.pid, TOO_MANY_LINKS.into());
+        }
         self.bells[1].ring();
         ring(&wake);
+    }
+
+    /// True if process `pid` has as many connections as it may.
+    fn has_all_links(&self, connected: &[Connected], pid: i32) -> bool {
+        // Those that cannot be seen from here all have the number 0.
+        pid != 0 && connected.iter().filter(|client| client.shared.pid == pid).count() >= LINKS_MAX
     }
 
     /// Why a process was refused last.
@@ -392,6 +414,9 @@ impl Daemon {
         if let Some(group) = groups.get_mut(key) {
             group.joining += 1;
             return Ok((group.domain.clone(), group.wake.clone()));
+        }
+        if groups.len() >= DOMAINS_MAX {
+            return Err(io::Error::other(format!("there are {DOMAINS_MAX} already")));
         }
         let domain = Arc::new(Domain::new(domain::Config {
             name: key.1.clone(),
@@ -642,6 +667,43 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn daemon() -> Arc<Daemon> {
+        // It does not listen.
+        Daemon::new(Config { pool_max_bytes: 64 << 20, ..Config::default() })
+    }
+
+    fn pair() -> (Fd, Fd) {
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        (std::os::fd::OwnedFd::from(ours).into(), std::os::fd::OwnedFd::from(theirs).into())
+    }
+
+    fn connected(pid: i32) -> Connected {
+        let (socket, _) = pair();
+        Connected { key: (0, "d".into()), id: 1, shared: Arc::new(Shared::of(pid)), socket: Arc::new(socket) }
+    }
+
+    #[test]
+    fn domains_and_links_of_one_process_have_an_end() {
+        let daemon = daemon();
+        for number in 0..DOMAINS_MAX {
+            daemon.join(&(0, number.to_string())).unwrap();
+        }
+        assert!(daemon.join(&(0, "one more".into())).is_err());
+        assert!(daemon.join(&(0, "7".into())).is_ok(), "it is there already");
+        // A process that is connected as often as it may be.
+        let me = std::process::id() as i32;
+        *lock(&daemon.connected) = (0..LINKS_MAX).map(|_| connected(me)).collect();
+        let (ours, theirs) = pair();
+        sock::send(&theirs, b"x", &[]).unwrap();
+        let (_, fds) = sock::receive(&ours, &mut [0], 0).unwrap();
+        daemon.add_client(ours, &Packet::new(Op::Hello), fds);
+        assert_eq!(daemon.why_not_covered(me).as_deref(), Some(TOO_MANY_LINKS));
+        assert!(!daemon.has_all_links(&lock(&daemon.connected), me + 1));
+        daemon.stop();
+        lock(&daemon.groups).values().for_each(|group| group.over.store(true, Ordering::Release));
+        daemon.ring_workers();
+    }
 
     #[test]
     fn a_domain_that_nobody_comes_back_to_is_let_go() {
