@@ -46,13 +46,29 @@ pub struct Shared {
     /// Command name.
     pub name: String,
     channel: Mapping,
+    /// The most that was known of its agent's processor time.
+    cpu_ns: AtomicU64,
+}
+
+/// Takes note of the processor time that the agent of `pid` says it took, in `known`, and returns what is known: it cannot be
+/// more than the process took in all.
+pub(crate) fn note_cpu_ns(known: &AtomicU64, pid: i32, said: u64) -> u64 {
+    // Of who is gone, or cannot be seen from here, the kernel tells nothing.
+    let now = said.min(pagefold_os::procfs::cpu_ns(pid).unwrap_or(0));
+    known.fetch_max(now, Ordering::Relaxed).max(now)
 }
 
 impl Shared {
     /// Of a process that has no link.
     #[cfg(test)]
     pub(crate) fn of(pid: i32) -> Shared {
-        Shared { pid, uid: 0, name: "test".into(), channel: Mapping::anonymous(CHANNEL_LEN).expect("memory") }
+        let channel = Mapping::anonymous(CHANNEL_LEN).expect("memory");
+        Shared { pid, uid: 0, name: "test".into(), channel, cpu_ns: AtomicU64::new(0) }
+    }
+
+    /// Processor time of the agent.
+    pub fn cpu_ns(&self) -> u64 {
+        note_cpu_ns(&self.cpu_ns, self.pid, self.counters().cpu_ns.load(Ordering::Relaxed))
     }
 
     /// The agent's counters, as it keeps them; a hostile agent may keep nonsense.
@@ -83,7 +99,6 @@ pub struct Link {
     /// Segments that the pool had let go when it was last asked.
     released: u64,
     scan: Vec<pagemap::Region>,
-    cpu_ns: AtomicU64,
     /// Pages of the channel, from its first page for contents on, that are there.
     room: usize,
     /// It came with its plain memory in the cold tier's hands.
@@ -134,12 +149,11 @@ impl Link {
         Ok(Link {
             socket,
             pagemap,
-            shared: Arc::new(Shared { pid: cred.pid, uid: cred.uid, name, channel }),
+            shared: Arc::new(Shared { pid: cred.pid, uid: cred.uid, name, channel, cpu_ns: AtomicU64::new(0) }),
             sequence: 0,
             held: Box::new([(NONE, 0); SEGMENTS_HELD]),
             released: 0,
             scan: vec![pagemap::Region::default(); SCAN_REGIONS],
-            cpu_ns: AtomicU64::new(0),
             room: 0,
             away: hello.a & wire::HELLO_AWAY != 0,
         })
@@ -526,8 +540,7 @@ impl Client for Link {
     }
 
     fn cpu_ns(&mut self) -> u64 {
-        let now = self.shared.counters().cpu_ns.load(Ordering::Relaxed);
-        self.cpu_ns.fetch_max(now, Ordering::Relaxed).max(now)
+        self.shared.cpu_ns()
     }
 }
 

@@ -187,9 +187,10 @@ fn buckets(
     end: impl Fn(usize) -> f64,
     shown: impl Fn(usize) -> bool,
 ) -> u64 {
-    let mut sum = 0;
+    let mut sum = 0u64;
     for (bucket, count) in counts.iter().enumerate() {
-        sum += count;
+        // Some counts are the client's own.
+        sum = sum.saturating_add(*count);
         if bucket + 1 < counts.len() && shown(bucket) {
             let _ = writeln!(out, "pagefold_{name}_bucket{{{labels},le=\"{:?}\"}} {sum}", end(bucket));
         }

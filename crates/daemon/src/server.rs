@@ -551,7 +551,7 @@ impl Daemon {
             !gone
         });
         for (key, id, shared) in out {
-            self.past_cpu_ns.fetch_add(shared.counters().cpu_ns.load(Ordering::Relaxed), Ordering::Relaxed);
+            self.past_cpu_ns.fetch_add(shared.cpu_ns(), Ordering::Relaxed);
             let domain = lock(&self.groups).get(&key).map(|group| group.domain.clone());
             if let Some(domain) = domain {
                 domain.remove(id);
@@ -571,7 +571,7 @@ impl Daemon {
             .iter()
             .map(|client| {
                 let counters = client.shared.counters();
-                agents_cpu_ns += counters.cpu_ns.load(Ordering::Relaxed);
+                agents_cpu_ns += client.shared.cpu_ns();
                 let of_domain = stats.iter_mut().find(|(key, _)| *key == client.key);
                 Client {
                     pid: client.shared.pid,
@@ -681,6 +681,27 @@ mod tests {
     fn connected(pid: i32) -> Connected {
         let (socket, _) = pair();
         Connected { key: (0, "d".into()), id: 1, shared: Arc::new(Shared::of(pid)), socket: Arc::new(socket) }
+    }
+
+    /// What clients write into their channel is theirs, and spoils no sum.
+    #[test]
+    fn counters_of_a_hostile_client_do_not_overflow() {
+        let daemon = daemon();
+        let me = std::process::id() as i32;
+        for _ in 0..3 {
+            let client = connected(me);
+            let counters = client.shared.counters();
+            counters.cpu_ns.store(u64::MAX, Ordering::Relaxed);
+            counters.freeze_us.iter().for_each(|count| count.store(u64::MAX, Ordering::Relaxed));
+            lock(&daemon.connected).push(client);
+        }
+        let most = || 4 * procfs::cpu_ns(me).unwrap();
+        let status = daemon.status();
+        assert!((1..=most()).contains(&status.totals.cpu_ns), "{}", status.totals.cpu_ns);
+        crate::metrics::render(&status);
+        daemon.forget(|_| true);
+        let later = daemon.status().totals.cpu_ns;
+        assert!((status.totals.cpu_ns..=most()).contains(&later), "{later}");
     }
 
     #[test]
