@@ -566,7 +566,7 @@ impl Daemon {
         let mut stats: Vec<_> = domains.iter().map(|(key, domain)| (key.clone(), domain.stats())).collect();
         let me = std::process::id() as i32;
         let rss_bytes = procfs::rss(me);
-        let mut agents_cpu_ns = self.past_cpu_ns.load(Ordering::Relaxed);
+        let mut agents_cpu_ns = self.past_cpu_ns.load(Ordering::Relaxed) + self.cold.agents_cpu_ns();
         let clients = lock(&self.connected)
             .iter()
             .map(|client| {

@@ -241,8 +241,14 @@ mod tests {
         let (last, first) = greeted.split_last().unwrap();
         assert!(first.iter().all(|(attached, handed)| attached.is_ok() && table_of(handed) > 0));
         assert_eq!((&last.0, table_of(&last.1)), (&Err(Errno(libc::EUSERS)), 0));
+        // What their agents cost is counted when they are gone as well.
         let regions: Vec<u32> = lock(&group.clients).keys().copied().collect();
+        for client in lock(&group.clients).values() {
+            client.counters.agent_cpu_ns.store(5, std::sync::atomic::Ordering::Relaxed);
+        }
+        assert_eq!(cold.agents_cpu_ns(), 5 * regions.len() as u64);
         regions.into_iter().for_each(|region| group.remove(region));
+        assert_eq!(cold.agents_cpu_ns(), 5 * CLIENTS_PER_PROCESS as u64);
     }
     /// The answer to a greeting does not arrive, so the agent greets again, with another descriptor and the same table.
     #[test]

@@ -38,7 +38,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -100,6 +100,8 @@ pub(crate) struct Group {
     /// Tells arenas apart.
     id: u64,
     clients: Mutex<BTreeMap<u32, Arc<Client>>>,
+    /// Processor time of agents whose clients are gone; changes while `clients` is held.
+    past_cpu_ns: AtomicU64,
     next_region: AtomicU32,
     config: Config,
     keeper: Arc<Mutex<Option<Keeper>>>,
@@ -187,6 +189,7 @@ impl Cold {
             tier,
             id,
             clients: Mutex::default(),
+            past_cpu_ns: AtomicU64::new(0),
             next_region: AtomicU32::new(1),
             config: self.config.clone(),
             keeper: self.keeper.clone(),
@@ -322,7 +325,10 @@ impl Group {
 
     /// A client has ended.
     fn remove(&self, region: u32) {
-        let Some(client) = lock(&self.clients).remove(&region) else { return };
+        let mut clients = lock(&self.clients);
+        let Some(client) = clients.remove(&region) else { return };
+        self.past_cpu_ns.fetch_add(client.counters.agent_cpu_ns.load(Ordering::Relaxed), Ordering::Relaxed);
+        drop(clients);
         client.gone.store(true, Ordering::Release);
         if let Some(keeper) = lock(&self.keeper).as_ref() {
             forget(keeper, &self.name_of(&client));

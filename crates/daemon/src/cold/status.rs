@@ -93,6 +93,12 @@ pub struct ColdStatus {
 }
 
 impl Cold {
+    /// Processor time of all agents that there are and were.
+    pub(crate) fn agents_cpu_ns(&self) -> u64 {
+        let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
+        groups.iter().map(|group| group.agents_cpu_ns()).sum()
+    }
+
     pub(crate) fn status(&self) -> ColdStatus {
         let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
         let mut status = ColdStatus { keeper: lock(&self.keeper).is_some(), ..ColdStatus::default() };
@@ -143,5 +149,13 @@ impl Cold {
             }
         }
         status
+    }
+}
+
+impl Group {
+    fn agents_cpu_ns(&self) -> u64 {
+        let clients = lock(&self.clients);
+        let of_clients: u64 = clients.values().map(|client| client.counters.agent_cpu_ns.load(Ordering::Relaxed)).sum();
+        of_clients + self.past_cpu_ns.load(Ordering::Relaxed)
     }
 }
