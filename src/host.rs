@@ -213,13 +213,16 @@ fn has_no_reader(pipe: &io::PipeWriter) -> bool {
 
 /// Asks the daemon at `socket`.
 pub fn ask(socket: &Path, request: &Request) -> Result<Answer, Error> {
+    let none = "start something with pagefold run, or pagefold daemon";
+    ask_any(socket, request)?.ok_or_else(|| format!("no daemon listens at {}; {none}", socket.display()).into())
+}
+
+/// Asks the daemon at `socket`; `None` if there is none.
+fn ask_any(socket: &Path, request: &Request) -> Result<Option<Answer>, Error> {
     match control::ask(socket, request) {
         Ok(Answer::Error { message }) => Err(message.into()),
-        Ok(answer) => Ok(answer),
-        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => Err(
-            format!("no daemon listens at {}; start something with pagefold run, or pagefold daemon", socket.display())
-                .into(),
-        ),
+        Ok(answer) => Ok(Some(answer)),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => Ok(None),
         Err(error) => Err(format!("the daemon at {} does not answer: {error}", socket.display()).into()),
     }
 }
@@ -257,7 +260,16 @@ pub fn ask_and_watch(
 
 /// The daemon's status.
 pub fn status(socket: &Path) -> Result<Status, Error> {
-    match ask(socket, &Request::Status {})? {
+    status_in(ask(socket, &Request::Status {})?)
+}
+
+/// The daemon's status; `None` if no daemon listens there.
+pub fn status_of_any(socket: &Path) -> Result<Option<Status>, Error> {
+    ask_any(socket, &Request::Status {})?.map(status_in).transpose()
+}
+
+fn status_in(answer: Answer) -> Result<Status, Error> {
+    match answer {
         Answer::Status(status) => Ok(*status),
         other => Err(format!("the daemon answered {other:?} to a request for its status").into()),
     }

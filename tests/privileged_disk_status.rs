@@ -56,6 +56,16 @@ fn a_mount_shows_in_status_metrics_and_doctor_and_ends_cleanly() {
     // Every block of the second image is one of the first's.
     assert_eq!(saved, data.len() as u64);
 
+    // It is told without a daemon. What cannot be asked may be one: that is no answer.
+    let alone = tool(&["status"]).output().expect("status");
+    let shown = String::from_utf8_lossy(&alone.stdout).into_owned();
+    assert!(alone.status.success() && shown.contains("no daemon runs") && shown.contains(&at), "{shown}");
+    let other = std::os::unix::net::UnixListener::bind(base.path().join("run/daemon.sock")).expect("a socket");
+    let refused = tool(&["status"]).output().expect("status");
+    let errors = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(refused.status.code() == Some(1) && errors.contains("does not answer"), "{errors}");
+    drop(other);
+
     let (socket, metrics) = (text(&base.path().join("d")), base.path().join("m"));
     let address = format!("unix:{}", metrics.display());
     let mut daemon = tool(&["daemon", "--socket", &socket, "--metrics", &address]);

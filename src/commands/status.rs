@@ -43,14 +43,13 @@ struct Shown {
 
 /// Runs the command.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
-    let disks = crate::parts::disks();
-    let status = match host::status(&host::socket(args.socket.as_deref())?) {
-        Ok(status) => Some(status),
-        // Mounts need no daemon, and are worth telling without one.
-        Err(_) if !disks.is_empty() && args.socket.is_none() => None,
-        Err(error) => return Err(error),
-    };
-    let shown = Shown { status, disks, images: crate::parts::images() };
+    let (disks, images) = (crate::parts::disks(), crate::parts::images());
+    let socket = host::socket(args.socket.as_deref())?;
+    // Mounts need no daemon, and are worth telling without one.
+    let has_mounts = !disks.is_empty() || images.iter().any(|store| store.stat.mounts > 0);
+    let status =
+        if has_mounts && args.socket.is_none() { host::status_of_any(&socket)? } else { Some(host::status(&socket)?) };
+    let shown = Shown { status, disks, images };
     if args.json {
         print_json(&shown)?;
         return Ok(ExitCode::SUCCESS);
