@@ -61,7 +61,7 @@ pub struct Resume {
 /// Compare every shared page with its slot through the kernel's own page tables
 #[derive(clap::Args)]
 #[command(
-    after_help = "Examples:\n  pagefold verify\n  pagefold verify --json\n\nExit status: 0 if all are right, 1 if any page is wrong."
+    after_help = "Examples:\n  pagefold verify\n  pagefold verify --json\n\nExit status: 0 if all are right, 1 if any page is wrong or may not be looked at."
 )]
 pub struct Verify {
     /// Print JSON
@@ -195,12 +195,16 @@ pub fn verify(args: Verify) -> Result<ExitCode, Error> {
         }
         say!("{:>12} were written meanwhile", units::show_count(found.broken));
         say!("{:>12} were not in memory", units::show_count(found.absent));
-        say!("{:>12} are wrong", units::show_count(found.wrong.len() as u64));
+        if found.unseen > 0 {
+            let why = "the daemon may not read the memory; see kernel.yama.ptrace_scope";
+            say!("{:>12} were not looked at ({why})", units::show_count(found.unseen));
+        }
+        say!("{:>12} are wrong", units::show_count(found.wrong_pages));
         for line in &found.wrong {
             say!("  {line}");
         }
     }
-    Ok(if found.wrong.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if found.wrong.is_empty() && found.unseen == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 #[cfg(test)]

@@ -126,6 +126,10 @@ pub struct Verified {
     pub broken: u64,
     /// Not in memory, or the client was gone when we looked.
     pub absent: u64,
-    /// Wrong: one line each.
+    /// Not looked at: the daemon may not read this client's memory.
+    pub unseen: u64,
+    /// Pages that are wrong.
+    pub wrong_pages: u64,
+    /// What is wrong, the ledger's faults included: one line each, the first hundred of a domain.
     pub wrong: Vec<String>,
 }

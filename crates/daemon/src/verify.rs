@@ -8,6 +8,7 @@ use pagefold_os::{PAGE_SIZE, Page};
 use pagefold_pool::Slot;
 use std::collections::HashMap;
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -17,7 +18,7 @@ const PRESENT: u64 = 1 << 63;
 const FILE: u64 = 1 << 61;
 const FRAME: u64 = (1 << 55) - 1;
 
-/// Most wrong pages that are listed; more are only counted by the last line.
+/// Most lines about the pages of a domain, and about its ledger; more are only counted by the last line.
 const WRONG_MAX: usize = 100;
 /// How long a page that seems wrong is looked at again, at least and at most.
 const SECOND_LOOK: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(10)];
@@ -29,8 +30,11 @@ fn entry(pagemap: &File, addr: u64) -> Option<u64> {
 }
 
 /// What a look at one page found.
+#[derive(Debug, PartialEq, Eq)]
 enum Look {
     Absent,
+    /// We may not look.
+    Unseen,
     Broken,
     SameFrame,
     SameBytes,
@@ -40,8 +44,16 @@ enum Look {
 /// A client's page map and memory.
 type Files = (File, File);
 
-fn look(domain: &Domain, files: Option<&Files>, own: &File, addr: u64, slot: Slot) -> Look {
-    let Some((pagemap, memory)) = files else { return Look::Absent };
+fn files_of(pid: i32) -> io::Result<Files> {
+    Ok((File::open(format!("/proc/{pid}/pagemap"))?, File::open(format!("/proc/{pid}/mem"))?))
+}
+
+fn look(domain: &Domain, files: &io::Result<Files>, own: &File, addr: u64, slot: Slot) -> Look {
+    let (pagemap, memory) = match files {
+        Ok(files) => files,
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Look::Unseen,
+        Err(_) => return Look::Absent,
+    };
     let mut bytes: Page = [0; PAGE_SIZE];
     // Reading also brings the page into the client's table, where its frame can be seen.
     let read = memory.read_exact_at(&mut bytes, addr).is_ok();
@@ -67,7 +79,7 @@ fn look(domain: &Domain, files: Option<&Files>, own: &File, addr: u64, slot: Slo
 
 pub(crate) fn verify(daemon: &Daemon) -> Verified {
     let mut found = Verified::default();
-    let Ok(own) = File::open("/proc/self/pagemap") else { return found };
+    let own = File::open("/proc/self/pagemap");
     let groups: Vec<_> = lock(&daemon.groups).iter().map(|(key, group)| (key.clone(), group.domain.clone())).collect();
     let [done, total] = &daemon.verified;
     done.store(0, Ordering::Relaxed);
@@ -75,13 +87,13 @@ pub(crate) fn verify(daemon: &Daemon) -> Verified {
     for (key, domain) in groups {
         let pids: HashMap<ClientId, i32> =
             lock(&daemon.connected).iter().filter(|c| c.key == key).map(|c| (c.id, c.shared.pid)).collect();
-        let mut open: HashMap<ClientId, Option<Files>> = HashMap::new();
+        let mut open: HashMap<ClientId, io::Result<Files>> = HashMap::new();
         let mut look_at = |id: ClientId, addr, slot| {
+            let Ok(own) = &own else { return Look::Unseen };
             let files = open.entry(id).or_insert_with(|| {
-                let pid = pids.get(&id)?;
-                Some((File::open(format!("/proc/{pid}/pagemap")).ok()?, File::open(format!("/proc/{pid}/mem")).ok()?))
+                pids.get(&id).map_or_else(|| Err(io::ErrorKind::NotFound.into()), |pid| files_of(*pid))
             });
-            look(&domain, files.as_ref(), &own, addr, slot)
+            look(&domain, files, own, addr, slot)
         };
         let ledger = domain.ledger();
         total.fetch_add(ledger.len() as u64, Ordering::Relaxed);
@@ -91,6 +103,7 @@ pub(crate) fn verify(daemon: &Daemon) -> Verified {
             done.store(found.pages, Ordering::Relaxed);
             match look_at(id, addr, slot) {
                 Look::Absent => found.absent += 1,
+                Look::Unseen => found.unseen += 1,
                 Look::Broken => found.broken += 1,
                 Look::SameFrame => found.same_frame += 1,
                 Look::SameBytes => found.same_bytes += 1,
@@ -100,7 +113,7 @@ pub(crate) fn verify(daemon: &Daemon) -> Verified {
         // The program may have put something else there, or the page been merged anew, since the ledger was copied: by the
         // next looks of its worker the ledger says so.
         let end = Instant::now() + (daemon.config.period * 3).clamp(SECOND_LOOK[0], SECOND_LOOK[1]);
-        let mut wrong = 0;
+        let mut lines = Vec::new();
         for (id, addr, slot) in suspects {
             let what = loop {
                 let Look::Wrong(what) = look_at(id, addr, slot) else { break None };
@@ -115,17 +128,48 @@ pub(crate) fn verify(daemon: &Daemon) -> Verified {
             match what {
                 None => found.broken += 1,
                 Some(what) => {
-                    wrong += 1;
-                    if wrong <= WRONG_MAX {
-                        found.wrong.push(format!("client {id} page {addr:#x} slot {}: {what}", slot.number()));
-                    }
+                    found.wrong_pages += 1;
+                    lines.push(format!("client {id} page {addr:#x} slot {}: {what}", slot.number()));
                 }
             }
         }
-        if wrong > WRONG_MAX {
-            found.wrong.push(format!("and {} more pages", wrong - WRONG_MAX));
-        }
-        found.wrong.extend(domain.audit().into_iter().take(WRONG_MAX));
+        tell(&mut found.wrong, lines, "pages");
+        tell(&mut found.wrong, domain.audit(), "faults of the ledger");
     }
     found
+}
+
+/// Adds the first of `lines`, and how many there are beside.
+fn tell(out: &mut Vec<String>, lines: Vec<String>, what: &str) {
+    let more = lines.len().saturating_sub(WRONG_MAX);
+    out.extend(lines.into_iter().take(WRONG_MAX));
+    if more > 0 {
+        out.push(format!("and {more} more {what}"));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_may_not_be_looked_at_is_not_absent() {
+        let domain = Domain::new(pagefold_merge::Config::default()).unwrap();
+        let own = File::open("/proc/self/pagemap").unwrap();
+        let slot = Slot::new(0, 0);
+        for (kind, expected) in
+            [(io::ErrorKind::PermissionDenied, Look::Unseen), (io::ErrorKind::NotFound, Look::Absent)]
+        {
+            assert_eq!(look(&domain, &Err(kind.into()), &own, 0, slot), expected);
+        }
+    }
+
+    #[test]
+    fn lines_have_an_end_and_are_counted() {
+        let mut out = Vec::new();
+        tell(&mut out, vec!["x".into(); WRONG_MAX], "pages");
+        assert_eq!(out.len(), WRONG_MAX);
+        tell(&mut out, vec!["x".into(); 250], "pages");
+        assert_eq!((out.len(), out.last().unwrap().as_str()), (2 * WRONG_MAX + 1, "and 150 more pages"));
+    }
 }
