@@ -6,6 +6,7 @@ use crate::server::Daemon;
 use crate::status::Status;
 use pagefold_agent::wire::freeze_bucket_end;
 use pagefold_merge::stats::DomainStats;
+use std::collections::HashSet;
 use std::fmt::Write as _;
 use std::io;
 use std::sync::Arc;
@@ -132,31 +133,38 @@ pub fn render(status: &Status) -> String {
     head(&mut out, "build", "info", "", "The daemon's version.");
     let _ = writeln!(out, "pagefold_build_info{{version=\"{}\"}} 1", escape(&status.version));
     families(&mut out, OF_DAEMON, &[(String::new(), status)]);
-    let domain = |name: &str| format!("domain=\"{}\"", escape(name));
-    let of_process = |of: &str, pid: i32, name: &str| format!("{},pid=\"{pid}\",name=\"{}\"", domain(of), escape(name));
-    families(&mut out, OF_DOMAINS, &rows(&status.domains, |d| domain(&d.name)));
+    // Users may each have a domain of one name.
+    let domain = |uid: u32, name: &str| format!("uid=\"{uid}\",domain=\"{}\"", escape(name));
+    let of_process = |uid: u32, of: &str, pid: i32, name: &str| {
+        format!("{},pid=\"{pid}\",name=\"{}\"", domain(uid, of), escape(name))
+    };
+    families(&mut out, OF_DOMAINS, &rows(&status.domains, |d| domain(d.uid, &d.name)));
     // Frozen pages make their program wait; four entries to an octave are more than a graph needs.
     head(&mut out, "freeze_seconds", "histogram", "seconds", "Times that pages of a client were frozen.");
-    for client in &status.clients {
-        let labels = of_process(&client.domain, client.pid, &client.name);
+    for (labels, client) in rows(&status.clients, |c| of_process(c.uid, &c.domain, c.pid, &c.name)) {
         let end = |bucket| freeze_bucket_end(bucket) as f64 / 1e6;
         buckets(&mut out, "freeze_seconds", &labels, &client.freeze_us, end, |bucket| bucket % 4 == 3);
     }
-    families(&mut out, OF_TIERS, &rows(&status.cold.domains, |t| domain(&t.name)));
-    families(&mut out, OF_COLD_CLIENTS, &rows(&status.cold.clients, |c| of_process(&c.domain, c.pid, &c.name)));
+    families(&mut out, OF_TIERS, &rows(&status.cold.domains, |t| domain(t.uid, &t.name)));
+    let cold = rows(&status.cold.clients, |c| of_process(c.uid, &c.domain, c.pid, &c.name));
+    families(&mut out, OF_COLD_CLIENTS, &cold);
     head(&mut out, "cold_fault_seconds", "histogram", "seconds", "From reading a fault to answering it.");
-    for client in &status.cold.clients {
-        let labels = of_process(&client.domain, client.pid, &client.name);
+    for (labels, client) in &cold {
         let end = |bucket| (1u64 << bucket) as f64 / 1e6;
-        let count = buckets(&mut out, "cold_fault_seconds", &labels, &client.fault_us_log2, end, |_| true);
+        let count = buckets(&mut out, "cold_fault_seconds", labels, &client.fault_us_log2, end, |_| true);
         let _ = writeln!(out, "pagefold_cold_fault_seconds_count{{{labels}}} {count}");
         let _ = writeln!(out, "pagefold_cold_fault_seconds_sum{{{labels}}} {}", client.fault_ns as f64 / 1e9);
     }
     out
 }
 
+/// All, with their labels; of those with equal ones, as a process has that is connected anew, the last.
 fn rows<T>(all: &[T], labels: impl Fn(&T) -> String) -> Vec<(String, &T)> {
-    all.iter().map(|one| (labels(one), one)).collect()
+    let mut seen = HashSet::new();
+    let mut rows: Vec<_> =
+        all.iter().rev().map(|one| (labels(one), one)).filter(|(labels, _)| seen.insert(labels.clone())).collect();
+    rows.reverse();
+    rows
 }
 
 fn head(out: &mut String, name: &str, kind: &str, unit: &str, help: &str) {
@@ -208,7 +216,7 @@ mod tests {
     use super::*;
 
     fn status() -> Status {
-        let domain = DomainStats { name: "a \"b\"\\\n".into(), pages_shared: 7, ..DomainStats::default() };
+        let domain = DomainStats { name: "a \"b\"\\\n".into(), uid: 1000, pages_shared: 7, ..DomainStats::default() };
         let client = crate::status::Client { pid: 4, freeze_us: vec![1; 12], ..Default::default() };
         let cold = ColdClient { pid: 5, fault_us_log2: vec![1, 2, 3], fault_ns: 1500, ..ColdClient::default() };
         let mut status = Status { version: "1.2.3".into(), domains: vec![domain], ..Status::default() };
@@ -220,13 +228,30 @@ mod tests {
     #[test]
     fn names_in_labels_are_escaped() {
         let text = render(&status());
-        assert!(text.contains("pagefold_pages_shared{domain=\"a \\\"b\\\"\\\\\\n\"} 7\n"), "{text}");
+        assert!(text.contains("pagefold_pages_shared{uid=\"1000\",domain=\"a \\\"b\\\"\\\\\\n\"} 7\n"), "{text}");
+    }
+
+    /// Two users' domains of one name, and a process that is connected twice: a collector takes no two samples of one series.
+    #[test]
+    fn no_series_is_there_twice() {
+        let mut status = status();
+        let name = status.domains[0].name.clone();
+        status.domains.push(DomainStats { name, uid: 0, ..DomainStats::default() });
+        status.clients.push(status.clients[0].clone());
+        status.cold.clients.push(status.cold.clients[0].clone());
+        let text = render(&status);
+        let mut seen = HashSet::new();
+        for line in text.lines().filter(|line| !line.starts_with('#')) {
+            let (series, _) = line.rsplit_once(' ').expect("a value");
+            assert!(seen.insert(series), "{series} is there twice");
+        }
+        assert_eq!(text.lines().filter(|line| line.starts_with("pagefold_pages_shared{")).count(), 2);
     }
 
     #[test]
     fn buckets_are_sums_up_to_their_end() {
         let text = render(&status());
-        let of = "{domain=\"\",pid=\"5\",name=\"\"";
+        let of = "{uid=\"0\",domain=\"\",pid=\"5\",name=\"\"";
         for line in [
             format!("pagefold_cold_fault_seconds_bucket{of},le=\"1e-6\"}} 1\n"),
             format!("pagefold_cold_fault_seconds_bucket{of},le=\"2e-6\"}} 3\n"),

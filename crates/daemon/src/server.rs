@@ -4,6 +4,7 @@ use crate::link::{GreetError, Link, Shared};
 use crate::status::{Client, NotCovered, Status, Totals};
 use crate::{control, verify};
 use pagefold_agent::wire::{Op, Packet};
+use pagefold_merge::stats::DomainStats;
 use pagefold_merge::{ClientId, Domain, domain};
 use pagefold_os::fd::{self, Fd};
 use pagefold_os::wait::Bell;
@@ -563,7 +564,8 @@ impl Daemon {
     pub fn status(&self) -> Status {
         let domains: Vec<(DomainKey, Arc<Domain>)> =
             lock(&self.groups).iter().map(|(key, group)| (key.clone(), group.domain.clone())).collect();
-        let mut stats: Vec<_> = domains.iter().map(|(key, domain)| (key.clone(), domain.stats())).collect();
+        let of = |key: &DomainKey, domain: &Domain| DomainStats { uid: key.0, ..domain.stats() };
+        let mut stats: Vec<_> = domains.iter().map(|(key, domain)| (key.clone(), of(key, domain))).collect();
         let me = std::process::id() as i32;
         let rss_bytes = procfs::rss(me);
         let mut agents_cpu_ns = self.past_cpu_ns.load(Ordering::Relaxed) + self.cold.agents_cpu_ns();

@@ -613,6 +613,7 @@ impl Domain {
         let saved_bytes = (pool.pages_sharing + pages_zero) * PAGE_SIZE as u64;
         DomainStats {
             name: self.config.name.clone(),
+            uid: 0,
             pages_shared: pool.pages_shared,
             pages_sharing: pool.pages_sharing,
             pages_zero,

@@ -118,6 +118,8 @@ pub fn why_word(why: Why) -> &'static str {
 pub struct DomainStats {
     /// Its name.
     pub name: String,
+    /// User id of its clients; whoever keeps the domain fills it in.
+    pub uid: u32,
     /// Slots that somebody shares.
     pub pages_shared: u64,
     /// Mappings of slots.
