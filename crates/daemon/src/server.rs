@@ -293,10 +293,7 @@ impl Daemon {
             }
             Err(_) => {}
         }
-        let listener = sock::listen(bytes)?;
-        use std::os::unix::fs::PermissionsExt;
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
-        Ok(listener)
+        Ok(sock::listen(bytes)?)
     }
 
     /// Has all workers look whether there is something to do.

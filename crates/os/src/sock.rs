@@ -57,13 +57,15 @@ pub fn connect_within(path: &[u8], timeout_ms: u64) -> Result<Fd> {
     Ok(socket)
 }
 
-/// Listens at `path`.
+/// Listens at `path`; nobody but the owner may ever connect, whatever the mask for new files is.
 ///
 /// # Errors
 /// As bind(2) and listen(2).
 pub fn listen(path: &[u8]) -> Result<Fd> {
     let socket = packet_socket()?;
     let (addr, len) = address(path)?;
+    // The name has the socket's mode from the start.
+    crate::memfd::set_mode(&socket, 0o600)?;
     // SAFETY: the address outlives the call.
     unsafe { syscall!(libc::SYS_bind, socket.raw(), core::ptr::from_ref(&addr), len) }?;
     // SAFETY: numbers only.
@@ -244,4 +246,28 @@ pub fn receive(socket: &Fd, buffer: &mut [u8], flags: i32) -> Result<(usize, Fds
         return Err(Errno(libc::EMSGSIZE));
     }
     Ok((got, fds))
+}
+
+#[cfg(all(test, feature = "std"))]
+mod tests {
+    use super::*;
+
+    /// The name has its mode as soon as it is there: bind(2) gives it the one that the socket has by then.
+    #[test]
+    fn a_listener_is_its_owners_from_the_start() {
+        use std::os::unix::ffi::OsStrExt;
+        use std::os::unix::fs::PermissionsExt;
+        let dir = std::env::temp_dir().join(format!("pagefold-sock-{}", std::process::id()));
+        std::fs::create_dir(&dir).unwrap();
+        let path = dir.join("s");
+        // SAFETY: numbers only. What other tests make meanwhile is temporary.
+        let mask = unsafe { libc::umask(0) };
+        let listener = listen(path.as_os_str().as_bytes());
+        // SAFETY: as above.
+        unsafe { libc::umask(mask) };
+        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+        std::fs::remove_dir_all(&dir).unwrap();
+        assert!(listener.is_ok());
+        assert_eq!(mode & 0o777, 0o600);
+    }
 }
