@@ -67,7 +67,7 @@ pub fn socket(given: Option<&Path>) -> Result<PathBuf, Error> {
 /// Writes the agent to the runtime directory, if it is not there already, and returns its path.
 pub fn agent() -> Result<PathBuf, Error> {
     let dir = runtime_dir()?;
-    let path = dir.join(format!("agent-{}-{:x}.so", env!("CARGO_PKG_VERSION"), fnv(AGENT)));
+    let path = dir.join(format!("pagefold-agent-{}-{:x}.so", env!("CARGO_PKG_VERSION"), fnv(AGENT)));
     if fs::read(&path).is_ok_and(|bytes| bytes == AGENT) {
         return Ok(path);
     }
@@ -80,6 +80,17 @@ pub fn agent() -> Result<PathBuf, Error> {
     };
     write().map_err(|error| format!("cannot write the agent to {}: {error}", path.display()))?;
     Ok(path)
+}
+
+/// True if `path` is named as the agent of some version, wherever it lies: a process has room for one.
+fn is_agent(path: &str) -> bool {
+    let name = path.rsplit('/').next().unwrap_or(path);
+    // Older ones have no name of ours in front.
+    let name = name.strip_prefix("pagefold-").unwrap_or(name);
+    let parts = name.strip_prefix("agent-").and_then(|rest| rest.strip_suffix(".so")?.rsplit_once('-'));
+    parts.is_some_and(|(version, hash)| {
+        version.starts_with(|first: char| first.is_ascii_digit()) && hash.bytes().all(|byte| byte.is_ascii_hexdigit())
+    })
 }
 
 /// A short name for content; no proof of anything.
@@ -108,7 +119,7 @@ pub fn environment(
     }
     let others = std::env::var("LD_PRELOAD").unwrap_or_default();
     let mut preload = agent;
-    for other in others.split([':', ' ']).filter(|other| !other.is_empty() && !other.contains("/pagefold/agent-")) {
+    for other in others.split([':', ' ']).filter(|other| !other.is_empty() && !is_agent(other)) {
         preload.push(':');
         preload.push_str(other);
     }

@@ -144,8 +144,26 @@ fn a_relative_name_in_the_environment_is_one_of_here() {
         .output()
         .expect("the tool");
     let said = String::from_utf8_lossy(&env.stdout).into_owned();
-    let agent = format!("{}/rt/agent-", home.path().display());
+    let agent = format!("{}/rt/pagefold-agent-", home.path().display());
     assert!(env.status.success() && said.contains(&agent), "{said}");
+}
+
+/// What a program under `run` starts by another version's `run` has one agent, wherever the first one lies.
+#[test]
+fn another_agent_is_not_loaded_beside() {
+    let home = tempfile::tempdir().expect("a directory");
+    let agents =
+        "/tmp/pagefold-1/agent-0.0.9-1f.so:/run/user/1/pagefold/agent-1.2.3-rc1-0.so /x/pagefold-agent-9.9.9-a.so";
+    let env = tool(home.path())
+        .env("PAGEFOLD_RUNTIME_DIR", home.path().join("rt"))
+        .env("LD_PRELOAD", format!("{agents}:/x/libfoo.so:/x/agent-smith.so"))
+        .arg("env")
+        .output()
+        .expect("the tool");
+    let said = String::from_utf8_lossy(&env.stdout).into_owned();
+    let line = said.lines().find(|line| line.contains("LD_PRELOAD=")).unwrap_or_else(|| panic!("{said}"));
+    assert_eq!(line.matches("agent-").count(), 2, "{line}");
+    assert!(line.contains("/x/libfoo.so:/x/agent-smith.so"), "{line}");
 }
 
 #[test]
