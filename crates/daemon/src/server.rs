@@ -32,7 +32,7 @@ pub struct Config {
     pub vma_budget: u64,
     /// Run workers only when nobody else wants the processor.
     pub idle_priority: bool,
-    /// Exit when there was no client for this long.
+    /// Exit when there was neither client nor request for this long.
     pub idle_exit: Option<Duration>,
     /// Started for a program, by nobody who waits for more.
     pub on_demand: bool,
@@ -222,6 +222,8 @@ impl Daemon {
                 continue;
             }
             self.connections.fetch_add(1, Ordering::Relaxed);
+            // Who asks whether there is a daemon is about to start a client of it.
+            *lock(&self.last_busy) = Instant::now();
             let daemon = self.clone();
             let spawned = thread::Builder::new().name("greet".into()).stack_size(256 << 10).spawn(move || {
                 daemon.greet(socket);
@@ -680,6 +682,27 @@ mod tests {
     fn connected(pid: i32) -> Connected {
         let (socket, _) = pair();
         Connected { key: (0, "d".into()), id: 1, shared: Arc::new(Shared::of(pid)), socket: Arc::new(socket) }
+    }
+
+    /// Between a request for the status and the greeting of the program that asked for it the daemon does not leave.
+    #[test]
+    fn a_request_is_no_idleness() {
+        let dir = tempfile::tempdir().unwrap();
+        let daemon = Daemon::new(Config { socket: dir.path().join("s"), ..Config::default() });
+        let long_ago = Instant::now() - Duration::from_secs(1);
+        *lock(&daemon.last_busy) = long_ago;
+        let runs = {
+            let daemon = daemon.clone();
+            thread::spawn(move || daemon.run())
+        };
+        let asked = (0..6000).any(|_| {
+            thread::sleep(Duration::from_millis(10));
+            control::ask(&daemon.config.socket, &control::Request::Status {}).is_ok()
+        });
+        assert!(asked, "it does not listen");
+        assert!(*lock(&daemon.last_busy) > long_ago);
+        daemon.stop();
+        runs.join().unwrap().unwrap();
     }
 
     /// What clients write into their channel is theirs, and spoils no sum.
