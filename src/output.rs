@@ -16,8 +16,13 @@ pub fn print(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        other => other,
+        other => other.map_err(on_stdout),
     }
+}
+
+/// The error of a write to standard output, with the name of where it happened.
+pub fn on_stdout(error: io::Error) -> io::Error {
+    io::Error::new(error.kind(), format!("standard output: {error}"))
 }
 
 /// Prints a line of results to standard output, as [`print()`] does; the function must return a `Result`.

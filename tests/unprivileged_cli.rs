@@ -238,6 +238,68 @@ fn tellers(pid: &str) -> (Tool, Vec<Vec<&str>>) {
         vec!["image", "ls"],
         vec!["image", "stat"],
         vec!["image", "verify"],
+#[test]
+fn questions_make_no_store_of_images() {
+    let tool = Tool::new();
+    for args in
+        [&["image", "ls"][..], &["image", "ls", "--json"], &["image", "stat"], &["image", "verify"], &["image", "gc"]]
+    {
+        let shown = tool.run(args);
+        assert!(shown.status.success(), "{args:?}: {}", text(&shown.stderr));
+    }
+    for args in
+        [&["image", "ls", "a"][..], &["image", "stat", "a"], &["image", "rm", "a"], &["image", "export", "a", "x"]]
+    {
+        let refused = tool.run(args);
+        assert_eq!(refused.status.code(), Some(1), "{args:?}");
+        assert!(text(&refused.stderr).contains("no image \"a\" in domain"), "{args:?}: {}", text(&refused.stderr));
+    }
+    let typing_error = tool.run(&["image", "--domain", "typo", "ls"]);
+    assert!(text(&typing_error.stderr).contains("no domain \"typo\" in"), "{}", text(&typing_error.stderr));
+    assert!(!tool.dir.path().join("store").exists());
+}
+
+#[test]
+fn a_failed_export_leaves_nothing_and_names_its_file() {
+    let (tool, _) = tellers("1");
+    assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());
+    let digest = text(&tool.run(&["image", "ls", "a:1", "--json"]).stdout);
+    let at = digest.find("\"sha256:").expect("a file with an object") + 8;
+    let object = tool.dir.path().join("store/domains/default/objects");
+    let object = object.join(&digest[at..at + 2]).join(&digest[at + 2..at + 64]);
+    std::fs::remove_file(&object).unwrap_or_else(|error| panic!("{}: {error}", object.display()));
+    for format in ["tar", "oci", "erofs"] {
+        let failed = tool.run(&["image", "export", "--format", format, "a:1", "out"]);
+        assert_eq!(failed.status.code(), Some(1), "{format}");
+        assert!(!tool.dir.path().join("out").exists(), "{format}: {}", text(&failed.stderr));
+    }
+    let full = tool.run(&["image", "export", "a:1", "/dev/full"]);
+    assert!(std::path::Path::new("/dev/full").exists());
+    assert_eq!(full.status.code(), Some(1));
+}
+
+#[test]
+fn paths_in_json_are_those_of_the_tree() {
+    use std::os::unix::ffi::OsStrExt;
+    let tool = Tool::new();
+    std::fs::create_dir(tool.dir.path().join("tree")).expect("a directory");
+    for name in [&b"back\\slash"[..], b"tab\there", b"new\nline", b"bad\xff"] {
+        std::fs::write(tool.dir.path().join("tree").join(std::ffi::OsStr::from_bytes(name)), "x").expect("a file");
+    }
+    assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());
+    let listed = text(&tool.run(&["image", "ls", "a:1", "--json"]).stdout);
+    let lines = listed.lines().map(|line| serde_json::from_str(line).expect("JSON"));
+    let paths: BTreeSet<(String, Option<String>)> = lines
+        .map(|line: serde_json::Value| {
+            let of = |key: &str| line[key].as_str().map(str::to_owned);
+            (of("path").expect("a path"), of("path_hex"))
+        })
+        .collect();
+    let expected = ["", "back\\slash", "new\nline", "tab\there"].map(|path| (path.to_owned(), None));
+    let odd = ("bad\u{fffd}".to_owned(), Some("626164ff".to_owned()));
+    assert_eq!(paths, expected.into_iter().chain([odd]).collect());
+}
+
         vec!["image", "gc", "--dry-run"],
         vec!["image", "scan", "tree"],
         vec!["scan", pid],

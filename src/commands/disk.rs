@@ -368,7 +368,7 @@ fn run_scan(args: &ScanArgs) -> Result<ExitCode, Error> {
     progress.finish();
     if args.json {
         print_json(&report)?;
-    } else {
+    } else if !report.images.is_empty() || report.unreadable.is_empty() {
         print(&show_scan(&report, started.elapsed(), Style::stdout()))?;
     }
     for (path, why) in &report.unreadable {

@@ -1,7 +1,7 @@
 //! `pagefold image`: trees stored by content and mounted so that equal files share page cache.
 
 use super::Error;
-use crate::output::{Style, Table, clean, print, print_json};
+use crate::output::{Style, Table, clean, on_stdout, print, print_json};
 use crate::say;
 use crate::units::{self, show_count, show_size};
 use pagefold_image::Error as ImageError;
@@ -20,6 +20,9 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
+/// The domain of who names none.
+const DEFAULT_DOMAIN: &str = "default";
+
 /// Store trees by content and mount them so that equal files share page cache
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
@@ -37,7 +40,7 @@ pub struct Args {
     #[arg(long, global = true, value_name = "DIR")]
     store: Option<PathBuf>,
     /// Trust boundary: nothing is shared across domains
-    #[arg(long, global = true, default_value = "default", value_name = "NAME")]
+    #[arg(long, global = true, default_value = DEFAULT_DOMAIN, value_name = "NAME")]
     domain: String,
     #[command(subcommand)]
     action: Action,
@@ -257,7 +260,7 @@ impl MountOptions {
 struct MountArgs {
     /// Image to mount
     name: String,
-    /// Empty directory to mount it on
+    /// Directory to mount it on; what is in it is hidden meanwhile
     mountpoint: PathBuf,
     #[command(flatten)]
     options: MountOptions,
@@ -316,7 +319,7 @@ enum KindArg {
     Directory,
 }
 
-#[derive(Clone, Copy, clap::ValueEnum)]
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Format {
     /// One tar archive
     Tar,
@@ -329,38 +332,59 @@ enum Format {
 /// Runs the image command.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
     let root = args.store.clone().unwrap_or_else(default_root);
-    let open = || Store::open(&root, &args.domain);
+    let make = || Store::open(&root, &args.domain);
+    // Only who stores makes a store. One that is not there is as good as an empty one.
+    let found = || match Store::open_existing(&root, &args.domain)? {
+        None if args.domain != DEFAULT_DOMAIN => {
+            Err(Error::from(format!("no domain {:?} in {}; image build makes one", args.domain, root.display())))
+        }
+        found => Ok(found),
+    };
+    let open = |name: &str| -> Result<Store, Error> {
+        let missing = || ImageError::NoImage { name: name.into(), domain: args.domain.clone(), store: root.clone() };
+        Ok(found()?.ok_or_else(missing)?)
+    };
+    // What is named must be there.
+    let open_all = |names: &[String]| match names.first() {
+        Some(name) => open(name).map(Some),
+        None => found(),
+    };
     match args.action {
-        Action::Build(build) => build_image(&open()?, build)?,
-        Action::Import(import) => import_image(&open()?, import)?,
+        Action::Build(build) => build_image(&make()?, build)?,
+        Action::Import(import) => import_image(&make()?, import)?,
         Action::Mount(mount) => {
-            let store = open()?;
+            let store = open(&mount.name)?;
             let record = store.image(&mount.name)?;
-            let mounted = mount::mount(&store, &record, &mount.mountpoint, &mount.options.options())?;
+            let mounted = mount::mount(&store, &record, &mount.mountpoint, &mount.options.options())
+                .map_err(|error| with_other_way(error, &mount.name))?;
             for note in &mounted.notes {
                 eprintln!("pagefold: note: {note}");
             }
             if mount.json {
-                print_json(&json!({ "name": record.name, "digest": record.digest, "mountpoint": mount.mountpoint,
-                    "kind": mounted.kind, "notes": mounted.notes, "prefetched_bytes": mounted.prefetched_bytes }))?;
+                print_json(
+                    &json!({ "name": record.name, "digest": record.digest, "mountpoint": mount.mountpoint.display().to_string(),
+                    "kind": mounted.kind, "notes": mounted.notes, "prefetched_bytes": mounted.prefetched_bytes }),
+                )?;
             }
         }
         Action::Umount { mountpoint, lazy } => mount::umount(&mountpoint, lazy)?,
-        Action::Ls { name: None, json } => list_images(&open()?, json)?,
+        Action::Ls { name: None, json } => list_images(found()?.as_ref(), json)?,
         Action::Ls { name: Some(name), json } => {
-            let store = open()?;
+            let store = open(&name)?;
             let (record, _lease) = store.hold(&name)?;
             list_files(&store.tree(&record.digest)?, json)?;
         }
-        Action::Stat { names, json } => stat_images(&open()?, &names, json)?,
-        Action::Verify { names, frames, json } => return verify_images(&open()?, &names, frames, json),
+        Action::Stat { names, json } => stat_images(open_all(&names)?.as_ref(), &args.domain, &names, json)?,
+        Action::Verify { names, frames, json } => {
+            return verify_images(open_all(&names)?.as_ref(), &names, frames, json);
+        }
         Action::Gc { dry_run, json } => {
-            let stats = gc::collect(&open()?, dry_run)?;
+            let stats = found()?.map_or(Ok(gc::Stats::default()), |store| gc::collect(&store, dry_run))?;
             if json {
                 print_json(&serde_json::to_value(stats)?)?;
             } else {
                 say!(
-                    "{} {} objects, {}; {} images and {} objects kept, {} dead builds cleared",
+                    "{} {} objects, {}; {} trees and {} objects kept, {} dead builds cleared",
                     if dry_run { "would remove" } else { "removed" },
                     stats.objects_removed,
                     show_size(stats.bytes_removed),
@@ -371,14 +395,13 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             }
         }
         Action::Rm { names } => {
-            let store = open()?;
             for name in names {
-                store.remove(&name)?;
+                open(&name)?.remove(&name)?;
             }
         }
-        Action::Export { name, output, format } => export_image(&open()?, &name, &output, format)?,
+        Action::Export { name, output, format } => export_image(&open(&name)?, &name, &output, format)?,
         Action::Exec(exec_args) => {
-            let store = open()?;
+            let store = open(&exec_args.name)?;
             let record = store.image(&exec_args.name)?;
             let bind = |bind: &String| {
                 let (from, to) = bind.split_once(':').ok_or_else(|| format!("--bind {bind}: give HOST:TREE"))?;
@@ -399,6 +422,18 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         Action::Scan { dirs, json } => return super::scan_tree::run_tree(&dirs, json),
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Says how a user who may not mount gets at the image.
+fn with_other_way(error: ImageError, name: &str) -> Error {
+    // SAFETY: returns a number.
+    let root = unsafe { libc::geteuid() } == 0;
+    match &error {
+        ImageError::Mount { source, .. } if source.kind() == std::io::ErrorKind::PermissionDenied && !root => {
+            format!("{error}; without root: pagefold image exec {name} -- CMD").into()
+        }
+        _ => error.into(),
+    }
 }
 
 /// What -e asks for, as NAME=VALUE; `caller` is the caller's environment.
@@ -496,8 +531,8 @@ fn import_image(store: &Store, args: ImportArgs) -> Result<(), Error> {
     report_built(&record, &building.stats, args.json)
 }
 
-fn list_images(store: &Store, json: bool) -> Result<(), Error> {
-    let images = store.images()?;
+fn list_images(store: Option<&Store>, json: bool) -> Result<(), Error> {
+    let images = store.map_or(Ok(Vec::new()), Store::images)?;
     if json {
         print_json(&serde_json::to_value(images)?)?;
         return Ok(());
@@ -534,8 +569,11 @@ fn list_files(tree: &Tree, json: bool) -> Result<(), Error> {
                 FileKind::File(Data::Object(digest, _)) => Some(digest.to_string()),
                 _ => None,
             };
-            let line = json!({ "path": show(path), "type": kind.to_string(), "mode": format!("{:04o}", meta.mode),
+            let mut line = json!({ "path": String::from_utf8_lossy(path), "type": kind.to_string(), "mode": format!("{:04o}", meta.mode),
                 "uid": meta.uid, "gid": meta.gid, "size": size, "mtime_s": meta.mtime_s, "digest": digest });
+            if std::str::from_utf8(path).is_err() {
+                line["path_hex"] = path.iter().map(|byte| format!("{byte:02x}")).collect::<String>().into();
+            }
             writeln!(out, "{line}")
         } else {
             writeln!(out, "{kind}{:04o} {:>5} {:>5} {size:>12} /{}{more}", meta.mode, meta.uid, meta.gid, show(path))
@@ -544,15 +582,15 @@ fn list_files(tree: &Tree, json: bool) -> Result<(), Error> {
     // A reader that has seen enough (`| head`) is no error.
     match result.and_then(|()| out.flush()) {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
-        other => Ok(other?),
+        other => Ok(other.map_err(on_stdout)?),
     }
 }
 
-fn stat_images(store: &Store, names: &[String], json: bool) -> Result<(), Error> {
-    let (total, images) = stat::stat(store, names)?;
+fn stat_images(store: Option<&Store>, domain: &str, names: &[String], json: bool) -> Result<(), Error> {
+    let (total, images) = store.map_or(Ok(Default::default()), |store| stat::stat(store, names))?;
     if json {
         let mut value = serde_json::to_value(&total)?;
-        value["domain"] = store.domain().into();
+        value["domain"] = domain.into();
         value["per_image"] = serde_json::to_value(&images)?;
         print_json(&value)?;
         return Ok(());
@@ -589,9 +627,9 @@ fn stat_images(store: &Store, names: &[String], json: bool) -> Result<(), Error>
     Ok(())
 }
 
-fn verify_images(store: &Store, names: &[String], frames: bool, json: bool) -> Result<ExitCode, Error> {
+fn verify_images(store: Option<&Store>, names: &[String], frames: bool, json: bool) -> Result<ExitCode, Error> {
     let progress = Progress::new("verify");
-    let found = stat::verify_with(store, names, frames, &progress)?;
+    let found = store.map_or(Ok(Default::default()), |store| stat::verify_with(store, names, frames, &progress))?;
     drop(progress);
     if json {
         print_json(&serde_json::to_value(&found)?)?;
@@ -619,26 +657,40 @@ fn verify_images(store: &Store, names: &[String], frames: bool, json: bool) -> R
     Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
+/// The error of a tar archive, which has no name there, with the one that it has here.
+fn called(error: ImageError, name: impl Into<PathBuf>) -> ImageError {
+    match error {
+        ImageError::Io { path, source } if path == Path::new("output") => ImageError::Io { path: name.into(), source },
+        other => other,
+    }
+}
+
 fn export_image(store: &Store, name: &str, output: &Path, format: Format) -> Result<(), Error> {
     let (record, _lease) = store.hold(name)?;
     let tree = store.tree(&record.digest)?;
     let progress = Progress::new("export");
     progress.expect(record.bytes);
-    match format {
-        Format::Oci => export::oci(store, &record, &tree, output, &progress)?,
-        Format::Erofs => export::erofs_full(store, &tree, output, &progress)?,
-        Format::Tar if output == Path::new("-") => {
-            if std::io::stdout().is_terminal() {
-                return Err("export: a tar archive is not for a terminal; give a file, or redirect".into());
-            }
-            export::tar(store, &tree, &mut BufWriter::new(std::io::stdout().lock()), &progress)?;
+    if format == Format::Tar && output == Path::new("-") {
+        if std::io::stdout().is_terminal() {
+            return Err("export: a tar archive is not for a terminal; give a file, or redirect".into());
         }
+        let mut out = BufWriter::new(std::io::stdout().lock());
+        return Ok(export::tar(store, &tree, &mut out, &progress).map_err(|error| called(error, "standard output"))?);
+    }
+    let ours = !output.try_exists().unwrap_or(true);
+    let done = match format {
+        Format::Oci => export::oci(store, &record, &tree, output, &progress),
+        Format::Erofs => export::erofs_full(store, &tree, output, &progress),
         Format::Tar => {
             let file = std::fs::File::create(output).map_err(|error| format!("{}: {error}", output.display()))?;
-            export::tar(store, &tree, &mut BufWriter::new(file), &progress)?;
+            export::tar(store, &tree, &mut BufWriter::new(file), &progress).map_err(|error| called(error, output))
         }
+    };
+    if done.is_err() && ours {
+        // A half is of no use, and in the way of the next try.
+        let _ = if output.is_dir() { std::fs::remove_dir_all(output) } else { std::fs::remove_file(output) };
     }
-    Ok(())
+    Ok(done?)
 }
 
 #[cfg(test)]

@@ -85,6 +85,14 @@ fn make_dir(path: &Path, mode: u32) -> Result<()> {
     fs::DirBuilder::new().recursive(true).mode(mode).create(path).at(path)
 }
 
+fn check_domain(domain: &str) -> Result<()> {
+    let proper = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    if domain.is_empty() || domain.len() > 100 || domain.starts_with('.') || !domain.chars().all(proper) {
+        return Err(input!("{domain:?}: a domain's name has letters, digits, - _ and . only"));
+    }
+    Ok(())
+}
+
 /// An id no other process uses: 64 random bits, hexadecimal.
 fn random_id() -> Result<String> {
     let mut bytes = [0u8; 8];
@@ -98,10 +106,7 @@ impl Store {
     /// # Errors
     /// A store of a newer format, a domain name that is no name, the system's.
     pub fn open(root: &Path, domain: &str) -> Result<Self> {
-        let proper = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-        if domain.is_empty() || domain.len() > 100 || domain.starts_with('.') || !domain.chars().all(proper) {
-            return Err(input!("{domain:?}: a domain's name has letters, digits, - _ and . only"));
-        }
+        check_domain(domain)?;
         let format_path = root.join(FORMAT_FILE);
         make_dir(root, 0o700)?;
         let root = &root.canonicalize().at(root)?;
@@ -139,6 +144,20 @@ impl Store {
             make_dir(&dir.join(part), 0o700)?;
         }
         Ok(Self { root: root.into(), domain: domain.into(), dir, id: format.id, sync: true })
+    }
+
+    /// Opens domain `domain` of the store at `root`, if it is there: who only asks makes none.
+    ///
+    /// # Errors
+    /// As [`Store::open`].
+    pub fn open_existing(root: &Path, domain: &str) -> Result<Option<Self>> {
+        check_domain(domain)?;
+        let dir = root.join("domains").join(domain);
+        match fs::metadata(&dir) {
+            Ok(_) => Self::open(root, domain).map(Some),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error).at(&dir),
+        }
     }
 
     /// The domains of the store at `root`.
