@@ -31,8 +31,8 @@ pub struct Args {
     /// One pass over all memory; pages silent for two passes are merged
     #[arg(long, value_name = "TIME", default_value = "2s", value_parser = period)]
     period: Duration,
-    /// Largest size of a domain's pool; `auto`: half of the machine's memory
-    #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = size_or_auto)]
+    /// Largest size of each domain's pool, 8M at least; `auto`: half of the machine's memory
+    #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = pool_max)]
     pool_max: Setting<u64>,
     /// Mappings that merging may add to one client; `auto`: a quarter of vm.max_map_count
     #[arg(long, value_name = "N", default_value = "auto", value_parser = count_or_auto)]
@@ -53,7 +53,7 @@ pub struct Args {
     #[arg(long, hide = true)]
     on_demand: bool,
     /// Largest memory of a domain's cold tier, unless its first client says otherwise; `auto`: a quarter of memory
-    #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = size_or_auto)]
+    #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = tier_max)]
     tier_max: Setting<u64>,
     /// Directory for the file that a cold tier writes to when its memory is full; `none` for no file
     #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
@@ -109,8 +109,21 @@ fn period(text: &str) -> Result<Duration, String> {
     if period < Duration::from_millis(10) { Err("takes at least 10ms".into()) } else { Ok(period) }
 }
 
-fn size_or_auto(text: &str) -> Result<Setting<u64>, String> {
-    unless("auto", text, units::size)
+fn pool_max(text: &str) -> Result<Setting<u64>, String> {
+    // With less there is no room for the first segment.
+    unless("auto", text, |text| at_least(8 << 20, text))
+}
+
+fn tier_max(text: &str) -> Result<Setting<u64>, String> {
+    unless("auto", text, |text| at_least(TIER_MIN_BYTES, text))
+}
+
+/// With less a tier has no room for the first pages.
+pub(super) const TIER_MIN_BYTES: u64 = 1 << 20;
+
+pub(super) fn at_least(least: u64, text: &str) -> Result<u64, String> {
+    let size = units::size(text)?;
+    if size >= least { Ok(size) } else { Err(format!("takes at least {}", units::show_size(least))) }
 }
 
 fn count_or_auto(text: &str) -> Result<Setting<u64>, String> {
@@ -149,6 +162,12 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     // Who was started by a keeper has inherited that children are not waited for.
     // SAFETY: no thread runs yet.
     unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
+    if args.tier_dir.as_os_str() != "none" && !args.tier_dir.is_dir() {
+        eprintln!(
+            "pagefold: note: --tier-dir {} is no directory: cold tiers have their memory only",
+            args.tier_dir.display()
+        );
+    }
     let daemon = Daemon::new(Config {
         socket: socket.clone(),
         workers: args.workers.0.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, |n| n.get().min(8))),

@@ -6,6 +6,7 @@ use crate::units::{self, show_count, show_duration, show_percent, show_size, sho
 use pagefold_os::procfs;
 use pagefold_scan::{Config, Dump, Lost, Note, Process, Report, Source, scan};
 use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -14,8 +15,12 @@ const PAGE: u64 = pagefold_os::PAGE_SIZE as u64;
 /// Sources shown without `--verbose`.
 const ROWS: usize = 20;
 
+/// Options that say nothing of directories.
+const LIVE: [&str; 5] = ["one_domain", "sample", "workers", "vma_budget", "verbose"];
+
 /// Tell what merging would save, changing nothing
 #[derive(clap::Args)]
+#[command(group(clap::ArgGroup::new("what").required(true).args(["targets", "all", "tree"])))]
 #[command(after_help = "Examples:
   pagefold scan 1234 5678              two processes
   sudo pagefold scan --all             everything on this machine
@@ -32,13 +37,13 @@ Exit status: 0 if all that was named could be scanned, 1 if something could not 
 A process that ends meanwhile is a note, not a failure.")]
 pub struct Args {
     /// Processes, or files such as memory dumps
-    #[arg(value_name = "PID|FILE", required_unless_present_any = ["all", "tree"])]
-    targets: Vec<String>,
+    #[arg(value_name = "PID|FILE")]
+    targets: Vec<OsString>,
     /// All processes that may be read
-    #[arg(long, conflicts_with = "targets")]
+    #[arg(long)]
     all: bool,
     /// Directories instead: what storing them as images would save
-    #[arg(long, value_name = "DIR", num_args = 1.., conflicts_with_all = ["targets", "all"])]
+    #[arg(long, value_name = "DIR", num_args = 1.., conflicts_with_all = LIVE)]
     tree: Vec<PathBuf>,
     /// Compare pages across users too; a merge would not, unless told by --domain
     #[arg(long)]
@@ -136,11 +141,12 @@ fn named(args: &Args) -> (Vec<Box<dyn Source>>, Vec<Note>) {
     let mut pids = BTreeSet::new();
     let mut files = BTreeSet::new();
     for target in &args.targets {
-        let pid: Option<i32> = target.parse().ok().filter(|&pid| pid > 0);
+        let name = target.to_string_lossy().into_owned();
+        let pid: Option<i32> = name.parse().ok().filter(|&pid| pid > 0);
         let twice =
             |name: &str| Note { pid, name: name.into(), what: "named twice, scanned once".into(), failure: false };
         let note = |lost: Lost| {
-            let name = if pid.is_some() { String::new() } else { target.clone() };
+            let name = if pid.is_some() { String::new() } else { name.clone() };
             Note { pid, name, what: lost.to_string(), failure: true }
         };
         if let Some(pid) = pid {
@@ -151,7 +157,7 @@ fn named(args: &Args) -> (Vec<Box<dyn Source>>, Vec<Note>) {
             }
         } else {
             match Dump::open(Path::new(target)).and_then(|dump| Ok((dump.device_and_inode()?, dump))) {
-                Ok((file, _)) if !files.insert(file) => notes.push(twice(target)),
+                Ok((file, _)) if !files.insert(file) => notes.push(twice(&name)),
                 Ok((_, dump)) => sources.push(Box::new(dump)),
                 Err(lost) => notes.push(note(lost)),
             }
