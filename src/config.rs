@@ -76,7 +76,7 @@ pub fn arguments() -> Vec<OsString> {
 pub fn parse(command: Command) -> Result<ArgMatches, (Error, u8)> {
     let command = with_values(command);
     // Help and wrong usage come before a file that may be broken.
-    let matches = command.clone().get_matches();
+    let matches = command.clone().try_get_matches().unwrap_or_else(exit);
     let failed = if matches.subcommand_name() == Some("run") { crate::commands::run::FAILED } else { 1 };
     let in_environment = || std::env::var_os("PAGEFOLD_CONFIG").filter(|path| !path.is_empty()).map(PathBuf::from);
     let named = matches.get_one::<PathBuf>("config").cloned().or_else(in_environment);
@@ -89,12 +89,25 @@ pub fn parse(command: Command) -> Result<ArgMatches, (Error, u8)> {
     let mut settings = files(named).and_then(|paths| load(&command, &paths)).map_err(|error| (error, failed))?;
     store_in_environment(&mut settings, matches.subcommand_name());
     let mut command = apply(command, &settings);
-    let matches = command.clone().get_matches();
+    let matches = command.clone().try_get_matches().unwrap_or_else(exit);
     check_needs(&mut command, &matches);
     if let Some(("daemon", daemon)) = matches.subcommand() {
         let _ = AGAIN.set(again(&command, daemon));
     }
     Ok(matches)
+}
+
+/// Shows help, or what is wrong, and ends. With `run` the status of wrong usage might be taken for the program's own.
+fn exit<T>(error: clap::Error) -> T {
+    let _ = error.print();
+    let mut words = std::env::args_os().skip(1);
+    let mut word = words.next();
+    while let Some(option) = word.as_ref().and_then(|word| word.to_str()).filter(|word| word.starts_with("--config")) {
+        word = if option == "--config" { words.nth(1) } else { words.next() };
+    }
+    let is_run = word.is_some_and(|word| word == "run");
+    let failed = error.exit_code() != 0;
+    std::process::exit(if is_run && failed { crate::commands::run::FAILED.into() } else { error.exit_code() })
 }
 
 /// The environment's store of images counts more than the file's. Where it has none, what looks at stores in this process
@@ -379,7 +392,9 @@ fn check_needs(command: &mut Command, matches: &ArgMatches) {
         let given = below.value_source(option) == Some(ValueSource::CommandLine);
         if given && !below.get_one::<bool>(needed).copied().unwrap_or(false) {
             let text = format!("--{} needs --{needed}", option.replace('_', "-"));
-            command.error(clap::error::ErrorKind::MissingRequiredArgument, text).exit();
+            command.build();
+            let called = command.find_subcommand_mut(name).expect("it was called");
+            exit(called.error(clap::error::ErrorKind::MissingRequiredArgument, text))
         }
     }
 }

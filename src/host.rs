@@ -29,7 +29,8 @@ pub fn runtime_dir() -> Result<PathBuf, Error> {
     let uid = unsafe { libc::geteuid() };
     let dir = match (std::env::var_os("PAGEFOLD_RUNTIME_DIR"), std::env::var_os("XDG_RUNTIME_DIR")) {
         (Some(dir), _) if !dir.is_empty() => std::path::absolute(dir)?,
-        (_, Some(dir)) if uid != 0 && !dir.is_empty() => PathBuf::from(dir).join("pagefold"),
+        // A relative one is to be ignored, says its specification: each process would have another.
+        (_, Some(dir)) if uid != 0 && Path::new(&dir).is_absolute() => PathBuf::from(dir).join("pagefold"),
         _ if uid == 0 => PathBuf::from("/run/pagefold"),
         _ => std::env::temp_dir().join(format!("pagefold-{uid}")),
     };
@@ -148,10 +149,21 @@ pub fn environment(
     Ok(pairs)
 }
 
+/// The user whose daemon listens at `socket`, if that is neither this one nor root: it may not look into our programs.
+pub fn stranger(socket: &Path) -> Option<u32> {
+    // SAFETY: returns a number.
+    let uid = unsafe { libc::geteuid() };
+    fs::metadata(socket).ok().map(|found| found.uid()).filter(|owner| *owner != uid && *owner != 0)
+}
+
 /// Starts a daemon at `socket` in the background, if none listens there.
 pub fn ensure_daemon(socket: &Path) -> Result<(), Error> {
     if control::ask(socket, &Request::Status {}).is_ok() {
         return Ok(());
+    }
+    // A typing error shall not make a directory.
+    if let Some(dir) = socket.parent().filter(|dir| !dir.is_dir()) {
+        return Err(format!("no daemon at {}: {} is no directory", socket.display(), dir.display()).into());
     }
     // A name that no other file has.
     let mut log = socket.as_os_str().to_owned();

@@ -35,10 +35,10 @@ Examples:
 Nothing is left behind; KSM's settings are put back.")]
 pub struct Args {
     /// Processes to start
-    #[arg(long, default_value_t = 4, value_name = "N")]
+    #[arg(long, default_value = "4", value_name = "N", value_parser = processes)]
     processes: usize,
     /// Memory that each fills with the contents of this machine's files
-    #[arg(long, default_value = "128M", value_name = "SIZE", value_parser = units::size)]
+    #[arg(long, default_value = "128M", value_name = "SIZE", value_parser = size)]
     size: u64,
     /// Leave the comparison with KSM out (it needs root)
     #[arg(long)]
@@ -46,6 +46,15 @@ pub struct Args {
     /// Print JSON
     #[arg(long)]
     json: bool,
+}
+
+fn processes(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|count| (2..=64).contains(count)).ok_or_else(|| "takes 2 to 64".to_owned())
+}
+
+fn size(text: &str) -> Result<u64, String> {
+    let size = units::size(text)?;
+    if size >= 1 << 20 { Ok(size) } else { Err("takes at least 1 MiB".into()) }
 }
 
 /// One process of the demonstration: fills memory, then obeys lines on standard input
@@ -75,13 +84,7 @@ struct Row {
 
 /// Runs the demonstration.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
-    if args.processes < 2 || args.processes > 64 {
-        return Err("--processes takes 2 to 64".into());
-    }
     let (available, _) = procfs::available_and_total();
-    if args.size < 1 << 20 {
-        return Err("--size takes at least 1 MiB".into());
-    }
     if args.size > available / 4 * 3 / args.processes as u64 {
         let (size, free) = (units::show_size(args.size), units::show_size(available));
         return Err(format!(

@@ -32,21 +32,21 @@ Examples:
   pagefold run --cold --tier-max 2G -- qemu-system-x86_64 -m 4G disk.img
 
 Exit status: the program's own, and its signals, for it takes this process over; 125 if pagefold
-failed, 126 if the program could not be run, 127 if it was not found.
+failed or was used wrongly, 126 if the program could not be run, 127 if it was not found.
 
 A domain is a trust boundary: whoever shares pages with somebody can find out, by the time a
 write takes, what that somebody has in memory. All that one user starts shares that user's
 domain; give each owner of data a --domain of its own. KSM has none: with
---domain, what the agent cannot load into is refused. A program below has the
-domain of the one that started it, unless --domain says otherwise.")]
+--domain it is not used, and what the agent cannot load into runs unmerged. A program below has
+the domain of the one that started it, unless --domain says otherwise.")]
 pub struct Args {
     #[command(flatten)]
     client: ClientArgs,
-    /// With --cold: share of run time that may be lost to pages coming back, in percent [default: the daemon's]
+    /// With --cold: share of run time that may be lost to pages coming back, in percent, 50 at most [default: the daemon's]
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
     tolerance: Option<f64>,
     /// With --cold: memory of the tier; beyond it pages are written to a file (the first client of a domain says)
-    #[arg(long, value_name = "SIZE", value_parser = crate::units::size)]
+    #[arg(long, value_name = "SIZE", value_parser = tier_max)]
     tier_max: Option<u64>,
     /// How to merge: through the agent, or by the kernel's KSM (for static or sealed programs)
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
@@ -67,6 +67,10 @@ enum Backend {
     Remap,
     /// The kernel's KSM scans the program's memory
     Ksm,
+}
+
+fn tier_max(text: &str) -> Result<u64, String> {
+    super::daemon::at_least(super::daemon::TIER_MIN_BYTES, text)
 }
 
 /// A share from a percentage.
@@ -109,35 +113,53 @@ fn prepare(args: &Args) -> Result<Command, Error> {
     }
     let lack = pagefold_os::probe::all().into_iter().find(|finding| finding.needed && !finding.works);
     let remap = match (args.backend, lack) {
-        (Backend::Remap, Some(lack)) => return Err(format!("{}: {}; {}", lack.name, lack.detail, lack.cure).into()),
-        (Backend::Auto, Some(lack)) if args.client.cold => {
-            return Err(format!("the cold tier needs {}: {}; {}", lack.name, lack.detail, lack.cure).into());
+        (Backend::Ksm, _) if args.client.cold => return Err("--cold needs the agent: leave --backend away".into()),
+        (Backend::Ksm, _) if args.client.domain.is_some() => {
+            return Err("--domain needs the agent: KSM merges across all domains; leave --backend away".into());
         }
-        (Backend::Auto, Some(lack)) => {
-            eprintln!("pagefold: {}: {}; using KSM instead", lack.name, lack.detail);
+        (Backend::Ksm, _) => {
+            if !prefer_ksm()? {
+                eprintln!("pagefold: not merged: KSM does not run; as root: echo 1 > /sys/kernel/mm/ksm/run");
+            }
             false
         }
-        (Backend::Ksm, _) if args.client.cold => return Err("--cold needs the agent: leave --backend away".into()),
-        (Backend::Ksm, _) => false,
+        (Backend::Auto, Some(lack)) if !args.client.cold && args.client.domain.is_none() => {
+            let why = format!("{}: {}", lack.name, lack.detail);
+            if prefer_ksm()? {
+                eprintln!("pagefold: {why}; using KSM instead");
+            } else {
+                eprintln!("pagefold: not merged: {why}; pagefold doctor tells how to mend it");
+            }
+            false
+        }
+        (_, Some(lack)) => {
+            let who = match args.backend {
+                _ if args.client.cold => "the cold tier",
+                Backend::Remap => "--backend remap",
+                _ => "--domain",
+            };
+            return Err(
+                format!("{who} needs {}: {}; pagefold doctor tells how to mend it", lack.name, lack.detail).into()
+            );
+        }
         (_, None) => true,
     };
     if !remap {
-        if args.client.domain.is_some() {
-            return Err(
-                "--domain needs the agent: KSM merges across all domains; pagefold doctor tells what is missing".into(),
-            );
-        }
-        prefer_ksm()?;
         return Ok(command);
     }
     if is_static(&args.command[0]) {
+        let free = args.backend == Backend::Auto && !args.client.cold && args.client.domain.is_none();
         eprintln!(
-            "pagefold: {} is a static program: the agent cannot load into it; --backend ksm can serve it",
-            args.command[0].to_string_lossy()
+            "pagefold: {} is a static program, into which the agent cannot load: it runs unmerged{}",
+            args.command[0].to_string_lossy(),
+            if free { "; --backend ksm can serve it" } else { "" }
         );
     }
     let socket = host::socket(args.socket.as_deref())?;
     host::ensure_daemon(&socket)?;
+    if let Some(owner) = host::stranger(&socket) {
+        eprintln!("pagefold: the daemon at {} is user {owner}'s, and may not serve this program", socket.display());
+    }
     let cold = args.client.cold.then_some(host::Cold { tolerance: args.tolerance, tier_max: args.tier_max });
     // The tier is asked for by each run anew.
     for name in ["PAGEFOLD_COLD", "PAGEFOLD_TOLERANCE", "PAGEFOLD_TIER_MAX"] {
@@ -147,8 +169,8 @@ fn prepare(args: &Args) -> Result<Command, Error> {
     Ok(command)
 }
 
-/// Marks this process, and so the program it becomes, for KSM.
-fn prefer_ksm() -> Result<(), Error> {
+/// Marks this process, and so the program it becomes, for KSM; tells whether that runs.
+fn prefer_ksm() -> Result<bool, Error> {
     const PR_SET_MEMORY_MERGE: i32 = 67;
     if !pagefold_os::ksm::exists() {
         return Err("this kernel has no KSM either; pagefold doctor tells more".into());
@@ -157,10 +179,7 @@ fn prefer_ksm() -> Result<(), Error> {
     if unsafe { libc::prctl(PR_SET_MEMORY_MERGE, 1, 0, 0, 0) } != 0 {
         return Err(format!("KSM for this process: {}", std::io::Error::last_os_error()).into());
     }
-    if pagefold_os::ksm::read("run")? != 1 && pagefold_os::ksm::write("run", 1).is_err() {
-        eprintln!("pagefold: KSM does not run; as root: echo 1 > /sys/kernel/mm/ksm/run");
-    }
-    Ok(())
+    Ok(pagefold_os::ksm::read("run")? == 1 || pagefold_os::ksm::write("run", 1).is_ok())
 }
 
 /// True if `program` is an ELF file that names no interpreter: nothing can be preloaded into it.
