@@ -19,7 +19,14 @@ Examples:
   pagefold status
   pagefold status --json | jq .totals.general_profit
 
-The counters have KSM's names where they mean the same: pages_shared are the pages kept,
+Live: managed, all that is looked at; shared, shown from the pool, one copy for all; zero, pages
+of zeros, given back; volatile, pages that change; unshared, silent and without a twin; broken,
+shared once and written since; longest wait of the program for pagefold.
+Cold: out, in the tier now; came back, ever, with neighbours; refaults, pages that the program
+waited for, half of them (p50) and 99 of 100 (p99) this long; idle, how long a page must be silent
+to go; lost, pages that cannot come back; contents, different pages; waste, free room in slabs.
+
+In JSON the counters have KSM's names where they mean the same: pages_shared are the pages kept,
 pages_sharing the places that show them, general_profit the bytes saved less all that we hold.")]
 pub struct Args {
     /// Print JSON
@@ -155,14 +162,19 @@ fn bucket_of(counts: &[u64], q: f64) -> Option<usize> {
 fn render(status: &Status, style: Style) -> String {
     let mut out = String::new();
     let totals = &status.totals;
-    let _ = writeln!(
-        out,
-        "{} saved by one copy of {} pages shown in {} places, and {} zero pages",
-        style.bold(&units::show_size_signed(totals.general_profit)),
-        units::show_count(totals.pages_shared),
-        units::show_count(totals.pages_sharing),
-        units::show_count(totals.pages_zero),
-    );
+    let merged = totals.pages_sharing + totals.pages_zero > 0;
+    let _ = if merged {
+        writeln!(
+            out,
+            "{} saved by one copy of {} pages shown in {} places, and {} zero pages",
+            style.bold(&units::show_size_signed(totals.general_profit)),
+            units::show_count(totals.pages_shared),
+            units::show_count(totals.pages_sharing),
+            units::show_count(totals.pages_zero),
+        )
+    } else {
+        writeln!(out, "nothing is merged now")
+    };
     let _ = writeln!(
         out,
         "pool {}, records and mappings {}, {} of processor time in {}",
