@@ -163,7 +163,7 @@ fn exit_codes_are_those_of_the_help_text() {
         (vec!["demo", "--processes", "0"], 2),
         (vec!["run"], 125),
         (vec!["run", "--tolerance", "5", "--", "true"], 125),
-        (vec!["run", "--socket", "/no/such/dir/s", "--", "true"], 125),
+        (vec!["run", "--backend", "remap", "--socket", "/no/such/dir/s", "--", "true"], 125),
         (vec!["--config", "none", "run", "--no-such-option"], 125),
         (vec!["run", "--domain", "", "--", "true"], 125),
         (run("/no/such/program"), 127),
@@ -236,6 +236,32 @@ fn names_of_files_do_not_write_to_the_terminal() {
         let shown = text(&shown.stdout);
         assert!(shown.contains(name) && !shown.contains('\x1b'), "{args:?}: {shown:?}");
     }
+}
+
+#[test]
+fn a_guest_starts_without_pagefold_where_run_fails() {
+    let tool = Tool::new();
+    let socket = tool.socket();
+    let mut daemon = tool.command(&["daemon", "--socket", &socket]).stderr(Stdio::null()).spawn().expect("a daemon");
+    let began = std::time::Instant::now();
+    while !tool.run(&["status", "--socket", &socket]).status.success() {
+        assert!(began.elapsed() < std::time::Duration::from_secs(60), "no daemon");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    let open = tool.dir.path().join("open");
+    std::fs::create_dir(&open).expect("a directory");
+    std::fs::set_permissions(&open, std::os::unix::fs::PermissionsExt::from_mode(0o777)).expect("its mode");
+    let beside = std::path::Path::new(env!("CARGO_BIN_EXE_pagefold")).parent().expect("a directory");
+    let mut wrapper = Command::new("/bin/sh");
+    wrapper.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/dist/libvirt/pagefold-qemu")).args(["-m", "1"]);
+    wrapper.env("PATH", format!("{}:/usr/bin:/bin", beside.display())).env("PAGEFOLD_CONFIG", "none");
+    wrapper.env("PAGEFOLD_SOCKET", &socket).env("PAGEFOLD_QEMU", "echo").env("PAGEFOLD_RUNTIME_DIR", &open);
+    let guest = wrapper.output().expect("the wrapper");
+    let _ = daemon.kill();
+    let _ = daemon.wait();
+    assert_eq!((guest.status.code(), text(&guest.stdout)), (Some(0), "-m 1\n".to_owned()));
+    let said = text(&guest.stderr);
+    assert!(said.contains("this guest is not merged: ") && said.contains("must be a directory of user"), "{said}");
 }
 
 #[test]
