@@ -108,6 +108,22 @@ fn resize(keyboard: &OwnedFd, (rows, columns): (u16, u16)) {
 }
 
 #[test]
+fn a_signal_leaves_the_terminal_as_it_was() {
+    let dir = tempfile::tempdir().expect("a directory");
+    for (signal, number) in [("-TERM", 15), ("-HUP", 1)] {
+        let mut window = Window::open(&dir.path().join("nobody.sock"), false);
+        window.wait("the alternate screen", vt100::Screen::alternate_screen);
+        window.wait_for("`pagefold run` starts one");
+        let sent = Command::new("kill").args([signal, &window.top.0.id().to_string()]).status().expect("kill");
+        assert!(sent.success());
+        assert_eq!(window.top.0.wait().expect("it ends").code(), Some(128 + number));
+        window.wait("the ordinary screen", |screen| !screen.alternate_screen() && !screen.hide_cursor());
+        let modes = tcgetattr(&window.keyboard).expect("modes").local_modes;
+        assert!(modes.contains(rustix::termios::LocalModes::ECHO | rustix::termios::LocalModes::ICANON), "{modes:?}");
+    }
+}
+
+#[test]
 fn keys_size_and_end() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut window = Window::open(&dir.path().join("nobody.sock"), false);

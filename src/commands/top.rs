@@ -10,6 +10,7 @@ use pagefold_daemon::status::Status;
 use std::io::{IsTerminal, stdin, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
@@ -49,11 +50,24 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     let samples = sample_every(args.interval.max(INTERVAL_MIN), socket);
     let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     end_with_the_window();
+    for signal in [libc::SIGTERM, libc::SIGHUP, libc::SIGINT] {
+        // SAFETY: the handler only stores a number.
+        unsafe { libc::signal(signal, on_signal as *const () as libc::sighandler_t) };
+    }
     let mut terminal = ratatui::try_init()?;
     let shown = show(&mut terminal, View::new(!no_color), &samples);
-    ratatui::try_restore()?;
-    shown?;
-    Ok(ExitCode::SUCCESS)
+    let restored = ratatui::try_restore();
+    match SIGNAL.load(Ordering::Relaxed) {
+        0 => shown.and(restored).map(|()| ExitCode::SUCCESS).map_err(Error::from),
+        signal => Ok(ExitCode::from(128 + signal as u8)),
+    }
+}
+
+/// The signal that ends the program, or 0. The terminal must be put in order first.
+static SIGNAL: AtomicI32 = AtomicI32::new(0);
+
+extern "C" fn on_signal(signal: libc::c_int) {
+    SIGNAL.store(signal, Ordering::Relaxed);
 }
 
 /// Ends the program when its window is closed. Not everybody who closes one sends a signal, and waiting for keys
@@ -74,7 +88,7 @@ fn show(
     samples: &Receiver<Sample>,
 ) -> Result<(), std::io::Error> {
     let mut changed = true;
-    loop {
+    while SIGNAL.load(Ordering::Relaxed) == 0 {
         if changed {
             terminal.draw(|frame| screen::draw(frame, &view))?;
             changed = false;
@@ -85,7 +99,13 @@ fn show(
         }
         // Keys typed ahead are all taken before the next drawing.
         let mut wait = if changed { AT_ONCE } else { KEY_WAIT };
-        while event::poll(wait)? {
+        loop {
+            match event::poll(wait) {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => break,
+                Err(error) => return Err(error),
+            }
             wait = AT_ONCE;
             match event::read()? {
                 Event::Key(key) if key.kind != KeyEventKind::Release => match view.key(key) {
@@ -98,6 +118,7 @@ fn show(
             }
         }
     }
+    Ok(())
 }
 
 /// Samples on a thread of its own: a daemon that does not answer must not keep the keys from working.
