@@ -46,7 +46,7 @@ fn main() -> ExitCode {
     let matches = match config::parse(Cli::command()) {
         Ok(matches) => matches,
         Err((error, code)) => {
-            eprintln!("pagefold: {error}");
+            note!("pagefold: {error}");
             return ExitCode::from(code);
         }
     };
@@ -54,7 +54,7 @@ fn main() -> ExitCode {
     match commands::run(cli.command) {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("pagefold: {error}");
+            note!("pagefold: {error}");
             ExitCode::FAILURE
         }
     }

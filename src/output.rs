@@ -31,6 +31,17 @@ macro_rules! say {
     ($($arguments:tt)*) => { $crate::output::print(&format!("{}\n", format_args!($($arguments)*)))? };
 }
 
+/// Writes `text` to standard error. That its reader has left is no reason to end, as a failed `eprintln!` would.
+pub fn complain(text: &str) {
+    let _ = io::stderr().write_all(text.as_bytes());
+}
+
+/// Prints a line to standard error, as [`complain`] does.
+#[macro_export]
+macro_rules! note {
+    ($($arguments:tt)*) => { $crate::output::complain(&format!("{}\n", format_args!($($arguments)*))) };
+}
+
 /// Writes `value` as indented JSON and a newline to standard output.
 ///
 /// # Errors
@@ -238,8 +249,7 @@ impl Progress {
         let elapsed = self.started.elapsed();
         let due = self.shown.is_none_or(|shown| shown.elapsed() >= Duration::from_millis(200));
         if self.live && due && elapsed >= Duration::from_secs(1) {
-            eprint!("\r\x1b[K{}", progress_line(self.what, done, total, elapsed));
-            let _ = io::stderr().flush();
+            complain(&format!("\r\x1b[K{}", progress_line(self.what, done, total, elapsed)));
             self.shown = Some(Instant::now());
         }
     }
@@ -247,8 +257,7 @@ impl Progress {
     /// Clears the line.
     pub fn finish(&mut self) {
         if self.shown.take().is_some() {
-            eprint!("\r\x1b[K");
-            let _ = io::stderr().flush();
+            complain("\r\x1b[K");
         }
     }
 }

@@ -239,6 +239,18 @@ fn names_of_files_do_not_write_to_the_terminal() {
 }
 
 #[test]
+fn a_closed_standard_error_changes_no_exit_status() {
+    let tool = Tool::new();
+    let refused = vec!["run", "--backend", "remap", "--socket", "/no/such/dir/s", "--", "true"];
+    for (args, code) in [(refused, 125), (vec!["scan", "/no/such/file"], 1)] {
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        let ended = tool.command(&args).stderr(writer).status().expect("the tool runs");
+        assert_eq!(ended.code(), Some(code), "{args:?}");
+    }
+}
+
+#[test]
 fn a_guest_starts_without_pagefold_where_run_fails() {
     let tool = Tool::new();
     let socket = tool.socket();
@@ -262,6 +274,37 @@ fn a_guest_starts_without_pagefold_where_run_fails() {
     assert_eq!((guest.status.code(), text(&guest.stdout)), (Some(0), "-m 1\n".to_owned()));
     let said = text(&guest.stderr);
     assert!(said.contains("this guest is not merged: ") && said.contains("must be a directory of user"), "{said}");
+}
+
+#[test]
+fn a_forced_umount_does_not_wait_for_who_agrees_and_does_not_end() {
+    use std::io::{BufRead, BufReader, Write};
+    let tool = Tool::new();
+    let (run, at) = (tool.dir.path().join("run"), tool.dir.path().join("at"));
+    std::fs::create_dir(&at).expect("a directory");
+    std::fs::create_dir(&run).expect("a directory");
+    std::fs::set_permissions(&run, std::os::unix::fs::PermissionsExt::from_mode(0o700)).expect("its mode");
+    let named = pagefold_disk::control::socket_path(&at.canonicalize().expect("a path"));
+    let socket = run.join(named.file_name().expect("a name"));
+    let listener = std::os::unix::net::UnixListener::bind(&socket).expect("a socket");
+    let status = pagefold_disk::Status { pid: std::process::id(), ..Default::default() };
+    std::thread::spawn(move || {
+        let mut open = Vec::new();
+        for mut stream in listener.incoming().flatten() {
+            let mut line = String::new();
+            let _ = BufReader::new(&stream).read_line(&mut line);
+            if line.starts_with("status") {
+                let _ = writeln!(stream, "{}", serde_json::to_string(&status).expect("plain data"));
+            } else {
+                let _ = writeln!(stream, "{{\"stopping\":true}}");
+                open.push(stream);
+            }
+        }
+    });
+    let ended = tool.run(&["disk", "umount", "--force", at.to_str().expect("a path")]);
+    assert_eq!(ended.status.code(), Some(1));
+    let said = text(&ended.stderr);
+    assert!(said.contains("does not end; what it had not written back is lost"), "{said}");
 }
 
 #[test]

@@ -2,8 +2,8 @@
 
 use super::Error;
 use crate::output::print_json;
-use crate::say;
 use crate::{host, units};
+use crate::{note, say};
 use pagefold_daemon::control::{Answer, Request};
 use pagefold_daemon::status::Status;
 use std::path::PathBuf;
@@ -103,7 +103,7 @@ pub(super) fn for_each<T, U>(whom: &[T], ask: impl Fn(&T) -> Result<U, Error>) -
         return Err(errors.join("; ").into());
     }
     for error in &errors {
-        eprintln!("pagefold: {error}");
+        note!("pagefold: {error}");
     }
     Ok((done, if errors.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }))
 }

@@ -1,6 +1,7 @@
 //! `pagefold daemon`: serves clients until told to stop.
 
 use super::Error;
+use crate::note;
 use crate::{config, host, units};
 use pagefold_daemon::http::Place;
 use pagefold_daemon::{Config, Daemon, cold};
@@ -163,7 +164,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     // SAFETY: no thread runs yet.
     unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
     if args.tier_dir.as_os_str() != "none" && !args.tier_dir.is_dir() {
-        eprintln!(
+        note!(
             "pagefold: note: --tier-dir {} is no directory: cold tiers have their memory only",
             args.tier_dir.display()
         );

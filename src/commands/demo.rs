@@ -7,7 +7,7 @@
 
 use super::Error;
 use crate::output::{Progress, Style, Table, print, print_json};
-use crate::{host, say, units};
+use crate::{host, note, say, units};
 use pagefold_daemon::control::{Answer, Request};
 use pagefold_daemon::status::Status;
 use pagefold_os::{ksm, procfs};
@@ -121,7 +121,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
 macro_rules! tell {
     ($args:expr, $($arguments:tt)*) => {
         if !$args.json {
-            eprintln!($($arguments)*);
+            note!($($arguments)*);
         }
     };
 }

@@ -1,7 +1,8 @@
 //! `pagefold disk`: disk images through one page cache without copies.
 
 use super::Error;
-use crate::output::{Progress, Style, Table, clean, print, print_json};
+use crate::note;
+use crate::output::{Progress, Style, Table, clean, complain, print, print_json};
 use crate::units::{self, show_size};
 use pagefold_disk::control;
 use pagefold_disk::mount::{self, Options};
@@ -96,7 +97,7 @@ fn check_memory(cache_bytes: u64) -> Result<(), Error> {
         return Err(format!("--cache-size: {why}").into());
     }
     if cache_bytes > total {
-        eprintln!("pagefold: note: --cache-size {size} is more than this machine has, {}", show_size(total));
+        note!("pagefold: note: --cache-size {size} is more than this machine has, {}", show_size(total));
     }
     Ok(())
 }
@@ -113,7 +114,7 @@ fn flush_interval(text: &str) -> Result<Duration, String> {
 struct UmountArgs {
     /// The mount point
     mountpoint: PathBuf,
-    /// Cut the connection when the process does not answer; what it had not written is lost
+    /// Cut the connection when the process does not end in 10 seconds; what it had not written is lost
     #[arg(long)]
     force: bool,
 }
@@ -179,7 +180,7 @@ fn run_mount(args: &MountArgs) -> Result<ExitCode, Error> {
         grace: args.grace,
     };
     mount::serve(&options, |status| {
-        eprintln!(
+        note!(
             "pagefold: {} {SHOWN_AT} {} through a cache of {}",
             status.directory,
             status.mountpoint,
@@ -209,7 +210,7 @@ fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
         let ended = child.try_wait()?;
         let said = std::fs::read_to_string(&log_path)?;
         if let Some(status) = ended {
-            eprint!("{said}");
+            complain(&said);
             return Ok(ExitCode::from(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1)));
         }
         if said.contains(SHOWN_AT) {
@@ -247,24 +248,16 @@ fn run_umount(args: &UmountArgs) -> Result<ExitCode, Error> {
         }
         Err(_) => None,
     };
-    let mut trouble = String::new();
-    if let Some(pid) = pid {
-        let ended = control::stop(&socket, Duration::from_secs(10))?;
-        while Path::new(&format!("/proc/{pid}")).exists() && socket.exists() {
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        trouble = match ended {
-            Some(ended) => {
-                let lost = ended.unwritten.iter().map(|lost| {
-                    format!("{} bytes of {} could not be written and are lost: {}", lost.bytes, lost.name, lost.error)
-                });
-                lost.collect::<Vec<_>>().join("; ")
-            }
-            // An orderly end takes the socket with it.
-            None if socket.exists() => "its process died before it had written everything back".to_owned(),
-            None => String::new(),
-        };
-    }
+    let trouble = match pid {
+        Some(_) if args.force => within(FORCE_PATIENCE, {
+            let socket = socket.clone();
+            move || orderly_end(&socket, pid).map_err(|error| error.to_string())
+        })
+        .unwrap_or_else(|| Err("its process does not end".to_owned()))
+        .unwrap_or_else(|error| format!("{error}; what it had not written back is lost")),
+        Some(_) => orderly_end(&socket, pid)?,
+        None => String::new(),
+    };
     if mount::is_mounted(&mountpoint) {
         if args.force {
             // Waiting calls return at once; a connection that is gone already is just as well.
@@ -281,6 +274,35 @@ fn run_umount(args: &UmountArgs) -> Result<ExitCode, Error> {
         return Err(format!("{}: {trouble}", args.mountpoint.display()).into());
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Asks the mount's process to end and waits until it has; tells what it could not write back.
+fn orderly_end(socket: &Path, pid: Option<u32>) -> std::io::Result<String> {
+    let ended = control::stop(socket, Duration::from_secs(10))?;
+    while pid.is_some_and(|pid| Path::new(&format!("/proc/{pid}")).exists()) && socket.exists() {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(match ended {
+        Some(ended) => {
+            let lost = ended.unwritten.iter().map(|lost| {
+                format!("{} bytes of {} could not be written and are lost: {}", lost.bytes, lost.name, lost.error)
+            });
+            lost.collect::<Vec<_>>().join("; ")
+        }
+        // An orderly end takes the socket with it.
+        None if socket.exists() => "its process died before it had written everything back".to_owned(),
+        None => String::new(),
+    })
+}
+
+/// How long `umount --force` waits for an orderly end.
+const FORCE_PATIENCE: Duration = Duration::from_secs(10);
+
+/// What `work` gives, if that is not longer away than `patience`; else it is left to itself.
+fn within<T: Send + 'static>(patience: Duration, work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    let (sender, receiver) = std::sync::mpsc::sync_channel(1);
+    std::thread::spawn(move || sender.send(work()));
+    receiver.recv_timeout(patience).ok()
 }
 
 /// Whether nobody listens any more.
@@ -372,7 +394,7 @@ fn run_scan(args: &ScanArgs) -> Result<ExitCode, Error> {
         print(&show_scan(&report, started.elapsed(), Style::stdout()))?;
     }
     for (path, why) in &report.unreadable {
-        eprintln!("pagefold: {}: {why}", clean(&path.display().to_string()));
+        note!("pagefold: {}: {why}", clean(&path.display().to_string()));
     }
     Ok(if report.unreadable.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

@@ -2,8 +2,8 @@
 
 use super::Error;
 use crate::output::{Style, Table, clean, on_stdout, print, print_json};
-use crate::say;
 use crate::units::{self, show_count, show_size};
+use crate::{note, say};
 use pagefold_image::Error as ImageError;
 use pagefold_image::config::Limits;
 use pagefold_image::ingest::{Notes, apply_tar};
@@ -358,7 +358,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             let mounted = mount::mount(&store, &record, &mount.mountpoint, &mount.options.options())
                 .map_err(|error| with_other_way(error, &mount.name))?;
             for note in &mounted.notes {
-                eprintln!("pagefold: note: {note}");
+                note!("pagefold: note: {note}");
             }
             if mount.json {
                 print_json(
@@ -452,7 +452,7 @@ fn environment(wanted: &[String], caller: impl Fn(&str) -> Result<String, VarErr
 fn report_built(record: &Record, stats: &pagefold_image::store::BuildStats, json: bool) -> Result<(), Error> {
     use std::sync::atomic::Ordering::Relaxed;
     for note in &record.notes {
-        eprintln!("pagefold: note: {note}");
+        note!("pagefold: note: {note}");
     }
     let (new, bytes_new) = (stats.objects_new.load(Relaxed), stats.bytes_new.load(Relaxed));
     if json {

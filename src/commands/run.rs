@@ -1,7 +1,7 @@
 //! `pagefold run`: starts a program whose equal pages are merged with those of others.
 
 use super::Error;
-use crate::host;
+use crate::{host, note};
 use std::ffi::OsString;
 use std::io::Read;
 use std::os::unix::process::CommandExt;
@@ -87,13 +87,16 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     let error = match prepare(&args) {
         Ok(mut command) => {
             let error = command.exec();
+            // As a program starts with it: whose reader of standard error has left would now be ended by the line below.
+            // SAFETY: no handler is set.
+            unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
             let code = if error.kind() == std::io::ErrorKind::NotFound { 127 } else { 126 };
-            eprintln!("pagefold: cannot run {}: {error}", args.command[0].to_string_lossy());
+            note!("pagefold: cannot run {}: {error}", args.command[0].to_string_lossy());
             return Ok(ExitCode::from(code));
         }
         Err(error) => error,
     };
-    eprintln!("pagefold: {error}");
+    note!("pagefold: {error}");
     Ok(ExitCode::from(FAILED))
 }
 
@@ -119,16 +122,16 @@ fn prepare(args: &Args) -> Result<Command, Error> {
         }
         (Backend::Ksm, _) => {
             if !prefer_ksm()? {
-                eprintln!("pagefold: not merged: KSM does not run; as root: echo 1 > /sys/kernel/mm/ksm/run");
+                note!("pagefold: not merged: KSM does not run; as root: echo 1 > /sys/kernel/mm/ksm/run");
             }
             false
         }
         (Backend::Auto, Some(lack)) if !args.client.cold && args.client.domain.is_none() => {
             let why = format!("{}: {}", lack.name, lack.detail);
             if prefer_ksm()? {
-                eprintln!("pagefold: {why}; using KSM instead");
+                note!("pagefold: {why}; using KSM instead");
             } else {
-                eprintln!("pagefold: not merged: {why}; pagefold doctor tells how to mend it");
+                note!("pagefold: not merged: {why}; pagefold doctor tells how to mend it");
             }
             false
         }
@@ -149,7 +152,7 @@ fn prepare(args: &Args) -> Result<Command, Error> {
     }
     if is_static(&args.command[0]) {
         let free = args.backend == Backend::Auto && !args.client.cold && args.client.domain.is_none();
-        eprintln!(
+        note!(
             "pagefold: {} is a static program, into which the agent cannot load: it runs unmerged{}",
             args.command[0].to_string_lossy(),
             if free { "; --backend ksm can serve it" } else { "" }
@@ -158,7 +161,7 @@ fn prepare(args: &Args) -> Result<Command, Error> {
     let socket = host::socket(args.socket.as_deref())?;
     host::ensure_daemon(&socket)?;
     if let Some(owner) = host::stranger(&socket) {
-        eprintln!("pagefold: the daemon at {} is user {owner}'s, and may not serve this program", socket.display());
+        note!("pagefold: the daemon at {} is user {owner}'s, and may not serve this program", socket.display());
     }
     let cold = args.client.cold.then_some(host::Cold { tolerance: args.tolerance, tier_max: args.tier_max });
     // The tier is asked for by each run anew.

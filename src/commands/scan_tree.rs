@@ -2,8 +2,8 @@
 
 use super::Error;
 use crate::output::{clean, print_json};
-use crate::say;
 use crate::units::show_size;
+use crate::{note, say};
 use pagefold_image::progress::Progress;
 use pagefold_image::scan;
 use std::path::PathBuf;
@@ -43,13 +43,13 @@ pub fn run_tree(dirs: &[PathBuf], json: bool) -> Result<ExitCode, Error> {
         show_size(found.resident_duplicate_bytes)
     );
     if found.resident_unknown > 0 {
-        eprintln!(
+        note!(
             "pagefold: note: of {} files (other users', on overlayfs) the kernel does not say what is in memory",
             found.resident_unknown
         );
     }
     if found.unreadable > 0 {
-        eprintln!("pagefold: note: {} files or directories could not be read", found.unreadable);
+        note!("pagefold: note: {} files or directories could not be read", found.unreadable);
     }
     Ok(code)
 }
