@@ -154,14 +154,17 @@ fn perform(daemon: &Arc<Daemon>, request: &Request) -> Answer {
 /// # Errors
 /// `NotFound` or `ConnectionRefused` if no daemon listens there, `InvalidData` if it answers nonsense.
 pub fn ask(socket: &Path, request: &Request) -> io::Result<Answer> {
-    use std::os::unix::ffi::OsStrExt;
-    let connection = sock::connect(socket.as_os_str().as_bytes())?;
     // A daemon that dies ends the connection: the limit is for one that hangs. Moving or comparing terabytes takes time.
     let patience_ms = match request {
         Request::Park { .. } | Request::Unpark { .. } | Request::Unmerge { .. } | Request::Verify {} => 3_600_000,
         _ => 120_000,
     };
-    sock::set_timeout(&connection, patience_ms)?;
+    ask_within(socket, request, patience_ms)
+}
+
+fn ask_within(socket: &Path, request: &Request, patience_ms: u64) -> io::Result<Answer> {
+    use std::os::unix::ffi::OsStrExt;
+    let connection = sock::connect_within(socket.as_os_str().as_bytes(), patience_ms)?;
     sock::send(&connection, &serde_json::to_vec(request)?, &[])?;
     let mut text = Vec::new();
     let mut buffer = vec![0; PACKET_BYTES];
@@ -173,4 +176,23 @@ pub fn ask(socket: &Path, request: &Request) -> io::Result<Answer> {
         text.extend_from_slice(&buffer[..got]);
     }
     serde_json::from_slice(&text).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_takes_no_connections_is_not_waited_for_for_ever() {
+        use std::os::unix::ffi::OsStrExt;
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let _listener = sock::listen(path.as_os_str().as_bytes()).unwrap();
+        let mut waiting = Vec::new();
+        while let Ok(connection) = sock::connect_within(path.as_os_str().as_bytes(), 50) {
+            waiting.push(connection);
+        }
+        let error = ask_within(&path, &Request::Status {}, 50).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+    }
 }
