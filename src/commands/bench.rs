@@ -10,7 +10,12 @@ use std::process::{Command, ExitCode};
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  pagefold bench pageone --quick\n  pagefold bench llds --json\n  \
     pagefold bench all --full --record bench/record --plot docs/plots\n  \
-    pagefold bench plot docs/plots       # from the records, without a run\n  pagefold bench --help")]
+    pagefold bench plot docs/plots       # from the records, without a run\n\n\
+    Benchmarks: erofs, pagecache, index, kv, model, pageone, scan, zswap;\n\
+    llds stands for index and kv, all for all but model.\n\
+    Options: --quick ends in seconds, --full takes every published figure (two hours\n\
+    at most), --json prints JSON, --record DIR leaves the rows there, --plot DIR draws\n\
+    them beside what was published.")]
 pub struct Args {
     /// Benchmark and its options, as `pagefold-bench` takes them
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
@@ -28,8 +33,8 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         cargo.args(["run", "--quiet", "--release", "-p", "pagefold-bench", "--"]);
         cargo
     } else {
-        return Err("bench: pagefold-bench is not beside this program; run it in the source tree, or build it there: \
-                    cargo build --release -p pagefold-bench"
+        return Err("bench: pagefold-bench is not beside this program; run it in the source tree, or install it from \
+                    there: cargo install --path bench"
             .into());
     };
     // In our place, so that who ends us ends the benchmark.
