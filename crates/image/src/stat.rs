@@ -58,7 +58,8 @@ pub struct Stat {
     pub resident_bytes: u64,
     /// Of those, bytes that more than one file of the mounts shows.
     pub shared_bytes: u64,
-    /// What plain copies would need in addition; see the module.
+    /// What plain copies would need in addition: for each object its resident bytes once for every further mounted file
+    /// that shows it.
     pub memory_saved_bytes: u64,
 }
 
