@@ -59,11 +59,20 @@ pub fn runtime_dir() -> Result<PathBuf, Error> {
 
 /// Where this user's daemon listens, unless `given` says otherwise.
 pub fn socket(given: Option<&Path>) -> Result<PathBuf, Error> {
-    match given {
-        Some(path) => Ok(std::path::absolute(path)?),
-        None => Ok(runtime_dir()?.join("daemon.sock")),
+    let path = match given {
+        Some(path) => std::path::absolute(path)?,
+        None => runtime_dir()?.join("daemon.sock"),
+    };
+    match path.as_os_str().len() {
+        ..=SOCKET_PATH_MAX => Ok(path),
+        len => {
+            Err(format!("{}: {len} bytes, and a socket's path has {SOCKET_PATH_MAX} at most", path.display()).into())
+        }
     }
 }
+
+/// Most bytes of a Unix socket's path.
+const SOCKET_PATH_MAX: usize = 107;
 
 /// Writes the agent to the runtime directory, if it is not there already, and returns its path.
 pub fn agent() -> Result<PathBuf, Error> {
@@ -246,6 +255,11 @@ fn ask_any(socket: &Path, request: &Request) -> Result<Option<Answer>, Error> {
         Ok(Answer::Error { message }) => Err(message.into()),
         Ok(answer) => Ok(Some(answer)),
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+            let whose =
+                fs::metadata(socket).map_or("another user's".to_owned(), |found| format!("user {}'s", found.uid()));
+            Err(format!("{}: {error}; the daemon there is {whose}", socket.display()).into())
+        }
         Err(error) => Err(format!("the daemon at {} does not answer: {error}", socket.display()).into()),
     }
 }

@@ -141,6 +141,7 @@ fn exit_codes_are_those_of_the_help_text() {
         (vec!["pause", "1", "2", "--socket", &socket], 1),
         (vec!["resume", "1", "2", "--socket", &socket], 1),
         (vec!["verify", "--socket", &socket], 1),
+        (vec!["man", "plain"], 1),
         (vec!["scan", "/no/such/file"], 1),
         (vec!["image", "mount", "nothing", "/mnt"], 1),
         (vec!["image", "build", "--name", "a", "plain"], 1),
@@ -235,6 +236,17 @@ fn names_of_files_do_not_write_to_the_terminal() {
         assert!(shown.status.success(), "{args:?}: {}", text(&shown.stderr));
         let shown = text(&shown.stdout);
         assert!(shown.contains(name) && !shown.contains('\x1b'), "{args:?}: {shown:?}");
+    }
+}
+
+#[test]
+fn examples_fit_a_terminal() {
+    let tool = Tool::new();
+    for (path, help) in leaves(&tool) {
+        let examples = help.split("Examples:\n").nth(1).unwrap_or_else(|| panic!("{path:?} has no examples"));
+        for line in examples.lines().take_while(|line| !line.is_empty()) {
+            assert!(line.starts_with("  ") && line.len() <= 80, "{path:?}: {line}");
+        }
     }
 }
 

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 /// Print the completions for a shell
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
-  pagefold completions bash > ~/.local/share/bash-completion/completions/pagefold
+  pagefold completions bash > /etc/bash_completion.d/pagefold
   pagefold completions zsh > ~/.zfunc/_pagefold
   pagefold completions fish > ~/.config/fish/completions/pagefold.fish")]
 pub struct Args {

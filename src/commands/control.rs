@@ -30,7 +30,9 @@ pub struct Unmerge {
 
 /// Stop merging, for one client or for all; what is merged stays
 #[derive(clap::Args)]
-#[command(after_help = "Examples:\n  pagefold pause\n  pagefold pause 4711 4712")]
+#[command(
+    after_help = "Examples:\n  pagefold pause\n  pagefold pause 4711 4712\n\nIt ends with the daemon, and programs that start later are merged."
+)]
 pub struct Pause {
     /// Process ids of clients [default: all]
     #[arg(value_name = "PID", value_parser = units::pid)]

@@ -16,9 +16,12 @@ use std::time::Duration;
 #[command(after_help = "\
 Examples:
   pagefold daemon
-  pagefold daemon --workers 4 --period 5s --pool-max 16G --metrics 127.0.0.1:9199
-  pagefold daemon --web 127.0.0.1:9200   then open http://127.0.0.1:9200/ (from afar: ssh -L 9200:127.0.0.1:9200 host)
+  pagefold daemon --workers 4 --period 5s --pool-max 16G
+  pagefold daemon --metrics 127.0.0.1:9199
+  pagefold daemon --web 127.0.0.1:9200   then open http://127.0.0.1:9200/
   systemctl enable --now pagefold        (with the package's unit)
+
+From afar: ssh -L 9200:127.0.0.1:9200 HOST shows the page at the same address here.
 
 It may be killed at any time: clients keep what is merged, and greet the next daemon. What is in
 the cold tier is kept by a small process, pagefold keeper, which then starts the next daemon.")]

@@ -32,7 +32,7 @@ enum DiskCommand {
 
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  pagefold disk mount /srv/images /mnt/images --cache-size 8G\n  \
-    pagefold disk mount /srv/images /mnt/images --background --fingerprints /var/lib/pagefold/fp\n  \
+    pagefold disk mount /srv/images /mnt/images --background --fingerprints ./fp\n  \
     pagefold disk mount /srv/images /mnt/images --nbd /run/images.sock\n\n\
     Point the VMs at /mnt/images, with cache=none, and change the files below /srv/images through the mount only.")]
 struct MountArgs {
@@ -64,7 +64,7 @@ struct MountArgs {
     /// Most blocks of 4 KiB one periodic flush writes per image
     #[arg(long, value_name = "N", default_value_t = 16384, value_parser = clap::value_parser!(u32).range(1..))]
     flush_batch: u32,
-    /// Dirty share of the cache above which writers wait for the disk
+    /// Dirty share of the cache above which writers wait for the disk, 1 to 80
     #[arg(long, value_name = "PERCENT", default_value_t = 40, value_parser = clap::value_parser!(u32).range(1..=80))]
     dirty_percent: u32,
     /// Let blocks merge with equal pages of guests; on by itself under `pagefold run`

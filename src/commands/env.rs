@@ -9,7 +9,8 @@ use std::process::ExitCode;
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
   pagefold env --all > /run/pagefold/web.env
-  podman run --env-file /run/pagefold/web.env -v /run/pagefold:/run/pagefold:ro IMAGE
+  podman run --env-file /run/pagefold/web.env \\
+    -v /run/pagefold:/run/pagefold:ro IMAGE
   env $(pagefold env --domain customer-7) qemu-system-x86_64 -m 2G disk.img
 
 The lines name the agent and the daemon's socket, which the program must find at the same paths. No

@@ -188,8 +188,9 @@ struct BuildArgs {
 
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
-  skopeo copy docker://redis:7 oci-archive:redis.tar && pagefold image import --name redis:7 redis.tar
-  podman save redis:7 -o redis.tar && pagefold image import --name redis:7 redis.tar
+  skopeo copy docker://redis:7 oci-archive:redis.tar
+  podman save redis:7 -o redis.tar
+  pagefold image import --name redis:7 redis.tar
   pagefold image import --name app:2 --ref v2 --max-bytes 20G ./layout")]
 struct ImportArgs {
     /// Name to store it under
@@ -272,9 +273,10 @@ struct MountArgs {
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
   pagefold image exec app:1 -- /bin/sh
-  pagefold image exec app:1 --rw --bind ./data:/data -e HOME=/root -- /usr/bin/env
-  sudo pagefold image exec app:1 --learn=20 -- /usr/bin/server   # once; later starts find the disk ahead of them
+  pagefold image exec app:1 --rw --bind ./data:/data -e HOME=/root -- env
+  sudo pagefold image exec app:1 --learn=20 -- /usr/bin/server
 
+What was learned once lets later starts find the disk ahead of them.
 Without a command the image's own is run. It takes this process over: its exit status and signals are passed on.")]
 struct ExecArgs {
     /// Image to run in
@@ -332,9 +334,9 @@ enum Format {
 /// Runs the image command.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
     let root = args.store.clone().unwrap_or_else(default_root);
-    let make = || Store::open(&root, &args.domain);
+    let make = || Store::open(&root, &args.domain).map_err(elsewhere);
     // Only who stores makes a store. One that is not there is as good as an empty one.
-    let found = || match Store::open_existing(&root, &args.domain)? {
+    let found = || match Store::open_existing(&root, &args.domain).map_err(elsewhere)? {
         None if args.domain != DEFAULT_DOMAIN => {
             Err(Error::from(format!("no domain {:?} in {}; image build makes one", args.domain, root.display())))
         }
@@ -422,6 +424,16 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         Action::Scan { dirs, json } => return super::scan_tree::run_tree(&dirs, json),
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Says how a user whose store cannot be reached names another.
+fn elsewhere(error: ImageError) -> Error {
+    match &error {
+        ImageError::Io { source, .. } if source.kind() == std::io::ErrorKind::PermissionDenied => {
+            format!("{error}; --store names another store").into()
+        }
+        _ => error.into(),
+    }
 }
 
 /// Says how a user who may not mount gets at the image.
@@ -525,7 +537,11 @@ fn import_image(store: &Store, args: ImportArgs) -> Result<(), Error> {
     let mut notes = Notes::default();
     let building = store.build()?;
     let progress = Progress::new("import");
-    let (tree, config) = oci::import(&building, &args.path, args.reference.as_deref(), limits, &mut notes, &progress)?;
+    let (tree, config) = oci::import(&building, &args.path, args.reference.as_deref(), limits, &mut notes, &progress)
+        .map_err(|error| match error {
+        ImageError::Input(what) => Error::from(format!("{}: {what}", args.path.display())),
+        other => other.into(),
+    })?;
     drop(progress);
     let record = building.publish(&args.name, &tree, &args.path.display().to_string(), config, notes.lines())?;
     report_built(&record, &building.stats, args.json)

@@ -18,6 +18,9 @@ pub struct Args {
 /// Writes one page per command, and one for each command of a group.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
     let cannot = |error: std::io::Error| format!("man: cannot write into {}: {error}", args.dir.display());
+    if args.dir.exists() && !args.dir.is_dir() {
+        return Err(format!("man: {} is no directory", args.dir.display()).into());
+    }
     std::fs::create_dir_all(&args.dir).map_err(cannot)?;
     let mut command = crate::Cli::command().disable_help_subcommand(true);
     command.build();
