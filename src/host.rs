@@ -88,7 +88,10 @@ pub fn agent() -> Result<PathBuf, Error> {
         file.set_permissions(fs::Permissions::from_mode(0o755))?;
         fs::rename(&half, &path)
     };
-    write().map_err(|error| format!("cannot write the agent to {}: {error}", path.display()))?;
+    write().map_err(|error| {
+        let _ = fs::remove_file(&half);
+        format!("cannot write the agent to {}: {error}", path.display())
+    })?;
     Ok(path)
 }
 

@@ -100,6 +100,10 @@ fn a_mount_shows_in_status_metrics_and_doctor_and_ends_cleanly() {
     let umount = tool(&["disk", "umount", &at]).output().expect("umount");
     assert!(umount.status.success(), "{}", String::from_utf8_lossy(&umount.stderr));
     assert!(!mount.join("a.raw").exists());
+    let run = std::fs::read_dir(base.path().join("run")).expect("the runtime directory");
+    let logs: Vec<_> =
+        run.flatten().map(|entry| entry.file_name()).filter(|name| text(name.as_ref()).ends_with(".log")).collect();
+    assert!(logs.is_empty(), "{logs:?}");
 }
 
 #[test]

@@ -194,7 +194,8 @@ fn run_mount(args: &MountArgs) -> Result<ExitCode, Error> {
 /// goes on in the same file, beside its socket.
 fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
     use std::os::unix::process::CommandExt;
-    let log_path = control::socket_path(&absolute(&args.mountpoint)?).with_extension("log");
+    let socket = control::socket_path(&absolute(&args.mountpoint)?);
+    let log_path = socket.with_extension("log");
     control::make_own(&control::runtime_dir())?;
     let log = crate::host::create_log(&log_path).map_err(|error| format!("{}: {error}", log_path.display()))?;
     let arguments = std::env::args_os().skip(1).filter(|argument| argument != "--background");
@@ -211,6 +212,10 @@ fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
         let said = std::fs::read_to_string(&log_path)?;
         if let Some(status) = ended {
             complain(&said);
+            // It is said; unless there is a mount whose log it is.
+            if control::ask_status(&socket).is_err_and(|error| is_gone(&error)) {
+                let _ = std::fs::remove_file(&log_path);
+            }
             return Ok(ExitCode::from(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1)));
         }
         if said.contains(SHOWN_AT) {
@@ -269,6 +274,13 @@ fn run_umount(args: &UmountArgs) -> Result<ExitCode, Error> {
     }
     if pid.is_none() {
         let _ = std::fs::remove_file(socket);
+    }
+    // Of one that said nothing but that it was mounted nobody wants to read.
+    let log = control::socket_path(&mountpoint).with_extension("log");
+    if trouble.is_empty()
+        && std::fs::read_to_string(&log).is_ok_and(|said| said.lines().all(|line| line.contains(SHOWN_AT)))
+    {
+        let _ = std::fs::remove_file(log);
     }
     if !trouble.is_empty() {
         return Err(format!("{}: {trouble}", args.mountpoint.display()).into());
