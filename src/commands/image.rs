@@ -297,10 +297,10 @@ struct ExecArgs {
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "60")]
     learn: Option<u32>,
     /// User to run as, by name in the tree or number (root; the image's own by default)
-    #[arg(long, short = 'u', value_name = "USER[:GROUP]", default_value = "")]
+    #[arg(long, short = 'u', value_name = "USER[:GROUP]", default_value = "", hide_default_value = true)]
     user: String,
-    /// Directory of the tree to start in
-    #[arg(long, default_value = "")]
+    /// Directory of the tree to start in (the image's own by default)
+    #[arg(long, value_name = "DIR", default_value = "", hide_default_value = true)]
     workdir: String,
     /// Command and its arguments (the image's own by default)
     #[arg(last = true)]

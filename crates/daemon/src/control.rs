@@ -99,7 +99,9 @@ pub(crate) fn answer(daemon: &Arc<Daemon>, socket: &Fd, bytes: &[u8]) {
 }
 
 fn perform(daemon: &Arc<Daemon>, request: &Request) -> Answer {
-    let unknown = |pid: &i32| Answer::Error { message: format!("{pid} is no client; pagefold status lists them") };
+    let unknown = |pid: &i32| Answer::Error {
+        message: format!("{pid} is no client that is merged live; pagefold status lists them"),
+    };
     match request {
         Request::Status {} => Answer::Status(Box::new(daemon.status())),
         Request::Verify {} => Answer::Verified(daemon.verify()),
