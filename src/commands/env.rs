@@ -1,7 +1,7 @@
 //! `pagefold env`: the environment that makes a program a client, for who starts programs by other means than `run`.
 
 use super::Error;
-use crate::host;
+use crate::{host, note};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -36,6 +36,9 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     for (name, value) in host::environment(&socket, args.client.domain.as_deref(), args.client.all, cold.as_ref())? {
         if value.contains('\n') {
             return Err(format!("{name} has a line break, which such a file cannot hold").into());
+        }
+        if value.contains([' ', '\t']) {
+            note!("pagefold: note: {name} has a blank: good for a file, but not for env $(pagefold env …)");
         }
         text += &format!("{name}={value}\n");
     }
