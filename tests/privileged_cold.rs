@@ -366,6 +366,43 @@ fn hidden_memory_comes_back_too() {
     }
 }
 
+/// A seal forbids to move and replace mappings, ours too: what is sealed by a call that is seen is here for good, and what is
+/// sealed by another one goes out and comes back as ever.
+#[test]
+fn sealed_memory_is_right() {
+    // SAFETY: seals nothing.
+    let sealed = unsafe { libc::syscall(libc::SYS_mseal, 0, 0, 0) };
+    if sealed != 0 && std::io::Error::last_os_error().raw_os_error() == Some(libc::ENOSYS) {
+        return skipped("this kernel has no mseal(2)");
+    }
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let host = Host::start(&["--cold-manual"]);
+    for seal in ["rawseal", "seal"] {
+        let mut client = Served::start(&host, &[], 16);
+        host.wait_for_client(client.pid());
+        wait_for("the pages to go", 20, || host.park(client.pid()) > 2000);
+        client.does(seal);
+        let out = host.number(client.pid(), "pages_out");
+        assert_eq!(out > 0, seal == "rawseal", "{out} pages are out");
+        for command in
+            ["discard 100", "check", "rawdiscard 100", "check", "fork", "write 300", "check", "fill", "check"]
+        {
+            client.does(command);
+        }
+        if seal == "rawseal" {
+            wait_for("the pages to go again", 20, || host.park(client.pid()) > 2000);
+        } else {
+            // Longer than pages stay that lie beside discards.
+            std::thread::sleep(Duration::from_secs(2));
+            assert_eq!(host.park(client.pid()), 0, "what is sealed went out");
+        }
+        client.does("rawdiscard 100");
+        client.does("check");
+    }
+}
+
 /// Plays the service manager's fd store: what a daemon leaves at the socket, by name.
 struct Manager {
     socket: pagefold_os::fd::Fd,

@@ -65,6 +65,9 @@ scenarios! {
     unmergeable_gives_private_memory: "unmergeable";
     wipe_on_fork_wipes: "wipe-on-fork";
     a_sealed_mapping_stays: "sealed";
+    sealed_memory_reads_zero_after_a_discard: "seal-and-discard";
+    memory_sealed_by_a_raw_instruction_reads_zero_after_a_discard: "seal-raw";
+    raw_discards_of_memory_sealed_by_a_raw_instruction: "seal-and-discard-raw";
     guards_hold_and_leave_zeros: "guards";
     guards_that_nobody_saw_hold: "guards-raw";
     the_programs_own_userfaultfd_comes_first: "own-userfaultfd";

@@ -9,6 +9,7 @@
  *   partfork         as fork, but the first pages are not for the child (MADV_DONTFORK)
  *   populate         MADV_POPULATE_WRITE of all    hide      fork while the memory may not be touched (PROT_NONE)
  *   hidetrack        as track, while the other half may not be touched
+ *   seal | rawseal   mseal(2) of the whole memory, the C library's way or by a bare system call
  *   unmap            a part is unmapped and mapped again
  *   block            malloc of a block of its own    grow       realloc of it to twice the size
  *   wipe             MADV_WIPEONFORK while threads write, and a fork
@@ -474,6 +475,10 @@ int main(int argc, char **argv) {
             }
         } else if (!strcmp(word, "populate")) {
             if (madvise(memory, pages * PAGE, MADV_POPULATE_WRITE) != 0) bad = (perror("madvise"), 1);
+        } else if (!strcmp(word, "seal")) {
+            bad = syscall(462, memory, pages * PAGE, 0) != 0;
+        } else if (!strcmp(word, "rawseal")) {
+            bad = bare(462, (long)memory, pages * PAGE, 0, 0, 0) != 0;
         } else if (!strcmp(word, "unmap")) {
             size_t first = next() % (pages / 2), len = pages / 4;
             munmap(memory + first * PAGE, len * PAGE);

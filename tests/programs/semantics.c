@@ -1292,6 +1292,63 @@ static void sealed(void) {
     CHECK(mprotect(r.at, 512 * PAGE, PROT_READ) == -1 && errno == EPERM, "the seal is gone");
 }
 
+static long libc_seal(void *at, size_t len) { return syscall(462 /* mseal */, at, len, 0) == 0 ? 0 : -errno; }
+static long raw_seal(void *at, size_t len) { return raw(462, (long)at, len, 0, 0, 0, 0); }
+
+// Sealed memory that may be written to may be discarded: it reads zero then, in children too, and keeps what is written since.
+static void discard_sealed(long (*seal)(void *, size_t), long (*advise)(void *, size_t, int)) {
+    struct region r = merged(1024), hidden = merged(256);
+    // Some are the program's own in a mapping of the pool's.
+    for (size_t i = 5; i < r.pages; i += 9) fill_page(r.at + i * PAGE, number_of(&r, i));
+    long error = seal(r.at, r.pages * PAGE);
+    if (error == -ENOSYS) SKIP("this kernel has no mseal(2)");
+    CHECK(error == 0, "mseal: %ld", error);
+    CHECK(mprotect(hidden.at, hidden.pages * PAGE, PROT_READ) == 0, "mprotect");
+    CHECK(seal(hidden.at, hidden.pages * PAGE) == 0, "mseal");
+    check(&r, "sealed");
+    for (int round = 0; round < 3; round++) {
+        CHECK(advise(r.at + 100 * PAGE, 300 * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED");
+        pid_t child = round == 1 ? fork() : -1;
+        for (size_t i = 0; i < r.pages; i++) {
+            if (i >= 100 && i < 400) CHECK(page_is_zero(r.at + i * PAGE), "round %d: page %zu shows old bytes (%d)", round, i, child);
+            else CHECK(page_is(r.at + i * PAGE, number_of(&r, i)), "page %zu beside a discard is wrong", i);
+        }
+        if (round == 2) nap(1500);
+        for (size_t i = 100; i < 400; i++) fill_page(r.at + i * PAGE, number_of(&r, i));
+        nap(500);
+        check(&r, "after a discard was written over");
+        if (child == 0) {
+            CHECK(advise(r.at + 200 * PAGE, 100 * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED in a child");
+            for (size_t i = 200; i < 300; i++) CHECK(page_is_zero(r.at + i * PAGE), "page %zu in a child", i);
+            _exit(0);
+        }
+        if (child > 0) CHECK(ended_well(child), "the child");
+    }
+    // The agent leaves, and another comes.
+    CHECK(advise(r.at + 100 * PAGE, 300 * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED");
+    CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0, "PR_SET_NO_NEW_PRIVS");
+    for (size_t i = 100; i < 400; i++) CHECK(page_is_zero(r.at + i * PAGE), "page %zu shows old bytes behind another agent", i);
+    for (size_t i = 100; i < 400; i++) fill_page(r.at + i * PAGE, number_of(&r, i));
+    for (int round = 0; round < 5; round++) {
+        nap(300);
+        check(&r, "in the end");
+        check(&hidden, "which may not be written to");
+        for (size_t i = round; i < r.pages; i += 7) fill_page(r.at + i * PAGE, number_of(&r, i));
+    }
+    // To a bare discard the pool's mapping is a file's, which may be discarded; what it shows is right all the same.
+    long refused = advise(hidden.at, PAGE, MADV_DONTNEED);
+    CHECK(advise == raw_advise || refused != 0, "what is sealed and read-only was discarded");
+    check(&hidden, "after a discard that is refused");
+    CHECK(mprotect(r.at, PAGE, PROT_READ) == -1 && errno == EPERM, "the seal is gone");
+    CHECK(munmap(r.at, PAGE) == -1 && errno == EPERM, "the seal is gone");
+    CHECK(mremap(r.at, PAGE, 2 * PAGE, MREMAP_MAYMOVE) == MAP_FAILED && errno == EPERM, "the seal is gone");
+    check(&r, "after calls that are refused");
+}
+
+static void seal_and_discard(void) { discard_sealed(libc_seal, libc_advise); }
+static void seal_raw(void) { discard_sealed(raw_seal, libc_advise); }
+static void seal_and_discard_raw(void) { discard_sealed(raw_seal, raw_advise); }
+
 static void wipe_on_fork(void) {
     struct region r = merged(1024);
     CHECK(madvise(r.at, 512 * PAGE, MADV_WIPEONFORK) == 0, "MADV_WIPEONFORK");
@@ -2505,7 +2562,7 @@ static const struct scenario scenarios[] = {
     {"vforks", vforks}, {"vforks-with-less", vforks_with_less}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
     {"dontneed-raw", dontneed_raw}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
     {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"lock", lock}, {"locks", locks}, {"locks-at-a-limit", locks_at_a_limit}, {"locks-and-children", locks_and_children},
-    {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
+    {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"seal-and-discard", seal_and_discard}, {"seal-raw", seal_raw}, {"seal-and-discard-raw", seal_and_discard_raw}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
     {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"less-with-nobody-there", less_with_nobody_there}, {"privileges-in-handlers", privileges_in_handlers}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},

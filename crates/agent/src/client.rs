@@ -145,7 +145,7 @@ impl Region {
         }
         let held = SHARED.guard.lock(me());
         let replaced = Maps::open().and_then(|maps| {
-            replace_merged(&maps, range, None, Some(SHARED.tables(&held).table))?;
+            replace_merged(&maps, range, None, Some(SHARED.tables(&held).table), |_, _, _| {})?;
             // SAFETY: the range is ours, and `&mut self` says that nobody refers to it.
             unsafe { mem::advise(range.start, range.len(), libc::MADV_DONTNEED) }
         });

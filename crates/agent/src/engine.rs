@@ -27,6 +27,7 @@ use crate::maps::Maps;
 use crate::own::{NURSERY, NURSERY_LEN, is_left_alone};
 use crate::plain::keep_attributes;
 use crate::shared::{AGENT, SHARED};
+use crate::voids;
 use crate::wire::{CHANNEL_COUNTERS, Counters, FREEZE_PAGES_MAX, SEGMENTS_HELD};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
@@ -101,10 +102,17 @@ impl Agent {
         is_left_alone(SHARED.tables(&held).table, range)
     }
 
-    /// True if the program has locked part of `range`.
-    pub(crate) fn is_locked(&self, range: Range) -> bool {
+    /// True if the mappings of `range` cannot be replaced: the program has locked or sealed part of it, or discarded what cannot
+    /// be told from the slots where it is.
+    pub(crate) fn keeps_mapping(&self, range: Range) -> bool {
         let held = SHARED.guard.lock(AGENT);
-        SHARED.tables(&held).table.first_locked(range).is_some()
+        SHARED.tables(&held).table.keeps_mapping(range) || voids::overlap(range)
+    }
+
+    /// Notes that a bare call has sealed `range`, as the kernel has just told us.
+    pub(crate) fn note_sealed(&self, range: Range) {
+        let held = SHARED.guard.lock(AGENT);
+        SHARED.tables(&held).table.change(range, |note| note.sealed = true);
     }
 
     pub(crate) fn remember_merged(&self, range: Range) {

@@ -50,6 +50,8 @@ mod shared;
 pub mod table;
 #[cfg(not(loom))]
 mod thread;
+#[cfg(not(loom))]
+mod voids;
 pub mod wire;
 
 #[cfg(all(feature = "preload", not(loom)))]

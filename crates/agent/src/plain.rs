@@ -42,11 +42,18 @@ pub(crate) fn keep_attributes(range: Range, table: &Table, plain: bool) {
 }
 
 /// Replaces every pool mapping in `range` by fresh anonymous memory, as a discard of anonymous memory would leave it,
-/// with the rights of the old one and the attributes in `table`.
+/// with the rights of the old one and the attributes in `table`. Calls `refused` for each that the kernel does not replace, with
+/// its rights.
 ///
 /// # Errors
 /// If the mappings cannot be read, or the kernel refuses one.
-pub fn replace_merged(maps: &Maps, range: Range, watch: Option<&Uffd>, table: Option<&Table>) -> Result<bool> {
+pub fn replace_merged(
+    maps: &Maps,
+    range: Range,
+    watch: Option<&Uffd>,
+    table: Option<&Table>,
+    mut refused: impl FnMut(Range, i32, Errno),
+) -> Result<bool> {
     let (mut found, mut failed) = (false, None);
     maps.pools(range, |part, prot| {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
@@ -60,7 +67,10 @@ pub fn replace_merged(maps: &Maps, range: Range, watch: Option<&Uffd>, table: Op
                     let _ = watch_plain(watch, part);
                 }
             }
-            Err(errno) => failed = Some(errno),
+            Err(errno) => {
+                refused(part, prot, errno);
+                failed = Some(errno);
+            }
         }
         found = true;
         false

@@ -19,6 +19,7 @@ use crate::heap::Watched;
 use crate::own::NURSERY_LEN;
 use crate::plain::watch_plain;
 use crate::shared::SHARED;
+use crate::voids;
 use crate::wire::{self, FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, Why};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
@@ -312,11 +313,18 @@ impl Agent {
         let mapped = unsafe {
             mem::map(piece.addr, len, libc::PROT_READ | libc::PROT_WRITE, flags, fd, u64::from(piece.slot) * PAGE)
         };
-        if mapped.is_err() {
+        let range = Range::pages_from(piece.addr, u64::from(outcome.merged));
+        if let Err(errno) = mapped {
             let run = first..first + outcome.merged as usize;
             states[run.clone()].fill(State::Staged);
             self.move_back(span, run);
-            *outcome = Outcome { merged: 0, why: Why::Limit as u32 };
+            let sealed = errno == Errno(libc::EPERM);
+            if sealed {
+                self.note_sealed(range);
+            }
+            *outcome = Outcome { merged: 0, why: if sealed { Why::NotPlain } else { Why::Limit } as u32 };
+        } else {
+            voids::remove(range);
         }
     }
 
@@ -385,7 +393,7 @@ impl Agent {
         }
         let _held = self.lock_guard();
         // The lock would go with the mapping; the pages are the program's own already.
-        if self.is_locked(range) {
+        if self.keeps_mapping(range) {
             return Err(Errno(libc::EPERM));
         }
         let heap = self.heap.hold(range, &self.watch)?;
@@ -410,6 +418,9 @@ impl Agent {
             Ok(aside) => aside,
             Err(errno) => {
                 self.hold_pool(range);
+                if errno == Errno(libc::EPERM) {
+                    self.note_sealed(range);
+                }
                 return Err(errno);
             }
         };

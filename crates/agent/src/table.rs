@@ -18,6 +18,8 @@ pub struct Note {
     pub tracked: bool,
     /// Locked into memory.
     pub locked: bool,
+    /// Sealed: nobody replaces or moves it any more.
+    pub sealed: bool,
     /// Mapped through an interposed call: its end is seen as well.
     pub seen: bool,
     /// `MADV_DONTFORK` is in force.
@@ -35,7 +37,7 @@ pub struct Note {
 impl Note {
     /// True if the program wants it left alone.
     pub const fn is_excluded(&self) -> bool {
-        self.excluded || self.tracked || self.locked
+        self.excluded || self.tracked || self.locked || self.sealed
     }
 }
 
@@ -55,6 +57,7 @@ const EMPTY: (Range, Note) = (
         excluded: false,
         tracked: false,
         locked: false,
+        sealed: false,
         seen: false,
         dont_fork: false,
         wipe_on_fork: false,
@@ -107,6 +110,11 @@ impl Table {
     pub fn first_locked(&self, range: Range) -> Option<u64> {
         let locked = |(entry, note): &&(Range, Note)| note.locked && entry.overlaps(&range);
         self.entries().iter().find(locked).map(|(entry, _)| entry.start.max(range.start))
+    }
+
+    /// True if part of `range` must stay in the mapping that it has: it is locked or sealed.
+    pub fn keeps_mapping(&self, range: Range) -> bool {
+        self.entries().iter().any(|(entry, note)| (note.locked || note.sealed) && entry.overlaps(&range))
     }
 
     /// Applies `change` to every note in `range`, splitting and adding entries as needed.

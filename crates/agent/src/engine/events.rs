@@ -9,6 +9,7 @@ use crate::maps::Maps;
 use crate::own::is_nursery;
 use crate::plain::replace_merged;
 use crate::shared::{AGENT, SHARED};
+use crate::voids;
 use crate::wire::Counters;
 use core::sync::atomic::Ordering;
 use pagefold_os::raw::Errno;
@@ -39,7 +40,7 @@ impl Agent {
         let everything = Range { start: 0, end: u64::MAX };
         let _ = self.maps.pools(everything, |part, _| {
             // Where a hold that was taken over has it already, a page that is not mapped would have us wait for ourselves.
-            if is_new {
+            if is_new && !voids::overlap(part) {
                 // SAFETY: reads the pages in; a page that is not mapped would only cost a fault that we answer.
                 let _ = unsafe { mem::advise(part.start, part.len(), libc::MADV_POPULATE_READ) };
             }
@@ -48,6 +49,16 @@ impl Agent {
             false
         });
         SHARED.holds.store(true, Ordering::Release);
+    }
+
+    /// Puts zeros where they belong and nothing is, before nobody answers for that any more.
+    pub(super) fn fill_voids(&self) {
+        voids::for_each(|void| {
+            let _ = self.maps.pools(void, |part, _| {
+                voids::fill(&self.hold, part);
+                false
+            });
+        });
     }
 
     /// Answers what waits while there is no daemon.
@@ -84,7 +95,12 @@ fn serve_event(hold: &Uffd, maps: &Maps, watch: Option<&Uffd>, counters: Option<
             // Who discards inside an interposed call holds the guard and waits for us: then the table is not ours to read.
             let held = SHARED.guard.try_lock(AGENT);
             let table = held.as_ref().map(|held| &*SHARED.tables(held).table);
-            let _ = replace_merged(maps, range, watch, table);
+            let _ = replace_merged(maps, range, watch, table, |part, prot, errno| {
+                // Of what is sealed the kernel discards only what may be written to; a mapping of the pool's it does not know as such.
+                if prot & libc::PROT_WRITE != 0 || errno != Errno(libc::EPERM) {
+                    voids::add(part);
+                }
+            });
             drop(held);
             let _ = hold.wake(range);
             SHARED.changed();
@@ -94,6 +110,10 @@ fn serve_event(hold: &Uffd, maps: &Maps, watch: Option<&Uffd>, counters: Option<
             // Nobody's memory, touched because all is: by mlockall(2), or a debugger.
             if is_nursery(addr) {
                 let _ = hold.zero(page, 0);
+            }
+            if voids::answer(hold, page) {
+                let _ = hold.wake(page);
+                return;
             }
             // Whatever else this says (mapped already, another mapping by now, a discard under way), the access tries
             // again and finds out, or comes back to us.

@@ -156,6 +156,7 @@ extern "C" fn thread_main() -> ! {
         }
         left.iter_mut().for_each(Agent::leave_plain);
     }
+    left.iter().for_each(Agent::fill_voids);
     // The kernel says that a thread has ended before it closes what that had open, on a busy machine long before; and a range
     // is nobody else's as long as our userfaultfd is open.
     SHARED.holds.store(false, Ordering::Release);

@@ -65,10 +65,16 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
             let table = SHARED.tables(&held).table;
             let locked = table.first_locked(range).filter(|_| advice != libc::MADV_DONTNEED_LOCKED);
             let reached = Range { start: range.start, end: locked.unwrap_or(range.end) };
-            // Who cannot see the mappings (a root directory without /proc, no descriptors left) leaves it to the agent, which
-            // hears of the discard, but does not know the table meanwhile.
-            let seen = match Maps::open() {
-                Ok(maps) => replace_merged(&maps, reached, None, Some(table)).map(|_| true)?,
+            // Of what is sealed the kernel discards only what may be written to.
+            let mut sealed = false;
+            let refused = |_, prot, errno| sealed |= errno == Errno(libc::EPERM) && prot & libc::PROT_WRITE == 0;
+            let replaced = Maps::open().and_then(|maps| replace_merged(&maps, reached, None, Some(table), refused));
+            // Who cannot see the mappings (a root directory without /proc, no descriptors left) or replace them (a bare call has
+            // sealed them, no memory for another one) leaves it to the agent, which hears of the discard, but does not know the
+            // table meanwhile.
+            let seen = match replaced {
+                Ok(_) => true,
+                Err(errno) if sealed => return Err(errno),
                 Err(_) if SHARED.holds.load(Ordering::Acquire) => false,
                 Err(errno) => return Err(errno),
             };

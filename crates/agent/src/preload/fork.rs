@@ -9,8 +9,10 @@ use super::away::{Away, start_unless_away};
 use super::c_library::{fail, me, next};
 use crate::cold;
 use crate::engine::stop;
+use crate::maps::pool_mappings;
 use crate::process::is_new_child;
 use crate::shared::SHARED;
+use crate::voids;
 use core::ffi::{c_char, c_int, c_long, c_void};
 use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use pagefold_os::raw::{Errno, Result};
@@ -92,6 +94,13 @@ fn prepare_fork(whatever_it_takes: bool) -> Result<()> {
         let (end, note) = SHARED.tables(&held).table.stretch(addr, end);
         (end, note.dont_fork)
     })?;
+    // Zeros that are not there yet, in place of which the child would find the slots.
+    voids::for_each(|void| {
+        let _ = pool_mappings(void, |part, _| {
+            cold::read_in(part);
+            false
+        });
+    });
     core::mem::forget(held);
     Ok(())
 }

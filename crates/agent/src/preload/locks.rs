@@ -10,6 +10,7 @@ use super::unmerge::{EVERYTHING, unmerge};
 use crate::cold;
 use crate::maps::pool_mappings;
 use crate::shared::{ALL_LOCKED, SHARED};
+use crate::table::Note;
 use core::ffi::{c_int, c_uint, c_void};
 use core::sync::atomic::Ordering;
 use pagefold_os::raw::Result;
@@ -24,15 +25,22 @@ fn pages_of(addr: *mut c_void, len: usize) -> Option<Range> {
 
 /// Makes `call`, which locks the pages of `len` bytes at `addr`.
 fn lock(addr: *mut c_void, len: usize, call: impl Fn() -> Result<usize>) -> Result<usize> {
-    let Some(range) = pages_of(addr, len).filter(|_| active()) else { return call() };
-    let locking = || {
+    match pages_of(addr, len).filter(|_| active()) {
+        Some(range) => settle(range, |note| note.locked = true, call),
+        None => call(),
+    }
+}
+
+/// Makes `call` with all of `range` here and plain, as far as that can be done; `change` notes what it did there.
+pub(super) fn settle(range: Range, change: impl Fn(&mut Note), call: impl Fn() -> Result<usize>) -> Result<usize> {
+    let settling = || {
         let held = SHARED.guard.lock(me());
         cold::before_move(range)?;
         // What the agent did not give back. Others may be writing there: then the kernel makes the copies.
         unmerge(range)?;
         let result = call();
         if result.is_ok() {
-            SHARED.tables(&held).table.change(range, |note| note.locked = true);
+            SHARED.tables(&held).table.change(range, &change);
             SHARED.changed();
         }
         result
@@ -42,7 +50,7 @@ fn lock(addr: *mut c_void, len: usize, call: impl Fn() -> Result<usize>) -> Resu
     let merged = merged && pool_mappings(range, |_, _| true).unwrap_or(true);
     drop(held);
     // Others may be writing: the agent's thread gives it back as it heals.
-    if merged { without_thread(0, range, locking) } else { locking() }
+    if merged { without_thread(0, range, settling) } else { settling() }
 }
 
 /// mlock(2).

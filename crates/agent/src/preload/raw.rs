@@ -8,7 +8,7 @@ use super::c_library::fail;
 use super::filters::{leave_for_filter, meet_filter};
 use super::fork::{after_fork_child, after_fork_parent, is_fork, may_fork};
 use super::mapping::{mmap, mprotect, mremap, munmap};
-use super::{locks, privileges, userfaultfd};
+use super::{locks, privileges, seals, userfaultfd};
 use crate::shared::SHARED;
 use core::ffi::{c_int, c_long, c_void};
 use core::sync::atomic::Ordering;
@@ -92,6 +92,8 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
             libc::SYS_mlockall => return c_long::from(unsafe { locks::mlockall(a as c_int) }),
             // SAFETY: as above.
             libc::SYS_munlockall => return c_long::from(unsafe { locks::munlockall() }),
+            // SAFETY: as above.
+            libc::SYS_mseal => return c_long::from(unsafe { seals::mseal(a as *mut _, b, c as core::ffi::c_ulong) }),
             // SAFETY: as above.
             libc::SYS_unshare => return c_long::from(unsafe { unshare(a as c_int) }),
             // SAFETY: as above.

@@ -6,10 +6,12 @@
 
 use super::c_library::me;
 use super::pins;
+use crate::cold;
 use crate::maps::{Maps, POOL_NAME, pool_mappings};
 use crate::plain::keep_attributes;
 use crate::remap::copy_of;
 use crate::shared::SHARED;
+use crate::voids;
 use core::ffi::c_int;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{PAGE_SIZE, Range, mem};
@@ -58,6 +60,10 @@ pub(super) fn gather(range: Range) -> Result<()> {
         end = map.range.end;
     })?;
     let Some(rights) = rights.filter(|_| one && (merged || pieces > 1) && end >= range.end) else { return Ok(()) };
+    if voids::overlap(range) {
+        // Zeros that are not there yet, which the copy would not wait for.
+        cold::read_in(range);
+    }
     let fresh = copy_of(range.start, range.len())?;
     // SAFETY: the fresh memory is ours; nothing is read or written there until it is the program's.
     unsafe { mem::protect(fresh.addr(), range.len(), rights) }?;

@@ -1,0 +1,143 @@
+//! Pages of the pool's mappings that the program discarded and that could not be made fresh memory: a bare call has sealed the
+//! mapping (mseal(2)), or the kernel has no room for another one.
+//!
+//! The mapping stays then and would show the slot again, so what was discarded is remembered. Pages come back there by faults
+//! that the agent's thread answers, with zeros. Only that thread changes the list; a forked child inherits it with the mappings.
+//! What was once in it and is no mapping of the pool's any more does no harm.
+
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use pagefold_os::raw::Errno;
+use pagefold_os::uffd::Uffd;
+use pagefold_os::{PAGE_SIZE, Page, Range, syscall};
+
+/// Ranges that are told apart at most.
+const VOIDS_MAX: usize = 4096;
+/// Pages that one fault brings at most.
+const STEP_PAGES: u64 = 64;
+
+static VOIDS: [[AtomicU64; 2]; VOIDS_MAX] = [const { [const { AtomicU64::new(0) }; 2] }; VOIDS_MAX];
+static LEN: AtomicUsize = AtomicUsize::new(0);
+
+static ZEROS: Page = [0; PAGE_SIZE];
+
+fn get(index: usize) -> Range {
+    let [start, end] = &VOIDS[index];
+    Range { start: start.load(Ordering::Relaxed), end: end.load(Ordering::Relaxed) }
+}
+
+fn set(index: usize, range: Range) {
+    VOIDS[index][0].store(range.start, Ordering::Relaxed);
+    VOIDS[index][1].store(range.end, Ordering::Relaxed);
+}
+
+fn all() -> impl Iterator<Item = Range> {
+    (0..LEN.load(Ordering::Acquire)).map(get)
+}
+
+/// `range` reads zero where nobody has written since.
+pub(crate) fn add(mut range: Range) {
+    // With what touches it, so that one discard after another takes one place.
+    while let Some(index) = all().position(|void| void.start <= range.end && range.start <= void.end) {
+        let void = get(index);
+        range = Range { start: range.start.min(void.start), end: range.end.max(void.end) };
+        take_out(index);
+    }
+    put_in(range);
+}
+
+fn put_in(range: Range) {
+    let len = LEN.load(Ordering::Relaxed);
+    if len == VOIDS_MAX {
+        // Old bytes where zeros belong would be the other way.
+        // SAFETY: ends the process.
+        let _ = unsafe { syscall!(libc::SYS_kill, libc::getpid(), libc::SIGABRT) };
+        return;
+    }
+    set(len, range);
+    LEN.store(len + 1, Ordering::Release);
+}
+
+fn take_out(index: usize) {
+    let last = LEN.load(Ordering::Relaxed) - 1;
+    set(index, get(last));
+    LEN.store(last, Ordering::Release);
+}
+
+/// What `range` shows is right: it was mapped anew.
+pub(crate) fn remove(range: Range) {
+    while let Some(index) = all().position(|void| void.overlaps(&range)) {
+        let void = get(index);
+        take_out(index);
+        for rest in [Range { start: void.start, end: range.start }, Range { start: range.end, end: void.end }] {
+            if rest.start < rest.end {
+                put_in(rest);
+            }
+        }
+    }
+}
+
+/// True if part of `range` was discarded.
+pub(crate) fn overlap(range: Range) -> bool {
+    all().any(|void| void.overlaps(&range))
+}
+
+/// Calls `act` with each range that was discarded.
+pub(crate) fn for_each(act: impl FnMut(Range)) {
+    all().for_each(act);
+}
+
+/// Answers a fault at `page` by zeros, which the pool's mapping has not; false if it was not discarded. Who waits is to be woken.
+pub(crate) fn answer(hold: &Uffd, page: Range) -> bool {
+    let Some(void) = all().find(|void| void.overlaps(&page)) else { return false };
+    let end = void.end.min(page.start + STEP_PAGES * PAGE_SIZE as u64);
+    if hold.zero(Range { start: page.start, end }, 0).0 == 0 {
+        fill_page(hold, page);
+    }
+    true
+}
+
+/// Puts zeros wherever nothing is in `range`, which is one mapping of the pool's and was discarded.
+pub(crate) fn fill(hold: &Uffd, range: Range) {
+    let mut at = range.start;
+    while at < range.end {
+        let (done, error) = hold.zero(Range { start: at, end: range.end }, 0);
+        at += done;
+        if error.is_some() {
+            fill_page(hold, Range::pages_from(at, 1));
+            at += PAGE_SIZE as u64;
+        }
+    }
+}
+
+fn fill_page(hold: &Uffd, page: Range) {
+    if hold.zero(page, 0).1 == Some(Errno(libc::EEXIST)) {
+        // Nothing may be there but a mark of write protection, on which only a copy is put.
+        // SAFETY: the kernel reads the page of zeros.
+        let _ = unsafe { hold.copy(page.start, ZEROS.as_ptr() as u64, PAGE_SIZE as u64, 0) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_discarded_is_known_until_it_is_mapped_anew() {
+        let pages = |start: u64, end: u64| Range { start: start << 12, end: end << 12 };
+        let known = || (0..100).filter(|&page| overlap(pages(page, page + 1))).collect::<Vec<_>>();
+        assert!(known().is_empty());
+        add(pages(10, 20));
+        add(pages(30, 31));
+        add(pages(20, 22));
+        assert_eq!((known(), all().count()), ((10..22).chain([30]).collect(), 2));
+        // Across both.
+        add(pages(21, 30));
+        assert_eq!((known(), all().count()), ((10..31).collect(), 1));
+        remove(pages(12, 14));
+        remove(pages(30, 40));
+        remove(pages(50, 60));
+        assert_eq!((known(), all().count()), ((10..12).chain(14..30).collect(), 2));
+        remove(pages(0, 100));
+        assert!(known().is_empty());
+    }
+}
