@@ -65,7 +65,7 @@ pub(super) fn without_thread(errno: i32, range: Range, call: impl Fn() -> Result
     // The kernel tells us that a thread has ended before it no longer counts, on a busy machine long before.
     let (mut tries, mut busy_tries) = (ALONE_TRIES, BUSY_TRIES);
     while ran && result == Err(Errno(errno)) && tries > 0 {
-        if busy_tries > 0 && (is_shared || paths.into_iter().flatten().any(|path| is_there(path))) {
+        if busy_tries > 0 && (is_shared || paths.into_iter().flatten().any(is_there)) {
             busy_tries -= 1;
         } else {
             tries -= 1;

@@ -66,8 +66,8 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
             libc::SYS_madvise => return c_long::from(unsafe { madvise(a as *mut _, b, c as c_int) }),
             // SAFETY: as above.
             libc::SYS_munmap => return c_long::from(unsafe { munmap(a as *mut _, b) }),
-            // SAFETY: as above.
             libc::SYS_mmap => {
+                // SAFETY: as above.
                 return unsafe { mmap(a as *mut _, b, c as c_int, d as c_int, e as c_int, f as i64) } as c_long;
             }
             // SAFETY: as above.
@@ -76,11 +76,10 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
             libc::SYS_mprotect => return c_long::from(unsafe { mprotect(a as *mut _, b, c as c_int) }),
             // SAFETY: as above.
             libc::SYS_prctl => return c_long::from(unsafe { prctl(a as c_int, b, c, d, e) }),
-            // SAFETY: as above.
             libc::SYS_ioctl => {
-                return c_long::from(unsafe {
-                    userfaultfd::ioctl(a as c_int, b as core::ffi::c_ulong, c as *mut c_void)
-                });
+                // SAFETY: as above.
+                let result = unsafe { userfaultfd::ioctl(a as c_int, b as core::ffi::c_ulong, c as *mut c_void) };
+                return c_long::from(result);
             }
             // SAFETY: as above.
             libc::SYS_mlock => return c_long::from(unsafe { locks::mlock(a as *mut _, b) }),
