@@ -35,6 +35,9 @@ impl Cold {
         let pagemap = fds.take(0).ok_or("not a greeting of this version")?;
         pagemap::scan(&pagemap, pagefold_os::Range { start: 0, end: 0 }, pagemap::Query::default(), &mut [])
             .map_err(|_| "not a greeting of this version")?;
+        if self.closing.load(Ordering::SeqCst) {
+            return Err("the daemon stops".into());
+        }
         self.ensure_keeper();
         let group = self.group(&key, hello.count)?;
         let socket = Arc::new(socket);

@@ -11,6 +11,7 @@ use pagefold_tier::fd_store;
 use pagefold_tier::keeper::Keeper;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread;
 
 /// The keeper's names of what a tier and a client left with it.
@@ -24,6 +25,10 @@ impl Cold {
     pub(super) fn ensure_keeper(&self) {
         let Some(command) = &self.config.keeper else { return };
         let mut held = lock(&self.keeper);
+        // The one that was told to end needs no other.
+        if self.closing.load(Ordering::SeqCst) {
+            return;
+        }
         if held.as_ref().is_some_and(|keeper| keeper.names().is_ok()) {
             return;
         }

@@ -38,7 +38,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -106,6 +106,7 @@ pub(crate) struct Group {
     config: Config,
     keeper: Arc<Mutex<Option<Keeper>>>,
     awake: Arc<Awake>,
+    closing: Arc<AtomicBool>,
     hand: Arc<Hand>,
     /// Changes when the pump has something to do that no hint tells it.
     bell: AtomicU32,
@@ -120,6 +121,8 @@ pub(crate) struct Cold {
     keeper: Arc<Mutex<Option<Keeper>>>,
     keeper_path: PathBuf,
     awake: Arc<Awake>,
+    /// The daemon stops in good order: nothing goes out any more. Looked at under each client's link.
+    closing: Arc<AtomicBool>,
     patience: Duration,
 }
 
@@ -169,6 +172,7 @@ impl Cold {
             keeper: Arc::default(),
             keeper_path: keeper_path.into(),
             awake,
+            closing: Arc::default(),
             patience: PATIENCE,
         }
     }
@@ -194,6 +198,7 @@ impl Cold {
             config: self.config.clone(),
             keeper: self.keeper.clone(),
             awake: self.awake.clone(),
+            closing: self.closing.clone(),
             hand: Arc::new(hand),
             bell: AtomicU32::new(0),
             parked: AtomicU32::new(0),
@@ -279,6 +284,8 @@ impl Cold {
         if self.config.hand_over {
             return;
         }
+        // What comes back makes memory short: without this the pump would put out again what nobody will hold then.
+        self.closing.store(true, Ordering::SeqCst);
         let _ = self.unpark(&Whom::All);
         let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
         let out: Vec<u64> = groups
@@ -321,6 +328,11 @@ impl Group {
     fn ring(&self) {
         self.bell.fetch_add(1, Ordering::Release);
         wait::wake(&self.bell);
+    }
+
+    /// True when nothing may go out any more: `unpark` is under way or done for who holds a client's link.
+    fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::SeqCst)
     }
 
     /// A client has ended.

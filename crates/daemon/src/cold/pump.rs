@@ -233,7 +233,7 @@ pub(super) struct Step {
 /// One look at one client: what is silent goes out at its governor's pace, more if memory is short.
 pub(super) fn step(group: &Group, client: &Arc<Client>, buffers: &mut Buffers) -> Step {
     let mut held = lock(&client.link);
-    let Some(link) = held.as_mut() else { return Step::default() };
+    let Some(link) = held.as_mut().filter(|_| !group.is_closing()) else { return Step::default() };
     match try_step(group, client, link, buffers) {
         Ok(step) => step,
         Err(Gone) => {
@@ -364,7 +364,7 @@ fn obey_hints(
 /// makes dense what is out.
 pub(super) fn park(group: &Group, client: &Arc<Client>, buffers: &mut Buffers) -> Option<u64> {
     let mut held = lock(&client.link);
-    let link = held.as_mut()?;
+    let link = held.as_mut().filter(|_| !group.is_closing())?;
     client.parked.store(true, Ordering::Relaxed);
     let mut all = || -> Result<u64, Gone> {
         let regions = link.regions()?;
@@ -509,7 +509,12 @@ fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{Cold, Config};
     use super::*;
+    use pagefold_os::Errno;
+    use pagefold_os::fd::Fd;
+    use pagefold_os::mem::Mapping;
+    use std::os::fd::IntoRawFd;
 
     #[test]
     fn hints_cost_what_there_is_and_not_what_they_name() {
@@ -538,5 +543,37 @@ mod tests {
         }
         assert_eq!(pages_out(&tier, &client, everything), stored);
         assert_eq!(pages_out(&tier, &client, Range { start: 601 * PAGE, end: 60_000 * PAGE }), stored[1..2]);
+    }
+
+    /// A client that is this process and has a link, with the other end of it.
+    fn linked(pages: u64) -> Option<(Arc<Client>, Mapping, Fd)> {
+        let (client, memory) = super::super::client::tests::own(0, pages)?;
+        let (ours, agent) = std::os::unix::net::UnixDatagram::pair().unwrap();
+        // SAFETY: each descriptor has one owner.
+        let [ours, agent] = [ours, agent].map(|one| unsafe { Fd::from_raw(one.into_raw_fd()) });
+        *lock(&client.link) = Some(ColdLink::new(Arc::new(ours)).unwrap());
+        Some((Arc::new(client), memory, agent))
+    }
+
+    fn group() -> (Cold, Arc<Group>) {
+        let cold = Cold::new(Config::default(), std::path::Path::new("/nowhere"));
+        let group = cold.group(&(0, "default".into()), 8 << 20).unwrap();
+        (cold, group)
+    }
+
+    #[test]
+    fn nothing_goes_out_behind_an_orderly_stop() {
+        let Some((client, memory, agent)) = linked(4) else { return };
+        let (cold, group) = group();
+        cold.stop();
+        client.table.hint(memory.addr(), memory.addr() + 4 * PAGE, libc::MADV_PAGEOUT);
+        client.starved.store(true, Ordering::Relaxed);
+        let mut buffers = Buffers::new();
+        let step = step(&group, &client, &mut buffers);
+        let parked = park(&group, &client, &mut buffers);
+        let mut request = [0; 256];
+        let asked = pagefold_os::sock::receive(&agent, &mut request, libc::MSG_DONTWAIT);
+        assert_eq!(asked.err(), Some(Errno(libc::EAGAIN)), "the agent was asked for pages");
+        assert!(!step.more && parked.is_none() && lock(&client.link).is_some());
     }
 }
