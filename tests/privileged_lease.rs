@@ -176,6 +176,47 @@ fn a_daemon_that_stops_brings_everything_back() {
     client.does("check");
 }
 
+/// Unparked under a limit of half of what is out, and when the daemon stops: what has no room stays out, and nobody is killed.
+#[test]
+fn what_a_limit_has_no_room_for_stays_parked() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let Some(group) = common::group::Group::new() else { return };
+    let mut host = Host::start(&["--cold-manual"]);
+    let mut command = std::process::Command::new(common::TOOL);
+    command.args(["run", "--all", "--socket"]).arg(&host.socket).arg("--").current_dir(host.dir.path());
+    group.adopt(&mut command);
+    let mut client = Served::start_by(command, 96);
+    let pid = client.pid();
+    wait_for("it to be merged", 60, || live(&host, pid).is_some_and(|client| client["stats"]["paused"] == false));
+    park(&host, pid, 10_000);
+    let all = host.number(pid, "pages_out");
+    group.limit(all * 4096 / 2);
+    for _ in 0..2 {
+        let output = host.tool(&["unpark", &pid.to_string()]);
+        assert!(output.status.success(), "unpark: {}", String::from_utf8_lossy(&output.stderr));
+        let out = host.number(pid, "pages_out");
+        assert!(out > 0 && out < all, "{out} of {all} are out");
+    }
+    // SAFETY: a process that this test started.
+    unsafe { libc::kill(host.pid(), libc::SIGTERM) };
+    let _ = host.child.wait();
+    host.child = common::cold::spawn(&host.socket, &["--cold-manual"]);
+    host.wait();
+    wait_for("it to be back", 60, || host.cold(pid).is_some_and(|client| client["connected"] == true));
+    group.assert_nobody_was_killed();
+    group.lift();
+    client.does("check");
+    wait_for("the tier to let it go", 60, || {
+        host.tool(&["unpark", &pid.to_string()]);
+        host.cold(pid).is_none()
+    });
+    client.does("check");
+    wait_for("it to be merged again", 60, || live(&host, pid).is_some_and(|client| client["stats"]["paused"] == false));
+    group.assert_nobody_was_killed();
+}
+
 /// `PAGEFOLD_KILLS=N` sets the number of turns, of which one in eight kills the daemon.
 #[test]
 fn in_any_order_every_byte_is_right() {

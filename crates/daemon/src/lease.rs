@@ -28,11 +28,14 @@ impl Daemon {
         if refused.is_empty() { Ok(parked) } else { Err(refused.join("; ")) }
     }
 
-    /// Brings everything of these clients back; what parted from live merging is merged again. As [`park`](Self::park).
+    /// Brings everything of these clients back that there is room for; what parted from live merging is merged again if
+    /// that is all. As [`park`](Self::park).
     pub(crate) fn unpark(&self, whom: &Whom) -> Option<(u64, u64)> {
         let leased = self.cold.leased(whom);
         let moved = self.cold.unpark(whom);
-        for (domain, id) in leased.into_iter().flat_map(|pid| self.clients_of(Some(pid))) {
+        // Who is still linked has no room for all of it, and would have to find some if it were merged again.
+        let let_go = leased.into_iter().filter(|pid| !self.cold.is_linked(*pid));
+        for (domain, id) in let_go.flat_map(|pid| self.clients_of(Some(pid))) {
             // Gone: then there is nothing to take back.
             let _ = domain.part(id, false);
         }

@@ -267,7 +267,8 @@ impl Cold {
         clients.iter().filter(|(_, one)| one.leased.load(Ordering::Relaxed)).map(|(_, one)| one.pid).collect()
     }
 
-    /// Brings everything of these clients back, and lets those go that are merged live as well; as [`park`](Self::park).
+    /// Brings everything of these clients back that there is room for, and lets those of which that is all go that are
+    /// merged live as well; as [`park`](Self::park).
     pub(crate) fn unpark(&self, whom: &Whom) -> Option<(u64, u64)> {
         let clients = self.clients_of(whom);
         let pages = clients.iter().map(|(group, client)| pump::unpark(group, client)).sum();

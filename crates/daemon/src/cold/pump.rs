@@ -394,7 +394,8 @@ pub(super) fn park(group: &Group, client: &Arc<Client>, buffers: &mut Buffers) -
     }
 }
 
-/// Brings everything of a client back, the pages touched last time first; returns the pages that came.
+/// Brings everything of a client back that there is room for, the pages touched last time first, and lets one go that is
+/// merged live as well if that is all; returns the pages that came.
 pub(super) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
     client.parked.store(false, Ordering::Relaxed);
     // Nothing goes out meanwhile: what was loaded must still be what is out when it is copied.
@@ -414,18 +415,17 @@ pub(super) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
     // Two hands: decompression is what takes the time.
     let (left, right) = rest.split_at(rest.len() / 2);
     let here = sched::cpu();
-    std::thread::scope(|scope| {
+    let had_room = std::thread::scope(|scope| {
         let other = std::thread::Builder::new().spawn_scoped(scope, || {
             sched::keep_off(here);
-            bring_back(group, client, right);
+            bring_back(group, client, right)
         });
-        bring_back(group, client, left);
-        if other.is_err() {
-            bring_back(group, client, right);
-        }
+        let had_room = bring_back(group, client, left);
+        had_room & other.map_or_else(|_| bring_back(group, client, right), |other| other.join().unwrap_or(false))
     });
     let came = client.counters.pages_back.load(Ordering::Relaxed) - before;
-    if client.leased.load(Ordering::Relaxed) {
+    // What its limit has no room for stays out under the lease: to end that its agent brings all, whatever it takes.
+    if had_room && client.leased.load(Ordering::Relaxed) {
         // What could not be brought back now its agent brings, before it ends.
         if let Some(mut link) = held.take() {
             link.leave();
@@ -457,8 +457,9 @@ fn pages_out(tier: &Tier, client: &Client, range: Range) -> Vec<u64> {
     pages
 }
 
-/// Brings these pages back, as far as they are out. The caller holds the client's link.
-fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
+/// Brings these pages back, as far as they are out; false if the client's limit has no room for the rest. The caller holds
+/// the client's link.
+fn bring_back(group: &Group, client: &Client, pages: &[u64]) -> bool {
     let tier = &group.tier;
     let mut buffer = vec![[0; PAGE_SIZE]; CLUSTER_PAGES];
     let mut at = 0;
@@ -470,7 +471,7 @@ fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
         }
         if client.room.grant(len as u64) < len as u64 {
             // What would fill the client's limit stays out; a touch brings it when there is room.
-            break;
+            return false;
         }
         let (start, end) = (pages[at], pages[at] + len as u64);
         // Loading needs no lock: what is true at the end counts.
@@ -505,6 +506,7 @@ fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
         }
         at += len;
     }
+    true
 }
 
 #[cfg(test)]
