@@ -21,8 +21,8 @@ use pagefold_os::{PAGE_SIZE, Range, pagemap, sched};
 use pagefold_tier::policy::{Governor, Limits, Pace, Seen};
 use pagefold_tier::{Effort, Tier};
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, TryLockError};
 use std::time::{Duration, Instant};
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -230,9 +230,15 @@ pub(super) struct Step {
     pub tight: bool,
 }
 
-/// One look at one client: what is silent goes out at its governor's pace, more if memory is short.
+/// One look at one client: what is silent goes out at its governor's pace, more if memory is short. One that somebody else
+/// is at work on is passed by.
 pub(super) fn step(group: &Group, client: &Arc<Client>, buffers: &mut Buffers) -> Step {
-    let mut held = lock(&client.link);
+    let mut held = match client.link.try_lock() {
+        Ok(held) => held,
+        Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+        // Parking and unparking it may take minutes, in which others at their limits must not wait for room.
+        Err(TryLockError::WouldBlock) => return Step { more: false, tight: true },
+    };
     let Some(link) = held.as_mut().filter(|_| !group.is_closing()) else { return Step::default() };
     match try_step(group, client, link, buffers) {
         Ok(step) => step,
@@ -577,5 +583,20 @@ mod tests {
         let asked = pagefold_os::sock::receive(&agent, &mut request, libc::MSG_DONTWAIT);
         assert_eq!(asked.err(), Some(Errno(libc::EAGAIN)), "the agent was asked for pages");
         assert!(!step.more && parked.is_none() && lock(&client.link).is_some());
+    }
+
+    #[test]
+    fn the_pump_does_not_wait_for_whoever_parks() {
+        let Some((client, _memory, _agent)) = linked(1) else { return };
+        let (_cold, group) = group();
+        let (done, is_done) = std::sync::mpsc::channel();
+        let held = lock(&client.link);
+        let waits = std::thread::scope(|scope| {
+            scope.spawn(|| done.send(step(&group, &client, &mut Buffers::new())).unwrap());
+            let step = is_done.recv_timeout(Duration::from_secs(60));
+            drop(held);
+            step.is_err_and(|_| true)
+        });
+        assert!(!waits, "the pump waits for the link");
     }
 }
