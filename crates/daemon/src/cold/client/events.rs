@@ -9,10 +9,21 @@ use pagefold_os::fd::Fd;
 use pagefold_os::uffd::{self, Event, Uffd};
 use pagefold_os::{Errno, PAGE_SIZE, Range, sched};
 use pagefold_tier::Tier;
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// Events read before the thread looks at anything else.
 const EVENTS: usize = uffd::EVENTS_MAX;
+/// How often the kernel may say that it has no memory for a child's pages, before they are poisoned.
+const REFUSED_MAX: u32 = 1000;
+/// What children may do with their memory before they have it: events, and pauses of 100 us.
+const TRIES_MAX: u32 = 100_000;
+/// Children of children that are given pages at once.
+const FAMILY_MAX: usize = 8;
+/// Children left to wait at most: each costs a descriptor.
+const WITHHELD_MAX: usize = 64;
+/// Pages out that a table may claim beyond those that the tier has.
+const LOST_MAX: u64 = 1 << 16;
 
 impl Client {
     /// Reads what events there are, obeys those that take pages away, and keeps the faults.
@@ -54,11 +65,8 @@ impl Client {
             tier.discard(self.region, start / PAGE..end / PAGE);
         });
         if service.is_moving() {
-            let void: Vec<u64> = service.moving.range(range.start..range.end).map(|(to, _)| *to).collect();
-            for to in void {
-                if let Some(from) = service.moving.remove(&to) {
-                    tier.discard(self.region, from / PAGE..from / PAGE + 1);
-                }
+            for (_, from) in take_range(&mut service.moving, range) {
+                tier.discard(self.region, from / PAGE..from / PAGE + 1);
             }
         }
     }
@@ -68,11 +76,7 @@ impl Client {
         let target = Range { start: to, end: to.saturating_add(from.len()) };
         // Whatever was known of the target's addresses is of an earlier mapping.
         self.forget(service, tier, target);
-        let again: Vec<(u64, u64)> = service.moving.range(from.start..from.end).map(|(to, at)| (*to, *at)).collect();
-        for (was, at) in again {
-            service.moving.remove(&was);
-            service.moving.insert(to + (was - from.start), at);
-        }
+        move_range(&mut service.moving, from, to);
         self.table.for_each_run(from.start, from.end, OUT, |start, end| {
             for addr in (start..end).step_by(PAGE_SIZE) {
                 self.table.set_state(addr, RESIDENT);
@@ -104,34 +108,93 @@ impl Client {
 
     /// The program forked by a call that nobody saw: the child gets its copies now, before it can miss them.
     ///
-    /// The child's descriptor is closed then, which makes its memory the kernel's own and wakes it.
+    /// The child's descriptor is closed then, which makes its memory the kernel's own and wakes it. It runs meanwhile: what
+    /// it discards, moves and forks waits to be read here, and until it is the kernel takes nothing in. A child of the
+    /// child's comes first, for it lacks what that still lacks.
     fn forked(&self, service: &mut Service, tier: &Tier, fd: i32) {
-        // SAFETY: the kernel made the descriptor for us when the event was read.
-        let child = Uffd::from_fd(unsafe { Fd::from_raw(fd) });
-        let Service { moving, cluster, .. } = service;
+        // SAFETY: the kernel makes such a descriptor for us when the event is read.
+        let made = |fd| Uffd::from_fd(unsafe { Fd::from_raw(fd) });
+        let Service { moving, cluster, withheld, .. } = service;
         let page = &mut cluster[0];
-        // Under one address the tier has it, at the other the child needs it.
-        let mut give = |from: u64, to: u64| {
-            if tier.load(self.region, from / PAGE, page).is_err() {
-                child.poison(Range::pages_from(to, 1), 0);
-                return;
-            }
-            for _ in 0..1000 {
-                // SAFETY: the page is ours.
-                let (_, error) = unsafe { child.copy(to, page.as_ptr() as u64, PAGE, 0) };
-                match error {
-                    Some(Errno(libc::EAGAIN | libc::ENOMEM)) => std::thread::sleep(Duration::from_micros(100)),
-                    // Done, or not the child's (MADV_DONTFORK).
-                    _ => break,
-                }
-            }
-        };
+        // Where the child needs it, and under which address the tier has it.
+        let mut wanted = BTreeMap::new();
+        // A table may claim far more than we want to hold.
+        let mut most = tier.region_pages(self.region) + LOST_MAX;
         self.table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| {
-            (start..end).step_by(PAGE_SIZE).for_each(|addr| give(addr, addr));
+            let end = end.min(start + most * PAGE);
+            most -= (end - start) / PAGE;
+            wanted.extend((start..end).step_by(PAGE_SIZE).map(|addr| (addr, addr)));
         });
         // Those that the parent still waits for after an mremap(2) are out as well, and nothing at their new place says so.
-        moving.iter().for_each(|(to, from)| give(*from, *to));
+        wanted.extend(moving.iter());
+        let mut family = vec![(made(fd), wanted)];
+        let (mut tries, mut refused) = (0, 0);
+        while let Some((child, wanted)) = family.last_mut() {
+            let Some((&to, &from)) = wanted.first_key_value() else {
+                family.pop();
+                continue;
+            };
+            let (_, error) = if refused < REFUSED_MAX && tier.load(self.region, from / PAGE, page).is_ok() {
+                // SAFETY: the page is ours.
+                unsafe { child.copy(to, page.as_ptr() as u64, PAGE, 0) }
+            } else {
+                child.poison(Range::pages_from(to, 1), 0)
+            };
+            let event = match error {
+                Some(Errno(libc::EAGAIN)) => child.read_event().unwrap_or(None),
+                Some(Errno(libc::ENOMEM)) => {
+                    refused += 1;
+                    None
+                }
+                // It has ended.
+                Some(Errno(libc::ESRCH)) => {
+                    wanted.clear();
+                    continue;
+                }
+                // Done, or not the child's (MADV_DONTFORK).
+                _ => {
+                    wanted.remove(&to);
+                    continue;
+                }
+            };
+            match event {
+                Some(Event::Remove(range) | Event::Unmap(range)) => drop(take_range(wanted, range)),
+                Some(Event::Remap { from, to }) => move_range(wanted, from, to),
+                Some(Event::Fork(fd)) => {
+                    let wanted = wanted.clone();
+                    family.push((made(fd), wanted));
+                }
+                // A fault waits for its page, or for the end.
+                Some(_) => {}
+                None => std::thread::sleep(Duration::from_micros(100)),
+            }
+            tries += 1;
+            if tries > TRIES_MAX || family.len() > FAMILY_MAX {
+                eprintln!("pagefold: {} ({}): a child of it is left to wait for its pages", self.name, self.pid);
+                withheld.extend(family.drain(..).map(|(child, _)| child));
+                withheld.truncate(WITHHELD_MAX);
+            }
+        }
     }
+}
+
+/// Takes the entries of `range` away.
+fn take_range(map: &mut BTreeMap<u64, u64>, range: Range) -> Vec<(u64, u64)> {
+    if range.is_empty() {
+        return Vec::new();
+    }
+    let taken: Vec<(u64, u64)> = map.range(range.start..range.end).map(|(at, from)| (*at, *from)).collect();
+    for (at, _) in &taken {
+        map.remove(at);
+    }
+    taken
+}
+
+/// The entries of `from` are at `to` now, in place of what was there.
+fn move_range(map: &mut BTreeMap<u64, u64>, from: Range, to: u64) {
+    let moved = take_range(map, from);
+    take_range(map, Range { start: to, end: to.saturating_add(from.len()) });
+    map.extend(moved.into_iter().map(|(was, at)| (to + (was - from.start), at)));
 }
 
 #[cfg(test)]
@@ -139,11 +202,17 @@ mod tests {
     use super::super::tests::own;
     use super::*;
     use crate::server::lock;
+    use pagefold_os::mem::Mapping;
     use pagefold_os::{Page, fd};
+    use std::sync::Mutex;
+
+    /// A fork waits for everybody who wants to hear of this process's forks: one at a time.
+    static FORKING: Mutex<()> = Mutex::new(());
 
     /// A forked child has what its parent moved by mremap(2) and has not got back yet.
     #[test]
     fn a_child_has_pages_that_were_on_the_move() {
+        let _alone = lock(&FORKING);
         let Some((client, memory)) = own(uffd::FEATURE_EVENT_FORK, 3) else { return };
         let config = pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() };
         let tier = Tier::create(config, None).unwrap();
@@ -182,6 +251,72 @@ mod tests {
         // SAFETY: our own child.
         assert_eq!(unsafe { libc::waitpid(forked, &mut status, 0) }, forked);
         assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 7), "bits of pages that were right");
+    }
+
+    /// A forked child discards, moves and forks before it has its pages.
+    #[test]
+    fn a_child_may_do_with_its_memory_what_it_likes() {
+        // So many that it comes to do it before it has them.
+        const PAGES: u64 = 20_000;
+        let _alone = lock(&FORKING);
+        let features = uffd::FEATURE_EVENT_FORK
+            | uffd::FEATURE_EVENT_REMOVE
+            | uffd::FEATURE_EVENT_UNMAP
+            | uffd::FEATURE_EVENT_REMAP;
+        let Some((client, memory)) = own(features, PAGES) else { return };
+        let config = pagefold_tier::Config { bytes_max: 64 << 20, ..Default::default() };
+        let tier = Tier::create(config, None).unwrap();
+        let page_at = |number: u64| memory.addr() + number * PAGE;
+        for number in 0..PAGES {
+            let page: Page = std::array::from_fn(|at| if at % 2 == 0 { number as u8 | 1 } else { at as u8 });
+            tier.store(client.region, page_at(number) / PAGE, &page, pagefold_tier::Effort::Fast).unwrap();
+            client.table.find_or_add(page_at(number)).unwrap();
+            client.table.set_state(page_at(number), OUT);
+        }
+        let target = Mapping::anonymous(PAGES as usize * PAGE_SIZE).unwrap();
+        let forked = std::thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                let mut polls = [libc::pollfd { fd: client.uffd.fd().raw(), events: libc::POLLIN, revents: 0 }];
+                fd::poll(&mut polls, 20_000).unwrap();
+                let mut service = lock(&client.service);
+                client.read_events(&mut service, &tier)
+            });
+            // SAFETY: the child works on its copies of our memory by bare calls, and ends.
+            let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) } as i32;
+            if child == 0 {
+                // SAFETY: as above; each touch is of mapped memory.
+                unsafe {
+                    let discard = libc::syscall(libc::SYS_madvise, page_at(0), PAGE, libc::MADV_DONTNEED);
+                    let unmap = libc::syscall(libc::SYS_munmap, page_at(1), PAGE);
+                    let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+                    let half = PAGES / 2 * PAGE;
+                    let moved =
+                        libc::syscall(libc::SYS_mremap, page_at(PAGES / 2), half, half, fixed, target.addr()) as u64;
+                    let grandchild = libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) as i32;
+                    let byte = |addr: u64| core::ptr::read_volatile(addr as *const u8);
+                    let mut wrong = i32::from(discard != 0 || unmap != 0 || moved != target.addr());
+                    wrong += i32::from(byte(page_at(0)) != 0);
+                    for number in 2..PAGES {
+                        let behind = number.checked_sub(PAGES / 2).map(|number| target.addr() + number * PAGE);
+                        wrong += i32::from(byte(behind.unwrap_or(page_at(number))) != number as u8 | 1);
+                    }
+                    let mut status = 0;
+                    if grandchild > 0 {
+                        libc::syscall(libc::SYS_wait4, grandchild, &raw mut status, 0, 0);
+                        wrong += libc::WEXITSTATUS(status) + i32::from(!libc::WIFEXITED(status));
+                    }
+                    libc::_exit(wrong.min(100));
+                }
+            }
+            assert_eq!(reader.join().unwrap(), 1, "no event of the fork");
+            child
+        });
+        let mut status = 0;
+        // SAFETY: our own child.
+        assert_eq!(unsafe { libc::waitpid(forked, &mut status, 0) }, forked);
+        assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 0), "so many pages were wrong");
+        // Else the memory's end would wait for a reader.
+        drop(client);
     }
     /// A moved page that cannot be loaded is SIGBUS in the end, also if a discard is under way when that is found.
     #[test]

@@ -57,6 +57,8 @@ pub(super) struct Service {
     faulter: i32,
     /// Pages that moved while they were out: where they are now, and under which address the tier has them.
     moving: BTreeMap<u64, u64>,
+    /// Of children that could not be given their pages: as long as these are open they wait, and read no zeros.
+    withheld: Vec<Uffd>,
     window: Window,
     zeros: Window,
     cluster: Box<[Page]>,
@@ -189,6 +191,7 @@ impl Client {
                 pending: Vec::new(),
                 faulter: 0,
                 moving: BTreeMap::new(),
+                withheld: Vec::new(),
                 window: Window::new(CLUSTER_PAGES as u64),
                 zeros: Window::new(ZERO_PAGES_MAX),
                 cluster: vec![[0; PAGE_SIZE]; CLUSTER_PAGES].into_boxed_slice(),
