@@ -267,6 +267,15 @@ fn liar() {
                 for_ever()
             })
         }
+        "a descriptor that waits" => {
+            let (uffd, _table) = liar.registered();
+            // SAFETY: numbers only.
+            assert_eq!(unsafe { libc::fcntl(uffd.fd().raw(), libc::F_SETFL, 0) }, 0);
+            // SAFETY: the liar's own memory: there, so that it is asked for.
+            unsafe { liar.memory.as_ptr().write_bytes(7, PAGES * PAGE_SIZE) };
+            liar.serve(Liar::yes);
+            for_ever()
+        }
         "yes to everything" => {
             liar.accepted(|_| ());
             // SAFETY: the liar's own memory: there, so that it is asked for.
@@ -314,13 +323,14 @@ const REFUSED: [&str; 11] = [
 ];
 
 /// Lies that cost the liar.
-const BORNE: [&str; 8] = [
+const BORNE: [&str; 9] = [
     "somebody else's region",
     "everything, before the greeting",
     "everything, after it",
     "the pact, for ever",
     "states that change all the time",
     "a storm of faults",
+    "a descriptor that waits",
     "yes to everything",
     "no answer",
 ];

@@ -126,10 +126,7 @@ impl Link {
     /// [`GreetError`].
     pub fn greet(socket: Arc<Fd>, hello: &Packet, mut fds: sock::Fds, device: Option<&Fd>) -> Result<Link, GreetError> {
         let cred = sock::peer(&socket)?;
-        let pagemap = fds.take(0).ok_or(GreetError::Protocol)?;
-        // Only a pagemap answers this ioctl; an empty range asks nothing.
-        pagemap::scan(&pagemap, Range { start: 0, end: 0 }, pagemap::Query::default(), &mut [])
-            .map_err(|_| GreetError::Protocol)?;
+        let pagemap = fds.take(0).filter(pagemap::is_one).ok_or(GreetError::Protocol)?;
         let channel_fd = memfd::create(c"pagefold-channel", CHANNEL_LEN as u64)?;
         memfd::add_seals(&channel_fd, memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_SEAL)?;
         let prot = libc::PROT_READ | libc::PROT_WRITE;

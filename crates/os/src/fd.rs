@@ -1,6 +1,6 @@
 //! Files: an owned descriptor, and reading and writing it.
 
-use crate::raw::{Result, retry};
+use crate::raw::{Errno, Result, retry};
 use crate::syscall;
 use core::ffi::CStr;
 
@@ -81,6 +81,39 @@ impl Fd {
     pub fn read(&self, buffer: &mut [u8]) -> Result<usize> {
         // SAFETY: the kernel writes at most `buffer.len()` bytes into `buffer`.
         retry(|| unsafe { syscall!(libc::SYS_read, self.0, buffer.as_mut_ptr(), buffer.len()) })
+    }
+
+    /// As [`read`](Self::read), but never waits, whatever the descriptor's flags: they are also those of whom it is shared
+    /// with.
+    ///
+    /// # Errors
+    /// As read(2), but never `EINTR`; `EAGAIN` where there is nothing now.
+    pub fn read_at_once(&self, buffer: &mut [u8]) -> Result<usize> {
+        let parts = [libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() }];
+        // Without a place in the file, as read(2).
+        let read = || {
+            // SAFETY: the kernel writes at most `buffer.len()` bytes into `buffer`.
+            unsafe { syscall!(libc::SYS_preadv2, self.0, parts.as_ptr(), 1, -1_i64, -1_i64, libc::RWF_NOWAIT) }
+        };
+        match retry(read) {
+            // Of a kernel, or a file, that does not know how.
+            Err(Errno(libc::EOPNOTSUPP)) => {
+                self.set_nonblocking()?;
+                self.read(buffer)
+            }
+            got => got,
+        }
+    }
+
+    /// Has reads and writes fail with `EAGAIN` where they would wait.
+    ///
+    /// # Errors
+    /// As fcntl(2).
+    pub fn set_nonblocking(&self) -> Result<()> {
+        // SAFETY: numbers only.
+        let flags = unsafe { syscall!(libc::SYS_fcntl, self.0, libc::F_GETFL) }? as i32;
+        // SAFETY: as above.
+        unsafe { syscall!(libc::SYS_fcntl, self.0, libc::F_SETFL, flags | libc::O_NONBLOCK) }.map(drop)
     }
 
     /// Reads into `buffer` from byte `offset` and returns the number of bytes.

@@ -60,6 +60,20 @@ struct Arg {
 pub const REQUEST: u32 = SCAN;
 const SCAN: u32 = (3 << 30) | ((size_of::<Arg>() as u32) << 16) | ((b'f' as u32) << 8) | 16;
 
+/// True if it is a page map at all: who passed it may have passed anything, also a file of a system that he serves himself
+/// and that answers when he likes.
+pub fn is_one(fd: &Fd) -> bool {
+    let mut system = core::mem::MaybeUninit::<libc::statfs>::zeroed();
+    // SAFETY: the kernel writes the structure.
+    if unsafe { syscall!(libc::SYS_fstatfs, fd.raw(), system.as_mut_ptr()) }.is_err() {
+        return false;
+    }
+    // SAFETY: the kernel has written it, and any bytes are valid numbers.
+    let system = unsafe { system.assume_init() };
+    // An empty range asks nothing.
+    system.f_type == libc::PROC_SUPER_MAGIC && scan(fd, Range { start: 0, end: 0 }, Query::default(), &mut []).is_ok()
+}
+
 /// What to look for and what to tell about it.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Query {

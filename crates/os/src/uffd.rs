@@ -347,19 +347,24 @@ impl Uffd {
     /// As read(2).
     pub fn read_event(&self) -> Result<Option<Event>> {
         let mut event = [Event::Other(0)];
-        Ok((self.read_events(&mut event)? == 1).then_some(event[0]))
+        Ok((self.read_by(&mut event, Fd::read)? == 1).then_some(event[0]))
     }
 
-    /// Reads as many events as there are and fit, and returns how many; at most [`EVENTS_MAX`].
+    /// Reads as many events as there are and fit, and returns how many; at most [`EVENTS_MAX`]. Never waits, for whoever made
+    /// the descriptor may have it wait.
     ///
     /// # Errors
     /// As read(2).
     pub fn read_events(&self, events: &mut [Event]) -> Result<usize> {
+        self.read_by(events, Fd::read_at_once)
+    }
+
+    fn read_by(&self, events: &mut [Event], read: impl FnOnce(&Fd, &mut [u8]) -> Result<usize>) -> Result<usize> {
         let mut messages = [[0u64; 4]; EVENTS_MAX];
         let wanted = events.len().min(EVENTS_MAX);
         // SAFETY: the array is as long as said, and any bytes are valid words.
         let bytes = unsafe { core::slice::from_raw_parts_mut(messages.as_mut_ptr().cast::<u8>(), wanted * 32) };
-        let got = match self.0.read(bytes) {
+        let got = match read(&self.0, bytes) {
             Ok(got) => got / 32,
             Err(Errno(libc::EAGAIN)) => 0,
             Err(errno) => return Err(errno),

@@ -32,9 +32,7 @@ impl Cold {
         key: DomainKey,
     ) -> Result<(), String> {
         let cred = sock::peer(&socket).map_err(|errno| errno.to_string())?;
-        let pagemap = fds.take(0).ok_or("not a greeting of this version")?;
-        pagemap::scan(&pagemap, pagefold_os::Range { start: 0, end: 0 }, pagemap::Query::default(), &mut [])
-            .map_err(|_| "not a greeting of this version")?;
+        let pagemap = fds.take(0).filter(pagemap::is_one).ok_or("not a greeting of this version")?;
         if self.closing.load(Ordering::SeqCst) {
             return Err("the daemon stops".into());
         }

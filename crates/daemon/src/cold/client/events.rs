@@ -141,7 +141,10 @@ impl Client {
                 child.poison(Range::pages_from(to, 1), 0)
             };
             let event = match error {
-                Some(Errno(libc::EAGAIN)) => child.read_event().unwrap_or(None),
+                Some(Errno(libc::EAGAIN)) => {
+                    let mut event = [Event::Other(0)];
+                    (child.read_events(&mut event) == Ok(1)).then_some(event[0])
+                }
                 Some(Errno(libc::ENOMEM)) => {
                     refused += 1;
                     None
@@ -348,5 +351,28 @@ mod tests {
         // There: so nobody gets another page there.
         assert_eq!(client.uffd.zero(Range::pages_from(page_at(2), 1), 0).1, Some(Errno(libc::EEXIST)));
         assert_eq!(client.table.head().lost.load(std::sync::atomic::Ordering::Relaxed), 1);
+    }
+
+    /// The client may have its descriptor wait, whose flags are ours as well.
+    #[test]
+    fn a_descriptor_that_waits_holds_nobody_up() {
+        let Some((client, memory)) = own(uffd::FEATURE_EVENT_REMOVE, 1) else { return };
+        let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
+        // SAFETY: numbers only.
+        assert_eq!(unsafe { libc::fcntl(client.uffd.fd().raw(), libc::F_SETFL, 0) }, 0);
+        let (done, is_done) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            scope.spawn(|| done.send(client.read_events(&mut lock(&client.service), &tier)).unwrap());
+            let mut read = is_done.recv_timeout(Duration::from_secs(60)).ok();
+            if read.is_none() {
+                // Frees the reader.
+                scope.spawn(|| {
+                    // SAFETY: memory of ours that nobody uses.
+                    let _ = unsafe { pagefold_os::mem::advise(memory.addr(), PAGE, libc::MADV_DONTNEED) };
+                });
+                read = is_done.recv().ok();
+            }
+            assert_eq!(read, Some(0), "it waited for an event");
+        });
     }
 }

@@ -161,8 +161,9 @@ impl Client {
     pub(super) fn new(who: Identity, handed: Handed, hand: Arc<Hand>) -> Result<Client, Errno> {
         let Identity { region, token, pid, uid } = who;
         let Handed { uffd, table: table_fd, pagemap } = handed;
-        let (len, _) = pagefold_os::memfd::len_and_inode(table_fd.raw())?;
+        // First: of a file that is none of memory its owner could have us wait for the rest.
         let seals = pagefold_os::memfd::seals(&table_fd)?;
+        let (len, _) = pagefold_os::memfd::len_and_inode(table_fd.raw())?;
         // Of ordinary pages: huge ones may run out under whoever maps them, and that is SIGBUS.
         let small = pagefold_os::memfd::page_size(table_fd.raw())? == PAGE;
         if len < cold_table::LEN as u64 || seals & pagefold_os::memfd::SEAL_SHRINK == 0 || !small {

@@ -44,6 +44,10 @@ impl Client {
             if polls[1].revents != 0 || (ready == Ok(0) && socket.is_none()) {
                 self.hung_up(group, socket.as_ref());
             }
+            if polls[0].revents & libc::POLLERR != 0 {
+                // The client has its descriptor wait, of which poll(2) then tells nothing.
+                let _ = self.uffd.fd().set_nonblocking();
+            }
             if polls[0].revents == 0 && !waiting {
                 continue;
             }
