@@ -49,42 +49,70 @@ impl Cold {
 /// Makes every page that is out a SIGBUS; the pact is held. Returns how many.
 pub fn poison_out(hold: &Uffd, table: &Table) -> u64 {
     let mut lost = 0;
-    table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| {
-        let mut at = start;
-        let mut single = false;
-        while at < end {
-            // Within one mapping; a run may lie in several.
-            let stop = if single { at + PAGE } else { end };
-            let (done, error) = hold.poison(Range { start: at, end: stop }, 0);
-            at += done;
-            match error {
-                None => {}
-                // A discard is under way, and nothing can be done before its event is read.
-                Some(Errno(libc::EAGAIN)) if hold.is_alive() => match hold.read_event() {
-                    Ok(Some(uffd::Event::Remove(range) | uffd::Event::Unmap(range))) => {
-                        table.for_each_run(range.start, range.end, OUT, |start, end| {
-                            for addr in (start..end).step_by(PAGE_SIZE) {
-                                table.set_state(addr, RESIDENT);
-                            }
-                        });
-                    }
-                    // SAFETY: the kernel made the descriptor for us just now. The child loses what its parent loses.
-                    Ok(Some(uffd::Event::Fork(fd))) => drop(unsafe { Fd::from_raw(fd) }),
-                    _ => yield_now(),
-                },
-                Some(Errno(libc::ENOMEM)) => yield_now(),
-                Some(_) if !single => single = true,
-                // There already, or nothing there any more.
-                Some(_) => at += PAGE,
+    let mut heard = true;
+    // What an mremap(2) takes away meanwhile may come to where we have been.
+    while core::mem::take(&mut heard) {
+        table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| {
+            let mut at = start;
+            let mut single = false;
+            while at < end {
+                // Within one mapping; a run may lie in several.
+                let stop = if single { at + PAGE } else { end };
+                let (done, error) = hold.poison(Range { start: at, end: stop }, 0);
+                at += done;
+                match error {
+                    None => {}
+                    // A discard or a move is under way, and nothing can be done before its event is read.
+                    Some(Errno(libc::EAGAIN)) if hold.is_alive() => match hold.read_event() {
+                        Ok(Some(event)) if obey(table, event) => {
+                            // The rest of the run may be no run any more.
+                            heard = true;
+                            break;
+                        }
+                        _ => yield_now(),
+                    },
+                    Some(Errno(libc::ENOMEM)) => yield_now(),
+                    Some(_) if !single => single = true,
+                    // There already, or nothing there any more.
+                    Some(_) => at += PAGE,
+                }
             }
-        }
-        for addr in (start..end).step_by(PAGE_SIZE) {
-            if table.set_state(addr, RESIDENT) == OUT {
-                lost += 1;
+            for addr in (start..at).step_by(PAGE_SIZE) {
+                if table.set_state(addr, RESIDENT) == OUT {
+                    lost += 1;
+                }
             }
-        }
-        let _ = hold.wake(Range { start, end });
-    });
+            let _ = hold.wake(Range { start, end });
+        });
+    }
     table.head().lost.fetch_add(lost, Ordering::Relaxed);
     lost
+}
+
+/// Has the table say of pages that are out what an event says; false if it says nothing of them.
+fn obey(table: &Table, event: uffd::Event) -> bool {
+    let leave = |range: Range, then: &mut dyn FnMut(u64)| {
+        table.for_each_run(range.start, range.end, OUT, |start, end| {
+            for addr in (start..end).step_by(PAGE_SIZE) {
+                table.set_state(addr, RESIDENT);
+                then(addr);
+            }
+        });
+    };
+    match event {
+        uffd::Event::Remove(range) | uffd::Event::Unmap(range) => leave(range, &mut |_| ()),
+        uffd::Event::Remap { from, to } => {
+            leave(Range { start: to, end: to.saturating_add(from.len()) }, &mut |_| ());
+            leave(from, &mut |addr| {
+                let addr = to + (addr - from.start);
+                if table.find_or_add(addr).is_some() {
+                    table.set_state(addr, OUT);
+                }
+            });
+        }
+        // SAFETY: the kernel made the descriptor for us just now. The child loses what its parent loses.
+        uffd::Event::Fork(fd) => drop(unsafe { Fd::from_raw(fd) }),
+        _ => return false,
+    }
+    true
 }

@@ -375,4 +375,28 @@ mod tests {
             assert_eq!(read, Some(0), "it waited for an event");
         });
     }
+
+    /// Where daemon and keeper are gone, what is out is SIGBUS also where a bare mremap(2) takes it meanwhile.
+    #[test]
+    fn a_page_that_is_moved_while_all_is_given_up_is_lost() {
+        let Some((client, memory)) = own(uffd::FEATURE_EVENT_REMAP, 4) else { return };
+        let target = Mapping::anonymous(PAGE_SIZE).unwrap();
+        for number in [0, 3] {
+            client.table.find_or_add(memory.addr() + number * PAGE).unwrap();
+            client.table.set_state(memory.addr() + number * PAGE, OUT);
+        }
+        let moved = memory.addr() + 3 * PAGE;
+        let lost = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+                // SAFETY: memory of ours that nobody uses.
+                unsafe { libc::syscall(libc::SYS_mremap, moved, PAGE, PAGE, fixed, target.addr()) }
+            });
+            let mut polls = [libc::pollfd { fd: client.uffd.fd().raw(), events: libc::POLLIN, revents: 0 }];
+            assert_eq!(fd::poll(&mut polls, 60_000), Ok(1), "no move");
+            pagefold_agent::cold::poison_out(&client.uffd, &client.table)
+        });
+        let there = |addr| client.uffd.zero(Range::pages_from(addr, 1), 0).1 == Some(Errno(libc::EEXIST));
+        assert_eq!((lost, there(memory.addr()), there(target.addr())), (2, true, true));
+    }
 }
