@@ -204,7 +204,7 @@ fn a_demonstration_leaves_nothing_but_the_agent() {
     assert!(text(&shown.stdout).contains("after: the processes and pagefold's daemon"), "{}", text(&shown.stdout));
     let left = std::fs::read_dir(tool.dir.path().join("run")).expect("the runtime directory");
     let left: Vec<_> = left.map(|entry| entry.expect("an entry").file_name().into_string().expect("UTF-8")).collect();
-    assert!(left.iter().all(|name| name.starts_with("agent-")), "{left:?}");
+    assert!(left.iter().all(|name| name.starts_with("pagefold-agent-")), "{left:?}");
 }
 
 #[test]
