@@ -101,6 +101,9 @@ const OF_DOMAINS: &[Family<DomainStats>] = &[
         d.events.compacted as f64
     }),
     ("over_pool_limit_pages", "counter", "", "Pages left alone: the pool was full.", |d| d.events.over_pool_max as f64),
+    ("no_segment_pages", "counter", "", "Pages left alone: no memory or descriptors for a segment.", |d| {
+        d.events.no_segment as f64
+    }),
     ("over_vma_budget_runs", "counter", "", "Runs left alone: no mappings left in the budget.", |d| {
         d.events.over_vma_budget as f64
     }),

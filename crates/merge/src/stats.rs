@@ -52,6 +52,8 @@ counters! {
     over_vma_budget,
     /// Pages left alone because the pool was full.
     over_pool_max,
+    /// Pages left alone because the kernel gave no memory or descriptors for a pool segment.
+    no_segment,
     /// Nanoseconds spent in the watch stage.
     watch_ns,
     /// Nanoseconds spent reading and fingerprinting.

@@ -32,11 +32,10 @@ pub enum Standing {
 pub struct Segment {
     number: u32,
     inode: u64,
-    file: Fd,
     reader: Arc<Fd>,
     read: Mapping,
-    /// Our way to write, gone when the segment is sealed.
-    write: Mutex<Option<Mapping>>,
+    /// Our ways to write, gone when the segment is sealed.
+    write: Mutex<Option<(Mapping, Fd)>>,
     published: AtomicU32,
     closed: AtomicBool,
     /// [`Standing`].
@@ -63,10 +62,9 @@ impl Segment {
         Ok(Segment {
             number,
             inode,
-            file,
             reader: Arc::new(reader),
             read,
-            write: Mutex::new(Some(write)),
+            write: Mutex::new(Some((write, file))),
             published: AtomicU32::new(0),
             closed: AtomicBool::new(false),
             standing: AtomicU8::new(Standing::Offered as u8),
@@ -80,7 +78,7 @@ impl Segment {
     pub fn fill(&self, pages: &[&Page]) -> (u32, usize) {
         let write = self.write.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let first = self.published.load(Ordering::Relaxed);
-        let Some(mapping) = &*write else { return (first, 0) };
+        let Some((mapping, _)) = &*write else { return (first, 0) };
         let count = pages.len().min((SLOTS_PER_SEGMENT - first) as usize);
         for (offset, page) in pages[..count].iter().enumerate() {
             // SAFETY: the slot lies in the writable mapping, is not published yet, and the lock makes us its only writer.
@@ -97,10 +95,12 @@ impl Segment {
     /// Makes the segment unwritable for everybody, for ever.
     pub fn close(&self) {
         let mut write = self.write.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        // With our mapping the last way to write is gone: `SEAL_FUTURE_WRITE` forbids new mappings, write(2) and holes.
-        drop(write.take());
-        // The kernel answers EBUSY while a page is pinned, by a client's direct I/O from it for instance.
-        let _ = memfd::add_seals(&self.file, memfd::SEAL_WRITE | memfd::SEAL_SEAL);
+        if let Some((mapping, file)) = write.take() {
+            // With our mapping the last way to write is gone: `SEAL_FUTURE_WRITE` forbids new mappings, write(2) and holes.
+            drop(mapping);
+            // The kernel answers EBUSY while a page is pinned, by a client's direct I/O from it for instance.
+            let _ = memfd::add_seals(&file, memfd::SEAL_WRITE | memfd::SEAL_SEAL);
+        }
         self.closed.store(true, Ordering::Release);
     }
 

@@ -11,7 +11,7 @@ use crate::client::{FETCH_PAGES_MAX, Gone};
 use crate::page::State;
 use crate::plan::{self, Goal, Run};
 use pagefold_os::{PAGE_SIZE, Page, Range, sched};
-use pagefold_pool::{Fingerprint, Published, Slot};
+use pagefold_pool::{Fingerprint, PublishError, Published, Slot};
 use std::collections::HashMap;
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -192,29 +192,38 @@ impl Domain {
         let mut goals = Vec::with_capacity(twins.len());
         let mut mail = Vec::with_capacity(twins.len());
         // One content gets one slot, however often it stands here.
-        let mut firsts: HashMap<Fingerprint, Option<Slot>> = HashMap::with_capacity(twins.len());
+        let mut firsts: HashMap<Fingerprint, First> = HashMap::with_capacity(twins.len());
         let (fresh, again): (Vec<&Twin>, Vec<&Twin>) =
-            twins.iter().partition(|twin| firsts.insert(twin.fingerprint, None).is_none());
+            twins.iter().partition(|twin| firsts.insert(twin.fingerprint, First::Lost).is_none());
         let mut rest = &fresh[..];
+        let mut is_full = false;
+        let mut refused = 0;
         while !rest.is_empty() {
             let refs: Vec<&Page> = rest.iter().map(|twin| &pages[twin.index]).collect();
-            let Ok(Published { first, taken, hold }) = self.pool.publish(&refs) else {
-                // Full, or the kernel has no memory: they are looked up again later.
-                self.count(|c| &c.over_pool_max, rest.len() as u64);
-                rest.iter().for_each(|twin| remap::put_off(work, twin.addr));
-                break;
+            let Published { first, taken, hold } = match self.pool.publish(&refs) {
+                Ok(published) => published,
+                // They are looked up again later.
+                Err(error) => {
+                    is_full = matches!(error, PublishError::Full { .. });
+                    refused = rest.len();
+                    for twin in rest {
+                        firsts.insert(twin.fingerprint, First::Refused);
+                        remap::put_off(work, twin.addr);
+                    }
+                    break;
+                }
             };
             // Ours alone: once we share the slots, they are there for the other candidates as well.
             work.planned.insert(hold.segment(), hold);
             for (offset, twin) in rest[..taken].iter().enumerate() {
                 let slot = Slot::from_number(first.number() + offset as u32);
                 if self.index.replace(twin.fingerprint, twin.entry.value(), Entry::Slot(slot).value()) {
-                    firsts.insert(twin.fingerprint, Some(slot));
+                    firsts.insert(twin.fingerprint, First::Has(slot));
                     goals.push((twin.addr, Some(slot)));
                     mail.push((twin.entry, slot));
                 } else if let Some(Entry::Slot(other)) = self.index.get(twin.fingerprint).map(Entry::from_value) {
                     // Another worker gave the content a slot first.
-                    firsts.insert(twin.fingerprint, Some(other));
+                    firsts.insert(twin.fingerprint, First::Has(other));
                     goals.push((twin.addr, Some(other)));
                 } else {
                     remap::look_up_again(work, Range::pages_from(twin.addr, 1));
@@ -224,13 +233,27 @@ impl Domain {
         }
         for twin in again {
             match firsts.get(&twin.fingerprint) {
-                Some(Some(slot)) => goals.push((twin.addr, Some(*slot))),
-                _ => remap::put_off(work, twin.addr),
+                Some(First::Has(slot)) => goals.push((twin.addr, Some(*slot))),
+                Some(First::Refused) => {
+                    refused += 1;
+                    remap::put_off(work, twin.addr);
+                }
+                Some(First::Lost) | None => remap::look_up_again(work, Range::pages_from(twin.addr, 1)),
             }
         }
+        self.count(|c| if is_full { &c.over_pool_max } else { &c.no_segment }, refused as u64);
         self.post(&mail);
         goals
     }
+}
+
+/// What became of the first page of a content.
+enum First {
+    Has(Slot),
+    /// Another worker was quicker, and its slot is gone already.
+    Lost,
+    /// There was no segment for it.
+    Refused,
 }
 
 /// A page whose content another candidate has as well.
