@@ -35,9 +35,9 @@ pub use segment::{SEGMENT_LEN, SLOTS_PER_SEGMENT};
 
 use pagefold_os::fd::Fd;
 use pagefold_os::{PAGE_SIZE, Page};
-use primitive::{AtomicU64, Mutex, MutexGuard, Ordering, RwLock};
+use primitive::{AtomicU64, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use segment::{Segment, Standing};
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 /// Segments of a pool at most: their slots are numbers of 29 bits in ledgers and indexes.
@@ -140,10 +140,17 @@ pub struct Stats {
     pub segments_released: u64,
 }
 
+/// Segments by number, and their numbers by the inodes of their files.
+#[derive(Debug, Default)]
+struct Segments {
+    all: Vec<Option<Arc<Segment>>>,
+    by_inode: HashMap<u64, u32>,
+}
+
 /// The slots of one domain.
 #[derive(Debug)]
 pub struct Pool {
-    segments: RwLock<Vec<Option<Arc<Segment>>>>,
+    segments: RwLock<Segments>,
     /// Numbers of segments that were let go, the oldest first; changed under the lock of `segments`.
     free: Mutex<VecDeque<u32>>,
     /// Segments have numbers below this.
@@ -163,7 +170,7 @@ impl Pool {
     /// Makes an empty pool that holds at most `max_bytes` of pages, rounded down to whole segments, but at least one.
     pub fn new(name: &str, max_bytes: u64) -> Pool {
         Pool {
-            segments: RwLock::new(Vec::new()),
+            segments: RwLock::new(Segments::default()),
             free: Mutex::new(VecDeque::new()),
             numbers: NUMBERS,
             open: Mutex::new(None),
@@ -212,7 +219,7 @@ impl Pool {
 
     fn add_segment(&self) -> Result<Arc<Segment>, PublishError> {
         let live = self.live_segments.load(Ordering::Relaxed);
-        let mut segments = self.segments.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut segments = write(&self.segments);
         let full = PublishError::Full { max_bytes: self.max_bytes };
         if (live + 1) * SEGMENT_LEN as u64 > self.max_bytes {
             return Err(full);
@@ -220,22 +227,23 @@ impl Pool {
         // As late as can be, and the one that rested longest: an agent may still hold an old segment under its number, and
         // somebody may be about to compare with one of its slots.
         let mut free = lock(&self.free);
-        let reused = if segments.len() as u32 >= self.numbers { Some(*free.front().ok_or(full)?) } else { None };
-        let number = reused.unwrap_or(segments.len() as u32);
+        let reused = if segments.all.len() as u32 >= self.numbers { Some(*free.front().ok_or(full)?) } else { None };
+        let number = reused.unwrap_or(segments.all.len() as u32);
         let segment = Arc::new(Segment::create(&self.name, number)?);
+        segments.by_inode.insert(segment.inode(), number);
         if reused.is_some() {
             free.pop_front();
-            segments[number as usize] = Some(segment.clone());
+            segments.all[number as usize] = Some(segment.clone());
         } else {
-            segments.push(Some(segment.clone()));
+            segments.all.push(Some(segment.clone()));
         }
         self.live_segments.fetch_add(1, Ordering::Relaxed);
         Ok(segment)
     }
 
     fn segment(&self, number: u32) -> Option<Arc<Segment>> {
-        let segments = self.segments.read().unwrap_or_else(|poisoned| poisoned.into_inner());
-        segments.get(number as usize)?.clone()
+        let segments = read(&self.segments);
+        segments.all.get(number as usize)?.clone()
     }
 
     /// Copies the content of `slot` to `out`; false if there is no such slot (any more).
@@ -267,8 +275,7 @@ impl Pool {
 
     /// The segment whose file has this inode, if the pool holds it.
     pub fn segment_of_inode(&self, inode: u64) -> Option<u32> {
-        let segments = self.segments.read().unwrap_or_else(|poisoned| poisoned.into_inner());
-        segments.iter().flatten().find(|segment| segment.inode() == inode).map(|segment| segment.number())
+        read(&self.segments).by_inode.get(&inode).copied()
     }
 
     /// Counts `by` more mappings of `slot`; false if its segment was let go or retired, and then nothing may be mapped.
@@ -284,8 +291,8 @@ impl Pool {
 
     fn count_sharers(&self, slot: Slot, by: u32, mapped: Option<u64>) -> bool {
         // The lock is held while counting, so that `release` cannot let go between our look and our count.
-        let segments = self.segments.read().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let Some(Some(segment)) = segments.get(slot.segment() as usize) else { return false };
+        let segments = read(&self.segments);
+        let Some(Some(segment)) = segments.all.get(slot.segment() as usize) else { return false };
         // The number of what is mapped may be another segment's by now.
         let may = mapped.map_or(!segment.is(Standing::Retired), |inode| segment.inode() == inode);
         if slot.index() >= segment.published() || !may {
@@ -319,8 +326,8 @@ impl Pool {
 
     /// Closed segments of which no slot is shared or [held](Hold): they can be let go.
     pub fn unshared(&self) -> Vec<u32> {
-        let segments = self.segments.read().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let closed = segments.iter().flatten().filter(|segment| segment.is_closed());
+        let segments = read(&self.segments);
+        let closed = segments.all.iter().flatten().filter(|segment| segment.is_closed());
         closed.filter(|segment| segment.is_unshared()).map(|segment| segment.number()).collect()
     }
 
@@ -333,8 +340,9 @@ impl Pool {
         if dead < dead_min || dead * 4 < published {
             return None;
         }
-        let segments = self.segments.read().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let offered = segments.iter().flatten().filter(|segment| segment.is_closed() && segment.is(Standing::Offered));
+        let segments = read(&self.segments);
+        let offered =
+            segments.all.iter().flatten().filter(|segment| segment.is_closed() && segment.is(Standing::Offered));
         let dead = |segment: &Segment| u64::from(segment.published().saturating_sub(segment.live()));
         // Each live slot has a mapping at least: most segments need no count of them.
         let mostly_dead = offered.filter(|segment| (1..dead(segment)).contains(&segment.live().into()));
@@ -372,15 +380,16 @@ impl Pool {
                 forget(Slot::new(segment, index), page);
             }
         }
-        let mut segments = self.segments.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut segments = write(&self.segments);
         // Somebody may have begun to share a slot meanwhile; then it stays, found again by its next duplicate.
         if !held.is_unshared() {
             return false;
         }
         // Two may let go of one segment at once: it goes, and is counted, once.
-        if segments[segment as usize].take().is_none() {
+        if segments.all[segment as usize].take().is_none() {
             return false;
         }
+        segments.by_inode.remove(&held.inode());
         lock(&self.free).push_back(segment);
         self.live_segments.fetch_sub(1, Ordering::Relaxed);
         self.released.fetch_add(1, Ordering::Relaxed);
@@ -402,6 +411,14 @@ impl Pool {
             segments_released: self.released.load(Ordering::Relaxed),
         }
     }
+}
+
+fn read<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
+    lock.read().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
+    lock.write().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -434,6 +451,7 @@ mod tests {
         assert!(pool.read(slot, &mut page) && page == [5; PAGE_SIZE]);
         let new = pool.segment_inode(1).unwrap();
         assert!(new != old && pool.segment_of_inode(old).is_none());
+        assert_eq!([1, 2].map(|number| pool.segment_of_inode(pool.segment_inode(number).unwrap())), [Some(1), Some(2)]);
         assert!(!pool.adopt_sharer(slot, old), "a mapping of the old segment");
         assert!(pool.adopt_sharer(slot, new) && pool.sharers(slot) == 1);
         assert_eq!((number(publish(6)), number(publish(7))), (Some(0), None));

@@ -3,12 +3,12 @@
 
 #[cfg(not(loom))]
 pub use std::sync::{
-    Mutex, MutexGuard, RwLock,
+    Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard,
     atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering},
 };
 
 #[cfg(loom)]
 pub use loom::sync::{
-    Mutex, MutexGuard, RwLock,
+    Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard,
     atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering},
 };

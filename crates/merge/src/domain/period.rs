@@ -594,11 +594,11 @@ fn end_period(work: &mut Work) {
 fn without(range: Range, mappings: &[PoolMapping]) -> Vec<Range> {
     let mut parts = Vec::new();
     let mut at = range.start;
-    for mapping in mappings.iter().filter(|mapping| mapping.range.overlaps(&range)) {
-        if at < mapping.range.start {
-            parts.push(Range { start: at, end: mapping.range.start });
+    for (part, _) in parts_of(range, mappings) {
+        if at < part.start {
+            parts.push(Range { start: at, end: part.start });
         }
-        at = mapping.range.end.max(at);
+        at = part.end;
     }
     if at < range.end {
         parts.push(Range { start: at, end: range.end });
