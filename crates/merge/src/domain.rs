@@ -146,6 +146,8 @@ struct Work {
     mappings: i64,
     /// Pool mappings whose segments are not ours.
     foreign: Vec<PoolMapping>,
+    /// Chunks of huge pages to be probed in this period, the first last.
+    probes: Vec<u64>,
     /// Short runs that wait until all runs of this pass are known: the longest go first.
     deferred: Vec<Run>,
     /// Period in which the first of them came.
@@ -286,6 +288,7 @@ impl Domain {
             next_period_ns: 0,
             mappings: 0,
             foreign: Vec::new(),
+            probes: Vec::new(),
             deferred: Vec::new(),
             deferred_since: 0,
             planned: BTreeMap::new(),
@@ -497,6 +500,8 @@ impl Domain {
             work.next_period_ns = now_ns + self.config.period_ns;
             worked = true;
         }
+        worked |= self.probe_huge(work)?;
+        let probing = !work.probes.is_empty();
         let resting = work.is_resting();
         let (mut more, mut indexed) = (false, false);
         if !resting {
@@ -518,11 +523,11 @@ impl Domain {
         if indexed {
             self.stir();
         }
-        if !more {
+        if !more && !probing {
             work.client.rest();
         }
         let has_mail = !resting && !lock(&member.inbox).is_empty();
-        let due_ns = if (more || has_mail) && !work.is_resting() { now_ns } else { work.next_period_ns };
+        let due_ns = if probing || (more || has_mail) && !work.is_resting() { now_ns } else { work.next_period_ns };
         member.due_ns.store(due_ns, Ordering::Release);
         self.snapshot(member, work);
         Ok(Next { due_ns, worked })

@@ -378,6 +378,38 @@ fn huge_pages_are_split_only_where_it_pays() {
     }
 }
 
+/// A guest on huge pages has all of them probed in one period, and others have their turns meanwhile.
+#[test]
+fn no_step_probes_all_huge_pages() {
+    const CHUNKS: u64 = 200;
+    let options = Options { huge: true, pages_max: 1 << 17, ..Options::default() };
+    let mut bench = Bench::new(Config::default(), options);
+    let process = bench.machine.spawn();
+    let range = process.map_huge(CHUNKS * 512);
+    // Each has contents of its own, so none is split.
+    (0..CHUNKS * 512).for_each(|page| process.write(range.start + page * PAGE, 2 + page as u32 * 2));
+    let fetches = Arc::new(AtomicU32::new(0));
+    let count = fetches.clone();
+    let at = move |call| {
+        count.fetch_add(u32::from(call == "fetch"), Ordering::Relaxed);
+        Ok(())
+    };
+    bench.domain.add(Box::new(Scripted { honest: process.client(), claims: None, at: Box::new(at) }));
+    let mut most = 0;
+    for _ in 0..6 {
+        bench.now_ns += bench.domain.config().period_ns;
+        loop {
+            let before = fetches.load(Ordering::Relaxed);
+            if bench.domain.step_any(bench.now_ns, &mut Vec::new()).is_none() {
+                break;
+            }
+            most = most.max(fetches.load(Ordering::Relaxed) - before);
+        }
+    }
+    assert!(fetches.load(Ordering::Relaxed) >= CHUNKS as u32, "all were probed");
+    assert!((1..=40).contains(&most), "{most} in one step");
+}
+
 /// Entries of pages that changed leave the index, so that it does not grow with time.
 #[test]
 fn the_index_forgets_what_changed() {

@@ -13,6 +13,8 @@ const PAGE: u64 = PAGE_SIZE as u64;
 
 /// Periods that a huge page is left before it is probed first.
 const HUGE_FIRST_PROBE: u8 = 2;
+/// Huge pages that one step probes at most, before it lets other clients have their turn.
+const HUGE_PROBES: usize = 32;
 /// Highest exponent of the wait between probes.
 const HUGE_BACKOFF_MAX: u8 = 5;
 /// A huge page is split if at least one of this many of its pages is zero or has a twin.
@@ -40,7 +42,7 @@ impl Domain {
         self.look(work)?;
         end_period(work);
         work.table.compact();
-        self.probe_huge(work)?;
+        note_due_probes(work);
         self.heal_old(work)?;
         self.compact_pool(work)?;
         self.sweep_index();
@@ -285,25 +287,19 @@ impl Domain {
         Ok(())
     }
 
-    /// Huge pages are left whole unless enough of their pages are zero or have a twin.
-    fn probe_huge(&self, work: &mut Work) -> Result<(), Gone> {
-        let mut due = Vec::new();
-        for chunk in work.table.chunks_mut() {
-            if let Huge::Wait(periods, backoff) = chunk.huge {
-                if periods > 0 {
-                    chunk.huge = Huge::Wait(periods - 1, backoff);
-                } else {
-                    due.push((chunk.addr, backoff));
-                }
-            }
-        }
-        for (addr, backoff) in due {
-            let Ok(at) = work.table.chunks().binary_search_by_key(&addr, |chunk| chunk.addr) else { continue };
+    /// Huge pages are left whole unless enough of their pages are zero or have a twin. Probes some of those that are due;
+    /// false if there was nothing to do.
+    pub(super) fn probe_huge(&self, work: &mut Work) -> Result<bool, Gone> {
+        let left = work.probes.len().saturating_sub(HUGE_PROBES);
+        let due = work.probes.split_off(left);
+        for addr in &due {
+            let Ok(at) = work.table.chunks().binary_search_by_key(addr, |chunk| chunk.addr) else { continue };
+            let Huge::Wait(0, backoff) = work.table.chunks()[at].huge else { continue };
             let pays = self.probe(work, at)?;
             let next = (backoff + 1).min(HUGE_BACKOFF_MAX);
             work.table.chunks_mut()[at].huge = if pays { Huge::Split } else { Huge::Wait(1 << backoff, next) };
         }
-        Ok(())
+        Ok(!due.is_empty())
     }
 
     fn probe(&self, work: &mut Work, at: usize) -> Result<bool, Gone> {
@@ -586,6 +582,18 @@ fn end_period(work: &mut Work) {
             if next != state {
                 chunk.set(index, next);
             }
+        }
+    }
+}
+
+/// Another period of waiting is over for huge pages; notes which are due, the first last.
+fn note_due_probes(work: &mut Work) {
+    work.probes.clear();
+    for chunk in work.table.chunks_mut().iter_mut().rev() {
+        match chunk.huge {
+            Huge::Wait(0, _) => work.probes.push(chunk.addr),
+            Huge::Wait(periods, backoff) => chunk.huge = Huge::Wait(periods - 1, backoff),
+            Huge::No | Huge::Split => {}
         }
     }
 }
