@@ -72,6 +72,7 @@ pub(crate) fn list(
         what,
         from,
         all: SHARED.all.load(Ordering::Relaxed),
+        blocks: SHARED.all.load(Ordering::Relaxed) && SHARED.blocks.load(Ordering::Relaxed),
         memory: Fd::open(c"/proc/thread-self/mem", libc::O_RDONLY, 0).ok(),
         table,
         put,
@@ -90,6 +91,8 @@ struct Lister<'a, P: FnMut(usize, RegionEntry)> {
     what: Listed,
     from: u64,
     all: bool,
+    /// So are blocks of the C library's allocator.
+    blocks: bool,
     /// /proc/thread-self/mem, to look at memory that may go away meanwhile.
     memory: Option<Fd>,
     table: &'a mut Table,
@@ -127,7 +130,7 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
             self.noted(Range { start: end, end: map.range.end }, false);
             return;
         }
-        if self.all && map.range.len() >= ALL_MIN && !self.table.at(map.range.start).seen {
+        if self.blocks && map.range.len() >= ALL_MIN && !self.table.at(map.range.start).seen {
             self.find_blocks(map.range);
         }
         self.noted(map.range, false);

@@ -28,6 +28,8 @@ pub struct Shared {
     pub thread: Thread,
     /// Manage every large private anonymous mapping.
     pub all: AtomicBool,
+    /// `malloc` is the C library's, and `free` comes by us: blocks that it mapped for themselves can be managed.
+    pub blocks: AtomicBool,
     /// The agent's thread answers discards of merged pages.
     pub holds: AtomicBool,
     /// Forked from a process that had merged pages.
@@ -51,6 +53,7 @@ pub static SHARED: Shared = Shared {
     phase: AtomicU32::new(0),
     thread: Thread::new(),
     all: AtomicBool::new(false),
+    blocks: AtomicBool::new(false),
     holds: AtomicBool::new(false),
     forked: AtomicBool::new(false),
     error: AtomicI32::new(0),

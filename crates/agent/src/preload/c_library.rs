@@ -64,11 +64,15 @@ pub(super) fn next(cache: &AtomicUsize, name: *const c_char, fallback: usize) ->
     next_with(cache, name, fallback, fallback)
 }
 
+/// The `name` that the program calls, 0 if there is none.
+pub(super) fn first(name: &CStr) -> usize {
+    // SAFETY: a valid C string.
+    unsafe { dlsym(core::ptr::null_mut(), name.as_ptr()) as usize }
+}
+
 /// Whether a sanitizer or valgrind looks at every access: they keep shadows of all memory, at addresses of their own.
 pub(super) fn is_instrumented() -> bool {
     let names = [c"__asan_init", c"__tsan_init", c"__msan_init", c"__hwasan_init", c"__lsan_init"];
-    // SAFETY: valid C strings.
-    let has = |name: &CStr| !unsafe { dlsym(core::ptr::null_mut(), name.as_ptr()) }.is_null();
     let preloaded = text(c"LD_PRELOAD").unwrap_or(b"");
-    names.into_iter().any(has) || preloaded.windows(10).any(|part| part == b"/vgpreload")
+    names.into_iter().any(|name| first(name) != 0) || preloaded.windows(10).any(|part| part == b"/vgpreload")
 }

@@ -4,7 +4,7 @@
 //! from the word before them, so only if the allocator is the C library's; ours may be called while the next one is looked up.
 
 use super::active::{active, managed_all};
-use super::c_library::{fail, me, next, next_with};
+use super::c_library::{fail, first, me, next, next_with};
 use super::unmerge::gather;
 use crate::cold;
 use crate::shared::SHARED;
@@ -100,6 +100,13 @@ fn libc_free_of_next() -> usize {
         }
         found => found,
     }
+}
+
+/// True if the program's blocks are the C library's and end by our `free`. An executable may bring an allocator of its own, which is
+/// found before us: then the next `free` is the C library's, and nobody calls it.
+pub(super) fn sees_blocks() -> bool {
+    // Not by the address of our `free`, which the linker looks up like the program does.
+    next_free() == libc_free_of_next() && same_object(first(c"free"), sees_blocks as *const () as usize)
 }
 
 /// True if both addresses lie in the same loaded object.
