@@ -48,6 +48,8 @@ scenarios! {
     dontneed_gives_zeros: "dontneed";
     dontneed_by_syscall_gives_zeros: "dontneed-syscall";
     dontneed_by_a_raw_instruction_gives_zeros: "dontneed-raw";
+    a_discard_goes_on_behind_a_hole: "dontneed-hole";
+    discards_at_a_limit_give_zeros: "dontneed-at-a-limit";
     discards_race_with_merging: "dontneed-racing";
     free_gives_old_bytes_or_zeros: "lazy-free";
     remove_has_nothing_to_remove: "hole-punch";

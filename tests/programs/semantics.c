@@ -682,6 +682,56 @@ static void dontneed(void) { discard_by(libc_advise); }
 static void dontneed_syscall(void) { discard_by(syscall_advise); }
 static void dontneed_raw(void) { discard_by(raw_advise); }
 
+// A discard over a hole: what is mapped beside it is gone all the same.
+static void dontneed_hole(void) {
+    long (*const ways[])(void *, size_t, int) = {libc_advise, syscall_advise, raw_advise};
+    for (size_t way = 0; way < 3; way++) {
+        struct region r = merged(1024);
+        CHECK(munmap(r.at + 400 * PAGE, 100 * PAGE) == 0, "munmap");
+        long result = ways[way](r.at + 300 * PAGE, 300 * PAGE, MADV_DONTNEED);
+        CHECK(result == -ENOMEM || (result == -1 && errno == ENOMEM), "%ld", result);
+        for (size_t i = 0; i < r.pages; i++) {
+            if (i >= 400 && i < 500) continue;
+            if (i >= 300 && i < 600) CHECK(page_is_zero(r.at + i * PAGE), "way %zu: page %zu shows old bytes", way, i);
+            else CHECK(page_is(r.at + i * PAGE, number_of(&r, i)), "page %zu beside a discard is wrong", i);
+        }
+        CHECK(munmap(r.at, r.pages * PAGE) == 0, "munmap");
+    }
+}
+
+// Discards where the kernel has no room for another mapping, and what else happens to such memory.
+static void dontneed_at_a_limit(void) {
+    long (*const ways[])(void *, size_t, int) = {raw_advise, libc_advise};
+    struct rlimit all, few;
+    CHECK(getrlimit(RLIMIT_AS, &all) == 0, "getrlimit");
+    few = all;
+    few.rlim_cur = PAGE;
+    for (size_t way = 0; way < 2; way++) {
+        struct region r = merged(1024);
+        for (size_t i = 5; i < r.pages; i += 9) fill_page(r.at + i * PAGE, number_of(&r, i));
+        CHECK(setrlimit(RLIMIT_AS, &few) == 0, "setrlimit");
+        for (size_t i = 20; i < 200; i += 20) CHECK(ways[way](r.at + i * PAGE, 3 * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED");
+        for (size_t i = 0; i < r.pages; i++) {
+            if (i >= 20 && i < 200 && i % 20 < 3) CHECK(page_is_zero(r.at + i * PAGE), "way %zu: page %zu shows old bytes", way, i);
+            else CHECK(page_is(r.at + i * PAGE, number_of(&r, i)), "page %zu beside a discard is wrong", i);
+        }
+        CHECK(setrlimit(RLIMIT_AS, &all) == 0, "setrlimit");
+        for (size_t i = 20; i < 200; i += 20)
+            for (size_t j = i; j < i + 3; j++) fill_page(r.at + j * PAGE, number_of(&r, j));
+        nap(1000);
+        check(&r, "without a limit");
+        // It moves, goes, and comes again like any other.
+        CHECK(madvise(r.at + 40 * PAGE, 3 * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED");
+        char *moved = mremap(r.at, r.pages * PAGE, 2 * r.pages * PAGE, MREMAP_MAYMOVE);
+        CHECK(moved != MAP_FAILED, "mremap");
+        for (size_t i = 40; i < 43; i++) CHECK(page_is_zero(moved + i * PAGE), "way %zu: page %zu shows old bytes where it moved", way, i);
+        for (size_t i = 40; i < 43; i++) fill_page(moved + i * PAGE, number_of(&r, i));
+        r.at = moved;
+        check(&r, "moved");
+        CHECK(munmap(r.at, 2 * r.pages * PAGE) == 0, "munmap");
+    }
+}
+
 // Raw discards of a region while it is being merged: what was discarded reads zero or what was written since.
 static void dontneed_racing(void) {
     struct region r = fill(2048, 16, 4000);
@@ -2560,7 +2610,7 @@ struct scenario {
 static const struct scenario scenarios[] = {
     {"writers", writers}, {"unmergeable-writers", unmergeable_writers}, {"lock-writers", lock_writers}, {"forks", forks}, {"orphan", orphan}, {"all-that-is-listed", all_that_is_listed}, {"child-without-daemon", child_without_daemon}, {"process-namespace", process_namespace}, {"main-ends", main_ends},
     {"vforks", vforks}, {"vforks-with-less", vforks_with_less}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
-    {"dontneed-raw", dontneed_raw}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
+    {"dontneed-raw", dontneed_raw}, {"dontneed-hole", dontneed_hole}, {"dontneed-at-a-limit", dontneed_at_a_limit}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
     {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"lock", lock}, {"locks", locks}, {"locks-at-a-limit", locks_at_a_limit}, {"locks-and-children", locks_and_children},
     {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"seal-and-discard", seal_and_discard}, {"seal-raw", seal_raw}, {"seal-and-discard-raw", seal_and_discard_raw}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
     {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
