@@ -17,7 +17,12 @@ const PAGE: u64 = PAGE_SIZE as u64;
 /// Name of the keeper's socket: the daemon's, and this behind it.
 pub const KEEPER_SUFFIX: &[u8] = b".keeper";
 
-pub(super) fn keeper_lives(socket: &[u8]) -> bool {
+/// Somebody lives who has what is out, or may have it: the daemon at `socket`, or its keeper.
+pub(super) fn somebody_lives(socket: &[u8]) -> bool {
+    lives(socket) || keeper_lives(socket)
+}
+
+fn keeper_lives(socket: &[u8]) -> bool {
     let mut path = [0u8; 120];
     let len = socket.len() + KEEPER_SUFFIX.len();
     if len > path.len() {
@@ -115,4 +120,26 @@ fn obey(table: &Table, event: uffd::Event) -> bool {
         _ => return false,
     }
     true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::ffi::OsStrExt;
+
+    /// One that stands still has no place left for who asks.
+    #[test]
+    fn a_daemon_that_takes_no_connections_lives_and_holds_nobody_up() {
+        let path = std::env::temp_dir().join(format!("pagefold-lives-{}", std::process::id()));
+        let path = path.as_os_str().as_bytes();
+        let listener = sock::listen(path).unwrap();
+        while sock::connect_within(path, 1).is_ok() {}
+        let (say, said) = std::sync::mpsc::channel();
+        let socket = path.to_vec();
+        std::thread::spawn(move || say.send(somebody_lives(&socket)));
+        assert_eq!(said.recv_timeout(std::time::Duration::from_secs(60)), Ok(true));
+        drop(listener);
+        assert!(!somebody_lives(path));
+        std::fs::remove_file(std::ffi::OsStr::from_bytes(path)).unwrap();
+    }
 }

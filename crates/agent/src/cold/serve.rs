@@ -6,7 +6,7 @@
 
 use super::back::{EVERYTHING, Wanted, all, bring_back};
 use super::lease::{LEASE, SECOND, ask_end_of_lease, is_leased};
-use super::lost::keeper_lives;
+use super::lost::somebody_lives;
 use super::{Cold, Connection, TABLE, TIER_MAX, TOLERANCE_PPM};
 use crate::channel::{input, write_out};
 use crate::chores::{leave_if_alone, look_around};
@@ -94,7 +94,7 @@ fn serve_while(phase: &AtomicU32) {
         let (socket, _) = read_settings();
         // Who cannot reach it (a program with another root directory, or out of descriptors) is served all the same.
         let beat = held.table.head().beat.load(Ordering::Acquire);
-        if beat != core::mem::replace(&mut heard, beat) || sock::connect(socket).is_ok() || keeper_lives(socket) {
+        if beat != core::mem::replace(&mut heard, beat) || somebody_lives(socket) {
             alone_since = 0;
         } else if alone_since == 0 {
             alone_since = now;
