@@ -12,6 +12,15 @@ use std::sync::atomic::Ordering;
 /// Lost pages of a client that get a line each; the counter has all. A client can claim as many as it likes.
 const LOSSES_TOLD: u64 = 16;
 
+/// True if memory was short for the read: nothing is wrong with the bytes.
+fn is_passing(error: &LoadError) -> bool {
+    let errno = match error {
+        LoadError::ReadBack { source, .. } => source.raw_os_error(),
+        _ => None,
+    };
+    matches!(errno, Some(libc::ENOMEM | libc::EAGAIN))
+}
+
 impl Client {
     /// Brings back what of `pages`, at most [`super::CLUSTER_PAGES`], is out; beside the client's own thread. What cannot
     /// be brought now is left to its own fault.
@@ -103,8 +112,11 @@ impl Client {
         self.counters.pages_back.fetch_add(end - start, Ordering::Relaxed);
     }
 
-    /// A page cannot be brought back: SIGBUS for who touches it, never other bytes.
+    /// A page cannot be brought back: SIGBUS for who touches it, never other bytes. Who has to wait for memory only waits.
     pub(super) fn lose(&self, tier: &Tier, addr: u64, error: &LoadError) -> Served {
+        if is_passing(error) {
+            return self.starve();
+        }
         let (_, result) = self.uffd.poison(Range::pages_from(addr, 1), 0);
         if result == Some(Errno(libc::EAGAIN)) {
             return Served::Again;
@@ -122,5 +134,32 @@ impl Client {
         self.counters.lost.fetch_add(1, Ordering::Relaxed);
         self.table.head().lost.fetch_add(1, Ordering::Relaxed);
         Served::Done
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::own;
+    use super::*;
+    use pagefold_os::PAGE_SIZE;
+    use std::io;
+
+    #[test]
+    fn a_page_that_cannot_be_read_for_want_of_memory_is_not_lost() {
+        let Some((client, memory)) = own(0, 1) else { return };
+        let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
+        let page = memory.addr() / PAGE;
+        tier.store(client.region, page, &[7; PAGE_SIZE], pagefold_tier::Effort::Fast).unwrap();
+        client.table.find_or_add(memory.addr()).unwrap();
+        client.table.set_state(memory.addr(), OUT);
+        let lose = |errno| {
+            let source = io::Error::from_raw_os_error(errno);
+            let error = LoadError::ReadBack { region: client.region, page, source };
+            let waits = matches!(client.lose(&tier, memory.addr(), &error), Served::Again);
+            (waits, tier.contains(client.region, page), client.counters.lost.load(Ordering::Relaxed))
+        };
+        assert_eq!(lose(libc::ENOMEM), (true, true, 0));
+        assert_eq!(lose(libc::EAGAIN), (true, true, 0));
+        assert_eq!(lose(libc::EIO), (false, false, 1));
     }
 }

@@ -127,7 +127,7 @@ impl Client {
 
     /// The kernel gives the client no memory, or would soon: its limit is reached. The access waits until something else
     /// went out.
-    fn starve(&self) -> Served {
+    pub(super) fn starve(&self) -> Served {
         self.starved.store(true, Ordering::Relaxed);
         Served::Again
     }
