@@ -291,7 +291,10 @@ impl Cold {
         let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
         let out: Vec<u64> = groups
             .iter()
-            .flat_map(|group| lock(&group.clients).values().map(|client| client.pages_out()).collect::<Vec<_>>())
+            .flat_map(|group| {
+                let clients = lock(&group.clients);
+                clients.values().map(|client| client.pages_out(&group.tier)).collect::<Vec<_>>()
+            })
             .filter(|pages| *pages > 0)
             .collect();
         let keeper = lock(&self.keeper);
@@ -349,5 +352,30 @@ impl Group {
         // Whoever talks to its agent finds the connection ended; after that nothing is stored for it any more.
         let _held = lock(&client.link);
         self.tier.remove_region(region);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::keep::tests::with_keeper;
+    use super::*;
+
+    /// What a client writes into its table does not keep the keeper, and all that it holds, beyond an orderly stop.
+    #[test]
+    fn pages_that_a_client_says_are_out_keep_nobody() {
+        let Some((client, _memory)) = client::tests::own(0, 1) else { return };
+        let dir = tempfile::tempdir().unwrap();
+        let cold = Cold::new(Config::default(), &dir.path().join("s"));
+        let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
+        client.table.head().out.store(u64::MAX, Ordering::Relaxed);
+        assert_eq!(client.pages_out(&group.tier), 0);
+        lock(&group.clients).insert(client.region, Arc::new(client));
+        let stop = || {
+            *lock(&cold.keeper) = Some(Keeper::connect(&cold.keeper_path).unwrap());
+            cold.stop();
+        };
+        let ((), asked) = with_keeper(&cold.keeper_path, |_, _| vec![0], stop);
+        assert!(asked.contains(&b"Q".to_vec()), "{asked:?}");
+        group.remove(1);
     }
 }

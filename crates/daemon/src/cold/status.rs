@@ -128,7 +128,7 @@ impl Cold {
                     uid: client.uid,
                     name: client.name.clone(),
                     domain: group.key.1.clone(),
-                    pages_out: client.pages_out(),
+                    pages_out: client.pages_out(&group.tier),
                     pages_out_ever: get(&counters.pages_out_ever),
                     refaults: get(&counters.refaults),
                     pages_back: get(&counters.pages_back),

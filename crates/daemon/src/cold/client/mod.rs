@@ -33,6 +33,7 @@ use pagefold_os::fd::Fd;
 use pagefold_os::mem::Mapping;
 use pagefold_os::uffd::Uffd;
 use pagefold_os::{Errno, PAGE_SIZE, Page, sched};
+use pagefold_tier::Tier;
 use pagefold_tier::policy::Window;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -213,8 +214,9 @@ impl Client {
         })
     }
 
-    pub(super) fn pages_out(&self) -> u64 {
-        self.table.head().out.load(Ordering::Relaxed)
+    /// How many of its pages are out: no more than the tier has of it, whatever the client wrote into its table.
+    pub(super) fn pages_out(&self, tier: &Tier) -> u64 {
+        self.table.head().out.load(Ordering::Relaxed).min(tier.region_pages(self.region))
     }
 
     /// Tries for about `us` microseconds to take the pact.
@@ -256,7 +258,6 @@ impl Client {
 pub(super) mod tests {
     use super::*;
     use pagefold_os::{Range, uffd};
-    use pagefold_tier::Tier;
 
     /// What this process would hand over, and the table's mapping.
     pub(crate) fn handed(uffd: Uffd) -> (Handed, Mapping) {
