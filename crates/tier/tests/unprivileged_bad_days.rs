@@ -300,3 +300,22 @@ fn a_smaller_limit_of_the_file_loses_nothing() {
         assert!(data == noise(page), "page {page}");
     }
 }
+
+/// In a process of its own, which wants larger stacks than there can be.
+#[test]
+fn many_pages_are_stored_where_no_thread_is_to_be_had() {
+    const ALONE: &str = "PAGEFOLD_NO_THREADS";
+    if std::env::var_os(ALONE).is_none() {
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        child.args(["--exact", "many_pages_are_stored_where_no_thread_is_to_be_had", "--test-threads=1"]);
+        let output = child.env(ALONE, "1").env("RUST_MIN_STACK", (1_u64 << 60).to_string()).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        return;
+    }
+    assert!(std::thread::Builder::new().spawn(|| ()).is_err(), "there are threads");
+    let tier = Tier::create(Config { bytes_max: 64 << 20, workers: 4, ..Config::default() }, None).unwrap();
+    let pages: Vec<_> = (0..1000).map(noise).collect();
+    let batch: Vec<_> = (0..).zip(&pages).collect();
+    assert!(tier.store_many(1, &batch, Effort::Fast).iter().all(Result::is_ok));
+    assert_holds(&tier, 1000);
+}

@@ -86,17 +86,22 @@ impl Tier {
         let seats = Seats::of(workers);
         std::thread::scope(|scope| {
             let aside = |(number, part)| {
-                scope.spawn(move || {
+                let work = move || {
                     seats.take(number + 1);
                     with_lent_worker(&self.idle_workers, || store(part))
-                })
+                };
+                (part, std::thread::Builder::new().spawn_scoped(scope, work))
             };
             let handles: Vec<_> = rest.chunks(part).enumerate().map(aside).collect();
             // Who waits on our processor for its turn finds its own now.
             std::thread::yield_now();
             let mut stored = store(own);
-            for handle in handles {
-                stored.extend(handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+            for (part, handle) in handles {
+                stored.extend(match handle {
+                    Ok(handle) => handle.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+                    // No thread is to be had.
+                    Err(_) => store(part),
+                });
             }
             stored
         })
