@@ -86,7 +86,7 @@ pub fn serve(listener: &Fd) -> io::Result<()> {
         let fds = std::iter::once(listener).chain(&peers);
         let mut polls: Vec<libc::pollfd> =
             fds.map(|fd| libc::pollfd { fd: fd.raw(), events: libc::POLLIN, revents: 0 }).collect();
-        poll(&mut polls, watch.wait_ms()).map_err(to_io)?;
+        poll(&mut polls, watch.wait_ms(!held.is_empty())).map_err(to_io)?;
         watch.start_if_due(!held.is_empty());
         let mut closed = Vec::new();
         for (index, ready) in polls[1..].iter().enumerate().filter(|(_, poll)| poll.revents != 0) {
@@ -148,8 +148,9 @@ impl Watch {
         }
     }
 
-    fn wait_ms(&self) -> i32 {
-        if self.missing.is_some() { 50 } else { -1 }
+    /// Who holds nothing starts nobody, and hears when something comes.
+    fn wait_ms(&self, holds: bool) -> i32 {
+        if holds && self.missing.is_some() { 50 } else { -1 }
     }
 
     fn start_if_due(&mut self, holds: bool) {
@@ -412,6 +413,15 @@ impl Keeper {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_keeper_that_holds_nothing_sleeps() {
+        let mut watch = Watch { owner: Some(7), ..Watch::default() };
+        assert_eq!(watch.wait_ms(true), -1);
+        watch.ended(7);
+        assert_eq!(watch.wait_ms(false), -1);
+        assert!(watch.wait_ms(true) > 0);
+    }
 
     /// Runs `keeper` at a listening socket of its own, and `ask` against it.
     fn with_keeper(keeper: impl FnOnce(Fd) + Send + 'static, ask: impl FnOnce(&Keeper)) {
