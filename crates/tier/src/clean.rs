@@ -39,8 +39,6 @@ pub struct Cleaned {
 pub(crate) struct Cleaner {
     /// Leaf slab and slot at which writeback goes on: equally old pages go out in turn.
     position: (usize, usize),
-    /// Rooms made; tells a store that waited for the cleaner that room was made meanwhile.
-    rooms: u64,
     /// Tick before which a failed file is left alone.
     retry_tick: u64,
     /// Stores seen by the last walk for dense compression, and the tick of the last new one.
@@ -120,17 +118,18 @@ impl Tier {
 
     /// Makes room for a store; false if there is none to be had.
     pub(crate) fn make_room(&self) -> bool {
+        // Before the lock: who waits for it waits for the room that another makes.
+        let before = self.rooms.load(Ordering::Acquire);
         self.hurried.fetch_add(1, Ordering::Relaxed);
-        let before = lock(&self.cleaner).rooms;
         let mut cleaner = lock(&self.cleaner);
         self.hurried.fetch_sub(1, Ordering::Relaxed);
-        if cleaner.rooms != before {
+        if self.rooms.load(Ordering::Acquire) != before {
             return true;
         }
         let written = self.write_back(&mut cleaner, self.room_wanted());
         let moved = self.compact(&mut cleaner);
         let made = written + moved > 0;
-        cleaner.rooms += u64::from(made);
+        self.rooms.fetch_add(u64::from(made), Ordering::Release);
         made
     }
 
@@ -147,6 +146,31 @@ mod tests {
     use crate::config::{Config, Effort};
     use crate::layout::{LEAF_PAGES, leaf_key};
     use pagefold_os::PAGE_SIZE;
+
+    #[test]
+    fn stores_that_want_room_at_once_share_one() {
+        let file = crate::BackingFile::create(&std::env::temp_dir(), 64 << 20).unwrap();
+        let tier = Tier::create(Config { bytes_max: 8 << 20, ..Config::default() }, Some(Box::new(file))).unwrap();
+        let mut state = 1_u64;
+        for page in 0..1500 {
+            let noise = std::array::from_fn(|_| {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                (state >> 56) as u8
+            });
+            tier.store(1, page, &noise, Effort::Fast).unwrap();
+        }
+        let before = tier.rooms.load(Ordering::Relaxed);
+        std::thread::scope(|scope| {
+            let held = lock(&tier.cleaner);
+            let stores: Vec<_> = (0..4).map(|_| scope.spawn(|| tier.make_room())).collect();
+            while tier.hurried.load(Ordering::Relaxed) < 4 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            drop(held);
+            assert!(stores.into_iter().all(|store| store.join().unwrap()));
+        });
+        assert_eq!(tier.rooms.load(Ordering::Relaxed) - before, 1);
+    }
 
     /// A slab that held leaves when the cleaner listed them may hold contents a moment later, and those may look like a key
     /// and words. The region knows its leaves; nothing that looks like one is counted or written.

@@ -163,6 +163,8 @@ pub struct Tier {
     pub(crate) cleaner: Mutex<crate::clean::Cleaner>,
     /// Stores that wait for the cleaner: it lets them pass.
     pub(crate) hurried: AtomicU32,
+    /// Rooms made; tells a store that waited for the cleaner that room was made meanwhile.
+    pub(crate) rooms: AtomicU64,
     /// Buffers of threads that ended.
     idle_workers: Mutex<Vec<Worker>>,
     pub(crate) counters: Counters,
@@ -209,6 +211,7 @@ impl Tier {
             tick: AtomicU64::new(0),
             cleaner: Mutex::default(),
             hurried: AtomicU32::new(0),
+            rooms: AtomicU64::new(0),
             idle_workers: Mutex::default(),
             counters: Counters::default(),
             config,
