@@ -180,8 +180,16 @@ impl Room {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
+
+    /// What is left of so many MiB of which so many are used.
+    pub(in crate::cold) fn limited(dir: &Path, used: u64, limit: u64) -> Room {
+        let [used, limit] = [used, limit].map(|mib| (mib << 20).to_string());
+        let files =
+            [("memory.usage_in_bytes", &*used), ("memory.limit_in_bytes", &*limit), ("memory.stat", "cache 1\n")];
+        Room { levels: vec![group(dir, &files)], ..Room::of(0) }
+    }
 
     #[test]
     fn file_cache_is_read_in_both_versions() {

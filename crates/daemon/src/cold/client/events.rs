@@ -3,7 +3,7 @@
 //! Pages go by discards and unmaps, move by mremap(2), and are copied by forks that nobody saw. All of that is obeyed
 //! before any fault of the same batch is served.
 
-use super::{Client, PAGE, Served, Service};
+use super::{Client, PAGE, Pending, Served, Service};
 use pagefold_agent::cold_table::{FROZEN, OUT, RESIDENT, VOID};
 use pagefold_os::fd::Fd;
 use pagefold_os::uffd::{self, Event, Uffd};
@@ -40,13 +40,14 @@ impl Client {
                 Event::PageFault { .. } | Event::Other(_) => {}
             }
         }
+        let now = sched::quick_monotonic_ns();
         for event in events {
             if let Event::PageFault { addr, write, thread } = *event {
                 let addr = addr & !(PAGE - 1);
                 service.faulter = thread;
-                match service.pending.iter_mut().find(|(other, _)| *other == addr) {
-                    Some((_, other)) => *other |= write,
-                    None => service.pending.push((addr, write)),
+                match service.pending.iter_mut().find(|other| other.addr == addr) {
+                    Some(other) => other.write |= write,
+                    None => service.pending.push(Pending { addr, write, since_ns: now, want: 0 }),
                 }
             }
         }

@@ -3,7 +3,7 @@
 //! Who waits gets its page at once; neighbours follow as far as the pattern of faults goes, half of a large window by
 //! the second hand (`hand`). While the program walks through them the thread loads what comes next (`Ahead`).
 
-use super::{CLUSTER_PAGES, Client, PAGE, Served, Service};
+use super::{CLUSTER_PAGES, Client, PAGE, Pending, Served, Service};
 use pagefold_agent::cold_table::{FROZEN, OUT, RESIDENT, VOID};
 use pagefold_os::{Errno, PAGE_SIZE, Page, Range, fd};
 use pagefold_tier::Tier;
@@ -45,26 +45,28 @@ impl Client {
         service: &mut Service,
         tier: &Tier,
         ahead: &mut Ahead,
-        addr: u64,
-        write: bool,
+        fault: &mut Pending,
     ) -> Served {
+        let addr = fault.addr;
         if service.moving.contains_key(&addr) {
             return Served::Again;
         }
         match self.table.state(addr) {
-            OUT => self.bring_fault(service, tier, ahead, addr),
-            // In the agent's hands, which wakes whoever waits.
-            FROZEN | VOID => Served::Done,
-            _ => self.bring_zero(service, addr, write),
+            OUT => self.bring_fault(service, tier, ahead, fault),
+            FROZEN | VOID => Served::Left,
+            _ => self.bring_zero(service, fault),
         }
     }
 
     /// A page that never was, or was discarded: zeros, with its absent neighbours if the program walks upwards.
-    fn bring_zero(&self, service: &mut Service, addr: u64, write: bool) -> Served {
-        self.counters.zero_faults.fetch_add(1, Ordering::Relaxed);
-        let ahead = service.zeros.fault(addr / PAGE);
+    fn bring_zero(&self, service: &mut Service, fault: &mut Pending) -> Served {
+        let &mut Pending { addr, write, .. } = fault;
+        if fault.want == 0 {
+            self.counters.zero_faults.fetch_add(1, Ordering::Relaxed);
+            fault.want = service.zeros.fault(addr / PAGE);
+        }
         let mut end = addr + PAGE;
-        while end < addr + ahead * PAGE
+        while end < addr + fault.want * PAGE
             && self.table.state(end) == RESIDENT
             && (service.moving.is_empty() || !service.moving.contains_key(&end))
         {
@@ -133,9 +135,13 @@ impl Client {
     }
 
     /// A page that is out comes back, and then its neighbours, as many as the pattern of faults says.
-    fn bring_fault(&self, service: &mut Service, tier: &Tier, ahead: &mut Ahead, addr: u64) -> Served {
-        let page = addr / PAGE;
-        let want = service.window.fault(page).min(CLUSTER_PAGES as u64);
+    fn bring_fault(&self, service: &mut Service, tier: &Tier, ahead: &mut Ahead, fault: &mut Pending) -> Served {
+        let (addr, page) = (fault.addr, fault.addr / PAGE);
+        if fault.want == 0 {
+            self.counters.refaults.fetch_add(1, Ordering::Relaxed);
+            fault.want = service.window.fault(page);
+        }
+        let want = fault.want.min(CLUSTER_PAGES as u64);
         let want = match self.grant(want) {
             0 => return self.starve(),
             granted if granted < want => 1,
@@ -146,7 +152,6 @@ impl Client {
         if let Err(error) = tier.load(self.region, page, &mut service.cluster[0]) {
             return self.lose(tier, addr, &error);
         }
-        self.counters.refaults.fetch_add(1, Ordering::Relaxed);
         if !self.copy_run(tier, page, page + 1, service.cluster[0].as_ptr() as u64).contains(&page) {
             return Served::Again;
         }
@@ -217,7 +222,33 @@ impl Client {
 
 #[cfg(test)]
 mod tests {
+    use super::super::tests::own;
     use super::*;
+    use crate::cold::room::tests::limited;
+    use crate::server::lock;
+    use pagefold_os::sched;
+
+    /// A fault that has to wait for room counts once, and for as long as it waited.
+    #[test]
+    fn a_fault_that_is_tried_again_is_one() {
+        let Some((mut client, memory)) = own(0, 1) else { return };
+        let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        client.room = limited(dir.path(), 999, 1000);
+        const WAITED_NS: u64 = 50_000_000;
+        let since_ns = sched::quick_monotonic_ns() - WAITED_NS;
+        lock(&client.service).pending.push(Pending { addr: memory.addr(), write: true, since_ns, want: 0 });
+        let serve = || {
+            client.serve(&tier, &mut Ahead::default());
+            lock(&client.service).pending.len()
+        };
+        assert!((0..10).all(|_| serve() == 1), "there was no room");
+        limited(dir.path(), 100, 1000);
+        assert_eq!(serve(), 0);
+        let [faults, ns] =
+            [&client.counters.zero_faults, &client.counters.fault_ns].map(|one| one.load(Ordering::Relaxed));
+        assert!(faults == 1 && ns >= WAITED_NS, "{faults} faults, {ns} ns");
+    }
 
     #[test]
     fn what_was_loaded_ahead_ends_where_something_is_missing() {

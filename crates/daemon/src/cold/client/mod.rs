@@ -50,10 +50,22 @@ const SERVICE_TRIES: u32 = 10_000;
 /// Buckets of the histogram of faults.
 pub const FAULT_BUCKETS: usize = 16;
 
+/// A fault that waits to be answered.
+pub(super) struct Pending {
+    /// The page's address.
+    addr: u64,
+    /// It was a write.
+    write: bool,
+    /// When it was read.
+    since_ns: u64,
+    /// How many pages it shall bring, as was found when it was first tried; 0 before.
+    want: u64,
+}
+
 /// What is being served of a client.
 pub(super) struct Service {
-    /// Faults that wait: the page's address and whether it was a write.
-    pending: Vec<(u64, bool)>,
+    /// Faults that wait.
+    pending: Vec<Pending>,
     /// Who faulted last, by its own namespace's number.
     faulter: i32,
     /// Pages that moved while they were out: where they are now, and under which address the tier has them.
@@ -150,6 +162,8 @@ pub(super) struct Handed {
 /// What became of a fault.
 enum Served {
     Done,
+    /// The agent has the page in hand, and wakes whoever waits.
+    Left,
     /// An event must be read first, or memory found.
     Again,
 }

@@ -121,18 +121,21 @@ impl Client {
         if !self.take_pact(200) {
             return (0, 0);
         }
-        let began = sched::quick_monotonic_ns();
         let got = self.read_events(&mut service, tier);
         served += got;
         self.bring_moved(&mut service, tier);
         let mut waiting = std::mem::take(&mut service.pending);
         let count = waiting.len();
-        waiting.retain(|(addr, write)| match self.serve_fault(&mut service, tier, ahead, *addr, *write) {
+        waiting.retain_mut(|fault| match self.serve_fault(&mut service, tier, ahead, fault) {
             Served::Done => {
-                let ns = sched::quick_monotonic_ns() - began;
+                let ns = sched::quick_monotonic_ns().saturating_sub(fault.since_ns);
                 self.counters.fault_ns.fetch_add(ns, Ordering::Relaxed);
                 let bucket = (64 - (ns / 1000).leading_zeros() as usize).min(FAULT_BUCKETS - 1);
                 self.counters.fault_us[bucket].fetch_add(1, Ordering::Relaxed);
+                served += 1;
+                false
+            }
+            Served::Left => {
                 served += 1;
                 false
             }
