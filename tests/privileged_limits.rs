@@ -181,7 +181,7 @@ fn what_cannot_be_run_is_said_in_one_line() {
     }
     assert_eq!(std::fs::read_to_string(&file).expect("the file"), "notes");
     let (status, _, err) = finish(Command::new(TOOL).args(["run", "--no-such-option", "--", "true"]), 30);
-    assert_eq!(status.code(), Some(2));
+    assert_eq!(status.code(), Some(125));
     assert!(err.contains("--no-such-option"), "{err}");
 }
 

@@ -97,10 +97,12 @@ class WithDaemon(unittest.TestCase):
         self.assertEqual(status.raw["totals"]["pages_sharing"], status.totals.pages_sharing)
         found = daemon.verify()
         self.assertGreaterEqual(found.pages, 800)
-        self.assertEqual(found.wrong, ())
+        self.assertEqual((found.wrong, found.wrong_pages, found.unseen), ((), 0, 0))
         self.assertEqual((daemon.pause(pid), daemon.resume(), daemon.pause(), daemon.resume(pid)), (1, 1, 1, 1))
-        self.assertGreaterEqual(daemon.unmerge(pid), 800)
-        with self.assertRaisesRegex(pagefold.DaemonError, "is no client; pagefold status lists them"):
+        done = daemon.unmerge(pid)
+        self.assertGreaterEqual(done.count, 800)
+        self.assertEqual(done.left, 0)
+        with self.assertRaisesRegex(pagefold.DaemonError, "is no client that is merged live; pagefold status lists them"):
             daemon.unmerge(1)
         with self.assertRaisesRegex(pagefold.DaemonError, "no request of this version"):
             daemon.ask({"ask": "nonsense"})

@@ -4,7 +4,7 @@
 :class:`Daemon` asks a running pagefold daemon; :func:`scan` tells what merging would save.
 """
 
-from .control import Daemon, DaemonError, Moved, Status, Totals, Verified, scan
+from .control import Daemon, DaemonError, Moved, Status, Totals, Unmerged, Verified, scan
 from .errors import (
     BadName,
     Busy,
@@ -50,6 +50,7 @@ __all__ = [
     "TooLong",
     "Totals",
     "Untrusted",
+    "Unmerged",
     "Verified",
     "WrongVersion",
     "library_version",

@@ -74,14 +74,24 @@ class Moved:
 
 
 @dataclass(frozen=True)
+class Unmerged:
+    """What ``unmerge`` did: pages that are private again, and those that stay shared, into which a device may be reading."""
+
+    count: int
+    left: int
+
+
+@dataclass(frozen=True)
 class Verified:
-    """Every shared page compared with its slot. ``wrong`` is empty if all is well."""
+    """Every shared page compared with its slot. ``wrong`` is empty and ``unseen`` 0 if all is well."""
 
     pages: int
     same_frame: int
     same_bytes: int
     broken: int
     absent: int
+    unseen: int
+    wrong_pages: int
     wrong: Tuple[str, ...]
 
 
@@ -163,9 +173,10 @@ class Daemon:
         except KeyError:
             _unexpected(raw)
 
-    def unmerge(self, pid: int) -> int:
-        """Gives a client its private memory back and leaves it alone; how many pages that were."""
-        return int(self._part({"ask": "unmerge", "pid": pid}, "done")["count"])
+    def unmerge(self, pid: int) -> Unmerged:
+        """Gives a client its private memory back and leaves it alone."""
+        done = self._part({"ask": "unmerge", "pid": pid}, "unmerged")
+        return Unmerged(count=int(done["count"]), left=int(done["left"]))
 
     def pause(self, pid: Optional[int] = None) -> int:
         """Stops merging, for one client or for all; what is merged stays. How many clients that concerned."""
