@@ -1,13 +1,33 @@
 //! Independent copies with memory for one.
 
-use super::files::{drop_cached, random_file, read_through};
+use super::files::{drop_cached, random_file, read_through, summary};
 use super::server::Server;
 use super::{Failure, PressureRow, Results, Scratch, Size};
-use std::path::PathBuf;
+use crate::group::Group;
+use crate::undo::Undo;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 pub(super) const READERS: usize = 4;
 pub(super) const PASSES: usize = 2;
+/// MiB of the limit for programs: a server's threads and records beside the cache, the readers' buffers.
+pub(super) const OTHER_MIB: usize = 40;
+
+/// How the copies are read.
+#[derive(Clone, Copy)]
+enum Way {
+    Plain,
+    Cached,
+    Learning,
+    Known,
+}
+
+const WAYS: [(Way, &str); 4] = [
+    (Way::Plain, "plain files"),
+    (Way::Cached, "pagefold disk"),
+    (Way::Learning, "pagefold disk, fingerprints being learnt"),
+    (Way::Known, "pagefold disk, fingerprints known"),
+];
 
 pub(super) fn pressure(scratch: &Scratch, size: &Size, results: &mut Results) -> Result<(), Failure> {
     let directory = scratch.dir("copies")?;
@@ -15,42 +35,33 @@ pub(super) fn pressure(scratch: &Scratch, size: &Size, results: &mut Results) ->
     random_file(&copies[0], size.file_mib, 99)?;
     for copy in &copies[1..] {
         std::fs::copy(&copies[0], copy)?;
-        drop_cached(copy)?;
     }
     let sum = read_through(&copies[0])?;
-    let limit_mib = size.file_mib + size.file_mib / 4;
-    let cold = || copies.iter().try_for_each(|copy| drop_cached(copy));
-
-    cold()?;
-    let kernel = match limited_reads(&copies, limit_mib, sum) {
-        Ok((bytes, seconds)) => {
-            let name = format!("plain files, {limit_mib} MiB of page cache (control group)");
-            results.pressure.push(PressureRow { name, disk_read_bytes: bytes, against_kernel_percent: 0.0, seconds });
-            bytes
+    let limit_mib = size.file_mib + size.file_mib / 4 + OTHER_MIB;
+    if let Err(error) = crate::group::root() {
+        results.skipped.push(format!("copies with memory for one: {error}"));
+        return Ok(());
+    }
+    // In turns, so that nobody has the colder devices, or the quieter minutes, for himself.
+    let mut samples = [const { (Vec::new(), Vec::new()) }; WAYS.len()];
+    for round in 0..size.guests.rounds.min(3) {
+        let fingerprints = scratch.dir(&format!("fingerprints{round}"))?;
+        for ((way, _), (bytes, seconds)) in WAYS.into_iter().zip(&mut samples) {
+            copies.iter().try_for_each(|copy| drop_cached(copy))?;
+            let store = matches!(way, Way::Learning | Way::Known).then_some(&*fingerprints);
+            let sample = limited_reads(scratch, way, (&directory, &copies), store, limit_mib, sum)?;
+            bytes.push(sample.0 as f64);
+            seconds.push(sample.1);
         }
-        Err(error) => {
-            results.skipped.push(format!("plain files with limited memory: {error}"));
-            return Ok(());
-        }
-    };
-    let fingerprints = scratch.dir("fingerprints")?;
-    for (name, store) in [
-        ("pagefold disk", None),
-        ("pagefold disk, fingerprints being learnt", Some(&*fingerprints)),
-        ("pagefold disk, fingerprints known", Some(&*fingerprints)),
-    ] {
-        cold()?;
-        let server = Server::start(scratch, "cache", &directory, limit_mib, store)?;
-        let started = Instant::now();
-        let places: Vec<PathBuf> = (0..READERS).map(|n| server.at.join(format!("copy{n}"))).collect();
-        read_all(&places, sum)?;
-        let seconds = started.elapsed().as_secs_f64();
-        let bytes = server.status()?.disk_read_bytes;
+    }
+    let kernel = summary(samples[0].0.clone()).0;
+    for ((_, name), (bytes, seconds)) in WAYS.into_iter().zip(&samples) {
+        let bytes = summary(bytes.clone()).0;
         results.pressure.push(PressureRow {
-            name: format!("{name}, cache of {limit_mib} MiB"),
-            disk_read_bytes: bytes,
-            against_kernel_percent: 100.0 * (bytes as f64 / kernel as f64 - 1.0),
-            seconds,
+            name: format!("{name}, {limit_mib} MiB in all"),
+            disk_read_bytes: bytes as u64,
+            against_kernel_percent: 100.0 * (bytes / kernel - 1.0),
+            seconds: summary(seconds.clone()).0,
         });
     }
     Ok(())
@@ -73,24 +84,44 @@ fn read_all(places: &[PathBuf], sum: u64) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The same in a memory control group with a limit; returns bytes read from disk and seconds.
-fn limited_reads(copies: &[PathBuf], limit_mib: usize, sum: u64) -> Result<(u64, f64), Failure> {
-    let (root, limit, home) = crate::group::root()?;
-    let group = root.join(format!("pagefold-bench-{}", std::process::id()));
-    std::fs::create_dir(&group)?;
+/// The same in a memory control group with a limit, which the server is in too; bytes read from disk, and seconds.
+fn limited_reads(
+    scratch: &Scratch,
+    way: Way,
+    (directory, copies): (&Path, &[PathBuf]),
+    store: Option<&Path>,
+    limit_mib: usize,
+    sum: u64,
+) -> Result<(u64, f64), Failure> {
+    let (root, _, home) = crate::group::root()?;
+    let group = Group::new("copies")?;
+    group.limit((limit_mib as u64) << 20)?;
+    // The server's own memory and the readers' come out of the limit as well.
+    let cache_mib = limit_mib - OTHER_MIB - limit_mib / 16;
+    let server = match way {
+        Way::Plain => None,
+        _ => Some(Server::start_in(scratch, "cache", directory, cache_mib, store, Some(&group.path))?),
+    };
+    let at = |copy: &PathBuf| match &server {
+        Some(server) => server.at.join(copy.file_name().expect("a copy's name")),
+        None => copy.clone(),
+    };
+    let places: Vec<PathBuf> = copies.iter().map(at).collect();
     let pid = std::process::id().to_string();
-    let outcome = (|| {
-        std::fs::write(group.join(limit), ((limit_mib as u64) << 20).to_string())?;
-        std::fs::write(group.join("cgroup.procs"), &pid)?;
-        let before = disk_reads()?;
-        let started = Instant::now();
-        read_all(copies, sum)?;
-        Ok((disk_reads()? - before, started.elapsed().as_secs_f64()))
-    })();
-    // Home again, whatever happened, or the group could not go.
-    std::fs::write(root.join(home.trim_start_matches('/')).join("cgroup.procs"), &pid)?;
-    std::fs::remove_dir(&group)?;
-    outcome
+    std::fs::write(group.path.join("cgroup.procs"), &pid)?;
+    // Home again, whatever happens, or the group could not go.
+    let _home = Undo::later({
+        let pid = pid.clone();
+        move || drop(std::fs::write(root.join(home.trim_start_matches('/')).join("cgroup.procs"), pid))
+    });
+    let (before, started) = (disk_reads()?, Instant::now());
+    read_all(&places, sum)?;
+    let seconds = started.elapsed().as_secs_f64();
+    let bytes = match &server {
+        Some(server) => server.status()?.disk_read_bytes,
+        None => disk_reads()? - before,
+    };
+    Ok((bytes, seconds))
 }
 
 /// Bytes this process made the disk read.

@@ -1,7 +1,7 @@
 //! The tables as people read them.
 
 use super::files::mib;
-use super::pressure::{PASSES, READERS};
+use super::pressure::{OTHER_MIB, PASSES, READERS};
 use super::{ROUNDS, Results, SLICES, guests};
 
 pub(super) fn show(results: &Results) {
@@ -60,7 +60,9 @@ fn show_memory(results: &Results) {
             row.over_unique_percent
         );
     }
-    println!("\n{READERS} independent copies of one file read {PASSES} times at once, memory for 1.25 of one");
+    println!(
+        "\n{READERS} independent copies of one file read {PASSES} times at once, memory for 1.25 of one and {OTHER_MIB} MiB for programs"
+    );
     println!("{:60} {:>12} {:>10} {:>8}", "", "disk MiB", "change", "s");
     for row in &results.pressure {
         println!(
