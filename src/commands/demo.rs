@@ -331,7 +331,13 @@ fn settle(socket: &Path, began: Instant) -> Result<(Status, f64), Error> {
             return Ok((status, last.1.as_secs_f64()));
         }
         if last.0 == 0 && began.elapsed() > Duration::from_secs(30) {
-            let why = status.not_covered.first().map_or("no reason known".to_owned(), |process| process.reason.clone());
+            let why = match status.not_covered.first() {
+                Some(process) => process.reason.clone(),
+                None if ksm::read("run").is_ok_and(|run| run == 1) => {
+                    "KSM runs, which may have them already (echo 0 > /sys/kernel/mm/ksm/run)".to_owned()
+                }
+                None => "no reason known".to_owned(),
+            };
             return Err(format!("nothing was merged in 30 s: {why}; pagefold doctor tells more").into());
         }
     }

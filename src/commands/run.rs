@@ -122,7 +122,11 @@ fn prepare(args: &Args) -> Result<Command, Error> {
         }
         (Backend::Ksm, _) => {
             if !prefer_ksm()? {
-                note!("pagefold: not merged: KSM does not run; as root: echo 1 > /sys/kernel/mm/ksm/run");
+                if pagefold_os::ksm::write("run", 1).is_ok() {
+                    note!("pagefold: KSM runs now, for all that ask for it; echo 0 > /sys/kernel/mm/ksm/run stops it");
+                } else {
+                    note!("pagefold: not merged: KSM does not run; as root: echo 1 > /sys/kernel/mm/ksm/run");
+                }
             }
             false
         }
@@ -182,7 +186,7 @@ fn prefer_ksm() -> Result<bool, Error> {
     if unsafe { libc::prctl(PR_SET_MEMORY_MERGE, 1, 0, 0, 0) } != 0 {
         return Err(format!("KSM for this process: {}", std::io::Error::last_os_error()).into());
     }
-    Ok(pagefold_os::ksm::read("run")? == 1 || pagefold_os::ksm::write("run", 1).is_ok())
+    Ok(pagefold_os::ksm::read("run")? == 1)
 }
 
 /// True if `program` is an ELF file that names no interpreter: nothing can be preloaded into it.
