@@ -9,7 +9,7 @@ use super::unmerge::gather;
 use crate::cold;
 use crate::shared::SHARED;
 use core::ffi::{c_char, c_int, c_void};
-use core::sync::atomic::{AtomicUsize, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use pagefold_os::raw::Errno;
 use pagefold_os::{PAGE_SIZE, Range};
 
@@ -22,6 +22,9 @@ unsafe extern "C" {
     fn __libc_free(block: *mut c_void);
     pub(super) fn __libc_realloc(block: *mut c_void, size: usize) -> *mut c_void;
 }
+
+/// Our `free` was called with no block.
+static CALLED: AtomicBool = AtomicBool::new(false);
 
 /// No function: the next `free` is being looked up.
 const LOOKING: usize = 1;
@@ -52,6 +55,12 @@ unsafe fn own_mapping(block: *mut c_void, next: usize, libc_own: usize) -> Optio
 /// As free(3).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn free(block: *mut c_void) {
+    if block.is_null() {
+        if !CALLED.load(Ordering::Relaxed) {
+            CALLED.store(true, Ordering::Relaxed);
+        }
+        return;
+    }
     let function = next_free();
     if function == LOOKING {
         // The text of an earlier error, perhaps another allocator's.
@@ -105,8 +114,14 @@ fn libc_free_of_next() -> usize {
 /// True if the program's blocks are the C library's and end by our `free`. An executable may bring an allocator of its own, which is
 /// found before us: then the next `free` is the C library's, and nobody calls it.
 pub(super) fn sees_blocks() -> bool {
-    // Not by the address of our `free`, which the linker looks up like the program does.
-    next_free() == libc_free_of_next() && same_object(first(c"free"), sees_blocks as *const () as usize)
+    let function = first(c"free");
+    if function == 0 || next_free() != libc_free_of_next() {
+        return false;
+    }
+    // By a call, not by the address: that is in the executable where it refers to `free` and cannot be moved.
+    // SAFETY: it is a `free`, for which no block is none.
+    unsafe { core::mem::transmute::<usize, unsafe extern "C" fn(*mut c_void)>(function)(core::ptr::null_mut()) };
+    CALLED.load(Ordering::Relaxed)
 }
 
 /// True if both addresses lie in the same loaded object.
