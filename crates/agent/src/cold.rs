@@ -41,8 +41,8 @@ use crate::cold_table::{OUT, Table};
 use crate::maps::Maps;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use pagefold_os::fd::Fd;
+use pagefold_os::mem;
 use pagefold_os::uffd::Uffd;
-use pagefold_os::{mem, syscall};
 
 /// Set before the thread starts: this process's cold pages go to the tier.
 pub static COLD: AtomicBool = AtomicBool::new(false);
@@ -87,9 +87,4 @@ struct Connection {
 /// True if the page at `addr` is in the tier.
 pub(crate) fn is_out(addr: u64) -> bool {
     table().is_some_and(|table| table.state(addr) == OUT)
-}
-
-fn yield_now() {
-    // SAFETY: takes nothing.
-    let _ = unsafe { syscall!(libc::SYS_sched_yield) };
 }

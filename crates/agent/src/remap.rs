@@ -19,6 +19,7 @@ use crate::heap::Watched;
 use crate::own::NURSERY_LEN;
 use crate::plain::watch_plain;
 use crate::shared::SHARED;
+use crate::thread::yield_now;
 use crate::voids;
 use crate::wire::{self, FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, Why};
 use core::sync::atomic::Ordering;
@@ -602,11 +603,6 @@ fn empty_nursery(at: u64, len: u64) {
 /// Watches `range` for writes; where it holds more than plain memory, nothing happens.
 fn rewatch(watch: &Uffd, range: Range) {
     let _ = watch_plain(watch, range);
-}
-
-fn yield_now() {
-    // SAFETY: takes nothing.
-    let _ = unsafe { syscall!(libc::SYS_sched_yield) };
 }
 
 /// Half of `len` bytes, in whole pages.

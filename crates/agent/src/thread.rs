@@ -22,6 +22,12 @@ pub(crate) const THREAD_FLAGS: i32 = libc::CLONE_VM
 #[cfg(feature = "preload")]
 pub(crate) const TASK_PATH_LEN: usize = 48;
 
+/// Lets others run.
+pub(crate) fn yield_now() {
+    // SAFETY: takes nothing.
+    let _ = unsafe { syscall!(libc::SYS_sched_yield) };
+}
+
 /// A thread of ours.
 #[derive(Debug)]
 pub struct Thread {

@@ -5,18 +5,24 @@
 //! that the agent's thread answers, with zeros. Only that thread changes the list; a forked child inherits it with the mappings.
 //! What was once in it and is no mapping of the pool's any more does no harm.
 
-use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use crate::thread::yield_now;
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd::Uffd;
 use pagefold_os::{PAGE_SIZE, Page, Range, syscall};
 
 /// Ranges that are told apart at most.
 const VOIDS_MAX: usize = 4096;
+/// How often a page is tried that cannot be put.
+const TRIES_MAX: usize = 100_000;
 /// Pages that one fault brings at most.
 const STEP_PAGES: u64 = 64;
 
 static VOIDS: [[AtomicU64; 2]; VOIDS_MAX] = [const { [const { AtomicU64::new(0) }; 2] }; VOIDS_MAX];
 static LEN: AtomicUsize = AtomicUsize::new(0);
+
+/// Odd while the list changes.
+static CHANGES: AtomicUsize = AtomicUsize::new(0);
 
 static ZEROS: Page = [0; PAGE_SIZE];
 
@@ -36,13 +42,15 @@ fn all() -> impl Iterator<Item = Range> {
 
 /// `range` reads zero where nobody has written since.
 pub(crate) fn add(mut range: Range) {
-    // With what touches it, so that one discard after another takes one place.
-    while let Some(index) = all().position(|void| void.start <= range.end && range.start <= void.end) {
-        let void = get(index);
-        range = Range { start: range.start.min(void.start), end: range.end.max(void.end) };
-        take_out(index);
-    }
-    put_in(range);
+    change(|| {
+        // With what touches it, so that one discard after another takes one place.
+        while let Some(index) = all().position(|void| void.start <= range.end && range.start <= void.end) {
+            let void = get(index);
+            range = Range { start: range.start.min(void.start), end: range.end.max(void.end) };
+            take_out(index);
+        }
+        put_in(range);
+    });
 }
 
 fn put_in(range: Range) {
@@ -65,15 +73,20 @@ fn take_out(index: usize) {
 
 /// What `range` shows is right: it was mapped anew.
 pub(crate) fn remove(range: Range) {
-    while let Some(index) = all().position(|void| void.overlaps(&range)) {
-        let void = get(index);
-        take_out(index);
-        for rest in [Range { start: void.start, end: range.start }, Range { start: range.end, end: void.end }] {
-            if rest.start < rest.end {
-                put_in(rest);
+    if !overlap(range) {
+        return;
+    }
+    change(|| {
+        while let Some(index) = all().position(|void| void.overlaps(&range)) {
+            let void = get(index);
+            take_out(index);
+            for rest in [Range { start: void.start, end: range.start }, Range { start: range.end, end: void.end }] {
+                if rest.start < rest.end {
+                    put_in(rest);
+                }
             }
         }
-    }
+    });
 }
 
 /// True if part of `range` was discarded.
@@ -81,39 +94,65 @@ pub(crate) fn overlap(range: Range) -> bool {
     all().any(|void| void.overlaps(&range))
 }
 
-/// Calls `act` with each range that was discarded.
-pub(crate) fn for_each(act: impl FnMut(Range)) {
-    all().for_each(act);
+/// Calls `act` with each range that was discarded, with some more than once if the list changes meanwhile.
+pub(crate) fn for_each(mut act: impl FnMut(Range)) {
+    loop {
+        let before = CHANGES.load(Ordering::Acquire);
+        all().for_each(&mut act);
+        fence(Ordering::Acquire);
+        if before.is_multiple_of(2) && before == CHANGES.load(Ordering::Relaxed) {
+            return;
+        }
+        yield_now();
+    }
+}
+
+/// Changes the list; who goes through it meanwhile does so again.
+fn change(act: impl FnOnce()) {
+    CHANGES.fetch_add(1, Ordering::AcqRel);
+    act();
+    CHANGES.fetch_add(1, Ordering::Release);
 }
 
 /// Answers a fault at `page` by zeros, which the pool's mapping has not; false if it was not discarded. Who waits is to be woken.
 pub(crate) fn answer(hold: &Uffd, page: Range) -> bool {
     let Some(void) = all().find(|void| void.overlaps(&page)) else { return false };
     let end = void.end.min(page.start + STEP_PAGES * PAGE_SIZE as u64);
+    // All of it may lie in several mappings.
     if hold.zero(Range { start: page.start, end }, 0).0 == 0 {
         fill_page(hold, page);
     }
     true
 }
 
-/// Puts zeros wherever nothing is in `range`, which is one mapping of the pool's and was discarded.
-pub(crate) fn fill(hold: &Uffd, range: Range) {
-    let mut at = range.start;
+/// Puts zeros wherever nothing is in `range`, which is one mapping of the pool's and was discarded. While a discard is under way,
+/// or memory is short, nothing can be put: `serve` answers what waits.
+pub(crate) fn fill(hold: &Uffd, range: Range, serve: impl Fn()) {
+    let (mut at, mut tries) = (range.start, 0);
     while at < range.end {
         let (done, error) = hold.zero(Range { start: at, end: range.end }, 0);
         at += done;
-        if error.is_some() {
-            fill_page(hold, Range::pages_from(at, 1));
+        if error.is_none() {
+            continue;
+        }
+        let error = fill_page(hold, Range::pages_from(at, 1));
+        if matches!(error, Some(Errno(libc::EAGAIN | libc::ENOMEM))) && tries < TRIES_MAX {
+            tries += 1;
+            serve();
+            yield_now();
+        } else {
             at += PAGE_SIZE as u64;
         }
     }
 }
 
-fn fill_page(hold: &Uffd, page: Range) {
-    if hold.zero(page, 0).1 == Some(Errno(libc::EEXIST)) {
+/// Puts zeros into one page if nothing is there, and says why it could not.
+fn fill_page(hold: &Uffd, page: Range) -> Option<Errno> {
+    match hold.zero(page, 0).1 {
         // Nothing may be there but a mark of write protection, on which only a copy is put.
         // SAFETY: the kernel reads the page of zeros.
-        let _ = unsafe { hold.copy(page.start, ZEROS.as_ptr() as u64, PAGE_SIZE as u64, 0) };
+        Some(Errno(libc::EEXIST)) => unsafe { hold.copy(page.start, ZEROS.as_ptr() as u64, PAGE_SIZE as u64, 0) }.1,
+        other => other,
     }
 }
 

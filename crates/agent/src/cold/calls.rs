@@ -6,8 +6,9 @@
 
 use super::back::{EVERYTHING, Wanted, all, bring_back};
 use super::lease::{LEASE, SECOND};
-use super::{TABLE, table, yield_now};
+use super::{TABLE, table};
 use crate::cold_table::OUT;
+use crate::thread::yield_now;
 use core::sync::atomic::Ordering;
 use pagefold_os::Range;
 use pagefold_os::raw::Result;

@@ -3,9 +3,10 @@
 //! A daemon that is gone may have a successor, and its keeper holds what that needs: pages are lost only once neither can be
 //! reached. The daemon does the same to what is out when it finds that the tier is gone.
 
-use super::{Cold, TABLE, yield_now};
+use super::{Cold, TABLE};
 use crate::cold_table::{OUT, PACT_AGENT, RESIDENT, Table};
 use crate::engine::TAKEN_MS;
+use crate::thread::yield_now;
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::Errno;
@@ -58,7 +59,14 @@ pub fn poison_out(hold: &Uffd, table: &Table) -> u64 {
     // What an mremap(2) takes away meanwhile may come to where we have been.
     while core::mem::take(&mut heard) {
         table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| {
-            let mut at = start;
+            let (mut at, mut settled) = (start, start);
+            let mut settle = |from: u64, to: u64| {
+                for addr in (from..to).step_by(PAGE_SIZE) {
+                    if table.set_state(addr, RESIDENT) == OUT {
+                        lost += 1;
+                    }
+                }
+            };
             let mut single = false;
             while at < end {
                 // Within one mapping; a run may lie in several.
@@ -68,25 +76,26 @@ pub fn poison_out(hold: &Uffd, table: &Table) -> u64 {
                 match error {
                     None => {}
                     // A discard or a move is under way, and nothing can be done before its event is read.
-                    Some(Errno(libc::EAGAIN)) if hold.is_alive() => match hold.read_event() {
-                        Ok(Some(event)) if obey(table, event) => {
+                    Some(Errno(libc::EAGAIN)) if hold.is_alive() => {
+                        // What it moves to where we have been is out.
+                        settle(settled, at);
+                        settled = at;
+                        let mut event = [uffd::Event::Other(0)];
+                        // Never waits: that would be for the client, which may be the daemon's.
+                        if hold.read_events(&mut event) == Ok(1) && obey(table, event[0]) {
                             // The rest of the run may be no run any more.
                             heard = true;
                             break;
                         }
-                        _ => yield_now(),
-                    },
+                        yield_now();
+                    }
                     Some(Errno(libc::ENOMEM)) => yield_now(),
                     Some(_) if !single => single = true,
                     // There already, or nothing there any more.
                     Some(_) => at += PAGE,
                 }
             }
-            for addr in (start..at).step_by(PAGE_SIZE) {
-                if table.set_state(addr, RESIDENT) == OUT {
-                    lost += 1;
-                }
-            }
+            settle(settled, at);
             let _ = hold.wake(Range { start, end });
         });
     }

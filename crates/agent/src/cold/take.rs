@@ -4,11 +4,12 @@
 //! when either is free for good. Where a discard by a raw call waits for its event, the pact is given away for a moment, so the
 //! states in the table say at any time which pages are in our hands.
 
-use super::{Cold, Connection, yield_now};
+use super::{Cold, Connection};
 use crate::channel::input;
 use crate::cold_table::{self, FROZEN, OUT, RESIDENT, VOID};
 use crate::own::is_left_alone;
 use crate::shared::{COLD_AGENT, SHARED};
+use crate::thread::yield_now;
 use crate::wire::{CHANNEL_OUT, CHANNEL_PAGES, DROP_BUSY, DropEntry, FETCH_PAGES_MAX, RegionEntry};
 use core::sync::atomic::Ordering;
 use pagefold_os::raw::{Errno, Result};

@@ -78,8 +78,12 @@ pub(crate) fn wait_for_answer(socket: &Fd, left: Option<&Agent>, phase: &AtomicU
 /// Takes charge, without a daemon yet, of merged pages that nobody looks after: a forked child's, or after an agent that left.
 /// One that may not make a userfaultfd gets it from the daemon.
 pub(super) fn hold_what_is_merged(left: &mut Option<Agent>) {
+    if left.is_some() {
+        // Nor is the guard ours to wait for: who has it may wait for a page that only what is left answers for.
+        return;
+    }
     let held = SHARED.guard.lock(AGENT);
-    let none = left.is_some() || SHARED.tables(&held).merged.is_empty();
+    let none = SHARED.tables(&held).merged.is_empty();
     drop(held);
     if !none {
         let channel = memfd::create(c"pagefold-alone", CHANNEL_LEN as u64);

@@ -8,7 +8,7 @@ use crate::guard::Held;
 use crate::maps::Maps;
 use crate::own::is_nursery;
 use crate::plain::replace_merged;
-use crate::shared::{AGENT, SHARED};
+use crate::shared::{AGENT, NOTHING, SHARED};
 use crate::voids;
 use crate::wire::Counters;
 use core::sync::atomic::Ordering;
@@ -53,11 +53,22 @@ impl Agent {
 
     /// Puts zeros where they belong and nothing is, before nobody answers for that any more.
     pub(super) fn fill_voids(&self) {
+        self.serve_alone();
         voids::for_each(|void| {
-            let _ = self.maps.pools(void, |part, _| {
-                voids::fill(&self.hold, part);
-                false
-            });
+            let mut rest = void;
+            loop {
+                // One by one: events ask the same file.
+                let mut first = NOTHING;
+                let found = self.maps.pools(rest, |part, _| {
+                    first = part;
+                    true
+                });
+                if found != Ok(true) {
+                    return;
+                }
+                voids::fill(&self.hold, first, || self.serve_alone());
+                rest.start = first.end;
+            }
         });
     }
 

@@ -160,6 +160,8 @@ extern "C" fn thread_main() -> ! {
     // The kernel says that a thread has ended before it closes what that had open, on a busy machine long before; and a range
     // is nobody else's as long as our userfaultfd is open.
     SHARED.holds.store(false, Ordering::Release);
+    // What was discarded by who still saw that.
+    left.iter().for_each(Agent::fill_voids);
     drop((left, socket));
     exit_thread()
 }

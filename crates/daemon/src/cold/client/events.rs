@@ -21,7 +21,7 @@ const TRIES_MAX: u32 = 100_000;
 /// Children of children that are given pages at once.
 const FAMILY_MAX: usize = 8;
 /// Children left to wait at most: each costs a descriptor.
-const WITHHELD_MAX: usize = 64;
+const WITHHELD_MAX: usize = 512;
 /// Pages out that a table may claim beyond those that the tier has.
 const LOST_MAX: u64 = 1 << 16;
 
@@ -176,6 +176,8 @@ impl Client {
             if tries > TRIES_MAX || family.len() > FAMILY_MAX {
                 eprintln!("pagefold: {} ({}): a child of it is left to wait for its pages", self.name, self.pid);
                 withheld.extend(family.drain(..).map(|(child, _)| child));
+                // Whose end is let go reads zeros.
+                withheld.retain(Uffd::is_alive);
                 withheld.truncate(WITHHELD_MAX);
             }
         }
