@@ -202,6 +202,9 @@ pub fn verify(args: Verify) -> Result<ExitCode, Error> {
             say!("{:>12} were not looked at ({why})", units::show_count(found.unseen));
         }
         say!("{:>12} are wrong", units::show_count(found.wrong_pages));
+        if found.wrong_pages == 0 && !found.wrong.is_empty() {
+            say!("faults of the books:");
+        }
         for line in &found.wrong {
             say!("  {line}");
         }

@@ -132,7 +132,7 @@ fn prepare(args: &Args) -> Result<Command, Error> {
         }
         (Backend::Auto, Some(lack)) if !args.client.cold && args.client.domain.is_none() => {
             let why = format!("{}: {}", lack.name, lack.detail);
-            if prefer_ksm()? {
+            if prefer_ksm().unwrap_or(false) {
                 note!("pagefold: {why}; using KSM instead");
             } else {
                 note!("pagefold: not merged: {why}; pagefold doctor tells how to mend it");

@@ -220,11 +220,14 @@ fn render(status: &Status, style: Style) -> String {
     }
     let huge: u64 = status.clients.iter().map(|client| client.stats.pages_huge).sum();
     let events = status.domains.iter().map(|domain| domain.events);
-    let (budget, full) = events.fold((0, 0), |(b, f), e| (b + e.over_vma_budget, f + e.over_pool_max));
+    let (budget, full, none) = events.fold((0, 0, 0), |(budget, full, none), event| {
+        (budget + event.over_vma_budget, full + event.over_pool_max, none + event.no_segment)
+    });
     let extra = [
         ("in huge pages left whole", huge),
         ("over the budget of mappings (runs)", budget),
         ("the pool was full", full),
+        ("the daemon had no descriptor or memory for more of the pool", none),
     ];
     let all: Vec<(&str, u64)> = reasons.into_iter().chain(extra).filter(|(_, count)| *count > 0).collect();
     if !all.is_empty() {

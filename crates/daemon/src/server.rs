@@ -80,7 +80,7 @@ const ACCEPT_PAUSE_MS: i32 = 50;
 /// Most connections at once.
 const CONNECTIONS_MAX: u64 = 4096;
 /// Most domains at once: each has threads, an index and a pool.
-const DOMAINS_MAX: usize = 1024;
+const DOMAINS_MAX: usize = 256;
 /// Most connections of one process: a new one may come before the end of the one before is seen.
 const LINKS_MAX: usize = 4;
 /// Processes remembered that could not be managed.

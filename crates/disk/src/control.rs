@@ -57,7 +57,8 @@ pub fn runtime_dir() -> PathBuf {
     if rustix::process::geteuid().is_root() {
         return PathBuf::from("/run/pagefold");
     }
-    match set("XDG_RUNTIME_DIR") {
+    // A relative one is to be ignored, says its specification.
+    match set("XDG_RUNTIME_DIR").filter(|path| path.is_absolute()) {
         Some(path) => path.join("pagefold"),
         None => PathBuf::from(format!("/tmp/pagefold-{}", rustix::process::geteuid().as_raw())),
     }

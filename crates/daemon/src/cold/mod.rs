@@ -42,6 +42,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+/// Most domains: each has three threads and a file, for as long as the daemon runs.
+const DOMAINS_MAX: usize = 1024;
+
 /// How the cold tier works.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -211,6 +214,11 @@ impl Cold {
         let mut groups = lock(&self.groups);
         if let Some(group) = groups.get(key) {
             return Ok(group.clone());
+        }
+        if groups.len() >= DOMAINS_MAX {
+            return Err(format!(
+                "there are {DOMAINS_MAX} domains of the cold tier, which last until the daemon is stopped"
+            ));
         }
         let backing = match &self.config.directory {
             None => None,
