@@ -43,15 +43,31 @@ pub fn unused() -> io::Result<()> {
     if !exists() {
         return Err(io::Error::new(io::ErrorKind::NotFound, "this kernel has no KSM"));
     }
-    unused_with(read, &fs::read_to_string(path("advisor_mode")).unwrap_or_default())
+    unused_with(read, merged_by_anybody, &fs::read_to_string(path("advisor_mode")).unwrap_or_default())
 }
 
-fn unused_with(read: impl Fn(&str) -> io::Result<i64>, advisor: &str) -> io::Result<()> {
+/// Whether any process has pages that KSM merged: what it counts itself stays when the last one ends, until it runs again.
+fn merged_by_anybody() -> bool {
+    let merged =
+        |pid: std::ffi::OsString| fs::read_to_string(PathBuf::from("/proc").join(pid).join("ksm_merging_pages"));
+    let Ok(entries) = fs::read_dir("/proc") else { return true };
+    entries.flatten().any(|entry| match merged(entry.file_name()) {
+        Ok(pages) => pages.trim() != "0",
+        // Gone, no process, or not ours to see.
+        Err(error) => error.kind() == io::ErrorKind::PermissionDenied,
+    })
+}
+
+fn unused_with(
+    read: impl Fn(&str) -> io::Result<i64>,
+    anybody_merged: impl Fn() -> bool,
+    advisor: &str,
+) -> io::Result<()> {
     let taken = |why: &str| Err(io::Error::new(io::ErrorKind::ResourceBusy, format!("KSM is in use already: {why}")));
     if read("run")? == 1 {
         return taken("it runs");
     }
-    if read("pages_shared")? != 0 {
+    if read("pages_shared")? != 0 && anybody_merged() {
         return taken("it shares pages");
     }
     if !advisor.is_empty() && !advisor.contains("[none]") {
@@ -99,10 +115,22 @@ impl Settings {
     pub fn restore(&mut self) {
         for (name, value) in self.saved.drain(..) {
             if name == "run" && value == 0 {
-                let _ = write("run", 2);
+                unmerge_all();
             }
             let _ = write(name, value);
         }
+    }
+}
+
+/// Has KSM give up all that it merged. Pages of processes that are just ending stay at first.
+fn unmerge_all() {
+    for _ in 0..20 {
+        let _ = write("run", 2);
+        if read("pages_shared").is_ok_and(|shared| shared == 0) {
+            return;
+        }
+        let _ = write("run", 0);
+        std::thread::sleep(std::time::Duration::from_millis(50));
     }
 }
 
@@ -122,7 +150,7 @@ mod tests {
             "pages_shared" => Ok(shared),
             _ => Err(io::ErrorKind::NotFound.into()),
         };
-        unused_with(read, advisor).err().map(|error| error.kind())
+        unused_with(read, || shared > 1, advisor).err().map(|error| error.kind())
     }
 
     #[test]
@@ -138,13 +166,15 @@ mod tests {
     fn a_ksm_in_use_is_not_taken() {
         for none in ["", "[none] scan-time\n"] {
             assert_eq!(state(0, 0, none), None);
+            // Counted still, of processes that have ended.
+            assert_eq!(state(0, 1, none), None);
             // Stopped, and everything unmerged.
             assert_eq!(state(2, 0, none), None);
         }
         for (run, shared, advisor) in [(1, 0, ""), (0, 7, ""), (1, 7, ""), (0, 0, "none [scan-time]\n")] {
             assert_eq!(state(run, shared, advisor), Some(io::ErrorKind::ResourceBusy));
         }
-        let absent = unused_with(|_| Err(io::ErrorKind::NotFound.into()), "");
+        let absent = unused_with(|_| Err(io::ErrorKind::NotFound.into()), || true, "");
         assert_eq!(absent.unwrap_err().kind(), io::ErrorKind::NotFound);
     }
 }
