@@ -3,7 +3,8 @@
 mod common;
 
 use common::{Daemon, can_merge, finish, installed, skipped};
-use std::path::Path;
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Threads that allocate, grow and free blocks of a byte to 512 KiB, and look whether each is as they left it.
@@ -58,14 +59,22 @@ int main(void) {
 }
 "#;
 
+/// Compiles `text` in `dir` by cc with these arguments behind it.
+fn compiled(dir: &Path, text: &str, arguments: &[&OsStr]) -> PathBuf {
+    let (source, program) = (dir.join("program.c"), dir.join("program"));
+    std::fs::write(&source, text).expect("a file");
+    let done = Command::new("cc").arg("-O1").arg("-o").arg(&program).arg(&source).args(arguments).output();
+    let done = done.expect("cc runs");
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    program
+}
+
 #[test]
 fn blocks_of_other_allocators_are_left_to_them() {
     if !can_merge() || installed("cc").is_none() {
         return;
     }
     let (daemon, dir) = (Daemon::start(&["--no-keeper"]), tempfile::tempdir().expect("a directory"));
-    let (source, program) = (dir.path().join("program.c"), dir.path().join("program"));
-    std::fs::write(&source, PROGRAM).expect("a file");
     for name in ["libtcmalloc_minimal.so.4", "libmimalloc.so.2"] {
         let Some(allocator) = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib"]
             .iter()
@@ -75,11 +84,9 @@ fn blocks_of_other_allocators_are_left_to_them() {
             skipped(&format!("there is no {name}"));
             continue;
         };
-        let mut cc = Command::new("cc");
         // Found before the C library, and behind what is preloaded.
-        cc.args(["-O1", "-pthread", "-Wl,--no-as-needed"]).arg("-o").arg(&program).arg(&source).arg(&allocator);
-        let done = cc.output().expect("cc runs");
-        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        let arguments = ["-pthread".as_ref(), "-Wl,--no-as-needed".as_ref(), allocator.as_os_str()];
+        let program = compiled(dir.path(), PROGRAM, &arguments);
         for how in ["--all", "--cold"] {
             let (status, out, err) = finish(daemon.run(&[how]).arg(&program), 240);
             assert!(status.success() && out == "bad 0\n", "{name} {how}: {status}\n{out}{err}");
@@ -174,12 +181,7 @@ fn an_executable_may_bring_its_allocator() {
         return;
     }
     let (daemon, dir) = (Daemon::start(&["--no-keeper"]), tempfile::tempdir().expect("a directory"));
-    let (source, program) = (dir.path().join("own.c"), dir.path().join("own"));
-    std::fs::write(&source, OWN).expect("a file");
-    let mut cc = Command::new("cc");
-    let done =
-        cc.args(["-O1", "-fno-builtin", "-rdynamic", "-o"]).arg(&program).arg(&source).output().expect("cc runs");
-    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let program = compiled(dir.path(), OWN, &["-fno-builtin".as_ref(), "-rdynamic".as_ref()]);
     let (status, out, err) = finish(daemon.run(&["--all"]).arg(&program), 240);
     if status.code() == Some(77) {
         return skipped("bare calls are written for x86-64 only");

@@ -254,13 +254,13 @@ fn run_umount(args: &UmountArgs) -> Result<ExitCode, Error> {
         Err(_) => None,
     };
     let trouble = match pid {
-        Some(_) if args.force => within(FORCE_PATIENCE, {
+        Some(pid) if args.force => within(FORCE_PATIENCE, {
             let socket = socket.clone();
             move || orderly_end(&socket, pid).map_err(|error| error.to_string())
         })
         .unwrap_or_else(|| Err("its process does not end".to_owned()))
         .unwrap_or_else(|error| format!("{error}; what it had not written back is lost")),
-        Some(_) => orderly_end(&socket, pid)?,
+        Some(pid) => orderly_end(&socket, pid)?,
         None => String::new(),
     };
     if mount::is_mounted(&mountpoint) {
@@ -289,9 +289,9 @@ fn run_umount(args: &UmountArgs) -> Result<ExitCode, Error> {
 }
 
 /// Asks the mount's process to end and waits until it has; tells what it could not write back.
-fn orderly_end(socket: &Path, pid: Option<u32>) -> std::io::Result<String> {
+fn orderly_end(socket: &Path, pid: u32) -> std::io::Result<String> {
     let ended = control::stop(socket, Duration::from_secs(10))?;
-    while pid.is_some_and(|pid| Path::new(&format!("/proc/{pid}")).exists()) && socket.exists() {
+    while Path::new(&format!("/proc/{pid}")).exists() && socket.exists() {
         std::thread::sleep(Duration::from_millis(20));
     }
     Ok(match ended {

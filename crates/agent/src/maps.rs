@@ -45,6 +45,17 @@ impl Maps {
         )
     }
 
+    /// The part of the first pool mapping in `range`: for who goes through them one by one, as what he does there reads the same
+    /// file. `None` also where it cannot be read.
+    pub(crate) fn first_pool(&self, range: Range) -> Option<Range> {
+        let mut first = None;
+        let _ = self.pools(range, |part, _| {
+            first = Some(part);
+            true
+        });
+        first
+    }
+
     /// Calls `f` with the part of each pool mapping that lies in `range`, and what the program may do there, until it says
     /// true; returns whether it did.
     ///

@@ -1,5 +1,6 @@
 //! The kernel's own merging, through /sys/kernel/mm/ksm.
 
+use crate::procfs;
 use std::fs;
 use std::io;
 use std::path::PathBuf;
@@ -48,14 +49,14 @@ pub fn unused() -> io::Result<()> {
 
 /// Whether any process has pages that KSM merged: what it counts itself stays when the last one ends, until it runs again.
 fn merged_by_anybody() -> bool {
-    let merged =
-        |pid: std::ffi::OsString| fs::read_to_string(PathBuf::from("/proc").join(pid).join("ksm_merging_pages"));
-    let Ok(entries) = fs::read_dir("/proc") else { return true };
-    entries.flatten().any(|entry| match merged(entry.file_name()) {
-        Ok(pages) => pages.trim() != "0",
-        // Gone, no process, or not ours to see.
-        Err(error) => error.kind() == io::ErrorKind::PermissionDenied,
-    })
+    let pids = procfs::pids();
+    // Without /proc nobody knows.
+    pids.is_empty()
+        || pids.into_iter().any(|pid| match fs::read_to_string(format!("/proc/{pid}/ksm_merging_pages")) {
+            Ok(pages) => pages.trim() != "0",
+            // Not ours to see; else it is gone.
+            Err(error) => error.kind() == io::ErrorKind::PermissionDenied,
+        })
 }
 
 fn unused_with(

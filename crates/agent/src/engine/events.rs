@@ -8,7 +8,7 @@ use crate::guard::Held;
 use crate::maps::Maps;
 use crate::own::is_nursery;
 use crate::plain::replace_merged;
-use crate::shared::{AGENT, NOTHING, SHARED};
+use crate::shared::{AGENT, SHARED};
 use crate::voids;
 use crate::wire::Counters;
 use core::sync::atomic::Ordering;
@@ -56,16 +56,7 @@ impl Agent {
         self.serve_alone();
         voids::for_each(|void| {
             let mut rest = void;
-            loop {
-                // One by one: events ask the same file.
-                let mut first = NOTHING;
-                let found = self.maps.pools(rest, |part, _| {
-                    first = part;
-                    true
-                });
-                if found != Ok(true) {
-                    return;
-                }
+            while let Some(first) = self.maps.first_pool(rest) {
                 voids::fill(&self.hold, first, || self.serve_alone());
                 rest.start = first.end;
             }

@@ -8,7 +8,7 @@
 use super::Agent;
 use super::connect::{connect, hold_what_is_merged, wait_or_leave};
 use crate::cold;
-use crate::shared::{ALL_LOCKED, MAY_START, NOTHING, SHARED};
+use crate::shared::{ALL_LOCKED, MAY_START, SHARED};
 use crate::thread::{begin_thread, exit_thread};
 use crate::wire::{FREEZE_PAGES_MAX, SEGMENTS_HELD};
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -170,16 +170,7 @@ impl Agent {
     /// Gives back what [`stop_giving_back`] asked for. Merges nothing any more.
     fn leave_plain(&mut self) {
         let mut rest = give_back();
-        loop {
-            // One by one: healing asks the same file.
-            let mut first = NOTHING;
-            let found = self.maps.pools(rest, |part, _| {
-                first = part;
-                true
-            });
-            if found != Ok(true) {
-                return;
-            }
+        while let Some(first) = self.maps.first_pool(rest) {
             for start in (first.start..first.end).step_by(FREEZE_PAGES_MAX * PAGE_SIZE) {
                 let end = first.end.min(start + FREEZE_PAGES_MAX as u64 * PAGE);
                 let _ = self.heal(Range { start, end });

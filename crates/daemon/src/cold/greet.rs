@@ -251,6 +251,7 @@ mod tests {
         regions.into_iter().for_each(|region| group.remove(region));
         assert_eq!(cold.agents_cpu_ns(), 5 * CLIENTS_PER_PROCESS as u64);
     }
+
     /// The answer to a greeting does not arrive, so the agent greets again, with another descriptor and the same table.
     #[test]
     fn who_greets_anew_is_served_by_the_descriptor_that_it_has() {

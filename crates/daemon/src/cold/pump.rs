@@ -432,8 +432,8 @@ pub(super) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
     let came = client.counters.pages_back.load(Ordering::Relaxed) - before;
     // What its limit has no room for stays out under the lease: to end that its agent brings all, whatever it takes.
     // Nor may it have to bring what could not be read or copied for now: it would wait for us with its guard held.
-    let all = had_room && pages_out(&group.tier, client, Range { start: 0, end: u64::MAX }).is_empty();
-    if all && client.leased.load(Ordering::Relaxed) {
+    let everything = Range { start: 0, end: u64::MAX };
+    if had_room && client.leased.load(Ordering::Relaxed) && pages_out(&group.tier, client, everything).is_empty() {
         if let Some(mut link) = held.take() {
             link.leave();
         }

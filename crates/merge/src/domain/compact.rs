@@ -106,8 +106,8 @@ impl Domain {
             compaction.from = None;
             compaction.periods = WASTEFUL_PERIODS * clients;
         }
-        // Who is paused moves nothing, if it has something to move; and while pages are looked up, slots are about to be shared. Who is away moves nothing
-        // either, but that a client says of itself: it shall not keep the others from it.
+        // Who is paused moves nothing, if it has something to move; and while pages are looked up, slots are about to be
+        // shared. Who is away moves nothing either, but that a client says of itself: it shall not keep the others from it.
         let at_rest = !paused && self.indexing.load(Ordering::Acquire) == 0;
         let wasteful = self.pool.wasteful(self.config.dead_slots_min);
         compaction.periods = if wasteful.is_some() { compaction.periods + 1 } else { 0 };

@@ -215,6 +215,34 @@ mod tests {
     /// A fork waits for everybody who wants to hear of this process's forks: one at a time.
     static FORKING: Mutex<()> = Mutex::new(());
 
+    /// Forks a child that ends with what `work` gives, while another thread reads the client's events; whether it ended by
+    /// itself, and with what.
+    fn forked(client: &Client, tier: &Tier, work: impl Fn() -> i32) -> (bool, i32) {
+        // The reader must be there when the fork waits for it.
+        let child = std::thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                let mut polls = [libc::pollfd { fd: client.uffd.fd().raw(), events: libc::POLLIN, revents: 0 }];
+                fd::poll(&mut polls, 20_000).unwrap();
+                let mut service = lock(&client.service);
+                client.read_events(&mut service, tier)
+            });
+            // By a bare call: fork(3) holds the allocator's locks meanwhile, which the reader may want.
+            // SAFETY: the child works on its copies, allocates nothing, and ends.
+            let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) } as i32;
+            if child == 0 {
+                let code = work();
+                // SAFETY: ends this process at once.
+                unsafe { libc::_exit(code) };
+            }
+            assert_eq!(reader.join().unwrap(), 1, "no event of the fork");
+            child
+        });
+        let mut status = 0;
+        // SAFETY: our own child.
+        assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+        (libc::WIFEXITED(status), libc::WEXITSTATUS(status))
+    }
+
     /// A forked child has what its parent moved by mremap(2) and has not got back yet.
     #[test]
     fn a_child_has_pages_that_were_on_the_move() {
@@ -232,31 +260,12 @@ mod tests {
         client.table.find_or_add(page_at(1)).unwrap();
         client.table.set_state(page_at(1), OUT);
         lock(&client.service).moving.insert(page_at(2), elsewhere);
-        // The reader must be there when the fork waits for it.
-        let forked = std::thread::scope(|scope| {
-            let reader = scope.spawn(|| {
-                let mut polls = [libc::pollfd { fd: client.uffd.fd().raw(), events: libc::POLLIN, revents: 0 }];
-                fd::poll(&mut polls, 20_000).unwrap();
-                let mut service = lock(&client.service);
-                client.read_events(&mut service, &tier)
-            });
-            // By a bare call: fork(3) holds the allocator's locks meanwhile, which the reader may want.
-            // SAFETY: the child reads memory and ends.
-            let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) } as i32;
-            if child == 0 {
-                // SAFETY: mapped and readable.
-                let byte = |number: u64| unsafe { core::ptr::read_volatile(page_at(number) as *const u8) };
-                let seen = i32::from(byte(1) == 7) | i32::from(byte(2) == 8) << 1 | i32::from(byte(0) == 0) << 2;
-                // SAFETY: ends this process at once.
-                unsafe { libc::_exit(seen) };
-            }
-            assert_eq!(reader.join().unwrap(), 1, "no event of the fork");
-            child
+        let seen = forked(&client, &tier, || {
+            // SAFETY: mapped and readable.
+            let byte = |number: u64| unsafe { core::ptr::read_volatile(page_at(number) as *const u8) };
+            i32::from(byte(1) == 7) | i32::from(byte(2) == 8) << 1 | i32::from(byte(0) == 0) << 2
         });
-        let mut status = 0;
-        // SAFETY: our own child.
-        assert_eq!(unsafe { libc::waitpid(forked, &mut status, 0) }, forked);
-        assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 7), "bits of pages that were right");
+        assert_eq!(seen, (true, 7), "bits of pages that were right");
     }
 
     /// A forked child discards, moves and forks before it has its pages.
@@ -280,50 +289,36 @@ mod tests {
             client.table.set_state(page_at(number), OUT);
         }
         let target = Mapping::anonymous(PAGES as usize * PAGE_SIZE).unwrap();
-        let forked = std::thread::scope(|scope| {
-            let reader = scope.spawn(|| {
-                let mut polls = [libc::pollfd { fd: client.uffd.fd().raw(), events: libc::POLLIN, revents: 0 }];
-                fd::poll(&mut polls, 20_000).unwrap();
-                let mut service = lock(&client.service);
-                client.read_events(&mut service, &tier)
-            });
-            // SAFETY: the child works on its copies of our memory by bare calls, and ends.
-            let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) } as i32;
-            if child == 0 {
-                // SAFETY: as above; each touch is of mapped memory.
-                unsafe {
-                    let discard = libc::syscall(libc::SYS_madvise, page_at(0), PAGE, libc::MADV_DONTNEED);
-                    let unmap = libc::syscall(libc::SYS_munmap, page_at(1), PAGE);
-                    let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-                    let half = PAGES / 2 * PAGE;
-                    let moved =
-                        libc::syscall(libc::SYS_mremap, page_at(PAGES / 2), half, half, fixed, target.addr()) as u64;
-                    let grandchild = libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) as i32;
-                    let byte = |addr: u64| core::ptr::read_volatile(addr as *const u8);
-                    let mut wrong = i32::from(discard != 0 || unmap != 0 || moved != target.addr());
-                    wrong += i32::from(byte(page_at(0)) != 0);
-                    for number in 2..PAGES {
-                        let behind = number.checked_sub(PAGES / 2).map(|number| target.addr() + number * PAGE);
-                        wrong += i32::from(byte(behind.unwrap_or(page_at(number))) != number as u8 | 1);
-                    }
-                    let mut status = 0;
-                    if grandchild > 0 {
-                        libc::syscall(libc::SYS_wait4, grandchild, &raw mut status, 0, 0);
-                        wrong += libc::WEXITSTATUS(status) + i32::from(!libc::WIFEXITED(status));
-                    }
-                    libc::_exit(wrong.min(100));
+        let wrong = forked(&client, &tier, || {
+            // SAFETY: the child works on its copies of our memory by bare calls; each touch is of mapped memory.
+            unsafe {
+                let discard = libc::syscall(libc::SYS_madvise, page_at(0), PAGE, libc::MADV_DONTNEED);
+                let unmap = libc::syscall(libc::SYS_munmap, page_at(1), PAGE);
+                let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+                let half = PAGES / 2 * PAGE;
+                let moved =
+                    libc::syscall(libc::SYS_mremap, page_at(PAGES / 2), half, half, fixed, target.addr()) as u64;
+                let grandchild = libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) as i32;
+                let byte = |addr: u64| core::ptr::read_volatile(addr as *const u8);
+                let mut wrong = i32::from(discard != 0 || unmap != 0 || moved != target.addr());
+                wrong += i32::from(byte(page_at(0)) != 0);
+                for number in 2..PAGES {
+                    let behind = number.checked_sub(PAGES / 2).map(|number| target.addr() + number * PAGE);
+                    wrong += i32::from(byte(behind.unwrap_or(page_at(number))) != number as u8 | 1);
                 }
+                let mut status = 0;
+                if grandchild > 0 {
+                    libc::syscall(libc::SYS_wait4, grandchild, &raw mut status, 0, 0);
+                    wrong += libc::WEXITSTATUS(status) + i32::from(!libc::WIFEXITED(status));
+                }
+                wrong.min(100)
             }
-            assert_eq!(reader.join().unwrap(), 1, "no event of the fork");
-            child
         });
-        let mut status = 0;
-        // SAFETY: our own child.
-        assert_eq!(unsafe { libc::waitpid(forked, &mut status, 0) }, forked);
-        assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 0), "so many pages were wrong");
+        assert_eq!(wrong, (true, 0), "so many pages were wrong");
         // Else the memory's end would wait for a reader.
         drop(client);
     }
+
     /// A moved page that cannot be loaded is SIGBUS in the end, also if a discard is under way when that is found.
     #[test]
     fn a_moved_page_that_is_damaged_waits_until_it_can_be_poisoned() {
