@@ -45,7 +45,7 @@ usage: pagefold bench pageone [--quick|--full] [--only PART] [options]
   --engine NAME    merge: engines only whose name begins so, as in the table
   --processes N    merge: so many processes, of
   --mib N          so many MiB each
-  --rounds N       runs of each row; the median and the spread are shown
+  --rounds N       runs of each row (growth, guests: at most 3); the median and the spread are shown
   --no-ksm         without the peer
   --json           rows as JSON";
 

@@ -95,10 +95,9 @@ pub fn idle(options: &Options, report: &mut Report) -> Result<(), Failure> {
     );
     crate::record::table!("{:22} {:>24} {:>10} {:>24}", "engine", "us per GiB", "of KSM's", "watching, wall us");
     let mut peer: Option<f64> = None;
-    let rounds = if options.full { 1 } else { options.rounds.min(3) };
     for engine in options.pair().into_iter().rev() {
         let (mut times, mut watching) = (Vec::new(), Vec::new());
-        for _ in 0..rounds {
+        for _ in 0..options.rounds {
             let running = Running::start(engine, PERIOD)?;
             let mut crew = running.crew(shape)?;
             crew.fill()?;
