@@ -47,6 +47,21 @@ fn a_mount_shows_in_status_metrics_and_doctor_and_ends_cleanly() {
     let again = tool(&["disk", "mount", &from, &text(base.path()), "--background"]).output().expect("a second mount");
     assert!(!again.status.success() && String::from_utf8_lossy(&again.stderr).contains("mounted already"));
 
+    // Nor may other images have the place, by whatever name, and the log there is the first one's.
+    let (other, link) = (base.path().join("other"), base.path().join("link"));
+    std::fs::create_dir(&other).and_then(|()| std::os::unix::fs::symlink(&mount, &link)).expect("names");
+    for place in [&mount, &link] {
+        let again = tool(&["disk", "mount", &text(&other), &text(place), "--background"]).output().expect("a mount");
+        let errors = String::from_utf8_lossy(&again.stderr).into_owned();
+        assert!(again.status.code() == Some(1) && errors.contains("a mount of images lies there"), "{errors}");
+        let status = tool(&["disk", "status", &text(place)]).output().expect("status");
+        assert!(status.status.success(), "{}", String::from_utf8_lossy(&status.stderr));
+    }
+    let run = std::fs::read_dir(base.path().join("run")).expect("the runtime directory");
+    let mut logs = run.flatten().map(|entry| entry.path()).filter(|path| text(path).contains(".log"));
+    let log = logs.next().expect("a log");
+    assert!(std::fs::read_to_string(&log).expect("a log").contains("is shown at") && logs.next().is_none());
+
     let json = |args: &[&str]| -> Value {
         let output = tool(args).output().expect("the tool runs");
         assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));

@@ -191,13 +191,13 @@ fn run_mount(args: &MountArgs) -> Result<ExitCode, Error> {
 }
 
 /// Starts this program again without `--background` and waits until it says that it is mounted. What it says later
-/// goes on in the same file, beside its socket.
+/// goes on in the same file, which gets its name beside the socket only then: before, a log of that name is another's.
 fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
     use std::os::unix::process::CommandExt;
-    let socket = control::socket_path(&absolute(&args.mountpoint)?);
-    let log_path = socket.with_extension("log");
+    let log_path = control::socket_path(&absolute(&args.mountpoint)?).with_extension("log");
     control::make_own(&control::runtime_dir())?;
-    let log = crate::host::create_log(&log_path).map_err(|error| format!("{}: {error}", log_path.display()))?;
+    let draft = RemoveOnDrop(log_path.with_extension(format!("log.{}", std::process::id())));
+    let log = crate::host::create_log(&draft.0).map_err(|error| format!("{}: {error}", draft.0.display()))?;
     let arguments = std::env::args_os().skip(1).filter(|argument| argument != "--background");
     let mut child = std::process::Command::new(std::env::current_exe()?)
         .args(arguments)
@@ -209,16 +209,13 @@ fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
         .spawn()?;
     loop {
         let ended = child.try_wait()?;
-        let said = std::fs::read_to_string(&log_path)?;
+        let said = std::fs::read_to_string(&draft.0)?;
         if let Some(status) = ended {
             complain(&said);
-            // It is said; unless there is a mount whose log it is.
-            if control::ask_status(&socket).is_err_and(|error| is_gone(&error)) {
-                let _ = std::fs::remove_file(&log_path);
-            }
             return Ok(ExitCode::from(status.code().and_then(|code| u8::try_from(code).ok()).unwrap_or(1)));
         }
         if said.contains(SHOWN_AT) {
+            std::fs::rename(&draft.0, &log_path)?;
             let (directory, at) = (args.directory.display(), args.mountpoint.display());
             print(&format!(
                 "mounted {directory} at {at}, process {}, messages in {}\n",
@@ -231,15 +228,21 @@ fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
     }
 }
 
+/// Removes a file, if it is there still.
+struct RemoveOnDrop(PathBuf);
+
+impl Drop for RemoveOnDrop {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
 /// Part of the line a mount says when it is ready.
 const SHOWN_AT: &str = "is shown at";
 
-/// The mount point as its socket is named: absolute, links resolved, without looking at a mount that may be dead.
+/// The mount point as its socket is named.
 fn absolute(mountpoint: &Path) -> Result<PathBuf, Error> {
-    let parent = mountpoint.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let parent = parent.canonicalize().map_err(|error| format!("{}: {error}", parent.display()))?;
-    let name = mountpoint.file_name().ok_or_else(|| format!("{}: not a mount point", mountpoint.display()))?;
-    Ok(parent.join(name))
+    mount::resolve(mountpoint).map_err(|error| format!("{}: {error}", mountpoint.display()).into())
 }
 
 fn run_umount(args: &UmountArgs) -> Result<ExitCode, Error> {

@@ -211,14 +211,7 @@ fn lock_directory(path: &Path) -> Result<File, MountError> {
 
 fn prepare_mountpoint(directory: &Path, mountpoint: &Path) -> Result<PathBuf, MountError> {
     let refuse = |why: String| MountError::Mountpoint { path: mountpoint.to_owned(), why };
-    // A dead mount answers every look with ENOTCONN; its parent can still be looked at.
-    let parent = match mountpoint.parent() {
-        Some(parent) if parent.as_os_str().is_empty() => Path::new("."),
-        Some(parent) => parent,
-        None => return Err(refuse("choose a directory below the root".to_owned())),
-    };
-    let name = mountpoint.file_name().ok_or_else(|| refuse("it has no name of its own".to_owned()))?;
-    let absolute = parent.canonicalize().map_err(|error| refuse(error.to_string()))?.join(name);
+    let absolute = resolve(mountpoint).map_err(|error| refuse(error.to_string()))?;
     clean_stale(&absolute)
         .map_err(|error| refuse(format!("a dead mount lies there and cannot be removed: {error}")))?;
     if is_mounted(&absolute) {
@@ -228,13 +221,35 @@ fn prepare_mountpoint(directory: &Path, mountpoint: &Path) -> Result<PathBuf, Mo
     if !metadata.is_dir() {
         return Err(refuse("it is no directory".to_owned()));
     }
-    let absolute = absolute.canonicalize().map_err(|error| refuse(error.to_string()))?;
     let directory = directory.canonicalize().map_err(|error| refuse(error.to_string()))?;
     if absolute.starts_with(&directory) {
         // The mount would show itself, and looking at it from inside could wait for itself.
         return Err(refuse("it must not lie inside the directory it shows".to_owned()));
     }
     Ok(absolute)
+}
+
+/// Links that a mount point's name may lead through.
+const LINKS_MAX: usize = 40;
+
+/// The mount point as the mount table and its socket name it: absolute, links resolved. What is mounted there is not looked
+/// at: a dead mount would answer nothing but `ENOTCONN`.
+///
+/// # Errors
+/// Its directory cannot be looked at, or the path has no name at its end.
+pub fn resolve(mountpoint: &Path) -> io::Result<PathBuf> {
+    let no_name = || io::Error::new(io::ErrorKind::InvalidInput, "it has no name of its own");
+    let mut path = mountpoint.to_owned();
+    for _ in 0..LINKS_MAX {
+        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let parent = parent.canonicalize()?;
+        let absolute = parent.join(path.file_name().ok_or_else(no_name)?);
+        match std::fs::read_link(&absolute) {
+            Ok(target) => path = parent.join(target),
+            Err(_) => return Ok(absolute),
+        }
+    }
+    Err(rustix::io::Errno::LOOP.into())
 }
 
 fn start_session(engine: &Arc<Engine>, mountpoint: &Path, options: &Options) -> Result<BackgroundSession, MountError> {
@@ -393,6 +408,24 @@ pub fn abort(mountpoint: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_mount_point_is_known_by_all_of_its_names() {
+        let dir = tempfile::tempdir().unwrap();
+        let base = dir.path().canonicalize().unwrap();
+        let link = |to: &str, at: &str| std::os::unix::fs::symlink(to, base.join(at)).unwrap();
+        std::fs::create_dir(base.join("real")).unwrap();
+        link("real", "one");
+        link(base.join("one").to_str().unwrap(), "two");
+        for name in ["real", "real/", "one", "two", "./two"] {
+            assert_eq!(resolve(&base.join(name)).unwrap(), base.join("real"), "{name}");
+        }
+        // What is to be made there is somebody else's affair.
+        assert_eq!(resolve(&base.join("missing")).unwrap(), base.join("missing"));
+        link("round", "round");
+        assert_eq!(resolve(&base.join("round")).unwrap_err().raw_os_error(), Some(libc::ELOOP));
+        assert!(resolve(Path::new("/")).is_err() && resolve(&base.join("missing/x")).is_err());
+    }
 
     #[test]
     fn a_mount_point_inside_the_directory_is_refused() {
