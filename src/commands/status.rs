@@ -175,9 +175,13 @@ fn render(status: &Status, style: Style) -> String {
     } else {
         writeln!(out, "nothing is merged now")
     };
+    let lingering = match totals.pool_lingering_bytes {
+        0 => String::new(),
+        bytes => format!(" and {} that it let go and somebody maps still", units::show_size(bytes)),
+    };
     let _ = writeln!(
         out,
-        "pool {}, records and mappings {}, {} of processor time in {}",
+        "pool {}{lingering}, records and mappings {}, {} of processor time in {}",
         units::show_size(totals.pool_bytes),
         units::show_size(totals.metadata_bytes),
         units::show_duration(Duration::from_nanos(totals.cpu_ns)),

@@ -205,7 +205,7 @@ fn live(status: &Status) -> Live {
         candidate: totals.pages_unshared,
         volatile: totals.pages_volatile,
         saved_bytes: totals.saved_bytes,
-        pool_bytes: totals.pool_bytes,
+        pool_bytes: totals.pool_bytes + totals.pool_lingering_bytes,
         metadata_bytes: totals.metadata_bytes,
         net_bytes: totals.general_profit,
         full_scans: totals.full_scans,

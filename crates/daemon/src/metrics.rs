@@ -86,12 +86,17 @@ const OF_DOMAINS: &[Family<DomainStats>] = &[
     ("pages_unshared", "gauge", "", "Silent pages without a twin.", |d| d.pages_unshared as f64),
     ("pages_volatile", "gauge", "", "Pages that change.", |d| d.pages_volatile as f64),
     ("pool_bytes", "gauge", "bytes", "Bytes in pool segments.", |d| d.pool_bytes as f64),
+    ("pool_lingering_bytes", "gauge", "bytes", "Pool segments that were let go and that somebody maps still.", |d| {
+        d.pool_lingering_bytes as f64
+    }),
     ("pool_limit_bytes", "gauge", "bytes", "Largest size of the pool.", |d| d.pool_max_bytes as f64),
     ("metadata_bytes", "gauge", "bytes", "Records, and kernel mappings that merging costs.", |d| {
         (d.metadata_bytes + d.mapping_bytes) as f64
     }),
     ("saved_bytes", "gauge", "bytes", "Bytes that clients no longer hold.", |d| d.saved_bytes as f64),
-    ("profit_bytes", "gauge", "bytes", "Saved bytes less pool, records and mappings.", |d| d.general_profit as f64),
+    ("profit_bytes", "gauge", "bytes", "Saved bytes less pool, what lingers of it, records and mappings.", |d| {
+        d.general_profit as f64
+    }),
     ("full_scans", "counter", "", "Watch periods passed, summed over clients.", |d| d.events.full_scans as f64),
     ("merged_pages", "counter", "", "Pages mapped to slots.", |d| d.events.pages_merged as f64),
     ("zeroed_pages", "counter", "", "Zero pages dropped.", |d| d.events.pages_zeroed as f64),

@@ -602,6 +602,7 @@ impl Daemon {
             totals.pages_merged += domain.events.pages_merged + domain.events.pages_zeroed;
             totals.saved_bytes += domain.saved_bytes;
             totals.pool_bytes += domain.pool_bytes;
+            totals.pool_lingering_bytes += domain.pool_lingering_bytes;
             totals.metadata_bytes += domain.metadata_bytes + domain.mapping_bytes;
             totals.general_profit += domain.general_profit;
         }

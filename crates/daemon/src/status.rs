@@ -29,9 +29,11 @@ pub struct Totals {
     pub saved_bytes: u64,
     /// Bytes of pool segments.
     pub pool_bytes: u64,
+    /// Bytes of pool segments that were let go and that somebody maps still.
+    pub pool_lingering_bytes: u64,
     /// Bytes of our own records and of kernel mappings.
     pub metadata_bytes: u64,
-    /// Saved bytes less pool and metadata.
+    /// Saved bytes less pool, what lingers of it, and metadata.
     pub general_profit: i64,
     /// Processor time of daemon and agents, in nanoseconds.
     pub cpu_ns: u64,

@@ -626,11 +626,13 @@ impl Domain {
             pages_volatile: sum(|client| client.pages_volatile),
             pages: sum(|client| client.pages),
             pool_bytes: pool.bytes,
+            pool_lingering_bytes: pool.lingering_bytes,
             pool_max_bytes: self.config.pool_max_bytes,
             metadata_bytes,
             mapping_bytes,
             saved_bytes,
-            general_profit: saved_bytes as i64 - (pool.bytes + metadata_bytes + mapping_bytes) as i64,
+            general_profit: saved_bytes as i64
+                - (pool.bytes + pool.lingering_bytes + metadata_bytes + mapping_bytes) as i64,
             events: self.counters.events(),
             clients,
         }

@@ -136,6 +136,8 @@ pub struct DomainStats {
     pub pages: u64,
     /// Bytes in pool segments.
     pub pool_bytes: u64,
+    /// Bytes of pool segments that were let go and that somebody maps still; they count towards the largest size.
+    pub pool_lingering_bytes: u64,
     /// Largest size of the pool.
     pub pool_max_bytes: u64,
     /// Bytes of index, tables and ledgers.
@@ -144,7 +146,7 @@ pub struct DomainStats {
     pub mapping_bytes: u64,
     /// Bytes that clients no longer hold: shared and zero pages.
     pub saved_bytes: u64,
-    /// Saved bytes less pool, metadata and mappings: KSM's general_profit.
+    /// Saved bytes less pool, what lingers of it, metadata and mappings: KSM's general_profit.
     pub general_profit: i64,
     /// Events.
     pub events: Events,

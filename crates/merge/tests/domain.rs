@@ -255,12 +255,18 @@ fn a_forked_child_shares_what_its_parent_shares() {
 #[test]
 fn when_the_last_client_goes_so_does_the_pool() {
     let mut bench = Bench::simple();
-    let (.., a) = bench.add((0..300).map(|page| 2 + page));
-    let (.., b) = bench.add((0..300).map(|page| 2 + page));
+    let (one, _, a) = bench.add((0..300).map(|page| 2 + page));
+    let (other, _, b) = bench.add((0..300).map(|page| 2 + page));
     bench.periods(8);
     assert!(bench.domain.remove(a) && bench.domain.remove(b) && !bench.domain.remove(b));
     let pool = bench.domain.pool().stats();
     assert_eq!((pool.segments, pool.bytes, pool.pages_sharing), (0, 0, 0));
+    // Their programs live on, and show it.
+    assert_eq!(bench.domain.stats().pool_lingering_bytes, 300 * PAGE);
+    one.exit();
+    assert_eq!(bench.domain.stats().pool_lingering_bytes, 300 * PAGE);
+    other.exit();
+    assert_eq!(bench.domain.stats().pool_lingering_bytes, 0);
 }
 
 /// What a client does not let go of is told as such.

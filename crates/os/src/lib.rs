@@ -29,6 +29,8 @@ pub mod wait;
 #[cfg(feature = "std")]
 pub mod awake;
 #[cfg(feature = "std")]
+pub mod gone;
+#[cfg(feature = "std")]
 pub mod ksm;
 #[cfg(feature = "std")]
 pub mod mountinfo;

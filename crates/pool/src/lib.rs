@@ -17,6 +17,9 @@
 //! dead it is [retired](Pool::retire): its pages get no more sharers, those that
 //! are left are moved to other slots, and it goes.
 //!
+//! What a process shows after that is memory all the same. The kernel tells when a file is gone ([`Watch`]): until then a
+//! segment *lingers*, is told of in [`Stats`], and takes its part of the pool's largest size.
+//!
 //! **Why a segment's number is.** Numbers end after 2 TiB, and the one that was
 //! let go first is given again then. Nothing that is counted names the old
 //! segment, for it went when nobody shared it. Who still holds its file knows it
@@ -34,11 +37,12 @@ pub use fingerprint::{Fingerprint, Key};
 pub use segment::{SEGMENT_LEN, SLOTS_PER_SEGMENT};
 
 use pagefold_os::fd::Fd;
+use pagefold_os::gone::Watch;
 use pagefold_os::{PAGE_SIZE, Page};
 use primitive::{AtomicU64, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use segment::{Segment, Standing};
 use std::collections::{HashMap, VecDeque};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 /// Segments of a pool at most: their slots are numbers of 29 bits in ledgers and indexes.
 const NUMBERS: u32 = u32::MAX / SLOTS_PER_SEGMENT / 8;
@@ -138,6 +142,42 @@ pub struct Stats {
     pub metadata_bytes: u64,
     /// Segments that were let go.
     pub segments_released: u64,
+    /// Bytes of pages in those of them that somebody has open or maps still.
+    pub lingering_bytes: u64,
+}
+
+/// Segments that were let go and are not gone.
+#[derive(Debug, Default)]
+struct Lingering {
+    /// Made with the first; where the kernel gives none they are not counted.
+    watch: Option<Watch>,
+    /// Bytes of pages, by the watch's name of the segment.
+    bytes: HashMap<i32, u64>,
+}
+
+impl Lingering {
+    fn add(&mut self, segment: &Segment) {
+        if self.watch.is_none() {
+            self.watch = Watch::new().ok();
+        }
+        if let Some(Ok(id)) = self.watch.as_ref().map(|watch| watch.add(&segment.reader())) {
+            self.bytes.insert(id, u64::from(segment.published()) * PAGE_SIZE as u64);
+        }
+    }
+
+    /// Leaves out what is gone by now.
+    fn look(&mut self) {
+        let Some(watch) = self.watch.as_ref().filter(|_| !self.bytes.is_empty()) else { return };
+        let mut gone = Vec::new();
+        if watch.look(|id| gone.push(id)) {
+            for id in gone {
+                self.bytes.remove(&id);
+            }
+        } else {
+            // Better a few that are not counted than some for ever.
+            self.bytes.clear();
+        }
+    }
 }
 
 /// Segments by number, and their numbers by the inodes of their files.
@@ -163,11 +203,14 @@ pub struct Pool {
     shared: AtomicU64,
     sharing: AtomicU64,
     published: AtomicU64,
+    /// Nothing else is locked under it.
+    lingering: std::sync::Mutex<Lingering>,
     name: String,
 }
 
 impl Pool {
-    /// Makes an empty pool that holds at most `max_bytes` of pages, rounded down to whole segments, but at least one.
+    /// Makes an empty pool that holds at most `max_bytes` of pages, rounded down to whole segments, but at least one. What
+    /// lingers counts.
     pub fn new(name: &str, max_bytes: u64) -> Pool {
         Pool {
             segments: RwLock::new(Segments::default()),
@@ -180,6 +223,7 @@ impl Pool {
             shared: AtomicU64::new(0),
             sharing: AtomicU64::new(0),
             published: AtomicU64::new(0),
+            lingering: std::sync::Mutex::default(),
             name: name.chars().filter(|c| c.is_ascii_alphanumeric() || "-_.".contains(*c)).take(64).collect(),
         }
     }
@@ -218,10 +262,11 @@ impl Pool {
     }
 
     fn add_segment(&self) -> Result<Arc<Segment>, PublishError> {
-        let live = self.live_segments.load(Ordering::Relaxed);
+        let held =
+            self.live_segments.load(Ordering::Relaxed) + self.lingering(|lingering| lingering.bytes.len() as u64);
         let mut segments = write(&self.segments);
         let full = PublishError::Full { max_bytes: self.max_bytes };
-        if (live + 1) * SEGMENT_LEN as u64 > self.max_bytes {
+        if (held + 1) * SEGMENT_LEN as u64 > self.max_bytes {
             return Err(full);
         }
         // As late as can be, and the one that rested longest: an agent may still hold an old segment under its number, and
@@ -239,6 +284,12 @@ impl Pool {
         }
         self.live_segments.fetch_add(1, Ordering::Relaxed);
         Ok(segment)
+    }
+
+    fn lingering<T>(&self, f: impl FnOnce(&mut Lingering) -> T) -> T {
+        let mut lingering = self.lingering.lock().unwrap_or_else(PoisonError::into_inner);
+        lingering.look();
+        f(&mut lingering)
     }
 
     fn segment(&self, number: u32) -> Option<Arc<Segment>> {
@@ -390,6 +441,8 @@ impl Pool {
             return false;
         }
         segments.by_inode.remove(&held.inode());
+        // While we have it: it is not gone yet.
+        self.lingering(|lingering| lingering.add(&held));
         lock(&self.free).push_back(segment);
         self.live_segments.fetch_sub(1, Ordering::Relaxed);
         self.released.fetch_add(1, Ordering::Relaxed);
@@ -409,6 +462,7 @@ impl Pool {
             bytes: published * PAGE_SIZE as u64,
             metadata_bytes: segments * segment::METADATA_BYTES as u64,
             segments_released: self.released.load(Ordering::Relaxed),
+            lingering_bytes: self.lingering(|lingering| lingering.bytes.values().sum()),
         }
     }
 }

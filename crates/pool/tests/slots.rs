@@ -138,6 +138,28 @@ fn an_orphan_keeps_its_pages() {
     assert!(pool.release(slot.segment(), |_, _| {}));
     // SAFETY: the mapping is one page long and ours.
     assert_eq!(unsafe { *orphan.as_ptr().cast::<Page>() }, page(42));
+    let bytes = |pool: &Pool| (pool.stats().bytes, pool.stats().lingering_bytes);
+    assert_eq!(bytes(&pool), (0, PAGE_SIZE as u64), "it is told of");
+    drop(orphan);
+    assert_eq!(bytes(&pool), (0, 0));
+}
+
+/// What somebody maps still is memory: it counts towards the largest size, until it is unmapped.
+#[test]
+fn what_was_let_go_and_is_mapped_counts_towards_the_limit() {
+    let pool = Pool::new("test", 2 * SEGMENT_LEN as u64);
+    let fill = || {
+        let slot = pool.publish(&[&page(42)]).map(|published| published.first);
+        pool.close_open_segment();
+        slot
+    };
+    let [first, second] = [(); 2].map(|()| fill().unwrap());
+    let fd = pool.segment_fd(first.segment()).unwrap();
+    assert!(pool.release(first.segment(), |_, _| {}) && pool.release(second.segment(), |_, _| {}));
+    assert!(fill().is_ok(), "one lingers, one is gone");
+    assert!(matches!(fill(), Err(PublishError::Full { .. })));
+    drop(fd);
+    assert!(fill().is_ok());
 }
 
 proptest! {
