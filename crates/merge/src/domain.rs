@@ -8,6 +8,7 @@ mod compact;
 mod fresh;
 mod period;
 mod remap;
+mod repeat;
 
 use crate::client::{Client, Gone, PoolMapping};
 use crate::page::State;
@@ -18,7 +19,7 @@ use llds::sd_tree::{SdTree, SweepCursor};
 use pagefold_agent::wire::Why;
 use pagefold_os::{PAGE_SIZE, Page};
 use pagefold_pool::{Hold, Key, Pool, SLOTS_PER_SEGMENT, Slot};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock, TryLockError};
@@ -45,6 +46,10 @@ pub struct Config {
     pub predict: bool,
     /// Slots that nobody shares, in the whole pool, from which on segments with many of them are emptied.
     pub dead_slots_min: u64,
+    /// Equal slots that a content gets where very many neighbours have it; 1 for no such runs.
+    pub copies: u32,
+    /// Neighbours with one content from which on it gets them.
+    pub copies_from: u32,
 }
 
 impl Default for Config {
@@ -58,6 +63,9 @@ impl Default for Config {
             heal_periods: 3,
             predict: true,
             dead_slots_min: u64::from(SLOTS_PER_SEGMENT),
+            copies: 64,
+            // A page costs as much as 17 mappings.
+            copies_from: 64 * 17,
         }
     }
 }
@@ -216,6 +224,8 @@ pub struct Domain {
     /// Changes whenever something happened that may leave dead entries in the index.
     stirred: AtomicU64,
     compaction: Mutex<compact::Compaction>,
+    /// First slots of runs of equal ones.
+    repeats: RwLock<BTreeSet<Slot>>,
     /// Room for fetched pages, for each worker at work one.
     buffers: Mutex<Vec<Vec<Page>>>,
     counters: Counters,
@@ -259,6 +269,7 @@ impl Domain {
             sweep: Mutex::new(Sweep { cursor: SweepCursor::new(), seen: 0, left: 0 }),
             stirred: AtomicU64::new(0),
             compaction: Mutex::default(),
+            repeats: RwLock::default(),
             buffers: Mutex::default(),
             counters: Counters::default(),
             config,

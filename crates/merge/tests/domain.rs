@@ -61,6 +61,55 @@ fn equal_pages_take_one_slot_however_many_they_are() {
     assert_eq!(stats.pool_bytes, 3 * PAGE, "no slot was given that nobody shares");
 }
 
+/// A slot for each of many neighbours with one content would be a mapping for each.
+#[test]
+fn one_page_very_often_takes_few_slots_and_few_mappings() {
+    const PAGES: u32 = 8000;
+    let config = Config { vma_budget: 1024, ..Config::default() };
+    let mut bench = Bench::new(config, Options { pages_max: 1 << 14, ..Options::default() });
+    let processes = [(); 2].map(|()| bench.add(vec![7; PAGES as usize]).0);
+    // Here it has no neighbour of its own.
+    let (mixed, ..) = bench.add((0..200).map(|page| if page % 2 == 0 { 7 } else { 100 + page }));
+    bench.periods(100);
+    let stats = bench.domain.stats();
+    assert_eq!(stats.pages_sharing, u64::from(2 * PAGES + 100), "{:?}", stats.events);
+    assert!(stats.pages_shared <= 66 && stats.pool_bytes <= 130 * PAGE, "{} slots", stats.pages_shared);
+    for process in &processes {
+        assert!(process.mappings() <= 2 * PAGES as usize / 64, "{} mappings", process.mappings());
+    }
+    assert!(mixed.mappings() >= 200);
+    // What was shared so goes like any other.
+    for process in processes.iter().chain([&mixed]) {
+        process.exit();
+    }
+    bench.periods(4);
+    let stats = bench.domain.stats();
+    assert_eq!((stats.pages_sharing, stats.pool_bytes), (0, 0));
+}
+
+/// What lies behind the slot in the pool is nothing that the page behind would show.
+#[test]
+fn one_page_very_often_is_not_taken_for_the_start_of_a_run() {
+    let mut bench = Bench::new(Config::default(), Options { pages_max: 1 << 14, ..Options::default() });
+    let others = (0..200).map(|page| 1000 + page / 2);
+    let (process, ..) = bench.add([7; 2].into_iter().chain(others).chain([7; 8000]));
+    bench.periods(10);
+    let (stats, mappings) = (bench.domain.stats(), process.mappings());
+    assert_eq!((stats.pages_sharing, stats.events.compare_failed), (8202, 0));
+    assert!(mappings <= 202 + 2 * 8000 / 64, "{mappings} mappings");
+}
+
+/// Copies would be memory for nothing where no neighbours have the content.
+#[test]
+fn a_page_that_stands_alone_very_often_takes_one_slot() {
+    let config = Config { vma_budget: 1 << 20, ..Config::default() };
+    let mut bench = Bench::new(config, Options { pages_max: 1 << 14, ..Options::default() });
+    bench.add((0..8000).map(|page| if page % 2 == 0 { 7 } else { 10 + page }));
+    bench.periods(10);
+    let stats = bench.domain.stats();
+    assert_eq!((stats.pages_shared, stats.pages_sharing), (1, 4000));
+}
+
 #[test]
 fn isolated_duplicates_stay_within_the_budget_and_are_reported() {
     let config = Config { vma_budget: 40, ..Config::default() };

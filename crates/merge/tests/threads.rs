@@ -19,6 +19,8 @@ fn stress(seed: u64, rounds: u64) -> (u64, u64) {
         heal_periods: 1,
         predict: seed.is_multiple_of(2),
         dead_slots_min: 1,
+        copies: 3,
+        copies_from: 4,
     };
     let domain = Domain::with_key(config, Key::from_seed(seed)).unwrap();
     let now_ns = AtomicU64::new(PERIOD_NS);

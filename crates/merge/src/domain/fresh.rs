@@ -79,7 +79,7 @@ impl Domain {
     fn predict(&self, work: &mut Work, run: Range) -> Result<u64, Gone> {
         let State::Shared(before) = work.table.state(run.start.wrapping_sub(PAGE)) else { return Ok(0) };
         let next = Slot::from_number(before.number() + 1);
-        if next.segment() != before.segment() {
+        if next.segment() != before.segment() || self.ends_copies(before) {
             return Ok(0);
         }
         // A wrong guess freezes pages in vain. Runs have long tails: one that is this long already may become twice as long.
@@ -153,7 +153,7 @@ impl Domain {
                 Some(entry) if entry.value() == mine => {}
                 // What the entry stands for is gone or changed: it becomes ours.
                 Some(entry) if self.is_stale(entry) => drop(self.index.replace(fingerprint, entry.value(), mine)),
-                Some(Entry::Slot(slot)) => goals.push((addr, Some(slot))),
+                Some(Entry::Slot(slot)) => goals.push((addr, Some(self.copy_at(addr, slot)))),
                 Some(entry) => twins.push(Twin { addr, index, fingerprint, entry }),
             }
         }
@@ -168,7 +168,9 @@ impl Domain {
             run.goal_at(run.range.pages())
                 .is_some_and(|next| next.index() != 0 && u64::from(self.pool.published_from(next)) >= PREDICT_MIN)
         };
-        let goes_on = runs.last().is_some_and(|run| Some(run.range.end) == last && follows(run));
+        // One content again and again goes on with itself, not with what lies behind its slot.
+        let repeats = matches!(&runs[..], [.., before, last] if before.goal == last.goal && last.goal.is_some());
+        let goes_on = !repeats && runs.last().is_some_and(|run| Some(run.range.end) == last && follows(run));
         work.block = if goes_on { BLOCK_MIN } else { (work.block * 2).min(FETCH_PAGES_MAX) };
         let at_once = |run: &Run| {
             run.goal.is_none() || run.range.pages() >= RUN_AT_ONCE || goes_on && Some(run.range.end) == last

@@ -455,9 +455,12 @@ impl Domain {
         for segment in self.pool.unshared() {
             let key = &self.key;
             let index = &self.index;
-            self.pool.release(segment, |slot, page| {
+            let released = self.pool.release(segment, |slot, page| {
                 index.remove(key.fingerprint(page), Entry::Slot(slot).value());
             });
+            if released {
+                write(&self.repeats).retain(|first| first.segment() != segment);
+            }
         }
     }
 

@@ -59,6 +59,7 @@ impl Domain {
         pairs.sort_by_key(|(addr, _)| *addr);
         pairs.dedup_by_key(|(addr, _)| *addr);
         pairs.retain(|(addr, _)| matches!(work.table.state(*addr), State::Candidate { .. }));
+        self.spread(work, &mut pairs);
         let mut runs = plan::runs(pairs);
         runs.sort_by_key(|run| std::cmp::Reverse(run.range.pages()));
         let mut used = work.mappings;

@@ -44,6 +44,9 @@ impl Plan {
             heal_periods: 1 + rng.below(3) as u32,
             predict: rng.chance(700),
             dead_slots_min: if seed.is_multiple_of(2) { 1 } else { u64::from(SLOTS_PER_SEGMENT) },
+            // So few that runs of equal slots are there at all.
+            copies: [1, 2, 5][(seed % 3) as usize],
+            copies_from: 4,
         };
         let hostile_one_in = if rng.chance(300) { 3 } else { 0 };
         Plan { options, config, steps: 600, hostile_one_in, quiet_periods: 3 }
