@@ -198,7 +198,7 @@ pub fn verify(args: Verify) -> Result<ExitCode, Error> {
         say!("{:>12} were written meanwhile", units::show_count(found.broken));
         say!("{:>12} were not in memory", units::show_count(found.absent));
         if found.unseen > 0 {
-            let why = "the daemon may not read the memory; see kernel.yama.ptrace_scope";
+            let why = "the daemon may not see what the process has in memory; it is not dumpable";
             say!("{:>12} were not looked at ({why})", units::show_count(found.unseen));
         }
         say!("{:>12} are wrong", units::show_count(found.wrong_pages));

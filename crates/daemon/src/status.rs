@@ -128,7 +128,7 @@ pub struct Verified {
     pub broken: u64,
     /// Not in memory, or the client was gone when we looked.
     pub absent: u64,
-    /// Not looked at: the daemon may not read this client's memory.
+    /// Not looked at: the daemon may not see what this client has in memory.
     pub unseen: u64,
     /// Pages that are wrong.
     pub wrong_pages: u64,

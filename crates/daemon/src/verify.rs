@@ -4,7 +4,7 @@ use crate::server::{Daemon, lock};
 use crate::status::Verified;
 use pagefold_merge::page::State;
 use pagefold_merge::{ClientId, Domain};
-use pagefold_os::{PAGE_SIZE, Page};
+use pagefold_os::{PAGE_SIZE, Page, Range};
 use pagefold_pool::Slot;
 use std::collections::HashMap;
 use std::fs::File;
@@ -42,28 +42,82 @@ enum Look {
 }
 
 /// A client's page map and memory.
-type Files = (File, File);
-
-fn files_of(pid: i32) -> io::Result<Files> {
-    Ok((File::open(format!("/proc/{pid}/pagemap"))?, File::open(format!("/proc/{pid}/mem"))?))
+struct Files {
+    pagemap: File,
+    /// Where we may not read it (`kernel.yama.ptrace_scope`), its agent does.
+    memory: Option<File>,
 }
 
-fn look(domain: &Domain, files: &io::Result<Files>, own: &File, addr: u64, slot: Slot) -> Look {
-    let (pagemap, memory) = match files {
-        Ok(files) => files,
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Look::Unseen,
-        Err(_) => return Look::Absent,
+fn files_of(pid: i32) -> io::Result<Files> {
+    let memory = match File::open(format!("/proc/{pid}/mem")) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => None,
+        opened => Some(opened?),
     };
-    let mut bytes: Page = [0; PAGE_SIZE];
-    // Reading also brings the page into the client's table, where its frame can be seen.
-    let read = memory.read_exact_at(&mut bytes, addr).is_ok();
-    let Some(theirs) = entry(pagemap, addr).filter(|entry| read && entry & PRESENT != 0) else { return Look::Absent };
+    Ok(Files { pagemap: File::open(format!("/proc/{pid}/pagemap"))?, memory })
+}
+
+/// Pages of a client that are read before they are looked at.
+const BATCH: usize = 128;
+
+/// What it takes to look at the pages of a domain's clients.
+struct Eyes<'a> {
+    domain: &'a Domain,
+    own: &'a io::Result<File>,
+    pids: HashMap<ClientId, i32>,
+    open: HashMap<ClientId, io::Result<Files>>,
+    copies: Vec<Page>,
+    readable: [bool; BATCH],
+}
+
+impl<'a> Eyes<'a> {
+    fn new(domain: &'a Domain, own: &'a io::Result<File>, pids: HashMap<ClientId, i32>) -> Eyes<'a> {
+        Eyes { domain, own, pids, open: HashMap::new(), copies: vec![[0; PAGE_SIZE]; BATCH], readable: [false; BATCH] }
+    }
+
+    /// Looks at pages of one client, [`BATCH`] at most.
+    fn look_at(&mut self, pages: &[(ClientId, u64, Slot)]) -> Vec<Look> {
+        let id = pages[0].0;
+        let files = self.open.entry(id).or_insert_with(|| {
+            self.pids.get(&id).map_or_else(|| Err(io::ErrorKind::NotFound.into()), |pid| files_of(*pid))
+        });
+        let (files, own) = match (files, self.own) {
+            (Ok(files), Ok(own)) => (files, own),
+            (Err(error), Ok(_)) if error.kind() != io::ErrorKind::PermissionDenied => {
+                return pages.iter().map(|_| Look::Absent).collect();
+            }
+            _ => return pages.iter().map(|_| Look::Unseen).collect(),
+        };
+        // Reading also brings the pages into the client's table, where their frames can be seen.
+        match &files.memory {
+            Some(memory) => {
+                for ((_, addr, _), (copy, readable)) in pages.iter().zip(self.copies.iter_mut().zip(&mut self.readable))
+                {
+                    *readable = memory.read_exact_at(copy, *addr).is_ok();
+                }
+            }
+            None => {
+                let runs: Vec<Range> = pages.iter().map(|(_, addr, _)| Range::pages_from(*addr, 1)).collect();
+                if self.domain.fetch(id, &runs, &mut self.copies, &mut self.readable).is_err() {
+                    self.readable.fill(false);
+                }
+            }
+        }
+        let copies = self.copies.iter().zip(&self.readable).map(|(copy, readable)| readable.then_some(copy));
+        let looks = pages.iter().zip(copies);
+        looks.map(|((_, addr, slot), copy)| look(self.domain, &files.pagemap, own, *addr, *slot, copy)).collect()
+    }
+}
+
+/// Looks at the page at `addr`, which read `bytes` just before.
+fn look(domain: &Domain, pagemap: &File, own: &File, addr: u64, slot: Slot, bytes: Option<&Page>) -> Look {
+    let Some(bytes) = bytes else { return Look::Absent };
+    let Some(theirs) = entry(pagemap, addr).filter(|entry| entry & PRESENT != 0) else { return Look::Absent };
     if theirs & FILE == 0 {
         return Look::Broken;
     }
     let checked = domain.pool().with_page(slot, |page| {
         // Comparing also brings the slot into our own table.
-        let equal = *page == bytes;
+        let equal = page == bytes;
         let ours = entry(own, page.as_ptr() as u64).unwrap_or(0);
         (equal, ours & FRAME, theirs & FRAME)
     });
@@ -87,27 +141,22 @@ pub(crate) fn verify(daemon: &Daemon) -> Verified {
     for (key, domain) in groups {
         let pids: HashMap<ClientId, i32> =
             lock(&daemon.connected).iter().filter(|c| c.key == key).map(|c| (c.id, c.shared.pid)).collect();
-        let mut open: HashMap<ClientId, io::Result<Files>> = HashMap::new();
-        let mut look_at = |id: ClientId, addr, slot| {
-            let Ok(own) = &own else { return Look::Unseen };
-            let files = open.entry(id).or_insert_with(|| {
-                pids.get(&id).map_or_else(|| Err(io::ErrorKind::NotFound.into()), |pid| files_of(*pid))
-            });
-            look(&domain, files, own, addr, slot)
-        };
+        let mut eyes = Eyes::new(&domain, &own, pids);
         let ledger = domain.ledger();
         total.fetch_add(ledger.len() as u64, Ordering::Relaxed);
         let mut suspects = Vec::new();
-        for (id, addr, slot) in ledger {
-            found.pages += 1;
+        for batch in ledger.chunk_by(|one, next| one.0 == next.0).flat_map(|client| client.chunks(BATCH)) {
+            found.pages += batch.len() as u64;
             done.store(found.pages, Ordering::Relaxed);
-            match look_at(id, addr, slot) {
-                Look::Absent => found.absent += 1,
-                Look::Unseen => found.unseen += 1,
-                Look::Broken => found.broken += 1,
-                Look::SameFrame => found.same_frame += 1,
-                Look::SameBytes => found.same_bytes += 1,
-                Look::Wrong(_) => suspects.push((id, addr, slot)),
+            for (page, look) in batch.iter().zip(eyes.look_at(batch)) {
+                match look {
+                    Look::Absent => found.absent += 1,
+                    Look::Unseen => found.unseen += 1,
+                    Look::Broken => found.broken += 1,
+                    Look::SameFrame => found.same_frame += 1,
+                    Look::SameBytes => found.same_bytes += 1,
+                    Look::Wrong(_) => suspects.push(*page),
+                }
             }
         }
         // The program may have put something else there, or the page been merged anew, since the ledger was copied: by the
@@ -116,7 +165,7 @@ pub(crate) fn verify(daemon: &Daemon) -> Verified {
         let mut lines = Vec::new();
         for (id, addr, slot) in suspects {
             let what = loop {
-                let Look::Wrong(what) = look_at(id, addr, slot) else { break None };
+                let Some(Look::Wrong(what)) = eyes.look_at(&[(id, addr, slot)]).pop() else { break None };
                 if domain.page_state(id, addr) != State::Shared(slot) {
                     break None;
                 }
@@ -151,16 +200,82 @@ fn tell(out: &mut Vec<String>, lines: Vec<String>, what: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagefold_merge::client::{Client, Gone, Outcome, Piece, PoolMapping, Written};
+    use pagefold_pool::Pool;
 
     #[test]
     fn what_may_not_be_looked_at_is_not_absent() {
         let domain = Domain::new(pagefold_merge::Config::default()).unwrap();
-        let own = File::open("/proc/self/pagemap").unwrap();
+        let own = File::open("/proc/self/pagemap");
         let slot = Slot::new(0, 0);
         for (kind, expected) in
             [(io::ErrorKind::PermissionDenied, Look::Unseen), (io::ErrorKind::NotFound, Look::Absent)]
         {
-            assert_eq!(look(&domain, &Err(kind.into()), &own, 0, slot), expected);
+            let mut eyes = Eyes::new(&domain, &own, HashMap::new());
+            eyes.open.insert(1, Err(kind.into()));
+            assert_eq!(eyes.look_at(&[(1, 0, slot)]), [expected]);
+        }
+    }
+
+    /// As under a kernel that lets nobody read others' memory: the agent of the client reads it.
+    #[test]
+    fn what_we_may_not_read_the_agent_reads() {
+        let domain = Domain::new(pagefold_merge::Config::default()).unwrap();
+        // Held: it stays, whoever goes.
+        let published = domain.pool().publish(&[&[7; PAGE_SIZE]]).unwrap();
+        let slot = published.first;
+        // The client's page is the slot's own here: it is in our table, as a file's, once it was read.
+        let (read, shown) = domain.pool().with_page(slot, |page| (page[9], std::ptr::from_ref(page) as u64)).unwrap();
+        assert_eq!(read, 7);
+        for (byte, right) in [(7, true), (8, false)] {
+            let id = domain.add(Box::new(OnePage(byte)));
+            let own = File::open("/proc/self/pagemap");
+            let mut eyes = Eyes::new(&domain, &own, HashMap::new());
+            let pagemap = File::open("/proc/self/pagemap").unwrap();
+            eyes.open.insert(id, Ok(Files { pagemap, memory: None }));
+            let look = eyes.look_at(&[(id, shown, slot)]).pop().unwrap();
+            assert_eq!(matches!(look, Look::SameFrame | Look::SameBytes), right, "{look:?}");
+            assert_eq!(matches!(look, Look::Wrong(_)), !right, "{look:?}");
+            domain.remove(id);
+            assert_eq!(eyes.look_at(&[(id, shown, slot)]), [Look::Absent]);
+        }
+    }
+
+    /// A client all of whose pages read as this byte.
+    struct OnePage(u8);
+
+    impl Client for OnePage {
+        fn generation(&mut self) -> u64 {
+            0
+        }
+        fn regions(&mut self) -> Result<Option<Vec<Range>>, Gone> {
+            Ok(None)
+        }
+        fn pool_mappings(&mut self) -> Result<Option<Vec<PoolMapping>>, Gone> {
+            Ok(None)
+        }
+        fn watch(&mut self, _: &[Range]) -> Result<(), Gone> {
+            Ok(())
+        }
+        fn touched(&mut self, _: Range, _: &mut Vec<Range>) -> Result<(), Gone> {
+            Ok(())
+        }
+        fn written(&mut self, _: Range, _: bool, _: &mut Vec<Written>) -> Result<(), Gone> {
+            Ok(())
+        }
+        fn broken(&mut self, _: Range, _: &mut Vec<Range>) -> Result<(), Gone> {
+            Ok(())
+        }
+        fn fetch(&mut self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) -> Result<(), Gone> {
+            out[..runs.len()].fill([self.0; PAGE_SIZE]);
+            readable[..runs.len()].fill(true);
+            Ok(())
+        }
+        fn remap(&mut self, _: &Pool, _: &[Piece], _: &mut Vec<Outcome>) -> Result<(), Gone> {
+            Ok(())
+        }
+        fn heal(&mut self, _: &[Range], _: &mut Vec<bool>) -> Result<(), Gone> {
+            Ok(())
         }
     }
 

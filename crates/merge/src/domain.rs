@@ -17,7 +17,7 @@ use crate::stats::{ClientStats, Counters, DomainStats, add, why_word};
 use crate::table::{CHUNK_PAGES, Chunk, Indexed, Table};
 use llds::sd_tree::{SdTree, SweepCursor};
 use pagefold_agent::wire::Why;
-use pagefold_os::{PAGE_SIZE, Page};
+use pagefold_os::{PAGE_SIZE, Page, Range};
 use pagefold_pool::{Hold, Key, Pool, SLOTS_PER_SEGMENT, Slot};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -432,6 +432,26 @@ impl Domain {
         let result = self.unmerge_all(&mut work);
         self.snapshot(&member, &mut work);
         result
+    }
+
+    /// Copies pages of a client, at most [`FETCH_PAGES_MAX`](crate::client::FETCH_PAGES_MAX), as it sees them, one after the
+    /// other, and tells for each whether it could be read.
+    ///
+    /// # Errors
+    /// [`Gone`] if there is no such client (any more).
+    pub fn fetch(&self, id: ClientId, runs: &[Range], out: &mut [Page], readable: &mut [bool]) -> Result<(), Gone> {
+        let member = read(&self.members).get(&id).cloned().ok_or(Gone)?;
+        let mut work = lock(&member.work);
+        if member.gone.load(Ordering::Acquire) {
+            return Err(Gone);
+        }
+        let fetched = work.client.fetch(runs, out, readable);
+        work.client.rest();
+        drop(work);
+        if fetched.is_err() {
+            self.remove(id);
+        }
+        fetched
     }
 
     /// The earliest time at which a client wants a step that nobody has in hand; who has one in hand sees to it himself.
