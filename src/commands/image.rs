@@ -9,7 +9,7 @@ use pagefold_image::config::Limits;
 use pagefold_image::ingest::{Notes, apply_tar};
 use pagefold_image::mount::{self, Kind};
 use pagefold_image::progress::Progress;
-use pagefold_image::store::{Record, RunConfig, Store, default_root};
+use pagefold_image::store::{Record, RunConfig, Store, check_domain, check_name, default_root};
 use pagefold_image::tree::{Data, Kind as FileKind, Tree, show};
 use pagefold_image::{build, exec, export, gc, oci, stat, unpack};
 use serde_json::json;
@@ -40,7 +40,7 @@ pub struct Args {
     #[arg(long, global = true, value_name = "DIR")]
     store: Option<PathBuf>,
     /// Trust boundary: nothing is shared across domains
-    #[arg(long, global = true, default_value = DEFAULT_DOMAIN, value_name = "NAME")]
+    #[arg(long, global = true, default_value = DEFAULT_DOMAIN, value_name = "NAME", value_parser = domain_name)]
     domain: String,
     #[command(subcommand)]
     action: Action,
@@ -165,7 +165,7 @@ A second build of an unchanged directory reads only what stat says has changed. 
 (devices, owners a user may not give) is left out and said. Progress shows on a terminal only.")]
 struct BuildArgs {
     /// Name to store it under
-    #[arg(long)]
+    #[arg(long, value_parser = image_name)]
     name: String,
     /// Directory, tar archive (plain, gzip or zstd), OCI layout, or `-`
     path: PathBuf,
@@ -194,7 +194,7 @@ struct BuildArgs {
   pagefold image import --name app:2 --ref v2 --max-bytes 20G ./layout")]
 struct ImportArgs {
     /// Name to store it under
-    #[arg(long)]
+    #[arg(long, value_parser = image_name)]
     name: String,
     /// OCI layout directory, or an archive of one, or what `podman save` and `docker save` write
     path: PathBuf,
@@ -210,6 +210,14 @@ struct ImportArgs {
     /// One JSON document
     #[arg(long)]
     json: bool,
+}
+
+fn domain_name(name: &str) -> Result<String, String> {
+    check_domain(name).map(|()| name.to_owned()).map_err(|error| error.to_string())
+}
+
+fn image_name(name: &str) -> Result<String, String> {
+    check_name(name).map(|()| name.to_owned()).map_err(|error| error.to_string())
 }
 
 #[derive(clap::Args)]
@@ -287,8 +295,8 @@ struct ExecArgs {
     #[arg(long)]
     rw: bool,
     /// Show a host path in the tree
-    #[arg(long = "bind", value_name = "HOST:TREE")]
-    binds: Vec<String>,
+    #[arg(long = "bind", value_name = "HOST:TREE", value_parser = bind)]
+    binds: Vec<(PathBuf, PathBuf)>,
     /// Set an environment variable; a name alone passes the caller's on
     #[arg(long = "env", short = 'e', value_name = "NAME[=VALUE]")]
     env: Vec<String>,
@@ -305,6 +313,11 @@ struct ExecArgs {
     /// Command and its arguments (the image's own by default)
     #[arg(last = true)]
     command: Vec<OsString>,
+}
+
+fn bind(text: &str) -> Result<(PathBuf, PathBuf), String> {
+    let (from, to) = text.split_once(':').ok_or("give HOST:TREE")?;
+    Ok((PathBuf::from(from), PathBuf::from(to)))
 }
 
 #[derive(Clone, Copy, clap::ValueEnum)]
@@ -405,15 +418,11 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         Action::Exec(exec_args) => {
             let store = open(&exec_args.name)?;
             let record = store.image(&exec_args.name)?;
-            let bind = |bind: &String| {
-                let (from, to) = bind.split_once(':').ok_or_else(|| format!("--bind {bind}: give HOST:TREE"))?;
-                Ok((PathBuf::from(from), PathBuf::from(to)))
-            };
             let run = exec::Run {
                 command: exec_args.command,
                 env: environment(&exec_args.env, |name| std::env::var(name))?,
                 user: exec_args.user,
-                binds: exec_args.binds.iter().map(bind).collect::<Result<_, String>>()?,
+                binds: exec_args.binds,
                 workdir: exec_args.workdir,
                 scratch: exec_args.rw,
                 mount: exec_args.options.options(),
@@ -488,7 +497,6 @@ fn report_built(record: &Record, stats: &pagefold_image::store::BuildStats, json
 }
 
 fn build_image(store: &Store, args: BuildArgs) -> Result<(), Error> {
-    store.check_name(&args.name)?;
     let (mut notes, limits) = (Notes::default(), Limits::default());
     let source = args.path.display().to_string();
     let building = store.build()?;
@@ -532,7 +540,6 @@ fn build_image(store: &Store, args: BuildArgs) -> Result<(), Error> {
 }
 
 fn import_image(store: &Store, args: ImportArgs) -> Result<(), Error> {
-    store.check_name(&args.name)?;
     let limits = Limits { bytes: args.max_bytes, entries: args.max_entries, ..Limits::default() };
     let mut notes = Notes::default();
     let building = store.build()?;

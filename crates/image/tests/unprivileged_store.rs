@@ -809,7 +809,7 @@ fn a_name_that_no_file_can_have_is_refused_before_the_build() {
         ("\n".into(), false),
         (String::new(), false),
     ] {
-        match (store.check_name(&name), record(&name), fits) {
+        match (pagefold_image::store::check_name(&name), record(&name), fits) {
             (Ok(()), Ok(record), true) => assert_eq!(store.image(&name).unwrap().digest, record.digest),
             (Err(early), Err(late), false) => assert_eq!(early.to_string(), late.to_string()),
             other => panic!("{name:?}: {other:?}"),

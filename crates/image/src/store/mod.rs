@@ -33,7 +33,7 @@ mod publish;
 mod trees;
 
 pub use lease::Lease;
-pub use names::{Record, RunConfig};
+pub use names::{Record, RunConfig, check_name};
 pub use publish::{Build, BuildStats};
 pub use trees::decode_objects;
 
@@ -85,7 +85,11 @@ fn make_dir(path: &Path, mode: u32) -> Result<()> {
     fs::DirBuilder::new().recursive(true).mode(mode).create(path).at(path)
 }
 
-fn check_domain(domain: &str) -> Result<()> {
+/// Refuses what cannot be a domain's name.
+///
+/// # Errors
+/// A name that is empty, too long, begins with a dot, or has other characters than letters, digits, - _ and dots.
+pub fn check_domain(domain: &str) -> Result<()> {
     let proper = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     if domain.is_empty() || domain.len() > 100 || domain.starts_with('.') || !domain.chars().all(proper) {
         return Err(input!("{domain:?}: a domain's name has letters, digits, - _ and . only"));

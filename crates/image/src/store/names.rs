@@ -69,34 +69,39 @@ impl RunConfig {
     }
 }
 
+/// Refuses what cannot be an image's name; a build that asks first is not for nothing.
+///
+/// # Errors
+/// A name that is empty, too long, or has control characters.
+pub fn check_name(name: &str) -> Result<()> {
+    if name.is_empty() || name.len() > 200 || name.chars().any(char::is_control) {
+        return Err(input!("{name:?}: an image's name has 1 to 200 bytes and no control characters"));
+    }
+    let bytes = file_name(name).len();
+    if bytes > 255 {
+        return Err(input!(
+            "{name:?}: too long; all but letters, digits, - _ and . takes three bytes of a file name, {bytes} of 255 here"
+        ));
+    }
+    Ok(())
+}
+
+/// The name of an image's record.
+fn file_name(name: &str) -> String {
+    let mut file = String::new();
+    for byte in name.bytes() {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' => file.push(byte.into()),
+            b'.' if !file.is_empty() => file.push('.'),
+            _ => file.push_str(&format!("%{byte:02x}")),
+        }
+    }
+    file
+}
+
 impl Store {
     pub(super) fn image_path(&self, name: &str) -> PathBuf {
-        let mut file = String::new();
-        for byte in name.bytes() {
-            match byte {
-                b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' => file.push(byte.into()),
-                b'.' if !file.is_empty() => file.push('.'),
-                _ => file.push_str(&format!("%{byte:02x}")),
-            }
-        }
-        self.path("images").join(file)
-    }
-
-    /// Refuses what cannot be an image's name; a build that asks first is not for nothing.
-    ///
-    /// # Errors
-    /// A name that is empty, too long, or has control characters.
-    pub fn check_name(&self, name: &str) -> Result<()> {
-        if name.is_empty() || name.len() > 200 || name.chars().any(char::is_control) {
-            return Err(input!("{name:?}: an image's name has 1 to 200 bytes and no control characters"));
-        }
-        let bytes = self.image_path(name).file_name().map_or(0, |file| file.len());
-        if bytes > 255 {
-            return Err(input!(
-                "{name:?}: too long; all but letters, digits, - _ and . takes three bytes of a file name, {bytes} of 255 here"
-            ));
-        }
-        Ok(())
+        self.path("images").join(file_name(name))
     }
 
     /// The record of image `name`.

@@ -301,7 +301,7 @@ impl Build<'_> {
         config: RunConfig,
         notes: Vec<String>,
     ) -> Result<Record> {
-        self.store.check_name(name)?;
+        super::check_name(name)?;
         let image = erofs::write(tree, erofs::Layout::Metadata)?;
         let digest = Digest::of(&image.head);
         let objects = tree.objects();
