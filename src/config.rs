@@ -88,6 +88,7 @@ pub fn parse(command: Command) -> Result<ArgMatches, (Error, u8)> {
     }
     let mut settings = files(named).and_then(|paths| load(&command, &paths)).map_err(|error| (error, failed))?;
     store_in_environment(&mut settings, matches.subcommand_name());
+    socket_in_environment(&mut settings).map_err(|error| (error, failed))?;
     let mut command = apply(command, &settings);
     let matches = command.clone().try_get_matches().unwrap_or_else(exit);
     check_needs(&mut command, &matches);
@@ -123,6 +124,15 @@ fn store_in_environment(settings: &mut Vec<Setting>, command: Option<&str>) {
         // SAFETY: no other thread runs yet.
         unsafe { std::env::set_var("PAGEFOLD_STORE", path) };
     }
+}
+
+/// The environment's socket counts more than the file's: below `run` it is the one that the program is a client of.
+fn socket_in_environment(settings: &mut Vec<Setting>) -> Result<(), Error> {
+    let Some(path) = std::env::var_os("PAGEFOLD_SOCKET").filter(|path| !path.is_empty()) else { return Ok(()) };
+    let path = path.into_string().map_err(|path| format!("PAGEFOLD_SOCKET: {}: not UTF-8 text", path.display()))?;
+    settings.retain(|setting| !(setting.section.is_empty() && setting.id == "socket"));
+    settings.push(Setting { section: "", id: "socket".to_owned(), value: path });
+    Ok(())
 }
 
 /// Makes each switch that is a key take a value: `--busy=false` wins over `busy = true` in the file.

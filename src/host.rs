@@ -106,6 +106,12 @@ fn is_agent(path: &str) -> bool {
     })
 }
 
+/// True if this process was started as a client.
+pub fn has_agent() -> bool {
+    let preload = std::env::var("LD_PRELOAD").unwrap_or_default();
+    std::env::var_os("PAGEFOLD_SOCKET").is_some() && preload.split([':', ' ']).any(is_agent)
+}
+
 /// A short name for content; no proof of anything.
 fn fnv(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))

@@ -25,6 +25,7 @@ the one file that --config or PAGEFOLD_CONFIG names; the command line wins.
 Environment:
   NO_COLOR              no colours, as without a terminal
   PAGEFOLD_CONFIG       the file with defaults, as --config
+  PAGEFOLD_SOCKET       the daemon's socket, as --socket; `run` sets it for what it runs
   PAGEFOLD_STORE        the store of image trees, as image --store
   PAGEFOLD_RUNTIME_DIR  where sockets of daemon and mounts lie; else $XDG_RUNTIME_DIR/pagefold (root: /run/pagefold)
 

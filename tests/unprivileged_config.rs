@@ -12,7 +12,7 @@ use std::process::{Command, Output, Stdio};
 fn tool(home: &Path) -> Command {
     let mut command = Command::new(TOOL);
     command.env("HOME", home).env("NO_COLOR", "1");
-    for name in ["XDG_CONFIG_HOME", "PAGEFOLD_CONFIG", "PAGEFOLD_STORE"] {
+    for name in ["XDG_CONFIG_HOME", "PAGEFOLD_CONFIG", "PAGEFOLD_STORE", "PAGEFOLD_SOCKET"] {
         command.env_remove(name);
     }
     command
@@ -46,6 +46,29 @@ fn a_daemon_takes_its_defaults_from_the_users_file_and_the_command_line_wins() {
     let status: Value = serde_json::from_slice(&status().stdout).expect("JSON");
     assert_eq!(status["workers"], 2, "the command line wins");
     assert_eq!(status["period_s"], 7.0, "the file wins over what is built in");
+}
+
+#[test]
+fn the_environment_names_the_socket_over_the_file_and_the_command_line_over_both() {
+    let home = tempfile::tempdir().expect("a directory");
+    let path = |name: &str| home.path().join(name).display().to_string();
+    write(&home.path().join(".config/pagefold/pagefold.toml"), &format!("socket = {:?}\n", path("of-the-file")));
+    let asked = |args: &[&str], socket: &str| {
+        let output = tool(home.path()).env("PAGEFOLD_SOCKET", socket).args(args).output().expect("the tool");
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    let (environment, given) = (path("of-the-environment"), path("given"));
+    for command in [&["verify"][..], &["pause"], &["unmerge", "1"], &["park", "1"]] {
+        let with = [command, &["--socket", &given]].concat();
+        for (args, socket, wanted) in [
+            (command, &*environment, &*environment),
+            (&with, &environment, &given),
+            (command, "", &path("of-the-file")),
+        ] {
+            let said = asked(args, socket);
+            assert!(said.contains(&format!("no daemon listens at {wanted};")), "{args:?}: {said}");
+        }
+    }
 }
 
 #[test]

@@ -23,7 +23,7 @@ pub struct Unmerge {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Socket of the daemon [default: this user's]
+    /// Socket of the daemon [default: $PAGEFOLD_SOCKET, else this user's]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
 }
@@ -40,7 +40,7 @@ pub struct Pause {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Socket of the daemon [default: this user's]
+    /// Socket of the daemon [default: $PAGEFOLD_SOCKET, else this user's]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
 }
@@ -55,7 +55,7 @@ pub struct Resume {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Socket of the daemon [default: this user's]
+    /// Socket of the daemon [default: $PAGEFOLD_SOCKET, else this user's]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
 }
@@ -69,7 +69,7 @@ pub struct Verify {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Socket of the daemon [default: this user's]
+    /// Socket of the daemon [default: $PAGEFOLD_SOCKET, else this user's]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
 }

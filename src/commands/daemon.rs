@@ -26,7 +26,7 @@ From afar: ssh -L 9200:127.0.0.1:9200 HOST shows the page at the same address he
 It may be killed at any time: clients keep what is merged, and greet the next daemon. What is in
 the cold tier is kept by a small process, pagefold keeper, which then starts the next daemon.")]
 pub struct Args {
-    /// Where to listen [default: this user's]
+    /// Where to listen [default: $PAGEFOLD_SOCKET, else this user's]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
     /// Worker threads per domain; `auto`: one per processor, at most 8

@@ -165,7 +165,7 @@ fn run_mount(args: &MountArgs) -> Result<ExitCode, Error> {
         dirty_background_percent: args.dirty_percent.div_ceil(4),
         read_ahead_bytes: usize::try_from(args.read_ahead)?,
         // Under `pagefold run` the agent is told of the frames by the very call this makes.
-        merge: args.merge || std::env::var_os("PAGEFOLD_SOCKET").is_some(),
+        merge: args.merge || crate::host::has_agent(),
         ..Config::default()
     };
     let options = Options {

@@ -20,7 +20,7 @@ Exit status: 0 if printed, 1 if the agent could not be written, 2 for wrong usag
 pub struct Args {
     #[command(flatten)]
     client: super::run::ClientArgs,
-    /// Socket of the daemon [default: this user's]
+    /// Socket of the daemon [default: $PAGEFOLD_SOCKET, else this user's]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
 }

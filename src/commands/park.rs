@@ -58,7 +58,7 @@ struct Target {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Socket of the daemon [default: this user's]
+    /// Socket of the daemon [default: $PAGEFOLD_SOCKET, else this user's]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
 }

@@ -51,7 +51,7 @@ pub struct Args {
     /// How to merge: through the agent, or by the kernel's KSM (for static or sealed programs)
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     backend: Backend,
-    /// Socket of the daemon [default: this user's]
+    /// Socket of the daemon [default: $PAGEFOLD_SOCKET, else this user's]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
     /// Program and its arguments

@@ -36,7 +36,7 @@ pub struct Args {
     /// Time between two samples
     #[arg(long, short, value_name = "TIME", value_parser = units::duration, default_value = "1s")]
     interval: Duration,
-    /// Socket of the daemon [default: this user's]
+    /// Socket of the daemon [default: $PAGEFOLD_SOCKET, else this user's]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
 }

@@ -97,6 +97,9 @@ class Verified:
 
 def default_socket() -> Path:
     """Where this user's daemon listens unless told otherwise."""
+    named = os.environ.get("PAGEFOLD_SOCKET")
+    if named:
+        return Path(named)
     uid = os.geteuid()
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     own = os.environ.get("PAGEFOLD_RUNTIME_DIR")
