@@ -79,7 +79,7 @@ fn each_command_has_a_manual_page_that_man_renders() {
     let made = pagefold(&["man", &dir.path().join("man1").display().to_string()]);
     assert!(made.status.success(), "{}", text(&made.stderr));
     let main = std::fs::read_to_string(dir.path().join("man1/pagefold.1")).expect("the tool's own page");
-    for section in ["ENVIRONMENT", "EXIT STATUS"] {
+    for section in ["ENVIRONMENT", "EXIT STATUS", "FILES"] {
         assert!(main.contains(&format!(".SH \"{section}\"")), "{section}");
     }
     let members = |command: &String| -> Vec<String> {
@@ -104,7 +104,7 @@ fn each_command_has_a_manual_page_that_man_renders() {
             return;
         }
         assert!(shown.status.success() && errors.trim().is_empty(), "{}: {errors}", page.display());
-        for section in ["SYNOPSIS", "EXIT STATUS"] {
+        for section in ["SYNOPSIS", "EXIT STATUS", "SEE ALSO"] {
             assert!(text(&shown.stdout).contains(section), "{section} is not in {}", page.display());
         }
     }
