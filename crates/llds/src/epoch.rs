@@ -229,7 +229,8 @@ pub fn clock() -> &'static Clock {
     &CLOCK
 }
 
-/// A thread's registration: its place and how many pins are nested.
+/// A thread's registration: its place and how many pins it holds. Without a destructor, so that it is there for pins
+/// that other thread-locals hold or take as the thread ends.
 struct Registration {
     place: std::cell::Cell<Place>,
     depth: std::cell::Cell<u32>,
@@ -239,6 +240,9 @@ struct Registration {
 enum Place {
     Unasked,
     At(usize),
+    /// The thread is ending: its last pin gives the place up.
+    #[cfg_attr(loom, allow(dead_code))]
+    Last(usize),
     None,
 }
 
@@ -247,33 +251,65 @@ impl Registration {
         Self { place: std::cell::Cell::new(Place::Unasked), depth: std::cell::Cell::new(0) }
     }
 
+    #[inline]
     fn place(&self) -> Option<usize> {
         match self.place.get() {
-            Place::At(place) => Some(place),
+            Place::At(place) | Place::Last(place) => Some(place),
             Place::None => None,
-            Place::Unasked => {
-                let place = clock().register();
-                self.place.set(place.map_or(Place::None, Place::At));
-                place
+            Place::Unasked => self.register(),
+        }
+    }
+
+    #[cold]
+    fn register(&self) -> Option<usize> {
+        // Who cannot tell that the thread ends keeps no place. Under loom the clock dies with the model's execution,
+        // before the threads' locals.
+        #[cfg(not(loom))]
+        let place = ENDING.try_with(|_| clock().register()).unwrap_or(None);
+        #[cfg(loom)]
+        let place = clock().register();
+        self.place.set(place.map_or(Place::None, Place::At));
+        place
+    }
+
+    /// The last pin of the thread goes.
+    #[inline]
+    fn leave(&self) {
+        match self.place.get() {
+            Place::At(place) => clock().withdraw(Some(place)),
+            Place::Last(place) => {
+                clock().deregister(place);
+                self.place.set(Place::None);
             }
+            Place::None | Place::Unasked => clock().withdraw(None),
         }
     }
 }
 
-impl Drop for Registration {
+/// Gives the thread's place up as it ends.
+#[cfg(not(loom))]
+struct Ending;
+
+#[cfg(not(loom))]
+impl Drop for Ending {
     fn drop(&mut self) {
-        // A pin that another thread-local holds may end after us: the place is left to it.
-        // Under loom the clock dies with the model's execution, before the threads' locals.
-        #[cfg(not(loom))]
-        if let (Place::At(place), 0) = (self.place.get(), self.depth.get()) {
-            clock().deregister(place);
-        }
+        REGISTRATION.with(|registration| {
+            if let Place::At(place) = registration.place.get() {
+                if registration.depth.get() == 0 {
+                    clock().deregister(place);
+                    registration.place.set(Place::None);
+                } else {
+                    registration.place.set(Place::Last(place));
+                }
+            }
+        });
     }
 }
 
 #[cfg(not(loom))]
 thread_local! {
     static REGISTRATION: Registration = const { Registration::new() };
+    static ENDING: Ending = const { Ending };
 }
 
 #[cfg(loom)]
@@ -281,51 +317,40 @@ loom::thread_local! {
     static REGISTRATION: Registration = Registration::new();
 }
 
-/// Proof that this thread is pinned; leaves on drop.
+/// Proof that this thread is pinned; the last one to be dropped leaves.
 pub struct Pin {
-    /// `None` inside another pin of the same thread, or the place to leave.
-    leave: Option<Option<usize>>,
     /// A pin belongs to the thread that made it.
     _not_send: std::marker::PhantomData<*const ()>,
 }
 
-/// Pins this thread to the current epoch until the guard is dropped. Pins may nest.
+/// Pins this thread to the current epoch until the guard is dropped. A thread may hold several, and drop them in any order.
 pub fn pin() -> Pin {
-    let leave = REGISTRATION
-        .try_with(|registration| {
-            let depth = registration.depth.get();
-            registration.depth.set(depth + 1);
-            (depth == 0).then(|| {
-                let place = registration.place();
-                clock().announce(place);
-                place
-            })
-        })
-        // In the destructor of another thread-local ours may be gone: pin without a place.
-        .unwrap_or_else(|_| {
-            clock().announce(None);
-            Some(None)
-        });
-    Pin { leave, _not_send: std::marker::PhantomData }
+    REGISTRATION.with(|registration| {
+        let depth = registration.depth.get();
+        registration.depth.set(depth + 1);
+        if depth == 0 {
+            clock().announce(registration.place());
+        }
+    });
+    Pin { _not_send: std::marker::PhantomData }
 }
 
 impl Drop for Pin {
     fn drop(&mut self) {
-        let registered =
-            REGISTRATION.try_with(|registration| registration.depth.set(registration.depth.get().saturating_sub(1)));
-        match (self.leave, registered) {
-            // The registration ended before us and left its place to us.
-            (Some(Some(place)), Err(_)) => clock().deregister(place),
-            (Some(place), _) => clock().withdraw(place),
-            (None, _) => {}
-        }
+        REGISTRATION.with(|registration| {
+            let depth = registration.depth.get() - 1;
+            registration.depth.set(depth);
+            if depth == 0 {
+                registration.leave();
+            }
+        });
     }
 }
 
 /// This thread's place on the board, which no other thread has meanwhile; `None` if there is none left for it.
 #[inline]
 pub(crate) fn thread_place() -> Option<usize> {
-    REGISTRATION.try_with(Registration::place).unwrap_or(None)
+    REGISTRATION.with(Registration::place)
 }
 
 /// A small number that tells this thread from most others: which shard of a counter to use.
@@ -369,7 +394,7 @@ mod tests {
         impl Drop for Holder {
             fn drop(&mut self) {
                 let Some((pin, place, sender)) = self.0.take() else { return };
-                let gone = REGISTRATION.try_with(|_| ()).is_err();
+                let gone = ENDING.try_with(|_| ()).is_err();
                 let held = if gone { CLOCK.board[place].word.load(Ordering::SeqCst) } else { 0 };
                 drop(pin);
                 let _ = sender.send((held, place));
@@ -400,13 +425,23 @@ mod tests {
     }
 
     #[test]
-    fn pins_nest() {
-        let outer = pin();
-        let inner = pin();
-        drop(inner);
-        let place = REGISTRATION.with(|registration| registration.place()).expect("the board has room");
-        assert_ne!(CLOCK.board[place].word.load(Ordering::SeqCst) & PINNED, 0);
-        drop(outer);
-        assert_eq!(CLOCK.board[place].word.load(Ordering::SeqCst) & PINNED, 0);
+    fn the_last_pin_of_a_thread_leaves_whichever_it_is() {
+        for outer_first in [false, true] {
+            let (mut first, mut last) = (pin(), pin());
+            if !outer_first {
+                std::mem::swap(&mut first, &mut last);
+            }
+            let stamp = CLOCK.now();
+            drop(first);
+            let place = thread_place().expect("the board has room");
+            assert_ne!(CLOCK.board[place].word.load(Ordering::SeqCst) & PINNED, 0);
+            // Other tests advance this clock as well: it moves once at most.
+            for _ in 0..3 {
+                CLOCK.try_advance();
+            }
+            assert!(!CLOCK.is_past(stamp), "the clock passed a pin that is held");
+            drop(last);
+            assert_eq!(CLOCK.board[place].word.load(Ordering::SeqCst) & PINNED, 0);
+        }
     }
 }
