@@ -77,12 +77,15 @@ impl Key for [u8; 4096] {
     }
 }
 
+/// What tells the lanes of a fingerprint apart.
+const LANES: [u64; 4] = [0x9e37_79b9_7f4a_7c15, 0xd1b5_4a32_d192_ed03, 0xaaaa_aaab_5bd1_e995, 0x8cb9_2ba7_2f3d_8dd7];
+
 /// Reads each byte once and gives 64 evenly spread bits that depend on the seed.
 ///
 /// Four lanes of multiply-and-fold. An attacker who does not know the seed cannot aim keys at a
 /// bucket; it is no cryptographic hash, and equality is never taken from it.
 pub fn fingerprint_bytes(bytes: &[u8], seed: u64) -> u64 {
-    const K: [u64; 4] = [0x9e37_79b9_7f4a_7c15, 0xd1b5_4a32_d192_ed03, 0xaaaa_aaab_5bd1_e995, 0x8cb9_2ba7_2f3d_8dd7];
+    const K: [u64; 4] = LANES;
     let fold = |a: u64, b: u64| {
         let wide = u128::from(a) * u128::from(b);
         wide as u64 ^ (wide >> 64) as u64
@@ -101,7 +104,9 @@ pub fn fingerprint_bytes(bytes: &[u8], seed: u64) -> u64 {
         }
     }
     for (index, chunk) in blocks.remainder().chunks(8).enumerate() {
-        lanes[index % 4] = fold(word(chunk) ^ K[index % 4], lanes[index % 4] ^ seed.rotate_left(32) ^ index as u64);
+        // The seed in both factors: who knows one that is 0 forgets all that was read before it.
+        let factor = word(chunk) ^ K[index % 4] ^ seed;
+        lanes[index % 4] = fold(factor, lanes[index % 4] ^ seed.rotate_left(32) ^ index as u64);
     }
     let low = fold(lanes[0] ^ K[1], lanes[1] ^ bytes.len() as u64);
     let high = fold(lanes[2] ^ K[3], lanes[3] ^ seed);
@@ -193,5 +198,25 @@ impl<R: Resolve> Exact<R> {
     /// Removes the key if its value is `expected`; tells whether it was there.
     pub fn remove<K: Key + ?Sized>(&self, key: &K, expected: u64) -> bool {
         self.tree.remove(key.fingerprint(self.seed), expected)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_ending_makes_all_keys_equal() {
+        // What stands in the code for all to read, in each lane behind whole blocks and without any.
+        let ending: Vec<u8> = LANES.iter().flat_map(|lane| lane.to_le_bytes()).collect();
+        for length in [0, 8, 64, 128] {
+            for seed in 1..100u64 {
+                let [x, y] = [1, 2].map(|byte| [&vec![byte; length][..], &ending].concat());
+                if length != 0 {
+                    assert_ne!(fingerprint_bytes(&x, seed), fingerprint_bytes(&y, seed), "{length} bytes, seed {seed}");
+                }
+                assert_ne!(fingerprint_bytes(&x, seed), fingerprint_bytes(&x, seed + 1));
+            }
+        }
     }
 }
