@@ -30,8 +30,9 @@ impl SdTree {
     /// Gives the number of removed leaves. Others read and write meanwhile.
     ///
     /// Every second pass marks children that are empty, the others cut off those that still are, so
-    /// their memory comes back. `keep` may be asked twice for one leaf, and not at all for one that
-    /// is inserted or moved meanwhile.
+    /// their memory comes back. `keep` may be asked several times for one leaf, and not at all for one that
+    /// is inserted or moved meanwhile. What goes was rejected as it is: a pair that others removed and
+    /// inserted again meanwhile is another leaf.
     pub fn retain(&self, cursor: &mut SweepCursor, bucket_count: usize, mut keep: impl FnMut(u64) -> bool) -> u64 {
         epoch::clock().try_advance();
         let mut removed = 0;
@@ -61,15 +62,7 @@ impl SdTree {
     ) -> u64 {
         let mut removed = 0;
         for slot in 0..SLOTS {
-            let control = self.memory.load_control(line);
-            if control.state(slot) != State::Leaf {
-                continue;
-            }
-            let leaf = self.memory.slot(line, slot).load(Ordering::Acquire);
-            let current = word::is_leaf(leaf) && self.memory.load_control(line) == control;
-            if current && !keep(word::value(leaf)) && self.remove_leaf(line, slot, leaf) {
-                removed += 1;
-            }
+            removed += u64::from(self.sweep_leaf(line, slot, keep));
         }
         for half in 0..2 {
             let control = self.memory.load_control(line);
@@ -88,16 +81,20 @@ impl SdTree {
         removed
     }
 
-    /// Removes exactly this leaf, if it is still there and its node may change.
-    fn remove_leaf(&self, line: u64, slot: usize, leaf: u64) -> bool {
+    /// Removes the leaf of a slot if `keep` rejects it, and tells whether it did. If the node changes meanwhile the slot may
+    /// hold another leaf of the same word: it is asked about anew.
+    fn sweep_leaf(&self, line: u64, slot: usize, keep: &mut impl FnMut(u64) -> bool) -> bool {
         loop {
             let control = self.memory.load_control(line);
+            // On its way elsewhere: the next pass meets it there.
             if control.has(Control::FROZEN | Control::MOVING) || control.state(slot) != State::Leaf {
-                // On its way elsewhere: the next pass meets it there.
                 return false;
             }
-            let same = self.memory.slot(line, slot).load(Ordering::Acquire) == leaf;
-            if !same {
+            let leaf = self.memory.slot(line, slot).load(Ordering::Acquire);
+            if self.memory.load_control(line) != control {
+                continue;
+            }
+            if !word::is_leaf(leaf) || keep(word::value(leaf)) {
                 return false;
             }
             if self.memory.change(line, control, control.set_state(slot, State::Free).next_version()) {

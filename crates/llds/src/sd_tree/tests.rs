@@ -538,3 +538,23 @@ mod properties {
         }
     }
 }
+
+#[test]
+fn a_sweep_takes_no_leaf_that_it_did_not_ask_about() {
+    let tree = SdTree::with_capacity_hint(0).unwrap();
+    tree.get_or_insert(spread(1), 7).unwrap();
+    let mut asked = 0;
+    let mut cursor = SweepCursor::new();
+    while cursor.passes() == 0 {
+        tree.retain(&mut cursor, 64, |value| {
+            asked += 1;
+            if asked == 1 {
+                // Another user of the value ends and a new one begins, in the same slot.
+                assert!(tree.remove(spread(1), value));
+                assert_eq!(tree.get_or_insert(spread(1), value).unwrap(), None);
+            }
+            asked != 1
+        });
+    }
+    assert_eq!((tree.get(spread(1)), asked), (Some(7), 2));
+}
