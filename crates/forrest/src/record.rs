@@ -83,6 +83,15 @@ impl<'a> Record<'a> {
         self.copy(self.value_index(), self.value_bytes, out);
     }
 
+    /// The record's value if it has up to 8 bytes, and zeros behind it.
+    pub fn short_value(&self) -> Option<[u8; 8]> {
+        match self.value_bytes {
+            0 => Some([0; 8]),
+            1..=8 => Some(self.word(self.value_index()).to_ne_bytes()),
+            _ => None,
+        }
+    }
+
     /// Appends the record's key to `out`.
     pub fn copy_key(&self, out: &mut Vec<u8>) {
         self.copy(1, self.key_bytes, out);

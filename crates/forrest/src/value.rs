@@ -6,10 +6,10 @@ use llds::arena::{Arena, SeatRef};
 use std::ops::Deref;
 
 /// A value, copied out of the store. Values of up to 8 bytes cost no allocation.
-#[derive(Clone, PartialEq, Eq, Hash)]
+#[derive(Clone)]
 pub struct Value(Repr);
 
-#[derive(Clone, PartialEq, Eq, Hash)]
+#[derive(Clone)]
 enum Repr {
     Short { bytes: [u8; 8], length: u8 },
     Long(Vec<u8>),
@@ -63,6 +63,20 @@ impl AsRef<[u8]> for Value {
     }
 }
 
+impl PartialEq for Value {
+    fn eq(&self, other: &Value) -> bool {
+        **self == **other
+    }
+}
+
+impl Eq for Value {}
+
+impl std::hash::Hash for Value {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        (**self).hash(state);
+    }
+}
+
 impl PartialEq<[u8]> for Value {
     fn eq(&self, other: &[u8]) -> bool {
         **self == *other
@@ -88,9 +102,14 @@ impl Sink for Value {
     }
 
     fn record(&mut self, record: Record<'_>, _offset: u64) {
-        let mut bytes = Vec::with_capacity(record.value_bytes);
-        record.copy_value(&mut bytes);
-        self.0 = Repr::Long(bytes);
+        self.0 = match record.short_value() {
+            Some(bytes) => Repr::Short { bytes, length: record.value_bytes as u8 },
+            None => {
+                let mut bytes = Vec::with_capacity(record.value_bytes);
+                record.copy_value(&mut bytes);
+                Repr::Long(bytes)
+            }
+        };
     }
 }
 
@@ -194,6 +213,30 @@ impl Sink for Guarding<'_> {
                 record.copy_value(&mut bytes);
                 self.bytes = RefBytes::Copied(bytes);
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Options;
+    use std::collections::HashSet;
+
+    #[test]
+    fn values_of_the_same_bytes_are_equal_under_whatever_key() {
+        let store = Options::new().ordered().private().unwrap();
+        let keys: [&[u8]; 3] = [b"a", b"12345678", b"a key of sixteen"];
+        for value in [&b""[..], b"1", b"\0\0", b"12345678", b"123456789", &[7; 100]] {
+            for key in keys {
+                store.set(key, value).unwrap();
+            }
+            let got: Vec<Value> = keys.iter().map(|key| store.get(key).unwrap()).collect();
+            let scanned: Vec<Value> = store.scan::<[u8]>(..).unwrap().map(|(_, value)| value).collect();
+            assert!(got.iter().all(|got| **got == *value), "{got:?}");
+            assert!(got.iter().chain(&scanned).all(|one| *one == got[0]), "{got:?} {scanned:?}");
+            assert!(got.iter().all(|got| matches!(got.0, Repr::Short { .. }) == (value.len() <= 8)), "{value:?}");
+            assert_eq!(got.into_iter().chain(scanned).collect::<HashSet<_>>().len(), 1);
         }
     }
 }
