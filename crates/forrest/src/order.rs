@@ -95,6 +95,10 @@ impl Order {
         hash: u64,
         decide: impl FnOnce(Option<&[u8]>) -> Result<Change<'v>, Error>,
     ) -> Result<bool, Error> {
+        // In a forked child it may stay locked for ever.
+        if table.arena.is_forked() {
+            return Err(llds::arena::Error::Forked.into());
+        }
         let stripe = &self.stripes[hash as usize % STRIPES].0;
         let _held = stripe.lock().unwrap_or_else(PoisonError::into_inner);
         let mut after = false;

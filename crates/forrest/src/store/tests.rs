@@ -172,3 +172,41 @@ fn recoverers_may_be_killed_too() {
     }
     assert!(twice > 5, "{twice} recoveries of a double entry");
 }
+
+#[test]
+fn a_forked_child_is_refused_changes_that_another_thread_was_at() {
+    let store = &Options::new().ordered().private().unwrap();
+    let hash = store.table.hasher.first(b"key");
+    let (begun, go_on) = (&std::sync::Barrier::new(2), &std::sync::Barrier::new(2));
+    let mut status = -1;
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let stop = |_: Option<&[u8]>| {
+                begun.wait();
+                go_on.wait();
+                Ok(Change::Keep)
+            };
+            store.modify(b"key", hash, stop).unwrap();
+        });
+        begun.wait();
+        // SAFETY: the child reads memory, takes no lock of other threads and leaves by _exit.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: ends the child if it waits for a thread that it does not have.
+            unsafe { libc::alarm(60) };
+            let forked = |error: Error| matches!(error, Error::Arena(arena::Error::Forked));
+            let refused = store.set(b"key", b"1").is_err_and(forked)
+                && store.insert(b"key", b"1").is_err_and(forked)
+                && store.add(b"key", 1).is_err_and(forked)
+                && store.delete(b"key").is_err_and(forked)
+                && store.take(b"key").is_err_and(forked)
+                && store.compare_swap(b"key", None, Some(b"1")).is_err_and(forked);
+            // SAFETY: leaves the child without running destructors of the parent's threads.
+            unsafe { libc::_exit(i32::from(!refused)) };
+        }
+        // SAFETY: waits for the child just made.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        go_on.wait();
+    });
+    assert_eq!(status, 0);
+}
