@@ -210,15 +210,14 @@ impl Table {
                 return Err(format!("segment {segment} is locked by seat {}", word >> 48));
             }
             let dir = self.dir(segment, Ordering::Acquire);
-            let range = self.arena.data_range();
             let bytes = (dir.buckets() * crate::bucket::BUCKET_BYTES) as u64;
-            if dir.buckets() != 0 {
-                if !range.contains(&dir.offset()) || dir.offset() + bytes > range.end {
-                    return Err(format!("segment {segment} lies outside the arena"));
-                }
-                if self.arena.block_bytes(dir.offset()) < bytes.min(64) || !self.arena.is_allocated(dir.offset()) {
-                    return Err(format!("segment {segment} is not in a block of its own"));
-                }
+            if !dir.lies_in(&self.arena.data_range()) {
+                return Err(format!("segment {segment} lies outside the arena"));
+            }
+            let is_block =
+                || self.arena.block_bytes(dir.offset()) >= bytes.min(64) && self.arena.is_allocated(dir.offset());
+            if dir.buckets() != 0 && !is_block() {
+                return Err(format!("segment {segment} is not in a block of its own"));
             }
             report.buckets += dir.buckets() as u64;
             let mut entries = Vec::new();

@@ -178,6 +178,9 @@ impl Options {
         if lock_file(&file, libc::LOCK_EX | libc::LOCK_NB).is_ok() {
             let store = Store::over(Arena::open_alone(file.try_clone()?, KIND, self.pages)?)?;
             store.table.recover_all();
+            if !store.table.are_locks_sound() {
+                return Err(arena::Error::Damaged("a segment is locked, though nobody uses the store").into());
+            }
             if !store.table.arena.is_audited() {
                 store.table.free_lost()?;
             }
@@ -246,6 +249,9 @@ impl Store {
         if arena.data_range().end > OFFSETS_END {
             return Err(arena::Error::Damaged("it is larger than its directory can name").into());
         }
+        if arena.root_bytes() < ROOT_BYTES {
+            return Err(arena::Error::Damaged("it has no room for its directory").into());
+        }
         let root = arena.root();
         let settings: Vec<u64> = (0..7)
             // SAFETY: the root has ROOT_BYTES; its settings are not written after creation.
@@ -259,8 +265,11 @@ impl Store {
         let limit_bytes = arena.stats().capacity_bytes;
         let at = |offset: usize| root.wrapping_add(offset);
         let words = [at(ROOT_HEAD), at(ROOT_HEAD + SEGMENTS * 8), at(CURSOR_AT)];
-        let table = std::sync::Arc::new(Table::new(arena, words, hasher, settings[5]));
-        Ok(Store { table, order: None, limit_bytes })
+        let table = Table::new(arena, words, hasher, settings[5]);
+        if !table.is_directory_sound() {
+            return Err(arena::Error::Damaged("its directory names places outside of it").into());
+        }
+        Ok(Store { table: table.into(), order: None, limit_bytes })
     }
 
     /// Returns the value of `key`, copied.

@@ -210,3 +210,43 @@ fn a_forked_child_is_refused_changes_that_another_thread_was_at() {
     });
     assert_eq!(status, 0);
 }
+
+#[test]
+fn a_store_with_a_damaged_page_is_refused() {
+    let outside = |word: u64| move |store: &Store, segment| store.table.dir_word(segment).store(word, Ordering::SeqCst);
+    let locked = |word: u64| move |store: &Store, segment| store.table.lock_word(segment).store(word, Ordering::SeqCst);
+    type Damage = Box<dyn Fn(&Store, usize)>;
+    let damages: [(&str, Damage); 6] = [
+        ("a directory of ones", Box::new(outside(!(1 << 52)))),
+        ("buckets before the data", Box::new(outside(1 << 34 | 1))),
+        ("buckets behind the end", Box::new(outside((200_000 << 34) | (1 << 20)))),
+        ("a lock of a free seat", Box::new(locked(900 << 48))),
+        ("a lock of no seat", Box::new(locked(0xffff << 48))),
+        ("more entries than room", Box::new(locked(1 << 30))),
+    ];
+    for (what, damage) in damages {
+        let mut shared = Shared::new("damaged");
+        shared.store.set(b"some key", b"1").unwrap();
+        drop(shared.again());
+        let segment = Spot::of(shared.store.table.hasher.first(b"some key")).segment;
+        damage(&shared.store, segment);
+        // Closed: the store here is another one from now on.
+        shared.store = Store::new().unwrap();
+        let opened = Options::new().open_existing_path(&shared.path).map(|_| ());
+        assert!(matches!(opened, Err(Error::Arena(arena::Error::Damaged(_)))), "{what}: {opened:?}");
+    }
+}
+
+#[test]
+fn a_store_without_room_for_its_directory_is_refused() {
+    let mut shared = Shared::new("rootless");
+    shared.store = Store::new().unwrap();
+    std::fs::remove_file(&shared.path).unwrap();
+    let file = File::options().read(true).write(true).create_new(true).open(&shared.path).unwrap();
+    let options = arena::Options { root_bytes: ROOT_HEAD, ..Options::new().limit_bytes(64 << 20).arena(0) };
+    let arena = Arena::create(file, &options).unwrap();
+    init_root(&arena, Hash::default()).unwrap();
+    drop(arena);
+    let opened = Options::new().open_existing_path(&shared.path).map(|_| ());
+    assert!(matches!(opened, Err(Error::Arena(arena::Error::Damaged(_)))), "{opened:?}");
+}

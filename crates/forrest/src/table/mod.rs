@@ -67,6 +67,12 @@ impl Dir {
         ((self.0 >> OFFSET_BITS) & ((1 << COUNT_BITS) - 1)) as usize
     }
 
+    /// Whether the buckets lie inside `range` as a whole, or there are none.
+    pub fn lies_in(self, range: &std::ops::Range<u64>) -> bool {
+        let bytes = (self.buckets() * BUCKET_BYTES) as u64;
+        bytes == 0 || (range.contains(&self.offset()) && bytes <= range.end - self.offset())
+    }
+
     #[inline]
     pub fn flooded(self) -> bool {
         self.0 & FLOODED != 0
@@ -153,9 +159,25 @@ impl Table {
     #[inline]
     pub fn bucket(&self, dir: Dir, index: usize) -> &Bucket {
         let at = self.base.wrapping_add(dir.offset() as usize + index * BUCKET_BYTES);
-        // SAFETY: directory entries name blocks inside the arena; blocks of lines are 64-byte aligned; the mapping
-        // outlives `self`, and buckets consist of atomics, so even a stale entry leads to readable memory.
+        // SAFETY: directory entries name places inside the arena (`is_directory_sound` where a store is opened, blocks
+        // ever after) that are 64-byte aligned; the mapping outlives `self`, and buckets consist of atomics, so even a
+        // stale entry leads to readable memory.
         unsafe { &*at.cast::<Bucket>() }
+    }
+
+    /// Whether each segment lies inside the arena, whatever is written there: nothing else looks again.
+    pub fn is_directory_sound(&self) -> bool {
+        let range = self.arena.data_range();
+        (0..SEGMENTS).all(|segment| self.dir(segment, Ordering::Acquire).lies_in(&range))
+    }
+
+    /// Whether no segment is locked or counts more entries than it has room for. Exact only while nobody writes.
+    pub fn are_locks_sound(&self) -> bool {
+        (0..SEGMENTS).all(|segment| {
+            let room = self.dir(segment, Ordering::Acquire).buckets() * SLOTS;
+            // With its owner in the high bits a lock that is held is a larger number than any count.
+            self.lock_word(segment).load(Ordering::Acquire) <= room as u64
+        })
     }
 
     /// Calls `visit` with the entries of a segment, in no order, under its lock.

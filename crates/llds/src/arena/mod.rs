@@ -160,6 +160,11 @@ impl Arena {
         self.at(self.inner.layout.root as u64)
     }
 
+    /// Returns how many bytes the structure's fixed part has.
+    pub fn root_bytes(&self) -> usize {
+        self.inner.layout.root_bytes
+    }
+
     /// Returns the offsets at which blocks can lie.
     #[inline]
     pub fn data_range(&self) -> std::ops::Range<u64> {

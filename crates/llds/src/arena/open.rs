@@ -79,7 +79,8 @@ impl Arena {
     }
 
     /// Opens the arena in `file`, which nobody else has open, nor opens before this returns: whoever sat in a seat is
-    /// dead, whatever his id says here, and from now on the arena is used in our namespaces.
+    /// dead, whatever his id says here, and from now on the arena is used in our namespaces. Looks through its table of
+    /// spans.
     ///
     /// # Errors
     /// As [`Arena::open`].
@@ -133,6 +134,9 @@ impl Arena {
         }
         let map = map::Mapping::shared(file, layout.bytes, pages)?;
         let arena = Arena::over(map, layout, Some(own_identity()?.0))?;
+        if alone && !arena.inner.is_table_sound() {
+            return Err(Error::Damaged("its table of spans names what cannot be"));
+        }
         arena.inner.enter(alone)?;
         Ok(arena)
     }

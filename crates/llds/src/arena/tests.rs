@@ -860,3 +860,27 @@ fn pages_of_freed_extents_stay_a_while() {
     arena.trim(&seat);
     assert_eq!(arena.stats().spans.held_bytes, 0);
 }
+
+#[test]
+fn a_table_that_cannot_be_is_refused_by_who_is_alone() {
+    let word = |state: u64, class: usize, spans: u64| state | (class as u64) << 8 | spans << 32;
+    let cases = [
+        ("no state", word(9, 0, 0)),
+        ("a free span of many", word(1, 0, 2)),
+        ("a class that is none", word(3, CLASS_COUNT, 0)),
+        ("blocks of class 0", word(3, 0, 0)),
+        ("small blocks in an extent", word(3, 5, 2)),
+        ("an extent of nothing", word(3, CLASS_COUNT - 1, 0)),
+        ("an extent too long", word(3, CLASS_COUNT - 1, 1 << 20)),
+        ("a large block beyond the end", word(4, 0, u64::from(u32::MAX))),
+    ];
+    for (what, meta) in cases {
+        let (path, file) = temp("table");
+        let arena = Arena::create(file, &small()).unwrap();
+        arena.inner.damage(100, meta);
+        drop(arena);
+        let file = File::options().read(true).write(true).open(&path.0).unwrap();
+        let opened = Arena::open_alone(file, 0, Pages::Small);
+        assert!(matches!(opened, Err(Error::Damaged(_))), "{what}");
+    }
+}

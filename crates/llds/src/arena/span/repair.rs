@@ -5,11 +5,32 @@
 //! going over all spans: when there is no room otherwise, or in an audit.
 
 use super::{FREE, HOLE, LARGE, Meta, REST, SMALL, UNUSED};
-use crate::arena::class::LOG;
+use crate::arena::class::{CLASS_COUNT, LOG, LOG_SPANS_MAX};
 use crate::arena::{Inner, fault};
 use std::sync::atomic::Ordering;
 
 impl Inner {
+    /// Whether all that the table says of spans can be, whoever died: cuts, bitmaps and blocks are found by it.
+    pub(in crate::arena) fn is_table_sound(&self) -> bool {
+        (0..self.layout.spans).all(|span| {
+            let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+            let left = (self.layout.spans - span) as u64;
+            match meta.state {
+                UNUSED | FREE | HOLE | REST => meta.spans == 0,
+                SMALL if meta.class < LOG => meta.class != 0 && meta.spans == 0,
+                SMALL => meta.class < CLASS_COUNT && (1..=left.min(LOG_SPANS_MAX as u64)).contains(&meta.spans),
+                LARGE => (1..=left).contains(&meta.spans),
+                _ => false,
+            }
+        })
+    }
+
+    /// Makes the table say something else of a span.
+    #[cfg(test)]
+    pub(in crate::arena) fn damage(&self, span: usize, meta: u64) {
+        self.entry(span).meta.store(meta, Ordering::SeqCst);
+    }
+
     /// Puts back every span a dead seat held.
     pub(in crate::arena) fn release_spans_of(&self, owner: u64) {
         // All of them: who claims many moves `fresh` on only when he has them all.
