@@ -9,7 +9,8 @@
 //! reader without a guard may look at one that was freed meanwhile: it reads
 //! word by word, trusts no length beyond the arena's end, and checks
 //! afterwards whether the record was linked all the time. One of more than a
-//! page in a shared store is read under a hazard, which keeps it.
+//! page in a shared store is read under a hazard, which keeps it; in a private
+//! one by a reader who was late once, so that he is not late for ever.
 
 use llds::arena::Arena;
 use std::sync::atomic::{AtomicU64, Ordering};

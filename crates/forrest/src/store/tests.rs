@@ -250,3 +250,34 @@ fn a_store_without_room_for_its_directory_is_refused() {
     let opened = Options::new().open_existing_path(&shared.path).map(|_| ());
     assert!(matches!(opened, Err(Error::Arena(arena::Error::Damaged(_)))), "{opened:?}");
 }
+
+/// Reads a value, but lets another thread of the same store be quicker a few times.
+struct Overtaken<'a> {
+    store: &'a Store,
+    key: &'a [u8],
+    times: usize,
+    value: Vec<u8>,
+}
+
+impl Sink for Overtaken<'_> {
+    fn inline(&mut self, _bytes: [u8; 8], _length: usize) {}
+
+    fn record(&mut self, record: Record<'_>, _offset: u64) {
+        self.times += 1;
+        if self.times < 10 {
+            self.store.set(self.key, &vec![self.times as u8; 1 << 20]).unwrap();
+        }
+        self.value.clear();
+        record.copy_value(&mut self.value);
+    }
+}
+
+#[test]
+fn who_reads_a_long_value_is_late_once() {
+    let store = Options::new().limit_bytes(256 << 20).private().unwrap();
+    store.set(b"long", &[0; 1 << 20]).unwrap();
+    let mut sink = Overtaken { store: &store, key: b"long", times: 0, value: Vec::new() };
+    assert!(store.table.read(b"long", store.table.hasher.first(b"long"), &mut sink));
+    assert_eq!(sink.times, 2, "times that it began to copy");
+    assert!(sink.value == vec![1; 1 << 20], "the value is not what it was at one instant");
+}

@@ -183,6 +183,7 @@ impl Table {
     #[inline]
     fn read_as<S: Sink>(&self, key: &[u8], spot: Spot, record_kind: Kind, sink: &mut S) -> (bool, bool) {
         let word = self.dir_word(spot.segment);
+        let mut was_late = false;
         'again: loop {
             let dir = Dir(word.load(Ordering::Acquire));
             let buckets = dir.buckets();
@@ -225,7 +226,7 @@ impl Table {
                     let record = Record::at(&self.arena, value);
                     if S::READS
                         && let Some(long) = record.filter(Record::is_long)
-                        && let Some(_kept) = self.keep(value)
+                        && let Some(_kept) = self.keep(value, was_late)
                     {
                         if !unchanged() {
                             continue 'again;
@@ -242,6 +243,7 @@ impl Table {
                         sink.record(record, value);
                     }
                     if !unchanged() {
+                        was_late = true;
                         continue 'again;
                     }
                     if record.is_some() {
@@ -262,11 +264,12 @@ impl Table {
         }
     }
 
-    /// Puts a hazard on a record of a shared store, so that its pages stay; the caller must then check that it is still
-    /// linked. `None` where there is nothing to fear, or no seat or hazard to be had.
+    /// Puts a hazard on a record, so that it stays as it is; the caller must then check that it is still linked. In a shared
+    /// store its pages might go; in a private one writers might change the bucket again and again while it is copied, so
+    /// there for a reader who `was_late` once. `None` for others, or if there is no seat or hazard to be had.
     #[cold]
-    fn keep(&self, record: u64) -> Option<Kept<'_>> {
-        if !self.arena.is_shared() {
+    fn keep(&self, record: u64, was_late: bool) -> Option<Kept<'_>> {
+        if !was_late && !self.arena.is_shared() {
             return None;
         }
         let seat = self.seat().ok()?;
