@@ -15,9 +15,13 @@ struct Shared {
 
 impl Shared {
     fn new(what: &str) -> Shared {
+        Shared::of(what, 64 << 20)
+    }
+
+    fn of(what: &str, limit_bytes: u64) -> Shared {
         let path = PathBuf::from(format!("/dev/shm/forrest-test-{what}-{}", std::process::id()));
         let _ = std::fs::remove_file(&path);
-        Shared { store: Options::new().limit_bytes(64 << 20).create_path(&path).unwrap(), path }
+        Shared { store: Options::new().limit_bytes(limit_bytes).create_path(&path).unwrap(), path }
     }
 
     fn again(&self) -> Store {
@@ -280,4 +284,24 @@ fn who_reads_a_long_value_is_late_once() {
     assert!(store.table.read(b"long", store.table.hasher.first(b"long"), &mut sink));
     assert_eq!(sink.times, 2, "times that it began to copy");
     assert!(sink.value == vec![1; 1 << 20], "the value is not what it was at one instant");
+}
+
+#[test]
+fn lookups_of_many_leave_memory_alone_that_their_caller_freed() {
+    let shared = Shared::of("many", 256 << 20);
+    let (store, other) = (&shared.store, &shared.again());
+    for number in 0..1_000_000u64 {
+        store.set(&number.to_le_bytes(), b"12345678").unwrap();
+    }
+    let blocks = || std::fs::metadata(&shared.path).unwrap().blocks();
+    let keys: Vec<[u8; 8]> = (0..LOOKUPS as u64).map(u64::to_le_bytes).collect();
+    let mut cleared = 0;
+    store.get_many(&keys, |index, value| {
+        if index == 0 {
+            other.clear().unwrap();
+            cleared = blocks();
+        }
+        assert_eq!(value.is_some(), index == 0);
+    });
+    assert!(cleared != 0 && blocks() == cleared, "{cleared} blocks became {}", blocks());
 }

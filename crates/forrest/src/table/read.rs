@@ -160,6 +160,10 @@ impl Table {
         if asked.dir.buckets() == 0 {
             return Probe::Missing;
         }
+        // The caller's code ran since, for as long as it liked: of an array that is gone the pages may be too.
+        if self.dir(spot.segment, Ordering::Acquire) != asked.dir {
+            return Probe::Unclear;
+        }
         let home = self.bucket(asked.dir, asked.bucket as usize);
         if asked.mask != 0 {
             return self.inline_at(spot, asked.dir, home, asked.head, asked.mask);
