@@ -262,7 +262,7 @@ impl Store {
         }
         let hash = if settings[1] == 1 { Hash::Keyed } else { Hash::Murmur { seed: settings[2] } };
         let hasher = Hasher::new(hash, [settings[3], settings[4]]);
-        let limit_bytes = arena.stats().capacity_bytes;
+        let limit_bytes = arena.capacity_bytes();
         let at = |offset: usize| root.wrapping_add(offset);
         let words = [at(ROOT_HEAD), at(ROOT_HEAD + SEGMENTS * 8), at(CURSOR_AT)];
         let table = Table::new(arena, words, hasher, settings[5]);

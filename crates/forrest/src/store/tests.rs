@@ -305,3 +305,22 @@ fn lookups_of_many_leave_memory_alone_that_their_caller_freed() {
     });
     assert!(cleared != 0 && blocks() == cleared, "{cleared} blocks became {}", blocks());
 }
+
+#[test]
+fn a_store_is_opened_without_looking_at_its_blocks() {
+    let mut shared = Shared::new("opened");
+    for number in 0..100_000u32 {
+        shared.store.set(&number.to_le_bytes(), &[1; 300]).unwrap();
+    }
+    // The only mapping of the file is that of the next handle.
+    shared.store = Store::new().unwrap();
+    let store = shared.again();
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let path = shared.path.to_str().unwrap();
+    let mut lines = smaps.lines().skip_while(|line| !line.ends_with(path));
+    let resident = lines.find(|line| line.starts_with("Rss:")).unwrap();
+    let kib: u64 = resident.split_whitespace().nth(1).unwrap().parse().unwrap();
+    // With the bitmap of each span come pages around it: more than a tenth of what there is.
+    assert!(kib < 2048, "{kib} KiB were looked at");
+    assert_eq!(store.len(), 100_000);
+}

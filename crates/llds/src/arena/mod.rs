@@ -165,6 +165,11 @@ impl Arena {
         self.inner.layout.root_bytes
     }
 
+    /// Returns how many bytes of blocks it may hold.
+    pub fn capacity_bytes(&self) -> u64 {
+        (self.inner.layout.spans * SPAN_BYTES) as u64
+    }
+
     /// Returns the offsets at which blocks can lie.
     #[inline]
     pub fn data_range(&self) -> std::ops::Range<u64> {
@@ -254,7 +259,7 @@ impl Arena {
         let inner = &self.inner;
         Stats {
             backing: inner.map.backing(),
-            capacity_bytes: (inner.layout.spans * SPAN_BYTES) as u64,
+            capacity_bytes: self.capacity_bytes(),
             spans: inner.span_stats(),
             seat_count: (1..=inner.seats_high())
                 .filter(|&owner| inner.seat_at(owner).state.load(Ordering::Relaxed) != 0)
