@@ -116,20 +116,20 @@ pub extern "C" fn forrest_close(handle: *mut FORREST) -> c_int {
             return Err(Code(FORREST_BUSY));
         }
         let mut word = slot.word.load(Ordering::Relaxed);
-        loop {
+        let calls = loop {
             if word >> 32 != generation {
                 return Err(Code(FORREST_BAD_HANDLE));
             }
             // Even generation, and one more call so that nobody fills the slot before it is empty.
             let closed = ((generation + 1) & 0xffff_ffff) << 32 | ((word & 0xffff_ffff) + 1);
             match slot.word.compare_exchange_weak(word, closed, Ordering::AcqRel, Ordering::Relaxed) {
-                Ok(_) => break,
+                Ok(_) => break word & 0xffff_ffff,
                 Err(now) => word = now,
             }
-        }
+        };
         // SAFETY: calls under way only read; we write after the last one has left.
         let forked = unsafe { (*slot.store.get()).as_ref() }.is_some_and(Store::is_forked);
-        if forked {
+        if forked && calls != 0 {
             // Threads that were inside a call did not come along; their calls never end, so the slot stays taken.
             return Ok(());
         }

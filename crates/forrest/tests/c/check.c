@@ -176,6 +176,18 @@ static void limit(void) {
     CHECK(forrest_close(store) == FORREST_OK);
 }
 
+/* Mappings of shared stores in this process. */
+static int shared_mappings(void) {
+    char line[4096];
+    int count = 0;
+    FILE *maps = fopen("/proc/self/maps", "r");
+    CHECK(maps != NULL);
+    while (fgets(line, sizeof line, maps) != NULL)
+        count += strstr(line, "/dev/shm/") != NULL;
+    fclose(maps);
+    return count;
+}
+
 static void shared_and_fork(void) {
     char name[64], buffer[8];
     FORREST *store, *other;
@@ -195,8 +207,10 @@ static void shared_and_fork(void) {
         CHECK(forrest_open(name, NULL, &other) == FORREST_OK && other != store);
         CHECK(forrest_get(other, "parent", 6, buffer, sizeof buffer, &length) == FORREST_OK && length == 4);
         CHECK(forrest_set(other, "child", 5, "too", 3) == FORREST_OK);
-        CHECK(forrest_close(store) == FORREST_OK);
-        CHECK(forrest_close(other) == FORREST_OK);
+        CHECK(shared_mappings() == 2);
+        CHECK(forrest_close(store) == FORREST_OK && shared_mappings() == 1);
+        CHECK(forrest_close(store) == FORREST_BAD_HANDLE);
+        CHECK(forrest_close(other) == FORREST_OK && shared_mappings() == 0);
         _exit(0);
     }
     CHECK(waitpid(child, &status, 0) == child && status == 0);
