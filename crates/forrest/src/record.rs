@@ -13,6 +13,7 @@
 //! one by a reader who was late once, so that he is not late for ever.
 
 use llds::arena::Arena;
+use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Records of more bytes than a page are read under a hazard.
@@ -90,6 +91,20 @@ impl<'a> Record<'a> {
             0 => Some([0; 8]),
             1..=8 => Some(self.word(self.value_index()).to_ne_bytes()),
             _ => None,
+        }
+    }
+
+    /// Copies the record's value to `out`, which has its length.
+    pub fn copy_value_to(&self, out: &mut [MaybeUninit<u8>]) {
+        let first = self.value_index();
+        let (whole, rest) = out[..self.value_bytes].as_chunks_mut::<8>();
+        let count = whole.len();
+        for (index, chunk) in whole.iter_mut().enumerate() {
+            *chunk = self.word(first + index).to_ne_bytes().map(MaybeUninit::new);
+        }
+        if !rest.is_empty() {
+            let last = self.word(first + count).to_ne_bytes().map(MaybeUninit::new);
+            rest.copy_from_slice(&last[..rest.len()]);
         }
     }
 

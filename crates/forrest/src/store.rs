@@ -8,7 +8,7 @@ use crate::order::{KeyBound, Order};
 use crate::recover::Report;
 use crate::scan::Scan;
 use crate::stats::Stats;
-use crate::table::{AHEAD, Asked, Change, OFFSETS_END, Probe, SEGMENTS, Table};
+use crate::table::{AHEAD, Asked, Change, OFFSETS_END, Probe, SEGMENTS, Sink, Table};
 use crate::value::{Guarding, Into, Presence, Ref, RefBytes, Value};
 use llds::arena::{self, Arena, Pages};
 use std::fs::File;
@@ -290,6 +290,23 @@ impl Store {
     fn get_any(&self, key: &[u8], hash: u64) -> Option<Value> {
         let mut value = Value::new();
         self.table.read(key, hash, &mut value).then_some(value)
+    }
+
+    /// Gives the value of `key` to `sink`, perhaps in several attempts. False if there is none.
+    #[inline]
+    pub(crate) fn read(&self, key: &[u8], sink: &mut impl Sink) -> bool {
+        let hash = self.table.hasher.first(key);
+        if key.len() == 8 {
+            match self.table.read_word(hash) {
+                Probe::Inline(bytes, length) => {
+                    sink.inline(bytes, length);
+                    return true;
+                }
+                Probe::Missing => return false,
+                Probe::Unclear => {}
+            }
+        }
+        self.table.read(key, hash, sink)
     }
 
     /// Copies the value of `key` into `out`, replacing what is in it. False, and `out` empty, if there is none.
@@ -701,7 +718,7 @@ struct Batched<'v> {
     is_long: bool,
 }
 
-impl crate::table::Sink for Batched<'_> {
+impl Sink for Batched<'_> {
     #[inline]
     fn inline(&mut self, bytes: [u8; 8], length: usize) {
         (self.short, self.length, self.is_long) = (bytes, length, false);

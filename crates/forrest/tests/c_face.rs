@@ -255,3 +255,41 @@ fn two_copies_of_the_library_in_a_process_know_each_other_s_threads_alive() {
     assert_eq!(unsafe { close(handle) }, 0);
     assert_eq!(store.get(b"key").unwrap(), &[5; 300]);
 }
+
+#[test]
+fn a_value_needs_no_memory_but_what_the_caller_gives() {
+    use forrest::capi::*;
+    const BYTES: usize = 256 << 20;
+    // SAFETY: the child calls functions of our own, malloc among them, which is usable after fork, and leaves by _exit.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let mut handle = std::ptr::null_mut();
+        let (mut length, mut copy) = (0, std::ptr::null_mut());
+        let mut buffer = vec![0u8; 3000];
+        // SAFETY: all pointers are valid for their lengths.
+        let codes = unsafe {
+            let opened = forrest_open(std::ptr::null(), std::ptr::null(), &raw mut handle);
+            let value = vec![1u8; BYTES];
+            let set = forrest_set(handle, c"long".as_ptr().cast(), 4, value.as_ptr().cast(), BYTES);
+            drop(value);
+            // No more memory than there is now, and a little.
+            let pages: u64 =
+                std::fs::read_to_string("/proc/self/statm").unwrap().split(' ').next().unwrap().parse().unwrap();
+            let limit = pages * 4096 + (16 << 20);
+            let limit = libc::rlimit { rlim_cur: limit, rlim_max: limit };
+            let limited = libc::setrlimit(libc::RLIMIT_AS, &raw const limit);
+            let key = c"long".as_ptr().cast();
+            let asked = forrest_get(handle, key, 4, std::ptr::null_mut(), 0, &raw mut length);
+            let small = forrest_get(handle, key, 4, buffer.as_mut_ptr().cast(), buffer.len(), &raw mut length);
+            let copied = forrest_get_copy(handle, key, 4, &raw mut copy, std::ptr::null_mut());
+            [opened, set, limited, asked, small, copied]
+        };
+        let right = codes == [0, 0, 0, FORREST_TOO_SMALL, FORREST_TOO_SMALL, FORREST_NO_MEMORY] && length == BYTES;
+        // SAFETY: leaves the child without running destructors of the parent's threads.
+        unsafe { libc::_exit(if right && copy.is_null() { 0 } else { 1 }) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child just made.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(status, 0);
+}

@@ -5,7 +5,8 @@
 
 use super::codes::{Code, FORREST_INVALID, FORREST_NOT_FOUND};
 use super::handle::{FORREST, forrest_close, with_store};
-use super::{bytes, forrest_open, to_malloc};
+use super::out::Malloced;
+use super::{bytes, forrest_open};
 use libc::{c_int, c_uint, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -22,18 +23,15 @@ pub struct llds_result_ent {
     pub result: c_int,
 }
 
-/// A result in memory that the caller frees; NULL if there is none.
-fn result(key: u64, value: Option<&[u8]>, code: c_int) -> *mut llds_result_ent {
-    // SAFETY: malloc'ed memory of the size of what is written to it.
+/// A result in memory that the caller frees, with a value that he frees too; NULL, and the value freed, if there is none.
+fn result(key: u64, (val, length): (*mut c_void, usize), result: c_int) -> *mut llds_result_ent {
+    // SAFETY: malloc'ed memory of the size of what is written to it; a value is from malloc, or NULL.
     unsafe {
         let out = libc::malloc(size_of::<llds_result_ent>()).cast::<llds_result_ent>();
-        if !out.is_null() {
-            let (val, vlen, result) = match value.map(to_malloc) {
-                Some(Ok(copy)) => (copy, value.map_or(0, <[u8]>::len) as c_int, code),
-                Some(Err(Code(code))) => (std::ptr::null_mut(), 0, code),
-                None => (std::ptr::null_mut(), 0, code),
-            };
-            out.write(llds_result_ent { key, val, vlen, result });
+        if out.is_null() {
+            libc::free(val);
+        } else {
+            out.write(llds_result_ent { key, val, vlen: length as c_int, result });
         }
         out
     }
@@ -79,18 +77,18 @@ pub unsafe extern "C" fn forrest_insert_key(
         store.set(&key.to_le_bytes(), unsafe { bytes(value, length) }?)?;
         Ok(())
     });
-    result(key, None, code)
+    result(key, (std::ptr::null_mut(), 0), code)
 }
 
 /// Gets an entry by its 64-bit key; the result and its value are to be freed by the caller.
 #[unsafe(no_mangle)]
 pub extern "C" fn forrest_get_key(handle: *mut FORREST, key: u64) -> *mut llds_result_ent {
-    let mut found = None;
+    let mut found = (std::ptr::null_mut(), 0);
     let code = with_store(handle, |store| {
-        found = store.get(&key.to_le_bytes());
-        if found.is_some() { Ok(()) } else { Err(Code(FORREST_NOT_FOUND)) }
+        found = Malloced::of(store, &key.to_le_bytes())?;
+        Ok(())
     });
-    result(key, found.as_deref(), code)
+    result(key, found, code)
 }
 
 /// Deletes an entry by its 64-bit key, which libforrest promised and did not have.

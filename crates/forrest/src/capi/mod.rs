@@ -7,6 +7,7 @@
 mod codes;
 mod handle;
 mod libforrest;
+mod out;
 
 pub use codes::*;
 pub use handle::{FORREST, forrest_close};
@@ -18,6 +19,7 @@ use crate::store::Store;
 use codes::{Code, guard};
 use handle::{publish, with_store};
 use libc::{c_char, c_int, c_uint, c_void, size_t};
+use out::{Buffer, Malloced};
 use std::ffi::CStr;
 use std::ops::Bound;
 
@@ -108,19 +110,6 @@ unsafe fn give<T>(out: *mut T, value: T) {
     if !out.is_null() {
         // SAFETY: the caller's promise.
         unsafe { out.write(value) };
-    }
-}
-
-/// A copy of `value` in memory from malloc, as C programs free it. At least one byte.
-fn to_malloc(value: &[u8]) -> Result<*mut c_void, Code> {
-    // SAFETY: malloc'ed memory of at least the copied length.
-    unsafe {
-        let copy = libc::malloc(value.len().max(1));
-        if copy.is_null() {
-            return Err(Code(FORREST_NO_MEMORY));
-        }
-        std::ptr::copy_nonoverlapping(value.as_ptr(), copy.cast::<u8>(), value.len());
-        Ok(copy)
     }
 }
 
@@ -216,18 +205,17 @@ pub unsafe extern "C" fn forrest_get(
 ) -> c_int {
     with_store(handle, |store| {
         // SAFETY: the caller's promise.
-        let value = store.get(unsafe { bytes(key, key_length) }?).ok_or(FORREST_NOT_FOUND)?;
+        let (key, mut value) = unsafe { (bytes(key, key_length)?, Buffer::new(buffer, capacity)) };
+        if !store.read(key, &mut value) {
+            return Err(Code(FORREST_NOT_FOUND));
+        }
         // SAFETY: the caller's promise.
-        unsafe { give(length, value.len()) };
-        if value.len() > capacity {
+        unsafe { give(length, value.length) };
+        if value.length > capacity {
             return Err(Code(FORREST_TOO_SMALL));
         }
-        if buffer.is_null() && !value.is_empty() {
+        if buffer.is_null() && value.length != 0 {
             return Err(Code(FORREST_INVALID));
-        }
-        if !value.is_empty() {
-            // SAFETY: the buffer holds `capacity` bytes by the caller's promise, checked to be enough.
-            unsafe { std::ptr::copy_nonoverlapping(value.as_ptr(), buffer.cast::<u8>(), value.len()) };
         }
         Ok(())
     })
@@ -252,11 +240,11 @@ pub unsafe extern "C" fn forrest_get_copy(
         // SAFETY: not NULL, and writable by the caller's promise; likewise below.
         unsafe { value.write(std::ptr::null_mut()) };
         // SAFETY: the caller's promise.
-        let found = store.get(unsafe { bytes(key, key_length) }?).ok_or(FORREST_NOT_FOUND)?;
+        let (copy, bytes) = Malloced::of(store, unsafe { bytes(key, key_length) }?)?;
         // SAFETY: as above.
         unsafe {
-            value.write(to_malloc(&found)?);
-            give(length, found.len());
+            value.write(copy);
+            give(length, bytes);
         }
         Ok(())
     })

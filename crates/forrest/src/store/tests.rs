@@ -5,7 +5,7 @@ use crate::bucket::SLOTS;
 #[cfg(any(debug_assertions, pagefold_stress))]
 use crate::fault;
 use crate::record::Record;
-use crate::table::{Place, Sink, Spot};
+use crate::table::{Place, Spot};
 
 /// A shared store of this test's own, whose file is removed at the end, also of a failed test.
 struct Shared {
