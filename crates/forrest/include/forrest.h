@@ -43,11 +43,12 @@ enum {
     FORREST_VERSION = 15, /* The store was written by another version. */
     FORREST_ARCHITECTURE = 16, /* The store was written on another kind of machine. */
     FORREST_DAMAGED = 17, /* The store is truncated or damaged. */
-    FORREST_BUSY = 18, /* Too many threads or handles use stores, or the handle is in use by a callback that wants to close it. */
-    FORREST_SYSTEM = 19, /* The system refused something; errno may say what. */
+    FORREST_BUSY = 18, /* Too many threads or handles use stores, or a callback wants to close a handle. */
+    FORREST_SYSTEM = 19, /* The system refused something; errno says what, if the system did. */
     FORREST_INTERNAL = 20, /* An error inside the library. */
     FORREST_NOT_ORDERED = 21, /* The store does not keep its keys in order; a shared one cannot. */
     FORREST_UNTRUSTED = 22, /* The file of this name is another user's, or others may write it. */
+    FORREST_NAMESPACE = 23, /* Processes of another pid or time namespace use the store. */
 };
 
 /* Flags of forrest_options. */
@@ -94,23 +95,26 @@ typedef struct llds_result_ent {
     int result; /* An error code, 0 for success. */
 } llds_result_ent;
 
-/* Gets an entry; returns non-zero to stop. */
+/* Callbacks may call any function on any handle, but close none. They must return: an exception, longjmp or
+ * pthread_exit out of one is undefined, and leaves the handle in use for ever at best. */
+
+/* Gets an entry; returns non-zero to stop. Must return. */
 typedef int (*forrest_visit)(void *argument, const void *key, size_t key_length, const void *value, size_t value_length);
 
-/* Gets the value at a position, NULL if there is none. */
+/* Gets the value at a position, NULL if there is none. Must return. */
 typedef void (*forrest_each)(void *argument, size_t index, const void *value, size_t length);
 
 /* Opens a store: the shared one called name, or a private one if name is NULL. */
 int forrest_open(const char *name, const forrest_options *options, FORREST **out);
 
 /* Closes a handle. Waits for calls of other threads that are under way; later ones get
- * FORREST_BAD_HANDLE. */
+ * FORREST_BAD_HANDLE. A callback may close none: FORREST_BUSY. */
 int forrest_close(FORREST *handle);
 
 /* Removes the shared store called name; who has it open goes on. */
 int forrest_remove(const char *name);
 
-/* Copies the value of a key into a buffer; stores its length in any case. */
+/* Copies the value of a key into a buffer; stores its length if there is one, also if the buffer is too small. */
 int forrest_get(FORREST *handle, const void *key, size_t key_length, void *buffer, size_t capacity,
     size_t *length);
 

@@ -168,6 +168,17 @@ fn header_and_code_are_equal() {
     }
     assert!(ours.len() > 25, "{ours:?}");
     assert_eq!(ours, theirs);
+    let manual = std::fs::read_to_string(here().join("man/forrest.3")).unwrap();
+    for name in ours.keys() {
+        assert!(
+            manual.split(|c: char| c != '_' && !c.is_alphanumeric()).any(|word| word == name),
+            "{name} in forrest.3"
+        );
+    }
+    for kind in ["forrest_visit", "forrest_each"] {
+        let before = header.split(&format!("(*{kind})")).next().unwrap();
+        assert!(before.rsplit("/*").next().unwrap().contains("Must return."), "{kind}");
+    }
 
     // Constants.
     let mut ours: BTreeMap<String, String> = BTreeMap::new();

@@ -43,9 +43,9 @@ pub const FORREST_VERSION: c_int = 15;
 pub const FORREST_ARCHITECTURE: c_int = 16;
 /// The store is truncated or damaged.
 pub const FORREST_DAMAGED: c_int = 17;
-/// Too many threads or handles use stores, or the handle is in use by a callback that wants to close it.
+/// Too many threads or handles use stores, or a callback wants to close a handle.
 pub const FORREST_BUSY: c_int = 18;
-/// The system refused something; errno may say what.
+/// The system refused something; errno says what, if the system did.
 pub const FORREST_SYSTEM: c_int = 19;
 /// An error inside the library.
 pub const FORREST_INTERNAL: c_int = 20;
@@ -54,12 +54,21 @@ pub const FORREST_INTERNAL: c_int = 20;
 pub const FORREST_NOT_ORDERED: c_int = 21;
 /// The file of this name is another user's, or others may write it.
 pub const FORREST_UNTRUSTED: c_int = 22;
+/// Processes of another pid or time namespace use the store.
+pub const FORREST_NAMESPACE: c_int = 23;
 
 /// An error on its way out.
 pub(super) struct Code(pub(super) c_int);
 
 impl From<Error> for Code {
     fn from(error: Error) -> Code {
+        use llds::arena::Error as Arena;
+        if let Error::Arena(Arena::Io(source) | Arena::Reserve { source, .. } | Arena::NoMemory { source }) = &error
+            && let Some(number) = source.raw_os_error()
+        {
+            // SAFETY: errno is this thread's own.
+            unsafe { *libc::__errno_location() = number };
+        }
         Code(code_of(&error))
     }
 }
@@ -91,6 +100,7 @@ fn code_of(error: &Error) -> c_int {
             Arena::Version { .. } => FORREST_VERSION,
             Arena::Architecture { .. } => FORREST_ARCHITECTURE,
             Arena::Truncated { .. } | Arena::Damaged(_) => FORREST_DAMAGED,
+            Arena::Namespace => FORREST_NAMESPACE,
             _ => FORREST_SYSTEM,
         },
     }
@@ -128,10 +138,11 @@ pub extern "C" fn forrest_error_text(code: c_int) -> *const c_char {
         FORREST_VERSION => c"the store was written by another version",
         FORREST_ARCHITECTURE => c"the store was written on another kind of machine",
         FORREST_DAMAGED => c"the store is truncated or damaged; remove it",
-        FORREST_BUSY => c"too many threads or handles, or a callback closes its own handle",
+        FORREST_BUSY => c"too many threads or handles, or a callback closes a handle",
         FORREST_SYSTEM => c"the system refused",
         FORREST_INTERNAL => c"an error inside the library",
         FORREST_NOT_ORDERED => c"the store does not keep its keys in order; a shared one cannot",
+        FORREST_NAMESPACE => c"processes of another pid or time namespace use the store; share theirs to use it too",
         FORREST_UNTRUSTED => c"the file of this name is another user's, or others may write it; choose another name",
         _ => c"unknown error code",
     };

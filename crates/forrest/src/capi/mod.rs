@@ -190,7 +190,7 @@ pub unsafe extern "C" fn forrest_remove(name: *const c_char) -> c_int {
     })
 }
 
-/// Copies the value of a key into a buffer; stores its length in any case.
+/// Copies the value of a key into a buffer; stores its length if there is one, also if the buffer is too small.
 ///
 /// # Safety
 /// Pointers must be valid for their lengths, or NULL.
@@ -395,7 +395,7 @@ unsafe fn slices<'a>(array: *const forrest_bytes, count: size_t) -> Result<Vec<&
 /// Looks up many keys, with many cache misses in flight; calls `each` for every one in order.
 ///
 /// # Safety
-/// Pointers must be valid for their lengths; `each` must not unwind.
+/// Pointers must be valid for their lengths; `each` must return: no unwinding, no longjmp.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn forrest_get_many(
     handle: *mut FORREST,
@@ -439,7 +439,7 @@ pub unsafe extern "C" fn forrest_set_many(
 /// Calls `visit` with every entry, in no order, until it returns non-zero.
 ///
 /// # Safety
-/// `visit` must not unwind.
+/// `visit` must return: no unwinding, no longjmp.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn forrest_for_each(handle: *mut FORREST, visit: forrest_visit, argument: *mut c_void) -> c_int {
     with_store(handle, |store| {
@@ -456,7 +456,8 @@ pub unsafe extern "C" fn forrest_for_each(handle: *mut FORREST, visit: forrest_v
 /// `backwards` is not 0, until it returns non-zero. The store must be FORREST_ORDERED.
 ///
 /// # Safety
-/// The bounds must be NULL or valid; `visit` is called with `argument` and must not unwind.
+/// The bounds must be NULL or valid; `visit` is called with `argument` and must return: no unwinding, no
+/// longjmp.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn forrest_scan(
     handle: *mut FORREST,

@@ -23,9 +23,14 @@ static int visit(void *argument, const void *key, size_t key_length, const void 
     return ++visits == 3;
 }
 
+static FORREST *left_open;
+
 static int closing(void *argument, const void *key, size_t key_length, const void *value, size_t value_length) {
     (void)key, (void)key_length, (void)value, (void)value_length;
+    FORREST *other = forrest_alloc();
     CHECK(forrest_close((FORREST *)argument) == FORREST_BUSY);
+    CHECK(other != NULL && forrest_close(other) == FORREST_BUSY);
+    left_open = other;
     return 1;
 }
 
@@ -65,7 +70,7 @@ static void basics(FORREST *store) {
     int64_t sum = 0;
     uint64_t count = 0;
     void *copy = NULL;
-    CHECK(forrest_get(store, "a", 1, buffer, sizeof buffer, &length) == FORREST_NOT_FOUND);
+    CHECK(forrest_get(store, "a", 1, buffer, sizeof buffer, &length) == FORREST_NOT_FOUND && length == 77);
     CHECK(forrest_set(store, "a", 1, "value", 5) == FORREST_OK);
     CHECK(forrest_get(store, "a", 1, buffer, sizeof buffer, &length) == FORREST_OK && length == 5);
     CHECK(memcmp(buffer, "value", 5) == 0);
@@ -103,7 +108,7 @@ static void basics(FORREST *store) {
     for (int i = 0; i < 20; i++)
         CHECK(forrest_set(store, &i, sizeof i, "x", 1) == FORREST_OK);
     CHECK(forrest_for_each(store, visit, &visits) == FORREST_OK && visits == 3);
-    CHECK(forrest_for_each(store, closing, store) == FORREST_OK);
+    CHECK(forrest_for_each(store, closing, store) == FORREST_OK && forrest_close(left_open) == FORREST_OK);
     forrest_stats stats;
     CHECK(forrest_get_stats(store, &stats) == FORREST_OK && stats.entry_count == 22 && stats.held_bytes > 0);
     CHECK(forrest_trim(store) == FORREST_OK && forrest_recover(store) == FORREST_OK);
