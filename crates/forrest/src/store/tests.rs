@@ -324,3 +324,23 @@ fn a_store_is_opened_without_looking_at_its_blocks() {
     assert!(kib < 2048, "{kib} KiB were looked at");
     assert_eq!(store.len(), 100_000);
 }
+
+#[test]
+fn a_store_larger_than_files_may_be_is_an_error() {
+    let path = PathBuf::from(format!("/dev/shm/forrest-test-fsize-{}", std::process::id()));
+    // SAFETY: the child opens a store of its own, for which it uses malloc, and leaves by _exit.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let limit = libc::rlimit { rlim_cur: 1 << 20, rlim_max: 1 << 20 };
+        // SAFETY: passes a structure of ours.
+        unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit) };
+        let refused = Options::new().create_path(&path).is_err_and(|error| error.to_string().contains("ulimit -f"));
+        // SAFETY: leaves the child without running destructors of the parent's threads.
+        unsafe { libc::_exit(i32::from(!refused || path.exists())) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child just made.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    let _ = std::fs::remove_file(&path);
+    assert_eq!(status, 0);
+}

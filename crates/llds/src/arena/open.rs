@@ -56,6 +56,7 @@ impl Arena {
         if let Some((page_bytes, _)) = map::hugetlbfs_free_bytes(&file) {
             layout.bytes = layout.bytes.next_multiple_of(page_bytes);
         }
+        check_file_limit(layout.bytes as u64)?;
         file.set_len(layout.bytes as u64)?;
         let map = map::Mapping::shared(file, layout.bytes, options.pages)?;
         // Everything below `data` is touched without asking, so it must not run out.
@@ -189,6 +190,19 @@ fn own_identity() -> Result<(Identity, u64), Error> {
         let what = format!("a shared store needs /proc of this pid namespace to notice deaths: {error}");
         Error::Io(io::Error::new(error.kind(), what))
     })
+}
+
+/// Refuses a file that is larger than this process may make: the system would end it, by SIGXFSZ.
+fn check_file_limit(bytes: u64) -> Result<(), Error> {
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: fills in a structure of ours.
+    unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
+    if limit.rlim_cur == libc::RLIM_INFINITY || bytes <= limit.rlim_cur {
+        return Ok(());
+    }
+    let source = io::Error::from_raw_os_error(libc::EFBIG);
+    let what = format!("{source}: {bytes} bytes; choose a smaller capacity, or raise ulimit -f");
+    Err(Error::Io(io::Error::new(source.kind(), what)))
 }
 
 fn span_count(capacity_bytes: u64) -> usize {
