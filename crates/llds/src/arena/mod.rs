@@ -96,7 +96,8 @@ pub struct Options {
     pub capacity_bytes: u64,
     /// Bytes at [`Arena::root`] for the structure's own fixed part, zero at first.
     pub root_bytes: usize,
-    /// What kind of structure it holds; opening with another kind is refused.
+    /// What kind of structure it holds; opening with another kind is refused. If the last byte is a digit, it is the
+    /// version of the structure's own layout, and [`Error::Version`] tells of another.
     pub kind: u64,
     /// Pages asked for.
     pub pages: Pages,

@@ -116,7 +116,11 @@ impl Arena {
             return Err(Error::Damaged("the header's checksum is wrong"));
         }
         if word(2) != kind {
-            return Err(Error::Foreign);
+            let digit = |kind: u64| char::from((kind >> 56) as u8).to_digit(10);
+            return Err(match (digit(word(2)), digit(kind)) {
+                (Some(found), Some(expected)) if (word(2) ^ kind) << 8 == 0 => Error::Version { found, expected },
+                _ => Error::Foreign,
+            });
         }
         if word(3) != SPAN_BYTES as u64 || word(5) != SEATS_MAX as u64 {
             return Err(Error::Damaged("the geometry is not this version's"));

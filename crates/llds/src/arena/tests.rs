@@ -884,3 +884,16 @@ fn a_table_that_cannot_be_is_refused_by_who_is_alone() {
         assert!(matches!(opened, Err(Error::Damaged(_))), "{what}");
     }
 }
+
+#[test]
+fn another_layout_of_the_same_structure_is_another_version() {
+    let kind = |name: &[u8; 8]| u64::from_le_bytes(*name);
+    let (path, file) = temp("kinds");
+    drop(Arena::create(file, &Options { kind: kind(b"kindly 3"), ..small() }).unwrap());
+    let open = |name| Arena::open_path(&path.0, kind(name), Pages::Auto).map(drop);
+    open(b"kindly 3").unwrap();
+    assert!(matches!(open(b"kindly 4"), Err(Error::Version { found: 3, expected: 4 })));
+    for name in [b"kindlz 3", b"kindly_4", b"kindly x", b"Kindly 4"] {
+        assert!(matches!(open(name), Err(Error::Foreign)), "{name:?}");
+    }
+}
