@@ -213,7 +213,8 @@ impl Table {
                         fence(Ordering::Acquire);
                         bucket.head(Ordering::Relaxed) == head && word.load(Ordering::Relaxed) == dir.0
                     };
-                    let value = bucket.words[slot].load(Ordering::Relaxed);
+                    // Acquire: a record that takes another's place is linked by this word alone.
+                    let value = bucket.words[slot].load(Ordering::Acquire);
                     if let Some(length) = kind.inline_length() {
                         if key.len() != 8 || record_kind == Kind::SECOND {
                             continue;
