@@ -11,7 +11,8 @@
 //! memory may lie in a file that several mappings show.
 //!
 //! What it does not promise: a thread that stops while pinned stops the clock. Nobody waits for
-//! it, but what is unlinked meanwhile is not used again until it goes on.
+//! it, but what is unlinked meanwhile is not used again until it goes on. In a forked child that is for ever, if another
+//! thread of the parent was pinned at the fork: structures stay right there, but use nothing again.
 
 use crate::primitive::{AtomicU64, Ordering, fence};
 
