@@ -17,7 +17,8 @@ pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"lldsaren");
 /// Version of the layout below; any change of it, or of what blocks hold, is a new number.
 pub(super) const VERSION: u32 = 2;
 
-/// Byte order, word size and page geometry in one number that no other combination shares.
+/// Family of processors, byte order and word size; families without a number of their own share one. Pages of other sizes
+/// are no other layout.
 pub(super) const ARCHITECTURE: u32 = {
     let family = if cfg!(target_arch = "x86_64") {
         1
@@ -27,7 +28,8 @@ pub(super) const ARCHITECTURE: u32 = {
         3
     };
     let order = if cfg!(target_endian = "little") { 0x10 } else { 0x20 };
-    0xa700 | order | family
+    let narrow = if size_of::<usize>() == 8 { 0 } else { 0x40 };
+    0xa700 | narrow | order | family
 };
 
 /// The first page of an arena. The part up to `checksum` never changes after creation.
