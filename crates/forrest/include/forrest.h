@@ -33,7 +33,7 @@ enum {
     FORREST_INVALID = 5, /* An argument is NULL or out of range. */
     FORREST_BAD_HANDLE = 6, /* The handle is not open. */
     FORREST_FORKED = 7, /* The handle was opened before fork; open it again in the child. */
-    FORREST_FULL = 8, /* The memory limit is reached. */
+    FORREST_FULL = 8, /* The memory limit is reached, or that of the part of the table to which the key's hash leads. */
     FORREST_NO_MEMORY = 9, /* The system has no memory left. */
     FORREST_KEY_TOO_LONG = 10, /* The key is too long. */
     FORREST_VALUE_TOO_LONG = 11, /* The value is too long. */

@@ -34,6 +34,12 @@ pub enum Error {
         /// What is wrong with it, and what helps.
         why: String,
     },
+    /// The part of the table to which the key's hash leads takes no more, however much memory there is: either the store
+    /// has thousands of millions of entries, or somebody chose keys of like hashes, which [`crate::Hash::Keyed`] has none of.
+    Crowded {
+        /// Entries there.
+        entries: u64,
+    },
     /// The store was made with other settings than it is opened with.
     Settings(&'static str),
     /// The store does not keep its keys in order.
@@ -45,9 +51,9 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether the store's memory limit is reached.
+    /// Whether the store's memory limit is reached, or that of a part of its table.
     pub fn is_full(&self) -> bool {
-        matches!(self, Error::Arena(llds::arena::Error::Full { .. }))
+        matches!(self, Error::Crowded { .. } | Error::Arena(llds::arena::Error::Full { .. }))
     }
 }
 
@@ -69,6 +75,11 @@ impl std::fmt::Display for Error {
             Error::NotFound(name) => write!(f, "there is no store '{name}'; create it first"),
             Error::Exists(name) => write!(f, "there is a store '{name}' already; open it, or remove it first"),
             Error::Untrusted { path, why } => write!(f, "'{path}' is not to be trusted as a store: {why}"),
+            Error::Crowded { entries } => write!(
+                f,
+                "the part of the table where keys of this hash lie is full with {entries} entries; if these are not a \
+                 4,096th of all, somebody chose keys of like hashes: delete them, and make the store with Hash::Keyed"
+            ),
             Error::Settings(what) => write!(f, "the store was made with another {what}; open it with the same"),
             Error::NotOrdered => write!(f, "the store does not keep its keys in order; make it with Options::ordered"),
             Error::OrderedShared => {

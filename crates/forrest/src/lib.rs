@@ -29,8 +29,10 @@
 //!
 //! # Keys that a stranger chooses
 //! The default hash is MurmurHash64A with seed 9, as in libforrest; whoever knows it can choose keys of equal hash.
-//! The store bounds what that costs: the ninth key of one hash goes by a second, secret hash. Where keys come from
-//! strangers, take [`Hash::Keyed`] all the same.
+//! The store bounds what that costs: the ninth key of one hash goes by a second, secret hash. It does not bound all: about a
+//! million chosen keys of like hashes fill one of 4,096 parts of the table, of which each growth then stops writers for tens of
+//! milliseconds, and a 4,096th of all other keys cannot be set any more ([`Error::Crowded`]) until they are deleted. Where
+//! keys come from strangers, take [`Hash::Keyed`].
 //!
 //! # When not to use it
 //! For small maps of one thread `std`'s `HashMap` is quicker; what must survive

@@ -71,16 +71,21 @@ fn a_keyed_store_does_not_even_notice() {
     assert_eq!(store.check().unwrap().second, 0);
 }
 
-#[test]
-fn keys_of_one_segment_spread_over_it() {
-    // Keys of 8 bytes whose hashes share the 24 highest bits, by inverting the hash: all go to one segment.
+/// A key of 8 bytes whose hash under seed 9 shares the 24 highest bits with all others made here, so that all go to one
+/// segment.
+fn key_of_one_segment(number: u64) -> [u8; 8] {
     let invert = |hash: u64| {
         let hash = (hash ^ hash >> 47).wrapping_mul(inverse(M));
         let hash = (hash ^ hash >> 47).wrapping_mul(inverse(M));
         let word = (hash ^ 9 ^ 8u64.wrapping_mul(M)).wrapping_mul(inverse(M));
         (word ^ word >> 47).wrapping_mul(inverse(M))
     };
-    let key = |number: u64| invert(0xabc_def << 40 | number).to_le_bytes();
+    invert(0xabc_def << 40 | number).to_le_bytes()
+}
+
+#[test]
+fn keys_of_one_segment_spread_over_it() {
+    let key = key_of_one_segment;
     assert_eq!(murmur64a(&key(5), 9), 0xabc_def << 40 | 5);
     let store = Store::new().unwrap();
     let count = 100_000;
@@ -93,4 +98,18 @@ fn keys_of_one_segment_spread_over_it() {
     for number in 0..count {
         assert_eq!(store.get(&key(number)).unwrap(), &number.to_le_bytes());
     }
+}
+
+#[test]
+fn a_full_segment_says_so_and_holds_what_it_can() {
+    let store = Store::new().unwrap();
+    let refused = (0..1_100_000u64).map(|number| (number, store.set(&key_of_one_segment(number), b"")));
+    let (count, error) = refused.into_iter().find_map(|(number, set)| Some((number, set.err()?))).unwrap();
+    assert!(error.is_full() && error.to_string().contains("Keyed"), "{error}");
+    // Nearly all of the 262,143 buckets of four that there can be, and no fewer.
+    assert!(count > 900_000, "{count} entries");
+    assert_eq!(store.len(), count);
+    assert!((0..count).all(|number| store.contains(&key_of_one_segment(number))));
+    assert!(store.delete(&key_of_one_segment(7)).unwrap());
+    store.set(&key_of_one_segment(7), b"").unwrap();
 }

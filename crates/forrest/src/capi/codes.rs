@@ -23,7 +23,7 @@ pub const FORREST_INVALID: c_int = 5;
 pub const FORREST_BAD_HANDLE: c_int = 6;
 /// The handle was opened before fork; open it again in the child.
 pub const FORREST_FORKED: c_int = 7;
-/// The memory limit is reached.
+/// The memory limit is reached, or that of the part of the table to which the key's hash leads.
 pub const FORREST_FULL: c_int = 8;
 /// The system has no memory left.
 pub const FORREST_NO_MEMORY: c_int = 9;
@@ -89,6 +89,7 @@ fn code_of(error: &Error) -> c_int {
         Error::NotFound(_) => FORREST_NOT_FOUND,
         Error::Exists(_) => FORREST_EXISTS,
         Error::Untrusted { .. } => FORREST_UNTRUSTED,
+        Error::Crowded { .. } => FORREST_FULL,
         Error::Settings(_) => FORREST_FOREIGN,
         Error::NotOrdered | Error::OrderedShared => FORREST_NOT_ORDERED,
         Error::Arena(error) => match error {
@@ -128,7 +129,7 @@ pub extern "C" fn forrest_error_text(code: c_int) -> *const c_char {
         FORREST_INVALID => c"an argument is NULL or out of range",
         FORREST_BAD_HANDLE => c"the handle is not open",
         FORREST_FORKED => c"the handle was opened before fork; open it again in the child",
-        FORREST_FULL => c"the memory limit is reached; delete something or choose a larger limit",
+        FORREST_FULL => c"the memory limit, or that of keys of like hashes, is reached; delete something, or make a larger or a keyed store",
         FORREST_NO_MEMORY => c"the system has no memory left",
         FORREST_KEY_TOO_LONG => c"the key is longer than FORREST_KEY_BYTES_MAX",
         FORREST_VALUE_TOO_LONG => c"the value is longer than FORREST_VALUE_BYTES_MAX",

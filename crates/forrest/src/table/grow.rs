@@ -45,6 +45,9 @@ impl Table {
         let share = entries as f64 / SEGMENTS as f64;
         let most = share + 3.0 * share.sqrt();
         let wanted = (most * 100.0 / FILL_PASS as f64).ceil() as usize;
+        if wanted > BUCKETS_MAX {
+            return Err(llds::arena::Error::Full { limit_bytes: (BUCKETS_MAX * BUCKET_BYTES * SEGMENTS) as u64 }.into());
+        }
         for segment in 0..SEGMENTS {
             let _held = self.lock(seat, segment);
             if self.dir(segment, Ordering::Relaxed).buckets() < wanted {
@@ -58,7 +61,7 @@ impl Table {
     pub(super) fn grow(&self, seat: &SeatRef<'_>, segment: usize) -> Result<(), Error> {
         let buckets = self.dir(segment, Ordering::Relaxed).buckets();
         let wanted = fitting(self.count(segment) as usize + 1).max(buckets + 1 + buckets / 16);
-        self.rebuild(seat, segment, wanted, true)
+        self.rebuild(seat, segment, longer(buckets, wanted), true)
     }
 
     /// Moves a segment to an array of at least `wanted` buckets; to none if it is empty and `wanted` is 0.
@@ -68,14 +71,12 @@ impl Table {
         let old = self.dir(segment, Ordering::Relaxed);
         let mut wanted = self.even(seat, wanted, alone);
         let (offset, buckets) = loop {
-            let buckets = rounded(wanted);
+            if wanted > BUCKETS_MAX {
+                return Err(Error::Crowded { entries: self.count(segment) });
+            }
+            let buckets = rounded(wanted).min(BUCKETS_MAX);
             if buckets == 0 {
                 break (0, 0);
-            }
-            if buckets > BUCKETS_MAX {
-                return Err(
-                    llds::arena::Error::Full { limit_bytes: (BUCKETS_MAX * BUCKET_BYTES * SEGMENTS) as u64 }.into()
-                );
             }
             let offset = match self.or_recover(seat, || self.arena.alloc_log(seat, buckets * BUCKET_BYTES, alone)) {
                 Ok(offset) => offset,
@@ -91,7 +92,7 @@ impl Table {
             seat.settle_alloc();
             point();
             self.arena.free(seat, offset);
-            wanted = buckets + 1 + buckets / 8;
+            wanted = longer(buckets, buckets + 1 + buckets / 8);
         };
         point();
         let new = old.moved(offset, buckets);
@@ -197,6 +198,11 @@ impl Table {
 /// Buckets for `count` entries at the fill to which segments are rebuilt; 0 for none.
 pub(super) fn fitting(count: usize) -> usize {
     (count * 100).div_ceil(FILL_TO)
+}
+
+/// The `wanted` buckets in place of fewer; the last step that there can be may be a short one.
+fn longer(buckets: usize, wanted: usize) -> usize {
+    if buckets < BUCKETS_MAX { wanted.min(BUCKETS_MAX) } else { wanted }
 }
 
 /// Buckets of the block that the arena gives for `wanted` of them.
