@@ -344,3 +344,27 @@ fn a_store_larger_than_files_may_be_is_an_error() {
     let _ = std::fs::remove_file(&path);
     assert_eq!(status, 0);
 }
+
+#[test]
+fn pages_of_arrays_that_are_gone_go_with_later_writes() {
+    let shared = Shared::of("idle", 256 << 20);
+    let store = &shared.store;
+    let blocks = || std::fs::metadata(&shared.path).unwrap().blocks();
+    let empty = blocks();
+    for number in 0..500_000u64 {
+        store.set(&number.to_le_bytes(), b"").unwrap();
+    }
+    // As quick deletes do, all within the moment for which pages stay; `Store::clear` would trim.
+    let seat = store.table.seat().unwrap();
+    (0..SEGMENTS).for_each(|segment| assert!(store.table.clear_segment(&seat, segment) < 500_000));
+    assert!(store.is_empty());
+    let patience = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    // What is kept for the next who needs some, and what this takes itself.
+    while blocks() > empty + (8 << 20) / 512 {
+        assert!(std::time::Instant::now() < patience, "{} of 512 bytes stay, {empty} when it was empty", blocks());
+        // No array goes with these.
+        for number in 0..1000u64 {
+            store.set(b"another", &number.to_le_bytes()).unwrap();
+        }
+    }
+}

@@ -7,6 +7,7 @@ use super::class::SPAN_BYTES;
 use super::seat::{COLLECT_EVERY, Seat};
 use super::{Arena, Inner, SeatRef, fault};
 use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::time::Instant;
 
 impl Arena {
     /// Takes back a block that was just unlinked, as soon as no guard reads it, and strikes out the intent.
@@ -26,6 +27,7 @@ impl Arena {
         let bytes_max = (1 << 20).min((self.inner.layout.spans * SPAN_BYTES / 64) as u64);
         if count >= COLLECT_EVERY || seat.retired_bytes.load(Ordering::Relaxed) > bytes_max {
             self.inner.collect(seat, seat.owner);
+            self.inner.give_back_late(Some(Instant::now()), seat.owner);
         }
     }
 

@@ -709,7 +709,7 @@ fn extents_that_the_dead_were_filling_are_filled_on() {
                 fault::arm(point);
                 let _ = arena.alloc_log(&seat, size, false);
                 seat.settle_alloc();
-                arena.inner.leave(seat.owner);
+                arena.inner.leave(seat.owner, Some(Instant::now()));
                 // SAFETY: leaves the child without running destructors of the parent's threads.
                 unsafe { libc::_exit(0) };
             });
@@ -756,7 +756,7 @@ fn spans_that_the_dead_hid_serve_before_the_limit() {
             fault::arm(point);
             arena.alloc(&seat, 1000).unwrap();
             seat.settle_alloc();
-            arena.inner.leave(seat.owner);
+            arena.inner.leave(seat.owner, Some(Instant::now()));
             // SAFETY: leaves the child without running destructors of the parent's threads.
             unsafe { libc::_exit(0) };
         });
@@ -849,12 +849,12 @@ fn pages_of_freed_extents_stay_a_while() {
     assert_eq!(used(), full, "given back at once");
     assert_eq!(arena.inner.word(blocks[0]).load(Ordering::Relaxed), 7);
     let day = std::time::Duration::from_secs(86_400);
-    arena.inner.give_back_late(Instant::now() + day, seat.owner);
+    arena.inner.give_back_late(Some(Instant::now() + day), seat.owner);
     assert!(used() < full - (50 << 20), "{} of {full} bytes kept", used());
     // What serves again meanwhile is not given back; `trim` waits for nothing.
     fill().iter().for_each(|&block| arena.free(&seat, block));
     let blocks = fill();
-    arena.inner.give_back_late(Instant::now() + day, seat.owner);
+    arena.inner.give_back_late(Some(Instant::now() + day), seat.owner);
     assert!(blocks.iter().all(|&block| arena.inner.word(block).load(Ordering::Relaxed) == 7));
     blocks.iter().for_each(|&block| arena.free(&seat, block));
     arena.trim(&seat);
@@ -895,5 +895,30 @@ fn another_layout_of_the_same_structure_is_another_version() {
     assert!(matches!(open(b"kindly 4"), Err(Error::Version { found: 3, expected: 4 })));
     for name in [b"kindlz 3", b"kindly_4", b"kindly x", b"Kindly 4"] {
         assert!(matches!(open(name), Err(Error::Foreign)), "{name:?}");
+    }
+}
+
+#[test]
+fn pages_that_wait_go_when_their_handle_closes() {
+    // Freed by the thread that closes, or by one that has ended by then.
+    for elsewhere in [false, true] {
+        let (path, file) = temp("closed");
+        let arena = Arena::create(file, &Options { capacity_bytes: 512 << 20, ..small() }).unwrap();
+        let used = || std::fs::metadata(&path.0).unwrap().blocks() * 512;
+        let fill_and_free = || {
+            let seat = arena.seat().unwrap();
+            let blocks: Vec<u64> = (0..1000).map(|_| arena.alloc_log(&seat, 64 << 10, false).unwrap()).collect();
+            seat.settle_alloc();
+            blocks.iter().for_each(|&block| arena.free(&seat, block));
+        };
+        if elsewhere {
+            std::thread::scope(|scope| scope.spawn(fill_and_free).join().unwrap());
+        } else {
+            fill_and_free();
+        }
+        let full = used();
+        assert!(full > 60 << 20, "{full} bytes: given back at once");
+        drop(arena);
+        assert!(used() < full - (50 << 20), "{} of {full} bytes kept", used());
     }
 }

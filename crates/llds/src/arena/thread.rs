@@ -11,6 +11,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::Weak;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 /// The calling thread's seat. It does not move to another thread.
 pub struct SeatRef<'a> {
@@ -50,7 +51,7 @@ impl Drop for ThreadSeats {
         LAST.set((0, 0));
         for (_, owner, arena) in self.0.drain(..) {
             if let Some(inner) = arena.upgrade() {
-                inner.leave(owner);
+                inner.leave(owner, Some(Instant::now()));
             }
         }
     }
@@ -133,8 +134,9 @@ impl Inner {
         Err(Error::Seats)
     }
 
-    /// Gives a seat up: its spans go back, its limbo stays for the next one to sit there.
-    pub(super) fn leave(&self, owner: u64) {
+    /// Gives a seat up: its spans go back, and the pages that are due `now` or, without it, all that wait; its limbo stays
+    /// for the next one to sit there.
+    pub(super) fn leave(&self, owner: u64, now: Option<Instant>) {
         if self.sentinel.is_wiped() {
             return;
         }
@@ -149,6 +151,7 @@ impl Inner {
         drop(taken);
         self.collect(seat, owner);
         self.drop_leases(seat, owner);
+        self.give_back_late(now, owner);
         seat.state.store(0, Ordering::SeqCst);
     }
 
@@ -168,11 +171,16 @@ impl Drop for Inner {
         if self.sentinel.is_wiped() {
             return;
         }
-        let taken: Vec<u16> = self.taken.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
-        if self.identity.is_some() {
-            for owner in taken {
-                self.leave(u64::from(owner));
-            }
+        if self.identity.is_none() {
+            return;
+        }
+        let seats = || self.taken.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
+        if seats().is_empty() && !self.late.lock().unwrap_or_else(std::sync::PoisonError::into_inner).is_empty() {
+            // All who freed have left; nobody but us knows of these pages.
+            let _ = self.take_seat();
+        }
+        for owner in seats() {
+            self.leave(u64::from(owner), None);
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Giving back: the pages of free spans go back to the system, by groups that fill 2 MiB.
 //!
 //! A few free spans keep their pages for whoever needs some next. Those of
-//! extents in a file stay for a moment, because readers of arrays may be late.
+//! extents in a file stay for a moment, because readers of arrays may be late:
+//! then they go with what the process takes back next, or when it closes.
 
 use super::{FREE, HOLE, Meta, UNUSED};
 use crate::arena::class::SPAN_BYTES;
@@ -40,11 +41,12 @@ impl Inner {
         self.header().kept.load(Ordering::Relaxed) > KEEP_SPANS + (self.fresh() / 64) as u64
     }
 
-    /// Gives the pages of extents back that this process freed long enough before `now`.
-    pub(in crate::arena) fn give_back_late(&self, now: Instant, owner: u64) {
+    /// Gives the pages of extents back that this process freed long enough before `now`, or ever.
+    pub(in crate::arena) fn give_back_late(&self, now: Option<Instant>, owner: u64) {
         let due: Vec<_> = {
             let mut late = self.late.lock().unwrap_or_else(PoisonError::into_inner);
-            let count = late.iter().take_while(|extent| now.duration_since(extent.0) >= LATE).count();
+            let is_due = |since: Instant| now.is_none_or(|now| now.duration_since(since) >= LATE);
+            let count = late.iter().take_while(|extent| is_due(extent.0)).count();
             late.drain(..count).collect()
         };
         for (_, span, spans) in due {

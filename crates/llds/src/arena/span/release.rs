@@ -87,7 +87,7 @@ impl Inner {
                     span,
                     spans as usize,
                 ));
-                self.give_back_late(Instant::now(), owner);
+                self.give_back_late(Some(Instant::now()), owner);
             }
         } else if self.is_empty(span, cut) {
             self.make_free(span, owner, true);
