@@ -368,3 +368,17 @@ fn pages_of_arrays_that_are_gone_go_with_later_writes() {
         }
     }
 }
+
+#[test]
+fn memory_that_an_ended_thread_left_under_a_guard_serves_before_the_limit() {
+    let store = Options::new().limit_bytes(64 << 20).private().unwrap();
+    let value = vec![1; 34 << 20];
+    store.set(b"large", &value).unwrap();
+    let held = store.get_ref(b"large").unwrap();
+    // He replaces it and ends; what the guard reads waits in his seat.
+    std::thread::scope(|scope| scope.spawn(|| store.set(b"large", b"small").unwrap()).join().unwrap());
+    assert!(store.set(b"large", &value).is_err_and(|error| error.is_full()));
+    assert!(*held == value[..]);
+    drop(held);
+    store.set(b"large", &value).unwrap();
+}

@@ -33,8 +33,8 @@ impl Table {
         self.arena.seat()
     }
 
-    /// Allocates; when there is no room, takes back what this thread retired, then what dead processes hold, and tries
-    /// again after each.
+    /// Allocates; when there is no room, takes back what this thread and those that have ended retired, then what dead
+    /// processes hold, and tries again after each.
     #[inline]
     pub(super) fn or_recover(
         &self,
@@ -51,6 +51,7 @@ impl Table {
         alloc: impl Fn() -> Result<u64, llds::arena::Error>,
     ) -> Result<u64, llds::arena::Error> {
         self.arena.collect(seat);
+        self.arena.collect_left();
         let second = alloc();
         if second.is_ok() || self.arena.dead_seats().is_empty() {
             return second;

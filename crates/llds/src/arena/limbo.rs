@@ -4,7 +4,7 @@
 //! there is always room, and what stuck readers can hold is bounded.
 
 use super::class::SPAN_BYTES;
-use super::seat::{COLLECT_EVERY, Seat};
+use super::seat::{COLLECT_EVERY, Identity, Seat};
 use super::{Arena, Inner, SeatRef, fault};
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::time::Instant;
@@ -34,6 +34,21 @@ impl Arena {
     /// Frees what this thread retired and nobody reads.
     pub fn collect(&self, seat: &SeatRef<'_>) {
         self.inner.collect(seat, seat.owner);
+    }
+
+    /// Frees what threads retired that have ended since, while guards read it, and that nobody reads any more.
+    pub fn collect_left(&self) {
+        let inner = &self.inner;
+        let mine = inner.identity.map_or(1, Identity::taken);
+        for owner in 1..=inner.seats_high() {
+            let seat = inner.seat_at(owner);
+            let is_left = seat.state.load(Ordering::Acquire) == 0 && !inner.limbo(seat).is_empty();
+            // Ours for a moment: whoever sits there collects himself.
+            if is_left && seat.state.compare_exchange(0, mine, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
+                inner.collect(seat, owner);
+                seat.state.store(0, Ordering::SeqCst);
+            }
+        }
     }
 
     /// Calls `visit` with every block in any limbo.
