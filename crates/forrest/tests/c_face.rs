@@ -274,6 +274,8 @@ fn a_value_needs_no_memory_but_what_the_caller_gives() {
     // SAFETY: the child calls functions of our own, malloc among them, which is usable after fork, and leaves by _exit.
     let child = unsafe { libc::fork() };
     if child == 0 {
+        // SAFETY: sets a timer of this process.
+        unsafe { libc::alarm(60) };
         let mut handle = std::ptr::null_mut();
         let (mut length, mut copy) = (0, std::ptr::null_mut());
         let mut buffer = vec![0u8; 3000];

@@ -321,7 +321,8 @@ fn a_store_is_opened_without_looking_at_its_blocks() {
     let resident = lines.find(|line| line.starts_with("Rss:")).unwrap();
     let kib: u64 = resident.split_whitespace().nth(1).unwrap().parse().unwrap();
     // With the bitmap of each span come pages around it: more than a tenth of what there is.
-    assert!(kib < 2048, "{kib} KiB were looked at");
+    // All of them are 30 MiB, and a page may be a huge one.
+    assert!(kib < 10 << 10, "{kib} KiB were looked at");
     assert_eq!(store.len(), 100_000);
 }
 
@@ -332,6 +333,8 @@ fn a_store_larger_than_files_may_be_is_an_error() {
     let child = unsafe { libc::fork() };
     if child == 0 {
         let limit = libc::rlimit { rlim_cur: 1 << 20, rlim_max: 1 << 20 };
+        // SAFETY: sets a timer of this process.
+        unsafe { libc::alarm(60) };
         // SAFETY: passes a structure of ours.
         unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit) };
         let refused = Options::new().create_path(&path).is_err_and(|error| error.to_string().contains("ulimit -f"));

@@ -114,7 +114,8 @@ impl Table {
     fn even(&self, seat: &SeatRef<'_>, wanted: usize, alone: bool) -> usize {
         let room = self.arena.log_room(seat, alone) / BUCKET_BYTES;
         let Some(each) = room.checked_div((room + wanted / 2).checked_div(wanted).unwrap_or(0)) else { return wanted };
-        if each.abs_diff(wanted) <= wanted / 16 { each } else { wanted }
+        // Never longer than an array may be for what fills the extent only.
+        if each.abs_diff(wanted) <= wanted / 16 { each.min(wanted.max(BUCKETS_MAX)) } else { wanted }
     }
 
     /// Copies all entries of `from` to the unpublished array `to`. False if one does not find room.
