@@ -51,7 +51,7 @@ impl Progress {
 
     /// Counts `bytes` done, and a finished file when `file` is set.
     pub fn add(&self, bytes: u64, file: bool) {
-        let done = self.done_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        let done = self.done_bytes.fetch_add(bytes, Ordering::Relaxed).wrapping_add(bytes);
         let files = self.done_files.fetch_add(u64::from(file), Ordering::Relaxed) + u64::from(file);
         let Some(shown) = &self.shown else { return };
         let Ok(mut last) = shown.try_lock() else { return };

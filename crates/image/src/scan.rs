@@ -1,6 +1,6 @@
 //! What sharing would save, before anything is built: by whole files, and by 64, 16 and 4 KiB pieces.
 //!
-//! Every byte is hashed once, in 4 KiB pages; the larger pieces and whole files are
+//! Every byte is hashed once, in 4 KiB pages, and holes are passed over; the larger pieces and whole files are
 //! hashed from their pages' hashes. Sizes are rounded to pages, as the page cache holds them. Whole files are what
 //! `pagefold image` shares on any kernel; the smaller pieces show what ordinary reads cannot share, and `pagefold disk` can.
 
@@ -8,12 +8,14 @@ use crate::error::{At, Result};
 use crate::progress::Progress;
 use crate::sys::{self, PAGE};
 use crate::tree::INLINE_MAX;
-use rustix::fs::{AtFlags, CWD};
+use rustix::fs::{AtFlags, CWD, SeekFrom};
+use rustix::io::Errno;
 use sha2::Digest as _;
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File, Metadata};
-use std::io::Read;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::io::ErrorKind;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -73,21 +75,151 @@ fn key(bytes: &[u8]) -> Key {
     sha2::Sha256::digest(bytes)[..16].try_into().expect("16 bytes")
 }
 
+/// Most keys of one set, 56 GiB of different pages: with one more its table would be twice as large.
+const MOST_KEYS: usize = 14 << 20;
+
+/// Pieces seen at one level. Beyond a number of them only each second key is kept, then each fourth, chosen by the key
+/// itself; it stands for as many.
+#[derive(Default)]
+struct Keys {
+    seen: HashSet<Key>,
+    shift: u32,
+    /// Whether a whole piece of zeros was seen: the one piece that a file has by the billion, and that is counted exactly.
+    zeros: bool,
+}
+
+impl Keys {
+    /// Adds a piece; returns how many pieces that were there before it stands for. At most `most` keys are kept.
+    fn add(&mut self, key: Key, most: usize) -> u64 {
+        let kept =
+            |key: &Key, shift| u64::from_le_bytes(key[..8].try_into().expect("8 bytes")).trailing_zeros() >= shift;
+        if !kept(&key, self.shift) {
+            return 0;
+        }
+        if !self.seen.insert(key) {
+            return 1 << self.shift;
+        }
+        while self.seen.len() > most {
+            self.shift += 1;
+            self.seen.retain(|key| kept(key, self.shift));
+        }
+        0
+    }
+
+    /// Adds `count` pieces of zeros; returns how many of them were there before.
+    fn add_zeros(&mut self, count: u64) -> u64 {
+        let first = count > 0 && !self.zeros;
+        self.zeros |= first;
+        count - u64::from(first)
+    }
+}
+
 #[derive(Default)]
 struct Sets {
-    pages: HashSet<Key>,
-    chunks_16k: HashSet<Key>,
-    chunks_64k: HashSet<Key>,
+    pages: Keys,
+    chunks_16k: Keys,
+    chunks_64k: Keys,
     /// A file's key to the largest number of its bytes seen resident.
     files: HashMap<Key, u64>,
     scan: Scan,
 }
 
-/// The pages' hashes of one file; `None` for a zero page.
-struct Hashed {
-    pages: Vec<Option<Key>>,
-    size: u64,
-    resident: Option<u64>,
+/// Pages of the largest piece.
+const CHUNK_PAGES: u64 = 16;
+
+impl Sets {
+    /// Each level's pages to a piece, its keys and its sum.
+    fn levels(&mut self) -> [(u64, &mut Keys, &mut Level); 3] {
+        let Self { pages, chunks_16k, chunks_64k, scan, .. } = self;
+        [
+            (1, pages, &mut scan.page_4k),
+            (4, chunks_16k, &mut scan.chunk_16k),
+            (CHUNK_PAGES, chunks_64k, &mut scan.chunk_64k),
+        ]
+    }
+
+    /// Counts the next pages of a file, `None` for a page of zeros; they begin where a largest piece does.
+    fn add_pages(&mut self, pages: &[Option<Key>]) {
+        let zeros = pages.iter().filter(|page| page.is_none()).count() as u64;
+        self.count(pages.len() as u64, zeros);
+        for (size, keys, level) in self.levels() {
+            for piece in pages.chunks(size as usize) {
+                let before = if piece.len() as u64 == size && piece.iter().all(Option::is_none) {
+                    keys.add_zeros(1)
+                } else {
+                    keys.add(key_of(piece), MOST_KEYS)
+                };
+                level.duplicate_bytes = level.duplicate_bytes.saturating_add(before * piece.len() as u64 * PAGE);
+            }
+        }
+    }
+
+    /// Counts the next pages of a file, all of them zeros.
+    fn add_zeros(&mut self, pages: u64) {
+        let rest = pages % CHUNK_PAGES;
+        let whole = pages - rest;
+        self.count(whole, whole);
+        for (size, keys, level) in self.levels() {
+            let before = keys.add_zeros(whole / size);
+            level.duplicate_bytes = level.duplicate_bytes.saturating_add(before * size * PAGE);
+        }
+        self.add_pages(&vec![None; rest as usize]);
+    }
+
+    fn count(&mut self, pages: u64, zeros: u64) {
+        self.scan.total_bytes = self.scan.total_bytes.saturating_add(pages * PAGE);
+        self.scan.zero_bytes = self.scan.zero_bytes.saturating_add(zeros * PAGE);
+    }
+
+    /// Counts a file that was read to its end.
+    fn add_file(&mut self, file: Whole, size: u64, resident: Option<u64>) {
+        self.scan.files += 1;
+        self.scan.resident_unknown += u64::from(resident.is_none());
+        let resident = resident.unwrap_or(0);
+        self.scan.resident_bytes += resident;
+        // Files that small are kept in each image.
+        if size <= INLINE_MAX {
+            return;
+        }
+        let bytes = file.pages * PAGE;
+        match self.files.entry(file.finish(size)) {
+            Entry::Vacant(new) => drop(new.insert(resident)),
+            Entry::Occupied(mut seen) => {
+                self.scan.file.duplicate_bytes = self.scan.file.duplicate_bytes.saturating_add(bytes);
+                self.scan.resident_duplicate_bytes += resident.min(*seen.get());
+                let most = resident.max(*seen.get());
+                seen.insert(most);
+            }
+        }
+    }
+}
+
+/// The key of a whole file, made from its pages: each after the number of zero pages before it, so that a hole costs
+/// nothing and equals the zeros of another file.
+#[derive(Default)]
+struct Whole {
+    hasher: sha2::Sha256,
+    zeros: u64,
+    pages: u64,
+}
+
+impl Whole {
+    fn add(&mut self, page: Key) {
+        self.hasher.update(std::mem::take(&mut self.zeros).to_le_bytes());
+        self.hasher.update(page);
+        self.pages += 1;
+    }
+
+    fn add_zeros(&mut self, pages: u64) {
+        self.zeros += pages;
+        self.pages += pages;
+    }
+
+    fn finish(mut self, size: u64) -> Key {
+        self.hasher.update(self.zeros.to_le_bytes());
+        self.hasher.update(size.to_le_bytes());
+        self.hasher.finalize()[..16].try_into().expect("16 bytes")
+    }
 }
 
 /// File system type of overlayfs, as statfs(2) tells it.
@@ -106,96 +238,90 @@ fn resident(file: &File, meta: &Metadata) -> Option<u64> {
             if !user.is_root() && user.as_raw() != meta.uid() {
                 return None;
             }
-            let flags = sys::Map::new(file, meta.len()).and_then(|map| map.resident());
-            flags.ok()?.iter().filter(|&&here| here).count() as u64
+            sys::Map::new(file, meta.len()).and_then(|map| map.resident_pages()).ok()?
         }
         other => other.ok()?,
     };
     Some(pages * PAGE)
 }
 
-fn hash_file(path: &Path, buffer: &mut [u8], progress: &Progress) -> Result<Hashed> {
+/// Where the next data of a file of `size` bytes is, from `at` on: `size` if there is none.
+fn next_data(file: &File, at: u64, size: u64) -> u64 {
+    match rustix::fs::seek(file, SeekFrom::Data(at)) {
+        Ok(data) => data,
+        Err(Errno::NXIO) => size,
+        // File systems that tell nothing of holes.
+        Err(_) => at,
+    }
+}
+
+fn read_file(path: &Path, buffer: &mut [u8], sets: &Mutex<Sets>, progress: &Progress) -> Result<()> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let mut file = File::options().read(true).custom_flags(flags).open(path).at(path)?;
+    let file = File::options().read(true).custom_flags(flags).open(path).at(path)?;
     let meta = file.metadata().at(path)?;
     let size = meta.len();
     // Before the reading makes everything resident.
     let resident = resident(&file, &meta);
-    let (mut pages, mut total) = (Vec::with_capacity(size.div_ceil(PAGE) as usize), 0);
+    let (mut whole, mut at, mut pages) = (Whole::default(), 0, Vec::new());
     loop {
+        // What says that it is empty may have something to read, as in /proc.
+        if at < size {
+            let data = next_data(&file, at, size);
+            let start = if data < size { data - data % (CHUNK_PAGES * PAGE) } else { size };
+            if start > at {
+                let zeros = (start - at).div_ceil(PAGE);
+                whole.add_zeros(zeros);
+                sets.lock().expect("no panic while held").add_zeros(zeros);
+                progress.add(start - at, false);
+                at = start;
+            }
+        }
         let mut filled = 0;
         while filled < buffer.len() {
-            match file.read(&mut buffer[filled..]).at(path)? {
-                0 => break,
-                count => filled += count,
+            match file.read_at(&mut buffer[filled..], at + filled as u64) {
+                Ok(0) => break,
+                Ok(count) => filled += count,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(error).at(path),
             }
         }
         // The end of the last page is zeros in the cache.
         let end = filled.next_multiple_of(PAGE as usize);
         buffer[filled..end].fill(0);
+        pages.clear();
         for page in buffer[..end].chunks_exact(PAGE as usize) {
-            pages.push((!page.iter().all(|&byte| byte == 0)).then(|| key(page)));
+            let page = (!page.iter().all(|&byte| byte == 0)).then(|| key(page));
+            match page {
+                Some(key) => whole.add(key),
+                None => whole.add_zeros(1),
+            }
+            pages.push(page);
         }
-        total += filled as u64;
+        sets.lock().expect("no panic while held").add_pages(&pages);
+        at += filled as u64;
         progress.add(filled as u64, false);
         if filled < buffer.len() {
             break;
         }
     }
     progress.add(0, true);
-    Ok(Hashed { pages, size: total, resident })
+    sets.lock().expect("no panic while held").add_file(whole, at, resident);
+    Ok(())
 }
 
+/// The key of a piece, from its pages' keys.
 fn key_of(pages: &[Option<Key>]) -> Key {
     let joined: Vec<u8> = pages.iter().flat_map(|page| page.unwrap_or_default()).collect();
     key(&joined)
 }
 
-fn add(sets: &mut Sets, file: &Hashed) {
-    let bytes = file.pages.len() as u64 * PAGE;
-    sets.scan.files += 1;
-    sets.scan.total_bytes += bytes;
-    let resident = file.resident.unwrap_or(0);
-    sets.scan.resident_bytes += resident;
-    sets.scan.resident_unknown += u64::from(file.resident.is_none());
-    if file.pages.is_empty() {
-        return;
-    }
-    let whole = key(&[&key_of(&file.pages)[..], &file.size.to_le_bytes()].concat());
-    match sets.files.get_mut(&whole) {
-        // Files that small are kept in each image.
-        _ if file.size <= INLINE_MAX => {}
-        None => drop(sets.files.insert(whole, resident)),
-        Some(seen) => {
-            sets.scan.file.duplicate_bytes += bytes;
-            sets.scan.resident_duplicate_bytes += resident.min(*seen);
-            *seen = resident.max(*seen);
-        }
-    }
-    for (pages, level, set) in
-        [(16, &mut sets.scan.chunk_64k, &mut sets.chunks_64k), (4, &mut sets.scan.chunk_16k, &mut sets.chunks_16k)]
-    {
-        for chunk in file.pages.chunks(pages) {
-            if !set.insert(key_of(chunk)) {
-                level.duplicate_bytes += chunk.len() as u64 * PAGE;
-            }
-        }
-    }
-    for page in &file.pages {
-        if page.is_none() {
-            sets.scan.zero_bytes += PAGE;
-        }
-        if !sets.pages.insert(page.unwrap_or_default()) {
-            sets.scan.page_4k.duplicate_bytes += PAGE;
-        }
-    }
-}
-
 /// Reads all regular files below `dirs` and counts what is there more than once. Links are not followed; a file with
-/// several names counts once; other file systems below a directory are left alone.
+/// several names counts once; other file systems below a directory are left alone. Memory does not grow with the files:
+/// beyond 56 GiB of different pages the figures of the pieces are estimates.
 ///
 /// # Errors
-/// A directory of `dirs` that cannot be read. Single files that cannot be are counted in `unreadable`.
+/// A directory of `dirs` that cannot be read. Single files that cannot be are counted in `unreadable`, and their pieces as
+/// far as they were read.
 pub fn trees(dirs: &[PathBuf], progress: &Progress) -> Result<Scan> {
     let (mut list, mut seen, mut scan) = (Vec::new(), HashSet::new(), Scan::default());
     let mut total = 0;
@@ -219,8 +345,8 @@ pub fn trees(dirs: &[PathBuf], progress: &Progress) -> Result<Scan> {
                     libc::S_IFDIR if stat.st_dev == top.dev() => todo.push(path),
                     libc::S_IFREG if seen.insert((stat.st_dev, stat.st_ino)) => {
                         tree.files += 1;
-                        tree.bytes += (stat.st_size as u64).next_multiple_of(PAGE);
-                        total += stat.st_size as u64;
+                        tree.bytes = tree.bytes.saturating_add((stat.st_size as u64).next_multiple_of(PAGE));
+                        total = (stat.st_size as u64).saturating_add(total);
                         list.push(path);
                     }
                     _ => {}
@@ -238,20 +364,17 @@ pub fn trees(dirs: &[PathBuf], progress: &Progress) -> Result<Scan> {
             scope.spawn(|| {
                 let mut buffer = vec![0; 1 << 20];
                 while let Some(path) = list.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let hashed = hash_file(path, &mut buffer, progress);
-                    let mut sets = sets.lock().expect("no panic while held");
-                    match hashed {
-                        Ok(hashed) => add(&mut sets, &hashed),
-                        Err(_) => sets.scan.unreadable += 1,
+                    if read_file(path, &mut buffer, &sets, progress).is_err() {
+                        sets.lock().expect("no panic while held").scan.unreadable += 1;
                     }
                 }
             });
         }
     });
     let mut scan = sets.into_inner().expect("no panic while held").scan;
-    let total = scan.total_bytes;
+    let total = u128::from(scan.total_bytes);
     for level in [&mut scan.file, &mut scan.chunk_64k, &mut scan.chunk_16k, &mut scan.page_4k] {
-        level.percent = (level.duplicate_bytes * 100 + total / 2).checked_div(total).unwrap_or(0) as u32;
+        level.percent = (u128::from(level.duplicate_bytes) * 100 + total / 2).checked_div(total).unwrap_or(0) as u32;
     }
     Ok(scan)
 }
@@ -293,5 +416,52 @@ mod tests {
         let scan = trees(&[dir.path().into()], &Progress::silent()).unwrap();
         assert_eq!((scan.files, scan.file.duplicate_bytes, scan.page_4k.duplicate_bytes), (4, 4096, 2 * 4096));
         assert!(scan.resident_duplicate_bytes <= 4096);
+    }
+
+    #[test]
+    fn a_large_sparse_file_takes_no_memory_and_equals_its_copy() {
+        let dir = tempfile::tempdir().unwrap();
+        let data: Vec<u8> = (0..100_000u32).map(|i| (i.wrapping_mul(2654435761) >> 24) as u8).collect();
+        let write = |name: &str, size: u64, at: u64| {
+            let file = File::create(dir.path().join(name)).unwrap();
+            if let Err(error) = file.set_len(size) {
+                println!("SKIPPED: no file of {size} bytes here: {error}");
+                return false;
+            }
+            file.write_all_at(&data, at).unwrap();
+            true
+        };
+        // 8 TiB, as lastlog(8) may seem to have.
+        let size = 1 << 43;
+        if !write("a", size, (1 << 42) + 5) {
+            return;
+        }
+        let scan = trees(&[dir.path().into()], &Progress::silent()).unwrap();
+        // From five bytes into a page the data reaches into 25 of them.
+        let zeros = size - 25 * PAGE;
+        assert_eq!((scan.files, scan.total_bytes, scan.zero_bytes, scan.unreadable), (1, size, zeros, 0));
+        assert_eq!(scan.page_4k, Level { duplicate_bytes: zeros - PAGE, percent: 100 });
+        assert_eq!(scan.chunk_64k.duplicate_bytes, size - 3 * 65_536, "two pieces with data, and the first of zeros");
+        // The same again with the zeros around its data stored; and one byte longer, which is another file.
+        write("b", size, (1 << 42) + 5);
+        let b = File::options().write(true).open(dir.path().join("b")).unwrap();
+        b.write_all_at(&[0; 200_000], (1 << 42) - 200_000).unwrap();
+        write("c", size + 1, (1 << 42) + 5);
+        let scan = trees(&[dir.path().into()], &Progress::silent()).unwrap();
+        assert_eq!((scan.files, scan.file.duplicate_bytes, scan.total_bytes), (3, size, 3 * size + PAGE));
+    }
+
+    #[test]
+    fn a_sample_of_the_keys_tells_what_all_of_them_would() {
+        let (mut keys, mut before) = (Keys::default(), 0);
+        for round in 0..3 {
+            for number in 0..100_000u32 {
+                before += keys.add(key(&number.to_le_bytes()), 10_000);
+                assert!(keys.seen.len() <= 10_000);
+            }
+            let exact = round * 100_000;
+            assert!(before.abs_diff(exact) <= exact / 20, "{before} of {exact}");
+        }
+        assert_eq!((keys.add_zeros(0), keys.add_zeros(3), keys.add_zeros(2)), (0, 2, 2));
     }
 }

@@ -304,6 +304,24 @@ impl Map {
         Ok(flags.into_iter().map(|flag| flag & 1 == 1).collect())
     }
 
+    /// How many pages are in the page cache.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn resident_pages(&self) -> io::Result<u64> {
+        // The kernel tells it by a byte for each page: of a file with large holes they would be many.
+        let (mut flags, mut count) = (vec![0u8; 1 << 18], 0);
+        for from in (0..self.size).step_by(flags.len() * PAGE as usize) {
+            let part = (self.size - from).min(flags.len() * PAGE as usize);
+            // SAFETY: the range is in our mapping, and the vector has a byte for each page of it.
+            if unsafe { libc::mincore(self.start.byte_add(from), part, flags.as_mut_ptr()) } != 0 {
+                return Err(io::Error::last_os_error());
+            }
+            count += flags[..part.div_ceil(PAGE as usize)].iter().filter(|&&flag| flag & 1 == 1).count() as u64;
+        }
+        Ok(count)
+    }
+
     /// The physical frame under each page, 0 where none is mapped or we may not know (needs CAP_SYS_ADMIN).
     /// Pages are mapped first by MADV_POPULATE_READ, which answers a short file with an error, not a signal.
     ///
