@@ -50,23 +50,39 @@ pub(crate) fn is_whiteout(kind: &Kind) -> bool {
     matches!(kind, Kind::Char(0, 0))
 }
 
-/// Names that this layer has placed: what its whiteouts must not remove.
+/// What a layer has done so far that its whiteouts go by.
+#[derive(Default)]
 struct Layer {
+    /// Names that it has placed: what whiteouts must not remove.
     fresh: HashSet<(Id, Vec<u8>)>,
+    /// Directories that are empty of what lower layers brought, with all below them: nothing of it can come back.
+    cleared: HashSet<Id>,
+    /// Names that were looked at to clear directories.
+    #[cfg(test)]
+    looked_at: u64,
 }
 
 impl Layer {
     /// Empties `dir` of what lower layers brought.
-    fn clear(&self, tree: &mut Tree, dir: Id) {
+    fn clear(&mut self, tree: &mut Tree, dir: Id) {
         let is_dir = |tree: &Tree, id| matches!(tree.inode(id).kind, Kind::Dir(_));
+        // However often an archive says it, each directory is walked once.
+        let mut is_new = |tree: &Tree, id| is_dir(tree, id) && self.cleared.insert(id);
+        if !is_new(tree, dir) {
+            return;
+        }
         // Parents first; taken from the end, what is in a directory is gone before it is looked at from above.
         let (mut dirs, mut next) = (vec![dir], 0);
         while next < dirs.len() {
-            dirs.extend(tree.children(dirs[next]).map(|(_, id)| id).filter(|&id| is_dir(tree, id)));
+            dirs.extend(tree.children(dirs[next]).map(|(_, id)| id).filter(|&id| is_new(tree, id)));
             next += 1;
         }
         for dir in dirs.into_iter().rev() {
             let names: Vec<(Vec<u8>, Id)> = tree.children(dir).map(|(name, id)| (name.to_vec(), id)).collect();
+            #[cfg(test)]
+            {
+                self.looked_at += names.len() as u64;
+            }
             for (name, id) in names {
                 let full = is_dir(tree, id) && tree.children(id).next().is_some();
                 if !full && !self.fresh.contains(&(dir, name.clone())) {
@@ -76,7 +92,7 @@ impl Layer {
         }
     }
 
-    fn remove(&self, tree: &mut Tree, dir: Id, name: &[u8]) {
+    fn remove(&mut self, tree: &mut Tree, dir: Id, name: &[u8]) {
         let Some(id) = tree.child(dir, name) else { return };
         self.clear(tree, id);
         let fresh = self.fresh.contains(&(dir, name.to_vec()));
@@ -100,7 +116,7 @@ pub fn apply_tar(
     notes: &mut Notes,
     progress: &Progress,
 ) -> Result<u64> {
-    let mut layer = Layer { fresh: HashSet::new() };
+    let mut layer = Layer::default();
     let mut reader = Reader::new(source, limits);
     while let Some(entry) = reader.next_entry()? {
         apply_entry(build, tree, &mut reader, entry, whiteouts, &mut layer, notes, progress)?;
@@ -132,9 +148,10 @@ fn apply_entry(
     if entry.left_out {
         notes.add("files have ACLs or SELinux labels in a form that is not read: they were left out", &entry.path);
     }
-    let before = tree.inode_count();
+    let (inodes, steps) = (tree.inode_count(), tree.step_count());
     let parent = tree.resolve_parent(&entry.path, true)?;
-    reader.count_implied(&entry.path, (tree.inode_count() - before) as u64)?;
+    reader.count_implied(&entry.path, (tree.inode_count() - inodes) as u64)?;
+    reader.count_steps(&entry.path, tree.step_count() - steps)?;
     let Some((dir, name)) = parent else {
         if entry.kind != EntryKind::Dir {
             return Err(input!("{:?}: the root of the tree must be a directory", show(&entry.path)));
@@ -168,7 +185,10 @@ fn apply_entry(
             Kind::File(data)
         }
         EntryKind::HardLink(target) => {
-            tree.put_link(&entry.path, &target)?;
+            let steps = tree.step_count();
+            let id = tree.link_target(&entry.path, &target)?;
+            reader.count_steps(&entry.path, tree.step_count() - steps)?;
+            tree.link(dir, &name, id)?;
             layer.fresh.insert((dir, name));
             return Ok(());
         }
@@ -190,7 +210,7 @@ fn apply_entry(
     let mut xattrs = entry.xattrs;
     clean_xattrs(&mut xattrs, &entry.path, notes);
     let Entry { mode, uid, gid, mtime_s, mtime_ns, .. } = entry;
-    tree.put(&entry.path, Inode { meta: Meta { mode, uid, gid, mtime_s, mtime_ns, xattrs }, kind })?;
+    tree.put_in(dir, &name, Inode { meta: Meta { mode, uid, gid, mtime_s, mtime_ns, xattrs }, kind })?;
     layer.fresh.insert((dir, name));
     Ok(())
 }
@@ -214,10 +234,43 @@ mod tests {
         }
         let file = tree.add(Inode { meta: Meta::default(), kind: Kind::Fifo });
         tree.link(kept, b"new", file).unwrap();
-        let layer = Layer { fresh: HashSet::from([(kept, b"new".to_vec())]) };
+        let mut layer = Layer { fresh: HashSet::from([(kept, b"new".to_vec())]), ..Layer::default() };
         layer.clear(&mut tree, ROOT);
         let mut left = Vec::new();
         tree.walk(|path, _| left.push(show(path)));
         assert_eq!(left, ["", "d", "d/d", "d/d/d", "d/d/d/new"]);
+    }
+
+    #[test]
+    fn a_directory_is_cleared_once_however_often_its_layer_says_so() {
+        let (mut tree, mut layer) = (Tree::default(), Layer::default());
+        let (dir, file) = (
+            || Inode { meta: Meta::default(), kind: Kind::Dir(BTreeMap::new()) },
+            || Inode { meta: Meta::default(), kind: Kind::Fifo },
+        );
+        let mut place = ROOT;
+        for _ in 0..10 {
+            place = tree.put_in(place, b"d", dir()).unwrap();
+            for number in 0..100 {
+                tree.put_in(place, format!("old{number}").as_bytes(), file()).unwrap();
+                let name = format!("new{number}").into_bytes();
+                tree.put_in(place, &name, file()).unwrap();
+                layer.fresh.insert((place, name));
+            }
+        }
+        let top = tree.child(ROOT, b"d").unwrap();
+        for _ in 0..100 {
+            // From below and from above, and by either kind of mark.
+            layer.clear(&mut tree, place);
+            layer.clear(&mut tree, top);
+            layer.remove(&mut tree, ROOT, b"d");
+        }
+        assert!(layer.looked_at <= 10 * 201, "{}", layer.looked_at);
+        let mut names = 0;
+        tree.walk(|path, _| {
+            assert!(!path.windows(3).any(|part| part == b"old"));
+            names += 1;
+        });
+        assert_eq!(names, 1 + 10 * 101);
     }
 }

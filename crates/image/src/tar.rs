@@ -16,6 +16,11 @@ const BLOCK: usize = 512;
 const IMPLIED_FREE: u64 = 65_536;
 /// and this many more for each of its entries.
 const IMPLIED_PER_ENTRY: u64 = 4;
+/// A path of a few bytes may lead by symbolic links through tens of thousands of names: the paths of an archive have this
+/// many steps free,
+const STEPS_FREE: u64 = 1 << 20;
+/// and this many more for each entry.
+const STEPS_PER_ENTRY: u64 = 64;
 
 /// What an entry is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -65,6 +70,7 @@ pub struct Reader<R> {
     limits: Limits,
     entries: u64,
     implied: u64,
+    steps: u64,
     content: u64,
     left: u64,
     padding: u64,
@@ -89,7 +95,7 @@ impl<R: Read> Reader<R> {
     /// Reads from `inner`, within `limits`.
     pub fn new(inner: R, limits: Limits) -> Self {
         let global = Pax::default();
-        Self { inner, limits, entries: 0, implied: 0, content: 0, left: 0, padding: 0, global, done: false }
+        Self { inner, limits, entries: 0, implied: 0, steps: 0, content: 0, left: 0, padding: 0, global, done: false }
     }
 
     /// Bytes of content of the entries so far.
@@ -115,6 +121,23 @@ impl<R: Read> Reader<R> {
                 show_start(path),
                 self.entries,
                 self.implied
+            ));
+        }
+        Ok(())
+    }
+
+    /// Counts the steps that resolving `path` has taken.
+    ///
+    /// # Errors
+    /// More than an honest archive has.
+    pub fn count_steps(&mut self, path: &[u8], taken: u64) -> Result<()> {
+        self.steps += taken;
+        if self.steps > STEPS_FREE + STEPS_PER_ENTRY * self.entries {
+            return Err(input!(
+                "tar: {}: the paths of {} entries take {} steps, links followed, which no honest archive's do",
+                show_start(path),
+                self.entries,
+                self.steps
             ));
         }
         Ok(())

@@ -103,6 +103,8 @@ pub struct Inode {
 #[derive(Clone, Debug)]
 pub struct Tree {
     inodes: Vec<Inode>,
+    /// Steps taken to resolve paths.
+    steps: u64,
 }
 
 /// The root's number.
@@ -118,7 +120,7 @@ const LINKS_MAX: usize = 40;
 impl Default for Tree {
     fn default() -> Self {
         let meta = Meta { mode: 0o755, ..Meta::default() };
-        Self { inodes: vec![Inode { meta, kind: Kind::Dir(BTreeMap::new()) }] }
+        Self { inodes: vec![Inode { meta, kind: Kind::Dir(BTreeMap::new()) }], steps: 0 }
     }
 }
 
@@ -145,6 +147,11 @@ impl Tree {
     /// How many inodes were ever added, reachable or not.
     pub fn inode_count(&self) -> usize {
         self.inodes.len()
+    }
+
+    /// How many steps all paths so far have taken to resolve: names on the way, those in symbolic links included.
+    pub fn step_count(&self) -> u64 {
+        self.steps
     }
 
     fn dir(&self, id: Id) -> Option<&BTreeMap<Box<[u8]>, Id>> {
@@ -213,6 +220,7 @@ impl Tree {
         let mut todo: Vec<Vec<u8>> = parts.into_iter().rev().map(<[u8]>::to_vec).collect();
         let (mut stack, mut links) = (vec![ROOT], 0);
         while let Some(part) = todo.pop() {
+            self.steps += 1;
             let here = *stack.last().expect("root stays");
             if part == b".." {
                 // Only a symbolic link's target can bring one; the root's parent is the root.
@@ -272,13 +280,18 @@ impl Tree {
             }
             return Err(input!("the root of the tree must be a directory"));
         };
-        if let (Some(old), Kind::Dir(_)) = (self.child(dir, &name), &inode.kind)
+        self.put_in(dir, &name, inode)
+    }
+
+    /// The same for `name` in directory `dir`.
+    pub(crate) fn put_in(&mut self, dir: Id, name: &[u8], inode: Inode) -> Result<Id> {
+        if let (Some(old), Kind::Dir(_)) = (self.child(dir, name), &inode.kind)
             && self.dir(old).is_some()
         {
             self.inode_mut(old).meta = inode.meta;
             return Ok(old);
         }
-        check_name(&name)?;
+        check_name(name)?;
         let id = self.add(inode);
         self.dir_mut(dir).insert(name.into(), id);
         Ok(id)
@@ -289,16 +302,19 @@ impl Tree {
     /// # Errors
     /// A target that is not in the tree, or is a directory.
     pub fn put_link(&mut self, path: &[u8], target: &[u8]) -> Result<()> {
-        let found = self.resolve_parent(target, false)?.and_then(|(dir, name)| self.child(dir, &name));
-        let Some(id) = found.filter(|&id| self.dir(id).is_none()) else {
-            return Err(input!("{}: hard link to {}, which is no file of this image", show(path), show(target)));
-        };
+        let id = self.link_target(path, target)?;
         let Some((dir, name)) = self.resolve_parent(path, true)? else {
             return Err(input!("the root of the tree must be a directory"));
         };
-        check_name(&name)?;
-        self.dir_mut(dir).insert(name.into(), id);
-        Ok(())
+        self.link(dir, &name, id)
+    }
+
+    /// The file that a hard link at `path` to `target` is another name of.
+    pub(crate) fn link_target(&mut self, path: &[u8], target: &[u8]) -> Result<Id> {
+        let found = self.resolve_parent(target, false)?.and_then(|(dir, name)| self.child(dir, &name));
+        found
+            .filter(|&id| self.dir(id).is_none())
+            .ok_or_else(|| input!("{}: hard link to {}, which is no file of this image", show(path), show(target)))
     }
 
     /// Finds `path` without following a symbolic link at its end.

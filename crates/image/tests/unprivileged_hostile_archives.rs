@@ -242,6 +242,26 @@ fn links_do_not_lead_deeper_than_paths() {
 }
 
 #[test]
+fn links_do_not_lead_a_long_way_again_and_again() {
+    let bench = Bench::new();
+    // A short path that takes thirty thousand steps.
+    let mut parts = vec![header(b"d", b'5', 0, b"")];
+    let there_and_back = b"d/../".repeat(400);
+    for number in 1..38 {
+        let target = [&there_and_back[..], format!("l{}", number - 1).as_bytes()].concat();
+        parts.push([pax(&[("linkpath", &target)]), header(format!("l{number}").as_bytes(), b'2', 0, b"")].concat());
+    }
+    parts.push(header(b"l0", b'2', 0, b"d"));
+    let once = [&parts[..], &[file(b"l37/f", b"")]].concat();
+    let (mut tree, _) = bench.read(&archive(&once)).unwrap();
+    assert!(tree.find(b"d/f").is_some());
+    for entry in [file(b"l37/f", b""), header(b"h", b'1', 0, b"l37/f")] {
+        let many: Vec<Vec<u8>> = std::iter::repeat_n(entry, 1000).collect();
+        bench.refused(&archive(&[once.concat(), many.concat()]), "steps, links followed");
+    }
+}
+
+#[test]
 fn times_before_1970_and_attributes_as_gnu_tar_writes_them() {
     let bench = Bench::new();
     let mut old = header(b"old", b'0', 0, b"");
