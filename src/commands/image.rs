@@ -204,7 +204,7 @@ struct ImportArgs {
     /// Most bytes of unpacked content, of all layers together
     #[arg(long, value_name = "SIZE", default_value = "1T", value_parser = units::size)]
     max_bytes: u64,
-    /// Most entries of one layer
+    /// Most entries, of all layers together
     #[arg(long, value_name = "COUNT", default_value_t = Limits::default().entries)]
     max_entries: u64,
     /// One JSON document

@@ -3,8 +3,11 @@
 /// What one import may ask of us.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Most entries of one archive, counting directories that only paths name; 10^7 by default.
+    /// Most entries, of all layers together, counting directories that only paths name; 10^7 by default.
     pub entries: u64,
+    /// Most bytes of names, link targets and extended attributes, which stay in memory, of all layers together; 1 GiB by
+    /// default.
+    pub names_bytes: u64,
     /// Most bytes of unpacked content, of all layers together; 1 TiB by default.
     pub bytes: u64,
     /// Most a compressed stream may grow, once it is past `ratio_from_bytes`: 200 times by default.
@@ -19,10 +22,34 @@ pub struct Limits {
     pub layers: usize,
 }
 
+impl Limits {
+    /// What is left for the layers above one that has taken `used`.
+    pub(crate) fn without(self, used: Used) -> Self {
+        Self {
+            entries: self.entries - used.entries,
+            names_bytes: self.names_bytes - used.names_bytes,
+            bytes: self.bytes - used.bytes,
+            ..self
+        }
+    }
+}
+
+/// What an archive has taken of the [`Limits`] for all layers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Used {
+    /// Entries, counting directories that only paths name.
+    pub entries: u64,
+    /// Bytes of names, link targets and extended attributes.
+    pub names_bytes: u64,
+    /// Bytes of content.
+    pub bytes: u64,
+}
+
 impl Default for Limits {
     fn default() -> Self {
         Self {
             entries: 10_000_000,
+            names_bytes: 1 << 30,
             bytes: 1 << 40,
             ratio: 200,
             ratio_from_bytes: 64 << 20,

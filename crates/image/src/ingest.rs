@@ -1,7 +1,7 @@
 //! Archives into trees: one layer applied over what is there, as a container engine would unpack it, but
 //! into memory and the store only.
 
-use crate::config::Limits;
+use crate::config::{Limits, Used};
 use crate::erofs;
 use crate::error::{Result, input};
 use crate::progress::Progress;
@@ -103,7 +103,7 @@ impl Layer {
 }
 
 /// Reads a tar archive over `tree`; with `whiteouts`, names that begin with `.wh.` delete, as in OCI layers.
-/// Returns how many bytes of content there were.
+/// Returns what it has taken of the limits.
 ///
 /// # Errors
 /// A bad archive, a full store.
@@ -115,18 +115,18 @@ pub fn apply_tar(
     limits: Limits,
     notes: &mut Notes,
     progress: &Progress,
-) -> Result<u64> {
+) -> Result<Used> {
     let mut layer = Layer::default();
     let mut reader = Reader::new(source, limits);
     while let Some(entry) = reader.next_entry()? {
         apply_entry(build, tree, &mut reader, entry, whiteouts, &mut layer, notes, progress)?;
     }
     // What follows the end mark would be a second archive to other readers.
-    let content = reader.content();
+    let used = reader.used();
     let (mut rest, mut buffer) = (reader.into_inner(), vec![0; 1 << 16]);
     loop {
         match rest.read(&mut buffer) {
-            Ok(0) => return Ok(content),
+            Ok(0) => return Ok(used),
             Ok(count) if buffer[..count].iter().all(|&byte| byte == 0) => {}
             Ok(_) => return Err(input!("tar: more data behind the archive's end")),
             Err(error) => return Err(input!("tar: {error}")),

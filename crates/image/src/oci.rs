@@ -4,7 +4,7 @@
 //! configuration is read (about forty fields), so the JSON is described here rather than by a crate for all of it.
 //! Unknown fields are ignored, as the specification asks; digests and sizes are checked before anything is used.
 
-use crate::config::Limits;
+use crate::config::{Limits, Used};
 use crate::digest::{Digest, Hashing};
 use crate::error::{At, Error, Result, input};
 use crate::ingest::{Notes, apply_tar};
@@ -322,7 +322,7 @@ pub fn import(
     let configuration: Configuration = blobs.json(&config_path, Some((config_digest, manifest.config.size)), limits)?;
     let diff_ids = diff_ids(&configuration, manifest.layers.len())?;
     progress.expect(manifest.layers.iter().map(|layer| layer.size).sum());
-    let (mut tree, mut room) = (Tree::default(), limits.bytes);
+    let (mut tree, mut room) = (Tree::default(), limits);
     for (number, layer) in manifest.layers.iter().enumerate() {
         let (path, digest) = blob_path(&layer.digest)?;
         let (reader, size) = blobs.open(&path)?;
@@ -331,7 +331,8 @@ pub fn import(
             return Err(input!("{what}: {size} bytes, its manifest says {}", layer.size));
         }
         let diff_id = diff_ids.get(number).copied();
-        room -= apply_layer(build, &mut tree, reader, &what, Some(digest), diff_id, limits, room, notes, progress)?;
+        let used = apply_layer(build, &mut tree, reader, &what, Some(digest), diff_id, limits, room, notes, progress)?;
+        room = room.without(used);
     }
     Ok((tree, run_config(configuration)))
 }
@@ -411,17 +412,18 @@ fn import_docker(
     let diff_ids = diff_ids(&configuration, manifest.layers.len())?;
     let sizes = manifest.layers.iter().map(|path| Ok(blobs.open(path)?.1));
     progress.expect(sizes.sum::<Result<u64>>()?);
-    let (mut tree, mut room) = (Tree::default(), limits.bytes);
+    let (mut tree, mut room) = (Tree::default(), limits);
     for (number, path) in manifest.layers.iter().enumerate() {
         let (reader, _) = blobs.open(path)?;
         let what = format!("layer {} ({path})", number + 1);
         let diff_id = diff_ids.get(number).copied();
-        room -= apply_layer(build, &mut tree, reader, &what, None, diff_id, limits, room, notes, progress)?;
+        let used = apply_layer(build, &mut tree, reader, &what, None, diff_id, limits, room, notes, progress)?;
+        room = room.without(used);
     }
     Ok((tree, run_config(configuration)))
 }
 
-/// Applies a layer of at most `room` bytes of content, what the layers below have left of the limit; returns how many it had.
+/// Applies a layer within `room`, what the layers below have left of the limits; returns what it has taken of it.
 #[expect(clippy::too_many_arguments, reason = "one call from each format; a struct would only name them again")]
 fn apply_layer(
     build: &Build,
@@ -431,18 +433,17 @@ fn apply_layer(
     digest: Option<Digest>,
     diff_id: Option<Digest>,
     limits: Limits,
-    room: u64,
+    room: Limits,
     notes: &mut Notes,
     progress: &Progress,
-) -> Result<u64> {
+) -> Result<Used> {
     // Counted packed, as the manifest counts: what it unpacks to nobody knows before.
     let mut packed = Hashing::new(progress.watch(reader));
     let result = {
         let mut plain = Hashing::new(unpack(&mut packed, limits)?);
         let silent = Progress::silent();
-        let rest = Limits { bytes: room, ..limits };
-        apply_tar(build, tree, &mut plain, true, rest, notes, &silent)
-            .and_then(|content| diff_id.map_or(Ok(()), |id| plain.finish(what, id)).map(|()| content))
+        apply_tar(build, tree, &mut plain, true, room, notes, &silent)
+            .and_then(|used| diff_id.map_or(Ok(()), |id| plain.finish(what, id)).map(|()| used))
     };
     // A layer that is not itself explains every other complaint about it.
     let layer = |error| match error {

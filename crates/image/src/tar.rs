@@ -6,7 +6,7 @@
 //! type, a sparse file, a header whose checksum is wrong, an end in the middle.
 //! It never writes anything; it hands out entries and their bytes.
 
-use crate::config::Limits;
+use crate::config::{Limits, Used};
 use crate::error::{Result, input};
 use crate::tree::{Xattrs, show, show_start};
 use std::io::{self, Read};
@@ -71,6 +71,7 @@ pub struct Reader<R> {
     entries: u64,
     implied: u64,
     steps: u64,
+    names: u64,
     content: u64,
     left: u64,
     padding: u64,
@@ -95,12 +96,24 @@ impl<R: Read> Reader<R> {
     /// Reads from `inner`, within `limits`.
     pub fn new(inner: R, limits: Limits) -> Self {
         let global = Pax::default();
-        Self { inner, limits, entries: 0, implied: 0, steps: 0, content: 0, left: 0, padding: 0, global, done: false }
+        Self {
+            inner,
+            limits,
+            entries: 0,
+            implied: 0,
+            steps: 0,
+            names: 0,
+            content: 0,
+            left: 0,
+            padding: 0,
+            global,
+            done: false,
+        }
     }
 
-    /// Bytes of content of the entries so far.
-    pub fn content(&self) -> u64 {
-        self.content
+    /// What the entries so far have taken of the limits.
+    pub fn used(&self) -> Used {
+        Used { entries: self.entries + self.implied, names_bytes: self.names, bytes: self.content }
     }
 
     /// Counts the directories that `path` has brought without entries of their own: in memory they are as large.
@@ -212,7 +225,10 @@ impl<R: Read> Reader<R> {
             }
             self.entries += 1;
             if self.entries + self.implied > self.limits.entries {
-                return Err(input!("tar: more than {} entries", self.limits.entries));
+                return Err(input!(
+                    "tar: more than {} entries, all that the limit leaves room for",
+                    self.limits.entries
+                ));
             }
             check_sum(&header)?;
             let size = number(&header[124..136], "size")?;
@@ -317,6 +333,18 @@ impl<R: Read> Reader<R> {
             self.content += size;
             self.left = size;
             self.padding = (BLOCK as u64 - size % BLOCK as u64) % BLOCK as u64;
+        }
+        let target =
+            if let EntryKind::Symlink(target) | EntryKind::HardLink(target) = &entry_kind { target } else { &[][..] };
+        let name = path.rsplit(|&byte| byte == b'/').find(|part| !part.is_empty()).unwrap_or_default();
+        let attributes = pax.xattrs.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>();
+        self.names += (name.len() + target.len() + attributes) as u64;
+        if self.names > self.limits.names_bytes {
+            return Err(input!(
+                "tar: {}: with its name, link target and attributes there are more than the limit's {} bytes of them",
+                show_start(&path),
+                self.limits.names_bytes
+            ));
         }
         if let EntryKind::Symlink(target) = &entry_kind
             && (target.is_empty() || target.len() > 4095 || target.contains(&0))

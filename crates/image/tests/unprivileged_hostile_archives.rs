@@ -473,6 +473,31 @@ fn the_limit_of_bytes_is_for_all_layers_together() {
 }
 
 #[test]
+fn what_stays_in_memory_is_limited_for_all_layers_together() {
+    let bench = Bench::new();
+    // Names of 2 bytes, an attribute of 6 + 1000, and links of 500: 1508 bytes an entry, and a replaced one takes as much.
+    let part = |name: &[u8]| {
+        let attribute = [b'x'; 1000];
+        let link = [b't'; 500];
+        [pax(&[("SCHILY.xattr.user.a", &attribute), ("linkpath", &link)]), header(name, b'2', 0, b"")].concat()
+    };
+    let layer = archive(&[part(b"l1"), part(b"l2"), part(b"l1")]);
+    let dir = tempfile::tempdir().unwrap();
+    layout(dir.path(), &[&layer, &layer], |_| ());
+    let import = |entries, names_bytes| {
+        let (build, limits) = (bench.store.build().unwrap(), Limits { entries, names_bytes, ..Limits::default() });
+        let imported = oci::import(&build, dir.path(), None, limits, &mut Notes::default(), &Progress::silent());
+        imported.map(|_| ()).map_err(|error| error.to_string())
+    };
+    // Extended headers are entries, too.
+    import(12, 6 * 1508).unwrap();
+    let text = import(12, 6 * 1508 - 1).unwrap_err();
+    assert!(text.contains("layer 2") && text.contains("l1: with its name, link target and attributes"), "{text}");
+    let text = import(11, 6 * 1508).unwrap_err();
+    assert!(text.contains("layer 2") && text.contains("more than 5 entries"), "{text}");
+}
+
+#[test]
 fn layers_that_are_not_themselves_are_refused() {
     use pagefold_image::digest::Digest;
     let bench = Bench::new();
