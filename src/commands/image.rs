@@ -504,7 +504,13 @@ fn build_image(store: &Store, args: BuildArgs) -> Result<(), Error> {
     let mut config = RunConfig::default();
     let stdin = args.path == Path::new("-");
     let tree = if !stdin && !args.plain && oci::is_image(&args.path)? {
-        let (tree, run) = oci::import(&building, &args.path, None, limits, &mut notes, &progress)?;
+        let imported = oci::import(&building, &args.path, None, limits, &mut notes, &progress);
+        let (tree, run) = imported.map_err(|error| match error {
+            ImageError::Input(what) => {
+                Error::from(format!("{source}: {what}; it looks like an OCI image: --plain takes it as it is"))
+            }
+            other => other.into(),
+        })?;
         config = run;
         tree
     } else if !stdin && args.path.is_dir() {

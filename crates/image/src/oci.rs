@@ -16,7 +16,8 @@ use crate::tree::{Tree, show};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use std::collections::HashMap;
-use std::fs::File;
+use std::collections::hash_map::Entry;
+use std::fs::{self, File};
 use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
@@ -225,8 +226,9 @@ impl Blobs {
     }
 }
 
-/// Lists the members of a plain tar archive by their place in the file.
-fn index_archive(file: &File, limits: Limits) -> Result<HashMap<Vec<u8>, Member>> {
+/// Shows `each` the members of a plain tar archive, a regular file, until it has seen enough. Headers are read, and what
+/// is between them is not.
+fn each_member(file: &File, limits: Limits, mut each: impl FnMut(Vec<u8>, Member) -> Result<bool>) -> Result<()> {
     struct Positioned<'a> {
         inner: BufReader<&'a File>,
         at: u64,
@@ -238,39 +240,82 @@ fn index_archive(file: &File, limits: Limits) -> Result<HashMap<Vec<u8>, Member>
             Ok(count)
         }
     }
-    let mut members = HashMap::new();
+    let end = file.metadata().map_err(|error| input!("tar: {error}"))?.len();
     let mut reader = Reader::new(Positioned { inner: BufReader::new(file), at: 0 }, limits);
     while let Some(entry) = reader.next_entry()? {
         let path = entry.path.strip_prefix(b"./").unwrap_or(&entry.path).to_vec();
+        let offset = reader.get_ref().at;
         let member = match entry.kind {
-            EntryKind::File(size) => Member::File { offset: reader.get_ref().at, size },
+            EntryKind::File(size) if size > end.saturating_sub(offset) => {
+                return Err(input!("tar: cut off in {}", show(&path)));
+            }
+            EntryKind::File(size) => Member::File { offset, size },
             EntryKind::Symlink(target) => Member::Link(target),
             // Relative to the archive's root, where a symbolic link's is relative to its own place.
             EntryKind::HardLink(target) => Member::Link([&b"/"[..], &target].concat()),
             _ => continue,
         };
-        if members.insert(path, member).is_some() {
-            return Err(input!("archive: {} is in it twice", show(&entry.path)));
+        if !each(path, member)? {
+            break;
         }
+        reader.pass_over(|stream, bytes| {
+            stream.at += bytes;
+            stream.inner.seek_relative(bytes as i64)
+        })?;
     }
+    Ok(())
+}
+
+/// Lists the members of a plain tar archive by their place in the file.
+fn index_archive(file: &File, limits: Limits) -> Result<HashMap<Vec<u8>, Member>> {
+    let mut members = HashMap::new();
+    each_member(file, limits, |path, member| match members.entry(path) {
+        Entry::Vacant(new) => {
+            new.insert(member);
+            Ok(true)
+        }
+        Entry::Occupied(old) => Err(input!("archive: {} is in it twice", show(old.key()))),
+    })?;
     Ok(members)
 }
 
-/// Whether `path` holds an OCI layout or docker-archive rather than a tree to be taken as it is.
+/// Whether `path` holds an OCI layout or docker-archive rather than a tree to be taken as it is: an `oci-layout` beside an
+/// `index.json`, or a `manifest.json` of docker's form.
 ///
 /// # Errors
 /// The system's.
 pub fn is_image(path: &Path) -> Result<bool> {
-    if path.is_dir() {
+    let meta = fs::metadata(path).at(path)?;
+    if meta.is_dir() {
         return Ok(path.join("oci-layout").is_file() && path.join("index.json").is_file());
     }
-    let file = File::open(path).at(path)?;
-    if !file.metadata().at(path)?.is_file() {
+    // What a pipe gives can be had once only.
+    if !meta.is_file() {
         return Ok(false);
     }
-    let limits = Limits { entries: 4096, ..Limits::default() };
-    let members = index_archive(&file, limits).unwrap_or_default();
-    Ok(members.contains_key(&b"manifest.json"[..]) || members.contains_key(&b"index.json"[..]))
+    let file = File::open(path).at(path)?;
+    let limits = Limits::default();
+    let (mut layout, mut index, mut manifest) = (false, false, None);
+    let looked = each_member(&file, limits, |path, member| {
+        match (&path[..], member) {
+            (b"oci-layout", _) => layout = true,
+            (b"index.json", _) => index = true,
+            (b"manifest.json", Member::File { offset, size }) => manifest = Some((offset, size)),
+            _ => {}
+        }
+        Ok(!(layout && index))
+    });
+    match looked {
+        // No archive of ours: who builds it as a tree says what is wrong with it.
+        Err(Error::Input(_)) => return Ok(false),
+        other => other?,
+    }
+    let Some((offset, size)) = manifest.filter(|(_, size)| !(layout && index) && *size <= limits.json_bytes) else {
+        return Ok(layout && index);
+    };
+    let mut bytes = Vec::new();
+    Range { file: &file, at: offset, left: size }.read_to_end(&mut bytes).at(path)?;
+    Ok(serde_json::from_slice::<Vec<DockerManifest>>(&bytes).is_ok_and(|images| !images.is_empty()))
 }
 
 /// Reads the image in `path` into a tree; `reference` chooses among several by tag.
@@ -308,8 +353,8 @@ pub fn import(
         let members = index_archive(&file, limits)?;
         Blobs::Archive { file, members }
     };
-    let docker = matches!(&blobs, Blobs::Archive { members, .. }
-        if members.contains_key(&b"manifest.json"[..]) && !members.contains_key(&b"index.json"[..]));
+    let docker = matches!(&blobs, Blobs::Archive { members, .. } if members.contains_key(&b"manifest.json"[..])
+        && [&b"oci-layout"[..], b"index.json"].iter().any(|name| !members.contains_key(*name)));
     if docker {
         return import_docker(build, &blobs, reference, limits, notes, progress);
     }

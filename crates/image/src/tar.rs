@@ -185,6 +185,12 @@ impl<R: Read> Reader<R> {
         Ok(bytes)
     }
 
+    /// Passes over the bytes of the entry last returned by `pass`, which moves the stream by so many, instead of reading them.
+    pub(crate) fn pass_over(&mut self, pass: impl FnOnce(&mut R, u64) -> io::Result<()>) -> Result<()> {
+        let rest = std::mem::take(&mut self.left) + std::mem::take(&mut self.padding);
+        pass(&mut self.inner, rest).map_err(|error| input!("tar: {error}, after {} entries", self.entries))
+    }
+
     /// The next entry; bytes of the last one that were not read are passed over.
     ///
     /// # Errors

@@ -443,6 +443,35 @@ fn archives_come_through_pipes_and_with_hard_links() {
 }
 
 #[test]
+fn what_only_has_a_file_of_that_name_is_no_image() {
+    let dir = tempfile::tempdir().unwrap();
+    let docker = br#"[{"Config": "c", "Layers": ["l"]}]"#;
+    let looks = |parts: &[Vec<u8>]| {
+        let path = dir.path().join("archive");
+        std::fs::write(&path, archive(parts)).unwrap();
+        oci::is_image(&path).unwrap()
+    };
+    // As an extension of a browser has it, and other programs.
+    for other in [&b"{}"[..], b"[]", br#"[{"name": "x"}]"#, b"", b"\xff"] {
+        assert!(!looks(&[file(b"manifest.json", other), file(b"index.json", b"{}")]));
+    }
+    assert!(!looks(&[file(b"oci-layout", b"{}"), file(b"d/index.json", b"{}")]));
+    let many: Vec<Vec<u8>> = (0..5000).map(|number| file(format!("blobs/{number}").as_bytes(), b"x")).collect();
+    assert!(looks(&[many.concat(), file(b"index.json", b"{}"), file(b"./oci-layout", b"{}")]));
+    assert!(looks(&[many.concat(), file(b"manifest.json", docker), file(b"index.json", b"{}")]));
+    // Cut off behind its last header.
+    let cut = [file(b"manifest.json", docker), header(b"large", b'0', 1 << 20, b"")].concat();
+    std::fs::write(dir.path().join("cut"), cut).unwrap();
+    assert!(!oci::is_image(&dir.path().join("cut")).unwrap());
+
+    // A pipe is not opened: its writer would see a reader come and go.
+    let (fifo, (sender, receiver)) = (dir.path().join("fifo"), std::sync::mpsc::channel());
+    rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    std::thread::spawn(move || sender.send(oci::is_image(&fifo)));
+    assert!(!receiver.recv_timeout(std::time::Duration::from_secs(60)).expect("it waits for a writer").unwrap());
+}
+
+#[test]
 fn the_limit_of_bytes_is_for_all_layers_together() {
     let bench = Bench::new();
     let packed = |name: &[u8]| {
