@@ -36,10 +36,12 @@ pub fn complain(text: &str) {
     let _ = io::stderr().write_all(text.as_bytes());
 }
 
-/// Prints a line to standard error, as [`complain`] does.
+/// Prints a line to standard error, as [`complain`] does, and makes it [`clean`]: errors tell what others have written.
 #[macro_export]
 macro_rules! note {
-    ($($arguments:tt)*) => { $crate::output::complain(&format!("{}\n", format_args!($($arguments)*))) };
+    ($($arguments:tt)*) => {
+        $crate::output::complain(&($crate::output::clean(&format_args!($($arguments)*).to_string()) + "\n"))
+    };
 }
 
 /// Writes `value` as indented JSON and a newline to standard output.

@@ -254,6 +254,22 @@ fn names_of_files_do_not_write_to_the_terminal() {
 }
 
 #[test]
+fn images_do_not_write_to_the_terminal_through_errors() {
+    let tool = Tool::new();
+    let layout = tool.dir.path().join("layout");
+    std::fs::create_dir(&layout).unwrap();
+    std::fs::write(layout.join("oci-layout"), "{}").unwrap();
+    let manifest = serde_json::json!({ "digest": "", "size": 0,
+        "annotations": { "org.opencontainers.image.ref.name": "a\u{1b}[2Jb\npagefold: all is well" } });
+    let both = serde_json::json!({ "manifests": [manifest, manifest] });
+    std::fs::write(layout.join("index.json"), both.to_string()).unwrap();
+    let refused = tool.run(&["image", "import", "--name", "a:1", "layout"]);
+    let said = text(&refused.stderr);
+    assert!(said.contains("choose one with --ref") && said.contains("a?[2Jb?pagefold"), "{said:?}");
+    assert!(said.lines().count() == 1 && !said.contains('\x1b'), "{said:?}");
+}
+
+#[test]
 fn examples_fit_a_terminal() {
     let tool = Tool::new();
     for (path, help) in leaves(&tool) {

@@ -350,7 +350,8 @@ fn ksm_nodes() -> u64 {
 }
 
 fn with_ksm(args: &Args) -> Result<Row, Error> {
-    tell!(args, "\nThe same with the kernel's KSM (pages_to_scan 1000000, sleep_millisecs 0) …");
+    tell!(args, "");
+    tell!(args, "The same with the kernel's KSM (pages_to_scan 1000000, sleep_millisecs 0) …");
     let mut settings = ksm::Settings::take()?;
     for (name, value) in [("run", 2), ("pages_to_scan", 1_000_000), ("sleep_millisecs", 0), ("use_zero_pages", 1)] {
         ksm::write(name, value)?;

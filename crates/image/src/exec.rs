@@ -7,6 +7,7 @@
 use crate::error::{At, Error, Result};
 use crate::mount::{self, Options, by_descriptor};
 use crate::profile;
+use crate::progress;
 use crate::store::{Lease, Record, Store};
 use crate::sys;
 use rustix::fs::{Mode, OFlags, ResolveFlags};
@@ -238,7 +239,7 @@ fn prepare(store: &Store, record: &Record, run: &Run) -> Result<Command> {
     let lease_mount = Lease::new(store)?;
     let (tree, mounted) = mount::detached(store, &record.digest, &lease_mount, &options)?;
     for note in &mounted.notes {
-        eprintln!("pagefold: note: {note}");
+        progress::note(note);
     }
     if let Some(profile) = &profile {
         let _ = sys::in_background(&[tree.as_raw_fd()], false, || profile.look_up(&tree));
@@ -310,7 +311,7 @@ fn prepare(store: &Store, record: &Record, run: &Run) -> Result<Command> {
             Ok(found) => home = found,
             Err(error) if all_users || !run.user.is_empty() => return Err(error),
             Err(_) => {
-                eprintln!("pagefold: note: the command runs as you, not as the image's user {wanted}: that needs root")
+                progress::note(&format!("the command runs as you, not as the image's user {wanted}: that needs root"));
             }
         }
     }

@@ -10,6 +10,7 @@
 
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
+use crate::progress::note;
 use crate::store::{Lease, Store};
 use crate::sys::{self, Map, Opens, PAGE};
 use crate::tree::{Data, Id, Kind, ROOT, Tree};
@@ -211,9 +212,9 @@ pub(crate) fn watch(store: &Store, digest: &Digest, patience: Duration) -> Resul
     sys::in_background(&keep, true, || match learn(store, digest, &opens, &command, patience) {
         Ok(profile) => {
             let mib = profile.bytes() as f64 / f64::from(1 << 20);
-            eprintln!("pagefold: note: learned {} files, {mib:.1} MiB; mounts read them ahead", profile.files());
+            note(&format!("learned {} files, {mib:.1} MiB; mounts read them ahead", profile.files()));
         }
-        Err(error) => eprintln!("pagefold: note: nothing learned: {error}"),
+        Err(error) => note(&format!("nothing learned: {error}")),
     })
     .map_err(refused)?;
     Ok(Watch { opens })

@@ -5,6 +5,12 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+/// Writes a note to standard error, with `?` for control letters: images and their files have a say in some.
+pub(crate) fn note(text: &str) {
+    let line: String = text.chars().map(|letter| if letter.is_control() { '?' } else { letter }).collect();
+    let _ = writeln!(std::io::stderr(), "pagefold: note: {line}");
+}
+
 /// Counts work done and shows it, at most four times a second.
 pub struct Progress {
     what: &'static str,
