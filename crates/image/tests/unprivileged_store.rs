@@ -122,6 +122,36 @@ fn an_unchanged_file_is_not_read_and_a_changed_one_is() {
 }
 
 #[test]
+fn a_file_with_holes_becomes_an_object_with_holes() {
+    use std::os::unix::fs::{FileExt, MetadataExt};
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    fs::create_dir(&tree).unwrap();
+    let size = 40 << 20;
+    let sparse = |name: &str, page: Option<u64>| {
+        let file = fs::File::create(tree.join(name)).unwrap();
+        file.set_len(size).unwrap();
+        if let Some(page) = page {
+            file.write_all_at(&[7; 4096], page * 4096).unwrap();
+        }
+    };
+    sparse("first", Some(0));
+    sparse("middle", Some(5_000));
+    sparse("last", Some(size / 4096 - 1));
+    sparse("none", None);
+    fs::write(tree.join("odd"), [&vec![0; 3_000_000][..], b"x", &vec![0; 200_000]].concat()).unwrap();
+    let store = Store::open(&dir.path().join("s"), "default").unwrap().without_sync();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    assert_eq!(record.objects, 5);
+    for (digest, size, _) in store.tree_objects(&record.digest).unwrap() {
+        let meta = fs::metadata(store.object_path(&digest)).unwrap();
+        assert_eq!(meta.len(), size);
+        assert!(meta.blocks() * 512 < 1 << 20, "{} blocks", meta.blocks());
+    }
+    assert!(stat::verify(&store, &[], false).unwrap().damaged.is_empty());
+}
+
+#[test]
 fn a_store_from_the_future_and_a_directory_that_is_none_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path().join("s");

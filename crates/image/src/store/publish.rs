@@ -16,7 +16,7 @@ use rustix::fs::RenameFlags;
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -27,6 +27,9 @@ const BATCH_BYTES: u64 = 1 << 30;
 
 /// Staged objects after which it does.
 const BATCH_OBJECTS: usize = 16_384;
+
+/// What is read in pieces of this many bytes is not written where all of a piece is zero.
+const HOLE_BYTES: usize = 1 << 16;
 
 /// Objects claimed and looked for per hold of the domain lock: milliseconds.
 const CLAIM_BATCH: usize = if cfg!(pagefold_stress) { 2 } else { 1024 };
@@ -232,7 +235,7 @@ impl Build<'_> {
         let (mut hasher, mut size) = (sha2::Sha256::new(), 0u64);
         while filled > 0 {
             hasher.update(&buffer[..filled]);
-            file.write_all(&buffer[..filled]).at(&path)?;
+            write_data(&mut file, &buffer[..filled]).at(&path)?;
             size += filled as u64;
             filled = loop {
                 match reader.read(buffer) {
@@ -242,6 +245,8 @@ impl Build<'_> {
             };
             tick(filled as u64);
         }
+        // A hole at the end is not there yet.
+        file.set_len(size).at(&path)?;
         let digest = Digest(hasher.finalize().into());
         self.stats.bytes_hashed.fetch_add(size, Ordering::Relaxed);
         if self.has(&digest, size)? {
@@ -372,6 +377,25 @@ impl Drop for Build<'_> {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.staging);
     }
+}
+
+/// Writes `bytes` where the file stands, but for pieces of zeros, which become holes.
+fn write_data(file: &mut File, mut bytes: &[u8]) -> io::Result<()> {
+    let is_zero = |piece: &[u8]| piece.iter().all(|&byte| byte == 0);
+    while !bytes.is_empty() {
+        let pieces = || bytes.chunks(HOLE_BYTES);
+        let length = |count: usize| (count * HOLE_BYTES).min(bytes.len());
+        let hole = length(pieces().take_while(|piece| is_zero(piece)).count());
+        if hole > 0 {
+            file.seek_relative(hole as i64)?;
+            bytes = &bytes[hole..];
+            continue;
+        }
+        let data = length(pieces().take_while(|piece| !is_zero(piece)).count());
+        file.write_all(&bytes[..data])?;
+        bytes = &bytes[data..];
+    }
+    Ok(())
 }
 
 /// Whether the object at `path` is there with its size, and was not found damaged.
