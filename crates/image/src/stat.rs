@@ -251,7 +251,7 @@ pub fn verify(store: &Store, names: &[String], frames: bool) -> Result<Verified>
 /// As [`verify`].
 pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Progress) -> Result<Verified> {
     let mut found = Verified::default();
-    let mut needed: BTreeMap<Digest, (u64, Vec<String>)> = BTreeMap::new();
+    let mut needed: BTreeMap<Digest, u64> = BTreeMap::new();
     let mut trees: BTreeMap<Digest, Vec<String>> = BTreeMap::new();
     for name in names {
         store.image(name)?;
@@ -261,19 +261,17 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
         trees.entry(image.digest).or_default().push(image.name);
     }
     for (digest, images) in &trees {
-        let chosen = names.is_empty() || images.iter().any(|image| names.contains(image));
+        if !names.is_empty() && !images.iter().any(|image| names.contains(image)) {
+            continue;
+        }
         match store.tree(digest) {
             Ok(tree) => {
-                found.images += if chosen { images.len() as u64 } else { 0 };
-                if chosen && let Some(what) = damage_of_full(store, digest, &tree)? {
+                found.images += images.len() as u64;
+                if let Some(what) = damage_of_full(store, digest, &tree)? {
                     let path = store.full_path(digest).display().to_string();
                     found.damaged.push(Damage { path, what, images: images.clone() });
                 }
-                for (object, size, _) in tree.objects() {
-                    // All images are named, but only the chosen ones' objects are read.
-                    let entry = needed.entry(object).or_insert_with(|| (size, Vec::new()));
-                    entry.1.extend(images.iter().cloned());
-                }
+                needed.extend(tree.objects().into_iter().map(|(object, size, _)| (object, size)));
             }
             Err(error) => found.damaged.push(Damage {
                 path: store.tree_path(digest).display().to_string(),
@@ -282,12 +280,10 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
             }),
         }
     }
-    let chosen = |images: &[String]| names.is_empty() || images.iter().any(|image| names.contains(image));
-    progress.expect(needed.values().filter(|(_, images)| chosen(images)).map(|(size, _)| size).sum());
-    for (digest, (size, images)) in &needed {
-        if !chosen(images) {
-            continue;
-        }
+    progress.expect(needed.values().sum());
+    // Each with its place in what was found.
+    let mut damaged: HashMap<Digest, usize> = HashMap::new();
+    for (digest, size) in &needed {
         progress.add(*size, true);
         let path = store.object_path(digest);
         let what = match File::open(&path).and_then(|mut file| crate::digest::hash_reader(&mut file)) {
@@ -306,10 +302,19 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
             Err(error) if is_shortage(&error) => error.to_string(),
             Err(error) => condemned(store, &path, &error.to_string()),
         };
-        let mut images = images.clone();
-        images.sort();
-        images.dedup();
-        found.damaged.push(Damage { path: path.display().to_string(), what, images });
+        damaged.insert(*digest, found.damaged.len());
+        found.damaged.push(Damage { path: path.display().to_string(), what, images: Vec::new() });
+    }
+    // All images that have it are named, the others than the chosen ones, too. One that cannot be read has its own line.
+    for (digest, images) in trees.iter().filter(|_| !damaged.is_empty()) {
+        for (object, ..) in store.tree_objects(digest).unwrap_or_default() {
+            if let Some(&place) = damaged.get(&object) {
+                found.damaged[place].images.extend(images.iter().cloned());
+            }
+        }
+    }
+    for &place in damaged.values() {
+        found.damaged[place].images.sort();
     }
     if frames {
         if !rustix::process::geteuid().is_root() || !crate::mount::in_initial_namespace() {

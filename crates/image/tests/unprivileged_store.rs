@@ -188,6 +188,7 @@ fn damage_is_found_and_named_with_every_image_that_has_it() {
     let found = stat::verify(&store, &[], false).unwrap();
     assert_eq!(found.damaged.len(), 1);
     assert_eq!(found.damaged[0].images, ["one", "two"]);
+    assert_eq!(stat::verify(&store, &["two".into()], false).unwrap().damaged[0].images, ["one", "two"]);
     assert!(stat::verify(&store, &["three".into()], false).unwrap().damaged.is_empty());
     // An export of damaged content fails rather than passing it on.
     let tree = store.tree(&store.image("one").unwrap().digest).unwrap();
@@ -208,6 +209,8 @@ fn damage_is_found_and_named_with_every_image_that_has_it() {
     fs::write(&meta, vec![0; 4096]).unwrap();
     let found = stat::verify(&store, &[], false).unwrap();
     assert!(found.damaged.iter().any(|damage| damage.images == ["three"]), "{found:?}");
+    let found = stat::verify(&store, &["one".into()], false).unwrap();
+    assert_eq!(found.damaged.len(), 1, "what is not asked for is not read: {found:?}");
     // A build of the content heals it.
     build_dir(&store, "one", &dir.path().join("one")).unwrap();
     build_dir(&store, "three", &dir.path().join("three")).unwrap();
