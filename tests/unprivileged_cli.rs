@@ -259,9 +259,11 @@ fn images_do_not_write_to_the_terminal_through_errors() {
     let layout = tool.dir.path().join("layout");
     std::fs::create_dir(&layout).unwrap();
     std::fs::write(layout.join("oci-layout"), "{}").unwrap();
-    let manifest = serde_json::json!({ "digest": "", "size": 0,
-        "annotations": { "org.opencontainers.image.ref.name": "a\u{1b}[2Jb\npagefold: all is well" } });
-    let both = serde_json::json!({ "manifests": [manifest, manifest] });
+    let manifest = |digest| {
+        serde_json::json!({ "digest": digest, "size": 0,
+        "annotations": { "org.opencontainers.image.ref.name": "a\u{1b}[2Jb\npagefold: all is well" } })
+    };
+    let both = serde_json::json!({ "manifests": [manifest("1"), manifest("2")] });
     std::fs::write(layout.join("index.json"), both.to_string()).unwrap();
     let refused = tool.run(&["image", "import", "--name", "a:1", "layout"]);
     let said = text(&refused.stderr);

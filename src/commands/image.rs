@@ -198,7 +198,7 @@ struct ImportArgs {
     name: String,
     /// OCI layout directory, or an archive of one, or what `podman save` and `docker save` write
     path: PathBuf,
-    /// Tag to take when there are several images
+    /// Tag (`redis:7` finds `docker.io/library/redis:7`) or digest to take when there are several images
     #[arg(long = "ref", value_name = "TAG")]
     reference: Option<String>,
     /// Most bytes of unpacked content, of all layers together

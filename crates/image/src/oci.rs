@@ -15,8 +15,8 @@ use crate::tar::{EntryKind, Reader};
 use crate::tree::{Tree, show};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::os::fd::OwnedFd;
@@ -39,6 +39,7 @@ struct Descriptor {
 struct Platform {
     architecture: String,
     os: String,
+    variant: Option<String>,
 }
 
 #[derive(Deserialize)]
@@ -391,39 +392,102 @@ fn diff_ids(configuration: &Configuration, layers: usize) -> Result<Vec<Digest>>
     ids.iter().map(|id| Digest::parse(id)).collect()
 }
 
-/// Finds the manifest that `reference` or this machine asks for.
+/// Tags and digests that a message names at most.
+const SHOWN: usize = 20;
+
+/// What there is to choose from, for a message.
+fn list<T: AsRef<str>>(names: &[T]) -> String {
+    let shown: Vec<&str> = names.iter().take(SHOWN).map(AsRef::as_ref).collect();
+    shown.join(", ") + if names.len() > SHOWN { ", …" } else { "" }
+}
+
+/// How well a tag is what was asked for: 2 if in full, 1 without the registry or path before it (`redis:7` for
+/// `docker.io/library/redis:7`).
+fn fit(tag: &str, wanted: &str) -> u8 {
+    match tag.strip_suffix(wanted) {
+        Some("") => 2,
+        Some(rest) if rest.ends_with('/') => 1,
+        _ => 0,
+    }
+}
+
+/// What of `all` fits best, by `how` well each does; nothing where none does.
+fn best<T>(all: Vec<T>, how: impl Fn(&T) -> u8) -> Vec<T> {
+    let most = all.iter().map(&how).max().unwrap_or(0);
+    all.into_iter().filter(|one| most > 0 && how(one) == most).collect()
+}
+
+impl Descriptor {
+    /// What it is called: docker (from 25) gives its tag alone by the first, the whole name by the second.
+    fn names(&self) -> impl Iterator<Item = &str> {
+        let keys = ["org.opencontainers.image.ref.name", "io.containerd.image.name"];
+        keys.into_iter().filter_map(|key| self.annotations.get(key)).map(String::as_str)
+    }
+
+    fn is_index(&self) -> bool {
+        self.media_type.contains("index") || self.media_type.contains("manifest.list")
+    }
+
+    fn show(&self) -> String {
+        let platform = self.platform.as_ref().map(|platform| {
+            let variant = platform.variant.as_ref().map_or(String::new(), |variant| format!("/{variant}"));
+            format!(" for {}/{}{variant}", platform.os, platform.architecture)
+        });
+        let (name, platform) = (self.names().last().unwrap_or_default(), platform.unwrap_or_default());
+        if name.is_empty() {
+            format!("{}{platform}", self.digest)
+        } else {
+            format!("{name} = {}{platform}", self.digest)
+        }
+    }
+}
+
+/// Finds the manifest that `reference`, a tag or a digest, or this machine asks for.
 fn choose(blobs: &Blobs, index: Index, reference: Option<&str>, limits: Limits, depth: u32) -> Result<Manifest> {
     if depth > 4 {
         return Err(input!("index.json: indexes in indexes, deeper than 4"));
     }
-    let name = |descriptor: &Descriptor| descriptor.annotations.get("org.opencontainers.image.ref.name").cloned();
     let architecture = match std::env::consts::ARCH {
         "x86_64" => "amd64",
         "aarch64" => "arm64",
         other => other,
     };
-    let all: Vec<String> = index.manifests.iter().filter_map(name).collect();
-    let mut fits: Vec<&Descriptor> = index
-        .manifests
-        .iter()
-        .filter(|descriptor| reference.is_none_or(|wanted| name(descriptor).as_deref() == Some(wanted)))
-        .collect();
+    let all: Vec<String> = index.manifests.iter().map(Descriptor::show).collect();
+    let mut fits: Vec<&Descriptor> = index.manifests.iter().collect();
+    let mut below = None;
+    if let Some(wanted) = reference {
+        let how = |one: &&Descriptor| {
+            let by_digest = if one.digest == wanted { 2 } else { 0 };
+            one.names().map(|name| fit(name, wanted)).chain([by_digest]).max().unwrap_or(0)
+        };
+        let found = best(fits.clone(), how);
+        if found.is_empty() && Digest::parse(wanted).is_ok() {
+            // It may be one of those that an index here lists.
+            fits.retain(|one| one.is_index());
+            below = reference;
+        } else {
+            fits = found;
+        }
+    }
+    // One image may have several tags.
+    let mut seen = HashSet::new();
+    fits.retain(|one| seen.insert(&one.digest));
     if fits.len() > 1 {
         let ours = |platform: &Platform| platform.architecture == architecture && platform.os == "linux";
-        fits.retain(|descriptor| descriptor.platform.as_ref().is_none_or(ours));
+        fits.retain(|one| one.platform.as_ref().is_none_or(ours));
     }
     let [descriptor] = fits[..] else {
         return Err(input!(
-            "index.json: {} images fit{}; choose one with --ref (there are: {})",
+            "index.json: {} images fit{}; choose one with --ref, by tag or digest (there are: {})",
             fits.len(),
             reference.map(|wanted| format!(" {wanted:?}")).unwrap_or_default(),
-            all.join(", ")
+            list(&all)
         ));
     };
     let (path, digest) = blob_path(&descriptor.digest)?;
     let expect = Some((digest, descriptor.size));
-    if descriptor.media_type.contains("index") || descriptor.media_type.contains("manifest.list") {
-        return choose(blobs, blobs.json(&path, expect, limits)?, None, limits, depth + 1);
+    if descriptor.is_index() {
+        return choose(blobs, blobs.json(&path, expect, limits)?, below, limits, depth + 1);
     }
     blobs.json(&path, expect, limits)
 }
@@ -437,17 +501,16 @@ fn import_docker(
     progress: &Progress,
 ) -> Result<(Tree, RunConfig)> {
     let manifests: Vec<DockerManifest> = blobs.json("manifest.json", None, limits)?;
-    let tagged = |manifest: &&DockerManifest| match reference {
-        Some(wanted) => manifest.repo_tags.iter().flatten().any(|tag| tag == wanted),
-        None => true,
-    };
-    let fits: Vec<&DockerManifest> = manifests.iter().filter(tagged).collect();
+    let mut fits: Vec<&DockerManifest> = manifests.iter().collect();
+    if let Some(wanted) = reference {
+        fits = best(fits, |one| one.repo_tags.iter().flatten().map(|tag| fit(tag, wanted)).max().unwrap_or(0));
+    }
     let [manifest] = fits[..] else {
         let tags: Vec<&str> = manifests.iter().flat_map(|m| m.repo_tags.iter().flatten()).map(String::as_str).collect();
         return Err(input!(
             "manifest.json: {} images fit; choose one with --ref (there are: {})",
             fits.len(),
-            tags.join(", ")
+            list(&tags)
         ));
     };
     if manifest.layers.len() > limits.layers {

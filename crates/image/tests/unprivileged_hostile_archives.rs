@@ -472,6 +472,76 @@ fn what_only_has_a_file_of_that_name_is_no_image() {
 }
 
 #[test]
+fn an_image_is_found_by_its_tag_as_docker_writes_it_and_by_digest() {
+    let bench = Bench::new();
+    let dir = tempfile::tempdir().unwrap();
+    let take = |reference: Option<&str>| -> Result<Vec<String>, String> {
+        let build = bench.store.build().unwrap();
+        let (mut notes, silent) = (Notes::default(), Progress::silent());
+        let (tree, _) = oci::import(&build, dir.path(), reference, Limits::default(), &mut notes, &silent)
+            .map_err(|error| error.to_string())?;
+        let mut names = Vec::new();
+        tree.walk(|path, _| names.push(String::from_utf8(path.to_vec()).unwrap()));
+        Ok(names[1..].to_vec())
+    };
+    let mut descriptors = Vec::new();
+    for (name, full) in
+        [("one", "docker.io/library/a:latest"), ("two", "localhost/b:latest"), ("three", "x.org/c/b:v1")]
+    {
+        layout(dir.path(), &[&archive(&[file(name.as_bytes(), b"1")])], |_| ());
+        let index: serde_json::Value =
+            serde_json::from_slice(&std::fs::read(dir.path().join("index.json")).unwrap()).unwrap();
+        let mut descriptor = index["manifests"][0].clone();
+        let tag = full.rsplit(':').next().unwrap();
+        descriptor["annotations"] =
+            serde_json::json!({ "org.opencontainers.image.ref.name": tag, "io.containerd.image.name": full });
+        descriptors.push(descriptor);
+    }
+    // The first under a second tag, too.
+    let mut again = descriptors[0].clone();
+    again["annotations"]["io.containerd.image.name"] = "docker.io/library/a:v1.0".into();
+    descriptors.push(again);
+    let put = |descriptors: &[serde_json::Value]| {
+        let index = serde_json::json!({ "manifests": descriptors }).to_string();
+        std::fs::write(dir.path().join("index.json"), &index).unwrap();
+        index
+    };
+    put(&descriptors);
+    for (reference, name) in [
+        ("docker.io/library/a:latest", "one"),
+        ("a:latest", "one"),
+        ("library/a:v1.0", "one"),
+        ("b:latest", "two"),
+        ("v1", "three"),
+        (descriptors[1]["digest"].as_str().unwrap(), "two"),
+    ] {
+        assert_eq!(take(Some(reference)).unwrap(), [name], "{reference}");
+    }
+    let text = take(Some("latest")).unwrap_err();
+    assert!(
+        text.contains("2 images fit")
+            && text.contains(&format!("localhost/b:latest = {}", descriptors[1]["digest"].as_str().unwrap())),
+        "{text}"
+    );
+    assert!(take(Some("est")).unwrap_err().contains("0 images fit"));
+    assert!(take(None).unwrap_err().contains("3 images fit"));
+
+    // In an index of its own, two for processors that differ in their variant only.
+    for (number, descriptor) in descriptors.iter_mut().enumerate() {
+        descriptor["platform"] =
+            serde_json::json!({ "os": "linux", "architecture": "arm", "variant": format!("v{number}") });
+    }
+    let inner = put(&descriptors[..2]);
+    let digest = pagefold_image::digest::Digest::of(inner.as_bytes());
+    std::fs::write(dir.path().join("blobs/sha256").join(digest.hex()), &inner).unwrap();
+    let media = "application/vnd.oci.image.index.v1+json";
+    put(&[serde_json::json!({ "mediaType": media, "digest": digest, "size": inner.len() })]);
+    assert_eq!(take(Some(descriptors[1]["digest"].as_str().unwrap())).unwrap(), ["two"]);
+    assert!(take(None).unwrap_err().contains("for linux/arm/v1"));
+    assert!(take(Some(&pagefold_image::digest::Digest::of(b"none").to_string())).unwrap_err().contains("0 images fit"));
+}
+
+#[test]
 fn the_limit_of_bytes_is_for_all_layers_together() {
     let bench = Bench::new();
     let packed = |name: &[u8]| {
