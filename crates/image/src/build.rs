@@ -98,7 +98,8 @@ fn seen(stat: &Stat) -> Seen {
 /// A file still to be read.
 struct Job {
     id: Id,
-    path: PathBuf,
+    /// Directory and path of each of its names.
+    names: Vec<(Id, PathBuf)>,
     device: u64,
     inode: u64,
     seen: Seen,
@@ -114,63 +115,79 @@ pub struct Options {
 }
 
 /// Opens `path` under `root` with no symbolic link on the way: nobody can lead us out while we read.
-fn open_beneath(root: &OwnedFd, path: &Path, flags: OFlags) -> Result<OwnedFd> {
+fn open_beneath(root: &OwnedFd, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
     let path = if path.as_os_str().is_empty() { Path::new(".") } else { path };
     let how = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
     let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     loop {
         match rustix::fs::openat2(root, path, flags, Mode::empty(), how) {
             Err(Errno::AGAIN | Errno::INTR) => {}
-            other => return other.at(path),
+            other => return other,
         }
     }
 }
 
+impl Job {
+    /// Opens the file by a name that it still has; `None` if it has none any more.
+    fn open(&self, top: &OwnedFd, root: &Path) -> Result<Option<(File, PathBuf)>> {
+        for (_, path) in &self.names {
+            match open_beneath(top, path, OFlags::RDONLY | OFlags::NONBLOCK) {
+                Err(Errno::NOENT) => {}
+                other => {
+                    let full = root.join(path);
+                    return Ok(Some((other.at(&full)?.into(), full)));
+                }
+            }
+        }
+        Ok(None)
+    }
+}
+
 /// The attributes of `name` in the open directory; never follows a link.
-fn read_xattrs(dir: &OwnedFd, name: &OsStr) -> Result<Xattrs> {
+fn read_xattrs(dir: &OwnedFd, name: &OsStr) -> rustix::io::Result<Xattrs> {
     let mut path = PathBuf::from(format!("/proc/self/fd/{}", dir.as_raw_fd()));
     if !name.is_empty() {
         path.push(name);
     }
-    let list = || -> rustix::io::Result<Xattrs> {
-        let mut names = vec![0u8; 1 << 10];
-        // A directory's own descriptor link must be followed, a child must not.
-        let follow = name.is_empty();
-        let list = |names: &mut Vec<u8>| match follow {
-            true => rustix::fs::listxattr(&path, &mut names[..]),
-            false => rustix::fs::llistxattr(&path, &mut names[..]),
+    let mut names = vec![0u8; 1 << 10];
+    // A directory's own descriptor link must be followed, a child must not.
+    let follow = name.is_empty();
+    let list = |names: &mut Vec<u8>| match follow {
+        true => rustix::fs::listxattr(&path, &mut names[..]),
+        false => rustix::fs::llistxattr(&path, &mut names[..]),
+    };
+    let count = match list(&mut names) {
+        Err(Errno::RANGE) => {
+            names = vec![0; 1 << 16];
+            list(&mut names)
+        }
+        other => other,
+    };
+    let count = match count {
+        Err(Errno::NOTSUP) => 0,
+        other => other?,
+    };
+    let mut all = Xattrs::new();
+    for xattr in names[..count].split(|&byte| byte == 0).filter(|name| !name.is_empty()) {
+        let mut value = vec![0u8; 1 << 16];
+        let got = match follow {
+            true => rustix::fs::getxattr(&path, xattr, &mut value[..]),
+            false => rustix::fs::lgetxattr(&path, xattr, &mut value[..]),
         };
-        let count = match list(&mut names) {
-            Err(Errno::RANGE) => {
-                names = vec![0; 1 << 16];
-                list(&mut names)
-            }
-            other => other,
-        };
-        let count = match count {
-            Err(Errno::NOTSUP) => 0,
-            other => other?,
-        };
-        let mut all = Xattrs::new();
-        for xattr in names[..count].split(|&byte| byte == 0).filter(|name| !name.is_empty()) {
-            let mut value = vec![0u8; 1 << 16];
-            let got = match follow {
-                true => rustix::fs::getxattr(&path, xattr, &mut value[..]),
-                false => rustix::fs::lgetxattr(&path, xattr, &mut value[..]),
-            };
-            match got {
-                // Gone meanwhile, or not for our eyes.
-                Err(Errno::NODATA | Errno::PERM | Errno::ACCESS | Errno::NOTSUP) => {}
-                Err(error) => return Err(error),
-                Ok(count) => {
-                    all.insert(xattr.into(), value[..count].into());
-                }
+        match got {
+            // Gone meanwhile, or not for our eyes.
+            Err(Errno::NODATA | Errno::PERM | Errno::ACCESS | Errno::NOTSUP) => {}
+            Err(error) => return Err(error),
+            Ok(count) => {
+                all.insert(xattr.into(), value[..count].into());
             }
         }
-        Ok(all)
-    };
-    list().at(&path)
+    }
+    Ok(all)
 }
+
+/// What is no failure: a file that went away between two looks at it was not to be had.
+const GONE: &str = "files or directories went away while the tree was read: they were left out";
 
 fn meta(stat: &Stat, xattrs: Xattrs) -> Meta {
     Meta {
@@ -183,7 +200,8 @@ fn meta(stat: &Stat, xattrs: Xattrs) -> Meta {
     }
 }
 
-/// Reads directory `root` into a tree and its files into the store.
+/// Reads directory `root` into a tree and its files into the store. What goes away meanwhile is left out, and noted where
+/// its name was seen.
 ///
 /// # Errors
 /// Files that cannot be read or keep changing, a full store.
@@ -199,15 +217,24 @@ pub fn from_directory(
     let top = rustix::fs::open(root, OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).at(root)?;
     let top_stat = rustix::fs::fstat(&top).at(root)?;
     let mut tree = Tree::default();
-    let mut xattrs = read_xattrs(&top, OsStr::new(""))?;
+    let mut xattrs = read_xattrs(&top, OsStr::new("")).at(root)?;
     clean_xattrs(&mut xattrs, b"/", notes);
     tree.inode_mut(ROOT).meta = meta(&top_stat, xattrs);
 
-    let (mut jobs, mut linked) = (Vec::new(), HashMap::new());
-    let mut todo = vec![(ROOT, PathBuf::new())];
+    // A file with several names: its number, and its place among the jobs if it is one.
+    let (mut jobs, mut linked) = (Vec::<Job>::new(), HashMap::new());
+    // Each with the directory it is in.
+    let mut todo = vec![(ROOT, ROOT, PathBuf::new())];
     let mut total = 0;
-    while let Some((dir_id, dir_path)) = todo.pop() {
-        let dir = open_beneath(&top, &dir_path, OFlags::RDONLY | OFlags::DIRECTORY)?;
+    while let Some((parent, dir_id, dir_path)) = todo.pop() {
+        let dir = match open_beneath(&top, &dir_path, OFlags::RDONLY | OFlags::DIRECTORY) {
+            Err(Errno::NOENT) => {
+                notes.add(GONE, dir_path.as_os_str().as_bytes());
+                tree.unlink(parent, last_name(&dir_path));
+                continue;
+            }
+            other => other.at(root.join(&dir_path))?,
+        };
         let mut names = Vec::new();
         for entry in Dir::read_from(&dir).at(root.join(&dir_path))? {
             let name = entry.at(root.join(&dir_path))?.file_name().to_bytes().to_vec();
@@ -233,9 +260,13 @@ pub fn from_directory(
             let is_dir = rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::Directory;
             if !is_dir
                 && stat.st_nlink > 1
-                && let Some(&id) = linked.get(&key)
+                && let Some(&(id, place)) = linked.get(&key)
             {
                 tree.link(dir_id, &name, id)?;
+                if let Some(place) = place {
+                    let job: &mut Job = &mut jobs[place];
+                    job.names.push((dir_id, path));
+                }
                 continue;
             }
             let (major, minor) = (rustix::fs::major(stat.st_rdev), rustix::fs::minor(stat.st_rdev));
@@ -248,15 +279,15 @@ pub fn from_directory(
                     }
                     Kind::Dir(BTreeMap::new())
                 }
-                libc::S_IFLNK => {
-                    Kind::Symlink(rustix::fs::readlinkat(&dir, os_name, Vec::new()).at(full())?.to_bytes().into())
-                }
+                libc::S_IFLNK => match rustix::fs::readlinkat(&dir, os_name, Vec::new()) {
+                    Err(Errno::NOENT) => continue,
+                    other => Kind::Symlink(other.at(full())?.to_bytes().into()),
+                },
                 libc::S_IFCHR => Kind::Char(major, minor),
                 libc::S_IFBLK => Kind::Block(major, minor),
                 libc::S_IFIFO => Kind::Fifo,
                 libc::S_IFSOCK => Kind::Socket,
                 _ => {
-                    total += stat.st_size as u64;
                     job = Some((stat.st_dev, stat.st_ino, seen(&stat)));
                     Kind::File(Data::Inline(Box::default()))
                 }
@@ -265,17 +296,21 @@ pub fn from_directory(
                 notes.add("character devices 0:0, overlayfs's mark of a deleted file, were left out", &name);
                 continue;
             }
-            let mut xattrs = read_xattrs(&dir, os_name)?;
+            let mut xattrs = match read_xattrs(&dir, os_name) {
+                Err(Errno::NOENT) => continue,
+                other => other.at(full())?,
+            };
             clean_xattrs(&mut xattrs, &name, notes);
             let id = tree.add(Inode { meta: meta(&stat, xattrs), kind });
             tree.link(dir_id, &name, id)?;
             if !is_dir && stat.st_nlink > 1 {
-                linked.insert(key, id);
+                linked.insert(key, (id, job.is_some().then_some(jobs.len())));
             }
             if let Some((device, inode, seen)) = job {
-                jobs.push(Job { id, path, device, inode, seen });
+                total += seen.size;
+                jobs.push(Job { id, names: vec![(dir_id, path)], device, inode, seen });
             } else if is_dir {
-                todo.push((id, path));
+                todo.push((dir_id, id, path));
             }
         }
     }
@@ -284,13 +319,19 @@ pub fn from_directory(
     let cache_path = StatCache::path(build.store(), root);
     let cache = if options.rehash { StatCache::default() } else { StatCache::load(&cache_path) };
     let mut remember = Vec::new();
-    let mut volumes = HashMap::new();
-    for job in &jobs {
+    let (mut volumes, mut gone) = (HashMap::new(), Vec::new());
+    let mut here = Vec::with_capacity(jobs.len());
+    for job in jobs {
         if let Entry::Vacant(new) = volumes.entry(job.device) {
-            let file = File::from(open_beneath(&top, &job.path, OFlags::RDONLY | OFlags::NONBLOCK)?);
-            new.insert(pagefold_os::volume::identity(&file).at(root.join(&job.path))?);
+            let Some((file, path)) = job.open(&top, root)? else {
+                gone.push(job);
+                continue;
+            };
+            new.insert(pagefold_os::volume::identity(&file).at(path)?);
         }
+        here.push(job);
     }
+    let mut jobs = here;
     let key = |job: &Job| (volumes[&job.device], job.inode);
     // What the cache knows and the store has is not read again.
     let known = |job: &Job| {
@@ -315,7 +356,7 @@ pub fn from_directory(
         while !failed.load(Ordering::Relaxed) {
             let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
             match read_job(build, &top, root, job, progress) {
-                Ok((data, keep)) => mine.push((job, data, keep)),
+                Ok(read) => mine.push((job, read)),
                 Err(error) => {
                     failed.store(true, Ordering::Relaxed);
                     return Err(error);
@@ -331,27 +372,52 @@ pub fn from_directory(
         let rest: Vec<_> = threads.into_iter().map(|thread| thread.join().expect("workers do not panic")).collect();
         rest.into_iter().fold(first, |sum, result| sum.and(result))
     })?;
-    for (job, data, keep) in results.into_inner().expect("no panic while held") {
+    for (job, read) in results.into_inner().expect("no panic while held") {
+        let Some((data, keep)) = read else {
+            leave_out(&mut tree, job, notes);
+            continue;
+        };
         if let (Data::Object(digest, _), Some(seen)) = (&data, keep) {
             remember.push((key(job), (seen, *digest)));
         }
         tree.inode_mut(job.id).kind = Kind::File(data);
+    }
+    for job in &gone {
+        leave_out(&mut tree, job, notes);
     }
     remember.sort_unstable_by_key(|entry| entry.0);
     StatCache::save(&cache_path, &remember, build)?;
     Ok(tree)
 }
 
-/// Reads one file; returns what to remember of it when its times can be trusted.
-fn read_job(build: &Build, top: &OwnedFd, root: &Path, job: &Job, progress: &Progress) -> Result<(Data, Option<Seen>)> {
-    let full = root.join(&job.path);
+fn last_name(path: &Path) -> &[u8] {
+    path.file_name().unwrap_or_default().as_bytes()
+}
+
+/// Takes a file that went away out of the tree.
+fn leave_out(tree: &mut Tree, job: &Job, notes: &mut Notes) {
+    for (dir, path) in &job.names {
+        notes.add(GONE, path.as_os_str().as_bytes());
+        tree.unlink(*dir, last_name(path));
+    }
+}
+
+/// Reads one file, if it is still there; returns what to remember of it when its times can be trusted.
+fn read_job(
+    build: &Build,
+    top: &OwnedFd,
+    root: &Path,
+    job: &Job,
+    progress: &Progress,
+) -> Result<Option<(Data, Option<Seen>)>> {
+    let mut full = root.to_path_buf();
     for _ in 0..3 {
-        let file = open_beneath(top, &job.path, OFlags::RDONLY | OFlags::NONBLOCK)?;
+        let Some((mut file, path)) = job.open(top, root)? else { return Ok(None) };
+        full = path;
         let before = rustix::fs::fstat(file.as_fd()).at(&full)?;
         if (before.st_dev, before.st_ino) != (job.device, job.inode) || before.st_mode & libc::S_IFMT != libc::S_IFREG {
             return Err(input!("{}: replaced while the tree was read; build from a copy or snapshot", full.display()));
         }
-        let mut file = File::from(file);
         let data = build.put_reader(&mut file, &full, |bytes| progress.add(bytes, false))?;
         let after = rustix::fs::fstat(file.as_fd()).at(&full)?;
         if seen(&before) == seen(&after) && data.size() == after.st_size as u64 {
@@ -361,7 +427,7 @@ fn read_job(build: &Build, top: &OwnedFd, root: &Path, job: &Job, progress: &Pro
             let seen = seen(&after);
             let settled = seen.ctime.0.max(seen.mtime.0) < now - RACY_S;
             // The tree shows the times of the walk; remember only what agrees with it.
-            return Ok((data, (settled && seen == job.seen).then_some(seen)));
+            return Ok(Some((data, (settled && seen == job.seen).then_some(seen))));
         }
     }
     Err(Error::Refused(format!("{}: keeps changing while it is read; build from a copy or snapshot", full.display())))

@@ -152,6 +152,65 @@ fn a_file_with_holes_becomes_an_object_with_holes() {
 }
 
 #[test]
+fn a_directory_in_use_is_built_though_files_go_away() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tree, outside) = (dir.path().join("tree"), dir.path().join("outside"));
+    sample(&tree);
+    fs::create_dir(&outside).unwrap();
+    for number in 0..200 {
+        fs::write(tree.join(format!("{number}")), [3; 1000]).unwrap();
+    }
+    let store = Store::open(&dir.path().join("s"), "default").unwrap().without_sync();
+    let done = AtomicBool::new(false);
+    let left_out = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // Files, links, a directory, and a file of which one name stays.
+            for number in 0.. {
+                if done.load(Ordering::Relaxed) {
+                    break;
+                }
+                let (new, passing) = (outside.join("new"), tree.join(format!("passing{number}")));
+                fs::write(&new, vec![5; 100_000]).unwrap();
+                fs::rename(&new, &passing).unwrap();
+                let link = tree.join(format!("link{number}"));
+                symlink("x", &link).unwrap();
+                let sub = tree.join(format!("sub{number}"));
+                fs::create_dir(&sub).unwrap();
+                fs::write(sub.join("file"), [6; 1000]).unwrap();
+                let (first, stays) = (tree.join(format!("a{number}")), tree.join("stays"));
+                fs::write(&first, vec![8; 50_000]).unwrap();
+                let _ = fs::remove_file(&stays);
+                fs::hard_link(&first, &stays).unwrap();
+                for gone in [&passing, &link, &first] {
+                    fs::remove_file(gone).unwrap();
+                }
+                fs::remove_dir_all(&sub).unwrap();
+            }
+        });
+        let build = || -> Result<u64> {
+            let mut noted = 0;
+            for round in 0..100 {
+                match build_dir(&store, "x", &tree) {
+                    // The same name is another file now: nobody can tell which was meant.
+                    Err(error) if error.to_string().contains("build from a copy or snapshot") => {}
+                    other => {
+                        let record = other?;
+                        noted += u64::from(record.notes.iter().any(|note| note.contains("went away")));
+                        let mut read = store.tree(&record.digest)?;
+                        assert!(read.find(b"bin/tool").is_some() && read.find(b"199").is_some(), "round {round}");
+                    }
+                }
+            }
+            Ok(noted)
+        };
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(build));
+        done.store(true, Ordering::Relaxed);
+        result.unwrap().unwrap()
+    });
+    println!("files went away in {left_out} of 100 builds");
+}
+
+#[test]
 fn a_store_from_the_future_and_a_directory_that_is_none_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path().join("s");
