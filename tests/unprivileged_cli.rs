@@ -376,6 +376,28 @@ fn questions_make_no_store_of_images() {
 }
 
 #[test]
+fn a_proof_that_was_asked_for_and_not_given_is_no_success() {
+    let (tool, _) = tellers("1");
+    assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());
+    assert!(tool.run(&["image", "verify"]).status.success());
+    // Root of a namespace of its own is not root here.
+    let mut inside = Command::new("unshare");
+    inside.args(["--user", "--map-root-user", env!("CARGO_BIN_EXE_pagefold"), "image", "verify", "--frames"]);
+    inside.current_dir(tool.dir.path()).stdin(Stdio::null());
+    inside.env("PAGEFOLD_CONFIG", "none").env("PAGEFOLD_STORE", tool.dir.path().join("store"));
+    match inside.output() {
+        Ok(verified) if text(&verified.stderr).starts_with("unshare") => {
+            println!("SKIPPED: {}", text(&verified.stderr));
+        }
+        Ok(verified) => {
+            assert!(text(&verified.stdout).contains("frames not compared"), "{}", text(&verified.stdout));
+            assert_eq!(verified.status.code(), Some(1));
+        }
+        Err(error) => println!("SKIPPED: unshare: {error}"),
+    }
+}
+
+#[test]
 fn a_failed_export_leaves_nothing_and_names_its_file() {
     let (tool, _) = tellers("1");
     assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());

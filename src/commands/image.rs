@@ -94,7 +94,7 @@ enum Action {
   pagefold image verify
   sudo pagefold image verify --frames app:1
 
-Exit status: 0 if all is whole, 1 if something is damaged.")]
+Exit status: 0 if all is whole, 1 if something is damaged, or frames may not be looked at.")]
     Verify {
         /// Images to verify (all by default)
         names: Vec<String>,
@@ -682,7 +682,9 @@ fn verify_images(store: Option<&Store>, names: &[String], frames: bool, json: bo
             None => {}
         }
     }
-    let good = found.damaged.is_empty() && found.frames_equal == found.frames_compared;
+    // What was asked for was not done.
+    let refused = found.frames_skipped.as_deref() == Some(stat::FRAMES_NEED_ROOT);
+    let good = found.damaged.is_empty() && found.frames_equal == found.frames_compared && !refused;
     Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 

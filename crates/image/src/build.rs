@@ -6,6 +6,7 @@
 //! two seconds before its build is not remembered, because a later change could carry the same times.
 
 use crate::digest::Digest;
+use crate::erofs;
 use crate::error::{At, Error, Result, input};
 use crate::ingest::{Notes, clean_xattrs, is_whiteout};
 use crate::progress::Progress;
@@ -288,6 +289,7 @@ pub fn from_directory(
                 libc::S_IFIFO => Kind::Fifo,
                 libc::S_IFSOCK => Kind::Socket,
                 _ => {
+                    erofs::check_size(stat.st_size as u64, || full().display().to_string())?;
                     job = Some((stat.st_dev, stat.st_ino, seen(&stat)));
                     Kind::File(Data::Inline(Box::default()))
                 }

@@ -177,6 +177,7 @@ fn apply_entry(
     let kind = match entry.kind {
         EntryKind::File(size) => {
             let path = show(&entry.path);
+            erofs::check_size(size, || format!("tar: {path}"))?;
             let data = build.put_reader(reader, Path::new(&path), |bytes| progress.add(bytes, false))?;
             if data.size() != size {
                 return Err(input!("tar: {path}: {} bytes of {size}", data.size()));

@@ -10,7 +10,7 @@ use crate::error::{At, Error, Result, input};
 use crate::ingest::{Notes, apply_tar};
 use crate::progress::Progress;
 use crate::store::{Build, RunConfig};
-use crate::stream::unpack;
+use crate::stream::{is_packed, unpack};
 use crate::tar::{EntryKind, Reader};
 use crate::tree::{Tree, show};
 use serde::Deserialize;
@@ -337,10 +337,10 @@ pub fn import(
         let mut file = File::open(path).at(path)?;
         // What is no regular file, a pipe say, is read once and cannot be gone back in.
         let stream = !file.metadata().at(path)?.is_file() || {
-            let mut magic = [0; 4];
+            let mut magic = [0; 5];
             let count = file.read(&mut magic).at(path)?;
             file.seek(SeekFrom::Start(0)).at(path)?;
-            count < 4 || magic[..2] == [0x1f, 0x8b] || magic == [0x28, 0xb5, 0x2f, 0xfd]
+            is_packed(&magic[..count])
         };
         if stream {
             // Layers are read out of order: a stream must be laid down first.
@@ -556,6 +556,10 @@ fn apply_layer(
     // A layer that is not itself explains every other complaint about it.
     let layer = |error| match error {
         Error::Input(text) => input!("{what}: {text}"),
+        // It was the stream that failed, in the middle of this file.
+        Error::Io { path, source } if !path.starts_with(build.store().root()) => {
+            input!("{what}: {}: {source}", path.display())
+        }
         other => other,
     };
     match digest {

@@ -203,6 +203,9 @@ pub fn stat(store: &Store, names: &[String]) -> Result<(Stat, Vec<ImageStat>)> {
     Ok((total, all))
 }
 
+/// Why frames were not compared, where this user may not see them.
+pub const FRAMES_NEED_ROOT: &str = "frame numbers need root (CAP_SYS_ADMIN)";
+
 /// What `verify` found.
 #[derive(Clone, Debug, Default, serde::Serialize)]
 pub struct Verified {
@@ -318,7 +321,7 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
     }
     if frames {
         if !rustix::process::geteuid().is_root() || !crate::mount::in_initial_namespace() {
-            found.frames_skipped = Some("frame numbers need root (CAP_SYS_ADMIN)".into());
+            found.frames_skipped = Some(FRAMES_NEED_ROOT.into());
         } else {
             compare_frames(store, &lease, &mut found)?;
         }

@@ -104,6 +104,32 @@ impl<R: BufRead> Read for Zstd<R> {
     }
 }
 
+/// How a stream is packed.
+enum Packing {
+    None,
+    Gzip,
+    Zstd,
+    /// By something that is known and not read.
+    Other,
+}
+
+fn packing(magic: &[u8]) -> Packing {
+    // A zstd stream may begin with a skippable frame (magic 0x184D2A50 to 5F).
+    let skippable = magic.len() >= 4 && magic[0] & 0xf0 == 0x50 && magic[1..4] == [0x2a, 0x4d, 0x18];
+    match magic {
+        [0x1f, 0x8b, ..] => Packing::Gzip,
+        [0x28, 0xb5, 0x2f, 0xfd, ..] => Packing::Zstd,
+        _ if skippable => Packing::Zstd,
+        [0xfd, b'7', b'z', b'X', b'Z', ..] | [b'B', b'Z', b'h', ..] | [0x04, 0x22, 0x4d, 0x18, ..] => Packing::Other,
+        _ => Packing::None,
+    }
+}
+
+/// Whether a stream that begins with `magic`, its first five bytes, is packed.
+pub(crate) fn is_packed(magic: &[u8]) -> bool {
+    !matches!(packing(magic), Packing::None)
+}
+
 /// Unpacks `source` by what its first bytes say: gzip, zstd, or nothing to unpack.
 ///
 /// # Errors
@@ -113,20 +139,12 @@ pub fn unpack<'a>(source: impl Read + 'a, limits: Limits) -> Result<Box<dyn Read
     let mut source = BufReader::with_capacity(1 << 17, Counting { inner: source, count: count.clone() });
     let magic = source.fill_buf().map_err(|error| input!("reading the archive: {error}"))?;
     let bounded = |inner: Box<dyn Read + 'a>| Box::new(Bounded { inner, source: count.clone(), out: 0, limits });
-    // A zstd stream may begin with a skippable frame (magic 0x184D2A50 to 5F).
-    let skippable = magic.len() >= 4 && magic[0] & 0xf0 == 0x50 && magic[1..4] == [0x2a, 0x4d, 0x18];
-    if magic.starts_with(&[0x1f, 0x8b]) {
-        Ok(bounded(Box::new(flate2::bufread::MultiGzDecoder::new(source))))
-    } else if magic.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) || skippable {
-        Ok(bounded(Box::new(Zstd { source, decoder: FrameDecoder::new(), in_frame: false })))
-    } else if magic.starts_with(b"\xfd7zXZ")
-        || magic.starts_with(b"BZh")
-        || magic.starts_with(&[0x04, 0x22, 0x4d, 0x18])
-    {
-        Err(input!(
+    match packing(magic) {
+        Packing::None => Ok(Box::new(source)),
+        Packing::Gzip => Ok(bounded(Box::new(flate2::bufread::MultiGzDecoder::new(source)))),
+        Packing::Zstd => Ok(bounded(Box::new(Zstd { source, decoder: FrameDecoder::new(), in_frame: false }))),
+        Packing::Other => Err(input!(
             "this archive is packed with xz, bzip2 or lz4; unpack it first (xz -d), or pack it with zstd or gzip"
-        ))
-    } else {
-        Ok(Box::new(source))
+        )),
     }
 }

@@ -347,6 +347,17 @@ impl Tree {
         }
     }
 
+    /// A name of inode `id`, for messages.
+    pub(crate) fn path_of(&self, id: Id) -> String {
+        let mut found = None;
+        self.walk(|path, here| {
+            if here == id && found.is_none() {
+                found = Some(format!("/{}", show(path)));
+            }
+        });
+        found.unwrap_or_default()
+    }
+
     /// Every reachable inode once, the root first, in breadth-first order, and how many names each has.
     pub fn reachable(&self) -> (Vec<Id>, Vec<u32>) {
         let mut names = vec![0u32; self.inodes.len()];

@@ -633,6 +633,42 @@ fn layers_that_are_not_themselves_are_refused() {
 }
 
 #[test]
+fn what_is_wrong_is_named_as_what_it_is() {
+    let bench = Bench::new();
+    let dir = tempfile::tempdir().unwrap();
+    layout(dir.path(), &[&archive(&[file(b"a", &[9; 5000])])], |_| ());
+    let plain = layout_archive(dir.path(), false);
+    let path = dir.path().join("archive");
+    let text = |bytes: &[u8]| {
+        std::fs::write(&path, bytes).unwrap();
+        import(&bench, &path).map(|_| ()).unwrap_err().to_string()
+    };
+    for packed in [&b"\xfd7zXZ\0 and more"[..], b"BZh91AY and more", b"\x04\x22\x4d\x18 and more"] {
+        assert!(text(packed).contains("packed with xz"), "{}", text(packed));
+    }
+    // A frame to be skipped comes first, as pzstd writes it.
+    let zstd = ruzstd::encoding::compress_to_vec(&plain[..], ruzstd::encoding::CompressionLevel::Fastest);
+    std::fs::write(&path, [&[0x50, 0x2a, 0x4d, 0x18, 4, 0, 0, 0][..], b"skip", &zstd].concat()).unwrap();
+    assert!(import(&bench, &path).unwrap().find(b"a").is_some());
+    // A layer of a docker-archive, which has no digest of its own, that ends in the middle of a file.
+    let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::none());
+    gzip.write_all(&archive(&[file(b"large", &[3; 50_000])])).unwrap();
+    let mut layer = gzip.finish().unwrap();
+    layer.truncate(20_000);
+    let manifest = serde_json::json!([{ "Config": "config.json", "RepoTags": null, "Layers": ["1"] }]).to_string();
+    let docker = [file(b"manifest.json", manifest.as_bytes()), file(b"config.json", b"{}"), file(b"1", &layer)];
+    let said = text(&archive(&docker));
+    assert!(said.starts_with("layer 1 (1): ") && said.contains("large"), "{said}");
+    // Larger than the format can tell, known before it is read.
+    let mut huge = header(b"huge", b'0', 0, b"");
+    huge[124..136].copy_from_slice(&[0x80, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 1]);
+    seal(&mut huge);
+    let limits = Limits { bytes: 1 << 50, ..Limits::default() };
+    let said = bench.read_with(&huge, limits).unwrap_err().to_string();
+    assert!(said.contains("huge: 8796093022209 bytes; 8 TiB is the most"), "{said}");
+}
+
+#[test]
 fn corrupt_compressed_layers_are_refused() {
     let bench = Bench::new();
     let plain = archive(&[file(b"a", &[3; 9000])]);

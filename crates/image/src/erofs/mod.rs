@@ -8,8 +8,8 @@ mod reader;
 mod writer;
 
 pub use reader::{Limits, read};
-pub(crate) use writer::xattr_fits;
 pub use writer::{Image, Layout, write};
+pub(crate) use writer::{check_size, xattr_fits};
 
 /// Block size, bytes.
 pub const BLOCK: u64 = 4096;

@@ -30,6 +30,15 @@ pub struct Image {
 /// Room an inode may take for its attributes, bytes: a 16-bit count of words.
 pub(crate) const XATTRS_MAX: usize = 4 * (u16::MAX as usize - 1);
 
+/// Refuses a file that is larger than the format can tell; best before it is read.
+pub(crate) fn check_size(size: u64, path: impl FnOnce() -> String) -> Result<()> {
+    const MOST: u64 = BLOCK << 31;
+    if size > MOST {
+        return Err(input!("{}: {size} bytes; 8 TiB is the most that a file of an image has", path()));
+    }
+    Ok(())
+}
+
 /// Splits an attribute's name into prefix number and rest.
 fn xattr_index(name: &[u8]) -> Option<(u8, &[u8])> {
     PREFIXES.iter().find_map(|(index, prefix)| Some((*index, name.strip_prefix(*prefix)?)))
@@ -128,9 +137,9 @@ pub fn write(tree: &Tree, layout: Layout) -> Result<Image> {
         let inode = tree.inode(id);
         let mut xattrs = Vec::new();
         for (name, value) in &inode.meta.xattrs {
-            let (index, rest) = xattr_index(name)
-                .filter(|_| xattr_fits(name, value))
-                .ok_or_else(|| input!("attribute {}: cannot be stored", crate::tree::show(name)))?;
+            let (index, rest) = xattr_index(name).filter(|_| xattr_fits(name, value)).ok_or_else(|| {
+                input!("{}: attribute {} cannot be stored", tree.path_of(id), crate::tree::show(name))
+            })?;
             push_xattr(&mut xattrs, index, rest, value);
         }
         if let Kind::File(Data::Object(digest, _)) = &inode.kind {
@@ -150,7 +159,8 @@ pub fn write(tree: &Tree, layout: Layout) -> Result<Image> {
             xattrs.splice(0..0, [0u8; XATTR_HEADER]);
         }
         if xattrs.len() > XATTRS_MAX {
-            return Err(input!("one file has {} bytes of attributes; {XATTRS_MAX} fit", xattrs.len()));
+            let path = tree.path_of(id);
+            return Err(input!("{path}: {} bytes of attributes; {XATTRS_MAX} fit", xattrs.len()));
         }
         let fixed = INODE_SIZE + xattrs.len();
         let room = (BLOCK as usize).saturating_sub(fixed);
@@ -175,10 +185,8 @@ pub fn write(tree: &Tree, layout: Layout) -> Result<Image> {
             }
             Kind::File(Data::Object(digest, size)) => match layout {
                 Layout::Metadata => {
+                    check_size(*size, || tree.path_of(id))?;
                     let shift = (size.div_ceil(BLOCK)).next_power_of_two().trailing_zeros();
-                    if shift > 31 {
-                        return Err(input!("a file of {size} bytes: 8 TiB is the most"));
-                    }
                     (*size, Body::Hole(shift as u8))
                 }
                 Layout::Full => (*size, Body::Object(*digest)),
