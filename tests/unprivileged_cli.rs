@@ -398,6 +398,20 @@ fn a_proof_that_was_asked_for_and_not_given_is_no_success() {
 }
 
 #[test]
+fn sockets_that_an_archive_cannot_have_are_said() {
+    let (tool, _) = tellers("1");
+    let _socket = std::os::unix::net::UnixListener::bind(tool.dir.path().join("tree/s")).expect("a socket");
+    assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());
+    for (format, output, said) in
+        [("tar", "out.tar", true), ("tar", "-", true), ("oci", "out", true), ("erofs", "e", false)]
+    {
+        let exported = tool.run(&["image", "export", "--format", format, "a:1", output]);
+        assert!(exported.status.success(), "{format}");
+        assert_eq!(text(&exported.stderr).contains("1 sockets are left out"), said, "{format}");
+    }
+}
+
+#[test]
 fn a_failed_export_leaves_nothing_and_names_its_file() {
     let (tool, _) = tellers("1");
     assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());

@@ -696,6 +696,14 @@ fn called(error: ImageError, name: impl Into<PathBuf>) -> ImageError {
     }
 }
 
+/// Says what an archive has no form for.
+fn note_sockets(tree: &Tree, format: Format) {
+    let sockets = tree.reachable().0.into_iter().filter(|&id| tree.inode(id).kind == FileKind::Socket).count();
+    if sockets > 0 && format != Format::Erofs {
+        note!("pagefold: note: {sockets} sockets are left out: tar has none; programs make theirs when they start");
+    }
+}
+
 fn export_image(store: &Store, name: &str, output: &Path, format: Format) -> Result<(), Error> {
     let (record, _lease) = store.hold(name)?;
     let tree = store.tree(&record.digest)?;
@@ -706,9 +714,11 @@ fn export_image(store: &Store, name: &str, output: &Path, format: Format) -> Res
             return Err("export: a tar archive is not for a terminal; give a file, or redirect".into());
         }
         let mut out = BufWriter::new(std::io::stdout().lock());
+        note_sockets(&tree, format);
         return Ok(export::tar(store, &tree, &mut out, &progress).map_err(|error| called(error, "standard output"))?);
     }
     let ours = !output.try_exists().unwrap_or(true);
+    note_sockets(&tree, format);
     let done = match format {
         Format::Oci => export::oci(store, &record, &tree, output, &progress),
         Format::Erofs => export::erofs_full(store, &tree, output, &progress),

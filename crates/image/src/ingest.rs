@@ -35,10 +35,12 @@ pub(crate) fn clean_xattrs(xattrs: &mut Xattrs, path: &[u8], notes: &mut Notes) 
     }
     let mut total = 0;
     xattrs.retain(|name, value| {
-        total += name.len() + value.len() + 8;
-        // Half the format's room, so that our own attributes always fit.
-        let fits = erofs::xattr_fits(name, value) && total < 1 << 17;
-        if !fits {
+        let room = name.len() + value.len() + 8;
+        // Linux reads no longer names. Half the format's room, so that our own attributes always fit.
+        let fits = name.len() <= 255 && erofs::xattr_fits(name, value) && total + room < 1 << 17;
+        if fits {
+            total += room;
+        } else {
             notes.add("attributes with a name or size that EROFS cannot hold were left out", path);
         }
         fits
@@ -219,6 +221,26 @@ fn apply_entry(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_attribute_that_does_not_fit_takes_no_room_from_others() {
+        let mut xattrs = Xattrs::new();
+        let long = |length: usize| [&b"user."[..], &vec![b'n'; length - 5]].concat();
+        for (name, size) in [
+            (b"user.a".to_vec(), 100_000),
+            (b"user.b".to_vec(), 60_000),
+            (long(255), 1),
+            (long(256), 1),
+            (b"user.z".to_vec(), 60_000),
+        ] {
+            xattrs.insert(name.into(), vec![0; size].into());
+        }
+        let mut notes = Notes::default();
+        clean_xattrs(&mut xattrs, b"file", &mut notes);
+        let kept: Vec<&[u8]> = xattrs.keys().map(|name| &**name).collect();
+        assert_eq!(kept, [&b"user.b"[..], &long(255), b"user.z"]);
+        assert!(notes.lines()[0].starts_with("2 attributes"), "{:?}", notes.lines());
+    }
 
     #[test]
     fn clearing_goes_as_deep_as_any_tree() {

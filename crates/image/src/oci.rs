@@ -367,7 +367,7 @@ pub fn import(
     let (config_path, config_digest) = blob_path(&manifest.config.digest)?;
     let configuration: Configuration = blobs.json(&config_path, Some((config_digest, manifest.config.size)), limits)?;
     let diff_ids = diff_ids(&configuration, manifest.layers.len())?;
-    progress.expect(manifest.layers.iter().map(|layer| layer.size).sum());
+    progress.expect(manifest.layers.iter().fold(0, |sum, layer| sum.saturating_add(layer.size)));
     let (mut tree, mut room) = (Tree::default(), limits);
     for (number, layer) in manifest.layers.iter().enumerate() {
         let (path, digest) = blob_path(&layer.digest)?;
