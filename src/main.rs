@@ -33,8 +33,8 @@ Exit status:
   0    done, and all is well
   1    failed, or what was looked at is not well (doctor, scan, verify, demo)
   2    wrong usage
-  run and image exec take the process over and pass its own status on; run itself fails with 125, also for
-  wrong usage, or 126 if the program cannot be run, 127 if it is not found.")]
+  run and image exec take the process over and pass its own status on; they themselves fail with 125 (run also
+  for wrong usage), or 126 if the program cannot be run, 127 if it is not found.")]
 struct Cli {
     /// File with defaults for options, instead of /etc/pagefold/pagefold.toml and the user's; `none` for no file
     #[arg(long, global = true, value_name = "PATH")]

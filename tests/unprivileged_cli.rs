@@ -144,6 +144,7 @@ fn exit_codes_are_those_of_the_help_text() {
         (vec!["man", "plain"], 1),
         (vec!["scan", "/no/such/file"], 1),
         (vec!["image", "mount", "nothing", "/mnt"], 1),
+        (vec!["image", "exec", "nothing", "--", "true"], 125),
         (vec!["image", "build", "--name", "a", "plain"], 1),
         (vec!["disk", "umount", "/no/such/mount"], 1),
         (vec!["man", "/proc/nowhere"], 1),

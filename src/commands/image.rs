@@ -285,7 +285,8 @@ struct MountArgs {
   sudo pagefold image exec app:1 --learn=20 -- /usr/bin/server
 
 What was learned once lets later starts find the disk ahead of them.
-Without a command the image's own is run. It takes this process over: its exit status and signals are passed on.")]
+Without a command the image's own is run. It takes this process over: its exit status and signals are passed on.
+Exit status of exec itself: 125 if it fails, 126 if the command cannot be run, 127 if it is not found.")]
 struct ExecArgs {
     /// Image to run in
     name: String,
@@ -416,23 +417,44 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         }
         Action::Export { name, output, format } => export_image(&open(&name)?, &name, &output, format)?,
         Action::Exec(exec_args) => {
-            let store = open(&exec_args.name)?;
-            let record = store.image(&exec_args.name)?;
-            let run = exec::Run {
-                command: exec_args.command,
-                env: environment(&exec_args.env, |name| std::env::var(name))?,
-                user: exec_args.user,
-                binds: exec_args.binds,
-                workdir: exec_args.workdir,
-                scratch: exec_args.rw,
-                mount: exec_args.options.options(),
-                learn: exec_args.learn.map(|seconds| Duration::from_secs(seconds.into())),
-            };
-            return Err(exec::exec(&store, &record, &run).into());
+            let error = exec_image(open, exec_args);
+            // As the command starts with it: whose reader of standard error has left would now be ended by the line below.
+            // SAFETY: no handler is set.
+            unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
+            note!("pagefold: {error}");
+            // As run's: what the command itself returned is another thing.
+            return Ok(ExitCode::from(match error.downcast_ref() {
+                Some(ImageError::Exec { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => 127,
+                Some(ImageError::Exec { .. }) => 126,
+                _ => super::run::FAILED,
+            }));
         }
         Action::Scan { dirs, json } => return super::scan_tree::run_tree(&dirs, json),
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Becomes the command; returns only why not.
+fn exec_image(open: impl Fn(&str) -> Result<Store, Error>, args: ExecArgs) -> Error {
+    let prepare = || -> Result<_, Error> {
+        let store = open(&args.name)?;
+        let record = store.image(&args.name)?;
+        let run = exec::Run {
+            env: environment(&args.env, |name| std::env::var(name))?,
+            binds: args.binds,
+            mount: args.options.options(),
+            command: args.command,
+            user: args.user,
+            workdir: args.workdir,
+            scratch: args.rw,
+            learn: args.learn.map(|seconds| Duration::from_secs(seconds.into())),
+        };
+        Ok((store, record, run))
+    };
+    match prepare() {
+        Ok((store, record, run)) => exec::exec(&store, &record, &run).into(),
+        Err(error) => error,
+    }
 }
 
 /// Says how a user whose store cannot be reached names another.

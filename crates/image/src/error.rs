@@ -65,6 +65,16 @@ pub enum Error {
         /// The system's answer.
         source: io::Error,
     },
+    /// A command could not be started in an image.
+    #[error("exec: {program}: {source} (in image {image})")]
+    Exec {
+        /// The command.
+        program: String,
+        /// The image.
+        image: String,
+        /// The system's answer.
+        source: io::Error,
+    },
     /// The request cannot be done as asked.
     #[error("{0}")]
     Refused(String),

@@ -91,6 +91,12 @@ fn devices(dev: &OwnedFd) -> Result<()> {
     }
     rustix::fs::mkdirat(dev, "shm", Mode::RWXU).at("/dev/shm")?;
     tmpfs(&by_descriptor(dev).join("shm"), c"mode=1777")?;
+    // Who wants terminals of its own, as script and sshd do, makes them here; on the rest a kernel without has no bearing.
+    rustix::fs::mkdirat(dev, "pts", Mode::from_raw_mode(0o755)).at("/dev/pts")?;
+    let (pts, flags) = (by_descriptor(dev).join("pts"), MountFlags::NOSUID | MountFlags::NOEXEC);
+    if rustix::mount::mount("devpts", &pts, "devpts", flags, c"newinstance,ptmxmode=0666,mode=0620").is_ok() {
+        rustix::fs::symlinkat("pts/ptmx", dev, "ptmx").at("/dev/ptmx")?;
+    }
     for (name, target) in [
         ("fd", "/proc/self/fd"),
         ("stdin", "/proc/self/fd/0"),
@@ -192,8 +198,7 @@ pub fn exec(store: &Store, record: &Record, run: &Run) -> Error {
     match prepare(store, record, run) {
         Ok(mut command) => {
             let program = command.get_program().to_string_lossy().into_owned();
-            let error = command.exec();
-            Error::Refused(format!("exec: {program}: {error} (in image {})", record.name))
+            Error::Exec { program, image: record.name.clone(), source: command.exec() }
         }
         Err(error) => error,
     }
@@ -287,7 +292,18 @@ fn prepare(store: &Store, record: &Record, run: &Run) -> Result<Command> {
     let config = &record.config;
     let workdir = if run.workdir.is_empty() { config.working_dir.as_str() } else { run.workdir.as_str() };
     let workdir = if workdir.is_empty() { "/" } else { workdir };
-    rustix::process::chdir(workdir).at(workdir)?;
+    match rustix::process::chdir(workdir) {
+        // Engines make the image's own, where anything can be made.
+        Err(rustix::io::Errno::NOENT) if run.workdir.is_empty() => {
+            if fs::create_dir_all(workdir).is_err() || rustix::process::chdir(workdir).is_err() {
+                progress::note(&format!(
+                    "the image has no {workdir}, where it wants to start; the command starts in /"
+                ));
+                rustix::process::chdir("/").at("/")?;
+            }
+        }
+        other => other.at(workdir)?,
+    }
 
     let own = config.entrypoint.iter().chain(&config.cmd).map(OsString::from).collect();
     let words: Vec<OsString> = if run.command.is_empty() { own } else { run.command.clone() };

@@ -776,6 +776,24 @@ fn a_command_runs_with_the_image_as_its_root() {
 }
 
 #[test]
+fn a_command_finds_terminals_and_its_start_directory() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (tree, root) = (scratch.dir("tree"), scratch.dir("store"));
+    runnable(&tree);
+    let store = Store::open(&root, "default").unwrap();
+    let (build, mut notes) = (store.build().unwrap(), Notes::default());
+    let read = build::from_directory(&build, &tree, Default::default(), &mut notes, &Progress::silent()).unwrap();
+    let config = RunConfig { working_dir: "/srv/app".into(), ..RunConfig::default() };
+    build.publish("run", &read, "test", config, vec![]).unwrap();
+    for (mode, expected) in [("ro", "in / now"), ("rw", "in /srv/app now")] {
+        // Who opens it has a new terminal.
+        let text = run_in(&root, mode, "echo in $PWD now; : </dev/ptmx && echo opened");
+        assert!(text.contains(expected) && text.contains("opened"), "{mode}: {text}");
+    }
+}
+
+#[test]
 fn a_command_runs_as_the_images_user() {
     need_root!();
     let scratch = Scratch::new();
