@@ -14,8 +14,8 @@ use rustix::fs::FlockOperation;
 use rustix::mount::UnmountFlags;
 use std::collections::HashSet;
 use std::fs::{self, File};
-use std::io::ErrorKind;
-use std::path::PathBuf;
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Objects deleted per hold of the domain lock: tens of milliseconds.
@@ -43,12 +43,25 @@ pub struct Stats {
     pub builds_removed: u64,
 }
 
+/// The entries of a directory, all of them: what an error hides would pass for what is not there.
+fn entries(dir: &Path) -> Result<Vec<fs::DirEntry>> {
+    fs::read_dir(dir).at(dir)?.map(|entry| entry.at(dir)).collect()
+}
+
+/// What came of something at `path`, unless that has gone meanwhile. What only cannot be reached is still there.
+fn unless_gone<T>(result: io::Result<T>, path: &Path) -> Result<Option<T>> {
+    match result {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        other => other.map(Some).at(path),
+    }
+}
+
 /// The digests that builds and mounts in progress stand on.
 fn leased(store: &Store) -> Result<HashSet<u128>> {
-    let dir = store.path("leases");
     let mut all = HashSet::new();
-    for entry in fs::read_dir(&dir).at(&dir)?.flatten() {
-        if let Ok(bytes) = fs::read(entry.path()) {
+    for entry in entries(&store.path("leases"))? {
+        let path = entry.path();
+        if let Some(bytes) = unless_gone(fs::read(&path), &path)? {
             all.extend(bytes.chunks_exact(32).map(|raw| Digest(raw.try_into().expect("32 bytes")).key()));
         }
     }
@@ -59,24 +72,19 @@ fn leased(store: &Store) -> Result<HashSet<u128>> {
 fn remove_dead_builds(store: &Store) -> Result<u64> {
     let (leases, staging) = (store.path("leases"), store.path("staging"));
     let mut removed = 0;
-    for entry in fs::read_dir(&leases).at(&leases)?.flatten() {
+    for entry in entries(&leases)? {
         let path = entry.path();
-        let Ok(file) = File::open(&path) else { continue };
+        let Some(file) = unless_gone(File::open(&path), &path)? else { continue };
         if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
-            // Ours now: whoever created it and has not locked it yet will find it gone, and try again.
-            match fs::remove_file(&path) {
-                // Its owner ended well between our two looks.
-                Err(error) if error.kind() == ErrorKind::NotFound => {}
-                other => {
-                    other.at(&path)?;
-                    removed += 1;
-                }
-            }
+            // Ours now: whoever created it and has not locked it yet will find it gone, and try again. Its owner may
+            // have ended well between our two looks.
+            removed += u64::from(unless_gone(fs::remove_file(&path), &path)?.is_some());
         }
     }
-    for entry in fs::read_dir(&staging).at(&staging)?.flatten() {
+    for entry in entries(&staging)? {
         // A staging directory is made after its lease and removed before it.
-        if !leases.join(entry.file_name()).exists() {
+        let lease = leases.join(entry.file_name());
+        if !lease.try_exists().at(&lease)? {
             let path = entry.path();
             let _ = rustix::mount::unmount(path.join("meta"), UnmountFlags::DETACH);
             match remove_tree(&path) {
@@ -90,14 +98,10 @@ fn remove_dead_builds(store: &Store) -> Result<u64> {
 
 /// Removes the stat caches of directories that were not built for long: each build writes its own anew.
 fn remove_old_caches(store: &Store) -> Result<()> {
-    let dir = store.path("cache");
-    for entry in fs::read_dir(&dir).at(&dir)?.flatten() {
+    for entry in entries(&store.path("cache"))? {
         let age = entry.metadata().ok().and_then(|meta| meta.modified().ok()?.elapsed().ok());
         if age.is_some_and(|age| age > CACHE_AGE) {
-            match fs::remove_file(entry.path()) {
-                Err(error) if error.kind() == ErrorKind::NotFound => {}
-                other => other.at(entry.path())?,
-            }
+            unless_gone(fs::remove_file(entry.path()), &entry.path())?;
         }
     }
     Ok(())
@@ -155,7 +159,7 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
     let mounted = mounts::view(store)?;
     if mounted.silent > 0 {
         return Err(Error::Refused(format!(
-            "gc: {} processes do not answer in /proc, and what they have mounted is unknown; end them (state D in ps)",
+            "gc: {} processes do not answer in /proc, and what they have mounted is unknown; try again, or end them (state D in ps)",
             mounted.silent
         )));
     }
@@ -164,7 +168,7 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
     let mut doomed = Vec::new();
     let named: HashSet<Digest> = roots.iter().copied().collect();
     let mut seen = HashSet::new();
-    for entry in fs::read_dir(&trees).at(&trees)?.flatten() {
+    for entry in entries(&trees)? {
         let name = entry.file_name();
         let name = name.to_string_lossy();
         let Some(digest) = name.get(..64).and_then(|hex| Digest::from_hex(hex.as_bytes())) else { continue };
@@ -173,7 +177,7 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
         }
         // Nobody but the tables knows of a mount by a metadata directory.
         let unseen = mounted.partial && store.has_directory(&digest);
-        if leases.contains(&digest.key()) || held_by_kernel(store, &digest) || unseen {
+        if leases.contains(&digest.key()) || unseen || held_by_kernel(store, &digest)? {
             roots.push(digest);
         } else {
             doomed.push(digest);
@@ -196,9 +200,9 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
 
     let mut batch: Vec<(u128, u64, PathBuf)> = Vec::new();
     let objects = store.objects_dir();
-    for shard in fs::read_dir(&objects).at(&objects)?.flatten() {
+    for shard in entries(&objects)? {
         let prefix = shard.file_name().to_string_lossy().into_owned();
-        for entry in fs::read_dir(shard.path()).at(shard.path())?.flatten() {
+        for entry in entries(&shard.path())? {
             let name = format!("{prefix}{}", entry.file_name().to_string_lossy());
             let Some(digest) = Digest::from_hex(name.as_bytes()) else { continue };
             if live.objects.contains(&digest.key()) {
@@ -219,10 +223,7 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
 /// The digests published since the log was last emptied.
 fn read_log(store: &Store) -> Result<Vec<Digest>> {
     let path = store.path("published");
-    let log = match fs::read(&path) {
-        Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
-        other => other.at(&path)?,
-    };
+    let log = unless_gone(fs::read(&path), &path)?.unwrap_or_default();
     Ok(log.chunks_exact(32).map(|raw| Digest(raw.try_into().expect("32 bytes"))).collect())
 }
 
@@ -238,7 +239,8 @@ fn delete(
     // A dry run leaves the log as it is and starts where it ended.
     for digest in read_log(store)?.into_iter().skip(dry_run.unwrap_or(0)) {
         // The log is written just before the name: a build killed between them leaves a digest without image.
-        if store.tree_path(&digest).exists() {
+        let tree = store.tree_path(&digest);
+        if tree.try_exists().at(&tree)? {
             live.mark(store, digest)?;
         }
     }

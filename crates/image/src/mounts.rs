@@ -8,6 +8,7 @@ use crate::error::{At, Result};
 use crate::store::Store;
 use crate::sys;
 use pagefold_os::mountinfo::{self, Mount};
+use rustix::process::geteuid;
 use std::collections::{BTreeSet, HashSet};
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -38,7 +39,7 @@ pub struct MountEntry {
 pub struct View {
     /// The mounts.
     pub mounts: Vec<MountEntry>,
-    /// Processes that kept their table from us by not answering.
+    /// Processes that kept their table from us by not answering, or by an answer that says nothing.
     pub silent: usize,
     /// Whether all processes of some namespace have a part of it as their root (chroot), and show no mounts beside it.
     pub partial: bool,
@@ -55,6 +56,8 @@ const LISTS: u32 = 8;
 enum Look {
     /// It has ended.
     Gone,
+    /// It cannot be known what it shows: some error that says nothing about the process.
+    Unknown,
     /// Not ours to see, or a namespace that is known.
     Nothing,
     /// The mount table of its namespace; `whole` if the process has the namespace's own root.
@@ -75,9 +78,11 @@ fn look(pid: &Path, seen: &Mutex<BTreeSet<u64>>) -> Look {
         }
         Ok(Look::Table { namespace, whole, table })
     };
-    look().unwrap_or_else(|error| match error.kind() {
-        io::ErrorKind::PermissionDenied => Look::Nothing,
-        _ => Look::Gone,
+    look().unwrap_or_else(|error| match error.raw_os_error() {
+        Some(libc::EACCES | libc::EPERM) => Look::Nothing,
+        // The last is the mount table's of who has left his namespace already.
+        Some(libc::ENOENT | libc::ESRCH | libc::EINVAL) => Look::Gone,
+        _ => Look::Unknown,
     })
 }
 
@@ -106,6 +111,7 @@ fn look_at(pids: Vec<PathBuf>, seen: &Arc<Mutex<BTreeSet<u64>>>, each: &mut impl
                 Ok(Look::Table { namespace, whole, table }) => each(namespace, whole, &table),
                 Ok(Look::Nothing) => {}
                 Ok(Look::Gone) => looked.gone = true,
+                Ok(Look::Unknown) => looked.silent.push(pids[next - 1].clone()),
                 Err(_) => {
                     looked.silent.push(pids[next - 1].clone());
                     break;
@@ -137,8 +143,12 @@ fn each_table(
 /// The processes there are, this one first.
 fn processes() -> io::Result<Vec<PathBuf>> {
     let digits = |name: &OsStr| name.as_bytes().iter().all(u8::is_ascii_digit);
-    let entries = fs::read_dir("/proc")?.flatten().filter(|entry| digits(&entry.file_name()));
-    Ok([PathBuf::from("/proc/self")].into_iter().chain(entries.map(|entry| entry.path())).collect())
+    let mut all = vec![PathBuf::from("/proc/self")];
+    for entry in fs::read_dir("/proc")? {
+        let entry = entry?;
+        all.extend(digits(&entry.file_name()).then(|| entry.path()));
+    }
+    Ok(all)
 }
 
 /// The image that a mount says it is of.
@@ -186,11 +196,20 @@ pub fn mounts(store: &Store) -> Result<Vec<MountEntry>> {
 
 /// Whether the kernel holds the image's metadata open: a mount that no mount table shows, such as one attached
 /// nowhere, or in a namespace without processes. Root's view; others see their own mounts in the tables.
-pub(crate) fn held_by_kernel(store: &Store, digest: &Digest) -> bool {
-    [store.tree_path(digest), store.full_path(digest)].iter().any(|path| match File::open(path) {
-        Ok(file) => sys::is_open_elsewhere(&file).unwrap_or(true),
-        Err(_) => false,
-    })
+pub(crate) fn held_by_kernel(store: &Store, digest: &Digest) -> Result<bool> {
+    for path in [store.tree_path(digest), store.full_path(digest)] {
+        let held = match File::open(&path) {
+            Ok(file) => sys::is_open_elsewhere(&file).unwrap_or(true),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => false,
+            // Found damaged before, and closed to its owner: none but root can have mounted it.
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !geteuid().is_root() => false,
+            Err(error) => return Err(error).at(&path),
+        };
+        if held {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 #[cfg(test)]
@@ -220,6 +239,17 @@ mod tests {
         let mut tables = Vec::new();
         let silent = each_table(|| Ok(vec![stuck.clone(), good.clone()]), |_, _, table| tables.push(table.to_vec()));
         assert_eq!((silent.unwrap(), tables), (1, vec![b"table".to_vec()]));
+    }
+
+    #[test]
+    fn a_process_that_cannot_be_read_has_not_ended() {
+        let dir = tempfile::tempdir().unwrap();
+        let process = process(&dir.path().join("1"), "a", "/");
+        // A link to itself stands for want of memory or descriptors: no answer, and not for lack of permission.
+        symlink("mountinfo", process.join("mountinfo")).unwrap();
+        assert_eq!(each_table(|| Ok(vec![process.clone()]), |_, _, _| unreachable!()).unwrap(), 1);
+        fs::remove_file(process.join("mountinfo")).unwrap();
+        assert_eq!(each_table(|| Ok(vec![process.clone()]), |_, _, _| unreachable!()).unwrap(), 0);
     }
 
     #[test]

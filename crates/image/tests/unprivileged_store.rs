@@ -494,6 +494,42 @@ fn the_collector_takes_what_nobody_needs_and_only_that() {
 }
 
 #[test]
+fn what_the_collector_cannot_read_is_not_taken_for_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    fs::create_dir(&tree).unwrap();
+    fs::write(tree.join("file"), vec![3; 5000]).unwrap();
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    build_dir(&store, "x", &tree).unwrap();
+    let (object, domain) = (Digest::of(&[3; 5000]), store.root().join("domains/default"));
+    let build = store.build().unwrap();
+    assert!(build.has(&object, 5000).unwrap());
+    store.remove("x").unwrap();
+    // A link to itself stands for what is there and cannot be read, for root either.
+    let lease = fs::read_dir(domain.join("leases")).unwrap().next().unwrap().unwrap().path();
+    let aside = dir.path().join("aside");
+    fs::rename(&lease, &aside).unwrap();
+    symlink(&lease, &lease).unwrap();
+    for dry in [false, true] {
+        let error = gc::collect(&store, dry).unwrap_err().to_string();
+        assert!(error.contains(lease.to_str().unwrap()), "{error}");
+    }
+    fs::rename(&aside, &lease).unwrap();
+    assert_eq!(collect(&store, false).objects_kept, 1);
+    assert!(store.object_path(&object).exists());
+    drop(build);
+    // The same for what stands for an image somebody may have mounted.
+    build_dir(&store, "y", &tree).unwrap();
+    let image = store.tree_path(&store.image("y").unwrap().digest);
+    store.remove("y").unwrap();
+    fs::rename(&image, &aside).unwrap();
+    symlink(&image, &image).unwrap();
+    assert!(gc::collect(&store, false).is_err());
+    fs::rename(&aside, &image).unwrap();
+    assert_eq!(collect(&store, false).objects_removed, 1);
+}
+
+#[test]
 fn domains_share_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let tree = dir.path().join("tree");

@@ -73,7 +73,8 @@ impl<'a> Lease<'a> {
 
     /// Claims a tree (and with it the tree's objects); says whether it is there.
     pub(crate) fn claim_tree(&self, digest: &Digest) -> Result<bool> {
-        self.claim(&[*digest], || self.store.tree_path(digest).exists())
+        let path = self.store.tree_path(digest);
+        self.claim(&[*digest], || path.try_exists())?.at(&path)
     }
 
     /// Claims what `name` stands for.

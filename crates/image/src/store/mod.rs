@@ -245,14 +245,15 @@ impl Store {
         self.path("trees").join(format!("{}.{}", digest.hex(), if user { "userdir" } else { "rootdir" }))
     }
 
-    /// Whether there is a metadata directory of `digest`.
+    /// Whether there is a metadata directory of `digest`, or may be.
     pub(crate) fn has_directory(&self, digest: &Digest) -> bool {
-        [false, true].iter().any(|user| self.directory_path(digest, *user).exists())
+        [false, true].iter().any(|user| self.directory_path(digest, *user).try_exists().unwrap_or(true))
     }
 
-    /// Whether there is anything of image `digest` here.
+    /// Whether there is anything of image `digest` here, or may be.
     pub(crate) fn knows(&self, digest: &Digest) -> bool {
-        [self.tree_path(digest), self.sidecar_path(digest), self.full_path(digest)].iter().any(|path| path.exists())
+        let paths = [self.tree_path(digest), self.sidecar_path(digest), self.full_path(digest)];
+        paths.iter().any(|path| path.try_exists().unwrap_or(true))
     }
 
     fn sidecar_path(&self, digest: &Digest) -> PathBuf {
