@@ -61,7 +61,7 @@ enum Action {
     Umount {
         /// Where it is mounted
         mountpoint: PathBuf,
-        /// Detach now, end when the last user is gone
+        /// Detach now, end when the last user is gone; a mount by a metadata directory must be free first
         #[arg(long)]
         lazy: bool,
     },
@@ -407,6 +407,13 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
                     stats.trees_kept,
                     stats.objects_kept,
                     stats.builds_removed
+                );
+            }
+            if stats.trees_unseen > 0 {
+                note!(
+                    "pagefold: note: {} trees are kept because it cannot be seen here whether somebody has them mounted; {}",
+                    stats.trees_unseen,
+                    "run gc outside of containers and user namespaces"
                 );
             }
         }

@@ -31,6 +31,9 @@ pub struct Stats {
     pub images: u64,
     /// Metadata images kept: by a name, a mount or a lease.
     pub trees_kept: u64,
+    /// Of those, the ones that are kept because it cannot be seen from here whether somebody has them mounted by a
+    /// metadata directory.
+    pub trees_unseen: u64,
     /// Metadata images removed.
     pub trees_removed: u64,
     /// Objects kept.
@@ -176,8 +179,11 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
             continue;
         }
         // Nobody but the tables knows of a mount by a metadata directory.
-        let unseen = mounted.partial && store.has_directory(&digest);
-        if leases.contains(&digest.key()) || unseen || held_by_kernel(store, &digest)? {
+        let unseen = || mounted.partial && store.has_directory(&digest);
+        if leases.contains(&digest.key()) || held_by_kernel(store, &digest)? {
+            roots.push(digest);
+        } else if unseen() {
+            stats.trees_unseen += 1;
             roots.push(digest);
         } else {
             doomed.push(digest);

@@ -19,7 +19,7 @@ use crate::profile::Profile;
 use crate::store::{Lease, Record, Store};
 use crate::sys;
 use crate::tree::{Data, Id, Kind as FileKind, ROOT, Tree};
-use pagefold_os::mountinfo;
+use pagefold_os::mountinfo::{self, Mount};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Timespec, Timestamps, XattrFlags};
 use rustix::io::Errno;
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags};
@@ -123,13 +123,15 @@ impl Context {
             .map_err(|errno| self.explain(key, errno))
     }
 
-    /// A path of any length: one that is too long for an option goes by its descriptor.
+    /// A path of any length: one that is too long for an option goes by its directory's descriptor, so that the mount
+    /// table still has the name.
     fn path(&mut self, key: &str, path: &Path) -> Result<()> {
         if path.as_os_str().len() <= OPTION_MAX {
             return self.string(key, path);
         }
-        let fd = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty()).at(path)?;
-        self.string(key, by_descriptor(&fd))?;
+        let (dir, name) = path.parent().zip(path.file_name()).unwrap_or((path, OsStr::new("")));
+        let fd = open_path(dir).at(dir)?;
+        self.string(key, by_descriptor(&fd).join(name))?;
         self.held.push(fd);
         Ok(())
     }
@@ -549,7 +551,16 @@ fn set_meta(tree: &Tree, path: &Path, id: Id, user: bool, notes: &mut BTreeMap<&
     rustix::fs::utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW).at(path)
 }
 
-/// Unmounts what [`mount`] mounted at `target`.
+/// Whether a mount shows a metadata directory.
+fn by_directory(mount: &Mount) -> bool {
+    let name =
+        |option: &[u8]| option.rsplit(|byte| *byte == b'/').next().and_then(|name| name.get(64..72)?.try_into().ok());
+    let lower = mount.options.split(|byte| *byte == b',').filter(|option| option.starts_with(b"lowerdir"));
+    lower.filter_map(name).any(|end: [u8; 8]| matches!(&end, b".rootdir" | b".userdir"))
+}
+
+/// Unmounts what [`mount`] mounted at `target`; with `lazy` it is gone from there at once, and ends with its last user.
+/// Nothing tells the collector of those who use a metadata directory without a mount: there `lazy` changes nothing.
 ///
 /// # Errors
 /// Nothing of ours is mounted there; it is in use.
@@ -562,8 +573,13 @@ pub fn umount(target: &Path, lazy: bool) -> Result<()> {
         Some(_) => return Err(Error::Refused(format!("{}: not mounted by pagefold; use umount", target.display()))),
         None => return Err(Error::Refused(format!("{}: nothing is mounted there", target.display()))),
     }
-    let flags = if lazy { UnmountFlags::DETACH } else { UnmountFlags::empty() };
+    let kept = last.is_some_and(|mount| by_directory(&mount));
+    let flags = if lazy && !kept { UnmountFlags::DETACH } else { UnmountFlags::empty() };
     rustix::mount::unmount(target, flags).map_err(|errno| match errno {
+        Errno::BUSY if kept => Error::Refused(format!(
+            "{}: in use; end what uses it (a mount by a metadata directory cannot be unmounted before: gc would take it)",
+            target.display()
+        )),
         Errno::BUSY => Error::Refused(format!("{}: in use; end what uses it, or umount --lazy", target.display())),
         other => failed(target.display().to_string())(other),
     })

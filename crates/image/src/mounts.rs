@@ -41,7 +41,9 @@ pub struct View {
     pub mounts: Vec<MountEntry>,
     /// Processes that kept their table from us by not answering, or by an answer that says nothing.
     pub silent: usize,
-    /// Whether all processes of some namespace have a part of it as their root (chroot), and show no mounts beside it.
+    /// Whether there may be mounts that nobody shows us: all processes of some namespace have a part of it as their root
+    /// (chroot), a process of this user's keeps its table from us, or we are in a PID or user namespace of our own,
+    /// and do not see what goes on outside.
     pub partial: bool,
 }
 
@@ -60,6 +62,8 @@ enum Look {
     Unknown,
     /// Not ours to see, or a namespace that is known.
     Nothing,
+    /// Ours, and yet not to be seen.
+    Hidden,
     /// The mount table of its namespace; `whole` if the process has the namespace's own root.
     Table { namespace: u64, whole: bool, table: Vec<u8> },
 }
@@ -79,7 +83,11 @@ fn look(pid: &Path, seen: &Mutex<BTreeSet<u64>>) -> Look {
         Ok(Look::Table { namespace, whole, table })
     };
     look().unwrap_or_else(|error| match error.raw_os_error() {
-        Some(libc::EACCES | libc::EPERM) => Look::Nothing,
+        Some(libc::EACCES | libc::EPERM) => match fs::metadata(pid) {
+            Ok(meta) if meta.uid() == geteuid().as_raw() => Look::Hidden,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Look::Gone,
+            _ => Look::Nothing,
+        },
         // The last is the mount table's of who has left his namespace already.
         Some(libc::ENOENT | libc::ESRCH | libc::EINVAL) => Look::Gone,
         _ => Look::Unknown,
@@ -93,6 +101,8 @@ struct Looked {
     silent: Vec<PathBuf>,
     /// Whether somebody had ended.
     gone: bool,
+    /// Whether somebody of ours did not show himself.
+    hidden: bool,
 }
 
 /// Looks at `pids` once, and gives each table to `each` with its namespace and whether it is the whole of it.
@@ -110,6 +120,7 @@ fn look_at(pids: Vec<PathBuf>, seen: &Arc<Mutex<BTreeSet<u64>>>, each: &mut impl
             match answer {
                 Ok(Look::Table { namespace, whole, table }) => each(namespace, whole, &table),
                 Ok(Look::Nothing) => {}
+                Ok(Look::Hidden) => looked.hidden = true,
                 Ok(Look::Gone) => looked.gone = true,
                 Ok(Look::Unknown) => looked.silent.push(pids[next - 1].clone()),
                 Err(_) => {
@@ -122,22 +133,35 @@ fn look_at(pids: Vec<PathBuf>, seen: &Arc<Mutex<BTreeSet<u64>>>, each: &mut impl
     looked
 }
 
-/// Gives the mount tables of all processes that `list` names to `each`, as [`look_at`] does; returns how many processes
-/// did not answer in time, twice: on a busy machine one may only have been slow, or on its way out.
+/// Gives the mount tables of all processes that `list` names to `each`, as [`look_at`] does. Silent is who did not answer
+/// in time, twice: on a busy machine one may only have been slow, or on its way out.
 fn each_table(
     mut list: impl FnMut() -> io::Result<Vec<PathBuf>>,
     mut each: impl FnMut(u64, bool, &[u8]),
-) -> io::Result<usize> {
-    let (seen, mut done, mut silent) = (Arc::new(Mutex::new(BTreeSet::new())), HashSet::new(), Vec::new());
+) -> io::Result<Looked> {
+    let (seen, mut done) = (Arc::new(Mutex::new(BTreeSet::new())), HashSet::new());
+    let (mut silent, mut hidden) = (Vec::new(), false);
     for _ in 0..LISTS {
         let new: Vec<PathBuf> = list()?.into_iter().filter(|pid| done.insert(pid.clone())).collect();
         let mut looked = look_at(new, &seen, &mut each);
         silent.append(&mut looked.silent);
+        hidden |= looked.hidden;
         if !looked.gone {
             break;
         }
     }
-    Ok(look_at(silent, &seen, &mut each).silent.len())
+    let mut looked = look_at(silent, &seen, &mut each);
+    looked.hidden |= hidden;
+    Ok(looked)
+}
+
+/// Whether /proc has all processes, and they show us what they have mounted: in a PID namespace of our own others have none
+/// there, and in a user namespace we have no right to look at those outside of it.
+fn sees_all() -> bool {
+    // PID_NS_INIT_INO and USER_NS_INIT_INO of linux/nsfs.h.
+    let first =
+        |kind: &str, number: u64| fs::metadata(format!("/proc/self/ns/{kind}")).is_ok_and(|ns| ns.ino() == number);
+    first("pid", 0xEFFF_FFFC) && first("user", 0xEFFF_FFFD)
 }
 
 /// The processes there are, this one first.
@@ -171,7 +195,7 @@ pub fn view(store: &Store) -> Result<View> {
     let (prefix, trees) = (store.mount_source_prefix(), store.path("trees"));
     let trees = trees.canonicalize().at(&trees)?;
     let (mut found, mut whole, mut parts) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
-    let silent = each_table(processes, |namespace, all, table| {
+    let looked = each_table(processes, |namespace, all, table| {
         if all { &mut whole } else { &mut parts }.insert(namespace);
         for mount in mountinfo::parse(table) {
             let Some(digest) = claimed(&mount, prefix.as_bytes(), &trees) else { continue };
@@ -182,8 +206,9 @@ pub fn view(store: &Store) -> Result<View> {
             }
         }
     });
-    let silent = silent.at("/proc")?;
-    Ok(View { mounts: found.into_iter().collect(), silent, partial: !parts.is_subset(&whole) })
+    let looked = looked.at("/proc")?;
+    let partial = looked.hidden || !parts.is_subset(&whole) || !sees_all();
+    Ok(View { mounts: found.into_iter().collect(), silent: looked.silent.len(), partial })
 }
 
 /// All mounts of this store and domain, in every mount namespace we may look into.
@@ -238,7 +263,7 @@ mod tests {
         fs::write(good.join("mountinfo"), "table").unwrap();
         let mut tables = Vec::new();
         let silent = each_table(|| Ok(vec![stuck.clone(), good.clone()]), |_, _, table| tables.push(table.to_vec()));
-        assert_eq!((silent.unwrap(), tables), (1, vec![b"table".to_vec()]));
+        assert_eq!((silent.unwrap().silent.len(), tables), (1, vec![b"table".to_vec()]));
     }
 
     #[test]
@@ -247,9 +272,9 @@ mod tests {
         let process = process(&dir.path().join("1"), "a", "/");
         // A link to itself stands for want of memory or descriptors: no answer, and not for lack of permission.
         symlink("mountinfo", process.join("mountinfo")).unwrap();
-        assert_eq!(each_table(|| Ok(vec![process.clone()]), |_, _, _| unreachable!()).unwrap(), 1);
+        assert_eq!(each_table(|| Ok(vec![process.clone()]), |_, _, _| unreachable!()).unwrap().silent.len(), 1);
         fs::remove_file(process.join("mountinfo")).unwrap();
-        assert_eq!(each_table(|| Ok(vec![process.clone()]), |_, _, _| unreachable!()).unwrap(), 0);
+        assert_eq!(each_table(|| Ok(vec![process.clone()]), |_, _, _| unreachable!()).unwrap().silent.len(), 0);
     }
 
     #[test]
@@ -271,8 +296,8 @@ mod tests {
             all.extend((lists > 1).then(|| child.clone()));
             Ok(all)
         };
-        let silent = each_table(list, |_, whole, table| tables.push((whole, table.to_vec()))).unwrap();
-        assert_eq!(silent, 0);
+        let silent = each_table(list, |_, whole, table| tables.push((whole, table.to_vec()))).unwrap().silent;
+        assert!(silent.is_empty());
         assert_eq!(tables, [(false, b"1".to_vec()), (true, b"2".to_vec()), (true, b"5".to_vec())]);
     }
 
