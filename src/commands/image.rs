@@ -397,7 +397,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         Action::Gc { dry_run, json } => {
             let stats = found()?.map_or(Ok(gc::Stats::default()), |store| gc::collect(&store, dry_run))?;
             if json {
-                print_json(&serde_json::to_value(stats)?)?;
+                print_json(&serde_json::to_value(&stats)?)?;
             } else {
                 say!(
                     "{} {} objects, {}; {} trees and {} objects kept, {} dead builds cleared",
@@ -415,6 +415,12 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
                     stats.trees_unseen,
                     "run gc outside of containers and user namespaces"
                 );
+            }
+            for line in &stats.failed {
+                note!("pagefold: {line}");
+            }
+            if stats.failures > 0 {
+                return Err(format!("gc: {} files or trees could not be removed, all else was", stats.failures).into());
             }
         }
         Action::Rm { names } => {

@@ -9,12 +9,13 @@ use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::mount::remove_tree;
 use crate::mounts::{self, held_by_kernel};
-use crate::store::Store;
+use crate::store::{Store, random_id};
 use rustix::fs::FlockOperation;
 use rustix::mount::UnmountFlags;
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -24,8 +25,11 @@ const BATCH: usize = if cfg!(pagefold_stress) { 2 } else { 1024 };
 /// How long the stat cache of a directory is of use: 30 days.
 const CACHE_AGE: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
+/// Lines that tell of what could not be removed, at most.
+const MOST_FAILED: usize = 16;
+
 /// What a collection did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Stats {
     /// Images by name.
     pub images: u64,
@@ -44,6 +48,27 @@ pub struct Stats {
     pub bytes_removed: u64,
     /// Builds that had died, whose remains were removed.
     pub builds_removed: u64,
+    /// Files and trees that were to be removed and could not be: all else was collected.
+    pub failures: u64,
+    /// Why, one line each, for the first of them.
+    pub failed: Vec<String>,
+}
+
+impl Stats {
+    /// Whether something was removed. That one thing resists keeps nobody from removing the next: it is noted.
+    fn removed(&mut self, result: Result<()>) -> bool {
+        match result {
+            Ok(()) => return true,
+            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {}
+            Err(error) => {
+                self.failures += 1;
+                if self.failed.len() < MOST_FAILED {
+                    self.failed.push(error.to_string());
+                }
+            }
+        }
+        false
+    }
 }
 
 /// The entries of a directory, all of them: what an error hides would pass for what is not there.
@@ -71,17 +96,16 @@ fn leased(store: &Store) -> Result<HashSet<u128>> {
     Ok(all)
 }
 
-/// Removes leases nobody holds and what their builds had staged; returns how many.
-fn remove_dead_builds(store: &Store) -> Result<u64> {
+/// Removes leases nobody holds and what their builds had staged.
+fn remove_dead_builds(store: &Store, stats: &mut Stats) -> Result<()> {
     let (leases, staging) = (store.path("leases"), store.path("staging"));
-    let mut removed = 0;
     for entry in entries(&leases)? {
         let path = entry.path();
         let Some(file) = unless_gone(File::open(&path), &path)? else { continue };
         if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
             // Ours now: whoever created it and has not locked it yet will find it gone, and try again. Its owner may
             // have ended well between our two looks.
-            removed += u64::from(unless_gone(fs::remove_file(&path), &path)?.is_some());
+            stats.builds_removed += u64::from(stats.removed(fs::remove_file(&path).at(&path)));
         }
     }
     for entry in entries(&staging)? {
@@ -90,21 +114,18 @@ fn remove_dead_builds(store: &Store) -> Result<u64> {
         if !lease.try_exists().at(&lease)? {
             let path = entry.path();
             let _ = rustix::mount::unmount(path.join("meta"), UnmountFlags::DETACH);
-            match remove_tree(&path) {
-                Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {}
-                other => other?,
-            }
+            stats.removed(remove_tree(&path));
         }
     }
-    Ok(removed)
+    Ok(())
 }
 
 /// Removes the stat caches of directories that were not built for long: each build writes its own anew.
-fn remove_old_caches(store: &Store) -> Result<()> {
+fn remove_old_caches(store: &Store, stats: &mut Stats) -> Result<()> {
     for entry in entries(&store.path("cache"))? {
         let age = entry.metadata().ok().and_then(|meta| meta.modified().ok()?.elapsed().ok());
         if age.is_some_and(|age| age > CACHE_AGE) {
-            unless_gone(fs::remove_file(entry.path()), &entry.path())?;
+            stats.removed(fs::remove_file(entry.path()).at(entry.path()));
         }
     }
     Ok(())
@@ -147,8 +168,8 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
     };
     let mut stats = Stats::default();
     if !dry_run {
-        stats.builds_removed = remove_dead_builds(store)?;
-        remove_old_caches(store)?;
+        remove_dead_builds(store, &mut stats)?;
+        remove_old_caches(store, &mut stats)?;
     }
 
     let mut live = Live { trees: HashSet::new(), objects: HashSet::new() };
@@ -168,16 +189,20 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
     }
     roots.extend(mounted.mounts.iter().map(|mount| mount.digest));
     let trees = store.path("trees");
-    let mut doomed = Vec::new();
     let named: HashSet<Digest> = roots.iter().copied().collect();
-    let mut seen = HashSet::new();
+    let (mut forms, mut remains) = (BTreeMap::<Digest, Vec<fs::DirEntry>>::new(), Vec::new());
     for entry in entries(&trees)? {
         let name = entry.file_name();
-        let name = name.to_string_lossy();
-        let Some(digest) = name.get(..64).and_then(|hex| Digest::from_hex(hex.as_bytes())) else { continue };
-        if named.contains(&digest) || !seen.insert(digest) {
-            continue;
+        let Some(digest) = name.as_bytes().get(..64).and_then(Digest::from_hex) else { continue };
+        if name.as_bytes().ends_with(DOOMED.as_bytes()) {
+            // What a collector that died has left.
+            remains.push(entry.path());
+        } else if !named.contains(&digest) {
+            forms.entry(digest).or_default().push(entry);
         }
+    }
+    let mut doomed = Vec::new();
+    for (digest, files) in forms {
         // Nobody but the tables knows of a mount by a metadata directory.
         let unseen = || mounted.partial && store.has_directory(&digest);
         if leases.contains(&digest.key()) || held_by_kernel(store, &digest)? {
@@ -186,19 +211,22 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
             stats.trees_unseen += 1;
             roots.push(digest);
         } else {
-            doomed.push(digest);
+            doomed.push(files);
         }
     }
     // From here on the log tells of what is published; all before is in `roots`.
     let log_from = if dry_run { read_log(store)?.len() } else { 0 };
     if !dry_run {
         fs::write(&log_path, b"").at(&log_path)?;
-        for digest in &doomed {
-            remove_image_files(store, digest)?;
-        }
+        doomed.retain(|files| remove_image_files(files, &mut remains, &mut stats));
     }
     drop(lock);
     stats.trees_removed = doomed.len() as u64;
+    if !dry_run {
+        for path in remains {
+            stats.removed(remove_tree(&path));
+        }
+    }
     for digest in roots {
         live.mark(store, digest)?;
     }
@@ -255,8 +283,8 @@ fn delete(
             stats.objects_kept += 1;
             continue;
         }
-        if dry_run.is_none() {
-            fs::remove_file(&path).at(&path)?;
+        if dry_run.is_none() && !stats.removed(fs::remove_file(&path).at(&path)) {
+            continue;
         }
         stats.objects_removed += 1;
         stats.bytes_removed += size;
@@ -264,32 +292,26 @@ fn delete(
     Ok(())
 }
 
-fn remove_image_files(store: &Store, digest: &Digest) -> Result<()> {
-    let trees = store.path("trees");
-    let hex = digest.hex();
-    for end in ["erofs", "full.erofs", "objects", "start", "userdir.notes", "rootdir.notes"] {
-        match fs::remove_file(trees.join(format!("{hex}.{end}"))) {
-            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error).at(&trees),
-            _ => {}
-        }
+/// The end of the names of metadata directories that are being removed.
+const DOOMED: &str = ".doomed";
+
+/// Removes the files of an image, after its metadata directories were taken out of their names in one step: half a directory
+/// is never taken for all of it. They are for `remove_tree`, later. Says whether nothing is left under a name.
+fn remove_image_files(files: &[fs::DirEntry], remains: &mut Vec<PathBuf>, stats: &mut Stats) -> bool {
+    let is_dir = |file: &&fs::DirEntry| file.file_type().is_ok_and(|kind| kind.is_dir());
+    let (dirs, files): (Vec<_>, Vec<_>) = files.iter().partition(is_dir);
+    let doom = |path: PathBuf| -> Result<PathBuf> {
+        let mut doomed = path.clone().into_os_string();
+        doomed.push(format!(".{}{DOOMED}", random_id()?));
+        fs::rename(&path, &doomed).at(&path)?;
+        Ok(doomed.into())
+    };
+    let mut all = true;
+    for dir in dirs {
+        all &= stats.removed(doom(dir.path()).map(|doomed| remains.push(doomed)));
     }
-    for end in ["userdir", "rootdir"] {
-        let (path, doomed) = (trees.join(format!("{hex}.{end}")), trees.join(format!("{hex}.{end}.doomed")));
-        let remove = || -> Result<()> {
-            if doomed.exists() {
-                rustix::fs::chmod(&doomed, rustix::fs::Mode::RWXU).at(&doomed)?;
-                remove_tree(&doomed)?;
-            }
-            Ok(())
-        };
-        // What a collector that died has left; then out of its name in one step, so that half a directory is never
-        // taken for all of it.
-        remove()?;
-        match fs::rename(&path, &doomed) {
-            Err(error) if error.kind() == ErrorKind::NotFound => continue,
-            other => other.at(&path)?,
-        }
-        remove()?;
+    for file in files {
+        all &= stats.removed(fs::remove_file(file.path()).at(file.path()));
     }
-    Ok(())
+    all
 }

@@ -530,6 +530,28 @@ fn what_the_collector_cannot_read_is_not_taken_for_nothing() {
 }
 
 #[test]
+fn what_cannot_be_removed_keeps_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    fs::create_dir(&tree).unwrap();
+    for byte in 1..4 {
+        fs::write(tree.join(format!("{byte}")), vec![byte; 5000]).unwrap();
+    }
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    build_dir(&store, "x", &tree).unwrap();
+    store.remove("x").unwrap();
+    // A directory stands for what resists.
+    let object = store.object_path(&Digest::of(&[2; 5000]));
+    fs::remove_file(&object).unwrap();
+    fs::create_dir(&object).unwrap();
+    for removed in [2, 0] {
+        let stats = collect(&store, false);
+        assert_eq!((stats.objects_removed, stats.failures, stats.failed.len()), (removed, 1, 1), "{stats:?}");
+        assert!(stats.failed[0].starts_with(object.to_str().unwrap()), "{stats:?}");
+    }
+}
+
+#[test]
 fn domains_share_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let tree = dir.path().join("tree");

@@ -98,7 +98,7 @@ pub fn check_domain(domain: &str) -> Result<()> {
 }
 
 /// An id no other process uses: 64 random bits, hexadecimal.
-fn random_id() -> Result<String> {
+pub(crate) fn random_id() -> Result<String> {
     let mut bytes = [0u8; 8];
     File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes)).at("/dev/urandom")?;
     Ok(format!("{:016x}", u64::from_le_bytes(bytes)))
