@@ -1083,6 +1083,23 @@ fn a_plain_user_mounts_in_a_user_namespace() {
     }
 }
 
+#[test]
+fn the_store_of_another_user_is_left_alone() {
+    need_root!();
+    let scratch = Scratch::new();
+    let root = scratch.dir("store");
+    Store::open(&root, "default").unwrap();
+    std::os::unix::fs::chown(&root, Some(65534), Some(65534)).unwrap();
+    for domain in ["default", "new"] {
+        let error = Store::open(&root, domain).unwrap_err().to_string();
+        assert!(error.contains("belongs to user 65534"), "{error}");
+    }
+    assert_eq!(fs::read_dir(&root).unwrap().count(), 2, "the format and the domains");
+    assert!(!root.join("domains/new").exists());
+    std::os::unix::fs::chown(&root, Some(0), Some(0)).unwrap();
+    Store::open(&root, "default").unwrap();
+}
+
 /// In a child process: removes all names and collects.
 #[test]
 fn child_that_collects() {

@@ -104,16 +104,36 @@ pub(crate) fn random_id() -> Result<String> {
     Ok(format!("{:016x}", u64::from_le_bytes(bytes)))
 }
 
+/// Refuses the store of another user: he could not use what we make in it, nor could our collector see what his builds stand
+/// on, and his links would lead us. A server may give all files one owner; then ours are his.
+fn check_owner(root: &Path) -> Result<()> {
+    let owner = fs::metadata(root).at(root)?.uid();
+    let ours = || -> Result<u32> {
+        let probe = root.join(format!(".{}", random_id()?));
+        let file = File::options().write(true).create_new(true).mode(0o600).open(&probe).at(&probe)?;
+        fs::remove_file(&probe).at(&probe)?;
+        Ok(file.metadata().at(&probe)?.uid())
+    };
+    if owner == rustix::process::geteuid().as_raw() || ours().is_ok_and(|uid| uid == owner) {
+        return Ok(());
+    }
+    Err(Error::Refused(format!(
+        "{}: belongs to user {owner}; run as that user, or give --store another directory",
+        root.display()
+    )))
+}
+
 impl Store {
     /// Opens domain `domain` of the store at `root`, making both where they are missing.
     ///
     /// # Errors
-    /// A store of a newer format, a domain name that is no name, the system's.
+    /// A store of a newer format or of another user, a domain name that is no name, the system's.
     pub fn open(root: &Path, domain: &str) -> Result<Self> {
         check_domain(domain)?;
         let format_path = root.join(FORMAT_FILE);
         make_dir(root, 0o700)?;
         let root = &root.canonicalize().at(root)?;
+        check_owner(root)?;
         if !format_path.exists() {
             // A first user beside us links the format before anything else, so entries without it are a stranger's.
             let mut entries = fs::read_dir(root).at(root)?.flatten();
