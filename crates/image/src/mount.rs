@@ -30,6 +30,7 @@ use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// How the metadata is shown; see the module's table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -266,10 +267,12 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
     if options.upper.is_none() {
         attributes |= MountAttrFlags::MOUNT_ATTR_RDONLY;
     }
-    let (initial, mut notes) = (in_initial_namespace(), Vec::new());
-    if let Some(upper) = &options.upper {
-        notes = prepare_upper(store, digest, upper, !initial)?;
-    }
+    let initial = in_initial_namespace();
+    // Locked until the mount is there.
+    let (_lock, mut notes) = match &options.upper {
+        Some(upper) => prepare_upper(store, digest, upper, !initial).map(|(lock, notes)| (Some(lock), notes))?,
+        None => (None, Vec::new()),
+    };
     let full = store.full_path(digest);
     let domain = format!("{}.{}", store.id(), store.domain());
     let source = store.mount_source(digest);
@@ -340,11 +343,54 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
     Ok((fd, mounted))
 }
 
+/// How long a mount that is just ending may still have its upper directory.
+const END_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Whether some mount, in whatever namespace, has its changes in `upper`: overlayfs knows, and refuses such a layer to who
+/// wants an index. What is tried has its own in `upper` for a moment.
+fn in_use(upper: &Path, user: bool) -> Result<bool> {
+    let probe = upper.join("probe");
+    let (above, work) = (probe.join("upper"), probe.join("work"));
+    for part in [&above, &work] {
+        fs::create_dir_all(part).at_output(part)?;
+    }
+    let attempt = || -> Result<()> {
+        let mut context = Context::new("overlay")?;
+        context.path("lowerdir+", &upper.join("upper"))?;
+        context.path("upperdir", &above)?;
+        context.path("workdir", &work)?;
+        if user {
+            context.flag("userxattr")?;
+        }
+        context.string("index", "on")?;
+        rustix::mount::fsconfig_create(context.fd.as_fd()).map_err(failed("overlay"))
+    };
+    // Whatever else is wrong the mount itself will tell.
+    let is_busy = |error| matches!(error, Error::Mount { source, .. } if source.raw_os_error() == Some(libc::EBUSY));
+    let busy = attempt().is_err_and(is_busy);
+    remove_tree(&probe)?;
+    Ok(busy)
+}
+
 /// Makes the directories of `upper`, and notes in it whose changes it has: over another image they would be taken for
-/// changes of that one's files, and an old size and mode be shown over new bytes. Returns what the root lacks.
-fn prepare_upper(store: &Store, digest: &Digest, upper: &Path, user: bool) -> Result<Vec<String>> {
+/// changes of that one's files, and an old size and mode be shown over new bytes. Two mounts at once would not know of
+/// each other's changes, so the second is refused. Returns the directory, locked, and what the root lacks.
+fn prepare_upper(store: &Store, digest: &Digest, upper: &Path, user: bool) -> Result<(File, Vec<String>)> {
     let (root, note) = (upper.join("upper"), upper.join("image"));
+    fs::create_dir_all(upper).at(upper)?;
+    let lock = File::open(upper).at(upper)?;
+    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).at(upper)?;
     let there = root.exists();
+    let began = Instant::now();
+    while there && in_use(upper, user)? {
+        if began.elapsed() > END_PATIENCE {
+            return Err(Error::Refused(format!(
+                "mount: {} is in use by another mount; unmount that one, or give --upper another directory",
+                upper.display()
+            )));
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
     for part in [&root, &upper.join("work")] {
         fs::create_dir_all(part).at(part)?;
     }
@@ -353,7 +399,7 @@ fn prepare_upper(store: &Store, digest: &Digest, upper: &Path, user: bool) -> Re
         other => Some(other.at(&note)?),
     };
     if there && noted.as_deref().map(str::trim_end) == Some(&digest.to_string()) {
-        return Ok(Vec::new());
+        return Ok((lock, Vec::new()));
     }
     // Without changes it is anybody's.
     let empty = fs::read_dir(&root).at(&root)?.next().is_none();
@@ -374,9 +420,9 @@ fn prepare_upper(store: &Store, digest: &Digest, upper: &Path, user: bool) -> Re
     let mut file = File::create(&staged).at_output(&staged)?;
     writeln!(file, "{digest}").and_then(|()| file.sync_all()).at_output(&staged)?;
     fs::rename(&staged, &note).at_output(&note)?;
-    File::open(upper).and_then(|dir| dir.sync_all()).at_output(upper)?;
+    lock.sync_all().at_output(upper)?;
     // A user's metadata directory has the same, and says it.
-    Ok(if user { Vec::new() } else { note_lines(&notes) })
+    Ok((lock, if user { Vec::new() } else { note_lines(&notes) }))
 }
 
 /// What was left out, one line each.

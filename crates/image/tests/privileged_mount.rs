@@ -277,8 +277,12 @@ fn changes_are_shown_over_their_own_image_only() {
     let (first, second) = (build(100_000), build(200_000));
     for kind in [Kind::Erofs, Kind::Directory] {
         let options = Options { kind, upper: Some(upper.clone()), ..Options::default() };
-        // Nothing was changed yet: the directory is whose changes come.
+        // Nothing was changed yet: the directory is whose changes come, and one mount's at a time.
         mount::mount(&store, &second, &at, &options).unwrap();
+        for record in [&first, &second] {
+            let error = mount::mount(&store, record, &scratch.dir("other"), &options).unwrap_err().to_string();
+            assert!(error.contains("in use by another mount"), "{error}");
+        }
         umount(&at);
         mount::mount(&store, &first, &at, &options).unwrap();
         fs::set_permissions(at.join("file"), fs::Permissions::from_mode(0o600)).unwrap();
@@ -288,6 +292,13 @@ fn changes_are_shown_over_their_own_image_only() {
         mount::mount(&store, &first, &at, &options).unwrap();
         assert_eq!(fs::read(at.join("file")).unwrap(), noise(100_000, 100_000));
         assert_eq!(fs::metadata(at.join("file")).unwrap().mode() & 0o7777, 0o600);
+        // Nor does the name matter by which the directory is known.
+        symlink(&upper, scratch.0.path().join("link")).unwrap();
+        let linked = Options { upper: Some(scratch.0.path().join("link")), ..options.clone() };
+        let error = mount::mount(&store, &first, &scratch.dir("other"), &linked).unwrap_err().to_string();
+        assert!(error.contains("in use by another mount"), "{error}");
+        fs::remove_file(scratch.0.path().join("link")).unwrap();
+        assert!(!upper.join("probe").exists());
         umount(&at);
         fs::remove_dir_all(upper.join("upper")).unwrap();
     }
