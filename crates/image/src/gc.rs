@@ -204,7 +204,7 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
     let mut doomed = Vec::new();
     for (digest, files) in forms {
         // Nobody but the tables knows of a mount by a metadata directory.
-        let unseen = || mounted.partial && store.has_directory(&digest);
+        let unseen = || mounted.partial && files.iter().any(is_dir);
         if leases.contains(&digest.key()) || held_by_kernel(store, &digest)? {
             roots.push(digest);
         } else if unseen() {
@@ -292,14 +292,17 @@ fn delete(
     Ok(())
 }
 
+fn is_dir(file: &fs::DirEntry) -> bool {
+    file.file_type().map_or(true, |kind| kind.is_dir())
+}
+
 /// The end of the names of metadata directories that are being removed.
 const DOOMED: &str = ".doomed";
 
 /// Removes the files of an image, after its metadata directories were taken out of their names in one step: half a directory
 /// is never taken for all of it. They are for `remove_tree`, later. Says whether nothing is left under a name.
 fn remove_image_files(files: &[fs::DirEntry], remains: &mut Vec<PathBuf>, stats: &mut Stats) -> bool {
-    let is_dir = |file: &&fs::DirEntry| file.file_type().is_ok_and(|kind| kind.is_dir());
-    let (dirs, files): (Vec<_>, Vec<_>) = files.iter().partition(is_dir);
+    let (dirs, files): (Vec<_>, Vec<_>) = files.iter().partition(|file| is_dir(file));
     let doom = |path: PathBuf| -> Result<PathBuf> {
         let mut doomed = path.clone().into_os_string();
         doomed.push(format!(".{}{DOOMED}", random_id()?));

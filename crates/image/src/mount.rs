@@ -16,7 +16,7 @@
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::profile::Profile;
-use crate::store::{Lease, Record, Store};
+use crate::store::{Lease, ROOT_DIRECTORY, Record, Store, USER_DIRECTORY};
 use crate::sys;
 use crate::tree::{Data, Id, Kind as FileKind, ROOT, Tree};
 use pagefold_os::mountinfo::{self, Mount};
@@ -430,9 +430,21 @@ fn note_lines(notes: &BTreeMap<&'static str, u64>) -> Vec<String> {
     notes.iter().map(|(what, count)| format!("{count} {what}")).collect()
 }
 
-/// The image's metadata as a directory of files without data, made once per image and user.
+/// A name for the ids that this process's user namespace has: who has others makes files of other owners.
+fn mapping() -> Result<String> {
+    let mut maps = Vec::new();
+    for map in ["/proc/self/uid_map", "/proc/self/gid_map"] {
+        maps.extend(fs::read(map).at(map)?);
+    }
+    let mut name = Digest::of(&maps).hex();
+    name.truncate(8);
+    Ok(name)
+}
+
+/// The image's metadata as a directory of files without data, made once per image and mapping of ids.
 fn metadata_directory(store: &Store, digest: &Digest, lease: &Lease, user: bool) -> Result<(PathBuf, Vec<String>)> {
-    let target = store.directory_path(digest, user);
+    let mapping = if user { Some(mapping()?) } else { None };
+    let target = store.directory_path(digest, mapping.as_deref());
     let mut notes_path = target.clone().into_os_string();
     notes_path.push(".notes");
     let notes_path = PathBuf::from(notes_path);
@@ -651,9 +663,9 @@ fn set_meta(tree: &Tree, path: &Path, id: Id, user: bool, notes: &mut BTreeMap<&
 /// Whether a mount shows a metadata directory.
 fn by_directory(mount: &Mount) -> bool {
     let name =
-        |option: &[u8]| option.rsplit(|byte| *byte == b'/').next().and_then(|name| name.get(64..72)?.try_into().ok());
+        |option: &[u8]| option.rsplit(|byte| *byte == b'/').next().and_then(|name| name.get(65..72)?.try_into().ok());
     let lower = mount.options.split(|byte| *byte == b',').filter(|option| option.starts_with(b"lowerdir"));
-    lower.filter_map(name).any(|end: [u8; 8]| matches!(&end, b".rootdir" | b".userdir"))
+    lower.filter_map(name).any(|end: [u8; 7]| [ROOT_DIRECTORY, USER_DIRECTORY].map(str::as_bytes).contains(&&end[..]))
 }
 
 /// Unmounts what [`mount`] mounted at `target`; with `lazy` it is gone from there at once, and ends with its last user.

@@ -1029,9 +1029,15 @@ struct Nobody {
 
 impl Nobody {
     fn new(scratch: &Scratch) -> Self {
+        Self::with(scratch, |_| {})
+    }
+
+    /// With what `more` adds to the sample.
+    fn with(scratch: &Scratch, more: impl FnOnce(&Path)) -> Self {
         fs::set_permissions(scratch.0.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let (tree, at, store) = (scratch.dir("tree"), scratch.dir("nobodys-mnt"), scratch.dir("nobodys-store"));
         sample(&tree);
+        more(&tree);
         for dir in [&store, &at] {
             std::os::unix::fs::chown(dir, Some(65534), Some(65534)).unwrap();
         }
@@ -1109,6 +1115,61 @@ fn the_store_of_another_user_is_left_alone() {
     assert!(!root.join("domains/new").exists());
     std::os::unix::fs::chown(&root, Some(0), Some(0)).unwrap();
     Store::open(&root, "default").unwrap();
+}
+
+/// In a child process: mounts in the user namespace it is in, and says who has the private file and whether it opens.
+#[test]
+fn child_that_looks_at_owners() {
+    let Ok(arguments) = std::env::var("PAGEFOLD_TEST_OWNERS") else { return };
+    let [store, at] = arguments.split('\n').collect::<Vec<_>>()[..] else { panic!("two arguments") };
+    let store = Store::open(Path::new(store), "default").unwrap();
+    mount::mount(&store, &store.image("user").unwrap(), Path::new(at), &Options::default()).unwrap();
+    let file = Path::new(at).join("private");
+    println!(
+        "OWNER {} {:?}",
+        fs::metadata(&file).unwrap().uid(),
+        fs::read(&file).map(|bytes| bytes == noise(20, 5000))
+    );
+}
+
+#[test]
+fn namespaces_of_different_ids_have_metadata_of_their_own() {
+    need_root!();
+    let scratch = Scratch::new();
+    let nobody = Nobody::with(&scratch, |tree| {
+        fs::write(tree.join("private"), noise(20, 5000)).unwrap();
+        fs::set_permissions(tree.join("private"), fs::Permissions::from_mode(0o600)).unwrap();
+        std::os::unix::fs::chown(tree.join("private"), Some(33), Some(33)).unwrap();
+    });
+    // Both ways round: whose directory was first is not the other's.
+    for (maps, owner) in [("0 65534 1\n1 100000 60000", 33), ("0 65534 1", 0), ("0 65534 1\n1 100000 60000", 33)] {
+        // Who shall be root there must become it by an exec after the ids are mapped, which root does here.
+        let script = "echo ready; read line; exec \"$0\" --exact child_that_looks_at_owners --nocapture";
+        let mut child = Command::new("unshare")
+            .args(["-Um", "sh", "-c", script])
+            .arg(&nobody.program)
+            .env("PAGEFOLD_TEST_OWNERS", format!("{}\n{}", nobody.store.display(), nobody.at.display()))
+            .uid(65534)
+            .gid(65534)
+            .current_dir("/")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let ready = child.stdout.as_mut().unwrap().read_exact(&mut [0; 6]).is_ok();
+        for file in ["uid_map", "gid_map"].iter().filter(|_| ready) {
+            fs::write(format!("/proc/{}/{file}", child.id()), maps).unwrap();
+        }
+        drop(child.stdin.take());
+        let out = child.wait_with_output().unwrap();
+        let text = said(&out);
+        if text.contains("unshare failed") || text.contains("userxattr") {
+            println!("SKIPPED: rootless overlayfs is not allowed here: {text}");
+            return;
+        }
+        assert!(text.contains(&format!("OWNER {owner} Ok(true)")), "{maps}: {text}");
+    }
 }
 
 /// In a child process: removes all names and collects.

@@ -49,6 +49,10 @@ use std::path::{Path, PathBuf};
 pub const FORMAT: u64 = 1;
 /// The permission that an object found damaged has lost.
 const OWNER_MAY_READ: u32 = 0o400;
+/// What a metadata directory's name has behind the image's digest.
+pub(crate) const ROOT_DIRECTORY: &str = "rootdir";
+/// The same in a user namespace; there follows which.
+pub(crate) const USER_DIRECTORY: &str = "userdir";
 const FORMAT_FILE: &str = "pagefold-image-store";
 
 #[derive(Serialize, Deserialize)]
@@ -260,14 +264,11 @@ impl Store {
         self.path("trees").join(format!("{}.start", digest.hex()))
     }
 
-    /// The metadata of `digest` as a directory, of root's or a user namespace's kind.
-    pub(crate) fn directory_path(&self, digest: &Digest, user: bool) -> PathBuf {
-        self.path("trees").join(format!("{}.{}", digest.hex(), if user { "userdir" } else { "rootdir" }))
-    }
-
-    /// Whether there is a metadata directory of `digest`, or may be.
-    pub(crate) fn has_directory(&self, digest: &Digest) -> bool {
-        [false, true].iter().any(|user| self.directory_path(digest, *user).try_exists().unwrap_or(true))
+    /// The metadata of `digest` as a directory; its files have the owners of whatever ids the user namespace `mapping`
+    /// stands for, or all of them.
+    pub(crate) fn directory_path(&self, digest: &Digest, mapping: Option<&str>) -> PathBuf {
+        let kind = mapping.map_or(ROOT_DIRECTORY.to_string(), |mapping| format!("{USER_DIRECTORY}-{mapping}"));
+        self.path("trees").join(format!("{}.{kind}", digest.hex()))
     }
 
     /// Whether there is anything of image `digest` here, or may be.
