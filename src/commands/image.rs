@@ -370,7 +370,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         Action::Import(import) => import_image(&make()?, import)?,
         Action::Mount(mount) => {
             let store = open(&mount.name)?;
-            let record = store.image(&mount.name)?;
+            let (record, _lease) = store.hold(&mount.name)?;
             let mounted = mount::mount(&store, &record, &mount.mountpoint, &mount.options.options())
                 .map_err(|error| with_other_way(error, &mount.name))?;
             for note in &mounted.notes {
@@ -451,7 +451,6 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
 fn exec_image(open: impl Fn(&str) -> Result<Store, Error>, args: ExecArgs) -> Error {
     let prepare = || -> Result<_, Error> {
         let store = open(&args.name)?;
-        let record = store.image(&args.name)?;
         let run = exec::Run {
             env: environment(&args.env, |name| std::env::var(name))?,
             binds: args.binds,
@@ -462,11 +461,15 @@ fn exec_image(open: impl Fn(&str) -> Result<Store, Error>, args: ExecArgs) -> Er
             scratch: args.rw,
             learn: args.learn.map(|seconds| Duration::from_secs(seconds.into())),
         };
-        Ok((store, record, run))
+        Ok((store, run))
     };
-    match prepare() {
-        Ok((store, record, run)) => exec::exec(&store, &record, &run).into(),
-        Err(error) => error,
+    let (store, run) = match prepare() {
+        Ok(prepared) => prepared,
+        Err(error) => return error,
+    };
+    match store.hold(&args.name) {
+        Ok((record, lease)) => exec::exec(&store, &record, &lease, &run).into(),
+        Err(error) => error.into(),
     }
 }
 

@@ -190,12 +190,13 @@ impl User {
     }
 }
 
-/// Replaces this process by the command; must be called while it has one thread. Returns only what went wrong.
+/// Replaces this process by the command; must be called while it has one thread. Returns only what went wrong. Record and
+/// lease are those of [`Store::hold`].
 ///
 /// # Errors
 /// The kernel or user cannot mount; the command is not in the tree.
-pub fn exec(store: &Store, record: &Record, run: &Run) -> Error {
-    match prepare(store, record, run) {
+pub fn exec(store: &Store, record: &Record, lease: &Lease, run: &Run) -> Error {
+    match prepare(store, record, lease, run) {
         Ok(mut command) => {
             let program = command.get_program().to_string_lossy().into_owned();
             Error::Exec { program, image: record.name.clone(), source: command.exec() }
@@ -204,8 +205,7 @@ pub fn exec(store: &Store, record: &Record, run: &Run) -> Error {
     }
 }
 
-fn prepare(store: &Store, record: &Record, run: &Run) -> Result<Command> {
-    let lease = Lease::new(store)?;
+fn prepare(store: &Store, record: &Record, lease: &Lease, run: &Run) -> Result<Command> {
     // Before this process leaves the host's namespace, and the store's sight.
     let watch = run.learn.map(|patience| profile::watch(store, &record.digest, patience)).transpose()?;
     let profile = if run.learn.is_none() { run.mount.profile(store, &record.digest) } else { None };
@@ -286,7 +286,7 @@ fn prepare(store: &Store, record: &Record, run: &Run) -> Result<Command> {
         .map_err(|errno| Error::Mount { what: "leaving the old root".into(), source: errno.into() })?;
     // By descriptor: the store is out of sight now, for the leases' own clean-up too. The mount table names the image.
     let _ = rustix::fs::unlinkat(&staging, lease.id(), rustix::fs::AtFlags::REMOVEDIR);
-    for lease in [&lease, &lease_mount] {
+    for lease in [lease, &lease_mount] {
         let _ = rustix::fs::unlinkat(&leases, lease.id(), rustix::fs::AtFlags::empty());
     }
     let config = &record.config;

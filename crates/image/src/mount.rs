@@ -224,7 +224,7 @@ pub(crate) fn attach(mount: &OwnedFd, target: &Path) -> Result<()> {
         .map_err(failed(target.display().to_string()))
 }
 
-/// Mounts an image at `target`.
+/// Mounts an image at `target`. It stays while it is mounted; until then it is for the caller to keep it, by [`Store::hold`].
 ///
 /// # Errors
 /// A damaged image, a kernel or user that cannot.

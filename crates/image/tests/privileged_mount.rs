@@ -714,7 +714,7 @@ fn child_that_execs() {
     let Ok(arguments) = std::env::var("PAGEFOLD_TEST_EXEC") else { return };
     let [store, name, mode, command] = arguments.splitn(4, '\n').collect::<Vec<_>>()[..] else { panic!("four") };
     let store = Store::open(Path::new(store), "default").unwrap();
-    let record = store.image(name).unwrap();
+    let (record, lease) = store.hold(name).unwrap();
     let run = exec::Run {
         command: ["/bin/sh", "-c", command].map(Into::into).to_vec(),
         binds: vec![("/etc".into(), "/host".into())],
@@ -723,7 +723,7 @@ fn child_that_execs() {
         learn: (mode == "learn").then_some(Duration::from_secs(60)),
         ..exec::Run::default()
     };
-    panic!("{}", exec::exec(&store, &record, &run));
+    panic!("{}", exec::exec(&store, &record, &lease, &run));
 }
 
 /// A process that becomes `command` in the image.
