@@ -712,6 +712,9 @@ fn verify_images(store: Option<&Store>, names: &[String], frames: bool, json: bo
             show_size(found.bytes),
             found.damaged.len()
         );
+        if found.restored > 0 {
+            say!("{} were marked as damaged and are whole: builds rely on them again", found.restored);
+        }
         match &found.frames_skipped {
             Some(why) => say!("frames not compared: {why}"),
             None if frames => {

@@ -10,7 +10,7 @@ use crate::error::{At, Error, Result};
 use crate::export::is_erofs_full;
 use crate::mounts::mounts;
 use crate::progress::Progress;
-use crate::store::{Lease, Record, Store};
+use crate::store::{Lease, OWNER_MAY_READ, Record, Store};
 use crate::sys::{self, PAGE};
 use crate::tree::Tree;
 use rustix::fs::{Mode, OFlags, ResolveFlags};
@@ -217,6 +217,8 @@ pub struct Verified {
     pub bytes: u64,
     /// What is damaged or missing, with every image that has it.
     pub damaged: Vec<Damage>,
+    /// What was marked as damaged and is whole: the mark was taken away.
+    pub restored: u64,
     /// Pages of mounted files whose frame was compared with the object's frame; 0 when not asked or not root. Of a
     /// writable mount only the files that show their objects count.
     pub frames_compared: u64,
@@ -240,7 +242,7 @@ pub struct Damage {
 
 /// Reads every object of the images `names` (all when empty) and compares it with its name; with `frames`, also
 /// proves on every mount that its files show the objects' own page frames. A damaged object is marked, so that a build
-/// that has its content puts it in its place.
+/// that has its content puts it in its place; a mark on a whole one is taken away.
 ///
 /// # Errors
 /// An unknown name; the system's. Damage is a result, not an error.
@@ -270,10 +272,10 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
         match store.tree(digest) {
             Ok(tree) => {
                 found.images += images.len() as u64;
-                if let Some(what) = damage_of_full(store, digest, &tree)? {
-                    let path = store.full_path(digest).display().to_string();
-                    found.damaged.push(Damage { path, what, images: images.clone() });
-                }
+                let (what, restored) = damage_of_full(store, digest, &tree)?;
+                let path = store.full_path(digest).display().to_string();
+                found.damaged.extend(what.map(|what| Damage { path, what, images: images.clone() }));
+                found.restored += u64::from(restored);
                 needed.extend(tree.objects().into_iter().map(|(object, size, _)| (object, size)));
             }
             Err(error) => found.damaged.push(Damage {
@@ -289,11 +291,23 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
     for (digest, size) in &needed {
         progress.add(*size, true);
         let path = store.object_path(digest);
-        let what = match File::open(&path).and_then(|mut file| crate::digest::hash_reader(&mut file)) {
-            Ok((hash, bytes)) => {
+        let hash = |mut file| crate::digest::hash_reader(&mut file);
+        // What a read error says once may be the cable's or the network's.
+        let looked = open_marked(store, &path)?;
+        let hashed = looked.and_then(|(file, marked)| {
+            hash(file)
+                .or_else(|error| if is_lasting(&error) { hash(File::open(&path)?) } else { Err(error) })
+                .map(|hash| (hash, marked))
+        });
+        let what = match hashed {
+            Ok(((hash, bytes), marked)) => {
                 found.objects += 1;
                 found.bytes += bytes;
                 if hash == *digest && bytes == *size {
+                    if marked {
+                        store.restore(&path)?;
+                        found.restored += 1;
+                    }
                     continue;
                 }
                 condemned(store, &path, &format!("{bytes} bytes with digest {hash}"))
@@ -302,8 +316,8 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
                 "found damaged before; build an image that has it again".into()
             }
             Err(error) if error.kind() == ErrorKind::NotFound => format!("{error}; build an image that has it again"),
-            Err(error) if is_shortage(&error) => error.to_string(),
-            Err(error) => condemned(store, &path, &error.to_string()),
+            Err(error) if is_lasting(&error) => condemned(store, &path, &error.to_string()),
+            Err(error) => error.to_string(),
         };
         damaged.insert(*digest, found.damaged.len());
         found.damaged.push(Damage { path: path.display().to_string(), what, images: Vec::new() });
@@ -329,29 +343,54 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
     Ok(found)
 }
 
-/// Whether an object could not be read for want of something that is not its own.
-fn is_shortage(error: &std::io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::ENOMEM | libc::EMFILE | libc::ENFILE))
+/// Whether a file that could not be read is damaged itself: other errors (no memory, a server that is away) pass.
+fn is_lasting(error: &std::io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EIO | libc::EUCLEAN | libc::EBADMSG | libc::EISDIR))
 }
 
-/// What is wrong with an image's self-contained form, if it has one.
-fn damage_of_full(store: &Store, digest: &Digest, tree: &Tree) -> Result<Option<String>> {
+/// Opens a file that may be marked as damaged, and says whether it is. The mark keeps its owner out as well, and is taken
+/// off for a moment in which no build looks.
+fn open_marked(store: &Store, path: &Path) -> Result<std::io::Result<(File, bool)>> {
+    match File::open(path) {
+        Err(error) if error.kind() == ErrorKind::PermissionDenied => {
+            let _exclusive = store.lock(true)?;
+            if store.restore(path).is_err() {
+                return Ok(Err(error));
+            }
+            let file = File::open(path);
+            store.condemn(path)?;
+            Ok(file.map(|file| (file, true)))
+        }
+        other => Ok(other.and_then(|file| {
+            let marked = file.metadata()?.mode() & OWNER_MAY_READ == 0;
+            Ok((file, marked))
+        })),
+    }
+}
+
+/// What is wrong with an image's self-contained form, if it has one, and whether it is marked and nothing is wrong.
+fn damage_of_full(store: &Store, digest: &Digest, tree: &Tree) -> Result<(Option<String>, bool)> {
     let path = store.full_path(digest);
     let again = "build the image with --native again";
-    Ok(match File::open(&path) {
+    let what = match open_marked(store, &path)? {
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         Err(error) if error.kind() == ErrorKind::PermissionDenied => Some(format!("found damaged before; {again}")),
         Err(error) => return Err(error).at(path),
-        Ok(file) => match is_erofs_full(file, tree)? {
+        Ok((file, marked)) => match is_erofs_full(file, tree)? {
+            Ok(true) if marked => {
+                store.restore(&path)?;
+                return Ok((None, true));
+            }
             Ok(true) => None,
-            Err(error) if is_shortage(&error) => Some(error.to_string()),
+            Err(error) if !is_lasting(&error) => Some(error.to_string()),
             other => {
                 let what = other.err().map_or("damaged".to_string(), |error| error.to_string());
                 store.condemn(&path)?;
                 Some(format!("{what}; {again}"))
             }
         },
-    })
+    };
+    Ok((what, false))
 }
 
 /// Marks an object that is not what it should be, for the reason `what`; returns what to say of it.

@@ -298,6 +298,36 @@ fn an_object_that_cannot_be_read_is_not_relied_on() {
 }
 
 #[test]
+fn what_was_marked_and_is_whole_is_relied_on_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    fs::create_dir(&tree).unwrap();
+    fs::write(tree.join("file"), vec![3; 5000]).unwrap();
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    export::make_native(&store, &record.digest, &Progress::silent()).unwrap();
+    let digest = Digest::of(&[3; 5000]);
+    let paths = [store.object_path(&digest), store.full_path(&record.digest)];
+    let relied_on = || store.build().unwrap().has(&digest, 5000).unwrap();
+    for path in &paths {
+        fs::set_permissions(path, fs::Permissions::from_mode(0o000)).unwrap();
+    }
+    assert!(!relied_on());
+    let found = stat::verify(&store, &[], false).unwrap();
+    assert!(found.damaged.is_empty() && found.restored == 2, "{found:?}");
+    assert!(relied_on());
+    for path in &paths {
+        assert_eq!(fs::metadata(path).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+    assert_eq!(stat::verify(&store, &[], false).unwrap().restored, 0);
+    // What passes marks nothing: a link to itself stands for a server that is away.
+    fs::remove_file(&paths[0]).unwrap();
+    symlink(&paths[0], &paths[0]).unwrap();
+    let found = stat::verify(&store, &[], false).unwrap();
+    assert!(found.damaged.len() == 1 && !found.damaged[0].what.contains("build"), "{found:?}");
+}
+
+#[test]
 fn a_name_that_deletes_in_a_layer_is_not_exported_as_one() {
     let dir = tempfile::tempdir().unwrap();
     let (tree, layout) = (dir.path().join("tree"), dir.path().join("layout"));

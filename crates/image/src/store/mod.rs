@@ -48,7 +48,7 @@ use std::path::{Path, PathBuf};
 /// The newest store format this program reads and the one it writes.
 pub const FORMAT: u64 = 1;
 /// The permission that an object found damaged has lost.
-const OWNER_MAY_READ: u32 = 0o400;
+pub(crate) const OWNER_MAY_READ: u32 = 0o400;
 /// What a metadata directory's name has behind the image's digest.
 pub(crate) const ROOT_DIRECTORY: &str = "rootdir";
 /// The same in a user namespace; there follows which.
@@ -242,6 +242,11 @@ impl Store {
     /// next that has its content puts it in its place.
     pub(crate) fn condemn(&self, path: &Path) -> Result<()> {
         fs::set_permissions(path, fs::Permissions::from_mode(0o000)).at(path)
+    }
+
+    /// Takes the mark of [`Store::condemn`] away.
+    pub(crate) fn restore(&self, path: &Path) -> Result<()> {
+        fs::set_permissions(path, fs::Permissions::from_mode(0o600)).at(path)
     }
 
     /// The metadata image of `digest`.
