@@ -127,6 +127,12 @@ fn check_owner(root: &Path) -> Result<()> {
     )))
 }
 
+#[cfg(test)]
+thread_local! {
+    /// What this thread's tests do while the disk would be waited for.
+    static AT_SETTLE: std::cell::RefCell<Option<Box<dyn Fn()>>> = const { std::cell::RefCell::new(None) };
+}
+
 impl Store {
     /// Opens domain `domain` of the store at `root`, making both where they are missing.
     ///
@@ -210,6 +216,8 @@ impl Store {
     /// system's affair. An open file hears of the writes that were lost since it was opened, and of no earlier ones:
     /// it must have been open before the first.
     pub(crate) fn settle(&self, disk: &File, path: &Path) -> Result<()> {
+        #[cfg(test)]
+        AT_SETTLE.with_borrow(|hook| hook.iter().for_each(|hook| hook()));
         if self.sync { rustix::fs::syncfs(disk).at(path) } else { Ok(()) }
     }
 

@@ -10,7 +10,7 @@ use super::trees::encode_objects;
 use super::{OWNER_MAY_READ, Record, RunConfig, Store, make_dir};
 use crate::digest::Digest;
 use crate::erofs;
-use crate::error::{At, Result};
+use crate::error::{At, Error, Result};
 use crate::tree::{Data, INLINE_MAX, Tree};
 use rustix::fs::RenameFlags;
 use std::cell::Cell;
@@ -297,7 +297,8 @@ impl Build<'_> {
     /// Publishes `tree` under `name`.
     ///
     /// # Errors
-    /// The system's; [`Error::Full`](crate::Error::Full). The name then still stands for what it stood for before.
+    /// The system's; [`Error::Full`]. The name then still stands for what it stood for before, unless the error says that
+    /// the image is stored.
     pub fn publish(
         &self,
         name: &str,
@@ -346,29 +347,35 @@ impl Build<'_> {
         }
         self.flush(&mut staged)?;
         drop(staged);
-        self.lease.claim(&[digest], || {
-            let (tree_path, list_path) = (self.store.tree_path(&digest), self.store.sidecar_path(&digest));
-            // A mount that no table shows is known by its hold on this very file: one that is whole is never replaced.
-            if same_content(&tree_path, &image.head) {
-                fs::remove_file(&tree_staged).at(&tree_staged)?;
-            } else {
-                fs::rename(&tree_staged, &tree_path).at(&tree_path)?;
-            }
-            fs::rename(&list_staged, &list_path).at(&list_path)?;
+        // The digest is ours from here on, and what takes long needs no lock.
+        self.lease.claim(&[digest], || ())?;
+        let (tree_path, list_path) = (self.store.tree_path(&digest), self.store.sidecar_path(&digest));
+        // A mount that no table shows is known by its hold on this very file: one that is whole is never replaced.
+        if same_content(&tree_path, &image.head) {
+            fs::remove_file(&tree_staged).at(&tree_staged)?;
+        } else {
+            fs::rename(&tree_staged, &tree_path).at(&tree_path)?;
+        }
+        fs::rename(&list_staged, &list_path).at(&list_path)?;
+        // Every name the record relies on is durable before the record is; its content is already.
+        self.store.settle(&self.disk, &list_path)?;
+        let images = self.store.path("images");
+        let dir = File::open(&images).at(&images)?;
+        self.lease.claim(&[], || {
             // The collector reads this to learn of images published since it listed them.
             let log = self.store.path("published");
             let mut file = File::options().append(true).create(true).mode(0o600).open(&log).at(&log)?;
             file.write_all(&digest.0).at(&log)?;
-            // Every name the record relies on is durable before the record is; its content is already.
-            self.store.settle(&self.disk, &log)?;
             let path = self.store.image_path(name);
-            fs::rename(&record_staged, &path).at(&path)?;
-            let images = self.store.path("images");
-            if self.store.sync {
-                File::open(&images).and_then(|dir| dir.sync_all()).at(&images)?;
-            }
-            Ok(())
+            fs::rename(&record_staged, &path).at(&path)
         })??;
+        if self.store.sync {
+            dir.sync_all().map_err(|error| {
+                Error::Refused(format!(
+                    "{name}: stored, but the disk does not say that it will last: {error}; build it again"
+                ))
+            })?;
+        }
         Ok(record)
     }
 }
@@ -423,5 +430,31 @@ fn rename_new(from: &Path, to: &Path) -> rustix::io::Result<()> {
         // File systems without the flag (NFS): a link refuses an existing name just as well.
         Err(rustix::io::Errno::INVAL) => rustix::fs::link(from, to).and_then(|()| rustix::fs::unlink(from)),
         other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tree::{Inode, Kind, Meta};
+
+    #[test]
+    fn nobody_waits_for_the_disk_of_a_build() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(&dir.path().join("s"), "default").unwrap();
+        let build = store.build().unwrap();
+        let mut tree = Tree::default();
+        let data = build.put_bytes(&[1; 5000]).unwrap();
+        tree.put(b"file", Inode { meta: Meta::default(), kind: Kind::File(data) }).unwrap();
+        let (lock, looks) = (store.path("lock"), std::rc::Rc::new(Cell::new(0)));
+        let count = looks.clone();
+        super::super::AT_SETTLE.set(Some(Box::new(move || {
+            let file = File::open(&lock).unwrap();
+            rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).unwrap();
+            count.set(count.get() + 1);
+        })));
+        build.publish("x", &tree, "t", RunConfig::default(), vec![]).unwrap();
+        super::super::AT_SETTLE.set(None);
+        assert_eq!(looks.get(), 2, "objects, and what the record relies on");
     }
 }
