@@ -147,7 +147,11 @@ impl Store {
         if !format_path.exists() {
             // A first user beside us links the format before anything else, so entries without it are a stranger's.
             let mut entries = fs::read_dir(root).at(root)?.flatten();
-            let foreign = entries.any(|entry| !entry.file_name().as_encoded_bytes().starts_with(b"."));
+            // A file system of its own has a directory from the start.
+            let foreign = entries.any(|entry| {
+                let name = entry.file_name();
+                !name.as_encoded_bytes().starts_with(b".") && name != "lost+found"
+            });
             if foreign && !format_path.exists() {
                 return Err(Error::Refused(format!(
                     "{}: neither empty nor an image store; give --store another directory",
