@@ -18,7 +18,7 @@ use crate::error::{At, Error, Result};
 use crate::profile::Profile;
 use crate::store::{Lease, ROOT_DIRECTORY, Record, Store, USER_DIRECTORY};
 use crate::sys;
-use crate::tree::{Data, Id, Kind as FileKind, ROOT, Tree};
+use crate::tree::{Data, Id, Kind as FileKind, ROOT, Tree, show};
 use pagefold_os::mountinfo::{self, Mount};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Timespec, Timestamps, XattrFlags};
 use rustix::io::Errno;
@@ -29,6 +29,7 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -629,6 +630,74 @@ fn write_one(
     Ok(())
 }
 
+/// Whether the disk of `path` has no room for what an inode may need.
+fn is_full(path: &Path) -> Result<bool> {
+    let dir = path.parent().unwrap_or(path);
+    Ok(rustix::fs::statvfs(dir).at(dir)?.f_bavail < 32)
+}
+
+/// What in a metadata directory is not as in the image: the first such thing. Owners, modes, times and attributes are left
+/// aside, which a user may not have; so is what this user may not look at.
+pub(crate) fn difference(tree: &Tree, place: &Path) -> Option<String> {
+    let mut found = None;
+    tree.walk(|path, id| {
+        if found.is_some() {
+            return;
+        }
+        let full = if path.is_empty() { place.to_path_buf() } else { place.join(OsStr::from_bytes(path)) };
+        let what = match differs(&tree.inode(id).kind, &full) {
+            Ok(what) => what.map(str::to_string),
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => None,
+            Err(error) => Some(error.to_string()),
+        };
+        found = what.map(|what| format!("/{}: {what}", show(path)));
+    });
+    found
+}
+
+/// What one file of a metadata directory has that the image has not, if anything.
+fn differs(kind: &FileKind, path: &Path) -> io::Result<Option<&'static str>> {
+    let meta = match fs::symlink_metadata(path) {
+        // A user may not make them.
+        Err(error)
+            if error.kind() == io::ErrorKind::NotFound && matches!(kind, FileKind::Char(..) | FileKind::Block(..)) =>
+        {
+            return Ok(None);
+        }
+        other => other?,
+    };
+    if meta.mode() & libc::S_IFMT != u32::from(kind.type_bits()) {
+        return Ok(Some("another kind of file"));
+    }
+    let same = match kind {
+        FileKind::Dir(names) => {
+            for entry in fs::read_dir(path)? {
+                if !names.contains_key(entry?.file_name().as_bytes()) {
+                    return Ok(Some("a name too many"));
+                }
+            }
+            true
+        }
+        FileKind::File(Data::Inline(bytes)) => fs::read(path)? == **bytes,
+        FileKind::File(Data::Object(digest, size)) => {
+            let redirect = format!("/{}", digest.object_path());
+            let mut value = [0; 128];
+            let mut leads_to = |prefix: &str| {
+                let count = rustix::fs::lgetxattr(path, format!("{prefix}redirect"), &mut value[..]);
+                count.map(|count| value[..count] == *redirect.as_bytes())
+            };
+            let leads = leads_to("user.overlay.").or_else(|_| leads_to("trusted.overlay."));
+            meta.len() == *size && leads?
+        }
+        FileKind::Symlink(target) => fs::read_link(path)?.as_os_str().as_bytes() == &**target,
+        FileKind::Char(major, minor) | FileKind::Block(major, minor) => {
+            meta.rdev() == rustix::fs::makedev(*major, *minor)
+        }
+        FileKind::Fifo | FileKind::Socket => true,
+    };
+    Ok((!same).then_some("not what the image has"))
+}
+
 fn set_meta(tree: &Tree, path: &Path, id: Id, user: bool, notes: &mut BTreeMap<&'static str, u64>) -> Result<()> {
     let inode = tree.inode(id);
     let meta = &inode.meta;
@@ -644,6 +713,8 @@ fn set_meta(tree: &Tree, path: &Path, id: Id, user: bool, notes: &mut BTreeMap<&
             Err(Errno::PERM | Errno::NOTSUP | Errno::ACCESS | Errno::INVAL) => {
                 *notes.entry("attributes are missing: setting them needs root").or_default() += 1;
             }
+            // A full disk passes, and what was left out would be missing for good.
+            Err(errno @ Errno::NOSPC) if is_full(path)? => return Err(errno).at(path),
             // ext4 keeps all of an inode's attributes in one block.
             Err(Errno::NOSPC | Errno::TOOBIG | Errno::RANGE) => {
                 *notes.entry("attributes are missing: too large for the store's file system").or_default() += 1;

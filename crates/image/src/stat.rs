@@ -265,6 +265,7 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
     for image in claimed(store, &lease)? {
         trees.entry(image.digest).or_default().push(image.name);
     }
+    let directories = store.directories()?;
     for (digest, images) in &trees {
         if !names.is_empty() && !images.iter().any(|image| names.contains(image)) {
             continue;
@@ -276,6 +277,12 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
                 let path = store.full_path(digest).display().to_string();
                 found.damaged.extend(what.map(|what| Damage { path, what, images: images.clone() }));
                 found.restored += u64::from(restored);
+                for place in directories.get(digest).into_iter().flatten() {
+                    let again = "unmount the image and remove this directory; the next mount makes it again";
+                    let what = crate::mount::difference(&tree, place).map(|what| format!("{what}; {again}"));
+                    let path = place.display().to_string();
+                    found.damaged.extend(what.map(|what| Damage { path, what, images: images.clone() }));
+                }
                 needed.extend(tree.objects().into_iter().map(|(object, size, _)| (object, size)));
             }
             Err(error) => found.damaged.push(Damage {

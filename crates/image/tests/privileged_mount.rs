@@ -612,6 +612,62 @@ fn a_full_disk_fails_the_build_and_nothing_else() {
     build_dir(&store, "big", &big).unwrap();
 }
 
+/// Whether a disk had too little room for a metadata directory, or enough: nothing between them.
+#[test]
+fn a_full_disk_makes_no_metadata_directory_that_lacks_something() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (disk, at) = (scratch.dir("disk"), scratch.dir("mnt"));
+    let file = scratch.0.path().join("image");
+    fs::File::create(&file).unwrap().set_len(16 << 20).unwrap();
+    let run = |command: &mut Command| command.output().is_ok_and(|out| out.status.success());
+    if !run(Command::new("mkfs.ext4")
+        .args(["-qF", "-m", "0", "-b", "4096", "-I", "256", "-O", "^has_journal,ea_inode"])
+        .arg(&file))
+        || !run(Command::new("mount").args(["-o", "loop"]).args([&file, &disk]))
+    {
+        println!("SKIPPED: needs mkfs.ext4 and a loop mount");
+        return;
+    }
+    let store = Store::open(&disk.join("store"), "default").unwrap();
+    // An attribute of ten blocks: without room for it there still is some for what comes after it.
+    let mut tree = Tree::default();
+    let mut meta = Meta { mode: 0o755, ..Meta::default() };
+    meta.xattrs.insert((*b"user.large").into(), vec![7; 40_000].into());
+    tree.put(b"d", Inode { meta, kind: FileKind::Dir(Default::default()) }).unwrap();
+    let record = store.build().unwrap().publish("x", &tree, "test", Default::default(), vec![]).unwrap();
+    let dir = store.tree_path(&record.digest).with_extension("rootdir");
+    let (mut made, mut failed) = (0, 0);
+    for blocks in 0..40 {
+        let fill = disk.join("fill");
+        let mut full = fs::File::create(&fill).unwrap();
+        let mut zeros = fs::File::open("/dev/zero").unwrap();
+        let error = std::io::copy(&mut zeros, &mut full).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
+        full.sync_all().unwrap();
+        full.set_len(full.metadata().unwrap().len().next_multiple_of(4096) - blocks * 4096).unwrap();
+        full.sync_all().unwrap();
+        let mounted = mount::mount(&store, &record, &at, &Options { kind: Kind::Directory, ..Options::default() });
+        fs::remove_file(&fill).unwrap();
+        match mounted {
+            Ok(mounted) => {
+                assert!(mounted.notes.is_empty(), "{blocks}: {:?}", mounted.notes);
+                assert_eq!(rustix::fs::getxattr(at.join("d"), "user.large", &mut vec![0; 65_536][..]).unwrap(), 40_000);
+                umount(&at);
+                fs::remove_dir_all(&dir).unwrap();
+                made += 1;
+            }
+            Err(error) => {
+                assert!(matches!(error, Error::Full { .. }), "{blocks}: {error}");
+                assert!(!dir.exists());
+                failed += 1;
+            }
+        }
+        gc::collect(&store, false).unwrap();
+    }
+    assert!(made > 0 && failed > 0, "{made} {failed}");
+}
+
 /// The disk loses a write, somebody else's sync hears of it, and the disk is well again.
 #[test]
 fn a_build_whose_bytes_were_lost_gives_them_no_name() {
@@ -1013,6 +1069,7 @@ fn child_that_mounts_rootless() {
     let mounted = mount::mount(&store, &record, Path::new(at), &Options::default()).unwrap();
     let text = || fs::read(Path::new(at).join("odd")).unwrap();
     println!("MOUNTED {:?} {} {}", mounted.kind, text() == noise(2, 65), mounted.notes.join("; "));
+    println!("DAMAGED {:?}", stat::verify(&store, &[], false).unwrap().damaged);
     println!("TOOL {}", fs::read(Path::new(at).join("bin/same")).unwrap() == noise(1, 300_000));
     if std::env::var_os("PAGEFOLD_TEST_WAIT").is_some() {
         std::io::stdin().read_line(&mut String::new()).unwrap();
@@ -1094,9 +1151,50 @@ fn a_plain_user_mounts_in_a_user_namespace() {
         return;
     }
     assert!(text.contains("MOUNTED Directory true") && text.contains("TOOL true"), "{text}");
+    assert!(text.contains("DAMAGED []"), "{text}");
     // What a plain user cannot have is said, once each.
     for note in ["device nodes are missing", "files show your own user", "attributes are missing"] {
         assert!(text.contains(note), "{note}: {text}");
+    }
+}
+
+#[test]
+fn damage_of_a_metadata_directory_is_found() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (tree, at) = (scratch.dir("tree"), scratch.dir("mnt"));
+    sample(&tree);
+    let store = Store::open(&scratch.dir("store"), "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    let dir = store.tree_path(&record.digest).with_extension("rootdir");
+    let remove = |name: &str| fs::remove_file(dir.join(name)).unwrap();
+    let spoil: [&dyn Fn(); 6] = [
+        &|| remove("odd"),
+        &|| fs::write(dir.join("new"), "").unwrap(),
+        &|| fs::write(dir.join("inline"), "others").unwrap(),
+        &|| {
+            let value = format!("/{}", Digest::of(b"other").object_path());
+            let name = "trusted.overlay.redirect";
+            rustix::fs::setxattr(dir.join("usr/bin/tool"), name, value.as_bytes(), XattrFlags::empty()).unwrap();
+        },
+        &|| {
+            remove("bin");
+            symlink("usr", dir.join("bin")).unwrap();
+        },
+        &|| {
+            remove("pipe");
+            fs::write(dir.join("pipe"), "").unwrap();
+        },
+    ];
+    for (number, spoil) in spoil.iter().enumerate() {
+        mount::mount(&store, &record, &at, &Options { kind: Kind::Directory, ..Options::default() }).unwrap();
+        umount(&at);
+        assert!(stat::verify(&store, &[], false).unwrap().damaged.is_empty());
+        spoil();
+        let damaged = stat::verify(&store, &[], false).unwrap().damaged;
+        assert!(damaged.len() == 1 && damaged[0].images == ["x"], "{number}: {damaged:?}");
+        assert_eq!(Path::new(&damaged[0].path), dir);
+        fs::remove_dir_all(&dir).unwrap();
     }
 }
 

@@ -40,6 +40,7 @@ pub use trees::decode_objects;
 use crate::digest::Digest;
 use crate::error::{At, Error, Result, input};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
@@ -286,6 +287,23 @@ impl Store {
     pub(crate) fn directory_path(&self, digest: &Digest, mapping: Option<&str>) -> PathBuf {
         let kind = mapping.map_or(ROOT_DIRECTORY.to_string(), |mapping| format!("{USER_DIRECTORY}-{mapping}"));
         self.path("trees").join(format!("{}.{kind}", digest.hex()))
+    }
+
+    /// The metadata directories there are.
+    pub(crate) fn directories(&self) -> Result<BTreeMap<Digest, Vec<PathBuf>>> {
+        let (trees, mut all) = (self.path("trees"), BTreeMap::<Digest, Vec<PathBuf>>::new());
+        for entry in fs::read_dir(&trees).at(&trees)? {
+            let entry = entry.at(&trees)?;
+            let name = entry.file_name();
+            let Some((hex, kind)) = name.as_encoded_bytes().split_at_checked(64) else { continue };
+            // What has a further end are notes, or remains.
+            let kind = kind.strip_prefix(b".").filter(|kind| !kind.contains(&b'.')).unwrap_or_default();
+            let whole = [ROOT_DIRECTORY, USER_DIRECTORY].iter().any(|start| kind.starts_with(start.as_bytes()));
+            if let (true, Some(digest)) = (whole, Digest::from_hex(hex)) {
+                all.entry(digest).or_default().push(entry.path());
+            }
+        }
+        Ok(all)
     }
 
     /// Whether there is anything of image `digest` here, or may be.
