@@ -413,6 +413,7 @@ fn prepare_upper(store: &Store, digest: &Digest, upper: &Path, user: bool) -> Re
     }
     let mut notes = BTreeMap::new();
     if empty {
+        without_acl(&root)?;
         // The root of the mount is the upper directory: it must look as the image's root does.
         set_meta(&store.tree(digest)?, &root, ROOT, user, &mut notes)?;
     }
@@ -424,6 +425,17 @@ fn prepare_upper(store: &Store, digest: &Digest, upper: &Path, user: bool) -> Re
     lock.sync_all().at_output(upper)?;
     // A user's metadata directory has the same, and says it.
     Ok((lock, if user { Vec::new() } else { note_lines(&notes) }))
+}
+
+/// Takes away what a new directory has inherited of access control lists, and would hand on to all that is made in it.
+fn without_acl(dir: &Path) -> Result<()> {
+    for name in ["system.posix_acl_default", "system.posix_acl_access"] {
+        match rustix::fs::removexattr(dir, name) {
+            Err(Errno::NODATA | Errno::NOTSUP) => {}
+            other => other.at(dir)?,
+        }
+    }
+    Ok(())
 }
 
 /// What was left out, one line each.
@@ -460,6 +472,7 @@ fn metadata_directory(store: &Store, digest: &Digest, lease: &Lease, user: bool)
     let disk = File::open(&staged).at(&staged)?;
     let place = staged.join("tree");
     fs::create_dir(&place).at(&place)?;
+    without_acl(&place)?;
     let mut notes = BTreeMap::new();
     write_directory(&tree, &place, user, &mut notes)?;
     let lines = note_lines(&notes);
@@ -575,8 +588,15 @@ fn write_one(
     let full = if path.is_empty() { place.to_path_buf() } else { place.join(OsStr::from_bytes(path)) };
     let inode = tree.inode(id);
     if !matches!(inode.kind, FileKind::Dir(_)) {
-        if let Some(first) = made.get(&id) {
-            return fs::hard_link(first, &full).at(&full);
+        match made.get(&id).map(|first| fs::hard_link(first, &full)) {
+            Some(Err(error)) if error.raw_os_error() == Some(libc::EMLINK) => {
+                // One more file that leads to the same object, or has the same bytes.
+                *notes
+                    .entry("hard links are files of their own: more than the store's file system has")
+                    .or_default() += 1;
+            }
+            Some(linked) => return linked.at(&full),
+            None => {}
         }
         made.insert(id, full.clone());
     }

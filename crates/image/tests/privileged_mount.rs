@@ -1199,6 +1199,62 @@ fn damage_of_a_metadata_directory_is_found() {
 }
 
 #[test]
+fn a_default_acl_of_the_stores_place_is_not_the_images() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (tree, at, root, upper) = (scratch.dir("tree"), scratch.dir("mnt"), scratch.dir("store"), scratch.dir("upper"));
+    // Version 2; owner, user 1000, group, mask, others.
+    let mut acl = vec![2, 0, 0, 0];
+    for (tag, permissions, id) in
+        [(1u16, 7u16, u32::MAX), (2, 7, 1000), (4, 5, u32::MAX), (16, 7, u32::MAX), (32, 5, u32::MAX)]
+    {
+        acl.extend([tag.to_le_bytes(), permissions.to_le_bytes()].concat());
+        acl.extend(id.to_le_bytes());
+    }
+    for dir in [&root, &upper] {
+        if rustix::fs::setxattr(dir, "system.posix_acl_default", &acl, XattrFlags::empty()).is_err() {
+            println!("SKIPPED: the temporary directory's file system has no ACLs");
+            return;
+        }
+    }
+    sample(&tree);
+    let store = Store::open(&root, "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    for upper in [None, Some(upper)] {
+        let options = Options { kind: Kind::Directory, upper, ..Options::default() };
+        mount::mount(&store, &record, &at, &options).unwrap();
+        let again = Store::open(&scratch.dir("again"), "default").unwrap();
+        assert_eq!(build_dir(&again, "x", &at).unwrap().digest, record.digest);
+        umount(&at);
+    }
+}
+
+#[test]
+fn more_hard_links_than_a_file_system_has_are_mounted_as_files() {
+    need_root!();
+    let scratch = Scratch::new();
+    let at = scratch.dir("mnt");
+    let store = Store::open(&scratch.dir("store"), "default").unwrap().without_sync();
+    let build = store.build().unwrap();
+    let mut tree = Tree::default();
+    let meta = Meta { mode: 0o644, ..Meta::default() };
+    let kind = FileKind::File(build.put_bytes(&noise(1, 5000)).unwrap());
+    let file = tree.add(Inode { meta, kind });
+    // ext4 has 65,000.
+    for number in 0..65_100 {
+        tree.link(0, format!("{number}").as_bytes(), file).unwrap();
+    }
+    let record = build.publish("x", &tree, "test", Default::default(), vec![]).unwrap();
+    let options = Options { kind: Kind::Directory, ..Options::default() };
+    let mounted = mount::mount(&store, &record, &at, &options).unwrap();
+    assert_eq!(fs::read_dir(&at).unwrap().count(), 65_100);
+    for number in [0, 64_999, 65_000, 65_099] {
+        assert_eq!(fs::read(at.join(format!("{number}"))).unwrap(), noise(1, 5000), "{number}: {:?}", mounted.notes);
+    }
+    umount(&at);
+}
+
+#[test]
 fn the_store_of_another_user_is_left_alone() {
     need_root!();
     let scratch = Scratch::new();
