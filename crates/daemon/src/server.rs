@@ -68,7 +68,7 @@ impl Default for Config {
 }
 
 /// How long a domain without clients is kept: what it knows of its pages' contents serves the next ones.
-const DOMAIN_REST: Duration = Duration::from_secs(60);
+pub(crate) const DOMAIN_REST: Duration = Duration::from_secs(60);
 /// Longest nap of a worker that finds nothing to do.
 const NAP: Duration = Duration::from_secs(1);
 /// Shortest and longest pause between looks whether clients are left, where it matters.

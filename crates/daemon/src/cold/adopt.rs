@@ -5,7 +5,7 @@
 
 use super::client::{Client, Handed, Identity};
 use super::keep::{ARENA, CLIENT, forget};
-use super::{Cold, Group, threads};
+use super::{Cold, threads};
 use crate::server::{DomainKey, lock};
 use pagefold_os::Errno;
 use pagefold_os::fd::Fd;
@@ -46,7 +46,7 @@ impl Cold {
             }
         }
         // Nobody will come for the rest: an arena that is no arena, a client of one.
-        let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
+        let groups = self.all_groups();
         for name in names.iter().filter(|name| name.starts_with(CLIENT)) {
             let mut words = name.split(':').skip(1);
             let id = words.next().and_then(|word| u64::from_str_radix(word, 16).ok());
@@ -66,7 +66,7 @@ impl Cold {
                     self.refusal(&format!("{} ({}) cannot be served", client.name, client.pid), &error)
                 })?;
             }
-            threads::start_movers(&group);
+            threads::start_movers(&group, &self.groups);
         }
         Ok(())
     }
@@ -173,6 +173,11 @@ impl Cold {
                 Err(_) => {}
             }
         }
+        if found.is_empty() {
+            // Nobody is left who has anything here; another of that name may be.
+            forget(keeper, name);
+            return Ok(());
+        }
         // Many at once: one that keeps its pact, or claims much, must not let the others wait in line.
         for some in found.chunks(ADOPTED_AT_ONCE) {
             thread::scope(|scope| {
@@ -196,7 +201,7 @@ impl Cold {
                 group.tier.remove_region(region);
             }
         }
-        lock(&self.groups).insert(key, group);
+        lock(&self.groups.all).insert(key, group);
         Ok(())
     }
 }

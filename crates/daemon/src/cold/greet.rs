@@ -37,7 +37,6 @@ impl Cold {
             return Err("the daemon stops".into());
         }
         self.ensure_keeper();
-        let group = self.group(&key, hello.count)?;
         let socket = Arc::new(socket);
         let link = ColdLink::new(socket.clone()).map_err(|errno| errno.to_string())?;
         let mut pass = vec![link.channel_fd().raw()];
@@ -58,6 +57,8 @@ impl Cold {
         };
         let handed = Handed { uffd: Uffd::from_fd(uffd), table, pagemap };
         let who = Identity { region: 0, token: 0, pid: cred.pid, uid: cred.uid };
+        // Not for whoever names one and goes.
+        let group = self.group(&key, hello.count)?;
         let result = self.attach(&group, who, handed, link, ready.a == 1, hello);
         result.map_err(|errno| {
             let _ = sock::send(&socket, Packet { status: errno.0, ..Packet::new(Op::ColdGo) }.bytes(), &[]);
@@ -133,11 +134,17 @@ impl Cold {
                 let region = group.next_region.fetch_add(1, Ordering::Relaxed);
                 (new.region, new.token) = (region, random());
                 let client = Arc::new(new);
+                // Before the first page goes out; known first, as above.
+                let mut clients = lock(&group.clients);
+                if group.is_over() {
+                    // This took longer than a tier without clients is kept.
+                    return Err(Errno(libc::EAGAIN));
+                }
+                clients.insert(region, client.clone());
+                drop(clients);
                 head.token.store(client.token, Ordering::Relaxed);
                 head.arena.store(group.id, Ordering::Relaxed);
                 head.region.store(u64::from(region), Ordering::Release);
-                // Before the first page goes out; known first, as above.
-                lock(&group.clients).insert(region, client.clone());
                 let kept = lock(&self.keeper).as_ref().map_or(Ok(()), |keeper| group.deposit(keeper, &client));
                 if let Err(error) = kept.and_then(|()| threads::start_client(group, &client)) {
                     // It keeps its memory, and may ask again.
@@ -250,6 +257,20 @@ mod tests {
         assert_eq!(cold.agents_cpu_ns(), 5 * regions.len() as u64);
         regions.into_iter().for_each(|region| group.remove(region));
         assert_eq!(cold.agents_cpu_ns(), 5 * CLIENTS_PER_PROCESS as u64);
+    }
+
+    #[test]
+    fn who_greets_a_tier_that_is_let_go_greets_again() {
+        if client::tests::own(uffd::FEATURE_EVENT_REMOVE, 1).is_none() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let cold = Cold::new(Config::default(), &dir.path().join("s"));
+        let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
+        assert!(cold.groups.let_go(&group, std::time::Duration::ZERO));
+        let (attached, handed) = attach(&cold, &group);
+        assert_eq!((attached, table_of(&handed)), (Err(Errno(libc::EAGAIN)), 0));
+        assert!(lock(&group.clients).is_empty());
     }
 
     /// The answer to a greeting does not arrive, so the agent greets again, with another descriptor and the same table.

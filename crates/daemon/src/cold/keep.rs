@@ -10,7 +10,6 @@ use crate::server::lock;
 use pagefold_tier::fd_store;
 use pagefold_tier::keeper::Keeper;
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
 
@@ -49,8 +48,7 @@ impl Cold {
         }
         let Some(keeper) = held.as_ref() else { return };
         let _ = keeper.supervise(&self.config.successor);
-        let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
-        for group in groups {
+        for group in self.all_groups() {
             group.deposit_arena(keeper);
             lock(&group.clients).values().for_each(|client| drop(group.deposit(keeper, client)));
         }
@@ -58,10 +56,18 @@ impl Cold {
 }
 
 impl Group {
+    pub(super) fn arena_name(&self) -> String {
+        format!("{ARENA}:{:x}:{}:{}", self.id, self.key.0, self.key.1)
+    }
+
     pub(super) fn deposit_arena(&self, keeper: &Keeper) {
+        // Who lets go of it has it forgotten behind that.
+        if self.is_over() {
+            return;
+        }
         let (arena, file) = self.tier.fds();
         let fds: Vec<i32> = std::iter::once(arena).chain(file).collect();
-        let name = format!("{ARENA}:{:x}:{}:{}", self.id, self.key.0, self.key.1);
+        let name = self.arena_name();
         if let Err(error) = keeper.put(&name, &fds) {
             eprintln!("pagefold: the keeper does not take the tier of {}: {error}", self.key.1);
         }

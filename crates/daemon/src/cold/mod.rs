@@ -40,9 +40,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-/// Most domains: each has three threads and a file, for as long as the daemon runs.
+/// Most domains at once: each has three threads and a file.
 const DOMAINS_MAX: usize = 1024;
 
 /// How the cold tier works.
@@ -115,12 +115,24 @@ pub(crate) struct Group {
     bell: AtomicU32,
     /// The cleaner's: changes when something was parked.
     parked: AtomicU32,
+    /// When its last client was seen, or somebody was about to be one.
+    last_busy: Mutex<Instant>,
+    /// It was let go: its threads end, and nobody becomes its client. Changes while `clients` is held.
+    over: AtomicBool,
+}
+
+/// The groups that there are.
+#[derive(Default)]
+struct Groups {
+    all: Mutex<BTreeMap<DomainKey, Arc<Group>>>,
+    /// Processor time of agents whose groups are gone; changes while `all` is held.
+    past_cpu_ns: AtomicU64,
 }
 
 /// The tiers of all domains.
 pub(crate) struct Cold {
     config: Config,
-    groups: Mutex<BTreeMap<DomainKey, Arc<Group>>>,
+    groups: Arc<Groups>,
     keeper: Arc<Mutex<Option<Keeper>>>,
     keeper_path: PathBuf,
     awake: Arc<Awake>,
@@ -171,7 +183,7 @@ impl Cold {
         let awake = Arc::new(Awake::new(config.keep_awake));
         Cold {
             config,
-            groups: Mutex::default(),
+            groups: Arc::default(),
             keeper: Arc::default(),
             keeper_path: keeper_path.into(),
             awake,
@@ -205,20 +217,21 @@ impl Cold {
             hand: Arc::new(hand),
             bell: AtomicU32::new(0),
             parked: AtomicU32::new(0),
+            last_busy: Mutex::new(Instant::now()),
+            over: AtomicBool::new(false),
         });
         threads::start_hand(&group, jobs);
         group
     }
 
     fn group(&self, key: &DomainKey, bytes_max: u64) -> Result<Arc<Group>, String> {
-        let mut groups = lock(&self.groups);
+        let mut groups = lock(&self.groups.all);
         if let Some(group) = groups.get(key) {
+            *lock(&group.last_busy) = Instant::now();
             return Ok(group.clone());
         }
         if groups.len() >= DOMAINS_MAX {
-            return Err(format!(
-                "there are {DOMAINS_MAX} domains of the cold tier, which last until the daemon is stopped"
-            ));
+            return Err(format!("there are {DOMAINS_MAX} domains of the cold tier already"));
         }
         let backing = match &self.config.directory {
             None => None,
@@ -238,17 +251,20 @@ impl Cold {
         if let Some(keeper) = lock(&self.keeper).as_ref() {
             group.deposit_arena(keeper);
         }
-        threads::start_movers(&group);
+        threads::start_movers(&group, &self.groups);
         Ok(group)
     }
 
+    fn all_groups(&self) -> Vec<Arc<Group>> {
+        lock(&self.groups.all).values().cloned().collect()
+    }
+
     fn clients_of(&self, whom: &Whom) -> Vec<(Arc<Group>, Arc<Client>)> {
-        let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
         let of = |group: &Arc<Group>| -> Vec<(Arc<Group>, Arc<Client>)> {
             let clients = lock(&group.clients);
             clients.values().filter(|client| whom.has(client.pid)).map(|one| (group.clone(), one.clone())).collect()
         };
-        groups.iter().flat_map(of).collect()
+        self.all_groups().iter().flat_map(of).collect()
     }
 
     /// Puts everything of these clients out; returns (clients, pages), `None` if there is no such client.
@@ -285,7 +301,7 @@ impl Cold {
 
     /// True if anybody is a client.
     pub(crate) fn is_in_use(&self) -> bool {
-        lock(&self.groups).values().any(|group| !lock(&group.clients).is_empty())
+        lock(&self.groups.all).values().any(|group| !lock(&group.clients).is_empty())
     }
 
     /// The daemon stops in good order: everything comes back, unless a successor is about to come.
@@ -296,8 +312,8 @@ impl Cold {
         // What comes back makes memory short: without this the pump would put out again what nobody will hold then.
         self.closing.store(true, Ordering::SeqCst);
         let _ = self.unpark(&Whom::All);
-        let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
-        let out: Vec<u64> = groups
+        let out: Vec<u64> = self
+            .all_groups()
             .iter()
             .flat_map(|group| {
                 let clients = lock(&group.clients);
@@ -329,6 +345,31 @@ impl Cold {
     }
 }
 
+impl Groups {
+    /// Lets go of a group that has had no client for `rest`: its name may never come again. True if it is gone.
+    fn let_go(&self, group: &Group, rest: Duration) -> bool {
+        let mut all = lock(&self.all);
+        let clients = lock(&group.clients);
+        let mut last_busy = lock(&group.last_busy);
+        if !clients.is_empty() {
+            *last_busy = Instant::now();
+        }
+        if !clients.is_empty() || last_busy.elapsed() < rest {
+            return false;
+        }
+        group.over.store(true, Ordering::Release);
+        all.remove(&group.key);
+        self.past_cpu_ns.fetch_add(group.past_cpu_ns.load(Ordering::Relaxed), Ordering::Relaxed);
+        drop((all, clients, last_busy));
+        if let Some(keeper) = lock(&group.keeper).as_ref() {
+            forget(keeper, &group.arena_name());
+        }
+        group.ring();
+        group.densify();
+        true
+    }
+}
+
 impl Group {
     /// Has the cleaner make dense at once what is out.
     fn densify(&self) {
@@ -340,6 +381,11 @@ impl Group {
     fn ring(&self) {
         self.bell.fetch_add(1, Ordering::Release);
         wait::wake(&self.bell);
+    }
+
+    /// True once its threads shall end.
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::Acquire)
     }
 
     /// True when nothing may go out any more: `unpark` is under way or done for who holds a client's link.
@@ -367,6 +413,37 @@ impl Group {
 mod tests {
     use super::keep::tests::with_keeper;
     use super::*;
+
+    #[test]
+    fn a_tier_that_nobody_comes_back_to_is_let_go() {
+        let Some((client, _memory)) = client::tests::own(0, 1) else { return };
+        let dir = tempfile::tempdir().unwrap();
+        let cold = Cold::new(Config::default(), &dir.path().join("s"));
+        client.counters.agent_cpu_ns.store(5, Ordering::Relaxed);
+        let act = || {
+            *lock(&cold.keeper) = Some(Keeper::connect(&cold.keeper_path).unwrap());
+            let group = cold.group(&(0, "sandbox".into()), 4 << 20).unwrap();
+            lock(&group.clients).insert(1, Arc::new(client));
+            assert!(!cold.groups.let_go(&group, Duration::ZERO), "it has a client");
+            group.remove(1);
+            assert!(!cold.groups.let_go(&group, Duration::from_secs(3600)), "it rests first");
+            assert!(cold.groups.let_go(&group, Duration::ZERO) && cold.all_groups().is_empty());
+            // Known to the end of the closure, as whoever greeted it may.
+            group.deposit_arena(lock(&cold.keeper).as_ref().unwrap());
+            *lock(&cold.keeper) = None;
+            Arc::downgrade(&group)
+        };
+        let (group, asked) = with_keeper(&cold.keeper_path, |_, _| vec![0], act);
+        let of_arena = |question: &&Vec<u8>| question[1..].starts_with(b"arena:");
+        assert_eq!(asked.iter().filter(of_arena).map(|question| question[0]).collect::<Vec<_>>(), b"PD");
+        assert_eq!(cold.agents_cpu_ns(), 5);
+        // Its threads end, and all that it held goes.
+        let is_gone = (0..6000).any(|_| {
+            std::thread::sleep(Duration::from_millis(10));
+            group.upgrade().is_none()
+        });
+        assert!(is_gone, "its threads go on");
+    }
 
     /// What a client writes into its table does not keep the keeper, and all that it holds, beyond an orderly stop.
     #[test]

@@ -5,7 +5,6 @@
 use super::{Cold, Group};
 use crate::server::lock;
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// A client of the cold tier, as status shows it.
@@ -95,14 +94,14 @@ pub struct ColdStatus {
 impl Cold {
     /// Processor time of all agents that there are and were.
     pub(crate) fn agents_cpu_ns(&self) -> u64 {
-        let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
-        groups.iter().map(|group| group.agents_cpu_ns()).sum()
+        let groups = lock(&self.groups.all);
+        let of_groups: u64 = groups.values().map(|group| group.agents_cpu_ns()).sum();
+        of_groups + self.groups.past_cpu_ns.load(Ordering::Relaxed)
     }
 
     pub(crate) fn status(&self) -> ColdStatus {
-        let groups: Vec<Arc<Group>> = lock(&self.groups).values().cloned().collect();
         let mut status = ColdStatus { keeper: lock(&self.keeper).is_some(), ..ColdStatus::default() };
-        for group in groups {
+        for group in self.all_groups() {
             let stats = group.tier.stats();
             status.domains.push(ColdDomain {
                 name: group.key.1.clone(),

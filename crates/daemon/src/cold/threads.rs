@@ -2,8 +2,8 @@
 
 use super::client::Client;
 use super::hand::{Hand, Job};
-use super::{Group, out, pump};
-use crate::server::lock;
+use super::{Group, Groups, out, pump};
+use crate::server::{DOMAIN_REST, lock};
 use pagefold_os::wait;
 use std::io;
 use std::sync::atomic::Ordering;
@@ -43,15 +43,15 @@ pub(super) fn start_hand(group: &Arc<Group>, jobs: mpsc::Receiver<Job>) {
 }
 
 /// Those who move pages out, and make them dense.
-pub(super) fn start_movers(group: &Arc<Group>) {
-    let (pump, cleaner) = (group.clone(), group.clone());
+pub(super) fn start_movers(group: &Arc<Group>, groups: &Arc<Groups>) {
+    let (pump, cleaner, groups) = (group.clone(), group.clone(), groups.clone());
     start("cold-pump".into(), LARGE_BYTES, move || run_pump(&pump));
-    start("cold-clean".into(), LARGE_BYTES, move || run_cleaner(&cleaner));
+    start("cold-clean".into(), LARGE_BYTES, move || run_cleaner(&cleaner, &groups));
 }
 
 fn run_pump(group: &Group) {
     let mut buffers = out::Buffers::new();
-    loop {
+    while !group.is_over() {
         let rung = group.bell.load(Ordering::Acquire);
         let clients: Vec<Arc<Client>> = lock(&group.clients).values().cloned().collect();
         let hinted: Vec<u32> =
@@ -71,11 +71,11 @@ fn run_pump(group: &Group) {
     }
 }
 
-/// Makes dense what stays out, and compacts: beside the pump, which must not wait for it.
-fn run_cleaner(group: &Group) {
+/// Makes dense what stays out, and compacts: beside the pump, which must not wait for it. Lets go of the group in the end.
+fn run_cleaner(group: &Group, groups: &Groups) {
     let mut ticked = Instant::now();
     let mut seen = 0;
-    loop {
+    while !group.is_over() {
         let parked = group.parked.load(Ordering::Acquire);
         if parked != seen {
             seen = parked;
@@ -83,6 +83,9 @@ fn run_cleaner(group: &Group) {
         }
         if ticked.elapsed() >= group.config.tick {
             ticked = Instant::now();
+            if groups.let_go(group, DOMAIN_REST) {
+                return;
+            }
             if !lock(&group.clients).is_empty() {
                 group.tier.tick();
             }
