@@ -85,7 +85,8 @@ pub struct Head {
     pub token: AtomicU64,
     /// Tells arenas apart: pages went out into this one.
     pub arena: AtomicU64,
-    /// Raised by each daemon that takes the client over: what was begun under another is not finished.
+    /// Raised by each daemon that takes the client over, and by an agent that goes on without one: what was begun before is
+    /// not finished.
     pub epoch: AtomicU32,
     /// The pact.
     pub pact: AtomicU32,

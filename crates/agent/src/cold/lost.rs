@@ -4,22 +4,63 @@
 //! reached. The daemon does the same to what is out when it finds that the tier is gone.
 
 use super::{Cold, TABLE};
-use crate::cold_table::{OUT, PACT_AGENT, RESIDENT, Table};
+use crate::cold_table::{FROZEN, OUT, PACT_AGENT, RESIDENT, Table, VOID};
 use crate::engine::TAKEN_MS;
+use crate::shared::read_settings;
 use crate::thread::yield_now;
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd::{self, Uffd};
-use pagefold_os::{PAGE_SIZE, Range, sock};
+use pagefold_os::{PAGE_SIZE, Range, sched, sock};
 
 const PAGE: u64 = PAGE_SIZE as u64;
+
+/// How long daemon and keeper must both be out of reach, and no daemon serve the table, before pages that are out count as
+/// lost, in nanoseconds.
+const LOST_NS: u64 = if cfg!(test) { 200_000_000 } else { 10_000_000_000 };
+/// Pause between two looks whether somebody is there, in nanoseconds.
+const LOOKS_NS: u64 = LOST_NS / 40;
 
 /// Name of the keeper's socket: the daemon's, and this behind it.
 pub const KEEPER_SUFFIX: &[u8] = b".keeper";
 
+/// Watches for the moment from which nobody can bring pages back any more.
+#[derive(Default)]
+pub(super) struct Vigil {
+    /// What the daemon's count was.
+    beat: u32,
+    looked_ns: u64,
+    /// Since when nobody was there; 0 while somebody is.
+    alone_ns: u64,
+}
+
+impl Vigil {
+    /// Somebody is there.
+    pub(super) fn begin_anew(&mut self) {
+        self.alone_ns = 0;
+    }
+
+    /// True once nobody was there for long. Who lives may still bring the pages back: a successor, or the keeper that will
+    /// have one.
+    pub(super) fn is_over(&mut self, table: &Table) -> bool {
+        let now = sched::monotonic_ns();
+        if now - self.looked_ns > LOOKS_NS {
+            self.looked_ns = now;
+            // Who cannot reach it (a program with another root directory, or out of descriptors) is served all the same.
+            let beat = table.head().beat.load(Ordering::Acquire);
+            if beat != core::mem::replace(&mut self.beat, beat) || somebody_lives(read_settings().0) {
+                self.alone_ns = 0;
+            } else if self.alone_ns == 0 {
+                self.alone_ns = now;
+            }
+        }
+        self.alone_ns != 0 && now - self.alone_ns > LOST_NS
+    }
+}
+
 /// Somebody lives who has what is out, or may have it: the daemon at `socket`, or its keeper.
-pub(super) fn somebody_lives(socket: &[u8]) -> bool {
+fn somebody_lives(socket: &[u8]) -> bool {
     lives(socket) || keeper_lives(socket)
 }
 
@@ -40,11 +81,25 @@ fn lives(path: &[u8]) -> bool {
 }
 
 impl Cold {
+    /// Takes the pact from a daemon that is gone; one that comes back finds that what it had begun is void.
+    pub(super) fn force_pact(&self) {
+        self.table.head().epoch.fetch_add(1, Ordering::SeqCst);
+        self.table.head().pact.store(PACT_AGENT, Ordering::SeqCst);
+    }
+
+    /// Reads the events that wait, in the place of a daemon that is gone. The pact is held.
+    pub(super) fn hear(&self) {
+        let mut event = [uffd::Event::Other(0)];
+        while self.hold.read_events(&mut event) == Ok(1) {
+            obey(&self.table, event[0]);
+        }
+    }
+
     /// The pages that are out are lost: who touches them gets SIGBUS, not other bytes. Everything else is the kernel's
     /// again, for we are the last to hold the descriptor: who waited goes on.
     pub(super) fn give_up(self) {
         // Without the guard: who has it may be waiting for a daemon to read an event, and nobody moves pages but us.
-        self.table.head().pact.store(PACT_AGENT, Ordering::SeqCst);
+        self.force_pact();
         poison_out(&self.hold, &self.table);
         self.table.free_pact();
         TABLE.store(0, Ordering::Release);
@@ -114,7 +169,14 @@ fn obey(table: &Table, event: uffd::Event) -> bool {
         });
     };
     match event {
-        uffd::Event::Remove(range) | uffd::Event::Unmap(range) => leave(range, &mut |_| ()),
+        uffd::Event::Remove(range) | uffd::Event::Unmap(range) => {
+            leave(range, &mut |_| ());
+            table.for_each_run(range.start, range.end, FROZEN, |start, end| {
+                for addr in (start..end).step_by(PAGE_SIZE) {
+                    table.set_state(addr, VOID);
+                }
+            });
+        }
         uffd::Event::Remap { from, to } => {
             leave(Range { start: to, end: to.saturating_add(from.len()) }, &mut |_| ());
             leave(from, &mut |addr| {

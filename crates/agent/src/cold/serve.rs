@@ -6,7 +6,7 @@
 
 use super::back::{EVERYTHING, Wanted, all, bring_back};
 use super::lease::{LEASE, SECOND, ask_end_of_lease, is_leased};
-use super::lost::somebody_lives;
+use super::lost::Vigil;
 use super::{Cold, Connection, TABLE, TIER_MAX, TOLERANCE_PPM};
 use crate::channel::{input, write_out};
 use crate::chores::{leave_if_alone, look_around};
@@ -26,9 +26,6 @@ use pagefold_os::{PAGE_SIZE, Range, mem, memfd, sched, sock, syscall};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// How long daemon and keeper must both be out of reach, and no daemon serve the table, before pages that are out count as
-/// lost, in nanoseconds.
-const LOST_NS: u64 = 10_000_000_000;
 /// Pause between attempts to reach a daemon, in milliseconds.
 const RECONNECT_MS: i32 = 50;
 
@@ -68,11 +65,11 @@ pub(crate) fn run() -> ! {
 fn serve_while(phase: &AtomicU32) {
     let goes_on = || phase.load(Ordering::Acquire) == 1;
     let mut cold: Option<Cold> = None;
-    let (mut alone_since, mut heard) = (0, 0);
+    let mut vigil = Vigil::default();
     while goes_on() {
         match connect(&mut cold, phase) {
             Ok(mut connection) => {
-                alone_since = 0;
+                vigil.begin_anew();
                 if let Some(cold) = &mut cold {
                     let _ = cold.serve(&mut connection, phase);
                 }
@@ -88,19 +85,7 @@ fn serve_while(phase: &AtomicU32) {
         if goes_on() {
             let _ = pagefold_os::fd::poll(&mut [], RECONNECT_MS);
         }
-        let Some(held) = &cold else { continue };
-        // Who lives may still bring the pages back: a successor, or the keeper that will have one.
-        let now = sched::monotonic_ns();
-        let (socket, _) = read_settings();
-        // Who cannot reach it (a program with another root directory, or out of descriptors) is served all the same.
-        let beat = held.table.head().beat.load(Ordering::Acquire);
-        if beat != core::mem::replace(&mut heard, beat) || somebody_lives(socket) {
-            alone_since = 0;
-        } else if alone_since == 0 {
-            alone_since = now;
-        } else if now - alone_since > LOST_NS
-            && let Some(cold) = cold.take()
-        {
+        if let Some(cold) = cold.take_if(|cold| vigil.is_over(&cold.table)) {
             cold.give_up();
             // Nobody has the memory any more that was leased.
             ask_end_of_lease();
@@ -331,5 +316,83 @@ impl Cold {
         for (kept, removal) in REMOVALS.iter().zip(self.table.removals()) {
             kept.store(removal, Ordering::Relaxed);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cold_table::{FROZEN, PACT_DAEMON};
+    use crate::wire::{CHANNEL_IN, DropEntry};
+    use std::sync::atomic::AtomicBool;
+    use std::sync::{Arc, mpsc};
+    use std::thread;
+    use std::time::Duration;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// What a daemon's greeting makes of this process, with two pages of memory of which the second is there; nothing, said
+    /// loudly, if that may not be.
+    fn connected() -> Option<(Cold, Connection, mem::Mapping)> {
+        let channel_fd = memfd::create(c"channel", CHANNEL_LEN as u64).unwrap();
+        memfd::add_seals(&channel_fd, memfd::SEAL_SHRINK).unwrap();
+        let mut cold = None;
+        let Ok(channel) = set_up(&mut cold, &channel_fd, uffd::open_device().ok().as_ref()) else {
+            eprintln!("SKIPPED: no userfaultfd for us");
+            return None;
+        };
+        let cold = cold.unwrap();
+        let features = uffd::FEATURE_PAGEFAULT_FLAG_WP
+            | uffd::FEATURE_WP_ASYNC
+            | uffd::FEATURE_MOVE
+            | uffd::FEATURE_POISON
+            | uffd::FEATURE_EVENT_REMOVE;
+        cold.hold.enable(features).unwrap();
+        let memory = mem::Mapping::anonymous(2 * PAGE_SIZE).unwrap();
+        // SAFETY: ours.
+        unsafe { memory.as_ptr().add(PAGE_SIZE).write_bytes(7, PAGE_SIZE) };
+        let range = Range::pages_from(memory.addr(), 2);
+        cold.hold.register(range, uffd::MODE_MISSING | uffd::MODE_WP).unwrap();
+        let (socket, _) = std::os::unix::net::UnixStream::pair().unwrap();
+        let socket = std::os::fd::OwnedFd::from(socket).into();
+        Some((cold, Connection { socket, channel_fd, channel, epoch: 0 }, memory))
+    }
+
+    /// A daemon dies with the pact in its hand, before it has read of a discard for which a page must wait to come back.
+    #[test]
+    fn a_page_comes_back_to_its_place_though_no_daemon_is_left() {
+        let Some((mut cold, connection, memory)) = connected() else { return };
+        let (table, first) = (cold.table, memory.addr());
+        // It differs from its copy.
+        let run =
+            DropEntry { start: first + PAGE, around_start: first, around_end: first + 2 * PAGE, pages: 1, place: 0 };
+        // SAFETY: inside the channel.
+        unsafe { ((connection.channel.addr() + CHANNEL_IN as u64) as *mut DropEntry).write(run) };
+        // SAFETY: memory of ours that nobody uses.
+        let discards = thread::spawn(move || unsafe { mem::advise(first, PAGE, libc::MADV_DONTNEED) });
+        let mut polls = [libc::pollfd { fd: cold.hold.fd().raw(), events: libc::POLLIN, revents: 0 }];
+        assert_eq!(pagefold_os::fd::poll(&mut polls, 60_000), Ok(1), "no discard");
+        let over = Arc::new(AtomicBool::new(false));
+        let dies = {
+            let over = over.clone();
+            move || {
+                while !over.load(Ordering::Relaxed)
+                    && (table.state(first + PAGE) != FROZEN || !table.try_pact(PACT_DAEMON))
+                {
+                    thread::yield_now();
+                }
+            }
+        };
+        let dies = thread::spawn(dies);
+        let (say, said) = mpsc::channel();
+        thread::spawn(move || say.send((cold.drop_pages(&connection, 1), cold)));
+        let (dropped, cold) = said.recv_timeout(LONG).expect("it waits for a daemon");
+        over.store(true, Ordering::Relaxed);
+        dies.join().unwrap();
+        assert_eq!((dropped, discards.join().unwrap()), (Ok(1), Ok(())));
+        // Else what is not there would wait.
+        drop(cold);
+        // SAFETY: mapped and ours.
+        assert_eq!(unsafe { memory.as_ptr().add(PAGE_SIZE).read() }, 7);
     }
 }

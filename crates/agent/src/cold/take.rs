@@ -4,6 +4,7 @@
 //! when either is free for good. Where a discard by a raw call waits for its event, the pact is given away for a moment, so the
 //! states in the table say at any time which pages are in our hands.
 
+use super::lost::Vigil;
 use super::{Cold, Connection};
 use crate::channel::input;
 use crate::cold_table::{self, FROZEN, OUT, RESIDENT, VOID};
@@ -224,6 +225,7 @@ impl Cold {
     /// Moves staged pages back to where they were; holes are skipped. The pact is held before and after.
     fn move_back(&self, dst: u64, src: u64, pages: u64) {
         let end = src + pages * PAGE;
+        let mut vigil = Vigil::default();
         let mut at = src;
         let mut single = false;
         while at < end {
@@ -236,7 +238,7 @@ impl Cold {
             match error {
                 None => {}
                 // The program discards something through a raw call: its event must be read before anything moves.
-                Some(Errno(libc::EAGAIN)) => self.let_events_pass(target, at, (end - at) / PAGE),
+                Some(Errno(libc::EAGAIN)) => self.let_events_pass(target, at, (end - at) / PAGE, &mut vigil),
                 Some(Errno(libc::ENOMEM | libc::EBUSY)) => yield_now(),
                 // The run lies in several mappings.
                 Some(Errno(errno)) if !single && errno != libc::EEXIST => single = true,
@@ -246,7 +248,7 @@ impl Cold {
                     // SAFETY: the page is in the staging area.
                     let (_, error) = unsafe { self.hold.copy(target, at, PAGE, uffd::DONTWAKE) };
                     match error {
-                        Some(Errno(libc::EAGAIN)) => self.let_events_pass(target, at, (end - at) / PAGE),
+                        Some(Errno(libc::EAGAIN)) => self.let_events_pass(target, at, (end - at) / PAGE, &mut vigil),
                         Some(Errno(libc::ENOMEM)) => yield_now(),
                         _ => at += PAGE,
                     }
@@ -255,11 +257,19 @@ impl Cold {
         }
     }
 
-    /// Gives the pact away for a moment, so that the daemon reads the events that wait; drops pages discarded by them.
-    fn let_events_pass(&self, dst: u64, src: u64, pages: u64) {
+    /// Gives the pact away for a moment, so that the daemon reads the events that wait; drops pages discarded by them. Where
+    /// nobody is left to read them we do, and have the pact whoever took it.
+    fn let_events_pass(&self, dst: u64, src: u64, pages: u64, vigil: &mut Vigil) {
         self.table.free_pact();
         yield_now();
-        while !self.table.wait_pact(1000) {}
+        let mut alone = vigil.is_over(&self.table);
+        while !alone && !self.table.wait_pact(100) {
+            alone = vigil.is_over(&self.table);
+        }
+        if alone {
+            self.force_pact();
+            self.hear();
+        }
         for page in 0..pages {
             if self.table.state(dst + page * PAGE) == VOID {
                 // SAFETY: the staging area is ours; the program declared the page void.
