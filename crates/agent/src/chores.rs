@@ -10,6 +10,11 @@ use pagefold_os::{sched, stat};
 /// How often our threads look around, in nanoseconds.
 const LOOKS_NS: u64 = 500_000_000;
 
+/// How many threads of ours there are.
+pub(crate) fn count_threads() -> usize {
+    [&SHARED.thread].into_iter().chain(cold::threads()).filter(|thread| !thread.is_gone()).count()
+}
+
 /// Ends the calling thread of ours if the program's first thread has ended, and none but ours live on: the process must not
 /// live on for us.
 pub(crate) fn leave_if_alone() {
@@ -17,8 +22,7 @@ pub(crate) fn leave_if_alone() {
     let mut text = [0u8; 512];
     let Ok(got) = file.read(&mut text) else { return };
     let field = |number| text.get(..got).and_then(|text| stat::field(text, number));
-    let ours = 1 + usize::from(!SHARED.thread.is_gone()) + usize::from(cold::has_second_thread());
-    let alone = |threads: &str| threads.parse() == Ok(ours);
+    let alone = |threads: &str| threads.parse() == Ok(1 + count_threads());
     if field(3) == Some("Z") && field(20).is_some_and(alone) {
         exit_thread();
     }

@@ -33,7 +33,7 @@ pub(crate) use back::read_in;
 pub(crate) use calls::{after_fork_child, before_fork, before_leaving, before_move, hint, voiding};
 #[cfg(feature = "preload")]
 pub(crate) use lease::end_lease;
-pub(crate) use lease::{ask_end_of_lease, has_second_thread, is_leased, second_thread};
+pub(crate) use lease::{ask_end_of_lease, is_leased, threads};
 pub use lost::{KEEPER_SUFFIX, poison_out};
 pub(crate) use serve::{lease, run};
 

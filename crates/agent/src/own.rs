@@ -8,7 +8,7 @@ use crate::cold;
 use crate::process::ORIGIN;
 use crate::shared::{NOTHING, SHARED};
 use crate::table::Table;
-use crate::thread::STACK_LEN;
+use crate::thread::{STACK_LEN, Thread};
 use crate::wire::{FETCH_PAGES_MAX, FREEZE_PAGES_MAX};
 use core::sync::atomic::{AtomicU64, Ordering};
 use pagefold_os::{PAGE_SIZE, Range, mem};
@@ -29,14 +29,17 @@ pub(crate) static COLD_STAGING: AtomicU64 = AtomicU64::new(0);
 
 /// Memory of ours that looks like the program's, and that the program may give any advice on, as it does who advises all that
 /// its list of mappings shows. It is never managed: an agent that freezes its own stack waits for itself.
-fn own() -> [Range; 7] {
+fn own() -> [Range; 8] {
     let at = |start: &AtomicU64, len: u64| match start.load(Ordering::Relaxed) {
         0 => NOTHING,
         start => Range { start, end: start + len },
     };
+    let stack = |thread: &Thread| at(&thread.stack, STACK_LEN as u64);
+    let [second, bringer] = cold::threads();
     [
-        at(&SHARED.thread.stack, STACK_LEN as u64),
-        at(&cold::second_thread().stack, STACK_LEN as u64),
+        stack(&SHARED.thread),
+        stack(second),
+        stack(bringer),
         at(&STAGING, (FREEZE_PAGES_MAX * PAGE_SIZE) as u64),
         at(&COLD_STAGING, (FETCH_PAGES_MAX * PAGE_SIZE) as u64),
         at(&NURSERY, NURSERY_LEN),

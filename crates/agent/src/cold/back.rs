@@ -4,8 +4,11 @@
 //! much there is, and who comes to its end stops. A step with several mappings, lost pages or pages that the program may not
 //! read is taken apart.
 
+use super::table;
 use crate::cold_table::{OUT, Table};
 use crate::maps::Maps;
+use crate::shared::{COLD_AGENT, SHARED};
+use crate::thread::{Thread, begin_thread, exit_thread};
 use core::sync::atomic::Ordering;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{PAGE_SIZE, Range, mem};
@@ -69,6 +72,24 @@ pub(super) fn all(_: u64, end: u64) -> (u64, bool) {
 }
 
 pub(super) const EVERYTHING: Range = Range { start: 0, end: u64::MAX >> 1 };
+
+/// The thread that touches what an agent that leaves has brought back.
+pub(super) static BRINGER: Thread = Thread::new();
+
+/// Its body.
+pub(super) extern "C" fn bringer_main() -> ! {
+    begin_thread(c"pagefold-back");
+    bring_all();
+    exit_thread()
+}
+
+/// Has everything back, whether a limit has room for it or not, but for what is lost.
+pub(super) fn bring_all() {
+    let _held = SHARED.guard.lock(COLD_AGENT);
+    if let Some(table) = table() {
+        let _ = bring_back(&table, &Wanted { range: EVERYTHING, stretch: all, whatever_it_takes: true });
+    }
+}
 
 /// Touches every page that is out, so that it comes back.
 ///

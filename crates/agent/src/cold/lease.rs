@@ -6,6 +6,7 @@
 //!
 //! The memory is the first thread's again only when the word says 0: who asks for the end has it no sooner.
 
+use super::back::BRINGER;
 use crate::thread::Thread;
 use core::sync::atomic::{AtomicU32, Ordering};
 
@@ -32,10 +33,7 @@ pub(crate) fn end_lease() {
     SECOND.wait();
 }
 
-pub(crate) fn has_second_thread() -> bool {
-    !SECOND.is_gone()
-}
-
-pub(crate) fn second_thread() -> &'static Thread {
-    &SECOND
+/// The tier's threads beside the only one of a client that is not leased.
+pub(crate) fn threads() -> [&'static Thread; 2] {
+    [&SECOND, &BRINGER]
 }

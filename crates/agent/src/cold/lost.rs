@@ -87,6 +87,14 @@ impl Cold {
         self.table.head().pact.store(PACT_AGENT, Ordering::SeqCst);
     }
 
+    /// Who touches a page that is out gets SIGBUS, also who waits for it now.
+    pub(super) fn lose_out(&self) {
+        // Without the guard: who has it may be waiting for a daemon to read an event, and nobody moves pages but us.
+        self.force_pact();
+        poison_out(&self.hold, &self.table);
+        self.table.free_pact();
+    }
+
     /// Reads the events that wait, in the place of a daemon that is gone. The pact is held.
     pub(super) fn hear(&self) {
         let mut event = [uffd::Event::Other(0)];
@@ -98,10 +106,7 @@ impl Cold {
     /// The pages that are out are lost: who touches them gets SIGBUS, not other bytes. Everything else is the kernel's
     /// again, for we are the last to hold the descriptor: who waited goes on.
     pub(super) fn give_up(self) {
-        // Without the guard: who has it may be waiting for a daemon to read an event, and nobody moves pages but us.
-        self.force_pact();
-        poison_out(&self.hold, &self.table);
-        self.table.free_pact();
+        self.lose_out();
         TABLE.store(0, Ordering::Release);
         self.table.head().region.store(0, Ordering::Release);
     }

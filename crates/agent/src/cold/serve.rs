@@ -4,7 +4,7 @@
 //! ([`lease`]). What hangs on the userfaultfd and the table outlives each connection: a daemon that is replaced finds both.
 //! So they end only when everything is back, or when nobody lives who could bring it back.
 
-use super::back::{EVERYTHING, Wanted, all, bring_back};
+use super::back::{BRINGER, bring_all, bringer_main};
 use super::lease::{LEASE, SECOND, ask_end_of_lease, is_leased};
 use super::lost::Vigil;
 use super::{Cold, Connection, TABLE, TIER_MAX, TOLERANCE_PPM};
@@ -15,7 +15,7 @@ use crate::engine::{TAKEN_MS, wait_for_answer};
 use crate::listing::{for_each_plain, list_plain};
 use crate::maps::Maps;
 use crate::own::{COLD_STAGING, mark_own};
-use crate::shared::{COLD_AGENT, SHARED, read_settings};
+use crate::shared::{COLD_AGENT, MAY_START, SHARED, read_settings};
 use crate::thread::{begin_thread, exit_thread};
 use crate::wire::{self, CHANNEL_LEN, FETCH_PAGES_MAX, LIST_MAX, Op, Packet};
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -270,9 +270,7 @@ impl Cold {
 
     /// Brings everything back and ends; for good, or until the thread is started again.
     fn leave(self) {
-        let held = SHARED.guard.lock(COLD_AGENT);
-        let _ = bring_back(&self.table, &Wanted { range: EVERYTHING, stretch: all, whatever_it_takes: true });
-        drop(held);
+        self.bring_all();
         // At once, for daemon and keeper have the descriptor too: somebody else may want the memory.
         for_each_plain(&self.maps, |range| {
             // A page is here a moment before the table says so; the daemon lets go of the pact behind that.
@@ -298,6 +296,22 @@ impl Cold {
         // SAFETY: the mapping that `make` kept, which nobody can find any more.
         let _ = unsafe { mem::unmap(self.table.base(), cold_table::LEN as u64) };
         // Closing the descriptors ends all watching.
+    }
+
+    /// Has everything back as long as anybody is there who brings it; what is out then is lost.
+    fn bring_all(&self) {
+        let is_out = self.table.head().out.load(Ordering::Acquire) > 0;
+        // By another thread: who waits for a page does not see that nobody brings it any more.
+        if !is_out || !MAY_START.load(Ordering::Acquire) || !BRINGER.start(bringer_main) {
+            return bring_all();
+        }
+        let mut vigil = Vigil::default();
+        while !BRINGER.is_gone() {
+            let _ = pagefold_os::fd::poll(&mut [], 1);
+            if vigil.is_over(&self.table) {
+                self.lose_out();
+            }
+        }
     }
 
     /// Reads the events that wait, after which there are no more, and keeps what is known of discards. The pact is held.
@@ -356,6 +370,21 @@ mod tests {
         let (socket, _) = std::os::unix::net::UnixStream::pair().unwrap();
         let socket = std::os::fd::OwnedFd::from(socket).into();
         Some((cold, Connection { socket, channel_fd, channel, epoch: 0 }, memory))
+    }
+
+    #[test]
+    fn an_agent_that_leaves_waits_for_nobody_who_is_gone() {
+        let Some((cold, _connection, memory)) = connected() else { return };
+        cold.table.find_or_add(memory.addr()).unwrap();
+        cold.table.set_state(memory.addr(), OUT);
+        TABLE.store(cold.table.base(), Ordering::Release);
+        let (say, said) = mpsc::channel();
+        thread::spawn(move || {
+            cold.leave();
+            say.send(())
+        });
+        assert_eq!(said.recv_timeout(LONG), Ok(()));
+        assert!(!super::super::back::read_in(Range::pages_from(memory.addr(), 1)), "the page is no SIGBUS");
     }
 
     /// A daemon dies with the pact in its hand, before it has read of a discard for which a page must wait to come back.

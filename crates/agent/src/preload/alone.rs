@@ -49,9 +49,10 @@ pub(super) fn without_thread(errno: i32, range: Range, call: impl Fn() -> Result
     }
     // The daemon has copies of what a cold client registers its memory with.
     let is_shared = errno == libc::EBUSY && (cold::COLD.load(Ordering::Relaxed) || cold::is_leased());
-    let mut buffers = [[0; TASK_PATH_LEN]; 2];
-    let [first, second] = &mut buffers;
-    let paths = [SHARED.thread.path(b"", first), cold::second_thread().path(b"", second)];
+    let mut buffers = [[0; TASK_PATH_LEN]; 3];
+    let [first, second, third] = &mut buffers;
+    let [one, other] = cold::threads();
+    let paths = [SHARED.thread.path(b"", first), one.path(b"", second), other.path(b"", third)];
     if ran {
         let held = SHARED.guard.lock(me());
         cold::before_leaving()?;

@@ -3,9 +3,8 @@
 
 use super::active::active;
 use super::c_library::returned;
-use crate::cold;
+use crate::chores::count_threads;
 use crate::process::is_own_process;
-use crate::shared::SHARED;
 use core::ffi::{CStr, c_char, c_int};
 use core::mem::MaybeUninit;
 use pagefold_os::fd::Fd;
@@ -79,7 +78,7 @@ fn is_proc(dir: c_int, path: &CStr) -> bool {
 /// How many of this process's threads are the agent's. Their numbers need not be those of `/proc`, which may be of a
 /// namespace above.
 fn threads() -> libc::nlink_t {
-    [&SHARED.thread, cold::second_thread()].into_iter().filter(|thread| !thread.is_gone()).count() as libc::nlink_t
+    count_threads() as libc::nlink_t
 }
 
 /// fstatat(2), under each name that programs were linked with.
