@@ -307,6 +307,26 @@ fn what_a_limit_has_no_room_for_is_refused() {
     group.assert_nobody_was_killed();
 }
 
+#[test]
+fn who_is_moved_to_another_group_lives_within_its_limit() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let Some(group) = common::group::Group::new() else { return };
+    let host = Host::start(&["--cold-tick", "200ms", "--cold-manual"]);
+    let mut client = Served::start(&host, &[], 96);
+    wait_for("the pages to go", 20, || host.park(client.pid()) > 20_000);
+    group.take(client.pid());
+    group.limit(48 << 20);
+    for command in ["check", "write 3000", "check"] {
+        client.does(command);
+    }
+    assert!(host.number(client.pid(), "pages_out") > 5000);
+    assert_eq!(host.number(client.pid(), "pages_lost"), 0);
+    group.lift();
+    group.assert_nobody_was_killed();
+}
+
 /// A daemon that is not told of forks, for it has no `CAP_SYS_PTRACE`; nothing, said loudly, if that cannot be taken away.
 fn host_without_ptrace() -> Option<(tempfile::TempDir, Host)> {
     let dir = tempfile::tempdir().expect("a directory");

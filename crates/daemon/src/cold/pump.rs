@@ -262,6 +262,7 @@ fn try_step(group: &Group, client: &Arc<Client>, link: &mut ColdLink, buffers: &
     let policy = &mut *policy;
     let mut more = obey_hints(group, client, link, policy, buffers)?;
     let starved = client.starved.swap(false, Ordering::Relaxed);
+    client.room.follow(client.pid);
     let usage = client.room.usage();
     let used = usage.share();
     let short = used > SHORT || starved;

@@ -1,10 +1,12 @@
 //! How much memory a client may still take: the limits of its control groups (both versions), and the host's.
 
+use crate::server::lock;
 use pagefold_os::{PAGE_SIZE, procfs};
 use pagefold_tier::policy::stalled_share;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 
 /// Above this share of its limit a client's memory goes out whether it is silent or not.
@@ -95,30 +97,37 @@ fn file_cache(stat: &str) -> u64 {
     sum("total_").or_else(|| sum("")).unwrap_or(0)
 }
 
-/// The control groups that count a process's memory, its own first.
-fn levels_of(pid: i32) -> Vec<Level> {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+/// The control groups that count a process's memory, its own first, by what /proc/PID/cgroup says; all are mounted at `root`.
+fn levels_of(text: &str, root: &Path) -> Vec<Level> {
     let mut levels = Vec::new();
     for line in text.lines() {
         let mut fields = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { continue };
-        let roots: &[&str] = match controllers {
-            "" => &["/sys/fs/cgroup", "/sys/fs/cgroup/unified"],
-            names if names.split(',').any(|name| name == "memory") => &["/sys/fs/cgroup/memory"],
+        let mounts: &[&str] = match controllers {
+            "" => &["", "unified"],
+            names if names.split(',').any(|name| name == "memory") => &["memory"],
             _ => continue,
         };
-        for root in roots {
-            let own = PathBuf::from(format!("{root}{}", path.trim_end_matches('/')));
-            levels.extend(own.ancestors().take_while(|path| path.starts_with(root)).filter_map(Level::open));
+        for root in mounts.iter().map(|mount| root.join(mount)) {
+            let own = root.join(path.trim_matches('/'));
+            levels.extend(own.ancestors().take_while(|path| path.starts_with(&root)).filter_map(Level::open));
         }
     }
     levels
 }
 
-/// What a client may still take.
-#[derive(Debug)]
-pub(super) struct Room {
+/// Where a process is.
+#[derive(Debug, Default)]
+struct Place {
+    /// As /proc/PID/cgroup says it.
+    text: String,
     levels: Vec<Level>,
+}
+
+/// What a client may still take.
+#[derive(Debug, Default)]
+pub(super) struct Room {
+    place: Mutex<Place>,
     /// Pages that may come back before the next look.
     left: AtomicI64,
     /// Pages that there was room for at the last look.
@@ -129,12 +138,31 @@ pub(super) struct Room {
 
 impl Room {
     pub fn of(pid: i32) -> Room {
-        Room { levels: levels_of(pid), left: AtomicI64::new(0), free: AtomicU64::new(0), short: AtomicBool::new(false) }
+        let room = Room::default();
+        room.follow(pid);
+        room
+    }
+
+    /// Looks whether the process is in other control groups by now.
+    pub fn follow(&self, pid: i32) {
+        if let Ok(text) = std::fs::read_to_string(format!("/proc/{pid}/cgroup")) {
+            self.be_at(text, Path::new("/sys/fs/cgroup"));
+        }
+    }
+
+    fn be_at(&self, text: String, root: &Path) {
+        let mut place = lock(&self.place);
+        if place.text != text {
+            *place = Place { levels: levels_of(&text, root), text };
+            // What was granted was another limit's.
+            self.left.store(0, Ordering::Relaxed);
+        }
     }
 
     /// The tightest limit of a control group.
     fn tightest(&self) -> Option<Usage> {
-        let usages = self.levels.iter().filter_map(Level::usage);
+        let place = lock(&self.place);
+        let usages = place.levels.iter().filter_map(Level::usage);
         usages.max_by(|one, other| one.share().total_cmp(&other.share()))
     }
 
@@ -174,7 +202,8 @@ impl Room {
 
     /// The share of time in which something in the client's control group waited for memory.
     pub fn stalled(&self) -> f64 {
-        let pressure = self.levels.first().and_then(|level| level.pressure.as_ref());
+        let place = lock(&self.place);
+        let pressure = place.levels.first().and_then(|level| level.pressure.as_ref());
         pressure.and_then(text).and_then(|text| stalled_share(&text)).unwrap_or(0.0)
     }
 }
@@ -188,7 +217,36 @@ pub(super) mod tests {
         let [used, limit] = [used, limit].map(|mib| (mib << 20).to_string());
         let files =
             [("memory.usage_in_bytes", &*used), ("memory.limit_in_bytes", &*limit), ("memory.stat", "cache 1\n")];
-        Room { levels: vec![group(dir, &files)], ..Room::of(0) }
+        at(vec![group(dir, &files)])
+    }
+
+    fn at(levels: Vec<Level>) -> Room {
+        Room { place: Mutex::new(Place { levels, ..Place::default() }), ..Room::default() }
+    }
+
+    #[test]
+    fn who_is_moved_has_the_limit_of_its_new_group() {
+        let root = tempfile::tempdir().expect("a directory");
+        for (name, limit) in [("one", "1000"), ("two", "500")] {
+            let dir = root.path().join(name);
+            std::fs::create_dir(&dir).expect("a directory");
+            group(&dir, &[("memory.current", &(100 << 20).to_string()), ("memory.max", &format!("{limit}000000"))]);
+        }
+        let room = Room::default();
+        let limit = || room.tightest().map(|usage| usage.limit);
+        room.be_at("0::/one\n".into(), root.path());
+        assert!(limit() == Some(1_000_000_000) && room.grant(1) == 1 && room.left.load(Ordering::Relaxed) > 0);
+        room.be_at("0::/two/\n".into(), root.path());
+        assert_eq!((limit(), room.left.load(Ordering::Relaxed)), (Some(500_000_000), 0));
+        room.be_at("1:cpu:/one\n0::/\n".into(), root.path());
+        assert_eq!(limit(), None);
+        let own = || lock(&room.place).text.clone();
+        room.follow(std::process::id() as i32);
+        let text = own();
+        assert_eq!(text, std::fs::read_to_string("/proc/self/cgroup").expect("this process has groups"));
+        // Of who has ended nothing is known.
+        room.follow(i32::MAX);
+        assert_eq!(own(), text);
     }
 
     #[test]
@@ -219,7 +277,7 @@ pub(super) mod tests {
             ],
         );
         assert_eq!(level.usage(), Some(Usage { used: 400 << 20, limit: 1000 << 20 }));
-        let room = Room { levels: vec![level], ..Room::of(0) };
+        let room = at(vec![level]);
         assert_eq!(room.grant(64), 64);
         assert!(!room.is_short());
         let use_up = |used: u64| {
