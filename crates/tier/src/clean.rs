@@ -18,10 +18,14 @@ mod walk;
 mod write_back;
 
 use crate::arena::lock;
+use crate::layout::TICK_SHIFT;
 use crate::tier::Tier;
 use crate::writeback::SEGMENT_BYTES;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
+
+/// Ages from here on are one, so that none wraps: a content has 16 bits of the tick.
+const AGE_MAX: u16 = 1 << 15;
 
 /// What one call of [`Tier::tick`] did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -57,6 +61,9 @@ impl Tier {
         let tick = self.tick.fetch_add(1, Ordering::Relaxed) + 1;
         self.train_widely();
         let mut cleaner = lock(&self.cleaner);
+        if tick.is_multiple_of(u64::from(AGE_MAX) / 2) {
+            self.keep_ages();
+        }
         let mut cleaned = Cleaned::default();
         let stores = self.counters.stores.load(Ordering::Relaxed);
         if stores != cleaner.stores_seen.0 {
@@ -133,6 +140,16 @@ impl Tier {
         made
     }
 
+    /// What is older than [`AGE_MAX`] is as old as that, and does not look fresh a while later.
+    fn keep_ages(&self) {
+        let oldest = (self.tick.load(Ordering::Relaxed) as u16).wrapping_sub(AGE_MAX);
+        let is_older = |at: usize| self.age(self.arena.word(at + 2).load(Ordering::Relaxed)) > AGE_MAX;
+        self.walk((0, 0), &is_older, |seat, _| {
+            self.set_tick(seat.at, u64::from(oldest) << TICK_SHIFT);
+            Ok(())
+        });
+    }
+
     /// Bytes to write back at once: a twentieth of the room, and at least a whole segment of the file.
     fn room_wanted(&self) -> u64 {
         (self.arena.bytes_max() / 20).max(SEGMENT_BYTES as u64)
@@ -144,7 +161,7 @@ mod tests {
     use super::*;
     use crate::codec::tests::texty;
     use crate::config::{Config, Effort};
-    use crate::layout::{LEAF_PAGES, leaf_key};
+    use crate::layout::{LEAF_PAGES, Shown, leaf_key};
     use pagefold_os::PAGE_SIZE;
 
     #[test]
@@ -170,6 +187,32 @@ mod tests {
             assert!(stores.into_iter().all(|store| store.join().unwrap()));
         });
         assert_eq!(tier.rooms.load(Ordering::Relaxed) - before, 1);
+    }
+
+    #[test]
+    fn what_is_cold_for_days_does_not_look_fresh() {
+        let file = crate::BackingFile::create(&std::env::temp_dir(), 64 << 20).unwrap();
+        let config = Config { bytes_max: 8 << 20, patches: false, ..Config::default() };
+        let tier = Tier::create(config, Some(Box::new(file))).unwrap();
+        tier.store(1, 0, &texty(1), Effort::Dense).unwrap();
+        // The next tick is as many as the age has numbers.
+        for tick in (1..=u64::from(u16::MAX)).filter(|tick| (tick + 1).is_multiple_of(1 << 10)) {
+            tier.tick.store(tick, Ordering::Relaxed);
+            if tick == u64::from(u16::MAX) {
+                tier.store(1, 1, &texty(2), Effort::Dense).unwrap();
+            }
+            tier.tick();
+        }
+        // One of the two.
+        assert_eq!(tier.write_back_now(64), 1);
+        let is_in_file = |page: usize| {
+            let leaf = tier.region(1).unwrap().directory.get(0).unwrap();
+            let Shown::Content(at) = Shown::from_word(tier.arena.leaf(leaf)[page].load(Ordering::Relaxed)) else {
+                panic!("page {page} is not there")
+            };
+            tier.meta(at as usize).is_on_disk()
+        };
+        assert_eq!((is_in_file(0), is_in_file(1)), (true, false));
     }
 
     /// A slab that held leaves when the cleaner listed them may hold contents a moment later, and those may look like a key

@@ -78,7 +78,7 @@ impl Tier {
             disk.keep(self.payload_word(made), meta.len as usize);
         }
         words[made + 1].fetch_or(words[at + 1].load(Ordering::Relaxed) & TRIED, Ordering::Relaxed);
-        self.set_tick(made, at);
+        self.copy_tick(made, at);
         Ok(made)
     }
 }

@@ -106,12 +106,15 @@ impl Tier {
     }
 
     /// Gives `to` the tick of `from`: moving is no use.
-    pub(super) fn set_tick(&self, to: usize, from: usize) {
-        let words = self.arena.words();
+    pub(super) fn copy_tick(&self, to: usize, from: usize) {
+        self.set_tick(to, self.arena.word(from + 2).load(Ordering::Relaxed));
+    }
+
+    /// Gives the content `at` the tick that is in `word2`.
+    pub(super) fn set_tick(&self, at: usize, word2: u64) {
         let ticks = 0xffff << TICK_SHIFT;
-        let tick = words[from + 2].load(Ordering::Relaxed) & ticks;
-        let set = |word| Some(word & !ticks | tick);
-        let _ = words[to + 2].fetch_update(Ordering::Relaxed, Ordering::Relaxed, set);
+        let set = |word| Some(word & !ticks | word2 & ticks);
+        let _ = self.arena.word(at + 2).fetch_update(Ordering::Relaxed, Ordering::Relaxed, set);
     }
 
     pub(super) fn age(&self, word2: u64) -> u16 {

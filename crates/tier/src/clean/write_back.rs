@@ -201,7 +201,7 @@ impl Batch {
                             break;
                         };
                         disk.keep(start, meta.len as usize);
-                        tier.set_tick(stub, seat.at);
+                        tier.copy_tick(stub, seat.at);
                         tier.succeed(seat.at, stub);
                         freed += tier.meta(seat.at).resident_len() as u64;
                         stubs.insert(seat.at, stub);
