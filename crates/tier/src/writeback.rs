@@ -263,7 +263,13 @@ impl Disk {
         let last = offset.checked_add(payload.len() as u64).and_then(|end| end.checked_next_multiple_of(block));
         let blocks = last.and_then(|last| blocks.get_mut().get_mut(..(last - first) as usize));
         let Some(blocks) = blocks else { return Err(io::Error::from_raw_os_error(libc::EINVAL)) };
-        self.file.read(first, blocks)?;
+        // A device may fail once: a path that goes over to another, a sector that is read at the second try.
+        if let Err(error) = self.file.read(first, blocks) {
+            match error.raw_os_error() {
+                Some(libc::EIO) => self.file.read(first, blocks)?,
+                _ => return Err(error),
+            }
+        }
         let start = (offset - first) as usize;
         payload.copy_from_slice(&blocks[start..start + payload.len()]);
         Ok(())
@@ -273,6 +279,49 @@ impl Disk {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A file of which so many reads fail.
+    #[derive(Debug)]
+    struct Failing(AtomicU64, i32);
+
+    impl Backing for Failing {
+        fn write(&self, _: u64, _: &[u8]) -> io::Result<()> {
+            Ok(())
+        }
+
+        fn read(&self, _: u64, blocks: &mut [u8]) -> io::Result<()> {
+            if self.0.load(Ordering::Relaxed) > 0 {
+                self.0.fetch_sub(1, Ordering::Relaxed);
+                return Err(io::Error::from_raw_os_error(self.1));
+            }
+            blocks.fill(7);
+            Ok(())
+        }
+
+        fn discard(&self, _: u64, _: u64) {}
+
+        fn bytes_max(&self) -> u64 {
+            2 << 20
+        }
+
+        fn fd(&self) -> Option<RawFd> {
+            None
+        }
+    }
+
+    #[test]
+    fn a_read_that_fails_is_tried_once_more() {
+        let read = |times, errno| {
+            let disk = Disk::new(Box::new(Failing(AtomicU64::new(times), errno)));
+            let mut payload = [0; 3];
+            let read = disk.read(5000, &mut payload, &mut Blocks::new(2 * BLOCK_BYTES));
+            read.map(|()| payload).map_err(|error| error.raw_os_error())
+        };
+        assert_eq!(read(1, libc::EIO), Ok([7; 3]));
+        assert_eq!(read(2, libc::EIO), Err(Some(libc::EIO)));
+        // Who has to wait for memory asks again itself.
+        assert_eq!(read(1, libc::ENOMEM), Err(Some(libc::ENOMEM)));
+    }
 
     #[test]
     fn segments_are_given_back_when_nothing_in_them_is_wanted() {
