@@ -268,6 +268,9 @@ fn try_step(group: &Group, client: &Arc<Client>, link: &mut ColdLink, buffers: &
     let short = used > SHORT || starved;
     let due = policy.stepped.is_none_or(|at| at.elapsed() >= group.config.tick);
     let tight = short || used > TIGHT;
+    if !short {
+        client.called.store(false, Ordering::Release);
+    }
     if !due && !short {
         return Ok(Step { more, tight });
     }
@@ -314,7 +317,10 @@ fn try_step(group: &Group, client: &Arc<Client>, link: &mut ColdLink, buffers: &
     }
     let runs = policy.oldest(client, ticks, budget)?;
     let gone = put_all(client, link, tier, &runs, Effort::Fast, buffers)?;
-    more |= short && gone > 0;
+    if gone > 0 {
+        more |= short;
+        client.called.store(false, Ordering::Release);
+    }
     Ok(Step { more, tight })
 }
 
@@ -585,6 +591,37 @@ mod tests {
         let asked = pagefold_os::sock::receive(&agent, &mut request, libc::MSG_DONTWAIT);
         assert_eq!(asked.err(), Some(Errno(libc::EAGAIN)), "the agent was asked for pages");
         assert!(!step.more && parked.is_none() && lock(&client.link).is_some());
+    }
+
+    #[test]
+    fn who_is_not_short_any_more_may_call_again() {
+        use std::sync::atomic::AtomicBool;
+        let Some((client, _memory, agent)) = linked(1) else { return };
+        let (_cold, group) = group();
+        let over = AtomicBool::new(false);
+        pagefold_os::sock::set_timeout(&agent, 10).unwrap();
+        let looked = std::thread::scope(|scope| {
+            // It manages nothing.
+            scope.spawn(|| {
+                let mut request = [0; 256];
+                while !over.load(Ordering::Relaxed) {
+                    if let Ok((len, _)) = pagefold_os::sock::receive(&agent, &mut request, 0) {
+                        pagefold_os::sock::send(&agent, &request[..len], &[]).unwrap();
+                    }
+                }
+            });
+            let looks = |starved| {
+                client.starved.store(starved, Ordering::Relaxed);
+                client.called.store(true, Ordering::Relaxed);
+                let step = step(&group, &client, &mut Buffers::new());
+                (step.tight, client.called.load(Ordering::Relaxed))
+            };
+            let looked = [looks(true), looks(false)];
+            over.store(true, Ordering::Relaxed);
+            looked
+        });
+        assert_eq!(looked[0], (true, true), "the pump looks again in any case");
+        assert!(!looked[1].1);
     }
 
     #[test]

@@ -133,6 +133,8 @@ pub(super) struct Client {
     pub leased: AtomicBool,
     /// Memory of the client was refused by the kernel since the last look: its limit is reached.
     pub starved: AtomicBool,
+    /// It called the pump for room, which has not made any yet and looks again soon.
+    pub called: AtomicBool,
     pub policy: Mutex<super::pump::Policy>,
     pub room: Room,
     /// Counts requests that pages be taken away, before each: what was loaded earlier may be old.
@@ -221,6 +223,7 @@ impl Client {
             parked: AtomicBool::new(false),
             leased: AtomicBool::new(false),
             starved: AtomicBool::new(false),
+            called: AtomicBool::new(false),
             policy: Mutex::default(),
             room: Room::of(pid),
             leaving: AtomicU64::new(0),

@@ -81,7 +81,8 @@ impl Client {
                 }
                 std::hint::spin_loop();
             }
-            if self.room.is_short() || self.starved.load(Ordering::Relaxed) {
+            let wants_room = self.room.is_short() || self.starved.load(Ordering::Relaxed);
+            if wants_room && !self.called.swap(true, Ordering::AcqRel) {
                 group.ring();
             }
             if sum == 0 {
@@ -151,5 +152,34 @@ impl Client {
             return (0, 0);
         }
         (served, service.faulter)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::{Cold, Config};
+    use super::super::Pending;
+    use super::super::tests::own;
+    use super::*;
+    use crate::cold::room::tests::limited;
+
+    /// The pump cannot help one that somebody parks: it is called once, and not at each try of the fault.
+    #[test]
+    fn who_waits_for_room_calls_once() {
+        let Some((mut client, memory)) = own(0, 1) else { return };
+        let dir = tempfile::tempdir().unwrap();
+        client.room = limited(dir.path(), 999, 1000);
+        let cold = Cold::new(Config::default(), &dir.path().join("s"));
+        let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
+        lock(&client.service).pending.push(Pending { addr: memory.addr(), write: true, since_ns: 0, want: 0 });
+        let client = Arc::new(client);
+        std::thread::scope(|scope| {
+            scope.spawn(|| client.run(&group));
+            while client.table.head().beat.load(Ordering::Relaxed) < 100 {
+                std::thread::yield_now();
+            }
+            client.gone.store(true, Ordering::Release);
+        });
+        assert_eq!(group.bell.load(Ordering::Relaxed), 1);
     }
 }
