@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering;
 const LOSSES_TOLD: u64 = 16;
 
 /// True if memory was short for the read: nothing is wrong with the bytes.
-fn is_passing(error: &LoadError) -> bool {
+pub(super) fn is_passing(error: &LoadError) -> bool {
     let errno = match error {
         LoadError::ReadBack { source, .. } => source.raw_os_error(),
         _ => None,

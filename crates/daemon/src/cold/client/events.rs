@@ -1,29 +1,17 @@
 //! What the kernel tells of a client's memory: faults, which are kept to be served, and what takes pages away.
 //!
-//! Pages go by discards and unmaps, move by mremap(2), and are copied by forks that nobody saw. All of that is obeyed
-//! before any fault of the same batch is served.
+//! Pages go by discards and unmaps, move by mremap(2), and are copied by forks that nobody saw (`fork`). All of that is
+//! obeyed before any fault of the same batch is served.
 
 use super::{Client, PAGE, Pending, Served, Service};
 use pagefold_agent::cold_table::{FROZEN, OUT, RESIDENT, VOID};
-use pagefold_os::fd::Fd;
-use pagefold_os::uffd::{self, Event, Uffd};
+use pagefold_os::uffd::{self, Event};
 use pagefold_os::{Errno, PAGE_SIZE, Range, sched};
 use pagefold_tier::Tier;
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 /// Events read before the thread looks at anything else.
 const EVENTS: usize = uffd::EVENTS_MAX;
-/// How often the kernel may say that it has no memory for a child's pages, before they are poisoned.
-const REFUSED_MAX: u32 = 1000;
-/// What children may do with their memory before they have it: events, and pauses of 100 us.
-const TRIES_MAX: u32 = 100_000;
-/// Children of children that are given pages at once.
-const FAMILY_MAX: usize = 8;
-/// Children left to wait at most: each costs a descriptor.
-const WITHHELD_MAX: usize = 512;
-/// Pages out that a table may claim beyond those that the tier has.
-const LOST_MAX: u64 = 1 << 16;
 
 impl Client {
     /// Reads what events there are, obeys those that take pages away, and keeps the faults.
@@ -106,82 +94,6 @@ impl Client {
             false
         });
     }
-
-    /// The program forked by a call that nobody saw: the child gets its copies now, before it can miss them.
-    ///
-    /// The child's descriptor is closed then, which makes its memory the kernel's own and wakes it. It runs meanwhile: what
-    /// it discards, moves and forks waits to be read here, and until it is the kernel takes nothing in. A child of the
-    /// child's comes first, for it lacks what that still lacks.
-    fn forked(&self, service: &mut Service, tier: &Tier, fd: i32) {
-        // SAFETY: the kernel makes such a descriptor for us when the event is read.
-        let made = |fd| Uffd::from_fd(unsafe { Fd::from_raw(fd) });
-        let Service { moving, cluster, withheld, .. } = service;
-        let page = &mut cluster[0];
-        // Where the child needs it, and under which address the tier has it.
-        let mut wanted = BTreeMap::new();
-        // A table may claim far more than we want to hold.
-        let mut most = tier.region_pages(self.region) + LOST_MAX;
-        self.table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| {
-            let end = end.min(start + most * PAGE);
-            most -= (end - start) / PAGE;
-            wanted.extend((start..end).step_by(PAGE_SIZE).map(|addr| (addr, addr)));
-        });
-        // Those that the parent still waits for after an mremap(2) are out as well, and nothing at their new place says so.
-        wanted.extend(moving.iter());
-        let mut family = vec![(made(fd), wanted)];
-        let (mut tries, mut refused) = (0, 0);
-        while let Some((child, wanted)) = family.last_mut() {
-            let Some((&to, &from)) = wanted.first_key_value() else {
-                family.pop();
-                continue;
-            };
-            let (_, error) = if refused < REFUSED_MAX && tier.load(self.region, from / PAGE, page).is_ok() {
-                // SAFETY: the page is ours.
-                unsafe { child.copy(to, page.as_ptr() as u64, PAGE, 0) }
-            } else {
-                child.poison(Range::pages_from(to, 1), 0)
-            };
-            let event = match error {
-                Some(Errno(libc::EAGAIN)) => {
-                    let mut event = [Event::Other(0)];
-                    (child.read_events(&mut event) == Ok(1)).then_some(event[0])
-                }
-                Some(Errno(libc::ENOMEM)) => {
-                    refused += 1;
-                    None
-                }
-                // It has ended.
-                Some(Errno(libc::ESRCH)) => {
-                    wanted.clear();
-                    continue;
-                }
-                // Done, or not the child's (MADV_DONTFORK).
-                _ => {
-                    wanted.remove(&to);
-                    continue;
-                }
-            };
-            match event {
-                Some(Event::Remove(range) | Event::Unmap(range)) => drop(take_range(wanted, range)),
-                Some(Event::Remap { from, to }) => move_range(wanted, from, to),
-                Some(Event::Fork(fd)) => {
-                    let wanted = wanted.clone();
-                    family.push((made(fd), wanted));
-                }
-                // A fault waits for its page, or for the end.
-                Some(_) => {}
-                None => std::thread::sleep(Duration::from_micros(100)),
-            }
-            tries += 1;
-            if tries > TRIES_MAX || family.len() > FAMILY_MAX {
-                eprintln!("pagefold: {} ({}): a child of it is left to wait for its pages", self.name, self.pid);
-                withheld.extend(family.drain(..).map(|(child, _)| child));
-                // Whose end is let go reads zeros.
-                withheld.retain(Uffd::is_alive);
-                withheld.truncate(WITHHELD_MAX);
-            }
-        }
-    }
 }
 
 /// Takes the entries of `range` away.
@@ -211,6 +123,7 @@ mod tests {
     use pagefold_os::mem::Mapping;
     use pagefold_os::{Page, fd};
     use std::sync::Mutex;
+    use std::time::Duration;
 
     /// A fork waits for everybody who wants to hear of this process's forks: one at a time.
     static FORKING: Mutex<()> = Mutex::new(());

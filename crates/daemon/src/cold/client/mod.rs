@@ -15,11 +15,12 @@
 //! So no entry is discarded that a page will be asked for.
 //!
 //! `serve` is the thread; it has `events` read and obeyed and `faults` answered, both of which let pages in by
-//! `copy_in`. `reconcile` is what comes before, where a daemon died.
+//! `copy_in`; `fork` gives children theirs. `reconcile` is what comes before, where a daemon died.
 
 mod copy_in;
 mod events;
 mod faults;
+mod fork;
 mod reconcile;
 mod serve;
 

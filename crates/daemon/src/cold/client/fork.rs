@@ -1,0 +1,235 @@
+//! Children by forks that nobody saw, and their children: they get their copies of what is out before they can miss them.
+//!
+//! A child's descriptor is closed when it has them, which makes its memory the kernel's own and wakes it. It runs meanwhile:
+//! what it discards, moves and forks waits to be read here, and until it is the kernel takes nothing in.
+//!
+//! What is out stands in the parent's table, which nobody changes meanwhile. Of a child it is only kept where its memory is
+//! not its parent's any more.
+
+use super::copy_in::is_passing;
+use super::{Client, PAGE, Service};
+use pagefold_agent::cold_table::OUT;
+use pagefold_os::fd::Fd;
+use pagefold_os::uffd::{Event, Uffd};
+use pagefold_os::{Errno, PAGE_SIZE, Page, Range};
+use pagefold_tier::Tier;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// How often memory may be short for children's pages, before they are poisoned.
+const REFUSED_MAX: u32 = 1000;
+/// What children may do with their memory before they have it: events, and pauses.
+const TRIES_MAX: u32 = 100_000;
+const PAUSE: Duration = Duration::from_micros(100);
+/// Children of children that are given pages at once.
+const FAMILY_MAX: usize = 8;
+/// Children left to wait at most: each costs a descriptor.
+const WITHHELD_MAX: usize = 512;
+/// Pages out that a table may claim beyond those that the tier has.
+const LOST_MAX: u64 = 1 << 16;
+/// Beyond every address.
+const END: u64 = 1 << 62;
+
+/// Where a child has what was at its parent's addresses when it was forked: the parts that it has not given up, by where they
+/// began, with the ends of those, and where they begin now.
+#[derive(Clone)]
+struct Places(BTreeMap<u64, (u64, u64)>);
+
+impl Places {
+    /// Everything is where it was.
+    fn new() -> Places {
+        Places(BTreeMap::from([(0, (END, 0))]))
+    }
+
+    /// Where the page that was at `addr` is; `None` if it is given up.
+    fn of(&self, addr: u64) -> Option<u64> {
+        let (start, (end, at)) = self.0.range(..=addr).next_back()?;
+        (addr < *end).then(|| at + (addr - start))
+    }
+
+    /// What is at `range` is given up. Returns its parts, and where each was.
+    fn take(&mut self, range: Range) -> Vec<(u64, Range)> {
+        let parts = self.0.iter().map(|(was, (end, at))| (*was, *end, Range { start: *at, end: at + (end - was) }));
+        let hit: Vec<_> = parts.filter(|(.., part)| !range.is_empty() && part.overlaps(&range)).collect();
+        let cut = |(was, end, part): (u64, u64, Range)| {
+            let taken = Range { start: part.start.max(range.start), end: part.end.min(range.end) };
+            let [first, last] = [taken.start, taken.end].map(|at| was + (at - part.start));
+            self.0.remove(&was);
+            if was < first {
+                self.0.insert(was, (first, part.start));
+            }
+            if last < end {
+                self.0.insert(last, (end, taken.end));
+            }
+            (first, taken)
+        };
+        hit.into_iter().map(cut).collect()
+    }
+
+    /// What is at `from` goes to `to`, in place of what is there.
+    fn move_to(&mut self, from: Range, to: u64) {
+        let moved = self.take(from);
+        self.take(Range { start: to, end: to.saturating_add(from.len()) });
+        let at = |part: Range| to + (part.start - from.start);
+        self.0.extend(moved.into_iter().map(|(was, part)| (was, (was + part.len(), at(part)))));
+    }
+}
+
+struct Child {
+    uffd: Uffd,
+    places: Places,
+}
+
+/// Who is given pages.
+struct Family {
+    children: Vec<Child>,
+    tries: u32,
+    refused: u32,
+}
+
+impl Family {
+    fn of(child: Uffd) -> Family {
+        Family { children: vec![Child { uffd: child, places: Places::new() }], tries: 0, refused: 0 }
+    }
+
+    /// They do too much with their memory.
+    fn is_left_alone(&self) -> bool {
+        self.tries > TRIES_MAX || self.children.len() > FAMILY_MAX
+    }
+
+    /// True if memory may be asked for once more.
+    fn asks_again(&mut self) -> bool {
+        self.refused += 1;
+        std::thread::sleep(PAUSE);
+        self.refused < REFUSED_MAX
+    }
+
+    /// Gives everybody `page`, or SIGBUS if there is none, where they have what was at `was`.
+    fn give(&mut self, was: u64, page: Option<&Page>) {
+        let mut next = 0;
+        while let Some(Child { uffd, places }) = self.children.get_mut(next) {
+            let (_, error) = match (places.of(was), page.filter(|_| self.refused < REFUSED_MAX)) {
+                // SAFETY: the page is ours.
+                (Some(at), Some(page)) => unsafe { uffd.copy(at, page.as_ptr() as u64, PAGE, 0) },
+                (Some(at), None) => uffd.poison(Range::pages_from(at, 1), 0),
+                (None, _) => (0, None),
+            };
+            match error {
+                Some(Errno(libc::EAGAIN)) => {
+                    let mut event = [Event::Other(0)];
+                    match (uffd.read_events(&mut event) == Ok(1)).then_some(event[0]) {
+                        Some(Event::Remove(range) | Event::Unmap(range)) => drop(places.take(range)),
+                        Some(Event::Remap { from, to }) => places.move_to(from, to),
+                        // It lacks what its parent lacks.
+                        Some(Event::Fork(fd)) => {
+                            let places = places.clone();
+                            self.children.push(Child { uffd: made(fd), places });
+                        }
+                        // A fault waits for its page, or for the end.
+                        Some(_) => {}
+                        None => std::thread::sleep(PAUSE),
+                    }
+                }
+                Some(Errno(libc::ENOMEM)) => {
+                    self.asks_again();
+                }
+                // It has ended.
+                Some(Errno(libc::ESRCH)) => drop(self.children.remove(next)),
+                // Done, or not the child's (MADV_DONTFORK).
+                _ => {
+                    next += 1;
+                    continue;
+                }
+            }
+            self.tries += 1;
+            if self.is_left_alone() {
+                return;
+            }
+        }
+    }
+}
+
+/// What the kernel made when the event of a fork was read.
+fn made(fd: i32) -> Uffd {
+    // SAFETY: made for us, and told once.
+    Uffd::from_fd(unsafe { Fd::from_raw(fd) })
+}
+
+impl Client {
+    /// The program forked by a call that nobody saw.
+    pub(super) fn forked(&self, service: &mut Service, tier: &Tier, fd: i32) {
+        let Service { moving, cluster, withheld, .. } = service;
+        let page = &mut cluster[0];
+        let mut family = Family::of(made(fd));
+        let mut give = |was: u64, from: u64| {
+            if family.children.is_empty() || family.is_left_alone() {
+                return;
+            }
+            let is_here = loop {
+                match tier.load(self.region, from / PAGE, page) {
+                    Err(error) if is_passing(&error) && family.asks_again() => {}
+                    loaded => break loaded.is_ok(),
+                }
+            };
+            family.give(was, is_here.then_some(&*page));
+        };
+        // A table may claim far more than there is.
+        let mut most = tier.region_pages(self.region) + LOST_MAX;
+        self.table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| {
+            let end = end.min(start + most * PAGE);
+            most -= (end - start) / PAGE;
+            (start..end).step_by(PAGE_SIZE).for_each(|addr| give(addr, addr));
+        });
+        // Those that the parent still waits for after an mremap(2) are out as well, and nothing at their new place says so.
+        moving.iter().for_each(|(to, from)| give(*to, *from));
+        if family.is_left_alone() {
+            eprintln!("pagefold: {} ({}): a child of it is left to wait for its pages", self.name, self.pid);
+            withheld.extend(family.children.into_iter().map(|child| child.uffd));
+            // Whose end is let go reads zeros.
+            withheld.retain(Uffd::is_alive);
+            withheld.truncate(WITHHELD_MAX);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As many entries as the child has made parts, and each page is where it would be if all were noted.
+    #[test]
+    fn places_are_those_of_every_page() {
+        const PAGES: u64 = 64;
+        let mut state = 1_u64;
+        let mut random = |below: u64| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) % below
+        };
+        for _ in 0..200 {
+            let mut places = Places::new();
+            let mut at: Vec<Option<u64>> = (0..PAGES).map(|page| Some(page * PAGE)).collect();
+            for done in 1..20 {
+                let from = Range::pages_from(random(2 * PAGES) * PAGE, random(9));
+                let to = from.end + random(PAGES) * PAGE;
+                let target = Range { start: to, end: to + from.len() };
+                let is_in = |range: &Range, at: u64| range.start <= at && at < range.end;
+                let moves = random(2) == 0;
+                for place in &mut at {
+                    *place = place.and_then(|at| match moves {
+                        true if is_in(&from, at) => Some(to + (at - from.start)),
+                        true => (!is_in(&target, at)).then_some(at),
+                        false => (!is_in(&from, at)).then_some(at),
+                    });
+                }
+                if moves {
+                    places.move_to(from, to)
+                } else {
+                    drop(places.take(from))
+                }
+                let found: Vec<_> = (0..PAGES).map(|page| places.of(page * PAGE)).collect();
+                assert_eq!(found, at, "{from:?} to {to:#x}: {:?}", places.0);
+                assert!(places.0.len() <= 1 + 3 * done);
+            }
+        }
+    }
+}
