@@ -73,6 +73,8 @@ pub(crate) struct Agent {
     /// Where the agent may run, and where it does if it was called somewhere.
     cpus: sched::Cpus,
     cpu: Option<u64>,
+    /// Processor time of this thread before the connection: earlier ones have told of it.
+    cpu_before_ns: u64,
     /// Pages of the frozen span that the program discarded meanwhile.
     pub(crate) voids: [bool; FREEZE_PAGES_MAX],
 }
@@ -163,6 +165,12 @@ impl Agent {
         // SAFETY: the channel begins with the counters, lives until the process ends or the agent is dropped with
         // no reference left in use, and atomics bear that the daemon writes there too.
         unsafe { &*((self.channel.addr() + CHANNEL_COUNTERS as u64) as *const Counters) }
+    }
+
+    /// Tells the daemon what our work for it costs.
+    fn tell_cpu_time(&self) {
+        let ns = sched::thread_cpu_ns().saturating_sub(self.cpu_before_ns);
+        self.counters().cpu_ns.store(ns, Ordering::Relaxed);
     }
 
     /// Entry `index` of the daemon's list, copied.

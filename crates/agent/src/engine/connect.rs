@@ -206,6 +206,7 @@ fn set_up(channel_fd: Fd, (pagemap, maps): (Fd, Maps), device: Option<&Fd>, left
         growth: Growth::begin(),
         cpus: sched::Cpus::of_thread().unwrap_or(sched::Cpus::NONE),
         cpu: None,
+        cpu_before_ns: sched::thread_cpu_ns(),
         voids: [false; FREEZE_PAGES_MAX],
     };
     agent.hold_merged(is_new);
@@ -234,4 +235,33 @@ fn dump_merged_pages() {
         *byte = b"0123456789abcdef"[nibble as usize];
     }
     let _ = file.write(&out);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A thread that connects again has told the daemon before what it took until then.
+    #[test]
+    fn what_an_agent_costs_is_told_once() {
+        let connect = || {
+            let channel = memfd::create(c"channel", CHANNEL_LEN as u64).unwrap();
+            memfd::add_seals(&channel, memfd::SEAL_SHRINK).unwrap();
+            set_up(channel, open_files().unwrap(), uffd::open_device().ok().as_ref(), &mut None)
+        };
+        let mut told = 0;
+        let began = sched::thread_cpu_ns();
+        for _ in 0..2 {
+            let Ok(agent) = connect() else {
+                eprintln!("SKIPPED: no userfaultfd for us");
+                return;
+            };
+            let before = sched::thread_cpu_ns();
+            while sched::thread_cpu_ns() - before < 50_000_000 {}
+            agent.tell_cpu_time();
+            told += agent.counters().cpu_ns.load(Ordering::Relaxed);
+        }
+        let took = sched::thread_cpu_ns() - began;
+        assert!(told >= 100_000_000 && told <= took, "{told} of {took} ns");
+    }
 }

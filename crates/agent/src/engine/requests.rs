@@ -78,7 +78,7 @@ impl Agent {
                 Ok(count) => answer.count = count as u64,
                 Err(Errno(errno)) => answer.status = errno,
             }
-            self.counters().cpu_ns.store(sched::thread_cpu_ns(), Ordering::Relaxed);
+            self.tell_cpu_time();
             sock::send(socket, answer.bytes(), &[])?;
         }
     }
