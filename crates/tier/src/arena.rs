@@ -572,7 +572,8 @@ impl Arena {
     }
 }
 
-/// Returns a range of the file to the kernel. Failure keeps the memory: nothing else depends on it.
+/// Returns a range of the file to the kernel. Fresh leaves are the zeros that this leaves, and the books have the memory gone: it
+/// does not fail for a memory file that nobody has sealed against writing.
 fn punch(fd: &Fd, offset: u64, len: u64) {
     if len > 0 {
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
