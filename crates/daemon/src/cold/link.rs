@@ -47,11 +47,13 @@ impl ColdLink {
         &self.channel_fd
     }
 
-    fn ask(&mut self, op: Op, count: usize) -> Result<Result<usize, Errno>, Gone> {
+    fn ask(&mut self, op: Op, count: usize) -> Result<usize, Gone> {
         self.ask_with(op, count, 0, 0)
     }
 
-    fn ask_with(&mut self, op: Op, count: usize, a: u64, b: u64) -> Result<Result<usize, Errno>, Gone> {
+    /// Asks, and returns the count of the answer: 0 where the agent refuses, and nothing that stands in the channel is an
+    /// answer then.
+    fn ask_with(&mut self, op: Op, count: usize, a: u64, b: u64) -> Result<usize, Gone> {
         self.sequence += 1;
         let request = Packet { sequence: self.sequence, count: count as u64, a, b, ..Packet::new(op) };
         sock::send(&self.socket, request.bytes(), &[]).map_err(|_| Gone)?;
@@ -62,7 +64,7 @@ impl ColdLink {
             return Err(Gone);
         }
         self.agent_cpu_ns = answer.a;
-        Ok(if answer.status == 0 { Ok(answer.count as usize) } else { Err(Errno(answer.status)) })
+        Ok(if answer.status == 0 { answer.count as usize } else { 0 })
     }
 
     fn put<T: Copy>(&self, index: usize, value: T) {
@@ -77,7 +79,7 @@ impl ColdLink {
         let mut all: Vec<Range> = Vec::new();
         loop {
             let from = all.last().map_or(0, |last| last.end);
-            let count = self.ask_with(Op::Regions, 0, 0, from)?.unwrap_or(0);
+            let count = self.ask_with(Op::Regions, 0, 0, from)?;
             for index in 0..count {
                 let at = CHANNEL_OUT + index * 32;
                 // SAFETY: inside the channel; any bytes are a valid entry of integers.
@@ -105,7 +107,7 @@ impl ColdLink {
     pub(super) fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
         for batch in ranges.chunks(LIST_MAX / 2) {
             batch.iter().enumerate().for_each(|(index, range)| self.put(index, *range));
-            let _ = self.ask(Op::Watch, batch.len())?;
+            self.ask(Op::Watch, batch.len())?;
         }
         Ok(())
     }
@@ -114,7 +116,7 @@ impl ColdLink {
     pub(super) fn release(&mut self, ranges: &[Range]) -> Result<(), Gone> {
         for batch in ranges.chunks(LIST_MAX / 2) {
             batch.iter().enumerate().for_each(|(index, range)| self.put(index, *range));
-            let _ = self.ask(Op::ColdRelease, batch.len())?;
+            self.ask(Op::ColdRelease, batch.len())?;
         }
         Ok(())
     }
@@ -137,7 +139,7 @@ impl ColdLink {
         if !crate::link::populate(&self.channel, first..first + pages) {
             return Ok(());
         }
-        let Ok(end) = self.ask_with(Op::ColdCopy, runs.len(), first as u64, 0)? else { return Ok(()) };
+        let end = self.ask_with(Op::ColdCopy, runs.len(), first as u64, 0)?;
         for (place, (page, have)) in (first..end.min(first + pages)).zip(out.iter_mut().zip(have)) {
             // SAFETY: byte `place` of the answer's list and page `place` lie in the channel. The other side may write
             // meanwhile; then we have a torn copy, which will not equal the page when it is frozen.
@@ -154,7 +156,9 @@ impl ColdLink {
     /// not be moved and are worth another attempt.
     pub(super) fn drop_pages(&mut self, entries: &[DropEntry]) -> Result<Vec<u32>, Gone> {
         entries.iter().enumerate().for_each(|(index, entry)| self.put(index, *entry));
-        let _ = self.ask(Op::ColdDrop, entries.len())?;
+        if self.ask(Op::ColdDrop, entries.len())? == 0 {
+            return Ok(Vec::new());
+        }
         let busy = |place: &u32| {
             // SAFETY: byte `place` of the answer's list lies in the channel.
             unsafe { core::ptr::read_volatile(self.channel.as_ptr().add(CHANNEL_OUT + *place as usize)) == DROP_BUSY }
