@@ -318,6 +318,8 @@ fn who_is_moved_to_another_group_lives_within_its_limit() {
     wait_for("the pages to go", 20, || host.park(client.pid()) > 20_000);
     group.take(client.pid());
     group.limit(48 << 20);
+    // While this goes on nobody but who brings pages back sees where the client is.
+    assert!(host.tool(&["unpark", &client.pid().to_string()]).status.success());
     for command in ["check", "write 3000", "check"] {
         client.does(command);
     }

@@ -125,8 +125,12 @@ struct Place {
 }
 
 /// What a client may still take.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Room {
+    /// Whose groups count, wherever it is moved to; 0 for nobody's.
+    pid: i32,
+    /// Bytes of the host's memory that are available, and all.
+    host: fn() -> (u64, u64),
     place: Mutex<Place>,
     /// Pages that may come back before the next look.
     left: AtomicI64,
@@ -138,14 +142,19 @@ pub(super) struct Room {
 
 impl Room {
     pub fn of(pid: i32) -> Room {
-        let room = Room::default();
-        room.follow(pid);
-        room
+        Room::new(pid, procfs::available_and_total, Place::default())
+    }
+
+    fn new(pid: i32, host: fn() -> (u64, u64), place: Place) -> Room {
+        let (left, free, short) = Default::default();
+        Room { pid, host, place: Mutex::new(place), left, free, short }
     }
 
     /// Looks whether the process is in other control groups by now.
-    pub fn follow(&self, pid: i32) {
-        if let Ok(text) = std::fs::read_to_string(format!("/proc/{pid}/cgroup")) {
+    fn follow(&self) {
+        if self.pid != 0
+            && let Ok(text) = std::fs::read_to_string(format!("/proc/{}/cgroup", self.pid))
+        {
             self.be_at(text, Path::new("/sys/fs/cgroup"));
         }
     }
@@ -159,8 +168,9 @@ impl Room {
         }
     }
 
-    /// The tightest limit of a control group.
+    /// The tightest limit of a control group, of those in which the process is now.
     fn tightest(&self) -> Option<Usage> {
+        self.follow();
         let place = lock(&self.place);
         let usages = place.levels.iter().filter_map(Level::usage);
         usages.max_by(|one, other| one.share().total_cmp(&other.share()))
@@ -168,7 +178,7 @@ impl Room {
 
     /// The tightest of all limits, the host's memory among them.
     pub fn usage(&self) -> Usage {
-        let (available, total) = procfs::available_and_total();
+        let (available, total) = (self.host)();
         let host = Usage { used: total.saturating_sub(available), limit: total };
         self.tightest().filter(|usage| usage.share() > host.share()).unwrap_or(host)
     }
@@ -221,7 +231,8 @@ pub(super) mod tests {
     }
 
     fn at(levels: Vec<Level>) -> Room {
-        Room { place: Mutex::new(Place { levels, ..Place::default() }), ..Room::default() }
+        // Of a host that has everything.
+        Room::new(0, || (1, 1), Place { levels, ..Place::default() })
     }
 
     #[test]
@@ -232,7 +243,7 @@ pub(super) mod tests {
             std::fs::create_dir(&dir).expect("a directory");
             group(&dir, &[("memory.current", &(100 << 20).to_string()), ("memory.max", &format!("{limit}000000"))]);
         }
-        let room = Room::default();
+        let room = at(Vec::new());
         let limit = || room.tightest().map(|usage| usage.limit);
         room.be_at("0::/one\n".into(), root.path());
         assert!(limit() == Some(1_000_000_000) && room.grant(1) == 1 && room.left.load(Ordering::Relaxed) > 0);
@@ -240,13 +251,17 @@ pub(super) mod tests {
         assert_eq!((limit(), room.left.load(Ordering::Relaxed)), (Some(500_000_000), 0));
         room.be_at("1:cpu:/one\n0::/\n".into(), root.path());
         assert_eq!(limit(), None);
-        let own = || lock(&room.place).text.clone();
-        room.follow(std::process::id() as i32);
-        let text = own();
-        assert_eq!(text, std::fs::read_to_string("/proc/self/cgroup").expect("this process has groups"));
+        // Also where nobody but who asks for pages looks.
+        let text = std::fs::read_to_string("/proc/self/cgroup").expect("this process has groups");
+        let room = Room::of(std::process::id() as i32);
+        room.be_at("0::/one\n".into(), root.path());
+        room.grant(1);
+        assert_eq!(lock(&room.place).text, text);
         // Of who has ended nothing is known.
-        room.follow(i32::MAX);
-        assert_eq!(own(), text);
+        let room = Room::of(i32::MAX);
+        room.be_at("0::/one\n".into(), root.path());
+        room.usage();
+        assert_eq!(lock(&room.place).text, "0::/one\n");
     }
 
     #[test]
