@@ -21,8 +21,10 @@ const REFUSED_MAX: u32 = 1000;
 /// What children may do with their memory before they have it: events, and pauses.
 const TRIES_MAX: u32 = 100_000;
 const PAUSE: Duration = Duration::from_micros(100);
-/// Children of children that are given pages at once.
-const FAMILY_MAX: usize = 8;
+/// Parts of their memory that are cut, moved or copied for them meanwhile: so many at most are kept as well.
+const STEPS_MAX: usize = 1 << 18;
+/// Children, and theirs, that are given pages at once: those of a server that has a process for each connection.
+const FAMILY_MAX: usize = WITHHELD_MAX / 2;
 /// Children left to wait at most: each costs a descriptor.
 const WITHHELD_MAX: usize = 512;
 /// Pages out that a table may claim beyond those that the tier has.
@@ -30,48 +32,67 @@ const LOST_MAX: u64 = 1 << 16;
 /// Beyond every address.
 const END: u64 = 1 << 62;
 
-/// Where a child has what was at its parent's addresses when it was forked: the parts that it has not given up, by where they
-/// began, with the ends of those, and where they begin now.
-#[derive(Clone)]
-struct Places(BTreeMap<u64, (u64, u64)>);
+/// Where a child has what was at its parent's addresses when it was forked: the parts that it has not given up.
+#[derive(Clone, Debug)]
+struct Places {
+    /// By where they began, the ends of those, and where they begin now.
+    parts: BTreeMap<u64, (u64, u64)>,
+    /// By where they begin now, where they began.
+    began: BTreeMap<u64, u64>,
+}
 
 impl Places {
     /// Everything is where it was.
     fn new() -> Places {
-        Places(BTreeMap::from([(0, (END, 0))]))
+        Places { parts: BTreeMap::from([(0, (END, 0))]), began: BTreeMap::from([(0, 0)]) }
     }
 
     /// Where the page that was at `addr` is; `None` if it is given up.
     fn of(&self, addr: u64) -> Option<u64> {
-        let (start, (end, at)) = self.0.range(..=addr).next_back()?;
+        let (start, (end, at)) = self.parts.range(..=addr).next_back()?;
         (addr < *end).then(|| at + (addr - start))
+    }
+
+    fn insert(&mut self, was: u64, part: Range) {
+        if !part.is_empty() {
+            self.parts.insert(was, (was + part.len(), part.start));
+            self.began.insert(part.start, was);
+        }
     }
 
     /// What is at `range` is given up. Returns its parts, and where each was.
     fn take(&mut self, range: Range) -> Vec<(u64, Range)> {
-        let parts = self.0.iter().map(|(was, (end, at))| (*was, *end, Range { start: *at, end: at + (end - was) }));
-        let hit: Vec<_> = parts.filter(|(.., part)| !range.is_empty() && part.overlaps(&range)).collect();
-        let cut = |(was, end, part): (u64, u64, Range)| {
+        if range.is_empty() {
+            return Vec::new();
+        }
+        let first = self.began.range(..=range.start).next_back().map_or(range.start, |(at, _)| *at);
+        let parts = self.began.range(first..range.end).map(|(at, was)| {
+            let len = self.parts.get(was).map_or(0, |(end, _)| end - was);
+            (*was, Range { start: *at, end: at + len })
+        });
+        let hit: Vec<_> = parts.filter(|(_, part)| part.overlaps(&range)).collect();
+        let cut = |(was, part): (u64, Range)| {
             let taken = Range { start: part.start.max(range.start), end: part.end.min(range.end) };
             let [first, last] = [taken.start, taken.end].map(|at| was + (at - part.start));
-            self.0.remove(&was);
-            if was < first {
-                self.0.insert(was, (first, part.start));
-            }
-            if last < end {
-                self.0.insert(last, (end, taken.end));
-            }
+            self.parts.remove(&was);
+            self.began.remove(&part.start);
+            self.insert(was, Range { start: part.start, end: taken.start });
+            self.insert(last, Range { start: taken.end, end: part.end });
             (first, taken)
         };
         hit.into_iter().map(cut).collect()
     }
 
-    /// What is at `from` goes to `to`, in place of what is there.
-    fn move_to(&mut self, from: Range, to: u64) {
+    /// What is at `from` goes to `to`, in place of what is there. Returns how many parts that are.
+    fn move_to(&mut self, from: Range, to: u64) -> usize {
         let moved = self.take(from);
-        self.take(Range { start: to, end: to.saturating_add(from.len()) });
-        let at = |part: Range| to + (part.start - from.start);
-        self.0.extend(moved.into_iter().map(|(was, part)| (was, (was + part.len(), at(part)))));
+        let lost = self.take(Range { start: to, end: to.saturating_add(from.len()) });
+        let steps = moved.len() + lost.len();
+        for (was, part) in moved {
+            let start = to + (part.start - from.start);
+            self.insert(was, Range { start, end: start + part.len() });
+        }
+        steps
     }
 }
 
@@ -84,17 +105,18 @@ struct Child {
 struct Family {
     children: Vec<Child>,
     tries: u32,
+    steps: usize,
     refused: u32,
 }
 
 impl Family {
     fn of(child: Uffd) -> Family {
-        Family { children: vec![Child { uffd: child, places: Places::new() }], tries: 0, refused: 0 }
+        Family { children: vec![Child { uffd: child, places: Places::new() }], tries: 0, steps: 0, refused: 0 }
     }
 
     /// They do too much with their memory.
     fn is_left_alone(&self) -> bool {
-        self.tries > TRIES_MAX || self.children.len() > FAMILY_MAX
+        self.tries > TRIES_MAX || self.steps > STEPS_MAX || self.children.len() > FAMILY_MAX
     }
 
     /// True if memory may be asked for once more.
@@ -102,6 +124,23 @@ impl Family {
         self.refused += 1;
         std::thread::sleep(PAUSE);
         self.refused < REFUSED_MAX
+    }
+
+    /// What `event` says that one of them did.
+    fn obey(&mut self, number: usize, event: Event) {
+        let Some(Child { places, .. }) = self.children.get_mut(number) else { return };
+        match event {
+            Event::Remove(range) | Event::Unmap(range) => self.steps += places.take(range).len(),
+            Event::Remap { from, to } => self.steps += places.move_to(from, to),
+            // It lacks what its parent lacks.
+            Event::Fork(fd) => {
+                let places = places.clone();
+                self.steps += places.parts.len();
+                self.children.push(Child { uffd: made(fd), places });
+            }
+            // A fault waits for its page, or for the end.
+            Event::PageFault { .. } | Event::Other(_) => {}
+        }
     }
 
     /// Gives everybody `page`, or SIGBUS if there is none, where they have what was at `was`.
@@ -118,15 +157,7 @@ impl Family {
                 Some(Errno(libc::EAGAIN)) => {
                     let mut event = [Event::Other(0)];
                     match (uffd.read_events(&mut event) == Ok(1)).then_some(event[0]) {
-                        Some(Event::Remove(range) | Event::Unmap(range)) => drop(places.take(range)),
-                        Some(Event::Remap { from, to }) => places.move_to(from, to),
-                        // It lacks what its parent lacks.
-                        Some(Event::Fork(fd)) => {
-                            let places = places.clone();
-                            self.children.push(Child { uffd: made(fd), places });
-                        }
-                        // A fault waits for its page, or for the end.
-                        Some(_) => {}
+                        Some(event) => self.obey(next, event),
                         None => std::thread::sleep(PAUSE),
                     }
                 }
@@ -195,6 +226,7 @@ impl Client {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagefold_os::uffd;
 
     /// As many entries as the child has made parts, and each page is where it would be if all were noted.
     #[test]
@@ -222,14 +254,35 @@ mod tests {
                     });
                 }
                 if moves {
-                    places.move_to(from, to)
+                    places.move_to(from, to);
                 } else {
-                    drop(places.take(from))
+                    places.take(from);
                 }
                 let found: Vec<_> = (0..PAGES).map(|page| places.of(page * PAGE)).collect();
-                assert_eq!(found, at, "{from:?} to {to:#x}: {:?}", places.0);
-                assert!(places.0.len() <= 1 + 3 * done);
+                assert_eq!(found, at, "{from:?} to {to:#x}: {places:?}");
+                assert!(places.parts.len() == places.began.len() && places.parts.len() <= 1 + 3 * done);
             }
         }
+    }
+
+    /// What a child has done to its memory is cut, moved and copied so often, and no more.
+    #[test]
+    fn who_does_too_much_with_its_memory_is_left_alone() {
+        const PARTS: u64 = 1000;
+        let device = uffd::open_device().ok();
+        let Ok(uffd) = Uffd::new(device.as_ref(), 0) else { return eprintln!("SKIPPED: no userfaultfd for us") };
+        let mut family = Family::of(uffd);
+        for part in 0..PARTS {
+            family.obey(0, Event::Remove(Range::pages_from(2 * part * PAGE, 1)));
+        }
+        let (mut from, mut to) = (0, 1 << 40);
+        let mut moves = 0;
+        while !family.is_left_alone() && moves < TRIES_MAX {
+            family.obey(0, Event::Remap { from: Range::pages_from(from, 2 * PARTS), to });
+            std::mem::swap(&mut from, &mut to);
+            moves += 1;
+        }
+        assert!(u64::from(moves) <= STEPS_MAX as u64 / PARTS + 1, "{moves} moves");
+        assert_eq!(family.children[0].places.of(3 * PAGE), Some(3 * PAGE + if moves % 2 == 1 { 1 << 40 } else { 0 }));
     }
 }
