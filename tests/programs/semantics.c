@@ -1462,6 +1462,30 @@ static void flags(void) {
     CHECK(ended_well(child), "the child has memory that is not for children");
 }
 
+// More is said of parts of memory than the agent can know: what it cannot know it must not need.
+static void marks(void) {
+    enum { MARKS = 20000 };
+    struct region r = merged(1024);
+    char *marked = mmap(NULL, 2 * MARKS * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    CHECK(marked != MAP_FAILED, "mmap");
+    for (size_t i = 0; i < MARKS; i++) CHECK(madvise(marked + 2 * i * PAGE, PAGE, MADV_UNMERGEABLE) == 0, "MADV_UNMERGEABLE");
+    check(&r, "after the marks");
+    CHECK(madvise(r.at, 512 * PAGE, MADV_DONTFORK) == 0, "MADV_DONTFORK");
+    CHECK(madvise(r.at + 100 * PAGE, 100 * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED");
+    for (size_t i = 100; i < 200; i++) {
+        CHECK(flag_at(r.at + i * PAGE, " dc"), "page %zu lost DONTFORK", i);
+        CHECK(page_is_zero(r.at + i * PAGE), "page %zu is not zero", i);
+    }
+    for (size_t i = 100; i < 200; i++) fill_page(r.at + i * PAGE, number_of(&r, i));
+    check(&r, "after the discard");
+    CHECK(pool_pages(r.at, r.pages * PAGE) == 0, "%zu pages are the pool's", pool_pages(r.at, r.pages * PAGE));
+    struct region more = fill(1024, 256, 1000);
+    CHECK(madvise(more.at, more.pages * PAGE, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+    nap(1500);
+    CHECK(pool_pages(more.at, more.pages * PAGE) == 0, "there is an agent still");
+    check(&more, "with no agent");
+}
+
 static void huge(void) {
     size_t len = 16 * MIB;
     char *at = mmap(NULL, len + 2 * MIB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -2612,7 +2636,7 @@ static const struct scenario scenarios[] = {
     {"vforks", vforks}, {"vforks-with-less", vforks_with_less}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
     {"dontneed-raw", dontneed_raw}, {"dontneed-hole", dontneed_hole}, {"dontneed-at-a-limit", dontneed_at_a_limit}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
     {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"lock", lock}, {"locks", locks}, {"locks-at-a-limit", locks_at_a_limit}, {"locks-and-children", locks_and_children},
-    {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"seal-and-discard", seal_and_discard}, {"seal-raw", seal_raw}, {"seal-and-discard-raw", seal_and_discard_raw}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"huge", huge},
+    {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"seal-and-discard", seal_and_discard}, {"seal-raw", seal_raw}, {"seal-and-discard-raw", seal_and_discard_raw}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"marks", marks}, {"huge", huge},
     {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"less-with-nobody-there", less_with_nobody_there}, {"privileges-in-handlers", privileges_in_handlers}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},

@@ -40,9 +40,7 @@ pub(crate) fn look_around(looked: &mut u64, me: usize, probe: Option<&Uffd>) -> 
     let (Some(held), Some(probe)) = (SHARED.guard.try_lock(me), probe) else { return true };
     let table = SHARED.tables(&held).table;
     let mut from = 0;
-    while let Some(range) =
-        table.entries().iter().find(|(range, note)| note.tracked && range.end > from).map(|one| one.0)
-    {
+    while let Some(range) = table.first_tracked(from) {
         from = range.end;
         // The kernel takes a range from one descriptor only.
         if probe.register(range, uffd::MODE_WP).is_ok() {

@@ -136,17 +136,12 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
         self.noted(map.range, false);
     }
 
-    /// Adds the parts of `range` whose notes say so; parts without a note if `bare`.
+    /// Adds the parts of `range` whose notes say so; if `bare`, all but those that are to be left alone.
     fn noted(&mut self, range: Range, bare: bool) {
         let mut at = range.start;
         while at < range.end {
-            let index = self.table.entries().partition_point(|(entry, _)| entry.end <= at);
-            let (end, note) = match self.table.entries().get(index) {
-                Some((entry, note)) if entry.start <= at => (entry.end.min(range.end), *note),
-                Some((entry, _)) => (entry.start.min(range.end), Default::default()),
-                None => (range.end, Default::default()),
-            };
-            if !note.is_excluded() && (note.mergeable || bare || self.all && note.seen) {
+            let (end, note) = self.table.stretch(at, range.end);
+            if !self.table.is_lost() && !note.is_excluded() && (note.mergeable || bare || self.all && note.seen) {
                 self.add(Range { start: at, end });
             }
             at = end;

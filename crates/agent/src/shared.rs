@@ -39,12 +39,22 @@ pub struct Shared {
     socket_len: AtomicUsize,
     socket: UnsafeCell<[u8; 108]>,
     domain: UnsafeCell<[u8; 64]>,
+}
+
+// SAFETY: the cells are written before the thread starts.
+unsafe impl Sync for Shared {}
+
+/// What the guard protects; zeros at first, so that it takes no room in the library's file.
+struct Guarded {
     table: UnsafeCell<Table>,
     merged: UnsafeCell<MergedChunks>,
 }
 
-// SAFETY: the cells are written before the thread starts (socket, domain) or while the guard is held (table, merged).
-unsafe impl Sync for Shared {}
+// SAFETY: reached by who holds the guard, and by nobody else.
+unsafe impl Sync for Guarded {}
+
+static GUARDED: Guarded =
+    Guarded { table: UnsafeCell::new(Table::new()), merged: UnsafeCell::new(MergedChunks::new()) };
 
 /// The one state of this process.
 pub static SHARED: Shared = Shared {
@@ -60,8 +70,6 @@ pub static SHARED: Shared = Shared {
     socket_len: AtomicUsize::new(0),
     socket: UnsafeCell::new([0; 108]),
     domain: UnsafeCell::new([0; 64]),
-    table: UnsafeCell::new(Table::new()),
-    merged: UnsafeCell::new(MergedChunks::new()),
 };
 
 /// Access to what the guard protects.
@@ -101,7 +109,7 @@ impl Shared {
         // SAFETY: the guard is held, so nobody else has the tables. A frame of the same thread further out may
         // hold the guard too (a signal handler interrupted it): such frames never keep a borrow across calls
         // that can be interrupted by our own entry points, which are short and allocation-free.
-        unsafe { Tables { _held: held, table: &mut *self.table.get(), merged: &mut *self.merged.get() } }
+        unsafe { Tables { _held: held, table: &mut *GUARDED.table.get(), merged: &mut *GUARDED.merged.get() } }
     }
 
     /// Tells the daemon, at its next look, that the managed ranges changed.

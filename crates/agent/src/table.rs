@@ -1,11 +1,21 @@
 //! What the program told us about its memory: included and excluded ranges, and where merged pages lie.
 //!
 //! Fixed arrays, no allocation. Everything here is touched only while the guard is held.
+//!
+//! What the program asked to be left alone, has locked, marked and the like is never forgotten; what it merely wants managed is,
+//! where there is no room: memory without a note is left alone. Where what is never forgotten takes half the room the agent
+//! leaves ([`CROWDED`]): one call may say something else of every range that is told apart, and of all between them.
 
+use core::sync::atomic::{AtomicBool, Ordering};
 use pagefold_os::Range;
 
-/// Ranges that are told apart at most.
-const RANGES_MAX: usize = 1024;
+/// Ranges that are told apart at most. Costs no memory before it is used.
+const RANGES_MAX: usize = 1 << 14;
+/// Promises that one more call cannot make more than [`RANGES_MAX`].
+const PROMISES_MAX: usize = RANGES_MAX / 2 - 2;
+
+/// A table may soon have no room for what the program says: the agent is to leave before it says more.
+pub static CROWDED: AtomicBool = AtomicBool::new(false);
 
 /// What is known about a range.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,6 +49,16 @@ impl Note {
     pub const fn is_excluded(&self) -> bool {
         self.excluded || self.tracked || self.locked || self.sealed
     }
+
+    /// True if something would go wrong without it. Else nothing is managed that could be, or on pages of another size.
+    const fn is_promise(&self) -> bool {
+        self.is_excluded() || self.dont_fork || self.wipe_on_fork || self.dont_dump
+    }
+
+    /// What of it is a promise.
+    const fn without_wishes(self) -> Note {
+        Note { mergeable: false, seen: false, huge: false, small: false, ..self }
+    }
 }
 
 /// Disjoint ranges with notes, in order of address.
@@ -46,8 +66,10 @@ impl Note {
 pub struct Table {
     entries: [(Range, Note); RANGES_MAX],
     len: usize,
-    /// Ranges that did not fit: the program has more than we follow.
-    pub overflow: u64,
+    /// How many of them are [promises](Note::is_promise).
+    promises: usize,
+    /// A promise did not fit: nobody knows any more what is to be left alone.
+    lost: bool,
 }
 
 const EMPTY: (Range, Note) = (
@@ -70,7 +92,7 @@ const EMPTY: (Range, Note) = (
 impl Table {
     /// Makes an empty table.
     pub const fn new() -> Table {
-        Table { entries: [EMPTY; RANGES_MAX], len: 0, overflow: 0 }
+        Table { entries: [EMPTY; RANGES_MAX], len: 0, promises: 0, lost: false }
     }
 
     /// The ranges.
@@ -78,19 +100,42 @@ impl Table {
         &self.entries[..self.len]
     }
 
+    /// The ranges that end behind `addr`.
+    fn behind(&self, addr: u64) -> &[(Range, Note)] {
+        &self.entries()[self.entries().partition_point(|(entry, _)| entry.end <= addr)..]
+    }
+
+    /// The ranges of which part lies in `range`.
+    fn within(&self, range: Range) -> impl Iterator<Item = &(Range, Note)> {
+        self.behind(range.start).iter().take_while(move |(entry, _)| entry.start < range.end)
+    }
+
     /// The note at `addr`.
     pub fn at(&self, addr: u64) -> Note {
-        let after = self.entries().partition_point(|(range, _)| range.end <= addr);
-        match self.entries().get(after) {
+        match self.behind(addr).first() {
             Some((range, note)) if range.start <= addr => *note,
             _ => Note::default(),
         }
     }
 
+    /// True if part of `range` has a note.
+    pub fn knows(&self, range: Range) -> bool {
+        self.within(range).next().is_some()
+    }
+
+    /// The first range behind `addr` that the program tracks.
+    pub fn first_tracked(&self, addr: u64) -> Option<Range> {
+        self.behind(addr).iter().find(|(_, note)| note.tracked).map(|(range, _)| *range)
+    }
+
+    /// True if nobody knows any more what is to be left alone: all is.
+    pub fn is_lost(&self) -> bool {
+        self.lost
+    }
+
     /// Where the stretch with one note that begins at `addr` ends (at `end` at most), and that note.
     pub fn stretch(&self, addr: u64, end: u64) -> (u64, Note) {
-        let index = self.entries().partition_point(|(entry, _)| entry.end <= addr);
-        match self.entries().get(index) {
+        match self.behind(addr).first() {
             Some((entry, note)) if entry.start <= addr => (entry.end.min(end), *note),
             Some((entry, _)) => (entry.start.min(end), Note::default()),
             None => (end, Note::default()),
@@ -99,39 +144,28 @@ impl Table {
 
     /// True if the program wants part of `range` left alone.
     pub fn excludes(&self, range: Range) -> bool {
-        let first = self.entries().partition_point(|(entry, _)| entry.end <= range.start);
-        self.entries()[first..]
-            .iter()
-            .take_while(|(entry, _)| entry.start < range.end)
-            .any(|(_, note)| note.is_excluded())
+        self.lost || self.within(range).any(|(_, note)| note.is_excluded())
     }
 
     /// Where what is locked begins in `range`.
     pub fn first_locked(&self, range: Range) -> Option<u64> {
-        let locked = |(entry, note): &&(Range, Note)| note.locked && entry.overlaps(&range);
-        self.entries().iter().find(locked).map(|(entry, _)| entry.start.max(range.start))
+        self.within(range).find(|(_, note)| note.locked).map(|(entry, _)| entry.start.max(range.start))
     }
 
     /// True if part of `range` must stay in the mapping that it has: it is locked or sealed.
     pub fn keeps_mapping(&self, range: Range) -> bool {
-        self.entries().iter().any(|(entry, note)| (note.locked || note.sealed) && entry.overlaps(&range))
+        self.within(range).any(|(_, note)| note.locked || note.sealed)
     }
 
     /// Applies `change` to every note in `range`, splitting and adding entries as needed.
     pub fn change(&mut self, range: Range, change: impl Fn(&mut Note)) {
         let mut at = range.start;
         while at < range.end {
-            let index = self.entries().partition_point(|(entry, _)| entry.end <= at);
-            let (piece_end, mut note, inside) = match self.entries().get(index) {
-                Some((entry, note)) if entry.start <= at => (entry.end.min(range.end), *note, true),
-                Some((entry, _)) => (entry.start.min(range.end), Note::default(), false),
-                None => (range.end, Note::default(), false),
-            };
+            let (piece_end, before) = self.stretch(at, range.end);
+            let mut note = before;
             change(&mut note);
-            if inside {
+            if note != before {
                 self.cut(Range { start: at, end: piece_end });
-            }
-            if note != Note::default() {
                 self.put(Range { start: at, end: piece_end }, note);
             }
             at = piece_end;
@@ -141,13 +175,9 @@ impl Table {
     /// Applies `change` to every note that there is.
     pub fn change_noted(&mut self, change: impl Fn(&mut Note)) {
         let mut at = 0;
-        while let Some((range, note)) = self.entries().iter().find(|(range, _)| range.end > at).copied() {
+        while let Some((range, _)) = self.behind(at).first().copied() {
             at = range.end;
-            let mut changed = note;
-            change(&mut changed);
-            if changed != note {
-                self.change(range, |note| *note = changed);
-            }
+            self.change(range, &change);
         }
     }
 
@@ -188,26 +218,23 @@ impl Table {
     }
 
     fn cut(&mut self, range: Range) {
-        let mut index = 0;
-        while index < self.len {
-            let (entry, note) = self.entries[index];
-            if !entry.overlaps(&range) {
-                index += 1;
-                continue;
-            }
-            let left = Range { start: entry.start, end: range.start };
-            let right = Range { start: range.end, end: entry.end };
+        loop {
+            let index = self.entries().partition_point(|(entry, _)| entry.end <= range.start);
+            let Some((entry, note)) = self.entries().get(index).copied().filter(|(entry, _)| entry.start < range.end)
+            else {
+                return;
+            };
             self.remove(index);
-            if !left.is_empty() {
-                self.put(left, note);
-            }
-            if !right.is_empty() {
-                self.put(right, note);
-            }
+            self.put(Range { start: entry.start, end: range.start }, note);
+            self.put(Range { start: range.end, end: entry.end }, note);
         }
     }
 
+    /// Adds `range`, of which nothing has a note, if there is any of it and anything to note.
     fn put(&mut self, mut range: Range, note: Note) {
+        if range.start >= range.end || note == Note::default() {
+            return;
+        }
         let mut index = self.entries().partition_point(|(entry, _)| entry.end <= range.start);
         // Join equal neighbours, so that many small calls do not fill the table.
         if index > 0
@@ -222,15 +249,57 @@ impl Table {
             self.remove(index);
         }
         if self.len == RANGES_MAX {
-            self.overflow += 1;
+            if note.is_promise() {
+                self.put_crowding(range, note);
+            }
             return;
         }
         self.entries.copy_within(index..self.len, index + 1);
         self.entries[index] = (range, note);
         self.len += 1;
+        self.promises += usize::from(note.is_promise());
+        if self.promises > PROMISES_MAX {
+            CROWDED.store(true, Ordering::Release);
+        }
+    }
+
+    /// As [`put`](Self::put), of a promise, at the cost of wishes: there is no room.
+    fn put_crowding(&mut self, range: Range, note: Note) {
+        // Memory that is no longer managed is the least that can be lost.
+        let wishes = self.entries().iter().enumerate().filter(|(_, (_, note))| !note.is_promise());
+        if let Some((least, _)) = wishes.min_by_key(|(_, (range, _))| range.len()) {
+            self.remove(least);
+            self.put(range, note);
+            return;
+        }
+        self.forget_wishes();
+        if self.len == RANGES_MAX {
+            self.lost = true;
+        } else {
+            self.put(range, note.without_wishes());
+        }
+    }
+
+    /// Keeps promises only; neighbours that differed in wishes are one.
+    fn forget_wishes(&mut self) {
+        let mut kept = 0;
+        for index in 0..self.len {
+            let (range, note) = self.entries[index];
+            let note = note.without_wishes();
+            match self.entries[..kept].last_mut() {
+                Some((last, same)) if last.end == range.start && *same == note => last.end = range.end,
+                _ if note == Note::default() => {}
+                _ => {
+                    self.entries[kept] = (range, note);
+                    kept += 1;
+                }
+            }
+        }
+        (self.len, self.promises) = (kept, kept);
     }
 
     fn remove(&mut self, index: usize) {
+        self.promises -= usize::from(self.entries[index].1.is_promise());
         self.entries.copy_within(index + 1..self.len, index);
         self.len -= 1;
     }
@@ -395,7 +464,44 @@ mod tests {
             let disjoint = table.entries().windows(2).all(|pair| pair[0].0.end <= pair[1].0.start);
             assert!(disjoint && table.entries().iter().all(|(range, _)| !range.is_empty()));
         }
-        assert_eq!(table.overflow, 0);
+        assert!(!table.is_lost());
+    }
+
+    #[test]
+    fn a_full_table_forgets_no_promise() {
+        let range = |start: usize, len| Range { start: start as u64, end: start as u64 + len };
+        let promises = |table: &Table| table.entries().iter().filter(|(_, note)| note.is_promise()).count();
+        let mut table = Box::new(Table::new());
+        for at in 0..RANGES_MAX + 9 {
+            table.change(range(10 * at, 5 + u64::from(at == 7)), |note| note.seen = true);
+        }
+        assert_eq!((table.entries().len(), table.at(10 * RANGES_MAX as u64)), (RANGES_MAX, Note::default()));
+        // One that takes a place, and one that takes two: what is cut through.
+        table.change(range(10 * RANGES_MAX, 2), |note| note.locked = true);
+        table.change(range(72, 2), |note| note.dont_fork = true);
+        assert!(table.at(10 * RANGES_MAX as u64).locked && table.at(72).dont_fork && table.at(72).seen);
+        assert!(!table.at(74).dont_fork && table.keeps_mapping(range(10 * RANGES_MAX, 1)));
+        assert_eq!((table.entries().len(), promises(&table)), (RANGES_MAX, 2));
+        assert!(!CROWDED.load(Ordering::Relaxed), "there is room for promises");
+        // Every other one has none of the first, and whatever comes between is known, too.
+        for at in 0..PROMISES_MAX - 2 {
+            table.change(range(10 * at + 100, 3), |note| note.sealed = true);
+        }
+        let known: Vec<u64> = (0..10 * RANGES_MAX as u64 + 100).filter(|&at| table.at(at).is_promise()).collect();
+        assert_eq!((promises(&table), CROWDED.load(Ordering::Relaxed)), (PROMISES_MAX, false));
+        table.change(range(0, 10 * RANGES_MAX as u64 + 100), |note| note.excluded = true);
+        assert!(
+            known.iter().all(|&at| table.at(at).is_promise()) && !table.is_lost() && CROWDED.load(Ordering::Relaxed)
+        );
+        assert!((0..10 * RANGES_MAX as u64 + 100).all(|at| table.excludes(Range { start: at, end: at + 1 })));
+        assert!(!table.excludes(range(20 * RANGES_MAX, 1)));
+        // Whoever goes on all the same is left alone altogether.
+        for at in 0..RANGES_MAX {
+            table.change(range(10 * at + 20 * RANGES_MAX, 1), |note| note.locked = true);
+        }
+        assert!(table.is_lost() && table.excludes(range(100 * RANGES_MAX, 1)));
+        let disjoint = table.entries().windows(2).all(|pair| pair[0].0.end <= pair[1].0.start);
+        assert!(disjoint && promises(&table) == table.promises);
     }
 
     #[test]

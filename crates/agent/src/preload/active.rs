@@ -1,14 +1,16 @@
 //! Whether the program's calls are followed, and by whom: each interposed call asks here first.
 //!
 //! So this is where a child learns that it is one, if nobody saw it forked, and where a thread does what its signal handler had
-//! to leave. Neither happens in the frame that holds the guard for a fork.
+//! to leave. Neither happens in the frame that holds the guard for a fork. And this is where the agent leaves a program that says
+//! too much of its memory to be followed.
 
-use super::away::{AWAY, START};
+use super::away::{AWAY, START, leave_for_good};
 use super::c_library::me;
 use super::privileges;
 use crate::cold;
 use crate::process::{is_new_child, mark_process};
 use crate::shared::{ALL_LOCKED, SHARED};
+use crate::table::CROWDED;
 use core::sync::atomic::{AtomicBool, Ordering};
 
 pub(super) static ACTIVE: AtomicBool = AtomicBool::new(false);
@@ -22,8 +24,16 @@ pub(super) fn active() -> bool {
     }
     if active {
         privileges::renew_if_due();
+        leave_if_crowded();
     }
     active
+}
+
+/// The agent leaves before the program says more about its memory than can be known.
+fn leave_if_crowded() {
+    if CROWDED.load(Ordering::Acquire) && SHARED.phase.load(Ordering::Acquire) < 2 {
+        leave_for_good();
+    }
 }
 
 pub(super) fn managed_all() -> bool {

@@ -11,7 +11,7 @@ use crate::engine::{ask_to_leave_giving_back, start, stop_giving_back};
 use crate::guard::{Guard, Held};
 use crate::maps::pool_mappings;
 use crate::process::is_own_process;
-use crate::shared::{NOTHING, SHARED};
+use crate::shared::{MAY_START, NOTHING, SHARED};
 use core::sync::atomic::{AtomicBool, Ordering};
 use pagefold_os::Range;
 
@@ -114,4 +114,14 @@ pub(super) fn leave_with_all(final_phase: u32) {
     if unmerge(EVERYTHING).is_ok() && pool_mappings(EVERYTHING, |_, _| true) == Ok(false) {
         SHARED.tables(&held).merged.clear();
     }
+}
+
+/// The agent leaves, for good, and merged pages become the program's own: it could not look after them any more.
+pub(super) fn leave_for_good() {
+    if is_own_process() && is_in_the_way() {
+        // It is asked for, and does not come back.
+        MAY_START.store(false, Ordering::Release);
+        return ask_to_leave(true);
+    }
+    leave_with_all(3);
 }

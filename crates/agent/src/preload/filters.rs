@@ -3,7 +3,7 @@
 //! Our threads have the filter too, so a call of theirs that it forbids may end the process. What cannot be read is taken for a
 //! filter that forbids all.
 
-use super::away::{Away, ask_to_leave, is_in_the_way, leave_with_all};
+use super::away::{Away, is_in_the_way, leave_for_good};
 use crate::engine::{start, wait_begun};
 use crate::filter;
 use crate::process::is_own_process;
@@ -19,9 +19,9 @@ pub(super) fn meet_filter(at: u64, all: bool) {
         return;
     }
     let verdict = filter_at(at).filter(|verdict| verdict.stay && (verdict.start || all));
-    let Some(verdict) = verdict else { return leave_for_filter() };
+    let Some(verdict) = verdict else { return leave_for_good() };
     if !verdict.start && is_in_the_way() {
-        return leave_for_filter();
+        return leave_for_good();
     }
     if !verdict.start {
         // Now or never. Who has nothing to merge yet may have later.
@@ -53,15 +53,4 @@ fn filter_at(at: u64) -> Option<filter::Verdict> {
     // SAFETY: page aligned, `count` instructions long, and any bytes are instructions of integers.
     let program = unsafe { core::slice::from_raw_parts(room.as_ptr() as *const libc::sock_filter, count) };
     Some(filter::judge(program))
-}
-
-/// The agent leaves, for good, and merged pages become the program's own: looking after them takes system calls that
-/// the filter may not allow.
-pub(super) fn leave_for_filter() {
-    if is_own_process() && is_in_the_way() {
-        // It is asked for, and does not come back.
-        MAY_START.store(false, Ordering::Release);
-        return ask_to_leave(true);
-    }
-    leave_with_all(3);
 }

@@ -164,10 +164,9 @@ pub unsafe extern "C" fn munmap(addr: *mut c_void, len: usize) -> c_int {
     let held = SHARED.guard.lock(me());
     let result = cold::voiding(range, call);
     if result.is_ok() {
-        let tables = SHARED.tables(&held);
-        let known = tables.table.entries().iter().any(|(entry, _)| entry.overlaps(&range));
-        if known {
-            tables.table.forget(range);
+        let table = SHARED.tables(&held).table;
+        if table.knows(range) {
+            table.forget(range);
             SHARED.changed();
         }
     }
