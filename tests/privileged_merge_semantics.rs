@@ -103,6 +103,8 @@ scenarios! {
     reads_past_the_page_cache: "direct" ;
     registered_buffers: "uring";
     registered_buffers_when_the_agent_leaves: "uring-leaving";
+    registered_buffers_when_mappings_move: "uring-remap";
+    registered_buffers_when_blocks_grow: "uring-realloc" "--all";
     system_calls_on_merged_memory: "system-calls";
     all_memory: "all" "--all";
     memory_of_the_agents_is_left_alone: "all-that-is-listed";

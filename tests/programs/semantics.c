@@ -2216,6 +2216,56 @@ static void uring_leaving(void) {
     }
 }
 
+// Merged memory with a registered buffer in it moves or grows, if it does, with what the device reads.
+static void uring_remap(void) {
+    struct region r = merged(1024);
+    struct ring ring = open_ring();
+    struct iovec buffer = {r.at, 16 * PAGE};
+    int pipe_ends[2];
+    CHECK(pipe(pipe_ends) == 0, "pipe");
+    long done = syscall(SYS_io_uring_register, ring.fd, IORING_REGISTER_BUFFERS, &buffer, 1);
+    if (done != 0 && errno == ENOMEM) SKIP("io_uring buffers are limited here");
+    CHECK(done == 0, "register buffers");
+    for (int round = 0; round < 2; round++) {
+        // The buffer keeps its address, whatever lies there.
+        ring_submit(&ring, pipe_ends[0], (char *)buffer.iov_base + 10 * PAGE, PAGE, 0, 0);
+        char *grown = mremap(r.at, r.pages * PAGE, (r.pages + 64) * PAGE, round ? MREMAP_MAYMOVE : 0);
+        CHECK(grown != MAP_FAILED || errno == ENOMEM, "mremap");
+        if (grown != MAP_FAILED) r.at = grown;
+        char page[PAGE];
+        fill_page(page, 4711 + round);
+        CHECK(write(pipe_ends[1], page, PAGE) == (long)PAGE, "write");
+        CHECK(ring_result(&ring) == (long)PAGE, "read fixed");
+        CHECK(page_is(r.at + 10 * PAGE, 4711 + round), "what was read does not show after mremap, round %d", round);
+        fill_page(r.at + 10 * PAGE, number_of(&r, 10));
+        check(&r, "after reading");
+        if (grown != MAP_FAILED) break;
+    }
+    close(ring.fd);
+}
+
+// A block with a registered buffer in it becomes longer: it is another, or the same with what the device reads.
+static void uring_realloc(void) {
+    struct region r = {malloc(1024 * PAGE), 1024, 256, 1000};
+    CHECK(r.at, "malloc");
+    r.at += PAGE - (size_t)r.at % PAGE;
+    r.pages--;
+    for (size_t i = 0; i < r.pages; i++) fill_page(r.at + i * PAGE, number_of(&r, i));
+    wait_merged(&r, r.pages / 2);
+    struct ring ring = open_ring();
+    struct iovec buffer = {r.at, 16 * PAGE};
+    long done = syscall(SYS_io_uring_register, ring.fd, IORING_REGISTER_BUFFERS, &buffer, 1);
+    if (done != 0 && errno == ENOMEM) SKIP("io_uring buffers are limited here");
+    CHECK(done == 0, "register buffers");
+    char *block = realloc(r.at - (PAGE - 16), 4096 * PAGE), *at = block + PAGE - 16;
+    CHECK(block, "realloc");
+    int moved = at != r.at, file = pattern_file(0);
+    r.at = at;
+    check(&r, "after realloc");
+    CHECK(moved || (ring_read(&ring, file, r.at, PAGE, 0, 0) == (long)PAGE && page_is(r.at, 600)), "what was read does not show");
+    close(ring.fd);
+}
+
 // Buffers registered while they are plain, and (others) when they are merged already: what the device reads must show.
 static void uring(void) {
     struct ring ring = open_ring();
@@ -2640,7 +2690,7 @@ static const struct scenario scenarios[] = {
     {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"less-with-nobody-there", less_with_nobody_there}, {"privileges-in-handlers", privileges_in_handlers}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},
-    {"direct", direct}, {"uring", uring}, {"uring-leaving", uring_leaving}, {"system-calls", system_calls}, {"blocks", blocks}, {"blocks-kept", blocks_kept}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
+    {"direct", direct}, {"uring", uring}, {"uring-leaving", uring_leaving}, {"uring-remap", uring_remap}, {"uring-realloc", uring_realloc}, {"system-calls", system_calls}, {"blocks", blocks}, {"blocks-kept", blocks_kept}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
     {"memory-merge", memory_merge}, {"serve", serve}, {"decay", decay}, {"scatter", scatter}, {"tasks", tasks}, {"mappings", mappings},
 };
 

@@ -564,14 +564,18 @@ pub(crate) fn copy_of(from: u64, len: u64) -> Result<mem::Mapping, Errno> {
     let memory = Fd::open(c"/proc/thread-self/mem", libc::O_RDONLY, 0)?;
     let fresh = mem::Mapping::anonymous(len as usize)?;
     let mut page = [0u8; PAGE_SIZE];
-    for offset in (0..len).step_by(PAGE_SIZE) {
-        if memory.read_at(&mut page, from + offset) != Ok(PAGE_SIZE) {
-            // This way of reading does not wait for a page that is out.
-            if cold::is_out(from + offset) {
+    'pages: for offset in (0..len).step_by(PAGE_SIZE) {
+        let mut tries = 0;
+        // This way of reading does not wait for a page that is out, nor for one of the pool's that the kernel took from here.
+        while memory.read_at(&mut page, from + offset) != Ok(PAGE_SIZE) {
+            if cold::is_out(from + offset) || tries == MOVE_TRIES {
                 return Err(Errno(libc::ENOMEM));
             }
-            guard(fresh.addr() + offset).map_err(|_| Errno(libc::ENOMEM))?;
-            continue;
+            if !comes(from + offset)? {
+                guard(fresh.addr() + offset).map_err(|_| Errno(libc::ENOMEM))?;
+                continue 'pages;
+            }
+            tries += 1;
         }
         // SAFETY: the fresh memory is ours and as long.
         let to = unsafe { fresh.as_ptr().add(offset as usize) };
@@ -584,6 +588,19 @@ pub(crate) fn copy_of(from: u64, len: u64) -> Result<mem::Mapping, Errno> {
         }
     }
     Ok(fresh)
+}
+
+/// Waits for the page at `addr` as an access of the program's does; false if that is a fault.
+///
+/// # Errors
+/// `ENOMEM` if there is no memory for it.
+fn comes(addr: u64) -> Result<bool, Errno> {
+    // SAFETY: reads the page in, changes nothing.
+    match unsafe { mem::advise(addr, PAGE, libc::MADV_POPULATE_READ) } {
+        Ok(()) => Ok(true),
+        Err(Errno(libc::ENOMEM | libc::EAGAIN | libc::EINTR)) => Err(Errno(libc::ENOMEM)),
+        Err(_) => Ok(false),
+    }
 }
 
 /// Makes an access to the page at `addr`, which is ours, a fault, as the program did where its bytes would come from.
@@ -655,6 +672,52 @@ mod tests {
             assert!(!is_zero(&page), "byte {at}");
             page[at] = 0;
         }
+    }
+
+    /// A page of a file that the kernel took from the page table, where who accesses it waits for an answer.
+    #[test]
+    fn a_copy_waits_for_pages_that_are_not_mapped() {
+        let features = uffd::FEATURE_MINOR_SHMEM | uffd::FEATURE_MISSING_SHMEM;
+        let device = uffd::open_device().ok();
+        let Ok(hold) = Uffd::new(device.as_ref(), features) else {
+            return eprintln!("SKIPPED: needs a userfaultfd");
+        };
+        let file = pagefold_os::memfd::create(c"copied", 4 * PAGE).unwrap();
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        let shared = mem::Mapping::file(file.raw(), 0, 4 * PAGE_SIZE, rights, libc::MAP_SHARED).unwrap();
+        let bytes = |at: usize| 1 + (at / 7) as u8 % 250;
+        for at in 0..shared.len() {
+            // SAFETY: inside the mapping.
+            unsafe { shared.as_ptr().add(at).write(bytes(at)) };
+        }
+        let shown = mem::Mapping::file(file.raw(), 0, 4 * PAGE_SIZE, rights, libc::MAP_PRIVATE).unwrap();
+        // SAFETY: the pages are the test's own; a guard is one of the four.
+        let guarded = unsafe { mem::advise(shown.addr() + PAGE, PAGE, mem::MADV_GUARD_INSTALL) }.is_ok();
+        hold.register(Range::pages_from(shown.addr(), 4), uffd::MODE_MISSING | uffd::MODE_MINOR).unwrap();
+        let ends = std::sync::atomic::AtomicBool::new(false);
+        let fresh = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !ends.load(Ordering::Acquire) {
+                    let fd = hold.fd().raw();
+                    let _ = pagefold_os::fd::poll(&mut [libc::pollfd { fd, events: libc::POLLIN, revents: 0 }], 20);
+                    if let Ok(Some(uffd::Event::PageFault { addr, .. })) = hold.read_event() {
+                        let _ = hold.map_cached(Range::pages_from(addr & !(PAGE - 1), 1), 0);
+                    }
+                }
+            });
+            let fresh = copy_of(shown.addr(), 4 * PAGE);
+            ends.store(true, Ordering::Release);
+            fresh
+        });
+        let fresh = fresh.unwrap();
+        for page in (0..4).filter(|page| !guarded || *page != 1) {
+            for at in page * PAGE_SIZE..(page + 1) * PAGE_SIZE {
+                assert!(comes(fresh.addr() + at as u64 / PAGE * PAGE).unwrap(), "page {page} is a guard");
+                // SAFETY: inside the copy, at a page that is there.
+                assert_eq!(unsafe { fresh.as_ptr().add(at).read() }, bytes(at), "byte {at}");
+            }
+        }
+        assert!(!guarded || !comes(fresh.addr() + PAGE).unwrap(), "the guard is lost");
     }
 
     #[test]

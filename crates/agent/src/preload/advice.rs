@@ -9,7 +9,7 @@ use super::alone::without_thread;
 use super::away::wanted;
 use super::c_library::{me, returned};
 use super::mapping::{note, range_of};
-use super::unmerge::{gather_all, gather_unwritable, unmerge};
+use super::unmerge::{gather_ending, gather_unwritable, unmerge};
 use crate::cold;
 use crate::maps::{Maps, pool_mappings};
 use crate::plain::{keep_attributes, replace_merged};
@@ -100,7 +100,7 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
         mem::MADV_GUARD_INSTALL => {
             // Where pages of a file bear marks the kernel tries for ever; and when the guard goes they read zero, so neither
             // what is merged nor what is out may come back. It may refuse, too: until then the bytes stay.
-            let gathered = if merged { gather_all(range).inspect(|()| SHARED.changed()) } else { Ok(()) };
+            let gathered = if merged { gather_ending(range).inspect(|()| SHARED.changed()) } else { Ok(()) };
             gathered.and_then(|()| call(advice)).inspect(|()| {
                 let _ = cold::voiding(range, || call(libc::MADV_DONTNEED));
             })

@@ -150,6 +150,23 @@ fn same_object(a: usize, b: usize) -> bool {
     base(a).is_some() && base(a) == base(b)
 }
 
+/// Another block of `size` bytes with what the `len` of `block` hold, as for one that cannot grow where it is: that cannot be made one
+/// mapping, for a device may have pages of it, say.
+///
+/// # Safety
+/// As realloc(3).
+unsafe fn copy_block(block: *mut c_void, len: usize, size: usize) -> *mut c_void {
+    // SAFETY: no preconditions.
+    let fresh = unsafe { libc::malloc(size) };
+    if !fresh.is_null() {
+        // SAFETY: both blocks are live and as long, and not the same.
+        unsafe { core::ptr::copy_nonoverlapping(block.cast::<u8>(), fresh.cast::<u8>(), len.min(size)) };
+        // SAFETY: the caller gives it up.
+        unsafe { free(block) };
+    }
+    fresh
+}
+
 /// realloc(3): as free(3); a block with a mapping of its own may move by mremap(2) inside the C library.
 ///
 /// # Safety
@@ -168,13 +185,18 @@ pub unsafe extern "C" fn realloc(block: *mut c_void, size: usize) -> *mut c_void
         None => unsafe { call(block, size) },
         Some(range) => {
             let held = SHARED.guard.lock(me());
-            let merged = SHARED.tables(&held).merged.may_overlap(range);
+            // What goes without anything left of it may be the pool's.
+            let merged = size > 0 && SHARED.tables(&held).merged.may_overlap(range);
             // What is out first: gathering copies what is here.
-            let back = cold::before_move(range);
-            if back.and_then(|()| if merged { gather(range) } else { Ok(()) }).is_err() {
+            if cold::before_move(range).is_err() {
                 drop(held);
                 fail(Errno(libc::ENOMEM));
                 return core::ptr::null_mut();
+            }
+            if merged && gather(range).is_err() {
+                drop(held);
+                // SAFETY: as the caller promises.
+                return unsafe { copy_block(block, (range.end - block as u64) as usize, size) };
             }
             // SAFETY: passed on.
             let moved = unsafe { call(block, size) };

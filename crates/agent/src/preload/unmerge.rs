@@ -37,9 +37,14 @@ pub(super) fn unmerge(range: Range) -> Result<()> {
 /// Calls that need this are about memory that nobody else may be writing to at the same time.
 ///
 /// # Errors
-/// `ENOMEM` if there is no memory for it; then nothing has changed.
-#[inline(never)]
+/// `ENOMEM` if there is no memory for it, or a device may have pages of it for good; then nothing has changed.
 pub(super) fn gather(range: Range) -> Result<()> {
+    gather_unless(range, pins::are_registered)
+}
+
+/// As [`gather`]; refused if `pinned` says so where something is to be copied.
+#[inline(never)]
+fn gather_unless(range: Range, pinned: impl Fn() -> bool) -> Result<()> {
     let maps = Maps::open()?;
     // Not on the stack, which may be a small one.
     let room = mem::Mapping::anonymous(8 << 10)?;
@@ -60,10 +65,31 @@ pub(super) fn gather(range: Range) -> Result<()> {
         end = map.range.end;
     })?;
     let Some(rights) = rights.filter(|_| one && (merged || pieces > 1) && end >= range.end) else { return Ok(()) };
+    if pinned() {
+        return Err(Errno(libc::ENOMEM));
+    }
     if voids::overlap(range) {
         // Zeros that are not there yet, which the copy would not wait for.
         cold::read_in(range);
     }
+    // SAFETY: adds a right, and takes it away again: what may not be read could not be waited for.
+    let protect = |rights| unsafe { mem::protect(range.start, range.len(), rights) };
+    let hidden = rights & libc::PROT_READ == 0;
+    if hidden {
+        protect(rights | libc::PROT_READ)?;
+    }
+    replace_by_copy(range, rights).inspect_err(|_| {
+        if hidden {
+            let _ = protect(rights);
+        }
+    })?;
+    let held = SHARED.guard.lock(me());
+    keep_attributes(range, SHARED.tables(&held).table, true);
+    Ok(())
+}
+
+/// Puts a copy of `range` in its place, with `rights`.
+fn replace_by_copy(range: Range, rights: c_int) -> Result<()> {
     let fresh = copy_of(range.start, range.len())?;
     // SAFETY: the fresh memory is ours; nothing is read or written there until it is the program's.
     unsafe { mem::protect(fresh.addr(), range.len(), rights) }?;
@@ -71,8 +97,6 @@ pub(super) fn gather(range: Range) -> Result<()> {
     // SAFETY: replaces what lies there by memory of the same bytes.
     unsafe { mem::remap(fresh.addr(), range.len(), range.len(), flags, range.start) }?;
     core::mem::forget(fresh);
-    let held = SHARED.guard.lock(me());
-    keep_attributes(range, SHARED.tables(&held).table, true);
     Ok(())
 }
 
@@ -91,9 +115,9 @@ fn populate(part: Range) -> Result<()> {
     }
 }
 
-/// [`gather`] for each pool mapping in `range`.
-pub(super) fn gather_all(range: Range) -> Result<()> {
-    for_each_merged(range, |part, _| gather(part))
+/// As [`gather`] for each pool mapping in `range`, whose bytes are about to end: so they do for devices.
+pub(super) fn gather_ending(range: Range) -> Result<()> {
+    for_each_merged(range, |part, _| gather_unless(part, || false))
 }
 
 /// Calls `act` with each pool mapping in `range` and its rights; what failed first is the result.
@@ -118,7 +142,7 @@ pub(super) fn gather_unwritable(range: Range, refused: i32) -> Result<()> {
 /// Makes all that is still shown from the pool the program's own; nobody else may be writing to it.
 pub(super) fn gather_everything() {
     let held = SHARED.guard.lock(me());
-    if !SHARED.tables(&held).merged.is_empty() && gather_all(EVERYTHING).is_ok() {
+    if !SHARED.tables(&held).merged.is_empty() && for_each_merged(EVERYTHING, |part, _| gather(part)).is_ok() {
         SHARED.tables(&held).merged.clear();
     }
 }
