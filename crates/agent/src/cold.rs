@@ -37,6 +37,7 @@ pub(crate) use lease::{ask_end_of_lease, is_leased, threads};
 pub use lost::{KEEPER_SUFFIX, poison_out};
 pub(crate) use serve::{lease, run};
 
+use crate::bell::Bell;
 use crate::cold_table::{OUT, Table};
 use crate::maps::Maps;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -50,6 +51,9 @@ pub static COLD: AtomicBool = AtomicBool::new(false);
 pub static TOLERANCE_PPM: AtomicU64 = AtomicU64::new(0);
 /// Limit of the domain's tier in bytes, if this client is its first; 0 for the daemon's default.
 pub static TIER_MAX: AtomicU64 = AtomicU64::new(0);
+
+/// Wakes the thread where it waits for the daemon.
+pub(crate) static BELL: Bell = Bell::new();
 
 /// Where the table is mapped in this process, 0 if it is not.
 static TABLE: AtomicU64 = AtomicU64::new(0);
@@ -70,7 +74,7 @@ struct Cold {
     hold: Uffd,
     /// True until a daemon has enabled `hold`.
     bare: bool,
-    /// Holds the staging area only, sends no events.
+    /// Holds the staging area, where nobody waits, and the bell.
     mover: Option<Uffd>,
     staging: Option<mem::Mapping>,
     table_fd: Fd,

@@ -20,6 +20,7 @@ pub(crate) use life::start;
 #[cfg(feature = "preload")]
 pub(crate) use life::{REST, ask_to_leave_giving_back, stop, stop_giving_back, wait_begun};
 
+use crate::bell::Bell;
 use crate::channel::{input, write_out};
 use crate::growth::Growth;
 use crate::heap::Heap;
@@ -36,6 +37,9 @@ use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{PAGE_SIZE, Page, Range, mem, sched};
 
 const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Wakes the agent's thread where it waits for the daemon and for events.
+pub(crate) static BELL: Bell = Bell::new();
 
 /// A pool segment that is mapped for comparing.
 struct Segment {

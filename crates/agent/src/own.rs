@@ -4,6 +4,7 @@
 //! who makes such memory stores its place here.
 
 use crate::cold;
+use crate::engine::BELL;
 #[cfg(feature = "preload")]
 use crate::process::ORIGIN;
 use crate::shared::{NOTHING, SHARED};
@@ -29,7 +30,7 @@ pub(crate) static COLD_STAGING: AtomicU64 = AtomicU64::new(0);
 
 /// Memory of ours that looks like the program's, and that the program may give any advice on, as it does who advises all that
 /// its list of mappings shows. It is never managed: an agent that freezes its own stack waits for itself.
-fn own() -> [Range; 8] {
+fn own() -> [Range; 10] {
     let at = |start: &AtomicU64, len: u64| match start.load(Ordering::Relaxed) {
         0 => NOTHING,
         start => Range { start, end: start + len },
@@ -43,6 +44,8 @@ fn own() -> [Range; 8] {
         at(&STAGING, (FREEZE_PAGES_MAX * PAGE_SIZE) as u64),
         at(&COLD_STAGING, (FETCH_PAGES_MAX * PAGE_SIZE) as u64),
         at(&NURSERY, NURSERY_LEN),
+        at(BELL.page().0, BELL.page().1),
+        at(cold::BELL.page().0, cold::BELL.page().1),
         origin_page(),
         statics(),
     ]

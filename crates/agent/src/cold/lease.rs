@@ -30,6 +30,9 @@ pub(crate) fn ask_end_of_lease() {
 #[cfg(feature = "preload")]
 pub(crate) fn end_lease() {
     ask_end_of_lease();
+    if !SECOND.is_gone() {
+        super::BELL.ring();
+    }
     SECOND.wait();
 }
 

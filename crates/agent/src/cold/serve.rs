@@ -7,7 +7,8 @@
 use super::back::{BRINGER, bring_all, bringer_main};
 use super::lease::{LEASE, SECOND, ask_end_of_lease, is_leased};
 use super::lost::Vigil;
-use super::{Cold, Connection, TABLE, TIER_MAX, TOLERANCE_PPM};
+use super::{BELL, Cold, Connection, TABLE, TIER_MAX, TOLERANCE_PPM};
+use crate::bell::Bell;
 use crate::channel::{input, write_out};
 use crate::chores::{leave_if_alone, look_around};
 use crate::cold_table::{self, OUT, Table};
@@ -85,6 +86,7 @@ fn serve_while(phase: &AtomicU32) {
         if goes_on() {
             let _ = pagefold_os::fd::poll(&mut [], RECONNECT_MS);
         }
+        cold.iter().flat_map(|cold| &cold.mover).for_each(Bell::answer);
         if let Some(cold) = cold.take_if(|cold| vigil.is_over(&cold.table)) {
             cold.give_up();
             // Nobody has the memory any more that was leased.
@@ -198,6 +200,7 @@ fn set_up(cold: &mut Option<Cold>, channel_fd: &Fd, device: Option<&Fd>) -> Resu
         let range = Range::pages_from(staging.addr(), FETCH_PAGES_MAX as u64);
         // A move wants its target to be ours; not in missing mode, so that nobody ever waits there.
         mover.register(range, uffd::MODE_WP)?;
+        BELL.hang(&mover);
         COLD_STAGING.store(staging.addr(), Ordering::Relaxed);
         cold.mover = Some(mover);
         cold.staging = Some(staging);
@@ -211,12 +214,21 @@ impl Cold {
         let mut looked = sched::monotonic_ns();
         loop {
             look_around(&mut looked, COLD_AGENT, self.mover.as_ref());
-            let mut polls = [libc::pollfd { fd: connection.socket.raw(), events: libc::POLLIN, revents: 0 }];
-            let ready = pagefold_os::fd::poll(&mut polls, 500)?;
-            if phase.load(Ordering::Acquire) != 1 {
+            let bell = self.mover.as_ref().map_or(-1, |mover| mover.fd().raw());
+            let mut polls =
+                [connection.socket.raw(), bell].map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 });
+            // Who asked before there was a bell did not ring.
+            let goes_on = || phase.load(Ordering::Acquire) == 1;
+            if goes_on() {
+                pagefold_os::fd::poll(&mut polls, 500)?;
+            }
+            if polls[1].revents != 0 {
+                self.mover.iter().for_each(Bell::answer);
+            }
+            if !goes_on() {
                 return Ok(());
             }
-            if ready == 0 {
+            if polls[0].revents == 0 {
                 continue;
             }
             let mut buffer = [0u8; size_of::<Packet>()];
@@ -368,7 +380,8 @@ mod tests {
         let range = Range::pages_from(memory.addr(), 2);
         cold.hold.register(range, uffd::MODE_MISSING | uffd::MODE_WP).unwrap();
         let (socket, _) = std::os::unix::net::UnixStream::pair().unwrap();
-        let socket = std::os::fd::OwnedFd::from(socket).into();
+        // SAFETY: the descriptor is nobody else's.
+        let socket = unsafe { Fd::from_raw(std::os::fd::IntoRawFd::into_raw_fd(socket)) };
         Some((cold, Connection { socket, channel_fd, channel, epoch: 0 }, memory))
     }
 

@@ -4,7 +4,7 @@
 //! us: so the agent that an earlier connection left answers meanwhile, and each step hands its hold on or keeps it. What can
 //! fail comes before that is taken.
 
-use super::Agent;
+use super::{Agent, BELL};
 use crate::chores::leave_if_alone;
 use crate::cold;
 use crate::growth::Growth;
@@ -209,6 +209,9 @@ fn set_up(channel_fd: Fd, (pagemap, maps): (Fd, Maps), device: Option<&Fd>, left
         cpu_before_ns: sched::thread_cpu_ns(),
         voids: [false; FREEZE_PAGES_MAX],
     };
+    if is_new {
+        BELL.hang(&agent.hold);
+    }
     agent.hold_merged(is_new);
     dump_merged_pages();
     Ok(agent)

@@ -6,6 +6,8 @@
 //! The thread may wait for the guard: who holds that must not wait for its end.
 
 use super::Agent;
+#[cfg(feature = "preload")]
+use super::BELL;
 use super::connect::{connect, hold_what_is_merged, wait_or_leave};
 use crate::cold;
 use crate::shared::{ALL_LOCKED, MAY_START, SHARED};
@@ -67,6 +69,9 @@ pub(crate) fn stop(final_phase: u32) {
     // What is lent comes back first.
     cold::end_lease();
     ask_to_leave();
+    // Whichever the thread waits for.
+    BELL.ring();
+    cold::BELL.ring();
     // Asked by us, by the frame that we interrupted, or about to end by itself.
     SHARED.thread.wait();
     // Who gave up meanwhile has given up for good.
@@ -144,6 +149,8 @@ extern "C" fn thread_main() -> ! {
         // The daemon is gone or refused us. What is merged stays merged; a new daemon may come.
         wait_or_leave(left.as_ref(), RECONNECT_MS);
     }
+    // Who has rung need not wait for what comes now.
+    left.iter().for_each(Agent::serve_alone);
     if SHARED.phase.load(Ordering::Acquire) == 2 && !give_back().is_empty() {
         // Who was asked to leave before it began has merged memory to give back all the same, whether there is a daemon or not.
         if MAY_START.load(Ordering::Acquire) {

@@ -38,6 +38,10 @@ impl Agent {
             if looks && SHARED.all.load(Ordering::Relaxed) && self.growth.is_news() {
                 SHARED.changed();
             }
+            // Who asked before there was a bell did not ring.
+            if SHARED.phase.load(Ordering::Acquire) != 1 {
+                return Ok(());
+            }
             let now = sched::monotonic_ns();
             let pause_ms = if now - busy < BUSY_NS { PAUSES_MS[0] } else { PAUSES_MS[1] };
             let mut polls = [

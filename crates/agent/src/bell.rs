@@ -1,0 +1,99 @@
+//! Wakes a thread of ours that waits for its descriptors. The program's threads have none of these, and no signal reaches ours;
+//! but an access to a page that a userfaultfd holds is an event there.
+//!
+//! So each of our threads has such a page with nothing in it. Who rings touches it, and waits until that is answered, or the
+//! descriptor closed. Once touched it rings no more: if it was not by us (but by who touches all memory), our thread finds out
+//! by itself what it is to do, when it looks around the next time.
+
+use core::sync::atomic::{AtomicU64, Ordering};
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::uffd::{self, Uffd};
+use pagefold_os::{PAGE_SIZE, Range, mem};
+
+/// The page, 0 before there is one. A forked child inherits it.
+#[derive(Debug)]
+pub(crate) struct Bell(AtomicU64);
+
+impl Bell {
+    pub(crate) const fn new() -> Bell {
+        Bell(AtomicU64::new(0))
+    }
+
+    /// Where the page is, as start and length; never of the program's.
+    pub(crate) const fn page(&self) -> (&AtomicU64, u64) {
+        (&self.0, PAGE_SIZE as u64)
+    }
+
+    /// Whoever rings is an event of `uffd` from here on, which has not the page yet.
+    pub(crate) fn hang(&self, uffd: &Uffd) {
+        let _ = self.empty_page().and_then(|page| uffd.register(page, uffd::MODE_MISSING));
+    }
+
+    fn empty_page(&self) -> Result<Range> {
+        let page = Range::pages_from(self.0.load(Ordering::Acquire), 1);
+        // SAFETY: the page is ours, and nobody reads what it holds.
+        if page.start != 0 && unsafe { mem::advise(page.start, page.len(), libc::MADV_DONTNEED) }.is_ok() {
+            return Ok(page);
+        }
+        let fresh = mem::Mapping::anonymous(PAGE_SIZE)?;
+        self.0.store(fresh.addr(), Ordering::Release);
+        let page = Range::pages_from(fresh.addr(), 1);
+        core::mem::forget(fresh);
+        Ok(page)
+    }
+
+    /// Reads from `uffd`, which has nothing but pages like this one, that somebody rang, and lets him go on.
+    pub(crate) fn answer(uffd: &Uffd) {
+        while let Ok(Some(event)) = uffd.read_event() {
+            if let uffd::Event::PageFault { addr, .. } = event {
+                let page = Range::pages_from(addr & !(PAGE_SIZE as u64 - 1), 1);
+                if uffd.zero(page, 0).1 == Some(Errno(libc::EEXIST)) {
+                    let _ = uffd.wake(page);
+                }
+            }
+        }
+    }
+
+    /// Has the thread look up from what it waits for. The guard must not be held.
+    #[cfg(any(feature = "preload", test))]
+    pub(crate) fn ring(&self) {
+        let page = self.0.load(Ordering::Acquire);
+        if page != 0 {
+            // SAFETY: reads the page in, if it is still there.
+            let _ = unsafe { mem::advise(page, PAGE_SIZE as u64, libc::MADV_POPULATE_READ) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_waits_is_woken() {
+        let device = uffd::open_device().ok();
+        static BELL: Bell = Bell::new();
+        BELL.ring();
+        for round in 0..3 {
+            let Ok(uffd) = Uffd::new(device.as_ref(), 0) else { return eprintln!("SKIPPED: needs a userfaultfd") };
+            BELL.hang(&uffd);
+            let (say, said) = std::sync::mpsc::channel();
+            // Not scoped: a thread that is stuck must not hold up the test that says so.
+            let waiting = std::thread::spawn(move || {
+                let fd = uffd.fd().raw();
+                // As long as it takes.
+                let ready = pagefold_os::fd::poll(&mut [libc::pollfd { fd, events: libc::POLLIN, revents: 0 }], -1);
+                if round > 0 {
+                    Bell::answer(&uffd);
+                }
+                say.send(ready)
+            });
+            let ringing = std::thread::spawn(|| BELL.ring());
+            assert_eq!(said.recv_timeout(std::time::Duration::from_secs(60)), Ok(Ok(1)), "round {round}");
+            ringing.join().unwrap();
+            assert_eq!(waiting.join().unwrap(), Ok(()));
+            // With nobody there.
+            BELL.ring();
+        }
+    }
+}
