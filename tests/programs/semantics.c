@@ -1416,6 +1416,21 @@ static void wipe_on_fork(void) {
     child = fork();
     if (child == 0) _exit(page_is_zero(r.at) && page_is_zero(r.at + 511 * PAGE) ? 0 : 1);
     CHECK(ended_well(child), "what is to be wiped was not, after mremap");
+    // Whoever advises to merge all that there is means this too.
+    struct region wiped = fill(1024, 256, 1000);
+    madvise(wiped.at, wiped.pages * PAGE, MADV_NOHUGEPAGE);
+    CHECK(madvise(wiped.at, wiped.pages * PAGE, MADV_WIPEONFORK) == 0, "MADV_WIPEONFORK");
+    CHECK(madvise(wiped.at, wiped.pages * PAGE, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+    struct region other = merged(1024);
+    nap(1500);
+    child = fork();
+    if (child == 0) {
+        for (size_t i = 0; i < wiped.pages; i++) CHECK(page_is_zero(wiped.at + i * PAGE), "page %zu is not wiped", i);
+        _exit(0);
+    }
+    CHECK(ended_well(child), "what is to be wiped was merged");
+    check(&wiped, "in the parent");
+    check(&other, "beside");
 }
 
 static int flag_at(void *at, const char *flag) {

@@ -45,14 +45,14 @@ pub struct Note {
 }
 
 impl Note {
-    /// True if the program wants it left alone.
+    /// True if the program wants it left alone, or what it wants cannot be had of the pool's mappings.
     pub const fn is_excluded(&self) -> bool {
-        self.excluded || self.tracked || self.locked || self.sealed
+        self.excluded || self.tracked || self.locked || self.sealed || self.wipe_on_fork
     }
 
     /// True if something would go wrong without it. Else nothing is managed that could be, or on pages of another size.
     const fn is_promise(&self) -> bool {
-        self.is_excluded() || self.dont_fork || self.wipe_on_fork || self.dont_dump
+        self.is_excluded() || self.dont_fork || self.dont_dump
     }
 
     /// What of it is a promise.
