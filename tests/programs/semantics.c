@@ -2423,6 +2423,10 @@ static void blocks_kept(void) {
         CHECK(small[i], "calloc");
         for (size_t j = 0; j < 1024; j++) small[i][j] = 77;
     }
+    // What is not to be dumped is secret.
+    char *secret = (char *)small[SMALL - 1] - 8 * MIB;
+    secret -= (size_t)secret % PAGE;
+    CHECK(madvise(secret, 4 * MIB, MADV_DONTDUMP) == 0, "MADV_DONTDUMP");
     double began = now();
     size_t here, wanted = SMALL;
     char *first = (char *)small[0] - (size_t)small[0] % PAGE, *last = (char *)small[SMALL - 1];
@@ -2430,6 +2434,8 @@ static void blocks_kept(void) {
         CHECK(now() - began < WAIT_MAX, "only %zu of %zu pages of the heap were merged", here, wanted);
         nap(100);
     }
+    nap(1500);
+    CHECK(pool_pages(secret, 4 * MIB) == 0, "%zu secret pages of the heap were merged", pool_pages(secret, 4 * MIB));
     for (size_t i = 0; i < SMALL; i++)
         for (size_t j = 0; j < 1024; j++) CHECK(small[i][j] == 77, "block %zu is wrong", i);
     check(&r, "after all");

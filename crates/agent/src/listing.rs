@@ -141,7 +141,10 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
         let mut at = range.start;
         while at < range.end {
             let (end, note) = self.table.stretch(at, range.end);
-            if !self.table.is_lost() && !note.is_excluded() && (note.mergeable || bare || self.all && note.seen) {
+            if !self.table.is_lost()
+                && !note.is_excluded()
+                && (note.mergeable || bare && !note.dont_dump || self.all && note.seen)
+            {
                 self.add(Range { start: at, end });
             }
             at = end;
