@@ -107,6 +107,7 @@ const WORK: &[Call] = &[
     call(libc::SYS_clock_gettime, [libc::CLOCK_MONOTONIC as u64, P, 0, 0, 0, 0]),
     call(libc::SYS_clock_gettime, [libc::CLOCK_THREAD_CPUTIME_ID as u64, P, 0, 0, 0, 0]),
     call(libc::SYS_sched_yield, [0; 6]),
+    call(libc::SYS_rt_sigprocmask, [libc::SIG_SETMASK as u64, P, P, 8, 0, 0]),
     call(libc::SYS_sched_getaffinity, [0, 1024, P, 0, 0, 0]),
     call(libc::SYS_getpid, [0; 6]),
     call(libc::SYS_brk, [0; 6]),
@@ -123,7 +124,6 @@ const WORK: &[Call] = &[
 
 /// What starting the agent's thread takes.
 const START: &[Call] = &[
-    call(libc::SYS_rt_sigprocmask, [libc::SIG_SETMASK as u64, P, P, 8, 0, 0]),
     call(libc::SYS_clone, [crate::thread::THREAD_FLAGS as u64, P, P, P, 0, 0]),
     call(libc::SYS_close_range, [0, u32::MAX as u64, 0, 0, 0, 0]),
     call(libc::SYS_prctl, [libc::PR_SET_NAME as u64, P, 0, 0, 0, 0]),

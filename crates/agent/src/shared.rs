@@ -9,6 +9,7 @@ use crate::thread::Thread;
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use pagefold_os::Range;
+use pagefold_os::signal::Blocked;
 
 pub(crate) const NOTHING: Range = Range { start: 0, end: 0 };
 
@@ -106,9 +107,9 @@ impl Shared {
 
     /// The tables, for who holds the guard.
     pub fn tables<'a>(&'a self, held: &'a Held<'a>) -> Tables<'a> {
-        // SAFETY: the guard is held, so nobody else has the tables. A frame of the same thread further out may
-        // hold the guard too (a signal handler interrupted it): such frames never keep a borrow across calls
-        // that can be interrupted by our own entry points, which are short and allocation-free.
+        // SAFETY: the guard is held, so nobody else has the tables. A frame of the same thread further out may hold the guard
+        // too (a signal handler interrupted it): no signal comes while the table changes, and what such a frame has read
+        // of it are copies.
         unsafe { Tables { _held: held, table: &mut *GUARDED.table.get(), merged: &mut *GUARDED.merged.get() } }
     }
 
@@ -127,6 +128,13 @@ pub(crate) fn read_settings() -> (&'static [u8], &'static [u8; 64]) {
 
 /// The program has locked all its memory: there is nothing for the agent to do.
 pub(crate) static ALL_LOCKED: AtomicBool = AtomicBool::new(false);
+
+/// Keeps handlers of the calling thread out of the table while that changes: they hold the guard if their thread does. Not where a
+/// filter may forbid it: nothing is managed there any more.
+pub(crate) fn block_signals() -> Option<Blocked> {
+    let phase = SHARED.phase.load(Ordering::Acquire);
+    (phase == 1 || phase == 0 && MAY_START.load(Ordering::Acquire)).then(Blocked::all)
+}
 
 /// What filters of the program's leave the agent (see [`filter`](crate::filter)).
 pub(crate) static MAY_START: AtomicBool = AtomicBool::new(true);

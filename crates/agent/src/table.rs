@@ -1,11 +1,14 @@
 //! What the program told us about its memory: included and excluded ranges, and where merged pages lie.
 //!
-//! Fixed arrays, no allocation. Everything here is touched only while the guard is held.
+//! Fixed arrays, no allocation. Everything here is touched only while the guard is held; as a signal handler holds it if its thread
+//! does, none runs while a table changes.
 //!
 //! What the program asked to be left alone, has locked, marked and the like is never forgotten; what it merely wants managed is,
 //! where there is no room: memory without a note is left alone. Where what is never forgotten takes half the room the agent
 //! leaves ([`CROWDED`]): one call may say something else of every range that is told apart, and of all between them.
 
+#[cfg(not(loom))]
+use crate::shared::block_signals;
 use core::sync::atomic::{AtomicBool, Ordering};
 use pagefold_os::Range;
 
@@ -159,6 +162,8 @@ impl Table {
 
     /// Applies `change` to every note in `range`, splitting and adding entries as needed.
     pub fn change(&mut self, range: Range, change: impl Fn(&mut Note)) {
+        #[cfg(not(loom))]
+        let _blocked = block_signals();
         let mut at = range.start;
         while at < range.end {
             let (piece_end, before) = self.stretch(at, range.end);
@@ -183,6 +188,8 @@ impl Table {
 
     /// Forgets `range`: it was unmapped or replaced.
     pub fn forget(&mut self, range: Range) {
+        #[cfg(not(loom))]
+        let _blocked = block_signals();
         self.cut(range);
     }
 
@@ -502,6 +509,57 @@ mod tests {
         assert!(table.is_lost() && table.excludes(range(100 * RANGES_MAX, 1)));
         let disjoint = table.entries().windows(2).all(|pair| pair[0].0.end <= pair[1].0.start);
         assert!(disjoint && promises(&table) == table.promises);
+    }
+
+    /// A handler changes the table wherever in changing it its thread was.
+    #[test]
+    fn a_handler_changes_the_table_too() {
+        struct Both(core::cell::UnsafeCell<Table>);
+        // SAFETY: one thread uses it, and its handler.
+        unsafe impl Sync for Both {}
+        static TABLE: Both = Both(core::cell::UnsafeCell::new(Table::new()));
+        static DONE: core::sync::atomic::AtomicU64 = core::sync::atomic::AtomicU64::new(0);
+        // SAFETY: as above; a handler does not run while the table changes.
+        let table = || unsafe { &mut *TABLE.0.get() };
+        let mark = move |start: u64, locked: bool| {
+            table().change(Range { start, end: start + 5 }, |note| note.locked = locked)
+        };
+        extern "C" fn handle(_: libc::c_int) {
+            let done = DONE.fetch_add(1, Ordering::Relaxed);
+            // SAFETY: as above.
+            let table = unsafe { &mut *TABLE.0.get() };
+            table.change(Range { start: 7, end: 9 }, |note| note.sealed = done.is_multiple_of(2));
+        }
+        // Long enough for many signals to come while it moves.
+        (1..8000).for_each(|at| mark(at * 10, true));
+        std::thread::spawn(move || {
+            // SAFETY: the handler touches what is this thread's; no other has the timer's signal.
+            unsafe {
+                libc::signal(libc::SIGVTALRM, handle as *const () as libc::sighandler_t);
+                let mut timer: libc::timer_t = core::ptr::null_mut();
+                let mut event: libc::sigevent = core::mem::zeroed();
+                event.sigev_notify = libc::SIGEV_THREAD_ID;
+                event.sigev_signo = libc::SIGVTALRM;
+                event.sigev_notify_thread_id = libc::gettid();
+                assert_eq!(libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut timer), 0);
+                let often = libc::timespec { tv_sec: 0, tv_nsec: 20_000 };
+                let times = libc::itimerspec { it_interval: often, it_value: often };
+                assert_eq!(libc::timer_settime(timer, 0, &times, core::ptr::null_mut()), 0);
+                let deadline = std::time::Instant::now() + std::time::Duration::from_secs(120);
+                while DONE.load(Ordering::Relaxed) < 20_000 && std::time::Instant::now() < deadline {
+                    mark(20, false);
+                    mark(20, true);
+                }
+                libc::timer_delete(timer);
+            }
+            let locked: Vec<u64> = (0..80_000).filter(|&at| table().at(at).locked).collect();
+            let expected: Vec<u64> = (1..8000).flat_map(|at| at * 10..at * 10 + 5).collect();
+            assert!(locked == expected, "{} and {}", locked.len(), expected.len());
+            let sealed = DONE.load(Ordering::Relaxed) % 2 == 1;
+            assert_eq!(table().entries().len(), 7999 + usize::from(sealed));
+        })
+        .join()
+        .unwrap();
     }
 
     #[test]

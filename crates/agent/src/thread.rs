@@ -6,6 +6,7 @@
 
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use pagefold_os::signal::Blocked;
 use pagefold_os::{mem, syscall};
 
 pub(crate) const STACK_LEN: usize = 256 << 10;
@@ -85,13 +86,9 @@ impl Thread {
         }
         let top = (stack + STACK_LEN as u64) & !15;
         // No signal of the program's may ever be delivered to our thread: it inherits a full mask.
-        let all = [u64::MAX];
-        let mut before = [0u64];
-        // SAFETY: the masks are 8 bytes as the kernel wants them.
-        let _ = unsafe { syscall!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr(), 8) };
+        let blocked = Blocked::all();
         let result = clone_thread(THREAD_FLAGS, top, self.id.as_ptr(), main);
-        // SAFETY: restores the caller's mask.
-        let _ = unsafe { syscall!(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK, before.as_ptr(), 0, 8) };
+        drop(blocked);
         result >= 0
     }
 
