@@ -92,6 +92,7 @@ scenarios! {
     a_sandbox_before_there_is_anything_to_merge: "sandbox-first";
     a_sandbox_that_allows_what_the_agent_lists: "sandbox-listed";
     a_program_may_close_everything: "close-all";
+    what_a_program_closes_is_closed: "closed-at-once";
     a_program_may_become_another_user: "identity";
     a_program_may_go_where_there_is_no_proc: "no-proc";
     what_is_given_up_no_thread_keeps: "privileges";

@@ -12,6 +12,7 @@
 #include <linux/io_uring.h>
 #include <linux/seccomp.h>
 #include <linux/userfaultfd.h>
+#include <poll.h>
 #include <pthread.h>
 #include <sched.h>
 #include <setjmp.h>
@@ -1846,6 +1847,31 @@ static void close_all(void) {
     write_all(&r, 11000, "with every descriptor closed");
 }
 
+// The agent's thread is made, but has no processor yet: what the program closes meanwhile is closed.
+static void closed_at_once(void) {
+    struct region r = fill(1024, 256, 1000);
+    madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+    int ends[2];
+    CHECK(pipe(ends) == 0, "pipe");
+    cpu_set_t before, one;
+    CHECK(sched_getaffinity(0, sizeof before, &before) == 0, "sched_getaffinity");
+    CPU_ZERO(&one);
+    CPU_SET(sched_getcpu(), &one);
+    // It comes behind who has it, and to no other.
+    if (sched_setscheduler(0, SCHED_FIFO, &(struct sched_param){.sched_priority = 1}) != 0) SKIP("no right to real time");
+    CHECK(sched_setaffinity(0, sizeof one, &one) == 0, "sched_setaffinity");
+    CHECK(madvise(r.at, r.pages * PAGE, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+    close(ends[1]);
+    struct pollfd end = {.fd = ends[0], .events = POLLIN};
+    int hung = poll(&end, 1, 0) == 1 && end.revents & POLLHUP;
+    CHECK(sched_setaffinity(0, sizeof before, &before) == 0, "sched_setaffinity");
+    CHECK(sched_setscheduler(0, SCHED_OTHER, &(struct sched_param){0}) == 0, "sched_setscheduler");
+    CHECK(hung, "a pipe that was closed is open");
+    close(ends[0]);
+    wait_merged(&r, 700);
+    check(&r, "after all");
+}
+
 // Reads, writes and discards what was merged, and again when it may be merged again.
 static void still_works(struct region *r, uint64_t base, const char *when) {
     check(r, when);
@@ -2710,7 +2736,7 @@ static const struct scenario scenarios[] = {
     {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"seal-and-discard", seal_and_discard}, {"seal-raw", seal_raw}, {"seal-and-discard-raw", seal_and_discard_raw}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"marks", marks}, {"huge", huge},
     {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
-    {"close-all", close_all}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"less-with-nobody-there", less_with_nobody_there}, {"privileges-in-handlers", privileges_in_handlers}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},
+    {"close-all", close_all}, {"closed-at-once", closed_at_once}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"less-with-nobody-there", less_with_nobody_there}, {"privileges-in-handlers", privileges_in_handlers}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},
     {"direct", direct}, {"uring", uring}, {"uring-leaving", uring_leaving}, {"uring-remap", uring_remap}, {"uring-realloc", uring_realloc}, {"system-calls", system_calls}, {"blocks", blocks}, {"blocks-kept", blocks_kept}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
     {"memory-merge", memory_merge}, {"serve", serve}, {"decay", decay}, {"scatter", scatter}, {"tasks", tasks}, {"mappings", mappings},
 };

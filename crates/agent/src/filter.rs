@@ -125,7 +125,7 @@ const WORK: &[Call] = &[
 /// What starting the agent's thread takes.
 const START: &[Call] = &[
     call(libc::SYS_clone, [crate::thread::THREAD_FLAGS as u64, P, P, P, 0, 0]),
-    call(libc::SYS_close_range, [0, u32::MAX as u64, 0, 0, 0, 0]),
+    call(libc::SYS_close_range, [0, u32::MAX as u64, libc::CLOSE_RANGE_UNSHARE as u64, 0, 0, 0]),
     call(libc::SYS_prctl, [libc::PR_SET_NAME as u64, P, 0, 0, 0, 0]),
 ];
 

@@ -1,7 +1,7 @@
 //! Threads of ours, made by a raw clone(2).
 //!
 //! The C library knows nothing of them: no thread-local storage, so no `errno`; no signal of the program's is ever delivered to
-//! one; and its table of descriptors is its own. A thread's number is a word that the kernel clears and wakes when it is gone, a
+//! one; and its table of descriptors is its own as soon as it runs. A thread's number is a word that the kernel clears and wakes when it is gone, a
 //! moment before the kernel has closed what it had open. Its stack stays for the next one.
 
 use core::ffi::CStr;
@@ -13,6 +13,7 @@ pub(crate) const STACK_LEN: usize = 256 << 10;
 
 pub(crate) const THREAD_FLAGS: i32 = libc::CLONE_VM
     | libc::CLONE_FS
+    | libc::CLONE_FILES
     | libc::CLONE_SIGHAND
     | libc::CLONE_THREAD
     | libc::CLONE_SYSVSEM
@@ -154,13 +155,18 @@ fn clone_thread(flags: libc::c_int, top: u64, word: *mut i32, main: extern "C" f
     result
 }
 
-/// What a thread of ours does first; `name` has 15 bytes at most.
-pub(crate) fn begin_thread(name: &CStr) {
-    // Give up every descriptor of who started us: our table is our own since the clone.
-    // SAFETY: numbers only; nothing of ours is open yet.
-    let _ = unsafe { syscall!(libc::SYS_close_range, 0, u32::MAX, 0) };
+/// What a thread of ours does first; `name` has 15 bytes at most. False if it cannot have a table of descriptors for itself: then it
+/// must end.
+///
+/// A copy of the program's table, however short its life, would keep open what the program closes meanwhile, and close it as the
+/// last one does, which may wait.
+#[must_use]
+pub(crate) fn begin_thread(name: &CStr) -> bool {
+    // SAFETY: numbers only. The table is new and empty, or the call fails.
+    let apart = unsafe { syscall!(libc::SYS_close_range, 0, u32::MAX, libc::CLOSE_RANGE_UNSHARE) };
     // SAFETY: names the thread.
     let _ = unsafe { syscall!(libc::SYS_prctl, libc::PR_SET_NAME, name.as_ptr()) };
+    apart.is_ok()
 }
 
 pub(crate) fn exit_thread() -> ! {

@@ -48,8 +48,9 @@ pub(crate) fn lease(give_up: impl FnOnce() -> Result<()>) -> Result<()> {
 }
 
 extern "C" fn second_main() -> ! {
-    begin_thread(c"pagefold-cold");
-    serve_while(&LEASE);
+    if begin_thread(c"pagefold-cold") {
+        serve_while(&LEASE);
+    }
     LEASE.store(0, Ordering::Release);
     // All is to be watched again.
     SHARED.changed();

@@ -8,7 +8,7 @@
 use super::Agent;
 #[cfg(feature = "preload")]
 use super::BELL;
-use super::connect::{connect, hold_what_is_merged, wait_or_leave};
+use super::connect::{connect, give_up, hold_what_is_merged, wait_or_leave};
 use crate::cold;
 use crate::shared::{ALL_LOCKED, MAY_START, SHARED};
 use crate::thread::{begin_thread, exit_thread};
@@ -121,8 +121,14 @@ fn spawn() -> bool {
 
 /// Body of the agent's thread.
 extern "C" fn thread_main() -> ! {
-    begin_thread(c"pagefold-agent");
+    let apart = begin_thread(c"pagefold-agent");
+    if !apart {
+        give_up();
+    }
     BEGUN.store(true, Ordering::Release);
+    if !apart {
+        exit_thread();
+    }
     // Discards of merged pages must be answered whether there is a daemon or not.
     let mut left: Option<Agent> = None;
     hold_what_is_merged(&mut left);
