@@ -78,6 +78,7 @@ scenarios! {
     equal_pages_go_on_behind_the_end_of_a_mapping: "straddle";
     rights_that_change_by_raw_calls: "rights-raw";
     attributes_are_kept: "flags";
+    attributes_are_kept_by_raw_discards: "flags-raw";
     marks_without_end_are_obeyed: "marks";
     huge_pages_are_split_where_it_pays: "huge";
     signals_interrupt_anything: "signals";

@@ -1478,6 +1478,40 @@ static void flags(void) {
     CHECK(ended_well(child), "the child has memory that is not for children");
 }
 
+static void *change_rights_beside(void *end) {
+    char *beside = mmap(NULL, 64 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    while (!atomic_load((atomic_int *)end))
+        for (int i = 0; i < 64; i++) mprotect(beside + i * PAGE, PAGE, i % 2 ? PROT_READ : PROT_READ | PROT_WRITE);
+    munmap(beside, 64 * PAGE);
+    return NULL;
+}
+
+// Bare discards while other threads make calls that are followed.
+static void flags_raw(void) {
+    struct region r = fill(1024, 256, 1000);
+    madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+    CHECK(madvise(r.at, r.pages * PAGE, MADV_DONTFORK) == 0, "MADV_DONTFORK");
+    CHECK(madvise(r.at, r.pages * PAGE, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+    wait_merged(&r, r.pages);
+    // What was mapped a moment ago is not watched yet.
+    nap(500);
+    atomic_int end = 0;
+    pthread_t others[3];
+    for (int i = 0; i < 3; i++) pthread_create(&others[i], NULL, change_rights_beside, &end);
+    for (size_t i = 0; i < r.pages; i += 8)
+        CHECK(raw(SYS_madvise, (long)r.at + i * PAGE, 4 * PAGE, MADV_DONTNEED, 0, 0, 0) == 0, "raw MADV_DONTNEED");
+    for (size_t i = 0; i < r.pages; i++)
+        CHECK(i % 8 < 4 ? page_is_zero(r.at + i * PAGE) : page_is(r.at + i * PAGE, number_of(&r, i)), "page %zu", i);
+    atomic_store(&end, 1);
+    for (int i = 0; i < 3; i++) pthread_join(others[i], NULL);
+    double began = now();
+    for (size_t i = 0; i < r.pages; i += 4)
+        while (!flag_at(r.at + i * PAGE, " dc")) {
+            CHECK(now() - began < WAIT_MAX, "page %zu lost DONTFORK", i);
+            nap(50);
+        }
+}
+
 // More is said of parts of memory than the agent can know: what it cannot know it must not need.
 static void marks(void) {
     enum { MARKS = 20000 };
@@ -2733,7 +2767,7 @@ static const struct scenario scenarios[] = {
     {"vforks", vforks}, {"vforks-with-less", vforks_with_less}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
     {"dontneed-raw", dontneed_raw}, {"dontneed-hole", dontneed_hole}, {"dontneed-at-a-limit", dontneed_at_a_limit}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
     {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"lock", lock}, {"locks", locks}, {"locks-at-a-limit", locks_at_a_limit}, {"locks-and-children", locks_and_children},
-    {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"seal-and-discard", seal_and_discard}, {"seal-raw", seal_raw}, {"seal-and-discard-raw", seal_and_discard_raw}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"marks", marks}, {"huge", huge},
+    {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"seal-and-discard", seal_and_discard}, {"seal-raw", seal_raw}, {"seal-and-discard-raw", seal_and_discard_raw}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"flags-raw", flags_raw}, {"marks", marks}, {"huge", huge},
     {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"closed-at-once", closed_at_once}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"less-with-nobody-there", less_with_nobody_there}, {"privileges-in-handlers", privileges_in_handlers}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},

@@ -7,11 +7,11 @@ use super::{Agent, PAGE};
 use crate::guard::Held;
 use crate::maps::Maps;
 use crate::own::is_nursery;
-use crate::plain::replace_merged;
+use crate::plain::{keep_attributes, replace_merged};
 use crate::shared::{AGENT, SHARED};
 use crate::voids;
 use crate::wire::Counters;
-use core::sync::atomic::Ordering;
+use core::sync::atomic::{AtomicU64, Ordering};
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{Range, mem, pagemap};
@@ -20,7 +20,9 @@ impl Agent {
     /// Takes the guard; serves discards while waiting, for their callers may hold it.
     pub(crate) fn lock_guard(&self) -> Held<'static> {
         let counters = self.counters();
-        SHARED.guard.lock_serving(AGENT, || serve_events(&self.hold, &self.maps, &self.watch, counters))
+        let held = SHARED.guard.lock_serving(AGENT, || serve_events(&self.hold, &self.maps, &self.watch, counters));
+        give_owed(&held);
+        held
     }
 
     /// Watches merged pages for discards that no interposed call shows, and for writes.
@@ -68,11 +70,26 @@ impl Agent {
         while let Ok(Some(event)) = self.hold.read_event() {
             serve_event(&self.hold, &self.maps, None, None, event);
         }
+        SHARED.guard.try_lock(AGENT).iter().for_each(give_owed);
     }
 
     /// Answers the faults and discards that wait.
     pub(crate) fn serve_event(&self, event: uffd::Event) {
         serve_event(&self.hold, &self.maps, Some(&self.watch), Some(self.counters()), event);
+    }
+}
+
+/// From where to where fresh memory came while the table was somebody else's to read: its attributes are owed. The agent's
+/// thread alone has it.
+static OWED: [AtomicU64; 2] = [AtomicU64::new(u64::MAX), AtomicU64::new(0)];
+
+/// Puts attributes where they are [`OWED`]; what lies between has them already.
+fn give_owed(held: &Held<'_>) {
+    let range = Range { start: OWED[0].load(Ordering::Relaxed), end: OWED[1].load(Ordering::Relaxed) };
+    if range.start < range.end {
+        OWED[0].store(u64::MAX, Ordering::Relaxed);
+        OWED[1].store(0, Ordering::Relaxed);
+        keep_attributes(range, SHARED.tables(held).table, false);
     }
 }
 
@@ -97,13 +114,18 @@ fn serve_event(hold: &Uffd, maps: &Maps, watch: Option<&Uffd>, counters: Option<
             // Who discards inside an interposed call holds the guard and waits for us: then the table is not ours to read.
             let held = SHARED.guard.try_lock(AGENT);
             let table = held.as_ref().map(|held| &*SHARED.tables(held).table);
-            let _ = replace_merged(maps, range, watch, table, |part, prot, errno| {
+            let is_known = table.is_some();
+            let replaced = replace_merged(maps, range, watch, table, |part, prot, errno| {
                 // Of what is sealed the kernel discards only what may be written to; a mapping of the pool's it does not know as such.
                 if prot & libc::PROT_WRITE != 0 || errno != Errno(libc::EPERM) {
                     voids::add(part);
                 }
             });
             drop(held);
+            if !is_known && replaced != Ok(false) {
+                OWED[0].fetch_min(range.start, Ordering::Relaxed);
+                OWED[1].fetch_max(range.end, Ordering::Relaxed);
+            }
             let _ = hold.wake(range);
             SHARED.changed();
         }
