@@ -225,6 +225,10 @@ impl Table {
     }
 
     fn cut(&mut self, range: Range) {
+        if range.start >= range.end {
+            // The halves of an entry would join again, for ever.
+            return;
+        }
         loop {
             let index = self.entries().partition_point(|(entry, _)| entry.end <= range.start);
             let Some((entry, note)) = self.entries().get(index).copied().filter(|(entry, _)| entry.start < range.end)
@@ -431,6 +435,9 @@ mod tests {
         assert_eq!((excluded(&table), dont_fork(&table)), (vec![52, 53], vec![58, 59, 60, 61, 62, 63, 64]));
         table.carry(range(50, 65), range(70, 73), false);
         assert_eq!((excluded(&table), dont_fork(&table)), (vec![72], vec![]));
+        // As long as before: nothing goes.
+        table.forget(range(71, 71));
+        assert_eq!((table.at(71).mergeable, excluded(&table)), (true, vec![72]));
     }
 
     #[test]
