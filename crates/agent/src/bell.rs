@@ -2,8 +2,8 @@
 //! but an access to a page that a userfaultfd holds is an event there.
 //!
 //! So each of our threads has such a page with nothing in it. Who rings touches it, and waits until that is answered, or the
-//! descriptor closed. Once touched it rings no more: if it was not by us (but by who touches all memory), our thread finds out
-//! by itself what it is to do, when it looks around the next time.
+//! descriptor closed; its signals are handled meanwhile. Once touched it rings no more: if it was not by us (but by who touches
+//! all memory), our thread finds out by itself what it is to do, when it looks around the next time.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 use pagefold_os::raw::{Errno, Result};
@@ -55,12 +55,17 @@ impl Bell {
     }
 
     /// Has the thread look up from what it waits for. The guard must not be held.
+    ///
+    /// It may not answer before another thread lets go of the guard, or another process does its part. Handlers of signals run
+    /// meanwhile: they do beside an access of a thread's own, not beside one by the kernel.
     #[cfg(any(feature = "preload", test))]
     pub(crate) fn ring(&self) {
         let page = self.0.load(Ordering::Acquire);
-        if page != 0 {
-            // SAFETY: reads the page in, if it is still there.
-            let _ = unsafe { mem::advise(page, PAGE_SIZE as u64, libc::MADV_POPULATE_READ) };
+        // Who takes away all that the list of mappings shows has this, too.
+        // SAFETY: changes no bytes.
+        if page != 0 && unsafe { mem::protect(page, PAGE_SIZE as u64, libc::PROT_READ | libc::PROT_WRITE) }.is_ok() {
+            // SAFETY: the page is there, and ours.
+            unsafe { core::ptr::read_volatile(page as *const u8) };
         }
     }
 }
@@ -95,5 +100,34 @@ mod tests {
             // With nobody there.
             BELL.ring();
         }
+    }
+
+    #[test]
+    fn who_rings_hears_signals() {
+        use std::os::unix::thread::JoinHandleExt as _;
+        static BELL: Bell = Bell::new();
+        static HEARD: core::sync::atomic::AtomicBool = core::sync::atomic::AtomicBool::new(false);
+        extern "C" fn hear(_: libc::c_int) {
+            HEARD.store(true, Ordering::Relaxed);
+        }
+        let Ok(uffd) = Uffd::new(uffd::open_device().ok().as_ref(), 0) else {
+            return eprintln!("SKIPPED: needs a userfaultfd");
+        };
+        BELL.hang(&uffd);
+        // SAFETY: the handler stores a word, and nobody else has the signal.
+        unsafe { libc::signal(libc::SIGUSR1, hear as *const () as libc::sighandler_t) };
+        let ringing = std::thread::spawn(|| BELL.ring());
+        let fd = uffd.fd().raw();
+        let rung = pagefold_os::fd::poll(&mut [libc::pollfd { fd, events: libc::POLLIN, revents: 0 }], 60_000);
+        // SAFETY: the thread waits for us.
+        unsafe { libc::pthread_kill(ringing.as_pthread_t(), libc::SIGUSR1) };
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        while !HEARD.load(Ordering::Relaxed) && std::time::Instant::now() < deadline {
+            crate::thread::yield_now();
+        }
+        let heard = HEARD.load(Ordering::Relaxed);
+        drop(uffd);
+        ringing.join().unwrap();
+        assert_eq!((rung, heard), (Ok(1), true));
     }
 }
