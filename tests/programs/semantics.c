@@ -624,6 +624,22 @@ static void vforks_with_less(void) {
         CHECK(pool_pages(r.at, r.pages * PAGE) > 0, "the child has unmerged its parent");
         CHECK(agent_thread() == before, "the agent is another or gone");
     }
+    // With a filter of its own, which forbids what only we would call.
+    char *small = mmap(NULL, 64 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(small != MAP_FAILED && madvise(small, 64 * PAGE, MADV_MERGEABLE) == 0, "memory");
+    struct sock_filter code[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_rt_sigprocmask, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    struct sock_fprog program = {sizeof code / sizeof *code, code};
+    pid_t child = vfork();
+    if (child == 0) {
+        if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) _exit(1);
+        _exit(munmap(small, 64 * PAGE) == 0 ? 0 : 2);
+    }
+    CHECK(child > 0 && ended_well(child), "vfork, a filter, and munmap");
     check(&r, "after vfork");
     struct region later = merged(1024);
     check(&later, "merged later");

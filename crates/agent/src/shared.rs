@@ -4,6 +4,8 @@
 //! the agent's first thread and never again.
 
 use crate::guard::{Guard, Held};
+#[cfg(feature = "preload")]
+use crate::process::is_own_process;
 use crate::table::{MergedChunks, Table};
 use crate::thread::Thread;
 use core::cell::UnsafeCell;
@@ -130,11 +132,29 @@ pub(crate) fn read_settings() -> (&'static [u8], &'static [u8; 64]) {
 pub(crate) static ALL_LOCKED: AtomicBool = AtomicBool::new(false);
 
 /// Keeps handlers of the calling thread out of the table while that changes: they hold the guard if their thread does. Not where a
-/// filter may forbid it: nothing is managed there any more.
+/// filter may forbid it.
 pub(crate) fn block_signals() -> Option<Blocked> {
-    let phase = SHARED.phase.load(Ordering::Acquire);
-    (phase == 1 || phase == 0 && MAY_START.load(Ordering::Acquire)).then(Blocked::all)
+    may_block().then(Blocked::all)
 }
+
+#[cfg(feature = "preload")]
+fn may_block() -> bool {
+    MAY_BLOCK.load(Ordering::Acquire) && (!CHILD_FILTERED.load(Ordering::Acquire) || is_own_process())
+}
+
+/// Nobody tells us of filters.
+#[cfg(not(feature = "preload"))]
+const fn may_block() -> bool {
+    true
+}
+
+/// False once a filter of the program's may forbid it. The agent has left before, with all that it managed.
+#[cfg(feature = "preload")]
+pub(crate) static MAY_BLOCK: AtomicBool = AtomicBool::new(true);
+
+/// A child that shares our memory has installed a filter, for itself alone; nobody has looked at that.
+#[cfg(feature = "preload")]
+pub(crate) static CHILD_FILTERED: AtomicBool = AtomicBool::new(false);
 
 /// What filters of the program's leave the agent (see [`filter`](crate::filter)).
 pub(crate) static MAY_START: AtomicBool = AtomicBool::new(true);

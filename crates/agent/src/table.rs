@@ -537,6 +537,8 @@ mod tests {
             let table = unsafe { &mut *TABLE.0.get() };
             table.change(Range { start: 7, end: 9 }, |note| note.sealed = done.is_multiple_of(2));
         }
+        // As where the agent leaves, or has given up.
+        crate::shared::SHARED.phase.store(3, Ordering::Relaxed);
         // Long enough for many signals to come while it moves.
         (1..8000).for_each(|at| mark(at * 10, true));
         std::thread::spawn(move || {

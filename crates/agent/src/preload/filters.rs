@@ -7,7 +7,7 @@ use super::away::{Away, is_in_the_way, leave_for_good};
 use crate::engine::{start, wait_begun};
 use crate::filter;
 use crate::process::is_own_process;
-use crate::shared::{MAY_FOLLOW, MAY_START};
+use crate::shared::{CHILD_FILTERED, MAY_BLOCK, MAY_FOLLOW, MAY_START};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::mem;
@@ -16,10 +16,10 @@ use pagefold_os::mem;
 /// it, else leaves. Our thread has it too, by the kernel's hand or since it is replaced.
 pub(super) fn meet_filter(at: u64, all: bool) {
     if !is_own_process() {
-        return;
+        return CHILD_FILTERED.store(true, Ordering::Release);
     }
     let verdict = filter_at(at).filter(|verdict| verdict.stay && (verdict.start || all));
-    let Some(verdict) = verdict else { return leave_for_good() };
+    let Some(verdict) = verdict else { return leave_for_filter() };
     if !verdict.start && is_in_the_way() {
         return leave_for_good();
     }
@@ -32,6 +32,15 @@ pub(super) fn meet_filter(at: u64, all: bool) {
         MAY_START.store(false, Ordering::Release);
     }
     MAY_FOLLOW.fetch_and(verdict.follow, Ordering::AcqRel);
+}
+
+/// The agent leaves for a filter that may forbid anything; what the program's threads do for it is no more than they must.
+pub(super) fn leave_for_filter() {
+    if !is_own_process() {
+        return CHILD_FILTERED.store(true, Ordering::Release);
+    }
+    leave_for_good();
+    MAY_BLOCK.store(false, Ordering::Release);
 }
 
 /// What the filter of the program's at `at` says about us; nothing if it cannot be read, which the kernel will say too.

@@ -3,9 +3,9 @@
 use super::active::active;
 use super::advice::madvise;
 use super::alone::{setns, unshare};
-use super::away::{leave_for_good, wanted};
+use super::away::wanted;
 use super::c_library::fail;
-use super::filters::meet_filter;
+use super::filters::{leave_for_filter, meet_filter};
 use super::fork::{after_fork_child, after_fork_parent, is_fork, may_fork};
 use super::mapping::{mmap, mprotect, mremap, munmap};
 use super::{locks, privileges, seals, userfaultfd};
@@ -29,7 +29,7 @@ pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: u
                     wanted();
                 }
             }
-            libc::PR_SET_SECCOMP if a == libc::SECCOMP_MODE_STRICT as usize => leave_for_good(),
+            libc::PR_SET_SECCOMP if a == libc::SECCOMP_MODE_STRICT as usize => leave_for_filter(),
             libc::PR_SET_SECCOMP if b != 0 => meet_filter(b as u64, false),
             _ => {}
         }
@@ -58,7 +58,7 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
     if active() {
         match number {
             // Libraries probe for it with no filter, or with flags that strict mode does not take: nothing is installed then.
-            libc::SYS_seccomp if a == libc::SECCOMP_SET_MODE_STRICT as usize && b == 0 => leave_for_good(),
+            libc::SYS_seccomp if a == libc::SECCOMP_SET_MODE_STRICT as usize && b == 0 => leave_for_filter(),
             libc::SYS_seccomp if a == libc::SECCOMP_SET_MODE_FILTER as usize && c != 0 => {
                 meet_filter(c as u64, b & libc::SECCOMP_FILTER_FLAG_TSYNC as usize != 0);
             }
