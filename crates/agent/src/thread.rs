@@ -1,8 +1,8 @@
 //! Threads of ours, made by a raw clone(2).
 //!
 //! The C library knows nothing of them: no thread-local storage, so no `errno`; no signal of the program's is ever delivered to
-//! one; and its table of descriptors is its own as soon as it runs. A thread's number is a word that the kernel clears and wakes when it is gone, a
-//! moment before the kernel has closed what it had open. Its stack stays for the next one.
+//! one; and its table of descriptors is its own as soon as it runs. A thread's number is a word that the kernel clears and wakes
+//! when it is gone, a moment before the kernel has closed what it had open. Its stack stays for the next one.
 
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicI32, AtomicU64, Ordering};
@@ -156,13 +156,13 @@ fn clone_thread(flags: libc::c_int, top: u64, word: *mut i32, main: extern "C" f
 }
 
 /// What a thread of ours does first; `name` has 15 bytes at most. False if it cannot have a table of descriptors for itself: then it
-/// must end.
+/// shares the program's still, and must end.
 ///
-/// A copy of the program's table, however short its life, would keep open what the program closes meanwhile, and close it as the
-/// last one does, which may wait.
+/// A copy of the program's table keeps open what the program closes meanwhile, and closes it as the last one does, which FUSE and NFS
+/// answer by a flush that may wait. The kernel makes none of the descriptors from 64 on; the lowest it copies, and closes at once.
 #[must_use]
 pub(crate) fn begin_thread(name: &CStr) -> bool {
-    // SAFETY: numbers only. The table is new and empty, or the call fails.
+    // SAFETY: numbers only. The table is new, and empty when the call is done, or it fails.
     let apart = unsafe { syscall!(libc::SYS_close_range, 0, u32::MAX, libc::CLOSE_RANGE_UNSHARE) };
     // SAFETY: names the thread.
     let _ = unsafe { syscall!(libc::SYS_prctl, libc::PR_SET_NAME, name.as_ptr()) };

@@ -8,7 +8,7 @@
 use super::Agent;
 #[cfg(feature = "preload")]
 use super::BELL;
-use super::connect::{connect, give_up, hold_what_is_merged, wait_or_leave};
+use super::connect::{connect, hold_what_is_merged, wait_or_leave};
 use crate::cold;
 use crate::shared::{ALL_LOCKED, MAY_START, SHARED};
 use crate::thread::{begin_thread, exit_thread};
@@ -42,13 +42,17 @@ pub(crate) fn start() -> bool {
         Ok(_) => {
             let started = spawn();
             if !started {
-                // A lack that may go away, and that children need not have: they are in another namespace of processes, say.
-                let _ = SHARED.phase.compare_exchange(1, 0, Ordering::AcqRel, Ordering::Acquire);
+                not_started();
             }
             started
         }
         Err(phase) => phase == 1,
     }
+}
+
+/// For a lack that may go away, and that children need not have: they are in another namespace of processes, say.
+fn not_started() {
+    let _ = SHARED.phase.compare_exchange(1, 0, Ordering::AcqRel, Ordering::Acquire);
 }
 
 /// Waits until the thread that was started is past its start; at most a second.
@@ -123,7 +127,7 @@ fn spawn() -> bool {
 extern "C" fn thread_main() -> ! {
     let apart = begin_thread(c"pagefold-agent");
     if !apart {
-        give_up();
+        not_started();
     }
     BEGUN.store(true, Ordering::Release);
     if !apart {
