@@ -2497,12 +2497,18 @@ static void blocks_kept(void) {
     for (size_t i = 0; i < SMALL; i++) {
         small[i] = calloc(8, 1024);
         CHECK(small[i], "calloc");
-        for (size_t j = 0; j < 1024; j++) small[i][j] = 77;
     }
-    // What is not to be dumped is secret.
+    // What is not to be dumped is secret, part of the heap or a whole block.
     char *secret = (char *)small[SMALL - 1] - 8 * MIB;
     secret -= (size_t)secret % PAGE;
     CHECK(madvise(secret, 4 * MIB, MADV_DONTDUMP) == 0, "MADV_DONTDUMP");
+    char *hidden = malloc(4 * MIB);
+    CHECK(hidden, "malloc");
+    size_t head = (size_t)hidden % PAGE;
+    CHECK(madvise(hidden - head, head + 4 * MIB, MADV_DONTDUMP) == 0, "MADV_DONTDUMP");
+    memset(hidden, 77, 4 * MIB);
+    for (size_t i = 0; i < SMALL; i++)
+        for (size_t j = 0; j < 1024; j++) small[i][j] = 77;
     double began = now();
     size_t here, wanted = SMALL;
     char *first = (char *)small[0] - (size_t)small[0] % PAGE, *last = (char *)small[SMALL - 1];
@@ -2512,6 +2518,7 @@ static void blocks_kept(void) {
     }
     nap(1500);
     CHECK(pool_pages(secret, 4 * MIB) == 0, "%zu secret pages of the heap were merged", pool_pages(secret, 4 * MIB));
+    CHECK(pool_pages(hidden - head, head + 4 * MIB) == 0, "%zu pages of a secret block were merged", pool_pages(hidden - head, head + 4 * MIB));
     for (size_t i = 0; i < SMALL; i++)
         for (size_t j = 0; j < 1024; j++) CHECK(small[i][j] == 77, "block %zu is wrong", i);
     check(&r, "after all");

@@ -136,14 +136,15 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
         self.noted(map.range, false);
     }
 
-    /// Adds the parts of `range` whose notes say so; if `bare`, all but those that are to be left alone.
+    /// Adds the parts of `range` whose notes say so; if `bare`, all but those that are to be left alone. What is not to be dumped is
+    /// secret: it is managed only if the program asked for just that.
     fn noted(&mut self, range: Range, bare: bool) {
         let mut at = range.start;
         while at < range.end {
             let (end, note) = self.table.stretch(at, range.end);
             if !self.table.is_lost()
                 && !note.is_excluded()
-                && (note.mergeable || bare && !note.dont_dump || self.all && note.seen)
+                && (note.mergeable || !note.dont_dump && (bare || self.all && note.seen))
             {
                 self.add(Range { start: at, end });
             }

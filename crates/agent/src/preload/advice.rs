@@ -128,11 +128,7 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
             libc::MADV_DONTFORK => tables.table.change(range, |note| note.dont_fork = true),
             libc::MADV_DOFORK => tables.table.change(range, |note| note.dont_fork = false),
             libc::MADV_KEEPONFORK => tables.table.change(range, |note| note.wipe_on_fork = false),
-            // What must not be dumped is secret: it is managed only if the program asked for just that.
-            libc::MADV_DONTDUMP => tables.table.change(range, |note| {
-                note.dont_dump = true;
-                note.seen = false;
-            }),
+            libc::MADV_DONTDUMP => tables.table.change(range, |note| note.dont_dump = true),
             libc::MADV_DODUMP => tables.table.change(range, |note| note.dont_dump = false),
             libc::MADV_HUGEPAGE => tables.table.change(range, |note| (note.huge, note.small) = (true, false)),
             libc::MADV_NOHUGEPAGE => tables.table.change(range, |note| (note.huge, note.small) = (false, true)),
