@@ -9,7 +9,7 @@ use crate::cold_table::{OUT, Table};
 use crate::maps::Maps;
 use crate::shared::{COLD_AGENT, SHARED};
 use crate::thread::{Thread, begin_thread, exit_thread};
-use core::sync::atomic::Ordering;
+use core::sync::atomic::{AtomicBool, Ordering};
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{PAGE_SIZE, Range, mem};
 
@@ -76,10 +76,25 @@ pub(super) const EVERYTHING: Range = Range { start: 0, end: u64::MAX >> 1 };
 /// The thread that touches what an agent that leaves has brought back.
 pub(super) static BRINGER: Thread = Thread::new();
 
-/// Its body.
-pub(super) extern "C" fn bringer_main() -> ! {
+/// It has touched everything.
+static BROUGHT: AtomicBool = AtomicBool::new(false);
+
+/// Starts [`BRINGER`] and has `wait` called until it is gone; false if it has not touched everything.
+pub(super) fn bring_aside(mut wait: impl FnMut()) -> bool {
+    BROUGHT.store(false, Ordering::Relaxed);
+    if !BRINGER.start(bringer_main) {
+        return false;
+    }
+    while !BRINGER.is_gone() {
+        wait();
+    }
+    BROUGHT.load(Ordering::Acquire)
+}
+
+extern "C" fn bringer_main() -> ! {
     begin_thread(c"pagefold-back");
     bring_all();
+    BROUGHT.store(true, Ordering::Release);
     exit_thread()
 }
 

@@ -36,6 +36,16 @@ pub(super) struct Vigil {
 }
 
 impl Vigil {
+    /// One that takes nothing for life but what comes from now on.
+    pub(super) fn over(table: &Table) -> Vigil {
+        Vigil { beat: table.head().beat.load(Ordering::Acquire), ..Vigil::default() }
+    }
+
+    /// Nobody was there at the last look.
+    pub(super) fn is_alone(&self) -> bool {
+        self.alone_ns != 0
+    }
+
     /// Somebody is there.
     pub(super) fn begin_anew(&mut self) {
         self.alone_ns = 0;
@@ -55,7 +65,7 @@ impl Vigil {
                 self.alone_ns = now;
             }
         }
-        self.alone_ns != 0 && now - self.alone_ns > LOST_NS
+        self.is_alone() && now - self.alone_ns > LOST_NS
     }
 }
 

@@ -4,14 +4,14 @@
 //! ([`lease`]). What hangs on the userfaultfd and the table outlives each connection: a daemon that is replaced finds both.
 //! So they end only when everything is back, or when nobody lives who could bring it back.
 
-use super::back::{BRINGER, bring_all, bringer_main};
+use super::back::{bring_all, bring_aside};
 use super::lease::{LEASE, SECOND, ask_end_of_lease, is_leased};
 use super::lost::Vigil;
 use super::{BELL, Cold, Connection, TABLE, TIER_MAX, TOLERANCE_PPM};
 use crate::bell::Bell;
 use crate::channel::{input, write_out};
 use crate::chores::{leave_if_alone, look_around};
-use crate::cold_table::{self, OUT, Table};
+use crate::cold_table::{self, OUT, PACT_AGENT, Table};
 use crate::engine::{TAKEN_MS, wait_for_answer};
 use crate::listing::{for_each_plain, list_plain};
 use crate::maps::Maps;
@@ -29,6 +29,11 @@ const PAGE: u64 = PAGE_SIZE as u64;
 
 /// Pause between attempts to reach a daemon, in milliseconds.
 const RECONNECT_MS: i32 = 50;
+
+/// How long who leaves waits for the pact at a time, in milliseconds, and how often: in all longer than daemon and keeper must be
+/// out of reach until they count as gone.
+const SETTLE_MS: u32 = 100;
+const SETTLE_TRIES: u32 = 150;
 
 /// Becomes a client of the tier beside live merging, once that has let go of the plain memory by `give_up`.
 ///
@@ -284,10 +289,20 @@ impl Cold {
     /// Brings everything back and ends; for good, or until the thread is started again.
     fn leave(self) {
         self.bring_all();
+        // Here, and not where the guard is held, a pact is waited for that a dead daemon left behind.
+        let mut settles = self.settle();
+        if settles {
+            self.table.free_pact();
+        }
+        // Who did not give it away once is not waited for again.
+        let mut take_pact = || {
+            settles = if settles { self.table.wait_pact(1000) } else { self.table.try_pact(PACT_AGENT) };
+            settles
+        };
         // At once, for daemon and keeper have the descriptor too: somebody else may want the memory.
         for_each_plain(&self.maps, |range| {
             // A page is here a moment before the table says so; the daemon lets go of the pact behind that.
-            let settled = self.table.wait_pact(1000);
+            let settled = take_pact();
             // What could not be brought back shall not read as zeros.
             if !self.table.has(range, OUT) {
                 let _ = self.hold.unregister(range);
@@ -296,7 +311,7 @@ impl Cold {
                 self.table.free_pact();
             }
         });
-        if self.table.wait_pact(1000) {
+        if take_pact() {
             self.hear_the_last();
             self.table.free_pact();
         }
@@ -313,18 +328,38 @@ impl Cold {
 
     /// Has everything back as long as anybody is there who brings it; what is out then is lost.
     fn bring_all(&self) {
-        let is_out = self.table.head().out.load(Ordering::Acquire) > 0;
-        // By another thread: who waits for a page does not see that nobody brings it any more.
-        if !is_out || !MAY_START.load(Ordering::Acquire) || !BRINGER.start(bringer_main) {
-            return bring_all();
-        }
-        let mut vigil = Vigil::default();
-        while !BRINGER.is_gone() {
+        let is_out = || self.table.head().out.load(Ordering::Acquire) > 0;
+        let mut vigil = Vigil::over(&self.table);
+        let mut watch = || {
             let _ = pagefold_os::fd::poll(&mut [], 1);
             if vigil.is_over(&self.table) {
                 self.lose_out();
             }
+            vigil.is_alone()
+        };
+        // By another thread: who waits for a page does not see that nobody brings it any more.
+        let is_done = is_out() && MAY_START.load(Ordering::Acquire) && bring_aside(|| _ = watch());
+        // Else not while nobody is there.
+        while !is_done && is_out() && watch() {}
+        if !is_done && is_out() {
+            bring_all();
         }
+    }
+
+    /// Takes the pact, if need be from a daemon that is gone; false if somebody who lives does not give it away.
+    fn settle(&self) -> bool {
+        let mut vigil = Vigil::over(&self.table);
+        for _ in 0..SETTLE_TRIES {
+            if self.table.wait_pact(SETTLE_MS) {
+                return true;
+            }
+            if vigil.is_over(&self.table) {
+                self.force_pact();
+                self.hear();
+                return true;
+            }
+        }
+        false
     }
 
     /// Reads the events that wait, after which there are no more, and keeps what is known of discards. The pact is held.
@@ -352,11 +387,14 @@ mod tests {
     use crate::cold_table::{FROZEN, PACT_DAEMON};
     use crate::wire::{CHANNEL_IN, DropEntry};
     use std::sync::atomic::AtomicBool;
-    use std::sync::{Arc, mpsc};
+    use std::sync::{Arc, Mutex, PoisonError, mpsc};
     use std::thread;
     use std::time::Duration;
 
     const LONG: Duration = Duration::from_secs(60);
+
+    /// Who leaves has what all share: one at a time.
+    static LEAVING: Mutex<()> = Mutex::new(());
 
     /// What a daemon's greeting makes of this process, with two pages of memory of which the second is there; nothing, said
     /// loudly, if that may not be.
@@ -381,13 +419,14 @@ mod tests {
         let range = Range::pages_from(memory.addr(), 2);
         cold.hold.register(range, uffd::MODE_MISSING | uffd::MODE_WP).unwrap();
         let (socket, _) = std::os::unix::net::UnixStream::pair().unwrap();
-        // SAFETY: the descriptor is nobody else's.
+        // SAFETY: the descriptor has one owner.
         let socket = unsafe { Fd::from_raw(std::os::fd::IntoRawFd::into_raw_fd(socket)) };
         Some((cold, Connection { socket, channel_fd, channel, epoch: 0 }, memory))
     }
 
     #[test]
     fn an_agent_that_leaves_waits_for_nobody_who_is_gone() {
+        let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((cold, _connection, memory)) = connected() else { return };
         cold.table.find_or_add(memory.addr()).unwrap();
         cold.table.set_state(memory.addr(), OUT);
@@ -399,6 +438,29 @@ mod tests {
         });
         assert_eq!(said.recv_timeout(LONG), Ok(()));
         assert!(!super::super::back::read_in(Range::pages_from(memory.addr(), 1)), "the page is no SIGBUS");
+    }
+
+    /// A daemon dies with the pact in its hand, and with the event of a discard to be read; somebody keeps its descriptor.
+    #[test]
+    fn an_agent_that_leaves_has_the_pact_of_a_daemon_that_is_gone() {
+        let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some((cold, _connection, memory)) = connected() else { return };
+        let first = memory.addr();
+        // SAFETY: numbers only; the copy has one owner.
+        let _kept = unsafe { Fd::from_raw(libc::dup(cold.hold.fd().raw())) };
+        assert!(cold.table.try_pact(PACT_DAEMON));
+        TABLE.store(cold.table.base(), Ordering::Release);
+        let (say, said) = mpsc::channel();
+        thread::spawn(move || {
+            // SAFETY: memory of ours that nobody uses.
+            let _ = unsafe { mem::advise(first, PAGE, libc::MADV_DONTNEED) };
+            say.send(())
+        });
+        let mut polls = [libc::pollfd { fd: cold.hold.fd().raw(), events: libc::POLLIN, revents: 0 }];
+        assert_eq!(pagefold_os::fd::poll(&mut polls, 60_000), Ok(1), "no discard");
+        let leaves = thread::spawn(move || cold.leave());
+        assert_eq!(said.recv_timeout(LONG), Ok(()), "nobody reads of the discard");
+        leaves.join().unwrap();
     }
 
     /// A daemon dies with the pact in its hand, before it has read of a discard for which a page must wait to come back.
