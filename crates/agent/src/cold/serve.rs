@@ -299,6 +299,7 @@ impl Cold {
             settles = if settles { self.table.wait_pact(1000) } else { self.table.try_pact(PACT_AGENT) };
             settles
         };
+        self.answer_bell();
         // At once, for daemon and keeper have the descriptor too: somebody else may want the memory.
         for_each_plain(&self.maps, |range| {
             // A page is here a moment before the table says so; the daemon lets go of the pact behind that.
@@ -317,6 +318,7 @@ impl Cold {
         }
         // Tells the daemon that the end of the connection is no accident.
         self.table.head().region.store(0, Ordering::Release);
+        self.answer_bell();
         // Who looks at the table holds the guard.
         let held = SHARED.guard.lock(COLD_AGENT);
         TABLE.store(0, Ordering::Release);
@@ -331,6 +333,7 @@ impl Cold {
         let is_out = || self.table.head().out.load(Ordering::Acquire) > 0;
         let mut vigil = Vigil::over(&self.table);
         let mut watch = || {
+            self.answer_bell();
             let _ = pagefold_os::fd::poll(&mut [], 1);
             if vigil.is_over(&self.table) {
                 self.lose_out();
@@ -350,6 +353,7 @@ impl Cold {
     fn settle(&self) -> bool {
         let mut vigil = Vigil::over(&self.table);
         for _ in 0..SETTLE_TRIES {
+            self.answer_bell();
             if self.table.wait_pact(SETTLE_MS) {
                 return true;
             }
@@ -360,6 +364,19 @@ impl Cold {
             }
         }
         false
+    }
+
+    /// Lets go on who touched a page of the mover's to have us look up.
+    fn answer_bell(&self) {
+        let Some(mover) = &self.mover else { return };
+        while let Ok(Some(event)) = mover.read_event() {
+            if let uffd::Event::PageFault { addr, .. } = event {
+                let page = Range::pages_from(addr & !(PAGE - 1), 1);
+                if mover.zero(page, 0).1 == Some(Errno(libc::EEXIST)) {
+                    let _ = mover.wake(page);
+                }
+            }
+        }
     }
 
     /// Reads the events that wait, after which there are no more, and keeps what is known of discards. The pact is held.
@@ -389,7 +406,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
     use std::sync::{Arc, Mutex, PoisonError, mpsc};
     use std::thread;
-    use std::time::Duration;
+    use std::time::{Duration, Instant};
 
     const LONG: Duration = Duration::from_secs(60);
 
@@ -461,6 +478,31 @@ mod tests {
         let leaves = thread::spawn(move || cold.leave());
         assert_eq!(said.recv_timeout(LONG), Ok(()), "nobody reads of the discard");
         leaves.join().unwrap();
+    }
+
+    #[test]
+    fn who_waits_for_the_pact_hears_the_bell() {
+        let Some((cold, _connection, _memory)) = connected() else { return };
+        let bell = mem::Mapping::anonymous(PAGE_SIZE).unwrap();
+        let mover = cold.mover.as_ref().unwrap();
+        mover.register(Range::pages_from(bell.addr(), 1), uffd::MODE_MISSING).unwrap();
+        assert!(cold.table.try_pact(PACT_DAEMON));
+        let rung = AtomicBool::new(false);
+        let (end, rung) = (Instant::now() + LONG, &rung);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                // SAFETY: mapped and ours.
+                unsafe { bell.as_ptr().read_volatile() };
+                rung.store(true, Ordering::Relaxed);
+            });
+            while !rung.load(Ordering::Relaxed) && Instant::now() < end {
+                cold.settle();
+            }
+            let heard = rung.load(Ordering::Relaxed);
+            // Else who rings would wait for ever.
+            drop(cold);
+            assert!(heard, "nobody answered");
+        });
     }
 
     /// A daemon dies with the pact in its hand, before it has read of a discard for which a page must wait to come back.
