@@ -201,17 +201,101 @@ fn obey(table: &Table, event: uffd::Event) -> bool {
                 }
             });
         }
-        // SAFETY: the kernel made the descriptor for us just now. The child loses what its parent loses.
-        uffd::Event::Fork(fd) => drop(unsafe { Fd::from_raw(fd) }),
+        // SAFETY: the kernel made the descriptor for us just now.
+        uffd::Event::Fork(fd) => lose_child(&Uffd::from_fd(unsafe { Fd::from_raw(fd) }), table),
         _ => return false,
     }
     true
 }
 
+/// A child loses what its parent lacks; everything else is the kernel's when its descriptor is let go. Until then it waits.
+fn lose_child(child: &Uffd, table: &Table) {
+    for state in [OUT, FROZEN] {
+        table.for_each_run(0, u64::MAX >> 1, state, |start, end| lose_of_child(child, table, Range { start, end }, 0));
+    }
+}
+
+/// What the parent lacks of `lacked` is lost where the child has it, `by` bytes further on.
+fn lose_of_child(child: &Uffd, table: &Table, lacked: Range, by: u64) {
+    let mut at = lacked.start;
+    while at < lacked.end {
+        // Page by page: a run may lie in several mappings, and the child may have given up some.
+        let (_, error) = child.poison(Range::pages_from(at.wrapping_add(by), 1), 0);
+        match error {
+            Some(Errno(libc::EAGAIN)) if child.is_alive() => {
+                let mut event = [uffd::Event::Other(0)];
+                match (child.read_events(&mut event) == Ok(1)).then_some(event[0]) {
+                    Some(uffd::Event::Fork(fd)) => {
+                        // SAFETY: the kernel made the descriptor for us just now.
+                        lose_child(&Uffd::from_fd(unsafe { Fd::from_raw(fd) }), table);
+                    }
+                    Some(uffd::Event::Remap { from, to }) => {
+                        let by = to.wrapping_sub(from.start);
+                        for state in [OUT, FROZEN] {
+                            table.for_each_run(from.start, from.end, state, |start, end| {
+                                lose_of_child(child, table, Range { start, end }, by);
+                            });
+                        }
+                    }
+                    _ => yield_now(),
+                }
+            }
+            Some(Errno(libc::ENOMEM)) => yield_now(),
+            // Done, or not the child's.
+            _ => at += PAGE,
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagefold_os::{fd, mem};
     use std::os::unix::ffi::OsStrExt;
+
+    /// A child by a raw fork, of which no daemon hears any more.
+    #[test]
+    fn a_child_loses_what_its_parent_lacks() {
+        let features = uffd::FEATURE_EVENT_FORK | uffd::FEATURE_POISON;
+        let device = uffd::open_device().ok();
+        let Ok(hold) = Uffd::new(device.as_ref(), features) else {
+            return eprintln!("SKIPPED: no userfaultfd that hears of forks for us");
+        };
+        let map = mem::Mapping::anonymous(crate::cold_table::LEN).unwrap();
+        // SAFETY: of that length, and mapped beyond the call.
+        let table = unsafe { Table::at(map.addr()) };
+        table.begin();
+        let memory = mem::Mapping::anonymous(3 * PAGE_SIZE).unwrap();
+        hold.register(Range::pages_from(memory.addr(), 3), uffd::MODE_MISSING).unwrap();
+        let page_at = |number: u64| memory.addr() + number * PAGE;
+        table.find_or_add(page_at(0)).unwrap();
+        table.set_state(page_at(0), OUT);
+        table.set_state(page_at(2), FROZEN);
+        let child = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut polls = [libc::pollfd { fd: hold.fd().raw(), events: libc::POLLIN, revents: 0 }];
+                assert_eq!(fd::poll(&mut polls, 60_000), Ok(1), "no event of the fork");
+                let mut event = [uffd::Event::Other(0)];
+                assert_eq!(hold.read_events(&mut event), Ok(1));
+                obey(&table, event[0]);
+            });
+            // SAFETY: by a bare call; the child allocates nothing, and ends.
+            unsafe {
+                let child = libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) as i32;
+                if child == 0 {
+                    let is_there = |number| crate::cold::back::read_in(Range::pages_from(page_at(number), 1));
+                    let seen = (0..3).map(|number| i32::from(is_there(number)) << number).sum();
+                    libc::_exit(seen);
+                }
+                child
+            }
+        });
+        let mut status = 0;
+        // SAFETY: our own child.
+        assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+        assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 2), "bits of pages that read zeros");
+        assert_eq!((table.state(page_at(0)), table.state(page_at(2))), (OUT, FROZEN), "the parent has lost nothing");
+    }
 
     /// One that stands still has no place left for who asks.
     #[test]
