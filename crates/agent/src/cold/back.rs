@@ -92,9 +92,10 @@ pub(super) fn bring_aside(mut wait: impl FnMut()) -> bool {
 }
 
 extern "C" fn bringer_main() -> ! {
-    begin_thread(c"pagefold-back");
-    bring_all();
-    BROUGHT.store(true, Ordering::Release);
+    if begin_thread(c"pagefold-back") {
+        bring_all();
+        BROUGHT.store(true, Ordering::Release);
+    }
     exit_thread()
 }
 

@@ -92,7 +92,7 @@ fn serve_while(phase: &AtomicU32) {
         if goes_on() {
             let _ = pagefold_os::fd::poll(&mut [], RECONNECT_MS);
         }
-        cold.iter().flat_map(|cold| &cold.mover).for_each(Bell::answer);
+        cold.iter().for_each(Cold::answer_bell);
         if let Some(cold) = cold.take_if(|cold| vigil.is_over(&cold.table)) {
             cold.give_up();
             // Nobody has the memory any more that was leased.
@@ -229,7 +229,7 @@ impl Cold {
                 pagefold_os::fd::poll(&mut polls, 500)?;
             }
             if polls[1].revents != 0 {
-                self.mover.iter().for_each(Bell::answer);
+                self.answer_bell();
             }
             if !goes_on() {
                 return Ok(());
@@ -368,15 +368,7 @@ impl Cold {
 
     /// Lets go on who touched a page of the mover's to have us look up.
     fn answer_bell(&self) {
-        let Some(mover) = &self.mover else { return };
-        while let Ok(Some(event)) = mover.read_event() {
-            if let uffd::Event::PageFault { addr, .. } = event {
-                let page = Range::pages_from(addr & !(PAGE - 1), 1);
-                if mover.zero(page, 0).1 == Some(Errno(libc::EEXIST)) {
-                    let _ = mover.wake(page);
-                }
-            }
-        }
+        self.mover.iter().for_each(Bell::answer);
     }
 
     /// Reads the events that wait, after which there are no more, and keeps what is known of discards. The pact is held.
