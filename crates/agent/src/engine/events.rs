@@ -56,13 +56,10 @@ impl Agent {
     /// Puts zeros where they belong and nothing is, before nobody answers for that any more.
     pub(super) fn fill_voids(&self) {
         self.serve_alone();
-        voids::for_each(|void| {
-            let mut rest = void;
-            while let Some(first) = self.maps.first_pool(rest) {
-                voids::fill(&self.hold, first, || self.serve_alone());
-                rest.start = first.end;
-            }
-        });
+        // What is answered meanwhile reads our file of mappings.
+        let maps = Maps::open();
+        let maps = maps.as_ref().unwrap_or(&self.maps);
+        voids::for_each(maps, |void| voids::fill(&self.hold, void, || self.serve_alone()));
     }
 
     /// Answers what waits while there is no daemon.

@@ -11,6 +11,7 @@ use crate::cold;
 use crate::process::{is_new_child, mark_process};
 use crate::shared::{ALL_LOCKED, SHARED};
 use crate::table::CROWDED;
+use crate::voids;
 use core::sync::atomic::{AtomicBool, Ordering};
 
 pub(super) static ACTIVE: AtomicBool = AtomicBool::new(false);
@@ -49,6 +50,7 @@ pub(super) fn begin_child(goes_on: usize) -> bool {
     START.store(false, Ordering::Relaxed);
     privileges::forget_due();
     cold::after_fork_child();
+    voids::after_fork_child();
     SHARED.thread.forget();
     SHARED.holds.store(false, Ordering::Relaxed);
     let phase = SHARED.phase.load(Ordering::Relaxed);

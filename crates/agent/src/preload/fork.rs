@@ -9,7 +9,7 @@ use super::away::{Away, start_unless_away};
 use super::c_library::{fail, me, next};
 use crate::cold;
 use crate::engine::stop;
-use crate::maps::pool_mappings;
+use crate::maps::Maps;
 use crate::process::is_new_child;
 use crate::shared::SHARED;
 use crate::voids;
@@ -95,12 +95,11 @@ fn prepare_fork(whatever_it_takes: bool) -> Result<()> {
         (end, note.dont_fork)
     })?;
     // Zeros that are not there yet, in place of which the child would find the slots.
-    voids::for_each(|void| {
-        let _ = pool_mappings(void, |part, _| {
-            cold::read_in(part);
-            false
-        });
-    });
+    if !voids::is_empty()
+        && let Ok(maps) = Maps::open()
+    {
+        voids::for_each(&maps, |void| _ = cold::read_in(void));
+    }
     core::mem::forget(held);
     Ok(())
 }
