@@ -155,9 +155,9 @@ impl Table {
         self.within(range).find(|(_, note)| note.locked).map(|(entry, _)| entry.start.max(range.start))
     }
 
-    /// True if part of `range` must stay in the mapping that it has: it is locked or sealed.
+    /// True if part of `range` must stay in the mapping that it has: it is, or may be, locked or sealed.
     pub fn keeps_mapping(&self, range: Range) -> bool {
-        self.within(range).any(|(_, note)| note.locked || note.sealed)
+        self.lost || self.within(range).any(|(_, note)| note.locked || note.sealed)
     }
 
     /// Applies `change` to every note in `range`, splitting and adding entries as needed.
@@ -514,6 +514,7 @@ mod tests {
             table.change(range(10 * at + 20 * RANGES_MAX, 1), |note| note.locked = true);
         }
         assert!(table.is_lost() && table.excludes(range(100 * RANGES_MAX, 1)));
+        assert!(table.keeps_mapping(range(100 * RANGES_MAX, 1)));
         let disjoint = table.entries().windows(2).all(|pair| pair[0].0.end <= pair[1].0.start);
         assert!(disjoint && promises(&table) == table.promises);
     }
