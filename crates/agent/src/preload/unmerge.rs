@@ -75,10 +75,9 @@ fn gather_unless(range: Range, pinned: impl Fn() -> bool) -> Result<()> {
     // SAFETY: adds a right, and takes it away again: what may not be read could not be waited for.
     let protect = |rights| unsafe { mem::protect(range.start, range.len(), rights) };
     let hidden = rights & libc::PROT_READ == 0;
-    if hidden {
-        protect(rights | libc::PROT_READ)?;
-    }
-    replace_by_copy(range, rights).inspect_err(|_| {
+    let readable = if hidden { protect(rights | libc::PROT_READ) } else { Ok(()) };
+    // Where the kernel has no room for more mappings it may have changed the first ones.
+    readable.and_then(|()| replace_by_copy(range, rights)).inspect_err(|_| {
         if hidden {
             let _ = protect(rights);
         }
