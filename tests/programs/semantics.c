@@ -2506,6 +2506,9 @@ static void blocks_kept(void) {
     CHECK(hidden, "malloc");
     size_t head = (size_t)hidden % PAGE;
     CHECK(madvise(hidden - head, head + 4 * MIB, MADV_DONTDUMP) == 0, "MADV_DONTDUMP");
+    // What cannot be had is no end of the block.
+    void *(*volatile again)(void *, size_t) = realloc;
+    CHECK(!again(hidden, (size_t)1 << 62), "realloc");
     memset(hidden, 77, 4 * MIB);
     for (size_t i = 0; i < SMALL; i++)
         for (size_t j = 0; j < 1024; j++) small[i][j] = 77;

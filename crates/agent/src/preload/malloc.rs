@@ -200,7 +200,10 @@ pub unsafe extern "C" fn realloc(block: *mut c_void, size: usize) -> *mut c_void
             }
             // SAFETY: passed on.
             let moved = unsafe { call(block, size) };
-            SHARED.tables(&held).table.forget(range);
+            // Else the block lives on where it is.
+            if !moved.is_null() || size == 0 {
+                SHARED.tables(&held).table.forget(range);
+            }
             drop(held);
             SHARED.changed();
             moved
