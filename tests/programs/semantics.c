@@ -460,6 +460,7 @@ static void child_without_daemon(void) {
     const char *number = getenv("DAEMON");
     CHECK(number, "no DAEMON");
     struct region r = merged(1024);
+    wait_merged(&r, r.pages);
     CHECK(kill(atoi(number), SIGSTOP) == 0, "SIGSTOP");
     pid_t child = fork();
     if (child == 0) {
@@ -1126,6 +1127,7 @@ static void guards(void) {
 static void guards_raw(void) {
     need_guards();
     struct region r = merged(1024);
+    wait_merged(&r, r.pages);
     for (size_t i = 0; i < r.pages; i++)
         if (is_guarded(i)) fill_page(r.at + i * PAGE, 1u << 21 | i);
     set_guards(&r, raw_advise, GUARD_INSTALL);
