@@ -1524,8 +1524,8 @@ static void flags_raw(void) {
     for (int i = 0; i < 3; i++) pthread_join(others[i], NULL);
     double began = now();
     for (size_t i = 0; i < r.pages; i += 4)
-        while (!flag_at(r.at + i * PAGE, " dc")) {
-            CHECK(now() - began < WAIT_MAX, "page %zu lost DONTFORK", i);
+        while (!flag_at(r.at + i * PAGE, " dc") || (i % 8 < 4 && !flag_at(r.at + i * PAGE, " nh"))) {
+            CHECK(now() - began < WAIT_MAX, "page %zu lost DONTFORK or NOHUGEPAGE", i);
             nap(50);
         }
 }

@@ -16,6 +16,8 @@ mod life;
 mod requests;
 
 pub(crate) use connect::{TAKEN_MS, wait_for_answer};
+#[cfg(feature = "preload")]
+pub(crate) use events::{forget_served, give_owed, wait_served};
 pub(crate) use life::start;
 #[cfg(feature = "preload")]
 pub(crate) use life::{REST, ask_to_leave_giving_back, stop, stop_giving_back, wait_begun};

@@ -11,7 +11,7 @@ use crate::plain::{keep_attributes, replace_merged};
 use crate::shared::{AGENT, SHARED};
 use crate::voids;
 use crate::wire::Counters;
-use core::sync::atomic::{AtomicU64, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{Range, mem, pagemap};
@@ -64,9 +64,7 @@ impl Agent {
 
     /// Answers what waits while there is no daemon.
     pub(super) fn serve_alone(&self) {
-        while let Ok(Some(event)) = self.hold.read_event() {
-            serve_event(&self.hold, &self.maps, None, None, event);
-        }
+        serve_each(&self.hold, |event| serve_event(&self.hold, &self.maps, None, None, event));
         SHARED.guard.try_lock(AGENT).iter().for_each(give_owed);
     }
 
@@ -76,25 +74,78 @@ impl Agent {
     }
 }
 
-/// From where to where fresh memory came while the table was somebody else's to read: its attributes are owed. The agent's
-/// thread alone has it.
-static OWED: [AtomicU64; 2] = [AtomicU64::new(u64::MAX), AtomicU64::new(0)];
+/// Ranges to which fresh memory came while the table was somebody else's to read: their attributes are owed. The agent's thread
+/// adds at the end; who holds the guard takes from the start.
+static OWED: [[AtomicU64; 2]; OWED_MAX] = [const { [const { AtomicU64::new(0) }; 2] }; OWED_MAX];
+const OWED_MAX: usize = 1 << 10;
+/// How many were ever added, and taken.
+static ADDED: AtomicUsize = AtomicUsize::new(0);
+static TAKEN: AtomicUsize = AtomicUsize::new(0);
+/// There were more: any memory may be owed its attributes.
+static ALL_OWED: AtomicBool = AtomicBool::new(false);
 
-/// Puts attributes where they are [`OWED`]; what lies between has them already.
-fn give_owed(held: &Held<'_>) {
-    let range = Range { start: OWED[0].load(Ordering::Relaxed), end: OWED[1].load(Ordering::Relaxed) };
-    if range.start < range.end {
-        OWED[0].store(u64::MAX, Ordering::Relaxed);
-        OWED[1].store(0, Ordering::Relaxed);
-        keep_attributes(range, SHARED.tables(held).table, false);
+fn owe(range: Range) {
+    let added = ADDED.load(Ordering::Relaxed);
+    if added - TAKEN.load(Ordering::Acquire) == OWED_MAX {
+        return ALL_OWED.store(true, Ordering::Release);
+    }
+    let [start, end] = &OWED[added % OWED_MAX];
+    start.store(range.start, Ordering::Relaxed);
+    end.store(range.end, Ordering::Relaxed);
+    ADDED.store(added + 1, Ordering::Release);
+}
+
+/// Puts attributes where they are owed. A handler may do so while its thread does.
+pub(crate) fn give_owed(held: &Held<'_>) {
+    if ALL_OWED.swap(false, Ordering::AcqRel) {
+        keep_attributes(Range { start: 0, end: u64::MAX }, SHARED.tables(held).table, false);
+    }
+    loop {
+        let taken = TAKEN.load(Ordering::Acquire);
+        if taken == ADDED.load(Ordering::Acquire) {
+            return;
+        }
+        let [start, end] = &OWED[taken % OWED_MAX];
+        let range = Range { start: start.load(Ordering::Relaxed), end: end.load(Ordering::Relaxed) };
+        keep_attributes(range, SHARED.tables(held).table, true);
+        let _ = TAKEN.compare_exchange(taken, taken + 1, Ordering::AcqRel, Ordering::Acquire);
     }
 }
 
 /// Answers what waits: discards of merged pages by raw system calls, and accesses to merged pages that are not mapped.
 pub(super) fn serve_events(hold: &Uffd, maps: &Maps, watch: &Uffd, counters: &Counters) {
-    while let Ok(Some(event)) = hold.read_event() {
-        serve_event(hold, maps, Some(watch), Some(counters), event);
+    serve_each(hold, |event| serve_event(hold, maps, Some(watch), Some(counters), event));
+}
+
+/// Odd while an event may have been read that is not served.
+static SERVED: AtomicUsize = AtomicUsize::new(0);
+
+fn serve_each(hold: &Uffd, serve: impl Fn(uffd::Event)) {
+    loop {
+        SERVED.fetch_add(1, Ordering::AcqRel);
+        let event = hold.read_event();
+        let Ok(Some(event)) = event else {
+            SERVED.fetch_add(1, Ordering::AcqRel);
+            return;
+        };
+        serve(event);
+        SERVED.fetch_add(1, Ordering::AcqRel);
     }
+}
+
+/// Waits until what is being served is: a discard returns as soon as its event was read. The guard may be held.
+#[cfg(feature = "preload")]
+pub(crate) fn wait_served() {
+    let at = SERVED.load(Ordering::Acquire);
+    while at % 2 == 1 && SERVED.load(Ordering::Acquire) == at {
+        crate::thread::yield_now();
+    }
+}
+
+/// In a forked child, where nobody ends what the parent's thread was at.
+#[cfg(feature = "preload")]
+pub(crate) fn forget_served() {
+    SERVED.store(0, Ordering::Release);
 }
 
 /// Answers one event.
@@ -120,8 +171,7 @@ fn serve_event(hold: &Uffd, maps: &Maps, watch: Option<&Uffd>, counters: Option<
             });
             drop(held);
             if !is_known && replaced != Ok(false) {
-                OWED[0].fetch_min(range.start, Ordering::Relaxed);
-                OWED[1].fetch_max(range.end, Ordering::Relaxed);
+                owe(range);
             }
             let _ = hold.wake(range);
             SHARED.changed();

@@ -179,6 +179,8 @@ extern "C" fn thread_main() -> ! {
     SHARED.holds.store(false, Ordering::Release);
     // What was discarded by who still saw that.
     left.iter().for_each(Agent::fill_voids);
+    // And what attributes are owed for that.
+    left.iter().for_each(|agent| drop(agent.lock_guard()));
     drop((left, socket));
     exit_thread()
 }

@@ -8,6 +8,7 @@ use super::away::{AWAY, START, leave_for_good};
 use super::c_library::me;
 use super::privileges;
 use crate::cold;
+use crate::engine::forget_served;
 use crate::process::{is_new_child, mark_process};
 use crate::shared::{ALL_LOCKED, SHARED};
 use crate::table::CROWDED;
@@ -51,6 +52,7 @@ pub(super) fn begin_child(goes_on: usize) -> bool {
     privileges::forget_due();
     cold::after_fork_child();
     voids::after_fork_child();
+    forget_served();
     SHARED.thread.forget();
     SHARED.holds.store(false, Ordering::Relaxed);
     let phase = SHARED.phase.load(Ordering::Relaxed);

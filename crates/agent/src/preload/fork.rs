@@ -8,7 +8,7 @@ use super::active::{ACTIVE, active, begin_child};
 use super::away::{Away, start_unless_away};
 use super::c_library::{fail, me, next};
 use crate::cold;
-use crate::engine::stop;
+use crate::engine::{give_owed, stop, wait_served};
 use crate::maps::Maps;
 use crate::process::is_new_child;
 use crate::shared::SHARED;
@@ -94,6 +94,9 @@ fn prepare_fork(whatever_it_takes: bool) -> Result<()> {
         let (end, note) = SHARED.tables(&held).table.stretch(addr, end);
         (end, note.dont_fork)
     })?;
+    // A discard may be answered, and its memory not DONTFORK again yet.
+    wait_served();
+    give_owed(&held);
     // Zeros that are not there yet, in place of which the child would find the slots.
     if !voids::is_empty()
         && let Ok(maps) = Maps::open()
