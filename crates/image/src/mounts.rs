@@ -28,7 +28,7 @@ pub struct MountEntry {
     pub mountpoint: PathBuf,
     /// The mount's device number; binds of one mount share it.
     pub device: String,
-    /// The mount namespace it is seen in, by inode number.
+    /// The mount namespace it is seen in, by inode number; 0 where that is kept from us.
     pub namespace: u64,
     /// Whether changes are laid over the image.
     pub writable: bool,
@@ -42,8 +42,8 @@ pub struct View {
     /// Processes that kept their table from us by not answering, or by an answer that says nothing.
     pub silent: usize,
     /// Whether there may be mounts that nobody shows us: all processes of some namespace have a part of it as their root
-    /// (chroot), a process of this user's keeps its table from us, or we are in a PID or user namespace of our own,
-    /// and do not see what goes on outside.
+    /// (chroot), a process of this user's in another user namespace keeps its own from us, or we are in a PID or user
+    /// namespace of our own, and do not see what goes on outside.
     pub partial: bool,
 }
 
@@ -64,6 +64,8 @@ enum Look {
     Nothing,
     /// Ours, and yet not to be seen.
     Hidden,
+    /// The mount table as far as it goes from some root or other, which is not ours to see; `hidden` if it may be a part.
+    Denied { hidden: bool, table: Vec<u8> },
     /// The mount table of its namespace; `whole` if the process has the namespace's own root.
     Table { namespace: u64, whole: bool, table: Vec<u8> },
 }
@@ -83,14 +85,45 @@ fn look(pid: &Path, seen: &Mutex<BTreeSet<u64>>) -> Look {
         Ok(Look::Table { namespace, whole, table })
     };
     look().unwrap_or_else(|error| match error.raw_os_error() {
-        Some(libc::EACCES | libc::EPERM) => match fs::metadata(pid) {
-            Ok(meta) if meta.uid() == geteuid().as_raw() => Look::Hidden,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Look::Gone,
-            _ => Look::Nothing,
-        },
+        Some(libc::EACCES | libc::EPERM) => look_denied(pid),
+        other => unseen(other),
+    })
+}
+
+/// What to make of a process of which looking has brought `errno`.
+fn unseen(errno: Option<i32>) -> Look {
+    match errno {
         // The last is the mount table's of who has left his namespace already.
         Some(libc::ENOENT | libc::ESRCH | libc::EINVAL) => Look::Gone,
         _ => Look::Unknown,
+    }
+}
+
+/// Looks at a process that keeps its namespace and root from us, but as a rule not its mount table. Every user has such
+/// processes of his own: they cannot be dumped, or have a capability more. In our user namespace they are nothing to
+/// worry about: there, only root could have mounted anything.
+fn look_denied(pid: &Path) -> Look {
+    let me = geteuid();
+    let own = match fs::metadata(pid) {
+        Ok(meta) => meta.uid() == me.as_raw(),
+        Err(error) => return unseen(error.raw_os_error()),
+    };
+    if !own && !me.is_root() {
+        return Look::Nothing;
+    }
+    let look = || -> io::Result<Look> {
+        let elsewhere = fs::read(pid.join("uid_map"))? != fs::read("/proc/self/uid_map")?;
+        Ok(Look::Denied { hidden: own && elsewhere, table: fs::read(pid.join("mountinfo"))? })
+    };
+    look().unwrap_or_else(|error| match error.raw_os_error() {
+        Some(libc::EACCES | libc::EPERM) => {
+            if own {
+                Look::Hidden
+            } else {
+                Look::Nothing
+            }
+        }
+        other => unseen(other),
     })
 }
 
@@ -105,8 +138,12 @@ struct Looked {
     hidden: bool,
 }
 
-/// Looks at `pids` once, and gives each table to `each` with its namespace and whether it is the whole of it.
-fn look_at(pids: Vec<PathBuf>, seen: &Arc<Mutex<BTreeSet<u64>>>, each: &mut impl FnMut(u64, bool, &[u8])) -> Looked {
+/// Looks at `pids` once, and gives each table to `each` with its namespace, if it is told, and whether it is the whole of it.
+fn look_at(
+    pids: Vec<PathBuf>,
+    seen: &Arc<Mutex<BTreeSet<u64>>>,
+    each: &mut impl FnMut(Option<u64>, bool, &[u8]),
+) -> Looked {
     let pids = Arc::new(pids);
     let (mut next, mut looked) = (0, Looked::default());
     while next < pids.len() {
@@ -118,7 +155,11 @@ fn look_at(pids: Vec<PathBuf>, seen: &Arc<Mutex<BTreeSet<u64>>>, each: &mut impl
             let answer = answers.recv_timeout(PROC_PATIENCE);
             next += 1;
             match answer {
-                Ok(Look::Table { namespace, whole, table }) => each(namespace, whole, &table),
+                Ok(Look::Table { namespace, whole, table }) => each(Some(namespace), whole, &table),
+                Ok(Look::Denied { hidden, table }) => {
+                    looked.hidden |= hidden;
+                    each(None, false, &table);
+                }
                 Ok(Look::Nothing) => {}
                 Ok(Look::Hidden) => looked.hidden = true,
                 Ok(Look::Gone) => looked.gone = true,
@@ -137,7 +178,7 @@ fn look_at(pids: Vec<PathBuf>, seen: &Arc<Mutex<BTreeSet<u64>>>, each: &mut impl
 /// in time, twice: on a busy machine one may only have been slow, or on its way out.
 fn each_table(
     mut list: impl FnMut() -> io::Result<Vec<PathBuf>>,
-    mut each: impl FnMut(u64, bool, &[u8]),
+    mut each: impl FnMut(Option<u64>, bool, &[u8]),
 ) -> io::Result<Looked> {
     let (seen, mut done) = (Arc::new(Mutex::new(BTreeSet::new())), HashSet::new());
     let (mut silent, mut hidden) = (Vec::new(), false);
@@ -195,8 +236,13 @@ pub fn view(store: &Store) -> Result<View> {
     let (prefix, trees) = (store.mount_source_prefix(), store.path("trees"));
     let trees = trees.canonicalize().at(&trees)?;
     let (mut found, mut whole, mut parts) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
+    let mut nowhere = BTreeSet::new();
     let looked = each_table(processes, |namespace, all, table| {
-        if all { &mut whole } else { &mut parts }.insert(namespace);
+        if let Some(namespace) = namespace {
+            if all { &mut whole } else { &mut parts }.insert(namespace);
+        }
+        let found = if namespace.is_some() { &mut found } else { &mut nowhere };
+        let namespace = namespace.unwrap_or(0);
         for mount in mountinfo::parse(table) {
             let Some(digest) = claimed(&mount, prefix.as_bytes(), &trees) else { continue };
             // What the store does not have nobody can have mounted from it.
@@ -207,6 +253,11 @@ pub fn view(store: &Store) -> Result<View> {
         }
     });
     let looked = looked.at("/proc")?;
+    // Most are in a namespace that others show.
+    nowhere.retain(|mount: &MountEntry| {
+        !found.iter().any(|known: &MountEntry| MountEntry { namespace: 0, ..known.clone() } == *mount)
+    });
+    found.append(&mut nowhere);
     let partial = looked.hidden || !parts.is_subset(&whole) || !sees_all();
     Ok(View { mounts: found.into_iter().collect(), silent: looked.silent.len(), partial })
 }
