@@ -657,7 +657,7 @@ fn is_full(path: &Path) -> Result<bool> {
 }
 
 /// What in a metadata directory is not as in the image: the first such thing. Owners, modes, times and attributes are left
-/// aside, which a user may not have; so is what this user may not look at.
+/// aside, which a user may not have; so is what this user may not or cannot look at.
 pub(crate) fn difference(tree: &Tree, place: &Path) -> Option<String> {
     let mut found = None;
     tree.walk(|path, id| {
@@ -667,7 +667,8 @@ pub(crate) fn difference(tree: &Tree, place: &Path) -> Option<String> {
         let full = if path.is_empty() { place.to_path_buf() } else { place.join(OsStr::from_bytes(path)) };
         let what = match differs(&tree.inode(id).kind, &full) {
             Ok(what) => what.map(str::to_string),
-            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => None,
+            // The directory has a longer name than it was written under.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EACCES | libc::EPERM | libc::ENAMETOOLONG)) => None,
             Err(error) => Some(error.to_string()),
         };
         found = what.map(|what| format!("/{}: {what}", show(path)));
@@ -706,7 +707,10 @@ fn differs(kind: &FileKind, path: &Path) -> io::Result<Option<&'static str>> {
                 let count = rustix::fs::lgetxattr(path, format!("{prefix}redirect"), &mut value[..]);
                 count.map(|count| value[..count] == *redirect.as_bytes())
             };
-            let leads = leads_to("user.overlay.").or_else(|_| leads_to("trusted.overlay."));
+            let leads = match leads_to("user.overlay.") {
+                Err(Errno::NODATA | Errno::NOTSUP) => leads_to("trusted.overlay."),
+                other => other,
+            };
             meta.len() == *size && leads?
         }
         FileKind::Symlink(target) => fs::read_link(path)?.as_os_str().as_bytes() == &**target,

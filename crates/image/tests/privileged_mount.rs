@@ -1144,7 +1144,11 @@ fn said(out: &std::process::Output) -> String {
 fn a_plain_user_mounts_in_a_user_namespace() {
     need_root!();
     let scratch = Scratch::new();
-    let out = Nobody::new(&scratch).mounts().output().unwrap();
+    let nobody = Nobody::with(&scratch, |tree| {
+        fs::write(tree.join("shadow"), noise(21, 5000)).unwrap();
+        fs::set_permissions(tree.join("shadow"), fs::Permissions::from_mode(0o000)).unwrap();
+    });
+    let out = nobody.mounts().output().unwrap();
     let text = said(&out);
     if !out.status.success() && (text.contains("unshare failed") || text.contains("userxattr")) {
         println!("SKIPPED: rootless overlayfs is not allowed here: {text}");
@@ -1156,6 +1160,17 @@ fn a_plain_user_mounts_in_a_user_namespace() {
     for note in ["device nodes are missing", "files show your own user", "attributes are missing"] {
         assert!(text.contains(note), "{note}: {text}");
     }
+    // Outside of the namespace he may not read what its mode keeps even from its owner.
+    let out = nobody.runs("child_that_verifies", &[]).env("PAGEFOLD_TEST_VERIFY", &nobody.store).output().unwrap();
+    assert!(said(&out).contains("DAMAGED []"), "{}", said(&out));
+}
+
+/// In a child process: verifies a store as whoever it is.
+#[test]
+fn child_that_verifies() {
+    let Ok(store) = std::env::var("PAGEFOLD_TEST_VERIFY") else { return };
+    let store = Store::open(Path::new(&store), "default").unwrap();
+    println!("DAMAGED {:?}", stat::verify(&store, &[], false).unwrap().damaged);
 }
 
 #[test]
