@@ -1274,16 +1274,29 @@ fn the_store_of_another_user_is_left_alone() {
     need_root!();
     let scratch = Scratch::new();
     let root = scratch.dir("store");
+    let give = |path: &Path, user| std::os::unix::fs::lchown(path, Some(user), Some(user)).unwrap();
+    // A directory of somebody else's does not make the store his.
+    give(&root, 65534);
     Store::open(&root, "default").unwrap();
-    std::os::unix::fs::chown(&root, Some(65534), Some(65534)).unwrap();
-    for domain in ["default", "new"] {
-        let error = Store::open(&root, domain).unwrap_err().to_string();
-        assert!(error.contains("belongs to user 65534"), "{error}");
+    let format = root.join("pagefold-image-store");
+    for top in [65534, 0] {
+        give(&root, top);
+        Store::open(&root, "default").unwrap();
+        give(&format, 65534);
+        for domain in ["default", "new"] {
+            let error = Store::open(&root, domain).unwrap_err().to_string();
+            assert!(error.contains("store of user 65534"), "{error}");
+        }
+        assert_eq!(fs::read_dir(&root).unwrap().count(), 2, "the format and the domains");
+        assert!(!root.join("domains/new").exists());
+        give(&format, 0);
     }
-    assert_eq!(fs::read_dir(&root).unwrap().count(), 2, "the format and the domains");
-    assert!(!root.join("domains/new").exists());
-    std::os::unix::fs::chown(&root, Some(0), Some(0)).unwrap();
-    Store::open(&root, "default").unwrap();
+    // Nor does a link to a file of root's make his store root's.
+    let own = scratch.dir("own").join("format");
+    fs::rename(&format, &own).unwrap();
+    symlink(&own, &format).unwrap();
+    give(&format, 65534);
+    Store::open(&root, "default").unwrap_err();
 }
 
 /// In a child process: mounts in the user namespace it is in, and says who has the private file and whether it opens.

@@ -110,9 +110,10 @@ pub(crate) fn random_id() -> Result<String> {
 }
 
 /// Refuses the store of another user: he could not use what we make in it, nor could our collector see what his builds stand
-/// on, and his links would lead us. A server may give all files one owner; then ours are his.
-fn check_owner(root: &Path) -> Result<()> {
-    let owner = fs::metadata(root).at(root)?.uid();
+/// on, and his links would lead us. Whose it is tells the file that made it a store: the directory may be another's, or of
+/// many. A server may give all files one owner; then ours are his.
+fn check_owner(root: &Path, format: &Path) -> Result<()> {
+    let owner = fs::symlink_metadata(format).at(format)?.uid();
     let ours = || -> Result<u32> {
         let probe = root.join(format!(".{}", random_id()?));
         let file = File::options().write(true).create_new(true).mode(0o600).open(&probe).at(&probe)?;
@@ -123,7 +124,7 @@ fn check_owner(root: &Path) -> Result<()> {
         return Ok(());
     }
     Err(Error::Refused(format!(
-        "{}: belongs to user {owner}; run as that user, or give --store another directory",
+        "{}: a store of user {owner}'s; run as that user, or give --store another directory",
         root.display()
     )))
 }
@@ -144,7 +145,6 @@ impl Store {
         let format_path = root.join(FORMAT_FILE);
         make_dir(root, 0o700)?;
         let root = &root.canonicalize().at(root)?;
-        check_owner(root)?;
         if !format_path.exists() {
             // A first user beside us links the format before anything else, so entries without it are a stranger's.
             let mut entries = fs::read_dir(root).at(root)?.flatten();
@@ -169,6 +169,7 @@ impl Store {
                 _ => fs::remove_file(&staged).at(&staged)?,
             }
         }
+        check_owner(root, &format_path)?;
         let text = fs::read(&format_path).at(&format_path)?;
         let bad = |error| Error::Damaged(format!("{}: {error}; restore it from another copy", format_path.display()));
         // Only the number must be readable in a store from the future.
