@@ -348,18 +348,16 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
 const END_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Whether some mount, in whatever namespace, has its changes in `upper`: overlayfs knows, and refuses such a layer to who
-/// wants an index. What is tried has its own in `upper` for a moment.
-fn in_use(upper: &Path, user: bool) -> Result<bool> {
-    let probe = upper.join("probe");
-    let (above, work) = (probe.join("upper"), probe.join("work"));
-    for part in [&above, &work] {
-        fs::create_dir_all(part).at_output(part)?;
-    }
+/// wants an index. It looks at that first, and at a work directory that is the same directory next, which it refuses in
+/// any case: before it has written anything, and before it finds that a user namespace has no index. Each refusal
+/// is a line in the kernel's log.
+fn in_use(upper: &Path, user: bool) -> bool {
+    let layer = upper.join("upper");
     let attempt = || -> Result<()> {
         let mut context = Context::new("overlay")?;
-        context.path("lowerdir+", &upper.join("upper"))?;
-        context.path("upperdir", &above)?;
-        context.path("workdir", &work)?;
+        for key in ["lowerdir+", "upperdir", "workdir"] {
+            context.path(key, &layer)?;
+        }
         if user {
             context.flag("userxattr")?;
         }
@@ -368,9 +366,7 @@ fn in_use(upper: &Path, user: bool) -> Result<bool> {
     };
     // Whatever else is wrong the mount itself will tell.
     let is_busy = |error| matches!(error, Error::Mount { source, .. } if source.raw_os_error() == Some(libc::EBUSY));
-    let busy = attempt().is_err_and(is_busy);
-    remove_tree(&probe)?;
-    Ok(busy)
+    attempt().is_err_and(is_busy)
 }
 
 /// Makes the directories of `upper`, and notes in it whose changes it has: over another image they would be taken for
@@ -382,15 +378,16 @@ fn prepare_upper(store: &Store, digest: &Digest, upper: &Path, user: bool) -> Re
     let lock = File::open(upper).at(upper)?;
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).at(upper)?;
     let there = root.exists();
-    let began = Instant::now();
-    while there && in_use(upper, user)? {
+    let (began, mut pause) = (Instant::now(), Duration::from_millis(20));
+    while there && in_use(upper, user) {
         if began.elapsed() > END_PATIENCE {
             return Err(Error::Refused(format!(
                 "mount: {} is in use by another mount; unmount that one, or give --upper another directory",
                 upper.display()
             )));
         }
-        std::thread::sleep(Duration::from_millis(20));
+        std::thread::sleep(pause);
+        pause *= 2;
     }
     for part in [&root, &upper.join("work")] {
         fs::create_dir_all(part).at(part)?;
