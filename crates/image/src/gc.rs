@@ -14,8 +14,9 @@ use rustix::fs::FlockOperation;
 use rustix::mount::UnmountFlags;
 use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, File};
-use std::io::{self, ErrorKind};
+use std::io::{self, ErrorKind, Read};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -84,12 +85,29 @@ fn unless_gone<T>(result: io::Result<T>, path: &Path) -> Result<Option<T>> {
     }
 }
 
+/// Opens a lease, unless it has gone. One that is closed to us is left from when root could build in a user's store; what it
+/// stands on nobody but he can tell.
+fn open_lease(path: &Path) -> Result<Option<File>> {
+    match File::open(path) {
+        Err(error) if error.kind() == ErrorKind::PermissionDenied => {
+            let owner = fs::symlink_metadata(path).map_or("another user".into(), |meta| format!("user {}", meta.uid()));
+            Err(Error::Refused(format!(
+                "gc: {}: a build or mount of {owner} has left it; remove it if none is running, and run gc again",
+                path.display()
+            )))
+        }
+        other => unless_gone(other, path),
+    }
+}
+
 /// The digests that builds and mounts in progress stand on.
 fn leased(store: &Store) -> Result<HashSet<u128>> {
     let mut all = HashSet::new();
     for entry in entries(&store.path("leases"))? {
         let path = entry.path();
-        if let Some(bytes) = unless_gone(fs::read(&path), &path)? {
+        if let Some(mut file) = open_lease(&path)? {
+            let mut bytes = Vec::new();
+            file.read_to_end(&mut bytes).at(&path)?;
             all.extend(bytes.chunks_exact(32).map(|raw| Digest(raw.try_into().expect("32 bytes")).key()));
         }
     }
@@ -101,7 +119,7 @@ fn remove_dead_builds(store: &Store, stats: &mut Stats) -> Result<()> {
     let (leases, staging) = (store.path("leases"), store.path("staging"));
     for entry in entries(&leases)? {
         let path = entry.path();
-        let Some(file) = unless_gone(File::open(&path), &path)? else { continue };
+        let Some(file) = open_lease(&path)? else { continue };
         if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
             // Ours now: whoever created it and has not locked it yet will find it gone, and try again. Its owner may
             // have ended well between our two looks.

@@ -1335,6 +1335,23 @@ fn the_store_of_another_user_is_left_alone() {
     Store::open(&root, "default").unwrap_err();
 }
 
+#[test]
+fn a_lease_that_its_user_may_not_read_is_named() {
+    need_root!();
+    let scratch = Scratch::new();
+    let nobody = Nobody::new(&scratch);
+    let lease = nobody.store.join("domains/default/leases/0123456789abcdef");
+    fs::write(&lease, [0; 32]).unwrap();
+    fs::set_permissions(&lease, fs::Permissions::from_mode(0o600)).unwrap();
+    let collects =
+        || nobody.runs("child_that_collects", &[]).env("PAGEFOLD_TEST_COLLECT", &nobody.store).output().unwrap();
+    let text = said(&collects());
+    let named = format!("{}: a build or mount of user 0 has left it", lease.display());
+    assert!(text.contains(&named) && !text.contains("COLLECTED"), "{text}");
+    fs::remove_file(&lease).unwrap();
+    assert!(said(&collects()).contains("COLLECTED"));
+}
+
 /// In a child process: mounts in the user namespace it is in, and says who has the private file and whether it opens.
 #[test]
 fn child_that_looks_at_owners() {
