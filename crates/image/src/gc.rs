@@ -9,7 +9,7 @@ use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::mount::remove_tree;
 use crate::mounts::{self, held_by_kernel};
-use crate::store::{Store, random_id};
+use crate::store::{Store, USER_DIRECTORY, random_id};
 use rustix::fs::FlockOperation;
 use rustix::mount::UnmountFlags;
 use std::collections::{BTreeMap, HashSet};
@@ -209,6 +209,11 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
     let trees = store.path("trees");
     let named: HashSet<Digest> = roots.iter().copied().collect();
     let (mut forms, mut remains) = (BTreeMap::<Digest, Vec<fs::DirEntry>>::new(), Vec::new());
+    // What one version made for all mappings of ids: no mount asks for it any more, and such as there are show in a table.
+    let mut outdated = Vec::new();
+    let in_use = |digest: &Digest| {
+        mounted.partial || leases.contains(&digest.key()) || mounted.mounts.iter().any(|mount| mount.digest == *digest)
+    };
     for entry in entries(&trees)? {
         let name = entry.file_name();
         let Some(digest) = name.as_bytes().get(..64).and_then(Digest::from_hex) else { continue };
@@ -217,6 +222,8 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
             remains.push(entry.path());
         } else if !named.contains(&digest) {
             forms.entry(digest).or_default().push(entry);
+        } else if name.as_bytes()[64..].strip_prefix(b".") == Some(USER_DIRECTORY.as_bytes()) && !in_use(&digest) {
+            outdated.push(entry);
         }
     }
     let mut doomed = Vec::new();
@@ -236,6 +243,7 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
     let log_from = if dry_run { read_log(store)?.len() } else { 0 };
     if !dry_run {
         fs::write(&log_path, b"").at(&log_path)?;
+        remove_image_files(&outdated, &mut remains, &mut stats);
         doomed.retain(|files| remove_image_files(files, &mut remains, &mut stats));
     }
     drop(lock);

@@ -583,11 +583,20 @@ fn a_metadata_directory_is_removed_in_one_step() {
     fs::rename(&dir, &doomed).unwrap();
     fs::remove_file(doomed.join("sub/file")).unwrap();
     show();
-    store.remove("x").unwrap();
+    // A directory of the version before, for all users' mappings.
+    let outdated = dir.with_extension("userdir");
+    fs::create_dir_all(outdated.join("sub")).unwrap();
     if mounts::view(&store).unwrap().partial {
         println!("SKIPPED the rest: not all processes are seen here");
         return;
     }
+    mount::mount(&store, &record, &at, &options).unwrap();
+    gc::collect(&store, false).unwrap();
+    assert!(outdated.exists() && dir.exists() && !doomed.exists(), "mounted");
+    umount(&at);
+    gc::collect(&store, false).unwrap();
+    assert!(!outdated.exists() && dir.exists(), "not mounted");
+    store.remove("x").unwrap();
     gc::collect(&store, false).unwrap();
     assert_eq!(fs::read_dir(dir.parent().unwrap()).unwrap().count(), 0, "{doomed:?} and all else is gone");
 }
