@@ -647,10 +647,11 @@ fn write_one(
     Ok(())
 }
 
-/// Whether the disk of `path` has no room for what an inode may need.
+/// Whether the disk of `path` has no room for what an inode may need: an attribute may have 64 KiB, whatever the size of blocks.
 fn is_full(path: &Path) -> Result<bool> {
     let dir = path.parent().unwrap_or(path);
-    Ok(rustix::fs::statvfs(dir).at(dir)?.f_bavail < 32)
+    let room = rustix::fs::statvfs(dir).at(dir)?;
+    Ok(room.f_bavail < 32 || room.f_bavail.saturating_mul(room.f_frsize) < 128 << 10)
 }
 
 /// What in a metadata directory is not as in the image: the first such thing. Owners, modes, times and attributes are left
