@@ -326,6 +326,7 @@ fn child_that_mounts_twice() {
 #[test]
 fn a_plain_users_changes_are_one_mounts_at_a_time() {
     need_root!();
+    let _alone = NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner);
     let scratch = Scratch::new();
     let (nobody, upper) = (Nobody::new(&scratch), scratch.dir("nobodys-upper"));
     std::os::unix::fs::chown(&upper, Some(65534), Some(65534)).unwrap();
@@ -375,8 +376,8 @@ fn frames_are_compared_where_the_image_shows_its_own() {
     assert_eq!(compare(), (20 + 5 * 10, 20 + 5 * 10));
 }
 
-/// Held by tests that look at what is collected: while some process shows only a part of its namespace, metadata
-/// directories stay.
+/// Held by tests that look at what is collected, and by those that make mount namespaces: what is mounted has a copy in a
+/// new one, and while some process shows only a part of its namespace, metadata directories stay.
 static NAMESPACES: Mutex<()> = Mutex::new(());
 
 #[test]
@@ -1036,6 +1037,7 @@ fn a_store_may_lie_as_deep_as_it_likes() {
 #[test]
 fn what_a_start_reads_is_learned_once_and_read_ahead_by_later_mounts() {
     need_root!();
+    let _alone = NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner);
     let scratch = Scratch::new();
     let (tree, at, root) = (scratch.dir("tree"), scratch.dir("mnt"), scratch.dir("store"));
     runnable(&tree);
@@ -1188,6 +1190,7 @@ fn said(out: &std::process::Output) -> String {
 #[test]
 fn a_plain_user_mounts_in_a_user_namespace() {
     need_root!();
+    let _alone = NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner);
     let scratch = Scratch::new();
     let nobody = Nobody::with(&scratch, |tree| {
         fs::write(tree.join("shadow"), noise(21, 5000)).unwrap();
@@ -1379,6 +1382,7 @@ fn child_that_looks_at_owners() {
 #[test]
 fn namespaces_of_different_ids_have_metadata_of_their_own() {
     need_root!();
+    let _alone = NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner);
     let scratch = Scratch::new();
     let nobody = Nobody::with(&scratch, |tree| {
         fs::write(tree.join("private"), noise(20, 5000)).unwrap();
