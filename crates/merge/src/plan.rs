@@ -90,7 +90,7 @@ const _: () = assert!(SPAN_PAGES_MAX <= FREEZE_PAGES_MAX);
 /// Pieces of one span at most: each is a system call while the span is frozen. With 16 waits were below 256 us, too.
 const SPAN_PIECES_MAX: usize = 12;
 
-/// Cuts runs into pieces and groups pieces into spans that are frozen together: at most [`SPAN_PAGES_MAX`] pages,
+/// Cuts runs into pieces and groups pieces into spans that are frozen together: at most 64 pages and 12 pieces,
 /// nothing merged between them, and at least a quarter of them to be merged, for freezing the others costs as well.
 /// `runs` ascend by address.
 pub fn spans(table: &Table, runs: &[Run]) -> Vec<Piece> {
