@@ -3,6 +3,7 @@
 
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 /// The user and group "nobody" of Linux distributions.
 const NOBODY: u32 = 65534;
@@ -23,7 +24,15 @@ struct Sleeper(Child);
 
 impl Sleeper {
     fn start(uid: u32) -> Sleeper {
-        Sleeper(Command::new("sleep").arg("600").stdout(Stdio::null()).uid(uid).gid(uid).spawn().expect("sleep"))
+        let spawned = Command::new("sleep").arg("600").stdout(Stdio::null()).uid(uid).gid(uid).spawn();
+        let sleeper = Sleeper(spawned.expect("sleep"));
+        // Before it sleeps it may not have the memory yet that it will have.
+        let (began, stat) = (Instant::now(), format!("/proc/{}/stat", sleeper.0.id()));
+        while !std::fs::read_to_string(&stat).is_ok_and(|stat| stat.contains("(sleep) S ")) {
+            assert!(began.elapsed() < Duration::from_secs(60), "it does not sleep");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        sleeper
     }
 }
 

@@ -20,7 +20,14 @@ struct Sleeper(Child);
 
 impl Sleeper {
     fn start() -> Sleeper {
-        Sleeper(Command::new("sleep").arg("600").stdout(Stdio::null()).spawn().expect("sleep"))
+        let sleeper = Sleeper(Command::new("sleep").arg("600").stdout(Stdio::null()).spawn().expect("sleep"));
+        // Before it sleeps it may not have the memory yet that it will have.
+        let (began, stat) = (Instant::now(), format!("/proc/{}/stat", sleeper.0.id()));
+        while !std::fs::read_to_string(&stat).is_ok_and(|stat| stat.contains("(sleep) S ")) {
+            assert!(began.elapsed() < Duration::from_secs(60), "it does not sleep");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        sleeper
     }
 
     fn pid(&self) -> String {
