@@ -53,10 +53,15 @@ fn merged_by_anybody() -> bool {
     // Without /proc nobody knows.
     pids.is_empty()
         || pids.into_iter().any(|pid| match fs::read_to_string(format!("/proc/{pid}/ksm_merging_pages")) {
-            Ok(pages) => pages.trim() != "0",
+            Ok(pages) => tells_of_merged(&pages),
             // Not ours to see; else it is gone.
             Err(error) => error.kind() == io::ErrorKind::PermissionDenied,
         })
+}
+
+/// What a process says of its merged pages; one without memory, a thread of the kernel's, says nothing.
+fn tells_of_merged(pages: &str) -> bool {
+    !matches!(pages.trim(), "" | "0")
 }
 
 fn unused_with(
@@ -152,6 +157,12 @@ mod tests {
             _ => Err(io::ErrorKind::NotFound.into()),
         };
         unused_with(read, || shared > 1, advisor).err().map(|error| error.kind())
+    }
+
+    /// Threads of the kernel have no memory, and are on every machine.
+    #[test]
+    fn threads_of_the_kernel_have_merged_nothing() {
+        assert!(tells_of_merged("7\n") && !tells_of_merged("0\n") && !tells_of_merged(""));
     }
 
     #[test]
