@@ -225,11 +225,10 @@ fn in_any_order_every_byte_is_right() {
     }
     let turns: u64 = std::env::var("PAGEFOLD_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(60);
     let mut random = Random::by_clock();
-    let mut host = Host::start(&["--cold-manual", "--cold-tick", "1s"]);
+    const DAEMON: [&str; 3] = ["--cold-manual", "--cold-tick", "1s"];
+    let mut host = Host::start(&DAEMON);
     let mut clients: Vec<Served> = MIB.iter().map(|mib| Served::start_live(&host, *mib)).collect();
     clients.iter().for_each(|client| wait_for_merging(&host, client.pid()));
-    // Who starts the next daemon is there from the first page on that goes out.
-    host.park(clients[0].pid());
     for _ in 0..turns {
         let client = &mut clients[random.below(2) as usize];
         let pid = client.pid().to_string();
@@ -241,8 +240,7 @@ fn in_any_order_every_byte_is_right() {
             4 => {
                 let moving = host.tool_aside(if random.below(2) == 0 { "park" } else { "unpark" });
                 std::thread::sleep(Duration::from_millis(random.below(40)));
-                host.kill_daemon();
-                host.wait();
+                host.replace_daemon(&DAEMON);
                 let _ = moving.wait_with_output();
             }
             5 => std::thread::sleep(Duration::from_millis(random.below(1500))),

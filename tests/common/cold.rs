@@ -82,11 +82,15 @@ impl Host {
         self.number(pid, "pages_out")
     }
 
-    pub fn keeper_pid(&self) -> Option<i32> {
+    fn keeper_path(&self) -> PathBuf {
         let mut path = self.socket.clone().into_os_string();
         path.push(".keeper");
+        path.into()
+    }
+
+    pub fn keeper_pid(&self) -> Option<i32> {
         use std::os::unix::ffi::OsStrExt;
-        let socket = pagefold_os::sock::connect(path.as_bytes()).ok()?;
+        let socket = pagefold_os::sock::connect(self.keeper_path().as_os_str().as_bytes()).ok()?;
         Some(pagefold_os::sock::peer(&socket).ok()?.pid)
     }
 
@@ -101,6 +105,16 @@ impl Host {
         if pid == self.child.id() as i32 {
             let _ = self.child.wait();
         }
+    }
+
+    /// As [`kill_daemon`](Self::kill_daemon) where maybe nobody has pages out: a keeper that holds nothing starts nobody.
+    pub fn replace_daemon(&mut self, args: &[&str]) {
+        self.kill_daemon();
+        let keeper = pagefold_tier::keeper::Keeper::connect(&self.keeper_path());
+        if keeper.and_then(|keeper| keeper.names()).map_or(true, |names| names.is_empty()) {
+            self.child = spawn(&self.socket, args);
+        }
+        self.wait();
     }
 
     pub fn kill_all(&mut self) {
