@@ -350,6 +350,15 @@ impl Uffd {
         Ok((self.read_by(&mut event, Fd::read)? == 1).then_some(event[0]))
     }
 
+    /// As [`read_event`](Self::read_event), and never waits, for whoever made the descriptor may have it wait.
+    ///
+    /// # Errors
+    /// As read(2).
+    pub fn read_event_at_once(&self) -> Result<Option<Event>> {
+        let mut event = [Event::Other(0)];
+        Ok((self.read_events(&mut event)? == 1).then_some(event[0]))
+    }
+
     /// Reads as many events as there are and fit, and returns how many; at most [`EVENTS_MAX`]. Never waits, for whoever made
     /// the descriptor may have it wait.
     ///

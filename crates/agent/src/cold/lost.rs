@@ -107,9 +107,8 @@ impl Cold {
 
     /// Reads the events that wait, in the place of a daemon that is gone. The pact is held.
     pub(super) fn hear(&self) {
-        let mut event = [uffd::Event::Other(0)];
-        while self.hold.read_events(&mut event) == Ok(1) {
-            obey(&self.table, event[0]);
+        while let Ok(Some(event)) = self.hold.read_event_at_once() {
+            obey(&self.table, event);
         }
     }
 
@@ -150,9 +149,8 @@ pub fn poison_out(hold: &Uffd, table: &Table) -> u64 {
                         // What it moves to where we have been is out.
                         settle(settled, at);
                         settled = at;
-                        let mut event = [uffd::Event::Other(0)];
                         // Never waits: that would be for the client, which may be the daemon's.
-                        if hold.read_events(&mut event) == Ok(1) && obey(table, event[0]) {
+                        if hold.read_event_at_once().ok().flatten().is_some_and(|event| obey(table, event)) {
                             // The rest of the run may be no run any more.
                             heard = true;
                             break;
@@ -223,13 +221,12 @@ fn lose_of_child(child: &Uffd, table: &Table, lacked: Range, by: u64) {
         let (_, error) = child.poison(Range::pages_from(at.wrapping_add(by), 1), 0);
         match error {
             Some(Errno(libc::EAGAIN)) if child.is_alive() => {
-                let mut event = [uffd::Event::Other(0)];
-                match (child.read_events(&mut event) == Ok(1)).then_some(event[0]) {
-                    Some(uffd::Event::Fork(fd)) => {
+                match child.read_event_at_once() {
+                    Ok(Some(uffd::Event::Fork(fd))) => {
                         // SAFETY: the kernel made the descriptor for us just now.
                         lose_child(&Uffd::from_fd(unsafe { Fd::from_raw(fd) }), table);
                     }
-                    Some(uffd::Event::Remap { from, to }) => {
+                    Ok(Some(uffd::Event::Remap { from, to })) => {
                         let by = to.wrapping_sub(from.start);
                         for state in [OUT, FROZEN] {
                             table.for_each_run(from.start, from.end, state, |start, end| {
@@ -275,9 +272,7 @@ mod tests {
             scope.spawn(|| {
                 let mut polls = [libc::pollfd { fd: hold.fd().raw(), events: libc::POLLIN, revents: 0 }];
                 assert_eq!(fd::poll(&mut polls, 60_000), Ok(1), "no event of the fork");
-                let mut event = [uffd::Event::Other(0)];
-                assert_eq!(hold.read_events(&mut event), Ok(1));
-                obey(&table, event[0]);
+                obey(&table, hold.read_event_at_once().unwrap().expect("an event"));
             });
             // SAFETY: by a bare call; the child allocates nothing, and ends.
             unsafe {

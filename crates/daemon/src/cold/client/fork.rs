@@ -154,13 +154,10 @@ impl Family {
                 (None, _) => (0, None),
             };
             match error {
-                Some(Errno(libc::EAGAIN)) => {
-                    let mut event = [Event::Other(0)];
-                    match (uffd.read_events(&mut event) == Ok(1)).then_some(event[0]) {
-                        Some(event) => self.obey(next, event),
-                        None => std::thread::sleep(PAUSE),
-                    }
-                }
+                Some(Errno(libc::EAGAIN)) => match uffd.read_event_at_once() {
+                    Ok(Some(event)) => self.obey(next, event),
+                    _ => std::thread::sleep(PAUSE),
+                },
                 Some(Errno(libc::ENOMEM)) => {
                     self.asks_again();
                 }
