@@ -153,10 +153,11 @@ impl Domain {
                 Some(entry) if entry.value() == mine => {}
                 // What the entry stands for is gone or changed: it becomes ours.
                 Some(entry) if self.is_stale(entry) => drop(self.index.replace(fingerprint, entry.value(), mine)),
-                Some(Entry::Slot(slot)) => goals.push((addr, Some(self.copy_at(addr, slot)))),
+                Some(Entry::Slot(slot)) => goals.push((addr, Some(slot))),
                 Some(entry) => twins.push(Twin { addr, index, fingerprint, entry }),
             }
         }
+        self.lead_to_copies(&mut goals);
         goals.extend(self.publish_twins(work, &twins, pages));
         goals.sort_unstable_by_key(|(addr, _)| *addr);
         let runs = plan::runs(goals);

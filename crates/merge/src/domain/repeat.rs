@@ -74,9 +74,17 @@ impl Domain {
         Some(first)
     }
 
-    /// The slot that a page at `addr` shows whose content the index leads to `slot`.
-    pub(super) fn copy_at(&self, addr: u64, slot: Slot) -> Slot {
-        if self.are_copies(&slot) { self.copy(addr, slot) } else { slot }
+    /// Has pages show their own of equal slots where the index leads to the first.
+    pub(super) fn lead_to_copies(&self, goals: &mut [(u64, Goal)]) {
+        let repeats = read(&self.repeats);
+        if repeats.is_empty() {
+            return;
+        }
+        for (addr, goal) in goals {
+            if let Some(first) = goal.filter(|slot| repeats.contains(slot) && self.is_published(slot)) {
+                *goal = Some(self.copy(*addr, first));
+            }
+        }
     }
 
     /// The one of the equal slots from `first` on that the page at `addr` shows.
@@ -87,7 +95,11 @@ impl Domain {
 
     /// True if `first` is the first of equal slots that can be shared.
     fn are_copies(&self, first: &Slot) -> bool {
-        read(&self.repeats).contains(first) && self.pool.published_from(*first) >= self.config.copies
+        read(&self.repeats).contains(first) && self.is_published(first)
+    }
+
+    fn is_published(&self, first: &Slot) -> bool {
+        self.pool.published_from(*first) >= self.config.copies
     }
 
     /// True if `slot` is the last of equal ones: the page behind shows the first of them, or another content.
