@@ -196,7 +196,7 @@ fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
     use std::os::unix::process::CommandExt;
     let log_path = control::socket_path(&absolute(&args.mountpoint)?).with_extension("log");
     control::make_own(&control::runtime_dir())?;
-    let draft = RemoveOnDrop(log_path.with_extension(format!("log.{}", std::process::id())));
+    let draft = mount::RemoveOnDrop(log_path.with_extension(format!("log.{}", std::process::id())));
     let log = crate::host::create_log(&draft.0).map_err(|error| format!("{}: {error}", draft.0.display()))?;
     let arguments = std::env::args_os().skip(1).filter(|argument| argument != "--background");
     let mut child = std::process::Command::new(std::env::current_exe()?)
@@ -225,15 +225,6 @@ fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
             return Ok(ExitCode::SUCCESS);
         }
         std::thread::sleep(Duration::from_millis(10));
-    }
-}
-
-/// Removes a file, if it is there still.
-struct RemoveOnDrop(PathBuf);
-
-impl Drop for RemoveOnDrop {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
     }
 }
 

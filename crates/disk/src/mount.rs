@@ -330,7 +330,9 @@ fn answer_control(
     Ok(())
 }
 
-struct RemoveOnDrop(PathBuf);
+/// Removes a file, if it is there still.
+#[derive(Debug)]
+pub struct RemoveOnDrop(pub PathBuf);
 
 impl Drop for RemoveOnDrop {
     fn drop(&mut self) {
