@@ -96,16 +96,7 @@ impl<'a> Record<'a> {
 
     /// Copies the record's value to `out`, which has its length.
     pub fn copy_value_to(&self, out: &mut [MaybeUninit<u8>]) {
-        let first = self.value_index();
-        let (whole, rest) = out[..self.value_bytes].as_chunks_mut::<8>();
-        let count = whole.len();
-        for (index, chunk) in whole.iter_mut().enumerate() {
-            *chunk = self.word(first + index).to_ne_bytes().map(MaybeUninit::new);
-        }
-        if !rest.is_empty() {
-            let last = self.word(first + count).to_ne_bytes().map(MaybeUninit::new);
-            rest.copy_from_slice(&last[..rest.len()]);
-        }
+        self.copy_to(self.value_index(), &mut out[..self.value_bytes]);
     }
 
     /// Appends the record's key to `out`.
@@ -115,11 +106,21 @@ impl<'a> Record<'a> {
 
     fn copy(&self, first: usize, bytes: usize, out: &mut Vec<u8>) {
         out.reserve(bytes);
-        for index in 0..bytes / 8 {
-            out.extend_from_slice(&self.word(first + index).to_ne_bytes());
+        self.copy_to(first, &mut out.spare_capacity_mut()[..bytes]);
+        // SAFETY: as many bytes were written behind its end.
+        unsafe { out.set_len(out.len() + bytes) };
+    }
+
+    /// Fills `out` with the bytes from word `first` on.
+    fn copy_to(&self, first: usize, out: &mut [MaybeUninit<u8>]) {
+        let (whole, rest) = out.as_chunks_mut::<8>();
+        let count = whole.len();
+        for (index, chunk) in whole.iter_mut().enumerate() {
+            *chunk = self.word(first + index).to_ne_bytes().map(MaybeUninit::new);
         }
-        if !bytes.is_multiple_of(8) {
-            out.extend_from_slice(&self.word(first + bytes / 8).to_ne_bytes()[..bytes % 8]);
+        if !rest.is_empty() {
+            let last = self.word(first + count).to_ne_bytes().map(MaybeUninit::new);
+            rest.copy_from_slice(&last[..rest.len()]);
         }
     }
 
