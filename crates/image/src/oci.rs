@@ -280,6 +280,9 @@ fn index_archive(file: &File, limits: Limits) -> Result<HashMap<Vec<u8>, Member>
     Ok(members)
 }
 
+/// Members of an archive that are looked at to know an image: one has a few for each layer, a tree may have millions.
+const MEMBERS_MAX: u32 = 1 << 16;
+
 /// Whether `path` holds an OCI layout or docker-archive rather than a tree to be taken as it is: an `oci-layout` beside an
 /// `index.json`, or a `manifest.json` of docker's form.
 ///
@@ -296,7 +299,7 @@ pub fn is_image(path: &Path) -> Result<bool> {
     }
     let file = File::open(path).at(path)?;
     let limits = Limits::default();
-    let (mut layout, mut index, mut manifest) = (false, false, None);
+    let (mut layout, mut index, mut manifest, mut members) = (false, false, None, 0);
     let looked = each_member(&file, limits, |path, member| {
         match (&path[..], member) {
             (b"oci-layout", _) => layout = true,
@@ -304,7 +307,8 @@ pub fn is_image(path: &Path) -> Result<bool> {
             (b"manifest.json", Member::File { offset, size }) => manifest = Some((offset, size)),
             _ => {}
         }
-        Ok(!(layout && index))
+        members += 1;
+        Ok(!(layout && index) && members < MEMBERS_MAX)
     });
     match looked {
         // No archive of ours: who builds it as a tree says what is wrong with it.

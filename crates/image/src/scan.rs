@@ -96,12 +96,16 @@ impl Keys {
         if !kept(&key, self.shift) {
             return 0;
         }
-        if !self.seen.insert(key) {
+        if self.seen.contains(&key) {
             return 1 << self.shift;
         }
-        while self.seen.len() > most {
+        // Before the one that would make the table twice as large.
+        while self.seen.len() >= most {
             self.shift += 1;
             self.seen.retain(|key| kept(key, self.shift));
+        }
+        if kept(&key, self.shift) {
+            self.seen.insert(key);
         }
         0
     }

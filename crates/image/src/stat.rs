@@ -88,8 +88,7 @@ pub fn resident_bytes(path: &Path, mapped: bool) -> Result<u64> {
     if size == 0 {
         return Ok(0);
     }
-    let flags = sys::Map::new(&file, size).and_then(|map| map.resident()).at(path)?;
-    Ok(flags.iter().filter(|&&here| here).count() as u64 * PAGE)
+    Ok(sys::Map::new(&file, size).and_then(|map| map.resident_pages()).at(path)? * PAGE)
 }
 
 /// The images there are, each claimed: while the lease is held nothing of them goes.
