@@ -57,6 +57,26 @@ pub fn runtime_dir() -> Result<PathBuf, Error> {
     Ok(dir)
 }
 
+/// Which daemon a command asks.
+#[derive(clap::Args)]
+pub struct DaemonArg {
+    /// Socket of the daemon [default: $PAGEFOLD_SOCKET, else this user's]
+    #[arg(long, value_name = "PATH")]
+    socket: Option<PathBuf>,
+}
+
+impl DaemonArg {
+    /// Where it listens.
+    pub fn socket(&self) -> Result<PathBuf, Error> {
+        socket(self.socket.as_deref())
+    }
+
+    /// True if none was named.
+    pub fn is_default(&self) -> bool {
+        self.socket.is_none()
+    }
+}
+
 /// Where this user's daemon listens, unless `given` says otherwise.
 pub fn socket(given: Option<&Path>) -> Result<PathBuf, Error> {
     let path = match given {

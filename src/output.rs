@@ -5,6 +5,7 @@
 //! error, and that only if a person sits behind it.
 
 use crate::units::{show_duration, show_size};
+pub use pagefold_os::text::clean;
 use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
@@ -192,12 +193,6 @@ fn visible_width(text: &str) -> usize {
         }
     }
     width
-}
-
-/// The text with `?` for control letters, so that nobody writes to the terminal through the name of a process, a file or
-/// a domain, nor makes one line look like two.
-pub fn clean(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
 }
 
 /// Shortens `text`, made [`clean`], to `width` letters, marking the cut with `…`.

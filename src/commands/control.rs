@@ -6,7 +6,6 @@ use crate::{host, units};
 use crate::{note, say};
 use pagefold_daemon::control::{Answer, Request};
 use pagefold_daemon::status::Status;
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 const PAGE: u64 = pagefold_os::PAGE_SIZE as u64;
@@ -23,9 +22,8 @@ pub struct Unmerge {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Socket of the daemon [default: $PAGEFOLD_SOCKET, else this user's]
-    #[arg(long, value_name = "PATH")]
-    socket: Option<PathBuf>,
+    #[command(flatten)]
+    daemon: host::DaemonArg,
 }
 
 /// Stop merging, for one client or for all; what is merged stays
@@ -40,9 +38,8 @@ pub struct Pause {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Socket of the daemon [default: $PAGEFOLD_SOCKET, else this user's]
-    #[arg(long, value_name = "PATH")]
-    socket: Option<PathBuf>,
+    #[command(flatten)]
+    daemon: host::DaemonArg,
 }
 
 /// Go on merging
@@ -55,9 +52,8 @@ pub struct Resume {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Socket of the daemon [default: $PAGEFOLD_SOCKET, else this user's]
-    #[arg(long, value_name = "PATH")]
-    socket: Option<PathBuf>,
+    #[command(flatten)]
+    daemon: host::DaemonArg,
 }
 
 /// Compare every shared page with its slot through the kernel's own page tables
@@ -69,9 +65,8 @@ pub struct Verify {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Socket of the daemon [default: $PAGEFOLD_SOCKET, else this user's]
-    #[arg(long, value_name = "PATH")]
-    socket: Option<PathBuf>,
+    #[command(flatten)]
+    daemon: host::DaemonArg,
 }
 
 /// What `--json` prints.
@@ -112,13 +107,13 @@ pub(super) fn for_each<T, U>(whom: &[T], ask: impl Fn(&T) -> Result<U, Error>) -
 
 /// Asks for each of `clients`, or for all if none are named, and prints one count for all.
 fn done(
-    socket: Option<PathBuf>,
+    daemon: &host::DaemonArg,
     clients: Vec<i32>,
     request: impl Fn(Option<i32>) -> Request,
     json: bool,
     words: [&str; 2],
 ) -> Result<ExitCode, Error> {
-    let socket = host::socket(socket.as_deref())?;
+    let socket = daemon.socket()?;
     let whom: Vec<Option<i32>> = if clients.is_empty() { vec![None] } else { clients.into_iter().map(Some).collect() };
     let (counts, code) = for_each(&whom, |pid| match host::ask(&socket, &request(*pid))? {
         Answer::Done { count } => Ok(count),
@@ -135,7 +130,7 @@ fn done(
 
 /// Runs `unmerge`.
 pub fn unmerge(args: Unmerge) -> Result<ExitCode, Error> {
-    let socket = host::socket(args.socket.as_deref())?;
+    let socket = args.daemon.socket()?;
     let healed = |status: &Status| -> u64 { status.domains.iter().map(|one| one.events.healed).sum() };
     let (counts, code) = for_each(&args.clients, |&pid| {
         let shared = |status: &Status| -> u64 {
@@ -170,17 +165,17 @@ pub fn unmerge(args: Unmerge) -> Result<ExitCode, Error> {
 
 /// Runs `pause`.
 pub fn pause(args: Pause) -> Result<ExitCode, Error> {
-    done(args.socket, args.clients, |pid| Request::Pause { pid }, args.json, ["client paused", "clients paused"])
+    done(&args.daemon, args.clients, |pid| Request::Pause { pid }, args.json, ["client paused", "clients paused"])
 }
 
 /// Runs `resume`.
 pub fn resume(args: Resume) -> Result<ExitCode, Error> {
-    done(args.socket, args.clients, |pid| Request::Resume { pid }, args.json, ["client resumed", "clients resumed"])
+    done(&args.daemon, args.clients, |pid| Request::Resume { pid }, args.json, ["client resumed", "clients resumed"])
 }
 
 /// Runs `verify`.
 pub fn verify(args: Verify) -> Result<ExitCode, Error> {
-    let socket = host::socket(args.socket.as_deref())?;
+    let socket = args.daemon.socket()?;
     let answer = host::ask_and_watch(&socket, &Request::Verify {}, "verify", |_, now| {
         (now.verifying.pages * PAGE, now.verifying.pages_total * PAGE)
     })?;

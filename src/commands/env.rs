@@ -2,7 +2,6 @@
 
 use super::Error;
 use crate::{host, note};
-use std::path::PathBuf;
 use std::process::ExitCode;
 
 /// Print the environment that makes a program a client, for containers and services
@@ -20,9 +19,8 @@ Exit status: 0 if printed, 1 if the agent could not be written, 2 for wrong usag
 pub struct Args {
     #[command(flatten)]
     client: super::run::ClientArgs,
-    /// Socket of the daemon [default: $PAGEFOLD_SOCKET, else this user's]
-    #[arg(long, value_name = "PATH")]
-    socket: Option<PathBuf>,
+    #[command(flatten)]
+    daemon: host::DaemonArg,
 }
 
 /// Prints the lines.
@@ -30,7 +28,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     if let Some(domain) = &args.client.domain {
         super::run::check_domain(domain)?;
     }
-    let socket = host::socket(args.socket.as_deref())?;
+    let socket = args.daemon.socket()?;
     let cold = args.client.cold.then_some(host::Cold { tolerance: None, tier_max: None });
     let mut text = String::new();
     for (name, value) in host::environment(&socket, args.client.domain.as_deref(), args.client.all, cold.as_ref())? {

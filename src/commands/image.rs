@@ -40,7 +40,7 @@ pub struct Args {
     #[arg(long, global = true, value_name = "DIR")]
     store: Option<PathBuf>,
     /// Trust boundary: nothing is shared across domains
-    #[arg(long, global = true, default_value = DEFAULT_DOMAIN, value_name = "NAME", value_parser = domain_name)]
+    #[arg(long, global = true, default_value = DEFAULT_DOMAIN, value_name = "NAME", value_parser = checked(check_domain))]
     domain: String,
     #[command(subcommand)]
     action: Action,
@@ -165,7 +165,7 @@ A second build of an unchanged directory reads only what stat says has changed. 
 (devices, owners a user may not give) is left out and said. Progress shows on a terminal only.")]
 struct BuildArgs {
     /// Name to store it under
-    #[arg(long, value_parser = image_name)]
+    #[arg(long, value_parser = checked(check_name))]
     name: String,
     /// Directory, tar archive (plain, gzip or zstd), OCI layout, or `-`
     path: PathBuf,
@@ -194,7 +194,7 @@ struct BuildArgs {
   pagefold image import --name app:2 --ref v2 --max-bytes 20G ./layout")]
 struct ImportArgs {
     /// Name to store it under
-    #[arg(long, value_parser = image_name)]
+    #[arg(long, value_parser = checked(check_name))]
     name: String,
     /// OCI layout directory, or an archive of one, or what `podman save` and `docker save` write
     path: PathBuf,
@@ -212,12 +212,9 @@ struct ImportArgs {
     json: bool,
 }
 
-fn domain_name(name: &str) -> Result<String, String> {
-    check_domain(name).map(|()| name.to_owned()).map_err(|error| error.to_string())
-}
-
-fn image_name(name: &str) -> Result<String, String> {
-    check_name(name).map(|()| name.to_owned()).map_err(|error| error.to_string())
+/// A name that `check` has nothing against.
+fn checked(check: fn(&str) -> Result<(), ImageError>) -> impl Fn(&str) -> Result<String, String> + Clone {
+    move |name| check(name).map(|()| name.to_owned()).map_err(|error| error.to_string())
 }
 
 #[derive(clap::Args)]

@@ -7,7 +7,7 @@ use crate::{host, say, units};
 use pagefold_daemon::cold::{ColdClient, Whom};
 use pagefold_daemon::control::{Answer, Request};
 use pagefold_daemon::status::Status;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -58,9 +58,8 @@ struct Target {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Socket of the daemon [default: $PAGEFOLD_SOCKET, else this user's]
-    #[arg(long, value_name = "PATH")]
-    socket: Option<PathBuf>,
+    #[command(flatten)]
+    daemon: host::DaemonArg,
 }
 
 impl Target {
@@ -105,7 +104,7 @@ fn ask_and_watch(socket: &Path, whom: &Whom, park: bool) -> Result<(u64, u64), E
 }
 
 fn moved(target: &Target, park: bool) -> Result<ExitCode, Error> {
-    let socket = host::socket(target.socket.as_deref())?;
+    let socket = target.daemon.socket()?;
     let began = Instant::now();
     let (moved, code) = for_each(&target.whom(), |whom| ask_and_watch(&socket, whom, park))?;
     let (clients, pages) = moved.iter().fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));

@@ -51,9 +51,8 @@ pub struct Args {
     /// How to merge: through the agent, or by the kernel's KSM (for static or sealed programs)
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     backend: Backend,
-    /// Socket of the daemon [default: $PAGEFOLD_SOCKET, else this user's]
-    #[arg(long, value_name = "PATH")]
-    socket: Option<PathBuf>,
+    #[command(flatten)]
+    daemon: host::DaemonArg,
     /// Program and its arguments
     #[arg(required = true, trailing_var_arg = true, value_name = "CMD")]
     command: Vec<OsString>,
@@ -162,7 +161,7 @@ fn prepare(args: &Args) -> Result<Command, Error> {
             if free { "; --backend ksm can serve it" } else { "" }
         );
     }
-    let socket = host::socket(args.socket.as_deref())?;
+    let socket = args.daemon.socket()?;
     host::ensure_daemon(&socket)?;
     if let Some(owner) = host::stranger(&socket) {
         note!("pagefold: the daemon at {} is user {owner}'s, and may not serve this program", socket.display());

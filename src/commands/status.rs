@@ -6,7 +6,6 @@ use crate::parts::ImageStore;
 use crate::{host, units};
 use pagefold_daemon::status::Status;
 use std::fmt::Write as _;
-use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -32,9 +31,8 @@ pub struct Args {
     /// Print JSON
     #[arg(long)]
     json: bool,
-    /// Socket of the daemon [default: $PAGEFOLD_SOCKET, else this user's]
-    #[arg(long, value_name = "PATH")]
-    socket: Option<PathBuf>,
+    #[command(flatten)]
+    daemon: host::DaemonArg,
 }
 
 /// What `--json` shows: the daemon's status, mounts of disk images and stores of image trees beside it.
@@ -51,11 +49,14 @@ struct Shown {
 /// Runs the command.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
     let (disks, images) = (crate::parts::disks(), crate::parts::images());
-    let socket = host::socket(args.socket.as_deref())?;
+    let socket = args.daemon.socket()?;
     // Mounts need no daemon, and are worth telling without one.
     let has_mounts = !disks.is_empty() || images.iter().any(|store| store.stat.mounts > 0);
-    let status =
-        if has_mounts && args.socket.is_none() { host::status_of_any(&socket)? } else { Some(host::status(&socket)?) };
+    let status = if has_mounts && args.daemon.is_default() {
+        host::status_of_any(&socket)?
+    } else {
+        Some(host::status(&socket)?)
+    };
     let shown = Shown { status, disks, images };
     if args.json {
         print_json(&shown)?;

@@ -36,9 +36,8 @@ pub struct Args {
     /// Time between two samples
     #[arg(long, short, value_name = "TIME", value_parser = units::duration, default_value = "1s")]
     interval: Duration,
-    /// Socket of the daemon [default: $PAGEFOLD_SOCKET, else this user's]
-    #[arg(long, value_name = "PATH")]
-    socket: Option<PathBuf>,
+    #[command(flatten)]
+    daemon: host::DaemonArg,
 }
 
 /// Shows samples until the user ends it.
@@ -46,7 +45,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     if !stdout().is_terminal() || !stdin().is_terminal() {
         return Err("top: needs a terminal; use `pagefold status --json`".into());
     }
-    let socket = host::socket(args.socket.as_deref())?;
+    let socket = args.daemon.socket()?;
     let samples = sample_every(args.interval.max(INTERVAL_MIN), socket);
     let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     end_with_the_window();

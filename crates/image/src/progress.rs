@@ -1,5 +1,6 @@
 //! Progress on standard error when it is a terminal: what is done, how fast, how long still.
 
+use pagefold_os::text::clean;
 use std::io::{IsTerminal, Write};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,8 +8,7 @@ use std::time::{Duration, Instant};
 
 /// Writes a note to standard error, with `?` for control letters: images and their files have a say in some.
 pub(crate) fn note(text: &str) {
-    let line: String = text.chars().map(|letter| if letter.is_control() { '?' } else { letter }).collect();
-    let _ = writeln!(std::io::stderr(), "pagefold: note: {line}");
+    let _ = writeln!(std::io::stderr(), "pagefold: note: {}", clean(text));
 }
 
 /// Counts work done and shows it, at most four times a second.

@@ -39,6 +39,8 @@ pub mod probe;
 #[cfg(feature = "std")]
 pub mod procfs;
 #[cfg(feature = "std")]
+pub mod text;
+#[cfg(feature = "std")]
 pub mod volume;
 
 pub use raw::Errno;
