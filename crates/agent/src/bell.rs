@@ -26,7 +26,13 @@ impl Bell {
 
     /// Whoever rings is an event of `uffd` from here on, which has not the page yet.
     pub(crate) fn hang(&self, uffd: &Uffd) {
-        let _ = self.empty_page().and_then(|page| uffd.register(page, uffd::MODE_MISSING));
+        let register = || self.empty_page().and_then(|page| uffd.register(page, uffd::MODE_MISSING));
+        if register().is_err() {
+            // A child by a bare fork may hold the descriptor that was there before, and the page stays that one's: whoever rang
+            // would wait for the child. A page of a moment ago is left to who may ring it just now.
+            self.0.store(0, Ordering::Release);
+            let _ = register();
+        }
     }
 
     fn empty_page(&self) -> Result<Range> {
@@ -79,9 +85,12 @@ mod tests {
         let device = uffd::open_device().ok();
         static BELL: Bell = Bell::new();
         BELL.ring();
+        // As by a child of a bare fork.
+        let mut held = Vec::new();
         for round in 0..3 {
             let Ok(uffd) = Uffd::new(device.as_ref(), 0) else { return eprintln!("SKIPPED: needs a userfaultfd") };
             BELL.hang(&uffd);
+            held.extend((round > 0).then(|| uffd.fd().duplicate().unwrap()));
             let (say, said) = std::sync::mpsc::channel();
             // Not scoped: a thread that is stuck must not hold up the test that says so.
             let waiting = std::thread::spawn(move || {
