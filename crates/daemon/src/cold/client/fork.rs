@@ -24,9 +24,7 @@ const PAUSE: Duration = Duration::from_micros(100);
 /// Parts of their memory that are cut, moved or copied for them meanwhile: so many at most are kept as well.
 const STEPS_MAX: usize = 1 << 18;
 /// Children, and theirs, that are given pages at once: those of a server that has a process for each connection.
-const FAMILY_MAX: usize = WITHHELD_MAX / 2;
-/// Children left to wait at most: each costs a descriptor.
-const WITHHELD_MAX: usize = 512;
+const FAMILY_MAX: usize = 256;
 /// Pages out that a table may claim beyond those that the tier has.
 const LOST_MAX: u64 = 1 << 16;
 /// Beyond every address.
@@ -175,6 +173,13 @@ impl Family {
             }
         }
     }
+
+    /// Leaves them to wait. Whose end is let go reads zeros, so all are kept who live: a process costs a descriptor, which is
+    /// less than one that greets.
+    fn withhold(self, withheld: &mut Vec<Uffd>) {
+        withheld.extend(self.children.into_iter().map(|child| child.uffd));
+        withheld.retain(Uffd::is_alive);
+    }
 }
 
 /// What the kernel made when the event of a fork was read.
@@ -212,10 +217,7 @@ impl Client {
         moving.iter().for_each(|(to, from)| give(*to, *from));
         if family.is_left_alone() {
             eprintln!("pagefold: {} ({}): a child of it is left to wait for its pages", self.name, self.pid);
-            withheld.extend(family.children.into_iter().map(|child| child.uffd));
-            // Whose end is let go reads zeros.
-            withheld.retain(Uffd::is_alive);
-            withheld.truncate(WITHHELD_MAX);
+            family.withhold(withheld);
         }
     }
 }
@@ -260,6 +262,25 @@ mod tests {
                 assert!(places.parts.len() == places.began.len() && places.parts.len() <= 1 + 3 * done);
             }
         }
+    }
+
+    /// However many there are: one that is let go would read zeros.
+    #[test]
+    fn who_is_left_alone_waits_as_long_as_it_lives() {
+        const FAMILIES: usize = 3;
+        let device = uffd::open_device().ok();
+        let Ok(uffd) = Uffd::new(device.as_ref(), 0) else { return eprintln!("SKIPPED: no userfaultfd for us") };
+        let _ = pagefold_os::fd::raise_limit();
+        let mut withheld = Vec::new();
+        for _ in 0..FAMILIES {
+            let mut family = Family::of(Uffd::from_fd(uffd.fd().duplicate().unwrap()));
+            while !family.is_left_alone() {
+                let Ok(fd) = uffd.fd().duplicate() else { return eprintln!("SKIPPED: too few descriptors for us") };
+                family.children.push(Child { uffd: Uffd::from_fd(fd), places: Places::new() });
+            }
+            family.withhold(&mut withheld);
+        }
+        assert_eq!(withheld.len(), FAMILIES * (FAMILY_MAX + 1));
     }
 
     /// What a child has done to its memory is cut, moved and copied so often, and no more.
