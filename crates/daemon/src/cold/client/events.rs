@@ -181,6 +181,28 @@ mod tests {
         assert_eq!(seen, (true, 7), "bits of pages that were right");
     }
 
+    /// A forked child loses what the agent has in hand, but for what is back already.
+    #[test]
+    fn a_child_reads_no_zeros_where_pages_are_in_the_agents_hands() {
+        let _alone = lock(&FORKING);
+        let Some((client, memory)) = own(uffd::FEATURE_EVENT_FORK, 2) else { return };
+        let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
+        let page_at = |number: u64| memory.addr() + number * PAGE;
+        client.table.find_or_add(page_at(0)).unwrap();
+        client.table.find_or_add(page_at(1)).unwrap();
+        (0..2).for_each(|number| _ = client.table.set_state(page_at(number), FROZEN));
+        client.uffd.zero(Range::pages_from(page_at(1), 1), 0);
+        let seen = forked(&client, &tier, || {
+            let is_there = |number: u64| {
+                // SAFETY: reads pages in by a bare call, changes nothing.
+                let read = unsafe { libc::syscall(libc::SYS_madvise, page_at(number), PAGE, libc::MADV_POPULATE_READ) };
+                i32::from(read == 0)
+            };
+            is_there(0) | is_there(1) << 1
+        });
+        assert_eq!(seen, (true, 2), "bits of pages that are there");
+    }
+
     /// A forked child discards, moves and forks before it has its pages, as often as a server does that has many processes.
     #[test]
     fn a_child_may_do_with_its_memory_what_it_likes() {

@@ -8,7 +8,8 @@
 
 use super::copy_in::is_passing;
 use super::{Client, PAGE, Service};
-use pagefold_agent::cold_table::OUT;
+use pagefold_agent::cold_table::{FROZEN, OUT};
+use pagefold_agent::wire::FETCH_PAGES_MAX;
 use pagefold_os::fd::Fd;
 use pagefold_os::uffd::{Event, Uffd};
 use pagefold_os::{Errno, PAGE_SIZE, Page, Range};
@@ -215,6 +216,17 @@ impl Client {
         });
         // Those that the parent still waits for after an mremap(2) are out as well, and nothing at their new place says so.
         moving.iter().for_each(|(to, from)| give(*to, *from));
+        // What the agent has in hand is not what is stored, or nobody knows yet: SIGBUS, also where the parent has it back.
+        let mut most = FETCH_PAGES_MAX as u64;
+        self.table.for_each_run(0, u64::MAX >> 1, FROZEN, |start, end| {
+            let end = end.min(start + most * PAGE);
+            most -= (end - start) / PAGE;
+            for addr in (start..end).step_by(PAGE_SIZE) {
+                if !family.is_left_alone() {
+                    family.give(addr, None);
+                }
+            }
+        });
         if family.is_left_alone() {
             eprintln!("pagefold: {} ({}): a child of it is left to wait for its pages", self.name, self.pid);
             family.withhold(withheld);
