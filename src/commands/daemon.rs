@@ -56,7 +56,7 @@ pub struct Args {
     /// Exit after a minute without clients, unless --idle-exit says otherwise: `run` started this daemon
     #[arg(long, hide = true)]
     on_demand: bool,
-    /// Largest memory of a domain's cold tier, unless its first client says otherwise; `auto`: a quarter of memory
+    /// Largest memory of a domain's cold tier; its first client may ask for less; `auto`: a quarter of memory
     #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = tier_max)]
     tier_max: Setting<u64>,
     /// Directory for the file that a cold tier writes to when its memory is full; `none` for no file

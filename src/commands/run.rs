@@ -45,7 +45,7 @@ pub struct Args {
     /// With --cold: share of run time that may be lost to pages coming back, in percent, 50 at most [default: the daemon's]
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
     tolerance: Option<f64>,
-    /// With --cold: memory of the tier; beyond it pages are written to a file (the first client of a domain says)
+    /// With --cold: memory of the tier, the daemon's at most; beyond it pages go to a file (a domain's first client says)
     #[arg(long, value_name = "SIZE", value_parser = tier_max)]
     tier_max: Option<u64>,
     /// How to merge: through the agent, or by the kernel's KSM (for static or sealed programs)

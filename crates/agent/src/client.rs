@@ -104,7 +104,7 @@ impl Client {
 pub struct ColdOptions {
     /// Share of run time that may be lost to pages coming back, in millionths.
     pub tolerance_ppm: u64,
-    /// Limit of the domain's tier in bytes, if this client is its first.
+    /// Limit of the domain's tier in bytes, if this client is its first; the daemon's is the most.
     pub tier_max_bytes: u64,
 }
 

@@ -75,8 +75,8 @@ pub enum Op {
 pub const HELLO_ALL: u64 = 1;
 /// Flag of `Hello`: the process was forked from one that had merged pages.
 pub const HELLO_FORKED: u64 = 2;
-/// Flag of `Hello`: a client of the cold tier; `b` = tolerance in millionths, `count` = limit of the tier in bytes, 0 each
-/// for the daemon's default.
+/// Flag of `Hello`: a client of the cold tier; `b` = tolerance in millionths, `count` = limit of the tier in bytes, which is
+/// the daemon's at most, 0 each for the daemon's default.
 pub const HELLO_COLD: u64 = 4;
 
 /// Flag of `Hello`: the plain memory is the cold tier's for a while; with [`HELLO_COLD`], this is who has it.

@@ -48,7 +48,7 @@ const DOMAINS_MAX: usize = 1024;
 /// How the cold tier works.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Limit of each domain's tier in bytes, if its first client names none.
+    /// Limit of each domain's tier in bytes; its first client may name less.
     pub tier_max_bytes: u64,
     /// Directory for the files that tiers write back to; `None` for no writeback.
     pub directory: Option<PathBuf>,
@@ -192,8 +192,10 @@ impl Cold {
         }
     }
 
+    /// What a tier is made by whose first client names `bytes_max`, 0 for as much as it may have.
     fn tier_config(&self, bytes_max: u64) -> pagefold_tier::Config {
-        let bytes_max = if bytes_max == 0 { self.config.tier_max_bytes } else { bytes_max };
+        let most = self.config.tier_max_bytes;
+        let bytes_max = if bytes_max == 0 { most } else { bytes_max.min(most) };
         pagefold_tier::Config {
             bytes_max: bytes_max.clamp(4 << 20, 200 << 30),
             patches: self.config.patches,
@@ -443,6 +445,14 @@ mod tests {
             group.upgrade().is_none()
         });
         assert!(is_gone, "its threads go on");
+    }
+
+    #[test]
+    fn a_client_may_name_less_than_the_daemon_allows_and_no_more() {
+        let config = Config { tier_max_bytes: 8 << 20, ..Config::default() };
+        let cold = Cold::new(config, "/nowhere/s".as_ref());
+        let made = [0, 5 << 20, 200 << 30].map(|named| cold.tier_config(named).bytes_max);
+        assert_eq!(made, [8 << 20, 5 << 20, 8 << 20]);
     }
 
     /// What a client writes into its table does not keep the keeper, and all that it holds, beyond an orderly stop.
