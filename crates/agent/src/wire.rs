@@ -61,7 +61,8 @@ pub enum Op {
     /// Leave the plain memory to the cold tier (`a` = 1): watch it no more, and become a client of the tier beside. Or take
     /// it back (0), should that not have come about; the tier ends what has, by `Leave`.
     Part = 11,
-    /// Daemon to an agent of a cold client: begin; `a` = epoch. Answers `Ready`, which carries userfaultfd and table.
+    /// Daemon to an agent of a cold client: begin; `a` = epoch. Answers `Ready`, which carries userfaultfd and table, and tells
+    /// whether the former is bare (`a`) and what processor time the agent has taken until then (`b`).
     ColdGo = 16,
     /// Copy these runs (list of [`RegionEntry`]) to the channel; one byte per page in the answer's list.
     ColdCopy = 17,

@@ -163,6 +163,8 @@ fn connect(cold: &mut Option<Cold>, phase: &AtomicU32) -> Result<Connection> {
     };
     let cold = cold.as_mut().ok_or(Errno(libc::EPROTO))?;
     ready.a = u64::from(cold.bare);
+    // Of which an earlier daemon has heard.
+    ready.b = sched::thread_cpu_ns();
     sock::send(&socket, ready.bytes(), &[cold.hold.fd().raw(), cold.table_fd.raw()])?;
     let go = receive(&socket, Op::ColdGo, phase).and_then(|(go, _)| match go.status {
         0 => Ok(go),

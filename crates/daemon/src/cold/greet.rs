@@ -59,23 +59,25 @@ impl Cold {
         let who = Identity { region: 0, token: 0, pid: cred.pid, uid: cred.uid };
         // Not for whoever names one and goes.
         let group = self.group(&key, hello.count)?;
-        let result = self.attach(&group, who, handed, link, ready.a == 1, hello);
+        let result = self.attach(&group, who, handed, link, &ready, hello);
         result.map_err(|errno| {
             let _ = sock::send(&socket, Packet { status: errno.0, ..Packet::new(Op::ColdGo) }.bytes(), &[]);
             format!("the cold tier cannot serve it: {errno}")
         })
     }
 
-    /// Makes a client of what was handed over, or finds the one that it is; `bare` is a descriptor that nobody has enabled.
+    /// Makes a client of what was handed over, or finds the one that it is.
     fn attach(
         &self,
         group: &Arc<Group>,
         who: Identity,
         handed: Handed,
         link: ColdLink,
-        bare: bool,
+        ready: &Packet,
         hello: &Packet,
     ) -> Result<(), Errno> {
+        // A descriptor that nobody has enabled.
+        let bare = ready.a == 1;
         let uffd = &handed.uffd;
         // Else its thread would look for events where none can be, and never hear that the client has ended.
         if !uffd.is_one() {
@@ -155,6 +157,8 @@ impl Cold {
                 client
             }
         };
+        // Once: one whose connection broke tells the same daemon what it takes all in all.
+        client.cpu_before_ns.get_or_init(|| ready.b);
         client.tolerance_ppm.store(hello.b, Ordering::Relaxed);
         client.leased.store(hello.a & HELLO_AWAY != 0, Ordering::Relaxed);
         // A link that broke is given up by whoever holds it.
@@ -188,6 +192,9 @@ mod tests {
     use super::*;
     use pagefold_tier::keeper::Keeper;
 
+    /// What the agent of one that greets has taken before.
+    const CPU_BEFORE_NS: u64 = 1 << 40;
+
     fn bare() -> Uffd {
         Uffd::bare(uffd::open_device().ok().as_ref()).unwrap()
     }
@@ -214,7 +221,8 @@ mod tests {
         let [ours, _theirs] = pair.map(|fd| unsafe { Fd::from_raw(fd) });
         let link = ColdLink::new(Arc::new(ours)).unwrap();
         let who = Identity { region: 0, token: 0, pid: std::process::id() as i32, uid: 0 };
-        cold.attach(group, who, copy, link, true, &Packet::new(Op::Hello))
+        let ready = Packet { a: 1, b: CPU_BEFORE_NS, ..Packet::new(Op::Ready) };
+        cold.attach(group, who, copy, link, &ready, &Packet::new(Op::Hello))
     }
 
     fn table_of(handed: &Handed) -> u64 {
@@ -271,6 +279,27 @@ mod tests {
         let (attached, handed) = attach(&cold, &group);
         assert_eq!((attached, table_of(&handed)), (Err(Errno(libc::EAGAIN)), 0));
         assert!(lock(&group.clients).is_empty());
+    }
+
+    /// A daemon that replaces another counts what an agent takes from then on.
+    #[test]
+    fn what_an_agent_took_before_it_greeted_is_not_counted() {
+        if client::tests::own(uffd::FEATURE_EVENT_REMOVE, 1).is_none() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let cold = Cold::new(Config::default(), &dir.path().join("s"));
+        let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
+        let (attached, _handed) = attach(&cold, &group);
+        assert_eq!(attached, Ok(()));
+        let client = lock(&group.clients).values().next().cloned().unwrap();
+        let counted = |said| {
+            client.note_agent_cpu(said);
+            cold.agents_cpu_ns()
+        };
+        assert_eq!(counted(CPU_BEFORE_NS), 0);
+        assert_eq!(counted(CPU_BEFORE_NS + 1), 1);
+        group.remove(client.region);
     }
 
     /// The answer to a greeting does not arrive, so the agent greets again, with another descriptor and the same table.

@@ -279,7 +279,7 @@ impl Mover<'_> {
         let client = self.client;
         client.leaving.fetch_add(1, Ordering::SeqCst);
         let busy = self.link.drop_pages(&entries)?;
-        crate::link::note_cpu_ns(&client.counters.agent_cpu_ns, client.pid, self.link.agent_cpu_ns);
+        client.note_agent_cpu(self.link.agent_cpu_ns);
         let service = lock(&client.service);
         let mut gone = 0;
         for Copied { page, place, around } in stored {

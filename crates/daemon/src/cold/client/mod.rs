@@ -38,7 +38,7 @@ use pagefold_tier::Tier;
 use pagefold_tier::policy::Window;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -127,6 +127,8 @@ pub(super) struct Client {
     /// The socket of `link`, to notice its end.
     pub socket: Mutex<Option<Arc<Fd>>>,
     pub counters: Counters,
+    /// Processor time of the agent before we heard from it.
+    pub cpu_before_ns: OnceLock<u64>,
     /// Nothing is to be done for it any more.
     pub gone: AtomicBool,
     pub parked: AtomicBool,
@@ -220,6 +222,7 @@ impl Client {
             link: Mutex::new(None),
             socket: Mutex::new(None),
             counters: Counters::default(),
+            cpu_before_ns: OnceLock::new(),
             gone: AtomicBool::new(false),
             parked: AtomicBool::new(false),
             leased: AtomicBool::new(false),
@@ -235,6 +238,12 @@ impl Client {
     /// How many of its pages are out: no more than the tier has of it, whatever the client wrote into its table.
     pub(super) fn pages_out(&self, tier: &Tier) -> u64 {
         self.table.head().out.load(Ordering::Relaxed).min(tier.region_pages(self.region))
+    }
+
+    /// The agent says that it has taken `said` nanoseconds of processor time since it began.
+    pub(super) fn note_agent_cpu(&self, said: u64) {
+        let before = self.cpu_before_ns.get().copied().unwrap_or(0);
+        crate::link::note_cpu_ns(&self.counters.agent_cpu_ns, self.pid, said.saturating_sub(before));
     }
 
     /// Tries for about `us` microseconds to take the pact.
