@@ -171,27 +171,23 @@ pub fn poison_out(hold: &Uffd, table: &Table) -> u64 {
     lost
 }
 
-/// Has the table say of pages that are out what an event says; false if it says nothing of them.
+/// Has the table say of pages that are out or in our hands what an event says; false if it says nothing of them.
 fn obey(table: &Table, event: uffd::Event) -> bool {
     let leave = |range: Range, then: &mut dyn FnMut(u64)| {
-        table.for_each_run(range.start, range.end, OUT, |start, end| {
-            for addr in (start..end).step_by(PAGE_SIZE) {
-                table.set_state(addr, RESIDENT);
-                then(addr);
-            }
-        });
-    };
-    match event {
-        uffd::Event::Remove(range) | uffd::Event::Unmap(range) => {
-            leave(range, &mut |_| ());
-            table.for_each_run(range.start, range.end, FROZEN, |start, end| {
+        for (state, left) in [(OUT, RESIDENT), (FROZEN, VOID)] {
+            table.for_each_run(range.start, range.end, state, |start, end| {
                 for addr in (start..end).step_by(PAGE_SIZE) {
-                    table.set_state(addr, VOID);
+                    table.set_state(addr, left);
+                    then(addr);
                 }
             });
         }
+    };
+    match event {
+        uffd::Event::Remove(range) | uffd::Event::Unmap(range) => leave(range, &mut |_| ()),
         uffd::Event::Remap { from, to } => {
             leave(Range { start: to, end: to.saturating_add(from.len()) }, &mut |_| ());
+            // Neither can what we have in hand come in there, and nobody may read zeros: it is lost with what is out.
             leave(from, &mut |addr| {
                 let addr = to + (addr - from.start);
                 if table.find_or_add(addr).is_some() {
@@ -290,6 +286,21 @@ mod tests {
         assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
         assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, 2), "bits of pages that read zeros");
         assert_eq!((table.state(page_at(0)), table.state(page_at(2))), (OUT, FROZEN), "the parent has lost nothing");
+    }
+
+    #[test]
+    fn what_is_moved_out_of_our_hands_is_out() {
+        let map = mem::Mapping::anonymous(crate::cold_table::LEN).unwrap();
+        // SAFETY: of that length, and mapped beyond the call.
+        let table = unsafe { Table::at(map.addr()) };
+        table.begin();
+        let chunk = |number: u64| number * crate::cold_table::CHUNK_BYTES;
+        table.find_or_add(chunk(1)).unwrap();
+        table.set_state(chunk(1), FROZEN);
+        table.set_state(chunk(1) + PAGE, OUT);
+        assert!(obey(&table, uffd::Event::Remap { from: Range::pages_from(chunk(1), 3), to: chunk(2) }));
+        assert_eq!([0, 1, 2].map(|page| table.state(chunk(1) + page * PAGE)), [VOID, RESIDENT, RESIDENT]);
+        assert_eq!([0, 1, 2].map(|page| table.state(chunk(2) + page * PAGE)), [OUT, OUT, RESIDENT]);
     }
 
     /// One that stands still has no place left for who asks.

@@ -121,7 +121,9 @@ impl Client {
         if result == Some(Errno(libc::EAGAIN)) {
             return Served::Again;
         }
-        if self.counters.lost.load(Ordering::Relaxed) < LOSSES_TOLD {
+        // What was moved may have been there all along.
+        let is_there = result == Some(Errno(libc::EEXIST)) && self.table.state(addr) != OUT;
+        if !is_there && self.counters.lost.load(Ordering::Relaxed) < LOSSES_TOLD {
             eprintln!(
                 "pagefold: {} ({}): the page at {addr:#x} is lost ({error}); an access to it ends in SIGBUS",
                 self.name, self.pid
@@ -131,8 +133,10 @@ impl Client {
             tier.discard(self.region, addr / PAGE..addr / PAGE + 1);
         }
         let _ = self.uffd.wake(Range::pages_from(addr, 1));
-        self.counters.lost.fetch_add(1, Ordering::Relaxed);
-        self.table.head().lost.fetch_add(1, Ordering::Relaxed);
+        if !is_there {
+            self.counters.lost.fetch_add(1, Ordering::Relaxed);
+            self.table.head().lost.fetch_add(1, Ordering::Relaxed);
+        }
         Served::Done
     }
 }

@@ -5,6 +5,7 @@
 
 use super::{Client, PAGE, Pending, Served, Service};
 use pagefold_agent::cold_table::{FROZEN, OUT, RESIDENT, VOID};
+use pagefold_agent::wire::FETCH_PAGES_MAX;
 use pagefold_os::uffd::{self, Event};
 use pagefold_os::{Errno, PAGE_SIZE, Range, sched};
 use pagefold_tier::Tier;
@@ -12,6 +13,8 @@ use std::collections::BTreeMap;
 
 /// Events read before the thread looks at anything else.
 const EVENTS: usize = uffd::EVENTS_MAX;
+/// In place of an address under which the tier has a page: it has none.
+const NOWHERE: u64 = !(PAGE - 1);
 
 impl Client {
     /// Reads what events there are, obeys those that take pages away, and keeps the faults.
@@ -70,6 +73,16 @@ impl Client {
             for addr in (start..end).step_by(PAGE_SIZE) {
                 self.table.set_state(addr, RESIDENT);
                 service.moving.insert(to + (addr - from.start), addr);
+            }
+        });
+        // The agent does not learn where the page went that it has in hand: it drops it, and nobody may read zeros there. One that
+        // it had put back went along, and is as good. It has no more at once, whatever the table claims.
+        let mut most = FETCH_PAGES_MAX;
+        self.table.for_each_run(from.start, from.end, FROZEN, |start, end| {
+            for addr in (start..end).step_by(PAGE_SIZE).take(most) {
+                most -= 1;
+                self.table.set_state(addr, VOID);
+                service.moving.insert(to + (addr - from.start), NOWHERE);
             }
         });
     }
@@ -319,6 +332,30 @@ mod tests {
             }
             assert_eq!(read, Some(0), "it waited for an event");
         });
+    }
+
+    /// The agent has pages in hand, and has put back one of them.
+    #[test]
+    fn a_page_that_is_moved_while_the_agent_has_it_is_lost() {
+        let Some((client, memory)) = own(0, 4) else { return };
+        let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
+        let page_at = |number: u64| memory.addr() + number * PAGE;
+        client.table.find_or_add(page_at(0)).unwrap();
+        client.table.find_or_add(page_at(1)).unwrap();
+        client.set(page_at(0), page_at(2), FROZEN);
+        // SAFETY: the bytes are ours.
+        let (copied, _) = unsafe { client.uffd.copy(page_at(3), [7u8; PAGE_SIZE].as_ptr() as u64, PAGE, 0) };
+        assert_eq!(copied, PAGE);
+        let mut service = lock(&client.service);
+        client.moved(&mut service, &tier, Range::pages_from(page_at(0), 2), page_at(2));
+        assert_eq!([0, 1].map(|number| client.table.state(page_at(number))), [VOID; 2], "they would be put back");
+        client.bring_moved(&mut service, &tier);
+        assert!(!service.is_moving());
+        // There: so nobody gets another page there.
+        assert_eq!(client.uffd.zero(Range::pages_from(page_at(2), 1), 0).1, Some(Errno(libc::EEXIST)));
+        assert_eq!(client.counters.lost.load(std::sync::atomic::Ordering::Relaxed), 1, "the one that is there is none");
+        // SAFETY: mapped and there.
+        assert_eq!(unsafe { memory.as_ptr().add(3 * PAGE_SIZE).read_volatile() }, 7);
     }
 
     /// Where daemon and keeper are gone, what is out is SIGBUS also where a bare mremap(2) takes it meanwhile.
