@@ -1940,8 +1940,9 @@ static void identity(void) {
     still_works(&r, 12000, "as another user");
 }
 
-// Without descriptors, and then without /proc, merged memory is discarded and given back all the same.
+// Without descriptors, and then without /proc, merged memory is discarded and given back all the same, and other memory locked.
 static void no_proc(void) {
+    static char plain[16];
     struct region r = merged(1024);
     char dir[] = "/tmp/semantics-XXXXXX";
     CHECK(mkdtemp(dir), "mkdtemp");
@@ -1954,11 +1955,13 @@ static void no_proc(void) {
     CHECK(madvise(r.at, 128 * PAGE, MADV_DONTFORK) == 0, "MADV_DONTFORK");
     CHECK(madvise(r.at, 32 * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED without descriptors");
     CHECK(madvise(r.at + 32 * PAGE, 32 * PAGE, MADV_FREE) == 0, "MADV_FREE without descriptors");
+    CHECK(mlock(plain, sizeof plain) == 0 || errno == ENOMEM || errno == EPERM, "mlock without descriptors");
     CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0, "setrlimit");
     CHECK(flag_at(r.at, " dc"), "MADV_DONTFORK is forgotten");
     CHECK(chdir(dir) == 0 && rmdir(dir) == 0, "chdir");
     if (chroot(".") != 0) SKIP("no right to chroot");
     CHECK(access("/proc/self", F_OK) != 0, "chroot");
+    CHECK(mlock(plain, sizeof plain) == 0 || errno == ENOMEM || errno == EPERM, "mlock");
     CHECK(madvise(r.at + 64 * PAGE, 64 * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED");
     CHECK(raw(SYS_madvise, (long)r.at + 128 * PAGE, 128 * PAGE, MADV_DONTNEED, 0, 0, 0) == 0, "raw MADV_DONTNEED");
     for (size_t i = 0; i < 256; i++) CHECK(page_is_zero(r.at + i * PAGE), "page %zu shows old bytes", i);

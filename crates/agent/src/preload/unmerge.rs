@@ -119,8 +119,13 @@ pub(super) fn gather_ending(range: Range) -> Result<()> {
     for_each_merged(range, |part, _| gather_unless(part, || false))
 }
 
-/// Calls `act` with each pool mapping in `range` and its rights; what failed first is the result.
+/// Calls `act` with each pool mapping in `range` and its rights; what failed first is the result. The guard is held.
 fn for_each_merged(range: Range, act: impl Fn(Range, c_int) -> Result<()>) -> Result<()> {
+    let held = SHARED.guard.lock(me());
+    if !SHARED.tables(&held).merged.may_overlap(range) {
+        // So nobody has to see the mappings, which may be out of reach.
+        return Ok(());
+    }
     let mut failed = None;
     pool_mappings(range, |part, prot| {
         failed = failed.or(act(part, prot).err());
