@@ -1633,7 +1633,13 @@ static void on_small_stack(int signal) {
     if (mremap(small.at + 128 * PAGE, 64 * PAGE, 128 * PAGE, MREMAP_MAYMOVE) == MAP_FAILED) _exit(4);
 }
 
-// A handler on a stack of the size that the system recommends for handlers discards, unmerges and moves.
+static void *on_smallest_stack(void *unused) {
+    CHECK(setgid(getgid()) == 0, "setgid");
+    return unused;
+}
+
+// A handler on a stack of the size that the system recommends for handlers discards, unmerges and moves; and a thread with the
+// smallest stack there is gives something up.
 static void small_stacks(void) {
     small = merged(1024);
     size_t len = sysconf(_SC_SIGSTKSZ) > 0 ? (sysconf(_SC_SIGSTKSZ) + PAGE - 1) / PAGE * PAGE : 2 * PAGE;
@@ -1647,6 +1653,12 @@ static void small_stacks(void) {
     for (size_t i = 0; i < 64; i++) CHECK(page_is_zero(small.at + i * PAGE), "page %zu shows old bytes", i);
     for (size_t i = 64; i < small.pages; i++)
         if (i < 128 || i >= 192) CHECK(page_is(small.at + i * PAGE, number_of(&small, i)), "page %zu is wrong", i);
+    pthread_attr_t attributes;
+    pthread_t thread;
+    CHECK(pthread_attr_init(&attributes) == 0, "attributes");
+    CHECK(pthread_attr_setstacksize(&attributes, sysconf(_SC_THREAD_STACK_MIN)) == 0, "a small stack");
+    CHECK(pthread_create(&thread, &attributes, on_smallest_stack, NULL) == 0, "a thread");
+    CHECK(pthread_join(thread, NULL) == 0, "its end");
 }
 
 // A handler that makes the very calls which it interrupts, and forks in the middle of them.

@@ -18,6 +18,7 @@ use crate::thread::TASK_PATH_LEN;
 use core::ffi::{c_int, c_long};
 use core::sync::atomic::{AtomicUsize, Ordering};
 use pagefold_os::fd::Fd;
+use pagefold_os::mem;
 
 const CAP_SETGID: u64 = 1 << 6;
 const CAP_SETUID: u64 = 1 << 7;
@@ -81,11 +82,17 @@ fn digits(text: &[u8], radix: u32) -> Option<u64> {
 
 /// True if our thread can do more than the calling one, or if that cannot be told.
 fn agent_exceeds_us() -> bool {
+    const TEXT_MAX: usize = 8 << 10;
     let mut path = [0; TASK_PATH_LEN];
     let Some(agents) = SHARED.thread.path(b"/status", &mut path) else { return true };
-    let mut texts = [[0; 8 << 10]; 2];
+    // Not on the stack, which may be a small one.
+    let Ok(room) = mem::Mapping::anonymous(2 * TEXT_MAX) else { return true };
+    // SAFETY: the mapping is ours, writable, and that long.
+    let (first, second) = unsafe { core::slice::from_raw_parts_mut(room.as_ptr(), room.len()) }.split_at_mut(TEXT_MAX);
     let mut lens = [0; 2];
-    for ((path, text), len) in [agents, c"/proc/thread-self/status"].into_iter().zip(&mut texts).zip(&mut lens) {
+    for ((path, text), len) in
+        [(agents, &mut *first), (c"/proc/thread-self/status", &mut *second)].into_iter().zip(&mut lens)
+    {
         let Ok(file) = Fd::open(path, libc::O_RDONLY, 0) else { return true };
         // The kernel gives a page at most at a time.
         while let Ok(got) = file.read(&mut text[*len..]) {
@@ -95,9 +102,9 @@ fn agent_exceeds_us() -> bool {
             *len += got;
         }
     }
-    match (Power::parse(&texts[0][..lens[0]]), Power::parse(&texts[1][..lens[1]])) {
+    match (Power::parse(&first[..lens[0]]), Power::parse(&second[..lens[1]])) {
         // What did not find room was not compared.
-        (Some(agent), Some(caller)) => lens.contains(&texts[0].len()) || agent.exceeds(&caller),
+        (Some(agent), Some(caller)) => lens.contains(&TEXT_MAX) || agent.exceeds(&caller),
         _ => true,
     }
 }
