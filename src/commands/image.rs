@@ -397,10 +397,11 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
                 print_json(&serde_json::to_value(&stats)?)?;
             } else {
                 say!(
-                    "{} {} objects, {}; {} trees and {} objects kept, {} dead builds cleared",
+                    "{} {} trees and {} objects, {}; {} trees and {} objects kept, {} dead builds cleared",
                     if dry_run { "would remove" } else { "removed" },
+                    stats.trees_removed,
                     stats.objects_removed,
-                    show_size(stats.bytes_removed),
+                    show_size(stats.bytes_removed + stats.other_bytes_removed),
                     stats.trees_kept,
                     stats.objects_kept,
                     stats.builds_removed
@@ -652,8 +653,12 @@ fn list_files(tree: &Tree, json: bool) -> Result<(), Error> {
 
 fn stat_images(store: Option<&Store>, domain: &str, names: &[String], json: bool) -> Result<(), Error> {
     let (total, images) = store.map_or(Ok(Default::default()), |store| stat::stat(store, names))?;
+    let beside = store.map_or(Ok(Default::default()), stat::beside)?;
     if json {
         let mut value = serde_json::to_value(&total)?;
+        value["native_bytes"] = beside.native_bytes.into();
+        value["directory_bytes"] = beside.directory_bytes.into();
+        value["staged_bytes"] = beside.staged_bytes.into();
         value["domain"] = domain.into();
         value["per_image"] = serde_json::to_value(&images)?;
         print_json(&value)?;
@@ -674,12 +679,17 @@ fn stat_images(store: Option<&Store>, domain: &str, names: &[String], json: bool
     if !table.is_empty() {
         print(&table.render(0))?;
     }
+    let mut parts = format!("{} objects, metadata {}", total.objects, show_size(total.metadata_bytes));
+    let (native, directories, staged) = (beside.native_bytes, beside.directory_bytes, beside.staged_bytes);
+    for (what, bytes) in [("native", native), ("directories", directories), ("builds under way", staged)] {
+        if bytes > 0 {
+            parts += &format!(", {what} {}", show_size(bytes));
+        }
+    }
     say!(
-        "on disk: {} for {} of images ({} objects, metadata {})",
-        show_size(total.object_bytes + total.metadata_bytes),
-        show_size(total.logical_bytes),
-        total.objects,
-        show_size(total.metadata_bytes)
+        "on disk: {} for {} of images ({parts})",
+        show_size(total.object_bytes + total.metadata_bytes + native + directories + staged),
+        show_size(total.logical_bytes)
     );
     say!(
         "in memory: {} resident, {} of it shared; {} mounts save {} of memory",

@@ -7,12 +7,13 @@
 
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
-use crate::mount::remove_tree;
+use crate::mount::{disk_bytes, remove_tree};
 use crate::mounts::{self, held_by_kernel};
 use crate::store::{Store, USER_DIRECTORY, random_id};
 use rustix::fs::FlockOperation;
 use rustix::mount::UnmountFlags;
 use std::collections::{BTreeMap, HashSet};
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read};
 use std::os::unix::ffi::OsStrExt;
@@ -47,6 +48,9 @@ pub struct Stats {
     pub objects_removed: u64,
     /// Their bytes.
     pub bytes_removed: u64,
+    /// Bytes of all else that was removed, or would be: metadata images, what was made of them, what dead builds had staged,
+    /// stat caches of long ago.
+    pub other_bytes_removed: u64,
     /// Builds that had died, whose remains were removed.
     pub builds_removed: u64,
     /// Files and trees that were to be removed and could not be: all else was collected.
@@ -100,11 +104,14 @@ fn open_lease(path: &Path) -> Result<Option<File>> {
     }
 }
 
-/// The digests that builds and mounts in progress stand on.
-fn leased(store: &Store) -> Result<HashSet<u128>> {
+/// The digests that builds and mounts in progress stand on, all but `dead` ones.
+fn leased(store: &Store, dead: &HashSet<OsString>) -> Result<HashSet<u128>> {
     let mut all = HashSet::new();
     for entry in entries(&store.path("leases"))? {
         let path = entry.path();
+        if dead.contains(&entry.file_name()) {
+            continue;
+        }
         if let Some(mut file) = open_lease(&path)? {
             let mut bytes = Vec::new();
             file.read_to_end(&mut bytes).at(&path)?;
@@ -114,13 +121,19 @@ fn leased(store: &Store) -> Result<HashSet<u128>> {
     Ok(all)
 }
 
-/// Removes leases nobody holds and what their builds had staged.
-fn remove_dead_builds(store: &Store, stats: &mut Stats) -> Result<()> {
+/// Removes leases nobody holds and what their builds had staged. A dry run only says which leases that would be.
+fn remove_dead_builds(store: &Store, dry_run: bool, stats: &mut Stats) -> Result<HashSet<OsString>> {
     let (leases, staging) = (store.path("leases"), store.path("staging"));
+    let mut dead = HashSet::new();
     for entry in entries(&leases)? {
         let path = entry.path();
         let Some(file) = open_lease(&path)? else { continue };
         if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
+            if dry_run {
+                stats.builds_removed += 1;
+                dead.insert(entry.file_name());
+                continue;
+            }
             // Ours now: whoever created it and has not locked it yet will find it gone, and try again. Its owner may
             // have ended well between our two looks.
             stats.builds_removed += u64::from(stats.removed(fs::remove_file(&path).at(&path)));
@@ -129,21 +142,29 @@ fn remove_dead_builds(store: &Store, stats: &mut Stats) -> Result<()> {
     for entry in entries(&staging)? {
         // A staging directory is made after its lease and removed before it.
         let lease = leases.join(entry.file_name());
-        if !lease.try_exists().at(&lease)? {
-            let path = entry.path();
-            let _ = rustix::mount::unmount(path.join("meta"), UnmountFlags::DETACH);
-            stats.removed(remove_tree(&path));
+        if dead.contains(&entry.file_name()) || !lease.try_exists().at(&lease)? {
+            let (path, bytes) = (entry.path(), disk_bytes(&entry.path()));
+            let remove = || {
+                let _ = rustix::mount::unmount(path.join("meta"), UnmountFlags::DETACH);
+                remove_tree(&path)
+            };
+            if dry_run || stats.removed(remove()) {
+                stats.other_bytes_removed += bytes;
+            }
         }
     }
-    Ok(())
+    Ok(dead)
 }
 
 /// Removes the stat caches of directories that were not built for long: each build writes its own anew.
-fn remove_old_caches(store: &Store, stats: &mut Stats) -> Result<()> {
+fn remove_old_caches(store: &Store, dry_run: bool, stats: &mut Stats) -> Result<()> {
     for entry in entries(&store.path("cache"))? {
         let age = entry.metadata().ok().and_then(|meta| meta.modified().ok()?.elapsed().ok());
         if age.is_some_and(|age| age > CACHE_AGE) {
-            stats.removed(fs::remove_file(entry.path()).at(entry.path()));
+            let bytes = bytes_of(&entry);
+            if dry_run || stats.removed(fs::remove_file(entry.path()).at(entry.path())) {
+                stats.other_bytes_removed += bytes;
+            }
         }
     }
     Ok(())
@@ -185,10 +206,8 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
         return Err(Error::Refused("gc: another collection is running; wait for it".into()));
     };
     let mut stats = Stats::default();
-    if !dry_run {
-        remove_dead_builds(store, &mut stats)?;
-        remove_old_caches(store, &mut stats)?;
-    }
+    let dead = remove_dead_builds(store, dry_run, &mut stats)?;
+    remove_old_caches(store, dry_run, &mut stats)?;
 
     let mut live = Live { trees: HashSet::new(), objects: HashSet::new() };
     let log_path = store.path("published");
@@ -197,7 +216,7 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
         store.images()?.into_iter().inspect(|_| stats.images += 1).map(|image| image.digest).collect();
     // Leases before mounts: who mounts holds his lease until the mount is in the table, and nobody takes a new one
     // while we hold the lock.
-    let leases = leased(store)?;
+    let leases = leased(store, &dead)?;
     let mounted = mounts::view(store)?;
     if mounted.silent > 0 {
         return Err(Error::Refused(format!(
@@ -248,9 +267,13 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
     }
     drop(lock);
     stats.trees_removed = doomed.len() as u64;
-    if !dry_run {
-        for path in remains {
-            stats.removed(remove_tree(&path));
+    if dry_run {
+        stats.other_bytes_removed += outdated.iter().chain(doomed.iter().flatten()).map(bytes_of).sum::<u64>();
+    }
+    for path in remains {
+        let bytes = disk_bytes(&path);
+        if dry_run || stats.removed(remove_tree(&path)) {
+            stats.other_bytes_removed += bytes;
         }
     }
     for digest in roots {
@@ -272,11 +295,11 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
             let size = entry.metadata().map_or(0, |meta| meta.len());
             batch.push((digest.key(), size, entry.path()));
             if batch.len() >= BATCH {
-                delete(store, &mut live, &mut batch, dry_run.then_some(log_from), &mut stats)?;
+                delete(store, &mut live, &mut batch, dry_run.then_some(log_from), &dead, &mut stats)?;
             }
         }
     }
-    delete(store, &mut live, &mut batch, dry_run.then_some(log_from), &mut stats)?;
+    delete(store, &mut live, &mut batch, dry_run.then_some(log_from), &dead, &mut stats)?;
     Ok(stats)
 }
 
@@ -292,10 +315,11 @@ fn delete(
     live: &mut Live,
     batch: &mut Vec<(u128, u64, PathBuf)>,
     dry_run: Option<usize>,
+    dead: &HashSet<OsString>,
     stats: &mut Stats,
 ) -> Result<()> {
     let _exclusive = store.lock(true)?;
-    let leased = leased(store)?;
+    let leased = leased(store, dead)?;
     // A dry run leaves the log as it is and starts where it ended.
     for digest in read_log(store)?.into_iter().skip(dry_run.unwrap_or(0)) {
         // The log is written just before the name: a build killed between them leaves a digest without image.
@@ -316,6 +340,11 @@ fn delete(
         stats.bytes_removed += size;
     }
     Ok(())
+}
+
+/// What an entry takes: a directory with all below it.
+fn bytes_of(file: &fs::DirEntry) -> u64 {
+    if is_dir(file) { disk_bytes(&file.path()) } else { file.metadata().map_or(0, |meta| meta.len()) }
 }
 
 fn is_dir(file: &fs::DirEntry) -> bool {
@@ -340,7 +369,9 @@ fn remove_image_files(files: &[fs::DirEntry], remains: &mut Vec<PathBuf>, stats:
         all &= stats.removed(doom(dir.path()).map(|doomed| remains.push(doomed)));
     }
     for file in files {
-        all &= stats.removed(fs::remove_file(file.path()).at(file.path()));
+        let (bytes, removed) = (bytes_of(file), stats.removed(fs::remove_file(file.path()).at(file.path())));
+        stats.other_bytes_removed += if removed { bytes } else { 0 };
+        all &= removed;
     }
     all
 }

@@ -23,7 +23,7 @@ use pagefold_os::mountinfo::{self, Mount};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Timespec, Timestamps, XattrFlags};
 use rustix::io::Errno;
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, UnmountFlags};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::{CStr, OsStr};
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -520,6 +520,25 @@ pub(crate) fn remove_tree(path: &Path) -> Result<()> {
         rustix::fs::rmdir(path)
     };
     remove().at(path)
+}
+
+/// What a file, or a directory and all below it, takes on the disk, bytes. What is gone, or not for this user to look at, is
+/// left out, and so is what is mounted there.
+pub(crate) fn disk_bytes(path: &Path) -> u64 {
+    let Ok(top) = fs::symlink_metadata(path) else { return 0 };
+    let (mut bytes, mut todo, mut linked) = (0, vec![path.to_path_buf()], HashSet::new());
+    while let Some(path) = todo.pop() {
+        let Ok(meta) = fs::symlink_metadata(&path) else { continue };
+        // All names of a file lead to the same blocks.
+        if meta.dev() != top.dev() || !meta.is_dir() && meta.nlink() > 1 && !linked.insert(meta.ino()) {
+            continue;
+        }
+        bytes += meta.blocks() * 512;
+        if meta.is_dir() {
+            todo.extend(fs::read_dir(&path).into_iter().flatten().flatten().map(|entry| entry.path()));
+        }
+    }
+    bytes
 }
 
 fn open_dir(at: impl AsFd, name: impl rustix::path::Arg) -> rustix::io::Result<OwnedFd> {

@@ -8,6 +8,7 @@
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::export::is_erofs_full;
+use crate::mount::disk_bytes;
 use crate::mounts::mounts;
 use crate::progress::Progress;
 use crate::store::{Lease, OWNER_MAY_READ, Record, Store};
@@ -61,6 +62,34 @@ pub struct Stat {
     /// What plain copies would need in addition: for each object its resident bytes once for every further mounted file
     /// that shows it.
     pub memory_saved_bytes: u64,
+}
+
+/// What a domain takes on the disk beside objects and metadata images.
+#[derive(Clone, Copy, Debug, Default, serde::Serialize)]
+pub struct Beside {
+    /// Bytes of the self-contained images that `build --native` writes.
+    pub native_bytes: u64,
+    /// What the metadata directories take on the disk.
+    pub directory_bytes: u64,
+    /// What builds have staged that are in progress, or have died.
+    pub staged_bytes: u64,
+}
+
+/// Looks at what there is beside objects and metadata images: at each file of metadata directories, which may be many.
+///
+/// # Errors
+/// The system's.
+pub fn beside(store: &Store) -> Result<Beside> {
+    let (trees, staging) = (store.path("trees"), store.path("staging"));
+    let mut native_bytes = 0;
+    for entry in fs::read_dir(&trees).at(&trees)?.flatten() {
+        if entry.file_name().as_bytes().ends_with(b".full.erofs") {
+            native_bytes += entry.metadata().map_or(0, |meta| meta.len());
+        }
+    }
+    let directory_bytes = store.directories()?.values().flatten().map(|place| disk_bytes(place)).sum();
+    let staged_bytes = fs::read_dir(&staging).at(&staging)?.flatten().map(|entry| disk_bytes(&entry.path())).sum();
+    Ok(Beside { native_bytes, directory_bytes, staged_bytes })
 }
 
 /// Bytes of `digest`'s object in the page cache.
@@ -193,7 +222,7 @@ pub fn stat(store: &Store, names: &[String]) -> Result<(Stat, Vec<ImageStat>)> {
             }
             let bytes = entry.resident.unwrap_or(0);
             stat.resident_bytes += bytes;
-            if entry.mounted_trees > 1 {
+            if entry.mounted_trees > u32::from(stat.mounts > 0) {
                 stat.resident_shared_bytes += bytes;
             }
         }

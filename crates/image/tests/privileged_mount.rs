@@ -197,6 +197,11 @@ fn equal_files_of_different_images_are_one_piece_of_memory() {
     fs::write(&b, &shared).unwrap();
     assert_eq!(same_frames(&a, &b), 0);
     assert_eq!(same_frames(&mounts[0], &mounts[1]), pages / 4096);
+
+    // What is not mounted has a part in what another shows.
+    umount(&scratch.dir("mnt-two"));
+    let shared: Vec<u64> = stat::stat(&store, &[]).unwrap().1.iter().map(|image| image.resident_shared_bytes).collect();
+    assert_eq!(shared, [0, pages]);
 }
 
 /// How many pages of two files of one size lie in the same frames, by this test's own reading of pagemap. The kernel

@@ -430,6 +430,50 @@ fn damage_of_a_self_contained_image_is_found() {
 }
 
 #[test]
+fn all_that_takes_room_is_counted_and_said_when_it_goes() {
+    use std::os::unix::fs::MetadataExt;
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    sample(&tree);
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    export::make_native(&store, &record.digest, &Progress::silent()).unwrap();
+    let native = fs::metadata(store.full_path(&record.digest)).unwrap().len();
+    assert!(native > 3_000_000);
+    // What stands for a metadata directory, and for a build that has died.
+    let domain = store.root().join("domains/default");
+    let bytes: Vec<u8> = (0..200_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let places =
+        [format!("trees/{}.rootdir/sub", record.digest.hex()), "staging/dead".into()].map(|at| domain.join(at));
+    let blocks = places.each_ref().map(|place| {
+        fs::create_dir_all(place).unwrap();
+        fs::write(place.join("file"), &bytes).unwrap();
+        fs::hard_link(place.join("file"), place.join("other")).unwrap();
+        let file = fs::File::open(place.join("file")).unwrap();
+        file.sync_all().unwrap();
+        file.metadata().unwrap().blocks() * 512
+    });
+    let beside = stat::beside(&store).unwrap();
+    assert_eq!(beside.native_bytes, native);
+    for (said, blocks) in [(beside.directory_bytes, blocks[0]), (beside.staged_bytes, blocks[1])] {
+        // Directories take something of their own; the second name of a file nothing.
+        assert!(said >= blocks && said < blocks + 190_000, "{said} for {blocks}");
+    }
+    // What a collector that died has left: where not all mounts can be seen, a whole directory would stay.
+    let whole = places[0].parent().unwrap();
+    fs::rename(whole, whole.with_extension("rootdir.0.doomed")).unwrap();
+    // The lease of a build that has died keeps nothing.
+    fs::write(domain.join("leases/dead"), record.digest.0).unwrap();
+    store.remove("x").unwrap();
+    let (dry, wet) = (collect(&store, true), collect(&store, false));
+    assert_eq!((dry.builds_removed, dry.trees_removed, dry.objects_removed), (1, 1, 2));
+    assert!(dry.other_bytes_removed > native + record.metadata_bytes + blocks[0] + blocks[1], "{dry:?}");
+    assert_eq!(dry, wet);
+    let left = stat::beside(&store).unwrap();
+    assert_eq!((left.native_bytes, left.directory_bytes, left.staged_bytes), (0, 0, 0));
+}
+
+#[test]
 fn two_names_of_one_tree_own_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let tree = dir.path().join("tree");
