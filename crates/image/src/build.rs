@@ -7,7 +7,7 @@
 
 use crate::digest::Digest;
 use crate::erofs;
-use crate::error::{At, Error, Result, input};
+use crate::error::{At, Error, Result};
 use crate::ingest::{Notes, clean_xattrs, is_whiteout};
 use crate::progress::Progress;
 use crate::store::{Build, Store};
@@ -128,30 +128,52 @@ fn open_beneath(root: &OwnedFd, path: &Path, flags: OFlags) -> rustix::io::Resul
     }
 }
 
+/// What cannot be made good: whatever is in the place of a file or directory has a tree of its own.
+fn replaced(full: &Path) -> Error {
+    Error::Refused(format!(
+        "{}: replaced by another kind of file while the tree was read; build again, or build from a copy or snapshot",
+        full.display()
+    ))
+}
+
+/// Opens the file at `path` under `top`, which is called `root`; `None` if there is none any more.
+fn open_file(top: &OwnedFd, root: &Path, path: &Path) -> Result<Option<(File, PathBuf, Stat)>> {
+    let full = root.join(path);
+    let file: File = match open_beneath(top, path, OFlags::RDONLY | OFlags::NONBLOCK) {
+        Err(Errno::NOENT) => return Ok(None),
+        // A link, a socket, or something in the place of a directory.
+        Err(Errno::LOOP | Errno::NXIO | Errno::NOTDIR) => return Err(replaced(&full)),
+        other => other.at(&full)?.into(),
+    };
+    let stat = rustix::fs::fstat(&file).at(&full)?;
+    if stat.st_mode & libc::S_IFMT != libc::S_IFREG {
+        return Err(replaced(&full));
+    }
+    erofs::check_size(stat.st_size as u64, || full.display().to_string())?;
+    Ok(Some((file, full, stat)))
+}
+
 impl Job {
     /// Opens the file by a name that it still has; `None` if it has none any more.
-    fn open(&self, top: &OwnedFd, root: &Path) -> Result<Option<(File, PathBuf)>> {
+    fn open(&self, top: &OwnedFd, root: &Path) -> Result<Option<(File, PathBuf, Stat)>> {
         for (_, path) in &self.names {
-            match open_beneath(top, path, OFlags::RDONLY | OFlags::NONBLOCK) {
-                Err(Errno::NOENT) => {}
-                other => {
-                    let full = root.join(path);
-                    return Ok(Some((other.at(&full)?.into(), full)));
-                }
+            let found = open_file(top, root, path)?;
+            if found.as_ref().is_some_and(|(.., stat)| (stat.st_dev, stat.st_ino) == (self.device, self.inode)) {
+                return Ok(found);
             }
         }
         Ok(None)
     }
 }
 
-/// The attributes of `name` in the open directory; never follows a link.
-fn read_xattrs(dir: &OwnedFd, name: &OsStr) -> rustix::io::Result<Xattrs> {
+/// The attributes of `name` in the open directory, without a name those of the open file; never follows a link.
+fn read_xattrs(dir: &impl AsRawFd, name: &OsStr) -> rustix::io::Result<Xattrs> {
     let mut path = PathBuf::from(format!("/proc/self/fd/{}", dir.as_raw_fd()));
     if !name.is_empty() {
         path.push(name);
     }
     let mut names = vec![0u8; 1 << 10];
-    // A directory's own descriptor link must be followed, a child must not.
+    // A file's own descriptor link must be followed, a child must not.
     let follow = name.is_empty();
     let list = |names: &mut Vec<u8>| match follow {
         true => rustix::fs::listxattr(&path, &mut names[..]),
@@ -187,6 +209,23 @@ fn read_xattrs(dir: &OwnedFd, name: &OsStr) -> rustix::io::Result<Xattrs> {
     Ok(all)
 }
 
+/// What `name` in the open directory is, and where it leads if it is a link.
+fn look(dir: &OwnedFd, name: &OsStr) -> rustix::io::Result<(Stat, Box<[u8]>)> {
+    let mut looks = 0;
+    loop {
+        looks += 1;
+        let stat = rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
+        if stat.st_mode & libc::S_IFMT != libc::S_IFLNK {
+            return Ok((stat, Box::default()));
+        }
+        match rustix::fs::readlinkat(dir, name, Vec::new()) {
+            // Replaced meanwhile by what is no link.
+            Err(Errno::INVAL) if looks < 16 => {}
+            other => return Ok((stat, other?.to_bytes().into())),
+        }
+    }
+}
+
 /// What is no failure: a file that went away between two looks at it was not to be had.
 const GONE: &str = "files or directories went away while the tree was read: they were left out";
 
@@ -202,7 +241,7 @@ fn meta(stat: &Stat, xattrs: Xattrs) -> Meta {
 }
 
 /// Reads directory `root` into a tree and its files into the store. What goes away meanwhile is left out, and noted where
-/// its name was seen.
+/// its name was seen; a file that is replaced by another is that one.
 ///
 /// # Errors
 /// Files that cannot be read or keep changing, a full store.
@@ -234,6 +273,7 @@ pub fn from_directory(
                 tree.unlink(parent, last_name(&dir_path));
                 continue;
             }
+            Err(Errno::NOTDIR | Errno::LOOP) => return Err(replaced(&root.join(&dir_path))),
             other => other.at(root.join(&dir_path))?,
         };
         let mut names = Vec::new();
@@ -249,7 +289,7 @@ pub fn from_directory(
             let os_name = OsStr::from_bytes(&name);
             let path = dir_path.join(os_name);
             let full = || root.join(&path);
-            let stat = match rustix::fs::statat(&dir, os_name, AtFlags::SYMLINK_NOFOLLOW) {
+            let (stat, target) = match look(&dir, os_name) {
                 Err(Errno::NOENT) => continue,
                 other => other.at(full())?,
             };
@@ -280,10 +320,7 @@ pub fn from_directory(
                     }
                     Kind::Dir(BTreeMap::new())
                 }
-                libc::S_IFLNK => match rustix::fs::readlinkat(&dir, os_name, Vec::new()) {
-                    Err(Errno::NOENT) => continue,
-                    other => Kind::Symlink(other.at(full())?.to_bytes().into()),
-                },
+                libc::S_IFLNK => Kind::Symlink(target),
                 libc::S_IFCHR => Kind::Char(major, minor),
                 libc::S_IFBLK => Kind::Block(major, minor),
                 libc::S_IFIFO => Kind::Fifo,
@@ -317,16 +354,18 @@ pub fn from_directory(
         }
     }
 
+    #[cfg(test)]
+    AFTER_WALK.with_borrow(|hook| hook.iter().for_each(|hook| hook()));
     progress.expect(total);
     let cache_path = StatCache::path(build.store(), root);
     let cache = if options.rehash { StatCache::default() } else { StatCache::load(&cache_path) };
     let mut remember = Vec::new();
-    let (mut volumes, mut gone) = (HashMap::new(), Vec::new());
+    let (mut volumes, mut lost) = (HashMap::new(), Vec::new());
     let mut here = Vec::with_capacity(jobs.len());
     for job in jobs {
         if let Entry::Vacant(new) = volumes.entry(job.device) {
-            let Some((file, path)) = job.open(&top, root)? else {
-                gone.push(job);
+            let Some((file, path, _)) = job.open(&top, root)? else {
+                lost.push(job);
                 continue;
             };
             new.insert(pagefold_os::volume::identity(&file).at(path)?);
@@ -376,7 +415,7 @@ pub fn from_directory(
     })?;
     for (job, read) in results.into_inner().expect("no panic while held") {
         let Some((data, keep)) = read else {
-            leave_out(&mut tree, job, notes);
+            read_others(build, &top, root, job, &mut tree, notes, progress)?;
             continue;
         };
         if let (Data::Object(digest, _), Some(seen)) = (&data, keep) {
@@ -384,8 +423,8 @@ pub fn from_directory(
         }
         tree.inode_mut(job.id).kind = Kind::File(data);
     }
-    for job in &gone {
-        leave_out(&mut tree, job, notes);
+    for job in &lost {
+        read_others(build, &top, root, job, &mut tree, notes, progress)?;
     }
     remember.sort_unstable_by_key(|entry| entry.0);
     StatCache::save(&cache_path, &remember, build)?;
@@ -396,15 +435,33 @@ fn last_name(path: &Path) -> &[u8] {
     path.file_name().unwrap_or_default().as_bytes()
 }
 
-/// Takes a file that went away out of the tree.
-fn leave_out(tree: &mut Tree, job: &Job, notes: &mut Notes) {
+/// Reads what is under the names of a file that has none of them any more: a file replaced by rename(2) is the new one, and
+/// what went away is left out.
+fn read_others(
+    build: &Build,
+    top: &OwnedFd,
+    root: &Path,
+    job: &Job,
+    tree: &mut Tree,
+    notes: &mut Notes,
+    progress: &Progress,
+) -> Result<()> {
     for (dir, path) in &job.names {
-        notes.add(GONE, path.as_os_str().as_bytes());
-        tree.unlink(*dir, last_name(path));
+        let name = last_name(path);
+        let Some((file, data, stat)) = read_file(build, progress, || open_file(top, root, path))? else {
+            notes.add(GONE, path.as_os_str().as_bytes());
+            tree.unlink(*dir, name);
+            continue;
+        };
+        let mut xattrs = read_xattrs(&file, OsStr::new("")).at(root.join(path))?;
+        clean_xattrs(&mut xattrs, name, notes);
+        let id = tree.add(Inode { meta: meta(&stat, xattrs), kind: Kind::File(data) });
+        tree.link(*dir, name, id)?;
     }
+    Ok(())
 }
 
-/// Reads one file, if it is still there; returns what to remember of it when its times can be trusted.
+/// Reads the file of a job, if it is still there; returns what to remember of it when its times can be trusted.
 fn read_job(
     build: &Build,
     top: &OwnedFd,
@@ -412,25 +469,147 @@ fn read_job(
     job: &Job,
     progress: &Progress,
 ) -> Result<Option<(Data, Option<Seen>)>> {
-    let mut full = root.to_path_buf();
+    let Some((_, data, stat)) = read_file(build, progress, || job.open(top, root))? else { return Ok(None) };
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs() as i64);
+    let seen = seen(&stat);
+    let settled = seen.ctime.0.max(seen.mtime.0) < now - RACY_S;
+    // The tree shows the times of the walk; remember only what agrees with it.
+    Ok(Some((data, (settled && seen == job.seen).then_some(seen))))
+}
+
+/// Reads what `open` opens, again when it changes meanwhile; returns it with what stat says of it.
+fn read_file(
+    build: &Build,
+    progress: &Progress,
+    open: impl Fn() -> Result<Option<(File, PathBuf, Stat)>>,
+) -> Result<Option<(File, Data, Stat)>> {
+    let mut why = None;
     for _ in 0..3 {
-        let Some((mut file, path)) = job.open(top, root)? else { return Ok(None) };
-        full = path;
-        let before = rustix::fs::fstat(file.as_fd()).at(&full)?;
-        if (before.st_dev, before.st_ino) != (job.device, job.inode) || before.st_mode & libc::S_IFMT != libc::S_IFREG {
-            return Err(input!("{}: replaced while the tree was read; build from a copy or snapshot", full.display()));
-        }
-        let data = build.put_reader(&mut file, &full, |bytes| progress.add(bytes, false))?;
+        let Some((mut file, full, before)) = open()? else { return Ok(None) };
+        let data = match build.put_reader(&mut file, &full, |bytes| progress.add(bytes, false)) {
+            // What a server says of a file that it has removed.
+            Err(error @ Error::Io { .. }) if is_stale(&error) => {
+                why = Some(error);
+                continue;
+            }
+            other => other?,
+        };
         let after = rustix::fs::fstat(file.as_fd()).at(&full)?;
         if seen(&before) == seen(&after) && data.size() == after.st_size as u64 {
             progress.add(0, true);
-            let now =
-                std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs() as i64);
-            let seen = seen(&after);
-            let settled = seen.ctime.0.max(seen.mtime.0) < now - RACY_S;
-            // The tree shows the times of the walk; remember only what agrees with it.
-            return Ok(Some((data, (settled && seen == job.seen).then_some(seen))));
+            return Ok(Some((file, data, after)));
+        }
+        why = Some(Error::Refused(format!(
+            "{}: keeps changing while it is read; build from a copy or snapshot",
+            full.display()
+        )));
+    }
+    Err(why.expect("read at least once"))
+}
+
+fn is_stale(error: &Error) -> bool {
+    matches!(error, Error::Io { source, .. } if source.raw_os_error() == Some(libc::ESTALE))
+}
+
+#[cfg(test)]
+thread_local! {
+    /// What this thread's tests do when all names are known and nothing is read yet.
+    static AFTER_WALK: std::cell::RefCell<Option<Box<dyn Fn()>>> = const { std::cell::RefCell::new(None) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{CWD, FileType};
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    /// Builds `tree`, in which `change` happens between the walk and the reading.
+    fn build_while(store: &Store, tree: &Path, change: impl Fn() + 'static) -> Result<(Tree, Vec<String>)> {
+        let (build, mut notes) = (store.build()?, Notes::default());
+        AFTER_WALK.set(Some(Box::new(change)));
+        let built = from_directory(&build, tree, Options::default(), &mut notes, &Progress::silent());
+        AFTER_WALK.set(None);
+        Ok((built?, notes.lines()))
+    }
+
+    #[test]
+    fn what_is_replaced_while_the_tree_is_read_is_the_new_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let (top, aside) = (dir.path().join("tree"), dir.path().join("aside"));
+        fs::create_dir(&top).unwrap();
+        let store = Store::open(&dir.path().join("s"), "default").unwrap().without_sync();
+        for name in ["a", "b", "both1", "gone", "half1", "one1", "z"] {
+            fs::write(top.join(name), [1; 1000]).unwrap();
+        }
+        for (first, second) in [("both1", "both2"), ("half1", "half2"), ("one1", "one2")] {
+            fs::hard_link(top.join(first), top.join(second)).unwrap();
+        }
+        let change = {
+            let top = top.clone();
+            move || {
+                // The first file of all, one of several names, all of them, and one with the other gone.
+                for (name, byte, mode) in [
+                    ("a", 2, 0o600),
+                    ("z", 3, 0o751),
+                    ("both1", 4, 0o644),
+                    ("both2", 5, 0o644),
+                    ("half1", 6, 0o644),
+                    ("one1", 7, 0o644),
+                ] {
+                    fs::write(&aside, vec![byte; 2000]).unwrap();
+                    fs::set_permissions(&aside, fs::Permissions::from_mode(mode)).unwrap();
+                    fs::rename(&aside, top.join(name)).unwrap();
+                }
+                fs::remove_file(top.join("gone")).unwrap();
+                fs::remove_file(top.join("one2")).unwrap();
+            }
+        };
+        let (mut tree, notes) = build_while(&store, &top, change).unwrap();
+        let (old, new) = (|| Digest::of(&[1; 1000]), |byte| Digest::of(&[byte; 2000]));
+        for (name, digest) in [
+            ("a", new(2)),
+            ("b", old()),
+            ("both1", new(4)),
+            ("both2", new(5)),
+            ("half1", old()),
+            ("half2", old()),
+            ("one1", new(7)),
+            ("z", new(3)),
+        ] {
+            let id = tree.find(name.as_bytes()).unwrap();
+            let Kind::File(Data::Object(found, _)) = tree.inode(id).kind else { panic!("{name}") };
+            assert_eq!(found, digest, "{name}");
+        }
+        for (name, mode) in [("a", 0o600), ("z", 0o751)] {
+            let id = tree.find(name.as_bytes()).unwrap();
+            assert_eq!(tree.inode(id).meta.mode, mode, "{name}");
+        }
+        assert!(tree.find(b"gone").is_none() && tree.find(b"one2").is_none());
+        assert!(notes.len() == 1 && notes[0].starts_with("2 ") && notes[0].contains("went away"), "{notes:?}");
+    }
+
+    #[test]
+    fn what_is_replaced_by_another_kind_of_file_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let top = dir.path().join("tree");
+        fs::create_dir(&top).unwrap();
+        let store = Store::open(&dir.path().join("s"), "default").unwrap().without_sync();
+        let file = top.canonicalize().unwrap().join("file");
+        let makes: [fn(&Path); 3] = [
+            |path| symlink("x", path).unwrap(),
+            |path| fs::create_dir(path).unwrap(),
+            |path| rustix::fs::mknodat(CWD, path, FileType::Socket, Mode::RUSR, 0).unwrap(),
+        ];
+        for make in makes {
+            fs::write(&file, [1; 1000]).unwrap();
+            let at = file.clone();
+            let change = move || {
+                fs::remove_file(&at).unwrap();
+                make(&at);
+            };
+            let error = build_while(&store, &top, change).unwrap_err().to_string();
+            assert!(error.starts_with(file.to_str().unwrap()) && error.contains("build again"), "{error}");
+            fs::remove_file(&file).or_else(|_| fs::remove_dir(&file)).unwrap();
         }
     }
-    Err(Error::Refused(format!("{}: keeps changing while it is read; build from a copy or snapshot", full.display())))
 }

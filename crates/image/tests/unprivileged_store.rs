@@ -191,7 +191,7 @@ fn a_directory_in_use_is_built_though_files_go_away() {
             let mut noted = 0;
             for round in 0..100 {
                 match build_dir(&store, "x", &tree) {
-                    // The same name is another file now: nobody can tell which was meant.
+                    // Written, linked and unlinked in three readings.
                     Err(error) if error.to_string().contains("build from a copy or snapshot") => {}
                     other => {
                         let record = other?;
@@ -207,6 +207,7 @@ fn a_directory_in_use_is_built_though_files_go_away() {
         done.store(true, Ordering::Relaxed);
         result.unwrap().unwrap()
     });
+    // Whether any does between two looks is chance; that it is left out then, the tests of `build` show.
     println!("files went away in {left_out} of 100 builds");
 }
 
