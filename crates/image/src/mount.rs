@@ -18,7 +18,7 @@ use crate::error::{At, Error, Result};
 use crate::profile::Profile;
 use crate::store::{Lease, ROOT_DIRECTORY, Record, Store, USER_DIRECTORY};
 use crate::sys;
-use crate::tree::{Data, Id, Kind as FileKind, ROOT, Tree, show};
+use crate::tree::{Data, Id, Kind as FileKind, ROOT, Tree, show, show_start};
 use pagefold_os::mountinfo::{self, Mount};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Timespec, Timestamps, XattrFlags};
 use rustix::io::Errno;
@@ -471,7 +471,12 @@ fn metadata_directory(store: &Store, digest: &Digest, lease: &Lease, user: bool)
     fs::create_dir(&place).at(&place)?;
     without_acl(&place)?;
     let mut notes = BTreeMap::new();
-    write_directory(&tree, &place, user, &mut notes)?;
+    write_directory(&tree, &place, user, &mut notes).map_err(|error| match error {
+        Error::Io { path, source } if source.raw_os_error() == Some(libc::ENAMETOOLONG) => {
+            too_long(store, &place, &path)
+        }
+        other => other,
+    })?;
     let lines = note_lines(&notes);
     let notes_staged = staged.join("notes");
     fs::write(&notes_staged, lines.join("\n")).at(&notes_staged)?;
@@ -485,6 +490,17 @@ fn metadata_directory(store: &Store, digest: &Digest, lease: &Lease, user: bool)
     }
     let _ = fs::remove_dir(&staged);
     Ok((target, lines))
+}
+
+/// What is wrong with `path` in the metadata directory `place`; whoever has such a path does not want to read it.
+fn too_long(store: &Store, place: &Path, path: &Path) -> Error {
+    let inside = path.strip_prefix(place).unwrap_or(path).as_os_str().as_bytes();
+    Error::Refused(format!(
+        "mount: {} ({} bytes): too long for a metadata directory in {}; give the store a shorter path, or mount as root",
+        show_start(inside),
+        inside.len(),
+        store.root().display()
+    ))
 }
 
 /// Removes a directory whose directories may forbid it, and which may be deeper than a path may be long, or a process may
@@ -819,7 +835,29 @@ pub(crate) fn open_path(path: &Path) -> io::Result<OwnedFd> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::tree::{Inode, Meta};
     use std::process::Command;
+
+    #[test]
+    fn a_path_too_long_for_a_directory_is_one_short_line() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(&dir.path().join("s"), "default").unwrap().without_sync();
+        let (mut tree, mut path) = (Tree::default(), Vec::new());
+        for _ in 0..20 {
+            path.extend([b'x'; 250]);
+            tree.put(
+                &path,
+                Inode { meta: Meta { mode: 0o755, ..Meta::default() }, kind: FileKind::Dir(BTreeMap::new()) },
+            )
+            .unwrap();
+            path.push(b'/');
+        }
+        let record = store.build().unwrap().publish("deep", &tree, "t", Default::default(), vec![]).unwrap();
+        let error =
+            metadata_directory(&store, &record.digest, &Lease::new(&store).unwrap(), true).unwrap_err().to_string();
+        let short = error.len() < 500 + store.root().as_os_str().len();
+        assert!(error.starts_with("mount: xxx") && error.contains("shorter path") && short, "{error}");
+    }
 
     /// In a child process with few descriptors: removes the tree.
     #[test]
