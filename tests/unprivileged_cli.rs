@@ -399,6 +399,24 @@ fn a_proof_that_was_asked_for_and_not_given_is_no_success() {
 }
 
 #[test]
+fn what_images_are_refused_for_is_one_line_with_a_way_out() {
+    let (tool, _) = tellers("1");
+    assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());
+    std::fs::write(tool.dir.path().join("packed"), b"\xfd7zXZ\0\0\x04").expect("a file");
+    for (args, said) in [
+        (["image", "mount", "a:1", "missing"].to_vec(), "mount: missing: no such directory; make it first (mkdir)"),
+        (vec!["image", "mount", "a:1", "packed"], "mount: packed: not a directory;"),
+        (vec!["image", "build", "--name", "b:1", "packed"], "packed: this archive is packed with xz"),
+        (vec!["image", "import", "--name", "b:1", "tree"], "a plain directory or archive is for image build"),
+    ] {
+        let refused = tool.run(&args);
+        let error = text(&refused.stderr);
+        assert_eq!(refused.status.code(), Some(1), "{args:?}: {error}");
+        assert!(error.lines().count() == 1 && error.contains(said), "{args:?}: {error}");
+    }
+}
+
+#[test]
 fn sockets_that_an_archive_cannot_have_are_said() {
     let (tool, _) = tellers("1");
     let _socket = std::os::unix::net::UnixListener::bind(tool.dir.path().join("tree/s")).expect("a socket");

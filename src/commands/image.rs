@@ -562,7 +562,10 @@ fn build_image(store: &Store, args: BuildArgs) -> Result<(), Error> {
             Box::new(file)
         };
         let silent = Progress::silent();
-        let plain = unpack(progress.watch(input), limits)?;
+        let plain = unpack(progress.watch(input), limits).map_err(|error| match error {
+            ImageError::Input(what) => Error::from(format!("{source}: {what}")),
+            other => other.into(),
+        })?;
         let applied = apply_tar(&building, &mut tree, plain, false, limits, &mut notes, &silent);
         applied.map_err(|error| match error {
             // Not the archive's fault is nothing to choose another one for.
@@ -588,7 +591,13 @@ fn import_image(store: &Store, args: ImportArgs) -> Result<(), Error> {
     let progress = Progress::new("import");
     let (tree, config) = oci::import(&building, &args.path, args.reference.as_deref(), limits, &mut notes, &progress)
         .map_err(|error| match error {
-        ImageError::Input(what) => Error::from(format!("{}: {what}", args.path.display())),
+        ImageError::Input(what) => {
+            // A pipe is read once.
+            let again = args.path.is_file() || args.path.is_dir();
+            let plain = again && oci::is_image(&args.path).is_ok_and(|is_image| !is_image);
+            let hint = if plain { "; a plain directory or archive is for image build" } else { "" };
+            Error::from(format!("{}: {what}{hint}", args.path.display()))
+        }
         other => other.into(),
     })?;
     drop(progress);
@@ -681,7 +690,7 @@ fn stat_images(store: Option<&Store>, domain: &str, names: &[String], json: bool
     }
     let mut parts = format!("{} objects, metadata {}", total.objects, show_size(total.metadata_bytes));
     let (native, directories, staged) = (beside.native_bytes, beside.directory_bytes, beside.staged_bytes);
-    for (what, bytes) in [("native", native), ("directories", directories), ("builds under way", staged)] {
+    for (what, bytes) in [("native", native), ("directories", directories), ("staged", staged)] {
         if bytes > 0 {
             parts += &format!(", {what} {}", show_size(bytes));
         }

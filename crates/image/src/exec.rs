@@ -274,7 +274,14 @@ fn prepare(store: &Store, record: &Record, lease: &Lease, run: &Run) -> Result<C
         let target = inside(&tree, to.strip_prefix("/").unwrap_or(to), OFlags::empty()).map_err(|error| {
             Error::Refused(format!("--bind {}: {error} in the image; make it there first", to.display()))
         })?;
-        bind(from, &by_descriptor(&target))?;
+        rustix::mount::mount_bind_recursive(from, by_descriptor(&target)).map_err(|errno| {
+            let what = match errno {
+                rustix::io::Errno::NOENT => format!("no {} here", from.display()),
+                rustix::io::Errno::NOTDIR => "a directory goes on a directory, a file on a file".into(),
+                other => io::Error::from(other).to_string(),
+            };
+            Error::Refused(format!("--bind {}:{}: {what}", from.display(), to.display()))
+        })?;
     }
     if let Some(watch) = &watch {
         watch.begin(&place)?;
@@ -302,7 +309,10 @@ fn prepare(store: &Store, record: &Record, lease: &Lease, run: &Run) -> Result<C
                 rustix::process::chdir("/").at("/")?;
             }
         }
-        other => other.at(workdir)?,
+        other => other.map_err(|errno| {
+            let error = io::Error::from(errno);
+            Error::Refused(format!("exec: {workdir}: {error} in image {}; --workdir names another", record.name))
+        })?,
     }
 
     let own = config.entrypoint.iter().chain(&config.cmd).map(OsString::from).collect();

@@ -225,11 +225,23 @@ pub(crate) fn attach(mount: &OwnedFd, target: &Path) -> Result<()> {
         .map_err(failed(target.display().to_string()))
 }
 
+/// Refuses what is no mountpoint, before anything is done for it.
+fn check_mountpoint(target: &Path) -> Result<()> {
+    let what = match fs::metadata(target) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => "no such directory; make it first (mkdir)",
+        Ok(meta) if !meta.is_dir() => "not a directory; give one to mount on",
+        // Whatever else is wrong the mount itself will tell.
+        _ => return Ok(()),
+    };
+    Err(Error::Refused(format!("mount: {}: {what}", target.display())))
+}
+
 /// Mounts an image at `target`. It stays while it is mounted; until then it is for the caller to keep it, by [`Store::hold`].
 ///
 /// # Errors
 /// A damaged image, a kernel or user that cannot.
 pub fn mount(store: &Store, record: &Record, target: &Path, options: &Options) -> Result<Mounted> {
+    check_mountpoint(target)?;
     let lease = Lease::new(store)?;
     let profile = options.profile(store, &record.digest);
     std::thread::scope(|scope| {
@@ -374,7 +386,12 @@ fn in_use(upper: &Path, user: bool) -> bool {
 /// each other's changes, so the second is refused. Returns the directory, locked, and what the root lacks.
 fn prepare_upper(store: &Store, digest: &Digest, upper: &Path, user: bool) -> Result<(File, Vec<String>)> {
     let (root, note) = (upper.join("upper"), upper.join("image"));
-    fs::create_dir_all(upper).at(upper)?;
+    fs::create_dir_all(upper).map_err(|error| match error.kind() {
+        io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory => {
+            Error::Refused(format!("mount: --upper {}: {error}; give a directory", upper.display()))
+        }
+        _ => Error::Io { path: upper.into(), source: error },
+    })?;
     let lock = File::open(upper).at(upper)?;
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).at(upper)?;
     let there = root.exists();

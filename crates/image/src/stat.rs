@@ -313,11 +313,11 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
                 }
                 needed.extend(tree.objects().into_iter().map(|(object, size, _)| (object, size)));
             }
-            Err(error) => found.damaged.push(Damage {
-                path: store.tree_path(digest).display().to_string(),
-                what: error.to_string(),
-                images: images.clone(),
-            }),
+            Err(error) => {
+                let (path, what) = (store.tree_path(digest).display().to_string(), error.to_string());
+                let what = what.strip_prefix(&format!("{path}: ")).unwrap_or(&what).to_string();
+                found.damaged.push(Damage { path, what, images: images.clone() });
+            }
         }
     }
     progress.expect(needed.values().sum());
