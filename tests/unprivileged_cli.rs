@@ -407,6 +407,7 @@ fn what_images_are_refused_for_is_one_line_with_a_way_out() {
         (["image", "mount", "a:1", "missing"].to_vec(), "mount: missing: no such directory; make it first (mkdir)"),
         (vec!["image", "mount", "a:1", "packed"], "mount: packed: not a directory;"),
         (vec!["image", "build", "--name", "b:1", "packed"], "packed: this archive is packed with xz"),
+        (vec!["image", "export", "--format", "oci", "a:1", "-"], "only a tar goes to standard output"),
         (vec!["image", "import", "--name", "b:1", "tree"], "a plain directory or archive is for image build"),
     ] {
         let refused = tool.run(&args);

@@ -774,6 +774,9 @@ fn export_image(store: &Store, name: &str, output: &Path, format: Format) -> Res
         note_sockets(&tree, format);
         return Ok(export::tar(store, &tree, &mut out, &progress).map_err(|error| called(error, "standard output"))?);
     }
+    if output == Path::new("-") {
+        return Err("export: only a tar goes to standard output; give a file or, for oci, a new directory".into());
+    }
     let ours = !output.try_exists().unwrap_or(true);
     note_sockets(&tree, format);
     let done = match format {

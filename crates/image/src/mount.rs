@@ -230,6 +230,10 @@ fn check_mountpoint(target: &Path) -> Result<()> {
     let what = match fs::metadata(target) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => "no such directory; make it first (mkdir)",
         Ok(meta) if !meta.is_dir() => "not a directory; give one to mount on",
+        // It would be out of sight below every process's own root, and who unmounts the root makes that read-only.
+        Ok(_) if target.canonicalize().is_ok_and(|target| target.parent().is_none()) => {
+            "the root cannot be mounted on; give another directory"
+        }
         // Whatever else is wrong the mount itself will tell.
         _ => return Ok(()),
     };
@@ -820,6 +824,10 @@ fn by_directory(mount: &Mount) -> bool {
 /// Nothing of ours is mounted there; it is in use.
 pub fn umount(target: &Path, lazy: bool) -> Result<()> {
     let target = &target.canonicalize().at(target)?;
+    // The kernel would make the root read-only instead, or take all there is out of sight.
+    if target.parent().is_none() {
+        return Err(Error::Refused("/: the root is not for pagefold to unmount".into()));
+    }
     let table = fs::read("/proc/self/mountinfo").at("/proc/self/mountinfo")?;
     let last = mountinfo::parse(&table).filter(|mount| mount.at == *target).last();
     match last.as_ref().map(|mount| mount.source.as_os_str().as_bytes()) {
@@ -874,6 +882,22 @@ mod tests {
             metadata_directory(&store, &record.digest, &Lease::new(&store).unwrap(), true).unwrap_err().to_string();
         let short = error.len() < 500 + store.root().as_os_str().len();
         assert!(error.starts_with("mount: xxx") && error.contains("shorter path") && short, "{error}");
+    }
+
+    #[test]
+    fn what_is_no_mountpoint_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("file");
+        fs::write(&file, "").unwrap();
+        let said = |path: &Path| check_mountpoint(path).unwrap_err().to_string();
+        for (path, what) in
+            [(&*dir.path().join("none"), "make it first"), (&file, "not a directory"), (Path::new("/"), "the root")]
+        {
+            assert!(said(path).contains(what), "{}", said(path));
+        }
+        assert!(said(Path::new("/proc/..")).contains("the root"));
+        check_mountpoint(dir.path()).unwrap();
+        assert!(umount(Path::new("/"), false).unwrap_err().to_string().contains("the root"));
     }
 
     /// In a child process with few descriptors: removes the tree.
