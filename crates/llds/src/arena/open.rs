@@ -6,7 +6,7 @@
 
 use super::class::SPAN_BYTES;
 use super::layout::{ARCHITECTURE, Layout, MAGIC, SEALED_WORDS, VERSION, checksum};
-use super::seat::{ABANDONED, Identity, SEATS_MAX, Seat};
+use super::seat::{ABANDONED, Identity, SEATS_MAX, SEATS_SPARE, Seat};
 use super::sentinel::Sentinel;
 use super::{Arena, Error, Inner, Options, Pages, alive, map};
 use std::fs::File;
@@ -60,7 +60,7 @@ impl Arena {
         file.set_len(layout.bytes as u64)?;
         let map = map::Mapping::shared(file, layout.bytes, options.pages)?;
         // Everything below `data` is touched without asking, so it must not run out.
-        let near = layout.seats + 4 * size_of::<Seat>();
+        let near = layout.seats + SEATS_SPARE * size_of::<Seat>();
         map.secure(0, near)?;
         map.secure(layout.table, layout.root - layout.table)?;
         map.secure(layout.root, layout.root_bytes)?;

@@ -17,6 +17,9 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 /// Seats of an arena: threads of all processes that use it at one time.
 pub const SEATS_MAX: usize = 1024;
 
+/// Seats that have memory beside those that were ever taken: what frees memory takes a seat, also when there is none left.
+pub(super) const SEATS_SPARE: usize = 4;
+
 /// Blocks one thread can hold under guards at one time; more guards copy.
 pub const HAZARDS: usize = 8;
 

@@ -386,6 +386,22 @@ fn free_spans_with_pages_serve_when_there_are_no_more_pages() {
 }
 
 #[test]
+fn the_next_seats_have_memory_already() {
+    let (path, file) = temp("seats");
+    let arena = Arena::create(file, &small()).unwrap();
+    let used = || std::fs::metadata(&path.0).unwrap().blocks() * 512;
+    let created = used();
+    if created.is_multiple_of(2 << 20) {
+        println!("SKIPPED: /dev/shm gives huge pages, which hold many seats");
+        return;
+    }
+    let taken: Vec<_> = (0..6).map(|_| arena.inner.take_seat().unwrap()).collect();
+    assert_eq!(taken, [1, 2, 3, 4, 5, 6]);
+    // Those six and the next ones; four of them when it was created, and pages are not seats.
+    assert!(used() >= created + 5 * size_of::<Seat>() as u64, "{created} bytes became {}", used());
+}
+
+#[test]
 fn a_descriptor_that_another_file_took_tells_no_deaths() {
     use std::os::fd::AsRawFd;
     let (path, file) = temp("closed");

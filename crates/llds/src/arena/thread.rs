@@ -4,7 +4,7 @@
 //! whoever sits there next. A handle that goes gives up all seats that were
 //! taken through it.
 
-use super::seat::{Identity, SEATS_MAX, Seat};
+use super::seat::{Identity, SEATS_MAX, SEATS_SPARE, Seat};
 use super::{Arena, Error, Inner};
 use std::cell::{Cell, RefCell};
 use std::ops::Deref;
@@ -109,8 +109,7 @@ impl Inner {
         let mine = self.identity.map_or(1, Identity::taken);
         for owner in 1..=SEATS_MAX as u64 {
             if owner > self.seats_high() {
-                let offset = self.layout.seats + (owner as usize - 1) * size_of::<Seat>();
-                self.map.secure(offset, size_of::<Seat>())?;
+                self.secure_seat(owner)?;
             }
             let seat = self.seat_at(owner);
             if seat.state.load(Ordering::Relaxed) != 0
@@ -118,7 +117,11 @@ impl Inner {
             {
                 continue;
             }
-            self.header().seats_high.fetch_max(owner, Ordering::SeqCst);
+            let spare = owner + SEATS_SPARE as u64;
+            if self.header().seats_high.fetch_max(owner, Ordering::SeqCst) < owner && spare <= SEATS_MAX as u64 {
+                // Who needs it may come when there is no memory left, to delete something. He asks for it again.
+                let _ = self.secure_seat(spare);
+            }
             // Limbo is inherited; everything else begins empty.
             for lease in &seat.leases {
                 lease.store(0, Ordering::Relaxed);
@@ -132,6 +135,11 @@ impl Inner {
             return Ok(owner);
         }
         Err(Error::Seats)
+    }
+
+    fn secure_seat(&self, owner: u64) -> Result<(), Error> {
+        let offset = self.layout.seats + (owner as usize - 1) * size_of::<Seat>();
+        self.map.secure(offset, size_of::<Seat>())
     }
 
     /// Gives a seat up: its spans go back, and the pages that are due `now` or, without it, all that wait; its limbo stays
