@@ -40,6 +40,13 @@ pub enum Error {
         /// Entries there.
         entries: u64,
     },
+    /// Room was asked for more entries than the store can hold.
+    TooMany {
+        /// Entries asked for.
+        entries: u64,
+        /// Entries for which there can be room, short ones and these alone.
+        entries_max: u64,
+    },
     /// The store was made with other settings than it is opened with.
     Settings(&'static str),
     /// The store does not keep its keys in order.
@@ -51,9 +58,9 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether the store's memory limit is reached, or that of a part of its table.
+    /// Whether the store's memory limit is reached, or that of a part of its table, or would be.
     pub fn is_full(&self) -> bool {
-        matches!(self, Error::Crowded { .. } | Error::Arena(llds::arena::Error::Full { .. }))
+        matches!(self, Error::Crowded { .. } | Error::TooMany { .. } | Error::Arena(llds::arena::Error::Full { .. }))
     }
 }
 
@@ -79,6 +86,10 @@ impl std::fmt::Display for Error {
                 f,
                 "the part of the table where keys of this hash lie is full with {entries} entries; if these are not a \
                  4,096th of all, somebody chose keys of like hashes: delete them, and make the store with Hash::Keyed"
+            ),
+            Error::TooMany { entries, entries_max } => write!(
+                f,
+                "room for {entries} entries was asked for, and the store can hold {entries_max} at most; ask for fewer"
             ),
             Error::Settings(what) => write!(f, "the store was made with another {what}; open it with the same"),
             Error::NotOrdered => write!(f, "the store does not keep its keys in order; make it with Options::ordered"),

@@ -617,7 +617,8 @@ impl Store {
     /// 8 bytes take their own memory when they are set. Deletes give room back that a third of would do.
     ///
     /// # Errors
-    /// The memory limit ([`Error::is_full`]); what was made room for until then stays.
+    /// [`Error::TooMany`] if not even these alone would be within the memory limit, and nothing is done; the memory limit
+    /// ([`Error::is_full`] says of both), and what was made room for until then stays.
     pub fn reserve(&self, entries: u64) -> Result<(), Error> {
         self.table.reserve(&self.table.seat()?, entries)
     }

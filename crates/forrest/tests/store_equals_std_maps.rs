@@ -189,8 +189,18 @@ fn room_made_before_is_enough() {
 fn room_beyond_the_limit_is_refused_and_the_store_goes_on() {
     let store = Options::new().limit_bytes(4 << 20).private().unwrap();
     store.set(b"key", b"value").unwrap();
-    assert!(store.reserve(1 << 30).unwrap_err().is_full());
-    assert!(store.reserve(u64::MAX).unwrap_err().is_full());
+    for asked in [1 << 30, u64::MAX] {
+        let error = store.reserve(asked).unwrap_err();
+        let forrest::Error::TooMany { entries, entries_max } = error else { panic!("{error}") };
+        assert!(error.is_full() && error.to_string().contains(&asked.to_string()), "{error}");
+        // 4 MiB of buckets of 64 bytes, four entries in each.
+        assert!(entries == asked && (100_000..1 << 18).contains(&entries_max), "{error}");
+        // What it says is what it takes, to within the rounding.
+        let more = store.reserve(entries_max + 4096);
+        assert!(matches!(more, Err(forrest::Error::TooMany { .. })), "{more:?}");
+        let fewer = store.reserve(entries_max - 4096);
+        assert!(!matches!(fewer, Err(forrest::Error::TooMany { .. })), "{fewer:?}");
+    }
     assert_eq!(store.get(b"key").as_deref(), Some(&b"value"[..]));
     store.delete(b"key").unwrap();
 }

@@ -89,7 +89,7 @@ fn code_of(error: &Error) -> c_int {
         Error::NotFound(_) => FORREST_NOT_FOUND,
         Error::Exists(_) => FORREST_EXISTS,
         Error::Untrusted { .. } => FORREST_UNTRUSTED,
-        Error::Crowded { .. } => FORREST_FULL,
+        Error::Crowded { .. } | Error::TooMany { .. } => FORREST_FULL,
         Error::Settings(_) => FORREST_FOREIGN,
         Error::NotOrdered | Error::OrderedShared => FORREST_NOT_ORDERED,
         Error::Arena(error) => match error {

@@ -45,8 +45,12 @@ impl Table {
         let share = entries as f64 / SEGMENTS as f64;
         let most = share + 3.0 * share.sqrt();
         let wanted = (most * 100.0 / FILL_PASS as f64).ceil() as usize;
-        if wanted > BUCKETS_MAX {
-            return Err(llds::arena::Error::Full { limit_bytes: (BUCKETS_MAX * BUCKET_BYTES * SEGMENTS) as u64 }.into());
+        let buckets_max = BUCKETS_MAX.min(self.arena.capacity_bytes() as usize / (BUCKET_BYTES * SEGMENTS));
+        if wanted > buckets_max {
+            let most = (buckets_max * FILL_PASS) as f64 / 100.0;
+            // As above, the other way round.
+            let root = (most + 2.25).sqrt() - 1.5;
+            return Err(Error::TooMany { entries, entries_max: (root * root * SEGMENTS as f64) as u64 });
         }
         for segment in 0..SEGMENTS {
             let _held = self.lock(seat, segment);
