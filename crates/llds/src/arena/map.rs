@@ -15,6 +15,9 @@ const SECURE_AT_ONCE: usize = 256 << 10;
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
+/// How a tmpfs is mounted that gives huge pages to a mapping that asked for them, and none to fallocate.
+const HUGE_BY_TOUCH: &str = "huge=advise";
+
 /// The pages an arena really stands on; `stats` says which.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
@@ -46,6 +49,8 @@ pub struct Mapping {
     bytes: usize,
     backing: Backing,
     file: Option<File>,
+    /// Whether the file gets huge pages only where it is touched, not where it is allocated.
+    huge_by_touch: bool,
     /// Device and inode of the file, 0 for none.
     inode: (u64, u64),
 }
@@ -93,7 +98,7 @@ impl Mapping {
     /// # Errors
     /// [`Error::Reserve`] as the kernel refused, e.g. a hugetlbfs without enough free pages.
     pub fn shared(file: File, bytes: usize, pages: Pages) -> Result<Mapping, Error> {
-        let (magic, block_bytes) = file_system(&file);
+        let (magic, block_bytes, _) = file_system(&file);
         let huge = magic == HUGETLBFS_MAGIC;
         // Reserve aligned address space first, then put the file over it, so that 2 MiB pages line up.
         let reserve = |source| Error::Reserve { bytes: bytes as u64, source };
@@ -121,13 +126,14 @@ impl Mapping {
             Backing::Huge2M
         } else if pages != Pages::Small
             && magic == TMPFS_MAGIC
-            && tmpfs_huge(&file)
+            && tmpfs_huge(&file, &["huge=always", "huge=within_size", HUGE_BY_TOUCH])
             && mapping.advise(0, bytes, libc::MADV_HUGEPAGE).is_ok()
         {
             Backing::Transparent
         } else {
             Backing::Small
         };
+        mapping.huge_by_touch = mapping.backing == Backing::Transparent && tmpfs_huge(&file, &[HUGE_BY_TOUCH]);
         mapping.inode = alive::inode_of(&file)?;
         mapping.file = Some(file);
         Ok(mapping)
@@ -173,6 +179,9 @@ impl Mapping {
                 "the program closed the store's descriptor, and another file has its number; open the store again";
             return Err(Error::Io(io::Error::other(what)));
         }
+        if self.huge_by_touch && self.touch(file, offset, bytes) {
+            return Ok(());
+        }
         loop {
             // SAFETY: fallocate on our own descriptor touches no memory of this process.
             if unsafe { libc::fallocate(file.as_raw_fd(), 0, offset as i64, bytes as i64) } == 0 {
@@ -189,6 +198,13 @@ impl Mapping {
                 return self.secure(offset + half, bytes - half);
             }
         }
+    }
+
+    /// Takes pages as if `offset..offset+bytes` were written to. False if that failed, or there may be too few: it would
+    /// keep those that it got.
+    fn touch(&self, file: &File, offset: usize, bytes: usize) -> bool {
+        file_system(file).2 > (bytes + 2 * MIB_2) as u64
+            && self.advise(offset, bytes, libc::MADV_POPULATE_WRITE).is_ok()
     }
 
     /// Gives the pages of `offset..offset+bytes` back to the system; they read as zero afterwards.
@@ -270,7 +286,7 @@ fn anonymous_prot(bytes: usize, align: usize, flags: i32, backing: Backing, prot
         libc::prctl(libc::PR_SET_VMA, libc::PR_SET_VMA_ANON_NAME, aligned, bytes, name.as_ptr());
     }
     let base = NonNull::new(aligned as *mut u8).ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
-    Ok(Mapping { base, bytes, backing, file: None, inode: (0, 0) })
+    Ok(Mapping { base, bytes, backing, file: None, huge_by_touch: false, inode: (0, 0) })
 }
 
 /// Bytes of free explicit huge pages of one size.
@@ -282,7 +298,7 @@ fn free_huge_bytes(page_bytes: usize) -> usize {
 
 /// Bytes of free explicit huge pages behind `file`'s hugetlbfs, or none for another file system.
 pub fn hugetlbfs_free_bytes(file: &File) -> Option<(usize, usize)> {
-    let (magic, block_bytes) = file_system(file);
+    let (magic, block_bytes, _) = file_system(file);
     (magic == HUGETLBFS_MAGIC).then(|| (block_bytes, free_huge_bytes(block_bytes)))
 }
 
@@ -291,24 +307,29 @@ fn thp_allowed() -> bool {
         .is_ok_and(|text| text.contains("[madvise]") || text.contains("[always]"))
 }
 
-/// Magic number and block size of the file system that `file` lives on.
-fn file_system(file: &File) -> (i64, usize) {
+/// Magic number, block size and free bytes of the file system that `file` lives on.
+fn file_system(file: &File) -> (i64, usize, u64) {
     // SAFETY: statfs is plain data, for which all zeros is a value.
     let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
     // SAFETY: the descriptor is open and the buffer is ours.
     let done = unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) };
-    if done == 0 { (stat.f_type as i64, stat.f_bsize as usize) } else { (0, 4096) }
+    if done != 0 {
+        return (0, 4096, 0);
+    }
+    // A tmpfs without a limit has no blocks at all.
+    let free = if stat.f_blocks == 0 { u64::MAX } else { stat.f_bavail.saturating_mul(stat.f_bsize as u64) };
+    (stat.f_type as i64, stat.f_bsize as usize, free)
 }
 
-/// Whether the tmpfs that `file` lives on gives huge pages when asked.
-fn tmpfs_huge(file: &File) -> bool {
+/// Whether the tmpfs that `file` lives on was mounted with one of these options.
+fn tmpfs_huge(file: &File, options: &[&str]) -> bool {
     let Ok(meta) = file.metadata() else { return false };
     let device = format!("{}:{}", libc::major(meta.dev()), libc::minor(meta.dev()));
     let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     mounts
         .lines()
         .filter(|line| line.split(' ').nth(2) == Some(device.as_str()))
-        .any(|line| ["huge=advise", "huge=always", "huge=within_size"].iter().any(|option| line.contains(option)))
+        .any(|line| options.iter().any(|option| line.contains(option)))
 }
 
 /// Bit mask of the memory nodes that are online (the first 64).
