@@ -5,7 +5,7 @@
 
 use super::stop::{Point, stop_here};
 use super::word::{self, Control, SLOTS, State};
-use super::{SEGMENT_BITS, SEGMENTS, SdTree, place};
+use super::{DOUBLINGS_MAX, SEGMENT_BITS, SEGMENTS, SdTree, place};
 use crate::epoch;
 use crate::primitive::{AtomicU64, Ordering};
 use std::ops::Range;
@@ -18,6 +18,12 @@ const BUCKETS_PER_STEP: u64 = 24;
 const COUNTED_PER_STEP: u64 = 8 * BUCKETS_PER_STEP;
 /// Lines in a huge page: the piece in which memory goes back.
 const LINES_PER_HUGE_PAGE: u64 = (2 << 20) / crate::lines::LINE_BYTES as u64;
+
+/// Bits of a release word that stand for array parts, from the smallest array on.
+const PART_BITS: u32 = 16;
+const PARTS: u64 = (1 << PART_BITS) - 1;
+
+const _: () = assert!(DOUBLINGS_MAX <= PART_BITS);
 
 /// The growth under way, packed into one word so that everybody agrees on it.
 #[derive(Clone, Copy)]
@@ -102,8 +108,7 @@ impl SdTree {
         let grown = u64::from(growth.bits) + 1;
         if segment.compare_exchange(u64::from(growth.bits), grown, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
             self.shared(place::BUCKETS).fetch_add(growth.bucket_count(), Ordering::Relaxed);
-            let stamp = epoch::clock().now() << 8 | u64::from(growth.bits);
-            self.release_word(growth.segment).store(stamp, Ordering::Release);
+            self.release_later(growth.segment, growth.bits);
         }
         let _ = active.compare_exchange(seen, 0, Ordering::AcqRel, Ordering::Relaxed);
         step
@@ -127,32 +132,50 @@ impl SdTree {
         }
     }
 
+    /// Notes an outgrown array part that is to be released. Those of the segment that wait already wait as long as it.
+    fn release_later(&self, segment: u64, bits: u32) {
+        let part = 1 << (bits - self.first_bits);
+        // Read after the word, so that the stamp is never older than what is there.
+        let noted = |seen: u64| Some(epoch::clock().now() << PART_BITS | seen & PARTS | part);
+        let _ = self.release_word(segment).fetch_update(Ordering::AcqRel, Ordering::Acquire, noted);
+    }
+
+    /// The outgrown array parts of a segment that nobody can write any more: one bit each.
+    fn past_parts(&self, segment: u64) -> u64 {
+        let word = self.release_word(segment).load(Ordering::Acquire);
+        if word & PARTS != 0 && epoch::clock().is_past(word >> PART_BITS) { word & PARTS } else { 0 }
+    }
+
     /// Gives back the memory of outgrown array parts that nobody can write any more.
     pub(super) fn release_arrays(&self) {
         epoch::clock().try_advance();
-        let past = |segment: u64, bits: u64| {
-            let word = self.release_word(segment).load(Ordering::Acquire);
-            word != 0 && word & 0xff == bits && epoch::clock().is_past(word >> 8)
-        };
         for segment in 0..SEGMENTS {
-            let bits = self.release_word(segment).load(Ordering::Acquire) & 0xff;
-            if bits == 0 || !past(segment, bits) {
-                continue;
+            let mut parts = self.past_parts(segment);
+            while parts != 0 {
+                let bits = self.first_bits + parts.trailing_zeros();
+                parts &= parts - 1;
+                self.release_group(segment, bits);
             }
-            // Whole huge pages only: a part smaller than that goes together with its neighbours.
-            let part = 1u64 << (bits as u32 - SEGMENT_BITS);
-            let group = (LINES_PER_HUGE_PAGE / part).clamp(1, SEGMENTS);
-            let first = segment / group * group;
-            if !(first..first + group).all(|neighbour| past(neighbour, bits)) {
-                continue;
-            }
-            if part * group >= LINES_PER_HUGE_PAGE {
-                let start = Self::segment_start(first, bits as u32);
-                self.memory.release(start..start + part * group);
-            }
-            for neighbour in first..first + group {
-                self.release_word(neighbour).store(0, Ordering::Relaxed);
-            }
+        }
+    }
+
+    /// Gives back a segment's part of the array of `bits` leading bits, with its neighbours', if theirs may go too.
+    fn release_group(&self, segment: u64, bits: u32) {
+        // Whole huge pages only: a part smaller than that goes together with its neighbours.
+        let part = 1u64 << (bits - SEGMENT_BITS);
+        let group = (LINES_PER_HUGE_PAGE / part).clamp(1, SEGMENTS);
+        let first = segment / group * group;
+        let bit = 1 << (bits - self.first_bits);
+        if !(first..first + group).all(|neighbour| self.past_parts(neighbour) & bit != 0) {
+            return;
+        }
+        if part * group >= LINES_PER_HUGE_PAGE {
+            let start = Self::segment_start(first, bits);
+            self.memory.release(start..start + part * group);
+        }
+        // A part is outgrown once: who is late, or not alone, takes out nothing but this one.
+        for neighbour in first..first + group {
+            self.release_word(neighbour).fetch_and(!bit, Ordering::Relaxed);
         }
     }
 

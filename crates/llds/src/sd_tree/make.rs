@@ -14,8 +14,8 @@ use crate::lines::Memory;
 use crate::primitive::Ordering;
 use std::io;
 
-/// "pagefold SD 3": refuses memory that is not a tree, or one with other constants.
-const MAGIC: u64 = 0x7066_5344_0003_0000 | (SLOTS as u64) << 8 | SEGMENT_BITS as u64;
+/// "pagefold SD 4": refuses memory that is not a tree, or one with other constants.
+const MAGIC: u64 = 0x7066_5344_0004_0000 | (SLOTS as u64) << 8 | SEGMENT_BITS as u64;
 
 impl SdTree {
     /// Makes an empty tree that holds `capacity` leaves without growing and 10^4 times as many with it.
@@ -107,7 +107,7 @@ impl SdTree {
         let (first_bits, max_bits) = (geometry as u8 as u32, (geometry >> 8) as u8 as u32);
         let (ahead, load_tenths) = (geometry >> 16 & 0xffff, geometry >> 32);
         let sane = (FIRST_BITS_MIN..=BITS_MAX).contains(&first_bits)
-            && (first_bits..=BITS_MAX).contains(&max_bits)
+            && (first_bits..=BITS_MAX.min(first_bits + DOUBLINGS_MAX)).contains(&max_bits)
             && ahead < SEGMENTS
             && [LOAD_TENTHS, DENSE_LOAD_TENTHS].contains(&load_tenths)
             && Self::line_count(max_bits) == lines;

@@ -27,7 +27,7 @@ pub(super) const COUNTS: u64 = 2;
 pub(super) const COUNT_SHARED: u64 = COUNTS + super::OWN_COUNTS as u64;
 /// One word per segment: leading bits that choose its buckets.
 pub(super) const SEGMENTS: u64 = COUNT_SHARED + 1;
-/// One word per segment: `epoch << 8 | bits` of an array part that is to be released, or 0.
+/// One word per segment: `epoch:48 | parts:16`, the array parts that are to be released, one bit each, and since when.
 pub(super) const RELEASES: u64 = SEGMENTS + super::SEGMENTS.div_ceil(8);
 /// A line whose first word says how far the buckets of the growth under way are taken on, as `ACTIVE`: a hint.
 pub(super) const CLAIMS: u64 = RELEASES + super::SEGMENTS.div_ceil(8);

@@ -293,6 +293,35 @@ fn thread_stopped_in_the_middle_blocks_nobody() {
     }
 }
 
+/// A thread that stays pinned while the array doubles twice: both parts go back when it goes on.
+#[test]
+fn array_parts_that_wait_for_one_pin_are_all_released() {
+    let _turn = TURN.lock();
+    // Every segment's part of the first array is of 2 MiB together with its neighbours'.
+    let tree = SdTree::with_pages(((1 << 15) * LOAD_TENTHS / 10) as usize, false).unwrap();
+    assert_eq!((tree.first_bits, tree.ahead), (15, 0));
+    let pin = crate::epoch::pin();
+    let mut inserted = 0;
+    while tree.stats().level_min < 17 {
+        for _ in 0..1000 {
+            tree.get_or_insert(spread(inserted), inserted).unwrap();
+            inserted += 1;
+        }
+    }
+    tree.release_arrays();
+    // No bucket that was moved is zero.
+    let held = |bits: u32| (1u64 << bits..2 << bits).filter(|&line| tree.memory.load_control(line).0 != 0).count();
+    assert_eq!((held(15), held(16)), (1 << 15, 1 << 16), "released under a pin");
+    drop(pin);
+    let patience = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    while (held(15), held(16)) != (0, 0) {
+        assert!(std::time::Instant::now() < patience, "{} and {} buckets are kept", held(15), held(16));
+        tree.release_arrays();
+        std::thread::yield_now();
+    }
+    assert!((0..inserted).all(|index| tree.get(spread(index)).is_some()));
+}
+
 #[test]
 fn one_memory_at_two_addresses_is_one_tree() {
     use std::os::fd::AsFd;
