@@ -6,21 +6,26 @@ use crate::value::Value;
 use std::collections::VecDeque;
 use std::ops::Bound;
 
-/// Keys taken from the order at a time.
+/// Keys taken from the order at a time, at most and at first.
 const PAGE: usize = 64;
+const FIRST_PAGE: usize = 8;
+/// Bytes of values copied at a time, if those to come are as long as those before.
+const PAGE_BYTES: usize = 1 << 20;
 
 /// Entries of an ordered store by key, from either end; see [`Store::scan`].
 pub struct Scan<'a> {
     store: &'a Store,
     low: KeyBound,
     high: KeyBound,
+    /// Keys of the next page.
+    count: usize,
     front: VecDeque<(Vec<u8>, Value)>,
     back: VecDeque<(Vec<u8>, Value)>,
 }
 
 impl<'a> Scan<'a> {
     pub(crate) fn new(store: &'a Store, low: KeyBound, high: KeyBound) -> Scan<'a> {
-        Scan { store, low, high, front: VecDeque::new(), back: VecDeque::new() }
+        Scan { store, low, high, count: FIRST_PAGE, front: VecDeque::new(), back: VecDeque::new() }
     }
 
     /// Takes the next page from one end. False if nothing is left between the two ends.
@@ -30,7 +35,7 @@ impl<'a> Scan<'a> {
             if self.store.is_forked() {
                 return false;
             }
-            let keys = self.store.key_page(&self.low, &self.high, from_back, PAGE);
+            let keys = self.store.key_page(&self.low, &self.high, from_back, self.count);
             let Some(last) = keys.last() else { return false };
             if from_back {
                 self.high = Bound::Excluded(last.clone());
@@ -39,6 +44,8 @@ impl<'a> Scan<'a> {
             }
             let mut values: Vec<Option<Value>> = vec![None; keys.len()];
             self.store.get_many(&keys, |index, value| values[index] = value.map(Value::copied));
+            let longest = values.iter().flatten().map(|value| value.len()).max().unwrap_or_default();
+            self.count = (PAGE_BYTES / longest.max(1)).clamp(1, PAGE);
             let page = if from_back { &mut self.back } else { &mut self.front };
             page.extend(keys.into_iter().zip(values).filter_map(|(key, value)| Some((key, value?))));
             if !page.is_empty() {
@@ -66,5 +73,32 @@ impl DoubleEndedIterator for Scan<'_> {
             return self.front.pop_back();
         }
         self.back.pop_front()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_long_values_are_copied_ahead() {
+        let store = crate::Options::new().ordered().private().unwrap();
+        for number in 0..200u32 {
+            let value = if number < 20 { vec![1; PAGE_BYTES / 2] } else { vec![2] };
+            store.set(&number.to_be_bytes(), &value).unwrap();
+        }
+        let mut scan = store.scan::<[u8]>(..).unwrap();
+        let mut ahead = Vec::new();
+        let mut seen = 0u32;
+        while let Some((key, value)) = scan.next() {
+            assert_eq!((&key[..], value[0]), (&seen.to_be_bytes()[..], if seen < 20 { 1 } else { 2 }));
+            seen += 1;
+            ahead.push(scan.front.len());
+        }
+        assert_eq!(seen, 200);
+        // Eight, two at a time, and the short ones after the first page of these.
+        assert_eq!((ahead[0], ahead[8..20].iter().max(), ahead.iter().max()), (7, Some(&1), Some(&63)), "{ahead:?}");
+        let back: Vec<_> = store.scan::<[u8]>(..).unwrap().rev().map(|(key, _)| key).collect();
+        assert!(back.len() == 200 && back.is_sorted_by(|one, next| one > next));
     }
 }
