@@ -18,6 +18,9 @@ use toml::de::{DeTable, DeValue};
 /// The file of the whole machine.
 const SYSTEM: &str = "/etc/pagefold/pagefold.toml";
 
+/// What is named in place of a file where none is to be read; `./none` is a file.
+const NO_FILE: &str = "none";
+
 /// No file is this long.
 const BYTES_MAX: u64 = 1 << 20;
 
@@ -54,7 +57,7 @@ struct Setting {
 /// Arguments by which this very command is started again, whatever the file then says.
 static AGAIN: OnceLock<Vec<OsString>> = OnceLock::new();
 
-/// The file that --config named, absolute.
+/// The file that --config named, absolute; or [`NO_FILE`].
 static NAMED: OnceLock<PathBuf> = OnceLock::new();
 
 /// Lets the daemon that `run` starts read the file that this call was told to read.
@@ -81,7 +84,7 @@ pub fn parse(command: Command) -> Result<ArgMatches, (Error, u8)> {
     let in_environment = || std::env::var_os("PAGEFOLD_CONFIG").filter(|path| !path.is_empty()).map(PathBuf::from);
     let named = matches.get_one::<PathBuf>("config").cloned().or_else(in_environment);
     if let (Some(path), Ok(here)) = (&named, std::env::current_dir()) {
-        let _ = NAMED.set(here.join(path));
+        let _ = NAMED.set(if path.as_os_str() == NO_FILE { path.clone() } else { here.join(path) });
     }
     if !takes_defaults(&command, &matches) {
         return Ok(matches);
@@ -202,12 +205,7 @@ fn takes_defaults(command: &Command, matches: &ArgMatches) -> bool {
 /// The files to read, the one that counts most last: only `named`, if the caller or the environment names one.
 fn files(named: Option<PathBuf>) -> Result<Vec<PathBuf>, Error> {
     if let Some(path) = named {
-        // `none`, also after --config made it absolute for a child.
-        return Ok(if path.file_name().is_some_and(|name| name == "none") && !path.exists() {
-            Vec::new()
-        } else {
-            vec![path]
-        });
+        return Ok(if path.as_os_str() == NO_FILE { Vec::new() } else { vec![path] });
     }
     let user = std::env::var_os("XDG_CONFIG_HOME")
         .filter(|dir| Path::new(dir).is_absolute())

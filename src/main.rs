@@ -36,7 +36,7 @@ Exit status:
   run and image exec take the process over and pass its own status on; they themselves fail with 125 (run also
   for wrong usage), or 126 if the program cannot be run, 127 if it is not found.")]
 struct Cli {
-    /// File with defaults for options, instead of /etc/pagefold/pagefold.toml and the user's; `none` for no file
+    /// File with defaults for options, instead of /etc/pagefold/pagefold.toml and the user's; `none` for no file (`./none` is one)
     #[arg(long, global = true, value_name = "PATH")]
     config: Option<PathBuf>,
     #[command(subcommand)]

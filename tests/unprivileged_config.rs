@@ -122,6 +122,15 @@ fn the_file_named_is_the_only_one_read() {
     let none =
         tool(home.path()).args(["--config", "none", "status", "--socket"]).arg(path("x")).output().expect("status");
     refused(&none, 1, &nobody(&path("x")));
+    // Whatever lies here under that name.
+    write(&path("none"), "here = 1\n");
+    let here = |name: &str| {
+        let mut here = tool(home.path());
+        here.current_dir(home.path()).args(["--config", name, "status", "--socket"]).arg(path("x"));
+        here.output().expect("status")
+    };
+    refused(&here("none"), 1, &nobody(&path("x")));
+    refused(&here("./none"), 1, "pagefold: ./none:1: here: unknown");
 }
 
 #[test]
