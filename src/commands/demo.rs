@@ -15,11 +15,17 @@ use pagefold_scan::Ksm;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
 const PAGE: usize = 4096;
+
+/// Pause between two looks whether we are asked to end.
+const LOOK_MS: i32 = 100;
 
 /// Longest time to wait for merging to come to rest.
 const MERGE_MAX: Duration = Duration::from_secs(120);
@@ -32,7 +38,7 @@ Examples:
   pagefold demo --processes 8 --size 256M --no-ksm
   pagefold demo --json
 
-Nothing is left behind; KSM's settings are put back.")]
+Nothing is left behind, also when interrupted; KSM's settings are put back.")]
 pub struct Args {
     /// Processes to start
     #[arg(long, default_value = "4", value_name = "N", value_parser = processes)]
@@ -82,8 +88,69 @@ struct Row {
     processes: usize,
 }
 
+/// The signal by which we were asked to end; 0 for none.
+static ASKED: AtomicI32 = AtomicI32::new(0);
+
+extern "C" fn on_signal(signal: libc::c_int) {
+    ASKED.store(signal, Ordering::Relaxed);
+}
+
+/// Has signals end us only once all is put back; a second one ends us at once.
+fn heed_signals() {
+    for signal in [libc::SIGHUP, libc::SIGINT, libc::SIGTERM] {
+        // SAFETY: all zeros is an action, which the kernel then fills; the handler only stores to an atomic.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            // Whoever started us may want us to go on, as nohup does.
+            if libc::sigaction(signal, std::ptr::null(), &mut action) == 0 && action.sa_sigaction != libc::SIG_IGN {
+                action.sa_sigaction = on_signal as *const () as libc::sighandler_t;
+                action.sa_flags = libc::SA_RESTART | libc::SA_RESETHAND;
+                libc::sigaction(signal, &action, std::ptr::null_mut());
+            }
+        }
+    }
+}
+
+/// To be called again and again by all that waits.
+fn go_on() -> Result<(), Error> {
+    if ASKED.load(Ordering::Relaxed) == 0 { Ok(()) } else { Err("interrupted".into()) }
+}
+
+/// Has the process of `command` get `signal` should we be killed. For the main thread: it is the end of the one that
+/// starts it that counts.
+fn end_with_us(command: &mut Command, signal: libc::c_int) -> &mut Command {
+    let us = std::process::id() as libc::pid_t;
+    // SAFETY: system calls alone between fork and exec.
+    unsafe {
+        command.pre_exec(move || {
+            libc::prctl(libc::PR_SET_PDEATHSIG, signal as libc::c_ulong);
+            // We may be gone already.
+            if libc::getppid() != us {
+                libc::_exit(1);
+            }
+            Ok(())
+        })
+    }
+}
+
 /// Runs the demonstration.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
+    heed_signals();
+    let done = demonstrate(&args);
+    match ASKED.load(Ordering::Relaxed) {
+        0 => done,
+        signal => {
+            // SAFETY: numbers only.
+            unsafe {
+                libc::signal(signal, libc::SIG_DFL);
+                libc::raise(signal);
+            }
+            Ok(ExitCode::from(128 + signal as u8))
+        }
+    }
+}
+
+fn demonstrate(args: &Args) -> Result<ExitCode, Error> {
     let (available, _) = procfs::available_and_total();
     if args.size > available / 4 * 3 / args.processes as u64 {
         let (size, free) = (units::show_size(args.size), units::show_size(available));
@@ -96,7 +163,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     if let Some(lack) = pagefold_os::probe::all().into_iter().find(|finding| finding.needed && !finding.works) {
         return Err(format!("{}: {}; {}", lack.name, lack.detail, lack.cure).into());
     }
-    let mut rows = vec![with_pagefold(&args)?];
+    let mut rows = vec![with_pagefold(args)?];
     // SAFETY: returns a number.
     let root = unsafe { libc::geteuid() } == 0;
     let why_no_ksm = match ksm::unused() {
@@ -104,7 +171,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         _ if !root => Some("As root the kernel's KSM does the same beside it.".to_owned()),
         Err(error) => Some(format!("Without the kernel's KSM beside it: {error}.")),
         Ok(()) => {
-            rows.push(with_ksm(&args)?);
+            rows.push(with_ksm(args)?);
             None
         }
     };
@@ -163,13 +230,14 @@ impl Crew {
     fn start(args: &Args, environment: &[(String, String)]) -> Result<Crew, Error> {
         let mut crew = Crew(Vec::new());
         for number in 0..args.processes {
-            let mut child = Command::new(std::env::current_exe()?)
+            let mut command = Command::new(std::env::current_exe()?);
+            command
                 .args(["demo-client", &args.size.to_string(), &number.to_string()])
                 .env_remove("LD_PRELOAD")
                 .envs(environment.iter().cloned())
                 .stdin(Stdio::piped())
-                .stdout(Stdio::piped())
-                .spawn()?;
+                .stdout(Stdio::piped());
+            let mut child = end_with_us(&mut command, libc::SIGKILL).spawn()?;
             let pipes = child.stdin.take().zip(child.stdout.take()).ok_or("no pipes")?;
             crew.0.push((child, pipes.0, BufReader::new(pipes.1)));
         }
@@ -188,6 +256,11 @@ impl Crew {
     fn answers(&mut self, wanted: &str) -> Result<usize, Error> {
         let mut count = 0;
         for (child, _, output) in &mut self.0 {
+            // Each answers by one line: nothing of it was read before.
+            let mut answer = [libc::pollfd { fd: output.get_ref().as_raw_fd(), events: libc::POLLIN, revents: 0 }];
+            while pagefold_os::fd::poll(&mut answer, LOOK_MS).map_err(std::io::Error::from)? == 0 {
+                go_on()?;
+            }
             let mut line = String::new();
             if output.read_line(&mut line)? == 0 {
                 return Err(format!("process {} of the demonstration ended: {}", child.id(), child.wait()?).into());
@@ -236,12 +309,14 @@ impl Drop for OwnDaemon {
 
 fn with_pagefold(args: &Args) -> Result<Row, Error> {
     let socket = host::runtime_dir()?.join(format!("demo-{}.sock", std::process::id()));
-    let child = Command::new(std::env::current_exe()?)
+    let mut command = Command::new(std::env::current_exe()?);
+    command
         .args(["daemon", "--busy", "--period", "1s", "--socket"])
         .arg(&socket)
         .env_remove("LD_PRELOAD")
-        .stdin(Stdio::null())
-        .spawn()?;
+        .stdin(Stdio::null());
+    // In good order: it removes its socket.
+    let child = end_with_us(&mut command, libc::SIGTERM).spawn()?;
     let mut daemon = OwnDaemon { child, socket };
     let mut ended = false;
     let decided = || {
@@ -318,6 +393,7 @@ fn settle(socket: &Path, began: Instant) -> Result<(Status, f64), Error> {
     let mut progress = Progress::new("merging");
     loop {
         std::thread::sleep(Duration::from_millis(100));
+        go_on()?;
         let status = host::status(socket)?;
         let totals = &status.totals;
         // What was looked at and found to have a twin, or none; the rest still changes or waits for its turn.
@@ -370,6 +446,7 @@ fn with_ksm(args: &Args) -> Result<Row, Error> {
     let mut last = (held, began.elapsed(), cpu());
     while began.elapsed() < MERGE_MAX {
         std::thread::sleep(Duration::from_millis(100));
+        go_on()?;
         let now = sharing();
         if now != last.0 {
             last = (now, began.elapsed(), cpu());
@@ -404,6 +481,7 @@ fn with_ksm(args: &Args) -> Result<Row, Error> {
 fn wait_for(mut ready: impl FnMut() -> bool, limit: Duration, what: &str) -> Result<(), Error> {
     let began = Instant::now();
     while !ready() {
+        go_on()?;
         if began.elapsed() > limit {
             return Err(what.into());
         }
