@@ -217,7 +217,11 @@ fn a_demonstration_leaves_nothing_but_the_agent() {
     if !merges(&tool) {
         return;
     }
-    let shown = tool.run(&["demo", "--no-ksm", "--processes", "2", "--size", "4M"]);
+    // Of a daemon for all, which its own is not.
+    let file = tool.dir.path().join("c.toml");
+    std::fs::write(&file, "[daemon]\nmetrics = \"unix:/nowhere/at/all\"\n").expect("a file");
+    let mut demo = tool.command(&["demo", "--no-ksm", "--processes", "2", "--size", "4M"]);
+    let shown = demo.env("PAGEFOLD_CONFIG", &file).output().expect("the tool runs");
     assert!(shown.status.success(), "{}", text(&shown.stderr));
     assert!(text(&shown.stdout).contains("after: the processes and pagefold's daemon"), "{}", text(&shown.stdout));
     let left = left_by_demo(&tool);

@@ -311,7 +311,8 @@ fn with_pagefold(args: &Args) -> Result<Row, Error> {
     let socket = host::runtime_dir()?.join(format!("demo-{}.sock", std::process::id()));
     let mut command = Command::new(std::env::current_exe()?);
     command
-        .args(["daemon", "--busy", "--period", "1s", "--socket"])
+        // What the file says is for another daemon: its addresses, for instance, are taken.
+        .args(["daemon", "--config", "none", "--busy", "--period", "1s", "--socket"])
         .arg(&socket)
         .env_remove("LD_PRELOAD")
         .stdin(Stdio::null());
