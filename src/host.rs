@@ -7,7 +7,7 @@ use pagefold_daemon::status::Status;
 use std::fs;
 use std::io::{self, Write};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -203,10 +203,17 @@ pub fn ensure_daemon(socket: &Path) -> Result<(), Error> {
     if let Some(dir) = socket.parent().filter(|dir| !dir.is_dir()) {
         return Err(format!("no daemon at {}: {} is no directory", socket.display(), dir.display()).into());
     }
+    // No daemon takes the place of what is none's, and so none is waited for.
+    if fs::metadata(socket).is_ok_and(|found| !found.file_type().is_socket()) {
+        return Err(format!("no daemon at {}: what is there is no socket; name another", socket.display()).into());
+    }
     // A name that no other file has.
     let mut log = socket.as_os_str().to_owned();
     log.push(".log");
-    let output = create_log(Path::new(&log)).map_or_else(|_| Stdio::null(), Stdio::from);
+    let (output, no_log) = match create_log(Path::new(&log)) {
+        Ok(file) => (Stdio::from(file), None),
+        Err(error) => (Stdio::null(), Some(format!("cannot write {}: {error}", log.display()))),
+    };
     // The daemon never reads it: our end tells when nobody is left who could.
     let (input, ours) = io::pipe()?;
     let mut command = Command::new(std::env::current_exe()?);
@@ -252,7 +259,8 @@ pub fn ensure_daemon(socket: &Path) -> Result<(), Error> {
             Err(_) if Instant::now() < end => std::thread::sleep(Duration::from_millis(10)),
             Err(error) => {
                 let said = fs::read_to_string(&log).unwrap_or_default();
-                let said = said.lines().last().unwrap_or("it said nothing").to_owned();
+                let said = said.lines().last().map(str::to_owned).or(no_log);
+                let said = said.unwrap_or_else(|| "it said nothing".to_owned());
                 return Err(format!("no daemon at {}: {error}; {said}", socket.display()).into());
             }
         }

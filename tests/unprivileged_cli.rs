@@ -275,6 +275,24 @@ fn a_demonstration_that_is_ended_leaves_no_process() {
 }
 
 #[test]
+fn run_names_what_is_no_daemons_socket_and_leaves_nothing_beside_it() {
+    let tool = Tool::new();
+    if !merges(&tool) {
+        return;
+    }
+    std::fs::create_dir(tool.dir.path().join("d")).expect("a directory");
+    std::fs::write(tool.dir.path().join("f"), "").expect("a file");
+    for name in ["d", "f"] {
+        let run = tool.run(&["run", "--socket", name, "--", "true"]);
+        let (errors, path) = (text(&run.stderr), tool.dir.path().join(name));
+        assert_eq!(run.status.code(), Some(125), "{errors}");
+        let said = format!("pagefold: no daemon at {}: what is there is no socket; name another\n", path.display());
+        assert_eq!(errors, said);
+        assert!(!path.with_extension("log").exists() && !path.with_extension("lock").exists());
+    }
+}
+
+#[test]
 fn a_runtime_directory_that_others_may_write_is_described_and_not_to_be_removed() {
     let tool = Tool::new();
     let open = tool.dir.path().join("run");
