@@ -56,6 +56,9 @@ pub enum MountError {
         /// Why.
         source: io::Error,
     },
+    /// The directory is one of the kernel's.
+    #[error("{} holds files of the kernel's own, and no images", .0.display())]
+    Pseudo(PathBuf),
     /// Another mount serves the directory: two caches over the same files would overwrite each other.
     #[error("{} is mounted already; `pagefold disk status` shows where", .0.display())]
     Busy(PathBuf),
@@ -197,11 +200,27 @@ fn end_the_process_on_panic() {
     }));
 }
 
+/// File systems of the kernel's own files, whose sizes are no sizes and whose writes are commands.
+const PSEUDO: [libc::__fsword_t; 9] = [
+    libc::PROC_SUPER_MAGIC,
+    libc::SYSFS_MAGIC,
+    libc::CGROUP_SUPER_MAGIC,
+    libc::CGROUP2_SUPER_MAGIC,
+    libc::DEBUGFS_MAGIC,
+    libc::TRACEFS_MAGIC,
+    libc::SECURITYFS_MAGIC,
+    libc::BPF_FS_MAGIC,
+    libc::DEVPTS_SUPER_MAGIC,
+];
+
 /// Locks the directory against a second mount; the lock goes with the process, however it ends.
 fn lock_directory(path: &Path) -> Result<File, MountError> {
     let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
     let directory = rustix::fs::open(path, flags, Mode::empty())
         .map_err(|error| MountError::Directory { path: path.to_owned(), source: error.into() })?;
+    if rustix::fs::fstatfs(&directory).is_ok_and(|found| PSEUDO.contains(&found.f_type)) {
+        return Err(MountError::Pseudo(path.to_owned()));
+    }
     match rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(directory.into()),
         Err(rustix::io::Errno::WOULDBLOCK) => Err(MountError::Busy(path.to_owned())),
@@ -437,6 +456,12 @@ mod tests {
         assert!(error.to_string().contains("must not lie inside"), "{error}");
         let missing = prepare_mountpoint(&dir.path().join("inside"), &dir.path().join("missing")).unwrap_err();
         assert!(missing.to_string().contains("create it first"), "{missing}");
+    }
+
+    #[test]
+    fn what_the_kernel_makes_up_is_no_image() {
+        let error = lock_directory(Path::new("/proc/self")).unwrap_err();
+        assert!(matches!(error, MountError::Pseudo(_)), "{error}");
     }
 
     #[test]
