@@ -216,6 +216,7 @@ fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
         }
         if said.contains(SHOWN_AT) {
             std::fs::rename(&draft.0, &log_path)?;
+            remove_drafts(&log_path);
             let (directory, at) = (args.directory.display(), args.mountpoint.display());
             print(&format!(
                 "mounted {directory} at {at}, process {}, messages in {}\n",
@@ -225,6 +226,18 @@ fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
             return Ok(ExitCode::SUCCESS);
         }
         std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Removes the drafts of `log` that calls left which were killed: no other mount writes there, now that ours has the place.
+fn remove_drafts(log: &Path) {
+    let (Some(directory), Some(name)) = (log.parent(), log.file_name().and_then(|name| name.to_str())) else { return };
+    for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
+        let of = entry.file_name();
+        let pid = of.to_str().and_then(|of| of.strip_prefix(name)?.strip_prefix('.')?.parse::<u32>().ok());
+        if pid.is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists()) {
+            let _ = std::fs::remove_file(entry.path());
+        }
     }
 }
 
@@ -429,4 +442,27 @@ fn show_scan(report: &scan::Report, elapsed: Duration, style: Style) -> String {
         &style.dim(&format!("\nA mount shares in 4 KiB pages. Scanned in {:.1} s.\n", elapsed.as_secs_f64())),
     );
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn drafts_of_who_was_killed_go() {
+        let dir = tempfile::tempdir().expect("a directory");
+        // No process has such a number.
+        let dead = u32::MAX;
+        let stays = [
+            "disk-1.log".to_owned(),
+            format!("disk-1.log.{}", std::process::id()),
+            format!("disk-2.log.{dead}"),
+            "disk-1.log.old".to_owned(),
+        ];
+        let goes = format!("disk-1.log.{dead}");
+        stays.iter().chain([&goes]).for_each(|name| std::fs::write(dir.path().join(name), "").expect("a file"));
+        remove_drafts(&dir.path().join("disk-1.log"));
+        assert!(stays.iter().all(|name| dir.path().join(name).exists()));
+        assert!(!dir.path().join(goes).exists());
+    }
 }
