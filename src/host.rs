@@ -194,8 +194,15 @@ pub fn stranger(socket: &Path) -> Option<u32> {
     fs::metadata(socket).ok().map(|found| found.uid()).filter(|owner| *owner != uid && *owner != 0)
 }
 
+/// Largest memory of a domain's cold tier, in bytes, where nobody says otherwise.
+pub fn tier_max_auto() -> u64 {
+    pagefold_os::procfs::available_and_total().1 / 4
+}
+
 /// Starts a daemon at `socket` in the background, if none listens there.
-pub fn ensure_daemon(socket: &Path) -> Result<(), Error> {
+///
+/// Started for a program that asks for a larger tier than a daemon would give, it allows that.
+pub fn ensure_daemon(socket: &Path, tier_max: Option<u64>) -> Result<(), Error> {
     if control::ask(socket, &Request::Status {}).is_ok() {
         return Ok(());
     }
@@ -229,6 +236,9 @@ pub fn ensure_daemon(socket: &Path) -> Result<(), Error> {
         .stdout(Stdio::null())
         .stderr(output)
         .current_dir("/");
+    if let Some(bytes) = tier_max.filter(|bytes| *bytes > tier_max_auto()) {
+        command.args(["--tier-max", &bytes.to_string()]);
+    }
     crate::config::pass_on(&mut command);
     // SAFETY: nothing but system calls that are safe between fork and exec.
     unsafe {

@@ -185,7 +185,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         web: args.web.0,
         predict: !args.no_predict,
         cold: cold::Config {
-            tier_max_bytes: args.tier_max.0.unwrap_or(total / 4),
+            tier_max_bytes: args.tier_max.0.unwrap_or_else(host::tier_max_auto),
             directory: (args.tier_dir.as_os_str() != "none").then_some(args.tier_dir),
             file_max_bytes: args.tier_file_max,
             tolerance: args.tolerance,

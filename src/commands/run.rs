@@ -162,7 +162,7 @@ fn prepare(args: &Args) -> Result<Command, Error> {
         );
     }
     let socket = args.daemon.socket()?;
-    host::ensure_daemon(&socket)?;
+    host::ensure_daemon(&socket, args.tier_max.filter(|_| args.client.cold))?;
     if let Some(owner) = host::stranger(&socket) {
         note!("pagefold: the daemon at {} is user {owner}'s, and may not serve this program", socket.display());
     }
