@@ -322,11 +322,26 @@ impl Store {
     /// Returns the value of `key` in place, under a guard.
     #[inline]
     pub fn get_ref(&self, key: &[u8]) -> Option<Ref<'_>> {
+        let hash = self.table.hasher.first(key);
+        if key.len() == 8 {
+            match self.table.read_word(hash) {
+                Probe::Inline(bytes, length) => {
+                    return Some(Ref { bytes: RefBytes::Short { bytes, length: length as u8 } });
+                }
+                Probe::Missing => return None,
+                Probe::Unclear => {}
+            }
+        }
+        self.get_ref_any(key, hash)
+    }
+
+    #[inline(never)]
+    fn get_ref_any(&self, key: &[u8], hash: u64) -> Option<Ref<'_>> {
         let seat = self.table.seat().ok();
         let hazard = seat.as_ref().and_then(|seat| seat.hazard_free());
         let bytes = RefBytes::Short { bytes: [0; 8], length: 0 };
         let mut sink = Guarding { arena: &self.table.arena, seat, hazard, bytes, offset: 0 };
-        let found = self.table.read(key, self.table.hasher.first(key), &mut sink);
+        let found = self.table.read(key, hash, &mut sink);
         if let (Some(seat), Some(hazard)) = (sink.seat, sink.hazard) {
             let record = crate::record::Record::at(sink.arena, sink.offset).filter(|_| found && sink.offset != 0);
             match record {
