@@ -812,6 +812,27 @@ static void unmap(void) {
     CHECK(faults(r.at, 0), "an unmapped page can be read");
 }
 
+// A child moves what has a hole, which the kernel may take for several mappings (since Linux 6.17) or refuse.
+static void move_around_a_hole(struct region *r, int flags) {
+    const size_t hole = r->pages / 2;
+    pid_t child = fork();
+    if (child == 0) {
+        CHECK(munmap(r->at + hole * PAGE, PAGE) == 0, "munmap");
+        char *target = mmap(NULL, r->pages * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        CHECK(target != MAP_FAILED, "mmap");
+        if (mremap(r->at, r->pages * PAGE, r->pages * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED | flags, target) == MAP_FAILED) exit(0);
+        for (size_t i = 0; i < r->pages; i++) {
+            if (i == hole) continue;
+            CHECK(page_is(target + i * PAGE, number_of(r, i)), "page %zu is wrong behind its move", i);
+            if (flags) CHECK(page_is_zero(r->at + i * PAGE), "page %zu is still where it was", i);
+        }
+        CHECK(madvise(target, hole * PAGE, MADV_DONTNEED) == 0, "MADV_DONTNEED");
+        for (size_t i = 0; i < hole; i++) CHECK(page_is_zero(target + i * PAGE), "page %zu shows old bytes", i);
+        exit(0);
+    }
+    CHECK(child > 0 && ended_well(child), "the child that moves with %d was wrong", flags);
+}
+
 static void remap(void) {
     struct region r = merged(1024);
     // Not without moving: then it would have to be copied while others may write.
@@ -827,6 +848,8 @@ static void remap(void) {
     madvise(r.at, r.pages * PAGE, MADV_MERGEABLE);
     wait_merged(&r, 1500);
     check(&r, "grown and merged again");
+    move_around_a_hole(&r, 0);
+    move_around_a_hole(&r, 4 /* MREMAP_DONTUNMAP */);
     char *target = mmap(NULL, r.pages * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(mremap(r.at, r.pages * PAGE, r.pages * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, target) == target, "mremap to move");
     CHECK(faults(r.at, 0), "the old place can be read");

@@ -8,7 +8,7 @@
 use super::active::{active, managed_all};
 use super::away::wanted;
 use super::c_library::{fail, me, returned};
-use super::unmerge::gather;
+use super::unmerge::{gather, gather_each};
 use crate::cold;
 use crate::listing::ALL_MIN;
 use crate::maps::pool_mappings;
@@ -198,6 +198,7 @@ pub unsafe extern "C" fn mremap(
         let held = SHARED.guard.lock(me());
         let shrinks = new_len <= len && flags & (libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP) == 0;
         let back = if shrinks { Ok(()) } else { cold::before_move(range) };
+        let kept = Range { start: range.start, end: range.end.min(resized.end) };
         // Other threads may write to what only grows, so it is not copied: there is no room for it here.
         let stays = !shrinks && flags & (libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) == 0;
         let gathered = if back.is_err() {
@@ -205,7 +206,7 @@ pub unsafe extern "C" fn mremap(
         } else if shrinks || len == 0 || !SHARED.tables(&held).merged.may_overlap(range) {
             Ok(())
         } else if !stays {
-            gather(range)
+            gather_each(kept)
         } else if pool_mappings(range, |_, _| true).unwrap_or(true) {
             Err(Errno(libc::ENOMEM))
         } else {
@@ -216,7 +217,7 @@ pub unsafe extern "C" fn mremap(
         let result = match gathered.and_then(|()| cold::voiding(voided, call)) {
             // More than one mapping, perhaps by us: what was given back does not join with what never was the pool's.
             Err(Errno(libc::EFAULT)) if stays => Err(Errno(libc::ENOMEM)),
-            Err(Errno(libc::EFAULT)) if !shrinks => gather(range).and_then(|()| cold::voiding(voided, call)),
+            Err(Errno(libc::EFAULT)) if !shrinks => gather(kept).and_then(|()| cold::voiding(voided, call)),
             other => other,
         };
         if let Ok(moved) = result {

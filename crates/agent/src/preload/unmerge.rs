@@ -114,6 +114,13 @@ fn populate(part: Range) -> Result<()> {
     }
 }
 
+/// As [`gather`]; where `range` is more than one mapping nothing of it is the pool's any more: the kernel may take each by itself
+/// (since Linux 6.17).
+pub(super) fn gather_each(range: Range) -> Result<()> {
+    gather(range)?;
+    for_each_merged(range, |part, _| gather(part))
+}
+
 /// As [`gather`] for each pool mapping in `range`, whose bytes are about to end: so they do for devices.
 pub(super) fn gather_ending(range: Range) -> Result<()> {
     for_each_merged(range, |part, _| gather_unless(part, || false))
