@@ -107,7 +107,7 @@ impl Domain {
     pub(super) fn pool_mappings(&self, work: &mut Work) -> Result<Option<Vec<PoolMapping>>, Gone> {
         let Some(mut mappings) = work.client.pool_mappings()? else { return Ok(None) };
         check_mappings(&mut mappings)?;
-        work.mappings = mappings.len() as i64 * 2;
+        work.mappings = edges(&mappings);
         Ok(Some(mappings))
     }
 
@@ -496,6 +496,12 @@ fn check_mappings(mappings: &mut Vec<PoolMapping>) -> Result<(), Gone> {
     if mappings.len() > MAPPINGS_MAX { Err(Gone) } else { Ok(()) }
 }
 
+/// Mappings that there are more for the pool's: one for each edge. Those that touch have one in common.
+fn edges(mappings: &[PoolMapping]) -> i64 {
+    let touching = mappings.windows(2).filter(|pair| pair[0].range.end == pair[1].range.start).count();
+    (mappings.len() * 2 - touching) as i64
+}
+
 /// Pages that need a close look.
 #[derive(Debug, Default)]
 struct Suspects {
@@ -649,6 +655,19 @@ mod tests {
 
     fn pages(ranges: &[Range]) -> BTreeSet<u64> {
         ranges.iter().flat_map(|range| (range.start..range.end).step_by(PAGE_SIZE)).collect()
+    }
+
+    #[test]
+    fn touching_mappings_have_an_edge_in_common() {
+        let at = |page: u64, pages| PoolMapping {
+            range: Range::pages_from(page * PAGE, pages),
+            inode: 1,
+            index: 7 * page as u32,
+        };
+        assert_eq!(edges(&[]), 0);
+        assert_eq!(edges(&[at(16, 2)]), 2);
+        assert_eq!(edges(&[at(16, 2), at(18, 1), at(19, 4)]), 4);
+        assert_eq!(edges(&[at(16, 2), at(18, 1), at(20, 4)]), 5);
     }
 
     /// Disjoint, ascending ranges of gaps and lengths in pages.
