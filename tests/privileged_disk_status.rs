@@ -71,6 +71,13 @@ fn a_mount_shows_in_status_metrics_and_doctor_and_ends_cleanly() {
     // Every block of the second image is one of the first's.
     assert_eq!(saved, data.len() as u64);
 
+    // Whoever looks elsewhere for its socket is told that it is there.
+    for args in [&["disk", "status"][..], &["disk", "status", &at]] {
+        let elsewhere = tool(args).env("PAGEFOLD_RUNTIME_DIR", base.path().join("else")).output().expect("status");
+        let said = String::from_utf8_lossy(&elsewhere.stderr).into_owned();
+        assert!(said.contains(&format!("{at}: mounted, but nobody answers in ")), "{said}");
+    }
+
     // It is told without a daemon. What cannot be asked may be one: that is no answer.
     let alone = tool(&["status"]).output().expect("status");
     let shown = String::from_utf8_lossy(&alone.stdout).into_owned();

@@ -331,9 +331,13 @@ fn is_gone(error: &std::io::Error) -> bool {
 
 fn run_status(args: &StatusArgs) -> Result<ExitCode, Error> {
     if let Some(mountpoint) = &args.mountpoint {
-        let status = control::ask_status(&control::socket_path(&absolute(mountpoint)?)).map_err(|error| {
-            let why =
-                if is_gone(&error) { "nothing is mounted there by this user".to_owned() } else { error.to_string() };
+        let at = absolute(mountpoint)?;
+        let status = control::ask_status(&control::socket_path(&at)).map_err(|error| {
+            let why = match is_gone(&error) {
+                true if mount::is_mounted(&at) => not_ours(),
+                true => "nothing is mounted there by this user".to_owned(),
+                false => error.to_string(),
+            };
             format!("{}: {why}", mountpoint.display())
         })?;
         if args.json {
@@ -349,11 +353,21 @@ fn run_status(args: &StatusArgs) -> Result<ExitCode, Error> {
         print_json(&all)?;
     } else if all.is_empty() {
         print("no mounts\n")?;
+        for at in mount::mounted() {
+            note!("pagefold: note: {}: {}", clean(&at.display().to_string()), not_ours());
+        }
     } else {
         let texts: Vec<String> = all.iter().map(|status| show(status, Style::stdout())).collect();
         print(&texts.join("\n"))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// What is to be said of a mount whose socket is not where we look.
+fn not_ours() -> String {
+    let place = control::runtime_dir();
+    let who = "another user's, or made with another PAGEFOLD_RUNTIME_DIR or XDG_RUNTIME_DIR, or its process died";
+    format!("mounted, but nobody answers in {}: it is {who}", place.display())
 }
 
 /// A mount's status as text.

@@ -361,9 +361,16 @@ impl Drop for RemoveOnDrop {
 
 /// Whether a mount of ours lies at `mountpoint`, by the mount table: this never touches the mount itself.
 pub fn is_mounted(mountpoint: &Path) -> bool {
+    mounted().iter().any(|at| at == mountpoint)
+}
+
+/// Where mounts of ours lie, of all users, dead ones included, by the mount table.
+pub fn mounted() -> Vec<PathBuf> {
     let table = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
     mountinfo::parse(&table)
-        .any(|mount| mount.at == mountpoint && mount.kind.starts_with("fuse") && mount.source == Path::new(SOURCE))
+        .filter(|mount| mount.kind.starts_with("fuse") && mount.source == Path::new(SOURCE))
+        .map(|mount| mount.at)
+        .collect()
 }
 
 /// Removes a mount of ours whose process is gone; returns whether there was one.
