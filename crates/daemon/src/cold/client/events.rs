@@ -3,7 +3,7 @@
 //! Pages go by discards and unmaps, move by mremap(2), and are copied by forks that nobody saw (`fork`). All of that is
 //! obeyed before any fault of the same batch is served.
 
-use super::{Client, PAGE, Pending, Served, Service};
+use super::{Client, LOST_MAX, PAGE, Pending, Served, Service};
 use pagefold_agent::cold_table::{FROZEN, OUT, RESIDENT, VOID};
 use pagefold_agent::wire::FETCH_PAGES_MAX;
 use pagefold_os::uffd::{self, Event};
@@ -69,8 +69,11 @@ impl Client {
         // Whatever was known of the target's addresses is of an earlier mapping.
         self.forget(service, tier, target);
         move_range(&mut service.moving, from, to);
+        // A table may claim far more than there is.
+        let mut most = (tier.region_pages(self.region) + LOST_MAX).saturating_sub(service.moving.len() as u64);
         self.table.for_each_run(from.start, from.end, OUT, |start, end| {
-            for addr in (start..end).step_by(PAGE_SIZE) {
+            for addr in (start..end).step_by(PAGE_SIZE).take(most as usize) {
+                most -= 1;
                 self.table.set_state(addr, RESIDENT);
                 service.moving.insert(to + (addr - from.start), addr);
             }
@@ -133,6 +136,7 @@ mod tests {
     use super::super::tests::own;
     use super::*;
     use crate::server::lock;
+    use pagefold_agent::cold_table;
     use pagefold_os::mem::Mapping;
     use pagefold_os::{Page, fd};
     use std::sync::Mutex;
@@ -332,6 +336,23 @@ mod tests {
             }
             assert_eq!(read, Some(0), "it waited for an event");
         });
+    }
+
+    /// What a client writes into its table is not kept for each page that it moves.
+    #[test]
+    fn no_more_pages_are_on_the_move_than_there_are() {
+        let Some((client, _memory)) = own(0, 1) else { return };
+        let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
+        let from = Range { start: 1 << 40, end: (1 << 40) + 2 * LOST_MAX * PAGE };
+        for addr in (from.start..from.end).step_by(cold_table::CHUNK_BYTES as usize) {
+            client.table.find_or_add(addr).unwrap();
+        }
+        let mut service = lock(&client.service);
+        for turn in 1..3 {
+            client.set(from.start, from.end, OUT);
+            client.moved(&mut service, &tier, from, turn << 41);
+            assert_eq!(service.moving.len() as u64, LOST_MAX);
+        }
     }
 
     /// The agent has pages in hand, and has put back one of them.

@@ -7,7 +7,7 @@
 //! not its parent's any more.
 
 use super::copy_in::is_passing;
-use super::{Client, PAGE, Service};
+use super::{Client, LOST_MAX, PAGE, Service};
 use pagefold_agent::cold_table::{FROZEN, OUT};
 use pagefold_agent::wire::FETCH_PAGES_MAX;
 use pagefold_os::fd::Fd;
@@ -26,8 +26,6 @@ const PAUSE: Duration = Duration::from_micros(100);
 const STEPS_MAX: usize = 1 << 18;
 /// Children, and theirs, that are given pages at once: those of a server that has a process for each connection.
 const FAMILY_MAX: usize = 256;
-/// Pages out that a table may claim beyond those that the tier has.
-const LOST_MAX: u64 = 1 << 16;
 /// Beyond every address.
 const END: u64 = 1 << 62;
 

@@ -44,6 +44,8 @@ use std::time::Duration;
 const PAGE: u64 = PAGE_SIZE as u64;
 /// Most pages that one fault brings back.
 pub(super) const CLUSTER_PAGES: usize = 64;
+/// Pages out that a table may claim beyond those that the tier has.
+const LOST_MAX: u64 = 1 << 16;
 /// Pages that lie beside each other and are fresh zeros are made at once up to this many.
 const ZERO_PAGES_MAX: u64 = 256;
 /// Looks of who waits for a client's `service` before it sleeps: some hundred microseconds.
