@@ -212,7 +212,9 @@ pub fn ensure_daemon(socket: &Path, tier_max: Option<u64>) -> Result<(), Error> 
     }
     // No daemon takes the place of what is none's, and so none is waited for.
     if fs::metadata(socket).is_ok_and(|found| !found.file_type().is_socket()) {
-        return Err(format!("no daemon at {}: what is there is no socket; name another", socket.display()).into());
+        return Err(
+            format!("no daemon at {}: what is there is no daemon's socket; name another", socket.display()).into()
+        );
     }
     // A name that no other file has.
     let mut log = socket.as_os_str().to_owned();

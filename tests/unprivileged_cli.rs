@@ -286,7 +286,8 @@ fn run_names_what_is_no_daemons_socket_and_leaves_nothing_beside_it() {
         let run = tool.run(&["run", "--socket", name, "--", "true"]);
         let (errors, path) = (text(&run.stderr), tool.dir.path().join(name));
         assert_eq!(run.status.code(), Some(125), "{errors}");
-        let said = format!("pagefold: no daemon at {}: what is there is no socket; name another\n", path.display());
+        let said =
+            format!("pagefold: no daemon at {}: what is there is no daemon's socket; name another\n", path.display());
         assert_eq!(errors, said);
         assert!(!path.with_extension("log").exists() && !path.with_extension("lock").exists());
     }
