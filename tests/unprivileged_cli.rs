@@ -448,6 +448,17 @@ fn questions_make_no_store_of_images() {
 }
 
 #[test]
+fn an_image_that_is_missing_keeps_no_other_from_being_removed() {
+    let (tool, _) = tellers("1");
+    assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());
+    let removed = tool.run(&["image", "rm", "missing", "a:1"]);
+    assert_eq!(removed.status.code(), Some(1));
+    let said = text(&removed.stderr);
+    assert!(said.contains("no image \"missing\"") && said.trim_end().lines().count() == 1, "{said}");
+    assert!(!text(&tool.run(&["image", "ls"]).stdout).contains("a:1"));
+}
+
+#[test]
 fn a_proof_that_was_asked_for_and_not_given_is_no_success() {
     let (tool, _) = tellers("1");
     assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());

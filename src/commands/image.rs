@@ -422,9 +422,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             }
         }
         Action::Rm { names } => {
-            for name in names {
-                open(&name)?.remove(&name)?;
-            }
+            return Ok(super::control::for_each(&names, |name| Ok(open(name)?.remove(name)?))?.1);
         }
         Action::Export { name, output, format } => export_image(&open(&name)?, &name, &output, format)?,
         Action::Exec(exec_args) => {
