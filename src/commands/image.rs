@@ -411,7 +411,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
                 note!(
                     "pagefold: note: {} trees are kept because it cannot be seen here whether somebody has them mounted; {}",
                     stats.trees_unseen,
-                    "run gc outside of containers and user namespaces"
+                    "run gc as root, outside of containers and user namespaces, on a file system with leases (no NFS)"
                 );
             }
             for line in &stats.failed {

@@ -8,7 +8,7 @@
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::mount::{disk_bytes, remove_tree};
-use crate::mounts::{self, held_by_kernel};
+use crate::mounts::{self, Held, held_by_kernel};
 use crate::store::{Store, USER_DIRECTORY, random_id};
 use rustix::fs::FlockOperation;
 use rustix::mount::UnmountFlags;
@@ -37,8 +37,8 @@ pub struct Stats {
     pub images: u64,
     /// Metadata images kept: by a name, a mount or a lease.
     pub trees_kept: u64,
-    /// Of those, the ones that are kept because it cannot be seen from here whether somebody has them mounted by a
-    /// metadata directory.
+    /// Of those, the ones that are kept because it cannot be seen from here whether somebody has them mounted: by a
+    /// metadata directory, or on a file system that does not tell who has a file open.
     pub trees_unseen: u64,
     /// Metadata images removed.
     pub trees_removed: u64,
@@ -249,13 +249,13 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
     for (digest, files) in forms {
         // Nobody but the tables knows of a mount by a metadata directory.
         let unseen = || mounted.partial && files.iter().any(is_dir);
-        if leases.contains(&digest.key()) || held_by_kernel(store, &digest)? {
-            roots.push(digest);
-        } else if unseen() {
-            stats.trees_unseen += 1;
-            roots.push(digest);
-        } else {
-            doomed.push(files);
+        let held = if leases.contains(&digest.key()) { Held::Yes } else { held_by_kernel(store, &digest)? };
+        match held {
+            Held::No if !unseen() => doomed.push(files),
+            held => {
+                stats.trees_unseen += u64::from(held != Held::Yes);
+                roots.push(digest);
+            }
         }
     }
     // From here on the log tells of what is published; all before is in `roots`.

@@ -270,22 +270,34 @@ pub fn mounts(store: &Store) -> Result<Vec<MountEntry>> {
     Ok(view(store)?.mounts)
 }
 
-/// Whether the kernel holds the image's metadata open: a mount that no mount table shows, such as one attached
-/// nowhere, or in a namespace without processes. Root's view; others see their own mounts in the tables.
-pub(crate) fn held_by_kernel(store: &Store, digest: &Digest) -> Result<bool> {
+/// What the kernel says of an image's metadata.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Held {
+    /// Nobody has it open.
+    No,
+    /// Somebody has: a mount that no mount table shows, such as one attached nowhere, or in a namespace without processes.
+    Yes,
+    /// Its file system does not tell: it has no leases (NFS), or the file is another user's.
+    Unknown,
+}
+
+/// Whether the kernel holds the image's metadata open. Root's view; others see their own mounts in the tables.
+pub(crate) fn held_by_kernel(store: &Store, digest: &Digest) -> Result<Held> {
+    let mut all = Held::No;
     for path in [store.tree_path(digest), store.full_path(digest)] {
-        let held = match File::open(&path) {
-            Ok(file) => sys::is_open_elsewhere(&file).unwrap_or(true),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => false,
+        match File::open(&path) {
+            Ok(file) => match sys::is_open_elsewhere(&file) {
+                Ok(true) => return Ok(Held::Yes),
+                Ok(false) => {}
+                Err(_) => all = Held::Unknown,
+            },
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             // Found damaged before, and closed to its owner: none but root can have mounted it.
-            Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !geteuid().is_root() => false,
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !geteuid().is_root() => {}
             Err(error) => return Err(error).at(&path),
-        };
-        if held {
-            return Ok(true);
         }
     }
-    Ok(false)
+    Ok(all)
 }
 
 #[cfg(test)]

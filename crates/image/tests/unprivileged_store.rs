@@ -477,6 +477,24 @@ fn all_that_takes_room_is_counted_and_said_when_it_goes() {
     assert_eq!((left.native_bytes, left.directory_bytes, left.staged_bytes), (0, 0, 0));
 }
 
+/// As where a file system has no leases: a device has none either.
+#[test]
+fn a_tree_that_cannot_be_asked_for_is_kept_and_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    sample(&tree);
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    store.remove("x").unwrap();
+    let kept = store.full_path(&record.digest);
+    symlink("/dev/null", &kept).unwrap();
+    let stats = collect(&store, false);
+    assert_eq!((stats.trees_kept, stats.trees_unseen, stats.trees_removed, stats.objects_removed), (1, 1, 0, 0));
+    fs::remove_file(&kept).unwrap();
+    let stats = collect(&store, false);
+    assert_eq!((stats.trees_kept, stats.trees_unseen, stats.trees_removed), (0, 0, 1));
+}
+
 #[test]
 fn two_names_of_one_tree_own_nothing() {
     let dir = tempfile::tempdir().unwrap();
