@@ -594,6 +594,8 @@ fn a_mount_out_of_descriptors_waits_for_them_and_does_not_spin() {
     let socket = mount.base.path().join("nbd");
     mount.setup.nbd = Some(socket.clone());
     mount.start();
+    // Who answers has all descriptors that it starts with.
+    File::create(mount.path("x")).unwrap();
     let pid = Pid::from_child(mount.child.as_ref().unwrap());
     let limit = |most| prlimit(Some(pid), Resource::Nofile, most).unwrap();
     let raised = limit(Rlimit { current: Some(64), maximum: getrlimit(Resource::Nofile).maximum });
