@@ -427,7 +427,9 @@ fn from_records(rows: &[Value]) -> Result<FromRecords, String> {
     let runs = two(Work::Runs).ok_or("the records hold no row of two workers")?;
     // Fingerprinting adds nothing that is shared; merging in runs does.
     let second_us = [runs, two(Work::Hashed).unwrap_or(runs), two(Work::Scattered).unwrap_or(runs)];
-    let idle = rows.iter().rev().find(|row| row["part"] == "idle" && row["engine"] == "pagefold, 1 worker");
+    let idle = |engine: &str| rows.iter().rev().find(|row| row["part"] == "idle" && row["engine"] == engine);
+    // Records from before looks were left out have the plain name.
+    let idle = idle("pagefold, 1 worker, faults elsewhere").or_else(|| idle("pagefold, 1 worker"));
     let watch =
         idle.and_then(|row| row["us_per_gib"]["median"].as_f64()).ok_or("the records hold no row of idle memory")?;
     let mut last: Vec<Recorded> = Vec::new();

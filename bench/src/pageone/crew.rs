@@ -144,6 +144,15 @@ impl Crew {
         })
     }
 
+    /// Has each process take a page fault every few milliseconds for `time`, in memory that is nobody's business; calls
+    /// `meanwhile` while they do.
+    pub fn fault_elsewhere<T>(&mut self, time: Duration, meanwhile: impl FnOnce() -> T) -> Result<T, Failure> {
+        self.order(&format!("fault {}", time.as_millis()))?;
+        let result = meanwhile();
+        self.0.iter_mut().try_for_each(|member| member.expect("faulted"))?;
+        Ok(result)
+    }
+
     /// Has the first process write to its first `pages` pages; returns how long each write took, in nanoseconds, ascending.
     pub fn write_to(&mut self, pages: u64) -> Result<Vec<u64>, Failure> {
         let member = self.0.first_mut().ok_or("no process")?;
@@ -246,6 +255,19 @@ pub fn member(args: &[String]) -> Result<(), Failure> {
                 }
                 times.sort_unstable();
                 println!("{} {}", times.len(), quantile(&times, 0.99));
+            }
+            ["fault", millis] => {
+                let (time, began) = (Duration::from_millis(millis.parse()?), Instant::now());
+                let elsewhere = pagefold_os::mem::Mapping::anonymous(PAGE_SIZE)?;
+                while began.elapsed() < time {
+                    // SAFETY: a page of our own that nobody looks at.
+                    unsafe {
+                        elsewhere.as_ptr().write_volatile(1);
+                        pagefold_os::mem::advise(elsewhere.addr(), PAGE_SIZE as u64, libc::MADV_DONTNEED)?;
+                    }
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                println!("faulted");
             }
             ["check"] => {
                 let mut expected = vec![0; PAGE_SIZE];

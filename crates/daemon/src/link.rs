@@ -334,6 +334,10 @@ impl Client for Link {
         Ok(())
     }
 
+    fn faults(&mut self) -> Option<u64> {
+        pagefold_os::procfs::faults(self.shared.pid)
+    }
+
     fn touched(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
         // For just this question the kernel has a loop that reads the page table and nothing else.
         let query = pagemap::Query { all_of: pagemap::WRITTEN, report: pagemap::WRITTEN, ..Default::default() };

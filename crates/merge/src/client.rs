@@ -85,6 +85,12 @@ pub trait Client: Send {
     /// [`Gone`].
     fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone>;
 
+    /// The page faults of the process so far. While the number stays the same, none of its threads has written to a page that
+    /// was protected, nor to one that was not there; what others write (a debugger) need not count. `None` if nobody knows.
+    fn faults(&mut self) -> Option<u64> {
+        None
+    }
+
     /// Appends, ascending, all pages of `range` that may have been written since they were last protected, whatever lies
     /// there: pages that were never protected, and pages that are not there, as well. Protects nothing, and is cheap.
     ///

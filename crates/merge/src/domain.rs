@@ -50,6 +50,9 @@ pub struct Config {
     pub copies: u32,
     /// Neighbours with one content from which on it gets them.
     pub copies_from: u32,
+    /// Pages of a client from which on its faults are counted: while there are none, most looks are left out. Below, a look
+    /// costs no more than the count.
+    pub calm_pages_min: u64,
 }
 
 impl Default for Config {
@@ -66,6 +69,8 @@ impl Default for Config {
             copies: 64,
             // A page costs as much as 17 mappings.
             copies_from: 64 * 17,
+            // 32 MiB.
+            calm_pages_min: 8192,
         }
     }
 }
@@ -166,10 +171,21 @@ struct Work {
     rest_until: u64,
     /// Broken pages are not healed before this period: the last time the budget of mappings did not allow all.
     heal_from: u64,
+    /// What the last look found out: nothing, and nothing has been done since.
+    calm: Option<Calm>,
     /// Pages per fetch: small after a hit (the rest is predicted), larger after misses.
     block: usize,
     breaks: u64,
     refused: BTreeMap<Why, u64>,
+}
+
+/// A client in which a look changed nothing.
+#[derive(Clone, Copy, Debug)]
+struct Calm {
+    /// Its page faults before that look.
+    faults: u64,
+    /// Looks that may still be left out.
+    left: u32,
 }
 
 impl Work {
@@ -305,6 +321,7 @@ impl Domain {
             planned: BTreeMap::new(),
             rest_until: 0,
             heal_from: 0,
+            calm: None,
             block: fresh::BLOCK_MIN,
             breaks: 0,
             refused: BTreeMap::new(),
@@ -402,6 +419,7 @@ impl Domain {
         if member.gone.load(Ordering::Acquire) {
             return Err(Gone);
         }
+        work.calm = None;
         let parted = work.client.part(away);
         member.away.store(away && parted == Ok(true), Ordering::Release);
         // Whoever had it watched it in another way: all of it is to be watched anew.

@@ -28,6 +28,8 @@ macro_rules! counters {
 counters! {
     /// Periods that were passed, summed over clients.
     full_scans,
+    /// Of those: without a look at the memory, for the process had no page fault since the last.
+    looks_left_out,
     /// Pages whose bytes were read and fingerprinted.
     pages_fingerprinted,
     /// Pages mapped to slots.

@@ -61,6 +61,87 @@ fn equal_pages_take_one_slot_however_many_they_are() {
     assert_eq!(stats.pool_bytes, 3 * PAGE, "no slot was given that nobody shares");
 }
 
+/// A look reads the tables of all of a client's pages.
+#[test]
+fn memory_at_rest_is_looked_at_once_in_sixteen_periods() {
+    let mut bench = Bench::new(Config { calm_pages_min: 0, ..Config::default() }, Options::default());
+    let (process, range, _) = bench.add((0..300).map(|page| 2 + page % 100));
+    bench.periods(12);
+    assert_eq!(bench.domain.stats().pages_sharing, 300);
+    let left_out = |bench: &Bench| bench.domain.stats().events.looks_left_out;
+    let before = left_out(&bench);
+    bench.periods(160);
+    assert_eq!(left_out(&bench) - before, 150);
+    // What the process does is seen at once, and all that follows from it.
+    process.write(range.start + 7 * PAGE, 4000);
+    bench.periods(1);
+    assert_eq!(bench.domain.stats().events.breaks, 1);
+    bench.periods(10);
+    assert_eq!(bench.domain.stats().pages_unshared, 1);
+    // What others do to it, a little later.
+    bench.periods(20);
+    process.poke(range.start + 107 * PAGE, 4000);
+    bench.periods(16);
+    assert_eq!(bench.domain.stats().events.breaks, 2);
+    bench.periods(10);
+    assert_eq!((bench.domain.stats().pages_sharing, bench.domain.stats().pages_unshared), (300, 0));
+}
+
+/// Whatever the processes do, and whatever is done to them: a look that is left out would have found nothing.
+#[test]
+fn looks_that_are_left_out_would_have_changed_nothing() {
+    let mut left_out = 0;
+    for seed in 0..12u64 {
+        let mut random = seed;
+        let mut below = |limit: u64| {
+            random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (random >> 33) % limit
+        };
+        let make = |calm_pages_min| {
+            let config = Config { calm_pages_min, pool_max_bytes: 1 << 20, ..Config::default() };
+            let bench = Bench::new(config, Options::default());
+            let added = [60, 61, 400].map(|contents| bench.add((0..120).map(|page| page * 7 % contents)));
+            (bench, added)
+        };
+        let mut sides = [make(0), make(u64::MAX)];
+        for period in 0..150 {
+            // A quarter of the time something happens, else nothing for long enough that all comes to rest.
+            for _ in 0..if period / 12 % 4 == 0 { below(4) } else { 0 } {
+                let (process, page, what) = (below(3) as usize, below(110), below(10));
+                let content = below(60) as u32;
+                for (bench, added) in &sides {
+                    let (process, range, id) = &added[process];
+                    let addr = range.start + page * PAGE;
+                    match what {
+                        0..5 => process.write(addr, content),
+                        5 => process.pin(addr, content % 2 == 0),
+                        6 => process.discard(Range::pages_from(addr, 4), content % 2 == 0),
+                        7 => drop(bench.domain.unmerge(*id).map(|_| bench.domain.pause(*id, false))),
+                        8 => process.write(addr, 0),
+                        _ => (0..8).for_each(|next| process.write(addr + next * PAGE, content + next as u32)),
+                    }
+                }
+            }
+            let seen = sides.each_mut().map(|(bench, _)| {
+                bench.periods(1);
+                let stats = bench.domain.stats();
+                left_out += stats.events.looks_left_out;
+                let events = (stats.events.breaks, stats.events.healed, stats.events.pages_merged);
+                (
+                    stats.pages_shared,
+                    stats.pages_sharing,
+                    stats.pages_zero,
+                    stats.pages_unshared,
+                    stats.pages_volatile,
+                    events,
+                )
+            });
+            assert_eq!(seen[0], seen[1], "seed {seed}, period {period}");
+        }
+    }
+    assert!(left_out > 1000, "{left_out}");
+}
+
 /// A slot for each of many neighbours with one content would be a mapping for each.
 #[test]
 fn one_page_very_often_takes_few_slots_and_few_mappings() {

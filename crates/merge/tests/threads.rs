@@ -21,6 +21,7 @@ fn stress(seed: u64, rounds: u64) -> (u64, u64) {
         dead_slots_min: 1,
         copies: 3,
         copies_from: 4,
+        calm_pages_min: 0,
     };
     let domain = Domain::with_key(config, Key::from_seed(seed)).unwrap();
     let now_ns = AtomicU64::new(PERIOD_NS);

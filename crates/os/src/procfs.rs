@@ -114,6 +114,16 @@ pub fn cpu_ns(pid: i32) -> Option<u64> {
     told.then(|| time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64)
 }
 
+/// Page faults of `pid` so far, with and without I/O; threads that ended included.
+pub fn faults(pid: i32) -> Option<u64> {
+    let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
+    // The name before may hold anything; minflt and majflt are the 8th and the 10th behind it.
+    let behind = stat.rsplit(|byte| *byte == b')').next()?;
+    let mut fields = std::str::from_utf8(behind).ok()?.split_ascii_whitespace().skip(7).step_by(2);
+    let mut next = || fields.next()?.parse::<u64>().ok();
+    Some(next()? + next()?)
+}
+
 /// All process ids.
 pub fn pids() -> Vec<i32> {
     let mut pids: Vec<i32> = fs::read_dir("/proc")
@@ -160,6 +170,23 @@ mod tests {
         // Every look costs some: no tick of 10 ms stands still.
         assert!(cpu_ns(me).expect("we are there") > total);
         assert_eq!(cpu_ns(i32::MAX), None);
+    }
+
+    #[test]
+    fn faults_are_counted_and_those_of_threads_that_ended_are_kept() {
+        let me = std::process::id() as i32;
+        let before = faults(me).expect("we are there");
+        let touch = || {
+            let fresh = crate::mem::Mapping::anonymous(64 * crate::PAGE_SIZE).expect("memory");
+            for page in 0..64 {
+                // SAFETY: inside a mapping of our own that nobody else knows.
+                unsafe { (fresh.addr() as *mut u8).add(page * crate::PAGE_SIZE).write_volatile(1) };
+            }
+        };
+        std::thread::spawn(touch).join().expect("no panic");
+        let after = faults(me).expect("we are there");
+        assert!(after >= before + 1, "{after} after {before}");
+        assert_eq!(faults(-1), None);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The watch stage: one pass over a client per period.
 
-use super::{ChunkRef, Domain, Entry, Member, Unmerged, Work, lock, write};
+use super::{Calm, ChunkRef, Domain, Entry, Member, Unmerged, Work, lock, write};
 use crate::client::{FREEZE_PAGES_MAX, Gone, PoolMapping, Written};
 use crate::page::{State, on_period, on_written};
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, Chunk, Huge, Indexed};
@@ -23,6 +23,9 @@ const HUGE_PAYS_ONE_IN: usize = 4;
 const SWEEP_PERIODS: usize = 16;
 /// Periods after which healing is tried again where the budget of mappings did not allow it.
 const HEAL_REST_PERIODS: u64 = 16;
+/// Looks that are left out in a row at most: writes by others than the process, which its count of faults does not tell, are
+/// seen so much later.
+const CALM_LOOKS: u32 = 15;
 /// Pages of one client that are managed at most (512 GiB); the rest is left alone.
 const PAGES_MAX: u64 = 1 << 27;
 /// Pool mappings that one client may have.
@@ -39,8 +42,10 @@ impl Domain {
             // What the process cannot tell now it is asked for again.
             work.generation = self.refresh_regions(member.id, work)?.then_some(generation);
         }
-        self.look(work)?;
-        end_period(work);
+        self.look_if_stirred(work)?;
+        if end_period(work) {
+            work.calm = None;
+        }
         work.table.compact();
         note_due_probes(work);
         self.heal_old(work)?;
@@ -56,6 +61,7 @@ impl Domain {
     /// Returns false if the process cannot tell: then what was known stays.
     fn refresh_regions(&self, id: u32, work: &mut Work) -> Result<bool, Gone> {
         self.stir();
+        work.calm = None;
         let Some(mut ranges) = work.client.regions()? else { return Ok(false) };
         check_regions(&mut ranges)?;
         let mut discarded = 0;
@@ -187,8 +193,25 @@ impl Domain {
         Ok(())
     }
 
+    /// Looks, unless it is known that nothing can have changed: the last look changed nothing, nothing was done since, and
+    /// the process had no page fault, without which no thread of it can write to what is protected.
+    fn look_if_stirred(&self, work: &mut Work) -> Result<(), Gone> {
+        // Counted before the look: who writes meanwhile is found by the next one.
+        let counted = work.table.page_count() >= self.config.calm_pages_min;
+        let faults = if counted { work.client.faults() } else { None };
+        if let Some(calm) = work.calm.as_mut().filter(|calm| calm.left > 0 && faults == Some(calm.faults)) {
+            calm.left -= 1;
+            self.count(|c| &c.looks_left_out, 1);
+            return Ok(());
+        }
+        let changed = self.look(work)?;
+        work.calm = faults.filter(|_| !changed).map(|faults| Calm { faults, left: CALM_LOOKS });
+        Ok(())
+    }
+
     /// Notes what was written since the last look: one cheap pass over everything, and a close look where it says so.
-    fn look(&self, work: &mut Work) -> Result<(), Gone> {
+    /// Returns whether that changed anything.
+    fn look(&self, work: &mut Work) -> Result<bool, Gone> {
         let mut ranges: Vec<Range> = Vec::new();
         for part in work.table.chunks().iter().flat_map(Chunk::parts) {
             match ranges.last_mut() {
@@ -206,22 +229,27 @@ impl Domain {
             touched = touched.iter().flat_map(|range| without(*range, &work.foreign)).collect();
         }
         let suspects = suspects(work, &touched);
-        suspects.plain.into_iter().try_for_each(|(range, huge)| self.look_at(work, range, huge))?;
-        self.look_for_breaks(work, &suspects.shared)
+        let mut changed = false;
+        for (range, huge) in suspects.plain {
+            changed |= self.look_at(work, range, huge)?;
+        }
+        Ok(self.look_for_breaks(work, &suspects.shared)? || changed)
     }
 
-    /// Notes the pages of `range` that were written since the last look.
-    pub(super) fn look_at(&self, work: &mut Work, range: Range, huge: bool) -> Result<(), Gone> {
+    /// Notes the pages of `range` that were written since the last look. Returns whether that changed what we know.
+    pub(super) fn look_at(&self, work: &mut Work, range: Range, huge: bool) -> Result<bool, Gone> {
         let mut written = Vec::new();
         work.client.written(range, huge, &mut written)?;
+        let mut changed = false;
         for report in written {
-            self.note_written(work, &Written { range: clip(report.range, range), ..report });
+            changed |= self.note_written(work, &Written { range: clip(report.range, range), ..report });
         }
-        Ok(())
+        Ok(changed)
     }
 
-    fn note_written(&self, work: &mut Work, report: &Written) {
+    fn note_written(&self, work: &mut Work, report: &Written) -> bool {
         self.stir();
+        let mut changed = false;
         let mut addr = report.range.start;
         while addr < report.range.end {
             let chunk_end = addr / CHUNK_LEN * CHUNK_LEN + CHUNK_LEN;
@@ -233,6 +261,7 @@ impl Domain {
             if report.huge && chunk.huge != Huge::Split {
                 if chunk.huge == Huge::No {
                     chunk.huge = Huge::Wait(HUGE_FIRST_PROBE, 1);
+                    changed = true;
                 }
                 addr = end;
                 continue;
@@ -241,6 +270,7 @@ impl Domain {
                 // The kernel or the program split it.
                 chunk.huge = Huge::No;
                 chunk.indexed.clear();
+                changed = true;
             }
             let last = (first + ((end - addr) / PAGE) as usize).min(CHUNK_PAGES);
             for index in (first..last).filter(|index| chunk.manages(chunk.page_addr(*index))).collect::<Vec<_>>() {
@@ -256,13 +286,15 @@ impl Domain {
                     _ if report.zero || report.swapped => State::Unknown,
                     _ => on_written(state),
                 };
+                changed |= next != state;
                 chunk.set(index, next);
             }
             addr = end;
         }
+        changed
     }
 
-    fn look_for_breaks(&self, work: &mut Work, ranges: &[Range]) -> Result<(), Gone> {
+    fn look_for_breaks(&self, work: &mut Work, ranges: &[Range]) -> Result<bool, Gone> {
         let mut broken = Vec::new();
         for range in ranges {
             let before = broken.len();
@@ -284,7 +316,7 @@ impl Domain {
         }
         work.breaks += breaks;
         self.count(|c| &c.breaks, breaks);
-        Ok(())
+        Ok(breaks > 0)
     }
 
     /// Huge pages are left whole unless enough of their pages are zero or have a twin. Probes some of those that are due;
@@ -297,6 +329,8 @@ impl Domain {
             let Huge::Wait(0, backoff) = work.table.chunks()[at].huge else { continue };
             let pays = self.probe(work, at)?;
             let next = (backoff + 1).min(HUGE_BACKOFF_MAX);
+            // One that pays is split by the next look.
+            work.calm = work.calm.filter(|_| !pays);
             work.table.chunks_mut()[at].huge = if pays { Huge::Split } else { Huge::Wait(1 << backoff, next) };
         }
         Ok(!due.is_empty())
@@ -376,6 +410,7 @@ impl Domain {
         let mut healed = 0;
         for batch in pieces.chunks(256) {
             let mut done = Vec::new();
+            work.calm = None;
             work.client.heal(batch, &mut done)?;
             for (range, done) in batch.iter().zip(done) {
                 for addr in (range.start..range.end).step_by(PAGE_SIZE) {
@@ -582,17 +617,20 @@ fn clip(range: Range, limits: Range) -> Range {
     Range { start, end: end.max(start) }
 }
 
-/// Ages all pages that need a look.
-fn end_period(work: &mut Work) {
+/// Ages all pages that need a look; returns whether there were any.
+fn end_period(work: &mut Work) -> bool {
+    let mut aged = false;
     for chunk in work.table.chunks_mut().iter_mut().filter(|chunk| chunk.counts.busy > 0) {
         for index in chunk.pages() {
             let state = chunk.state(index);
             let next = on_period(state);
             if next != state {
                 chunk.set(index, next);
+                aged = true;
             }
         }
     }
+    aged
 }
 
 /// Another period of waiting is over for huge pages; notes which are due, the first last.

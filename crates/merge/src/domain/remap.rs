@@ -162,6 +162,7 @@ impl Domain {
                 pieces[at..].iter().for_each(|piece| self.unreserve(piece, 0));
                 return Err(gone);
             }
+            work.calm = None;
             let result = work.client.remap(&self.pool, &pieces[at..end], &mut outcomes);
             outcomes.resize(end - at, Outcome { merged: 0, why: Why::NotPlain });
             for (piece, outcome) in pieces[at..end].iter().zip(&outcomes) {

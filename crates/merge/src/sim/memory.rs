@@ -162,6 +162,8 @@ impl Entry {
 #[derive(Clone, Debug)]
 pub(super) enum Action {
     Write(u64, Content),
+    /// A write by another process.
+    Poke(u64, Content),
     Read(u64),
     /// `raw`: by a system call that the agent does not see.
     Discard(Range, bool),
@@ -199,6 +201,8 @@ pub(super) struct Memory {
     /// Discards by raw calls that wait until their event is read.
     pub(super) events: Vec<Range>,
     pub(super) generation: u64,
+    /// Page faults, as the kernel counts them.
+    pub(super) faults: u64,
     /// Somebody else has the plain memory: nothing of it is watched, and nothing is to be merged.
     pub(super) away: bool,
     next_addr: u64,
@@ -320,6 +324,7 @@ impl Shared {
             blocked: Vec::new(),
             events: Vec::new(),
             generation: 1,
+            faults: 0,
             away: false,
             next_addr: u64::from(pid) << 40,
         };
@@ -398,6 +403,11 @@ impl Process {
     /// Writes `content` to the page at `addr`.
     pub fn write(&self, addr: u64, content: Content) {
         self.act(Action::Write(addr, content));
+    }
+
+    /// As [`write`](Self::write), by another process, as debuggers do.
+    pub fn poke(&self, addr: u64, content: Content) {
+        self.act(Action::Poke(addr, content));
     }
 
     /// What the program wrote last to each of its pages: the truth.
@@ -544,6 +554,7 @@ impl Memory {
         }
         match action {
             Action::Write(addr, content) => self.write(addr, content),
+            Action::Poke(addr, content) => self.write_as(addr, content, true),
             Action::Read(addr) => self.read(shared, addr),
             Action::Discard(range, raw) => self.discard_call(range, raw),
             Action::Unmap(range, raw) => {
@@ -586,12 +597,19 @@ impl Memory {
     }
 
     fn write(&mut self, addr: u64, content: Content) {
+        self.write_as(addr, content, false);
+    }
+
+    /// `by_another`: by a process whose faults these are not, as a debugger.
+    fn write_as(&mut self, addr: u64, content: Content, by_another: bool) {
         if self.staged.contains_key(&addr) {
             return self.blocked.push((addr, content));
         }
         let Some(entry) = self.entries.get_mut(&addr) else { return };
         let Some(truth) = self.truth.get_mut(&addr) else { return };
         *truth = content;
+        let faults = entry.protected || !matches!(entry.frame, Frame::Own { exclusive: true, .. });
+        self.faults += u64::from(faults && !by_another);
         entry.frame = Frame::Own { content, exclusive: true };
         let splits = entry.huge && entry.protected;
         entry.protected = false;
@@ -606,8 +624,9 @@ impl Memory {
         match (entry.frame, &entry.backing) {
             (Frame::None, Backing::Anon) if !self.staged.contains_key(&addr) => entry.frame = Frame::Zero,
             (Frame::Swapped { content, exclusive }, _) => entry.frame = Frame::Own { content, exclusive },
-            _ => {}
+            _ => return,
         }
+        self.faults += 1;
     }
 
     pub(super) fn check(&self, shared: &Shared, addr: u64) {
@@ -843,6 +862,7 @@ impl Memory {
             950..970 => Action::Unpin(page),
             970..985 => Action::SwapOut(Range::pages_from(page, 5)),
             985..995 if options.huge => Action::Collapse(page),
+            995..998 => Action::Poke(page, content),
             998.. if options.exits => Action::Exit,
             _ => Action::Write(page, content),
         }

@@ -47,9 +47,10 @@ impl Plan {
             // So few that runs of equal slots are there at all.
             copies: [1, 2, 5][(seed % 3) as usize],
             copies_from: 4,
+            calm_pages_min: [0, 64][(seed % 5 / 3) as usize],
         };
         let hostile_one_in = if rng.chance(300) { 3 } else { 0 };
-        Plan { options, config, steps: 600, hostile_one_in, quiet_periods: 3 }
+        Plan { options, config, steps: 600, hostile_one_in, quiet_periods: 20 }
     }
 }
 
