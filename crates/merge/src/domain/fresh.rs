@@ -121,7 +121,7 @@ impl Domain {
         let addrs = || ranges.iter().flat_map(|range| (range.start..range.end).step_by(PAGE_SIZE));
         let mut goals: Vec<(u64, Goal)> = Vec::new();
         let mut pairs: Vec<(Fingerprint, u64)> = Vec::with_capacity(pages.len());
-        let mut looked: Vec<(u64, usize)> = Vec::with_capacity(pages.len());
+        let mut looked: Vec<Looked> = Vec::with_capacity(pages.len());
         for (index, addr) in addrs().enumerate() {
             let Some((chunk, page)) = work.table.find_mut(addr) else { continue };
             let State::Candidate { backoff, .. } = chunk.state(page) else { continue };
@@ -135,7 +135,7 @@ impl Domain {
             } else {
                 let me = Entry::Candidate { chunk: chunk.id, page: page as u32 };
                 pairs.push((self.key.fingerprint(&pages[index]), me.value()));
-                looked.push((addr, index));
+                looked.push(Looked { addr, index, failed: backoff > 0 });
             }
         }
         let hashed = sched::monotonic_ns();
@@ -146,13 +146,16 @@ impl Domain {
         let _ = self.index.get_or_insert_many(&pairs, &mut existing);
         let mut twins: Vec<Twin> = Vec::new();
         for (place, found) in existing.iter().enumerate() {
-            let (addr, index) = looked[place];
+            let Looked { addr, index, failed } = looked[place];
             let (fingerprint, mine) = pairs[place];
             match found.map(Entry::from_value) {
                 None => {}
                 Some(entry) if entry.value() == mine => {}
                 // What the entry stands for is gone or changed: it becomes ours.
                 Some(entry) if self.is_stale(entry) => drop(self.index.replace(fingerprint, entry.value(), mine)),
+                // The index tells contents apart by some thirty bits. A page of another content than the slot's would be frozen
+                // and compared in vain for ever: it stays as it is until it is written.
+                Some(Entry::Slot(slot)) if failed && self.shows_another(slot, &pages[index]) => {}
                 Some(Entry::Slot(slot)) => goals.push((addr, Some(slot))),
                 Some(entry) => twins.push(Twin { addr, index, fingerprint, entry }),
             }
@@ -180,6 +183,10 @@ impl Domain {
         work.defer(later);
         let now = self.within_budget(work, now);
         self.merge(work, &now).map(drop)
+    }
+
+    fn shows_another(&self, slot: Slot, page: &Page) -> bool {
+        self.pool.with_page(slot, |shown| shown != page).unwrap_or(false)
     }
 
     /// True for an entry whose slot was let go, or whose page changed or is gone.
@@ -257,6 +264,16 @@ enum First {
     Lost,
     /// There was no segment for it.
     Refused,
+}
+
+/// A page that is looked up.
+#[derive(Clone, Copy)]
+struct Looked {
+    addr: u64,
+    /// Its place among the fetched pages.
+    index: usize,
+    /// It was caught writing before, or compared in vain.
+    failed: bool,
 }
 
 /// A page whose content another candidate has as well.

@@ -2,7 +2,7 @@
 
 use super::{Domain, Member, Work};
 use crate::client::{Gone, Outcome, PIECES_MAX, Piece};
-use crate::page::State;
+use crate::page::{BACKOFF_MAX, State};
 use crate::plan::{self, Goal, Run};
 use crate::table::Huge;
 use pagefold_agent::wire::Why;
@@ -263,6 +263,8 @@ impl Domain {
                     State::Candidate { backoff, .. } => backoff,
                     _ => 0,
                 };
+                // Written, or never equal: with a back-off the next look-up compares.
+                let backoff = (backoff + 1).min(BACKOFF_MAX);
                 State::Armed { silent: 0, backoff, fresh: false }
             }
             Why::Absent => State::Unknown,
