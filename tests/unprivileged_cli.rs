@@ -459,6 +459,36 @@ fn an_image_that_is_missing_keeps_no_other_from_being_removed() {
 }
 
 #[test]
+fn a_record_that_cannot_be_read_is_named_beside_the_others() {
+    let (tool, _) = tellers("1");
+    for name in ["a:1", "b:1"] {
+        assert!(tool.run(&["image", "build", "--name", name, "tree"]).status.success());
+    }
+    let path = tool.dir.path().join("store/domains/default/images/a%3a1");
+    std::fs::write(&path, "{").expect("a record");
+    for (args, others) in [
+        (["image", "ls"].to_vec(), "b:1"),
+        (vec!["image", "ls", "--json"], "b:1"),
+        (vec!["image", "stat"], "b:1"),
+        (vec!["image", "stat", "--json"], "b:1"),
+        (vec!["image", "gc", "--dry-run"], "1 trees and 1 objects kept"),
+        (vec!["image", "gc", "--json"], "\"trees_kept\": 1"),
+    ] {
+        let shown = tool.run(&args);
+        let (out, said) = (text(&shown.stdout), text(&shown.stderr));
+        assert_eq!(shown.status.code(), Some(1), "{args:?}");
+        assert!(out.contains(others), "{args:?}: {out}");
+        assert!(said.lines().count() == 1 && said.contains("a%3a1: "), "{args:?}: {said}");
+        assert!(said.contains("build image \"a:1\" again, or forget it (`pagefold image rm`)"), "{args:?}: {said}");
+    }
+    let verified = tool.run(&["image", "verify"]);
+    assert_eq!(verified.status.code(), Some(1));
+    assert!(text(&verified.stdout).contains("(images: a:1)"), "{}", text(&verified.stdout));
+    assert!(tool.run(&["image", "rm", "a:1"]).status.success());
+    assert!(tool.run(&["image", "gc"]).status.success());
+}
+
+#[test]
 fn a_proof_that_was_asked_for_and_not_given_is_no_success() {
     let (tool, _) = tellers("1");
     assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());

@@ -80,6 +80,10 @@ fn image_commands_print_what_their_schemas_say() {
         String::from_utf8_lossy(&output.stdout).lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     assert!(lines.len() >= 3, "{lines:?}");
     lines.iter().for_each(|line| assert_valid("image-ls-files", line));
+    std::fs::write(dir.join("store/domains/default/images/a"), "{").expect("a record");
+    let stat = json_of(dir, &["image", "stat", "--json"], true);
+    assert_valid("image-stat", &stat);
+    assert_eq!(stat["damaged"].as_array().map(Vec::len), Some(1), "{stat:#}");
 }
 
 #[test]

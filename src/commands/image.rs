@@ -9,7 +9,7 @@ use pagefold_image::config::Limits;
 use pagefold_image::ingest::{Notes, apply_tar};
 use pagefold_image::mount::{self, Kind};
 use pagefold_image::progress::Progress;
-use pagefold_image::store::{Record, RunConfig, Store, check_domain, check_name, default_root};
+use pagefold_image::store::{DamagedRecord, Record, Records, RunConfig, Store, check_domain, check_name, default_root};
 use pagefold_image::tree::{Data, Kind as FileKind, Tree, show};
 use pagefold_image::{build, exec, export, gc, oci, stat, unpack};
 use serde_json::json;
@@ -381,13 +381,15 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             }
         }
         Action::Umount { mountpoint, lazy } => mount::umount(&mountpoint, lazy)?,
-        Action::Ls { name: None, json } => list_images(found()?.as_ref(), json)?,
+        Action::Ls { name: None, json } => return list_images(found()?.as_ref(), json),
         Action::Ls { name: Some(name), json } => {
             let store = open(&name)?;
             let (record, _lease) = store.hold(&name)?;
             list_files(&store.tree(&record.digest)?, json)?;
         }
-        Action::Stat { names, json } => stat_images(open_all(&names)?.as_ref(), &args.domain, &names, json)?,
+        Action::Stat { names, json } => {
+            return stat_images(open_all(&names)?.as_ref(), &args.domain, &names, json);
+        }
         Action::Verify { names, frames, json } => {
             return verify_images(open_all(&names)?.as_ref(), &names, frames, json);
         }
@@ -417,8 +419,14 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             for line in &stats.failed {
                 note!("pagefold: {line}");
             }
+            for record in &stats.damaged {
+                note!("pagefold: {record}, and run gc again: it keeps every tree until then");
+            }
             if stats.failures > 0 {
                 return Err(format!("gc: {} files or trees could not be removed, all else was", stats.failures).into());
+            }
+            if !stats.damaged.is_empty() {
+                return Ok(ExitCode::FAILURE);
             }
         }
         Action::Rm { names } => {
@@ -603,11 +611,19 @@ fn import_image(store: &Store, args: ImportArgs) -> Result<(), Error> {
     report_built(&record, &building.stats, args.json)
 }
 
-fn list_images(store: Option<&Store>, json: bool) -> Result<(), Error> {
-    let images = store.map_or(Ok(Vec::new()), Store::images)?;
+/// Names what could not be read, and says how that ends.
+fn complain_of(damaged: &[DamagedRecord]) -> ExitCode {
+    for record in damaged {
+        note!("pagefold: {record}");
+    }
+    if damaged.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn list_images(store: Option<&Store>, json: bool) -> Result<ExitCode, Error> {
+    let Records { images, damaged } = store.map_or(Ok(Records::default()), Store::records)?;
     if json {
         print_json(&serde_json::to_value(images)?)?;
-        return Ok(());
+        return Ok(complain_of(&damaged));
     }
     let mut table = Table::new(Style::stdout(), &["image", "digest", ">files", ">size"]);
     for image in images {
@@ -615,7 +631,7 @@ fn list_images(store: Option<&Store>, json: bool) -> Result<(), Error> {
         table.row([image.name, digest, show_count(image.files), show_size(image.bytes)]);
     }
     print(&table.render(0))?;
-    Ok(())
+    Ok(complain_of(&damaged))
 }
 
 fn list_files(tree: &Tree, json: bool) -> Result<(), Error> {
@@ -658,7 +674,7 @@ fn list_files(tree: &Tree, json: bool) -> Result<(), Error> {
     }
 }
 
-fn stat_images(store: Option<&Store>, domain: &str, names: &[String], json: bool) -> Result<(), Error> {
+fn stat_images(store: Option<&Store>, domain: &str, names: &[String], json: bool) -> Result<ExitCode, Error> {
     let (total, images) = store.map_or(Ok(Default::default()), |store| stat::stat(store, names))?;
     let beside = store.map_or(Ok(Default::default()), stat::beside)?;
     if json {
@@ -669,7 +685,7 @@ fn stat_images(store: Option<&Store>, domain: &str, names: &[String], json: bool
         value["domain"] = domain.into();
         value["per_image"] = serde_json::to_value(&images)?;
         print_json(&value)?;
-        return Ok(());
+        return Ok(complain_of(&total.damaged));
     }
     let heading = ["image", ">size", ">own", ">mounts", ">resident", ">shared"];
     let mut table = Table::new(Style::stdout(), &heading);
@@ -705,7 +721,7 @@ fn stat_images(store: Option<&Store>, domain: &str, names: &[String], json: bool
         total.mounts,
         show_size(total.memory_saved_bytes)
     );
-    Ok(())
+    Ok(complain_of(&total.damaged))
 }
 
 fn verify_images(store: Option<&Store>, names: &[String], frames: bool, json: bool) -> Result<ExitCode, Error> {

@@ -9,7 +9,7 @@ use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::mount::{disk_bytes, remove_tree};
 use crate::mounts::{self, Held, held_by_kernel};
-use crate::store::{Store, USER_DIRECTORY, random_id};
+use crate::store::{DamagedRecord, Store, USER_DIRECTORY, random_id};
 use rustix::fs::FlockOperation;
 use rustix::mount::UnmountFlags;
 use std::collections::{BTreeMap, HashSet};
@@ -57,6 +57,8 @@ pub struct Stats {
     pub failures: u64,
     /// Why, one line each, for the first of them.
     pub failed: Vec<String>,
+    /// Images whose records cannot be read. While there are any every tree is kept, with its objects: it may be theirs.
+    pub damaged: Vec<DamagedRecord>,
 }
 
 impl Stats {
@@ -192,7 +194,7 @@ impl Live {
 
 /// The names that stand for an image, for messages.
 pub(crate) fn names_of(store: &Store, digest: &Digest) -> String {
-    let images = store.images().unwrap_or_default();
+    let images = store.records().unwrap_or_default().images;
     let names: Vec<&str> = images.iter().filter(|image| image.digest == *digest).map(|i| i.name.as_str()).collect();
     if names.is_empty() { digest.to_string() } else { names.join(", ") }
 }
@@ -212,8 +214,9 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
     let mut live = Live { trees: HashSet::new(), objects: HashSet::new() };
     let log_path = store.path("published");
     let lock = store.lock(true)?;
-    let mut roots: Vec<Digest> =
-        store.images()?.into_iter().inspect(|_| stats.images += 1).map(|image| image.digest).collect();
+    let records = store.records()?;
+    (stats.images, stats.damaged) = (records.images.len() as u64, records.damaged);
+    let mut roots: Vec<Digest> = records.images.iter().map(|image| image.digest).collect();
     // Leases before mounts: who mounts holds his lease until the mount is in the table, and nobody takes a new one
     // while we hold the lock.
     let leases = leased(store, &dead)?;
@@ -249,7 +252,11 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
     for (digest, files) in forms {
         // Nobody but the tables knows of a mount by a metadata directory.
         let unseen = || mounted.partial && files.iter().any(is_dir);
-        let held = if leases.contains(&digest.key()) { Held::Yes } else { held_by_kernel(store, &digest)? };
+        // Any tree may be what a damaged record names. Without its metadata image it is nobody's any more.
+        let tree = store.tree_path(&digest);
+        let may_be_named = !stats.damaged.is_empty() && tree.try_exists().at(&tree)?;
+        let known = may_be_named || leases.contains(&digest.key());
+        let held = if known { Held::Yes } else { held_by_kernel(store, &digest)? };
         match held {
             Held::No if !unseen() => doomed.push(files),
             held => {

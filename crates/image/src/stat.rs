@@ -11,7 +11,7 @@ use crate::export::is_erofs_full;
 use crate::mount::disk_bytes;
 use crate::mounts::mounts;
 use crate::progress::Progress;
-use crate::store::{Lease, OWNER_MAY_READ, Record, Store};
+use crate::store::{DamagedRecord, Lease, OWNER_MAY_READ, Record, Records, Store};
 use crate::sys::{self, PAGE};
 use crate::tree::Tree;
 use rustix::fs::{Mode, OFlags, ResolveFlags};
@@ -62,6 +62,8 @@ pub struct Stat {
     /// What plain copies would need in addition: for each object its resident bytes once for every further mounted file
     /// that shows it.
     pub memory_saved_bytes: u64,
+    /// Images whose records cannot be read; they are not counted.
+    pub damaged: Vec<DamagedRecord>,
 }
 
 /// What a domain takes on the disk beside objects and metadata images.
@@ -120,14 +122,17 @@ pub fn resident_bytes(path: &Path, mapped: bool) -> Result<u64> {
     Ok(sys::Map::new(&file, size).and_then(|map| map.resident_pages()).at(path)? * PAGE)
 }
 
-/// The images there are, each claimed: while the lease is held nothing of them goes.
-fn claimed(store: &Store, lease: &Lease) -> Result<Vec<Record>> {
-    let mut all = Vec::new();
-    for image in store.images()? {
+/// The images there are, each claimed: while the lease is held nothing of them goes. Each of `names` must be among them.
+fn claimed(store: &Store, lease: &Lease, names: &[String]) -> Result<Records> {
+    let mut all = store.records()?;
+    for name in names.iter().filter(|name| !all.damaged.iter().any(|record| record.name == **name)) {
+        store.image(name)?;
+    }
+    for image in std::mem::take(&mut all.images) {
         match lease.claim_image(&image.name) {
             // Removed meanwhile.
             Err(Error::NoImage { .. }) => {}
-            other => all.push(other?),
+            other => all.images.push(other?),
         }
     }
     Ok(all)
@@ -136,13 +141,10 @@ fn claimed(store: &Store, lease: &Lease) -> Result<Vec<Record>> {
 /// Looks at the whole domain, and at the images `names` (all when empty).
 ///
 /// # Errors
-/// An unknown name; the system's.
+/// An unknown name; the system's. A damaged record is a result, not an error.
 pub fn stat(store: &Store, names: &[String]) -> Result<(Stat, Vec<ImageStat>)> {
-    for name in names {
-        store.image(name)?;
-    }
     let lease = Lease::new(store)?;
-    let images = claimed(store, &lease)?;
+    let Records { images, damaged } = claimed(store, &lease, names)?;
     let mut mounted: HashMap<Digest, HashSet<String>> = HashMap::new();
     for mount in mounts(store)? {
         // What is not there any more was unmounted and collected just now.
@@ -164,7 +166,7 @@ pub fn stat(store: &Store, names: &[String]) -> Result<(Stat, Vec<ImageStat>)> {
     let mut uses: HashMap<u128, Use> = HashMap::new();
     // Each with the number of its names.
     let mut trees: BTreeMap<Digest, u32> = BTreeMap::new();
-    let mut total = Stat { images: images.len() as u64, ..Stat::default() };
+    let mut total = Stat { images: images.len() as u64, damaged, ..Stat::default() };
     for image in &images {
         total.logical_bytes += image.bytes;
         let names = trees.entry(image.digest).or_insert(0);
@@ -286,11 +288,14 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
     let mut found = Verified::default();
     let mut needed: BTreeMap<Digest, u64> = BTreeMap::new();
     let mut trees: BTreeMap<Digest, Vec<String>> = BTreeMap::new();
-    for name in names {
-        store.image(name)?;
-    }
     let lease = Lease::new(store)?;
-    for image in claimed(store, &lease)? {
+    let Records { images, damaged } = claimed(store, &lease, names)?;
+    for DamagedRecord { name, path, what } in damaged {
+        if names.is_empty() || names.contains(&name) {
+            found.damaged.push(Damage { path, what, images: vec![name] });
+        }
+    }
+    for image in images {
         trees.entry(image.digest).or_default().push(image.name);
     }
     let directories = store.directories()?;

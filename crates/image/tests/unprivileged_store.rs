@@ -629,6 +629,62 @@ fn what_the_collector_cannot_read_is_not_taken_for_nothing() {
 }
 
 #[test]
+fn a_record_that_cannot_be_read_hides_no_other_image_and_loses_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    for (name, byte) in [("app:1", 1), ("app:2", 2), ("old", 3)] {
+        let tree = dir.path().join(format!("tree{byte}"));
+        fs::create_dir(&tree).unwrap();
+        fs::write(tree.join("own"), vec![byte; 9000]).unwrap();
+        build_dir(&store, name, &tree).unwrap();
+    }
+    store.remove("old").unwrap();
+    // What a build that was killed before its tree had a name has left.
+    let orphan = store.object_path(&Digest::of(&[4; 5000]));
+    fs::create_dir_all(orphan.parent().unwrap()).unwrap();
+    let path = store.root().join("domains/default/images/app%3a1");
+    let whole = fs::read(&path).unwrap();
+    // Cut off, and a directory, which nobody can read.
+    for cut in [true, false] {
+        fs::remove_file(&path).unwrap();
+        if cut { fs::write(&path, &whole[..40]) } else { fs::create_dir(&path) }.unwrap();
+        let records = store.records().unwrap();
+        let names: Vec<&str> = records.images.iter().map(|image| image.name.as_str()).collect();
+        assert_eq!(names, ["app:2"]);
+        let [damaged] = &records.damaged[..] else { panic!("{records:?}") };
+        assert_eq!((damaged.name.as_str(), damaged.path.as_str()), ("app:1", path.to_str().unwrap()));
+        assert!(damaged.what.contains("build image \"app:1\" again"), "{damaged}");
+        for names in [vec![], vec!["app:2".to_string()], vec!["app:1".into(), "app:2".into()]] {
+            let (total, images) = stat::stat(&store, &names).unwrap();
+            assert_eq!((total.images, images.len(), &total.damaged), (1, 1, &records.damaged));
+        }
+        let found = stat::verify(&store, &[], false).unwrap();
+        assert_eq!((found.images, found.damaged.len()), (1, 1), "{found:?}");
+        assert_eq!(found.damaged[0].images, ["app:1"]);
+        assert!(stat::verify(&store, &["app:2".into()], false).unwrap().damaged.is_empty());
+        // Of the trees without a name, either may be the one; what no tree has is nobody's.
+        for dry in [true, false] {
+            fs::write(&orphan, [4; 5000]).unwrap();
+            let stats = collect(&store, dry);
+            assert_eq!((stats.trees_removed, stats.trees_kept, stats.objects_kept), (0, 3, 3), "{stats:?}");
+            assert_eq!((stats.objects_removed, &stats.damaged), (1, &records.damaged));
+        }
+        if !cut {
+            fs::remove_dir(&path).unwrap();
+        }
+        fs::write(&path, &whole).unwrap();
+    }
+    let first = store.image("app:1").unwrap();
+    assert_eq!(store.tree(&first.digest).unwrap().objects().len(), 1);
+    // Forgotten, it keeps nothing any more.
+    fs::write(&path, "").unwrap();
+    assert!(store.image("app:1").unwrap_err().to_string().contains("image rm"));
+    store.remove("app:1").unwrap();
+    let stats = collect(&store, false);
+    assert_eq!((stats.trees_removed, stats.objects_removed, stats.damaged.len()), (2, 2, 0), "{stats:?}");
+}
+
+#[test]
 fn what_cannot_be_removed_keeps_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
     let tree = dir.path().join("tree");

@@ -8,9 +8,10 @@ use super::Store;
 use crate::digest::Digest;
 use crate::error::{At, Error, Result, input};
 use serde::{Deserialize, Serialize};
+use std::fmt::{self, Display};
 use std::fs;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// What an image's name stands for.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -41,6 +42,39 @@ pub struct Record {
     /// What could not be stored, one line each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
+}
+
+/// An image whose record cannot be read: nobody knows what its name stands for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DamagedRecord {
+    /// The image.
+    pub name: String,
+    /// Its record.
+    pub path: String,
+    /// What is wrong with the record, and what to do.
+    pub what: String,
+}
+
+impl DamagedRecord {
+    fn new(name: String, path: &Path, error: impl Display) -> Self {
+        let what = format!("{error}; build image {name:?} again, or forget it (`pagefold image rm`)");
+        Self { name, path: path.display().to_string(), what }
+    }
+}
+
+impl Display for DamagedRecord {
+    fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        write!(f, "{}: {}", self.path, self.what)
+    }
+}
+
+/// The records of a domain.
+#[derive(Clone, Debug, Default)]
+pub struct Records {
+    /// Images, by name.
+    pub images: Vec<Record>,
+    /// The others, by name.
+    pub damaged: Vec<DamagedRecord>,
 }
 
 /// How an image wants to be run.
@@ -99,6 +133,25 @@ fn file_name(name: &str) -> String {
     file
 }
 
+/// The image whose record has this name.
+fn image_name(file: &[u8]) -> String {
+    let (mut name, mut rest) = (Vec::new(), file);
+    while let Some((&first, after)) = rest.split_first() {
+        let hex = after.get(..2).filter(|hex| first == b'%' && hex.iter().all(u8::is_ascii_hexdigit));
+        match hex.and_then(|hex| u8::from_str_radix(std::str::from_utf8(hex).ok()?, 16).ok()) {
+            Some(byte) => {
+                name.push(byte);
+                rest = &after[2..];
+            }
+            None => {
+                name.push(first);
+                rest = after;
+            }
+        }
+    }
+    String::from_utf8_lossy(&name).into_owned()
+}
+
 impl Store {
     pub(super) fn image_path(&self, name: &str) -> PathBuf {
         self.path("images").join(file_name(name))
@@ -112,7 +165,7 @@ impl Store {
         let path = self.image_path(name);
         match fs::read(&path) {
             Ok(text) => serde_json::from_slice(&text)
-                .map_err(|error| Error::Damaged(format!("{}: {error}; build the image again", path.display()))),
+                .map_err(|error| Error::Damaged(DamagedRecord::new(name.into(), &path, error).to_string())),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 Err(Error::NoImage { name: name.into(), domain: self.domain.clone(), store: self.root.clone() })
             }
@@ -125,20 +178,35 @@ impl Store {
     /// # Errors
     /// A damaged record, the system's.
     pub fn images(&self) -> Result<Vec<Record>> {
+        let Records { images, damaged } = self.records()?;
+        damaged.first().map_or(Ok(images), |record| Err(Error::Damaged(record.to_string())))
+    }
+
+    /// All images, and what can be said of those whose records cannot be read.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn records(&self) -> Result<Records> {
         let dir = self.path("images");
-        let mut all = Vec::new();
+        let mut all = Records::default();
         for entry in fs::read_dir(&dir).at(&dir)? {
-            let path = entry.at(&dir)?.path();
-            let text = match fs::read(&path) {
+            let entry = entry.at(&dir)?;
+            let path = entry.path();
+            let read = match fs::read(&path) {
                 // Removed meanwhile.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-                other => other.at(&path)?,
+                read => read.map_err(|error| error.to_string()),
             };
-            let record: Record = serde_json::from_slice(&text)
-                .map_err(|error| Error::Damaged(format!("{}: {error}; build the image again", path.display())))?;
-            all.push(record);
+            match read.and_then(|text| serde_json::from_slice(&text).map_err(|error| error.to_string())) {
+                Ok(record) => all.images.push(record),
+                Err(error) => {
+                    let name = image_name(entry.file_name().as_encoded_bytes());
+                    all.damaged.push(DamagedRecord::new(name, &path, error));
+                }
+            }
         }
-        all.sort_by(|a, b| a.name.cmp(&b.name));
+        all.images.sort_by(|a, b| a.name.cmp(&b.name));
+        all.damaged.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(all)
     }
 
@@ -155,5 +223,19 @@ impl Store {
             }
             other => other.at(path),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_is_called_after_its_image_and_the_image_after_its_record() {
+        for name in ["app", "app:1", ".hidden", "a/b c%41", "\u{fc}"] {
+            assert_eq!(image_name(file_name(name).as_bytes()), name);
+        }
+        // What no name gives is shown as it is.
+        assert_eq!(image_name(b"%+1%4"), "%+1%4");
     }
 }
