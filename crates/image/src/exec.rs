@@ -10,8 +10,8 @@ use crate::profile;
 use crate::progress;
 use crate::store::{Lease, Record, Store};
 use crate::sys;
-use rustix::fs::{Mode, OFlags, ResolveFlags};
-use rustix::mount::{MountFlags, MountPropagationFlags};
+use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
+use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
 use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Read};
@@ -190,6 +190,32 @@ impl User {
     }
 }
 
+/// Where the namespace's own tmpfs lies: a directory of the store, empty outside of the namespace. It goes when this is
+/// dropped, by descriptor, for the store may be out of sight then.
+struct Place {
+    staging: OwnedFd,
+    id: String,
+}
+
+impl Place {
+    /// Makes it, and covers it.
+    fn new(store: &Store, lease: &Lease) -> Result<(Self, PathBuf)> {
+        let path = store.path("staging").join(lease.id());
+        fs::create_dir_all(&path).at(&path)?;
+        let place = Self { staging: mount::open_path(&store.path("staging")).at(&path)?, id: lease.id().into() };
+        tmpfs(&path, c"mode=0700")?;
+        Ok((place, path))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        // Covered here unless the old root was left: nobody else sees what is mounted in this namespace.
+        let _ = rustix::mount::unmount(by_descriptor(&self.staging).join(&self.id), UnmountFlags::DETACH);
+        let _ = rustix::fs::unlinkat(&self.staging, &self.id, AtFlags::REMOVEDIR);
+    }
+}
+
 /// Replaces this process by the command; must be called while it has one thread. Returns only what went wrong. Record and
 /// lease are those of [`Store::hold`].
 ///
@@ -230,12 +256,8 @@ fn prepare(store: &Store, record: &Record, lease: &Lease, run: &Run) -> Result<C
         .map_err(|errno| Error::Mount { what: "private namespace".into(), source: errno.into() })?;
 
     let mut options = run.mount.clone();
-    // Made before the namespace's own tmpfs may cover it, and empty outside of the namespace.
-    let root = store.path("staging").join(lease.id());
-    fs::create_dir_all(&root).at(&root)?;
-    let staging = mount::open_path(&store.path("staging")).at(&root)?;
-    let leases = mount::open_path(&store.path("leases")).at(&root)?;
-    tmpfs(&root, c"mode=0700")?;
+    let leases = mount::open_path(&store.path("leases")).at(store.path("leases"))?;
+    let (staging, root) = Place::new(store, lease)?;
     let (scratch, place) = (root.join("scratch"), root.join("root"));
     fs::create_dir(&scratch).and_then(|()| fs::create_dir(&place)).at(&root)?;
     if run.scratch && options.upper.is_none() {
@@ -289,12 +311,12 @@ fn prepare(store: &Store, record: &Record, lease: &Lease, run: &Run) -> Result<C
     rustix::process::chdir(&place).at(&place)?;
     rustix::process::pivot_root(".", ".")
         .map_err(|errno| Error::Mount { what: "pivot_root".into(), source: errno.into() })?;
-    rustix::mount::unmount(".", rustix::mount::UnmountFlags::DETACH)
+    rustix::mount::unmount(".", UnmountFlags::DETACH)
         .map_err(|errno| Error::Mount { what: "leaving the old root".into(), source: errno.into() })?;
     // By descriptor: the store is out of sight now, for the leases' own clean-up too. The mount table names the image.
-    let _ = rustix::fs::unlinkat(&staging, lease.id(), rustix::fs::AtFlags::REMOVEDIR);
+    drop(staging);
     for lease in [lease, &lease_mount] {
-        let _ = rustix::fs::unlinkat(&leases, lease.id(), rustix::fs::AtFlags::empty());
+        let _ = rustix::fs::unlinkat(&leases, lease.id(), AtFlags::empty());
     }
     let config = &record.config;
     let workdir = if run.workdir.is_empty() { config.working_dir.as_str() } else { run.workdir.as_str() };

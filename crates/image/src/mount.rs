@@ -317,8 +317,10 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
         overlay_mount(&source, &path, &objects, false, options, attributes).or_else(|first| {
             let place = store.path("staging").join(lease.id()).join("meta");
             fs::create_dir_all(&place).at(&place)?;
-            attach(meta, &place).map_err(|_| first)?;
-            let result = overlay_mount(&source, &place, &objects, false, options, attributes);
+            let result = match attach(meta, &place) {
+                Ok(()) => overlay_mount(&source, &place, &objects, false, options, attributes),
+                Err(_) => Err(first),
+            };
             let _ = rustix::mount::unmount(&place, UnmountFlags::DETACH);
             let _ = fs::remove_dir(&place).and_then(|()| fs::remove_dir(place.parent().expect("staging/ID")));
             result
@@ -486,13 +488,29 @@ fn metadata_directory(store: &Store, digest: &Digest, lease: &Lease, user: bool)
     let tree = store.tree(digest)?;
     let staged = store.path("staging").join(lease.id());
     fs::create_dir_all(&staged).at(&staged)?;
+    let made = make_directory(store, &tree, &staged, user, &target, &notes_path);
+    // Empty if all went well.
+    let _ = remove_tree(&staged);
+    Ok((target, made?))
+}
+
+/// Writes the metadata directory of `tree` below `staged`, which nobody else sees, and gives it the name `target`. Returns
+/// what is not as in the image, as it is under `notes_path`.
+fn make_directory(
+    store: &Store,
+    tree: &Tree,
+    staged: &Path,
+    user: bool,
+    target: &Path,
+    notes_path: &Path,
+) -> Result<Vec<String>> {
     // Before the first write, of whose loss it is to hear.
-    let disk = File::open(&staged).at(&staged)?;
+    let disk = File::open(staged).at(staged)?;
     let place = staged.join("tree");
     fs::create_dir(&place).at(&place)?;
     without_acl(&place)?;
     let mut notes = BTreeMap::new();
-    write_directory(&tree, &place, user, &mut notes).map_err(|error| match error {
+    write_directory(tree, &place, user, &mut notes).map_err(|error| match error {
         Error::Io { path, source } if source.raw_os_error() == Some(libc::ENAMETOOLONG) => {
             too_long(store, &place, &path)
         }
@@ -502,15 +520,12 @@ fn metadata_directory(store: &Store, digest: &Digest, lease: &Lease, user: bool)
     let notes_staged = staged.join("notes");
     fs::write(&notes_staged, lines.join("\n")).at(&notes_staged)?;
     // What has its name is complete, after a power cut too; and two who make it at once write the same.
-    store.settle(&disk, &staged)?;
-    fs::rename(&notes_staged, &notes_path).at(&notes_path)?;
-    match fs::rename(&place, &target) {
-        Ok(()) => {}
-        Err(_) if target.exists() => remove_tree(&place)?,
-        Err(error) => return Err(error).at(&target),
+    store.settle(&disk, staged)?;
+    fs::rename(&notes_staged, notes_path).at(notes_path)?;
+    match fs::rename(&place, target) {
+        Err(error) if !target.exists() => Err(error).at(target),
+        _ => Ok(lines),
     }
-    let _ = fs::remove_dir(&staged);
-    Ok((target, lines))
 }
 
 /// What is wrong with `path` in the metadata directory `place`; whoever has such a path does not want to read it.
@@ -882,6 +897,8 @@ mod tests {
             metadata_directory(&store, &record.digest, &Lease::new(&store).unwrap(), true).unwrap_err().to_string();
         let short = error.len() < 500 + store.root().as_os_str().len();
         assert!(error.starts_with("mount: xxx") && error.contains("shorter path") && short, "{error}");
+        let staged = fs::read_dir(store.path("staging")).unwrap().count();
+        assert_eq!(staged, 0, "what was written so far is gone");
     }
 
     #[test]

@@ -910,6 +910,35 @@ fn a_command_runs_with_the_image_as_its_root() {
 }
 
 #[test]
+fn a_command_that_cannot_be_started_leaves_nothing() {
+    need_root!();
+    let scratch = Scratch::new();
+    let tree = scratch.dir("tree");
+    runnable(&tree);
+    let root = scratch.dir("store");
+    let store = Store::open(&root, "default").unwrap();
+    // No place for the bind, which needs the mount; no such user, which is known in the new root; no program.
+    for (name, mode, said) in
+        [("host", "rw", "--bind /host"), ("", "as nobody", "no user"), ("bin/sh", "ro", "/bin/sh")]
+    {
+        let (from, aside) = (tree.join(name), tree.join("aside"));
+        if !name.is_empty() {
+            fs::rename(&from, &aside).unwrap();
+        }
+        build_dir(&store, "run", &tree).unwrap();
+        let out = exec_in(&root, mode, "true").output().unwrap();
+        let text = String::from_utf8_lossy(&out.stderr);
+        assert!(!out.status.success() && text.contains(said), "{text}");
+        for part in ["staging", "leases"] {
+            assert_eq!(fs::read_dir(root.join("domains/default").join(part)).unwrap().count(), 0, "{name}: {part}");
+        }
+        if !name.is_empty() {
+            fs::rename(&aside, &from).unwrap();
+        }
+    }
+}
+
+#[test]
 fn a_command_finds_terminals_and_its_start_directory() {
     need_root!();
     let scratch = Scratch::new();
