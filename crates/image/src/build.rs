@@ -26,7 +26,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// What a file was at the last build.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Seen {
     size: u64,
     mtime: (i64, u32),
@@ -154,16 +154,29 @@ fn open_file(top: &OwnedFd, root: &Path, path: &Path) -> Result<Option<(File, Pa
 }
 
 impl Job {
-    /// Opens the file by a name that it still has; `None` if it has none any more.
+    /// Opens the file by a name that it still has; `None` if it has none any more. One of several names that has changed
+    /// since the walk may have lost names, or be another file by the same number: then each name is asked for itself.
     fn open(&self, top: &OwnedFd, root: &Path) -> Result<Option<(File, PathBuf, Stat)>> {
+        let is_it = |stat: &Stat| {
+            (stat.st_dev, stat.st_ino) == (self.device, self.inode)
+                && (self.names.len() == 1 || seen(stat) == self.seen)
+        };
         for (_, path) in &self.names {
             let found = open_file(top, root, path)?;
-            if found.as_ref().is_some_and(|(.., stat)| (stat.st_dev, stat.st_ino) == (self.device, self.inode)) {
+            if found.as_ref().is_some_and(|(.., stat)| is_it(stat)) {
                 return Ok(found);
             }
         }
         Ok(None)
     }
+}
+
+/// What a job was found to be.
+struct Read {
+    data: Data,
+    stat: Stat,
+    /// Its attributes, if it is not what the walk saw.
+    xattrs: Option<Xattrs>,
 }
 
 /// The attributes of `name` in the open directory, without a name those of the open file; never follows a link.
@@ -414,14 +427,22 @@ pub fn from_directory(
         rest.into_iter().fold(first, |sum, result| sum.and(result))
     })?;
     for (job, read) in results.into_inner().expect("no panic while held") {
-        let Some((data, keep)) = read else {
+        let Some(Read { data, stat, xattrs }) = read else {
             read_others(build, &top, root, job, &mut tree, notes, progress)?;
             continue;
         };
-        if let (Data::Object(digest, _), Some(seen)) = (&data, keep) {
-            remember.push((key(job), (seen, *digest)));
+        if let (Data::Object(digest, _), true) = (&data, is_settled(&stat)) {
+            remember.push((key(job), (seen(&stat), *digest)));
         }
-        tree.inode_mut(job.id).kind = Kind::File(data);
+        let inode = tree.inode_mut(job.id);
+        let xattrs = match xattrs {
+            Some(mut xattrs) => {
+                clean_xattrs(&mut xattrs, job.names[0].1.as_os_str().as_bytes(), notes);
+                xattrs
+            }
+            None => std::mem::take(&mut inode.meta.xattrs),
+        };
+        *inode = Inode { meta: meta(&stat, xattrs), kind: Kind::File(data) };
     }
     for job in &lost {
         read_others(build, &top, root, job, &mut tree, notes, progress)?;
@@ -435,8 +456,8 @@ fn last_name(path: &Path) -> &[u8] {
     path.file_name().unwrap_or_default().as_bytes()
 }
 
-/// Reads what is under the names of a file that has none of them any more: a file replaced by rename(2) is the new one, and
-/// what went away is left out.
+/// Reads what is under the names of a file that is not the one of the walk any more: a file replaced by rename(2) is the
+/// new one, names that lead to one file still do, and what went away is left out.
 fn read_others(
     build: &Build,
     top: &OwnedFd,
@@ -446,8 +467,16 @@ fn read_others(
     notes: &mut Notes,
     progress: &Progress,
 ) -> Result<()> {
+    let mut found = HashMap::new();
     for (dir, path) in &job.names {
         let name = last_name(path);
+        let key = |stat: &Stat| (stat.st_dev, stat.st_ino, seen(stat));
+        if let Some((.., stat)) = open_file(top, root, path)?
+            && let Some(&id) = found.get(&key(&stat))
+        {
+            tree.link(*dir, name, id)?;
+            continue;
+        }
         let Some((file, data, stat)) = read_file(build, progress, || open_file(top, root, path))? else {
             notes.add(GONE, path.as_os_str().as_bytes());
             tree.unlink(*dir, name);
@@ -457,24 +486,23 @@ fn read_others(
         clean_xattrs(&mut xattrs, name, notes);
         let id = tree.add(Inode { meta: meta(&stat, xattrs), kind: Kind::File(data) });
         tree.link(*dir, name, id)?;
+        found.insert(key(&stat), id);
     }
     Ok(())
 }
 
-/// Reads the file of a job, if it is still there; returns what to remember of it when its times can be trusted.
-fn read_job(
-    build: &Build,
-    top: &OwnedFd,
-    root: &Path,
-    job: &Job,
-    progress: &Progress,
-) -> Result<Option<(Data, Option<Seen>)>> {
-    let Some((_, data, stat)) = read_file(build, progress, || job.open(top, root))? else { return Ok(None) };
+/// Reads the file of a job, if it is still there.
+fn read_job(build: &Build, top: &OwnedFd, root: &Path, job: &Job, progress: &Progress) -> Result<Option<Read>> {
+    let Some((file, data, stat)) = read_file(build, progress, || job.open(top, root))? else { return Ok(None) };
+    let changed = seen(&stat) != job.seen;
+    let xattrs = changed.then(|| read_xattrs(&file, OsStr::new("")).at(root.join(&job.names[0].1))).transpose()?;
+    Ok(Some(Read { data, stat, xattrs }))
+}
+
+/// Whether a later change would have other times.
+fn is_settled(stat: &Stat) -> bool {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs() as i64);
-    let seen = seen(&stat);
-    let settled = seen.ctime.0.max(seen.mtime.0) < now - RACY_S;
-    // The tree shows the times of the walk; remember only what agrees with it.
-    Ok(Some((data, (settled && seen == job.seen).then_some(seen))))
+    stat.st_ctime.max(stat.st_mtime) < now - RACY_S
 }
 
 /// Reads what `open` opens, again when it changes meanwhile; returns it with what stat says of it.
@@ -571,7 +599,7 @@ mod tests {
             ("b", old()),
             ("both1", new(4)),
             ("both2", new(5)),
-            ("half1", old()),
+            ("half1", new(6)),
             ("half2", old()),
             ("one1", new(7)),
             ("z", new(3)),
@@ -586,6 +614,45 @@ mod tests {
         }
         assert!(tree.find(b"gone").is_none() && tree.find(b"one2").is_none());
         assert!(notes.len() == 1 && notes[0].starts_with("2 ") && notes[0].contains("went away"), "{notes:?}");
+    }
+
+    /// What has the number of a file that went away is as another content in its place.
+    #[test]
+    fn what_is_recorded_of_a_file_is_what_was_opened() {
+        let dir = tempfile::tempdir().unwrap();
+        let top = dir.path().join("tree");
+        fs::create_dir(&top).unwrap();
+        let store = Store::open(&dir.path().join("s"), "default").unwrap().without_sync();
+        for name in ["a", "link1", "z"] {
+            fs::write(top.join(name), [1; 1000]).unwrap();
+        }
+        fs::hard_link(top.join("link1"), top.join("link2")).unwrap();
+        let change = {
+            let top = top.clone();
+            move || {
+                for name in ["a", "link1"] {
+                    let path = top.join(name);
+                    fs::write(&path, [2; 3000]).unwrap();
+                    fs::set_permissions(&path, fs::Permissions::from_mode(0o4711)).unwrap();
+                    let time = std::time::UNIX_EPOCH + std::time::Duration::from_secs(1_000_000);
+                    File::options().write(true).open(&path).unwrap().set_modified(time).unwrap();
+                    let _ = rustix::fs::setxattr(&path, "user.new", b"1", rustix::fs::XattrFlags::empty());
+                }
+            }
+        };
+        let has = || read_xattrs(&File::open(top.join("a")).unwrap(), OsStr::new("")).unwrap();
+        let (mut tree, _) = build_while(&store, &top, change).unwrap();
+        for (name, mode, byte) in [("a", 0o4711, 2), ("link1", 0o4711, 2), ("link2", 0o4711, 2), ("z", 0o644, 1)] {
+            let id = tree.find(name.as_bytes()).unwrap();
+            let inode = tree.inode(id);
+            let digest = Digest::of(&vec![byte; if byte == 2 { 3000 } else { 1000 }]);
+            assert!(matches!(inode.kind, Kind::File(Data::Object(found, _)) if found == digest), "{name}");
+            if byte == 2 {
+                assert_eq!((inode.meta.mode, inode.meta.mtime_s), (mode, 1_000_000), "{name}");
+                assert_eq!(inode.meta.xattrs, has(), "{name}");
+            }
+        }
+        assert_eq!(tree.find(b"link1"), tree.find(b"link2"));
     }
 
     #[test]
