@@ -623,6 +623,11 @@ fn results_are_plain_and_quiet_when_piped() {
         assert_eq!(output.status.code(), Some(0), "{args:?} | true");
     }
 }
+    std::os::unix::fs::symlink(std::ffi::OsStr::from_bytes(b"to\xff"), tool.dir.path().join("tree/z")).expect("a link");
+    assert!(tool.run(&["image", "build", "--name", "b:1", "tree"]).status.success());
+    let last = text(&tool.run(&["image", "ls", "b:1", "--json"]).stdout);
+    let last: serde_json::Value = serde_json::from_str(last.lines().last().expect("a line")).expect("JSON");
+    assert_eq!((&last["target"], &last["target_hex"]), (&"to\u{fffd}".into(), &"746fff".into()), "{last}");
 
 #[test]
 fn what_offers_json_prints_one_document() {

@@ -73,7 +73,7 @@ enum Action {
     Ls {
         /// Image whose files to list
         name: Option<String>,
-        /// One JSON document
+        /// One JSON document; of an image's files one a line
         #[arg(long)]
         json: bool,
     },
@@ -657,10 +657,22 @@ fn list_files(tree: &Tree, json: bool) -> Result<(), Error> {
                 FileKind::File(Data::Object(digest, _)) => Some(digest.to_string()),
                 _ => None,
             };
-            let mut line = json!({ "path": String::from_utf8_lossy(path), "type": kind.to_string(), "mode": format!("{:04o}", meta.mode),
+            let mut line = json!({ "type": kind.to_string(), "mode": format!("{:04o}", meta.mode),
                 "uid": meta.uid, "gid": meta.gid, "size": size, "mtime_s": meta.mtime_s, "digest": digest });
-            if std::str::from_utf8(path).is_err() {
-                line["path_hex"] = path.iter().map(|byte| format!("{byte:02x}")).collect::<String>().into();
+            let mut add = |key: &str, bytes: &[u8]| {
+                line[key] = String::from_utf8_lossy(bytes).into();
+                if std::str::from_utf8(bytes).is_err() {
+                    line[format!("{key}_hex")] =
+                        bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>().into();
+                }
+            };
+            add("path", path);
+            match &inode.kind {
+                FileKind::Symlink(target) => add("target", target),
+                FileKind::Char(major, minor) | FileKind::Block(major, minor) => {
+                    line["device"] = format!("{major}:{minor}").into();
+                }
+                _ => {}
             }
             writeln!(out, "{line}")
         } else {
