@@ -434,6 +434,7 @@ fn questions_make_no_store_of_images() {
     {
         let shown = tool.run(args);
         assert!(shown.status.success(), "{args:?}: {}", text(&shown.stderr));
+        assert!(text(&shown.stderr).contains("note: no image store in"), "{args:?}: {}", text(&shown.stderr));
     }
     for args in
         [&["image", "ls", "a"][..], &["image", "stat", "a"], &["image", "rm", "a"], &["image", "export", "a", "x"]]

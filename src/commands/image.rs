@@ -357,10 +357,18 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         let missing = || ImageError::NoImage { name: name.into(), domain: args.domain.clone(), store: root.clone() };
         Ok(found()?.ok_or_else(missing)?)
     };
+    // Whoever asks for all there is may have asked in a wrong place.
+    let all = || {
+        let store = found()?;
+        if store.is_none() {
+            note!("pagefold: note: no image store in {}; image build makes one", root.display());
+        }
+        Ok::<_, Error>(store)
+    };
     // What is named must be there.
     let open_all = |names: &[String]| match names.first() {
         Some(name) => open(name).map(Some),
-        None => found(),
+        None => all(),
     };
     match args.action {
         Action::Build(build) => build_image(&make()?, build)?,
@@ -381,7 +389,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             }
         }
         Action::Umount { mountpoint, lazy } => mount::umount(&mountpoint, lazy)?,
-        Action::Ls { name: None, json } => return list_images(found()?.as_ref(), json),
+        Action::Ls { name: None, json } => return list_images(all()?.as_ref(), json),
         Action::Ls { name: Some(name), json } => {
             let store = open(&name)?;
             let (record, _lease) = store.hold(&name)?;
@@ -394,7 +402,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             return verify_images(open_all(&names)?.as_ref(), &names, frames, json);
         }
         Action::Gc { dry_run, json } => {
-            let stats = found()?.map_or(Ok(gc::Stats::default()), |store| gc::collect(&store, dry_run))?;
+            let stats = all()?.map_or(Ok(gc::Stats::default()), |store| gc::collect(&store, dry_run))?;
             if json {
                 print_json(&serde_json::to_value(&stats)?)?;
             } else {
