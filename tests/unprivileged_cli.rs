@@ -516,17 +516,68 @@ fn what_images_are_refused_for_is_one_line_with_a_way_out() {
     let (tool, _) = tellers("1");
     assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());
     std::fs::write(tool.dir.path().join("packed"), b"\xfd7zXZ\0\0\x04").expect("a file");
+    std::fs::write(tool.dir.path().join("text"), "no archive").expect("a file");
+    let tarred = Command::new("tar").args(["-cf", "cut.tar", "tree"]).current_dir(tool.dir.path()).status();
+    assert!(tarred.expect("tar runs").success());
+    let cut = std::fs::File::options().write(true).open(tool.dir.path().join("cut.tar")).expect("an archive");
+    cut.set_len(50_000).expect("it is longer");
     for (args, said) in [
         (["image", "mount", "a:1", "missing"].to_vec(), "mount: missing: no such directory; make it first (mkdir)"),
         (vec!["image", "mount", "a:1", "packed"], "mount: packed: not a directory;"),
         (vec!["image", "build", "--name", "b:1", "packed"], "packed: this archive is packed with xz"),
         (vec!["image", "export", "--format", "oci", "a:1", "-"], "only a tar goes to standard output"),
         (vec!["image", "import", "--name", "b:1", "tree"], "a plain directory or archive is for image build"),
+        (vec!["image", "import", "--name", "b:1", "packed"], "packed: this archive is packed with xz"),
+        (
+            vec!["image", "build", "--name", "b:1", "text"],
+            "text: tar: cut off in a header, after 0 entries; build takes",
+        ),
+        (vec!["image", "build", "--name", "b:1", "cut.tar"], "cut.tar: tar: tree/file: the archive is cut off"),
+        (vec!["image", "import", "--name", "b:1", "cut.tar"], "cut.tar: tar: cut off in tree/file"),
+        (vec!["image", "build", "--store", "text", "--name", "b:1", "tree"], "text: not a directory; give --store"),
     ] {
         let refused = tool.run(&args);
         let error = text(&refused.stderr);
         assert_eq!(refused.status.code(), Some(1), "{args:?}: {error}");
         assert!(error.lines().count() == 1 && error.contains(said), "{args:?}: {error}");
+        // What is an archive, or an image, is not sent elsewhere.
+        assert_eq!(
+            error.contains("build takes"),
+            args.contains(&"text") && !args.contains(&"--store"),
+            "{args:?}: {error}"
+        );
+        assert!(!args.contains(&"cut.tar") || !error.contains("is for image build"), "{args:?}: {error}");
+    }
+}
+
+#[test]
+fn an_image_comes_by_pipe_and_a_wrong_one_is_named() {
+    let (tool, _) = tellers("1");
+    assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());
+    assert!(tool.run(&["image", "export", "--format", "oci", "a:1", "layout"]).status.success());
+    let layout = tool.dir.path().join("layout");
+    assert!(
+        Command::new("tar").args(["-cf", "../image.tar", "."]).current_dir(&layout).status().expect("tar").success()
+    );
+    let image = std::fs::File::open(tool.dir.path().join("image.tar")).expect("an archive");
+    let mut pipe = Command::new("cat").stdin(image).stdout(Stdio::piped()).spawn().expect("cat runs");
+    let mut import = tool.command(&["image", "import", "--name", "b:1", "-"]);
+    let imported = import.stdin(pipe.stdout.take().expect("a pipe")).output().expect("the tool runs");
+    assert!(pipe.wait().expect("it ends").success());
+    assert!(imported.status.success(), "{}", text(&imported.stderr));
+    let listed = text(&tool.run(&["image", "ls"]).stdout);
+    let digests: BTreeSet<&str> = listed.lines().skip(1).filter_map(|line| line.split_whitespace().nth(1)).collect();
+    assert_eq!(digests.len(), 1, "{listed}");
+    // One byte of the layer is another.
+    let blobs = std::fs::read_dir(layout.join("blobs/sha256")).expect("blobs").flatten();
+    let layer = blobs.max_by_key(|blob| blob.metadata().map_or(0, |meta| meta.len())).expect("a layer").path();
+    let mut bytes = std::fs::read(&layer).expect("a layer");
+    *bytes.iter_mut().find(|byte| **byte == 7).expect("a byte of the file") = 8;
+    std::fs::write(&layer, bytes).expect("a layer");
+    for how in ["build", "import"] {
+        let refused = tool.run(&["image", how, "--name", "c:1", "layout"]);
+        let said = text(&refused.stderr);
+        assert!(said.starts_with("pagefold: layout: layer 1 ") && said.contains("fetch it again"), "{said}");
     }
 }
 
@@ -572,6 +623,11 @@ fn paths_in_json_are_those_of_the_tree() {
         std::fs::write(tool.dir.path().join("tree").join(std::ffi::OsStr::from_bytes(name)), "x").expect("a file");
     }
     assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());
+    std::os::unix::fs::symlink(std::ffi::OsStr::from_bytes(b"to\xff"), tool.dir.path().join("tree/z")).expect("a link");
+    assert!(tool.run(&["image", "build", "--name", "b:1", "tree"]).status.success());
+    let last = text(&tool.run(&["image", "ls", "b:1", "--json"]).stdout);
+    let last: serde_json::Value = serde_json::from_str(last.lines().last().expect("a line")).expect("JSON");
+    assert_eq!((&last["target"], &last["target_hex"]), (&"to\u{fffd}".into(), &"746fff".into()), "{last}");
     let listed = text(&tool.run(&["image", "ls", "a:1", "--json"]).stdout);
     let lines = listed.lines().map(|line| serde_json::from_str(line).expect("JSON"));
     let paths: BTreeSet<(String, Option<String>)> = lines
@@ -624,11 +680,6 @@ fn results_are_plain_and_quiet_when_piped() {
         assert_eq!(output.status.code(), Some(0), "{args:?} | true");
     }
 }
-    std::os::unix::fs::symlink(std::ffi::OsStr::from_bytes(b"to\xff"), tool.dir.path().join("tree/z")).expect("a link");
-    assert!(tool.run(&["image", "build", "--name", "b:1", "tree"]).status.success());
-    let last = text(&tool.run(&["image", "ls", "b:1", "--json"]).stdout);
-    let last: serde_json::Value = serde_json::from_str(last.lines().last().expect("a line")).expect("JSON");
-    assert_eq!((&last["target"], &last["target_hex"]), (&"to\u{fffd}".into(), &"746fff".into()), "{last}");
 
 #[test]
 fn what_offers_json_prints_one_document() {

@@ -189,14 +189,14 @@ struct BuildArgs {
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
   skopeo copy docker://redis:7 oci-archive:redis.tar
-  podman save redis:7 -o redis.tar
   pagefold image import --name redis:7 redis.tar
+  podman save redis:7 | pagefold image import --name redis:7 -
   pagefold image import --name app:2 --ref v2 --max-bytes 20G ./layout")]
 struct ImportArgs {
     /// Name to store it under
     #[arg(long, value_parser = checked(check_name))]
     name: String,
-    /// OCI layout directory, or an archive of one, or what `podman save` and `docker save` write
+    /// OCI layout directory, or an archive of one, or what `podman save` and `docker save` write (`-` for standard input)
     path: PathBuf,
     /// Tag (`redis:7` finds `docker.io/library/redis:7`) or digest to take when there are several images
     #[arg(long = "ref", value_name = "TAG")]
@@ -546,6 +546,18 @@ fn report_built(record: &Record, stats: &pagefold_image::store::BuildStats, json
     Ok(())
 }
 
+/// The error of an input with the name it has here, and `other` as what to do where it is no such input at all.
+fn of_input(error: ImageError, name: &str, other: &str) -> ImageError {
+    match error {
+        ImageError::Input(what) => ImageError::Input(format!("{name}: {what}")),
+        ImageError::Foreign(what) => ImageError::Foreign(format!("{name}: {what}; {other}")),
+        ImageError::Digest { what, expected, found } => {
+            ImageError::Digest { what: format!("{name}: {what}"), expected, found }
+        }
+        other => other,
+    }
+}
+
 fn build_image(store: &Store, args: BuildArgs) -> Result<(), Error> {
     let (mut notes, limits) = (Notes::default(), Limits::default());
     let source = args.path.display().to_string();
@@ -555,10 +567,10 @@ fn build_image(store: &Store, args: BuildArgs) -> Result<(), Error> {
     let stdin = args.path == Path::new("-");
     let tree = if !stdin && !args.plain && oci::is_image(&args.path)? {
         let imported = oci::import(&building, &args.path, None, limits, &mut notes, &progress);
-        let (tree, run) = imported.map_err(|error| match error {
-            ImageError::Input(what) => {
-                Error::from(format!("{source}: {what}; it looks like an OCI image: --plain takes it as it is"))
-            }
+        let (tree, run) = imported.map_err(|error| match of_input(error, &source, "") {
+            ImageError::Input(what) => Error::from(format!(
+                "{what}; it looks like an OCI image: import has --ref and limits, --plain takes it as it is"
+            )),
             other => other.into(),
         })?;
         config = run;
@@ -576,18 +588,9 @@ fn build_image(store: &Store, args: BuildArgs) -> Result<(), Error> {
             Box::new(file)
         };
         let silent = Progress::silent();
-        let plain = unpack(progress.watch(input), limits).map_err(|error| match error {
-            ImageError::Input(what) => Error::from(format!("{source}: {what}")),
-            other => other.into(),
-        })?;
-        let applied = apply_tar(&building, &mut tree, plain, false, limits, &mut notes, &silent);
-        applied.map_err(|error| match error {
-            // Not the archive's fault is nothing to choose another one for.
-            ImageError::Input(what) => {
-                Error::from(format!("{source}: {what}; build takes a directory, a tar archive or an OCI image"))
-            }
-            other => other.into(),
-        })?;
+        let of_input = |error| of_input(error, &source, "build takes a directory, a tar archive or an OCI image");
+        let plain = unpack(progress.watch(input), limits).map_err(of_input)?;
+        apply_tar(&building, &mut tree, plain, false, limits, &mut notes, &silent).map_err(of_input)?;
         tree
     };
     drop(progress);
@@ -603,19 +606,13 @@ fn import_image(store: &Store, args: ImportArgs) -> Result<(), Error> {
     let mut notes = Notes::default();
     let building = store.build()?;
     let progress = Progress::new("import");
-    let (tree, config) = oci::import(&building, &args.path, args.reference.as_deref(), limits, &mut notes, &progress)
-        .map_err(|error| match error {
-        ImageError::Input(what) => {
-            // A pipe is read once.
-            let again = args.path.is_file() || args.path.is_dir();
-            let plain = again && oci::is_image(&args.path).is_ok_and(|is_image| !is_image);
-            let hint = if plain { "; a plain directory or archive is for image build" } else { "" };
-            Error::from(format!("{}: {what}{hint}", args.path.display()))
-        }
-        other => other.into(),
-    })?;
+    let source = args.path.display().to_string();
+    let path = if args.path == Path::new("-") { Path::new("/dev/stdin") } else { &args.path };
+    let imported = oci::import(&building, path, args.reference.as_deref(), limits, &mut notes, &progress);
+    let (tree, config) =
+        imported.map_err(|error| of_input(error, &source, "a plain directory or archive is for image build"))?;
     drop(progress);
-    let record = building.publish(&args.name, &tree, &args.path.display().to_string(), config, notes.lines())?;
+    let record = building.publish(&args.name, &tree, &source, config, notes.lines())?;
     report_built(&record, &building.stats, args.json)
 }
 
@@ -814,7 +811,7 @@ fn export_image(store: &Store, name: &str, output: &Path, format: Format) -> Res
     let ours = !output.try_exists().unwrap_or(true);
     note_sockets(&tree, format);
     let done = match format {
-        Format::Oci => export::oci(store, &record, &tree, output, &progress),
+        Format::Oci => export::oci(store, &record, &tree, output, &progress).map_err(|error| called(error, output)),
         Format::Erofs => export::erofs_full(store, &tree, output, &progress),
         Format::Tar => {
             let file = std::fs::File::create(output).map_err(|error| format!("{}: {error}", output.display()))?;

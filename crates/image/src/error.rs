@@ -24,6 +24,9 @@ pub enum Error {
     /// The input (tar, OCI layout, image file) breaks its format or one of our limits.
     #[error("{0}")]
     Input(String),
+    /// The input is something else: no archive, or no image.
+    #[error("{0}")]
+    Foreign(String),
     /// The bytes do not have the digest that names them.
     #[error("{what}: digest is {found}, expected {expected}; fetch it again")]
     Digest {
@@ -81,6 +84,14 @@ pub enum Error {
 }
 
 impl Error {
+    /// What breaks the format from the start is something else.
+    pub(crate) fn foreign(self) -> Self {
+        match self {
+            Error::Input(what) => Error::Foreign(what),
+            other => other,
+        }
+    }
+
     /// A full disk, where the path is in the store.
     pub(crate) fn in_store(self) -> Self {
         match self {

@@ -3,7 +3,7 @@
 
 use crate::config::{Limits, Used};
 use crate::erofs;
-use crate::error::{Result, input};
+use crate::error::{Error, Result, input};
 use crate::progress::Progress;
 use crate::store::Build;
 use crate::tar::{Entry, EntryKind, Reader};
@@ -120,8 +120,10 @@ pub fn apply_tar(
 ) -> Result<Used> {
     let mut layer = Layer::default();
     let mut reader = Reader::new(source, limits);
-    while let Some(entry) = reader.next_entry()? {
+    let mut next = reader.next_entry().map_err(Error::foreign)?;
+    while let Some(entry) = next {
         apply_entry(build, tree, &mut reader, entry, whiteouts, &mut layer, notes, progress)?;
+        next = reader.next_entry()?;
     }
     // What follows the end mark would be a second archive to other readers.
     let used = reader.used();
@@ -180,7 +182,12 @@ fn apply_entry(
         EntryKind::File(size) => {
             let path = show(&entry.path);
             erofs::check_size(size, || format!("tar: {path}"))?;
-            let data = build.put_reader(reader, Path::new(&path), |bytes| progress.add(bytes, false))?;
+            let data = build.put_reader(reader, Path::new(&path), |bytes| progress.add(bytes, false));
+            let data = data.map_err(|error| match error {
+                // It was the archive that failed, in the middle of this file.
+                Error::Io { path: at, source } if at == Path::new(&path) => input!("tar: {path}: {source}"),
+                other => other,
+            })?;
             if data.size() != size {
                 return Err(input!("tar: {path}: {} bytes of {size}", data.size()));
             }

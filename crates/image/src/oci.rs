@@ -363,6 +363,9 @@ pub fn import(
     if docker {
         return import_docker(build, &blobs, reference, limits, notes, progress);
     }
+    if blobs.open("oci-layout").and(blobs.open("index.json")).is_err_and(|error| matches!(error, Error::Input(_))) {
+        return Err(Error::Foreign("no OCI layout (oci-layout, index.json) nor docker-archive (manifest.json)".into()));
+    }
     let index: Index = blobs.json("index.json", None, limits)?;
     let manifest = choose(&blobs, index, reference, limits, 0)?;
     if manifest.layers.len() > limits.layers {
@@ -559,11 +562,7 @@ fn apply_layer(
     };
     // A layer that is not itself explains every other complaint about it.
     let layer = |error| match error {
-        Error::Input(text) => input!("{what}: {text}"),
-        // It was the stream that failed, in the middle of this file.
-        Error::Io { path, source } if !path.starts_with(build.store().root()) => {
-            input!("{what}: {}: {source}", path.display())
-        }
+        Error::Input(text) | Error::Foreign(text) => input!("{what}: {text}"),
         other => other,
     };
     match digest {

@@ -38,9 +38,14 @@ impl<R: Read> Read for Bounded<R> {
         if self.out > self.limits.bytes
             || (self.out > self.limits.ratio_from_bytes && self.out / self.limits.ratio > source)
         {
+            let limit = if self.out > self.limits.bytes {
+                format!("{} bytes are the limit", self.limits.bytes)
+            } else {
+                format!("{}:1 is the limit; unpack it first if you trust it", self.limits.ratio)
+            };
             return Err(io::Error::other(format!(
-                "{source} compressed bytes unpack to more than {} ({}:1 is the limit)",
-                self.out, self.limits.ratio
+                "{source} compressed bytes unpack to more than {} ({limit})",
+                self.out - 1
             )));
         }
         Ok(count)

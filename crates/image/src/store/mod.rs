@@ -143,6 +143,9 @@ impl Store {
     pub fn open(root: &Path, domain: &str) -> Result<Self> {
         check_domain(domain)?;
         let format_path = root.join(FORMAT_FILE);
+        if fs::metadata(root).is_ok_and(|meta| !meta.is_dir()) {
+            return Err(Error::Refused(format!("{}: not a directory; give --store another place", root.display())));
+        }
         make_dir(root, 0o700)?;
         let root = &root.canonicalize().at(root)?;
         if !format_path.exists() {
