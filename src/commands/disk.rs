@@ -110,11 +110,12 @@ fn flush_interval(text: &str) -> Result<Duration, String> {
 
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  pagefold disk umount /mnt/images\n  pagefold disk umount --force /mnt/images   \
-    # its process hangs or is gone")]
+    # its disk refuses, or it hangs")]
 struct UmountArgs {
     /// The mount point
     mountpoint: PathBuf,
-    /// Cut the connection when the process does not end in 10 seconds; what it had not written is lost
+    /// Give up what the disk refuses, and cut the connection when the process does not end in 10 seconds; what it had
+    /// not written is lost
     #[arg(long)]
     force: bool,
 }
@@ -267,7 +268,10 @@ fn run_umount(args: &UmountArgs) -> Result<ExitCode, Error> {
         })
         .unwrap_or_else(|| Err("its process does not end".to_owned()))
         .unwrap_or_else(|error| format!("{error}; what it had not written back is lost")),
-        Some(pid) => orderly_end(&socket, pid)?,
+        Some(pid) => {
+            write_back(&socket, args)?;
+            orderly_end(&socket, pid)?
+        }
         None => String::new(),
     };
     if mount::is_mounted(&mountpoint) {
@@ -293,6 +297,23 @@ fn run_umount(args: &UmountArgs) -> Result<ExitCode, Error> {
         return Err(format!("{}: {trouble}", args.mountpoint.display()).into());
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Has the mount write everything back before it is asked to end: what its disk refuses is still there afterwards, and can
+/// be written when there is room again.
+fn write_back(socket: &Path, args: &UmountArgs) -> Result<(), Error> {
+    // However long it takes. Who says nothing has died, or does not know how: its end tells.
+    let Ok(said) = control::ask(socket, control::Command::Flush, Duration::MAX) else { return Ok(()) };
+    let said: serde_json::Value = serde_json::from_str(&said).unwrap_or_default();
+    let Some(error) = said["error"].as_str() else { return Ok(()) };
+    let images = control::ask_status(socket).map(|status| status.images).unwrap_or_default();
+    let dirty = images.iter().filter(|image| image.dirty_bytes > 0);
+    let dirty: Vec<String> =
+        dirty.map(|image| format!("{} of {}", show_size(image.dirty_bytes), clean(&image.name))).collect();
+    let what = if dirty.is_empty() { "not everything".into() } else { dirty.join(", ") + " not" };
+    let at = args.mountpoint.display();
+    Err(format!("{at}: {what} written back: {error}; still mounted: mend that and try again (--force gives it up)")
+        .into())
 }
 
 /// Asks the mount's process to end and waits until it has; tells what it could not write back.
