@@ -527,6 +527,7 @@ fn what_images_are_refused_for_is_one_line_with_a_way_out() {
         (vec!["image", "build", "--name", "b:1", "packed"], "packed: this archive is packed with xz"),
         (vec!["image", "export", "--format", "oci", "a:1", "-"], "only a tar goes to standard output"),
         (vec!["image", "import", "--name", "b:1", "tree"], "a plain directory or archive is for image build"),
+        (vec!["image", "import", "--name", "b:1", "text"], "text: tar: cut off in a header, after 0 entries; a plain"),
         (vec!["image", "import", "--name", "b:1", "packed"], "packed: this archive is packed with xz"),
         (
             vec!["image", "build", "--name", "b:1", "text"],
@@ -541,12 +542,8 @@ fn what_images_are_refused_for_is_one_line_with_a_way_out() {
         assert_eq!(refused.status.code(), Some(1), "{args:?}: {error}");
         assert!(error.lines().count() == 1 && error.contains(said), "{args:?}: {error}");
         // What is an archive, or an image, is not sent elsewhere.
-        assert_eq!(
-            error.contains("build takes"),
-            args.contains(&"text") && !args.contains(&"--store"),
-            "{args:?}: {error}"
-        );
-        assert!(!args.contains(&"cut.tar") || !error.contains("is for image build"), "{args:?}: {error}");
+        let elsewhere = error.contains("build takes") || error.contains("is for image build");
+        assert!(!elsewhere || ["text", "tree"].contains(args.last().expect("a path")), "{args:?}: {error}");
     }
 }
 

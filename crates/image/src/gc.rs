@@ -183,20 +183,13 @@ impl Live {
         if self.trees.insert(digest) {
             // Without the list nobody knows what the image needs: then nothing may go.
             let objects = store.tree_objects(&digest).map_err(|error| {
-                let names = names_of(store, &digest);
+                let names = store.names_of(&digest);
                 Error::Damaged(format!("gc removes nothing while an image cannot be read ({names}): {error}"))
             })?;
             self.objects.extend(objects.iter().map(|object| object.0.key()));
         }
         Ok(())
     }
-}
-
-/// The names that stand for an image, for messages.
-pub(crate) fn names_of(store: &Store, digest: &Digest) -> String {
-    let images = store.records().unwrap_or_default().images;
-    let names: Vec<&str> = images.iter().filter(|image| image.digest == *digest).map(|i| i.name.as_str()).collect();
-    if names.is_empty() { digest.to_string() } else { names.join(", ") }
 }
 
 /// Collects a domain.

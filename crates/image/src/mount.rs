@@ -425,10 +425,11 @@ fn prepare_upper(store: &Store, digest: &Digest, upper: &Path, user: bool) -> Re
     // Without changes it is anybody's.
     let empty = fs::read_dir(&root).at(&root)?.next().is_none();
     if let (Some(noted), false) = (&noted, empty) {
+        let of = Digest::parse(noted.trim_end()).map_or(noted.trim_end().into(), |digest| store.names_of(&digest));
         return Err(Error::Refused(format!(
-            "mount: {} has the changes of image {}, not of {digest}; mount that one, or give --upper another directory",
+            "mount: {} has the changes of image {of}, not of {}; mount that one, or give --upper another directory",
             upper.display(),
-            noted.trim_end(),
+            store.names_of(digest),
         )));
     }
     let mut notes = BTreeMap::new();

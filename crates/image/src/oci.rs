@@ -243,7 +243,9 @@ fn each_member(file: &File, limits: Limits, mut each: impl FnMut(Vec<u8>, Member
     }
     let end = file.metadata().map_err(|error| input!("tar: {error}"))?.len();
     let mut reader = Reader::new(Positioned { inner: BufReader::new(file), at: 0 }, limits);
-    while let Some(entry) = reader.next_entry()? {
+    let mut first = true;
+    while let Some(entry) = reader.next_entry().map_err(|error| if first { error.foreign() } else { error })? {
+        first = false;
         let path = entry.path.strip_prefix(b"./").unwrap_or(&entry.path).to_vec();
         let offset = reader.get_ref().at;
         let member = match entry.kind {
@@ -312,7 +314,7 @@ pub fn is_image(path: &Path) -> Result<bool> {
     });
     match looked {
         // No archive of ours: who builds it as a tree says what is wrong with it.
-        Err(Error::Input(_)) => return Ok(false),
+        Err(Error::Input(_) | Error::Foreign(_)) => return Ok(false),
         other => other?,
     }
     let Some((offset, size)) = manifest.filter(|(_, size)| !(layout && index) && *size <= limits.json_bytes) else {

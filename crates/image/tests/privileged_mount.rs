@@ -293,7 +293,9 @@ fn changes_are_shown_over_their_own_image_only() {
         fs::set_permissions(at.join("file"), fs::Permissions::from_mode(0o600)).unwrap();
         umount(&at);
         let error = mount::mount(&store, &second, &at, &options).unwrap_err().to_string();
-        assert!(error.contains(&first.digest.to_string()) && error.contains("another directory"), "{error}");
+        // The first has lost its name.
+        let of = format!("of image {}, not of app; ", first.digest);
+        assert!(error.contains(&of) && error.contains("another directory"), "{error}");
         mount::mount(&store, &first, &at, &options).unwrap();
         assert_eq!(fs::read(at.join("file")).unwrap(), noise(100_000, 100_000));
         assert_eq!(fs::metadata(at.join("file")).unwrap().mode() & 0o7777, 0o600);

@@ -13,6 +13,9 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+/// Names that a message has at most.
+const SHOWN: usize = 4;
+
 /// What an image's name stands for.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Record {
@@ -208,6 +211,18 @@ impl Store {
         all.images.sort_by(|a, b| a.name.cmp(&b.name));
         all.damaged.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(all)
+    }
+
+    /// The names that stand for an image, for messages; its digest where there is none.
+    pub(crate) fn names_of(&self, digest: &Digest) -> String {
+        let images = self.records().unwrap_or_default().images;
+        let mut names: Vec<&str> =
+            images.iter().filter(|image| image.digest == *digest).map(|image| image.name.as_str()).collect();
+        if names.len() > SHOWN {
+            names.truncate(SHOWN);
+            names.push("…");
+        }
+        if names.is_empty() { digest.to_string() } else { names.join(", ") }
     }
 
     /// Forgets the name; the collector takes what nothing needs any more.
