@@ -265,7 +265,8 @@ fn prepare(store: &Store, record: &Record, lease: &Lease, run: &Run) -> Result<C
     }
     let lease_mount = Lease::new(store)?;
     let (tree, mounted) = mount::detached(store, &record.digest, &lease_mount, &options)?;
-    for note in &mounted.notes {
+    let has_dev = inside(&tree, "dev", OFlags::DIRECTORY).is_ok();
+    for note in mounted.notes.iter().filter(|note| !(has_dev && note.ends_with(mount::NO_DEV_NODES))) {
         progress::note(note);
     }
     if let Some(profile) = &profile {

@@ -624,6 +624,9 @@ fn drain(dir: &OwnedFd, mut take: impl FnMut(&CStr, bool) -> rustix::io::Result<
     }
 }
 
+/// What is no loss to who has a /dev of his own.
+pub(crate) const NO_DEV_NODES: &str = "device nodes are missing in /dev: making them needs root";
+
 /// Writes `tree` below `place`, which nobody else sees yet: all names are new, so no link can be followed.
 fn write_directory(tree: &Tree, place: &Path, user: bool, notes: &mut BTreeMap<&'static str, u64>) -> Result<()> {
     let prefix = if user { "user.overlay." } else { "trusted.overlay." };
@@ -673,7 +676,9 @@ fn write_one(
         let device = rustix::fs::makedev(major, minor);
         match rustix::fs::mknodat(CWD, &full, kind, Mode::from_raw_mode(inode.meta.mode.into()), device) {
             Err(Errno::PERM) => {
-                *notes.entry("device nodes are missing: making them needs root").or_default() += 1;
+                let in_dev = path.starts_with(b"dev/");
+                let what = if in_dev { NO_DEV_NODES } else { "device nodes are missing: making them needs root" };
+                *notes.entry(what).or_default() += 1;
                 Ok(false)
             }
             other => other.map(|()| true).at(&full),

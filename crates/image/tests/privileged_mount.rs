@@ -1282,6 +1282,29 @@ fn damage_of_a_metadata_directory_is_found() {
         },
         &|| {
             remove("pipe");
+#[test]
+fn devices_that_a_command_has_of_its_own_are_not_missed() {
+    need_root!();
+    let _alone = NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner);
+    let scratch = Scratch::new();
+    // The sample has two elsewhere.
+    let nobody = Nobody::with(&scratch, |tree| {
+        runnable(tree);
+        let (kind, device) = (FileType::CharacterDevice, rustix::fs::makedev(1, 3));
+        rustix::fs::mknodat(CWD, tree.join("dev/null"), kind, Mode::RUSR, device).unwrap();
+    });
+    let mut exec = nobody.runs("child_that_execs", &["-Urm"]);
+    exec.env("PAGEFOLD_TEST_EXEC", format!("{}\nuser\nro\n: </dev/null && echo ran", nobody.store.display()));
+    let out = exec.output().unwrap();
+    let text = said(&out);
+    if !out.status.success() && (text.contains("unshare failed") || text.contains("userxattr")) {
+        println!("SKIPPED: rootless overlayfs is not allowed here: {text}");
+        return;
+    }
+    assert!(text.contains("ran") && text.contains("note: 2 device nodes are missing: "), "{text}");
+    assert!(!text.contains("missing in /dev"), "{text}");
+}
+
             fs::write(dir.join("pipe"), "").unwrap();
         },
     ];
