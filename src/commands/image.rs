@@ -169,7 +169,7 @@ struct BuildArgs {
     name: String,
     /// Directory, tar archive (plain, gzip or zstd), OCI layout, or `-`
     path: PathBuf,
-    /// Do not go into other file systems
+    /// Do not go into other file systems: where one is mounted there is an empty directory
     #[arg(long, short = 'x')]
     one_file_system: bool,
     /// Read every file even if stat says it is unchanged

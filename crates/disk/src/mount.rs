@@ -200,25 +200,12 @@ fn end_the_process_on_panic() {
     }));
 }
 
-/// File systems of the kernel's own files, whose sizes are no sizes and whose writes are commands.
-const PSEUDO: [libc::__fsword_t; 9] = [
-    libc::PROC_SUPER_MAGIC,
-    libc::SYSFS_MAGIC,
-    libc::CGROUP_SUPER_MAGIC,
-    libc::CGROUP2_SUPER_MAGIC,
-    libc::DEBUGFS_MAGIC,
-    libc::TRACEFS_MAGIC,
-    libc::SECURITYFS_MAGIC,
-    libc::BPF_FS_MAGIC,
-    libc::DEVPTS_SUPER_MAGIC,
-];
-
 /// Locks the directory against a second mount; the lock goes with the process, however it ends.
 fn lock_directory(path: &Path) -> Result<File, MountError> {
     let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
     let directory = rustix::fs::open(path, flags, Mode::empty())
         .map_err(|error| MountError::Directory { path: path.to_owned(), source: error.into() })?;
-    if rustix::fs::fstatfs(&directory).is_ok_and(|found| PSEUDO.contains(&found.f_type)) {
+    if pagefold_os::volume::is_pseudo(&directory) {
         return Err(MountError::Pseudo(path.to_owned()));
     }
     match rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive) {

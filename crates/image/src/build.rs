@@ -109,7 +109,7 @@ struct Job {
 /// How to read a directory.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
-    /// Do not go into other file systems.
+    /// Do not go into other file systems: their directories are empty in the image.
     pub one_file_system: bool,
     /// Hash every file, whatever the stat cache says.
     pub rehash: bool,
@@ -289,6 +289,13 @@ pub fn from_directory(
             Err(Errno::NOTDIR | Errno::LOOP) => return Err(replaced(&root.join(&dir_path))),
             other => other.at(root.join(&dir_path))?,
         };
+        if !dir_path.as_os_str().is_empty() && pagefold_os::volume::is_pseudo(&dir) {
+            notes.add(
+                "directories of the kernel's own files (proc, sysfs) are empty in the image",
+                dir_path.as_os_str().as_bytes(),
+            );
+            continue;
+        }
         let mut names = Vec::new();
         for entry in Dir::read_from(&dir).at(root.join(&dir_path))? {
             let name = entry.at(root.join(&dir_path))?.file_name().to_bytes().to_vec();
@@ -306,12 +313,16 @@ pub fn from_directory(
                 Err(Errno::NOENT) => continue,
                 other => other.at(full())?,
             };
-            if options.one_file_system && stat.st_dev != top_stat.st_dev {
-                notes.add("directories on other file systems were left out", full().as_os_str().as_bytes());
-                continue;
-            }
             let key = (stat.st_dev, stat.st_ino);
             let is_dir = rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::Directory;
+            // Where something is mounted there is a directory, and programs look for it.
+            let is_elsewhere = options.one_file_system && stat.st_dev != top_stat.st_dev;
+            if is_elsewhere && is_dir {
+                notes.add("directories on other file systems are empty in the image", path.as_os_str().as_bytes());
+            } else if is_elsewhere {
+                notes.add("files on other file systems were left out", path.as_os_str().as_bytes());
+                continue;
+            }
             if !is_dir
                 && stat.st_nlink > 1
                 && let Some(&(id, place)) = linked.get(&key)
@@ -350,6 +361,8 @@ pub fn from_directory(
             }
             let mut xattrs = match read_xattrs(&dir, os_name) {
                 Err(Errno::NOENT) => continue,
+                // As a user's own FUSE mount says to root.
+                Err(_) if is_elsewhere => Xattrs::new(),
                 other => other.at(full())?,
             };
             clean_xattrs(&mut xattrs, &name, notes);
@@ -361,7 +374,7 @@ pub fn from_directory(
             if let Some((device, inode, seen)) = job {
                 total += seen.size;
                 jobs.push(Job { id, names: vec![(dir_id, path)], device, inode, seen });
-            } else if is_dir {
+            } else if is_dir && !is_elsewhere {
                 todo.push((dir_id, id, path));
             }
         }

@@ -464,6 +464,39 @@ fn what_is_built_from_a_mount_is_what_it_shows() {
 }
 
 #[test]
+fn where_something_is_mounted_there_is_a_directory_and_of_the_kernels_own_files_nothing_else() {
+    need_root!();
+    let scratch = Scratch::new();
+    let tree = scratch.dir("tree");
+    for name in ["proc", "sub/tmp", "file"] {
+        fs::create_dir_all(tree.join(name)).unwrap();
+    }
+    let store = Store::open(&scratch.dir("store"), "default").unwrap();
+    let mount = |what: &[&str], at: &str| {
+        let status = Command::new("mount").args(what).arg(tree.join(at)).status().unwrap();
+        assert!(status.success(), "{at}");
+    };
+    mount(&["--bind", "/proc"], "proc");
+    mount(&["-t", "tmpfs", "-o", "mode=1757", "none"], "sub/tmp");
+    fs::write(tree.join("sub/tmp/x"), "x").unwrap();
+    let build = |one_file_system| {
+        let (build, mut notes) = (store.build().unwrap(), Notes::default());
+        let options = build::Options { one_file_system, ..Default::default() };
+        let built = build::from_directory(&build, &tree, options, &mut notes, &Progress::silent());
+        built.map(|tree| (tree, notes.lines()))
+    };
+    for one_file_system in [false, true] {
+        let (mut tree, notes) = build(one_file_system).unwrap();
+        let (proc, tmp) = (tree.find(b"proc").unwrap(), tree.find(b"sub/tmp").unwrap());
+        let names = [proc, tmp].map(|dir| tree.children(dir).count());
+        assert_eq!(names, [0, usize::from(!one_file_system)]);
+        assert_eq!(tree.inode(tmp).meta.mode, 0o1757);
+        let said = if one_file_system { "2 directories on other" } else { "1 directories of the kernel's own" };
+        assert!(notes.len() == 1 && notes[0].starts_with(said), "{notes:?}");
+    }
+}
+
+#[test]
 fn nothing_mounted_is_collected_wherever_it_is_mounted() {
     need_root!();
     let _alone = NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner);
@@ -1249,6 +1282,29 @@ fn a_plain_user_mounts_in_a_user_namespace() {
     assert!(said(&out).contains("DAMAGED []"), "{}", said(&out));
 }
 
+#[test]
+fn devices_that_a_command_has_of_its_own_are_not_missed() {
+    need_root!();
+    let _alone = NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner);
+    let scratch = Scratch::new();
+    // The sample has two elsewhere.
+    let nobody = Nobody::with(&scratch, |tree| {
+        runnable(tree);
+        let (kind, device) = (FileType::CharacterDevice, rustix::fs::makedev(1, 3));
+        rustix::fs::mknodat(CWD, tree.join("dev/null"), kind, Mode::RUSR, device).unwrap();
+    });
+    let mut exec = nobody.runs("child_that_execs", &["-Urm"]);
+    exec.env("PAGEFOLD_TEST_EXEC", format!("{}\nuser\nro\n: </dev/null && echo ran", nobody.store.display()));
+    let out = exec.output().unwrap();
+    let text = said(&out);
+    if !out.status.success() && (text.contains("unshare failed") || text.contains("userxattr")) {
+        println!("SKIPPED: rootless overlayfs is not allowed here: {text}");
+        return;
+    }
+    assert!(text.contains("ran") && text.contains("note: 2 device nodes are missing: "), "{text}");
+    assert!(!text.contains("missing in /dev"), "{text}");
+}
+
 /// In a child process: verifies a store as whoever it is.
 #[test]
 fn child_that_verifies() {
@@ -1282,29 +1338,6 @@ fn damage_of_a_metadata_directory_is_found() {
         },
         &|| {
             remove("pipe");
-#[test]
-fn devices_that_a_command_has_of_its_own_are_not_missed() {
-    need_root!();
-    let _alone = NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner);
-    let scratch = Scratch::new();
-    // The sample has two elsewhere.
-    let nobody = Nobody::with(&scratch, |tree| {
-        runnable(tree);
-        let (kind, device) = (FileType::CharacterDevice, rustix::fs::makedev(1, 3));
-        rustix::fs::mknodat(CWD, tree.join("dev/null"), kind, Mode::RUSR, device).unwrap();
-    });
-    let mut exec = nobody.runs("child_that_execs", &["-Urm"]);
-    exec.env("PAGEFOLD_TEST_EXEC", format!("{}\nuser\nro\n: </dev/null && echo ran", nobody.store.display()));
-    let out = exec.output().unwrap();
-    let text = said(&out);
-    if !out.status.success() && (text.contains("unshare failed") || text.contains("userxattr")) {
-        println!("SKIPPED: rootless overlayfs is not allowed here: {text}");
-        return;
-    }
-    assert!(text.contains("ran") && text.contains("note: 2 device nodes are missing: "), "{text}");
-    assert!(!text.contains("missing in /dev"), "{text}");
-}
-
             fs::write(dir.join("pipe"), "").unwrap();
         },
     ];

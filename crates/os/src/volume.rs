@@ -46,3 +46,25 @@ pub fn identity(file: &File) -> std::io::Result<u64> {
     }
     Ok(hasher.finish())
 }
+
+/// File systems of the kernel's own files, whose sizes are no sizes and whose writes are commands.
+const PSEUDO: [libc::__fsword_t; 9] = [
+    libc::PROC_SUPER_MAGIC,
+    libc::SYSFS_MAGIC,
+    libc::CGROUP_SUPER_MAGIC,
+    libc::CGROUP2_SUPER_MAGIC,
+    libc::DEBUGFS_MAGIC,
+    libc::TRACEFS_MAGIC,
+    libc::SECURITYFS_MAGIC,
+    libc::BPF_FS_MAGIC,
+    libc::DEVPTS_SUPER_MAGIC,
+];
+
+/// Whether `file` lies on a file system of the kernel's own files (proc, sysfs and the like): they hold nothing to be kept.
+pub fn is_pseudo(file: &impl AsRawFd) -> bool {
+    // SAFETY: the struct is plain numbers, for which zero is a value, and lives across the call that fills it.
+    unsafe {
+        let mut system: libc::statfs = std::mem::zeroed();
+        libc::fstatfs(file.as_raw_fd(), &mut system) == 0 && PSEUDO.contains(&system.f_type)
+    }
+}
