@@ -9,7 +9,7 @@ use pagefold_image::config::Limits;
 use pagefold_image::ingest::{Notes, apply_tar};
 use pagefold_image::mount::{self, Kind};
 use pagefold_image::progress::Progress;
-use pagefold_image::store::{DamagedRecord, Record, Records, RunConfig, Store, check_domain, check_name, default_root};
+use pagefold_image::store::{DamagedImage, Record, Records, RunConfig, Store, check_domain, check_name, default_root};
 use pagefold_image::tree::{Data, Kind as FileKind, Tree, show};
 use pagefold_image::{build, exec, export, gc, oci, stat, unpack};
 use serde_json::json;
@@ -617,7 +617,7 @@ fn import_image(store: &Store, args: ImportArgs) -> Result<(), Error> {
 }
 
 /// Names what could not be read, and says how that ends.
-fn complain_of(damaged: &[DamagedRecord]) -> ExitCode {
+fn complain_of(damaged: &[DamagedImage]) -> ExitCode {
     for record in damaged {
         note!("pagefold: {record}");
     }

@@ -9,7 +9,7 @@ use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::mount::{disk_bytes, remove_tree};
 use crate::mounts::{self, Held, held_by_kernel};
-use crate::store::{DamagedRecord, Store, USER_DIRECTORY, random_id};
+use crate::store::{DamagedImage, Store, USER_DIRECTORY, random_id};
 use rustix::fs::FlockOperation;
 use rustix::mount::UnmountFlags;
 use std::collections::{BTreeMap, HashSet};
@@ -58,7 +58,7 @@ pub struct Stats {
     /// Why, one line each, for the first of them.
     pub failed: Vec<String>,
     /// Images whose records cannot be read. While there are any every tree is kept, with its objects: it may be theirs.
-    pub damaged: Vec<DamagedRecord>,
+    pub damaged: Vec<DamagedImage>,
 }
 
 impl Stats {
@@ -184,7 +184,7 @@ impl Live {
             // Without the list nobody knows what the image needs: then nothing may go.
             let objects = store.tree_objects(&digest).map_err(|error| {
                 let names = store.names_of(&digest);
-                Error::Damaged(format!("gc removes nothing while an image cannot be read ({names}): {error}"))
+                Error::Damaged(format!("gc removes nothing while an image cannot be read ({names}): {error}, or forget it (`pagefold image rm`)"))
             })?;
             self.objects.extend(objects.iter().map(|object| object.0.key()));
         }

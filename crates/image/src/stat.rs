@@ -11,7 +11,7 @@ use crate::export::is_erofs_full;
 use crate::mount::disk_bytes;
 use crate::mounts::mounts;
 use crate::progress::Progress;
-use crate::store::{DamagedRecord, Lease, OWNER_MAY_READ, Record, Records, Store};
+use crate::store::{DamagedImage, Lease, OWNER_MAY_READ, Record, Records, Store};
 use crate::sys::{self, PAGE};
 use crate::tree::Tree;
 use rustix::fs::{Mode, OFlags, ResolveFlags};
@@ -62,8 +62,8 @@ pub struct Stat {
     /// What plain copies would need in addition: for each object its resident bytes once for every further mounted file
     /// that shows it.
     pub memory_saved_bytes: u64,
-    /// Images whose records cannot be read; they are not counted.
-    pub damaged: Vec<DamagedRecord>,
+    /// Images that cannot be read; they are not counted.
+    pub damaged: Vec<DamagedImage>,
 }
 
 /// What a domain takes on the disk beside objects and metadata images.
@@ -141,10 +141,10 @@ fn claimed(store: &Store, lease: &Lease, names: &[String]) -> Result<Records> {
 /// Looks at the whole domain, and at the images `names` (all when empty).
 ///
 /// # Errors
-/// An unknown name; the system's. A damaged record is a result, not an error.
+/// An unknown name; the system's. A damaged image is a result, not an error.
 pub fn stat(store: &Store, names: &[String]) -> Result<(Stat, Vec<ImageStat>)> {
     let lease = Lease::new(store)?;
-    let Records { images, damaged } = claimed(store, &lease, names)?;
+    let Records { images, mut damaged } = claimed(store, &lease, names)?;
     let mut mounted: HashMap<Digest, HashSet<String>> = HashMap::new();
     for mount in mounts(store)? {
         // What is not there any more was unmounted and collected just now.
@@ -166,28 +166,39 @@ pub fn stat(store: &Store, names: &[String]) -> Result<(Stat, Vec<ImageStat>)> {
     let mut uses: HashMap<u128, Use> = HashMap::new();
     // Each with the number of its names.
     let mut trees: BTreeMap<Digest, u32> = BTreeMap::new();
-    let mut total = Stat { images: images.len() as u64, damaged, ..Stat::default() };
     for image in &images {
-        total.logical_bytes += image.bytes;
-        let names = trees.entry(image.digest).or_insert(0);
-        *names += 1;
-        if *names == 1 {
-            total.metadata_bytes += image.metadata_bytes;
-        }
+        *trees.entry(image.digest).or_insert(0) += 1;
     }
     for digest in mounted.keys() {
         trees.entry(*digest).or_insert(0);
-        total.mounts += mount_count(digest);
     }
+    let mut unreadable = HashMap::new();
     for (digest, names) in &trees {
         let count = mount_count(digest);
-        for (object, _, files) in store.tree_objects(digest)? {
+        let objects = store.tree_objects(digest).unwrap_or_else(|error| {
+            unreadable.insert(*digest, error.to_string());
+            Vec::new()
+        });
+        for (object, _, files) in objects {
             let entry = uses.entry(object.key()).or_default();
             // What is only mounted is an image too.
             entry.images += (*names).max(1);
             entry.shows += count * u64::from(files);
             entry.mounted_trees += u32::from(count > 0);
         }
+    }
+    let (lost, images): (Vec<_>, Vec<_>) = images.into_iter().partition(|image| unreadable.contains_key(&image.digest));
+    damaged.extend(lost.iter().map(|image| DamagedImage::by_tree(image, store, &unreadable[&image.digest])));
+    let mut total = Stat {
+        images: images.len() as u64,
+        mounts: mounted.keys().map(mount_count).sum(),
+        logical_bytes: images.iter().map(|image| image.bytes).sum(),
+        damaged,
+        ..Stat::default()
+    };
+    let mut counted = HashSet::new();
+    for image in images.iter().filter(|image| counted.insert(image.digest)) {
+        total.metadata_bytes += image.metadata_bytes;
     }
     let dir = store.objects_dir();
     for shard in fs::read_dir(&dir).at(&dir)?.flatten() {
@@ -290,7 +301,7 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
     let mut trees: BTreeMap<Digest, Vec<String>> = BTreeMap::new();
     let lease = Lease::new(store)?;
     let Records { images, damaged } = claimed(store, &lease, names)?;
-    for DamagedRecord { name, path, what } in damaged {
+    for DamagedImage { name, path, what } in damaged {
         if names.is_empty() || names.contains(&name) {
             found.damaged.push(Damage { path, what, images: vec![name] });
         }

@@ -685,6 +685,36 @@ fn a_record_that_cannot_be_read_hides_no_other_image_and_loses_nothing() {
 }
 
 #[test]
+fn an_image_without_its_metadata_hides_no_other_from_stat() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    for (name, tree, byte) in [("a", "1", 1), ("b", "1", 1), ("c", "2", 2)] {
+        let tree = dir.path().join(tree);
+        if name != "b" {
+            fs::create_dir(&tree).unwrap();
+            fs::write(tree.join("file"), [byte; 9000]).unwrap();
+        }
+        build_dir(&store, name, &tree).unwrap();
+    }
+    let all = stat::stat(&store, &[]).unwrap().0;
+    assert_eq!((all.images, all.logical_bytes, all.damaged.len()), (3, 27_000, 0));
+    let path = store.tree_path(&store.image("a").unwrap().digest);
+    fs::remove_file(path.with_extension("objects")).unwrap();
+    for gone in [false, true] {
+        if gone { fs::remove_file(&path) } else { fs::write(&path, "not itself") }.unwrap();
+        let (total, images) = stat::stat(&store, &[]).unwrap();
+        assert_eq!((total.images, total.logical_bytes, total.objects), (1, 9000, 2));
+        assert!(total.metadata_bytes > 0 && total.metadata_bytes < all.metadata_bytes);
+        assert_eq!((images.len(), images[0].record.name.as_str(), images[0].own_bytes), (1, "c", 9000));
+        let names: Vec<&str> = total.damaged.iter().map(|image| image.name.as_str()).collect();
+        assert_eq!(names, ["a", "b"]);
+        let what = if gone { "missing" } else { "damaged" };
+        let line = format!("{}: {what}; build image \"a\" again, or forget it (`pagefold image rm`)", path.display());
+        assert_eq!(total.damaged[0].to_string(), line);
+    }
+}
+
+#[test]
 fn what_cannot_be_removed_keeps_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
     let tree = dir.path().join("tree");

@@ -33,7 +33,7 @@ mod publish;
 mod trees;
 
 pub use lease::Lease;
-pub use names::{DamagedRecord, Record, Records, RunConfig, check_name};
+pub use names::{DamagedImage, Record, Records, RunConfig, check_name};
 pub use publish::{Build, BuildStats};
 pub use trees::decode_objects;
 

@@ -13,6 +13,9 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+/// The cure of a damaged metadata image, where it is not said by name.
+pub(super) const AGAIN: &str = "; build the image again";
+
 /// Names that a message has at most.
 const SHOWN: usize = 4;
 
@@ -47,25 +50,32 @@ pub struct Record {
     pub notes: Vec<String>,
 }
 
-/// An image whose record cannot be read: nobody knows what its name stands for.
+/// An image that cannot be read: its record, and nobody knows what its name stands for, or its metadata.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct DamagedRecord {
+pub struct DamagedImage {
     /// The image.
     pub name: String,
-    /// Its record.
+    /// Its record, or metadata image.
     pub path: String,
-    /// What is wrong with the record, and what to do.
+    /// What is wrong with that, and what to do.
     pub what: String,
 }
 
-impl DamagedRecord {
+impl DamagedImage {
     fn new(name: String, path: &Path, error: impl Display) -> Self {
         let what = format!("{error}; build image {name:?} again, or forget it (`pagefold image rm`)");
         Self { name, path: path.display().to_string(), what }
     }
+
+    /// One whose metadata image, and list of objects, `error` has been said of.
+    pub(crate) fn by_tree(record: &Record, store: &Store, error: &str) -> Self {
+        let path = store.tree_path(&record.digest);
+        let what = error.strip_prefix(&format!("{}: ", path.display())).unwrap_or(error);
+        Self::new(record.name.clone(), &path, what.strip_suffix(AGAIN).unwrap_or(what))
+    }
 }
 
-impl Display for DamagedRecord {
+impl Display for DamagedImage {
     fn fmt(&self, f: &mut fmt::Formatter) -> fmt::Result {
         write!(f, "{}: {}", self.path, self.what)
     }
@@ -77,7 +87,7 @@ pub struct Records {
     /// Images, by name.
     pub images: Vec<Record>,
     /// The others, by name.
-    pub damaged: Vec<DamagedRecord>,
+    pub damaged: Vec<DamagedImage>,
 }
 
 /// How an image wants to be run.
@@ -168,7 +178,7 @@ impl Store {
         let path = self.image_path(name);
         match fs::read(&path) {
             Ok(text) => serde_json::from_slice(&text)
-                .map_err(|error| Error::Damaged(DamagedRecord::new(name.into(), &path, error).to_string())),
+                .map_err(|error| Error::Damaged(DamagedImage::new(name.into(), &path, error).to_string())),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 Err(Error::NoImage { name: name.into(), domain: self.domain.clone(), store: self.root.clone() })
             }
@@ -204,7 +214,7 @@ impl Store {
                 Ok(record) => all.images.push(record),
                 Err(error) => {
                     let name = image_name(entry.file_name().as_encoded_bytes());
-                    all.damaged.push(DamagedRecord::new(name, &path, error));
+                    all.damaged.push(DamagedImage::new(name, &path, error));
                 }
             }
         }

@@ -5,6 +5,7 @@
 //! or damaged the image tells the same.
 
 use super::Store;
+use super::names::AGAIN;
 use crate::digest::Digest;
 use crate::erofs;
 use crate::error::{At, Error, Result};
@@ -37,12 +38,12 @@ impl Store {
         let path = self.tree_path(digest);
         let (found, value) = match File::open(&path).and_then(read) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                return Err(Error::Damaged(format!("{}: missing; build the image again", path.display())));
+                return Err(Error::Damaged(format!("{}: missing{AGAIN}", path.display())));
             }
             other => other.at(&path)?,
         };
         if found != *digest {
-            return Err(Error::Damaged(format!("{}: damaged; build the image again", path.display())));
+            return Err(Error::Damaged(format!("{}: damaged{AGAIN}", path.display())));
         }
         Ok(value)
     }
