@@ -579,6 +579,23 @@ fn an_image_comes_by_pipe_and_a_wrong_one_is_named() {
 }
 
 #[test]
+fn nobody_types_an_archive() {
+    use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+    let tool = Tool::new();
+    let keyboard = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).expect("a pseudo-terminal");
+    grantpt(&keyboard).and_then(|()| unlockpt(&keyboard)).expect("it is ours");
+    let name = ptsname(&keyboard, Vec::new()).expect("its name");
+    for how in ["build", "import"] {
+        let terminal = std::fs::File::open(name.to_str().expect("ASCII")).expect("the terminal");
+        // Who reads it nevertheless finds its end.
+        rustix::io::write(&keyboard, b"\x04").expect("a key");
+        let refused = tool.command(&["image", how, "--name", "a:1", "-"]).stdin(terminal).output().expect("it runs");
+        let said = text(&refused.stderr);
+        assert!(!refused.status.success() && said.contains("does not come from a terminal"), "{how}: {said}");
+    }
+}
+
+#[test]
 fn sockets_that_an_archive_cannot_have_are_said() {
     let (tool, _) = tellers("1");
     let _socket = std::os::unix::net::UnixListener::bind(tool.dir.path().join("tree/s")).expect("a socket");

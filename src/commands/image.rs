@@ -558,13 +558,22 @@ fn of_input(error: ImageError, name: &str, other: &str) -> ImageError {
     }
 }
 
+/// Whether the input is standard input; one that is typed is no archive.
+fn is_stdin(path: &Path) -> Result<bool, Error> {
+    let stdin = path == Path::new("-");
+    if stdin && std::io::stdin().is_terminal() {
+        return Err("-: an archive does not come from a terminal; give a file, or redirect".into());
+    }
+    Ok(stdin)
+}
+
 fn build_image(store: &Store, args: BuildArgs) -> Result<(), Error> {
+    let stdin = is_stdin(&args.path)?;
     let (mut notes, limits) = (Notes::default(), Limits::default());
     let source = args.path.display().to_string();
     let building = store.build()?;
     let progress = Progress::new("build");
     let mut config = RunConfig::default();
-    let stdin = args.path == Path::new("-");
     let tree = if !stdin && !args.plain && oci::is_image(&args.path)? {
         let imported = oci::import(&building, &args.path, None, limits, &mut notes, &progress);
         let (tree, run) = imported.map_err(|error| match of_input(error, &source, "") {
@@ -607,7 +616,7 @@ fn import_image(store: &Store, args: ImportArgs) -> Result<(), Error> {
     let building = store.build()?;
     let progress = Progress::new("import");
     let source = args.path.display().to_string();
-    let path = if args.path == Path::new("-") { Path::new("/dev/stdin") } else { &args.path };
+    let path = if is_stdin(&args.path)? { Path::new("/dev/stdin") } else { &args.path };
     let imported = oci::import(&building, path, args.reference.as_deref(), limits, &mut notes, &progress);
     let (tree, config) =
         imported.map_err(|error| of_input(error, &source, "a plain directory or archive is for image build"))?;
