@@ -4,6 +4,7 @@ use crate::commands::Error;
 use crate::output::Progress;
 use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::status::Status;
+use pagefold_os::volume::is_noexec;
 use std::fs;
 use std::io::{self, Write};
 use std::os::fd::AsRawFd;
@@ -34,27 +35,29 @@ pub fn runtime_dir() -> Result<PathBuf, Error> {
         _ if uid == 0 => PathBuf::from("/run/pagefold"),
         _ => std::env::temp_dir().join(format!("pagefold-{uid}")),
     };
-    match fs::DirBuilder::new().mode(0o700).create(&dir) {
-        Ok(()) => {}
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-            // In /tmp somebody else may have made it first: then it is not ours to trust.
-            let owner = fs::symlink_metadata(&dir)?;
-            if !owner.is_dir() || owner.uid() != uid || owner.mode() & 0o022 != 0 {
-                let is = match owner.is_dir() {
-                    true => format!("of user {} with mode {:04o}", owner.uid(), owner.mode() & 0o7777),
-                    false => "no directory".to_owned(),
-                };
-                return Err(format!(
-                    "{} must be a directory of user {uid} that nobody else may write, and is {is}; set \
-                     PAGEFOLD_RUNTIME_DIR to one",
-                    dir.display()
-                )
-                .into());
-            }
-        }
-        Err(error) => return Err(format!("cannot make {}: {error}; set PAGEFOLD_RUNTIME_DIR", dir.display()).into()),
-    }
+    make_own(&dir).map_err(|error| format!("{error}; set PAGEFOLD_RUNTIME_DIR to another"))?;
     Ok(dir)
+}
+
+/// Makes `dir`, if it is not there, and sees to it that nobody else can change what lies in it.
+fn make_own(dir: &Path) -> Result<(), String> {
+    // SAFETY: returns a number.
+    let uid = unsafe { libc::geteuid() };
+    match fs::DirBuilder::new().mode(0o700).create(dir) {
+        Ok(()) => return Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        Err(error) => return Err(format!("cannot make {}: {error}", dir.display())),
+    }
+    // In /tmp somebody else may have made it first: then it is not ours to trust.
+    let owner = fs::symlink_metadata(dir).map_err(|error| format!("{}: {error}", dir.display()))?;
+    if owner.is_dir() && owner.uid() == uid && owner.mode() & 0o022 == 0 {
+        return Ok(());
+    }
+    let is = match owner.is_dir() {
+        true => format!("of user {} with mode {:04o}", owner.uid(), owner.mode() & 0o7777),
+        false => "no directory".to_owned(),
+    };
+    Err(format!("{} must be a directory of user {uid} that nobody else may write, and is {is}", dir.display()))
 }
 
 /// Which daemon a command asks.
@@ -94,9 +97,34 @@ pub fn socket(given: Option<&Path>) -> Result<PathBuf, Error> {
 /// Most bytes of a Unix socket's path.
 const SOCKET_PATH_MAX: usize = 107;
 
-/// Writes the agent to the runtime directory, if it is not there already, and returns its path.
+/// Where the agent lies, so that it can be loaded: the runtime directory, but Debian and others mount /run `noexec`. Then
+/// the user's cache, /var/cache/pagefold for root, else a directory in /tmp.
+pub fn agent_dir() -> Result<PathBuf, Error> {
+    let first = runtime_dir()?;
+    if !is_noexec(&first) {
+        return Ok(first);
+    }
+    // SAFETY: returns a number.
+    let uid = unsafe { libc::geteuid() };
+    let absolute = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|dir| dir.is_absolute());
+    let cache = match uid {
+        0 => Some(PathBuf::from("/var/cache")),
+        _ => absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache"))),
+    };
+    let others = cache.map(|dir| dir.join("pagefold")).into_iter();
+    let mut others = others.chain([std::env::temp_dir().join(format!("pagefold-{uid}"))]);
+    others.find(|dir| make_own(dir).is_ok() && !is_noexec(dir)).ok_or_else(|| {
+        format!(
+            "no agent can be loaded from {}, which is mounted noexec; set PAGEFOLD_RUNTIME_DIR to a directory that is not",
+            first.display()
+        )
+        .into()
+    })
+}
+
+/// Writes the agent to its directory, if it is not there already, and returns its path.
 pub fn agent() -> Result<PathBuf, Error> {
-    let dir = runtime_dir()?;
+    let dir = agent_dir()?;
     let path = dir.join(format!("pagefold-agent-{}-{:x}.so", env!("CARGO_PKG_VERSION"), fnv(AGENT)));
     if fs::read(&path).is_ok_and(|bytes| bytes == AGENT) {
         return Ok(path);

@@ -308,6 +308,38 @@ fn a_runtime_directory_that_others_may_write_is_described_and_not_to_be_removed(
     }
 }
 
+/// Debian's initramfs mounts /run so, and everything below.
+#[test]
+fn the_agent_lies_where_it_can_be_loaded() {
+    let tool = Tool::new();
+    let run = tool.dir.path().join("run");
+    std::fs::create_dir(&run).expect("a directory");
+    let in_namespace = |others: &str, then: &str| {
+        let script = format!(
+            "mount -t tmpfs -o noexec,mode=700 none {run} && mount -t tmpfs -o {others} none /var/cache &&
+             mkdir {run}/tmp && export TMPDIR={run}/tmp PAGEFOLD_RUNTIME_DIR={run} || exit 77; {then}",
+            run = run.display()
+        );
+        let mut unshare = Command::new("unshare");
+        unshare
+            .args(["-rm", "sh", "-c", &script, env!("CARGO_BIN_EXE_pagefold")])
+            .output()
+            .ok()
+            .filter(|done| done.status.code() != Some(77))
+    };
+    let loaded = in_namespace("mode=755", "\"$0\" env; env $(\"$0\" env) true; \"$0\" doctor");
+    let Some(loaded) = loaded.filter(|done| !done.stdout.is_empty()) else {
+        return println!("SKIPPED: no namespace of our own");
+    };
+    let (said, errors) = (text(&loaded.stdout), text(&loaded.stderr));
+    assert!(said.contains("LD_PRELOAD=/var/cache/pagefold/pagefold-agent-") && errors.is_empty(), "{said}{errors}");
+    assert!(said.contains("ok       a directory for the agent: /var/cache/pagefold\n"), "{said}");
+    let nowhere = in_namespace("noexec,mode=755", "exec \"$0\" env").expect("a namespace");
+    let errors = text(&nowhere.stderr);
+    assert_eq!(nowhere.status.code(), Some(1), "{errors}");
+    assert!(errors.contains("is mounted noexec; set PAGEFOLD_RUNTIME_DIR"), "{errors}");
+}
+
 #[test]
 fn names_of_files_do_not_write_to_the_terminal() {
     let tool = Tool::new();

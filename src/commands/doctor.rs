@@ -1,6 +1,7 @@
 //! `pagefold doctor`: what works here, what does not, and the one command that mends it.
 
 use super::Error;
+use crate::host;
 use crate::output::{self, Style};
 use pagefold_os::probe::{self, Finding};
 use serde::Serialize;
@@ -61,6 +62,21 @@ fn merging(finding: Finding) -> Item {
     }
 }
 
+/// Whether what `run` preloads has a place from which it can be loaded.
+fn agent() -> Item {
+    let dir = host::agent_dir();
+    Item {
+        part: "merging",
+        name: "a directory for the agent".into(),
+        works: dir.is_ok(),
+        needed: true,
+        detail: dir.as_ref().map_or_else(ToString::to_string, |dir| dir.display().to_string()),
+        cure: dir
+            .is_err()
+            .then(|| "PAGEFOLD_RUNTIME_DIR=DIR in the environment, a directory of this user's alone".into()),
+    }
+}
+
 fn images(check: pagefold_image::doctor::Check) -> Item {
     Item {
         part: "images",
@@ -110,7 +126,7 @@ fn render(findings: &Findings, style: Style) -> String {
 
 /// Prints the findings.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
-    let merging = probe::all().into_iter().map(merging);
+    let merging = probe::all().into_iter().map(merging).chain([agent()]);
     let images = pagefold_image::doctor().into_iter().map(images);
     let findings: Vec<Item> =
         merging.chain(images).chain(pagefold_disk::doctor::doctor().into_iter().map(disks)).collect();

@@ -1,11 +1,14 @@
-//! Which file system a file lies on, told apart over time.
+//! Which file system a file lies on, told apart over time, and what its mount forbids.
 //!
 //! A device number is given again: to another disk image on a loop device, to any file system without a disk of its
 //! own. And where a file system is read-only, even the change time is data that its maker chose.
 
+use std::ffi::CString;
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 
 /// File systems without a block device of their own.
 const ANONYMOUS: u32 = 0;
@@ -13,6 +16,16 @@ const ANONYMOUS: u32 = 0;
 const LOOP: u32 = 7;
 /// The mount's number, never given again until the next boot (Linux 6.8).
 const STATX_MNT_ID_UNIQUE: u32 = 0x4000;
+
+/// True if nothing below `path` may be run, nor mapped to be run: its mount says `noexec`.
+pub fn is_noexec(path: &Path) -> bool {
+    let Ok(path) = CString::new(path.as_os_str().as_bytes()) else { return false };
+    // SAFETY: a struct of plain numbers, for which zero is a value, lives across the call that fills it.
+    unsafe {
+        let mut system: libc::statvfs = std::mem::zeroed();
+        libc::statvfs(path.as_ptr(), &mut system) == 0 && system.f_flag & libc::ST_NOEXEC != 0
+    }
+}
 
 /// A number for the file system `file` lies on: where it is the same again, a file of the same inode number and change
 /// time is the same file, unchanged. It is the device's where the device tells, and else the mount's.
