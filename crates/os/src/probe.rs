@@ -4,6 +4,7 @@ use crate::awake;
 use crate::fd::Fd;
 use crate::uffd::{self, Uffd};
 use std::fs;
+use std::path::Path;
 
 /// One thing that pagefold needs or can use.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,6 +33,10 @@ pub const MERGE_FEATURES: u64 = uffd::FEATURE_PAGEFAULT_FLAG_WP
 /// Tries everything.
 pub fn all() -> Vec<Finding> {
     let mut all = vec![kernel(), userfaultfd()];
+    // Seldom absent, and then what else is asked there is no answer.
+    if !Path::new("/proc/self/pagemap").exists() {
+        all.insert(0, no_proc());
+    }
     // Who gets none at all is told of the device there.
     if all.iter().all(|finding| finding.works) {
         all.push(device());
@@ -48,13 +53,34 @@ fn access(device: &str) -> String {
         return format!("let this container have {device}");
     }
     format!(
-        "as root, until the next boot: setfacl -m u:{uid}:rw {device}; for good: 70-pagefold.rules of dist/udev (in the \
-         package) and this user in the group kvm"
+        "as root, until the next boot: setfacl -m u:{uid}:rw {device} (Debian's package acl); for good: 70-pagefold.rules \
+         of dist/udev (in the package) and this user in the group kvm"
     )
 }
 
+fn no_proc() -> Finding {
+    Finding {
+        name: "/proc",
+        works: false,
+        needed: true,
+        detail: "not there, or without this kernel's page maps".into(),
+        cure: "mount -t proc proc /proc".into(),
+    }
+}
+
+/// The kernel's release, of uname(2).
+fn release() -> String {
+    // SAFETY: all-zero is a valid utsname.
+    let mut names: libc::utsname = unsafe { core::mem::zeroed() };
+    // SAFETY: the kernel writes into `names`, strings with a NUL behind them.
+    unsafe {
+        libc::uname(&raw mut names);
+        std::ffi::CStr::from_ptr(names.release.as_ptr()).to_string_lossy().into_owned()
+    }
+}
+
 fn kernel() -> Finding {
-    let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_owned();
+    let release = release();
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|n| n.parse::<u32>().unwrap_or(0));
     let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
     Finding {
