@@ -306,9 +306,10 @@ impl Cold {
         lock(&self.groups.all).values().any(|group| !lock(&group.clients).is_empty())
     }
 
-    /// The daemon stops in good order: everything comes back, unless a successor is about to come.
+    /// The daemon stops in good order: everything comes back, unless a successor is about to come. Where nobody is a client
+    /// there is nothing to hand over, and a keeper that stayed would start one that nobody wants.
     pub(crate) fn stop(&self) {
-        if self.config.hand_over {
+        if self.config.hand_over && self.is_in_use() {
             return;
         }
         // What comes back makes memory short: without this the pump would put out again what nobody will hold then.
@@ -453,6 +454,29 @@ mod tests {
         let cold = Cold::new(config, "/nowhere/s".as_ref());
         let made = [0, 5 << 20, 200 << 30].map(|named| cold.tier_config(named).bytes_max);
         assert_eq!(made, [8 << 20, 5 << 20, 8 << 20]);
+    }
+
+    /// A keeper that stays starts the next daemon, so it stays where there is somebody to hand over.
+    #[test]
+    fn a_daemon_without_clients_hands_nothing_over() {
+        let Some((client, _memory)) = client::tests::own(0, 1) else { return };
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config { hand_over: true, ..Config::default() };
+        let cold = Cold::new(config, &dir.path().join("s"));
+        let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
+        let quits = || {
+            let stop = || {
+                *lock(&cold.keeper) = Some(Keeper::connect(&cold.keeper_path).unwrap());
+                cold.stop();
+            };
+            let ((), asked) = with_keeper(&cold.keeper_path, |_, _| vec![0], stop);
+            std::fs::remove_file(&cold.keeper_path).unwrap();
+            asked.contains(&b"Q".to_vec())
+        };
+        lock(&group.clients).insert(client.region, Arc::new(client));
+        assert!(!quits());
+        group.remove(1);
+        assert!(quits());
     }
 
     /// What a client writes into its table does not keep the keeper, and all that it holds, beyond an orderly stop.
