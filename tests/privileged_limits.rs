@@ -69,6 +69,48 @@ fn a_limit_of_memory_means_no_failure() {
     group.assert_nobody_was_killed();
 }
 
+/// A daemon without descriptors says so of whom it cannot manage, and manages him when it has some.
+#[test]
+fn a_limit_of_descriptors_is_named() {
+    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+    let daemon = Daemon::start(&["--period", "500ms"]);
+    let limit = |most: u64| {
+        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: writes one limit.
+        let got = unsafe { libc::prlimit(daemon.pid(), libc::RLIMIT_NOFILE, core::ptr::null(), &raw mut limit) };
+        limit.rlim_cur = most;
+        // SAFETY: reads one limit, writes none.
+        let set = unsafe { libc::prlimit(daemon.pid(), libc::RLIMIT_NOFILE, &raw const limit, core::ptr::null_mut()) };
+        assert_eq!((got, set), (0, 0), "prlimit: {}", std::io::Error::last_os_error());
+    };
+    let taken = || -> Vec<u64> {
+        let fds = std::fs::read_dir(format!("/proc/{}/fd", daemon.pid())).expect("the daemon's").flatten();
+        fds.filter_map(|fd| fd.file_name().to_str()?.parse().ok()).collect()
+    };
+    // Who asked whether it listens has left.
+    wait_for("the daemon to rest", 20, || {
+        let before = taken();
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        before == taken()
+    });
+    let taken = taken();
+    // Room for a connection, and not for what comes by it.
+    limit((0..).filter(|number| !taken.contains(number)).nth(1).unwrap_or(0));
+    let client = Server::start(daemon.run(&[]), program);
+    let why = |daemon: &Daemon| {
+        // Who asks takes the one descriptor too.
+        let output = daemon.tool(&["status", "--json"]);
+        let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+        status["not_covered"]
+            .as_array()
+            .map(|list| list.iter().map(|one| one["reason"].to_string()).collect::<String>())
+    };
+    wait_for("the reason", 120, || why(&daemon).is_some_and(|why| why.contains("LimitNOFILE")));
+    limit(1 << 10);
+    wait_for("the client to be covered", 120, || why(&daemon).is_some_and(|why| why.is_empty()));
+    assert!(client.end().success());
+}
+
 /// What is given back is as few mappings as it was before it was merged, not one for each step.
 #[test]
 fn unmerged_memory_is_one_mapping_again() {

@@ -20,7 +20,7 @@ impl Daemon {
     /// if there is no such client.
     ///
     /// # Errors
-    /// One line, on who could not be parked; all others are.
+    /// One line, on who could not be parked; all others are. Who has ended is nobody's concern.
     pub(crate) fn park(&self, whom: &Whom) -> Result<Option<(u64, u64)>, String> {
         let live = self.clients_where(|pid| whom.has(pid)).into_iter();
         let refused: Vec<String> = live.filter_map(|(pid, domain, id)| self.lease(pid, &domain, id).err()).collect();
@@ -43,13 +43,17 @@ impl Daemon {
         moved
     }
 
+    /// Leaves what a client that is merged live has to the tier, or finds that it has ended.
     fn lease(&self, pid: i32, domain: &Domain, id: ClientId) -> Result<(), String> {
         let began = Instant::now();
         let mut parted = false;
         // A client of the tier alone, or parked already.
         while !self.cold.is_linked(pid) {
             if !parted {
-                parted = domain.part(id, true).map_err(|_| format!("{pid} has ended"))?;
+                let Ok(left) = domain.part(id, true) else { return Ok(()) };
+                parted = left;
+            } else if !self.is_connected(pid, id) {
+                return Ok(());
             }
             if began.elapsed() > if parted { PATIENCE } else { REFUSAL } {
                 let _ = domain.part(id, false);
@@ -63,5 +67,21 @@ impl Daemon {
             std::thread::sleep(if parted { PAUSE } else { PAUSE * 10 });
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::cold::Whom;
+    use crate::server::tests::{connected, daemon};
+
+    /// Many programs end while all are parked: a command that names none of them has not failed for that.
+    #[test]
+    fn who_ends_while_all_are_parked_is_no_failure() {
+        let daemon = daemon();
+        // The kernel has closed its connection, and the daemon has not looked yet.
+        daemon.list(connected(std::process::id() as i32));
+        assert_eq!(daemon.park(&Whom::All), Ok(None));
+        daemon.end();
     }
 }

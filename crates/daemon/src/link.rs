@@ -110,13 +110,49 @@ pub struct Link {
 pub enum GreetError {
     /// The kernel refused something on our side.
     #[error("{0}")]
-    System(#[from] pagefold_os::Errno),
+    System(pagefold_os::Errno),
     /// The client cannot be managed; the error is its own.
-    #[error("the client's kernel refused userfaultfd: {0}")]
+    #[error("the client's kernel refused userfaultfd: {0}; see pagefold doctor")]
     ClientCannot(pagefold_os::Errno),
     /// The client said something that is no part of the protocol.
     #[error("not a greeting of this version")]
     Protocol,
+    /// We have no number for what the client sent.
+    #[error("the daemon has no descriptor left for it: raise its LimitNOFILE=, or ulimit -n")]
+    NoDescriptor,
+    /// The client has ended, or will greet again.
+    #[error("it hung up")]
+    HungUp,
+    /// The cold tier does not take it.
+    #[error("{0}")]
+    Cold(String),
+}
+
+impl From<pagefold_os::Errno> for GreetError {
+    fn from(errno: pagefold_os::Errno) -> GreetError {
+        match errno.0 {
+            libc::EPIPE | libc::ECONNRESET => GreetError::HungUp,
+            _ => GreetError::System(errno),
+        }
+    }
+}
+
+/// What the client says to its welcome, with its descriptors.
+pub(crate) fn receive_ready(socket: &Fd) -> Result<(Packet, sock::Fds), GreetError> {
+    let mut buffer = [0; size_of::<Packet>()];
+    let (got, fds) = sock::receive(socket, &mut buffer, 0)?;
+    if got == 0 {
+        return Err(GreetError::HungUp);
+    }
+    if fds.is_cut() {
+        return Err(GreetError::NoDescriptor);
+    }
+    let ready = Packet::parse(&buffer[..got]).filter(|packet| packet.op == Op::Ready as u32);
+    let ready = ready.ok_or(GreetError::Protocol)?;
+    if ready.status != 0 {
+        return Err(GreetError::ClientCannot(pagefold_os::Errno(ready.status)));
+    }
+    Ok((ready, fds))
 }
 
 impl Link {
@@ -135,13 +171,7 @@ impl Link {
         let mut pass = vec![channel_fd.raw()];
         pass.extend(device.map(Fd::raw));
         sock::send(&socket, Packet::new(Op::Welcome).bytes(), &pass)?;
-        let mut buffer = [0; size_of::<Packet>()];
-        let (got, _) = sock::receive(&socket, &mut buffer, 0)?;
-        let ready = Packet::parse(&buffer[..got]).filter(|packet| packet.op == Op::Ready as u32);
-        let ready = ready.ok_or(GreetError::Protocol)?;
-        if ready.status != 0 {
-            return Err(GreetError::ClientCannot(pagefold_os::Errno(ready.status)));
-        }
+        receive_ready(&socket)?;
         let name = pagefold_os::procfs::name(cred.pid).unwrap_or_else(|| "?".into());
         Ok(Link {
             socket,

@@ -339,12 +339,15 @@ impl Daemon {
         let text: Vec<u8> = hello.text.iter().copied().take_while(|byte| *byte != 0).collect();
         let name = String::from_utf8_lossy(&text).into_owned();
         let name = if name.is_empty() { "default".to_owned() } else { name };
+        if fds.is_cut() {
+            return self.note_not_greeted(cred.pid, &GreetError::NoDescriptor);
+        }
         if hello.a & pagefold_agent::wire::HELLO_COLD != 0 {
             let key = (cred.uid, name);
-            if let Err(reason) = self.cold.greet(socket, hello, fds, self.device.as_ref(), key) {
-                self.note_not_covered(cred.pid, reason);
-            }
-            return;
+            return match self.cold.greet(socket, hello, fds, self.device.as_ref(), key) {
+                Ok(()) => self.forget_not_covered(cred.pid),
+                Err(error) => self.note_not_greeted(cred.pid, &error),
+            };
         }
         if self.has_all_links(&lock(&self.connected), cred.pid) {
             return self.note_not_covered(cred.pid, TOO_MANY_LINKS.into());
@@ -352,14 +355,7 @@ impl Daemon {
         let socket = Arc::new(socket);
         let link = match Link::greet(socket.clone(), hello, fds, self.device.as_ref()) {
             Ok(link) => link,
-            Err(error) => {
-                let reason = match error {
-                    GreetError::ClientCannot(_) => format!("{error}; see pagefold doctor"),
-                    other => other.to_string(),
-                };
-                self.note_not_covered(cred.pid, reason);
-                return;
-            }
+            Err(error) => return self.note_not_greeted(cred.pid, &error),
         };
         let shared = link.shared();
         let key = (cred.uid, name);
@@ -384,6 +380,7 @@ impl Daemon {
         if refused {
             return self.note_not_covered(cred.pid, TOO_MANY_LINKS.into());
         }
+        self.forget_not_covered(cred.pid);
         self.bells[1].ring();
         ring(&wake);
     }
@@ -399,7 +396,21 @@ impl Daemon {
         lock(&self.not_covered).iter().rev().find(|one| one.pid == pid).map(|one| one.reason.clone())
     }
 
+    /// Notes why a greeting came to nothing, but not of a process that ended meanwhile.
+    fn note_not_greeted(&self, pid: i32, error: &GreetError) {
+        if !matches!(error, GreetError::HungUp) {
+            self.note_not_covered(pid, error.to_string());
+        }
+    }
+
+    /// What was noted of process `pid` is over: it is covered now, or there is something newer.
+    fn forget_not_covered(&self, pid: i32) {
+        // Those that cannot be seen from here all have the number 0.
+        lock(&self.not_covered).retain(|one| one.pid != pid || pid == 0);
+    }
+
     fn note_not_covered(&self, pid: i32, reason: String) {
+        self.forget_not_covered(pid);
         let mut list = lock(&self.not_covered);
         if list.len() == NOT_COVERED_MAX {
             list.pop_front();
@@ -625,6 +636,11 @@ impl Daemon {
         }
     }
 
+    /// True if client `id` of process `pid` is connected still.
+    pub(crate) fn is_connected(&self, pid: i32, id: ClientId) -> bool {
+        lock(&self.connected).iter().any(|client| client.shared.pid == pid && client.id == id)
+    }
+
     /// The clients of process `pid` (one, unless it connected twice), or all.
     pub(crate) fn clients_of(&self, pid: Option<i32>) -> Vec<(Arc<Domain>, ClientId)> {
         let clients = self.clients_where(|own| pid.is_none_or(|pid| pid == own));
@@ -667,10 +683,10 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    fn daemon() -> Arc<Daemon> {
+    pub(crate) fn daemon() -> Arc<Daemon> {
         // It does not listen.
         Daemon::new(Config { pool_max_bytes: 64 << 20, ..Config::default() })
     }
@@ -680,7 +696,7 @@ mod tests {
         (std::os::fd::OwnedFd::from(ours).into(), std::os::fd::OwnedFd::from(theirs).into())
     }
 
-    fn connected(pid: i32) -> Connected {
+    pub(crate) fn connected(pid: i32) -> Connected {
         let (socket, _) = pair();
         Connected { key: (0, "d".into()), id: 1, shared: Arc::new(Shared::of(pid)), socket: Arc::new(socket) }
     }
@@ -744,9 +760,47 @@ mod tests {
         daemon.add_client(ours, &Packet::new(Op::Hello), fds);
         assert_eq!(daemon.why_not_covered(me).as_deref(), Some(TOO_MANY_LINKS));
         assert!(!daemon.has_all_links(&lock(&daemon.connected), me + 1));
-        daemon.stop();
-        lock(&daemon.groups).values().for_each(|group| group.over.store(true, Ordering::Release));
-        daemon.ring_workers();
+        daemon.end();
+    }
+
+    impl Daemon {
+        /// Has `client` in its list, and not in its domain.
+        pub(crate) fn list(self: &Arc<Daemon>, client: Connected) {
+            self.join(&client.key).unwrap();
+            lock(&self.connected).push(client);
+        }
+
+        /// Ends the workers of one that does not run.
+        pub(crate) fn end(&self) {
+            self.stop();
+            lock(&self.groups).values().for_each(|group| group.over.store(true, Ordering::Release));
+            self.ring_workers();
+        }
+    }
+
+    /// A program that forks many short-lived children does not fill the list of those that cannot be managed.
+    #[test]
+    fn who_ends_while_it_is_greeted_is_not_named() {
+        let daemon = daemon();
+        let me = std::process::id() as i32;
+        let greeted = |flags: u64| {
+            let (ours, theirs) = pair();
+            let pagemap = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).unwrap();
+            let hello = Packet { a: flags, ..Packet::new(Op::Hello) };
+            sock::send(&theirs, hello.bytes(), &[pagemap.raw()]).unwrap();
+            drop(theirs);
+            daemon.greet(ours);
+            daemon.why_not_covered(me)
+        };
+        for flags in [0, pagefold_agent::wire::HELLO_COLD] {
+            assert_eq!(greeted(flags), None);
+        }
+        // One that says why is.
+        daemon.note_not_greeted(me, &GreetError::ClientCannot(pagefold_os::Errno(libc::EPERM)));
+        daemon.note_not_greeted(me, &GreetError::Protocol);
+        assert_eq!(lock(&daemon.not_covered).len(), 1, "the last reason of a process is the one that holds");
+        daemon.forget_not_covered(me);
+        assert_eq!(daemon.why_not_covered(me), None);
     }
 
     #[test]

@@ -6,6 +6,7 @@
 use super::client::{Client, Handed, Identity};
 use super::link::ColdLink;
 use super::{Cold, Group, Whom, random, threads};
+use crate::link::{GreetError, receive_ready};
 use crate::server::{DomainKey, lock};
 use pagefold_agent::wire::{HELLO_AWAY, Op, Packet};
 use pagefold_os::fd::Fd;
@@ -22,7 +23,7 @@ impl Cold {
     /// Greets an agent: see `agent::cold::connect` for the other half.
     ///
     /// # Errors
-    /// One line for `status`.
+    /// [`GreetError`].
     pub(crate) fn greet(
         &self,
         socket: Fd,
@@ -30,39 +31,32 @@ impl Cold {
         mut fds: sock::Fds,
         device: Option<&Fd>,
         key: DomainKey,
-    ) -> Result<(), String> {
-        let cred = sock::peer(&socket).map_err(|errno| errno.to_string())?;
-        let pagemap = fds.take(0).filter(pagemap::is_one).ok_or("not a greeting of this version")?;
+    ) -> Result<(), GreetError> {
+        let cred = sock::peer(&socket)?;
+        let pagemap = fds.take(0).filter(pagemap::is_one).ok_or(GreetError::Protocol)?;
         if self.closing.load(Ordering::SeqCst) {
-            return Err("the daemon stops".into());
+            return Err(GreetError::Cold("the daemon stops".into()));
         }
         self.ensure_keeper();
         let socket = Arc::new(socket);
-        let link = ColdLink::new(socket.clone()).map_err(|errno| errno.to_string())?;
+        let link = ColdLink::new(socket.clone())?;
         let mut pass = vec![link.channel_fd().raw()];
         pass.extend(device.map(Fd::raw));
-        sock::send(&socket, Packet::new(Op::Welcome).bytes(), &pass).map_err(|errno| errno.to_string())?;
-        let mut buffer = [0; size_of::<Packet>()];
-        let (got, mut fds) = sock::receive(&socket, &mut buffer, 0).map_err(|errno| errno.to_string())?;
-        let ready = Packet::parse(&buffer[..got]).filter(|packet| packet.op == Op::Ready as u32);
-        let ready = ready.ok_or("not a greeting of this version")?;
-        if ready.status != 0 {
-            return Err(format!(
-                "the client's kernel refused userfaultfd: {}; see pagefold doctor",
-                Errno(ready.status)
-            ));
-        }
+        sock::send(&socket, Packet::new(Op::Welcome).bytes(), &pass)?;
+        let (ready, mut fds) = receive_ready(&socket)?;
         let (Some(uffd), Some(table)) = (fds.take(0), fds.take(1)) else {
-            return Err("not a greeting of this version".into());
+            return Err(GreetError::Protocol);
         };
         let handed = Handed { uffd: Uffd::from_fd(uffd), table, pagemap };
         let who = Identity { region: 0, token: 0, pid: cred.pid, uid: cred.uid };
         // Not for whoever names one and goes.
-        let group = self.group(&key, hello.count)?;
+        let group = self.group(&key, hello.count).map_err(GreetError::Cold)?;
         let result = self.attach(&group, who, handed, link, &ready, hello);
         result.map_err(|errno| {
-            let _ = sock::send(&socket, Packet { status: errno.0, ..Packet::new(Op::ColdGo) }.bytes(), &[]);
-            format!("the cold tier cannot serve it: {errno}")
+            match sock::send(&socket, Packet { status: errno.0, ..Packet::new(Op::ColdGo) }.bytes(), &[]) {
+                Err(Errno(libc::EPIPE | libc::ECONNRESET)) => GreetError::HungUp,
+                _ => GreetError::Cold(format!("the cold tier cannot serve it: {errno}")),
+            }
         })
     }
 
