@@ -139,7 +139,7 @@ fn a_daemon_killed_meanwhile_is_replaced_by_one_that_knows() {
         host.kill_daemon();
         host.wait();
         wait_for("both to be back", 30, || {
-            host.cold(pid).is_some_and(|client| client["connected"] == true)
+            host.cold(pid).is_some_and(|client| client["connected"] == true && client["parked"] == true)
                 && live(&host, pid).is_some_and(|client| client["stats"]["paused"] == true)
         });
         if round % 2 == 0 {

@@ -135,7 +135,8 @@ impl Cold {
                     pages_lost: client.table.head().lost.load(Ordering::Relaxed),
                     fault_ns: get(&counters.fault_ns),
                     fault_us_log2: counters.fault_us.iter().map(get).collect(),
-                    parked: client.parked.load(Ordering::Relaxed),
+                    // A successor knows it of those who have their memory here until they are unparked.
+                    parked: client.parked.load(Ordering::Relaxed) || client.leased.load(Ordering::Relaxed),
                     connected: lock(&client.socket).is_some(),
                     idle_s: client
                         .policy
