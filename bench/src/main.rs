@@ -214,11 +214,13 @@ fn main() -> ExitCode {
         }
         return usage();
     }
-    if let Some(code) = guard::run() {
-        return code;
-    }
-    if chosen.len() > 1 && args.iter().any(|arg| arg == "--help" || arg == "-h") {
+    let help = args.iter().any(|arg| arg == "--help" || arg == "-h");
+    if help && chosen.len() > 1 {
         return usage();
+    }
+    // Who only asks what there is need not wait for the end of another run.
+    if let Some(code) = (!help).then(guard::run).flatten() {
+        return code;
     }
     let options = take(&mut args, "--plot").and_then(|plot| Ok((plot, take(&mut args, "--record")?)));
     let (plot, record) = match options {

@@ -13,17 +13,22 @@ pub enum Clock {
     Cpu,
 }
 
+/// A number of things of which one at least is wanted.
+fn positive(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|number| *number > 0).ok_or_else(|| "a whole number, 1 at least".to_owned())
+}
+
 /// Options that mean the same wherever they stand.
 #[derive(Args, Debug)]
 pub struct Common {
     /// Keys in the structure.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = positive)]
     pub keys: Option<usize>,
     /// Threads, as a list: each number is measured.
-    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1,2")]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1,2", value_parser = positive)]
     pub threads: Vec<usize>,
     /// Rounds; the median and the spread are shown.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = positive)]
     pub rounds: Option<usize>,
     /// Rates by time on the wall or by time on a processor.
     #[arg(long, value_enum, default_value = "wall")]
@@ -62,7 +67,7 @@ impl Common {
 
 /// Parses the options of one bench; on an error or --help, what the program should exit with.
 pub fn parse<T: Parser>(name: &str, args: &[String]) -> Result<T, ExitCode> {
-    T::try_parse_from(std::iter::once(name.to_string()).chain(args.iter().cloned())).map_err(|error| {
+    T::try_parse_from(std::iter::once(format!("pagefold bench {name}")).chain(args.iter().cloned())).map_err(|error| {
         let _ = error.print();
         ExitCode::from(if error.use_stderr() { 2 } else { 0 })
     })
@@ -89,4 +94,27 @@ pub fn refuse(usage: &str, args: &[String], flags: &[&str], valued: &[&str], wor
         }
     }
     None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Parser, Debug)]
+    struct Bench {
+        #[command(flatten)]
+        common: Common,
+    }
+
+    #[test]
+    fn nothing_is_measured_of_nothing() {
+        let parsed = |option: &str, value: &str| {
+            let args = [option.to_owned(), value.to_owned()];
+            parse::<Bench>("kv", &args).map(|bench| bench.common.keys(7))
+        };
+        for (option, value) in [("--keys", "0"), ("--threads", "1,0"), ("--rounds", "0"), ("--keys", "x")] {
+            assert!(parsed(option, value).is_err(), "{option} {value}");
+        }
+        assert_eq!(parsed("--keys", "5").unwrap(), 5);
+    }
 }

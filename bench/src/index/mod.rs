@@ -17,6 +17,7 @@ use crate::options::{self, Clock, Common};
 use clap::{Parser, ValueEnum};
 use run::{Figures, Plan};
 use std::collections::BTreeMap;
+use std::io::IsTerminal;
 use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
@@ -202,7 +203,7 @@ fn drive(args: &Args) -> Result<(), String> {
             for (name, value) in figures {
                 row.figures.entry(name).or_default().push(value);
             }
-            if !args.common.json {
+            if !args.common.json && std::io::stderr().is_terminal() {
                 eprint!(
                     "\rround {}/{rounds}: {:<18} {} keys, {} threads   ",
                     round + 1,
