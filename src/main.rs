@@ -19,22 +19,24 @@ use std::process::ExitCode;
 #[derive(Parser)]
 #[command(name = "pagefold", version, propagate_version = true)]
 #[command(after_help = "\
-Defaults for options are read from /etc/pagefold/pagefold.toml and $XDG_CONFIG_HOME/pagefold/pagefold.toml, or from
-the one file that --config or PAGEFOLD_CONFIG names; the command line wins.
+Defaults for options are read from /etc/pagefold/pagefold.toml and
+$XDG_CONFIG_HOME/pagefold/pagefold.toml, or from the one file that --config or PAGEFOLD_CONFIG
+names; the command line wins.
 
 Environment:
   NO_COLOR              no colours, as without a terminal
   PAGEFOLD_CONFIG       the file with defaults, as --config
   PAGEFOLD_SOCKET       the daemon's socket, as --socket; `run` sets it for what it runs
   PAGEFOLD_STORE        the store of image trees, as image --store
-  PAGEFOLD_RUNTIME_DIR  where sockets of daemon and mounts lie; else $XDG_RUNTIME_DIR/pagefold (root: /run/pagefold)
+  PAGEFOLD_RUNTIME_DIR  where the agent and the sockets of daemon and mounts lie; else
+                        $XDG_RUNTIME_DIR/pagefold (root: /run/pagefold)
 
 Exit status:
   0    done, and all is well
   1    failed, or what was looked at is not well (doctor, scan, verify, demo)
   2    wrong usage
-  run and image exec take the process over and pass its own status on; they themselves fail with 125 (run also
-  for wrong usage), or 126 if the program cannot be run, 127 if it is not found.")]
+  run and image exec take the process over and pass its own status on; they themselves fail with
+  125 (run also for wrong usage), or 126 if the program cannot be run, 127 if it is not found.")]
 struct Cli {
     /// File with defaults for options, instead of /etc/pagefold/pagefold.toml and the user's; `none` for no file (`./none` is one)
     #[arg(long, global = true, value_name = "PATH")]

@@ -13,6 +13,11 @@ use std::time::{Duration, Instant};
 
 /// Serve disk images through one page cache that keeps equal blocks once
 #[derive(clap::Args)]
+#[command(after_help = "Examples:
+  pagefold disk scan /srv/images
+  pagefold disk mount /srv/images /mnt/images --cache-size 8G --background
+  pagefold disk status
+  pagefold disk umount /mnt/images")]
 pub struct Args {
     #[command(subcommand)]
     command: DiskCommand,
