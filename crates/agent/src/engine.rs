@@ -15,7 +15,7 @@ mod events;
 mod life;
 mod requests;
 
-pub(crate) use connect::{TAKEN_MS, wait_for_answer};
+pub(crate) use connect::{REFUSED_MS, TAKEN_MS, device_of, is_lasting, wait_for_answer};
 #[cfg(feature = "preload")]
 pub(crate) use events::{forget_served, give_owed, wait_served};
 pub(crate) use life::start;

@@ -412,6 +412,8 @@ impl Daemon {
     fn note_not_covered(&self, pid: i32, reason: String) {
         self.forget_not_covered(pid);
         let mut list = lock(&self.not_covered);
+        // Who is refused asks again and again; the others stay in the list.
+        list.retain(|one| one.pid != pid || one.reason != reason);
         if list.len() == NOT_COVERED_MAX {
             list.pop_front();
         }

@@ -12,7 +12,7 @@ use crate::bell::Bell;
 use crate::channel::{input, write_out};
 use crate::chores::{leave_if_alone, look_around};
 use crate::cold_table::{self, OUT, PACT_AGENT, Table};
-use crate::engine::{TAKEN_MS, wait_for_answer};
+use crate::engine::{REFUSED_MS, TAKEN_MS, device_of, is_lasting, wait_for_answer};
 use crate::listing::{for_each_plain, list_plain};
 use crate::maps::Maps;
 use crate::own::{COLD_STAGING, mark_own};
@@ -73,9 +73,12 @@ fn serve_while(phase: &AtomicU32) {
     let goes_on = || phase.load(Ordering::Acquire) == 1;
     let mut cold: Option<Cold> = None;
     let mut vigil = Vigil::default();
+    let mut rests_until = 0;
     while goes_on() {
-        match connect(&mut cold, phase) {
-            Ok(mut connection) => {
+        let connected = (sched::monotonic_ns() >= rests_until).then(|| connect(&mut cold, phase));
+        match connected {
+            None => {}
+            Some(Ok(mut connection)) => {
                 vigil.begin_anew();
                 if let Some(cold) = &mut cold {
                     let _ = cold.serve(&mut connection, phase);
@@ -86,7 +89,12 @@ fn serve_while(phase: &AtomicU32) {
                     break;
                 }
             }
-            Err(Errno(errno)) => SHARED.error.store(errno, Ordering::Relaxed),
+            Some(Err(failure)) => {
+                SHARED.error.store(failure.errno.0, Ordering::Relaxed);
+                if failure.rests {
+                    rests_until = sched::monotonic_ns() + REFUSED_MS as u64 * 1_000_000;
+                }
+            }
         }
         leave_if_alone();
         if goes_on() {
@@ -127,10 +135,26 @@ fn make(device: Option<&Fd>) -> Result<Cold> {
     Ok(Cold { maps, hold, bare: true, mover: None, staging: None, table_fd, table })
 }
 
-/// Greets the daemon; makes what is missing.
-fn connect(cold: &mut Option<Cold>, phase: &AtomicU32) -> Result<Connection> {
-    let (path, domain) = read_settings();
-    let socket = sock::connect_within(path, TAKEN_MS)?;
+/// Why there is no connection.
+#[derive(Debug)]
+struct Failure {
+    errno: Errno,
+    /// There is somebody, and to ask at once again would be of no use.
+    rests: bool,
+}
+
+impl From<Errno> for Failure {
+    fn from(errno: Errno) -> Failure {
+        Failure { errno, rests: false }
+    }
+}
+
+fn connect(cold: &mut Option<Cold>, phase: &AtomicU32) -> core::result::Result<Connection, Failure> {
+    greet(sock::connect_within(read_settings().0, TAKEN_MS)?, cold, phase)
+}
+
+/// Greets the daemon at `socket`; makes what is missing.
+fn greet(socket: Fd, cold: &mut Option<Cold>, phase: &AtomicU32) -> core::result::Result<Connection, Failure> {
     let mut hello = Packet::new(Op::Hello);
     hello.a = wire::HELLO_ALL | wire::HELLO_COLD;
     if is_leased() {
@@ -138,27 +162,26 @@ fn connect(cold: &mut Option<Cold>, phase: &AtomicU32) -> Result<Connection> {
     }
     hello.b = TOLERANCE_PPM.load(Ordering::Relaxed);
     hello.count = TIER_MAX.load(Ordering::Relaxed);
-    hello.text = *domain;
+    hello.text = *read_settings().1;
     let pagemap = Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?;
     sock::set_timeout(&socket, 10_000)?;
     sock::send(&socket, hello.bytes(), &[pagemap.raw()])?;
     drop(pagemap);
     let (welcome, mut fds) = receive(&socket, Op::Welcome, phase)?;
     if welcome.status != 0 {
-        return Err(Errno(welcome.status));
+        return Err(Errno(welcome.status).into());
     }
-    let channel_fd = fds.take(0).ok_or(Errno(libc::EPROTO))?;
-    let device = fds.take(1).or_else(|| uffd::open_device().ok());
-    let set_up = set_up(cold, &channel_fd, device.as_ref());
     let mut ready = Packet::new(Op::Ready);
-    let channel = match set_up {
-        Ok(channel) => channel,
+    let (device, channel_fd, channel) = match set_up_by(cold, &mut fds) {
+        Ok(made) => made,
         Err(errno) => {
-            // A lack that will not go away by itself.
             ready.status = errno.0;
             let _ = sock::send(&socket, ready.bytes(), &[]);
-            phase.store(3, Ordering::Release);
-            return Err(errno);
+            // Not what hangs on an earlier connection; and who asked us to leave meanwhile gets what he asked for.
+            if is_lasting(errno) && cold.as_ref().is_none_or(|cold| cold.bare) {
+                let _ = phase.compare_exchange(1, 3, Ordering::AcqRel, Ordering::Acquire);
+            }
+            return Err(Failure { errno, rests: true });
         }
     };
     let cold = cold.as_mut().ok_or(Errno(libc::EPROTO))?;
@@ -166,9 +189,9 @@ fn connect(cold: &mut Option<Cold>, phase: &AtomicU32) -> Result<Connection> {
     // Of which an earlier daemon has heard.
     ready.b = sched::thread_cpu_ns();
     sock::send(&socket, ready.bytes(), &[cold.hold.fd().raw(), cold.table_fd.raw()])?;
-    let go = receive(&socket, Op::ColdGo, phase).and_then(|(go, _)| match go.status {
+    let go = receive(&socket, Op::ColdGo, phase).map_err(Failure::from).and_then(|(go, _)| match go.status {
         0 => Ok(go),
-        errno => Err(Errno(errno)),
+        errno => Err(Failure { errno: Errno(errno), rests: !matches!(errno, libc::EAGAIN | libc::ETIMEDOUT) }),
     });
     if go.is_err() && cold.bare {
         // It may have been enabled, which goes once; nothing hangs on it yet.
@@ -187,6 +210,14 @@ fn receive(socket: &Fd, op: Op, phase: &AtomicU32) -> Result<(Packet, sock::Fds)
     let (got, fds) = sock::receive(socket, &mut buffer, 0)?;
     let packet = Packet::parse(&buffer[..got]).filter(|packet| packet.op == op as u32);
     Ok((packet.ok_or(Errno(libc::EPROTO))?, fds))
+}
+
+/// As [`set_up`], of what came with the daemon's answer.
+fn set_up_by(cold: &mut Option<Cold>, fds: &mut sock::Fds) -> Result<(Option<Fd>, Fd, mem::Mapping)> {
+    let device = device_of(fds)?;
+    let channel_fd = fds.take(0).ok_or(Errno(libc::EPROTO))?;
+    let channel = set_up(cold, &channel_fd, device.as_ref())?;
+    Ok((device, channel_fd, channel))
 }
 
 fn set_up(cold: &mut Option<Cold>, channel_fd: &Fd, device: Option<&Fd>) -> Result<mem::Mapping> {
@@ -433,6 +464,56 @@ mod tests {
         // SAFETY: the descriptor has one owner.
         let socket = unsafe { Fd::from_raw(std::os::fd::IntoRawFd::into_raw_fd(socket)) };
         Some((cold, Connection { socket, channel_fd, channel, epoch: 0 }, memory))
+    }
+
+    fn pair() -> [Fd; 2] {
+        let mut pair = [0; 2];
+        // SAFETY: the kernel writes two numbers.
+        let made =
+            unsafe { libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0, pair.as_mut_ptr()) };
+        assert_eq!(made, 0);
+        // SAFETY: both were just made, and have one owner.
+        pair.map(|fd| unsafe { Fd::from_raw(fd) })
+    }
+
+    /// What is wrong with a channel is a daemon's affair; a userfaultfd that may not be is the kernel's, for good.
+    #[test]
+    fn who_lacks_something_for_a_while_greets_again() {
+        let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
+        let phase = AtomicU32::new(1);
+        let mut cold = None;
+        // Greets a daemon whose channel has so many bytes; tells what came of it, and what the daemon heard.
+        let mut greeted = |channel_len: usize| {
+            let [ours, theirs] = pair();
+            let channel = memfd::create(c"channel", channel_len as u64).unwrap();
+            memfd::add_seals(&channel, memfd::SEAL_SHRINK).unwrap();
+            let daemon = move || {
+                let mut said = [0; size_of::<Packet>()];
+                sock::receive(&theirs, &mut said, 0).unwrap();
+                sock::send(&theirs, Packet::new(Op::Welcome).bytes(), &[channel.raw()]).unwrap();
+                sock::receive(&theirs, &mut said, 0).unwrap();
+                let status = Packet::parse(&said).unwrap().status;
+                if status == 0 {
+                    sock::send(&theirs, Packet::new(Op::ColdGo).bytes(), &[]).unwrap();
+                }
+                status
+            };
+            thread::scope(|scope| {
+                let daemon = scope.spawn(daemon);
+                let failure = greet(ours, &mut cold, &phase).err();
+                (failure.map(|failure| (failure.errno, failure.rests)), daemon.join().unwrap())
+            })
+        };
+        assert_eq!(greeted(PAGE_SIZE), (Some((Errno(libc::EPROTO), true)), libc::EPROTO));
+        assert_eq!(phase.load(Ordering::Relaxed), 1, "it has given up");
+        let (failure, status) = greeted(CHANNEL_LEN);
+        if status != 0 {
+            assert_eq!(phase.load(Ordering::Relaxed), 3, "{failure:?}");
+            return eprintln!("SKIPPED: no userfaultfd for us");
+        }
+        assert_eq!(failure, None);
+        // Nothing hangs on it.
+        TABLE.store(0, Ordering::Release);
     }
 
     #[test]

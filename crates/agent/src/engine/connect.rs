@@ -21,7 +21,7 @@ use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{PAGE_SIZE, Range, mem, memfd, sched, sock, syscall};
 
 /// And before it tries again when it could not set itself up.
-const REFUSED_MS: i32 = 10_000;
+pub(crate) const REFUSED_MS: i32 = 10_000;
 
 /// How long the agent waits for a daemon that listens but takes no connections, and for the answer to what it greets with: at
 /// work, and if it is about to leave.
@@ -126,10 +126,12 @@ pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
     if welcome.status != 0 {
         return Err(Errno(welcome.status));
     }
-    let channel_fd = fds.take(0).ok_or(Errno(libc::EPROTO))?;
-    let device = fds.take(1).or_else(|| uffd::open_device().ok());
-    match set_up(channel_fd, files, device.as_ref(), left) {
-        Ok(mut agent) => {
+    let made = device_of(&mut fds).and_then(|device| {
+        let channel_fd = fds.take(0).ok_or(Errno(libc::EPROTO))?;
+        Ok((set_up(channel_fd, files, device.as_ref(), left)?, device))
+    });
+    match made {
+        Ok((mut agent, device)) => {
             (agent.device, agent.away) = (device, away);
             // From now on we wait for requests as long as it takes.
             let told =
@@ -156,13 +158,28 @@ pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
     }
 }
 
+/// /dev/userfaultfd, from the daemon's answer or opened, if we may have it.
+///
+/// # Errors
+/// `EMFILE` and the like: who took that for a refusal would be refused for good by the call that needs no device.
+pub(crate) fn device_of(answer: &mut sock::Fds) -> Result<Option<Fd>> {
+    if answer.is_cut() {
+        return Err(Errno(libc::EMFILE));
+    }
+    match answer.take(1).map_or_else(uffd::open_device, Ok) {
+        Ok(device) => Ok(Some(device)),
+        Err(errno @ Errno(libc::EMFILE | libc::ENFILE | libc::ENOMEM)) => Err(errno),
+        Err(_) => Ok(None),
+    }
+}
+
 /// The agent ends for good. Who has asked it to leave meanwhile gets what he asked for first.
 pub(super) fn give_up() {
     let _ = SHARED.phase.compare_exchange(1, 3, Ordering::AcqRel, Ordering::Acquire);
 }
 
 /// Whether a lack will not go away by itself. Memory, descriptors and the like come back.
-fn is_lasting(errno: Errno) -> bool {
+pub(crate) fn is_lasting(errno: Errno) -> bool {
     matches!(errno.0, libc::EPERM | libc::EACCES | libc::ENOSYS | libc::EINVAL | libc::ENOTTY | libc::EOPNOTSUPP)
 }
 
