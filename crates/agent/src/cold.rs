@@ -31,9 +31,9 @@ mod take;
 pub(crate) use back::read_in;
 #[cfg(feature = "preload")]
 pub(crate) use calls::{after_fork_child, before_fork, before_leaving, before_move, hint, voiding};
-#[cfg(feature = "preload")]
-pub(crate) use lease::end_lease;
 pub(crate) use lease::{ask_end_of_lease, is_leased, threads};
+#[cfg(feature = "preload")]
+pub(crate) use lease::{end_lease, stand_by};
 pub use lost::{KEEPER_SUFFIX, poison_out};
 pub(crate) use serve::{lease, run};
 

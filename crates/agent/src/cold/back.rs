@@ -5,13 +5,14 @@
 //! read is taken apart.
 
 use super::table;
+use crate::chores::leave_if_alone;
 use crate::cold_table::{OUT, Table};
 use crate::maps::Maps;
-use crate::shared::{COLD_AGENT, SHARED};
-use crate::thread::{Thread, begin_thread, exit_thread};
-use core::sync::atomic::{AtomicBool, Ordering};
+use crate::shared::{COLD_AGENT, MAY_START, SHARED};
+use crate::thread::{Thread, begin_thread, exit_thread, yield_now};
+use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use pagefold_os::raw::{Errno, Result};
-use pagefold_os::{PAGE_SIZE, Range, mem};
+use pagefold_os::{PAGE_SIZE, Range, mem, syscall};
 
 /// Pages that are brought back at once.
 const STEP_PAGES: usize = 64;
@@ -79,10 +80,66 @@ pub(super) static BRINGER: Thread = Thread::new();
 /// It has touched everything.
 static BROUGHT: AtomicBool = AtomicBool::new(false);
 
-/// Starts [`BRINGER`] and has `wait` called until it is gone; false if it has not touched everything.
+/// What [`BRINGER`] is to do.
+static ORDER: AtomicU32 = AtomicU32::new(BRING);
+const STAND_BY: u32 = 1;
+const BRING: u32 = 2;
+const GO: u32 = 3;
+
+/// How long who stands by sleeps before it looks around, in nanoseconds.
+const REST_NS: i64 = 500_000_000;
+
+/// Starts [`BRINGER`] now, for later: from now on no thread may be started any more.
+#[cfg(any(test, feature = "preload"))]
+pub(super) fn stand_by() {
+    if !BRINGER.is_gone() {
+        return;
+    }
+    ORDER.store(STAND_BY, Ordering::Release);
+    BEGUN.store(false, Ordering::Relaxed);
+    if BRINGER.start(bringer_main) {
+        // What it calls first may be forbidden soon.
+        while !BEGUN.load(Ordering::Acquire) && !BRINGER.is_gone() {
+            yield_now();
+        }
+    }
+}
+
+/// It has begun.
+static BEGUN: AtomicBool = AtomicBool::new(false);
+
+/// Tells who stands by what to do; false if nobody does.
+fn order(what: u32) -> bool {
+    let told = ORDER.compare_exchange(STAND_BY, what, Ordering::AcqRel, Ordering::Acquire).is_ok();
+    // SAFETY: the word outlives the call.
+    let _ = unsafe { syscall!(libc::SYS_futex, ORDER.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, 1) };
+    told && !BRINGER.is_gone()
+}
+
+/// Lets who stands by go, and waits until it has gone: nobody leaves any more.
+pub(super) fn dismiss() {
+    if order(GO) {
+        while !BRINGER.is_gone() {
+            yield_now();
+        }
+    }
+}
+
+/// In a forked child, which has none of its parent's threads.
+#[cfg(feature = "preload")]
+pub(super) fn forget_bringer() {
+    BRINGER.forget();
+    ORDER.store(BRING, Ordering::Relaxed);
+}
+
+/// Has [`BRINGER`] touch everything, and `wait` called until it is gone; false if it has not touched everything.
 pub(super) fn bring_aside(mut wait: impl FnMut()) -> bool {
     BROUGHT.store(false, Ordering::Relaxed);
-    if !BRINGER.start(bringer_main) {
+    let starts = || {
+        ORDER.store(BRING, Ordering::Release);
+        MAY_START.load(Ordering::Acquire) && BRINGER.start(bringer_main)
+    };
+    if !order(BRING) && !starts() {
         return false;
     }
     while !BRINGER.is_gone() {
@@ -93,8 +150,19 @@ pub(super) fn bring_aside(mut wait: impl FnMut()) -> bool {
 
 extern "C" fn bringer_main() -> ! {
     if begin_thread(c"pagefold-back") {
-        bring_all();
-        BROUGHT.store(true, Ordering::Release);
+        BEGUN.store(true, Ordering::Release);
+        let rest = libc::timespec { tv_sec: 0, tv_nsec: REST_NS };
+        while ORDER.load(Ordering::Acquire) == STAND_BY {
+            let operation = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
+            // SAFETY: word and time outlive the call.
+            let _ =
+                unsafe { syscall!(libc::SYS_futex, ORDER.as_ptr(), operation, STAND_BY, core::ptr::from_ref(&rest)) };
+            leave_if_alone();
+        }
+        if ORDER.load(Ordering::Acquire) == BRING {
+            bring_all();
+            BROUGHT.store(true, Ordering::Release);
+        }
     }
     exit_thread()
 }

@@ -4,7 +4,7 @@
 //! looked for at its old address, and a page that is discarded must not come back: so each call has its way here, before or
 //! around what the kernel does.
 
-use super::back::{BRINGER, EVERYTHING, Wanted, all, bring_back};
+use super::back::{EVERYTHING, Wanted, all, bring_back, forget_bringer};
 use super::lease::{LEASE, SECOND};
 use super::{TABLE, table};
 use crate::cold_table::OUT;
@@ -77,7 +77,7 @@ pub(crate) fn after_fork_child() {
     TABLE.store(0, Ordering::Release);
     LEASE.store(0, Ordering::Release);
     SECOND.forget();
-    BRINGER.forget();
+    forget_bringer();
 }
 
 /// Tells the daemon what the program said about a range; true if somebody listens.

@@ -36,6 +36,15 @@ pub(crate) fn end_lease() {
     SECOND.wait();
 }
 
+/// No thread may be started from now on: who could bring everything back when the agent leaves is started before.
+#[cfg(feature = "preload")]
+pub(crate) fn stand_by() {
+    let runs = crate::shared::SHARED.phase.load(Ordering::Acquire) == 1;
+    if is_leased() || runs && super::COLD.load(Ordering::Relaxed) {
+        super::back::stand_by();
+    }
+}
+
 /// The tier's threads beside the only one of a client that is not leased.
 pub(crate) fn threads() -> [&'static Thread; 2] {
     [&SECOND, &BRINGER]

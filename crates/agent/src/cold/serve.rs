@@ -4,7 +4,7 @@
 //! ([`lease`]). What hangs on the userfaultfd and the table outlives each connection: a daemon that is replaced finds both.
 //! So they end only when everything is back, or when nobody lives who could bring it back.
 
-use super::back::{bring_all, bring_aside};
+use super::back::{bring_all, bring_aside, dismiss};
 use super::lease::{LEASE, SECOND, ask_end_of_lease, is_leased};
 use super::lost::Vigil;
 use super::{BELL, Cold, Connection, TABLE, TIER_MAX, TOLERANCE_PPM};
@@ -16,7 +16,7 @@ use crate::engine::{REFUSED_MS, TAKEN_MS, device_of, is_lasting, wait_for_answer
 use crate::listing::{for_each_plain, list_plain};
 use crate::maps::Maps;
 use crate::own::{COLD_STAGING, mark_own};
-use crate::shared::{COLD_AGENT, MAY_START, SHARED, read_settings};
+use crate::shared::{COLD_AGENT, SHARED, read_settings};
 use crate::thread::{begin_thread, exit_thread};
 use crate::wire::{self, CHANNEL_LEN, FETCH_PAGES_MAX, LIST_MAX, Op, Packet};
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -108,6 +108,7 @@ fn serve_while(phase: &AtomicU32) {
         }
     }
     cold.into_iter().for_each(Cold::leave);
+    dismiss();
     COLD_STAGING.store(0, Ordering::Relaxed);
 }
 
@@ -373,8 +374,9 @@ impl Cold {
             }
             vigil.is_alone()
         };
-        // By another thread: who waits for a page does not see that nobody brings it any more.
-        let is_done = is_out() && MAY_START.load(Ordering::Acquire) && bring_aside(|| _ = watch());
+        // By another thread: who waits for a page does not see that nobody brings it any more. Where threads are forbidden
+        // one stands by.
+        let is_done = is_out() && bring_aside(|| _ = watch());
         // Else not while nobody is there.
         while !is_done && is_out() && watch() {}
         if !is_done && is_out() {
@@ -427,6 +429,7 @@ impl Cold {
 mod tests {
     use super::*;
     use crate::cold_table::{FROZEN, PACT_DAEMON};
+    use crate::shared::MAY_START;
     use crate::wire::{CHANNEL_IN, DropEntry};
     use std::sync::atomic::AtomicBool;
     use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -529,6 +532,33 @@ mod tests {
             say.send(())
         });
         assert_eq!(said.recv_timeout(LONG), Ok(()));
+        assert!(!super::super::back::read_in(Range::pages_from(memory.addr(), 1)), "the page is no SIGBUS");
+    }
+
+    /// No thread may be started any more, and who could bring the page dies while it is waited for.
+    #[test]
+    fn an_agent_that_may_start_nobody_waits_for_nobody_who_dies() {
+        let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some((cold, _connection, memory)) = connected() else { return };
+        let table = cold.table;
+        table.find_or_add(memory.addr()).unwrap();
+        table.set_state(memory.addr(), OUT);
+        TABLE.store(table.base(), Ordering::Release);
+        super::super::back::stand_by();
+        MAY_START.store(false, Ordering::Release);
+        let (say, said) = mpsc::channel();
+        thread::spawn(move || {
+            cold.leave();
+            say.send(())
+        });
+        // A daemon that serves, until the page is touched.
+        while table.head().bringing.load(Ordering::SeqCst) == 0 {
+            table.head().beat.fetch_add(1, Ordering::Release);
+            thread::sleep(Duration::from_millis(1));
+        }
+        let left = said.recv_timeout(LONG);
+        MAY_START.store(true, Ordering::Release);
+        assert_eq!(left, Ok(()), "it waits for the page for ever");
         assert!(!super::super::back::read_in(Range::pages_from(memory.addr(), 1)), "the page is no SIGBUS");
     }
 

@@ -7,6 +7,7 @@
 use super::c_library::me;
 use super::pins;
 use super::unmerge::{EVERYTHING, has_merged, unmerge};
+use crate::cold;
 use crate::engine::{ask_to_leave_giving_back, start, stop_giving_back};
 use crate::guard::{Guard, Held};
 use crate::maps::pool_mappings;
@@ -120,6 +121,7 @@ pub(super) fn leave_with_all(final_phase: u32) {
 pub(super) fn leave_for_good() {
     if is_own_process() && is_in_the_way() {
         // It is asked for, and does not come back.
+        cold::stand_by();
         MAY_START.store(false, Ordering::Release);
         return ask_to_leave(true);
     }

@@ -4,6 +4,7 @@
 //! filter that forbids all.
 
 use super::away::{Away, is_in_the_way, leave_for_good};
+use crate::cold;
 use crate::engine::{start, wait_begun};
 use crate::filter;
 use crate::process::is_own_process;
@@ -27,6 +28,7 @@ pub(super) fn meet_filter(at: u64, all: bool) {
         // Now or never. Who has nothing to merge yet may have later.
         let away = Away::take();
         start();
+        cold::stand_by();
         drop(away);
         wait_begun();
         MAY_START.store(false, Ordering::Release);
