@@ -28,7 +28,7 @@ impl Cold {
         if self.closing.load(Ordering::SeqCst) {
             return;
         }
-        if held.as_ref().is_some_and(|keeper| keeper.names().is_ok()) {
+        if held.as_ref().is_some_and(lives) {
             return;
         }
         *held = Keeper::connect(&self.keeper_path).ok();
@@ -53,6 +53,13 @@ impl Cold {
             lock(&group.clients).values().for_each(|client| drop(group.deposit(keeper, client)));
         }
     }
+}
+
+/// False if the keeper has ended. One that takes its time for an answer, or cannot tell all its names, holds what it held; and
+/// it would start a daemon if this connection ended.
+fn lives(keeper: &Keeper) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, NotConnected};
+    keeper.names().map_or_else(|error| !matches!(error.kind(), BrokenPipe | ConnectionReset | NotConnected), |_| true)
 }
 
 impl Group {
@@ -111,11 +118,11 @@ pub(super) fn forget(keeper: &Keeper, name: &str) {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use super::super::{Cold, Config};
+    use super::*;
     use pagefold_os::fd::Fd;
     use pagefold_os::sock;
     use std::os::unix::ffi::OsStrExt;
-    use std::sync::atomic::Ordering;
-    use std::thread;
 
     /// Runs `act` beside a keeper at `path` that answers each question as told: a status and names. Returns what `act` did
     /// and the questions.
@@ -149,5 +156,20 @@ pub(super) mod tests {
             stop.store(true, Ordering::Release);
             (done, keeper.join().unwrap())
         })
+    }
+
+    /// A connection that ends tells a keeper that its daemon has, and it starts another.
+    #[test]
+    fn a_keeper_that_has_no_time_is_not_left() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = Config { keeper: Some(vec!["/bin/false".into()]), ..Config::default() };
+        let cold = Cold::new(config, &dir.path().join("s"));
+        let busy = |question: &[u8], count| vec![if question[0] == b'L' && count > 1 { libc::EBUSY as u8 } else { 0 }];
+        let (_, asked) = with_keeper(&cold.keeper_path, busy, || (0..3).for_each(|_| cold.ensure_keeper()));
+        let kinds: Vec<u8> = asked.iter().map(|question| question[0]).collect();
+        assert_eq!(kinds, *b"SLL");
+        // This one has ended.
+        cold.ensure_keeper();
+        assert!(lock(&cold.keeper).is_none());
     }
 }
