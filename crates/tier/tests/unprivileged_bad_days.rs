@@ -319,3 +319,16 @@ fn many_pages_are_stored_where_no_thread_is_to_be_had() {
     assert!(tier.store_many(1, &batch, Effort::Fast).iter().all(Result::is_ok));
     assert_holds(&tier, 1000);
 }
+
+/// The limit is the first client's word; who takes the arena over knows only his own.
+#[test]
+fn an_adopted_tier_keeps_its_limit() {
+    let config = |bytes_max| Config { bytes_max, ..Config::default() };
+    let mut tier = Tier::create(config(8 << 20), None).unwrap();
+    for bytes_max in [4 << 20, 64 << 20] {
+        let arena = dup(tier.fds().0);
+        drop(tier);
+        (tier, _) = Tier::adopt(arena, None, config(bytes_max)).unwrap();
+        assert_eq!(tier.stats().bytes_max, 8 << 20);
+    }
+}
