@@ -54,6 +54,7 @@ fn what_a_program_does_to_pages_that_are_out_is_what_it_always_was() {
     assert_eq!(host.number(pid, "pages_lost"), 0);
     // The program's own wish.
     wait_for("the pages to go", 20, || {
+        client.does("holes");
         client.does("advise pageout");
         host.number(pid, "pages_out") > 1000
     });

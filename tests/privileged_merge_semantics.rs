@@ -194,3 +194,25 @@ fn what_is_given_up_waits_for_no_daemon_that_stands_still() {
     common::wait_for("the client to end", 120, || matches!(client.0.try_wait(), Ok(Some(_))));
     assert!(client.0.wait().expect("it has ended").success());
 }
+
+#[test]
+fn what_is_not_to_be_merged_any_more_is_let_alone_at_once() {
+    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+    let daemon = Daemon::start(&["--no-keeper", "--period", "100ms"]);
+    let mut command = daemon.run(&[]);
+    command.arg(program).arg("memory-merge-ends").stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut client = Reaped(command.spawn().expect("a client"));
+    let (mut input, output) = (client.0.stdin.take().expect("a pipe"), client.0.stdout.take().expect("a pipe"));
+    let mut output = BufReader::new(output);
+    let pages = || daemon.status()["totals"]["pages"].as_u64().expect("a number");
+    for (what, is_so) in [("managed", true), ("let alone", false)] {
+        let mut line = String::new();
+        output.read_line(&mut line).expect("a line");
+        assert_eq!(line, "done\n");
+        common::wait_for(&format!("the memory to be {what}"), 120, || (pages() >= 4096) == is_so);
+        // Twice a second the agent looks whether memory came unseen, and has all listed: that is over now.
+        std::thread::sleep(std::time::Duration::from_secs(2));
+        input.write_all(b"\n").expect("the client reads");
+    }
+    assert!(client.0.wait().expect("it ends").success());
+}

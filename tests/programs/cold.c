@@ -390,6 +390,28 @@ static int wipe(void) {
     return bad | threads_bad;
 }
 
+static uint8_t *map(size_t len);
+
+// Advice on memory with a hole is answered as by the kernel.
+static int advise_holes(void) {
+    uint8_t *at = map(3 * PAGE);
+    const int advices[] = {MADV_COLD, MADV_PAGEOUT, MADV_WILLNEED};
+    for (int hole = 0; hole < 2; hole++) {
+        for (size_t i = 0; i < sizeof advices / sizeof *advices; i++) {
+            long said = bare(SYS_madvise, (long)at, 3 * PAGE, advices[i], 0, 0);
+            errno = 0;
+            int done = madvise(at, 3 * PAGE, advices[i]);
+            if (done != (said ? -1 : 0) || errno != -said || said != (hole ? -ENOMEM : 0)) {
+                printf("advice %d: %d and %d, not %ld\n", advices[i], done, errno, said);
+                fflush(stdout);
+                return 1;
+            }
+        }
+        if (munmap(at + PAGE, PAGE) != 0) exit(2);
+    }
+    return 0;
+}
+
 static uint8_t *map(size_t len) {
     uint8_t *at = mmap(NULL, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (at == MAP_FAILED) exit(2);
@@ -497,6 +519,8 @@ int main(int argc, char **argv) {
         } else if (!strcmp(word, "storm") || !strcmp(word, "work")) {
             bare_calls = word[0] == 's';
             bad = storm(count);
+        } else if (!strcmp(word, "holes")) {
+            bad = advise_holes();
         } else if (!strcmp(word, "advise")) {
             int advice = !strcmp(what, "cold") ? MADV_COLD : !strcmp(what, "pageout") ? MADV_PAGEOUT : MADV_WILLNEED;
             if (madvise(memory, pages * PAGE, advice) != 0) bad = (perror("madvise"), 1);

@@ -1043,6 +1043,12 @@ static void lengths(void) {
     }
     CHECK(pool_pages(above.at, above.pages * PAGE) >= 384, "what lies above a refused length was given back");
     check(&above, "above lengths that were refused");
+    // What a hole parts is mergeable, and the hole is told of where there is a KSM.
+    char *parted = mmap(NULL, 3 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(parted != MAP_FAILED && munmap(parted + PAGE, PAGE) == 0, "a hole");
+    errno = 0;
+    long hole = raw(SYS_madvise, (long)parted, 3 * PAGE, MADV_MERGEABLE, 0, 0, 0) == -ENOMEM ? ENOMEM : 0;
+    CHECK(madvise(parted, 3 * PAGE, MADV_MERGEABLE) == (hole ? -1 : 0) && errno == hole, "MADV_MERGEABLE of a hole: %d", errno);
     // Nor is it taken for unlocked, or for mergeable.
     CHECK(madvise(above.at, above.pages * PAGE, MADV_UNMERGEABLE) == 0, "MADV_UNMERGEABLE");
     madvise(low.at, bad, MADV_MERGEABLE);
@@ -2593,6 +2599,18 @@ static void all_after_reservations(void) {
 static void all(void) { all_memory(0); }
 static void memory_merge(void) { all_memory(1); }
 
+// Asks for all memory to be merged, and a line later not any more, while no mapping changes.
+static void memory_merge_ends(void) {
+    struct region r;
+    char line[64];
+    for (int on = 1; on >= 0; on--) {
+        CHECK(prctl(67, on, 0, 0, 0) == 0 || errno == EINVAL, "PR_SET_MEMORY_MERGE");
+        if (on) r = fill(4096, 4096, 1000);
+        CHECK(write(1, "done\n", 5) == 5 && read(0, line, sizeof line) > 0, "nobody is there");
+    }
+    check(&r, "let alone");
+}
+
 // Whether pages are merged anywhere, found without the allocator.
 static int shows_pool(void) {
     static char text[1 << 20];
@@ -2838,7 +2856,7 @@ static const struct scenario scenarios[] = {
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"closed-at-once", closed_at_once}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"less-with-nobody-there", less_with_nobody_there}, {"privileges-in-handlers", privileges_in_handlers}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},
     {"direct", direct}, {"uring", uring}, {"uring-leaving", uring_leaving}, {"uring-remap", uring_remap}, {"uring-realloc", uring_realloc}, {"system-calls", system_calls}, {"blocks", blocks}, {"blocks-kept", blocks_kept}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
-    {"memory-merge", memory_merge}, {"serve", serve}, {"decay", decay}, {"scatter", scatter}, {"tasks", tasks}, {"mappings", mappings},
+    {"memory-merge", memory_merge}, {"memory-merge-ends", memory_merge_ends}, {"serve", serve}, {"decay", decay}, {"scatter", scatter}, {"tasks", tasks}, {"mappings", mappings},
 };
 
 int main(int count, char **arguments) {

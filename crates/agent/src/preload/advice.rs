@@ -106,7 +106,14 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
             })
         }
         // The tier is where the program's cold pages go; there need be no swap. With none of ours, the kernel decides.
-        libc::MADV_COLD | libc::MADV_PAGEOUT | libc::MADV_WILLNEED if cold::hint(range, advice) => Ok(()),
+        libc::MADV_COLD | libc::MADV_PAGEOUT | libc::MADV_WILLNEED if cold::hint(range, advice) => {
+            // Of holes and the like the kernel tells, by advice that leaves all where it is.
+            match call(if advice == libc::MADV_PAGEOUT { libc::MADV_COLD } else { advice }) {
+                // A kernel without swap has nothing that will be needed.
+                Err(Errno(libc::EBADF)) => Ok(()),
+                told => told,
+            }
+        }
         libc::MADV_DONTNEED | MADV_FREE | libc::MADV_DONTNEED_LOCKED | libc::MADV_REMOVE => {
             cold::voiding(range, || call(advice))
         }
@@ -116,7 +123,6 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
         let tables = SHARED.tables(&held);
         let mut changed = true;
         match advice {
-            // KSM may be absent from this kernel (EINVAL); the program's wish stands all the same.
             libc::MADV_MERGEABLE => tables.table.change(range, |note| {
                 note.mergeable = true;
                 note.excluded = false;
@@ -143,7 +149,12 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
             }
         }
     }
-    if advice == libc::MADV_MERGEABLE { Ok(()) } else { result }
+    match result {
+        // KSM may be absent from this kernel (EINVAL); the program's wish stands all the same. So it does where part of the range
+        // is a hole, of which it is told.
+        Err(errno) if advice == libc::MADV_MERGEABLE && errno != Errno(libc::ENOMEM) => Ok(()),
+        result => result,
+    }
 }
 
 /// madvise(2): discards, merging and attributes are followed.

@@ -27,6 +27,8 @@ pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: u
                 SHARED.all.store(a == 1, Ordering::Relaxed);
                 if a == 1 {
                     wanted();
+                } else {
+                    SHARED.changed();
                 }
             }
             libc::PR_SET_SECCOMP if a == libc::SECCOMP_MODE_STRICT as usize => leave_for_filter(),
