@@ -107,9 +107,7 @@ impl Policy {
         let regions = link.regions()?;
         if regions != self.regions {
             link.watch(&regions)?;
-            self.regions = regions;
-            let (first, last) = (self.regions.first().map_or(0, |r| r.start), self.regions.last().map_or(0, |r| r.end));
-            self.chunks.retain(|chunk, _| (first / CHUNK_BYTES..last.div_ceil(CHUNK_BYTES)).contains(chunk));
+            self.set_regions(regions);
         }
         for ages in self.chunks.values_mut() {
             for age in &mut ages.age {
@@ -129,6 +127,16 @@ impl Policy {
         }
         self.welcome(client, tier, short);
         Ok(())
+    }
+
+    /// These are managed now. What is known of other addresses goes: memory may never be there again.
+    fn set_regions(&mut self, regions: Vec<Range>) {
+        self.chunks.retain(|chunk, _| {
+            let (start, end) = (chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES);
+            let at = regions.partition_point(|region| region.end <= start);
+            regions.get(at).is_some_and(|region| region.start < end)
+        });
+        self.regions = regions;
     }
 
     /// Takes note of what came back.
@@ -336,8 +344,9 @@ fn obey_hints(
     let Some(first) = hints.iter().map(|(number, ..)| *number).min() else { return Ok(false) };
     // In the order in which they were given; the number wraps.
     hints.sort_unstable_by_key(|(number, ..)| number.wrapping_sub(first.wrapping_add(1 << 31)));
-    policy.regions = link.regions()?;
-    link.watch(&policy.regions)?;
+    let regions = link.regions()?;
+    link.watch(&regions)?;
+    policy.set_regions(regions);
     for (_, range, advice) in hints {
         let parts: Vec<Run> = policy
             .regions
@@ -382,7 +391,7 @@ pub(super) fn park(group: &Group, client: &Arc<Client>, buffers: &mut Buffers) -
         let regions = link.regions()?;
         link.watch(&regions)?;
         let mut policy = lock(&client.policy);
-        policy.regions = regions.clone();
+        policy.set_regions(regions.clone());
         // What came back in the life that ends now comes back first in the next one.
         policy.touched = group.tier.take_touched(client.region);
         drop(policy);
@@ -558,6 +567,21 @@ mod tests {
         }
         assert_eq!(pages_out(&tier, &client, everything), stored);
         assert_eq!(pages_out(&tier, &client, Range { start: 601 * PAGE, end: 60_000 * PAGE }), stored[1..2]);
+    }
+
+    /// A program that takes its memory at new addresses again and again.
+    #[test]
+    fn of_memory_that_is_gone_nothing_is_kept() {
+        let mut policy = Policy::default();
+        let region = |chunk: u64, pages| Range::pages_from(chunk * CHUNK_BYTES + 7 * PAGE, pages);
+        for chunk in 2..1000 {
+            policy.chunks.insert(chunk, Ages::new());
+            let regions = [region(1, 1), region(chunk - 1, 1), region(chunk, CHUNK_PAGES as u64), region(5000, 1)];
+            policy.set_regions(regions.to_vec());
+        }
+        let mut left: Vec<u64> = policy.chunks.into_keys().collect();
+        left.sort_unstable();
+        assert_eq!(left, [998, 999]);
     }
 
     /// A client that is this process and has a link, with the other end of it.
