@@ -6,9 +6,10 @@ use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::status::Status;
 use pagefold_os::volume::is_noexec;
 use std::fs;
-use std::io::{self, Write};
-use std::os::fd::AsRawFd;
+use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -251,8 +252,9 @@ pub fn ensure_daemon(socket: &Path, tier_max: Option<u64>) -> Result<(), Error> 
         Ok(file) => (Stdio::from(file), None),
         Err(error) => (Stdio::null(), Some(format!("cannot write {}: {error}", log.display()))),
     };
-    // The daemon never reads it: our end tells when nobody is left who could.
-    let (input, ours) = io::pipe()?;
+    // The daemon never reads it: our end tells when it has ended, and what its last word was.
+    let (input, mut ours) = UnixStream::pair()?;
+    ours.set_nonblocking(true)?;
     let mut command = Command::new(std::env::current_exe()?);
     command
         .args(["daemon", "--on-demand", "--socket"])
@@ -262,7 +264,7 @@ pub fn ensure_daemon(socket: &Path, tier_max: Option<u64>) -> Result<(), Error> 
         // What a service's program is to be told is not for us.
         .env_remove("NOTIFY_SOCKET")
         .env_remove("LISTEN_PID")
-        .stdin(input)
+        .stdin(OwnedFd::from(input))
         .stdout(Stdio::null())
         .stderr(output)
         .current_dir("/");
@@ -289,10 +291,14 @@ pub fn ensure_daemon(socket: &Path, tier_max: Option<u64>) -> Result<(), Error> 
     let mut end = Instant::now() + DAEMON_START_MAX;
     let mut ended = false;
     loop {
-        if !ended && has_no_reader(&ours) {
-            // Another may have won the race for the socket, and that is as good.
-            ended = true;
-            end = end.min(Instant::now() + OTHERS_START_MAX);
+        match last_word(&mut ours).filter(|_| !ended) {
+            None => {}
+            Some(word) => {
+                ended = true;
+                // Another has won the race for the socket, and that is as good. Else nobody comes: it is asked once more.
+                let patience = if word == GAVE_WAY { OTHERS_START_MAX } else { Duration::ZERO };
+                end = end.min(Instant::now() + patience);
+            }
         }
         match control::ask(socket, &Request::Status {}) {
             Ok(_) => return Ok(()),
@@ -314,10 +320,26 @@ pub fn create_log(path: &Path) -> io::Result<fs::File> {
     options.open(path)
 }
 
-/// True if nobody has the other end of `pipe` any more.
-fn has_no_reader(pipe: &io::PipeWriter) -> bool {
-    let mut polled = [libc::pollfd { fd: pipe.as_raw_fd(), events: 0, revents: 0 }];
-    pagefold_os::fd::poll(&mut polled, 0).is_ok() && polled[0].revents & libc::POLLERR != 0
+/// What a daemon that was started for a command says when another has its socket.
+const GAVE_WAY: &[u8] = b"another";
+
+/// Tells whoever started this daemon that another has its socket; nobody, if its input is no socket.
+pub fn tell_gave_way() {
+    // SAFETY: the bytes outlive the call.
+    let _ = unsafe { libc::send(0, GAVE_WAY.as_ptr().cast(), GAVE_WAY.len(), libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) };
+}
+
+/// What a daemon said before it ended; `None` while it runs.
+fn last_word(ours: &mut UnixStream) -> Option<Vec<u8>> {
+    let mut word = vec![0; GAVE_WAY.len()];
+    match ours.read(&mut word) {
+        Ok(got) => {
+            word.truncate(got);
+            Some(word)
+        }
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
+        Err(_) => Some(Vec::new()),
+    }
 }
 
 /// Asks the daemon at `socket`.

@@ -1,7 +1,10 @@
 //! The command line as a whole: one style through all commands, and what it says about itself is so.
 
+mod common;
+
+use common::Reaped;
 use std::collections::BTreeSet;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::process::{Command, Output, Stdio};
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
@@ -291,6 +294,40 @@ fn run_names_what_is_no_daemons_socket_and_leaves_nothing_beside_it() {
         assert_eq!(errors, said);
         assert!(!path.with_extension("log").exists() && !path.with_extension("lock").exists());
     }
+}
+
+/// Who started a daemon that ends waits for another one only if there is one: a daemon that gives way says so.
+#[test]
+fn a_daemon_that_ends_tells_whether_another_comes() {
+    let tool = Tool::new();
+    // What a daemon at `name` says to whoever started it, and on its standard error.
+    let started = |name: &str| {
+        let (input, mut ours) = std::os::unix::net::UnixStream::pair().expect("sockets");
+        let mut command = tool.command(&["daemon", "--on-demand", "--no-keeper", "--socket", name]);
+        let daemon = command.stdin(std::os::fd::OwnedFd::from(input)).stderr(Stdio::piped()).spawn();
+        drop(command);
+        let errors = daemon.expect("the tool runs").wait_with_output().expect("its end").stderr;
+        let mut said = String::new();
+        ours.read_to_string(&mut said).expect("its last word");
+        (said, text(&errors))
+    };
+    // One can be and the other cannot.
+    let mut command = tool.command(&["daemon", "--no-keeper", "--socket", "s"]);
+    let daemon = Reaped(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the tool runs"));
+    let socket = tool.dir.path().join("s");
+    common::wait_for("the daemon to listen", 120, || socket.exists());
+    let (said, errors) = started("s");
+    assert_eq!(said, "another", "{errors}");
+    let lock = tool.dir.path().join("t.lock");
+    std::fs::create_dir(&lock).expect("a directory");
+    let (said, errors) = started("t");
+    assert_eq!(said, "");
+    assert!(errors.contains(&lock.display().to_string()), "{errors}");
+    // And an orderly end leaves nothing.
+    // SAFETY: a child that was not waited for.
+    unsafe { libc::kill(daemon.pid(), libc::SIGTERM) };
+    common::wait_for("the daemon's end", 120, || !tool.dir.path().join("s.lock").exists());
+    assert!(!socket.exists());
 }
 
 #[test]

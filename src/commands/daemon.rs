@@ -218,7 +218,12 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         while pagefold_os::fd::poll(&mut polls, -1) != Ok(1) {}
         watch.stop();
     });
-    daemon.run().map_err(|error| format!("daemon at {}: {error}", socket.display()))?;
+    daemon.run().map_err(|error| {
+        if args.on_demand && error.kind() == std::io::ErrorKind::AddrInUse {
+            host::tell_gave_way();
+        }
+        format!("daemon at {}: {error}", socket.display())
+    })?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -11,7 +11,7 @@ use pagefold_os::wait::Bell;
 use pagefold_os::{procfs, sched, sock, uffd};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread;
@@ -234,10 +234,14 @@ impl Daemon {
             }
         }
         self.stop();
-        self.cold.stop();
+        let nothing_out = self.cold.stop();
         let _ = std::fs::remove_file(&self.config.socket);
         self.ring_workers();
         let _ = monitor.join();
+        // Who takes pages over waits until we are gone.
+        if nothing_out {
+            let _ = std::fs::remove_file(self.lock_path());
+        }
         Ok(())
     }
 
@@ -259,19 +263,24 @@ impl Daemon {
         self.bells.iter().for_each(Bell::ring);
     }
 
+    /// Its file is locked for as long as we are the daemon of our socket.
+    fn lock_path(&self) -> PathBuf {
+        let mut path = self.config.socket.as_os_str().to_owned();
+        path.push(".lock");
+        path.into()
+    }
+
     fn listen(&self) -> io::Result<Fd> {
         use std::os::unix::ffi::OsStrExt;
         let path = &self.config.socket;
         let bytes = path.as_os_str().as_bytes();
         // Two that start at once must not both believe to be the first: one would take the other's clients away.
         if let Some(parent) = path.parent() {
-            std::fs::create_dir_all(parent)?;
+            std::fs::create_dir_all(parent).map_err(|error| said(&parent.display().to_string(), &error))?;
         }
-        let mut lock_path = path.as_os_str().to_owned();
-        lock_path.push(".lock");
-        let lock = std::fs::File::options().create(true).truncate(false).write(true).open(&lock_path)?;
-        let locked = lock.try_lock().is_ok();
-        *crate::server::lock(&self.lock) = Some(lock);
+        let lock = take_lock(&self.lock_path())?;
+        let locked = lock.is_some();
+        *crate::server::lock(&self.lock) = lock;
         let connected = sock::connect(bytes);
         if !locked || connected.is_ok() {
             return Err(io::Error::new(
@@ -665,6 +674,26 @@ impl Daemon {
     }
 }
 
+/// The file at `path`, made if need be, and locked; `None` if somebody else has the lock.
+fn take_lock(path: &Path) -> io::Result<Option<std::fs::File>> {
+    use std::os::unix::fs::MetadataExt;
+    let same = |file: &std::fs::File| -> io::Result<bool> {
+        let ours = file.metadata()?;
+        Ok(std::fs::metadata(path).is_ok_and(|named| (named.dev(), named.ino()) == (ours.dev(), ours.ino())))
+    };
+    loop {
+        let file = std::fs::File::options().create(true).truncate(false).write(true).open(path);
+        let file = file.map_err(|error| said(&path.display().to_string(), &error))?;
+        if file.try_lock().is_err() {
+            return Ok(None);
+        }
+        // Who had it before has removed the file as it ended: nobody else would look at this one.
+        if same(&file)? {
+            return Ok(Some(file));
+        }
+    }
+}
+
 /// An error of what was asked for by `option`.
 fn said(option: &str, error: &io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("{option}: {error}"))
@@ -703,6 +732,27 @@ pub(crate) mod tests {
         Connected { key: (0, "d".into()), id: 1, shared: Arc::new(Shared::of(pid)), socket: Arc::new(socket) }
     }
 
+    /// Though each removes the file as it ends.
+    #[test]
+    fn one_at_a_time_has_the_lock() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s.lock");
+        let (holders, taken) = (AtomicU64::new(0), AtomicU64::new(0));
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    while taken.load(Ordering::Relaxed) < 2000 {
+                        let Some(_held) = take_lock(&path).unwrap() else { continue };
+                        assert_eq!(holders.fetch_add(1, Ordering::SeqCst), 0, "two have it");
+                        taken.fetch_add(1, Ordering::Relaxed);
+                        holders.fetch_sub(1, Ordering::SeqCst);
+                        std::fs::remove_file(&path).unwrap();
+                    }
+                });
+            }
+        });
+    }
+
     /// Between a request for the status and the greeting of the program that asked for it the daemon does not leave.
     #[test]
     fn a_request_is_no_idleness() {
@@ -722,6 +772,8 @@ pub(crate) mod tests {
         assert!(*lock(&daemon.last_busy) > long_ago);
         daemon.stop();
         runs.join().unwrap().unwrap();
+        // An orderly end leaves nothing.
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
     /// What clients write into their channel is theirs, and spoils no sum.

@@ -307,10 +307,10 @@ impl Cold {
     }
 
     /// The daemon stops in good order: everything comes back, unless a successor is about to come. Where nobody is a client
-    /// there is nothing to hand over, and a keeper that stayed would start one that nobody wants.
-    pub(crate) fn stop(&self) {
+    /// there is nothing to hand over, and a keeper that stayed would start one that nobody wants. False if something is out.
+    pub(crate) fn stop(&self) -> bool {
         if self.config.hand_over && self.is_in_use() {
-            return;
+            return false;
         }
         // What comes back makes memory short: without this the pump would put out again what nobody will hold then.
         self.closing.store(true, Ordering::SeqCst);
@@ -345,6 +345,7 @@ impl Cold {
                 out.len()
             );
         }
+        out.is_empty()
     }
 }
 
@@ -491,7 +492,7 @@ mod tests {
         lock(&group.clients).insert(client.region, Arc::new(client));
         let stop = || {
             *lock(&cold.keeper) = Some(Keeper::connect(&cold.keeper_path).unwrap());
-            cold.stop();
+            assert!(cold.stop());
         };
         let ((), asked) = with_keeper(&cold.keeper_path, |_, _| vec![0], stop);
         assert!(asked.contains(&b"Q".to_vec()), "{asked:?}");

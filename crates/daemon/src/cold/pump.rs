@@ -604,7 +604,7 @@ mod tests {
     fn nothing_goes_out_behind_an_orderly_stop() {
         let Some((client, memory, agent)) = linked(4) else { return };
         let (cold, group) = group();
-        cold.stop();
+        assert!(cold.stop());
         client.table.hint(memory.addr(), memory.addr() + 4 * PAGE, libc::MADV_PAGEOUT);
         client.starved.store(true, Ordering::Relaxed);
         let mut buffers = Buffers::new();
