@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Reaped, TOOL, is_root, skipped, wait_for};
+use common::{Reaped, TOOL, comes, is_root, skipped, wait_for};
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -165,6 +165,83 @@ fn umount_loses_nothing_that_the_disk_refuses_unless_it_is_given_up() {
         assert!(!mount.join("image").exists(), "unmounted");
     }
     assert!(run("umount", &[&from]).0);
+}
+
+/// Not that it is there, and then that it is not.
+#[test]
+fn a_mount_with_too_few_descriptors_for_its_threads_is_refused() {
+    let Some((base, images, mount)) = place() else { return };
+    let (from, at) = (images.display().to_string(), mount.display().to_string());
+    let refused = Command::new("sh")
+        .args(["-c", "ulimit -n 60; exec \"$0\" disk mount \"$1\" \"$2\" --workers 100", TOOL, &from, &at])
+        .env("PAGEFOLD_RUNTIME_DIR", base.path().join("run"))
+        .stdin(Stdio::null())
+        .output()
+        .expect("a shell");
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(1), "{said}");
+    assert!(said.starts_with("pagefold: cannot serve the mount: Too many open files"), "{said}");
+    assert!(said.lines().count() == 1 && said.contains("--workers"), "{said}");
+    assert!(!pagefold_disk::mount::is_mounted(&mount));
+}
+
+/// Who is interrupted while he waits for a mount finds none there later.
+#[test]
+fn an_interrupted_mount_in_the_background_does_not_come() {
+    let Some((base, images, mount)) = place() else { return };
+    // SAFETY: numbers only, and processes of ours that live or were not waited for.
+    let signal = |pid: i32, signal| unsafe { libc::kill(pid, signal) };
+    for turn in 0.. {
+        let mut command = Command::new(TOOL);
+        command.args(["disk", "mount", "--background"]).args([&images, &mount]);
+        command.env("PAGEFOLD_RUNTIME_DIR", base.path().join("run")).stdin(Stdio::null()).stdout(Stdio::null());
+        let mut caller = command.spawn().expect("the tool runs");
+        let children = format!("/proc/{0}/task/{0}/children", caller.id());
+        // One that has its program: until then who called for it stands still as well.
+        let runs = |pid: &i32| {
+            std::fs::read_to_string(format!("/proc/{pid}/cmdline"))
+                .is_ok_and(|line| line.contains("mount") && !line.contains("--background"))
+        };
+        let child = loop {
+            let found = std::fs::read_to_string(&children).ok().and_then(|text| text.trim().parse::<i32>().ok());
+            let found = found.filter(runs);
+            if found.is_some() || caller.try_wait().expect("ours").is_some() {
+                break found;
+            }
+        };
+        // It stands still, and it is not known where.
+        child.inspect(|child| assert_eq!(signal(*child, libc::SIGSTOP), 0));
+        signal(caller.id() as i32, libc::SIGTERM);
+        let interrupted = caller.wait().expect("ours").code().is_none();
+        // On a busy machine it may be there, and its caller not have seen it.
+        let logs = std::fs::read_dir(base.path().join("run")).expect("the runtime directory").flatten();
+        let mut logs = logs.filter(|entry| entry.file_name().to_string_lossy().contains(".log"));
+        let is_there =
+            logs.any(|log| std::fs::read_to_string(log.path()).is_ok_and(|said| said.contains("is shown at")));
+        child.inspect(|child| assert_eq!(signal(*child, libc::SIGCONT), 0));
+        let Some(child) = child.filter(|_| interrupted && !is_there) else {
+            assert!(turn < 100, "it is always there before it can be stopped");
+            let at = mount.display().to_string();
+            let ended = Command::new(TOOL)
+                .args(["disk", "umount", &at])
+                .env("PAGEFOLD_RUNTIME_DIR", base.path().join("run"))
+                .status();
+            assert!(ended.expect("umount").success());
+            continue;
+        };
+        let ends = || {
+            let is_gone = || std::fs::read(format!("/proc/{child}/cmdline")).unwrap_or_default().is_empty();
+            comes(120, is_gone)
+        };
+        let ended = ends();
+        if !ended {
+            signal(child, libc::SIGTERM);
+            ends();
+        }
+        assert!(ended, "the mount's process goes on");
+        assert!(!pagefold_disk::mount::is_mounted(&mount));
+        return;
+    }
 }
 
 #[test]

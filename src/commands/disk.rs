@@ -185,7 +185,9 @@ fn run_mount(args: &MountArgs) -> Result<ExitCode, Error> {
         nbd: args.nbd.clone(),
         grace: args.grace,
     };
+    let called = Caller::of_this();
     mount::serve(&options, |status| {
+        called.let_go();
         note!(
             "pagefold: {} {SHOWN_AT} {} through a cache of {}",
             status.directory,
@@ -194,6 +196,37 @@ fn run_mount(args: &MountArgs) -> Result<ExitCode, Error> {
         );
     })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Set for a mount in the background: the process that waits for it.
+const CALLER: &str = "PAGEFOLD_DISK_CALLER";
+
+/// Who waits until this mount is there.
+struct Caller(Option<libc::pid_t>);
+
+impl Caller {
+    /// That of this process: should it end before it has the mount it called for, so does this one, as if asked to.
+    fn of_this() -> Caller {
+        let caller = std::env::var(CALLER).ok().and_then(|pid| pid.parse().ok());
+        if let Some(pid) = caller {
+            // SAFETY: numbers only.
+            unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) };
+            // SAFETY: takes nothing.
+            if unsafe { libc::getppid() } != pid {
+                // It was too late for a signal.
+                std::process::exit(1);
+            }
+        }
+        Caller(caller)
+    }
+
+    /// The mount is there, and stays.
+    fn let_go(self) {
+        if self.0.is_some() {
+            // SAFETY: numbers only.
+            unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, 0) };
+        }
+    }
 }
 
 /// Starts this program again without `--background` and waits until it says that it is mounted. What it says later
@@ -210,6 +243,7 @@ fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
         .stdin(std::process::Stdio::null())
         .stdout(std::process::Stdio::null())
         .stderr(log)
+        .env(CALLER, std::process::id().to_string())
         // Out of this terminal's job: its interrupt key is not meant for the mount.
         .process_group(0)
         .spawn()?;
@@ -328,12 +362,7 @@ fn orderly_end(socket: &Path, pid: u32) -> std::io::Result<String> {
         std::thread::sleep(Duration::from_millis(20));
     }
     Ok(match ended {
-        Some(ended) => {
-            let lost = ended.unwritten.iter().map(|lost| {
-                format!("{} bytes of {} could not be written and are lost: {}", lost.bytes, lost.name, lost.error)
-            });
-            lost.collect::<Vec<_>>().join("; ")
-        }
+        Some(ended) => ended.unwritten.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "),
         // An orderly end takes the socket with it.
         None if socket.exists() => "its process died before it had written everything back".to_owned(),
         None => String::new(),

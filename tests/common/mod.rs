@@ -320,7 +320,7 @@ pub fn wait_for(what: &str, seconds: u64, ready: impl FnMut() -> bool) {
 }
 
 /// Waits until `ready`, for at most `seconds`; true if it came.
-fn comes(seconds: u64, mut ready: impl FnMut() -> bool) -> bool {
+pub fn comes(seconds: u64, mut ready: impl FnMut() -> bool) -> bool {
     let began = Instant::now();
     while !ready() {
         if began.elapsed() > Duration::from_secs(seconds) {

@@ -119,7 +119,7 @@ pub fn bind(mountpoint: &Path) -> io::Result<(UnixListener, PathBuf)> {
 /// How a mount ended: the second line of the answer to `stop`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Ended {
-    /// What could not be written back, and is lost.
+    /// What could not be written back, or not made durable.
     pub unwritten: Vec<Lost>,
 }
 
@@ -128,10 +128,22 @@ pub struct Ended {
 pub struct Lost {
     /// The image.
     pub name: String,
-    /// How many bytes.
+    /// How many bytes could not be written; 0 if all were, and only to have them made durable failed.
     pub bytes: u64,
     /// What the disk said.
     pub error: String,
+}
+
+impl std::fmt::Display for Lost {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Lost { name, bytes, error } = self;
+        match bytes {
+            0 => {
+                write!(out, "{name} was written, but fsync failed, and a crash may lose what was written last: {error}")
+            }
+            _ => write!(out, "{bytes} bytes of {name} could not be written and are lost: {error}"),
+        }
+    }
 }
 
 impl Ended {
@@ -238,6 +250,13 @@ pub fn statuses(patience: Duration) -> Vec<Status> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_written_is_not_called_lost() {
+        let said = |bytes| Lost { name: "a".into(), bytes, error: "EIO".into() }.to_string();
+        assert_eq!(said(4096), "4096 bytes of a could not be written and are lost: EIO");
+        assert_eq!(said(0), "a was written, but fsync failed, and a crash may lose what was written last: EIO");
+    }
 
     #[test]
     fn a_request_is_answered_and_nonsense_is_told_so() {

@@ -84,16 +84,19 @@ pub enum MountError {
         /// Why.
         source: io::Error,
     },
-    /// The disk refused data at the end.
-    #[error("{bytes} bytes of {name} could not be written and are lost: {source}")]
-    Unwritten {
-        /// The image.
-        name: String,
-        /// How much.
-        bytes: u64,
+    /// The session ended before it had begun.
+    #[error(
+        "cannot serve the mount: {source}; each of its {threads} threads takes a descriptor, see ulimit -n and --workers"
+    )]
+    Session {
+        /// Threads that were to answer the kernel.
+        threads: usize,
         /// Why.
         source: io::Error,
     },
+    /// The disk refused data at the end.
+    #[error("{0}")]
+    Unwritten(Lost),
 }
 
 /// The source our mounts show in the mount table, by which they are known.
@@ -103,7 +106,8 @@ const SOURCE: &str = "pagefold-disk";
 enum Event {
     /// Asked to end, perhaps by a client who waits to hear how that went.
     Stop(Option<UnixStream>),
-    SessionEnded,
+    /// With the error that ended it.
+    SessionEnded(Option<io::Error>),
 }
 
 /// Mounts, calls `ready`, serves until it is told to end or unmounted from outside, and writes everything back.
@@ -141,6 +145,10 @@ pub fn serve(options: &Options, ready: impl FnOnce(&Status)) -> Result<(), Mount
         let _ = unmount(&mountpoint, true);
         return Err(MountError::Engine(error));
     }
+    if let Err(source) = first_answer(&mountpoint, &happened) {
+        let _ = unmount(&mountpoint, true);
+        return Err(MountError::Session { threads: options.threads.max(1), source });
+    }
     ready(&status(&engine, &mountpoint));
 
     let mut asked = end(&mountpoint, &happened, options.grace);
@@ -153,10 +161,8 @@ pub fn serve(options: &Options, ready: impl FnOnce(&Status)) -> Result<(), Mount
     match unwritten.pop() {
         None => Ok(()),
         Some(last) => {
-            for other in unwritten {
-                say(&format!("{} bytes of {} could not be written: {}", other.bytes, other.name, other.error));
-            }
-            Err(MountError::Unwritten { name: last.name, bytes: last.bytes, source: last.error })
+            unwritten.iter().for_each(|other| say(&lost(other).to_string()));
+            Err(MountError::Unwritten(lost(&last)))
         }
     }
 }
@@ -165,9 +171,14 @@ pub fn serve(options: &Options, ready: impl FnOnce(&Status)) -> Result<(), Mount
 /// who asked for it.
 fn end(mountpoint: &Path, happened: &Receiver<Event>, grace: Duration) -> Vec<UnixStream> {
     let mut asked = Vec::new();
+    let broke = |error: io::Error| say(&format!("the connection to the kernel broke: {error}"));
     match happened.recv() {
         Ok(Event::Stop(client)) => asked.extend(client),
-        Ok(Event::SessionEnded) | Err(_) => return asked,
+        Ok(Event::SessionEnded(error)) => {
+            error.into_iter().for_each(broke);
+            return asked;
+        }
+        Err(_) => return asked,
     }
     if unmount(mountpoint, false).is_err() {
         // In use: out of the name space now, gone for good with the last open file or this process.
@@ -176,7 +187,11 @@ fn end(mountpoint: &Path, happened: &Receiver<Event>, grace: Duration) -> Vec<Un
     let deadline = Instant::now() + grace;
     loop {
         match happened.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            Ok(Event::SessionEnded) | Err(RecvTimeoutError::Disconnected | RecvTimeoutError::Timeout) => return asked,
+            Ok(Event::SessionEnded(error)) => {
+                error.into_iter().for_each(broke);
+                return asked;
+            }
+            Err(RecvTimeoutError::Disconnected | RecvTimeoutError::Timeout) => return asked,
             Ok(Event::Stop(client)) => asked.extend(client),
         }
     }
@@ -199,6 +214,9 @@ fn end_the_process_on_panic() {
         std::process::abort();
     }));
 }
+
+/// What the kernel says of a FUSE mount.
+const FUSE: libc::__fsword_t = 0x6573_5546;
 
 /// Locks the directory against a second mount; the lock goes with the process, however it ends.
 fn lock_directory(path: &Path) -> Result<File, MountError> {
@@ -296,12 +314,27 @@ fn watch_signals(events: Sender<Event>) -> io::Result<()> {
 fn watch_session(session: BackgroundSession, events: Sender<Event>) -> io::Result<std::thread::JoinHandle<()>> {
     // Where the thread is refused, the session goes with the closure, and the mount with it.
     std::thread::Builder::new().name("session".to_owned()).spawn(move || {
-        if let Err(error) = session.join() {
-            say(&format!("the connection to the kernel broke: {error}"));
-        }
         // The main thread may be past listening.
-        let _ = events.send(Event::SessionEnded);
+        let _ = events.send(Event::SessionEnded(session.join().err()));
     })
+}
+
+/// Waits for the session's first answer, which comes behind all descriptors that its threads take.
+///
+/// # Errors
+/// What ended the session.
+fn first_answer(mountpoint: &Path, happened: &Receiver<Event>) -> io::Result<()> {
+    use rustix::io::Errno;
+    match rustix::fs::statfs(mountpoint) {
+        // The session has ended, and its mount with it.
+        Ok(found) if found.f_type != FUSE => {}
+        Err(Errno::NOTCONN | Errno::CONNABORTED) => {}
+        // An error is an answer, too.
+        _ => return Ok(()),
+    }
+    // Who asks for an end meanwhile gets it.
+    let ended = happened.iter().find_map(|event| if let Event::SessionEnded(why) = event { Some(why) } else { None });
+    Err(ended.flatten().unwrap_or_else(|| io::Error::other("it was unmounted")))
 }
 
 fn answer_control(
