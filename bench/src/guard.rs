@@ -2,12 +2,13 @@
 //!
 //! The bench itself runs in a child; this process only waits. When the child has ended, by itself, by a signal or by
 //! SIGKILL, settings have their old values again, and swap files, control groups, mounts, block devices and files of the
-//! run are gone. Where this process itself is killed so, the next run does that before it begins: what there was is written
-//! down as long as a run is under way.
+//! run are gone. Where this process itself is killed so, the bench ends at once with all processes that it has started, and the
+//! next run does the rest before it begins: what there was is written down as long as a run is under way.
 
 use pagefold_os::mountinfo;
 use std::fs;
 use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -210,9 +211,30 @@ fn wait_alone() -> Option<fs::File> {
     Some(file)
 }
 
+/// Ends all that the run has started, and itself, when who watches is gone: it holds the other end of this pipe, of which
+/// `number` is a descriptor.
+fn end_with_guard(number: i32) {
+    // SAFETY: a number only. What was not handed to us for this is no pipe that ends.
+    unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) };
+    std::thread::spawn(move || {
+        // SAFETY: who has started us left it open, for us alone.
+        let mut pipe = unsafe { fs::File::from_raw_fd(number) };
+        if matches!(pipe.read(&mut [0]), Ok(0)) {
+            // SAFETY: the guard made us the leader of a group.
+            unsafe { libc::kill(0, libc::SIGKILL) };
+        }
+    });
+}
+
 /// Runs this program again, watched; `None` in the one that is watched, which goes on.
 pub fn run() -> Option<ExitCode> {
-    if std::env::var_os(GUARDED).is_some() {
+    if let Some(guarded) = std::env::var_os(GUARDED) {
+        // What it starts is guarded as well, by the same guard.
+        if let Some(number) = guarded.to_str().and_then(|text| text.parse().ok()) {
+            // SAFETY: no thread runs yet.
+            unsafe { std::env::set_var(GUARDED, "yes") };
+            end_with_guard(number);
+        }
         return None;
     }
     let _alone = wait_alone();
@@ -231,16 +253,17 @@ pub fn run() -> Option<ExitCode> {
         // SAFETY: the handler only stores to an atomic.
         unsafe { libc::signal(signal, on_signal as *const () as libc::sighandler_t) };
     }
+    let (ends, _lives) = std::io::pipe().ok()?;
+    let ends_fd = ends.as_raw_fd();
     let mut command = Command::new(std::env::current_exe().ok()?);
-    command.args(std::env::args_os().skip(1)).env(GUARDED, "1").process_group(0);
+    command.args(std::env::args_os().skip(1)).env(GUARDED, ends_fd.to_string()).process_group(0);
     if let Some(own) = &own {
         command.env("TMPDIR", own);
     }
     // SAFETY: one system call between fork and exec.
     unsafe {
-        command.pre_exec(|| {
-            // Who watches is gone: so is the run.
-            libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM);
+        command.pre_exec(move || {
+            libc::fcntl(ends_fd, libc::F_SETFD, 0);
             Ok(())
         });
     }

@@ -70,3 +70,36 @@ fn a_run_that_is_killed_leaves_no_file() {
     let status = end(dir.path(), &mut child, guarded, libc::SIGKILL);
     assert_eq!((status.code(), status.signal()), (Some(1), None));
 }
+
+/// Neither who would not notice.
+#[test]
+fn nobody_outlives_who_watches() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut child = started(dir.path());
+    let child_of = |pid: u32| -> Option<u32> {
+        let text = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
+        text.split_whitespace().next()?.parse().ok()
+    };
+    let guarded = child_of(child.id()).expect("the guard's child");
+    let worker = loop {
+        match child_of(guarded) {
+            Some(worker) => break worker,
+            None => std::thread::sleep(Duration::from_millis(5)),
+        }
+        assert!(child.try_wait().expect("ours").is_none(), "it started nobody");
+    };
+    // SAFETY: a child of the run, which waits for it.
+    assert_eq!(unsafe { libc::kill(worker as i32, libc::SIGSTOP) }, 0);
+    child.kill().expect("ours");
+    child.wait().expect("ours");
+    let runs = |pid: u32| fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| !line.is_empty());
+    for _ in 0..12_000 {
+        if !runs(guarded) && !runs(worker) {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    // SAFETY: numbers only; the group is the run's.
+    unsafe { libc::kill(-(guarded as i32), libc::SIGKILL) };
+    panic!("somebody goes on: {} {}", runs(guarded), runs(worker));
+}
