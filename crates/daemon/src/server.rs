@@ -346,7 +346,10 @@ impl Daemon {
     fn add_client(self: &Arc<Daemon>, socket: Fd, hello: &Packet, fds: sock::Fds) {
         let Ok(cred) = sock::peer(&socket) else { return };
         let text: Vec<u8> = hello.text.iter().copied().take_while(|byte| *byte != 0).collect();
-        let name = String::from_utf8_lossy(&text).into_owned();
+        // Two names must not become one: a domain is what its clients trust.
+        let Ok(name) = String::from_utf8(text) else {
+            return self.note_not_covered(cred.pid, "the name of its domain is not UTF-8".into());
+        };
         let name = if name.is_empty() { "default".to_owned() } else { name };
         if fds.is_cut() {
             return self.note_not_greeted(cred.pid, &GreetError::NoDescriptor);
@@ -855,6 +858,23 @@ pub(crate) mod tests {
         assert_eq!(lock(&daemon.not_covered).len(), 1, "the last reason of a process is the one that holds");
         daemon.forget_not_covered(me);
         assert_eq!(daemon.why_not_covered(me), None);
+    }
+
+    #[test]
+    fn names_that_cannot_be_told_apart_are_no_domains() {
+        let daemon = daemon();
+        for byte in [0xfe, 0xff] {
+            let (ours, theirs) = pair();
+            sock::send(&theirs, b"x", &[]).unwrap();
+            let (_, fds) = sock::receive(&ours, &mut [0], 0).unwrap();
+            let mut hello = Packet::new(Op::Hello);
+            hello.text[..2].copy_from_slice(&[b'a', byte]);
+            daemon.add_client(ours, &hello, fds);
+        }
+        let reason = daemon.why_not_covered(std::process::id() as i32).unwrap();
+        assert!(reason.contains("not UTF-8"), "{reason}");
+        // Who asks again and again takes one place.
+        assert!(lock(&daemon.groups).is_empty() && lock(&daemon.not_covered).len() == 1);
     }
 
     #[test]
