@@ -214,6 +214,11 @@ impl Served {
 
     pub fn start_by(mut command: Command, mib: u64) -> Served {
         command.arg(program().expect("looked for before")).arg(mib.to_string());
+        Served::start_of(command)
+    }
+
+    /// Any program that says `ready`, and `right` to each command.
+    pub fn start_of(mut command: Command) -> Served {
         let mut child = Reaped(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a client"));
         let input = child.0.stdin.take().expect("a pipe");
         let output = BufReader::new(child.0.stdout.take().expect("a pipe"));
@@ -239,6 +244,14 @@ impl Served {
     pub fn expect_right(&mut self, command: &str) {
         let line = self.line();
         assert_eq!(line, "right", "{command}: the client found wrong bytes, or died");
+    }
+
+    /// What it says beside being right.
+    pub fn says(&mut self, command: &str) -> String {
+        self.send(command);
+        let line = self.line();
+        let said = line.strip_prefix("right").map(|said| said.trim_start().to_owned());
+        said.unwrap_or_else(|| panic!("{command}: the client found wrong bytes, or died: {line:?}"))
     }
 
     /// True if it was done, false if there was no memory for it.

@@ -22,6 +22,7 @@ pub(crate) use life::start;
 #[cfg(feature = "preload")]
 pub(crate) use life::{REST, ask_to_leave_giving_back, stop, stop_giving_back, wait_begun};
 
+use crate::arena;
 use crate::bell::Bell;
 use crate::channel::{input, write_out};
 use crate::growth::Growth;
@@ -111,10 +112,11 @@ impl Agent {
     }
 
     /// True if the mappings of `range` cannot be replaced: the program has locked or sealed part of it, or discarded what cannot
-    /// be told from the slots where it is.
+    /// be told from the slots where it is, or may map it anew unseen.
     pub(crate) fn keeps_mapping(&self, range: Range) -> bool {
         let held = SHARED.guard.lock(AGENT);
-        SHARED.tables(&held).table.keeps_mapping(range) || voids::overlap(range)
+        let table = SHARED.tables(&held).table;
+        table.keeps_mapping(range) || arena::may_end(table, range) || voids::overlap(range)
     }
 
     /// Notes that a bare call has sealed `range`, as the kernel has just told us.

@@ -8,12 +8,14 @@
 //! descriptors to itself.
 //!
 //! `shared` is what the program's threads and ours meet in, with [`guard`] and
-//! [`table`]; `thread`, `bell`, `own`, `maps`, `plain`, `listing` and `growth` stand on that. The
+//! [`table`]; `thread`, `bell`, `own`, `maps`, `plain`, `arena`, `listing` and `growth` stand on that. The
 //! thread of live merging is `engine`, with [`remap`] and `heap`; that of the
 //! tier is [`cold`]. [`wire`] and [`cold_table`] are what the daemon sees.
 
 #![cfg_attr(feature = "preload", no_std)]
 
+#[cfg(not(loom))]
+mod arena;
 #[cfg(not(loom))]
 mod bell;
 #[cfg(not(loom))]

@@ -4,6 +4,7 @@
 //! never listed, and what is never listed is never frozen. Notes are read, and blocks of the allocator noted, so the
 //! guard is held.
 
+use crate::arena::{Finder, Head};
 use crate::channel::write_out;
 use crate::heap;
 use crate::maps::{Maps, POOL_NAME};
@@ -66,13 +67,15 @@ pub(crate) fn list(
     heap::look();
     // Names can be long; a line that does not fit is not one of ours.
     let mut buffer = [0u8; 16 << 10];
+    let blocks = SHARED.all.load(Ordering::Relaxed) && SHARED.blocks.load(Ordering::Relaxed);
     let mut lister = Lister {
         count: 0,
         last: RegionEntry::default(),
         what,
         from,
         all: SHARED.all.load(Ordering::Relaxed),
-        blocks: SHARED.all.load(Ordering::Relaxed) && SHARED.blocks.load(Ordering::Relaxed),
+        blocks,
+        arenas: Finder::begin(blocks && what != Listed::Pool),
         memory: Fd::open(c"/proc/thread-self/mem", libc::O_RDONLY, 0).ok(),
         table,
         put,
@@ -93,6 +96,8 @@ struct Lister<'a, P: FnMut(usize, RegionEntry)> {
     all: bool,
     /// So are blocks of the C library's allocator.
     blocks: bool,
+    /// And its arenas.
+    arenas: Finder,
     /// /proc/thread-self/mem, to look at memory that may go away meanwhile.
     memory: Option<Fd>,
     table: &'a mut Table,
@@ -113,6 +118,7 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
             }
             return;
         }
+        self.find_arenas(map);
         if pool {
             if self.what == Listed::Managed {
                 self.add(map.range);
@@ -144,7 +150,8 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
             let (end, note) = self.table.stretch(at, range.end);
             if !self.table.is_lost()
                 && !note.is_excluded()
-                && (note.mergeable || !note.dont_dump && (bare || self.all && note.seen))
+                && (note.mergeable
+                    || !note.dont_dump && (bare || self.all && (note.seen || note.arena && self.arenas.manages())))
             {
                 self.add(Range { start: at, end });
             }
@@ -174,6 +181,20 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
         }
         if at > range.start {
             self.table.change(Range { start: range.start, end: at }, |note| note.seen = true);
+        }
+    }
+
+    /// Notes the first heaps of the C library's arenas. What came before in this list is listed the next time.
+    fn find_arenas(&mut self, map: &maps::Map<'_>) {
+        let Lister { arenas, table, memory: Some(memory), .. } = self else { return };
+        let read = |at| {
+            let mut bytes = [0u8; size_of::<Head>()];
+            let is_there = memory.read_at(&mut bytes, at) == Ok(bytes.len());
+            // SAFETY: words are any bytes.
+            is_there.then(|| unsafe { core::mem::transmute::<[u8; size_of::<Head>()], Head>(bytes) })
+        };
+        if arenas.see(map, table, read) {
+            SHARED.changed();
         }
     }
 

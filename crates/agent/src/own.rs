@@ -3,6 +3,7 @@
 //! What must be left out of lists and freezes is asked for here, by address, whatever advice was given on it;
 //! who makes such memory stores its place here.
 
+use crate::arena;
 use crate::cold;
 use crate::engine::BELL;
 #[cfg(feature = "preload")]
@@ -83,9 +84,9 @@ pub(crate) fn first_own(range: Range) -> Option<Range> {
     own().into_iter().filter(|own| own.overlaps(&range)).min_by_key(|own| own.start)
 }
 
-/// True if part of `range` must not be frozen: the program wants it left alone, or it is ours.
+/// True if part of `range` must not be frozen: the program wants it left alone, it is ours, or may end unseen.
 pub(crate) fn is_left_alone(table: &Table, range: Range) -> bool {
-    table.excludes(range) || first_own(range).is_some()
+    table.excludes(range) || first_own(range).is_some() || arena::may_end(table, range)
 }
 
 pub(crate) fn is_nursery(addr: u64) -> bool {

@@ -35,7 +35,7 @@ use c_library::{is_instrumented, next, text};
 use core::ffi::CStr;
 use core::sync::atomic::Ordering;
 use fork::{NEXT_CLONE, NEXT_FORK, NEXT_LIBC_FORK, register_first};
-use malloc::{__libc_realloc, NEXT_REALLOC, next_free, sees_blocks};
+use malloc::{__libc_realloc, NEXT_REALLOC, look_at_allocator, next_free};
 use mapping::{ZONE_NEXT, ZONE_START};
 use pagefold_os::syscall;
 
@@ -70,7 +70,7 @@ extern "C" fn begin() {
     if !SHARED.configure(socket, domain, all) {
         return;
     }
-    SHARED.blocks.store(sees_blocks(), Ordering::Relaxed);
+    look_at_allocator();
     // The zone starts anywhere in 16 TiB, as the kernel's own placement would.
     let mut random = 0u64;
     // SAFETY: the kernel fills the 8 bytes.

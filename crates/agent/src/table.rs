@@ -35,6 +35,8 @@ pub struct Note {
     pub sealed: bool,
     /// Mapped through an interposed call: its end is seen as well.
     pub seen: bool,
+    /// Of the first heap of an arena of the C library's: it has no end.
+    pub arena: bool,
     /// `MADV_DONTFORK` is in force.
     pub dont_fork: bool,
     /// `MADV_WIPEONFORK` is in force.
@@ -60,7 +62,7 @@ impl Note {
 
     /// What of it is a promise.
     const fn without_wishes(self) -> Note {
-        Note { mergeable: false, seen: false, huge: false, small: false, ..self }
+        Note { mergeable: false, seen: false, arena: false, huge: false, small: false, ..self }
     }
 }
 
@@ -84,6 +86,7 @@ const EMPTY: (Range, Note) = (
         locked: false,
         sealed: false,
         seen: false,
+        arena: false,
         dont_fork: false,
         wipe_on_fork: false,
         dont_dump: false,
@@ -148,6 +151,11 @@ impl Table {
     /// True if the program wants part of `range` left alone.
     pub fn excludes(&self, range: Range) -> bool {
         self.lost || self.within(range).any(|(_, note)| note.is_excluded())
+    }
+
+    /// True if part of `range` is an arena's of the C library.
+    pub fn has_arena(&self, range: Range) -> bool {
+        self.within(range).any(|(_, note)| note.arena)
     }
 
     /// Where what is locked begins in `range`.

@@ -6,9 +6,10 @@
 use super::active::{active, managed_all};
 use super::c_library::{fail, first, me, next, next_with};
 use super::unmerge::gather;
+use crate::arena;
 use crate::cold;
 use crate::shared::SHARED;
-use core::ffi::{c_char, c_int, c_void};
+use core::ffi::{CStr, c_char, c_int, c_void};
 use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use pagefold_os::raw::Errno;
 use pagefold_os::{PAGE_SIZE, Range};
@@ -19,6 +20,7 @@ static NEXT_FREE: AtomicUsize = AtomicUsize::new(0);
 pub(super) static NEXT_REALLOC: AtomicUsize = AtomicUsize::new(0);
 
 unsafe extern "C" {
+    fn gnu_get_libc_version() -> *const c_char;
     fn __libc_free(block: *mut c_void);
     pub(super) fn __libc_realloc(block: *mut c_void, size: usize) -> *mut c_void;
 }
@@ -92,9 +94,6 @@ pub unsafe extern "C" fn free(block: *mut c_void) {
 /// Allocators that take its place (tcmalloc, mimalloc) bring `__libc_free` as well, so what is compared is a function
 /// that no allocator has.
 fn libc_free_of_next() -> usize {
-    unsafe extern "C" {
-        fn gnu_get_libc_version() -> *const c_char;
-    }
     static OWN: AtomicUsize = AtomicUsize::new(0);
     match OWN.load(Ordering::Acquire) {
         0 => {
@@ -111,9 +110,19 @@ fn libc_free_of_next() -> usize {
     }
 }
 
+/// Looks whether the program's allocator is the C library's, of which we know what it does with memory.
+pub(super) fn look_at_allocator() {
+    let sees = sees_blocks();
+    SHARED.blocks.store(sees, Ordering::Relaxed);
+    if sees {
+        // SAFETY: takes nothing, gives a text that stays.
+        arena::begin(unsafe { CStr::from_ptr(gnu_get_libc_version()) }.to_bytes());
+    }
+}
+
 /// True if the program's blocks are the C library's and end by our `free`. An executable may bring an allocator of its own, which is
 /// found before us: then the next `free` is the C library's, and nobody calls it.
-pub(super) fn sees_blocks() -> bool {
+fn sees_blocks() -> bool {
     let function = first(c"free");
     if function == 0 || next_free() != libc_free_of_next() {
         return false;

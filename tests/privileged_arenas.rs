@@ -1,0 +1,141 @@
+//! Blocks of threads: what the C library's malloc gives to threads other than the first is merged, and goes to the cold tier,
+//! where its end is known; every byte is as it was written.
+
+mod common;
+
+use common::cold::{Host, Parking, Served};
+use common::{can_merge, installed, is_root, skipped, wait_for};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+/// The compiled client, once.
+fn program() -> Option<&'static Path> {
+    static BUILT: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
+    let built = BUILT.get_or_init(|| {
+        installed("cc").filter(|_| can_merge())?;
+        if cfg!(not(all(target_arch = "x86_64", target_env = "gnu"))) {
+            skipped("arenas are known on x86-64 only");
+            return None;
+        }
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+        let program = dir.path().join("arenas");
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/programs/arenas.c");
+        let mut cc = Command::new("cc");
+        cc.args(["-O2", "-Wall", "-Werror", "-pthread", "-o"]).arg(&program).arg(source);
+        let done = cc.output().expect("cc runs");
+        assert!(done.status.success(), "cc: {}", String::from_utf8_lossy(&done.stderr));
+        Some((dir, program))
+    });
+    built.as_ref().map(|(_, program)| program.as_path())
+}
+
+fn live(host: &Host, program: &Path) -> Served {
+    let mut command = Command::new(common::TOOL);
+    command.args(["run", "--all", "--socket"]).arg(&host.socket).arg("--").current_dir(host.dir.path());
+    command.arg(program);
+    Served::start_of(command)
+}
+
+/// Pages of its blocks that are the pool's: in first heaps, and in later ones.
+fn merged(client: &mut Served) -> (u64, u64) {
+    let said = client.says("merged");
+    let mut numbers = said.split(' ').map(|number| number.parse().expect("a number"));
+    (numbers.next().expect("two"), numbers.next().expect("two"))
+}
+
+/// Six times 14 MiB are the same, and 64 MiB are a hundred blocks again and again: 34,000 pages, in first heaps alone.
+const PAGES: u64 = 33_000;
+/// What the holders have not written since.
+const PAGES_KEPT: u64 = 30_000;
+
+fn wait_for_merging(client: &mut Served, pages: u64) {
+    wait_for("blocks to be merged", 240, || merged(client).0 > pages);
+    assert_eq!(merged(client).1, 0, "later heaps end unseen");
+}
+
+fn verify(host: &Host) {
+    let output = host.tool(&["verify"]);
+    assert!(output.status.success(), "verify: {}", String::from_utf8_lossy(&output.stdout));
+}
+
+#[test]
+fn blocks_of_threads_are_merged() {
+    let Some(program) = program() else { return };
+    let host = Host::start(&["--no-keeper"]);
+    let mut client = live(&host, program);
+    wait_for_merging(&mut client, PAGES);
+    client.says("check");
+    verify(&host);
+    client.says("fork");
+    for _ in 0..3 {
+        client.says("storm 4000");
+    }
+    wait_for_merging(&mut client, PAGES_KEPT);
+    verify(&host);
+    let pid = client.pid().to_string();
+    assert!(host.tool(&["unmerge", &pid]).status.success());
+    client.says("check");
+}
+
+#[test]
+fn blocks_of_threads_go_to_the_tier_and_come_back() {
+    let Some(program) = program() else { return };
+    let host = Host::start(&["--cold-tick", "200ms", "--cold-idle", "100ms"]);
+    let mut command = host.run(&[]);
+    command.arg(program);
+    let mut client = Served::start_of(command);
+    let pid = client.pid();
+    host.wait_for_client(pid);
+    // Most of 174 MiB, of which 20 or so are in a later heap.
+    wait_for("blocks to go", 240, || host.park(pid) > 34_000);
+    client.says("check");
+    host.park(pid);
+    client.says("fork");
+    let _parking = Parking::start(&host.socket, &["park", "park", "unpark"], Duration::from_millis(300));
+    for _ in 0..3 {
+        client.says("storm 4000");
+    }
+    client.says("check");
+}
+
+#[test]
+fn blocks_of_threads_are_merged_parked_and_merged_again() {
+    let Some(program) = program() else { return };
+    let host = Host::start(&[]);
+    let mut client = live(&host, program);
+    wait_for_merging(&mut client, PAGES);
+    {
+        let _parking = Parking::start(&host.socket, &["park", "unpark"], Duration::from_millis(500));
+        for _ in 0..2 {
+            client.says("storm 5000");
+        }
+    }
+    let _ = host.tool(&["unpark", "--all"]);
+    client.says("check");
+    wait_for_merging(&mut client, PAGES_KEPT);
+    verify(&host);
+}
+
+/// Where memory is strictly accounted the C library maps the end of a heap anew, and takes it for clear.
+#[test]
+fn arenas_that_end_are_left_alone() {
+    let Some(program) = program() else { return };
+    if !is_root() {
+        return skipped("needs root, for mounts of its own");
+    }
+    let host = Host::start(&["--no-keeper"]);
+    let two = host.dir.path().join("two");
+    std::fs::write(&two, "2\n").expect("a file");
+    let script =
+        "mount --bind \"$1\" /proc/sys/vm/overcommit_memory && exec \"$2\" run --all --socket \"$3\" -- \"$4\"";
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", script, "sh"]).arg(&two).arg(common::TOOL).arg(&host.socket).arg(program);
+    let mut client = Served::start_of(command);
+    // Others' are merged.
+    let mut others = live(&host, program);
+    wait_for_merging(&mut others, PAGES);
+    client.says("storm 4000");
+    assert_eq!(merged(&mut client), (0, 0));
+}
