@@ -149,7 +149,7 @@ impl Finder {
         let mut at = map.range.start.next_multiple_of(HEAP_LEN);
         while kind == Kind::Open && at < map.range.end && self.looks < LOOKS_MAX {
             let (end, note) = table.stretch(at + PAGE, map.range.end);
-            if note.seen || note.arena {
+            if note.seen || note.reserved || note.arena {
                 at = end.next_multiple_of(HEAP_LEN);
                 continue;
             }

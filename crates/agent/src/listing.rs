@@ -71,6 +71,7 @@ pub(crate) fn list(
     let mut lister = Lister {
         count: 0,
         last: RegionEntry::default(),
+        least: 0,
         what,
         from,
         all: SHARED.all.load(Ordering::Relaxed),
@@ -91,6 +92,8 @@ pub(crate) fn list(
 struct Lister<'a, P: FnMut(usize, RegionEntry)> {
     count: usize,
     last: RegionEntry,
+    /// How long that must be.
+    least: u64,
     what: Listed,
     from: u64,
     all: bool,
@@ -121,7 +124,7 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
         self.find_arenas(map);
         if pool {
             if self.what == Listed::Managed {
-                self.add(map.range);
+                self.add(map.range, 0);
             }
             return;
         }
@@ -136,8 +139,11 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
             self.noted(Range { start: end, end: map.range.end }, false);
             return;
         }
-        if self.blocks && map.range.len() >= ALL_MIN && !self.table.at(map.range.start).seen {
-            self.find_blocks(map.range);
+        if self.blocks && map.range.len() >= ALL_MIN {
+            let note = self.table.at(map.range.start);
+            if !note.seen && !note.reserved {
+                self.find_blocks(map.range);
+            }
         }
         self.noted(map.range, false);
     }
@@ -148,12 +154,14 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
         let mut at = range.start;
         while at < range.end {
             let (end, note) = self.table.stretch(at, range.end);
+            let arena = note.arena && self.arenas.manages();
+            // Of what is opened piece by piece there may be thousands of pages between others; the list is finite.
+            let least = if note.mergeable || bare || note.seen || arena { 0 } else { ALL_MIN };
             if !self.table.is_lost()
                 && !note.is_excluded()
-                && (note.mergeable
-                    || !note.dont_dump && (bare || self.all && (note.seen || note.arena && self.arenas.manages())))
+                && (note.mergeable || !note.dont_dump && (bare || self.all && (note.seen || note.reserved || arena)))
             {
-                self.add(Range { start: at, end });
+                self.add(Range { start: at, end }, least);
             }
             at = end;
         }
@@ -198,30 +206,32 @@ impl<P: FnMut(usize, RegionEntry)> Lister<'_, P> {
         }
     }
 
-    /// Adds `range` but for what is ours in it.
-    fn add(&mut self, mut range: Range) {
+    /// Adds `range` but for what is ours in it, and if it is shorter than `least` only beside other memory.
+    fn add(&mut self, mut range: Range, least: u64) {
         while let Some(own) = first_own(range) {
-            self.join(Range { start: range.start, end: own.start });
+            self.join(Range { start: range.start, end: own.start }, least);
             range.start = own.end;
         }
-        self.join(range);
+        self.join(range, least);
     }
 
-    fn join(&mut self, range: Range) {
+    fn join(&mut self, range: Range, least: u64) {
         let range = Range { start: range.start.max(self.from), end: range.end };
         if range.is_empty() {
             return;
         }
         if self.last.end == range.start && self.last.end != 0 {
             self.last.end = range.end;
+            self.least = self.least.min(least);
         } else {
             self.put_last();
+            self.least = least;
             self.last = RegionEntry { start: range.start, end: range.end, inode: 0, slot: 0 };
         }
     }
 
     fn put_last(&mut self) {
-        if self.last.end > self.last.start && self.count < LIST_MAX {
+        if self.last.end - self.last.start >= self.least.max(1) && self.count < LIST_MAX {
             (self.put)(self.count, self.last);
             self.count += 1;
         }

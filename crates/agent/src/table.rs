@@ -35,6 +35,8 @@ pub struct Note {
     pub sealed: bool,
     /// Mapped through an interposed call: its end is seen as well.
     pub seen: bool,
+    /// The same of a part that may be small or closed: managed where much of it is open.
+    pub reserved: bool,
     /// Of the first heap of an arena of the C library's: it has no end.
     pub arena: bool,
     /// `MADV_DONTFORK` is in force.
@@ -62,7 +64,7 @@ impl Note {
 
     /// What of it is a promise.
     const fn without_wishes(self) -> Note {
-        Note { mergeable: false, seen: false, arena: false, huge: false, small: false, ..self }
+        Note { mergeable: false, seen: false, reserved: false, arena: false, huge: false, small: false, ..self }
     }
 }
 
@@ -86,6 +88,7 @@ const EMPTY: (Range, Note) = (
         locked: false,
         sealed: false,
         seen: false,
+        reserved: false,
         arena: false,
         dont_fork: false,
         wipe_on_fork: false,
@@ -151,6 +154,19 @@ impl Table {
     /// True if the program wants part of `range` left alone.
     pub fn excludes(&self, range: Range) -> bool {
         self.lost || self.within(range).any(|(_, note)| note.is_excluded())
+    }
+
+    /// True if the end of every part of `range` is seen.
+    pub fn sees(&self, range: Range) -> bool {
+        let mut at = range.start;
+        while at < range.end {
+            let (end, note) = self.stretch(at, range.end);
+            if !note.seen && !note.reserved {
+                return false;
+            }
+            at = end;
+        }
+        true
     }
 
     /// True if part of `range` is an arena's of the C library.

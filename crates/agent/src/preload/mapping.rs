@@ -49,22 +49,22 @@ fn place(len: u64) -> Option<u64> {
 
 fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: i64) -> Result<u64> {
     let large = len as u64 >= if managed_all() { ALL_MIN } else { PLACE_MIN };
+    const OPEN: c_int = libc::PROT_READ | libc::PROT_WRITE;
     let plain = flags & (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) == libc::MAP_PRIVATE | libc::MAP_ANONYMOUS
         && flags & (libc::MAP_STACK | libc::MAP_GROWSDOWN | libc::MAP_HUGETLB | libc::MAP_LOCKED | libc::MAP_32BIT)
             == 0
         && prot & libc::PROT_EXEC == 0;
+    let manageable = managed_all() && plain && matches!(prot, OPEN | libc::PROT_NONE);
+    // What the program opens later, it opens and ends by calls that are seen.
+    let mark = move |note: &mut Note| *if large && prot == OPEN { &mut note.seen } else { &mut note.reserved } = true;
     if addr.is_null() && large && plain && flags & (libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE) == 0 {
         // A wish, without MAP_FIXED_NOREPLACE, which sandboxes may not know. Where the kernel has a reason to put it elsewhere, as
         // it puts small memory, its end is seen if an interposed call makes it.
         let place = place(len as u64).unwrap_or(0);
         // SAFETY: the program's own call, with a wish.
         let place = unsafe { mem::map(place, len as u64, prot, flags, fd, offset as u64) }?;
-        if managed_all()
-            && prot == libc::PROT_READ | libc::PROT_WRITE
-            && let Some(range) = range_of(place as *mut c_void, len)
-        {
-            note(range, |note| note.seen = true);
-            wanted();
+        if manageable {
+            note_mapped(place, len, prot == OPEN, mark);
         }
         return Ok(place);
     }
@@ -77,21 +77,35 @@ fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offs
             // SAFETY: the program's own call.
             unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }
         })?;
-        let mut tables = SHARED.tables(&held);
-        tables.table.forget(range);
-        let seen = managed_all() && plain && large && prot == libc::PROT_READ | libc::PROT_WRITE;
-        if seen {
-            tables.table.change(range, |note| note.seen = true);
+        let table = SHARED.tables(&held).table;
+        // A part of what is managed stays so, however small.
+        let manageable = manageable && (large || table.sees(range));
+        table.forget(range);
+        if manageable {
+            table.change(range, mark);
         }
-        let _ = &mut tables;
         drop(held);
-        if seen {
+        if manageable && prot == OPEN {
             wanted();
         }
         return Ok(mapped);
     }
     // SAFETY: the program's own call.
-    unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }
+    let mapped = unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }?;
+    if manageable && large {
+        note_mapped(mapped, len, prot == OPEN, mark);
+    }
+    Ok(mapped)
+}
+
+/// Marks what was mapped at `start`, where nothing was; memory that is `open` is listed soon.
+fn note_mapped(start: u64, len: usize, open: bool, mark: impl Fn(&mut Note)) {
+    if let Some(range) = range_of(start as *mut c_void, len) {
+        note(range, mark);
+        if open {
+            wanted();
+        }
+    }
 }
 
 pub(super) fn note(range: Range, change: impl Fn(&mut Note)) {

@@ -1,0 +1,92 @@
+//! Addresses that a program reserves and opens piece by piece, or wants by themselves: what is open is managed, every byte is as
+//! it was written, and what is not costs nothing.
+
+mod common;
+
+use common::cold::{Host, Parking, Served};
+use common::{can_merge, installed, wait_for};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+/// The compiled client, once.
+fn program() -> Option<&'static Path> {
+    static BUILT: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
+    let built = BUILT.get_or_init(|| {
+        installed("cc").filter(|_| can_merge())?;
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+        let program = dir.path().join("reservations");
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/programs/reservations.c");
+        let mut cc = Command::new("cc");
+        cc.args(["-O2", "-Wall", "-Werror", "-pthread", "-o"]).arg(&program).arg(source);
+        let done = cc.output().expect("cc runs");
+        assert!(done.status.success(), "cc: {}", String::from_utf8_lossy(&done.stderr));
+        Some((dir, program))
+    });
+    built.as_ref().map(|(_, program)| program.as_path())
+}
+
+fn live(host: &Host, program: &Path) -> Served {
+    let mut command = Command::new(common::TOOL);
+    command.args(["run", "--all", "--socket"]).arg(&host.socket).arg("--").current_dir(host.dir.path());
+    command.arg(program);
+    Served::start_of(command)
+}
+
+/// Waits until nearly all of the 8,192 pages of each area are merged. Islands of a page among closed ones are left alone.
+fn wait_for_merging(client: &mut Served) {
+    let mut last = Vec::<u64>::new();
+    wait_for("the areas to be merged", 240, || {
+        let said = client.says("merged");
+        last = said.split(' ').map(|number| number.parse().expect("a number")).collect();
+        last[..3].iter().all(|merged| *merged > 8000)
+    });
+    assert_eq!(last[3], 0, "islands fill the list");
+}
+
+fn verify(host: &Host) {
+    let output = host.tool(&["verify"]);
+    assert!(output.status.success(), "verify: {}", String::from_utf8_lossy(&output.stdout));
+}
+
+#[test]
+fn what_is_opened_piece_by_piece_is_merged() {
+    let Some(program) = program() else { return };
+    let host = Host::start(&["--no-keeper"]);
+    let mut client = live(&host, program);
+    wait_for_merging(&mut client);
+    client.says("check");
+    verify(&host);
+    for _ in 0..3 {
+        client.says("storm 4000");
+        client.says("fork");
+    }
+    // Whatever was done to a part, it is managed still.
+    client.says("settle");
+    wait_for_merging(&mut client);
+    verify(&host);
+    let pid = client.pid().to_string();
+    assert!(host.tool(&["unmerge", &pid]).status.success());
+    client.says("check");
+}
+
+#[test]
+fn what_is_opened_piece_by_piece_goes_to_the_tier_and_comes_back() {
+    let Some(program) = program() else { return };
+    let host = Host::start(&["--cold-tick", "200ms", "--cold-idle", "100ms"]);
+    let mut command = host.run(&[]);
+    command.arg(program);
+    let mut client = Served::start_of(command);
+    let pid = client.pid();
+    host.wait_for_client(pid);
+    wait_for("the areas to go", 240, || host.park(pid) > 24_000);
+    client.says("check");
+    host.park(pid);
+    client.says("fork");
+    let _parking = Parking::start(&host.socket, &["park", "park", "unpark"], Duration::from_millis(300));
+    for _ in 0..3 {
+        client.says("storm 4000");
+    }
+    client.says("check");
+}
