@@ -105,6 +105,9 @@ impl Host {
         if pid == self.child.id() as i32 {
             let _ = self.child.wait();
         }
+        // One that the keeper started is nobody's child here. Until it has ended it holds the lock, and who is started then
+        // gives way to it.
+        wait_for("the daemon to have ended", 30, || has_ended(pid));
     }
 
     /// As [`kill_daemon`](Self::kill_daemon) where maybe nobody has pages out: a keeper that holds nothing starts nobody.
@@ -138,6 +141,12 @@ impl Drop for Host {
     fn drop(&mut self) {
         self.kill_all();
     }
+}
+
+/// True if the process is gone, or nothing is left of it but its number.
+fn has_ended(pid: i32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit(')').next().is_none_or(|behind| behind.trim_start().is_empty() || behind.starts_with(" Z"))
 }
 
 pub fn kill(pid: i32) {
