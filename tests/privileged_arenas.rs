@@ -3,37 +3,27 @@
 
 mod common;
 
-use common::cold::{Host, Parking, Served};
-use common::{can_merge, installed, is_root, skipped, wait_for};
-use std::path::{Path, PathBuf};
+use common::cold::{Compiled, Host, Parking, Served, compiled};
+use common::{can_merge, is_root, skipped, wait_for};
+use std::path::Path;
 use std::process::Command;
 use std::sync::OnceLock;
 use std::time::Duration;
 
 /// The compiled client, once.
 fn program() -> Option<&'static Path> {
-    static BUILT: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
-    let built = BUILT.get_or_init(|| {
-        installed("cc").filter(|_| can_merge())?;
-        if cfg!(not(all(target_arch = "x86_64", target_env = "gnu"))) {
+    static BUILT: Compiled = OnceLock::new();
+    compiled(&BUILT, "arenas", || {
+        let known = cfg!(all(target_arch = "x86_64", target_env = "gnu"));
+        if !known {
             skipped("arenas are known on x86-64 only");
-            return None;
         }
-        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
-        let program = dir.path().join("arenas");
-        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/programs/arenas.c");
-        let mut cc = Command::new("cc");
-        cc.args(["-O2", "-Wall", "-Werror", "-pthread", "-o"]).arg(&program).arg(source);
-        let done = cc.output().expect("cc runs");
-        assert!(done.status.success(), "cc: {}", String::from_utf8_lossy(&done.stderr));
-        Some((dir, program))
-    });
-    built.as_ref().map(|(_, program)| program.as_path())
+        can_merge() && known
+    })
 }
 
 fn live(host: &Host, program: &Path) -> Served {
-    let mut command = Command::new(common::TOOL);
-    command.args(["run", "--all", "--socket"]).arg(&host.socket).arg("--").current_dir(host.dir.path());
+    let mut command = host.run_live();
     command.arg(program);
     Served::start_of(command)
 }
@@ -55,11 +45,6 @@ fn wait_for_merging(client: &mut Served, pages: u64) {
     assert_eq!(merged(client).1, 0, "later heaps end unseen");
 }
 
-fn verify(host: &Host) {
-    let output = host.tool(&["verify"]);
-    assert!(output.status.success(), "verify: {}", String::from_utf8_lossy(&output.stdout));
-}
-
 #[test]
 fn blocks_of_threads_are_merged() {
     let Some(program) = program() else { return };
@@ -67,13 +52,13 @@ fn blocks_of_threads_are_merged() {
     let mut client = live(&host, program);
     wait_for_merging(&mut client, PAGES);
     client.says("check");
-    verify(&host);
+    host.verify();
     client.says("fork");
     for _ in 0..3 {
         client.says("storm 4000");
     }
     wait_for_merging(&mut client, PAGES_KEPT);
-    verify(&host);
+    host.verify();
     let pid = client.pid().to_string();
     assert!(host.tool(&["unmerge", &pid]).status.success());
     client.says("check");
@@ -115,7 +100,7 @@ fn blocks_of_threads_are_merged_parked_and_merged_again() {
     let _ = host.tool(&["unpark", "--all"]);
     client.says("check");
     wait_for_merging(&mut client, PAGES_KEPT);
-    verify(&host);
+    host.verify();
 }
 
 /// Where memory is strictly accounted the C library maps the end of a heap anew, and takes it for clear.

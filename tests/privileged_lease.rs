@@ -47,11 +47,6 @@ fn park(host: &Host, pid: i32, pages: u64) {
     });
 }
 
-fn verify(host: &Host) {
-    let output = host.tool(&["verify"]);
-    assert!(output.status.success(), "verify: {}", String::from_utf8_lossy(&output.stdout));
-}
-
 #[test]
 fn a_merged_client_is_parked_and_comes_back() {
     if !can_merge() || program().is_none() {
@@ -67,7 +62,7 @@ fn a_merged_client_is_parked_and_comes_back() {
         let still = number(&host, pid, "pages_sharing");
         assert!(still > 0, "{command}: what is merged stays merged");
         assert_eq!(live(&host, pid).expect("it is still one")["stats"]["paused"], true);
-        verify(&host);
+        host.verify();
         let now = number(&host, pid, "pages_sharing");
         assert!(now <= still, "{command}: {still} pages were merged when it was parked, {now} are");
         // What is out comes back under it, and the other one merges on meanwhile.
@@ -78,7 +73,7 @@ fn a_merged_client_is_parked_and_comes_back() {
         clients.iter_mut().for_each(|client| client.does("check"));
     }
     clients.iter().for_each(|client| wait_for_merging(&host, client.pid()));
-    verify(&host);
+    host.verify();
     // Parked and back while it works; at the end with pages out.
     clients[0].send("storm 4000");
     for _ in 0..15 {
@@ -152,7 +147,7 @@ fn a_daemon_killed_meanwhile_is_replaced_by_one_that_knows() {
         clients.iter_mut().for_each(|client| client.does("check"));
     }
     clients.iter().for_each(|client| wait_for_merging(&host, client.pid()));
-    verify(&host);
+    host.verify();
 }
 
 #[test]
@@ -269,7 +264,7 @@ fn in_any_order_every_byte_is_right() {
         })
     });
     clients.iter_mut().for_each(|client| client.does("check"));
-    verify(&host);
+    host.verify();
 }
 
 /// A thread that discards by a bare system call acts a moment after the daemon heard of it, and on a busy machine a long one.

@@ -3,33 +3,20 @@
 
 mod common;
 
-use common::cold::{Host, Parking, Served};
-use common::{can_merge, installed, wait_for};
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use common::cold::{Compiled, Host, Parking, Served, compiled};
+use common::{can_merge, wait_for};
+use std::path::Path;
 use std::sync::OnceLock;
 use std::time::Duration;
 
 /// The compiled client, once.
 fn program() -> Option<&'static Path> {
-    static BUILT: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
-    let built = BUILT.get_or_init(|| {
-        installed("cc").filter(|_| can_merge())?;
-        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
-        let program = dir.path().join("reservations");
-        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/programs/reservations.c");
-        let mut cc = Command::new("cc");
-        cc.args(["-O2", "-Wall", "-Werror", "-pthread", "-o"]).arg(&program).arg(source);
-        let done = cc.output().expect("cc runs");
-        assert!(done.status.success(), "cc: {}", String::from_utf8_lossy(&done.stderr));
-        Some((dir, program))
-    });
-    built.as_ref().map(|(_, program)| program.as_path())
+    static BUILT: Compiled = OnceLock::new();
+    compiled(&BUILT, "reservations", can_merge)
 }
 
 fn live(host: &Host, program: &Path) -> Served {
-    let mut command = Command::new(common::TOOL);
-    command.args(["run", "--all", "--socket"]).arg(&host.socket).arg("--").current_dir(host.dir.path());
+    let mut command = host.run_live();
     command.arg(program);
     Served::start_of(command)
 }
@@ -45,11 +32,6 @@ fn wait_for_merging(client: &mut Served) {
     assert_eq!(last[3], 0, "islands fill the list");
 }
 
-fn verify(host: &Host) {
-    let output = host.tool(&["verify"]);
-    assert!(output.status.success(), "verify: {}", String::from_utf8_lossy(&output.stdout));
-}
-
 #[test]
 fn what_is_opened_piece_by_piece_is_merged() {
     let Some(program) = program() else { return };
@@ -57,7 +39,7 @@ fn what_is_opened_piece_by_piece_is_merged() {
     let mut client = live(&host, program);
     wait_for_merging(&mut client);
     client.says("check");
-    verify(&host);
+    host.verify();
     for _ in 0..3 {
         client.says("storm 4000");
         client.says("fork");
@@ -65,7 +47,7 @@ fn what_is_opened_piece_by_piece_is_merged() {
     // Whatever was done to a part, it is managed still.
     client.says("settle");
     wait_for_merging(&mut client);
-    verify(&host);
+    host.verify();
     let pid = client.pid().to_string();
     assert!(host.tool(&["unmerge", &pid]).status.success());
     client.says("check");

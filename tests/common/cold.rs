@@ -71,6 +71,19 @@ impl Host {
         self.cold(pid).map_or(0, |client| client[name].as_u64().unwrap_or_else(|| panic!("no {name} in {client}")))
     }
 
+    /// A command that runs what follows merged live.
+    pub fn run_live(&self) -> Command {
+        let mut command = Command::new(TOOL);
+        command.args(["run", "--all", "--socket"]).arg(&self.socket).arg("--").current_dir(self.dir.path());
+        command
+    }
+
+    /// Every merged page shows its slot.
+    pub fn verify(&self) {
+        let output = self.tool(&["verify"]);
+        assert!(output.status.success(), "verify: {}", String::from_utf8_lossy(&output.stdout));
+    }
+
     pub fn wait_for_client(&self, pid: i32) {
         wait_for("the client to be connected", 30, || self.cold(pid).is_some_and(|client| client["connected"] == true));
     }
@@ -162,18 +175,16 @@ pub fn spawn(socket: &Path, args: &[&str]) -> Child {
     command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("the daemon starts")
 }
 
-/// The compiled client, once.
-pub fn program() -> Option<&'static Path> {
-    static BUILT: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
-    let built = BUILT.get_or_init(|| {
-        installed("cc")?;
-        if cfg!(not(target_arch = "x86_64")) {
-            skipped("the client makes bare system calls of x86-64");
-            return None;
-        }
+/// A client that was compiled, and where it lies.
+pub type Compiled = OnceLock<Option<(tempfile::TempDir, PathBuf)>>;
+
+/// The client of `tests/programs/NAME.c`, compiled once if it `fits` here.
+pub fn compiled(built: &'static Compiled, name: &str, fits: impl FnOnce() -> bool) -> Option<&'static Path> {
+    let built = built.get_or_init(|| {
+        installed("cc").filter(|_| fits())?;
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
-        let program = dir.path().join("cold");
-        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/programs/cold.c");
+        let program = dir.path().join(name);
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/programs/{name}.c"));
         let mut cc = Command::new("cc");
         cc.args(["-O2", "-Wall", "-Werror", "-pthread", "-o"]).arg(&program).arg(source);
         let done = cc.output().expect("cc runs");
@@ -181,6 +192,18 @@ pub fn program() -> Option<&'static Path> {
         Some((dir, program))
     });
     built.as_ref().map(|(_, program)| program.as_path())
+}
+
+/// The compiled client, once.
+pub fn program() -> Option<&'static Path> {
+    static BUILT: Compiled = OnceLock::new();
+    compiled(&BUILT, "cold", || {
+        let fits = cfg!(target_arch = "x86_64");
+        if !fits {
+            skipped("the client makes bare system calls of x86-64");
+        }
+        fits
+    })
 }
 
 /// All that the client does, one after the other.
@@ -216,9 +239,7 @@ impl Served {
 
     /// One that is merged live.
     pub fn start_live(host: &Host, mib: u64) -> Served {
-        let mut command = Command::new(TOOL);
-        command.args(["run", "--all", "--socket"]).arg(&host.socket).arg("--").current_dir(host.dir.path());
-        Served::start_by(command, mib)
+        Served::start_by(host.run_live(), mib)
     }
 
     pub fn start_by(mut command: Command, mib: u64) -> Served {
