@@ -39,6 +39,8 @@ pub unsafe fn remap(addr: u64, len: u64, new_len: u64, flags: i32, new_addr: u64
     unsafe { syscall!(libc::SYS_mremap, addr, len, new_len, flags, new_addr) }.map(|addr| addr as u64)
 }
 
+/// Advice that makes a huge page of the memory there at once, whatever the settings for transparent ones are; Linux 6.1.
+pub const MADV_COLLAPSE: i32 = 25;
 /// Advice that makes every access to a range a fault, and its end; Linux 6.13, for files' pages 6.15.
 pub const MADV_GUARD_INSTALL: i32 = 102;
 /// See [`MADV_GUARD_INSTALL`]. The pages read zero afterwards.
@@ -111,6 +113,34 @@ impl Mapping {
         let len = len.next_multiple_of(PAGE_SIZE) as u64;
         // SAFETY: without MAP_FIXED the kernel chooses a free range.
         let addr = unsafe { map(0, len, prot, flags & !libc::MAP_FIXED, fd, offset) }?;
+        Ok(Mapping { addr, len })
+    }
+
+    /// As [`file`](Self::file) from offset 0, at an address that is a multiple of `align` (a power of two, in bytes).
+    ///
+    /// # Errors
+    /// As mmap(2).
+    pub fn file_aligned(fd: i32, len: usize, prot: i32, flags: i32, align: usize) -> Result<Mapping> {
+        let (len, align) = (len.next_multiple_of(PAGE_SIZE) as u64, align as u64);
+        let room = len + align;
+        let reserve = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: the kernel chooses a free range.
+        let start = unsafe { map(0, room, libc::PROT_NONE, reserve, -1, 0) }?;
+        let addr = start.next_multiple_of(align);
+        // SAFETY: all of it lies in the range that was just reserved.
+        let mapped = unsafe { map(addr, len, prot, flags | libc::MAP_FIXED, fd, 0) };
+        let (before, after) = (addr - start, start + room - addr - len);
+        if before > 0 {
+            // SAFETY: the reserved rest, which nobody knows.
+            let _ = unsafe { unmap(start, before) };
+        }
+        // SAFETY: the same.
+        let _ = unsafe { unmap(addr + len, after) };
+        if let Err(errno) = mapped {
+            // SAFETY: the same.
+            let _ = unsafe { unmap(addr, len) };
+            return Err(errno);
+        }
         Ok(Mapping { addr, len })
     }
 

@@ -29,6 +29,7 @@
 
 #![warn(missing_docs)]
 
+mod backing;
 mod fingerprint;
 mod primitive;
 mod segment;
@@ -36,9 +37,10 @@ mod segment;
 pub use fingerprint::{Fingerprint, Key};
 pub use segment::{SEGMENT_LEN, SLOTS_PER_SEGMENT};
 
+use backing::Huge;
+use pagefold_os::Page;
 use pagefold_os::fd::Fd;
 use pagefold_os::gone::Watch;
-use pagefold_os::{PAGE_SIZE, Page};
 use primitive::{AtomicU64, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use segment::{Segment, Standing};
 use std::collections::{HashMap, VecDeque};
@@ -46,6 +48,9 @@ use std::sync::{Arc, PoisonError};
 
 /// Segments of a pool at most: their slots are numbers of 29 bits in ledgers and indexes.
 const NUMBERS: u32 = u32::MAX / SLOTS_PER_SEGMENT / 8;
+
+/// Slots that a pool has before it takes huge pages for more.
+const HUGE_FROM: u64 = SLOTS_PER_SEGMENT as u64;
 
 /// A page's place in the pool: segment number and place in the segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -161,7 +166,7 @@ impl Lingering {
             self.watch = Watch::new().ok();
         }
         if let Some(Ok(id)) = self.watch.as_ref().map(|watch| watch.add(&segment.reader())) {
-            self.bytes.insert(id, u64::from(segment.published()) * PAGE_SIZE as u64);
+            self.bytes.insert(id, segment.bytes());
         }
     }
 
@@ -203,6 +208,8 @@ pub struct Pool {
     shared: AtomicU64,
     sharing: AtomicU64,
     published: AtomicU64,
+    bytes: AtomicU64,
+    huge: Huge,
     /// Nothing else is locked under it.
     lingering: std::sync::Mutex<Lingering>,
     name: String,
@@ -223,6 +230,8 @@ impl Pool {
             shared: AtomicU64::new(0),
             sharing: AtomicU64::new(0),
             published: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+            huge: Huge::default(),
             lingering: std::sync::Mutex::default(),
             name: name.chars().filter(|c| c.is_ascii_alphanumeric() || "-_.".contains(*c)).take(64).collect(),
         }
@@ -242,7 +251,11 @@ impl Pool {
                 segment
             }
         };
-        let (index, taken) = segment.fill(pages);
+        // Of a huge page that is begun the rest is memory as well: little beside what a large pool has, and much for a small.
+        let large = self.published.load(Ordering::Relaxed) >= HUGE_FROM;
+        let before = segment.bytes();
+        let (index, taken) = segment.fill(pages, large.then_some(&self.huge));
+        self.bytes.fetch_add(segment.bytes() - before, Ordering::Relaxed);
         self.published.fetch_add(taken as u64, Ordering::Relaxed);
         // Before it is closed: a closed segment that nothing keeps may be let go.
         let hold = Hold::new(segment.clone());
@@ -447,6 +460,7 @@ impl Pool {
         self.live_segments.fetch_sub(1, Ordering::Relaxed);
         self.released.fetch_add(1, Ordering::Relaxed);
         self.published.fetch_sub(u64::from(held.published()), Ordering::Relaxed);
+        self.bytes.fetch_sub(held.bytes(), Ordering::Relaxed);
         true
     }
 
@@ -459,7 +473,7 @@ impl Pool {
             slots_published: published,
             pages_shared: self.shared.load(Ordering::Relaxed),
             pages_sharing: self.sharing.load(Ordering::Relaxed),
-            bytes: published * PAGE_SIZE as u64,
+            bytes: self.bytes.load(Ordering::Relaxed),
             metadata_bytes: segments * segment::METADATA_BYTES as u64,
             segments_released: self.released.load(Ordering::Relaxed),
             lingering_bytes: self.lingering(|lingering| lingering.bytes.values().sum()),
@@ -482,6 +496,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use pagefold_os::PAGE_SIZE;
 
     #[test]
     fn numbers_are_given_again_when_there_are_no_others() {

@@ -1,5 +1,6 @@
 //! One memory file of the pool: filled in order, sealed, read-only.
 
+use crate::backing::{Backing, Huge};
 use crate::primitive::{AtomicBool, AtomicU8, AtomicU32, Mutex, Ordering};
 use pagefold_os::fd::Fd;
 use pagefold_os::mem::Mapping;
@@ -34,9 +35,11 @@ pub struct Segment {
     inode: u64,
     reader: Arc<Fd>,
     read: Mapping,
-    /// Our ways to write, gone when the segment is sealed.
-    write: Mutex<Option<(Mapping, Fd)>>,
+    /// Our way to write, gone when the segment is sealed.
+    write: Mutex<Option<Backing>>,
     published: AtomicU32,
+    /// Slots that have memory: those published, and all of a huge page of which one is.
+    backed: AtomicU32,
     closed: AtomicBool,
     /// [`Standing`].
     standing: AtomicU8,
@@ -53,19 +56,19 @@ impl Segment {
         // Another user could otherwise open the file for writing through /proc; the seals are the real wall.
         memfd::set_mode(&file, 0o400)?;
         let reader = memfd::reopen_read_only(&file)?;
-        let prot = libc::PROT_READ | libc::PROT_WRITE;
-        let write = Mapping::file(file.raw(), 0, SEGMENT_LEN, prot, libc::MAP_SHARED)?;
-        memfd::add_seals(&file, memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_FUTURE_WRITE)?;
+        let (_, inode) = memfd::len_and_inode(file.raw())?;
+        let write = Backing::new(file, SEGMENT_LEN)?;
+        memfd::add_seals(write.file(), memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_FUTURE_WRITE)?;
         // Mapped through the read-only descriptor: a mapping that could become writable would forbid the last seal.
         let read = Mapping::file(reader.raw(), 0, SEGMENT_LEN, libc::PROT_READ, libc::MAP_SHARED)?;
-        let (_, inode) = memfd::len_and_inode(file.raw())?;
         Ok(Segment {
             number,
             inode,
             reader: Arc::new(reader),
             read,
-            write: Mutex::new(Some((write, file))),
+            write: Mutex::new(Some(write)),
             published: AtomicU32::new(0),
+            backed: AtomicU32::new(0),
             closed: AtomicBool::new(false),
             standing: AtomicU8::new(Standing::Offered as u8),
             live: AtomicU32::new(0),
@@ -74,19 +77,15 @@ impl Segment {
         })
     }
 
-    /// Copies `pages` to the next free slots, as many as there are; returns the first and how many.
-    pub fn fill(&self, pages: &[&Page]) -> (u32, usize) {
-        let write = self.write.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    /// Copies `pages` to the next free slots, as many as there are; returns the first and how many. They may lie on huge pages
+    /// as `huge` decides, if it is given.
+    pub fn fill(&self, pages: &[&Page], huge: Option<&Huge>) -> (u32, usize) {
+        let mut write = self.write.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let first = self.published.load(Ordering::Relaxed);
-        let Some((mapping, _)) = &*write else { return (first, 0) };
+        let Some(backing) = &mut *write else { return (first, 0) };
         let count = pages.len().min((SLOTS_PER_SEGMENT - first) as usize);
-        for (offset, page) in pages[..count].iter().enumerate() {
-            // SAFETY: the slot lies in the writable mapping, is not published yet, and the lock makes us its only writer.
-            unsafe {
-                let slot = mapping.as_ptr().add((first as usize + offset) * PAGE_SIZE);
-                core::ptr::copy_nonoverlapping(page.as_ptr(), slot, PAGE_SIZE);
-            }
-        }
+        backing.put(first, &pages[..count], huge);
+        self.backed.store(backing.backed(), Ordering::Relaxed);
         // Release pairs with the acquire in `published`: who sees the count sees the bytes.
         self.published.store(first + count as u32, Ordering::Release);
         (first, count)
@@ -95,9 +94,9 @@ impl Segment {
     /// Makes the segment unwritable for everybody, for ever.
     pub fn close(&self) {
         let mut write = self.write.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        if let Some((mapping, file)) = write.take() {
+        if let Some(backing) = write.take() {
             // With our mapping the last way to write is gone: `SEAL_FUTURE_WRITE` forbids new mappings, write(2) and holes.
-            drop(mapping);
+            let file = backing.into_file();
             // The kernel answers EBUSY while a page is pinned, by a client's direct I/O from it for instance.
             let _ = memfd::add_seals(&file, memfd::SEAL_WRITE | memfd::SEAL_SEAL);
         }
@@ -125,6 +124,11 @@ impl Segment {
 
     pub fn published(&self) -> u32 {
         self.published.load(Ordering::Acquire)
+    }
+
+    /// Bytes of memory that its pages take.
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.backed.load(Ordering::Relaxed)) * PAGE_SIZE as u64
     }
 
     pub fn is_full(&self) -> bool {

@@ -98,6 +98,57 @@ fn a_full_pool_says_so_and_gives_space_back_with_its_segments() {
     assert_eq!(pool.stats().segments_released, 1);
 }
 
+/// A slot whose place a reader has looked at before it was written, which makes it a page of zeros.
+#[test]
+fn who_looks_ahead_sees_what_is_published_later() {
+    let pool = Pool::new("test", 64 << 20);
+    let first = pool.publish(&[&page(1)]).unwrap().first;
+    let fd = pool.segment_fd(first.segment()).unwrap();
+    let shown = Mapping::file(fd.raw(), 0, SEGMENT_LEN, libc::PROT_READ, libc::MAP_SHARED).unwrap();
+    // SAFETY: inside the mapping; the byte may change at any time.
+    let byte = |index: usize| unsafe { shown.as_ptr().add(index * PAGE_SIZE + 104).read_volatile() };
+    for index in [2, 3, 6] {
+        assert_eq!(byte(index), 0);
+    }
+    // Neighbours in our memory, and one that is not.
+    let pages: Vec<Page> = (2..=8).map(page).collect();
+    let mut refs: Vec<&Page> = pages.iter().collect();
+    refs.swap(3, 4);
+    assert_eq!(pool.publish(&refs).unwrap().taken, 7);
+    for (index, expected) in [1, 2, 3, 4, 6, 5, 7, 8].into_iter().enumerate() {
+        let mut out = page(0);
+        assert!(pool.read(Slot::new(first.segment(), index as u32), &mut out));
+        assert_eq!((out, byte(index)), (page(expected), page(expected)[104]), "slot {index}");
+    }
+}
+
+/// The slots of a large pool lie on huge pages where the kernel has them: what is begun of one counts.
+#[test]
+fn a_large_pool_says_what_memory_it_takes() {
+    const HUGE: u64 = 2 << 20;
+    let pool = Pool::new("test", 1 << 30);
+    let pages: Vec<Page> = (0..=250).map(page).collect();
+    let mut slots = Vec::new();
+    while slots.len() < 5000 {
+        let refs: Vec<&Page> = (0..1 + slots.len() % 97).map(|more| &pages[(slots.len() + more) % 251]).collect();
+        let Published { first, taken, .. } = pool.publish(&refs).unwrap();
+        slots.extend((0..taken as u32).map(|offset| Slot::from_number(first.number() + offset)));
+        let (stats, written) = (pool.stats(), (slots.len() * PAGE_SIZE) as u64);
+        assert_eq!(stats.slots_published, slots.len() as u64);
+        assert!((written..written + HUGE).contains(&stats.bytes), "{} bytes for {written}", stats.bytes);
+        assert!(written > SEGMENT_LEN as u64 || stats.bytes == written, "a small pool takes what it needs");
+    }
+    for (number, slot) in slots.iter().enumerate() {
+        let mut out = page(0);
+        assert!(pool.read(*slot, &mut out) && out == pages[number % 251], "{slot:?}");
+    }
+    pool.close_open_segment();
+    for segment in pool.unshared() {
+        assert!(pool.release(segment, |_, _| {}));
+    }
+    assert_eq!((pool.stats().segments, pool.stats().bytes), (0, 0));
+}
+
 #[test]
 fn a_retired_segment_takes_no_sharers_and_one_that_is_kept_does_again() {
     let pool = Pool::new("test", 64 << 20);
