@@ -18,6 +18,7 @@ use crate::engine::Agent;
 use crate::heap::Watched;
 use crate::own::NURSERY_LEN;
 use crate::plain::watch_plain;
+use crate::populate;
 use crate::shared::SHARED;
 use crate::thread::yield_now;
 use crate::voids;
@@ -338,10 +339,9 @@ impl Agent {
                 states[first..first + outcome.merged as usize].fill(State::Hole);
             }
         }
+        self.populate(pieces, outcomes);
         for run in runs(states, |state| *state == State::Equal) {
             let range = Range { start: span.start + run.start as u64 * PAGE, end: span.start + run.end as u64 * PAGE };
-            // SAFETY: reads the pages in, so that no access of the program's has to wait for us.
-            let _ = unsafe { mem::advise(range.start, range.len(), libc::MADV_POPULATE_READ) };
             // One call serves all neighbours, however many mappings they are.
             self.hold_pool(range);
             self.keep_attributes(range, false);
@@ -358,6 +358,31 @@ impl Agent {
                 let start = range.start + staged.start as u64 * PAGE;
                 let _ = self.watch.write_protect(Range::pages_from(start, staged.len() as u64));
             }
+        }
+    }
+
+    /// Reads in what was mapped, so that no access of the program's has to wait for us: long pieces by windows, and
+    /// neighbouring short ones, each a mapping of its own, by one call.
+    fn populate(&self, pieces: &[Piece], outcomes: &[Outcome]) {
+        let mut short = Range { start: 0, end: 0 };
+        for (piece, outcome) in pieces.iter().zip(outcomes) {
+            if piece.segment == PIECE_ZERO || outcome.merged == 0 {
+                continue;
+            }
+            let mapped = Range::pages_from(piece.addr, u64::from(outcome.merged));
+            if populate::is_long(mapped) {
+                populate::populate(mapped, &self.pagemap);
+            } else if short.end == mapped.start {
+                short.end = mapped.end;
+            } else {
+                if !short.is_empty() {
+                    populate::read_in(short);
+                }
+                short = mapped;
+            }
+        }
+        if !short.is_empty() {
+            populate::read_in(short);
         }
     }
 

@@ -1,0 +1,60 @@
+//! Merged pages are in the page table before anybody looks at them: who meets one that is not there waits for us.
+//!
+//! One fault brings in all pages of the file in a window around it, if they are in memory, as pages of the pool are. So it is
+//! enough to ask for one page of each window. How large windows are is a setting of the kernel's that only root can read:
+//! whether they are as large as by default is looked at once.
+
+use core::sync::atomic::{AtomicU8, Ordering};
+use pagefold_os::fd::Fd;
+use pagefold_os::pagemap::{self, Query};
+use pagefold_os::{PAGE_SIZE, Range, mem};
+
+/// What one fault brings in, by default: aligned to its own length.
+const WINDOW: u64 = 64 << 10;
+/// Mappings at least this long are asked for by windows.
+const LONG: u64 = 2 * WINDOW;
+
+const UNKNOWN: u8 = 0;
+const SMALL: u8 = 1;
+const LARGE: u8 = 2;
+/// Whether windows are as large as that.
+static WINDOWS: AtomicU8 = AtomicU8::new(UNKNOWN);
+
+/// True if [`populate`] is the quicker way for one mapping of this length.
+pub(crate) fn is_long(mapping: Range) -> bool {
+    mapping.len() >= LONG && WINDOWS.load(Ordering::Relaxed) != SMALL
+}
+
+/// Has the pages of one mapping of a pool file in the page table, as far as they are in memory.
+pub(crate) fn populate(mapping: Range, page_map: &Fd) {
+    let mut at = mapping.start;
+    while at < mapping.end {
+        read_in(Range::pages_from(at, 1));
+        at = (at / WINDOW + 1) * WINDOW;
+    }
+    if WINDOWS.load(Ordering::Relaxed) == UNKNOWN {
+        let there = pages_there(mapping, page_map);
+        if there == mapping.pages() {
+            WINDOWS.store(LARGE, Ordering::Relaxed);
+        } else {
+            // One that is in somebody's hands at this moment is left out, and says nothing.
+            if there < mapping.pages() / 2 {
+                WINDOWS.store(SMALL, Ordering::Relaxed);
+            }
+            read_in(mapping);
+        }
+    }
+}
+
+/// Has all pages of `range` in the page table, whatever mappings lie there.
+pub(crate) fn read_in(range: Range) {
+    // SAFETY: reads pages in, changes nothing; where the program has taken its rights away meanwhile it is an error.
+    let _ = unsafe { mem::advise(range.start, range.len(), libc::MADV_POPULATE_READ) };
+}
+
+fn pages_there(range: Range, page_map: &Fd) -> u64 {
+    let query = Query { all_of: pagemap::PRESENT, report: pagemap::PRESENT, ..Query::default() };
+    let mut found = [pagemap::Region::default(); 64];
+    let Ok((count, _)) = pagemap::scan(page_map, range, query, &mut found) else { return 0 };
+    found.iter().take(count).map(|region| (region.end - region.start) / PAGE_SIZE as u64).sum()
+}
