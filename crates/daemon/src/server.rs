@@ -501,7 +501,7 @@ impl Daemon {
             // For the length of a step worker and agent stay on one processor and take turns there. Left alone, the kernel
             // wakes each on the processor that rests, and waking one costs more than most requests.
             let seat = everywhere.as_ref().and_then(|everywhere| self.take_seat(everywhere));
-            let step = domain.step_any(now, &mut gone);
+            let step = domain.step_any(now, seat, &mut gone);
             if let (Some(cpu), Some(everywhere)) = (seat, &everywhere) {
                 lock(&self.seats).retain(|taken| *taken != cpu);
                 let _ = everywhere.bind_thread();

@@ -132,6 +132,8 @@ struct Member {
     work: Mutex<Work>,
     inbox: Mutex<Vec<(u64, Slot)>>,
     due_ns: AtomicU64,
+    /// The processor of its last step, and one more; 0 if nobody told.
+    seat: AtomicU64,
     paused: AtomicBool,
     /// Its plain memory is somebody else's for a while.
     away: AtomicBool,
@@ -331,6 +333,7 @@ impl Domain {
             work: Mutex::new(work),
             inbox: Mutex::default(),
             due_ns: AtomicU64::new(0),
+            seat: AtomicU64::new(0),
             paused: AtomicBool::new(false),
             away: AtomicBool::new(away),
             gone: AtomicBool::new(false),
@@ -483,15 +486,24 @@ impl Domain {
 
     /// Takes one step with some client that is due at `now_ns`, if there is one that nobody has in hand.
     /// `gone` gets a client that turned out to be gone; it is already forgotten.
-    pub fn step_any(&self, now_ns: u64, gone: &mut Vec<ClientId>) -> Option<Next> {
-        let mut due: Vec<(u64, Arc<Member>)> = read(&self.members)
+    ///
+    /// Of clients that are due the worker on processor `seat` takes those first that had their last step there, unless another
+    /// has waited for a period: a process that ran on two processors pays for both whenever its page table changes.
+    pub fn step_any(&self, now_ns: u64, seat: Option<u64>, gone: &mut Vec<ClientId>) -> Option<Next> {
+        let seat = seat.map_or(0, |cpu| cpu + 1);
+        let mut due: Vec<(bool, u64, Arc<Member>)> = read(&self.members)
             .values()
             .filter(|member| !member.is_at_rest())
-            .map(|member| (member.due_ns.load(Ordering::Acquire), member.clone()))
+            .map(|member| (member.due_ns.load(Ordering::Acquire), member))
             .filter(|(due, _)| *due <= now_ns)
+            .map(|(due, member)| {
+                let last = member.seat.load(Ordering::Relaxed);
+                let elsewhere = last != 0 && last != seat && now_ns - due < self.config.period_ns;
+                (elsewhere, due, member.clone())
+            })
             .collect();
-        due.sort_by_key(|(due, member)| (*due, member.id));
-        for (_, member) in due {
+        due.sort_by_key(|(elsewhere, due, member)| (*elsewhere, *due, member.id));
+        for (.., member) in due {
             let mut work = match member.work.try_lock() {
                 Ok(work) => work,
                 Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -502,6 +514,7 @@ impl Domain {
             if !due || member.is_at_rest() || member.gone.load(Ordering::Acquire) {
                 continue;
             }
+            member.seat.store(seat, Ordering::Relaxed);
             let result = self.step_with(&member, &mut work, now_ns);
             drop(work);
             match result {

@@ -28,7 +28,7 @@
 //!     .collect();
 //! for period in 0..6 {
 //!     let now_ns = period * domain.config().period_ns;
-//!     while domain.step_any(now_ns, &mut Vec::new()).is_some() {}
+//!     while domain.step_any(now_ns, None, &mut Vec::new()).is_some() {}
 //! }
 //! assert_eq!(domain.stats().pages_sharing, 16);
 //! twins.iter().for_each(|process| process.check());

@@ -32,7 +32,7 @@ fn no_descriptors_are_no_full_pool() {
     let mut periods = |count| {
         for _ in 0..count {
             now_ns += 1000;
-            while domain.step_any(now_ns, &mut Vec::new()).is_some() {}
+            while domain.step_any(now_ns, None, &mut Vec::new()).is_some() {}
         }
         domain.stats()
     };

@@ -42,7 +42,7 @@ impl Bench {
     fn periods(&mut self, count: u32) {
         for _ in 0..count {
             self.now_ns += self.domain.config().period_ns;
-            while self.domain.step_any(self.now_ns, &mut Vec::new()).is_some() {}
+            while self.domain.step_any(self.now_ns, None, &mut Vec::new()).is_some() {}
             self.machine.check();
             assert_eq!(self.machine.failure(), None);
             assert_eq!(self.domain.audit(), Vec::<String>::new());
@@ -566,7 +566,7 @@ fn no_step_probes_all_huge_pages() {
         bench.now_ns += bench.domain.config().period_ns;
         loop {
             let before = fetches.load(Ordering::Relaxed);
-            if bench.domain.step_any(bench.now_ns, &mut Vec::new()).is_none() {
+            if bench.domain.step_any(bench.now_ns, None, &mut Vec::new()).is_none() {
                 break;
             }
             most = most.max(fetches.load(Ordering::Relaxed) - before);
@@ -671,7 +671,7 @@ fn who_was_just_unmerged_is_not_merged_from_an_old_list() {
             }),
         }));
         std::thread::scope(|scope| {
-            let worker = scope.spawn(|| bench.domain.step_any(0, &mut Vec::new()));
+            let worker = scope.spawn(|| bench.domain.step_any(0, None, &mut Vec::new()));
             is_asked.recv().unwrap();
             match paused {
                 true => assert!(bench.domain.pause(other, true)),
@@ -699,7 +699,7 @@ fn a_client_in_hand_is_not_due() {
     bench.domain.add(Box::new(Scripted { honest: bench.machine.spawn().client(), claims: None, at: Box::new(at) }));
     assert_eq!(bench.domain.due_ns(), Some(0));
     std::thread::scope(|scope| {
-        let worker = scope.spawn(|| bench.domain.step_any(0, &mut Vec::new()));
+        let worker = scope.spawn(|| bench.domain.step_any(0, None, &mut Vec::new()));
         is_asked.recv().unwrap();
         let due = bench.domain.due_ns();
         drop(answer);
@@ -729,10 +729,10 @@ fn clients_that_find_each_other_do_not_starve_a_third() {
         bench.now_ns += bench.domain.config().period_ns + 10;
         let before = asked.load(Ordering::Relaxed);
         for _ in 0..3 {
-            bench.domain.step_any(bench.now_ns, &mut Vec::new());
+            bench.domain.step_any(bench.now_ns, None, &mut Vec::new());
         }
         assert!(asked.load(Ordering::Relaxed) > before, "it had no turn");
-        while bench.domain.step_any(bench.now_ns, &mut Vec::new()).is_some() {}
+        while bench.domain.step_any(bench.now_ns, None, &mut Vec::new()).is_some() {}
     }
     assert!(a.slots().len() + b.slots().len() > 400, "they did find each other");
 }

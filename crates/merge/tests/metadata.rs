@@ -21,7 +21,7 @@ fn metadata(processes: u32, pages: u32, content: impl Fn(u32, u32) -> u32) -> (u
         domain.add(Box::new(process.client()));
     }
     for period in 1..8 {
-        while domain.step_any(period * 1000, &mut Vec::new()).is_some() {}
+        while domain.step_any(period * 1000, None, &mut Vec::new()).is_some() {}
     }
     assert_eq!(domain.audit(), Vec::<String>::new());
     let stats = domain.stats();

@@ -34,10 +34,11 @@ fn stress(seed: u64, rounds: u64) -> (u64, u64) {
     (0..4).for_each(|_| start());
     let mut wrong = Vec::new();
     std::thread::scope(|scope| {
-        for _ in 0..3 {
-            scope.spawn(|| {
+        for seat in [None, Some(0), Some(1)] {
+            let (done, now_ns, domain) = (&done, &now_ns, &domain);
+            scope.spawn(move || {
                 while !done.load(Ordering::Relaxed) {
-                    if domain.step_any(now_ns.load(Ordering::Relaxed), &mut Vec::new()).is_none() {
+                    if domain.step_any(now_ns.load(Ordering::Relaxed), seat, &mut Vec::new()).is_none() {
                         now_ns.fetch_add(PERIOD_NS / 4, Ordering::Relaxed);
                         std::thread::yield_now();
                     }

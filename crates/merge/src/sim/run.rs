@@ -267,7 +267,7 @@ impl Run {
         self.now_ns += self.plan.config.period_ns;
         for _ in 0..20 * (1 + self.clients.len()) {
             let mut gone = Vec::new();
-            let next = self.domain.step_any(self.now_ns, &mut gone);
+            let next = self.domain.step_any(self.now_ns, None, &mut gone);
             gone.iter().for_each(|id| drop(self.clients.remove(id)));
             if next.is_none() {
                 break;
