@@ -42,7 +42,7 @@ usage: pagefold bench pageone [--quick|--full] [--only PART] [options]
 
   --only PART      merge, breaks, delay, idle, churn, growth or guests; without it all but guests (with --full: all)
   --layout NAME    merge: files, zero, scattered or runs-N only
-  --engine NAME    merge: engines only whose name begins so, as in the table
+  --engine NAME    merge: the engine of that name in the table, or all whose names begin so
   --processes N    merge: so many processes, of
   --mib N          so many MiB each
   --rounds N       runs of each row (growth, guests: at most 3); the median and the spread are shown
@@ -300,7 +300,8 @@ fn merge(options: &Options, report: &mut Report) -> Result<(), Failure> {
         engines.push(Engine::Ksm { smart_scan: 0 });
     }
     if let Some(name) = &options.engine {
-        engines.retain(|engine| engine.name().starts_with(name));
+        let whole = engines.iter().any(|engine| engine.name() == *name);
+        engines.retain(|engine| if whole { engine.name() == *name } else { engine.name().starts_with(name) });
     }
     crate::record::table!("merging: time per page merged, memory, and the longest 1 % of waits");
     crate::record::table!("wall time: between the first and the last of the merged pages, and from the word to merge");
