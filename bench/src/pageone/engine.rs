@@ -9,6 +9,7 @@ use pagefold_daemon::{Config, Daemon};
 use pagefold_os::{ksm, procfs};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 /// An engine and how it is set.
@@ -81,7 +82,10 @@ impl Running {
     pub fn start(engine: Engine, period: Duration) -> Result<Running, Failure> {
         match engine {
             Engine::Ours { workers, predict } => {
-                let socket = std::env::temp_dir().join(format!("pagefold-bench-{}.sock", std::process::id()));
+                // There may be two at once.
+                static NUMBER: AtomicU32 = AtomicU32::new(0);
+                let (pid, number) = (std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
+                let socket = std::env::temp_dir().join(format!("pagefold-bench-{pid}-{number}.sock"));
                 let child = Command::new(std::env::current_exe()?)
                     .args(["pageone", "--daemon"])
                     .arg(&socket)

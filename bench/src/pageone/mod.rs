@@ -11,6 +11,7 @@
 //! as well would measure them. Wall time is shown beside, for every engine by the
 //! same two clocks: while it merges, and from the word to begin ([`pace`]).
 
+mod apart;
 mod churn;
 mod crew;
 mod engine;
@@ -40,7 +41,7 @@ const PERIOD: Duration = Duration::from_millis(500);
 const HELP: &str = "\
 usage: pagefold bench pageone [--quick|--full] [--only PART] [options]
 
-  --only PART      merge, breaks, delay, idle, churn, growth or guests; without it all but guests (with --full: all)
+  --only PART      merge, apart, breaks, delay, idle, churn, growth or guests; without it all but guests (with --full: all)
   --layout NAME    merge: files, zero, scattered or runs-N only
   --engine NAME    merge: the engine of that name in the table, or all whose names begin so
   --processes N    merge: so many processes, of
@@ -84,8 +85,9 @@ struct Options {
 }
 
 /// In the order in which they run.
-const PARTS: [(&str, Part); 7] = [
+const PARTS: [(&str, Part); 8] = [
     ("merge", merge),
+    ("apart", apart::apart),
     ("breaks", moments::breaks),
     ("delay", moments::delay),
     ("idle", moments::idle),

@@ -172,10 +172,10 @@ pub struct Piece {
     pub segment: u32,
     /// First slot in the segment.
     pub slot: u32,
-    /// Nothing, so far.
-    pub flags: u32,
-    /// Nothing, so far.
-    pub spare: u64,
+    /// Neighbours of one number are frozen together.
+    pub span: u32,
+    /// 1 if it is not worth trying where the piece before it was not merged whole: both are one guess.
+    pub follows: u64,
 }
 
 /// Answer to `ColdDrop` for a page: the kernel would not move it. It has been made the process's own since; if it is

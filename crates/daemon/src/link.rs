@@ -487,8 +487,8 @@ impl Client for Link {
                         pages: piece.range.pages() as u32,
                         segment,
                         slot,
-                        flags: piece.span,
-                        spare: 0,
+                        span: piece.span,
+                        follows: piece.follows.into(),
                     },
                 );
             }

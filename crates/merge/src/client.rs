@@ -40,6 +40,8 @@ pub struct Piece {
     pub slot: Option<Slot>,
     /// Pieces of one number are frozen together; nothing merged lies between them.
     pub span: u32,
+    /// It is in a span of its own, and not tried if the piece before it was not merged whole: both are one guess.
+    pub follows: bool,
 }
 
 /// How a piece went: pages merged from the first on, and why it ended there.

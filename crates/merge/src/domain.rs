@@ -175,6 +175,8 @@ struct Work {
     heal_from: u64,
     /// What the last look found out: nothing, and nothing has been done since.
     calm: Option<Calm>,
+    /// Whose segment gets its slots: that of the worker that has it in hand.
+    lane: usize,
     /// Pages per fetch: small after a hit (the rest is predicted), larger after misses.
     block: usize,
     breaks: u64,
@@ -324,6 +326,7 @@ impl Domain {
             rest_until: 0,
             heal_from: 0,
             calm: None,
+            lane: 0,
             block: fresh::BLOCK_MIN,
             breaks: 0,
             refused: BTreeMap::new(),
@@ -358,7 +361,7 @@ impl Domain {
         self.note_indexing(&member, false);
         if read(&self.members).is_empty() {
             // Nobody is left whose periods would do it.
-            self.pool.close_open_segment();
+            self.pool.close_open_segments();
         }
         self.release_segments();
         true
@@ -515,6 +518,7 @@ impl Domain {
                 continue;
             }
             member.seat.store(seat, Ordering::Relaxed);
+            work.lane = seat as usize;
             let result = self.step_with(&member, &mut work, now_ns);
             drop(work);
             match result {

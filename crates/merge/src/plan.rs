@@ -123,6 +123,7 @@ pub fn spans(table: &Table, runs: &[Run]) -> Vec<Piece> {
                 range: Range { start: at, end },
                 slot: run.goal_at((at - run.range.start) / PAGE),
                 span,
+                follows: false,
             });
             at = end;
         }

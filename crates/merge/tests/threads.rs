@@ -70,7 +70,7 @@ fn stress(seed: u64, rounds: u64) -> (u64, u64) {
                 0..4 if clients.len() < 8 => start(),
                 4 => drop(domain.remove(id)),
                 5 => drop(domain.unmerge(id)),
-                6 => domain.pool().close_open_segment(),
+                6 => domain.pool().close_open_segments(),
                 7 if clients.len() < 8 => {
                     let process = machine.spawn();
                     process.map(30);

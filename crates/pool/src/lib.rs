@@ -49,6 +49,9 @@ use std::sync::{Arc, PoisonError};
 /// Segments of a pool at most: their slots are numbers of 29 bits in ledgers and indexes.
 const NUMBERS: u32 = u32::MAX / SLOTS_PER_SEGMENT / 8;
 
+/// Segments that are filled at once at most. Two workers that fill one would cut each other's runs in pieces.
+const LANES: usize = if cfg!(loom) { 1 } else { 4 };
+
 /// Slots that a pool has before it takes huge pages for more.
 const HUGE_FROM: u64 = SLOTS_PER_SEGMENT as u64;
 
@@ -200,8 +203,8 @@ pub struct Pool {
     free: Mutex<VecDeque<u32>>,
     /// Segments have numbers below this.
     numbers: u32,
-    /// The segment that is being filled; its lock orders publications.
-    open: Mutex<Option<Arc<Segment>>>,
+    /// The segment that each lane fills; its lock orders the lane's publications.
+    open: [Mutex<Option<Arc<Segment>>>; LANES],
     max_bytes: u64,
     live_segments: AtomicU64,
     released: AtomicU64,
@@ -223,7 +226,7 @@ impl Pool {
             segments: RwLock::new(Segments::default()),
             free: Mutex::new(VecDeque::new()),
             numbers: NUMBERS,
-            open: Mutex::new(None),
+            open: std::array::from_fn(|_| Mutex::new(None)),
             max_bytes: (max_bytes / SEGMENT_LEN as u64).max(1) * SEGMENT_LEN as u64,
             live_segments: AtomicU64::new(0),
             released: AtomicU64::new(0),
@@ -242,15 +245,38 @@ impl Pool {
     /// # Errors
     /// [`PublishError::Full`] at the size limit; [`PublishError::System`] if the kernel refuses a new segment.
     pub fn publish(&self, pages: &[&Page]) -> Result<Published, PublishError> {
-        let mut open = lock(&self.open);
-        let segment = match &*open {
-            Some(segment) => segment.clone(),
-            None => {
-                let segment = self.add_segment()?;
-                *open = Some(segment.clone());
-                segment
+        self.publish_in(0, pages)
+    }
+
+    /// As [`publish`](Self::publish), behind what was published in this `lane`, any number of a worker's: two workers that
+    /// filled one segment would cut each other's runs in pieces. There are few lanes, and at the size limit they are shared.
+    ///
+    /// # Errors
+    /// As [`publish`](Self::publish).
+    pub fn publish_in(&self, lane: usize, pages: &[&Page]) -> Result<Published, PublishError> {
+        let mut failure = None;
+        for lane in (lane % LANES..LANES).chain(0..lane % LANES) {
+            let mut open = lock(&self.open[lane]);
+            if open.is_none() && failure.is_none() {
+                match self.add_segment() {
+                    Ok(segment) => *open = Some(segment),
+                    Err(error) => failure = Some(error),
+                }
             }
-        };
+            if let Some(segment) = open.clone() {
+                let published = self.fill(&segment, pages);
+                if segment.is_full() {
+                    segment.close();
+                    *open = None;
+                }
+                return Ok(published);
+            }
+        }
+        Err(failure.unwrap_or(PublishError::Full { max_bytes: self.max_bytes }))
+    }
+
+    /// Publishes in a segment that has room.
+    fn fill(&self, segment: &Arc<Segment>, pages: &[&Page]) -> Published {
         // Of a huge page that is begun the rest is memory as well: little beside what a large pool has, and much for a small.
         let large = self.published.load(Ordering::Relaxed) >= HUGE_FROM;
         let before = segment.bytes();
@@ -258,19 +284,16 @@ impl Pool {
         self.bytes.fetch_add(segment.bytes() - before, Ordering::Relaxed);
         self.published.fetch_add(taken as u64, Ordering::Relaxed);
         // Before it is closed: a closed segment that nothing keeps may be let go.
-        let hold = Hold::new(segment.clone());
-        if segment.is_full() {
-            segment.close();
-            *open = None;
-        }
-        Ok(Published { first: Slot::new(segment.number(), index), taken, hold })
+        Published { first: Slot::new(segment.number(), index), taken, hold: Hold::new(segment.clone()) }
     }
 
-    /// Begins a new segment with the next publication, so that a long run is not cut by the end of this one.
-    /// The rest of the open segment costs nothing: pages that were never written take no memory.
-    pub fn close_open_segment(&self) {
-        if let Some(segment) = lock(&self.open).take() {
-            segment.close();
+    /// Begins new segments with the next publications, so that those that are open can be let go of. The rest of these costs
+    /// what of a huge page was begun, and no more: pages that were never written take no memory.
+    pub fn close_open_segments(&self) {
+        for open in &self.open {
+            if let Some(segment) = lock(open).take() {
+                segment.close();
+            }
         }
     }
 
@@ -503,7 +526,7 @@ mod tests {
         let pool = Pool { numbers: 3, ..Pool::new("numbers", 16 * SEGMENT_LEN as u64) };
         let publish = |byte: u8| {
             let slot = pool.publish(&[&[byte; PAGE_SIZE]]).map(|published| published.first);
-            pool.close_open_segment();
+            pool.close_open_segments();
             slot
         };
         let number = |slot: Result<Slot, PublishError>| slot.map(Slot::segment).ok();

@@ -43,7 +43,7 @@ fn nobody_can_change_a_published_slot() {
     for filling in [true, false] {
         let slot = pool.publish(&[&one]).unwrap().first;
         if !filling {
-            pool.close_open_segment();
+            pool.close_open_segments();
         }
         let fd = pool.segment_fd(slot.segment()).unwrap();
         assert!(fd.write(b"x").is_err(), "a client's descriptor is read-only");
@@ -142,11 +142,43 @@ fn a_large_pool_says_what_memory_it_takes() {
         let mut out = page(0);
         assert!(pool.read(*slot, &mut out) && out == pages[number % 251], "{slot:?}");
     }
-    pool.close_open_segment();
+    pool.close_open_segments();
     for segment in pool.unshared() {
         assert!(pool.release(segment, |_, _| {}));
     }
     assert_eq!((pool.stats().segments, pool.stats().bytes), (0, 0));
+}
+
+#[test]
+fn workers_beside_each_other_publish_runs() {
+    let pool = Pool::new("test", 4 * SEGMENT_LEN as u64);
+    let contents: Vec<Page> = (0..40).map(page).collect();
+    let mut next = [None; 2];
+    for step in 0..20 {
+        for lane in [0, 1] {
+            let Published { first, taken, .. } = pool.publish_in(lane, &[&contents[step * 2 + lane]]).unwrap();
+            assert_eq!(taken, 1);
+            assert!(next[lane].is_none_or(|next| next == first), "{first:?} does not follow");
+            next[lane] = Some(Slot::from_number(first.number() + 1));
+            let mut out = page(99);
+            assert!(pool.read(first, &mut out) && out == contents[step * 2 + lane]);
+        }
+    }
+    assert_eq!(pool.stats().segments, 2);
+    pool.close_open_segments();
+    assert_eq!(pool.unshared().len(), 2);
+}
+
+/// Where there is room for one segment all lanes share it.
+#[test]
+fn at_the_size_limit_lanes_are_shared() {
+    let pool = Pool::new("test", SEGMENT_LEN as u64);
+    let one = page(1);
+    let slots = [5, 0, 2, 5].map(|lane| pool.publish_in(lane, &[&one]).unwrap().first.number());
+    assert_eq!(slots, [0, 1, 2, 3].map(|more| slots[0] + more));
+    let rest = vec![&one; SLOTS_PER_SEGMENT as usize];
+    assert_eq!(pool.publish_in(1, &rest).unwrap().taken, SLOTS_PER_SEGMENT as usize - 4);
+    assert!((0..8).all(|lane| matches!(pool.publish_in(lane, &[&one]), Err(PublishError::Full { .. }))));
 }
 
 #[test]
@@ -157,7 +189,7 @@ fn a_retired_segment_takes_no_sharers_and_one_that_is_kept_does_again() {
     let slot = |index| Slot::new(first.segment(), index);
     assert!(pool.add_sharers(slot(0), 2) && pool.add_sharers(slot(1), 2));
     assert_eq!(pool.wasteful(1), None, "it is being filled");
-    pool.close_open_segment();
+    pool.close_open_segments();
     assert_eq!(pool.wasteful(1), Some(first.segment()));
     assert_eq!(pool.wasteful(7), None, "six are dead");
     assert!(pool.add_sharers(slot(1), 2));
@@ -182,7 +214,7 @@ fn a_retired_segment_takes_no_sharers_and_one_that_is_kept_does_again() {
 fn an_orphan_keeps_its_pages() {
     let pool = Pool::new("test", 64 << 20);
     let slot = pool.publish(&[&page(42)]).unwrap().first;
-    pool.close_open_segment();
+    pool.close_open_segments();
     let fd = pool.segment_fd(slot.segment()).unwrap();
     let orphan = Mapping::file(fd.raw(), 0, PAGE_SIZE, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE).unwrap();
     drop(fd);
@@ -201,7 +233,7 @@ fn what_was_let_go_and_is_mapped_counts_towards_the_limit() {
     let pool = Pool::new("test", 2 * SEGMENT_LEN as u64);
     let fill = || {
         let slot = pool.publish(&[&page(42)]).map(|published| published.first);
-        pool.close_open_segment();
+        pool.close_open_segments();
         slot
     };
     let [first, second] = [(); 2].map(|()| fill().unwrap());

@@ -162,17 +162,18 @@ impl Agent {
         })
     }
 
-    /// Splits the list of pieces into spans (neighbours with one `flags` number) and merges them one by one.
+    /// Splits the list of pieces into spans and merges them one by one.
     fn remap(&mut self, count: usize) -> Result<usize> {
         let mut pieces = [Piece::default(); FREEZE_PAGES_MAX];
         let mut outcomes = [Outcome::default(); FREEZE_PAGES_MAX];
         let mut at = 0;
+        let mut whole = true;
         while at < count {
             let first: Piece = self.input(at);
             let mut len = 0;
             while at + len < count && len < pieces.len() {
                 let piece: Piece = self.input(at + len);
-                if piece.flags != first.flags {
+                if piece.span != first.span {
                     break;
                 }
                 pieces[len] = piece;
@@ -181,7 +182,9 @@ impl Agent {
             let ascending = pieces[..len].windows(2).all(|pair| {
                 pair[0].addr + u64::from(pair[0].pages) * PAGE <= pair[1].addr && pair[0].pages > 0 && pair[1].pages > 0
             });
-            if ascending {
+            if first.follows == 1 && !whole {
+                outcomes[..len].fill(Outcome { merged: 0, why: wire::Why::Changed as u32 });
+            } else if ascending {
                 self.remap_span(&pieces[..len], &mut outcomes[..len]);
             } else {
                 outcomes[..len].fill(Outcome { merged: 0, why: wire::Why::NotPlain as u32 });
@@ -189,6 +192,7 @@ impl Agent {
             for (index, outcome) in outcomes[..len].iter().enumerate() {
                 self.output(at + index, *outcome);
             }
+            whole = outcomes[len - 1].merged == pieces[len - 1].pages;
             at += len;
         }
         Ok(count)

@@ -210,7 +210,7 @@ impl Domain {
         let mut refused = 0;
         while !rest.is_empty() {
             let refs: Vec<&Page> = rest.iter().map(|twin| &pages[twin.index]).collect();
-            let Published { first, taken, hold } = match self.pool.publish(&refs) {
+            let Published { first, taken, hold } = match self.pool.publish_in(work.lane, &refs) {
                 Ok(published) => published,
                 // They are looked up again later.
                 Err(error) => {

@@ -132,6 +132,8 @@ impl Domain {
     fn merge_round(&self, work: &mut Work, runs: &[Run], predicted: bool) -> Result<(u64, Vec<Run>), Gone> {
         let began = sched::monotonic_ns();
         let mut pieces = plan::spans(&work.table, runs);
+        // One run, and where it is wrong all behind that is.
+        pieces.iter_mut().skip(1).for_each(|piece| piece.follows = predicted);
         debug_assert!(
             pieces.iter().all(|piece| {
                 let mut pages = (piece.range.start..piece.range.end).step_by(PAGE_SIZE);
@@ -251,8 +253,8 @@ impl Domain {
         }
         if predicted {
             // Not a page that changed, but a guess that was wrong; the fingerprint decides.
+            self.count(|c| &c.compare_failed, u64::from(rest.is_empty()));
             rest.push(Run { range: Range { start: failed, end: piece.range.end }, goal: None });
-            self.count(|c| &c.compare_failed, 1);
             return u64::from(merged);
         }
         Self::refuse(work, outcome.why);

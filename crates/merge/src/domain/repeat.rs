@@ -58,10 +58,11 @@ impl Domain {
             return Some(first);
         }
         let copies = vec![&page; self.config.copies as usize];
-        let mut published = self.pool.publish(&copies).ok()?;
+        let mut published = self.pool.publish_in(work.lane, &copies).ok()?;
         if published.taken < copies.len() {
             // The segment ended. What it took nobody will share; the next one has room for all.
-            published = self.pool.publish(&copies).ok().filter(|published| published.taken == copies.len())?;
+            published =
+                self.pool.publish_in(work.lane, &copies).ok().filter(|published| published.taken == copies.len())?;
         }
         let first = published.first;
         work.planned.insert(published.hold.segment(), published.hold);

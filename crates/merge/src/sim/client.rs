@@ -214,10 +214,17 @@ impl Client for SimClient {
         }
         let (mut memory, shared) = self.enter_own()?;
         let mut at = 0;
+        let mut whole = true;
         while at < pieces.len() {
             let len = pieces[at..].iter().take_while(|piece| piece.span == pieces[at].span).count();
+            let span = &pieces[at..at + len];
             step(&mut memory, shared)?;
-            remap_span(&mut memory, shared, pool, &pieces[at..at + len], out)?;
+            if span[0].follows && !whole {
+                out.extend(span.iter().map(|_| Outcome { merged: 0, why: Why::Changed }));
+            } else {
+                remap_span(&mut memory, shared, pool, span, out)?;
+            }
+            whole = out.last().is_some_and(|last| u64::from(last.merged) == span[len - 1].range.pages());
             at += len;
         }
         Ok(())

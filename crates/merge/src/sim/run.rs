@@ -201,7 +201,7 @@ impl Run {
             (2..50, Some((_, process))) => (0..10).for_each(|_| process.act_randomly()),
             (50..75, Some((id, _))) => self.step_client(id),
             (75..85, Some(_)) => self.period(),
-            (85..88, Some(_)) => self.domain.pool().close_open_segment(),
+            (85..88, Some(_)) => self.domain.pool().close_open_segments(),
             (88..90, Some((id, _))) => {
                 let paused = self.rng.chance(300);
                 self.domain.pause(id, paused);
@@ -265,9 +265,10 @@ impl Run {
     /// A period in which every client has its steps.
     fn period(&mut self) {
         self.now_ns += self.plan.config.period_ns;
-        for _ in 0..20 * (1 + self.clients.len()) {
+        for step in 0..20 * (1 + self.clients.len() as u64) {
             let mut gone = Vec::new();
-            let next = self.domain.step_any(self.now_ns, None, &mut gone);
+            // As workers on three processors that take turns.
+            let next = self.domain.step_any(self.now_ns, Some(step % 3), &mut gone);
             gone.iter().for_each(|id| drop(self.clients.remove(id)));
             if next.is_none() {
                 break;
