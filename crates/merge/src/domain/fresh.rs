@@ -24,6 +24,9 @@ const STEP_PAGES: usize = 16 << 10;
 const RUN_AT_ONCE: u64 = 16;
 /// Predictions are tried for at least this many pages.
 const PREDICT_MIN: u64 = 8;
+/// A run at least this long at the end of a batch is taken to go on: behind shorter ones small batches cost more than
+/// predictions save.
+const FOLLOWED_MIN: u64 = 128;
 /// Pages that one prediction covers at most.
 const PREDICT_MAX: u64 = 2048;
 
@@ -165,12 +168,12 @@ impl Domain {
         goals.sort_unstable_by_key(|(addr, _)| *addr);
         let runs = plan::runs(goals);
         self.count(|c| &c.index_ns, sched::monotonic_ns() - hashed);
-        // A run that reaches the end of the batch will go on by prediction, if the slots after it exist: those that
-        // this very batch published have none behind them yet.
+        // A long run that reaches the end of the batch will go on by prediction, if the slots after it exist: those that this
+        // very batch published have none behind them yet.
         let last = ranges.last().map(|range| range.end);
         let follows = |run: &Run| {
-            run.goal_at(run.range.pages())
-                .is_some_and(|next| next.index() != 0 && u64::from(self.pool.published_from(next)) >= PREDICT_MIN)
+            let next = run.goal_at(run.range.pages()).filter(|_| run.range.pages() >= FOLLOWED_MIN);
+            next.is_some_and(|next| next.index() != 0 && u64::from(self.pool.published_from(next)) >= PREDICT_MIN)
         };
         // One content again and again goes on with itself, not with what lies behind its slot.
         let repeats = matches!(&runs[..], [.., before, last] if before.goal == last.goal && last.goal.is_some());
