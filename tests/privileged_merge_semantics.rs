@@ -58,6 +58,7 @@ scenarios! {
     mremap_moves_what_was_given_back: "remap-healed";
     mremap_keeps_what_parts_are_marked_with: "remap-marked";
     mprotect_is_obeyed: "protect";
+    memory_with_a_key_is_left_alone: "keys";
     locked_pages_are_right: "lock";
     a_length_that_is_refused_changes_nothing: "lengths";
     what_is_locked_is_left_alone: "locks";

@@ -951,6 +951,38 @@ static void protect(void) {
     write_all(&r, 42000, "after mprotect");
 }
 
+// Memory with a key of its own is shown from the pool no more: our mappings have none. Not every processor has keys; a key that is
+// refused changes nothing.
+static void keys(void) {
+    struct region r = merged(1024);
+    size_t len = r.pages * PAGE;
+    for (size_t i = 0; i < 64; i++) fill_page(r.at + i * PAGE, number_of(&r, i));
+    CHECK(pkey_mprotect(r.at, len, PROT_READ, -1) == 0, "pkey_mprotect without a key");
+    CHECK(faults(r.at + 5 * PAGE, 1) == SIGSEGV, "a read-only page can be written");
+    CHECK(pkey_mprotect(r.at, len, PROT_READ | PROT_WRITE, -1) == 0, "pkey_mprotect back");
+    wait_merged(&r, 700);
+    CHECK(pkey_mprotect(r.at, len, PROT_READ | PROT_WRITE, 15) == -1 && errno == EINVAL, "a key that nobody has");
+    check(&r, "refused");
+    CHECK(syscall(SYS_pkey_mprotect, r.at + 1, len, PROT_READ | PROT_WRITE, 15) == -1 && errno == EINVAL, "within a page");
+    wait_merged(&r, 700);
+    int key = pkey_alloc(0, 0);
+    if (key < 0) {
+        printf("no protection keys here: refusals alone were tried\n");
+        return;
+    }
+    CHECK(pkey_mprotect(r.at, len / 2, PROT_READ | PROT_WRITE, key) == 0, "pkey_mprotect");
+    CHECK(pool_pages(r.at, len / 2) == 0, "memory with a key is shown from the pool");
+    for (int round = 0; round < 3; round++) {
+        nap(700);
+        check(&r, "keyed");
+        CHECK(pool_pages(r.at, len / 2) == 0, "memory with a key was merged");
+        pkey_set(key, PKEY_DISABLE_ACCESS);
+        CHECK(faults(r.at, 0) == SIGSEGV && faults(r.at + len / 2 - PAGE, 0) == SIGSEGV, "the key is lost");
+        pkey_set(key, 0);
+        for (size_t i = round; i < r.pages; i += 7) fill_page(r.at + i * PAGE, number_of(&r, i));
+    }
+}
+
 static void lock(void) {
     struct region r = merged(1024);
     if (mlock(r.at, 256 * PAGE) != 0) SKIP("mlock is limited here");
@@ -2850,7 +2882,7 @@ static const struct scenario scenarios[] = {
     {"writers", writers}, {"unmergeable-writers", unmergeable_writers}, {"lock-writers", lock_writers}, {"forks", forks}, {"orphan", orphan}, {"all-that-is-listed", all_that_is_listed}, {"child-without-daemon", child_without_daemon}, {"process-namespace", process_namespace}, {"main-ends", main_ends},
     {"vforks", vforks}, {"vforks-with-less", vforks_with_less}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
     {"dontneed-raw", dontneed_raw}, {"dontneed-hole", dontneed_hole}, {"dontneed-at-a-limit", dontneed_at_a_limit}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
-    {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"lock", lock}, {"locks", locks}, {"locks-at-a-limit", locks_at_a_limit}, {"locks-and-children", locks_and_children},
+    {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"keys", keys}, {"lock", lock}, {"locks", locks}, {"locks-at-a-limit", locks_at_a_limit}, {"locks-and-children", locks_and_children},
     {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"seal-and-discard", seal_and_discard}, {"seal-raw", seal_raw}, {"seal-and-discard-raw", seal_and_discard_raw}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"flags-raw", flags_raw}, {"marks", marks}, {"huge", huge},
     {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},

@@ -4,7 +4,7 @@
 //! call, with the guard held where mappings end, and notes what the daemon
 //! should know. Nothing allocates; errors are the kernel's own, in `errno`.
 //!
-//! The rooms that follow calls: `mapping`, `advice`, `locks`, `seals`, `fork`, `malloc`, `alone`, `filters`, `privileges`,
+//! The rooms that follow calls: `mapping`, `advice`, `locks`, `seals`, `keys`, `fork`, `malloc`, `alone`, `filters`, `privileges`,
 //! `userfaultfd`, `tasks`, and `raw` for those that come as a number. Below them: `active` says whether there is
 //! anything to follow, `away` sends the agent away and has it back, `unmerge` makes memory plain, `pins` tells what is held.
 
@@ -15,6 +15,7 @@ mod away;
 mod c_library;
 mod filters;
 mod fork;
+mod keys;
 mod locks;
 mod malloc;
 mod mapping;

@@ -8,7 +8,7 @@ use super::c_library::fail;
 use super::filters::{leave_for_filter, meet_filter};
 use super::fork::{after_fork_child, after_fork_parent, is_fork, may_fork};
 use super::mapping::{mmap, mprotect, mremap, munmap};
-use super::{locks, privileges, seals, userfaultfd};
+use super::{keys, locks, privileges, seals, userfaultfd};
 use crate::shared::SHARED;
 use core::ffi::{c_int, c_long, c_void};
 use core::sync::atomic::Ordering;
@@ -76,6 +76,10 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
             libc::SYS_mremap => return unsafe { mremap(a as *mut _, b, c, d as c_int, e as *mut _) } as c_long,
             // SAFETY: as above.
             libc::SYS_mprotect => return c_long::from(unsafe { mprotect(a as *mut _, b, c as c_int) }),
+            libc::SYS_pkey_mprotect => {
+                // SAFETY: as above.
+                return c_long::from(unsafe { keys::pkey_mprotect(a as *mut _, b, c as c_int, d as c_int) });
+            }
             // SAFETY: as above.
             libc::SYS_prctl => return c_long::from(unsafe { prctl(a as c_int, b, c, d, e) }),
             libc::SYS_ioctl => {
