@@ -79,7 +79,9 @@ pub fn arguments() -> Vec<OsString> {
 pub fn parse(command: Command) -> Result<ArgMatches, (Error, u8)> {
     let command = with_values(command);
     // Help and wrong usage come before a file that may be broken.
-    let matches = command.clone().try_get_matches().unwrap_or_else(exit);
+    // To take the parser's command apart would take as long as to parse.
+    let mut parser = std::mem::ManuallyDrop::new(command.clone());
+    let matches = parser.try_get_matches_from_mut(std::env::args_os()).unwrap_or_else(exit);
     let failed = if matches.subcommand_name() == Some("run") { crate::commands::run::FAILED } else { 1 };
     let in_environment = || std::env::var_os("PAGEFOLD_CONFIG").filter(|path| !path.is_empty()).map(PathBuf::from);
     let named = matches.get_one::<PathBuf>("config").cloned().or_else(in_environment);
@@ -93,7 +95,8 @@ pub fn parse(command: Command) -> Result<ArgMatches, (Error, u8)> {
     store_in_environment(&mut settings, matches.subcommand_name());
     socket_in_environment(&mut settings).map_err(|error| (error, failed))?;
     let mut command = apply(command, &settings);
-    let matches = command.clone().try_get_matches().unwrap_or_else(exit);
+    // Most often there is no file; to read the line once more takes as long as many a command.
+    let matches = if settings.is_empty() { matches } else { command.clone().try_get_matches().unwrap_or_else(exit) };
     check_needs(&mut command, &matches);
     if let Some(("daemon", daemon)) = matches.subcommand() {
         let _ = AGAIN.set(again(&command, daemon));
