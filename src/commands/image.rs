@@ -707,6 +707,8 @@ fn stat_images(store: Option<&Store>, domain: &str, names: &[String], json: bool
         let mut value = serde_json::to_value(&total)?;
         value["native_bytes"] = beside.native_bytes.into();
         value["directory_bytes"] = beside.directory_bytes.into();
+        value["shelf_bytes"] = beside.shelf_bytes.into();
+        value["index_bytes"] = beside.index_bytes.into();
         value["staged_bytes"] = beside.staged_bytes.into();
         value["domain"] = domain.into();
         value["per_image"] = serde_json::to_value(&images)?;
@@ -729,15 +731,20 @@ fn stat_images(store: Option<&Store>, domain: &str, names: &[String], json: bool
         print(&table.render(0))?;
     }
     let mut parts = format!("{} objects, metadata {}", total.objects, show_size(total.metadata_bytes));
-    let (native, directories, staged) = (beside.native_bytes, beside.directory_bytes, beside.staged_bytes);
-    for (what, bytes) in [("native", native), ("directories", directories), ("staged", staged)] {
-        if bytes > 0 {
-            parts += &format!(", {what} {}", show_size(bytes));
-        }
+    let others = [
+        ("for mounts", beside.shelf_bytes),
+        ("native", beside.native_bytes),
+        ("directories", beside.directory_bytes),
+        ("indexes", beside.index_bytes),
+        ("staged", beside.staged_bytes),
+    ];
+    for (what, bytes) in others.iter().filter(|(_, bytes)| *bytes > 0) {
+        parts += &format!(", {what} {}", show_size(*bytes));
     }
+    let beside: u64 = others.iter().map(|(_, bytes)| bytes).sum();
     say!(
         "on disk: {} for {} of images ({parts})",
-        show_size(total.object_bytes + total.metadata_bytes + native + directories + staged),
+        show_size(total.object_bytes + total.metadata_bytes + beside),
         show_size(total.logical_bytes)
     );
     say!(

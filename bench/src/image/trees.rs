@@ -105,15 +105,22 @@ pub(super) fn inline_memory(mounts: &[PathBuf]) -> u64 {
     inline.map(|(path, _)| resident_bytes(&path, true).unwrap_or(0)).sum()
 }
 
+/// The metadata images and what belongs to them. The objects on shelves are counted as objects.
+fn metadata_below(store: &Store) -> Vec<PathBuf> {
+    let trees = store.objects_dir().parent().expect("a domain").join("trees");
+    let is_link = |path: &Path| path.ancestors().any(|dir| dir.ends_with("objects"));
+    names_below(&trees).into_iter().filter(|path| !is_link(path.strip_prefix(&trees).expect("below"))).collect()
+}
+
 /// The store's objects, metadata images, and the inline files of the mounts: all that a mount can have in memory.
 pub(super) fn pagefold_memory(store: &Store, mounts: &[PathBuf]) -> (u64, u64) {
     let objects = resident(names_below(&store.objects_dir()), false);
-    let trees = resident(names_below(store.objects_dir().parent().expect("a domain").join("trees").as_path()), false);
+    let trees = resident(metadata_below(store), false);
     (objects, trees + inline_memory(mounts))
 }
 
 pub(super) fn evict_store(store: &Store, mounts: &[PathBuf]) {
     mounts.iter().for_each(|at| evict(names_below(at)));
     evict(names_below(&store.objects_dir()));
-    evict(names_below(store.objects_dir().parent().expect("a domain").join("trees").as_path()));
+    evict(metadata_below(store));
 }

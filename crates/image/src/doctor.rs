@@ -45,21 +45,28 @@ pub fn doctor() -> Vec<Check> {
     let image = scratch.0.join("tree.erofs");
     let tiny = erofs::write(&Tree::default(), erofs::Layout::Metadata).expect("an empty tree fits");
     let wrote = fs::write(&image, &tiny.head).map_err(|error| error.to_string());
-    let from_file = wrote
-        .clone()
-        .and_then(|()| mount::erofs_mount(&image, None).map(|_| "mounts a plain file".to_string()).map_err(text));
+    let from_file = wrote.clone().and_then(|()| {
+        mount::erofs_mount(&image, None, false).map(|_| "mounts a plain file".to_string()).map_err(text)
+    });
     let through_loop = wrote.clone().and_then(|()| {
         let file = fs::File::open(&image).map_err(|error| error.to_string())?;
         let (device, _held) = sys::loop_device(&file).map_err(|error| error.to_string())?;
-        mount::erofs_mount(&device, None).map(|_| format!("mounts {}", device.display())).map_err(text)
+        mount::erofs_mount(&device, None, false).map(|_| format!("mounts {}", device.display())).map_err(text)
     });
     let overlay = {
         let options = mount::Options::default();
         let (meta, objects) = (scratch.0.join("meta"), scratch.0.join("objects"));
         let user = !mount::in_initial_namespace();
-        mount::overlay_mount("pagefold-doctor", &meta, &objects, user, &options, MountAttrFlags::MOUNT_ATTR_RDONLY)
-            .map(|_| "data-only layer accepted".to_string())
-            .map_err(text)
+        mount::overlay_mount(
+            "pagefold-doctor",
+            &meta,
+            std::slice::from_ref(&objects),
+            user,
+            &options,
+            MountAttrFlags::MOUNT_ATTR_RDONLY,
+        )
+        .map(|_| "data-only layer accepted".to_string())
+        .map_err(text)
     };
     let rootless = {
         let layers = |path: &OsStr| path.as_bytes().to_vec();

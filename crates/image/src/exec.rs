@@ -8,6 +8,7 @@ use crate::error::{At, Error, Result};
 use crate::mount::{self, Options, by_descriptor};
 use crate::profile;
 use crate::progress;
+use crate::shelf::Shelf;
 use crate::store::{Lease, Record, Store};
 use crate::sys;
 use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
@@ -15,7 +16,7 @@ use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
 use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Read};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -190,32 +191,6 @@ impl User {
     }
 }
 
-/// Where the namespace's own tmpfs lies: a directory of the store, empty outside of the namespace. It goes when this is
-/// dropped, by descriptor, for the store may be out of sight then.
-struct Place {
-    staging: OwnedFd,
-    id: String,
-}
-
-impl Place {
-    /// Makes it, and covers it.
-    fn new(store: &Store, lease: &Lease) -> Result<(Self, PathBuf)> {
-        let path = store.path("staging").join(lease.id());
-        fs::create_dir_all(&path).at(&path)?;
-        let place = Self { staging: mount::open_path(&store.path("staging")).at(&path)?, id: lease.id().into() };
-        tmpfs(&path, c"mode=0700")?;
-        Ok((place, path))
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        // Covered here unless the old root was left: nobody else sees what is mounted in this namespace.
-        let _ = rustix::mount::unmount(by_descriptor(&self.staging).join(&self.id), UnmountFlags::DETACH);
-        let _ = rustix::fs::unlinkat(&self.staging, &self.id, AtFlags::REMOVEDIR);
-    }
-}
-
 /// Replaces this process by the command; must be called while it has one thread. Returns only what went wrong. Record and
 /// lease are those of [`Store::hold`].
 ///
@@ -234,11 +209,13 @@ pub fn exec(store: &Store, record: &Record, lease: &Lease, run: &Run) -> Error {
 fn prepare(store: &Store, record: &Record, lease: &Lease, run: &Run) -> Result<Command> {
     // Before this process leaves the host's namespace, and the store's sight.
     let watch = run.learn.map(|patience| profile::watch(store, &record.digest, patience)).transpose()?;
-    let profile = if run.learn.is_none() { run.mount.profile(store, &record.digest) } else { None };
-    if let Some(profile) = &profile {
-        // Without it the command starts as well, only later.
-        let _ = sys::in_background(&[], false, || profile.read_objects(store));
+    // The disk gets to it while there is something else to do.
+    if let Ok(file) = fs::File::open(Shelf::of(store, &record.digest).metadata()) {
+        let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::WillNeed);
     }
+    let profile = if run.learn.is_none() { run.mount.profile(store, &record.digest) } else { None };
+    // Without it the command starts as well, only later.
+    let ahead = profile.and_then(|profile| profile.read_ahead(store, &record.digest));
     let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
     let all_users = uid.is_root() && mount::in_initial_namespace();
     let mut flags = libc::CLONE_NEWNS;
@@ -257,20 +234,22 @@ fn prepare(store: &Store, record: &Record, lease: &Lease, run: &Run) -> Result<C
 
     let mut options = run.mount.clone();
     let leases = mount::open_path(&store.path("leases")).at(store.path("leases"))?;
-    let (staging, root) = Place::new(store, lease)?;
-    let (scratch, place) = (root.join("scratch"), root.join("root"));
-    fs::create_dir(&scratch).and_then(|()| fs::create_dir(&place)).at(&root)?;
+    // Nobody else sees what this namespace has there: all commands have the one directory. To make and remove one of its own
+    // would wait for the disk.
+    let (mut place, mut aside) = (store.path("mnt"), store.path("mnt"));
     if run.scratch && options.upper.is_none() {
-        options.upper = Some(scratch);
+        tmpfs(&place, c"mode=0700")?;
+        options.upper = Some(place.join("scratch"));
+        (place, aside) = (place.join("root"), place.join("metadata"));
+        fs::create_dir(&place).and_then(|()| fs::create_dir(&aside)).at(&place)?;
     }
-    let lease_mount = Lease::new(store)?;
-    let (tree, mounted) = mount::detached(store, &record.digest, &lease_mount, &options)?;
+    let (tree, mounted) = mount::detached(store, &record.digest, lease, &options, Some(&aside))?;
+    if let Some(ahead) = ahead {
+        ahead.look_up(&tree);
+    }
     let has_dev = inside(&tree, "dev", OFlags::DIRECTORY).is_ok();
     for note in mounted.notes.iter().filter(|note| !(has_dev && note.ends_with(mount::NO_DEV_NODES))) {
         progress::note(note);
-    }
-    if let Some(profile) = &profile {
-        let _ = sys::in_background(&[tree.as_raw_fd()], false, || profile.look_up(&tree));
     }
     mount::attach(&tree, &place)?;
 
@@ -314,11 +293,8 @@ fn prepare(store: &Store, record: &Record, lease: &Lease, run: &Run) -> Result<C
         .map_err(|errno| Error::Mount { what: "pivot_root".into(), source: errno.into() })?;
     rustix::mount::unmount(".", UnmountFlags::DETACH)
         .map_err(|errno| Error::Mount { what: "leaving the old root".into(), source: errno.into() })?;
-    // By descriptor: the store is out of sight now, for the leases' own clean-up too. The mount table names the image.
-    drop(staging);
-    for lease in [lease, &lease_mount] {
-        let _ = rustix::fs::unlinkat(&leases, lease.id(), AtFlags::empty());
-    }
+    // By descriptor: the store is out of sight now, for the lease's own clean-up too. The mount table names the image.
+    let _ = rustix::fs::unlinkat(&leases, lease.id(), AtFlags::empty());
     let config = &record.config;
     let workdir = if run.workdir.is_empty() { config.working_dir.as_str() } else { run.workdir.as_str() };
     let workdir = if workdir.is_empty() { "/" } else { workdir };

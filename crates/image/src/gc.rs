@@ -9,11 +9,12 @@ use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::mount::{disk_bytes, remove_tree};
 use crate::mounts::{self, Held, held_by_kernel};
-use crate::store::{DamagedImage, Store, USER_DIRECTORY, random_id};
+use crate::shelf;
+use crate::store::{DamagedImage, ROOT_DIRECTORY, SHELVED, Store, USER_DIRECTORY, random_id};
 use rustix::fs::FlockOperation;
 use rustix::mount::UnmountFlags;
 use std::collections::{BTreeMap, HashSet};
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read};
 use std::os::unix::ffi::OsStrExt;
@@ -158,6 +159,11 @@ fn remove_dead_builds(store: &Store, dry_run: bool, stats: &mut Stats) -> Result
     Ok(dead)
 }
 
+/// Removes what builds have left that died, for the next that needs the room. What resists is for the collector to tell.
+pub(crate) fn clear_dead_builds(store: &Store) {
+    let _ = remove_dead_builds(store, false, &mut Stats::default());
+}
+
 /// Removes the stat caches of directories that were not built for long: each build writes its own anew.
 fn remove_old_caches(store: &Store, dry_run: bool, stats: &mut Stats) -> Result<()> {
     for entry in entries(&store.path("cache"))? {
@@ -224,7 +230,7 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
     let trees = store.path("trees");
     let named: HashSet<Digest> = roots.iter().copied().collect();
     let (mut forms, mut remains) = (BTreeMap::<Digest, Vec<fs::DirEntry>>::new(), Vec::new());
-    // What one version made for all mappings of ids: no mount asks for it any more, and such as there are show in a table.
+    // Metadata directories of a kind that no mount asks for any more, and such mounts as there are show in a table.
     let mut outdated = Vec::new();
     let in_use = |digest: &Digest| {
         mounted.partial || leases.contains(&digest.key()) || mounted.mounts.iter().any(|mount| mount.digest == *digest)
@@ -237,14 +243,14 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
             remains.push(entry.path());
         } else if !named.contains(&digest) {
             forms.entry(digest).or_default().push(entry);
-        } else if name.as_bytes()[64..].strip_prefix(b".") == Some(USER_DIRECTORY.as_bytes()) && !in_use(&digest) {
+        } else if is_outdated(&trees, name.as_bytes()) && !in_use(&digest) {
             outdated.push(entry);
         }
     }
     let mut doomed = Vec::new();
     for (digest, files) in forms {
         // Nobody but the tables knows of a mount by a metadata directory.
-        let unseen = || mounted.partial && files.iter().any(is_dir);
+        let unseen = || mounted.partial && files.iter().any(|file| is_dir(file) && !is_shelf(&file.file_name()));
         // Any tree may be what a damaged record names. Without its metadata image it is nobody's any more.
         let tree = store.tree_path(&digest);
         let may_be_named = !stats.damaged.is_empty() && tree.try_exists().at(&tree)?;
@@ -271,7 +277,7 @@ pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
         stats.other_bytes_removed += outdated.iter().chain(doomed.iter().flatten()).map(bytes_of).sum::<u64>();
     }
     for path in remains {
-        let bytes = disk_bytes(&path);
+        let bytes = bytes_below(&path);
         if dry_run || stats.removed(remove_tree(&path)) {
             stats.other_bytes_removed += bytes;
         }
@@ -344,7 +350,27 @@ fn delete(
 
 /// What an entry takes: a directory with all below it.
 fn bytes_of(file: &fs::DirEntry) -> u64 {
-    if is_dir(file) { disk_bytes(&file.path()) } else { file.metadata().map_or(0, |meta| meta.len()) }
+    if is_dir(file) { bytes_below(&file.path()) } else { file.metadata().map_or(0, |meta| meta.len()) }
+}
+
+/// What a directory takes with all below it; a shelf's objects are counted under their own names.
+fn bytes_below(path: &Path) -> u64 {
+    if is_shelf(path.file_name().unwrap_or_default()) { shelf::disk_bytes(path) } else { disk_bytes(path) }
+}
+
+/// Whether a name is a shelf's, or of what is left of one.
+fn is_shelf(name: &OsStr) -> bool {
+    let end = name.as_bytes().get(64..).unwrap_or_default();
+    end.split(|byte| *byte == b'.').nth(1) == Some(shelf::END.as_bytes())
+}
+
+/// Whether a name is that of a metadata directory that is no longer mounted: one for all mappings of ids, or one that leads to
+/// the objects' digests where there is one that leads to the shelf.
+fn is_outdated(trees: &Path, name: &[u8]) -> bool {
+    let kind = name[64..].strip_prefix(b".").filter(|kind| !kind.contains(&b'.')).unwrap_or_default();
+    let is_directory = [ROOT_DIRECTORY, USER_DIRECTORY].iter().any(|start| kind.starts_with(start.as_bytes()));
+    let shelved = || trees.join(OsStr::from_bytes(&[name, SHELVED.as_bytes()].concat())).exists();
+    is_directory && !kind.ends_with(SHELVED.as_bytes()) && (kind == USER_DIRECTORY.as_bytes() || shelved())
 }
 
 fn is_dir(file: &fs::DirEntry) -> bool {

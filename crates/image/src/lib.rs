@@ -38,6 +38,7 @@ pub mod oci;
 pub mod profile;
 pub mod progress;
 pub mod scan;
+mod shelf;
 pub mod stat;
 pub mod store;
 mod stream;

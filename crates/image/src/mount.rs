@@ -16,7 +16,8 @@
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::profile::Profile;
-use crate::store::{Lease, ROOT_DIRECTORY, Record, Store, USER_DIRECTORY};
+use crate::shelf::{self, Shelf};
+use crate::store::{Lease, ROOT_DIRECTORY, Record, SHELVED, Store, USER_DIRECTORY};
 use crate::sys;
 use crate::tree::{Data, Id, Kind as FileKind, ROOT, Tree, show, show_start};
 use pagefold_os::mountinfo::{self, Mount};
@@ -160,8 +161,9 @@ pub(crate) fn has_inode_share() -> bool {
     Context::new("erofs").is_ok_and(|context| context.flag("inode_share").is_ok())
 }
 
-/// Mounts the EROFS image `path`, detached.
-pub(crate) fn erofs_mount(path: &Path, share: Option<&str>) -> Result<OwnedFd> {
+/// Mounts the EROFS image `path`, detached. What the kernel reads of large directories it reads past the file's own pages,
+/// or it would have them twice, unless they are `cached` there already.
+pub(crate) fn erofs_mount(path: &Path, share: Option<&str>, cached: bool) -> Result<OwnedFd> {
     let attempt = |direct: bool| {
         let mut context = Context::new("erofs")?;
         if share.is_none() {
@@ -172,7 +174,6 @@ pub(crate) fn erofs_mount(path: &Path, share: Option<&str>) -> Result<OwnedFd> {
         }
         context.flag("ro")?;
         if direct {
-            // The image's own bytes would otherwise be cached a second time, as the file's.
             context.flag("directio")?;
         }
         if let Some(domain) = share {
@@ -181,14 +182,14 @@ pub(crate) fn erofs_mount(path: &Path, share: Option<&str>) -> Result<OwnedFd> {
         }
         context.create(MountAttrFlags::MOUNT_ATTR_RDONLY)
     };
-    attempt(true).or_else(|_| attempt(false))
+    if cached { attempt(false) } else { attempt(true).or_else(|_| attempt(false)) }
 }
 
-/// Overlayfs over one metadata layer and one data-only layer, detached.
+/// Overlayfs over one metadata layer and data-only layers, detached.
 pub(crate) fn overlay_mount(
     source: &str,
     meta: &Path,
-    objects: &Path,
+    objects: &[PathBuf],
     user: bool,
     options: &Options,
     attributes: MountAttrFlags,
@@ -199,7 +200,9 @@ pub(crate) fn overlay_mount(
         let mut context = Context::new("overlay")?;
         context.string("source", source)?;
         context.path("lowerdir+", meta)?;
-        context.path("datadir+", objects)?;
+        for objects in objects {
+            context.path("datadir+", objects)?;
+        }
         if user {
             context.flag("userxattr")?;
         }
@@ -251,9 +254,9 @@ pub fn mount(store: &Store, record: &Record, target: &Path, options: &Options) -
     std::thread::scope(|scope| {
         if let Some(profile) = &profile {
             // The objects need no mount, and the disk need not rest while there is none.
-            scope.spawn(|| profile.read_objects(store));
+            scope.spawn(|| profile.read_objects(store, &record.digest, false));
         }
-        let (fd, mut mounted) = detached(store, &record.digest, &lease, options)?;
+        let (fd, mut mounted) = detached(store, &record.digest, &lease, options, None)?;
         if let Some(profile) = &profile {
             profile.look_up(&fd);
             mounted.prefetched_bytes = profile.bytes();
@@ -263,19 +266,35 @@ pub fn mount(store: &Store, record: &Record, target: &Path, options: &Options) -
     })
 }
 
-/// Mounts an image attached nowhere yet; the mount lives as long as the descriptor or where it is attached.
-pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &Options) -> Result<(OwnedFd, Mounted)> {
+/// Mounts an image attached nowhere yet; the mount lives as long as the descriptor or where it is attached. Where a program
+/// starts in it at once, `aside` is a place in a namespace of its own where the metadata's mount may stay until the old root
+/// goes: to end it by itself takes longer than to make it.
+pub(crate) fn detached(
+    store: &Store,
+    digest: &Digest,
+    lease: &Lease,
+    options: &Options,
+    aside: Option<&Path>,
+) -> Result<(OwnedFd, Mounted)> {
     if !lease.claim_tree(digest)? {
         let path = store.tree_path(digest);
         return Err(Error::Damaged(format!("{}: missing; build the image again", path.display())));
     }
-    // The kernel shall parse only what our writer wrote. It will want few of these pages: what the check alone brings
-    // into memory goes out again.
-    let path = store.tree_path(digest);
-    let cold = File::open(&path).ok().filter(|file| sys::cached_pages(file).is_ok_and(|pages| pages == 0));
-    store.check_tree(digest)?;
-    if let Some(file) = cold {
-        let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
+    let initial = in_initial_namespace();
+    let is_directory = options.kind == Kind::Directory || options.kind == Kind::Auto && !initial;
+    let shelf = match options.kind {
+        Kind::Native => None,
+        _ => checked(store, digest, lease, is_directory, aside.is_some())?,
+    };
+    let (metadata, mut objects) = match &shelf {
+        Some(shelf) => (shelf.metadata(), vec![shelf.objects()]),
+        None => (store.tree_path(digest), vec![store.objects_dir()]),
+    };
+    if options.upper.is_some() {
+        // Of a file whose mode was changed the upper layer says where its content is, as the mount had it that changed it.
+        let others = [Shelf::of(store, digest).objects(), store.objects_dir()];
+        objects
+            .extend(others.into_iter().filter(|other| !objects.contains(other) && other.is_dir()).collect::<Vec<_>>());
     }
     let mut attributes = MountAttrFlags::empty();
     attributes.set(MountAttrFlags::MOUNT_ATTR_NOSUID, options.nosuid);
@@ -284,7 +303,6 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
     if options.upper.is_none() {
         attributes |= MountAttrFlags::MOUNT_ATTR_RDONLY;
     }
-    let initial = in_initial_namespace();
     // Locked until the mount is there.
     let (_lock, mut notes) = match &options.upper {
         Some(upper) => prepare_upper(store, digest, upper, !initial).map(|(lock, notes)| (Some(lock), notes))?,
@@ -304,21 +322,24 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
         if full.exists() && !store.has_full(digest) {
             return Err(Error::Damaged(format!("{}: damaged; build the image with --native again", full.display())));
         }
-        let fd = erofs_mount(&full, Some(&domain))?;
+        let fd = erofs_mount(&full, Some(&domain), false)?;
         if options.upper.is_some() {
             return Err(Error::Refused("mount: a native mount is read-only; use --kind erofs with --upper".into()));
         }
         Ok((fd, done(Kind::Native, Vec::new())))
     };
     let over = |meta: &OwnedFd| -> Result<OwnedFd> {
-        let path = by_descriptor(meta);
-        let objects = store.objects_dir();
+        let overlay = |meta: &Path| overlay_mount(&source, meta, &objects, false, options, attributes);
+        if let Some(aside) = aside {
+            attach(meta, aside)?;
+            return overlay(&by_descriptor(meta));
+        }
         // Since 6.15 a layer may be a mount that is attached nowhere.
-        overlay_mount(&source, &path, &objects, false, options, attributes).or_else(|first| {
+        overlay(&by_descriptor(meta)).or_else(|first| {
             let place = store.path("staging").join(lease.id()).join("meta");
             fs::create_dir_all(&place).at(&place)?;
             let result = match attach(meta, &place) {
-                Ok(()) => overlay_mount(&source, &place, &objects, false, options, attributes),
+                Ok(()) => overlay(&place),
                 Err(_) => Err(first),
             };
             let _ = rustix::mount::unmount(&place, UnmountFlags::DETACH);
@@ -327,20 +348,19 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
         })
     };
     let erofs = || -> Result<(OwnedFd, Mounted)> {
-        let meta = erofs_mount(&store.tree_path(digest), None)?;
+        let meta = erofs_mount(&metadata, None, aside.is_some())?;
         Ok((over(&meta)?, done(Kind::Erofs, Vec::new())))
     };
     let through_loop = || -> Result<(OwnedFd, Mounted)> {
-        let path = store.tree_path(digest);
-        let file = File::open(&path).at(&path)?;
+        let file = File::open(&metadata).at(&metadata)?;
         let (device, _held) =
             sys::loop_device(&file).map_err(|source| Error::Mount { what: "loop device".into(), source })?;
-        let meta = erofs_mount(&device, None)?;
+        let meta = erofs_mount(&device, None, false)?;
         Ok((over(&meta)?, done(Kind::Loop, Vec::new())))
     };
     let directory = || -> Result<(OwnedFd, Mounted)> {
-        let (meta, notes) = metadata_directory(store, digest, lease, !initial)?;
-        let fd = overlay_mount(&source, &meta, &store.objects_dir(), !initial, options, attributes)?;
+        let (meta, notes) = metadata_directory(store, digest, lease, !initial, shelf.is_some())?;
+        let fd = overlay_mount(&source, &meta, &objects, !initial, options, attributes)?;
         Ok((fd, done(Kind::Directory, notes)))
     };
     let (fd, mut mounted) = match options.kind {
@@ -360,6 +380,29 @@ pub(crate) fn detached(store: &Store, digest: &Digest, lease: &Lease, options: &
     }?;
     mounted.notes.append(&mut notes);
     Ok((fd, mounted))
+}
+
+/// The image's shelf, and what is to be mounted checked: the kernel shall parse only what our writer wrote. It will want few of
+/// these pages: what the check alone brings into memory goes out again, unless it is wanted at once.
+fn checked(store: &Store, digest: &Digest, lease: &Lease, is_directory: bool, at_once: bool) -> Result<Option<Shelf>> {
+    let shelf = Shelf::of(store, digest);
+    if is_directory {
+        return if shelf.objects().is_dir() { Ok(Some(shelf)) } else { shelf::find(store, digest, lease) };
+    }
+    let cold = |path: &Path| File::open(path).ok().filter(|file| sys::cached_pages(file).is_ok_and(|pages| pages == 0));
+    let mut cold_files: Vec<_> =
+        [shelf.metadata(), store.tree_path(digest)].iter().filter_map(|path| cold(path)).collect();
+    let found = shelf::find(store, digest, lease)?;
+    if found.is_none() {
+        store.check_tree(digest)?;
+    }
+    if at_once {
+        cold_files.clear();
+    }
+    for file in cold_files {
+        let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
+    }
+    Ok(found)
 }
 
 /// How long a mount that is just ending may still have its upper directory.
@@ -475,10 +518,17 @@ fn mapping() -> Result<String> {
     Ok(name)
 }
 
-/// The image's metadata as a directory of files without data, made once per image and mapping of ids.
-fn metadata_directory(store: &Store, digest: &Digest, lease: &Lease, user: bool) -> Result<(PathBuf, Vec<String>)> {
+/// The image's metadata as a directory of files without data, made once per image and mapping of ids; `shelved` if they lead
+/// to its shelf.
+fn metadata_directory(
+    store: &Store,
+    digest: &Digest,
+    lease: &Lease,
+    user: bool,
+    shelved: bool,
+) -> Result<(PathBuf, Vec<String>)> {
     let mapping = if user { Some(mapping()?) } else { None };
-    let target = store.directory_path(digest, mapping.as_deref());
+    let target = store.directory_path(digest, mapping.as_deref(), shelved);
     let mut notes_path = target.clone().into_os_string();
     notes_path.push(".notes");
     let notes_path = PathBuf::from(notes_path);
@@ -489,7 +539,7 @@ fn metadata_directory(store: &Store, digest: &Digest, lease: &Lease, user: bool)
     let tree = store.tree(digest)?;
     let staged = store.path("staging").join(lease.id());
     fs::create_dir_all(&staged).at(&staged)?;
-    let made = make_directory(store, &tree, &staged, user, &target, &notes_path);
+    let made = make_directory(store, &tree, &staged, user, shelved, &target, &notes_path);
     // Empty if all went well.
     let _ = remove_tree(&staged);
     Ok((target, made?))
@@ -502,6 +552,7 @@ fn make_directory(
     tree: &Tree,
     staged: &Path,
     user: bool,
+    shelved: bool,
     target: &Path,
     notes_path: &Path,
 ) -> Result<Vec<String>> {
@@ -511,7 +562,7 @@ fn make_directory(
     fs::create_dir(&place).at(&place)?;
     without_acl(&place)?;
     let mut notes = BTreeMap::new();
-    write_directory(tree, &place, user, &mut notes).map_err(|error| match error {
+    write_directory(tree, &place, user, &Redirects::new(tree, shelved), &mut notes).map_err(|error| match error {
         Error::Io { path, source } if source.raw_os_error() == Some(libc::ENAMETOOLONG) => {
             too_long(store, &place, &path)
         }
@@ -627,15 +678,42 @@ fn drain(dir: &OwnedFd, mut take: impl FnMut(&CStr, bool) -> rustix::io::Result<
 /// What is no loss to who has a /dev of his own.
 pub(crate) const NO_DEV_NODES: &str = "device nodes are missing in /dev: making them needs root";
 
+/// Where overlayfs finds an object.
+enum Redirects {
+    /// By its digest, in the directory of all objects.
+    Digests,
+    /// On the image's shelf. What is told so fits into ext4's inodes: a digest takes each a block of its own.
+    Places(HashMap<Digest, String>),
+}
+
+impl Redirects {
+    fn new(tree: &Tree, shelved: bool) -> Self {
+        if shelved { Self::Places(shelf::placed(tree).collect()) } else { Self::Digests }
+    }
+
+    fn of(&self, digest: &Digest) -> String {
+        match self {
+            Self::Digests => format!("/{}", digest.object_path()),
+            Self::Places(places) => places[digest].clone(),
+        }
+    }
+}
+
 /// Writes `tree` below `place`, which nobody else sees yet: all names are new, so no link can be followed.
-fn write_directory(tree: &Tree, place: &Path, user: bool, notes: &mut BTreeMap<&'static str, u64>) -> Result<()> {
+fn write_directory(
+    tree: &Tree,
+    place: &Path,
+    user: bool,
+    redirects: &Redirects,
+    notes: &mut BTreeMap<&'static str, u64>,
+) -> Result<()> {
     let prefix = if user { "user.overlay." } else { "trusted.overlay." };
     let mut made: HashMap<Id, PathBuf> = HashMap::new();
     let mut dirs = Vec::new();
     let mut result = Ok(());
     tree.walk(|path, id| {
         if result.is_ok() {
-            result = write_one(tree, place, path, id, prefix, &mut made, &mut dirs, notes);
+            result = write_one(tree, place, path, id, prefix, redirects, &mut made, &mut dirs, notes);
         }
     });
     result?;
@@ -653,6 +731,7 @@ fn write_one(
     path: &[u8],
     id: Id,
     prefix: &str,
+    redirects: &Redirects,
     made: &mut HashMap<Id, PathBuf>,
     dirs: &mut Vec<(PathBuf, Id)>,
     notes: &mut BTreeMap<&'static str, u64>,
@@ -698,7 +777,7 @@ fn write_one(
                 Data::Inline(bytes) => file.write_all(bytes).at(&full)?,
                 Data::Object(digest, size) => {
                     file.set_len(*size).at(&full)?;
-                    let redirect = format!("/{}", digest.object_path());
+                    let redirect = redirects.of(digest);
                     for (name, value) in [("metacopy", ""), ("redirect", redirect.as_str())] {
                         let name = format!("{prefix}{name}");
                         rustix::fs::fsetxattr(&file, name, value.as_bytes(), XattrFlags::empty()).at(&full)?;
@@ -734,13 +813,14 @@ fn is_full(path: &Path) -> Result<bool> {
 /// What in a metadata directory is not as in the image: the first such thing. Owners, modes, times and attributes are left
 /// aside, which a user may not have; so is what this user may not or cannot look at.
 pub(crate) fn difference(tree: &Tree, place: &Path) -> Option<String> {
-    let mut found = None;
+    let shelved = place.as_os_str().as_bytes().ends_with(SHELVED.as_bytes());
+    let (redirects, mut found) = (Redirects::new(tree, shelved), None);
     tree.walk(|path, id| {
         if found.is_some() {
             return;
         }
         let full = if path.is_empty() { place.to_path_buf() } else { place.join(OsStr::from_bytes(path)) };
-        let what = match differs(&tree.inode(id).kind, &full) {
+        let what = match differs(&tree.inode(id).kind, &full, &redirects) {
             Ok(what) => what.map(str::to_string),
             // The directory has a longer name than it was written under.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EACCES | libc::EPERM | libc::ENAMETOOLONG)) => None,
@@ -752,7 +832,7 @@ pub(crate) fn difference(tree: &Tree, place: &Path) -> Option<String> {
 }
 
 /// What one file of a metadata directory has that the image has not, if anything.
-fn differs(kind: &FileKind, path: &Path) -> io::Result<Option<&'static str>> {
+fn differs(kind: &FileKind, path: &Path, redirects: &Redirects) -> io::Result<Option<&'static str>> {
     let meta = match fs::symlink_metadata(path) {
         // A user may not make them.
         Err(error)
@@ -776,7 +856,7 @@ fn differs(kind: &FileKind, path: &Path) -> io::Result<Option<&'static str>> {
         }
         FileKind::File(Data::Inline(bytes)) => fs::read(path)? == **bytes,
         FileKind::File(Data::Object(digest, size)) => {
-            let redirect = format!("/{}", digest.object_path());
+            let redirect = redirects.of(digest);
             let mut value = [0; 128];
             let mut leads_to = |prefix: &str| {
                 let count = rustix::fs::lgetxattr(path, format!("{prefix}redirect"), &mut value[..]);
@@ -899,8 +979,9 @@ mod tests {
             path.push(b'/');
         }
         let record = store.build().unwrap().publish("deep", &tree, "t", Default::default(), vec![]).unwrap();
-        let error =
-            metadata_directory(&store, &record.digest, &Lease::new(&store).unwrap(), true).unwrap_err().to_string();
+        let error = metadata_directory(&store, &record.digest, &Lease::new(&store).unwrap(), true, true)
+            .unwrap_err()
+            .to_string();
         let short = error.len() < 500 + store.root().as_os_str().len();
         assert!(error.starts_with("mount: xxx") && error.contains("shorter path") && short, "{error}");
         let staged = fs::read_dir(store.path("staging")).unwrap().count();

@@ -5,6 +5,7 @@
 
 use crate::digest::Digest;
 use crate::error::{At, Result};
+use crate::shelf::Shelf;
 use crate::store::Store;
 use crate::sys;
 use pagefold_os::mountinfo::{self, Mount};
@@ -281,20 +282,29 @@ pub(crate) enum Held {
     Unknown,
 }
 
+/// Whether somebody has the file open, a kernel mount included; a file that is not there nobody has.
+pub(crate) fn is_held(path: &Path) -> Result<Held> {
+    match File::open(path) {
+        Ok(file) => Ok(match sys::is_open_elsewhere(&file) {
+            Ok(true) => Held::Yes,
+            Ok(false) => Held::No,
+            Err(_) => Held::Unknown,
+        }),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Held::No),
+        // Found damaged before, and closed to its owner: none but root can have mounted it.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !geteuid().is_root() => Ok(Held::No),
+        Err(error) => Err(error).at(path),
+    }
+}
+
 /// Whether the kernel holds the image's metadata open. Root's view; others see their own mounts in the tables.
 pub(crate) fn held_by_kernel(store: &Store, digest: &Digest) -> Result<Held> {
     let mut all = Held::No;
-    for path in [store.tree_path(digest), store.full_path(digest)] {
-        match File::open(&path) {
-            Ok(file) => match sys::is_open_elsewhere(&file) {
-                Ok(true) => return Ok(Held::Yes),
-                Ok(false) => {}
-                Err(_) => all = Held::Unknown,
-            },
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            // Found damaged before, and closed to its owner: none but root can have mounted it.
-            Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !geteuid().is_root() => {}
-            Err(error) => return Err(error).at(&path),
+    for path in [store.tree_path(digest), Shelf::of(store, digest).metadata(), store.full_path(digest)] {
+        match is_held(&path)? {
+            Held::Yes => return Ok(Held::Yes),
+            Held::Unknown => all = Held::Unknown,
+            Held::No => {}
         }
     }
     Ok(all)

@@ -11,15 +11,17 @@
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::progress::note;
+use crate::shelf::{self, Shelf};
 use crate::store::{Lease, Store};
 use crate::sys::{self, Map, Opens, PAGE};
 use crate::tree::{Data, Id, Kind, ROOT, Tree};
 use rustix::fs::{Advice, Mode, OFlags, ResolveFlags};
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::num::NonZeroU64;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -36,8 +38,24 @@ const MOST_BYTES: u64 = 16 << 20;
 /// Requests for the disk that are under way at once.
 const HANDS: usize = 4;
 
+/// Files that `exec` asks for itself, before there is somebody else to do it.
+const FIRST: usize = 24;
+
+/// Bytes of a profile up to which it asks for all of it itself, if there are no more files than that.
+const FIRST_BYTES: u64 = 24 << 20;
+
+/// Bytes that are asked of every part before more is asked of any: who waits for a small file shall not wait for large ones.
+const HEAD: u64 = 128 << 10;
+
+/// Bytes that are asked for at once beyond that, each piece when the last is there: what the program itself asks for meanwhile
+/// stands behind few of them.
+const PIECE: u64 = 1 << 20;
+
 /// Parts closer than this are asked for as one: reading what lies between costs less than a second request.
 const NEAR: u64 = 64 << 10;
+
+/// File system type of EROFS, as statfs(2) tells it.
+const EROFS_MAGIC: rustix::fs::FsWord = 0xE0F5_E1E2;
 
 /// What a program needs at its start, in the order in which it asked.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -54,6 +72,9 @@ struct Entry {
     /// Its content, in hexadecimal digits; none for a directory, and for a file inside the metadata image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     object: Option<String>,
+    /// Where the image's shelf has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    place: Option<String>,
     /// Parts that were read: offset and length in bytes.
     parts: Vec<(u64, u64)>,
 }
@@ -99,19 +120,65 @@ impl Profile {
         written
     }
 
-    /// Has the kernel read the objects' parts; returns when all were asked for, not when they are there.
-    pub(crate) fn read_objects(&self, store: &Store) {
+    /// Has the kernel read the objects' parts: all at once, and returns when they were asked for; or `in_pieces`, so that a
+    /// program that starts meanwhile is served between them, and returns when they are there.
+    pub(crate) fn read_objects(&self, store: &Store, digest: &Digest, in_pieces: bool) {
+        let shelf = Shelf::of(store, digest);
+        let open = |entry: &Entry| entry.open(store, &shelf);
         self.each(|entry| {
-            let digest = entry.object.as_ref().and_then(|hex| Digest::from_hex(hex.as_bytes()));
-            if let Some(file) = digest.and_then(|digest| File::open(store.object_path(&digest)).ok()) {
-                entry.ask(&file);
+            if let Some(file) = open(entry) {
+                entry.parts.iter().for_each(|&(offset, bytes)| ask(&file, offset, bytes.min(HEAD)));
             }
         });
+        self.each(|entry| {
+            let large = || entry.parts.iter().filter(|part| part.1 > HEAD);
+            if let (Some(_), Some(file)) = (large().next(), open(entry)) {
+                let ask = if in_pieces { ask_in_pieces } else { ask };
+                large().for_each(|&(offset, bytes)| ask(&file, offset.saturating_add(HEAD), bytes - HEAD));
+            }
+        });
+    }
+
+    /// Reads ahead for a command that this process becomes, which must have one thread. What is needed first, or is little in all, is
+    /// asked for here; for the rest, and the names, there is a process that belongs to nobody.
+    pub(crate) fn read_ahead(&self, store: &Store, digest: &Digest) -> Option<Ahead> {
+        let is_small = self.files.len() <= FIRST && self.bytes() <= FIRST_BYTES;
+        // It takes its time to come about, in which the disk would rest.
+        let ahead = if is_small { None } else { self.in_background(store, digest).ok() };
+        let shelf = Shelf::of(store, digest);
+        let open = |entry| Some((Entry::open(entry, store, &shelf)?, &entry.parts));
+        let first: Vec<_> = self.files.iter().take(FIRST).filter_map(open).collect();
+        for (file, parts) in &first {
+            parts.iter().for_each(|&(offset, bytes)| ask(file, offset, bytes.min(HEAD)));
+        }
+        for (file, parts) in first.iter().filter(|_| is_small) {
+            let large = parts.iter().filter(|part| part.1 > HEAD);
+            large.for_each(|&(offset, bytes)| ask(file, offset.saturating_add(HEAD), bytes - HEAD));
+        }
+        ahead
+    }
+
+    /// Starts who reads the objects at once, and walks to the names when he hears of the mount.
+    fn in_background(&self, store: &Store, digest: &Digest) -> std::io::Result<Ahead> {
+        let (socket, theirs) = sys::socket_pair()?;
+        let work = || {
+            std::thread::scope(|scope| {
+                let objects =
+                    std::thread::Builder::new().spawn_scoped(scope, || self.read_objects(store, digest, true));
+                // Without one the command does not start.
+                if let (Ok(_), Ok(Some(tree))) = (objects, sys::receive_fd(&theirs)) {
+                    self.look_up(&tree);
+                }
+            });
+        };
+        let leaving = sys::in_background(&[theirs.as_raw_fd()], false, work)?;
+        Ok(Ahead { socket, leaving })
     }
 
     /// Walks to each name of the mount whose root is `tree`, so that names and inodes are in memory; and has the
     /// kernel read the parts where the mount's files are not the objects.
     pub(crate) fn look_up(&self, tree: &OwnedFd) {
+        let own_files = rustix::fs::fstatfs(tree).is_ok_and(|found| found.f_type == EROFS_MAGIC);
         self.each(|entry| {
             let Ok(path) = entry.path.chars().map(u8::try_from).collect::<std::result::Result<Vec<u8>, _>>() else {
                 return;
@@ -125,8 +192,10 @@ impl Profile {
             let Ok(kind) = at(OFlags::PATH).and_then(|found| rustix::fs::fstat(&found)) else { return };
             match rustix::fs::FileType::from_raw_mode(kind.st_mode) {
                 rustix::fs::FileType::RegularFile => {
-                    if let Ok(file) = at(OFlags::RDONLY) {
-                        entry.ask(&file);
+                    if let Ok(file) = at(OFlags::RDONLY).map(File::from)
+                        && own_files
+                    {
+                        entry.parts.iter().for_each(|&(offset, bytes)| ask(&file, offset, bytes));
                     }
                 }
                 rustix::fs::FileType::Directory => {
@@ -156,10 +225,52 @@ impl Profile {
 }
 
 impl Entry {
-    fn ask(&self, file: impl AsFd) {
-        for &(offset, bytes) in &self.parts {
-            let _ = rustix::fs::fadvise(&file, offset, NonZeroU64::new(bytes), Advice::WillNeed);
+    /// Opens its object.
+    fn open(&self, store: &Store, shelf: &Shelf) -> Option<File> {
+        let object = self.object.as_ref().and_then(|hex| Digest::from_hex(hex.as_bytes()))?;
+        // As the program will find it, so that the names are in memory for that too.
+        let place = self.place.as_ref().filter(|place| shelf::is_place(place));
+        let on_shelf = place.and_then(|place| File::open(shelf.object(place)).ok());
+        on_shelf.or_else(|| File::open(store.object_path(&object)).ok())
+    }
+}
+
+/// Has the kernel read a part of a file; does not wait.
+fn ask(file: &File, offset: u64, bytes: u64) {
+    if let Some(bytes) = NonZeroU64::new(bytes) {
+        let _ = rustix::fs::fadvise(file, offset, Some(bytes), Advice::WillNeed);
+    }
+}
+
+/// Has the kernel read a part of a file, two pieces at a time; returns when it is there.
+fn ask_in_pieces(file: &File, offset: u64, bytes: u64) {
+    let size = file.metadata().map_or(0, |meta| meta.len());
+    let end = offset.saturating_add(bytes).min(size);
+    let (mut from, mut asked) = (offset, None);
+    while from < end {
+        let to = from.saturating_add(PIECE).min(end);
+        ask(file, from, to - from);
+        if let Some(before) = asked.replace(to - 1) {
+            let _ = file.read_at(&mut [0], before);
         }
+        from = to;
+    }
+    if let Some(last) = asked {
+        let _ = file.read_at(&mut [0], last);
+    }
+}
+
+/// Somebody who reads ahead.
+pub(crate) struct Ahead {
+    socket: OwnedFd,
+    leaving: sys::Leaving,
+}
+
+impl Ahead {
+    /// Has him walk to the names in the mount whose root is `tree`; from here on he is nobody's child.
+    pub(crate) fn look_up(self, tree: &OwnedFd) {
+        let _ = sys::send_fd(&self.socket, tree);
+        let _ = self.leaving.wait();
     }
 }
 
@@ -216,6 +327,7 @@ pub(crate) fn watch(store: &Store, digest: &Digest, patience: Duration) -> Resul
         }
         Err(error) => note(&format!("nothing learned: {error}")),
     })
+    .and_then(sys::Leaving::wait)
     .map_err(refused)?;
     Ok(Watch { opens })
 }
@@ -229,6 +341,7 @@ impl Watch {
 
 fn learn(store: &Store, digest: &Digest, opens: &Opens, command: &OwnedFd, patience: Duration) -> Result<Profile> {
     let tree = store.tree(digest)?;
+    let places: HashMap<Digest, String> = shelf::placed(&tree).collect();
     // Held open until the end: the mount may be gone with the command.
     let most = pagefold_os::fd::raise_limit().unwrap_or(256).saturating_sub(64).min(MOST as u64) as usize;
     let (start, mut seen, mut found) = (Instant::now(), HashSet::<Vec<u8>>::new(), Vec::<(Vec<u8>, File)>::new());
@@ -257,11 +370,16 @@ fn learn(store: &Store, digest: &Digest, opens: &Opens, command: &OwnedFd, patie
         // What the command made itself, or what is mounted over the tree, is not the image's.
         let Some(id) = find(&tree, &path) else { continue };
         let (object, parts) = match &tree.inode(id).kind {
-            Kind::File(Data::Object(object, _)) => (Some(object.hex()), parts(&file)?),
+            Kind::File(Data::Object(object, _)) => (Some(object), parts(&file)?),
             Kind::File(Data::Inline(_)) | Kind::Dir(_) => (None, Vec::new()),
             _ => continue,
         };
-        profile.files.push(Entry { path: path.iter().copied().map(char::from).collect(), object, parts });
+        profile.files.push(Entry {
+            path: path.iter().copied().map(char::from).collect(),
+            object: object.map(Digest::hex),
+            place: object.and_then(|object| places.get(object).cloned()),
+            parts,
+        });
     }
     if profile.files.is_empty() {
         return Err(Error::Refused("exec: --learn: the command opened nothing of the image".into()));

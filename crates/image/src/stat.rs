@@ -11,6 +11,7 @@ use crate::export::is_erofs_full;
 use crate::mount::disk_bytes;
 use crate::mounts::mounts;
 use crate::progress::Progress;
+use crate::shelf;
 use crate::store::{DamagedImage, Lease, OWNER_MAY_READ, Record, Records, Store};
 use crate::sys::{self, PAGE};
 use crate::tree::Tree;
@@ -22,7 +23,7 @@ use std::fs::{self, File};
 use std::io::ErrorKind;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// One image now.
 #[derive(Clone, Debug, serde::Serialize)]
@@ -73,6 +74,10 @@ pub struct Beside {
     pub native_bytes: u64,
     /// What the metadata directories take on the disk.
     pub directory_bytes: u64,
+    /// What the shelves take: the metadata as it is mounted, and directories that lead to the objects in its order.
+    pub shelf_bytes: u64,
+    /// Bytes of the lists of objects, start profiles and stat caches.
+    pub index_bytes: u64,
     /// What builds have staged that are in progress, or have died.
     pub staged_bytes: u64,
 }
@@ -82,16 +87,27 @@ pub struct Beside {
 /// # Errors
 /// The system's.
 pub fn beside(store: &Store) -> Result<Beside> {
-    let (trees, staging) = (store.path("trees"), store.path("staging"));
-    let mut native_bytes = 0;
+    let (trees, staging, cache) = (store.path("trees"), store.path("staging"), store.path("cache"));
+    let mut found = Beside::default();
     for entry in fs::read_dir(&trees).at(&trees)?.flatten() {
-        if entry.file_name().as_bytes().ends_with(b".full.erofs") {
-            native_bytes += entry.metadata().map_or(0, |meta| meta.len());
+        let name = entry.file_name();
+        let bytes = || entry.metadata().map_or(0, |meta| meta.len());
+        match name.as_bytes().get(64..).unwrap_or_default() {
+            b".full.erofs" => found.native_bytes += bytes(),
+            b".objects" | b".start" => found.index_bytes += bytes(),
+            b".shelf" => found.shelf_bytes += shelf::disk_bytes(&entry.path()),
+            end if end.ends_with(b".notes") => found.index_bytes += bytes(),
+            _ => {}
         }
     }
-    let directory_bytes = store.directories()?.values().flatten().map(|place| disk_bytes(place)).sum();
-    let staged_bytes = fs::read_dir(&staging).at(&staging)?.flatten().map(|entry| disk_bytes(&entry.path())).sum();
-    Ok(Beside { native_bytes, directory_bytes, staged_bytes })
+    found.index_bytes += fs::read_dir(&cache)
+        .at(&cache)?
+        .flatten()
+        .map(|entry| entry.metadata().map_or(0, |meta| meta.len()))
+        .sum::<u64>();
+    found.directory_bytes = store.directories()?.values().flatten().map(|place| disk_bytes(place)).sum();
+    found.staged_bytes = fs::read_dir(&staging).at(&staging)?.flatten().map(|entry| disk_bytes(&entry.path())).sum();
+    Ok(found)
 }
 
 /// Bytes of `digest`'s object in the page cache.
@@ -327,6 +343,12 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
                     let path = place.display().to_string();
                     found.damaged.extend(what.map(|what| Damage { path, what, images: images.clone() }));
                 }
+                let damaged = |(path, what): (PathBuf, String)| Damage {
+                    path: path.display().to_string(),
+                    what,
+                    images: images.clone(),
+                };
+                found.damaged.extend(shelf::verify(store, digest, &tree)?.into_iter().map(damaged));
                 needed.extend(tree.objects().into_iter().map(|(object, size, _)| (object, size)));
             }
             Err(error) => {

@@ -4,9 +4,14 @@
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use rustix::mm::{MapFlags, ProtFlags};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketFlags, SocketType,
+};
 use std::ffi::{CString, c_void};
 use std::fs::File;
-use std::io;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -80,30 +85,46 @@ pub fn unshare(flags: libc::c_int) -> io::Result<()> {
     if unsafe { libc::unshare(flags) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// A process on its way to be nobody's child.
+#[must_use]
+pub struct Leaving {
+    /// Its parent, which ends at once.
+    child: libc::pid_t,
+}
+
+impl Leaving {
+    /// Waits until it is; says whether there is one.
+    ///
+    /// # Errors
+    /// No process was to be had.
+    pub fn wait(self) -> io::Result<()> {
+        let mut status = 0;
+        // SAFETY: the child is ours, and `status` lives across the call.
+        while unsafe { libc::waitpid(self.child, &mut status, 0) } < 0 {
+            let error = io::Error::last_os_error();
+            match error.raw_os_error() {
+                Some(libc::EINTR) => {}
+                // It has ended: who started us has children of ours left to nobody (SIGCHLD ignored).
+                Some(libc::ECHILD) => break,
+                _ => return Err(error),
+            }
+        }
+        if status == 0 { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) }
+    }
+}
+
 /// Does `work` in a process of its own that nobody waits for, with the descriptors `keep` open and nothing else, but
-/// standard error if it `says` something; this process must have one thread. What `work` owns is not dropped.
+/// standard error if it `says` something; this process must have one thread, and becomes no other before [`Leaving::wait`].
+/// What `work` owns is not dropped.
 ///
 /// # Errors
 /// No process is to be had.
-pub fn in_background(keep: &[RawFd], says: bool, work: impl FnOnce()) -> io::Result<()> {
+pub fn in_background(keep: &[RawFd], says: bool, work: impl FnOnce()) -> io::Result<Leaving> {
     // SAFETY: this process has one thread, so the child may do whatever the parent may.
     match unsafe { libc::fork() } {
         -1 => return Err(io::Error::last_os_error()),
         0 => {}
-        child => {
-            let mut status = 0;
-            // SAFETY: the child is ours, and `status` lives across the call.
-            while unsafe { libc::waitpid(child, &mut status, 0) } < 0 {
-                let error = io::Error::last_os_error();
-                match error.raw_os_error() {
-                    Some(libc::EINTR) => {}
-                    // It has ended: who started us has children of ours left to nobody (SIGCHLD ignored).
-                    Some(libc::ECHILD) => break,
-                    _ => return Err(error),
-                }
-            }
-            return if status == 0 { Ok(()) } else { Err(io::ErrorKind::WouldBlock.into()) };
-        }
+        child => return Ok(Leaving { child }),
     }
     // The child's child is nobody's: whoever this process becomes gets no child that it did not start.
     // SAFETY: as above; _exit ends the process without running what belongs to the parent, and the descriptors that are
@@ -137,6 +158,42 @@ pub fn in_background(keep: &[RawFd], says: bool, work: impl FnOnce()) -> io::Res
     let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
     // SAFETY: as above.
     unsafe { libc::_exit(i32::from(done.is_err())) }
+}
+
+/// Two ends between two processes.
+///
+/// # Errors
+/// The kernel's.
+pub fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    let flags = SocketFlags::CLOEXEC;
+    Ok(rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
+}
+
+/// Gives whoever is at the other end a copy of `fd`.
+///
+/// # Errors
+/// The kernel's.
+pub fn send_fd(socket: &OwnedFd, fd: &OwnedFd) -> io::Result<()> {
+    let (fds, mut space) = ([fd.as_fd()], [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))]);
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    control.push(SendAncillaryMessage::ScmRights(&fds));
+    rustix::net::sendmsg(socket, &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+/// Waits for a descriptor from the other end; none comes if that is closed.
+///
+/// # Errors
+/// The kernel's.
+pub fn receive_fd(socket: &OwnedFd) -> io::Result<Option<OwnedFd>> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let (mut control, mut byte) = (RecvAncillaryBuffer::new(&mut space), [0]);
+    rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let fds = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+        _ => None,
+    });
+    Ok(fds.flatten().next())
 }
 
 /// Hears what is opened in a mount: fanotify(7).
@@ -406,6 +463,7 @@ mod tests {
             }
             std::fs::write(Path::new(&file).join("ended"), "").unwrap();
         })
+        .and_then(Leaving::wait)
         .unwrap();
     }
 

@@ -565,6 +565,264 @@ fn nothing_mounted_is_collected_wherever_it_is_mounted() {
     assert_eq!((stats.objects_removed, stats.trees_removed), (1, 1));
 }
 
+/// The files below a directory, with their inode numbers.
+fn inodes(dir: &Path) -> Vec<(PathBuf, u64)> {
+    let (mut all, mut todo) = (Vec::new(), vec![dir.to_path_buf()]);
+    while let Some(dir) = todo.pop() {
+        for entry in fs::read_dir(dir).unwrap().map(Result::unwrap) {
+            let meta = entry.metadata().unwrap();
+            if meta.is_dir() { todo.push(entry.path()) } else { all.push((entry.path(), meta.ino())) }
+        }
+    }
+    all.sort();
+    all
+}
+
+/// A tree of some hundred files, its store, and the shelf of its image once that was mounted.
+fn shelved(scratch: &Scratch) -> (PathBuf, Store, Record, PathBuf) {
+    let tree = scratch.dir("tree");
+    for number in 0..600u32 {
+        let dir = tree.join(format!("{}", number % 7));
+        fs::create_dir_all(&dir).unwrap();
+        fs::write(dir.join(format!("{number}")), noise(number, 500)).unwrap();
+    }
+    fs::write(tree.join("twin"), noise(0, 500)).unwrap();
+    let store = Store::open(&scratch.dir("store"), "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    let (at, shelf) = (scratch.dir("mnt"), store.tree_path(&record.digest).with_extension("shelf"));
+    assert!(!shelf.exists());
+    mount::mount(&store, &record, &at, &Options::default()).unwrap();
+    umount(&at);
+    (tree, store, record, shelf)
+}
+
+/// Whether a new mount of the image shows the very tree.
+fn shows(scratch: &Scratch, store: &Store, record: &Record, kind: Kind) -> bool {
+    let at = scratch.dir("mnt-shows");
+    mount::mount(store, record, &at, &Options { kind, ..Options::default() }).unwrap();
+    let (build, mut notes) = (store.build().unwrap(), Notes::default());
+    let options = build::Options { rehash: true, ..Default::default() };
+    let read = build::from_directory(&build, &at, options, &mut notes, &Progress::silent());
+    let same = read.is_ok_and(|tree| {
+        build.publish("shown", &tree, "test", Default::default(), vec![]).unwrap().digest == record.digest
+    });
+    umount(&at);
+    same
+}
+
+#[test]
+fn a_shelf_has_the_objects_themselves_and_goes_with_its_image() {
+    need_root!();
+    let _alone = NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner);
+    let scratch = Scratch::new();
+    let (_, store, record, shelf) = shelved(&scratch);
+    let mut objects: Vec<u64> = inodes(&store.objects_dir()).into_iter().map(|file| file.1).collect();
+    let shelf_inodes = || inodes(&shelf.join("objects"));
+    let mut links: Vec<u64> = shelf_inodes().into_iter().map(|file| file.1).collect();
+    objects.sort_unstable();
+    links.sort_unstable();
+    assert_eq!((links.len(), links), (600, objects), "each once, whatever number of files it has");
+    let boards: Vec<_> = fs::read_dir(shelf.join("objects")).unwrap().map(|dir| dir.unwrap().path()).collect();
+    assert!(boards.len() == 3 && boards.iter().all(|dir| fs::read_dir(dir).unwrap().count() <= 256));
+    // Others mount the same.
+    let before = (shelf_inodes(), fs::metadata(shelf.join("meta.erofs")).unwrap().ino());
+    for kind in [Kind::Auto, Kind::Directory] {
+        assert!(shows(&scratch, &store, &record, kind));
+    }
+    assert_eq!((shelf_inodes(), fs::metadata(shelf.join("meta.erofs")).unwrap().ino()), before);
+    let beside = stat::beside(&store).unwrap();
+    let blocks = |path: &Path| fs::metadata(path).unwrap().blocks() * 512;
+    let own: u64 = boards.iter().map(|dir| blocks(dir)).sum();
+    let rest = [shelf.clone(), shelf.join("meta.erofs"), shelf.join("objects")];
+    assert_eq!(beside.shelf_bytes, own + rest.iter().map(|path| blocks(path)).sum::<u64>());
+    // What is in the store now, no version before can collect.
+    let format = fs::read_to_string(store.root().join("pagefold-image-store")).unwrap();
+    assert!(format.contains("\"format\":2") && format.contains(store.id()), "{format}");
+    if mounts::view(&store).unwrap().partial {
+        println!("SKIPPED the rest: not all processes are seen here");
+        return;
+    }
+    for name in ["x", "shown"] {
+        store.remove(name).unwrap();
+    }
+    let would = gc::collect(&store, true).unwrap();
+    assert_eq!(gc::collect(&store, false).unwrap(), would);
+    assert_eq!((would.objects_removed, would.trees_removed), (600, 1));
+    assert!(!shelf.exists() && fs::read_dir(shelf.parent().unwrap()).unwrap().count() == 0);
+}
+
+/// What is wrong with a shelf is mended by the next mount, or is not mounted.
+#[test]
+fn a_damaged_shelf_is_never_given_to_the_kernel_and_a_copied_one_leads_to_the_objects_again() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (_, store, record, shelf) = shelved(&scratch);
+    let meta = shelf.join("meta.erofs");
+    let whole = fs::read(&meta).unwrap();
+    let spoil = || {
+        let mut bytes = whole.clone();
+        bytes[1024 + 200] ^= 1;
+        fs::write(&meta, bytes).unwrap();
+        let damaged = stat::verify(&store, &["x".into()], false).unwrap().damaged;
+        assert!(damaged.len() == 1 && Path::new(&damaged[0].path) == meta && damaged[0].images.contains(&"x".into()));
+    };
+    spoil();
+    assert!(shows(&scratch, &store, &record, Kind::Auto));
+    let mended = fs::read(&meta).unwrap();
+    assert_eq!(mended[..mended.len() - 32], whole[..whole.len() - 32]);
+    assert!(stat::verify(&store, &["x".into()], false).unwrap().damaged.is_empty());
+    // Somebody else's mount has it open: it stays, and the image itself is mounted.
+    let at = scratch.dir("mnt");
+    mount::mount(&store, &record, &at, &Options::default()).unwrap();
+    spoil();
+    assert!(shows(&scratch, &store, &record, Kind::Auto));
+    assert_eq!(fs::read(&meta).unwrap()[1024 + 200], whole[1024 + 200] ^ 1);
+    umount(&at);
+    fs::remove_file(&meta).unwrap();
+    assert!(shows(&scratch, &store, &record, Kind::Auto) && meta.exists());
+
+    // A copy by a program that knows of no hard links.
+    let copy = scratch.0.path().join("copy");
+    let copied = Command::new("cp").args(["-r", "--no-preserve=links"]).args([store.root(), &copy]).status().unwrap();
+    assert!(copied.success());
+    let store = Store::open(&copy, "default").unwrap();
+    let shelf = store.tree_path(&record.digest).with_extension("shelf");
+    let own = |store: &Store| {
+        let objects: Vec<u64> = inodes(&store.objects_dir()).into_iter().map(|file| file.1).collect();
+        inodes(&shelf.join("objects")).into_iter().filter(|link| objects.contains(&link.1)).count()
+    };
+    assert_eq!(own(&store), 0);
+    assert!(shows(&scratch, &store, &record, Kind::Auto));
+    assert_eq!(own(&store), 600, "one piece of memory again");
+}
+
+#[test]
+fn a_shelf_has_what_a_build_puts_in_the_place_of_a_damaged_or_missing_object() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (tree, store, record, shelf) = shelved(&scratch);
+    let object = |number: u32| store.object_path(&Digest::of(&noise(number, 500)));
+    let of = |number: u32| {
+        inodes(&shelf.join("objects")).into_iter().find(|link| link.1 == fs::metadata(object(number)).unwrap().ino())
+    };
+    let (damaged, missing) = (of(5).unwrap().0, of(6).unwrap().0);
+    fs::write(object(5), noise(99, 500)).unwrap();
+    fs::remove_file(object(6)).unwrap();
+    let found = stat::verify(&store, &[], false).unwrap().damaged;
+    assert_eq!(found.len(), 2, "{found:?}");
+    // A shelf that is made meanwhile lacks the one; the rest of the image can be read.
+    fs::remove_dir_all(&shelf).unwrap();
+    let at = scratch.dir("mnt");
+    mount::mount(&store, &record, &at, &Options::default()).unwrap();
+    assert!(fs::read(at.join("6/6")).is_err());
+    assert_eq!(fs::read(at.join("0/7")).unwrap(), noise(7, 500));
+    umount(&at);
+    let (build, mut notes) = (store.build().unwrap(), Notes::default());
+    let options = build::Options { rehash: true, ..Default::default() };
+    let built = build::from_directory(&build, &tree, options, &mut notes, &Progress::silent()).unwrap();
+    build.publish("again", &built, "test", Default::default(), vec![]).unwrap();
+    assert_eq!((of(5).unwrap().0, of(6).unwrap().0), (damaged, missing));
+    assert!(shows(&scratch, &store, &record, Kind::Auto));
+    assert!(stat::verify(&store, &[], false).unwrap().damaged.is_empty());
+    // A name on the shelf that is another file.
+    let link = of(7).unwrap().0;
+    fs::remove_file(&link).unwrap();
+    fs::write(&link, noise(98, 500)).unwrap();
+    let found = stat::verify(&store, &[], false).unwrap().damaged;
+    assert!(found.len() == 1 && found[0].what.starts_with("1 files"), "{found:?}");
+    assert_eq!(of(7).unwrap().0, link);
+    assert!(stat::verify(&store, &[], false).unwrap().damaged.is_empty());
+}
+
+/// In a child process: makes the image's shelf, and ends mounted.
+#[test]
+fn child_that_mounts_first() {
+    let Ok(arguments) = std::env::var("PAGEFOLD_TEST_FIRST") else { return };
+    let [store, at] = arguments.split('\n').map(Path::new).collect::<Vec<_>>()[..] else { panic!("two") };
+    let store = Store::open(store, "default").unwrap();
+    mount::mount(&store, &store.image("x").unwrap(), at, &Options::default()).unwrap();
+}
+
+#[test]
+fn a_mount_that_is_killed_leaves_a_whole_shelf_or_none() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (_, store, record, shelf) = shelved(&scratch);
+    let at = scratch.dir("mnt");
+    let (mut whole, mut none) = (0, 0);
+    for round in 0..60u64 {
+        fs::remove_dir_all(&shelf).unwrap();
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child_that_mounts_first"])
+            .env("PAGEFOLD_TEST_FIRST", format!("{}\n{}", store.root().display(), at.display()))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        std::thread::sleep(Duration::from_micros(round * 900));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        if mountinfo::parse(&fs::read("/proc/self/mountinfo").unwrap()).any(|mount| mount.at == at) {
+            umount(&at);
+        }
+        if shelf.exists() {
+            assert!(inodes(&shelf).len() == 601 && stat::verify(&store, &[], false).unwrap().damaged.is_empty());
+            whole += 1;
+        } else {
+            none += 1;
+        }
+        if round % 10 == 0 {
+            assert!(shows(&scratch, &store, &record, Kind::Auto));
+        } else {
+            mount::mount(&store, &record, &at, &Options::default()).unwrap();
+            umount(&at);
+        }
+        assert_eq!(inodes(&shelf).len(), 601);
+    }
+    println!("{whole} whole, {none} none");
+    drop(store.build().unwrap());
+    assert_eq!(fs::read_dir(store.root().join("domains/default/staging")).unwrap().count(), 0);
+}
+
+/// An object has as many names as a file may have, so that no shelf can be made.
+#[test]
+fn an_image_without_a_shelf_is_mounted_all_the_same() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (tree, other, upper) = (scratch.dir("tree"), scratch.dir("other"), scratch.dir("upper"));
+    fs::write(tree.join("file"), noise(1, 5000)).unwrap();
+    fs::write(tree.join("more"), noise(2, 5000)).unwrap();
+    let store = Store::open(&scratch.dir("store"), "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    let object = store.object_path(&Digest::of(&noise(1, 5000)));
+    let names = (0..70_000).take_while(|i| fs::hard_link(&object, other.join(format!("{i}"))).is_ok()).count();
+    if names == 70_000 {
+        println!("SKIPPED: the temporary directory's file system has more links than that");
+        return;
+    }
+    let (at, shelf) = (scratch.dir("mnt"), store.tree_path(&record.digest).with_extension("shelf"));
+    let changed = Options { upper: Some(upper), ..Options::default() };
+    let read = |at: &Path| [fs::read(at.join("file")).unwrap(), fs::read(at.join("more")).unwrap()];
+    for kind in [Kind::Auto, Kind::Directory] {
+        assert!(shows(&scratch, &store, &record, kind));
+        assert!(!shelf.exists());
+    }
+    assert_eq!(fs::read_dir(store.root().join("domains/default/staging")).unwrap().count(), 0);
+    mount::mount(&store, &record, &at, &changed).unwrap();
+    fs::set_permissions(at.join("file"), fs::Permissions::from_mode(0o600)).unwrap();
+    umount(&at);
+    // Now there may be one. Changes of metadata that were made without it still find their content, and the other way round.
+    fs::remove_dir_all(&other).unwrap();
+    for round in 0..2 {
+        mount::mount(&store, &record, &at, &changed).unwrap();
+        assert_eq!(read(&at), [noise(1, 5000), noise(2, 5000)], "round {round}");
+        fs::set_permissions(at.join("more"), fs::Permissions::from_mode(0o640)).unwrap();
+        umount(&at);
+        assert!(shelf.exists());
+        fs::write(shelf.join("meta.erofs"), "").unwrap();
+    }
+}
+
 /// Several first mounts of an image make its metadata directory at once, and each shows the whole tree.
 #[test]
 fn many_first_mounts_at_once_all_show_the_tree() {
@@ -618,25 +876,25 @@ fn a_metadata_directory_is_removed_in_one_step() {
         record
     };
     let record = show();
-    let dir = store.tree_path(&record.digest).with_extension("rootdir");
-    let doomed = dir.with_extension("rootdir.doomed");
+    let dir = store.tree_path(&record.digest).with_extension("rootdir-shelved");
+    let doomed = dir.with_extension("rootdir-shelved.doomed");
     // As the collector leaves it when it is killed in the middle.
     fs::rename(&dir, &doomed).unwrap();
     fs::remove_file(doomed.join("sub/file")).unwrap();
     show();
-    // A directory of the version before, for all users' mappings.
-    let outdated = dir.with_extension("userdir");
-    fs::create_dir_all(outdated.join("sub")).unwrap();
+    // Directories of versions before: for all users' mappings, and from before there were shelves.
+    let outdated = ["userdir", "rootdir"].map(|kind| dir.with_extension(kind));
+    outdated.iter().for_each(|dir| fs::create_dir_all(dir.join("sub")).unwrap());
     if mounts::view(&store).unwrap().partial {
         println!("SKIPPED the rest: not all processes are seen here");
         return;
     }
     mount::mount(&store, &record, &at, &options).unwrap();
     gc::collect(&store, false).unwrap();
-    assert!(outdated.exists() && dir.exists() && !doomed.exists(), "mounted");
+    assert!(outdated.iter().all(|dir| dir.exists()) && dir.exists() && !doomed.exists(), "mounted");
     umount(&at);
     gc::collect(&store, false).unwrap();
-    assert!(!outdated.exists() && dir.exists(), "not mounted");
+    assert!(!outdated.iter().any(|dir| dir.exists()) && dir.exists(), "not mounted");
     store.remove("x").unwrap();
     gc::collect(&store, false).unwrap();
     assert_eq!(fs::read_dir(dir.parent().unwrap()).unwrap().count(), 0, "{doomed:?} and all else is gone");
@@ -722,7 +980,10 @@ fn a_full_disk_makes_no_metadata_directory_that_lacks_something() {
     meta.xattrs.insert((*b"user.large").into(), vec![7; 40_000].into());
     tree.put(b"d", Inode { meta, kind: FileKind::Dir(Default::default()) }).unwrap();
     let record = store.build().unwrap().publish("x", &tree, "test", Default::default(), vec![]).unwrap();
-    let dir = store.tree_path(&record.digest).with_extension("rootdir");
+    let dir = store.tree_path(&record.digest).with_extension("rootdir-shelved");
+    // Its shelf is there already.
+    mount::mount(&store, &record, &at, &Options::default()).unwrap();
+    umount(&at);
     let (mut made, mut failed) = (0, 0);
     for blocks in 0..40 {
         let fill = disk.join("fill");
@@ -1321,7 +1582,7 @@ fn damage_of_a_metadata_directory_is_found() {
     sample(&tree);
     let store = Store::open(&scratch.dir("store"), "default").unwrap();
     let record = build_dir(&store, "x", &tree).unwrap();
-    let dir = store.tree_path(&record.digest).with_extension("rootdir");
+    let dir = store.tree_path(&record.digest).with_extension("rootdir-shelved");
     let remove = |name: &str| fs::remove_file(dir.join(name)).unwrap();
     let spoil: [&dyn Fn(); 6] = [
         &|| remove("odd"),

@@ -459,6 +459,11 @@ fn all_that_takes_room_is_counted_and_said_when_it_goes() {
     });
     let beside = stat::beside(&store).unwrap();
     assert_eq!(beside.native_bytes, native);
+    let list = fs::metadata(domain.join(format!("trees/{}.objects", record.digest.hex()))).unwrap().len();
+    let cache: u64 =
+        fs::read_dir(domain.join("cache")).unwrap().map(|file| file.unwrap().metadata().unwrap().len()).sum();
+    assert!(list > 0 && cache > 0);
+    assert_eq!((beside.index_bytes, beside.shelf_bytes), (list + cache, 0));
     for (said, blocks) in [(beside.directory_bytes, blocks[0]), (beside.staged_bytes, blocks[1])] {
         // Directories take something of their own; the second name of a file nothing.
         assert!(said >= blocks && said < blocks + 190_000, "{said} for {blocks}");
@@ -853,6 +858,29 @@ fn builders_killed_at_any_instant_lose_nothing() {
     }
     let stats = collect(&store, false);
     assert_eq!((stats.objects_kept, stats.trees_kept), (0, 0));
+}
+
+#[test]
+fn what_a_build_that_died_has_staged_goes_with_the_next() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    let domain = store.root().join("domains/default");
+    let live = store.build().unwrap();
+    live.put_bytes(&[1; 5000]).unwrap();
+    fs::write(domain.join("leases/dead"), [7; 32]).unwrap();
+    for id in ["dead", "unleased"] {
+        fs::create_dir(domain.join("staging").join(id)).unwrap();
+        fs::write(domain.join("staging").join(id).join("0"), [2; 5000]).unwrap();
+    }
+    let count = |part: &str| fs::read_dir(domain.join(part)).unwrap().count();
+    assert_eq!((count("leases"), count("staging")), (2, 3));
+    let next = store.build().unwrap();
+    assert_eq!((count("leases"), count("staging")), (2, 2), "two that live");
+    assert!(!domain.join("staging/dead").exists() && !domain.join("staging/unleased").exists());
+    drop(next);
+    live.publish("x", &Tree::default(), "test", Default::default(), vec![]).unwrap();
+    drop(live);
+    assert_eq!((count("leases"), count("staging")), (0, 0));
 }
 
 #[test]

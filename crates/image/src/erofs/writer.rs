@@ -3,18 +3,25 @@
 //! Three areas follow one another: the superblock and all inodes (so that the
 //! 16-bit number of the root fits), the blocks of large directories and long
 //! links, and, in self-contained images only, the files' data.
+//!
+//! The form that is mounted has the same tree in fewer blocks: the kernel reads each block of metadata singly, and a
+//! program that starts waits for it.
 
 use super::*;
 use crate::digest::Digest;
 use crate::error::{Result, input};
+use crate::shelf;
 use crate::tree::{Data, Id, Kind, ROOT, Tree};
 use std::collections::{BTreeMap, HashMap};
 
 /// Which image to write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
-    /// Names and attributes; overlayfs finds the data in the object directory.
+    /// Names and attributes, and each file's object by its digest: the form that names an image.
     Metadata,
+    /// The same with each file's object by its place in a [shelf](crate::shelf), which takes half as many blocks, and what
+    /// is looked up together side by side.
+    Mount,
     /// Everything, with the fingerprints by which Linux 7.0's `inode_share` finds equal files.
     Full,
 }
@@ -105,7 +112,12 @@ fn pack_dir<'a>(entries: &[(&'a [u8], Id)], mut place: impl FnMut(&[(&'a [u8], I
 /// # Errors
 /// A tree the format cannot hold: more than 2^32 blocks, too many attribute bytes on one file.
 pub fn write(tree: &Tree, layout: Layout) -> Result<Image> {
-    let (order, names) = tree.reachable();
+    let (mut order, names) = tree.reachable();
+    let mut places = HashMap::new();
+    if layout == Layout::Mount {
+        order = shelf::order(tree);
+        places = shelf::places(tree, &order).into_iter().zip(0..).collect();
+    }
     let mut parents: HashMap<Id, Id> = HashMap::new();
     for &id in &order {
         for (_, child) in tree.children(id) {
@@ -121,9 +133,15 @@ pub fn write(tree: &Tree, layout: Layout) -> Result<Image> {
         list
     };
 
+    // Names that many inodes have stand in the table once.
+    let prefixes: &[&[u8]] = match layout {
+        Layout::Metadata => &[],
+        Layout::Mount => &[METACOPY, REDIRECT],
+        Layout::Full => &[FINGERPRINT],
+    };
     let mut prefix_table = Vec::new();
-    if layout == Layout::Full {
-        let infix = FINGERPRINT.strip_prefix(b"trusted.").expect("a trusted attribute");
+    for name in prefixes {
+        let infix = name.strip_prefix(b"trusted.").expect("a trusted attribute");
         prefix_table.extend((infix.len() as u16 + 1).to_le_bytes());
         prefix_table.push(4);
         prefix_table.extend(infix);
@@ -148,6 +166,10 @@ pub fn write(tree: &Tree, layout: Layout) -> Result<Image> {
                     push_xattr(&mut xattrs, 4, METACOPY.strip_prefix(b"trusted.").expect("trusted"), b"");
                     let path = format!("/{}", digest.object_path());
                     push_xattr(&mut xattrs, 4, REDIRECT.strip_prefix(b"trusted.").expect("trusted"), path.as_bytes());
+                }
+                Layout::Mount => {
+                    push_xattr(&mut xattrs, 0x80, b"", b"");
+                    push_xattr(&mut xattrs, 0x81, b"", shelf::place(places[digest]).as_bytes());
                 }
                 Layout::Full => {
                     let value = [&b"sha256:"[..], &digest.0].concat();
@@ -184,7 +206,7 @@ pub fn write(tree: &Tree, layout: Layout) -> Result<Image> {
                 (size, if bytes.len() <= room { Body::Tail(bytes.to_vec()) } else { own_blocks(size) })
             }
             Kind::File(Data::Object(digest, size)) => match layout {
-                Layout::Metadata => {
+                Layout::Metadata | Layout::Mount => {
                     check_size(*size, || tree.path_of(id))?;
                     let shift = (size.div_ceil(BLOCK)).next_power_of_two().trailing_zeros();
                     (*size, Body::Hole(shift as u8))
@@ -305,7 +327,11 @@ pub fn write(tree: &Tree, layout: Layout) -> Result<Image> {
     let uuid = Digest::of(&head[prefix_start..]);
     let full = layout == Layout::Full;
     let compat = COMPAT_CHECKSUM | COMPAT_MTIME | if full { COMPAT_ISHARE_XATTRS } else { 0 };
-    let incompat = if full { INCOMPAT_XATTR_PREFIXES } else { INCOMPAT_CHUNKED };
+    let incompat = match layout {
+        Layout::Metadata => INCOMPAT_CHUNKED,
+        Layout::Mount => INCOMPAT_CHUNKED | INCOMPAT_XATTR_PREFIXES,
+        Layout::Full => INCOMPAT_XATTR_PREFIXES,
+    };
     let mut put = |at: usize, bytes: &[u8]| head[SUPER_OFFSET + at..][..bytes.len()].copy_from_slice(bytes);
     put(0, &MAGIC.to_le_bytes());
     put(8, &compat.to_le_bytes());
@@ -315,8 +341,8 @@ pub fn write(tree: &Tree, layout: Layout) -> Result<Image> {
     put(36, &blocks.to_le_bytes());
     put(48, &uuid.0[..16]);
     put(80, &incompat.to_le_bytes());
-    if full {
-        put(91, &[1]);
+    if !prefixes.is_empty() {
+        put(91, &[prefixes.len() as u8]);
         put(92, &(prefix_start as u32 / 4).to_le_bytes());
     }
     let checksum = crc32c(&head[SUPER_OFFSET..BLOCK as usize]);

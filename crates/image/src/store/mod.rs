@@ -6,10 +6,12 @@
 //!     objects/xx/yyyy…           file contents by SHA-256, never changed once there
 //!     trees/DIGEST.erofs         metadata images, named by their own SHA-256 (the image digest)
 //!     trees/DIGEST.objects       the objects of each, for a fast mark
+//!     trees/DIGEST.shelf/        the objects by the tree's order, and the form of the metadata that is mounted
 //!     images/NAME                a name's record: digest, counts, configuration (JSON)
 //!     leases/ID                  what a build or mount in progress stands on; locked while it lives
 //!     staging/ID/                what a build has written and not yet published
 //!     cache/                     stat caches of source directories: digests of unchanged files
+//!     mnt/                       empty: where `exec` mounts, in a namespace of its own
 //!     lock, gc.lock, published   see below
 //! ```
 //!
@@ -46,14 +48,18 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// The newest store format this program reads and the one it writes.
-pub const FORMAT: u64 = 1;
+/// The newest store format this program reads.
+pub const FORMAT: u64 = 2;
+/// The one it begins with: the next is for shelves, which an older collector would not know to be mounted.
+const FIRST_FORMAT: u64 = 1;
 /// The permission that an object found damaged has lost.
 pub(crate) const OWNER_MAY_READ: u32 = 0o400;
 /// What a metadata directory's name has behind the image's digest.
 pub(crate) const ROOT_DIRECTORY: &str = "rootdir";
 /// The same in a user namespace; there follows which.
 pub(crate) const USER_DIRECTORY: &str = "userdir";
+/// The end of the name if its files lead to the image's shelf.
+pub(crate) const SHELVED: &str = "-shelved";
 const FORMAT_FILE: &str = "pagefold-image-store";
 
 #[derive(Serialize, Deserialize)]
@@ -162,7 +168,7 @@ impl Store {
                     root.display()
                 )));
             }
-            let text = serde_json::to_vec(&Format { format: FORMAT, id: random_id()? }).expect("plain data");
+            let text = serde_json::to_vec(&Format { format: FIRST_FORMAT, id: random_id()? }).expect("plain data");
             let staged = root.join(format!(".{}", random_id()?));
             let mut file = File::options().write(true).create_new(true).mode(0o600).open(&staged).at(&staged)?;
             file.write_all(&text).and_then(|()| file.sync_all()).at(&staged)?;
@@ -183,10 +189,27 @@ impl Store {
         }
         let format: Format = serde_json::from_slice(&text).map_err(bad)?;
         let dir = root.join("domains").join(domain);
-        for part in ["objects", "trees", "images", "leases", "staging", "cache"] {
+        for part in ["objects", "trees", "images", "leases", "staging", "cache", "mnt"] {
             make_dir(&dir.join(part), 0o700)?;
         }
         Ok(Self { root: root.into(), domain: domain.into(), dir, id: format.id, sync: true })
+    }
+
+    /// Closes the store to versions that do not know what this one is about to make in it.
+    pub(crate) fn upgrade(&self) -> Result<()> {
+        let path = self.root.join(FORMAT_FILE);
+        let text = fs::read(&path).at(&path)?;
+        if serde_json::from_slice(&text).is_ok_and(|now: Format| now.format >= FORMAT) {
+            return Ok(());
+        }
+        let text = serde_json::to_vec(&Format { format: FORMAT, id: self.id.clone() }).expect("plain data");
+        let staged = self.root.join(format!(".{}", random_id()?));
+        let mut file = File::options().write(true).create_new(true).mode(0o600).open(&staged).at(&staged)?;
+        let written = file.write_all(&text).and_then(|()| file.sync_all()).and_then(|()| fs::rename(&staged, &path));
+        if written.is_err() {
+            let _ = fs::remove_file(&staged);
+        }
+        written.at(&path)
     }
 
     /// Opens domain `domain` of the store at `root`, if it is there: who only asks makes none.
@@ -287,10 +310,11 @@ impl Store {
     }
 
     /// The metadata of `digest` as a directory; its files have the owners of whatever ids the user namespace `mapping`
-    /// stands for, or all of them.
-    pub(crate) fn directory_path(&self, digest: &Digest, mapping: Option<&str>) -> PathBuf {
+    /// stands for, or all of them. They lead to the objects' digests, or if `shelved` to the image's shelf.
+    pub(crate) fn directory_path(&self, digest: &Digest, mapping: Option<&str>, shelved: bool) -> PathBuf {
         let kind = mapping.map_or(ROOT_DIRECTORY.to_string(), |mapping| format!("{USER_DIRECTORY}-{mapping}"));
-        self.path("trees").join(format!("{}.{kind}", digest.hex()))
+        let end = if shelved { SHELVED } else { "" };
+        self.path("trees").join(format!("{}.{kind}{end}", digest.hex()))
     }
 
     /// The metadata directories there are.

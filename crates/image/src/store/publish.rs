@@ -11,6 +11,7 @@ use super::{OWNER_MAY_READ, Record, RunConfig, Store, make_dir};
 use crate::digest::Digest;
 use crate::erofs;
 use crate::error::{At, Error, Result};
+use crate::shelf;
 use crate::tree::{Data, INLINE_MAX, Tree};
 use rustix::fs::RenameFlags;
 use std::cell::Cell;
@@ -35,11 +36,12 @@ const HOLE_BYTES: usize = 1 << 16;
 const CLAIM_BATCH: usize = if cfg!(pagefold_stress) { 2 } else { 1024 };
 
 impl Store {
-    /// Starts a build: a lease and a place to stage in.
+    /// Starts a build: a lease and a place to stage in. What builds have left that died goes.
     ///
     /// # Errors
     /// The system's.
     pub fn build(&self) -> Result<Build<'_>> {
+        crate::gc::clear_dead_builds(self);
         let lease = Lease::new(self)?;
         let staging = self.path("staging").join(&lease.id);
         make_dir(&staging, 0o700)?;
@@ -264,6 +266,7 @@ impl Build<'_> {
         }
         self.store.settle(&self.disk, &self.staging)?;
         let digests: Vec<Digest> = staged.files.keys().copied().collect();
+        let replaced = Cell::new(false);
         self.lease.claim(&digests, || {
             for (digest, path) in staged.files.drain() {
                 let target = self.store.object_path(&digest);
@@ -282,6 +285,7 @@ impl Build<'_> {
                         } else {
                             // Damaged from outside: ours was hashed a moment ago.
                             fs::rename(&path, &target).at(&target)?;
+                            replaced.set(true);
                         }
                     }
                     other => other.at(&target)?,
@@ -291,6 +295,9 @@ impl Build<'_> {
             Ok(())
         })??;
         staged.bytes = 0;
+        if replaced.get() || shelf::is_any_incomplete(self.store) {
+            shelf::mend(self.store)?;
+        }
         Ok(())
     }
 
