@@ -732,7 +732,7 @@ fn stat_images(store: Option<&Store>, domain: &str, names: &[String], json: bool
     }
     let mut parts = format!("{} objects, metadata {}", total.objects, show_size(total.metadata_bytes));
     let others = [
-        ("for mounts", beside.shelf_bytes),
+        ("shelves", beside.shelf_bytes),
         ("native", beside.native_bytes),
         ("directories", beside.directory_bytes),
         ("indexes", beside.index_bytes),
