@@ -1,4 +1,5 @@
-//! OCI layouts, OCI archives and docker-archives: what podman, skopeo, buildah and docker write.
+//! OCI layouts, OCI archives, docker-archives and plain directories of blobs (skopeo's `dir:`): what podman, skopeo, buildah
+//! and docker write.
 //!
 //! Only the part of the specification that leads from a name to layers and a run
 //! configuration is read (about forty fields), so the JSON is described here rather than by a crate for all of it.
@@ -52,6 +53,14 @@ struct Index {
 struct Manifest {
     config: Descriptor,
     layers: Vec<Descriptor>,
+}
+
+/// A manifest, or a list of them.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum One {
+    Image(Manifest),
+    Of(Index),
 }
 
 #[derive(Deserialize, Default)]
@@ -126,12 +135,18 @@ fn blob_path(digest: &str) -> Result<(String, Digest)> {
     if !digest.starts_with("sha256:") {
         return Err(input!("{digest:?} is not a sha256 digest"));
     }
-    Ok((format!("blobs/sha256/{}", parsed.hex()), parsed))
+    Ok((format!("{BLOBS}{}", parsed.hex()), parsed))
 }
 
-/// Named blobs: a directory, or the files of a tar archive.
+/// What the paths of blobs begin with in a layout.
+const BLOBS: &str = "blobs/sha256/";
+
+/// What the file `version` of a plain directory of blobs begins with.
+const PLAIN: &[u8] = b"Directory Transport Version: ";
+
+/// Named blobs: a directory, or the files of a tar archive. Without a layout they are in the directory itself.
 enum Blobs {
-    Directory(OwnedFd),
+    Directory { dir: OwnedFd, layout: bool },
     Archive { file: File, members: HashMap<Vec<u8>, Member> },
 }
 
@@ -179,11 +194,16 @@ impl Blobs {
     fn open(&self, path: &str) -> Result<(Box<dyn Read + '_>, u64)> {
         let missing = || input!("{path}: not in the layout; copy the whole image (skopeo copy … oci:DIR)");
         match self {
-            Blobs::Directory(dir) => {
+            Blobs::Directory { dir, layout } => {
                 use rustix::fs::{Mode, OFlags, ResolveFlags};
                 // A layout is somebody else's directory: no link may lead out of it.
                 let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
-                let file = rustix::fs::openat2(dir, path, flags, Mode::empty(), ResolveFlags::BENEATH);
+                let open = |path: &str| rustix::fs::openat2(dir, path, flags, Mode::empty(), ResolveFlags::BENEATH);
+                let file = match path.strip_prefix(BLOBS).filter(|_| !layout) {
+                    // Manifests that an index lists have an end of their own.
+                    Some(name) => open(name).or_else(|_| open(&format!("{name}.manifest.json"))),
+                    None => open(path),
+                };
                 let file = match file {
                     Err(rustix::io::Errno::NOENT) => return Err(missing()),
                     other => File::from(other.at(path)?),
@@ -282,18 +302,28 @@ fn index_archive(file: &File, limits: Limits) -> Result<HashMap<Vec<u8>, Member>
     Ok(members)
 }
 
+/// Whether a directory says that its files are the blobs of one image.
+fn is_plain(dir: &Path) -> bool {
+    let (path, mut version) = (dir.join("version"), Vec::new());
+    // What is no file may make the open wait.
+    let file = if path.is_file() { File::open(path).ok() } else { None };
+    let read = file.is_some_and(|file| file.take(PLAIN.len() as u64).read_to_end(&mut version).is_ok());
+    read && version == PLAIN && !dir.join("oci-layout").exists()
+}
+
 /// Members of an archive that are looked at to know an image: one has a few for each layer, a tree may have millions.
 const MEMBERS_MAX: u32 = 1 << 16;
 
-/// Whether `path` holds an OCI layout or docker-archive rather than a tree to be taken as it is: an `oci-layout` beside an
-/// `index.json`, or a `manifest.json` of docker's form.
+/// Whether `path` holds an image rather than a tree to be taken as it is: an `oci-layout` beside an `index.json`, a
+/// `manifest.json` of docker's form, or one beside a `version` of skopeo's.
 ///
 /// # Errors
 /// The system's.
 pub fn is_image(path: &Path) -> Result<bool> {
     let meta = fs::metadata(path).at(path)?;
     if meta.is_dir() {
-        return Ok(path.join("oci-layout").is_file() && path.join("index.json").is_file());
+        let there = |name: &str| path.join(name).is_file();
+        return Ok(there("oci-layout") && there("index.json") || there("manifest.json") && is_plain(path));
     }
     // What a pipe gives can be had once only.
     if !meta.is_file() {
@@ -338,7 +368,7 @@ pub fn import(
     progress: &Progress,
 ) -> Result<(Tree, RunConfig)> {
     let blobs = if path.is_dir() {
-        Blobs::Directory(crate::mount::open_path(path).at(path)?)
+        Blobs::Directory { dir: crate::mount::open_path(path).at(path)?, layout: !is_plain(path) }
     } else {
         let mut file = File::open(path).at(path)?;
         // What is no regular file, a pipe say, is read once and cannot be gone back in.
@@ -365,11 +395,22 @@ pub fn import(
     if docker {
         return import_docker(build, &blobs, reference, limits, notes, progress);
     }
-    if blobs.open("oci-layout").and(blobs.open("index.json")).is_err_and(|error| matches!(error, Error::Input(_))) {
-        return Err(Error::Foreign("no OCI layout (oci-layout, index.json) nor docker-archive (manifest.json)".into()));
-    }
-    let index: Index = blobs.json("index.json", None, limits)?;
-    let manifest = choose(&blobs, index, reference, limits, 0)?;
+    let manifest = if matches!(blobs, Blobs::Directory { layout: false, .. }) {
+        match blobs.json("manifest.json", None, limits)? {
+            One::Of(index) => choose(&blobs, index, reference, limits, 0)?,
+            One::Image(_) if reference.is_some() => {
+                return Err(input!("manifest.json: one image, without a name; leave --ref out"));
+            }
+            One::Image(manifest) => manifest,
+        }
+    } else {
+        if blobs.open("oci-layout").and(blobs.open("index.json")).is_err_and(|error| matches!(error, Error::Input(_))) {
+            return Err(Error::Foreign(
+                "no OCI layout (oci-layout, index.json) nor docker-archive (manifest.json)".into(),
+            ));
+        }
+        choose(&blobs, blobs.json("index.json", None, limits)?, reference, limits, 0)?
+    };
     if manifest.layers.len() > limits.layers {
         return Err(input!("{} layers; {} are allowed", manifest.layers.len(), limits.layers));
     }

@@ -4,7 +4,7 @@ use pagefold_image::config::Limits;
 use pagefold_image::ingest::{Notes, apply_tar};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
-use pagefold_image::tree::{Kind, Tree};
+use pagefold_image::tree::{Kind, ROOT, Tree};
 use pagefold_image::{Error, oci, unpack};
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -440,6 +440,49 @@ fn archives_come_through_pipes_and_with_hard_links() {
         assert!(import(&bench, &pipe).unwrap().find(b"a").is_some());
         feeder.join().unwrap().unwrap();
     }
+}
+
+/// What `skopeo copy … dir:DIR` and `podman save --format docker-dir` write: blobs by their digests alone, and `version`.
+#[test]
+fn a_directory_of_blobs_is_an_image() {
+    let bench = Bench::new();
+    let (laid, plain) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let layers = [archive(&[file(b"a", b"1"), file(b"b", b"1")]), archive(&[file(b".wh.a", b""), file(b"c", b"2")])];
+    layout(laid.path(), &layers.each_ref().map(|layer| &layer[..]), |_| ());
+    let index: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(laid.path().join("index.json")).unwrap()).unwrap();
+    let name = |value: &serde_json::Value| value["digest"].as_str().unwrap()["sha256:".len()..].to_string();
+    let (blobs, at) = (laid.path().join("blobs/sha256"), plain.path());
+    for blob in std::fs::read_dir(&blobs).unwrap().map(|blob| blob.unwrap()) {
+        std::fs::copy(blob.path(), at.join(blob.file_name())).unwrap();
+    }
+    let manifest = name(&index["manifests"][0]);
+    std::fs::rename(at.join(&manifest), at.join("manifest.json")).unwrap();
+    assert!(!oci::is_image(at).unwrap());
+    std::fs::write(at.join("version"), "Directory Transport Version: 1.1\n").unwrap();
+    assert!(oci::is_image(at).unwrap());
+    let names = |tree: &Tree| tree.children(ROOT).map(|(name, _)| name.to_vec()).collect::<Vec<_>>();
+    assert_eq!(names(&import(&bench, at).unwrap()), [b"b".to_vec(), b"c".to_vec()]);
+    // `skopeo copy --all` writes a list, and the manifests beside it.
+    std::fs::rename(at.join("manifest.json"), at.join(format!("{manifest}.manifest.json"))).unwrap();
+    std::fs::write(at.join("manifest.json"), index.to_string()).unwrap();
+    assert_eq!(names(&import(&bench, at).unwrap()), [b"b".to_vec(), b"c".to_vec()]);
+    // Blobs are what their names say, and lie in the directory.
+    let first = std::fs::read_dir(at).unwrap().map(|file| file.unwrap().path());
+    let blob =
+        first.filter(|path| path.file_name().unwrap().len() == 64).max_by_key(|path| path.metadata().unwrap().len());
+    let blob = blob.unwrap();
+    let bytes = std::fs::read(&blob).unwrap();
+    std::fs::write(&blob, [&bytes[..600], &b"x"[..], &bytes[601..]].concat()).unwrap();
+    assert!(matches!(import(&bench, at).unwrap_err(), Error::Digest { .. }));
+    let outside = laid.path().join("outside");
+    std::fs::write(&outside, &bytes).unwrap();
+    std::fs::remove_file(&blob).unwrap();
+    std::os::unix::fs::symlink(&outside, &blob).unwrap();
+    assert!(import(&bench, at).is_err());
+    std::fs::remove_file(&blob).unwrap();
+    let error = import(&bench, at).unwrap_err().to_string();
+    assert!(error.contains("copy the whole image"), "{error}");
 }
 
 #[test]
