@@ -7,7 +7,7 @@
 
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
-use crate::mount::{disk_bytes, remove_tree};
+use crate::mount::{disk_bytes, remove_tree, staged_bytes};
 use crate::mounts::{self, Held, held_by_kernel};
 use crate::shelf;
 use crate::store::{DamagedImage, ROOT_DIRECTORY, SHELVED, Store, USER_DIRECTORY, random_id};
@@ -146,7 +146,7 @@ fn remove_dead_builds(store: &Store, dry_run: bool, stats: &mut Stats) -> Result
         // A staging directory is made after its lease and removed before it.
         let lease = leases.join(entry.file_name());
         if dead.contains(&entry.file_name()) || !lease.try_exists().at(&lease)? {
-            let (path, bytes) = (entry.path(), disk_bytes(&entry.path()));
+            let (path, bytes) = (entry.path(), staged_bytes(&entry.path()));
             let remove = || {
                 let _ = rustix::mount::unmount(path.join("meta"), UnmountFlags::DETACH);
                 remove_tree(&path)

@@ -387,11 +387,13 @@ pub(crate) fn detached(
 fn checked(store: &Store, digest: &Digest, lease: &Lease, is_directory: bool, at_once: bool) -> Result<Option<Shelf>> {
     let shelf = Shelf::of(store, digest);
     if is_directory {
-        return if shelf.objects().is_dir() { Ok(Some(shelf)) } else { shelf::find(store, digest, lease) };
+        return if shelf.seems_whole() { Ok(Some(shelf)) } else { shelf::find(store, digest, lease) };
     }
-    let cold = |path: &Path| File::open(path).ok().filter(|file| sys::cached_pages(file).is_ok_and(|pages| pages == 0));
+    let is_cold =
+        |path: &Path| File::open(path).is_ok_and(|file| sys::cached_pages(&file).is_ok_and(|pages| pages == 0));
+    // By name: who wants a damaged one replaced looks whether somebody has it open.
     let mut cold_files: Vec<_> =
-        [shelf.metadata(), store.tree_path(digest)].iter().filter_map(|path| cold(path)).collect();
+        [shelf.metadata(), store.tree_path(digest)].into_iter().filter(|path| is_cold(path)).collect();
     let found = shelf::find(store, digest, lease)?;
     if found.is_none() {
         store.check_tree(digest)?;
@@ -399,7 +401,7 @@ fn checked(store: &Store, digest: &Digest, lease: &Lease, is_directory: bool, at
     if at_once {
         cold_files.clear();
     }
-    for file in cold_files {
+    for file in cold_files.iter().filter_map(|path| File::open(path).ok()) {
         let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
     }
     Ok(found)
@@ -643,6 +645,16 @@ pub(crate) fn disk_bytes(path: &Path) -> u64 {
         }
     }
     bytes
+}
+
+/// The same of what a build or mount has staged. On a shelf the objects' blocks are theirs.
+pub(crate) fn staged_bytes(path: &Path) -> u64 {
+    let shelf = path.join(shelf::END);
+    if !shelf.exists() {
+        return disk_bytes(path);
+    }
+    let parts = fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
+    parts.map(|part| if part == shelf { shelf::disk_bytes(&part) } else { disk_bytes(&part) }).sum()
 }
 
 fn open_dir(at: impl AsFd, name: impl rustix::path::Arg) -> rustix::io::Result<OwnedFd> {

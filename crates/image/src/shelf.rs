@@ -15,7 +15,7 @@
 
 use crate::digest::{Digest, hash_reader};
 use crate::erofs;
-use crate::error::{At, Result};
+use crate::error::{At, Error, Result};
 use crate::mount::remove_tree;
 use crate::mounts::{Held, is_held};
 use crate::store::{Lease, Store, random_id};
@@ -25,9 +25,13 @@ use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Objects of one directory: their names fit into one block of it.
 const BOARD: u32 = 256;
+
+/// How often a damaged shelf is looked at, whether it is in use.
+const LOOKS: u32 = 20;
 
 /// The end of a shelf's name.
 pub(crate) const END: &str = "shelf";
@@ -61,6 +65,14 @@ impl Shelf {
     /// The object with a place that [`place`] gave.
     pub(crate) fn object(&self, place: &str) -> PathBuf {
         self.objects().join(place.trim_start_matches('/'))
+    }
+
+    /// Whether it seems to be whole, by a look at its first object: in a copy of the store the links may have become files, and
+    /// what the collector took may have left an empty one.
+    pub(crate) fn seems_whole(&self) -> bool {
+        let boards = || fs::read_dir(self.objects()).is_ok_and(|mut boards| boards.next().is_some());
+        let first = || fs::symlink_metadata(self.object(&place(0)));
+        self.metadata().exists() && (!boards() || first().is_ok_and(|first| first.nlink() > 1))
     }
 
     /// Reads the metadata, and says whether it is what was written for this image.
@@ -167,23 +179,37 @@ pub(crate) fn find(store: &Store, digest: &Digest, lease: &Lease) -> Result<Opti
     let shelf = Shelf::of(store, digest);
     match shelf.is_whole(digest) {
         Ok(true) => return Ok(Some(shelf)),
-        // Of a mount that reads it nobody may take it away.
-        Ok(false) if is_held(&shelf.metadata())? != Held::No => return Ok(None),
-        Ok(false) => drop(fs::remove_file(shelf.metadata())),
+        Ok(false) => {}
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(_) => return Ok(None),
     }
     let tree = store.tree(digest)?;
     let staged = store.path("staging").join(lease.id());
-    let made = fs::create_dir_all(&staged).at(&staged).and_then(|()| make(store, digest, &tree, &staged.join(END)));
+    let made = fs::create_dir_all(&staged).at(&staged).and_then(|()| {
+        if !shelf.path.exists() && make(store, digest, &tree, &staged)? {
+            return Ok(());
+        }
+        replace(store, digest, &tree, &staged)
+    });
     let _ = remove_tree(&staged);
     Ok(made.is_ok().then_some(shelf))
 }
 
-/// Makes the shelf of `digest` at `staged`, and gives it its name.
-fn make(store: &Store, digest: &Digest, tree: &Tree, staged: &Path) -> Result<()> {
+/// Writes the metadata of `digest` to `path`.
+fn write_metadata(tree: &Tree, digest: &Digest, path: &Path) -> Result<()> {
+    let mut file = File::create(path).at(path)?;
+    let bytes = metadata(tree, digest, file.metadata().at(path)?.ino())?;
+    file.write_all(&bytes).at(path)
+}
+
+/// Makes the shelf of `digest` below `staged`, and gives it its name unless there is one of that name: then false.
+fn make(store: &Store, digest: &Digest, tree: &Tree, staged: &Path) -> Result<bool> {
+    // Who mends shelves waits until this one can be seen.
+    let _lock = store.lock_shelves(false)?;
     store.upgrade()?;
-    let (new, shelf) = (Shelf { path: staged.into() }, Shelf::of(store, digest));
+    // Before the first write, of whose loss it is to hear.
+    let disk = File::open(staged).at(staged)?;
+    let (new, shelf) = (Shelf { path: staged.join(END) }, Shelf::of(store, digest));
     fs::create_dir(&new.path).at(&new.path)?;
     fs::create_dir(new.objects()).at(&new.path)?;
     let mut missing = false;
@@ -200,29 +226,54 @@ fn make(store: &Store, digest: &Digest, tree: &Tree, staged: &Path) -> Result<()
         }
     }
     if missing {
-        let mark = mark(store);
-        File::create(&mark).at(&mark)?;
+        note_missing(store)?;
     }
-    let path = new.metadata();
-    let mut file = File::create(&path).at(&path)?;
-    let bytes = metadata(tree, digest, file.metadata().at(&path)?.ino())?;
-    file.write_all(&bytes).at(&path)?;
+    write_metadata(tree, digest, &new.metadata())?;
+    // What has its name is complete, after a power cut too.
+    store.settle(&disk, staged)?;
     match fs::rename(&new.path, &shelf.path) {
-        // Another mount was first; or there is one whose metadata was no good, as in a copy of a store.
-        Err(error) if matches!(error.raw_os_error(), Some(libc::EEXIST | libc::ENOTEMPTY)) => {
-            if !shelf.metadata().exists() {
-                mend_one(store, digest, tree)?;
-                fs::rename(&path, shelf.metadata()).at(shelf.metadata())?;
-            }
-            Ok(())
-        }
-        other => other.at(&shelf.path),
+        // Another mount was first.
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EEXIST | libc::ENOTEMPTY)) => Ok(false),
+        other => other.map(|()| true).at(&shelf.path),
     }
 }
 
-/// There while some shelf may lack an object.
+/// Makes a shelf anew that is there, and whose metadata is no good, as in a copy of a store.
+fn replace(store: &Store, digest: &Digest, tree: &Tree, staged: &Path) -> Result<()> {
+    let (shelf, path) = (Shelf::of(store, digest), staged.join("meta.erofs"));
+    let _lock = store.lock_shelves(true)?;
+    // Another mount was first.
+    if shelf.is_whole(digest).is_ok_and(|whole| whole) {
+        return Ok(());
+    }
+    // By its hold on this very file the collector knows of a mount that no table shows.
+    let mut looks = 0;
+    while is_held(&shelf.metadata())? != Held::No && looks < LOOKS {
+        // It may only be being looked at.
+        looks += 1;
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    if looks == LOOKS {
+        return Err(Error::Refused(format!("{}: damaged, and in use", shelf.metadata().display())));
+    }
+    store.upgrade()?;
+    let disk = File::open(staged).at(staged)?;
+    if mend_one(store, digest, tree)?.wholly()?.missing > 0 {
+        note_missing(store)?;
+    }
+    write_metadata(tree, digest, &path)?;
+    store.settle(&disk, staged)?;
+    fs::rename(&path, shelf.metadata()).at(shelf.metadata())
+}
+
+/// There while some shelf may lack an object. The collector leaves it, for it is no image's.
 fn mark(store: &Store) -> PathBuf {
-    store.path("cache").join("shelves-incomplete")
+    store.path("trees").join("shelves-incomplete")
+}
+
+fn note_missing(store: &Store) -> Result<()> {
+    let mark = mark(store);
+    File::create(&mark).at(&mark).map(drop)
 }
 
 /// Whether some shelf may lack an object.
@@ -237,13 +288,14 @@ pub(crate) fn is_any_incomplete(store: &Store) -> bool {
 /// The system's.
 pub(crate) fn mend(store: &Store) -> Result<()> {
     let (trees, mut all) = (store.path("trees"), true);
+    let _lock = store.lock_shelves(true)?;
     for entry in fs::read_dir(&trees).at(&trees)? {
         let name = entry.at(&trees)?.file_name();
         let Some((hex, end)) = name.as_encoded_bytes().split_at_checked(64) else { continue };
         let (Some(digest), Some(b"shelf")) = (Digest::from_hex(hex), end.strip_prefix(b".")) else { continue };
         // A damaged image says nothing of its objects.
         if let Ok(tree) = store.tree(&digest) {
-            all &= mend_one(store, &digest, &tree)?.missing == 0;
+            all &= mend_one(store, &digest, &tree)?.wholly()?.missing == 0;
         }
     }
     if all {
@@ -259,6 +311,15 @@ struct Mended {
     wrong: u64,
     /// Objects that there are none of.
     missing: u64,
+    /// Why it ended before all was mended, if it did.
+    failed: Option<Error>,
+}
+
+impl Mended {
+    /// An error if it was not all mended.
+    fn wholly(self) -> Result<Self> {
+        if let Some(error) = self.failed { Err(error) } else { Ok(self) }
+    }
 }
 
 /// Mends one shelf, if it is there.
@@ -279,7 +340,9 @@ fn mend_one(store: &Store, digest: &Digest, tree: &Tree) -> Result<Mended> {
         }
         let staged = shelf.path.join(random_id()?);
         let board = link.parent().expect("objects/N");
-        let linked = fs::create_dir_all(board)
+        // Only below what is there: a shelf that the collector takes meanwhile does not come again.
+        let linked = fs::create_dir(board)
+            .or_else(|error| if error.kind() == ErrorKind::AlreadyExists { Ok(()) } else { Err(error) })
             .and_then(|()| fs::hard_link(&object, &staged))
             .and_then(|()| fs::rename(&staged, &link));
         match linked {
@@ -288,7 +351,9 @@ fn mend_one(store: &Store, digest: &Digest, tree: &Tree) -> Result<Mended> {
                 let _ = fs::remove_file(&staged);
                 // The collector may have taken the shelf, or the object.
                 if shelf.objects().is_dir() && inode(&object) == Some(there) {
-                    return Err(error).at(&link);
+                    found.wrong += 1;
+                    found.failed = Some(Err::<(), _>(error).at(&link).expect_err("just made"));
+                    break;
                 }
             }
         }
@@ -315,9 +380,12 @@ pub(crate) fn verify(store: &Store, digest: &Digest, tree: &Tree) -> Result<Vec<
             }
         }
     }
-    let wrong = mend_one(store, digest, tree)?.wrong;
-    if wrong > 0 {
-        let what = format!("{wrong} files are others than the objects; mended");
+    let found = mend_one(store, digest, tree)?;
+    if found.wrong > 0 {
+        let what = match &found.failed {
+            None => format!("{} files are others than the objects; mended", found.wrong),
+            Some(error) => format!("files are others than the objects, and it cannot be mended: {error}"),
+        };
         all.push((Shelf::of(store, digest).objects(), what));
     }
     Ok(all)
@@ -383,6 +451,73 @@ mod tests {
         assert_eq!([0, 255, 256, 1 << 20].map(place), ["/0/00", "/0/ff", "/1/00", "/1000/00"]);
         assert!(all.iter().all(|(_, place)| is_place(place)));
         assert!(["/../../x", "0/00", "/0/00\0"].iter().all(|place| !is_place(place)));
+    }
+
+    /// Upper layers and metadata directories of other versions lead to places: another order is another form, with another name.
+    #[test]
+    fn the_places_and_what_is_mounted_are_what_they_were() {
+        let tree = tree();
+        let all: String = placed(&tree).map(|(digest, place)| format!("{digest} {place}\n")).collect();
+        let mounted = erofs::write(&tree, erofs::Layout::Mount).unwrap().head;
+        assert_eq!(
+            [Digest::of(all.as_bytes()).hex(), Digest::of(&mounted).hex()],
+            [
+                "24927f03102283e1584ac3397f6dd1761a6e3ea73435ef68b3df54f5bff116a5",
+                "11bb5d953e8eba5a59a30991f9a730c56cadc4f7ab9f074f945fe90559093448"
+            ]
+        );
+    }
+
+    /// A build puts an object in its place while a shelf without it is being made.
+    #[test]
+    fn what_comes_while_a_shelf_is_made_is_on_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("s");
+        let store = Store::open(&root, "default").unwrap();
+        let (build, mut tree) = (store.build().unwrap(), Tree::default());
+        for number in 0..3u8 {
+            let data = build.put_bytes(&[number; 5000]).unwrap();
+            let kind = Kind::File(data);
+            tree.put(format!("{number}").as_bytes(), Inode { meta: Meta::default(), kind }).unwrap();
+        }
+        let digest = build.publish("x", &tree, "t", Default::default(), vec![]).unwrap().digest;
+        drop(build);
+        let [lost, damaged] = [1, 2].map(|number| store.object_path(&Digest::of(&[number; 5000])));
+        fs::remove_file(&lost).unwrap();
+        store.condemn(&damaged).unwrap();
+        let builder = std::rc::Rc::new(std::cell::Cell::new(None));
+        let (started, staged) = (builder.clone(), std::rc::Rc::new(std::cell::Cell::new(0)));
+        let looks = staged.clone();
+        crate::store::AT_SETTLE.set(Some(Box::new(move || {
+            looks.set(looks.get() + 1);
+            let root = root.clone();
+            let thread = std::thread::spawn(move || {
+                let store = Store::open(&root, "default").unwrap();
+                let (build, mut tree) = (store.build().unwrap(), Tree::default());
+                for number in 1..3u8 {
+                    let kind = Kind::File(build.put_bytes(&[number; 5000]).unwrap());
+                    tree.put(format!("{number}").as_bytes(), Inode { meta: Meta::default(), kind }).unwrap();
+                }
+                build.publish("y", &tree, "t", Default::default(), vec![]).unwrap();
+            });
+            // It is to wait for us; if it does not it is done before.
+            let patience = std::time::Instant::now();
+            while !thread.is_finished() && patience.elapsed() < Duration::from_millis(500) {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            started.set(Some(thread));
+        })));
+        let lease = Lease::new(&store).unwrap();
+        assert!(lease.claim_tree(&digest).unwrap());
+        let shelf = find(&store, &digest, &lease).unwrap().expect("one was made");
+        crate::store::AT_SETTLE.set(None);
+        assert_eq!(staged.get(), 1, "durable before it has its name");
+        builder.take().unwrap().join().unwrap();
+        for (object, place) in placed(&tree) {
+            let inode = |path: &Path| fs::metadata(path).unwrap().ino();
+            assert_eq!(inode(&shelf.object(&place)), inode(&store.object_path(&object)));
+        }
+        assert!(!is_any_incomplete(&store));
     }
 
     #[test]

@@ -8,7 +8,7 @@
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::export::is_erofs_full;
-use crate::mount::disk_bytes;
+use crate::mount::{disk_bytes, staged_bytes};
 use crate::mounts::mounts;
 use crate::progress::Progress;
 use crate::shelf;
@@ -106,7 +106,7 @@ pub fn beside(store: &Store) -> Result<Beside> {
         .map(|entry| entry.metadata().map_or(0, |meta| meta.len()))
         .sum::<u64>();
     found.directory_bytes = store.directories()?.values().flatten().map(|place| disk_bytes(place)).sum();
-    found.staged_bytes = fs::read_dir(&staging).at(&staging)?.flatten().map(|entry| disk_bytes(&entry.path())).sum();
+    found.staged_bytes = fs::read_dir(&staging).at(&staging)?.flatten().map(|entry| staged_bytes(&entry.path())).sum();
     Ok(found)
 }
 

@@ -667,6 +667,11 @@ fn a_damaged_shelf_is_never_given_to_the_kernel_and_a_copied_one_leads_to_the_ob
         assert!(damaged.len() == 1 && Path::new(&damaged[0].path) == meta && damaged[0].images.contains(&"x".into()));
     };
     spoil();
+    // As it is after a restart: nothing of it is in memory.
+    let file = fs::File::open(&meta).unwrap();
+    file.sync_all().unwrap();
+    rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
+    drop(file);
     assert!(shows(&scratch, &store, &record, Kind::Auto));
     let mended = fs::read(&meta).unwrap();
     assert_eq!(mended[..mended.len() - 32], whole[..whole.len() - 32]);
@@ -681,19 +686,62 @@ fn a_damaged_shelf_is_never_given_to_the_kernel_and_a_copied_one_leads_to_the_ob
     fs::remove_file(&meta).unwrap();
     assert!(shows(&scratch, &store, &record, Kind::Auto) && meta.exists());
 
-    // A copy by a program that knows of no hard links.
-    let copy = scratch.0.path().join("copy");
-    let copied = Command::new("cp").args(["-r", "--no-preserve=links"]).args([store.root(), &copy]).status().unwrap();
-    assert!(copied.success());
-    let store = Store::open(&copy, "default").unwrap();
-    let shelf = store.tree_path(&record.digest).with_extension("shelf");
-    let own = |store: &Store| {
-        let objects: Vec<u64> = inodes(&store.objects_dir()).into_iter().map(|file| file.1).collect();
-        inodes(&shelf.join("objects")).into_iter().filter(|link| objects.contains(&link.1)).count()
+    // Copies by a program that knows of no hard links; the last by a mount of each kind at once.
+    for (number, kinds) in
+        [&[Kind::Auto][..], &[Kind::Directory], &[Kind::Auto, Kind::Directory, Kind::Auto, Kind::Auto]]
+            .iter()
+            .enumerate()
+    {
+        let copy = scratch.0.path().join(format!("copy{number}"));
+        let copied = Command::new("cp").args(["-r", "--no-preserve=links"]).args([store.root(), &copy]).status();
+        assert!(copied.unwrap().success());
+        let store = Store::open(&copy, "default").unwrap();
+        let shelf = store.tree_path(&record.digest).with_extension("shelf");
+        let own = || {
+            let objects: Vec<u64> = inodes(&store.objects_dir()).into_iter().map(|file| file.1).collect();
+            inodes(&shelf.join("objects")).into_iter().filter(|link| objects.contains(&link.1)).count()
+        };
+        assert_eq!(own(), 0);
+        std::thread::scope(|scope| {
+            for (at, kind) in kinds.iter().enumerate() {
+                let (store, record, at) = (&store, &record, scratch.dir(&format!("mnt{at}")));
+                scope.spawn(move || {
+                    mount::mount(store, record, &at, &Options { kind: *kind, ..Options::default() }).unwrap();
+                    assert_eq!(fs::read(at.join("0/7")).unwrap(), noise(7, 500));
+                    umount(&at);
+                });
+            }
+        });
+        assert!(shows(&scratch, &store, &record, kinds[0]));
+        assert_eq!(own(), 600, "one piece of memory again");
+        assert!(stat::verify(&store, &["x".into()], false).unwrap().damaged.is_empty());
+        // What may be left of a shelf that went while it was mended.
+        fs::remove_file(shelf.join("meta.erofs")).unwrap();
+        fs::remove_dir_all(shelf.join("objects/0")).unwrap();
+        fs::remove_file(shelf.join("objects/1/07")).unwrap();
+        assert!(shows(&scratch, &store, &record, kinds[0]));
+        assert_eq!(own(), 600);
+    }
+}
+
+#[test]
+fn shelves_of_two_domains_share_nothing() {
+    need_root!();
+    let scratch = Scratch::new();
+    let tree = scratch.dir("tree");
+    sample(&tree);
+    let of = |domain: &str| {
+        let store = Store::open(&scratch.dir("store"), domain).unwrap();
+        let record = build_dir(&store, "x", &tree).unwrap();
+        let at = scratch.dir(domain);
+        mount::mount(&store, &record, &at, &Options::default()).unwrap();
+        let shelf = store.tree_path(&record.digest).with_extension("shelf");
+        (at, inodes(&shelf).into_iter().map(|file| file.1).collect::<Vec<_>>())
     };
-    assert_eq!(own(&store), 0);
-    assert!(shows(&scratch, &store, &record, Kind::Auto));
-    assert_eq!(own(&store), 600, "one piece of memory again");
+    let ((a, alices), (b, bobs)) = (of("alice"), of("bob"));
+    assert!(alices.len() > 1 && alices.len() == bobs.len());
+    assert!(!alices.iter().any(|inode| bobs.contains(inode)));
+    assert_eq!(same_frames(&a.join("bin/same"), &b.join("bin/same")), 0);
 }
 
 #[test]

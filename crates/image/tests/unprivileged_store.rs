@@ -883,6 +883,27 @@ fn what_a_build_that_died_has_staged_goes_with_the_next() {
     assert_eq!((count("leases"), count("staging")), (0, 0));
 }
 
+/// Half a shelf of a mount that died: its objects' blocks are the objects'.
+#[test]
+fn what_is_said_to_go_of_a_staged_shelf_is_what_becomes_free() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    let (build, mut tree) = (store.build().unwrap(), Tree::default());
+    let bytes = vec![9; 4 << 20];
+    let data = build.put_bytes(&bytes).unwrap();
+    tree.put(b"file", Inode { meta: Meta::default(), kind: Kind::File(data) }).unwrap();
+    build.publish("x", &tree, "test", Default::default(), vec![]).unwrap();
+    drop(build);
+    let board = store.root().join("domains/default/staging/dead/shelf/objects/0");
+    fs::create_dir_all(&board).unwrap();
+    fs::hard_link(store.object_path(&Digest::of(&bytes)), board.join("00")).unwrap();
+    assert!(stat::beside(&store).unwrap().staged_bytes < 1 << 20);
+    let would = collect(&store, true);
+    assert!(would.other_bytes_removed < 1 << 20, "{would:?}");
+    assert_eq!(collect(&store, false), would);
+    assert!(!board.exists());
+}
+
 #[test]
 fn threads_that_build_the_same_content_make_it_once() {
     let dir = tempfile::tempdir().unwrap();

@@ -17,6 +17,12 @@ impl Store {
         Lock::take(&self.path("lock"), how).map(|lock| lock.expect("waited for"))
     }
 
+    /// Locks the shelves; shared for who makes one, exclusive for who changes those that are there.
+    pub(crate) fn lock_shelves(&self, exclusive: bool) -> Result<Lock> {
+        let how = if exclusive { FlockOperation::LockExclusive } else { FlockOperation::LockShared };
+        Lock::take(&self.path("shelf.lock"), how).map(|lock| lock.expect("waited for"))
+    }
+
     /// Makes the caller the domain's only collector, unless there is one.
     pub(crate) fn lock_collector(&self) -> Result<Option<Lock>> {
         Lock::take(&self.path("gc.lock"), FlockOperation::NonBlockingLockExclusive)

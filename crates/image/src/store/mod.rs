@@ -12,7 +12,7 @@
 //!     staging/ID/                what a build has written and not yet published
 //!     cache/                     stat caches of source directories: digests of unchanged files
 //!     mnt/                       empty: where `exec` mounts, in a namespace of its own
-//!     lock, gc.lock, published   see below
+//!     lock, gc.lock, shelf.lock, published   see below
 //! ```
 //!
 //! *Nothing half.* An object is written under `staging/`, made durable by one syncfs for
@@ -138,7 +138,7 @@ fn check_owner(root: &Path, format: &Path) -> Result<()> {
 #[cfg(test)]
 thread_local! {
     /// What this thread's tests do while the disk would be waited for.
-    static AT_SETTLE: std::cell::RefCell<Option<Box<dyn Fn()>>> = const { std::cell::RefCell::new(None) };
+    pub(crate) static AT_SETTLE: std::cell::RefCell<Option<Box<dyn Fn()>>> = const { std::cell::RefCell::new(None) };
 }
 
 impl Store {
