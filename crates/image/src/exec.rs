@@ -236,7 +236,7 @@ fn prepare(store: &Store, record: &Record, lease: &Lease, run: &Run) -> Result<C
     let leases = mount::open_path(&store.path("leases")).at(store.path("leases"))?;
     // Nobody else sees what this namespace has there: all commands have the one directory. To make and remove one of its own
     // would wait for the disk.
-    let (mut place, mut aside) = (store.path("mnt"), store.path("mnt"));
+    let (mut place, mut aside) = (store.exec_place(), store.exec_place());
     if run.scratch && options.upper.is_none() {
         tmpfs(&place, c"mode=0700")?;
         options.upper = Some(place.join("scratch"));

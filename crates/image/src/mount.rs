@@ -17,7 +17,7 @@ use crate::digest::Digest;
 use crate::error::{At, Error, Result};
 use crate::profile::Profile;
 use crate::shelf::{self, Shelf};
-use crate::store::{Lease, ROOT_DIRECTORY, Record, SHELVED, Store, USER_DIRECTORY};
+use crate::store::{Lease, ROOT_DIRECTORY, Record, SHELVED, Store, USER_DIRECTORY, is_full_or_fixed};
 use crate::sys;
 use crate::tree::{Data, Id, Kind as FileKind, ROOT, Tree, show, show_start};
 use pagefold_os::mountinfo::{self, Mount};
@@ -359,7 +359,18 @@ pub(crate) fn detached(
         Ok((over(&meta)?, done(Kind::Loop, Vec::new())))
     };
     let directory = || -> Result<(OwnedFd, Mounted)> {
-        let (meta, notes) = metadata_directory(store, digest, lease, !initial, shelf.is_some())?;
+        let mut objects = objects.clone();
+        let made = metadata_directory(store, digest, lease, !initial, shelf.is_some());
+        let (meta, notes) = match made {
+            // There may be one from before there was a shelf.
+            Err(error) if shelf.is_some() && is_full_or_fixed(&error) => {
+                if !objects.contains(&store.objects_dir()) {
+                    objects.push(store.objects_dir());
+                }
+                metadata_directory(store, digest, lease, !initial, false).map_err(|_| error)?
+            }
+            made => made?,
+        };
         let fd = overlay_mount(&source, &meta, &objects, !initial, options, attributes)?;
         Ok((fd, done(Kind::Directory, notes)))
     };
@@ -539,6 +550,7 @@ fn metadata_directory(
         return Ok((target, notes.lines().map(str::to_string).collect()));
     }
     let tree = store.tree(digest)?;
+    lease.write_down()?;
     let staged = store.path("staging").join(lease.id());
     fs::create_dir_all(&staged).at(&staged)?;
     let made = make_directory(store, &tree, &staged, user, shelved, &target, &notes_path);

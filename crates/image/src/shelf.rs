@@ -184,6 +184,9 @@ pub(crate) fn find(store: &Store, digest: &Digest, lease: &Lease) -> Result<Opti
         Err(_) => return Ok(None),
     }
     let tree = store.tree(digest)?;
+    if lease.write_down().is_err() {
+        return Ok(None);
+    }
     let staged = store.path("staging").join(lease.id());
     let made = fs::create_dir_all(&staged).at(&staged).and_then(|()| {
         if !shelf.path.exists() && make(store, digest, &tree, &staged)? {

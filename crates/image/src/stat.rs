@@ -333,7 +333,7 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
         match store.tree(digest) {
             Ok(tree) => {
                 found.images += images.len() as u64;
-                let (what, restored) = damage_of_full(store, digest, &tree)?;
+                let (what, restored) = damage_of_full(store, &lease, digest, &tree)?;
                 let path = store.full_path(digest).display().to_string();
                 found.damaged.extend(what.map(|what| Damage { path, what, images: images.clone() }));
                 found.restored += u64::from(restored);
@@ -366,7 +366,7 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
         let path = store.object_path(digest);
         let hash = |mut file| crate::digest::hash_reader(&mut file);
         // What a read error says once may be the cable's or the network's.
-        let looked = open_marked(store, &path)?;
+        let looked = open_marked(store, &lease, &path)?;
         let hashed = looked.and_then(|(file, marked)| {
             hash(file)
                 .or_else(|error| if is_lasting(&error) { hash(File::open(&path)?) } else { Err(error) })
@@ -423,9 +423,10 @@ fn is_lasting(error: &std::io::Error) -> bool {
 
 /// Opens a file that may be marked as damaged, and says whether it is. The mark keeps its owner out as well, and is taken
 /// off for a moment in which no build looks.
-fn open_marked(store: &Store, path: &Path) -> Result<std::io::Result<(File, bool)>> {
+fn open_marked(store: &Store, lease: &Lease, path: &Path) -> Result<std::io::Result<(File, bool)>> {
     match File::open(path) {
-        Err(error) if error.kind() == ErrorKind::PermissionDenied => {
+        // Who keeps others out would wait for himself.
+        Err(error) if error.kind() == ErrorKind::PermissionDenied && !lease.is_held() => {
             let _exclusive = store.lock(true)?;
             if store.restore(path).is_err() {
                 return Ok(Err(error));
@@ -442,10 +443,10 @@ fn open_marked(store: &Store, path: &Path) -> Result<std::io::Result<(File, bool
 }
 
 /// What is wrong with an image's self-contained form, if it has one, and whether it is marked and nothing is wrong.
-fn damage_of_full(store: &Store, digest: &Digest, tree: &Tree) -> Result<(Option<String>, bool)> {
+fn damage_of_full(store: &Store, lease: &Lease, digest: &Digest, tree: &Tree) -> Result<(Option<String>, bool)> {
     let path = store.full_path(digest);
     let again = "build the image with --native again";
-    let what = match open_marked(store, &path)? {
+    let what = match open_marked(store, lease, &path)? {
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         Err(error) if error.kind() == ErrorKind::PermissionDenied => Some(format!("found damaged before; {again}")),
         Err(error) => return Err(error).at(path),

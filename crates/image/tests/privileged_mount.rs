@@ -744,6 +744,142 @@ fn shelves_of_two_domains_share_nothing() {
     assert_eq!(same_frames(&a.join("bin/same"), &b.join("bin/same")), 0);
 }
 
+/// A store of nobody's in a small tmpfs.
+#[test]
+fn a_verify_on_a_full_disk_does_not_wait_for_itself() {
+    need_root!();
+    let _alone = NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner);
+    let scratch = Scratch::new();
+    let disk = scratch.dir("nobodys-store");
+    rustix::mount::mount("tmpfs", &disk, "tmpfs", MountFlags::empty(), c"size=16m").unwrap();
+    let nobody = Nobody::new(&scratch);
+    let object = disk.join("domains/default/objects").join(Digest::of(&noise(1, 300_000)).object_path());
+    // Its mark keeps its owner out.
+    fs::set_permissions(&object, fs::Permissions::from_mode(0o000)).unwrap();
+    fill(&disk.join("fill"));
+    let mut verify = nobody.runs("child_that_verifies", &[]);
+    verify.env("PAGEFOLD_TEST_VERIFY", &nobody.store).stdout(Stdio::piped());
+    let (mut child, began) = (verify.spawn().unwrap(), Instant::now());
+    while child.try_wait().unwrap().is_none() {
+        if began.elapsed() > Duration::from_secs(120) {
+            child.kill().unwrap();
+            panic!("it waits for ever");
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let mut text = String::new();
+    child.stdout.unwrap().read_to_string(&mut text).unwrap();
+    assert!(text.contains("found damaged before"), "{text}");
+}
+
+/// Writes a file until the disk is full.
+fn fill(path: &Path) {
+    let mut zeros = fs::File::open("/dev/zero").unwrap();
+    let error = std::io::copy(&mut zeros, &mut fs::File::create(path).unwrap()).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::ENOSPC));
+}
+
+#[test]
+fn images_are_mounted_and_run_where_nothing_can_be_written() {
+    need_root!();
+    let _alone = NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner);
+    let scratch = Scratch::new();
+    let (disk, tree, other, at) = (scratch.dir("disk"), scratch.dir("tree"), scratch.dir("other"), scratch.dir("mnt"));
+    rustix::mount::mount("tmpfs", &disk, "tmpfs", MountFlags::empty(), c"size=32m,nr_inodes=600").unwrap();
+    runnable(&tree);
+    for number in 0..4u32 {
+        fs::write(other.join(format!("{number}")), noise(number, 5000)).unwrap();
+    }
+    let root = disk.join("store");
+    let (store, domain) = (Store::open(&root, "default").unwrap(), root.join("domains/default"));
+    let run = build_dir(&store, "run", &tree).unwrap();
+    for name in ["new", "old"] {
+        fs::write(other.join("name"), name).unwrap();
+        build_dir(&store, name, &other).unwrap();
+    }
+    // One image has a shelf, one has none, and one a metadata directory from before there were any.
+    mount::mount(&store, &run, &at, &Options::default()).unwrap();
+    umount(&at);
+    let (old, new) = (store.image("old").unwrap(), store.image("new").unwrap());
+    let by_directory = Options { kind: Kind::Directory, ..Options::default() };
+    fs::remove_file(domain.join("shelf.lock")).unwrap();
+    fs::create_dir(domain.join("shelf.lock")).unwrap();
+    mount::mount(&store, &old, &at, &by_directory).unwrap();
+    umount(&at);
+    fs::remove_dir(domain.join("shelf.lock")).unwrap();
+    assert!(store.tree_path(&old.digest).with_extension("rootdir").exists());
+    mount::mount(&store, &old, &at, &Options::default()).unwrap();
+    umount(&at);
+    let shelf = |record: &Record| store.tree_path(&record.digest).with_extension("shelf");
+    assert!(shelf(&old).exists() && shelf(&run).exists() && !shelf(&new).exists());
+
+    let is_free = || {
+        let lock = fs::File::open(domain.join("lock")).unwrap();
+        rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive).is_ok()
+    };
+    for state in ["no room", "no inodes", "read-only"] {
+        let more = disk.join("more");
+        match state {
+            "no room" => fill(&disk.join("fill")),
+            "no inodes" => {
+                fs::create_dir(&more).unwrap();
+                let full = (0..).map(|number| fs::File::create(more.join(format!("{number}")))).find_map(Result::err);
+                assert_eq!(full.unwrap().raw_os_error(), Some(libc::ENOSPC));
+            }
+            _ => {
+                // A store of a version before.
+                fs::remove_dir(domain.join("mnt")).unwrap();
+                let flags = MountFlags::RDONLY;
+                rustix::mount::mount_remount(&disk, flags, c"").unwrap();
+            }
+        }
+        let store = Store::open(&root, "default").unwrap();
+        for (record, options) in [
+            (&run, &Options::default()),
+            (&new, &Options::default()),
+            (&old, &Options::default()),
+            (&old, &by_directory),
+        ] {
+            mount::mount(&store, record, &at, options).unwrap_or_else(|error| panic!("{state}: {error}"));
+            let (file, bytes) = if record.digest == run.digest {
+                ("etc/message", "from the image\n".repeat(20).into_bytes())
+            } else {
+                ("3", noise(3, 5000))
+            };
+            assert_eq!(fs::read(at.join(file)).unwrap(), bytes, "{state}");
+            umount(&at);
+            assert!(is_free(), "{state}");
+        }
+        for mode in ["ro", "rw"] {
+            assert!(run_in(&root, mode, "cat /etc/message").contains("from the image"), "{state}");
+        }
+        assert!(stat::verify(&store, &[], false).unwrap().damaged.is_empty(), "{state}");
+        stat::stat(&store, &[]).unwrap();
+        assert!(is_free() && !shelf(&new).exists(), "{state}");
+        if state == "no inodes" || state == "read-only" {
+            assert!(build_dir(&store, "built", &other).is_err());
+        }
+        // The collector is kept out as long as somebody is about to mount.
+        let (_, lease) = store.hold("new").unwrap();
+        assert!(!is_free(), "{state}");
+        let collector = std::thread::spawn({
+            let store = Store::open(&root, "default").unwrap();
+            move || gc::collect(&store, false)
+        });
+        assert!(!is_free(), "{state}");
+        drop(lease);
+        let collected = collector.join().unwrap();
+        if state == "read-only" {
+            let error = collected.unwrap_err().to_string();
+            assert!(error.contains("Read-only"), "{error}");
+        } else {
+            assert_eq!(collected.unwrap().objects_removed, 0, "{state}");
+        }
+        assert!(is_free(), "{state}");
+        let _ = (fs::remove_file(disk.join("fill")), fs::remove_dir_all(&more));
+    }
+}
+
 #[test]
 fn a_shelf_has_what_a_build_puts_in_the_place_of_a_damaged_or_missing_object() {
     need_root!();

@@ -8,12 +8,12 @@
 use super::lock::lock_target;
 use super::{Record, Store, random_id};
 use crate::digest::Digest;
-use crate::error::{At, Result};
+use crate::error::{At, Error, Result};
 use rustix::fs::FlockOperation;
 use std::fs::{self, File};
 use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 impl Store {
@@ -28,42 +28,99 @@ impl Store {
 }
 
 /// What a build or a mount in progress stands on. The file is locked as long as its owner lives.
+///
+/// Where there is no room to write it down, or nothing may be written, a mount keeps the collector out as long as the lease lives:
+/// that is not long, and images can be mounted from a full disk. Its owner must not take the domain lock exclusive.
 #[derive(Debug)]
 pub struct Lease<'a> {
     store: &'a Store,
     pub(super) id: String,
     path: PathBuf,
-    file: Mutex<File>,
+    claims: Mutex<Claims>,
     /// The domain lock, held shared for each claim; its own open file so that threads of one build share it in turn.
     lock: File,
 }
 
+#[derive(Debug)]
+struct Claims {
+    /// None where none could be made.
+    file: Option<File>,
+    /// Whether the domain lock is held until the end, since something could not be written.
+    is_held: bool,
+    /// Whether it may be.
+    may_hold: bool,
+}
+
+/// Whether nothing more can be written here.
+pub(crate) fn is_full_or_fixed(error: &Error) -> bool {
+    let is_fixed = |source: &std::io::Error| source.raw_os_error() == Some(libc::EROFS);
+    matches!(error, Error::Full { .. }) || matches!(error, Error::Io { source, .. } if is_fixed(source))
+}
+
 impl<'a> Lease<'a> {
-    /// Takes a new lease.
+    /// Takes a new lease, for who needs no room.
     pub(crate) fn new(store: &'a Store) -> Result<Self> {
-        let lock = lock_target(&store.path("lock"))?;
-        loop {
-            let id = random_id()?;
-            let path = store.path("leases").join(&id);
-            let file = File::options().append(true).read(true).create_new(true).mode(0o600).open(&path).at(&path)?;
-            rustix::fs::flock(&file, FlockOperation::LockExclusive).at(&path)?;
-            // A collector may have taken the file for a dead build's before the lock was ours.
-            if rustix::fs::fstat(&file).at(&path)?.st_nlink > 0 {
-                return Ok(Self { store, id, path, file: Mutex::new(file), lock });
+        Self::take(store, true)
+    }
+
+    /// Takes a new lease, for who will need room.
+    pub(super) fn written(store: &'a Store) -> Result<Self> {
+        Self::take(store, false)
+    }
+
+    fn take(store: &'a Store, may_hold: bool) -> Result<Self> {
+        let lock_path = store.path("lock");
+        let lock = match lock_target(&lock_path) {
+            Err(error) if may_hold && is_full_or_fixed(&error) => File::open(&lock_path).at(&lock_path)?,
+            other => other?,
+        };
+        let id = random_id()?;
+        let path = store.path("leases").join(&id);
+        let (file, is_held) = match make(&path) {
+            Err(error) if may_hold && is_full_or_fixed(&error) => {
+                rustix::fs::flock(&lock, FlockOperation::LockShared).at(&lock_path)?;
+                (None, true)
             }
+            made => (Some(made?), false),
+        };
+        Ok(Self { store, id, path, claims: Mutex::new(Claims { file, is_held, may_hold }), lock })
+    }
+
+    /// Makes sure that the lease is written down: nobody else takes the staging directory of its id for a dead owner's.
+    pub(crate) fn write_down(&self) -> Result<()> {
+        let mut claims = self.claims.lock().expect("no panic while held");
+        if claims.file.is_none() {
+            claims.file = Some(make(&self.path)?);
         }
+        Ok(())
+    }
+
+    /// Whether the domain lock is held, so that nobody gets it exclusive, its owner neither.
+    pub(crate) fn is_held(&self) -> bool {
+        self.claims.lock().expect("no panic while held").is_held
     }
 
     /// Claims `digests`, then tells which of `paths` exist, in one step against the collector.
     pub(super) fn claim<T>(&self, digests: &[Digest], look: impl FnOnce() -> T) -> Result<T> {
-        let mut file = self.file.lock().expect("no panic while held");
+        let mut claims = self.claims.lock().expect("no panic while held");
+        let (file, may_hold) = match &mut *claims {
+            Claims { file: Some(file), is_held: false, may_hold } => (file, *may_hold),
+            _ => return Ok(look()),
+        };
         rustix::fs::flock(&self.lock, FlockOperation::LockShared).at(&self.path)?;
         let mut bytes = Vec::with_capacity(digests.len() * 32);
         digests.iter().for_each(|digest| bytes.extend(digest.0));
-        let wrote = file.write_all(&bytes).at(&self.path);
-        let found = wrote.map(|()| look());
-        rustix::fs::flock(&self.lock, FlockOperation::Unlock).at(&self.path)?;
-        found
+        match file.write_all(&bytes).at(&self.path) {
+            Err(error) if may_hold && is_full_or_fixed(&error) => {
+                claims.is_held = true;
+                Ok(look())
+            }
+            wrote => {
+                let found = wrote.map(|()| look());
+                rustix::fs::flock(&self.lock, FlockOperation::Unlock).at(&self.path)?;
+                found
+            }
+        }
     }
 
     /// The lease's id, and the name of its staging directory.
@@ -89,9 +146,23 @@ impl<'a> Lease<'a> {
     }
 }
 
+/// Makes a lease's file, and locks it.
+fn make(path: &Path) -> Result<File> {
+    loop {
+        let file = File::options().append(true).read(true).create_new(true).mode(0o600).open(path).at(path)?;
+        rustix::fs::flock(&file, FlockOperation::LockExclusive).at(path)?;
+        // A collector may have taken the file for a dead build's before the lock was ours.
+        if rustix::fs::fstat(&file).at(path)?.st_nlink > 0 {
+            return Ok(file);
+        }
+    }
+}
+
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
         // Left behind, it is a dead build's lease, and the collector removes it.
         let _ = fs::remove_file(&self.path);
+        // A child that is just forked has a copy of the open file, and would hold the lock on.
+        let _ = rustix::fs::flock(&self.lock, FlockOperation::Unlock);
     }
 }

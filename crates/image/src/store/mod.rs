@@ -35,6 +35,7 @@ mod publish;
 mod trees;
 
 pub use lease::Lease;
+pub(crate) use lease::is_full_or_fixed;
 pub use names::{DamagedImage, Record, Records, RunConfig, check_name};
 pub use publish::{Build, BuildStats};
 pub use trees::decode_objects;
@@ -60,6 +61,8 @@ pub(crate) const ROOT_DIRECTORY: &str = "rootdir";
 pub(crate) const USER_DIRECTORY: &str = "userdir";
 /// The end of the name if its files lead to the image's shelf.
 pub(crate) const SHELVED: &str = "-shelved";
+/// Where `exec` mounts.
+const EXEC_PLACE: &str = "mnt";
 const FORMAT_FILE: &str = "pagefold-image-store";
 
 #[derive(Serialize, Deserialize)]
@@ -189,8 +192,13 @@ impl Store {
         }
         let format: Format = serde_json::from_slice(&text).map_err(bad)?;
         let dir = root.join("domains").join(domain);
-        for part in ["objects", "trees", "images", "leases", "staging", "cache", "mnt"] {
+        for part in ["objects", "trees", "images", "leases", "staging", "cache"] {
             make_dir(&dir.join(part), 0o700)?;
+        }
+        match make_dir(&dir.join(EXEC_PLACE), 0o700) {
+            // A store of a version before, where nothing can be written: there is another place for who needs it.
+            Err(error) if is_full_or_fixed(&error) => {}
+            made => made?,
         }
         Ok(Self { root: root.into(), domain: domain.into(), dir, id: format.id, sync: true })
     }
@@ -266,6 +274,12 @@ impl Store {
     /// A part of the domain's directory.
     pub(crate) fn path(&self, part: &str) -> PathBuf {
         self.dir.join(part)
+    }
+
+    /// A directory to mount on in a namespace of one's own, where nobody else sees what it hides.
+    pub(crate) fn exec_place(&self) -> PathBuf {
+        let place = self.path(EXEC_PLACE);
+        if place.is_dir() { place } else { self.path("images") }
     }
 
     /// The directory of the objects: overlayfs's data-only layer.

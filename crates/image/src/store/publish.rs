@@ -42,7 +42,7 @@ impl Store {
     /// The system's.
     pub fn build(&self) -> Result<Build<'_>> {
         crate::gc::clear_dead_builds(self);
-        let lease = Lease::new(self)?;
+        let lease = Lease::written(self)?;
         let staging = self.path("staging").join(&lease.id);
         make_dir(&staging, 0o700)?;
         Ok(Build {
