@@ -1,7 +1,8 @@
 //! One page to bytes and back.
 //!
-//! LZ4 comes from the C library and not from `lz4_flex`, because it
-//! decompresses a page in two thirds of the time; Zstandard runs at level 1
+//! LZ4 is read by the C library and not by `lz4_flex`, because it
+//! decompresses a page in two thirds of the time, and written by [`lz4`](crate::lz4), which knows
+//! what a page is; Zstandard runs at level 1
 //! with the domain's dictionary, which makes it both quicker and denser than
 //! any level without one. The four magic bytes of a Zstandard frame are always
 //! the same and are left out.
@@ -10,6 +11,7 @@
 //! fingerprint of what comes out.
 
 use crate::layout::DICTIONARY_BYTES;
+use crate::lz4::Encoder;
 use pagefold_os::{PAGE_SIZE, Page};
 use std::sync::Arc;
 use zstd_safe::{CCtx, CDict, DCtx, DDict};
@@ -117,6 +119,7 @@ pub(crate) fn fill(word: u64, page: &mut Page) {
 pub(crate) struct Coder {
     compress: CCtx<'static>,
     decompress: DCtx<'static>,
+    lz4: Box<Encoder>,
     frame: Box<[u8; PAGE_SIZE + 64]>,
 }
 
@@ -129,22 +132,19 @@ impl std::fmt::Debug for Coder {
 impl Coder {
     /// Makes the state: about 150 KiB, allocated once, so that no fault allocates later.
     pub(crate) fn new() -> Coder {
-        Coder { compress: CCtx::create(), decompress: DCtx::create(), frame: Box::new([0; PAGE_SIZE + 64]) }
+        Coder {
+            compress: CCtx::create(),
+            decompress: DCtx::create(),
+            lz4: Box::new(Encoder::new()),
+            frame: Box::new([0; PAGE_SIZE + 64]),
+        }
     }
 
-    /// Compresses by LZ4; `None` above `len_max` bytes.
+    /// Compresses by LZ4; `None` above `len_max` bytes, or where it looks as if it would come to that.
     pub(crate) fn lz4(&mut self, page: &Page, len_max: usize) -> Option<&[u8]> {
-        let len_max = len_max.min(PAGE_SIZE);
-        // SAFETY: source and destination are distinct, and at least as long as the lengths given.
-        let len = unsafe {
-            lz4_sys::LZ4_compress_default(
-                page.as_ptr().cast(),
-                self.frame.as_mut_ptr().cast(),
-                PAGE_SIZE as i32,
-                len_max as i32,
-            )
-        };
-        usize::try_from(len).ok().filter(|len| *len > 0).map(|len| &self.frame[..len])
+        let block = self.frame.first_chunk_mut()?;
+        let len = self.lz4.encode(page, block, len_max)?;
+        Some(&self.frame[..len])
     }
 
     /// Compresses by Zstandard, with a dictionary if there is one; `None` above `len_max` bytes.

@@ -37,6 +37,7 @@ pub mod fd_store;
 mod index;
 pub mod keeper;
 mod layout;
+mod lz4;
 pub mod policy;
 pub mod region;
 mod stats;
