@@ -3,9 +3,10 @@
 //! Nothing but the page words, the slab table and the contents is kept in the
 //! file; which slots are free is known to the owner only (one bit per slot)
 //! and found again by whoever adopts the file. Memory is asked from the kernel
-//! by `fallocate` before it is touched, 16 KiB at a time, so that "no memory"
-//! is an error here and never a SIGBUS there; an empty slab goes back by
-//! punching a hole.
+//! before it is touched, 16 KiB at a time, so that "no memory" is an error here
+//! and never a SIGBUS there; an empty slab goes back by punching a hole. Who
+//! takes a slot close to the end of a slab's memory asks for the next piece,
+//! when he has let go of the class: others find it there.
 //!
 //! All words are atomics: readers may look at a slot that is being given away.
 //! What they saw counts only after the check in [`crate::tier`].
@@ -24,6 +25,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Bytes asked from the kernel at once.
 const STEP_BYTES: usize = 16 * 1024;
+/// With fewer free bytes than that behind a slot more are asked for at once.
+const AHEAD_BYTES: usize = 6 * 1024;
 
 /// Locks, whoever died holding it: every critical section here leaves its data whole at each step.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -57,11 +60,20 @@ struct Slab {
     backed: usize,
     /// Being emptied: gives no slots.
     draining: bool,
+    /// Somebody asks for more memory for it: it must not go back meanwhile.
+    growing: bool,
+}
+
+/// A piece of memory that is asked for, and counted as held.
+struct Growth {
+    slab: usize,
+    from: usize,
+    bytes: usize,
 }
 
 impl Slab {
     fn new(slots: usize) -> Slab {
-        Slab { used_bits: vec![0; slots.div_ceil(64)], used: 0, hint: 0, backed: 0, draining: false }
+        Slab { used_bits: vec![0; slots.div_ceil(64)], used: 0, hint: 0, backed: 0, draining: false, growing: false }
     }
 
     /// Marks the slot used; false if it was.
@@ -293,8 +305,18 @@ impl Arena {
     }
 
     fn take_slot(&self, index: usize, purse: Purse) -> Result<(usize, usize), NoSlot> {
-        let slots = slots_of(index);
         let mut class = lock(&self.classes[index]);
+        let (slab, slot) = self.take_slot_in(&mut class, index, purse)?;
+        let growth = class.slabs.get_mut(&slab).and_then(|state| self.start_growing(index, state, slab, slot));
+        drop(class);
+        if let Some(growth) = growth {
+            self.grow(index, &growth);
+        }
+        Ok((slab, slot))
+    }
+
+    fn take_slot_in(&self, class: &mut Class, index: usize, purse: Purse) -> Result<(usize, usize), NoSlot> {
+        let slots = slots_of(index);
         let slab = match class.current.filter(|slab| class.slabs.get(slab).is_some_and(|slab| slab.used < slots)) {
             Some(slab) => slab,
             // The fullest first: the emptier ones may become empty.
@@ -313,24 +335,31 @@ impl Arena {
             Ok(slot) => Ok((slab, slot)),
             Err(error) => {
                 // No new memory: a free slot in memory that we have serves as well.
-                let class = &mut *class;
                 let has_room = |(_, slab): &&(usize, usize)| {
                     let free =
                         class.slabs.get(slab).and_then(|state| state.first_free(slots).map(|slot| (state, slot)));
                     free.is_some_and(|(state, slot)| slot_end(index, slot) <= state.backed)
                 };
                 let (used, other) = *class.partial.iter().rev().find(has_room).ok_or(error)?;
-                if class.slabs.get(&slab).is_some_and(|state| state.used > 0) {
-                    class.partial.insert((class.slabs[&slab].used, slab));
-                } else {
-                    let backed = class.slabs.remove(&slab).map_or(0, |slab| slab.backed);
-                    self.give_back(slab, backed);
-                }
                 class.partial.remove(&(used, other));
                 class.current = Some(other);
+                self.put_back(class, index, slab);
                 let state = class.slabs.get_mut(&other).ok_or(error)?;
                 Ok((other, self.take_slot_of(index, state, other, reserve)?))
             }
+        }
+    }
+
+    /// A slab is not the current one any more, or has got what it grew by.
+    fn put_back(&self, class: &mut Class, index: usize, slab: usize) {
+        let Some(state) = class.slabs.get(&slab).filter(|state| class.current != Some(slab) && !state.growing) else {
+            return;
+        };
+        if state.used == 0 {
+            let backed = class.slabs.remove(&slab).map_or(0, |slab| slab.backed);
+            self.give_back(slab, backed);
+        } else if state.used < slots_of(index) && !state.draining {
+            class.partial.insert((state.used, slab));
         }
     }
 
@@ -343,12 +372,43 @@ impl Arena {
             if self.held() + bytes as u64 > self.bytes_max + reserve {
                 return Err(NoSlot::Full);
             }
-            self.back(slab * SLAB_WORDS + state.backed / 8, bytes).map_err(NoSlot::Kernel)?;
+            self.bring(slab * SLAB_BYTES + state.backed, bytes).map_err(NoSlot::Kernel)?;
+            self.held.fetch_add(bytes as u64, Ordering::Relaxed);
             state.backed += bytes;
         }
         state.take(slot);
         state.hint = slot + 1;
         Ok(slot)
+    }
+
+    /// What a slab shall grow by when `slot` was taken from it, if it is close to the end of its memory.
+    fn start_growing(&self, index: usize, state: &mut Slab, slab: usize, slot: usize) -> Option<Growth> {
+        let bytes = STEP_BYTES.min(SLAB_BYTES - state.backed);
+        let close = slot_end(index, slot) + AHEAD_BYTES > state.backed;
+        if state.growing || bytes == 0 || !close || self.held() + bytes as u64 > self.bytes_max {
+            return None;
+        }
+        state.growing = true;
+        self.held.fetch_add(bytes as u64, Ordering::Relaxed);
+        Some(Growth { slab, from: state.backed, bytes })
+    }
+
+    /// Asks for the memory, and has the slab have it; if there is none, who needs it will hear of that.
+    fn grow(&self, index: usize, growth: &Growth) {
+        let &Growth { slab, from, bytes } = growth;
+        let brought = self.bring(slab * SLAB_BYTES + from, bytes).is_ok();
+        let mut class = lock(&self.classes[index]);
+        let mut grown = 0;
+        if let Some(state) = class.slabs.get_mut(&slab) {
+            state.growing = false;
+            // Somebody may have needed a part of it before we were done.
+            if brought && from + bytes > state.backed {
+                grown = from + bytes - state.backed;
+                state.backed += grown;
+            }
+        }
+        self.held.fetch_sub((bytes - grown) as u64, Ordering::Relaxed);
+        self.put_back(&mut class, index, slab);
     }
 
     fn new_slab(&self, index: usize) -> Result<usize, NoSlot> {
@@ -375,17 +435,8 @@ impl Arena {
         state.used_bits[slot / 64] &= !(1 << (slot % 64));
         state.used -= 1;
         state.hint = state.hint.min(slot);
-        let (used, draining) = (state.used, state.draining);
-        if class.current != Some(slab) && !draining {
-            class.partial.remove(&(before, slab));
-            if used > 0 {
-                class.partial.insert((used, slab));
-            }
-        }
-        if used == 0 && class.current != Some(slab) {
-            let backed = class.slabs.remove(&slab).map_or(0, |slab| slab.backed);
-            self.give_back(slab, backed);
-        }
+        class.partial.remove(&(before, slab));
+        self.put_back(class, index, slab);
     }
 
     /// Returns an empty slab to the kernel.
@@ -396,7 +447,27 @@ impl Arena {
         lock(&self.free_slabs).returned.push(slab);
     }
 
-    /// Asks the kernel for the memory of a range.
+    /// Asks the kernel for the memory of a range, and has it mapped: no two threads shall fault on one page of it later.
+    fn bring(&self, at: usize, bytes: usize) -> Result<(), Errno> {
+        match self.fail_backing.load(Ordering::Relaxed) {
+            0 => {}
+            errno => return Err(Errno(errno)),
+        }
+        loop {
+            // SAFETY: a part of our own mapping; its bytes stay what they are.
+            let result = unsafe {
+                pagefold_os::mem::advise(self.map.addr() + at as u64, bytes as u64, libc::MADV_POPULATE_WRITE)
+            };
+            match result {
+                Err(Errno(libc::EINTR)) => {}
+                // What an access would meet as SIGBUS.
+                Err(Errno(libc::EFAULT)) => return Err(Errno(libc::ENOMEM)),
+                result => return result,
+            }
+        }
+    }
+
+    /// Asks the kernel for the memory of a range that may be there.
     fn back(&self, word: usize, bytes: usize) -> Result<(), Errno> {
         match self.fail_backing.load(Ordering::Relaxed) {
             0 => {}
