@@ -308,6 +308,12 @@ impl Tier {
         &self.shards[(hash >> 54) as usize % SHARDS]
     }
 
+    /// Has done what the first pages that go in would wait for: the kernel takes some 20 ms to get ready for the epochs of
+    /// the index, once for each process.
+    pub fn warm_up(&self) {
+        drop(llds::epoch::pin());
+    }
+
     /// Whether three quarters of the room are taken.
     pub fn is_crowded(&self) -> bool {
         self.arena.held() > self.arena.bytes_max() / 4 * 3

@@ -24,27 +24,76 @@ const REGIONS_MAX: usize = 1 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Gone;
 
+/// Memory that agent and daemon share.
+pub(super) struct Channel {
+    fd: Fd,
+    map: Mapping,
+}
+
+impl Channel {
+    pub(super) fn new() -> Result<Channel, Errno> {
+        let fd = memfd::create(c"pagefold-cold-channel", CHANNEL_LEN as u64)?;
+        memfd::add_seals(&fd, memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_SEAL)?;
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        let map = Mapping::file(fd.raw(), 0, CHANNEL_LEN, prot, libc::MAP_SHARED)?;
+        Ok(Channel { fd, map })
+    }
+
+    /// Copies what lies in place `place` to memory of ours: nothing is done with bytes that may change meanwhile.
+    pub(super) fn read(&self, place: u32, page: &mut Page) {
+        let place = place as usize;
+        assert!(place < FETCH_PAGES_MAX);
+        // SAFETY: the page lies in the channel. The other side may write meanwhile; then we have a torn copy, which will
+        // not equal the page when it is frozen.
+        unsafe {
+            let from = self.map.as_ptr().add(CHANNEL_PAGES + place * PAGE_SIZE);
+            core::ptr::copy_nonoverlapping(from, page.as_mut_ptr(), PAGE_SIZE);
+        }
+    }
+
+    /// Puts a page there, as the agent does.
+    #[cfg(test)]
+    pub(super) fn write(&self, place: u32, page: &Page) {
+        assert!((place as usize) < FETCH_PAGES_MAX);
+        // SAFETY: the place lies in the channel.
+        unsafe {
+            let to = self.map.as_ptr().add(CHANNEL_PAGES + place as usize * PAGE_SIZE);
+            core::ptr::copy_nonoverlapping(page.as_ptr(), to, PAGE_SIZE);
+        }
+    }
+
+    /// Byte `place` of the answer's list.
+    fn said(&self, place: usize) -> u8 {
+        assert!(place < FETCH_PAGES_MAX);
+        // SAFETY: inside the channel; volatile, because the other side may write at any time.
+        unsafe { core::ptr::read_volatile(self.map.as_ptr().add(CHANNEL_OUT + place)) }
+    }
+}
+
 /// A connection to an agent.
 pub(super) struct ColdLink {
     pub socket: Arc<Fd>,
-    channel_fd: Fd,
-    channel: Mapping,
+    channel: Arc<Channel>,
+    /// Places of the channel, from the first on, whose memory is there.
+    room: usize,
     sequence: u64,
     pub agent_cpu_ns: u64,
 }
 
 impl ColdLink {
     pub(super) fn new(socket: Arc<Fd>) -> Result<ColdLink, Errno> {
-        let channel_fd = memfd::create(c"pagefold-cold-channel", CHANNEL_LEN as u64)?;
-        memfd::add_seals(&channel_fd, memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_SEAL)?;
-        let prot = libc::PROT_READ | libc::PROT_WRITE;
-        let channel = Mapping::file(channel_fd.raw(), 0, CHANNEL_LEN, prot, libc::MAP_SHARED)?;
+        let channel = Arc::new(Channel::new()?);
         sock::set_timeout(&socket, ANSWER_MS_MAX)?;
-        Ok(ColdLink { socket, channel_fd, channel, sequence: 0, agent_cpu_ns: 0 })
+        Ok(ColdLink { socket, channel, room: 0, sequence: 0, agent_cpu_ns: 0 })
     }
 
     pub(super) fn channel_fd(&self) -> &Fd {
-        &self.channel_fd
+        &self.channel.fd
+    }
+
+    /// Where the pages lie that were copied last.
+    pub(super) fn channel(&self) -> &Arc<Channel> {
+        &self.channel
     }
 
     fn ask(&mut self, op: Op, count: usize) -> Result<usize, Gone> {
@@ -71,7 +120,7 @@ impl ColdLink {
         const { assert!(size_of::<T>() <= 32) };
         assert!(index < LIST_MAX);
         // SAFETY: inside the channel; volatile, because the other side may look at any time.
-        unsafe { core::ptr::write_volatile(self.channel.as_ptr().add(CHANNEL_IN + index * 32).cast(), value) }
+        unsafe { core::ptr::write_volatile(self.channel.map.as_ptr().add(CHANNEL_IN + index * 32).cast(), value) }
     }
 
     /// The managed ranges of plain memory, in order.
@@ -83,7 +132,7 @@ impl ColdLink {
             for index in 0..count {
                 let at = CHANNEL_OUT + index * 32;
                 // SAFETY: inside the channel; any bytes are a valid entry of integers.
-                let entry: RegionEntry = unsafe { core::ptr::read_volatile(self.channel.as_ptr().add(at).cast()) };
+                let entry: RegionEntry = unsafe { core::ptr::read_volatile(self.channel.map.as_ptr().add(at).cast()) };
                 let page = PAGE_SIZE as u64;
                 let aligned = entry.start.is_multiple_of(page) && entry.end.is_multiple_of(page);
                 let ascending = all.last().is_none_or(|last| last.end <= entry.start);
@@ -121,35 +170,23 @@ impl ColdLink {
         Ok(())
     }
 
-    /// Copies the pages of `runs` into `out`, at most as many as go there, by way of the channel from place `first` on, and
-    /// says which of them it has.
-    pub(super) fn copy(
-        &mut self,
-        runs: &[Range],
-        first: usize,
-        out: &mut [Page],
-        have: &mut [bool],
-    ) -> Result<(), Gone> {
-        have.fill(false);
+    /// Has the agent copy the pages of `runs` to the channel, at most `count_max` of them, from place `first` on; says of
+    /// each whether it lies there.
+    pub(super) fn copy(&mut self, runs: &[Range], first: usize, count_max: usize) -> Result<Vec<bool>, Gone> {
         runs.iter().enumerate().for_each(|(index, range)| {
             self.put(index, RegionEntry { start: range.start, end: range.end, inode: 0, slot: 0 });
         });
-        let room = out.len().min(FETCH_PAGES_MAX - first);
+        let room = count_max.min(FETCH_PAGES_MAX - first);
         let pages = (runs.iter().map(Range::pages).sum::<u64>()).min(room as u64) as usize;
-        if !crate::link::populate(&self.channel, first..first + pages) {
-            return Ok(());
+        let behind = first + pages;
+        if behind > self.room {
+            if !crate::link::populate(&self.channel.map, self.room..behind) {
+                return Ok(Vec::new());
+            }
+            self.room = behind;
         }
         let end = self.ask_with(Op::ColdCopy, runs.len(), first as u64, 0)?;
-        for (place, (page, have)) in (first..end.min(first + pages)).zip(out.iter_mut().zip(have)) {
-            // SAFETY: byte `place` of the answer's list and page `place` lie in the channel. The other side may write
-            // meanwhile; then we have a torn copy, which will not equal the page when it is frozen.
-            unsafe {
-                *have = core::ptr::read_volatile(self.channel.as_ptr().add(CHANNEL_OUT + place)) == 1;
-                let from = self.channel.as_ptr().add(CHANNEL_PAGES + place * PAGE_SIZE);
-                core::ptr::copy_nonoverlapping(from, page.as_mut_ptr(), PAGE_SIZE);
-            }
-        }
-        Ok(())
+        Ok((first..end.min(behind)).map(|place| self.channel.said(place) == 1).collect())
     }
 
     /// Has the agent take these pages away, if they equal what was copied last. Returns the places of pages that could
@@ -159,10 +196,6 @@ impl ColdLink {
         if self.ask(Op::ColdDrop, entries.len())? == 0 {
             return Ok(Vec::new());
         }
-        let busy = |place: &u32| {
-            // SAFETY: byte `place` of the answer's list lies in the channel.
-            unsafe { core::ptr::read_volatile(self.channel.as_ptr().add(CHANNEL_OUT + *place as usize)) == DROP_BUSY }
-        };
-        Ok((0..FETCH_PAGES_MAX as u32).filter(busy).collect())
+        Ok((0..FETCH_PAGES_MAX as u32).filter(|place| self.channel.said(*place as usize) == DROP_BUSY).collect())
     }
 }

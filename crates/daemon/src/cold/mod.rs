@@ -272,10 +272,9 @@ impl Cold {
     /// Puts everything of these clients out; returns (clients, pages), `None` if there is no such client.
     pub(crate) fn park(&self, whom: &Whom) -> Option<(u64, u64)> {
         let clients = self.clients_of(whom);
-        let mut buffers = out::Buffers::new();
         let mut pages = 0;
         for (group, client) in &clients {
-            pages += pump::park(group, client, &mut buffers).unwrap_or(0);
+            pages += pump::park(group, client).unwrap_or(0);
         }
         // When all are out: before that the processors are wanted for parking.
         clients.iter().for_each(|(group, _)| group.densify());

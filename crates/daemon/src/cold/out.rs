@@ -1,17 +1,19 @@
 //! Pages go out: copied, stored, taken away.
 //!
 //! Three steps for each batch: the agent copies its pages, the tier stores the copies, the agent takes away what still
-//! equals its copy. While one batch is stored the agent takes away the one before and copies the one behind: two batches
-//! are on their way, each with a half of the channel.
+//! equals its copy. Several batches are on their way, each in a part of the channel of its own: while some are stored the
+//! agent takes away those before and copies those behind.
 
 use super::client::Client;
 use super::link::{ColdLink, Gone};
-use super::store::Storers;
+use super::store::{Storers, Target};
 use crate::server::lock;
 use pagefold_agent::cold_table::{OUT, RESIDENT};
 use pagefold_agent::wire::{DropEntry, FETCH_PAGES_MAX, LIST_MAX};
-use pagefold_os::{PAGE_SIZE, Page, Range};
+use pagefold_os::{PAGE_SIZE, Range};
 use pagefold_tier::{Effort, Tier};
+use std::collections::VecDeque;
+use std::iter::Peekable;
 use std::sync::atomic::Ordering;
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -21,37 +23,10 @@ const BARREN_MAX: u32 = 4;
 /// A run to put out, and the managed range around it.
 pub(super) type Run = (Range, Range);
 
+/// Batches that may be on their way, each in a part of the channel of its own.
+const BATCHES: usize = 4;
 /// Most pages of a batch.
-const BATCH_PAGES: usize = FETCH_PAGES_MAX / 2;
-
-/// Copies of the pages of a batch.
-#[derive(Debug, Default)]
-pub(super) struct Half {
-    /// Where in the channel they begin.
-    first: usize,
-    pages: Vec<Page>,
-    have: Vec<bool>,
-}
-
-impl Half {
-    fn at(first: usize) -> Half {
-        Half { first, pages: vec![[0; PAGE_SIZE]; BATCH_PAGES], have: vec![false; BATCH_PAGES] }
-    }
-
-    /// The copy of a page.
-    pub(super) fn page(&self, copied: &Copied) -> &Page {
-        &self.pages[copied.place as usize - self.first]
-    }
-}
-
-/// Copies of the pages of two batches.
-pub(super) struct Buffers([Half; 2]);
-
-impl Buffers {
-    pub(super) fn new() -> Buffers {
-        Buffers([Half::at(0), Half::at(BATCH_PAGES)])
-    }
-}
+const BATCH_PAGES: usize = FETCH_PAGES_MAX / BATCHES;
 
 /// A page that was copied.
 #[derive(Clone, Copy, Debug)]
@@ -59,44 +34,45 @@ pub(super) struct Copied {
     /// Its number.
     pub(super) page: u64,
     /// Where its copy lies in the channel.
-    place: u32,
+    pub(super) place: u32,
     /// The managed range that it lies in.
     around: Range,
 }
 
 /// Cuts runs into batches.
-struct Batches<'a> {
-    runs: &'a [Run],
-    /// Next page of the first of them.
+struct Batches<I: Iterator<Item = Run>> {
+    runs: Peekable<I>,
+    /// Next page of the first of them; 0 if that is its first.
     start: u64,
 }
 
-impl<'a> Batches<'a> {
-    fn of(runs: &'a [Run]) -> Batches<'a> {
-        Batches { runs, start: runs.first().map_or(0, |(range, _)| range.start) }
+impl<I: Iterator<Item = Run>> Batches<I> {
+    fn of(runs: I) -> Batches<I> {
+        Batches { runs: runs.peekable(), start: 0 }
     }
 
-    fn is_empty(&self) -> bool {
-        self.runs.is_empty()
+    fn is_empty(&mut self) -> bool {
+        self.runs.peek().is_none()
     }
 }
 
-impl Iterator for Batches<'_> {
+impl<I: Iterator<Item = Run>> Iterator for Batches<I> {
     type Item = Vec<Run>;
 
     fn next(&mut self) -> Option<Vec<Run>> {
         let mut batch = Vec::new();
         let mut room = BATCH_PAGES as u64;
         while room > 0
-            && let Some((range, around)) = self.runs.first()
+            && let Some((range, around)) = self.runs.peek()
         {
-            let end = range.end.min(self.start + room * PAGE);
-            batch.push((Range { start: self.start, end }, *around));
-            room -= (end - self.start) / PAGE;
+            let start = range.start.max(self.start);
+            let end = range.end.min(start + room * PAGE);
+            batch.push((Range { start, end }, *around));
+            room -= (end - start) / PAGE;
             self.start = end;
             if end == range.end {
-                self.runs = &self.runs[1..];
-                self.start = self.runs.first().map_or(0, |(range, _)| range.start);
+                self.runs.next();
+                self.start = 0;
             }
         }
         (!batch.is_empty()).then_some(batch)
@@ -124,40 +100,30 @@ pub(super) fn put_all(
     client: &Client,
     link: &mut ColdLink,
     tier: &Tier,
-    runs: &[Run],
+    runs: impl IntoIterator<Item = Run>,
     crowded: Effort,
-    buffers: &mut Buffers,
 ) -> Result<u64, Gone> {
     let mut mover = Mover { client, link, tier, crowded };
-    let first = mover.put_out(runs, buffers)?;
+    let first = mover.put_out(runs.into_iter())?;
     // What is pinned will say so again.
-    let again = if first.busy.is_empty() { Taken::default() } else { mover.put_out(&first.busy, buffers)? };
+    let again = if first.busy.is_empty() { Taken::default() } else { mover.put_out(first.busy.into_iter())? };
     Ok(first.gone + again.gone)
 }
 
-/// The pages of a batch that `is_kept`.
-fn kept(mut batch: Vec<Copied>, is_kept: impl FnMut(&Copied) -> bool) -> Vec<Copied> {
-    batch.retain(is_kept);
-    batch
-}
-
 impl Mover<'_> {
-    fn put_out(&mut self, runs: &[Run], buffers: &mut Buffers) -> Result<Taken, Gone> {
-        let (tier, region) = (self.tier, self.client.region);
+    fn put_out(&mut self, runs: impl Iterator<Item = Run>) -> Result<Taken, Gone> {
         let mut batches = Batches::of(runs);
-        let [now, other] = buffers.0.each_mut();
-        let Some(copied) = self.copy_next(&mut batches, now)? else { return Ok(Taken::default()) };
+        let Some(mut copied) = self.copy_next(&mut batches, 0)? else { return Ok(Taken::default()) };
+        let channel = self.link.channel().clone();
+        let target = Target { tier: self.tier, region: self.client.region, channel: &channel };
         if batches.is_empty() {
-            let kept = kept(copied, |one| tier.store(region, one.page, now.page(one), self.effort()).is_ok());
+            let mut buffer = [0; PAGE_SIZE];
+            copied.retain(|one| target.store(one, &mut buffer, self.effort()));
             let mut taken = Taken::default();
-            self.take_away(&kept, &mut taken)?;
+            self.take_away(&copied, &mut taken)?;
             return Ok(taken);
         }
-        std::thread::scope(|scope| {
-            // Without threads nothing goes out now.
-            let Some(storers) = Storers::start(scope, tier, region) else { return Ok(Taken::default()) };
-            self.put_out_by(&storers, batches, copied, now, other)
-        })
+        std::thread::scope(|scope| self.put_out_by(&mut Storers::start(scope, target), batches, copied))
     }
 
     /// By LZ4, or as `crowded` says where the tier has not much room left.
@@ -165,47 +131,42 @@ impl Mover<'_> {
         if self.tier.is_crowded() { self.crowded } else { Effort::Fast }
     }
 
-    /// Stores the copied batch, which lies in `now`, and all that come behind it.
-    fn put_out_by<'a>(
+    /// Stores the copied batch, which lies in the first part of the channel, and all that come behind it.
+    fn put_out_by(
         &mut self,
-        storers: &Storers,
-        mut batches: Batches<'_>,
+        storers: &mut Storers<'_>,
+        mut batches: Batches<impl Iterator<Item = Run>>,
         copied: Vec<Copied>,
-        mut now: &'a mut Half,
-        mut other: &'a mut Half,
     ) -> Result<Taken, Gone> {
         let mut taken = Taken::default();
-        // The first turn takes nothing away.
-        let mut barren = None;
-        let mut before: Vec<Copied> = Vec::new();
-        let mut copied = Some(copied);
-        while let Some(batch) = copied {
-            let gone = taken.gone;
-            let storing = storers.store(std::mem::take(now), batch, self.effort());
-            // In this order: the one behind is copied to where the one before was.
-            let away = self.take_away(&before, &mut taken);
-            let next = away.and_then(|()| self.copy_next(&mut batches, other));
-            let (half, batch, stored) = storing.wait();
-            *now = half;
-            let mut stored = stored.into_iter();
-            // A refused page stays where it is.
-            before = kept(batch, |_| stored.next().unwrap_or(false));
-            barren = Some(barren.filter(|_| taken.gone == gone).map_or(0, |barren: u32| barren + 1));
-            copied = next?;
-            std::mem::swap(&mut now, &mut other);
-            let full = barren >= Some(BARREN_MAX) && self.tier.stats().bytes_held >= self.tier.stats().bytes_max;
-            if full || self.client.gone.load(Ordering::Relaxed) {
-                break;
+        let mut barren = 0;
+        let mut on_their_way = VecDeque::from([(0, storers.store(copied, self.effort()))]);
+        let mut free: Vec<usize> = (1..BATCHES).rev().collect();
+        let mut is_full = false;
+        while let Some((part, batch)) = on_their_way.pop_front() {
+            while let Some(part) = free.pop_if(|_| !is_full)
+                && let Some(copied) = self.copy_next(&mut batches, part)?
+            {
+                on_their_way.push_back((part, storers.store(copied, self.effort())));
             }
+            let gone = taken.gone;
+            self.take_away(&storers.finish(batch), &mut taken)?;
+            free.push(part);
+            barren = if taken.gone == gone { barren + 1 } else { 0 };
+            is_full = barren >= BARREN_MAX && self.tier.stats().bytes_held >= self.tier.stats().bytes_max
+                || self.client.gone.load(Ordering::Relaxed);
         }
-        self.take_away(&before, &mut taken)?;
         Ok(taken)
     }
 
     /// Copies the next batch of which anything can be copied.
-    fn copy_next(&mut self, batches: &mut Batches<'_>, half: &mut Half) -> Result<Option<Vec<Copied>>, Gone> {
+    fn copy_next(
+        &mut self,
+        batches: &mut Batches<impl Iterator<Item = Run>>,
+        part: usize,
+    ) -> Result<Option<Vec<Copied>>, Gone> {
         for batch in batches {
-            let copied = self.copy(&batch, half)?;
+            let copied = self.copy(&batch, part * BATCH_PAGES)?;
             if !copied.is_empty() {
                 return Ok(Some(copied));
             }
@@ -213,17 +174,17 @@ impl Mover<'_> {
         Ok(None)
     }
 
-    fn copy(&mut self, runs: &[Run], half: &mut Half) -> Result<Vec<Copied>, Gone> {
+    fn copy(&mut self, runs: &[Run], first: usize) -> Result<Vec<Copied>, Gone> {
         let wanted = self.resident(runs);
         if wanted.is_empty() {
             return Ok(Vec::new());
         }
         let ranges: Vec<Range> = wanted.iter().map(|(range, _)| *range).collect();
-        self.link.copy(&ranges, half.first, &mut half.pages, &mut half.have)?;
+        let have = self.link.copy(&ranges, first, BATCH_PAGES)?;
         let addrs = wanted
             .iter()
             .flat_map(|(range, around)| (range.start..range.end).step_by(PAGE_SIZE).map(move |addr| (addr, *around)));
-        let copied = addrs.zip(&half.have).zip(half.first as u32..).filter(|((_, have), _)| **have);
+        let copied = addrs.zip(&have).zip(first as u32..).filter(|((_, have), _)| **have);
         Ok(copied.map(|(((addr, around), _), place)| Copied { page: addr / PAGE, place, around }).collect())
     }
 
@@ -302,10 +263,11 @@ impl Mover<'_> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::link::Channel;
     use super::*;
     use pagefold_agent::wire::Packet;
     use pagefold_os::fd::Fd;
-    use pagefold_os::sock;
+    use pagefold_os::{Page, sock};
     use std::os::fd::IntoRawFd;
     use std::sync::Arc;
 
@@ -322,12 +284,12 @@ mod tests {
         let pages = |runs: &[Run]| -> Vec<u64> {
             runs.iter().flat_map(|(range, _)| (range.start / PAGE)..(range.end / PAGE)).collect()
         };
-        let batches: Vec<Vec<Run>> = Batches::of(&runs).collect();
+        let batches: Vec<Vec<Run>> = Batches::of(runs.iter().copied()).collect();
         assert_eq!(pages(&batches.concat()), pages(&runs));
         let (last, full) = batches.split_last().expect("some");
         assert!(full.iter().all(|batch| pages(batch).len() == BATCH_PAGES));
         assert!((1..=BATCH_PAGES).contains(&pages(last).len()));
-        assert_eq!(Batches::of(&[]).count(), 0);
+        assert_eq!(Batches::of(std::iter::empty()).count(), 0);
     }
 
     /// A page that mremap(2) takes elsewhere after the agent let go of it, and before we look, is needed where it is now; one
@@ -380,31 +342,44 @@ mod tests {
         let tier =
             Tier::create(pagefold_tier::Config { bytes_max: 8 << 20, ..Default::default() }, None).expect("memory");
         let around = Range { start: 0, end: 1 << 40 };
+        let channel = Channel::new().expect("memory");
         std::thread::scope(|scope| {
-            let storers = Storers::start(scope, &tier, 1).expect("threads");
-            let mut half = Half::at(BATCH_PAGES);
-            // Batch after batch, until the tier is full: noise, so that each page takes room.
+            let mut storers = Storers::start(scope, Target { tier: &tier, region: 1, channel: &channel });
+            // Batch after batch, several at once, until the tier is full: noise, so that each page takes room.
             let (mut state, mut refused) = (1_u64, 0);
-            for first in (0..3000).step_by(BATCH_PAGES) {
-                for word in half.pages.iter_mut().flat_map(|page| page.chunks_exact_mut(8)) {
-                    state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                    word.copy_from_slice(&state.rotate_left(29).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
+            for first in (0..4000).step_by(FETCH_PAGES_MAX) {
+                let mut on_their_way = VecDeque::new();
+                for part in 0..BATCHES {
+                    // A batch of any length, and not in order.
+                    let count = BATCH_PAGES - (first / FETCH_PAGES_MAX + part) % BATCH_PAGES;
+                    let place = |at| (part * BATCH_PAGES + at) as u32;
+                    let pages: Vec<Page> = (0..count)
+                        .map(|_| {
+                            let mut page = [0; PAGE_SIZE];
+                            for word in page.chunks_exact_mut(8) {
+                                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                                let noise = state.rotate_left(29).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                                word.copy_from_slice(&noise.to_le_bytes());
+                            }
+                            page
+                        })
+                        .collect();
+                    pages.iter().enumerate().for_each(|(at, page)| channel.write(place(at), page));
+                    let batch = (0..count)
+                        .rev()
+                        .map(|at| Copied { page: (first + part * BATCH_PAGES + at) as u64, place: place(at), around })
+                        .collect();
+                    on_their_way.push_back((first + part * BATCH_PAGES, pages, storers.store(batch, Effort::Fast)));
                 }
-                // A batch of any length, and not in order.
-                let count = BATCH_PAGES - first / BATCH_PAGES;
-                let batch: Vec<Copied> = (0..count as u32)
-                    .rev()
-                    .map(|at| Copied { page: first as u64 + u64::from(at), place: BATCH_PAGES as u32 + at, around })
-                    .collect();
-                let (back, batch, stored) = storers.store(half, batch, Effort::Fast).wait();
-                half = back;
-                assert_eq!((batch.len(), stored.len()), (count, count));
-                for (one, stored) in batch.iter().zip(stored) {
-                    let mut page = [0; PAGE_SIZE];
-                    let loaded = tier.load(1, one.page, &mut page);
-                    assert_eq!(loaded.is_ok(), stored, "{loaded:?}");
-                    assert!(!stored || page == *half.page(one));
-                    refused += usize::from(!stored);
+                for (first, pages, batch) in on_their_way {
+                    let stored = storers.finish(batch);
+                    for (at, page) in pages.iter().enumerate() {
+                        let mut loaded = [0; PAGE_SIZE];
+                        let is_there = tier.load(1, (first + at) as u64, &mut loaded).is_ok();
+                        assert_eq!(stored.iter().any(|one| one.page == (first + at) as u64), is_there);
+                        assert!(!is_there || loaded == *page);
+                        refused += usize::from(!is_there);
+                    }
                 }
             }
             assert!(refused > 0, "8 MiB of noise do not go into 8 MiB with their books");

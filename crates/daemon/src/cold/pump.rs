@@ -13,14 +13,14 @@
 use super::Group;
 use super::client::{Ahead, CLUSTER_PAGES, Client};
 use super::link::{ColdLink, Gone};
-use super::out::{Buffers, Run, put_all};
+use super::out::{Run, put_all};
 use super::room::{SHORT, TIGHT};
 use crate::server::lock;
 use pagefold_agent::cold_table::{CHUNK_BYTES, CHUNK_PAGES, OUT};
 use pagefold_os::{PAGE_SIZE, Range, pagemap, sched};
 use pagefold_tier::policy::{Governor, Limits, Pace, Seen};
 use pagefold_tier::{Effort, Tier};
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, TryLockError};
 use std::time::{Duration, Instant};
@@ -99,6 +99,61 @@ fn resident() -> pagemap::Query {
         report: pagemap::PRESENT,
         ..Default::default()
     }
+}
+
+/// Resident pages of some ranges, found when they are asked for: who puts them out need not wait for the last.
+struct Found<'a> {
+    client: &'a Client,
+    parts: std::vec::IntoIter<Run>,
+    /// What is left of a part, and the managed range around it.
+    rest: Run,
+    found: VecDeque<Run>,
+    is_gone: bool,
+}
+
+/// Addresses that are looked at at once.
+const LOOK_BYTES: u64 = 16 << 20;
+
+impl<'a> Found<'a> {
+    fn of(client: &'a Client, parts: Vec<Run>) -> Found<'a> {
+        let nothing = Range { start: 0, end: 0 };
+        Found { client, parts: parts.into_iter(), rest: (nothing, nothing), found: VecDeque::new(), is_gone: false }
+    }
+}
+
+impl Iterator for Found<'_> {
+    type Item = Run;
+
+    fn next(&mut self) -> Option<Run> {
+        while self.found.is_empty() && !self.is_gone {
+            if self.rest.0.is_empty() {
+                self.rest = self.parts.next()?;
+                continue;
+            }
+            let (rest, around) = &mut self.rest;
+            let piece = Range { start: rest.start, end: rest.end.min(rest.start + LOOK_BYTES) };
+            rest.start = piece.end;
+            let found = &mut self.found;
+            let seen = scan(self.client, piece, resident(), |run| {
+                found.push_back((Range { start: run.start, end: run.end }, *around));
+            });
+            self.is_gone = seen.is_err();
+        }
+        self.found.pop_front()
+    }
+}
+
+/// Puts out what is resident in `parts`.
+fn put_out_found(
+    client: &Client,
+    link: &mut ColdLink,
+    tier: &Tier,
+    parts: Vec<Run>,
+    crowded: Effort,
+) -> Result<u64, Gone> {
+    let mut found = Found::of(client, parts);
+    let gone = put_all(client, link, tier, &mut found, crowded)?;
+    if found.is_gone { Err(Gone) } else { Ok(gone) }
 }
 
 impl Policy {
@@ -240,7 +295,7 @@ pub(super) struct Step {
 
 /// One look at one client: what is silent goes out at its governor's pace, more if memory is short. One that somebody else
 /// is at work on is passed by.
-pub(super) fn step(group: &Group, client: &Arc<Client>, buffers: &mut Buffers) -> Step {
+pub(super) fn step(group: &Group, client: &Arc<Client>) -> Step {
     let mut held = match client.link.try_lock() {
         Ok(held) => held,
         Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -248,7 +303,7 @@ pub(super) fn step(group: &Group, client: &Arc<Client>, buffers: &mut Buffers) -
         Err(TryLockError::WouldBlock) => return Step { more: false, tight: true },
     };
     let Some(link) = held.as_mut().filter(|_| !group.is_closing()) else { return Step::default() };
-    match try_step(group, client, link, buffers) {
+    match try_step(group, client, link) {
         Ok(step) => step,
         Err(Gone) => {
             // The client's thread finds out whether the process has ended.
@@ -264,11 +319,11 @@ fn shut(link: &ColdLink) {
     unsafe { libc::shutdown(link.socket.raw(), libc::SHUT_RDWR) };
 }
 
-fn try_step(group: &Group, client: &Arc<Client>, link: &mut ColdLink, buffers: &mut Buffers) -> Result<Step, Gone> {
+fn try_step(group: &Group, client: &Arc<Client>, link: &mut ColdLink) -> Result<Step, Gone> {
     let tier = &group.tier;
     let mut policy = lock(&client.policy);
     let policy = &mut *policy;
-    let mut more = obey_hints(group, client, link, policy, buffers)?;
+    let mut more = obey_hints(group, client, link, policy)?;
     let starved = client.starved.swap(false, Ordering::Relaxed);
     let usage = client.room.usage();
     let used = usage.share();
@@ -323,7 +378,7 @@ fn try_step(group: &Group, client: &Arc<Client>, link: &mut ColdLink, buffers: &
         return Ok(Step { more, tight });
     }
     let runs = policy.oldest(client, ticks, budget)?;
-    let gone = put_all(client, link, tier, &runs, Effort::Fast, buffers)?;
+    let gone = put_all(client, link, tier, runs, Effort::Fast)?;
     if gone > 0 {
         more |= short;
         client.called.store(false, Ordering::Release);
@@ -332,13 +387,7 @@ fn try_step(group: &Group, client: &Arc<Client>, link: &mut ColdLink, buffers: &
 }
 
 /// What the program itself said by madvise(2).
-fn obey_hints(
-    group: &Group,
-    client: &Arc<Client>,
-    link: &mut ColdLink,
-    policy: &mut Policy,
-    buffers: &mut Buffers,
-) -> Result<bool, Gone> {
+fn obey_hints(group: &Group, client: &Arc<Client>, link: &mut ColdLink, policy: &mut Policy) -> Result<bool, Gone> {
     let mut hints = Vec::new();
     client.table.take_hints(|number, start, end, advice| hints.push((number, Range { start, end }, advice)));
     let Some(first) = hints.iter().map(|(number, ..)| *number).min() else { return Ok(false) };
@@ -359,13 +408,7 @@ fn obey_hints(
             .collect();
         match advice {
             libc::MADV_PAGEOUT => {
-                let mut runs = Vec::new();
-                for (part, around) in &parts {
-                    scan(client, *part, resident(), |found| {
-                        runs.push((Range { start: found.start, end: found.end }, *around));
-                    })?;
-                }
-                put_all(client, link, &group.tier, &runs, Effort::Fast, buffers)?;
+                put_out_found(client, link, &group.tier, parts, Effort::Fast)?;
             }
             libc::MADV_COLD => {
                 for (part, _) in &parts {
@@ -383,7 +426,7 @@ fn obey_hints(
 
 /// Puts everything of a client out that can go; returns the pages that went. What is quickest comes first: the cleaner
 /// makes dense what is out.
-pub(super) fn park(group: &Group, client: &Arc<Client>, buffers: &mut Buffers) -> Option<u64> {
+pub(super) fn park(group: &Group, client: &Arc<Client>) -> Option<u64> {
     let mut held = lock(&client.link);
     let link = held.as_mut().filter(|_| !group.is_closing())?;
     client.parked.store(true, Ordering::Relaxed);
@@ -395,15 +438,8 @@ pub(super) fn park(group: &Group, client: &Arc<Client>, buffers: &mut Buffers) -
         // What came back in the life that ends now comes back first in the next one.
         policy.touched = group.tier.take_touched(client.region);
         drop(policy);
-        let mut gone = 0;
-        for around in regions {
-            let mut runs = Vec::new();
-            scan(client, around, resident(), |found| {
-                runs.push((Range { start: found.start, end: found.end }, around));
-            })?;
-            gone += put_all(client, link, &group.tier, &runs, Effort::Dense, buffers)?;
-        }
-        Ok(gone)
+        let parts = regions.into_iter().map(|region| (region, region)).collect();
+        put_out_found(client, link, &group.tier, parts, Effort::Dense)
     };
     match all() {
         Ok(gone) => Some(gone),
@@ -607,9 +643,8 @@ mod tests {
         assert!(cold.stop());
         client.table.hint(memory.addr(), memory.addr() + 4 * PAGE, libc::MADV_PAGEOUT);
         client.starved.store(true, Ordering::Relaxed);
-        let mut buffers = Buffers::new();
-        let step = step(&group, &client, &mut buffers);
-        let parked = park(&group, &client, &mut buffers);
+        let step = step(&group, &client);
+        let parked = park(&group, &client);
         let mut request = [0; 256];
         let asked = pagefold_os::sock::receive(&agent, &mut request, libc::MSG_DONTWAIT);
         assert_eq!(asked.err(), Some(Errno(libc::EAGAIN)), "the agent was asked for pages");
@@ -639,7 +674,7 @@ mod tests {
             let looks = |starved| {
                 client.starved.store(starved, Ordering::Relaxed);
                 client.called.store(true, Ordering::Relaxed);
-                let step = step(&group, &client, &mut Buffers::new());
+                let step = step(&group, &client);
                 (step.tight, client.called.load(Ordering::Relaxed))
             };
             let looked = [looks(true), looks(false)];
@@ -657,7 +692,7 @@ mod tests {
         let (done, is_done) = std::sync::mpsc::channel();
         let held = lock(&client.link);
         let waits = std::thread::scope(|scope| {
-            scope.spawn(|| done.send(step(&group, &client, &mut Buffers::new())).unwrap());
+            scope.spawn(|| done.send(step(&group, &client)).unwrap());
             let step = is_done.recv_timeout(Duration::from_secs(60));
             drop(held);
             step.is_err_and(|_| true)

@@ -1,98 +1,202 @@
-//! The threads that store: each batch is dealt out among them, while the agent is at work on the batches beside it.
+//! The copied batches are stored a few pages at a time, in order, by threads that live as long as a client's pages go out,
+//! and by the one that talks to the agent whenever the agent has done all that there is to do.
 //!
-//! They live as long as a client's pages go out. Two threads for each batch of 128 pages cost a twelfth of what storing
-//! it does, and came late where processors were busy.
+//! Whoever is free takes what comes next, so nobody waits for who shares a processor with others. Agent and talker never
+//! work at the same moment: together with a thread for each other processor they fill all, and none has two.
 
-use super::out::{Copied, Half};
+use super::link::Channel;
+use super::out::Copied;
+use crate::server::lock;
+use pagefold_os::{PAGE_SIZE, Page};
 use pagefold_tier::{Effort, Tier};
-use std::io;
+use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{Builder, Scope};
 
 /// Threads at most: the agent copies no faster than some can store.
 const STORERS_MAX: usize = 8;
 
-/// Pages whose words lie together in the tier: the business of one storer.
-const TOGETHER: usize = 8;
+/// Pages that a storer takes at once; a multiple of those whose words lie together in the tier.
+const TOGETHER: usize = 16;
 
-/// A part of a batch.
-struct Job {
-    half: Arc<Half>,
-    batch: Arc<Vec<Copied>>,
-    part: Range<usize>,
+/// Copied pages that are being stored.
+pub(super) struct Batch {
+    pages: Vec<Copied>,
     effort: Effort,
+    stored: Vec<AtomicBool>,
+    /// Pages that are not done yet.
+    left: AtomicUsize,
 }
 
-struct Storer {
-    jobs: SyncSender<Job>,
-    /// Whether each page of the part was stored.
-    done: Receiver<Vec<bool>>,
+impl Batch {
+    /// The pages that were stored; one that was refused stays where it is.
+    fn into_stored(self: Arc<Batch>) -> Vec<Copied> {
+        let stored = self.pages.iter().zip(&self.stored).filter(|(_, stored)| stored.load(Ordering::Relaxed));
+        stored.map(|(one, _)| *one).collect()
+    }
 }
 
-impl Storer {
-    fn start<'scope>(scope: &'scope Scope<'scope, '_>, tier: &'scope Tier, region: u32) -> io::Result<Storer> {
-        let (jobs, to_do) = sync_channel::<Job>(1);
-        let (say, done) = sync_channel(1);
-        let store = move || {
-            for Job { half, batch, part, effort } in to_do {
-                let store = |one: &Copied| tier.store(region, one.page, half.page(one), effort).is_ok();
-                let stored = batch[part].iter().map(store).collect();
-                // Before it is said: whoever hears it takes the batch back.
-                drop((half, batch));
-                if say.send(stored).is_err() {
-                    return;
-                }
+/// Some pages of a batch.
+struct Job {
+    batch: Arc<Batch>,
+    part: Range<usize>,
+}
+
+#[derive(Default)]
+struct Queue {
+    /// Batches of which pages wait, and the first of those.
+    batches: VecDeque<(Arc<Batch>, usize)>,
+    /// Nothing comes any more, or a storer is gone.
+    is_over: bool,
+}
+
+/// What mover and storers share.
+#[derive(Default)]
+struct Shared {
+    queue: Mutex<Queue>,
+    to_do: Condvar,
+    done: Condvar,
+}
+
+impl Queue {
+    fn take(&mut self) -> Option<Job> {
+        let (batch, next) = self.batches.front_mut()?;
+        let part = *next..(*next + TOGETHER).min(batch.pages.len());
+        *next = part.end;
+        let batch = batch.clone();
+        if part.end == batch.pages.len() {
+            self.batches.pop_front();
+        }
+        Some(Job { batch, part })
+    }
+}
+
+impl Shared {
+    /// The next pages to store, when there are some; `None` if none will come.
+    fn take(&self) -> Option<Job> {
+        let mut queue = lock(&self.queue);
+        loop {
+            if queue.is_over {
+                return None;
             }
-        };
-        Builder::new().spawn_scoped(scope, store).map(|_| Storer { jobs, done })
+            if let Some(job) = queue.take() {
+                return Some(job);
+            }
+            queue = self.to_do.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn end(&self) {
+        lock(&self.queue).is_over = true;
+        self.to_do.notify_all();
+        self.done.notify_all();
+    }
+}
+
+/// Ends the work of all when its thread panics: nobody shall wait for it.
+struct Watch<'a>(&'a Shared);
+
+impl Drop for Watch<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.end();
+        }
+    }
+}
+
+/// Where copies go.
+#[derive(Clone, Copy)]
+pub(super) struct Target<'a> {
+    pub tier: &'a Tier,
+    pub region: u32,
+    pub channel: &'a Channel,
+}
+
+impl Target<'_> {
+    /// Stores the copy of a page, by way of `buffer`; false if it is refused.
+    pub(super) fn store(&self, one: &Copied, buffer: &mut Page, effort: Effort) -> bool {
+        self.channel.read(one.place, buffer);
+        self.tier.store(self.region, one.page, buffer, effort).is_ok()
+    }
+
+    fn perform(&self, shared: &Shared, job: Job, buffer: &mut Page) {
+        let Job { batch, part } = job;
+        let len = part.len();
+        for (one, stored) in batch.pages[part.clone()].iter().zip(&batch.stored[part]) {
+            stored.store(self.store(one, buffer, batch.effort), Ordering::Relaxed);
+        }
+        if batch.left.fetch_sub(len, Ordering::AcqRel) == len {
+            // With the lock, so that who just looked sleeps and is woken.
+            drop(lock(&shared.queue));
+            shared.done.notify_one();
+        }
     }
 }
 
 /// The threads; they end when this is dropped.
-pub(super) struct Storers(Vec<Storer>);
+pub(super) struct Storers<'a> {
+    shared: Arc<Shared>,
+    target: Target<'a>,
+    buffer: Box<Page>,
+}
 
-impl Storers {
-    /// Starts one for each processor, or as many as there are to be had; `None` if that is none.
-    pub(super) fn start<'scope>(scope: &'scope Scope<'scope, '_>, tier: &'scope Tier, region: u32) -> Option<Storers> {
-        let count = std::thread::available_parallelism().map_or(1, usize::from).min(STORERS_MAX);
-        let storers: Vec<Storer> = (0..count).map_while(|_| Storer::start(scope, tier, region).ok()).collect();
-        (!storers.is_empty()).then_some(Storers(storers))
+impl<'a> Storers<'a> {
+    /// Starts one for each processor but the caller's, or as many as there are to be had.
+    pub(super) fn start<'scope>(scope: &'scope Scope<'scope, '_>, target: Target<'a>) -> Storers<'a>
+    where
+        'a: 'scope,
+    {
+        let count = std::thread::available_parallelism().map_or(1, usize::from).min(STORERS_MAX) - 1;
+        let shared = Arc::new(Shared::default());
+        let start = |_: &usize| {
+            let shared = shared.clone();
+            Builder::new().spawn_scoped(scope, move || work(&shared, target)).is_ok()
+        };
+        let _ = (0..count).take_while(start).count();
+        Storers { shared, target, buffer: Box::new([0; PAGE_SIZE]) }
     }
 
-    /// Has a batch stored whose copies lie in `half`.
-    pub(super) fn store(&self, half: Half, batch: Vec<Copied>, effort: Effort) -> Storing<'_> {
-        let len = batch.len().div_ceil(self.0.len()).next_multiple_of(TOGETHER).max(TOGETHER);
-        let (half, batch) = (Arc::new(half), Arc::new(batch));
-        let parts = (0..batch.len()).step_by(len).map(|from| from..(from + len).min(batch.len()));
-        let busy: Vec<&Storer> = self
-            .0
-            .iter()
-            .zip(parts)
-            .map(|(storer, part)| {
-                let job = Job { half: half.clone(), batch: batch.clone(), part, effort };
-                storer.jobs.send(job).expect("a storer ends after us");
-                storer
-            })
-            .collect();
-        Storing { half, batch, busy }
+    /// Has copied pages stored, behind all others.
+    pub(super) fn store(&self, pages: Vec<Copied>, effort: Effort) -> Arc<Batch> {
+        let stored = pages.iter().map(|_| AtomicBool::new(false)).collect();
+        let batch = Arc::new(Batch { left: AtomicUsize::new(pages.len()), pages, effort, stored });
+        if !batch.pages.is_empty() {
+            lock(&self.shared.queue).batches.push_back((batch.clone(), 0));
+            self.shared.to_do.notify_all();
+        }
+        batch
+    }
+
+    /// Stores until a batch is done; returns the pages of it that were stored.
+    pub(super) fn finish(&mut self, batch: Arc<Batch>) -> Vec<Copied> {
+        let mut queue = lock(&self.shared.queue);
+        while batch.left.load(Ordering::Acquire) > 0 {
+            assert!(!queue.is_over, "a storer ended before us");
+            if let Some(job) = queue.take() {
+                drop(queue);
+                self.target.perform(&self.shared, job, &mut self.buffer);
+                queue = lock(&self.shared.queue);
+            } else {
+                queue = self.shared.done.wait(queue).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+        drop(queue);
+        batch.into_stored()
     }
 }
 
-/// A batch that is being stored.
-pub(super) struct Storing<'a> {
-    half: Arc<Half>,
-    batch: Arc<Vec<Copied>>,
-    busy: Vec<&'a Storer>,
+impl Drop for Storers<'_> {
+    fn drop(&mut self) {
+        self.shared.end();
+    }
 }
 
-impl Storing<'_> {
-    /// Waits for its end; returns what was given, and which pages were stored.
-    pub(super) fn wait(self) -> (Half, Vec<Copied>, Vec<bool>) {
-        let done = |storer: &Storer| storer.done.recv().expect("a storer ends after us");
-        let stored = self.busy.into_iter().flat_map(done).collect();
-        let back = "no storer has it any more";
-        (Arc::into_inner(self.half).expect(back), Arc::into_inner(self.batch).expect(back), stored)
+fn work(shared: &Shared, target: Target<'_>) {
+    let _watch = Watch(shared);
+    let mut buffer = Box::new([0; PAGE_SIZE]);
+    while let Some(job) = shared.take() {
+        target.perform(shared, job, &mut buffer);
     }
 }

@@ -2,7 +2,7 @@
 
 use super::client::Client;
 use super::hand::{Hand, Job};
-use super::{Group, Groups, out, pump};
+use super::{Group, Groups, pump};
 use crate::server::{DOMAIN_REST, lock};
 use pagefold_os::wait;
 use std::io;
@@ -50,7 +50,7 @@ pub(super) fn start_movers(group: &Arc<Group>, groups: &Arc<Groups>) {
 }
 
 fn run_pump(group: &Group) {
-    let mut buffers = out::Buffers::new();
+    group.tier.warm_up();
     while !group.is_over() {
         let rung = group.bell.load(Ordering::Acquire);
         let clients: Vec<Arc<Client>> = lock(&group.clients).values().cloned().collect();
@@ -58,7 +58,7 @@ fn run_pump(group: &Group) {
             clients.iter().map(|client| client.table.head().hinted.load(Ordering::Acquire)).collect();
         let (mut more, mut tight) = (false, false);
         for client in &clients {
-            let step = pump::step(group, client, &mut buffers);
+            let step = pump::step(group, client);
             more |= step.more;
             tight |= step.tight;
         }
