@@ -339,6 +339,34 @@ mod tests {
         }
     }
 
+    /// Lengths around those that take one byte more, and what the format wants of a block's end.
+    #[test]
+    fn literals_and_matches_of_any_length_are_read() {
+        let noise = page_of(&[(0, 4096, 0, 5)]);
+        let lens = || (0..24).chain(268..276).chain(523..531);
+        let mut encoder = Encoder::new();
+        for (literals, run) in lens().flat_map(|literals| lens().map(move |run| (literals, run))) {
+            for tail in 0..24 {
+                let mut page = [0; PAGE_SIZE];
+                page[..literals].copy_from_slice(&noise[..literals]);
+                page[literals..literals + run].fill(1);
+                page[PAGE_SIZE - tail..].copy_from_slice(&noise[PAGE_SIZE - tail..]);
+                let mut block = [0xa5; PAGE_SIZE + SLOP];
+                let len = encoder.encode(&page, &mut block, PAGE_SIZE).expect("small");
+                assert!(len < literals + tail + 48, "{literals}, {run}, {tail}: {len} bytes");
+                assert!(read(&block[..len]) == Some(page), "{literals}, {run}, {tail}");
+                // Where there is just enough room, and where there is not.
+                for len_max in [len, len - 1] {
+                    let mut block = [0xa5; PAGE_SIZE + SLOP];
+                    if let Some(len) = encoder.encode(&page, &mut block, len_max) {
+                        assert!(len <= len_max && read(&block[..len]) == Some(page), "{literals}, {run}, {tail}");
+                    }
+                    assert!(block[len_max + SLOP..].iter().all(|byte| *byte == 0xa5));
+                }
+            }
+        }
+    }
+
     #[test]
     fn blocks_are_as_small_as_the_librarys() {
         let (mut ours, mut theirs) = (0, 0);
