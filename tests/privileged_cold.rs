@@ -183,6 +183,8 @@ fn who_cannot_reach_the_next_daemon_is_served_by_it() {
     host.kill_daemon();
     host.wait();
     assert_eq!(host.number(pid, "pages_out"), out, "the next daemon has not taken over all");
+    let is_parked = || host.cold(pid).is_some_and(|client| client["parked"] == true);
+    assert!(is_parked(), "the next daemon does not know that it is parked");
     // Longer than pages wait for a daemon where there is none.
     std::thread::sleep(Duration::from_secs(13));
     assert_eq!((host.number(pid, "pages_out"), host.number(pid, "pages_lost")), (out, 0));

@@ -115,6 +115,8 @@ pub struct Head {
     pub bringing: AtomicU32,
     /// Counted up at least every second by a daemon that serves the client, connected or not.
     pub beat: AtomicU32,
+    /// Not 0 from `park` to `unpark`: a daemon that takes the client over shows it so.
+    pub parked: AtomicU32,
 }
 
 impl Head {

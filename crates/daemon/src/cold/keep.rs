@@ -41,12 +41,18 @@ impl Cold {
                         thread::Builder::new().name("keeper".into()).stack_size(64 << 10).spawn(move || child.wait());
                 }
                 Err(error) => {
-                    eprintln!("pagefold: no keeper ({error}): should this daemon die, pages that are out die with it");
+                    // Each greeting tries again.
+                    if !self.is_keeper_missed.swap(true, Ordering::Relaxed) {
+                        eprintln!(
+                            "pagefold: no keeper ({error}): should this daemon die, pages that are out die with it"
+                        );
+                    }
                     return;
                 }
             }
         }
         let Some(keeper) = held.as_ref() else { return };
+        self.is_keeper_missed.store(false, Ordering::Relaxed);
         let _ = keeper.supervise(&self.config.successor);
         for group in self.all_groups() {
             group.deposit_arena(keeper);
@@ -169,7 +175,8 @@ pub(super) mod tests {
         let kinds: Vec<u8> = asked.iter().map(|question| question[0]).collect();
         assert_eq!(kinds, *b"SLL");
         // This one has ended.
+        assert!(!cold.is_keeper_missed.load(Ordering::Relaxed));
         cold.ensure_keeper();
-        assert!(lock(&cold.keeper).is_none());
+        assert!(lock(&cold.keeper).is_none() && cold.is_keeper_missed.load(Ordering::Relaxed));
     }
 }

@@ -138,6 +138,8 @@ pub(crate) struct Cold {
     awake: Arc<Awake>,
     /// The daemon stops in good order: nothing goes out any more. Looked at under each client's link.
     closing: Arc<AtomicBool>,
+    /// That there is no keeper was said, and there was none since.
+    is_keeper_missed: AtomicBool,
     patience: Duration,
 }
 
@@ -188,6 +190,7 @@ impl Cold {
             keeper_path: keeper_path.into(),
             awake,
             closing: Arc::default(),
+            is_keeper_missed: AtomicBool::new(false),
             patience: PATIENCE,
         }
     }

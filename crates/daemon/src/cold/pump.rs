@@ -429,7 +429,7 @@ fn obey_hints(group: &Group, client: &Arc<Client>, link: &mut ColdLink, policy: 
 pub(super) fn park(group: &Group, client: &Arc<Client>) -> Option<u64> {
     let mut held = lock(&client.link);
     let link = held.as_mut().filter(|_| !group.is_closing())?;
-    client.parked.store(true, Ordering::Relaxed);
+    client.set_parked(true);
     let mut all = || -> Result<u64, Gone> {
         let regions = link.regions()?;
         link.watch(&regions)?;
@@ -454,7 +454,7 @@ pub(super) fn park(group: &Group, client: &Arc<Client>) -> Option<u64> {
 /// Brings everything of a client back that there is room for, the pages touched last time first, and lets one go that is
 /// merged live as well if that is all; returns the pages that came.
 pub(super) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
-    client.parked.store(false, Ordering::Relaxed);
+    client.set_parked(false);
     // Nothing goes out meanwhile: what was loaded must still be what is out when it is copied.
     let mut held = lock(&client.link);
     let mut first: Vec<u64> = {

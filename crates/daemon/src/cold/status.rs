@@ -136,7 +136,7 @@ impl Cold {
                     fault_ns: get(&counters.fault_ns),
                     fault_us_log2: counters.fault_us.iter().map(get).collect(),
                     // A successor knows it of those who have their memory here until they are unparked.
-                    parked: client.parked.load(Ordering::Relaxed) || client.leased.load(Ordering::Relaxed),
+                    parked: client.is_parked() || client.leased.load(Ordering::Relaxed),
                     connected: lock(&client.socket).is_some(),
                     idle_s: client
                         .policy

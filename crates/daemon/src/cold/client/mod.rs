@@ -133,7 +133,6 @@ pub(super) struct Client {
     pub cpu_before_ns: OnceLock<u64>,
     /// Nothing is to be done for it any more.
     pub gone: AtomicBool,
-    pub parked: AtomicBool,
     /// It is merged live as well, and has its memory here until it is unparked.
     pub leased: AtomicBool,
     /// Memory of the client was refused by the kernel since the last look: its limit is reached.
@@ -226,7 +225,6 @@ impl Client {
             counters: Counters::default(),
             cpu_before_ns: OnceLock::new(),
             gone: AtomicBool::new(false),
-            parked: AtomicBool::new(false),
             leased: AtomicBool::new(false),
             starved: AtomicBool::new(false),
             called: AtomicBool::new(false),
@@ -240,6 +238,16 @@ impl Client {
     /// How many of its pages are out: no more than the tier has of it, whatever the client wrote into its table.
     pub(super) fn pages_out(&self, tier: &Tier) -> u64 {
         self.table.head().out.load(Ordering::Relaxed).min(tier.region_pages(self.region))
+    }
+
+    /// It was parked and not unparked since, by this daemon or one before it.
+    pub(super) fn is_parked(&self) -> bool {
+        self.table.head().parked.load(Ordering::Relaxed) != 0
+    }
+
+    /// It is parked, or no more.
+    pub(super) fn set_parked(&self, is_parked: bool) {
+        self.table.head().parked.store(is_parked.into(), Ordering::Relaxed);
     }
 
     /// The agent says that it has taken `said` nanoseconds of processor time since it began.
