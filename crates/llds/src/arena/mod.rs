@@ -53,7 +53,7 @@ pub use map::Backing;
 pub use recovery::DeadSeat;
 pub use seat::{HAZARDS, INTENT_ALLOC, INTENT_RETIRE, SEATS_MAX, Seat};
 pub use span::SpanStats;
-pub use thread::SeatRef;
+pub use thread::{QuickSeat, SeatRef};
 
 use layout::Layout;
 use seat::Identity;
@@ -133,7 +133,7 @@ struct Inner {
     /// Who we are in seats; `None` for a private arena, whose threads cannot die alone.
     identity: Option<Identity>,
     /// A page the kernel wipes in a forked child: non-zero in the process that made the arena.
-    sentinel: Sentinel,
+    sentinel: Arc<Sentinel>,
     /// Seats taken through this handle.
     taken: Mutex<Vec<u16>>,
     /// Extents freed through this handle whose pages are still there: since when, first span, spans. Oldest first.

@@ -157,7 +157,7 @@ impl Arena {
     fn over(map: map::Mapping, layout: Layout, identity: Option<Identity>) -> Result<Arena, Error> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        let sentinel = Sentinel::new()?;
+        let sentinel = Arc::new(Sentinel::new()?);
         let (taken, late) = Default::default();
         Ok(Arena { inner: Arc::new(Inner { id, map, layout, identity, sentinel, taken, late }) })
     }

@@ -44,6 +44,17 @@ impl Sentinel {
         }
     }
 
+    /// The word that tells, which lives as long as this.
+    pub(super) fn word(&self) -> *const AtomicU64 {
+        self.0
+    }
+
+    /// Whether a word says that this is the process that made the arena. If not, [`Sentinel::is_wiped`] knows.
+    #[inline(always)]
+    pub(super) fn says_here(word: u64) -> bool {
+        word == WIPED_ELSEWHERE
+    }
+
     #[inline]
     pub(super) fn is_wiped(&self) -> bool {
         // SAFETY: the page lives as long as we do.
