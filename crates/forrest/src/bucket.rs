@@ -1,15 +1,17 @@
-//! The bucket: four entries in one cache line.
+//! The bucket: eight entries in two cache lines.
 //!
 //! ```text
-//! word 0     header: 4 x 4 bits kind | 4 bits reach | 4 x 4 bits remainder | 28 bits version
-//! word 1     low 16 bits of the four remainders
-//! word 2, 3  middle 32 bits of the four remainders
-//! word 4..8  the four values, or offsets of records
+//! word 0      header: 8 bits, one for each slot in use | 56 bits version
+//! word 1      marks of the eight slots: 4 bits kind | highest 4 bits of the remainder
+//! word 2, 3   next 16 bits of the eight remainders
+//! word 4..8   low 32 bits of the eight remainders
+//! word 8..16  the eight values, or offsets of records
 //! ```
 //!
 //! A *remainder* is the low 52 bits of the key's 64-bit hash; the high 12 bits
 //! are the number of the segment the bucket belongs to, so the full hash is
-//! compared although less of it is stored.
+//! compared although less of it is stored. All that a search compares lies in
+//! the first line.
 //!
 //! Readers take no lock: they read the header, then what they need, then the
 //! header again. A writer (there is one per segment at a time) therefore
@@ -17,36 +19,28 @@
 //! there, gone, or another, at that store. Only the value word of an entry
 //! that keeps its kind is overwritten in place, by one store as well.
 
-use crate::primitive::{AtomicU64, Ordering};
+use crate::primitive::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 /// Entries of a bucket.
-pub const SLOTS: usize = 4;
+pub const SLOTS: usize = 8;
 
 /// Bytes of a bucket.
-pub const BUCKET_BYTES: usize = 64;
+pub const BUCKET_BYTES: usize = 128;
 
 /// Low bits of a hash that a bucket stores.
 pub const REMAINDER_BITS: u32 = 52;
 
-const EXTRA_SHIFT: u32 = 20;
-const VERSION_SHIFT: u32 = 36;
+/// A bit for each slot.
+pub const ALL_SLOTS: u64 = (1 << SLOTS) - 1;
 
-/// Buckets beside its home in which an entry may lie.
-pub const REACH_MAX: usize = 64;
+/// The version is a number of these.
+const VERSION: u64 = 1 << SLOTS;
 
-/// What the four bits of a reach stand for: exact where it matters, coarse where it is rare.
-const REACHES: [u8; 16] = [0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, REACH_MAX as u8];
-
-/// Buckets beside its home in which a copy leaves an entry, so that later ones find room too.
-pub const REACH_COPIED: usize = 24;
-
-/// What a slot holds.
+/// What a slot in use holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Kind(pub u64);
+pub struct Kind(pub u8);
 
 impl Kind {
-    /// Nothing.
-    pub const EMPTY: Kind = Kind(0);
     /// An offset of a record; the remainder is of the key's first hash.
     pub const RECORD: Kind = Kind(10);
     /// An offset of a record; the remainder is of the key's second hash.
@@ -55,7 +49,7 @@ impl Kind {
     /// A value of `length` (at most 8) bytes in the slot itself, under a key of 8 bytes.
     #[inline]
     pub const fn inline(length: usize) -> Kind {
-        Kind(1 + length as u64)
+        Kind(1 + length as u8)
     }
 
     /// The length of an inline value.
@@ -71,65 +65,73 @@ impl Kind {
     }
 }
 
+/// What the header does not say of a slot: its kind, and the highest four bits of its remainder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark(pub u8);
+
+impl Mark {
+    #[inline]
+    pub const fn new(kind: Kind, remainder: u64) -> Mark {
+        Mark(kind.0 << 4 | (remainder >> 48) as u8)
+    }
+
+    #[inline]
+    pub const fn kind(self) -> Kind {
+        Kind(self.0 >> 4)
+    }
+
+    /// Whether it is of an entry with this remainder, the other bits of which were compared.
+    #[inline]
+    pub const fn fits(self, remainder: u64) -> bool {
+        self.0 & 15 == (remainder >> 48) as u8
+    }
+}
+
 /// The header word of a bucket.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Head(pub u64);
 
 impl Head {
+    /// A bit for each slot in use.
     #[inline]
-    pub fn kind(self, slot: usize) -> Kind {
-        Kind((self.0 >> (slot * 4)) & 15)
-    }
-
-    /// How many buckets beside this one, each in the order of its own way, entries may lie in whose home is this one.
-    #[inline]
-    pub fn reach(self) -> usize {
-        usize::from(REACHES[((self.0 >> 16) & 15) as usize])
-    }
-
-    /// The four highest bits of a slot's remainder.
-    #[inline]
-    pub fn extra(self, slot: usize) -> u64 {
-        (self.0 >> (EXTRA_SHIFT as usize + slot * 4)) & 15
-    }
-
-    /// The slot becomes an entry of this kind and remainder.
-    #[inline]
-    pub fn with_entry(self, slot: usize, kind: Kind, remainder: u64) -> Head {
-        let shift = EXTRA_SHIFT as usize + slot * 4;
-        Head(self.0 & !(15 << shift) | (remainder >> 48) << shift).with_kind(slot, kind)
+    pub const fn used(self) -> u64 {
+        self.0 & ALL_SLOTS
     }
 
     #[inline]
-    pub fn with_kind(self, slot: usize, kind: Kind) -> Head {
-        Head(self.0 & !(15 << (slot * 4)) | kind.0 << (slot * 4))
+    pub const fn is_full(self) -> bool {
+        self.used() == ALL_SLOTS
     }
 
-    /// A reach of at least `reach`.
+    /// The first slot that is not in use; there must be one.
     #[inline]
-    pub fn with_reach(self, reach: usize) -> Head {
-        let reach = REACHES.iter().position(|&step| usize::from(step) >= reach).unwrap_or(REACHES.len() - 1);
-        Head(self.0 & !(15 << 16) | (reach as u64) << 16)
+    pub const fn free_slot(self) -> usize {
+        self.0.trailing_ones() as usize % SLOTS
+    }
+
+    /// [`Head::free_slot`] is in use, under the next version.
+    #[inline]
+    pub const fn filled(self) -> Head {
+        // The sum sets the lowest bit that is not set, and clears those below.
+        Head((self.0 | (self.0 + 1)).wrapping_add(VERSION))
+    }
+
+    /// `slot` is in use, under the next version.
+    #[inline]
+    pub const fn with(self, slot: usize) -> Head {
+        Head((self.0 | 1 << slot).wrapping_add(VERSION))
+    }
+
+    /// `slot` is not in use, under the next version.
+    #[inline]
+    pub const fn without(self, slot: usize) -> Head {
+        Head((self.0 & !(1 << slot)).wrapping_add(VERSION))
     }
 
     /// The same content under the next version.
     #[inline]
-    pub fn next(self) -> Head {
-        const CONTENT: u64 = (1 << VERSION_SHIFT) - 1;
-        Head(self.0 & CONTENT | (self.0 & !CONTENT).wrapping_add(1 << VERSION_SHIFT))
-    }
-
-    #[inline]
-    pub fn free_slot(self) -> Option<usize> {
-        let free = !self.used() & 0x1111;
-        if free == 0 { None } else { Some(free.trailing_zeros() as usize / 4) }
-    }
-
-    /// The lowest bit of each kind that is not empty.
-    #[inline]
-    pub fn used(self) -> u64 {
-        let kinds = self.0 & 0xffff;
-        (kinds | kinds >> 1 | kinds >> 2 | kinds >> 3) & 0x1111
+    pub const fn next(self) -> Head {
+        Head(self.0.wrapping_add(VERSION))
     }
 }
 
@@ -137,8 +139,9 @@ impl Head {
 #[repr(C, align(64))]
 pub struct Bucket {
     pub head: AtomicU64,
-    low: AtomicU64,
-    high: [AtomicU64; 2],
+    marks: [AtomicU8; SLOTS],
+    middle: [AtomicU16; SLOTS],
+    low: [AtomicU32; SLOTS],
     pub words: [AtomicU64; SLOTS],
 }
 
@@ -146,8 +149,13 @@ impl Bucket {
     /// A bucket without entries.
     #[cfg(test)]
     pub fn empty() -> Bucket {
-        let zero = || AtomicU64::new(0);
-        Bucket { head: zero(), low: zero(), high: [zero(), zero()], words: [zero(), zero(), zero(), zero()] }
+        Bucket {
+            head: AtomicU64::new(0),
+            marks: std::array::from_fn(|_| AtomicU8::new(0)),
+            middle: std::array::from_fn(|_| AtomicU16::new(0)),
+            low: std::array::from_fn(|_| AtomicU32::new(0)),
+            words: std::array::from_fn(|_| AtomicU64::new(0)),
+        }
     }
 
     #[inline]
@@ -155,118 +163,49 @@ impl Bucket {
         Head(self.head.load(order))
     }
 
-    /// Returns a bit for each slot whose low 48 bits are those of `remainder`; the slot may be empty, and the header
-    /// has the other four bits.
     #[inline]
-    pub fn matches(&self, remainder: u64) -> u32 {
-        let low = self.low.load(Ordering::Relaxed);
-        let (high0, high1) = (self.high[0].load(Ordering::Relaxed), self.high[1].load(Ordering::Relaxed));
-        matches(low, high0, high1, remainder)
+    pub fn mark(&self, slot: usize) -> Mark {
+        Mark(self.marks[slot].load(Ordering::Relaxed))
     }
 
-    /// The slot in use, read under `head`, of a key of 8 bytes.
+    /// Returns a bit for each slot that `head` says is in use and whose low 48 bits are those of `remainder`; the mark has
+    /// the other four.
+    #[cfg(any(test, not(target_arch = "x86_64")))]
     #[inline]
-    pub fn find_inline(&self, head: Head, remainder: u64) -> Option<usize> {
-        let mut mask = self.matches(remainder);
-        while mask != 0 {
-            let slot = mask.trailing_zeros() as usize;
-            mask &= mask - 1;
-            if head.extra(slot) == remainder >> 48 && head.kind(slot) != Kind::EMPTY {
-                return Some(slot);
-            }
-        }
-        None
-    }
-
-    #[inline]
-    pub fn remainder(&self, head: Head, slot: usize) -> u64 {
-        let low = self.low.load(Ordering::Relaxed) >> (slot * 16) & 0xffff;
-        let high = self.high[slot / 2].load(Ordering::Relaxed) >> (slot % 2 * 32) & 0xffff_ffff;
-        head.extra(slot) << 48 | high << 16 | low
-    }
-
-    /// Makes a bucket that nobody else sees an empty one.
-    #[inline]
-    pub fn clear(&self) {
-        self.head.store(0, Ordering::Relaxed);
-        self.low.store(0, Ordering::Relaxed);
-        self.high[0].store(0, Ordering::Relaxed);
-        self.high[1].store(0, Ordering::Relaxed);
-    }
-
-    /// Calls `visit` with kind, remainder and word of each entry of a bucket that nobody changes.
-    #[inline(always)]
-    pub fn each(&self, mut visit: impl FnMut(Kind, u64, u64)) {
-        let head = self.head(Ordering::Relaxed);
-        let low = self.low.load(Ordering::Relaxed);
+    pub fn matches(&self, head: Head, remainder: u64) -> u32 {
+        let mut mask = 0;
         for slot in 0..SLOTS {
-            let kind = head.kind(slot);
-            if kind != Kind::EMPTY {
-                let high = self.high[slot / 2].load(Ordering::Relaxed) >> (slot % 2 * 32) & 0xffff_ffff;
-                let remainder = head.extra(slot) << 48 | high << 16 | low >> (slot * 16) & 0xffff;
-                visit(kind, remainder, self.words[slot].load(Ordering::Relaxed));
-            }
+            let equal = self.low[slot].load(Ordering::Relaxed) == remainder as u32
+                && self.middle[slot].load(Ordering::Relaxed) == (remainder >> 32) as u16;
+            mask |= u32::from(equal) << slot;
         }
+        mask & head.used() as u32
     }
 
-    /// Adds an entry to a bucket that nobody else sees and that only this call has filled since it was cleared.
-    /// False if it is full.
+    /// The remainder of the entry in a slot that nobody changes.
     #[inline]
-    pub fn append(&self, kind: Kind, remainder: u64, word: u64) -> bool {
-        let head = self.head(Ordering::Relaxed);
-        // Filled from the first slot on.
-        let slot = (67 - (head.0 & 0xffff).leading_zeros() as usize) / 4;
-        if slot == SLOTS {
-            return false;
-        }
-        // What is not used yet is zero.
-        let low = self.low.load(Ordering::Relaxed) | (remainder & 0xffff) << (slot * 16);
-        self.low.store(low, Ordering::Relaxed);
-        let half = &self.high[slot / 2];
-        let high = half.load(Ordering::Relaxed) | (remainder >> 16 & 0xffff_ffff) << (slot % 2 * 32);
-        half.store(high, Ordering::Relaxed);
-        self.words[slot].store(word, Ordering::Relaxed);
-        let added = kind.0 << (slot * 4) | (remainder >> 48) << (EXTRA_SHIFT as usize + slot * 4);
-        self.head.store(head.0 | added, Ordering::Relaxed);
-        true
+    pub fn remainder(&self, slot: usize) -> u64 {
+        let high = u64::from(self.mark(slot).0 & 15) << 48;
+        let middle = u64::from(self.middle[slot].load(Ordering::Relaxed)) << 32;
+        high | middle | u64::from(self.low[slot].load(Ordering::Relaxed))
     }
 
     /// Writes a free slot; it becomes an entry when the header says so.
     #[inline]
-    pub fn fill(&self, slot: usize, remainder: u64, word: u64) {
-        let shift = slot * 16;
-        let low = self.low.load(Ordering::Relaxed) & !(0xffff << shift) | (remainder & 0xffff) << shift;
-        self.low.store(low, Ordering::Relaxed);
-        let shift = slot % 2 * 32;
-        let half = &self.high[slot / 2];
-        let high = half.load(Ordering::Relaxed) & !(0xffff_ffff << shift) | (remainder >> 16 & 0xffff_ffff) << shift;
-        half.store(high, Ordering::Relaxed);
+    pub fn fill(&self, slot: usize, kind: Kind, remainder: u64, word: u64) {
+        self.low[slot].store(remainder as u32, Ordering::Relaxed);
+        self.middle[slot].store((remainder >> 32) as u16, Ordering::Relaxed);
+        self.marks[slot].store(Mark::new(kind, remainder).0, Ordering::Relaxed);
         self.words[slot].store(word, Ordering::Relaxed);
     }
-}
 
-#[cfg(target_arch = "x86_64")]
-#[inline]
-fn matches(low: u64, high0: u64, high1: u64, remainder: u64) -> u32 {
-    use std::arch::x86_64::*;
-    // SAFETY: SSE2 is part of x86_64; the intrinsics touch registers only.
-    unsafe {
-        let high = _mm_set_epi64x(high1 as i64, high0 as i64);
-        let high = _mm_cmpeq_epi32(high, _mm_set1_epi32((remainder >> 16) as i32));
-        let low = _mm_cmpeq_epi16(_mm_cvtsi64_si128(low as i64), _mm_set1_epi16(remainder as i16));
-        let both = _mm_and_si128(high, _mm_unpacklo_epi16(low, low));
-        _mm_movemask_ps(_mm_castsi128_ps(both)) as u32
+    /// Writes a slot of a bucket that nobody else sees: the parts of an entry as they lie here, `high` with the mark above
+    /// the 16 bits of the remainder.
+    #[inline(always)]
+    pub fn put(&self, slot: usize, low: u32, high: u32, word: u64) {
+        self.low[slot].store(low, Ordering::Relaxed);
+        self.middle[slot].store(high as u16, Ordering::Relaxed);
+        self.marks[slot].store((high >> 16) as u8, Ordering::Relaxed);
+        self.words[slot].store(word, Ordering::Relaxed);
     }
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-#[inline]
-fn matches(low: u64, high0: u64, high1: u64, remainder: u64) -> u32 {
-    let highs = [high0 as u32, (high0 >> 32) as u32, high1 as u32, (high1 >> 32) as u32];
-    let mut mask = 0;
-    for (slot, high) in highs.into_iter().enumerate() {
-        let equal = high == (remainder >> 16) as u32 && (low >> (slot * 16)) as u16 == remainder as u16;
-        mask |= u32::from(equal) << slot;
-    }
-    mask
 }

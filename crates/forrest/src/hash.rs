@@ -1,25 +1,56 @@
-//! Hashes: MurmurHash64A as libforrest has it, and keyed ones against hostile keys.
+//! Hashes: MurmurHash64A as libforrest has it, a secret mix over it, and keyed ones against hostile keys.
 //!
-//! Keys of 8 bytes are hashed by a *bijection*: MurmurHash64A is one on inputs
-//! of 8 bytes, and Speck64/128 is one under any key. Two different keys of 8
+//! Keys of 8 bytes are hashed by a *bijection*: the mix is one under any
+//! secret, and so is Speck64/128 under any key. Two different keys of 8
 //! bytes therefore never have the same hash, so the table compares the full
 //! key when it compares the full hash, and gives the key back by inverting it.
 //! Keys of any other length may collide; there the bytes are compared.
+//! Where in the table a hash leads is as secret as the store's random numbers.
 
 /// Multiplier of MurmurHash64A.
 const M: u64 = 0xc6a4_a793_5bd1_e995;
-/// Its inverse modulo 2^64.
-const M_INVERSE: u64 = {
+const R: u32 = 47;
+
+/// The number that an odd one becomes 1 with, modulo 2^64.
+const fn inverse(odd: u64) -> u64 {
     // Newton's iteration doubles the correct low bits each time; an odd number is its own inverse modulo 8.
-    let mut inverse = M;
+    let mut inverse = odd;
     let mut round = 0;
     while round < 5 {
-        inverse = inverse.wrapping_mul(2u64.wrapping_sub(M.wrapping_mul(inverse)));
+        inverse = inverse.wrapping_mul(2u64.wrapping_sub(odd.wrapping_mul(inverse)));
         round += 1;
     }
     inverse
-};
-const R: u32 = 47;
+}
+
+/// A secret bijection of 64 bits in few steps: no cipher, but who does not know the secret and sees no hash cannot tell
+/// which words come to lie together.
+#[derive(Clone, Copy)]
+pub(crate) struct Mix {
+    sum: u64,
+    odd: u64,
+}
+
+impl Mix {
+    /// Multiplier of the second step.
+    const LAST: u64 = 0xd6e8_feb8_6659_fd93;
+
+    fn new(keys: [u64; 2]) -> Mix {
+        Mix { sum: keys[0], odd: keys[1] | 1 }
+    }
+
+    #[inline(always)]
+    fn of(self, word: u64) -> u64 {
+        let word = (word ^ self.sum).wrapping_mul(self.odd);
+        (word ^ word >> 32).wrapping_mul(Mix::LAST)
+    }
+
+    /// The word of which `mixed` was made. (`x ^ x >> 32` is its own inverse.)
+    fn back(self, mixed: u64) -> u64 {
+        let word = mixed.wrapping_mul(const { inverse(Mix::LAST) });
+        (word ^ word >> 32).wrapping_mul(inverse(self.odd)) ^ self.sum
+    }
+}
 
 /// Returns the 64-bit MurmurHash, revision A, of `key`, as `ft_MurmurHash64A` of libforrest does.
 ///
@@ -48,23 +79,6 @@ fn finish(mut hash: u64) -> u64 {
     hash ^= hash >> R;
     hash = hash.wrapping_mul(M);
     hash ^ (hash >> R)
-}
-
-/// [`murmur64a`] of the 8 little-endian bytes of `key`.
-#[inline]
-fn murmur_word(key: u64, seed: u64) -> u64 {
-    let mut word = key.wrapping_mul(M);
-    word ^= word >> R;
-    finish((seed ^ 8u64.wrapping_mul(M) ^ word.wrapping_mul(M)).wrapping_mul(M))
-}
-
-/// The key whose [`murmur_word`] is `hash`. (`x ^ x >> 47` is its own inverse, since 94 > 64.)
-fn murmur_word_inverse(hash: u64, seed: u64) -> u64 {
-    let mut hash = (hash ^ (hash >> R)).wrapping_mul(M_INVERSE);
-    hash = (hash ^ (hash >> R)).wrapping_mul(M_INVERSE);
-    let mut word = (hash ^ seed ^ 8u64.wrapping_mul(M)).wrapping_mul(M_INVERSE);
-    word ^= word >> R;
-    word.wrapping_mul(M_INVERSE)
 }
 
 /// SipHash with 1 compression and 3 finalisation rounds.
@@ -152,7 +166,8 @@ impl Speck {
 /// How keys are hashed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hash {
-    /// MurmurHash64A with this seed, as libforrest. Its users take seed 9.
+    /// MurmurHash64A with this seed, as libforrest, whose users take seed 9; keys of 8 bytes go without it. Both are mixed
+    /// with random numbers of the store's own.
     Murmur {
         /// The seed.
         seed: u64,
@@ -171,14 +186,15 @@ impl Default for Hash {
 
 /// The hash function of one store.
 pub(crate) enum Hasher {
-    Murmur { seed: u64, keys: [u64; 2] },
+    Murmur { seed: u64, mix: Mix, keys: [u64; 2] },
     Keyed { speck: Box<Speck>, keys: [u64; 2] },
 }
 
 impl Hasher {
-    pub fn new(hash: Hash, keys: [u64; 2]) -> Hasher {
+    /// `keys` and `mix` are random.
+    pub fn new(hash: Hash, keys: [u64; 2], mix: [u64; 2]) -> Hasher {
         match hash {
-            Hash::Murmur { seed } => Hasher::Murmur { seed, keys },
+            Hash::Murmur { seed } => Hasher::Murmur { seed, mix: Mix::new(mix), keys },
             Hash::Keyed => Hasher::Keyed { speck: Box::new(Speck::new([keys[1], keys[0]])), keys },
         }
     }
@@ -186,8 +202,8 @@ impl Hasher {
     /// The hash under which `key` is found first.
     #[inline(always)]
     pub fn first(&self, key: &[u8]) -> u64 {
-        if let (Hasher::Murmur { seed, .. }, Ok(word)) = (self, <&[u8; 8]>::try_from(key)) {
-            return murmur_word(u64::from_le_bytes(*word), *seed);
+        if let (Hasher::Murmur { mix, .. }, Ok(word)) = (self, <&[u8; 8]>::try_from(key)) {
+            return mix.of(u64::from_le_bytes(*word));
         }
         self.first_of_any(key)
     }
@@ -196,7 +212,7 @@ impl Hasher {
     #[inline(never)]
     fn first_of_any(&self, key: &[u8]) -> u64 {
         match (self, <&[u8; 8]>::try_from(key).ok()) {
-            (Hasher::Murmur { seed, .. }, _) => murmur64a(key, *seed),
+            (Hasher::Murmur { seed, mix, .. }, _) => mix.of(murmur64a(key, *seed)),
             (Hasher::Keyed { speck, .. }, Some(word)) => speck.encrypt(u64::from_le_bytes(*word)),
             (Hasher::Keyed { keys, .. }, None) => siphash13(*keys, key),
         }
@@ -205,7 +221,7 @@ impl Hasher {
     /// The key of 8 bytes whose first hash is `hash`.
     pub fn word_of(&self, hash: u64) -> [u8; 8] {
         match self {
-            Hasher::Murmur { seed, .. } => murmur_word_inverse(hash, *seed),
+            Hasher::Murmur { mix, .. } => mix.back(hash),
             Hasher::Keyed { speck, .. } => speck.decrypt(hash),
         }
         .to_le_bytes()
@@ -288,14 +304,41 @@ mod tests {
     }
 
     #[test]
-    fn words_are_hashed_as_their_bytes_and_back() {
+    fn keys_of_eight_bytes_come_back_from_their_hash() {
         for key in (0..2000u64).map(|i| i.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ i) {
-            for seed in [9, 0x1234_5678_9abc_def0] {
-                assert_eq!(murmur_word(key, seed), murmur64a(&key.to_le_bytes(), seed));
-                assert_eq!(murmur_word_inverse(murmur_word(key, seed), seed), key);
+            for hash in [Hash::default(), Hash::Keyed] {
+                let hasher = Hasher::new(hash, [key, !key], [key.rotate_left(7), key.rotate_left(40)]);
+                assert_eq!(hasher.word_of(hasher.first(&key.to_le_bytes())), key.to_le_bytes());
             }
-            let keyed = Hasher::new(Hash::Keyed, [key, !key]);
-            assert_eq!(keyed.word_of(keyed.first(&key.to_le_bytes())), key.to_le_bytes());
+        }
+    }
+
+    /// Keys as programs make them: counted, in strides, digits, few bits apart.
+    #[test]
+    fn keys_with_a_pattern_are_spread_evenly() {
+        const COUNT: u64 = 1 << 16;
+        let digits = |number: u64| u64::from_le_bytes(format!("{number:08}").into_bytes().try_into().unwrap());
+        let patterns: [(&str, &dyn Fn(u64) -> u64); 6] = [
+            ("counted", &|i| i),
+            ("strides of a page", &|i| i << 12),
+            ("high bits", &|i| i << 48),
+            ("big-endian", &|i| i.swap_bytes()),
+            ("digits", &digits),
+            ("bits the other way round", &|i| i.reverse_bits()),
+        ];
+        for mix in random::<8>().unwrap().as_chunks::<2>().0 {
+            let hasher = Hasher::new(Hash::default(), [1, 2], *mix);
+            for (what, pattern) in &patterns {
+                // The bits by which the table goes: segment, first and second bucket.
+                for shift in [52, 40, 20] {
+                    let mut counts = vec![0u64; 1 << 12];
+                    (0..COUNT)
+                        .for_each(|i| counts[(hasher.first(&pattern(i).to_le_bytes()) >> shift & 0xfff) as usize] += 1);
+                    // 16 each, if they fell by chance: their squares would add up to 272 each, give or take a few.
+                    let squares: u64 = counts.iter().map(|count| count * count).sum();
+                    assert!(squares < 330 << 12, "{what}, bits from {shift} on, {mix:x?}: {}", squares >> 12);
+                }
+            }
         }
     }
 

@@ -58,6 +58,7 @@ mod stats;
 mod store;
 mod table;
 mod value;
+mod wide;
 
 pub use config::{Numa, Options, Pages};
 pub use error::Error;

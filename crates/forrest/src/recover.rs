@@ -8,9 +8,9 @@
 //! one who recovers may be killed too: he notes what he does in the dead one's
 //! seat, so that the next one goes on there.
 
-use crate::bucket::{Kind, SLOTS};
+use crate::bucket::{Head, Kind, SLOTS};
 use crate::record::Record;
-use crate::table::{Dir, Place, SEGMENTS, Spot, Table, content};
+use crate::table::{Dir, Homes, Place, SEGMENTS, Spot, Table};
 use llds::arena::DeadSeat;
 use llds::arena::fault::point;
 use std::collections::HashSet;
@@ -21,10 +21,8 @@ use std::sync::atomic::Ordering;
 pub struct Report {
     /// Entries.
     pub entries: u64,
-    /// Entries in their home bucket.
+    /// Entries in the first of their two homes.
     pub at_home: u64,
-    /// Farthest an entry lies from its home, in buckets.
-    pub reach_max: u64,
     /// Entries under their second hash.
     pub second: u64,
     /// Buckets.
@@ -83,7 +81,7 @@ impl Table {
         let dir = self.dir(segment, Ordering::Acquire);
         for index in 0..dir.buckets() {
             let head = &self.bucket(dir, index).head;
-            head.store(crate::bucket::Head(head.load(Ordering::Relaxed)).next().0, Ordering::Release);
+            head.store(Head(head.load(Ordering::Relaxed)).next().0, Ordering::Release);
         }
     }
 
@@ -103,11 +101,13 @@ impl Table {
         let mut entries: Vec<(Place, u64)> = Vec::new();
         self.each_in(segment, |place, remainder| entries.push((place, remainder)));
         for &(place, remainder) in &entries {
-            let first = self.first_copy(dir, place, remainder);
-            if first == (place.bucket, place.slot) {
+            let (bucket, slot) = self.first_copy(dir, place, remainder);
+            if (bucket, slot) == (place.bucket, place.slot) {
                 continue;
             }
-            if place.kind.is_record() {
+            let word = self.bucket(dir, bucket).words[slot].load(Ordering::Relaxed);
+            // An entry that was moving as it was has one and the same record in both places.
+            if place.kind.is_record() && place.word != word {
                 dead.intend_retire(place.word);
                 point();
                 self.unlink(dir, place);
@@ -120,16 +120,12 @@ impl Table {
 
     fn unlink(&self, dir: Dir, place: Place) {
         let bucket = self.bucket(dir, place.bucket);
-        let head = bucket.head(Ordering::Relaxed).with_kind(place.slot, Kind::EMPTY).next();
-        bucket.head.store(head.0, Ordering::Release);
+        bucket.head.store(bucket.head(Ordering::Relaxed).without(place.slot).0, Ordering::Release);
         point();
     }
 
     /// Where a reader that looks for the key of `place` finds it.
     fn first_copy(&self, dir: Dir, place: Place, remainder: u64) -> (usize, usize) {
-        let buckets = dir.buckets();
-        let way = self.way(remainder, buckets);
-        let reach = self.bucket(dir, way.home()).head(Ordering::Relaxed).reach();
         let mut key = Vec::new();
         let word_key = match Record::at(&self.arena, place.word).filter(|_| place.kind.is_record()) {
             Some(record) => {
@@ -138,15 +134,12 @@ impl Table {
             }
             None => true,
         };
-        for step in 0..=reach {
-            let index = way.at(step);
+        let homes = Homes::of(remainder, dir.buckets());
+        for index in [homes.first, homes.second] {
             let bucket = self.bucket(dir, index);
-            let head = bucket.head(Ordering::Relaxed);
-            for slot in 0..SLOTS {
-                let kind = head.kind(slot);
-                if kind == Kind::EMPTY || bucket.remainder(head, slot) != remainder {
-                    continue;
-                }
+            let used = bucket.head(Ordering::Relaxed).used();
+            for slot in (0..SLOTS).filter(|slot| used >> slot & 1 == 1 && bucket.remainder(*slot) == remainder) {
+                let kind = bucket.mark(slot).kind();
                 let same = if kind.is_record() {
                     let record = Record::at(&self.arena, bucket.words[slot].load(Ordering::Relaxed));
                     match record {
@@ -245,15 +238,14 @@ impl Table {
         report: &mut Report,
     ) -> Result<(), String> {
         let at = format!("segment {segment}, bucket {}, slot {}", place.bucket, place.slot);
-        let way = self.way(remainder, dir.buckets());
-        let head = self.bucket(dir, way.home()).head(Ordering::Acquire);
-        let Some(step) = (0..=head.reach()).find(|&step| way.at(step) == place.bucket) else {
-            return Err(format!("{at}: not on its way from bucket {} ({:#x})", way.home(), content(head)));
-        };
+        let homes = Homes::of(remainder, dir.buckets());
+        if place.bucket != homes.first && place.bucket != homes.second {
+            return Err(format!("{at}: its homes are {} and {}", homes.first, homes.second));
+        }
         if self.first_copy(dir, place, remainder) != (place.bucket, place.slot) {
             return Err(format!("{at}: a second copy"));
         }
-        if place.kind.0 > Kind::SECOND.0 {
+        if !place.kind.is_record() && place.kind.inline_length().is_none() {
             return Err(format!("{at}: unknown kind {}", place.kind.0));
         }
         if place.kind.is_record() {
@@ -274,8 +266,7 @@ impl Table {
             report.second += u64::from(second);
         }
         report.entries += 1;
-        report.at_home += u64::from(step == 0);
-        report.reach_max = report.reach_max.max(step as u64);
+        report.at_home += u64::from(place.bucket == homes.first);
         Ok(())
     }
 }

@@ -8,7 +8,7 @@ use crate::order::{KeyBound, Order};
 use crate::recover::Report;
 use crate::scan::Scan;
 use crate::stats::Stats;
-use crate::table::{AHEAD, Asked, Change, OFFSETS_END, Probe, SEGMENTS, Sink, Table};
+use crate::table::{Asked, Change, OFFSETS_END, Probe, SEGMENTS, Sink, Table};
 use crate::value::{Guarding, Into, Presence, Ref, RefBytes, Value};
 use llds::arena::{self, Arena, Pages};
 use std::fs::File;
@@ -19,8 +19,8 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
-/// Kind of arena, and first word of its root: a store, layout 2.
-const KIND: u64 = u64::from_le_bytes(*b"forrest2");
+/// Kind of arena, and first word of its root: a store, layout 3.
+const KIND: u64 = u64::from_le_bytes(*b"forrest3");
 
 /// Where named stores live.
 const DIRECTORY: &str = "/dev/shm";
@@ -31,6 +31,9 @@ const PRIVATE_LIMIT: u64 = 256 << 30;
 const SHARED_LIMIT: u64 = 64 << 30;
 /// Highest limit: what the directory can name, less ample room for the fixed part in front.
 const LIMIT_MAX: u64 = OFFSETS_END - (1 << 30);
+
+/// Words that say how the store was made; their checksum follows.
+const SETTINGS: usize = 7;
 
 /// Bytes of the root before the directory: settings, then the cursor of the passing growth.
 const ROOT_HEAD: usize = 4096;
@@ -253,19 +256,19 @@ impl Store {
             return Err(arena::Error::Damaged("it has no room for its directory").into());
         }
         let root = arena.root();
-        let settings: Vec<u64> = (0..7)
+        let settings: Vec<u64> = (0..=SETTINGS)
             // SAFETY: the root has ROOT_BYTES; its settings are not written after creation.
             .map(|index| unsafe { root.cast::<u64>().add(index).read() })
             .collect();
-        if settings[0] != KIND || settings[6] != settings_sum(&settings[..6]) {
+        if settings[0] != KIND || settings[SETTINGS] != settings_sum(&settings[..SETTINGS]) {
             return Err(arena::Error::Damaged("the settings do not fit their checksum").into());
         }
         let hash = if settings[1] == 1 { Hash::Keyed } else { Hash::Murmur { seed: settings[2] } };
-        let hasher = Hasher::new(hash, [settings[3], settings[4]]);
+        let hasher = Hasher::new(hash, [settings[3], settings[4]], [settings[5], settings[6]]);
         let limit_bytes = arena.capacity_bytes();
         let at = |offset: usize| root.wrapping_add(offset);
         let words = [at(ROOT_HEAD), at(ROOT_HEAD + SEGMENTS * 8), at(CURSOR_AT)];
-        let table = Table::new(arena, words, hasher, settings[5]);
+        let table = Table::new(arena, words, hasher);
         if !table.is_directory_sound() {
             return Err(arena::Error::Damaged("its directory names places outside of it").into());
         }
@@ -312,7 +315,7 @@ impl Store {
     /// Copies the value of `key` into `out`, replacing what is in it. False, and `out` empty, if there is none.
     #[inline]
     pub fn get_into(&self, key: &[u8], out: &mut Vec<u8>) -> bool {
-        let found = self.table.read(key, self.table.hasher.first(key), &mut Into(out));
+        let found = self.read(key, &mut Into(out));
         if !found {
             out.clear();
         }
@@ -360,7 +363,7 @@ impl Store {
     /// Whether there is an entry of `key`.
     #[inline]
     pub fn contains(&self, key: &[u8]) -> bool {
-        self.table.read(key, self.table.hasher.first(key), &mut Presence)
+        self.read(key, &mut Presence)
     }
 
     /// Calls `each` with the position and value of every key in turn, keeping many lookups in flight.
@@ -374,6 +377,9 @@ impl Store {
             }
             for asked in &mut asked[..keys.len()] {
                 table.ask_on(asked);
+            }
+            for (asked, _) in asked.iter().zip(keys).filter(|(_, key)| key.as_ref().len() != 8) {
+                table.ask_record(asked);
             }
             for (index, (key, asked)) in keys.iter().zip(&asked).enumerate() {
                 if key.as_ref().len() == 8 {
@@ -453,8 +459,10 @@ impl Store {
         for entries in entries.chunks(BATCH) {
             for (hash, (key, _)) in hashes.iter_mut().zip(entries) {
                 *hash = table.hasher.first(key.as_ref());
-                crate::record::prefetch(table.lock_word((*hash >> crate::bucket::REMAINDER_BITS) as usize));
-                table.prefetch_write(*hash, AHEAD);
+                table.prefetch_write(*hash);
+            }
+            for &hash in &hashes[..entries.len()] {
+                table.prefetch_room(hash);
             }
             for ((key, value), &hash) in entries.iter().zip(&hashes) {
                 self.set_hashed(key.as_ref(), value.as_ref(), hash, true)?;
@@ -488,6 +496,11 @@ impl Store {
         {
             return Ok(existed);
         }
+        self.delete_any(key, hash)
+    }
+
+    #[inline(never)]
+    fn delete_any(&self, key: &[u8], hash: u64) -> Result<bool, Error> {
         self.modify(key, hash, |_| Ok(Change::Delete))
     }
 
@@ -704,6 +717,12 @@ impl Store {
         self.table.recover_all();
     }
 
+    /// In which of 4,096 parts of the table a key lies, for tests: keys of one part share its lock and its buckets.
+    #[doc(hidden)]
+    pub fn segment_of(&self, key: &[u8]) -> usize {
+        crate::table::Spot::of(self.table.hasher.first(key)).segment
+    }
+
     /// Checks every promise of the layout, entry by entry. Exact only while nobody writes.
     ///
     /// # Errors
@@ -749,12 +768,12 @@ impl Sink for Batched<'_> {
 
 /// Writes a new store's settings.
 fn init_root(arena: &Arena, hash: Hash) -> Result<(), Error> {
-    let [key0, key1, place] = random::<3>()?;
+    let [key0, key1, mix0, mix1] = random::<4>()?;
     let (keyed, seed) = match hash {
         Hash::Keyed => (1, 0),
         Hash::Murmur { seed } => (0, seed),
     };
-    let settings = [KIND, keyed, seed, key0, key1, place | 1];
+    let settings: [u64; SETTINGS] = [KIND, keyed, seed, key0, key1, mix0, mix1];
     let root = arena.root().cast::<u64>();
     for (index, word) in settings.into_iter().chain([settings_sum(&settings)]).enumerate() {
         // SAFETY: the root is ours alone until the store is published.

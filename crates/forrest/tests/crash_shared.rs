@@ -23,7 +23,7 @@ const KEYS: usize = 48;
 /// The first of each worker's keys that lie in one segment.
 const NEAR: usize = 24;
 /// The segment in which they do.
-const SEGMENT: u64 = 7;
+const SEGMENT: usize = 7;
 /// Bytes of the longest value: eight spans.
 const LONG: u64 = 4 << 20;
 const COUNTER: &[u8] = b"counter";
@@ -45,15 +45,20 @@ fn random(state: &mut u64) -> u64 {
     state.wrapping_mul(0x2545_f491_4f6c_dd1d)
 }
 
+/// Keys that lie in one segment of the store. Which do is its own secret.
+static NEAR_KEYS: OnceLock<Vec<[u8; 8]>> = OnceLock::new();
+
+/// Finds them before the first fork, so that children need not.
+fn find_near_keys(store: &Store) {
+    let in_segment = |number: &[u8; 8]| store.segment_of(number) == SEGMENT;
+    let keys = || (1u64 << 32..).map(u64::to_le_bytes).filter(in_segment).take(WORKERS * KEYS).collect();
+    NEAR_KEYS.get_or_init(keys);
+}
+
 fn key(worker: usize, index: usize) -> Vec<u8> {
-    static NEAR_KEYS: OnceLock<Vec<[u8; 8]>> = OnceLock::new();
     // Keys of 8 bytes live in slots, others in records.
     match index {
-        NEAR.. => {
-            let in_segment = |number: &[u8; 8]| forrest::murmur64a(number, 9) >> 52 == SEGMENT;
-            let keys = || (1u64 << 32..).map(u64::to_le_bytes).filter(in_segment).take(WORKERS * KEYS).collect();
-            NEAR_KEYS.get_or_init(keys)[worker * KEYS + index].to_vec()
-        }
+        NEAR.. => NEAR_KEYS.get().expect("they were found")[worker * KEYS + index].to_vec(),
         _ if index.is_multiple_of(3) => format!("worker {worker}, key {index}").into_bytes(),
         _ => ((worker * 1000 + index) as u64).to_le_bytes().to_vec(),
     }
@@ -226,8 +231,7 @@ fn main() {
         std::slice::from_raw_parts(at.cast::<Journal>(), WORKERS)
     };
     let (mut kills, mut injected, mut recoverers, mut checks, mut lost) = (0u64, 0u64, 0u64, 0u64, 0u64);
-    // Found before the first fork, so that children need not look for them.
-    key(0, NEAR);
+    find_near_keys(&store);
     let can_inject = cfg!(any(debug_assertions, pagefold_stress));
     for slot in 0..WORKERS {
         start(&mut cleanup, journals, slot, &mut seed, false);

@@ -169,7 +169,7 @@ fn room_made_before_is_enough() {
     store.set(b"before", b"x").unwrap();
     store.reserve(ENTRIES).unwrap();
     let buckets = store.stats().bucket_count;
-    assert!(buckets * 4 > ENTRIES, "{buckets} buckets");
+    assert!(buckets * 8 > ENTRIES, "{buckets} buckets");
     for key in 1..ENTRIES {
         store.set(&key.to_le_bytes(), &(key ^ 7).to_le_bytes()).unwrap();
     }
@@ -193,7 +193,7 @@ fn room_beyond_the_limit_is_refused_and_the_store_goes_on() {
         let error = store.reserve(asked).unwrap_err();
         let forrest::Error::TooMany { entries, entries_max } = error else { panic!("{error}") };
         assert!(error.is_full() && error.to_string().contains(&asked.to_string()), "{error}");
-        // 4 MiB of buckets of 64 bytes, four entries in each.
+        // 4 MiB of buckets of 128 bytes, eight entries in each.
         assert!(entries == asked && (100_000..1 << 18).contains(&entries_max), "{error}");
         // What it says is what it takes, to within the rounding.
         let more = store.reserve(entries_max + 4096);

@@ -5,7 +5,7 @@ use crate::bucket::SLOTS;
 #[cfg(any(debug_assertions, pagefold_stress))]
 use crate::fault;
 use crate::record::Record;
-use crate::table::{Place, Spot};
+use crate::table::{Homes, Place, Spot};
 
 /// A shared store of this test's own, whose file is removed at the end, also of a failed test.
 struct Shared {
@@ -33,6 +33,17 @@ impl Drop for Shared {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.path);
     }
+}
+
+#[test]
+fn a_store_of_an_older_layout_is_refused_by_its_number() {
+    let shared = Shared::new("layout");
+    std::fs::remove_file(&shared.path).unwrap();
+    let file = File::options().read(true).write(true).create_new(true).mode(0o600).open(&shared.path).unwrap();
+    let kind = u64::from_le_bytes(*b"forrest2");
+    drop(Arena::create(file, &arena::Options { kind, ..Options::new().arena(64 << 20) }).unwrap());
+    let error = Options::new().open_path(&shared.path).err().unwrap().to_string();
+    assert!(error.contains("layout version 2, this code has 3"), "{error}");
 }
 
 #[test]
@@ -92,44 +103,58 @@ fn a_long_value_stays_while_it_is_copied() {
     assert!(!read(b"short").0);
 }
 
+/// The segment that the next tests look into.
+#[cfg(any(debug_assertions, pagefold_stress))]
+const SEGMENT: usize = 7;
+
+#[cfg(any(debug_assertions, pagefold_stress))]
+fn entries(store: &Store) -> Vec<(Place, u64)> {
+    let mut entries = Vec::new();
+    store.table.each_in(SEGMENT, |place, remainder| entries.push((place, remainder)));
+    entries
+}
+
+#[cfg(any(debug_assertions, pagefold_stress))]
+fn homes(store: &Store, remainder: u64) -> Homes {
+    Homes::of(remainder, store.table.dir(SEGMENT, Ordering::Relaxed).buckets())
+}
+
+/// The key of 8 bytes with this remainder.
+#[cfg(any(debug_assertions, pagefold_stress))]
+fn key_at(store: &Store, remainder: u64) -> [u8; 8] {
+    store.table.hasher.word_of(Spot { segment: SEGMENT, remainder }.hash())
+}
+
+/// A shared store whose segment has so many entries, and how many there are in each bucket.
+#[cfg(any(debug_assertions, pagefold_stress))]
+fn filled(what: &str, count: u64, value: impl Fn(u64) -> Vec<u8>) -> (Shared, Vec<usize>) {
+    let shared = Shared::new(what);
+    let store = &shared.store;
+    for number in 1..=count {
+        store.set(&key_at(store, number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 12), &value(number)).unwrap();
+    }
+    let mut counts = vec![0; store.table.dir(SEGMENT, Ordering::Relaxed).buckets()];
+    entries(store).iter().for_each(|(place, _)| counts[place.bucket] += 1);
+    (shared, counts)
+}
+
 /// One dies with an entry in two places, the second in a record; then the one who cleans up after him dies as well,
 /// at each point in turn. Whoever comes next finishes both, and frees the record once.
 #[test]
 #[cfg(any(debug_assertions, pagefold_stress))]
 fn recoverers_may_be_killed_too() {
-    const SEGMENT: usize = 7;
-    let entries = |store: &Store| {
-        let mut entries: Vec<(Place, u64)> = Vec::new();
-        store.table.each_in(SEGMENT, |place, remainder| entries.push((place, remainder)));
-        entries
-    };
-    let key_of = |store: &Store, (place, remainder): (Place, u64)| {
-        let mut key = Vec::new();
-        store.table.key_of(SEGMENT, place, remainder, &mut key);
-        key
-    };
-    // A full segment of records, one of which lies in a full bucket while its home has a free slot: it moves there
-    // when its value becomes short. Where entries lie is another secret of each store.
-    let prepare = || loop {
-        let shared = Shared::new("recoverers");
+    // A segment of records, one of which lies in its second home, which is full, while its first one has a free slot: it
+    // moves there when its value becomes short.
+    let prepare = || {
+        let (shared, counts) = filled("recoverers", 400, |_| vec![1; 100]);
         let store = &shared.store;
-        for number in 1..200u64 {
-            let remainder = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 12;
-            let key = store.table.hasher.word_of(Spot { segment: SEGMENT, remainder }.hash());
-            store.set(&key, &[1; 100]).unwrap();
-        }
-        let all = entries(store);
-        let buckets = store.table.dir(SEGMENT, Ordering::Relaxed).buckets();
-        let full = |bucket| all.iter().filter(|(place, _)| place.bucket == bucket).count() == SLOTS;
-        let away = all.iter().find_map(|&(place, remainder)| {
-            let home = store.table.way(remainder, buckets).home();
-            (home != place.bucket && full(place.bucket)).then_some((place, remainder, home))
-        });
-        let Some((place, remainder, home)) = away else { continue };
-        let near = *all.iter().find(|(place, _)| place.bucket == home).unwrap();
-        let (moving, near) = (key_of(store, (place, remainder)), key_of(store, near));
-        store.delete(&near).unwrap();
-        break (shared, moving, remainder);
+        let away = |&(place, remainder): &(Place, u64)| {
+            let homes = homes(store, remainder);
+            place.bucket != homes.first && counts[place.bucket] == SLOTS && counts[homes.first] < SLOTS
+        };
+        let remainder = entries(store).into_iter().find(away).unwrap().1;
+        let moving = key_at(store, remainder);
+        (shared, moving, remainder)
     };
     let mut twice = 0;
     for first in 1..12 {
@@ -164,9 +189,10 @@ fn recoverers_may_be_killed_too() {
             for number in 0..200u64 {
                 store.set(&number.to_le_bytes(), &[2; 100]).unwrap();
             }
-            for entry in entries(store) {
-                let (key, value) = (key_of(store, entry), store.get(&key_of(store, entry)).unwrap());
-                assert!(value == &[1; 100] || value == b"short", "{at}: {key:?} is {value:?}");
+            for (_, remainder) in entries(store) {
+                let key = key_at(store, remainder);
+                let value = store.get(&key).unwrap();
+                assert!(value == &[1; 100] || value == &[2; 100] || value == b"short", "{at}: {key:?} is {value:?}");
             }
             store.check().unwrap_or_else(|wrong| panic!("{at}, after more: {wrong}"));
             if !died {
@@ -175,6 +201,62 @@ fn recoverers_may_be_killed_too() {
         }
     }
     assert!(twice > 5, "{twice} recoveries of a double entry");
+}
+
+/// One dies while he moves an entry that is in another's way, a record or not, at each point in turn; then the one who
+/// cleans up after him. All entries are what they were, each in one place, and no record is freed.
+#[test]
+#[cfg(any(debug_assertions, pagefold_stress))]
+fn who_moves_an_entry_may_be_killed() {
+    let value = |number: u64| if number.is_multiple_of(2) { vec![number as u8; 8] } else { vec![number as u8; 50] };
+    let mut doubles = 0;
+    for first in 1.. {
+        let mut is_over = false;
+        for second in 1.. {
+            // Few enough not to be copied meanwhile, and so many that some buckets are full.
+            let (shared, counts) = filled("moves", 500, value);
+            let store = &shared.store;
+            let is_crowded = |remainder: &u64| {
+                let homes = homes(store, *remainder);
+                homes.first != homes.second && counts[homes.first] == SLOTS && counts[homes.second] == SLOTS
+            };
+            let remainders = (1u64..).map(|number| number.wrapping_mul(0xd6e8_feb8_6659_fd93) >> 12);
+            let remainder = { remainders }.find(is_crowded).unwrap();
+            let (new, before) = (key_at(store, remainder), entries(store).len());
+            let done = !fault::dies(1 << 40, || {
+                let store = shared.again();
+                store.set(b"takes a seat", b"").unwrap();
+                fault::arm(first);
+                store.set(&new, b"new").unwrap();
+                fault::arm(0);
+            });
+            is_over = done;
+            let mut remainders: Vec<u64> = entries(store).iter().map(|entry| entry.1).collect();
+            let all = remainders.len();
+            remainders.sort_unstable();
+            remainders.dedup();
+            doubles += all - remainders.len();
+            let died = !done && fault::dies(second, || drop(shared.again()));
+            let at = format!("deaths at points {first} and {second}");
+            store.recover();
+            let report = store.check().unwrap_or_else(|wrong| panic!("{at}: {wrong}"));
+            assert_eq!(report.lost_blocks, 0, "{at}");
+            let is_new = store.get(&new).map(|value| assert_eq!(value, b"new")).is_some();
+            assert_eq!(entries(store).len(), before + usize::from(is_new), "{at}");
+            assert!(is_new || !done, "{at}");
+            for number in 1..=500u64 {
+                let key = key_at(store, number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 12);
+                assert_eq!(&*store.get(&key).unwrap(), &value(number)[..], "{at}");
+            }
+            if !died {
+                break;
+            }
+        }
+        if is_over {
+            break;
+        }
+    }
+    assert!(doubles > 5, "{doubles} entries were in two places");
 }
 
 #[test]
@@ -384,4 +466,34 @@ fn memory_that_an_ended_thread_left_under_a_guard_serves_before_the_limit() {
     assert!(*held == value[..]);
     drop(held);
     store.set(b"large", &value).unwrap();
+}
+
+#[test]
+fn a_full_segment_says_so_and_holds_what_it_can() {
+    let store = Store::new().unwrap();
+    let key = |number: u64| {
+        let remainder = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 12;
+        store.table.hasher.word_of(Spot { segment: 3, remainder }.hash())
+    };
+    let refused = (0..2_200_000u64).map(|number| (number, store.set(&key(number), b"")));
+    let (count, error) = refused.into_iter().find_map(|(number, set)| Some((number, set.err()?))).unwrap();
+    assert!(error.is_full() && error.to_string().contains("Keyed"), "{error}");
+    // Most of the 262,143 buckets of eight that there can be, however the last one comes to be full.
+    assert!(count > 1_900_000, "{count} entries");
+    assert_eq!(store.len(), count);
+    assert!((0..count).all(|number| store.contains(&key(number))));
+    assert!(store.delete(&key(7)).unwrap());
+    store.set(&key(7), b"").unwrap();
+}
+
+#[test]
+fn keys_that_nothing_tells_apart_do_not_take_all_memory() {
+    let store = Store::new().unwrap();
+    // All have the same two homes, whatever the length of the array.
+    let key = |number: u64| store.table.hasher.word_of(Spot { segment: 3, remainder: number }.hash());
+    let set = (0..100).take_while(|&number| store.set(&key(number), b"1").is_ok()).count() as u64;
+    assert!((8..=2 * SLOTS as u64).contains(&set), "{set}");
+    assert!(store.set(&key(set), b"1").is_err_and(|error| matches!(error, Error::Crowded { .. })));
+    assert!((0..set).all(|number| store.contains(&key(number))));
+    assert!(store.stats().held_bytes < 8 << 20, "{:?}", store.stats());
 }

@@ -6,7 +6,7 @@
 //! until the directory entry tells them to start over.
 
 use super::{COUNT_BITS, Dir, SEGMENTS, Table};
-use crate::bucket::{BUCKET_BYTES, Kind, REACH_COPIED};
+use crate::bucket::{BUCKET_BYTES, SLOTS};
 use crate::error::Error;
 use llds::arena::fault::point;
 use llds::arena::{LOG_BYTES_MAX, SPAN_BYTES, SeatRef};
@@ -14,10 +14,13 @@ use std::cell::Cell;
 use std::sync::atomic::Ordering;
 
 /// Entries per bucket, in hundredths, to which a segment is rebuilt.
-const FILL_TO: usize = 288;
+const FILL_TO: usize = SLOTS * 72;
 
 /// A passing insert rebuilds segments above this fill, in hundredths of entries per bucket.
-const FILL_PASS: usize = 336;
+const FILL_PASS: usize = SLOTS * 84;
+
+/// One insert of so many looks whether the passing growth is due, and earns for all of them. A power of two.
+const INSERTS_PER_LOOK: u64 = 32;
 
 /// What passing over one segment costs of a thread's credit.
 const CREDIT_PER_SEGMENT: u32 = 1 << 24;
@@ -64,8 +67,15 @@ impl Table {
     /// Makes room in a segment that is full.
     pub(super) fn grow(&self, seat: &SeatRef<'_>, segment: usize) -> Result<(), Error> {
         let buckets = self.dir(segment, Ordering::Relaxed).buckets();
+        self.check_hope(segment, buckets)?;
         let wanted = fitting(self.count(segment) as usize + 1).max(buckets + 1 + buckets / 16);
         self.rebuild(seat, segment, longer(buckets, wanted), true)
+    }
+
+    /// Refuses a longer array to entries that nearly all want the same few buckets: it would not help them.
+    fn check_hope(&self, segment: usize, buckets: usize) -> Result<(), Error> {
+        let entries = self.count(segment);
+        if buckets > 16 && entries * 8 < (buckets * SLOTS) as u64 { Err(Error::Crowded { entries }) } else { Ok(()) }
     }
 
     /// Moves a segment to an array of at least `wanted` buckets; to none if it is empty and `wanted` is 0.
@@ -96,6 +106,7 @@ impl Table {
             seat.settle_alloc();
             point();
             self.arena.free(seat, offset);
+            self.check_hope(segment, buckets)?;
             wanted = longer(buckets, buckets + 1 + buckets / 8);
         };
         point();
@@ -122,55 +133,39 @@ impl Table {
         if each.abs_diff(wanted) <= wanted / 16 { each.min(wanted.max(BUCKETS_MAX)) } else { wanted }
     }
 
-    /// Copies all entries of `from` to the unpublished array `to`. False if one does not find room.
-    ///
-    /// Homes keep their order whatever the length of the array, so both sides are walked from front to back. Entries
-    /// whose home is full wait until all others lie in theirs.
-    fn copy(&self, from: Dir, to: Dir) -> bool {
-        let buckets = to.buckets();
-        for index in 0..buckets {
-            self.bucket(to, index).clear();
-        }
-        let mut late: Vec<(Kind, u64, u64)> = Vec::new();
-        let first = self.bucket(to, 0);
-        // SAFETY: the array has `buckets` buckets from its first on, and homes are below that.
-        let at = |index: usize| unsafe { &*std::ptr::from_ref(first).add(index) };
-        for index in 0..from.buckets() {
-            self.bucket(from, index).each(|kind, remainder, word| {
-                if !at(self.way(remainder, buckets).home()).append(kind, remainder, word) {
-                    late.push((kind, remainder, word));
-                }
-            });
-        }
-        late.into_iter().all(|(kind, remainder, word)| {
-            let way = self.way(remainder, buckets);
-            let Some(step) = (1..=REACH_COPIED).find(|&step| at(way.at(step)).append(kind, remainder, word)) else {
-                return false;
-            };
-            let home = at(way.home());
-            let head = home.head(Ordering::Relaxed);
-            if head.reach() < step {
-                home.head.store(head.with_reach(step).0, Ordering::Relaxed);
-            }
-            true
-        })
+    /// Moves a segment to a shorter array.
+    #[cold]
+    pub(super) fn shrink(&self, seat: &SeatRef<'_>, segment: usize) {
+        // Less memory is a kindness, not a duty: without room for the smaller copy the larger one stays.
+        let _ = self.rebuild(seat, segment, fitting(self.count(segment) as usize), true);
     }
 
-    /// After an insert into a segment of `count` entries: rebuild the next segments in order that will be full soon.
-    #[inline]
-    pub(super) fn pass(&self, seat: &SeatRef<'_>, count: u64) {
-        // A segment has fewer than 2^20 entries, so that what an insert owes is never rounded to nothing.
-        // What a small table owes beyond a few segments is let go: it has little memory to keep dense.
-        let credit = (CREDIT.get() + CREDIT_PER_OWN_SIZE / count as u32).min(CREDIT_PER_SEGMENT * 8);
-        CREDIT.set(credit);
-        if credit >= CREDIT_PER_SEGMENT {
-            self.pass_slow(seat, credit);
+    /// After an insert into a segment that has `count` entries now: rebuild the next segments in order that will be full
+    /// soon.
+    #[inline(always)]
+    pub(super) fn inserted(&self, hash: u64, count: u64) {
+        if hash.is_multiple_of(INSERTS_PER_LOOK) {
+            self.pass(count);
         }
     }
 
     #[cold]
-    fn pass_slow(&self, seat: &SeatRef<'_>, credit: u32) {
-        CREDIT.set(credit - CREDIT_PER_SEGMENT);
+    #[inline(never)]
+    fn pass(&self, count: u64) {
+        let Ok(seat) = self.seat() else { return };
+        // A segment has fewer than 2^22 entries, so that what inserts owe is never rounded to nothing.
+        // What a small table owes beyond a few segments is let go: it has little memory to keep dense.
+        let earned = INSERTS_PER_LOOK * u64::from(CREDIT_PER_OWN_SIZE) / count.max(1);
+        let mut credit =
+            (u64::from(CREDIT.get()) + earned).min(u64::from(CREDIT_PER_SEGMENT) * INSERTS_PER_LOOK) as u32;
+        while credit >= CREDIT_PER_SEGMENT {
+            credit -= CREDIT_PER_SEGMENT;
+            self.pass_one(&seat);
+        }
+        CREDIT.set(credit);
+    }
+
+    fn pass_one(&self, seat: &SeatRef<'_>) {
         // SAFETY: the word lies in the root of the arena, which lives as long as `self`.
         let cursor = unsafe { &*self.cursor };
         let segment = cursor.fetch_add(1, Ordering::Relaxed) as usize % SEGMENTS;
@@ -198,6 +193,12 @@ impl Table {
         }
         sparse
     }
+}
+
+/// Whether an array of `buckets` is to become shorter when `count` entries are left in it.
+#[inline(always)]
+pub(super) fn is_sparse(count: u64, buckets: usize) -> bool {
+    count == 0 || (buckets > 2 && (count as usize) * 3 < buckets * SLOTS)
 }
 
 /// Buckets for `count` entries at the fill to which segments are rebuilt; 0 for none.

@@ -9,6 +9,7 @@ use llds::arena::fault::point;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 const OWNER_SHIFT: u32 = 48;
+const COUNT: u64 = (1 << OWNER_SHIFT) - 1;
 
 /// A held segment lock; dropping it unlocks.
 pub struct Held<'t> {
@@ -19,10 +20,7 @@ pub struct Held<'t> {
 impl Drop for Held<'_> {
     #[inline]
     fn drop(&mut self) {
-        let lock = self.table.lock_word(self.segment);
-        let count = lock.load(Ordering::Relaxed) & ((1 << OWNER_SHIFT) - 1);
-        point();
-        lock.store(count, Ordering::Release);
+        self.table.unlock(self.segment, self.table.count(self.segment));
     }
 }
 
@@ -30,27 +28,47 @@ impl Table {
     /// Locks a segment for writing; waits for a living holder, cleans up after a dead one.
     #[inline]
     pub fn lock(&self, seat: &SeatRef<'_>, segment: usize) -> Held<'_> {
+        self.lock_as(seat.owner(), segment);
+        Held { table: self, segment }
+    }
+
+    /// Locks a segment in the name of the calling thread's seat, and returns how many entries it has.
+    /// [`Table::unlock`] must follow.
+    #[inline(always)]
+    pub(super) fn lock_as(&self, owner: u64, segment: usize) -> u64 {
         let lock = self.lock_word(segment);
-        let seen = lock.load(Ordering::Relaxed);
-        let mine = seat.owner() << OWNER_SHIFT;
+        let mine = owner << OWNER_SHIFT;
+        let mut seen = lock.load(Ordering::Relaxed);
         if seen >> OWNER_SHIFT != 0
             || lock.compare_exchange(seen, seen | mine, Ordering::Acquire, Ordering::Relaxed).is_err()
         {
-            self.lock_slow(lock, mine);
+            seen = self.lock_slow(lock, mine);
         }
         point();
+        seen
+    }
+
+    /// Unlocks a segment that has `count` entries now.
+    #[inline(always)]
+    pub(super) fn unlock(&self, segment: usize, count: u64) {
+        point();
+        self.lock_word(segment).store(count, Ordering::Release);
+    }
+
+    /// A lock taken by [`Table::lock_as`].
+    pub(super) fn held(&self, segment: usize) -> Held<'_> {
         Held { table: self, segment }
     }
 
     #[cold]
-    fn lock_slow(&self, lock: &AtomicU64, mine: u64) {
+    fn lock_slow(&self, lock: &AtomicU64, mine: u64) -> u64 {
         let mut rounds = 0u32;
         loop {
             let seen = lock.load(Ordering::Relaxed);
             let owner = seen >> OWNER_SHIFT;
             if owner == 0 {
                 if lock.compare_exchange(seen, seen | mine, Ordering::Acquire, Ordering::Relaxed).is_ok() {
-                    return;
+                    return seen;
                 }
                 continue;
             }
@@ -78,7 +96,7 @@ impl Table {
     /// Entries of a segment.
     #[inline]
     pub fn count(&self, segment: usize) -> u64 {
-        self.lock_word(segment).load(Ordering::Relaxed) & ((1 << OWNER_SHIFT) - 1)
+        self.lock_word(segment).load(Ordering::Relaxed) & COUNT
     }
 
     #[inline]
@@ -86,6 +104,6 @@ impl Table {
         let lock = self.lock_word(segment);
         let word = lock.load(Ordering::Relaxed).wrapping_add_signed(delta);
         lock.store(word, Ordering::Relaxed);
-        word & ((1 << OWNER_SHIFT) - 1)
+        word & COUNT
     }
 }

@@ -2,15 +2,16 @@
 //!
 //! The high 12 bits of a hash choose a segment: one entry of a directory of
 //! 32 KiB, which stays in the cache. A segment is an array of
-//! buckets of any length; a secret multiplier spreads the low 52 bits over it.
-//! An entry lies in its home bucket or, when that is full, in another on its
-//! *way*: the home's neighbour, then buckets here and there in the array. The
-//! home's header says how far to look, at most [`REACH_MAX`](crate::bucket::REACH_MAX) buckets.
+//! buckets of any length, and other bits of the hash name two of them as the
+//! *homes* of an entry (`homes.rs`): it lies in one of them, and nowhere else.
+//! Whoever looks for it asks for both at once and compares all their slots at
+//! once, so no lookup waits twice, and none is worse than another.
 //!
 //! Writers of a segment exclude each other by a lock word that names the
 //! holder's seat, so a lock whose holder was killed is recognised and taken
 //! over (`recover.rs`). Readers take no lock: what they read is valid if the
-//! bucket's header and the segment's directory entry are unchanged afterwards.
+//! bucket's header (that there is nothing: both buckets' headers) and the
+//! segment's directory entry are unchanged afterwards.
 //! The arena never unmaps, so reading too late reads garbage. On a tmpfs it
 //! may read a hole, which takes a page, or is a fault if there is none left:
 //! hence hazards for records of more than a page. What is read without one (a
@@ -22,20 +23,25 @@
 //! rebuild those that will be full soon: freed blocks are then neighbours and
 //! their memory is used again.
 
+mod copy;
 mod grow;
+mod homes;
 mod lock;
 mod read;
+mod room;
 mod seat;
-mod way;
+mod seen;
 mod write;
 
+pub use homes::Homes;
 pub use read::{Asked, Probe, Sink};
-pub use write::{AHEAD, Change};
+pub use write::Change;
 
-use crate::bucket::{BUCKET_BYTES, Bucket, Head, Kind, REMAINDER_BITS, SLOTS};
+use crate::bucket::{BUCKET_BYTES, Bucket, Kind, REMAINDER_BITS, SLOTS};
 use crate::hash::Hasher;
 use crate::record::Record;
-use llds::arena::Arena;
+use crate::wide;
+use llds::arena::{Arena, QuickSeat};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 const _: () = assert!(size_of::<Bucket>() == BUCKET_BYTES);
@@ -43,6 +49,8 @@ const _: () = assert!(size_of::<Bucket>() == BUCKET_BYTES);
 /// Segments of a table.
 pub const SEGMENTS: usize = 1 << (64 - REMAINDER_BITS);
 
+/// Arrays lie at multiples of a line.
+const LINE_BYTES: u64 = 64;
 const OFFSET_BITS: u32 = 34;
 const COUNT_BITS: u32 = 18;
 /// Set for good when a key of this segment was stored under its second hash.
@@ -50,7 +58,7 @@ const FLOODED: u64 = 1 << 52;
 const GENERATION: u64 = 1 << 54;
 
 /// Offsets that a directory entry can name lie below this: 1 TiB.
-pub const OFFSETS_END: u64 = (BUCKET_BYTES as u64) << OFFSET_BITS;
+pub const OFFSETS_END: u64 = LINE_BYTES << OFFSET_BITS;
 
 /// A directory entry: where a segment's buckets are and how many.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -59,7 +67,7 @@ pub struct Dir(pub u64);
 impl Dir {
     #[inline]
     pub fn offset(self) -> u64 {
-        (self.0 & ((1 << OFFSET_BITS) - 1)) * BUCKET_BYTES as u64
+        (self.0 & ((1 << OFFSET_BITS) - 1)) * LINE_BYTES
     }
 
     #[inline]
@@ -81,7 +89,7 @@ impl Dir {
     /// The entry for another array; the generation tells it from every recent entry.
     fn moved(self, offset: u64, buckets: usize) -> Dir {
         let rest = self.0 & (FLOODED | !(GENERATION - 1));
-        Dir((rest | (offset / BUCKET_BYTES as u64) | (buckets as u64) << OFFSET_BITS).wrapping_add(GENERATION))
+        Dir((rest | (offset / LINE_BYTES) | (buckets as u64) << OFFSET_BITS).wrapping_add(GENERATION))
     }
 }
 
@@ -121,7 +129,9 @@ pub struct Table {
     locks: *const AtomicU64,
     cursor: *const AtomicU64,
     pub hasher: Hasher,
-    place: u64,
+    quick: QuickSeat,
+    /// Whether two buckets are compared by the widest instructions.
+    wide: bool,
 }
 
 // SAFETY: the pointers lead into the arena's mapping, which lives as long as `arena`; all access is atomic.
@@ -131,10 +141,11 @@ unsafe impl Sync for Table {}
 
 impl Table {
     /// `dir` and `locks` are the first of [`SEGMENTS`] words each.
-    pub fn new(arena: Arena, words: [*mut u8; 3], hasher: Hasher, place: u64) -> Table {
+    pub fn new(arena: Arena, words: [*mut u8; 3], hasher: Hasher) -> Table {
         let [dir, locks, cursor] = words.map(|at| at.cast::<AtomicU64>().cast_const());
         let base = arena.at(0).cast_const();
-        Table { arena, base, dir, locks, cursor, hasher, place: place | 1 }
+        let quick = arena.quick_seat();
+        Table { arena, base, dir, locks, cursor, hasher, quick, wide: wide::has_avx512() }
     }
 
     #[inline]
@@ -186,12 +197,9 @@ impl Table {
         for index in 0..dir.buckets() {
             let bucket = self.bucket(dir, index);
             let head = bucket.head(Ordering::Relaxed);
-            for slot in 0..SLOTS {
-                let kind = head.kind(slot);
-                if kind != Kind::EMPTY {
-                    let word = bucket.words[slot].load(Ordering::Relaxed);
-                    visit(Place { bucket: index, slot, kind, word }, bucket.remainder(head, slot));
-                }
+            for slot in (0..SLOTS).filter(|slot| head.used() >> slot & 1 == 1) {
+                let word = bucket.words[slot].load(Ordering::Relaxed);
+                visit(Place { bucket: index, slot, kind: bucket.mark(slot).kind(), word }, bucket.remainder(slot));
             }
         }
     }
@@ -206,9 +214,4 @@ impl Table {
             out.extend_from_slice(&self.hasher.word_of(Spot { segment, remainder }.hash()));
         }
     }
-}
-
-/// The head of a bucket without its version, for checks.
-pub fn content(head: Head) -> u64 {
-    head.0 & 0xf_ffff_ffff
 }

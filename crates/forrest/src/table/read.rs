@@ -1,13 +1,13 @@
 //! Reading: lookups that take no lock and write nothing, one at a time and many in flight.
 //!
 //! What was read holds if the bucket's header and the segment's directory
-//! entry are the same before and after; else the reader starts over. A key of
+//! entry are the same before and after; that there is nothing holds if both
+//! buckets' headers are. Else the reader starts over. A key of
 //! 8 bytes has a path of its own ([`Table::read_word`]) that ends in two
 //! registers; all that it cannot decide goes to [`Table::read`].
-
-use super::way::{NEAR, Way};
+use super::seen::{Both, Seen, ask_for, ask_for_words};
 use super::{Dir, Spot, Table};
-use crate::bucket::{Bucket, Head, Kind};
+use crate::bucket::{Head, Kind, Mark};
 use crate::record::{Record, prefetch};
 use llds::arena::SeatRef;
 use std::sync::atomic::{Ordering, fence};
@@ -36,17 +36,22 @@ pub enum Probe {
 pub struct Asked {
     dir: Dir,
     hash: u64,
-    head: Head,
-    bucket: u32,
+    heads: (Head, Head),
     mask: u32,
 }
 
 impl Asked {
     /// No lookup.
-    pub const NONE: Asked = Asked { dir: Dir(0), hash: 0, head: Head(0), bucket: 0, mask: 0 };
+    pub const NONE: Asked = Asked { dir: Dir(0), hash: 0, heads: (Head(0), Head(0)), mask: 0 };
 
     pub fn hash(&self) -> u64 {
         self.hash
+    }
+
+    /// What was seen in both homes.
+    #[inline(always)]
+    fn seen<'t>(&self, both: Both<'t>) -> Seen<'t> {
+        Seen { first: (both.0, self.heads.0), second: (both.1, self.heads.1), mask: self.mask }
     }
 }
 
@@ -71,85 +76,76 @@ impl Table {
         if dir.buckets() == 0 {
             return Probe::Missing;
         }
-        let way = self.way(spot.remainder, dir.buckets());
-        let first = self.bucket(dir, way.home());
-        let first_head = first.head(Ordering::Acquire);
-        let mask = first.matches(spot.remainder);
-        if mask != 0 {
-            return self.inline_at(spot, dir, first, first_head, mask);
-        }
-        self.read_on(spot, dir, way, first, first_head)
+        let both = self.both(dir, spot.remainder);
+        // One of the two will be wanted, if any; the other costs less than to wait and see.
+        ask_for_words(both);
+        self.tell(spot, dir, self.see(both, spot.remainder, Ordering::Acquire))
     }
 
-    /// Goes on with [`Table::read_word`] beside the home bucket.
-    #[inline]
-    fn read_on(&self, spot: Spot, dir: Dir, way: Way, home: &Bucket, home_head: Head) -> Probe {
-        for step in 1..=home_head.reach() {
-            let bucket = self.bucket(dir, way.at(step));
-            let head = bucket.head(Ordering::Acquire);
-            let mask = bucket.matches(spot.remainder);
-            if mask != 0 {
-                return self.inline_at(spot, dir, bucket, head, mask);
-            }
-        }
-        self.missing(spot, dir, home, home_head)
-    }
-
-    /// What a bucket, read under `head`, says of an entry in a slot that `mask` names first.
+    /// What the homes of a key of 8 bytes say.
     #[inline(always)]
-    fn inline_at(&self, spot: Spot, dir: Dir, bucket: &Bucket, head: Head, mask: u32) -> Probe {
-        let slot = mask.trailing_zeros() as usize;
-        let value = bucket.words[slot].load(Ordering::Relaxed);
+    fn tell(&self, spot: Spot, dir: Dir, seen: Seen<'_>) -> Probe {
+        if seen.mask == 0 {
+            let unchanged = self.is_unchanged(spot, dir, seen);
+            return if unchanged { Probe::Missing } else { Probe::Unclear };
+        }
+        let ((bucket, head), slot) = seen.found();
+        let (mark, value) = (bucket.mark(slot), bucket.words[slot].load(Ordering::Relaxed));
         // As in `read_as`.
         fence(Ordering::Acquire);
         let unchanged = bucket.head(Ordering::Relaxed) == head && self.dir(spot.segment, Ordering::Relaxed) == dir;
-        match head.kind(slot).inline_length() {
-            Some(length) if unchanged && head.extra(slot) == spot.remainder >> 48 => {
-                Probe::Inline(value.to_ne_bytes(), length)
-            }
+        if mark == Mark::new(Kind::inline(8), spot.remainder) && unchanged {
+            return Probe::Inline(value.to_ne_bytes(), 8);
+        }
+        Table::tell_of(spot, mark, value, unchanged)
+    }
+
+    /// What an entry says that has another kind than most.
+    #[cold]
+    fn tell_of(spot: Spot, mark: Mark, value: u64, unchanged: bool) -> Probe {
+        match mark.kind().inline_length() {
+            Some(length) if unchanged && mark.fits(spot.remainder) => Probe::Inline(value.to_ne_bytes(), length),
             _ => Probe::Unclear,
         }
     }
 
+    /// Whether both homes, and where they lie, are what they were when they were seen.
     #[inline(always)]
-    fn missing(&self, spot: Spot, dir: Dir, home: &Bucket, head: Head) -> Probe {
+    fn is_unchanged(&self, spot: Spot, dir: Dir, seen: Seen<'_>) -> bool {
         fence(Ordering::Acquire);
-        let unchanged = home.head(Ordering::Relaxed) == head && self.dir(spot.segment, Ordering::Relaxed) == dir;
-        if unchanged { Probe::Missing } else { Probe::Unclear }
+        seen.is_unchanged() && self.dir(spot.segment, Ordering::Relaxed) == dir
     }
 
-    /// Begins a lookup of many: asks for the home bucket of a hash.
+    /// Begins a lookup of many: asks for the homes of a hash.
     #[inline]
     pub fn ask(&self, hash: u64) -> Asked {
         let spot = Spot::of(hash);
         let dir = self.dir(spot.segment, Ordering::Acquire);
-        // Without buckets this is some line of the arena's own, which nobody looks at.
-        let bucket = self.way(spot.remainder, dir.buckets()).home();
-        prefetch(self.bucket(dir, bucket));
-        Asked { dir, hash, bucket: bucket as u32, mask: 0, head: Head(0) }
+        ask_for(self.both(dir, spot.remainder));
+        Asked { dir, hash, ..Asked::NONE }
     }
 
-    /// Goes on with a lookup: looks at the home bucket, and asks for what else must be looked at: its
-    /// neighbours, as far as it reaches, or the record.
+    /// Goes on with a lookup: looks at the homes, and asks for what else must be looked at: the value, or the record.
     #[inline]
     pub fn ask_on(&self, asked: &mut Asked) {
         if asked.dir.buckets() == 0 {
             return;
         }
         let remainder = Spot::of(asked.hash).remainder;
-        let bucket = self.bucket(asked.dir, asked.bucket as usize);
-        asked.head = bucket.head(Ordering::Acquire);
-        asked.mask = bucket.matches(remainder);
+        let seen = self.see(self.both(asked.dir, remainder), remainder, Ordering::Acquire);
+        (asked.heads, asked.mask) = ((seen.first.1, seen.second.1), seen.mask);
+        // Where nothing was found this is some line that does no harm.
+        let ((bucket, _), slot) = seen.found();
+        prefetch(&bucket.words[slot]);
+    }
+
+    /// Goes on with a lookup by another key than of 8 bytes: asks for the record.
+    #[inline]
+    pub fn ask_record(&self, asked: &Asked) {
         if asked.mask != 0 {
-            let slot = asked.mask.trailing_zeros() as usize;
-            if asked.head.kind(slot).is_record() {
-                Record::prefetch(&self.arena, bucket.words[slot].load(Ordering::Relaxed));
-            }
-        } else {
-            let way = self.way(remainder, asked.dir.buckets());
-            for step in 1..=asked.head.reach().min(NEAR - 1) {
-                prefetch(self.bucket(asked.dir, way.at(step)));
-            }
+            let seen = asked.seen(self.both(asked.dir, Spot::of(asked.hash).remainder));
+            let ((bucket, _), slot) = seen.found();
+            Record::prefetch(&self.arena, bucket.words[slot].load(Ordering::Relaxed));
         }
     }
 
@@ -164,12 +160,7 @@ impl Table {
         if self.dir(spot.segment, Ordering::Acquire) != asked.dir {
             return Probe::Unclear;
         }
-        let home = self.bucket(asked.dir, asked.bucket as usize);
-        if asked.mask != 0 {
-            return self.inline_at(spot, asked.dir, home, asked.head, asked.mask);
-        }
-        let way = self.way(spot.remainder, asked.dir.buckets());
-        self.read_on(spot, asked.dir, way, home, asked.head)
+        self.tell(spot, asked.dir, asked.seen(self.both(asked.dir, spot.remainder)))
     }
 
     /// Gives the value of `key`, whose first hash is `hash`, to `sink`. False if there is none.
@@ -194,76 +185,63 @@ impl Table {
             if buckets == 0 {
                 return (false, dir.flooded());
             }
-            let way = self.way(spot.remainder, buckets);
-            let home_bucket = self.bucket(dir, way.home());
-            let home_head = home_bucket.head(Ordering::Acquire);
-            let (mut bucket, mut head, mut step) = (home_bucket, home_head, 0);
-            loop {
-                let mut mask = bucket.matches(spot.remainder);
-                while mask != 0 {
-                    let slot = mask.trailing_zeros() as usize;
-                    mask &= mask - 1;
-                    let kind = head.kind(slot);
-                    if head.extra(slot) != spot.remainder >> 48 {
+            let mut seen = self.see(self.both(dir, spot.remainder), spot.remainder, Ordering::Acquire);
+            while seen.mask != 0 {
+                let ((bucket, head), slot) = seen.found();
+                seen.mask &= seen.mask - 1;
+                let mark = bucket.mark(slot);
+                if !mark.fits(spot.remainder) {
+                    continue;
+                }
+                // Pairs with the release fence before a writer fills a slot or a block: if what we read came
+                // from a later life of this memory, one of the two words below has changed.
+                let unchanged = || {
+                    fence(Ordering::Acquire);
+                    bucket.head(Ordering::Relaxed) == head && word.load(Ordering::Relaxed) == dir.0
+                };
+                // Acquire: a record that takes another's place is linked by this word alone.
+                let value = bucket.words[slot].load(Ordering::Acquire);
+                if let Some(length) = mark.kind().inline_length() {
+                    if key.len() != 8 || record_kind == Kind::SECOND {
                         continue;
-                    }
-                    // Pairs with the release fence before a writer fills a slot or a block: if what we read came
-                    // from a later life of this memory, one of the two words below has changed.
-                    let unchanged = || {
-                        fence(Ordering::Acquire);
-                        bucket.head(Ordering::Relaxed) == head && word.load(Ordering::Relaxed) == dir.0
-                    };
-                    // Acquire: a record that takes another's place is linked by this word alone.
-                    let value = bucket.words[slot].load(Ordering::Acquire);
-                    if let Some(length) = kind.inline_length() {
-                        if key.len() != 8 || record_kind == Kind::SECOND {
-                            continue;
-                        }
-                        if !unchanged() {
-                            continue 'again;
-                        }
-                        sink.inline(value.to_ne_bytes(), length);
-                        return (true, false);
-                    }
-                    if kind != record_kind {
-                        continue;
-                    }
-                    let record = Record::at(&self.arena, value);
-                    if S::READS
-                        && let Some(long) = record.filter(Record::is_long)
-                        && let Some(_kept) = self.keep(value, was_late)
-                    {
-                        if !unchanged() {
-                            continue 'again;
-                        }
-                        // It stays from here on, linked or not: what is read is the value of this instant.
-                        if !long.has_key(key) {
-                            continue;
-                        }
-                        sink.record(long, value);
-                        return (true, false);
-                    }
-                    let record = record.filter(|record| record.has_key(key));
-                    if let Some(record) = record {
-                        sink.record(record, value);
                     }
                     if !unchanged() {
-                        was_late = true;
                         continue 'again;
                     }
-                    if record.is_some() {
-                        return (true, false);
+                    sink.inline(value.to_ne_bytes(), length);
+                    return (true, false);
+                }
+                if mark.kind() != record_kind {
+                    continue;
+                }
+                let record = Record::at(&self.arena, value);
+                if S::READS
+                    && let Some(long) = record.filter(Record::is_long)
+                    && let Some(_kept) = self.keep(value, was_late)
+                {
+                    if !unchanged() {
+                        continue 'again;
                     }
+                    // It stays from here on, linked or not: what is read is the value of this instant.
+                    if !long.has_key(key) {
+                        continue;
+                    }
+                    sink.record(long, value);
+                    return (true, false);
                 }
-                if step == home_head.reach() {
-                    break;
+                let record = record.filter(|record| record.has_key(key));
+                if let Some(record) = record {
+                    sink.record(record, value);
                 }
-                step += 1;
-                bucket = self.bucket(dir, way.at(step));
-                head = bucket.head(Ordering::Acquire);
+                if !unchanged() {
+                    was_late = true;
+                    continue 'again;
+                }
+                if record.is_some() {
+                    return (true, false);
+                }
             }
-            fence(Ordering::Acquire);
-            if home_bucket.head(Ordering::Relaxed) == home_head && word.load(Ordering::Relaxed) == dir.0 {
+            if self.is_unchanged(spot, dir, seen) {
                 return (false, dir.flooded());
             }
         }

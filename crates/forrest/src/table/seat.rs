@@ -16,17 +16,6 @@ impl Table {
         }
     }
 
-    /// [`Table::seat`] without its error, in registers.
-    #[inline(always)]
-    pub(super) fn seat_quick(&self) -> Option<SeatRef<'_>> {
-        self.arena.seat_last().or_else(|| self.seat_new())
-    }
-
-    #[cold]
-    fn seat_new(&self) -> Option<SeatRef<'_>> {
-        self.seat().ok()
-    }
-
     #[cold]
     fn seat_again(&self) -> Result<SeatRef<'_>, llds::arena::Error> {
         self.recover_all();

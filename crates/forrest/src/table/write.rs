@@ -6,10 +6,10 @@
 //! of 8 bytes with a short value takes a way of few steps
 //! ([`Table::set_word`], [`Table::delete_word`]), the rest [`Table::modify`].
 
-use super::grow::fitting;
-use super::way::Way;
-use super::{Dir, FLOODED, GENERATION, Place, Spot, Table};
-use crate::bucket::{Kind, REACH_MAX, SLOTS};
+use super::grow::is_sparse;
+use super::seen::{Seen, ask_for, ask_for_words};
+use super::{Dir, FLOODED, GENERATION, Homes, Place, Spot, Table};
+use crate::bucket::{Kind, Mark, SLOTS};
 use crate::error::Error;
 use crate::record::{self, Record, prefetch};
 use crate::{KEY_BYTES_MAX, VALUE_BYTES_MAX};
@@ -17,18 +17,14 @@ use llds::arena::SeatRef;
 use llds::arena::fault::point;
 use std::sync::atomic::{Ordering, fence};
 
-/// Steps of a way for which a writer of many asks before it looks.
-pub const AHEAD: usize = 4;
-
 /// Keys of one and the same 64-bit hash in a segment before further ones go by their second hash.
 const SAME_HASH_MAX: usize = 8;
 
-/// A free slot for an entry, and how far it is on the entry's way.
+/// A free slot for an entry.
 #[derive(Clone, Copy)]
-pub struct Room {
-    bucket: usize,
-    slot: usize,
-    step: usize,
+pub(super) struct Room {
+    pub bucket: usize,
+    pub slot: usize,
 }
 
 /// What becomes of an entry.
@@ -44,80 +40,86 @@ pub enum Change<'v> {
 }
 
 impl Table {
-    /// Asks for the buckets that a writer of this hash needs most likely.
+    /// Asks for what a writer of this hash looks at first.
     #[inline]
-    pub fn prefetch_write(&self, hash: u64, steps: usize) {
+    pub fn prefetch_write(&self, hash: u64) {
         let spot = Spot::of(hash);
-        let dir = self.dir(spot.segment, Ordering::Relaxed);
-        // Without buckets this is some line of the arena's own, which nobody looks at.
-        let way = self.way(spot.remainder, dir.buckets());
-        for step in 0..steps {
-            prefetch(self.bucket(dir, way.at(step)));
-        }
+        prefetch(self.lock_word(spot.segment));
+        ask_for(self.both(self.dir(spot.segment, Ordering::Relaxed), spot.remainder));
+    }
+
+    /// Asks for the values beside which a writer of this hash will write, once he has what he asked for first.
+    #[inline]
+    pub fn prefetch_room(&self, hash: u64) {
+        let spot = Spot::of(hash);
+        let (first, second) = self.both(self.dir(spot.segment, Ordering::Relaxed), spot.remainder);
+        let heads = (first.head(Ordering::Relaxed), second.head(Ordering::Relaxed));
+        let seen = Seen { first: (first, heads.0), second: (second, heads.1), mask: 0 };
+        prefetch(&seen.emptier().0.words);
     }
 
     /// Sets the entry of a key of 8 bytes to a value in a slot: what [`Table::modify`] does, where it takes few steps.
-    /// `None` if it does not, or there is no seat to be had, and nothing has changed.
+    /// `None` if it takes more, and nothing has changed. `asked` says that what is needed is on its way.
     #[inline]
     pub fn set_word(&self, hash: u64, kind: Kind, word: u64, asked: bool) -> Option<bool> {
         let spot = Spot::of(hash);
         let dir = self.dir(spot.segment, Ordering::Relaxed);
+        let both = self.both(dir, spot.remainder);
+        if !asked {
+            // All lines that may be written: the stores of one call must be done before the next one's lock is taken.
+            ask_for(both);
+            ask_for_words(both);
+        }
+        let owner = self.quick.owner()?;
         if dir.buckets() == 0 {
             return None;
         }
-        let way = self.way(spot.remainder, dir.buckets());
-        if !asked {
-            prefetch(self.bucket(dir, way.home()));
-            prefetch(self.bucket(dir, way.at(1)));
-        }
-        let seat = self.seat_quick()?;
-        let held = self.lock(&seat, spot.segment);
+        let count = self.lock_as(owner, spot.segment);
         if self.dir(spot.segment, Ordering::Relaxed) != dir {
+            self.unlock(spot.segment, count);
             return None;
         }
-        let home = self.bucket(dir, way.home());
-        let home_head = home.head(Ordering::Relaxed);
-        let (mut bucket, mut head, mut step, mut room) = (home, home_head, 0, None);
-        loop {
-            match bucket.find_inline(head, spot.remainder) {
-                None => {}
-                Some(slot) if head.kind(slot) == kind => {
-                    bucket.words[slot].store(word, Ordering::Release);
-                    return Some(true);
-                }
-                Some(_) => return None,
+        let seen = self.see(both, spot.remainder, Ordering::Relaxed);
+        if seen.mask != 0 {
+            let ((bucket, _), slot) = seen.found();
+            let is_same = bucket.mark(slot) == Mark::new(kind, spot.remainder);
+            if is_same {
+                bucket.words[slot].store(word, Ordering::Release);
             }
-            if room.is_none() {
-                room = head.free_slot().map(|slot| (bucket, head, slot, step));
-            }
-            if step >= home_head.reach() && room.is_some() {
-                break;
-            }
-            if step == REACH_MAX {
-                return None;
-            }
-            step += 1;
-            bucket = self.bucket(dir, way.at(step));
-            head = bucket.head(Ordering::Relaxed);
+            self.unlock(spot.segment, count);
+            return is_same.then_some(true);
         }
-        let (bucket, mut head, slot, step) = room?;
+        let (bucket, head) = seen.emptier();
+        if head.is_full() {
+            return self.set_crowded(hash, dir, kind, word);
+        }
         // From here on as in `put`.
-        if home_head.reach() < step {
-            let reaching = home_head.with_reach(step).next();
-            home.head.store(reaching.0, Ordering::Release);
-            point();
-            if std::ptr::eq(bucket, home) {
-                head = reaching;
-            }
-        }
         fence(Ordering::Release);
-        bucket.fill(slot, spot.remainder, word);
+        bucket.fill(head.free_slot(), kind, spot.remainder, word);
         point();
-        bucket.head.store(head.with_entry(slot, kind, spot.remainder).next().0, Ordering::Release);
+        bucket.head.store(head.filled().0, Ordering::Release);
+        self.unlock(spot.segment, count + 1);
+        self.inserted(hash, count + 1);
+        Some(false)
+    }
+
+    /// Goes on with [`Table::set_word`] where both homes are full, under the lock.
+    #[cold]
+    #[inline(never)]
+    fn set_crowded(&self, hash: u64, dir: Dir, kind: Kind, word: u64) -> Option<bool> {
+        let spot = Spot::of(hash);
+        let count = self.count(spot.segment);
+        let Some(room) = self.make_room(dir, Homes::of(spot.remainder, dir.buckets())) else {
+            self.unlock(spot.segment, count);
+            return None;
+        };
+        let bucket = self.bucket(dir, room.bucket);
+        fence(Ordering::Release);
+        bucket.fill(room.slot, kind, spot.remainder, word);
         point();
-        let count = self.add_count(spot.segment, 1);
-        drop(held);
-        self.pass(&seat, count);
+        bucket.head.store(bucket.head(Ordering::Relaxed).with(room.slot).0, Ordering::Release);
+        self.unlock(spot.segment, count + 1);
+        self.inserted(hash, count + 1);
         Some(false)
     }
 
@@ -126,32 +128,48 @@ impl Table {
     pub fn delete_word(&self, hash: u64) -> Option<bool> {
         let spot = Spot::of(hash);
         let dir = self.dir(spot.segment, Ordering::Relaxed);
+        let both = self.both(dir, spot.remainder);
+        ask_for(both);
+        let owner = self.quick.owner()?;
         if dir.buckets() == 0 {
             return None;
         }
-        let way = self.way(spot.remainder, dir.buckets());
-        prefetch(self.bucket(dir, way.home()));
-        prefetch(self.bucket(dir, way.at(1)));
-        let seat = self.seat_quick()?;
-        let _held = self.lock(&seat, spot.segment);
+        let count = self.lock_as(owner, spot.segment);
         if self.dir(spot.segment, Ordering::Relaxed) != dir {
+            self.unlock(spot.segment, count);
             return None;
         }
-        let reach = self.bucket(dir, way.home()).head(Ordering::Relaxed).reach();
-        for step in 0..=reach {
-            let index = way.at(step);
-            let bucket = self.bucket(dir, index);
-            let head = bucket.head(Ordering::Relaxed);
-            if let Some(slot) = bucket.find_inline(head, spot.remainder) {
-                let kind = head.kind(slot);
-                if kind.is_record() {
-                    return None;
-                }
-                self.delete(&seat, spot.segment, Place { bucket: index, slot, kind, word: 0 });
-                return Some(true);
-            }
+        let seen = self.see(both, spot.remainder, Ordering::Relaxed);
+        if seen.mask == 0 {
+            self.unlock(spot.segment, count);
+            return Some(false);
         }
-        Some(false)
+        let ((bucket, head), slot) = seen.found();
+        let mark = bucket.mark(slot);
+        if !mark.fits(spot.remainder) || mark.kind().is_record() {
+            self.unlock(spot.segment, count);
+            return None;
+        }
+        bucket.head.store(head.without(slot).0, Ordering::Release);
+        point();
+        if is_sparse(count - 1, dir.buckets()) {
+            self.shrink_word(spot.segment);
+        } else {
+            self.unlock(spot.segment, count - 1);
+        }
+        Some(true)
+    }
+
+    /// Ends [`Table::delete_word`] where few entries are left.
+    #[cold]
+    #[inline(never)]
+    fn shrink_word(&self, segment: usize) {
+        let _held = self.held(segment);
+        self.add_count(segment, -1);
+        point();
+        if let Ok(seat) = self.seat() {
+            self.shrink(&seat, segment);
+        }
     }
 
     /// Changes the entry of `key` as `decide` says, seeing its value; nobody else changes it meanwhile.
@@ -168,19 +186,19 @@ impl Table {
         }
         let spot = Spot::of(hash);
         // The lines are on their way while we take the lock.
-        self.prefetch_write(hash, 2);
+        ask_for(self.both(self.dir(spot.segment, Ordering::Relaxed), spot.remainder));
         let seat = self.seat()?;
         let held = self.lock(&seat, spot.segment);
         let dir = self.dir(spot.segment, Ordering::Relaxed);
-        let (place, same, room) = self.find(dir, key, spot.remainder, Kind::RECORD);
+        let (place, same) = self.find(dir, key, spot.remainder, Kind::RECORD);
         if place.is_none() && key.len() != 8 && (dir.flooded() || same >= SAME_HASH_MAX) {
             drop(held);
             return self.modify_flooded(&seat, key, spot, decide);
         }
-        let grown = self.apply(&seat, spot, Kind::RECORD, key, (place, room), decide)?;
+        let grown = self.apply(&seat, spot, Kind::RECORD, key, place, decide)?;
         drop(held);
         if let Some(count) = grown {
-            self.pass(&seat, count);
+            self.inserted(hash, count);
         }
         Ok(place.is_some())
     }
@@ -199,15 +217,15 @@ impl Table {
         let low = self.lock(seat, spot.segment.min(second.segment));
         let high = (spot.segment != second.segment).then(|| self.lock(seat, spot.segment.max(second.segment)));
         let dir = self.dir(spot.segment, Ordering::Relaxed);
-        let (place, same, room) = self.find(dir, key, spot.remainder, Kind::RECORD);
+        let (place, same) = self.find(dir, key, spot.remainder, Kind::RECORD);
         let existed = if place.is_some() {
-            self.apply(seat, spot, Kind::RECORD, key, (place, room), decide)?;
+            self.apply(seat, spot, Kind::RECORD, key, place, decide)?;
             true
         } else {
             let other = self.dir(second.segment, Ordering::Relaxed);
-            let (place, _, other_room) = self.find(other, key, second.remainder, Kind::SECOND);
+            let (place, _) = self.find(other, key, second.remainder, Kind::SECOND);
             if place.is_none() && same < SAME_HASH_MAX {
-                self.apply(seat, spot, Kind::RECORD, key, (None, room), decide)?;
+                self.apply(seat, spot, Kind::RECORD, key, None, decide)?;
                 false
             } else {
                 if !dir.flooded() {
@@ -216,7 +234,7 @@ impl Table {
                     self.dir_word(spot.segment).store(flooded, Ordering::Release);
                     point();
                 }
-                self.apply(seat, second, Kind::SECOND, key, (place, other_room), decide)?;
+                self.apply(seat, second, Kind::SECOND, key, place, decide)?;
                 place.is_some()
             }
         };
@@ -225,53 +243,41 @@ impl Table {
         Ok(existed)
     }
 
-    /// Finds the entry of `key` under the segment's lock; also how many other keys have its hash, and the first free
-    /// slot met on the way.
+    /// Finds the entry of `key` under the segment's lock; also how many other keys have its hash.
     #[inline]
-    fn find(&self, dir: Dir, key: &[u8], remainder: u64, record_kind: Kind) -> (Option<Place>, usize, Option<Room>) {
+    fn find(&self, dir: Dir, key: &[u8], remainder: u64, record_kind: Kind) -> (Option<Place>, usize) {
         let buckets = dir.buckets();
-        let (mut same, mut room) = (0, None);
         if buckets == 0 {
-            return (None, 0, None);
+            return (None, 0);
         }
-        let way = self.way(remainder, buckets);
-        let (mut index, mut step) = (way.home(), 0);
-        let reach = self.bucket(dir, index).head(Ordering::Relaxed).reach();
-        loop {
-            let bucket = self.bucket(dir, index);
-            let head = bucket.head(Ordering::Relaxed);
-            let mut mask = bucket.matches(remainder);
-            while mask != 0 {
-                let slot = mask.trailing_zeros() as usize;
-                mask &= mask - 1;
-                let kind = head.kind(slot);
-                if head.extra(slot) != remainder >> 48 {
-                    continue;
-                }
-                let word = bucket.words[slot].load(Ordering::Relaxed);
-                let found = if kind.is_record() {
-                    let found =
-                        kind == record_kind && Record::at(&self.arena, word).is_some_and(|record| record.has_key(key));
-                    same += usize::from(!found && kind == record_kind);
-                    found
-                } else {
-                    kind != Kind::EMPTY && key.len() == 8 && record_kind == Kind::RECORD
-                };
-                if found {
-                    return (Some(Place { bucket: index, slot, kind, word }), same, None);
-                }
-            }
-            if room.is_none()
-                && let Some(slot) = head.free_slot()
-            {
-                room = Some(Room { bucket: index, slot, step });
-            }
-            if step == reach {
-                return (None, same, room);
-            }
-            step += 1;
-            index = way.at(step);
+        let homes = Homes::of(remainder, buckets);
+        let mut seen = self.see(self.both(dir, remainder), remainder, Ordering::Relaxed);
+        if homes.first == homes.second {
+            seen.mask &= (1 << SLOTS) - 1;
         }
+        let mut same = 0;
+        while seen.mask != 0 {
+            let index = if seen.mask.trailing_zeros() < SLOTS as u32 { homes.first } else { homes.second };
+            let ((bucket, _), slot) = seen.found();
+            seen.mask &= seen.mask - 1;
+            let mark = bucket.mark(slot);
+            if !mark.fits(remainder) {
+                continue;
+            }
+            let (kind, word) = (mark.kind(), bucket.words[slot].load(Ordering::Relaxed));
+            let found = if kind.is_record() {
+                let found =
+                    kind == record_kind && Record::at(&self.arena, word).is_some_and(|record| record.has_key(key));
+                same += usize::from(!found && kind == record_kind);
+                found
+            } else {
+                key.len() == 8 && record_kind == Kind::RECORD
+            };
+            if found {
+                return (Some(Place { bucket: index, slot, kind, word }), same);
+            }
+        }
+        (None, same)
     }
 
     /// Carries out what `decide` says. Returns the segment's entries if there is one more now.
@@ -282,7 +288,7 @@ impl Table {
         spot: Spot,
         record_kind: Kind,
         key: &[u8],
-        (place, room): (Option<Place>, Option<Room>),
+        place: Option<Place>,
         decide: impl FnOnce(Option<&[u8]>) -> Result<Change<'v>, Error>,
     ) -> Result<Option<u64>, Error> {
         let inline;
@@ -315,7 +321,7 @@ impl Table {
         if value.len() > VALUE_BYTES_MAX {
             return Err(Error::ValueTooLong { bytes: value.len() });
         }
-        let done = self.put(seat, spot, record_kind, key, (place, room), value);
+        let done = self.put(seat, spot, record_kind, key, place, value);
         if done.is_err() {
             seat.settle_alloc();
             seat.settle_retire();
@@ -331,7 +337,7 @@ impl Table {
         spot: Spot,
         record_kind: Kind,
         key: &[u8],
-        (mut place, mut room): (Option<Place>, Option<Room>),
+        mut place: Option<Place>,
         value: &[u8],
     ) -> Result<(), Error> {
         let fits = key.len() == 8 && value.len() <= 8 && record_kind == Kind::RECORD;
@@ -363,14 +369,15 @@ impl Table {
             return Ok(());
         }
         // Room first: growing and taking a record both use the one intent a seat has.
-        let (home, Room { bucket: index, slot, step }) = loop {
-            let way = self.way(spot.remainder, dir.buckets());
-            if let Some(room) = room.or_else(|| self.room(dir, way, place)) {
-                break (way.home(), room);
+        let Room { bucket: index, slot } = loop {
+            let homes = Homes::of(spot.remainder, dir.buckets());
+            if let Some(room) = self.room(dir, homes, place) {
+                break room;
             }
-            self.grow(seat, spot.segment)?;
-            dir = self.dir(spot.segment, Ordering::Relaxed);
-            room = None;
+            if dir.buckets() == 0 || self.make_room(dir, homes).is_none() {
+                self.grow(seat, spot.segment)?;
+                dir = self.dir(spot.segment, Ordering::Relaxed);
+            }
             if place.is_some() {
                 place = self.find(dir, key, spot.remainder, record_kind).0;
             }
@@ -381,33 +388,20 @@ impl Table {
             seat.intend_retire(old.word);
             point();
         }
-        let home_bucket = self.bucket(dir, home);
-        let head = home_bucket.head(Ordering::Relaxed);
-        if head.reach() < step {
-            home_bucket.head.store(head.with_reach(step).next().0, Ordering::Release);
-            point();
-        }
         let bucket = self.bucket(dir, index);
         // Whoever sees what we write into the slot also sees that its former entry ended.
         fence(Ordering::Release);
-        bucket.fill(slot, spot.remainder, word);
+        bucket.fill(slot, kind, spot.remainder, word);
         point();
-        let head = bucket.head(Ordering::Relaxed).with_entry(slot, kind, spot.remainder).next();
+        let head = bucket.head(Ordering::Relaxed).with(slot);
         match place {
-            Some(old) if old.bucket == index => {
-                bucket.head.store(head.with_kind(old.slot, Kind::EMPTY).0, Ordering::Release);
-            }
+            Some(old) if old.bucket == index => bucket.head.store(head.without(old.slot).0, Ordering::Release),
             Some(old) => {
+                // A reader that sees neither looked here before and there after: he finds this header changed.
                 bucket.head.store(head.0, Ordering::Release);
                 point();
-                // A reader that was past `index` before and reaches the old place after must start over.
-                if index != home {
-                    home_bucket.head.store(home_bucket.head(Ordering::Relaxed).next().0, Ordering::Release);
-                    point();
-                }
                 let bucket = self.bucket(dir, old.bucket);
-                let head = bucket.head(Ordering::Relaxed).with_kind(old.slot, Kind::EMPTY).next();
-                bucket.head.store(head.0, Ordering::Release);
+                bucket.head.store(bucket.head(Ordering::Relaxed).without(old.slot).0, Ordering::Release);
             }
             None => bucket.head.store(head.0, Ordering::Release),
         }
@@ -420,25 +414,6 @@ impl Table {
             self.arena.retire(seat, old.word);
         }
         Ok(())
-    }
-
-    /// A free slot for an entry of this way; in `place`'s own bucket if there is one.
-    #[inline]
-    fn room(&self, dir: Dir, way: Way, place: Option<Place>) -> Option<Room> {
-        if dir.buckets() == 0 {
-            return None;
-        }
-        if let Some(place) = place
-            && let Some(slot) = self.bucket(dir, place.bucket).head(Ordering::Relaxed).free_slot()
-        {
-            // The home reaches there already.
-            return Some(Room { bucket: place.bucket, slot, step: 0 });
-        }
-        (0..=REACH_MAX).find_map(|step| {
-            let bucket = way.at(step);
-            let slot = self.bucket(dir, bucket).head(Ordering::Relaxed).free_slot()?;
-            Some(Room { bucket, slot, step })
-        })
     }
 
     fn new_record(&self, seat: &SeatRef<'_>, key: &[u8], value: &[u8]) -> Result<u64, Error> {
@@ -458,8 +433,7 @@ impl Table {
             seat.intend_retire(place.word);
             point();
         }
-        let head = bucket.head(Ordering::Relaxed).with_kind(place.slot, Kind::EMPTY).next();
-        bucket.head.store(head.0, Ordering::Release);
+        bucket.head.store(bucket.head(Ordering::Relaxed).without(place.slot).0, Ordering::Release);
         point();
         if record {
             self.arena.retire(seat, place.word);
@@ -467,10 +441,8 @@ impl Table {
         }
         let count = self.add_count(segment, -1);
         point();
-        let buckets = dir.buckets();
-        if count == 0 || (buckets > 4 && (count as usize) * 3 < buckets * SLOTS) {
-            // Less memory is a kindness, not a duty: without room for the smaller copy the larger one stays.
-            let _ = self.rebuild(seat, segment, fitting(count as usize), true);
+        if is_sparse(count, dir.buckets()) {
+            self.shrink(seat, segment);
         }
     }
 
