@@ -378,6 +378,9 @@ impl Store {
             for asked in &mut asked[..keys.len()] {
                 table.ask_on(asked);
             }
+            for asked in &mut asked[..keys.len()] {
+                table.ask_farther(asked);
+            }
             for (asked, _) in asked.iter().zip(keys).filter(|(_, key)| key.as_ref().len() != 8) {
                 table.ask_record(asked);
             }

@@ -5,11 +5,12 @@
 //! buckets' headers are. Else the reader starts over. A key of
 //! 8 bytes has a path of its own ([`Table::read_word`]) that ends in two
 //! registers; all that it cannot decide goes to [`Table::read`].
-use super::seen::{Both, Seen, ask_for, ask_for_words};
+use super::seen::{Both, Seen, ask_for_words};
 use super::{Dir, Spot, Table};
-use crate::bucket::{Head, Kind, Mark};
+use crate::bucket::{Head, Kind, Mark, SLOTS};
 use crate::record::{Record, prefetch};
 use llds::arena::SeatRef;
+use std::hint::select_unpredictable;
 use std::sync::atomic::{Ordering, fence};
 
 /// Takes what a reader found. May be called again when the first finding proves stale.
@@ -116,27 +117,49 @@ impl Table {
         seen.is_unchanged() && self.dir(spot.segment, Ordering::Relaxed) == dir
     }
 
-    /// Begins a lookup of many: asks for the homes of a hash.
+    /// Begins a lookup of many: asks for the first home of a hash. What many lookups ask for in vain costs them more than
+    /// a further step, so the second home waits until the first was looked at.
     #[inline]
     pub fn ask(&self, hash: u64) -> Asked {
         let spot = Spot::of(hash);
         let dir = self.dir(spot.segment, Ordering::Acquire);
-        ask_for(self.both(dir, spot.remainder));
+        prefetch(self.both(dir, spot.remainder).0);
         Asked { dir, hash, ..Asked::NONE }
     }
 
-    /// Goes on with a lookup: looks at the homes, and asks for what else must be looked at: the value, or the record.
+    /// Goes on with a lookup: looks at the first home, and asks for the value, or for the second home.
     #[inline]
     pub fn ask_on(&self, asked: &mut Asked) {
         if asked.dir.buckets() == 0 {
             return;
         }
         let remainder = Spot::of(asked.hash).remainder;
-        let seen = self.see(self.both(asked.dir, remainder), remainder, Ordering::Acquire);
-        (asked.heads, asked.mask) = ((seen.first.1, seen.second.1), seen.mask);
+        let (first, second) = self.both(asked.dir, remainder);
+        asked.heads.0 = first.head(Ordering::Acquire);
+        asked.mask = self.see_one((first, asked.heads.0), remainder);
+        let value = std::ptr::from_ref(&first.words[asked.mask.trailing_zeros() as usize % SLOTS]).cast();
+        prefetch(select_unpredictable(asked.mask == 0, std::ptr::from_ref(second), value));
+    }
+
+    /// Goes on with a lookup: looks at the second home if there was nothing in the first one, and asks for the value.
+    #[inline]
+    pub fn ask_farther(&self, asked: &mut Asked) {
+        if asked.dir.buckets() == 0 {
+            return;
+        }
+        let remainder = Spot::of(asked.hash).remainder;
+        let (first, second) = self.both(asked.dir, remainder);
+        let is_second = asked.mask == 0;
+        let bucket = select_unpredictable(is_second, second, first);
+        let head = bucket.head(Ordering::Acquire);
+        let mask = self.see_one((bucket, head), remainder);
+        // What was in the first home and has gone meanwhile is perhaps in the second, at which nobody looked: no header is
+        // like this one.
+        let (seen, unseen) = (asked.heads.0, Head(u64::MAX));
+        asked.heads = (select_unpredictable(is_second, seen, head), select_unpredictable(is_second, head, unseen));
+        asked.mask = mask << select_unpredictable(is_second, SLOTS, 0);
         // Where nothing was found this is some line that does no harm.
-        let ((bucket, _), slot) = seen.found();
-        prefetch(&bucket.words[slot]);
+        prefetch(&bucket.words[mask.trailing_zeros() as usize % SLOTS]);
     }
 
     /// Goes on with a lookup by another key than of 8 bytes: asks for the record.

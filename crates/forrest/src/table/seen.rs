@@ -7,7 +7,7 @@
 //! compared at once, and which of them it was is no branch.
 
 use super::{Dir, Homes, Table};
-use crate::bucket::{Bucket, SLOTS};
+use crate::bucket::{ALL_SLOTS, Bucket, SLOTS};
 use crate::record::prefetch;
 use crate::wide::{self, Side};
 use std::hint::select_unpredictable;
@@ -66,6 +66,12 @@ impl Table {
     pub(super) fn see<'t>(&self, both: Both<'t>, remainder: u64, order: Ordering) -> Seen<'t> {
         let (first, second) = ((both.0, both.0.head(order)), (both.1, both.1.head(order)));
         Seen { first, second, mask: wide::matches(self.wide, first, second, remainder) }
+    }
+
+    /// A bit for each slot of one home that may hold the entry.
+    #[inline(always)]
+    pub(super) fn see_one(&self, side: Side<'_>, remainder: u64) -> u32 {
+        wide::matches(self.wide, side, side, remainder) & ALL_SLOTS as u32
     }
 }
 
