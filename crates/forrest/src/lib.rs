@@ -28,9 +28,11 @@
 //! instant during the call. Iteration sees each segment at one instant, not the whole store.
 //!
 //! # Keys that a stranger chooses
-//! The default hash is MurmurHash64A with seed 9, as in libforrest; whoever knows it can choose keys of equal hash.
-//! The store bounds what that costs: the ninth key of one hash goes by a second, secret hash. It does not bound all: about a
-//! million chosen keys of like hashes fill one of 4,096 parts of the table, of which each growth then stops writers for tens of
+//! The default hash is MurmurHash64A with seed 9, as in libforrest, mixed with secret numbers of the store's own; keys of 8 bytes
+//! are only mixed. Whoever knows the seed can choose longer keys of equal hash.
+//! The store bounds what that costs: the ninth key of one hash goes by a second, secret hash. It does not bound all, for
+//! the mix is no cipher: whoever finds its numbers out can fill one of 4,096 parts of the table with two million keys. Each growth of
+//! that part then stops its writers for tens of
 //! milliseconds, and a 4,096th of all other keys cannot be set any more ([`Error::Crowded`]) until they are deleted. Where
 //! keys come from strangers, take [`Hash::Keyed`].
 //!
