@@ -30,6 +30,10 @@ pub const CHUNK_PAGES: usize = 512;
 /// Bytes of a chunk.
 pub const CHUNK_BYTES: u64 = (CHUNK_PAGES * PAGE_SIZE) as u64;
 
+/// Where so many chunks are on the way to a free place, one whose place may be had is looked for, among so many.
+const CROWD: usize = 32;
+const IDLE_LOOKS: usize = 1024;
+
 const KEYS: usize = PAGE_SIZE;
 const REMOVED: usize = KEYS + CHUNKS * 8;
 const STATES: usize = REMOVED + CHUNKS * 8;
@@ -117,6 +121,8 @@ pub struct Head {
     pub beat: AtomicU32,
     /// Not 0 from `park` to `unpark`: a daemon that takes the client over shows it so.
     pub parked: AtomicU32,
+    /// Each chunk is at one of so many places on its way; 0 if the agent does not count that.
+    reach: AtomicU32,
 }
 
 impl Head {
@@ -220,12 +226,15 @@ impl Table {
     /// Index of the chunk that holds `addr`, if the table has it.
     pub fn find(&self, addr: u64) -> Option<usize> {
         let key = addr / CHUNK_BYTES + 1;
-        let mut index = Self::place(key);
-        for _ in 0..CHUNKS {
+        let reach = match self.head().reach.load(Ordering::Acquire) as usize {
+            0 => CHUNKS,
+            reach => reach,
+        };
+        for index in self.way(key).take(reach) {
             match self.keys()[index].load(Ordering::Acquire) {
                 0 => return None,
                 found if found == key => return Some(index),
-                _ => index = (index + 1) % CHUNKS,
+                _ => {}
             }
         }
         None
@@ -234,21 +243,54 @@ impl Table {
     /// As [`find`](Self::find), and enters the chunk; for the agent alone, with the pact. `None` if the table is full.
     pub fn find_or_add(&self, addr: u64) -> Option<usize> {
         let key = addr / CHUNK_BYTES + 1;
-        let mut index = Self::place(key);
-        for _ in 0..CHUNKS {
-            match self.keys()[index].load(Ordering::Acquire) {
-                0 => {
-                    // Until now it was one of the others.
-                    let removed = self.head().others[(key - 1) as usize % OTHERS].load(Ordering::Relaxed);
-                    self.removed(index).store(removed, Ordering::Relaxed);
-                    self.keys()[index].store(key, Ordering::Release);
-                    return Some(index);
-                }
-                found if found == key => return Some(index),
-                _ => index = (index + 1) % CHUNKS,
-            }
+        self.find(addr).or_else(|| self.give(key, self.way(key).position(|index| self.is_free(index))?))
+    }
+
+    /// Enters the chunks of `range`, where it is crowded in place of others of which nothing is out or in hand; for the agent
+    /// alone, with the pact, where nobody who holds that goes through the table. False if the table is full.
+    pub fn enter(&self, range: Range) -> bool {
+        let chunks = || range.start / CHUNK_BYTES..range.end.div_ceil(CHUNK_BYTES);
+        let is_wanted = |index: usize| chunks().contains(&self.keys()[index].load(Ordering::Relaxed).wrapping_sub(1));
+        chunks().all(|chunk| {
+            let key = chunk + 1;
+            let free = |looks| self.way(key).take(looks).position(|index| self.is_free(index));
+            // A free place is idle too, so none behind one: there the way ends for who looks for a chunk.
+            let idle = || self.way(key).take(IDLE_LOOKS).position(|index| self.is_idle(index) && !is_wanted(index));
+            let step = || free(CROWD).or_else(idle).or_else(|| free(CHUNKS));
+            self.find(chunk * CHUNK_BYTES).or_else(|| self.give(key, step()?)).is_some()
+        })
+    }
+
+    fn is_free(&self, index: usize) -> bool {
+        self.keys()[index].load(Ordering::Relaxed) == 0
+    }
+
+    /// Nothing is out of the chunk at `index`, and nothing in hand.
+    fn is_idle(&self, index: usize) -> bool {
+        self.states(index).iter().all(|state| state.load(Ordering::Relaxed) == RESIDENT)
+    }
+
+    /// Gives the place `step` places on its way to `key`. Until now it was one of the others; who had the place is one from now
+    /// on.
+    fn give(&self, key: u64, step: usize) -> Option<usize> {
+        let index = self.way(key).nth(step)?;
+        let removed = self.removed(index);
+        let other = |key: u64| &self.head().others[(key - 1) as usize % OTHERS];
+        let before = self.keys()[index].load(Ordering::Relaxed);
+        if before != 0 {
+            other(before).fetch_max(removed.load(Ordering::Relaxed), Ordering::Relaxed);
         }
-        None
+        removed.store(other(key).load(Ordering::Relaxed), Ordering::Relaxed);
+        // First: who finds the key has seen how far it may be.
+        self.head().reach.fetch_max(step as u32 + 1, Ordering::Release);
+        self.keys()[index].store(key, Ordering::Release);
+        Some(index)
+    }
+
+    /// The places at which `key` may be, in their order.
+    fn way(&self, key: u64) -> impl Iterator<Item = usize> + use<> {
+        let first = Self::place(key);
+        (0..CHUNKS).map(move |step| (first + step) % CHUNKS)
     }
 
     fn place(key: u64) -> usize {
@@ -451,9 +493,75 @@ mod tests {
                 assert!(table.find_or_add(chunk * 3 * CHUNK_BYTES).is_some());
             }
             assert!(table.find_or_add(1 << 46).is_none() && table.find(1 << 46).is_none());
+            for chunk in 0..CHUNKS as u64 {
+                table.set_state(chunk * 3 * CHUNK_BYTES, [OUT, FROZEN, VOID][chunk as usize % 3]);
+            }
+            let there = Range { start: 1 << 46, end: (1 << 46) + 4096 };
+            assert!(!table.enter(there) && table.find(1 << 46).is_none());
+            table.set_state(99 * 3 * CHUNK_BYTES, RESIDENT);
             let mut seen = 0;
             table.for_each_chunk(|_, _| seen += 1);
             assert_eq!(seen, CHUNKS);
+        });
+    }
+
+    #[test]
+    fn chunks_of_which_nothing_is_out_make_room() {
+        for out_max in [CHUNKS / 3, CHUNKS * 9 / 10] {
+            make_room(out_max);
+        }
+    }
+
+    /// So many pages are out or in hand at most.
+    fn make_room(out_max: usize) {
+        with_table(|table| {
+            let page = PAGE_SIZE as u64;
+            let mut out = std::collections::BTreeMap::new();
+            let mut random = 7_u64;
+            for step in 0..4 * CHUNKS as u64 {
+                random ^= random << 13;
+                random ^= random >> 7;
+                random ^= random << 17;
+                // The last pages of one chunk and the first ones of the next.
+                let chunk = random % (1 << 25);
+                let range = Range { start: (chunk + 1) * CHUNK_BYTES - page, end: (chunk + 1) * CHUNK_BYTES + page };
+                assert!(table.enter(range), "step {step}");
+                assert!(table.find(range.start).is_some() && table.find(range.end - page).is_some(), "step {step}");
+                let (state, other) = if step % 2 == 0 { (OUT, FROZEN) } else { (VOID, OUT) };
+                for (addr, state) in [(range.start, state), (range.end - page, other)] {
+                    table.set_state(addr, state);
+                    out.insert(addr, state);
+                }
+                while out.len() > out_max {
+                    let (addr, state) = if step % 3 == 0 { out.pop_first() } else { out.pop_last() }.unwrap();
+                    assert_eq!(table.set_state(addr, RESIDENT), state);
+                }
+            }
+            assert!(out.iter().all(|(addr, state)| table.state(*addr) == *state));
+            let mut found = std::collections::BTreeMap::new();
+            for state in [OUT, FROZEN, VOID] {
+                table.for_each_run(0, u64::MAX >> 1, state, |start, end| {
+                    found.extend((start..end).step_by(PAGE_SIZE).map(|addr| (addr, state)));
+                });
+            }
+            assert_eq!(found, out);
+        });
+    }
+
+    #[test]
+    fn a_chunk_that_made_room_has_lost_what_it_lost() {
+        with_table(|table| {
+            let one = |chunk: u64| Range { start: chunk * CHUNK_BYTES, end: chunk * CHUNK_BYTES + 4096 };
+            assert!(table.enter(one(OTHERS as u64)));
+            table.note_removed(one(OTHERS as u64), 700);
+            let mut others = (OTHERS as u64 + 1..).filter(|chunk| !chunk.is_multiple_of(OTHERS as u64));
+            while table.find(one(OTHERS as u64).start).is_some() {
+                assert!(table.enter(one(others.next().unwrap())));
+            }
+            assert_eq!(table.removals()[0], 700);
+            assert!(table.enter(one(OTHERS as u64)));
+            let removed = table.removed(table.find(one(OTHERS as u64).start).unwrap());
+            assert_eq!(removed.load(Ordering::Relaxed), 700);
         });
     }
 

@@ -142,13 +142,14 @@ impl Cold {
             return;
         }
         let now = sched::monotonic_ns();
-        let mut chunk = range.start / cold_table::CHUNK_BYTES * cold_table::CHUNK_BYTES;
-        while chunk < range.end {
-            match self.table.find_or_add(chunk) {
-                Some(index) if now.wrapping_sub(self.table.removed(index).load(Ordering::Relaxed)) > REMOVED_NS => {}
-                _ => return,
-            }
-            chunk += cold_table::CHUNK_BYTES;
+        if !self.table.enter(range) {
+            return;
+        }
+        let removed = |addr: u64| self.table.find(addr).map(|index| self.table.removed(index).load(Ordering::Relaxed));
+        let chunks = range.start / cold_table::CHUNK_BYTES..range.end.div_ceil(cold_table::CHUNK_BYTES);
+        let mut moments = chunks.map(|chunk| removed(chunk * cold_table::CHUNK_BYTES));
+        if !moments.all(|moment| moment.is_some_and(|moment| now.wrapping_sub(moment) > REMOVED_NS)) {
+            return;
         }
         // In missing mode from here on: an access to an absent page of the region waits for the daemon.
         if self.hold.register(around, uffd::MODE_MISSING | uffd::MODE_WP).is_err()
