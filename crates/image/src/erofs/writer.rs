@@ -19,7 +19,7 @@ use std::collections::{BTreeMap, HashMap};
 pub enum Layout {
     /// Names and attributes, and each file's object by its digest: the form that names an image.
     Metadata,
-    /// The same with each file's object by its place in a [shelf](crate::shelf), which takes half as many blocks, and what
+    /// The same with each file's object by its place in a shelf, which takes half as many blocks, and what
     /// is looked up together side by side.
     Mount,
     /// Everything, with the fingerprints by which Linux 7.0's `inode_share` finds equal files.

@@ -20,7 +20,7 @@ impl Store {
     /// The record of image `name`, and a lease that keeps the image from the collector, whatever becomes of the name.
     ///
     /// # Errors
-    /// [`Error::NoImage`](crate::Error::NoImage); a damaged record.
+    /// [`Error::NoImage`]; a damaged record.
     pub fn hold(&self, name: &str) -> Result<(Record, Lease<'_>)> {
         let lease = Lease::new(self)?;
         Ok((lease.claim_image(name)?, lease))
