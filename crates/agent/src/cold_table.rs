@@ -247,8 +247,9 @@ impl Table {
     }
 
     /// Enters the chunks of `range`, where it is crowded in place of others of which nothing is out or in hand; for the agent
-    /// alone, with the pact, where nobody who holds that goes through the table. False if the table is full.
-    pub fn enter(&self, range: Range) -> bool {
+    /// alone, with the pact, where nobody who holds that goes through the table. Calls `f` with the index of each; false if
+    /// the table is full, or `f` says so.
+    pub fn enter(&self, range: Range, f: impl Fn(usize) -> bool) -> bool {
         let chunks = || range.start / CHUNK_BYTES..range.end.div_ceil(CHUNK_BYTES);
         let is_wanted = |index: usize| chunks().contains(&self.keys()[index].load(Ordering::Relaxed).wrapping_sub(1));
         chunks().all(|chunk| {
@@ -257,7 +258,7 @@ impl Table {
             // A free place is idle too, so none behind one: there the way ends for who looks for a chunk.
             let idle = || self.way(key).take(IDLE_LOOKS).position(|index| self.is_idle(index) && !is_wanted(index));
             let step = || free(CROWD).or_else(idle).or_else(|| free(CHUNKS));
-            self.find(chunk * CHUNK_BYTES).or_else(|| self.give(key, step()?)).is_some()
+            self.find(chunk * CHUNK_BYTES).or_else(|| self.give(key, step()?)).is_some_and(&f)
         })
     }
 
@@ -497,7 +498,7 @@ mod tests {
                 table.set_state(chunk * 3 * CHUNK_BYTES, [OUT, FROZEN, VOID][chunk as usize % 3]);
             }
             let there = Range { start: 1 << 46, end: (1 << 46) + 4096 };
-            assert!(!table.enter(there) && table.find(1 << 46).is_none());
+            assert!(!table.enter(there, |_| true) && table.find(1 << 46).is_none());
             table.set_state(99 * 3 * CHUNK_BYTES, RESIDENT);
             let mut seen = 0;
             table.for_each_chunk(|_, _| seen += 1);
@@ -525,7 +526,7 @@ mod tests {
                 // The last pages of one chunk and the first ones of the next.
                 let chunk = random % (1 << 25);
                 let range = Range { start: (chunk + 1) * CHUNK_BYTES - page, end: (chunk + 1) * CHUNK_BYTES + page };
-                assert!(table.enter(range), "step {step}");
+                assert!(table.enter(range, |_| true), "step {step}");
                 assert!(table.find(range.start).is_some() && table.find(range.end - page).is_some(), "step {step}");
                 let (state, other) = if step % 2 == 0 { (OUT, FROZEN) } else { (VOID, OUT) };
                 for (addr, state) in [(range.start, state), (range.end - page, other)] {
@@ -552,14 +553,14 @@ mod tests {
     fn a_chunk_that_made_room_has_lost_what_it_lost() {
         with_table(|table| {
             let one = |chunk: u64| Range { start: chunk * CHUNK_BYTES, end: chunk * CHUNK_BYTES + 4096 };
-            assert!(table.enter(one(OTHERS as u64)));
+            assert!(table.enter(one(OTHERS as u64), |_| true));
             table.note_removed(one(OTHERS as u64), 700);
             let mut others = (OTHERS as u64 + 1..).filter(|chunk| !chunk.is_multiple_of(OTHERS as u64));
             while table.find(one(OTHERS as u64).start).is_some() {
-                assert!(table.enter(one(others.next().unwrap())));
+                assert!(table.enter(one(others.next().unwrap()), |_| true));
             }
             assert_eq!(table.removals()[0], 700);
-            assert!(table.enter(one(OTHERS as u64)));
+            assert!(table.enter(one(OTHERS as u64), |_| true));
             let removed = table.removed(table.find(one(OTHERS as u64).start).unwrap());
             assert_eq!(removed.load(Ordering::Relaxed), 700);
         });

@@ -447,12 +447,17 @@ impl Arena {
         lock(&self.free_slabs).returned.push(slab);
     }
 
+    /// The error with which a test has the kernel refuse memory.
+    fn may_ask(&self) -> Result<(), Errno> {
+        match self.fail_backing.load(Ordering::Relaxed) {
+            0 => Ok(()),
+            errno => Err(Errno(errno)),
+        }
+    }
+
     /// Asks the kernel for the memory of a range, and has it mapped: no two threads shall fault on one page of it later.
     fn bring(&self, at: usize, bytes: usize) -> Result<(), Errno> {
-        match self.fail_backing.load(Ordering::Relaxed) {
-            0 => {}
-            errno => return Err(Errno(errno)),
-        }
+        self.may_ask()?;
         loop {
             // SAFETY: a part of our own mapping; its bytes stay what they are.
             let result = unsafe {
@@ -469,10 +474,7 @@ impl Arena {
 
     /// Asks the kernel for the memory of a range that may be there.
     fn back(&self, word: usize, bytes: usize) -> Result<(), Errno> {
-        match self.fail_backing.load(Ordering::Relaxed) {
-            0 => {}
-            errno => return Err(Errno(errno)),
-        }
+        self.may_ask()?;
         loop {
             // SAFETY: a call with numbers only; it reads and writes no memory of ours.
             let result = unsafe { libc::fallocate64(self.fd.raw(), 0, (word * 8) as i64, bytes as i64) };

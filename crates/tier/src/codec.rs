@@ -11,7 +11,7 @@
 //! fingerprint of what comes out.
 
 use crate::layout::DICTIONARY_BYTES;
-use crate::lz4::Encoder;
+use crate::lz4::{self, Encoder};
 use pagefold_os::{PAGE_SIZE, Page};
 use std::sync::Arc;
 use zstd_safe::{CCtx, CDict, DCtx, DDict};
@@ -188,18 +188,7 @@ impl Coder {
                 fill(u64::from_le_bytes(payload.get(..8).and_then(|word| word.try_into().ok()).ok_or("length")?), page);
                 Ok(())
             }
-            Codec::Lz4 => {
-                // SAFETY: the function reads at most the payload and writes at most the page, whatever the bytes are.
-                let len = unsafe {
-                    lz4_sys::LZ4_decompress_safe(
-                        payload.as_ptr().cast(),
-                        page.as_mut_ptr().cast(),
-                        payload.len() as i32,
-                        PAGE_SIZE as i32,
-                    )
-                };
-                if len == PAGE_SIZE as i32 { Ok(()) } else { Err("LZ4 block") }
-            }
+            Codec::Lz4 => lz4::decode(payload, page).then_some(()).ok_or("LZ4 block"),
             Codec::Zstd | Codec::Patch => {
                 let payload = if codec == Codec::Patch { payload.get(PATCH_HEAD..).ok_or("length")? } else { payload };
                 let frame = self.frame.get_mut(..ZSTD_MAGIC.len() + payload.len()).ok_or("length")?;

@@ -5,7 +5,7 @@
 //! unless its rest is of another kind: of guests' pages of which the first half had not shrunk to 0.8, 97 of 100 were not
 //! wanted in the end.
 //!
-//! The output is an ordinary LZ4 block, which the C library reads.
+//! The output is an ordinary LZ4 block, which the C library reads, here too.
 
 use pagefold_os::{PAGE_SIZE, Page};
 
@@ -189,6 +189,20 @@ fn hash(word: u32) -> usize {
     (word.wrapping_mul(2_654_435_761) >> (32 - TABLE_BITS)) as usize
 }
 
+/// Reads a block by the C library; false if it is none of exactly a page.
+pub(crate) fn decode(block: &[u8], page: &mut Page) -> bool {
+    // SAFETY: the function reads at most the block and writes at most the page, whatever the bytes are.
+    let len = unsafe {
+        lz4_sys::LZ4_decompress_safe(
+            block.as_ptr().cast(),
+            page.as_mut_ptr().cast(),
+            block.len() as i32,
+            PAGE_SIZE as i32,
+        )
+    };
+    len == PAGE_SIZE as i32
+}
+
 impl Encoder {
     pub(crate) fn new() -> Encoder {
         Encoder { places: [0; 1 << TABLE_BITS] }
@@ -280,16 +294,7 @@ mod tests {
     /// What the C library makes of a block.
     fn read(block: &[u8]) -> Option<Page> {
         let mut page = [0; PAGE_SIZE];
-        // SAFETY: reads at most the block and writes at most the page, whatever the bytes are.
-        let len = unsafe {
-            lz4_sys::LZ4_decompress_safe(
-                block.as_ptr().cast(),
-                page.as_mut_ptr().cast(),
-                block.len() as i32,
-                PAGE_SIZE as i32,
-            )
-        };
-        (len == PAGE_SIZE as i32).then_some(page)
+        decode(block, &mut page).then_some(page)
     }
 
     /// Pieces of noise, runs, and repetitions of what is there.

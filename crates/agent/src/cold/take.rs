@@ -7,7 +7,7 @@
 use super::lost::Vigil;
 use super::{Cold, Connection};
 use crate::channel::input;
-use crate::cold_table::{self, FROZEN, OUT, RESIDENT, VOID};
+use crate::cold_table::{FROZEN, OUT, RESIDENT, VOID};
 use crate::own::is_left_alone;
 use crate::shared::{COLD_AGENT, SHARED};
 use crate::thread::yield_now;
@@ -142,13 +142,8 @@ impl Cold {
             return;
         }
         let now = sched::monotonic_ns();
-        if !self.table.enter(range) {
-            return;
-        }
-        let removed = |addr: u64| self.table.find(addr).map(|index| self.table.removed(index).load(Ordering::Relaxed));
-        let chunks = range.start / cold_table::CHUNK_BYTES..range.end.div_ceil(cold_table::CHUNK_BYTES);
-        let mut moments = chunks.map(|chunk| removed(chunk * cold_table::CHUNK_BYTES));
-        if !moments.all(|moment| moment.is_some_and(|moment| now.wrapping_sub(moment) > REMOVED_NS)) {
+        let is_calm = |index| now.wrapping_sub(self.table.removed(index).load(Ordering::Relaxed)) > REMOVED_NS;
+        if !self.table.enter(range, is_calm) {
             return;
         }
         // In missing mode from here on: an access to an absent page of the region waits for the daemon.
