@@ -15,6 +15,8 @@ use crate::shelf::{self, Shelf};
 use crate::store::{Lease, Store};
 use crate::sys::{self, Map, Opens, PAGE};
 use crate::tree::{Data, Id, Kind, ROOT, Tree};
+use pagefold_os::fd::Fd;
+use pagefold_os::sock;
 use rustix::fs::{Advice, Mode, OFlags, ResolveFlags};
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
@@ -127,14 +129,13 @@ impl Profile {
         let open = |entry: &Entry| entry.open(store, &shelf);
         self.each(|entry| {
             if let Some(file) = open(entry) {
-                entry.parts.iter().for_each(|&(offset, bytes)| ask(&file, offset, bytes.min(HEAD)));
+                ask_heads(&file, &entry.parts);
             }
         });
         self.each(|entry| {
-            let large = || entry.parts.iter().filter(|part| part.1 > HEAD);
-            if let (Some(_), Some(file)) = (large().next(), open(entry)) {
+            if let (Some(_), Some(file)) = (rests(&entry.parts).next(), open(entry)) {
                 let ask = if in_pieces { ask_in_pieces } else { ask };
-                large().for_each(|&(offset, bytes)| ask(&file, offset.saturating_add(HEAD), bytes - HEAD));
+                rests(&entry.parts).for_each(|(offset, bytes)| ask(&file, offset, bytes));
             }
         });
     }
@@ -149,25 +150,25 @@ impl Profile {
         let open = |entry| Some((Entry::open(entry, store, &shelf)?, &entry.parts));
         let first: Vec<_> = self.files.iter().take(FIRST).filter_map(open).collect();
         for (file, parts) in &first {
-            parts.iter().for_each(|&(offset, bytes)| ask(file, offset, bytes.min(HEAD)));
+            ask_heads(file, parts);
         }
         for (file, parts) in first.iter().filter(|_| is_small) {
-            let large = parts.iter().filter(|part| part.1 > HEAD);
-            large.for_each(|&(offset, bytes)| ask(file, offset.saturating_add(HEAD), bytes - HEAD));
+            rests(parts).for_each(|(offset, bytes)| ask(file, offset, bytes));
         }
         ahead
     }
 
     /// Starts who reads the objects at once, and walks to the names when he hears of the mount.
     fn in_background(&self, store: &Store, digest: &Digest) -> std::io::Result<Ahead> {
-        let (socket, theirs) = sys::socket_pair()?;
+        let (socket, theirs) = sock::pair()?;
         let work = || {
             std::thread::scope(|scope| {
                 let objects =
                     std::thread::Builder::new().spawn_scoped(scope, || self.read_objects(store, digest, true));
                 // Without one the command does not start.
-                if let (Ok(_), Ok(Some(tree))) = (objects, sys::receive_fd(&theirs)) {
-                    self.look_up(&tree);
+                let tree = sock::receive(&theirs, &mut [0], 0).ok().and_then(|(_, mut fds)| fds.take(0));
+                if let (Ok(_), Some(tree)) = (objects, tree) {
+                    self.look_up(&tree.into());
                 }
             });
         };
@@ -242,6 +243,17 @@ fn ask(file: &File, offset: u64, bytes: u64) {
     }
 }
 
+/// Has the kernel read the beginning of each part of a file.
+fn ask_heads(file: &File, parts: &[(u64, u64)]) {
+    parts.iter().for_each(|&(offset, bytes)| ask(file, offset, bytes.min(HEAD)));
+}
+
+/// What is left of the parts behind their beginnings.
+fn rests(parts: &[(u64, u64)]) -> impl Iterator<Item = (u64, u64)> {
+    let large = parts.iter().filter(|part| part.1 > HEAD);
+    large.map(|&(offset, bytes)| (offset.saturating_add(HEAD), bytes - HEAD))
+}
+
 /// Has the kernel read a part of a file, two pieces at a time; returns when it is there.
 fn ask_in_pieces(file: &File, offset: u64, bytes: u64) {
     let size = file.metadata().map_or(0, |meta| meta.len());
@@ -262,14 +274,14 @@ fn ask_in_pieces(file: &File, offset: u64, bytes: u64) {
 
 /// Somebody who reads ahead.
 pub(crate) struct Ahead {
-    socket: OwnedFd,
+    socket: Fd,
     leaving: sys::Leaving,
 }
 
 impl Ahead {
     /// Has him walk to the names in the mount whose root is `tree`; from here on he is nobody's child.
     pub(crate) fn look_up(self, tree: &OwnedFd) {
-        let _ = sys::send_fd(&self.socket, tree);
+        let _ = sock::send(&self.socket, &[0], &[tree.as_raw_fd()]);
         let _ = self.leaving.wait();
     }
 }

@@ -4,14 +4,9 @@
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use rustix::mm::{MapFlags, ProtFlags};
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketFlags, SocketType,
-};
 use std::ffi::{CString, c_void};
 use std::fs::File;
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -158,42 +153,6 @@ pub fn in_background(keep: &[RawFd], says: bool, work: impl FnOnce()) -> io::Res
     let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
     // SAFETY: as above.
     unsafe { libc::_exit(i32::from(done.is_err())) }
-}
-
-/// Two ends between two processes.
-///
-/// # Errors
-/// The kernel's.
-pub fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
-    let flags = SocketFlags::CLOEXEC;
-    Ok(rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?)
-}
-
-/// Gives whoever is at the other end a copy of `fd`.
-///
-/// # Errors
-/// The kernel's.
-pub fn send_fd(socket: &OwnedFd, fd: &OwnedFd) -> io::Result<()> {
-    let (fds, mut space) = ([fd.as_fd()], [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))]);
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    control.push(SendAncillaryMessage::ScmRights(&fds));
-    rustix::net::sendmsg(socket, &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL)?;
-    Ok(())
-}
-
-/// Waits for a descriptor from the other end; none comes if that is closed.
-///
-/// # Errors
-/// The kernel's.
-pub fn receive_fd(socket: &OwnedFd) -> io::Result<Option<OwnedFd>> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let (mut control, mut byte) = (RecvAncillaryBuffer::new(&mut space), [0]);
-    rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
-    let fds = control.drain().filter_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
-        _ => None,
-    });
-    Ok(fds.flatten().next())
 }
 
 /// Hears what is opened in a mount: fanotify(7).

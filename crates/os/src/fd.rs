@@ -157,6 +157,15 @@ impl From<std::os::fd::OwnedFd> for Fd {
     }
 }
 
+#[cfg(feature = "std")]
+impl From<Fd> for std::os::fd::OwnedFd {
+    fn from(fd: Fd) -> std::os::fd::OwnedFd {
+        use std::os::fd::FromRawFd;
+        // SAFETY: the descriptor was ours alone, and is given away.
+        unsafe { std::os::fd::OwnedFd::from_raw_fd(fd.into_raw()) }
+    }
+}
+
 /// Waits until one of `polls` is ready or `timeout_ms` passed (-1: for ever) and returns how many are.
 ///
 /// # Errors

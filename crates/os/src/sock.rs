@@ -18,6 +18,18 @@ pub fn packet_socket() -> Result<Fd> {
     Ok(unsafe { Fd::from_raw(fd as i32) })
 }
 
+/// Makes two sockets of whole packets, close-on-exec, each the other's end.
+///
+/// # Errors
+/// As socketpair(2).
+pub fn pair() -> Result<(Fd, Fd)> {
+    let (mut fds, kind) = ([0_i32; 2], libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC);
+    // SAFETY: the kernel writes two numbers.
+    unsafe { syscall!(libc::SYS_socketpair, libc::AF_UNIX, kind, 0, fds.as_mut_ptr()) }?;
+    // SAFETY: both were just made, and are ours.
+    Ok(unsafe { (Fd::from_raw(fds[0]), Fd::from_raw(fds[1])) })
+}
+
 /// Makes the address of `path`; a leading NUL byte means an abstract name.
 ///
 /// # Errors

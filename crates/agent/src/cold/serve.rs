@@ -469,16 +469,6 @@ mod tests {
         Some((cold, Connection { socket, channel_fd, channel, epoch: 0 }, memory))
     }
 
-    fn pair() -> [Fd; 2] {
-        let mut pair = [0; 2];
-        // SAFETY: the kernel writes two numbers.
-        let made =
-            unsafe { libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0, pair.as_mut_ptr()) };
-        assert_eq!(made, 0);
-        // SAFETY: both were just made, and have one owner.
-        pair.map(|fd| unsafe { Fd::from_raw(fd) })
-    }
-
     /// What is wrong with a channel is a daemon's affair; a userfaultfd that may not be is the kernel's, for good.
     #[test]
     fn who_lacks_something_for_a_while_greets_again() {
@@ -487,7 +477,7 @@ mod tests {
         let mut cold = None;
         // Greets a daemon whose channel has so many bytes; tells what came of it, and what the daemon heard.
         let mut greeted = |channel_len: usize| {
-            let [ours, theirs] = pair();
+            let (ours, theirs) = sock::pair().unwrap();
             let channel = memfd::create(c"channel", channel_len as u64).unwrap();
             memfd::add_seals(&channel, memfd::SEAL_SHRINK).unwrap();
             let daemon = move || {

@@ -206,13 +206,7 @@ mod tests {
             table: handed.table.duplicate().unwrap(),
             pagemap: handed.pagemap.duplicate().unwrap(),
         };
-        let mut pair = [0; 2];
-        // SAFETY: the kernel writes two numbers.
-        let made =
-            unsafe { libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC, 0, pair.as_mut_ptr()) };
-        assert_eq!(made, 0);
-        // SAFETY: both were just made.
-        let [ours, _theirs] = pair.map(|fd| unsafe { Fd::from_raw(fd) });
+        let (ours, _theirs) = sock::pair().unwrap();
         let link = ColdLink::new(Arc::new(ours)).unwrap();
         let who = Identity { region: 0, token: 0, pid: std::process::id() as i32, uid: 0 };
         let ready = Packet { a: 1, b: CPU_BEFORE_NS, ..Packet::new(Op::Ready) };
