@@ -11,7 +11,8 @@
 //! singly. A hard link is the object itself: the page cache is its inode's, whatever name has led there.
 //!
 //! A shelf is made by the first mount of its image and goes with the image. It has nothing that the image and the objects do
-//! not have: where it cannot be made (no hard links, no room) the image is mounted as it is and starts a little later.
+//! not have: where it cannot be made (no hard links, no room) the image is mounted as it is and starts a little later. Which object
+//! had no room for one more name is noted, and no mount tries again before it has (`trees/DIGEST.unshelved`).
 
 use crate::digest::{Digest, hash_reader};
 use crate::erofs;
@@ -183,6 +184,9 @@ pub(crate) fn find(store: &Store, digest: &Digest, lease: &Lease) -> Result<Opti
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(_) => return Ok(None),
     }
+    if Unlinkable::is_noted(store, digest) {
+        return Ok(None);
+    }
     let tree = store.tree(digest)?;
     if lease.write_down().is_err() {
         return Ok(None);
@@ -196,6 +200,35 @@ pub(crate) fn find(store: &Store, digest: &Digest, lease: &Lease) -> Result<Opti
     });
     let _ = remove_tree(&staged);
     Ok(made.is_ok().then_some(shelf))
+}
+
+/// What is noted of an object that has as many names as its file system gives a file: while that is so, none of its images gets a
+/// new shelf, and to find that out takes a link for each object that stands before it.
+struct Unlinkable;
+
+impl Unlinkable {
+    /// Where it is noted of an image. The collector takes it with the image.
+    fn path(store: &Store, digest: &Digest) -> PathBuf {
+        store.path("trees").join(format!("{}.unshelved", digest.hex()))
+    }
+
+    /// The note: which object, its inode, and its names. In a copy of the store it is another inode.
+    fn of(store: &Store, object: &Digest) -> io::Result<Vec<u8>> {
+        let meta = fs::symlink_metadata(store.object_path(object))?;
+        Ok([&object.0[..], &meta.ino().to_le_bytes(), &meta.nlink().to_le_bytes()].concat())
+    }
+
+    /// Notes it. Without a note the next mount tries again.
+    fn note(store: &Store, digest: &Digest, object: &Digest) {
+        let _ = Self::of(store, object).and_then(|note| fs::write(Self::path(store, digest), note));
+    }
+
+    /// Whether it is noted, and as it was.
+    fn is_noted(store: &Store, digest: &Digest) -> bool {
+        let Ok(note) = fs::read(Self::path(store, digest)) else { return false };
+        let object = note.get(..32).and_then(|raw| Some(Digest(raw.try_into().ok()?)));
+        object.is_some_and(|object| Self::of(store, &object).is_ok_and(|now| now == note))
+    }
 }
 
 /// Writes the metadata of `digest` to `path`.
@@ -225,6 +258,10 @@ fn make(store: &Store, digest: &Digest, tree: &Tree, staged: &Path) -> Result<bo
         match fs::hard_link(store.object_path(&object), &at) {
             // The rest of the image is of use without it.
             Err(error) if error.kind() == ErrorKind::NotFound => missing = true,
+            Err(error) if error.raw_os_error() == Some(libc::EMLINK) => {
+                Unlinkable::note(store, digest, &object);
+                return Err(error).at(&at);
+            }
             other => other.at(&at)?,
         }
     }

@@ -94,7 +94,7 @@ pub fn beside(store: &Store) -> Result<Beside> {
         let bytes = || entry.metadata().map_or(0, |meta| meta.len());
         match name.as_bytes().get(64..).unwrap_or_default() {
             b".full.erofs" => found.native_bytes += bytes(),
-            b".objects" | b".start" => found.index_bytes += bytes(),
+            b".objects" | b".start" | b".unshelved" => found.index_bytes += bytes(),
             b".shelf" => found.shelf_bytes += shelf::disk_bytes(&entry.path()),
             end if end.ends_with(b".notes") => found.index_bytes += bytes(),
             _ => {}

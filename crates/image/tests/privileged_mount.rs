@@ -974,11 +974,13 @@ fn an_image_without_a_shelf_is_mounted_all_the_same() {
     need_root!();
     let scratch = Scratch::new();
     let (tree, other, upper) = (scratch.dir("tree"), scratch.dir("other"), scratch.dir("upper"));
+    fs::write(tree.join("before"), noise(3, 5000)).unwrap();
     fs::write(tree.join("file"), noise(1, 5000)).unwrap();
     fs::write(tree.join("more"), noise(2, 5000)).unwrap();
     let store = Store::open(&scratch.dir("store"), "default").unwrap();
     let record = build_dir(&store, "x", &tree).unwrap();
     let object = store.object_path(&Digest::of(&noise(1, 5000)));
+    let before = store.object_path(&Digest::of(&noise(3, 5000)));
     let names = (0..70_000).take_while(|i| fs::hard_link(&object, other.join(format!("{i}"))).is_ok()).count();
     if names == 70_000 {
         println!("SKIPPED: the temporary directory's file system has more links than that");
@@ -991,6 +993,14 @@ fn an_image_without_a_shelf_is_mounted_all_the_same() {
         assert!(shows(&scratch, &store, &record, kind));
         assert!(!shelf.exists());
     }
+    // Who tries links the object before it, and a link is a change of it.
+    let changed_at = || fs::metadata(&before).map(|meta| (meta.ctime(), meta.ctime_nsec())).unwrap();
+    let tried_at = changed_at();
+    std::thread::sleep(Duration::from_millis(20));
+    for kind in [Kind::Auto, Kind::Directory] {
+        assert!(shows(&scratch, &store, &record, kind));
+    }
+    assert_eq!(changed_at(), tried_at, "no mount tries what it knows to fail");
     assert_eq!(fs::read_dir(store.root().join("domains/default/staging")).unwrap().count(), 0);
     mount::mount(&store, &record, &at, &changed).unwrap();
     fs::set_permissions(at.join("file"), fs::Permissions::from_mode(0o600)).unwrap();

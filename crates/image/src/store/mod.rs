@@ -7,6 +7,7 @@
 //!     trees/DIGEST.erofs         metadata images, named by their own SHA-256 (the image digest)
 //!     trees/DIGEST.objects       the objects of each, for a fast mark
 //!     trees/DIGEST.shelf/        the objects by the tree's order, and the form of the metadata that is mounted
+//!     trees/DIGEST.unshelved     which object has no room for a name on a shelf, if one has none
 //!     images/NAME                a name's record: digest, counts, configuration (JSON)
 //!     leases/ID                  what a build or mount in progress stands on; locked while it lives
 //!     staging/ID/                what a build has written and not yet published
