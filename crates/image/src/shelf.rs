@@ -24,7 +24,7 @@ use crate::tree::{Data, Id, Kind, ROOT, Tree};
 use std::collections::HashSet;
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Read, Write};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -248,25 +248,30 @@ fn make(store: &Store, digest: &Digest, tree: &Tree, staged: &Path) -> Result<bo
     let (new, shelf) = (Shelf { path: staged.join(END) }, Shelf::of(store, digest));
     fs::create_dir(&new.path).at(&new.path)?;
     fs::create_dir(new.objects()).at(&new.path)?;
-    let mut missing = false;
     for (number, (object, place)) in placed(tree).enumerate() {
         let at = new.object(&place);
         if number.is_multiple_of(BOARD as usize) {
             let board = at.parent().expect("objects/N");
             fs::create_dir(board).at(board)?;
         }
-        match fs::hard_link(store.object_path(&object), &at) {
-            // The rest of the image is of use without it.
-            Err(error) if error.kind() == ErrorKind::NotFound => missing = true,
+        let link = || fs::hard_link(store.object_path(&object), &at);
+        let linked = match link() {
+            // The rest of the image is of use without it. Who brings it looks for the note after it has its name; if it had
+            // none before there was the note, it has one now.
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                note_incomplete(store, &[object])?;
+                link()
+            }
+            other => other,
+        };
+        match linked {
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
             Err(error) if error.raw_os_error() == Some(libc::EMLINK) => {
                 Unlinkable::note(store, digest, &object);
                 return Err(error).at(&at);
             }
             other => other.at(&at)?,
         }
-    }
-    if missing {
-        note_missing(store)?;
     }
     write_metadata(tree, digest, &new.metadata())?;
     // What has its name is complete, after a power cut too.
@@ -298,50 +303,85 @@ fn replace(store: &Store, digest: &Digest, tree: &Tree, staged: &Path) -> Result
     }
     store.upgrade()?;
     let disk = File::open(staged).at(staged)?;
-    if mend_one(store, digest, tree)?.wholly()?.missing > 0 {
-        note_missing(store)?;
+    let missing = mend_one(store, digest, tree)?.wholly()?.missing;
+    if !missing.is_empty() {
+        note_incomplete(store, &missing)?;
+        // What had its name before there was the note nobody else mends.
+        mend_one(store, digest, tree)?.wholly()?;
     }
     write_metadata(tree, digest, &path)?;
     store.settle(&disk, staged)?;
     fs::rename(&path, shelf.metadata()).at(shelf.metadata())
 }
 
-/// There while some shelf may lack an object. The collector leaves it, for it is no image's.
+/// The digests of objects that some shelf may lack, or have another file of. The collector leaves it, for it is no image's.
 fn mark(store: &Store) -> PathBuf {
     store.path("trees").join("shelves-incomplete")
 }
 
-fn note_missing(store: &Store) -> Result<()> {
-    let mark = mark(store);
-    File::create(&mark).at(&mark).map(drop)
+/// The same while shelves are mended: what is noted meanwhile is for the next who mends.
+fn mending(store: &Store) -> PathBuf {
+    store.path("trees").join("shelves-mending")
 }
 
-/// Whether some shelf may lack an object.
-pub(crate) fn is_any_incomplete(store: &Store) -> bool {
-    mark(store).exists()
+/// Notes objects that shelves lack, or will have another file of: before it is so, for who notes it may end any time.
+pub(crate) fn note_incomplete(store: &Store, objects: &[Digest]) -> Result<()> {
+    let mark = mark(store);
+    let mut file = File::options().append(true).create(true).mode(0o600).open(&mark).at(&mark)?;
+    let bytes: Vec<u8> = objects.iter().flat_map(|object| object.0).collect();
+    file.write_all(&bytes).at(&mark)
+}
+
+/// Whether some shelf may lack an object that there is, or have another file of it.
+pub(crate) fn is_mending_due(store: &Store) -> bool {
+    if mending(store).exists() {
+        return true;
+    }
+    let noted = match fs::read(mark(store)) {
+        Err(error) => return error.kind() != ErrorKind::NotFound,
+        Ok(noted) => noted,
+    };
+    let (objects, rest) = noted.as_chunks::<32>();
+    // Half a note may be of any object.
+    objects.is_empty() || !rest.is_empty() || objects.iter().any(|raw| store.object_path(&Digest(*raw)).exists())
 }
 
 /// Has all shelves lead to the objects that are under their digests now: one that was damaged or missing has another inode
 /// than before.
 ///
 /// # Errors
-/// The system's.
+/// The system's. Then it is due still.
 pub(crate) fn mend(store: &Store) -> Result<()> {
-    let (trees, mut all) = (store.path("trees"), true);
+    let (trees, mark, mending) = (store.path("trees"), mark(store), mending(store));
     let _lock = store.lock_shelves(true)?;
+    // There until all is mended.
+    if let Ok(left) = fs::read(&mending) {
+        note_incomplete(store, &left.as_chunks().0.iter().map(|raw| Digest(*raw)).collect::<Vec<_>>())?;
+    }
+    match fs::rename(&mark, &mending) {
+        Err(error) if error.kind() == ErrorKind::NotFound => File::create(&mending).map(drop).at(&mending)?,
+        other => other.at(&mark)?,
+    }
+    let noted = fs::read(&mending).at(&mending)?;
+    let mut missing = Vec::new();
     for entry in fs::read_dir(&trees).at(&trees)? {
-        let name = entry.at(&trees)?.file_name();
+        let entry = entry.at(&trees)?;
+        let name = entry.file_name();
         let Some((hex, end)) = name.as_encoded_bytes().split_at_checked(64) else { continue };
         let (Some(digest), Some(b"shelf")) = (Digest::from_hex(hex), end.strip_prefix(b".")) else { continue };
-        // A damaged image says nothing of its objects.
-        if let Ok(tree) = store.tree(&digest) {
-            all &= mend_one(store, &digest, &tree)?.wholly()?.missing == 0;
+        match store.tree(&digest) {
+            Ok(tree) => missing.extend(mend_one(store, &digest, &tree)?.wholly()?.missing),
+            // A damaged image says nothing of its objects before it is built again.
+            Err(_) if entry.path().exists() => missing.extend(noted.as_chunks().0.iter().map(|raw| Digest(*raw))),
+            Err(_) => {}
         }
     }
-    if all {
-        let _ = fs::remove_file(mark(store));
+    if !missing.is_empty() {
+        missing.sort_unstable();
+        missing.dedup();
+        note_incomplete(store, &missing)?;
     }
-    Ok(())
+    fs::remove_file(&mending).at(&mending)
 }
 
 /// What was found on a shelf.
@@ -350,7 +390,7 @@ struct Mended {
     /// Names of other files than the objects, which are the objects' now.
     wrong: u64,
     /// Objects that there are none of.
-    missing: u64,
+    missing: Vec<Digest>,
     /// Why it ended before all was mended, if it did.
     failed: Option<Error>,
 }
@@ -369,33 +409,44 @@ fn mend_one(store: &Store, digest: &Digest, tree: &Tree) -> Result<Mended> {
         return Ok(found);
     }
     let inode = |path: &Path| fs::symlink_metadata(path).ok().map(|meta| (meta.dev(), meta.ino()));
-    for (object, place) in placed(tree) {
-        let (object, link) = (store.object_path(&object), shelf.object(&place));
-        let Some(there) = inode(&object) else {
-            found.missing += 1;
-            continue;
-        };
-        if inode(&link) == Some(there) {
-            continue;
-        }
-        let staged = shelf.path.join(random_id()?);
-        let board = link.parent().expect("objects/N");
-        // Only below what is there: a shelf that the collector takes meanwhile does not come again.
-        let linked = fs::create_dir(board)
-            .or_else(|error| if error.kind() == ErrorKind::AlreadyExists { Ok(()) } else { Err(error) })
-            .and_then(|()| fs::hard_link(&object, &staged))
-            .and_then(|()| fs::rename(&staged, &link));
-        match linked {
-            Ok(()) => found.wrong += 1,
-            Err(error) => {
-                let _ = fs::remove_file(&staged);
-                // The collector may have taken the shelf, or the object.
-                if shelf.objects().is_dir() && inode(&object) == Some(there) {
-                    found.wrong += 1;
-                    found.failed = Some(Err::<(), _>(error).at(&link).expect_err("just made"));
-                    break;
-                }
+    for (digest_of, place) in placed(tree) {
+        let (object, link) = (store.object_path(&digest_of), shelf.object(&place));
+        let mut is_wrong = false;
+        loop {
+            let Some(there) = inode(&object) else {
+                found.missing.push(digest_of);
+                break;
+            };
+            if inode(&link) == Some(there) {
+                break;
             }
+            let staged = shelf.path.join(random_id()?);
+            let board = link.parent().expect("objects/N");
+            // Only below what is there: a shelf that the collector takes meanwhile does not come again.
+            let linked = fs::create_dir(board)
+                .or_else(|error| if error.kind() == ErrorKind::AlreadyExists { Ok(()) } else { Err(error) })
+                .and_then(|()| fs::hard_link(&object, &staged))
+                .and_then(|()| fs::rename(&staged, &link));
+            // It is there still if another has mended this beside us, too: a rename over the same file does nothing.
+            let _ = fs::remove_file(&staged);
+            let Err(error) = linked else {
+                // Once more: a build may have replaced the object, and mended this before us.
+                is_wrong = true;
+                continue;
+            };
+            if error.raw_os_error() == Some(libc::EMLINK) {
+                Unlinkable::note(store, digest, &digest_of);
+            }
+            // The collector may have taken the shelf, or the object.
+            if shelf.objects().is_dir() && inode(&object) == Some(there) {
+                is_wrong = true;
+                found.failed = Some(Err::<(), _>(error).at(&link).expect_err("just made"));
+            }
+            break;
+        }
+        found.wrong += u64::from(is_wrong);
+        if found.failed.is_some() {
+            break;
         }
     }
     Ok(found)
@@ -421,6 +472,10 @@ pub(crate) fn verify(store: &Store, digest: &Digest, tree: &Tree) -> Result<Vec<
         }
     }
     let found = mend_one(store, digest, tree)?;
+    if !found.missing.is_empty() {
+        // What is built in its place is another file than the shelf has.
+        let _ = note_incomplete(store, &found.missing);
+    }
     if found.wrong > 0 {
         let what = match &found.failed {
             None => format!("{} files are others than the objects; mended", found.wrong),
@@ -557,7 +612,190 @@ mod tests {
             let inode = |path: &Path| fs::metadata(path).unwrap().ino();
             assert_eq!(inode(&shelf.object(&place)), inode(&store.object_path(&object)));
         }
-        assert!(!is_any_incomplete(&store));
+        assert!(!is_mending_due(&store) && !mark(&store).exists());
+    }
+
+    /// A store with one image of some objects of 5000 equal bytes each.
+    fn built(root: &Path, name: &str, objects: std::ops::Range<u32>) -> (Store, Tree, Digest) {
+        let store = Store::open(root, "default").unwrap().without_sync();
+        let (tree, digest) = build(&store, name, objects).unwrap();
+        (store, tree, digest)
+    }
+
+    fn build(store: &Store, name: &str, objects: std::ops::Range<u32>) -> Result<(Tree, Digest)> {
+        let (build, mut tree) = (store.build()?, Tree::default());
+        for number in objects {
+            let kind = Kind::File(build.put_bytes(&content(number))?);
+            tree.put(format!("{number:04}").as_bytes(), Inode { meta: Meta::default(), kind })?;
+        }
+        let digest = build.publish(name, &tree, "t", Default::default(), vec![])?.digest;
+        Ok((tree, digest))
+    }
+
+    fn content(number: u32) -> Vec<u8> {
+        number.to_le_bytes().repeat(1250)
+    }
+
+    fn object(store: &Store, number: u32) -> PathBuf {
+        store.object_path(&Digest::of(&content(number)))
+    }
+
+    fn found(store: &Store, digest: &Digest) -> Option<Shelf> {
+        let lease = Lease::new(store).unwrap();
+        assert!(lease.claim_tree(digest).unwrap());
+        find(store, digest, &lease).unwrap()
+    }
+
+    /// The objects that are not on the shelf, or another file there.
+    fn not_shelved(store: &Store, tree: &Tree, digest: &Digest) -> Vec<String> {
+        let inode = |path: &Path| fs::metadata(path).map(|meta| meta.ino()).ok();
+        let (shelf, all) = (Shelf::of(store, digest), placed(tree));
+        all.filter(|(object, place)| inode(&shelf.object(place)) != inode(&store.object_path(object)))
+            .map(|(_, place)| place)
+            .collect()
+    }
+
+    /// Makes the mending of shelves fail, as a full disk would or a kill, or makes it work again.
+    fn break_mending(store: &Store, broken: bool) {
+        let lock = store.path("shelf.lock");
+        if broken {
+            fs::remove_file(&lock).unwrap();
+            fs::create_dir(&lock).unwrap();
+        } else {
+            fs::remove_dir(&lock).unwrap();
+        }
+    }
+
+    /// All that a shelf without an object has to tell of it is the note.
+    #[test]
+    fn a_missing_object_is_noted_until_it_is_on_all_shelves() {
+        let dir = tempfile::tempdir().unwrap();
+        let (store, tree, digest) = built(&dir.path().join("s"), "x", 0..300);
+        for number in [7, 270] {
+            fs::remove_file(object(&store, number)).unwrap();
+        }
+        found(&store, &digest).unwrap();
+        assert_eq!(fs::read(mark(&store)).unwrap(), [7, 270].map(|number| Digest::of(&content(number)).0).concat());
+        // Nobody looks at all shelves for objects that nobody has brought.
+        assert!(!is_mending_due(&store));
+        build(&store, "y", 300..301).unwrap();
+        crate::gc::collect(&store, false).unwrap();
+        assert_eq!(fs::read(mark(&store)).unwrap().len(), 64);
+        build(&store, "z", 270..271).unwrap();
+        assert_eq!(fs::read(mark(&store)).unwrap(), Digest::of(&content(7)).0);
+        let at = Shelf::of(&store, &digest);
+        assert!(!at.object("/0/07").exists() && at.object("/1/0e").exists());
+        build(&store, "z", 7..8).unwrap();
+        assert!(!mark(&store).exists() && not_shelved(&store, &tree, &digest).is_empty());
+    }
+
+    /// What a build that was killed, or could not mend shelves, has left to do the next does, whatever that builds.
+    #[test]
+    fn shelves_are_mended_by_the_next_build_if_one_could_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let (store, tree, digest) = built(&dir.path().join("s"), "x", 0..9);
+        fs::remove_file(object(&store, 4)).unwrap();
+        found(&store, &digest).unwrap();
+        for damage in ["missing", "damaged"] {
+            if damage == "damaged" {
+                store.condemn(&object(&store, 5)).unwrap();
+            }
+            break_mending(&store, true);
+            assert!(build(&store, "x", 0..9).is_err(), "{damage}");
+            break_mending(&store, false);
+            assert_eq!(not_shelved(&store, &tree, &digest).len(), 1, "{damage}");
+            // It has no new object.
+            build(&store, "y", 0..1).unwrap();
+            assert!(not_shelved(&store, &tree, &digest).is_empty(), "{damage}");
+            assert!(!is_mending_due(&store), "{damage}");
+        }
+    }
+
+    /// An image that cannot be read says nothing of its shelf, and others must not forget for it.
+    #[test]
+    fn what_a_damaged_image_lacks_is_not_forgotten() {
+        let dir = tempfile::tempdir().unwrap();
+        let (store, tree, digest) = built(&dir.path().join("s"), "x", 0..9);
+        fs::remove_file(object(&store, 4)).unwrap();
+        found(&store, &digest).unwrap();
+        fs::write(store.tree_path(&digest), "damaged").unwrap();
+        // Others bring this one's object, and one that has to be replaced.
+        store.condemn(&object(&store, 5)).unwrap();
+        build(&store, "y", 5..6).unwrap();
+        build(&store, "z", 4..5).unwrap();
+        assert_eq!(not_shelved(&store, &tree, &digest).len(), 2);
+        build(&store, "x", 0..9).unwrap();
+        assert!(not_shelved(&store, &tree, &digest).is_empty() && !mark(&store).exists());
+    }
+
+    /// An object that was removed by hand, for it was damaged, is another file when it comes again.
+    #[test]
+    fn what_verify_misses_is_on_shelves_when_it_is_built_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let (store, tree, digest) = built(&dir.path().join("s"), "x", 0..9);
+        found(&store, &digest).unwrap();
+        fs::write(object(&store, 4), "damaged").unwrap();
+        fs::remove_file(object(&store, 4)).unwrap();
+        assert_eq!(crate::stat::verify(&store, &[], false).unwrap().damaged.len(), 1);
+        build(&store, "x", 0..9).unwrap();
+        assert!(not_shelved(&store, &tree, &digest).is_empty());
+        assert!(crate::stat::verify(&store, &[], false).unwrap().damaged.is_empty() && !mark(&store).exists());
+    }
+
+    /// A build that brings an object looks for the note before or after a mount that lacks it has written that.
+    #[test]
+    fn an_object_that_comes_at_any_moment_of_a_shelf_is_on_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let (store, tree, digest) = built(&dir.path().join("s"), "x", 0..2000);
+        for round in 0..10 {
+            let _ = remove_tree(&Shelf::of(&store, &digest).path);
+            fs::remove_file(object(&store, 0)).unwrap();
+            std::thread::scope(|scope| {
+                let store = &store;
+                scope.spawn(move || {
+                    let build = store.build().unwrap();
+                    let mut tree = Tree::default();
+                    let kind = Kind::File(build.put_bytes(&content(0)).unwrap());
+                    tree.put(b"it", Inode { meta: Meta::default(), kind }).unwrap();
+                    // The mount has looked for it, or is about to.
+                    let begins = || {
+                        let staged = fs::read_dir(store.path("staging")).unwrap().flatten();
+                        staged.into_iter().any(|dir| dir.path().join(END).join("objects/0/01").exists())
+                    };
+                    let start = std::time::Instant::now();
+                    while !begins() && start.elapsed() < Duration::from_secs(20) {}
+                    build.publish("it", &tree, "t", Default::default(), vec![]).unwrap();
+                });
+                std::thread::sleep(Duration::from_millis(10));
+                found(store, &digest).unwrap();
+            });
+            assert_eq!(not_shelved(&store, &tree, &digest), [""; 0], "round {round}");
+        }
+    }
+
+    /// Who verifies mends without a lock, for in a read-only store there is none.
+    #[test]
+    fn verify_and_builds_mend_the_same_shelf() {
+        let dir = tempfile::tempdir().unwrap();
+        let (store, tree, digest) = built(&dir.path().join("s"), "x", 0..4);
+        found(&store, &digest).unwrap();
+        let ended = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    while !ended.load(std::sync::atomic::Ordering::Relaxed) {
+                        verify(&store, &digest, &tree).unwrap();
+                    }
+                });
+            }
+            for round in 0..300 {
+                store.condemn(&object(&store, round % 4)).unwrap();
+                build(&store, "x", 0..4).unwrap();
+            }
+            ended.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+        assert_eq!(not_shelved(&store, &tree, &digest), [""; 0]);
+        assert_eq!(fs::read_dir(&Shelf::of(&store, &digest).path).unwrap().count(), 2, "objects and metadata");
     }
 
     #[test]

@@ -284,6 +284,7 @@ impl Build<'_> {
                             fs::remove_file(&path).at(&path)?;
                         } else {
                             // Damaged from outside: ours was hashed a moment ago.
+                            shelf::note_incomplete(self.store, &[digest])?;
                             fs::rename(&path, &target).at(&target)?;
                             replaced.set(true);
                         }
@@ -295,7 +296,7 @@ impl Build<'_> {
             Ok(())
         })??;
         staged.bytes = 0;
-        if replaced.get() || shelf::is_any_incomplete(self.store) {
+        if replaced.get() || shelf::is_mending_due(self.store) {
             shelf::mend(self.store)?;
         }
         Ok(())
@@ -364,6 +365,10 @@ impl Build<'_> {
             fs::rename(&tree_staged, &tree_path).at(&tree_path)?;
         }
         fs::rename(&list_staged, &list_path).at(&list_path)?;
+        // What a build has left that ended before it had mended them, or could not read this image.
+        if shelf::is_mending_due(self.store) {
+            shelf::mend(self.store)?;
+        }
         // Every name the record relies on is durable before the record is; its content is already.
         self.store.settle(&self.disk, &list_path)?;
         let images = self.store.path("images");
