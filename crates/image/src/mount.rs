@@ -305,7 +305,9 @@ pub(crate) fn detached(
     }
     // Locked until the mount is there.
     let (_lock, mut notes) = match &options.upper {
-        Some(upper) => prepare_upper(store, digest, upper, !initial).map(|(lock, notes)| (Some(lock), notes))?,
+        Some(upper) => {
+            prepare_upper(store, digest, upper, !initial, shelf.is_some()).map(|(lock, notes)| (Some(lock), notes))?
+        }
         None => (None, Vec::new()),
     };
     let full = store.full_path(digest);
@@ -398,7 +400,7 @@ pub(crate) fn detached(
 fn checked(store: &Store, digest: &Digest, lease: &Lease, is_directory: bool, at_once: bool) -> Result<Option<Shelf>> {
     let shelf = Shelf::of(store, digest);
     if is_directory {
-        return if shelf.seems_whole() { Ok(Some(shelf)) } else { shelf::find(store, digest, lease) };
+        return if shelf.seems_whole(store, digest) { Ok(Some(shelf)) } else { shelf::find(store, digest, lease) };
     }
     let is_cold =
         |path: &Path| File::open(path).is_ok_and(|file| sys::cached_pages(&file).is_ok_and(|pages| pages == 0));
@@ -445,9 +447,17 @@ fn in_use(upper: &Path, user: bool) -> bool {
 
 /// Makes the directories of `upper`, and notes in it whose changes it has: over another image they would be taken for
 /// changes of that one's files, and an old size and mode be shown over new bytes. Two mounts at once would not know of
-/// each other's changes, so the second is refused. Returns the directory, locked, and what the root lacks.
-fn prepare_upper(store: &Store, digest: &Digest, upper: &Path, user: bool) -> Result<(File, Vec<String>)> {
-    let (root, note) = (upper.join("upper"), upper.join("image"));
+/// each other's changes, so the second is refused. So are changes over the image's shelf where that is not `shelved`: of a
+/// file whose mode was changed there is nothing else that says where its content is. Returns the directory, locked, and what
+/// the root lacks.
+fn prepare_upper(
+    store: &Store,
+    digest: &Digest,
+    upper: &Path,
+    user: bool,
+    shelved: bool,
+) -> Result<(File, Vec<String>)> {
+    let (root, note, shelf_note) = (upper.join("upper"), upper.join("image"), upper.join("shelved"));
     fs::create_dir_all(upper).map_err(|error| match error.kind() {
         io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory => {
             Error::Refused(format!("mount: --upper {}: {error}; give a directory", upper.display()))
@@ -475,11 +485,23 @@ fn prepare_upper(store: &Store, digest: &Digest, upper: &Path, user: bool) -> Re
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         other => Some(other.at(&note)?),
     };
-    if there && noted.as_deref().map(str::trim_end) == Some(&digest.to_string()) {
-        return Ok((lock, Vec::new()));
-    }
     // Without changes it is anybody's.
     let empty = fs::read_dir(&root).at(&root)?.next().is_none();
+    if there && noted.as_deref().map(str::trim_end) == Some(&digest.to_string()) {
+        match (shelved, shelf_note.exists()) {
+            (true, false) => File::create(&shelf_note).and_then(|_| lock.sync_all()).at_output(&shelf_note)?,
+            (false, true) if !empty => {
+                return Err(Error::Refused(format!(
+                    "mount: {} has changes that lead to the image's shelf, and there is none and none can be made (no room in the \
+                     store, or nothing may be written); give it room, or give --upper another directory",
+                    upper.display()
+                )));
+            }
+            (false, true) => fs::remove_file(&shelf_note).at_output(&shelf_note)?,
+            _ => {}
+        }
+        return Ok((lock, Vec::new()));
+    }
     if let (Some(noted), false) = (&noted, empty) {
         let of = Digest::parse(noted.trim_end()).map_or(noted.trim_end().into(), |digest| store.names_of(&digest));
         return Err(Error::Refused(format!(
@@ -495,6 +517,11 @@ fn prepare_upper(store: &Store, digest: &Digest, upper: &Path, user: bool) -> Re
         set_meta(&store.tree(digest)?, &root, ROOT, user, &mut notes)?;
     }
     // Before the first change, and durable before it.
+    match fs::remove_file(&shelf_note) {
+        _ if shelved => File::create(&shelf_note).map(drop).at_output(&shelf_note)?,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        removed => removed.at_output(&shelf_note)?,
+    }
     let staged = upper.join("image.new");
     let mut file = File::create(&staged).at_output(&staged)?;
     writeln!(file, "{digest}").and_then(|()| file.sync_all()).at_output(&staged)?;

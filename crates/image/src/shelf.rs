@@ -70,13 +70,14 @@ impl Shelf {
 
     /// Whether it seems to be whole, by a look at its first object: in a copy of the store the links may have become files, and
     /// what the collector took may have left an empty one.
-    pub(crate) fn seems_whole(&self) -> bool {
-        let boards = || fs::read_dir(self.objects()).is_ok_and(|mut boards| boards.next().is_some());
-        let first = || fs::symlink_metadata(self.object(&place(0)));
-        self.metadata().exists() && (!boards() || first().is_ok_and(|first| first.nlink() > 1))
+    pub(crate) fn seems_whole(&self, store: &Store, digest: &Digest) -> bool {
+        let Ok(mut boards) = fs::read_dir(self.objects()) else { return false };
+        let has_none = || store.tree_objects(digest).is_ok_and(|objects| objects.is_empty());
+        let first = || fs::symlink_metadata(self.object(&place(0))).is_ok_and(|first| first.nlink() > 1);
+        self.metadata().exists() && if boards.next().is_some() { first() } else { has_none() }
     }
 
-    /// Reads the metadata, and says whether it is what was written for this image.
+    /// Reads the metadata, and says whether it is what was written for this image, and there are objects beside it.
     fn is_whole(&self, digest: &Digest) -> io::Result<bool> {
         let mut file = File::open(self.metadata())?;
         let meta = file.metadata()?;
@@ -85,7 +86,7 @@ impl Shelf {
         let (found, bytes) = hash_reader(&mut (&mut file).take(size).chain(&own[..]))?;
         let mut check = [0; CHECK];
         file.read_exact(&mut check)?;
-        Ok(bytes == size + own.len() as u64 && found.0 == check)
+        Ok(bytes == size + own.len() as u64 && found.0 == check && self.objects().is_dir())
     }
 }
 
@@ -303,6 +304,10 @@ fn replace(store: &Store, digest: &Digest, tree: &Tree, staged: &Path) -> Result
     }
     store.upgrade()?;
     let disk = File::open(staged).at(staged)?;
+    match fs::create_dir(shelf.objects()) {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+        made => made.at(shelf.objects())?,
+    }
     let missing = mend_one(store, digest, tree)?.wholly()?.missing;
     if !missing.is_empty() {
         note_incomplete(store, &missing)?;

@@ -918,6 +918,117 @@ fn a_shelf_has_what_a_build_puts_in_the_place_of_a_damaged_or_missing_object() {
     assert!(stat::verify(&store, &[], false).unwrap().damaged.is_empty());
 }
 
+/// What cannot be mended is told, changes nothing, and is mended as soon as it can be.
+#[test]
+fn verify_tells_of_a_shelf_that_cannot_be_mended() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (disk, tree, at) = (scratch.dir("disk"), scratch.dir("tree"), scratch.dir("mnt"));
+    rustix::mount::mount("tmpfs", &disk, "tmpfs", MountFlags::empty(), c"size=32m,nr_inodes=600").unwrap();
+    for number in 0..9u32 {
+        fs::write(tree.join(format!("{number}")), noise(number, 5000)).unwrap();
+    }
+    let store = Store::open(&disk.join("store"), "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    mount::mount(&store, &record, &at, &Options::default()).unwrap();
+    umount(&at);
+    let shelf = store.tree_path(&record.digest).with_extension("shelf");
+    let (links, more) = (shelf.join("objects/0"), disk.join("more"));
+    for state in ["no inodes", "read-only"] {
+        for name in ["03", "05"] {
+            fs::remove_file(links.join(name)).unwrap();
+            fs::write(links.join(name), "another").unwrap();
+        }
+        let said = match state {
+            "no inodes" => {
+                fs::create_dir(&more).unwrap();
+                let full = (0..).map(|number| fs::File::create(more.join(format!("{number}")))).find_map(Result::err);
+                assert_eq!(full.unwrap().raw_os_error(), Some(libc::ENOSPC));
+                "no space left"
+            }
+            _ => {
+                rustix::mount::mount_remount(&disk, MountFlags::RDONLY, c"").unwrap();
+                "Read-only"
+            }
+        };
+        let before = inodes(&shelf);
+        for _ in 0..2 {
+            let found = stat::verify(&store, &[], false).unwrap().damaged;
+            assert_eq!(found.len(), 1, "{state}: {found:?}");
+            let (path, what, images) = (Path::new(&found[0].path), &found[0].what, &found[0].images);
+            assert!(path == shelf.join("objects") && images == &["x"], "{state}: {found:?}");
+            assert!(what.contains("cannot be mended") && what.contains(said), "{state}: {what}");
+            assert!(!what.contains("; mended"), "{state}: {what}");
+        }
+        assert_eq!(inodes(&shelf), before, "{state}");
+        match state {
+            "no inodes" => fs::remove_dir_all(&more).unwrap(),
+            _ => rustix::mount::mount_remount(&disk, MountFlags::empty(), c"").unwrap(),
+        }
+        let found = stat::verify(&store, &[], false).unwrap().damaged;
+        assert!(found.len() == 1 && found[0].what == "2 files are others than the objects; mended", "{found:?}");
+        assert!(stat::verify(&store, &[], false).unwrap().damaged.is_empty(), "{state}");
+        assert!(shows(&scratch, &store, &record, Kind::Auto), "{state}");
+        store.remove("shown").unwrap();
+    }
+}
+
+/// Changes of a file's mode lead to where its content was when they were made.
+#[test]
+fn changes_over_a_shelf_are_not_mounted_without_one() {
+    need_root!();
+    let _alone = NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner);
+    let scratch = Scratch::new();
+    let (tree, store, record, shelf) = shelved(&scratch);
+    let (at, lock) = (scratch.dir("mnt"), store.root().join("domains/default/shelf.lock"));
+    let changed = Options { upper: Some(scratch.dir("upper")), ..Options::default() };
+    mount::mount(&store, &record, &at, &changed).unwrap();
+    fs::set_permissions(at.join("0/7"), fs::Permissions::from_mode(0o600)).unwrap();
+    umount(&at);
+    // The image goes and comes again, and has no shelf for some reason.
+    store.remove("x").unwrap();
+    gc::collect(&store, false).unwrap();
+    if shelf.exists() {
+        println!("SKIPPED: not all processes are seen here");
+        return;
+    }
+    let record = build_dir(&store, "x", &tree).unwrap();
+    let _ = fs::remove_file(&lock);
+    fs::create_dir(&lock).unwrap();
+    let error = mount::mount(&store, &record, &at, &changed).unwrap_err().to_string();
+    assert!(error.contains("shelf") && error.contains("--upper"), "{error}");
+    assert!(shows(&scratch, &store, &record, Kind::Auto));
+    let empty = Options { upper: Some(scratch.dir("empty")), ..Options::default() };
+    mount::mount(&store, &record, &at, &empty).unwrap();
+    umount(&at);
+    fs::remove_dir(&lock).unwrap();
+    for options in [&changed, &empty] {
+        mount::mount(&store, &record, &at, options).unwrap();
+        assert_eq!(fs::read(at.join("0/7")).unwrap(), noise(7, 500));
+        umount(&at);
+    }
+}
+
+/// A copy that was interrupted may have a shelf's metadata and no more of it.
+#[test]
+fn a_shelf_without_objects_gets_them_again() {
+    need_root!();
+    let scratch = Scratch::new();
+    let (_, store, record, shelf) = shelved(&scratch);
+    let (meta, objects) = (shelf.join("meta.erofs"), shelf.join("objects"));
+    for (kind, empty) in [(Kind::Auto, false), (Kind::Directory, false), (Kind::Directory, true)] {
+        fs::remove_dir_all(&objects).unwrap();
+        if empty {
+            fs::create_dir(&objects).unwrap();
+        }
+        // As in a copy: another inode.
+        fs::copy(&meta, shelf.join("copy")).unwrap();
+        fs::rename(shelf.join("copy"), &meta).unwrap();
+        assert!(shows(&scratch, &store, &record, kind), "{kind:?} {empty}");
+        assert_eq!(inodes(&objects).len(), 600, "{kind:?} {empty}");
+    }
+}
+
 /// In a child process: makes the image's shelf, and ends mounted.
 #[test]
 fn child_that_mounts_first() {
