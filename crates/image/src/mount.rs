@@ -489,7 +489,8 @@ fn prepare_upper(
     let empty = fs::read_dir(&root).at(&root)?.next().is_none();
     if there && noted.as_deref().map(str::trim_end) == Some(&digest.to_string()) {
         match (shelved, shelf_note.exists()) {
-            (true, false) => File::create(&shelf_note).and_then(|_| lock.sync_all()).at_output(&shelf_note)?,
+            // Changes of a version before, perhaps on a full disk: they can be mounted without a note as well.
+            (true, false) => drop(File::create(&shelf_note).and_then(|_| lock.sync_all())),
             (false, true) if !empty => {
                 return Err(Error::Refused(format!(
                     "mount: {} has changes that lead to the image's shelf, and there is none and none can be made (no room in the \

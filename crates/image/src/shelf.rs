@@ -778,6 +778,40 @@ mod tests {
         }
     }
 
+    /// The collector comes at any moment of a mount whose image has lost its name.
+    #[test]
+    fn nobody_collects_what_a_shelf_is_made_of() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(&dir.path().join("s"), "default").unwrap().without_sync();
+        let ended = std::sync::atomic::AtomicBool::new(false);
+        let relaxed = std::sync::atomic::Ordering::Relaxed;
+        std::thread::scope(|scope| {
+            let collector = scope.spawn(|| {
+                while !ended.load(relaxed) {
+                    crate::gc::collect(&store, false).unwrap();
+                }
+            });
+            for round in 0..60 {
+                let (tree, digest) = build(&store, "x", round * 300..round * 300 + 290).unwrap();
+                let lease = Lease::new(&store).unwrap();
+                lease.claim_image("x").unwrap();
+                store.remove("x").unwrap();
+                let shelf = find(&store, &digest, &lease).unwrap().expect("one was made");
+                for (object, place) in placed(&tree) {
+                    let inode = |path: &Path| fs::metadata(path).unwrap().ino();
+                    assert_eq!(inode(&shelf.object(&place)), inode(&store.object_path(&object)), "round {round}");
+                }
+                assert!(shelf.is_whole(&digest).unwrap() && !mark(&store).exists(), "round {round}");
+                assert!(!collector.is_finished());
+            }
+            ended.store(true, relaxed);
+        });
+        crate::gc::collect(&store, false).unwrap();
+        for part in ["trees", "staging", "leases"] {
+            assert_eq!(fs::read_dir(store.path(part)).unwrap().count(), 0, "{part}");
+        }
+    }
+
     /// Who verifies mends without a lock, for in a read-only store there is none.
     #[test]
     fn verify_and_builds_mend_the_same_shelf() {
