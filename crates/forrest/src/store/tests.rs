@@ -259,6 +259,121 @@ fn who_moves_an_entry_may_be_killed() {
     assert!(doubles > 5, "{doubles} entries were in two places");
 }
 
+/// A segment is filled until it must grow, and emptied again, over and over: entries move between their homes, and to other
+/// arrays. Those that are there all the time are seen by whatever looks for them, each once, and none loses a change.
+#[test]
+#[cfg(any(debug_assertions, pagefold_stress))]
+fn an_entry_that_moves_is_always_there_and_once() {
+    // Each of few is looked for often; of many there are always some whose homes are full.
+    moves_beside(24);
+    moves_beside(120);
+}
+
+/// As above, with so many entries that are there all the time.
+#[cfg(any(debug_assertions, pagefold_stress))]
+fn moves_beside(count: u64) {
+    use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64};
+    const ADDS: usize = 3;
+    let store = &Store::new().unwrap();
+    let number_of = |number: u64| number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 12;
+    let short: Vec<_> = (1..=count).map(|number| key_at(store, number_of(number)).to_vec()).collect();
+    let numbers = (0u32..).map(|number| format!("a key of more bytes {number}").into_bytes());
+    let long: Vec<_> = numbers.filter(|key| store.segment_of(key) == SEGMENT).take(6).collect();
+    let stay: Vec<Vec<u8>> = short.into_iter().chain(long).collect();
+    // By its length the value of each tells how often it was written, and a mixture of two tells itself.
+    let value = |at: usize, turn: usize| vec![(at * 3 + turn % 3) as u8; [8, 5, 30][turn % 3]];
+    let is_value = |at: usize, found: &[u8]| (0..3).any(|turn| found == value(at, turn));
+    let counters: Vec<_> = (0..ADDS as u64).map(|number| key_at(store, number_of(500 + number))).collect();
+    for (at, key) in stay.iter().enumerate() {
+        store.set(key, &value(at, 0)).unwrap();
+    }
+    counters.iter().for_each(|key| assert_eq!(store.add(key, 0).unwrap(), 0));
+    let (ended, sum, swapped) = (&AtomicBool::new(false), &AtomicI64::new(0), &AtomicI64::new(0));
+    let going = || !ended.load(Ordering::Relaxed);
+    let wanted = 1_000_000 / count;
+    let passes = &[const { AtomicU64::new(0) }; 2];
+    /// Ends the others when it goes, also in a panic.
+    struct End<'a>(&'a AtomicBool);
+    impl Drop for End<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let _end = End(ended);
+            while going() {
+                for (at, key) in stay.iter().enumerate() {
+                    let found = store.get(key).unwrap_or_else(|| panic!("entry {at} was missed"));
+                    assert!(is_value(at, &found), "entry {at}: {found:?}");
+                    assert!(store.contains(key) && is_value(at, &store.get_ref(key).expect("there all the time")));
+                }
+                assert!(store.get(&key_at(store, number_of(1 << 40))).is_none());
+                passes[0].fetch_add(1, Ordering::Relaxed);
+            }
+        });
+        scope.spawn(|| {
+            let _end = End(ended);
+            while going() {
+                store.get_many(&stay, |at, found| {
+                    let found = found.unwrap_or_else(|| panic!("a batch missed entry {at}"));
+                    assert!(is_value(at, found), "entry {at}: {found:?}");
+                });
+                if passes[1].fetch_add(1, Ordering::Relaxed) % 16 != 0 {
+                    continue;
+                }
+                let mut seen = std::collections::HashSet::new();
+                store
+                    .for_each(|key, _| {
+                        assert!(seen.insert(key.to_vec()), "{key:?} twice");
+                        true
+                    })
+                    .unwrap();
+                assert!(stay.iter().all(|key| seen.contains(key)), "one was passed over");
+            }
+        });
+        scope.spawn(|| {
+            let _end = End(ended);
+            for turn in (0..).take_while(|_| going()) {
+                let at = turn % stay.len();
+                // From a slot to a record and back, and to a slot of another length.
+                assert!(store.set(&stay[at], &value(at, turn / stay.len())).unwrap());
+                let counter = &counters[turn % ADDS];
+                store.add(counter, 3).unwrap();
+                sum.fetch_add(3, Ordering::Relaxed);
+                let now = store.get(counter).expect("there all the time");
+                let next = (i64::from_le_bytes((*now).try_into().unwrap()) + 1000).to_le_bytes();
+                swapped
+                    .fetch_add(store.compare_swap(counter, Some(&now), Some(&next)).unwrap().into(), Ordering::Relaxed);
+            }
+        });
+        let _end = End(ended);
+        let buckets = || store.table.dir(SEGMENT, Ordering::Relaxed).buckets();
+        let mut next = 1000;
+        while going() && passes.iter().any(|passes| passes.load(Ordering::Relaxed) < wanted) {
+            let (from, before) = (next, buckets());
+            // Beyond the first growth, so that the segment becomes full in arrays of several lengths.
+            while buckets() < before * 2 && next - from < 4000 {
+                let key = key_at(store, number_of(next));
+                if next % 2 == 0 {
+                    store.set(&key, &key).unwrap();
+                } else {
+                    store.set_many(&[(key, &key[..3])]).unwrap();
+                }
+                store.add(&counters[next as usize % ADDS], 1).unwrap();
+                sum.fetch_add(1, Ordering::Relaxed);
+                next += 1;
+            }
+            for number in from..next {
+                assert!(store.delete(&key_at(store, number_of(number))).unwrap());
+            }
+        }
+    });
+    let total: i64 = counters.iter().map(|key| store.add(key, 0).unwrap()).sum();
+    assert_eq!(total, sum.load(Ordering::Relaxed) + 1000 * swapped.load(Ordering::Relaxed));
+    assert_eq!(store.check().unwrap().entries, (stay.len() + ADDS) as u64);
+}
+
 #[test]
 fn a_forked_child_is_refused_changes_that_another_thread_was_at() {
     let store = &Options::new().ordered().private().unwrap();
