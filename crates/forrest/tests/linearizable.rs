@@ -14,6 +14,7 @@ enum Call {
     Set(Vec<u8>, bool),
     Insert(Vec<u8>, bool),
     Take(Option<Vec<u8>>),
+    Delete(bool),
     Swap(Option<Vec<u8>>, Option<Vec<u8>>, bool),
 }
 
@@ -34,6 +35,7 @@ fn step(call: &Call, state: &Option<Vec<u8>>) -> Option<Option<Vec<u8>>> {
         }
         Call::Insert(..) => None,
         Call::Take(taken) => (taken == state).then_some(None),
+        Call::Delete(existed) => (*existed == state.is_some()).then_some(None),
         Call::Swap(expected, new, done) if *done == (expected == state) => {
             Some(if *done { new.clone() } else { state.clone() })
         }
@@ -99,9 +101,21 @@ fn record(store: &Store, threads: usize, rounds: u64, seed: u64) {
                             let name = key(index);
                             // Three bytes must tell values apart.
                             let new = value(&mut seed, (thread as u64 + 1) << 8 | at << 4 | (round & 15) | round << 16);
-                            let kind = random(&mut seed) % 8;
+                            let kind = random(&mut seed) % 11;
                             let expected = if kind == 7 { store.get(&name).map(|v| v.to_vec()) } else { None };
                             let begin = clock.fetch_add(1, Ordering::SeqCst);
+                            if kind == 8 {
+                                // Each lookup of a batch takes effect at some instant of it.
+                                let keys: Vec<_> = (0..KEYS).map(key).collect();
+                                let mut calls = Vec::new();
+                                store.get_many(&keys, |index, found| {
+                                    calls.push((index, Call::Get(found.map(<[u8]>::to_vec))));
+                                });
+                                let end = clock.fetch_add(1, Ordering::SeqCst);
+                                let event = |(index, call)| (index, Event { begin, end, call });
+                                history.extend(calls.into_iter().map(event));
+                                continue;
+                            }
                             let call = match kind {
                                 0..3 => Call::Get(store.get(&name).map(|found| found.to_vec())),
                                 3 => Call::Get(store.get_ref(&name).map(|found| found.to_vec())),
@@ -114,6 +128,11 @@ fn record(store: &Store, threads: usize, rounds: u64, seed: u64) {
                                     Call::Insert(new, done)
                                 }
                                 6 => Call::Take(store.take(&name).unwrap()),
+                                9 => Call::Delete(store.delete(&name).unwrap()),
+                                10 => {
+                                    let done = store.compare_swap(&name, None, Some(&new)).unwrap();
+                                    Call::Swap(None, Some(new), done)
+                                }
                                 _ => {
                                     let done = store.compare_swap(&name, expected.as_deref(), Some(&new)).unwrap();
                                     Call::Swap(expected, Some(new), done)

@@ -1,6 +1,7 @@
 //! Shared stores: names, settings, refusals, several handles at once, memory that comes back.
 
 use forrest::{Error, Hash, Options, Store};
+use std::collections::HashMap;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
@@ -211,6 +212,64 @@ fn the_limit_is_an_error_and_nothing_is_lost() {
     assert!((0..count).all(|number| store.get(&number.to_le_bytes()).is_some()));
     assert_eq!(store.check().unwrap().entries, count);
     assert!(store.delete(&0u64.to_le_bytes()).unwrap());
+}
+
+/// Where buckets are full and no array may grow, a change happens as a whole or not at all: also one that needs another slot,
+/// and room for it. Deletes need none.
+#[test]
+fn changes_that_a_full_store_refuses_change_nothing() {
+    let store = Options::new().limit_bytes(4 << 20).private().unwrap();
+    let mut model: HashMap<u64, Vec<u8>> = HashMap::new();
+    let mut number = 0u64;
+    let error = loop {
+        match store.set(&number.to_le_bytes(), &number.to_le_bytes()) {
+            Ok(_) => drop(model.insert(number, number.to_le_bytes().to_vec())),
+            Err(error) => break error,
+        }
+        number += 1;
+    };
+    assert!(error.is_full() && number > 50_000, "{error} at {number}");
+    let agrees = |model: &HashMap<u64, Vec<u8>>, what: &str| {
+        for (key, value) in model {
+            assert_eq!(store.get(&key.to_le_bytes()).as_deref(), Some(&value[..]), "{key} after {what}");
+        }
+        let report = store.check().unwrap();
+        assert_eq!((report.entries, report.lost_blocks), (model.len() as u64, 0), "{what}");
+    };
+    let mut refused = 0;
+    for (turn, key) in (0..number).filter(|key| key % 3 != 0).enumerate() {
+        let (name, old) = (key.to_le_bytes(), model[&key].clone());
+        let new = [vec![1; 5], vec![2; 8], vec![3; 40], vec![]][turn % 4].clone();
+        let done = match turn % 8 {
+            0..4 => store.set(&name, &new).map(|existed| assert!(existed)),
+            4 | 5 => store.compare_swap(&name, Some(&old), Some(&new)).map(|done| assert!(done)),
+            _ => store.set_many(&[(name, &new)]),
+        };
+        match done {
+            Ok(()) => drop(model.insert(key, new)),
+            Err(error) => {
+                assert!(error.is_full(), "{error}");
+                refused += 1;
+            }
+        }
+        if turn % 16 == 0 {
+            assert!(store.delete(&(key - key % 3).to_le_bytes()).unwrap());
+            model.remove(&(key - key % 3));
+        }
+    }
+    agrees(&model, "changes");
+    assert!(refused > 0, "none was refused");
+    // New ones, of which some find room by moving others.
+    for key in number..number + 5000 {
+        if store.set(&key.to_le_bytes(), &key.to_le_bytes()).is_ok() {
+            model.insert(key, key.to_le_bytes().to_vec());
+        }
+    }
+    agrees(&model, "inserts");
+    for key in model.keys() {
+        assert!(store.delete(&key.to_le_bytes()).unwrap());
+    }
+    agrees(&HashMap::new(), "deletes");
 }
 
 #[test]
