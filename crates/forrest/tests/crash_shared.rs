@@ -109,7 +109,13 @@ fn worker(path: &std::path::Path, journals: &[Journal], number: usize, seed: u64
         // Others' keys: whatever is read must be some state of that key, not a mixture.
         let (other, index) = (random(&mut seed) as usize % WORKERS, random(&mut seed) as usize % KEYS);
         let from = journals[other].done[index].load(Ordering::SeqCst);
-        let value = store.get(&self::key(other, index));
+        let mut value = None;
+        if sequence.is_multiple_of(2) {
+            value = store.get(&self::key(other, index)).map(|value| value.to_vec());
+        } else {
+            // A batch asks for the second home later.
+            store.get_many(&[self::key(other, index)], |_, found| value = found.map(<[u8]>::to_vec));
+        }
         let to = journals[other].begun[index].load(Ordering::SeqCst);
         // A state from before `from` would be stale; the one begun just now may be there already.
         let fits = (from.saturating_sub(1)..=to).any(|at| state(other, index, at).as_deref() == value.as_deref());
