@@ -19,7 +19,7 @@ use crate::erofs;
 use crate::error::{At, Error, Result};
 use crate::mount::remove_tree;
 use crate::mounts::{Held, is_held};
-use crate::store::{Lease, Store, random_id};
+use crate::store::{Lease, Store};
 use crate::tree::{Data, Id, Kind, ROOT, Tree};
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -407,13 +407,16 @@ impl Mended {
     }
 }
 
-/// Mends one shelf, if it is there.
+/// Mends one shelf, if it is there. The shelves are locked, unless that cannot be: then nothing can be written either.
 fn mend_one(store: &Store, digest: &Digest, tree: &Tree) -> Result<Mended> {
     let (shelf, mut found) = (Shelf::of(store, digest), Mended::default());
     if !shelf.objects().is_dir() {
         return Ok(found);
     }
     let inode = |path: &Path| fs::symlink_metadata(path).ok().map(|meta| (meta.dev(), meta.ino()));
+    // What one that was killed has left: a name of some object, which would keep its blocks.
+    let staged = shelf.path.join("staged");
+    let _ = fs::remove_file(&staged);
     for (digest_of, place) in placed(tree) {
         let (object, link) = (store.object_path(&digest_of), shelf.object(&place));
         let mut is_wrong = false;
@@ -425,7 +428,6 @@ fn mend_one(store: &Store, digest: &Digest, tree: &Tree) -> Result<Mended> {
             if inode(&link) == Some(there) {
                 break;
             }
-            let staged = shelf.path.join(random_id()?);
             let board = link.parent().expect("objects/N");
             // Only below what is there: a shelf that the collector takes meanwhile does not come again.
             let linked = fs::create_dir(board)
@@ -476,7 +478,9 @@ pub(crate) fn verify(store: &Store, digest: &Digest, tree: &Tree) -> Result<Vec<
             }
         }
     }
+    let lock = store.lock_shelves(true);
     let found = mend_one(store, digest, tree)?;
+    drop(lock);
     if !found.missing.is_empty() {
         // What is built in its place is another file than the shelf has.
         let _ = note_incomplete(store, &found.missing);
@@ -812,7 +816,67 @@ mod tests {
         }
     }
 
-    /// Who verifies mends without a lock, for in a read-only store there is none.
+    /// In a child process: mends a shelf as a mount does, or as a build.
+    #[test]
+    fn child_that_mends() {
+        let Some(root) = std::env::var_os("PAGEFOLD_TEST_MENDS") else { return };
+        let store = Store::open(Path::new(&root), "default").unwrap();
+        if std::env::var_os("PAGEFOLD_TEST_BUILDS").is_some() {
+            build(&store, "x", 0..300).unwrap();
+        } else {
+            found(&store, &store.image("x").unwrap().digest).unwrap();
+        }
+    }
+
+    #[test]
+    fn who_mends_may_be_killed() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("s");
+        let (store, tree, digest) = built(&root, "x", 0..300);
+        let shelf = found(&store, &digest).unwrap();
+        let copy = |path: &Path| {
+            fs::copy(path, dir.path().join("copy")).unwrap();
+            fs::rename(dir.path().join("copy"), path).unwrap();
+        };
+        let (mut half, mut wrong) = (0, 0);
+        for round in 0..24u64 {
+            let builds = round % 2 == 1;
+            if builds {
+                (0..300).step_by(7).for_each(|number| store.condemn(&object(&store, number)).unwrap());
+            } else {
+                // As in a copy of the store.
+                placed(&tree).for_each(|(_, place)| copy(&shelf.object(&place)));
+                copy(&shelf.metadata());
+                wrong = not_shelved(&store, &tree, &digest).len();
+            }
+            // As who ended between two calls leaves it, which hardly any does here.
+            fs::hard_link(object(&store, 1), shelf.path.join("staged")).unwrap();
+            let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+            child.args(["--exact", "shelf::tests::child_that_mends"]).env("PAGEFOLD_TEST_MENDS", &root);
+            if builds {
+                child.env("PAGEFOLD_TEST_BUILDS", "");
+            }
+            let null = std::process::Stdio::null;
+            let mut child = child.stdout(null()).stderr(null()).spawn().unwrap();
+            std::thread::sleep(Duration::from_micros(4000 + round * 1500));
+            child.kill().unwrap();
+            child.wait().unwrap();
+            half += u32::from(!builds && (1..wrong).contains(&not_shelved(&store, &tree, &digest).len()));
+            if builds {
+                // What it has put in place of the damaged ones, the next build mends on the shelf.
+                build(&store, "x", 0..300).unwrap();
+            } else {
+                found(&store, &digest).unwrap();
+            }
+            assert_eq!(not_shelved(&store, &tree, &digest), [""; 0], "round {round}");
+            assert!(shelf.is_whole(&digest).unwrap() && !is_mending_due(&store), "round {round}");
+            assert_eq!(fs::read_dir(&shelf.path).unwrap().count(), 2, "round {round}: objects and metadata");
+        }
+        println!("{half} were half mended");
+        drop(store.build().unwrap());
+        assert_eq!(fs::read_dir(store.path("staging")).unwrap().count(), 0);
+    }
+
     #[test]
     fn verify_and_builds_mend_the_same_shelf() {
         let dir = tempfile::tempdir().unwrap();
