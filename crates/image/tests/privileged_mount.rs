@@ -1029,6 +1029,42 @@ fn a_shelf_without_objects_gets_them_again() {
     }
 }
 
+/// A store in a container's own file system, whose files are another's, and may be copied when they are linked.
+#[test]
+fn a_store_on_overlayfs_has_shelves() {
+    need_root!();
+    let _alone = NAMESPACES.lock().unwrap_or_else(PoisonError::into_inner);
+    let scratch = Scratch::new();
+    let (lower, upper, work) = (scratch.dir("lower"), scratch.dir("layer"), scratch.dir("work"));
+    let (tree, disk, at) = (scratch.dir("tree"), scratch.dir("disk"), scratch.dir("mnt"));
+    for number in 0..300u32 {
+        fs::write(tree.join(format!("{number}")), noise(number, 500)).unwrap();
+    }
+    // One image comes with the lower layer, so that its objects are linked there and copied up.
+    let below = Store::open(&lower.join("store"), "default").unwrap();
+    let record = build_dir(&below, "x", &tree).unwrap();
+    let data = format!("lowerdir={},upperdir={},workdir={}", lower.display(), upper.display(), work.display());
+    let data = std::ffi::CString::new(data).unwrap();
+    rustix::mount::mount("overlay", &disk, "overlay", MountFlags::empty(), data.as_c_str()).unwrap();
+    let store = Store::open(&disk.join("store"), "default").unwrap();
+    let shelf = store.tree_path(&record.digest).with_extension("shelf");
+    for kind in [Kind::Auto, Kind::Directory] {
+        assert!(shows(&scratch, &store, &record, kind), "{kind:?}");
+        assert!(shelf.exists() && stat::verify(&store, &[], false).unwrap().damaged.is_empty(), "{kind:?}");
+    }
+    // As in a copy of the store.
+    let meta = shelf.join("meta.erofs");
+    fs::copy(&meta, shelf.join("copy")).unwrap();
+    fs::rename(shelf.join("copy"), &meta).unwrap();
+    assert!(shows(&scratch, &store, &record, Kind::Auto));
+    mount::mount(&store, &record, &at, &Options::default()).unwrap();
+    assert_eq!(fs::read(at.join("7")).unwrap(), noise(7, 500));
+    store.remove("x").unwrap();
+    store.remove("shown").unwrap();
+    assert_eq!(gc::collect(&store, false).unwrap().trees_removed, 0, "it is mounted");
+    umount(&at);
+}
+
 /// In a child process: makes the image's shelf, and ends mounted.
 #[test]
 fn child_that_mounts_first() {
