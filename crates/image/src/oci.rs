@@ -9,6 +9,7 @@ use crate::config::{Limits, Used};
 use crate::digest::{Digest, Hashing};
 use crate::error::{At, Error, Result, input};
 use crate::ingest::{Notes, apply_tar};
+use crate::mount::{by_descriptor, open_path};
 use crate::progress::Progress;
 use crate::store::{Build, RunConfig};
 use crate::stream::{is_packed, unpack};
@@ -195,9 +196,10 @@ impl Blobs {
         let missing = || input!("{path}: not in the layout; copy the whole image (skopeo copy … oci:DIR)");
         match self {
             Blobs::Directory { dir, layout } => {
-                use rustix::fs::{Mode, OFlags, ResolveFlags};
-                // A layout is somebody else's directory: no link may lead out of it.
-                let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
+                use rustix::fs::{FileType, Mode, OFlags, ResolveFlags};
+                // A layout is somebody else's directory: no link may lead out of it, and what is no file is not opened: a
+                // pipe's writer would notice, and some devices do things.
+                let flags = OFlags::PATH | OFlags::CLOEXEC;
                 let open = |path: &str| rustix::fs::openat2(dir, path, flags, Mode::empty(), ResolveFlags::BENEATH);
                 let file = match path.strip_prefix(BLOBS).filter(|_| !layout) {
                     // Manifests that an index lists have an end of their own.
@@ -206,13 +208,14 @@ impl Blobs {
                 };
                 let file = match file {
                     Err(rustix::io::Errno::NOENT) => return Err(missing()),
-                    other => File::from(other.at(path)?),
+                    other => other.at(path)?,
                 };
-                let meta = file.metadata().at(path)?;
-                if !meta.is_file() {
+                let found = rustix::fs::fstat(&file).at(path)?;
+                if FileType::from_raw_mode(found.st_mode) != FileType::RegularFile {
                     return Err(input!("{path}: not a regular file"));
                 }
-                Ok((Box::new(file), meta.len()))
+                let file = File::open(by_descriptor(&file)).at(path)?;
+                Ok((Box::new(file), found.st_size as u64))
             }
             Blobs::Archive { file, members } => {
                 let mut name = path.as_bytes().to_vec();
@@ -368,7 +371,7 @@ pub fn import(
     progress: &Progress,
 ) -> Result<(Tree, RunConfig)> {
     let blobs = if path.is_dir() {
-        Blobs::Directory { dir: crate::mount::open_path(path).at(path)?, layout: !is_plain(path) }
+        Blobs::Directory { dir: open_path(path).at(path)?, layout: !is_plain(path) }
     } else {
         let mut file = File::open(path).at(path)?;
         // What is no regular file, a pipe say, is read once and cannot be gone back in.

@@ -485,6 +485,32 @@ fn a_directory_of_blobs_is_an_image() {
     assert!(error.contains("copy the whole image"), "{error}");
 }
 
+/// Whoever waits for a reader of a pipe hears nothing of an import.
+#[test]
+fn what_is_no_file_is_not_opened() {
+    let bench = Bench::new();
+    let dir = tempfile::tempdir().unwrap();
+    let layer = archive(&[file(b"a", b"1")]);
+    layout(dir.path(), &[&layer], |_| ());
+    assert!(import(&bench, dir.path()).is_ok());
+    let blobs = std::fs::read_dir(dir.path().join("blobs/sha256")).unwrap().map(|blob| blob.unwrap().path());
+    let layer = blobs.max_by_key(|blob| blob.metadata().unwrap().len()).unwrap();
+    std::fs::remove_file(&layer).unwrap();
+    rustix::fs::mknodat(rustix::fs::CWD, &layer, rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let writer = std::thread::spawn({
+        let layer = layer.clone();
+        move || sender.send(std::fs::File::options().write(true).open(layer).map(drop))
+    });
+    std::thread::sleep(std::time::Duration::from_millis(100));
+    let error = import(&bench, dir.path()).unwrap_err().to_string();
+    assert!(error.contains("not a regular file"), "{error}");
+    assert!(receiver.recv_timeout(std::time::Duration::from_millis(300)).is_err(), "it was opened");
+    // Who waits is let go.
+    drop(std::fs::File::open(&layer).unwrap());
+    writer.join().unwrap().unwrap();
+}
+
 #[test]
 fn what_only_has_a_file_of_that_name_is_no_image() {
     let dir = tempfile::tempdir().unwrap();
