@@ -169,9 +169,15 @@ impl Table {
         // SAFETY: the word lies in the root of the arena, which lives as long as `self`.
         let cursor = unsafe { &*self.cursor };
         let segment = cursor.fetch_add(1, Ordering::Relaxed) as usize % SEGMENTS;
+        let look = || (self.count(segment) as usize, self.dir(segment, Ordering::Relaxed).buckets());
+        let (count, buckets) = look();
+        if is_due(count, buckets) {
+            // Whoever waits for the segment should not wait for memory.
+            self.arena.ready_log(seat, rounded(self.even(seat, fitting(count), false)) * BUCKET_BYTES);
+        }
         let Some(_held) = self.try_lock(seat, segment) else { return };
-        let (count, buckets) = (self.count(segment) as usize, self.dir(segment, Ordering::Relaxed).buckets());
-        if count * 100 > buckets * FILL_PASS || (buckets != 0 && self.is_in_the_way(segment)) {
+        let (count, buckets) = look();
+        if is_due(count, buckets) || (buckets != 0 && self.is_in_the_way(segment)) {
             // It is only early; a full store finds out at the insert that needs the room.
             let _ = self.rebuild(seat, segment, fitting(count), false);
         }
@@ -193,6 +199,11 @@ impl Table {
         }
         sparse
     }
+}
+
+/// Whether an array of `buckets` with `count` entries will be full soon.
+fn is_due(count: usize, buckets: usize) -> bool {
+    count * 100 > buckets * FILL_PASS
 }
 
 /// Whether an array of `buckets` is to become shorter when `count` entries are left in it.

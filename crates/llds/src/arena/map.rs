@@ -207,6 +207,23 @@ impl Mapping {
             && self.advise(offset, bytes, libc::MADV_POPULATE_WRITE).is_ok()
     }
 
+    /// Has pages for `offset..offset+bytes`, of `room` bytes that are the caller's, of which those before were had ready unless
+    /// `is_new`. A file's were made sure of by [`Mapping::secure`].
+    pub fn ready(&self, offset: usize, bytes: usize, room: usize, is_new: bool) {
+        if self.file.is_some() {
+            return;
+        }
+        let start = offset & !4095;
+        let end = (offset + bytes).next_multiple_of(4096);
+        if matches!(self.backing, Backing::Small) {
+            let _ = self.advise(start, end - start, libc::MADV_POPULATE_WRITE);
+        } else if is_new || offset.next_multiple_of(MIB_2) < end {
+            // Where the kernel has no huge page to give, the small ones that are in its place.
+            let end = end.next_multiple_of(MIB_2).min(offset + room).max(end).min(self.bytes);
+            let _ = self.advise(start, end - start, libc::MADV_POPULATE_WRITE);
+        }
+    }
+
     /// Gives the pages of `offset..offset+bytes` back to the system; they read as zero afterwards.
     pub fn give_back(&self, offset: usize, bytes: usize) {
         match &self.file {

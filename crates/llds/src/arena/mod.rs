@@ -213,6 +213,12 @@ impl Arena {
         self.inner.alloc_log(seat, seat.owner, size, second)
     }
 
+    /// Has ready what the next [`Arena::alloc_log`] of about `size` bytes needs, of the first log: a fresh page takes a hundred
+    /// microseconds to come, for which nobody should wait who waits for a lock.
+    pub fn ready_log(&self, seat: &SeatRef<'_>, size: usize) {
+        self.inner.ready_log(seat, seat.owner, size);
+    }
+
     /// Bytes left where [`Arena::alloc_log`] gives next: who may take a little more or less leaves none at the end.
     pub fn log_room(&self, seat: &SeatRef<'_>, second: bool) -> usize {
         self.inner.log_room(seat, second)

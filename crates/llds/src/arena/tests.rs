@@ -522,6 +522,50 @@ fn more_threads_than_spans_have_arrays() {
     arena.alloc(&seat, 64 * SPAN_BYTES).unwrap();
 }
 
+/// Of the `bytes` from `block` on, how many lie on pages that are there.
+fn present_bytes(arena: &Arena, block: u64, bytes: usize) -> usize {
+    let start = block & !4095;
+    let mut present = vec![0u8; (block as usize + bytes).div_ceil(4096) - start as usize / 4096];
+    // SAFETY: asks about our own mapping, one byte of answer per page.
+    let done = unsafe { libc::mincore(arena.at(start).cast(), present.len() * 4096, present.as_mut_ptr()) };
+    assert_eq!(done, 0);
+    present.iter().filter(|&&page| page & 1 == 1).count() * 4096
+}
+
+#[test]
+fn the_next_array_has_its_memory_already() {
+    const BYTES: usize = 40 << 10;
+    for pages in [Pages::Small, Pages::Transparent] {
+        let arena = Arena::private(&Options { capacity_bytes: 256 << 20, pages, ..Options::default() }).unwrap();
+        let seat = arena.seat().unwrap();
+        let mut extents = std::collections::BTreeSet::new();
+        // Arrays of several extents, and of all places in one.
+        for turn in 0..100 {
+            arena.ready_log(&seat, BYTES);
+            let block = arena.alloc_log(&seat, BYTES, false).unwrap();
+            seat.settle_alloc();
+            assert!(present_bytes(&arena, block, BYTES) >= BYTES, "array {turn}, {pages:?}");
+            extents.insert(arena.log_of(block).unwrap());
+        }
+        assert!(extents.len() > 3, "{extents:?}");
+        let all: usize = extents.iter().map(|(extent, _)| present_bytes(&arena, *extent, SPAN_BYTES)).sum();
+        assert!(pages != Pages::Small || all <= 101 * BYTES + extents.len() * 3 * 4096, "{all} bytes for 100 arrays");
+    }
+}
+
+#[test]
+fn an_array_that_does_not_come_is_no_loss() {
+    let arena = Arena::private(&small()).unwrap();
+    let seat = arena.seat().unwrap();
+    while let Ok(_block) = arena.alloc(&seat, SPAN_BYTES) {}
+    seat.settle_alloc();
+    // No extent is to be had, nor is one kept.
+    arena.ready_log(&seat, 4096);
+    assert_eq!(arena.log_room(&seat, false), 0);
+    // Above what lies in extents.
+    arena.ready_log(&seat, 64 * SPAN_BYTES);
+}
+
 #[test]
 fn what_is_left_in_extents_serves_before_the_limit() {
     let arena = Arena::private(&small()).unwrap();

@@ -113,14 +113,17 @@ impl Inner {
         Ok(block)
     }
 
+    /// Spans of the log extents in which blocks of `size` bytes lie; `None` if they lie in none.
+    fn log_extent(&self, size: usize) -> Option<usize> {
+        // No extent is too large a part of the arena; what is left in those of a small one would be.
+        let spans = log_spans(size).min((self.layout.spans / 16 + 1).next_power_of_two() / 2);
+        (size <= spans * SPAN_BYTES / 4 && self.layout.spans >= LOG_ARENA_SPANS_MIN).then_some(spans)
+    }
+
     /// Gives out `size` bytes (a multiple of 64) right behind what this thread got here last.
     pub(super) fn alloc_log(&self, seat: &Seat, owner: u64, size: usize, second: bool) -> Result<u64, Error> {
         let units = (size.div_ceil(64) as u32).max(1);
-        // No extent is too large a part of the arena; what is left in those of a small one would be.
-        let spans = log_spans(size).min((self.layout.spans / 16 + 1).next_power_of_two() / 2);
-        if size > spans * SPAN_BYTES / 4 || self.layout.spans < LOG_ARENA_SPANS_MIN {
-            return self.alloc(seat, owner, size);
-        }
+        let Some(spans) = self.log_extent(size) else { return self.alloc(seat, owner, size) };
         let class = LOG + usize::from(second);
         loop {
             let leased = seat.leases[class].load(Ordering::Relaxed);
@@ -136,20 +139,37 @@ impl Inner {
                     return Ok(block);
                 }
             }
-            let span = match self.take_log(owner, class, spans, units) {
-                Some(span) => span,
-                None => match self.cut_log(owner, class, spans) {
-                    Ok(span) => span,
-                    // Not enough free spans in a row, or no pages for them: any extent with room, else any block of
-                    // the size, will do.
-                    Err(_) => match self.take_any_log(owner, units) {
-                        Some(span) => span,
-                        None => return self.alloc(seat, owner, size),
-                    },
-                },
-            };
+            // Not enough free spans in a row, or no pages for them: any extent with room, else any block of the size, will do.
+            let span = self.take_or_cut_log(owner, class, spans, units).or_else(|| self.take_any_log(owner, units));
+            let Some(span) = span else { return self.alloc(seat, owner, size) };
             seat.leases[class].store(span as u32 + 1, Ordering::Relaxed);
         }
+    }
+
+    /// Does for the next block of `size` bytes of the first log what takes time: leases an extent that has room for it, and
+    /// has the memory ready. Only so far as that succeeds.
+    pub(super) fn ready_log(&self, seat: &Seat, owner: u64, size: usize) {
+        let units = (size.div_ceil(64) as u32).max(1);
+        let Some(spans) = self.log_extent(size).filter(|spans| !self.are_logs_shared(*spans)) else { return };
+        let cut_of = |span: usize| Meta::of(self.entry(span).meta.load(Ordering::Relaxed)).cut();
+        let leased = seat.leases[LOG].load(Ordering::Relaxed) as usize;
+        let mut span = leased.checked_sub(1);
+        if let Some(full) = span.filter(|&span| self.lines_left(span, &cut_of(span)) < units) {
+            seat.leases[LOG].store(0, Ordering::Relaxed);
+            self.drop_lease(full, owner);
+            span = None;
+        }
+        let is_new = span.is_none();
+        let Some(span) = span.or_else(|| self.take_or_cut_log(owner, LOG, spans, units)) else { return };
+        seat.leases[LOG].store(span as u32 + 1, Ordering::Relaxed);
+        let cut = &cut_of(span);
+        let at = self.entry(span).bits.load(Ordering::Relaxed) as usize * 64;
+        let next = self.span_offset(span) as usize + cut.first as usize + at;
+        self.map.ready(next, size, cut.count as usize * 64 - at, is_new);
+    }
+
+    fn take_or_cut_log(&self, owner: u64, class: usize, spans: usize, units: u32) -> Option<usize> {
+        self.take_log(owner, class, spans, units).or_else(|| self.cut_log(owner, class, spans).ok())
     }
 
     /// The number of the block that begins at `block` in a span that is cut as `cut`.
