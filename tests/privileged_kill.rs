@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Daemon, Random, Server, can_merge, events, semantics, wait_for};
+use common::{Daemon, Random, Server, can_merge, events, may_run, semantics, skipped, wait_for};
 use std::time::Duration;
 
 /// Descriptors of pool segments that the process has open.
@@ -79,4 +79,22 @@ fn the_next_daemon_takes_over_what_was_merged() {
     });
     assert!(events(&daemon.status(), "compacted") > 14_000, "they were moved to segments of its own");
     daemon.verify();
+}
+
+/// The agent runs where a worker of the daemon asks it, for as long as that one asks.
+#[test]
+fn without_a_daemon_the_agent_runs_anywhere() {
+    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+    let mut daemon = Daemon::start(&[]);
+    let mut server = Server::start(daemon.run(&[]), program);
+    let Some((_, false)) = may_run(server.pid(), "semantics") else { return skipped("one processor only") };
+    for _ in 0..2 {
+        server.check("check");
+        let follows = || may_run(server.pid(), "pagefold-agent").is_some_and(|(_, is_one)| is_one);
+        wait_for("the agent to follow", 60, follows);
+        daemon.kill();
+        wait_for("the agent to run anywhere", 60, || !follows());
+        assert_eq!(may_run(server.pid(), "pagefold-agent"), may_run(server.pid(), "semantics"));
+        daemon.replace();
+    }
 }

@@ -4,7 +4,7 @@
 mod common;
 
 use common::cold::{COMMANDS, Host, Served, program};
-use common::{Busy, Random, can_merge, wait_for};
+use common::{Busy, Random, can_merge, may_run, wait_for};
 use serde_json::Value;
 use std::time::Duration;
 
@@ -61,6 +61,8 @@ fn a_merged_client_is_parked_and_comes_back() {
         park(&host, pid, 100);
         let still = number(&host, pid, "pages_sharing");
         assert!(still > 0, "{command}: what is merged stays merged");
+        // Not only where the first one was called.
+        assert_eq!(may_run(pid, "pagefold-cold"), may_run(pid, "cold"));
         assert_eq!(live(&host, pid).expect("it is still one")["stats"]["paused"], true);
         host.verify();
         let now = number(&host, pid, "pages_sharing");

@@ -313,6 +313,18 @@ impl Drop for Reaped {
 /// take long.
 const PATIENCE: u64 = 120;
 
+/// Where the thread of that name of a process may run, as the kernel writes it, and whether that is one processor only; `None` if
+/// there is no such thread.
+pub fn may_run(pid: i32, name: &str) -> Option<(String, bool)> {
+    std::fs::read_dir(format!("/proc/{pid}/task")).ok()?.flatten().find_map(|task| {
+        let status = std::fs::read_to_string(task.path().join("status")).ok()?;
+        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+        let cpus = field("Cpus_allowed:").filter(|_| field("Name:") == Some(name))?;
+        let count: u32 = cpus.chars().filter_map(|digit| digit.to_digit(16)).map(u32::count_ones).sum();
+        Some((cpus.to_owned(), count == 1))
+    })
+}
+
 /// Waits until `ready`, or panics after `seconds` (and two minutes at least), which only says that it will never be.
 pub fn wait_for(what: &str, seconds: u64, ready: impl FnMut() -> bool) {
     let seconds = seconds.max(PATIENCE);

@@ -30,6 +30,7 @@ use crate::heap::Heap;
 use crate::maps::Maps;
 use crate::own::{NURSERY, NURSERY_LEN, is_left_alone};
 use crate::plain::keep_attributes;
+use crate::seat::Seat;
 use crate::shared::{AGENT, SHARED};
 use crate::voids;
 use crate::wire::{CHANNEL_COUNTERS, Counters, FREEZE_PAGES_MAX, SEGMENTS_HELD};
@@ -77,9 +78,8 @@ pub(crate) struct Agent {
     pub(crate) maps: Maps,
     /// Whether there are more of them than were listed.
     growth: Growth,
-    /// Where the agent may run, and where it does if it was called somewhere.
-    cpus: sched::Cpus,
-    cpu: Option<u64>,
+    /// Where it runs.
+    seat: Seat,
     /// Processor time of this thread before the connection: earlier ones have told of it.
     cpu_before_ns: u64,
     /// Pages of the frozen span that the program discarded meanwhile.

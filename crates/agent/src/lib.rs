@@ -8,7 +8,7 @@
 //! descriptors to itself.
 //!
 //! `shared` is what the program's threads and ours meet in, with [`guard`] and
-//! [`table`]; `thread`, `bell`, `own`, `maps`, `plain`, `arena`, `listing` and `growth` stand on that. The
+//! [`table`]; `thread`, `seat`, `bell`, `own`, `maps`, `plain`, `arena`, `listing` and `growth` stand on that. The
 //! thread of live merging is `engine`, with [`remap`] and `heap`; that of the
 //! tier is [`cold`]. [`wire`] and [`cold_table`] are what the daemon sees.
 
@@ -49,6 +49,8 @@ mod plain;
 mod populate;
 #[cfg(not(loom))]
 pub mod remap;
+#[cfg(not(loom))]
+mod seat;
 #[cfg(not(loom))]
 mod shared;
 #[cfg(not(loom))]

@@ -48,6 +48,12 @@ impl Thread {
         self.id.load(Ordering::Acquire) == 0
     }
 
+    /// Its number; 0 if it is gone.
+    #[cfg(feature = "preload")]
+    pub(crate) fn number(&self) -> i32 {
+        self.id.load(Ordering::Acquire)
+    }
+
     /// Where /proc tells of it; `name` is one of the files there, or empty for the directory. `None` if it is gone.
     #[cfg(feature = "preload")]
     pub(crate) fn path<'a>(&self, name: &[u8], buffer: &'a mut [u8; TASK_PATH_LEN]) -> Option<&'a CStr> {

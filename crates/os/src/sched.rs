@@ -18,7 +18,8 @@ pub fn donate_idle_time() -> Result<()> {
 pub struct Cpus([u64; Cpus::WORDS]);
 
 impl Cpus {
-    const WORDS: usize = 128;
+    /// Words of 64 processors each that a set takes.
+    pub const WORDS: usize = 128;
 
     /// The set that holds none.
     pub const NONE: Cpus = Cpus([0; Cpus::WORDS]);
@@ -33,6 +34,16 @@ impl Cpus {
     /// True if `cpu` is in the set.
     pub fn contains(&self, cpu: u64) -> bool {
         self.0.get((cpu / 64) as usize).is_some_and(|word| word >> (cpu % 64) & 1 != 0)
+    }
+
+    /// The set as a mask, the lowest processors first.
+    pub const fn words(&self) -> &[u64; Cpus::WORDS] {
+        &self.0
+    }
+
+    /// The set of such a mask.
+    pub const fn of_words(words: [u64; Cpus::WORDS]) -> Cpus {
+        Cpus(words)
     }
 
     /// The processors of the set, in order.

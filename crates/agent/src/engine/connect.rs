@@ -11,6 +11,7 @@ use crate::growth::Growth;
 use crate::heap::Heap;
 use crate::maps::Maps;
 use crate::own::{STAGING, mark_own};
+use crate::seat::Seat;
 use crate::shared::{AGENT, SHARED, read_settings};
 use crate::wire::{self, CHANNEL_LEN, FREEZE_PAGES_MAX, Op, Packet, SEGMENTS_HELD};
 use core::ffi::CStr;
@@ -221,8 +222,7 @@ fn set_up(channel_fd: Fd, (pagemap, maps): (Fd, Maps), device: Option<&Fd>, left
         pagemap,
         maps,
         growth: Growth::begin(),
-        cpus: sched::Cpus::of_thread().unwrap_or(sched::Cpus::NONE),
-        cpu: None,
+        seat: Seat::home(),
         cpu_before_ns: sched::thread_cpu_ns(),
         voids: [false; FREEZE_PAGES_MAX],
     };

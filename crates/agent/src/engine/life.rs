@@ -10,6 +10,7 @@ use super::Agent;
 use super::BELL;
 use super::connect::{connect, hold_what_is_merged, wait_or_leave};
 use crate::cold;
+use crate::seat;
 use crate::shared::{ALL_LOCKED, MAY_START, SHARED};
 use crate::thread::{begin_thread, exit_thread};
 use crate::wire::{FREEZE_PAGES_MAX, SEGMENTS_HELD};
@@ -125,6 +126,7 @@ fn spawn() -> bool {
 
 /// Body of the agent's thread.
 extern "C" fn thread_main() -> ! {
+    seat::forget();
     let apart = begin_thread(c"pagefold-agent");
     if !apart {
         not_started();
@@ -151,6 +153,7 @@ extern "C" fn thread_main() -> ! {
         match connect(&mut left) {
             Ok((mut agent, fresh)) => {
                 let _ = agent.serve(socket.insert(fresh));
+                agent.seat.leave();
                 agent.segments = [const { None }; SEGMENTS_HELD];
                 left = Some(agent);
             }

@@ -13,7 +13,7 @@ use crate::cold;
 use crate::listing::{Listed, list};
 use crate::own::mark_own;
 use crate::plain::watch_plain;
-use crate::shared::{AGENT, MAY_FOLLOW, MAY_START, SHARED};
+use crate::shared::{AGENT, MAY_START, SHARED};
 use crate::wire::{
     self, CHANNEL_PAGES, FETCH_PAGES_MAX, FREEZE_PAGES_MAX, LIST_MAX, Op, Outcome, Packet, Piece, SEGMENTS_HELD,
 };
@@ -72,7 +72,10 @@ impl Agent {
             let mut buffer = [0u8; size_of::<Packet>()];
             let (got, mut fds) = sock::receive(socket, &mut buffer, libc::MSG_DONTWAIT)?;
             let Some(request) = Packet::parse(&buffer[..got]) else { return Err(Errno(libc::EPROTO)) };
-            self.follow(request.cpu);
+            if let Some(cpu) = request.cpu.checked_sub(1) {
+                // It waits for the answer, so its processor is free.
+                self.seat.follow(cpu);
+            }
             let mut answer = Packet { status: 0, count: 0, ..request };
             if request.op == Op::Leave as u32 {
                 give_up();
@@ -84,15 +87,6 @@ impl Agent {
             }
             self.tell_cpu_time();
             sock::send(socket, answer.bytes(), &[])?;
-        }
-    }
-
-    /// Runs where the daemon's worker runs, if the program may: it waits for the answer, so its processor is free.
-    fn follow(&mut self, cpu: u64) {
-        let Some(cpu) = cpu.checked_sub(1).filter(|_| MAY_FOLLOW.load(Ordering::Relaxed)) else { return };
-        if self.cpu != Some(cpu) && self.cpus.contains(cpu) {
-            self.cpu = Some(cpu);
-            let _ = sched::Cpus::one(cpu).map(|one| one.bind_thread());
         }
     }
 
@@ -155,6 +149,8 @@ impl Agent {
         if !MAY_START.load(Ordering::Acquire) {
             return Err(Errno(libc::EPERM));
         }
+        // The thread that is started has our place.
+        self.seat.leave();
         cold::lease(|| {
             // Watches nothing: the kernel takes a range from one descriptor only.
             self.watch = Uffd::new(self.device.as_ref(), WATCH_FEATURES)?;

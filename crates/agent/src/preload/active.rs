@@ -10,6 +10,7 @@ use super::privileges;
 use crate::cold;
 use crate::engine::forget_served;
 use crate::process::{is_new_child, mark_process};
+use crate::seat;
 use crate::shared::{ALL_LOCKED, SHARED};
 use crate::table::CROWDED;
 use crate::voids;
@@ -53,6 +54,7 @@ pub(super) fn begin_child(goes_on: usize) -> bool {
     cold::after_fork_child();
     voids::after_fork_child();
     forget_served();
+    seat::forget();
     SHARED.thread.forget();
     SHARED.holds.store(false, Ordering::Relaxed);
     let phase = SHARED.phase.load(Ordering::Relaxed);

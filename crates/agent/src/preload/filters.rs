@@ -8,7 +8,8 @@ use crate::cold;
 use crate::engine::{start, wait_begun};
 use crate::filter;
 use crate::process::is_own_process;
-use crate::shared::{CHILD_FILTERED, MAY_BLOCK, MAY_FOLLOW, MAY_START};
+use crate::seat;
+use crate::shared::{CHILD_FILTERED, MAY_BLOCK, MAY_START, SHARED};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::mem;
@@ -33,7 +34,9 @@ pub(super) fn meet_filter(at: u64, all: bool) {
         wait_begun();
         MAY_START.store(false, Ordering::Release);
     }
-    MAY_FOLLOW.fetch_and(verdict.follow, Ordering::AcqRel);
+    if !verdict.follow {
+        seat::forbid(SHARED.thread.number());
+    }
 }
 
 /// The agent leaves for a filter that may forbid anything; what the program's threads do for it is no more than they must.
