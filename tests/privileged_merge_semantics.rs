@@ -59,6 +59,7 @@ scenarios! {
     mremap_keeps_what_parts_are_marked_with: "remap-marked";
     mprotect_is_obeyed: "protect";
     memory_with_a_key_is_left_alone: "keys";
+    a_key_goes_before_advice: "keys-and-advice";
     locked_pages_are_right: "lock";
     a_length_that_is_refused_changes_nothing: "lengths";
     what_is_locked_is_left_alone: "locks";

@@ -983,6 +983,42 @@ static void keys(void) {
     }
 }
 
+static void install(int by_syscall, struct sock_filter *code, size_t count);
+
+// Answers of a kernel with keys on a processor that has none: key 14 fails on the way, the others do not.
+static void pretend_keys(void) {
+    struct sock_filter code[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_pkey_mprotect, 1, 0),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args[3])),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 14, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOMEM),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | 0),
+    };
+    install(0, code, sizeof code / sizeof *code);
+}
+
+// A key goes before advice, and may lie on the first pages where giving it failed.
+static void keys_and_advice(void) {
+    struct region r = merged(1024);
+    size_t part = r.pages / 4;
+    pretend_keys();
+    wait_merged(&r, 3 * part);
+    CHECK(pkey_mprotect(r.at, part * PAGE, PROT_READ | PROT_WRITE, 15) == 0, "a key");
+    CHECK(pkey_mprotect(r.at + part * PAGE, part * PAGE, PROT_READ | PROT_WRITE, 14) == -1 && errno == ENOMEM, "a lack");
+    CHECK(madvise(r.at, r.pages * PAGE, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+    for (size_t i = 0; i < r.pages; i++) fill_page(r.at + i * PAGE, number_of(&r, i));
+    for (int round = 0; round < 5; round++) {
+        nap(700);
+        CHECK(pool_pages(r.at, 2 * part * PAGE) == 0, "memory with a key was merged");
+    }
+    check(&r, "keyed");
+    CHECK(pkey_mprotect(r.at, 2 * part * PAGE, PROT_READ | PROT_WRITE, 0) == 0, "key 0");
+    wait_merged(&r, 3 * part);
+    check(&r, "merged again");
+}
+
 static void lock(void) {
     struct region r = merged(1024);
     if (mlock(r.at, 256 * PAGE) != 0) SKIP("mlock is limited here");
@@ -2882,7 +2918,7 @@ static const struct scenario scenarios[] = {
     {"writers", writers}, {"unmergeable-writers", unmergeable_writers}, {"lock-writers", lock_writers}, {"forks", forks}, {"orphan", orphan}, {"all-that-is-listed", all_that_is_listed}, {"child-without-daemon", child_without_daemon}, {"process-namespace", process_namespace}, {"main-ends", main_ends},
     {"vforks", vforks}, {"vforks-with-less", vforks_with_less}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
     {"dontneed-raw", dontneed_raw}, {"dontneed-hole", dontneed_hole}, {"dontneed-at-a-limit", dontneed_at_a_limit}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
-    {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"keys", keys}, {"lock", lock}, {"locks", locks}, {"locks-at-a-limit", locks_at_a_limit}, {"locks-and-children", locks_and_children},
+    {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"keys", keys}, {"keys-and-advice", keys_and_advice}, {"lock", lock}, {"locks", locks}, {"locks-at-a-limit", locks_at_a_limit}, {"locks-and-children", locks_and_children},
     {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"seal-and-discard", seal_and_discard}, {"seal-raw", seal_raw}, {"seal-and-discard-raw", seal_and_discard_raw}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"flags-raw", flags_raw}, {"marks", marks}, {"huge", huge},
     {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},

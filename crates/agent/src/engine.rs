@@ -111,7 +111,7 @@ impl Agent {
         is_left_alone(SHARED.tables(&held).table, range)
     }
 
-    /// True if the mappings of `range` cannot be replaced: the program has locked or sealed part of it, or discarded what cannot
+    /// True if the mappings of `range` cannot be replaced: the program has locked, sealed or keyed part of it, or discarded what cannot
     /// be told from the slots where it is, or may map it anew unseen.
     pub(crate) fn keeps_mapping(&self, range: Range) -> bool {
         let held = SHARED.guard.lock(AGENT);

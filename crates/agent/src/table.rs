@@ -33,6 +33,8 @@ pub struct Note {
     pub locked: bool,
     /// Sealed: nobody replaces or moves it any more.
     pub sealed: bool,
+    /// Under a protection key other than 0, which no mapping of ours would have.
+    pub keyed: bool,
     /// Mapped through an interposed call: its end is seen as well.
     pub seen: bool,
     /// The same of a part that may be small or closed: managed where much of it is open.
@@ -54,7 +56,7 @@ pub struct Note {
 impl Note {
     /// True if the program wants it left alone, or what it wants cannot be had of the pool's mappings.
     pub const fn is_excluded(&self) -> bool {
-        self.excluded || self.tracked || self.locked || self.sealed || self.wipe_on_fork
+        self.excluded || self.tracked || self.locked || self.sealed || self.keyed || self.wipe_on_fork
     }
 
     /// True if something would go wrong without it. Else nothing is managed that could be, or on pages of another size.
@@ -87,6 +89,7 @@ const EMPTY: (Range, Note) = (
         tracked: false,
         locked: false,
         sealed: false,
+        keyed: false,
         seen: false,
         reserved: false,
         arena: false,
@@ -179,9 +182,9 @@ impl Table {
         self.within(range).find(|(_, note)| note.locked).map(|(entry, _)| entry.start.max(range.start))
     }
 
-    /// True if part of `range` must stay in the mapping that it has: it is, or may be, locked or sealed.
+    /// True if part of `range` must stay in the mapping that it has: it is, or may be, locked or sealed, or has a key.
     pub fn keeps_mapping(&self, range: Range) -> bool {
-        self.lost || self.within(range).any(|(_, note)| note.locked || note.sealed)
+        self.lost || self.within(range).any(|(_, note)| note.locked || note.sealed || note.keyed)
     }
 
     /// Applies `change` to every note in `range`, splitting and adding entries as needed.
