@@ -191,7 +191,9 @@ impl Mover<'_> {
     /// The parts of `runs` that are nobody's business at this moment: not out, no entry being discarded.
     fn resident(&self, runs: &[Run]) -> Vec<Run> {
         let mut wanted: Vec<Run> = Vec::with_capacity(runs.len());
-        if lock(&self.client.service).is_moving() {
+        // To the end: who brings a page back calls it resident first, and discards its entry before letting go of this.
+        let service = lock(&self.client.service);
+        if service.is_moving() {
             return wanted;
         }
         for (range, around) in runs {
@@ -208,6 +210,7 @@ impl Mover<'_> {
                 wanted.push((Range { start, end: range.end }, *around));
             }
         }
+        drop(service);
         wanted.truncate(LIST_MAX);
         wanted
     }
@@ -335,6 +338,49 @@ mod tests {
         // SAFETY: the page is there, mapped and ours.
         let came = unsafe { &*(((first + 3) * PAGE) as *const Page) };
         assert!(*came == content(1) && tier.stats().pages == 0);
+    }
+
+    /// A page that has just come back, and whose entry is not discarded yet: one that is stored now would be discarded for it.
+    #[test]
+    fn a_page_that_comes_back_is_stored_when_its_entry_is_gone() {
+        use super::super::client::tests;
+        use std::time::Duration;
+        // So many are looked at before it.
+        const BEFORE: u64 = 1 << 20;
+        let Some((client, _memory)) = tests::own(0, 1) else { return };
+        let tier =
+            Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).expect("memory");
+        let run = Range::pages_from(1 << 40, BEFORE + 1);
+        let (addr, page) = (run.end - PAGE, run.end / PAGE - 1);
+        client.table.find_or_add(addr).expect("room");
+        let ours = std::os::unix::net::UnixDatagram::pair().expect("sockets").0;
+        // SAFETY: the descriptor has one owner.
+        let mut link = ColdLink::new(Arc::new(unsafe { Fd::from_raw(ours.into_raw_fd()) })).expect("a channel");
+        let mover = Mover { client: &client, link: &mut link, tier: &tier, crowded: Effort::Fast };
+        for round in 0..10 {
+            tier.store(client.region, page, &[7; PAGE_SIZE], Effort::Fast).expect("room");
+            client.table.set_state(addr, OUT);
+            let (tell, told) = std::sync::mpsc::channel();
+            std::thread::scope(|scope| {
+                let (client, tier) = (&client, &tier);
+                // What the client's thread does, with a pause in the middle.
+                scope.spawn(move || {
+                    told.recv().expect("it begins");
+                    std::thread::sleep(Duration::from_millis(1));
+                    let service = lock(&client.service);
+                    client.table.set_state(addr, RESIDENT);
+                    let _ = told.recv_timeout(Duration::from_millis(200));
+                    tier.discard(client.region, page..page + 1);
+                    drop(service);
+                });
+                tell.send(()).expect("a receiver");
+                let wanted = mover.resident(&[(run, run)]);
+                let too_early =
+                    wanted.last().is_some_and(|(last, _)| last.end == run.end) && tier.contains(client.region, page);
+                let _ = tell.send(());
+                assert!(!too_early, "round {round}");
+            });
+        }
     }
 
     #[test]
