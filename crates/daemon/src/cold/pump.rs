@@ -484,7 +484,11 @@ pub(super) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
     // What its limit has no room for stays out under the lease: to end that its agent brings all, whatever it takes.
     // Nor may it have to bring what could not be read or copied for now: it would wait for us with its guard held.
     let everything = Range { start: 0, end: u64::MAX };
-    if had_room && client.leased.load(Ordering::Relaxed) && pages_out(&group.tier, client, everything).is_empty() {
+    let all_here = pages_out(&group.tier, client, everything).is_empty();
+    if !client.bring_all_moved(&group.tier) {
+        return came;
+    }
+    if had_room && client.leased.load(Ordering::Relaxed) && all_here {
         if let Some(mut link) = held.take() {
             link.leave();
         }
@@ -649,6 +653,31 @@ mod tests {
         let asked = pagefold_os::sock::receive(&agent, &mut request, libc::MSG_DONTWAIT);
         assert_eq!(asked.err(), Some(Errno(libc::EAGAIN)), "the agent was asked for pages");
         assert!(!step.more && parked.is_none() && lock(&client.link).is_some());
+    }
+
+    /// Its agent would make absent pages the kernel's, and a page that is awaited would read zero.
+    #[test]
+    fn what_was_moved_is_there_before_a_client_is_let_go() {
+        let Some((client, memory, agent)) = linked(2) else { return };
+        let (_cold, group) = group();
+        let [to, from] = [memory.addr() + PAGE, 1 << 30];
+        group.tier.store(client.region, from / PAGE, &[7; PAGE_SIZE], Effort::Fast).unwrap();
+        super::super::client::tests::await_moved(&client, from, to);
+        client.leased.store(true, Ordering::Relaxed);
+        let is_there = std::thread::scope(|scope| {
+            let asked = scope.spawn(|| {
+                let mut request = [0; 256];
+                let (len, _) = pagefold_os::sock::receive(&agent, &mut request, 0).unwrap();
+                let there = client.uffd.zero(Range::pages_from(to, 1), 0).1 == Some(Errno(libc::EEXIST));
+                pagefold_os::sock::send(&agent, &request[..len], &[]).unwrap();
+                there
+            });
+            unpark(&group, &client);
+            asked.join().unwrap()
+        });
+        assert!(is_there && lock(&client.link).is_none());
+        // SAFETY: there, mapped and ours.
+        assert_eq!(unsafe { (to as *const u8).read_volatile() }, 7);
     }
 
     #[test]

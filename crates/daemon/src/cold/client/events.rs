@@ -10,11 +10,14 @@ use pagefold_os::uffd::{self, Event};
 use pagefold_os::{Errno, PAGE_SIZE, Range, sched};
 use pagefold_tier::Tier;
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 /// Events read before the thread looks at anything else.
 const EVENTS: usize = uffd::EVENTS_MAX;
 /// In place of an address under which the tier has a page: it has none.
 const NOWHERE: u64 = !(PAGE - 1);
+/// How often what moved is tried to be brought in, a millisecond apart: who moved it may wait for a processor.
+const MOVED_TRIES: u32 = 1000;
 
 impl Client {
     /// Reads what events there are, obeys those that take pages away, and keeps the faults.
@@ -90,6 +93,24 @@ impl Client {
         });
     }
 
+    /// Brings in what moved, beside the client's own thread; false if some of it must wait for long. Until it is in, nobody may
+    /// have absent pages there read zeros.
+    pub(in crate::cold) fn bring_all_moved(&self, tier: &Tier) -> bool {
+        for _ in 0..MOVED_TRIES {
+            let mut service = self.take_service();
+            if service.is_moving() && self.take_pact(2000) {
+                self.bring_moved(&mut service, tier);
+                self.table.free_pact();
+            }
+            if !service.is_moving() {
+                return true;
+            }
+            drop(service);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        false
+    }
+
     /// Brings in what moved; what must wait stays in the list.
     pub(super) fn bring_moved(&self, service: &mut Service, tier: &Tier) {
         let Service { moving, cluster, .. } = service;
@@ -140,7 +161,6 @@ mod tests {
     use pagefold_os::mem::Mapping;
     use pagefold_os::{Page, fd};
     use std::sync::Mutex;
-    use std::time::Duration;
 
     /// A fork waits for everybody who wants to hear of this process's forks: one at a time.
     static FORKING: Mutex<()> = Mutex::new(());

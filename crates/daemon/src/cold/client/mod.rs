@@ -328,6 +328,11 @@ pub(super) mod tests {
         client.moved(&mut lock(&client.service), tier, from, to);
     }
 
+    /// The page that was out at `from` is awaited at `to`, and cannot have been brought in yet.
+    pub(crate) fn await_moved(client: &Client, from: u64, to: u64) {
+        lock(&client.service).moving.insert(to, from);
+    }
+
     /// What the client's thread does next about it.
     pub(crate) fn bring_moved(client: &Client, tier: &Tier) {
         client.bring_moved(&mut lock(&client.service), tier);

@@ -35,7 +35,11 @@ impl Client {
                     revents: 0,
                 },
             ];
-            let waiting = !lock(&self.service).pending.is_empty();
+            // No event comes for what moved: who moved it may have to run before it can be brought in.
+            let waiting = {
+                let service = lock(&self.service);
+                !service.pending.is_empty() || service.is_moving()
+            };
             let ready = fd::poll(&mut polls, if waiting { 1 } else { group.awake.pause_ms(500) });
             if ready == Ok(0) {
                 group.awake.idle(sched::quick_monotonic_ns());
@@ -158,10 +162,13 @@ impl Client {
 #[cfg(test)]
 mod tests {
     use super::super::super::{Cold, Config};
+    use super::super::PAGE;
     use super::super::Pending;
-    use super::super::tests::own;
+    use super::super::tests::{await_moved, own};
     use super::*;
     use crate::cold::room::tests::limited;
+    use pagefold_os::PAGE_SIZE;
+    use pagefold_tier::Effort;
 
     /// The pump cannot help one that somebody parks: it is called once, and not at each try of the fault.
     #[test]
@@ -181,5 +188,33 @@ mod tests {
             client.gone.store(true, Ordering::Release);
         });
         assert_eq!(group.bell.load(Ordering::Relaxed), 1);
+    }
+
+    /// A page that was moved while it was out, where who moved it had no processor when the event was read.
+    #[test]
+    fn what_was_moved_comes_in_without_another_event() {
+        let Some((client, memory)) = own(0, 2) else { return };
+        let dir = tempfile::tempdir().unwrap();
+        let cold = Cold::new(Config::default(), &dir.path().join("s"));
+        let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
+        let [to, from] = [memory.addr() + PAGE, 1 << 30];
+        group.tier.store(client.region, from / PAGE, &[7; PAGE_SIZE], Effort::Fast).unwrap();
+        let client = Arc::new(client);
+        let came = std::thread::scope(|scope| {
+            scope.spawn(|| client.run(&group));
+            while client.table.head().beat.load(Ordering::Relaxed) == 0 {
+                std::thread::yield_now();
+            }
+            await_moved(&client, from, to);
+            let came = (0..10_000).any(|_| {
+                std::thread::sleep(Duration::from_millis(1));
+                !lock(&client.service).is_moving()
+            });
+            client.gone.store(true, Ordering::Release);
+            came
+        });
+        assert!(came);
+        // SAFETY: there, mapped and ours.
+        assert_eq!(unsafe { (to as *const u8).read_volatile() }, 7);
     }
 }
