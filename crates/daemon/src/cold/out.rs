@@ -188,18 +188,18 @@ impl Mover<'_> {
         Ok(copied.map(|(((addr, around), _), place)| Copied { page: addr / PAGE, place, around }).collect())
     }
 
-    /// The parts of `runs` that are nobody's business at this moment: not out, no entry being discarded.
+    /// The parts of `runs` that are nobody's business at this moment: not out, no entry being discarded, nothing moved from
+    /// or to there and not brought in yet. The rest may go: it may be the room that is needed for that.
     fn resident(&self, runs: &[Run]) -> Vec<Run> {
         let mut wanted: Vec<Run> = Vec::with_capacity(runs.len());
         // To the end: who brings a page back calls it resident first, and discards its entry before letting go of this.
         let service = lock(&self.client.service);
-        if service.is_moving() {
-            return wanted;
-        }
+        let (start, end) = (runs.iter().map(|(run, _)| run.start).min(), runs.iter().map(|(run, _)| run.end).max());
+        let moving = service.moving_in(Range { start: start.unwrap_or(0), end: end.unwrap_or(0) });
         for (range, around) in runs {
             let mut start = range.start;
             for addr in (range.start..range.end).step_by(PAGE_SIZE) {
-                if self.client.table.state(addr) != RESIDENT {
+                if self.client.table.state(addr) != RESIDENT || moving.contains(&addr) {
                     if start < addr {
                         wanted.push((Range { start, end: addr }, *around));
                     }
@@ -338,6 +338,29 @@ mod tests {
         // SAFETY: the page is there, mapped and ours.
         let came = unsafe { &*(((first + 3) * PAGE) as *const Page) };
         assert!(*came == content(1) && tier.stats().pages == 0);
+    }
+
+    /// Where memory is short what was moved waits until something else went out.
+    #[test]
+    fn what_is_on_the_move_keeps_nothing_else() {
+        use super::super::client::tests;
+        let Some((client, _memory)) = tests::own(0, 1) else { return };
+        let tier =
+            Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).expect("memory");
+        let ours = std::os::unix::net::UnixDatagram::pair().expect("sockets").0;
+        // SAFETY: the descriptor has one owner.
+        let mut link = ColdLink::new(Arc::new(unsafe { Fd::from_raw(ours.into_raw_fd()) })).expect("a channel");
+        let mover = Mover { client: &client, link: &mut link, tier: &tier, crowded: Effort::Fast };
+        let pages = |first: u64, count| Range::pages_from((1 << 40) + first * PAGE, count);
+        let around = pages(0, 100);
+        // One to elsewhere, one from there, one within, and one that has no entry.
+        for (from, to) in [(3, 1000), (1000, 5), (7, 20), (1 << 20, 21)] {
+            tests::await_moved(&client, pages(from, 1).start, pages(to, 1).start);
+        }
+        let wanted = mover.resident(&[(pages(0, 9), around), (pages(19, 4), around), (pages(50, 1), around)]);
+        let expected = [pages(0, 3), pages(4, 1), pages(6, 1), pages(8, 1), pages(19, 1), pages(22, 1), pages(50, 1)];
+        assert_eq!(wanted, expected.map(|range| (range, around)));
+        assert!(mover.resident(&[]).is_empty());
     }
 
     /// A page that has just come back, and whose entry is not discarded yet: one that is stored now would be discarded for it.

@@ -33,10 +33,10 @@ use pagefold_agent::cold_table::{self, PACT_DAEMON, Table};
 use pagefold_os::fd::Fd;
 use pagefold_os::mem::Mapping;
 use pagefold_os::uffd::Uffd;
-use pagefold_os::{Errno, PAGE_SIZE, Page, sched};
+use pagefold_os::{Errno, PAGE_SIZE, Page, Range, sched};
 use pagefold_tier::Tier;
 use pagefold_tier::policy::Window;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
@@ -90,6 +90,13 @@ impl Service {
     /// True while entries lie under addresses that are no longer theirs.
     pub(super) fn is_moving(&self) -> bool {
         !self.moving.is_empty()
+    }
+
+    /// The pages of `range` that are not to be stored, by their addresses: those whose entries are another page's still, and
+    /// those that are awaited.
+    pub(super) fn moving_in(&self, range: Range) -> HashSet<u64> {
+        let entries = self.moving.values().copied().filter(|from| (range.start..range.end).contains(from));
+        entries.chain(self.moving.range(range.start..range.end).map(|(to, _)| *to)).collect()
     }
 }
 
@@ -294,7 +301,7 @@ impl Client {
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use pagefold_os::{Range, uffd};
+    use pagefold_os::uffd;
 
     /// What this process would hand over, and the table's mapping.
     pub(crate) fn handed(uffd: Uffd) -> (Handed, Mapping) {
