@@ -114,7 +114,14 @@ impl Client {
     /// Brings in what moved; what must wait stays in the list.
     pub(super) fn bring_moved(&self, service: &mut Service, tier: &Tier) {
         let Service { moving, cluster, .. } = service;
+        let mut has_room = true;
         moving.retain(|to, from| {
+            // As for what is touched: the kernel kills at a limit, and who touches one of these waits.
+            has_room = has_room && self.grant(1) > 0;
+            if !has_room {
+                self.starve();
+                return true;
+            }
             let page = &mut cluster[0];
             if let Err(error) = tier.load(self.region, *from / PAGE, page) {
                 if matches!(self.lose(tier, *to, &error), Served::Again) {
@@ -333,6 +340,27 @@ mod tests {
         // There: so nobody gets another page there.
         assert_eq!(client.uffd.zero(Range::pages_from(page_at(2), 1), 0).1, Some(Errno(libc::EEXIST)));
         assert_eq!(client.table.head().lost.load(std::sync::atomic::Ordering::Relaxed), 1);
+    }
+
+    /// A program near its limit moves more than that has room for.
+    #[test]
+    fn what_was_moved_waits_for_room() {
+        use crate::cold::room::tests::limited;
+        let Some((mut client, memory)) = own(0, 2) else { return };
+        let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        client.room = limited(dir.path(), 999, 1000);
+        let (to, from) = (memory.addr() + PAGE, 1 << 30);
+        tier.store(client.region, from / PAGE, &[7; PAGE_SIZE], pagefold_tier::Effort::Fast).unwrap();
+        let mut service = lock(&client.service);
+        service.moving.insert(to, from);
+        client.bring_moved(&mut service, &tier);
+        assert!(service.is_moving() && client.starved.load(std::sync::atomic::Ordering::Relaxed));
+        limited(dir.path(), 100, 1000);
+        client.bring_moved(&mut service, &tier);
+        assert!(!service.is_moving());
+        // SAFETY: there, mapped and ours.
+        assert_eq!(unsafe { (to as *const u8).read_volatile() }, 7);
     }
 
     /// The client may have its descriptor wait, whose flags are ours as well.

@@ -120,7 +120,7 @@ impl Client {
     ///
     /// Who holds up all that could go out until they are back would wait for itself: it gets them, and is told what room
     /// there is.
-    fn grant(&self, want: u64) -> u64 {
+    pub(super) fn grant(&self, want: u64) -> u64 {
         let granted = self.room.grant(want);
         let head = self.table.head();
         head.set_room(self.room.free());
