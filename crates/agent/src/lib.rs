@@ -46,6 +46,7 @@ mod own;
 pub mod pins;
 #[cfg(not(loom))]
 mod plain;
+#[cfg(not(loom))]
 mod populate;
 #[cfg(not(loom))]
 pub mod remap;
