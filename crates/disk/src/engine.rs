@@ -633,7 +633,7 @@ impl Handle {
     /// Makes everything written to the image durable.
     ///
     /// # Errors
-    /// What the disk refused since this handle last asked, once.
+    /// What the disk refused since this handle last asked, once, and what it refuses now.
     pub fn sync(&self) -> io::Result<()> {
         self.sync_range(0..u64::MAX, false)
     }
@@ -645,8 +645,13 @@ impl Handle {
     pub fn sync_range(&self, range: Range<u64>, attributes: bool) -> io::Result<()> {
         let block = BLOCK_BYTES as u64;
         let blocks = range.start / block..range.end.div_ceil(block);
-        self.engine.cache.sync_with(self.image(), blocks, attributes);
-        self.image().errors.take(&mut self.errors_seen.lock()).map_or(Ok(()), Err)
+        let synced = self.engine.cache.sync_with(self.image(), blocks, attributes);
+        let errors = &self.image().errors;
+        match errors.take(&mut self.errors_seen.lock()) {
+            // Another request of this handle was told meanwhile, and this one is not durable either.
+            None if !synced => Err(errors.last()),
+            told => told.map_or(Ok(()), Err),
+        }
     }
 }
 
@@ -807,6 +812,44 @@ mod tests {
         let written = |n: usize| u64::from_le_bytes(bytes[n * 4096..][..8].try_into().unwrap());
         assert_eq!([written(0), written(1)], [taken[0], taken[1]]);
         assert_eq!(bytes.len(), 64 << 10);
+    }
+
+    /// As the requests of one NBD connection, or of one open file: an error is told to one of them only.
+    #[test]
+    fn no_sync_that_failed_succeeds_because_another_one_was_told() {
+        use crate::sim::{Faults, SimFile};
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let engine = Engine::start(dir.path(), Config::default(), None, false).unwrap();
+        let file = Arc::new(SimFile::new(vec![0; 1 << 20]));
+        let image = engine.cache.add_image("x", file.clone()).unwrap();
+        let slot =
+            Slot { image, handles: AtomicUsize::new(1), unlinked: AtomicBool::new(false), opening: Mutex::new(()) };
+        let handle = Handle::new(engine.clone(), Arc::new(slot), true);
+        file.set_faults(Faults { write: Some(libc::EIO), ..Faults::default() });
+        std::thread::scope(|scope| {
+            // Both have been refused before either is told.
+            let telling = handle.errors_seen.lock();
+            let sync = |n: u64| {
+                let handle = &handle;
+                handle.write(n * 4096, &[1; 4096]).unwrap();
+                scope.spawn(move || handle.sync_range(n * 4096..(n + 1) * 4096, false))
+            };
+            let syncs = [sync(0), sync(7)];
+            let began = Instant::now();
+            while handle.image().errors.count() < 2 {
+                assert!(began.elapsed() < Duration::from_secs(120), "the disk refuses nothing");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            drop(telling);
+            for sync in syncs {
+                let said = sync.join().unwrap();
+                assert_eq!(said.err().and_then(|error| error.raw_os_error()), Some(libc::EIO));
+            }
+        });
+        file.set_faults(Faults::default());
+        handle.sync().unwrap();
+        drop(handle);
+        assert!(engine.shut_down().is_empty());
     }
 
     #[test]

@@ -72,6 +72,12 @@ impl WritebackErrors {
         if last.told { last.count } else { last.count.saturating_sub(1) }
     }
 
+    /// The last error of all, whoever was told.
+    pub(crate) fn last(&self) -> io::Error {
+        let errno = self.last.lock().errno;
+        io::Error::from_raw_os_error(if errno == 0 { libc::EIO } else { errno })
+    }
+
     /// The last error, if there was one after the `seen` first ones; moves `seen` on.
     pub(crate) fn take(&self, seen: &mut u64) -> Option<io::Error> {
         let mut last = self.last.lock();
