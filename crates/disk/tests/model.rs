@@ -311,3 +311,23 @@ fn a_fingerprint_file_is_gone_before_the_first_change_and_comes_back_only_for_wh
         file.set_faults(Faults::default());
     }
 }
+
+#[test]
+fn growing_an_image_cuts_nothing_off_that_somebody_else_appended() {
+    let file = Arc::new(SimFile::new(vec![1; 4096]));
+    let cache = Cache::new(config(false)).unwrap();
+    let image = cache.add_image("image", file.clone()).unwrap();
+    let grown = |bytes: usize, byte: u8| file.change_behind(|data| data.resize(bytes, byte));
+    grown(3 * 4096, 2);
+    cache.write(&image, 4096 + 100, &[3; 100]).unwrap();
+    assert!(cache.sync(&image, 0..u64::MAX));
+    let expected = [vec![1; 4096], vec![2; 100], vec![3; 100], vec![2; 4096 + 3896]].concat();
+    assert!(file.data() == expected, "{} bytes are left", file.data().len());
+    let mut buffer = vec![0; 4 * 4096];
+    assert_eq!(cache.read(&image, 0, &mut buffer).unwrap(), 3 * 4096);
+    assert!(buffer[..3 * 4096] == expected);
+    grown(6 * 4096, 4);
+    cache.reserve(&image, 0, 5 * 4096, false).unwrap();
+    assert_eq!(file.data().len(), 6 * 4096);
+    cache.verify().unwrap();
+}

@@ -119,7 +119,7 @@ impl Cache {
         image.change(|file| file.allocate(Allocate::Reserve, offset, length))?;
         image.unsynced.store(true, Ordering::Release);
         if !keep_size && end > image.size() {
-            self.set_size_exclusive(image, end)?;
+            self.grow(image, end)?;
         }
         Ok(())
     }

@@ -39,11 +39,19 @@ impl Cache {
         self.refuse_after_end()?;
         let size_before = image.size();
         if end > size_before {
-            image.change(|file| file.set_len(end))?;
-            image.unsynced.store(true, Ordering::Release);
-            image.size.store(end, Ordering::Release);
+            self.grow(image, end)?;
         }
-        self.write_blocks(image, offset, data, size_before)
+        // What somebody else appended is on the disk.
+        let empty_from = if image.changed.load(Ordering::Acquire) { u64::MAX } else { size_before };
+        self.write_blocks(image, offset, data, empty_from)
+    }
+
+    /// Makes an image `end` bytes long, with the shape held alone. What somebody else appended meanwhile is not cut off.
+    pub(super) fn grow(&self, image: &Image, end: u64) -> Result<(), Error> {
+        image.change(|file| if file.stamp()?.size < end { file.set_len(end) } else { Ok(()) })?;
+        image.unsynced.store(true, Ordering::Release);
+        image.size.store(end, Ordering::Release);
+        Ok(())
     }
 
     pub(super) fn range_end(&self, offset: u64, length: u64) -> Result<u64, Error> {
