@@ -280,8 +280,15 @@ pub(crate) fn remove(file: &Path) -> std::io::Result<()> {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    // Also where it was gone already: perhaps not durably.
-    std::fs::File::open(file.parent().unwrap_or(Path::new(".")))?.sync_all()
+    // Also where it was gone already, perhaps with its directory: perhaps not durably.
+    for directory in file.ancestors().skip(1) {
+        let directory = if directory.as_os_str().is_empty() { Path::new(".") } else { directory };
+        match std::fs::File::open(directory) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            directory => return directory?.sync_all(),
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]

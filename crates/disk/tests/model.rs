@@ -331,3 +331,19 @@ fn growing_an_image_cuts_nothing_off_that_somebody_else_appended() {
     assert_eq!(file.data().len(), 6 * 4096);
     cache.verify().unwrap();
 }
+
+#[test]
+fn fingerprints_that_are_gone_with_their_directory_keep_nothing_from_the_disk() {
+    let config = Config { key: FingerprintKey::Strong([5; 32]), cache_bytes: 16 << 20, ..Config::default() };
+    let dir = tempfile::tempdir().unwrap();
+    let kept = dir.path().join("deep/fp");
+    let store = pagefold_disk::fingerprints::FingerprintDir::open(&kept).unwrap();
+    let cache = Cache::new(config).unwrap();
+    let file = Arc::new(SimFile::new(vec![3; 1 << 16]));
+    let image = cache.add_image("image", file.clone()).unwrap();
+    cache.load_fingerprints(&image, &store);
+    std::fs::remove_dir_all(dir.path().join("deep")).unwrap();
+    cache.write(&image, 0, &[1; 4096]).unwrap();
+    assert!(cache.sync(&image, 0..u64::MAX));
+    assert_eq!(file.data()[0], 1);
+}
