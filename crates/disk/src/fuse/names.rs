@@ -11,6 +11,12 @@ use fuser::{FileAttr, FileType, INodeNo, RenameFlags, Request};
 use rustix::fs::{AtFlags, Mode, OFlags};
 use std::ffi::{OsStr, OsString};
 use std::io;
+use std::os::fd::AsFd;
+
+/// Whether the last name of a file is gone. Asked behind the change that took one: it may have got another meanwhile.
+fn has_no_name(file: impl AsFd) -> bool {
+    rustix::fs::fstat(file).is_ok_and(|stat| stat.st_nlink == 0)
+}
 
 /// One entry of a directory, as read when it was opened.
 pub(super) struct DirEntry {
@@ -118,7 +124,7 @@ impl DiskFs {
                     image.set_name(&from.to_string_lossy());
                 }
             }
-            Some(key) if target_stat.is_some_and(|target| target.st_nlink == 1) => self.engine.unlinked(key),
+            Some(key) if target.is_some_and(has_no_name) => self.engine.unlinked(key),
             _ => {}
         }
         Ok(())
@@ -132,7 +138,7 @@ impl DiskFs {
         let key = (stat.st_dev, stat.st_ino);
         let place = self.engine.place(&path)?;
         self.engine.change(&file, || Ok(rustix::fs::unlinkat(place.parent(), place.name, AtFlags::empty())?))?;
-        if stat.st_nlink <= 1 {
+        if has_no_name(&file) {
             self.engine.unlinked(key);
         }
         let mut nodes = self.nodes.write();
@@ -169,5 +175,44 @@ impl DiskFs {
             rustix::fs::fchmod(file.file(), Mode::from_raw_mode(mode))?;
         }
         Ok(Some(file))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::engine::Engine;
+    use std::path::Path;
+
+    #[test]
+    fn what_was_written_stays_when_a_file_gets_another_name_while_one_is_taken_from_it() {
+        let root = INodeNo(ROOT);
+        let (a, new) = (OsStr::new("a"), OsStr::new("new"));
+        for replace in [false, true] {
+            let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+            std::fs::write(dir.path().join("a"), [1; 4096]).unwrap();
+            std::fs::write(dir.path().join("new"), b"").unwrap();
+            let engine = Engine::start(dir.path(), Config::default(), None, false).unwrap();
+            let fs = DiskFs::new(engine.clone()).unwrap();
+            let handle = engine.open(Path::new("a"), true).unwrap();
+            handle.write(0, &[2; 4096]).unwrap();
+            let image = handle.image().clone();
+            std::thread::scope(|scope| {
+                // As while blocks are written back: who takes the name away waits.
+                let changing = image.known.lock();
+                let taken = scope.spawn(|| match replace {
+                    true => fs.rename_node((root, new), (root, a), RenameFlags::empty()),
+                    false => fs.remove(root, a),
+                });
+                std::thread::sleep(std::time::Duration::from_millis(200));
+                std::fs::hard_link(dir.path().join("a"), dir.path().join("b")).unwrap();
+                drop(changing);
+                taken.join().unwrap().unwrap();
+            });
+            drop(handle);
+            assert!(engine.shut_down().is_empty());
+            assert!(std::fs::read(dir.path().join("b")).unwrap() == [2; 4096], "what was written is gone");
+        }
     }
 }
