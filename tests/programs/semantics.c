@@ -1161,6 +1161,18 @@ static void unmergeable(void) {
     nap(800);
     CHECK(shown_pages(r.at, r.pages * PAGE) == 0, "pages were merged against the program's word");
     write_all(&r, 71000, "after MADV_UNMERGEABLE");
+    // Of a hole the call tells, and has done the rest.
+    struct region parted = merged(1024);
+    CHECK(munmap(parted.at + 1023 * PAGE, PAGE) == 0, "a hole");
+    parted.pages = 1023;
+    errno = 0;
+    CHECK(madvise(parted.at, 1024 * PAGE, MADV_UNMERGEABLE) == -1 && errno == ENOMEM, "MADV_UNMERGEABLE of a hole");
+    CHECK(shown_pages(parted.at, parted.pages * PAGE) == 0, "pages before a hole are still shared");
+    struct region later = merged(1024);
+    nap(1000);
+    CHECK(shown_pages(parted.at, parted.pages * PAGE) == 0, "pages before a hole were merged against the program's word");
+    check(&parted, "before a hole");
+    check(&later, "in the end");
 }
 
 // Guards, where an access faults whatever the mapping's rights (Linux 6.13).

@@ -119,7 +119,9 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
         }
         _ => call(advice),
     };
-    if advice == libc::MADV_MERGEABLE || result.is_ok() {
+    // The program's word on merging stands behind a hole, too, of which the kernel tells when it has done the rest, and where there
+    // is no KSM.
+    if matches!(advice, libc::MADV_MERGEABLE | libc::MADV_UNMERGEABLE) || result.is_ok() {
         let tables = SHARED.tables(&held);
         let mut changed = true;
         match advice {
