@@ -1603,6 +1603,17 @@ static void flags(void) {
     pid_t child = fork();
     if (child == 0) _exit(faults(r.at + 40 * PAGE, 0) && faults(r.at + 350 * PAGE, 0) ? 0 : 1);
     CHECK(ended_well(child), "the child has memory that is not for children");
+    // Of a hole the calls tell, and have done the rest.
+    struct region parted = fill(1024, 256, 1000);
+    CHECK(munmap(parted.at + 1023 * PAGE, PAGE) == 0, "a hole");
+    parted.pages = 1023;
+    madvise(parted.at, parted.pages * PAGE, MADV_NOHUGEPAGE);
+    CHECK(madvise(parted.at, 1024 * PAGE, MADV_DONTFORK) == -1 && errno == ENOMEM, "MADV_DONTFORK of a hole");
+    CHECK(madvise(parted.at, 1024 * PAGE, MADV_DONTDUMP) == -1 && errno == ENOMEM, "MADV_DONTDUMP of a hole");
+    madvise(parted.at, parted.pages * PAGE, MADV_MERGEABLE);
+    wait_merged(&parted, 700);
+    for (size_t i = 0; i < parted.pages; i += 61)
+        CHECK(flag_at(parted.at + i * PAGE, " dc") && flag_at(parted.at + i * PAGE, " dd"), "page %zu before a hole lost a flag", i);
 }
 
 static void *change_rights_beside(void *end) {

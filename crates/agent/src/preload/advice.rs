@@ -14,6 +14,7 @@ use crate::cold;
 use crate::maps::{Maps, pool_mappings};
 use crate::plain::{keep_attributes, replace_merged};
 use crate::shared::SHARED;
+use crate::table::Note;
 use core::ffi::{c_int, c_void};
 use core::sync::atomic::Ordering;
 use pagefold_os::raw::{Errno, Result};
@@ -43,6 +44,19 @@ fn wipe_on_fork(range: Range) -> Result<()> {
     note(range, |note| note.wipe_on_fork = true);
     SHARED.changed();
     Ok(())
+}
+
+/// Calls `act` with what is mapped of `range`.
+fn for_each_mapped(range: Range, mut act: impl FnMut(Range)) -> Result<()> {
+    // Not on the stack, which may be a small one.
+    let room = mem::Mapping::anonymous(8 << 10)?;
+    // SAFETY: the mapping is ours, writable, and that long.
+    let buffer = unsafe { core::slice::from_raw_parts_mut(room.as_ptr(), room.len()) };
+    Maps::open()?.for_each(buffer, |map| {
+        if map.range.overlaps(&range) {
+            act(Range { start: map.range.start.max(range.start), end: map.range.end.min(range.end) });
+        }
+    })
 }
 
 fn advise(range: Range, advice: c_int) -> Result<()> {
@@ -119,36 +133,35 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
         }
         _ => call(advice),
     };
-    // The program's word on merging stands behind a hole, too, of which the kernel tells when it has done the rest, and where there
-    // is no KSM.
-    if matches!(advice, libc::MADV_MERGEABLE | libc::MADV_UNMERGEABLE) || result.is_ok() {
-        let tables = SHARED.tables(&held);
-        let mut changed = true;
-        match advice {
-            libc::MADV_MERGEABLE => tables.table.change(range, |note| {
-                note.mergeable = true;
-                note.excluded = false;
-            }),
-            libc::MADV_UNMERGEABLE => tables.table.change(range, |note| {
-                note.mergeable = false;
-                note.excluded = true;
-            }),
-            libc::MADV_DONTFORK => tables.table.change(range, |note| note.dont_fork = true),
-            libc::MADV_DOFORK => tables.table.change(range, |note| note.dont_fork = false),
-            libc::MADV_KEEPONFORK => tables.table.change(range, |note| note.wipe_on_fork = false),
-            libc::MADV_DONTDUMP => tables.table.change(range, |note| note.dont_dump = true),
-            libc::MADV_DODUMP => tables.table.change(range, |note| note.dont_dump = false),
-            libc::MADV_HUGEPAGE => tables.table.change(range, |note| (note.huge, note.small) = (true, false)),
-            libc::MADV_NOHUGEPAGE => tables.table.change(range, |note| (note.huge, note.small) = (false, true)),
-            _ => changed = false,
+    let mark: Option<fn(&mut Note)> = match advice {
+        libc::MADV_MERGEABLE => Some(|note| (note.mergeable, note.excluded) = (true, false)),
+        libc::MADV_UNMERGEABLE => Some(|note| (note.mergeable, note.excluded) = (false, true)),
+        libc::MADV_DONTFORK => Some(|note| note.dont_fork = true),
+        libc::MADV_DOFORK => Some(|note| note.dont_fork = false),
+        libc::MADV_KEEPONFORK => Some(|note| note.wipe_on_fork = false),
+        libc::MADV_DONTDUMP => Some(|note| note.dont_dump = true),
+        libc::MADV_DODUMP => Some(|note| note.dont_dump = false),
+        libc::MADV_HUGEPAGE => Some(|note| (note.huge, note.small) = (true, false)),
+        libc::MADV_NOHUGEPAGE => Some(|note| (note.huge, note.small) = (false, true)),
+        _ => None,
+    };
+    let merging = matches!(advice, libc::MADV_MERGEABLE | libc::MADV_UNMERGEABLE);
+    if let Some(mark) = mark
+        && (merging || matches!(result, Ok(()) | Err(Errno(libc::ENOMEM))))
+    {
+        let table = SHARED.tables(&held).table;
+        if merging || result.is_ok() {
+            // The program's word on merging stands behind a hole, too, and where there is no KSM.
+            table.change(range, mark);
+        } else {
+            // Of a hole the kernel tells when it has done the rest. What is mapped there later has no marks.
+            let _ = for_each_mapped(range, |part| table.change(part, mark));
         }
         drop(held);
-        if changed {
-            if advice == libc::MADV_MERGEABLE {
-                wanted();
-            } else {
-                SHARED.changed();
-            }
+        if advice == libc::MADV_MERGEABLE {
+            wanted();
+        } else {
+            SHARED.changed();
         }
     }
     match result {
