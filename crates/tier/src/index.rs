@@ -128,6 +128,8 @@ impl Directory {
                 let piece = flat.pieces.get(cluster as usize / PIECE)?.get()?;
                 Some(piece[cluster as usize % PIECE].load(Ordering::Acquire)).filter(|leaf| *leaf != NO_LEAF)
             }
+            // What lies beyond would be another region's.
+            Directory::Tree(_) if cluster >= RECORD_CLUSTER => None,
             Directory::Tree(tree) => tree.leaves.get(tree.key(cluster)).map(|leaf| leaf as u32),
         }
     }
@@ -305,6 +307,20 @@ mod tests {
         assert!(region.spare(130) && !region.spare(130) && !region.spare(131));
         assert_eq!(region.take_touched(), [5, 130]);
         assert_eq!(region.take_touched(), [0; 0]);
+    }
+
+    /// Whoever asks by addresses may have some of 57 bits.
+    #[test]
+    fn beyond_the_last_page_there_is_nobody_elses() {
+        let sparse = Sparse::default();
+        let [one, other] = [2, 3].map(|region| Directory::new(region, None, &sparse).unwrap());
+        assert!(other.set(5, 1));
+        let beyond = 5 | 1 << crate::layout::CLUSTER_BITS;
+        assert_eq!(
+            (one.get(beyond), one.range(beyond, beyond + 1).next(), one.range(beyond, beyond + 2).next()),
+            (None, None, None)
+        );
+        assert_eq!((other.get(5), other.get(RECORD_CLUSTER)), (Some(1), None));
     }
 
     #[test]
