@@ -118,8 +118,16 @@ impl Client {
             return self.starve();
         }
         let (_, result) = self.uffd.poison(Range::pages_from(addr, 1), 0);
-        if result == Some(Errno(libc::EAGAIN)) {
-            return Served::Again;
+        self.lost(tier, addr, error, result)
+    }
+
+    /// As [`lose`](Self::lose), where the kernel has said `result` to the page's end.
+    fn lost(&self, tier: &Tier, addr: u64, error: &LoadError, result: Option<Errno>) -> Served {
+        match result {
+            Some(Errno(libc::EAGAIN)) => return Served::Again,
+            // Of page tables. Called resident now it would read zeros.
+            Some(Errno(libc::ENOMEM)) => return self.starve(),
+            _ => {}
         }
         // What was moved may have been there all along.
         let is_there = result == Some(Errno(libc::EEXIST)) && self.table.state(addr) != OUT;
@@ -165,5 +173,22 @@ mod tests {
         assert_eq!(lose(libc::ENOMEM), (true, true, 0));
         assert_eq!(lose(libc::EAGAIN), (true, true, 0));
         assert_eq!(lose(libc::EIO), (false, false, 1));
+    }
+
+    /// The kernel may have no memory for the mark that makes a touch SIGBUS.
+    #[test]
+    fn a_page_that_cannot_be_poisoned_yet_waits() {
+        let Some((client, memory)) = own(0, 1) else { return };
+        let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
+        client.table.find_or_add(memory.addr()).unwrap();
+        client.table.set_state(memory.addr(), OUT);
+        let error = LoadError::NotStored { region: client.region, page: memory.addr() / PAGE };
+        let lost = |result| {
+            let waits = matches!(client.lost(&tier, memory.addr(), &error, result), Served::Again);
+            (waits, client.table.state(memory.addr()), client.counters.lost.load(Ordering::Relaxed))
+        };
+        assert_eq!(lost(Some(Errno(libc::ENOMEM))), (true, OUT, 0));
+        assert_eq!(lost(Some(Errno(libc::EAGAIN))), (true, OUT, 0));
+        assert_eq!(lost(None), (false, RESIDENT, 1));
     }
 }
