@@ -8,6 +8,7 @@
 
 use super::copy_in::is_passing;
 use super::{Client, LOST_MAX, PAGE, Service};
+use crate::server::lock;
 use pagefold_agent::cold_table::{FROZEN, OUT};
 use pagefold_agent::wire::FETCH_PAGES_MAX;
 use pagefold_os::fd::Fd;
@@ -15,6 +16,7 @@ use pagefold_os::uffd::{Event, Uffd};
 use pagefold_os::{Errno, PAGE_SIZE, Page, Range};
 use pagefold_tier::Tier;
 use std::collections::BTreeMap;
+use std::sync::Mutex;
 use std::time::Duration;
 
 /// How often memory may be short for children's pages, before they are poisoned.
@@ -181,6 +183,20 @@ impl Family {
     }
 }
 
+/// Children that are left to wait, of clients that have ended.
+static ORPHANS: Mutex<Vec<Uffd>> = Mutex::new(Vec::new());
+
+impl Drop for Service {
+    /// Who waits goes on waiting when its parent ends.
+    fn drop(&mut self) {
+        if !self.withheld.is_empty() {
+            let mut orphans = lock(&ORPHANS);
+            orphans.append(&mut self.withheld);
+            orphans.retain(Uffd::is_alive);
+        }
+    }
+}
+
 /// What the kernel made when the event of a fork was read.
 fn made(fd: i32) -> Uffd {
     // SAFETY: made for us, and told once.
@@ -291,6 +307,20 @@ mod tests {
             family.withhold(&mut withheld);
         }
         assert_eq!(withheld.len(), FAMILIES * (FAMILY_MAX + 1));
+    }
+
+    /// A child that is left to wait outlives its parent, and reads no zeros then.
+    #[test]
+    fn who_is_left_alone_waits_beyond_its_parents_end() {
+        let Some((client, memory)) = super::super::tests::own(0, 1) else { return };
+        let child = client.uffd.fd().duplicate().unwrap();
+        let raw = child.raw();
+        Family::of(Uffd::from_fd(child)).withhold(&mut lock(&client.service).withheld);
+        drop(client);
+        let mut orphans = lock(&ORPHANS);
+        let at = orphans.iter().position(|uffd| uffd.fd().raw() == raw).expect("its memory is the kernel's");
+        let left = orphans.remove(at).zero(Range::pages_from(memory.addr(), 1), 0).1;
+        assert_eq!(left, None, "its memory is not watched");
     }
 
     /// What a child has done to its memory is cut, moved and copied so often, and no more.
