@@ -311,6 +311,11 @@ impl Cold {
     /// The daemon stops in good order: everything comes back, unless a successor is about to come. Where nobody is a client
     /// there is nothing to hand over, and a keeper that stayed would start one that nobody wants. False if something is out.
     pub(crate) fn stop(&self) -> bool {
+        // No successor finds where it is: it would read zeros.
+        for (group, client) in self.clients_of(&Whom::All) {
+            client.moved_at_once.store(true, Ordering::Relaxed);
+            client.bring_all_moved(&group.tier);
+        }
         if self.config.hand_over && self.is_in_use() {
             return false;
         }
@@ -480,6 +485,30 @@ mod tests {
         assert!(!quits());
         group.remove(1);
         assert!(quits());
+    }
+
+    /// Near a limit, where it waits for room as long as somebody is there who brings it.
+    #[test]
+    fn what_was_moved_is_there_before_a_daemon_stops() {
+        for hand_over in [false, true] {
+            let Some((mut client, memory)) = client::tests::own(0, 2) else { return };
+            let dir = tempfile::tempdir().unwrap();
+            client.room = room::tests::limited(dir.path(), 999, 1000);
+            let config = Config { hand_over, ..Config::default() };
+            let cold = Cold::new(config, &dir.path().join("s"));
+            let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
+            let [to, from] = [memory.addr() + 4096, 1 << 30];
+            group.tier.store(client.region, from / 4096, &[7; 4096], pagefold_tier::Effort::Fast).unwrap();
+            client::tests::await_moved(&client, from, to);
+            let client = Arc::new(client);
+            lock(&group.clients).insert(client.region, client.clone());
+            assert_eq!(cold.stop(), !hand_over);
+            let there = client.uffd.zero(pagefold_os::Range::pages_from(to, 1), 0).1;
+            assert_eq!(there, Some(pagefold_os::Errno(libc::EEXIST)), "it reads zeros");
+            // SAFETY: there, mapped and ours.
+            assert_eq!(unsafe { (to as *const u8).read_volatile() }, 7);
+            group.remove(client.region);
+        }
     }
 
     /// What a client writes into its table does not keep the keeper, and all that it holds, beyond an orderly stop.

@@ -10,6 +10,7 @@ use pagefold_os::uffd::{self, Event};
 use pagefold_os::{Errno, PAGE_SIZE, Range, sched};
 use pagefold_tier::Tier;
 use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// Events read before the thread looks at anything else.
@@ -117,7 +118,7 @@ impl Client {
         let mut has_room = true;
         moving.retain(|to, from| {
             // As for what is touched: the kernel kills at a limit, and who touches one of these waits.
-            has_room = has_room && self.grant(1) > 0;
+            has_room = has_room && (self.moved_at_once.load(Ordering::Relaxed) || self.grant(1) > 0);
             if !has_room {
                 self.starve();
                 return true;

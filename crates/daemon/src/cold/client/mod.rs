@@ -146,6 +146,8 @@ pub(super) struct Client {
     pub starved: AtomicBool,
     /// It called the pump for room, which has not made any yet and looks again soon.
     pub called: AtomicBool,
+    /// What was moved comes in whether there is room or not: nobody could bring it later.
+    pub moved_at_once: AtomicBool,
     pub policy: Mutex<super::pump::Policy>,
     pub room: Room,
     /// Counts requests that pages be taken away, before each: what was loaded earlier may be old.
@@ -235,6 +237,7 @@ impl Client {
             leased: AtomicBool::new(false),
             starved: AtomicBool::new(false),
             called: AtomicBool::new(false),
+            moved_at_once: AtomicBool::new(false),
             policy: Mutex::default(),
             room: Room::of(pid),
             leaving: AtomicU64::new(0),
