@@ -494,8 +494,9 @@ pub(super) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
         }
         return came;
     }
-    // The kernel serves fresh pages alone again.
-    if let Some(link) = held.as_mut() {
+    // The kernel serves fresh pages alone again. Not while something is out: what a bare mremap(2) takes of it elsewhere
+    // meanwhile would read zeros there.
+    if let Some(link) = held.as_mut().filter(|_| all_here) {
         let released = link.regions().and_then(|regions| link.release(&regions));
         if released.is_err() {
             shut(link);
@@ -573,6 +574,7 @@ fn bring_back(group: &Group, client: &Client, pages: &[u64]) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::room::tests::limited;
     use super::super::{Cold, Config};
     use super::*;
     use pagefold_os::Errno;
@@ -680,13 +682,49 @@ mod tests {
         assert_eq!(unsafe { (to as *const u8).read_volatile() }, 7);
     }
 
+    /// A bare mremap(2) may take it to where the missing mode has just ended.
+    #[test]
+    fn the_missing_mode_ends_when_nothing_is_out() {
+        let Some((mut client, memory, agent)) = linked(1) else { return };
+        let dir = tempfile::tempdir().unwrap();
+        Arc::get_mut(&mut client).unwrap().room = limited(dir.path(), 999, 1000);
+        let (_cold, group) = group();
+        let page = memory.addr() / PAGE;
+        group.tier.store(client.region, page, &[7; PAGE_SIZE], Effort::Fast).unwrap();
+        client.table.find_or_add(memory.addr()).unwrap();
+        client.table.set_state(memory.addr(), OUT);
+        let over = std::sync::atomic::AtomicBool::new(false);
+        pagefold_os::sock::set_timeout(&agent, 10).unwrap();
+        let asks = std::thread::scope(|scope| {
+            let asked = scope.spawn(|| {
+                let (mut request, mut asked) = ([0; 256], 0);
+                while !over.load(Ordering::Acquire) {
+                    if let Ok((len, _)) = pagefold_os::sock::receive(&agent, &mut request, 0) {
+                        asked += 1;
+                        pagefold_os::sock::send(&agent, &request[..len], &[]).unwrap();
+                    }
+                }
+                asked
+            });
+            let came = [(); 2].map(|()| {
+                let came = unpark(&group, &client);
+                limited(dir.path(), 100, 1000);
+                came
+            });
+            over.store(true, Ordering::Release);
+            (came, asked.join().unwrap())
+        });
+        // For its regions, when the page was there.
+        assert_eq!(asks, ([0, 1], 1));
+    }
+
     #[test]
     fn who_is_not_short_any_more_may_call_again() {
         use std::sync::atomic::AtomicBool;
         let Some((mut client, _memory, agent)) = linked(1) else { return };
         // Whatever the machine is short of.
         let dir = tempfile::tempdir().unwrap();
-        Arc::get_mut(&mut client).unwrap().room = super::super::room::tests::limited(dir.path(), 100, 1000);
+        Arc::get_mut(&mut client).unwrap().room = limited(dir.path(), 100, 1000);
         let (_cold, group) = group();
         let over = AtomicBool::new(false);
         pagefold_os::sock::set_timeout(&agent, 10).unwrap();
