@@ -123,6 +123,8 @@ pub struct Head {
     pub parked: AtomicU32,
     /// Each chunk is at one of so many places on its way; 0 if the agent does not count that.
     reach: AtomicU32,
+    /// Pages that a bare mremap(2) took elsewhere while they were out, and that are not there yet: no state tells of them.
+    pub moving: AtomicU32,
 }
 
 impl Head {

@@ -186,9 +186,11 @@ pub(super) fn bring_back<F: Fn(u64, u64) -> (u64, bool)>(table: &Table, wanted: 
     /// Between two looks at the room; what is kept free beyond it is far more.
     const STEP: usize = STEP_PAGES * PAGE_SIZE;
     let head = table.head();
-    if head.out.load(Ordering::Acquire) == 0 {
+    // In this order: what is moved is on the move before it is out no more.
+    if head.out.load(Ordering::Acquire) == 0 && head.moving.load(Ordering::SeqCst) == 0 {
         return Ok(());
     }
+    let epoch = head.epoch.load(Ordering::SeqCst);
     let mut is_full = false;
     head.bringing.fetch_add(1, Ordering::SeqCst);
     table.for_each_run(wanted.range.start, wanted.range.end, OUT, |mut start, run_end| {
@@ -206,6 +208,11 @@ pub(super) fn bring_back<F: Fn(u64, u64) -> (u64, bool)>(table: &Table, wanted: 
             is_full = !wanted.whatever_it_takes && head.room() * (PAGE_SIZE as u64) < STEP as u64;
         }
     });
+    // What moved comes in by itself, unless whoever knew where it is has died.
+    while !is_full && head.moving.load(Ordering::SeqCst) > 0 && head.epoch.load(Ordering::SeqCst) == epoch {
+        let _ = pagefold_os::fd::poll(&mut [], 1);
+        is_full = !wanted.whatever_it_takes && head.room() < STEP_PAGES as u64;
+    }
     head.bringing.fetch_sub(1, Ordering::SeqCst);
     if is_full { Err(Errno(libc::ENOMEM)) } else { Ok(()) }
 }

@@ -102,6 +102,7 @@ impl Cold {
         // Without the guard: who has it may be waiting for a daemon to read an event, and nobody moves pages but us.
         self.force_pact();
         poison_out(&self.hold, &self.table);
+        self.table.head().moving.store(0, Ordering::SeqCst);
         self.table.free_pact();
     }
 

@@ -364,7 +364,8 @@ impl Cold {
 
     /// Has everything back as long as anybody is there who brings it; what is out then is lost.
     fn bring_all(&self) {
-        let is_out = || self.table.head().out.load(Ordering::Acquire) > 0;
+        let head = self.table.head();
+        let is_out = || head.out.load(Ordering::Acquire) > 0 || head.moving.load(Ordering::SeqCst) > 0;
         let mut vigil = Vigil::over(&self.table);
         let mut watch = || {
             self.answer_bell();
@@ -550,6 +551,51 @@ mod tests {
         MAY_START.store(true, Ordering::Release);
         assert_eq!(left, Ok(()), "it waits for the page for ever");
         assert!(!super::super::back::read_in(Range::pages_from(memory.addr(), 1)), "the page is no SIGBUS");
+    }
+
+    /// Does `act` beside a daemon that lives and has mapped the table too.
+    fn with_a_daemon<T>(table_fd: &Fd, act: impl FnOnce(&cold_table::Head) -> T) -> T {
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        let map = mem::Mapping::file(table_fd.raw(), 0, cold_table::LEN, prot, libc::MAP_SHARED).unwrap();
+        // SAFETY: of that length, and mapped beyond the call.
+        let head = unsafe { Table::at(map.addr()) }.head();
+        let over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !over.load(Ordering::Acquire) {
+                    head.beat.fetch_add(1, Ordering::Release);
+                    thread::sleep(Duration::from_millis(1));
+                }
+            });
+            let done = act(head);
+            over.store(true, Ordering::Release);
+            done
+        })
+    }
+
+    /// What a bare mremap(2) took elsewhere is not out by the table, and not there.
+    #[test]
+    fn an_agent_that_leaves_waits_for_what_is_on_the_move() {
+        let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some((cold, _connection, memory)) = connected() else { return };
+        // SAFETY: numbers only; the copy has one owner.
+        let hold = Uffd::from_fd(unsafe { Fd::from_raw(libc::dup(cold.hold.fd().raw())) });
+        cold.table.head().moving.store(1, Ordering::SeqCst);
+        TABLE.store(cold.table.base(), Ordering::Release);
+        let table_fd = cold.table_fd.duplicate().unwrap();
+        let (waits, came) = with_a_daemon(&table_fd, |head| {
+            let leaves = thread::spawn(move || cold.leave());
+            while !leaves.is_finished() && head.bringing.load(Ordering::SeqCst) == 0 {
+                thread::sleep(Duration::from_millis(1));
+            }
+            let waits = !leaves.is_finished();
+            // SAFETY: the bytes are ours.
+            let came = unsafe { hold.copy(memory.addr(), [7u8; PAGE_SIZE].as_ptr() as u64, PAGE, 0) };
+            head.moving.store(0, Ordering::SeqCst);
+            leaves.join().unwrap();
+            (waits, came)
+        });
+        assert_eq!((waits, came), (true, (PAGE, None)));
     }
 
     /// A daemon dies with the pact in its hand, and with the event of a discard to be read; somebody keeps its descriptor.

@@ -35,6 +35,9 @@ impl Client {
                 Event::PageFault { .. } | Event::Other(_) => {}
             }
         }
+        if got > 0 {
+            self.tell_moving(service);
+        }
         let now = sched::quick_monotonic_ns();
         for event in events {
             if let Event::PageFault { addr, write, thread } = *event {
@@ -47,6 +50,11 @@ impl Client {
             }
         }
         got
+    }
+
+    /// Tells the agent how many pages are on the move.
+    pub(super) fn tell_moving(&self, service: &Service) {
+        self.table.head().moving.store(service.moving.len() as u32, Ordering::SeqCst);
     }
 
     /// The pages of `range` are the program's nothing from now on.
@@ -70,6 +78,8 @@ impl Client {
     /// The pages of `from` are at `to` now; those that are out must come in there.
     pub(super) fn moved(&self, service: &mut Service, tier: &Tier, from: Range, to: u64) {
         let target = Range { start: to, end: to.saturating_add(from.len()) };
+        // First: who sees that they are not out any more shall see this.
+        self.table.head().moving.fetch_add(1, Ordering::SeqCst);
         // Whatever was known of the target's addresses is of an earlier mapping.
         self.forget(service, tier, target);
         move_range(&mut service.moving, from, to);
@@ -114,6 +124,9 @@ impl Client {
 
     /// Brings in what moved; what must wait stays in the list.
     pub(super) fn bring_moved(&self, service: &mut Service, tier: &Tier) {
+        if !service.is_moving() {
+            return;
+        }
         let Service { moving, cluster, .. } = service;
         let mut has_room = true;
         moving.retain(|to, from| {
@@ -138,6 +151,7 @@ impl Client {
             tier.discard(self.region, *from / PAGE..*from / PAGE + 1);
             false
         });
+        self.tell_moving(service);
     }
 }
 
@@ -341,6 +355,41 @@ mod tests {
         // There: so nobody gets another page there.
         assert_eq!(client.uffd.zero(Range::pages_from(page_at(2), 1), 0).1, Some(Errno(libc::EEXIST)));
         assert_eq!(client.table.head().lost.load(std::sync::atomic::Ordering::Relaxed), 1);
+    }
+
+    /// Its agent knows of no page that is on the move but by this.
+    #[test]
+    fn the_head_tells_how_many_pages_are_on_the_move() {
+        let Some((client, memory)) = own(uffd::FEATURE_EVENT_REMAP, 3) else { return };
+        let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
+        let target = Mapping::anonymous(2 * PAGE_SIZE).unwrap();
+        let told = || client.table.head().moving.load(std::sync::atomic::Ordering::SeqCst);
+        let moved = memory.addr() + PAGE;
+        for addr in [moved, moved + PAGE] {
+            client.table.find_or_add(addr).unwrap();
+            client.table.set_state(addr, OUT);
+            tier.store(client.region, addr / PAGE, &[7; PAGE_SIZE], pagefold_tier::Effort::Fast).unwrap();
+        }
+        let before = std::thread::scope(|scope| {
+            let moves = scope.spawn(|| {
+                let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+                // SAFETY: memory of ours that nobody uses.
+                unsafe { libc::syscall(libc::SYS_mremap, moved, 2 * PAGE, 2 * PAGE, fixed, target.addr()) }
+            });
+            let mut polls = [libc::pollfd { fd: client.uffd.fd().raw(), events: libc::POLLIN, revents: 0 }];
+            assert_eq!(fd::poll(&mut polls, 60_000), Ok(1), "no move");
+            client.read_events(&mut lock(&client.service), &tier);
+            let before = told();
+            assert_eq!(moves.join().unwrap() as u64, target.addr());
+            before
+        });
+        assert_eq!(before, 2);
+        client.bring_moved(&mut lock(&client.service), &tier);
+        assert_eq!(told(), 0);
+        lock(&client.service).moving.insert(memory.addr(), moved);
+        assert!(client.reconcile(&tier));
+        assert_eq!(told(), 1);
+        lock(&client.service).moving.clear();
     }
 
     /// A program near its limit moves more than that has room for.

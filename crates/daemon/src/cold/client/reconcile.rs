@@ -43,6 +43,7 @@ impl Client {
         let mut out = 0;
         self.table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| out += (end - start) / PAGE);
         head.out.store(out, Ordering::Relaxed);
+        self.tell_moving(&service);
         self.table.free_pact();
         drop(service);
         self.wake_all();
