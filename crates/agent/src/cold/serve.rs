@@ -6,7 +6,7 @@
 
 use super::back::{bring_all, bring_aside, dismiss};
 use super::lease::{LEASE, SECOND, ask_end_of_lease, is_leased};
-use super::lost::Vigil;
+use super::lost::{Vigil, poison_out};
 use super::{BELL, Cold, Connection, TABLE, TIER_MAX, TOLERANCE_PPM};
 use crate::bell::Bell;
 use crate::channel::{input, write_out};
@@ -323,9 +323,16 @@ impl Cold {
     /// Brings everything back and ends; for good, or until the thread is started again.
     fn leave(self) {
         self.bring_all();
+        self.leave_now();
+    }
+
+    /// Ends, when everything is back that can be.
+    fn leave_now(self) {
         // Here, and not where the guard is held, a pact is waited for that a dead daemon left behind.
         let mut settles = self.settle();
         if settles {
+            // What cannot be read for now (hidden, and its rights cannot be changed) would read zeros later.
+            poison_out(&self.hold, &self.table);
             self.table.free_pact();
         }
         // Who did not give it away once is not waited for again.
@@ -596,6 +603,34 @@ mod tests {
             (waits, came)
         });
         assert_eq!((waits, came), (true, (PAGE, None)));
+    }
+
+    /// Memory that the program may not read, and whose rights nobody can change.
+    #[test]
+    fn what_cannot_be_brought_back_reads_no_zeros() {
+        let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some((cold, _connection, memory)) = connected() else { return };
+        // SAFETY: nobody reads the page; it stays mapped to the end of the process.
+        let sealed = unsafe {
+            mem::protect(memory.addr(), PAGE, libc::PROT_NONE).unwrap();
+            syscall!(libc::SYS_mseal, memory.addr(), PAGE, 0)
+        };
+        if sealed.is_err() {
+            return eprintln!("SKIPPED: this kernel seals no memory");
+        }
+        cold.table.find_or_add(memory.addr()).unwrap();
+        cold.table.set_state(memory.addr(), OUT);
+        TABLE.store(cold.table.base(), Ordering::Release);
+        // SAFETY: numbers only; the copy has one owner.
+        let hold = Uffd::from_fd(unsafe { Fd::from_raw(libc::dup(cold.hold.fd().raw())) });
+        with_a_daemon(&cold.table_fd, |_| cold.bring_all());
+        assert_eq!(cold.table.state(memory.addr()), OUT, "it came");
+        cold.leave_now();
+        // Registered again it takes nothing in where a mark is.
+        let range = Range::pages_from(memory.addr(), 1);
+        let _ = hold.register(range, uffd::MODE_MISSING);
+        assert_eq!(hold.zero(range, 0).1, Some(Errno(libc::EEXIST)), "it would read zeros");
+        core::mem::forget(memory);
     }
 
     /// A daemon dies with the pact in its hand, and with the event of a discard to be read; somebody keeps its descriptor.
