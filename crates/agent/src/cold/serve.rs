@@ -633,6 +633,39 @@ mod tests {
         core::mem::forget(memory);
     }
 
+    /// While pages are made the process's own nobody makes room.
+    #[test]
+    fn who_holds_up_what_goes_out_does_not_wait_for_it() {
+        let Some((cold, connection, memory)) = connected() else { return };
+        let channel = connection.channel.addr();
+        let entry = DropEntry {
+            start: memory.addr(),
+            around_start: memory.addr(),
+            around_end: memory.addr() + PAGE,
+            pages: 1,
+            place: 0,
+        };
+        let out = channel + crate::wire::CHANNEL_OUT as u64;
+        // SAFETY: inside the channel.
+        unsafe {
+            core::ptr::write_volatile((channel + CHANNEL_IN as u64) as *mut DropEntry, entry);
+            core::ptr::write_volatile(out as *mut u8, crate::wire::DROP_BUSY);
+        }
+        let bringing = || cold.table.head().bringing.load(Ordering::SeqCst);
+        let asked = thread::scope(|scope| {
+            let makes = scope.spawn(|| cold.make_exclusive(channel, 1, out as *mut u8));
+            let mut polls = [libc::pollfd { fd: cold.hold.fd().raw(), events: libc::POLLIN, revents: 0 }];
+            assert_eq!(pagefold_os::fd::poll(&mut polls, 60_000), Ok(1), "no fault");
+            let asked = bringing();
+            let page = [0u8; PAGE_SIZE];
+            // SAFETY: the bytes are ours.
+            let _ = unsafe { cold.hold.copy(memory.addr(), page.as_ptr() as u64, PAGE, 0) };
+            makes.join().unwrap();
+            asked
+        });
+        assert_eq!((asked, bringing()), (1, 0));
+    }
+
     /// A daemon dies with the pact in its hand, and with the event of a discard to be read; somebody keeps its descriptor.
     #[test]
     fn an_agent_that_leaves_has_the_pact_of_a_daemon_that_is_gone() {

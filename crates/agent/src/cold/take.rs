@@ -107,8 +107,9 @@ impl Cold {
     /// Makes pages that the kernel would not move the process's own, as the next write would: a page that a fork shared
     /// counts as shared until then, also when the child is long gone. The daemon may ask again.
     ///
-    /// Without the pact: a page that is gone meanwhile is a fault that the daemon answers.
-    fn make_exclusive(&self, channel: u64, count: usize, out: *mut u8) {
+    /// Without the pact: a page that is gone meanwhile is a fault that the daemon answers. It must not wait for room, which
+    /// nobody makes before we have answered.
+    pub(super) fn make_exclusive(&self, channel: u64, count: usize, out: *mut u8) {
         for index in 0..count {
             let run: DropEntry = input(channel, index);
             let pages = run.pages as usize;
@@ -126,9 +127,12 @@ impl Cold {
                 }
                 if from < page {
                     let start = run.start + (from * PAGE_SIZE) as u64;
+                    let bringing = &self.table.head().bringing;
+                    bringing.fetch_add(1, Ordering::SeqCst);
                     // SAFETY: changes no bytes.
                     let _ =
                         unsafe { mem::advise(start, ((page - from) * PAGE_SIZE) as u64, libc::MADV_POPULATE_WRITE) };
+                    bringing.fetch_sub(1, Ordering::SeqCst);
                 }
                 page += 1;
             }
