@@ -191,6 +191,7 @@ pub(super) fn bring_back<F: Fn(u64, u64) -> (u64, bool)>(table: &Table, wanted: 
         return Ok(());
     }
     let epoch = head.epoch.load(Ordering::SeqCst);
+    let has_no_room = || !wanted.whatever_it_takes && head.room() < STEP_PAGES as u64;
     let mut is_full = false;
     head.bringing.fetch_add(1, Ordering::SeqCst);
     table.for_each_run(wanted.range.start, wanted.range.end, OUT, |mut start, run_end| {
@@ -205,13 +206,13 @@ pub(super) fn bring_back<F: Fn(u64, u64) -> (u64, bool)>(table: &Table, wanted: 
                 read_in_parts(step);
             }
             // Behind the step: what was true at the last fault long ago would be no news.
-            is_full = !wanted.whatever_it_takes && head.room() * (PAGE_SIZE as u64) < STEP as u64;
+            is_full = has_no_room();
         }
     });
     // What moved comes in by itself, unless whoever knew where it is has died.
     while !is_full && head.moving.load(Ordering::SeqCst) > 0 && head.epoch.load(Ordering::SeqCst) == epoch {
         let _ = pagefold_os::fd::poll(&mut [], 1);
-        is_full = !wanted.whatever_it_takes && head.room() < STEP_PAGES as u64;
+        is_full = has_no_room();
     }
     head.bringing.fetch_sub(1, Ordering::SeqCst);
     if is_full { Err(Errno(libc::ENOMEM)) } else { Ok(()) }

@@ -207,7 +207,7 @@ impl Mapping {
             && self.advise(offset, bytes, libc::MADV_POPULATE_WRITE).is_ok()
     }
 
-    /// Has pages for `offset..offset+bytes`, of `room` bytes that are the caller's, of which those before were had ready unless
+    /// Has pages for `offset..offset+bytes`, of `room` bytes that are the caller's and end with a page, of which those before were had ready unless
     /// `is_new`. A file's were made sure of by [`Mapping::secure`].
     pub fn ready(&self, offset: usize, bytes: usize, room: usize, is_new: bool) {
         if self.file.is_some() {
@@ -219,7 +219,7 @@ impl Mapping {
             let _ = self.advise(start, end - start, libc::MADV_POPULATE_WRITE);
         } else if is_new || offset.next_multiple_of(MIB_2) < end {
             // Where the kernel has no huge page to give, the small ones that are in its place.
-            let end = end.next_multiple_of(MIB_2).min(offset + room).max(end).min(self.bytes);
+            let end = end.next_multiple_of(MIB_2).min(offset + room);
             let _ = self.advise(start, end - start, libc::MADV_POPULATE_WRITE);
         }
     }

@@ -197,11 +197,16 @@ impl Inner {
 
     /// Gives back every span this seat leases.
     pub(super) fn drop_leases(&self, seat: &Seat, owner: u64) {
-        for lease in &seat.leases {
-            let leased = lease.swap(0, Ordering::Relaxed);
-            if leased != 0 {
-                self.drop_lease(leased as usize - 1, owner);
-            }
+        for class in 0..seat.leases.len() {
+            self.end_lease(seat, owner, class);
+        }
+    }
+
+    /// Lets go of what a seat leases of one class, if anything.
+    pub(super) fn end_lease(&self, seat: &Seat, owner: u64, class: usize) {
+        let leased = seat.leases[class].swap(0, Ordering::Relaxed);
+        if leased != 0 {
+            self.drop_lease(leased as usize - 1, owner);
         }
     }
 }

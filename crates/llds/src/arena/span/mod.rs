@@ -131,8 +131,7 @@ impl Inner {
                 let block = self.take_lines(seat, leased as usize - 1, units);
                 // The intent names the block, whoever leases the extent.
                 if block.is_none() || self.are_logs_shared(spans) {
-                    seat.leases[class].store(0, Ordering::Relaxed);
-                    self.drop_lease(leased as usize - 1, owner);
+                    self.end_lease(seat, owner, class);
                 }
                 if let Some(block) = block {
                     std::sync::atomic::fence(Ordering::Release);
@@ -151,21 +150,17 @@ impl Inner {
     pub(super) fn ready_log(&self, seat: &Seat, owner: u64, size: usize) {
         let units = (size.div_ceil(64) as u32).max(1);
         let Some(spans) = self.log_extent(size).filter(|spans| !self.are_logs_shared(*spans)) else { return };
-        let cut_of = |span: usize| Meta::of(self.entry(span).meta.load(Ordering::Relaxed)).cut();
-        let leased = seat.leases[LOG].load(Ordering::Relaxed) as usize;
-        let mut span = leased.checked_sub(1);
-        if let Some(full) = span.filter(|&span| self.lines_left(span, &cut_of(span)) < units) {
-            seat.leases[LOG].store(0, Ordering::Relaxed);
-            self.drop_lease(full, owner);
-            span = None;
+        let is_new = self.log_room(seat, false) < units as usize * 64;
+        if is_new {
+            self.end_lease(seat, owner, LOG);
+            let Some(span) = self.take_or_cut_log(owner, LOG, spans, units) else { return };
+            seat.leases[LOG].store(span as u32 + 1, Ordering::Relaxed);
         }
-        let is_new = span.is_none();
-        let Some(span) = span.or_else(|| self.take_or_cut_log(owner, LOG, spans, units)) else { return };
-        seat.leases[LOG].store(span as u32 + 1, Ordering::Relaxed);
-        let cut = &cut_of(span);
-        let at = self.entry(span).bits.load(Ordering::Relaxed) as usize * 64;
-        let next = self.span_offset(span) as usize + cut.first as usize + at;
-        self.map.ready(next, size, cut.count as usize * 64 - at, is_new);
+        let span = seat.leases[LOG].load(Ordering::Relaxed) as usize - 1;
+        let cut = &Meta::of(self.entry(span).meta.load(Ordering::Relaxed)).cut();
+        let room = self.log_room(seat, false);
+        let end = self.span_offset(span) as usize + cut.first as usize + cut.count as usize * 64;
+        self.map.ready(end - room, size, room, is_new);
     }
 
     fn take_or_cut_log(&self, owner: u64, class: usize, spans: usize, units: u32) -> Option<usize> {
