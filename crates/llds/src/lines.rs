@@ -97,11 +97,11 @@ impl Memory {
         Ok(Self { base: raw.cast(), lines })
     }
 
-    /// The word `index` (0 to 7) of a line.
+    /// The word `index` from the start of a line: one of its eight, or one of a line behind it.
     #[inline(always)]
     pub(crate) fn word(&self, line: u64, index: usize) -> &AtomicU64 {
-        debug_assert!(line < self.lines && index < 8, "line {line} of {}", self.lines);
-        // SAFETY: line and index lie in the mapping, which lives as long as self; the kernel fills it with
+        debug_assert!(line + (index as u64) / 8 < self.lines, "line {line}, word {index}, of {} lines", self.lines);
+        // SAFETY: the word lies in the mapping, which lives as long as self; the kernel fills it with
         // zeros, which are valid atomics, and everybody reaches it through atomics.
         unsafe { &*self.base.add(line as usize * 8 + index) }
     }
@@ -159,7 +159,6 @@ impl Memory {
     }
 
     pub(crate) fn word(&self, line: u64, index: usize) -> &AtomicU64 {
-        assert!(line < self.lines && index < 8);
         &self.words[line as usize * 8 + index]
     }
 

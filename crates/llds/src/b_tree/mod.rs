@@ -31,7 +31,7 @@ mod change;
 mod node;
 mod pool;
 mod scan;
-#[cfg(all(target_arch = "x86_64", not(loom), not(miri)))]
+#[cfg(all(target_arch = "x86_64", not(loom), not(miri), not(pagefold_stress)))]
 mod search;
 
 #[cfg(all(test, not(loom)))]

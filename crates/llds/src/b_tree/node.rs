@@ -86,10 +86,6 @@ pub(super) const fn inner_capacity<K: FixedKey>() -> usize {
     (2 * PAYLOAD_WORDS - 2) / (2 * K::WORDS + 1)
 }
 
-/// Eight keys each: enough for the keys of any node of `u64` keys.
-#[cfg(all(target_arch = "x86_64", not(loom), not(miri)))]
-const VECTORS: usize = inner_capacity::<u64>().div_ceil(8);
-
 /// The most entries a node of any kind has, for buffers.
 pub(super) const CAPACITY_MAX: usize = PAYLOAD_WORDS;
 
@@ -103,7 +99,7 @@ pub(super) struct Shape {
 impl Pool {
     #[inline(always)]
     pub(super) fn word(&self, node: u64, index: usize) -> &AtomicU64 {
-        self.memory.word(node * NODE_LINES + index as u64 / 8, index % 8)
+        self.memory.word(node * NODE_LINES, index)
     }
 
     /// Asks for all lines of a node.
@@ -229,18 +225,16 @@ impl Pool {
     /// node proves unchanged.
     #[inline(always)]
     pub(super) fn count_below<K: FixedKey>(&self, node: u64, count: usize, key: K, or_equal: bool) -> usize {
-        let count = count.min(inner_capacity::<K>());
-        #[cfg(all(target_arch = "x86_64", not(loom), not(miri)))]
+        #[cfg(all(target_arch = "x86_64", not(loom), not(miri), not(pagefold_stress)))]
         if K::WORDS == 1 && crate::wide::has_avx512() {
-            const { assert!(VECTORS * 8 <= PAYLOAD_WORDS && inner_capacity::<u64>() <= VECTORS * 8) };
-            // SAFETY: the processor has AVX-512; the vectors' words lie in the node, which is mapped as long as
-            // the pool lives.
-            return unsafe {
-                let keys = std::ptr::from_ref(self.word(node, HEAD_WORDS)).cast::<u64>();
-                super::search::count_below::<VECTORS>(keys, count, key.to_words()[0], or_equal)
-            };
+            use super::search::{KEYS, count_below};
+            const { assert!(KEYS <= PAYLOAD_WORDS && inner_capacity::<u64>() <= KEYS) };
+            let keys = std::ptr::from_ref(self.word(node, HEAD_WORDS)).cast::<u64>();
+            // SAFETY: the processor has what is asked for; so many words lie in the node, which is mapped as long
+            // as the pool lives.
+            return unsafe { count_below(keys, count, key.to_words()[0], or_equal) };
         }
-        let (mut low, mut high) = (0, count);
+        let (mut low, mut high) = (0, count.min(inner_capacity::<K>()));
         while low < high {
             let middle = (low + high) / 2;
             let middle_key = self.key::<K>(node, middle);

@@ -1,73 +1,95 @@
-//! Eight keys per instruction.
+//! Forty keys in twenty instructions.
 
-/// Counts the keys, of the first `count` at `keys`, that are less than `key` (or equal to it).
+/// Keys that are compared at once: those of the largest node.
+pub(super) const KEYS: usize = 40;
+
+/// Counts the keys, of the first `count` (at most 255) at `keys`, that are less than `key` (or equal to it).
 ///
-/// All `VECTORS * 8` words are compared, whatever `count` is: a loop that ends at `count` would be
-/// mispredicted at every node, and that would end the overlap with the next search.
+/// All [`KEYS`] words are compared, whatever `count` is: a loop that ends at `count` would be
+/// mispredicted at every node, and that would end the overlap with the next search. For the same
+/// reason it is short: a search begins while the one before it waits for its leaf, if the processor
+/// can hold the instructions of both.
 ///
-/// The loads are assembly, because others may write the keys meanwhile: for the language each is an
-/// opaque read, for the processor one in order with those around it. What a torn view gives is
+/// It is assembly, because others may write the keys meanwhile: for the language the loads are opaque
+/// reads, for the processor they are in order with those around them. What a torn view gives is
 /// thrown away with the version.
 ///
 /// # Safety
-/// The processor has AVX-512F, and `VECTORS * 8` words at `keys` can be read.
+/// [`has_avx512`](crate::wide::has_avx512), and [`KEYS`] words at `keys` can be read.
 #[inline(always)]
-pub(super) unsafe fn count_below<const VECTORS: usize>(
-    keys: *const u64,
-    count: usize,
-    key: u64,
-    or_equal: bool,
-) -> usize {
-    let mut below = 0u64;
-    for vector in 0..VECTORS {
-        let mask: u32;
-        // The registers are named because the compiler hands out none of these classes to a function
-        // without the feature; for the same reason it keeps nothing in them.
-        macro_rules! compare {
-            ($predicate:literal) => {
-                // SAFETY: eight words at this place can be read; nothing is written.
-                unsafe {
-                    std::arch::asm!(
-                        "vpbroadcastq zmm31, {key}",
-                        concat!("vpcmpuq k7, zmm31, [{keys}], ", $predicate),
-                        "kmovw {mask:e}, k7",
-                        key = in(reg) key,
-                        keys = in(reg) keys.add(vector * 8),
-                        mask = out(reg) mask,
-                        out("xmm31") _,
-                        out("k7") _,
-                        options(nostack, readonly, preserves_flags),
-                    )
-                }
-            };
-        }
-        if or_equal {
-            compare!("5"); // wanted >= key in the node
-        } else {
-            compare!("6"); // wanted > key in the node
-        }
-        below |= u64::from(mask & 0xff) << (vector * 8);
+pub(super) unsafe fn count_below(keys: *const u64, count: usize, key: u64, or_equal: bool) -> usize {
+    let below: usize;
+    // The registers are named because the compiler hands out none of these classes to a function
+    // without the feature; for the same reason it keeps nothing in them.
+    macro_rules! count {
+        ($predicate:literal) => {
+            // SAFETY: five times eight words can be read; nothing is written.
+            unsafe {
+                std::arch::asm!(
+                    "vpbroadcastq zmm31, {key}",
+                    concat!("vpcmpuq k1, zmm31, [{keys}], ", $predicate),
+                    concat!("vpcmpuq k2, zmm31, [{keys} + 64], ", $predicate),
+                    concat!("vpcmpuq k3, zmm31, [{keys} + 128], ", $predicate),
+                    concat!("vpcmpuq k4, zmm31, [{keys} + 192], ", $predicate),
+                    concat!("vpcmpuq k5, zmm31, [{keys} + 256], ", $predicate),
+                    "kunpckbw k1, k2, k1",
+                    "kunpckbw k3, k4, k3",
+                    "kmovw {below:e}, k1",
+                    "kmovw {middle:e}, k3",
+                    "kmovw {last:e}, k5",
+                    "shl {middle:e}, 16",
+                    "shl {last}, 32",
+                    "or {below:e}, {middle:e}",
+                    "or {below}, {last}",
+                    "bzhi {below}, {below}, {count}", // keys behind the last are no keys
+                    "popcnt {below}, {below}",
+                    key = in(reg) key,
+                    keys = in(reg) keys,
+                    count = in(reg) count,
+                    below = out(reg) below,
+                    middle = out(reg) _,
+                    last = out(reg) _,
+                    out("xmm31") _,
+                    out("k1") _,
+                    out("k2") _,
+                    out("k3") _,
+                    out("k4") _,
+                    out("k5") _,
+                    options(nostack, readonly),
+                )
+            }
+        };
     }
-    (below & ((1u64 << count) - 1)).count_ones() as usize
+    if or_equal {
+        count!("5"); // wanted >= key in the node
+    } else {
+        count!("6"); // wanted > key in the node
+    }
+    below
 }
 
 #[cfg(test)]
 mod tests {
+    use super::KEYS;
+
     #[test]
     fn counts_as_a_loop_does() {
         if !crate::wide::has_avx512() {
             println!("SKIPPED: this processor has no AVX-512");
             return;
         }
-        let keys: Vec<u64> = (0..64).map(|index| index * 3 + u64::MAX / 2).collect();
-        for count in 0..56 {
+        let keys: Vec<u64> = (0..KEYS as u64).map(|index| index * 3 + u64::MAX / 2).collect();
+        // More than there are is what a torn view of a node may say.
+        for count in (0..KEYS + 24).chain([255]) {
             for key in keys.iter().flat_map(|&key| [key - 1, key, key + 1]).chain([0, u64::MAX]) {
                 for or_equal in [false, true] {
-                    let expected =
-                        keys[..count].iter().filter(|&&other| other < key || (or_equal && other == key)).count();
-                    // SAFETY: checked above; 64 words can be read.
-                    let counted = unsafe { super::count_below::<7>(keys.as_ptr(), count, key, or_equal) };
-                    assert_eq!(counted, expected);
+                    let expected = keys[..count.min(KEYS)]
+                        .iter()
+                        .filter(|&&other| other < key || (or_equal && other == key))
+                        .count();
+                    // SAFETY: checked above; as many words can be read.
+                    let counted = unsafe { super::count_below(keys.as_ptr(), count, key, or_equal) };
+                    assert_eq!(counted, expected, "{count} keys");
                 }
             }
         }
