@@ -23,20 +23,24 @@ const FILL_PASS: usize = SLOTS * 84;
 const INSERTS_PER_LOOK: u64 = 32;
 
 /// What passing over one segment costs of a thread's credit.
-const CREDIT_PER_SEGMENT: u32 = 1 << 24;
+const CREDIT_PER_SEGMENT: i32 = 1 << 24;
+
+/// The most that a thread keeps, and the most that it is behind. What a small table owes beyond a few segments is let go: it
+/// has little memory to keep dense.
+const CREDIT_MAX: i32 = CREDIT_PER_SEGMENT * INSERTS_PER_LOOK as i32;
 
 /// What as many inserts as there are entries earn: four passes over all segments, one each time that the table has grown
 /// by 28 %. Fill rises from 0.72 to 0.92 meanwhile, 19.7 bytes per entry of 16 on average, and an entry is copied four
 /// times on the whole. More passes are denser and slower; with fewer, arrays fail before their turn and leave the order in
 /// which memory is used again.
-const CREDIT_PER_OWN_SIZE: u32 = CREDIT_PER_SEGMENT * 4;
+const CREDIT_PER_OWN_SIZE: i32 = CREDIT_PER_SEGMENT * 4;
 
 /// Buckets of the largest segment.
 const BUCKETS_MAX: usize = (1 << COUNT_BITS) - 1;
 
 thread_local! {
-    /// What this thread owes the passing growth.
-    static CREDIT: Cell<u32> = const { Cell::new(0) };
+    /// What this thread owes the passing growth; less than nothing where it deleted.
+    static CREDIT: Cell<i32> = const { Cell::new(0) };
     /// The extent this thread passed last (a table's address, an offset), and whether it is to be emptied.
     static EXTENT: Cell<((usize, u64), bool)> = const { Cell::new(((0, 0), false)) };
 }
@@ -153,16 +157,24 @@ impl Table {
     #[inline(never)]
     fn pass(&self, count: u64) {
         let Ok(seat) = self.seat() else { return };
-        // A segment has fewer than 2^22 entries, so that what inserts owe is never rounded to nothing.
-        // What a small table owes beyond a few segments is let go: it has little memory to keep dense.
-        let earned = INSERTS_PER_LOOK * u64::from(CREDIT_PER_OWN_SIZE) / count.max(1);
-        let mut credit =
-            (u64::from(CREDIT.get()) + earned).min(u64::from(CREDIT_PER_SEGMENT) * INSERTS_PER_LOOK) as u32;
+        let mut credit = (CREDIT.get() + earned(count)).min(CREDIT_MAX);
         while credit >= CREDIT_PER_SEGMENT {
             credit -= CREDIT_PER_SEGMENT;
             self.pass_one(&seat);
         }
         CREDIT.set(credit);
+    }
+
+    /// After a delete from a segment that has `count` entries now: it takes back most of what an insert earns.
+    ///
+    /// Where entries come and go, fewer arrays are copied that need not become longer. All of it would be too much: the
+    /// passes also empty the extents in which arrays that grew out of order have left holes.
+    #[inline(always)]
+    pub(super) fn deleted(&self, hash: u64, count: u64) {
+        if hash.is_multiple_of(INSERTS_PER_LOOK) {
+            let credit = CREDIT.get() - earned(count) / 8 * 7;
+            CREDIT.set(credit.max(-CREDIT_MAX));
+        }
     }
 
     fn pass_one(&self, seat: &SeatRef<'_>) {
@@ -199,6 +211,13 @@ impl Table {
         }
         sparse
     }
+}
+
+/// What [`INSERTS_PER_LOOK`] inserts earn where a segment has `count` entries.
+fn earned(count: u64) -> i32 {
+    // A segment has fewer than 2^22 entries, so that what inserts owe is never rounded to nothing.
+    let earned = INSERTS_PER_LOOK * CREDIT_PER_OWN_SIZE as u64 / count.max(1);
+    earned.min(CREDIT_MAX as u64) as i32
 }
 
 /// Whether an array of `buckets` with `count` entries will be full soon.

@@ -157,6 +157,7 @@ impl Table {
         } else {
             self.unlock(spot.segment, count - 1);
         }
+        self.deleted(hash, count - 1);
         Some(true)
     }
 
@@ -309,6 +310,7 @@ impl Table {
             Change::Delete => {
                 if let Some(place) = place {
                     self.delete(seat, spot.segment, place);
+                    self.deleted(spot.remainder, self.count(spot.segment));
                 }
                 return Ok(None);
             }
