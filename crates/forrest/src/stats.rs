@@ -7,7 +7,7 @@ use llds::arena::Backing;
 pub struct Stats {
     /// Entries.
     pub entry_count: u64,
-    /// Buckets of four entries each.
+    /// Buckets of eight entries each.
     pub bucket_count: u64,
     /// Bytes in blocks: buckets and records.
     pub allocated_bytes: u64,
