@@ -94,12 +94,40 @@ impl Cache {
     pub(super) fn make_room_for_dirty(&self, image: &Image, count: usize) -> Result<(), Error> {
         let room = self.config.dirty_max().max(count + 1) - count;
         while self.dirty_blocks.load(Ordering::Relaxed) > room {
-            if image.dirty_bytes() > 0 {
-                self.flush_some(image, 1024).map_err(Error::Full)?;
-            } else if self.flush_others(Some(image)) == 0 {
-                break;
+            let own = if image.dirty_bytes() > 0 { self.flush_some(image, 1024) } else { Ok(0) };
+            // Where his own disk takes nothing, others may still make room.
+            if !matches!(own, Ok(1..)) && self.flush_others(Some(image)) == 0 {
+                return own.map(drop).map_err(Error::Full);
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::BLOCK_BYTES;
+    use crate::config::Config;
+    use crate::sim::{Faults, SimFile};
+    use std::sync::Arc;
+
+    #[test]
+    fn a_bad_block_of_ones_own_is_no_error_where_another_image_has_the_room() {
+        let config = Config { cache_bytes: 4 << 20, dirty_percent: 1, ..Config::default() };
+        let cache = Cache::new(config).unwrap();
+        let files = [(); 2].map(|()| Arc::new(SimFile::new(vec![1; 1 << 20])));
+        let [full, bad] = [0, 1].map(|n| cache.add_image("x", files[n].clone()).unwrap());
+        files[1].set_faults(Faults { bad_block: Some(0), ..Faults::default() });
+        cache.write(&bad, 0, &[2; BLOCK_BYTES]).unwrap();
+        for n in 1..cache.config.dirty_max() as u64 {
+            cache.write(&full, n << 12, &[2; BLOCK_BYTES]).unwrap();
+        }
+        assert!(bad.dirty_bytes() > 0 && full.dirty_bytes() > 0);
+        cache.write(&bad, 1 << 16, &[2; BLOCK_BYTES]).unwrap();
+        // Nobody else has room: now it is its own.
+        files[1].set_faults(Faults { write: Some(libc::EIO), ..Faults::default() });
+        let refused = (0..64).find_map(|n| cache.write(&bad, n << 12, &[3; BLOCK_BYTES]).err());
+        assert_eq!(refused.map(|error| error.errno()), Some(libc::EIO));
     }
 }
