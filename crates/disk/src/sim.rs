@@ -27,6 +27,8 @@ pub enum Event {
 pub struct Faults {
     /// The error number of every write, while set.
     pub write: Option<i32>,
+    /// Whether writes are not answered, while set.
+    pub hang: bool,
     /// A block that refuses every write with `EIO`, while set.
     pub bad_block: Option<u64>,
     /// The error number of every read, while set.
@@ -157,6 +159,9 @@ impl BlockFile for SimFile {
     }
 
     fn write_at(&self, buffers: &[IoSlice<'_>], offset: u64) -> io::Result<()> {
+        while self.state.lock().faults.hang {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
         let mut state = self.state.lock();
         fault(state.faults.write)?;
         let bytes: Vec<u8> = buffers.iter().flat_map(|buffer| buffer.iter().copied()).collect();
