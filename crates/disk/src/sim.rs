@@ -35,6 +35,8 @@ pub struct Faults {
     pub read: Option<i32>,
     /// The error number of the next sync.
     pub sync_once: Option<i32>,
+    /// The error number of every look at the file's version, while set.
+    pub stamp: Option<i32>,
     /// Whether punching and zeroing are refused, as by a file system that cannot.
     pub no_punch: bool,
     /// The error number of punching and zeroing, which clear the first half then.
@@ -208,6 +210,7 @@ impl BlockFile for SimFile {
 
     fn stamp(&self) -> io::Result<Stamp> {
         let state = self.state.lock();
+        fault(state.faults.stamp)?;
         let time = (state.version, 0);
         Ok(Stamp { size: state.data.len() as u64, mtime: time, ctime: time, dev: 1, ino: 1 })
     }

@@ -29,10 +29,11 @@ impl Cache {
     fn set_size_exclusive(&self, image: &Image, size: u64) -> Result<(), Error> {
         // No writeback may be on its way to what is cut off: it would bring it back.
         let _flush = image.flush.lock();
-        let before = image.size();
-        image.change(|file| file.set_len(size))?;
+        let before = image.change(|file| {
+            file.set_len(size)?;
+            Ok(image.size.swap(size, Ordering::AcqRel))
+        })?;
         image.unsynced.store(true, Ordering::Release);
-        image.size.store(size, Ordering::Release);
         if size < before {
             self.cut_blocks(image, size);
         }

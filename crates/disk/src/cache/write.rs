@@ -48,9 +48,14 @@ impl Cache {
 
     /// Makes an image `end` bytes long, with the shape held alone. What somebody else appended meanwhile is not cut off.
     pub(super) fn grow(&self, image: &Image, end: u64) -> Result<(), Error> {
-        image.change(|file| if file.stamp()?.size < end { file.set_len(end) } else { Ok(()) })?;
+        image.change(|file| {
+            if file.stamp()?.size < end {
+                file.set_len(end)?;
+            }
+            image.size.store(end, Ordering::Release);
+            Ok(())
+        })?;
         image.unsynced.store(true, Ordering::Release);
-        image.size.store(end, Ordering::Release);
         Ok(())
     }
 
