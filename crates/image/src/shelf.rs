@@ -31,6 +31,9 @@ use std::time::Duration;
 /// Objects of one directory: their names fit into one block of it.
 const BOARD: u32 = 256;
 
+/// What an object takes in a metadata image, at least: inode and attributes.
+const OBJECT_BYTES: u64 = 192;
+
 /// How often a damaged shelf is looked at, whether it is in use.
 const LOOKS: u32 = 20;
 
@@ -185,7 +188,7 @@ pub(crate) fn find(store: &Store, digest: &Digest, lease: &Lease) -> Result<Opti
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(_) => return Ok(None),
     }
-    if Unlinkable::is_noted(store, digest) {
+    if Unlinkable::is_noted(store, digest) || !has_room(store, digest) {
         return Ok(None);
     }
     let tree = store.tree(digest)?;
@@ -201,6 +204,18 @@ pub(crate) fn find(store: &Store, digest: &Digest, lease: &Lease) -> Result<Opti
     });
     let _ = remove_tree(&staged);
     Ok(made.is_ok().then_some(shelf))
+}
+
+/// Whether the disk has room for a shelf: it takes less than the image, and a directory for 256 objects. Who tries where there
+/// is none makes it but for the end, and the next mount again.
+fn has_room(store: &Store, digest: &Digest) -> bool {
+    let image = store.tree_path(digest);
+    let (Ok(meta), Ok(disk)) = (fs::metadata(&image), rustix::fs::statvfs(&image)) else { return true };
+    // Of an image without objects there are three.
+    let dirs = meta.len() / (OBJECT_BYTES * u64::from(BOARD)) + 4;
+    // Some file systems count nothing.
+    let blocks = disk.f_blocks == 0 || disk.f_bavail > meta.len() / disk.f_frsize.max(1) + dirs;
+    blocks && (disk.f_files == 0 || disk.f_favail >= dirs)
 }
 
 /// What is noted of an object that has as many names as its file system gives a file: while that is so, none of its images gets a

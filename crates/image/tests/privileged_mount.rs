@@ -845,7 +845,10 @@ fn images_are_mounted_and_run_where_nothing_can_be_written() {
             (&old, &Options::default()),
             (&old, &by_directory),
         ] {
+            let staged = || fs::metadata(domain.join("staging")).unwrap().modified().unwrap();
+            let before = staged();
             mount::mount(&store, record, &at, options).unwrap_or_else(|error| panic!("{state}: {error}"));
+            assert!(options.kind == Kind::Directory || staged() == before, "{state}: a shelf there is no room for");
             let (file, bytes) = if record.digest == run.digest {
                 ("etc/message", "from the image\n".repeat(20).into_bytes())
             } else {
