@@ -5,6 +5,7 @@ use crate::BLOCK_BYTES;
 use crate::file::{Allocate, BlockFile, Stamp};
 use parking_lot::Mutex;
 use std::io::{self, IoSlice, IoSliceMut};
+use std::time::Duration;
 
 /// Smallest unit a power cut leaves whole.
 pub const SECTOR_BYTES: usize = 512;
@@ -29,6 +30,8 @@ pub struct Faults {
     pub write: Option<i32>,
     /// Whether writes are not answered, while set.
     pub hang: bool,
+    /// How long each read and write takes, at least.
+    pub latency: Duration,
     /// A block that refuses every write with `EIO`, while set.
     pub bad_block: Option<u64>,
     /// The error number of every read, while set.
@@ -86,6 +89,13 @@ impl SimFile {
     /// Sets the errors to come.
     pub fn set_faults(&self, faults: Faults) {
         self.state.lock().faults = faults;
+    }
+
+    fn wait(&self) {
+        let latency = self.state.lock().faults.latency;
+        if !latency.is_zero() {
+            std::thread::sleep(latency);
+        }
     }
 
     /// Changes the data as another program would: the version changes too.
@@ -147,6 +157,7 @@ fn fault(errno: Option<i32>) -> io::Result<()> {
 
 impl BlockFile for SimFile {
     fn read_at(&self, buffers: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<usize> {
+        self.wait();
         let mut state = self.state.lock();
         fault(state.faults.read)?;
         let mut done = 0;
@@ -162,8 +173,9 @@ impl BlockFile for SimFile {
 
     fn write_at(&self, buffers: &[IoSlice<'_>], offset: u64) -> io::Result<()> {
         while self.state.lock().faults.hang {
-            std::thread::sleep(std::time::Duration::from_millis(1));
+            std::thread::sleep(Duration::from_millis(1));
         }
+        self.wait();
         let mut state = self.state.lock();
         fault(state.faults.write)?;
         let bytes: Vec<u8> = buffers.iter().flat_map(|buffer| buffer.iter().copied()).collect();
