@@ -167,6 +167,7 @@ pub struct Image {
     pub(crate) shape: RwLock<()>,
     /// Held while blocks are in writeback: one flush at a time, so an older write cannot overtake a newer one.
     pub(crate) flush: Mutex<()>,
+    /// Changes with `known` held, with the file's.
     pub(crate) size: AtomicU64,
     chunks: RwLock<HashMap<u64, Arc<Chunk>>>,
     pub(crate) dirty_chunks: Mutex<BTreeSet<u64>>,
@@ -295,6 +296,10 @@ impl Image {
         }
         let result = change();
         if let Ok(stamp) = stamp() {
+            // Its times are ours now; another's size is not.
+            if stamp.size != self.size() {
+                self.changed.store(true, Ordering::Release);
+            }
             *known = stamp;
         }
         result

@@ -5,6 +5,7 @@ use crate::BLOCK_BYTES;
 use crate::file::{Allocate, BlockFile, Stamp};
 use parking_lot::Mutex;
 use std::io::{self, IoSlice, IoSliceMut};
+use std::time::Duration;
 
 /// Smallest unit a power cut leaves whole.
 pub const SECTOR_BYTES: usize = 512;
@@ -27,12 +28,18 @@ pub enum Event {
 pub struct Faults {
     /// The error number of every write, while set.
     pub write: Option<i32>,
+    /// Whether writes are not answered, while set.
+    pub hang: bool,
+    /// How long each read and write takes, at least.
+    pub latency: Duration,
     /// A block that refuses every write with `EIO`, while set.
     pub bad_block: Option<u64>,
     /// The error number of every read, while set.
     pub read: Option<i32>,
     /// The error number of the next sync.
     pub sync_once: Option<i32>,
+    /// The error number of every look at the file's version, while set.
+    pub stamp: Option<i32>,
     /// Whether punching and zeroing are refused, as by a file system that cannot.
     pub no_punch: bool,
     /// The error number of punching and zeroing, which clear the first half then.
@@ -82,6 +89,13 @@ impl SimFile {
     /// Sets the errors to come.
     pub fn set_faults(&self, faults: Faults) {
         self.state.lock().faults = faults;
+    }
+
+    fn wait(&self) {
+        let latency = self.state.lock().faults.latency;
+        if !latency.is_zero() {
+            std::thread::sleep(latency);
+        }
     }
 
     /// Changes the data as another program would: the version changes too.
@@ -143,6 +157,7 @@ fn fault(errno: Option<i32>) -> io::Result<()> {
 
 impl BlockFile for SimFile {
     fn read_at(&self, buffers: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<usize> {
+        self.wait();
         let mut state = self.state.lock();
         fault(state.faults.read)?;
         let mut done = 0;
@@ -157,6 +172,10 @@ impl BlockFile for SimFile {
     }
 
     fn write_at(&self, buffers: &[IoSlice<'_>], offset: u64) -> io::Result<()> {
+        while self.state.lock().faults.hang {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.wait();
         let mut state = self.state.lock();
         fault(state.faults.write)?;
         let bytes: Vec<u8> = buffers.iter().flat_map(|buffer| buffer.iter().copied()).collect();
@@ -203,6 +222,7 @@ impl BlockFile for SimFile {
 
     fn stamp(&self) -> io::Result<Stamp> {
         let state = self.state.lock();
+        fault(state.faults.stamp)?;
         let time = (state.version, 0);
         Ok(Stamp { size: state.data.len() as u64, mtime: time, ctime: time, dev: 1, ino: 1 })
     }

@@ -197,6 +197,40 @@ fn many_threads_read_and_write_their_own_stripes() {
     cache.verify().unwrap();
 }
 
+/// Requests that together have more in hand than there is: as those of many NBD connections, of a small cache.
+#[test]
+fn more_requests_at_once_than_there_is_memory_for_are_all_served() {
+    let cache = Cache::new(config(false)).unwrap();
+    let mut random = Random::new(1);
+    let images = [(); 4].map(|()| {
+        let mut data = vec![0; 12 << 20];
+        data.chunks_mut(512).for_each(|sector| sector[..8].copy_from_slice(&random.below(u64::MAX).to_le_bytes()));
+        let file = SimFile::new(data);
+        file.set_faults(Faults { latency: std::time::Duration::from_millis(3), ..Faults::default() });
+        cache.add_image("image", Arc::new(file)).unwrap()
+    });
+    std::thread::scope(|scope| {
+        for thread in 0..100 {
+            let (cache, images) = (&cache, &images);
+            scope.spawn(move || {
+                let mut random = Random::new(thread + 1);
+                let mut buffer = vec![0; 1 << 20];
+                for _ in 0..6 {
+                    let (image, offset) = (&images[random.below(4) as usize], random.below(11 << 20));
+                    if random.below(2) == 0 {
+                        buffer.chunks_mut(512).for_each(|sector| sector[0] = random.below(256) as u8);
+                        // Each has two half-written blocks, which push each other out.
+                        buffer.chunks(60_000).try_for_each(|part| cache.write(image, offset, part)).unwrap();
+                    } else {
+                        assert_eq!(cache.read(image, offset, &mut buffer).unwrap(), buffer.len());
+                    }
+                }
+            });
+        }
+    });
+    cache.verify().unwrap();
+}
+
 #[test]
 fn equal_images_take_the_memory_of_one() {
     let cache = Cache::new(Config { cache_bytes: 16 << 20, ..Config::default() }).unwrap();

@@ -479,7 +479,7 @@ fn prepare_upper(
         pause *= 2;
     }
     for part in [&root, &upper.join("work")] {
-        fs::create_dir_all(part).at(part)?;
+        fs::create_dir_all(part).at_output(part)?;
     }
     let noted = match fs::read_to_string(&note) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
@@ -487,23 +487,15 @@ fn prepare_upper(
     };
     // Without changes it is anybody's.
     let empty = fs::read_dir(&root).at(&root)?.next().is_none();
-    if there && noted.as_deref().map(str::trim_end) == Some(&digest.to_string()) {
-        match (shelved, shelf_note.exists()) {
-            // Changes of a version before, perhaps on a full disk: they can be mounted without a note as well.
-            (true, false) => drop(File::create(&shelf_note).and_then(|_| lock.sync_all())),
-            (false, true) if !empty => {
-                return Err(Error::Refused(format!(
-                    "mount: {} has changes that lead to the image's shelf, and there is none and none can be made (no room in the \
-                     store, or nothing may be written); give it room, or give --upper another directory",
-                    upper.display()
-                )));
-            }
-            (false, true) => fs::remove_file(&shelf_note).at_output(&shelf_note)?,
-            _ => {}
-        }
-        return Ok((lock, Vec::new()));
+    let own = there && noted.as_deref().map(str::trim_end) == Some(&digest.to_string());
+    if own && !shelved && !empty && shelf_note.exists() {
+        return Err(Error::Refused(format!(
+            "mount: {} has changes that lead to the image's shelf, and there is none and none can be made (no room in the \
+             store, or nothing may be written); give it room, or give --upper another directory",
+            upper.display()
+        )));
     }
-    if let (Some(noted), false) = (&noted, empty) {
+    if let (Some(noted), false, false) = (&noted, empty, own) {
         let of = Digest::parse(noted.trim_end()).map_or(noted.trim_end().into(), |digest| store.names_of(&digest));
         return Err(Error::Refused(format!(
             "mount: {} has the changes of image {of}, not of {}; mount that one, or give --upper another directory",
@@ -512,16 +504,24 @@ fn prepare_upper(
         )));
     }
     let mut notes = BTreeMap::new();
-    if empty {
-        without_acl(&root)?;
+    if empty && !own {
+        without_xattrs(&root)?;
         // The root of the mount is the upper directory: it must look as the image's root does.
         set_meta(&store.tree(digest)?, &root, ROOT, user, &mut notes)?;
     }
     // Before the first change, and durable before it.
-    match fs::remove_file(&shelf_note) {
-        _ if shelved => File::create(&shelf_note).map(drop).at_output(&shelf_note)?,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-        removed => removed.at_output(&shelf_note)?,
+    let shelf_noted = match (shelved, shelf_note.exists()) {
+        (true, false) => File::create(&shelf_note).and_then(|_| lock.sync_all()),
+        (false, true) => fs::remove_file(&shelf_note),
+        _ => Ok(()),
+    };
+    match shelf_noted {
+        // Changes of a version before, perhaps on a full disk: they can be mounted without a note as well.
+        Err(_) if own && shelved => {}
+        noted => noted.at_output(&shelf_note)?,
+    }
+    if own {
+        return Ok((lock, Vec::new()));
     }
     let staged = upper.join("image.new");
     let mut file = File::create(&staged).at_output(&staged)?;
@@ -532,11 +532,18 @@ fn prepare_upper(
     Ok((lock, if user { Vec::new() } else { note_lines(&notes) }))
 }
 
-/// Takes away what a new directory has inherited of access control lists, and would hand on to all that is made in it.
-fn without_acl(dir: &Path) -> Result<()> {
-    for name in ["system.posix_acl_default", "system.posix_acl_access"] {
+/// Takes away a directory's attributes: access control lists that a new one has inherited, and would hand on to all that is
+/// made in it, and what it has of another image.
+fn without_xattrs(dir: &Path) -> Result<()> {
+    let mut names = vec![0; 1 << 16];
+    let count = match rustix::fs::listxattr(dir, &mut names[..]) {
+        Err(Errno::NOTSUP) => 0,
+        other => other.at(dir)?,
+    };
+    for name in names[..count].split(|&byte| byte == 0).filter(|name| !name.is_empty()) {
         match rustix::fs::removexattr(dir, name) {
-            Err(Errno::NODATA | Errno::NOTSUP) => {}
+            // What the system's policy has put there stays.
+            Err(Errno::NODATA | Errno::NOTSUP | Errno::PERM | Errno::ACCESS) => {}
             other => other.at(dir)?,
         }
     }
@@ -602,7 +609,7 @@ fn make_directory(
     let disk = File::open(staged).at(staged)?;
     let place = staged.join("tree");
     fs::create_dir(&place).at(&place)?;
-    without_acl(&place)?;
+    without_xattrs(&place)?;
     let mut notes = BTreeMap::new();
     write_directory(tree, &place, user, &Redirects::new(tree, shelved), &mut notes).map_err(|error| match error {
         Error::Io { path, source } if source.raw_os_error() == Some(libc::ENAMETOOLONG) => {

@@ -31,6 +31,9 @@ use std::time::Duration;
 /// Objects of one directory: their names fit into one block of it.
 const BOARD: u32 = 256;
 
+/// What an object takes in a metadata image, at least: inode and attributes.
+const OBJECT_BYTES: u64 = 192;
+
 /// How often a damaged shelf is looked at, whether it is in use.
 const LOOKS: u32 = 20;
 
@@ -185,7 +188,7 @@ pub(crate) fn find(store: &Store, digest: &Digest, lease: &Lease) -> Result<Opti
         Err(error) if error.kind() == ErrorKind::NotFound => {}
         Err(_) => return Ok(None),
     }
-    if Unlinkable::is_noted(store, digest) {
+    if Unlinkable::is_noted(store, digest) || !has_room(store, digest) {
         return Ok(None);
     }
     let tree = store.tree(digest)?;
@@ -201,6 +204,18 @@ pub(crate) fn find(store: &Store, digest: &Digest, lease: &Lease) -> Result<Opti
     });
     let _ = remove_tree(&staged);
     Ok(made.is_ok().then_some(shelf))
+}
+
+/// Whether the disk has room for a shelf: it takes less than the image, and a directory for 256 objects. Who tries where there
+/// is none makes it but for the end, and the next mount again.
+fn has_room(store: &Store, digest: &Digest) -> bool {
+    let image = store.tree_path(digest);
+    let (Ok(meta), Ok(disk)) = (fs::metadata(&image), rustix::fs::statvfs(&image)) else { return true };
+    // Of an image without objects there are three.
+    let dirs = meta.len() / (OBJECT_BYTES * u64::from(BOARD)) + 4;
+    // Some file systems count nothing.
+    let blocks = disk.f_blocks == 0 || disk.f_bavail > meta.len() / disk.f_frsize.max(1) + dirs;
+    blocks && (disk.f_files == 0 || disk.f_favail >= dirs)
 }
 
 /// What is noted of an object that has as many names as its file system gives a file: while that is so, none of its images gets a
@@ -375,7 +390,14 @@ pub(crate) fn mend(store: &Store) -> Result<()> {
         let Some((hex, end)) = name.as_encoded_bytes().split_at_checked(64) else { continue };
         let (Some(digest), Some(b"shelf")) = (Digest::from_hex(hex), end.strip_prefix(b".")) else { continue };
         match store.tree(&digest) {
-            Ok(tree) => missing.extend(mend_one(store, &digest, &tree)?.wholly()?.missing),
+            Ok(tree) => {
+                let found = mend_one(store, &digest, &tree)?;
+                match found.failed {
+                    Some(error) if !is_unlinkable(&error) => return Err(error),
+                    // The shelf is of a copy of a store, and keeps its own file; its next mount does without it.
+                    _ => missing.extend(found.missing),
+                }
+            }
             // A damaged image says nothing of its objects before it is built again.
             Err(_) if entry.path().exists() => missing.extend(noted.as_chunks().0.iter().map(|raw| Digest(*raw))),
             Err(_) => {}
@@ -387,6 +409,12 @@ pub(crate) fn mend(store: &Store) -> Result<()> {
         note_incomplete(store, &missing)?;
     }
     fs::remove_file(&mending).at(&mending)
+}
+
+/// Whether a file has as many names as its file system gives one, which may be a single one.
+fn is_unlinkable(error: &Error) -> bool {
+    let code = if let Error::Io { source, .. } = error { source.raw_os_error() } else { None };
+    matches!(code, Some(libc::EMLINK | libc::EPERM | libc::EOPNOTSUPP))
 }
 
 /// What was found on a shelf.
@@ -452,7 +480,7 @@ fn mend_one(store: &Store, digest: &Digest, tree: &Tree) -> Result<Mended> {
             break;
         }
         found.wrong += u64::from(is_wrong);
-        if found.failed.is_some() {
+        if found.failed.as_ref().is_some_and(|error| !is_unlinkable(error)) {
             break;
         }
     }
@@ -875,6 +903,32 @@ mod tests {
         println!("{half} were half mended");
         drop(store.build().unwrap());
         assert_eq!(fs::read_dir(store.path("staging")).unwrap().count(), 0);
+    }
+
+    /// A copy of a store, made by a program that knows of no links, may have more shelves than there can be links.
+    #[test]
+    fn an_object_without_room_for_names_keeps_no_build_from_its_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let (store, tree, digest) = built(&dir.path().join("s"), "x", 0..4);
+        let shelf = found(&store, &digest).unwrap();
+        for path in placed(&tree).map(|(_, place)| shelf.object(&place)).chain([shelf.metadata()]) {
+            fs::copy(&path, dir.path().join("copy")).unwrap();
+            fs::rename(dir.path().join("copy"), path).unwrap();
+        }
+        let others = dir.path().join("others");
+        fs::create_dir(&others).unwrap();
+        let link = |number: &u32| fs::hard_link(object(&store, 1), others.join(number.to_string())).is_ok();
+        if (0..70_000).take_while(link).count() == 70_000 {
+            println!("SKIPPED: the temporary directory's file system has more links than that");
+            return;
+        }
+        store.condemn(&object(&store, 2)).unwrap();
+        build(&store, "y", 2..3).unwrap();
+        assert_eq!(not_shelved(&store, &tree, &digest), ["/0/01"]);
+        assert_eq!(fs::read(shelf.object("/0/01")).unwrap(), content(1));
+        assert!(!is_mending_due(&store));
+        // That one is no shelf for a mount.
+        assert!(found(&store, &digest).is_none());
     }
 
     #[test]

@@ -279,17 +279,22 @@ fn changes_are_shown_over_their_own_image_only() {
         fs::write(tree.join("file"), noise(size as u32, size)).unwrap();
         build_dir(&store, "app", &tree).unwrap()
     };
-    let (first, second) = (build(100_000), build(200_000));
+    let first = build(100_000);
+    rustix::fs::setxattr(&tree, "trusted.second", b"1", rustix::fs::XattrFlags::empty()).unwrap();
+    let second = build(200_000);
+    let named = |path: &Path| rustix::fs::getxattr(path, "trusted.second", &mut [0; 8][..]).ok();
     for kind in [Kind::Erofs, Kind::Directory] {
         let options = Options { kind, upper: Some(upper.clone()), ..Options::default() };
         // Nothing was changed yet: the directory is whose changes come, and one mount's at a time.
         mount::mount(&store, &second, &at, &options).unwrap();
+        assert_eq!(named(&at), Some(1));
         for record in [&first, &second] {
             let error = mount::mount(&store, record, &scratch.dir("other"), &options).unwrap_err().to_string();
             assert!(error.contains("in use by another mount"), "{error}");
         }
         umount(&at);
         mount::mount(&store, &first, &at, &options).unwrap();
+        assert_eq!(named(&at), None, "the other image's");
         fs::set_permissions(at.join("file"), fs::Permissions::from_mode(0o600)).unwrap();
         umount(&at);
         let error = mount::mount(&store, &second, &at, &options).unwrap_err().to_string();
@@ -840,7 +845,10 @@ fn images_are_mounted_and_run_where_nothing_can_be_written() {
             (&old, &Options::default()),
             (&old, &by_directory),
         ] {
+            let staged = || fs::metadata(domain.join("staging")).unwrap().modified().unwrap();
+            let before = staged();
             mount::mount(&store, record, &at, options).unwrap_or_else(|error| panic!("{state}: {error}"));
+            assert!(options.kind == Kind::Directory || staged() == before, "{state}: a shelf there is no room for");
             let (file, bytes) = if record.digest == run.digest {
                 ("etc/message", "from the image\n".repeat(20).into_bytes())
             } else {

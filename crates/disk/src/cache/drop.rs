@@ -115,21 +115,78 @@ impl Cache {
         }
         let _shape = image.shape.write();
         let _flush = image.flush.lock();
-        if !image.changed.swap(false, Ordering::AcqRel) {
+        let mut known = image.known.lock();
+        if !image.changed.load(Ordering::Acquire) {
             return Ok(());
         }
+        // Accepted once it is known what to: where the disk does not tell, nobody reads what is stale.
         let stamp = image.file()?.stamp()?;
-        *image.known.lock() = stamp;
+        image.changed.store(false, Ordering::Release);
+        *known = stamp;
+        let before = image.size.swap(stamp.size, Ordering::AcqRel);
+        drop(known);
         add(&image.counters.changed_behind, 1);
         self.drop_blocks(image, 0, u64::MAX, false);
         if let Some(fingerprints) = &mut *image.fingerprints.lock() {
             fingerprints.forget(0..u64::MAX);
         }
-        let before = image.size();
-        image.size.store(stamp.size, Ordering::Release);
         if stamp.size < before {
             self.cut_blocks(image, stamp.size);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use crate::sim::{Faults, SimFile};
+    use std::sync::Arc;
+
+    #[test]
+    fn a_change_that_cannot_be_looked_at_is_not_forgotten() {
+        let cache = Cache::new(Config { cache_bytes: 4 << 20, ..Config::default() }).unwrap();
+        let file = Arc::new(SimFile::new(vec![1; 1 << 16]));
+        let image = cache.add_image("x", file.clone()).unwrap();
+        let mut byte = [0];
+        cache.read(&image, 0, &mut byte).unwrap();
+        file.change_behind(|data| data.fill(2));
+        assert!(cache.look_behind(&image));
+        file.set_faults(Faults { stamp: Some(libc::EIO), ..Faults::default() });
+        for _ in 0..2 {
+            assert_eq!(cache.read(&image, 0, &mut byte).unwrap_err().errno(), libc::EIO);
+            assert!(cache.read_in_place(&image, 0, 1, |_| ()).is_err());
+        }
+        file.set_faults(Faults::default());
+        cache.read(&image, 0, &mut byte).unwrap();
+        assert_eq!(byte, [2]);
+    }
+
+    /// Others' changes of the size while ours is under way, whose times hide theirs.
+    #[test]
+    fn another_size_is_seen_whatever_we_write_meanwhile() {
+        let cache = Cache::new(Config { cache_bytes: 4 << 20, ..Config::default() }).unwrap();
+        for size in [1 << 15, 1 << 17] {
+            let file = Arc::new(SimFile::new(vec![1; 1 << 16]));
+            let image = cache.add_image("x", file.clone()).unwrap();
+            cache.read(&image, 0, &mut vec![0; 1 << 16]).unwrap();
+            let changed = image.change(|own| {
+                file.change_behind(|data| data.resize(size, 2));
+                own.write_at(&[std::io::IoSlice::new(&[3])], 0)
+            });
+            changed.unwrap();
+            let mut bytes = vec![0; 1 << 18];
+            assert_eq!(cache.read(&image, 0, &mut bytes).unwrap(), size);
+            assert!(bytes[..size] == file.data());
+            // Our own changes of it are no one else's.
+            let before = cache.status().images[image.id as usize].changed_behind;
+            cache.write(&image, 3 << 16, &[4]).unwrap();
+            cache.set_size(&image, 5000).unwrap();
+            cache.reserve(&image, 0, 9000, false).unwrap();
+            cache.read(&image, 0, &mut bytes).unwrap();
+            assert_eq!(cache.status().images[image.id as usize].changed_behind, before);
+            cache.discard_image(&image);
+        }
     }
 }

@@ -3,7 +3,7 @@
 //! What changes it holds `Image::shape` alone, and `flush` where blocks go, for a writeback on its way would bring them
 //! back. The file on the host changes first; when it refuses, nothing has changed.
 
-use super::Cache;
+use super::{CHUNK_BYTES, Cache};
 use crate::BLOCK_BYTES;
 use crate::error::Error;
 use crate::file::Allocate;
@@ -29,10 +29,11 @@ impl Cache {
     fn set_size_exclusive(&self, image: &Image, size: u64) -> Result<(), Error> {
         // No writeback may be on its way to what is cut off: it would bring it back.
         let _flush = image.flush.lock();
-        let before = image.size();
-        image.change(|file| file.set_len(size))?;
+        let before = image.change(|file| {
+            file.set_len(size)?;
+            Ok(image.size.swap(size, Ordering::AcqRel))
+        })?;
         image.unsynced.store(true, Ordering::Release);
-        image.size.store(size, Ordering::Release);
         if size < before {
             self.cut_blocks(image, size);
         }
@@ -61,7 +62,7 @@ impl Cache {
         if !image.file()?.writable() {
             return Err(Error::ReadOnly);
         }
-        let _shape = image.shape.write();
+        let shape = image.shape.write();
         self.refuse_after_end()?;
         let end = end.min(image.size());
         if offset >= end {
@@ -94,7 +95,19 @@ impl Cache {
                 Err(error) => return Err(error.into()),
             }
         }
-        self.write_zeros(image, first, last.min(end), &zeros)
+        drop(shape);
+        self.clear_in_pieces(image, first, last.min(end), &zeros)
+    }
+
+    /// Clears by writing, where the file system cannot. That takes as long as it takes to write all of it, so others
+    /// are let in between; what they write or cut off meanwhile came first, or later, as with any two requests at once.
+    fn clear_in_pieces(&self, image: &Image, from: u64, to: u64, zeros: &[u8; BLOCK_BYTES]) -> Result<(), Error> {
+        for at in (from..to).step_by(CHUNK_BYTES as usize) {
+            let _shape = image.shape.read();
+            self.refuse_after_end()?;
+            self.write_zeros(image, at, (at + CHUNK_BYTES).min(to).min(image.size()), zeros)?;
+        }
+        Ok(())
     }
 
     fn write_zeros(&self, image: &Image, from: u64, to: u64, zeros: &[u8; BLOCK_BYTES]) -> Result<(), Error> {
@@ -170,5 +183,31 @@ mod tests {
             assert!(image.unsynced.load(Ordering::Acquire), "what was cleared is not durable yet");
             cache.verify().unwrap();
         }
+    }
+
+    /// The file system cannot punch, so all of it is written, and the disk is slow.
+    #[test]
+    fn a_large_punch_lets_others_in() {
+        let cache = Cache::new(Config { cache_bytes: 4 << 20, ..Config::default() }).unwrap();
+        let file = Arc::new(SimFile::new(vec![7; 16 << 20]));
+        file.set_faults(Faults { no_punch: true, hang: true, ..Faults::default() });
+        let image = cache.add_image("x", file.clone()).unwrap();
+        let (done, result) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            let punch = scope.spawn(|| cache.punch(&image, 1000, (16 << 20) - 2000));
+            // Once it waits for the disk.
+            while image.dirty_bytes() < 1 << 20 {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+            scope.spawn(|| done.send(cache.read(&image, (16 << 20) - 100, &mut [0; 100]).is_ok()));
+            let let_in = result.recv_timeout(std::time::Duration::from_secs(20));
+            file.set_faults(Faults { no_punch: true, ..Faults::default() });
+            assert_eq!(let_in, Ok(true), "a reader waits for all that is to be cleared");
+            punch.join().unwrap().unwrap();
+        });
+        assert!(cache.sync(&image, 0..u64::MAX));
+        let expected = [vec![7; 1000], vec![0; (16 << 20) - 2000], vec![7; 1000]].concat();
+        assert!(file.data() == expected);
+        cache.verify().unwrap();
     }
 }

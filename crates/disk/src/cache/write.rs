@@ -10,7 +10,6 @@ use crate::frames::OwnedFrame;
 use crate::image::{Entries, Image, State};
 use crate::stats::add;
 use crate::table::{BlockKey, Sharers, Use};
-use std::io;
 use std::sync::atomic::Ordering;
 
 impl Cache {
@@ -48,9 +47,14 @@ impl Cache {
 
     /// Makes an image `end` bytes long, with the shape held alone. What somebody else appended meanwhile is not cut off.
     pub(super) fn grow(&self, image: &Image, end: u64) -> Result<(), Error> {
-        image.change(|file| if file.stamp()?.size < end { file.set_len(end) } else { Ok(()) })?;
+        image.change(|file| {
+            if file.stamp()?.size < end {
+                file.set_len(end)?;
+            }
+            image.size.store(end, Ordering::Release);
+            Ok(())
+        })?;
         image.unsynced.store(true, Ordering::Release);
-        image.size.store(end, Ordering::Release);
         Ok(())
     }
 
@@ -66,8 +70,13 @@ impl Cache {
         let mut result = Ok(());
         while done < data.len() && result.is_ok() {
             let at = offset + done as u64;
-            let to_chunk_end = (CHUNK_BYTES - at % CHUNK_BYTES) as usize;
-            let part = to_chunk_end.min(part_max).min(data.len() - done);
+            let (to_chunk_end, skip) = ((CHUNK_BYTES - at % CHUNK_BYTES) as usize, at as usize % BLOCK_BYTES);
+            let mut part = to_chunk_end.min(part_max - skip).min(data.len() - done);
+            // Not both a first and a last block that are half written: in a crowded cache each would be gone when the other
+            // has been loaded, for ever.
+            if skip > 0 && skip + part > BLOCK_BYTES {
+                part -= (skip + part) % BLOCK_BYTES;
+            }
             result = self.write_in_chunk(image, at, &data[done..done + part], empty_from, &mut spare);
             done += part;
         }
@@ -87,15 +96,9 @@ impl Cache {
         let start = (offset - base) as usize;
         let end = start + data.len();
         let blocks = start / BLOCK_BYTES..end.div_ceil(BLOCK_BYTES);
-        // One more than the blocks: a half-written block may have to be loaded first.
-        let needed = blocks.len() + 1;
         self.make_room_for_dirty(image, blocks.len())?;
-        if spare.len() < needed {
-            self.allocate(needed - spare.len(), spare);
-            if spare.len() < needed {
-                return Err(Error::Full(io::Error::from_raw_os_error(libc::ENOMEM)));
-            }
-        }
+        // One more than the blocks: a half-written block may have to be loaded first.
+        self.allocate_all(blocks.len() + 1, spare)?;
         let chunk = image.chunk(offset / CHUNK_BYTES);
         let partial = |at: usize| at * BLOCK_BYTES < start || (at + 1) * BLOCK_BYTES > end;
         let on_disk = |at: usize| base + ((at * BLOCK_BYTES) as u64) < empty_from;
@@ -111,13 +114,8 @@ impl Cache {
             if let Some(at) = edge {
                 drop(entries);
                 self.load(image, &chunk, base, at, at + 1, None, spare)?;
-                if spare.len() < blocks.len() {
-                    self.allocate(needed - spare.len(), spare);
-                }
+                self.allocate_all(blocks.len(), spare)?;
                 continue;
-            }
-            if spare.len() < blocks.len() {
-                return Err(Error::Full(io::Error::from_raw_os_error(libc::ENOMEM)));
             }
             let dirty_before = entries.dirty();
             for at in blocks.clone() {

@@ -335,7 +335,11 @@ fn shake_hands<D: Disk>(
                     continue;
                 };
                 let Some(disk) = open(name) else {
-                    writer.write_all(&wire::option_reply(asked, reply::UNKNOWN, b"no such image"))?;
+                    writer.write_all(&wire::option_reply(
+                        asked,
+                        reply::UNKNOWN,
+                        b"no such image, or it cannot be opened",
+                    ))?;
                     continue;
                 };
                 let (size, flags) = description(&disk);
