@@ -4,12 +4,12 @@
 //! from the word before them, so only if the allocator is the C library's; ours may be called while the next one is looked up.
 
 use super::active::{active, managed_all};
-use super::c_library::{fail, first, me, next, next_with};
+use super::c_library::{fail, first, glibc, glibc_version, me, next, next_with};
 use super::unmerge::gather;
 use crate::arena;
 use crate::cold;
 use crate::shared::SHARED;
-use core::ffi::{CStr, c_char, c_int, c_void};
+use core::ffi::{c_char, c_int, c_void};
 use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use pagefold_os::raw::Errno;
 use pagefold_os::{PAGE_SIZE, Range};
@@ -19,12 +19,6 @@ const PAGE: u64 = PAGE_SIZE as u64;
 static NEXT_FREE: AtomicUsize = AtomicUsize::new(0);
 pub(super) static NEXT_REALLOC: AtomicUsize = AtomicUsize::new(0);
 
-unsafe extern "C" {
-    fn gnu_get_libc_version() -> *const c_char;
-    fn __libc_free(block: *mut c_void);
-    pub(super) fn __libc_realloc(block: *mut c_void, size: usize) -> *mut c_void;
-}
-
 /// Our `free` was called with no block.
 static CALLED: AtomicBool = AtomicBool::new(false);
 
@@ -33,7 +27,7 @@ const LOOKING: usize = 1;
 
 /// The next `free`, or [`LOOKING`].
 pub(super) fn next_free() -> usize {
-    next_with(&NEXT_FREE, c"free".as_ptr(), LOOKING, __libc_free as *const () as usize)
+    next_with(&NEXT_FREE, c"free".as_ptr(), LOOKING, glibc().free)
 }
 
 /// The size of `block` if the C library's allocator mapped it for itself and we manage such blocks.
@@ -102,7 +96,7 @@ fn libc_free_of_next() -> usize {
                 // Asked while it is looked up: nothing is known yet.
                 return usize::MAX;
             }
-            let same = if same_object(found, gnu_get_libc_version as *const () as usize) { found } else { usize::MAX };
+            let same = if same_object(found, glibc().version) { found } else { usize::MAX };
             OWN.store(same, Ordering::Release);
             same
         }
@@ -115,8 +109,7 @@ pub(super) fn look_at_allocator() {
     let sees = sees_blocks();
     SHARED.blocks.store(sees, Ordering::Relaxed);
     if sees {
-        // SAFETY: takes nothing, gives a text that stays.
-        arena::begin(unsafe { CStr::from_ptr(gnu_get_libc_version()) }.to_bytes());
+        arena::begin(glibc_version().unwrap_or(c"").to_bytes());
     }
 }
 
@@ -182,9 +175,8 @@ unsafe fn copy_block(block: *mut c_void, len: usize, size: usize) -> *mut c_void
 /// As realloc(3).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn realloc(block: *mut c_void, size: usize) -> *mut c_void {
-    let own = __libc_realloc as *const () as usize;
-    let function = next(&NEXT_REALLOC, c"realloc".as_ptr(), own);
-    let free_function = next(&NEXT_FREE, c"free".as_ptr(), __libc_free as *const () as usize);
+    let function = next(&NEXT_REALLOC, c"realloc".as_ptr(), glibc().realloc);
+    let free_function = next(&NEXT_FREE, c"free".as_ptr(), glibc().free);
     // SAFETY: the block is live, as the caller promises.
     let mapped = unsafe { own_mapping(block, free_function, libc_free_of_next()) };
     // SAFETY: `function` is a `realloc`.
