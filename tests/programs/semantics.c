@@ -12,6 +12,7 @@
 #include <linux/io_uring.h>
 #include <linux/seccomp.h>
 #include <linux/userfaultfd.h>
+#include <malloc.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
@@ -2876,6 +2877,37 @@ static void scatter(void) {
     printf("%zu mappings at most\n", most);
 }
 
+// Blocks of malloc(3) that the program wants merged end in the middle of that, and others begin there at once.
+static void marked_blocks(void) {
+    enum { PAGES = 80, INSIDE = PAGES - 2 };
+    struct region r = merged(1024);
+    // Each has a mapping of its own, also after others were freed.
+    CHECK(mallopt(M_MMAP_THRESHOLD, 128 << 10) == 1, "mallopt");
+    size_t ended = 0, turns = 0;
+    for (double began = now(); ended < 10; turns++) {
+        CHECK(now() - began < WAIT_MAX, "only %zu of %zu blocks ended while they were merged", ended, turns);
+        char *block = malloc(PAGES * PAGE - 32), *at = block + PAGE - (size_t)block % PAGE;
+        CHECK(block, "malloc");
+        for (size_t i = 0; i < INSIDE; i++) fill_page(at + i * PAGE, 1000 + i % 7);
+        madvise(at, INSIDE * PAGE, MADV_MERGEABLE);
+        // What is away for a moment is not there.
+        int away = 0;
+        for (double waited = now(); !away && now() - waited < 1;) {
+            unsigned char seen[INSIDE];
+            CHECK(mincore(at, INSIDE * PAGE, seen) == 0, "mincore");
+            for (size_t i = 0; i < INSIDE; i++) away |= !(seen[i] & 1);
+        }
+        ended += away;
+        free(block);
+        uint64_t *fresh = calloc(PAGES * PAGE / 8 - 4, 8);
+        CHECK(fresh, "calloc");
+        usleep(2000);
+        for (size_t i = 0; i < PAGES * PAGE / 8 - 4; i++) CHECK(fresh[i] == 0, "turn %zu: word %zu of a fresh block is old", turns, i);
+        free(fresh);
+    }
+    check(&r, "after all");
+}
+
 static void *wait_for_end(void *end) {
     while (!atomic_load((atomic_int *)end)) nap(1);
     return NULL;
@@ -2946,7 +2978,7 @@ static const struct scenario scenarios[] = {
     {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"closed-at-once", closed_at_once}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"less-with-nobody-there", less_with_nobody_there}, {"privileges-in-handlers", privileges_in_handlers}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},
-    {"direct", direct}, {"uring", uring}, {"uring-leaving", uring_leaving}, {"uring-remap", uring_remap}, {"uring-realloc", uring_realloc}, {"system-calls", system_calls}, {"blocks", blocks}, {"blocks-kept", blocks_kept}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
+    {"direct", direct}, {"uring", uring}, {"uring-leaving", uring_leaving}, {"uring-remap", uring_remap}, {"uring-realloc", uring_realloc}, {"system-calls", system_calls}, {"blocks", blocks}, {"blocks-kept", blocks_kept}, {"marked-blocks", marked_blocks}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
     {"memory-merge", memory_merge}, {"memory-merge-ends", memory_merge_ends}, {"serve", serve}, {"decay", decay}, {"scatter", scatter}, {"tasks", tasks}, {"mappings", mappings},
 };
 

@@ -3,11 +3,12 @@
 //! Such a block ends by an munmap(2) inside the C library, which nothing interposed shows. Which blocks are of that kind is read
 //! from the word before them, so only if the allocator is the C library's; ours may be called while the next one is looked up.
 
-use super::active::{active, managed_all};
+use super::active::active;
 use super::c_library::{fail, first, glibc, glibc_version, me, next, next_with};
 use super::unmerge::gather;
 use crate::arena;
 use crate::cold;
+use crate::guard::Held;
 use crate::shared::SHARED;
 use core::ffi::{c_char, c_int, c_void};
 use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -30,13 +31,13 @@ pub(super) fn next_free() -> usize {
     next_with(&NEXT_FREE, c"free".as_ptr(), LOOKING, glibc().free)
 }
 
-/// The size of `block` if the C library's allocator mapped it for itself and we manage such blocks.
+/// The size of `block` if the C library's allocator mapped it for itself: it may be managed, by the program's word if not by ours.
 ///
 /// # Safety
 /// `block` is a live block of the C library's allocator.
 unsafe fn own_mapping(block: *mut c_void, next: usize, libc_own: usize) -> Option<Range> {
     const MAPPED: usize = 2;
-    if next != libc_own || block.is_null() || !active() || !managed_all() {
+    if next != libc_own || block.is_null() || !active() {
         return None;
     }
     // SAFETY: the word before a block of this allocator is its size with three flag bits.
@@ -76,10 +77,17 @@ pub unsafe extern "C" fn free(block: *mut c_void) {
                 unsafe { call(block) };
                 Ok(())
             });
-            SHARED.tables(&held).table.forget(range);
-            drop(held);
-            SHARED.changed();
+            forget(&held, range);
         }
+    }
+}
+
+/// `range` is no block any more.
+fn forget(held: &Held<'_>, range: Range) {
+    let table = SHARED.tables(held).table;
+    if table.knows(range) {
+        table.forget(range);
+        SHARED.changed();
     }
 }
 
@@ -203,10 +211,8 @@ pub unsafe extern "C" fn realloc(block: *mut c_void, size: usize) -> *mut c_void
             let moved = unsafe { call(block, size) };
             // Else the block lives on where it is.
             if !moved.is_null() || size == 0 {
-                SHARED.tables(&held).table.forget(range);
+                forget(&held, range);
             }
-            drop(held);
-            SHARED.changed();
             moved
         }
     }
