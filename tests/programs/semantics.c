@@ -1560,6 +1560,22 @@ static void wipe_on_fork(void) {
     CHECK(ended_well(child), "what is to be wiped was merged");
     check(&wiped, "in the parent");
     check(&other, "beside");
+    // Of a hole the kernel tells, and what lies around it is to be wiped all the same.
+    struct region holed = fill(1024, 256, 1000);
+    madvise(holed.at, holed.pages * PAGE, MADV_NOHUGEPAGE);
+    CHECK(munmap(holed.at + 512 * PAGE, PAGE) == 0, "munmap");
+    CHECK(madvise(holed.at, holed.pages * PAGE, MADV_WIPEONFORK) == -1 && errno == ENOMEM, "MADV_WIPEONFORK of a hole");
+    madvise(holed.at, holed.pages * PAGE, MADV_MERGEABLE);
+    struct region more = merged(1024);
+    nap(1500);
+    child = fork();
+    if (child == 0) {
+        for (size_t i = 0; i < holed.pages; i++)
+            if (i != 512) CHECK(page_is_zero(holed.at + i * PAGE), "page %zu beside a hole is not wiped", i);
+        _exit(0);
+    }
+    CHECK(ended_well(child), "what is to be wiped beside a hole was merged");
+    check(&more, "beside the hole");
 }
 
 static int flag_at(void *at, const char *flag) {
