@@ -29,6 +29,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
@@ -811,6 +812,48 @@ static void unmap(void) {
     CHECK(faults(r.at + 510 * PAGE, 1), "a page unmapped by a raw call can be written");
     CHECK(munmap(r.at, r.pages * PAGE) == 0, "munmap");
     CHECK(faults(r.at, 0), "an unmapped page can be read");
+}
+
+// A call that fails when the kernel has unmapped what lay there: what the program said of that is not said of what comes there next.
+static void failed_maps(void) {
+    struct region r = merged(1024), target = merged(1024);
+    int pair[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0, "socketpair");
+    const size_t len = 512 * PAGE;
+    CHECK(madvise(target.at, target.pages * PAGE, MADV_DONTFORK) == 0, "MADV_DONTFORK");
+    // A socket has no memory to map; the kernel asks it when the place is free.
+    CHECK(mmap(target.at, len, PROT_READ, MAP_SHARED | MAP_FIXED, pair[0], 0) == MAP_FAILED, "a socket was mapped");
+    // Longer than all memory may be.
+    char *plain = fill(1, 1, 1).at, *place = target.at + len;
+    struct rlimit old, little;
+    CHECK(getrlimit(RLIMIT_AS, &old) == 0, "getrlimit");
+    little = (struct rlimit){PAGE, old.rlim_max};
+    CHECK(setrlimit(RLIMIT_AS, &little) == 0, "setrlimit");
+    char *moved = mremap(plain, PAGE, len, MREMAP_MAYMOVE | MREMAP_FIXED, place);
+    CHECK(setrlimit(RLIMIT_AS, &old) == 0 && moved == MAP_FAILED, "mremap beyond a limit");
+    size_t freed = 0;
+    for (int half = 0; half < 2; half++) {
+        unsigned char seen[512];
+        char *at = target.at + half * len;
+        struct region fresh = {at, 512, 128, 1000};
+        if (mincore(at, len, seen) == 0 || errno != ENOMEM) continue;
+        CHECK(mmap(at, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | 0x100000 /* MAP_FIXED_NOREPLACE */, -1, 0) == at, "mmap");
+        for (size_t i = 0; i < fresh.pages; i++) fill_page(at + i * PAGE, number_of(&fresh, i));
+        CHECK(madvise(at, len, MADV_NOHUGEPAGE) == 0, "MADV_NOHUGEPAGE");
+        madvise(at, len, MADV_MERGEABLE);
+        wait_merged(&fresh, fresh.pages / 2);
+        CHECK(!flag_at(at, " dc"), "fresh memory is not the child's");
+        pid_t child = fork();
+        if (child == 0) {
+            check(&fresh, "in the child");
+            _exit(0);
+        }
+        CHECK(ended_well(child), "the child of fresh memory");
+        check(&fresh, "in the parent");
+        freed++;
+    }
+    check(&r, "after all");
+    if (!freed) SKIP("this kernel unmaps nothing for a call that fails");
 }
 
 // A child moves what has a hole, which the kernel may take for several mappings (since Linux 6.17) or refuse.
@@ -2989,7 +3032,7 @@ static const struct scenario scenarios[] = {
     {"writers", writers}, {"unmergeable-writers", unmergeable_writers}, {"lock-writers", lock_writers}, {"forks", forks}, {"orphan", orphan}, {"all-that-is-listed", all_that_is_listed}, {"child-without-daemon", child_without_daemon}, {"process-namespace", process_namespace}, {"main-ends", main_ends},
     {"vforks", vforks}, {"vforks-with-less", vforks_with_less}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
     {"dontneed-raw", dontneed_raw}, {"dontneed-hole", dontneed_hole}, {"dontneed-at-a-limit", dontneed_at_a_limit}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
-    {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"keys", keys}, {"keys-and-advice", keys_and_advice}, {"lock", lock}, {"locks", locks}, {"locks-at-a-limit", locks_at_a_limit}, {"locks-and-children", locks_and_children},
+    {"hole-punch", hole_punch}, {"unmap", unmap}, {"failed-maps", failed_maps}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"keys", keys}, {"keys-and-advice", keys_and_advice}, {"lock", lock}, {"locks", locks}, {"locks-at-a-limit", locks_at_a_limit}, {"locks-and-children", locks_and_children},
     {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"seal-and-discard", seal_and_discard}, {"seal-raw", seal_raw}, {"seal-and-discard-raw", seal_and_discard_raw}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"flags-raw", flags_raw}, {"marks", marks}, {"huge", huge},
     {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},

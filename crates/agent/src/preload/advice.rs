@@ -65,7 +65,7 @@ fn wipe(range: Range) -> Result<()> {
 }
 
 /// Calls `act` with what is mapped of `range`.
-fn for_each_mapped(range: Range, mut act: impl FnMut(Range)) -> Result<()> {
+pub(super) fn for_each_mapped(range: Range, mut act: impl FnMut(Range)) -> Result<()> {
     // On the stack, small as that may be: what was mapped for it might lie in a hole of the range.
     let mut buffer = [0u8; 2 << 10];
     Maps::open()?.for_each(&mut buffer, |map| {

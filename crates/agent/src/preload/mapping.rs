@@ -6,10 +6,12 @@
 //! something else while its pages are in our hands.
 
 use super::active::{active, managed_all};
+use super::advice::for_each_mapped;
 use super::away::wanted;
 use super::c_library::{fail, me, returned};
 use super::unmerge::{gather, gather_each};
 use crate::cold;
+use crate::guard::Held;
 use crate::listing::ALL_MIN;
 use crate::maps::pool_mappings;
 use crate::shared::{NOTHING, SHARED};
@@ -76,7 +78,8 @@ fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offs
         let mapped = cold::voiding(range, || {
             // SAFETY: the program's own call.
             unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }
-        })?;
+        })
+        .inspect_err(|_| forget_holes(&held, range))?;
         let table = SHARED.tables(&held).table;
         // A part of what is managed stays so, however small.
         let manageable = manageable && (large || table.sees(range));
@@ -105,6 +108,23 @@ fn note_mapped(start: u64, len: usize, open: bool, mark: impl Fn(&mut Note)) {
         if open {
             wanted();
         }
+    }
+}
+
+/// Forgets what is no mapping of `range` any more: a call that puts something there may fail when what was there is gone.
+fn forget_holes(held: &Held<'_>, range: Range) {
+    let table = SHARED.tables(held).table;
+    if !table.knows(range) {
+        return;
+    }
+    let mut at = range.start;
+    let seen = for_each_mapped(range, |part| {
+        table.forget(Range { start: at, end: part.start });
+        at = part.end;
+    });
+    if seen.is_ok() {
+        table.forget(Range { start: at, end: range.end });
+        SHARED.changed();
     }
 }
 
@@ -247,6 +267,8 @@ pub unsafe extern "C" fn mremap(
                 }
             }
             SHARED.changed();
+        } else {
+            forget_holes(&held, fixed);
         }
         drop(held);
         result
