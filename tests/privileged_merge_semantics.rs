@@ -118,6 +118,7 @@ scenarios! {
     blocks_of_the_allocator: "blocks" "--all";
     blocks_that_are_never_freed: "blocks-kept" "--all";
     blocks_that_end_while_they_are_merged: "marked-blocks";
+    blocks_lie_side_by_side: "side-by-side" "--all";
     memory_of_dead_slots_comes_back: "decay";
     writes_here_and_there_cost_no_mappings: "scatter";
     who_must_be_alone_does_not_count_the_agent: "tasks";

@@ -2967,6 +2967,24 @@ static void marked_blocks(void) {
     check(&r, "after all");
 }
 
+// Large blocks lie side by side and are one mapping, as without an agent: a program may have only so many.
+static void side_by_side(void) {
+    enum { BLOCKS = 2000 };
+    struct region r = merged(1024);
+    FILE *maps = fopen("/proc/thread-self/maps", "r");
+    CHECK(maps, "maps");
+    size_t lines[2] = {0, 0};
+    for (int when = 0; when < 2; when++) {
+        rewind(maps);
+        for (int c = fgetc(maps); c != EOF; c = fgetc(maps)) lines[when] += c == '\n';
+        for (size_t i = 0; i < BLOCKS && when == 0; i++)
+            CHECK(mmap(NULL, (1 + i % 3) * MIB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) != MAP_FAILED, "block %zu", i);
+    }
+    fclose(maps);
+    CHECK(lines[1] < lines[0] + BLOCKS, "%zu mappings became %zu by %d blocks", lines[0], lines[1], BLOCKS);
+    check(&r, "beside them");
+}
+
 static void *wait_for_end(void *end) {
     while (!atomic_load((atomic_int *)end)) nap(1);
     return NULL;
@@ -3037,7 +3055,7 @@ static const struct scenario scenarios[] = {
     {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"closed-at-once", closed_at_once}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"less-with-nobody-there", less_with_nobody_there}, {"privileges-in-handlers", privileges_in_handlers}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},
-    {"direct", direct}, {"uring", uring}, {"uring-leaving", uring_leaving}, {"uring-remap", uring_remap}, {"uring-realloc", uring_realloc}, {"system-calls", system_calls}, {"blocks", blocks}, {"blocks-kept", blocks_kept}, {"marked-blocks", marked_blocks}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
+    {"direct", direct}, {"uring", uring}, {"uring-leaving", uring_leaving}, {"uring-remap", uring_remap}, {"uring-realloc", uring_realloc}, {"system-calls", system_calls}, {"blocks", blocks}, {"blocks-kept", blocks_kept}, {"marked-blocks", marked_blocks}, {"side-by-side", side_by_side}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
     {"memory-merge", memory_merge}, {"memory-merge-ends", memory_merge_ends}, {"serve", serve}, {"decay", decay}, {"scatter", scatter}, {"tasks", tasks}, {"mappings", mappings},
 };
 

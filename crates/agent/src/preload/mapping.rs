@@ -40,13 +40,15 @@ pub(super) fn range_of(addr: *mut c_void, len: usize) -> Option<Range> {
 }
 
 /// Where in the zone a block of `len` bytes is to be; nothing if there is no room. What asks for more than that uses up none.
+///
+/// Side by side, as the kernel has them: many blocks are one mapping then, and a program may have only so many.
 fn place(len: u64) -> Option<u64> {
+    const HUGE: u64 = 2 << 20;
     let size = len.checked_next_multiple_of(PAGE).filter(|size| *size < ZONE_END)?;
-    // Blocks that can hold huge pages begin where huge pages begin.
-    let align = if size >= 2 << 20 { 2 << 20 } else { PAGE };
-    let step = |at: u64| (at != 0 && at + align + size < ZONE_END).then_some(at + align + size);
-    let at = ZONE_NEXT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, step).ok()?;
-    Some(at.next_multiple_of(align))
+    // Blocks of whole huge pages begin where huge pages begin, again as with the kernel.
+    let begin = |at: u64| if size.is_multiple_of(HUGE) { at.next_multiple_of(HUGE) } else { at };
+    let step = |at: u64| Some(begin(at) + size).filter(|end| at != 0 && *end < ZONE_END);
+    ZONE_NEXT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, step).ok().map(begin)
 }
 
 fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: i64) -> Result<u64> {
