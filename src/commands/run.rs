@@ -1,7 +1,7 @@
 //! `pagefold run`: starts a program whose equal pages are merged with those of others.
 
 use super::Error;
-use crate::{host, note};
+use crate::{begun, host, note};
 use std::ffi::OsString;
 use std::io::Read;
 use std::os::unix::process::CommandExt;
@@ -85,6 +85,7 @@ pub const FAILED: u8 = 125;
 pub fn run(args: Args) -> Result<ExitCode, Error> {
     let error = match prepare(&args) {
         Ok(mut command) => {
+            begun::pass_on(&mut command);
             let error = command.exec();
             // As a program starts with it: whose reader of standard error has left would now be ended by the line below.
             // SAFETY: no handler is set.
