@@ -3000,6 +3000,18 @@ static unsigned long threads_by(int dir, const char *path) {
     return at.st_nlink - 2;
 }
 
+// What a stream on the process's line in /proc tells of its threads; the rest is as the kernel has it.
+static long threads_told(void) {
+    FILE *file = fopen("/proc/self/stat", "r");
+    char line[1024] = "", name[64];
+    CHECK(file && fgets(line, sizeof line, file) && fclose(file) == 0, "/proc/self/stat");
+    int pid, parent;
+    long count;
+    CHECK(sscanf(line, "%d (%63[^)]) %*c %d %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %ld", &pid, name, &parent, &count) == 4, "%s", line);
+    CHECK(pid == getpid() && parent == getppid() && strcmp(name, "semantics") == 0 && line[strlen(line) - 1] == '\n', "%s", line);
+    return count;
+}
+
 // Who must be alone counts the directories of its threads, as the sandbox of Chromium does: the agent's is none of them.
 static void tasks(void) {
     struct region r = merged(1024);
@@ -3014,6 +3026,7 @@ static void tasks(void) {
     for (unsigned long count = 1; count <= 2; count++) {
         unsigned long counts[] = {threads_by(proc, "self/task/"), threads_by(proc, "self/task"), threads_by(proc, own), threads_by(-1, "/proc/self/task")};
         for (int i = 0; i < 4; i++) CHECK(counts[i] == count, "%lu threads by name %d, not %lu", counts[i], i, count);
+        CHECK(threads_told() == (long)count, "%ld threads are told, not %lu", threads_told(), count);
         if (count == 1) CHECK(pthread_create(&thread, NULL, wait_for_end, &end) == 0, "pthread_create");
     }
     atomic_store(&end, 1);
