@@ -57,6 +57,7 @@ scenarios! {
     what_failed_leaves_nothing_said: "failed-maps";
     mremap_grows_moves_shrinks: "remap";
     mremap_moves_what_was_given_back: "remap-healed";
+    mremap_tells_another_user_what_the_kernel_tells: "remap-as-another";
     mremap_keeps_what_parts_are_marked_with: "remap-marked";
     mprotect_is_obeyed: "protect";
     memory_with_a_key_is_left_alone: "keys";

@@ -253,7 +253,12 @@ pub unsafe extern "C" fn mremap(
         let result = match gathered.and_then(|()| cold::voiding(voided, call)) {
             // More than one mapping, perhaps by us: what was given back does not join with what never was the pool's.
             Err(Errno(libc::EFAULT)) if stays => Err(Errno(libc::ENOMEM)),
-            Err(Errno(libc::EFAULT)) if !shrinks => gather(kept).and_then(|()| cold::voiding(voided, call)),
+            Err(Errno(libc::EFAULT)) if !shrinks => match gather(kept) {
+                Ok(()) => cold::voiding(voided, call),
+                Err(errno @ Errno(libc::ENOMEM)) => Err(errno),
+                // Who may not look at his own memory has it from the kernel.
+                Err(_) => Err(Errno(libc::EFAULT)),
+            },
             other => other,
         };
         if let Ok(moved) = result {
