@@ -54,6 +54,7 @@ scenarios! {
     free_gives_old_bytes_or_zeros: "lazy-free";
     remove_has_nothing_to_remove: "hole-punch";
     munmap_whole_and_in_part: "unmap";
+    nothing_comes_into_a_hole_of_the_programs: "holes";
     what_failed_leaves_nothing_said: "failed-maps";
     mremap_grows_moves_shrinks: "remap";
     mremap_moves_what_was_given_back: "remap-healed";

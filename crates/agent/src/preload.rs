@@ -38,7 +38,7 @@ use core::sync::atomic::Ordering;
 use fork::{NEXT_CLONE, NEXT_FORK, NEXT_LIBC_FORK, register_first};
 use malloc::{NEXT_REALLOC, look_at_allocator, next_free};
 use mapping::{ZONE_NEXT, ZONE_START};
-use pagefold_os::syscall;
+use pagefold_os::{mem, syscall};
 
 #[cfg(not(test))]
 #[panic_handler]
@@ -86,6 +86,7 @@ extern "C" fn begin() {
     // SAFETY: the kernel fills the 8 bytes.
     let _ = unsafe { syscall!(libc::SYS_getrandom, core::ptr::from_mut(&mut random), 8, 0) };
     ZONE_NEXT.store(ZONE_START + (random % (16 << 40)) / (2 << 20) * (2 << 20), Ordering::Relaxed);
+    mem::keep_apart(random.rotate_left(32));
     register_first();
     mark_origin();
     ACTIVE.store(true, Ordering::Release);
