@@ -150,6 +150,21 @@ fn forks_go_on_beside_a_library_that_locks_for_them() {
     }
 }
 
+/// Debuggers start programs so, that each run is as the last.
+#[test]
+fn addresses_are_random_where_the_kernels_are() {
+    let (Some(program), Some(setarch)) = (semantics().filter(|_| can_merge()), installed("setarch")) else { return };
+    let daemon = Daemon::start(&["--no-keeper"]);
+    let place = |by: &[&std::ffi::OsStr]| {
+        let (status, out, err) = finish(daemon.run(&[]).args(by).arg(program).arg("place"), 120);
+        assert!(status.success(), "{status} {err}");
+        out
+    };
+    let fixed = [setarch.as_os_str(), "-R".as_ref()];
+    assert_eq!(place(&fixed), place(&fixed));
+    assert_ne!(place(&[]), place(&[]));
+}
+
 #[test]
 fn a_heap_that_ends_and_grows_again_is_fresh_memory() {
     scenario_under(&["--period", "20ms"], "heap", &["--all"]);

@@ -947,6 +947,9 @@ static void holes(void) {
     check(&r, "beside holes");
 }
 
+// Tells where a large block lies.
+static void place(void) { printf("%p\n", mmap(NULL, 64 * MIB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)); }
+
 // What a part of a mapping is marked with it keeps, whatever becomes of the rest.
 static void remap_marked(void) {
     struct region r = fill(1024, 256, 1000);
@@ -3103,7 +3106,7 @@ static const struct scenario scenarios[] = {
     {"writers", writers}, {"unmergeable-writers", unmergeable_writers}, {"lock-writers", lock_writers}, {"forks", forks}, {"orphan", orphan}, {"all-that-is-listed", all_that_is_listed}, {"child-without-daemon", child_without_daemon}, {"process-namespace", process_namespace}, {"main-ends", main_ends},
     {"vforks", vforks}, {"vforks-with-less", vforks_with_less}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
     {"dontneed-raw", dontneed_raw}, {"dontneed-hole", dontneed_hole}, {"dontneed-at-a-limit", dontneed_at_a_limit}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
-    {"hole-punch", hole_punch}, {"unmap", unmap}, {"failed-maps", failed_maps}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-as-another", remap_as_another}, {"holes", holes}, {"remap-marked", remap_marked}, {"protect", protect}, {"keys", keys}, {"keys-and-advice", keys_and_advice}, {"lock", lock}, {"locks", locks}, {"locks-at-a-limit", locks_at_a_limit}, {"locks-and-children", locks_and_children},
+    {"hole-punch", hole_punch}, {"unmap", unmap}, {"failed-maps", failed_maps}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-as-another", remap_as_another}, {"holes", holes}, {"place", place}, {"remap-marked", remap_marked}, {"protect", protect}, {"keys", keys}, {"keys-and-advice", keys_and_advice}, {"lock", lock}, {"locks", locks}, {"locks-at-a-limit", locks_at_a_limit}, {"locks-and-children", locks_and_children},
     {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"seal-and-discard", seal_and_discard}, {"seal-raw", seal_raw}, {"seal-and-discard-raw", seal_and_discard_raw}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"flags-raw", flags_raw}, {"marks", marks}, {"huge", huge},
     {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},

@@ -38,6 +38,7 @@ use core::sync::atomic::Ordering;
 use fork::{NEXT_CLONE, NEXT_FORK, NEXT_LIBC_FORK, register_first};
 use malloc::{NEXT_REALLOC, look_at_allocator, next_free};
 use mapping::{ZONE_NEXT, ZONE_START};
+use pagefold_os::fd::Fd;
 use pagefold_os::{mem, syscall};
 
 #[cfg(not(test))]
@@ -48,6 +49,15 @@ fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
         // SAFETY: ends the process.
         let _ = unsafe { syscall!(libc::SYS_kill, libc::getpid(), libc::SIGABRT) };
     }
+}
+
+/// True if the kernel places this program's memory as in every run. By a file: a filter may forbid personality(2).
+fn is_placed_alike() -> bool {
+    let mut digits = [0u8; 8];
+    let file = Fd::open(c"/proc/self/personality", libc::O_RDONLY, 0);
+    let read = file.and_then(|file| file.read(&mut digits)) == Ok(digits.len());
+    let personality = core::str::from_utf8(&digits).ok().and_then(|text| u32::from_str_radix(text, 16).ok());
+    read && personality.is_some_and(|bits| bits & libc::ADDR_NO_RANDOMIZE as u32 != 0)
 }
 
 /// Runs before the program's own code.
@@ -81,10 +91,12 @@ extern "C" fn begin() {
         return;
     }
     look_at_allocator();
-    // The zone starts anywhere in 16 TiB, as the kernel's own placement would.
+    // The zone starts anywhere in 16 TiB, as the kernel's own placement would; where that is always the same, so is ours.
     let mut random = 0u64;
-    // SAFETY: the kernel fills the 8 bytes.
-    let _ = unsafe { syscall!(libc::SYS_getrandom, core::ptr::from_mut(&mut random), 8, 0) };
+    if !is_placed_alike() {
+        // SAFETY: the kernel fills the 8 bytes.
+        let _ = unsafe { syscall!(libc::SYS_getrandom, core::ptr::from_mut(&mut random), 8, 0) };
+    }
     ZONE_NEXT.store(ZONE_START + (random % (16 << 40)) / (2 << 20) * (2 << 20), Ordering::Relaxed);
     mem::keep_apart(random.rotate_left(32));
     register_first();
