@@ -3,6 +3,7 @@
 //! This file only parses arguments and hands them to one file per command in
 //! `commands/`; errors end as one line on standard error and a non-zero exit.
 
+mod begun;
 mod commands;
 mod config;
 mod host;

@@ -99,3 +99,17 @@ fn programs_run_under_valgrind() {
         same_with_and_without(&daemon, &["valgrind", "-q", "--error-exitcode=9", "--leak-check=full"], &program);
     }
 }
+
+/// Its loader ends a program in which a name of glibc's is missing. The agent stands aside.
+#[test]
+fn programs_of_another_c_library_run() {
+    let Some(cc) = installed("musl-gcc").filter(|_| can_merge()) else { return };
+    let (daemon, dir) = (Daemon::start(&["--no-keeper"]), tempfile::tempdir().expect("a directory"));
+    let (source, program) = (dir.path().join("program.c"), dir.path().join("program"));
+    std::fs::write(&source, PROGRAM).expect("a file");
+    let done = Command::new(cc).args(["-O1", "-pthread", "-o"]).args([&program, &source]).output().expect("cc runs");
+    assert!(done.status.success(), "musl-gcc: {}", String::from_utf8_lossy(&done.stderr));
+    same_with_and_without(&daemon, &[], &program);
+    let (_, _, err) = finish(daemon.run(&[]).arg(&program), 120);
+    assert!(err.contains("is linked with musl") && err.contains("runs unmerged"), "{err}");
+}

@@ -4,6 +4,7 @@
 mod common;
 
 use common::{Daemon, Random, Server, can_merge, events, may_run, semantics, skipped, wait_for};
+use pagefold_os::sched::Cpus;
 use std::time::Duration;
 
 /// Descriptors of pool segments that the process has open.
@@ -97,4 +98,30 @@ fn without_a_daemon_the_agent_runs_anywhere() {
         assert_eq!(may_run(server.pid(), "pagefold-agent"), may_run(server.pid(), "semantics"));
         daemon.replace();
     }
+}
+
+/// A worker stays on one processor for the length of a step only; where it runs else is who runs the daemon's to say, at any time.
+#[test]
+fn a_daemon_that_is_bound_to_a_processor_stays_there() {
+    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+    let daemon = Daemon::start(&["--no-keeper"]);
+    let mut server = Server::start(daemon.run(&[]), program);
+    let Some((_, false)) = may_run(server.pid(), "semantics") else { return skipped("one processor only") };
+    let first = Cpus::of_thread().expect("a set").iter().next().expect("a processor");
+    let one = Cpus::one(first).expect("a processor");
+    wait_for("the worker to work", 60, || server.check("check") > 0);
+    let stays = || {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", daemon.pid())).expect("its threads");
+        for task in tasks.flatten().filter_map(|task| task.file_name().to_str()?.parse().ok()) {
+            let _ = one.bind(task);
+        }
+        // In many steps.
+        (0..20).all(|_| {
+            server.check("write");
+            std::thread::sleep(Duration::from_millis(50));
+            may_run(daemon.pid(), "worker-0").expect("a worker").1
+        })
+    };
+    // Who says so in the middle of a step, of just that processor, is not heard.
+    assert!(std::iter::repeat_with(stays).take(5).any(|stayed| stayed), "the worker went back to where it was before");
 }

@@ -54,8 +54,11 @@ scenarios! {
     free_gives_old_bytes_or_zeros: "lazy-free";
     remove_has_nothing_to_remove: "hole-punch";
     munmap_whole_and_in_part: "unmap";
+    nothing_comes_into_a_hole_of_the_programs: "holes";
+    what_failed_leaves_nothing_said: "failed-maps";
     mremap_grows_moves_shrinks: "remap";
     mremap_moves_what_was_given_back: "remap-healed";
+    mremap_tells_another_user_what_the_kernel_tells: "remap-as-another";
     mremap_keeps_what_parts_are_marked_with: "remap-marked";
     mprotect_is_obeyed: "protect";
     memory_with_a_key_is_left_alone: "keys";
@@ -116,6 +119,8 @@ scenarios! {
     memory_merge_by_prctl: "memory-merge";
     blocks_of_the_allocator: "blocks" "--all";
     blocks_that_are_never_freed: "blocks-kept" "--all";
+    blocks_that_end_while_they_are_merged: "marked-blocks";
+    blocks_lie_side_by_side: "side-by-side" "--all";
     memory_of_dead_slots_comes_back: "decay";
     writes_here_and_there_cost_no_mappings: "scatter";
     who_must_be_alone_does_not_count_the_agent: "tasks";
@@ -143,6 +148,21 @@ fn forks_go_on_beside_a_library_that_locks_for_them() {
         let (status, out, err) = finish(daemon.run(&options).arg(&program), 400);
         assert!(status.success(), "{options:?}: {status}\n{out}{err}");
     }
+}
+
+/// Debuggers start programs so, that each run is as the last.
+#[test]
+fn addresses_are_random_where_the_kernels_are() {
+    let (Some(program), Some(setarch)) = (semantics().filter(|_| can_merge()), installed("setarch")) else { return };
+    let daemon = Daemon::start(&["--no-keeper"]);
+    let place = |by: &[&std::ffi::OsStr]| {
+        let (status, out, err) = finish(daemon.run(&[]).args(by).arg(program).arg("place"), 120);
+        assert!(status.success(), "{status} {err}");
+        out
+    };
+    let fixed = [setarch.as_os_str(), "-R".as_ref()];
+    assert_eq!(place(&fixed), place(&fixed));
+    assert_ne!(place(&[]), place(&[]));
 }
 
 #[test]

@@ -5,6 +5,7 @@ mod common;
 use common::Reaped;
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::CommandExt;
 use std::process::{Command, Output, Stdio};
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
@@ -784,5 +785,41 @@ fn what_offers_json_prints_one_document() {
             || matches!(path.join(" ").as_str(), "image export" | "image exec");
         let offers = options(&help).iter().any(|(name, _)| name == "json");
         assert!(offers || silent, "{path:?} has no --json");
+    }
+}
+
+/// As if it had been started without the tool: signals that are ignored or blocked stay so, and what is closed is closed.
+#[test]
+fn what_run_becomes_begins_as_it_began() {
+    let tool = Tool::new();
+    if !merges(&tool) {
+        return;
+    }
+    let daemon = common::Daemon::start(&["--no-keeper"]);
+    let said = |mut command: Command, args: &[&str], ignored: bool, closed: libc::c_int| {
+        let begin = move || {
+            // SAFETY: system calls that are safe between fork and exec, on a set that is filled first.
+            unsafe {
+                let mut set = std::mem::zeroed();
+                libc::sigemptyset(&mut set);
+                libc::sigaddset(&mut set, libc::SIGUSR1);
+                libc::pthread_sigmask(libc::SIG_SETMASK, &set, std::ptr::null_mut());
+                libc::signal(libc::SIGPIPE, if ignored { libc::SIG_IGN } else { libc::SIG_DFL });
+                libc::close(closed);
+            }
+            Ok(())
+        };
+        // SAFETY: as above.
+        unsafe { command.args(args).pre_exec(begin) };
+        let output = command.output().expect("it runs");
+        (output.status.code(), text(&output.stdout))
+    };
+    for (ignored, closed) in [(true, 0), (false, 2)] {
+        for args in
+            [["/bin/grep", "-E", "SigBlk|SigIgn", "/proc/self/status"], ["/bin/ls", "-1", "-U", "/proc/self/fd"]]
+        {
+            let plain = said(Command::new(args[0]), &args[1..], ignored, closed);
+            assert_eq!(said(daemon.run(&[]), &args, ignored, closed), plain, "{args:?}");
+        }
     }
 }

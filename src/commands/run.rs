@@ -1,7 +1,7 @@
 //! `pagefold run`: starts a program whose equal pages are merged with those of others.
 
 use super::Error;
-use crate::{host, note};
+use crate::{begun, host, note};
 use std::ffi::OsString;
 use std::io::Read;
 use std::os::unix::process::CommandExt;
@@ -85,6 +85,7 @@ pub const FAILED: u8 = 125;
 pub fn run(args: Args) -> Result<ExitCode, Error> {
     let error = match prepare(&args) {
         Ok(mut command) => {
+            begun::pass_on(&mut command);
             let error = command.exec();
             // As a program starts with it: whose reader of standard error has left would now be ended by the line below.
             // SAFETY: no handler is set.
@@ -153,10 +154,10 @@ fn prepare(args: &Args) -> Result<Command, Error> {
     if !remap {
         return Ok(command);
     }
-    if is_static(&args.command[0]) {
+    if let Some(why) = takes_no_agent(&args.command[0]) {
         let free = args.backend == Backend::Auto && !args.client.cold && args.client.domain.is_none();
         note!(
-            "pagefold: {} is a static program, into which the agent cannot load: it runs unmerged{}",
+            "pagefold: {} {why}: it runs unmerged{}",
             args.command[0].to_string_lossy(),
             if free { "; --backend ksm can serve it" } else { "" }
         );
@@ -188,8 +189,8 @@ fn prefer_ksm() -> Result<bool, Error> {
     Ok(pagefold_os::ksm::read("run")? == 1)
 }
 
-/// True if `program` is an ELF file that names no interpreter: nothing can be preloaded into it.
-fn is_static(program: &OsString) -> bool {
+/// Why the agent cannot load into `program`, or will stand aside there, as far as its file tells.
+fn takes_no_agent(program: &OsString) -> Option<&'static str> {
     let found = if Path::new(program).components().count() > 1 {
         Some(PathBuf::from(program))
     } else {
@@ -197,18 +198,28 @@ fn is_static(program: &OsString) -> bool {
             .map(|dir| dir.join(program))
             .find(|path| path.is_file())
     };
-    let Some(mut file) = found.and_then(|path| std::fs::File::open(path).ok()) else { return false };
-    let mut head = vec![0u8; 4096];
-    let got = file.read(&mut head).unwrap_or(0);
-    head.truncate(got);
-    if got < 64 || &head[..4] != b"\x7fELF" || head[4] != 2 {
-        return false;
+    let mut head = [0u8; 4096];
+    let got = std::fs::File::open(found?).ok()?.read(&mut head).ok()?;
+    let head = &head[..got];
+    if got < 64 || &head[..4] != b"\x7fELF" {
+        return None;
+    }
+    if head[4] != 2 {
+        return Some("is a program of 32 bits, into which the agent cannot load");
     }
     let word = |at: usize| u16::from_le_bytes([head[at], head[at + 1]]) as usize;
-    let offset = u64::from_le_bytes(head[32..40].try_into().unwrap_or_default()) as usize;
-    let (size, count) = (word(54), word(56));
+    let long = |at: usize| Some(u64::from_le_bytes(head.get(at..at + 8)?.try_into().ok()?) as usize);
     const PT_INTERP: u8 = 3;
-    let starts = (0..count).map(|index| offset.saturating_add(index * size)).filter(|at| at + 4 <= head.len());
-    let mut kinds = starts.map(|at| head[at]);
-    count > 0 && !kinds.any(|kind| kind == PT_INTERP)
+    let (offset, size, count) = (long(32)?, word(54), word(56));
+    let mut parts = (0..count).map(|index| offset.saturating_add(index * size)).filter(|at| *at < head.len());
+    match parts.find(|at| head[*at] == PT_INTERP) {
+        None if count > 0 => Some("is a static program, into which the agent cannot load"),
+        None => None,
+        Some(at) => {
+            let (start, len) = (long(at + 8)?, long(at + 32)?);
+            let loader = head.get(start..start.checked_add(len)?)?;
+            let name = loader.rsplit(|byte| *byte == b'/').next()?;
+            name.starts_with(b"ld-musl-").then_some("is linked with musl, where the agent stands aside")
+        }
+    }
 }

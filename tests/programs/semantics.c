@@ -12,6 +12,7 @@
 #include <linux/io_uring.h>
 #include <linux/seccomp.h>
 #include <linux/userfaultfd.h>
+#include <malloc.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
@@ -28,6 +29,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
@@ -812,6 +814,48 @@ static void unmap(void) {
     CHECK(faults(r.at, 0), "an unmapped page can be read");
 }
 
+// A call that fails when the kernel has unmapped what lay there: what the program said of that is not said of what comes there next.
+static void failed_maps(void) {
+    struct region r = merged(1024), target = merged(1024);
+    int pair[2];
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0, "socketpair");
+    const size_t len = 512 * PAGE;
+    CHECK(madvise(target.at, target.pages * PAGE, MADV_DONTFORK) == 0, "MADV_DONTFORK");
+    // A socket has no memory to map; the kernel asks it when the place is free.
+    CHECK(mmap(target.at, len, PROT_READ, MAP_SHARED | MAP_FIXED, pair[0], 0) == MAP_FAILED, "a socket was mapped");
+    // Longer than all memory may be.
+    char *plain = fill(1, 1, 1).at, *place = target.at + len;
+    struct rlimit old, little;
+    CHECK(getrlimit(RLIMIT_AS, &old) == 0, "getrlimit");
+    little = (struct rlimit){PAGE, old.rlim_max};
+    CHECK(setrlimit(RLIMIT_AS, &little) == 0, "setrlimit");
+    char *moved = mremap(plain, PAGE, len, MREMAP_MAYMOVE | MREMAP_FIXED, place);
+    CHECK(setrlimit(RLIMIT_AS, &old) == 0 && moved == MAP_FAILED, "mremap beyond a limit");
+    size_t freed = 0;
+    for (int half = 0; half < 2; half++) {
+        unsigned char seen[512];
+        char *at = target.at + half * len;
+        struct region fresh = {at, 512, 128, 1000};
+        if (mincore(at, len, seen) == 0 || errno != ENOMEM) continue;
+        CHECK(mmap(at, len, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | 0x100000 /* MAP_FIXED_NOREPLACE */, -1, 0) == at, "mmap");
+        for (size_t i = 0; i < fresh.pages; i++) fill_page(at + i * PAGE, number_of(&fresh, i));
+        CHECK(madvise(at, len, MADV_NOHUGEPAGE) == 0, "MADV_NOHUGEPAGE");
+        madvise(at, len, MADV_MERGEABLE);
+        wait_merged(&fresh, fresh.pages / 2);
+        CHECK(!flag_at(at, " dc"), "fresh memory is not the child's");
+        pid_t child = fork();
+        if (child == 0) {
+            check(&fresh, "in the child");
+            _exit(0);
+        }
+        CHECK(ended_well(child), "the child of fresh memory");
+        check(&fresh, "in the parent");
+        freed++;
+    }
+    check(&r, "after all");
+    if (!freed) SKIP("this kernel unmaps nothing for a call that fails");
+}
+
 // A child moves what has a hole, which the kernel may take for several mappings (since Linux 6.17) or refuse.
 static void move_around_a_hole(struct region *r, int flags) {
     const size_t hole = r->pages / 2;
@@ -862,6 +906,49 @@ static void remap(void) {
     check(&r, "after shrinking");
     write_all(&r, 31000, "after mremap");
 }
+
+// Who has become another user may not read his memory by /proc, and is told of two mappings what the kernel tells of them.
+static void remap_as_another(void) {
+    struct region r = merged(1024);
+    if (setgid(65534) != 0 || setuid(65534) != 0) SKIP("not root");
+    struct region two = fill(4, 4, 1);
+    CHECK(madvise(two.at, PAGE, MADV_DONTFORK) == 0, "MADV_DONTFORK");
+    char *moved = mremap(two.at, 4 * PAGE, 8 * PAGE, MREMAP_MAYMOVE);
+    CHECK(moved != MAP_FAILED || errno == EFAULT, "mremap of two mappings");
+    if (moved != MAP_FAILED) two.at = moved;
+    check(&two, "after mremap");
+    check(&r, "after all");
+}
+
+// Where the program has unmapped something nothing comes that it did not map: it may want the place again (MAP_FIXED).
+static void holes(void) {
+    enum { HOLES = 8, LEN = 16 };
+    unsigned char seen[LEN];
+    char *at[HOLES];
+    for (int i = 0; i < HOLES; i++) {
+        at[i] = mmap(NULL, (LEN << i) * PAGE, PROT_READ, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+        CHECK(at[i] != MAP_FAILED, "mmap");
+        // Else they would be one.
+        CHECK(mmap(NULL, PAGE, PROT_NONE, MAP_SHARED | MAP_ANONYMOUS, -1, 0) != MAP_FAILED, "mmap");
+    }
+    // What the program maps itself comes before.
+    struct region r = fill(1024, 256, 1000);
+    FILE *maps = fopen("/proc/thread-self/maps", "r");
+    CHECK(maps && getc(maps) != EOF, "maps");
+    kept_maps = maps;
+    for (int i = 0; i < HOLES; i++) CHECK(munmap(at[i], (LEN << i) * PAGE) == 0, "munmap");
+    madvise(r.at, r.pages * PAGE, MADV_NOHUGEPAGE);
+    CHECK(madvise(r.at, r.pages * PAGE, MADV_MERGEABLE) == 0, "MADV_MERGEABLE");
+    wait_merged(&r, r.pages / 2);
+    nap(1500);
+    for (int i = 0; i < HOLES; i++)
+        for (size_t page = 0; page < (size_t)LEN << i; page++)
+            CHECK(mincore(at[i] + page * PAGE, PAGE, seen) == -1 && errno == ENOMEM, "something came to page %zu of hole %d", page, i);
+    check(&r, "beside holes");
+}
+
+// Tells where a large block lies.
+static void place(void) { printf("%p\n", mmap(NULL, 64 * MIB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)); }
 
 // What a part of a mapping is marked with it keeps, whatever becomes of the rest.
 static void remap_marked(void) {
@@ -1559,6 +1646,22 @@ static void wipe_on_fork(void) {
     CHECK(ended_well(child), "what is to be wiped was merged");
     check(&wiped, "in the parent");
     check(&other, "beside");
+    // Of a hole the kernel tells, and what lies around it is to be wiped all the same.
+    struct region holed = fill(1024, 256, 1000);
+    madvise(holed.at, holed.pages * PAGE, MADV_NOHUGEPAGE);
+    CHECK(munmap(holed.at + 512 * PAGE, PAGE) == 0, "munmap");
+    CHECK(madvise(holed.at, holed.pages * PAGE, MADV_WIPEONFORK) == -1 && errno == ENOMEM, "MADV_WIPEONFORK of a hole");
+    madvise(holed.at, holed.pages * PAGE, MADV_MERGEABLE);
+    struct region more = merged(1024);
+    nap(1500);
+    child = fork();
+    if (child == 0) {
+        for (size_t i = 0; i < holed.pages; i++)
+            if (i != 512) CHECK(page_is_zero(holed.at + i * PAGE), "page %zu beside a hole is not wiped", i);
+        _exit(0);
+    }
+    CHECK(ended_well(child), "what is to be wiped beside a hole was merged");
+    check(&more, "beside the hole");
 }
 
 static int flag_at(void *at, const char *flag) {
@@ -2876,6 +2979,55 @@ static void scatter(void) {
     printf("%zu mappings at most\n", most);
 }
 
+// Blocks of malloc(3) that the program wants merged end in the middle of that, and others begin there at once.
+static void marked_blocks(void) {
+    enum { PAGES = 80, INSIDE = PAGES - 2 };
+    struct region r = merged(1024);
+    // Each has a mapping of its own, also after others were freed.
+    CHECK(mallopt(M_MMAP_THRESHOLD, 128 << 10) == 1, "mallopt");
+    size_t ended = 0, turns = 0;
+    for (double began = now(); ended < 10; turns++) {
+        CHECK(now() - began < WAIT_MAX, "only %zu of %zu blocks ended while they were merged", ended, turns);
+        char *block = malloc(PAGES * PAGE - 32), *at = block + PAGE - (size_t)block % PAGE;
+        CHECK(block, "malloc");
+        for (size_t i = 0; i < INSIDE; i++) fill_page(at + i * PAGE, 1000 + i % 7);
+        madvise(at, INSIDE * PAGE, MADV_MERGEABLE);
+        // What is away for a moment is not there.
+        int away = 0;
+        for (double waited = now(); !away && now() - waited < 1;) {
+            unsigned char seen[INSIDE];
+            CHECK(mincore(at, INSIDE * PAGE, seen) == 0, "mincore");
+            for (size_t i = 0; i < INSIDE; i++) away |= !(seen[i] & 1);
+        }
+        ended += away;
+        free(block);
+        uint64_t *fresh = calloc(PAGES * PAGE / 8 - 4, 8);
+        CHECK(fresh, "calloc");
+        usleep(2000);
+        for (size_t i = 0; i < PAGES * PAGE / 8 - 4; i++) CHECK(fresh[i] == 0, "turn %zu: word %zu of a fresh block is old", turns, i);
+        free(fresh);
+    }
+    check(&r, "after all");
+}
+
+// Large blocks lie side by side and are one mapping, as without an agent: a program may have only so many.
+static void side_by_side(void) {
+    enum { BLOCKS = 2000 };
+    struct region r = merged(1024);
+    FILE *maps = fopen("/proc/thread-self/maps", "r");
+    CHECK(maps, "maps");
+    size_t lines[2] = {0, 0};
+    for (int when = 0; when < 2; when++) {
+        rewind(maps);
+        for (int c = fgetc(maps); c != EOF; c = fgetc(maps)) lines[when] += c == '\n';
+        for (size_t i = 0; i < BLOCKS && when == 0; i++)
+            CHECK(mmap(NULL, (1 + i % 3) * MIB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0) != MAP_FAILED, "block %zu", i);
+    }
+    fclose(maps);
+    CHECK(lines[1] < lines[0] + BLOCKS, "%zu mappings became %zu by %d blocks", lines[0], lines[1], BLOCKS);
+    check(&r, "beside them");
+}
+
 static void *wait_for_end(void *end) {
     while (!atomic_load((atomic_int *)end)) nap(1);
     return NULL;
@@ -2889,6 +3041,18 @@ static unsigned long threads_by(int dir, const char *path) {
         CHECK(plain.st_nlink == at.st_nlink, "%s has %lu and %lu links", path, plain.st_nlink, at.st_nlink);
     }
     return at.st_nlink - 2;
+}
+
+// What a stream on the process's line in /proc tells of its threads; the rest is as the kernel has it.
+static long threads_told(void) {
+    FILE *file = fopen("/proc/self/stat", "r");
+    char line[1024] = "", name[64];
+    CHECK(file && fgets(line, sizeof line, file) && fclose(file) == 0, "/proc/self/stat");
+    int pid, parent;
+    long count;
+    CHECK(sscanf(line, "%d (%63[^)]) %*c %d %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %ld", &pid, name, &parent, &count) == 4, "%s", line);
+    CHECK(pid == getpid() && parent == getppid() && strcmp(name, "semantics") == 0 && line[strlen(line) - 1] == '\n', "%s", line);
+    return count;
 }
 
 // Who must be alone counts the directories of its threads, as the sandbox of Chromium does: the agent's is none of them.
@@ -2905,6 +3069,7 @@ static void tasks(void) {
     for (unsigned long count = 1; count <= 2; count++) {
         unsigned long counts[] = {threads_by(proc, "self/task/"), threads_by(proc, "self/task"), threads_by(proc, own), threads_by(-1, "/proc/self/task")};
         for (int i = 0; i < 4; i++) CHECK(counts[i] == count, "%lu threads by name %d, not %lu", counts[i], i, count);
+        CHECK(threads_told() == (long)count, "%ld threads are told, not %lu", threads_told(), count);
         if (count == 1) CHECK(pthread_create(&thread, NULL, wait_for_end, &end) == 0, "pthread_create");
     }
     atomic_store(&end, 1);
@@ -2941,12 +3106,12 @@ static const struct scenario scenarios[] = {
     {"writers", writers}, {"unmergeable-writers", unmergeable_writers}, {"lock-writers", lock_writers}, {"forks", forks}, {"orphan", orphan}, {"all-that-is-listed", all_that_is_listed}, {"child-without-daemon", child_without_daemon}, {"process-namespace", process_namespace}, {"main-ends", main_ends},
     {"vforks", vforks}, {"vforks-with-less", vforks_with_less}, {"daemonize", daemonize}, {"dontneed", dontneed}, {"dontneed-syscall", dontneed_syscall},
     {"dontneed-raw", dontneed_raw}, {"dontneed-hole", dontneed_hole}, {"dontneed-at-a-limit", dontneed_at_a_limit}, {"dontneed-racing", dontneed_racing}, {"lazy-free", lazy_free},
-    {"hole-punch", hole_punch}, {"unmap", unmap}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-marked", remap_marked}, {"protect", protect}, {"keys", keys}, {"keys-and-advice", keys_and_advice}, {"lock", lock}, {"locks", locks}, {"locks-at-a-limit", locks_at_a_limit}, {"locks-and-children", locks_and_children},
+    {"hole-punch", hole_punch}, {"unmap", unmap}, {"failed-maps", failed_maps}, {"remap", remap}, {"remap-healed", remap_healed}, {"remap-as-another", remap_as_another}, {"holes", holes}, {"place", place}, {"remap-marked", remap_marked}, {"protect", protect}, {"keys", keys}, {"keys-and-advice", keys_and_advice}, {"lock", lock}, {"locks", locks}, {"locks-at-a-limit", locks_at_a_limit}, {"locks-and-children", locks_and_children},
     {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"seal-and-discard", seal_and_discard}, {"seal-raw", seal_raw}, {"seal-and-discard-raw", seal_and_discard_raw}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"flags-raw", flags_raw}, {"marks", marks}, {"huge", huge},
     {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"closed-at-once", closed_at_once}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"less-with-nobody-there", less_with_nobody_there}, {"privileges-in-handlers", privileges_in_handlers}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},
-    {"direct", direct}, {"uring", uring}, {"uring-leaving", uring_leaving}, {"uring-remap", uring_remap}, {"uring-realloc", uring_realloc}, {"system-calls", system_calls}, {"blocks", blocks}, {"blocks-kept", blocks_kept}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
+    {"direct", direct}, {"uring", uring}, {"uring-leaving", uring_leaving}, {"uring-remap", uring_remap}, {"uring-realloc", uring_realloc}, {"system-calls", system_calls}, {"blocks", blocks}, {"blocks-kept", blocks_kept}, {"marked-blocks", marked_blocks}, {"side-by-side", side_by_side}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
     {"memory-merge", memory_merge}, {"memory-merge-ends", memory_merge_ends}, {"serve", serve}, {"decay", decay}, {"scatter", scatter}, {"tasks", tasks}, {"mappings", mappings},
 };
 

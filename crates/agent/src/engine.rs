@@ -154,7 +154,7 @@ impl Agent {
             // Between two pages that nobody may touch, so that it never joins what lies beside it.
             let (len, flags) = (NURSERY_LEN + 2 * PAGE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
             // SAFETY: the kernel chooses a free range.
-            let addr = unsafe { mem::map(0, len, libc::PROT_NONE, flags, -1, 0) }?;
+            let addr = unsafe { mem::map(mem::wish(len), len, libc::PROT_NONE, flags, -1, 0) }?;
             base = addr + PAGE;
             // SAFETY: the range is ours.
             if let Err(errno) = unsafe { mem::protect(base, NURSERY_LEN, libc::PROT_READ | libc::PROT_WRITE) } {

@@ -32,13 +32,14 @@ use crate::process::mark_origin;
 use crate::shared::SHARED;
 use active::ACTIVE;
 use away::start_unless_away;
-use c_library::{is_instrumented, next, text};
+use c_library::{glibc, glibc_version, is_instrumented, next, text};
 use core::ffi::CStr;
 use core::sync::atomic::Ordering;
 use fork::{NEXT_CLONE, NEXT_FORK, NEXT_LIBC_FORK, register_first};
-use malloc::{__libc_realloc, NEXT_REALLOC, look_at_allocator, next_free};
+use malloc::{NEXT_REALLOC, look_at_allocator, next_free};
 use mapping::{ZONE_NEXT, ZONE_START};
-use pagefold_os::syscall;
+use pagefold_os::fd::Fd;
+use pagefold_os::{mem, syscall};
 
 #[cfg(not(test))]
 #[panic_handler]
@@ -50,11 +51,29 @@ fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
     }
 }
 
+/// True if the kernel places this program's memory as in every run. By a file: a filter may forbid personality(2).
+fn is_placed_alike() -> bool {
+    let mut digits = [0u8; 8];
+    let file = Fd::open(c"/proc/self/personality", libc::O_RDONLY, 0);
+    let read = file.and_then(|file| file.read(&mut digits)) == Ok(digits.len());
+    let personality = core::str::from_utf8(&digits).ok().and_then(|text| u32::from_str_radix(text, 16).ok());
+    read && personality.is_some_and(|bits| bits & libc::ADDR_NO_RANDOMIZE as u32 != 0)
+}
+
 /// Runs before the program's own code.
 extern "C" fn begin() {
     // Before there are other threads: what serves during the first lookup is not theirs if another allocator is preloaded.
     next_free();
-    next(&NEXT_REALLOC, c"realloc".as_ptr(), __libc_realloc as *const () as usize);
+    next(&NEXT_REALLOC, c"realloc".as_ptr(), glibc().realloc);
+    // Looked up now: later it might be in a signal handler.
+    next(&NEXT_FORK, c"_Fork".as_ptr(), 0);
+    next(&NEXT_LIBC_FORK, c"fork".as_ptr(), 0);
+    next(&NEXT_CLONE, c"clone".as_ptr(), 0);
+    privileges::look_up();
+    if glibc_version().is_none() {
+        // Another C library does other things from within (forks, blocks): its program runs as without us.
+        return;
+    }
     let Some(socket) = text(c"PAGEFOLD_SOCKET").filter(|_| !is_instrumented()) else { return };
     let domain = text(c"PAGEFOLD_DOMAIN").unwrap_or(b"");
     let cold = text(c"PAGEFOLD_COLD") == Some(b"1");
@@ -72,18 +91,16 @@ extern "C" fn begin() {
         return;
     }
     look_at_allocator();
-    // The zone starts anywhere in 16 TiB, as the kernel's own placement would.
+    // The zone starts anywhere in 16 TiB, as the kernel's own placement would; where that is always the same, so is ours.
     let mut random = 0u64;
-    // SAFETY: the kernel fills the 8 bytes.
-    let _ = unsafe { syscall!(libc::SYS_getrandom, core::ptr::from_mut(&mut random), 8, 0) };
+    if !is_placed_alike() {
+        // SAFETY: the kernel fills the 8 bytes.
+        let _ = unsafe { syscall!(libc::SYS_getrandom, core::ptr::from_mut(&mut random), 8, 0) };
+    }
     ZONE_NEXT.store(ZONE_START + (random % (16 << 40)) / (2 << 20) * (2 << 20), Ordering::Relaxed);
+    mem::keep_apart(random.rotate_left(32));
     register_first();
-    // Looked up now: later it might be in a signal handler.
-    next(&NEXT_FORK, c"_Fork".as_ptr(), 0);
-    next(&NEXT_LIBC_FORK, c"fork".as_ptr(), 0);
-    next(&NEXT_CLONE, c"clone".as_ptr(), 0);
     mark_origin();
-    privileges::look_up();
     ACTIVE.store(true, Ordering::Release);
     // The C library's allocator maps memory without our seeing it, so there may never be a better moment.
     if all {

@@ -493,18 +493,21 @@ impl Daemon {
         if self.config.idle_priority {
             let _ = sched::donate_idle_time();
         }
-        let everywhere = sched::Cpus::of_thread().ok();
         let mut gone = Vec::new();
         while !self.stopping.load(Ordering::Acquire) && !over.load(Ordering::Acquire) {
             let seen = *lock(&wake.0);
             let now = sched::monotonic_ns();
             // For the length of a step worker and agent stay on one processor and take turns there. Left alone, the kernel
             // wakes each on the processor that rests, and waking one costs more than most requests.
+            let everywhere = sched::Cpus::of_thread().ok();
             let seat = everywhere.as_ref().and_then(|everywhere| self.take_seat(everywhere));
             let step = domain.step_any(now, seat, &mut gone);
             if let (Some(cpu), Some(everywhere)) = (seat, &everywhere) {
                 lock(&self.seats).retain(|taken| *taken != cpu);
-                let _ = everywhere.bind_thread();
+                // Who has said meanwhile where this thread may run means it.
+                if sched::Cpus::of_thread().ok() == sched::Cpus::one(cpu) {
+                    let _ = everywhere.bind_thread();
+                }
             }
             for id in gone.drain(..) {
                 self.forget(|client| client.id == id && client.key == *key);

@@ -2,6 +2,33 @@
 
 use crate::raw::Result;
 use crate::{PAGE_SIZE, syscall};
+use core::sync::atomic::{AtomicU64, Ordering};
+
+/// Where the next mapping is asked for that may lie anywhere; 0 for the kernel's choice.
+static NEXT: AtomicU64 = AtomicU64::new(0);
+
+/// Where what is mapped apart lies: below all that the kernel gives by itself.
+const APART: core::ops::Range<u64> = 0x0800_0000_0000..0x1000_0000_0000;
+
+/// Keeps the mappings of this process that are made by [`Mapping`] apart from those that others make, by `random`: the kernel puts
+/// them into holes, and a program may know of a hole of its own where it wants something later.
+pub fn keep_apart(random: u64) {
+    let room = (APART.end - APART.start) / 2;
+    NEXT.store(APART.start + random % room / PAGE_SIZE as u64 * PAGE_SIZE as u64, Ordering::Relaxed);
+}
+
+/// A wish where `len` bytes are to lie, if [`keep_apart`] was called; where something is already the kernel chooses. None touches
+/// another, and what can have huge pages begins with one.
+pub fn wish(len: u64) -> u64 {
+    const HUGE: u64 = 2 << 20;
+    let begin = |at: u64| if len >= HUGE { at.next_multiple_of(HUGE) } else { at };
+    let next = |at: u64| match begin(at) + len + PAGE_SIZE as u64 {
+        _ if at == 0 => None,
+        next if next < APART.end => Some(next),
+        _ => Some(APART.start),
+    };
+    NEXT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next).map_or(0, begin)
+}
 
 /// Maps memory as mmap(2) and returns its address.
 ///
@@ -92,7 +119,7 @@ impl Mapping {
         // SAFETY: the kernel chooses a free range.
         let addr = unsafe {
             map(
-                0,
+                wish(len),
                 len,
                 libc::PROT_READ | libc::PROT_WRITE,
                 libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
@@ -112,7 +139,7 @@ impl Mapping {
     pub fn file(fd: i32, offset: u64, len: usize, prot: i32, flags: i32) -> Result<Mapping> {
         let len = len.next_multiple_of(PAGE_SIZE) as u64;
         // SAFETY: without MAP_FIXED the kernel chooses a free range.
-        let addr = unsafe { map(0, len, prot, flags & !libc::MAP_FIXED, fd, offset) }?;
+        let addr = unsafe { map(wish(len), len, prot, flags & !libc::MAP_FIXED, fd, offset) }?;
         Ok(Mapping { addr, len })
     }
 

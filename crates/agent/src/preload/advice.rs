@@ -8,7 +8,7 @@ use super::active::active;
 use super::alone::without_thread;
 use super::away::wanted;
 use super::c_library::{me, returned};
-use super::mapping::{note, range_of};
+use super::mapping::range_of;
 use super::unmerge::{gather_ending, gather_unwritable, unmerge};
 use crate::cold;
 use crate::maps::{Maps, pool_mappings};
@@ -22,8 +22,6 @@ use pagefold_os::{Range, mem};
 
 /// `MADV_WIPEONFORK`, which the kernel refuses for a file's pages: what is merged is plain memory first.
 fn wipe_on_fork(range: Range) -> Result<()> {
-    // SAFETY: changes no bytes of this process.
-    let call = || unsafe { mem::advise(range.start, range.len(), libc::MADV_WIPEONFORK) };
     let held = SHARED.guard.lock(me());
     let tables = SHARED.tables(&held);
     let merged = tables.merged.may_overlap(range) && pool_mappings(range, |_, _| true).unwrap_or(true);
@@ -35,24 +33,42 @@ fn wipe_on_fork(range: Range) -> Result<()> {
         // may lose one of their writes.
         without_thread(libc::EINVAL, range, || {
             let _held = SHARED.guard.lock(me());
-            gather_unwritable(range, libc::EINVAL).and_then(|()| call()).map(|()| 0)
+            gather_unwritable(range, libc::EINVAL).and_then(|()| wipe(range)).map(|()| 0)
         })?;
     } else {
-        call()?;
+        wipe(range)?;
     }
-    // So that a copy of it is wiped as well.
-    note(range, |note| note.wipe_on_fork = true);
     SHARED.changed();
     Ok(())
 }
 
+/// `MADV_WIPEONFORK` of plain memory; noted, so that a copy of it is wiped as well.
+fn wipe(range: Range) -> Result<()> {
+    // SAFETY: changes no bytes of this process.
+    let call = |range: Range| unsafe { mem::advise(range.start, range.len(), libc::MADV_WIPEONFORK) };
+    let held = SHARED.guard.lock(me());
+    let table = SHARED.tables(&held).table;
+    let result = call(range);
+    if result.is_ok() {
+        table.change(range, |note| note.wipe_on_fork = true);
+    } else {
+        // Of a hole the kernel tells when it has done the rest; what it refuses ends it, and not what it did before.
+        let mut wiped = true;
+        let _ = for_each_mapped(range, |part| {
+            wiped = wiped && call(part).is_ok();
+            if wiped {
+                table.change(part, |note| note.wipe_on_fork = true);
+            }
+        });
+    }
+    result
+}
+
 /// Calls `act` with what is mapped of `range`.
-fn for_each_mapped(range: Range, mut act: impl FnMut(Range)) -> Result<()> {
-    // Not on the stack, which may be a small one.
-    let room = mem::Mapping::anonymous(8 << 10)?;
-    // SAFETY: the mapping is ours, writable, and that long.
-    let buffer = unsafe { core::slice::from_raw_parts_mut(room.as_ptr(), room.len()) };
-    Maps::open()?.for_each(buffer, |map| {
+pub(super) fn for_each_mapped(range: Range, mut act: impl FnMut(Range)) -> Result<()> {
+    // On the stack, small as that may be: what was mapped for it might lie in a hole of the range.
+    let mut buffer = [0u8; 2 << 10];
+    Maps::open()?.for_each(&mut buffer, |map| {
         if map.range.overlaps(&range) {
             act(Range { start: map.range.start.max(range.start), end: map.range.end.min(range.end) });
         }

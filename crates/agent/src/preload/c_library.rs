@@ -14,6 +14,48 @@ unsafe extern "C" {
     fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
 }
 
+// What only the C library has that we know: null elsewhere. A loader ends a program in which a name is missing that is not weak.
+core::arch::global_asm!(
+    ".weak __libc_free",
+    ".weak __libc_realloc",
+    ".weak gnu_get_libc_version",
+    ".pushsection .data.rel.ro.pagefold_glibc, \"aw\"",
+    ".balign 8",
+    ".globl pagefold_glibc",
+    ".hidden pagefold_glibc",
+    "pagefold_glibc:",
+    ".quad __libc_free",
+    ".quad __libc_realloc",
+    ".quad gnu_get_libc_version",
+    ".popsection",
+);
+
+/// Functions of glibc's own; 0 where the program has another C library.
+pub(super) struct Glibc {
+    pub(super) free: usize,
+    pub(super) realloc: usize,
+    pub(super) version: usize,
+}
+
+/// Where they are.
+pub(super) fn glibc() -> Glibc {
+    unsafe extern "C" {
+        static pagefold_glibc: [usize; 3];
+    }
+    // SAFETY: three words, which the loader has filled before any code of ours runs.
+    let [free, realloc, version] = unsafe { core::ptr::read_volatile(&raw const pagefold_glibc) };
+    Glibc { free, realloc, version }
+}
+
+/// Its version; nothing in a program with another C library, such as musl.
+pub(super) fn glibc_version() -> Option<&'static CStr> {
+    match glibc().version {
+        0 => None,
+        // SAFETY: glibc's function of this name has this type, and gives a text that stays.
+        at => Some(unsafe { CStr::from_ptr(core::mem::transmute::<usize, extern "C" fn() -> *const c_char>(at)()) }),
+    }
+}
+
 pub(super) fn me() -> usize {
     // SAFETY: returns the thread's own pointer.
     unsafe { pthread_self() }

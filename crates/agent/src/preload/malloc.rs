@@ -3,13 +3,14 @@
 //! Such a block ends by an munmap(2) inside the C library, which nothing interposed shows. Which blocks are of that kind is read
 //! from the word before them, so only if the allocator is the C library's; ours may be called while the next one is looked up.
 
-use super::active::{active, managed_all};
-use super::c_library::{fail, first, me, next, next_with};
+use super::active::active;
+use super::c_library::{fail, first, glibc, glibc_version, me, next, next_with};
 use super::unmerge::gather;
 use crate::arena;
 use crate::cold;
+use crate::guard::Held;
 use crate::shared::SHARED;
-use core::ffi::{CStr, c_char, c_int, c_void};
+use core::ffi::{c_char, c_int, c_void};
 use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use pagefold_os::raw::Errno;
 use pagefold_os::{PAGE_SIZE, Range};
@@ -19,12 +20,6 @@ const PAGE: u64 = PAGE_SIZE as u64;
 static NEXT_FREE: AtomicUsize = AtomicUsize::new(0);
 pub(super) static NEXT_REALLOC: AtomicUsize = AtomicUsize::new(0);
 
-unsafe extern "C" {
-    fn gnu_get_libc_version() -> *const c_char;
-    fn __libc_free(block: *mut c_void);
-    pub(super) fn __libc_realloc(block: *mut c_void, size: usize) -> *mut c_void;
-}
-
 /// Our `free` was called with no block.
 static CALLED: AtomicBool = AtomicBool::new(false);
 
@@ -33,16 +28,16 @@ const LOOKING: usize = 1;
 
 /// The next `free`, or [`LOOKING`].
 pub(super) fn next_free() -> usize {
-    next_with(&NEXT_FREE, c"free".as_ptr(), LOOKING, __libc_free as *const () as usize)
+    next_with(&NEXT_FREE, c"free".as_ptr(), LOOKING, glibc().free)
 }
 
-/// The size of `block` if the C library's allocator mapped it for itself and we manage such blocks.
+/// The size of `block` if the C library's allocator mapped it for itself: it may be managed, by the program's word if not by ours.
 ///
 /// # Safety
 /// `block` is a live block of the C library's allocator.
 unsafe fn own_mapping(block: *mut c_void, next: usize, libc_own: usize) -> Option<Range> {
     const MAPPED: usize = 2;
-    if next != libc_own || block.is_null() || !active() || !managed_all() {
+    if next != libc_own || block.is_null() || !active() {
         return None;
     }
     // SAFETY: the word before a block of this allocator is its size with three flag bits.
@@ -82,10 +77,17 @@ pub unsafe extern "C" fn free(block: *mut c_void) {
                 unsafe { call(block) };
                 Ok(())
             });
-            SHARED.tables(&held).table.forget(range);
-            drop(held);
-            SHARED.changed();
+            forget(&held, range);
         }
+    }
+}
+
+/// `range` is no block any more.
+fn forget(held: &Held<'_>, range: Range) {
+    let table = SHARED.tables(held).table;
+    if table.knows(range) {
+        table.forget(range);
+        SHARED.changed();
     }
 }
 
@@ -102,7 +104,7 @@ fn libc_free_of_next() -> usize {
                 // Asked while it is looked up: nothing is known yet.
                 return usize::MAX;
             }
-            let same = if same_object(found, gnu_get_libc_version as *const () as usize) { found } else { usize::MAX };
+            let same = if same_object(found, glibc().version) { found } else { usize::MAX };
             OWN.store(same, Ordering::Release);
             same
         }
@@ -115,8 +117,7 @@ pub(super) fn look_at_allocator() {
     let sees = sees_blocks();
     SHARED.blocks.store(sees, Ordering::Relaxed);
     if sees {
-        // SAFETY: takes nothing, gives a text that stays.
-        arena::begin(unsafe { CStr::from_ptr(gnu_get_libc_version()) }.to_bytes());
+        arena::begin(glibc_version().unwrap_or(c"").to_bytes());
     }
 }
 
@@ -182,9 +183,8 @@ unsafe fn copy_block(block: *mut c_void, len: usize, size: usize) -> *mut c_void
 /// As realloc(3).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn realloc(block: *mut c_void, size: usize) -> *mut c_void {
-    let own = __libc_realloc as *const () as usize;
-    let function = next(&NEXT_REALLOC, c"realloc".as_ptr(), own);
-    let free_function = next(&NEXT_FREE, c"free".as_ptr(), __libc_free as *const () as usize);
+    let function = next(&NEXT_REALLOC, c"realloc".as_ptr(), glibc().realloc);
+    let free_function = next(&NEXT_FREE, c"free".as_ptr(), glibc().free);
     // SAFETY: the block is live, as the caller promises.
     let mapped = unsafe { own_mapping(block, free_function, libc_free_of_next()) };
     // SAFETY: `function` is a `realloc`.
@@ -211,10 +211,8 @@ pub unsafe extern "C" fn realloc(block: *mut c_void, size: usize) -> *mut c_void
             let moved = unsafe { call(block, size) };
             // Else the block lives on where it is.
             if !moved.is_null() || size == 0 {
-                SHARED.tables(&held).table.forget(range);
+                forget(&held, range);
             }
-            drop(held);
-            SHARED.changed();
             moved
         }
     }

@@ -6,10 +6,12 @@
 //! something else while its pages are in our hands.
 
 use super::active::{active, managed_all};
+use super::advice::for_each_mapped;
 use super::away::wanted;
 use super::c_library::{fail, me, returned};
 use super::unmerge::{gather, gather_each};
 use crate::cold;
+use crate::guard::Held;
 use crate::listing::ALL_MIN;
 use crate::maps::pool_mappings;
 use crate::shared::{NOTHING, SHARED};
@@ -38,13 +40,15 @@ pub(super) fn range_of(addr: *mut c_void, len: usize) -> Option<Range> {
 }
 
 /// Where in the zone a block of `len` bytes is to be; nothing if there is no room. What asks for more than that uses up none.
+///
+/// Side by side, as the kernel has them: many blocks are one mapping then, and a program may have only so many.
 fn place(len: u64) -> Option<u64> {
+    const HUGE: u64 = 2 << 20;
     let size = len.checked_next_multiple_of(PAGE).filter(|size| *size < ZONE_END)?;
-    // Blocks that can hold huge pages begin where huge pages begin.
-    let align = if size >= 2 << 20 { 2 << 20 } else { PAGE };
-    let step = |at: u64| (at != 0 && at + align + size < ZONE_END).then_some(at + align + size);
-    let at = ZONE_NEXT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, step).ok()?;
-    Some(at.next_multiple_of(align))
+    // Blocks of whole huge pages begin where huge pages begin, again as with the kernel.
+    let begin = |at: u64| if size.is_multiple_of(HUGE) { at.next_multiple_of(HUGE) } else { at };
+    let step = |at: u64| Some(begin(at) + size).filter(|end| at != 0 && *end < ZONE_END);
+    ZONE_NEXT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, step).ok().map(begin)
 }
 
 fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: i64) -> Result<u64> {
@@ -76,7 +80,8 @@ fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offs
         let mapped = cold::voiding(range, || {
             // SAFETY: the program's own call.
             unsafe { mem::map(addr as u64, len as u64, prot, flags, fd, offset as u64) }
-        })?;
+        })
+        .inspect_err(|_| forget_holes(&held, range))?;
         let table = SHARED.tables(&held).table;
         // A part of what is managed stays so, however small.
         let manageable = manageable && (large || table.sees(range));
@@ -105,6 +110,23 @@ fn note_mapped(start: u64, len: usize, open: bool, mark: impl Fn(&mut Note)) {
         if open {
             wanted();
         }
+    }
+}
+
+/// Forgets what is no mapping of `range` any more: a call that puts something there may fail when what was there is gone.
+fn forget_holes(held: &Held<'_>, range: Range) {
+    let table = SHARED.tables(held).table;
+    if !table.knows(range) {
+        return;
+    }
+    let mut at = range.start;
+    let seen = for_each_mapped(range, |part| {
+        table.forget(Range { start: at, end: part.start });
+        at = part.end;
+    });
+    if seen.is_ok() {
+        table.forget(Range { start: at, end: range.end });
+        SHARED.changed();
     }
 }
 
@@ -231,7 +253,12 @@ pub unsafe extern "C" fn mremap(
         let result = match gathered.and_then(|()| cold::voiding(voided, call)) {
             // More than one mapping, perhaps by us: what was given back does not join with what never was the pool's.
             Err(Errno(libc::EFAULT)) if stays => Err(Errno(libc::ENOMEM)),
-            Err(Errno(libc::EFAULT)) if !shrinks => gather(kept).and_then(|()| cold::voiding(voided, call)),
+            Err(Errno(libc::EFAULT)) if !shrinks => match gather(kept) {
+                Ok(()) => cold::voiding(voided, call),
+                Err(errno @ Errno(libc::ENOMEM)) => Err(errno),
+                // Who may not look at his own memory has it from the kernel.
+                Err(_) => Err(Errno(libc::EFAULT)),
+            },
             other => other,
         };
         if let Ok(moved) = result {
@@ -247,6 +274,8 @@ pub unsafe extern "C" fn mremap(
                 }
             }
             SHARED.changed();
+        } else {
+            forget_holes(&held, fixed);
         }
         drop(held);
         result

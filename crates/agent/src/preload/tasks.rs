@@ -1,15 +1,16 @@
 //! What a program sees of its threads. Who must be alone counts the links of `/proc/self/task`, as the processes do in which
-//! Chromium starts its sandboxes; the agent's threads are none of the program's.
+//! Chromium starts its sandboxes, or reads `/proc/self/stat`, as Python does at a fork; the agent's threads are none of the program's.
 
 use super::active::active;
-use super::c_library::returned;
+use super::c_library::{fail, next, returned};
 use crate::chores::count_threads;
 use crate::process::is_own_process;
 use core::ffi::{CStr, c_char, c_int};
 use core::mem::MaybeUninit;
+use core::sync::atomic::AtomicUsize;
 use pagefold_os::fd::Fd;
-use pagefold_os::raw::Result;
-use pagefold_os::syscall;
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::{memfd, stat, syscall};
 
 /// Looks again while one of the agent's threads begins or ends.
 const TRIES: u32 = 5;
@@ -79,6 +80,80 @@ fn is_proc(dir: c_int, path: &CStr) -> bool {
 /// namespace above.
 fn threads() -> libc::nlink_t {
     count_threads() as libc::nlink_t
+}
+
+/// What the kernel tells of the process.
+const STAT: &CStr = c"/proc/self/stat";
+
+static NEXT_FOPEN: AtomicUsize = AtomicUsize::new(0);
+
+type FopenFn = unsafe extern "C" fn(*const c_char, *const c_char) -> *mut libc::FILE;
+
+/// fopen(3): `/proc/self/stat`, of which Python (since 3.12) reads at each fork whether there are threads beside, tells of the
+/// program's own.
+///
+/// # Safety
+/// As fopen(3).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fopen(path: *const c_char, mode: *const c_char) -> *mut libc::FILE {
+    let found = next(&NEXT_FOPEN, c"fopen".as_ptr(), 0);
+    if found == 0 {
+        fail(Errno(libc::ENOSYS));
+        return core::ptr::null_mut();
+    }
+    // SAFETY: the C library's function of this name has this type; the program's own call.
+    let file = unsafe { core::mem::transmute::<usize, FopenFn>(found)(path, mode) };
+    // SAFETY: a path that was opened is a string.
+    if file.is_null() || unsafe { CStr::from_ptr(path) } != STAT || threads() == 0 || !active() || !is_own_process() {
+        return file;
+    }
+    let Some(text) = own_stat() else { return file };
+    // SAFETY: the descriptor becomes the stream's.
+    let told = unsafe { libc::fdopen(text.raw(), mode) };
+    if told.is_null() {
+        return file;
+    }
+    core::mem::forget(text);
+    // SAFETY: nobody has it but us.
+    unsafe { libc::fclose(file) };
+    told
+}
+
+/// fopen(3), the same function on our architectures.
+///
+/// # Safety
+/// As fopen(3).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fopen64(path: *const c_char, mode: *const c_char) -> *mut libc::FILE {
+    // SAFETY: passed on.
+    unsafe { fopen(path, mode) }
+}
+
+/// A file with `/proc/self/stat` as if there were no agent.
+fn own_stat() -> Option<Fd> {
+    let mut text = [0u8; 1 << 10];
+    let len = Fd::open(STAT, libc::O_RDONLY, 0).ok()?.read(&mut text).ok()?;
+    let text = &text[..len];
+    let field = stat::field(text, 20)?;
+    let count = field.parse::<u64>().ok()?.checked_sub(threads())?;
+    let start = field.as_ptr() as usize - text.as_ptr() as usize;
+    let mut digits = [0; 20];
+    let (mut first, mut rest) = (digits.len(), count);
+    while rest > 0 || first == digits.len() {
+        first -= 1;
+        digits[first] = b'0' + (rest % 10) as u8;
+        rest /= 10;
+    }
+    let file = memfd::create(c"stat", 0).ok()?;
+    let mut at = 0;
+    for part in [&text[..start], &digits[first..], &text[start + field.len()..]] {
+        // By calls that a filter allows under which the agent stays; who reads begins at the start.
+        // SAFETY: the kernel reads the part.
+        let wrote = unsafe { syscall!(libc::SYS_pwrite64, file.raw(), part.as_ptr(), part.len(), at) };
+        (wrote == Ok(part.len())).then_some(())?;
+        at += part.len();
+    }
+    Some(file)
 }
 
 /// fstatat(2), under each name that programs were linked with.

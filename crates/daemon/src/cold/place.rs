@@ -141,20 +141,26 @@ impl Place {
         }
         self.faults = 0;
         if self.choice.at != before {
-            self.go();
+            self.go(before);
         }
     }
 
     /// Nobody faults: what was seen is of the past.
     pub fn rest(&mut self) {
         if self.follows() {
+            let before = self.choice.at;
             self.choice = Choice::default();
-            self.go();
+            self.go(before);
         }
     }
 
-    /// Only a matter of time, so that failing is none.
-    fn go(&self) {
+    /// From where it was told to be `before`. Only a matter of time, so that failing is none.
+    fn go(&mut self, before: Option<u64>) {
+        let Ok(now) = Cpus::of_thread() else { return };
+        if before.and_then(Cpus::one) != Some(now) {
+            // Who has said meanwhile where the thread may run means it.
+            self.cpus = now;
+        }
         let there = self.choice.at.filter(|cpu| self.cpus.contains(*cpu)).and_then(Cpus::one);
         let _ = there.unwrap_or(self.cpus).bind_thread();
     }
@@ -244,6 +250,33 @@ mod tests {
         }
         assert!(pauses.windows(2).all(|two| two[0] <= two[1]), "{pauses:?}");
         assert_eq!(pauses.last(), Some(&(MOVES_MAX + 1 + PAUSE_MAX + LOOKS_BEFORE)), "{pauses:?}");
+    }
+
+    #[test]
+    fn what_somebody_else_says_of_the_thread_stands() {
+        let all = Cpus::of_thread().expect("a set");
+        let mut cpus = all.iter();
+        let (Some(first), Some(second)) = (cpus.next(), cpus.next()) else {
+            return eprintln!("SKIPPED: one processor only");
+        };
+        std::thread::spawn(move || {
+            let [first, second] = [first, second].map(|cpu| (cpu, Cpus::one(cpu).expect("a processor")));
+            let mut place = Place::new(std::process::id() as i32);
+            let go = |place: &mut Place, to: Option<(u64, Cpus)>| {
+                let before = core::mem::replace(&mut place.choice.at, to.map(|(cpu, _)| cpu));
+                place.go(before);
+                Cpus::of_thread().expect("a set")
+            };
+            assert_eq!(go(&mut place, Some(first)), first.1);
+            assert_eq!(go(&mut place, Some(second)), second.1);
+            assert_eq!(go(&mut place, None), all);
+            assert_eq!(go(&mut place, Some(first)), first.1);
+            second.1.bind_thread().expect("allowed");
+            assert_eq!(go(&mut place, Some(first)), second.1, "it went where it may not run any more");
+            assert_eq!(go(&mut place, None), second.1);
+        })
+        .join()
+        .expect("no panic");
     }
 
     #[test]

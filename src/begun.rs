@@ -1,0 +1,52 @@
+//! How this process began, for what it becomes to begin so, too.
+//!
+//! Before `main` Rust's runtime has SIGPIPE ignored and opens /dev/null where a standard descriptor is closed; what a `Command`
+//! becomes gets the default for SIGPIPE. Who starts a program means what he set.
+
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+/// SIGPIPE was ignored.
+static IGNORED: AtomicBool = AtomicBool::new(false);
+/// Which standard descriptors were closed, by bits.
+static CLOSED: AtomicU32 = AtomicU32::new(0);
+
+/// Runs before the runtime.
+extern "C" fn look() {
+    // SAFETY: zeros are a value of it, and the kernel fills it.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    // SAFETY: asks only.
+    if unsafe { libc::sigaction(libc::SIGPIPE, std::ptr::null(), &mut action) } == 0 {
+        IGNORED.store(action.sa_sigaction == libc::SIG_IGN, Ordering::Relaxed);
+    }
+    for fd in 0..3 {
+        // SAFETY: asks only.
+        if unsafe { libc::fcntl(fd, libc::F_GETFD) } == -1 {
+            CLOSED.fetch_or(1 << fd, Ordering::Relaxed);
+        }
+    }
+}
+
+#[used]
+#[unsafe(link_section = ".init_array")]
+static LOOK: extern "C" fn() = look;
+
+/// Has `command` begin as this process began.
+pub fn pass_on(command: &mut Command) {
+    let (ignored, closed) = (IGNORED.load(Ordering::Relaxed), CLOSED.load(Ordering::Relaxed));
+    let restore = move || {
+        // SAFETY: no handler is set; the descriptors are /dev/null, closed if the program begins.
+        unsafe {
+            if ignored {
+                libc::signal(libc::SIGPIPE, libc::SIG_IGN);
+            }
+            for fd in (0..3).filter(|fd| closed & 1 << fd != 0) {
+                libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC);
+            }
+        }
+        Ok(())
+    };
+    // SAFETY: nothing but system calls that are safe between fork and exec.
+    unsafe { command.pre_exec(restore) };
+}
