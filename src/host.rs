@@ -181,10 +181,14 @@ pub fn environment(
     all: bool,
     cold: Option<&Cold>,
 ) -> Result<Vec<(String, String)>, Error> {
-    let agent = agent()?.display().to_string();
+    let text =
+        |path: &Path| path.to_str().map(str::to_owned).ok_or_else(|| format!("{}: not UTF-8 text", path.display()));
+    let agent = text(&agent()?).map_err(|error| format!("{error}; set PAGEFOLD_RUNTIME_DIR"))?;
     if agent.contains([' ', ':']) {
         return Err(format!("{agent}: the loader takes no path with a space or colon; set PAGEFOLD_RUNTIME_DIR").into());
     }
+    // Another name would be a daemon's that nobody starts.
+    let socket = text(socket).map_err(|error| format!("{error}; --socket names another"))?;
     let others = std::env::var("LD_PRELOAD").unwrap_or_default();
     let mut preload = agent;
     for other in others.split([':', ' ']).filter(|other| !other.is_empty() && !is_agent(other)) {
@@ -193,7 +197,7 @@ pub fn environment(
     }
     let mut pairs = vec![
         ("LD_PRELOAD".to_owned(), preload),
-        ("PAGEFOLD_SOCKET".to_owned(), socket.display().to_string()),
+        ("PAGEFOLD_SOCKET".to_owned(), socket),
         ("PAGEFOLD_ALL".to_owned(), u8::from(all).to_string()),
     ];
     // AddressSanitizer's library refuses programs in which it is not the first; the agent stands aside there.

@@ -40,7 +40,7 @@ Exit status:
   125 (run also for wrong usage), or 126 if the program cannot be run, 127 if it is not found.")]
 struct Cli {
     /// File with defaults for options, instead of /etc/pagefold/pagefold.toml and the user's; `none` for no file (`./none` is one)
-    #[arg(long, global = true, value_name = "PATH")]
+    #[arg(long, global = true, value_name = "PATH", display_order = 900)]
     config: Option<PathBuf>,
     #[command(subcommand)]
     command: commands::Command,

@@ -70,7 +70,11 @@ fn another_users_process_is_refused_in_one_line() {
     let output = as_nobody(&tool, &[&roots.0.id().to_string()]);
     assert_eq!(output.status.code(), Some(1));
     let errors = text(&output.stderr);
-    assert!(errors.contains("(sleep): may not be read") && errors.contains("run as root or as its owner"), "{errors}");
+    assert!(
+        errors.contains("(sleep): may not be read")
+            && errors.contains("run as its owner, or as root with CAP_SYS_PTRACE"),
+        "{errors}"
+    );
     assert_eq!(errors.lines().count(), 1, "{errors}");
 }
 
@@ -88,7 +92,7 @@ fn all_means_all_that_may_be_read() {
     assert!(sources.iter().any(|source| source["pid"] == own.0.id()), "{sources:?}");
     assert!(sources.iter().all(|source| source["domain"] == NOBODY), "{sources:?}");
     let notes = report["notes"].to_string();
-    assert!(notes.contains("may not be read; run as root to see them"), "{notes}");
+    assert!(notes.contains("may not be read; run as root with CAP_SYS_PTRACE to see them"), "{notes}");
 }
 
 #[test]

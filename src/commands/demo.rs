@@ -38,7 +38,7 @@ Examples:
   pagefold demo --processes 8 --size 256M --no-ksm
   pagefold demo --json
 
-Nothing is left behind, also when interrupted; KSM's settings are put back.")]
+Nothing is left behind but the agent's file, also when interrupted; KSM's settings are put back.")]
 pub struct Args {
     /// Processes to start
     #[arg(long, default_value = "4", value_name = "N", value_parser = processes)]

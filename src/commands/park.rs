@@ -50,7 +50,7 @@ struct Target {
     #[arg(value_name = "PID", value_parser = units::pid)]
     clients: Vec<i32>,
     /// All clients in this cgroup and below it
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, value_name = "PATH", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     cgroup: Option<String>,
     /// All clients
     #[arg(long)]

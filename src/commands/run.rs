@@ -163,16 +163,17 @@ fn prepare(args: &Args) -> Result<Command, Error> {
         );
     }
     let socket = args.daemon.socket()?;
+    let cold = args.client.cold.then_some(host::Cold { tolerance: args.tolerance, tier_max: args.tier_max });
+    let environment = host::environment(&socket, args.client.domain.as_deref(), args.client.all, cold.as_ref())?;
     host::ensure_daemon(&socket, args.tier_max.filter(|_| args.client.cold))?;
     if let Some(owner) = host::stranger(&socket) {
         note!("pagefold: the daemon at {} is user {owner}'s, and may not serve this program", socket.display());
     }
-    let cold = args.client.cold.then_some(host::Cold { tolerance: args.tolerance, tier_max: args.tier_max });
     // The tier is asked for by each run anew.
     for name in ["PAGEFOLD_COLD", "PAGEFOLD_TOLERANCE", "PAGEFOLD_TIER_MAX"] {
         command.env_remove(name);
     }
-    command.envs(host::environment(&socket, args.client.domain.as_deref(), args.client.all, cold.as_ref())?);
+    command.envs(environment);
     Ok(command)
 }
 

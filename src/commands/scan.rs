@@ -113,6 +113,7 @@ fn who(note: &Note) -> String {
     match note.pid {
         Some(pid) if name.is_empty() => format!("process {pid}"),
         Some(pid) => format!("process {pid} ({name})"),
+        None if name.is_empty() => "an empty name".into(),
         None => name,
     }
 }
@@ -172,7 +173,7 @@ fn fold_refusals(notes: &mut Vec<Note>) {
     notes.retain(|note| !(note.pid.is_some() && note.what.starts_with("may not be read")));
     let refused = before - notes.len();
     if refused > 0 {
-        let what = format!("{refused} may not be read; run as root to see them");
+        let what = format!("{refused} may not be read; run as root with CAP_SYS_PTRACE to see them");
         notes.push(Note { pid: None, name: "processes".into(), what, failure: false });
     }
 }

@@ -45,6 +45,10 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     if !stdout().is_terminal() || !stdin().is_terminal() {
         return Err("top: needs a terminal; use `pagefold status --json`".into());
     }
+    // It would show the codes as letters.
+    if std::env::var_os("TERM").is_some_and(|term| term == "dumb") {
+        return Err("top: cannot draw on this terminal (TERM=dumb); use `pagefold status`".into());
+    }
     let socket = args.daemon.socket()?;
     let samples = sample_every(args.interval.max(INTERVAL_MIN), socket);
     let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());

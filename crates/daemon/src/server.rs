@@ -184,18 +184,11 @@ impl Daemon {
     /// If the socket cannot be made, or another daemon listens there (`AddrInUse`).
     pub fn run(self: &Arc<Daemon>) -> io::Result<()> {
         let listener = self.listen()?;
-        // Clients of a dead daemon wait; nobody new is let in before they are served again.
-        self.cold.adopt().map_err(|error| said("the keeper", &error))?;
-        let monitor = {
-            let daemon = self.clone();
-            thread::Builder::new().name("monitor".into()).spawn(move || daemon.monitor())?
-        };
-        if let Some(at) = &self.config.metrics {
-            self.may_lack(crate::metrics::serve(self.clone(), at).map_err(|error| said("--metrics", &error)))?;
-        }
-        if let Some(at) = &self.config.web {
-            self.may_lack(crate::web::serve(self.clone(), at).map_err(|error| said("--web", &error)))?;
-        }
+        let monitor = self.start().inspect_err(|_| {
+            self.stop();
+            let _ = std::fs::remove_file(&self.config.socket);
+            self.remove_lock(!self.cold.is_in_use());
+        })?;
         pagefold_tier::fd_store::tell_ready();
         // Who never leaves for want of clients need not look for them.
         let pause_ms = self
@@ -238,11 +231,32 @@ impl Daemon {
         let _ = std::fs::remove_file(&self.config.socket);
         self.ring_workers();
         let _ = monitor.join();
-        // Who takes pages over waits until we are gone.
+        self.remove_lock(nothing_out);
+        Ok(())
+    }
+
+    /// All that may fail between listening and serving.
+    fn start(self: &Arc<Daemon>) -> io::Result<thread::JoinHandle<()>> {
+        // Clients of a dead daemon wait; nobody new is let in before they are served again.
+        self.cold.adopt().map_err(|error| said("the keeper", &error))?;
+        let monitor = {
+            let daemon = self.clone();
+            thread::Builder::new().name("monitor".into()).spawn(move || daemon.monitor())?
+        };
+        if let Some(at) = &self.config.metrics {
+            self.may_lack(crate::metrics::serve(self.clone(), at).map_err(|error| said("--metrics", &error)))?;
+        }
+        if let Some(at) = &self.config.web {
+            self.may_lack(crate::web::serve(self.clone(), at).map_err(|error| said("--web", &error)))?;
+        }
+        Ok(monitor)
+    }
+
+    /// Who takes pages over waits until we are gone.
+    fn remove_lock(&self, nothing_out: bool) {
         if nothing_out {
             let _ = std::fs::remove_file(self.lock_path());
         }
-        Ok(())
     }
 
     /// Another daemon of this machine may have the address that the file with defaults names for all: one that was started
@@ -297,6 +311,7 @@ impl Daemon {
                 std::fs::remove_file(path)?;
             }
             Ok(_) => {
+                self.remove_lock(true);
                 return Err(io::Error::new(
                     io::ErrorKind::AlreadyExists,
                     format!("{} is there, and is no daemon's socket: name another, or remove it", path.display()),
@@ -757,6 +772,22 @@ pub(crate) mod tests {
                 });
             }
         });
+    }
+
+    /// Neither in the place of what is none's socket, nor without an address that was asked for.
+    #[test]
+    fn who_does_not_start_leaves_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("f");
+        std::fs::write(&file, "").unwrap();
+        let at = |name: &str, metrics: Option<String>| {
+            let config = Config { socket: dir.path().join(name), metrics, ..Config::default() };
+            Daemon::new(config).run().unwrap_err().kind()
+        };
+        assert_eq!(at("f", None), io::ErrorKind::AlreadyExists);
+        assert_eq!(at("s", Some(format!("unix:{}", file.display()))), io::ErrorKind::AlreadyExists);
+        let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, ["f"]);
     }
 
     /// Between a request for the status and the greeting of the program that asked for it the daemon does not leave.

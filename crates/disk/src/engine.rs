@@ -82,7 +82,12 @@ impl Engine {
     ) -> io::Result<Arc<Self>> {
         let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
         let handle = File::from(rustix::fs::open(directory, flags, rustix::fs::Mode::empty())?);
-        let fingerprints = fingerprints.map(FingerprintDir::open).transpose()?;
+        let open = |path: &Path| {
+            let told =
+                |error: io::Error| io::Error::new(error.kind(), format!("--fingerprints {}: {error}", path.display()));
+            FingerprintDir::open(path).map_err(told)
+        };
+        let fingerprints = fingerprints.map(open).transpose()?;
         if let Some(store) = &fingerprints {
             config.key = FingerprintKey::Strong(store.key());
         }

@@ -71,7 +71,7 @@ pub enum MountError {
         why: String,
     },
     /// The kernel or `fusermount3` refused.
-    #[error("cannot mount: {0}; check that /dev/fuse is there and fusermount3 is installed")]
+    #[error("cannot mount: {}; check that /dev/fuse is there and fusermount3 is installed", .0.to_string().trim_end())]
     Fuse(io::Error),
     /// The cache or its threads cannot be made.
     #[error("cannot start the cache: {0}")]

@@ -12,7 +12,7 @@ pub enum Lost {
     #[error("no such process or file")]
     Absent,
     /// We may not look at it.
-    #[error("may not be read ({0}); run as root or as its owner")]
+    #[error("may not be read ({0}); run as its owner, or as root with CAP_SYS_PTRACE")]
     Refused(Errno),
     /// It has no pages: a directory, a pipe, a terminal.
     #[error("{0}")]

@@ -34,7 +34,7 @@ use pagefold_tier::keeper::Keeper;
 use pagefold_tier::{Backing, BackingFile, Tier};
 use serde::{Deserialize, Serialize};
 pub use status::{ColdClient, ColdDomain, ColdStatus};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
@@ -281,7 +281,7 @@ impl Cold {
         }
         // When all are out: before that the processors are wanted for parking.
         clients.iter().for_each(|(group, _)| group.densify());
-        (!clients.is_empty()).then_some((clients.len() as u64, pages))
+        processes(&clients).map(|count| (count, pages))
     }
 
     /// True if the process is a client whose agent is connected.
@@ -300,7 +300,7 @@ impl Cold {
     pub(crate) fn unpark(&self, whom: &Whom) -> Option<(u64, u64)> {
         let clients = self.clients_of(whom);
         let pages = clients.iter().map(|(group, client)| pump::unpark(group, client)).sum();
-        (!clients.is_empty()).then_some((clients.len() as u64, pages))
+        processes(&clients).map(|count| (count, pages))
     }
 
     /// True if anybody is a client.
@@ -327,7 +327,9 @@ impl Cold {
             .iter()
             .flat_map(|group| {
                 let clients = lock(&group.clients);
-                clients.values().map(|client| client.pages_out(&group.tier)).collect::<Vec<_>>()
+                // Who ended meanwhile wants nothing back, and is not seen to have ended yet.
+                let living = clients.values().filter(|client| client.uffd.is_alive());
+                living.map(|client| client.pages_out(&group.tier)).collect::<Vec<_>>()
             })
             .filter(|pages| *pages > 0)
             .collect();
@@ -347,13 +349,20 @@ impl Cold {
                 None => "without a keeper they are lost, and who touches one gets SIGBUS",
             };
             eprintln!(
-                "pagefold: {} pages of {} clients do not fit into their limits of memory and stay out: {then}",
+                "pagefold: {} pages of {} {} do not fit into their limits of memory and stay out: {then}",
                 out.iter().sum::<u64>(),
-                out.len()
+                out.len(),
+                if out.len() == 1 { "client" } else { "clients" }
             );
         }
         out.is_empty()
     }
+}
+
+/// How many processes these clients are; `None` if there is none. One that was let go and comes back is there twice for a while.
+fn processes(clients: &[(Arc<Group>, Arc<Client>)]) -> Option<u64> {
+    let pids: HashSet<i32> = clients.iter().map(|(_, client)| client.pid).collect();
+    (!pids.is_empty()).then_some(pids.len() as u64)
 }
 
 impl Groups {
@@ -509,6 +518,45 @@ mod tests {
             assert_eq!(unsafe { (to as *const u8).read_volatile() }, 7);
             group.remove(client.region);
         }
+    }
+
+    /// A daemon and its clients are ended at once by who ends all: nobody asks for those pages any more.
+    #[test]
+    fn pages_of_who_has_ended_keep_nobody() {
+        let Some((mut client, memory)) = client::tests::own(0, 1) else { return };
+        client.uffd = client::tests::of_who_has_ended();
+        let dir = tempfile::tempdir().unwrap();
+        let cold = Cold::new(Config::default(), &dir.path().join("s"));
+        let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
+        let page = memory.addr() / 4096;
+        group.tier.store(client.region, page, &[7; 4096], pagefold_tier::Effort::Fast).unwrap();
+        client.table.find_or_add(memory.addr()).unwrap();
+        client.table.set_state(memory.addr(), pagefold_agent::cold_table::OUT);
+        assert_eq!(client.pages_out(&group.tier), 1);
+        lock(&group.clients).insert(client.region, Arc::new(client));
+        let stop = || {
+            *lock(&cold.keeper) = Some(Keeper::connect(&cold.keeper_path).unwrap());
+            assert!(cold.stop());
+        };
+        let ((), asked) = with_keeper(&cold.keeper_path, |_, _| vec![0], stop);
+        assert!(asked.contains(&b"Q".to_vec()), "{asked:?}");
+        group.remove(1);
+    }
+
+    /// One that was let go, and is a client again before its end was seen.
+    #[test]
+    fn a_process_counts_once() {
+        let Some((first, _memory)) = client::tests::own(0, 1) else { return };
+        let Some((mut second, _memory)) = client::tests::own(0, 1) else { return };
+        second.region = 2;
+        let dir = tempfile::tempdir().unwrap();
+        let cold = Cold::new(Config::default(), &dir.path().join("s"));
+        let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
+        assert_eq!(cold.park(&Whom::All), None);
+        lock(&group.clients).extend([first, second].map(|client| (client.region, Arc::new(client))));
+        assert_eq!((cold.park(&Whom::All), cold.unpark(&Whom::All)), (Some((1, 0)), Some((1, 0))));
+        group.remove(1);
+        group.remove(2);
     }
 
     /// What a client writes into its table does not keep the keeper, and all that it holds, beyond an orderly stop.

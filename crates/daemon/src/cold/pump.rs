@@ -491,6 +491,8 @@ pub(super) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
     if had_room && client.leased.load(Ordering::Relaxed) && all_here {
         if let Some(mut link) = held.take() {
             link.leave();
+            // That it has left is seen later.
+            client.leased.store(false, Ordering::Relaxed);
         }
         return came;
     }
@@ -677,7 +679,7 @@ mod tests {
             unpark(&group, &client);
             asked.join().unwrap()
         });
-        assert!(is_there && lock(&client.link).is_none());
+        assert!(is_there && lock(&client.link).is_none() && !client.leased.load(Ordering::Relaxed));
         // SAFETY: there, mapped and ours.
         assert_eq!(unsafe { (to as *const u8).read_volatile() }, 7);
     }

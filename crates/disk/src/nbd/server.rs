@@ -96,7 +96,8 @@ pub fn listen(engine: Arc<Engine>, path: &Path) -> io::Result<PathBuf> {
     }
     match std::fs::symlink_metadata(path) {
         Ok(there) if std::os::unix::fs::FileTypeExt::is_socket(&there.file_type()) => std::fs::remove_file(path)?,
-        _ => {}
+        Ok(_) => return Err(io::Error::new(io::ErrorKind::AlreadyExists, "is there and is no socket; name another")),
+        Err(_) => {}
     }
     let listener = UnixListener::bind(path)?;
     std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;

@@ -333,6 +333,28 @@ pub(super) mod tests {
         Some((Client::new(who, handed(uffd).0, Arc::new(Hand::new().0)).unwrap(), memory))
     }
 
+    /// The descriptor of a process that is no more.
+    pub(crate) fn of_who_has_ended() -> Uffd {
+        let device = uffd::open_device().ok();
+        let number =
+            Mapping::file(-1, 0, PAGE as usize, libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_ANONYMOUS).unwrap();
+        let number = number.addr() as *mut i32;
+        // SAFETY: the child has memory of its own and our descriptors, makes system calls only, and ends.
+        let uffd = unsafe {
+            let child = libc::syscall(libc::SYS_clone, libc::CLONE_FILES | libc::SIGCHLD, 0, 0, 0, 0);
+            if child == 0 {
+                let made = Uffd::new(device.as_ref(), uffd::FEATURE_WP_ASYNC);
+                number.write(made.as_ref().map_or(-1, |made| made.fd().raw()));
+                std::mem::forget(made);
+                libc::_exit(0);
+            }
+            assert_eq!(libc::waitpid(child as i32, std::ptr::null_mut(), 0), child as i32);
+            Uffd::from_fd(Fd::from_raw(number.read()))
+        };
+        assert!(!uffd.is_alive());
+        uffd
+    }
+
     /// What an event of mremap(2) does.
     pub(crate) fn moved(client: &Client, tier: &Tier, from: Range, to: u64) {
         client.moved(&mut lock(&client.service), tier, from, to);
