@@ -12,6 +12,7 @@ pub mod http;
 mod lease;
 pub mod link;
 pub mod metrics;
+pub mod peer;
 pub mod server;
 pub mod status;
 mod verify;

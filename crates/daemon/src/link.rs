@@ -6,6 +6,7 @@
 //! fingerprinted. A client that does not answer in time, or answers what
 //! cannot be, is gone.
 
+use crate::peer::Peer;
 use pagefold_agent::wire::{
     self, CHANNEL_COUNTERS, CHANNEL_IN, CHANNEL_LEN, CHANNEL_OUT, CHANNEL_PAGES, Counters, LIST_MAX, Op, PIECE_ZERO,
     Packet, RegionEntry, SEGMENTS_HELD, SEGMENTS_PER_REQUEST, Why,
@@ -89,7 +90,7 @@ pub(crate) fn populate(channel: &Mapping, pages: std::ops::Range<usize>) -> bool
 
 /// A client process.
 pub struct Link {
-    socket: Arc<Fd>,
+    socket: Arc<Peer>,
     pagemap: Fd,
     shared: Arc<Shared>,
     sequence: u64,
@@ -160,7 +161,12 @@ impl Link {
     ///
     /// # Errors
     /// [`GreetError`].
-    pub fn greet(socket: Arc<Fd>, hello: &Packet, mut fds: sock::Fds, device: Option<&Fd>) -> Result<Link, GreetError> {
+    pub fn greet(
+        socket: Arc<Peer>,
+        hello: &Packet,
+        mut fds: sock::Fds,
+        device: Option<&Fd>,
+    ) -> Result<Link, GreetError> {
         let cred = sock::peer(&socket)?;
         let pagemap = fds.take(0).filter(pagemap::is_one).ok_or(GreetError::Protocol)?;
         let channel_fd = memfd::create(c"pagefold-channel", CHANNEL_LEN as u64)?;
@@ -209,7 +215,7 @@ impl Link {
         let request = Packet { sequence: self.sequence, count: count as u64, a, b, cpu, ..Packet::new(op) };
         sock::send(&self.socket, request.bytes(), fds).map_err(|_| Gone)?;
         let mut buffer = [0; size_of::<Packet>()];
-        let (got, _) = sock::receive(&self.socket, &mut buffer, 0).map_err(|_| Gone)?;
+        let got = self.socket.receive_plain(&mut buffer).map_err(|_| Gone)?;
         let answer = Packet::parse(&buffer[..got]).ok_or(Gone)?;
         if answer.op != op as u32 || answer.sequence != self.sequence || answer.count > LIST_MAX as u64 {
             return Err(Gone);
@@ -578,14 +584,33 @@ impl Client for Link {
 impl Drop for Link {
     fn drop(&mut self) {
         // Wakes who waits for the other end.
-        // SAFETY: numbers only.
-        let _ = unsafe { pagefold_os::syscall!(libc::SYS_shutdown, self.socket.raw(), libc::SHUT_RDWR) };
+        self.socket.shut();
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::peer::tests::serves_who_sends_what_is_slow_to_close;
+
+    #[test]
+    fn who_sends_what_is_slow_to_close_is_gone_at_once() {
+        let packet = Packet { sequence: 1, ..Packet::new(Op::Regions) };
+        serves_who_sends_what_is_slow_to_close(packet.bytes(), |peer| {
+            let mut link = Link {
+                socket: Arc::new(peer),
+                pagemap: Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).expect("our own"),
+                shared: Arc::new(Shared::of(0)),
+                sequence: 0,
+                held: Box::new([(NONE, 0); SEGMENTS_HELD]),
+                released: 0,
+                scan: Vec::new(),
+                room: 0,
+                away: false,
+            };
+            assert_eq!(link.regions(), Err(Gone));
+        });
+    }
 
     #[test]
     fn devices_that_are_not_known_may_pin() {

@@ -1,6 +1,7 @@
 //! The daemon: domains and their workers, greetings, and who is gone.
 
 use crate::link::{GreetError, Link, Shared};
+use crate::peer::Peer;
 use crate::status::{Client, NotCovered, Status, Totals};
 use crate::{control, verify};
 use pagefold_agent::wire::{Op, Packet};
@@ -106,7 +107,7 @@ pub(crate) struct Connected {
     pub(crate) key: DomainKey,
     pub(crate) id: ClientId,
     pub(crate) shared: Arc<Shared>,
-    socket: Arc<Fd>,
+    socket: Arc<Peer>,
 }
 
 /// The daemon's state.
@@ -379,7 +380,7 @@ impl Daemon {
         if self.has_all_links(&lock(&self.connected), cred.pid) {
             return self.note_not_covered(cred.pid, TOO_MANY_LINKS.into());
         }
-        let socket = Arc::new(socket);
+        let socket = Arc::new(Peer::from(socket));
         let link = match Link::greet(socket.clone(), hello, fds, self.device.as_ref()) {
             Ok(link) => link,
             Err(error) => return self.note_not_greeted(cred.pid, &error),
@@ -564,7 +565,7 @@ impl Daemon {
     /// Notices clients that ended: their socket hangs up.
     fn monitor(&self) {
         while !self.stopping.load(Ordering::Acquire) {
-            let sockets: Vec<Arc<Fd>> = lock(&self.connected).iter().map(|client| client.socket.clone()).collect();
+            let sockets: Vec<Arc<Peer>> = lock(&self.connected).iter().map(|client| client.socket.clone()).collect();
             let mut polls: Vec<libc::pollfd> = sockets
                 .iter()
                 .map(|socket| libc::pollfd { fd: socket.raw(), events: libc::POLLRDHUP, revents: 0 })
@@ -750,7 +751,7 @@ pub(crate) mod tests {
 
     pub(crate) fn connected(pid: i32) -> Connected {
         let (socket, _) = pair();
-        Connected { key: (0, "d".into()), id: 1, shared: Arc::new(Shared::of(pid)), socket: Arc::new(socket) }
+        Connected { key: (0, "d".into()), id: 1, shared: Arc::new(Shared::of(pid)), socket: Arc::new(socket.into()) }
     }
 
     /// Though each removes the file as it ends.

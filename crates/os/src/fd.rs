@@ -4,19 +4,34 @@ use crate::raw::{Errno, Result, retry};
 use crate::syscall;
 use core::ffi::CStr;
 
+/// Gets the limits of descriptors to `old`, or sets them to `new`.
+fn prlimit(new: *const libc::rlimit64, old: *mut libc::rlimit64) -> Result<usize> {
+    // SAFETY: the callers give structures that live across the call, or null.
+    unsafe { syscall!(libc::SYS_prlimit64, 0, libc::RLIMIT_NOFILE, new, old) }
+}
+
+fn limits() -> Result<libc::rlimit64> {
+    let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
+    prlimit(core::ptr::null(), &raw mut limit)?;
+    Ok(limit)
+}
+
+/// The number of descriptors that this process may have open.
+///
+/// # Errors
+/// As prlimit(2).
+pub fn limit() -> Result<u64> {
+    limits().map(|limit| limit.rlim_cur)
+}
+
 /// Raises the number of descriptors that this process may have open as far as it may; returns it.
 ///
 /// # Errors
 /// As prlimit(2).
 pub fn raise_limit() -> Result<u64> {
-    let mut limit = libc::rlimit64 { rlim_cur: 0, rlim_max: 0 };
-    let call = |new: *const libc::rlimit64, old: *mut libc::rlimit64| {
-        // SAFETY: the structures are null or live across the call.
-        unsafe { syscall!(libc::SYS_prlimit64, 0, libc::RLIMIT_NOFILE, new, old) }
-    };
-    call(core::ptr::null(), &raw mut limit)?;
+    let mut limit = limits()?;
     limit.rlim_cur = limit.rlim_max;
-    call(&raw const limit, core::ptr::null_mut())?;
+    prlimit(&raw const limit, core::ptr::null_mut())?;
     Ok(limit.rlim_cur)
 }
 

@@ -4,8 +4,8 @@ use crate::fd::Fd;
 use crate::raw::{Errno, Result, retry};
 use crate::syscall;
 
-/// Most descriptors that one packet carries here.
-pub const FDS_MAX: usize = 64;
+/// Most descriptors that one packet carries: the kernel's limit, so that none that came is left to be closed on receiving.
+pub const FDS_MAX: usize = 253;
 
 /// Makes a socket of whole packets, close-on-exec.
 ///

@@ -52,6 +52,10 @@ const NUMBERS: u32 = u32::MAX / SLOTS_PER_SEGMENT / 8;
 /// Segments that are filled at once at most. Two workers that fill one would cut each other's runs in pieces.
 const LANES: usize = if cfg!(loom) { 1 } else { 4 };
 
+/// Descriptors that pools leave to others: one in so many of those that the process may have, and no more than the second
+/// number. Who connects needs some, also to hear that there are none.
+const DESCRIPTORS_LEFT: (u64, u64) = (4, 8192);
+
 /// Slots that a pool has before it takes huge pages for more.
 const HUGE_FROM: u64 = SLOTS_PER_SEGMENT as u64;
 
@@ -298,9 +302,10 @@ impl Pool {
     }
 
     fn add_segment(&self) -> Result<Arc<Segment>, PublishError> {
+        let mut segments = write(&self.segments);
+        // Under the lock, for others add some as well.
         let held =
             self.live_segments.load(Ordering::Relaxed) + self.lingering(|lingering| lingering.bytes.len() as u64);
-        let mut segments = write(&self.segments);
         let full = PublishError::Full { max_bytes: self.max_bytes };
         if (held + 1) * SEGMENT_LEN as u64 > self.max_bytes {
             return Err(full);
@@ -311,6 +316,7 @@ impl Pool {
         let reused = if segments.all.len() as u32 >= self.numbers { Some(*free.front().ok_or(full)?) } else { None };
         let number = reused.unwrap_or(segments.all.len() as u32);
         let segment = Arc::new(Segment::create(&self.name, number)?);
+        leave_descriptors(segment.reader().raw())?;
         segments.by_inode.insert(segment.inode(), number);
         if reused.is_some() {
             free.pop_front();
@@ -502,6 +508,14 @@ impl Pool {
             lingering_bytes: self.lingering(|lingering| lingering.bytes.values().sum()),
         }
     }
+}
+
+/// # Errors
+/// `EMFILE` if there are few descriptors above `newest`: the kernel gives the lowest number that is free.
+fn leave_descriptors(newest: i32) -> std::io::Result<()> {
+    let limit = pagefold_os::fd::limit()?;
+    let left = (limit / DESCRIPTORS_LEFT.0).min(DESCRIPTORS_LEFT.1);
+    if newest as u64 + left < limit { Ok(()) } else { Err(std::io::Error::from_raw_os_error(libc::EMFILE)) }
 }
 
 fn read<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {

@@ -268,3 +268,22 @@ proptest! {
         prop_assert_eq!(stats.pages_shared, model.iter().filter(|n| **n > 0).count() as u64);
     }
 }
+
+/// Several workers that begin a segment each at the limit.
+#[test]
+fn the_limit_holds_for_all_that_add_at_once() {
+    for _ in 0..500 {
+        let pool = Pool::new("limit", SEGMENT_LEN as u64);
+        let start = std::sync::Barrier::new(4);
+        std::thread::scope(|scope| {
+            for lane in 0..4 {
+                let (pool, start) = (&pool, &start);
+                scope.spawn(move || {
+                    start.wait();
+                    let _ = pool.publish_in(lane, &[&page(1)]);
+                });
+            }
+        });
+        assert_eq!(pool.stats().segments, 1);
+    }
+}

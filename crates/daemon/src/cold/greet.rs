@@ -7,6 +7,7 @@ use super::client::{Client, Handed, Identity};
 use super::link::ColdLink;
 use super::{Cold, Group, Whom, random, threads};
 use crate::link::{GreetError, receive_ready};
+use crate::peer::Peer;
 use crate::server::{DomainKey, lock};
 use pagefold_agent::wire::{HELLO_AWAY, Op, Packet};
 use pagefold_os::fd::Fd;
@@ -38,7 +39,7 @@ impl Cold {
             return Err(GreetError::Cold("the daemon stops".into()));
         }
         self.ensure_keeper();
-        let socket = Arc::new(socket);
+        let socket = Arc::new(Peer::from(socket));
         let link = ColdLink::new(socket.clone())?;
         let mut pass = vec![link.channel_fd().raw()];
         pass.extend(device.map(Fd::raw));
@@ -207,7 +208,7 @@ mod tests {
             pagemap: handed.pagemap.duplicate().unwrap(),
         };
         let (ours, _theirs) = sock::pair().unwrap();
-        let link = ColdLink::new(Arc::new(ours)).unwrap();
+        let link = ColdLink::new(Arc::new(ours.into())).unwrap();
         let who = Identity { region: 0, token: 0, pid: std::process::id() as i32, uid: 0 };
         let ready = Packet { a: 1, b: CPU_BEFORE_NS, ..Packet::new(Op::Ready) };
         cold.attach(group, who, copy, link, &ready, &Packet::new(Op::Hello))

@@ -3,6 +3,7 @@
 //! Nothing that stands in the channel is believed: pages are copied before they are stored, and whether a page left the
 //! client is read from the table, under the pact.
 
+use crate::peer::Peer;
 use pagefold_agent::wire::{
     CHANNEL_IN, CHANNEL_LEN, CHANNEL_OUT, CHANNEL_PAGES, DROP_BUSY, DropEntry, FETCH_PAGES_MAX, LIST_MAX, Op, Packet,
     RegionEntry,
@@ -72,7 +73,7 @@ impl Channel {
 
 /// A connection to an agent.
 pub(super) struct ColdLink {
-    pub socket: Arc<Fd>,
+    pub socket: Arc<Peer>,
     channel: Arc<Channel>,
     /// Places of the channel, from the first on, whose memory is there.
     room: usize,
@@ -81,7 +82,7 @@ pub(super) struct ColdLink {
 }
 
 impl ColdLink {
-    pub(super) fn new(socket: Arc<Fd>) -> Result<ColdLink, Errno> {
+    pub(super) fn new(socket: Arc<Peer>) -> Result<ColdLink, Errno> {
         let channel = Arc::new(Channel::new()?);
         sock::set_timeout(&socket, ANSWER_MS_MAX)?;
         Ok(ColdLink { socket, channel, room: 0, sequence: 0, agent_cpu_ns: 0 })
@@ -107,7 +108,7 @@ impl ColdLink {
         let request = Packet { sequence: self.sequence, count: count as u64, a, b, ..Packet::new(op) };
         sock::send(&self.socket, request.bytes(), &[]).map_err(|_| Gone)?;
         let mut buffer = [0; size_of::<Packet>()];
-        let (got, _) = sock::receive(&self.socket, &mut buffer, 0).map_err(|_| Gone)?;
+        let got = self.socket.receive_plain(&mut buffer).map_err(|_| Gone)?;
         let answer = Packet::parse(&buffer[..got]).ok_or(Gone)?;
         if answer.op != op as u32 || answer.sequence != self.sequence || answer.count > LIST_MAX as u64 {
             return Err(Gone);

@@ -314,7 +314,7 @@ mod tests {
         let (ours, agent) = std::os::unix::net::UnixDatagram::pair().expect("sockets");
         // SAFETY: each descriptor has one owner.
         let [ours, agent] = [ours, agent].map(|one| unsafe { Fd::from_raw(one.into_raw_fd()) });
-        let mut link = ColdLink::new(Arc::new(ours)).expect("a channel");
+        let mut link = ColdLink::new(Arc::new(ours.into())).expect("a channel");
         let mut taken = Taken::default();
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -349,7 +349,7 @@ mod tests {
             Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).expect("memory");
         let ours = std::os::unix::net::UnixDatagram::pair().expect("sockets").0;
         // SAFETY: the descriptor has one owner.
-        let mut link = ColdLink::new(Arc::new(unsafe { Fd::from_raw(ours.into_raw_fd()) })).expect("a channel");
+        let mut link = ColdLink::new(Arc::new(unsafe { Fd::from_raw(ours.into_raw_fd()) }.into())).expect("a channel");
         let mover = Mover { client: &client, link: &mut link, tier: &tier, crowded: Effort::Fast };
         let pages = |first: u64, count| Range::pages_from((1 << 40) + first * PAGE, count);
         let around = pages(0, 100);
@@ -378,7 +378,7 @@ mod tests {
         client.table.find_or_add(addr).expect("room");
         let ours = std::os::unix::net::UnixDatagram::pair().expect("sockets").0;
         // SAFETY: the descriptor has one owner.
-        let mut link = ColdLink::new(Arc::new(unsafe { Fd::from_raw(ours.into_raw_fd()) })).expect("a channel");
+        let mut link = ColdLink::new(Arc::new(unsafe { Fd::from_raw(ours.into_raw_fd()) }.into())).expect("a channel");
         let mover = Mover { client: &client, link: &mut link, tier: &tier, crowded: Effort::Fast };
         for round in 0..10 {
             tier.store(client.region, page, &[7; PAGE_SIZE], Effort::Fast).expect("room");

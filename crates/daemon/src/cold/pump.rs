@@ -307,16 +307,11 @@ pub(super) fn step(group: &Group, client: &Arc<Client>) -> Step {
         Ok(step) => step,
         Err(Gone) => {
             // The client's thread finds out whether the process has ended.
-            shut(link);
+            link.socket.shut();
             *held = None;
             Step::default()
         }
     }
-}
-
-fn shut(link: &ColdLink) {
-    // SAFETY: numbers only; the socket is ours as long as the link is.
-    unsafe { libc::shutdown(link.socket.raw(), libc::SHUT_RDWR) };
 }
 
 fn try_step(group: &Group, client: &Arc<Client>, link: &mut ColdLink) -> Result<Step, Gone> {
@@ -444,7 +439,7 @@ pub(super) fn park(group: &Group, client: &Arc<Client>) -> Option<u64> {
     match all() {
         Ok(gone) => Some(gone),
         Err(Gone) => {
-            shut(link);
+            link.socket.shut();
             *held = None;
             None
         }
@@ -501,7 +496,7 @@ pub(super) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
     if let Some(link) = held.as_mut().filter(|_| all_here) {
         let released = link.regions().and_then(|regions| link.release(&regions));
         if released.is_err() {
-            shut(link);
+            link.socket.shut();
             *held = None;
         }
     }
@@ -634,7 +629,7 @@ mod tests {
         let (ours, agent) = std::os::unix::net::UnixDatagram::pair().unwrap();
         // SAFETY: each descriptor has one owner.
         let [ours, agent] = [ours, agent].map(|one| unsafe { Fd::from_raw(one.into_raw_fd()) });
-        *lock(&client.link) = Some(ColdLink::new(Arc::new(ours)).unwrap());
+        *lock(&client.link) = Some(ColdLink::new(Arc::new(ours.into())).unwrap());
         Some((Arc::new(client), memory, agent))
     }
 

@@ -27,6 +27,7 @@ mod serve;
 use super::hand::Hand;
 use super::link::ColdLink;
 use super::room::Room;
+use crate::peer::Peer;
 use crate::server::lock;
 pub(super) use faults::Ahead;
 use pagefold_agent::cold_table::{self, PACT_DAEMON, Table};
@@ -134,7 +135,7 @@ pub(super) struct Client {
     /// The client's own thread never takes it: agents wait for that thread.
     pub link: Mutex<Option<ColdLink>>,
     /// The socket of `link`, to notice its end.
-    pub socket: Mutex<Option<Arc<Fd>>>,
+    pub socket: Mutex<Option<Arc<Peer>>>,
     pub counters: Counters,
     /// Processor time of the agent before we heard from it.
     pub cpu_before_ns: OnceLock<u64>,

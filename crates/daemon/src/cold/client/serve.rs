@@ -6,8 +6,8 @@
 use super::super::Group;
 use super::super::place::Place;
 use super::{Ahead, Client, FAULT_BUCKETS, Served};
+use crate::peer::Peer;
 use crate::server::lock;
-use pagefold_os::fd::Fd;
 use pagefold_os::{fd, sched};
 use pagefold_tier::Tier;
 use std::sync::Arc;
@@ -99,7 +99,7 @@ impl Client {
     }
 
     /// The agent's connection has ended: did the process, or did it only leave?
-    fn hung_up(&self, group: &Group, socket: Option<&Arc<Fd>>) {
+    fn hung_up(&self, group: &Group, socket: Option<&Arc<Peer>>) {
         if let Some(socket) = socket {
             let mut current = lock(&self.socket);
             if current.as_ref().is_some_and(|current| Arc::ptr_eq(current, socket)) {
