@@ -187,8 +187,9 @@ impl Shared {
             let mut parking = lock(&self.parking);
             let all = chunk * CHUNK..((chunk + 1) * CHUNK).min(self.pages());
             self.sweep(all.clone());
-            let out = |page| self.state(page).load(Ordering::Acquire) == OUT;
-            if parking.missing[chunk] && !all.clone().any(out) {
+            // Also one that somebody has in hand: until its bytes are there, who touches it must not get the kernel's zeros.
+            let here = |page| matches!(self.state(page).load(Ordering::Acquire), HERE | BACK);
+            if parking.missing[chunk] && all.clone().all(here) {
                 // Nothing goes out while we have `parking`: absent pages are the kernel's again.
                 let range = self.addresses(&all);
                 let released = self.uffd.unregister(range).and_then(|()| self.uffd.register(range, uffd::MODE_WP));
@@ -196,5 +197,30 @@ impl Shared {
             }
         }
         lost.map_or(Ok(brought), Err)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::region::{ColdRegion, RegionError};
+    use crate::{Config, Effort, Tier};
+
+    #[test]
+    fn a_page_that_is_on_its_way_back_is_no_fresh_one() {
+        let tier = Tier::create(Config { bytes_max: 4 << 20, ..Config::default() }, None).unwrap();
+        let mut region = match ColdRegion::new(tier, 2 * PAGE_SIZE) {
+            Ok(region) => region,
+            Err(error @ RegionError::Userfaultfd(_)) => return eprintln!("SKIPPED: {error}"),
+            Err(error) => panic!("{error}"),
+        };
+        (0..).zip(&mut *region).for_each(|(at, byte): (usize, _)| *byte = (at * at / 64) as u8 | 1);
+        let before = region.to_vec();
+        assert_eq!(region.parker().park(0..2 * PAGE_SIZE, Effort::Fast).pages, 2);
+        // As a handler has it that was interrupted before its copy.
+        region.shared.state(1).store(BUSY, Ordering::Release);
+        assert_eq!(region.shared.unpark(0..1).unwrap(), 1);
+        region.shared.state(1).store(OUT, Ordering::Release);
+        assert!(*region == before[..]);
     }
 }
