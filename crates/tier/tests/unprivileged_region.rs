@@ -262,6 +262,50 @@ fn many_threads_fault_on_the_same_pages_at_once() {
     assert_eq!(region.stats().pages_out, 0);
 }
 
+/// The program changes the rights of a page, as who watches for writes does, while the parker has it in hand.
+#[test]
+fn no_write_is_lost_where_rights_change() {
+    let Some(mut region) = region(1) else { return };
+    let end = Instant::now() + Duration::from_secs(2);
+    let (over, parker) = (AtomicBool::new(false), region.parker());
+    let (first, last) = (region.as_ptr(), PAGE / 8 - 1);
+    let wrong = std::thread::scope(|scope| {
+        let _stop = Stop(&over);
+        scope.spawn(|| {
+            while !over.load(Ordering::Relaxed) {
+                parker.park(0..PAGE, Effort::Fast);
+            }
+        });
+        let protect = |rights| {
+            // SAFETY: the region's own page, which this thread alone writes to.
+            assert_eq!(unsafe { libc::mprotect(first.cast(), PAGE, rights) }, 0);
+        };
+        (1..).find(|count: &u64| {
+            region[last * 8..].copy_from_slice(&count.to_le_bytes());
+            protect(libc::PROT_READ);
+            std::thread::yield_now();
+            let read = u64::from_le_bytes(region[last * 8..].try_into().unwrap());
+            protect(libc::PROT_READ | libc::PROT_WRITE);
+            read != *count || Instant::now() > end
+        })
+    });
+    let count = wrong.unwrap();
+    assert_eq!(u64::from_le_bytes(region[last * 8..].try_into().unwrap()), count, "the page is lost");
+}
+
+#[test]
+fn what_is_locked_is_discarded() {
+    let Some(mut region) = region(2) else { return };
+    region.fill(7);
+    // SAFETY: the region's own memory.
+    if unsafe { libc::mlock(region.as_ptr().cast(), PAGE) } != 0 {
+        let _ = writeln!(std::io::stderr(), "SKIPPED: no memory may be locked");
+        return;
+    }
+    region.discard(0..2 * PAGE);
+    assert!(region.iter().all(|byte| *byte == 0));
+}
+
 #[test]
 fn silent_pages_cool_and_written_ones_stay() {
     let Some(mut region) = region(40) else { return };

@@ -192,8 +192,11 @@ impl Shared {
             if parking.missing[chunk] && all.clone().all(here) {
                 // Nothing goes out while we have `parking`: absent pages are the kernel's again.
                 let range = self.addresses(&all);
-                let released = self.uffd.unregister(range).and_then(|()| self.uffd.register(range, uffd::MODE_WP));
-                parking.missing[chunk] = released.is_err() && parking.missing[chunk];
+                if self.uffd.unregister(range).is_ok() {
+                    // Whether it is watched again or not: what goes out next asks for both.
+                    parking.missing[chunk] = false;
+                    let _ = self.uffd.register(range, uffd::MODE_WP);
+                }
             }
         }
         lost.map_or(Ok(brought), Err)

@@ -181,8 +181,8 @@ impl Shared {
         self.counters.parked.fetch_add(went, Ordering::Relaxed);
         parked.pages += went;
         parked.busy += run.len() as u64 - went;
-        // SAFETY: the staging area is ours; what is there is out.
-        let _ = unsafe { mem::advise(base, (FREEZE * PAGE_SIZE) as u64, libc::MADV_DONTNEED) };
+        // SAFETY: the staging area is ours; what is there is out. A program may have all that it maps locked.
+        let _ = unsafe { mem::advise(base, (FREEZE * PAGE_SIZE) as u64, libc::MADV_DONTNEED_LOCKED) };
         if let Some(ages) = &parking.ages {
             // SAFETY: a byte for each page; nobody else looks at it without `parking`.
             let ages = unsafe { std::slice::from_raw_parts_mut(ages.as_ptr(), self.pages()) };
@@ -197,9 +197,11 @@ impl Shared {
         let mut patience = Patience::default();
         loop {
             match self.uffd.move_pages(self.addr(page), range, mode).1 {
+                None => return,
                 Some(Errno(libc::EAGAIN | libc::ENOMEM | libc::EBUSY)) => patience.wait(),
-                // Marked for write protection, which a move does not take for empty, but a copy does; or nothing there.
-                Some(Errno(libc::EEXIST)) => {
+                // Marked for write protection, which a move does not take for empty, or with other rights than the staging
+                // area has, but a copy goes there; or nothing is to be moved.
+                Some(_) => {
                     let mut staged = 0_u8;
                     // SAFETY: the kernel writes one byte.
                     let known =
@@ -213,7 +215,6 @@ impl Shared {
                         _ => return,
                     }
                 }
-                _ => return,
             }
         }
     }
@@ -287,8 +288,8 @@ impl Shared {
             let out = some.clone().filter(|page| self.take(*page) == OUT).count();
             self.counters.out.fetch_sub(out as u64, Ordering::Relaxed);
             let range = self.addresses(&some);
-            // SAFETY: the caller has the region to itself and wants zeros.
-            let _ = unsafe { mem::advise(range.start, range.len(), libc::MADV_DONTNEED) };
+            // SAFETY: the caller has the region to itself and wants zeros, also of what it has locked.
+            let _ = unsafe { mem::advise(range.start, range.len(), libc::MADV_DONTNEED_LOCKED) };
             self.tier.discard(REGION, some.start as u64..some.end as u64);
             some.for_each(|page| self.state(page).store(HERE, Ordering::Release));
         }
