@@ -141,8 +141,7 @@ fn claim_everything(table: Table, own: Range) {
         }
     }
     table.head().out.store(u64::MAX, Ordering::Relaxed);
-    table.head().void_start.store(0, Ordering::Relaxed);
-    table.head().void_end.store(u64::MAX, Ordering::Relaxed);
+    table.head().set_void(Range { start: 0, end: u64::MAX }, true);
     for (start, end) in [(0, u64::MAX), (u64::MAX - 1, u64::MAX), (own.start | 1, own.end)] {
         for advice in [libc::MADV_COLD, libc::MADV_PAGEOUT, libc::MADV_WILLNEED, 12345] {
             table.hint(start, end, advice);

@@ -49,6 +49,9 @@ pub const FROZEN: u8 = 2;
 /// As `FROZEN`, and the program discarded the page meanwhile.
 pub const VOID: u8 = 3;
 
+/// Bit of the end of what is being discarded: the kernel has done it.
+const VOID_DONE: u64 = 1;
+
 /// The pact is free.
 pub const PACT_FREE: u32 = 0;
 /// The agent holds the pact.
@@ -101,10 +104,10 @@ pub struct Head {
     pub out: AtomicU64,
     /// Pages that were lost and are SIGBUS now.
     pub lost: AtomicU64,
-    /// Range that a call of the program's is discarding at this moment, if the end is not 0.
-    pub void_start: AtomicU64,
-    /// See `void_start`.
-    pub void_end: AtomicU64,
+    /// Range that a call of the program's is discarding at this moment, if the end is not 0; see [`Head::void`].
+    void_start: AtomicU64,
+    /// See `void_start`; with [`VOID_DONE`] when the kernel has done it.
+    void_end: AtomicU64,
     /// Next place of a hint; the program's threads count it up.
     pub hint_next: AtomicU32,
     /// Changes after each hint: the daemon sleeps on it.
@@ -131,6 +134,33 @@ impl Head {
     /// The daemon: there is room for so many pages.
     pub fn set_room(&self, pages: u64) {
         self.room.store(pages.saturating_add(1), Ordering::Release);
+    }
+
+    /// What a call of the program's is discarding at this moment, and whether the kernel has done it. Of two calls in turn,
+    /// with the pact held: of the one or of the other.
+    pub fn void(&self) -> Option<(Range, bool)> {
+        let [end, start, again] =
+            [&self.void_end, &self.void_start, &self.void_end].map(|one| one.load(Ordering::SeqCst));
+        let range = Range { start, end: end & !VOID_DONE };
+        (end == again && start < range.end && range.end < 1 << 47).then_some((range, end & VOID_DONE != 0))
+    }
+
+    /// A call of the program's discards `range` from now on, or has done so; nothing if that is empty. Returns what was
+    /// there before, for the one that a signal handler interrupts.
+    pub fn set_void(&self, range: Range, is_done: bool) -> (Range, bool) {
+        let start = self.void_start.load(Ordering::SeqCst);
+        let mut end = self.void_end.load(Ordering::SeqCst);
+        if start != range.start {
+            // In this order: see `void`.
+            end = self.void_end.swap(0, Ordering::SeqCst);
+            self.void_start.store(range.start, Ordering::SeqCst);
+        }
+        let new_end = match range.is_empty() {
+            true => 0,
+            false => range.end | if is_done { VOID_DONE } else { 0 },
+        };
+        self.void_end.store(new_end, Ordering::SeqCst);
+        (Range { start, end: end & !VOID_DONE }, end & VOID_DONE != 0)
     }
 
     /// Pages that there is room for, as far as is known.
@@ -591,6 +621,23 @@ mod tests {
                     table.free_pact();
                 }
             });
+        });
+    }
+
+    #[test]
+    fn a_discard_in_a_discard_ends_alone() {
+        with_table(|table| {
+            let head = table.head();
+            let [outer, inner] =
+                [4, 6].map(|chunk| Range { start: chunk * CHUNK_BYTES, end: (chunk + 1) * CHUNK_BYTES });
+            assert!(head.set_void(outer, false).0.is_empty() && head.void() == Some((outer, false)));
+            let before = head.set_void(inner, false);
+            head.set_void(inner, true);
+            assert_eq!((before, head.void()), ((outer, false), Some((inner, true))));
+            head.set_void(before.0, before.1);
+            assert_eq!(head.void(), Some((outer, false)));
+            head.set_void(Range { start: 0, end: 0 }, false);
+            assert_eq!(head.void(), None);
         });
     }
 

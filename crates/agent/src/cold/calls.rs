@@ -43,18 +43,19 @@ pub(crate) fn before_move(range: Range) -> Result<()> {
 /// Makes a call of the program's that discards `range`, with the guard held.
 ///
 /// The kernel lets the caller go when the daemon has *heard* of the discard. So wait until it has obeyed: no page of the
-/// range is out any more. Should it die in between, its successor finds the range here.
+/// range is out any more. Should it die in between, its successor finds the range here, and obeys when the call is done: one
+/// that fails leaves what it did not come to.
 pub(crate) fn voiding<T>(range: Range, call: impl FnOnce() -> Result<T>) -> Result<T> {
-    let Some(table) = table() else { return call() };
-    let head = table.head();
-    head.void_start.store(range.start, Ordering::Relaxed);
-    // Pairs with the load in the daemon: who sees the end sees the start.
-    head.void_end.store(range.end, Ordering::SeqCst);
+    let Some(table) = table().filter(|_| !range.is_empty()) else { return call() };
+    // Not 0 if a signal handler has come into another.
+    let (outer, outer_is_done) = table.head().set_void(range, false);
     let result = call();
+    if result.is_ok() {
+        table.head().set_void(range, true);
+    }
     let mut turn = 0;
     // A child that a signal handler forked meanwhile goes on here, too, and has no table.
     while result.is_ok()
-        && !range.is_empty()
         && let Some(table) = self::table()
         && table.head().out.load(Ordering::Acquire) > 0
         && table.has(range, OUT)
@@ -67,7 +68,7 @@ pub(crate) fn voiding<T>(range: Range, call: impl FnOnce() -> Result<T>) -> Resu
         }
     }
     if let Some(table) = self::table() {
-        table.head().void_end.store(0, Ordering::SeqCst);
+        table.head().set_void(outer, outer_is_done);
     }
     result
 }

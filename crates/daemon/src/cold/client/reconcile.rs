@@ -1,11 +1,15 @@
 //! Books and world are made to agree, after another daemon's death or an agent's new greeting.
 
-use super::{Client, PAGE};
+use super::{Client, PAGE, Service};
 use crate::server::lock;
 use pagefold_agent::cold_table::{self, OUT, PACT_DAEMON};
-use pagefold_os::{Range, pagemap};
+use pagefold_os::{Range, pagemap, sched};
 use pagefold_tier::Tier;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// A discard that is under way is waited for so long, in nanoseconds: one that fails leaves what it did not come to.
+const VOID_NS: u64 = 100_000_000;
 
 impl Client {
     /// Makes books and world agree after another daemon's death or an agent's new greeting: what that one began is void.
@@ -21,11 +25,15 @@ impl Client {
             return false;
         }
         head.epoch.fetch_add(1, Ordering::SeqCst);
-        // A discard that is under way: the event may have died with its reader.
-        let end = head.void_end.load(Ordering::SeqCst);
-        let start = head.void_start.load(Ordering::Relaxed);
-        if start < end && end < 1 << 47 {
-            self.forget(&mut service, tier, Range { start, end });
+        let patience = sched::quick_monotonic_ns() + VOID_NS;
+        loop {
+            // Who discards waits for that.
+            self.read_events(&mut service, tier);
+            let is_late = sched::quick_monotonic_ns() > patience;
+            if self.obey_void(&mut service, tier, is_late) || is_late {
+                break;
+            }
+            std::thread::sleep(Duration::from_micros(100));
         }
         self.find_present(tier);
         let mut from = 0;
@@ -48,6 +56,16 @@ impl Client {
         drop(service);
         self.wake_all();
         true
+    }
+
+    /// A discard of the program's, of which the event may have died with its reader, is obeyed when it is done, or when it
+    /// is `late`; false if one is under way that is not done.
+    pub(super) fn obey_void(&self, service: &mut Service, tier: &Tier, late: bool) -> bool {
+        let Some((range, is_done)) = self.table.head().void() else { return true };
+        if is_done || late {
+            self.forget(service, tier, range);
+        }
+        is_done
     }
 
     /// Pages that were copied in, but not yet called resident, by a daemon that died.
@@ -87,5 +105,57 @@ impl Client {
         // Fresh memory of registered ranges may lie in chunks that the table does not have.
         let everything = Range { start: 1 << 20, end: (1 << 47) - PAGE };
         let _ = self.uffd.wake(everything);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Ahead;
+    use super::super::tests::own;
+    use super::*;
+    use pagefold_os::{PAGE_SIZE, uffd};
+
+    /// A daemon dies while the program discards two pages, and the kernel refuses the second: it is sealed, say.
+    #[test]
+    fn a_discard_that_fails_takes_no_more_than_the_kernel_did() {
+        let Some((client, memory)) = own(uffd::FEATURE_EVENT_REMOVE, 2) else { return };
+        let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
+        let pages = [memory.addr(), memory.addr() + PAGE];
+        for addr in pages {
+            tier.store(client.region, addr / PAGE, &[7; PAGE_SIZE], pagefold_tier::Effort::Fast).unwrap();
+            client.table.find_or_add(addr).unwrap();
+            client.table.set_state(addr, OUT);
+        }
+        let both = Range::pages_from(pages[0], 2);
+        client.table.head().set_void(both, false);
+        std::thread::scope(|scope| {
+            let fails = scope.spawn(|| {
+                // SAFETY: memory of ours that nobody uses.
+                let _ = unsafe { pagefold_os::mem::advise(pages[0], PAGE, libc::MADV_DONTNEED) };
+                client.table.head().set_void(Range { start: 0, end: 0 }, false);
+            });
+            assert!(client.reconcile(&tier));
+            while !fails.is_finished() {
+                client.serve(&tier, &mut Ahead::default());
+            }
+        });
+        let is_out = |addr| client.table.state(addr) == OUT && tier.contains(client.region, addr / PAGE);
+        assert_eq!(pages.map(is_out), [false, true]);
+    }
+
+    /// Its event has died with its reader.
+    #[test]
+    fn a_discard_that_is_done_is_obeyed() {
+        let Some((client, memory)) = own(0, 1) else { return };
+        let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
+        let page = Range::pages_from(memory.addr(), 1);
+        client.table.find_or_add(page.start).unwrap();
+        client.table.set_state(page.start, OUT);
+        client.table.head().set_void(page, false);
+        client.serve(&tier, &mut Ahead::default());
+        let under_way = client.table.state(page.start);
+        client.table.head().set_void(page, true);
+        client.serve(&tier, &mut Ahead::default());
+        assert_eq!((under_way, client.table.state(page.start)), (OUT, cold_table::RESIDENT));
     }
 }

@@ -38,7 +38,9 @@ impl Client {
             // No event comes for what moved: who moved it may have to run before it can be brought in.
             let waiting = {
                 let service = lock(&self.service);
-                !service.pending.is_empty() || service.is_moving()
+                !service.pending.is_empty()
+                    || service.is_moving()
+                    || self.table.head().void().is_some_and(|(_, is_done)| is_done)
             };
             let ready = fd::poll(&mut polls, if waiting { 1 } else { group.awake.pause_ms(500) });
             if ready == Ok(0) {
@@ -128,6 +130,7 @@ impl Client {
         }
         let got = self.read_events(&mut service, tier);
         served += got;
+        self.obey_void(&mut service, tier, false);
         self.bring_moved(&mut service, tier);
         let mut waiting = std::mem::take(&mut service.pending);
         let count = waiting.len();
