@@ -328,9 +328,17 @@ impl Uffd {
 
     /// False when the process whose memory this is has ended.
     pub fn is_alive(&self) -> bool {
-        // The kernel looks for the process before it looks at the range, where nothing of ours is ever registered.
-        let nowhere = Range { start: LOWEST, end: LOWEST + PAGE_SIZE as u64 };
-        self.zero(nowhere, DONTWAKE).1 != Some(Errno(libc::ESRCH))
+        self.refusal() != Some(Errno(libc::ESRCH))
+    }
+
+    /// True while a call waits for an event to be read, or has not gone on since.
+    pub fn is_changing(&self) -> bool {
+        self.refusal() == Some(Errno(libc::EAGAIN))
+    }
+
+    /// Why nothing can be done where nothing of ours is ever registered: the kernel looks at the range last.
+    fn refusal(&self) -> Option<Errno> {
+        self.zero(Range { start: LOWEST, end: LOWEST + PAGE_SIZE as u64 }, DONTWAKE).1
     }
 
     /// Write-protects `range`.

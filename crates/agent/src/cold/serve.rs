@@ -452,6 +452,10 @@ mod tests {
     /// What a daemon's greeting makes of this process, with two pages of memory of which the second is there; nothing, said
     /// loudly, if that may not be.
     fn connected() -> Option<(Cold, Connection, mem::Mapping)> {
+        connected_with(uffd::FEATURE_EVENT_REMOVE)
+    }
+
+    fn connected_with(events: u64) -> Option<(Cold, Connection, mem::Mapping)> {
         let channel_fd = memfd::create(c"channel", CHANNEL_LEN as u64).unwrap();
         memfd::add_seals(&channel_fd, memfd::SEAL_SHRINK).unwrap();
         let mut cold = None;
@@ -464,7 +468,7 @@ mod tests {
             | uffd::FEATURE_WP_ASYNC
             | uffd::FEATURE_MOVE
             | uffd::FEATURE_POISON
-            | uffd::FEATURE_EVENT_REMOVE;
+            | events;
         cold.hold.enable(features).unwrap();
         let memory = mem::Mapping::anonymous(2 * PAGE_SIZE).unwrap();
         // SAFETY: ours.
@@ -666,6 +670,42 @@ mod tests {
         assert_eq!((asked, bringing()), (1, 0));
     }
 
+    /// The daemon would take what goes out for what was there before.
+    #[test]
+    fn nothing_goes_out_before_the_daemon_has_heard_what_was_unmapped() {
+        let Some((mut cold, connection, memory)) = connected_with(uffd::FEATURE_EVENT_UNMAP) else { return };
+        let (channel, page) = (connection.channel.addr(), memory.addr() + PAGE);
+        let run = DropEntry { start: page, around_start: page, around_end: page + PAGE, pages: 1, place: 0 };
+        let went = thread::scope(|scope| {
+            scope.spawn(|| {
+                // SAFETY: memory of ours that nobody uses.
+                let _ = unsafe { mem::unmap(page, PAGE) };
+            });
+            let mut polls = [libc::pollfd { fd: cold.hold.fd().raw(), events: libc::POLLIN, revents: 0 }];
+            assert_eq!(pagefold_os::fd::poll(&mut polls, 60_000), Ok(1), "no event");
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+            let mut went = || {
+                // SAFETY: where nothing is any more; what is written lies there and inside the channel.
+                unsafe {
+                    assert_eq!(mem::map(page, PAGE, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0), Ok(page));
+                    (page as *mut u8).write_bytes(8, PAGE_SIZE);
+                    ((channel + CHANNEL_IN as u64) as *mut DropEntry).write(run);
+                    ((channel + crate::wire::CHANNEL_PAGES as u64) as *mut u8).write_bytes(8, PAGE_SIZE);
+                }
+                let _ = cold.drop_pages(&connection, 1);
+                cold.table.state(page) == OUT
+            };
+            let went = went();
+            while cold.hold.is_changing() {
+                let _ = cold.hold.read_event_at_once();
+            }
+            went
+        });
+        // Else the mapping's end would wait for a reader.
+        drop(cold);
+        assert!(!went);
+    }
+
     /// A daemon dies with the pact in its hand, and with the event of a discard to be read; somebody keeps its descriptor.
     #[test]
     fn an_agent_that_leaves_has_the_pact_of_a_daemon_that_is_gone() {
@@ -741,7 +781,10 @@ mod tests {
         };
         let dies = thread::spawn(dies);
         let (say, said) = mpsc::channel();
-        thread::spawn(move || say.send((cold.drop_pages(&connection, 1), cold)));
+        thread::spawn(move || {
+            assert!(cold.table.wait_pact(1000));
+            say.send((cold.drop_with_pact(&connection, 1), cold))
+        });
         let (dropped, cold) = said.recv_timeout(LONG).expect("it waits for a daemon");
         over.store(true, Ordering::Relaxed);
         dies.join().unwrap();

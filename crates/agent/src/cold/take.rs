@@ -64,14 +64,28 @@ impl Cold {
 
     /// Takes those pages away that still equal their copies; byte `n` of the answer says whether page `n` is out.
     pub(super) fn drop_pages(&mut self, connection: &Connection, count: usize) -> Result<usize> {
+        let _held = SHARED.guard.lock(COLD_AGENT);
+        // Of what a bare call has unmapped or moved the daemon hears first: else it would take what is there now, and goes
+        // out, for what was there before.
+        for _ in 0..MOVE_TRIES {
+            if !self.table.wait_pact(200) {
+                return Err(Errno(libc::EBUSY));
+            }
+            if !self.hold.is_changing() {
+                return self.drop_with_pact(connection, count);
+            }
+            self.table.free_pact();
+            yield_now();
+        }
+        Err(Errno(libc::EAGAIN))
+    }
+
+    /// As [`drop_pages`](Self::drop_pages), with guard and pact held; that is free then.
+    pub(super) fn drop_with_pact(&mut self, connection: &Connection, count: usize) -> Result<usize> {
         let channel = connection.channel.addr();
         let out = (channel + CHANNEL_OUT as u64) as *mut u8;
         // SAFETY: inside the channel.
         unsafe { core::ptr::write_bytes(out, 0, FETCH_PAGES_MAX) };
-        let _held = SHARED.guard.lock(COLD_AGENT);
-        if !self.table.wait_pact(200) {
-            return Err(Errno(libc::EBUSY));
-        }
         if self.table.head().epoch.load(Ordering::Relaxed) != connection.epoch {
             // Another daemon has taken over, and does not know what this request is about.
             self.table.free_pact();
