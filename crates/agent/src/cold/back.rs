@@ -14,13 +14,22 @@ use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{PAGE_SIZE, Range, mem, syscall};
 
+/// How often what is out by the table and was touched is looked at again, about a millisecond apart: the daemon may have to hear
+/// first that it is elsewhere.
+const UNHEARD_TRIES: u32 = 1000;
+
 /// Pages that are brought back at once.
 const STEP_PAGES: usize = 64;
 
 /// Has every page of `range` here; false if some are not.
 pub(crate) fn read_in(range: Range) -> bool {
+    populate(range).is_ok()
+}
+
+/// As [`read_in`], and says why; `ENOMEM` where nothing is mapped.
+fn populate(range: Range) -> Result<()> {
     // SAFETY: reads pages in, changes nothing.
-    unsafe { mem::advise(range.start, range.len(), libc::MADV_POPULATE_READ) }.is_ok()
+    unsafe { mem::advise(range.start, range.len(), libc::MADV_POPULATE_READ) }
 }
 
 /// As [`read_in`], of a step that lies in several mappings, has lost pages, or that the program may not read. The last it may
@@ -193,22 +202,39 @@ pub(super) fn bring_back<F: Fn(u64, u64) -> (u64, bool)>(table: &Table, wanted: 
     let epoch = head.epoch.load(Ordering::SeqCst);
     let has_no_room = || !wanted.whatever_it_takes && head.room() < STEP_PAGES as u64;
     let mut is_full = false;
+    // True if something is out that was touched: the table says so a moment longer, and until the daemon has heard of a bare
+    // call that took it elsewhere.
+    let mut touch = || {
+        let mut again = false;
+        table.for_each_run(wanted.range.start, wanted.range.end, OUT, |mut start, run_end| {
+            while start < run_end && !is_full {
+                let (end, stays) = (wanted.stretch)(start, run_end.min(start + STEP as u64));
+                let step = Range { start, end };
+                start = end;
+                if stays {
+                    continue;
+                }
+                let touched = populate(step);
+                if touched.is_err() {
+                    read_in_parts(step);
+                }
+                again |= matches!(touched, Ok(()) | Err(Errno(libc::ENOMEM))) && table.has(step, OUT);
+                // Behind the step: what was true at the last fault long ago would be no news.
+                is_full = has_no_room();
+            }
+        });
+        again && !is_full
+    };
     head.bringing.fetch_add(1, Ordering::SeqCst);
-    table.for_each_run(wanted.range.start, wanted.range.end, OUT, |mut start, run_end| {
-        while start < run_end && !is_full {
-            let (end, stays) = (wanted.stretch)(start, run_end.min(start + STEP as u64));
-            let step = Range { start, end };
-            start = end;
-            if stays {
-                continue;
-            }
-            if !read_in(step) {
-                read_in_parts(step);
-            }
-            // Behind the step: what was true at the last fault long ago would be no news.
-            is_full = has_no_room();
+    let mut turn = 0;
+    while touch() && turn < UNHEARD_TRIES && head.epoch.load(Ordering::SeqCst) == epoch {
+        turn += 1;
+        if turn < 16 {
+            yield_now();
+        } else {
+            let _ = pagefold_os::fd::poll(&mut [], 1);
         }
-    });
+    }
     // What moved comes in by itself, unless whoever knew where it is has died.
     while !is_full && head.moving.load(Ordering::SeqCst) > 0 && head.epoch.load(Ordering::SeqCst) == epoch {
         let _ = pagefold_os::fd::poll(&mut [], 1);

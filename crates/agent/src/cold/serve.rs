@@ -436,7 +436,7 @@ impl Cold {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cold_table::{FROZEN, PACT_DAEMON};
+    use crate::cold_table::{FROZEN, PACT_DAEMON, RESIDENT};
     use crate::shared::MAY_START;
     use crate::wire::{CHANNEL_IN, DropEntry};
     use std::sync::atomic::AtomicBool;
@@ -607,6 +607,50 @@ mod tests {
             (waits, came)
         });
         assert_eq!((waits, came), (true, (PAGE, None)));
+    }
+
+    /// A bare mremap(2) has taken a page elsewhere, of which the daemon has no time to hear.
+    #[test]
+    fn an_agent_that_leaves_waits_for_what_is_on_the_move_unheard() {
+        let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some((cold, _connection, memory)) = connected_with(uffd::FEATURE_EVENT_REMAP) else { return };
+        // SAFETY: numbers only; the copy has one owner.
+        let hold = Uffd::from_fd(unsafe { Fd::from_raw(libc::dup(cold.hold.fd().raw())) });
+        let (table, from) = (cold.table, memory.addr());
+        let target = mem::Mapping::anonymous(PAGE_SIZE).unwrap();
+        let to = target.addr();
+        table.find_or_add(from).unwrap();
+        table.set_state(from, OUT);
+        TABLE.store(table.base(), Ordering::Release);
+        let moves = thread::spawn(move || {
+            let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+            // SAFETY: memory of ours that nobody uses.
+            let _ = unsafe { syscall!(libc::SYS_mremap, from, PAGE, PAGE, fixed, to) };
+        });
+        let mut polls = [libc::pollfd { fd: hold.fd().raw(), events: libc::POLLIN, revents: 0 }];
+        assert_eq!(pagefold_os::fd::poll(&mut polls, 60_000), Ok(1), "no move");
+        let table_fd = cold.table_fd.duplicate().unwrap();
+        with_a_daemon(&table_fd, |head| {
+            let leaves = thread::spawn(move || cold.leave());
+            while !leaves.is_finished() && head.bringing.load(Ordering::SeqCst) == 0 {
+                thread::yield_now();
+            }
+            thread::sleep(Duration::from_millis(20));
+            if matches!(hold.read_event_at_once(), Ok(Some(uffd::Event::Remap { .. }))) {
+                head.moving.store(1, Ordering::SeqCst);
+                table.set_state(from, RESIDENT);
+                moves.join().unwrap();
+                // SAFETY: the bytes are ours.
+                unsafe { hold.copy(to, [7u8; PAGE_SIZE].as_ptr() as u64, PAGE, 0) };
+                head.moving.store(0, Ordering::SeqCst);
+            }
+            leaves.join().unwrap();
+        });
+        let is_there = super::super::back::read_in(Range::pages_from(to, 1));
+        // SAFETY: it can be read, as was just seen.
+        assert_eq!(is_there.then(|| unsafe { *(to as *const u8) }), Some(7), "it is no page, or another");
+        // Of which the first page may be somebody else's by now.
+        core::mem::forget(memory);
     }
 
     /// Memory that the program may not read, and whose rights nobody can change.
