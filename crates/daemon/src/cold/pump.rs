@@ -467,13 +467,15 @@ pub(super) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
     // Two hands: decompression is what takes the time.
     let (left, right) = rest.split_at(rest.len() / 2);
     let here = sched::cpu();
-    let had_room = std::thread::scope(|scope| {
+    std::thread::scope(|scope| {
         let other = std::thread::Builder::new().spawn_scoped(scope, || {
             sched::keep_off(here);
-            bring_back(group, client, right)
+            bring_back(group, client, right);
         });
-        let had_room = bring_back(group, client, left);
-        had_room & other.map_or_else(|_| bring_back(group, client, right), |other| other.join().unwrap_or(false))
+        bring_back(group, client, left);
+        if other.is_err() {
+            bring_back(group, client, right);
+        }
     });
     let came = client.counters.pages_back.load(Ordering::Relaxed) - before;
     // What its limit has no room for stays out under the lease: to end that its agent brings all, whatever it takes.
@@ -483,7 +485,7 @@ pub(super) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
     if !client.bring_all_moved(&group.tier) {
         return came;
     }
-    if had_room && client.leased.load(Ordering::Relaxed) && all_here {
+    if client.leased.load(Ordering::Relaxed) && all_here {
         if let Some(mut link) = held.take() {
             link.leave();
             // That it has left is seen later.
@@ -517,9 +519,9 @@ fn pages_out(tier: &Tier, client: &Client, range: Range) -> Vec<u64> {
     pages
 }
 
-/// Brings these pages back, as far as they are out; false if the client's limit has no room for the rest. The caller holds
-/// the client's link.
-fn bring_back(group: &Group, client: &Client, pages: &[u64]) -> bool {
+/// Brings these pages back, as far as they are out and the client's limit has room for them. The caller holds the client's
+/// link.
+fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
     let tier = &group.tier;
     let mut buffer = vec![[0; PAGE_SIZE]; CLUSTER_PAGES];
     let mut at = 0;
@@ -531,7 +533,7 @@ fn bring_back(group: &Group, client: &Client, pages: &[u64]) -> bool {
         }
         if client.room.grant(len as u64) < len as u64 {
             // What would fill the client's limit stays out; a touch brings it when there is room.
-            return false;
+            return;
         }
         let (start, end) = (pages[at], pages[at] + len as u64);
         // Loading needs no lock: what is true at the end counts.
@@ -566,7 +568,6 @@ fn bring_back(group: &Group, client: &Client, pages: &[u64]) -> bool {
         }
         at += len;
     }
-    true
 }
 
 #[cfg(test)]
@@ -633,6 +634,27 @@ mod tests {
         Some((Arc::new(client), memory, agent))
     }
 
+    /// Does `act` beside an agent that manages nothing; tells how often that was asked for something.
+    fn beside_agent<T>(agent: &Fd, act: impl FnOnce() -> T) -> (T, u32) {
+        let over = std::sync::atomic::AtomicBool::new(false);
+        pagefold_os::sock::set_timeout(agent, 10).unwrap();
+        std::thread::scope(|scope| {
+            let asked = scope.spawn(|| {
+                let (mut request, mut asked) = ([0; 256], 0);
+                while !over.load(Ordering::Acquire) {
+                    if let Ok((len, _)) = pagefold_os::sock::receive(agent, &mut request, 0) {
+                        asked += 1;
+                        pagefold_os::sock::send(agent, &request[..len], &[]).unwrap();
+                    }
+                }
+                asked
+            });
+            let done = act();
+            over.store(true, Ordering::Release);
+            (done, asked.join().unwrap())
+        })
+    }
+
     fn group() -> (Cold, Arc<Group>) {
         let cold = Cold::new(Config::default(), std::path::Path::new("/nowhere"));
         let group = cold.group(&(0, "default".into()), 8 << 20).unwrap();
@@ -690,26 +712,12 @@ mod tests {
         group.tier.store(client.region, page, &[7; PAGE_SIZE], Effort::Fast).unwrap();
         client.table.find_or_add(memory.addr()).unwrap();
         client.table.set_state(memory.addr(), OUT);
-        let over = std::sync::atomic::AtomicBool::new(false);
-        pagefold_os::sock::set_timeout(&agent, 10).unwrap();
-        let asks = std::thread::scope(|scope| {
-            let asked = scope.spawn(|| {
-                let (mut request, mut asked) = ([0; 256], 0);
-                while !over.load(Ordering::Acquire) {
-                    if let Ok((len, _)) = pagefold_os::sock::receive(&agent, &mut request, 0) {
-                        asked += 1;
-                        pagefold_os::sock::send(&agent, &request[..len], &[]).unwrap();
-                    }
-                }
-                asked
-            });
-            let came = [(); 2].map(|()| {
+        let asks = beside_agent(&agent, || {
+            [(); 2].map(|()| {
                 let came = unpark(&group, &client);
                 limited(dir.path(), 100, 1000);
                 came
-            });
-            over.store(true, Ordering::Release);
-            (came, asked.join().unwrap())
+            })
         });
         // For its regions, when the page was there.
         assert_eq!(asks, ([0, 1], 1));
@@ -717,34 +725,20 @@ mod tests {
 
     #[test]
     fn who_is_not_short_any_more_may_call_again() {
-        use std::sync::atomic::AtomicBool;
         let Some((mut client, _memory, agent)) = linked(1) else { return };
         // Whatever the machine is short of.
         let dir = tempfile::tempdir().unwrap();
         Arc::get_mut(&mut client).unwrap().room = limited(dir.path(), 100, 1000);
         let (_cold, group) = group();
-        let over = AtomicBool::new(false);
-        pagefold_os::sock::set_timeout(&agent, 10).unwrap();
-        let looked = std::thread::scope(|scope| {
-            // It manages nothing.
-            scope.spawn(|| {
-                let mut request = [0; 256];
-                while !over.load(Ordering::Relaxed) {
-                    if let Ok((len, _)) = pagefold_os::sock::receive(&agent, &mut request, 0) {
-                        pagefold_os::sock::send(&agent, &request[..len], &[]).unwrap();
-                    }
-                }
-            });
-            let looks = |starved| {
+        let looked = beside_agent(&agent, || {
+            [true, false].map(|starved| {
                 client.starved.store(starved, Ordering::Relaxed);
                 client.called.store(true, Ordering::Relaxed);
                 let step = step(&group, &client);
                 (step.tight, client.called.load(Ordering::Relaxed))
-            };
-            let looked = [looks(true), looks(false)];
-            over.store(true, Ordering::Relaxed);
-            looked
-        });
+            })
+        })
+        .0;
         assert_eq!(looked[0], (true, true), "the pump looks again in any case");
         assert!(!looked[1].1);
     }
