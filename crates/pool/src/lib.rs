@@ -52,9 +52,11 @@ const NUMBERS: u32 = u32::MAX / SLOTS_PER_SEGMENT / 8;
 /// Segments that are filled at once at most. Two workers that fill one would cut each other's runs in pieces.
 const LANES: usize = if cfg!(loom) { 1 } else { 4 };
 
-/// Descriptors that pools leave to others: one in so many of those that the process may have, and no more than the second
-/// number. Who connects needs some, also to hear that there are none.
-const DESCRIPTORS_LEFT: (u64, u64) = (4, 8192);
+/// Of the descriptors that the process may have pools leave one in so many to others: who connects needs some, also to hear
+/// that there are none.
+const DESCRIPTORS_LEFT: u64 = 4;
+/// More than so many they need not leave.
+const DESCRIPTORS_LEFT_MAX: u64 = 8192;
 
 /// Slots that a pool has before it takes huge pages for more.
 const HUGE_FROM: u64 = SLOTS_PER_SEGMENT as u64;
@@ -514,7 +516,7 @@ impl Pool {
 /// `EMFILE` if there are few descriptors above `newest`: the kernel gives the lowest number that is free.
 fn leave_descriptors(newest: i32) -> std::io::Result<()> {
     let limit = pagefold_os::fd::limit()?;
-    let left = (limit / DESCRIPTORS_LEFT.0).min(DESCRIPTORS_LEFT.1);
+    let left = (limit / DESCRIPTORS_LEFT).min(DESCRIPTORS_LEFT_MAX);
     if newest as u64 + left < limit { Ok(()) } else { Err(std::io::Error::from_raw_os_error(libc::EMFILE)) }
 }
 

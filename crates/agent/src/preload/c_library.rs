@@ -42,8 +42,8 @@ pub(super) fn glibc() -> Glibc {
     unsafe extern "C" {
         static pagefold_glibc: [usize; 3];
     }
-    // SAFETY: three words, which the loader has filled before any code of ours runs.
-    let [free, realloc, version] = unsafe { core::ptr::read_volatile(&raw const pagefold_glibc) };
+    // SAFETY: three words, which the loader has filled before any code of ours runs, and nobody changes.
+    let [free, realloc, version] = unsafe { pagefold_glibc };
     Glibc { free, realloc, version }
 }
 

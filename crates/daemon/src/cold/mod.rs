@@ -434,6 +434,25 @@ mod tests {
     use super::keep::tests::with_keeper;
     use super::*;
 
+    /// A tier with a group, and the directory of its keeper's socket.
+    fn with_group(config: Config) -> (tempfile::TempDir, Cold, Arc<Group>) {
+        let dir = tempfile::tempdir().unwrap();
+        let cold = Cold::new(config, &dir.path().join("s"));
+        let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
+        (dir, cold, group)
+    }
+
+    /// Stops it beside a keeper: whether nothing is out any more, and whether the keeper was told to quit.
+    fn stop(cold: &Cold) -> (bool, bool) {
+        let stop = || {
+            *lock(&cold.keeper) = Some(Keeper::connect(&cold.keeper_path).unwrap());
+            cold.stop()
+        };
+        let (nothing_out, asked) = with_keeper(&cold.keeper_path, |_, _| vec![0], stop);
+        std::fs::remove_file(&cold.keeper_path).unwrap();
+        (nothing_out, asked.contains(&b"Q".to_vec()))
+    }
+
     #[test]
     fn a_tier_that_nobody_comes_back_to_is_let_go() {
         let Some((client, _memory)) = client::tests::own(0, 1) else { return };
@@ -477,23 +496,11 @@ mod tests {
     #[test]
     fn a_daemon_without_clients_hands_nothing_over() {
         let Some((client, _memory)) = client::tests::own(0, 1) else { return };
-        let dir = tempfile::tempdir().unwrap();
-        let config = Config { hand_over: true, ..Config::default() };
-        let cold = Cold::new(config, &dir.path().join("s"));
-        let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
-        let quits = || {
-            let stop = || {
-                *lock(&cold.keeper) = Some(Keeper::connect(&cold.keeper_path).unwrap());
-                cold.stop();
-            };
-            let ((), asked) = with_keeper(&cold.keeper_path, |_, _| vec![0], stop);
-            std::fs::remove_file(&cold.keeper_path).unwrap();
-            asked.contains(&b"Q".to_vec())
-        };
+        let (_dir, cold, group) = with_group(Config { hand_over: true, ..Config::default() });
         lock(&group.clients).insert(client.region, Arc::new(client));
-        assert!(!quits());
+        assert!(!stop(&cold).1);
         group.remove(1);
-        assert!(quits());
+        assert!(stop(&cold).1);
     }
 
     /// Near a limit, where it waits for room as long as somebody is there who brings it.
@@ -501,11 +508,8 @@ mod tests {
     fn what_was_moved_is_there_before_a_daemon_stops() {
         for hand_over in [false, true] {
             let Some((mut client, memory)) = client::tests::own(0, 2) else { return };
-            let dir = tempfile::tempdir().unwrap();
+            let (dir, cold, group) = with_group(Config { hand_over, ..Config::default() });
             client.room = room::tests::limited(dir.path(), 999, 1000);
-            let config = Config { hand_over, ..Config::default() };
-            let cold = Cold::new(config, &dir.path().join("s"));
-            let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
             let [to, from] = [memory.addr() + 4096, 1 << 30];
             group.tier.store(client.region, from / 4096, &[7; 4096], pagefold_tier::Effort::Fast).unwrap();
             client::tests::await_moved(&client, from, to);
@@ -525,21 +529,14 @@ mod tests {
     fn pages_of_who_has_ended_keep_nobody() {
         let Some((mut client, memory)) = client::tests::own(0, 1) else { return };
         client.uffd = client::tests::of_who_has_ended();
-        let dir = tempfile::tempdir().unwrap();
-        let cold = Cold::new(Config::default(), &dir.path().join("s"));
-        let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
+        let (_dir, cold, group) = with_group(Config::default());
         let page = memory.addr() / 4096;
         group.tier.store(client.region, page, &[7; 4096], pagefold_tier::Effort::Fast).unwrap();
         client.table.find_or_add(memory.addr()).unwrap();
         client.table.set_state(memory.addr(), pagefold_agent::cold_table::OUT);
         assert_eq!(client.pages_out(&group.tier), 1);
         lock(&group.clients).insert(client.region, Arc::new(client));
-        let stop = || {
-            *lock(&cold.keeper) = Some(Keeper::connect(&cold.keeper_path).unwrap());
-            assert!(cold.stop());
-        };
-        let ((), asked) = with_keeper(&cold.keeper_path, |_, _| vec![0], stop);
-        assert!(asked.contains(&b"Q".to_vec()), "{asked:?}");
+        assert_eq!(stop(&cold), (true, true));
         group.remove(1);
     }
 
@@ -549,9 +546,7 @@ mod tests {
         let Some((first, _memory)) = client::tests::own(0, 1) else { return };
         let Some((mut second, _memory)) = client::tests::own(0, 1) else { return };
         second.region = 2;
-        let dir = tempfile::tempdir().unwrap();
-        let cold = Cold::new(Config::default(), &dir.path().join("s"));
-        let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
+        let (_dir, cold, group) = with_group(Config::default());
         assert_eq!(cold.park(&Whom::All), None);
         lock(&group.clients).extend([first, second].map(|client| (client.region, Arc::new(client))));
         assert_eq!((cold.park(&Whom::All), cold.unpark(&Whom::All)), (Some((1, 0)), Some((1, 0))));
@@ -563,18 +558,11 @@ mod tests {
     #[test]
     fn pages_that_a_client_says_are_out_keep_nobody() {
         let Some((client, _memory)) = client::tests::own(0, 1) else { return };
-        let dir = tempfile::tempdir().unwrap();
-        let cold = Cold::new(Config::default(), &dir.path().join("s"));
-        let group = cold.group(&(0, "default".into()), 4 << 20).unwrap();
+        let (_dir, cold, group) = with_group(Config::default());
         client.table.head().out.store(u64::MAX, Ordering::Relaxed);
         assert_eq!(client.pages_out(&group.tier), 0);
         lock(&group.clients).insert(client.region, Arc::new(client));
-        let stop = || {
-            *lock(&cold.keeper) = Some(Keeper::connect(&cold.keeper_path).unwrap());
-            assert!(cold.stop());
-        };
-        let ((), asked) = with_keeper(&cold.keeper_path, |_, _| vec![0], stop);
-        assert!(asked.contains(&b"Q".to_vec()), "{asked:?}");
+        assert_eq!(stop(&cold), (true, true));
         group.remove(1);
     }
 }
