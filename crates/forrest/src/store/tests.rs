@@ -125,6 +125,12 @@ fn key_at(store: &Store, remainder: u64) -> [u8; 8] {
     store.table.hasher.word_of(Spot { segment: SEGMENT, remainder }.hash())
 }
 
+/// A key of 8 bytes in another segment: by it a process takes its seat.
+#[cfg(any(debug_assertions, pagefold_stress))]
+fn elsewhere(store: &Store) -> [u8; 8] {
+    store.table.hasher.word_of(Spot { segment: SEGMENT + 1, remainder: 1 }.hash())
+}
+
 /// A shared store whose segment has so many entries, and how many there are in each bucket.
 #[cfg(any(debug_assertions, pagefold_stress))]
 fn filled(what: &str, count: u64, value: impl Fn(u64) -> Vec<u8>) -> (Shared, Vec<usize>) {
@@ -164,7 +170,7 @@ fn recoverers_may_be_killed_too() {
             let opened = || {
                 let store = shared.again();
                 fault::arm(0);
-                store.set(b"takes a seat", b"").unwrap();
+                store.set(&elsewhere(&store), b"").unwrap();
                 store
             };
             fault::dies(1 << 40, || {
@@ -225,7 +231,7 @@ fn who_moves_an_entry_may_be_killed() {
             let (new, before) = (key_at(store, remainder), entries(store).len());
             let done = !fault::dies(1 << 40, || {
                 let store = shared.again();
-                store.set(b"takes a seat", b"").unwrap();
+                store.set(&elsewhere(&store), b"").unwrap();
                 fault::arm(first);
                 store.set(&new, b"new").unwrap();
                 fault::arm(0);
