@@ -57,6 +57,22 @@ fn the_limit_ends_where_entries_can_point() {
     }
 }
 
+/// While a store grows, arrays that have room yet do not hold the extents that their neighbours have left.
+#[test]
+fn a_store_that_grows_is_dense() {
+    let store = Options::new().limit_bytes(1 << 30).pages(Pages::Small).private().unwrap();
+    let (mut held, mut allocated) = (0, 0);
+    for number in 0..600_000u64 {
+        store.set(&number.to_le_bytes(), &number.to_le_bytes()).unwrap();
+        if number > 300_000 && number % 10_000 == 0 {
+            let stats = store.stats();
+            held += stats.held_bytes;
+            allocated += stats.allocated_bytes;
+        }
+    }
+    assert!(held < allocated * 13 / 10, "{held} bytes held, {allocated} in blocks");
+}
+
 /// Reads a value, but lets its key be deleted, and the freed memory be given back, when the record has just been found.
 struct Late<'a> {
     other: &'a Store,

@@ -22,6 +22,9 @@ const FILL_PASS: usize = SLOTS * 84;
 /// One insert of so many looks whether the passing growth is due, and earns for all of them. A power of two.
 const INSERTS_PER_LOOK: u64 = 32;
 
+/// By so many arrays ahead a pass judges an extent.
+const LOOK_AHEAD: usize = 16;
+
 /// What passing over one segment costs of a thread's credit.
 const CREDIT_PER_SEGMENT: i32 = 1 << 24;
 
@@ -204,12 +207,27 @@ impl Table {
         }
         // Neighbours lie in one extent: the verdict over the first holds for all, so that the extent is emptied or not.
         let here = (std::ptr::from_ref(self).addr(), extent);
-        let (last, mut sparse) = EXTENT.get();
+        let (last, mut emptied) = EXTENT.get();
         if last != here {
-            sparse = self.arena.is_log_sparse(dir.offset(), dir.buckets() * BUCKET_BYTES);
-            EXTENT.set((here, sparse));
+            emptied =
+                self.is_left(segment, extent) || self.arena.is_log_sparse(dir.offset(), dir.buckets() * BUCKET_BYTES);
+            EXTENT.set((here, emptied));
         }
-        sparse
+        emptied
+    }
+
+    /// Whether a quarter or more of the arrays from `segment` on that lie in an extent leave it by themselves: the rest
+    /// would hold all of it until the next pass.
+    fn is_left(&self, segment: usize, extent: u64) -> bool {
+        let (mut due, mut all) = (0, 0);
+        for near in segment..SEGMENTS.min(segment + LOOK_AHEAD) {
+            let dir = self.dir(near, Ordering::Relaxed);
+            if self.arena.log_of(dir.offset()).is_some_and(|(offset, _)| offset == extent) {
+                all += 1;
+                due += usize::from(is_due(self.count(near) as usize, dir.buckets()));
+            }
+        }
+        due * 4 >= all
     }
 }
 
