@@ -2,7 +2,7 @@
 
 use forrest::{Error, Hash, Options, Store};
 use std::collections::HashMap;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::PathBuf;
 
 /// A name of this test's own, whose store is removed at the end, also of a failed test.
@@ -392,4 +392,49 @@ fn threads_count_together_and_read_while_others_write() {
     assert_eq!(store.add(b"total", 0).unwrap(), 80_000);
     assert_eq!(store.len(), 80_002);
     assert_eq!(store.check().unwrap().lost_blocks, 0);
+}
+
+/// Whether the kernel makes a huge page in /dev/shm for whoever asks, now.
+fn has_huge_shared_pages() -> std::io::Result<()> {
+    const HUGE: usize = 2 << 20;
+    // SAFETY: a mapping of our own, aligned within twice its size; it ends with the test.
+    unsafe {
+        let flags = libc::MAP_SHARED | libc::MAP_ANONYMOUS;
+        let map = libc::mmap(std::ptr::null_mut(), 2 * HUGE, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0);
+        assert_ne!(map, libc::MAP_FAILED);
+        let huge = (map as usize).next_multiple_of(HUGE) as *mut u8;
+        huge.write_volatile(1);
+        match libc::madvise(huge.cast(), HUGE, libc::MADV_COLLAPSE) {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        }
+    }
+}
+
+#[test]
+fn a_shared_store_stands_on_huge_pages_of_a_plain_tmpfs() {
+    if let Err(error) = has_huge_shared_pages() {
+        eprintln!("SKIPPED: the kernel makes no huge page in shared memory: {error}");
+        return;
+    }
+    let name = Name::new("huge");
+    let store = Options::new().limit_bytes(64 << 20).create(&name.0).unwrap();
+    let other = Options::new().open_existing(&name.0).unwrap();
+    for number in 0..400_000u64 {
+        let store = if number % 2 == 0 { &store } else { &other };
+        store.set(&number.to_le_bytes(), &number.to_le_bytes()).unwrap();
+    }
+    assert_eq!(store.stats().backing.name(), "transparent 2 MiB");
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let ours = smaps.split_once(&format!("forrest.{}", name.0)).unwrap().1;
+    let line = ours.lines().find(|line| line.starts_with("ShmemPmdMapped:")).unwrap();
+    let kib: u64 = line.split_whitespace().nth(1).unwrap().parse().unwrap();
+    assert!(kib >= 4096, "{line}");
+    // Memory comes back as it does from small pages.
+    let held = std::fs::metadata(name.path()).unwrap().blocks() * 512;
+    store.clear().unwrap();
+    drop(other);
+    store.trim().unwrap();
+    let left = std::fs::metadata(name.path()).unwrap().blocks() * 512;
+    assert!(left + (4 << 20) < held, "{left} bytes of {held} are left");
 }

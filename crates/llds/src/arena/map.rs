@@ -7,12 +7,15 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 const MIB_2: usize = 2 << 20;
 const GIB_1: usize = 1 << 30;
 /// What is secured whole although signals come.
 const SECURE_AT_ONCE: usize = 256 << 10;
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
+/// Of madvise(2), Linux 6.1; the libc crate has it for glibc only.
+const MADV_COLLAPSE: i32 = 25;
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
 /// How a tmpfs is mounted that gives huge pages to a mapping that asked for them, and none to fallocate.
@@ -51,6 +54,8 @@ pub struct Mapping {
     file: Option<File>,
     /// Whether the file gets huge pages only where it is touched, not where it is allocated.
     huge_by_touch: bool,
+    /// Whether the file gets huge pages only where the kernel is told to make them of small ones.
+    huge_by_collapse: AtomicBool,
     /// Device and inode of the file, 0 for none.
     inode: (u64, u64),
 }
@@ -134,6 +139,10 @@ impl Mapping {
             Backing::Small
         };
         mapping.huge_by_touch = mapping.backing == Backing::Transparent && tmpfs_huge(&file, &[HUGE_BY_TOUCH]);
+        if mapping.backing == Backing::Small && pages != Pages::Small && magic == TMPFS_MAGIC && collapse_allowed() {
+            mapping.backing = Backing::Transparent;
+            *mapping.huge_by_collapse.get_mut() = true;
+        }
         mapping.inode = alive::inode_of(&file)?;
         mapping.file = Some(file);
         Ok(mapping)
@@ -205,6 +214,40 @@ impl Mapping {
     fn touch(&self, file: &File, offset: usize, bytes: usize) -> bool {
         file_system(file).2 > (bytes + 2 * MIB_2) as u64
             && self.advise(offset, bytes, libc::MADV_POPULATE_WRITE).is_ok()
+    }
+
+    /// Makes huge pages of the holes of 2 MiB that `offset..offset+bytes` reaches into, where the file gets them in no other
+    /// way and the kernel has some to give.
+    pub fn make_huge(&self, offset: usize, bytes: usize) {
+        let Some(file) = self.file.as_ref().filter(|_| self.huge_by_collapse.load(Ordering::Relaxed)) else { return };
+        if alive::inode_of(file).is_ok_and(|found| found != self.inode) {
+            return;
+        }
+        for huge in (offset / MIB_2 * MIB_2..offset + bytes).step_by(MIB_2) {
+            let is_inside = huge + MIB_2 <= self.bytes && file_system(file).2 > 2 * MIB_2 as u64;
+            if !is_inside || !self.is_hole(huge) {
+                continue;
+            }
+            // The kernel makes a huge page only where it finds a page: one of the caller's own.
+            let own = huge.max(offset);
+            // SAFETY: fallocate on our own descriptor touches no memory of this process.
+            let made = unsafe { libc::fallocate(file.as_raw_fd(), 0, own as i64, 4096) } == 0
+                && self.advise(own, 4096, libc::MADV_POPULATE_READ).is_ok()
+                && self.advise(huge, MIB_2, MADV_COLLAPSE).is_ok();
+            if !made {
+                // It has none now, or never: this process asks no more.
+                self.huge_by_collapse.store(false, Ordering::Relaxed);
+                return;
+            }
+        }
+    }
+
+    /// Whether none of the 2 MiB from `offset` on has a page.
+    fn is_hole(&self, offset: usize) -> bool {
+        let mut pages = [1u8; MIB_2 / 4096];
+        // SAFETY: the range lies inside our own mapping, as the caller made sure, and the buffer has a byte for each page.
+        let done = unsafe { libc::mincore(self.base.as_ptr().add(offset).cast(), MIB_2, pages.as_mut_ptr()) };
+        done == 0 && pages.iter().all(|page| page & 1 == 0)
     }
 
     /// Has pages for `offset..offset+bytes`, of `room` bytes that are the caller's and end with a page, of which those before were had ready unless
@@ -303,7 +346,15 @@ fn anonymous_prot(bytes: usize, align: usize, flags: i32, backing: Backing, prot
         libc::prctl(libc::PR_SET_VMA, libc::PR_SET_VMA_ANON_NAME, aligned, bytes, name.as_ptr());
     }
     let base = NonNull::new(aligned as *mut u8).ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
-    Ok(Mapping { base, bytes, backing, file: None, huge_by_touch: false, inode: (0, 0) })
+    Ok(Mapping {
+        base,
+        bytes,
+        backing,
+        file: None,
+        huge_by_touch: false,
+        huge_by_collapse: AtomicBool::new(false),
+        inode: (0, 0),
+    })
 }
 
 /// Bytes of free explicit huge pages of one size.
@@ -322,6 +373,12 @@ pub fn hugetlbfs_free_bytes(file: &File) -> Option<(usize, usize)> {
 fn thp_allowed() -> bool {
     std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled")
         .is_ok_and(|text| text.contains("[madvise]") || text.contains("[always]"))
+}
+
+/// Whether the kernel makes huge pages of small ones in a tmpfs for whoever asks, whatever the tmpfs is mounted with (6.1).
+fn collapse_allowed() -> bool {
+    std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+        .is_ok_and(|text| !text.contains("[deny]"))
 }
 
 /// Magic number, block size and free bytes of the file system that `file` lives on.

@@ -92,13 +92,17 @@ impl Inner {
         fault::point();
         if meta.state == FREE {
             let _ = self.header().kept.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
-        } else if let Err(error) = self.map.secure(self.span_offset(span) as usize, SPAN_BYTES) {
-            // UNUSED stays UNUSED, a hole stays a hole: the next try asks for pages again.
-            self.entry(span).meta.store(Meta { owner: 0, ..meta }.word(), Ordering::SeqCst);
-            if meta.state == HOLE {
-                self.hint(0, span);
+        } else {
+            let offset = self.span_offset(span) as usize;
+            self.map.make_huge(offset, SPAN_BYTES);
+            if let Err(error) = self.map.secure(offset, SPAN_BYTES) {
+                // UNUSED stays UNUSED, a hole stays a hole: the next try asks for pages again.
+                self.entry(span).meta.store(Meta { owner: 0, ..meta }.word(), Ordering::SeqCst);
+                if meta.state == HOLE {
+                    self.hint(0, span);
+                }
+                return Err(error);
             }
-            return Err(error);
         }
         self.entry(span).meta.store(Meta::free(FREE, owner), Ordering::SeqCst);
         Ok(true)
