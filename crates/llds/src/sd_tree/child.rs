@@ -9,8 +9,11 @@ use crate::primitive::Ordering;
 /// Children kept back so that a helper never lacks one: more than threads can be in a split at once.
 const RESERVED_CHILDREN: u64 = if cfg!(loom) { 2 } else { 1 << 13 };
 
-/// New children between attempts to use old ones again.
+/// New children between attempts to use old ones again, while there are few.
 const CHILDREN_PER_ADVANCE: u64 = if cfg!(any(loom, pagefold_stress)) { 1 } else { 16 };
+
+/// One of so many children may wait to be used again.
+const CHILDREN_SPARED: u64 = 64;
 
 const LINE_BITS: u32 = word::VALUE_BITS;
 const LINE_MASK: u64 = word::VALUE_MAX;
@@ -118,9 +121,10 @@ impl SdTree {
         if let Some(line) = self.pop_free() {
             return Some(line);
         }
-        // Advancing the clock costs microseconds, a new line nothing: only now and then.
+        // Advancing the clock costs microseconds and interrupts others, a new line nothing: only now and then.
         let ever = self.shared(place::CHILDREN).load(Ordering::Relaxed);
-        let due = ever.is_multiple_of(CHILDREN_PER_ADVANCE) || ever + RESERVED_CHILDREN > self.child_limit();
+        let between = (ever / CHILDREN_SPARED).next_power_of_two().max(CHILDREN_PER_ADVANCE);
+        let due = ever.is_multiple_of(between) || ever + RESERVED_CHILDREN > self.child_limit();
         if due
             && self.drain_limbo()
             && let Some(line) = self.pop_free()

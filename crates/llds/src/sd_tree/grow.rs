@@ -19,6 +19,9 @@ const COUNTED_PER_STEP: u64 = 8 * BUCKETS_PER_STEP;
 /// Lines in a huge page: the piece in which memory goes back.
 const LINES_PER_HUGE_PAGE: u64 = (2 << 20) / crate::lines::LINE_BYTES as u64;
 
+/// Attempts to give memory back while so much is outgrown as goes back at once.
+const TRIES_PER_RELEASE: u64 = 8;
+
 /// Bits of a release word that stand for array parts, from the smallest array on.
 const PART_BITS: u32 = 16;
 const PARTS: u64 = (1 << PART_BITS) - 1;
@@ -49,6 +52,11 @@ impl Growth {
     }
 }
 
+/// Segments whose parts of the array of `bits` leading bits go back together: memory goes by whole huge pages.
+fn segments_per_release(bits: u32) -> u64 {
+    (LINES_PER_HUGE_PAGE >> (bits - SEGMENT_BITS)).clamp(1, SEGMENTS)
+}
+
 impl SdTree {
     fn release_word(&self, segment: u64) -> &AtomicU64 {
         self.memory.word(place::RELEASES + segment / 8, (segment % 8) as usize)
@@ -69,7 +77,10 @@ impl SdTree {
                 return;
             }
             let Some(growth) = self.next_growth() else { return };
-            self.release_arrays();
+            // It takes two steps of the clock: so it is tried some times while as much again is outgrown.
+            if growth.segment.is_multiple_of((segments_per_release(growth.bits) / TRIES_PER_RELEASE).max(1)) {
+                self.release_arrays();
+            }
             let _ = active.compare_exchange(0, growth.pack(), Ordering::AcqRel, Ordering::Relaxed);
         }
     }
@@ -91,10 +102,18 @@ impl SdTree {
             return 1;
         }
         let start = Self::segment_start(growth.segment, growth.bits);
-        let mine = self.claim(growth, budget);
+        let (mine, is_claimed) = self.claim(growth, budget);
         let step = (mine.end - mine.start).max(1);
-        for position in mine {
+        for position in mine.clone() {
             self.migrate(start + position, growth.bits);
+        }
+        // The position is counted on by whoever has the first buckets that were not counted: others' lines are far away, and
+        // are to be looked at once. If nobody has them any more, whoever finds nothing to claim does.
+        let seen = if is_claimed { active.load(Ordering::Acquire) } else { seen };
+        let same = |other: &Growth| (other.segment, other.bits) == (growth.segment, growth.bits);
+        let Some(growth) = Growth::unpack(seen).filter(same) else { return step };
+        if is_claimed && mine.start != growth.position {
+            return step;
         }
         // Whoever counts the position on has seen all buckets before it done, its own and others'.
         let most = (growth.position + COUNTED_PER_STEP).min(growth.bucket_count());
@@ -114,8 +133,9 @@ impl SdTree {
         step
     }
 
-    /// Takes up to `budget` buckets that no other helper took; if there are none, the first that are not counted as done.
-    fn claim(&self, growth: Growth, budget: u64) -> Range<u64> {
+    /// Takes up to `budget` buckets that no other helper took; if there are none, the first that are not counted as done, and
+    /// false.
+    fn claim(&self, growth: Growth, budget: u64) -> (Range<u64>, bool) {
         let claims = self.memory.word(place::CLAIMS, 0);
         loop {
             let seen = claims.load(Ordering::Relaxed);
@@ -127,7 +147,7 @@ impl SdTree {
             let end = (from + budget).min(growth.bucket_count());
             let next = Growth { position: end, ..growth };
             if !claimed || claims.compare_exchange(seen, next.pack(), Ordering::Relaxed, Ordering::Relaxed).is_ok() {
-                return from..end;
+                return (from..end, claimed);
             }
         }
     }
@@ -146,36 +166,39 @@ impl SdTree {
         if word & PARTS != 0 && epoch::clock().is_past(word >> PART_BITS) { word & PARTS } else { 0 }
     }
 
-    /// Gives back the memory of outgrown array parts that nobody can write any more.
+    /// Gives back the memory of outgrown array parts that nobody can write any more. Costs a system call, and is in vain
+    /// before the parts that lie in one huge page are all outgrown.
     pub(super) fn release_arrays(&self) {
+        let waiting = |segment| self.release_word(segment).load(Ordering::Acquire) & PARTS;
+        let mut parts = (0..SEGMENTS).fold(0, |parts, segment| parts | waiting(segment));
+        if parts == 0 {
+            return;
+        }
         epoch::clock().try_advance();
-        for segment in 0..SEGMENTS {
-            let mut parts = self.past_parts(segment);
-            while parts != 0 {
-                let bits = self.first_bits + parts.trailing_zeros();
-                parts &= parts - 1;
-                self.release_group(segment, bits);
+        while parts != 0 {
+            let bits = self.first_bits + parts.trailing_zeros();
+            parts &= parts - 1;
+            let group = segments_per_release(bits);
+            for first in (0..SEGMENTS).step_by(group as usize) {
+                self.release_group(first..first + group, bits);
             }
         }
     }
 
-    /// Gives back a segment's part of the array of `bits` leading bits, with its neighbours', if theirs may go too.
-    fn release_group(&self, segment: u64, bits: u32) {
-        // Whole huge pages only: a part smaller than that goes together with its neighbours.
-        let part = 1u64 << (bits - SEGMENT_BITS);
-        let group = (LINES_PER_HUGE_PAGE / part).clamp(1, SEGMENTS);
-        let first = segment / group * group;
+    /// Gives back the parts that some segments have of the array of `bits` leading bits, if all of them may go.
+    fn release_group(&self, group: Range<u64>, bits: u32) {
         let bit = 1 << (bits - self.first_bits);
-        if !(first..first + group).all(|neighbour| self.past_parts(neighbour) & bit != 0) {
+        if !group.clone().all(|segment| self.past_parts(segment) & bit != 0) {
             return;
         }
-        if part * group >= LINES_PER_HUGE_PAGE {
-            let start = Self::segment_start(first, bits);
-            self.memory.release(start..start + part * group);
+        let lines = (group.end - group.start) << (bits - SEGMENT_BITS);
+        if lines >= LINES_PER_HUGE_PAGE {
+            let start = Self::segment_start(group.start, bits);
+            self.memory.release(start..start + lines);
         }
         // A part is outgrown once: who is late, or not alone, takes out nothing but this one.
-        for neighbour in first..first + group {
-            self.release_word(neighbour).fetch_and(!bit, Ordering::Relaxed);
+        for segment in group {
+            self.release_word(segment).fetch_and(!bit, Ordering::Relaxed);
         }
     }
 
