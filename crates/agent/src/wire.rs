@@ -66,7 +66,8 @@ pub enum Op {
     ColdGo = 16,
     /// Copy these runs (list of [`RegionEntry`]) to the channel; one byte per page in the answer's list.
     ColdCopy = 17,
-    /// Take these pages away if they equal their copies (list of [`DropEntry`]); one byte per place in the answer's list.
+    /// Take these pages away if they equal their copies (list of [`DropEntry`]), now by the daemon's clock (`a`, monotonic
+    /// nanoseconds); one byte per place in the answer's list.
     ColdDrop = 18,
     /// Nothing of these ranges (list of [`Range`]) is out: absent pages are the kernel's again.
     ColdRelease = 19,

@@ -307,7 +307,7 @@ impl Cold {
                 Ok(count)
             }
             COPY => self.copy(connection, count, request.a as usize),
-            DROP => self.drop_pages(connection, count),
+            DROP => self.drop_pages(connection, count, request.a),
             RELEASE => {
                 for index in 0..count {
                     let range: Range = input(connection.channel.addr(), index);
@@ -736,7 +736,7 @@ mod tests {
                     ((channel + CHANNEL_IN as u64) as *mut DropEntry).write(run);
                     ((channel + crate::wire::CHANNEL_PAGES as u64) as *mut u8).write_bytes(8, PAGE_SIZE);
                 }
-                let _ = cold.drop_pages(&connection, 1);
+                let _ = cold.drop_pages(&connection, 1, sched::monotonic_ns());
                 cold.table.state(page) == OUT
             };
             let went = went();
@@ -748,6 +748,32 @@ mod tests {
         // Else the mapping's end would wait for a reader.
         drop(cold);
         assert!(!went);
+    }
+
+    /// The daemon notes discards by its own clock, which in another time namespace is another.
+    #[test]
+    fn a_discard_is_waited_for_by_the_clock_that_noted_it() {
+        const DAY_NS: u64 = 86_400_000_000_000;
+        const NOTED: u64 = 400 * DAY_NS;
+        let Some((mut cold, connection, memory)) = connected() else { return };
+        let (channel, page) = (connection.channel.addr(), memory.addr() + PAGE);
+        let run = DropEntry { start: page, around_start: page, around_end: page + PAGE, pages: 1, place: 0 };
+        // SAFETY: inside the channel.
+        unsafe {
+            ((channel + CHANNEL_IN as u64) as *mut DropEntry).write(run);
+            ((channel + crate::wire::CHANNEL_PAGES as u64) as *mut u8).write_bytes(7, PAGE_SIZE);
+        }
+        cold.table.find_or_add(page).unwrap();
+        let mut goes = |noted: u64, asked: u64| {
+            cold.table.note_removed(Range::pages_from(page, 1), noted);
+            cold.drop_pages(&connection, 1, asked).unwrap();
+            cold.table.state(page) == OUT
+        };
+        assert!(!goes(NOTED, NOTED + 900_000_000), "too early by the daemon's clock");
+        assert!(!goes(sched::monotonic_ns(), NOTED + DAY_NS), "too early by our own");
+        assert!(goes(NOTED, NOTED + 1_100_000_000));
+        // Else what is not there would wait.
+        drop(cold);
     }
 
     /// A daemon dies with the pact in its hand, and with the event of a discard to be read; somebody keeps its descriptor.
@@ -827,7 +853,7 @@ mod tests {
         let (say, said) = mpsc::channel();
         thread::spawn(move || {
             assert!(cold.table.wait_pact(1000));
-            say.send((cold.drop_with_pact(&connection, 1), cold))
+            say.send((cold.drop_with_pact(&connection, 1, sched::monotonic_ns()), cold))
         });
         let (dropped, cold) = said.recv_timeout(LONG).expect("it waits for a daemon");
         over.store(true, Ordering::Relaxed);

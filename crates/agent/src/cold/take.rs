@@ -62,8 +62,9 @@ impl Cold {
         Ok(place)
     }
 
-    /// Takes those pages away that still equal their copies; byte `n` of the answer says whether page `n` is out.
-    pub(super) fn drop_pages(&mut self, connection: &Connection, count: usize) -> Result<usize> {
+    /// Takes those pages away that still equal their copies; byte `n` of the answer says whether page `n` is out. It is
+    /// `asked` now by the daemon's clock.
+    pub(super) fn drop_pages(&mut self, connection: &Connection, count: usize, asked: u64) -> Result<usize> {
         let _held = SHARED.guard.lock(COLD_AGENT);
         // Of what a bare call has unmapped or moved the daemon hears first: else it would take what is there now, and goes
         // out, for what was there before.
@@ -72,7 +73,7 @@ impl Cold {
                 return Err(Errno(libc::EBUSY));
             }
             if !self.hold.is_changing() {
-                return self.drop_with_pact(connection, count);
+                return self.drop_with_pact(connection, count, asked);
             }
             self.table.free_pact();
             yield_now();
@@ -81,7 +82,7 @@ impl Cold {
     }
 
     /// As [`drop_pages`](Self::drop_pages), with guard and pact held; that is free then.
-    pub(super) fn drop_with_pact(&mut self, connection: &Connection, count: usize) -> Result<usize> {
+    pub(super) fn drop_with_pact(&mut self, connection: &Connection, count: usize, asked: u64) -> Result<usize> {
         let channel = connection.channel.addr();
         let out = (channel + CHANNEL_OUT as u64) as *mut u8;
         // SAFETY: inside the channel.
@@ -102,7 +103,7 @@ impl Cold {
             }
             // The pact may have been away for a moment, and with it the daemon that asked.
             if self.table.head().epoch.load(Ordering::Relaxed) == connection.epoch {
-                self.drop_run(range, around, place, channel, out);
+                self.drop_run(range, around, place, connection, asked);
             }
         }
         self.table.free_pact();
@@ -153,14 +154,20 @@ impl Cold {
         }
     }
 
-    fn drop_run(&self, range: Range, around: Range, place: usize, channel: u64, out: *mut u8) {
+    fn drop_run(&self, range: Range, around: Range, place: usize, connection: &Connection, asked: u64) {
+        let channel = connection.channel.addr();
+        let out = (channel + CHANNEL_OUT as u64) as *mut u8;
         let (Some(mover), Some(staging)) = (&self.mover, &self.staging) else { return };
         let held = SHARED.guard.lock(COLD_AGENT);
         if is_left_alone(SHARED.tables(&held).table, range) {
             return;
         }
-        let now = sched::monotonic_ns();
-        let is_calm = |index| now.wrapping_sub(self.table.removed(index).load(Ordering::Relaxed)) > REMOVED_NS;
+        // The note is by the daemon's clock or by ours, which a time namespace may have set apart.
+        let now = [asked, sched::monotonic_ns()];
+        let is_calm = |index| {
+            let removed = self.table.removed(index).load(Ordering::Relaxed);
+            now.iter().all(|now| now.abs_diff(removed) > REMOVED_NS)
+        };
         if !self.table.enter(range, is_calm) {
             return;
         }

@@ -10,7 +10,7 @@ use pagefold_agent::wire::{
 };
 use pagefold_os::fd::Fd;
 use pagefold_os::mem::Mapping;
-use pagefold_os::{Errno, PAGE_SIZE, Page, Range, memfd, sock};
+use pagefold_os::{Errno, PAGE_SIZE, Page, Range, memfd, sched, sock};
 use std::sync::Arc;
 
 /// Longest time that an answer may take before the connection is given up, in milliseconds.
@@ -194,7 +194,7 @@ impl ColdLink {
     /// not be moved and are worth another attempt.
     pub(super) fn drop_pages(&mut self, entries: &[DropEntry]) -> Result<Vec<u32>, Gone> {
         entries.iter().enumerate().for_each(|(index, entry)| self.put(index, *entry));
-        if self.ask(Op::ColdDrop, entries.len())? == 0 {
+        if self.ask_with(Op::ColdDrop, entries.len(), sched::quick_monotonic_ns(), 0)? == 0 {
             return Ok(Vec::new());
         }
         Ok((0..FETCH_PAGES_MAX as u32).filter(|place| self.channel.said(*place as usize) == DROP_BUSY).collect())
