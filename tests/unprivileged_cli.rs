@@ -313,10 +313,15 @@ fn a_daemon_that_ends_tells_whether_another_comes() {
         (said, text(&errors))
     };
     // One can be and the other cannot.
-    let mut command = tool.command(&["daemon", "--no-keeper", "--socket", "s"]);
+    // As long as a socket's path may be.
+    let metrics = format!("{}/{}", tool.dir.path().display(), "m".repeat(106 - tool.dir.path().as_os_str().len()));
+    let at = format!("unix:{metrics}");
+    let mut command = tool.command(&["daemon", "--no-keeper", "--socket", "s", "--metrics", &at, "--web", "unix:w"]);
     let daemon = Reaped(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the tool runs"));
     let socket = tool.dir.path().join("s");
     common::wait_for("the daemon to listen", 120, || socket.exists());
+    let served = [metrics.as_str(), "w"].map(|name| tool.dir.path().join(name));
+    common::wait_for("its other sockets", 120, || served.iter().all(|path| path.exists()));
     let (said, errors) = started("s");
     assert_eq!(said, "another", "{errors}");
     let lock = tool.dir.path().join("t.lock");
@@ -328,7 +333,13 @@ fn a_daemon_that_ends_tells_whether_another_comes() {
     // SAFETY: a child that was not waited for.
     unsafe { libc::kill(daemon.pid(), libc::SIGTERM) };
     common::wait_for("the daemon's end", 120, || !tool.dir.path().join("s.lock").exists());
-    assert!(!socket.exists());
+    let left: Vec<_> = std::fs::read_dir(tool.dir.path()).expect("the directory").flatten().collect();
+    let left: Vec<_> =
+        left.iter().map(|entry| entry.file_name()).filter(|name| name != "run" && name != "t.lock").collect();
+    assert!(left.is_empty(), "{left:?}");
+    let long = tool.run(&["daemon", "--no-keeper", "--socket", "s", "--metrics", &format!("{at}m")]);
+    let said = format!(": {metrics}m: 108 bytes, and a socket's path has 107 at most; name a shorter one\n");
+    assert!(text(&long.stderr).contains(&said), "{}", text(&long.stderr));
 }
 
 #[test]
