@@ -862,3 +862,29 @@ fn what_image_exec_becomes_begins_as_it_began() {
         }
     }
 }
+
+/// With the path, the cause and the cure; nothing is mounted, and nothing left.
+#[test]
+fn a_mount_that_has_no_place_for_its_socket_says_so_in_one_line() {
+    let tool = Tool::new();
+    let long = tool.dir.path().join("l".repeat(100));
+    for name in ["images", "mnt"] {
+        std::fs::create_dir(tool.dir.path().join(name)).expect("a directory");
+    }
+    std::fs::write(tool.dir.path().join("images/a"), vec![1; 4096]).expect("a file");
+    let below_a_file = std::path::Path::new("/etc/passwd/run");
+    for (run, why) in [(long.as_path(), "too long for sockets"), (below_a_file, "Not a directory")] {
+        for more in [&[][..], &["--background"]] {
+            let mut mount = tool.command(&["disk", "mount", "images", "mnt"]);
+            let refused = mount.args(more).env("PAGEFOLD_RUNTIME_DIR", run).output().expect("the tool runs");
+            let said = text(&refused.stderr);
+            assert_eq!(refused.status.code(), Some(1), "{said}");
+            let told = [run.to_str().expect("UTF-8"), why, "; set PAGEFOLD_RUNTIME_DIR to another directory\n"];
+            assert!(said.lines().count() == 1 && told.iter().all(|part| said.contains(part)), "{said}");
+        }
+    }
+    assert!(!long.exists());
+    let nbd = tool.run(&["disk", "mount", "images", "mnt", "--nbd", &long.display().to_string()]);
+    let said = text(&nbd.stderr);
+    assert!(said.contains("107 bytes at most; name a shorter one\n") && said.lines().count() == 1, "{said}");
+}
