@@ -3,6 +3,7 @@
 //! Before `main` Rust's runtime has SIGPIPE ignored and opens /dev/null where a standard descriptor is closed; what a `Command`
 //! becomes gets the default for SIGPIPE. Who starts a program means what he set.
 
+use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -32,8 +33,17 @@ extern "C" fn look() {
 #[unsafe(link_section = ".init_array")]
 static LOOK: extern "C" fn() = look;
 
-/// Has `command` begin as this process began.
-pub fn pass_on(command: &mut Command) {
+/// Becomes `command`, which begins as this process began; returns only why not.
+pub fn become_it(mut command: Command) -> io::Error {
+    pass_on(&mut command);
+    let error = command.exec();
+    // As a program starts with it: whose reader of standard error has left would now be ended by a line about this.
+    // SAFETY: no handler is set.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
+    error
+}
+
+fn pass_on(command: &mut Command) {
     let (ignored, closed) = (IGNORED.load(Ordering::Relaxed), CLOSED.load(Ordering::Relaxed));
     let restore = move || {
         // SAFETY: no handler is set; the descriptors are /dev/null, closed if the program begins.

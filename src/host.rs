@@ -89,9 +89,11 @@ pub fn socket(given: Option<&Path>) -> Result<PathBuf, Error> {
     };
     match path.as_os_str().len() {
         ..=SOCKET_PATH_MAX => Ok(path),
-        len => {
-            Err(format!("{}: {len} bytes, and a socket's path has {SOCKET_PATH_MAX} at most", path.display()).into())
-        }
+        len => Err(format!(
+            "{}: {len} bytes, and a socket's path has {SOCKET_PATH_MAX} at most; --socket names another",
+            path.display()
+        )
+        .into()),
     }
 }
 

@@ -265,3 +265,26 @@ fn nothing_is_put_into_a_runtime_directory_of_somebody_else() {
     assert!(!output.status.success() && said.contains("belongs to another user"), "{said}");
     assert_eq!(std::fs::read_dir(&run).expect("the directory").count(), 0);
 }
+
+/// Its first line tells who waits that the mount is there: a mount that cannot say it would be waited for for ever.
+#[test]
+fn a_mount_in_the_background_needs_room_for_its_messages() {
+    let Some((base, images, mount)) = place() else { return };
+    let run = base.path().join("run");
+    std::fs::create_dir(&run).expect("a directory");
+    std::fs::write(images.join("a"), vec![1; 4096]).expect("an image");
+    // In a namespace of its own: what is mounted goes with it.
+    let script = format!(
+        "mount -t tmpfs -o size=64k,mode=700 none {run} && head -c 64k /dev/zero > {run}/fill &&
+         exec timeout 60 {TOOL} disk mount --background {images} {mount}",
+        run = run.display(),
+        images = images.display(),
+        mount = mount.display()
+    );
+    let mut shell = Command::new("unshare");
+    shell.args(["-m", "sh", "-c", &script]).env("PAGEFOLD_RUNTIME_DIR", &run);
+    let output = shell.output().expect("unshare");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("for messages: No space left") && said.lines().count() == 1, "{said}");
+}

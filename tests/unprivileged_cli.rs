@@ -313,10 +313,15 @@ fn a_daemon_that_ends_tells_whether_another_comes() {
         (said, text(&errors))
     };
     // One can be and the other cannot.
-    let mut command = tool.command(&["daemon", "--no-keeper", "--socket", "s"]);
+    // As long as a socket's path may be.
+    let metrics = format!("{}/{}", tool.dir.path().display(), "m".repeat(106 - tool.dir.path().as_os_str().len()));
+    let at = format!("unix:{metrics}");
+    let mut command = tool.command(&["daemon", "--no-keeper", "--socket", "s", "--metrics", &at, "--web", "unix:w"]);
     let daemon = Reaped(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the tool runs"));
     let socket = tool.dir.path().join("s");
     common::wait_for("the daemon to listen", 120, || socket.exists());
+    let served = [metrics.as_str(), "w"].map(|name| tool.dir.path().join(name));
+    common::wait_for("its other sockets", 120, || served.iter().all(|path| path.exists()));
     let (said, errors) = started("s");
     assert_eq!(said, "another", "{errors}");
     let lock = tool.dir.path().join("t.lock");
@@ -328,7 +333,13 @@ fn a_daemon_that_ends_tells_whether_another_comes() {
     // SAFETY: a child that was not waited for.
     unsafe { libc::kill(daemon.pid(), libc::SIGTERM) };
     common::wait_for("the daemon's end", 120, || !tool.dir.path().join("s.lock").exists());
-    assert!(!socket.exists());
+    let left: Vec<_> = std::fs::read_dir(tool.dir.path()).expect("the directory").flatten().collect();
+    let left: Vec<_> =
+        left.iter().map(|entry| entry.file_name()).filter(|name| name != "run" && name != "t.lock").collect();
+    assert!(left.is_empty(), "{left:?}");
+    let long = tool.run(&["daemon", "--no-keeper", "--socket", "s", "--metrics", &format!("{at}m")]);
+    let said = format!(": {metrics}m: 108 bytes, and a socket's path has 107 at most; name a shorter one\n");
+    assert!(text(&long.stderr).contains(&said), "{}", text(&long.stderr));
 }
 
 #[test]
@@ -788,6 +799,30 @@ fn what_offers_json_prints_one_document() {
     }
 }
 
+/// What `command` with `args` says, started with SIGPIPE ignored or not, a signal blocked and a standard descriptor closed.
+fn begun(mut command: Command, args: &[&str], ignored: bool, closed: libc::c_int) -> (Option<i32>, String) {
+    let begin = move || {
+        // SAFETY: system calls that are safe between fork and exec, on a set that is filled first.
+        unsafe {
+            let mut set = std::mem::zeroed();
+            libc::sigemptyset(&mut set);
+            libc::sigaddset(&mut set, libc::SIGUSR1);
+            libc::pthread_sigmask(libc::SIG_SETMASK, &set, std::ptr::null_mut());
+            libc::signal(libc::SIGPIPE, if ignored { libc::SIG_IGN } else { libc::SIG_DFL });
+            libc::close(closed);
+        }
+        Ok(())
+    };
+    // SAFETY: as above.
+    unsafe { command.args(args).pre_exec(begin) };
+    let output = command.output().expect("it runs");
+    (output.status.code(), text(&output.stdout))
+}
+
+/// Programs that tell how they began.
+const TELL: [[&str; 4]; 2] =
+    [["/bin/grep", "-E", "SigBlk|SigIgn", "/proc/self/status"], ["/bin/ls", "-1", "-U", "/proc/self/fd"]];
+
 /// As if it had been started without the tool: signals that are ignored or blocked stay so, and what is closed is closed.
 #[test]
 fn what_run_becomes_begins_as_it_began() {
@@ -796,30 +831,60 @@ fn what_run_becomes_begins_as_it_began() {
         return;
     }
     let daemon = common::Daemon::start(&["--no-keeper"]);
-    let said = |mut command: Command, args: &[&str], ignored: bool, closed: libc::c_int| {
-        let begin = move || {
-            // SAFETY: system calls that are safe between fork and exec, on a set that is filled first.
-            unsafe {
-                let mut set = std::mem::zeroed();
-                libc::sigemptyset(&mut set);
-                libc::sigaddset(&mut set, libc::SIGUSR1);
-                libc::pthread_sigmask(libc::SIG_SETMASK, &set, std::ptr::null_mut());
-                libc::signal(libc::SIGPIPE, if ignored { libc::SIG_IGN } else { libc::SIG_DFL });
-                libc::close(closed);
-            }
-            Ok(())
-        };
-        // SAFETY: as above.
-        unsafe { command.args(args).pre_exec(begin) };
-        let output = command.output().expect("it runs");
-        (output.status.code(), text(&output.stdout))
-    };
     for (ignored, closed) in [(true, 0), (false, 2)] {
-        for args in
-            [["/bin/grep", "-E", "SigBlk|SigIgn", "/proc/self/status"], ["/bin/ls", "-1", "-U", "/proc/self/fd"]]
-        {
-            let plain = said(Command::new(args[0]), &args[1..], ignored, closed);
-            assert_eq!(said(daemon.run(&[]), &args, ignored, closed), plain, "{args:?}");
+        for args in TELL {
+            let plain = begun(Command::new(args[0]), &args[1..], ignored, closed);
+            assert_eq!(begun(daemon.run(&[]), &args, ignored, closed), plain, "{args:?}");
         }
     }
+}
+
+#[test]
+fn what_image_exec_becomes_begins_as_it_began() {
+    let tool = Tool::new();
+    let tree = tool.dir.path().join("tree");
+    for dir in ["usr", "proc"] {
+        std::fs::create_dir_all(tree.join(dir)).expect("a directory");
+    }
+    for dir in ["bin", "lib", "lib64"] {
+        std::os::unix::fs::symlink(format!("usr/{dir}"), tree.join(dir)).expect("a link");
+    }
+    assert!(tool.run(&["image", "build", "--name", "a:1", "tree"]).status.success());
+    let exec = ["image", "exec", "a:1", "--bind", "/usr:/usr", "--"];
+    let can = tool.command(&exec).arg("/bin/true").output().expect("the tool runs");
+    if !can.status.success() {
+        return println!("SKIPPED: image exec cannot run a program here: {}", text(&can.stderr));
+    }
+    for (ignored, closed) in [(true, 0), (false, 2)] {
+        for args in TELL {
+            let plain = begun(Command::new(args[0]), &args[1..], ignored, closed);
+            assert_eq!(begun(tool.command(&exec), &args, ignored, closed), plain, "{args:?}");
+        }
+    }
+}
+
+/// With the path, the cause and the cure; nothing is mounted, and nothing left.
+#[test]
+fn a_mount_that_has_no_place_for_its_socket_says_so_in_one_line() {
+    let tool = Tool::new();
+    let long = tool.dir.path().join("l".repeat(100));
+    for name in ["images", "mnt"] {
+        std::fs::create_dir(tool.dir.path().join(name)).expect("a directory");
+    }
+    std::fs::write(tool.dir.path().join("images/a"), vec![1; 4096]).expect("a file");
+    let below_a_file = std::path::Path::new("/etc/passwd/run");
+    for (run, why) in [(long.as_path(), "too long for sockets"), (below_a_file, "Not a directory")] {
+        for more in [&[][..], &["--background"]] {
+            let mut mount = tool.command(&["disk", "mount", "images", "mnt"]);
+            let refused = mount.args(more).env("PAGEFOLD_RUNTIME_DIR", run).output().expect("the tool runs");
+            let said = text(&refused.stderr);
+            assert_eq!(refused.status.code(), Some(1), "{said}");
+            let told = [run.to_str().expect("UTF-8"), why, "; set PAGEFOLD_RUNTIME_DIR to another directory\n"];
+            assert!(said.lines().count() == 1 && told.iter().all(|part| said.contains(part)), "{said}");
+        }
+    }
+    assert!(!long.exists());
+    let nbd = tool.run(&["disk", "mount", "images", "mnt", "--nbd", &long.display().to_string()]);
+    let said = text(&nbd.stderr);
+    assert!(said.contains("107 bytes at most; name a shorter one\n") && said.lines().count() == 1, "{said}");
 }

@@ -55,6 +55,9 @@ fn completions_parse_in_their_shell() {
         for command in commands() {
             assert!(text(&script.stdout).contains(&command), "{shell} does not know {command}");
         }
+        for hidden in ["demo-client", "on-demand", "Hold descriptors"] {
+            assert!(!text(&script.stdout).contains(hidden), "{shell} offers {hidden}");
+        }
         let check: &[&str] = match shell {
             "bash" | "zsh" => &["-n"],
             "fish" => &["--no-execute"],

@@ -152,6 +152,8 @@ fn scans_images_and_doctor() {
     check("pagefold scan --tree", &tool.json(&["image", "scan", "--json", "tree"]));
     check("pagefold disk scan", &tool.json(&["disk", "scan", "--json", "tree/one", "tree/two", "no-such-file"]));
     check("pagefold image build", &tool.json(&["image", "build", "--json", "--name", "a:1", "tree"]));
+    assert!(tool.output(&["image", "export", "--format", "oci", "a:1", "layout"]).status.success());
+    check("pagefold image build", &tool.json(&["image", "import", "--json", "--name", "b:1", "layout"]));
     check("pagefold image ls", &tool.json(&["image", "ls", "--json"]));
     let files = tool.output(&["image", "ls", "--json", "a:1"]);
     let lines = String::from_utf8(files.stdout).expect("text");
@@ -215,7 +217,7 @@ fn a_daemon_with_clients_and_a_mount() {
         let mut ready = [0; 5];
         client.0.stdout.as_mut().expect("a pipe").read_exact(&mut ready).ok().map(|()| client)
     };
-    let (Some(_live), Some(_cold)) = (start(&["--all"]), start(&["--cold"])) else {
+    let (Some(live), Some(_cold)) = (start(&["--all"]), start(&["--cold"])) else {
         return skipped("no python3 here to be a client");
     };
     wait("merging", &mut || status("totals")["pages_sharing"].as_u64() >= Some(800));
@@ -232,6 +234,8 @@ fn a_daemon_with_clients_and_a_mount() {
     check("pagefold pause", &tool.json(&["resume", "--json", "--socket", &socket]));
     check("pagefold park", &tool.json(&["unpark", "--all", "--json", "--socket", &socket]));
     check("pagefold verify", &tool.json(&["verify", "--json", "--socket", &socket]));
+    let pid = live.0.id().to_string();
+    check("pagefold unmerge", &tool.json(&["unmerge", &pid, "--json", "--socket", &socket]));
     let get = |target: &str| -> Value {
         let mut stream = UnixStream::connect(&web).expect("the page is served");
         write!(stream, "GET {target} HTTP/1.1\r\nHost: x\r\n\r\n").expect("it listens");

@@ -170,3 +170,12 @@ fn merged_pages_of_clients_are_no_saving() {
     }
     panic!("4000 merged pages are not seen as merged: {last}");
 }
+
+#[test]
+fn a_sample_in_which_nothing_came_twice_tells_no_error_of_nothing() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let file = dir.path().join("alone");
+    std::fs::write(&file, [7; 4096]).expect("a file");
+    let shown = text(&scan(&["--sample", "1/16", &file.display().to_string()]).stdout);
+    assert!(shown.contains("estimated from one content in 16.\n"), "{shown}");
+}

@@ -195,7 +195,11 @@ fn addresses_that_others_could_reach_are_refused_in_one_line() {
         ("--metrics", "[::]:0", "is not a loopback address"),
         ("--web", "9200", "is no address"),
         ("--web", path.as_str(), "is no socket; remove it"),
-        ("--web", "unix:/x,group=no-such-group", "there is no group no-such-group"),
+        (
+            "--web",
+            "unix:/x,group=no-such-group",
+            "there is no group no-such-group: give a name of /etc/group, or a number\n",
+        ),
     ] {
         let mut command = pagefold();
         command.args(["daemon", "--socket"]).arg(dir.path().join("daemon.sock")).args([option, at]);
@@ -204,7 +208,7 @@ fn addresses_that_others_could_reach_are_refused_in_one_line() {
         // What is wrong by itself is wrong usage; what the file system says is a failure.
         assert_eq!(output.status.code(), Some(if at == path { 1 } else { 2 }), "{at}: {errors}");
         let line = errors.lines().next().unwrap_or_default();
-        assert!(line.contains(expected) && line.contains(option), "{at}: {errors}");
+        assert!(format!("{line}\n").contains(expected) && line.contains(option), "{at}: {errors}");
     }
     assert_eq!(std::fs::read(&file).expect("a file"), b"precious");
 }

@@ -86,10 +86,13 @@ struct Unmerged {
 }
 
 /// Asks for each of `whom`, which is not empty. One that fails does not keep the others from their turn: it is said, and
-/// the exit status tells; if all fail there is nothing but the error.
-pub(super) fn for_each<T, U>(whom: &[T], ask: impl Fn(&T) -> Result<U, Error>) -> Result<(Vec<U>, ExitCode), Error> {
+/// the exit status tells; if all fail there is nothing but the error. Who is named twice has one turn.
+pub(super) fn for_each<T, U>(whom: &[T], ask: impl Fn(&T) -> Result<U, Error>) -> Result<(Vec<U>, ExitCode), Error>
+where
+    T: PartialEq,
+{
     let (mut done, mut errors) = (Vec::new(), Vec::new());
-    for one in whom {
+    for (_, one) in whom.iter().enumerate().filter(|(at, one)| !whom[..*at].contains(one)) {
         match ask(one) {
             Ok(answer) => done.push(answer),
             Err(error) => errors.push(error.to_string()),
@@ -219,5 +222,6 @@ mod tests {
         assert_eq!(code(&[2, 4]).unwrap(), (vec![2, 4], good));
         assert_eq!(code(&[1, 2, 3, 4]).unwrap(), (vec![2, 4], bad));
         assert_eq!(code(&[1, 3]).unwrap_err().to_string(), "odd");
+        assert_eq!(code(&[2, 4, 2]).unwrap().0, [2, 4], "named twice");
     }
 }

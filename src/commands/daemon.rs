@@ -139,10 +139,12 @@ fn duration_or_never(text: &str) -> Result<Setting<Duration>, String> {
 }
 
 fn address(text: &str) -> Result<Setting<String>, String> {
-    unless("none", text, |text| match Place::parse(text) {
+    let parse = |text: &str| match Place::parse(text) {
         Ok(_) => Ok(text.to_owned()),
         Err(error) => Err(error.to_string()),
-    })
+    };
+    // Who names a socket knows what he wants.
+    if text.starts_with("unix:") { parse(text).map(|at| Setting(Some(at))) } else { unless("none", text, parse) }
 }
 
 /// How long a daemon that `run` started stays without clients.

@@ -7,6 +7,7 @@ use crate::units::{self, show_size};
 use pagefold_disk::control;
 use pagefold_disk::mount::{self, Options};
 use pagefold_disk::{Config, Status, scan};
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -236,7 +237,8 @@ fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
     let log_path = control::socket_path(&absolute(&args.mountpoint)?).with_extension("log");
     control::make_own(&control::runtime_dir())?;
     let draft = mount::RemoveOnDrop(log_path.with_extension(format!("log.{}", std::process::id())));
-    let log = crate::host::create_log(&draft.0).map_err(|error| format!("{}: {error}", draft.0.display()))?;
+    let log = crate::host::create_log(&draft.0).and_then(|log| reserve(&log).map(|()| log));
+    let log = log.map_err(|error| format!("{}, for messages: {error}", draft.0.display()))?;
     let arguments = std::env::args_os().skip(1).filter(|argument| argument != "--background");
     let mut child = std::process::Command::new(std::env::current_exe()?)
         .args(arguments)
@@ -266,6 +268,18 @@ fn mount_in_background(args: &MountArgs) -> Result<ExitCode, Error> {
             return Ok(ExitCode::SUCCESS);
         }
         std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Takes the room for the first lines of a log: what is not written there is waited for in vain.
+fn reserve(log: &std::fs::File) -> std::io::Result<()> {
+    const BYTES: libc::off_t = 4096;
+    // SAFETY: numbers only.
+    let done = unsafe { libc::fallocate(log.as_raw_fd(), libc::FALLOC_FL_KEEP_SIZE, 0, BYTES) } == 0;
+    match std::io::Error::last_os_error() {
+        error if !done && error.raw_os_error() == Some(libc::ENOSPC) => Err(error),
+        // Not every file system can.
+        _ => Ok(()),
     }
 }
 

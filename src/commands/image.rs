@@ -3,7 +3,7 @@
 use super::Error;
 use crate::output::{Style, Table, clean, on_stdout, print, print_json};
 use crate::units::{self, show_count, show_size};
-use crate::{note, say};
+use crate::{begun, note, say};
 use pagefold_image::Error as ImageError;
 use pagefold_image::config::Limits;
 use pagefold_image::ingest::{Notes, apply_tar};
@@ -443,9 +443,6 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         Action::Export { name, output, format } => export_image(&open(&name)?, &name, &output, format)?,
         Action::Exec(exec_args) => {
             let error = exec_image(open, exec_args);
-            // As the command starts with it: whose reader of standard error has left would now be ended by the line below.
-            // SAFETY: no handler is set.
-            unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
             note!("pagefold: {error}");
             // As run's: what the command itself returned is another thing.
             return Ok(ExitCode::from(match error.downcast_ref() {
@@ -480,7 +477,7 @@ fn exec_image(open: impl Fn(&str) -> Result<Store, Error>, args: ExecArgs) -> Er
         Err(error) => return error,
     };
     match store.hold(&args.name) {
-        Ok((record, lease)) => exec::exec(&store, &record, &lease, &run).into(),
+        Ok((record, lease)) => exec::exec(&store, &record, &lease, &run, begun::become_it).into(),
         Err(error) => error.into(),
     }
 }

@@ -4,7 +4,6 @@ use super::Error;
 use crate::{begun, host, note};
 use std::ffi::OsString;
 use std::io::Read;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
@@ -84,12 +83,8 @@ pub const FAILED: u8 = 125;
 /// Becomes the program.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
     let error = match prepare(&args) {
-        Ok(mut command) => {
-            begun::pass_on(&mut command);
-            let error = command.exec();
-            // As a program starts with it: whose reader of standard error has left would now be ended by the line below.
-            // SAFETY: no handler is set.
-            unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
+        Ok(command) => {
+            let error = begun::become_it(command);
             let code = if error.kind() == std::io::ErrorKind::NotFound { 127 } else { 126 };
             note!("pagefold: cannot run {}: {error}", args.command[0].to_string_lossy());
             return Ok(ExitCode::from(code));

@@ -207,6 +207,8 @@ fn headline(report: &Report, style: Style) -> String {
     };
     let sample = match report.sample_one_in {
         1 => String::new(),
+        // Of what none was seen twice it cannot be told how far off that is.
+        n if report.cost.sample_error_bytes == 0 => format!(", estimated from one content in {n}"),
         n => format!(", estimated from one content in {n}, ± {}", show_size(report.cost.sample_error_bytes)),
     };
     let count = report.sources.len();

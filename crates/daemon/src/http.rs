@@ -7,7 +7,8 @@
 
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, PermissionsExt};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -21,6 +22,8 @@ pub const HEAD_BYTES_MAX: usize = 8 << 10;
 pub const FIELDS_MAX: usize = 64;
 /// Most connections at once, for each address that is served.
 pub const CONNECTIONS_MAX: usize = 16;
+/// Most bytes of a Unix socket's path.
+const SOCKET_PATH_MAX: usize = 107;
 /// How long a whole exchange may take, however slowly the other side reads and writes.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -242,7 +245,9 @@ impl Place {
         if let Some(path) = at.strip_prefix("unix:") {
             let (path, group) = match path.rsplit_once(",group=") {
                 Some((path, name)) => {
-                    let number = group(name).ok_or_else(|| bad(format!("there is no group {name}; see /etc/group")))?;
+                    let number = group(name).ok_or_else(|| {
+                        bad(format!("there is no group {name}: give a name of /etc/group, or a number"))
+                    })?;
                     (path, Some(number))
                 }
                 None => (path, None),
@@ -250,7 +255,15 @@ impl Place {
             if path.is_empty() {
                 return Err(bad("unix: wants a path: unix:PATH".into()));
             }
-            return Ok(Place::Unix { path: std::path::absolute(path)?, group });
+            let path = std::path::absolute(path)?;
+            let len = path.as_os_str().len();
+            if len > SOCKET_PATH_MAX {
+                return Err(bad(format!(
+                    "{}: {len} bytes, and a socket's path has {SOCKET_PATH_MAX} at most; name a shorter one",
+                    path.display()
+                )));
+            }
+            return Ok(Place::Unix { path, group });
         }
         let wanted = "use 127.0.0.1:PORT or unix:PATH";
         let addresses = at.to_socket_addrs().map_err(|error| bad(format!("{at} is no address ({error}); {wanted}")))?;
@@ -364,7 +377,9 @@ fn bind(path: &Path, group: Option<u32>) -> io::Result<UnixListener> {
     let make = || {
         std::fs::DirBuilder::new().mode(0o700).create(&private)?;
         let made = private.join("s");
-        let listener = UnixListener::bind(&made)?;
+        // Its whole path may be too long for a socket's where `path` is not.
+        let dir = std::fs::File::open(&private)?;
+        let listener = UnixListener::bind(format!("/proc/self/fd/{}/s", dir.as_raw_fd()))?;
         if group.is_some() {
             std::os::unix::fs::chown(&made, None, group)?;
         }
@@ -380,7 +395,7 @@ fn bind(path: &Path, group: Option<u32>) -> io::Result<UnixListener> {
 }
 
 /// Serves `answer` at `at` (see [`Place::parse`]) on threads of its own, the first called `name`. `answer` gives `None`
-/// to end a connection without a word.
+/// to end a connection without a word. What is returned removes the socket's name, if there is one, when it goes.
 ///
 /// # Errors
 /// If the address is none, is not on loopback, or cannot be listened at.
@@ -388,7 +403,7 @@ pub fn serve(
     name: &'static str,
     at: &str,
     answer: impl Fn(&Request) -> Option<Response> + Send + Sync + 'static,
-) -> io::Result<()> {
+) -> io::Result<Name> {
     let place = Place::parse(at)?;
     let listener = match &place {
         Place::Loopback(address) => Listener::Tcp(
@@ -396,6 +411,10 @@ pub fn serve(
                 .map_err(|error| io::Error::new(error.kind(), format!("cannot listen at {at}: {error}")))?,
         ),
         Place::Unix { path, group } => Listener::Unix(bind(path, *group)?),
+    };
+    let ours = match &place {
+        Place::Loopback(_) => Name(None),
+        Place::Unix { path, .. } => Name(Some((path.clone(), device_and_inode(path)?))),
     };
     let check_host = matches!(place, Place::Loopback(_));
     let answer = Arc::new(answer);
@@ -420,7 +439,24 @@ pub fn serve(
             });
         }
     })?;
-    Ok(())
+    Ok(ours)
+}
+
+fn device_and_inode(path: &Path) -> io::Result<(u64, u64)> {
+    std::fs::symlink_metadata(path).map(|found| (found.dev(), found.ino()))
+}
+
+/// A socket's name in the file system, removed when this is dropped unless somebody else has it by then.
+pub struct Name(Option<(PathBuf, (u64, u64))>);
+
+impl Drop for Name {
+    fn drop(&mut self) {
+        if let Some((path, ours)) = &self.0
+            && device_and_inode(path).is_ok_and(|found| found == *ours)
+        {
+            let _ = std::fs::remove_file(path);
+        }
+    }
 }
 
 /// One of the connections that there may be at once.
@@ -557,9 +593,11 @@ mod tests {
         assert!(matches!(Place::parse("[::1]:0"), Ok(Place::Loopback(_))));
         let unix = Place::parse("unix:/x/y,group=0").expect("a place");
         assert_eq!(unix, Place::Unix { path: "/x/y".into(), group: Some(0) });
-        for bad in ["0.0.0.0:80", "192.0.2.1:80", "[::]:80", "9200", "unix:", "unix:/x,group=no such group"] {
+        let long = format!("unix:/{}", "x".repeat(107));
+        for bad in ["0.0.0.0:80", "192.0.2.1:80", "[::]:80", "9200", "unix:", "unix:/x,group=no such group", &long] {
             let error = Place::parse(bad).expect_err(bad).to_string();
             assert!(!error.contains('\n') && error.len() < 200, "{error}");
+            assert!(!error.contains("SUN_LEN"), "{error}");
         }
     }
 

@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering;
 ///
 /// # Errors
 /// As [`http::serve`].
-pub fn serve(daemon: Arc<Daemon>, at: &str) -> io::Result<()> {
+pub fn serve(daemon: Arc<Daemon>, at: &str) -> io::Result<http::Name> {
     http::serve("metrics", at, move |request| {
         (!daemon.stopping.load(Ordering::Acquire)).then(|| answer(&daemon, request))
     })

@@ -3,7 +3,7 @@
 use crate::link::{GreetError, Link, Shared};
 use crate::peer::Peer;
 use crate::status::{Client, NotCovered, Status, Totals};
-use crate::{control, verify};
+use crate::{control, http, verify};
 use pagefold_agent::wire::{Op, Packet};
 use pagefold_merge::stats::DomainStats;
 use pagefold_merge::{ClientId, Domain, domain};
@@ -136,6 +136,8 @@ pub struct Daemon {
     pub(crate) verified: [AtomicU64; 2],
     /// Held for as long as we are the daemon of our socket.
     lock: Mutex<Option<std::fs::File>>,
+    /// Names of the sockets for metrics and the page.
+    served: Mutex<Vec<http::Name>>,
 }
 
 /// Appends the metrics of other parts, as OpenMetrics families.
@@ -151,6 +153,7 @@ impl Daemon {
             cold,
             verified: Default::default(),
             lock: Mutex::default(),
+            served: Mutex::default(),
             config,
             groups: Mutex::default(),
             connected: Mutex::default(),
@@ -187,6 +190,7 @@ impl Daemon {
         let listener = self.listen()?;
         let monitor = self.start().inspect_err(|_| {
             self.stop();
+            lock(&self.served).clear();
             let _ = std::fs::remove_file(&self.config.socket);
             self.remove_lock(!self.cold.is_in_use());
         })?;
@@ -228,6 +232,7 @@ impl Daemon {
             }
         }
         self.stop();
+        lock(&self.served).clear();
         let nothing_out = self.cold.stop();
         let _ = std::fs::remove_file(&self.config.socket);
         self.ring_workers();
@@ -262,14 +267,15 @@ impl Daemon {
 
     /// Another daemon of this machine may have the address that the file with defaults names for all: one that was started
     /// for a program goes on without, and so does one that took clients over: they wait for their pages.
-    fn may_lack(&self, served: io::Result<()>) -> io::Result<()> {
+    fn may_lack(&self, served: io::Result<http::Name>) -> io::Result<()> {
         match served {
+            Ok(name) => lock(&self.served).push(name),
             Err(error) if self.config.on_demand || self.cold.is_in_use() => {
                 eprintln!("pagefold: {error}; goes on without");
-                Ok(())
             }
-            served => served,
+            Err(error) => return Err(error),
         }
+        Ok(())
     }
 
     /// Asks the daemon to stop; [`run`](Self::run) returns soon after. Clients keep what is merged.

@@ -67,16 +67,30 @@ pub fn runtime_dir() -> PathBuf {
 /// Makes the directory at `path`, for this user alone, if it is missing. To be called before anything is put there.
 ///
 /// # Errors
-/// It cannot be made, or is somebody else's, who could have put links there.
+/// It cannot be made, is somebody else's, who could have put links there, or is too long for a socket's path.
 pub fn make_own(path: &Path) -> io::Result<()> {
     use std::os::unix::fs::{DirBuilderExt, MetadataExt};
-    std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)?;
-    if path.metadata()?.uid() != rustix::process::geteuid().as_raw() {
-        let why = format!("{} belongs to another user; set PAGEFOLD_RUNTIME_DIR", path.display());
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+    let told = |kind, why: String| {
+        io::Error::new(kind, format!("{}: {why}; set PAGEFOLD_RUNTIME_DIR to another directory", path.display()))
+    };
+    if path.as_os_str().len() > DIR_BYTES_MAX {
+        return Err(told(
+            io::ErrorKind::InvalidInput,
+            format!("longer than {DIR_BYTES_MAX} bytes, too long for sockets"),
+        ));
+    }
+    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path);
+    let found = made.and_then(|()| path.metadata()).map_err(|error| told(error.kind(), error.to_string()))?;
+    if found.uid() != rustix::process::geteuid().as_raw() {
+        return Err(told(io::ErrorKind::PermissionDenied, "belongs to another user".into()));
     }
     Ok(())
 }
+
+/// Most bytes of a Unix socket's path.
+pub(crate) const SOCKET_PATH_MAX: usize = 107;
+/// Longest directory in which a mount's socket has such a path.
+const DIR_BYTES_MAX: usize = SOCKET_PATH_MAX - "/disk-0123456789abcdef.sock".len();
 
 /// The socket of the mount at `mountpoint`, which must be absolute and without links.
 pub fn socket_path(mountpoint: &Path) -> PathBuf {

@@ -17,7 +17,6 @@ use std::ffi::OsString;
 use std::fs;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -191,16 +190,22 @@ impl User {
     }
 }
 
-/// Replaces this process by the command; must be called while it has one thread. Returns only what went wrong. Record and
-/// lease are those of [`Store::hold`].
+/// Replaces this process by the command, which `become_it` does (exec(2)); must be called while it has one thread. Returns
+/// only what went wrong. Record and lease are those of [`Store::hold`].
 ///
 /// # Errors
 /// The kernel or user cannot mount; the command is not in the tree.
-pub fn exec(store: &Store, record: &Record, lease: &Lease, run: &Run) -> Error {
+pub fn exec(
+    store: &Store,
+    record: &Record,
+    lease: &Lease,
+    run: &Run,
+    become_it: impl FnOnce(Command) -> io::Error,
+) -> Error {
     match prepare(store, record, lease, run) {
-        Ok(mut command) => {
+        Ok(command) => {
             let program = command.get_program().to_string_lossy().into_owned();
-            Error::Exec { program, image: record.name.clone(), source: command.exec() }
+            Error::Exec { program, image: record.name.clone(), source: become_it(command) }
         }
         Err(error) => error,
     }

@@ -153,7 +153,9 @@ fn apply_entry(
         notes.add("files have ACLs or SELinux labels in a form that is not read: they were left out", &entry.path);
     }
     let (inodes, steps) = (tree.inode_count(), tree.step_count());
-    let parent = tree.resolve_parent(&entry.path, true)?;
+    // A layer is a tree of its own, laid over the lower ones: its directories hide their files.
+    let is_lower = |dir, name: &[u8]| whiteouts && !layer.fresh.contains(&(dir, name.to_vec()));
+    let parent = tree.resolve_parent_over(&entry.path, true, is_lower)?;
     reader.count_implied(&entry.path, (tree.inode_count() - inodes) as u64)?;
     reader.count_steps(&entry.path, tree.step_count() - steps)?;
     let Some((dir, name)) = parent else {

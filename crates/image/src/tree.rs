@@ -211,6 +211,16 @@ impl Tree {
     /// # Errors
     /// `..` in the path, names that cannot be, a file where a directory is needed, link loops; a place too deep.
     pub fn resolve_parent(&mut self, path: &[u8], make: bool) -> Result<Option<(Id, Vec<u8>)>> {
+        self.resolve_parent_over(path, make, |_, _| false)
+    }
+
+    /// The same; a file on the way gives its place to a directory if `gives_way` says so of its directory and name.
+    pub(crate) fn resolve_parent_over(
+        &mut self,
+        path: &[u8],
+        make: bool,
+        gives_way: impl Fn(Id, &[u8]) -> bool,
+    ) -> Result<Option<(Id, Vec<u8>)>> {
         let mut parts = split(path)?;
         let Some(last) = parts.pop() else { return Ok(None) };
         let too_deep = || input!("{}: deeper than {DEPTH_MAX} directories", show_start(path));
@@ -251,7 +261,7 @@ impl Tree {
                         return Err(input!("{}: symbolic links lead too deep", show(path)));
                     }
                 }
-                None if make => {
+                found if make && (found.is_none() || gives_way(here, &part)) => {
                     check_name(&part)?;
                     let meta = Meta { mode: 0o755, ..Meta::default() };
                     let id = self.add(Inode { meta, kind: Kind::Dir(BTreeMap::new()) });

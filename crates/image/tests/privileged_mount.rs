@@ -1475,7 +1475,7 @@ fn child_that_execs() {
         learn: (mode == "learn").then_some(Duration::from_secs(60)),
         ..exec::Run::default()
     };
-    panic!("{}", exec::exec(&store, &record, &lease, &run));
+    panic!("{}", exec::exec(&store, &record, &lease, &run, |mut command| command.exec()));
 }
 
 /// A process that becomes `command` in the image.

@@ -380,6 +380,26 @@ fn layers_apply_with_whiteouts_and_opaque_directories() {
     assert!(import(&bench, dir.path()).unwrap_err().to_string().contains("whiteout"));
 }
 
+/// In whatever order they come.
+#[test]
+fn what_a_layer_has_below_a_name_hides_a_lower_file_of_that_name() {
+    let bench = Bench::new();
+    let base = archive(&[file(b"a", b"1"), file(b"b", b"1")]);
+    let (new, gone) = (file(b"a/sub/x", b"2"), file(b".wh.a", b""));
+    for top in [&[new.clone(), gone.clone()][..], &[gone, new.clone()], std::slice::from_ref(&new)] {
+        let layers = tempfile::tempdir().unwrap();
+        layout(layers.path(), &[&base, &archive(top)], |_| ());
+        let tree = import(&bench, layers.path()).unwrap();
+        let mut names = Vec::new();
+        tree.walk(|path, _| names.push(String::from_utf8(path.to_vec()).unwrap()));
+        assert_eq!(names, ["", "a", "a/sub", "a/sub/x", "b"]);
+    }
+    // Within one layer a file is no directory.
+    let layers = tempfile::tempdir().unwrap();
+    layout(layers.path(), &[&base, &archive(&[file(b"a", b"2"), new])], |_| ());
+    assert!(import(&bench, layers.path()).unwrap_err().to_string().contains("not a directory"));
+}
+
 #[test]
 fn a_whiteout_hides_what_lower_layers_have_of_a_directory_that_its_layer_has_too() {
     let bench = Bench::new();

@@ -30,12 +30,12 @@ struct Seen {
 ///
 /// # Errors
 /// As [`http::serve`].
-pub fn serve(daemon: Arc<Daemon>, at: &str) -> io::Result<()> {
+pub fn serve(daemon: Arc<Daemon>, at: &str) -> io::Result<http::Name> {
     let seen = Arc::new(Mutex::new(Seen::default()));
     sample(&daemon, &seen);
     let (sampled, sampler) = (seen.clone(), daemon.clone());
     let answering = daemon;
-    http::serve("web", at, move |request| {
+    let name = http::serve("web", at, move |request| {
         (!answering.stopping.load(Ordering::Acquire)).then(|| answer(&seen, request))
     })?;
     thread::Builder::new().name("web-sample".into()).spawn(move || {
@@ -44,7 +44,7 @@ pub fn serve(daemon: Arc<Daemon>, at: &str) -> io::Result<()> {
             sample(&sampler, &sampled);
         }
     })?;
-    Ok(())
+    Ok(name)
 }
 
 fn sample(daemon: &Daemon, seen: &Mutex<Seen>) {

@@ -1,7 +1,7 @@
 //! Talks NBD to one client: handshake, then requests, several at once.
 
 use super::wire::{self, Command, DATA_BYTES_MAX, OPTION_BYTES_MAX, Request, can, option, reply};
-use crate::control::accept_all;
+use crate::control::{SOCKET_PATH_MAX, accept_all};
 use crate::engine::{Engine, Handle, is_refusal};
 use crate::error::Error;
 use parking_lot::{Condvar, Mutex};
@@ -91,6 +91,10 @@ impl Disk for Handle {
 /// # Errors
 /// The socket cannot be made; another server answers there.
 pub fn listen(engine: Arc<Engine>, path: &Path) -> io::Result<PathBuf> {
+    if path.as_os_str().len() > SOCKET_PATH_MAX {
+        let why = format!("a socket's path has {SOCKET_PATH_MAX} bytes at most; name a shorter one");
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+    }
     if UnixStream::connect(path).is_ok() {
         return Err(io::ErrorKind::AddrInUse.into());
     }
