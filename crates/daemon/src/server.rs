@@ -875,9 +875,14 @@ pub(crate) mod tests {
     fn who_ends_while_it_is_greeted_is_not_named() {
         let daemon = daemon();
         let me = std::process::id() as i32;
-        let greeted = |flags: u64| {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let of_child = std::ffi::CString::new(format!("/proc/{}/pagemap", child.id())).unwrap();
+        let ended = Fd::open(&of_child, libc::O_RDONLY, 0).unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let here = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).unwrap();
+        let greeted = |flags: u64, pagemap: &Fd| {
             let (ours, theirs) = pair();
-            let pagemap = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).unwrap();
             let hello = Packet { a: flags, ..Packet::new(Op::Hello) };
             sock::send(&theirs, hello.bytes(), &[pagemap.raw()]).unwrap();
             drop(theirs);
@@ -885,7 +890,8 @@ pub(crate) mod tests {
             daemon.why_not_covered(me)
         };
         for flags in [0, pagefold_agent::wire::HELLO_COLD] {
-            assert_eq!(greeted(flags), None);
+            // After its greeting, and before it was looked at.
+            assert_eq!([&here, &ended].map(|pagemap| greeted(flags, pagemap)), [None, None]);
         }
         // One that says why is.
         daemon.note_not_greeted(me, &GreetError::ClientCannot(pagefold_os::Errno(libc::EPERM)));
