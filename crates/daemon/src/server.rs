@@ -132,6 +132,8 @@ pub struct Daemon {
     pub(crate) more_metrics: std::sync::OnceLock<MoreMetrics>,
     pub(crate) more_status: std::sync::OnceLock<MoreStatus>,
     pub(crate) cold: crate::cold::Cold,
+    /// What limits its own memory: the pools'.
+    room: pagefold_pool::Room,
     /// How far `verify` is: pages, and of how many.
     pub(crate) verified: [AtomicU64; 2],
     /// Held for as long as we are the daemon of our socket.
@@ -147,8 +149,10 @@ impl Daemon {
     /// Makes a daemon with no domain yet.
     pub fn new(config: Config) -> Arc<Daemon> {
         let cold = crate::cold::Cold::new(config.cold.clone(), &config.socket);
+        let own = crate::cold::room::Room::of(std::process::id() as i32);
         Arc::new(Daemon {
             cold,
+            room: pagefold_pool::Room::new(move |bytes| own.has(bytes)),
             verified: Default::default(),
             lock: Mutex::default(),
             config,
@@ -463,6 +467,7 @@ impl Daemon {
             name: key.1.clone(),
             period_ns: self.config.period.as_nanos() as u64,
             pool_max_bytes: self.config.pool_max_bytes,
+            room: self.room.clone(),
             vma_budget: self.config.vma_budget,
             predict: self.config.predict,
             ..domain::Config::default()
