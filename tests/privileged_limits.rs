@@ -69,6 +69,24 @@ fn a_limit_of_memory_means_no_failure() {
     group.assert_nobody_was_killed();
 }
 
+/// The kernel ends who takes a page too many; a pool that stops growing in time is a smaller saving only.
+#[test]
+fn a_daemon_at_its_limit_of_memory_merges_less() {
+    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+    let Some(group) = common::group::Group::new() else { return };
+    let daemon = Daemon::start(&["--period", "100ms"]);
+    group.take(daemon.pid());
+    // What it keeps of clients fits, and the 16 MiB of theirs do not.
+    group.limit(12 << 20);
+    let mut client = Server::start(daemon.run(&[]), program);
+    wait_for("the pool to find no room", 60, || events(&daemon.status(), "no_segment") > 0);
+    assert!(client.check("check") < 8000);
+    group.assert_nobody_was_killed();
+    group.lift();
+    wait_for("pages to be merged", 120, || client.check("check") > 8000);
+    assert!(client.end().success());
+}
+
 /// A daemon without descriptors says so of whom it cannot manage, and manages him when it has some.
 #[test]
 fn a_limit_of_descriptors_is_named() {

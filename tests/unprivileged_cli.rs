@@ -166,6 +166,7 @@ fn exit_codes_are_those_of_the_help_text() {
         (vec!["image", "import", "--name", &slashes, "plain"], 2),
         (vec!["daemon", "--pool-max", "0"], 2),
         (vec!["daemon", "--tier-max", "1"], 2),
+        (vec!["daemon", "--vma-budget", "524289"], 2),
         (vec!["pause", "abc"], 2),
         (vec!["daemon", "--period", "1ms"], 2),
         (vec!["disk", "mount", "/no/such", "/no/such", "--cache-size", "4T"], 2),

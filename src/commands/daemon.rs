@@ -4,7 +4,8 @@ use super::Error;
 use crate::note;
 use crate::{config, host, units};
 use pagefold_daemon::http::Place;
-use pagefold_daemon::{Config, Daemon, cold};
+use pagefold_daemon::{Config, Daemon, VMA_BUDGET_MAX, cold};
+use pagefold_os::procfs;
 use pagefold_os::wait::Bell;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -38,8 +39,8 @@ pub struct Args {
     /// Largest size of each domain's pool, 8M at least; `auto`: half of the machine's memory
     #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = pool_max)]
     pool_max: Setting<u64>,
-    /// Mappings that merging may add to one client; `auto`: a quarter of vm.max_map_count
-    #[arg(long, value_name = "N", default_value = "auto", value_parser = count_or_auto)]
+    /// Mappings that merging may add to one client, 524288 at most; `auto`: a quarter of vm.max_map_count
+    #[arg(long, value_name = "N", default_value = "auto", value_parser = vma_budget)]
     vma_budget: Setting<u64>,
     /// Let workers compete like any program instead of taking idle time only
     #[arg(long)]
@@ -130,8 +131,13 @@ pub(super) fn at_least(least: u64, text: &str) -> Result<u64, String> {
     if size >= least { Ok(size) } else { Err(format!("takes at least {}", units::show_size(least))) }
 }
 
-fn count_or_auto(text: &str) -> Result<Setting<u64>, String> {
-    unless("auto", text, |text| text.parse().map_err(|_| "takes a whole number".to_owned()))
+fn vma_budget(text: &str) -> Result<Setting<u64>, String> {
+    unless("auto", text, |text| match text.parse() {
+        Ok(budget) if budget <= VMA_BUDGET_MAX => Ok(budget),
+        // Of no client more mappings are followed than twice that.
+        Ok(_) => Err(format!("takes {VMA_BUDGET_MAX} at most")),
+        Err(_) => Err("takes a whole number".to_owned()),
+    })
 }
 
 fn duration_or_never(text: &str) -> Result<Setting<Duration>, String> {
@@ -160,9 +166,7 @@ extern "C" fn on_signal(_: libc::c_int) {
 
 /// Runs the daemon.
 pub fn run(args: Args) -> Result<ExitCode, Error> {
-    let (_, total) = pagefold_os::procfs::available_and_total();
-    let map_count =
-        std::fs::read_to_string("/proc/sys/vm/max_map_count").ok().and_then(|text| text.trim().parse().ok());
+    let (_, total) = procfs::available_and_total();
     let socket = host::socket(args.socket.as_deref())?;
     let program = std::env::current_exe()?.into_os_string();
     // Who was started by a keeper has inherited that children are not waited for.
@@ -179,7 +183,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         workers: args.workers.0.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, |n| n.get().min(8))),
         period: args.period,
         pool_max_bytes: args.pool_max.0.unwrap_or(total / 2),
-        vma_budget: args.vma_budget.0.unwrap_or(map_count.unwrap_or(65_530u64) / 4),
+        vma_budget: args.vma_budget.0.unwrap_or_else(|| (procfs::mappings_max() / 4).min(VMA_BUDGET_MAX)),
         idle_priority: !args.busy,
         idle_exit: args.idle_exit.0.or(args.on_demand.then_some(ON_DEMAND_IDLE)),
         on_demand: args.on_demand,

@@ -5,7 +5,7 @@ use super::crew::{Crew, Shape};
 use pagefold_agent::wire::freeze_bucket_end;
 use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::status::Status;
-use pagefold_daemon::{Config, Daemon};
+use pagefold_daemon::{Config, Daemon, VMA_BUDGET_MAX};
 use pagefold_os::{ksm, procfs};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
@@ -280,7 +280,7 @@ pub fn daemon(args: &[String]) -> Result<(), Failure> {
         workers: workers.parse()?,
         period: Duration::from_millis(period.parse()?),
         pool_max_bytes: 1 << 40,
-        vma_budget: 1 << 22,
+        vma_budget: VMA_BUDGET_MAX,
         predict: predict == "1",
         ..Config::default()
     });

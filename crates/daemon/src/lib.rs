@@ -18,4 +18,5 @@ pub mod status;
 mod verify;
 pub mod web;
 
+pub use pagefold_merge::client::VMA_BUDGET_MAX;
 pub use server::{Config, Daemon};

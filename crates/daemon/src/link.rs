@@ -11,7 +11,7 @@ use pagefold_agent::wire::{
     self, CHANNEL_COUNTERS, CHANNEL_IN, CHANNEL_LEN, CHANNEL_OUT, CHANNEL_PAGES, Counters, LIST_MAX, Op, PIECE_ZERO,
     Packet, RegionEntry, SEGMENTS_HELD, SEGMENTS_PER_REQUEST, Why,
 };
-use pagefold_merge::client::{Client, FETCH_PAGES_MAX, Gone, Outcome, Piece, PoolMapping, Written};
+use pagefold_merge::client::{Client, FETCH_PAGES_MAX, Gone, MAPPINGS_MAX, Outcome, Piece, PoolMapping, Written};
 use pagefold_os::fd::Fd;
 use pagefold_os::mem::Mapping;
 use pagefold_os::{PAGE_SIZE, Page, Range, memfd, pagemap, sched, sock};
@@ -28,8 +28,6 @@ const PAGE: u64 = PAGE_SIZE as u64;
 const ANSWER_MS_MAX: u64 = 5_000;
 /// Highest address that user memory has.
 const ADDRESS_MAX: u64 = 1 << 57;
-/// Entries that a client may list at most: more than the kernel lets a process have mappings by default.
-const ENTRIES_MAX: usize = 1 << 20;
 /// No segment, in the list of those that the agent holds.
 const NONE: u32 = u32::MAX;
 /// Inode, in that list, of a segment that the agent may not have got: no file's.
@@ -297,7 +295,7 @@ impl Link {
                 }
                 all.push(entry);
             }
-            if all.len() > ENTRIES_MAX {
+            if all.len() > MAPPINGS_MAX {
                 return Err(Gone);
             }
             if !pool || count < LIST_MAX {

@@ -132,6 +132,8 @@ pub struct Daemon {
     pub(crate) more_metrics: std::sync::OnceLock<MoreMetrics>,
     pub(crate) more_status: std::sync::OnceLock<MoreStatus>,
     pub(crate) cold: crate::cold::Cold,
+    /// What limits its own memory: the pools'.
+    room: pagefold_pool::Room,
     /// How far `verify` is: pages, and of how many.
     pub(crate) verified: [AtomicU64; 2],
     /// Held for as long as we are the daemon of our socket.
@@ -149,8 +151,10 @@ impl Daemon {
     /// Makes a daemon with no domain yet.
     pub fn new(config: Config) -> Arc<Daemon> {
         let cold = crate::cold::Cold::new(config.cold.clone(), &config.socket);
+        let own = crate::cold::room::Room::of(std::process::id() as i32);
         Arc::new(Daemon {
             cold,
+            room: pagefold_pool::Room::new(move |bytes| own.has(bytes)),
             verified: Default::default(),
             lock: Mutex::default(),
             served: Mutex::default(),
@@ -469,6 +473,7 @@ impl Daemon {
             name: key.1.clone(),
             period_ns: self.config.period.as_nanos() as u64,
             pool_max_bytes: self.config.pool_max_bytes,
+            room: self.room.clone(),
             vma_budget: self.config.vma_budget,
             predict: self.config.predict,
             ..domain::Config::default()
@@ -881,9 +886,14 @@ pub(crate) mod tests {
     fn who_ends_while_it_is_greeted_is_not_named() {
         let daemon = daemon();
         let me = std::process::id() as i32;
-        let greeted = |flags: u64| {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let of_child = std::ffi::CString::new(format!("/proc/{}/pagemap", child.id())).unwrap();
+        let ended = Fd::open(&of_child, libc::O_RDONLY, 0).unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let here = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).unwrap();
+        let greeted = |flags: u64, pagemap: &Fd| {
             let (ours, theirs) = pair();
-            let pagemap = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).unwrap();
             let hello = Packet { a: flags, ..Packet::new(Op::Hello) };
             sock::send(&theirs, hello.bytes(), &[pagemap.raw()]).unwrap();
             drop(theirs);
@@ -891,7 +901,8 @@ pub(crate) mod tests {
             daemon.why_not_covered(me)
         };
         for flags in [0, pagefold_agent::wire::HELLO_COLD] {
-            assert_eq!(greeted(flags), None);
+            // After its greeting, and before it was looked at.
+            assert_eq!([&here, &ended].map(|pagemap| greeted(flags, pagemap)), [None, None]);
         }
         // One that says why is.
         daemon.note_not_greeted(me, &GreetError::ClientCannot(pagefold_os::Errno(libc::EPERM)));

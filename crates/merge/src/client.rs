@@ -17,6 +17,10 @@ pub const FETCH_PAGES_MAX: usize = pagefold_agent::wire::FETCH_PAGES_MAX;
 pub const FREEZE_PAGES_MAX: u64 = pagefold_agent::wire::FREEZE_PAGES_MAX as u64;
 /// Pieces of one [`Client::remap`] at most.
 pub const PIECES_MAX: usize = pagefold_agent::wire::LIST_MAX / 2;
+/// Pool mappings that one client may have.
+pub const MAPPINGS_MAX: usize = 1 << 20;
+/// The largest budget of mappings: what a program cuts in pieces itself comes on top, and forked children have their parent's.
+pub const VMA_BUDGET_MAX: u64 = MAPPINGS_MAX as u64 / 2;
 
 /// Neighbouring pages that were written, and what they are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

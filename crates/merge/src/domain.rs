@@ -18,7 +18,7 @@ use crate::table::{CHUNK_PAGES, Chunk, Indexed, Table};
 use llds::sd_tree::{SdTree, SweepCursor};
 use pagefold_agent::wire::Why;
 use pagefold_os::{PAGE_SIZE, Page, Range};
-use pagefold_pool::{Hold, Key, Pool, SLOTS_PER_SEGMENT, Slot};
+use pagefold_pool::{Hold, Key, Pool, Room, SLOTS_PER_SEGMENT, Slot};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -36,7 +36,9 @@ pub struct Config {
     pub period_ns: u64,
     /// Largest size of the pool in bytes.
     pub pool_max_bytes: u64,
-    /// Mappings that merging may add to one client.
+    /// Whether there is memory for more of it.
+    pub room: Room,
+    /// Mappings that merging may add to one client, [`VMA_BUDGET_MAX`](crate::client::VMA_BUDGET_MAX) at most.
     pub vma_budget: u64,
     /// Candidates that the index is made for at first; it grows.
     pub index_capacity: usize,
@@ -61,6 +63,7 @@ impl Default for Config {
             name: "default".into(),
             period_ns: 1_000_000_000,
             pool_max_bytes: 1 << 40,
+            room: Room::default(),
             vma_budget: 16_000,
             index_capacity: 1 << 16,
             heal_periods: 3,
@@ -279,7 +282,7 @@ impl Domain {
             key,
             // Its bytes count towards the 16 that records may take for a page.
             index: SdTree::dense(config.index_capacity, true)?,
-            pool: Pool::new(&config.name, config.pool_max_bytes),
+            pool: Pool::within(&config.name, config.pool_max_bytes, config.room.clone()),
             chunks: RwLock::default(),
             members: RwLock::default(),
             roster: RwLock::default(),
@@ -693,7 +696,7 @@ impl Domain {
             pages: sum(|client| client.pages),
             pool_bytes: pool.bytes,
             pool_lingering_bytes: pool.lingering_bytes,
-            pool_max_bytes: self.config.pool_max_bytes,
+            pool_max_bytes: self.pool.max_bytes(),
             metadata_bytes,
             mapping_bytes,
             saved_bytes,

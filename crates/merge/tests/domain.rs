@@ -5,7 +5,7 @@ use pagefold_merge::page::State;
 use pagefold_merge::sim::{Machine, Options, Process, SimClient, page_of};
 use pagefold_merge::{ClientId, Config, Domain, Unmerged};
 use pagefold_os::{PAGE_SIZE, Page, Range};
-use pagefold_pool::{Key, Pool, SEGMENT_LEN};
+use pagefold_pool::{Key, Pool, Room, SEGMENT_LEN};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
@@ -313,6 +313,25 @@ fn a_refused_mapping_is_no_end() {
     a.unmap(Range { start: range.start + 8 * PAGE, end: range.end }, false);
     bench.periods(120);
     assert!(a.mergeable().iter().all(|(_, merged)| *merged), "{:?}", a.mergeable());
+}
+
+/// What the machine has no memory for is put off, and nothing that is merged suffers.
+#[test]
+fn a_pool_without_room_grows_when_there_is_some() {
+    let room = Arc::new(AtomicBool::new(false));
+    let asked = room.clone();
+    let has = move |bytes| asked.load(Ordering::Relaxed) && bytes >= SEGMENT_LEN as u64;
+    let config = Config { room: Room::new(has), pool_max_bytes: SEGMENT_LEN as u64 + 1, ..Config::default() };
+    let mut bench = Bench::new(config, Options::default());
+    let (a, ..) = bench.add((0..100).map(|page| 2 + page * 2));
+    bench.add((0..100).map(|page| 2 + page * 2));
+    bench.periods(8);
+    let stats = bench.domain.stats();
+    assert!(a.slots().is_empty() && stats.events.no_segment > 0 && stats.events.over_pool_max == 0);
+    assert_eq!((stats.pool_bytes, stats.pool_max_bytes), (0, SEGMENT_LEN as u64));
+    room.store(true, Ordering::Relaxed);
+    bench.periods(80);
+    assert_eq!(bench.domain.stats().pages_sharing, 200);
 }
 
 #[test]

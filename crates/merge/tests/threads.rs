@@ -22,6 +22,7 @@ fn stress(seed: u64, rounds: u64) -> (u64, u64) {
         copies: 3,
         copies_from: 4,
         calm_pages_min: 0,
+        ..Config::default()
     };
     let domain = Domain::with_key(config, Key::from_seed(seed)).unwrap();
     let now_ns = AtomicU64::new(PERIOD_NS);

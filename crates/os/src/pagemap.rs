@@ -70,8 +70,9 @@ pub fn is_one(fd: &Fd) -> bool {
     }
     // SAFETY: the kernel has written it, and any bytes are valid numbers.
     let system = unsafe { system.assume_init() };
-    // An empty range asks nothing.
-    system.f_type == libc::PROC_SUPER_MAGIC && scan(fd, Range { start: 0, end: 0 }, Query::default(), &mut []).is_ok()
+    // An empty range asks nothing; of a process that has ended meanwhile the kernel tells just that.
+    let asked = || scan(fd, Range { start: 0, end: 0 }, Query::default(), &mut []);
+    system.f_type == libc::PROC_SUPER_MAGIC && matches!(asked(), Ok(_) | Err(Errno(libc::ESRCH)))
 }
 
 /// What to look for and what to tell about it.

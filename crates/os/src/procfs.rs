@@ -135,6 +135,13 @@ pub fn pids() -> Vec<i32> {
     pids
 }
 
+/// Mappings that the kernel allows a process (`vm.max_map_count`).
+pub fn mappings_max() -> u64 {
+    let text = fs::read_to_string("/proc/sys/vm/max_map_count").ok();
+    // The kernel's own default where nobody tells.
+    text.and_then(|text| text.trim().parse().ok()).unwrap_or(65_530)
+}
+
 /// Bytes of memory that the system could give out, and in all.
 pub fn available_and_total() -> (u64, u64) {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();

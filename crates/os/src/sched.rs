@@ -79,9 +79,17 @@ impl Cpus {
     /// # Errors
     /// As sched_getaffinity(2).
     pub fn of_thread() -> Result<Cpus> {
+        Cpus::of(0)
+    }
+
+    /// Where a thread may run, by the number that [`thread`] tells.
+    ///
+    /// # Errors
+    /// As sched_getaffinity(2).
+    pub fn of(thread: i32) -> Result<Cpus> {
         let mut cpus = Cpus::NONE;
         // SAFETY: the kernel writes at most the given length.
-        unsafe { syscall!(libc::SYS_sched_getaffinity, 0, size_of::<Cpus>(), cpus.0.as_mut_ptr()) }?;
+        unsafe { syscall!(libc::SYS_sched_getaffinity, thread, size_of::<Cpus>(), cpus.0.as_mut_ptr()) }?;
         Ok(cpus)
     }
 

@@ -58,6 +58,10 @@ const DESCRIPTORS_LEFT: u64 = 4;
 /// More than so many they need not leave.
 const DESCRIPTORS_LEFT_MAX: u64 = 8192;
 
+/// Of the mappings that the process may have pools leave one in so many: its threads and its allocator need some, and do not
+/// live without.
+const MAPPINGS_LEFT: u64 = 4;
+
 /// Slots that a pool has before it takes huge pages for more.
 const HUGE_FROM: u64 = SLOTS_PER_SEGMENT as u64;
 
@@ -104,6 +108,31 @@ pub enum PublishError {
     /// The kernel gave no memory or no descriptor.
     #[error("no new pool segment: {0}")]
     System(#[from] std::io::Error),
+    /// There is no [`Room`] for more pages.
+    #[error("no room for a new pool segment: raise the limits of memory and mappings")]
+    NoRoom,
+}
+
+/// Says whether there is memory for so many more bytes of pages: at a limit of its control group the kernel would rather end
+/// a process than refuse it a page. Without anything else: always.
+#[derive(Clone, Default)]
+pub struct Room(Option<Arc<dyn Fn(u64) -> bool + Send + Sync>>);
+
+impl Room {
+    /// Asks `has`, whenever a segment is to be made.
+    pub fn new(has: impl Fn(u64) -> bool + Send + Sync + 'static) -> Room {
+        Room(Some(Arc::new(has)))
+    }
+
+    fn has(&self, bytes: impl FnOnce() -> u64) -> bool {
+        self.0.as_ref().is_none_or(|has| has(bytes()))
+    }
+}
+
+impl std::fmt::Debug for Room {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if self.0.is_some() { "Room(asked)" } else { "Room(any)" })
+    }
 }
 
 /// Pages that were published.
@@ -209,9 +238,12 @@ pub struct Pool {
     free: Mutex<VecDeque<u32>>,
     /// Segments have numbers below this.
     numbers: u32,
+    /// Mappings that the process may have.
+    mappings_max: u64,
     /// The segment that each lane fills; its lock orders the lane's publications.
     open: [Mutex<Option<Arc<Segment>>>; LANES],
     max_bytes: u64,
+    room: Room,
     live_segments: AtomicU64,
     released: AtomicU64,
     shared: AtomicU64,
@@ -228,12 +260,19 @@ impl Pool {
     /// Makes an empty pool that holds at most `max_bytes` of pages, rounded down to whole segments, but at least one. What
     /// lingers counts.
     pub fn new(name: &str, max_bytes: u64) -> Pool {
+        Pool::within(name, max_bytes, Room::default())
+    }
+
+    /// As [`new`](Self::new), and makes segments only while `room` has some for them.
+    pub fn within(name: &str, max_bytes: u64, room: Room) -> Pool {
         Pool {
             segments: RwLock::new(Segments::default()),
             free: Mutex::new(VecDeque::new()),
             numbers: NUMBERS,
+            mappings_max: pagefold_os::procfs::mappings_max(),
             open: std::array::from_fn(|_| Mutex::new(None)),
             max_bytes: (max_bytes / SEGMENT_LEN as u64).max(1) * SEGMENT_LEN as u64,
+            room,
             live_segments: AtomicU64::new(0),
             released: AtomicU64::new(0),
             shared: AtomicU64::new(0),
@@ -246,10 +285,16 @@ impl Pool {
         }
     }
 
+    /// Bytes of pages that it holds at most.
+    pub fn max_bytes(&self) -> u64 {
+        self.max_bytes
+    }
+
     /// Publishes `pages` in neighbouring slots as far as the open segment reaches. Call again with the rest.
     ///
     /// # Errors
-    /// [`PublishError::Full`] at the size limit; [`PublishError::System`] if the kernel refuses a new segment.
+    /// [`PublishError::Full`] at the size limit; [`PublishError::System`] if the kernel refuses a new segment, and
+    /// [`PublishError::NoRoom`] before it would.
     pub fn publish(&self, pages: &[&Page]) -> Result<Published, PublishError> {
         self.publish_in(0, pages)
     }
@@ -312,6 +357,12 @@ impl Pool {
         if (held + 1) * SEGMENT_LEN as u64 > self.max_bytes {
             return Err(full);
         }
+        let mappings_left = self.mappings_max / MAPPINGS_LEFT;
+        if segment::mapped() + mappings_left >= self.mappings_max
+            || !self.room.has(|| self.unfilled() + SEGMENT_LEN as u64)
+        {
+            return Err(PublishError::NoRoom);
+        }
         // As late as can be, and the one that rested longest: an agent may still hold an old segment under its number, and
         // somebody may be about to compare with one of its slots.
         let mut free = lock(&self.free);
@@ -328,6 +379,16 @@ impl Pool {
         }
         self.live_segments.fetch_add(1, Ordering::Relaxed);
         Ok(segment)
+    }
+
+    /// Bytes that the open segments may still take; of one that is being filled, all.
+    fn unfilled(&self) -> u64 {
+        let rest = |lane: &Mutex<Option<Arc<Segment>>>| match lane.try_lock() {
+            Ok(open) => open.as_ref().map_or(0, |segment| SEGMENT_LEN as u64 - segment.bytes()),
+            Err(_) => SEGMENT_LEN as u64,
+        };
+        // One is the caller's, who has none open.
+        self.open.iter().map(rest).sum::<u64>() - SEGMENT_LEN as u64
     }
 
     fn lingering<T>(&self, f: impl FnOnce(&mut Lingering) -> T) -> T {
@@ -536,6 +597,19 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use super::*;
     use pagefold_os::PAGE_SIZE;
+
+    #[test]
+    fn mappings_are_left_for_others() {
+        let page = [1; PAGE_SIZE];
+        let is_refused =
+            |pool: Pool| matches!((pool.publish(&[&page]), pool.stats().segments), (Err(PublishError::NoRoom), 0));
+        let pool = |mappings_max| Pool { mappings_max, ..Pool::new("mappings", SEGMENT_LEN as u64) };
+        // Each segment of this process takes one, those of other tests too.
+        assert!(!is_refused(pool(1 << 12)));
+        let slots: Vec<_> = (0..12).map(|_| Segment::create("mappings", 0).unwrap()).collect();
+        assert!(is_refused(pool(16)));
+        drop(slots);
+    }
 
     #[test]
     fn numbers_are_given_again_when_there_are_no_others() {

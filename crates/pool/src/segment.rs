@@ -16,6 +16,14 @@ pub const SEGMENT_LEN: usize = SLOTS_PER_SEGMENT as usize * PAGE_SIZE;
 /// Bytes of our own records per segment.
 pub const METADATA_BYTES: usize = SLOTS_PER_SEGMENT as usize * 4 + size_of::<Segment>();
 
+/// Segments of the process, each of which has a mapping for as long as it is there; kept out of the models, which have no limit.
+static MAPPED: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+
+/// How many segments the process has mapped.
+pub fn mapped() -> u64 {
+    MAPPED.load(std::sync::atomic::Ordering::Relaxed)
+}
+
 /// What a segment's slots are for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
@@ -61,6 +69,7 @@ impl Segment {
         memfd::add_seals(write.file(), memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_FUTURE_WRITE)?;
         // Mapped through the read-only descriptor: a mapping that could become writable would forbid the last seal.
         let read = Mapping::file(reader.raw(), 0, SEGMENT_LEN, libc::PROT_READ, libc::MAP_SHARED)?;
+        MAPPED.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         Ok(Segment {
             number,
             inode,
@@ -197,5 +206,11 @@ impl Segment {
             }
             Err(_) => 0,
         }
+    }
+}
+
+impl Drop for Segment {
+    fn drop(&mut self) {
+        MAPPED.fetch_sub(1, std::sync::atomic::Ordering::Relaxed);
     }
 }

@@ -4,8 +4,9 @@
 
 use pagefold_os::mem::Mapping;
 use pagefold_os::{PAGE_SIZE, Page, memfd, syscall};
-use pagefold_pool::{Pool, PublishError, Published, SEGMENT_LEN, SLOTS_PER_SEGMENT, Slot};
+use pagefold_pool::{Pool, PublishError, Published, Room, SEGMENT_LEN, SLOTS_PER_SEGMENT, Slot};
 use proptest::prelude::*;
+use std::sync::{Arc, Mutex};
 
 fn page(n: u64) -> Page {
     let mut page = [0; PAGE_SIZE];
@@ -179,6 +180,29 @@ fn at_the_size_limit_lanes_are_shared() {
     let rest = vec![&one; SLOTS_PER_SEGMENT as usize];
     assert_eq!(pool.publish_in(1, &rest).unwrap().taken, SLOTS_PER_SEGMENT as usize - 4);
     assert!((0..8).all(|lane| matches!(pool.publish_in(lane, &[&one]), Err(PublishError::Full { .. }))));
+}
+
+/// What the open segments will take is memory that is not there for others.
+#[test]
+fn a_segment_is_made_where_there_is_room_for_what_is_open_as_well() {
+    const LEN: u64 = SEGMENT_LEN as u64;
+    let asked = Arc::new(Mutex::new(Vec::new()));
+    let pool = {
+        let asked = asked.clone();
+        let has = move |bytes| {
+            asked.lock().unwrap().push(bytes);
+            bytes <= 2 * LEN
+        };
+        Pool::within("test", 64 << 20, Room::new(has))
+    };
+    let one = page(1);
+    let publish = |lane| pool.publish_in(lane, &[&one]).map(|published| published.first.segment());
+    let slots = [0, 1, 2].map(|lane| publish(lane).unwrap());
+    // The third of them has no room, and takes a slot of another.
+    assert!(slots[0] != slots[1] && (slots[2] == slots[0] || slots[2] == slots[1]), "{slots:?}");
+    assert_eq!(*asked.lock().unwrap(), [LEN, 2 * LEN - 4096, 3 * LEN - 2 * 4096]);
+    let refused = Pool::within("test", 64 << 20, Room::new(|_| false)).publish(&[&one]);
+    assert!(matches!(refused, Err(PublishError::NoRoom)));
 }
 
 #[test]

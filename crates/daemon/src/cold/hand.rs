@@ -6,9 +6,9 @@ use crate::server::lock;
 use pagefold_os::PAGE_SIZE;
 use pagefold_os::sched::{self, Cpus};
 use std::ops::Range;
-use std::sync::Weak;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, SyncSender};
+use std::sync::{Mutex, Weak};
 
 /// Pages of a client that the second hand shall bring back.
 pub(super) struct Job {
@@ -21,8 +21,8 @@ pub(super) struct Hand {
     jobs: SyncSender<Job>,
     /// Its thread; 0 before it runs.
     thread: AtomicI32,
-    /// Where it may run.
-    cpus: Cpus,
+    /// Where it may run, and where it was sent out of these.
+    places: Mutex<[Cpus; 2]>,
     /// The processor that it keeps off, plus one.
     off: AtomicU64,
 }
@@ -33,7 +33,7 @@ impl Hand {
         // Without a place: a job is taken by a hand that waits for one, or not at all.
         let (jobs, end) = mpsc::sync_channel(0);
         let cpus = Cpus::of_thread().unwrap_or(Cpus::NONE);
-        (Hand { jobs, thread: AtomicI32::new(0), cpus, off: AtomicU64::new(0) }, end)
+        (Hand { jobs, thread: AtomicI32::new(0), places: Mutex::new([cpus; 2]), off: AtomicU64::new(0) }, end)
     }
 
     /// Has pages of a client brought back; false if the hand is not free.
@@ -48,7 +48,16 @@ impl Hand {
         if thread == 0 || self.off.swap(here + 1, Ordering::Relaxed) == here + 1 {
             return;
         }
-        self.cpus.bind_off(here, thread);
+        let mut places = lock(&self.places);
+        let [home, sent] = &mut *places;
+        if let Ok(now) = Cpus::of(thread)
+            && now != *sent
+        {
+            // Whoever has said meanwhile where it may run means it.
+            *home = now;
+        }
+        home.bind_off(here, thread);
+        *sent = Cpus::of(thread).unwrap_or(*home);
     }
 
     /// The hand's thread: works until the group is gone.
@@ -64,5 +73,45 @@ impl Hand {
                 client.bring_ahead(&group.tier, pages, &mut buffer);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_somebody_else_says_of_the_hand_stands() {
+        let (hand, _) = Hand::new();
+        let all = Cpus::of_thread().expect("a set");
+        let mut cpus = all.iter();
+        let (Some(first), Some(second)) = (cpus.next(), cpus.next()) else {
+            return eprintln!("SKIPPED: one processor only");
+        };
+        let from = |cpu: u64| {
+            Cpus::one(cpu).expect("a processor").bind_thread().expect("allowed");
+            hand.keep_off();
+        };
+        std::thread::scope(|scope| {
+            let ((tell, told), (end, ended)) = (mpsc::channel(), mpsc::channel::<()>());
+            scope.spawn(move || {
+                tell.send(sched::thread()).expect("it listens");
+                let _ = ended.recv();
+            });
+            let thread = told.recv().expect("its number");
+            hand.thread.store(thread, Ordering::Relaxed);
+            let now = || Cpus::of(thread).expect("a set");
+            for cpu in [first, second, first] {
+                from(cpu);
+                assert_eq!(now(), all.without(cpu));
+            }
+            let one = Cpus::one(first).expect("a processor");
+            one.bind(thread).expect("allowed");
+            for cpu in [second, first, second] {
+                from(cpu);
+                assert_eq!(now(), one, "it went where it may not run any more");
+            }
+            drop(end);
+        });
     }
 }

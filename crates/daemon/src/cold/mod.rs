@@ -18,7 +18,7 @@ mod link;
 mod out;
 mod place;
 mod pump;
-mod room;
+pub(crate) mod room;
 mod status;
 mod store;
 mod threads;

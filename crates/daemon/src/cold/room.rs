@@ -25,7 +25,7 @@ const NO_LIMIT: u64 = 1 << 60;
 
 /// Memory in use beside what is allowed.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Usage {
+pub(crate) struct Usage {
     /// In use, without file cache that could go at once, in bytes.
     pub used: u64,
     /// Allowed, in bytes.
@@ -126,7 +126,7 @@ struct Place {
 
 /// What a client may still take.
 #[derive(Debug)]
-pub(super) struct Room {
+pub(crate) struct Room {
     /// Whose groups count, wherever it is moved to; 0 for nobody's.
     pid: i32,
     /// Bytes of the host's memory that are available, and all.
@@ -181,6 +181,11 @@ impl Room {
         let (available, total) = (self.host)();
         let host = Usage { used: total.saturating_sub(available), limit: total };
         self.tightest().filter(|usage| usage.share() > host.share()).unwrap_or(host)
+    }
+
+    /// True if `bytes` more would fill no limit of a control group.
+    pub fn has(&self, bytes: u64) -> bool {
+        self.tightest().is_none_or(|usage| usage.used + bytes <= (usage.limit as f64 * FILLED) as u64)
     }
 
     /// How many of `wanted` pages may come back now; none if that would fill a limit, and then something has to go out
@@ -315,6 +320,14 @@ pub(super) mod tests {
         std::fs::write(dir.path().join("memory.limit_in_bytes"), mib(20)).expect("a file");
         use_up(67);
         assert_eq!(room.grant(1), 0, "of a small limit more is kept");
+    }
+
+    #[test]
+    fn there_is_room_for_what_fills_no_limit() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let room = limited(dir.path(), 900, 1000);
+        assert!(room.has(65 << 20) && !room.has(66 << 20));
+        assert!(at(Vec::new()).has(u64::MAX / 2));
     }
 
     #[test]

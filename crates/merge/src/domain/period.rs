@@ -1,7 +1,7 @@
 //! The watch stage: one pass over a client per period.
 
 use super::{Calm, ChunkRef, Domain, Entry, Member, Unmerged, Work, lock, write};
-use crate::client::{FREEZE_PAGES_MAX, Gone, PoolMapping, Written};
+use crate::client::{FREEZE_PAGES_MAX, Gone, MAPPINGS_MAX, PoolMapping, Written};
 use crate::page::{State, on_period, on_written};
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, Chunk, Huge, Indexed};
 use pagefold_os::{PAGE_SIZE, Range, sched};
@@ -28,8 +28,6 @@ const HEAL_REST_PERIODS: u64 = 16;
 const CALM_LOOKS: u32 = 15;
 /// Pages of one client that are managed at most (512 GiB); the rest is left alone.
 const PAGES_MAX: u64 = 1 << 27;
-/// Pool mappings that one client may have.
-const MAPPINGS_MAX: usize = 1 << 20;
 /// User memory ends here.
 const ADDRESS_MAX: u64 = 1 << 56;
 

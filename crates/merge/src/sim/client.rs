@@ -1,21 +1,23 @@
 //! The client's side of the simulation: what agent and kernel do, with the program's threads in between.
 
-use super::memory::{Backing, Entry, File, Frame, Memory, PAGE, Process, Shared, pages_of};
+use super::memory::{Backing, Entry, File, Frame, Memory, OnFork, PAGE, Process, Shared, pages_of};
 use super::page_of;
 use crate::client::{Client, FETCH_PAGES_MAX, FREEZE_PAGES_MAX, Gone, Outcome, Piece, PoolMapping, Written};
 use pagefold_agent::wire::Why;
 use pagefold_os::{PAGE_SIZE, Page, Range};
 use pagefold_pool::{Pool, Slot};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, MutexGuard};
 
 /// A simulated process behind its agent.
 #[derive(Debug)]
 pub struct SimClient {
     process: Process,
-    /// The agent's descriptors.
-    held: BTreeMap<u32, Arc<File>>,
+    held: Held,
 }
+
+/// The agent's descriptors, by segment.
+type Held = BTreeMap<u32, Arc<File>>;
 
 /// What the freeze found at a page.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -207,12 +209,17 @@ impl Client for SimClient {
     }
 
     fn remap(&mut self, pool: &Pool, pieces: &[Piece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
-        for segment in pieces.iter().filter_map(|piece| piece.slot).map(Slot::segment) {
-            if let Some(file) = self.process.shared.file(pool, segment) {
-                self.held.insert(segment, file);
-            }
+        let segments: BTreeSet<u32> = pieces.iter().filter_map(|piece| piece.slot).map(Slot::segment).collect();
+        for segment in segments {
+            let lacks =
+                self.process.shared.options.lacks && cannot_tell(&mut self.process.lock(), &self.process.shared);
+            match self.process.shared.file(pool, segment).filter(|_| !lacks) {
+                Some(file) => self.held.insert(segment, file),
+                None => self.held.remove(&segment),
+            };
         }
         let (mut memory, shared) = self.enter_own()?;
+        let held = &self.held;
         let mut at = 0;
         let mut whole = true;
         while at < pieces.len() {
@@ -222,7 +229,7 @@ impl Client for SimClient {
             if span[0].follows && !whole {
                 out.extend(span.iter().map(|_| Outcome { merged: 0, why: Why::Changed }));
             } else {
-                remap_span(&mut memory, shared, pool, span, out)?;
+                remap_span(&mut memory, shared, held, span, out)?;
             }
             whole = out.last().is_some_and(|last| u64::from(last.merged) == span[len - 1].range.pages());
             at += len;
@@ -268,7 +275,7 @@ impl Client for SimClient {
 fn remap_span(
     memory: &mut Memory,
     shared: &Arc<Shared>,
-    pool: &Pool,
+    held: &Held,
     pieces: &[Piece],
     out: &mut Vec<Outcome>,
 ) -> Result<(), Gone> {
@@ -277,6 +284,11 @@ fn remap_span(
     let whole = pieces.iter().all(|piece| !piece.range.is_empty() && piece.range.start % PAGE == 0);
     if !ascending || !whole || span.pages() > FREEZE_PAGES_MAX {
         shared.fail(format!("pieces that no agent accepts: {pieces:?}"));
+        out.extend(pieces.iter().map(|_| Outcome { merged: 0, why: Why::NotPlain }));
+        return Ok(());
+    }
+    // What the daemon has listed may have been excluded since.
+    if memory.entries.range(span.start..span.end).any(|(_, entry)| entry.excluded) {
         out.extend(pieces.iter().map(|_| Outcome { merged: 0, why: Why::NotPlain }));
         return Ok(());
     }
@@ -292,7 +304,7 @@ fn remap_span(
     }
     let mut outcomes: Vec<Outcome> = Vec::new();
     for piece in pieces {
-        outcomes.push(compare(memory, shared, pool, piece, &mut found));
+        outcomes.push(compare(memory, shared, held, piece, &mut found));
         step(memory, shared)?;
     }
     // What differs goes back. Whoever discards meanwhile waits for us to read his event.
@@ -312,7 +324,7 @@ fn remap_span(
         for addr in pages_of(Range { start: mapped, end: piece.range.end }).filter(|addr| found[addr] == Found::Equal) {
             put_back(memory, addr);
         }
-        map_piece(memory, shared, pool, piece, outcome);
+        map_piece(memory, shared, held, piece, outcome);
         step(memory, shared)?;
     }
     for addr in pages_of(span) {
@@ -330,7 +342,7 @@ fn remap_span(
 
 fn freeze(memory: &mut Memory, addr: u64) -> Found {
     let Some(entry) = memory.entries.get_mut(&addr) else { return Found::Left(Why::Absent) };
-    if entry.is_pool() {
+    if !matches!(entry.backing, Backing::Anon) {
         return Found::Left(Why::NotPlain);
     }
     let found = match entry.frame {
@@ -346,8 +358,8 @@ fn freeze(memory: &mut Memory, addr: u64) -> Found {
     found
 }
 
-fn compare(memory: &Memory, shared: &Shared, pool: &Pool, piece: &Piece, found: &mut BTreeMap<u64, Found>) -> Outcome {
-    let file = piece.slot.and_then(|slot| shared.file(pool, slot.segment()));
+fn compare(memory: &Memory, shared: &Shared, held: &Held, piece: &Piece, found: &mut BTreeMap<u64, Found>) -> Outcome {
+    let file = piece.slot.and_then(|slot| held.get(&slot.segment()));
     if piece.slot.is_some() && file.is_none() {
         return Outcome { merged: 0, why: Why::NotPlain };
     }
@@ -407,20 +419,23 @@ fn put_back(memory: &mut Memory, addr: u64) {
     }
 }
 
-fn map_piece(memory: &mut Memory, shared: &Shared, pool: &Pool, piece: &Piece, outcome: &mut Outcome) {
+fn map_piece(memory: &mut Memory, shared: &Shared, held: &Held, piece: &Piece, outcome: &mut Outcome) {
     let range = Range::pages_from(piece.range.start, u64::from(outcome.merged));
     let Some(slot) = piece.slot else {
         // Zero pages: what was there is dropped, and a hole stays.
         pages_of(range).for_each(|addr| forget(memory, addr));
         return;
     };
-    let file = shared.file(pool, slot.segment());
+    let file = held.get(&slot.segment());
     let before = memory.entries.clone_range(range);
     let mut refused = file.is_none();
     if let Some(file) = file {
         for (page, addr) in pages_of(range).enumerate() {
             // Unmapped meanwhile by a raw call: the mapping that appears is nobody's, until the process ends.
-            let managed = memory.entries.get(&addr).is_some_and(|entry| entry.managed);
+            let before = memory.entries.get(&addr);
+            let managed = before.is_some_and(|entry| entry.managed);
+            let excluded = before.is_some_and(|entry| entry.excluded);
+            let on_fork = before.map_or(OnFork::Copied, |entry| entry.on_fork);
             let backing = Backing::Pool { file: file.clone(), index: slot.index() + page as u32 };
             let frame = Frame::None;
             let entry = Entry {
@@ -432,6 +447,8 @@ fn map_piece(memory: &mut Memory, shared: &Shared, pool: &Pool, piece: &Piece, o
                 pinned: false,
                 huge: false,
                 managed,
+                excluded,
+                on_fork,
             };
             memory.entries.insert(addr, entry);
         }

@@ -32,6 +32,10 @@ pub struct Options {
     pub exits: bool,
     /// Whole huge pages appear.
     pub huge: bool,
+    /// How often, per mille, what is mapped comes to lie where something else lies, or lay.
+    pub reuse: u32,
+    /// Now and then an agent has neither descriptor nor mapping for a segment.
+    pub lacks: bool,
 }
 
 impl Default for Options {
@@ -45,6 +49,8 @@ impl Default for Options {
             compare: true,
             exits: true,
             huge: false,
+            reuse: 0,
+            lacks: false,
         }
     }
 }
@@ -84,6 +90,18 @@ pub(super) enum Backing {
     Anon,
     /// A private mapping of a pool file.
     Pool { file: Arc<File>, index: u32 },
+    /// A private mapping of another file, of zeros.
+    Foreign,
+}
+
+/// What a forked child gets of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum OnFork {
+    Copied,
+    /// `MADV_DONTFORK`.
+    Left,
+    /// `MADV_WIPEONFORK`.
+    Wiped,
 }
 
 /// The process's own page there.
@@ -116,9 +134,18 @@ pub(super) struct Entry {
     pub(super) huge: bool,
     /// The program wants it merged.
     pub(super) managed: bool,
+    /// The program said that it must not be merged, and the agent knows.
+    pub(super) excluded: bool,
+    /// A mark of the program's, which stays whatever lies there.
+    pub(super) on_fork: OnFork,
 }
 
 impl Entry {
+    /// Plain memory in place of a page with the marks of `self`.
+    fn again(&self) -> Entry {
+        Entry { managed: self.managed, excluded: self.excluded, on_fork: self.on_fork, ..Entry::fresh() }
+    }
+
     fn fresh() -> Entry {
         Entry {
             backing: Backing::Anon,
@@ -129,6 +156,8 @@ impl Entry {
             pinned: false,
             huge: false,
             managed: true,
+            excluded: false,
+            on_fork: OnFork::Copied,
         }
     }
 
@@ -148,14 +177,25 @@ impl Entry {
     /// True if both pages may lie in one mapping, `next` right behind.
     fn joins(&self, next: &Entry) -> bool {
         let backing = match (&self.backing, &next.backing) {
-            (Backing::Anon, Backing::Anon) => true,
+            (Backing::Anon, Backing::Anon) | (Backing::Foreign, Backing::Foreign) => true,
             (Backing::Pool { file, index }, Backing::Pool { file: other, index: after }) => {
                 file.inode == other.inode && index + 1 == *after
             }
             _ => false,
         };
-        backing && self.watched == next.watched && self.held == next.held
+        backing && self.watched == next.watched && self.held == next.held && self.on_fork == next.on_fork
     }
+}
+
+/// What is mapped where something else was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Memory that is to be merged.
+    Managed,
+    /// A file's pages.
+    Foreign,
+    /// Plain memory, by a system call that the agent does not see; so it is not managed.
+    Unseen,
 }
 
 /// What a thread of the program does.
@@ -170,6 +210,10 @@ pub(super) enum Action {
     Unmap(Range, bool),
     /// Maps so many pages; aligned like a huge page if the flag is set.
     Map(u64, bool),
+    /// Maps this range, whatever lies there.
+    MapAt(Range, Kind),
+    /// What a child gets of it.
+    OnFork(Range, OnFork),
     Move(Range),
     Exclude(Range),
     Fork,
@@ -206,6 +250,8 @@ pub(super) struct Memory {
     /// Somebody else has the plain memory: nothing of it is watched, and nothing is to be merged.
     pub(super) away: bool,
     next_addr: u64,
+    /// Where something was unmapped.
+    vacated: Vec<u64>,
 }
 
 #[derive(Debug)]
@@ -327,6 +373,7 @@ impl Shared {
             faults: 0,
             away: false,
             next_addr: u64::from(pid) << 40,
+            vacated: Vec::new(),
         };
         prepare(&mut memory);
         let process = Process { memory: Arc::new(Mutex::new(memory)), shared: self.clone() };
@@ -525,18 +572,25 @@ impl Process {
 
 impl Memory {
     fn map(&mut self, pages: u64, aligned: bool) -> Range {
-        // Addresses are never used twice, as in the agent's zone.
+        // Addresses that were never used, as in the agent's zone.
         let align = if aligned { HUGE } else { PAGE };
         let start = self.next_addr.next_multiple_of(align);
         let gap = if aligned { 0 } else { self.rng.below(3) };
         self.next_addr = start + (pages + gap) * PAGE;
         let range = Range::pages_from(start, pages);
+        self.map_at(range, Kind::Managed);
+        range
+    }
+
+    fn map_at(&mut self, range: Range, kind: Kind) {
+        self.split(range);
+        let backing = if kind == Kind::Foreign { Backing::Foreign } else { Backing::Anon };
+        let entry = Entry { backing, managed: kind == Kind::Managed, ..Entry::fresh() };
         for addr in pages_of(range) {
-            self.entries.insert(addr, Entry::fresh());
+            self.entries.insert(addr, entry.clone());
             self.truth.insert(addr, 0);
         }
-        self.generation += 1;
-        range
+        self.generation += u64::from(kind != Kind::Unseen);
     }
 
     pub(super) fn act(&mut self, shared: &Arc<Shared>, action: Action) {
@@ -546,7 +600,8 @@ impl Memory {
         let waits = self.guarded.is_some()
             && match action {
                 Action::Discard(_, raw) | Action::Unmap(_, raw) => !raw,
-                Action::Map(..) | Action::Move(_) | Action::Exclude(_) | Action::Fork => true,
+                Action::Map(..) | Action::Move(_) | Action::Exclude(_) | Action::Fork | Action::OnFork(..) => true,
+                Action::MapAt(_, kind) => kind != Kind::Unseen,
                 _ => false,
             };
         if waits {
@@ -563,14 +618,19 @@ impl Memory {
                     self.truth.remove(&addr);
                 }
                 self.split(range);
+                self.vacated.push(range.start);
                 self.generation += u64::from(!raw);
             }
             Action::Map(pages, aligned) => drop(self.map(pages, aligned)),
+            // A known limit, left out here: nobody keeps a bare call from what is frozen.
+            Action::MapAt(range, Kind::Unseen) if self.guarded.is_some_and(|span| span.overlaps(&range)) => {}
+            Action::MapAt(range, kind) => self.map_at(range, kind),
+            Action::OnFork(range, on_fork) => self.mark_on_fork(range, on_fork),
             Action::Move(range) => self.move_to(range),
             Action::Exclude(range) => {
                 self.unmerge(range);
                 for (_, entry) in self.entries.range_mut(range.start..range.end) {
-                    entry.managed = false;
+                    (entry.managed, entry.excluded) = (false, true);
                 }
                 self.generation += 1;
             }
@@ -702,7 +762,7 @@ impl Memory {
 
     fn replace_merged(&mut self, range: Range, watched: bool) {
         for (_, entry) in self.entries.range_mut(range.start..range.end).filter(|(_, entry)| entry.is_pool()) {
-            *entry = Entry { watched, ..Entry::fresh() };
+            *entry = Entry { watched, ..entry.again() };
         }
     }
 
@@ -713,13 +773,31 @@ impl Memory {
                 Some(content) => Frame::Own { content, exclusive: true },
                 None => continue,
             };
-            *entry = Entry { frame, ..Entry::fresh() };
+            *entry = Entry { frame, ..entry.again() };
         }
+    }
+
+    fn mark_on_fork(&mut self, range: Range, on_fork: OnFork) {
+        if on_fork == OnFork::Wiped {
+            // The kernel knows that of plain memory only.
+            if self.entries.range(range.start..range.end).any(|(_, entry)| matches!(entry.backing, Backing::Foreign)) {
+                return;
+            }
+            self.unmerge(range);
+        }
+        for (_, entry) in self.entries.range_mut(range.start..range.end) {
+            entry.on_fork = on_fork;
+            if on_fork == OnFork::Wiped {
+                (entry.managed, entry.excluded) = (false, true);
+            }
+        }
+        self.generation += 1;
     }
 
     fn move_to(&mut self, range: Range) {
         self.unmerge(range);
         self.split(range);
+        self.vacated.push(range.start);
         let target = self.map(range.pages(), false);
         for (from, to) in pages_of(range).zip(pages_of(target)) {
             match (self.entries.remove(&from), self.truth.remove(&from)) {
@@ -740,7 +818,7 @@ impl Memory {
         if shared.living.load(Ordering::Relaxed) >= shared.options.processes_max as u64 {
             return;
         }
-        for entry in self.entries.values_mut().filter(|entry| !entry.pinned) {
+        for entry in self.entries.values_mut().filter(|entry| !entry.pinned && entry.on_fork == OnFork::Copied) {
             match &mut entry.frame {
                 Frame::Own { exclusive, .. } | Frame::Swapped { exclusive, .. } => *exclusive = false,
                 _ => {}
@@ -749,13 +827,21 @@ impl Memory {
         let child = shared.spawn(|child| {
             child.truth = self.truth.clone();
             child.next_addr = self.next_addr.max(child.next_addr);
+            child.vacated = self.vacated.clone();
             child.entries = self.entries.clone();
-            for entry in child.entries.values_mut() {
+            child.entries.retain(|_, entry| entry.on_fork != OnFork::Left);
+            child.truth.retain(|addr, _| child.entries.contains_key(addr));
+            for (addr, entry) in &mut child.entries {
+                if entry.on_fork == OnFork::Wiped {
+                    entry.frame = Frame::None;
+                    child.truth.entry(*addr).and_modify(|truth| *truth = 0);
+                }
                 // Registrations stay with the parent; a pinned page is copied at once.
                 if let (Frame::Own { exclusive, .. }, true) = (&mut entry.frame, entry.pinned) {
                     *exclusive = true;
                 }
                 (entry.watched, entry.protected, entry.held, entry.pinned) = (false, false, false, false);
+                entry.huge &= entry.on_fork != OnFork::Wiped;
             }
         });
         lock(&shared.born).push(child.memory);
@@ -819,6 +905,15 @@ impl Memory {
         self.truth.keys().nth(at).copied()
     }
 
+    /// Where something lay, or lies.
+    fn used_place(&mut self) -> Option<u64> {
+        let at = self.rng.below(self.vacated.len() as u64 + 1) as usize;
+        match self.vacated.get(at) {
+            Some(_) => Some(self.vacated.swap_remove(at)),
+            None => self.random_page(),
+        }
+    }
+
     fn random_range(&mut self, pages_max: u64) -> Option<Range> {
         let start = self.random_page()?;
         let pages = 1 + self.rng.below(pages_max);
@@ -829,6 +924,12 @@ impl Memory {
         let options = &shared.options;
         let pages_max = options.pages_max;
         let map = |memory: &mut Memory| {
+            if memory.rng.chance(options.reuse)
+                && let Some(start) = memory.used_place()
+            {
+                let kind = [Kind::Managed, Kind::Managed, Kind::Foreign, Kind::Unseen][memory.rng.below(4) as usize];
+                return Action::MapAt(Range::pages_from(start, 1 + memory.rng.below(40)), kind);
+            }
             let huge = options.huge && memory.rng.chance(200);
             let pages = if huge { HUGE / PAGE } else { 1 + memory.rng.below(40) };
             Action::Map(pages, huge)
@@ -856,7 +957,11 @@ impl Memory {
             860..900 if self.entries.len() < pages_max => map(self),
             860..900 => Action::Unmap(Range::pages_from(page, 30), raw),
             900..915 => self.random_range(8).map_or(Action::Read(page), Action::Move),
-            915..920 => Action::Exclude(Range::pages_from(page, 2)),
+            915..919 => Action::Exclude(Range::pages_from(page, 2)),
+            919 => {
+                let on_fork = [OnFork::Copied, OnFork::Left, OnFork::Wiped][self.rng.below(3) as usize];
+                Action::OnFork(Range::pages_from(page, 1 + self.rng.below(8)), on_fork)
+            }
             920..935 => Action::Fork,
             935..950 => Action::Pin(page),
             950..970 => Action::Unpin(page),

@@ -2,9 +2,11 @@
 
 use super::{Hostile, Machine, Options, Process, Rng};
 use crate::{ClientId, Config, Domain};
-use pagefold_pool::{Key, SLOTS_PER_SEGMENT, Slot};
+use pagefold_pool::{Key, Room, SLOTS_PER_SEGMENT, Slot};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// How a run goes.
 #[derive(Clone, Debug)]
@@ -19,6 +21,8 @@ pub struct Plan {
     pub hostile_one_in: u64,
     /// Periods after the writers stopped.
     pub quiet_periods: u32,
+    /// Times come in which there is no memory for the pool.
+    pub starves: bool,
 }
 
 impl Plan {
@@ -34,11 +38,14 @@ impl Plan {
             compare: true,
             exits: rng.chance(700),
             huge: rng.chance(200),
+            reuse: [0, 300, 800][(seed / 3 % 3) as usize],
+            lacks: seed.is_multiple_of(4),
         };
         let config = Config {
             name: "sim".into(),
             period_ns: 1000,
             pool_max_bytes: [1, 24 << 20, 1 << 40][rng.below(3) as usize],
+            room: Room::default(),
             vma_budget: [8, 50, 16_000][rng.below(3) as usize],
             index_capacity: 64,
             heal_periods: 1 + rng.below(3) as u32,
@@ -50,7 +57,7 @@ impl Plan {
             calm_pages_min: [0, 64][(seed % 5 / 3) as usize],
         };
         let hostile_one_in = if rng.chance(300) { 3 } else { 0 };
-        Plan { options, config, steps: 600, hostile_one_in, quiet_periods: 20 }
+        Plan { options, config, steps: 600, hostile_one_in, quiet_periods: 20, starves: seed % 4 == 1 }
     }
 }
 
@@ -77,6 +84,8 @@ pub struct Summary {
     pub left: u64,
     /// Pages and runs that were reported as left alone for want of mappings.
     pub over_budget: u64,
+    /// Pages that were reported as left alone for want of memory for the pool.
+    pub no_segment: u64,
     /// The most mappings that a process had at the end.
     pub mappings_max: u64,
 }
@@ -93,6 +102,7 @@ impl std::ops::AddAssign for Summary {
         self.duplicates += other.duplicates;
         self.left += other.left;
         self.over_budget += other.over_budget;
+        self.no_segment += other.no_segment;
         self.mappings_max = self.mappings_max.max(other.mappings_max);
     }
 }
@@ -127,6 +137,8 @@ struct Run {
     plan: Plan,
     now_ns: u64,
     clients: BTreeMap<ClientId, (Process, bool)>,
+    /// There is no memory for the pool now.
+    starving: Arc<AtomicBool>,
     /// What earlier daemons did.
     past: Summary,
 }
@@ -136,8 +148,11 @@ struct Run {
 /// # Errors
 /// [`Failure`] at the first page that reads wrongly, the first count that is not exact, the first segment that
 /// cannot be let go at the end.
-pub fn run(seed: u64, plan: Plan) -> Result<Summary, Failure> {
+pub fn run(seed: u64, mut plan: Plan) -> Result<Summary, Failure> {
     let fail = |step, what: String| Failure { seed, step, what };
+    let starving = Arc::new(AtomicBool::new(false));
+    let asked = starving.clone();
+    plan.config.room = Room::new(move |_| !asked.load(Ordering::Relaxed));
     let domain =
         Domain::with_key(plan.config.clone(), Key::from_seed(seed)).map_err(|error| fail(0, error.to_string()))?;
     let machine = Machine::new(seed, plan.options.clone());
@@ -148,6 +163,7 @@ pub fn run(seed: u64, plan: Plan) -> Result<Summary, Failure> {
         plan,
         now_ns: 0,
         clients: BTreeMap::new(),
+        starving,
         past: Summary::default(),
     };
     for step in 0..run.plan.steps {
@@ -232,6 +248,10 @@ impl Run {
                     self.clients.remove(&id);
                 }
             }
+            (95..97, _) if self.plan.starves => {
+                let starving = self.rng.chance(600);
+                self.starving.store(starving, Ordering::Relaxed);
+            }
             _ => self.now_ns += self.rng.below(2000),
         }
     }
@@ -258,6 +278,7 @@ impl Run {
             refuted: events.compare_failed,
             released: self.domain.pool().stats().segments_released,
             over_budget: events.over_vma_budget,
+            no_segment: events.no_segment,
             ..Summary::default()
         }
     }
@@ -300,6 +321,7 @@ impl Run {
     fn finish(&mut self) -> Result<Summary, String> {
         // All threads stop, and whatever went unseen becomes seen: the ledgers must now tell the truth.
         self.machine.set_quiet(true);
+        self.starving.store(false, Ordering::Relaxed);
         for process in self.machine.born() {
             self.add(process);
         }
