@@ -4,6 +4,7 @@ use crate::commands::Error;
 use crate::output::Progress;
 use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::status::Status;
+use pagefold_os::sock::PATH_BYTES_MAX;
 use pagefold_os::volume::is_noexec;
 use std::fs;
 use std::io::{self, Read, Write};
@@ -88,17 +89,14 @@ pub fn socket(given: Option<&Path>) -> Result<PathBuf, Error> {
         None => runtime_dir()?.join("daemon.sock"),
     };
     match path.as_os_str().len() {
-        ..=SOCKET_PATH_MAX => Ok(path),
+        ..=PATH_BYTES_MAX => Ok(path),
         len => Err(format!(
-            "{}: {len} bytes, and a socket's path has {SOCKET_PATH_MAX} at most; --socket names another",
+            "{}: {len} bytes, and a socket's path has {PATH_BYTES_MAX} at most; --socket names another",
             path.display()
         )
         .into()),
     }
 }
-
-/// Most bytes of a Unix socket's path.
-const SOCKET_PATH_MAX: usize = 107;
 
 /// Where the agent lies, so that it can be loaded: the runtime directory, but Debian and others mount /run `noexec`. Then
 /// the user's cache, /var/cache/pagefold for root, else a directory in /tmp.

@@ -5,6 +5,7 @@
 //! differently is refused. On loopback the `Host` must be this machine's own name: a page from elsewhere whose name
 //! was made to point here (DNS rebinding) must not read what is meant for this machine.
 
+use pagefold_os::sock::PATH_BYTES_MAX;
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::AsRawFd;
@@ -22,8 +23,6 @@ pub const HEAD_BYTES_MAX: usize = 8 << 10;
 pub const FIELDS_MAX: usize = 64;
 /// Most connections at once, for each address that is served.
 pub const CONNECTIONS_MAX: usize = 16;
-/// Most bytes of a Unix socket's path.
-const SOCKET_PATH_MAX: usize = 107;
 /// How long a whole exchange may take, however slowly the other side reads and writes.
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -257,9 +256,9 @@ impl Place {
             }
             let path = std::path::absolute(path)?;
             let len = path.as_os_str().len();
-            if len > SOCKET_PATH_MAX {
+            if len > PATH_BYTES_MAX {
                 return Err(bad(format!(
-                    "{}: {len} bytes, and a socket's path has {SOCKET_PATH_MAX} at most; name a shorter one",
+                    "{}: {len} bytes, and a socket's path has {PATH_BYTES_MAX} at most; name a shorter one",
                     path.display()
                 )));
             }

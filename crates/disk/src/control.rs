@@ -6,6 +6,7 @@
 //! the others up.
 
 use crate::stats::Status;
+use pagefold_os::sock::PATH_BYTES_MAX;
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -87,10 +88,8 @@ pub fn make_own(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Most bytes of a Unix socket's path.
-pub(crate) const SOCKET_PATH_MAX: usize = 107;
 /// Longest directory in which a mount's socket has such a path.
-const DIR_BYTES_MAX: usize = SOCKET_PATH_MAX - "/disk-0123456789abcdef.sock".len();
+const DIR_BYTES_MAX: usize = PATH_BYTES_MAX - "/disk-0123456789abcdef.sock".len();
 
 /// The socket of the mount at `mountpoint`, which must be absolute and without links.
 pub fn socket_path(mountpoint: &Path) -> PathBuf {

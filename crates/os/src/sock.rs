@@ -30,13 +30,16 @@ pub fn pair() -> Result<(Fd, Fd)> {
     Ok(unsafe { (Fd::from_raw(fds[0]), Fd::from_raw(fds[1])) })
 }
 
+/// Most bytes of a socket's path: one less than its address holds, which ends it.
+pub const PATH_BYTES_MAX: usize = 107;
+
 /// Makes the address of `path`; a leading NUL byte means an abstract name.
 ///
 /// # Errors
 /// `ENAMETOOLONG` if the path does not fit.
 pub fn address(path: &[u8]) -> Result<(libc::sockaddr_un, u32)> {
-    let mut addr = libc::sockaddr_un { sun_family: libc::AF_UNIX as u16, sun_path: [0; 108] };
-    if path.len() >= addr.sun_path.len() {
+    let mut addr = libc::sockaddr_un { sun_family: libc::AF_UNIX as u16, sun_path: [0; PATH_BYTES_MAX + 1] };
+    if path.len() > PATH_BYTES_MAX {
         return Err(Errno(libc::ENAMETOOLONG));
     }
     for (to, from) in addr.sun_path.iter_mut().zip(path) {

@@ -1,9 +1,10 @@
 //! Talks NBD to one client: handshake, then requests, several at once.
 
 use super::wire::{self, Command, DATA_BYTES_MAX, OPTION_BYTES_MAX, Request, can, option, reply};
-use crate::control::{SOCKET_PATH_MAX, accept_all};
+use crate::control::accept_all;
 use crate::engine::{Engine, Handle, is_refusal};
 use crate::error::Error;
+use pagefold_os::sock::PATH_BYTES_MAX;
 use parking_lot::{Condvar, Mutex};
 use std::cell::Cell;
 use std::io::{self, Read, Write};
@@ -91,8 +92,8 @@ impl Disk for Handle {
 /// # Errors
 /// The socket cannot be made; another server answers there.
 pub fn listen(engine: Arc<Engine>, path: &Path) -> io::Result<PathBuf> {
-    if path.as_os_str().len() > SOCKET_PATH_MAX {
-        let why = format!("a socket's path has {SOCKET_PATH_MAX} bytes at most; name a shorter one");
+    if path.as_os_str().len() > PATH_BYTES_MAX {
+        let why = format!("a socket's path has {PATH_BYTES_MAX} bytes at most; name a shorter one");
         return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
     }
     if UnixStream::connect(path).is_ok() {

@@ -220,18 +220,14 @@ impl Mapping {
     /// way and the kernel has some to give.
     pub fn make_huge(&self, offset: usize, bytes: usize) {
         let Some(file) = self.file.as_ref().filter(|_| self.huge_by_collapse.load(Ordering::Relaxed)) else { return };
-        if alive::inode_of(file).is_ok_and(|found| found != self.inode) {
-            return;
-        }
         for huge in (offset / MIB_2 * MIB_2..offset + bytes).step_by(MIB_2) {
-            let is_inside = huge + MIB_2 <= self.bytes && file_system(file).2 > 2 * MIB_2 as u64;
-            if !is_inside || !self.is_hole(huge) {
+            let is_hole = huge + MIB_2 <= self.bytes && self.is_hole(huge);
+            if !is_hole || file_system(file).2 <= 2 * MIB_2 as u64 {
                 continue;
             }
             // The kernel makes a huge page only where it finds a page: one of the caller's own.
             let own = huge.max(offset);
-            // SAFETY: fallocate on our own descriptor touches no memory of this process.
-            let made = unsafe { libc::fallocate(file.as_raw_fd(), 0, own as i64, 4096) } == 0
+            let made = self.secure(own, 4096).is_ok()
                 && self.advise(own, 4096, libc::MADV_POPULATE_READ).is_ok()
                 && self.advise(huge, MIB_2, MADV_COLLAPSE).is_ok();
             if !made {

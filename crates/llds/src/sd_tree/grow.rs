@@ -46,6 +46,11 @@ impl Growth {
         Some(Self { segment: word >> 48, bits: (word >> 40) as u8 as u32, position: word & ((1 << 40) - 1) })
     }
 
+    /// Whether it is the same growth, however far each is.
+    fn is_same(&self, other: &Growth) -> bool {
+        (self.segment, self.bits) == (other.segment, other.bits)
+    }
+
     /// Buckets to be moved.
     fn bucket_count(self) -> u64 {
         1 << (self.bits - SEGMENT_BITS)
@@ -110,8 +115,7 @@ impl SdTree {
         // The position is counted on by whoever has the first buckets that were not counted: others' lines are far away, and
         // are to be looked at once. If nobody has them any more, whoever finds nothing to claim does.
         let seen = if is_claimed { active.load(Ordering::Acquire) } else { seen };
-        let same = |other: &Growth| (other.segment, other.bits) == (growth.segment, growth.bits);
-        let Some(growth) = Growth::unpack(seen).filter(same) else { return step };
+        let Some(growth) = Growth::unpack(seen).filter(|now| now.is_same(&growth)) else { return step };
         if is_claimed && mine.start != growth.position {
             return step;
         }
@@ -139,8 +143,7 @@ impl SdTree {
         let claims = self.memory.word(place::CLAIMS, 0);
         loop {
             let seen = claims.load(Ordering::Relaxed);
-            let same = |claim: &Growth| (claim.segment, claim.bits) == (growth.segment, growth.bits);
-            let taken = Growth::unpack(seen).filter(same).map_or(0, |claim| claim.position);
+            let taken = Growth::unpack(seen).filter(|claim| claim.is_same(&growth)).map_or(0, |claim| claim.position);
             let from = taken.max(growth.position);
             let claimed = from < growth.bucket_count();
             let from = if claimed { from } else { growth.position };
