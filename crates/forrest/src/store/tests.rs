@@ -606,6 +606,19 @@ fn memory_that_an_ended_thread_left_under_a_guard_serves_before_the_limit() {
 }
 
 #[test]
+fn memory_that_an_ended_thread_left_under_a_guard_goes_back_by_trim() {
+    let store = Options::new().limit_bytes(64 << 20).private().unwrap();
+    store.set(b"large", &vec![1; 34 << 20]).unwrap();
+    let held = store.get_ref(b"large").unwrap();
+    std::thread::scope(|scope| scope.spawn(|| store.delete(b"large").unwrap()).join().unwrap());
+    store.trim().unwrap();
+    assert!(store.stats().held_bytes > 34 << 20 && held.iter().all(|&byte| byte == 1), "taken under a guard");
+    drop(held);
+    store.trim().unwrap();
+    assert_eq!(store.stats().held_bytes, 0);
+}
+
+#[test]
 fn a_full_segment_says_so_and_holds_what_it_can() {
     let store = Store::new().unwrap();
     let key = |number: u64| {

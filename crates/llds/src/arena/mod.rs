@@ -242,6 +242,7 @@ impl Arena {
     /// Gives the pages of free memory back to the system.
     pub fn trim(&self, seat: &SeatRef<'_>) {
         self.inner.collect(seat, seat.owner);
+        self.collect_left();
         self.inner.drop_leases(seat, seat.owner);
         self.inner.trim(seat.owner);
     }
