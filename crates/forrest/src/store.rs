@@ -654,7 +654,8 @@ impl Store {
         self.table.reserve(&self.table.seat()?, entries)
     }
 
-    /// Deletes all entries. Returns how many. Entries set meanwhile may stay.
+    /// Deletes all entries, and gives their memory and the room made by [`Store::reserve`] back. Returns how many. Entries
+    /// set meanwhile may stay.
     ///
     /// # Errors
     /// As [`Store::delete`].

@@ -186,6 +186,17 @@ fn room_made_before_is_enough() {
 }
 
 #[test]
+fn room_that_was_made_goes_with_the_entries() {
+    let store = Store::new().unwrap();
+    store.reserve(300_000).unwrap();
+    store.set(b"key", b"value").unwrap();
+    assert_eq!(store.clear().unwrap(), 1);
+    let stats = store.stats();
+    assert_eq!((stats.bucket_count, stats.allocated_bytes, stats.held_bytes), (0, 0, 0));
+    store.set(b"key", b"value").unwrap();
+}
+
+#[test]
 fn room_beyond_the_limit_is_refused_and_the_store_goes_on() {
     let store = Options::new().limit_bytes(4 << 20).private().unwrap();
     store.set(b"key", b"value").unwrap();

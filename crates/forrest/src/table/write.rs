@@ -448,7 +448,7 @@ impl Table {
         }
     }
 
-    /// Forgets every entry of a segment, one by one, so that a death in between loses none of their memory.
+    /// Forgets every entry of a segment, one by one, so that a death in between loses none of their memory, and its array.
     pub fn clear_segment(&self, seat: &SeatRef<'_>, segment: usize) -> u64 {
         let _held = self.lock(seat, segment);
         let mut cleared = 0;
@@ -467,6 +467,10 @@ impl Table {
                 self.delete(seat, segment, place);
                 cleared += 1;
             }
+        }
+        // Room that was made and not used.
+        if self.count(segment) == 0 && self.dir(segment, Ordering::Relaxed).buckets() != 0 {
+            self.shrink(seat, segment);
         }
         cleared
     }
