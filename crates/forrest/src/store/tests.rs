@@ -281,6 +281,69 @@ fn who_moves_an_entry_may_be_killed() {
     assert!(doubles > 5, "{doubles} entries were in two places");
 }
 
+/// Reads a value, but another process replaces it, and dies at some point of that, when the record has just been found;
+/// he is cleaned up after, and the memory of the record serves again.
+#[cfg(any(debug_assertions, pagefold_stress))]
+struct Bereaved<'a> {
+    shared: &'a Shared,
+    key: &'a [u8],
+    point: u64,
+    times: usize,
+    died: bool,
+    value: Vec<u8>,
+}
+
+#[cfg(any(debug_assertions, pagefold_stress))]
+impl Sink for Bereaved<'_> {
+    fn inline(&mut self, _bytes: [u8; 8], _length: usize) {}
+
+    fn record(&mut self, record: Record<'_>, _offset: u64) {
+        self.times += 1;
+        if self.times == 1 {
+            self.died = fault::dies(0, || {
+                let store = self.shared.again();
+                store.set(&elsewhere(&store), b"").unwrap();
+                fault::arm(self.point);
+                store.set(self.key, &[2; 500]).unwrap();
+                fault::arm(0);
+            });
+            self.shared.store.recover();
+            // Odd ones: none of these inserts has a segment copied.
+            for number in 1..=8u64 {
+                let (store, remainder) = (&self.shared.store, number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 12 | 1);
+                let other = store.table.hasher.word_of(Spot { segment: SEGMENT + 1, remainder }.hash());
+                store.set(&other, &[3; 500]).unwrap();
+            }
+        }
+        self.value.clear();
+        record.copy_value(&mut self.value);
+    }
+}
+
+/// Who replaces a record dies before the bucket says so: a reader who has the old one in his hand finds out.
+#[test]
+#[cfg(any(debug_assertions, pagefold_stress))]
+fn who_reads_what_a_dead_one_replaced_starts_over() {
+    let mut seen = std::collections::HashSet::new();
+    for point in 1.. {
+        let shared = Shared::new("bereaved");
+        let store = &shared.store;
+        let key = key_at(store, 5);
+        store.set(&key, &[1; 500]).unwrap();
+        let mut sink = Bereaved { shared: &shared, key: &key, point, times: 0, died: false, value: Vec::new() };
+        assert!(store.table.read(&key, store.table.hasher.first(&key), &mut sink));
+        let (died, value) = (sink.died, sink.value);
+        assert!(value == [1; 500] || value == [2; 500], "death at point {point}: {:?}", &value[..8]);
+        assert_eq!(&*store.get(&key).unwrap(), &value[..], "death at point {point}");
+        assert_eq!(store.check().unwrap().lost_blocks, 0, "death at point {point}");
+        seen.insert(value[0]);
+        if !died {
+            break;
+        }
+    }
+    assert_eq!(seen.len(), 2);
+}
+
 /// A segment is filled until it must grow, and emptied again, over and over: entries move between their homes, and to other
 /// arrays. Those that are there all the time are seen by whatever looks for them, each once, and none loses a change.
 #[test]
