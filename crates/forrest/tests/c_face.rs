@@ -242,10 +242,6 @@ fn header_and_code_are_equal() {
 fn two_copies_of_the_library_in_a_process_know_each_other_s_threads_alive() {
     type Open = unsafe extern "C" fn(*const libc::c_char, *const libc::c_void, *mut *mut libc::c_void) -> libc::c_int;
     type Close = unsafe extern "C" fn(*mut libc::c_void) -> libc::c_int;
-    let name = format!("test-copies-{}", std::process::id());
-    let store = forrest::Options::new().limit_bytes(16 << 20).create(&name).unwrap();
-    let named = std::ffi::CString::new(name.as_str()).unwrap();
-    store.set(b"key", &[5; 300]).unwrap();
     let library = std::ffi::CString::new(built().join("libforrest.so").to_str().unwrap()).unwrap();
     // SAFETY: a library of our own, which stays loaded, and two of its functions as its header declares them.
     let (open, close) = unsafe {
@@ -256,6 +252,10 @@ fn two_copies_of_the_library_in_a_process_know_each_other_s_threads_alive() {
         assert!(!open.is_null() && !close.is_null());
         (std::mem::transmute::<*mut libc::c_void, Open>(open), std::mem::transmute::<*mut libc::c_void, Close>(close))
     };
+    let name = format!("test-copies-{}", std::process::id());
+    let store = forrest::Options::new().limit_bytes(16 << 20).create(&name).unwrap();
+    let named = std::ffi::CString::new(name.as_str()).unwrap();
+    store.set(b"key", &[5; 300]).unwrap();
     let mut handle = std::ptr::null_mut();
     // SAFETY: a NUL-terminated name, the default options, and a place for the handle.
     let opened = unsafe { open(named.as_ptr(), std::ptr::null(), &raw mut handle) };
