@@ -1,23 +1,51 @@
-//! A file whose first page is anything is opened or refused, never followed.
+//! A file in which anything may have been written where the store keeps its own books is opened or refused, never followed.
 #![no_main]
 
 use forrest::Options;
 use libfuzzer_sys::fuzz_target;
+use llds::arena::{SEATS_MAX, Seat};
 use std::os::unix::fs::FileExt;
+
+const LIMIT: u64 = 1 << 20;
+const HUGE: u64 = 2 << 20;
+const SEAT: u64 = size_of::<Seat>() as u64;
 
 fuzz_target!(|data: &[u8]| {
     let path = std::path::PathBuf::from(format!("/dev/shm/forrest-fuzz-{}", std::process::id()));
     let _ = std::fs::remove_file(&path);
-    let options = Options::new().limit_bytes(1 << 20);
-    drop(options.create_path(&path).expect("room in /dev/shm"));
+    let options = Options::new().limit_bytes(LIMIT);
+    let store = options.create_path(&path).expect("room in /dev/shm");
+    for number in 0..100u64 {
+        store.set(&number.to_le_bytes(), b"short").expect("room for a few");
+        store.set(&number.to_be_bytes(), &[7; 300]).expect("room for a few");
+    }
+    drop(store);
     let file = std::fs::File::options().read(true).write(true).open(&path).expect("just made");
-    // First two bytes: where to write the rest; a short tail also cuts the file.
-    if let [low, high, patch @ ..] = data {
-        let at = u64::from(u16::from_le_bytes([*low, *high]) % 96);
-        let _ = file.write_all_at(&patch[..patch.len().min(72)], at);
-        if patch.len() % 7 == 3 {
-            let _ = file.set_len(u64::from(u16::from_le_bytes([*high, *low])) * 64);
-        }
+    let length = file.metadata().expect("just made").len();
+    // Header, seats, table of spans and hints; then what the store has of its own: settings, directory, locks.
+    let root = length - LIMIT.next_multiple_of(HUGE) - HUGE;
+    let table = 4096 + SEATS_MAX as u64 * SEAT;
+    let places = [
+        (0, 320),
+        (4096, 1024),
+        (4096, 2 * SEAT),
+        (table, 32),
+        (table, 4096),
+        (root, 2048),
+        (root + 4096, 32 << 10),
+        (root + 4096 + (32 << 10), 32 << 10),
+    ];
+    // Each patch: where, how many bytes, the bytes. A short tail also cuts the file.
+    let mut rest = data;
+    while let [place, low, high, bytes, tail @ ..] = rest {
+        let (start, room) = places[usize::from(*place) % places.len()];
+        let (patch, tail) = tail.split_at(tail.len().min(usize::from(*bytes) % 73));
+        let at = start + u64::from(u16::from_le_bytes([*low, *high])) * 2 % room;
+        let _ = file.write_all_at(patch, at);
+        rest = tail;
+    }
+    if let [low, high, 3] = rest {
+        let _ = file.set_len(u64::from(u16::from_le_bytes([*high, *low])) * 64);
     }
     drop(options.open_existing_path(&path));
     let _ = std::fs::remove_file(&path);

@@ -85,6 +85,16 @@ impl Inner {
         seat.retired.store(seat.retired.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
     }
 
+    /// Strikes out of a limbo, in which nobody writes, what is no block: only damage puts it there.
+    pub(super) fn strike_out_strays(&self, seat: &Seat) {
+        for entry in self.limbo(seat) {
+            let block = entry.load(Ordering::Relaxed);
+            if block != 0 && !self.is_allocated(block) {
+                entry.store(0, Ordering::Relaxed);
+            }
+        }
+    }
+
     /// Frees the blocks in `seat`'s limbo that no hazard names.
     pub(super) fn collect(&self, seat: &Seat, owner: u64) {
         seat.retired.store(0, Ordering::Relaxed);

@@ -176,7 +176,11 @@ impl Inner {
         // Without another handle, seats under our id are of a process before us, or of ours before it called exec.
         let first = alive::lock_alone(file, identity.pid())?;
         for owner in 1..=self.seats_high() {
-            let state = &self.seat_at(owner).state;
+            let seat = self.seat_at(owner);
+            if alone {
+                self.strike_out_strays(seat);
+            }
+            let state = &seat.state;
             let found = state.load(Ordering::SeqCst);
             if found != 0 && (alone || (first && Identity::of(found).pid() == identity.pid())) {
                 // Who lost it to a recovery needs nothing more.

@@ -116,7 +116,8 @@ impl Arena {
     pub fn recover_retire(&self, dead: &DeadSeat<'_>) {
         let block = dead.retire_intent();
         let limbo = self.inner.limbo(dead.seat);
-        if block != 0 && !limbo.iter().any(|entry| entry.load(Ordering::Acquire) == block) {
+        let is_there = || limbo.iter().any(|entry| entry.load(Ordering::Acquire) == block);
+        if block != 0 && self.inner.is_allocated(block) && !is_there() {
             self.inner.retire(dead.seat, block, self.inner.block_bytes(block));
         }
         fault::point();

@@ -946,6 +946,38 @@ fn a_table_that_cannot_be_is_refused_by_who_is_alone() {
 }
 
 #[test]
+#[cfg(any(debug_assertions, pagefold_stress))]
+fn what_damage_says_is_to_be_freed_is_not() {
+    use std::mem::offset_of;
+    use std::os::unix::fs::FileExt;
+    let (path, file) = temp("strays");
+    let arena = Arena::create(file, &small()).unwrap();
+    let blocks: Vec<u64> = [100, 5 * SPAN_BYTES].map(|size| arena.alloc(&arena.seat().unwrap(), size).unwrap()).into();
+    arena.seat().unwrap().settle_alloc();
+    let (range, first) = (arena.data_range(), arena.inner.layout.seats);
+    drop(arena);
+    // Two seats, one of a process that is gone and one in which nobody sits.
+    let file = File::options().read(true).write(true).open(&path.0).unwrap();
+    let strays = [8, blocks[0] + 16, blocks[1] + SPAN_BYTES as u64, range.start + (32 << 20), range.end, u64::MAX];
+    for (seat, state) in [(0, Identity::new(1, 0).taken()), (1, 0)] {
+        let write = |at: usize, word: u64| {
+            file.write_all_at(&word.to_ne_bytes(), (first + seat * size_of::<Seat>() + at) as u64).unwrap();
+        };
+        write(offset_of!(Seat, state), state);
+        write(offset_of!(Seat, intents) + 8 * INTENT_RETIRE, blocks[0] + 32);
+        write(offset_of!(Seat, limbo_high), strays.len() as u64);
+        strays.iter().enumerate().for_each(|(index, &stray)| write(offset_of!(Seat, limbo) + index * 8, stray));
+    }
+    file.write_all_at(&2u64.to_ne_bytes(), offset_of!(layout::Header, seats_high) as u64).unwrap();
+    let arena = Arena::open_alone(file, 0, Pages::Small).unwrap();
+    recover_unlinked(&arena);
+    arena.trim(&arena.seat().unwrap());
+    let mut left = Vec::new();
+    arena.each_block(|block| left.push(block));
+    assert_eq!(left, blocks);
+}
+
+#[test]
 fn another_layout_of_the_same_structure_is_another_version() {
     let kind = |name: &[u8; 8]| u64::from_le_bytes(*name);
     let (path, file) = temp("kinds");
