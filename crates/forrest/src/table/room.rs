@@ -41,8 +41,12 @@ impl Table {
         for slots in (0..SLOTS).step_by(AHEAD) {
             let others: [usize; AHEAD] =
                 std::array::from_fn(|at| self.other_home(dir, Room { bucket, slot: slots + at }));
+            // Both lines, but the first ones first: they tell which of the second is written to.
             for &other in &others {
                 crate::record::prefetch(self.bucket(dir, other));
+            }
+            for &other in &others {
+                crate::record::prefetch(&self.bucket(dir, other).words);
             }
             for (at, &other) in others.iter().enumerate() {
                 let head = self.bucket(dir, other).head(Ordering::Relaxed);
