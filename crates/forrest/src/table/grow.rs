@@ -175,7 +175,7 @@ impl Table {
     #[inline(always)]
     pub(super) fn deleted(&self, hash: u64, count: u64) {
         if hash.is_multiple_of(INSERTS_PER_LOOK) {
-            let credit = CREDIT.get() - earned(count) / 8 * 7;
+            let credit = CREDIT.get() - earned(count) / 9 * 8;
             CREDIT.set(credit.max(-CREDIT_MAX));
         }
     }
