@@ -144,6 +144,28 @@ fn killed_daemons_are_replaced_and_no_page_is_lost() {
     }
 }
 
+/// What the child of a fork that nobody saw lacks when the daemon dies it waits for, also beyond the successor's end.
+#[test]
+fn a_child_reads_no_zeros_when_the_daemon_dies_while_it_is_given_its_pages() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let mut host = Host::start(&["--cold-manual"]);
+    let mut client = Served::start(&host, &[], 64);
+    client.does("fill");
+    for _ in 0..3 {
+        host.wait_for_client(client.pid());
+        wait_for("the pages to go", 20, || host.park(client.pid()) > 10_000);
+        client.send("waitfork");
+        host.kill_daemon();
+        host.wait();
+        host.kill_daemon();
+        client.expect_right("waitfork");
+        host.wait();
+        client.does("check");
+    }
+}
+
 #[test]
 fn a_taken_address_does_not_keep_the_next_daemon_from_its_clients() {
     if !can_merge() || program().is_none() {

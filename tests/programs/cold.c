@@ -5,6 +5,7 @@
  *   fork | rawfork   a child compares every page   move       mremap of the whole memory to another address
  *   clone3           as fork, by syscall(SYS_clone3); the child then installs a filter and discards
  *   barefork         the same by a bare system call
+ *   waitfork         rawfork, whose child may also wait for its pages until it is ended
  *   fill             write every page
  *   partfork         as fork, but the first pages are not for the child (MADV_DONTFORK)
  *   populate         MADV_POPULATE_WRITE of all    hide      fork while the memory may not be touched (PROT_NONE)
@@ -139,6 +140,16 @@ static int after_fork(pid_t child) {
         return 1;
     }
     return 0;
+}
+
+static int wait_fork(void) {
+    pid_t child = (pid_t)bare(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+    if (child == 0) {
+        alarm(5);
+        _exit(check() ? 3 : 0);
+    }
+    int status = 0;
+    return child < 0 || waitpid(child, &status, 0) != child || (status != 0 && status != SIGALRM);
 }
 
 static int track(void) {
@@ -483,6 +494,8 @@ int main(int argc, char **argv) {
             if (!bad) bad = check();
         } else if (!strcmp(word, "rawfork")) {
             bad = after_fork((pid_t)bare(SYS_clone, SIGCHLD, 0, 0, 0, 0));
+        } else if (!strcmp(word, "waitfork")) {
+            bad = wait_fork();
         } else if (!strcmp(word, "move")) {
             uint8_t *to = map(pages * PAGE);
             uint8_t *moved = mremap(memory, pages * PAGE, pages * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, to);

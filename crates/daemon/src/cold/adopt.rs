@@ -58,6 +58,7 @@ impl Cold {
                 forget(&keeper, name);
             }
         }
+        self.orphans.adopt(&keeper, &names);
         let _ = keeper.supervise(&self.config.successor);
         *lock(&self.keeper) = Some(keeper);
         for group in groups {
@@ -166,7 +167,8 @@ impl Cold {
                 forget(keeper, name);
                 continue;
             }
-            match Client::new(who, Handed { uffd, table, pagemap }, group.hand.clone()) {
+            let handed = Handed { uffd, table, pagemap };
+            match Client::new(who, handed, group.hand.clone(), group.orphans.clone()) {
                 Ok(client) => found.push(Arc::new(client)),
                 Err(errno @ Errno(libc::ENOMEM | libc::EMFILE | libc::ENFILE)) => return Err(errno.into()),
                 // Its table is none.

@@ -92,7 +92,7 @@ impl Cold {
                 uffd.enable(features)?;
             }
         }
-        let mut new = Client::new(who, handed, group.hand.clone())?;
+        let mut new = Client::new(who, handed, group.hand.clone(), group.orphans.clone())?;
         let head = new.table.head();
         let (region, token, arena) = (
             head.region.load(Ordering::Acquire),

@@ -58,6 +58,7 @@ impl Cold {
             group.deposit_arena(keeper);
             lock(&group.clients).values().for_each(|client| drop(group.deposit(keeper, client)));
         }
+        self.orphans.deposit(keeper);
     }
 }
 

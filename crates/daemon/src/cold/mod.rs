@@ -15,6 +15,7 @@ mod greet;
 mod hand;
 mod keep;
 mod link;
+mod orphans;
 mod out;
 mod place;
 mod pump;
@@ -28,6 +29,7 @@ use client::Client;
 pub use client::FAULT_BUCKETS;
 use hand::Hand;
 use keep::forget;
+use orphans::Orphans;
 use pagefold_os::awake::Awake;
 use pagefold_os::wait;
 use pagefold_tier::keeper::Keeper;
@@ -110,6 +112,7 @@ pub(crate) struct Group {
     keeper: Arc<Mutex<Option<Keeper>>>,
     awake: Arc<Awake>,
     closing: Arc<AtomicBool>,
+    orphans: Arc<Orphans>,
     hand: Arc<Hand>,
     /// Changes when the pump has something to do that no hint tells it.
     bell: AtomicU32,
@@ -135,6 +138,8 @@ pub(crate) struct Cold {
     groups: Arc<Groups>,
     keeper: Arc<Mutex<Option<Keeper>>>,
     keeper_path: PathBuf,
+    /// Children that wait as long as they live.
+    orphans: Arc<Orphans>,
     awake: Arc<Awake>,
     /// The daemon stops in good order: nothing goes out any more. Looked at under each client's link.
     closing: Arc<AtomicBool>,
@@ -183,10 +188,12 @@ impl Cold {
         let mut keeper_path = socket.as_os_str().to_owned();
         keeper_path.push(std::ffi::OsStr::from_bytes(pagefold_agent::cold::KEEPER_SUFFIX));
         let awake = Arc::new(Awake::new(config.keep_awake));
+        let keeper = Arc::default();
         Cold {
             config,
             groups: Arc::default(),
-            keeper: Arc::default(),
+            orphans: Arc::new(Orphans::new(Arc::clone(&keeper))),
+            keeper,
             keeper_path: keeper_path.into(),
             awake,
             closing: Arc::default(),
@@ -219,6 +226,7 @@ impl Cold {
             keeper: self.keeper.clone(),
             awake: self.awake.clone(),
             closing: self.closing.clone(),
+            orphans: self.orphans.clone(),
             hand: Arc::new(hand),
             bell: AtomicU32::new(0),
             parked: AtomicU32::new(0),
@@ -334,9 +342,13 @@ impl Cold {
             .filter(|pages| *pages > 0)
             .collect();
         let keeper = lock(&self.keeper);
+        let waiting = self.orphans.count(keeper.as_ref());
         if let Some(keeper) = keeper.as_ref() {
             if out.is_empty() {
-                keeper.names().unwrap_or_default().iter().for_each(|name| forget(keeper, name));
+                let names = keeper.names().unwrap_or_default();
+                names.iter().filter(|name| !Orphans::is_name(name)).for_each(|name| forget(keeper, name));
+            }
+            if out.is_empty() && waiting == 0 {
                 let _ = keeper.quit();
             } else {
                 // Those who wait for what could not come back wait for the next daemon.
@@ -355,7 +367,14 @@ impl Cold {
                 if out.len() == 1 { "client" } else { "clients" }
             );
         }
-        out.is_empty()
+        if waiting > 0 {
+            let then = match keeper.as_ref() {
+                Some(_) => "they wait on, and the keeper stays for them",
+                None => "without a keeper what they wait for reads zeros",
+            };
+            eprintln!("pagefold: {waiting} children by forks that nobody saw wait for their pages: {then}");
+        }
+        out.is_empty() && waiting == 0
     }
 }
 
@@ -552,6 +571,16 @@ mod tests {
         assert_eq!((cold.park(&Whom::All), cold.unpark(&Whom::All)), (Some((1, 0)), Some((1, 0))));
         group.remove(1);
         group.remove(2);
+    }
+
+    /// Else they would read zeros.
+    #[test]
+    fn children_that_wait_keep_the_keeper() {
+        let Some((client, _memory)) = client::tests::own(0, 1) else { return };
+        let (_dir, cold, _group) = with_group(Config::default());
+        let child = pagefold_os::uffd::Uffd::from_fd(client.uffd.fd().duplicate().unwrap());
+        cold.orphans.hold(std::iter::once(child));
+        assert_eq!(stop(&cold), (false, false));
     }
 
     /// What a client writes into its table does not keep the keeper, and all that it holds, beyond an orderly stop.

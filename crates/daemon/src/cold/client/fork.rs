@@ -8,7 +8,7 @@
 
 use super::copy_in::is_passing;
 use super::{Client, LOST_MAX, PAGE, Service};
-use crate::server::lock;
+use crate::cold::orphans::{Kept, Orphans};
 use pagefold_agent::cold_table::{FROZEN, OUT};
 use pagefold_agent::wire::FETCH_PAGES_MAX;
 use pagefold_os::fd::Fd;
@@ -16,7 +16,6 @@ use pagefold_os::uffd::{Event, Uffd};
 use pagefold_os::{Errno, PAGE_SIZE, Page, Range};
 use pagefold_tier::Tier;
 use std::collections::BTreeMap;
-use std::sync::Mutex;
 use std::time::Duration;
 
 /// How often memory may be short for children's pages, before they are poisoned.
@@ -95,22 +94,33 @@ impl Places {
     }
 }
 
-struct Child {
+struct Child<'a> {
     uffd: Uffd,
     places: Places,
+    /// Behind `uffd`: the last end that is let go wakes it.
+    kept: Kept<'a>,
 }
 
 /// Who is given pages.
-struct Family {
-    children: Vec<Child>,
+struct Family<'a> {
+    orphans: &'a Orphans,
+    children: Vec<Child<'a>>,
     tries: u32,
     steps: usize,
     refused: u32,
 }
 
-impl Family {
-    fn of(child: Uffd) -> Family {
-        Family { children: vec![Child { uffd: child, places: Places::new() }], tries: 0, steps: 0, refused: 0 }
+impl<'a> Family<'a> {
+    fn of(child: Uffd, orphans: &'a Orphans) -> Family<'a> {
+        let mut family = Family { orphans, children: Vec::new(), tries: 0, steps: 0, refused: 0 };
+        family.add(child, Places::new());
+        family
+    }
+
+    /// With the keeper before anything else: it runs already.
+    fn add(&mut self, uffd: Uffd, places: Places) {
+        let kept = self.orphans.keep(&uffd);
+        self.children.push(Child { uffd, places, kept });
     }
 
     /// They do too much with their memory.
@@ -135,7 +145,7 @@ impl Family {
             Event::Fork(fd) => {
                 let places = places.clone();
                 self.steps += places.parts.len();
-                self.children.push(Child { uffd: made(fd), places });
+                self.add(made(fd), places);
             }
             // A fault waits for its page, or for the end.
             Event::PageFault { .. } | Event::Other(_) => {}
@@ -145,7 +155,7 @@ impl Family {
     /// Gives everybody `page`, or SIGBUS if there is none, where they have what was at `was`.
     fn give(&mut self, was: u64, page: Option<&Page>) {
         let mut next = 0;
-        while let Some(Child { uffd, places }) = self.children.get_mut(next) {
+        while let Some(Child { uffd, places, .. }) = self.children.get_mut(next) {
             let (_, error) = match (places.of(was), page.filter(|_| self.refused < REFUSED_MAX)) {
                 // SAFETY: the page is ours.
                 (Some(at), Some(page)) => unsafe { uffd.copy(at, page.as_ptr() as u64, PAGE, 0) },
@@ -175,25 +185,12 @@ impl Family {
         }
     }
 
-    /// Leaves them to wait. Whose end is let go reads zeros, so all are kept who live: a process costs a descriptor, which is
-    /// less than one that greets.
-    fn withhold(self, withheld: &mut Vec<Uffd>) {
-        withheld.extend(self.children.into_iter().map(|child| child.uffd));
-        withheld.retain(Uffd::is_alive);
-    }
-}
-
-/// Children that are left to wait, of clients that have ended.
-static ORPHANS: Mutex<Vec<Uffd>> = Mutex::new(Vec::new());
-
-impl Drop for Service {
-    /// Who waits goes on waiting when its parent ends.
-    fn drop(&mut self) {
-        if !self.withheld.is_empty() {
-            let mut orphans = lock(&ORPHANS);
-            orphans.append(&mut self.withheld);
-            orphans.retain(Uffd::is_alive);
-        }
+    /// Leaves them to wait. Whose end is let go reads zeros, so all are held who live.
+    fn withhold(self) {
+        let (children, kept): (Vec<_>, Vec<_>) =
+            self.children.into_iter().map(|child| (child.uffd, child.kept)).unzip();
+        self.orphans.hold(children.into_iter());
+        drop(kept);
     }
 }
 
@@ -206,9 +203,9 @@ fn made(fd: i32) -> Uffd {
 impl Client {
     /// The program forked by a call that nobody saw.
     pub(super) fn forked(&self, service: &mut Service, tier: &Tier, fd: i32) {
-        let Service { moving, cluster, withheld, .. } = service;
+        let Service { moving, cluster, .. } = service;
         let page = &mut cluster[0];
-        let mut family = Family::of(made(fd));
+        let mut family = Family::of(made(fd), &self.orphans);
         let mut give = |was: u64, from: u64| {
             if family.children.is_empty() || family.is_left_alone() {
                 return;
@@ -243,7 +240,7 @@ impl Client {
         });
         if family.is_left_alone() {
             eprintln!("pagefold: {} ({}): a child of it is left to wait for its pages", self.name, self.pid);
-            family.withhold(withheld);
+            family.withhold();
         }
     }
 }
@@ -252,6 +249,7 @@ impl Client {
 mod tests {
     use super::*;
     use pagefold_os::uffd;
+    use std::sync::Arc;
 
     /// As many entries as the child has made parts, and each page is where it would be if all were noted.
     #[test]
@@ -297,30 +295,26 @@ mod tests {
         let device = uffd::open_device().ok();
         let Ok(uffd) = Uffd::new(device.as_ref(), 0) else { return eprintln!("SKIPPED: no userfaultfd for us") };
         let _ = pagefold_os::fd::raise_limit();
-        let mut withheld = Vec::new();
+        let orphans = Orphans::new(Arc::default());
         for _ in 0..FAMILIES {
-            let mut family = Family::of(Uffd::from_fd(uffd.fd().duplicate().unwrap()));
+            let mut family = Family::of(Uffd::from_fd(uffd.fd().duplicate().unwrap()), &orphans);
             while !family.is_left_alone() {
                 let Ok(fd) = uffd.fd().duplicate() else { return eprintln!("SKIPPED: too few descriptors for us") };
-                family.children.push(Child { uffd: Uffd::from_fd(fd), places: Places::new() });
+                family.add(Uffd::from_fd(fd), Places::new());
             }
-            family.withhold(&mut withheld);
+            family.withhold();
         }
-        assert_eq!(withheld.len(), FAMILIES * (FAMILY_MAX + 1));
+        assert_eq!(orphans.count(None), FAMILIES * (FAMILY_MAX + 1));
     }
 
     /// A child that is left to wait outlives its parent, and reads no zeros then.
     #[test]
     fn who_is_left_alone_waits_beyond_its_parents_end() {
-        let Some((client, memory)) = super::super::tests::own(0, 1) else { return };
-        let child = client.uffd.fd().duplicate().unwrap();
-        let raw = child.raw();
-        Family::of(Uffd::from_fd(child)).withhold(&mut lock(&client.service).withheld);
+        let Some((client, _memory)) = super::super::tests::own(0, 1) else { return };
+        let orphans = client.orphans.clone();
+        Family::of(Uffd::from_fd(client.uffd.fd().duplicate().unwrap()), &client.orphans).withhold();
         drop(client);
-        let mut orphans = lock(&ORPHANS);
-        let at = orphans.iter().position(|uffd| uffd.fd().raw() == raw).expect("its memory is the kernel's");
-        let left = orphans.remove(at).zero(Range::pages_from(memory.addr(), 1), 0).1;
-        assert_eq!(left, None, "its memory is not watched");
+        assert_eq!(orphans.count(None), 1, "its memory is the kernel's");
     }
 
     /// What a child has done to its memory is cut, moved and copied so often, and no more.
@@ -329,7 +323,8 @@ mod tests {
         const PARTS: u64 = 1000;
         let device = uffd::open_device().ok();
         let Ok(uffd) = Uffd::new(device.as_ref(), 0) else { return eprintln!("SKIPPED: no userfaultfd for us") };
-        let mut family = Family::of(uffd);
+        let orphans = Orphans::new(Arc::default());
+        let mut family = Family::of(uffd, &orphans);
         for part in 0..PARTS {
             family.obey(0, Event::Remove(Range::pages_from(2 * part * PAGE, 1)));
         }

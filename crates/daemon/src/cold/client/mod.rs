@@ -26,6 +26,7 @@ mod serve;
 
 use super::hand::Hand;
 use super::link::ColdLink;
+use super::orphans::Orphans;
 use super::room::Room;
 use crate::peer::Peer;
 use crate::server::lock;
@@ -74,8 +75,6 @@ pub(super) struct Service {
     faulter: i32,
     /// Pages that moved while they were out: where they are now, and under which address the tier has them.
     moving: BTreeMap<u64, u64>,
-    /// Of children that could not be given their pages: as long as these are open they wait, and read no zeros.
-    withheld: Vec<Uffd>,
     window: Window,
     zeros: Window,
     cluster: Box<[Page]>,
@@ -155,6 +154,8 @@ pub(super) struct Client {
     pub leaving: AtomicU64,
     /// The group's second hand.
     hand: Arc<Hand>,
+    /// Where children go that are not given their pages.
+    orphans: Arc<Orphans>,
 }
 
 /// Who a client is.
@@ -189,7 +190,7 @@ impl Client {
     ///
     /// # Errors
     /// `EPROTO` if its table is none.
-    pub(super) fn new(who: Identity, handed: Handed, hand: Arc<Hand>) -> Result<Client, Errno> {
+    pub(super) fn new(who: Identity, handed: Handed, hand: Arc<Hand>, orphans: Arc<Orphans>) -> Result<Client, Errno> {
         let Identity { region, token, pid, uid } = who;
         let Handed { uffd, table: table_fd, pagemap } = handed;
         // First: of a file that is none of memory its owner could have us wait for the rest.
@@ -223,7 +224,6 @@ impl Client {
                 pending: Vec::new(),
                 faulter: 0,
                 moving: BTreeMap::new(),
-                withheld: Vec::new(),
                 window: Window::new(CLUSTER_PAGES as u64),
                 zeros: Window::new(ZERO_PAGES_MAX),
                 cluster: vec![[0; PAGE_SIZE]; CLUSTER_PAGES].into_boxed_slice(),
@@ -243,6 +243,7 @@ impl Client {
             room: Room::of(pid),
             leaving: AtomicU64::new(0),
             hand,
+            orphans,
         })
     }
 
@@ -331,7 +332,8 @@ pub(super) mod tests {
         let memory = Mapping::anonymous((pages * PAGE) as usize).unwrap();
         uffd.register(Range::pages_from(memory.addr(), pages), uffd::MODE_MISSING | uffd::MODE_WP).unwrap();
         let who = Identity { region: 1, token: 1, pid: std::process::id() as i32, uid: 0 };
-        Some((Client::new(who, handed(uffd).0, Arc::new(Hand::new().0)).unwrap(), memory))
+        let orphans = Arc::new(Orphans::new(Arc::default()));
+        Some((Client::new(who, handed(uffd).0, Arc::new(Hand::new().0), orphans).unwrap(), memory))
     }
 
     /// The descriptor of a process that is no more.
