@@ -324,6 +324,22 @@ impl Keeper {
         self.ask(b'D', name, &[], &mut [0]).map(drop)
     }
 
+    /// As [`put`](Self::put), for who holds up others: does not wait for a keeper that is behind with its answers.
+    ///
+    /// # Errors
+    /// As there, where it waits.
+    pub fn put_soon(&self, name: &str, fds: &[i32]) -> io::Result<()> {
+        self.tell(b'P', name, fds)
+    }
+
+    /// As [`forget`](Self::forget), in the way of [`put_soon`](Self::put_soon).
+    ///
+    /// # Errors
+    /// As there, where it waits.
+    pub fn forget_soon(&self, name: &str) -> io::Result<()> {
+        self.tell(b'D', name, &[])
+    }
+
     /// The names that something is held under, in order.
     ///
     /// # Errors
@@ -383,30 +399,42 @@ impl Keeper {
         self.ask_packet(&[&[question], name.as_bytes()].concat(), fds, reply)
     }
 
-    /// Each question has one answer, in order: what comes late is not the answer to the next one.
-    fn drop_late(&self) -> io::Result<()> {
-        while self.late.load(Ordering::Relaxed) > 0 {
-            match sock::receive(&self.socket, &mut [0], 0) {
-                Ok((0, _)) => return Err(to_io(Errno(libc::EPIPE))),
-                Ok(_) | Err(Errno(libc::EMSGSIZE)) => self.late.fetch_sub(1, Ordering::Relaxed),
-                Err(errno) => return Err(to_io(errno)),
+    fn ask_packet(&self, packet: &[u8], fds: &[i32], reply: &mut [u8]) -> io::Result<(usize, sock::Fds)> {
+        // Also behind questions that are not answered yet: what is to be let go must not stay because the keeper was slow once.
+        sock::send(&self.socket, packet, fds).map_err(to_io)?;
+        loop {
+            let answer = sock::receive(&self.socket, reply, 0);
+            if matches!(answer, Err(Errno(libc::EAGAIN))) {
+                self.late.fetch_add(1, Ordering::Relaxed);
+            }
+            let is_late =
+                matches!(answer, Ok((1.., _)) | Err(Errno(libc::EMSGSIZE))) && self.late.load(Ordering::Relaxed) > 0;
+            // Each question has one answer, in order: what comes late is not the answer to this one.
+            if is_late {
+                self.late.fetch_sub(1, Ordering::Relaxed);
+                continue;
+            }
+            return match answer.map_err(to_io)? {
+                (0, _) => Err(to_io(Errno(libc::EPIPE))),
+                (len, fds) if reply[0] == 0 => Ok((len, fds)),
+                _ => Err(to_io(Errno(i32::from(reply[0])))),
             };
         }
-        Ok(())
     }
 
-    fn ask_packet(&self, packet: &[u8], fds: &[i32], reply: &mut [u8]) -> io::Result<(usize, sock::Fds)> {
-        self.drop_late()?;
-        sock::send(&self.socket, packet, fds).map_err(to_io)?;
-        let answer = sock::receive(&self.socket, reply, 0);
-        if matches!(answer, Err(Errno(libc::EAGAIN))) {
-            self.late.fetch_add(1, Ordering::Relaxed);
+    /// As [`ask_packet`](Self::ask_packet), but waits for no answer as long as earlier ones are not there.
+    fn tell(&self, question: u8, name: &str, fds: &[i32]) -> io::Result<()> {
+        while self.late.load(Ordering::Relaxed) > 0 {
+            match sock::receive(&self.socket, &mut [0], libc::MSG_DONTWAIT) {
+                Ok((1.., _)) | Err(Errno(libc::EMSGSIZE)) => self.late.fetch_sub(1, Ordering::Relaxed),
+                _ => {
+                    sock::send(&self.socket, &[&[question], name.as_bytes()].concat(), fds).map_err(to_io)?;
+                    self.late.fetch_add(1, Ordering::Relaxed);
+                    return Ok(());
+                }
+            };
         }
-        match answer.map_err(to_io)? {
-            (0, _) => Err(to_io(Errno(libc::EPIPE))),
-            (len, fds) if reply[0] == 0 => Ok((len, fds)),
-            _ => Err(to_io(Errno(i32::from(reply[0])))),
-        }
+        self.ask(question, name, fds, &mut [0]).map(drop)
     }
 }
 
@@ -494,20 +522,25 @@ mod tests {
             sock::receive(&peer, &mut question, 0).unwrap();
             wait.recv().unwrap();
             sock::send(&peer, b"\0late\0", &[]).unwrap();
-            assert_eq!(sock::receive(&peer, &mut question, 0).unwrap().0, "Dname".len());
-            sock::send(&peer, &[libc::ENOENT as u8], &[]).unwrap();
+            for name in ["first", "second", "third"] {
+                let (len, _) = sock::receive(&peer, &mut question, 0).unwrap();
+                assert_eq!(&question[..len], [b"D", name.as_bytes()].concat());
+                sock::send(&peer, &[if name == "third" { libc::ENOENT as u8 } else { 0 }], &[]).unwrap();
+            }
         };
         with_keeper(slow, |keeper| {
             sock::set_timeout(&keeper.socket, 100).unwrap();
             assert_eq!(keeper.names().unwrap_err().kind(), io::ErrorKind::WouldBlock);
             assert_eq!(
-                keeper.forget("name").unwrap_err().kind(),
+                keeper.forget("first").unwrap_err().kind(),
                 io::ErrorKind::WouldBlock,
                 "the first is not answered"
             );
+            // Neither is lost: the keeper has been told when it looks.
+            keeper.forget_soon("second").unwrap();
             sock::set_timeout(&keeper.socket, 20_000).unwrap();
             go.send(()).unwrap();
-            assert_eq!(keeper.forget("name").unwrap_err().kind(), io::ErrorKind::NotFound);
+            assert_eq!(keeper.forget("third").unwrap_err().kind(), io::ErrorKind::NotFound);
         });
     }
 

@@ -36,7 +36,7 @@ pub(super) struct Kept<'a> {
 impl Drop for Kept<'_> {
     fn drop(&mut self) {
         if let Some(keeper) = lock(&self.orphans.keeper).as_ref() {
-            let _ = keeper.forget(&self.name);
+            let _ = keeper.forget_soon(&self.name);
         }
     }
 }
@@ -54,7 +54,7 @@ impl Orphans {
     pub(super) fn keep(&self, child: &Uffd) -> Kept<'_> {
         let name = self.name();
         if let Some(keeper) = lock(&self.keeper).as_ref() {
-            let _ = keeper.put(&name, &[child.fd().raw()]);
+            let _ = keeper.put_soon(&name, &[child.fd().raw()]);
         }
         Kept { orphans: self, name }
     }
