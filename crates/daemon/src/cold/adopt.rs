@@ -34,6 +34,11 @@ impl Cold {
         let end = Instant::now() + self.patience;
         self.refill_keeper(end)?;
         let Some((keeper, names)) = self.held(end)? else { return Ok(()) };
+        // For children of forks that are heard of while their parents are settled.
+        {
+            let mut other = lock(&self.keeper);
+            *other = other.take().or_else(|| Keeper::connect(&self.keeper_path).ok());
+        }
         for name in names.iter().filter(|name| name.starts_with(ARENA)) {
             match self.adopt_arena(&keeper, name, &names, end) {
                 Ok(()) => {}
@@ -226,9 +231,11 @@ fn patiently<T>(end: Instant, mut ask: impl FnMut() -> io::Result<T>) -> io::Res
 
 #[cfg(test)]
 mod tests {
-    use super::super::Config;
-    use super::super::keep::tests::with_keeper;
+    use super::super::keep::tests::{with_keeper, with_keeper_that_gives};
+    use super::super::{Config, client};
     use super::*;
+    use pagefold_agent::cold_table::OUT;
+    use pagefold_os::uffd;
 
     /// What came of it, and what the keeper was asked.
     type Adopted = (io::Result<()>, Vec<Vec<u8>>);
@@ -283,5 +290,55 @@ mod tests {
             assert!(asked.iter().any(|question| question == forgotten), "{asked:?}");
         }
         assert_eq!(asked.iter().filter(|question| question[0] == b'S').count(), 1);
+    }
+
+    /// Whoever comes after one that dies while it settles the parent has it.
+    #[test]
+    fn the_keeper_has_a_child_of_a_fork_that_a_successor_hears_of() {
+        let _alone = lock(&client::tests::FORKING);
+        let Some((parent, memory)) = client::tests::own(uffd::FEATURE_EVENT_FORK, 1) else { return };
+        let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
+        tier.store(1, memory.addr() / 4096, &[7; 4096], pagefold_tier::Effort::Fast).unwrap();
+        parent.table.find_or_add(memory.addr()).unwrap();
+        parent.table.set_state(memory.addr(), OUT);
+        // SAFETY: a copy of ours.
+        let arena = unsafe { Fd::from_raw(libc::dup(tier.fds().0)) };
+        drop(tier);
+        let list = format!("\0arena:7:0:default\0client:7:1:1:{}:0\0", std::process::id());
+        let give = |question: &[u8], _: usize| match question[0] {
+            b'L' => (list.clone().into_bytes(), Vec::new()),
+            b'G' if question.starts_with(b"Garena") => (vec![0], vec![arena.raw()]),
+            b'G' => (vec![0], vec![parent.uffd.fd().raw(), parent.table_fd.raw(), parent.pagemap.raw()]),
+            _ => (vec![0], Vec::new()),
+        };
+        let dir = tempfile::tempdir().unwrap();
+        let cold =
+            Cold::new(Config { keeper: Some(vec!["/bin/false".into()]), ..Config::default() }, &dir.path().join("s"));
+        let (byte, asked) = with_keeper_that_gives(&cold.keeper_path, give, || {
+            thread::scope(|scope| {
+                let forks = scope.spawn(|| {
+                    // By a bare call: fork(3) holds the allocator's locks meanwhile.
+                    // SAFETY: the child reads memory that is mapped, allocates nothing, and ends.
+                    unsafe {
+                        let child = libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) as i32;
+                        if child == 0 {
+                            libc::_exit(i32::from((memory.addr() as *const u8).read_volatile()));
+                        }
+                        let mut status = 0;
+                        assert_eq!(libc::waitpid(child, &mut status, 0), child);
+                        libc::WEXITSTATUS(status)
+                    }
+                });
+                let mut polls = [libc::pollfd { fd: parent.uffd.fd().raw(), events: libc::POLLIN, revents: 0 }];
+                assert_eq!(pagefold_os::fd::poll(&mut polls, 60_000), Ok(1), "no event of the fork");
+                cold.adopt().unwrap();
+                forks.join().unwrap()
+            })
+        });
+        cold.all_groups().iter().for_each(|group| group.remove(1));
+        assert_eq!(byte, 7);
+        let of_child = |question: &&Vec<u8>| question[1..].starts_with(b"child:");
+        let kinds: Vec<u8> = asked.iter().filter(of_child).map(|question| question[0]).collect();
+        assert_eq!(kinds, *b"PD");
     }
 }

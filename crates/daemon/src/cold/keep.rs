@@ -28,7 +28,9 @@ impl Cold {
         if self.closing.load(Ordering::SeqCst) {
             return;
         }
-        if held.as_ref().is_some_and(lives) {
+        if let Some(keeper) = held.as_ref().filter(|keeper| lives(keeper)) {
+            // Its names are for the living.
+            self.orphans.count(Some(keeper));
             return;
         }
         *held = Keeper::connect(&self.keeper_path).ok();
@@ -138,6 +140,15 @@ pub(super) mod tests {
         answer: impl Fn(&[u8], usize) -> Vec<u8> + Sync,
         act: impl FnOnce() -> T,
     ) -> (T, Vec<Vec<u8>>) {
+        with_keeper_that_gives(path, |question, count| (answer(question, count), Vec::new()), act)
+    }
+
+    /// As [`with_keeper`], with descriptors in the answers.
+    pub(crate) fn with_keeper_that_gives<T>(
+        path: &std::path::Path,
+        answer: impl Fn(&[u8], usize) -> (Vec<u8>, Vec<i32>) + Sync,
+        act: impl FnOnce() -> T,
+    ) -> (T, Vec<Vec<u8>>) {
         let listener = sock::listen(path.as_os_str().as_bytes()).unwrap();
         let stop = std::sync::atomic::AtomicBool::new(false);
         let serve = || {
@@ -151,7 +162,8 @@ pub(super) mod tests {
                     let mut question = [0; 512];
                     while let Ok((len @ 1.., _)) = sock::receive(peer, &mut question, libc::MSG_DONTWAIT) {
                         asked.push(question[..len].to_vec());
-                        sock::send(peer, &answer(&question[..len], asked.len()), &[]).unwrap();
+                        let (text, fds) = answer(&question[..len], asked.len());
+                        sock::send(peer, &text, &fds).unwrap();
                     }
                 }
             }

@@ -176,16 +176,12 @@ fn move_range(map: &mut BTreeMap<u64, u64>, from: Range, to: u64) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::own;
+    use super::super::tests::{FORKING, own};
     use super::*;
     use crate::server::lock;
     use pagefold_agent::cold_table;
     use pagefold_os::mem::Mapping;
     use pagefold_os::{Page, fd};
-    use std::sync::Mutex;
-
-    /// A fork waits for everybody who wants to hear of this process's forks: one at a time.
-    static FORKING: Mutex<()> = Mutex::new(());
 
     /// Forks a child that ends with what `work` gives, while another thread reads the client's events; whether it ended by
     /// itself, and with what.

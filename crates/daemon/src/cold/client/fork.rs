@@ -95,10 +95,10 @@ impl Places {
 }
 
 struct Child<'a> {
+    /// Before `uffd`: who lets go of the last end waits for whoever holds the child's memory, and the keeper is everybody's.
+    kept: Kept<'a>,
     uffd: Uffd,
     places: Places,
-    /// Behind `uffd`: the last end that is let go wakes it.
-    kept: Kept<'a>,
 }
 
 /// Who is given pages.
@@ -120,7 +120,7 @@ impl<'a> Family<'a> {
     /// With the keeper before anything else: it runs already.
     fn add(&mut self, uffd: Uffd, places: Places) {
         let kept = self.orphans.keep(&uffd);
-        self.children.push(Child { uffd, places, kept });
+        self.children.push(Child { kept, uffd, places });
     }
 
     /// They do too much with their memory.
@@ -205,7 +205,13 @@ impl Client {
     pub(super) fn forked(&self, service: &mut Service, tier: &Tier, fd: i32) {
         let Service { moving, cluster, .. } = service;
         let page = &mut cluster[0];
-        let mut family = Family::of(made(fd), &self.orphans);
+        let child = made(fd);
+        let everything = Range { start: 0, end: u64::MAX >> 1 };
+        // It lacks nothing: the keeper need not be asked to have it.
+        if moving.is_empty() && !self.table.has(everything, OUT) && !self.table.has(everything, FROZEN) {
+            return;
+        }
+        let mut family = Family::of(child, &self.orphans);
         let mut give = |was: u64, from: u64| {
             if family.children.is_empty() || family.is_left_alone() {
                 return;

@@ -308,6 +308,9 @@ pub(super) mod tests {
     use super::*;
     use pagefold_os::uffd;
 
+    /// A fork waits for everybody who wants to hear of this process's forks: one at a time.
+    pub(crate) static FORKING: Mutex<()> = Mutex::new(());
+
     /// What this process would hand over, and the table's mapping.
     pub(crate) fn handed(uffd: Uffd) -> (Handed, Mapping) {
         let table = pagefold_os::memfd::create(cold_table::NAME, cold_table::LEN as u64).unwrap();
