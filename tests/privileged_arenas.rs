@@ -67,22 +67,8 @@ fn blocks_of_threads_are_merged() {
 #[test]
 fn blocks_of_threads_go_to_the_tier_and_come_back() {
     let Some(program) = program() else { return };
-    let host = Host::start(&["--cold-tick", "200ms", "--cold-idle", "100ms"]);
-    let mut command = host.run(&[]);
-    command.arg(program);
-    let mut client = Served::start_of(command);
-    let pid = client.pid();
-    host.wait_for_client(pid);
     // Most of 174 MiB, of which 20 or so are in a later heap.
-    wait_for("blocks to go", 240, || host.park(pid) > 34_000);
-    client.says("check");
-    host.park(pid);
-    client.says("fork");
-    let _parking = Parking::start(&host.socket, &["park", "park", "unpark"], Duration::from_millis(300));
-    for _ in 0..3 {
-        client.says("storm 4000");
-    }
-    client.says("check");
+    common::cold::storm_beside_parking(program, 34_000);
 }
 
 #[test]

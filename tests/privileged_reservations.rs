@@ -3,11 +3,10 @@
 
 mod common;
 
-use common::cold::{Compiled, Host, Parking, Served, compiled};
+use common::cold::{Compiled, Host, Served, compiled};
 use common::{can_merge, wait_for};
 use std::path::Path;
 use std::sync::OnceLock;
-use std::time::Duration;
 
 /// The compiled client, once.
 fn program() -> Option<&'static Path> {
@@ -56,19 +55,5 @@ fn what_is_opened_piece_by_piece_is_merged() {
 #[test]
 fn what_is_opened_piece_by_piece_goes_to_the_tier_and_comes_back() {
     let Some(program) = program() else { return };
-    let host = Host::start(&["--cold-tick", "200ms", "--cold-idle", "100ms"]);
-    let mut command = host.run(&[]);
-    command.arg(program);
-    let mut client = Served::start_of(command);
-    let pid = client.pid();
-    host.wait_for_client(pid);
-    wait_for("the areas to go", 240, || host.park(pid) > 24_000);
-    client.says("check");
-    host.park(pid);
-    client.says("fork");
-    let _parking = Parking::start(&host.socket, &["park", "park", "unpark"], Duration::from_millis(300));
-    for _ in 0..3 {
-        client.says("storm 4000");
-    }
-    client.says("check");
+    common::cold::storm_beside_parking(program, 24_000);
 }

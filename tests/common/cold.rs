@@ -329,3 +329,23 @@ impl Drop for Parking {
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
+
+/// Has all of a program's silent memory go to the tier and come back, lets it fork, and parks and unparks all the time while
+/// it storms over its memory: it reads what it wrote.
+pub fn storm_beside_parking(program: &Path, pages: u64) {
+    let host = Host::start(&["--cold-tick", "200ms", "--cold-idle", "100ms"]);
+    let mut command = host.run(&[]);
+    command.arg(program);
+    let mut client = Served::start_of(command);
+    let pid = client.pid();
+    host.wait_for_client(pid);
+    wait_for("memory to go", 240, || host.park(pid) > pages);
+    client.says("check");
+    host.park(pid);
+    client.says("fork");
+    let _parking = Parking::start(&host.socket, &["park", "park", "unpark"], Duration::from_millis(300));
+    for _ in 0..3 {
+        client.says("storm 4000");
+    }
+    client.says("check");
+}
