@@ -21,7 +21,7 @@ use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Staged bytes after which a build publishes its objects so far: what a killed import does not have to redo.
 const BATCH_BYTES: u64 = 1 << 30;
@@ -52,6 +52,7 @@ impl Store {
             staging,
             staged: Mutex::default(),
             counter: AtomicU64::new(0),
+            lost: AtomicBool::new(false),
             stats: BuildStats::default(),
         })
     }
@@ -90,6 +91,8 @@ pub struct Build<'a> {
     disk: File,
     staged: Mutex<Staged>,
     counter: AtomicU64,
+    /// Whether something of it may be lost.
+    lost: AtomicBool,
     /// What was done so far.
     pub stats: BuildStats,
 }
@@ -259,12 +262,28 @@ impl Build<'_> {
         Ok(Data::Object(digest, size))
     }
 
+    /// Makes what was written durable. The disk tells of a loss once: its silence to another thread, or to one more try,
+    /// says nothing of what was written before.
+    fn settle(&self, path: &Path) -> Result<()> {
+        if self.lost.load(Ordering::Relaxed) {
+            return Err(Error::Refused(format!(
+                "{}: not all that was written has reached the disk; build it again",
+                self.staging.display()
+            )));
+        }
+        let settled = self.store.settle(&self.disk, path);
+        if settled.is_err() {
+            self.lost.store(true, Ordering::Relaxed);
+        }
+        settled
+    }
+
     /// Makes what is staged durable and gives it its names.
     fn flush(&self, staged: &mut Staged) -> Result<()> {
         if staged.files.is_empty() {
             return Ok(());
         }
-        self.store.settle(&self.disk, &self.staging)?;
+        self.settle(&self.staging)?;
         let digests: Vec<Digest> = staged.files.keys().copied().collect();
         let replaced = Cell::new(false);
         self.lease.claim(&digests, || {
@@ -351,7 +370,7 @@ impl Build<'_> {
         let list_staged = stage(&encode_objects(&objects))?;
         let record_staged = stage(&serde_json::to_vec_pretty(&record).expect("plain data"))?;
         if staged.files.is_empty() {
-            self.store.settle(&self.disk, &self.staging)?;
+            self.settle(&self.staging)?;
         }
         self.flush(&mut staged)?;
         drop(staged);
@@ -370,7 +389,7 @@ impl Build<'_> {
             shelf::mend(self.store)?;
         }
         // Every name the record relies on is durable before the record is; its content is already.
-        self.store.settle(&self.disk, &list_path)?;
+        self.settle(&list_path)?;
         let images = self.store.path("images");
         let dir = File::open(&images).at(&images)?;
         self.lease.claim(&[], || {
