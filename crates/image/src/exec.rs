@@ -11,7 +11,8 @@ use crate::progress;
 use crate::shelf::Shelf;
 use crate::store::{Lease, Record, Store};
 use crate::sys;
-use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags};
+use rustix::io::Errno;
 use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
 use std::ffi::OsString;
 use std::fs;
@@ -74,6 +75,24 @@ fn inside(tree: &OwnedFd, path: impl AsRef<Path>, flags: OFlags) -> io::Result<O
         return Err(io::Error::other("leads to the root"));
     }
     Ok(found)
+}
+
+/// Goes to `path` of the tree, which is the root by now. Links of the kernel's own (/proc/PID/root) lead out of it, and
+/// are refused. What is missing on the way is made if `make` is set.
+fn enter(path: &Path, make: bool) -> rustix::io::Result<()> {
+    let open = |path: &Path| {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        rustix::fs::openat2(CWD, path, flags, Mode::empty(), ResolveFlags::NO_MAGICLINKS)
+    };
+    let dir = match (open(path), path.parent(), path.file_name()) {
+        (Err(Errno::NOENT), Some(parent), Some(name)) if make => {
+            enter(parent, true)?;
+            rustix::fs::mkdirat(CWD, name, Mode::from_raw_mode(0o777))?;
+            open(Path::new(name))?
+        }
+        (found, ..) => found?,
+    };
+    rustix::process::fchdir(dir)
 }
 
 /// Fills a new /dev.
@@ -302,20 +321,19 @@ fn prepare(store: &Store, record: &Record, lease: &Lease, run: &Run) -> Result<C
     let _ = rustix::fs::unlinkat(&leases, lease.id(), AtFlags::empty());
     let config = &record.config;
     let workdir = if run.workdir.is_empty() { config.working_dir.as_str() } else { run.workdir.as_str() };
-    let workdir = if workdir.is_empty() { "/" } else { workdir };
-    match rustix::process::chdir(workdir) {
+    let workdir = Path::new("/").join(workdir);
+    match enter(&workdir, false) {
         // Engines make the image's own, where anything can be made.
-        Err(rustix::io::Errno::NOENT) if run.workdir.is_empty() => {
-            if fs::create_dir_all(workdir).is_err() || rustix::process::chdir(workdir).is_err() {
-                progress::note(&format!(
-                    "the image has no {workdir}, where it wants to start; the command starts in /"
-                ));
+        Err(Errno::NOENT) if run.workdir.is_empty() => {
+            if enter(&workdir, true).is_err() {
+                let shown = workdir.display();
+                progress::note(&format!("the image has no {shown}, where it wants to start; the command starts in /"));
                 rustix::process::chdir("/").at("/")?;
             }
         }
         other => other.map_err(|errno| {
-            let error = io::Error::from(errno);
-            Error::Refused(format!("exec: {workdir}: {error} in image {}; --workdir names another", record.name))
+            let (shown, error) = (workdir.display(), io::Error::from(errno));
+            Error::Refused(format!("exec: {shown}: {error} in image {}; --workdir names another", record.name))
         })?,
     }
 
