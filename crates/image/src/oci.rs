@@ -294,13 +294,20 @@ fn each_member(file: &File, limits: Limits, mut each: impl FnMut(Vec<u8>, Member
 
 /// Lists the members of a plain tar archive by their place in the file.
 fn index_archive(file: &File, limits: Limits) -> Result<HashMap<Vec<u8>, Member>> {
-    let mut members = HashMap::new();
-    each_member(file, limits, |path, member| match members.entry(path) {
-        Entry::Vacant(new) => {
-            new.insert(member);
-            Ok(true)
+    let (mut members, mut names) = (HashMap::new(), 0);
+    each_member(file, limits, |path, member| {
+        // In a tree paths share their directories; here each is kept whole.
+        names += path.len() as u64;
+        if names > limits.names_bytes {
+            return Err(input!("archive: the paths in it are more than the limit's {} bytes", limits.names_bytes));
         }
-        Entry::Occupied(old) => Err(input!("archive: {} is in it twice", show(old.key()))),
+        match members.entry(path) {
+            Entry::Vacant(new) => {
+                new.insert(member);
+                Ok(true)
+            }
+            Entry::Occupied(old) => Err(input!("archive: {} is in it twice", show(old.key()))),
+        }
     })?;
     Ok(members)
 }

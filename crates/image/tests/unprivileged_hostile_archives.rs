@@ -685,6 +685,28 @@ fn what_stays_in_memory_is_limited_for_all_layers_together() {
     assert!(text.contains("layer 2") && text.contains("more than 5 entries"), "{text}");
 }
 
+/// An archive of an image is listed before it is read, and a path may be as long as an extended header.
+#[test]
+fn the_paths_of_an_images_archive_are_limited() {
+    let bench = Bench::new();
+    let dir = tempfile::tempdir().unwrap();
+    layout(dir.path(), &[&archive(&[file(b"a", b"1")])], |_| ());
+    let long = |number: u8| {
+        let path = [&[b'0' + number][..], &b"/d".repeat(2000)].concat();
+        [header(b"././@LongLink", b'L', path.len() as u64, b""), padded(&path), file(b"short", b"")].concat()
+    };
+    let path = dir.path().join("archive");
+    std::fs::write(&path, [(0..5).flat_map(long).collect(), layout_archive(dir.path(), false)].concat()).unwrap();
+    let import = |names_bytes| {
+        let (build, limits) = (bench.store.build().unwrap(), Limits { names_bytes, ..Limits::default() });
+        let imported = oci::import(&build, &path, None, limits, &mut Notes::default(), &Progress::silent());
+        imported.map(|_| ()).map_err(|error| error.to_string())
+    };
+    import(5 * 4001 + 1000).unwrap();
+    let text = import(5 * 4001 - 1).unwrap_err();
+    assert!(text.contains("paths in it are more than the limit's 20004 bytes"), "{text}");
+}
+
 #[test]
 fn layers_that_are_not_themselves_are_refused() {
     use pagefold_image::digest::Digest;
