@@ -3,7 +3,8 @@
 //! *The stat cache.* A file whose file system, inode, size, mtime and ctime are those of the last build has the digest
 //! of the last build: ctime cannot be set back without setting the clock, except where it is data of a disk image, and
 //! there the file system is another one with each mount ([`pagefold_os::volume`]). A file that changed within the last
-//! two seconds before its build is not remembered, because a later change could carry the same times.
+//! two seconds before its build is not remembered, because a later change could carry the same times. Nor does who
+//! writes through a mapping change any time while the page is dirty: pages are written out before they are read.
 
 use crate::digest::Digest;
 use crate::erofs;
@@ -11,6 +12,7 @@ use crate::error::{At, Error, Result};
 use crate::ingest::{Notes, clean_xattrs, is_whiteout};
 use crate::progress::Progress;
 use crate::store::{Build, Store};
+use crate::sys;
 use crate::tree::{Data, INLINE_MAX, Id, Inode, Kind, Meta, ROOT, Tree, Xattrs};
 use rustix::fs::{AtFlags, Dir, Mode, OFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
@@ -177,6 +179,8 @@ struct Read {
     stat: Stat,
     /// Its attributes, if it is not what the walk saw.
     xattrs: Option<Xattrs>,
+    /// Whether a later change would have other times.
+    is_settled: bool,
 }
 
 /// The attributes of `name` in the open directory, without a name those of the open file; never follows a link.
@@ -440,11 +444,11 @@ pub fn from_directory(
         rest.into_iter().fold(first, |sum, result| sum.and(result))
     })?;
     for (job, read) in results.into_inner().expect("no panic while held") {
-        let Some(Read { data, stat, xattrs }) = read else {
+        let Some(Read { data, stat, xattrs, is_settled }) = read else {
             read_others(build, &top, root, job, &mut tree, notes, progress)?;
             continue;
         };
-        if let (Data::Object(digest, _), true) = (&data, is_settled(&stat)) {
+        if let (Data::Object(digest, _), true) = (&data, is_settled) {
             remember.push((key(job), (seen(&stat), *digest)));
         }
         let inode = tree.inode_mut(job.id);
@@ -509,10 +513,11 @@ fn read_job(build: &Build, top: &OwnedFd, root: &Path, job: &Job, progress: &Pro
     let Some((file, data, stat)) = read_file(build, progress, || job.open(top, root))? else { return Ok(None) };
     let changed = seen(&stat) != job.seen;
     let xattrs = changed.then(|| read_xattrs(&file, OsStr::new("")).at(root.join(&job.names[0].1))).transpose()?;
-    Ok(Some(Read { data, stat, xattrs }))
+    let is_settled = is_settled(&stat) && !sys::is_dirty(&file).unwrap_or(false);
+    Ok(Some(Read { data, stat, xattrs, is_settled }))
 }
 
-/// Whether a later change would have other times.
+/// Whether a later change would have other times, but for one through a mapping into a page that is dirty already.
 fn is_settled(stat: &Stat) -> bool {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |d| d.as_secs() as i64);
     stat.st_ctime.max(stat.st_mtime) < now - RACY_S
@@ -527,6 +532,9 @@ fn read_file(
     let mut why = None;
     for _ in 0..3 {
         let Some((mut file, full, before)) = open()? else { return Ok(None) };
+        if is_settled(&before) && sys::is_dirty(&file).unwrap_or(true) {
+            sys::write_out(&file);
+        }
         let data = match build.put_reader(&mut file, &full, |bytes| progress.add(bytes, false)) {
             // What a server says of a file that it has removed.
             Err(error @ Error::Io { .. }) if is_stale(&error) => {

@@ -31,18 +31,37 @@ struct Cachestat {
     nr_recently_evicted: u64,
 }
 
-/// Counts the pages of `file` that are in the page cache: cachestat(2), Linux 6.5.
-///
-/// # Errors
-/// ENOSYS on older kernels; EPERM when the file is not ours.
-pub fn cached_pages(file: impl AsFd) -> io::Result<u64> {
+fn cachestat(file: impl AsFd) -> io::Result<Cachestat> {
     const SYS_CACHESTAT: libc::c_long = 451;
     let range = CachestatRange { off: 0, len: 0 };
     let mut stat = Cachestat::default();
     // SAFETY: both structs live across the call and have the layout of the kernel's `cachestat_range` and
     // `cachestat`; the descriptor is borrowed for the call.
     let result = unsafe { libc::syscall(SYS_CACHESTAT, file.as_fd().as_raw_fd(), &range, &mut stat, 0) };
-    if result == 0 { Ok(stat.nr_cache) } else { Err(io::Error::last_os_error()) }
+    if result == 0 { Ok(stat) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Counts the pages of `file` that are in the page cache: cachestat(2), Linux 6.5.
+///
+/// # Errors
+/// ENOSYS on older kernels; EPERM when the file is not ours.
+pub fn cached_pages(file: impl AsFd) -> io::Result<u64> {
+    Ok(cachestat(file)?.nr_cache)
+}
+
+/// Whether pages of `file` wait to be written to the disk.
+///
+/// # Errors
+/// As [`cached_pages`].
+pub fn is_dirty(file: impl AsFd) -> io::Result<bool> {
+    Ok(cachestat(file)?.nr_dirty > 0)
+}
+
+/// Has the kernel begin to write what waits of `file`: whoever has it mapped writes on only after it has other times.
+pub fn write_out(file: impl AsFd) {
+    let how = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE;
+    // SAFETY: the call takes numbers; the descriptor is borrowed for it.
+    unsafe { libc::sync_file_range(file.as_fd().as_raw_fd(), 0, 0, how) };
 }
 
 /// Whether someone else has `file` open, a kernel mount included: a write lease would conflict.
