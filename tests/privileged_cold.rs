@@ -166,6 +166,37 @@ fn a_child_reads_no_zeros_when_the_daemon_dies_while_it_is_given_its_pages() {
     }
 }
 
+/// What a bare move took along while it was out the next daemon brings in, and the one after it.
+#[test]
+fn a_page_that_is_on_the_move_outlives_the_daemon() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let mut random = Random::by_clock();
+    let mut host = Host::start(&["--cold-manual"]);
+    let mut client = Served::start(&host, &[], 64);
+    client.does("fill");
+    for round in 0..6 {
+        host.wait_for_client(client.pid());
+        wait_for("the pages to go", 20, || host.park(client.pid()) > 10_000);
+        client.send("baremove");
+        std::thread::sleep(Duration::from_micros(random.below(40_000)));
+        host.kill_daemon();
+        if round % 2 == 0 {
+            host.wait();
+            host.kill_daemon();
+        }
+        client.expect_right("baremove");
+        if round % 3 == 0 {
+            client.does("baremove");
+        }
+        client.does("check");
+        host.wait();
+    }
+    host.wait_for_client(client.pid());
+    assert_eq!(host.number(client.pid(), "pages_lost"), 0);
+}
+
 #[test]
 fn a_taken_address_does_not_keep_the_next_daemon_from_its_clients() {
     if !can_merge() || program().is_none() {

@@ -3,6 +3,7 @@
  *   write N          write N pages anew            discard N  MADV_DONTNEED of N short ranges, the C library's way
  *   rawdiscard N     the same by a bare system call  guard N  short ranges are guarded, touched, and free again
  *   fork | rawfork   a child compares every page   move       mremap of the whole memory to another address
+ *   baremove         move by a bare system call
  *   clone3           as fork, by syscall(SYS_clone3); the child then installs a filter and discards
  *   barefork         the same by a bare system call
  *   waitfork         rawfork, whose child may also wait for its pages until it is ended
@@ -496,9 +497,11 @@ int main(int argc, char **argv) {
             bad = after_fork((pid_t)bare(SYS_clone, SIGCHLD, 0, 0, 0, 0));
         } else if (!strcmp(word, "waitfork")) {
             bad = wait_fork();
-        } else if (!strcmp(word, "move")) {
+        } else if (!strcmp(word, "move") || !strcmp(word, "baremove")) {
             uint8_t *to = map(pages * PAGE);
-            uint8_t *moved = mremap(memory, pages * PAGE, pages * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, to);
+            const int how = MREMAP_MAYMOVE | MREMAP_FIXED;
+            uint8_t *moved = *word == 'm' ? mremap(memory, pages * PAGE, pages * PAGE, how, to)
+                                          : (uint8_t *)bare(SYS_mremap, (long)memory, pages * PAGE, pages * PAGE, how, (long)to);
             if (moved == to) {
                 memory = moved;
             } else if (moved == MAP_FAILED && errno == ENOMEM) {

@@ -52,6 +52,9 @@ pub const VOID: u8 = 3;
 /// Bit of the end of what is being discarded: the kernel has done it.
 const VOID_DONE: u64 = 1;
 
+/// Bit of where pages are moved: nothing is known any more of what was there before.
+const MOVE_CLEARED: u64 = 1;
+
 /// The pact is free.
 pub const PACT_FREE: u32 = 0;
 /// The agent holds the pact.
@@ -128,6 +131,12 @@ pub struct Head {
     reach: AtomicU32,
     /// Pages that a bare mremap(2) took elsewhere while they were out, and that are not there yet: no state tells of them.
     pub moving: AtomicU32,
+    /// The daemon's: an mremap(2) that it is obeying, if the end is not 0; see [`Head::begun_move`].
+    move_start: AtomicU64,
+    /// See `move_start`.
+    move_end: AtomicU64,
+    /// See `move_start`; with [`MOVE_CLEARED`].
+    move_to: AtomicU64,
 }
 
 impl Head {
@@ -161,6 +170,29 @@ impl Head {
         };
         self.void_end.store(new_end, Ordering::SeqCst);
         (Range { start, end: end & !VOID_DONE }, end & VOID_DONE != 0)
+    }
+
+    /// The daemon, with the pact held: obeys an mremap(2) from `from` to `to`, of which it knows nothing else any more if that
+    /// `is_cleared`. For a successor, should it die in between.
+    pub fn begin_move(&self, from: Range, to: u64, is_cleared: bool) {
+        self.move_start.store(from.start, Ordering::SeqCst);
+        self.move_to.store(to | if is_cleared { MOVE_CLEARED } else { 0 }, Ordering::SeqCst);
+        // Last: what is begun is all here.
+        self.move_end.store(from.end, Ordering::SeqCst);
+    }
+
+    /// It has obeyed.
+    pub fn end_move(&self) {
+        self.move_end.store(0, Ordering::SeqCst);
+    }
+
+    /// What a daemon was obeying when it died, with the pact held: see [`begin_move`](Self::begin_move).
+    pub fn begun_move(&self) -> Option<(Range, u64, bool)> {
+        let [start, end, to] = [&self.move_start, &self.move_end, &self.move_to].map(|one| one.load(Ordering::SeqCst));
+        let (range, is_cleared) = (Range { start, end }, to & MOVE_CLEARED != 0);
+        let to = to & !MOVE_CLEARED;
+        let is_one = !range.is_empty() && end < 1 << 47 && to < 1 << 47;
+        is_one.then_some((range, to, is_cleared))
     }
 
     /// Pages that there is room for, as far as is known.

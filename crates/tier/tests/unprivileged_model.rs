@@ -16,6 +16,7 @@ enum Step {
     LoadCluster { region: u32, page: u64 },
     Discard { region: u32, first: u64, count: u64 },
     Fork { from: u32, to: u32 },
+    CopyPage { region: u32, from: u64, to: u64 },
     RemoveRegion { region: u32 },
     Tick,
     RecompressAll,
@@ -44,6 +45,7 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (region(), page()).prop_map(|(region, page)| Step::LoadCluster { region, page }),
         4 => (region(), page(), 1_u64..40).prop_map(|(region, first, count)| Step::Discard { region, first, count }),
         1 => (region(), region()).prop_map(|(from, to)| Step::Fork { from, to }),
+        2 => (region(), page(), page()).prop_map(|(region, from, to)| Step::CopyPage { region, from, to }),
         1 => region().prop_map(|region| Step::RemoveRegion { region }),
         2 => Just(Step::Tick),
         1 => Just(Step::RecompressAll),
@@ -149,6 +151,13 @@ fn run(steps: &[Step]) {
                         .collect();
                     assert_eq!(tier.fork_region(from, to).unwrap(), copies.len() as u64);
                     model.extend(copies);
+                }
+            }
+            Step::CopyPage { region, from, to } => {
+                let content = model.get(&(region, from)).copied();
+                assert_eq!(tier.copy_page(region, from, to).unwrap(), content.is_some());
+                if let Some(content) = content {
+                    model.insert((region, to), content);
                 }
             }
             Step::RemoveRegion { region } => {

@@ -235,8 +235,8 @@ pub(super) fn bring_back<F: Fn(u64, u64) -> (u64, bool)>(table: &Table, wanted: 
             let _ = pagefold_os::fd::poll(&mut [], 1);
         }
     }
-    // What moved comes in by itself, unless whoever knew where it is has died.
-    while !is_full && head.moving.load(Ordering::SeqCst) > 0 && head.epoch.load(Ordering::SeqCst) == epoch {
+    // What moved comes in by itself; a daemon that takes over says how many it still knows of.
+    while !is_full && head.moving.load(Ordering::SeqCst) > 0 {
         let _ = pagefold_os::fd::poll(&mut [], 1);
         is_full = has_no_room();
     }

@@ -599,6 +599,9 @@ mod tests {
             while !leaves.is_finished() && head.bringing.load(Ordering::SeqCst) == 0 {
                 thread::sleep(Duration::from_millis(1));
             }
+            // Another daemon takes over, and knows of it.
+            head.epoch.fetch_add(1, Ordering::SeqCst);
+            thread::sleep(Duration::from_millis(50));
             let waits = !leaves.is_finished();
             // SAFETY: the bytes are ours.
             let came = unsafe { hold.copy(memory.addr(), [7u8; PAGE_SIZE].as_ptr() as u64, PAGE, 0) };

@@ -123,6 +123,7 @@ impl Cold {
             None => {
                 // Of another tier, which is gone, or of a daemon that never was: what is out is lost.
                 let _ = head.pact.compare_exchange(2, 0, Ordering::AcqRel, Ordering::Relaxed);
+                head.end_move();
                 if head.out.load(Ordering::Relaxed) > 0 && new.take_pact(1_000_000) {
                     let lost = pagefold_agent::cold::poison_out(&new.uffd, &new.table);
                     new.table.free_pact();

@@ -319,7 +319,7 @@ impl Cold {
     /// The daemon stops in good order: everything comes back, unless a successor is about to come. Where nobody is a client
     /// there is nothing to hand over, and a keeper that stayed would start one that nobody wants. False if something is out.
     pub(crate) fn stop(&self) -> bool {
-        // No successor finds where it is: it would read zeros.
+        // What could get no name for a successor would read zeros.
         for (group, client) in self.clients_of(&Whom::All) {
             client.moved_at_once.store(true, Ordering::Relaxed);
             client.bring_all_moved(&group.tier);

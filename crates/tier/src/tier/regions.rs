@@ -96,6 +96,47 @@ impl Tier {
         Ok(copied)
     }
 
+    /// Has page `to` of a region show what page `from` shows, instead of what it did; nothing is copied but the page word, and a
+    /// successor finds `to` as it was or as it is. False if `from` is not here; then nothing is done.
+    ///
+    /// # Errors
+    /// As [`Tier::store`].
+    pub fn copy_page(&self, region: u32, from: u64, to: u64) -> Result<bool, StoreError> {
+        let Some(found) = self.region(region) else { return Ok(false) };
+        let (cluster, index) = (from / LEAF_PAGES as u64, from as usize % LEAF_PAGES);
+        let word = {
+            let _guard = lock(&self.cluster_shard(region, cluster).lock);
+            let leaf = found.directory.get(cluster);
+            let word = leaf.map_or(0, |leaf| self.arena.leaf(leaf)[index].load(Ordering::Acquire));
+            match Shown::from_word(word) {
+                Shown::Content(at) => self.add_ref(at as usize),
+                Shown::Fill(_) => count(&self.counters.pages_filled),
+                Shown::Nothing | Shown::Lost => {}
+            }
+            word
+        };
+        if word == 0 {
+            return Ok(false);
+        }
+        self.show(region, to, word).map(|()| true)
+    }
+
+    /// Says of a page that it was here and cannot be had: loads of it are errors.
+    ///
+    /// # Errors
+    /// As [`Tier::store`].
+    pub fn lose_page(&self, region: u32, page: u64) -> Result<(), StoreError> {
+        self.show(region, page, Shown::Lost.word())
+    }
+
+    /// Publishes a word of ours.
+    fn show(&self, region: u32, page: u64, word: u64) -> Result<(), StoreError> {
+        let shown = self
+            .region_or_new(region, page, None)
+            .and_then(|region| self.publish(&region, page, word).map_err(|error| self.refuse(error)));
+        shown.inspect_err(|_| self.release_word(word))
+    }
+
     /// Pages of a region that were brought back since the last call, in order: what to prefetch on unpark.
     pub fn take_touched(&self, region: u32) -> Vec<u64> {
         self.region(region).map(|region| region.take_touched()).unwrap_or_default()

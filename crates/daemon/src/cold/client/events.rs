@@ -17,6 +17,8 @@ use std::time::Duration;
 const EVENTS: usize = uffd::EVENTS_MAX;
 /// In place of an address under which the tier has a page: it has none.
 const NOWHERE: u64 = !(PAGE - 1);
+/// The tier has pages that are awaited under where they are awaited, and so much further on, where no memory can be.
+pub(super) const AWAITED: u64 = 1 << 47;
 /// How often what moved is tried to be brought in, a millisecond apart: who moved it may wait for a processor.
 const MOVED_TRIES: u32 = 1000;
 
@@ -77,31 +79,81 @@ impl Client {
 
     /// The pages of `from` are at `to` now; those that are out must come in there.
     pub(super) fn moved(&self, service: &mut Service, tier: &Tier, from: Range, to: u64) {
-        let target = Range { start: to, end: to.saturating_add(from.len()) };
+        let head = self.table.head();
         // First: who sees that they are not out any more shall see this.
-        self.table.head().moving.fetch_add(1, Ordering::SeqCst);
+        head.moving.fetch_add(1, Ordering::SeqCst);
+        head.begin_move(from, to, false);
         // Whatever was known of the target's addresses is of an earlier mapping.
-        self.forget(service, tier, target);
-        move_range(&mut service.moving, from, to);
-        // A table may claim far more than there is.
-        let mut most = (tier.region_pages(self.region) + LOST_MAX).saturating_sub(service.moving.len() as u64);
-        self.table.for_each_run(from.start, from.end, OUT, |start, end| {
-            for addr in (start..end).step_by(PAGE_SIZE).take(most as usize) {
-                most -= 1;
-                self.table.set_state(addr, RESIDENT);
-                service.moving.insert(to + (addr - from.start), addr);
-            }
-        });
+        self.forget(service, tier, Range { start: to, end: to.saturating_add(from.len()) });
+        self.take_along(service, tier, from, to);
+    }
+
+    /// Does what a daemon before us had left to do of an mremap(2).
+    pub(super) fn finish_move(&self, service: &mut Service, tier: &Tier) {
+        match self.table.head().begun_move() {
+            None => {}
+            Some((from, to, true)) => self.take_along(service, tier, from, to),
+            Some((from, to, false)) => self.moved(service, tier, from, to),
+        }
+    }
+
+    /// What is out of `from` is awaited at `to`. Each step is one that may have been done before: a successor does all of them
+    /// again, and finds what is awaited in the tier.
+    fn take_along(&self, service: &mut Service, tier: &Tier, from: Range, to: u64) {
+        let new = |addr: u64| to + (addr - from.start);
+        self.table.head().begin_move(from, to, true);
         // The agent does not learn where the page went that it has in hand: it drops it, and nobody may read zeros there. One that
         // it had put back went along, and is as good. It has no more at once, whatever the table claims.
         let mut most = FETCH_PAGES_MAX;
         self.table.for_each_run(from.start, from.end, FROZEN, |start, end| {
             for addr in (start..end).step_by(PAGE_SIZE).take(most) {
                 most -= 1;
+                let kept = tier.lose_page(self.region, awaited_at(new(addr)) / PAGE).map(|()| awaited_at(new(addr)));
+                service.moving.insert(new(addr), kept.unwrap_or(NOWHERE));
                 self.table.set_state(addr, VOID);
-                service.moving.insert(to + (addr - from.start), NOWHERE);
             }
         });
+        for (was, at) in take_range(&mut service.moving, from) {
+            let kept = awaited_at(new(was));
+            let is_kept = at != NOWHERE && tier.copy_page(self.region, at / PAGE, kept / PAGE).is_ok();
+            let at_last = match is_kept {
+                true => kept,
+                // By the name that says where it was a successor would bring it there.
+                false if at >= AWAITED => NOWHERE,
+                false => at,
+            };
+            service.moving.insert(new(was), at_last);
+            if at_last != at {
+                tier.discard(self.region, at / PAGE..at / PAGE + 1);
+            }
+        }
+        // A table may claim far more than there is.
+        let mut most = (tier.region_pages(self.region) + LOST_MAX).saturating_sub(service.moving.len() as u64);
+        self.table.for_each_run(from.start, from.end, OUT, |start, end| {
+            for addr in (start..end).step_by(PAGE_SIZE).take(most as usize) {
+                most -= 1;
+                let (page, kept) = (addr / PAGE, awaited_at(new(addr)));
+                // Where the tier has no room for its new name it has the old one as long as we live.
+                let is_kept = tier.copy_page(self.region, page, kept / PAGE).is_ok();
+                service.moving.insert(new(addr), if is_kept { kept } else { addr });
+                self.table.set_state(addr, RESIDENT);
+                if is_kept {
+                    tier.discard(self.region, page..page + 1);
+                }
+            }
+        });
+        self.table.head().end_move();
+    }
+
+    /// What a daemon before us had not brought in yet where it was moved.
+    pub(super) fn find_moving(&self, service: &mut Service, tier: &Tier) {
+        let mut from = AWAITED / PAGE;
+        while let stored = tier.neighbours(self.region, from, 4096)
+            && let Some(last) = stored.last()
+        {
+            from = last + 1;
+            service.moving.extend(stored.iter().map(|page| (page * PAGE - AWAITED, page * PAGE)));
+        }
     }
 
     /// Brings in what moved, beside the client's own thread; false if some of it must wait for long. Until it is in, nobody may
@@ -167,11 +219,9 @@ fn take_range(map: &mut BTreeMap<u64, u64>, range: Range) -> Vec<(u64, u64)> {
     taken
 }
 
-/// The entries of `from` are at `to` now, in place of what was there.
-fn move_range(map: &mut BTreeMap<u64, u64>, from: Range, to: u64) {
-    let moved = take_range(map, from);
-    take_range(map, Range { start: to, end: to.saturating_add(from.len()) });
-    map.extend(moved.into_iter().map(|(was, at)| (to + (was - from.start), at)));
+/// Where the tier has the page that is awaited at `to`.
+fn awaited_at(to: u64) -> u64 {
+    to + AWAITED
 }
 
 #[cfg(test)]
@@ -181,6 +231,7 @@ mod tests {
     use crate::server::lock;
     use pagefold_agent::cold_table;
     use pagefold_os::mem::Mapping;
+    use pagefold_os::uffd::Uffd;
     use pagefold_os::{Page, fd};
 
     /// Forks a child that ends with what `work` gives, while another thread reads the client's events; whether it ended by
@@ -386,6 +437,54 @@ mod tests {
         assert!(client.reconcile(&tier));
         assert_eq!(told(), 1);
         lock(&client.service).moving.clear();
+    }
+
+    /// A daemon dies before it brings in what was moved, or in the middle of obeying that, and so does the next one.
+    #[test]
+    fn what_is_on_the_move_outlives_the_daemon() {
+        for (is_obeyed, is_cleared) in [(true, true), (false, false), (false, true)] {
+            let Some((first, memory)) = own(0, 4) else { return };
+            let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
+            // One page goes there at once, another by way of a third place, and a third was in the agent's hands.
+            let (from, to, way) = (Range::pages_from(1 << 30, 3), memory.addr(), 1 << 31);
+            let page_at = |number: u64| from.start + number * PAGE;
+            first.table.find_or_add(from.start).unwrap();
+            for number in 0..2 {
+                let page = [7 + number as u8; PAGE_SIZE];
+                tier.store(first.region, page_at(number) / PAGE, &page, pagefold_tier::Effort::Fast).unwrap();
+                first.table.set_state(page_at(number), OUT);
+            }
+            first.table.set_state(page_at(2), FROZEN);
+            let successor = |client: Client| {
+                let who = crate::cold::client::Identity { region: client.region, token: 1, pid: client.pid, uid: 0 };
+                let handed = crate::cold::client::Handed {
+                    uffd: Uffd::from_fd(client.uffd.fd().duplicate().unwrap()),
+                    table: client.table_fd.duplicate().unwrap(),
+                    pagemap: client.pagemap.duplicate().unwrap(),
+                };
+                let next = Client::new(who, handed, client.hand.clone(), client.orphans.clone()).unwrap();
+                assert!(next.reconcile(&tier));
+                next
+            };
+            first.moved(&mut lock(&first.service), &tier, Range::pages_from(page_at(1), 2), way);
+            let second = successor(first);
+            let moves = [(Range::pages_from(page_at(0), 1), to), (Range::pages_from(way, 2), to + PAGE)];
+            let [one, two] = moves;
+            second.moved(&mut lock(&second.service), &tier, one.0, one.1);
+            if is_obeyed {
+                second.moved(&mut lock(&second.service), &tier, two.0, two.1);
+            } else {
+                second.table.head().begin_move(two.0, two.1, is_cleared);
+            }
+            let third = successor(second);
+            assert_eq!(third.table.head().begun_move(), None);
+            third.bring_moved(&mut lock(&third.service), &tier);
+            assert!(!lock(&third.service).is_moving() && tier.stats().pages == 0);
+            // SAFETY: there, mapped and ours.
+            let bytes = [0, 1].map(|number| unsafe { ((to + number * PAGE) as *const u8).read_volatile() });
+            assert_eq!(bytes, [7, 8]);
+            assert_eq!(third.counters.lost.load(std::sync::atomic::Ordering::Relaxed), 1, "it reads zeros");
+        }
     }
 
     /// A program near its limit moves more than that has room for.

@@ -1,10 +1,12 @@
 //! Books and world are made to agree, after another daemon's death or an agent's new greeting.
 
+use super::events::AWAITED;
 use super::{Client, PAGE, Service};
 use crate::server::lock;
 use pagefold_agent::cold_table::{self, OUT, PACT_DAEMON};
 use pagefold_os::{Range, pagemap, sched};
 use pagefold_tier::Tier;
+use std::collections::HashSet;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -25,6 +27,9 @@ impl Client {
             return false;
         }
         head.epoch.fetch_add(1, Ordering::SeqCst);
+        // Before any event: those are of what was moved by then.
+        self.find_moving(&mut service, tier);
+        self.finish_move(&mut service, tier);
         let patience = sched::quick_monotonic_ns() + VOID_NS;
         loop {
             // Who discards waits for that.
@@ -36,13 +41,15 @@ impl Client {
             std::thread::sleep(Duration::from_micros(100));
         }
         self.find_present(tier);
+        // The old names of those that could get no other.
+        let awaited: HashSet<u64> = service.moving.values().map(|at| at / PAGE).collect();
         let mut from = 0;
-        loop {
-            let stored = tier.neighbours(self.region, from, 4096);
-            let Some(last) = stored.last() else { break };
+        while let stored = tier.neighbours(self.region, from, 4096)
+            && let Some(last) = stored.last().filter(|_| from < AWAITED / PAGE)
+        {
             from = last + 1;
             for page in stored {
-                if self.table.state(page * PAGE) != OUT && !service.is_awaited(page) {
+                if self.table.state(page * PAGE) != OUT && !awaited.contains(&page) {
                     tier.discard(self.region, page..page + 1);
                 }
             }
