@@ -312,7 +312,11 @@ fn a_refused_mapping_is_no_end() {
     // The program gives most of its memory back: what could not be merged now can.
     a.unmap(Range { start: range.start + 8 * PAGE, end: range.end }, false);
     bench.periods(120);
-    assert!(a.mergeable().iter().all(|(_, merged)| *merged), "{:?}", a.mergeable());
+    assert!(
+        a.mergeable(bench.domain.pool()).iter().all(|(.., merged)| *merged),
+        "{:?}",
+        a.mergeable(bench.domain.pool())
+    );
 }
 
 /// What the machine has no memory for is put off, and nothing that is merged suffers.
@@ -612,6 +616,22 @@ fn the_index_forgets_what_changed() {
         }
     }
     assert!(sizes[11] < sizes[1] * 2, "{sizes:?}");
+}
+
+/// Where the index leads to a page that changed meanwhile, the first of several equal ones takes its place; the others are its
+/// twins.
+#[test]
+fn twins_that_find_a_page_that_changed_are_merged_with_each_other() {
+    let mut bench = Bench::simple();
+    let (process, range, _) = bench.add((0..200).map(|page| 2 + page * 2));
+    bench.periods(6);
+    bench.add((0..400).map(|page| 2 + page / 2 * 2));
+    bench.periods(2);
+    for page in 0..200 {
+        process.write(range.start + page * PAGE, 1000 + page as u32 * 2);
+    }
+    bench.periods(20);
+    assert_eq!(bench.domain.stats().pages_sharing, 400);
 }
 
 /// Says whatever it is told to about its memory, and tells of what it is asked.

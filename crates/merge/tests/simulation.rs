@@ -49,23 +49,28 @@ fn without_the_comparison_the_oracle_finds_wrong_bytes() {
     assert!(failure.what.contains("was written last"), "{failure}");
 }
 
-/// With the writers stopped, every duplicate is merged in the end, broken pages included.
+/// With the writers stopped, every duplicate is merged in the end, broken pages included: none is forgotten. Of what the
+/// simulation cannot expect to be merged [`Process::mergeable`](pagefold_merge::sim::Process::mergeable) tells the reasons.
 #[test]
 fn when_writers_rest_every_duplicate_is_merged() {
     let mut all = Summary::default();
-    for seed in seeds(30) {
+    let mut failures = Vec::new();
+    for seed in seeds(150) {
         let plan = Plan::of_seed(seed);
         let options = Options { mappings_max: None, exits: false, ..plan.options };
         let config = Config { vma_budget: 16_000, pool_max_bytes: 1 << 40, ..plan.config };
-        let plan = Plan { options, config, hostile_one_in: 0, quiet_periods: 400, ..plan };
+        let plan = Plan { options, config, hostile_one_in: 0, quiet_periods: 400, merges_all: true, ..plan };
         match run(seed, plan) {
-            Ok(summary) => {
-                println!("seed {seed}: {} of {} duplicates are left", summary.left, summary.duplicates);
-                all += summary;
+            Ok(summary) => all += summary,
+            Err(failure) => {
+                println!("{failure}");
+                failures.push(failure.seed);
             }
-            Err(failure) => panic!("{failure}"),
         }
     }
     println!("{all:?}");
-    assert!(all.duplicates > 0 && all.left * 20 <= all.duplicates, "too many are left: {all:?}");
+    assert!(failures.is_empty(), "failing seeds: {failures:?}");
+    if env("PAGEFOLD_SIM_SEED").is_none() {
+        assert!([all.duplicates, all.no_segment].iter().all(|count| *count > 1000), "the runs did too little: {all:?}");
+    }
 }

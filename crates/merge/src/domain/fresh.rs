@@ -154,8 +154,13 @@ impl Domain {
             match found.map(Entry::from_value) {
                 None => {}
                 Some(entry) if entry.value() == mine => {}
-                // What the entry stands for is gone or changed: it becomes ours.
-                Some(entry) if self.is_stale(entry) => drop(self.index.replace(fingerprint, entry.value(), mine)),
+                // What the entry stands for is gone or changed: it becomes ours, unless a twin of ours was quicker.
+                Some(entry) if self.is_stale(entry) => {
+                    let is_ours = self.index.replace(fingerprint, entry.value(), mine);
+                    if !is_ours {
+                        remap::look_up_again(work, Range::pages_from(addr, 1));
+                    }
+                }
                 // The index tells contents apart by some thirty bits. A page of another content than the slot's would be frozen
                 // and compared in vain for ever: it stays as it is until it is written.
                 Some(Entry::Slot(slot)) if failed && self.shows_another(slot, &pages[index]) => {}

@@ -294,7 +294,11 @@ fn remap_span(
     }
     memory.guarded = Some(span);
     let mut found: BTreeMap<u64, Found> = BTreeMap::new();
-    for (_, entry) in memory.entries.range_mut(span.start..span.end) {
+    let mut written: BTreeSet<u64> = BTreeSet::new();
+    for (addr, entry) in memory.entries.range_mut(span.start..span.end) {
+        if !entry.protected && !pieces.iter().any(|piece| piece.range.contains(&Range::pages_from(*addr, 1))) {
+            written.insert(*addr);
+        }
         (entry.watched, entry.protected) = (false, false);
     }
     memory.split(span);
@@ -332,6 +336,7 @@ fn remap_span(
             entry.watched = !entry.is_pool();
             let merged = entry.is_pool() && entry.frame == Frame::None;
             entry.protected = merged || entry.watched && found[&addr] == Found::Staged;
+            entry.hidden |= entry.protected && written.contains(&addr);
         }
     }
     memory.staged.clear();
@@ -449,6 +454,7 @@ fn map_piece(memory: &mut Memory, shared: &Shared, held: &Held, piece: &Piece, o
                 managed,
                 excluded,
                 on_fork,
+                hidden: false,
             };
             memory.entries.insert(addr, entry);
         }

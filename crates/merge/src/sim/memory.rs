@@ -138,6 +138,8 @@ pub(super) struct Entry {
     pub(super) excluded: bool,
     /// A mark of the program's, which stays whatever lies there.
     pub(super) on_fork: OnFork,
+    /// A freeze protected the page after a write that no look has told: a known limit, until it is written again.
+    pub(super) hidden: bool,
 }
 
 impl Entry {
@@ -158,6 +160,7 @@ impl Entry {
             managed: true,
             excluded: false,
             on_fork: OnFork::Copied,
+            hidden: false,
         }
     }
 
@@ -549,17 +552,23 @@ impl Process {
         held.map(|(addr, file, index)| (addr, Slot::new(file.segment, index))).collect()
     }
 
-    /// The contents of the pages that could be merged, zero pages apart, and whether each is.
+    /// The pages that can be merged by whoever has `pool`, zero pages apart, with their contents, and whether each is.
     ///
     /// Left out: pages that the program excluded, that a fork shared and nobody wrote since, that are pinned, in swap or
-    /// part of a huge page; the kernel or the policy leaves those alone.
-    pub fn mergeable(&self) -> Vec<(Content, bool)> {
+    /// part of a huge page, or show slots of an earlier daemon; the kernel or the policy leaves those alone. Of pages with a
+    /// hidden write nobody knows.
+    pub fn mergeable(&self, pool: &Pool) -> Vec<(u64, Content, bool)> {
         let memory = self.lock();
         let pages = memory.entries.iter().filter_map(|(addr, entry)| {
             let content = *memory.truth.get(addr).filter(|content| **content != 0)?;
-            let plain = matches!(entry.frame, Frame::Own { exclusive: true, .. }) && entry.managed;
-            let merged = entry.is_pool() && entry.frame == Frame::None;
-            (merged || plain && !entry.pinned && !entry.huge).then_some((content, merged))
+            let (able, merged) = match (&entry.backing, entry.frame) {
+                (Backing::Pool { file, .. }, Frame::None) => {
+                    (pool.segment_inode(file.segment) == Some(file.inode), true)
+                }
+                (_, Frame::Own { exclusive: true, .. }) => (entry.managed && !entry.pinned && !entry.huge, false),
+                _ => (false, false),
+            };
+            (able && !entry.hidden).then_some((*addr, content, merged))
         });
         pages.collect()
     }
@@ -672,7 +681,7 @@ impl Memory {
         self.faults += u64::from(faults && !by_another);
         entry.frame = Frame::Own { content, exclusive: true };
         let splits = entry.huge && entry.protected;
-        entry.protected = false;
+        (entry.protected, entry.hidden) = (false, false);
         if splits {
             self.split(Range::pages_from(addr, 1));
         }

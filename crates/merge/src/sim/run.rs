@@ -1,6 +1,6 @@
 //! One seeded run: a machine, a domain, an adversarial schedule, and the oracle.
 
-use super::{Hostile, Machine, Options, Process, Rng};
+use super::{Content, Hostile, Machine, Options, Process, Rng};
 use crate::{ClientId, Config, Domain};
 use pagefold_pool::{Key, Room, SLOTS_PER_SEGMENT, Slot};
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,6 +23,8 @@ pub struct Plan {
     pub quiet_periods: u32,
     /// Times come in which there is no memory for the pool.
     pub starves: bool,
+    /// With the quiet periods over, every page that could be merged and has a twin must be.
+    pub merges_all: bool,
 }
 
 impl Plan {
@@ -57,7 +59,15 @@ impl Plan {
             calm_pages_min: [0, 64][(seed % 5 / 3) as usize],
         };
         let hostile_one_in = if rng.chance(300) { 3 } else { 0 };
-        Plan { options, config, steps: 600, hostile_one_in, quiet_periods: 20, starves: seed % 4 == 1 }
+        Plan {
+            options,
+            config,
+            steps: 600,
+            hostile_one_in,
+            quiet_periods: 20,
+            starves: seed % 4 == 1,
+            merges_all: false,
+        }
     }
 }
 
@@ -147,7 +157,7 @@ struct Run {
 ///
 /// # Errors
 /// [`Failure`] at the first page that reads wrongly, the first count that is not exact, the first segment that
-/// cannot be let go at the end.
+/// cannot be let go at the end, the first page that is left though it could be merged.
 pub fn run(seed: u64, mut plan: Plan) -> Result<Summary, Failure> {
     let fail = |step, what: String| Failure { seed, step, what };
     let starving = Arc::new(AtomicBool::new(false));
@@ -343,6 +353,9 @@ impl Run {
         self.ledgers_are_exact()?;
         self.agents_let_go()?;
         let (duplicates, left) = self.duplicates();
+        if let (Some(page), true) = (left.first(), self.plan.merges_all) {
+            return Err(format!("{page}, and so are {} more", left.len() - 1));
+        }
         let mappings_max = self.clients.values().map(|(process, _)| process.mappings() as u64).max().unwrap_or(0);
         let processes = self.machine.processes();
         for process in &processes {
@@ -368,8 +381,13 @@ impl Run {
         if (pool.segments, pool.bytes) != (0, 0) {
             return Err(format!("nobody is left, and the pool has {pool:?}"));
         }
-        let mut summary =
-            Summary { processes: processes.len() as u64, duplicates, left, mappings_max, ..Summary::default() };
+        let mut summary = Summary {
+            processes: processes.len() as u64,
+            duplicates,
+            left: left.len() as u64,
+            mappings_max,
+            ..Summary::default()
+        };
         summary += self.past;
         summary += self.done();
         Ok(summary)
@@ -391,17 +409,21 @@ impl Run {
         }
     }
 
-    /// Pages that could be merged and have a twin, and how many of them are not.
-    fn duplicates(&self) -> (u64, u64) {
-        let mut contents: BTreeMap<u32, (u64, u64)> = BTreeMap::new();
-        let honest = self.clients.values().filter(|(_, liar)| !liar);
-        for (content, merged) in honest.flat_map(|(process, _)| process.mergeable()) {
-            let (all, left) = contents.entry(content).or_default();
-            *all += 1;
-            *left += u64::from(!merged);
+    /// The pages that could be merged and have a twin: how many, and which of them are not.
+    fn duplicates(&self) -> (u64, Vec<String>) {
+        let mut contents: BTreeMap<Content, Vec<(ClientId, u64, bool)>> = BTreeMap::new();
+        for (id, (process, _)) in self.clients.iter().filter(|(_, (_, liar))| !liar) {
+            for (addr, content, merged) in process.mergeable(self.domain.pool()) {
+                contents.entry(content).or_default().push((*id, addr, merged));
+            }
         }
-        let twins = contents.values().filter(|(all, _)| *all > 1);
-        twins.fold((0, 0), |sum, (all, left)| (sum.0 + all, sum.1 + left))
+        contents.retain(|_, pages| pages.len() > 1);
+        let left = contents.iter().flat_map(|(content, pages)| pages.iter().map(move |page| (content, page)));
+        let left = left.filter(|(_, (.., merged))| !merged).map(|(content, (id, addr, _))| {
+            let state = self.domain.page_state(*id, *addr);
+            format!("client {id}: page {addr:#x} of content {content} has a twin and is {state:?}")
+        });
+        (contents.values().map(|pages| pages.len() as u64).sum(), left.collect())
     }
 
     /// Compares the ledger of each honest client with the mappings that its process really has.
