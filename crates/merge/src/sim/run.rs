@@ -338,7 +338,9 @@ impl Run {
         let ids: Vec<ClientId> = self.clients.keys().copied().collect();
         for id in ids {
             self.domain.pause(id, false);
-            if self.domain.part(id, false).is_err() {
+            // Not of the others: all their memory would be looked at anew, and what was forgotten with it.
+            let away = self.clients.get(&id).is_some_and(|(process, liar)| *liar || process.lock().away);
+            if away && self.domain.part(id, false).is_err() {
                 self.clients.remove(&id);
             }
         }
