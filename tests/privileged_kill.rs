@@ -3,6 +3,7 @@
 
 mod common;
 
+use common::group::Group;
 use common::{Daemon, Random, Server, can_merge, events, may_run, semantics, skipped, wait_for};
 use pagefold_os::sched::Cpus;
 use std::time::Duration;
@@ -12,6 +13,11 @@ fn pool_descriptors(pid: i32) -> usize {
     let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
     let targets = entries.filter_map(|entry| std::fs::read_link(entry.path()).ok());
     targets.filter(|target| target.to_string_lossy().contains("pagefold-pool")).count()
+}
+
+/// Pages that the daemon has merged so far.
+fn pages_merged(daemon: &Daemon) -> u64 {
+    events(&daemon.status(), "pages_merged")
 }
 
 #[test]
@@ -63,6 +69,59 @@ fn whoever_is_killed_the_others_go_on() {
     wait_for("the pool to become empty", 30, || {
         daemon.total("pages_sharing") == 0 && pool_descriptors(daemon.pid()) <= 2
     });
+}
+
+/// The memory of a pool outlives its daemon in those who map it: whoever is killed, and whenever, it goes with the last of them.
+#[test]
+fn a_daemon_that_is_killed_while_it_merges_loses_nothing_and_leaves_nothing() {
+    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+    let group = Group::new();
+    let rounds = std::env::var("PAGEFOLD_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(24u32);
+    let mut random = Random::by_clock();
+    let mut daemon = Daemon::start(&[]);
+    let start = |daemon: &Daemon| {
+        let mut command = daemon.run(&[]);
+        group.iter().for_each(|group| group.adopt(&mut command));
+        Server::start_as("restless", command, program)
+    };
+    let take = |daemon: &Daemon| group.iter().for_each(|group| group.take(daemon.pid()));
+    take(&daemon);
+    let mut clients: Vec<Server> = (0..3).map(|_| start(&daemon)).collect();
+    let (mut merged, mut merging) = (0, 0);
+    for _ in 0..rounds {
+        // Agents look for a daemon twice a second; then it takes half a second until the first pages are merged.
+        std::thread::sleep(Duration::from_millis(random.below(1600)));
+        let events = pages_merged(&daemon);
+        merged += u64::from(events > 0);
+        daemon.kill();
+        if random.below(4) == 0 {
+            clients.remove(random.below(3) as usize);
+        }
+        std::thread::sleep(Duration::from_millis(random.below(200)));
+        for client in &mut clients {
+            merging += client.check(if random.below(2) == 0 { "check" } else { "fork" });
+        }
+        daemon.replace();
+        take(&daemon);
+        while clients.len() < 3 {
+            clients.push(start(&daemon));
+        }
+    }
+    assert!(merged > 0 && merging > 0, "no daemon was killed that had merged anything");
+    println!("{merged} of {rounds} daemons had merged something, {merging} pages were shared without one");
+    wait_for("the last daemon to have everybody in its books", 60, || {
+        clients.iter_mut().for_each(|client| _ = client.check("check"));
+        daemon.total("pages_sharing") > 3 * 2000
+    });
+    daemon.verify();
+    clients.clear();
+    wait_for("the daemon to let go of all", 30, || {
+        daemon.total("pages_sharing") == 0 && pool_descriptors(daemon.pid()) <= 2
+    });
+    daemon.kill();
+    if let Some(group) = group {
+        wait_for("the pools of all daemons to be gone", 30, || group.shmem() == 0);
+    }
 }
 
 #[test]

@@ -60,6 +60,13 @@ impl Group {
         line.unwrap_or(&text).trim().parse().unwrap_or(0)
     }
 
+    /// Bytes of memory files, mapped by anybody or not.
+    pub fn shmem(&self) -> u64 {
+        let text = self.read(&["memory.stat"]);
+        let line = text.lines().find_map(|line| line.strip_prefix("shmem "));
+        line.and_then(|line| line.trim().parse().ok()).expect("the group tells")
+    }
+
     /// Has a process live in the group.
     pub fn take(&self, pid: i32) {
         std::fs::write(self.0.join("cgroup.procs"), pid.to_string()).expect("a member");

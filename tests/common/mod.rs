@@ -256,8 +256,13 @@ pub struct Server {
 
 impl Server {
     /// Starts `program` by `command`, which [`Daemon::run`] made, and waits until its memory is there.
-    pub fn start(mut command: Command, program: &Path) -> Server {
-        command.arg(program).arg("serve").stdin(Stdio::piped()).stdout(Stdio::piped());
+    pub fn start(command: Command, program: &Path) -> Server {
+        Server::start_as("serve", command, program)
+    }
+
+    /// As [`start`](Self::start), with another scenario that answers in the same way.
+    pub fn start_as(scenario: &str, mut command: Command, program: &Path) -> Server {
+        command.arg(program).arg(scenario).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = Reaped(command.spawn().expect("a client"));
         let input = child.0.stdin.take().expect("a pipe");
         let mut output = BufReader::new(child.0.stdout.take().expect("a pipe"));

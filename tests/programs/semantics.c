@@ -2881,6 +2881,94 @@ static void serve(void) {
     }
 }
 
+// As `serve`, with threads that write, discard and compare all the time, and children that do too.
+enum { SHARDS = 16, RESTLESS_PAGES = 4096, CHILDREN_MAX = 4 };
+static struct {
+    char *at;
+    uint64_t numbers[RESTLESS_PAGES];  // what was written last, 0 for a discard
+    pthread_mutex_t locks[SHARDS];
+    atomic_size_t first;  // few pages are written at a time, so that the others come to rest
+    pid_t children[CHILDREN_MAX];
+} restless_memory;
+
+static void restless_compare(size_t page, const char *who) {
+    const char *at = restless_memory.at + page * PAGE;
+    uint64_t number = restless_memory.numbers[page];
+    CHECK(number ? page_is(at, number) : page_is_zero(at), "page %zu of %s is not %lu", page, who, number);
+}
+
+static void restless_step(uint64_t *seed, const char *who, int locks) {
+    size_t page = (restless_memory.first + draw(seed) % 256) % RESTLESS_PAGES;
+    uint64_t what = draw(seed) % 16, number = 1 + draw(seed) % 300;
+    if (locks) pthread_mutex_lock(&restless_memory.locks[page % SHARDS]);
+    restless_compare(page, who);
+    char *at = restless_memory.at + page * PAGE;
+    if (what == 0) {
+        CHECK((draw(seed) % 2 ? madvise(at, PAGE, MADV_DONTNEED) : raw(SYS_madvise, (long)at, PAGE, MADV_DONTNEED, 0, 0, 0)) == 0, "a discard");
+        restless_memory.numbers[page] = 0;
+    } else if (what < 12) {
+        fill_page(at, number);
+        restless_memory.numbers[page] = number;
+    }
+    restless_compare(page, who);
+    if (locks) pthread_mutex_unlock(&restless_memory.locks[page % SHARDS]);
+}
+
+static void *restless_writer(void *number) {
+    uint64_t seed = getpid() + (uint64_t)number * 77;
+    for (size_t turn = 0;; turn++) {
+        restless_step(&seed, "a writer", 1);
+        if (turn % 400 == 0) restless_memory.first = draw(&seed) % RESTLESS_PAGES;
+        if (turn % 4 == 0) usleep(1000);
+    }
+    return NULL;
+}
+
+static void restless_child(uint64_t seed) {
+    for (size_t i = 0; i < RESTLESS_PAGES; i++) restless_compare(i, "a new child");
+    usleep(draw(&seed) % 1500000);
+    for (size_t i = 0; i < 500; i++) restless_step(&seed, "a child", 0);
+    usleep(draw(&seed) % 500000);
+    for (size_t i = 0; i < RESTLESS_PAGES; i++) restless_compare(i, "an old child");
+    _exit(0);
+}
+
+static void restless(void) {
+    restless_memory.at = mmap(NULL, RESTLESS_PAGES * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(restless_memory.at != MAP_FAILED, "mmap");
+    madvise(restless_memory.at, RESTLESS_PAGES * PAGE, MADV_NOHUGEPAGE);
+    for (size_t i = 0; i < RESTLESS_PAGES; i++) fill_page(restless_memory.at + i * PAGE, restless_memory.numbers[i] = 1000 + i / 2);
+    madvise(restless_memory.at, RESTLESS_PAGES * PAGE, MADV_MERGEABLE);
+    for (size_t i = 0; i < SHARDS; i++) pthread_mutex_init(&restless_memory.locks[i], NULL);
+    pthread_t thread;
+    for (size_t i = 0; i < 2; i++) CHECK(pthread_create(&thread, NULL, restless_writer, (void *)i) == 0, "pthread_create");
+    char line[64];
+    uint64_t seed = getpid();
+    printf("ready\n");
+    fflush(stdout);
+    while (fgets(line, sizeof line, stdin)) {
+        for (size_t i = 0; i < SHARDS; i++) pthread_mutex_lock(&restless_memory.locks[i]);
+        for (size_t i = 0; i < CHILDREN_MAX; i++) {
+            pid_t *child = &restless_memory.children[i];
+            int status = 0;
+            if (*child > 0 && waitpid(*child, &status, WNOHANG) == *child) *child = 0;
+            CHECK(status == 0, "a child ended by %d", status);
+            if (*child == 0 && strncmp(line, "fork", 4) == 0) {
+                *child = fork();
+                CHECK(*child >= 0, "fork");
+                if (*child == 0) restless_child(draw(&seed));
+                break;
+            }
+        }
+        for (size_t i = 0; i < RESTLESS_PAGES; i++) restless_compare(i, "the program");
+        size_t shown = pool_pages(restless_memory.at, RESTLESS_PAGES * PAGE);
+        for (size_t i = 0; i < SHARDS; i++) pthread_mutex_unlock(&restless_memory.locks[i]);
+        printf("right %zu\n", shown);
+        fflush(stdout);
+    }
+    // Children end by themselves, whoever is left.
+}
+
 // Files of the pool that this process maps, for itself or through its agent: their inodes, at most `room`.
 static size_t pool_files(unsigned long *files, size_t room) {
     FILE *maps = fopen("/proc/thread-self/maps", "r");
@@ -3112,7 +3200,7 @@ static const struct scenario scenarios[] = {
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
     {"close-all", close_all}, {"closed-at-once", closed_at_once}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"less-with-nobody-there", less_with_nobody_there}, {"privileges-in-handlers", privileges_in_handlers}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},
     {"direct", direct}, {"uring", uring}, {"uring-leaving", uring_leaving}, {"uring-remap", uring_remap}, {"uring-realloc", uring_realloc}, {"system-calls", system_calls}, {"blocks", blocks}, {"blocks-kept", blocks_kept}, {"marked-blocks", marked_blocks}, {"side-by-side", side_by_side}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
-    {"memory-merge", memory_merge}, {"memory-merge-ends", memory_merge_ends}, {"serve", serve}, {"decay", decay}, {"scatter", scatter}, {"tasks", tasks}, {"mappings", mappings},
+    {"memory-merge", memory_merge}, {"memory-merge-ends", memory_merge_ends}, {"serve", serve}, {"restless", restless}, {"decay", decay}, {"scatter", scatter}, {"tasks", tasks}, {"mappings", mappings},
 };
 
 int main(int count, char **arguments) {
