@@ -4,12 +4,13 @@ use crate::commands::Error;
 use crate::output::Progress;
 use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::status::Status;
+use pagefold_os::own;
 use pagefold_os::sock::PATH_BYTES_MAX;
 use pagefold_os::volume::is_noexec;
 use std::fs;
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -25,41 +26,11 @@ pub const DAEMON_START_MAX: Duration = Duration::from_secs(30);
 /// How long a daemon to which ours gave way may take for the rest of its start.
 const OTHERS_START_MAX: Duration = Duration::from_secs(5);
 
-/// This user's directory for sockets and the agent: `$PAGEFOLD_RUNTIME_DIR`, else `$XDG_RUNTIME_DIR/pagefold`,
-/// `/run/pagefold` for root, else in /tmp.
+/// This user's directory for sockets and the agent, which is made if it is not there.
 pub fn runtime_dir() -> Result<PathBuf, Error> {
-    // SAFETY: returns a number.
-    let uid = unsafe { libc::geteuid() };
-    let dir = match (std::env::var_os("PAGEFOLD_RUNTIME_DIR"), std::env::var_os("XDG_RUNTIME_DIR")) {
-        (Some(dir), _) if !dir.is_empty() => std::path::absolute(dir)?,
-        // A relative one is to be ignored, says its specification: each process would have another.
-        (_, Some(dir)) if uid != 0 && Path::new(&dir).is_absolute() => PathBuf::from(dir).join("pagefold"),
-        _ if uid == 0 => PathBuf::from("/run/pagefold"),
-        _ => std::env::temp_dir().join(format!("pagefold-{uid}")),
-    };
-    make_own(&dir).map_err(|error| format!("{error}; set PAGEFOLD_RUNTIME_DIR to another"))?;
+    let dir = own::runtime_dir()?;
+    own::make_own(&dir).map_err(|error| format!("{error}; set PAGEFOLD_RUNTIME_DIR to another directory"))?;
     Ok(dir)
-}
-
-/// Makes `dir`, if it is not there, and sees to it that nobody else can change what lies in it.
-fn make_own(dir: &Path) -> Result<(), String> {
-    // SAFETY: returns a number.
-    let uid = unsafe { libc::geteuid() };
-    match fs::DirBuilder::new().mode(0o700).create(dir) {
-        Ok(()) => return Ok(()),
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-        Err(error) => return Err(format!("cannot make {}: {error}", dir.display())),
-    }
-    // In /tmp somebody else may have made it first: then it is not ours to trust.
-    let owner = fs::symlink_metadata(dir).map_err(|error| format!("{}: {error}", dir.display()))?;
-    if owner.is_dir() && owner.uid() == uid && owner.mode() & 0o022 == 0 {
-        return Ok(());
-    }
-    let is = match owner.is_dir() {
-        true => format!("of user {} with mode {:04o}", owner.uid(), owner.mode() & 0o7777),
-        false => "no directory".to_owned(),
-    };
-    Err(format!("{} must be a directory of user {uid} that nobody else may write, and is {is}", dir.display()))
 }
 
 /// Which daemon a command asks.
@@ -114,7 +85,7 @@ pub fn agent_dir() -> Result<PathBuf, Error> {
     };
     let others = cache.map(|dir| dir.join("pagefold")).into_iter();
     let mut others = others.chain([std::env::temp_dir().join(format!("pagefold-{uid}"))]);
-    others.find(|dir| make_own(dir).is_ok() && !is_noexec(dir)).ok_or_else(|| {
+    others.find(|dir| own::make_own(dir).is_ok() && !is_noexec(dir)).ok_or_else(|| {
         format!(
             "no agent can be loaded from {}, which is mounted noexec; set PAGEFOLD_RUNTIME_DIR to a directory that is not",
             first.display()

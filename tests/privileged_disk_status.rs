@@ -245,7 +245,7 @@ fn an_interrupted_mount_in_the_background_does_not_come() {
 }
 
 #[test]
-fn nothing_is_put_into_a_runtime_directory_of_somebody_else() {
+fn nothing_is_put_into_a_runtime_directory_that_others_may_write() {
     if !is_root() {
         return;
     }
@@ -254,16 +254,23 @@ fn nothing_is_put_into_a_runtime_directory_of_somebody_else() {
     for path in [&images, &mount, &run] {
         std::fs::create_dir(path).expect("a directory");
     }
-    std::os::unix::fs::chown(&run, Some(65534), Some(65534)).expect("another owner");
-    let output = Command::new(TOOL)
-        .args(["disk", "mount", "--background"])
-        .args([&images, &mount])
-        .env("PAGEFOLD_RUNTIME_DIR", &run)
-        .output()
-        .expect("the tool runs");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && said.contains("belongs to another user"), "{said}");
-    assert_eq!(std::fs::read_dir(&run).expect("the directory").count(), 0);
+    for (owner, mode) in [(65534, 0o700), (0, 0o770), (0, 0o703)] {
+        std::os::unix::fs::chown(&run, Some(owner), Some(owner)).expect("another owner");
+        std::fs::set_permissions(&run, std::os::unix::fs::PermissionsExt::from_mode(mode)).expect("its mode");
+        let output = Command::new(TOOL)
+            .args(["disk", "mount", "--background"])
+            .args([&images, &mount])
+            .env("PAGEFOLD_RUNTIME_DIR", &run)
+            .output()
+            .expect("the tool runs");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && said.lines().count() == 1, "{said}");
+        assert!(
+            said.contains(&format!("and is of user {owner} with mode {mode:04o}; set PAGEFOLD_RUNTIME_DIR")),
+            "{said}"
+        );
+        assert_eq!(std::fs::read_dir(&run).expect("the directory").count(), 0);
+    }
 }
 
 /// Its first line tells who waits that the mount is there: a mount that cannot say it would be waited for for ever.

@@ -6,6 +6,7 @@
 //! the others up.
 
 use crate::stats::Status;
+use pagefold_os::own;
 use pagefold_os::sock::PATH_BYTES_MAX;
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -48,44 +49,25 @@ impl Command {
     }
 }
 
-/// The directory of this user's sockets: `PAGEFOLD_RUNTIME_DIR`, else below `XDG_RUNTIME_DIR`, else below `/run` for
-/// root, else below `/tmp`.
+/// The directory of this user's sockets: see [`own::runtime_dir`].
 pub fn runtime_dir() -> PathBuf {
-    let set = |name| std::env::var_os(name).filter(|path| !path.is_empty()).map(PathBuf::from);
-    if let Some(path) = set("PAGEFOLD_RUNTIME_DIR") {
-        return std::path::absolute(&path).unwrap_or(path);
-    }
-    if rustix::process::geteuid().is_root() {
-        return PathBuf::from("/run/pagefold");
-    }
-    // A relative one is to be ignored, says its specification.
-    match set("XDG_RUNTIME_DIR").filter(|path| path.is_absolute()) {
-        Some(path) => path.join("pagefold"),
-        None => PathBuf::from(format!("/tmp/pagefold-{}", rustix::process::geteuid().as_raw())),
-    }
+    // Without a current directory a relative name leads nowhere, and whoever goes there says so.
+    own::runtime_dir().unwrap_or_else(|_| std::env::var_os("PAGEFOLD_RUNTIME_DIR").unwrap_or_default().into())
 }
 
 /// Makes the directory at `path`, for this user alone, if it is missing. To be called before anything is put there.
 ///
 /// # Errors
-/// It cannot be made, is somebody else's, who could have put links there, or is too long for a socket's path.
+/// As [`own::make_own`], and a path too long for a socket's.
 pub fn make_own(path: &Path) -> io::Result<()> {
-    use std::os::unix::fs::{DirBuilderExt, MetadataExt};
-    let told = |kind, why: String| {
-        io::Error::new(kind, format!("{}: {why}; set PAGEFOLD_RUNTIME_DIR to another directory", path.display()))
+    let cure = |error: io::Error| {
+        io::Error::new(error.kind(), format!("{error}; set PAGEFOLD_RUNTIME_DIR to another directory"))
     };
     if path.as_os_str().len() > DIR_BYTES_MAX {
-        return Err(told(
-            io::ErrorKind::InvalidInput,
-            format!("longer than {DIR_BYTES_MAX} bytes, too long for sockets"),
-        ));
+        let why = format!("{}: longer than {DIR_BYTES_MAX} bytes, too long for sockets", path.display());
+        return Err(cure(io::Error::new(io::ErrorKind::InvalidInput, why)));
     }
-    let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path);
-    let found = made.and_then(|()| path.metadata()).map_err(|error| told(error.kind(), error.to_string()))?;
-    if found.uid() != rustix::process::geteuid().as_raw() {
-        return Err(told(io::ErrorKind::PermissionDenied, "belongs to another user".into()));
-    }
-    Ok(())
+    own::make_own(path).map_err(cure)
 }
 
 /// Longest directory in which a mount's socket has such a path.

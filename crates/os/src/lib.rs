@@ -35,6 +35,8 @@ pub mod ksm;
 #[cfg(feature = "std")]
 pub mod mountinfo;
 #[cfg(feature = "std")]
+pub mod own;
+#[cfg(feature = "std")]
 pub mod probe;
 #[cfg(feature = "std")]
 pub mod procfs;
