@@ -70,7 +70,7 @@ pub struct Args {
     #[arg(long, value_name = "PERCENT", default_value = "1", value_parser = super::run::percent)]
     tolerance: f64,
     /// How often the cold tier looks which pages were written
-    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = units::duration)]
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = cold_tick)]
     cold_tick: Duration,
     /// Shortest silence after which a page may go to the cold tier, unless memory is short
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = units::duration)]
@@ -112,6 +112,11 @@ fn workers(text: &str) -> Result<Setting<usize>, String> {
 fn period(text: &str) -> Result<Duration, String> {
     let period = units::duration(text)?;
     if period < Duration::from_millis(10) { Err("takes at least 10ms".into()) } else { Ok(period) }
+}
+
+fn cold_tick(text: &str) -> Result<Duration, String> {
+    let tick = units::duration(text)?;
+    if tick < Duration::from_millis(50) { Err("takes at least 50ms".into()) } else { Ok(tick) }
 }
 
 fn pool_max(text: &str) -> Result<Setting<u64>, String> {
@@ -195,7 +200,7 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             directory: (args.tier_dir.as_os_str() != "none").then_some(args.tier_dir),
             file_max_bytes: args.tier_file_max,
             tolerance: args.tolerance,
-            tick: args.cold_tick.max(Duration::from_millis(50)),
+            tick: args.cold_tick,
             idle_min: args.cold_idle,
             automatic: !args.cold_manual,
             keeper: (!args.no_keeper).then(|| vec![program.clone(), "keeper".into()]),

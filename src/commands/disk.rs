@@ -46,7 +46,7 @@ struct MountArgs {
     directory: PathBuf,
     /// Where to show them; an empty directory outside of DIRECTORY
     mountpoint: PathBuf,
-    /// Memory for blocks; bookkeeping comes on top, about 2.5 % and 1 MiB
+    /// Memory for blocks, 4M at least; bookkeeping comes on top, about 2.5 % and 1 MiB
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = cache_size)]
     cache_size: u64,
     /// Return once mounted
@@ -88,7 +88,8 @@ struct MountArgs {
 }
 
 fn cache_size(text: &str) -> Result<u64, String> {
-    let size = units::size(text)?;
+    // With less the cache would be larger than it was told to be.
+    let size = super::daemon::at_least(pagefold_disk::config::CACHE_BYTES_MIN as u64, text)?;
     let max = pagefold_disk::config::CACHE_BYTES_MAX as u64;
     if size <= max { Ok(size) } else { Err(format!("takes at most 4 TiB less one page ({max})")) }
 }
