@@ -154,6 +154,11 @@ pub fn show_count(count: u64) -> String {
     text
 }
 
+/// Shows how many there are of what: `1 file`, `1,024 files`.
+pub fn show_counted(count: u64, one: &str, more: &str) -> String {
+    format!("{} {}", show_count(count), if count == 1 { one } else { more })
+}
+
 /// Shows `part` of `whole` as a percentage; `-` of nothing.
 pub fn show_percent(part: u64, whole: u64) -> String {
     if whole == 0 {
@@ -187,6 +192,12 @@ pub fn show_duration(time: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_is_no_more_than_one() {
+        let shown = [0, 1, 2, 1024].map(|count| show_counted(count, "file", "files"));
+        assert_eq!(shown, ["0 files", "1 file", "2 files", "1,024 files"]);
+    }
 
     #[test]
     fn sizes_are_read_as_people_write_them() {

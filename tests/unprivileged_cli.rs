@@ -169,7 +169,10 @@ fn exit_codes_are_those_of_the_help_text() {
         (vec!["daemon", "--vma-budget", "524289"], 2),
         (vec!["pause", "abc"], 2),
         (vec!["daemon", "--period", "1ms"], 2),
+        (vec!["daemon", "--cold-tick", "49ms"], 2),
         (vec!["disk", "mount", "/no/such", "/no/such", "--cache-size", "4T"], 2),
+        (vec!["disk", "mount", "/no/such", "/no/such", "--cache-size", "4095K"], 2),
+        (vec!["disk", "mount", "/no/such", "/no/such", "--cache-size", "4M"], 1),
         (vec!["demo", "--size", "1"], 2),
         (vec!["demo", "--processes", "0"], 2),
         (vec!["run"], 125),
@@ -554,7 +557,7 @@ fn a_record_that_cannot_be_read_is_named_beside_the_others() {
         (vec!["image", "ls", "--json"], "b:1"),
         (vec!["image", "stat"], "b:1"),
         (vec!["image", "stat", "--json"], "b:1"),
-        (vec!["image", "gc", "--dry-run"], "1 trees and 1 objects kept"),
+        (vec!["image", "gc", "--dry-run"], "1 tree and 1 object kept"),
         (vec!["image", "gc", "--json"], "\"trees_kept\": 1"),
     ] {
         let shown = tool.run(&args);
@@ -608,6 +611,7 @@ fn what_images_are_refused_for_is_one_line_with_a_way_out() {
         (vec!["image", "mount", "a:1", "packed"], "mount: packed: not a directory;"),
         (vec!["image", "build", "--name", "b:1", "packed"], "packed: this archive is packed with xz"),
         (vec!["image", "export", "--format", "oci", "a:1", "-"], "only a tar goes to standard output"),
+        (vec!["image", "export", "--format", "oci", "a:1", "text"], "text: not a directory; give a new one"),
         (vec!["image", "import", "--name", "b:1", "tree"], "a plain directory or archive is for image build"),
         (vec!["image", "import", "--name", "b:1", "text"], "text: tar: cut off in a header, after 0 entries; a plain"),
         (vec!["image", "import", "--name", "b:1", "packed"], "packed: this archive is packed with xz"),
@@ -687,8 +691,62 @@ fn sockets_that_an_archive_cannot_have_are_said() {
     {
         let exported = tool.run(&["image", "export", "--format", format, "a:1", output]);
         assert!(exported.status.success(), "{format}");
-        assert_eq!(text(&exported.stderr).contains("1 sockets are left out"), said, "{format}");
+        assert_eq!(text(&exported.stderr).contains("1 socket is left out"), said, "{format}");
     }
+}
+
+/// The system takes no longer ones, and so most programs that unpack archives do not either.
+#[test]
+fn paths_that_few_can_unpack_are_said() {
+    let tool = Tool::new();
+    // As long as a path may be, and one more, by an archive's one header each.
+    let long = |bytes: usize| {
+        let path = "0123456789/".repeat(bytes / 11) + &"f".repeat(bytes % 11);
+        let record = format!("{} path={path}\n", bytes + 11);
+        assert_eq!(record.len(), bytes + 11);
+        let header = |kind: u8, size: usize| {
+            let mut block = [0; 512];
+            block[0] = b'f';
+            block[100..107].copy_from_slice(b"0000644");
+            block[124..135].copy_from_slice(format!("{size:011o}").as_bytes());
+            block[156] = kind;
+            block[257..263].copy_from_slice(b"ustar\0");
+            block[148..156].fill(b' ');
+            let sum: u64 = block.iter().map(|&byte| u64::from(byte)).sum();
+            block[148..155].copy_from_slice(format!("{sum:06o}\0").as_bytes());
+            block
+        };
+        let mut bytes = header(b'x', record.len()).to_vec();
+        bytes.extend(record.as_bytes());
+        bytes.resize(bytes.len().next_multiple_of(512), 0);
+        bytes.extend(header(b'0', 0));
+        bytes
+    };
+    for (name, paths, said) in
+        [("a:1", &[4095][..], None), ("a:2", &[4095, 4096], Some("1 path has more than 4,095 bytes"))]
+    {
+        let mut archive: Vec<u8> = paths.iter().flat_map(|&bytes| long(bytes)).collect();
+        archive.extend([0; 1024]);
+        std::fs::write(tool.dir.path().join("in.tar"), archive).expect("an archive");
+        let built = tool.run(&["image", "build", "--name", name, "in.tar"]);
+        assert!(built.status.success(), "{}", text(&built.stderr));
+        for format in ["tar", "oci", "erofs"] {
+            let exported = tool.run(&["image", "export", "--format", format, name, &format!("{name}.{format}")]);
+            let notes = text(&exported.stderr);
+            assert!(exported.status.success(), "{notes}");
+            match said.filter(|_| format != "erofs") {
+                Some(said) => assert!(notes.lines().count() == 1 && notes.contains(said), "{format}: {notes}"),
+                None => assert_eq!(notes, "", "{name} {format}"),
+            }
+        }
+        let again = tool.run(&["image", "build", "--name", "b:1", &format!("{name}.tar")]);
+        assert!(again.status.success(), "{}", text(&again.stderr));
+    }
+    let listed = text(&tool.run(&["image", "ls"]).stdout);
+    let digest = |name: &str| {
+        listed.lines().find_map(|line| line.strip_prefix(name)?.split_whitespace().next().map(str::to_owned))
+    };
+    assert!(digest("b:1").is_some() && digest("b:1") == digest("a:2"), "{listed}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use super::Error;
 use crate::output::{Style, Table, clean, on_stdout, print, print_json};
-use crate::units::{self, show_count, show_size};
+use crate::units::{self, show_count, show_counted, show_size};
 use crate::{begun, note, say};
 use pagefold_image::Error as ImageError;
 use pagefold_image::config::Limits;
@@ -407,20 +407,20 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
                 print_json(&serde_json::to_value(&stats)?)?;
             } else {
                 say!(
-                    "{} {} trees and {} objects, {}; {} trees and {} objects kept, {} dead builds cleared",
+                    "{} {} and {}, {}; {} and {} kept, {} cleared",
                     if dry_run { "would remove" } else { "removed" },
-                    stats.trees_removed,
-                    stats.objects_removed,
+                    show_counted(stats.trees_removed, "tree", "trees"),
+                    show_counted(stats.objects_removed, "object", "objects"),
                     show_size(stats.bytes_removed + stats.other_bytes_removed),
-                    stats.trees_kept,
-                    stats.objects_kept,
-                    stats.builds_removed
+                    show_counted(stats.trees_kept, "tree", "trees"),
+                    show_counted(stats.objects_kept, "object", "objects"),
+                    show_counted(stats.builds_removed, "dead build", "dead builds")
                 );
             }
             if stats.trees_unseen > 0 {
                 note!(
-                    "pagefold: note: {} trees are kept because it cannot be seen here whether somebody has them mounted; {}",
-                    stats.trees_unseen,
+                    "pagefold: note: {} kept: whether somebody has one mounted cannot be seen here; {}",
+                    show_counted(stats.trees_unseen, "tree is", "trees are"),
                     "run gc as root, outside of containers and user namespaces, on a file system with leases (no NFS)"
                 );
             }
@@ -431,7 +431,8 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
                 note!("pagefold: {record}, and run gc again: it keeps every tree until then");
             }
             if stats.failures > 0 {
-                return Err(format!("gc: {} files or trees could not be removed, all else was", stats.failures).into());
+                let failed = show_counted(stats.failures, "file or tree", "files or trees");
+                return Err(format!("gc: {failed} could not be removed, all else was").into());
             }
             if !stats.damaged.is_empty() {
                 return Ok(ExitCode::FAILURE);
@@ -533,10 +534,10 @@ fn report_built(record: &Record, stats: &pagefold_image::store::BuildStats, json
     } else {
         say!("{}  {}", record.digest, record.name);
         say!(
-            "{} files, {}; {} new objects, {} new on disk",
-            record.files,
+            "{}, {}; {}, {} new on disk",
+            show_counted(record.files, "file", "files"),
             show_size(record.bytes),
-            new,
+            show_counted(new, "new object", "new objects"),
             show_size(bytes_new)
         );
     }
@@ -727,7 +728,8 @@ fn stat_images(store: Option<&Store>, domain: &str, names: &[String], json: bool
     if !table.is_empty() {
         print(&table.render(0))?;
     }
-    let mut parts = format!("{} objects, metadata {}", total.objects, show_size(total.metadata_bytes));
+    let objects = show_counted(total.objects, "object", "objects");
+    let mut parts = format!("{objects}, metadata {}", show_size(total.metadata_bytes));
     let others = [
         ("shelves", beside.shelf_bytes),
         ("native", beside.native_bytes),
@@ -745,10 +747,10 @@ fn stat_images(store: Option<&Store>, domain: &str, names: &[String], json: bool
         show_size(total.logical_bytes)
     );
     say!(
-        "in memory: {} resident, {} of it shared; {} mounts save {} of memory",
+        "in memory: {} resident, {} of it shared; {} {} of memory",
         show_size(total.resident_bytes),
         show_size(total.shared_bytes),
-        total.mounts,
+        show_counted(total.mounts, "mount saves", "mounts save"),
         show_size(total.memory_saved_bytes)
     );
     Ok(complain_of(&total.damaged))
@@ -766,14 +768,15 @@ fn verify_images(store: Option<&Store>, names: &[String], frames: bool, json: bo
             say!("{}", clean(&format!("damaged: {}: {} (images: {images})", damage.path, damage.what)));
         }
         say!(
-            "{} images, {} objects, {}: {} damaged",
-            found.images,
-            found.objects,
+            "{}, {}, {}: {} damaged",
+            show_counted(found.images, "image", "images"),
+            show_counted(found.objects, "object", "objects"),
             show_size(found.bytes),
             found.damaged.len()
         );
         if found.restored > 0 {
-            say!("{} were marked as damaged and are whole: builds rely on them again", found.restored);
+            let marks = show_counted(found.restored, "mark", "marks");
+            say!("{marks} of damage taken away: what had one is whole, and builds rely on it again");
         }
         match &found.frames_skipped {
             Some(why) => say!("frames not compared: {why}"),
@@ -797,11 +800,27 @@ fn called(error: ImageError, name: impl Into<PathBuf>) -> ImageError {
     }
 }
 
-/// Says what an archive has no form for.
-fn note_sockets(tree: &Tree, format: Format) {
-    let sockets = tree.reachable().0.into_iter().filter(|&id| tree.inode(id).kind == FileKind::Socket).count();
-    if sockets > 0 && format != Format::Erofs {
-        note!("pagefold: note: {sockets} sockets are left out: tar has none; programs make theirs when they start");
+/// Longest path that the system takes, and with it the programs that unpack archives.
+const PATH_BYTES_MAX: usize = libc::PATH_MAX as usize - 1;
+
+/// Says what an archive has no form for, and what few can unpack.
+fn note_limits(tree: &Tree, format: Format) {
+    if format == Format::Erofs {
+        return;
+    }
+    let (mut sockets, mut long) = (0, 0);
+    tree.walk(|path, id| {
+        sockets += u64::from(tree.inode(id).kind == FileKind::Socket);
+        long += u64::from(path.len() > PATH_BYTES_MAX);
+    });
+    if sockets > 0 {
+        let left_out = show_counted(sockets, "socket is", "sockets are");
+        note!("pagefold: note: {left_out} left out: tar has none; programs make theirs when they start");
+    }
+    if long > 0 {
+        let paths = show_counted(long, "path has", "paths have");
+        let max = show_count(PATH_BYTES_MAX as u64);
+        note!("pagefold: note: {paths} more than {max} bytes: pagefold image build unpacks that, tar(1) does not");
     }
 }
 
@@ -815,14 +834,14 @@ fn export_image(store: &Store, name: &str, output: &Path, format: Format) -> Res
             return Err("export: a tar archive is not for a terminal; give a file, or redirect".into());
         }
         let mut out = BufWriter::new(std::io::stdout().lock());
-        note_sockets(&tree, format);
+        note_limits(&tree, format);
         return Ok(export::tar(store, &tree, &mut out, &progress).map_err(|error| called(error, "standard output"))?);
     }
     if output == Path::new("-") {
         return Err("export: only a tar goes to standard output; give a file or, for oci, a new directory".into());
     }
     let ours = !output.try_exists().unwrap_or(true);
-    note_sockets(&tree, format);
+    note_limits(&tree, format);
     let done = match format {
         Format::Oci => export::oci(store, &record, &tree, output, &progress).map_err(|error| called(error, output)),
         Format::Erofs => export::erofs_full(store, &tree, output, &progress),

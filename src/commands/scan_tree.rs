@@ -2,7 +2,7 @@
 
 use super::Error;
 use crate::output::{clean, print_json};
-use crate::units::show_size;
+use crate::units::{show_counted, show_size};
 use crate::{note, say};
 use pagefold_image::progress::Progress;
 use pagefold_image::scan;
@@ -21,12 +21,14 @@ pub fn run_tree(dirs: &[PathBuf], json: bool) -> Result<ExitCode, Error> {
     }
     for tree in &found.trees {
         let path = clean(&tree.path.display().to_string());
-        say!("{:>10}  {:>8} files  {path}", show_size(tree.bytes), tree.files);
+        let files = if tree.files == 1 { "file " } else { "files" };
+        say!("{:>10}  {:>8} {files}  {path}", show_size(tree.bytes), tree.files);
     }
     say!(
-        "{:>10}  {:>8} files  in all ({} of zero pages)",
+        "{:>10}  {:>8} {}  in all ({} of zero pages)",
         show_size(found.total_bytes),
         found.files,
+        if found.files == 1 { "file " } else { "files" },
         show_size(found.zero_bytes)
     );
     for (name, level, how) in [
@@ -44,12 +46,13 @@ pub fn run_tree(dirs: &[PathBuf], json: bool) -> Result<ExitCode, Error> {
     );
     if found.resident_unknown > 0 {
         note!(
-            "pagefold: note: of {} files (other users', on overlayfs) the kernel does not say what is in memory",
-            found.resident_unknown
+            "pagefold: note: of {} (other users', on overlayfs) the kernel does not say what is in memory",
+            show_counted(found.resident_unknown, "file", "files")
         );
     }
     if found.unreadable > 0 {
-        note!("pagefold: note: {} files or directories could not be read", found.unreadable);
+        let unread = show_counted(found.unreadable, "file or directory", "files or directories");
+        note!("pagefold: note: {unread} could not be read");
     }
     Ok(code)
 }

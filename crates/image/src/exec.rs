@@ -272,7 +272,7 @@ fn prepare(store: &Store, record: &Record, lease: &Lease, run: &Run) -> Result<C
         ahead.look_up(&tree);
     }
     let has_dev = inside(&tree, "dev", OFlags::DIRECTORY).is_ok();
-    for note in mounted.notes.iter().filter(|note| !(has_dev && note.ends_with(mount::NO_DEV_NODES))) {
+    for note in mounted.notes.iter().filter(|note| !(has_dev && note.contains(mount::NO_DEV_NODES))) {
         progress::note(note);
     }
     mount::attach(&tree, &place)?;

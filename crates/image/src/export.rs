@@ -17,49 +17,67 @@ use std::path::Path;
 /// # Errors
 /// A damaged object (the archive is then incomplete), the system's.
 pub fn tar(store: &Store, tree: &Tree, out: &mut impl Write, progress: &Progress) -> Result<()> {
-    let mut list = Vec::new();
-    tree.walk(|path, id| list.push((path.to_vec(), id)));
+    let names = tree.reachable().1;
     let mut first: HashMap<Id, Vec<u8>> = HashMap::new();
-    for (path, id) in list {
-        let inode = tree.inode(id);
-        let is_dir = matches!(inode.kind, Kind::Dir(_));
-        let kind = match &inode.kind {
-            Kind::Dir(_) => EntryKind::Dir,
-            _ if first.contains_key(&id) => EntryKind::HardLink(first[&id].clone()),
-            Kind::File(data) => EntryKind::File(data.size()),
-            Kind::Symlink(target) => EntryKind::Symlink(target.to_vec()),
-            Kind::Char(major, minor) => EntryKind::Char(*major, *minor),
-            Kind::Block(major, minor) => EntryKind::Block(*major, *minor),
-            Kind::Fifo => EntryKind::Fifo,
-            // tar has no sockets; programs make theirs when they start.
-            Kind::Socket => continue,
-        };
-        if !is_dir {
-            first.entry(id).or_insert_with(|| path.clone());
+    let mut result = Ok(());
+    // Name by name: the paths of a deep tree are longer together than all that it holds.
+    tree.walk(|path, id| {
+        if result.is_ok() {
+            result = tar_entry(store, tree, (path, id), names[id as usize], &mut first, out, progress);
         }
-        let shown = match (path.is_empty(), is_dir) {
-            (true, _) => b"./".to_vec(),
-            (false, true) => [&path[..], b"/"].concat(),
-            (false, false) => path,
-        };
-        let meta = &inode.meta;
-        let data = matches!(kind, EntryKind::File(_));
-        let xattrs = if matches!(kind, EntryKind::HardLink(_)) { Default::default() } else { meta.xattrs.clone() };
-        let (mode, uid, gid) = (meta.mode, meta.uid, meta.gid);
-        let (mtime_s, mtime_ns) = (meta.mtime_s, meta.mtime_ns);
-        let entry = Entry { path: shown, kind, mode, uid, gid, mtime_s, mtime_ns, xattrs, left_out: false };
-        let mut bytes = Vec::new();
-        tar::write_header(&mut bytes, &entry);
-        out.write_all(&bytes).at_output("output")?;
-        if let (true, Kind::File(content)) = (data, &inode.kind) {
-            copy_data(store, content, out, "output".as_ref())?;
-            progress.add(content.size(), true);
-            bytes.clear();
-            tar::pad(&mut bytes, content.size());
-            out.write_all(&bytes).at_output("output")?;
-        }
-    }
+    });
+    result?;
     out.write_all(&[0; 1024]).and_then(|()| out.flush()).at_output("output")
+}
+
+/// Writes the entry of one of the `names` of an inode; `first` has the path by which a file of several was written.
+fn tar_entry(
+    store: &Store,
+    tree: &Tree,
+    (path, id): (&[u8], Id),
+    names: u32,
+    first: &mut HashMap<Id, Vec<u8>>,
+    out: &mut impl Write,
+    progress: &Progress,
+) -> Result<()> {
+    let inode = tree.inode(id);
+    let is_dir = matches!(inode.kind, Kind::Dir(_));
+    let kind = match &inode.kind {
+        Kind::Dir(_) => EntryKind::Dir,
+        _ if first.contains_key(&id) => EntryKind::HardLink(first[&id].clone()),
+        Kind::File(data) => EntryKind::File(data.size()),
+        Kind::Symlink(target) => EntryKind::Symlink(target.to_vec()),
+        Kind::Char(major, minor) => EntryKind::Char(*major, *minor),
+        Kind::Block(major, minor) => EntryKind::Block(*major, *minor),
+        Kind::Fifo => EntryKind::Fifo,
+        // tar has no sockets; programs make theirs when they start.
+        Kind::Socket => return Ok(()),
+    };
+    if !is_dir && names > 1 {
+        first.entry(id).or_insert_with(|| path.to_vec());
+    }
+    let shown = match (path.is_empty(), is_dir) {
+        (true, _) => b"./".to_vec(),
+        (false, true) => [path, b"/"].concat(),
+        (false, false) => path.to_vec(),
+    };
+    let meta = &inode.meta;
+    let data = matches!(kind, EntryKind::File(_));
+    let xattrs = if matches!(kind, EntryKind::HardLink(_)) { Default::default() } else { meta.xattrs.clone() };
+    let (mode, uid, gid) = (meta.mode, meta.uid, meta.gid);
+    let (mtime_s, mtime_ns) = (meta.mtime_s, meta.mtime_ns);
+    let entry = Entry { path: shown, kind, mode, uid, gid, mtime_s, mtime_ns, xattrs, left_out: false };
+    let mut bytes = Vec::new();
+    tar::write_header(&mut bytes, &entry);
+    out.write_all(&bytes).at_output("output")?;
+    if let (true, Kind::File(content)) = (data, &inode.kind) {
+        copy_data(store, content, out, "output".as_ref())?;
+        progress.add(content.size(), true);
+        bytes.clear();
+        tar::pad(&mut bytes, content.size());
+        out.write_all(&bytes).at_output("output")?;
+    }
+    Ok(())
 }
 
 /// Copies a file's bytes to `out`, called `to`; they must be as many and the very ones its digest says.
@@ -175,6 +193,9 @@ pub fn oci(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &P
         return Err(Error::Refused(format!(
             "{path}: a layer takes the name for the mark of a deleted file; export a tar"
         )));
+    }
+    if dir.exists() && !dir.is_dir() {
+        return Err(Error::Refused(format!("{}: not a directory; give a new one", dir.display())));
     }
     fs::create_dir_all(dir).at_output(dir)?;
     if fs::read_dir(dir).at_output(dir)?.next().is_some() {

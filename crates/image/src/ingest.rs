@@ -24,7 +24,7 @@ impl Notes {
 
     /// One line per reason.
     pub fn lines(&self) -> Vec<String> {
-        self.0.iter().map(|(reason, (count, example))| format!("{count} {reason} (first: {example})")).collect()
+        self.0.iter().map(|(reason, (count, example))| format!("{reason} ({count}; first: {example})")).collect()
     }
 }
 
@@ -150,7 +150,7 @@ fn apply_entry(
     progress: &Progress,
 ) -> Result<()> {
     if entry.left_out {
-        notes.add("files have ACLs or SELinux labels in a form that is not read: they were left out", &entry.path);
+        notes.add("ACLs or SELinux labels in a form that is not read were left out", &entry.path);
     }
     let (inodes, steps) = (tree.inode_count(), tree.step_count());
     // A layer is a tree of its own, laid over the lower ones: its directories hide their files.
@@ -248,7 +248,7 @@ mod tests {
         clean_xattrs(&mut xattrs, b"file", &mut notes);
         let kept: Vec<&[u8]> = xattrs.keys().map(|name| &**name).collect();
         assert_eq!(kept, [&b"user.b"[..], &long(255), b"user.z"]);
-        assert!(notes.lines()[0].starts_with("2 attributes"), "{:?}", notes.lines());
+        assert!(notes.lines()[0].contains("cannot hold were left out (2; first: "), "{:?}", notes.lines());
     }
 
     #[test]

@@ -552,7 +552,7 @@ fn without_xattrs(dir: &Path) -> Result<()> {
 
 /// What was left out, one line each.
 fn note_lines(notes: &BTreeMap<&'static str, u64>) -> Vec<String> {
-    notes.iter().map(|(what, count)| format!("{count} {what}")).collect()
+    notes.iter().map(|(what, count)| format!("{what} ({count})")).collect()
 }
 
 /// A name for the ids that this process's user namespace has: who has others makes files of other owners.

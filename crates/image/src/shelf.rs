@@ -515,7 +515,8 @@ pub(crate) fn verify(store: &Store, digest: &Digest, tree: &Tree) -> Result<Vec<
     }
     if found.wrong > 0 {
         let what = match &found.failed {
-            None => format!("{} files are others than the objects; mended", found.wrong),
+            None if found.wrong == 1 => "1 file is another than its object; mended".to_owned(),
+            None => format!("{} files are others than their objects; mended", found.wrong),
             Some(error) => format!("files are others than the objects, and it cannot be mended: {error}"),
         };
         all.push((Shelf::of(store, digest).objects(), what));
