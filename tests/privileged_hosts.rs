@@ -210,7 +210,16 @@ fn services_of_systemd_merge_under_the_shipped_unit() {
         }
         std::thread::sleep(std::time::Duration::from_millis(100));
     }
-    let of_root = ["active pagefold", "active one", "active two", "merged", "verified", "active again", "merged again"];
+    let of_root = [
+        "active pagefold",
+        "active one",
+        "active two",
+        "merged",
+        "verified",
+        "active under a filter, 0 times anew",
+        "active again",
+        "merged again",
+    ];
     let of_a_user = ["active of a user", "merged of a user", "verified of a user", "user daemon daemon"];
     for line in of_root.into_iter().chain(of_a_user) {
         assert!(said().lines().any(|found| found == line), "no `{line}` in {}", said());

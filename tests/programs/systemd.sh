@@ -34,13 +34,16 @@ chroot "$root" chgrp kvm /run/said/at/userfaultfd 2>/dev/null ||
     chgrp "$(sed -n 's/^kvm:[^:]*:\([0-9]*\):.*/\1/p' "$root/etc/group")" "$dir/at/userfaultfd"
 chmod 660 "$dir/at/userfaultfd"
 mount --bind "$dir/at/userfaultfd" "$root/dev/userfaultfd"
-for name in one two user-one user-two; do
+for name in one two cold user-one user-two; do
     printf '[Unit]\nDefaultDependencies=no\n[Service]\nExecStart=/usr/bin/silent\n' \
         > "$root/etc/systemd/system/$name.service"
     mkdir -p "$root/etc/systemd/system/$name.service.d"
     sed "s,/usr/bin/program,/usr/bin/silent," "$4/../examples/service.conf" \
         > "$root/etc/systemd/system/$name.service.d/pagefold.conf"
 done
+# What services may call at most where their units say so; who calls anything else is killed.
+for name in two cold; do echo 'SystemCallFilter=@system-service' >> "$root/etc/systemd/system/$name.service"; done
+sed -i 's,run --all,run --cold,' "$root/etc/systemd/system/cold.service.d/pagefold.conf"
 for name in user-one user-two; do
     # The same for a service that gives up root: the daemon of its user.
     sed -i -e 's,pagefold.service,pagefold@daemon.service,; s,/run/pagefold/,/run/pagefold-daemon/,' \
@@ -83,6 +86,14 @@ say "$(systemctl is-active one) one"
 say "$(systemctl is-active two) two"
 until_merged merged
 pagefold verify >/dev/null && say verified
+systemctl start cold
+tries=0
+until pagefold park "$(systemctl show -p MainPID --value cold)" | grep -q '^4,0' || [ $tries -ge 300 ]; do
+    tries=$((tries + 1)); sleep 0.2
+done
+sleep 1
+say "$(systemctl is-active cold) under a filter, $(systemctl show -p NRestarts --value cold) times anew"
+systemctl stop cold
 # Killed: systemd starts the next one, programs go on and find it.
 old=$(systemctl show -p MainPID --value pagefold)
 kill -9 "$old"

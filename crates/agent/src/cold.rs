@@ -70,6 +70,8 @@ fn table() -> Option<Table> {
 struct Cold {
     /// The process's mappings.
     maps: Maps,
+    /// What of its memory is there.
+    pagemap: Fd,
     /// Holds the managed ranges.
     hold: Uffd,
     /// True until a daemon has enabled `hold`.

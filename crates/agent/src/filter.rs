@@ -99,7 +99,6 @@ const WORK: &[Call] = &[
     advise(libc::MADV_HUGEPAGE),
     advise(libc::MADV_NOHUGEPAGE),
     advise(pagefold_os::mem::MADV_GUARD_INSTALL),
-    call(libc::SYS_mincore, [P, L, P, 0, 0, 0]),
     futex(libc::FUTEX_WAIT),
     futex(libc::FUTEX_WAKE),
     futex(libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG),

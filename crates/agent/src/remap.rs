@@ -28,7 +28,7 @@ use pagefold_os::fd::Fd;
 use pagefold_os::pagemap::{self, Query};
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd::{self, Uffd};
-use pagefold_os::{PAGE_SIZE, Page, Range, mem, sched, syscall};
+use pagefold_os::{PAGE_SIZE, Page, Range, mem, sched};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -158,15 +158,12 @@ impl Agent {
                 tries = 0;
             }
         }
-        let mut resident = [0u8; FREEZE_PAGES_MAX];
-        // SAFETY: the kernel writes one byte per page of the staging area.
-        let known = unsafe { syscall!(libc::SYS_mincore, staging, span.len(), resident.as_mut_ptr()) };
-        for (state, resident) in states.iter_mut().zip(resident) {
-            // Swapped-out pages count as absent for mincore(2); they go back untouched with the rest.
-            if *state == State::Hole && known.is_ok() && resident & 1 != 0 {
+        // Swapped-out pages are not there; they go back untouched with the rest.
+        populate::each_present(Range::pages_from(staging, span.pages()), &self.pagemap, |page| {
+            if let Some(state @ State::Hole) = states.get_mut(page) {
                 *state = State::Staged;
             }
-        }
+        });
     }
 
     /// Step 3: how many pages of `piece` equal their slots, from the first on.

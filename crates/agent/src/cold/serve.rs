@@ -117,6 +117,7 @@ static REMOVALS: [AtomicU64; cold_table::OTHERS] = [const { AtomicU64::new(0) };
 
 fn make(device: Option<&Fd>) -> Result<Cold> {
     let maps = Maps::open()?;
+    let pagemap = Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?;
     let hold = Uffd::bare(device)?;
     let table_fd = memfd::create(cold_table::NAME, cold_table::LEN as u64)?;
     memfd::add_seals(&table_fd, memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_SEAL)?;
@@ -133,7 +134,7 @@ fn make(device: Option<&Fd>) -> Result<Cold> {
     // SAFETY: takes nothing.
     let pid = unsafe { syscall!(libc::SYS_getpid) }.unwrap_or(0);
     table.head().pid.store(pid as u32, Ordering::Relaxed);
-    Ok(Cold { maps, hold, bare: true, mover: None, staging: None, table_fd, table })
+    Ok(Cold { maps, pagemap, hold, bare: true, mover: None, staging: None, table_fd, table })
 }
 
 /// Why there is no connection.

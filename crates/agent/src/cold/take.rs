@@ -9,6 +9,7 @@ use super::{Cold, Connection};
 use crate::channel::input;
 use crate::cold_table::{FROZEN, OUT, RESIDENT, VOID};
 use crate::own::is_left_alone;
+use crate::populate;
 use crate::shared::{COLD_AGENT, SHARED};
 use crate::thread::yield_now;
 use crate::wire::{CHANNEL_OUT, CHANNEL_PAGES, DROP_BUSY, DropEntry, FETCH_PAGES_MAX, RegionEntry};
@@ -207,14 +208,8 @@ impl Cold {
                 }
             }
         }
-        let mut resident = [0u8; FETCH_PAGES_MAX];
-        // SAFETY: the kernel writes one byte per page of the run.
-        let known = unsafe { syscall!(libc::SYS_mincore, base, range.len(), resident.as_mut_ptr()) }.is_ok();
         let mut back = [true; FETCH_PAGES_MAX];
-        for page in 0..pages {
-            if !known || resident[page] & 1 == 0 {
-                continue;
-            }
+        populate::each_present(Range::pages_from(base, range.pages()), &self.pagemap, |page| {
             // SAFETY: the page is resident in the staging area, where nobody else writes.
             let frozen = unsafe { &*((base + (page * PAGE_SIZE) as u64) as *const Page) };
             // SAFETY: inside the channel; whoever writes there meanwhile is the daemon, which waits for our answer.
@@ -225,7 +220,7 @@ impl Cold {
                 // SAFETY: inside the channel's list.
                 unsafe { core::ptr::write_volatile(out.add(place + page), 1) };
             }
-        }
+        });
         let mut page = 0;
         while page < pages {
             let from = page;
