@@ -87,6 +87,30 @@ fn a_daemon_at_its_limit_of_memory_merges_less() {
     assert!(client.end().success());
 }
 
+/// A client costs memory too: who comes where there is none is not covered, until there is.
+#[test]
+fn a_daemon_at_its_limit_of_memory_takes_nobody_more() {
+    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+    let Some(group) = common::group::Group::new() else { return };
+    let daemon = Daemon::start(&["--period", "100ms"]);
+    group.take(daemon.pid());
+    group.limit(4 << 20);
+    let mut clients: Vec<Server> = (0..60).map(|_| Server::start(daemon.run(&[]), program)).collect();
+    let not_covered = || {
+        let status = daemon.status();
+        let list = status["not_covered"].as_array().expect("a list");
+        list.iter().filter(|one| one["reason"].as_str().is_some_and(|reason| reason.contains("MemoryMax="))).count()
+    };
+    wait_for("clients not to be covered", 60, || not_covered() > 0);
+    group.assert_nobody_was_killed();
+    group.lift();
+    wait_for("all to be covered", 120, || not_covered() == 0);
+    for client in &mut clients {
+        client.check("check");
+    }
+    clients.into_iter().for_each(|client| assert!(client.end().success()));
+}
+
 /// A daemon without descriptors says so of whom it cannot manage, and manages him when it has some.
 #[test]
 fn a_limit_of_descriptors_is_named() {

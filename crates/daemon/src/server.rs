@@ -87,6 +87,10 @@ const LINKS_MAX: usize = 4;
 /// Processes remembered that could not be managed.
 const NOT_COVERED_MAX: usize = 64;
 
+/// Room in the daemon's own control group without which it takes nobody more: the kernel would end it. What it keeps of a
+/// client to begin with is a tenth of that.
+const CLIENT_BYTES: u64 = 1 << 20;
+const NO_ROOM: &str = "the daemon is near the memory limit of its control group: raise it (MemoryMax=)";
 const TOO_MANY_LINKS: &str = "it is connected several times already";
 
 /// Users and the names they gave.
@@ -132,8 +136,8 @@ pub struct Daemon {
     pub(crate) more_metrics: std::sync::OnceLock<MoreMetrics>,
     pub(crate) more_status: std::sync::OnceLock<MoreStatus>,
     pub(crate) cold: crate::cold::Cold,
-    /// What limits its own memory: the pools'.
-    room: pagefold_pool::Room,
+    /// What limits its own memory: the pools', and what it keeps of clients.
+    room: Arc<crate::cold::room::Room>,
     /// How far `verify` is: pages, and of how many.
     pub(crate) verified: [AtomicU64; 2],
     /// Held for as long as we are the daemon of our socket.
@@ -151,10 +155,9 @@ impl Daemon {
     /// Makes a daemon with no domain yet.
     pub fn new(config: Config) -> Arc<Daemon> {
         let cold = crate::cold::Cold::new(config.cold.clone(), &config.socket);
-        let own = crate::cold::room::Room::of(std::process::id() as i32);
         Arc::new(Daemon {
             cold,
-            room: pagefold_pool::Room::new(move |bytes| own.has(bytes)),
+            room: Arc::new(crate::cold::room::Room::of(std::process::id() as i32)),
             verified: Default::default(),
             lock: Mutex::default(),
             served: Mutex::default(),
@@ -390,6 +393,9 @@ impl Daemon {
         if self.has_all_links(&lock(&self.connected), cred.pid) {
             return self.note_not_covered(cred.pid, TOO_MANY_LINKS.into());
         }
+        if !self.room.has(CLIENT_BYTES) {
+            return self.note_not_covered(cred.pid, NO_ROOM.into());
+        }
         let socket = Arc::new(Peer::from(socket));
         let link = match Link::greet(socket.clone(), hello, fds, self.device.as_ref()) {
             Ok(link) => link,
@@ -473,7 +479,10 @@ impl Daemon {
             name: key.1.clone(),
             period_ns: self.config.period.as_nanos() as u64,
             pool_max_bytes: self.config.pool_max_bytes,
-            room: self.room.clone(),
+            room: {
+                let own = self.room.clone();
+                pagefold_pool::Room::new(move |bytes| own.has(bytes))
+            },
             vma_budget: self.config.vma_budget,
             predict: self.config.predict,
             ..domain::Config::default()
