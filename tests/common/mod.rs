@@ -278,9 +278,12 @@ impl Server {
 
     /// Lets the client compare every byte; returns how many of its pages lie in the pool.
     pub fn check(&mut self, word: &str) -> usize {
-        writeln!(self.input, "{word}").expect("the client reads");
+        let sent = writeln!(self.input, "{word}");
         let mut line = String::new();
         self.output.read_line(&mut line).expect("a line");
+        if sent.is_err() || line.is_empty() {
+            panic!("the client died: {:?}", self.child.0.wait());
+        }
         let pages = line.trim().strip_prefix("right ").and_then(|pages| pages.parse().ok());
         pages.unwrap_or_else(|| panic!("the client found wrong bytes, or died: {line:?}"))
     }
