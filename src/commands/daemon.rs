@@ -109,14 +109,17 @@ fn workers(text: &str) -> Result<Setting<usize>, String> {
     unless("auto", text, |text| number(text).ok_or_else(|| "takes 1 to 1024".to_owned()))
 }
 
+fn no_shorter(than_ms: u64, text: &str) -> Result<Duration, String> {
+    let time = units::duration(text)?;
+    if time >= Duration::from_millis(than_ms) { Ok(time) } else { Err(format!("takes at least {than_ms}ms")) }
+}
+
 fn period(text: &str) -> Result<Duration, String> {
-    let period = units::duration(text)?;
-    if period < Duration::from_millis(10) { Err("takes at least 10ms".into()) } else { Ok(period) }
+    no_shorter(10, text)
 }
 
 fn cold_tick(text: &str) -> Result<Duration, String> {
-    let tick = units::duration(text)?;
-    if tick < Duration::from_millis(50) { Err("takes at least 50ms".into()) } else { Ok(tick) }
+    no_shorter(50, text)
 }
 
 fn pool_max(text: &str) -> Result<Setting<u64>, String> {

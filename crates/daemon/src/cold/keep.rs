@@ -30,7 +30,7 @@ impl Cold {
         }
         if let Some(keeper) = held.as_ref().filter(|keeper| lives(keeper)) {
             // Its names are for the living.
-            self.orphans.count(Some(keeper));
+            self.orphans.let_go_of_ended(Some(keeper));
             return;
         }
         *held = Keeper::connect(&self.keeper_path).ok();

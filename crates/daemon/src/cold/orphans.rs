@@ -96,11 +96,15 @@ impl Orphans {
         }
     }
 
-    /// How many wait.
+    /// How many wait; those that have ended are let go, and their names.
     pub(super) fn count(&self, keeper: Option<&Keeper>) -> usize {
-        let mut held = lock(&self.held);
-        prune(keeper, &mut held);
-        held.values().map(Vec::len).sum()
+        self.let_go_of_ended(keeper);
+        lock(&self.held).values().map(Vec::len).sum()
+    }
+
+    /// Lets go of those that have ended, and of their names.
+    pub(super) fn let_go_of_ended(&self, keeper: Option<&Keeper>) {
+        prune(keeper, &mut lock(&self.held));
     }
 
     /// True if the keeper's `name` is that of one.

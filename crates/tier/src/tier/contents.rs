@@ -109,6 +109,17 @@ impl Tier {
         }
     }
 
+    /// Has one more page show what a page word names, which cannot be gone.
+    pub(crate) fn share_word(&self, word: u64) {
+        match Shown::from_word(word) {
+            Shown::Content(at) => self.add_ref(at as usize),
+            Shown::Fill(_) => {
+                self.counters.pages_filled.fetch_add(1, Ordering::Relaxed);
+            }
+            Shown::Nothing | Shown::Lost => {}
+        }
+    }
+
     /// Releases what a page word named.
     pub(crate) fn release_word(&self, word: u64) {
         match Shown::from_word(word) {

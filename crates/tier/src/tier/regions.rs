@@ -4,7 +4,6 @@ use super::Tier;
 use crate::arena::lock;
 use crate::error::StoreError;
 use crate::layout::{LEAF_PAGES, PAGES_MAX, Shown};
-use crate::stats::count;
 use std::ops::Range;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
@@ -76,11 +75,7 @@ impl Tier {
                 if parent.directory.get(at) == Some(leaf) {
                     for (word, shown) in words.iter_mut().zip(self.arena.leaf(leaf)) {
                         *word = shown.load(Ordering::Acquire);
-                        match Shown::from_word(*word) {
-                            Shown::Content(at) => self.add_ref(at as usize),
-                            Shown::Fill(_) => count(&self.counters.pages_filled),
-                            Shown::Nothing | Shown::Lost => {}
-                        }
+                        self.share_word(*word);
                     }
                 }
             }
@@ -108,11 +103,7 @@ impl Tier {
             let _guard = lock(&self.cluster_shard(region, cluster).lock);
             let leaf = found.directory.get(cluster);
             let word = leaf.map_or(0, |leaf| self.arena.leaf(leaf)[index].load(Ordering::Acquire));
-            match Shown::from_word(word) {
-                Shown::Content(at) => self.add_ref(at as usize),
-                Shown::Fill(_) => count(&self.counters.pages_filled),
-                Shown::Nothing | Shown::Lost => {}
-            }
+            self.share_word(word);
             word
         };
         if word == 0 {
