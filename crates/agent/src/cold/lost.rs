@@ -263,7 +263,9 @@ mod tests {
         hold.register(Range::pages_from(memory.addr(), 3), uffd::MODE_MISSING).unwrap();
         let page_at = |number: u64| memory.addr() + number * PAGE;
         // They may lie in two chunks.
-        [0, 2].map(|number| table.find_or_add(page_at(number)).unwrap());
+        for number in [0, 2] {
+            table.find_or_add(page_at(number)).unwrap();
+        }
         table.set_state(page_at(0), OUT);
         table.set_state(page_at(2), FROZEN);
         let child = std::thread::scope(|scope| {
