@@ -1,6 +1,6 @@
 //! Memory of this process whose silent pages lie in a tier of its own, with faults served in the faulting thread.
 //!
-//! No daemon, no other thread, no privilege: a touch of a page that is out
+//! No daemon, no privilege, and no other thread but [one that is lent](Hand): a touch of a page that is out
 //! raises SIGBUS in the thread that touches it (userfaultfd with
 //! `UFFD_FEATURE_SIGBUS`), and the handler loads the page, proves it by its
 //! fingerprint, copies it in and returns. So nobody has to be woken, which is
@@ -66,15 +66,14 @@ use crate::tier::Tier;
 use memory::Handle;
 use pagefold_os::{Errno, PAGE_SIZE};
 use std::ops::{Deref, DerefMut, Range};
-use std::sync::atomic::Ordering;
 use thiserror::Error;
 
 /// Longest region, in bytes.
 pub const REGION_BYTES_MAX: usize = 256 << 30;
 /// Most regions of a process at once.
 pub const REGIONS_MAX: usize = fault::SLOTS;
-/// Pages that a fault brings back at most, while the program walks upwards.
-pub const FAULT_PAGES_MAX: usize = 16;
+/// Pages that a fault brings back at most, while the program walks upwards; half as many without a [`Hand`].
+pub const FAULT_PAGES_MAX: usize = 32;
 
 /// Why a region could not be made.
 #[derive(Debug, Error)]
@@ -137,6 +136,8 @@ pub struct RegionStats {
     pub faults: u64,
     /// Time that threads spent in them, in nanoseconds.
     pub fault_ns: u64,
+    /// Pages of these faults' windows that a [`Hand`] brought.
+    pub pages_by_hand: u64,
     /// Faults on fresh pages near pages that are out.
     pub zero_faults: u64,
     /// Attempts to bring a page back that failed.
@@ -156,6 +157,25 @@ pub struct ColdRegion {
 /// Puts pages of a region out and brings them back, from any thread, while others use the bytes.
 #[derive(Clone, Debug)]
 pub struct Parker {
+    shared: Handle,
+}
+
+/// A second hand of a region: a thread that brings some of the pages behind a fault while the program walks upwards.
+///
+/// ```no_run
+/// # use pagefold_tier::{Config, Tier, region::ColdRegion};
+/// # let tier = Tier::create(Config::default(), None)?;
+/// let region = ColdRegion::new(tier, 256 << 20)?;
+/// let hand = region.hand();
+/// let thread = std::thread::spawn(move || hand.work());
+/// # let pages = region.as_chunks::<4096>().0;
+/// let sum: u64 = pages.iter().map(|page| u64::from(page[0])).sum(); // two threads bring the pages
+/// drop(region); // ends the work
+/// # thread.join().unwrap();
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Hand {
     shared: Handle,
 }
 
@@ -181,6 +201,11 @@ impl ColdRegion {
     /// A handle for the thread that puts pages out.
     pub fn parker(&self) -> Parker {
         Parker { shared: self.shared.clone() }
+    }
+
+    /// A second hand, for a thread that does nothing else.
+    pub fn hand(&self) -> Hand {
+        Hand { shared: self.shared.clone() }
     }
 
     /// First byte, for programs that share the memory between threads by rules of their own.
@@ -249,7 +274,7 @@ impl DerefMut for ColdRegion {
 
 impl Drop for ColdRegion {
     fn drop(&mut self) {
-        self.shared.closed.store(true, Ordering::Release);
+        self.shared.close();
     }
 }
 
@@ -305,6 +330,16 @@ impl Parker {
     /// The figures of the region's tier.
     pub fn tier_stats(&self) -> Stats {
         self.shared.tier_stats()
+    }
+}
+
+impl Hand {
+    /// Works until the region is dropped; at once in a child of a fork.
+    ///
+    /// While the program walks through pages that are out, the thread looks for the next ones, up to 100 us each time;
+    /// else it sleeps. It pays where a processor rests.
+    pub fn work(&self) {
+        self.shared.lend_hand();
     }
 }
 

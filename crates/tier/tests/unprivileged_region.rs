@@ -32,6 +32,12 @@ fn region(pages: usize) -> Option<ColdRegion> {
     }
 }
 
+/// Lends a region a second hand; the thread ends with the region.
+fn lend_hand(region: &ColdRegion) -> std::thread::JoinHandle<()> {
+    let hand = region.hand();
+    std::thread::spawn(move || hand.work())
+}
+
 /// Ends the threads that go on until then, also when an assertion failed.
 struct Stop<'a>(&'a AtomicBool);
 
@@ -77,8 +83,9 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 24, max_shrink_iters: 200, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_region_is_memory(filled in any::<bool>(), steps in proptest::collection::vec(step(), 1..60)) {
+    fn a_region_is_memory(filled in any::<bool>(), helped in any::<bool>(), steps in proptest::collection::vec(step(), 1..60)) {
         let Some(mut region) = region(PAGES) else { return Ok(()) };
+        let hand = helped.then(|| lend_hand(&region));
         let mut model = vec![0_u8; PAGES * PAGE];
         if filled {
             for page in 0..PAGES {
@@ -127,6 +134,8 @@ proptest! {
         parker.unpark(0..PAGES * PAGE).unwrap();
         prop_assert_eq!((region.stats().pages_out, region.tier_stats().pages), (0, 0), "nothing is left in the tier");
         prop_assert!(region[..] == model[..]);
+        drop(region);
+        hand.map_or(Ok(()), std::thread::JoinHandle::join).expect("the hand's thread");
     }
 }
 
@@ -158,6 +167,29 @@ fn what_is_parked_leaves_memory_and_comes_back_by_touch() {
     assert!(region.stats().faults - stats.faults < parked.pages / 4, "{:?}", region.stats());
 }
 
+/// A program that walks upwards has its pages brought by two threads, and the second one ends with the region.
+#[test]
+fn a_second_hand_brings_some_of_the_pages() {
+    let Some(mut region) = region(1024) else { return };
+    for page in 0..1024 {
+        region[page * PAGE..][..PAGE].copy_from_slice(&page_of(page as u16));
+    }
+    let hand = lend_hand(&region);
+    let end = Instant::now() + Duration::from_secs(120);
+    // It may have lost its processor in any of the walks, but not in all.
+    while region.stats().pages_by_hand < 100 {
+        assert!(Instant::now() < end, "{:?}", region.stats());
+        let parked = region.parker().park(0..1024 * PAGE, Effort::Fast);
+        assert!(parked.pages >= 1000, "{parked:?}");
+        assert!((0..1024).all(|page| region[page * PAGE..][..PAGE] == page_of(page as u16)));
+    }
+    let parker = region.parker();
+    drop(region);
+    hand.join().unwrap();
+    let stats = parker.stats();
+    assert_eq!((stats.pages_out, stats.pages_back), (0, stats.pages_parked), "{stats:?}");
+}
+
 /// Threads that write and read pages of their own, and read pages that nobody writes, while others park and cool.
 #[test]
 fn no_write_is_lost_under_a_parker() {
@@ -171,6 +203,7 @@ fn no_write_is_lost_under_a_parker() {
     let end = Instant::now() + Duration::from_secs(seconds);
     let (stop, steps) = (AtomicBool::new(false), AtomicU64::new(0));
     let base = region.as_ptr() as usize;
+    lend_hand(&region);
     std::thread::scope(|scope| {
         let _stop = Stop(&stop);
         for seed in 0..2_u64 {
@@ -245,9 +278,10 @@ fn many_threads_fault_on_the_same_pages_at_once() {
     for page in 0..64 {
         region[page * PAGE..][..PAGE].copy_from_slice(&page_of(page as u16 * 8 + 2));
     }
+    let (hand, parker) = (lend_hand(&region), region.parker());
     let gate = std::sync::Barrier::new(16);
     for _ in 0..30 {
-        region.parker().park(0..64 * PAGE, Effort::Fast);
+        parker.park(0..64 * PAGE, Effort::Fast);
         std::thread::scope(|scope| {
             for _ in 0..16 {
                 scope.spawn(|| {
@@ -259,7 +293,9 @@ fn many_threads_fault_on_the_same_pages_at_once() {
             }
         });
     }
-    assert_eq!(region.stats().pages_out, 0);
+    drop(region);
+    hand.join().unwrap();
+    assert_eq!(parker.stats().pages_out, 0);
 }
 
 /// The program changes the rights of a page, as who watches for writes does, while the parker has it in hand.

@@ -11,9 +11,10 @@
 //! Entries are stored and discarded by who holds `parking` only, never in the
 //! handler, where nothing may be freed.
 //!
-//! Here are the states and who may change them; `out` takes pages away, `back` brings them, `handle` makes it all.
+//! Here are the states and who may change them; `out` takes pages away, `back` brings them, `hand` helps with it, `handle` makes it all.
 
 mod back;
+mod hand;
 mod handle;
 mod out;
 
@@ -55,6 +56,7 @@ struct Counters {
     back: AtomicU64,
     faults: AtomicU64,
     fault_ns: AtomicU64,
+    by_hand: AtomicU64,
     zero_faults: AtomicU64,
     unreadable: AtomicU64,
 }
@@ -99,9 +101,10 @@ pub(super) struct Shared {
     /// One past the last page that a fault brought, and how many it brought.
     window_end: AtomicU64,
     window_pages: AtomicU64,
+    offer: hand::Offer,
     /// A page that was here when it faulted, and how often in a row: see [`back::STUCK_MAX`].
     stuck: AtomicU64,
-    pub closed: AtomicBool,
+    closed: AtomicBool,
     parking: Mutex<Parking>,
     pins: Mutex<Pins>,
 }
@@ -154,6 +157,12 @@ impl Shared {
         unsafe { self.ours.as_ptr().read_volatile() == 1 }
     }
 
+    /// The region is dropped; other handles may be left.
+    pub(super) fn close(&self) {
+        self.closed.store(true, Ordering::Release);
+        self.offer.ring();
+    }
+
     fn usable(&self) -> bool {
         self.is_ours() && !self.closed.load(Ordering::Acquire)
     }
@@ -174,6 +183,7 @@ impl Shared {
             pages_back: get(&counters.back),
             faults: get(&counters.faults),
             fault_ns: get(&counters.fault_ns),
+            pages_by_hand: get(&counters.by_hand),
             zero_faults: get(&counters.zero_faults),
             pages_unreadable: get(&counters.unreadable),
             pages_pinned: pinned,

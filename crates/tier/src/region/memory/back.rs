@@ -5,6 +5,7 @@
 
 use super::super::decoder::{Decoder, Patience, Taken};
 use super::super::{FAULT_PAGES_MAX, Unreadable};
+use super::hand::PIECE;
 use super::{BACK, BUSY, CHUNK, HERE, OUT, Shared};
 use crate::arena::lock;
 use crate::stats::count;
@@ -81,11 +82,18 @@ impl Shared {
         let (end, last) = (self.window_end.load(Ordering::Relaxed), self.window_pages.load(Ordering::Relaxed));
         // Within the next window counts as behind: the pages between may be here.
         let behind = page as u64 >= end && page as u64 - end < last * 2;
-        let window = if behind { (last * 2).min(FAULT_PAGES_MAX as u64) } else { (last / 2).max(1) };
+        // As long a wait with two hands as with one.
+        let window_max = if self.offer.has_hands() { FAULT_PAGES_MAX } else { FAULT_PAGES_MAX / 2 } as u64;
+        let window = if behind { (last * 2).min(window_max) } else { (last / 2).max(1) };
         self.window_pages.store(window, Ordering::Relaxed);
         self.window_end.store(page as u64 + window, Ordering::Relaxed);
-        let len = self.claim_behind(page, window as usize);
-        let brought = self.bring(page, len);
+        let end = page + self.claim_behind(page, window as usize);
+        let rest = end.min(page + PIECE)..end;
+        let offered = self.offer.has_hands() && !rest.is_empty() && self.offer.make(&rest);
+        let brought = self.bring(page, if offered { PIECE } else { end - page });
+        while let Some(piece) = self.offer.take(&rest) {
+            self.bring(piece.start, piece.len());
+        }
         self.counters.fault_ns.fetch_add(sched::quick_monotonic_ns().saturating_sub(start), Ordering::Relaxed);
         brought > 0
     }
@@ -99,7 +107,7 @@ impl Shared {
     }
 
     /// Brings pages back that are busy and were out; returns how many from the first on came. The others are out again.
-    fn bring(&self, page: usize, len: usize) -> usize {
+    pub(super) fn bring(&self, page: usize, len: usize) -> usize {
         let mut came = 0;
         if let Some(mut decoder) = Taken::take() {
             let Decoder { worker, pages } = &mut *decoder;

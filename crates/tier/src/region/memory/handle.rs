@@ -3,6 +3,7 @@
 //! It goes with its last handle, when no handler looks at it any more.
 
 use super::super::{RegionError, fault};
+use super::hand::Offer;
 use super::{BATCH, CHUNK, Counters, FREEZE, Parking, REGION, Shared, own};
 use crate::tier::Tier;
 use pagefold_os::fd::Fd;
@@ -60,6 +61,7 @@ impl Handle {
             counters: Counters::default(),
             window_end: AtomicU64::new(u64::MAX),
             window_pages: AtomicU64::new(1),
+            offer: Offer::default(),
             stuck: AtomicU64::new(0),
             closed: AtomicBool::new(false),
             parking: Mutex::new(parking),
