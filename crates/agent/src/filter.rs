@@ -302,7 +302,7 @@ mod tests {
     fn who_may_fork_must_be_able_to_start_an_agent() {
         assert_eq!(all_but(&[libc::SYS_sched_setaffinity]), Verdict { stay: true, follow: false, start: true });
         assert!(!all_but(&[libc::SYS_close_range]).stay);
-        let no_fork = [libc::SYS_clone, libc::SYS_clone3, libc::SYS_fork];
+        let no_fork: Vec<c_long> = FORKS.iter().map(|call| call.number).collect();
         assert_eq!(all_but(&no_fork), Verdict { stay: true, follow: true, start: false });
     }
 

@@ -149,17 +149,8 @@ impl Frames {
     /// Says that the start of `frame` is read soon: what reads ahead in the processor ends with each page.
     #[inline]
     pub(crate) fn prefetch(&self, frame: FrameIndex) {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-            let at = self.address(frame);
-            (0..PREFETCH_BYTES).step_by(64).for_each(|byte| {
-                // SAFETY: a hint, which reads nothing and cannot fault; inside the frame.
-                unsafe { _mm_prefetch::<_MM_HINT_T0>(at.add(byte).cast()) };
-            });
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = frame;
+        let at = self.address(frame);
+        (0..PREFETCH_BYTES).step_by(64).for_each(|byte| llds::prefetch(at.wrapping_add(byte)));
     }
 
     /// Copies `from` into `frame`, starting at byte `offset`. The caller owns the frame or holds its dirty block's lock.

@@ -13,6 +13,7 @@
 //! one by a reader who was late once, so that he is not late for ever.
 
 use llds::arena::Arena;
+use llds::prefetch;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -164,18 +165,6 @@ pub fn write(arena: &Arena, offset: u64, key: &[u8], value: &[u8]) {
             put(u64::from_ne_bytes(padded));
         }
     }
-}
-
-/// Asks for the cache line at `address`.
-#[inline]
-pub fn prefetch<T>(address: *const T) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: a prefetch of any address is allowed; it never faults.
-    unsafe {
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address.cast());
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = address;
 }
 
 #[cfg(test)]

@@ -110,15 +110,7 @@ impl Memory {
     #[inline(always)]
     pub(crate) fn prefetch(&self, line: u64) {
         debug_assert!(line < self.lines);
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: prefetch is a hint; the address lies in the mapping.
-        unsafe {
-            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(
-                self.base.add(line as usize * 8).cast::<i8>(),
-            );
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = line;
+        crate::prefetch(self.base.wrapping_add(line as usize * 8));
     }
 
     /// Gives the lines' memory back to the system; they read as zeros from now on.

@@ -51,12 +51,17 @@ fn place(len: u64) -> Option<u64> {
     ZONE_NEXT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, step).ok().map(begin)
 }
 
+/// Asks for low addresses, where an architecture knows that.
+#[cfg(target_arch = "x86_64")]
+const MAP_LOW: c_int = libc::MAP_32BIT;
+#[cfg(not(target_arch = "x86_64"))]
+const MAP_LOW: c_int = 0;
+
 fn map(addr: *mut c_void, len: usize, prot: c_int, flags: c_int, fd: c_int, offset: i64) -> Result<u64> {
     let large = len as u64 >= if managed_all() { ALL_MIN } else { PLACE_MIN };
     const OPEN: c_int = libc::PROT_READ | libc::PROT_WRITE;
     let plain = flags & (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) == libc::MAP_PRIVATE | libc::MAP_ANONYMOUS
-        && flags & (libc::MAP_STACK | libc::MAP_GROWSDOWN | libc::MAP_HUGETLB | libc::MAP_LOCKED | libc::MAP_32BIT)
-            == 0
+        && flags & (libc::MAP_STACK | libc::MAP_GROWSDOWN | libc::MAP_HUGETLB | libc::MAP_LOCKED | MAP_LOW) == 0
         && prot & libc::PROT_EXEC == 0;
     let manageable = managed_all() && plain && matches!(prot, OPEN | libc::PROT_NONE);
     // What the program opens later, it opens and ends by calls that are seen.

@@ -36,7 +36,7 @@ unsafe fn stat_at(dir: c_int, path: *const c_char, to: *mut libc::stat, flags: c
         }
         if ours == before {
             // SAFETY: as above.
-            unsafe { (*to).st_nlink = (*to).st_nlink.saturating_sub(ours) };
+            unsafe { (*to).st_nlink = (*to).st_nlink.saturating_sub(ours as libc::nlink_t) };
             return Ok(());
         }
         before = ours;
@@ -78,8 +78,8 @@ fn is_proc(dir: c_int, path: &CStr) -> bool {
 
 /// How many of this process's threads are the agent's. Their numbers need not be those of `/proc`, which may be of a
 /// namespace above.
-fn threads() -> libc::nlink_t {
-    count_threads() as libc::nlink_t
+fn threads() -> u64 {
+    count_threads() as u64
 }
 
 /// What the kernel tells of the process.

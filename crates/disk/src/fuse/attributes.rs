@@ -113,7 +113,7 @@ fn attributes(number: u64, stat: &Stat) -> FileAttr {
         crtime: UNIX_EPOCH,
         kind: kind_of(rustix::fs::FileType::from_raw_mode(stat.st_mode)),
         perm: (stat.st_mode & 0o7777) as u16,
-        nlink: stat.st_nlink as u32,
+        nlink: stat.st_nlink as _,
         uid: stat.st_uid,
         gid: stat.st_gid,
         rdev: stat.st_rdev as u32,

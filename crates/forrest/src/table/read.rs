@@ -8,8 +8,9 @@
 use super::seen::{Both, Seen, ask_for_words};
 use super::{Dir, Spot, Table};
 use crate::bucket::{Head, Kind, Mark, SLOTS};
-use crate::record::{Record, prefetch};
+use crate::record::Record;
 use llds::arena::SeatRef;
+use llds::prefetch;
 use std::hint::select_unpredictable;
 use std::sync::atomic::{Ordering, fence};
 

@@ -43,10 +43,10 @@ impl Table {
                 std::array::from_fn(|at| self.other_home(dir, Room { bucket, slot: slots + at }));
             // Both lines, but the first ones first: they tell which of the second is written to.
             for &other in &others {
-                crate::record::prefetch(self.bucket(dir, other));
+                llds::prefetch(self.bucket(dir, other));
             }
             for &other in &others {
-                crate::record::prefetch(&self.bucket(dir, other).words);
+                llds::prefetch(&self.bucket(dir, other).words);
             }
             for (at, &other) in others.iter().enumerate() {
                 let head = self.bucket(dir, other).head(Ordering::Relaxed);

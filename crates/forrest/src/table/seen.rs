@@ -8,8 +8,8 @@
 
 use super::{Dir, Homes, Table};
 use crate::bucket::{ALL_SLOTS, Bucket, SLOTS};
-use crate::record::prefetch;
 use crate::wide::{self, Side};
+use llds::prefetch;
 use std::hint::select_unpredictable;
 use std::sync::atomic::Ordering;
 

@@ -11,10 +11,11 @@ use super::seen::{Seen, ask_for, ask_for_words};
 use super::{Dir, FLOODED, GENERATION, Homes, Place, Spot, Table};
 use crate::bucket::{Kind, Mark, SLOTS};
 use crate::error::Error;
-use crate::record::{self, Record, prefetch};
+use crate::record::{self, Record};
 use crate::{KEY_BYTES_MAX, VALUE_BYTES_MAX};
 use llds::arena::SeatRef;
 use llds::arena::fault::point;
+use llds::prefetch;
 use std::sync::atomic::{Ordering, fence};
 
 /// Keys of one and the same 64-bit hash in a segment before further ones go by their second hash.
