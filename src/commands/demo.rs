@@ -27,6 +27,9 @@ const PAGE: usize = 4096;
 /// Pause between two looks whether we are asked to end.
 const LOOK_MS: i32 = 100;
 
+/// How long memory must be silent before our daemon merges it: two of its periods.
+const SILENCE_S: u64 = 2;
+
 /// Longest time to wait for merging to come to rest.
 const MERGE_MAX: Duration = Duration::from_secs(120);
 
@@ -215,7 +218,10 @@ fn show(rows: &[Row], why_no_ksm: Option<String>) -> Result<(), Error> {
         _ => format!("{}'s daemon and mappings, {}", row.name, units::show_size(row.own_bytes)),
     };
     let own = rows.iter().map(own).collect::<Vec<_>>().join(", or ");
-    say!("after: the processes and {own}; per page: processor time per page merged");
+    say!("after: the processes and {own}");
+    say!(
+        "time: of pagefold's, {SILENCE_S} s are the silence that it waits for; per page: processor time per page merged"
+    );
     if let Some(why) = why_no_ksm {
         say!("\n{why}");
     }
@@ -312,7 +318,7 @@ fn with_pagefold(args: &Args) -> Result<Row, Error> {
     let mut command = Command::new(std::env::current_exe()?);
     command
         // What the file says is for another daemon: its addresses, for instance, are taken.
-        .args(["daemon", "--config", "none", "--busy", "--period", "1s", "--socket"])
+        .args(["daemon", "--config", "none", "--busy", "--period", &format!("{}s", SILENCE_S / 2), "--socket"])
         .arg(&socket)
         .env_remove("LD_PRELOAD")
         .stdin(Stdio::null());
