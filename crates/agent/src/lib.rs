@@ -36,6 +36,8 @@ pub mod filter;
 mod growth;
 pub mod guard;
 #[cfg(not(loom))]
+mod heal;
+#[cfg(not(loom))]
 mod heap;
 #[cfg(not(loom))]
 mod listing;

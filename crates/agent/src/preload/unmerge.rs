@@ -7,9 +7,9 @@
 use super::c_library::me;
 use super::pins;
 use crate::cold;
+use crate::heal::copy_of;
 use crate::maps::{Maps, POOL_NAME, pool_mappings};
 use crate::plain::keep_attributes;
-use crate::remap::copy_of;
 use crate::shared::SHARED;
 use crate::voids;
 use core::ffi::c_int;
