@@ -223,6 +223,15 @@ fn no_write_is_lost_under_a_parker() {
                 }
             });
         }
+        // Who walks upwards has pages brought by the second hand.
+        scope.spawn(|| {
+            // SAFETY: nobody writes these.
+            let common =
+                unsafe { std::slice::from_raw_parts((base as *const u8).add(WRITERS * EACH * PAGE), 128 * PAGE) };
+            for page in (0..128).cycle().take_while(|_| !stop.load(Ordering::Relaxed)) {
+                assert!(common[page * PAGE..][..PAGE] == page_of(page as u16), "common page {page}");
+            }
+        });
         let writers: Vec<_> = (0..WRITERS)
             .map(|number| {
                 let steps = &steps;
