@@ -105,10 +105,12 @@ fn samples(plan: &Plan, thread: usize, count: usize) -> Vec<u32> {
     }
 }
 
+/// Counted page by page: what `statm` tells may be off by some dozen pages for each processor.
 fn resident_bytes() -> f64 {
-    let statm = std::fs::read_to_string("/proc/self/statm").expect("Linux");
-    let pages: f64 = statm.split(' ').nth(1).and_then(|field| field.parse().ok()).expect("statm's second field");
-    pages * 4096.0
+    let memory = std::fs::read_to_string("/proc/self/smaps_rollup").expect("Linux");
+    let resident = memory.lines().find_map(|line| line.strip_prefix("Rss:")).expect("its second line");
+    let kib: f64 = resident.trim().trim_end_matches(" kB").parse().expect("a number");
+    kib * 1024.0
 }
 
 /// Runs `work(thread)` in all threads at once and gives million operations per second: by the wall from

@@ -56,6 +56,8 @@ pub struct Mapping {
     huge_by_touch: bool,
     /// Whether the file gets huge pages only where the kernel is told to make them of small ones.
     huge_by_collapse: AtomicBool,
+    /// Whether rests of huge pages were ever given back.
+    has_rests: AtomicBool,
     /// Device and inode of the file, 0 for none.
     inode: (u64, u64),
 }
@@ -280,7 +282,26 @@ impl Mapping {
             }
             None => {
                 let _ = self.advise(offset, bytes, libc::MADV_DONTNEED);
+                if self.has_rests.load(Ordering::Relaxed) {
+                    // Where rests were given back, huge pages are welcome again.
+                    let _ = self.advise(offset, bytes, libc::MADV_HUGEPAGE);
+                }
             }
+        }
+    }
+
+    /// Whether this process's own memory lies on huge pages that the kernel makes as it can.
+    pub fn is_transparent(&self) -> bool {
+        self.file.is_none() && matches!(self.backing, Backing::Transparent)
+    }
+
+    /// Gives pages back of huge pages that are otherwise in use, of memory that [is transparent](Self::is_transparent).
+    pub fn give_back_rest(&self, offset: usize, bytes: usize) {
+        if bytes > 0 {
+            self.has_rests.store(true, Ordering::Relaxed);
+            // Or the kernel makes it a huge page again, within seconds.
+            let _ = self.advise(offset, bytes, libc::MADV_NOHUGEPAGE);
+            let _ = self.advise(offset, bytes, libc::MADV_DONTNEED);
         }
     }
 
@@ -349,6 +370,7 @@ fn anonymous_prot(bytes: usize, align: usize, flags: i32, backing: Backing, prot
         file: None,
         huge_by_touch: false,
         huge_by_collapse: AtomicBool::new(false),
+        has_rests: AtomicBool::new(false),
         inode: (0, 0),
     })
 }

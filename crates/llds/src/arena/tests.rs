@@ -1014,3 +1014,58 @@ fn pages_that_wait_go_when_their_handle_closes() {
         assert!(used() < full - (50 << 20), "{} of {full} bytes kept", used());
     }
 }
+
+#[test]
+fn rests_of_huge_pages_go_back_when_a_thread_ends() {
+    const BYTES: usize = 5 << 10;
+    const COUNT: usize = (5 << 20) / 2 / BYTES;
+    let options = Options { capacity_bytes: 256 << 20, pages: Pages::Transparent, ..Options::default() };
+    let arena = Arena::private(&options).unwrap();
+    if arena.stats().backing != Backing::Transparent {
+        return println!("SKIPPED: no transparent huge pages here");
+    }
+    let start = arena.data_range().start;
+    let present = || present_bytes(&arena, start, 16 << 20);
+    let fill = |value: u8| -> Vec<u64> {
+        let arena = arena.clone();
+        let thread = std::thread::spawn(move || {
+            let seat = arena.seat().unwrap();
+            let take = |second| {
+                arena.ready_log(&seat, BYTES);
+                let block = arena.alloc_log(&seat, BYTES, second).unwrap();
+                // SAFETY: the block is ours and so long.
+                unsafe { arena.at(block).write_bytes(value, BYTES) };
+                seat.settle_alloc();
+                block
+            };
+            (0..COUNT).map(|turn| take(turn % 100 == 99)).collect()
+        });
+        thread.join().unwrap()
+    };
+    let is = |blocks: &[u64], value: u8| {
+        // SAFETY: blocks of so many bytes, which nobody writes any more.
+        blocks.iter().all(|&block| unsafe { std::slice::from_raw_parts(arena.at(block), BYTES) } == [value; BYTES])
+    };
+    let mut all = Vec::new();
+    for value in 1..4 {
+        let blocks = fill(value);
+        all.push((blocks, value));
+        // Each extent has a bitmap, and pages that it fills in part.
+        let extents: HashSet<_> =
+            all.iter().flat_map(|(blocks, _)| blocks.iter().map(|block| arena.log_of(*block).unwrap())).collect();
+        let most = all.len() * COUNT * BYTES + extents.len() * (16 << 10);
+        assert!(present() <= most, "{} bytes for {most}, {} extents", present(), extents.len());
+        assert!(all.iter().all(|(blocks, value)| is(blocks, *value)));
+    }
+    // What is freed at the front of an extent goes as well.
+    let seat = arena.seat().unwrap();
+    let (before, extent) = (present(), arena.log_of(all[0].0[0]));
+    let front = all[0].0.iter().take_while(|block| arena.log_of(**block) == extent).count() / 2;
+    all[0].0.drain(..front).for_each(|block| arena.free(&seat, block));
+    arena.trim(&seat);
+    assert!(present() + front * BYTES <= before + (8 << 10), "{} bytes of {before} for {front} blocks less", present());
+    assert!(all.iter().all(|(blocks, value)| is(blocks, *value)));
+    all.iter().flat_map(|(blocks, _)| blocks).for_each(|block| arena.free(&seat, *block));
+    arena.trim(&seat);
+    assert_eq!((present(), arena.stats().spans.held_bytes), (0, 0));
+}

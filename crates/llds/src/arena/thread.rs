@@ -192,6 +192,7 @@ impl Inner {
         self.collect(seat, owner);
         self.drop_leases(seat, owner);
         self.give_back_late(now, owner);
+        self.give_back_rests_at_end(owner);
         seat.state.store(0, Ordering::SeqCst);
     }
 

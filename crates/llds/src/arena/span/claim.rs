@@ -4,6 +4,7 @@
 //! pages before anybody writes to it; where there are none, that is an error
 //! and not a fault.
 
+use super::give_back::count_taken;
 use super::{FREE, HOLE, LARGE, Meta, REST, UNUSED};
 use crate::arena::class::SPAN_BYTES;
 use crate::arena::seat::{INTENT_ALLOC, Seat};
@@ -105,6 +106,7 @@ impl Inner {
             }
         }
         self.entry(span).meta.store(Meta::free(FREE, owner), Ordering::SeqCst);
+        count_taken();
         Ok(true)
     }
 

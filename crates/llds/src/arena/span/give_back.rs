@@ -3,10 +3,16 @@
 //! A few free spans keep their pages for whoever needs some next. Those of
 //! extents in a file stay for a moment, because readers of arrays may be late:
 //! then they go with what the process takes back next, or when it closes.
+//!
+//! Of a small private arena a huge page is a large part. There the rests go too
+//! when a thread ends that took as much: free spans, and what lies before and
+//! behind the blocks of extents that nobody fills, in a huge page of which
+//! something else is in use. That lies on small pages until all of it is free.
 
-use super::{FREE, HOLE, Meta, UNUSED};
+use super::{FREE, HOLE, LOG, Meta, SMALL, UNUSED, tail_mask};
 use crate::arena::class::SPAN_BYTES;
 use crate::arena::{Inner, fault};
+use std::cell::Cell;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -16,6 +22,19 @@ const GROUP: usize = (2 << 20) / SPAN_BYTES;
 
 /// Free spans kept with their pages before any are given back.
 const KEEP_SPANS: u64 = 4;
+
+/// Spans of the largest arena of which rests are given back: 32 huge pages.
+const RESTS_SPANS_MAX: usize = 32 * GROUP;
+
+thread_local! {
+    /// Spans that this thread has taken.
+    static TAKEN: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Counts a span that the calling thread takes.
+pub(super) fn count_taken() {
+    TAKEN.set(TAKEN.get() + 1);
+}
 
 /// How long the pages of a freed extent stay in a file. Who reads an array takes no hazard, so he may come late; a day in
 /// tests, so that none of them depends on the hour.
@@ -98,6 +117,69 @@ impl Inner {
     pub(in crate::arena) fn trim(&self, owner: u64) {
         for first in (0..self.fresh()).step_by(GROUP) {
             self.trim_group(first, owner);
+        }
+        self.give_back_rests(owner);
+    }
+
+    /// What a thread does that ends: gives rests back, if it has taken as much as a huge page.
+    pub(in crate::arena) fn give_back_rests_at_end(&self, owner: u64) {
+        if TAKEN.get() >= GROUP {
+            self.give_back_rests(owner);
+        }
+    }
+
+    /// Gives the rests of huge pages back, of a small arena.
+    fn give_back_rests(&self, owner: u64) {
+        if !self.map.is_transparent() || self.fresh() > RESTS_SPANS_MAX {
+            return;
+        }
+        for first in (0..self.fresh()).step_by(GROUP) {
+            let group = first..(first + GROUP).min(self.layout.spans);
+            // What is all free went when it became so, or is kept.
+            if group.clone().all(|span| Meta::of(self.entry(span).meta.load(Ordering::SeqCst)).claimable()) {
+                continue;
+            }
+            for span in group {
+                self.give_back_rest(span, owner);
+            }
+        }
+    }
+
+    /// Gives back the pages of a span that is free, or those before and behind what is left in an extent that nobody leases.
+    fn give_back_rest(&self, span: usize, owner: u64) {
+        let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
+        let is_idle_log = meta.state == SMALL && meta.class >= LOG && meta.owner == 0;
+        if !(meta.claimable() && meta.state != HOLE || is_idle_log)
+            || !self.swap_meta(span, meta.word(), Meta { owner, ..meta }.word())
+        {
+            return;
+        }
+        let offset = self.span_offset(span) as usize;
+        if is_idle_log {
+            let cut = &meta.cut();
+            let begin = offset + cut.first as usize;
+            let filled = cut.count - self.lines_left(span, cut);
+            // How long a block is that begins somewhere, nobody here knows; but none lies before the first.
+            let first = (0..cut.words).find_map(|index| {
+                let bits = self.bitmap(span, cut, index).load(Ordering::SeqCst) & !tail_mask(cut, index);
+                (bits != 0).then(|| index * 64 + bits.trailing_zeros())
+            });
+            for lines in [0..first.unwrap_or(0), filled..cut.count] {
+                let start = (begin + lines.start as usize * 64).next_multiple_of(4096);
+                let end = (begin + lines.end as usize * 64) & !4095;
+                self.map.give_back_rest(start, end.saturating_sub(start));
+            }
+            self.drop_lease(span, owner);
+            return;
+        }
+        self.map.give_back_rest(offset, SPAN_BYTES);
+        if meta.state == FREE {
+            let _ = self.header().kept.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
+        }
+        let state = if meta.state == UNUSED { UNUSED } else { HOLE };
+        self.entry(span).meta.store(Meta::free(state, 0), Ordering::SeqCst);
+        if state == HOLE {
+            self.hint(0, span);
         }
     }
 
