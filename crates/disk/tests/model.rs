@@ -207,7 +207,7 @@ fn a_broken_block_has_nothing_of_what_its_last_sharer_writes() {
     let mut data = vec![0; BLOCKS * BLOCK_BYTES];
     for round in 0..8u64 {
         for (n, block) in data.chunks_mut(BLOCK_BYTES).enumerate() {
-            block[..8].copy_from_slice(&(round << 32 | n as u64 + 1).to_le_bytes());
+            block[..8].copy_from_slice(&((round << 32) + n as u64 + 1).to_le_bytes());
         }
         let cache = Cache::new(Config { cache_bytes: 32 << 20, ..config(false) }).unwrap();
         let images = [(); 2].map(|()| cache.add_image("image", Arc::new(SimFile::new(data.clone()))).unwrap());
