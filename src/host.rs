@@ -334,7 +334,12 @@ fn ask_any(socket: &Path, request: &Request) -> Result<Option<Answer>, Error> {
                 fs::metadata(socket).map_or("another user's".to_owned(), |found| format!("user {}'s", found.uid()));
             Err(format!("{}: {error}; the daemon there is {whose}", socket.display()).into())
         }
-        Err(error) => Err(format!("the daemon at {} does not answer: {error}", socket.display()).into()),
+        Err(error) => {
+            // What the kernel says of a limit that is over is of no use to anybody.
+            let late = error.kind() == io::ErrorKind::WouldBlock;
+            let why = if late { "no word in time; is it stopped?".to_owned() } else { error.to_string() };
+            Err(format!("the daemon at {} does not answer: {why}", socket.display()).into())
+        }
     }
 }
 

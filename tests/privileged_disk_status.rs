@@ -119,6 +119,20 @@ fn a_mount_shows_in_status_metrics_and_doctor_and_ends_cleanly() {
         findings.iter().filter(|f| f["part"] == "disks").filter_map(|finding| finding["name"].as_str()).collect();
     assert_eq!(ours, ["disk: /dev/fuse", "disk: right to mount", "disk: --allow-other", "disk: NBD tools"]);
 
+    // One that is stopped is told, and not left out.
+    let pid = status["disks"][0]["pid"].as_u64().expect("a process") as i32;
+    // SAFETY: numbers only, and a process of ours.
+    let signal = |signal| assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+    signal(libc::SIGSTOP);
+    let [all, one] =
+        [&["disk", "status"][..], &["disk", "status", &at]].map(|args| tool(args).output().expect("status"));
+    signal(libc::SIGCONT);
+    for (output, code) in [(all, 0), (one, 1)] {
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(said.contains(&format!("{at}: the mount does not answer (no word in 10s); ")), "{said}");
+        assert_eq!((output.status.code(), said.lines().count(), output.stdout.len()), (Some(code), 1, 0), "{said}");
+    }
+
     let umount = tool(&["disk", "umount", &at]).output().expect("umount");
     assert!(umount.status.success(), "{}", String::from_utf8_lossy(&umount.stderr));
     assert!(!mount.join("a.raw").exists());

@@ -20,10 +20,16 @@ struct Sleeper(Child);
 
 impl Sleeper {
     fn start() -> Sleeper {
-        let sleeper = Sleeper(Command::new("sleep").arg("600").stdout(Stdio::null()).spawn().expect("sleep"));
+        Sleeper::by("sleep".as_ref())
+    }
+
+    /// By `program`, which is sleep(1) under whatever name.
+    fn by(program: &std::ffi::OsStr) -> Sleeper {
+        let sleeper = Sleeper(Command::new(program).arg("600").stdout(Stdio::null()).spawn().expect("sleep"));
         // Before it sleeps it may not have the memory yet that it will have.
         let (began, stat) = (Instant::now(), format!("/proc/{}/stat", sleeper.0.id()));
-        while !std::fs::read_to_string(&stat).is_ok_and(|stat| stat.contains("(sleep) S ")) {
+        let sleeps = |stat: Vec<u8>| stat.windows(4).any(|four| four == b") S ");
+        while !std::fs::read(&stat).is_ok_and(sleeps) {
             assert!(began.elapsed() < Duration::from_secs(60), "it does not sleep");
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -102,6 +108,36 @@ fn a_process_is_scanned_while_it_runs() {
     assert_eq!(report["sources"][0]["pid"].to_string(), sleeper.pid());
     assert_eq!(report["sources"][0]["name"], "sleep");
     assert!(report["totals"]["examined"].as_u64().is_some_and(|pages| pages > 4));
+}
+
+/// The kernel cuts names at 15 bytes, wherever that is in a letter.
+#[test]
+fn a_process_whose_name_is_cut_within_a_letter_is_scanned() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let found = |path: &&str| std::path::Path::new(path).exists();
+    let sleep = ["/bin/sleep", "/usr/bin/sleep"].into_iter().find(found).expect("sleep");
+    let link = dir.path().join("спящийпроцесс");
+    std::os::unix::fs::symlink(sleep, &link).expect("a link");
+    let sleeper = Sleeper::by(link.as_ref());
+    let output = scan(&[&sleeper.pid(), "--json"]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert_eq!(json(&output)["sources"][0]["name"], "спящийп\u{fffd}");
+    let all = json(&scan(&["--all", "--json"]));
+    let pids: Vec<String> =
+        all["sources"].as_array().expect("sources").iter().map(|one| one["pid"].to_string()).collect();
+    assert!(pids.contains(&sleeper.pid()), "{pids:?}");
+}
+
+/// Its memory is its process's: side by side they would be duplicates of each other.
+#[test]
+fn a_thread_is_no_process() {
+    let process = std::process::id().to_string();
+    let tasks = std::fs::read_dir("/proc/self/task").expect("threads").flatten();
+    let names = tasks.map(|task| task.file_name().to_string_lossy().into_owned());
+    let thread = names.into_iter().find(|thread| *thread != process).expect("a test has a thread of its own");
+    let output = scan(&[&thread]);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("is a thread; name its process"), "{}", text(&output.stderr));
 }
 
 /// A reader that leaves early (`| head -1`) is no failure and no message.

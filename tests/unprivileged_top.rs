@@ -123,6 +123,19 @@ fn a_signal_leaves_the_terminal_as_it_was() {
     }
 }
 
+/// Nor is there none: to start another one would not help.
+#[test]
+fn a_daemon_that_does_not_answer_is_told() {
+    use std::os::unix::ffi::OsStrExt;
+    let dir = tempfile::tempdir().expect("a directory");
+    let socket = dir.path().join("silent.sock");
+    let _listener = pagefold_os::sock::listen(socket.as_os_str().as_bytes()).expect("a socket");
+    let mut window = Window::open(&socket, false);
+    window.wait_for("the daemon does not answer");
+    window.press("q");
+    assert_eq!(window.top.0.wait().expect("it ends").code(), Some(0));
+}
+
 #[test]
 fn keys_size_and_end() {
     let dir = tempfile::tempdir().expect("a directory");

@@ -310,8 +310,7 @@ fn run_umount(args: &UmountArgs) -> Result<ExitCode, Error> {
     let pid = match control::ask_status(&socket) {
         Ok(status) => Some(status.pid),
         Err(error) if !args.force && !is_gone(&error) => {
-            let cure = format!("`pagefold disk umount --force {}` cuts the connection", args.mountpoint.display());
-            return Err(format!("{}: the mount does not answer ({error}); {cure}", args.mountpoint.display()).into());
+            return Err(format!("{}: {}", args.mountpoint.display(), silent(&args.mountpoint, &error)).into());
         }
         Err(_) => None,
     };
@@ -406,7 +405,7 @@ fn run_status(args: &StatusArgs) -> Result<ExitCode, Error> {
             let why = match is_gone(&error) {
                 true if mount::is_mounted(&at) => not_ours(),
                 true => "nothing is mounted there by this user".to_owned(),
-                false => error.to_string(),
+                false => silent(mountpoint, &error),
             };
             format!("{}: {why}", mountpoint.display())
         })?;
@@ -417,13 +416,26 @@ fn run_status(args: &StatusArgs) -> Result<ExitCode, Error> {
         }
         return Ok(ExitCode::SUCCESS);
     }
-    // Sockets of mounts that died stay silent; the next mount there removes them.
-    let all: Vec<Status> = control::sockets().iter().filter_map(|socket| control::ask_status(socket).ok()).collect();
+    let (mut all, mut silent_ones) = (Vec::<Status>::new(), Vec::new());
+    for socket in control::sockets() {
+        match control::ask_status(&socket) {
+            Ok(status) => all.push(status),
+            // Sockets of mounts that died stay silent; the next mount there removes them.
+            Err(error) if is_gone(&error) => {}
+            Err(error) => {
+                let at = mount::mounted().into_iter().find(|at| control::socket_path(at) == socket).unwrap_or(socket);
+                note!("pagefold: note: {}: {}", at.display(), silent(&at, &error));
+                silent_ones.push(at);
+            }
+        }
+    }
     if args.json {
         print_json(&all)?;
     } else if all.is_empty() {
-        print("no mounts\n")?;
-        for at in mount::mounted() {
+        if silent_ones.is_empty() {
+            print("no mounts\n")?;
+        }
+        for at in mount::mounted().into_iter().filter(|at| !silent_ones.contains(at)) {
             note!("pagefold: note: {}: {}", clean(&at.display().to_string()), not_ours());
         }
     } else {
@@ -431,6 +443,14 @@ fn run_status(args: &StatusArgs) -> Result<ExitCode, Error> {
         print(&texts.join("\n"))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// What is to be said of a mount that lives and does not answer.
+fn silent(mountpoint: &Path, error: &std::io::Error) -> String {
+    let cut = format!("pagefold disk umount --force {}", mountpoint.display());
+    format!(
+        "the mount does not answer ({error}); is it stopped? `{cut}` cuts it off, and what it had not written back is lost"
+    )
 }
 
 /// What is to be said of a mount whose socket is not where we look.

@@ -132,8 +132,7 @@ fn everything(one_domain: bool) -> (Vec<Box<dyn Source>>, Vec<Note>) {
 }
 
 fn has_memory(pid: i32) -> bool {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    procfs::field(&status, "VmSize").is_some()
+    procfs::field(&procfs::status(pid), "VmSize").is_some()
 }
 
 fn named(args: &Args) -> (Vec<Box<dyn Source>>, Vec<Note>) {

@@ -7,7 +7,7 @@ use crate::{parts, units};
 use crossterm::event::{self, Event, KeyEventKind};
 use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::status::Status;
-use std::io::{IsTerminal, stdin, stdout};
+use std::io::{ErrorKind, IsTerminal, stdin, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -16,6 +16,8 @@ use std::time::{Duration, Instant};
 
 /// Shortest time between samples: a sample costs the daemon a walk over its clients.
 const INTERVAL_MIN: Duration = Duration::from_millis(100);
+/// How long a daemon may take for a sample: longer, and what is on show is no longer how it is.
+const PATIENCE_MS: u64 = 5000;
 /// How often the program looks whether its window is still there.
 const WINDOW_WATCH: Duration = Duration::from_millis(500);
 /// How long the program waits for a key before it looks for a new sample.
@@ -106,7 +108,7 @@ fn show(
             match event::poll(wait) {
                 Ok(true) => {}
                 Ok(false) => break,
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => break,
                 Err(error) => return Err(error),
             }
             wait = AT_ONCE;
@@ -148,13 +150,16 @@ fn sample_every(interval: Duration, socket: PathBuf) -> Receiver<Sample> {
 
 fn take_sample(socket: &Path, started: Instant) -> Sample {
     let mut cold = None;
-    let (live, trouble) = match control::ask(socket, &Request::Status {}) {
+    let (live, trouble) = match control::ask_within(socket, &Request::Status {}, PATIENCE_MS) {
         Ok(Answer::Status(status)) => {
             cold = self::cold(&status);
             (Some(live(&status)), None)
         }
         Ok(Answer::Error { message }) => (None, Some(message)),
         Ok(_) => (None, Some("the daemon gives other answers than this version expects".into())),
+        Err(error) if error.kind() == ErrorKind::WouldBlock => {
+            (None, Some(format!("the daemon does not answer; is it stopped? ({})", socket.display())))
+        }
         // The cure first: the line may be cut.
         Err(error) => (None, Some(format!("no daemon; `pagefold run` starts one ({}: {error})", socket.display()))),
     };

@@ -164,7 +164,11 @@ pub fn ask(socket: &Path, request: &Request) -> io::Result<Answer> {
     ask_within(socket, request, patience_ms)
 }
 
-fn ask_within(socket: &Path, request: &Request, patience_ms: u64) -> io::Result<Answer> {
+/// As [`ask`], for who has other things to do: `WouldBlock` once `patience_ms` are over.
+///
+/// # Errors
+/// As [`ask`].
+pub fn ask_within(socket: &Path, request: &Request, patience_ms: u64) -> io::Result<Answer> {
     use std::os::unix::ffi::OsStrExt;
     let connection = sock::connect_within(socket.as_os_str().as_bytes(), patience_ms)?;
     sock::send(&connection, &serde_json::to_vec(request)?, &[])?;

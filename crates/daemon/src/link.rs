@@ -311,7 +311,7 @@ impl Link {
     /// pinned pages), so they are healed only while there is no way to pin them.
     fn may_pin(&self) -> bool {
         const O_DIRECT: u64 = libc::O_DIRECT as u64;
-        let status = fs::read_to_string(format!("/proc/{}/status", self.shared.pid)).unwrap_or_default();
+        let status = pagefold_os::procfs::status(self.shared.pid);
         if pagefold_os::procfs::field(&status, "VmPin").unwrap_or(1) > 0 {
             return true;
         }

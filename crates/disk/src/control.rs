@@ -193,10 +193,13 @@ pub fn ask(socket: &Path, command: Command, patience: Duration) -> io::Result<St
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(patience))?;
     stream.set_write_timeout(Some(patience))?;
-    stream.write_all(command.name().as_bytes())?;
-    stream.write_all(b"\n")?;
     let mut reply = String::new();
-    stream.read_to_string(&mut reply)?;
+    let request = format!("{}\n", command.name());
+    stream.write_all(request.as_bytes()).and_then(|()| stream.read_to_string(&mut reply)).map_err(|error| {
+        // What the kernel says of a limit that is over is of no use to anybody.
+        let late = error.kind() == io::ErrorKind::WouldBlock;
+        if late { io::Error::new(io::ErrorKind::TimedOut, format!("no word in {patience:?}")) } else { error }
+    })?;
     Ok(reply)
 }
 

@@ -172,6 +172,8 @@ pub struct Image {
     chunks: RwLock<HashMap<u64, Arc<Chunk>>>,
     pub(crate) dirty_chunks: Mutex<BTreeSet<u64>>,
     pub(crate) dirty_blocks: AtomicUsize,
+    /// The block where the periodic flush goes on.
+    pub(crate) flushed_to: AtomicU64,
     file: RwLock<Option<Arc<dyn BlockFile>>>,
     /// The file's version after our own last change; any other version is somebody else's doing.
     pub(crate) known: Mutex<Stamp>,
@@ -200,6 +202,7 @@ impl Image {
             chunks: RwLock::default(),
             dirty_chunks: Mutex::default(),
             dirty_blocks: AtomicUsize::new(0),
+            flushed_to: AtomicU64::new(0),
             file: RwLock::new(Some(file)),
             known: Mutex::new(stamp),
             changed: AtomicBool::new(false),

@@ -1,6 +1,7 @@
 //! The mounts as OpenMetrics families.
 
 use crate::stats::{ImageStatus, Status};
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 /// One family: name, kind, unit, help, value of a mount or an image.
@@ -42,10 +43,15 @@ pub fn render(mounts: &[Status], out: &mut String) {
     }
     for family in OF_IMAGES {
         let suffix = head(out, family);
-        for (mount, image) in mounts.iter().flat_map(|mount| mount.images.iter().map(move |image| (mount, image))) {
-            let (name, at, value) = (family.0, escape(&mount.mountpoint), (family.4)(image));
-            let image = escape(&image.name);
-            let _ = writeln!(out, "pagefold_disk_{name}{suffix}{{mount=\"{at}\",image=\"{image}\"}} {value}");
+        for mount in mounts {
+            let (name, at) = (family.0, escape(&mount.mountpoint));
+            // One that is open and lost its name may share it with who has it now; a collector takes a series once.
+            let mut sums = BTreeMap::<&str, u64>::new();
+            mount.images.iter().for_each(|image| *sums.entry(&image.name).or_default() += (family.4)(image));
+            for (image, value) in sums {
+                let image = escape(image);
+                let _ = writeln!(out, "pagefold_disk_{name}{suffix}{{mount=\"{at}\",image=\"{image}\"}} {value}");
+            }
         }
     }
 }
@@ -78,5 +84,16 @@ mod tests {
         assert!(text.contains("pagefold_disk_memory_saved_bytes{mount=\"/mnt\"} 4096\n"), "{text}");
         let escaped = "pagefold_disk_image_io_saved_bytes_total{mount=\"/mnt\",image=\"a \\\"b\\\".raw\"} 7\n";
         assert!(text.contains(escaped), "{text}");
+    }
+
+    #[test]
+    fn images_of_one_name_are_one_series() {
+        let image = |dirty_bytes| ImageStatus { name: "a".into(), dirty_bytes, ..ImageStatus::default() };
+        let mount = Status { mountpoint: "/mnt".into(), images: vec![image(3), image(4)], ..Status::default() };
+        let mut text = String::new();
+        render(&[mount], &mut text);
+        let lines: Vec<&str> =
+            text.lines().filter(|line| line.starts_with("pagefold_disk_image_dirty_bytes{")).collect();
+        assert_eq!(lines, ["pagefold_disk_image_dirty_bytes{mount=\"/mnt\",image=\"a\"} 7"]);
     }
 }

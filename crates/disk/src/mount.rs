@@ -180,6 +180,11 @@ fn end(mountpoint: &Path, happened: &Receiver<Event>, grace: Duration) -> Vec<Un
         }
         Err(_) => return asked,
     }
+    // What was written to mappings is the kernel's still; who keeps his would keep it from the disk for good.
+    if let Ok(root) = rustix::fs::open(mountpoint, OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+    {
+        let _ = rustix::fs::syncfs(root);
+    }
     if unmount(mountpoint, false).is_err() {
         // In use: out of the name space now, gone for good with the last open file or this process.
         let _ = unmount(mountpoint, true);

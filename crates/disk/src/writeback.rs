@@ -29,7 +29,7 @@ struct Leaving {
 /// Blocks in a row, and what the disk said to them.
 type Written<'a> = (&'a [Leaving], io::Result<()>);
 
-/// What became of one batch.
+/// What became of one batch, or of several in a row.
 struct Batch {
     written: usize,
     /// Where the next batch starts, if there may be more.
@@ -74,7 +74,7 @@ impl Cache {
     /// The first of the disk, after every other block was tried too; it is noted in the image, and the blocks
     /// concerned stay dirty.
     pub fn flush_range(&self, image: &Image, range: Range<u64>) -> io::Result<()> {
-        self.flush_up_to(image, usize::MAX, range, false).1
+        self.flush_up_to(image, usize::MAX, range, false).result
     }
 
     /// Writes up to `count` dirty blocks back; returns how many. A disk that takes nothing of a batch is asked no
@@ -84,27 +84,25 @@ impl Cache {
     /// The disk's, when it took nothing at all.
     pub(crate) fn flush_some(&self, image: &Image, count: usize) -> io::Result<usize> {
         match self.flush_up_to(image, count, 0..u64::MAX, true) {
-            (0, Err(error)) => Err(error),
-            (written, _) => Ok(written),
+            Batch { written: 0, result: Err(error), .. } => Err(error),
+            Batch { written, .. } => Ok(written),
         }
     }
 
     /// One pass upwards: it meets everything that is dirty now, once, and ends at the image's end whatever writers do.
-    /// Returns how many blocks were written, and the first error.
-    fn flush_up_to(&self, image: &Image, count: usize, range: Range<u64>, give_up: bool) -> (usize, io::Result<()>) {
-        let (mut done, mut result) = (0, Ok(()));
-        let mut from = range.start;
-        while done < count {
-            let batch = self.flush_batch(image, (count - done).min(BATCH_BLOCKS), from..range.end);
-            done += batch.written;
-            let refused = batch.result.is_err();
-            result = result.and(batch.result);
-            match batch.next {
-                Some(next) if !(give_up && refused && batch.written == 0) => from = next,
-                _ => break,
+    fn flush_up_to(&self, image: &Image, count: usize, range: Range<u64>, give_up: bool) -> Batch {
+        let mut all = Batch { written: 0, next: Some(range.start), result: Ok(()) };
+        while let Some(from) = all.next.filter(|_| all.written < count) {
+            let batch = self.flush_batch(image, (count - all.written).min(BATCH_BLOCKS), from..range.end);
+            let is_vain = batch.result.is_err() && batch.written == 0;
+            all.written += batch.written;
+            all.next = batch.next;
+            all.result = all.result.and(batch.result);
+            if give_up && is_vain {
+                break;
             }
         }
-        (done, result)
+        all
     }
 
     /// One batch; its error is noted in the image.
@@ -286,13 +284,22 @@ impl Cache {
         }
     }
 
-    /// The periodic flush: up to the batch of each image. Where more than the background mark is left, the next one is
+    /// The periodic flush: up to the batch of each image, on from where the last one ended, so that a part that is written
+    /// all the time does not keep the rest from the disk. Where more than the background mark is left, the next one is
     /// wanted at once. Returns how many blocks were written. Errors are noted in their images.
     pub fn flush_tick(&self) -> usize {
         let mut written = 0;
-        for image in self.images() {
-            if image.dirty_bytes() > 0 {
-                written += self.flush_up_to(&image, self.config.flush_batch, 0..u64::MAX, false).0;
+        for image in self.images().iter().filter(|image| image.dirty_bytes() > 0) {
+            let from = image.flushed_to.swap(0, Ordering::Relaxed);
+            let mut left = self.config.flush_batch;
+            for range in [from..u64::MAX, 0..from] {
+                let part = self.flush_up_to(image, left, range, false);
+                written += part.written;
+                left = left.saturating_sub(part.written);
+                if let Some(next) = part.next {
+                    image.flushed_to.store(next, Ordering::Relaxed);
+                    break;
+                }
             }
         }
         // Disks that take nothing are asked again in time.
@@ -336,5 +343,23 @@ mod tests {
         assert!(cache.wait_for_flush(Duration::ZERO));
         assert_eq!(cache.flush_tick(), 0);
         assert!(!cache.wait_for_flush(Duration::ZERO));
+    }
+
+    #[test]
+    fn blocks_that_are_written_all_the_time_do_not_keep_others_from_the_disk() {
+        let cache = Cache::new(Config { cache_bytes: 4 << 20, flush_batch: 16, ..Config::default() }).unwrap();
+        let file = Arc::new(SimFile::new(vec![0; 4 << 20]));
+        let image = cache.add_image("x", file.clone()).unwrap();
+        let old = (3 << 20) + 4096;
+        cache.write(&image, old, &[7; 100]).unwrap();
+        for turn in 1..=3 {
+            cache.write(&image, 0, &[turn; 20 * BLOCK_BYTES]).unwrap();
+            cache.write(&image, 1 << 20, &[turn; 20 * BLOCK_BYTES]).unwrap();
+            assert!(cache.flush_tick() > 0);
+        }
+        assert_eq!(file.data()[old as usize], 7);
+        // Nor is the beginning left alone: there they go on after the end.
+        assert!(cache.flush_tick() > 0);
+        assert_eq!(file.data()[0], 3);
     }
 }

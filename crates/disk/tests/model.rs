@@ -9,6 +9,7 @@ use common::Random;
 use pagefold_disk::sim::{Faults, SimFile};
 use pagefold_disk::{BLOCK_BYTES, Cache, Config, FingerprintKey, Image};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// Content of few kinds, so that blocks of different images are often equal, and sometimes zeros.
 fn fill(random: &mut Random, data: &mut [u8]) {
@@ -195,6 +196,53 @@ fn many_threads_read_and_write_their_own_stripes() {
     stop.store(true, std::sync::atomic::Ordering::Relaxed);
     flusher.join().unwrap();
     cache.verify().unwrap();
+}
+
+/// Two guests write to parts of blocks that they share, each to the same block at once: whoever breaks first copies what the
+/// other is about to write in place.
+#[test]
+fn a_broken_block_has_nothing_of_what_its_last_sharer_writes() {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    const BLOCKS: usize = 1024;
+    let mut data = vec![0; BLOCKS * BLOCK_BYTES];
+    for round in 0..8u64 {
+        for (n, block) in data.chunks_mut(BLOCK_BYTES).enumerate() {
+            block[..8].copy_from_slice(&((round << 32) + n as u64 + 1).to_le_bytes());
+        }
+        let cache = Cache::new(Config { cache_bytes: 32 << 20, ..config(false) }).unwrap();
+        let images = [(); 2].map(|()| cache.add_image("image", Arc::new(SimFile::new(data.clone()))).unwrap());
+        let mut bytes = vec![0; data.len()];
+        for image in &images {
+            cache.read(image, 0, &mut bytes).unwrap();
+        }
+        let arrived = AtomicUsize::new(0);
+        // The end of a block is copied last.
+        let offset = |n: usize, side: usize| n * BLOCK_BYTES + 4000 + 8 * side;
+        std::thread::scope(|scope| {
+            for (side, image) in images.iter().enumerate() {
+                let (cache, arrived) = (&cache, &arrived);
+                scope.spawn(move || {
+                    for n in 0..BLOCKS {
+                        arrived.fetch_add(1, Ordering::SeqCst);
+                        let began = Instant::now();
+                        while arrived.load(Ordering::SeqCst) < 2 * (n + 1) {
+                            assert!(began.elapsed() < Duration::from_secs(60), "the other has ended");
+                            std::thread::yield_now();
+                        }
+                        cache.write(image, offset(n, side) as u64, &[side as u8 + 1; 8]).unwrap();
+                    }
+                });
+            }
+        });
+        for (side, image) in images.iter().enumerate() {
+            let mut expected = data.clone();
+            (0..BLOCKS).for_each(|n| expected[offset(n, side)..][..8].fill(side as u8 + 1));
+            cache.read(image, 0, &mut bytes).unwrap();
+            let wrong = bytes.chunks(BLOCK_BYTES).zip(expected.chunks(BLOCK_BYTES)).filter(|(is, must)| is != must);
+            assert_eq!(wrong.count(), 0, "round {round}: blocks of image {side} with bytes of the other");
+        }
+        cache.verify().unwrap();
+    }
 }
 
 /// Requests that together have more in hand than there is: as those of many NBD connections, of a small cache.

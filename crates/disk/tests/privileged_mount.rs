@@ -494,6 +494,31 @@ fn sigterm_writes_everything_and_unmounts() {
     assert_eq!(error.raw_os_error(), Some(libc::ENOTCONN));
 }
 
+/// The kernel keeps what is written to a mapping until somebody syncs it, or the last one lets go of the file.
+#[test]
+fn sigterm_writes_what_was_written_to_a_mapping_that_stays() {
+    use std::process::{Command, Stdio};
+    skip_unless_mountable!();
+    if !common::has("python3") {
+        println!("SKIPPED: needs python3");
+        return;
+    }
+    let mut mount = Mount::new(Setup::default());
+    std::fs::write(mount.dir().join("x"), vec![3; 20_000]).unwrap();
+    let script = "import mmap,os,sys\nm=mmap.mmap(os.open(sys.argv[1],os.O_RDWR),20000)\nm[5000:5004]=b'map!'\n\
+                  print('ready',flush=True)\nsys.stdin.read()\n";
+    let mut command = Command::new("python3");
+    command.args(["-c", script]).arg(mount.path("x")).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut program = command.spawn().unwrap();
+    program.stdout.as_mut().unwrap().read_exact(&mut [0; 5]).unwrap();
+    let (ok, said) = mount.terminate();
+    let bytes = std::fs::read(mount.dir().join("x")).unwrap();
+    drop(program.stdin.take());
+    program.wait().unwrap();
+    assert!(ok, "{said}");
+    assert_eq!(bytes[5000..5004], *b"map!");
+}
+
 #[test]
 fn a_read_only_mount_changes_nothing() {
     skip_unless_mountable!();

@@ -93,9 +93,19 @@ pub fn rss(pid: i32) -> u64 {
     pages * crate::PAGE_SIZE as u64
 }
 
-/// The command name of `pid`, at most 15 bytes.
+/// A file of `pid` that tells its name: the kernel cuts that wherever a letter is, and who has it may choose any bytes.
+fn lossy(pid: i32, file: &str) -> Option<String> {
+    fs::read(format!("/proc/{pid}/{file}")).ok().map(|text| String::from_utf8_lossy(&text).into_owned())
+}
+
+/// The command name of `pid`, at most 15 bytes of it.
 pub fn name(pid: i32) -> Option<String> {
-    fs::read_to_string(format!("/proc/{pid}/comm")).ok().map(|name| name.trim_end().to_owned())
+    lossy(pid, "comm").map(|name| name.trim_end().to_owned())
+}
+
+/// /proc/PID/status of `pid`, for [`field`]; empty if there is none.
+pub fn status(pid: i32) -> String {
+    lossy(pid, "status").unwrap_or_default()
 }
 
 /// Processor time that `pid` used, user and system, in nanoseconds; threads that ended included.

@@ -19,6 +19,8 @@ pub struct Dump {
     path: PathBuf,
     file: File,
     bytes: u64,
+    /// Where the first page begins.
+    start: u64,
 }
 
 impl Dump {
@@ -41,7 +43,8 @@ impl Dump {
         } else {
             file.metadata()?.len()
         };
-        Ok(Dump { path: path.to_owned(), file, bytes })
+        let start = start_of_pages(&file).min(bytes);
+        Ok(Dump { path: path.to_owned(), file, bytes, start })
     }
 
     /// Device and inode: two paths with the same are the same file.
@@ -72,7 +75,7 @@ impl Source for Dump {
     }
 
     fn plan(&self) -> Result<Plan, Lost> {
-        let pages = self.bytes.div_ceil(PAGE_SIZE as u64);
+        let pages = (self.bytes - self.start).div_ceil(PAGE_SIZE as u64);
         // A file may say that it has exabytes, of holes.
         let step = pages.div_ceil(UNITS_MAX).max(UNIT_PAGES);
         let unit = |first_page| Unit {
@@ -91,13 +94,14 @@ impl Source for Dump {
         let end_page = unit.first_page + unit.page_count;
         let mut page = unit.first_page;
         while page < end_page {
-            let (start, stop) = self.data(page * PAGE, end_page * PAGE);
-            pages.take_holes(start / PAGE - page);
-            page = start / PAGE;
-            let stop_page = stop.div_ceil(PAGE).min(end_page);
+            let (start, stop) = self.data(self.start + page * PAGE, self.start + end_page * PAGE);
+            let first_page = (start - self.start) / PAGE;
+            pages.take_holes(first_page - page);
+            page = first_page;
+            let stop_page = (stop - self.start).div_ceil(PAGE).min(end_page);
             while page < stop_page {
                 let want = buffer.len().min((stop_page - page) as usize * PAGE_SIZE);
-                let got = read_full(&self.file, &mut buffer[..want], page * PAGE)?;
+                let got = read_full(&self.file, &mut buffer[..want], self.start + page * PAGE)?;
                 if got == 0 {
                     // Cut short since it was planned: what is gone is no page.
                     return Ok(());
@@ -110,6 +114,33 @@ impl Source for Dump {
         }
         Ok(())
     }
+}
+
+/// Where the pages of memory in `file` begin: at its start, but for an ELF core whose headers are of another length than pages
+/// are, as those that QEMU writes. Its segments follow each other, so that where the first one begins tells of all.
+fn start_of_pages(file: &File) -> u64 {
+    const CORE: &[u8] = &[4, 0];
+    const LOAD: &[u8] = &[1, 0, 0, 0];
+    let mut head = [0; 64];
+    let is_core = read_full(file, &mut head, 0) == Ok(head.len())
+        && head.starts_with(b"\x7fELF\x02\x01")
+        && &head[16..18] == CORE;
+    if !is_core {
+        return 0;
+    }
+    let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte));
+    let (table, entry_bytes, count) = (number(&head[32..40]), number(&head[54..56]), number(&head[56..58]));
+    let mut entry = [0; 56];
+    for at in (0..count).map(|n| table.saturating_add(n * entry_bytes)) {
+        if read_full(file, &mut entry, at) != Ok(entry.len()) {
+            break;
+        }
+        // With bytes in the file.
+        if &entry[..4] == LOAD && number(&entry[32..40]) > 0 {
+            return number(&entry[8..16]) % PAGE_SIZE as u64;
+        }
+    }
+    0
 }
 
 /// Reads until `buffer` is full or the file ends.

@@ -47,9 +47,13 @@ impl Process {
     /// Takes up process `pid`; its domain is its user.
     ///
     /// # Errors
-    /// [`Lost::Absent`] if there is no such process.
+    /// [`Lost::Absent`] if there is no such process, [`Lost::Unfit`] if it is a thread of one.
     pub fn new(pid: i32) -> Result<Process, Lost> {
         let started = start_time(pid).ok_or(Lost::Absent)?;
+        // Beside its process it would show all of the memory as duplicates.
+        if procfs::field(&procfs::status(pid), "Tgid").is_some_and(|process| process != pid as u64) {
+            return Err(Lost::Unfit("is a thread; name its process, Tgid in /proc/PID/status"));
+        }
         let domain = std::fs::metadata(format!("/proc/{pid}"))?.uid().into();
         let name = procfs::name(pid).ok_or(Lost::Absent)?;
         let identity = Identity { pid: Some(pid), name, domain };
@@ -142,8 +146,7 @@ impl Source for Process {
                 Lost::Vanished
             });
         }
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pid)).unwrap_or_default();
-        plan.pinned = procfs::field(&status, "VmPin").unwrap_or(0) * 1024 / PAGE_SIZE as u64;
+        plan.pinned = procfs::field(&procfs::status(self.pid), "VmPin").unwrap_or(0) * 1024 / PAGE_SIZE as u64;
         Ok(plan)
     }
 

@@ -280,6 +280,24 @@ fn files_of_any_size_are_pages() {
     assert_eq!((totals.duplicate_inside, totals.duplicate_across), (0, 2), "{totals:?}");
     assert_eq!(report.sources.iter().map(|source| source.totals.examined).collect::<Vec<_>>(), [0, 4, 2, 1]);
 
+    // Cores, whose pages begin where their headers end; the second one is cut within its last page.
+    let core = |headers: u64, pages: &[u8]| {
+        let mut bytes = vec![0; headers as usize];
+        bytes[..6].copy_from_slice(b"\x7fELF\x02\x01");
+        let words =
+            [(16, 4, 2), (32, 64, 8), (54, 56, 2), (56, 2, 2), (64, 4, 4), (72, 176, 8), (96, headers - 176, 8)];
+        let of_pages = [(120, 1, 4), (128, headers, 8), (152, pages.len() as u64, 8)];
+        for (at, value, len) in words.into_iter().chain(of_pages) {
+            bytes[at..at + len].copy_from_slice(&u64::to_le_bytes(value)[..len]);
+        }
+        [bytes.as_slice(), pages].concat()
+    };
+    let two = core(1000, &[page(3), page(5), page(1)].concat());
+    let paths = [write("core1", &core(936, &one)), write("core2", &two[..two.len() - 7])];
+    let report = scan_all(paths.iter().map(open).collect());
+    let totals = &report.totals;
+    assert_eq!((totals.examined, totals.zero, totals.unique, totals.duplicate_across), (7, 1, 4, 1), "{totals:?}");
+
     let sparse = dir.path().join("sparse");
     std::fs::File::create(&sparse).expect("a file").set_len(1 << 40).expect("a hole of a tebibyte");
     let report = scan_all(vec![open(&sparse)]);

@@ -97,17 +97,29 @@ impl Cache {
 
     /// Takes block `key` off a clean frame, under its chunk's lock; returns the frame if nobody else shares it.
     pub(super) fn leave(&self, frame: FrameIndex, key: BlockKey) -> Option<OwnedFrame> {
+        self.leave_or(frame, key, || ()).ok()
+    }
+
+    /// As [`Cache::leave`]; where others share the frame, what `copy` made of it. That is made first: once the block has
+    /// left, the last of them may write the frame in place, or give it away.
+    pub(super) fn leave_or<R>(
+        &self,
+        frame: FrameIndex,
+        key: BlockKey,
+        copy: impl FnOnce() -> R,
+    ) -> Result<OwnedFrame, R> {
         let mut body = self.table.lock(frame);
+        let copied = (body.sharers.len() > 1).then(copy);
         body.sharers.remove(key);
-        if body.sharers.len() > 0 {
-            return None;
+        if let Some(copied) = copied {
+            return Err(copied);
         }
         if body.indexed {
             self.index.remove(body.fingerprint, frame);
         }
         body.indexed = false;
         body.used = Use::None;
-        Some(OwnedFrame(frame))
+        Ok(OwnedFrame(frame))
     }
 
     /// Makes a dirty block's frame free to use again.

@@ -128,7 +128,7 @@ impl Cache {
             if dirty_before == 0 {
                 image.dirty_chunks.lock().insert(base / CHUNK_BYTES);
             }
-            drop(entries);
+            // Before anybody else comes: written back and dropped they could be found again by what they held before.
             if let Some(fingerprints) = &mut *image.fingerprints.lock() {
                 let first = base / BLOCK_BYTES as u64;
                 fingerprints.forget(first + blocks.start as u64..first + blocks.end as u64);
@@ -170,18 +170,18 @@ impl Cache {
                 }
                 (frame, true)
             }
-            State::Clean(shared) => match self.leave(shared, key) {
-                // Nobody else has it: it leaves the index and is written in place.
-                Some(own) => (own, true),
-                None => {
+            State::Clean(shared) => {
+                let copy = || {
                     let frame = fresh();
                     if !whole {
                         self.frames.copy(shared, &frame);
                     }
                     add(&self.counters.breaks, 1);
-                    (frame, true)
-                }
-            },
+                    frame
+                };
+                // What nobody else has leaves the index and is written in place.
+                (self.leave_or(shared, key, copy).unwrap_or_else(|copy| copy), true)
+            }
             State::Writeback(leaving) => {
                 // The frame on its way to the disk is left alone; the flusher finds it replaced and frees it.
                 let frame = fresh();
