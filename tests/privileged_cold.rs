@@ -437,7 +437,7 @@ fn hidden_memory_comes_back_too() {
     }
     let Some((_dir, host)) = host_without_ptrace() else { return };
     let mut client = Served::start(&host, &[], 16);
-    for command in ["hide", "hidetrack", "fork", "hide"] {
+    for command in ["hide", "hidetrack", "fork", "hidemove", "hide"] {
         wait_for("the pages to go", 20, || host.park(client.pid()) > 2000);
         client.does(command);
         client.does("check");
