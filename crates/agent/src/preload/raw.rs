@@ -3,7 +3,7 @@
 use super::active::active;
 use super::advice::madvise;
 use super::alone::{setns, unshare};
-use super::away::wanted;
+use super::away::{leave_for_good, wanted};
 use super::c_library::fail;
 use super::filters::{leave_for_filter, meet_filter};
 use super::fork::{after_fork_child, after_fork_parent, is_fork, may_fork};
@@ -14,7 +14,8 @@ use core::ffi::{c_int, c_long, c_void};
 use core::sync::atomic::Ordering;
 use pagefold_os::syscall;
 
-/// prctl(2): `PR_SET_MEMORY_MERGE` manages all memory; a seccomp filter that forbids what the agent does makes it leave first.
+/// prctl(2): `PR_SET_MEMORY_MERGE` manages all memory; a seccomp filter that forbids what the agent does makes it leave first, and so
+/// does a process that shall not be dumped.
 ///
 /// # Safety
 /// As prctl(2).
@@ -31,6 +32,8 @@ pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: u
                     SHARED.changed();
                 }
             }
+            // Neither a later agent nor the program's own threads could open what they need of /proc.
+            libc::PR_SET_DUMPABLE if a == 0 => leave_for_good(),
             libc::PR_SET_SECCOMP if a == libc::SECCOMP_MODE_STRICT as usize => leave_for_filter(),
             libc::PR_SET_SECCOMP if b != 0 => meet_filter(b as u64, false),
             _ => {}
