@@ -3174,6 +3174,14 @@ static void tasks(void) {
     }
     atomic_store(&end, 1);
     pthread_join(thread, NULL);
+    // Who writes more than he may is ended by a signal.
+    struct rlimit before, none;
+    CHECK(getrlimit(RLIMIT_FSIZE, &before) == 0, "getrlimit");
+    none = before;
+    none.rlim_cur = 0;
+    CHECK(setrlimit(RLIMIT_FSIZE, &none) == 0, "setrlimit");
+    threads_told();
+    CHECK(setrlimit(RLIMIT_FSIZE, &before) == 0, "setrlimit");
     // Of another process, and what only has the name.
     pid_t child = fork();
     if (child == 0) {

@@ -129,8 +129,20 @@ pub unsafe extern "C" fn fopen64(path: *const c_char, mode: *const c_char) -> *m
     unsafe { fopen(path, mode) }
 }
 
+/// True if the program may write a short file: who comes to the end of what he may write is ended by a signal. By a file, as other calls
+/// may be forbidden.
+fn may_write() -> bool {
+    let mut text = [0u8; 512];
+    let read = Fd::open(c"/proc/self/limits", libc::O_RDONLY, 0).and_then(|file| file.read(&mut text));
+    let mut lines = text[..read.unwrap_or(0)].split(|&byte| byte == b'\n');
+    let limit = lines.find_map(|line| line.strip_prefix(b"Max file size")).map(<[u8]>::trim_ascii_start);
+    // Of so many digits, or `unlimited`.
+    limit.and_then(|limit| limit.split(|&byte| byte == b' ').next()).is_some_and(|limit| limit.len() > 4)
+}
+
 /// A file with `/proc/self/stat` as if there were no agent.
 fn own_stat() -> Option<Fd> {
+    may_write().then_some(())?;
     let mut text = [0u8; 1 << 10];
     let len = Fd::open(STAT, libc::O_RDONLY, 0).ok()?.read(&mut text).ok()?;
     let text = &text[..len];
