@@ -8,9 +8,10 @@ use super::c_library::fail;
 use super::filters::{leave_for_filter, meet_filter};
 use super::fork::{after_fork_child, after_fork_parent, is_fork, may_fork};
 use super::mapping::{mmap, mprotect, mremap, munmap};
-use super::{keys, locks, privileges, seals, userfaultfd};
+use super::userfaultfd::kernels_ioctl;
+use super::{keys, locks, privileges, seals};
 use crate::shared::SHARED;
-use core::ffi::{c_int, c_long, c_void};
+use core::ffi::{c_int, c_long, c_ulong, c_void};
 use core::sync::atomic::Ordering;
 use pagefold_os::syscall;
 
@@ -87,8 +88,7 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
             libc::SYS_prctl => return c_long::from(unsafe { prctl(a as c_int, b, c, d, e) }),
             libc::SYS_ioctl => {
                 // SAFETY: as above.
-                let result = unsafe { userfaultfd::ioctl(a as c_int, b as core::ffi::c_ulong, c as *mut c_void) };
-                return c_long::from(result);
+                return c_long::from(unsafe { kernels_ioctl(a as c_int, b as c_ulong, c as *mut c_void) });
             }
             // SAFETY: as above.
             libc::SYS_mlock => return c_long::from(unsafe { locks::mlock(a as *mut _, b) }),
@@ -101,7 +101,7 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
             // SAFETY: as above.
             libc::SYS_munlockall => return c_long::from(unsafe { locks::munlockall() }),
             // SAFETY: as above.
-            libc::SYS_mseal => return c_long::from(unsafe { seals::mseal(a as *mut _, b, c as core::ffi::c_ulong) }),
+            libc::SYS_mseal => return c_long::from(unsafe { seals::mseal(a as *mut _, b, c as c_ulong) }),
             // SAFETY: as above.
             libc::SYS_unshare => return c_long::from(unsafe { unshare(a as c_int) }),
             // SAFETY: as above.
