@@ -363,6 +363,26 @@ fn what_a_limit_has_no_room_for_is_refused() {
     group.assert_nobody_was_killed();
 }
 
+/// The kernel would end the daemon, and its keeper, which has what is out.
+#[test]
+fn a_daemon_at_its_limit_of_memory_parks_less() {
+    if !can_merge() || program().is_none() {
+        return;
+    }
+    let Some(group) = common::group::Group::new() else { return };
+    let host = Host::start(&["--cold-manual", "--tier-dir", "none"]);
+    group.take(host.pid());
+    let mut client = Served::start(&host, &[], 256);
+    group.limit(32 << 20);
+    let out = host.park(client.pid());
+    assert!((1000..50_000).contains(&out), "{out}");
+    client.does("check");
+    group.assert_nobody_was_killed();
+    group.lift();
+    wait_for("the pages to go", 20, || host.park(client.pid()) > 50_000);
+    client.does("check");
+}
+
 #[test]
 fn who_is_moved_to_another_group_lives_within_its_limit() {
     if !can_merge() || program().is_none() {
@@ -437,7 +457,7 @@ fn hidden_memory_comes_back_too() {
     }
     let Some((_dir, host)) = host_without_ptrace() else { return };
     let mut client = Served::start(&host, &[], 16);
-    for command in ["hide", "hidetrack", "fork", "hide"] {
+    for command in ["hide", "hidetrack", "fork", "hidemove", "hide"] {
         wait_for("the pages to go", 20, || host.park(client.pid()) > 2000);
         client.does(command);
         client.does("check");

@@ -1,4 +1,5 @@
-//! Programs whose every access is looked at, by a sanitizer or by valgrind: they run as they do without pagefold.
+//! Programs whose every access is looked at, by a sanitizer or by valgrind, and those for which another library plays something:
+//! they run as they do without pagefold.
 
 mod common;
 
@@ -112,4 +113,65 @@ fn programs_of_another_c_library_run() {
     same_with_and_without(&daemon, &[], &program);
     let (_, _, err) = finish(daemon.run(&[]).arg(&program), 120);
     assert!(err.contains("is linked with musl") && err.contains("runs unmerged"), "{err}");
+}
+
+/// A library that plays a file and a device (LIBRARY), as fakeroot, padsp and umockdev do, and passes on all else by the kernel's
+/// number; and a program that sees them.
+const PLAYED: &str = r#"
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#ifdef LIBRARY
+int fstatat(int dir, const char *path, struct stat *to, int flags) {
+    if (strcmp(path, "/played") != 0) return syscall(SYS_newfstatat, dir, path, to, flags);
+    memset(to, 0, sizeof *to);
+    to->st_uid = 12345;
+    return 0;
+}
+int stat(const char *path, struct stat *to) { return fstatat(AT_FDCWD, path, to, 0); }
+int ioctl(int fd, unsigned long request, ...) {
+    va_list rest;
+    va_start(rest, request);
+    void *argument = va_arg(rest, void *);
+    va_end(rest);
+    return request == 0x5042 ? 42 : syscall(SYS_ioctl, fd, request, argument);
+}
+#else
+int main(void) {
+    struct stat seen;
+    if (stat("/played", &seen) != 0 || seen.st_uid != 12345) return 1;
+    seen.st_uid = 0;
+    if (fstatat(AT_FDCWD, "/played", &seen, 0) != 0 || seen.st_uid != 12345) return 2;
+    if (stat("/", &seen) != 0 || !S_ISDIR(seen.st_mode)) return 3;
+    if (stat("/there/is/no/such/file", &seen) != -1 || errno != ENOENT) return 4;
+    if (ioctl(0, 0x5042, 0) != 42) return 5;
+    return ioctl(-1, 0x5043, 0) == -1 && errno == EBADF ? 0 : 6;
+}
+#endif
+"#;
+
+#[test]
+fn what_another_library_plays_is_seen() {
+    if !can_merge() || installed("cc").is_none() {
+        return;
+    }
+    let (daemon, dir) = (Daemon::start(&["--no-keeper"]), tempfile::tempdir().expect("a directory"));
+    let [source, library, program] = ["played.c", "libplay.so", "played"].map(|name| dir.path().join(name));
+    std::fs::write(&source, PLAYED).expect("a file");
+    for (options, out) in [(&["-shared", "-fPIC", "-DLIBRARY"][..], &library), (&[], &program)] {
+        let done =
+            Command::new("cc").arg("-O1").args(options).arg("-o").args([out, &source]).output().expect("cc runs");
+        assert!(done.status.success(), "cc: {}", String::from_utf8_lossy(&done.stderr));
+    }
+    let mut plain = Command::new(&program);
+    for command in [&mut plain, daemon.run(&["--all"]).arg(&program), daemon.run(&["--cold"]).arg(&program)] {
+        let (status, out, err) = finish(command.env("LD_PRELOAD", &library), 120);
+        assert!(status.success(), "{status}\n{out}{err}");
+    }
 }

@@ -100,6 +100,7 @@ scenarios! {
     a_program_may_close_everything: "close-all";
     what_a_program_closes_is_closed: "closed-at-once";
     a_program_may_become_another_user: "identity";
+    a_program_that_is_not_to_be_dumped_is_left_alone: "not-dumpable";
     a_program_may_go_where_there_is_no_proc: "no-proc";
     what_is_given_up_no_thread_keeps: "privileges";
     what_is_given_up_no_thread_keeps_under_all: "privileges" "--all";

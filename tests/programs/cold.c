@@ -11,6 +11,7 @@
  *   partfork         as fork, but the first pages are not for the child (MADV_DONTFORK)
  *   populate         MADV_POPULATE_WRITE of all    hide      fork while the memory may not be touched (PROT_NONE)
  *   hidetrack        as track, while the other half may not be touched
+ *   hidemove         moved by a handler on a small stack, while the memory may not be touched
  *   seal | rawseal   mseal(2) of the whole memory, the C library's way or by a bare system call
  *   unmap            a part is unmapped and mapped again
  *   block            malloc of a block of its own    grow       realloc of it to twice the size
@@ -141,6 +142,24 @@ static int after_fork(pid_t child) {
         return 1;
     }
     return 0;
+}
+
+static uint8_t *target, *moved;
+
+static void move_in_handler(int signal) {
+    (void)signal;
+    moved = mremap(memory, pages * PAGE, pages * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, target);
+}
+
+/* As long as SIGSTKSZ has been for decades. */
+static int move_on_small_stack(void) {
+    static uint8_t small[8192];
+    stack_t stack = {.ss_sp = small, .ss_size = sizeof small};
+    struct sigaction action = {.sa_handler = move_in_handler, .sa_flags = SA_ONSTACK};
+    target = map(pages * PAGE);
+    if (sigaltstack(&stack, NULL) != 0 || sigaction(SIGUSR1, &action, NULL) != 0 || raise(SIGUSR1) != 0) return 1;
+    if (moved == target) memory = moved;
+    return moved != target;
 }
 
 static int wait_fork(void) {
@@ -484,6 +503,10 @@ int main(int argc, char **argv) {
             pid_t child = fork();
             mprotect(memory, pages * PAGE, PROT_READ | PROT_WRITE);
             bad = after_fork(child);
+        } else if (!strcmp(word, "hidemove")) {
+            mprotect(memory, pages * PAGE, PROT_NONE);
+            bad = move_on_small_stack();
+            mprotect(memory, pages * PAGE, PROT_READ | PROT_WRITE);
         } else if (!strcmp(word, "hidetrack")) {
             uint8_t *upper = memory + pages / 2 * PAGE;
             size_t all = pages;

@@ -2175,6 +2175,17 @@ static void identity(void) {
     still_works(&r, 12000, "as another user");
 }
 
+// Who shall not be dumped is hidden from /proc, also from himself.
+static void not_dumpable(void) {
+    struct region r = merged(1024);
+    CHECK(mprotect(r.at, 128 * PAGE, PROT_READ) == 0, "mprotect");
+    CHECK(prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) == 0, "PR_SET_DUMPABLE");
+    CHECK(pool_pages(r.at, r.pages * PAGE) == 0, "%zu pages are held by nobody", pool_pages(r.at, r.pages * PAGE));
+    CHECK(mprotect(r.at, 128 * PAGE, PROT_READ | PROT_WRITE) == 0, "mprotect");
+    check(&r, "given back");
+    write_all(&r, 53000, "given back");
+}
+
 // Without descriptors, and then without /proc, merged memory is discarded and given back all the same, and other memory locked.
 static void no_proc(void) {
     static char plain[16];
@@ -3163,6 +3174,14 @@ static void tasks(void) {
     }
     atomic_store(&end, 1);
     pthread_join(thread, NULL);
+    // Who writes more than he may is ended by a signal.
+    struct rlimit before, none;
+    CHECK(getrlimit(RLIMIT_FSIZE, &before) == 0, "getrlimit");
+    none = before;
+    none.rlim_cur = 0;
+    CHECK(setrlimit(RLIMIT_FSIZE, &none) == 0, "setrlimit");
+    threads_told();
+    CHECK(setrlimit(RLIMIT_FSIZE, &before) == 0, "setrlimit");
     // Of another process, and what only has the name.
     pid_t child = fork();
     if (child == 0) {
@@ -3199,7 +3218,7 @@ static const struct scenario scenarios[] = {
     {"lengths", lengths}, {"unmergeable", unmergeable}, {"wipe-on-fork", wipe_on_fork}, {"own-userfaultfd", own_userfaultfd}, {"tracked-blocks", tracked_blocks}, {"probes", probes}, {"straddle", straddle}, {"rights-raw", rights_raw}, {"sealed", sealed}, {"seal-and-discard", seal_and_discard}, {"seal-raw", seal_raw}, {"seal-and-discard-raw", seal_and_discard_raw}, {"guards", guards}, {"guards-raw", guards_raw}, {"flags", flags}, {"flags-raw", flags_raw}, {"marks", marks}, {"huge", huge},
     {"signals", signals}, {"small-stacks", small_stacks}, {"signals-nested", signals_nested}, {"seccomp-prctl", seccomp_prctl}, {"seccomp-child", seccomp_child}, {"seccomp-writers", seccomp_writers}, {"no-segments-in-children", no_segments_in_children}, {"seccomp-tsync", seccomp_tsync},
     {"sandbox", sandbox}, {"sandbox-first", sandbox_first}, {"sandbox-listed", sandbox_listed},
-    {"close-all", close_all}, {"closed-at-once", closed_at_once}, {"identity", identity}, {"no-proc", no_proc}, {"privileges", privileges}, {"less-with-nobody-there", less_with_nobody_there}, {"privileges-in-handlers", privileges_in_handlers}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},
+    {"close-all", close_all}, {"closed-at-once", closed_at_once}, {"identity", identity}, {"not-dumpable", not_dumpable}, {"no-proc", no_proc}, {"privileges", privileges}, {"less-with-nobody-there", less_with_nobody_there}, {"privileges-in-handlers", privileges_in_handlers}, {"landlock", landlock}, {"user-namespace", user_namespace}, {"mount-namespace", mount_namespace}, {"core", core},
     {"direct", direct}, {"uring", uring}, {"uring-leaving", uring_leaving}, {"uring-remap", uring_remap}, {"uring-realloc", uring_realloc}, {"system-calls", system_calls}, {"blocks", blocks}, {"blocks-kept", blocks_kept}, {"marked-blocks", marked_blocks}, {"side-by-side", side_by_side}, {"heap", heap}, {"all", all}, {"all-after-reservations", all_after_reservations},
     {"memory-merge", memory_merge}, {"memory-merge-ends", memory_merge_ends}, {"serve", serve}, {"restless", restless}, {"decay", decay}, {"scatter", scatter}, {"tasks", tasks}, {"mappings", mappings},
 };

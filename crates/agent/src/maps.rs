@@ -92,7 +92,8 @@ impl Maps {
     /// True if `visit` says so of a mapping; those behind are left out.
     #[inline(never)]
     fn any(&self, mut visit: impl FnMut(&maps::Map<'_>) -> bool) -> Result<bool> {
-        let mut buffer = [0u8; 8 << 10];
+        // The stack may be a small one, and names of ours are short.
+        let mut buffer = [0u8; 2 << 10];
         let mut any = false;
         // The file shows the mappings of the moment each piece is read; changing what was already read is harmless.
         self.for_each(&mut buffer, |map| any = any || visit(map))?;

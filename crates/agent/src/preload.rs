@@ -40,6 +40,7 @@ use malloc::{NEXT_REALLOC, look_at_allocator, next_free};
 use mapping::{ZONE_NEXT, ZONE_START};
 use pagefold_os::fd::Fd;
 use pagefold_os::{mem, syscall};
+use userfaultfd::NEXT_IOCTL;
 
 #[cfg(not(test))]
 #[panic_handler]
@@ -69,7 +70,9 @@ extern "C" fn begin() {
     next(&NEXT_FORK, c"_Fork".as_ptr(), 0);
     next(&NEXT_LIBC_FORK, c"fork".as_ptr(), 0);
     next(&NEXT_CLONE, c"clone".as_ptr(), 0);
+    next(&NEXT_IOCTL, c"ioctl".as_ptr(), 0);
     privileges::look_up();
+    tasks::look_up();
     if glibc_version().is_none() {
         // Another C library does other things from within (forks, blocks): its program runs as without us.
         return;

@@ -1,5 +1,6 @@
 //! The daemon: domains and their workers, greetings, and who is gone.
 
+use crate::cold::room;
 use crate::link::{GreetError, Link, Shared};
 use crate::peer::Peer;
 use crate::status::{Client, NotCovered, Status, Totals};
@@ -89,7 +90,7 @@ const NOT_COVERED_MAX: usize = 64;
 
 /// Room in the daemon's own control group without which it takes nobody more: the kernel would end it. What it keeps of a
 /// client to begin with is a tenth of that.
-const CLIENT_BYTES: u64 = 1 << 20;
+pub(crate) const CLIENT_BYTES: u64 = 1 << 20;
 const NO_ROOM: &str = "the daemon is near the memory limit of its control group: raise it (MemoryMax=)";
 const TOO_MANY_LINKS: &str = "it is connected several times already";
 
@@ -136,8 +137,6 @@ pub struct Daemon {
     pub(crate) more_metrics: std::sync::OnceLock<MoreMetrics>,
     pub(crate) more_status: std::sync::OnceLock<MoreStatus>,
     pub(crate) cold: crate::cold::Cold,
-    /// What limits its own memory: the pools', and what it keeps of clients.
-    room: Arc<crate::cold::room::Room>,
     /// How far `verify` is: pages, and of how many.
     pub(crate) verified: [AtomicU64; 2],
     /// Held for as long as we are the daemon of our socket.
@@ -157,7 +156,6 @@ impl Daemon {
         let cold = crate::cold::Cold::new(config.cold.clone(), &config.socket);
         Arc::new(Daemon {
             cold,
-            room: Arc::new(crate::cold::room::Room::of(std::process::id() as i32)),
             verified: Default::default(),
             lock: Mutex::default(),
             served: Mutex::default(),
@@ -393,7 +391,7 @@ impl Daemon {
         if self.has_all_links(&lock(&self.connected), cred.pid) {
             return self.note_not_covered(cred.pid, TOO_MANY_LINKS.into());
         }
-        if !self.room.has(CLIENT_BYTES) {
+        if !room::own().has(CLIENT_BYTES) {
             return self.note_not_covered(cred.pid, NO_ROOM.into());
         }
         let socket = Arc::new(Peer::from(socket));
@@ -479,10 +477,7 @@ impl Daemon {
             name: key.1.clone(),
             period_ns: self.config.period.as_nanos() as u64,
             pool_max_bytes: self.config.pool_max_bytes,
-            room: {
-                let own = self.room.clone();
-                pagefold_pool::Room::new(move |bytes| own.has(bytes))
-            },
+            room: pagefold_pool::Room::new(|bytes| room::own().has(bytes)),
             vma_budget: self.config.vma_budget,
             predict: self.config.predict,
             ..domain::Config::default()

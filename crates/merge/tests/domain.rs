@@ -419,6 +419,18 @@ fn what_is_merged_is_not_frozen_again() {
     assert_eq!(third.slots().len(), 2999);
 }
 
+/// Each round of a remap finds one page of a run that cannot be merged, and there are a few rounds only.
+#[test]
+fn what_lies_behind_many_pages_that_fail_is_merged() {
+    let mut bench = Bench::new(Config { predict: false, ..Config::default() }, Options::default());
+    bench.add((0..60).map(|page| 2 + page));
+    let (pinned, range, _) = bench.add((0..60).map(|page| 2 + page));
+    (5..50).step_by(5).for_each(|page| pinned.pin(range.start + page * PAGE, true));
+    // Before any of those is tried again.
+    bench.periods(12);
+    assert_eq!(pinned.slots().len(), 51);
+}
+
 #[test]
 fn a_forked_child_shares_what_its_parent_shares() {
     let mut bench = Bench::simple();

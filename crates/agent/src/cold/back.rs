@@ -40,7 +40,8 @@ fn read_in_parts(step: Range) {
     let Ok(maps) = Maps::open() else { return };
     let mut parts = [(Range { start: 0, end: 0 }, 0); STEP_PAGES];
     let mut count = 0;
-    let mut buffer = [0u8; 8 << 10];
+    // The stack may be a handler's. Of what a longer line tells nothing is ours.
+    let mut buffer = [0u8; 2 << 10];
     let _ = maps.for_each(&mut buffer, |map| {
         if let Some(part) = parts.get_mut(count).filter(|_| map.range.overlaps(&step)) {
             let range = Range { start: map.range.start.max(step.start), end: map.range.end.min(step.end) };

@@ -3,18 +3,20 @@
 use super::active::active;
 use super::advice::madvise;
 use super::alone::{setns, unshare};
-use super::away::wanted;
+use super::away::{leave_for_good, wanted};
 use super::c_library::fail;
 use super::filters::{leave_for_filter, meet_filter};
 use super::fork::{after_fork_child, after_fork_parent, is_fork, may_fork};
 use super::mapping::{mmap, mprotect, mremap, munmap};
-use super::{keys, locks, privileges, seals, userfaultfd};
+use super::userfaultfd::kernels_ioctl;
+use super::{keys, locks, privileges, seals};
 use crate::shared::SHARED;
-use core::ffi::{c_int, c_long, c_void};
+use core::ffi::{c_int, c_long, c_ulong, c_void};
 use core::sync::atomic::Ordering;
 use pagefold_os::syscall;
 
-/// prctl(2): `PR_SET_MEMORY_MERGE` manages all memory; a seccomp filter that forbids what the agent does makes it leave first.
+/// prctl(2): `PR_SET_MEMORY_MERGE` manages all memory; a seccomp filter that forbids what the agent does makes it leave first, and so
+/// does a process that shall not be dumped.
 ///
 /// # Safety
 /// As prctl(2).
@@ -31,6 +33,8 @@ pub unsafe extern "C" fn prctl(option: c_int, a: usize, b: usize, c: usize, d: u
                     SHARED.changed();
                 }
             }
+            // Neither a later agent nor the program's own threads could open what they need of /proc.
+            libc::PR_SET_DUMPABLE if a == 0 => leave_for_good(),
             libc::PR_SET_SECCOMP if a == libc::SECCOMP_MODE_STRICT as usize => leave_for_filter(),
             libc::PR_SET_SECCOMP if b != 0 => meet_filter(b as u64, false),
             _ => {}
@@ -84,8 +88,7 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
             libc::SYS_prctl => return c_long::from(unsafe { prctl(a as c_int, b, c, d, e) }),
             libc::SYS_ioctl => {
                 // SAFETY: as above.
-                let result = unsafe { userfaultfd::ioctl(a as c_int, b as core::ffi::c_ulong, c as *mut c_void) };
-                return c_long::from(result);
+                return c_long::from(unsafe { kernels_ioctl(a as c_int, b as c_ulong, c as *mut c_void) });
             }
             // SAFETY: as above.
             libc::SYS_mlock => return c_long::from(unsafe { locks::mlock(a as *mut _, b) }),
@@ -98,7 +101,7 @@ pub unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d
             // SAFETY: as above.
             libc::SYS_munlockall => return c_long::from(unsafe { locks::munlockall() }),
             // SAFETY: as above.
-            libc::SYS_mseal => return c_long::from(unsafe { seals::mseal(a as *mut _, b, c as core::ffi::c_ulong) }),
+            libc::SYS_mseal => return c_long::from(unsafe { seals::mseal(a as *mut _, b, c as c_ulong) }),
             // SAFETY: as above.
             libc::SYS_unshare => return c_long::from(unsafe { unshare(a as c_int) }),
             // SAFETY: as above.

@@ -7,42 +7,39 @@ use crate::chores::count_threads;
 use crate::process::is_own_process;
 use core::ffi::{CStr, c_char, c_int};
 use core::mem::MaybeUninit;
-use core::sync::atomic::AtomicUsize;
+use core::sync::atomic::{AtomicUsize, Ordering};
 use pagefold_os::fd::Fd;
-use pagefold_os::raw::{Errno, Result};
+use pagefold_os::raw::Errno;
 use pagefold_os::{memfd, stat, syscall};
 
 /// Looks again while one of the agent's threads begins or ends.
 const TRIES: u32 = 5;
 
-/// stat(2) of `path` below `dir`, with the links of this process's threads as if there were no agent.
+/// Makes `call`, a stat(2) of `path` below `dir` into `to`, with the links of this process's threads as if there were no agent.
 ///
 /// # Safety
 /// As fstatat(2).
-unsafe fn stat_at(dir: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) -> Result<()> {
-    // SAFETY: the program's own call.
-    let call = || unsafe { syscall!(libc::SYS_newfstatat, dir, path, to, flags) }.map(drop);
-    call()?;
+unsafe fn stat_by(call: impl Fn() -> c_int, dir: c_int, path: *const c_char, to: *mut libc::stat) -> c_int {
     let mut before = 0;
-    for _ in 0..TRIES {
+    for _ in 0..=TRIES {
+        let told = call();
         let ours = threads();
         // Without any, as behind a filter that may not know the calls made here, there is nothing to leave out.
-        if ours == 0 || path.is_null() || !active() || !is_own_process() {
-            return Ok(());
+        if told != 0 || ours == 0 || path.is_null() || !active() || !is_own_process() {
+            return told;
         }
-        // SAFETY: the kernel has read the name and written the answer.
+        // SAFETY: who answered has read the name.
         if !unsafe { is_task_directory(dir, CStr::from_ptr(path), &*to) } {
-            return Ok(());
+            return told;
         }
         if ours == before {
             // SAFETY: as above.
             unsafe { (*to).st_nlink = (*to).st_nlink.saturating_sub(ours as libc::nlink_t) };
-            return Ok(());
+            return told;
         }
         before = ours;
-        call()?;
     }
-    Ok(())
+    0
 }
 
 /// True if `path` below `dir`, of which `stat` tells, is the directory of this process's threads.
@@ -129,8 +126,20 @@ pub unsafe extern "C" fn fopen64(path: *const c_char, mode: *const c_char) -> *m
     unsafe { fopen(path, mode) }
 }
 
+/// True if the program may write a short file: who comes to the end of what he may write is ended by a signal. By a file, as other calls
+/// may be forbidden.
+fn may_write() -> bool {
+    let mut text = [0u8; 512];
+    let read = Fd::open(c"/proc/self/limits", libc::O_RDONLY, 0).and_then(|file| file.read(&mut text));
+    let mut lines = text[..read.unwrap_or(0)].split(|&byte| byte == b'\n');
+    let limit = lines.find_map(|line| line.strip_prefix(b"Max file size")).map(<[u8]>::trim_ascii_start);
+    // Of so many digits, or `unlimited`.
+    limit.and_then(|limit| limit.split(|&byte| byte == b' ').next()).is_some_and(|limit| limit.len() > 4)
+}
+
 /// A file with `/proc/self/stat` as if there were no agent.
 fn own_stat() -> Option<Fd> {
+    may_write().then_some(())?;
     let mut text = [0u8; 1 << 10];
     let len = Fd::open(STAT, libc::O_RDONLY, 0).ok()?.read(&mut text).ok()?;
     let text = &text[..len];
@@ -156,19 +165,42 @@ fn own_stat() -> Option<Fd> {
     Some(file)
 }
 
-/// fstatat(2), under each name that programs were linked with.
+/// fstatat(2), under each name that programs were linked with. The next library's is called: it may be one that tells otherwise than
+/// the kernel, as fakeroot's does.
 macro_rules! stats {
-    ($($(#[$about:meta])* fn $name:ident($($arg:ident: $kind:ty),*) = ($dir:expr, $path:expr, $to:expr, $flags:expr);)*) => {$(
-        $(#[$about])*
-        ///
-        /// # Safety
-        /// As fstatat(2).
-        #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $name($($arg: $kind),*) -> c_int {
-            // SAFETY: the program's own call.
-            returned(unsafe { stat_at($dir, $path, $to, $flags) })
+    ($($(#[$about:meta])* fn $name:ident($($arg:ident: $kind:ty),*) = ($dir:expr, $path:expr, $to:expr, $flags:expr);)*) => {
+        #[allow(non_upper_case_globals)]
+        mod cache {
+            use super::AtomicUsize;
+            $(pub(super) static $name: AtomicUsize = AtomicUsize::new(0);)*
         }
-    )*};
+
+        /// Looks up what is called through here: later it might be in a signal handler.
+        pub(super) fn look_up() {
+            $(next(&cache::$name, concat!(stringify!($name), "\0").as_ptr().cast(), 0);)*
+        }
+
+        $(
+            $(#[$about])*
+            ///
+            /// # Safety
+            /// As fstatat(2).
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $name($($arg: $kind),*) -> c_int {
+                let call = || match cache::$name.load(Ordering::Acquire) {
+                    // A name of another version of the C library, or nothing is looked up yet.
+                    // SAFETY: the program's own call.
+                    0 => returned(unsafe { syscall!(libc::SYS_newfstatat, $dir, $path, $to, $flags) }.map(drop)),
+                    // SAFETY: as above, by a function of this name, which has this type.
+                    found => unsafe {
+                        core::mem::transmute::<usize, unsafe extern "C" fn($($kind),*) -> c_int>(found)($($arg),*)
+                    },
+                };
+                // SAFETY: as the caller promises.
+                unsafe { stat_by(call, $dir, $path, $to) }
+            }
+        )*
+    };
 }
 
 stats! {
@@ -177,15 +209,15 @@ stats! {
     /// fstatat(2).
     fn fstatat64(dir: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) = (dir, path, to, flags);
     /// fstatat(2), as the C library had it until 2.32; the first argument is the version of the structure.
-    fn __fxstatat(_version: c_int, dir: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) = (dir, path, to, flags);
+    fn __fxstatat(version: c_int, dir: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) = (dir, path, to, flags);
     /// fstatat(2), as the C library had it until 2.32.
-    fn __fxstatat64(_version: c_int, dir: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) = (dir, path, to, flags);
+    fn __fxstatat64(version: c_int, dir: c_int, path: *const c_char, to: *mut libc::stat, flags: c_int) = (dir, path, to, flags);
     /// stat(2).
     fn stat(path: *const c_char, to: *mut libc::stat) = (libc::AT_FDCWD, path, to, 0);
     /// stat(2).
     fn stat64(path: *const c_char, to: *mut libc::stat) = (libc::AT_FDCWD, path, to, 0);
     /// stat(2), as the C library had it until 2.32.
-    fn __xstat(_version: c_int, path: *const c_char, to: *mut libc::stat) = (libc::AT_FDCWD, path, to, 0);
+    fn __xstat(version: c_int, path: *const c_char, to: *mut libc::stat) = (libc::AT_FDCWD, path, to, 0);
     /// stat(2), as the C library had it until 2.32.
-    fn __xstat64(_version: c_int, path: *const c_char, to: *mut libc::stat) = (libc::AT_FDCWD, path, to, 0);
+    fn __xstat64(version: c_int, path: *const c_char, to: *mut libc::stat) = (libc::AT_FDCWD, path, to, 0);
 }

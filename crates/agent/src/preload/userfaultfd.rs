@@ -10,15 +10,35 @@ use super::unmerge::gather_unwritable;
 use crate::maps::pool_mappings;
 use crate::shared::SHARED;
 use core::ffi::{c_int, c_ulong, c_void};
+use core::sync::atomic::{AtomicUsize, Ordering};
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{Range, syscall, uffd};
 
-/// ioctl(2): registrations of userfaultfds are followed.
+pub(super) static NEXT_IOCTL: AtomicUsize = AtomicUsize::new(0);
+
+type IoctlFn = unsafe extern "C" fn(c_int, c_ulong, ...) -> c_int;
+
+/// ioctl(2): registrations of userfaultfds are followed. What they are not about is the next library's: it may be one that plays a
+/// device.
 ///
 /// # Safety
 /// As ioctl(2).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
+    let next = NEXT_IOCTL.load(Ordering::Acquire);
+    if next == 0 || matches!(request as u32, uffd::REGISTER | uffd::UNREGISTER) {
+        // SAFETY: the program's own call.
+        return unsafe { kernels_ioctl(fd, request, argument) };
+    }
+    // SAFETY: the C library's function of this name has this type; the program's own call.
+    unsafe { core::mem::transmute::<usize, IoctlFn>(next)(fd, request, argument) }
+}
+
+/// As [`ioctl`], for who asks the kernel past all libraries, as those do that play a device.
+///
+/// # Safety
+/// As ioctl(2).
+pub(super) unsafe fn kernels_ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     // SAFETY: the program's own call.
     let call = || unsafe { syscall!(libc::SYS_ioctl, fd, request, argument) };
     let result = match request as u32 {

@@ -5,10 +5,10 @@
 
 use super::client::{Client, Handed, Identity};
 use super::link::ColdLink;
-use super::{Cold, Group, Whom, random, threads};
+use super::{Cold, Group, Whom, random, room, threads};
 use crate::link::{GreetError, receive_ready};
 use crate::peer::Peer;
-use crate::server::{DomainKey, lock};
+use crate::server::{CLIENT_BYTES, DomainKey, lock};
 use pagefold_agent::wire::{HELLO_AWAY, Op, Packet};
 use pagefold_os::fd::Fd;
 use pagefold_os::uffd::{self, Uffd};
@@ -114,6 +114,10 @@ impl Cold {
             }
             known => known,
         };
+        // Who comes with pages out is served all the same.
+        if bare && room::own().free_apart(&new.room) < CLIENT_BYTES {
+            return Err(Errno(libc::ENOMEM));
+        }
         // Whoever is in a namespace that we do not see has no number.
         if bare && who.pid > 0 && self.clients_of(&Whom::Pid(who.pid)).len() >= CLIENTS_PER_PROCESS {
             return Err(Errno(libc::EUSERS));

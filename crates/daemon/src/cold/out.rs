@@ -6,6 +6,7 @@
 
 use super::client::Client;
 use super::link::{ColdLink, Gone};
+use super::room;
 use super::store::{Storers, Target};
 use crate::server::lock;
 use pagefold_agent::cold_table::{OUT, RESIDENT};
@@ -27,6 +28,10 @@ pub(super) type Run = (Range, Range);
 const BATCHES: usize = 4;
 /// Most pages of a batch.
 const BATCH_PAGES: usize = FETCH_PAGES_MAX / BATCHES;
+/// Most pages that are stored between two looks at the daemon's own room.
+const ROOM_PAGES: u64 = 2048;
+/// Bytes of that which are left to who makes dense what is stored.
+const ROOM_KEPT: u64 = 16 << 20;
 
 /// A page that was copied.
 #[derive(Clone, Copy, Debug)]
@@ -92,6 +97,8 @@ struct Mover<'a> {
     link: &'a mut ColdLink,
     tier: &'a Tier,
     crowded: Effort,
+    /// Pages that may be stored before the next look at the room that there is.
+    room: u64,
 }
 
 /// Puts runs out, by LZ4, or with the effort `crowded` where the tier has not much room left; returns how many pages
@@ -103,7 +110,7 @@ pub(super) fn put_all(
     runs: impl IntoIterator<Item = Run>,
     crowded: Effort,
 ) -> Result<u64, Gone> {
-    let mut mover = Mover { client, link, tier, crowded };
+    let mut mover = Mover { client, link, tier, crowded, room: 0 };
     let first = mover.put_out(runs.into_iter())?;
     // What is pinned will say so again.
     let again = if first.busy.is_empty() { Taken::default() } else { mover.put_out(first.busy.into_iter())? };
@@ -124,6 +131,19 @@ impl Mover<'_> {
             return Ok(taken);
         }
         std::thread::scope(|scope| self.put_out_by(&mut Storers::start(scope, target), batches, copied))
+    }
+
+    /// True if there is room for a batch: at a limit of its own control group the kernel would end the daemon.
+    fn has_room(&mut self) -> bool {
+        const BATCH: u64 = BATCH_PAGES as u64;
+        if self.room < BATCH {
+            // The nearer the limit, the sooner the next look: there are other clients.
+            let free = room::own().free_apart(&self.client.room).saturating_sub(ROOM_KEPT);
+            self.room = (free / PAGE / 4).min(ROOM_PAGES);
+        }
+        let has = self.room >= BATCH;
+        self.room = self.room.saturating_sub(BATCH);
+        has
     }
 
     /// By LZ4, or as `crowded` says where the tier has not much room left.
@@ -159,13 +179,15 @@ impl Mover<'_> {
         Ok(taken)
     }
 
-    /// Copies the next batch of which anything can be copied.
+    /// Copies the next batch of which anything can be copied, and that there is room for.
     fn copy_next(
         &mut self,
         batches: &mut Batches<impl Iterator<Item = Run>>,
         part: usize,
     ) -> Result<Option<Vec<Copied>>, Gone> {
-        for batch in batches {
+        while self.has_room()
+            && let Some(batch) = batches.next()
+        {
             let copied = self.copy(&batch, part * BATCH_PAGES)?;
             if !copied.is_empty() {
                 return Ok(Some(copied));
@@ -274,6 +296,10 @@ mod tests {
     use std::os::fd::IntoRawFd;
     use std::sync::Arc;
 
+    fn mover<'a>(client: &'a Client, link: &'a mut ColdLink, tier: &'a Tier) -> Mover<'a> {
+        Mover { client, link, tier, crowded: Effort::Fast, room: 0 }
+    }
+
     #[test]
     fn batches_hold_every_page_once_and_in_order() {
         let around = Range { start: 0, end: 1 << 40 };
@@ -327,7 +353,7 @@ mod tests {
                 client.table.set_state((first + 1) * PAGE, RESIDENT);
                 sock::send(&agent, &request, &[]).expect("an answer");
             });
-            let mut mover = Mover { client: &client, link: &mut link, tier: &tier, crowded: Effort::Fast };
+            let mut mover = mover(&client, &mut link, &tier);
             assert!(mover.take_away(&stored, &mut taken).is_ok());
         });
         assert_eq!(taken.gone, 0);
@@ -348,7 +374,7 @@ mod tests {
         let ours = std::os::unix::net::UnixDatagram::pair().expect("sockets").0;
         // SAFETY: the descriptor has one owner.
         let mut link = ColdLink::new(Arc::new(unsafe { Fd::from_raw(ours.into_raw_fd()) }.into())).expect("a channel");
-        let mover = Mover { client: &client, link: &mut link, tier: &tier, crowded: Effort::Fast };
+        let mover = mover(&client, &mut link, &tier);
         let pages = |first: u64, count| Range::pages_from((1 << 40) + first * PAGE, count);
         let around = pages(0, 100);
         // One to elsewhere, one from there, one within, and one that has no entry.
@@ -377,7 +403,7 @@ mod tests {
         let ours = std::os::unix::net::UnixDatagram::pair().expect("sockets").0;
         // SAFETY: the descriptor has one owner.
         let mut link = ColdLink::new(Arc::new(unsafe { Fd::from_raw(ours.into_raw_fd()) }.into())).expect("a channel");
-        let mover = Mover { client: &client, link: &mut link, tier: &tier, crowded: Effort::Fast };
+        let mover = mover(&client, &mut link, &tier);
         for round in 0..10 {
             tier.store(client.region, page, &[7; PAGE_SIZE], Effort::Fast).expect("room");
             client.table.set_state(addr, OUT);

@@ -5,9 +5,9 @@ use pagefold_os::{PAGE_SIZE, procfs};
 use pagefold_tier::policy::stalled_share;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::Path;
-use std::sync::Mutex;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock};
 
 /// Above this share of its limit a client's memory goes out whether it is silent or not.
 pub(super) const SHORT: f64 = 0.945;
@@ -37,11 +37,17 @@ impl Usage {
     pub fn share(&self) -> f64 {
         self.used as f64 / self.limit.max(1) as f64
     }
+
+    /// Bytes that may be filled yet.
+    fn free(self) -> u64 {
+        ((self.limit as f64 * FILLED) as u64).saturating_sub(self.used)
+    }
 }
 
-/// The files of one control group.
+/// One control group, and its files.
 #[derive(Debug)]
 struct Level {
+    path: PathBuf,
     used: File,
     limits: Vec<File>,
     stat: Option<File>,
@@ -68,6 +74,7 @@ impl Level {
             names.iter().filter_map(|name| File::open(path.join(name)).ok()).collect()
         };
         Some(Level {
+            path: path.to_owned(),
             used: open(&["memory.current", "memory.usage_in_bytes"]).pop()?,
             limits: open(&["memory.high", "memory.max", "memory.limit_in_bytes"]),
             stat: open(&["memory.stat"]).pop(),
@@ -140,6 +147,12 @@ pub(crate) struct Room {
     short: AtomicBool,
 }
 
+/// The daemon's own.
+pub(crate) fn own() -> &'static Room {
+    static OWN: OnceLock<Room> = OnceLock::new();
+    OWN.get_or_init(|| Room::of(std::process::id() as i32))
+}
+
 impl Room {
     pub fn of(pid: i32) -> Room {
         Room::new(pid, procfs::available_and_total, Place::default())
@@ -185,7 +198,17 @@ impl Room {
 
     /// True if `bytes` more would fill no limit of a control group.
     pub fn has(&self, bytes: u64) -> bool {
-        self.tightest().is_none_or(|usage| usage.used + bytes <= (usage.limit as f64 * FILLED) as u64)
+        self.tightest().is_none_or(|usage| bytes <= usage.free())
+    }
+
+    /// Bytes that fill no limit of a control group but of those that `other` is in as well: what is put out of there makes room there.
+    pub fn free_apart(&self, other: &Room) -> u64 {
+        self.follow();
+        other.follow();
+        let others: Vec<PathBuf> = lock(&other.place).levels.iter().map(|level| level.path.clone()).collect();
+        let place = lock(&self.place);
+        let usages = place.levels.iter().filter(|level| !others.contains(&level.path)).filter_map(Level::usage);
+        usages.map(Usage::free).min().unwrap_or(u64::MAX)
     }
 
     /// How many of `wanted` pages may come back now; none if that would fill a limit, and then something has to go out
@@ -196,7 +219,7 @@ impl Room {
         }
         let free = self.tightest().map_or(u64::MAX, |usage| {
             self.short.store(usage.share() > SHORT, Ordering::Relaxed);
-            ((usage.limit as f64 * FILLED) as u64).saturating_sub(usage.used) / PAGE_SIZE as u64
+            usage.free() / PAGE_SIZE as u64
         });
         self.free.store(free, Ordering::Relaxed);
         let left = (free / 4).min(PAGES_BETWEEN);
@@ -328,6 +351,19 @@ pub(super) mod tests {
         let room = limited(dir.path(), 900, 1000);
         assert!(room.has(65 << 20) && !room.has(66 << 20));
         assert!(at(Vec::new()).has(u64::MAX / 2));
+    }
+
+    #[test]
+    fn what_is_put_out_makes_room_in_the_groups_that_both_are_in() {
+        let dirs = [(); 3].map(|()| tempfile::tempdir().expect("a directory"));
+        let [both, ours, theirs] = [(&dirs[0], 990), (&dirs[1], 900), (&dirs[2], 999)].map(|(dir, used)| {
+            limited(dir.path(), used, 1000);
+            move || Level::open(dir.path()).expect("the files of a group")
+        });
+        let own = at(vec![ours(), both()]);
+        assert_eq!(own.free_apart(&at(vec![theirs(), both()])), 65 << 20);
+        assert_eq!(own.free_apart(&at(vec![theirs()])), 0, "it is full");
+        assert_eq!(own.free_apart(&at(vec![both(), ours()])), u64::MAX);
     }
 
     #[test]

@@ -75,7 +75,8 @@ impl Client {
         is_done
     }
 
-    /// Pages that were copied in, but not yet called resident, by a daemon that died.
+    /// Pages that were copied in, but not yet called resident, by a daemon that died. Those of which the kernel does not tell are found
+    /// when they are brought: a copy does not replace what is there.
     fn find_present(&self, tier: &Tier) {
         let query = pagemap::Query {
             // Not what is in swap: marks without a page count as that.
