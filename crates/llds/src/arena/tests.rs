@@ -281,7 +281,7 @@ fn a_forked_child_is_told() {
 fn a_forked_child_is_told_where_the_kernel_wipes_no_pages() {
     std::thread::spawn(|| {
         let advice = libc::MADV_WIPEONFORK as u32;
-        match refuse_calls(libc::SYS_madvise, libc::EINVAL, 2, libc::BPF_JEQ, advice) {
+        match refuse_calls(libc::SYS_madvise, errno(libc::EINVAL), 2, libc::BPF_JEQ, advice) {
             Ok(()) => child_is_told(),
             Err(error) => println!("SKIPPED: no seccomp filter here: {error}"),
         }
@@ -307,9 +307,14 @@ fn child_is_told() {
     assert!(!arena.is_forked());
 }
 
-/// Makes this thread's calls numbered `call` fail with `errno`, if the low half of their argument `argument` passes
-/// `test` against `value`.
-fn refuse_calls(call: i64, errno: i32, argument: u32, test: u32, value: u32) -> io::Result<()> {
+/// What a filter says of a call that fails.
+fn errno(number: i32) -> u32 {
+    libc::SECCOMP_RET_ERRNO | number as u32
+}
+
+/// Has the kernel do `what` (`SECCOMP_RET_`...) at this thread's calls numbered `call`, if the low half of their argument
+/// `argument` passes `test` against `value`.
+fn refuse_calls(call: i64, what: u32, argument: u32, test: u32, value: u32) -> io::Result<()> {
     const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
     const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
     let jump = |test: u32| (libc::BPF_JMP | test | libc::BPF_K) as u16;
@@ -321,7 +326,7 @@ fn refuse_calls(call: i64, errno: i32, argument: u32, test: u32, value: u32) -> 
         step(jump(libc::BPF_JEQ), 0, 3, call as u32),
         step(LOAD, 0, 0, 16 + argument * 8 + low_half),
         step(jump(test), 0, 1, value),
-        step(RETURN, 0, 0, libc::SECCOMP_RET_ERRNO | errno as u32),
+        step(RETURN, 0, 0, what),
         step(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
     ];
     let program = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
@@ -337,7 +342,7 @@ fn refuse_calls(call: i64, errno: i32, argument: u32, test: u32, value: u32) -> 
 fn signals_do_not_keep_memory_from_being_secured() {
     std::thread::spawn(|| {
         // As if a signal came in each that is long enough.
-        if let Err(error) = refuse_calls(libc::SYS_fallocate, libc::EINTR, 3, libc::BPF_JGT, 300 << 10) {
+        if let Err(error) = refuse_calls(libc::SYS_fallocate, errno(libc::EINTR), 3, libc::BPF_JGT, 300 << 10) {
             println!("SKIPPED: no seccomp filter here: {error}");
             return;
         }
@@ -349,6 +354,32 @@ fn signals_do_not_keep_memory_from_being_secured() {
     })
     .join()
     .unwrap();
+}
+
+/// Such as systemd's `SystemCallFilter=@system-service`, which has all other calls of an arena.
+#[test]
+fn a_filter_for_services_ends_nobody() {
+    // SAFETY: the child makes an arena of its own and leaves by _exit.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let filtered = refuse_calls(libc::SYS_mincore, libc::SECCOMP_RET_KILL_PROCESS, 0, libc::BPF_JGE, 0);
+        let code = filtered.map_or(2, |()| {
+            let (_path, file) = temp("filtered");
+            let arena = Arena::create(file, &Options { pages: Pages::Auto, ..small() }).unwrap();
+            let seat = arena.seat().unwrap();
+            i32::from(arena.alloc(&seat, 100).is_err())
+        });
+        // SAFETY: leaves the child without running destructors of the parent's threads.
+        unsafe { libc::_exit(code) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child just made.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    if status == 2 << 8 {
+        println!("SKIPPED: no seccomp filter here");
+    } else {
+        assert_eq!(status, 0);
+    }
 }
 
 #[test]
@@ -363,7 +394,7 @@ fn free_spans_with_pages_serve_when_there_are_no_more_pages() {
         arena.trim(&seat);
         arena.free(&seat, kept);
         // The first free spans are holes, those behind have pages: of these none is asked for again.
-        if let Err(error) = refuse_calls(libc::SYS_fallocate, libc::ENOSPC, 3, libc::BPF_JGE, 0) {
+        if let Err(error) = refuse_calls(libc::SYS_fallocate, errno(libc::ENOSPC), 3, libc::BPF_JGE, 0) {
             println!("SKIPPED: no seccomp filter here: {error}");
             return;
         }
