@@ -4,7 +4,7 @@
 use super::{Error, Numa, Pages, alive};
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, IntoRawFd};
 use std::os::unix::fs::MetadataExt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -316,6 +316,10 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: base and bytes are what mmap gave us; nobody holds the mapping any more.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };
+        // The program may have closed our descriptor, and its number be that of a file of its own.
+        if let Some(file) = self.file.take_if(|file| alive::inode_of(file).ok() != Some(self.inode)) {
+            let _ = file.into_raw_fd();
+        }
     }
 }
 

@@ -454,6 +454,21 @@ fn a_descriptor_that_another_file_took_tells_no_deaths() {
 }
 
 #[test]
+fn a_descriptor_that_another_file_took_is_not_closed() {
+    use std::os::fd::{AsRawFd, FromRawFd};
+    let (_path, file) = temp("not-ours");
+    let arena = Arena::create(file, &small()).unwrap();
+    let number = arena.inner.map.file().unwrap().as_raw_fd();
+    let other = File::open("/dev/null").unwrap();
+    // SAFETY: puts another file in the place of ours; nobody else knows that number.
+    assert!(unsafe { libc::dup2(other.as_raw_fd(), number) } >= 0);
+    drop(arena);
+    // SAFETY: the number is nobody's else.
+    let taken = unsafe { File::from_raw_fd(number) };
+    assert_eq!(alive::inode_of(&taken).unwrap(), alive::inode_of(&other).unwrap());
+}
+
+#[test]
 fn a_file_that_took_the_descriptor_is_left_alone() {
     use std::os::fd::AsRawFd;
     let (path, file) = temp("foreign");
