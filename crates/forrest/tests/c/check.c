@@ -270,6 +270,47 @@ static void ordered(void) {
     CHECK(forrest_open("check-ordered", &options, &store) == FORREST_NOT_ORDERED);
 }
 
+static pthread_key_t ending;
+
+static void late(void *store) {
+    CHECK(forrest_set((FORREST *)store, "late", 4, "value", 5) == FORREST_OK);
+}
+
+static void *writes_as_it_ends(void *store) {
+    CHECK(pthread_setspecific(ending, store) == 0);
+    return NULL;
+}
+
+static void *writes_before_too(void *store) {
+    CHECK(forrest_set((FORREST *)store, "early", 5, "value", 5) == FORREST_OK);
+    return writes_as_it_ends(store);
+}
+
+static FORREST *at_exit_store;
+
+/* As the destructor of a static object in C++. */
+static void at_exit(void) {
+    if (forrest_set(at_exit_store, "last", 4, "value", 5) != FORREST_OK || forrest_close(at_exit_store) != FORREST_OK) {
+        fputs("no writing at exit\n", stderr);
+        _exit(1);
+    }
+}
+
+static void endings(void) {
+    pthread_t thread;
+    forrest_stats stats;
+    FORREST *store = forrest_alloc();
+    CHECK(pthread_key_create(&ending, late) == 0);
+    for (int round = 0; round < 4; round++) {
+        CHECK(pthread_create(&thread, NULL, round % 2 == 0 ? writes_before_too : writes_as_it_ends, store) == 0);
+        CHECK(pthread_join(thread, NULL) == 0 && forrest_delete(store, "late", 4) == FORREST_OK);
+    }
+    CHECK(forrest_get_stats(store, &stats) == FORREST_OK && stats.thread_count == 1);
+    CHECK(pthread_key_delete(ending) == 0);
+    at_exit_store = store;
+    CHECK(atexit(at_exit) == 0);
+}
+
 static void libforrest(void) {
     FORREST *store = forrest_alloc();
     char text[] = "zero";
@@ -296,6 +337,7 @@ int main(void) {
     threads();
     ordered();
     libforrest();
+    endings();
     puts("ok");
     return 0;
 }

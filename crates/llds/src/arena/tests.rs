@@ -174,6 +174,40 @@ fn freed_memory_goes_back_to_the_system() {
 }
 
 #[test]
+fn a_thread_has_a_seat_to_its_very_end() {
+    struct Last(Arena, std::sync::mpsc::Sender<Result<(), Error>>);
+    impl Drop for Last {
+        fn drop(&mut self) {
+            let used = self.0.seat().and_then(|seat| {
+                let block = self.0.alloc(&seat, 100)?;
+                seat.settle_alloc();
+                self.0.free(&seat, block);
+                Ok(())
+            });
+            let _ = self.1.send(used);
+        }
+    }
+    thread_local! {
+        static LAST: std::cell::OnceCell<Last> = const { std::cell::OnceCell::new() };
+    }
+    let (_path, file) = temp("late");
+    let arena = Arena::create(file, &small()).unwrap();
+    for _ in 0..3 {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let arena = arena.clone();
+        std::thread::spawn(move || {
+            // Locals end in the opposite order of their first use: this one after the thread's seats.
+            LAST.with(|last| assert!(last.set(Last(arena.clone(), sender)).is_ok()));
+            arena.seat().unwrap();
+        })
+        .join()
+        .unwrap();
+        receiver.recv().unwrap().unwrap();
+    }
+    assert_eq!(arena.stats().seat_count, 0, "given up behind all that");
+}
+
+#[test]
 fn a_hazard_keeps_a_retired_block() {
     let arena = Arena::private(&small()).unwrap();
     let seat = arena.seat().unwrap();
