@@ -568,9 +568,10 @@ impl Store {
     /// [`Error::Arena`] in a forked child, or when no seat is left for this thread.
     pub fn for_each(&self, mut visit: impl FnMut(&[u8], &[u8]) -> bool) -> Result<(), Error> {
         let table = &*self.table;
-        let seat = table.seat()?;
         let (mut bytes, mut ends) = (Vec::new(), Vec::new());
         for segment in 0..SEGMENTS {
+            // Asked for each time: where `visit` forked, the child must not lock anything in its parent's name.
+            let seat = table.seat()?;
             if table.dir(segment, Ordering::Relaxed).buckets() == 0 {
                 continue;
             }
