@@ -102,18 +102,20 @@ pub(super) fn with_store(handle: *mut FORREST, run: impl FnOnce(&Store) -> Resul
     })
 }
 
-/// Closes a handle. Waits for calls of other threads that are under way; later ones get FORREST_BAD_HANDLE.
+/// Closes a handle. Waits for calls of other threads that are under way; later ones get FORREST_BAD_HANDLE. In a callback it
+/// does not wait: FORREST_BUSY if there are any.
 #[unsafe(no_mangle)]
 pub extern "C" fn forrest_close(handle: *mut FORREST) -> c_int {
     guard(|| {
         let (slot, generation) = slot_of(handle)?;
-        if arena::Call::is_any() {
-            return Err(Code(FORREST_BUSY));
-        }
         let mut word = slot.word.load(Ordering::Relaxed);
         let calls = loop {
             if word >> 32 != generation {
                 return Err(Code(FORREST_BAD_HANDLE));
+            }
+            // A callback does not wait: two that close each other's handles would for ever.
+            if arena::Call::is_any() && word & 0xffff_ffff != 0 {
+                return Err(Code(FORREST_BUSY));
             }
             // Even generation, and one more call so that nobody fills the slot before it is empty.
             let closed = ((generation + 1) & 0xffff_ffff) << 32 | ((word & 0xffff_ffff) + 1);
