@@ -108,7 +108,7 @@ impl Drop for Call {
     }
 }
 
-/// Gives the thread's seats up as its locals go.
+/// Gives the first thread's seats up as its locals go.
 struct Ending;
 
 impl Drop for Ending {
@@ -146,7 +146,12 @@ fn leave_at_end() {
         // SAFETY: a key that is never deleted; what is put there is no place, and not null.
         unsafe { libc::pthread_setspecific(*key, std::ptr::without_provenance(1)) };
     }
-    let _ = ENDING.try_with(|_| ());
+    // Destructors of keys do not run for the thread that leaves main; for others those of locals may be over.
+    // SAFETY: takes nothing.
+    let thread = unsafe { libc::syscall(libc::SYS_gettid) };
+    if key.is_none() || thread == i64::from(std::process::id()) {
+        let _ = ENDING.try_with(|_| ());
+    }
 }
 
 impl Arena {
