@@ -6,6 +6,7 @@ import sys
 import threading
 import unittest
 from typing import Callable, List
+from unittest import mock
 
 import pagefold
 from pagefold import Store
@@ -47,6 +48,18 @@ class Private(unittest.TestCase):
             self.assertEqual(self.store.get(b"key\0with zero"), value)
         self.store.set(b"", b"the empty key")
         self.assertEqual(self.store.get(b""), b"the empty key")
+
+    def test_what_is_raised_while_entries_are_taken_is_raised(self) -> None:
+        ordered = Store(ordered=True)
+        self.addCleanup(ordered.close)
+        for store in (self.store, ordered):
+            store.set_many([(b"a", b"1"), (b"b", b"2")])
+            takes: List[Callable[[], object]] = [lambda: list(store.items()), lambda: store.get_many([b"a", b"b"])]
+            for take in takes:
+                # As Ctrl-C does.
+                with mock.patch("pagefold.store.string_at", side_effect=[b"a", KeyboardInterrupt]):
+                    with self.assertRaises(KeyboardInterrupt):
+                        take()
 
     def test_only_bytes(self) -> None:
         for wrong in ("text", 5, None):

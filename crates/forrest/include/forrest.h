@@ -2,8 +2,10 @@
  * forrest: a key-value store in memory, private to a process or shared by several.
  *
  * Link with -lforrest (pkg-config forrest). All functions may be called by many
- * threads at once. A handle is never followed as a pointer: a NULL, closed or
- * invented one gives an error code. After fork the child must open anew.
+ * threads at once, but not by signal handlers, and no thread may be cancelled in
+ * one. A handle is never followed as a pointer: a NULL, closed or invented one
+ * gives an error code. After fork the child must open anew. What a function
+ * writes to must not overlap the key.
  *
  * Keys have at most FORREST_KEY_BYTES_MAX bytes, values FORREST_VALUE_BYTES_MAX.
  */
@@ -43,8 +45,8 @@ enum {
     FORREST_VERSION = 15, /* The store was written by another version. */
     FORREST_ARCHITECTURE = 16, /* The store was written on another kind of machine. */
     FORREST_DAMAGED = 17, /* The store is truncated or damaged. */
-    FORREST_BUSY = 18, /* Too many threads or handles use stores, or a callback wants to close a handle. */
-    FORREST_SYSTEM = 19, /* The system refused something; errno says what, if the system did. */
+    FORREST_BUSY = 18, /* Too many threads or handles use stores, or a callback wants to close a handle that is in use. */
+    FORREST_SYSTEM = 19, /* The system refused something; errno says what, or is 0. */
     FORREST_INTERNAL = 20, /* An error inside the library. */
     FORREST_NOT_ORDERED = 21, /* The store does not keep its keys in order; a shared one cannot. */
     FORREST_UNTRUSTED = 22, /* The file of this name is another user's, or others may write it. */
@@ -95,7 +97,8 @@ typedef struct llds_result_ent {
     int result; /* An error code, 0 for success. */
 } llds_result_ent;
 
-/* Callbacks may call any function on any handle, but close none. They must return: an exception, longjmp or
+/* Callbacks may call any function on any handle, but close none on which a call is under way. What they are given a pointer
+ * to is theirs to read until they return, and may lie at any address. They must return: an exception, longjmp or
  * pthread_exit out of one is undefined, and leaves the handle in use for ever at best. */
 
 /* Gets an entry; returns non-zero to stop. Must return. */
@@ -108,7 +111,7 @@ typedef void (*forrest_each)(void *argument, size_t index, const void *value, si
 int forrest_open(const char *name, const forrest_options *options, FORREST **out);
 
 /* Closes a handle. Waits for calls of other threads that are under way; later ones get
- * FORREST_BAD_HANDLE. A callback may close none: FORREST_BUSY. */
+ * FORREST_BAD_HANDLE. In a callback it does not wait: FORREST_BUSY if there are any. */
 int forrest_close(FORREST *handle);
 
 /* Removes the shared store called name; who has it open goes on. */
@@ -150,15 +153,16 @@ int forrest_compare_swap(FORREST *handle, const void *key, size_t key_length, co
 int forrest_get_many(FORREST *handle, const forrest_bytes *keys, size_t count, forrest_each each,
     void *argument);
 
-/* Sets many keys. Stops at the first error; those before it are set. */
+/* Sets many keys. Stops at the first error; those before it are set, at FORREST_INVALID none. */
 int forrest_set_many(FORREST *handle, const forrest_bytes *keys, const forrest_bytes *values, size_t
     count);
 
-/* Calls visit with every entry, in no order, until it returns non-zero. */
+/* Calls visit with every entry, in no order, until it returns non-zero. One that is there all the time is visited once, one
+ * that is set or deleted meanwhile perhaps. */
 int forrest_for_each(FORREST *handle, forrest_visit visit, void *argument);
 
 /* Calls visit with the entries of keys from from on and below to (NULL: no bound), by key order, or backwards if
- * backwards is not 0, until it returns non-zero. The store must be FORREST_ORDERED. */
+ * backwards is not 0, until it returns non-zero, as forrest_for_each otherwise. The store must be FORREST_ORDERED. */
 int forrest_scan(FORREST *handle, const forrest_bytes *from, const forrest_bytes *to, int backwards,
     forrest_visit visit, void *argument);
 

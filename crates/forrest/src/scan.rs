@@ -21,22 +21,28 @@ pub struct Scan<'a> {
     count: usize,
     front: VecDeque<(Vec<u8>, Value)>,
     back: VecDeque<(Vec<u8>, Value)>,
+    /// Nothing was left between the two ends. What is set there since would come behind keys that one end took from the
+    /// other's.
+    met: bool,
 }
 
 impl<'a> Scan<'a> {
     pub(crate) fn new(store: &'a Store, low: KeyBound, high: KeyBound) -> Scan<'a> {
-        Scan { store, low, high, count: FIRST_PAGE, front: VecDeque::new(), back: VecDeque::new() }
+        Scan { store, low, high, count: FIRST_PAGE, front: VecDeque::new(), back: VecDeque::new(), met: false }
     }
 
     /// Takes the next page from one end. False if nothing is left between the two ends.
     fn fill(&mut self, from_back: bool) -> bool {
         loop {
             // In a forked child the order may stay locked for ever; a scan that came along ends with what it has.
-            if self.store.is_forked() {
+            if self.met || self.store.is_forked() {
                 return false;
             }
             let keys = self.store.key_page(&self.low, &self.high, from_back, self.count);
-            let Some(last) = keys.last() else { return false };
+            let Some(last) = keys.last() else {
+                self.met = true;
+                return false;
+            };
             if from_back {
                 self.high = Bound::Excluded(last.clone());
             } else {
@@ -100,5 +106,19 @@ mod tests {
         assert_eq!((ahead[0], ahead[8..20].iter().max(), ahead.iter().max()), (7, Some(&1), Some(&63)), "{ahead:?}");
         let back: Vec<_> = store.scan::<[u8]>(..).unwrap().rev().map(|(key, _)| key).collect();
         assert!(back.len() == 200 && back.is_sorted_by(|one, next| one > next));
+    }
+    #[test]
+    fn what_is_set_before_a_key_that_was_seen_is_not_seen_behind_it() {
+        let store = crate::Options::new().ordered().private().unwrap();
+        for key in [b"b", b"c", b"d"] {
+            store.set(key, b"1").unwrap();
+        }
+        let mut scan = store.scan::<[u8]>(..).unwrap();
+        // One end takes all three, the other goes on with what that took.
+        assert_eq!(scan.next_back().unwrap().0, b"d");
+        assert_eq!(scan.next().unwrap().0, b"b");
+        store.set(b"a", b"1").unwrap();
+        assert_eq!(scan.by_ref().map(|(key, _)| key).collect::<Vec<_>>(), [b"c"]);
+        assert!(scan.next_back().is_none());
     }
 }

@@ -128,11 +128,10 @@ impl Options {
         // Without a name until it is whole: nobody ever opens half a store.
         let file = File::options().read(true).write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(folder)?;
         lock_file(&file, libc::LOCK_SH)?;
-        let handle = file.try_clone()?;
-        let arena = Arena::create(file, &self.arena(SHARED_LIMIT))?;
+        let arena = Arena::create(above_stdio(&file)?, &self.arena(SHARED_LIMIT))?;
         init_root(&arena, self.hash.unwrap_or_default())?;
         let store = Store::over(arena)?;
-        match link(&handle, path) {
+        match link(&file, path) {
             Ok(()) => Ok(store),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 Err(Error::Exists(path.display().to_string()))
@@ -190,7 +189,7 @@ impl Options {
             // Closed here: when the lock becomes a shared one, another may be alone for a moment, and takes any seat.
         }
         lock_file(&file, libc::LOCK_SH)?;
-        let store = Store::over(Arena::open(file, KIND, self.pages)?)?;
+        let store = Store::over(Arena::open(above_stdio(&file)?, KIND, self.pages)?)?;
         let same = match (&self.hash, &store.table.hasher) {
             (None, _) | (Some(Hash::Keyed), Hasher::Keyed { .. }) => true,
             (Some(Hash::Murmur { seed }), Hasher::Murmur { seed: theirs, .. }) => seed == theirs,
@@ -568,9 +567,10 @@ impl Store {
     /// [`Error::Arena`] in a forked child, or when no seat is left for this thread.
     pub fn for_each(&self, mut visit: impl FnMut(&[u8], &[u8]) -> bool) -> Result<(), Error> {
         let table = &*self.table;
-        let seat = table.seat()?;
         let (mut bytes, mut ends) = (Vec::new(), Vec::new());
         for segment in 0..SEGMENTS {
+            // Asked for each time: where `visit` forked, the child must not lock anything in its parent's name.
+            let seat = table.seat()?;
             if table.dir(segment, Ordering::Relaxed).buckets() == 0 {
                 continue;
             }
@@ -845,6 +845,11 @@ fn link(file: &File, path: &Path) -> io::Result<()> {
     let done =
         unsafe { libc::linkat(libc::AT_FDCWD, from.as_ptr(), libc::AT_FDCWD, to.as_ptr(), libc::AT_SYMLINK_FOLLOW) };
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Another descriptor of a file, none of the first three: a program that closed those would print into its store.
+fn above_stdio(file: &File) -> io::Result<File> {
+    file.try_clone()
 }
 
 fn lock_file(file: &File, how: i32) -> io::Result<()> {

@@ -34,6 +34,19 @@ fn has(program: &str) -> bool {
     found
 }
 
+/// Whether there are libraries of the system for a program that needs none of them when it runs.
+fn has_static_libraries(compiler: &str, folder: &Path) -> bool {
+    let source = folder.join("empty.c");
+    std::fs::write(&source, "int main(void) { return 0; }\n").unwrap();
+    let mut link = Command::new(compiler);
+    let linked =
+        link.args(["-static", "-lpthread", "-lm", "-o"]).arg(folder.join("empty")).arg(&source).output().unwrap();
+    if !linked.status.success() {
+        println!("SKIPPED: {compiler} -static: no static libraries of the system");
+    }
+    linked.status.success()
+}
+
 #[test]
 fn c_and_cpp_programs_run_against_the_installed_library() {
     if !has("cc") || !has("pkg-config") {
@@ -71,17 +84,23 @@ fn c_and_cpp_programs_run_against_the_installed_library() {
             .arg(&program));
         let out = run(Command::new(&program).env("LD_LIBRARY_PATH", root.path().join("lib")));
         assert_eq!(out.trim(), expected, "{source:?}, shared");
-        // Static: the archive by name, with what it needs from the system.
+        // Static: the archive by name, with what it needs from the system; and all of it.
         let needs: Vec<String> = pkg_config(&["--libs", "--static"]).into_iter().filter(|l| l != "-lforrest").collect();
-        run(Command::new(compiler)
-            .args(["-g", standard])
-            .arg(source)
-            .args(pkg_config(&["--cflags"]))
-            .arg(root.path().join("lib/libforrest.a"))
-            .args(needs)
-            .arg("-o")
-            .arg(&program));
-        assert_eq!(run(&mut Command::new(&program)).trim(), expected, "{source:?}, static");
+        for all in [false, true] {
+            if all && !has_static_libraries(compiler, root.path()) {
+                continue;
+            }
+            run(Command::new(compiler)
+                .args(["-g", standard])
+                .args(all.then_some("-static"))
+                .arg(source)
+                .args(pkg_config(&["--cflags"]))
+                .arg(root.path().join("lib/libforrest.a"))
+                .args(&needs)
+                .arg("-o")
+                .arg(&program));
+            assert_eq!(run(&mut Command::new(&program)).trim(), expected, "{source:?}, static, all {all}");
+        }
     }
 }
 

@@ -72,6 +72,59 @@ fn a_guard_is_its_own_process_s() {
 }
 
 #[test]
+fn a_child_that_a_visitor_forked_is_refused_the_rest() {
+    let name = Name::new("visitor");
+    let store = Options::new().limit_bytes(64 << 20).create(&name.0).unwrap();
+    for number in 0..1000u64 {
+        store.set(&number.to_le_bytes(), b"value").unwrap();
+    }
+    let (mut child, mut visited) = (-1, 0);
+    let done = store.for_each(|_, _| {
+        if child < 0 {
+            // SAFETY: the child goes on here, changes nothing of the store and leaves by _exit.
+            child = unsafe { libc::fork() };
+        }
+        visited += 1;
+        child >= 0
+    });
+    if child == 0 {
+        let refused = done.is_err_and(|error| error.to_string().contains("fork"));
+        // SAFETY: leaves the child without running destructors of the parent's threads.
+        unsafe { libc::_exit(i32::from(!refused)) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child just made.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!((status, visited), (0, 1000), "{done:?}");
+}
+
+#[test]
+fn a_store_is_never_where_a_program_prints() {
+    let name = Name::new("stdio");
+    // SAFETY: the child opens a store, looks at its first descriptors and leaves by _exit.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let is_open = |descriptor| {
+            // SAFETY: only asks about a descriptor.
+            unsafe { libc::fcntl(descriptor, libc::F_GETFD) >= 0 }
+        };
+        // SAFETY: nothing of this process uses them any more.
+        (0..3).for_each(|descriptor| unsafe { assert!(libc::close(descriptor) == 0) });
+        let options = Options::new().limit_bytes(16 << 20);
+        let made = options.create(&name.0);
+        let after_making = (0..3).any(is_open);
+        let opened = options.open(&name.0);
+        let sound = made.is_ok() && opened.is_ok() && !after_making && !(0..3).any(is_open);
+        // SAFETY: leaves the child without running destructors of the parent's threads.
+        unsafe { libc::_exit(i32::from(!sound)) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child just made.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!(status, 0);
+}
+
+#[test]
 fn names_and_settings_are_checked() {
     for name in ["", "a/b", ".hidden", &"x".repeat(201)] {
         assert!(matches!(Store::open(name), Err(Error::Name(_))), "{name}");

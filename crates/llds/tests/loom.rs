@@ -167,6 +167,26 @@ fn reader_beside_split() {
     });
 }
 
+/// The check is asked about what was put in, never about the number of the line that takes a leaf's place.
+#[test]
+fn check_beside_split() {
+    model(|| {
+        let tree = tree_with(&[(A, 1), (B, 2)]);
+        let other = tree.clone();
+        let thread = thread::spawn(move || {
+            let is_value = |value| {
+                assert!((1..=3).contains(&value), "asked about {value}");
+                true
+            };
+            assert_eq!(other.get_with(A, is_value), Some(1));
+            assert_eq!(other.get_with(B, is_value), Some(2));
+        });
+        assert_eq!(tree.get_or_insert(C, 3), Ok(None));
+        thread.join().unwrap();
+        assert_eq!(tree.get(C), Some(3));
+    });
+}
+
 #[test]
 fn two_inserts_that_split_one_node() {
     model(|| {

@@ -38,6 +38,26 @@ def _check(code: int) -> None:
         raise BY_CODE.get(code, StoreError)(code, text.decode("utf-8", "replace"))
 
 
+def _taker(entries: List[Tuple[bytes, bytes]], raised: List[BaseException], most: Optional[int] = None) -> Any:
+    """A callback that takes entries, at most so many. What is raised in it, by a signal's handler too, ctypes would print and
+    forget, and the entry would be missing."""
+
+    def visit(_: Optional[int], key: Optional[int], key_size: int, value: Optional[int], value_size: int) -> int:
+        try:
+            entries.append((string_at(key or 0, key_size), string_at(value or 0, value_size)))
+            return int(len(entries) == most)
+        except BaseException as error:
+            raised.append(error)
+            return 1
+
+    return lib.VISIT(visit)
+
+
+def _raise(raised: List[BaseException]) -> None:
+    if raised:
+        raise raised[0]
+
+
 def library_version() -> str:
     """The version of the loaded libforrest."""
     version: bytes = lib.load().forrest_version()
@@ -238,13 +258,18 @@ class Store:
         """The values of ``keys``, in their order; ``None`` where there is none. Many cache misses are in flight."""
         wanted = [_bytes(key, "a key") for key in keys]
         values: List[Optional[bytes]] = [None] * len(wanted)
+        raised: List[BaseException] = []
 
         def each(_: Optional[int], index: int, value: Optional[int], size: int) -> None:
-            if value is not None:
-                values[index] = string_at(value, size)
+            try:
+                if value is not None:
+                    values[index] = string_at(value, size)
+            except BaseException as error:
+                raised.append(error)
 
         array = (lib.Bytes * len(wanted))(*(lib.Bytes(key, len(key)) for key in wanted))
         _check(self._library.forrest_get_many(self._open, array, len(wanted), lib.EACH(each), None))
+        _raise(raised)
         return values
 
     def set_many(self, entries: Union[Mapping[bytes, BytesLike], Iterable[Tuple[BytesLike, BytesLike]]]) -> None:
@@ -275,13 +300,11 @@ class Store:
 
     def _scan_part(self, low: Optional[bytes], high: Optional[bytes], reverse: bool) -> List[Tuple[bytes, bytes]]:
         part: List[Tuple[bytes, bytes]] = []
-
-        def visit(_: Optional[int], key: Optional[int], key_size: int, value: Optional[int], value_size: int) -> int:
-            part.append((string_at(key or 0, key_size), string_at(value or 0, value_size)))
-            return int(len(part) == _SCAN_ENTRIES)
-
+        raised: List[BaseException] = []
         bounds = [None if bound is None else byref(lib.Bytes(bound, len(bound))) for bound in (low, high)]
-        _check(self._library.forrest_scan(self._open, *bounds, int(reverse), lib.VISIT(visit), None))
+        visit = _taker(part, raised, _SCAN_ENTRIES)
+        _check(self._library.forrest_scan(self._open, *bounds, int(reverse), visit, None))
+        _raise(raised)
         return part
 
     def items(self) -> Iterator[Tuple[bytes, bytes]]:
@@ -290,12 +313,9 @@ class Store:
 
     def _all(self) -> List[Tuple[bytes, bytes]]:
         entries: List[Tuple[bytes, bytes]] = []
-
-        def visit(_: Optional[int], key: Optional[int], key_size: int, value: Optional[int], value_size: int) -> int:
-            entries.append((string_at(key or 0, key_size), string_at(value or 0, value_size)))
-            return 0
-
-        _check(self._library.forrest_for_each(self._open, lib.VISIT(visit), None))
+        raised: List[BaseException] = []
+        _check(self._library.forrest_for_each(self._open, _taker(entries, raised), None))
+        _raise(raised)
         return entries
 
     def keys(self) -> Iterator[bytes]:

@@ -43,9 +43,9 @@ pub const FORREST_VERSION: c_int = 15;
 pub const FORREST_ARCHITECTURE: c_int = 16;
 /// The store is truncated or damaged.
 pub const FORREST_DAMAGED: c_int = 17;
-/// Too many threads or handles use stores, or a callback wants to close a handle.
+/// Too many threads or handles use stores, or a callback wants to close a handle that is in use.
 pub const FORREST_BUSY: c_int = 18;
-/// The system refused something; errno says what, if the system did.
+/// The system refused something; errno says what, or is 0.
 pub const FORREST_SYSTEM: c_int = 19;
 /// An error inside the library.
 pub const FORREST_INTERNAL: c_int = 20;
@@ -63,11 +63,9 @@ pub(super) struct Code(pub(super) c_int);
 impl From<Error> for Code {
     fn from(error: Error) -> Code {
         use llds::arena::Error as Arena;
-        if let Error::Arena(Arena::Io(source) | Arena::Reserve { source, .. } | Arena::NoMemory { source }) = &error
-            && let Some(number) = source.raw_os_error()
-        {
+        if let Error::Arena(Arena::Io(source) | Arena::Reserve { source, .. } | Arena::NoMemory { source }) = &error {
             // SAFETY: errno is this thread's own.
-            unsafe { *libc::__errno_location() = number };
+            unsafe { *libc::__errno_location() = source.raw_os_error().unwrap_or(0) };
         }
         Code(code_of(&error))
     }
@@ -139,7 +137,7 @@ pub extern "C" fn forrest_error_text(code: c_int) -> *const c_char {
         FORREST_VERSION => c"the store was written by another version",
         FORREST_ARCHITECTURE => c"the store was written on another kind of machine",
         FORREST_DAMAGED => c"the store is truncated or damaged; remove it",
-        FORREST_BUSY => c"too many threads or handles, or a callback closes a handle",
+        FORREST_BUSY => c"too many threads or handles, or a callback closes a handle that is in use",
         FORREST_SYSTEM => c"the system refused",
         FORREST_INTERNAL => c"an error inside the library",
         FORREST_NOT_ORDERED => c"the store does not keep its keys in order; a shared one cannot",

@@ -8,7 +8,8 @@
 use super::codes::{Code, FORREST_BAD_HANDLE, FORREST_BUSY, FORREST_FORKED, FORREST_INVALID, guard};
 use crate::store::Store;
 use libc::c_int;
-use std::cell::{Cell, UnsafeCell};
+use llds::arena;
+use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A handle; it points to nothing.
@@ -33,19 +34,14 @@ unsafe impl Sync for Slot {}
 
 static SLOTS: [Slot; HANDLES] = [const { Slot { word: AtomicU64::new(0), store: UnsafeCell::new(None) } }; HANDLES];
 
-thread_local! {
-    /// Calls of this thread that are under way: more than none inside a callback.
-    static DEPTH: Cell<u32> = const { Cell::new(0) };
-}
-
-/// A call under way on an open store.
+/// A call under way on an open store. A thread that is in one is in a callback, or in a signal's handler.
 struct Call {
     slot: &'static Slot,
+    _call: arena::Call,
 }
 
 impl Drop for Call {
     fn drop(&mut self) {
-        DEPTH.set(DEPTH.get() - 1);
         self.slot.word.fetch_sub(1, Ordering::Release);
     }
 }
@@ -70,8 +66,7 @@ fn slot_of(handle: *mut FORREST) -> Result<(&'static Slot, u64), c_int> {
 fn enter(handle: *mut FORREST) -> Result<Call, c_int> {
     let (slot, generation) = slot_of(handle)?;
     let word = slot.word.fetch_add(1, Ordering::Acquire);
-    DEPTH.set(DEPTH.get() + 1);
-    let call = Call { slot };
+    let call = Call { slot, _call: arena::Call::begin() };
     if word >> 32 == generation { Ok(call) } else { Err(FORREST_BAD_HANDLE) }
 }
 
@@ -107,18 +102,20 @@ pub(super) fn with_store(handle: *mut FORREST, run: impl FnOnce(&Store) -> Resul
     })
 }
 
-/// Closes a handle. Waits for calls of other threads that are under way; later ones get FORREST_BAD_HANDLE.
+/// Closes a handle. Waits for calls of other threads that are under way; later ones get FORREST_BAD_HANDLE. In a callback it
+/// does not wait: FORREST_BUSY if there are any.
 #[unsafe(no_mangle)]
 pub extern "C" fn forrest_close(handle: *mut FORREST) -> c_int {
     guard(|| {
         let (slot, generation) = slot_of(handle)?;
-        if DEPTH.get() != 0 {
-            return Err(Code(FORREST_BUSY));
-        }
         let mut word = slot.word.load(Ordering::Relaxed);
         let calls = loop {
             if word >> 32 != generation {
                 return Err(Code(FORREST_BAD_HANDLE));
+            }
+            // A callback does not wait: two that close each other's handles would for ever.
+            if arena::Call::is_any() && word & 0xffff_ffff != 0 {
+                return Err(Code(FORREST_BUSY));
             }
             // Even generation, and one more call so that nobody fills the slot before it is empty.
             let closed = ((generation + 1) & 0xffff_ffff) << 32 | ((word & 0xffff_ffff) + 1);

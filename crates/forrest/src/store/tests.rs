@@ -497,6 +497,33 @@ fn a_forked_child_is_refused_changes_that_another_thread_was_at() {
     assert_eq!(status, 0);
 }
 
+/// A signal's handler calls exit, as many do, while the thread that it interrupts holds a lock.
+#[test]
+fn who_exits_inside_a_call_leaves_what_a_death_would() {
+    let shared = Shared::new("exit");
+    let hash = shared.store.table.hasher.first(b"key");
+    // SAFETY: the child opens the store anew and ends inside of it.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let store = shared.again();
+        let _call = arena::Call::begin();
+        // SAFETY: nothing is registered to run at exit, and no other thread is there.
+        let _ = store.table.modify(b"key", hash, |_| unsafe { libc::exit(0) });
+    }
+    let mut status = -1;
+    // SAFETY: waits for the child just made; then ends the test if it waits for ever.
+    unsafe {
+        libc::waitpid(child, &raw mut status, 0);
+        libc::alarm(60);
+    }
+    assert_eq!(status, 0);
+    shared.store.set(b"key", b"value").unwrap();
+    // SAFETY: as above.
+    unsafe { libc::alarm(0) };
+    assert_eq!((shared.store.stats().recovery_count, shared.store.stats().thread_count), (1, 1));
+    assert_eq!(shared.store.check().unwrap().entries, 1);
+}
+
 #[test]
 fn a_store_with_a_damaged_page_is_refused() {
     let outside = |word: u64| move |store: &Store, segment| store.table.dir_word(segment).store(word, Ordering::SeqCst);

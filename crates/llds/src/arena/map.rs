@@ -4,7 +4,7 @@
 use super::{Error, Numa, Pages, alive};
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, IntoRawFd};
 use std::os::unix::fs::MetadataExt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -223,7 +223,7 @@ impl Mapping {
     pub fn make_huge(&self, offset: usize, bytes: usize) {
         let Some(file) = self.file.as_ref().filter(|_| self.huge_by_collapse.load(Ordering::Relaxed)) else { return };
         for huge in (offset / MIB_2 * MIB_2..offset + bytes).step_by(MIB_2) {
-            let is_hole = huge + MIB_2 <= self.bytes && self.is_hole(huge);
+            let is_hole = huge + MIB_2 <= self.bytes && self.is_hole(file, huge);
             if !is_hole || file_system(file).2 <= 2 * MIB_2 as u64 {
                 continue;
             }
@@ -240,12 +240,19 @@ impl Mapping {
         }
     }
 
-    /// Whether none of the 2 MiB from `offset` on has a page.
-    fn is_hole(&self, offset: usize) -> bool {
-        let mut pages = [1u8; MIB_2 / 4096];
-        // SAFETY: the range lies inside our own mapping, as the caller made sure, and the buffer has a byte for each page.
-        let done = unsafe { libc::mincore(self.base.as_ptr().add(offset).cast(), MIB_2, pages.as_mut_ptr()) };
-        done == 0 && pages.iter().all(|page| page & 1 == 0)
+    /// Whether nothing was written to the 2 MiB from `offset` on. Not by mincore(2): filters that let a service do all that
+    /// services do, as systemd's `@system-service`, end who calls it.
+    fn is_hole(&self, file: &File, offset: usize) -> bool {
+        if alive::inode_of(file).ok() != Some(self.inode) {
+            return false;
+        }
+        // SAFETY: moves the position of our own descriptor, by which nobody reads.
+        let data = unsafe { libc::lseek(file.as_raw_fd(), offset as libc::off_t, libc::SEEK_DATA) };
+        if data < 0 {
+            io::Error::last_os_error().raw_os_error() == Some(libc::ENXIO)
+        } else {
+            data >= (offset + MIB_2) as libc::off_t
+        }
     }
 
     /// Has pages for `offset..offset+bytes`, of `room` bytes that are the caller's and end with a page, of which those before were had ready unless
@@ -330,6 +337,10 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: base and bytes are what mmap gave us; nobody holds the mapping any more.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };
+        // The program may have closed our descriptor, and its number be that of a file of its own.
+        if let Some(file) = self.file.take_if(|file| alive::inode_of(file).ok() != Some(self.inode)) {
+            let _ = file.into_raw_fd();
+        }
     }
 }
 

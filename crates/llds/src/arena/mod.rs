@@ -53,7 +53,7 @@ pub use map::Backing;
 pub use recovery::DeadSeat;
 pub use seat::{HAZARDS, INTENT_ALLOC, INTENT_RETIRE, SEATS_MAX, Seat};
 pub use span::SpanStats;
-pub use thread::{QuickSeat, SeatRef};
+pub use thread::{Call, QuickSeat, SeatRef};
 
 use layout::Layout;
 use seat::Identity;

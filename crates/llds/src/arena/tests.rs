@@ -174,6 +174,40 @@ fn freed_memory_goes_back_to_the_system() {
 }
 
 #[test]
+fn a_thread_has_a_seat_to_its_very_end() {
+    struct Last(Arena, std::sync::mpsc::Sender<Result<(), Error>>);
+    impl Drop for Last {
+        fn drop(&mut self) {
+            let used = self.0.seat().and_then(|seat| {
+                let block = self.0.alloc(&seat, 100)?;
+                seat.settle_alloc();
+                self.0.free(&seat, block);
+                Ok(())
+            });
+            let _ = self.1.send(used);
+        }
+    }
+    thread_local! {
+        static LAST: std::cell::OnceCell<Last> = const { std::cell::OnceCell::new() };
+    }
+    let (_path, file) = temp("late");
+    let arena = Arena::create(file, &small()).unwrap();
+    for _ in 0..3 {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let arena = arena.clone();
+        std::thread::spawn(move || {
+            // Locals end in the opposite order of their first use: this one after the thread's seats.
+            LAST.with(|last| assert!(last.set(Last(arena.clone(), sender)).is_ok()));
+            arena.seat().unwrap();
+        })
+        .join()
+        .unwrap();
+        receiver.recv().unwrap().unwrap();
+    }
+    assert_eq!(arena.stats().seat_count, 0, "given up behind all that");
+}
+
+#[test]
 fn a_hazard_keeps_a_retired_block() {
     let arena = Arena::private(&small()).unwrap();
     let seat = arena.seat().unwrap();
@@ -281,7 +315,7 @@ fn a_forked_child_is_told() {
 fn a_forked_child_is_told_where_the_kernel_wipes_no_pages() {
     std::thread::spawn(|| {
         let advice = libc::MADV_WIPEONFORK as u32;
-        match refuse_calls(libc::SYS_madvise, libc::EINVAL, 2, libc::BPF_JEQ, advice) {
+        match refuse_calls(libc::SYS_madvise, errno(libc::EINVAL), 2, libc::BPF_JEQ, advice) {
             Ok(()) => child_is_told(),
             Err(error) => println!("SKIPPED: no seccomp filter here: {error}"),
         }
@@ -307,9 +341,14 @@ fn child_is_told() {
     assert!(!arena.is_forked());
 }
 
-/// Makes this thread's calls numbered `call` fail with `errno`, if the low half of their argument `argument` passes
-/// `test` against `value`.
-fn refuse_calls(call: i64, errno: i32, argument: u32, test: u32, value: u32) -> io::Result<()> {
+/// What a filter says of a call that fails.
+fn errno(number: i32) -> u32 {
+    libc::SECCOMP_RET_ERRNO | number as u32
+}
+
+/// Has the kernel do `what` (`SECCOMP_RET_`...) at this thread's calls numbered `call`, if the low half of their argument
+/// `argument` passes `test` against `value`.
+fn refuse_calls(call: i64, what: u32, argument: u32, test: u32, value: u32) -> io::Result<()> {
     const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
     const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
     let jump = |test: u32| (libc::BPF_JMP | test | libc::BPF_K) as u16;
@@ -321,7 +360,7 @@ fn refuse_calls(call: i64, errno: i32, argument: u32, test: u32, value: u32) -> 
         step(jump(libc::BPF_JEQ), 0, 3, call as u32),
         step(LOAD, 0, 0, 16 + argument * 8 + low_half),
         step(jump(test), 0, 1, value),
-        step(RETURN, 0, 0, libc::SECCOMP_RET_ERRNO | errno as u32),
+        step(RETURN, 0, 0, what),
         step(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
     ];
     let program = libc::sock_fprog { len: steps.len() as u16, filter: steps.as_mut_ptr() };
@@ -337,7 +376,7 @@ fn refuse_calls(call: i64, errno: i32, argument: u32, test: u32, value: u32) -> 
 fn signals_do_not_keep_memory_from_being_secured() {
     std::thread::spawn(|| {
         // As if a signal came in each that is long enough.
-        if let Err(error) = refuse_calls(libc::SYS_fallocate, libc::EINTR, 3, libc::BPF_JGT, 300 << 10) {
+        if let Err(error) = refuse_calls(libc::SYS_fallocate, errno(libc::EINTR), 3, libc::BPF_JGT, 300 << 10) {
             println!("SKIPPED: no seccomp filter here: {error}");
             return;
         }
@@ -349,6 +388,32 @@ fn signals_do_not_keep_memory_from_being_secured() {
     })
     .join()
     .unwrap();
+}
+
+/// Such as systemd's `SystemCallFilter=@system-service`, which has all other calls of an arena.
+#[test]
+fn a_filter_for_services_ends_nobody() {
+    // SAFETY: the child makes an arena of its own and leaves by _exit.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let filtered = refuse_calls(libc::SYS_mincore, libc::SECCOMP_RET_KILL_PROCESS, 0, libc::BPF_JGE, 0);
+        let code = filtered.map_or(2, |()| {
+            let (_path, file) = temp("filtered");
+            let arena = Arena::create(file, &Options { pages: Pages::Auto, ..small() }).unwrap();
+            let seat = arena.seat().unwrap();
+            i32::from(arena.alloc(&seat, 100).is_err())
+        });
+        // SAFETY: leaves the child without running destructors of the parent's threads.
+        unsafe { libc::_exit(code) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child just made.
+    unsafe { libc::waitpid(child, &raw mut status, 0) };
+    if status == 2 << 8 {
+        println!("SKIPPED: no seccomp filter here");
+    } else {
+        assert_eq!(status, 0);
+    }
 }
 
 #[test]
@@ -363,7 +428,7 @@ fn free_spans_with_pages_serve_when_there_are_no_more_pages() {
         arena.trim(&seat);
         arena.free(&seat, kept);
         // The first free spans are holes, those behind have pages: of these none is asked for again.
-        if let Err(error) = refuse_calls(libc::SYS_fallocate, libc::ENOSPC, 3, libc::BPF_JGE, 0) {
+        if let Err(error) = refuse_calls(libc::SYS_fallocate, errno(libc::ENOSPC), 3, libc::BPF_JGE, 0) {
             println!("SKIPPED: no seccomp filter here: {error}");
             return;
         }
@@ -420,6 +485,21 @@ fn a_descriptor_that_another_file_took_tells_no_deaths() {
     assert!(unsafe { libc::dup2(kept.as_raw_fd(), file.as_raw_fd()) } >= 0);
     assert!(alive::is_unlocked(file, one.inner.map.inode(), 1));
     drop(path);
+}
+
+#[test]
+fn a_descriptor_that_another_file_took_is_not_closed() {
+    use std::os::fd::{AsRawFd, FromRawFd};
+    let (_path, file) = temp("not-ours");
+    let arena = Arena::create(file, &small()).unwrap();
+    let number = arena.inner.map.file().unwrap().as_raw_fd();
+    let other = File::open("/dev/null").unwrap();
+    // SAFETY: puts another file in the place of ours; nobody else knows that number.
+    assert!(unsafe { libc::dup2(other.as_raw_fd(), number) } >= 0);
+    drop(arena);
+    // SAFETY: the number is nobody's else.
+    let taken = unsafe { File::from_raw_fd(number) };
+    assert_eq!(alive::inode_of(&taken).unwrap(), alive::inode_of(&other).unwrap());
 }
 
 #[test]

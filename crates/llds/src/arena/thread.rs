@@ -2,16 +2,18 @@
 //!
 //! A thread that ends gives its spans back; what waits in its limbo stays for
 //! whoever sits there next. A handle that goes gives up all seats that were
-//! taken through it.
+//! taken through it. To the very end a thread can take one: destructors of
+//! other locals, of pthread keys and of C++ objects use stores too, and what is
+//! given to atexit(3).
 
-use super::seat::{Identity, SEATS_MAX, SEATS_SPARE, Seat};
+use super::seat::{ABANDONED, Identity, SEATS_MAX, SEATS_SPARE, Seat};
 use super::sentinel::Sentinel;
 use super::{Arena, Error, Inner};
 use std::cell::{Cell, RefCell};
+use std::mem::ManuallyDrop;
 use std::ops::Deref;
-use std::sync::Arc;
-use std::sync::Weak;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
 /// The calling thread's seat. It does not move to another thread.
@@ -63,23 +65,92 @@ impl QuickSeat {
     }
 }
 
+/// An arena's number, the thread's seat there, and the arena.
+type Taken = (u64, u64, Weak<Inner>);
+
 thread_local! {
     /// The arena this thread used last, and its seat there.
     static LAST: Cell<(u64, u64)> = const { Cell::new((0, 0)) };
-    /// All seats of this thread; released when it ends.
-    static SEATS: RefCell<ThreadSeats> = const { RefCell::new(ThreadSeats(Vec::new())) };
+    /// All seats of this thread. Without a destructor, so that it is there whatever of the thread is gone.
+    static SEATS: ManuallyDrop<RefCell<Vec<Taken>>> = const { ManuallyDrop::new(RefCell::new(Vec::new())) };
+    static ENDING: Ending = const { Ending };
+    /// Calls of this thread that are under way.
+    static CALLS: Cell<u32> = const { Cell::new(0) };
+    /// Whether the thread ends inside of one.
+    static CUT_SHORT: Cell<bool> = const { Cell::new(false) };
 }
 
-struct ThreadSeats(Vec<(u64, u64, Weak<Inner>)>);
+/// A call under way, for structures whose callers may end the process in the middle of it, as a signal's handler does by
+/// exit(3): then locals end, but what the thread was at never goes on. Its seats are as a dead one's from then on.
+pub struct Call {
+    _local: std::marker::PhantomData<*const ()>,
+}
 
-impl Drop for ThreadSeats {
+impl Call {
+    /// Begins a call.
+    #[inline]
+    pub fn begin() -> Call {
+        CALLS.set(CALLS.get() + 1);
+        Call { _local: std::marker::PhantomData }
+    }
+
+    /// Whether this thread is inside a call.
+    #[inline]
+    pub fn is_any() -> bool {
+        CALLS.get() != 0
+    }
+}
+
+impl Drop for Call {
+    #[inline]
     fn drop(&mut self) {
-        LAST.set((0, 0));
-        for (_, owner, arena) in self.0.drain(..) {
-            if let Some(inner) = arena.upgrade() {
-                inner.leave(owner, Some(Instant::now()));
-            }
+        CALLS.set(CALLS.get() - 1);
+    }
+}
+
+/// Gives the first thread's seats up as its locals go.
+struct Ending;
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        leave_all();
+    }
+}
+
+fn leave_all() {
+    LAST.set((0, 0));
+    CUT_SHORT.set(CUT_SHORT.get() || Call::is_any());
+    for (_, owner, arena) in SEATS.with(|seats| seats.take()) {
+        match arena.upgrade() {
+            Some(inner) if CUT_SHORT.get() => inner.abandon(owner),
+            Some(inner) => inner.leave(owner, Some(Instant::now())),
+            None => {}
         }
+    }
+}
+
+/// Sees to it that this thread's seats are given up at its end, of which some may be over: when its locals go, and when
+/// destructors of pthread keys run, after which the C library looks again for what was put under a key meanwhile. The
+/// thread that ends the process has no such end; what it takes when its locals are gone is as after a death.
+fn leave_at_end() {
+    unsafe extern "C" fn end(_: *mut libc::c_void) {
+        leave_all();
+    }
+    static KEY: OnceLock<Option<libc::pthread_key_t>> = OnceLock::new();
+    let key = KEY.get_or_init(|| {
+        let mut key = 0;
+        // SAFETY: writes a number of ours; `end` looks at nothing that it is given.
+        (unsafe { libc::pthread_key_create(&raw mut key, Some(end)) } == 0).then_some(key)
+    });
+    if let Some(key) = key {
+        // SAFETY: a key that is never deleted; what is put there is no place, and not null.
+        unsafe { libc::pthread_setspecific(*key, std::ptr::without_provenance(1)) };
+    }
+    // Destructors of keys do not run for the thread that leaves main; for others those of locals may be over.
+    // SAFETY: takes nothing.
+    let thread = unsafe { libc::syscall(libc::SYS_gettid) };
+    if key.is_none() || thread == i64::from(std::process::id()) {
+        let _ = ENDING.try_with(|_| ());
     }
 }
 
@@ -111,15 +182,18 @@ impl Arena {
         if self.is_forked() {
             return Err(Error::Forked);
         }
-        let known = SEATS
-            .try_with(|seats| seats.borrow().0.iter().find(|seat| seat.0 == self.inner.id).map(|seat| seat.1))
-            .map_err(|_| Error::Seats)?;
+        // It may hold a lock that nobody gives up, and would wait for itself.
+        if CUT_SHORT.get() {
+            return Err(Error::Seats);
+        }
+        let known = SEATS.with(|seats| seats.borrow().iter().find(|seat| seat.0 == self.inner.id).map(|seat| seat.1));
         let owner = match known {
             Some(owner) => owner,
             None => {
                 let owner = self.inner.take_seat()?;
+                leave_at_end();
                 SEATS.with(|seats| {
-                    let seats = &mut seats.borrow_mut().0;
+                    let mut seats = seats.borrow_mut();
                     seats.retain(|seat| seat.2.strong_count() > 0);
                     seats.push((self.inner.id, owner, Arc::downgrade(&self.inner)));
                 });
@@ -194,6 +268,16 @@ impl Inner {
         self.give_back_late(now, owner);
         self.give_back_rests_at_end(owner);
         seat.state.store(0, Ordering::SeqCst);
+    }
+
+    /// Leaves a seat as a death would: its thread ends in the middle of something.
+    fn abandon(&self, owner: u64) {
+        if self.sentinel.is_wiped() || self.identity.is_none() {
+            return;
+        }
+        let mut taken = self.taken.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        taken.retain(|&seat| u64::from(seat) != owner);
+        self.seat_at(owner).state.store(ABANDONED, Ordering::SeqCst);
     }
 
     /// Gives back every span this seat leases.

@@ -63,8 +63,11 @@ impl SdTree {
     ///
     /// # Errors
     /// When the file cannot be extended or mapped.
+    ///
+    /// # Safety
+    /// What the file has must be zeros, since links in it are followed; otherwise as [`SdTree::attach`].
     #[cfg(not(loom))]
-    pub fn create_in(file: std::os::fd::BorrowedFd<'_>, capacity: usize) -> io::Result<Self> {
+    pub unsafe fn create_in(file: std::os::fd::BorrowedFd<'_>, capacity: usize) -> io::Result<Self> {
         use std::os::fd::AsRawFd;
         let load_tenths = LOAD_TENTHS;
         let (first_bits, ahead) = Self::geometry(capacity as u64, load_tenths);

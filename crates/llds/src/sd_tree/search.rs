@@ -37,7 +37,8 @@ impl SdTree {
     }
 
     /// Gives the value of a leaf that matches the fingerprint and passes `is_same`, which is asked
-    /// for each matching leaf (nearly always at most one) and should compare the full keys.
+    /// for each matching leaf (nearly always at most one) and should compare the full keys. It may be asked about a value
+    /// that others are just putting in or have just taken out, and about no other.
     #[inline]
     pub fn get_with(&self, fingerprint: u64, mut is_same: impl FnMut(u64) -> bool) -> Option<u64> {
         loop {
@@ -87,7 +88,8 @@ impl SdTree {
         while hits != 0 {
             let slot = hits.trailing_zeros() as usize;
             let word = self.memory.slot(line, slot).load(Ordering::Acquire);
-            if is_same(word::value(word)) {
+            // By now it may be another's, or a link: nobody is to be asked about the number of a line.
+            if word::matches(word, key) && is_same(word::value(word)) {
                 return Some((slot, word));
             }
             hits &= hits - 1;

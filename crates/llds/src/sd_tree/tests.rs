@@ -326,8 +326,9 @@ fn array_parts_that_wait_for_one_pin_are_all_released() {
 fn one_memory_at_two_addresses_is_one_tree() {
     use std::os::fd::AsFd;
     let file = tempfile::tempfile().unwrap();
-    let first = SdTree::create_in(file.as_fd(), 100).unwrap();
-    // SAFETY: both handles are in this process and nobody else has the file.
+    // SAFETY: an empty file, which nobody else has; both handles are in this process.
+    let first = unsafe { SdTree::create_in(file.as_fd(), 100) }.unwrap();
+    // SAFETY: as above.
     let second = unsafe { SdTree::attach(file.as_fd()) }.unwrap();
     assert_ne!(first.memory.control(0) as *const _, second.memory.control(0) as *const _);
     std::thread::scope(|scope| {
@@ -358,7 +359,8 @@ fn foreign_memory_is_refused() {
     file.set_len(1 << 20).unwrap();
     // SAFETY: as above.
     assert!(unsafe { SdTree::attach(file.as_fd()) }.is_err(), "zeros");
-    let tree = SdTree::create_in(file.as_fd(), 100).unwrap();
+    // SAFETY: as above, and all of it is zeros.
+    let tree = unsafe { SdTree::create_in(file.as_fd(), 100) }.unwrap();
     tree.memory.word(place::HEAD, 1).store(0xffff, Ordering::Relaxed);
     // SAFETY: as above.
     assert!(unsafe { SdTree::attach(file.as_fd()) }.is_err(), "geometry out of range");
