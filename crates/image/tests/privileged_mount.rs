@@ -12,7 +12,7 @@ use pagefold_image::tree::{Data, Inode, Kind as FileKind, Meta, Tree};
 use pagefold_image::{Error, Result, build, exec, export, gc, scan, stat};
 use pagefold_os::mountinfo;
 use rustix::fs::{CWD, FileType, Mode, XattrFlags};
-use rustix::mount::MountFlags;
+use rustix::mount::{MountFlags, MountPropagationFlags};
 use std::ffi::OsStr;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -557,6 +557,27 @@ fn nothing_mounted_is_collected_wherever_it_is_mounted() {
     held.read_to_end(&mut bytes).unwrap();
     assert_eq!(bytes, noise(6, 200_000));
     drop(held);
+    // Mounted only in a namespace that one thread of a process has for itself, and no kernel tells of it.
+    let mounted = Options { kind: Kind::Directory, ..Options::default() };
+    mount::mount(&store, &rebuilt(), &at, &mounted).unwrap();
+    let (left, has_left) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let (go, goes) = std::sync::mpsc::channel::<()>();
+        let at = &at;
+        scope.spawn(move || {
+            use rustix::thread::UnshareFlags;
+            // SAFETY: no table of descriptors is left.
+            unsafe { rustix::thread::unshare_unsafe(UnshareFlags::FS | UnshareFlags::NEWNS) }.unwrap();
+            rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC).unwrap();
+            left.send(()).unwrap();
+            let _ = goes.recv();
+            whole(at);
+        });
+        has_left.recv().unwrap();
+        umount(at);
+        collect_keeps("mounted in a thread's namespace");
+        drop(go);
+    });
     // Nothing holds a metadata directory open, so that such a mount stays in the table as long as it is used.
     mount::mount(&store, &rebuilt(), &at, &Options { kind: Kind::Directory, ..Options::default() }).unwrap();
     let held = fs::File::open(at.join("file")).unwrap();
