@@ -503,6 +503,16 @@ fn a_directory_of_blobs_is_an_image() {
     std::fs::remove_file(&blob).unwrap();
     let error = import(&bench, at).unwrap_err().to_string();
     assert!(error.contains("copy the whole image"), "{error}");
+    // One that is too large is not said to be cut off.
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    let bytes = layout_archive(dir.path(), false);
+    let feeder = std::thread::spawn(move || writer.write_all(&bytes));
+    let pipe = PathBuf::from(format!("/proc/self/fd/{}", reader.as_raw_fd()));
+    let (build, limits) = (bench.store.build().unwrap(), Limits { bytes: 4000, ..Limits::default() });
+    let error = oci::import(&build, &pipe, None, limits, &mut Notes::default(), &Progress::silent()).unwrap_err();
+    assert!(error.to_string().contains("more than the limit's 4000 bytes"), "{error}");
+    drop(reader);
+    let _ = feeder.join();
 }
 
 /// Whoever waits for a reader of a pipe hears nothing of an import.
