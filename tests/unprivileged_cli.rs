@@ -682,6 +682,29 @@ fn nobody_types_an_archive() {
 }
 
 #[test]
+fn what_gives_bytes_for_ever_is_no_archive() {
+    let tool = Tool::new();
+    for how in ["build", "import"] {
+        for path in ["/dev/zero", "-"] {
+            let mut command = Command::new("timeout");
+            command.args(["20", env!("CARGO_BIN_EXE_pagefold"), "image", how, "--name", "a:1", path]);
+            if how == "import" {
+                command.args(["--max-bytes", "1M"]);
+            }
+            command.env("PAGEFOLD_CONFIG", "none").env("PAGEFOLD_STORE", tool.dir.path().join("store"));
+            let zeros = std::fs::File::open("/dev/zero").expect("the device");
+            let refused = command.stdin(zeros).output().expect("timeout runs");
+            let said = text(&refused.stderr);
+            assert_eq!(refused.status.code(), Some(1), "{how} {path}: {said}");
+            assert_eq!(
+                said,
+                format!("pagefold: {path}: a device, from which no archive comes; give a file, or a pipe\n")
+            );
+        }
+    }
+}
+
+#[test]
 fn sockets_that_an_archive_cannot_have_are_said() {
     let (tool, _) = tellers("1");
     let _socket = std::os::unix::net::UnixListener::bind(tool.dir.path().join("tree/s")).expect("a socket");

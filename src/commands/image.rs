@@ -16,6 +16,7 @@ use serde_json::json;
 use std::env::VarError;
 use std::ffi::OsString;
 use std::io::{BufWriter, IsTerminal, Write};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -556,11 +557,15 @@ fn of_input(error: ImageError, name: &str, other: &str) -> ImageError {
     }
 }
 
-/// Whether the input is standard input; one that is typed is no archive.
+/// Whether the input is standard input. What is typed is no archive, and other devices give bytes for ever.
 fn is_stdin(path: &Path) -> Result<bool, Error> {
     let stdin = path == Path::new("-");
     if stdin && std::io::stdin().is_terminal() {
         return Err("-: an archive does not come from a terminal; give a file, or redirect".into());
+    }
+    let at = if stdin { Path::new("/dev/stdin") } else { path };
+    if std::fs::metadata(at).is_ok_and(|meta| meta.file_type().is_char_device()) {
+        return Err(format!("{}: a device, from which no archive comes; give a file, or a pipe", path.display()).into());
     }
     Ok(stdin)
 }
