@@ -682,6 +682,29 @@ fn nobody_types_an_archive() {
 }
 
 #[test]
+fn what_gives_bytes_for_ever_is_no_archive() {
+    let tool = Tool::new();
+    for how in ["build", "import"] {
+        for path in ["/dev/zero", "-"] {
+            let mut command = Command::new("timeout");
+            command.args(["20", env!("CARGO_BIN_EXE_pagefold"), "image", how, "--name", "a:1", path]);
+            if how == "import" {
+                command.args(["--max-bytes", "1M"]);
+            }
+            command.env("PAGEFOLD_CONFIG", "none").env("PAGEFOLD_STORE", tool.dir.path().join("store"));
+            let zeros = std::fs::File::open("/dev/zero").expect("the device");
+            let refused = command.stdin(zeros).output().expect("timeout runs");
+            let said = text(&refused.stderr);
+            assert_eq!(refused.status.code(), Some(1), "{how} {path}: {said}");
+            assert_eq!(
+                said,
+                format!("pagefold: {path}: a device, from which no archive comes; give a file, or a pipe\n")
+            );
+        }
+    }
+}
+
+#[test]
 fn sockets_that_an_archive_cannot_have_are_said() {
     let (tool, _) = tellers("1");
     let _socket = std::os::unix::net::UnixListener::bind(tool.dir.path().join("tree/s")).expect("a socket");
@@ -758,11 +781,50 @@ fn a_failed_export_leaves_nothing_and_names_its_file() {
     let object = tool.dir.path().join("store/domains/default/objects");
     let object = object.join(&digest[at..at + 2]).join(&digest[at + 2..at + 64]);
     std::fs::remove_file(&object).unwrap_or_else(|error| panic!("{}: {error}", object.display()));
+    let names = || {
+        let all = std::fs::read_dir(tool.dir.path()).expect("the directory").flatten();
+        all.map(|entry| entry.file_name().into_string().expect("UTF-8"))
+            .filter(|name| name.starts_with("out"))
+            .collect::<Vec<_>>()
+    };
     for format in ["tar", "oci", "erofs"] {
         let failed = tool.run(&["image", "export", "--format", format, "a:1", "out"]);
         assert_eq!(failed.status.code(), Some(1), "{format}");
-        assert!(!tool.dir.path().join("out").exists(), "{format}: {}", text(&failed.stderr));
+        assert_eq!(names(), [""; 0], "{format}: {}", text(&failed.stderr));
     }
+    // What had the name has it still.
+    std::fs::write(tool.dir.path().join("out"), "before").expect("a file");
+    std::fs::create_dir(tool.dir.path().join("out-dir")).expect("a directory");
+    for (format, output) in [("tar", "out"), ("erofs", "out"), ("oci", "out-dir")] {
+        assert_eq!(
+            tool.run(&["image", "export", "--format", format, "a:1", output]).status.code(),
+            Some(1),
+            "{format}"
+        );
+        assert_eq!(std::fs::read(tool.dir.path().join("out")).expect("it is there"), b"before", "{format}");
+    }
+    assert_eq!(std::fs::read_dir(tool.dir.path().join("out-dir")).expect("it is there").count(), 0);
+    // Killed where it waits for an object that does not come.
+    assert!(Command::new("mkfifo").arg(&object).status().expect("mkfifo runs").success());
+    for (format, half) in [("tar", "out."), ("erofs", "out."), ("oci", "out-dir/blobs/sha256/.layer")] {
+        let output = if format == "oci" { "out-dir" } else { "out" };
+        let mut child = tool.command(&["image", "export", "--format", format, "a:1", output]).spawn().expect("it runs");
+        let began = std::time::Instant::now();
+        let begun = || match format {
+            "oci" => tool.dir.path().join(half).exists(),
+            _ => names().iter().any(|name: &String| name.starts_with(half)),
+        };
+        while !begun() && began.elapsed() < Duration::from_secs(60) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        child.kill().and_then(|()| child.wait()).expect("it ends");
+        assert_eq!(std::fs::read(tool.dir.path().join("out")).expect("it is there"), b"before", "{format}");
+        assert!(!tool.dir.path().join("out-dir/index.json").exists(), "{format}");
+        names().iter().filter(|name| name.starts_with("out.")).for_each(|name| {
+            std::fs::remove_file(tool.dir.path().join(name)).expect("a half");
+        });
+    }
+    std::fs::remove_file(&object).expect("a pipe");
     let full = tool.run(&["image", "export", "a:1", "/dev/full"]);
     assert!(std::path::Path::new("/dev/full").exists());
     assert_eq!(full.status.code(), Some(1));

@@ -16,6 +16,7 @@ use serde_json::json;
 use std::env::VarError;
 use std::ffi::OsString;
 use std::io::{BufWriter, IsTerminal, Write};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -556,11 +557,15 @@ fn of_input(error: ImageError, name: &str, other: &str) -> ImageError {
     }
 }
 
-/// Whether the input is standard input; one that is typed is no archive.
+/// Whether the input is standard input. What is typed is no archive, and other devices give bytes for ever.
 fn is_stdin(path: &Path) -> Result<bool, Error> {
     let stdin = path == Path::new("-");
     if stdin && std::io::stdin().is_terminal() {
         return Err("-: an archive does not come from a terminal; give a file, or redirect".into());
+    }
+    let at = if stdin { Path::new("/dev/stdin") } else { path };
+    if std::fs::metadata(at).is_ok_and(|meta| meta.file_type().is_char_device()) {
+        return Err(format!("{}: a device, from which no archive comes; give a file, or a pipe", path.display()).into());
     }
     Ok(stdin)
 }
@@ -792,14 +797,6 @@ fn verify_images(store: Option<&Store>, names: &[String], frames: bool, json: bo
     Ok(if good { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// The error of a tar archive, which has no name there, with the one that it has here.
-fn called(error: ImageError, name: impl Into<PathBuf>) -> ImageError {
-    match error {
-        ImageError::Io { path, source } if path == Path::new("output") => ImageError::Io { path: name.into(), source },
-        other => other,
-    }
-}
-
 /// Longest path that the system takes, and with it the programs that unpack archives.
 const PATH_BYTES_MAX: usize = libc::PATH_MAX as usize - 1;
 
@@ -835,26 +832,20 @@ fn export_image(store: &Store, name: &str, output: &Path, format: Format) -> Res
         }
         let mut out = BufWriter::new(std::io::stdout().lock());
         note_limits(&tree, format);
-        return Ok(export::tar(store, &tree, &mut out, &progress).map_err(|error| called(error, "standard output"))?);
+        return Ok(export::tar(store, &tree, &mut out, &progress).map_err(|error| error.of_output("standard output"))?);
     }
     if output == Path::new("-") {
         return Err("export: only a tar goes to standard output; give a file or, for oci, a new directory".into());
     }
-    let ours = !output.try_exists().unwrap_or(true);
     note_limits(&tree, format);
-    let done = match format {
-        Format::Oci => export::oci(store, &record, &tree, output, &progress).map_err(|error| called(error, output)),
-        Format::Erofs => export::erofs_full(store, &tree, output, &progress),
+    match format {
+        Format::Oci => export::oci(store, &record, &tree, output, &progress)?,
+        Format::Erofs => export::to_file(output, |file| export::erofs_full(store, &tree, file, &progress))?,
         Format::Tar => {
-            let file = std::fs::File::create(output).map_err(|error| format!("{}: {error}", output.display()))?;
-            export::tar(store, &tree, &mut BufWriter::new(file), &progress).map_err(|error| called(error, output))
+            export::to_file(output, |file| export::tar(store, &tree, &mut BufWriter::new(file), &progress))?;
         }
-    };
-    if done.is_err() && ours {
-        // A half is of no use, and in the way of the next try.
-        let _ = if output.is_dir() { std::fs::remove_dir_all(output) } else { std::fs::remove_file(output) };
     }
-    Ok(done?)
+    Ok(())
 }
 
 #[cfg(test)]

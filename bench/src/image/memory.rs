@@ -138,7 +138,9 @@ pub(super) fn memory_of_pair(
     for (number, record) in records.iter().enumerate() {
         let (file, at) =
             (scratch.dir.join(format!("{name}-{number}.erofs")), scratch.sub(&format!("erofs-{name}-{number}"))?);
-        export::erofs_full(&store, &store.tree(&record.digest)?, &file, &Progress::silent())?;
+        export::to_file(&file, |out| {
+            export::erofs_full(&store, &store.tree(&record.digest)?, out, &Progress::silent())
+        })?;
         evict([file.clone()]);
         mount_erofs(&file, &at)?;
         let list = files(&at);

@@ -14,7 +14,7 @@ use crate::progress::Progress;
 use crate::store::{Build, Store};
 use crate::sys;
 use crate::tree::{Data, INLINE_MAX, Id, Inode, Kind, Meta, ROOT, Tree, Xattrs};
-use rustix::fs::{AtFlags, Dir, Mode, OFlags, ResolveFlags, Stat};
+use rustix::fs::{AtFlags, Dir, Mode, OFlags, ResolveFlags, Stat, StatxFlags};
 use rustix::io::Errno;
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
@@ -243,8 +243,18 @@ fn look(dir: &OwnedFd, name: &OsStr) -> rustix::io::Result<(Stat, Box<[u8]>)> {
     }
 }
 
+/// Whether `name` is on another file system than `device`. A user's own FUSE mount tells others, root too, nothing but this, and
+/// that only to who asks for nothing else.
+fn is_mounted(dir: &OwnedFd, name: &OsStr, device: u64) -> bool {
+    rustix::fs::statx(dir, name, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::empty())
+        .is_ok_and(|found| rustix::fs::makedev(found.stx_dev_major, found.stx_dev_minor) != device)
+}
+
 /// What is no failure: a file that went away between two looks at it was not to be had.
 const GONE: &str = "files or directories that went away while the tree was read were left out";
+
+/// What `one_file_system` leaves out.
+const ELSEWHERE: &str = "directories on other file systems are empty in the image";
 
 fn meta(stat: &Stat, xattrs: Xattrs) -> Meta {
     Meta {
@@ -315,6 +325,13 @@ pub fn from_directory(
             let full = || root.join(&path);
             let (stat, target) = match look(&dir, os_name) {
                 Err(Errno::NOENT) => continue,
+                Err(Errno::ACCESS) if options.one_file_system && is_mounted(&dir, os_name, top_stat.st_dev) => {
+                    notes.add(ELSEWHERE, path.as_os_str().as_bytes());
+                    let meta = Meta { mode: 0o755, ..Meta::default() };
+                    let id = tree.add(Inode { meta, kind: Kind::Dir(BTreeMap::new()) });
+                    tree.link(dir_id, &name, id)?;
+                    continue;
+                }
                 other => other.at(full())?,
             };
             let key = (stat.st_dev, stat.st_ino);
@@ -322,7 +339,7 @@ pub fn from_directory(
             // Where something is mounted there is a directory, and programs look for it.
             let is_elsewhere = options.one_file_system && stat.st_dev != top_stat.st_dev;
             if is_elsewhere && is_dir {
-                notes.add("directories on other file systems are empty in the image", path.as_os_str().as_bytes());
+                notes.add(ELSEWHERE, path.as_os_str().as_bytes());
             } else if is_elsewhere {
                 notes.add("files on other file systems were left out", path.as_os_str().as_bytes());
                 continue;

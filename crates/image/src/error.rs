@@ -92,6 +92,14 @@ impl Error {
         }
     }
 
+    /// The error of what is written out, which has no name where it is written, with the one that it has for its user.
+    pub fn of_output(self, name: impl Into<PathBuf>) -> Self {
+        match self {
+            Error::Io { path, source } if path == Path::new(OUTPUT) => Error::Io { path: name.into(), source },
+            other => other,
+        }
+    }
+
     /// A full disk, where the path is in the store.
     pub(crate) fn in_store(self) -> Self {
         match self {
@@ -102,6 +110,9 @@ impl Error {
         }
     }
 }
+
+/// What a stream is called that an image is written to.
+pub(crate) const OUTPUT: &str = "output";
 
 /// What this crate's functions return.
 pub type Result<T, E = Error> = std::result::Result<T, E>;

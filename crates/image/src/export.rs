@@ -2,15 +2,53 @@
 
 use crate::digest::Digest;
 use crate::erofs;
-use crate::error::{At, Error, Result};
+use crate::error::{At, Error, OUTPUT, Result};
 use crate::progress::Progress;
-use crate::store::{Record, Store};
+use crate::store::{Record, Store, random_id};
 use crate::tar::{self, Entry, EntryKind};
 use crate::tree::{Data, Id, Kind, Tree, show};
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
-use std::path::Path;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
+use std::path::{Path, PathBuf};
+
+/// Has `write` fill the file `path`, which gets its name when it is whole: an export that ends early, by whatever, leaves what
+/// had the name, and if it was killed a file `NAME.….part` beside it. What is no plain file there (a pipe, a device, a link) is
+/// written to as it is.
+///
+/// # Errors
+/// Those of `write`; the system's.
+pub fn to_file(path: &Path, write: impl FnOnce(&mut File) -> Result<()>) -> Result<()> {
+    let there = match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        other => Some(other.at_output(path)?),
+    };
+    if there.as_ref().is_some_and(|meta| !meta.is_file()) {
+        return write(&mut File::create(path).at_output(path)?).map_err(|error| error.of_output(path));
+    }
+    let mut part = path.as_os_str().to_owned();
+    part.push(format!(".{}.part", random_id()?));
+    let part = PathBuf::from(part);
+    let mode = if there.is_some() { 0o600 } else { 0o666 };
+    let mut file = File::options().write(true).create_new(true).mode(mode).open(&part).at_output(path)?;
+    let finish = || -> Result<()> {
+        if let Some(there) = there {
+            // Whose it was it stays, where that can be.
+            let _ = fchown(&file, Some(there.uid()), Some(there.gid()));
+            file.set_permissions(there.permissions()).at_output(path)?;
+        }
+        write(&mut file).map_err(|error| error.of_output(path))?;
+        // Some disks tell only now that they are full.
+        file.sync_all().at_output(path)?;
+        fs::rename(&part, path).at_output(path)
+    };
+    let finished = finish();
+    if finished.is_err() {
+        let _ = fs::remove_file(&part);
+    }
+    finished
+}
 
 /// Writes `tree` as one tar archive: the same image always as the same bytes.
 ///
@@ -27,7 +65,7 @@ pub fn tar(store: &Store, tree: &Tree, out: &mut impl Write, progress: &Progress
         }
     });
     result?;
-    out.write_all(&[0; 1024]).and_then(|()| out.flush()).at_output("output")
+    out.write_all(&[0; 1024]).and_then(|()| out.flush()).at_output(OUTPUT)
 }
 
 /// Writes the entry of one of the `names` of an inode; `first` has the path by which a file of several was written.
@@ -69,21 +107,21 @@ fn tar_entry(
     let entry = Entry { path: shown, kind, mode, uid, gid, mtime_s, mtime_ns, xattrs, left_out: false };
     let mut bytes = Vec::new();
     tar::write_header(&mut bytes, &entry);
-    out.write_all(&bytes).at_output("output")?;
+    out.write_all(&bytes).at_output(OUTPUT)?;
     if let (true, Kind::File(content)) = (data, &inode.kind) {
-        copy_data(store, content, out, "output".as_ref())?;
+        copy_data(store, content, out)?;
         progress.add(content.size(), true);
         bytes.clear();
         tar::pad(&mut bytes, content.size());
-        out.write_all(&bytes).at_output("output")?;
+        out.write_all(&bytes).at_output(OUTPUT)?;
     }
     Ok(())
 }
 
-/// Copies a file's bytes to `out`, called `to`; they must be as many and the very ones its digest says.
-fn copy_data(store: &Store, data: &Data, out: &mut impl Write, to: &Path) -> Result<()> {
+/// Copies a file's bytes to `out`; they must be as many and the very ones its digest says.
+fn copy_data(store: &Store, data: &Data, out: &mut impl Write) -> Result<()> {
     let (digest, size) = match data {
-        Data::Inline(bytes) => return out.write_all(bytes).at_output(to),
+        Data::Inline(bytes) => return out.write_all(bytes).at_output(OUTPUT),
         Data::Object(digest, size) => (digest, *size),
     };
     let path = store.object_path(digest);
@@ -97,7 +135,7 @@ fn copy_data(store: &Store, data: &Data, out: &mut impl Write, to: &Path) -> Res
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             other => other.at(&path)?,
         };
-        out.write_all(&piece[..count]).at_output(to)?;
+        out.write_all(&piece[..count]).at_output(OUTPUT)?;
         left -= count as u64;
     }
     let damaged = || Error::Damaged(format!("{}: damaged; `pagefold image verify` names the images", path.display()));
@@ -111,20 +149,16 @@ fn copy_data(store: &Store, data: &Data, out: &mut impl Write, to: &Path) -> Res
 ///
 /// # Errors
 /// A damaged object, the system's.
-pub fn erofs_full(store: &Store, tree: &Tree, path: &Path, progress: &Progress) -> Result<()> {
+pub fn erofs_full(store: &Store, tree: &Tree, out: &mut impl Write, progress: &Progress) -> Result<()> {
     let image = erofs::write(tree, erofs::Layout::Full)?;
-    let mut file = File::options().write(true).create(true).truncate(true).open(path).at_output(path)?;
-    let mut write = || -> Result<()> {
-        file.write_all(&image.head).at_output(path)?;
-        for (digest, size) in &image.data {
-            copy_data(store, &Data::Object(*digest, *size), &mut file, path)?;
-            progress.add(*size, true);
-            let padding = size.next_multiple_of(erofs::BLOCK) - size;
-            file.write_all(&vec![0; padding as usize]).at_output(path)?;
-        }
-        file.sync_all().at_output(path)
-    };
-    write()
+    out.write_all(&image.head).at_output(OUTPUT)?;
+    for (digest, size) in &image.data {
+        copy_data(store, &Data::Object(*digest, *size), out)?;
+        progress.add(*size, true);
+        let padding = size.next_multiple_of(erofs::BLOCK) - size;
+        out.write_all(&vec![0; padding as usize]).at_output(OUTPUT)?;
+    }
+    out.flush().at_output(OUTPUT)
 }
 
 /// Whether `file` is, byte for byte, what [`erofs_full`] writes of `tree`: what follows from the tree needs no digest of
@@ -174,7 +208,10 @@ pub fn make_native(store: &Store, digest: &Digest, progress: &Progress) -> Resul
     }
     let build = store.build()?;
     let staged = build.scratch_path();
-    erofs_full(store, &store.tree(digest)?, &staged, progress).map_err(Error::in_store)?;
+    let mut file = File::create_new(&staged).at(&staged)?;
+    erofs_full(store, &store.tree(digest)?, &mut file, progress)
+        .map_err(|error| error.of_output(&staged).in_store())?;
+    file.sync_all().at(&staged)?;
     fs::rename(&staged, &target).at(&target)
 }
 
@@ -197,16 +234,35 @@ pub fn oci(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &P
     if dir.exists() && !dir.is_dir() {
         return Err(Error::Refused(format!("{}: not a directory; give a new one", dir.display())));
     }
+    let is_new = !dir.exists();
     fs::create_dir_all(dir).at_output(dir)?;
     if fs::read_dir(dir).at_output(dir)?.next().is_some() {
         return Err(Error::Refused(format!("{}: not empty; give a new directory", dir.display())));
     }
+    let written = layout(store, record, tree, dir, progress);
+    if written.is_err() {
+        // A half is of no use, and in the way of the next try.
+        let _ = fs::remove_dir_all(dir.join("blobs"));
+        for name in ["oci-layout", "index.json"] {
+            let _ = fs::remove_file(dir.join(name));
+        }
+        if is_new {
+            let _ = fs::remove_dir(dir);
+        }
+    }
+    written
+}
+
+/// Fills the directory of a layout. What makes it one comes last: one that was killed has left none.
+fn layout(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &Progress) -> Result<()> {
     let blobs = dir.join("blobs/sha256");
     fs::create_dir_all(&blobs).at_output(&blobs)?;
     let staged = blobs.join(".layer");
     let (layer, layer_size) = {
         let mut file = io::BufWriter::new(File::create_new(&staged).at_output(&staged)?);
-        tar(store, tree, &mut file, progress)?;
+        tar(store, tree, &mut file, progress).map_err(|error| error.of_output(&staged))?;
+        // Some disks tell only now that they are full.
+        file.get_ref().sync_all().at_output(&staged)?;
         drop(file);
         let mut file = File::open(&staged).at_output(&staged)?;
         crate::digest::hash_reader(&mut file).at_output(&staged)?
@@ -248,6 +304,6 @@ pub fn oci(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &P
             "annotations": { "org.opencontainers.image.ref.name": record.name },
         }],
     });
-    fs::write(dir.join("index.json"), index.to_string()).at_output(dir)?;
-    fs::write(dir.join("oci-layout"), r#"{"imageLayoutVersion":"1.0.0"}"#).at_output(dir)
+    fs::write(dir.join("oci-layout"), r#"{"imageLayoutVersion":"1.0.0"}"#).at_output(dir)?;
+    fs::write(dir.join("index.json"), index.to_string()).at_output(dir)
 }

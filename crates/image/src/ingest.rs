@@ -125,6 +125,10 @@ pub fn apply_tar(
         apply_entry(build, tree, &mut reader, entry, whiteouts, &mut layer, notes, progress)?;
         next = reader.next_entry()?;
     }
+    // Of a layer a digest says whether it is whole, and some are packed without a mark.
+    if !whiteouts {
+        reader.check_end()?;
+    }
     // What follows the end mark would be a second archive to other readers.
     let used = reader.used();
     let (mut rest, mut buffer) = (reader.into_inner(), vec![0; 1 << 16]);
@@ -143,7 +147,7 @@ fn apply_entry(
     build: &Build,
     tree: &mut Tree,
     reader: &mut Reader<impl Read>,
-    entry: Entry,
+    mut entry: Entry,
     whiteouts: bool,
     layer: &mut Layer,
     notes: &mut Notes,
@@ -151,6 +155,10 @@ fn apply_entry(
 ) -> Result<()> {
     if entry.left_out {
         notes.add("ACLs or SELinux labels in a form that is not read were left out", &entry.path);
+    }
+    // They are of the policy where the layer was packed. An archive of a tree may be one that was built here, and keeps them.
+    if whiteouts && entry.xattrs.remove(&b"security.selinux"[..]).is_some() {
+        notes.add("SELinux labels of layers were left out", &entry.path);
     }
     let (inodes, steps) = (tree.inode_count(), tree.step_count());
     // A layer is a tree of its own, laid over the lower ones: its directories hide their files.

@@ -91,6 +91,24 @@ fn look(pid: &Path, seen: &Mutex<BTreeSet<u64>>) -> Look {
     })
 }
 
+/// Threads that are in another mount namespace than their process, which is in its first thread's, or may be: one may leave by
+/// itself (unshare(2), setns(2)), and may outlive the first.
+fn strays(pid: &Path) -> Vec<PathBuf> {
+    let tasks = pid.join("task");
+    // A thread is a directory there: most processes have one, beside the two links that every directory has.
+    if fs::metadata(&tasks).is_ok_and(|meta| meta.nlink() == 3) {
+        return Vec::new();
+    }
+    let namespace = |at: &Path| fs::metadata(at.join("ns/mnt")).map(|meta| meta.ino());
+    let own = match namespace(pid) {
+        // They would say no more than the process.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Vec::new(),
+        own => own.ok(),
+    };
+    let threads = fs::read_dir(&tasks).into_iter().flatten().flatten().map(|entry| entry.path());
+    threads.filter(|thread| own.is_none() || namespace(thread).ok() != own).collect()
+}
+
 /// What to make of a process of which looking has brought `errno`.
 fn unseen(errno: Option<i32>) -> Look {
     match errno {
@@ -133,6 +151,8 @@ fn look_denied(pid: &Path) -> Look {
 struct Looked {
     /// Who did not answer.
     silent: Vec<PathBuf>,
+    /// Threads that are to be looked at by themselves.
+    strays: Vec<PathBuf>,
     /// Whether somebody had ended.
     gone: bool,
     /// Whether somebody of ours did not show himself.
@@ -151,10 +171,16 @@ fn look_at(
         let (sender, answers) = mpsc::channel();
         let (list, known, from) = (pids.clone(), seen.clone(), next);
         // A worker of its own, left behind with the process that holds it up.
-        std::thread::spawn(move || list[from..].iter().try_for_each(|pid| sender.send(look(pid, &known))));
+        std::thread::spawn(move || {
+            list[from..].iter().try_for_each(|pid| sender.send((look(pid, &known), strays(pid))))
+        });
         while next < pids.len() {
             let answer = answers.recv_timeout(PROC_PATIENCE);
             next += 1;
+            let answer = answer.map(|(look, mut strays)| {
+                looked.strays.append(&mut strays);
+                look
+            });
             match answer {
                 Ok(Look::Table { namespace, whole, table }) => each(Some(namespace), whole, &table),
                 Ok(Look::Denied { hidden, table }) => {
@@ -182,17 +208,25 @@ fn each_table(
     mut each: impl FnMut(Option<u64>, bool, &[u8]),
 ) -> io::Result<Looked> {
     let (seen, mut done) = (Arc::new(Mutex::new(BTreeSet::new())), HashSet::new());
+    let mut look_at = |pids| {
+        let mut looked = look_at(pids, &seen, &mut each);
+        let threads = look_at(std::mem::take(&mut looked.strays), &seen, &mut each);
+        looked.silent.extend(threads.silent);
+        looked.gone |= threads.gone;
+        looked.hidden |= threads.hidden;
+        looked
+    };
     let (mut silent, mut hidden) = (Vec::new(), false);
     for _ in 0..LISTS {
         let new: Vec<PathBuf> = list()?.into_iter().filter(|pid| done.insert(pid.clone())).collect();
-        let mut looked = look_at(new, &seen, &mut each);
+        let mut looked = look_at(new);
         silent.append(&mut looked.silent);
         hidden |= looked.hidden;
         if !looked.gone {
             break;
         }
     }
-    let mut looked = look_at(silent, &seen, &mut each);
+    let mut looked = look_at(silent);
     looked.hidden |= hidden;
     Ok(looked)
 }
@@ -372,6 +406,23 @@ mod tests {
         let silent = each_table(list, |_, whole, table| tables.push((whole, table.to_vec()))).unwrap().silent;
         assert!(silent.is_empty());
         assert_eq!(tables, [(false, b"1".to_vec()), (true, b"2".to_vec()), (true, b"5".to_vec())]);
+    }
+
+    #[test]
+    fn a_thread_shows_a_namespace_that_its_process_does_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let (first, ended) = (process(&dir.path().join("1"), "a", "/"), dir.path().join("2"));
+        fs::write(first.join("mountinfo"), "1").unwrap();
+        for (thread, namespace) in [("1/task/1", "a"), ("1/task/3", "b"), ("1/task/4", "a"), ("2/task/5", "c")] {
+            let at = process(&dir.path().join(thread), &format!("../../{namespace}"), "/");
+            fs::write(at.join("mountinfo"), thread).unwrap();
+        }
+        // The first thread of a process stays as long as others do, and has no namespace any more.
+        fs::create_dir_all(ended.join("task/2")).unwrap();
+        let mut tables = Vec::new();
+        let list = || Ok(vec![first.clone(), ended.clone()]);
+        each_table(list, |_, whole, table| tables.push((whole, table.to_vec()))).unwrap();
+        assert_eq!(tables, [&b"1"[..], b"1/task/3", b"2/task/5"].map(|table| (true, table.to_vec())));
     }
 
     #[test]

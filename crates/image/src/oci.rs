@@ -391,8 +391,10 @@ pub fn import(
         if stream {
             // Layers are read out of order: a stream must be laid down first.
             let mut spool = build.spool()?;
-            let mut plain = unpack(file, limits)?.take(limits.bytes);
-            std::io::copy(&mut plain, &mut spool).at(path)?;
+            let mut plain = unpack(file, limits)?.take(limits.bytes.saturating_add(1));
+            if std::io::copy(&mut plain, &mut spool).at(path)? > limits.bytes {
+                return Err(input!("archive: more than the limit's {} bytes", limits.bytes));
+            }
             spool.seek(SeekFrom::Start(0)).at(path)?;
             drop(plain);
             file = spool;

@@ -77,6 +77,7 @@ pub struct Reader<R> {
     padding: u64,
     global: Pax,
     done: bool,
+    marked: bool,
 }
 
 /// What PAX headers say about the entry after them.
@@ -108,12 +109,27 @@ impl<R: Read> Reader<R> {
             padding: 0,
             global,
             done: false,
+            marked: false,
         }
     }
 
     /// What the entries so far have taken of the limits.
     pub fn used(&self) -> Used {
         Used { entries: self.entries + self.implied, names_bytes: self.names, bytes: self.content }
+    }
+
+    /// Refuses an archive without the mark of its end, if it was read to the end: it may have been cut off between two entries.
+    ///
+    /// # Errors
+    /// There is no mark.
+    pub fn check_end(&self) -> Result<()> {
+        if self.marked {
+            return Ok(());
+        }
+        Err(input!(
+            "tar: no end mark after {} entries: it may be cut off; get or pack it again (or add a mark: 1,024 zero bytes)",
+            self.entries
+        ))
     }
 
     /// Counts the directories that `path` has brought without entries of their own: in memory they are as large.
@@ -223,7 +239,7 @@ impl<R: Read> Reader<R> {
                 if filled == 0 && self.entries == 0 {
                     return Err(input!("tar: empty, not even an end mark"));
                 }
-                self.done = true;
+                (self.done, self.marked) = (true, filled > 0);
                 break;
             }
             if filled < BLOCK {
@@ -290,7 +306,6 @@ impl<R: Read> Reader<R> {
         long_name: Option<Vec<u8>>,
         long_link: Option<Vec<u8>>,
     ) -> Result<Entry> {
-        let ustar = &header[257..263] == b"ustar\0" || &header[257..263] == b"ustar ";
         let mut path = text(&header[..100]).to_vec();
         if &header[257..263] == b"ustar\0" && header[345] != 0 {
             path = [text(&header[345..500]), b"/", &path].concat();
@@ -313,9 +328,10 @@ impl<R: Read> Reader<R> {
             let value = number(field, what)?;
             u32::try_from(value).map_err(|_| input!("tar: {}: {what} {value}", show(&path)))
         };
-        let is_dir_name = path.last() == Some(&b'/');
         let entry_kind = match kind {
-            b'0' | 0 | b'7' if is_dir_name && !ustar => EntryKind::Dir,
+            // Before ustar directories were known by their names, and some programs go on so: GNU tar and bsdtar take them for
+            // what they are whatever format the header has.
+            b'0' | 0 | b'7' if path.last() == Some(&b'/') => EntryKind::Dir,
             b'0' | 0 | b'7' => EntryKind::File(size),
             b'1' => EntryKind::HardLink(link),
             b'2' => EntryKind::Symlink(link),

@@ -12,10 +12,11 @@ use pagefold_image::tree::{Data, Inode, Kind as FileKind, Meta, Tree};
 use pagefold_image::{Error, Result, build, exec, export, gc, scan, stat};
 use pagefold_os::mountinfo;
 use rustix::fs::{CWD, FileType, Mode, XattrFlags};
-use rustix::mount::MountFlags;
+use rustix::mount::{MountFlags, MountPropagationFlags};
 use std::ffi::OsStr;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
+use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::os::unix::process::CommandExt;
@@ -503,6 +504,18 @@ fn where_something_is_mounted_there_is_a_directory_and_of_the_kernels_own_files_
         };
         assert!(notes.len() == 1 && notes[0].starts_with(said), "{notes:?}");
     }
+    // A user's own, of which root may not even know what it is.
+    let Ok(fuse) = fs::File::options().read(true).write(true).open("/dev/fuse") else {
+        println!("SKIPPED the rest: no /dev/fuse");
+        return;
+    };
+    let users = std::ffi::CString::new(format!("fd={},rootmode=40000,user_id=65534,group_id=65534", fuse.as_raw_fd()));
+    rustix::mount::mount("fuse", tree.join("file"), "fuse", MountFlags::empty(), &*users.unwrap()).unwrap();
+    assert!(build(false).unwrap_err().to_string().contains("file: Permission denied"));
+    let (mut found, notes) = build(true).unwrap();
+    assert!(notes.len() == 1 && notes[0].contains("are empty in the image (3;"), "{notes:?}");
+    let id = found.find(b"file").unwrap();
+    assert!(found.inode(id).kind == FileKind::Dir(Default::default()));
 }
 
 #[test]
@@ -544,6 +557,27 @@ fn nothing_mounted_is_collected_wherever_it_is_mounted() {
     other.stdout.as_mut().unwrap().read_to_string(&mut count).unwrap();
     assert!(other.wait().unwrap().success());
     assert_eq!(count.trim(), "200000");
+    // Mounted only in a namespace that one thread of a process has for itself, and no kernel tells of it.
+    let mounted = Options { kind: Kind::Directory, ..Options::default() };
+    mount::mount(&store, &rebuilt(), &at, &mounted).unwrap();
+    let (left, has_left) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let (go, goes) = std::sync::mpsc::channel::<()>();
+        let at = &at;
+        scope.spawn(move || {
+            use rustix::thread::UnshareFlags;
+            // SAFETY: no table of descriptors is left.
+            unsafe { rustix::thread::unshare_unsafe(UnshareFlags::FS | UnshareFlags::NEWNS) }.unwrap();
+            rustix::mount::mount_change("/", MountPropagationFlags::PRIVATE | MountPropagationFlags::REC).unwrap();
+            left.send(()).unwrap();
+            let _ = goes.recv();
+            whole(at);
+        });
+        has_left.recv().unwrap();
+        umount(at);
+        collect_keeps("mounted in a thread's namespace");
+        drop(go);
+    });
     // Detached, held only by an open file: no mount table shows it.
     mount::mount(&store, &rebuilt(), &at, &Options::default()).unwrap();
     let mut held = fs::File::open(at.join("file")).unwrap();

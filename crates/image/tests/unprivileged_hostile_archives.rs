@@ -160,6 +160,10 @@ fn truncated_and_garbled_archives_are_refused() {
     for cut in [1, 100, 511, 513, 2000, 3583, 3600, 4100] {
         bench.refused(&good[..cut], "cut off");
     }
+    // Between two entries, and behind the last.
+    for cut in [3584, good.len() - END.len()] {
+        bench.refused(&good[..cut], "no end mark after");
+    }
     bench.refused(&[], "empty");
     bench.refused(
         b"this is no archive at all, but long enough to look at it as one".repeat(20).as_slice(),
@@ -292,6 +296,45 @@ fn names_that_are_not_utf8_and_names_that_are_none() {
     let long = vec![b'n'; 256];
     bench.refused(&archive(&[pax(&[("path", &long)]), header(b"f", b'5', 0, b"")]), "not a file name");
     bench.refused(&archive(&[pax(&[("path", b"a\0b")]), header(b"f", b'5', 0, b"")]), "PAX path");
+}
+
+/// As GNU tar and bsdtar take it, whatever wrote it.
+#[test]
+fn a_name_with_a_slash_at_its_end_is_a_directory() {
+    let bench = Bench::new();
+    for (kind, magic) in [(b'0', &b"ustar\x0000"[..]), (0, b"ustar\x0000"), (0, &[0; 8]), (b'0', b"ustar  \0")] {
+        let mut dir = header(b"d/", kind, 0, b"");
+        dir[257..265].copy_from_slice(magic);
+        seal(&mut dir);
+        let (mut tree, _) = bench.read(&archive(&[dir, file(b"d/x", b"1")])).unwrap();
+        assert!(tree.find(b"d/x").is_some(), "{kind} {magic:?}");
+        let id = tree.find(b"d").unwrap();
+        assert_eq!(tree.inode(id).meta.mode, 0o644);
+    }
+    // Some would pass over what it has, and some read it as entries.
+    bench.refused(&archive(&[header(b"d/", b'0', 512, b""), vec![0; 512]]), "can have none");
+}
+
+#[test]
+fn labels_of_another_systems_policy_come_by_no_layer() {
+    let bench = Bench::new();
+    let label =
+        pax(&[("SCHILY.xattr.security.selinux", b"system_u:object_r:bin_t:s0\0"), ("SCHILY.xattr.user.a", b"1")]);
+    let bytes = archive(&[label.clone(), header(b"./", b'5', 0, b""), label, header(b"f", b'0', 0, b"")]);
+    let has = |tree: &Tree, path: &[u8]| {
+        let id = tree.clone().find(path).unwrap();
+        tree.inode(id).meta.xattrs.keys().map(|name| String::from_utf8(name.to_vec()).unwrap()).collect::<Vec<_>>()
+    };
+    let dir = tempfile::tempdir().unwrap();
+    layout(dir.path(), &[&bytes], |_| ());
+    let (build, mut notes, silent) = (bench.store.build().unwrap(), Notes::default(), Progress::silent());
+    let (tree, _) = oci::import(&build, dir.path(), None, Limits::default(), &mut notes, &silent).unwrap();
+    assert_eq!([has(&tree, b""), has(&tree, b"f")], [["user.a"], ["user.a"]]);
+    assert!(notes.lines().len() == 1 && notes.lines()[0].contains("SELinux labels of layers were left out (2; "));
+    // An archive of a tree has its own.
+    let (tree, notes) = bench.read(&bytes).unwrap();
+    assert_eq!([has(&tree, b""), has(&tree, b"f")], [["security.selinux", "user.a"], ["security.selinux", "user.a"]]);
+    assert!(notes.is_empty());
 }
 
 #[test]
@@ -460,6 +503,16 @@ fn archives_come_through_pipes_and_with_hard_links() {
         assert!(import(&bench, &pipe).unwrap().find(b"a").is_some());
         feeder.join().unwrap().unwrap();
     }
+    // One that is too large is not said to be cut off.
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    let bytes = layout_archive(dir.path(), false);
+    let feeder = std::thread::spawn(move || writer.write_all(&bytes));
+    let pipe = PathBuf::from(format!("/proc/self/fd/{}", reader.as_raw_fd()));
+    let (build, limits) = (bench.store.build().unwrap(), Limits { bytes: 4000, ..Limits::default() });
+    let error = oci::import(&build, &pipe, None, limits, &mut Notes::default(), &Progress::silent()).unwrap_err();
+    assert!(error.to_string().contains("more than the limit's 4000 bytes"), "{error}");
+    drop(reader);
+    let _ = feeder.join();
 }
 
 /// What `skopeo copy … dir:DIR` and `podman save --format docker-dir` write: blobs by their digests alone, and `version`.

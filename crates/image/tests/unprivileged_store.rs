@@ -1211,8 +1211,26 @@ fn an_export_to_a_full_disk_says_which_disk() {
         let error = export::tar(&store, &tree, &mut std::io::BufWriter::with_capacity(room, full), &silent);
         assert_eq!(error.unwrap_err().to_string(), "output: No space left on device (os error 28)");
     }
-    let error = export::erofs_full(&store, &tree, "/dev/full".as_ref(), &silent).unwrap_err();
+    let full = "/dev/full".as_ref();
+    let error = export::to_file(full, |file| export::erofs_full(&store, &tree, file, &silent)).unwrap_err();
     assert_eq!(error.to_string(), "/dev/full: No space left on device (os error 28)");
+}
+
+/// Its reader has all that it can want of it but the end.
+#[test]
+fn an_export_that_ended_at_a_damaged_object_is_no_archive() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = dir.path().join("tree");
+    fs::create_dir(&tree).unwrap();
+    fs::write(tree.join("file"), vec![3; 8192]).unwrap();
+    let store = Store::open(&dir.path().join("s"), "default").unwrap();
+    let record = build_dir(&store, "x", &tree).unwrap();
+    fs::write(store.object_path(&Digest::of(&vec![3; 8192])), vec![4; 8192]).unwrap();
+    let (mut cut, silent) = (Vec::new(), Progress::silent());
+    export::tar(&store, &store.tree(&record.digest).unwrap(), &mut cut, &silent).unwrap_err();
+    let (build, mut tree, mut notes) = (store.build().unwrap(), Tree::default(), Notes::default());
+    let error = apply_tar(&build, &mut tree, &cut[..], false, Limits::default(), &mut notes, &silent).unwrap_err();
+    assert!(error.to_string().contains("no end mark after"), "{error}");
 }
 
 #[test]
