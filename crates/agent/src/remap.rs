@@ -1,4 +1,4 @@
-//! Freeze, compare, map: the only place where a client's pages become others'; [`heal`](crate::heal) gives them back.
+//! Freeze, compare, map: the only place where a client's pages become others'; `heal` gives them back.
 //!
 //! The order of steps carries the promise that no write is lost:
 //!
