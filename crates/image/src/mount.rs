@@ -392,6 +392,13 @@ pub(crate) fn detached(
         }
     }?;
     mounted.notes.append(&mut notes);
+    let damaged = store.count_damaged(digest);
+    if damaged > 0 {
+        mounted.notes.push(format!(
+            "{damaged} of the image's objects were found damaged and are shown as they are: pagefold image verify names them, \
+             a build that has them again mends them"
+        ));
+    }
     Ok((fd, mounted))
 }
 

@@ -395,6 +395,8 @@ pub fn verify_with(store: &Store, names: &[String], frames: bool, progress: &Pro
         damaged.insert(*digest, found.damaged.len());
         found.damaged.push(Damage { path: path.display().to_string(), what, images: Vec::new() });
     }
+    // Without it mounts say nothing of what is reported here.
+    let _ = store.note_damaged(damaged.keys().copied(), names.is_empty());
     // All images that have it are named, the others than the chosen ones, too. One that cannot be read has its own line.
     for (digest, images) in trees.iter().filter(|_| !damaged.is_empty()) {
         for (object, ..) in store.tree_objects(digest).unwrap_or_default() {

@@ -943,7 +943,8 @@ fn a_shelf_has_what_a_build_puts_in_the_place_of_a_damaged_or_missing_object() {
     // A shelf that is made meanwhile lacks the one; the rest of the image can be read.
     fs::remove_dir_all(&shelf).unwrap();
     let at = scratch.dir("mnt");
-    mount::mount(&store, &record, &at, &Options::default()).unwrap();
+    let mounted = mount::mount(&store, &record, &at, &Options::default()).unwrap();
+    assert!(mounted.notes.iter().any(|note| note.starts_with("2 of the image's objects")), "{:?}", mounted.notes);
     assert!(fs::read(at.join("6/6")).is_err());
     assert_eq!(fs::read(at.join("0/7")).unwrap(), noise(7, 500));
     umount(&at);
@@ -952,8 +953,12 @@ fn a_shelf_has_what_a_build_puts_in_the_place_of_a_damaged_or_missing_object() {
     let built = build::from_directory(&build, &tree, options, &mut notes, &Progress::silent()).unwrap();
     build.publish("again", &built, "test", Default::default(), vec![]).unwrap();
     assert_eq!((of(5).unwrap().0, of(6).unwrap().0), (damaged, missing));
+    let mounted = mount::mount(&store, &record, &at, &Options::default()).unwrap();
+    umount(&at);
+    assert_eq!(mounted.notes, [""; 0]);
     assert!(shows(&scratch, &store, &record, Kind::Auto));
     assert!(stat::verify(&store, &[], false).unwrap().damaged.is_empty());
+    assert!(!store.objects_dir().with_file_name("damaged").exists());
     // A name on the shelf that is another file.
     let link = of(7).unwrap().0;
     fs::remove_file(&link).unwrap();

@@ -29,6 +29,7 @@
 //! *No shared secrets.* A domain is a directory of its own: nothing is shared across domains,
 //! and the store is closed to other users (mode 0700); overlayfs reads it with the rights of who mounted.
 
+mod damage;
 mod lease;
 mod lock;
 mod names;

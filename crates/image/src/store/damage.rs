@@ -1,0 +1,53 @@
+//! Which objects were found damaged: a hint, so that who mounts an image is told of what it shows.
+//!
+//! The mark itself are the permissions that an object has lost. They keep builds from relying on it, and nobody from reading
+//! it through a mount: who mounts is root, or root of a user namespace.
+
+use super::{OWNER_MAY_READ, Store};
+use crate::digest::Digest;
+use crate::error::{At, Result};
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+
+const LIST: &str = "damaged";
+
+impl Store {
+    /// Notes objects that were found damaged or missing, `in_all` images or some: then what was noted before stays, unless
+    /// it is whole by now.
+    pub(crate) fn note_damaged(&self, found: impl Iterator<Item = Digest>, in_all: bool) -> Result<()> {
+        let before = self.noted();
+        let mut all: BTreeSet<Digest> = found.collect();
+        all.extend(before.iter().filter(|object| !in_all && self.is_damaged(object)));
+        if all == before {
+            return Ok(());
+        }
+        let path = self.path(LIST);
+        if all.is_empty() {
+            return fs::remove_file(&path).at(&path);
+        }
+        let staged = self.path("staging").join(format!("{LIST}-{}", std::process::id()));
+        let text: String = all.iter().map(|object| object.hex() + "\n").collect();
+        fs::write(&staged, text).at(&staged)?;
+        fs::rename(&staged, &path).at(&path)
+    }
+
+    /// How many objects of an image were found damaged or missing and are so still.
+    pub(crate) fn count_damaged(&self, image: &Digest) -> usize {
+        let noted: BTreeSet<Digest> = self.noted().into_iter().filter(|object| self.is_damaged(object)).collect();
+        if noted.is_empty() {
+            return 0;
+        }
+        let objects = self.tree_objects(image).unwrap_or_default();
+        objects.iter().filter(|(object, ..)| noted.contains(object)).count()
+    }
+
+    fn noted(&self) -> BTreeSet<Digest> {
+        let text = fs::read_to_string(self.path(LIST)).unwrap_or_default();
+        text.lines().filter_map(|line| Digest::from_hex(line.as_bytes())).collect()
+    }
+
+    fn is_damaged(&self, object: &Digest) -> bool {
+        fs::symlink_metadata(self.object_path(object)).map_or(true, |meta| meta.mode() & OWNER_MAY_READ == 0)
+    }
+}
