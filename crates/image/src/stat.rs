@@ -12,7 +12,7 @@ use crate::mount::{disk_bytes, staged_bytes};
 use crate::mounts::mounts;
 use crate::progress::Progress;
 use crate::shelf;
-use crate::store::{DamagedImage, Lease, OWNER_MAY_READ, Record, Records, Store};
+use crate::store::{DamagedImage, Lease, Record, Records, Store, is_marked};
 use crate::sys::{self, PAGE};
 use crate::tree::Tree;
 use rustix::fs::{Mode, OFlags, ResolveFlags};
@@ -438,7 +438,7 @@ fn open_marked(store: &Store, lease: &Lease, path: &Path) -> Result<std::io::Res
             Ok(file.map(|file| (file, true)))
         }
         other => Ok(other.and_then(|file| {
-            let marked = file.metadata()?.mode() & OWNER_MAY_READ == 0;
+            let marked = is_marked(&file.metadata()?);
             Ok((file, marked))
         })),
     }

@@ -3,12 +3,11 @@
 //! The mark itself are the permissions that an object has lost. They keep builds from relying on it, and nobody from reading
 //! it through a mount: who mounts is root, or root of a user namespace.
 
-use super::{OWNER_MAY_READ, Store};
+use super::{Store, is_marked};
 use crate::digest::Digest;
 use crate::error::{At, Result};
 use std::collections::BTreeSet;
 use std::fs;
-use std::os::unix::fs::MetadataExt;
 
 const LIST: &str = "damaged";
 
@@ -34,12 +33,12 @@ impl Store {
 
     /// How many objects of an image were found damaged or missing and are so still.
     pub(crate) fn count_damaged(&self, image: &Digest) -> usize {
-        let noted: BTreeSet<Digest> = self.noted().into_iter().filter(|object| self.is_damaged(object)).collect();
+        let noted = self.noted();
         if noted.is_empty() {
             return 0;
         }
         let objects = self.tree_objects(image).unwrap_or_default();
-        objects.iter().filter(|(object, ..)| noted.contains(object)).count()
+        objects.iter().filter(|(object, ..)| noted.contains(object) && self.is_damaged(object)).count()
     }
 
     fn noted(&self) -> BTreeSet<Digest> {
@@ -48,6 +47,6 @@ impl Store {
     }
 
     fn is_damaged(&self, object: &Digest) -> bool {
-        fs::symlink_metadata(self.object_path(object)).map_or(true, |meta| meta.mode() & OWNER_MAY_READ == 0)
+        fs::symlink_metadata(self.object_path(object)).map_or(true, |meta| is_marked(&meta))
     }
 }

@@ -56,7 +56,7 @@ pub const FORMAT: u64 = 2;
 /// The one it begins with: the next is for shelves, which an older collector would not know to be mounted.
 const FIRST_FORMAT: u64 = 1;
 /// The permission that an object found damaged has lost.
-pub(crate) const OWNER_MAY_READ: u32 = 0o400;
+const OWNER_MAY_READ: u32 = 0o400;
 /// What a metadata directory's name has behind the image's digest.
 pub(crate) const ROOT_DIRECTORY: &str = "rootdir";
 /// The same in a user namespace; there follows which.
@@ -71,6 +71,11 @@ const FORMAT_FILE: &str = "pagefold-image-store";
 struct Format {
     format: u64,
     id: String,
+}
+
+/// Whether a file has the mark of [`Store::condemn`].
+pub(crate) fn is_marked(meta: &fs::Metadata) -> bool {
+    meta.mode() & OWNER_MAY_READ == 0
 }
 
 /// One domain of a store, open.
@@ -317,7 +322,7 @@ impl Store {
 
     /// Whether there is a self-contained image of `digest` that was not found damaged.
     pub(crate) fn has_full(&self, digest: &Digest) -> bool {
-        fs::symlink_metadata(self.full_path(digest)).is_ok_and(|meta| meta.mode() & OWNER_MAY_READ != 0)
+        fs::symlink_metadata(self.full_path(digest)).is_ok_and(|meta| !is_marked(&meta))
     }
 
     /// What programs of `digest` need at their start, where somebody has looked.

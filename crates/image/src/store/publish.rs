@@ -7,7 +7,7 @@
 
 use super::lease::Lease;
 use super::trees::encode_objects;
-use super::{OWNER_MAY_READ, Record, RunConfig, Store, make_dir};
+use super::{Record, RunConfig, Store, is_marked, make_dir};
 use crate::digest::Digest;
 use crate::erofs;
 use crate::error::{At, Error, Result};
@@ -18,7 +18,7 @@ use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -438,7 +438,7 @@ fn write_data(file: &mut File, mut bytes: &[u8]) -> io::Result<()> {
 
 /// Whether the object at `path` is there with its size, and was not found damaged.
 fn is_whole(path: &Path, size: u64) -> bool {
-    fs::symlink_metadata(path).is_ok_and(|meta| meta.len() == size && meta.mode() & OWNER_MAY_READ != 0)
+    fs::symlink_metadata(path).is_ok_and(|meta| meta.len() == size && !is_marked(&meta))
 }
 
 /// Whether the file at `path` holds exactly `bytes`.

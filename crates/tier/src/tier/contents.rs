@@ -113,9 +113,7 @@ impl Tier {
     pub(crate) fn share_word(&self, word: u64) {
         match Shown::from_word(word) {
             Shown::Content(at) => self.add_ref(at as usize),
-            Shown::Fill(_) => {
-                self.counters.pages_filled.fetch_add(1, Ordering::Relaxed);
-            }
+            Shown::Fill(_) => count(&self.counters.pages_filled),
             Shown::Nothing | Shown::Lost => {}
         }
     }

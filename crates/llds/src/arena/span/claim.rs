@@ -92,7 +92,7 @@ impl Inner {
         }
         fault::point();
         if meta.state == FREE {
-            let _ = self.header().kept.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
+            self.keep_less(1);
         } else {
             let offset = self.span_offset(span) as usize;
             self.map.make_huge(offset, SPAN_BYTES);

@@ -55,6 +55,12 @@ impl Inner {
         self.hint(0, span);
     }
 
+    /// Counts free spans that are not kept any more.
+    pub(super) fn keep_less(&self, count: u64) {
+        let kept = &self.header().kept;
+        let _ = kept.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| Some(n.saturating_sub(count)));
+    }
+
     /// Whether more free spans have pages than are kept for the next who need some.
     fn keeps_enough(&self) -> bool {
         self.header().kept.load(Ordering::Relaxed) > KEEP_SPANS + (self.fresh() / 64) as u64
@@ -100,8 +106,7 @@ impl Inner {
             self.map.give_back(self.span_offset(first) as usize, (last - first) * SPAN_BYTES);
             let was_free = Meta::of(self.entry(span).meta.load(Ordering::SeqCst)).state == FREE;
             let freed = u64::from(was_free) + held.iter().filter(|(_, meta)| meta.state == FREE).count() as u64;
-            let kept = &self.header().kept;
-            let _ = kept.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| Some(n.saturating_sub(freed)));
+            self.keep_less(freed);
             self.entry(span).meta.store(Meta::free(HOLE, owner), Ordering::SeqCst);
         }
         for (near, meta) in held {
@@ -174,7 +179,7 @@ impl Inner {
         }
         self.map.give_back_rest(offset, SPAN_BYTES);
         if meta.state == FREE {
-            let _ = self.header().kept.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1));
+            self.keep_less(1);
         }
         let state = if meta.state == UNUSED { UNUSED } else { HOLE };
         self.entry(span).meta.store(Meta::free(state, 0), Ordering::SeqCst);
