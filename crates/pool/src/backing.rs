@@ -131,8 +131,10 @@ impl Backing {
             return false;
         }
         let range = Range { start: block, end: block + BLOCK_LEN as u64 };
-        // The kernel fills no hole that somebody may be waiting for.
-        if self.missing.as_ref().is_some_and(|missing| missing.unregister(range).is_err()) {
+        // The kernel fills no hole that somebody may be waiting for, and takes the page behind for part of the hole.
+        let mapped = self.mapping.addr() + self.mapping.len() as u64;
+        let open = Range { end: mapped.min(range.end + PAGE_SIZE as u64), ..range };
+        if self.missing.as_ref().is_some_and(|missing| missing.unregister(open).is_err()) {
             self.missing = None;
         }
         let began = Instant::now();
@@ -142,9 +144,12 @@ impl Backing {
         // SAFETY: the bytes stay what they are.
         let made = unsafe { mem::advise(block, BLOCK_LEN as u64, mem::MADV_COLLAPSE) }.is_ok();
         huge.note(made && began.elapsed() < SLOW);
-        if !made && let Some(missing) = &self.missing {
-            // What is left out is written where it comes.
-            let _ = missing.register(range, uffd::MODE_MISSING);
+        // What is left out is written where it comes.
+        let closed = Range { start: if made { range.end } else { range.start }, ..open };
+        if let Some(missing) = &self.missing
+            && !closed.is_empty()
+        {
+            let _ = missing.register(closed, uffd::MODE_MISSING);
         }
         made
     }
@@ -172,5 +177,64 @@ impl Huge {
         let rest = if is_good { 0 } else { rest };
         self.rested.store(rest, Ordering::Relaxed);
         self.rest.store(rest, Ordering::Relaxed);
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use pagefold_os::memfd;
+
+    const BLOCKS: u32 = 4;
+
+    fn file() -> Fd {
+        memfd::create(c"pagefold-test", u64::from(BLOCKS) * BLOCK_LEN as u64).unwrap()
+    }
+
+    /// Whether the kernel makes huge pages of a file's that nobody watches.
+    fn has_huge_pages() -> bool {
+        let (file, len) = (file(), BLOCKS as usize * BLOCK_LEN);
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        let plain = Mapping::file_aligned(file.raw(), len, prot, libc::MAP_SHARED, BLOCK_LEN).unwrap();
+        (0..BLOCKS as usize).all(|block| {
+            let at = plain.addr() + (block * BLOCK_LEN) as u64;
+            // SAFETY: a page of the mapping, which is ours alone.
+            unsafe { (at as *mut u8).write_volatile(1) };
+            // SAFETY: the bytes stay what they are.
+            unsafe { mem::advise(at, BLOCK_LEN as u64, mem::MADV_COLLAPSE) }.is_ok()
+        })
+    }
+
+    #[test]
+    fn every_block_is_a_huge_page_where_there_are_any() {
+        if !has_huge_pages() {
+            return eprintln!("SKIPPED: the kernel makes no huge page of this file's");
+        }
+        let mut backing = Backing::new(file(), BLOCKS as usize * BLOCK_LEN).unwrap();
+        let page: Page = [7; PAGE_SIZE];
+        for block in 0..BLOCKS {
+            // A fresh one: how long the last took says nothing of this one.
+            backing.put(block * BLOCK, &[&page], Some(&Huge::default()));
+            assert_eq!(backing.backed(), (block + 1) * BLOCK, "block {block}");
+        }
+    }
+
+    #[test]
+    fn slots_behind_a_huge_page_come_one_by_one() {
+        let mut backing = Backing::new(file(), BLOCKS as usize * BLOCK_LEN).unwrap();
+        let pages: Vec<Page> = (0..BLOCKS * BLOCK).map(|slot| [slot as u8 ^ (slot >> 8) as u8; PAGE_SIZE]).collect();
+        for (block, slots) in pages.chunks(BLOCK as usize).enumerate() {
+            let huge = Huge::default();
+            for (index, page) in slots.iter().enumerate() {
+                backing.put((block * BLOCK as usize + index) as u32, &[page], (block % 2 == 0).then_some(&huge));
+            }
+        }
+        let file = backing.into_file();
+        let shown = Mapping::file(file.raw(), 0, pages.len() * PAGE_SIZE, libc::PROT_READ, libc::MAP_SHARED).unwrap();
+        for (slot, page) in pages.iter().enumerate() {
+            // SAFETY: a slot of the file, which nobody writes any more.
+            let slot_bytes = unsafe { &*shown.as_ptr().add(slot * PAGE_SIZE).cast::<Page>() };
+            assert!(slot_bytes == page, "slot {slot}");
+        }
     }
 }
