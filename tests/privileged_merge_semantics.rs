@@ -167,6 +167,34 @@ fn addresses_are_random_where_the_kernels_are() {
 }
 
 #[test]
+fn huge_pages_lose_no_write_while_they_are_merged_whole() {
+    scenario_under(&["--period", "50ms"], "huge-writers", &[]);
+}
+
+/// At most 64 pages are frozen at once, but for huge pages that are merged whole.
+#[test]
+fn huge_pages_that_have_twins_are_merged_whole() {
+    let Some(program) = semantics().filter(|_| can_merge()) else { return };
+    let daemon = Daemon::start(&["--no-keeper", "--period", "100ms"]);
+    let mut command = daemon.run(&[]);
+    command.arg(program).arg("huge-whole").stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut client = Reaped(command.spawn().expect("a client"));
+    let mut line = String::new();
+    BufReader::new(client.0.stdout.take().expect("a pipe")).read_line(&mut line).expect("a line");
+    if line.starts_with("SKIPPED") {
+        return skipped(line.trim());
+    }
+    assert_eq!(line, "merged\n");
+    let status = daemon.status();
+    let freezes = status["clients"][0]["freezes"].as_u64().expect("a number");
+    let merged = status["totals"]["pages_merged"].as_u64().expect("a number");
+    assert!(freezes > 0 && merged / freezes > 64, "{merged} pages merged in {freezes} freezes");
+    daemon.verify();
+    client.0.stdin.take().expect("a pipe").write_all(b"\n").expect("the client reads");
+    assert!(client.0.wait().expect("it ends").success());
+}
+
+#[test]
 fn a_heap_that_ends_and_grows_again_is_fresh_memory() {
     scenario_under(&["--period", "20ms"], "heap", &["--all"]);
 }

@@ -20,13 +20,15 @@ pub enum Layout {
     Zero,
     /// Single pages in an order of each process's own: no two duplicates are neighbours.
     Scattered,
+    /// As `Files`, in memory that is asked to be huge pages.
+    Huge,
     /// Runs of so many pages in an order of each process's own.
     Runs(u64),
 }
 
 impl Layout {
-    /// The layouts of the published tests, and our worst case.
-    pub const ALL: [Layout; 3] = [Layout::Files, Layout::Zero, Layout::Scattered];
+    /// The layouts of the published tests, our worst case, and memory as that of virtual machines is.
+    pub const ALL: [Layout; 4] = [Layout::Files, Layout::Zero, Layout::Scattered, Layout::Huge];
 
     /// Its name, which [`Layout::parse`] reads.
     pub fn name(self) -> String {
@@ -34,6 +36,7 @@ impl Layout {
             Layout::Files => "files".into(),
             Layout::Zero => "zero".into(),
             Layout::Scattered => "scattered".into(),
+            Layout::Huge => "huge".into(),
             Layout::Runs(pages) => format!("runs-{pages}"),
         }
     }
@@ -46,7 +49,7 @@ impl Layout {
 
     fn unit(self) -> u64 {
         match self {
-            Layout::Files | Layout::Zero => FILE_PAGES,
+            Layout::Files | Layout::Zero | Layout::Huge => FILE_PAGES,
             Layout::Scattered => 1,
             Layout::Runs(pages) => pages,
         }
@@ -204,6 +207,11 @@ pub fn member(args: &[String]) -> Result<(), Failure> {
         Some(socket) => Held::Ours(Region::new(&Client::connect(Path::new(socket), "bench")?, len)?),
         None => Held::Plain(pagefold_os::mem::Mapping::anonymous(len)?),
     };
+    if layout == Layout::Huge {
+        let bytes = bytes(&mut held);
+        // SAFETY: the range is ours; the advice changes no byte.
+        unsafe { pagefold_os::mem::advise(bytes.as_ptr() as u64, bytes.len() as u64, libc::MADV_HUGEPAGE) }?;
+    }
     let order = order(layout, pages, number);
     let zero = layout == Layout::Zero;
     let mut written = 0;

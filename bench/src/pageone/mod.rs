@@ -4,7 +4,8 @@
 //! Here processes hold synthetic files of 20 MB (5120 pages) in orders of their
 //! own; `zero` gives each page a prefix of zero bytes, 128 on average, as the
 //! second published test; `scattered` permutes single pages, so that no two
-//! duplicates are neighbours: our worst case.
+//! duplicates are neighbours: our worst case; `huge` is files in huge pages, as
+//! the memory of virtual machines is.
 //!
 //! One worker's speed is pages merged per second of its processor time (daemon
 //! and agents together; ksmd's for KSM): wall time on a machine that others use
@@ -42,7 +43,7 @@ const HELP: &str = "\
 usage: pagefold bench pageone [--quick|--full] [--only PART] [options]
 
   --only PART      merge, apart, breaks, delay, idle, churn, growth or guests; without it all but guests (with --full: all)
-  --layout NAME    merge: files, zero, scattered or runs-N only
+  --layout NAME    merge: files, zero, scattered, huge or runs-N only
   --engine NAME    merge: the engine of that name in the table, or all whose names begin so
   --processes N    merge: so many processes, of
   --mib N          so many MiB each

@@ -33,7 +33,8 @@ use crate::plain::keep_attributes;
 use crate::seat::Seat;
 use crate::shared::{AGENT, SHARED};
 use crate::voids;
-use crate::wire::{CHANNEL_COUNTERS, Counters, FREEZE_PAGES_MAX, SEGMENTS_HELD};
+use crate::whole::HUGE_PAGES;
+use crate::wire::{CHANNEL_COUNTERS, Counters, SEGMENTS_HELD};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::Result;
@@ -69,6 +70,12 @@ pub(crate) struct Agent {
     away: bool,
     /// Where frozen pages wait.
     pub(crate) staging: mem::Mapping,
+    /// Where a huge page waits that is frozen whole; `None` before there was one.
+    pub(crate) whole: Option<mem::Mapping>,
+    /// Where the pages of the span that is frozen wait: one of these two.
+    pub(crate) room: u64,
+    /// The end of what was mapped of it.
+    pub(crate) mapped_to: u64,
     /// Where memory that is given back is made, if that can be had; `None` before it is needed.
     nursery: Option<Option<u64>>,
     segments: [Option<Segment>; SEGMENTS_HELD],
@@ -83,7 +90,7 @@ pub(crate) struct Agent {
     /// Processor time of this thread before the connection: earlier ones have told of it.
     cpu_before_ns: u64,
     /// Pages of the frozen span that the program discarded meanwhile.
-    pub(crate) voids: [bool; FREEZE_PAGES_MAX],
+    pub(crate) voids: [bool; HUGE_PAGES],
 }
 
 impl Agent {

@@ -62,6 +62,8 @@ pub mod table;
 mod thread;
 #[cfg(not(loom))]
 mod voids;
+#[cfg(not(loom))]
+mod whole;
 pub mod wire;
 
 #[cfg(all(feature = "preload", not(loom)))]

@@ -11,6 +11,7 @@ use crate::process::ORIGIN;
 use crate::shared::{NOTHING, SHARED};
 use crate::table::Table;
 use crate::thread::{STACK_LEN, Thread};
+use crate::whole::HUGE_LEN;
 use crate::wire::{FETCH_PAGES_MAX, FREEZE_PAGES_MAX};
 use core::sync::atomic::{AtomicU64, Ordering};
 use pagefold_os::{PAGE_SIZE, Range, mem};
@@ -26,12 +27,15 @@ pub(crate) static NURSERY: AtomicU64 = AtomicU64::new(0);
 /// Where frozen pages wait, 0 before there is such a place.
 pub(crate) static STAGING: AtomicU64 = AtomicU64::new(0);
 
+/// Where a huge page waits that is frozen whole, 0 before there was one.
+pub(crate) static WHOLE: AtomicU64 = AtomicU64::new(0);
+
 /// Where pages that leave for the cold tier wait, 0 before there is such a place.
 pub(crate) static COLD_STAGING: AtomicU64 = AtomicU64::new(0);
 
 /// Memory of ours that looks like the program's, and that the program may give any advice on, as it does who advises all that
 /// its list of mappings shows. It is never managed: an agent that freezes its own stack waits for itself.
-fn own() -> [Range; 10] {
+fn own() -> [Range; 11] {
     let at = |start: &AtomicU64, len: u64| match start.load(Ordering::Relaxed) {
         0 => NOTHING,
         start => Range { start, end: start + len },
@@ -43,6 +47,7 @@ fn own() -> [Range; 10] {
         stack(second),
         stack(bringer),
         at(&STAGING, (FREEZE_PAGES_MAX * PAGE_SIZE) as u64),
+        at(&WHOLE, HUGE_LEN),
         at(&COLD_STAGING, (FETCH_PAGES_MAX * PAGE_SIZE) as u64),
         at(&NURSERY, NURSERY_LEN),
         at(BELL.page().0, BELL.page().1),

@@ -20,6 +20,7 @@ use crate::populate;
 use crate::shared::SHARED;
 use crate::thread::yield_now;
 use crate::voids;
+use crate::whole::HUGE_PAGES;
 use crate::wire::{self, FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, Why};
 use core::sync::atomic::Ordering;
 use pagefold_os::pagemap::{self, Query};
@@ -61,7 +62,7 @@ impl Agent {
         }
         let Ok(heap) = self.heap.hold(span, &self.watch) else { return };
         let frozen_at = sched::monotonic_ns();
-        self.voids = [false; FREEZE_PAGES_MAX];
+        self.begin_freeze(self.staging.addr());
         // The watch loses the span: what stays is protected again below.
         let _ = self.watch.unregister(span);
         if self.hold.register(span, uffd::MODE_MISSING).is_err() {
@@ -85,19 +86,31 @@ impl Agent {
         self.let_heap_go(heap, span);
         let _ = self.hold.wake(span);
         self.note_freeze(sched::monotonic_ns() - frozen_at);
-        for (piece, outcome) in pieces.iter().zip(outcomes.iter()) {
-            if piece.segment == PIECE_ZERO && outcome.merged > 0 {
-                self.show_zeros(Range::pages_from(piece.addr, u64::from(outcome.merged)));
-            }
-        }
+        self.show_zeros_of(pieces, outcomes);
         // SAFETY: the staging area is ours and holds only pages that are now mapped from the pool (or were discarded).
         let _ = unsafe { mem::advise(self.staging.addr(), span.len(), libc::MADV_DONTNEED) };
+    }
+
+    /// Notes that the pages of a span will wait from `room` on.
+    pub(crate) fn begin_freeze(&mut self, room: u64) {
+        self.room = room;
+        self.mapped_to = 0;
+        self.voids = [false; HUGE_PAGES];
     }
 
     /// Ends what [`Heap::hold`](crate::heap::Heap::hold) began.
     pub(crate) fn let_heap_go(&self, heap: Option<Watched>, range: Range) {
         if heap.is_some_and(|heap| self.heap.let_go(&heap, range, &self.watch)) {
             SHARED.changed();
+        }
+    }
+
+    /// As [`show_zeros`](Self::show_zeros), for the pieces of zeros that were merged.
+    pub(crate) fn show_zeros_of(&self, pieces: &[Piece], outcomes: &[Outcome]) {
+        for (piece, outcome) in pieces.iter().zip(outcomes) {
+            if piece.segment == PIECE_ZERO && outcome.merged > 0 {
+                self.show_zeros(Range::pages_from(piece.addr, u64::from(outcome.merged)));
+            }
         }
     }
 
@@ -119,7 +132,7 @@ impl Agent {
 
     /// Step 2: moves the span's pages to the staging area.
     fn take(&mut self, span: Range, states: &mut [State]) {
-        let staging = self.staging.addr();
+        let staging = self.room;
         let mut at = span.start;
         let mut tries = 0;
         // One move takes pages of one mapping only.
@@ -162,14 +175,7 @@ impl Agent {
 
     /// Step 3: how many pages of `piece` equal their slots, from the first on.
     fn compare(&self, span: Range, piece: &Piece, states: &mut [State]) -> Outcome {
-        let slots = if piece.segment == PIECE_ZERO {
-            None
-        } else {
-            match self.slots(piece.segment, piece.slot, piece.pages) {
-                Some(slots) => Some(slots),
-                None => return Outcome { merged: 0, why: Why::NotPlain as u32 },
-            }
-        };
+        let Some(slots) = self.slots_of(piece) else { return Outcome { merged: 0, why: Why::NotPlain as u32 } };
         let first = ((piece.addr - span.start) / PAGE) as usize;
         for page in 0..piece.pages as usize {
             let merged = page as u32;
@@ -178,16 +184,8 @@ impl Agent {
                 State::Equal => Why::NotPlain,
                 // A hole may also be a swapped-out page, so it never counts as zero.
                 State::Hole => Why::Absent,
-                State::Staged => {
-                    // SAFETY: the page is resident in the staging area, so the read cannot wait, and nobody else writes there.
-                    let bytes = unsafe { &*((self.staging.addr() + (first + page) as u64 * PAGE) as *const Page) };
-                    let equal = match slots {
-                        // SAFETY: `slots` points at `piece.pages` slots of a mapped segment, which are never written again.
-                        Some(slots) => bytes == unsafe { &*slots.add(page) },
-                        None => is_zero(bytes),
-                    };
-                    if equal { Why::Done } else { Why::Changed }
-                }
+                State::Staged if self.shows(first + page, slots, page) => Why::Done,
+                State::Staged => Why::Changed,
             };
             if why != Why::Done {
                 return Outcome { merged, why: why as u32 };
@@ -195,6 +193,32 @@ impl Agent {
             states[first + page] = State::Equal;
         }
         Outcome { merged: piece.pages, why: Why::Done as u32 }
+    }
+
+    /// Whether all of `piece`, which is in memory in `pages` of the span, equals its slots.
+    pub(crate) fn is_equal(&self, piece: &Piece, pages: core::ops::Range<usize>) -> bool {
+        let Some(slots) = self.slots_of(piece) else { return false };
+        pages.enumerate().all(|(page, staged)| self.shows(staged, slots, page))
+    }
+
+    /// Where the slots of `piece` can be read, `Some(None)` if it is to be zero; `None` if we do not hold them.
+    fn slots_of(&self, piece: &Piece) -> Option<Option<*const Page>> {
+        if piece.segment == PIECE_ZERO {
+            Some(None)
+        } else {
+            self.slots(piece.segment, piece.slot, piece.pages).map(Some)
+        }
+    }
+
+    /// Whether page `staged` of the span, which is in memory, is what slot `page` of `slots` is.
+    fn shows(&self, staged: usize, slots: Option<*const Page>, page: usize) -> bool {
+        // SAFETY: the page is resident where it waits, so the read cannot wait, and nobody else writes there.
+        let bytes = unsafe { &*((self.room + staged as u64 * PAGE) as *const Page) };
+        match slots {
+            // SAFETY: `slots` points at the slots of a piece, in a mapped segment; they are never written again.
+            Some(slots) => bytes == unsafe { &*slots.add(page) },
+            None => is_zero(bytes),
+        }
     }
 
     /// Step 4: moves back everything that is staged and not equal.
@@ -205,15 +229,15 @@ impl Agent {
     }
 
     /// Moves the staged pages `run` (page numbers in the span) back; holes are skipped.
-    fn move_back(&mut self, span: Range, run: core::ops::Range<usize>) {
+    pub(crate) fn move_back(&mut self, span: Range, run: core::ops::Range<usize>) {
         let offset = run.start as u64 * PAGE;
-        let end = self.staging.addr() + run.end as u64 * PAGE;
-        let mut at = self.staging.addr() + offset;
+        let end = self.room + run.end as u64 * PAGE;
+        let mut at = self.room + offset;
         let mut len = end - at;
         let mut tries = 0;
         while at < end {
             let part = Range { start: at, end: end.min(at + len) };
-            let target = span.start + (at - self.staging.addr());
+            let target = span.start + (at - self.room);
             let mode = uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE;
             let (moved, error) = self.hold.move_pages(target, part, mode);
             at += moved;
@@ -262,18 +286,20 @@ impl Agent {
 
     /// The program discards `removed` while `span` is in our hands: what we hold of it is dropped and will not be mapped.
     fn discard_while_frozen(&mut self, span: Range, removed: Range) {
-        let start = removed.start.clamp(span.start, span.end);
-        let end = removed.end.clamp(span.start, span.end);
+        // What is mapped already is not ours to drop.
+        let held = Range { start: self.mapped_to.clamp(span.start, span.end), ..span };
+        let start = removed.start.clamp(held.start, held.end);
+        let end = removed.end.clamp(held.start, held.end);
         if start < end {
-            let staged = self.staging.addr() + (start - span.start);
+            let staged = self.room + (start - span.start);
             // SAFETY: the staging area is ours; the program has declared these pages void.
             let _ = unsafe { mem::advise(staged, end - start, libc::MADV_DONTNEED) };
             let pages = ((start - span.start) / PAGE) as usize..((end - span.start) / PAGE) as usize;
             self.voids[pages].fill(true);
         }
         for outside in [
-            Range { start: removed.start, end: removed.end.min(span.start) },
-            Range { start: removed.start.max(span.end), end: removed.end },
+            Range { start: removed.start, end: removed.end.min(held.start) },
+            Range { start: removed.start.max(held.end), end: removed.end },
         ] {
             if outside.start < outside.end {
                 self.serve_event(uffd::Event::Remove(outside));
@@ -297,27 +323,40 @@ impl Agent {
                 return;
             }
         }
-        let len = u64::from(outcome.merged) * PAGE;
-        let Some(fd) = self.segment_fd(piece.segment) else { return };
-        let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
-        // SAFETY: the range was plain anonymous memory a moment ago (UFFDIO_MOVE proved it), its pages are in our
-        // hands, the guard keeps the mapping in place (what a shrinking heap leaves is unmapped again), and the bytes that
-        // appear equal those that were there.
-        let mapped = unsafe {
-            mem::map(piece.addr, len, libc::PROT_READ | libc::PROT_WRITE, flags, fd, u64::from(piece.slot) * PAGE)
-        };
-        let range = Range::pages_from(piece.addr, u64::from(outcome.merged));
-        if let Err(errno) = mapped {
+        let merged = Piece { pages: outcome.merged, ..*piece };
+        if let Err(why) = self.map_slots(&merged) {
             let run = first..first + outcome.merged as usize;
             states[run.clone()].fill(State::Staged);
             self.move_back(span, run);
-            let sealed = errno == Errno(libc::EPERM);
-            if sealed {
-                self.note_sealed(range);
+            *outcome = Outcome { merged: 0, why: why as u32 };
+        }
+    }
+
+    /// Maps the slots of `piece`, all of whose pages are in our hands and equal them. Of one of zeros nothing is to be mapped.
+    pub(crate) fn map_slots(&mut self, piece: &Piece) -> Result<(), Why> {
+        let range = Range::pages_from(piece.addr, u64::from(piece.pages));
+        if piece.segment == PIECE_ZERO {
+            self.mapped_to = range.end;
+            return Ok(());
+        }
+        let Some(fd) = self.segment_fd(piece.segment) else { return Err(Why::NotPlain) };
+        let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
+        let rights = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: the range was plain anonymous memory a moment ago (UFFDIO_MOVE proved it), its pages are in our
+        // hands, the guard keeps the mapping in place (what a shrinking heap leaves is unmapped again), and the bytes that
+        // appear equal those that were there.
+        let mapped = unsafe { mem::map(range.start, range.len(), rights, flags, fd, u64::from(piece.slot) * PAGE) };
+        match mapped {
+            Ok(_) => {
+                self.mapped_to = range.end;
+                voids::remove(range);
+                Ok(())
             }
-            *outcome = Outcome { merged: 0, why: if sealed { Why::NotPlain } else { Why::Limit } as u32 };
-        } else {
-            voids::remove(range);
+            Err(Errno(libc::EPERM)) => {
+                self.note_sealed(range);
+                Err(Why::NotPlain)
+            }
+            Err(_) => Err(Why::Limit),
         }
     }
 
@@ -378,7 +417,7 @@ impl Agent {
     }
 
     /// As [`watch_part`](Self::watch_part), where what shows the pool already stays held: its discards are answered.
-    fn watch_parts(&self, range: Range) {
+    pub(crate) fn watch_parts(&self, range: Range) {
         let mut at = range.start;
         let _ = self.maps.pools(range, |part, _| {
             self.watch_part(Range { start: at, end: part.start });
@@ -390,7 +429,7 @@ impl Agent {
     }
 
     /// What was frozen is plain memory that is watched.
-    fn watch_part(&self, range: Range) {
+    pub(crate) fn watch_part(&self, range: Range) {
         if !range.is_empty() {
             let _ = self.hold.unregister(range);
             rewatch(&self.watch, range);

@@ -2,7 +2,7 @@
 
 use crate::client::{FREEZE_PAGES_MAX, Piece};
 use crate::page::State;
-use crate::table::Table;
+use crate::table::{CHUNK_LEN, Table};
 use pagefold_os::{PAGE_SIZE, Range};
 use pagefold_pool::Slot;
 
@@ -102,7 +102,8 @@ pub fn spans(table: &Table, runs: &[Run]) -> Vec<Piece> {
     for run in runs {
         let mut at = run.range.start;
         while at < run.range.end {
-            let end = run.range.end.min(at + SPAN_PAGES_MAX * PAGE);
+            // The agent takes huge pages whole where pieces cover them.
+            let end = run.range.end.min(at + SPAN_PAGES_MAX * PAGE).min(at / CHUNK_LEN * CHUNK_LEN + CHUNK_LEN);
             let pages = (end - at) / PAGE;
             let joins = pieces.last().is_some_and(|last| {
                 let whole = (end - span_start) / PAGE;

@@ -10,9 +10,10 @@ use crate::cold;
 use crate::growth::Growth;
 use crate::heap::Heap;
 use crate::maps::Maps;
-use crate::own::{STAGING, mark_own};
+use crate::own::{STAGING, WHOLE, mark_own};
 use crate::seat::Seat;
 use crate::shared::{AGENT, SHARED, read_settings};
+use crate::whole::HUGE_PAGES;
 use crate::wire::{self, CHANNEL_LEN, FREEZE_PAGES_MAX, Op, Packet, SEGMENTS_HELD};
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicU32, Ordering};
@@ -204,6 +205,8 @@ fn set_up(channel_fd: Fd, (pagemap, maps): (Fd, Maps), device: Option<&Fd>, left
     mark_own(&staging);
     watch_staging(&watch, &staging)?;
     STAGING.store(staging.addr(), Ordering::Relaxed);
+    // What an agent before this one had is unmapped.
+    WHOLE.store(0, Ordering::Relaxed);
     let heap = Heap::new(device)?;
     let is_new = new.is_some();
     // From here on nothing fails: merged ranges hang on it.
@@ -216,7 +219,10 @@ fn set_up(channel_fd: Fd, (pagemap, maps): (Fd, Maps), device: Option<&Fd>, left
         heap,
         device: None,
         away: false,
+        room: staging.addr(),
         staging,
+        whole: None,
+        mapped_to: 0,
         nursery: None,
         segments: [const { None }; SEGMENTS_HELD],
         pagemap,
@@ -224,7 +230,7 @@ fn set_up(channel_fd: Fd, (pagemap, maps): (Fd, Maps), device: Option<&Fd>, left
         growth: Growth::begin(),
         seat: Seat::home(),
         cpu_before_ns: sched::thread_cpu_ns(),
-        voids: [false; FREEZE_PAGES_MAX],
+        voids: [false; HUGE_PAGES],
     };
     if is_new {
         BELL.hang(&agent.hold);

@@ -10,6 +10,7 @@ use crate::own::is_nursery;
 use crate::plain::{keep_attributes, replace_merged};
 use crate::shared::{AGENT, SHARED};
 use crate::voids;
+use crate::whole::HUGE_LEN;
 use crate::wire::Counters;
 use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use pagefold_os::raw::Errno;
@@ -42,15 +43,30 @@ impl Agent {
         let everything = Range { start: 0, end: u64::MAX };
         let _ = self.maps.pools(everything, |part, _| {
             // Where a hold that was taken over has it already, a page that is not mapped would have us wait for ourselves.
-            if is_new && !voids::overlap(part) {
+            let comes = is_new && !voids::overlap(part);
+            if comes && part.end.saturating_sub(part.start.next_multiple_of(HUGE_LEN)) < HUGE_LEN {
                 // SAFETY: reads the pages in; a page that is not mapped would only cost a fault that we answer.
                 let _ = unsafe { mem::advise(part.start, part.len(), libc::MADV_POPULATE_READ) };
+            } else if comes {
+                self.hold_pool(part);
+                self.map_as_pages(part);
             }
             self.hold_pool(part);
             self.remember_merged(part);
             false
         });
         SHARED.holds.store(true, Ordering::Release);
+    }
+
+    /// Maps what the page cache has for `part`, page by page: as a huge page it would be split by the first write to it, and then
+    /// each of its pages would have to come back.
+    fn map_as_pages(&self, part: Range) {
+        let mut rest = part;
+        while !rest.is_empty() {
+            let (done, error) = self.hold.map_cached(rest, uffd::DONTWAKE);
+            // What does not come now, for it is mapped already or a discard is under way, comes when it is asked for.
+            rest.start += done + if error.is_some() { PAGE } else { 0 };
+        }
     }
 
     /// Puts zeros where they belong and nothing is, before nobody answers for that any more.

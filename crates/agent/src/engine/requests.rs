@@ -14,6 +14,7 @@ use crate::listing::{Listed, list};
 use crate::own::mark_own;
 use crate::plain::watch_plain;
 use crate::shared::{AGENT, MAY_START, SHARED};
+use crate::whole::pieces_of_one;
 use crate::wire::{
     self, CHANNEL_PAGES, FETCH_PAGES_MAX, FREEZE_PAGES_MAX, LIST_MAX, Op, Outcome, Packet, Piece, SEGMENTS_HELD,
 };
@@ -154,11 +155,12 @@ impl Agent {
         cold::lease(|| {
             // Watches nothing: the kernel takes a range from one descriptor only.
             self.watch = Uffd::new(self.device.as_ref(), WATCH_FEATURES)?;
+            self.forget_whole();
             watch_staging(&self.watch, &self.staging)
         })
     }
 
-    /// Splits the list of pieces into spans and merges them one by one.
+    /// Splits the list of pieces into spans, and merges them one by one; those that cover a huge page at once, if that goes.
     fn remap(&mut self, count: usize) -> Result<usize> {
         let mut pieces = [Piece::default(); FREEZE_PAGES_MAX];
         let mut outcomes = [Outcome::default(); FREEZE_PAGES_MAX];
@@ -166,6 +168,18 @@ impl Agent {
         let mut whole = true;
         while at < count {
             let first: Piece = self.input(at);
+            let ahead = (at..count).take(pieces.len()).map(|index| self.input(index));
+            if let Some(len) = pieces_of_one(ahead).filter(|_| first.follows == 0 || whole) {
+                (0..len).for_each(|index| pieces[index] = self.input(at + index));
+                if self.remap_whole(&pieces[..len], &mut outcomes[..len]) {
+                    for (index, outcome) in outcomes[..len].iter().enumerate() {
+                        self.output(at + index, *outcome);
+                    }
+                    whole = outcomes[..len].iter().all(|outcome| outcome.why == wire::Why::Done as u32);
+                    at += len;
+                    continue;
+                }
+            }
             let mut len = 0;
             while at + len < count && len < pieces.len() {
                 let piece: Piece = self.input(at + len);

@@ -10,6 +10,7 @@ use super::{Domain, Entry, Work, remap};
 use crate::client::{FETCH_PAGES_MAX, Gone};
 use crate::page::State;
 use crate::plan::{self, Goal, Run};
+use crate::table::{CHUNK_LEN, CHUNK_PAGES, Huge};
 use pagefold_os::{PAGE_SIZE, Page, Range, sched};
 use pagefold_pool::{Fingerprint, PublishError, Published, Slot};
 use std::collections::HashMap;
@@ -42,6 +43,13 @@ impl Domain {
         for run in runs {
             let mut at = run.start;
             while at < run.end {
+                let whole = is_whole(work, at);
+                if whole && !batch.is_empty() {
+                    self.index_batch(work, &batch)?;
+                    batch.clear();
+                    batched = 0;
+                    continue;
+                }
                 if self.config.predict && batch.is_empty() {
                     let merged = self.predict(work, Range { start: at, end: run.end })?;
                     at += merged * PAGE;
@@ -53,9 +61,12 @@ impl Domain {
                     // The kernel refused a mapping meanwhile; what is left is looked up after the rest.
                     return Ok((true, true));
                 }
-                let room = (work.block - batched.min(work.block)) as u64;
+                // A huge page is looked up as one: it is split where less than all of it is merged.
+                let room = if whole { CHUNK_PAGES } else { work.block - batched.min(work.block) } as u64;
+                let next = at / CHUNK_LEN * CHUNK_LEN + CHUNK_LEN;
+                let end = if is_whole(work, next) { run.end.min(next) } else { run.end };
                 // A prediction that failed may have merged what lies behind the page that it failed at.
-                let pages = fresh_pages(work, Range { start: at, end: run.end.min(at + room * PAGE) });
+                let pages = fresh_pages(work, Range { start: at, end: end.min(at + room * PAGE) });
                 if pages == 0 {
                     at += PAGE;
                     continue;
@@ -92,7 +103,14 @@ impl Domain {
         };
         let behind = (1..=PREDICT_MAX).take_while(|back| shows(*back)).count() as u64;
         let published = u64::from(self.pool.published_from(next));
+        // A huge page is merged whole, or looked up.
+        let whole = is_whole(work, run.start) && behind >= FOLLOWED_MIN;
+        let behind = if whole { behind.max(CHUNK_PAGES as u64) } else { behind };
         let pages = fresh_pages(work, Range::pages_from(run.start, run.pages().min(published).min(behind)));
+        let end = run.start + pages * PAGE;
+        let last = end / CHUNK_LEN * CHUNK_LEN;
+        let pages =
+            if (run.start..end).contains(&last) && is_whole(work, last) { (last - run.start) / PAGE } else { pages };
         if pages < PREDICT_MIN {
             return Ok(0);
         }
@@ -295,6 +313,12 @@ struct Twin {
 
 fn is_fresh(work: &Work, addr: u64) -> bool {
     matches!(work.table.state(addr), State::Candidate { indexed: false, .. })
+}
+
+/// True if a huge page of which nothing was looked up yet may begin at `addr`.
+fn is_whole(work: &Work, addr: u64) -> bool {
+    let chunk = work.table.find(addr).filter(|(_, index)| *index == 0).map(|(chunk, _)| chunk);
+    chunk.is_some_and(|chunk| chunk.huge == Huge::Split && chunk.counts.fresh as usize == CHUNK_PAGES)
 }
 
 /// How many pages from the start of `range` on are candidates that were not looked up yet.

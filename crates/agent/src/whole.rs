@@ -1,0 +1,244 @@
+//! A huge page that is merged whole: taken, compared and given up as one.
+//!
+//! Page by page the kernel would split it first, while its pages are in our hands: that takes longer than all else, and leaves
+//! 512 small pages to be freed. So where the pieces that follow one another cover a huge page it is moved as it is. If all of it
+//! is equal it is mapped and the huge page goes back to the system as one; if anything is not it goes back to where it was,
+//! and span by span is tried. The order of steps is that of [`remap`](crate::remap), and so is the argument for it.
+
+use crate::engine::Agent;
+use crate::own::{WHOLE, mark_own};
+use crate::populate;
+use crate::remap::rewatch;
+use crate::wire::{Outcome, PIECE_ZERO, Piece, Why};
+use core::sync::atomic::Ordering;
+use pagefold_os::pagemap::{self, Query};
+use pagefold_os::{PAGE_SIZE, Range, mem, sched, uffd};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Pages of a huge page.
+pub(crate) const HUGE_PAGES: usize = 512;
+/// Its length, and what it is aligned to.
+pub(crate) const HUGE_LEN: u64 = (HUGE_PAGES * PAGE_SIZE) as u64;
+
+/// How many of the first `pieces` cover exactly the pages of one huge page, side by side; `None` if they do not.
+pub(crate) fn pieces_of_one(pieces: impl Iterator<Item = Piece>) -> Option<usize> {
+    let mut span = Range { start: 0, end: 0 };
+    for (index, piece) in pieces.enumerate() {
+        if index == 0 {
+            span = Range { start: piece.addr, end: piece.addr };
+        }
+        let joins = piece.addr == span.end && piece.pages > 0 && u64::from(piece.pages) <= HUGE_PAGES as u64;
+        if !joins || !span.start.is_multiple_of(HUGE_LEN) {
+            return None;
+        }
+        span.end += u64::from(piece.pages) * PAGE;
+        if span.len() >= HUGE_LEN {
+            return (span.len() == HUGE_LEN).then_some(index + 1);
+        }
+    }
+    None
+}
+
+impl Agent {
+    /// Merges the pieces, which cover the pages of one huge page, if it is one and all are equal. Returns false if nothing was
+    /// done; else writes one outcome per piece.
+    pub(crate) fn remap_whole(&mut self, pieces: &[Piece], outcomes: &mut [Outcome]) -> bool {
+        let Some(first) = pieces.first() else { return false };
+        let span = Range { start: first.addr, end: first.addr + HUGE_LEN };
+        if !self.is_huge(span) || !self.has_whole() {
+            return false;
+        }
+        let _held = self.lock_guard();
+        if self.is_excluded(span) {
+            return false;
+        }
+        let Ok(heap) = self.heap.hold(span, &self.watch) else { return false };
+        let frozen_at = sched::monotonic_ns();
+        outcomes.fill(Outcome { merged: 0, why: Why::NotPlain as u32 });
+        self.begin_freeze(WHOLE.load(Ordering::Relaxed));
+        let _ = self.watch.unregister(span);
+        let held = self.hold.register(span, uffd::MODE_MISSING).is_ok();
+        let merged = held && self.take_whole(span) && self.are_equal(pieces) && self.map_all(span, pieces, outcomes);
+        if merged {
+            // Who waits finds the slots; what else is to be done nobody needs to wait for.
+            let _ = self.hold.wake(span);
+        } else {
+            self.watch_parts(span);
+        }
+        self.note_freeze(sched::monotonic_ns() - frozen_at);
+        if merged {
+            self.settle_whole(span, pieces, outcomes);
+        }
+        self.let_heap_go(heap, span);
+        let _ = self.hold.wake(span);
+        self.show_zeros_of(pieces, outcomes);
+        if merged && outcomes.iter().all(|outcome| outcome.merged > 0) {
+            // SAFETY: ours, and what is there is mapped from the pool by now, or zero.
+            let _ = unsafe { mem::advise(self.room, HUGE_LEN, libc::MADV_DONTNEED) };
+        } else {
+            // With a page table of small pages it would take no huge page again.
+            self.forget_whole();
+        }
+        merged
+    }
+
+    /// True if one huge page is at `range`.
+    fn is_huge(&self, range: Range) -> bool {
+        let query = Query { all_of: pagemap::HUGE | pagemap::PRESENT, report: pagemap::HUGE, ..Query::default() };
+        let mut found = [pagemap::Region::default()];
+        let seen = pagemap::scan(&self.pagemap, range, query, &mut found);
+        matches!(seen, Ok((1, _))) && found[0].start == range.start && found[0].end == range.end
+    }
+
+    /// Makes the place where a huge page waits, if there is none. Returns false if it cannot be had.
+    fn has_whole(&mut self) -> bool {
+        if self.whole.is_some() {
+            return true;
+        }
+        let begin = |map: &mem::Mapping| map.addr().next_multiple_of(HUGE_LEN);
+        let aligned = |map: &mem::Mapping| begin(map) + HUGE_LEN <= map.addr() + map.len() as u64;
+        let make = |len| mem::Mapping::anonymous(len).ok().filter(aligned);
+        let Some(map) = make(HUGE_LEN as usize).or_else(|| make(2 * HUGE_LEN as usize)) else { return false };
+        mark_own(&map);
+        let room = begin(&map);
+        if self.watch.register(Range { start: room, end: room + HUGE_LEN }, uffd::MODE_WP).is_err() {
+            return false;
+        }
+        WHOLE.store(room, Ordering::Relaxed);
+        self.whole = Some(map);
+        true
+    }
+
+    /// Lets the place go where a huge page waits.
+    pub(crate) fn forget_whole(&mut self) {
+        self.whole = None;
+        WHOLE.store(0, Ordering::Relaxed);
+    }
+
+    /// Moves the huge page at `span` away; where that does not succeed it is back.
+    fn take_whole(&mut self, span: Range) -> bool {
+        let (moved, error) = self.watch.move_pages(self.room, span, uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE);
+        // Somebody may have split it in this very moment: then it is not worth it.
+        if error.is_none() && self.is_huge(Range { start: self.room, end: self.room + HUGE_LEN }) {
+            return true;
+        }
+        self.put_back(span, 0..(moved / PAGE) as usize);
+        false
+    }
+
+    /// Moves pages of `span` back, and watches those for writes as they were.
+    fn put_back(&mut self, span: Range, pages: core::ops::Range<usize>) {
+        let range = Range { start: span.start + pages.start as u64 * PAGE, end: span.start + pages.end as u64 * PAGE };
+        if range.is_empty() {
+            return;
+        }
+        self.move_back(span, pages);
+        let _ = self.hold.unregister(range);
+        rewatch(&self.watch, range);
+        let _ = self.watch.write_protect(range);
+    }
+
+    /// True if each page equals its slot; where one does not, all are back.
+    fn are_equal(&mut self, pieces: &[Piece]) -> bool {
+        let mut at = 0;
+        let equal = pieces.iter().all(|piece| {
+            let pages = at..at + piece.pages as usize;
+            at = pages.end;
+            self.is_equal(piece, pages)
+        });
+        if !equal && let Some(first) = pieces.first() {
+            self.put_back(Range { start: first.addr, end: first.addr + HUGE_LEN }, 0..HUGE_PAGES);
+        }
+        equal
+    }
+
+    /// Maps the slots, those that follow one another by one call. What the kernel does not map is back. Returns false if all is.
+    fn map_all(&mut self, span: Range, pieces: &[Piece], outcomes: &mut [Outcome]) -> bool {
+        let mut done = 0;
+        while let Some(first) = pieces.get(done) {
+            let follow = |pair: &&[Piece]| {
+                let next = pair[0].slot.checked_add(pair[0].pages);
+                pair[0].segment == pair[1].segment && (pair[0].segment == PIECE_ZERO || next == Some(pair[1].slot))
+            };
+            let mut joined = done + 1 + pieces[done..].windows(2).take_while(follow).count();
+            // A huge page of the file's in the page table is split by the first write to it, and then none of its pages is there.
+            let as_huge = done == 0 && first.segment != PIECE_ZERO && (first.slot as usize).is_multiple_of(HUGE_PAGES);
+            if as_huge {
+                joined = 1;
+            }
+            let pages: u32 = pieces[done..joined].iter().map(|piece| piece.pages).sum();
+            let why = match self.map_slots(&Piece { pages, ..*first }) {
+                Ok(()) => Why::Done,
+                Err(why) => why,
+            };
+            for (piece, outcome) in pieces[done..joined].iter().zip(&mut outcomes[done..joined]) {
+                *outcome = Outcome { merged: if why == Why::Done { piece.pages } else { 0 }, why: why as u32 };
+            }
+            if why != Why::Done {
+                let from = ((first.addr - span.start) / PAGE) as usize;
+                self.put_back(span, from..HUGE_PAGES);
+                outcomes[joined..].fill(Outcome { merged: 0, why: why as u32 });
+                return done > 0;
+            }
+            if as_huge {
+                populate::read_in(Range::pages_from(first.addr, 1));
+            }
+            done = joined;
+        }
+        true
+    }
+
+    /// Has what was mapped in the page table, and watches all.
+    fn settle_whole(&mut self, span: Range, pieces: &[Piece], outcomes: &[Outcome]) {
+        let mut shown = Range { start: span.start, end: span.start };
+        for (piece, outcome) in pieces.iter().zip(outcomes) {
+            let range = Range::pages_from(piece.addr, u64::from(outcome.merged));
+            if piece.segment == PIECE_ZERO || range.is_empty() {
+                self.watch_part(range);
+                continue;
+            }
+            populate::populate(range, &self.pagemap);
+            if shown.end == range.start {
+                shown.end = range.end;
+            } else {
+                self.keep_shown(shown);
+                shown = range;
+            }
+        }
+        self.keep_shown(shown);
+    }
+
+    fn keep_shown(&mut self, range: Range) {
+        if !range.is_empty() {
+            self.hold_pool(range);
+            self.keep_attributes(range, false);
+            self.remember_merged(range);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn piece(page: u64, pages: u32) -> Piece {
+        Piece { addr: (1 << 30) + page * PAGE, pages, ..Piece::default() }
+    }
+
+    #[test]
+    fn pieces_side_by_side_are_one_huge_page() {
+        let of_one = |pieces: &[Piece]| pieces_of_one(pieces.iter().copied());
+        let eight: Vec<Piece> = (0..9).map(|index| piece(index * 64, 64)).collect();
+        assert_eq!(of_one(&eight), Some(8), "what is behind it is another's");
+        assert_eq!(of_one(&eight[..7]), None, "too short");
+        assert_eq!(of_one(&eight[1..]), None, "not aligned");
+        assert_eq!(of_one(&[piece(0, 64), piece(65, 447)]), None, "a gap");
+        assert_eq!(of_one(&[piece(0, 64), piece(63, 448)]), None, "over one another");
+        assert_eq!(of_one(&[piece(0, 64), piece(64, 449)]), None, "too long");
+        assert_eq!(of_one(&[piece(0, 64), piece(64, 0), piece(64, 448)]), None, "an empty one");
+        assert_eq!(of_one(&[piece(0, 1), piece(1, 511)]), Some(2));
+        assert_eq!(of_one(&[piece(0, u32::MAX)]), None);
+        assert_eq!(of_one(&[]), None);
+    }
+}
