@@ -82,10 +82,19 @@ impl Agent {
         for (piece, outcome) in pieces.iter().zip(outcomes.iter_mut()) {
             self.map_piece(span, piece, outcome, states);
         }
+        let all_shown =
+            states.iter().all(|state| *state == State::Equal) && pieces.iter().all(|piece| piece.segment != PIECE_ZERO);
+        if all_shown {
+            // Who waits finds the slots; what else is to be done nobody needs to wait for.
+            let _ = self.hold.wake(span);
+            self.note_freeze(sched::monotonic_ns() - frozen_at);
+        }
         self.watch_again(span, pieces, outcomes, states);
         self.let_heap_go(heap, span);
         let _ = self.hold.wake(span);
-        self.note_freeze(sched::monotonic_ns() - frozen_at);
+        if !all_shown {
+            self.note_freeze(sched::monotonic_ns() - frozen_at);
+        }
         self.show_zeros_of(pieces, outcomes);
         // SAFETY: the staging area is ours and holds only pages that are now mapped from the pool (or were discarded).
         let _ = unsafe { mem::advise(self.staging.addr(), span.len(), libc::MADV_DONTNEED) };
