@@ -160,14 +160,18 @@ impl Shared {
                 Some(_) => at += 1,
             }
         }
-        let mut staged = [0_u8; FREEZE];
-        // SAFETY: the kernel writes one byte for each page of the run.
-        let known = unsafe { syscall!(libc::SYS_mincore, base, run.len() * PAGE_SIZE, staged.as_mut_ptr()) }.is_ok();
+        // Not by mincore(2): filters that let a service do all that services do, as systemd's `@system-service`, forbid it.
+        let mut staged = [false; FREEZE];
+        let present = pagemap::Query { all_of: pagemap::PRESENT, report: pagemap::PRESENT, ..Default::default() };
+        scan(&parking.pagemap, Addresses::pages_from(base, run.len() as u64), present, |range| {
+            let place = |addr: u64| (addr - base) as usize / PAGE_SIZE;
+            staged[place(range.start)..place(range.end)].fill(true);
+        });
         let mut went = 0;
         for (at, page) in run.clone().enumerate() {
             // SAFETY: the page is in the staging area, where nobody but us comes.
             let frozen = || unsafe { &*((base + (at * PAGE_SIZE) as u64) as *const Page) };
-            if known && staged[at] & 1 != 0 && *frozen() == copies[at] {
+            if staged[at] && *frozen() == copies[at] {
                 went += 1;
                 self.counters.out.fetch_add(1, Ordering::Relaxed);
                 self.state(page).store(OUT, Ordering::Release);
@@ -333,6 +337,28 @@ mod tests {
             libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
                 && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) == 0
         }
+    }
+
+    /// As systemd's `@system-service` has it.
+    #[test]
+    fn pages_go_out_where_mincore_is_forbidden() {
+        let tier = Tier::create(Config { bytes_max: 4 << 20, ..Config::default() }, None).unwrap();
+        let mut region = match ColdRegion::new(tier, 3 * PAGE_SIZE) {
+            Ok(region) => region,
+            Err(error @ RegionError::Userfaultfd(_)) => return eprintln!("SKIPPED: {error}"),
+            Err(error) => panic!("{error}"),
+        };
+        // The page between was never there.
+        let places = [0, 2].map(|page| page * PAGE_SIZE);
+        places.iter().for_each(|start| region[*start..][..PAGE_SIZE].fill(7));
+        let parker = region.parker();
+        let went = std::thread::spawn(move || forbid_mincore().then(|| parker.park(0..3 * PAGE_SIZE, Effort::Fast)));
+        match went.join().unwrap() {
+            None => return eprintln!("SKIPPED: no filter of system calls here"),
+            Some(parked) => assert_eq!(parked, Parked { pages: 2, ..Parked::default() }),
+        }
+        assert!(places.iter().all(|start| region[*start..][..PAGE_SIZE].iter().all(|byte| *byte == 7)));
+        assert_eq!((region[PAGE_SIZE], region.stats().pages_back), (0, 2));
     }
 
     /// The program changes a page's rights while it is in the parker's hands, and nobody tells what is there.
