@@ -62,6 +62,25 @@ fn several_benches_are_one_document_and_one_record_each() {
     assert_eq!(written, 2);
 }
 
+/// Pages that went out lately come back from LZ4, older ones from Zstandard: neither row is to be taken for the other.
+#[test]
+fn a_live_client_is_touched_with_dense_pages_and_with_light_ones() {
+    let output = bench(&["zswap", "--part", "live", "--quick", "--guests", "0", "--json"]);
+    let document: Value = serde_json::from_slice(&output.stdout).expect("one JSON document");
+    schema::assert_valid("bench", &document);
+    let told = String::from_utf8_lossy(&output.stderr);
+    if let Some(skipped) = told.lines().find(|line| line.starts_with("SKIPPED") && line.contains(" live ")) {
+        return eprintln!("{skipped}");
+    }
+    let rows = document["rows"].as_array().unwrap();
+    let names = ["touch, random", "touch, random, cores busy", "touch, in order"];
+    let light = ["touch, random, LZ4", "touch, random, LZ4, cores busy", "touch, in order, LZ4"];
+    for name in names.iter().chain(&light) {
+        let own: Vec<&Value> = rows.iter().filter(|row| row["name"] == **name).collect();
+        assert!(own.len() == 1 && own[0]["figures"]["p99 us"].is_number(), "{name}: {rows:?}");
+    }
+}
+
 #[test]
 fn all_plots_come_from_the_records() {
     let dir = tempfile::tempdir().expect("a directory");

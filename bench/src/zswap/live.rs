@@ -1,5 +1,8 @@
 //! The cold tier behind a live client: parked, touched page by page and in order, brought back, left idle.
 //!
+//! What went out lately is LZ4, and Zstandard or a patch after a while; a daemon makes all of it dense at once when it was
+//! parked. So pages are touched twice: made dense, and, behind a daemon of its own that leaves them alone, as LZ4.
+//!
 //! Daemon and client are processes of their own (this program again), so that memory and processor time are each one's.
 
 use super::{Row, quantile};
@@ -25,9 +28,10 @@ impl Drop for Owned {
 /// Runs one of the two processes.
 pub fn run_process(words: &[String]) -> ExitCode {
     let result = match words {
-        [kind, socket] if kind == "daemon" => daemon(socket.as_ref()),
+        [kind, socket] if kind == "daemon" => daemon(socket.as_ref(), Cleaner::AtOnce),
+        [kind, socket] if kind == "daemon-lz4" => daemon(socket.as_ref(), Cleaner::Never),
         [kind, socket, file] if kind == "client" => client(socket.as_ref(), file.as_ref()),
-        _ => Err("daemon SOCKET, or client SOCKET FILE".into()),
+        _ => Err("daemon SOCKET, daemon-lz4 SOCKET, or client SOCKET FILE".into()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -40,12 +44,34 @@ pub fn run_process(words: &[String]) -> ExitCode {
 
 type Failure = Box<dyn std::error::Error>;
 
-fn daemon(socket: &Path) -> Result<(), Failure> {
-    let config = Config {
-        socket: socket.to_owned(),
-        cold: cold::Config { automatic: false, ..cold::Config::default() },
-        ..Config::default()
-    };
+/// When a daemon makes dense what was parked.
+#[derive(Clone, Copy)]
+enum Cleaner {
+    AtOnce,
+    Never,
+}
+
+impl Cleaner {
+    /// The daemon's name among the processes.
+    fn daemon(self) -> &'static str {
+        match self {
+            Cleaner::AtOnce => "daemon",
+            Cleaner::Never => "daemon-lz4",
+        }
+    }
+
+    fn config(self) -> cold::Config {
+        let config = cold::Config { automatic: false, ..cold::Config::default() };
+        match self {
+            Cleaner::AtOnce => config,
+            // Its ticks are what pages grow old by; none comes while a benchmark lasts.
+            Cleaner::Never => cold::Config { park_densely: false, tick: Duration::from_secs(86_400), ..config },
+        }
+    }
+}
+
+fn daemon(socket: &Path, cleaner: Cleaner) -> Result<(), Failure> {
+    let config = Config { socket: socket.to_owned(), cold: cleaner.config(), ..Config::default() };
     Ok(Daemon::new(config).run()?)
 }
 
@@ -125,12 +151,36 @@ impl Live {
         Ok((pages, began.elapsed().as_secs_f64()))
     }
 
-    /// Memory of the tier.
-    fn held(&self) -> io::Result<f64> {
+    fn tiers(&self) -> io::Result<Vec<cold::ColdDomain>> {
         match control::ask(&self.socket, &Request::Status {})? {
-            Answer::Status(status) => Ok(status.cold.domains.iter().map(|tier| tier.held_bytes).sum::<u64>() as f64),
+            Answer::Status(status) => Ok(status.cold.domains),
             other => Err(io::Error::other(format!("the daemon answered {other:?}"))),
         }
+    }
+
+    /// Memory of the tier.
+    fn held(&self) -> io::Result<f64> {
+        Ok(self.tiers()?.iter().map(|tier| tier.held_bytes).sum::<u64>() as f64)
+    }
+
+    /// What the client answers to `word` with everything out as LZ4, beside busy processors or not.
+    ///
+    /// # Errors
+    /// Some of it was dense before, or was made so meanwhile.
+    fn ask_of_lz4(&mut self, word: &str, is_busy: bool) -> io::Result<Vec<f64>> {
+        self.park()?;
+        let kept = self.tiers()?;
+        let busy = is_busy.then(super::latency::Busy::start);
+        let answer = self.ask(word)?;
+        drop(busy);
+        let contents: u64 = kept.iter().map(|tier| tier.contents).sum();
+        let dense: u64 = kept.iter().map(|tier| tier.contents_dense).sum();
+        let recompressed: u64 = self.tiers()?.iter().map(|tier| tier.recompressed).sum();
+        if contents == 0 || dense + recompressed > 0 {
+            let what = format!("{contents} contents are out, {dense} of them dense, and {recompressed} were made so");
+            return Err(io::Error::other(format!("not all of it was LZ4: {what}")));
+        }
+        Ok(answer)
     }
 
     /// Waits until the cleaner has made dense what was parked; returns what is held then, and the seconds.
@@ -161,7 +211,7 @@ impl Live {
     }
 }
 
-fn start(file: &Path) -> io::Result<Live> {
+fn start(file: &Path, cleaner: Cleaner) -> io::Result<Live> {
     let program = std::env::current_exe()?;
     let socket = std::env::temp_dir().join(format!("pagefold-bench-live-{}", std::process::id()));
     let process = |words: &[&std::ffi::OsStr]| {
@@ -174,7 +224,7 @@ fn start(file: &Path) -> io::Result<Live> {
         }
         command
     };
-    let daemon = Owned(process(&["daemon".as_ref(), socket.as_ref()]).stdin(Stdio::null()).spawn()?);
+    let daemon = Owned(process(&[cleaner.daemon().as_ref(), socket.as_ref()]).stdin(Stdio::null()).spawn()?);
     let end = Instant::now() + Duration::from_secs(20);
     while control::ask(&socket, &Request::Status {}).is_err() {
         if Instant::now() > end {
@@ -207,17 +257,17 @@ fn start(file: &Path) -> io::Result<Live> {
 }
 
 /// A live client that has these pages.
-fn start_with(set: &[u8]) -> io::Result<Live> {
+fn start_with(set: &[u8], cleaner: Cleaner) -> io::Result<Live> {
     let file = PathBuf::from(format!("/dev/shm/pagefold-bench-live-{}", std::process::id()));
     std::fs::write(&file, set)?;
-    let live = start(&file);
+    let live = start(&file, cleaner);
     let _ = std::fs::remove_file(&file);
     live
 }
 
 /// What a fault takes, and daemon and client of a processor, when a live client faults so many times a second.
 pub fn by_rate(on: &str, set: &[u8]) -> io::Result<Vec<Row>> {
-    let mut live = start_with(set)?;
+    let mut live = start_with(set, Cleaner::AtOnce)?;
     let mut rows = Vec::new();
     for rate in [100, 1000, 10_000] {
         live.park_densely()?;
@@ -235,9 +285,14 @@ pub fn by_rate(on: &str, set: &[u8]) -> io::Result<Vec<Row>> {
     Ok(rows)
 }
 
+/// Figures of touches, as the client answers.
+fn of_touches(touched: &[f64]) -> Vec<(&'static str, f64)> {
+    vec![("p50 us", touched[0]), ("p99 us", touched[1]), ("us/page", touched[2])]
+}
+
 /// Measures on a live client that has these pages.
 pub fn measure(on: &str, set: &[u8], idle: Duration) -> io::Result<Vec<Row>> {
-    let mut live = start_with(set)?;
+    let mut live = start_with(set, Cleaner::AtOnce)?;
     let mut rows = Vec::new();
     let mut row = |name: &str, figures: Vec<(&'static str, f64)>| {
         rows.push(Row { part: "live", name: name.to_owned(), on: on.to_owned(), figures });
@@ -265,15 +320,15 @@ pub fn measure(on: &str, set: &[u8], idle: Duration) -> io::Result<Vec<Row>> {
     let share = (live.cpu_ns()? - before) as f64 / idle.as_nanos() as f64;
     row("parked and idle", vec![("cpu %", share * 100.0)]);
     let touched = live.ask("random")?;
-    row("touch, random", vec![("p50 us", touched[0]), ("p99 us", touched[1]), ("us/page", touched[2])]);
+    row("touch, random", of_touches(&touched));
     live.park_densely()?;
     let busy = super::latency::Busy::start();
     let touched = live.ask("random")?;
     drop(busy);
-    row("touch, random, cores busy", vec![("p50 us", touched[0]), ("p99 us", touched[1]), ("us/page", touched[2])]);
+    row("touch, random, cores busy", of_touches(&touched));
     live.park_densely()?;
     let touched = live.ask("order")?;
-    row("touch, in order", vec![("p50 us", touched[0]), ("p99 us", touched[1]), ("us/page", touched[2])]);
+    row("touch, in order", of_touches(&touched));
     live.park_densely()?;
     let began = Instant::now();
     let socket = live.socket.clone();
@@ -296,4 +351,18 @@ pub fn measure(on: &str, set: &[u8], idle: Duration) -> io::Result<Vec<Row>> {
         ],
     );
     Ok(rows)
+}
+
+/// What touches cost while pages are still LZ4, on a live client that has these.
+pub fn measure_lz4(on: &str, set: &[u8]) -> io::Result<Vec<Row>> {
+    let mut live = start_with(set, Cleaner::Never)?;
+    let mut row = |name: &str, word: &str, is_busy: bool| -> io::Result<Row> {
+        let figures = of_touches(&live.ask_of_lz4(word, is_busy)?);
+        Ok(Row { part: "live", name: name.to_owned(), on: on.to_owned(), figures })
+    };
+    Ok(vec![
+        row("touch, random, LZ4", "random", false)?,
+        row("touch, random, LZ4, cores busy", "random", true)?,
+        row("touch, in order, LZ4", "order", false)?,
+    ])
 }

@@ -1,8 +1,9 @@
 //! `pagefold bench zswap`: the cold tier beside the kernel's zswap and zram, and its index beside trees and arrays.
 //!
 //! Six parts: `index` (page offsets in and out of maps), `density` (memory held for real pages), `latency` (a page
-//! out and in), `live` (a client parked, touched, brought back), `half` (a program under a limit of half its memory),
-//! `growth` (costs against what pages are made of, threads, and how often a client faults).
+//! out and in), `live` (a client parked, touched when its pages are dense and while they are LZ4, brought back), `half`
+//! (a program under a limit of half its memory), `growth` (costs against what pages are made of, threads, and how often
+//! a client faults).
 //! What the kernel's side needs (a swap file, zswap's switch, a zram device) is made for the run and undone afterwards;
 //! what cannot be had is reported as skipped, with the reason.
 
@@ -148,6 +149,10 @@ pub fn run(words: &[String]) -> ExitCode {
                             Ok(found) => show(found),
                             Err(error) => eprintln!("SKIPPED: a live client: {error}"),
                         }
+                        match live::measure_lz4("python heap and redis", &unrelated) {
+                            Ok(found) => show(found),
+                            Err(error) => eprintln!("SKIPPED: a live client's pages as LZ4: {error}"),
+                        }
                     }
                 }
                 if wanted(Part::Growth) {
@@ -187,6 +192,10 @@ pub fn run(words: &[String]) -> ExitCode {
                     match live::measure(&on, &found, std::time::Duration::from_secs(10)) {
                         Ok(found) => show(found),
                         Err(error) => eprintln!("SKIPPED: live guests: {error}"),
+                    }
+                    match live::measure_lz4(&on, &found) {
+                        Ok(found) => show(found),
+                        Err(error) => eprintln!("SKIPPED: live guests' pages as LZ4: {error}"),
                     }
                 }
                 if wanted(Part::Density) {

@@ -233,6 +233,9 @@ impl ColdRegion {
     /// If the range is not in the region.
     pub fn discard(&mut self, bytes: Range<usize>) {
         let pages = self.shared.pages_of(&bytes);
+        if !self.shared.is_ours() {
+            return;
+        }
         let (first, end) = (bytes.start.next_multiple_of(PAGE_SIZE), bytes.end / PAGE_SIZE * PAGE_SIZE);
         if first >= end {
             self[bytes].fill(0);

@@ -66,6 +66,8 @@ pub struct Config {
     pub automatic: bool,
     /// Near pages are kept as patches.
     pub patches: bool,
+    /// What is parked is made dense at once; else some ticks later, as what goes out by itself.
+    pub park_densely: bool,
     /// Program and arguments of the keeper, before its socket; `None` for no keeper.
     pub keeper: Option<Vec<OsString>>,
     /// What the keeper starts when we are killed while pages are out.
@@ -87,6 +89,7 @@ impl Default for Config {
             idle_min: Duration::from_secs(10),
             automatic: true,
             patches: true,
+            park_densely: true,
             keeper: None,
             successor: Vec::new(),
             hand_over: false,
@@ -287,8 +290,10 @@ impl Cold {
         for (group, client) in &clients {
             pages += pump::park(group, client).unwrap_or(0);
         }
-        // When all are out: before that the processors are wanted for parking.
-        clients.iter().for_each(|(group, _)| group.densify());
+        if self.config.park_densely {
+            // When all are out: before that the processors are wanted for parking.
+            clients.iter().for_each(|(group, _)| group.densify());
+        }
         processes(&clients).map(|count| (count, pages))
     }
 
@@ -571,6 +576,19 @@ mod tests {
         assert_eq!((cold.park(&Whom::All), cold.unpark(&Whom::All)), (Some((1, 0)), Some((1, 0))));
         group.remove(1);
         group.remove(2);
+    }
+
+    /// It is quicker to bring back while it is LZ4, and takes more memory.
+    #[test]
+    fn what_is_parked_is_made_dense_at_once_unless_told_otherwise() {
+        for park_densely in [true, false] {
+            let Some((client, _memory)) = client::tests::own(0, 1) else { return };
+            let (_dir, cold, group) = with_group(Config { park_densely, ..Config::default() });
+            lock(&group.clients).insert(1, Arc::new(client));
+            assert!(cold.park(&Whom::All).is_some());
+            assert_eq!(group.parked.load(Ordering::Acquire) > 0, park_densely);
+            group.remove(1);
+        }
     }
 
     /// Else they would read zeros.

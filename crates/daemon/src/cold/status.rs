@@ -65,6 +65,10 @@ pub struct ColdDomain {
     pub pages: u64,
     /// See `pages`.
     pub contents: u64,
+    /// Contents in memory kept by Zstandard, or as a patch against a near page.
+    pub contents_dense: u64,
+    /// Contents ever made dense by the cleaner.
+    pub recompressed: u64,
     /// Pages of one repeated word.
     pub pages_filled: u64,
     /// Bytes in the file.
@@ -112,6 +116,8 @@ impl Cold {
                 ratio: stats.ratio(),
                 pages: stats.pages,
                 contents: stats.contents,
+                contents_dense: stats.contents_zstd + stats.contents_patch,
+                recompressed: stats.recompressed,
                 pages_filled: stats.pages_filled,
                 disk_bytes: stats.disk_bytes,
                 waste_bytes: stats.bytes_free_slots + stats.bytes_rounding,

@@ -191,6 +191,9 @@ impl Shared {
     }
 
     pub(super) fn tier_stats(&self) -> Stats {
+        if !self.is_ours() {
+            return Stats::default();
+        }
         let _quiet = Blocked::all();
         self.tier.stats()
     }
@@ -261,5 +264,49 @@ fn for_runs(pages: impl Iterator<Item = usize>, max: usize, mut f: impl FnMut(Ra
     }
     if !run.is_empty() {
         f(run);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{ColdRegion, RegionError};
+    use super::*;
+    use crate::Config;
+
+    /// Whoever held a lock of the tier is not there to give it back.
+    #[test]
+    fn a_child_waits_for_no_lock_of_the_tier() {
+        let tier = Tier::create(Config { bytes_max: 4 << 20, ..Config::default() }, None).unwrap();
+        let mut region = match ColdRegion::new(tier, 2 * PAGE_SIZE) {
+            Ok(region) => region,
+            Err(error @ RegionError::Userfaultfd(_)) => return eprintln!("SKIPPED: {error}"),
+            Err(error) => panic!("{error}"),
+        };
+        let shared = region.shared.clone();
+        let held = shared.tier.regions.write().unwrap();
+        // By a bare call: fork(3) would wait for locks of other threads, too. Without a signal: tests of the keeper have
+        // this process ignore those of children, which are nobody's then.
+        // SAFETY: the child works on its copies, allocates nothing, and ends.
+        let child = unsafe { libc::syscall(libc::SYS_clone, 0, 0, 0, 0, 0) } as i32;
+        if child == 0 {
+            let _ = (region.tier_stats(), region.stats());
+            region.discard(1..2 * PAGE_SIZE);
+            // SAFETY: ends this process at once.
+            unsafe { libc::_exit(0) };
+        }
+        drop(held);
+        let mut status = -1;
+        // SAFETY: our own child.
+        let mut wait = |flags| unsafe { libc::waitpid(child, &raw mut status, libc::__WALL | flags) };
+        let has_ended = (0..6000).any(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(10));
+            wait(libc::WNOHANG) == child
+        });
+        if !has_ended {
+            // SAFETY: our own child, which waits with its signals blocked.
+            unsafe { libc::kill(child, libc::SIGKILL) };
+            wait(0);
+        }
+        assert_eq!(status, 0);
     }
 }

@@ -32,9 +32,11 @@ impl Client {
         };
         let loaded: Vec<bool> = pages.clone().zip(&mut *buffer).map(load).collect();
         let _service = self.take_service();
-        // A page that came and went again meanwhile has another content.
-        if self.leaving.load(Ordering::SeqCst) == leaving && self.take_pact(200) {
-            self.copy_loaded(tier, pages, &loaded, buffer);
+        if self.take_pact(200) {
+            // A page that came and went again meanwhile has another content. With the pact: none goes until it is free.
+            if self.leaving.load(Ordering::SeqCst) == leaving {
+                self.copy_loaded(tier, pages, &loaded, buffer);
+            }
             self.table.free_pact();
         }
     }
@@ -155,6 +157,36 @@ mod tests {
     use super::*;
     use pagefold_os::PAGE_SIZE;
     use std::io;
+
+    #[test]
+    fn what_was_loaded_before_a_page_went_out_again_does_not_come_in() {
+        let Some((client, memory)) = own(0, 1) else { return };
+        let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
+        let page = memory.addr() / PAGE;
+        let store = |byte: u8| {
+            let content: Page = std::array::from_fn(|at| if at % 2 == 0 { byte } else { at as u8 });
+            tier.store(client.region, page, &content, pagefold_tier::Effort::Fast).unwrap();
+        };
+        client.table.find_or_add(memory.addr()).unwrap();
+        client.table.set_state(memory.addr(), OUT);
+        // Who brings it gives up soon if somebody takes the processor meanwhile: many times.
+        for _ in 0..1000 {
+            store(1);
+            assert!(client.table.try_pact(pagefold_agent::cold_table::PACT_AGENT));
+            std::thread::scope(|scope| {
+                let brings = scope.spawn(|| client.bring_ahead(&tier, page..page + 1, &mut [[0; PAGE_SIZE]; 1]));
+                // It has loaded it when it has this.
+                while client.service.try_lock().is_ok() && !brings.is_finished() {
+                    std::hint::spin_loop();
+                }
+                // As pump and agent do with a page that came back and was written.
+                store(2);
+                client.leaving.fetch_add(1, Ordering::SeqCst);
+                client.table.free_pact();
+            });
+            assert_eq!(client.table.state(memory.addr()), OUT, "the page has the content that it had before");
+        }
+    }
 
     #[test]
     fn a_page_that_cannot_be_read_for_want_of_memory_is_not_lost() {

@@ -160,14 +160,18 @@ impl Shared {
                 Some(_) => at += 1,
             }
         }
-        let mut staged = [0_u8; FREEZE];
-        // SAFETY: the kernel writes one byte for each page of the run.
-        let known = unsafe { syscall!(libc::SYS_mincore, base, run.len() * PAGE_SIZE, staged.as_mut_ptr()) }.is_ok();
+        // Not by mincore(2): filters that let a service do all that services do, as systemd's `@system-service`, forbid it.
+        let mut staged = [false; FREEZE];
+        let present = pagemap::Query { all_of: pagemap::PRESENT, report: pagemap::PRESENT, ..Default::default() };
+        scan(&parking.pagemap, Addresses::pages_from(base, run.len() as u64), present, |range| {
+            let place = |addr: u64| (addr - base) as usize / PAGE_SIZE;
+            staged[place(range.start)..place(range.end)].fill(true);
+        });
         let mut went = 0;
         for (at, page) in run.clone().enumerate() {
             // SAFETY: the page is in the staging area, where nobody but us comes.
             let frozen = || unsafe { &*((base + (at * PAGE_SIZE) as u64) as *const Page) };
-            if known && staged[at] & 1 != 0 && *frozen() == copies[at] {
+            if staged[at] && *frozen() == copies[at] {
                 went += 1;
                 self.counters.out.fetch_add(1, Ordering::Relaxed);
                 self.state(page).store(OUT, Ordering::Release);
@@ -200,15 +204,9 @@ impl Shared {
                 None => return,
                 Some(Errno(libc::EAGAIN | libc::ENOMEM | libc::EBUSY)) => patience.wait(),
                 // Marked for write protection, which a move does not take for empty, or with other rights than the staging
-                // area has, but a copy goes there; or nothing is to be moved.
+                // area has, but a copy goes there; or nothing is to be moved. Not asked of mincore(2), which says of a page in
+                // swap that it is not there: a copy replaces nothing, and where nothing was on either side zeros are right.
                 Some(_) => {
-                    let mut staged = 0_u8;
-                    // SAFETY: the kernel writes one byte.
-                    let known =
-                        unsafe { syscall!(libc::SYS_mincore, from, PAGE_SIZE, std::ptr::from_mut(&mut staged)) };
-                    if known.is_err() || staged & 1 == 0 {
-                        return;
-                    }
                     // SAFETY: the page is in the staging area.
                     match unsafe { self.uffd.copy(self.addr(page), from, PAGE_SIZE as u64, uffd::DONTWAKE) }.1 {
                         Some(Errno(libc::EAGAIN | libc::ENOMEM)) => patience.wait(),
@@ -314,5 +312,80 @@ fn scan(pagemap: &Fd, range: Addresses, query: pagemap::Query, mut f: impl FnMut
             return;
         }
         start = walked;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::region::{ColdRegion, RegionError};
+    use crate::{Config, Tier};
+
+    /// Has the calling thread's mincore(2) fail from now on, which says of pages in swap that they are not there; false if
+    /// that may not be.
+    fn forbid_mincore() -> bool {
+        let step = |code, jt, jf, k| libc::sock_filter { code, jt, jf, k };
+        let mut filter = [
+            step(0x20, 0, 0, 0),
+            step(0x15, 0, 1, libc::SYS_mincore as u32),
+            step(0x06, 0, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
+            step(0x06, 0, 0, libc::SECCOMP_RET_ALLOW),
+        ];
+        let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+        // SAFETY: numbers, and a program that outlives the call, which copies it; it concerns this thread alone.
+        unsafe {
+            libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+                && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program) == 0
+        }
+    }
+
+    /// As systemd's `@system-service` has it.
+    #[test]
+    fn pages_go_out_where_mincore_is_forbidden() {
+        let tier = Tier::create(Config { bytes_max: 4 << 20, ..Config::default() }, None).unwrap();
+        let mut region = match ColdRegion::new(tier, 3 * PAGE_SIZE) {
+            Ok(region) => region,
+            Err(error @ RegionError::Userfaultfd(_)) => return eprintln!("SKIPPED: {error}"),
+            Err(error) => panic!("{error}"),
+        };
+        // The page between was never there.
+        let places = [0, 2].map(|page| page * PAGE_SIZE);
+        places.iter().for_each(|start| region[*start..][..PAGE_SIZE].fill(7));
+        let parker = region.parker();
+        let went = std::thread::spawn(move || forbid_mincore().then(|| parker.park(0..3 * PAGE_SIZE, Effort::Fast)));
+        match went.join().unwrap() {
+            None => return eprintln!("SKIPPED: no filter of system calls here"),
+            Some(parked) => assert_eq!(parked, Parked { pages: 2, ..Parked::default() }),
+        }
+        assert!(places.iter().all(|start| region[*start..][..PAGE_SIZE].iter().all(|byte| *byte == 7)));
+        assert_eq!((region[PAGE_SIZE], region.stats().pages_back), (0, 2));
+    }
+
+    /// The program changes a page's rights while it is in the parker's hands, and nobody tells what is there.
+    #[test]
+    fn a_page_in_hand_goes_back_whatever_the_kernel_tells_of_it() {
+        let tier = Tier::create(Config { bytes_max: 4 << 20, ..Config::default() }, None).unwrap();
+        let mut region = match ColdRegion::new(tier, PAGE_SIZE) {
+            Ok(region) => region,
+            Err(error @ RegionError::Userfaultfd(_)) => return eprintln!("SKIPPED: {error}"),
+            Err(error) => panic!("{error}"),
+        };
+        region.fill(7);
+        let shared = &region.shared;
+        let staging = lock(&shared.parking).staging.addr();
+        let moved = shared.uffd.move_pages(staging, shared.addresses(&(0..1)), uffd::DONTWAKE);
+        assert_eq!(moved, (PAGE_SIZE as u64, None));
+        // SAFETY: a page of the region's, which is read only.
+        let set = unsafe { libc::mprotect(region.as_ptr().cast(), PAGE_SIZE, libc::PROT_READ) };
+        assert_eq!(set, 0);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                if !forbid_mincore() {
+                    eprintln!("SKIPPED: no filter of system calls here");
+                }
+                shared.move_back(0, staging);
+            });
+        });
+        assert!(region.iter().all(|byte| *byte == 7), "it is lost");
     }
 }
