@@ -23,6 +23,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock, TryLockError};
+use std::time::Duration;
 
 /// Tells the clients of a domain apart; never reused.
 pub type ClientId = u32;
@@ -238,6 +239,8 @@ pub struct Domain {
     members: RwLock<BTreeMap<ClientId, Arc<Member>>>,
     /// Held (shared) by who adds or removes a member, and by who counts all members' pages (alone). First of all locks.
     roster: RwLock<()>,
+    /// Audits that want all clients at rest: no step begins.
+    auditing: AtomicUsize,
     next_id: AtomicU64,
     /// The latest time that a step was told.
     now_ns: AtomicU64,
@@ -286,6 +289,7 @@ impl Domain {
             chunks: RwLock::default(),
             members: RwLock::default(),
             roster: RwLock::default(),
+            auditing: AtomicUsize::new(0),
             next_id: AtomicU64::new(1),
             now_ns: AtomicU64::new(0),
             indexing: AtomicUsize::new(0),
@@ -483,6 +487,9 @@ impl Domain {
 
     /// The earliest time at which a client wants a step that nobody has in hand; who has one in hand sees to it himself.
     pub fn due_ns(&self) -> Option<u64> {
+        if self.auditing.load(Ordering::Acquire) > 0 {
+            return None;
+        }
         read(&self.members)
             .values()
             .filter(|member| !member.is_at_rest() && !matches!(member.work.try_lock(), Err(TryLockError::WouldBlock)))
@@ -496,6 +503,9 @@ impl Domain {
     /// Of clients that are due the worker on processor `seat` takes those first that had their last step there, unless another
     /// has waited for a period: a process that ran on two processors pays for both whenever its page table changes.
     pub fn step_any(&self, now_ns: u64, seat: Option<u64>, gone: &mut Vec<ClientId>) -> Option<Next> {
+        if self.auditing.load(Ordering::Acquire) > 0 {
+            return None;
+        }
         let seat = seat.map_or(0, |cpu| cpu + 1);
         let mut due: Vec<(bool, u64, Arc<Member>)> = read(&self.members)
             .values()
@@ -510,11 +520,7 @@ impl Domain {
             .collect();
         due.sort_by_key(|(elsewhere, due, member)| (*elsewhere, *due, member.id));
         for (.., member) in due {
-            let mut work = match member.work.try_lock() {
-                Ok(work) => work,
-                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) => continue,
-            };
+            let Some(mut work) = at_once(member.work.try_lock()) else { continue };
             // It was free when the list was made: others may have stepped, paused or removed it since.
             let due = member.due_ns.load(Ordering::Acquire) <= now_ns;
             if !due || member.is_at_rest() || member.gone.load(Ordering::Acquire) {
@@ -724,12 +730,50 @@ impl Domain {
     }
 
     /// Recounts everything that is counted twice and returns what disagrees; empty if the books are right. All work waits
-    /// meanwhile: what is being merged is in one book earlier than in the other.
+    /// meanwhile: what is being merged is in one book earlier than in the other. Nobody waits with it for a client that does
+    /// not answer.
     pub fn audit(&self) -> Vec<String> {
-        let _roster = write(&self.roster);
-        let members: Vec<Arc<Member>> = read(&self.members).values().cloned().collect();
-        // Nobody else holds more than one of these.
-        let held: Vec<MutexGuard<'_, Work>> = members.iter().map(|member| lock(&member.work)).collect();
+        let mut busy = None;
+        for _ in 0..AUDIT_ROUNDS {
+            match self.audit_round(busy.take()) {
+                Ok(wrong) => return wrong,
+                Err(member) => busy = member,
+            }
+        }
+        vec!["not recounted: some client is in the hands of a worker all the time; try again".into()]
+    }
+
+    /// One try of an audit: waits for who has the client in hand that was `busy` in the last one, and then a little for all
+    /// others. Gives back one that was busy to the end.
+    fn audit_round(&self, busy: Option<Arc<Member>>) -> Result<Vec<String>, Option<Arc<Member>>> {
+        // As long as the client likes, so with nothing else in hand.
+        let mut waited_for = busy.as_ref().map(|member| (member.id, lock(&member.work)));
+        self.auditing.fetch_add(1, Ordering::AcqRel);
+        let _at_rest = AtRest(self);
+        let mut in_hand = None;
+        for _ in 0..AUDIT_TRIES {
+            if let Some(_roster) = at_once(self.roster.try_write()) {
+                let members: Vec<Arc<Member>> = read(&self.members).values().cloned().collect();
+                let mut held: Vec<MutexGuard<'_, Work>> = Vec::with_capacity(members.len());
+                let is_held = |id| waited_for.as_ref().is_some_and(|(held, _)| *held == id);
+                let others = || members.iter().filter(|member| !is_held(member.id));
+                held.extend(others().map_while(|member| at_once(member.work.try_lock())));
+                in_hand = others().nth(held.len()).cloned();
+                if in_hand.is_none() {
+                    held.extend(waited_for.take().map(|(_, work)| work));
+                    return Ok(self.recount(&held));
+                }
+            } else {
+                // Somebody comes or goes: it may be the one that we hold.
+                waited_for = None;
+            }
+            std::thread::sleep(AUDIT_PAUSE);
+        }
+        Err(in_hand)
+    }
+
+    /// What disagrees, with all members' work in hand.
+    fn recount(&self, held: &[MutexGuard<'_, Work>]) -> Vec<String> {
         let mut sharers: BTreeMap<Slot, u32> = BTreeMap::new();
         held.iter().for_each(|work| shared_pages(work, |_, slot| *sharers.entry(slot).or_default() += 1));
         let mut wrong: Vec<String> = sharers
@@ -765,11 +809,35 @@ fn shared_pages(work: &Work, mut f: impl FnMut(u64, Slot)) {
     }
 }
 
+/// While it lives no step begins.
+struct AtRest<'a>(&'a Domain);
+
+impl Drop for AtRest<'_> {
+    fn drop(&mut self) {
+        self.0.auditing.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// Rounds of an audit, each of which waits for one client.
+const AUDIT_ROUNDS: usize = 20;
+/// Looks of a round whether no client is in hand any more, and the pause between them: no step begins for a second at most.
+const AUDIT_TRIES: usize = 1000;
+const AUDIT_PAUSE: Duration = Duration::from_millis(1);
+
 /// Bytes of kernel structures per mapping: vm_area_struct, its place in the tree, its link to anonymous memory.
 const MAPPING_BYTES: u64 = 245;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// What could be had without waiting.
+fn at_once<T>(tried: Result<T, TryLockError<T>>) -> Option<T> {
+    match tried {
+        Ok(held) => Some(held),
+        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
 }
 
 fn read<T>(lock: &RwLock<T>) -> std::sync::RwLockReadGuard<'_, T> {

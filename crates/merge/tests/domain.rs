@@ -8,6 +8,7 @@ use pagefold_os::{PAGE_SIZE, Page, Range};
 use pagefold_pool::{Key, Pool, Room, SEGMENT_LEN};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -734,6 +735,45 @@ fn who_was_just_unmerged_is_not_merged_from_an_old_list() {
         assert!(bench.domain.step(other, 0).is_ok());
         assert_eq!(calls.load(Ordering::Relaxed), 0);
     }
+}
+
+/// An audit wants all clients at rest. One of them that does not answer keeps it waiting, and nobody else: not who comes,
+/// not who goes, and not who is to be merged.
+#[test]
+fn nobody_waits_with_an_audit() {
+    let bench = Bench::simple();
+    let (asked, is_asked) = std::sync::mpsc::channel();
+    let (answer, answered) = std::sync::mpsc::channel::<()>();
+    let at = move |_| {
+        let _ = asked.send(());
+        let _ = answered.recv();
+        Ok(())
+    };
+    let slow = Scripted { honest: bench.machine.spawn().client(), claims: None, at: Box::new(at) };
+    bench.domain.add(Box::new(slow));
+    let (tell, told) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let worker = scope.spawn(|| bench.domain.step_any(0, None, &mut Vec::new()));
+        is_asked.recv().unwrap();
+        let audit = scope.spawn(|| bench.domain.audit());
+        scope.spawn(|| {
+            for _ in 0..3 {
+                std::thread::sleep(Duration::from_millis(50));
+                let id = bench.domain.add(Box::new(bench.machine.spawn().client()));
+                while bench.domain.step_any(0, None, &mut Vec::new()).is_none() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                assert!(bench.domain.remove(id));
+            }
+            let _ = tell.send(());
+        });
+        let done = told.recv_timeout(Duration::from_secs(60));
+        let waits = !audit.is_finished();
+        drop(answer);
+        assert!(worker.join().unwrap().is_some());
+        assert_eq!(audit.join().unwrap(), Vec::<String>::new());
+        assert!(done.is_ok() && waits, "others wait with the audit, or it does not");
+    });
 }
 
 /// A client that some worker has in hand is due when that worker says so: the others need not look every moment.
