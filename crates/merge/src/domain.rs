@@ -123,6 +123,22 @@ struct ChunkRefs {
 }
 
 impl ChunkRefs {
+    /// A number for what is at `to`.
+    fn take(&mut self, to: ChunkRef) -> u32 {
+        if let Some(number) = self.free.pop() {
+            self.refs[number as usize] = Some(to);
+            return number;
+        }
+        self.refs.push(Some(to));
+        self.refs.len() as u32 - 1
+    }
+
+    /// The chunk of this number is gone.
+    fn give_back(&mut self, number: u32) {
+        self.refs[number as usize] = None;
+        self.free.push(number);
+    }
+
     /// True if the page that a candidate's entry names is still what the entry says, as far as anybody knows.
     fn is_indexed(&self, chunk: u32, page: u32) -> bool {
         let to = self.refs.get(chunk as usize).and_then(Option::as_ref);
@@ -235,6 +251,7 @@ pub struct Domain {
     key: Key,
     index: SdTree,
     pool: Pool,
+    /// Locked to be changed for one chunk at a time: others wait while it is.
     chunks: RwLock<ChunkRefs>,
     members: RwLock<BTreeMap<ClientId, Arc<Member>>>,
     /// Held (shared) by who adds or removes a member, and by who counts all members' pages (alone). First of all locks.
@@ -375,18 +392,13 @@ impl Domain {
     }
 
     fn drop_all(&self, work: &mut Work) {
-        let mut chunks = write(&self.chunks);
         let pool = &self.pool;
         let drop_page = |_, state| {
             if let State::Shared(slot) = state {
                 pool.remove_sharer(slot);
             }
         };
-        let free = |id: u32| {
-            chunks.refs[id as usize] = None;
-            chunks.free.push(id);
-        };
-        work.table.set_ranges(&[], |_| (0, Arc::default()), drop_page, free);
+        work.table.set_ranges(&[], |_| (0, Arc::default()), drop_page, |id| write(&self.chunks).give_back(id));
         work.deferred.clear();
         work.planned.clear();
     }

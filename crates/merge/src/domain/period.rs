@@ -63,41 +63,22 @@ impl Domain {
         let Some(mut ranges) = work.client.regions()? else { return Ok(false) };
         check_regions(&mut ranges)?;
         let mut discarded = 0;
-        {
-            let mut chunks = write(&self.chunks);
-            let chunks = std::cell::RefCell::new(&mut *chunks);
-            let pool = &self.pool;
-            work.table.set_ranges(
-                &ranges,
-                |addr| {
-                    let mut chunks = chunks.borrow_mut();
-                    let indexed = Arc::<Indexed>::default();
-                    let to = Some(ChunkRef { client: id, addr, indexed: indexed.clone() });
-                    let number = match chunks.free.pop() {
-                        Some(number) => {
-                            chunks.refs[number as usize] = to;
-                            number
-                        }
-                        None => {
-                            chunks.refs.push(to);
-                            chunks.refs.len() as u32 - 1
-                        }
-                    };
-                    (number, indexed)
-                },
-                |_, state| {
-                    if let State::Shared(slot) = state {
-                        pool.remove_sharer(slot);
-                        discarded += 1;
-                    }
-                },
-                |number| {
-                    let mut chunks = chunks.borrow_mut();
-                    chunks.refs[number as usize] = None;
-                    chunks.free.push(number);
-                },
-            );
-        }
+        let pool = &self.pool;
+        work.table.set_ranges(
+            &ranges,
+            |addr| {
+                let indexed = Arc::<Indexed>::default();
+                let to = ChunkRef { client: id, addr, indexed: indexed.clone() };
+                (write(&self.chunks).take(to), indexed)
+            },
+            |_, state| {
+                if let State::Shared(slot) = state {
+                    pool.remove_sharer(slot);
+                    discarded += 1;
+                }
+            },
+            |number| write(&self.chunks).give_back(number),
+        );
         self.count(|c| &c.discarded, discarded);
         let Some(mappings) = self.reconcile(work)? else { return Ok(false) };
         // All that is plain, not only what is new to the table: where the program mapped or discarded, memory that nobody
