@@ -737,6 +737,33 @@ fn who_was_just_unmerged_is_not_merged_from_an_old_list() {
     }
 }
 
+/// Addresses cost a client nothing, the records about them do: there are as many as there is memory for.
+#[test]
+fn records_keep_to_the_room_that_there_is() {
+    let room = Arc::new(AtomicBool::new(false));
+    let asked = room.clone();
+    let config = Config { room: Room::new(move |_| asked.load(Ordering::Relaxed)), ..Config::default() };
+    let mut bench = Bench::new(config, Options::default());
+    let all = Range { start: 1 << 30, end: (1 << 30) + (64 << 30) };
+    let scripted = |claims| {
+        let honest = bench.machine.spawn().client();
+        bench.domain.add(Box::new(Scripted { honest, claims: Some((claims, Vec::new())), at: Box::new(|_| Ok(())) }))
+    };
+    let id = scripted(vec![all]);
+    bench.periods(3);
+    let pages = |bench: &Bench| bench.domain.stats().clients[&id].pages;
+    let without = bench.domain.stats().metadata_bytes;
+    assert_eq!(pages(&bench), 0, "of what is left out nothing is known");
+    room.store(true, Ordering::Relaxed);
+    bench.periods(1);
+    assert_eq!(pages(&bench), all.pages(), "it is asked for again");
+    assert!(bench.domain.stats().metadata_bytes > without + (4 << 20));
+    // What is known stays.
+    room.store(false, Ordering::Relaxed);
+    bench.periods(3);
+    assert_eq!(pages(&bench), all.pages());
+}
+
 /// An audit wants all clients at rest. One of them that does not answer keeps it waiting, and nobody else: not who comes,
 /// not who goes, and not who is to be merged.
 #[test]
