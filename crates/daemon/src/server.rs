@@ -507,6 +507,8 @@ impl Daemon {
         if group.joining > 0 || !group.domain.clients().is_empty() {
             group.last_busy = Instant::now();
         } else if group.last_busy.elapsed() >= rest
+            // What processes that have left show of its pool is in its books alone, and counts towards its largest size.
+            && group.domain.pool().stats().lingering_bytes == 0
             && let Some(group) = groups.remove(key)
         {
             let events = group.domain.stats().events;
@@ -753,6 +755,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use pagefold_os::PAGE_SIZE;
 
     pub(crate) fn daemon() -> Arc<Daemon> {
         // It does not listen.
@@ -848,6 +851,27 @@ pub(crate) mod tests {
         daemon.forget(|_| true);
         let later = daemon.status().totals.cpu_ns;
         assert!((status.totals.cpu_ns..=most()).contains(&later), "{later}");
+    }
+
+    /// Else a domain of the same name would have the whole of its pool's largest size once more.
+    #[test]
+    fn a_domain_stays_while_somebody_shows_its_pool() {
+        let daemon = daemon();
+        let key = (0, "d".to_owned());
+        let (domain, _) = daemon.join(&key).unwrap();
+        lock(&daemon.groups).get_mut(&key).unwrap().joining -= 1;
+        let first = domain.pool().publish(&[&[1; PAGE_SIZE]]).unwrap().first;
+        // Of a process that has left, and maps it still.
+        let shown = domain.pool().segment_fd(first.segment());
+        domain.pool().close_open_segments();
+        assert!(domain.pool().release(first.segment(), |_, _| ()));
+        daemon.let_go(&key, Duration::ZERO);
+        let lingering = || daemon.status().totals.pool_lingering_bytes;
+        assert_eq!(lingering(), PAGE_SIZE as u64);
+        drop(shown);
+        daemon.let_go(&key, Duration::ZERO);
+        assert!(lingering() == 0 && lock(&daemon.groups).is_empty());
+        daemon.end();
     }
 
     #[test]
