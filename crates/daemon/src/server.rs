@@ -607,12 +607,13 @@ impl Daemon {
         lock(&self.connected).retain(|client| {
             let gone = which(client);
             if gone {
-                out.push((client.key.clone(), client.id, client.shared.clone()));
+                // Under the lock, so that it counts as one of these or as the past's at any time.
+                self.past_cpu_ns.fetch_add(client.shared.cpu_ns(), Ordering::Relaxed);
+                out.push((client.key.clone(), client.id));
             }
             !gone
         });
-        for (key, id, shared) in out {
-            self.past_cpu_ns.fetch_add(shared.cpu_ns(), Ordering::Relaxed);
+        for (key, id) in out {
             let domain = lock(&self.groups).get(&key).map(|group| group.domain.clone());
             if let Some(domain) = domain {
                 domain.remove(id);
@@ -622,14 +623,19 @@ impl Daemon {
 
     /// Everything that can be told.
     pub fn status(&self) -> Status {
-        let domains: Vec<(DomainKey, Arc<Domain>)> =
-            lock(&self.groups).iter().map(|(key, group)| (key.clone(), group.domain.clone())).collect();
+        // Together: a domain that is let go is one of these or of the past.
+        let (domains, past): (Vec<(DomainKey, Arc<Domain>)>, Totals) = {
+            let groups = lock(&self.groups);
+            (groups.iter().map(|(key, group)| (key.clone(), group.domain.clone())).collect(), *lock(&self.past))
+        };
         let of = |key: &DomainKey, domain: &Domain| DomainStats { uid: key.0, ..domain.stats() };
         let mut stats: Vec<_> = domains.iter().map(|(key, domain)| (key.clone(), of(key, domain))).collect();
         let me = std::process::id() as i32;
         let rss_bytes = procfs::rss(me);
-        let mut agents_cpu_ns = self.past_cpu_ns.load(Ordering::Relaxed) + self.cold.agents_cpu_ns();
-        let clients = lock(&self.connected)
+        let mut agents_cpu_ns = self.cold.agents_cpu_ns();
+        let connected = lock(&self.connected);
+        agents_cpu_ns += self.past_cpu_ns.load(Ordering::Relaxed);
+        let clients = connected
             .iter()
             .map(|client| {
                 let counters = client.shared.counters();
@@ -649,8 +655,9 @@ impl Daemon {
                 }
             })
             .collect();
+        drop(connected);
         let cpu_ns = procfs::cpu_ns(me).unwrap_or(0) + agents_cpu_ns;
-        let mut totals = Totals { cpu_ns, ..*lock(&self.past) };
+        let mut totals = Totals { cpu_ns, ..past };
         for (_, domain) in &stats {
             totals.pages_shared += domain.pages_shared;
             totals.pages_sharing += domain.pages_sharing;
@@ -851,6 +858,41 @@ pub(crate) mod tests {
         daemon.forget(|_| true);
         let later = daemon.status().totals.cpu_ns;
         assert!((status.totals.cpu_ns..=most()).contains(&later), "{later}");
+    }
+
+    /// Whoever comes and goes meanwhile: a collector takes a counter that falls for one that began anew.
+    #[test]
+    fn processor_time_never_falls() {
+        let daemon = daemon();
+        let me = std::process::id() as i32;
+        let (over, read) = (AtomicBool::new(false), AtomicU64::new(0));
+        thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                let mut before = 0;
+                while !over.load(Ordering::Relaxed) {
+                    let now = daemon.status().totals.cpu_ns;
+                    read.fetch_add(1, Ordering::Relaxed);
+                    if now < before {
+                        return Some((before, now));
+                    }
+                    before = now;
+                }
+                None
+            });
+            for _ in 0..200 {
+                let clients: Vec<_> = (0..16).map(|_| connected(me)).collect();
+                let counters = clients.iter().map(|client| client.shared.counters());
+                counters.for_each(|counters| counters.cpu_ns.store(u64::MAX, Ordering::Relaxed));
+                lock(&daemon.connected).extend(clients);
+                let seen = read.load(Ordering::Relaxed) + 2;
+                while read.load(Ordering::Relaxed) < seen && !reader.is_finished() {
+                    thread::yield_now();
+                }
+                daemon.forget(|_| true);
+            }
+            over.store(true, Ordering::Relaxed);
+            assert_eq!(reader.join().unwrap(), None);
+        });
     }
 
     /// Else a domain of the same name would have the whole of its pool's largest size once more.
