@@ -14,7 +14,7 @@ use crate::client::{Client, Gone, PoolMapping};
 use crate::page::State;
 use crate::plan::Run;
 use crate::stats::{ClientStats, Counters, DomainStats, add, why_word};
-use crate::table::{CHUNK_PAGES, Chunk, Indexed, Table};
+use crate::table::{CHUNK_LEN, CHUNK_PAGES, Chunk, Indexed, Table};
 use llds::sd_tree::{SdTree, SweepCursor};
 use pagefold_agent::wire::Why;
 use pagefold_os::{PAGE_SIZE, Page, Range};
@@ -736,9 +736,17 @@ impl Domain {
         let members: Vec<Arc<Member>> = read(&self.members).values().cloned().collect();
         let mut all = Vec::new();
         for member in members {
-            shared_pages(&lock(&member.work), |addr, slot| all.push((member.id, addr, slot)));
+            all.extend(shared_from(&lock(&member.work), 0).map(|(addr, slot)| (member.id, addr, slot)));
         }
         all
+    }
+
+    /// The part of the [ledger](Self::ledger) of client `id` that begins at `from`, `most` pages at most: the whole takes 16
+    /// bytes a page. Empty at its end, and of who is gone.
+    pub fn ledger_part(&self, id: ClientId, from: u64, most: usize) -> Vec<(ClientId, u64, Slot)> {
+        let Some(member) = read(&self.members).get(&id).cloned() else { return Vec::new() };
+        let work = lock(&member.work);
+        shared_from(&work, from).take(most).map(|(addr, slot)| (id, addr, slot)).collect()
     }
 
     /// Recounts everything that is counted twice and returns what disagrees; empty if the books are right. All work waits
@@ -787,7 +795,8 @@ impl Domain {
     /// What disagrees, with all members' work in hand.
     fn recount(&self, held: &[MutexGuard<'_, Work>]) -> Vec<String> {
         let mut sharers: BTreeMap<Slot, u32> = BTreeMap::new();
-        held.iter().for_each(|work| shared_pages(work, |_, slot| *sharers.entry(slot).or_default() += 1));
+        let shared = held.iter().flat_map(|work| shared_from(work, 0));
+        shared.for_each(|(_, slot)| *sharers.entry(slot).or_default() += 1);
         let mut wrong: Vec<String> = sharers
             .iter()
             .filter(|(slot, count)| self.pool.sharers(**slot) != **count)
@@ -810,15 +819,17 @@ impl Domain {
     }
 }
 
-/// Calls `f` with each page that the ledger says is shared, and its slot.
-fn shared_pages(work: &Work, mut f: impl FnMut(u64, Slot)) {
-    for chunk in work.table.chunks().iter().filter(|chunk| chunk.counts.shared > 0) {
-        for index in chunk.pages() {
-            if let State::Shared(slot) = chunk.state(index) {
-                f(chunk.page_addr(index), slot);
-            }
-        }
-    }
+/// Each page from `from` on that the ledger says is shared, and its slot.
+fn shared_from(work: &Work, from: u64) -> impl Iterator<Item = (u64, Slot)> + '_ {
+    let chunks = work.table.chunks();
+    let first = chunks.partition_point(|chunk| chunk.addr + CHUNK_LEN <= from);
+    let shared = |chunk: &'_ Chunk, index| match chunk.state(index) {
+        State::Shared(slot) => Some((chunk.page_addr(index), slot)),
+        _ => None,
+    };
+    let chunks = chunks[first..].iter().filter(|chunk| chunk.counts.shared > 0);
+    let pages = chunks.flat_map(move |chunk| chunk.pages().filter_map(move |index| shared(chunk, index)));
+    pages.skip_while(move |(addr, _)| *addr < from)
 }
 
 /// While it lives no step begins.

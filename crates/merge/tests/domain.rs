@@ -910,3 +910,30 @@ fn claims_that_cannot_be_end_the_client_and_large_ones_are_cut() {
     assert!(step(vec![range(1 << 30, 1 << 31)], vec![whole]).is_ok());
     assert_eq!(bench.domain.page_state(id, 1 << 30), State::Unknown);
 }
+
+/// In parts of any size it is the same as at once.
+#[test]
+fn the_ledger_can_be_read_in_parts() {
+    let mut bench = Bench::new(Config::default(), Options { pages_max: 4096, ..Options::default() });
+    let (process, range, id) = bench.add((0..1500).map(|page| 2 + page % 700));
+    bench.periods(8);
+    // Gaps, also over the end of a chunk.
+    for page in (0..1500).filter(|page| page % 7 == 3 || (400..620).contains(page)) {
+        process.write(range.start + page * PAGE, 1 << 20 | page as u32);
+    }
+    bench.periods(1);
+    let whole = bench.domain.ledger();
+    assert!(whole.len() > 900 && whole.len() < 1300, "{}", whole.len());
+    for most in [1, 128, 5000] {
+        let (mut parts, mut from) = (Vec::new(), 0);
+        loop {
+            let part = bench.domain.ledger_part(id, from, most);
+            let Some(last) = part.last() else { break };
+            assert!(part.len() <= most);
+            from = last.1 + PAGE;
+            parts.extend(part);
+        }
+        assert_eq!(parts, whole);
+    }
+    assert!(bench.domain.ledger_part(id + 1, 0, 1).is_empty());
+}
