@@ -193,7 +193,7 @@ fn render(report: &Report, args: &Args, style: Style) -> String {
 
 fn headline(report: &Report, style: Style) -> String {
     let net = report.cost.net_bytes;
-    let examined = report.totals.examined * PAGE;
+    let examined = report.totals.examined.saturating_mul(PAGE);
     let of = show_percent(net.max(0).unsigned_abs(), examined);
     let verdict = if net > 0 {
         style.good(&format!(
@@ -225,7 +225,13 @@ fn pages(report: &Report, style: Style) -> String {
     let mut row = |name: &str, pages: u64, remark: &str| {
         if pages > 0 {
             let share = show_percent(pages, totals.examined);
-            table.styled_row([name.into(), show_count(pages), show_size(pages * PAGE), share, style.dim(remark)]);
+            table.styled_row([
+                name.into(),
+                show_count(pages),
+                show_size(pages.saturating_mul(PAGE)),
+                share,
+                style.dim(remark),
+            ]);
         }
     };
     row("examined", totals.examined, "");
@@ -329,7 +335,7 @@ fn sources(report: &Report, args: &Args, style: Style) -> String {
     let name_width = output::columns().saturating_sub(64).max(15);
     for source in &sources[..shown] {
         let totals = &source.totals;
-        let size = |pages: u64| show_size(pages * PAGE);
+        let size = |pages: u64| show_size(pages.saturating_mul(PAGE));
         let cells = [
             source.pid.map_or("-".into(), |pid| pid.to_string()),
             output::shorten(&source.name, name_width),

@@ -25,6 +25,8 @@ pub const FIELDS_MAX: usize = 64;
 pub const CONNECTIONS_MAX: usize = 16;
 /// How long a whole exchange may take, however slowly the other side reads and writes.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// The same with one too many, for whom all others wait.
+const BUSY_PATIENCE: Duration = Duration::from_millis(50);
 
 /// What was asked for.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -325,6 +327,14 @@ impl Stream {
         Ok(())
     }
 
+    /// Sends `response`, the last that is said.
+    fn tell(&mut self, response: &Response, deadline: Instant) -> io::Result<()> {
+        self.write_all(response.head().as_bytes(), deadline)?;
+        self.write_all(&response.body, deadline)?;
+        self.end(deadline);
+        Ok(())
+    }
+
     /// Says that nothing follows, and takes what the other side still sends: closing with bytes unread would reset
     /// the connection, and the answer could be lost with it.
     fn end(&mut self, deadline: Instant) {
@@ -428,7 +438,7 @@ pub fn serve(
             if open.fetch_add(1, Ordering::AcqRel) >= CONNECTIONS_MAX {
                 open.fetch_sub(1, Ordering::AcqRel);
                 let busy = Response::line("503 Service Unavailable", "too many connections at once");
-                let _ = stream.write_all(busy.head().as_bytes(), Instant::now() + Duration::from_millis(50));
+                let _ = stream.tell(&busy, Instant::now() + BUSY_PATIENCE);
                 continue;
             }
             let (answer, seat) = (answer.clone(), Seat(open.clone()));
@@ -496,10 +506,7 @@ fn exchange(stream: &mut Stream, check_host: bool, answer: &dyn Fn(&Request) -> 
         },
     };
     let deadline = Instant::now() + PATIENCE;
-    stream.write_all(response.head().as_bytes(), deadline)?;
-    stream.write_all(&response.body, deadline)?;
-    stream.end(deadline);
-    Ok(())
+    stream.tell(&response, deadline)
 }
 
 #[cfg(test)]
@@ -548,6 +555,26 @@ mod tests {
         ] {
             assert_eq!(status(&text), expected, "{text:.80?}");
         }
+    }
+
+    /// The whole answer, and not half of one that says it is longer.
+    #[test]
+    fn one_connection_too_many_is_told() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("s");
+        let _name = serve("test", &format!("unix:{}", path.display()), |_| None).expect("served");
+        let connect = || UnixStream::connect(&path).expect("it listens");
+        let _idle: Vec<UnixStream> = (0..CONNECTIONS_MAX).map(|_| connect()).collect();
+        let mut one_more = connect();
+        // It may be told before it asks.
+        let _ = one_more.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n");
+        let mut told = Vec::new();
+        let _ = one_more.read_to_end(&mut told);
+        let told = String::from_utf8(told).expect("text");
+        assert!(
+            told.starts_with("HTTP/1.1 503 ") && told.ends_with("\r\n\r\ntoo many connections at once\n"),
+            "{told}"
+        );
     }
 
     #[test]

@@ -507,6 +507,8 @@ impl Daemon {
         if group.joining > 0 || !group.domain.clients().is_empty() {
             group.last_busy = Instant::now();
         } else if group.last_busy.elapsed() >= rest
+            // What processes that have left show of its pool is in its books alone, and counts towards its largest size.
+            && group.domain.pool().stats().lingering_bytes == 0
             && let Some(group) = groups.remove(key)
         {
             let events = group.domain.stats().events;
@@ -605,12 +607,13 @@ impl Daemon {
         lock(&self.connected).retain(|client| {
             let gone = which(client);
             if gone {
-                out.push((client.key.clone(), client.id, client.shared.clone()));
+                // Under the lock, so that it counts as one of these or as the past's at any time.
+                self.past_cpu_ns.fetch_add(client.shared.cpu_ns(), Ordering::Relaxed);
+                out.push((client.key.clone(), client.id));
             }
             !gone
         });
-        for (key, id, shared) in out {
-            self.past_cpu_ns.fetch_add(shared.cpu_ns(), Ordering::Relaxed);
+        for (key, id) in out {
             let domain = lock(&self.groups).get(&key).map(|group| group.domain.clone());
             if let Some(domain) = domain {
                 domain.remove(id);
@@ -620,14 +623,19 @@ impl Daemon {
 
     /// Everything that can be told.
     pub fn status(&self) -> Status {
-        let domains: Vec<(DomainKey, Arc<Domain>)> =
-            lock(&self.groups).iter().map(|(key, group)| (key.clone(), group.domain.clone())).collect();
+        // Together: a domain that is let go is one of these or of the past.
+        let (domains, past): (Vec<(DomainKey, Arc<Domain>)>, Totals) = {
+            let groups = lock(&self.groups);
+            (groups.iter().map(|(key, group)| (key.clone(), group.domain.clone())).collect(), *lock(&self.past))
+        };
         let of = |key: &DomainKey, domain: &Domain| DomainStats { uid: key.0, ..domain.stats() };
         let mut stats: Vec<_> = domains.iter().map(|(key, domain)| (key.clone(), of(key, domain))).collect();
         let me = std::process::id() as i32;
         let rss_bytes = procfs::rss(me);
-        let mut agents_cpu_ns = self.past_cpu_ns.load(Ordering::Relaxed) + self.cold.agents_cpu_ns();
-        let clients = lock(&self.connected)
+        let mut agents_cpu_ns = self.cold.agents_cpu_ns();
+        let connected = lock(&self.connected);
+        agents_cpu_ns += self.past_cpu_ns.load(Ordering::Relaxed);
+        let clients = connected
             .iter()
             .map(|client| {
                 let counters = client.shared.counters();
@@ -647,8 +655,9 @@ impl Daemon {
                 }
             })
             .collect();
+        drop(connected);
         let cpu_ns = procfs::cpu_ns(me).unwrap_or(0) + agents_cpu_ns;
-        let mut totals = Totals { cpu_ns, ..*lock(&self.past) };
+        let mut totals = Totals { cpu_ns, ..past };
         for (_, domain) in &stats {
             totals.pages_shared += domain.pages_shared;
             totals.pages_sharing += domain.pages_sharing;
@@ -753,6 +762,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use pagefold_os::PAGE_SIZE;
 
     pub(crate) fn daemon() -> Arc<Daemon> {
         // It does not listen.
@@ -848,6 +858,62 @@ pub(crate) mod tests {
         daemon.forget(|_| true);
         let later = daemon.status().totals.cpu_ns;
         assert!((status.totals.cpu_ns..=most()).contains(&later), "{later}");
+    }
+
+    /// Whoever comes and goes meanwhile: a collector takes a counter that falls for one that began anew.
+    #[test]
+    fn processor_time_never_falls() {
+        let daemon = daemon();
+        let me = std::process::id() as i32;
+        let (over, read) = (AtomicBool::new(false), AtomicU64::new(0));
+        thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                let mut before = 0;
+                while !over.load(Ordering::Relaxed) {
+                    let now = daemon.status().totals.cpu_ns;
+                    read.fetch_add(1, Ordering::Relaxed);
+                    if now < before {
+                        return Some((before, now));
+                    }
+                    before = now;
+                }
+                None
+            });
+            for _ in 0..200 {
+                let clients: Vec<_> = (0..16).map(|_| connected(me)).collect();
+                let counters = clients.iter().map(|client| client.shared.counters());
+                counters.for_each(|counters| counters.cpu_ns.store(u64::MAX, Ordering::Relaxed));
+                lock(&daemon.connected).extend(clients);
+                let seen = read.load(Ordering::Relaxed) + 2;
+                while read.load(Ordering::Relaxed) < seen && !reader.is_finished() {
+                    thread::yield_now();
+                }
+                daemon.forget(|_| true);
+            }
+            over.store(true, Ordering::Relaxed);
+            assert_eq!(reader.join().unwrap(), None);
+        });
+    }
+
+    /// Else a domain of the same name would have the whole of its pool's largest size once more.
+    #[test]
+    fn a_domain_stays_while_somebody_shows_its_pool() {
+        let daemon = daemon();
+        let key = (0, "d".to_owned());
+        let (domain, _) = daemon.join(&key).unwrap();
+        lock(&daemon.groups).get_mut(&key).unwrap().joining -= 1;
+        let first = domain.pool().publish(&[&[1; PAGE_SIZE]]).unwrap().first;
+        // Of a process that has left, and maps it still.
+        let shown = domain.pool().segment_fd(first.segment());
+        domain.pool().close_open_segments();
+        assert!(domain.pool().release(first.segment(), |_, _| ()));
+        daemon.let_go(&key, Duration::ZERO);
+        let lingering = || daemon.status().totals.pool_lingering_bytes;
+        assert_eq!(lingering(), PAGE_SIZE as u64);
+        drop(shown);
+        daemon.let_go(&key, Duration::ZERO);
+        assert!(lingering() == 0 && lock(&daemon.groups).is_empty());
+        daemon.end();
     }
 
     #[test]

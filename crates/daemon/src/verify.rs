@@ -58,6 +58,8 @@ fn files_of(pid: i32) -> io::Result<Files> {
 
 /// Pages of a client that are read before they are looked at.
 const BATCH: usize = 128;
+/// Pages of its ledger that are copied at once, while no worker has it in hand.
+const PART: usize = 1 << 16;
 
 /// What it takes to look at the pages of a domain's clients.
 struct Eyes<'a> {
@@ -131,6 +133,19 @@ fn look(domain: &Domain, pagemap: &File, own: &File, addr: u64, slot: Slot, byte
     }
 }
 
+/// The ledger of client `id`, in parts that [`Eyes`] look at: all of a large domain's would take as much memory as the rest of
+/// what is kept of it.
+fn batches(domain: &Domain, id: ClientId) -> impl Iterator<Item = Vec<(ClientId, u64, Slot)>> {
+    let (mut from, mut part) = (0, Vec::new().into_iter());
+    std::iter::from_fn(move || {
+        if part.as_slice().is_empty() {
+            part = domain.ledger_part(id, from, PART).into_iter();
+            from = part.as_slice().last()?.1 + PAGE_SIZE as u64;
+        }
+        Some(part.by_ref().take(BATCH).collect())
+    })
+}
+
 pub(crate) fn verify(daemon: &Daemon) -> Verified {
     let mut found = Verified::default();
     let own = File::open("/proc/self/pagemap");
@@ -142,13 +157,14 @@ pub(crate) fn verify(daemon: &Daemon) -> Verified {
         let pids: HashMap<ClientId, i32> =
             lock(&daemon.connected).iter().filter(|c| c.key == key).map(|c| (c.id, c.shared.pid)).collect();
         let mut eyes = Eyes::new(&domain, &own, pids);
-        let ledger = domain.ledger();
-        total.fetch_add(ledger.len() as u64, Ordering::Relaxed);
+        total.fetch_add(domain.pool().stats().pages_sharing, Ordering::Relaxed);
         let mut suspects = Vec::new();
-        for batch in ledger.chunk_by(|one, next| one.0 == next.0).flat_map(|client| client.chunks(BATCH)) {
+        for batch in domain.clients().into_iter().flat_map(|id| batches(&domain, id)) {
             found.pages += batch.len() as u64;
+            // More may be merged meanwhile.
+            total.fetch_max(found.pages, Ordering::Relaxed);
             done.store(found.pages, Ordering::Relaxed);
-            for (page, look) in batch.iter().zip(eyes.look_at(batch)) {
+            for (page, look) in batch.iter().zip(eyes.look_at(&batch)) {
                 match look {
                     Look::Absent => found.absent += 1,
                     Look::Unseen => found.unseen += 1,

@@ -14,7 +14,7 @@ use crate::client::{Client, Gone, PoolMapping};
 use crate::page::State;
 use crate::plan::Run;
 use crate::stats::{ClientStats, Counters, DomainStats, add, why_word};
-use crate::table::{CHUNK_PAGES, Chunk, Indexed, Table};
+use crate::table::{CHUNK_LEN, CHUNK_PAGES, Chunk, Indexed, Table};
 use llds::sd_tree::{SdTree, SweepCursor};
 use pagefold_agent::wire::Why;
 use pagefold_os::{PAGE_SIZE, Page, Range};
@@ -23,6 +23,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock, TryLockError};
+use std::time::Duration;
 
 /// Tells the clients of a domain apart; never reused.
 pub type ClientId = u32;
@@ -122,6 +123,22 @@ struct ChunkRefs {
 }
 
 impl ChunkRefs {
+    /// A number for what is at `to`.
+    fn take(&mut self, to: ChunkRef) -> u32 {
+        if let Some(number) = self.free.pop() {
+            self.refs[number as usize] = Some(to);
+            return number;
+        }
+        self.refs.push(Some(to));
+        self.refs.len() as u32 - 1
+    }
+
+    /// The chunk of this number is gone.
+    fn give_back(&mut self, number: u32) {
+        self.refs[number as usize] = None;
+        self.free.push(number);
+    }
+
     /// True if the page that a candidate's entry names is still what the entry says, as far as anybody knows.
     fn is_indexed(&self, chunk: u32, page: u32) -> bool {
         let to = self.refs.get(chunk as usize).and_then(Option::as_ref);
@@ -234,10 +251,13 @@ pub struct Domain {
     key: Key,
     index: SdTree,
     pool: Pool,
+    /// Locked to be changed for one chunk at a time: others wait while it is.
     chunks: RwLock<ChunkRefs>,
     members: RwLock<BTreeMap<ClientId, Arc<Member>>>,
     /// Held (shared) by who adds or removes a member, and by who counts all members' pages (alone). First of all locks.
     roster: RwLock<()>,
+    /// Audits that want all clients at rest: no step begins.
+    auditing: AtomicUsize,
     next_id: AtomicU64,
     /// The latest time that a step was told.
     now_ns: AtomicU64,
@@ -286,6 +306,7 @@ impl Domain {
             chunks: RwLock::default(),
             members: RwLock::default(),
             roster: RwLock::default(),
+            auditing: AtomicUsize::new(0),
             next_id: AtomicU64::new(1),
             now_ns: AtomicU64::new(0),
             indexing: AtomicUsize::new(0),
@@ -371,18 +392,13 @@ impl Domain {
     }
 
     fn drop_all(&self, work: &mut Work) {
-        let mut chunks = write(&self.chunks);
         let pool = &self.pool;
         let drop_page = |_, state| {
             if let State::Shared(slot) = state {
                 pool.remove_sharer(slot);
             }
         };
-        let free = |id: u32| {
-            chunks.refs[id as usize] = None;
-            chunks.free.push(id);
-        };
-        work.table.set_ranges(&[], |_| (0, Arc::default()), drop_page, free);
+        work.table.set_ranges(&[], |_| (0, Arc::default()), drop_page, |id| write(&self.chunks).give_back(id));
         work.deferred.clear();
         work.planned.clear();
     }
@@ -483,6 +499,9 @@ impl Domain {
 
     /// The earliest time at which a client wants a step that nobody has in hand; who has one in hand sees to it himself.
     pub fn due_ns(&self) -> Option<u64> {
+        if self.auditing.load(Ordering::Acquire) > 0 {
+            return None;
+        }
         read(&self.members)
             .values()
             .filter(|member| !member.is_at_rest() && !matches!(member.work.try_lock(), Err(TryLockError::WouldBlock)))
@@ -496,6 +515,9 @@ impl Domain {
     /// Of clients that are due the worker on processor `seat` takes those first that had their last step there, unless another
     /// has waited for a period: a process that ran on two processors pays for both whenever its page table changes.
     pub fn step_any(&self, now_ns: u64, seat: Option<u64>, gone: &mut Vec<ClientId>) -> Option<Next> {
+        if self.auditing.load(Ordering::Acquire) > 0 {
+            return None;
+        }
         let seat = seat.map_or(0, |cpu| cpu + 1);
         let mut due: Vec<(bool, u64, Arc<Member>)> = read(&self.members)
             .values()
@@ -510,11 +532,7 @@ impl Domain {
             .collect();
         due.sort_by_key(|(elsewhere, due, member)| (*elsewhere, *due, member.id));
         for (.., member) in due {
-            let mut work = match member.work.try_lock() {
-                Ok(work) => work,
-                Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-                Err(TryLockError::WouldBlock) => continue,
-            };
+            let Some(mut work) = at_once(member.work.try_lock()) else { continue };
             // It was free when the list was made: others may have stepped, paused or removed it since.
             let due = member.due_ns.load(Ordering::Acquire) <= now_ns;
             if !due || member.is_at_rest() || member.gone.load(Ordering::Acquire) {
@@ -718,20 +736,67 @@ impl Domain {
         let members: Vec<Arc<Member>> = read(&self.members).values().cloned().collect();
         let mut all = Vec::new();
         for member in members {
-            shared_pages(&lock(&member.work), |addr, slot| all.push((member.id, addr, slot)));
+            all.extend(shared_from(&lock(&member.work), 0).map(|(addr, slot)| (member.id, addr, slot)));
         }
         all
     }
 
+    /// The part of the [ledger](Self::ledger) of client `id` that begins at `from`, `most` pages at most: the whole takes 16
+    /// bytes a page. Empty at its end, and of who is gone.
+    pub fn ledger_part(&self, id: ClientId, from: u64, most: usize) -> Vec<(ClientId, u64, Slot)> {
+        let Some(member) = read(&self.members).get(&id).cloned() else { return Vec::new() };
+        let work = lock(&member.work);
+        shared_from(&work, from).take(most).map(|(addr, slot)| (id, addr, slot)).collect()
+    }
+
     /// Recounts everything that is counted twice and returns what disagrees; empty if the books are right. All work waits
-    /// meanwhile: what is being merged is in one book earlier than in the other.
+    /// meanwhile: what is being merged is in one book earlier than in the other. Nobody waits with it for a client that does
+    /// not answer.
     pub fn audit(&self) -> Vec<String> {
-        let _roster = write(&self.roster);
-        let members: Vec<Arc<Member>> = read(&self.members).values().cloned().collect();
-        // Nobody else holds more than one of these.
-        let held: Vec<MutexGuard<'_, Work>> = members.iter().map(|member| lock(&member.work)).collect();
+        let mut busy = None;
+        for _ in 0..AUDIT_ROUNDS {
+            match self.audit_round(busy.take()) {
+                Ok(wrong) => return wrong,
+                Err(member) => busy = member,
+            }
+        }
+        vec!["not recounted: some client is in the hands of a worker all the time; try again".into()]
+    }
+
+    /// One try of an audit: waits for who has the client in hand that was `busy` in the last one, and then a little for all
+    /// others. Gives back one that was busy to the end.
+    fn audit_round(&self, busy: Option<Arc<Member>>) -> Result<Vec<String>, Option<Arc<Member>>> {
+        // As long as the client likes, so with nothing else in hand.
+        let mut waited_for = busy.as_ref().map(|member| (member.id, lock(&member.work)));
+        self.auditing.fetch_add(1, Ordering::AcqRel);
+        let _at_rest = AtRest(self);
+        let mut in_hand = None;
+        for _ in 0..AUDIT_TRIES {
+            if let Some(_roster) = at_once(self.roster.try_write()) {
+                let members: Vec<Arc<Member>> = read(&self.members).values().cloned().collect();
+                let mut held: Vec<MutexGuard<'_, Work>> = Vec::with_capacity(members.len());
+                let is_held = |id| waited_for.as_ref().is_some_and(|(held, _)| *held == id);
+                let others = || members.iter().filter(|member| !is_held(member.id));
+                held.extend(others().map_while(|member| at_once(member.work.try_lock())));
+                in_hand = others().nth(held.len()).cloned();
+                if in_hand.is_none() {
+                    held.extend(waited_for.take().map(|(_, work)| work));
+                    return Ok(self.recount(&held));
+                }
+            } else {
+                // Somebody comes or goes: it may be the one that we hold.
+                waited_for = None;
+            }
+            std::thread::sleep(AUDIT_PAUSE);
+        }
+        Err(in_hand)
+    }
+
+    /// What disagrees, with all members' work in hand.
+    fn recount(&self, held: &[MutexGuard<'_, Work>]) -> Vec<String> {
         let mut sharers: BTreeMap<Slot, u32> = BTreeMap::new();
-        held.iter().for_each(|work| shared_pages(work, |_, slot| *sharers.entry(slot).or_default() += 1));
+        let shared = held.iter().flat_map(|work| shared_from(work, 0));
+        shared.for_each(|(_, slot)| *sharers.entry(slot).or_default() += 1);
         let mut wrong: Vec<String> = sharers
             .iter()
             .filter(|(slot, count)| self.pool.sharers(**slot) != **count)
@@ -754,22 +819,48 @@ impl Domain {
     }
 }
 
-/// Calls `f` with each page that the ledger says is shared, and its slot.
-fn shared_pages(work: &Work, mut f: impl FnMut(u64, Slot)) {
-    for chunk in work.table.chunks().iter().filter(|chunk| chunk.counts.shared > 0) {
-        for index in chunk.pages() {
-            if let State::Shared(slot) = chunk.state(index) {
-                f(chunk.page_addr(index), slot);
-            }
-        }
+/// Each page from `from` on that the ledger says is shared, and its slot.
+fn shared_from(work: &Work, from: u64) -> impl Iterator<Item = (u64, Slot)> + '_ {
+    let chunks = work.table.chunks();
+    let first = chunks.partition_point(|chunk| chunk.addr + CHUNK_LEN <= from);
+    let shared = |chunk: &'_ Chunk, index| match chunk.state(index) {
+        State::Shared(slot) => Some((chunk.page_addr(index), slot)),
+        _ => None,
+    };
+    let chunks = chunks[first..].iter().filter(|chunk| chunk.counts.shared > 0);
+    let pages = chunks.flat_map(move |chunk| chunk.pages().filter_map(move |index| shared(chunk, index)));
+    pages.skip_while(move |(addr, _)| *addr < from)
+}
+
+/// While it lives no step begins.
+struct AtRest<'a>(&'a Domain);
+
+impl Drop for AtRest<'_> {
+    fn drop(&mut self) {
+        self.0.auditing.fetch_sub(1, Ordering::AcqRel);
     }
 }
+
+/// Rounds of an audit, each of which waits for one client.
+const AUDIT_ROUNDS: usize = 20;
+/// Looks of a round whether no client is in hand any more, and the pause between them: no step begins for a second at most.
+const AUDIT_TRIES: usize = 1000;
+const AUDIT_PAUSE: Duration = Duration::from_millis(1);
 
 /// Bytes of kernel structures per mapping: vm_area_struct, its place in the tree, its link to anonymous memory.
 const MAPPING_BYTES: u64 = 245;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+/// What could be had without waiting.
+fn at_once<T>(tried: Result<T, TryLockError<T>>) -> Option<T> {
+    match tried {
+        Ok(held) => Some(held),
+        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
 }
 
 fn read<T>(lock: &RwLock<T>) -> std::sync::RwLockReadGuard<'_, T> {

@@ -12,6 +12,8 @@ const PAGE: u64 = PAGE_SIZE as u64;
 pub const CHUNK_PAGES: usize = 512;
 /// Bytes in a chunk.
 pub const CHUNK_LEN: u64 = CHUNK_PAGES as u64 * PAGE;
+/// Bytes of our records about a chunk at least, whether its pages are there or not.
+pub const CHUNK_RECORD_BYTES: usize = size_of::<Chunk>() + size_of::<Indexed>() + 2 * size_of::<usize>();
 
 /// Counts of states in a chunk or in all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -409,10 +411,11 @@ impl Table {
 
     /// Bytes of our own records.
     pub fn memory_bytes(&self) -> u64 {
-        const EACH: usize = size_of::<Chunk>() + size_of::<Indexed>() + 2 * size_of::<usize>();
         let each = self.chunks.iter().filter(|chunk| matches!(chunk.states, States::Each(_))).count();
         let gaps: usize = self.chunks.iter().map(|chunk| chunk.gaps.capacity()).sum();
-        (self.chunks.capacity() * EACH + each * CHUNK_PAGES * size_of::<Packed>() + gaps * size_of::<Range>()) as u64
+        (self.chunks.capacity() * CHUNK_RECORD_BYTES
+            + each * CHUNK_PAGES * size_of::<Packed>()
+            + gaps * size_of::<Range>()) as u64
     }
 }
 

@@ -8,6 +8,7 @@ use pagefold_os::{PAGE_SIZE, Page, Range};
 use pagefold_pool::{Key, Pool, Room, SEGMENT_LEN};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -736,6 +737,72 @@ fn who_was_just_unmerged_is_not_merged_from_an_old_list() {
     }
 }
 
+/// Addresses cost a client nothing, the records about them do: there are as many as there is memory for.
+#[test]
+fn records_keep_to_the_room_that_there_is() {
+    let room = Arc::new(AtomicBool::new(false));
+    let asked = room.clone();
+    let config = Config { room: Room::new(move |_| asked.load(Ordering::Relaxed)), ..Config::default() };
+    let mut bench = Bench::new(config, Options::default());
+    let all = Range { start: 1 << 30, end: (1 << 30) + (64 << 30) };
+    let scripted = |claims| {
+        let honest = bench.machine.spawn().client();
+        bench.domain.add(Box::new(Scripted { honest, claims: Some((claims, Vec::new())), at: Box::new(|_| Ok(())) }))
+    };
+    let id = scripted(vec![all]);
+    bench.periods(3);
+    let pages = |bench: &Bench| bench.domain.stats().clients[&id].pages;
+    let without = bench.domain.stats().metadata_bytes;
+    assert_eq!(pages(&bench), 0, "of what is left out nothing is known");
+    room.store(true, Ordering::Relaxed);
+    bench.periods(1);
+    assert_eq!(pages(&bench), all.pages(), "it is asked for again");
+    assert!(bench.domain.stats().metadata_bytes > without + (4 << 20));
+    // What is known stays.
+    room.store(false, Ordering::Relaxed);
+    bench.periods(3);
+    assert_eq!(pages(&bench), all.pages());
+}
+
+/// An audit wants all clients at rest. One of them that does not answer keeps it waiting, and nobody else: not who comes,
+/// not who goes, and not who is to be merged.
+#[test]
+fn nobody_waits_with_an_audit() {
+    let bench = Bench::simple();
+    let (asked, is_asked) = std::sync::mpsc::channel();
+    let (answer, answered) = std::sync::mpsc::channel::<()>();
+    let at = move |_| {
+        let _ = asked.send(());
+        let _ = answered.recv();
+        Ok(())
+    };
+    let slow = Scripted { honest: bench.machine.spawn().client(), claims: None, at: Box::new(at) };
+    bench.domain.add(Box::new(slow));
+    let (tell, told) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        let worker = scope.spawn(|| bench.domain.step_any(0, None, &mut Vec::new()));
+        is_asked.recv().unwrap();
+        let audit = scope.spawn(|| bench.domain.audit());
+        scope.spawn(|| {
+            for _ in 0..3 {
+                std::thread::sleep(Duration::from_millis(50));
+                let id = bench.domain.add(Box::new(bench.machine.spawn().client()));
+                while bench.domain.step_any(0, None, &mut Vec::new()).is_none() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                assert!(bench.domain.remove(id));
+            }
+            let _ = tell.send(());
+        });
+        let done = told.recv_timeout(Duration::from_secs(60));
+        let waits = !audit.is_finished();
+        drop(answer);
+        assert!(worker.join().unwrap().is_some());
+        assert_eq!(audit.join().unwrap(), Vec::<String>::new());
+        assert!(done.is_ok() && waits, "others wait with the audit, or it does not");
+    });
+}
+
 /// A client that some worker has in hand is due when that worker says so: the others need not look every moment.
 #[test]
 fn a_client_in_hand_is_not_due() {
@@ -842,4 +909,31 @@ fn claims_that_cannot_be_end_the_client_and_large_ones_are_cut() {
     let whole = PoolMapping { range: range(1 << 30, 1 << 40), inode: 1, index: u32::MAX };
     assert!(step(vec![range(1 << 30, 1 << 31)], vec![whole]).is_ok());
     assert_eq!(bench.domain.page_state(id, 1 << 30), State::Unknown);
+}
+
+/// In parts of any size it is the same as at once.
+#[test]
+fn the_ledger_can_be_read_in_parts() {
+    let mut bench = Bench::new(Config::default(), Options { pages_max: 4096, ..Options::default() });
+    let (process, range, id) = bench.add((0..1500).map(|page| 2 + page % 700));
+    bench.periods(8);
+    // Gaps, also over the end of a chunk.
+    for page in (0..1500).filter(|page| page % 7 == 3 || (400..620).contains(page)) {
+        process.write(range.start + page * PAGE, 1 << 20 | page as u32);
+    }
+    bench.periods(1);
+    let whole = bench.domain.ledger();
+    assert!(whole.len() > 900 && whole.len() < 1300, "{}", whole.len());
+    for most in [1, 128, 5000] {
+        let (mut parts, mut from) = (Vec::new(), 0);
+        loop {
+            let part = bench.domain.ledger_part(id, from, most);
+            let Some(last) = part.last() else { break };
+            assert!(part.len() <= most);
+            from = last.1 + PAGE;
+            parts.extend(part);
+        }
+        assert_eq!(parts, whole);
+    }
+    assert!(bench.domain.ledger_part(id + 1, 0, 1).is_empty());
 }

@@ -119,12 +119,13 @@ pub enum PublishError {
 pub struct Room(Option<Arc<dyn Fn(u64) -> bool + Send + Sync>>);
 
 impl Room {
-    /// Asks `has`, whenever a segment is to be made.
+    /// Asks `has`, whenever a segment is to be made, or whoever keeps records of pages asks.
     pub fn new(has: impl Fn(u64) -> bool + Send + Sync + 'static) -> Room {
         Room(Some(Arc::new(has)))
     }
 
-    fn has(&self, bytes: impl FnOnce() -> u64) -> bool {
+    /// True if there is some for as many bytes.
+    pub fn has(&self, bytes: impl FnOnce() -> u64) -> bool {
         self.0.as_ref().is_none_or(|has| has(bytes()))
     }
 }

@@ -198,7 +198,7 @@ impl Twins {
                 swapped: found.swapped,
                 pinned: found.pinned,
             },
-            saved_bytes: (saved_pages * (one_in * PAGE) as f64).round() as u64 + counts.zero * PAGE,
+            saved_bytes: bytes(counts.zero).saturating_add((saved_pages * (one_in * PAGE) as f64).round() as u64),
             not_merged: counts.left_out.clone(),
         }
     }
@@ -216,9 +216,9 @@ impl Twins {
         }
         let zero: u64 = sources.iter().map(|found| found.counts.zero + found.counts.zero_kernel_only).sum();
         let examined = totals.examined;
-        let saved_bytes = (saved * one_in + zero) * PAGE;
+        let saved_bytes = bytes(saved * one_in + zero);
         let metadata_bytes = (examined + nodes * one_in) * Ksm::ITEM_BYTES;
-        Ksm { examined, saved_bytes, metadata_bytes, net_bytes: saved_bytes as i64 - metadata_bytes as i64 }
+        Ksm { examined, saved_bytes, metadata_bytes, net_bytes: net(saved_bytes, metadata_bytes) }
     }
 
     /// Contents are in the sample or not, all copies together: the variance is the sum of the squares of what
@@ -332,14 +332,23 @@ impl Twins {
             // Which runs are beyond the budget is not known in a sample: all give up the same share.
             saved -= (u128::from(saved) * u128::from(cost.over_budget_pages) / u128::from(pages)) as u64;
         }
-        cost.saved_duplicate_bytes = saved * PAGE;
-        cost.saved_zero_bytes = report.totals.zero * PAGE;
+        cost.saved_duplicate_bytes = bytes(saved);
+        cost.saved_zero_bytes = bytes(report.totals.zero);
         cost.mapping_bytes = cost.mappings * Cost::MAPPING_BYTES;
         cost.scanned_bytes = (report.totals.zero + report.totals.unique + pages) * Cost::SCANNED_BYTES;
         cost.shared_bytes = (pages - cost.over_budget_pages) * Cost::SHARED_BYTES;
         let spent = cost.mapping_bytes + cost.scanned_bytes + cost.shared_bytes;
-        cost.net_bytes = (cost.saved_duplicate_bytes + cost.saved_zero_bytes) as i64 - spent as i64;
+        cost.net_bytes = net(cost.saved_duplicate_bytes.saturating_add(cost.saved_zero_bytes), spent);
     }
+}
+
+/// Bytes of `pages`, as many as can be told: files of holes have exabytes each.
+fn bytes(pages: u64) -> u64 {
+    pages.saturating_mul(PAGE)
+}
+
+fn net(saved: u64, spent: u64) -> i64 {
+    (i128::from(saved) - i128::from(spent)).clamp(i64::MIN.into(), i64::MAX.into()) as i64
 }
 
 /// Runs in all, from a sample of one content in `one_in` with `pages` pages of which `continuing` continue the

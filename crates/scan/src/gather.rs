@@ -151,11 +151,11 @@ impl Collect {
     fn run(&mut self, patience: Duration, progress: &mut dyn FnMut(Progress)) {
         let plan_all = (0..self.shared.sources.len()).map(|source| Task::Plan { source }).collect();
         self.complete(plan_all, patience, 0, progress);
-        let mut total_bytes = 0;
+        let mut total_bytes = 0u64;
         let mut tasks = VecDeque::new();
         for (source, plan) in self.plans.iter().enumerate() {
             let Some(Ok(plan)) = plan else { continue };
-            total_bytes += plan.bytes;
+            total_bytes = plan.bytes.saturating_add(total_bytes);
             self.pages[source].resize_with(plan.units.len(), || None);
             self.shared.sources[source].open.store(plan.units.len() as u64, Ordering::Relaxed);
             tasks.extend(plan.units.iter().enumerate().map(|(index, &unit)| Task::Read { source, index, unit }));

@@ -348,3 +348,26 @@ fn a_source_that_holds_its_reader_is_given_up() {
     assert_eq!((report.notes[0].name.as_str(), report.notes[0].what.as_str()), ("stuck", "holds whoever reads it"));
     assert_eq!((report.totals.examined, report.totals.duplicate_inside), (100, 99));
 }
+
+/// Files of holes only, of exabytes each: all together have more bytes than can be told, and are not said to have none.
+#[test]
+fn what_is_more_than_can_be_told_is_told_as_the_most() {
+    struct Holes;
+    impl Source for Holes {
+        fn identity(&self) -> Identity {
+            Identity { pid: None, name: "holes".into(), domain: 0 }
+        }
+        fn plan(&self) -> Result<Plan, Lost> {
+            let unit = Unit { first_page: 0, page_count: 1 << 51, kind: Kind::Own, reason: None, continues: false };
+            Ok(Plan { units: vec![unit], bytes: 1 << 63, ..Plan::default() })
+        }
+        fn read(&self, unit: &Unit, _: &mut [u8], pages: &mut Pages) -> Result<(), Lost> {
+            pages.take_holes(unit.page_count);
+            Ok(())
+        }
+    }
+    let sources = (0..4).map(|_| Box::new(Holes) as Box<dyn Source>).collect();
+    let report = scan(sources, &Config::default(), &mut |_| ());
+    assert_eq!((report.totals.zero, report.cost.saved_zero_bytes), (1 << 53, u64::MAX));
+    assert_eq!((report.cost.net_bytes, report.ksm.net_bytes), (i64::MAX, i64::MAX));
+}

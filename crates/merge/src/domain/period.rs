@@ -3,7 +3,7 @@
 use super::{Calm, ChunkRef, Domain, Entry, Member, Unmerged, Work, lock, write};
 use crate::client::{FREEZE_PAGES_MAX, Gone, MAPPINGS_MAX, PoolMapping, Written};
 use crate::page::{State, on_period, on_written};
-use crate::table::{CHUNK_LEN, CHUNK_PAGES, Chunk, Huge, Indexed};
+use crate::table::{CHUNK_LEN, CHUNK_PAGES, CHUNK_RECORD_BYTES, Chunk, Huge, Indexed, Table};
 use pagefold_os::{PAGE_SIZE, Range, sched};
 use pagefold_pool::{SLOTS_PER_SEGMENT, Slot};
 use std::sync::Arc;
@@ -28,6 +28,9 @@ const HEAL_REST_PERIODS: u64 = 16;
 const CALM_LOOKS: u32 = 15;
 /// Pages of one client that are managed at most (512 GiB); the rest is left alone.
 const PAGES_MAX: u64 = 1 << 27;
+/// Bytes of records about the chunks of one client that need no room to be looked for (half a GiB of addresses): no more than
+/// what else is kept of it.
+const RECORDS_SMALL: u64 = 64 << 10;
 /// User memory ends here.
 const ADDRESS_MAX: u64 = 1 << 56;
 
@@ -62,49 +65,62 @@ impl Domain {
         work.calm = None;
         let Some(mut ranges) = work.client.regions()? else { return Ok(false) };
         check_regions(&mut ranges)?;
+        let has_all = self.keep_to_room(&work.table, &mut ranges);
         let mut discarded = 0;
-        {
-            let mut chunks = write(&self.chunks);
-            let chunks = std::cell::RefCell::new(&mut *chunks);
-            let pool = &self.pool;
-            work.table.set_ranges(
-                &ranges,
-                |addr| {
-                    let mut chunks = chunks.borrow_mut();
-                    let indexed = Arc::<Indexed>::default();
-                    let to = Some(ChunkRef { client: id, addr, indexed: indexed.clone() });
-                    let number = match chunks.free.pop() {
-                        Some(number) => {
-                            chunks.refs[number as usize] = to;
-                            number
-                        }
-                        None => {
-                            chunks.refs.push(to);
-                            chunks.refs.len() as u32 - 1
-                        }
-                    };
-                    (number, indexed)
-                },
-                |_, state| {
-                    if let State::Shared(slot) = state {
-                        pool.remove_sharer(slot);
-                        discarded += 1;
-                    }
-                },
-                |number| {
-                    let mut chunks = chunks.borrow_mut();
-                    chunks.refs[number as usize] = None;
-                    chunks.free.push(number);
-                },
-            );
-        }
+        let pool = &self.pool;
+        work.table.set_ranges(
+            &ranges,
+            |addr| {
+                let indexed = Arc::<Indexed>::default();
+                let to = ChunkRef { client: id, addr, indexed: indexed.clone() };
+                (write(&self.chunks).take(to), indexed)
+            },
+            |_, state| {
+                if let State::Shared(slot) = state {
+                    pool.remove_sharer(slot);
+                    discarded += 1;
+                }
+            },
+            |number| write(&self.chunks).give_back(number),
+        );
         self.count(|c| &c.discarded, discarded);
         let Some(mappings) = self.reconcile(work)? else { return Ok(false) };
         // All that is plain, not only what is new to the table: where the program mapped or discarded, memory that nobody
         // watches may lie at addresses that we know.
         let plain: Vec<Range> = ranges.iter().flat_map(|range| without(*range, &mappings)).collect();
         work.client.watch(&plain)?;
-        Ok(true)
+        Ok(has_all)
+    }
+
+    /// Leaves out what is not known yet where there is no memory for the records: addresses cost a client nothing, and each
+    /// chunk of them costs us some. False if it did.
+    fn keep_to_room(&self, table: &Table, ranges: &mut Vec<Range>) -> bool {
+        let (mut wanted, mut last) = (0, None);
+        for range in ranges.iter() {
+            let (first, end) = (range.start / CHUNK_LEN, (range.end - 1) / CHUNK_LEN + 1);
+            wanted += end - first - u64::from(last == Some(first));
+            last = Some(end - 1);
+        }
+        let more = wanted.saturating_sub(table.chunks().len() as u64);
+        let record = CHUNK_RECORD_BYTES as u64;
+        if more == 0 || wanted * record <= RECORDS_SMALL || self.config.room.has(|| more * record) {
+            return true;
+        }
+        let mut known: Vec<Range> = Vec::new();
+        for range in ranges.iter() {
+            let mut at = range.start;
+            while at < range.end {
+                let end = range.end.min((at / CHUNK_LEN + 1) * CHUNK_LEN);
+                match known.last_mut() {
+                    _ if table.chunk(at).is_none() => {}
+                    Some(last) if last.end == at => last.end = end,
+                    _ => known.push(Range { start: at, end }),
+                }
+                at = end;
+            }
+        }
+        *ranges = known;
+        false
     }
 
     /// The client's pool mappings, checked; `None` if it cannot tell.
