@@ -142,6 +142,17 @@ pub fn set_timeout(socket: &Fd, timeout_ms: u64) -> Result<()> {
     Ok(())
 }
 
+/// What an error means on a socket whose calls may take `limit`, by [`set_timeout`] or as the standard library sets it: once
+/// that is over the kernel says "try again", which tells nobody anything, and this says [`TimedOut`](std::io::ErrorKind).
+#[cfg(feature = "std")]
+pub fn in_time(error: std::io::Error, limit: core::time::Duration) -> std::io::Error {
+    use std::io::{Error, ErrorKind};
+    match error.kind() {
+        ErrorKind::WouldBlock => Error::new(ErrorKind::TimedOut, format!("no word in {limit:?}")),
+        _ => error,
+    }
+}
+
 #[repr(C, align(8))]
 struct Control {
     bytes: [u8; 16 + 4 * FDS_MAX],
