@@ -189,12 +189,15 @@ fn addresses_that_others_could_reach_are_refused_in_one_line() {
     let file = dir.path().join("file");
     std::fs::write(&file, "precious").expect("a file");
     let path = format!("unix:{}", file.display());
+    // The daemon's own socket, which takes packets: in its place nobody would find the daemon.
+    let own = format!("unix:{}", dir.path().join("daemon.sock").display());
     for (option, at, expected) in [
         ("--web", "0.0.0.0:0", "is not a loopback address"),
         ("--web", "192.0.2.1:80", "is not a loopback address"),
         ("--metrics", "[::]:0", "is not a loopback address"),
         ("--web", "9200", "is no address"),
         ("--web", path.as_str(), "is no socket; remove it"),
+        ("--metrics", own.as_str(), "daemon.sock: a process serves there already; name another\n"),
         (
             "--web",
             "unix:/x,group=no-such-group",
@@ -206,7 +209,7 @@ fn addresses_that_others_could_reach_are_refused_in_one_line() {
         let output = command.output().expect("it runs");
         let errors = String::from_utf8_lossy(&output.stderr);
         // What is wrong by itself is wrong usage; what the file system says is a failure.
-        assert_eq!(output.status.code(), Some(if at == path { 1 } else { 2 }), "{at}: {errors}");
+        assert_eq!(output.status.code(), Some(if at == path || at == own { 1 } else { 2 }), "{at}: {errors}");
         let line = errors.lines().next().unwrap_or_default();
         assert!(format!("{line}\n").contains(expected) && line.contains(option), "{at}: {errors}");
     }

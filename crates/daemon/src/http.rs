@@ -9,6 +9,7 @@ use pagefold_os::sock::PATH_BYTES_MAX;
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -365,8 +366,9 @@ fn bind(path: &Path, group: Option<u32>) -> io::Result<UnixListener> {
         Ok(there) if !there.file_type().is_socket() => {
             return Err(told(io::Error::new(io::ErrorKind::AlreadyExists, "is there and is no socket; remove it")));
         }
-        Ok(_) if UnixStream::connect(path).is_ok() => {
-            return Err(told(io::Error::new(io::ErrorKind::AddrInUse, "another process serves there")));
+        // Not of our kind, perhaps: the daemon's own socket takes packets.
+        Ok(_) if pagefold_os::sock::is_served(path.as_os_str().as_bytes())? => {
+            return Err(told(io::Error::new(io::ErrorKind::AddrInUse, "a process serves there already; name another")));
         }
         _ => {}
     }

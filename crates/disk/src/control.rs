@@ -7,9 +7,10 @@
 
 use crate::stats::Status;
 use pagefold_os::own;
-use pagefold_os::sock::{PATH_BYTES_MAX, in_time};
+use pagefold_os::sock::{PATH_BYTES_MAX, in_time, is_served};
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -75,7 +76,6 @@ const DIR_BYTES_MAX: usize = PATH_BYTES_MAX - "/disk-0123456789abcdef.sock".len(
 
 /// The socket of the mount at `mountpoint`, which must be absolute and without links.
 pub fn socket_path(mountpoint: &Path) -> PathBuf {
-    use std::os::unix::ffi::OsStrExt;
     let hash = xxhash_rust::xxh3::xxh3_64(mountpoint.as_os_str().as_bytes());
     runtime_dir().join(format!("disk-{hash:016x}.sock"))
 }
@@ -99,7 +99,7 @@ pub fn sockets() -> Vec<PathBuf> {
 pub fn bind(mountpoint: &Path) -> io::Result<(UnixListener, PathBuf)> {
     make_own(&runtime_dir())?;
     let path = socket_path(mountpoint);
-    if UnixStream::connect(&path).is_ok() {
+    if is_served(path.as_os_str().as_bytes())? {
         return Err(io::ErrorKind::AddrInUse.into());
     }
     match std::fs::remove_file(&path) {
