@@ -676,6 +676,12 @@ fn what_images_are_refused_for_is_one_line_with_a_way_out() {
         (vec!["image", "build", "--name", "b:1", "cut.tar"], "cut.tar: tar: tree/file: the archive is cut off"),
         (vec!["image", "import", "--name", "b:1", "cut.tar"], "cut.tar: tar: cut off in tree/file"),
         (vec!["image", "build", "--store", "text", "--name", "b:1", "tree"], "text: not a directory; give --store"),
+        (
+            vec!["image", "build", "--store", "text/s", "--name", "b:1", "tree"],
+            "text/s: Not a directory (os error 20); --store names another store",
+        ),
+        (vec!["image", "ls", "--store", "text"], "text: not a directory; give --store"),
+        (vec!["image", "export", "--format", "oci", "a:1", "none/layout"], "none/layout: No such file or directory"),
     ] {
         let refused = tool.run(&args);
         let error = text(&refused.stderr);
@@ -684,6 +690,24 @@ fn what_images_are_refused_for_is_one_line_with_a_way_out() {
         // What is an archive, or an image, is not sent elsewhere.
         let elsewhere = error.contains("build takes") || error.contains("is for image build");
         assert!(!elsewhere || ["text", "tree"].contains(args.last().expect("a path")), "{args:?}: {error}");
+    }
+    assert!(!tool.dir.path().join("none").exists());
+}
+
+#[test]
+fn who_names_no_input_makes_no_store() {
+    let tool = Tool::new();
+    let path = |name: &str| tool.dir.path().join(name);
+    let _socket = std::os::unix::net::UnixListener::bind(path("socket")).expect("a socket");
+    for (how, name, said) in [
+        ("build", "none", "none: No such file or directory (os error 2)"),
+        ("import", "none", "none: No such file or directory (os error 2)"),
+        ("build", "socket", "socket: No such device or address (os error 6)"),
+        ("import", "/dev/null", "/dev/null: a device, from which no archive comes; give a file, or a pipe"),
+    ] {
+        let refused = tool.run(&["image", how, "--name", "a:1", name]);
+        assert_eq!((refused.status.code(), text(&refused.stderr)), (Some(1), format!("pagefold: {said}\n")));
+        assert!(!path("store").exists(), "{how} {name}");
     }
 }
 
