@@ -207,8 +207,12 @@ pub fn tier_max_auto() -> u64 {
 ///
 /// Started for a program that asks for a larger tier than a daemon would give, it allows that.
 pub fn ensure_daemon(socket: &Path, tier_max: Option<u64>) -> Result<(), Error> {
-    if control::ask(socket, &Request::Status {}).is_ok() {
-        return Ok(());
+    // One that takes over what another had in the cold tier answers nobody before that is done.
+    match control::ask_within(socket, &Request::Status {}, DAEMON_START_MAX) {
+        Ok(_) => return Ok(()),
+        // It is there, and no other gets its place.
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => return Err(silent(socket, &error)),
+        Err(_) => {}
     }
     // A typing error shall not make a directory.
     if let Some(dir) = socket.parent().filter(|dir| !dir.is_dir()) {
@@ -334,13 +338,17 @@ fn ask_any(socket: &Path, request: &Request) -> Result<Option<Answer>, Error> {
                 fs::metadata(socket).map_or("another user's".to_owned(), |found| format!("user {}'s", found.uid()));
             Err(format!("{}: {error}; the daemon there is {whose}", socket.display()).into())
         }
-        Err(error) => {
-            // What the kernel says of a limit that is over is of no use to anybody.
-            let late = error.kind() == io::ErrorKind::WouldBlock;
-            let why = if late { "no word in time; is it stopped?".to_owned() } else { error.to_string() };
-            Err(format!("the daemon at {} does not answer: {why}", socket.display()).into())
+        // Packets are asked for, as a daemon's socket takes them.
+        Err(error) if error.raw_os_error() == Some(libc::EPROTOTYPE) => {
+            Err(format!("no daemon at {}: what is there is another program's; name another", socket.display()).into())
         }
+        Err(error) => Err(silent(socket, &error)),
     }
+}
+
+/// What is to be said of a daemon that is there and does not answer.
+fn silent(socket: &Path, error: &io::Error) -> Error {
+    format!("the daemon at {} does not answer: {error}", socket.display()).into()
 }
 
 /// Pause between two looks at how far a long request is.

@@ -346,6 +346,60 @@ fn a_daemon_that_ends_tells_whether_another_comes() {
     assert!(text(&long.stderr).contains(&said), "{}", text(&long.stderr));
 }
 
+/// By every command that asks it, in one line, and not minutes later.
+#[test]
+fn a_daemon_that_is_stopped_is_named_with_its_cure() {
+    let tool = Tool::new();
+    let mut command = tool.command(&["daemon", "--no-keeper", "--socket", "s"]);
+    let daemon = Reaped(command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the tool runs"));
+    let (socket, pid) = (tool.dir.path().join("s"), daemon.pid());
+    common::wait_for("the daemon to answer", 120, || tool.run(&["status", "--socket", "s"]).status.success());
+    // SAFETY: a child that was not waited for.
+    unsafe { libc::kill(pid, libc::SIGSTOP) };
+    let cure = format!("process {pid} is stopped; kill -CONT {pid} lets it go on");
+    let line = format!("pagefold: the daemon at {} does not answer: {cure}\n", socket.display());
+    let mut commands: Vec<(&[&str], i32)> = vec![
+        (&["status"], 1),
+        (&["status", "--json"], 1),
+        (&["pause"], 1),
+        (&["resume", "1", "2"], 1),
+        (&["unmerge", "1"], 1),
+        (&["verify"], 1),
+        (&["park", "--all"], 1),
+        (&["unpark", "1"], 1),
+    ];
+    if merges(&tool) {
+        commands.push((&["run"], 125));
+    }
+    for (args, code) in commands {
+        let program: &[&str] = if args == ["run"] { &["--", "true"] } else { &[] };
+        let asked = tool.run(&[args, &["--socket", "s"], program].concat());
+        assert_eq!((text(&asked.stderr), asked.status.code()), (line.clone(), Some(code)), "{args:?}");
+    }
+    // SAFETY: as above.
+    unsafe { libc::kill(pid, libc::SIGCONT) };
+    assert!(tool.run(&["status", "--socket", "s"]).status.success());
+}
+
+#[test]
+fn what_is_no_daemons_socket_is_told_from_a_daemon_that_says_nothing() {
+    let tool = Tool::new();
+    let path = |name: &str| tool.dir.path().join(name);
+    let _streams = std::os::unix::net::UnixListener::bind(path("streams")).expect("a socket");
+    let packets = pagefold_os::sock::listen(std::os::unix::ffi::OsStrExt::as_bytes(path("packets").as_os_str()));
+    let packets = packets.expect("a socket");
+    let hangs_up = std::thread::spawn(move || drop(pagefold_os::sock::accept(&packets).expect("a connection")));
+    for (name, said) in [
+        ("streams", "no daemon at PATH: what is there is another program's; name another"),
+        ("packets", "the daemon at PATH does not answer: it hung up: it ended, or serves as many as it can"),
+    ] {
+        let asked = tool.run(&["status", "--socket", name]);
+        let said = said.replace("PATH", &path(name).display().to_string());
+        assert_eq!((text(&asked.stderr), asked.status.code()), (format!("pagefold: {said}\n"), Some(1)));
+    }
+    hangs_up.join().expect("it listened");
+}
+
 #[test]
 fn a_runtime_directory_that_others_may_write_is_described_and_not_to_be_removed() {
     let tool = Tool::new();
@@ -622,6 +676,12 @@ fn what_images_are_refused_for_is_one_line_with_a_way_out() {
         (vec!["image", "build", "--name", "b:1", "cut.tar"], "cut.tar: tar: tree/file: the archive is cut off"),
         (vec!["image", "import", "--name", "b:1", "cut.tar"], "cut.tar: tar: cut off in tree/file"),
         (vec!["image", "build", "--store", "text", "--name", "b:1", "tree"], "text: not a directory; give --store"),
+        (
+            vec!["image", "build", "--store", "text/s", "--name", "b:1", "tree"],
+            "text/s: Not a directory (os error 20); --store names another store",
+        ),
+        (vec!["image", "ls", "--store", "text"], "text: not a directory; give --store"),
+        (vec!["image", "export", "--format", "oci", "a:1", "none/layout"], "none/layout: No such file or directory"),
     ] {
         let refused = tool.run(&args);
         let error = text(&refused.stderr);
@@ -630,6 +690,24 @@ fn what_images_are_refused_for_is_one_line_with_a_way_out() {
         // What is an archive, or an image, is not sent elsewhere.
         let elsewhere = error.contains("build takes") || error.contains("is for image build");
         assert!(!elsewhere || ["text", "tree"].contains(args.last().expect("a path")), "{args:?}: {error}");
+    }
+    assert!(!tool.dir.path().join("none").exists());
+}
+
+#[test]
+fn who_names_no_input_makes_no_store() {
+    let tool = Tool::new();
+    let path = |name: &str| tool.dir.path().join(name);
+    let _socket = std::os::unix::net::UnixListener::bind(path("socket")).expect("a socket");
+    for (how, name, said) in [
+        ("build", "none", "none: No such file or directory (os error 2)"),
+        ("import", "none", "none: No such file or directory (os error 2)"),
+        ("build", "socket", "socket: No such device or address (os error 6)"),
+        ("import", "/dev/null", "/dev/null: a device, from which no archive comes; give a file, or a pipe"),
+    ] {
+        let refused = tool.run(&["image", how, "--name", "a:1", name]);
+        assert_eq!((refused.status.code(), text(&refused.stderr)), (Some(1), format!("pagefold: {said}\n")));
+        assert!(!path("store").exists(), "{how} {name}");
     }
 }
 

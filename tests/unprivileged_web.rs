@@ -189,16 +189,25 @@ fn addresses_that_others_could_reach_are_refused_in_one_line() {
     let file = dir.path().join("file");
     std::fs::write(&file, "precious").expect("a file");
     let path = format!("unix:{}", file.display());
+    let nowhere = format!("unix:{}/none/web.sock", dir.path().display());
+    // The daemon's own socket, which takes packets: in its place nobody would find the daemon.
+    let own = format!("unix:{}", dir.path().join("daemon.sock").display());
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = taken.local_addr().expect("its number").to_string();
     for (option, at, expected) in [
         ("--web", "0.0.0.0:0", "is not a loopback address"),
         ("--web", "192.0.2.1:80", "is not a loopback address"),
         ("--metrics", "[::]:0", "is not a loopback address"),
         ("--web", "9200", "is no address"),
-        ("--web", path.as_str(), "is no socket; remove it"),
+        ("--web", "", "`` is no address"),
+        ("--web", path.as_str(), "is no socket; name another, or remove it"),
+        ("--web", nowhere.as_str(), "none is no directory; make it, or name another\n"),
+        ("--metrics", own.as_str(), "daemon.sock: a process serves there already; name another\n"),
+        ("--metrics", port.as_str(), "; name another port\n"),
         (
             "--web",
             "unix:/x,group=no-such-group",
-            "there is no group no-such-group: give a name of /etc/group, or a number\n",
+            "there is no group \"no-such-group\": give a name of /etc/group, or a number\n",
         ),
     ] {
         let mut command = pagefold();
@@ -206,7 +215,11 @@ fn addresses_that_others_could_reach_are_refused_in_one_line() {
         let output = command.output().expect("it runs");
         let errors = String::from_utf8_lossy(&output.stderr);
         // What is wrong by itself is wrong usage; what the file system says is a failure.
-        assert_eq!(output.status.code(), Some(if at == path { 1 } else { 2 }), "{at}: {errors}");
+        assert_eq!(
+            output.status.code(),
+            Some(if [&path, &nowhere, &own, &port].iter().any(|failure| *failure == at) { 1 } else { 2 }),
+            "{at}: {errors}"
+        );
         let line = errors.lines().next().unwrap_or_default();
         assert!(format!("{line}\n").contains(expected) && line.contains(option), "{at}: {errors}");
     }

@@ -323,7 +323,8 @@ fn run_umount(args: &UmountArgs) -> Result<ExitCode, Error> {
         .unwrap_or_else(|error| format!("{error}; what it had not written back is lost")),
         Some(pid) => {
             write_back(&socket, args)?;
-            orderly_end(&socket, pid)?
+            let at = &args.mountpoint;
+            orderly_end(&socket, pid).map_err(|error| format!("{}: {}", at.display(), silent(at, &error)))?
         }
         None => String::new(),
     };

@@ -372,8 +372,15 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         None => all(),
     };
     match args.action {
-        Action::Build(build) => build_image(&make()?, build)?,
-        Action::Import(import) => import_image(&make()?, import)?,
+        // A typing error makes no store.
+        Action::Build(build) => {
+            let stdin = is_stdin(&build.path)?;
+            build_image(&make()?, build, stdin)?;
+        }
+        Action::Import(import) => {
+            let stdin = is_stdin(&import.path)?;
+            import_image(&make()?, import, stdin)?;
+        }
         Action::Mount(mount) => {
             let store = open(&mount.name)?;
             let (record, _lease) = store.hold(&mount.name)?;
@@ -486,8 +493,11 @@ fn exec_image(open: impl Fn(&str) -> Result<Store, Error>, args: ExecArgs) -> Er
 
 /// Says how a user whose store cannot be reached names another.
 fn elsewhere(error: ImageError) -> Error {
+    use std::io::ErrorKind::{NotADirectory, NotFound, PermissionDenied, ReadOnlyFilesystem};
     match &error {
-        ImageError::Io { source, .. } if source.kind() == std::io::ErrorKind::PermissionDenied => {
+        ImageError::Io { source, .. }
+            if matches!(source.kind(), NotADirectory | NotFound | PermissionDenied | ReadOnlyFilesystem) =>
+        {
             format!("{error}; --store names another store").into()
         }
         _ => error.into(),
@@ -557,7 +567,7 @@ fn of_input(error: ImageError, name: &str, other: &str) -> ImageError {
     }
 }
 
-/// Whether the input is standard input. What is typed is no archive, and other devices give bytes for ever.
+/// Whether the input is standard input, after a look whether it is there and can be read. What is typed is no archive, and other devices give bytes for ever.
 fn is_stdin(path: &Path) -> Result<bool, Error> {
     let stdin = path == Path::new("-");
     if stdin && std::io::stdin().is_terminal() {
@@ -567,11 +577,14 @@ fn is_stdin(path: &Path) -> Result<bool, Error> {
     if std::fs::metadata(at).is_ok_and(|meta| meta.file_type().is_char_device()) {
         return Err(format!("{}: a device, from which no archive comes; give a file, or a pipe", path.display()).into());
     }
+    // A pipe can be opened once.
+    if !stdin && !std::fs::metadata(at).is_ok_and(|meta| meta.file_type().is_fifo()) {
+        std::fs::File::open(at).map_err(|error| format!("{}: {error}", path.display()))?;
+    }
     Ok(stdin)
 }
 
-fn build_image(store: &Store, args: BuildArgs) -> Result<(), Error> {
-    let stdin = is_stdin(&args.path)?;
+fn build_image(store: &Store, args: BuildArgs, stdin: bool) -> Result<(), Error> {
     let (mut notes, limits) = (Notes::default(), Limits::default());
     let source = args.path.display().to_string();
     let building = store.build()?;
@@ -613,13 +626,13 @@ fn build_image(store: &Store, args: BuildArgs) -> Result<(), Error> {
     report_built(&record, &building.stats, args.json)
 }
 
-fn import_image(store: &Store, args: ImportArgs) -> Result<(), Error> {
+fn import_image(store: &Store, args: ImportArgs, stdin: bool) -> Result<(), Error> {
     let limits = Limits { bytes: args.max_bytes, entries: args.max_entries, ..Limits::default() };
     let mut notes = Notes::default();
     let building = store.build()?;
     let progress = Progress::new("import");
     let source = args.path.display().to_string();
-    let path = if is_stdin(&args.path)? { Path::new("/dev/stdin") } else { &args.path };
+    let path = if stdin { Path::new("/dev/stdin") } else { &args.path };
     let imported = oci::import(&building, path, args.reference.as_deref(), limits, &mut notes, &progress);
     let (tree, config) =
         imported.map_err(|error| of_input(error, &source, "a plain directory or archive is for image build"))?;

@@ -16,8 +16,6 @@ use std::time::{Duration, Instant};
 
 /// Shortest time between samples: a sample costs the daemon a walk over its clients.
 const INTERVAL_MIN: Duration = Duration::from_millis(100);
-/// How long a daemon may take for a sample: longer, and what is on show is no longer how it is.
-const PATIENCE_MS: u64 = 5000;
 /// How often the program looks whether its window is still there.
 const WINDOW_WATCH: Duration = Duration::from_millis(500);
 /// How long the program waits for a key before it looks for a new sample.
@@ -150,15 +148,15 @@ fn sample_every(interval: Duration, socket: PathBuf) -> Receiver<Sample> {
 
 fn take_sample(socket: &Path, started: Instant) -> Sample {
     let mut cold = None;
-    let (live, trouble) = match control::ask_within(socket, &Request::Status {}, PATIENCE_MS) {
+    let (live, trouble) = match control::ask(socket, &Request::Status {}) {
         Ok(Answer::Status(status)) => {
             cold = self::cold(&status);
             (Some(live(&status)), None)
         }
         Ok(Answer::Error { message }) => (None, Some(message)),
         Ok(_) => (None, Some("the daemon gives other answers than this version expects".into())),
-        Err(error) if error.kind() == ErrorKind::WouldBlock => {
-            (None, Some(format!("the daemon does not answer; is it stopped? ({})", socket.display())))
+        Err(error) if error.kind() == ErrorKind::TimedOut => {
+            (None, Some(format!("the daemon does not answer: {error} ({})", socket.display())))
         }
         // The cure first: the line may be cut.
         Err(error) => (None, Some(format!("no daemon; `pagefold run` starts one ({}: {error})", socket.display()))),

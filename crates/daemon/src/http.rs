@@ -9,6 +9,7 @@ use pagefold_os::sock::PATH_BYTES_MAX;
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -247,7 +248,7 @@ impl Place {
             let (path, group) = match path.rsplit_once(",group=") {
                 Some((path, name)) => {
                     let number = group(name).ok_or_else(|| {
-                        bad(format!("there is no group {name}: give a name of /etc/group, or a number"))
+                        bad(format!("there is no group {name:?}: give a name of /etc/group, or a number"))
                     })?;
                     (path, Some(number))
                 }
@@ -267,11 +268,12 @@ impl Place {
             return Ok(Place::Unix { path, group });
         }
         let wanted = "use 127.0.0.1:PORT or unix:PATH";
-        let addresses = at.to_socket_addrs().map_err(|error| bad(format!("{at} is no address ({error}); {wanted}")))?;
+        let addresses =
+            at.to_socket_addrs().map_err(|error| bad(format!("`{at}` is no address ({error}); {wanted}")))?;
         match addresses.into_iter().next() {
             Some(address) if address.ip().is_loopback() => Ok(Place::Loopback(address)),
             Some(_) => Err(bad(format!("{at} is not a loopback address, and this is for this machine only; {wanted}"))),
-            None => Err(bad(format!("{at} is no address; {wanted}"))),
+            None => Err(bad(format!("`{at}` is no address; {wanted}"))),
         }
     }
 }
@@ -373,12 +375,18 @@ fn bind(path: &Path, group: Option<u32>) -> io::Result<UnixListener> {
     let told = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
     match std::fs::symlink_metadata(path) {
         Ok(there) if !there.file_type().is_socket() => {
-            return Err(told(io::Error::new(io::ErrorKind::AlreadyExists, "is there and is no socket; remove it")));
+            let why = "is there and is no socket; name another, or remove it";
+            return Err(told(io::Error::new(io::ErrorKind::AlreadyExists, why)));
         }
-        Ok(_) if UnixStream::connect(path).is_ok() => {
-            return Err(told(io::Error::new(io::ErrorKind::AddrInUse, "another process serves there")));
+        // Not of our kind, perhaps: the daemon's own socket takes packets.
+        Ok(_) if pagefold_os::sock::is_served(path.as_os_str().as_bytes())? => {
+            return Err(told(io::Error::new(io::ErrorKind::AddrInUse, "a process serves there already; name another")));
         }
         _ => {}
+    }
+    if let Some(dir) = path.parent().filter(|dir| !dir.is_dir()) {
+        let why = format!("{} is no directory; make it, or name another", dir.display());
+        return Err(told(io::Error::new(io::ErrorKind::NotFound, why)));
     }
     let mut private = path.as_os_str().to_owned();
     private.push(format!(".{}", std::process::id()));
@@ -417,7 +425,7 @@ pub fn serve(
     let listener = match &place {
         Place::Loopback(address) => Listener::Tcp(
             TcpListener::bind(address)
-                .map_err(|error| io::Error::new(error.kind(), format!("cannot listen at {at}: {error}")))?,
+                .map_err(|error| io::Error::new(error.kind(), format!("{at}: {error}; name another port")))?,
         ),
         Place::Unix { path, group } => Listener::Unix(bind(path, *group)?),
     };

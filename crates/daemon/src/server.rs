@@ -307,7 +307,8 @@ impl Daemon {
         let lock = take_lock(&self.lock_path())?;
         let locked = lock.is_some();
         *crate::server::lock(&self.lock) = lock;
-        let connected = sock::connect(bytes);
+        // One that is stopped takes no connections.
+        let connected = sock::connect_within(bytes, control::PATIENCE.as_millis() as u64);
         if !locked || connected.is_ok() {
             return Err(io::Error::new(
                 io::ErrorKind::AddrInUse,

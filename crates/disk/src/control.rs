@@ -7,9 +7,10 @@
 
 use crate::stats::Status;
 use pagefold_os::own;
-use pagefold_os::sock::PATH_BYTES_MAX;
+use pagefold_os::sock::{PATH_BYTES_MAX, in_time, is_served};
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -75,7 +76,6 @@ const DIR_BYTES_MAX: usize = PATH_BYTES_MAX - "/disk-0123456789abcdef.sock".len(
 
 /// The socket of the mount at `mountpoint`, which must be absolute and without links.
 pub fn socket_path(mountpoint: &Path) -> PathBuf {
-    use std::os::unix::ffi::OsStrExt;
     let hash = xxhash_rust::xxh3::xxh3_64(mountpoint.as_os_str().as_bytes());
     runtime_dir().join(format!("disk-{hash:016x}.sock"))
 }
@@ -99,7 +99,7 @@ pub fn sockets() -> Vec<PathBuf> {
 pub fn bind(mountpoint: &Path) -> io::Result<(UnixListener, PathBuf)> {
     make_own(&runtime_dir())?;
     let path = socket_path(mountpoint);
-    if UnixStream::connect(&path).is_ok() {
+    if is_served(path.as_os_str().as_bytes())? {
         return Err(io::ErrorKind::AddrInUse.into());
     }
     match std::fs::remove_file(&path) {
@@ -185,21 +185,30 @@ pub fn serve(stream: UnixStream, answer: impl FnOnce(Command, &UnixStream) -> St
     stream.write_all(reply.as_bytes())
 }
 
+/// Connects to `socket`; neither that nor a call on it takes longer than `patience`.
+fn connect(socket: &Path, patience: Duration) -> io::Result<UnixStream> {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+    let stream = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    let patience = patience.min(PATIENCE_MAX);
+    sockopt::set_socket_timeout(&stream, sockopt::Timeout::Send, Some(patience))?;
+    sockopt::set_socket_timeout(&stream, sockopt::Timeout::Recv, Some(patience))?;
+    rustix::net::connect(&stream, &SocketAddrUnix::new(socket)?).map_err(|errno| in_time(errno.into(), patience))?;
+    Ok(stream.into())
+}
+
+/// Longer than anybody waits, and no more than the kernel takes.
+const PATIENCE_MAX: Duration = Duration::from_secs(u32::MAX as u64);
+
 /// Sends a request to the mount behind `socket` and returns its answer.
 ///
 /// # Errors
-/// `ConnectionRefused` when its process is gone; a timeout when it does not answer within `patience`.
+/// `ConnectionRefused` when its process is gone; `TimedOut` when it does not answer within `patience`.
 pub fn ask(socket: &Path, command: Command, patience: Duration) -> io::Result<String> {
-    let mut stream = UnixStream::connect(socket)?;
-    stream.set_read_timeout(Some(patience))?;
-    stream.set_write_timeout(Some(patience))?;
+    let mut stream = connect(socket, patience)?;
     let mut reply = String::new();
     let request = format!("{}\n", command.name());
-    stream.write_all(request.as_bytes()).and_then(|()| stream.read_to_string(&mut reply)).map_err(|error| {
-        // What the kernel says of a limit that is over is of no use to anybody.
-        let late = error.kind() == io::ErrorKind::WouldBlock;
-        if late { io::Error::new(io::ErrorKind::TimedOut, format!("no word in {patience:?}")) } else { error }
-    })?;
+    let asked = stream.write_all(request.as_bytes()).and_then(|()| stream.read_to_string(&mut reply));
+    asked.map_err(|error| in_time(error, patience))?;
     Ok(reply)
 }
 
@@ -209,13 +218,12 @@ pub fn ask(socket: &Path, command: Command, patience: Duration) -> io::Result<St
 /// # Errors
 /// As [`ask`], as long as it has not agreed.
 pub fn stop(socket: &Path, patience: Duration) -> io::Result<Option<Ended>> {
-    let mut stream = UnixStream::connect(socket)?;
-    stream.set_read_timeout(Some(patience))?;
-    stream.set_write_timeout(Some(patience))?;
-    stream.write_all(format!("{}\n", Command::Stop.name()).as_bytes())?;
+    let late = |error| in_time(error, patience);
+    let mut stream = connect(socket, patience)?;
+    stream.write_all(format!("{}\n", Command::Stop.name()).as_bytes()).map_err(late)?;
     let mut reader = BufReader::new(&stream);
     let mut line = String::new();
-    reader.read_line(&mut line)?;
+    reader.read_line(&mut line).map_err(late)?;
     stream.set_read_timeout(None)?;
     // The first line may come second where there is nothing to write back. A mount that dies says no more.
     loop {
@@ -254,6 +262,36 @@ mod tests {
         let said = |bytes| Lost { name: "a".into(), bytes, error: "EIO".into() }.to_string();
         assert_eq!(said(4096), "4096 bytes of a could not be written and are lost: EIO");
         assert_eq!(said(0), "a was written, but fsync failed, and a crash may lose what was written last: EIO");
+    }
+
+    #[test]
+    fn who_says_nothing_is_late_whatever_it_was_asked() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let _listener = UnixListener::bind(&path).unwrap();
+        let patience = Duration::from_millis(50);
+        let late = |asked: io::Result<()>| {
+            let error = asked.unwrap_err();
+            assert_eq!((error.kind(), error.to_string()), (io::ErrorKind::TimedOut, "no word in 50ms".to_owned()));
+        };
+        late(ask(&path, Command::Status, patience).map(drop));
+        late(stop(&path, patience).map(drop));
+        // Nor is the connection waited for.
+        let (_few, few) = (sock_of_few(&dir.path().join("few")), dir.path().join("few"));
+        let mut waiting = Vec::new();
+        while let Ok(connection) = connect(&few, patience) {
+            waiting.push(connection);
+        }
+        late(ask(&few, Command::Status, patience).map(drop));
+    }
+
+    /// A listener that has room for few who wait.
+    fn sock_of_few(path: &Path) -> rustix::fd::OwnedFd {
+        use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
+        let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+        rustix::net::bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
+        rustix::net::listen(&socket, 1).unwrap();
+        socket
     }
 
     #[test]

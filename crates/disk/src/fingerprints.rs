@@ -201,13 +201,22 @@ pub struct FingerprintDir {
 }
 
 impl FingerprintDir {
-    /// Opens `path`, making it and its key where they are missing.
+    /// Opens `path`, making it and its key where they are missing, but no directory above it: a typing error shall not.
     ///
     /// # Errors
     /// The directory or the key cannot be made or read.
     pub fn open(path: &Path) -> std::io::Result<Self> {
         use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
-        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+        match std::fs::DirBuilder::new().mode(0o700).create(path) {
+            Err(_) if path.is_dir() => {}
+            Err(error) => {
+                return Err(std::io::Error::new(
+                    error.kind(),
+                    format!("{error}; name a directory, or where one can be made"),
+                ));
+            }
+            Ok(()) => {}
+        }
         let key_path = path.join("key");
         let key = match std::fs::read(&key_path) {
             Ok(bytes) => bytes.try_into().ok(),
@@ -356,6 +365,17 @@ mod tests {
         assert_eq!(known.block_count(), 1);
         known.forget(0..u64::MAX);
         assert_eq!(known.block_count(), 0);
+    }
+
+    #[test]
+    fn a_typing_error_makes_no_directories() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("file"), "").unwrap();
+        for name in ["none/fp", "file", "file/fp"] {
+            let error = FingerprintDir::open(&dir.path().join(name)).map(drop).unwrap_err().to_string();
+            assert!(error.ends_with("; name a directory, or where one can be made"), "{error}");
+        }
+        assert!(!dir.path().join("none").exists());
     }
 
     #[test]

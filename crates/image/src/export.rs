@@ -235,7 +235,10 @@ pub fn oci(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &P
         return Err(Error::Refused(format!("{}: not a directory; give a new one", dir.display())));
     }
     let is_new = !dir.exists();
-    fs::create_dir_all(dir).at_output(dir)?;
+    if is_new {
+        // And none above it: a typing error shall not.
+        fs::create_dir(dir).at_output(dir)?;
+    }
     if fs::read_dir(dir).at_output(dir)?.next().is_some() {
         return Err(Error::Refused(format!("{}: not empty; give a new directory", dir.display())));
     }

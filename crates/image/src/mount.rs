@@ -452,6 +452,18 @@ fn in_use(upper: &Path, user: bool) -> bool {
     attempt().is_err_and(is_busy)
 }
 
+/// Makes the directory `upper`, and none above it: a typing error shall not.
+fn make_upper(upper: &Path) -> Result<()> {
+    match fs::create_dir(upper) {
+        Err(_) if upper.is_dir() => Ok(()),
+        Err(error) => {
+            let cure = "give a directory, or where one can be made";
+            Err(Error::Refused(format!("mount: --upper {}: {error}; {cure}", upper.display())))
+        }
+        Ok(()) => Ok(()),
+    }
+}
+
 /// Makes the directories of `upper`, and notes in it whose changes it has: over another image they would be taken for
 /// changes of that one's files, and an old size and mode be shown over new bytes. Two mounts at once would not know of
 /// each other's changes, so the second is refused. So are changes over the image's shelf where that is not `shelved`: of a
@@ -465,12 +477,7 @@ fn prepare_upper(
     shelved: bool,
 ) -> Result<(File, Vec<String>)> {
     let (root, note, shelf_note) = (upper.join("upper"), upper.join("image"), upper.join("shelved"));
-    fs::create_dir_all(upper).map_err(|error| match error.kind() {
-        io::ErrorKind::AlreadyExists | io::ErrorKind::NotADirectory => {
-            Error::Refused(format!("mount: --upper {}: {error}; give a directory", upper.display()))
-        }
-        _ => Error::Io { path: upper.into(), source: error },
-    })?;
+    make_upper(upper)?;
     let lock = File::open(upper).at(upper)?;
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).at(upper)?;
     let there = root.exists();
@@ -1029,6 +1036,21 @@ mod tests {
     use super::*;
     use crate::tree::{Inode, Meta};
     use std::process::Command;
+
+    #[test]
+    fn a_mistyped_place_for_changes_makes_no_directories() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("file"), "").unwrap();
+        for name in ["none/upper", "file", "file/upper"] {
+            let error = make_upper(&dir.path().join(name)).unwrap_err().to_string();
+            assert!(error.ends_with("; give a directory, or where one can be made"), "{error}");
+        }
+        assert!(!dir.path().join("none").exists());
+        let new = dir.path().join("new");
+        for _ in 0..2 {
+            make_upper(&new).unwrap();
+        }
+    }
 
     #[test]
     fn a_path_too_long_for_a_directory_is_one_short_line() {

@@ -108,6 +108,11 @@ pub fn status(pid: i32) -> String {
     lossy(pid, "status").unwrap_or_default()
 }
 
+/// True if `pid` is stopped by a signal, as by Ctrl-Z.
+pub fn is_stopped(pid: i32) -> bool {
+    fs::read(format!("/proc/{pid}/stat")).is_ok_and(|stat| crate::stat::field(&stat, 3) == Some("T"))
+}
+
 /// Processor time that `pid` used, user and system, in nanoseconds; threads that ended included.
 pub fn cpu_ns(pid: i32) -> Option<u64> {
     // The kernel's largest. The number of a clock has room for 29 bits of it: a larger one would name another's clock.

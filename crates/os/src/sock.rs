@@ -88,6 +88,23 @@ pub fn listen(path: &[u8]) -> Result<Fd> {
     Ok(socket)
 }
 
+/// True unless whoever listened at the socket `path` is gone, or there is no such socket: of whatever kind it is, and whether
+/// we may connect or not. Nobody is waited for.
+///
+/// # Errors
+/// As socket(2); `ENAMETOOLONG` if the path does not fit.
+pub fn is_served(path: &[u8]) -> Result<bool> {
+    let kind = libc::SOCK_STREAM | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
+    // SAFETY: numbers only.
+    let fd = unsafe { syscall!(libc::SYS_socket, libc::AF_UNIX, kind, 0) }?;
+    // SAFETY: just made, ours.
+    let socket = unsafe { Fd::from_raw(fd as i32) };
+    let (addr, len) = address(path)?;
+    // SAFETY: the address outlives the call.
+    let connected = retry(|| unsafe { syscall!(libc::SYS_connect, socket.raw(), core::ptr::from_ref(&addr), len) });
+    Ok(!matches!(connected, Err(Errno(libc::ECONNREFUSED | libc::ENOENT))))
+}
+
 /// Accepts one connection.
 ///
 /// # Errors
@@ -140,6 +157,17 @@ pub fn set_timeout(socket: &Fd, timeout_ms: u64) -> Result<()> {
         }?;
     }
     Ok(())
+}
+
+/// What an error means on a socket whose calls may take `limit`, by [`set_timeout`] or as the standard library sets it: once
+/// that is over the kernel says "try again", which tells nobody anything, and this says [`TimedOut`](std::io::ErrorKind).
+#[cfg(feature = "std")]
+pub fn in_time(error: std::io::Error, limit: core::time::Duration) -> std::io::Error {
+    use std::io::{Error, ErrorKind};
+    match error.kind() {
+        ErrorKind::WouldBlock => Error::new(ErrorKind::TimedOut, format!("no word in {limit:?}")),
+        _ => error,
+    }
 }
 
 #[repr(C, align(8))]
@@ -266,6 +294,24 @@ pub fn receive(socket: &Fd, buffer: &mut [u8], flags: i32) -> Result<(usize, Fds
 #[cfg(all(test, feature = "std"))]
 mod tests {
     use super::*;
+
+    /// Who asks need not speak as the one that listens does, and what is no socket is nobody's.
+    #[test]
+    fn a_listener_is_there_for_every_kind_of_socket_until_it_is_gone() {
+        use std::os::unix::ffi::OsStrExt;
+        let dir = std::env::temp_dir().join(format!("pagefold-served-{}", std::process::id()));
+        std::fs::create_dir(&dir).unwrap();
+        let at = |name: &str| dir.join(name);
+        let served = |name: &str| is_served(at(name).as_os_str().as_bytes());
+        let packets = listen(at("packets").as_os_str().as_bytes());
+        let stream = std::os::unix::net::UnixListener::bind(at("stream"));
+        let there = [served("packets"), served("stream"), served("none")];
+        drop((packets, stream));
+        let gone = [served("packets"), served("stream")];
+        std::fs::remove_dir_all(&dir).unwrap();
+        assert_eq!((there, gone), ([Ok(true), Ok(true), Ok(false)], [Ok(false), Ok(false)]));
+        assert!(is_served(&[b'a'; 108]).is_err());
+    }
 
     /// The name has its mode as soon as it is there: bind(2) gives it the one that the socket has by then.
     #[test]

@@ -4,10 +4,11 @@ use super::wire::{self, Command, DATA_BYTES_MAX, OPTION_BYTES_MAX, Request, can,
 use crate::control::accept_all;
 use crate::engine::{Engine, Handle, is_refusal};
 use crate::error::Error;
-use pagefold_os::sock::PATH_BYTES_MAX;
+use pagefold_os::sock::{PATH_BYTES_MAX, is_served};
 use parking_lot::{Condvar, Mutex};
 use std::cell::Cell;
 use std::io::{self, Read, Write};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
@@ -87,23 +88,29 @@ impl Disk for Handle {
     }
 }
 
+/// Removes the socket at `path` that a process which is gone has left there.
+fn clear(path: &Path) -> io::Result<()> {
+    if path.as_os_str().len() > PATH_BYTES_MAX {
+        let why = format!("a socket's path has {PATH_BYTES_MAX} bytes at most; name a shorter one");
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+    }
+    // Not of our kind, perhaps: a daemon's socket takes packets.
+    if is_served(path.as_os_str().as_bytes())? {
+        return Err(io::Error::new(io::ErrorKind::AddrInUse, "a process serves there already; name another"));
+    }
+    match std::fs::symlink_metadata(path) {
+        Ok(there) if std::os::unix::fs::FileTypeExt::is_socket(&there.file_type()) => std::fs::remove_file(path),
+        Ok(_) => Err(io::Error::new(io::ErrorKind::AlreadyExists, "is there and is no socket; name another")),
+        Err(_) => Ok(()),
+    }
+}
+
 /// Serves the engine's images on a Unix socket at `path`; returns the path, for removal.
 ///
 /// # Errors
 /// The socket cannot be made; another server answers there.
 pub fn listen(engine: Arc<Engine>, path: &Path) -> io::Result<PathBuf> {
-    if path.as_os_str().len() > PATH_BYTES_MAX {
-        let why = format!("a socket's path has {PATH_BYTES_MAX} bytes at most; name a shorter one");
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
-    }
-    if UnixStream::connect(path).is_ok() {
-        return Err(io::ErrorKind::AddrInUse.into());
-    }
-    match std::fs::symlink_metadata(path) {
-        Ok(there) if std::os::unix::fs::FileTypeExt::is_socket(&there.file_type()) => std::fs::remove_file(path)?,
-        Ok(_) => return Err(io::Error::new(io::ErrorKind::AlreadyExists, "is there and is no socket; name another")),
-        Err(_) => {}
-    }
+    clear(path)?;
     let listener = UnixListener::bind(path)?;
     std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
     let connections = Arc::new(AtomicUsize::new(0));
@@ -645,6 +652,19 @@ mod tests {
         client.set_read_timeout(Some(PATIENT)).unwrap();
         client.write_all(&choose()).unwrap();
         client.read_exact(&mut [0; 18 + 10]).unwrap();
+    }
+
+    #[test]
+    fn only_what_nobody_serves_gives_its_place() {
+        let dir = tempfile::tempdir().unwrap();
+        let [packets, gone, file] = ["packets", "gone", "file"].map(|name| dir.path().join(name));
+        let _daemon = pagefold_os::sock::listen(packets.as_os_str().as_bytes()).unwrap();
+        drop(UnixListener::bind(&gone).unwrap());
+        std::fs::write(&file, "precious").unwrap();
+        let refused = [&packets, &file].map(|path| clear(path).unwrap_err().kind());
+        assert_eq!(refused, [io::ErrorKind::AddrInUse, io::ErrorKind::AlreadyExists]);
+        clear(&gone).unwrap();
+        assert_eq!([packets.exists(), file.exists(), gone.exists()], [true, true, false]);
     }
 
     #[test]

@@ -106,6 +106,14 @@ fn make_dir(path: &Path, mode: u32) -> Result<()> {
     fs::DirBuilder::new().recursive(true).mode(mode).create(path).at(path)
 }
 
+/// Refuses a store that is there and no directory.
+fn refuse_file(root: &Path) -> Result<()> {
+    if fs::metadata(root).is_ok_and(|meta| !meta.is_dir()) {
+        return Err(Error::Refused(format!("{}: not a directory; give --store another place", root.display())));
+    }
+    Ok(())
+}
+
 /// Refuses what cannot be a domain's name.
 ///
 /// # Errors
@@ -159,9 +167,7 @@ impl Store {
     pub fn open(root: &Path, domain: &str) -> Result<Self> {
         check_domain(domain)?;
         let format_path = root.join(FORMAT_FILE);
-        if fs::metadata(root).is_ok_and(|meta| !meta.is_dir()) {
-            return Err(Error::Refused(format!("{}: not a directory; give --store another place", root.display())));
-        }
+        refuse_file(root)?;
         make_dir(root, 0o700)?;
         let root = &root.canonicalize().at(root)?;
         if !format_path.exists() {
@@ -233,6 +239,7 @@ impl Store {
     /// As [`Store::open`].
     pub fn open_existing(root: &Path, domain: &str) -> Result<Option<Self>> {
         check_domain(domain)?;
+        refuse_file(root)?;
         let dir = root.join("domains").join(domain);
         match fs::metadata(&dir) {
             Ok(_) => Self::open(root, domain).map(Some),
