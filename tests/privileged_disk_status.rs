@@ -85,7 +85,7 @@ fn a_mount_shows_in_status_metrics_and_doctor_and_ends_cleanly() {
     let other = std::os::unix::net::UnixListener::bind(base.path().join("run/daemon.sock")).expect("a socket");
     let refused = tool(&["status"]).output().expect("status");
     let errors = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(refused.status.code() == Some(1) && errors.contains("does not answer"), "{errors}");
+    assert!(refused.status.code() == Some(1) && errors.contains("is another program"), "{errors}");
     drop(other);
 
     let (socket, metrics) = (text(&base.path().join("d")), base.path().join("m"));

@@ -49,6 +49,7 @@ impl Agent {
         if !self.is_huge(span) || !self.has_whole() {
             return false;
         }
+        self.read_slots(pieces);
         let _held = self.lock_guard();
         if self.is_excluded(span) {
             return false;
@@ -81,6 +82,18 @@ impl Agent {
             self.forget_whole();
         }
         merged
+    }
+
+    /// Brings the slots into the page table and the cache: what the comparison finds there nobody waits for.
+    fn read_slots(&self, pieces: &[Piece]) {
+        const LINE: usize = 64;
+        for piece in pieces.iter().filter(|piece| piece.segment != PIECE_ZERO) {
+            let Some(slots) = self.slots(piece.segment, piece.slot, piece.pages) else { continue };
+            for line in (0..piece.pages as usize * PAGE_SIZE).step_by(LINE) {
+                // SAFETY: `slots` points at the slots of the piece, in a mapped segment.
+                unsafe { slots.cast::<u8>().add(line).read_volatile() };
+            }
+        }
     }
 
     /// True if one huge page is at `range`.

@@ -154,7 +154,7 @@ fn perform(daemon: &Arc<Daemon>, request: &Request) -> Answer {
 }
 
 /// How long a daemon may take for a question, and for a sign of life while it does what takes longer.
-pub const PATIENCE: Duration = Duration::from_secs(5);
+pub const PATIENCE: Duration = Duration::from_secs(15);
 
 /// Time between two looks at how a daemon that says nothing is.
 const LOOK: Duration = Duration::from_secs(1);
