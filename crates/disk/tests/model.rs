@@ -419,6 +419,7 @@ fn fingerprints_that_are_gone_with_their_directory_keep_nothing_from_the_disk() 
     let config = Config { key: FingerprintKey::Strong([5; 32]), cache_bytes: 16 << 20, ..Config::default() };
     let dir = tempfile::tempdir().unwrap();
     let kept = dir.path().join("deep/fp");
+    std::fs::create_dir(dir.path().join("deep")).unwrap();
     let store = pagefold_disk::fingerprints::FingerprintDir::open(&kept).unwrap();
     let cache = Cache::new(config).unwrap();
     let file = Arc::new(SimFile::new(vec![3; 1 << 16]));
