@@ -30,11 +30,28 @@ impl Agent {
     pub(crate) fn hold_pool(&self, range: Range) {
         // Missing mode never triggers, for every page of the file exists. Minor mode does for pages that are not mapped:
         // after a discard, or when the kernel took them back.
-        let _ = self.hold.register(range, uffd::MODE_MISSING | uffd::MODE_MINOR | uffd::MODE_WP);
+        self.register_pool(range, uffd::MODE_MISSING | uffd::MODE_MINOR | uffd::MODE_WP);
         // Only what is the file's page at that very moment: a private copy (the page was written already) stays as it is,
         // so that the daemon's next look finds it.
         let query = pagemap::Query { all_of: pagemap::MERGED, flags: pagemap::PROTECT, ..Default::default() };
         let _ = pagemap::protect(&self.pagemap, range, query);
+    }
+
+    /// Has the kernel tell us of discards in `range`, parts of which have just been mapped from the pool: before it is read in, and
+    /// so before [`hold_pool`](Self::hold_pool), for in these modes it would be read in page by page, and by us.
+    pub(crate) fn hear_discards(&self, range: Range) {
+        self.register_pool(range, uffd::MODE_MISSING);
+    }
+
+    /// Registers what shows the pool in `range`.
+    fn register_pool(&self, range: Range, mode: u64) {
+        if self.hold.register(range, mode).is_err() {
+            // Something else lies there too, fresh memory where a discard was answered: the kernel takes all or nothing.
+            let _ = self.maps.pools(range, |part, _| {
+                let _ = self.hold.register(part, mode);
+                false
+            });
+        }
     }
 
     /// Takes charge of the merged pages that are there already: an earlier agent's, or a parent's.
@@ -79,7 +96,7 @@ impl Agent {
     }
 
     /// Answers what waits while there is no daemon.
-    pub(super) fn serve_alone(&self) {
+    pub(crate) fn serve_alone(&self) {
         serve_each(&self.hold, |event| serve_event(&self.hold, &self.maps, None, None, event));
         SHARED.guard.try_lock(AGENT).iter().for_each(give_owed);
     }
