@@ -373,6 +373,36 @@ mod tests {
         });
     }
 
+    /// As in a forked child, which has the page table of its parent where that had written something.
+    #[test]
+    fn what_is_not_there_is_mapped_as_pages() {
+        begin(|mut agent, at| {
+            let mut outcomes = [Outcome::default(); 8];
+            assert!(agent.remap_whole(&pieces_at(at, 0), &mut outcomes));
+            let span = Range { start: at, end: at + HUGE_LEN };
+            let there = || {
+                let query = Query { all_of: pagemap::PRESENT, report: pagemap::PRESENT, ..Query::default() };
+                let mut found = [pagemap::Region::default(); 64];
+                let (count, _) = pagemap::scan(&agent.pagemap, span, query, &mut found).unwrap();
+                found[..count].iter().map(|region| (region.end - region.start) / PAGE).sum::<u64>()
+            };
+            for gone in [0..0, 0..512, 0..1, 511..512, 100..300] {
+                agent.hold.unregister(span).unwrap();
+                let range = Range { start: at + gone.start * PAGE, end: at + gone.end * PAGE };
+                // SAFETY: the test's memory; nobody hears of it, so the slots are there again.
+                unsafe {
+                    mem::advise(range.start, range.len(), libc::MADV_DONTNEED).unwrap();
+                    ((at + 200 * PAGE) as *mut u64).write_volatile(201);
+                }
+                assert!(there() >= HUGE_PAGES as u64 - (gone.end - gone.start));
+                agent.hold_pool(span);
+                agent.map_as_pages(span);
+                assert_eq!(there(), HUGE_PAGES as u64, "{gone:?}");
+                assert!((0..HUGE_PAGES).all(|page| shown(at, page) == content(page)));
+            }
+        });
+    }
+
     /// Merges the pieces whole, or one by one; returns whether all are merged.
     fn merge(agent: &mut Agent, pieces: &[Piece; 8], whole: bool) -> bool {
         let mut outcomes = [Outcome::default(); 8];

@@ -76,13 +76,27 @@ impl Agent {
     }
 
     /// Maps what the page cache has for `part`, page by page: as a huge page it would be split by the first write to it, and then
-    /// each of its pages would have to come back.
-    fn map_as_pages(&self, part: Range) {
-        let mut rest = part;
-        while !rest.is_empty() {
-            let (done, error) = self.hold.map_cached(rest, uffd::DONTWAKE);
-            // What does not come now, for it is mapped already or a discard is under way, comes when it is asked for.
-            rest.start += done + if error.is_some() { PAGE } else { 0 };
+    /// each of its pages would have to come back. Who touches a page meanwhile waits for the end of a step at most.
+    pub(crate) fn map_as_pages(&self, part: Range) {
+        const ABSENT: pagemap::Query = pagemap::Query {
+            all_of: pagemap::PRESENT,
+            inverted: pagemap::PRESENT,
+            report: pagemap::PRESENT,
+            any_of: 0,
+            flags: 0,
+        };
+        let mut step = Range { start: part.start, end: part.start };
+        while step.end < part.end {
+            step = Range { start: step.end, end: part.end.min(step.end + HUGE_LEN) };
+            // A child has copies of the page tables where its parent had written anything.
+            while !step.is_empty() {
+                let mut found = [pagemap::Region::default()];
+                let Ok((1, _)) = pagemap::scan(&self.pagemap, step, ABSENT, &mut found) else { break };
+                let absent = Range { start: found[0].start, end: found[0].end };
+                let (done, error) = self.hold.map_cached(absent, 0);
+                // What does not come now, for it is there already or a discard is under way, comes when it is asked for.
+                step.start = absent.start + done + if error.is_some() { PAGE } else { 0 };
+            }
         }
     }
 
