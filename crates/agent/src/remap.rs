@@ -82,6 +82,9 @@ impl Agent {
         for (piece, outcome) in pieces.iter().zip(outcomes.iter_mut()) {
             self.map_piece(span, piece, outcome, states);
         }
+        if pieces.iter().zip(&*outcomes).any(|(piece, outcome)| outcome.merged > 0 && piece.segment != PIECE_ZERO) {
+            self.hear_discards(span);
+        }
         let all_shown =
             states.iter().all(|state| *state == State::Equal) && pieces.iter().all(|piece| piece.segment != PIECE_ZERO);
         if all_shown {

@@ -580,6 +580,32 @@ fn huge_pages_are_split_only_where_it_pays() {
     }
 }
 
+/// Huge pages are looked up and predicted as ones, wherever their slots begin: with their segment, within, or in two of them. Where
+/// one is not as predicted the rest of it is merged all the same, and those behind it are merged whole.
+#[test]
+fn huge_pages_are_merged_whole_wherever_their_slots_are() {
+    const CHUNKS: u64 = 10;
+    for shift in [0, 37, 300, 490] {
+        let options = Options { huge: true, pages_max: 1 << 14, ..Options::default() };
+        let mut bench = Bench::new(Config { vma_budget: 16_000, ..Config::default() }, options);
+        let content = |page: u64| 2 + page as u32 * 2;
+        bench.add((0..(CHUNKS + 1) * 512).map(content));
+        bench.add((0..(CHUNKS + 1) * 512).map(content));
+        bench.periods(12);
+        let process = bench.machine.spawn();
+        let range = process.map_huge(CHUNKS * 512);
+        (0..CHUNKS * 512).for_each(|page| process.write(range.start + page * PAGE, content(page + shift)));
+        // In the middle, at the begin and at the end of three of them something of its own.
+        let odd = [2 * 512 + 200, 5 * 512, 7 * 512 + 511];
+        odd.iter().for_each(|page| process.write(range.start + page * PAGE, 1_000_001 + *page as u32 * 2));
+        bench.domain.add(Box::new(process.client()));
+        bench.periods(20);
+        assert_eq!(process.slots().len() as u64, CHUNKS * 512 - odd.len() as u64, "shifted by {shift}");
+        assert_eq!(process.merged_whole(), CHUNKS - odd.len() as u64, "shifted by {shift}");
+        assert_eq!(bench.domain.stats().pages_unshared, odd.len() as u64);
+    }
+}
+
 /// A guest on huge pages has all of them probed in one period, and others have their turns meanwhile.
 #[test]
 fn no_step_probes_all_huge_pages() {

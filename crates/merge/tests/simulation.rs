@@ -2,8 +2,11 @@
 //!
 //! `PAGEFOLD_SIM_SEED=N` replays one seed, `PAGEFOLD_SIM_SEEDS=N` runs that many.
 
-use pagefold_merge::Config;
-use pagefold_merge::sim::{Options, Plan, Summary, run};
+use pagefold_merge::client::{Client, Gone, Outcome, Piece, PoolMapping, Written};
+use pagefold_merge::sim::{Machine, Options, Plan, Process, SimClient, Summary, run};
+use pagefold_merge::{Config, Domain};
+use pagefold_os::{Page, Range};
+use pagefold_pool::{Key, Pool};
 
 fn env(name: &str) -> Option<u64> {
     std::env::var(name).ok().and_then(|text| text.parse().ok())
@@ -49,6 +52,39 @@ fn without_the_comparison_the_oracle_finds_wrong_bytes() {
     assert!(failure.what.contains("was written last"), "{failure}");
 }
 
+/// Huge pages that have twins, at rest until their process's other threads act in the middle of a merge.
+#[test]
+fn huge_pages_that_are_merged_whole_show_what_was_written_last() {
+    let (mut whole, mut failures) = (0, Vec::new());
+    for seed in seeds(40) {
+        let options = Options { huge: true, exits: false, interference: 30, pages_max: 1 << 13, ..Options::default() };
+        let machine = Machine::new(seed, options);
+        machine.set_quiet(true);
+        let config = Config { period_ns: 1000, vma_budget: 16_000, ..Config::default() };
+        let domain = Domain::with_key(config, Key::from_seed(seed)).expect("a domain");
+        let mut now_ns = 0;
+        for round in 0..4u32 {
+            // Each time more that shows the same, and some of it moved.
+            let process = machine.spawn();
+            let range = process.map_huge(2 * 512);
+            for page in 0..2 * 512 {
+                process.write(range.start + u64::from(page) * 4096, 2 + (page + round % 2 * 37) * 2);
+            }
+            domain.add(Box::new(StirredByMerges { honest: process.client(), machine: machine.clone() }));
+            for _ in 0..12 {
+                now_ns += 1000;
+                while domain.step_any(now_ns, None, &mut Vec::new()).is_some() {}
+                machine.check();
+            }
+        }
+        failures.extend(machine.failure().or_else(|| domain.audit().pop()).map(|what| format!("seed {seed}: {what}")));
+        whole += machine.processes().iter().map(Process::merged_whole).sum::<u64>();
+    }
+    println!("{whole} huge pages were merged whole");
+    assert!(failures.is_empty(), "{failures:?}");
+    assert!(env("PAGEFOLD_SIM_SEED").is_some() || whole > 50, "{whole} huge pages");
+}
+
 /// With the writers stopped, every duplicate is merged in the end, broken pages included: none is forgotten. Of what the
 /// simulation cannot expect to be merged [`Process::mergeable`](pagefold_merge::sim::Process::mergeable) tells the reasons.
 #[test]
@@ -72,5 +108,47 @@ fn when_writers_rest_every_duplicate_is_merged() {
     assert!(failures.is_empty(), "failing seeds: {failures:?}");
     if env("PAGEFOLD_SIM_SEED").is_none() {
         assert!([all.duplicates, all.no_segment].iter().all(|count| *count > 1000), "the runs did too little: {all:?}");
+    }
+}
+
+/// Other threads act while pages are merged, and else rest: written before, a huge page is not one that is merged whole.
+struct StirredByMerges {
+    honest: SimClient,
+    machine: Machine,
+}
+
+impl Client for StirredByMerges {
+    fn generation(&mut self) -> u64 {
+        self.honest.generation()
+    }
+    fn regions(&mut self) -> Result<Option<Vec<Range>>, Gone> {
+        self.honest.regions()
+    }
+    fn pool_mappings(&mut self) -> Result<Option<Vec<PoolMapping>>, Gone> {
+        self.honest.pool_mappings()
+    }
+    fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
+        self.honest.watch(ranges)
+    }
+    fn touched(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
+        self.honest.touched(range, out)
+    }
+    fn written(&mut self, range: Range, huge: bool, out: &mut Vec<Written>) -> Result<(), Gone> {
+        self.honest.written(range, huge, out)
+    }
+    fn broken(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
+        self.honest.broken(range, out)
+    }
+    fn fetch(&mut self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) -> Result<(), Gone> {
+        self.honest.fetch(runs, out, readable)
+    }
+    fn remap(&mut self, pool: &Pool, pieces: &[Piece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
+        self.machine.set_quiet(false);
+        let done = self.honest.remap(pool, pieces, out);
+        self.machine.set_quiet(true);
+        done
+    }
+    fn heal(&mut self, ranges: &[Range], out: &mut Vec<bool>) -> Result<(), Gone> {
+        self.honest.heal(ranges, out)
     }
 }

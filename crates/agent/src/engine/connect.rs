@@ -204,11 +204,11 @@ fn set_up(channel_fd: Fd, (pagemap, maps): (Fd, Maps), device: Option<&Fd>, left
     // What a child shares cannot be moved back.
     mark_own(&staging);
     watch_staging(&watch, &staging)?;
+    let heap = Heap::new(device)?;
+    let is_new = new.is_some();
     STAGING.store(staging.addr(), Ordering::Relaxed);
     // What an agent before this one had is unmapped.
     WHOLE.store(0, Ordering::Relaxed);
-    let heap = Heap::new(device)?;
-    let is_new = new.is_some();
     // From here on nothing fails: merged ranges hang on it.
     let hold = new.or_else(|| left.take().map(|agent| agent.hold)).ok_or(Errno(libc::EBADF))?;
     let agent = Agent {
@@ -263,6 +263,25 @@ fn dump_merged_pages() {
     let _ = file.write(&out);
 }
 
+/// For tests: there is one agent in a process.
+#[cfg(test)]
+pub(crate) fn one_at_a_time() -> std::sync::MutexGuard<'static, ()> {
+    static ONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    ONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// For tests: an agent without a daemon, which has `segment` as the first; `None` if there is no userfaultfd.
+#[cfg(test)]
+pub(crate) fn alone(segment: Fd) -> Option<Agent> {
+    let channel = memfd::create(c"channel", CHANNEL_LEN as u64).ok()?;
+    memfd::add_seals(&channel, memfd::SEAL_SHRINK).ok()?;
+    let mut agent = set_up(channel, open_files().ok()?, uffd::open_device().ok().as_ref(), &mut None).ok()?;
+    let (len, _) = memfd::len_and_inode(segment.raw()).ok()?;
+    let map = mem::Mapping::file(segment.raw(), 0, len as usize, libc::PROT_READ, libc::MAP_SHARED).ok()?;
+    agent.segments[0] = Some(super::Segment { id: 0, fd: segment, map, pages: (len / PAGE_SIZE as u64) as u32 });
+    Some(agent)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -270,6 +289,7 @@ mod tests {
     /// A thread that connects again has told the daemon before what it took until then.
     #[test]
     fn what_an_agent_costs_is_told_once() {
+        let _one = one_at_a_time();
         let connect = || {
             let channel = memfd::create(c"channel", CHANNEL_LEN as u64).unwrap();
             memfd::add_seals(&channel, memfd::SEAL_SHRINK).unwrap();

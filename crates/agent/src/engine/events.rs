@@ -30,11 +30,28 @@ impl Agent {
     pub(crate) fn hold_pool(&self, range: Range) {
         // Missing mode never triggers, for every page of the file exists. Minor mode does for pages that are not mapped:
         // after a discard, or when the kernel took them back.
-        let _ = self.hold.register(range, uffd::MODE_MISSING | uffd::MODE_MINOR | uffd::MODE_WP);
+        self.register_pool(range, uffd::MODE_MISSING | uffd::MODE_MINOR | uffd::MODE_WP);
         // Only what is the file's page at that very moment: a private copy (the page was written already) stays as it is,
         // so that the daemon's next look finds it.
         let query = pagemap::Query { all_of: pagemap::MERGED, flags: pagemap::PROTECT, ..Default::default() };
         let _ = pagemap::protect(&self.pagemap, range, query);
+    }
+
+    /// Has the kernel tell us of discards in `range`, parts of which have just been mapped from the pool: before it is read in, and
+    /// so before [`hold_pool`](Self::hold_pool), for in these modes it would be read in page by page, and by us.
+    pub(crate) fn hear_discards(&self, range: Range) {
+        self.register_pool(range, uffd::MODE_MISSING);
+    }
+
+    /// Registers what shows the pool in `range`.
+    fn register_pool(&self, range: Range, mode: u64) {
+        if self.hold.register(range, mode).is_err() {
+            // Something else lies there too, fresh memory where a discard was answered: the kernel takes all or nothing.
+            let _ = self.maps.pools(range, |part, _| {
+                let _ = self.hold.register(part, mode);
+                false
+            });
+        }
     }
 
     /// Takes charge of the merged pages that are there already: an earlier agent's, or a parent's.
@@ -59,13 +76,27 @@ impl Agent {
     }
 
     /// Maps what the page cache has for `part`, page by page: as a huge page it would be split by the first write to it, and then
-    /// each of its pages would have to come back.
-    fn map_as_pages(&self, part: Range) {
-        let mut rest = part;
-        while !rest.is_empty() {
-            let (done, error) = self.hold.map_cached(rest, uffd::DONTWAKE);
-            // What does not come now, for it is mapped already or a discard is under way, comes when it is asked for.
-            rest.start += done + if error.is_some() { PAGE } else { 0 };
+    /// each of its pages would have to come back. Who touches a page meanwhile waits for the end of a step at most.
+    pub(crate) fn map_as_pages(&self, part: Range) {
+        const ABSENT: pagemap::Query = pagemap::Query {
+            all_of: pagemap::PRESENT,
+            inverted: pagemap::PRESENT,
+            report: pagemap::PRESENT,
+            any_of: 0,
+            flags: 0,
+        };
+        let mut step = Range { start: part.start, end: part.start };
+        while step.end < part.end {
+            step = Range { start: step.end, end: part.end.min(step.end + HUGE_LEN) };
+            // A child has copies of the page tables where its parent had written anything.
+            while !step.is_empty() {
+                let mut found = [pagemap::Region::default()];
+                let Ok((1, _)) = pagemap::scan(&self.pagemap, step, ABSENT, &mut found) else { break };
+                let absent = Range { start: found[0].start, end: found[0].end };
+                let (done, error) = self.hold.map_cached(absent, 0);
+                // What does not come now, for it is there already or a discard is under way, comes when it is asked for.
+                step.start = absent.start + done + if error.is_some() { PAGE } else { 0 };
+            }
         }
     }
 
@@ -79,7 +110,7 @@ impl Agent {
     }
 
     /// Answers what waits while there is no daemon.
-    pub(super) fn serve_alone(&self) {
+    pub(crate) fn serve_alone(&self) {
         serve_each(&self.hold, |event| serve_event(&self.hold, &self.maps, None, None, event));
         SHARED.guard.try_lock(AGENT).iter().for_each(give_owed);
     }

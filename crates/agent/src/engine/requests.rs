@@ -168,17 +168,20 @@ impl Agent {
         let mut whole = true;
         while at < count {
             let first: Piece = self.input(at);
-            let ahead = (at..count).take(pieces.len()).map(|index| self.input(index));
-            if let Some(len) = pieces_of_one(ahead).filter(|_| first.follows == 0 || whole) {
-                (0..len).for_each(|index| pieces[index] = self.input(at + index));
-                if self.remap_whole(&pieces[..len], &mut outcomes[..len]) {
-                    for (index, outcome) in outcomes[..len].iter().enumerate() {
-                        self.output(at + index, *outcome);
-                    }
-                    whole = outcomes[..len].iter().all(|outcome| outcome.why == wire::Why::Done as u32);
-                    at += len;
-                    continue;
+            // Each is copied before it is looked at, and not read again.
+            let ahead = pieces.iter_mut().zip(at..count).map(|(piece, index)| {
+                *piece = self.input(index);
+                *piece
+            });
+            if let Some(len) = pieces_of_one(ahead).filter(|_| first.follows == 0 || whole)
+                && self.remap_whole(&pieces[..len], &mut outcomes[..len])
+            {
+                for (index, outcome) in outcomes[..len].iter().enumerate() {
+                    self.output(at + index, *outcome);
                 }
+                whole = outcomes[..len].iter().all(|outcome| outcome.why == wire::Why::Done as u32);
+                at += len;
+                continue;
             }
             let mut len = 0;
             while at + len < count && len < pieces.len() {

@@ -1,6 +1,6 @@
 //! The client's side of the simulation: what agent and kernel do, with the program's threads in between.
 
-use super::memory::{Backing, Entry, File, Frame, Memory, OnFork, PAGE, Process, Shared, pages_of};
+use super::memory::{Backing, Entry, File, Frame, HUGE, Memory, OnFork, PAGE, Process, Shared, pages_of};
 use super::page_of;
 use crate::client::{Client, FETCH_PAGES_MAX, FREEZE_PAGES_MAX, Gone, Outcome, Piece, PoolMapping, Written};
 use pagefold_agent::wire::Why;
@@ -223,13 +223,22 @@ impl Client for SimClient {
         let mut at = 0;
         let mut whole = true;
         while at < pieces.len() {
+            step(&mut memory, shared)?;
+            let wrong = pieces[at].follows && !whole;
+            let huge = pieces_of_one(&pieces[at..]).filter(|len| !wrong && is_huge(&memory, &pieces[at..at + len]));
+            if let Some(len) = huge
+                && remap_span(&mut memory, shared, held, &pieces[at..at + len], true, out)?
+            {
+                whole = out[out.len() - len..].iter().all(|outcome| outcome.why == Why::Done);
+                at += len;
+                continue;
+            }
             let len = pieces[at..].iter().take_while(|piece| piece.span == pieces[at].span).count();
             let span = &pieces[at..at + len];
-            step(&mut memory, shared)?;
-            if span[0].follows && !whole {
+            if wrong {
                 out.extend(span.iter().map(|_| Outcome { merged: 0, why: Why::Changed }));
             } else {
-                remap_span(&mut memory, shared, held, span, out)?;
+                remap_span(&mut memory, shared, held, span, false, out)?;
             }
             whole = out.last().is_some_and(|last| u64::from(last.merged) == span[len - 1].range.pages());
             at += len;
@@ -271,26 +280,47 @@ impl Client for SimClient {
     }
 }
 
-/// Freeze, compare, map: the agent's steps, each with the program's other threads in between.
+/// How many of the first pieces cover exactly the pages of one huge page, side by side.
+fn pieces_of_one(pieces: &[Piece]) -> Option<usize> {
+    let start = pieces.first().map(|piece| piece.range.start).filter(|start| start.is_multiple_of(HUGE))?;
+    let joined = pieces.windows(2).take_while(|pair| pair[0].range.end == pair[1].range.start).count() + 1;
+    pieces[..joined].iter().position(|piece| piece.range.end == start + HUGE).map(|last| last + 1)
+}
+
+/// Whether one huge page is where they are that can be moved as it is.
+fn is_huge(memory: &Memory, pieces: &[Piece]) -> bool {
+    let span = Range { start: pieces[0].range.start, end: pieces[pieces.len() - 1].range.end };
+    let able = |entry: &Entry| {
+        let own = matches!((&entry.backing, entry.frame), (Backing::Anon, Frame::Own { exclusive: true, .. }));
+        own && entry.huge && !entry.pinned
+    };
+    pages_of(span).all(|addr| memory.entries.get(&addr).is_some_and(able))
+}
+
+/// Freeze, compare, map: the agent's steps, each with the program's other threads in between. Returns false if that was to be
+/// done with a huge page as a `whole`, and something is not equal: then it is as it was.
 fn remap_span(
     memory: &mut Memory,
     shared: &Arc<Shared>,
     held: &Held,
     pieces: &[Piece],
+    as_whole: bool,
     out: &mut Vec<Outcome>,
-) -> Result<(), Gone> {
+) -> Result<bool, Gone> {
     let span = Range { start: pieces[0].range.start, end: pieces[pieces.len() - 1].range.end };
     let ascending = pieces.windows(2).all(|pair| pair[0].range.end <= pair[1].range.start);
     let whole = pieces.iter().all(|piece| !piece.range.is_empty() && piece.range.start % PAGE == 0);
-    if !ascending || !whole || span.pages() > FREEZE_PAGES_MAX {
+    if !ascending || !whole || !as_whole && span.pages() > FREEZE_PAGES_MAX {
         shared.fail(format!("pieces that no agent accepts: {pieces:?}"));
         out.extend(pieces.iter().map(|_| Outcome { merged: 0, why: Why::NotPlain }));
-        return Ok(());
+        return Ok(true);
     }
     // What the daemon has listed may have been excluded since.
     if memory.entries.range(span.start..span.end).any(|(_, entry)| entry.excluded) {
-        out.extend(pieces.iter().map(|_| Outcome { merged: 0, why: Why::NotPlain }));
-        return Ok(());
+        if !as_whole {
+            out.extend(pieces.iter().map(|_| Outcome { merged: 0, why: Why::NotPlain }));
+        }
+        return Ok(!as_whole);
     }
     memory.guarded = Some(span);
     let mut found: BTreeMap<u64, Found> = BTreeMap::new();
@@ -301,15 +331,25 @@ fn remap_span(
         }
         (entry.watched, entry.protected) = (false, false);
     }
-    memory.split(span);
+    if !as_whole {
+        memory.split(span);
+    }
     for addr in pages_of(span) {
         found.insert(addr, freeze(memory, addr));
-        step(memory, shared)?;
+        if !as_whole {
+            step(memory, shared)?;
+        }
     }
     let mut outcomes: Vec<Outcome> = Vec::new();
     for piece in pieces {
         outcomes.push(compare(memory, shared, held, piece, &mut found));
         step(memory, shared)?;
+    }
+    let equal = pieces.iter().zip(&outcomes).all(|(piece, outcome)| u64::from(outcome.merged) == piece.range.pages());
+    if as_whole && !equal {
+        found.values_mut().for_each(|found| *found = Found::Staged);
+    } else {
+        memory.split(span);
     }
     // What differs goes back. Whoever discards meanwhile waits for us to read his event.
     for addr in pages_of(span) {
@@ -319,7 +359,8 @@ fn remap_span(
             step(memory, shared)?;
         }
     }
-    for (piece, outcome) in pieces.iter().zip(&mut outcomes) {
+    let mapped = if as_whole && !equal { &[] } else { pieces };
+    for (piece, outcome) in mapped.iter().zip(&mut outcomes) {
         let equal = pages_of(piece.range).take_while(|addr| found[addr] == Found::Equal).count() as u32;
         if equal < outcome.merged {
             *outcome = Outcome { merged: equal, why: Why::Discarded };
@@ -341,8 +382,14 @@ fn remap_span(
     }
     memory.staged.clear();
     memory.wake(shared);
+    if as_whole && !equal {
+        return Ok(false);
+    }
+    if as_whole {
+        memory.whole += 1;
+    }
     out.extend(outcomes);
-    Ok(())
+    Ok(true)
 }
 
 fn freeze(memory: &mut Memory, addr: u64) -> Found {

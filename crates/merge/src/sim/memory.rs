@@ -241,6 +241,8 @@ pub(super) struct Memory {
     pub(super) staged: BTreeMap<u64, Frame>,
     /// The agent holds the guard, and these addresses are registered for missing pages.
     pub(super) guarded: Option<Range>,
+    /// How many huge pages were merged whole.
+    pub(super) whole: u64,
     /// Calls that wait for the guard.
     waiting: Vec<Action>,
     /// Writes to frozen pages: their threads wait.
@@ -369,6 +371,7 @@ impl Shared {
             truth: BTreeMap::new(),
             staged: BTreeMap::new(),
             guarded: None,
+            whole: 0,
             waiting: Vec::new(),
             blocked: Vec::new(),
             events: Vec::new(),
@@ -571,6 +574,11 @@ impl Process {
             (able && !entry.hidden).then_some((*addr, content, merged))
         });
         pages.collect()
+    }
+
+    /// How many of its huge pages were merged whole.
+    pub fn merged_whole(&self) -> u64 {
+        self.lock().whole
     }
 
     /// How many mappings the process has.
