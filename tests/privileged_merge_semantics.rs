@@ -27,6 +27,16 @@ fn scenario_under(daemon_options: &[&str], name: &str, options: &[&str]) {
     daemon.verify();
 }
 
+/// The daemon's client that runs a scenario, which waits for its input, and the first line that it says.
+fn asked(daemon: &Daemon, program: &std::path::Path, name: &str) -> (Reaped, String) {
+    let mut command = daemon.run(&[]);
+    command.arg(program).arg(name).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut client = Reaped(command.spawn().expect("a client"));
+    let mut line = String::new();
+    BufReader::new(client.0.stdout.take().expect("a pipe")).read_line(&mut line).expect("a line");
+    (client, line)
+}
+
 macro_rules! scenarios {
     ($($test:ident: $name:literal $($option:literal)*;)*) => {
         $(#[test] fn $test() { scenario($name, &[$($option),*]); })*
@@ -176,11 +186,7 @@ fn huge_pages_lose_no_write_while_they_are_merged_whole() {
 fn huge_pages_that_have_twins_are_merged_whole() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     let daemon = Daemon::start(&["--no-keeper", "--period", "100ms"]);
-    let mut command = daemon.run(&[]);
-    command.arg(program).arg("huge-whole").stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut client = Reaped(command.spawn().expect("a client"));
-    let mut line = String::new();
-    BufReader::new(client.0.stdout.take().expect("a pipe")).read_line(&mut line).expect("a line");
+    let (mut client, line) = asked(&daemon, program, "huge-whole");
     if line.starts_with("SKIPPED") {
         return skipped(line.trim());
     }
@@ -225,12 +231,7 @@ fn what_is_given_up_waits_for_no_daemon_that_stands_still() {
         return skipped("needs root to give something up");
     }
     let daemon = Daemon::start(&["--no-keeper"]);
-    let mut command = daemon.run(&[]);
-    command.arg(program).arg("less-with-nobody-there").stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut client = Reaped(command.spawn().expect("a client"));
-    let mut line = String::new();
-    let out = client.0.stdout.take().expect("a pipe");
-    BufReader::new(out).read_line(&mut line).expect("a line");
+    let (mut client, line) = asked(&daemon, program, "less-with-nobody-there");
     assert_eq!(line, "ready\n");
     // SAFETY: a child of ours, which is killed when the test ends.
     assert_eq!(unsafe { libc::kill(daemon.pid(), libc::SIGSTOP) }, 0);

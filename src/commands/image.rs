@@ -567,7 +567,8 @@ fn of_input(error: ImageError, name: &str, other: &str) -> ImageError {
     }
 }
 
-/// Whether the input is standard input, after a look whether it is there and can be read. What is typed is no archive, and other devices give bytes for ever.
+/// Whether the input is standard input, after a look whether it is there and can be read. What is typed is no archive, and
+/// other devices give bytes for ever.
 fn is_stdin(path: &Path) -> Result<bool, Error> {
     let stdin = path == Path::new("-");
     if stdin && std::io::stdin().is_terminal() {

@@ -384,10 +384,7 @@ impl Agent {
         self.populate(pieces, outcomes);
         for run in runs(states, |state| *state == State::Equal) {
             let range = Range { start: span.start + run.start as u64 * PAGE, end: span.start + run.end as u64 * PAGE };
-            // One call serves all neighbours, however many mappings they are.
-            self.hold_pool(range);
-            self.keep_attributes(range, false);
-            self.remember_merged(range);
+            self.keep_shown(range);
         }
         for run in runs(states, |state| *state != State::Equal) {
             let range = Range { start: span.start + run.start as u64 * PAGE, end: span.start + run.end as u64 * PAGE };
@@ -403,9 +400,17 @@ impl Agent {
         }
     }
 
+    /// Watches what shows the pool in `range`, and gives it the attributes that the program's memory there had.
+    pub(crate) fn keep_shown(&self, range: Range) {
+        // One call serves all neighbours, however many mappings they are.
+        self.hold_pool(range);
+        self.keep_attributes(range, false);
+        self.remember_merged(range);
+    }
+
     /// Reads in what was mapped, so that no access of the program's has to wait for us: long pieces by windows, and
     /// neighbouring short ones, each a mapping of its own, by one call.
-    fn populate(&self, pieces: &[Piece], outcomes: &[Outcome]) {
+    pub(crate) fn populate(&self, pieces: &[Piece], outcomes: &[Outcome]) {
         let mut short = Range { start: 0, end: 0 };
         for (piece, outcome) in pieces.iter().zip(outcomes) {
             if piece.segment == PIECE_ZERO || outcome.merged == 0 {

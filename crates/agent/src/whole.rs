@@ -217,30 +217,24 @@ impl Agent {
     }
 
     /// Has what was mapped in the page table, and watches all.
-    fn settle_whole(&mut self, span: Range, pieces: &[Piece], outcomes: &[Outcome]) {
+    fn settle_whole(&self, span: Range, pieces: &[Piece], outcomes: &[Outcome]) {
+        self.populate(pieces, outcomes);
         let mut shown = Range { start: span.start, end: span.start };
         for (piece, outcome) in pieces.iter().zip(outcomes) {
             let range = Range::pages_from(piece.addr, u64::from(outcome.merged));
             if piece.segment == PIECE_ZERO || range.is_empty() {
                 self.watch_part(range);
-                continue;
-            }
-            populate::populate(range, &self.pagemap);
-            if shown.end == range.start {
+            } else if shown.end == range.start {
                 shown.end = range.end;
             } else {
-                self.keep_shown(shown);
+                if !shown.is_empty() {
+                    self.keep_shown(shown);
+                }
                 shown = range;
             }
         }
-        self.keep_shown(shown);
-    }
-
-    fn keep_shown(&mut self, range: Range) {
-        if !range.is_empty() {
-            self.hold_pool(range);
-            self.keep_attributes(range, false);
-            self.remember_merged(range);
+        if !shown.is_empty() {
+            self.keep_shown(shown);
         }
     }
 }

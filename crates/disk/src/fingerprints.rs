@@ -206,17 +206,10 @@ impl FingerprintDir {
     /// # Errors
     /// The directory or the key cannot be made or read.
     pub fn open(path: &Path) -> std::io::Result<Self> {
-        use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
-        match std::fs::DirBuilder::new().mode(0o700).create(path) {
-            Err(_) if path.is_dir() => {}
-            Err(error) => {
-                return Err(std::io::Error::new(
-                    error.kind(),
-                    format!("{error}; name a directory, or where one can be made"),
-                ));
-            }
-            Ok(()) => {}
-        }
+        use std::os::unix::fs::OpenOptionsExt;
+        pagefold_os::own::make_last(path, 0o700).map_err(|error| {
+            std::io::Error::new(error.kind(), format!("{error}; name a directory, or where one can be made"))
+        })?;
         let key_path = path.join("key");
         let key = match std::fs::read(&key_path) {
             Ok(bytes) => bytes.try_into().ok(),

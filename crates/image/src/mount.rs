@@ -452,16 +452,12 @@ fn in_use(upper: &Path, user: bool) -> bool {
     attempt().is_err_and(is_busy)
 }
 
-/// Makes the directory `upper`, and none above it: a typing error shall not.
+/// Makes the directory `upper`, and none above it.
 fn make_upper(upper: &Path) -> Result<()> {
-    match fs::create_dir(upper) {
-        Err(_) if upper.is_dir() => Ok(()),
-        Err(error) => {
-            let cure = "give a directory, or where one can be made";
-            Err(Error::Refused(format!("mount: --upper {}: {error}; {cure}", upper.display())))
-        }
-        Ok(()) => Ok(()),
-    }
+    pagefold_os::own::make_last(upper, 0o777).map_err(|error| {
+        let cure = "give a directory, or where one can be made";
+        Error::Refused(format!("mount: --upper {}: {error}; {cure}", upper.display()))
+    })
 }
 
 /// Makes the directories of `upper`, and notes in it whose changes it has: over another image they would be taken for

@@ -1,13 +1,17 @@
 //! What a domain promises of its books, its budget and its memory, each on a machine where nothing else happens.
 
-use pagefold_merge::client::{Client, Gone, Outcome, Piece, PoolMapping, Written};
+mod common;
+
+use common::Scripted;
+use pagefold_merge::client::{Gone, PoolMapping};
 use pagefold_merge::page::State;
-use pagefold_merge::sim::{Machine, Options, Process, SimClient, page_of};
+use pagefold_merge::sim::{Machine, Options, Process, page_of};
 use pagefold_merge::{ClientId, Config, Domain, Unmerged};
-use pagefold_os::{PAGE_SIZE, Page, Range};
-use pagefold_pool::{Key, Pool, Room, SEGMENT_LEN};
+use pagefold_os::{PAGE_SIZE, Range};
+use pagefold_pool::{Key, Room, SEGMENT_LEN};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 const PAGE: u64 = PAGE_SIZE as u64;
@@ -673,54 +677,17 @@ fn twins_that_find_a_page_that_changed_are_merged_with_each_other() {
     assert_eq!(bench.domain.stats().pages_sharing, 400);
 }
 
-/// Says whatever it is told to about its memory, and tells of what it is asked.
-struct Scripted {
-    honest: SimClient,
-    /// Regions and pool mappings.
-    claims: Option<(Vec<Range>, Vec<PoolMapping>)>,
-    /// Called with the names of some calls before they are done.
-    at: Box<dyn FnMut(&'static str) -> Result<(), Gone> + Send>,
-}
-
-impl Client for Scripted {
-    fn generation(&mut self) -> u64 {
-        if self.claims.is_some() { 1 } else { self.honest.generation() }
-    }
-    fn regions(&mut self) -> Result<Option<Vec<Range>>, Gone> {
-        (self.at)("regions")?;
-        self.claims.as_ref().map_or_else(|| self.honest.regions(), |claims| Ok(Some(claims.0.clone())))
-    }
-    fn pool_mappings(&mut self) -> Result<Option<Vec<PoolMapping>>, Gone> {
-        self.claims.as_ref().map_or_else(|| self.honest.pool_mappings(), |claims| Ok(Some(claims.1.clone())))
-    }
-    fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
-        self.honest.watch(ranges)
-    }
-    fn touched(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
-        (self.at)("touched")?;
-        self.honest.touched(range, out)
-    }
-    fn written(&mut self, range: Range, huge: bool, out: &mut Vec<Written>) -> Result<(), Gone> {
-        self.honest.written(range, huge, out)
-    }
-    fn broken(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
-        self.honest.broken(range, out)
-    }
-    fn fetch(&mut self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) -> Result<(), Gone> {
-        (self.at)("fetch")?;
-        self.honest.fetch(runs, out, readable)
-    }
-    fn remap(&mut self, pool: &Pool, pieces: &[Piece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
-        self.honest.remap(pool, pieces, out)
-    }
-    fn heal(&mut self, ranges: &[Range], out: &mut Vec<bool>) -> Result<(), Gone> {
-        if (self.at)("heal").is_err() {
-            // A refusal, as of a client that may be reading from a device.
-            out.resize(out.len() + ranges.len(), false);
-            return Ok(());
-        }
-        self.honest.heal(ranges, out)
-    }
+/// Adds a client that tells when it is asked, and says `said` when the sender is dropped.
+fn add_slow(bench: &Bench, said: Result<(), Gone>) -> (Receiver<()>, Sender<()>) {
+    let (asked, is_asked) = channel();
+    let (answer, answered) = channel::<()>();
+    let at = move |_| {
+        let _ = asked.send(());
+        let _ = answered.recv();
+        said
+    };
+    bench.domain.add(Box::new(Scripted { honest: bench.machine.spawn().client(), claims: None, at: Box::new(at) }));
+    (is_asked, answer)
 }
 
 /// What a worker found due may be paused or given its memory back before it comes to it.
@@ -728,14 +695,7 @@ impl Client for Scripted {
 fn who_was_just_unmerged_is_not_merged_from_an_old_list() {
     for paused in [false, true] {
         let bench = Bench::simple();
-        let (asked, is_asked) = std::sync::mpsc::channel();
-        let (answer, answered) = std::sync::mpsc::channel::<()>();
-        let at = move |_| {
-            asked.send(()).unwrap();
-            let _ = answered.recv();
-            Err(Gone)
-        };
-        bench.domain.add(Box::new(Scripted { honest: bench.machine.spawn().client(), claims: None, at: Box::new(at) }));
+        let (is_asked, answer) = add_slow(&bench, Err(Gone));
         let process = bench.machine.spawn();
         process.map(10);
         let calls = Arc::new(AtomicU32::new(0));
@@ -795,15 +755,7 @@ fn records_keep_to_the_room_that_there_is() {
 #[test]
 fn nobody_waits_with_an_audit() {
     let bench = Bench::simple();
-    let (asked, is_asked) = std::sync::mpsc::channel();
-    let (answer, answered) = std::sync::mpsc::channel::<()>();
-    let at = move |_| {
-        let _ = asked.send(());
-        let _ = answered.recv();
-        Ok(())
-    };
-    let slow = Scripted { honest: bench.machine.spawn().client(), claims: None, at: Box::new(at) };
-    bench.domain.add(Box::new(slow));
+    let (is_asked, answer) = add_slow(&bench, Ok(()));
     let (tell, told) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
         let worker = scope.spawn(|| bench.domain.step_any(0, None, &mut Vec::new()));
@@ -833,14 +785,7 @@ fn nobody_waits_with_an_audit() {
 #[test]
 fn a_client_in_hand_is_not_due() {
     let bench = Bench::simple();
-    let (asked, is_asked) = std::sync::mpsc::channel();
-    let (answer, answered) = std::sync::mpsc::channel::<()>();
-    let at = move |_| {
-        let _ = asked.send(());
-        let _ = answered.recv();
-        Ok(())
-    };
-    bench.domain.add(Box::new(Scripted { honest: bench.machine.spawn().client(), claims: None, at: Box::new(at) }));
+    let (is_asked, answer) = add_slow(&bench, Ok(()));
     assert_eq!(bench.domain.due_ns(), Some(0));
     std::thread::scope(|scope| {
         let worker = scope.spawn(|| bench.domain.step_any(0, None, &mut Vec::new()));

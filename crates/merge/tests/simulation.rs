@@ -2,11 +2,12 @@
 //!
 //! `PAGEFOLD_SIM_SEED=N` replays one seed, `PAGEFOLD_SIM_SEEDS=N` runs that many.
 
-use pagefold_merge::client::{Client, Gone, Outcome, Piece, PoolMapping, Written};
+mod common;
+
+use common::Scripted;
 use pagefold_merge::sim::{Machine, Options, Plan, Process, SimClient, Summary, run};
 use pagefold_merge::{Config, Domain};
-use pagefold_os::{Page, Range};
-use pagefold_pool::{Key, Pool};
+use pagefold_pool::Key;
 
 fn env(name: &str) -> Option<u64> {
     std::env::var(name).ok().and_then(|text| text.parse().ok())
@@ -70,7 +71,7 @@ fn huge_pages_that_are_merged_whole_show_what_was_written_last() {
             for page in 0..2 * 512 {
                 process.write(range.start + u64::from(page) * 4096, 2 + (page + round % 2 * 37) * 2);
             }
-            domain.add(Box::new(StirredByMerges { honest: process.client(), machine: machine.clone() }));
+            domain.add(Box::new(stirred_by_merges(process.client(), &machine)));
             for _ in 0..12 {
                 now_ns += 1000;
                 while domain.step_any(now_ns, None, &mut Vec::new()).is_some() {}
@@ -111,44 +112,17 @@ fn when_writers_rest_every_duplicate_is_merged() {
     }
 }
 
-/// Other threads act while pages are merged, and else rest: written before, a huge page is not one that is merged whole.
-struct StirredByMerges {
-    honest: SimClient,
-    machine: Machine,
-}
-
-impl Client for StirredByMerges {
-    fn generation(&mut self) -> u64 {
-        self.honest.generation()
-    }
-    fn regions(&mut self) -> Result<Option<Vec<Range>>, Gone> {
-        self.honest.regions()
-    }
-    fn pool_mappings(&mut self) -> Result<Option<Vec<PoolMapping>>, Gone> {
-        self.honest.pool_mappings()
-    }
-    fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
-        self.honest.watch(ranges)
-    }
-    fn touched(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
-        self.honest.touched(range, out)
-    }
-    fn written(&mut self, range: Range, huge: bool, out: &mut Vec<Written>) -> Result<(), Gone> {
-        self.honest.written(range, huge, out)
-    }
-    fn broken(&mut self, range: Range, out: &mut Vec<Range>) -> Result<(), Gone> {
-        self.honest.broken(range, out)
-    }
-    fn fetch(&mut self, runs: &[Range], out: &mut [Page], readable: &mut [bool]) -> Result<(), Gone> {
-        self.honest.fetch(runs, out, readable)
-    }
-    fn remap(&mut self, pool: &Pool, pieces: &[Piece], out: &mut Vec<Outcome>) -> Result<(), Gone> {
-        self.machine.set_quiet(false);
-        let done = self.honest.remap(pool, pieces, out);
-        self.machine.set_quiet(true);
-        done
-    }
-    fn heal(&mut self, ranges: &[Range], out: &mut Vec<bool>) -> Result<(), Gone> {
-        self.honest.heal(ranges, out)
-    }
+/// A client of a process whose threads act while pages are merged, and else rest: written before, a huge page is not one that is
+/// merged whole.
+fn stirred_by_merges(honest: SimClient, machine: &Machine) -> Scripted {
+    let machine = machine.clone();
+    let at = move |call| {
+        match call {
+            "remap" => machine.set_quiet(false),
+            "remapped" => machine.set_quiet(true),
+            _ => {}
+        }
+        Ok(())
+    };
+    Scripted { honest, claims: None, at: Box::new(at) }
 }

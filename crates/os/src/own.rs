@@ -50,6 +50,17 @@ pub fn make_own(dir: &Path) -> Result<()> {
     told(ErrorKind::PermissionDenied, format!("{} {must}, and is {is}", dir.display()))
 }
 
+/// Makes the directory `dir` with `mode`, unless it is there, and none above it: a typing error shall not.
+///
+/// # Errors
+/// As mkdir(2).
+pub fn make_last(dir: &Path, mode: u32) -> Result<()> {
+    match std::fs::DirBuilder::new().mode(mode).create(dir) {
+        Err(_) if dir.is_dir() => Ok(()),
+        made => made,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -351,3 +351,22 @@ impl Drop for Pinned {
         self.shared.unpin(self.id);
     }
 }
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::{ColdRegion, RegionError};
+    use crate::{Config, Tier};
+
+    /// A region of `len` bytes with a small tier; `None`, which it says, where there is no userfaultfd for us.
+    pub(crate) fn region(len: usize) -> Option<ColdRegion> {
+        let tier = Tier::create(Config { bytes_max: 4 << 20, ..Config::default() }, None).unwrap();
+        match ColdRegion::new(tier, len) {
+            Ok(region) => Some(region),
+            Err(error @ RegionError::Userfaultfd(_)) => {
+                eprintln!("SKIPPED: {error}");
+                None
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+}

@@ -17,6 +17,9 @@ use pagefold_os::raw::Errno;
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{Range, mem, pagemap};
 
+/// How what shows the pool is watched.
+const HOLD_MODES: u64 = uffd::MODE_MISSING | uffd::MODE_MINOR | uffd::MODE_WP;
+
 impl Agent {
     /// Takes the guard; serves discards while waiting, for their callers may hold it.
     pub(crate) fn lock_guard(&self) -> Held<'static> {
@@ -30,7 +33,7 @@ impl Agent {
     pub(crate) fn hold_pool(&self, range: Range) {
         // Missing mode never triggers, for every page of the file exists. Minor mode does for pages that are not mapped:
         // after a discard, or when the kernel took them back.
-        self.register_pool(range, uffd::MODE_MISSING | uffd::MODE_MINOR | uffd::MODE_WP);
+        self.register_pool(range, HOLD_MODES);
         // Only what is the file's page at that very moment: a private copy (the page was written already) stays as it is,
         // so that the daemon's next look finds it.
         let query = pagemap::Query { all_of: pagemap::MERGED, flags: pagemap::PROTECT, ..Default::default() };
@@ -65,7 +68,7 @@ impl Agent {
                 // SAFETY: reads the pages in; a page that is not mapped would only cost a fault that we answer.
                 let _ = unsafe { mem::advise(part.start, part.len(), libc::MADV_POPULATE_READ) };
             } else if comes {
-                self.hold_pool(part);
+                self.register_pool(part, HOLD_MODES);
                 self.map_as_pages(part);
             }
             self.hold_pool(part);

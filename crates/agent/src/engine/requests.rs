@@ -173,35 +173,11 @@ impl Agent {
                 *piece = self.input(index);
                 *piece
             });
-            if let Some(len) = pieces_of_one(ahead).filter(|_| first.follows == 0 || whole)
-                && self.remap_whole(&pieces[..len], &mut outcomes[..len])
-            {
-                for (index, outcome) in outcomes[..len].iter().enumerate() {
-                    self.output(at + index, *outcome);
-                }
-                whole = outcomes[..len].iter().all(|outcome| outcome.why == wire::Why::Done as u32);
-                at += len;
-                continue;
-            }
-            let mut len = 0;
-            while at + len < count && len < pieces.len() {
-                let piece: Piece = self.input(at + len);
-                if piece.span != first.span {
-                    break;
-                }
-                pieces[len] = piece;
-                len += 1;
-            }
-            let ascending = pieces[..len].windows(2).all(|pair| {
-                pair[0].addr + u64::from(pair[0].pages) * PAGE <= pair[1].addr && pair[0].pages > 0 && pair[1].pages > 0
-            });
-            if first.follows == 1 && !whole {
-                outcomes[..len].fill(Outcome { merged: 0, why: wire::Why::Changed as u32 });
-            } else if ascending {
-                self.remap_span(&pieces[..len], &mut outcomes[..len]);
-            } else {
-                outcomes[..len].fill(Outcome { merged: 0, why: wire::Why::NotPlain as u32 });
-            }
+            let huge = pieces_of_one(ahead).filter(|_| first.follows == 0 || whole);
+            let len = match huge {
+                Some(len) if self.remap_whole(&pieces[..len], &mut outcomes[..len]) => len,
+                _ => self.remap_first(at..count, whole, &mut pieces, &mut outcomes),
+            };
             for (index, outcome) in outcomes[..len].iter().enumerate() {
                 self.output(at + index, *outcome);
             }
@@ -209,6 +185,38 @@ impl Agent {
             at += len;
         }
         Ok(count)
+    }
+
+    /// Merges the first span of the pieces `left`, those before which are merged as a `whole` or not; returns how many pieces it has.
+    fn remap_first(
+        &mut self,
+        left: core::ops::Range<usize>,
+        whole: bool,
+        pieces: &mut [Piece; FREEZE_PAGES_MAX],
+        outcomes: &mut [Outcome; FREEZE_PAGES_MAX],
+    ) -> usize {
+        let first: Piece = self.input(left.start);
+        let mut len = 0;
+        for index in left.take(pieces.len()) {
+            let piece: Piece = self.input(index);
+            if piece.span != first.span {
+                break;
+            }
+            pieces[len] = piece;
+            len += 1;
+        }
+        let (pieces, outcomes) = (&pieces[..len], &mut outcomes[..len]);
+        let ascending = pieces.windows(2).all(|pair| {
+            pair[0].addr + u64::from(pair[0].pages) * PAGE <= pair[1].addr && pair[0].pages > 0 && pair[1].pages > 0
+        });
+        if first.follows == 1 && !whole {
+            outcomes.fill(Outcome { merged: 0, why: wire::Why::Changed as u32 });
+        } else if ascending {
+            self.remap_span(pieces, outcomes);
+        } else {
+            outcomes.fill(Outcome { merged: 0, why: wire::Why::NotPlain as u32 });
+        }
+        len
     }
 
     /// Copies runs of pages to the channel by pwrite(2): the kernel reads them, so a page that is gone is an

@@ -64,7 +64,7 @@ impl Domain {
                 // A huge page is looked up as one: it is split where less than all of it is merged.
                 let room = if whole { CHUNK_PAGES } else { work.block - batched.min(work.block) } as u64;
                 let next = at / CHUNK_LEN * CHUNK_LEN + CHUNK_LEN;
-                let end = if is_whole(work, next) { run.end.min(next) } else { run.end };
+                let end = if at + room * PAGE > next && is_whole(work, next) { run.end.min(next) } else { run.end };
                 // A prediction that failed may have merged what lies behind the page that it failed at.
                 let pages = fresh_pages(work, Range { start: at, end: end.min(at + room * PAGE) });
                 if pages == 0 {
@@ -317,8 +317,11 @@ fn is_fresh(work: &Work, addr: u64) -> bool {
 
 /// True if a huge page of which nothing was looked up yet may begin at `addr`.
 fn is_whole(work: &Work, addr: u64) -> bool {
-    let chunk = work.table.find(addr).filter(|(_, index)| *index == 0).map(|(chunk, _)| chunk);
-    chunk.is_some_and(|chunk| chunk.huge == Huge::Split && chunk.counts.fresh as usize == CHUNK_PAGES)
+    addr.is_multiple_of(CHUNK_LEN)
+        && work
+            .table
+            .find(addr)
+            .is_some_and(|(chunk, _)| chunk.huge == Huge::Split && chunk.counts.fresh as usize == CHUNK_PAGES)
 }
 
 /// How many pages from the start of `range` on are candidates that were not looked up yet.

@@ -269,19 +269,13 @@ fn for_runs(pages: impl Iterator<Item = usize>, max: usize, mut f: impl FnMut(Ra
 
 #[cfg(test)]
 mod tests {
-    use super::super::{ColdRegion, RegionError};
+    use super::super::tests::region;
     use super::*;
-    use crate::Config;
 
     /// Whoever held a lock of the tier is not there to give it back.
     #[test]
     fn a_child_waits_for_no_lock_of_the_tier() {
-        let tier = Tier::create(Config { bytes_max: 4 << 20, ..Config::default() }, None).unwrap();
-        let mut region = match ColdRegion::new(tier, 2 * PAGE_SIZE) {
-            Ok(region) => region,
-            Err(error @ RegionError::Userfaultfd(_)) => return eprintln!("SKIPPED: {error}"),
-            Err(error) => panic!("{error}"),
-        };
+        let Some(mut region) = region(2 * PAGE_SIZE) else { return };
         let shared = region.shared.clone();
         let held = shared.tier.regions.write().unwrap();
         // By a bare call: fork(3) would wait for locks of other threads, too. Without a signal: tests of the keeper have

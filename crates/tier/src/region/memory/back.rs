@@ -214,17 +214,12 @@ impl Shared {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::region::{ColdRegion, RegionError};
-    use crate::{Config, Effort, Tier};
+    use crate::Effort;
+    use crate::region::tests::region;
 
     #[test]
     fn a_page_that_is_on_its_way_back_is_no_fresh_one() {
-        let tier = Tier::create(Config { bytes_max: 4 << 20, ..Config::default() }, None).unwrap();
-        let mut region = match ColdRegion::new(tier, 2 * PAGE_SIZE) {
-            Ok(region) => region,
-            Err(error @ RegionError::Userfaultfd(_)) => return eprintln!("SKIPPED: {error}"),
-            Err(error) => panic!("{error}"),
-        };
+        let Some(mut region) = region(2 * PAGE_SIZE) else { return };
         (0..).zip(&mut *region).for_each(|(at, byte): (usize, _)| *byte = (at * at / 64) as u8 | 1);
         let before = region.to_vec();
         assert_eq!(region.parker().park(0..2 * PAGE_SIZE, Effort::Fast).pages, 2);

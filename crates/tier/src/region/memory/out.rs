@@ -318,8 +318,7 @@ fn scan(pagemap: &Fd, range: Addresses, query: pagemap::Query, mut f: impl FnMut
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::region::{ColdRegion, RegionError};
-    use crate::{Config, Tier};
+    use crate::region::tests::region;
 
     /// Has the calling thread's mincore(2) fail from now on, which says of pages in swap that they are not there; false if
     /// that may not be.
@@ -342,12 +341,7 @@ mod tests {
     /// As systemd's `@system-service` has it.
     #[test]
     fn pages_go_out_where_mincore_is_forbidden() {
-        let tier = Tier::create(Config { bytes_max: 4 << 20, ..Config::default() }, None).unwrap();
-        let mut region = match ColdRegion::new(tier, 3 * PAGE_SIZE) {
-            Ok(region) => region,
-            Err(error @ RegionError::Userfaultfd(_)) => return eprintln!("SKIPPED: {error}"),
-            Err(error) => panic!("{error}"),
-        };
+        let Some(mut region) = region(3 * PAGE_SIZE) else { return };
         // The page between was never there.
         let places = [0, 2].map(|page| page * PAGE_SIZE);
         places.iter().for_each(|start| region[*start..][..PAGE_SIZE].fill(7));
@@ -364,12 +358,7 @@ mod tests {
     /// The program changes a page's rights while it is in the parker's hands, and nobody tells what is there.
     #[test]
     fn a_page_in_hand_goes_back_whatever_the_kernel_tells_of_it() {
-        let tier = Tier::create(Config { bytes_max: 4 << 20, ..Config::default() }, None).unwrap();
-        let mut region = match ColdRegion::new(tier, PAGE_SIZE) {
-            Ok(region) => region,
-            Err(error @ RegionError::Userfaultfd(_)) => return eprintln!("SKIPPED: {error}"),
-            Err(error) => panic!("{error}"),
-        };
+        let Some(mut region) = region(PAGE_SIZE) else { return };
         region.fill(7);
         let shared = &region.shared;
         let staging = lock(&shared.parking).staging.addr();
