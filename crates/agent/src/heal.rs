@@ -4,10 +4,11 @@
 use crate::cold;
 use crate::engine::Agent;
 use crate::own::NURSERY_LEN;
-use crate::remap::{MOVE_TRIES, is_zero, rewatch};
+use crate::remap::{MOVE_TRIES, rewatch};
 use crate::thread::yield_now;
 use crate::wire::FREEZE_PAGES_MAX;
 use pagefold_os::fd::Fd;
+use pagefold_os::page::is_zero;
 use pagefold_os::pagemap::{self, Query};
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd;

@@ -23,6 +23,7 @@ use crate::voids;
 use crate::whole::HUGE_PAGES;
 use crate::wire::{self, FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, Why};
 use core::sync::atomic::Ordering;
+use pagefold_os::page::is_zero;
 use pagefold_os::pagemap::{self, Query};
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd::{self, Uffd};
@@ -471,17 +472,6 @@ const fn half(len: u64) -> u64 {
     (len / PAGE).div_ceil(2) * PAGE
 }
 
-/// True if every byte is zero.
-pub fn is_zero(page: &Page) -> bool {
-    // SAFETY: a page is 512 words, and any bytes are valid words; unaligned reads are asked for.
-    let words = page.as_ptr().cast::<[u64; 8]>();
-    (0..PAGE_SIZE / 64).all(|line| {
-        // SAFETY: `line` stays inside the page.
-        let words = unsafe { core::ptr::read_unaligned(words.add(line)) };
-        words.iter().fold(0, |all, word| all | word) == 0
-    })
-}
-
 /// The runs of neighbouring states for which `wanted` holds, as index ranges.
 fn runs(states: &[State], wanted: impl Fn(&State) -> bool + Copy) -> impl Iterator<Item = core::ops::Range<usize>> {
     // A copy on the stack, so that the caller may change the original while walking.
@@ -506,17 +496,6 @@ fn runs(states: &[State], wanted: impl Fn(&State) -> bool + Copy) -> impl Iterat
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn zero_is_found_wherever_a_bit_is_set() {
-        let mut page = [0u8; PAGE_SIZE];
-        assert!(is_zero(&page));
-        for at in [0, 1, 63, 64, 4095] {
-            page[at] = 1;
-            assert!(!is_zero(&page), "byte {at}");
-            page[at] = 0;
-        }
-    }
 
     #[test]
     fn runs_are_maximal() {

@@ -17,6 +17,7 @@ pub mod fd;
 pub mod maps;
 pub mod mem;
 pub mod memfd;
+pub mod page;
 pub mod pagemap;
 pub mod raw;
 pub mod sched;

@@ -2,8 +2,9 @@
 //! user, the scan; processes, dumps and the tests' synthetic memory implement it.
 
 use crate::error::Lost;
-use crate::record::{Kind, Printer, Record, is_zero};
+use crate::record::{Kind, Printer, Record};
 use crate::smaps::Reason;
+use pagefold_os::page::is_zero;
 use pagefold_os::{PAGE_SIZE, Page};
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -11,6 +11,7 @@ use crate::client::{FETCH_PAGES_MAX, Gone};
 use crate::page::State;
 use crate::plan::{self, Goal, Run};
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, Huge};
+use pagefold_os::page::is_zero;
 use pagefold_os::{PAGE_SIZE, Page, Range, sched};
 use pagefold_pool::{Fingerprint, PublishError, Published, Slot};
 use std::collections::HashMap;
@@ -151,7 +152,7 @@ impl Domain {
                 continue;
             }
             chunk.set(page, State::Candidate { indexed: true, backoff });
-            if pagefold_agent::remap::is_zero(&pages[index]) {
+            if is_zero(&pages[index]) {
                 goals.push((addr, None));
             } else {
                 let me = Entry::Candidate { chunk: chunk.id, page: page as u32 };

@@ -4,6 +4,7 @@ use super::{Calm, ChunkRef, Domain, Entry, Member, Unmerged, Work, lock, write};
 use crate::client::{FREEZE_PAGES_MAX, Gone, MAPPINGS_MAX, PoolMapping, Written};
 use crate::page::{State, on_period, on_written};
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, CHUNK_RECORD_BYTES, Chunk, Huge, Indexed, Table};
+use pagefold_os::page::is_zero;
 use pagefold_os::{PAGE_SIZE, Range, sched};
 use pagefold_pool::{SLOTS_PER_SEGMENT, Slot};
 use std::sync::Arc;
@@ -363,7 +364,7 @@ impl Domain {
             let chunk = &table.chunks()[at];
             chunk.indexed.clear();
             for ((index, page), _) in chunk.pages().zip(&*buffer).zip(&readable).filter(|(_, readable)| **readable) {
-                if pagefold_agent::remap::is_zero(page) {
+                if is_zero(page) {
                     zero += 1;
                 } else {
                     chunk.indexed.set(index, true);
