@@ -1,23 +1,28 @@
-//! The daemon: domains and their workers, greetings, and who is gone.
+//! The daemon: begins, listens, sees who is gone, ends.
 
-use crate::cold::room;
-use crate::link::{GreetError, Link, Shared};
+mod domains;
+mod greet;
+mod report;
+
+use crate::link::Shared;
 use crate::peer::Peer;
-use crate::status::{Client, NotCovered, Status, Totals};
+use crate::status::{NotCovered, Totals};
 use crate::{control, http, verify};
-use pagefold_agent::wire::{Op, Packet};
-use pagefold_merge::stats::DomainStats;
-use pagefold_merge::{ClientId, Domain, domain};
+use domains::ring;
+use pagefold_merge::{ClientId, Domain};
 use pagefold_os::fd::{self, Fd};
 use pagefold_os::wait::Bell;
-use pagefold_os::{procfs, sched, sock, uffd};
+use pagefold_os::{sock, uffd};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
+
+pub(crate) use domains::{DOMAIN_REST, Group};
+pub(crate) use greet::CLIENT_BYTES;
 
 /// How a daemon works.
 #[derive(Clone, Debug)]
@@ -69,44 +74,15 @@ impl Default for Config {
     }
 }
 
-/// How long a domain without clients is kept: what it knows of its pages' contents serves the next ones.
-pub(crate) const DOMAIN_REST: Duration = Duration::from_secs(60);
-/// Longest nap of a worker that finds nothing to do.
-const NAP: Duration = Duration::from_secs(1);
 /// Shortest and longest pause between looks whether clients are left, where it matters.
 const IDLE_LOOKS: [Duration; 2] = [Duration::from_millis(50), Duration::from_secs(1)];
-/// Processors, by number, among which a worker looks for one without another worker.
-const CPUS_TRIED: u64 = 64;
 /// Pause after a connection that could not be taken.
 const ACCEPT_PAUSE_MS: i32 = 50;
 /// Most connections at once.
 const CONNECTIONS_MAX: u64 = 4096;
-/// Most domains at once: each has threads, an index and a pool.
-const DOMAINS_MAX: usize = 256;
-/// Most connections of one process: a new one may come before the end of the one before is seen.
-const LINKS_MAX: usize = 4;
-/// Processes remembered that could not be managed.
-const NOT_COVERED_MAX: usize = 64;
-
-/// Room in the daemon's own control group without which it takes nobody more: the kernel would end it. What it keeps of a
-/// client to begin with is a tenth of that.
-pub(crate) const CLIENT_BYTES: u64 = 1 << 20;
-const NO_ROOM: &str = "the daemon is near the memory limit of its control group: raise it (MemoryMax=)";
-const TOO_MANY_LINKS: &str = "it is connected several times already";
 
 /// Users and the names they gave.
 pub(crate) type DomainKey = (u32, String);
-
-pub(crate) struct Group {
-    pub(crate) domain: Arc<Domain>,
-    wake: Arc<(Mutex<u64>, Condvar)>,
-    /// Its workers end.
-    over: Arc<AtomicBool>,
-    /// Clients that are about to be added.
-    joining: usize,
-    /// When its last client was seen.
-    last_busy: Instant,
-}
 
 pub(crate) struct Connected {
     pub(crate) key: DomainKey,
@@ -349,237 +325,6 @@ impl Daemon {
         last.elapsed() > limit
     }
 
-    /// Finds out who connected: an agent, or somebody with a control request.
-    fn greet(self: &Arc<Daemon>, socket: Fd) {
-        let mut buffer = vec![0; 64 << 10];
-        if sock::set_timeout(&socket, 5_000).is_err() {
-            return;
-        }
-        let Ok((got, fds)) = sock::receive(&socket, &mut buffer, 0) else { return };
-        let bytes = &buffer[..got];
-        if bytes.first() == Some(&b'{') {
-            control::answer(self, &socket, bytes);
-            return;
-        }
-        match Packet::parse(bytes).filter(|packet| packet.op == Op::Hello as u32) {
-            Some(hello) => self.add_client(socket, &hello, fds),
-            None => {
-                let mut refusal = Packet::new(Op::Welcome);
-                refusal.status = libc::EPROTO;
-                let _ = sock::send(&socket, refusal.bytes(), &[]);
-            }
-        }
-    }
-
-    fn add_client(self: &Arc<Daemon>, socket: Fd, hello: &Packet, fds: sock::Fds) {
-        let Ok(cred) = sock::peer(&socket) else { return };
-        let text: Vec<u8> = hello.text.iter().copied().take_while(|byte| *byte != 0).collect();
-        // Two names must not become one: a domain is what its clients trust.
-        let Ok(name) = String::from_utf8(text) else {
-            return self.note_not_covered(cred.pid, "the name of its domain is not UTF-8".into());
-        };
-        let name = if name.is_empty() { "default".to_owned() } else { name };
-        if fds.is_cut() {
-            return self.note_not_greeted(cred.pid, &GreetError::NoDescriptor);
-        }
-        if hello.a & pagefold_agent::wire::HELLO_COLD != 0 {
-            let key = (cred.uid, name);
-            return match self.cold.greet(socket, hello, fds, self.device.as_ref(), key) {
-                Ok(()) => self.forget_not_covered(cred.pid),
-                Err(error) => self.note_not_greeted(cred.pid, &error),
-            };
-        }
-        if self.has_all_links(&lock(&self.connected), cred.pid) {
-            return self.note_not_covered(cred.pid, TOO_MANY_LINKS.into());
-        }
-        if !room::own().has(CLIENT_BYTES) {
-            return self.note_not_covered(cred.pid, NO_ROOM.into());
-        }
-        let socket = Arc::new(Peer::from(socket));
-        let link = match Link::greet(socket.clone(), hello, fds, self.device.as_ref()) {
-            Ok(link) => link,
-            Err(error) => return self.note_not_greeted(cred.pid, &error),
-        };
-        let shared = link.shared();
-        let key = (cred.uid, name);
-        let (domain, wake) = match self.join(&key) {
-            Ok(joined) => joined,
-            Err(error) => {
-                self.note_not_covered(cred.pid, format!("no domain for it: {error}"));
-                return;
-            }
-        };
-        let mut connected = lock(&self.connected);
-        // Others of it may have come meanwhile.
-        let refused = self.has_all_links(&connected, cred.pid);
-        if !refused {
-            let id = domain.add(Box::new(link));
-            connected.push(Connected { key: key.clone(), id, shared, socket });
-        }
-        drop(connected);
-        if let Some(group) = lock(&self.groups).get_mut(&key) {
-            group.joining -= 1;
-        }
-        if refused {
-            return self.note_not_covered(cred.pid, TOO_MANY_LINKS.into());
-        }
-        self.forget_not_covered(cred.pid);
-        self.bells[1].ring();
-        ring(&wake);
-    }
-
-    /// True if process `pid` has as many connections as it may.
-    fn has_all_links(&self, connected: &[Connected], pid: i32) -> bool {
-        // Those that cannot be seen from here all have the number 0.
-        pid != 0 && connected.iter().filter(|client| client.shared.pid == pid).count() >= LINKS_MAX
-    }
-
-    /// Why a process was refused last.
-    pub(crate) fn why_not_covered(&self, pid: i32) -> Option<String> {
-        lock(&self.not_covered).iter().rev().find(|one| one.pid == pid).map(|one| one.reason.clone())
-    }
-
-    /// Notes why a greeting came to nothing, but not of a process that ended meanwhile.
-    fn note_not_greeted(&self, pid: i32, error: &GreetError) {
-        if !matches!(error, GreetError::HungUp) {
-            self.note_not_covered(pid, error.to_string());
-        }
-    }
-
-    /// What was noted of process `pid` is over: it is covered now, or there is something newer.
-    fn forget_not_covered(&self, pid: i32) {
-        // Those that cannot be seen from here all have the number 0.
-        lock(&self.not_covered).retain(|one| one.pid != pid || pid == 0);
-    }
-
-    fn note_not_covered(&self, pid: i32, reason: String) {
-        self.forget_not_covered(pid);
-        let mut list = lock(&self.not_covered);
-        // Who is refused asks again and again; the others stay in the list.
-        list.retain(|one| one.pid != pid || one.reason != reason);
-        if list.len() == NOT_COVERED_MAX {
-            list.pop_front();
-        }
-        list.push_back(NotCovered { pid, name: procfs::name(pid).unwrap_or_default(), reason });
-    }
-
-    /// The domain of `key`, which stays until who joins is added; made, with its workers, if there is none.
-    #[allow(clippy::type_complexity)]
-    fn join(self: &Arc<Daemon>, key: &DomainKey) -> io::Result<(Arc<Domain>, Arc<(Mutex<u64>, Condvar)>)> {
-        let mut groups = lock(&self.groups);
-        if let Some(group) = groups.get_mut(key) {
-            group.joining += 1;
-            return Ok((group.domain.clone(), group.wake.clone()));
-        }
-        if groups.len() >= DOMAINS_MAX {
-            return Err(io::Error::other(format!("there are {DOMAINS_MAX} already")));
-        }
-        let domain = Arc::new(Domain::new(domain::Config {
-            name: key.1.clone(),
-            period_ns: self.config.period.as_nanos() as u64,
-            pool_max_bytes: self.config.pool_max_bytes,
-            room: pagefold_pool::Room::new(|bytes| room::own().has(bytes)),
-            vma_budget: self.config.vma_budget,
-            predict: self.config.predict,
-            ..domain::Config::default()
-        })?);
-        let wake = Arc::new((Mutex::new(0), Condvar::new()));
-        let over = Arc::new(AtomicBool::new(false));
-        for number in 0..self.config.workers.max(1) {
-            let (daemon, domain, wake, over, key) =
-                (self.clone(), domain.clone(), wake.clone(), over.clone(), key.clone());
-            let work = move || daemon.work(&key, &domain, &wake, &over);
-            // One is enough.
-            if let Err(error) = thread::Builder::new().name(format!("worker-{number}")).spawn(work)
-                && number == 0
-            {
-                return Err(error);
-            }
-        }
-        let (of_group, last_busy) = ((domain.clone(), wake.clone()), Instant::now());
-        groups.insert(key.clone(), Group { domain, wake, over, joining: 1, last_busy });
-        Ok(of_group)
-    }
-
-    /// Lets go of the domain of `key` if it has had no client for `rest`: its name may never come again.
-    fn let_go(&self, key: &DomainKey, rest: Duration) {
-        let mut groups = lock(&self.groups);
-        let Some(group) = groups.get_mut(key) else { return };
-        if group.joining > 0 || !group.domain.clients().is_empty() {
-            group.last_busy = Instant::now();
-        } else if group.last_busy.elapsed() >= rest
-            // What processes that have left show of its pool is in its books alone, and counts towards its largest size.
-            && group.domain.pool().stats().lingering_bytes == 0
-            && let Some(group) = groups.remove(key)
-        {
-            let events = group.domain.stats().events;
-            let mut past = lock(&self.past);
-            past.full_scans += events.full_scans;
-            past.breaks += events.breaks;
-            past.pages_merged += events.pages_merged + events.pages_zeroed;
-            group.over.store(true, Ordering::Release);
-            ring(&group.wake);
-        }
-    }
-
-    /// A worker: takes steps with clients that are due.
-    fn work(&self, key: &DomainKey, domain: &Domain, wake: &(Mutex<u64>, Condvar), over: &AtomicBool) {
-        if self.config.idle_priority {
-            let _ = sched::donate_idle_time();
-        }
-        let mut gone = Vec::new();
-        while !self.stopping.load(Ordering::Acquire) && !over.load(Ordering::Acquire) {
-            let seen = *lock(&wake.0);
-            let now = sched::monotonic_ns();
-            // For the length of a step worker and agent stay on one processor and take turns there. Left alone, the kernel
-            // wakes each on the processor that rests, and waking one costs more than most requests.
-            let everywhere = sched::Cpus::of_thread().ok();
-            let seat = everywhere.as_ref().and_then(|everywhere| self.take_seat(everywhere));
-            let step = domain.step_any(now, seat, &mut gone);
-            if let (Some(cpu), Some(everywhere)) = (seat, &everywhere) {
-                lock(&self.seats).retain(|taken| *taken != cpu);
-                // Who has said meanwhile where this thread may run means it.
-                if sched::Cpus::of_thread().ok() == sched::Cpus::one(cpu) {
-                    let _ = everywhere.bind_thread();
-                }
-            }
-            for id in gone.drain(..) {
-                self.forget(|client| client.id == id && client.key == *key);
-            }
-            match step {
-                Some(next) => {
-                    if next.worked && next.due_ns <= now {
-                        // Other workers may help: what this step found may be mail for other clients.
-                        *lock(&wake.0) += 1;
-                        wake.1.notify_one();
-                    }
-                }
-                None => {
-                    self.let_go(key, DOMAIN_REST);
-                    let wait =
-                        domain.due_ns().map_or(NAP, |due| Duration::from_nanos(due.saturating_sub(now)).min(NAP));
-                    let wait = wait.max(Duration::from_micros(200));
-                    let rung = lock(&wake.0);
-                    // Else something happened since we looked.
-                    if *rung == seen {
-                        let _ = wake.1.wait_timeout(rung, wait);
-                    }
-                }
-            }
-        }
-    }
-
-    /// Binds the calling worker to the processor it is on, or to one of its own if another worker sits there.
-    fn take_seat(&self, everywhere: &sched::Cpus) -> Option<u64> {
-        let here = sched::cpu()?;
-        let mut seats = lock(&self.seats);
-        let free = |cpu: &u64| everywhere.contains(*cpu) && !seats.contains(cpu);
-        let cpu = std::iter::once(here).chain(0..CPUS_TRIED).find(free)?;
-        sched::Cpus::one(cpu)?.bind_thread().ok()?;
-        seats.push(cpu);
-        Some(cpu)
-    }
-
     /// Notices clients that ended: their socket hangs up.
     fn monitor(&self) {
         while !self.stopping.load(Ordering::Acquire) {
@@ -619,78 +364,6 @@ impl Daemon {
             if let Some(domain) = domain {
                 domain.remove(id);
             }
-        }
-    }
-
-    /// Everything that can be told.
-    pub fn status(&self) -> Status {
-        // Together: a domain that is let go is one of these or of the past.
-        let (domains, past): (Vec<(DomainKey, Arc<Domain>)>, Totals) = {
-            let groups = lock(&self.groups);
-            (groups.iter().map(|(key, group)| (key.clone(), group.domain.clone())).collect(), *lock(&self.past))
-        };
-        let of = |key: &DomainKey, domain: &Domain| DomainStats { uid: key.0, ..domain.stats() };
-        let mut stats: Vec<_> = domains.iter().map(|(key, domain)| (key.clone(), of(key, domain))).collect();
-        let me = std::process::id() as i32;
-        let rss_bytes = procfs::rss(me);
-        let mut agents_cpu_ns = self.cold.agents_cpu_ns();
-        let connected = lock(&self.connected);
-        agents_cpu_ns += self.past_cpu_ns.load(Ordering::Relaxed);
-        let clients = connected
-            .iter()
-            .map(|client| {
-                let counters = client.shared.counters();
-                agents_cpu_ns += client.shared.cpu_ns();
-                let of_domain = stats.iter_mut().find(|(key, _)| *key == client.key);
-                Client {
-                    pid: client.shared.pid,
-                    uid: client.shared.uid,
-                    name: client.shared.name.clone(),
-                    domain: client.key.1.clone(),
-                    stats: of_domain
-                        .and_then(|(_, domain)| domain.clients.get(&client.id).cloned())
-                        .unwrap_or_default(),
-                    freezes: counters.freezes.load(Ordering::Relaxed),
-                    freeze_ns_max: counters.freeze_ns_max.load(Ordering::Relaxed),
-                    freeze_us: counters.freeze_us.iter().map(|count| count.load(Ordering::Relaxed)).collect(),
-                }
-            })
-            .collect();
-        drop(connected);
-        let cpu_ns = procfs::cpu_ns(me).unwrap_or(0) + agents_cpu_ns;
-        let mut totals = Totals { cpu_ns, ..past };
-        for (_, domain) in &stats {
-            totals.pages_shared += domain.pages_shared;
-            totals.pages_sharing += domain.pages_sharing;
-            totals.pages_zero += domain.pages_zero;
-            totals.pages_unshared += domain.pages_unshared;
-            totals.pages_volatile += domain.pages_volatile;
-            totals.pages += domain.pages;
-            totals.full_scans += domain.events.full_scans;
-            totals.breaks += domain.events.breaks;
-            totals.pages_merged += domain.events.pages_merged + domain.events.pages_zeroed;
-            totals.saved_bytes += domain.saved_bytes;
-            totals.pool_bytes += domain.pool_bytes;
-            totals.pool_lingering_bytes += domain.pool_lingering_bytes;
-            totals.metadata_bytes += domain.metadata_bytes + domain.mapping_bytes;
-            totals.general_profit += domain.general_profit;
-        }
-        Status {
-            version: env!("CARGO_PKG_VERSION").into(),
-            pid: me,
-            uptime_s: self.started.elapsed().as_secs_f64(),
-            workers: self.config.workers,
-            period_s: self.config.period.as_secs_f64(),
-            rss_bytes,
-            totals,
-            domains: stats.into_iter().map(|(_, domain)| domain).collect(),
-            clients,
-            not_covered: lock(&self.not_covered).iter().cloned().collect(),
-            cold: self.cold.status(),
-            verifying: crate::status::Verifying {
-                pages: self.verified[0].load(Ordering::Relaxed),
-                pages_total: self.verified[1].load(Ordering::Relaxed),
-            },
         }
     }
 
@@ -750,12 +423,6 @@ fn for_input(fd: i32) -> libc::pollfd {
     libc::pollfd { fd, events: libc::POLLIN, revents: 0 }
 }
 
-/// Wakes the workers of a domain; who is about to sleep sees that the number changed.
-fn ring(wake: &(Mutex<u64>, Condvar)) {
-    *lock(&wake.0) += 1;
-    wake.1.notify_all();
-}
-
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
@@ -763,14 +430,13 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use pagefold_os::PAGE_SIZE;
 
     pub(crate) fn daemon() -> Arc<Daemon> {
         // It does not listen.
         Daemon::new(Config { pool_max_bytes: 64 << 20, ..Config::default() })
     }
 
-    fn pair() -> (Fd, Fd) {
+    pub(super) fn pair() -> (Fd, Fd) {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         (std::os::fd::OwnedFd::from(ours).into(), std::os::fd::OwnedFd::from(theirs).into())
     }
@@ -840,103 +506,6 @@ pub(crate) mod tests {
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
-    /// What clients write into their channel is theirs, and spoils no sum.
-    #[test]
-    fn counters_of_a_hostile_client_do_not_overflow() {
-        let daemon = daemon();
-        let me = std::process::id() as i32;
-        for _ in 0..3 {
-            let client = connected(me);
-            let counters = client.shared.counters();
-            counters.cpu_ns.store(u64::MAX, Ordering::Relaxed);
-            counters.freeze_us.iter().for_each(|count| count.store(u64::MAX, Ordering::Relaxed));
-            lock(&daemon.connected).push(client);
-        }
-        let most = || 4 * procfs::cpu_ns(me).unwrap();
-        let status = daemon.status();
-        assert!((1..=most()).contains(&status.totals.cpu_ns), "{}", status.totals.cpu_ns);
-        crate::metrics::render(&status);
-        daemon.forget(|_| true);
-        let later = daemon.status().totals.cpu_ns;
-        assert!((status.totals.cpu_ns..=most()).contains(&later), "{later}");
-    }
-
-    /// Whoever comes and goes meanwhile: a collector takes a counter that falls for one that began anew.
-    #[test]
-    fn processor_time_never_falls() {
-        let daemon = daemon();
-        let me = std::process::id() as i32;
-        let (over, read) = (AtomicBool::new(false), AtomicU64::new(0));
-        thread::scope(|scope| {
-            let reader = scope.spawn(|| {
-                let mut before = 0;
-                while !over.load(Ordering::Relaxed) {
-                    let now = daemon.status().totals.cpu_ns;
-                    read.fetch_add(1, Ordering::Relaxed);
-                    if now < before {
-                        return Some((before, now));
-                    }
-                    before = now;
-                }
-                None
-            });
-            for _ in 0..200 {
-                let clients: Vec<_> = (0..16).map(|_| connected(me)).collect();
-                let counters = clients.iter().map(|client| client.shared.counters());
-                counters.for_each(|counters| counters.cpu_ns.store(u64::MAX, Ordering::Relaxed));
-                lock(&daemon.connected).extend(clients);
-                let seen = read.load(Ordering::Relaxed) + 2;
-                while read.load(Ordering::Relaxed) < seen && !reader.is_finished() {
-                    thread::yield_now();
-                }
-                daemon.forget(|_| true);
-            }
-            over.store(true, Ordering::Relaxed);
-            assert_eq!(reader.join().unwrap(), None);
-        });
-    }
-
-    /// Else a domain of the same name would have the whole of its pool's largest size once more.
-    #[test]
-    fn a_domain_stays_while_somebody_shows_its_pool() {
-        let daemon = daemon();
-        let key = (0, "d".to_owned());
-        let (domain, _) = daemon.join(&key).unwrap();
-        lock(&daemon.groups).get_mut(&key).unwrap().joining -= 1;
-        let first = domain.pool().publish(&[&[1; PAGE_SIZE]]).unwrap().first;
-        // Of a process that has left, and maps it still.
-        let shown = domain.pool().segment_fd(first.segment());
-        domain.pool().close_open_segments();
-        assert!(domain.pool().release(first.segment(), |_, _| ()));
-        daemon.let_go(&key, Duration::ZERO);
-        let lingering = || daemon.status().totals.pool_lingering_bytes;
-        assert_eq!(lingering(), PAGE_SIZE as u64);
-        drop(shown);
-        daemon.let_go(&key, Duration::ZERO);
-        assert!(lingering() == 0 && lock(&daemon.groups).is_empty());
-        daemon.end();
-    }
-
-    #[test]
-    fn domains_and_links_of_one_process_have_an_end() {
-        let daemon = daemon();
-        for number in 0..DOMAINS_MAX {
-            daemon.join(&(0, number.to_string())).unwrap();
-        }
-        assert!(daemon.join(&(0, "one more".into())).is_err());
-        assert!(daemon.join(&(0, "7".into())).is_ok(), "it is there already");
-        // A process that is connected as often as it may be.
-        let me = std::process::id() as i32;
-        *lock(&daemon.connected) = (0..LINKS_MAX).map(|_| connected(me)).collect();
-        let (ours, theirs) = pair();
-        sock::send(&theirs, b"x", &[]).unwrap();
-        let (_, fds) = sock::receive(&ours, &mut [0], 0).unwrap();
-        daemon.add_client(ours, &Packet::new(Op::Hello), fds);
-        assert_eq!(daemon.why_not_covered(me).as_deref(), Some(TOO_MANY_LINKS));
-        assert!(!daemon.has_all_links(&lock(&daemon.connected), me + 1));
-        daemon.end();
-    }
-
     impl Daemon {
         /// Has `client` in its list, and not in its domain.
         pub(crate) fn list(self: &Arc<Daemon>, client: Connected) {
@@ -950,85 +519,5 @@ pub(crate) mod tests {
             lock(&self.groups).values().for_each(|group| group.over.store(true, Ordering::Release));
             self.ring_workers();
         }
-    }
-
-    /// A program that forks many short-lived children does not fill the list of those that cannot be managed.
-    #[test]
-    fn who_ends_while_it_is_greeted_is_not_named() {
-        let daemon = daemon();
-        let me = std::process::id() as i32;
-        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
-        let of_child = std::ffi::CString::new(format!("/proc/{}/pagemap", child.id())).unwrap();
-        let ended = Fd::open(&of_child, libc::O_RDONLY, 0).unwrap();
-        child.kill().unwrap();
-        child.wait().unwrap();
-        let here = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).unwrap();
-        let greeted = |flags: u64, pagemap: &Fd| {
-            let (ours, theirs) = pair();
-            let hello = Packet { a: flags, ..Packet::new(Op::Hello) };
-            sock::send(&theirs, hello.bytes(), &[pagemap.raw()]).unwrap();
-            drop(theirs);
-            daemon.greet(ours);
-            daemon.why_not_covered(me)
-        };
-        for flags in [0, pagefold_agent::wire::HELLO_COLD] {
-            // After its greeting, and before it was looked at.
-            assert_eq!([&here, &ended].map(|pagemap| greeted(flags, pagemap)), [None, None]);
-        }
-        // One that says why is.
-        daemon.note_not_greeted(me, &GreetError::ClientCannot(pagefold_os::Errno(libc::EPERM)));
-        daemon.note_not_greeted(me, &GreetError::Protocol);
-        assert_eq!(lock(&daemon.not_covered).len(), 1, "the last reason of a process is the one that holds");
-        daemon.forget_not_covered(me);
-        assert_eq!(daemon.why_not_covered(me), None);
-    }
-
-    #[test]
-    fn names_that_cannot_be_told_apart_are_no_domains() {
-        let daemon = daemon();
-        for byte in [0xfe, 0xff] {
-            let (ours, theirs) = pair();
-            sock::send(&theirs, b"x", &[]).unwrap();
-            let (_, fds) = sock::receive(&ours, &mut [0], 0).unwrap();
-            let mut hello = Packet::new(Op::Hello);
-            hello.text[..2].copy_from_slice(&[b'a', byte]);
-            daemon.add_client(ours, &hello, fds);
-        }
-        let reason = daemon.why_not_covered(std::process::id() as i32).unwrap();
-        assert!(reason.contains("not UTF-8"), "{reason}");
-        // Who asks again and again takes one place.
-        assert!(lock(&daemon.groups).is_empty() && lock(&daemon.not_covered).len() == 1);
-    }
-
-    #[test]
-    fn a_domain_that_nobody_comes_back_to_is_let_go() {
-        let dir = tempfile::tempdir().unwrap();
-        let daemon = Daemon::new(Config {
-            socket: dir.path().join("s"),
-            workers: 3,
-            period: Duration::from_millis(10),
-            pool_max_bytes: 64 << 20,
-            vma_budget: 100,
-            ..Config::default()
-        });
-        let key = (0, "sandbox".to_owned());
-        let (domain, _) = daemon.join(&key).unwrap();
-        daemon.let_go(&key, Duration::ZERO);
-        assert_eq!(lock(&daemon.groups).len(), 1, "somebody joins");
-        lock(&daemon.groups).get_mut(&key).unwrap().joining -= 1;
-        daemon.let_go(&key, Duration::from_secs(3600));
-        assert_eq!(lock(&daemon.groups).len(), 1, "it rests first");
-        let worked = Arc::downgrade(&domain);
-        drop(domain);
-        daemon.let_go(&key, Duration::ZERO);
-        assert_eq!(lock(&daemon.groups).len(), 0);
-        // Its workers end, and all that it held goes.
-        for _ in 0..1000 {
-            if worked.upgrade().is_none() {
-                return;
-            }
-            thread::sleep(Duration::from_millis(10));
-        }
-        panic!("its workers go on");
     }
 }

@@ -6,8 +6,8 @@
 //! wait for the whole run, and none loses an object it has seen.
 
 use crate::digest::Digest;
+use crate::dirs::{disk_bytes, remove_tree, staged_bytes};
 use crate::error::{At, Error, Result};
-use crate::mount::{disk_bytes, remove_tree, staged_bytes};
 use crate::mounts::{self, Held, held_by_kernel};
 use crate::shelf;
 use crate::store::{DamagedImage, ROOT_DIRECTORY, SHELVED, Store, USER_DIRECTORY, random_id};

@@ -25,6 +25,7 @@
 pub mod build;
 pub mod config;
 pub mod digest;
+mod dirs;
 pub mod doctor;
 pub mod erofs;
 mod error;

@@ -15,9 +15,9 @@
 //! had no room for one more name is noted, and no mount tries again before it has (`trees/DIGEST.unshelved`).
 
 use crate::digest::{Digest, hash_reader};
+use crate::dirs::remove_tree;
 use crate::erofs;
 use crate::error::{At, Error, Result};
-use crate::mount::remove_tree;
 use crate::mounts::{Held, is_held};
 use crate::store::{Lease, Store};
 use crate::tree::{Data, Id, Kind, ROOT, Tree};

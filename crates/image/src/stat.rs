@@ -6,9 +6,9 @@
 //! read as far as the object is resident, and an upper bound before.
 
 use crate::digest::Digest;
+use crate::dirs::{disk_bytes, staged_bytes};
 use crate::error::{At, Error, Result};
 use crate::export::is_erofs_full;
-use crate::mount::{disk_bytes, staged_bytes};
 use crate::mounts::mounts;
 use crate::progress::Progress;
 use crate::shelf;

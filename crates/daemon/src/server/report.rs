@@ -1,0 +1,147 @@
+//! What the daemon tells of itself.
+
+use super::{Daemon, DomainKey, lock};
+use crate::status::{Client, Status, Totals};
+use pagefold_merge::Domain;
+use pagefold_merge::stats::DomainStats;
+use pagefold_os::procfs;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+impl Daemon {
+    /// Everything that can be told.
+    pub fn status(&self) -> Status {
+        // Together: a domain that is let go is one of these or of the past.
+        let (domains, past): (Vec<(DomainKey, Arc<Domain>)>, Totals) = {
+            let groups = lock(&self.groups);
+            (groups.iter().map(|(key, group)| (key.clone(), group.domain.clone())).collect(), *lock(&self.past))
+        };
+        let of = |key: &DomainKey, domain: &Domain| DomainStats { uid: key.0, ..domain.stats() };
+        let mut stats: Vec<_> = domains.iter().map(|(key, domain)| (key.clone(), of(key, domain))).collect();
+        let me = std::process::id() as i32;
+        let rss_bytes = procfs::rss(me);
+        let mut agents_cpu_ns = self.cold.agents_cpu_ns();
+        let connected = lock(&self.connected);
+        agents_cpu_ns += self.past_cpu_ns.load(Ordering::Relaxed);
+        let clients = connected
+            .iter()
+            .map(|client| {
+                let counters = client.shared.counters();
+                agents_cpu_ns += client.shared.cpu_ns();
+                let of_domain = stats.iter_mut().find(|(key, _)| *key == client.key);
+                Client {
+                    pid: client.shared.pid,
+                    uid: client.shared.uid,
+                    name: client.shared.name.clone(),
+                    domain: client.key.1.clone(),
+                    stats: of_domain
+                        .and_then(|(_, domain)| domain.clients.get(&client.id).cloned())
+                        .unwrap_or_default(),
+                    freezes: counters.freezes.load(Ordering::Relaxed),
+                    freeze_ns_max: counters.freeze_ns_max.load(Ordering::Relaxed),
+                    freeze_us: counters.freeze_us.iter().map(|count| count.load(Ordering::Relaxed)).collect(),
+                }
+            })
+            .collect();
+        drop(connected);
+        let cpu_ns = procfs::cpu_ns(me).unwrap_or(0) + agents_cpu_ns;
+        let mut totals = Totals { cpu_ns, ..past };
+        for (_, domain) in &stats {
+            totals.pages_shared += domain.pages_shared;
+            totals.pages_sharing += domain.pages_sharing;
+            totals.pages_zero += domain.pages_zero;
+            totals.pages_unshared += domain.pages_unshared;
+            totals.pages_volatile += domain.pages_volatile;
+            totals.pages += domain.pages;
+            totals.full_scans += domain.events.full_scans;
+            totals.breaks += domain.events.breaks;
+            totals.pages_merged += domain.events.pages_merged + domain.events.pages_zeroed;
+            totals.saved_bytes += domain.saved_bytes;
+            totals.pool_bytes += domain.pool_bytes;
+            totals.pool_lingering_bytes += domain.pool_lingering_bytes;
+            totals.metadata_bytes += domain.metadata_bytes + domain.mapping_bytes;
+            totals.general_profit += domain.general_profit;
+        }
+        Status {
+            version: env!("CARGO_PKG_VERSION").into(),
+            pid: me,
+            uptime_s: self.started.elapsed().as_secs_f64(),
+            workers: self.config.workers,
+            period_s: self.config.period.as_secs_f64(),
+            rss_bytes,
+            totals,
+            domains: stats.into_iter().map(|(_, domain)| domain).collect(),
+            clients,
+            not_covered: lock(&self.not_covered).iter().cloned().collect(),
+            cold: self.cold.status(),
+            verifying: crate::status::Verifying {
+                pages: self.verified[0].load(Ordering::Relaxed),
+                pages_total: self.verified[1].load(Ordering::Relaxed),
+            },
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::server::tests::{connected, daemon};
+    use std::sync::atomic::{AtomicBool, AtomicU64};
+    use std::thread;
+
+    /// What clients write into their channel is theirs, and spoils no sum.
+    #[test]
+    fn counters_of_a_hostile_client_do_not_overflow() {
+        let daemon = daemon();
+        let me = std::process::id() as i32;
+        for _ in 0..3 {
+            let client = connected(me);
+            let counters = client.shared.counters();
+            counters.cpu_ns.store(u64::MAX, Ordering::Relaxed);
+            counters.freeze_us.iter().for_each(|count| count.store(u64::MAX, Ordering::Relaxed));
+            lock(&daemon.connected).push(client);
+        }
+        let most = || 4 * procfs::cpu_ns(me).unwrap();
+        let status = daemon.status();
+        assert!((1..=most()).contains(&status.totals.cpu_ns), "{}", status.totals.cpu_ns);
+        crate::metrics::render(&status);
+        daemon.forget(|_| true);
+        let later = daemon.status().totals.cpu_ns;
+        assert!((status.totals.cpu_ns..=most()).contains(&later), "{later}");
+    }
+
+    /// Whoever comes and goes meanwhile: a collector takes a counter that falls for one that began anew.
+    #[test]
+    fn processor_time_never_falls() {
+        let daemon = daemon();
+        let me = std::process::id() as i32;
+        let (over, read) = (AtomicBool::new(false), AtomicU64::new(0));
+        thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                let mut before = 0;
+                while !over.load(Ordering::Relaxed) {
+                    let now = daemon.status().totals.cpu_ns;
+                    read.fetch_add(1, Ordering::Relaxed);
+                    if now < before {
+                        return Some((before, now));
+                    }
+                    before = now;
+                }
+                None
+            });
+            for _ in 0..200 {
+                let clients: Vec<_> = (0..16).map(|_| connected(me)).collect();
+                let counters = clients.iter().map(|client| client.shared.counters());
+                counters.for_each(|counters| counters.cpu_ns.store(u64::MAX, Ordering::Relaxed));
+                lock(&daemon.connected).extend(clients);
+                let seen = read.load(Ordering::Relaxed) + 2;
+                while read.load(Ordering::Relaxed) < seen && !reader.is_finished() {
+                    thread::yield_now();
+                }
+                daemon.forget(|_| true);
+            }
+            over.store(true, Ordering::Relaxed);
+            assert_eq!(reader.join().unwrap(), None);
+        });
+    }
+}

@@ -1,0 +1,397 @@
+//! Metadata as a directory of empty files with overlay attributes, for who may not mount EROFS: made once per image and mapping of
+//! ids, and looked over by `verify`.
+
+use crate::digest::Digest;
+use crate::dirs::remove_tree;
+use crate::error::{At, Error, Result};
+use crate::shelf;
+use crate::store::{Lease, SHELVED, Store};
+use crate::tree::{Data, Id, Kind as FileKind, Tree, show, show_start};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, Timespec, Timestamps, XattrFlags};
+use rustix::io::Errno;
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// What was left out, one line each.
+pub(super) fn note_lines(notes: &BTreeMap<&'static str, u64>) -> Vec<String> {
+    notes.iter().map(|(what, count)| format!("{what} ({count})")).collect()
+}
+
+/// A name for the ids that this process's user namespace has: who has others makes files of other owners.
+fn mapping() -> Result<String> {
+    let mut maps = Vec::new();
+    for map in ["/proc/self/uid_map", "/proc/self/gid_map"] {
+        maps.extend(fs::read(map).at(map)?);
+    }
+    let mut name = Digest::of(&maps).hex();
+    name.truncate(8);
+    Ok(name)
+}
+
+/// The image's metadata as a directory of files without data, made once per image and mapping of ids; `shelved` if they lead
+/// to its shelf.
+pub(super) fn metadata_directory(
+    store: &Store,
+    digest: &Digest,
+    lease: &Lease,
+    user: bool,
+    shelved: bool,
+) -> Result<(PathBuf, Vec<String>)> {
+    let mapping = if user { Some(mapping()?) } else { None };
+    let target = store.directory_path(digest, mapping.as_deref(), shelved);
+    let mut notes_path = target.clone().into_os_string();
+    notes_path.push(".notes");
+    let notes_path = PathBuf::from(notes_path);
+    if target.exists() {
+        let notes = fs::read_to_string(&notes_path).unwrap_or_default();
+        return Ok((target, notes.lines().map(str::to_string).collect()));
+    }
+    let tree = store.tree(digest)?;
+    lease.write_down()?;
+    let staged = store.path("staging").join(lease.id());
+    fs::create_dir_all(&staged).at(&staged)?;
+    let made = make_directory(store, &tree, &staged, user, shelved, &target, &notes_path);
+    // Empty if all went well.
+    let _ = remove_tree(&staged);
+    Ok((target, made?))
+}
+
+/// Writes the metadata directory of `tree` below `staged`, which nobody else sees, and gives it the name `target`. Returns
+/// what is not as in the image, as it is under `notes_path`.
+fn make_directory(
+    store: &Store,
+    tree: &Tree,
+    staged: &Path,
+    user: bool,
+    shelved: bool,
+    target: &Path,
+    notes_path: &Path,
+) -> Result<Vec<String>> {
+    // Before the first write, of whose loss it is to hear.
+    let disk = File::open(staged).at(staged)?;
+    let place = staged.join("tree");
+    fs::create_dir(&place).at(&place)?;
+    without_xattrs(&place)?;
+    let mut notes = BTreeMap::new();
+    write_directory(tree, &place, user, &Redirects::new(tree, shelved), &mut notes).map_err(|error| match error {
+        Error::Io { path, source } if source.raw_os_error() == Some(libc::ENAMETOOLONG) => {
+            too_long(store, &place, &path)
+        }
+        other => other,
+    })?;
+    let lines = note_lines(&notes);
+    let notes_staged = staged.join("notes");
+    fs::write(&notes_staged, lines.join("\n")).at(&notes_staged)?;
+    // What has its name is complete, after a power cut too; and two who make it at once write the same.
+    store.settle(&disk, staged)?;
+    fs::rename(&notes_staged, notes_path).at(notes_path)?;
+    match fs::rename(&place, target) {
+        Err(error) if !target.exists() => Err(error).at(target),
+        _ => Ok(lines),
+    }
+}
+
+/// What is wrong with `path` in the metadata directory `place`; whoever has such a path does not want to read it.
+fn too_long(store: &Store, place: &Path, path: &Path) -> Error {
+    let inside = path.strip_prefix(place).unwrap_or(path).as_os_str().as_bytes();
+    Error::Refused(format!(
+        "mount: {} ({} bytes): too long for a metadata directory in {}; give the store a shorter path, or mount as root",
+        show_start(inside),
+        inside.len(),
+        store.root().display()
+    ))
+}
+
+/// Takes away a directory's attributes: access control lists that a new one has inherited, and would hand on to all that is
+/// made in it, and what it has of another image.
+pub(super) fn without_xattrs(dir: &Path) -> Result<()> {
+    let mut names = vec![0; 1 << 16];
+    let count = match rustix::fs::listxattr(dir, &mut names[..]) {
+        Err(Errno::NOTSUP) => 0,
+        other => other.at(dir)?,
+    };
+    for name in names[..count].split(|&byte| byte == 0).filter(|name| !name.is_empty()) {
+        match rustix::fs::removexattr(dir, name) {
+            // What the system's policy has put there stays.
+            Err(Errno::NODATA | Errno::NOTSUP | Errno::PERM | Errno::ACCESS) => {}
+            other => other.at(dir)?,
+        }
+    }
+    Ok(())
+}
+
+/// What is no loss to who has a /dev of his own.
+pub(crate) const NO_DEV_NODES: &str = "device nodes are missing in /dev: making them needs root";
+
+/// Where overlayfs finds an object.
+enum Redirects {
+    /// By its digest, in the directory of all objects.
+    Digests,
+    /// On the image's shelf. What is told so fits into ext4's inodes: a digest takes each a block of its own.
+    Places(HashMap<Digest, String>),
+}
+
+impl Redirects {
+    fn new(tree: &Tree, shelved: bool) -> Self {
+        if shelved { Self::Places(shelf::placed(tree).collect()) } else { Self::Digests }
+    }
+
+    fn of(&self, digest: &Digest) -> String {
+        match self {
+            Self::Digests => format!("/{}", digest.object_path()),
+            Self::Places(places) => places[digest].clone(),
+        }
+    }
+}
+
+/// Writes `tree` below `place`, which nobody else sees yet: all names are new, so no link can be followed.
+fn write_directory(
+    tree: &Tree,
+    place: &Path,
+    user: bool,
+    redirects: &Redirects,
+    notes: &mut BTreeMap<&'static str, u64>,
+) -> Result<()> {
+    let prefix = if user { "user.overlay." } else { "trusted.overlay." };
+    let mut made: HashMap<Id, PathBuf> = HashMap::new();
+    let mut dirs = Vec::new();
+    let mut result = Ok(());
+    tree.walk(|path, id| {
+        if result.is_ok() {
+            result = write_one(tree, place, path, id, prefix, redirects, &mut made, &mut dirs, notes);
+        }
+    });
+    result?;
+    // Modes and times of directories last: what is made in them changes both.
+    for (path, id) in dirs.into_iter().rev() {
+        set_meta(tree, &path, id, user, notes)?;
+    }
+    Ok(())
+}
+
+#[expect(clippy::too_many_arguments, reason = "the loop body of write_directory, apart for its length")]
+fn write_one(
+    tree: &Tree,
+    place: &Path,
+    path: &[u8],
+    id: Id,
+    prefix: &str,
+    redirects: &Redirects,
+    made: &mut HashMap<Id, PathBuf>,
+    dirs: &mut Vec<(PathBuf, Id)>,
+    notes: &mut BTreeMap<&'static str, u64>,
+) -> Result<()> {
+    let full = if path.is_empty() { place.to_path_buf() } else { place.join(OsStr::from_bytes(path)) };
+    let inode = tree.inode(id);
+    if !matches!(inode.kind, FileKind::Dir(_)) {
+        match made.get(&id).map(|first| fs::hard_link(first, &full)) {
+            Some(Err(error)) if error.raw_os_error() == Some(libc::EMLINK) => {
+                // One more file that leads to the same object, or has the same bytes.
+                *notes
+                    .entry("hard links are files of their own: more than the store's file system has")
+                    .or_default() += 1;
+            }
+            Some(linked) => return linked.at(&full),
+            None => {}
+        }
+        made.insert(id, full.clone());
+    }
+    let device = |kind: FileType, major: u32, minor: u32, notes: &mut BTreeMap<&'static str, u64>| {
+        let device = rustix::fs::makedev(major, minor);
+        match rustix::fs::mknodat(CWD, &full, kind, Mode::from_raw_mode(inode.meta.mode.into()), device) {
+            Err(Errno::PERM) => {
+                let in_dev = path.starts_with(b"dev/");
+                let what = if in_dev { NO_DEV_NODES } else { "device nodes are missing: making them needs root" };
+                *notes.entry(what).or_default() += 1;
+                Ok(false)
+            }
+            other => other.map(|()| true).at(&full),
+        }
+    };
+    let there = match &inode.kind {
+        FileKind::Dir(_) => {
+            if !path.is_empty() {
+                fs::create_dir(&full).at(&full)?;
+            }
+            dirs.push((full, id));
+            return Ok(());
+        }
+        FileKind::File(data) => {
+            let mut file = File::options().write(true).create_new(true).open(&full).at(&full)?;
+            match data {
+                Data::Inline(bytes) => file.write_all(bytes).at(&full)?,
+                Data::Object(digest, size) => {
+                    file.set_len(*size).at(&full)?;
+                    let redirect = redirects.of(digest);
+                    for (name, value) in [("metacopy", ""), ("redirect", redirect.as_str())] {
+                        let name = format!("{prefix}{name}");
+                        rustix::fs::fsetxattr(&file, name, value.as_bytes(), XattrFlags::empty()).at(&full)?;
+                    }
+                }
+            }
+            true
+        }
+        FileKind::Symlink(target) => {
+            rustix::fs::symlink(OsStr::from_bytes(target), &full).at(&full)?;
+            true
+        }
+        FileKind::Char(major, minor) => device(FileType::CharacterDevice, *major, *minor, notes)?,
+        FileKind::Block(major, minor) => device(FileType::BlockDevice, *major, *minor, notes)?,
+        FileKind::Fifo => device(FileType::Fifo, 0, 0, notes)?,
+        FileKind::Socket => device(FileType::Socket, 0, 0, notes)?,
+    };
+    if there {
+        set_meta(tree, &full, id, prefix.starts_with("user"), notes)?;
+    } else {
+        made.remove(&id);
+    }
+    Ok(())
+}
+
+/// Whether the disk of `path` has no room for what an inode may need: an attribute may have 64 KiB, whatever the size of blocks.
+fn is_full(path: &Path) -> Result<bool> {
+    let dir = path.parent().unwrap_or(path);
+    let room = rustix::fs::statvfs(dir).at(dir)?;
+    Ok(room.f_bavail < 32 || room.f_bavail.saturating_mul(room.f_frsize) < 128 << 10)
+}
+
+/// What in a metadata directory is not as in the image: the first such thing. Owners, modes, times and attributes are left
+/// aside, which a user may not have; so is what this user may not or cannot look at.
+pub(crate) fn difference(tree: &Tree, place: &Path) -> Option<String> {
+    let shelved = place.as_os_str().as_bytes().ends_with(SHELVED.as_bytes());
+    let (redirects, mut found) = (Redirects::new(tree, shelved), None);
+    tree.walk(|path, id| {
+        if found.is_some() {
+            return;
+        }
+        let full = if path.is_empty() { place.to_path_buf() } else { place.join(OsStr::from_bytes(path)) };
+        let what = match differs(&tree.inode(id).kind, &full, &redirects) {
+            Ok(what) => what.map(str::to_string),
+            // The directory has a longer name than it was written under.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EACCES | libc::EPERM | libc::ENAMETOOLONG)) => None,
+            Err(error) => Some(error.to_string()),
+        };
+        found = what.map(|what| format!("/{}: {what}", show(path)));
+    });
+    found
+}
+
+/// What one file of a metadata directory has that the image has not, if anything.
+fn differs(kind: &FileKind, path: &Path, redirects: &Redirects) -> io::Result<Option<&'static str>> {
+    let meta = match fs::symlink_metadata(path) {
+        // A user may not make them.
+        Err(error)
+            if error.kind() == io::ErrorKind::NotFound && matches!(kind, FileKind::Char(..) | FileKind::Block(..)) =>
+        {
+            return Ok(None);
+        }
+        other => other?,
+    };
+    if meta.mode() & libc::S_IFMT != u32::from(kind.type_bits()) {
+        return Ok(Some("another kind of file"));
+    }
+    let same = match kind {
+        FileKind::Dir(names) => {
+            for entry in fs::read_dir(path)? {
+                if !names.contains_key(entry?.file_name().as_bytes()) {
+                    return Ok(Some("a name too many"));
+                }
+            }
+            true
+        }
+        FileKind::File(Data::Inline(bytes)) => fs::read(path)? == **bytes,
+        FileKind::File(Data::Object(digest, size)) => {
+            let redirect = redirects.of(digest);
+            let mut value = [0; 128];
+            let mut leads_to = |prefix: &str| {
+                let count = rustix::fs::lgetxattr(path, format!("{prefix}redirect"), &mut value[..]);
+                count.map(|count| value[..count] == *redirect.as_bytes())
+            };
+            let leads = match leads_to("user.overlay.") {
+                Err(Errno::NODATA | Errno::NOTSUP) => leads_to("trusted.overlay."),
+                other => other,
+            };
+            meta.len() == *size && leads?
+        }
+        FileKind::Symlink(target) => fs::read_link(path)?.as_os_str().as_bytes() == &**target,
+        FileKind::Char(major, minor) | FileKind::Block(major, minor) => {
+            meta.rdev() == rustix::fs::makedev(*major, *minor)
+        }
+        FileKind::Fifo | FileKind::Socket => true,
+    };
+    Ok((!same).then_some("not what the image has"))
+}
+
+pub(super) fn set_meta(
+    tree: &Tree,
+    path: &Path,
+    id: Id,
+    user: bool,
+    notes: &mut BTreeMap<&'static str, u64>,
+) -> Result<()> {
+    let inode = tree.inode(id);
+    let meta = &inode.meta;
+    let owner = (Some(rustix::fs::Uid::from_raw(meta.uid)), Some(rustix::fs::Gid::from_raw(meta.gid)));
+    match rustix::fs::chownat(CWD, path, owner.0, owner.1, AtFlags::SYMLINK_NOFOLLOW) {
+        Err(Errno::PERM | Errno::INVAL) => {
+            *notes.entry("files show your own user as owner: others need root").or_default() += 1;
+        }
+        other => other.at(path)?,
+    }
+    for (name, value) in &meta.xattrs {
+        match rustix::fs::lsetxattr(path, &**name, value, XattrFlags::empty()) {
+            Err(Errno::PERM | Errno::NOTSUP | Errno::ACCESS | Errno::INVAL) => {
+                *notes.entry("attributes are missing: setting them needs root").or_default() += 1;
+            }
+            // A full disk passes, and what was left out would be missing for good.
+            Err(errno @ Errno::NOSPC) if is_full(path)? => return Err(errno).at(path),
+            // ext4 keeps all of an inode's attributes in one block.
+            Err(Errno::NOSPC | Errno::TOOBIG | Errno::RANGE) => {
+                *notes.entry("attributes are missing: too large for the store's file system").or_default() += 1;
+            }
+            other => other.at(path)?,
+        }
+    }
+    if !matches!(inode.kind, FileKind::Symlink(_)) {
+        let mode = if user { meta.mode & 0o7777 } else { meta.mode };
+        rustix::fs::chmod(path, Mode::from_raw_mode(mode.into())).at(path)?;
+    }
+    let time = Timespec { tv_sec: meta.mtime_s, tv_nsec: meta.mtime_ns.into() };
+    let times = Timestamps { last_access: time, last_modification: time };
+    rustix::fs::utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW).at(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tree::{Inode, Meta};
+
+    #[test]
+    fn a_path_too_long_for_a_directory_is_one_short_line() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(&dir.path().join("s"), "default").unwrap().without_sync();
+        let (mut tree, mut path) = (Tree::default(), Vec::new());
+        for _ in 0..20 {
+            path.extend([b'x'; 250]);
+            tree.put(
+                &path,
+                Inode { meta: Meta { mode: 0o755, ..Meta::default() }, kind: FileKind::Dir(BTreeMap::new()) },
+            )
+            .unwrap();
+            path.push(b'/');
+        }
+        let record = store.build().unwrap().publish("deep", &tree, "t", Default::default(), vec![]).unwrap();
+        let error = metadata_directory(&store, &record.digest, &Lease::new(&store).unwrap(), true, true)
+            .unwrap_err()
+            .to_string();
+        let short = error.len() < 500 + store.root().as_os_str().len();
+        assert!(error.starts_with("mount: xxx") && error.contains("shorter path") && short, "{error}");
+        let staged = fs::read_dir(store.path("staging")).unwrap().count();
+        assert_eq!(staged, 0, "what was written so far is gone");
+    }
+}
