@@ -9,6 +9,7 @@ mod fresh;
 mod period;
 mod remap;
 mod repeat;
+mod worth;
 
 use crate::client::{Client, Gone, PoolMapping};
 use crate::page::State;
@@ -21,7 +22,7 @@ use pagefold_os::{PAGE_SIZE, Page, Range};
 use pagefold_pool::{Hold, Key, Pool, Room, SLOTS_PER_SEGMENT, Slot};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock, TryLockError};
 use std::time::Duration;
 
@@ -89,6 +90,9 @@ enum Entry {
 /// Periods that short runs wait at most for others that may lie beside them.
 const SHORT_WAIT_PERIODS: u64 = 3;
 
+/// Mappings that a run of slots between plain pages adds.
+const EDGES: i64 = 2;
+
 const SLOT_BIT: u64 = 1 << 39;
 
 impl Entry {
@@ -150,7 +154,10 @@ impl ChunkRefs {
 struct Member {
     id: ClientId,
     work: Mutex<Work>,
-    inbox: Mutex<Vec<(u64, Slot)>>,
+    /// What others found out about its candidates: the slot that a page shall show; none where it is to be looked up again.
+    inbox: Mutex<Vec<(u64, Option<Slot>)>>,
+    /// Mappings that merging added to it, and that what waits will add: a hint for who has twins of its pages.
+    claimed: AtomicI64,
     due_ns: AtomicU64,
     /// The processor of its last step, and one more; 0 if nobody told.
     seat: AtomicU64,
@@ -185,6 +192,8 @@ struct Work {
     probes: Vec<u64>,
     /// Short runs that wait until all runs of this pass are known: the longest go first.
     deferred: Vec<Run>,
+    /// Mappings that they will add, about.
+    promised: i64,
     /// Period in which the first of them came.
     deferred_since: u64,
     /// Segments, by number, with slots that were published for runs that wait: they are kept until these are merged.
@@ -218,7 +227,18 @@ impl Work {
         if self.deferred.is_empty() {
             self.deferred_since = self.period;
         }
-        self.deferred.extend(runs);
+        for run in runs {
+            // Neighbours have an edge in common.
+            let joins = self.deferred.last().is_some_and(|last| last.range.end == run.range.start);
+            self.promised += if joins { 1 } else { EDGES };
+            self.deferred.push(run);
+        }
+    }
+
+    /// The short runs that waited.
+    fn take_deferred(&mut self) -> Vec<Run> {
+        self.promised = 0;
+        std::mem::take(&mut self.deferred)
     }
 
     /// True while merging rests because the kernel refused a mapping.
@@ -345,6 +365,7 @@ impl Domain {
             foreign: Vec::new(),
             probes: Vec::new(),
             deferred: Vec::new(),
+            promised: 0,
             deferred_since: 0,
             planned: BTreeMap::new(),
             rest_until: 0,
@@ -359,6 +380,7 @@ impl Domain {
             id,
             work: Mutex::new(work),
             inbox: Mutex::default(),
+            claimed: AtomicI64::new(0),
             due_ns: AtomicU64::new(0),
             seat: AtomicU64::new(0),
             paused: AtomicBool::new(false),
@@ -399,7 +421,7 @@ impl Domain {
             }
         };
         work.table.set_ranges(&[], |_| (0, Arc::default()), drop_page, |id| write(&self.chunks).give_back(id));
-        work.deferred.clear();
+        work.take_deferred();
         work.planned.clear();
     }
 
@@ -616,6 +638,7 @@ impl Domain {
         let has_mail = !resting && !lock(&member.inbox).is_empty();
         let due_ns = if probing || (more || has_mail) && !work.is_resting() { now_ns } else { work.next_period_ns };
         member.due_ns.store(due_ns, Ordering::Release);
+        member.claimed.store(work.mappings + work.promised, Ordering::Relaxed);
         self.snapshot(member, work);
         Ok(Next { due_ns, worked })
     }
@@ -654,8 +677,8 @@ impl Domain {
         self.indexing.load(Ordering::Acquire) == 0 || work.period - work.deferred_since >= SHORT_WAIT_PERIODS
     }
 
-    /// Sends (page, slot) pairs to the owners of candidates.
-    fn post(&self, mail: &[(Entry, Slot)]) {
+    /// Sends letters to the owners of candidates.
+    fn post(&self, mail: &[(Entry, Option<Slot>)]) {
         if mail.is_empty() {
             return;
         }
@@ -666,6 +689,7 @@ impl Domain {
             let Some(Some(to)) = chunks.refs.get(chunk as usize) else { continue };
             let Some(member) = members.get(&to.client) else { continue };
             lock(&member.inbox).push((to.addr + u64::from(page) * PAGE_SIZE as u64, *slot));
+            member.claimed.fetch_add(if slot.is_some() { EDGES } else { 0 }, Ordering::Relaxed);
             self.hurry(member);
         }
     }

@@ -244,6 +244,59 @@ fn isolated_duplicates_stay_within_the_budget_and_are_reported() {
     assert!(limited.iter().sum::<u64>() > 0, "{limited:?}");
 }
 
+/// A slot that neither side has mappings left for would be memory that nobody gives back.
+#[test]
+fn what_the_budget_leaves_out_takes_no_memory() {
+    const PAGES: u32 = 4000;
+    let config = Config { vma_budget: 200, ..Config::default() };
+    let mut bench = Bench::new(config, Options { pages_max: 1 << 16, ..Options::default() });
+    // Every second page has twins in the others, the rest have none: no run is longer than a page.
+    let contents = |side: u32, factor: u32| {
+        (0..PAGES).map(move |page| 2 + if page % 2 == 0 { page * factor % PAGES } else { page + PAGES * side } * 2)
+    };
+    for (side, factor) in [(1, 1), (2, 7), (3, 11)] {
+        bench.add(contents(side, factor));
+    }
+    for _ in 0..300 {
+        bench.periods(1);
+        let stats = bench.domain.stats();
+        assert!(
+            stats.pool_bytes <= stats.pages_sharing * PAGE,
+            "{} for {}",
+            stats.pool_bytes / PAGE,
+            stats.pages_sharing
+        );
+    }
+    let stats = bench.domain.stats();
+    assert!(stats.pages_sharing >= stats.pages_shared + 60, "{} of {}", stats.pages_shared, stats.pages_sharing);
+    assert!(stats.events.over_vma_budget > 0);
+}
+
+/// Who has no mappings left is not in the way of others that have its contents too.
+#[test]
+fn twins_with_room_find_each_other_past_one_without() {
+    const PAGES: u32 = 1000;
+    let config = Config { vma_budget: 200, ..Config::default() };
+    let mut bench = Bench::new(config, Options { pages_max: 1 << 16, ..Options::default() });
+    // Every second page from `first` on is one of as many contents, the rest have no twins.
+    let contents = |side: u32, first: u32, factor: u32| {
+        (0..PAGES).map(move |page| {
+            let twin = first + page * factor % PAGES;
+            if page % 2 == 0 { 2 + twin * 2 } else { 1 << 20 | side << 16 | page << 1 }
+        })
+    };
+    let (full, ..) = bench.add(contents(1, 0, 1).chain(contents(2, PAGES, 1)));
+    bench.add(contents(3, 0, 7));
+    bench.periods(20);
+    let used = full.mappings();
+    assert!(used >= 100, "{used} mappings");
+    let others = [(4, 11), (5, 13)].map(|(side, factor)| bench.add(contents(side, PAGES, factor)).0);
+    bench.periods(20);
+    for process in &others {
+        assert!(process.slots().len() >= 40, "{} merged", process.slots().len());
+    }
+}
+
 #[test]
 fn long_runs_obey_the_budget_as_well() {
     let config = Config { vma_budget: 20, predict: false, ..Config::default() };

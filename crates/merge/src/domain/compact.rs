@@ -141,7 +141,7 @@ impl Domain {
             let Ok(Some(found)) = self.index.get_or_insert(fingerprint, mine) else { return };
             let entry = Entry::from_value(found);
             if matches!(entry, Entry::Candidate { .. }) && self.index.replace(fingerprint, found, mine) {
-                mail.push((entry, slot));
+                mail.push((entry, Some(slot)));
             }
         });
         self.post(&mail);

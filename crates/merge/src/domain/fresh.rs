@@ -184,10 +184,11 @@ impl Domain {
                 // and compared in vain for ever: it stays as it is until it is written.
                 Some(Entry::Slot(slot)) if failed && self.shows_another(slot, &pages[index]) => {}
                 Some(Entry::Slot(slot)) => goals.push((addr, Some(slot))),
-                Some(entry) => twins.push(Twin { addr, index, fingerprint, entry }),
+                Some(entry) => twins.push(Twin { addr, index, fingerprint, entry, mine }),
             }
         }
         self.lead_to_copies(&mut goals);
+        let twins = self.affordable(work, twins, &goals);
         goals.extend(self.publish_twins(work, &twins, pages));
         goals.sort_unstable_by_key(|(addr, _)| *addr);
         let runs = plan::runs(goals);
@@ -257,7 +258,7 @@ impl Domain {
                 if self.index.replace(twin.fingerprint, twin.entry.value(), Entry::Slot(slot).value()) {
                     firsts.insert(twin.fingerprint, First::Has(slot));
                     goals.push((twin.addr, Some(slot)));
-                    mail.push((twin.entry, slot));
+                    mail.push((twin.entry, Some(slot)));
                 } else if let Some(Entry::Slot(other)) = self.index.get(twin.fingerprint).map(Entry::from_value) {
                     // Another worker gave the content a slot first.
                     firsts.insert(twin.fingerprint, First::Has(other));
@@ -304,12 +305,16 @@ struct Looked {
 }
 
 /// A page whose content another candidate has as well.
-struct Twin {
-    addr: u64,
+#[derive(Clone, Copy)]
+pub(super) struct Twin {
+    pub(super) addr: u64,
     /// Its place among the fetched pages.
     index: usize,
-    fingerprint: Fingerprint,
-    entry: Entry,
+    pub(super) fingerprint: Fingerprint,
+    /// The other one, to which the index leads.
+    pub(super) entry: Entry,
+    /// What the index would say of this one.
+    pub(super) mine: u64,
 }
 
 fn is_fresh(work: &Work, addr: u64) -> bool {

@@ -454,7 +454,7 @@ impl Domain {
 
     pub(super) fn unmerge_all(&self, work: &mut Work) -> Result<Unmerged, Gone> {
         self.stir();
-        work.deferred.clear();
+        work.take_deferred();
         // What was planned is dropped with the mail: looked up anew when work goes on.
         for chunk in work.table.chunks_mut().iter_mut().filter(|chunk| chunk.counts.candidate > 0) {
             for index in chunk.pages() {
@@ -514,7 +514,7 @@ impl Domain {
         }
     }
 
-    pub(super) fn mail(&self, member: &Member) -> Vec<(u64, pagefold_pool::Slot)> {
+    pub(super) fn mail(&self, member: &Member) -> Vec<(u64, Option<pagefold_pool::Slot>)> {
         std::mem::take(&mut *lock(&member.inbox))
     }
 }

@@ -36,8 +36,11 @@ impl Domain {
                 chunk.huge = Huge::Wait(0, backoff);
             }
         }
+        for (addr, _) in mail.iter().filter(|(_, slot)| slot.is_none()) {
+            look_up_again(work, Range::pages_from(*addr, 1));
+        }
         let candidates = mail.iter().filter(|(addr, _)| matches!(work.table.state(*addr), State::Candidate { .. }));
-        let runs = plan::runs(candidates.map(|(addr, slot)| (*addr, Some(*slot))));
+        let runs = plan::runs(candidates.filter_map(|(addr, slot)| slot.map(|slot| (*addr, Some(slot)))));
         let (now, later): (Vec<Run>, Vec<Run>) = runs.into_iter().partition(|run| run.range.pages() >= 16);
         work.defer(later);
         let now = self.within_budget(work, now);
@@ -50,7 +53,7 @@ impl Domain {
         if work.deferred.is_empty() {
             return Ok(false);
         }
-        let waiting = std::mem::take(&mut work.deferred);
+        let waiting = work.take_deferred();
         // Pieces that came by different ways may be neighbours by now, or name a page twice.
         let mut pairs: Vec<(u64, Goal)> = waiting
             .iter()

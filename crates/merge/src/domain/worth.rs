@@ -1,0 +1,108 @@
+//! Which twins are worth a slot: those that both sides have mappings left for.
+//!
+//! A slot takes memory at once and gives some back only as pages come to show it. Where the budget of mappings of either side is used
+//! up, for runs as short as these, nobody would: a program with many scattered duplicates would have its memory, and the pool a
+//! copy of it. What is left out is tried again as other pages without room are.
+
+use super::fresh::Twin;
+use super::{Domain, EDGES, Entry, Work, read, remap};
+use crate::ClientId;
+use crate::plan::{self, Goal};
+use pagefold_agent::wire::Why;
+use pagefold_os::{PAGE_SIZE, Range};
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+impl Domain {
+    /// The `twins` (ascending by address) that are to get slots, beside pages that `known` slots were found for. Where only the
+    /// other side has no room the index leads to this one from now on: to the next that comes it is the better twin.
+    pub(super) fn affordable(&self, work: &mut Work, twins: Vec<Twin>, known: &[(u64, Goal)]) -> Vec<Twin> {
+        if twins.is_empty() {
+            return twins;
+        }
+        let (owners, mut claimed) = self.owners(&twins);
+        let mut used = work.mappings + work.promised;
+        let most = EDGES * twins.len() as i64;
+        if claimed.values().chain([&used]).all(|used| self.may_be_short(used + most)) {
+            return twins;
+        }
+        let mut has_room = vec![true; twins.len()];
+        let beside = |a: usize| twins[a - 1].addr + PAGE == twins[a].addr;
+        let follows = |a: usize| match (owners[a - 1], owners[a]) {
+            (Some((owner, before)), Some((same, addr))) => beside(a) && owner == same && before + PAGE == addr,
+            _ => false,
+        };
+        for part in parts(0..twins.len(), follows) {
+            if let Some(claimed) = owners[part.start].and_then(|(owner, _)| claimed.get_mut(&owner)) {
+                let fits = self.affords(part.len() as u64, EDGES, claimed);
+                has_room[part].fill(fits);
+            }
+        }
+        let is_known =
+            |addr: u64| known.binary_search_by_key(&addr, |(addr, _)| *addr).is_ok_and(|at| known[at].1.is_some());
+        let mut worth = Vec::with_capacity(twins.len());
+        let mut letters = Vec::new();
+        for part in parts(0..twins.len(), |a| beside(a) && has_room[a - 1] == has_room[a]) {
+            let (first, last) = (twins[part.start].addr, twins[part.end - 1].addr);
+            let shared_edges = i64::from(is_known(first.wrapping_sub(PAGE))) + i64::from(is_known(last + PAGE));
+            let pages = part.len() as u64;
+            if has_room[part.start] && self.affords(pages, (EDGES - shared_edges).max(1), &mut used) {
+                worth.extend_from_slice(&twins[part]);
+                continue;
+            }
+            let takes_over = !has_room[part.start] && self.affords(pages, EDGES, &mut used.clone());
+            self.count(|c| &c.over_vma_budget, 1);
+            for twin in &twins[part] {
+                if !takes_over {
+                    Self::refuse(work, Why::Limit);
+                    remap::put_off(work, twin.addr);
+                } else if self.index.replace(twin.fingerprint, twin.entry.value(), twin.mine) {
+                    letters.push((twin.entry, None));
+                } else {
+                    remap::look_up_again(work, Range::pages_from(twin.addr, 1));
+                }
+            }
+        }
+        self.post(&letters);
+        worth
+    }
+
+    /// True if runs of any length are worth their mappings when `used` are taken.
+    fn may_be_short(&self, used: i64) -> bool {
+        plan::run_pages_min(used.max(0) as u64, self.config.vma_budget) == 1
+    }
+
+    /// Whose the other twins are and where they lie there, and how many mappings each of these clients has claimed.
+    #[allow(clippy::type_complexity)]
+    fn owners(&self, twins: &[Twin]) -> (Vec<Option<(ClientId, u64)>>, BTreeMap<ClientId, i64>) {
+        let (chunks, members) = (read(&self.chunks), read(&self.members));
+        let owner = |twin: &Twin| {
+            let Entry::Candidate { chunk, page } = twin.entry else { return None };
+            let to = chunks.refs.get(chunk as usize)?.as_ref()?;
+            Some((to.client, to.addr + u64::from(page) * PAGE))
+        };
+        let owners: Vec<_> = twins.iter().map(owner).collect();
+        let mut claimed = BTreeMap::new();
+        for (client, _) in owners.iter().flatten() {
+            if let (false, Some(member)) = (claimed.contains_key(client), members.get(client)) {
+                claimed.insert(*client, member.claimed.load(Ordering::Relaxed));
+            }
+        }
+        (owners, claimed)
+    }
+}
+
+/// Cuts `all` before each element that does not go on with the one before it.
+fn parts(all: std::ops::Range<usize>, goes_on: impl Fn(usize) -> bool) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let mut at = all.start;
+    std::iter::from_fn(move || {
+        let start = at;
+        if start >= all.end {
+            return None;
+        }
+        at = (start + 1..all.end).find(|next| !goes_on(*next)).unwrap_or(all.end);
+        Some(start..at)
+    })
+}
