@@ -74,7 +74,12 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     if sources.is_empty() {
         return Err(nothing(&notes).into());
     }
-    let mut config = Config { one_in: args.sample, map_budget: map_budget(&args), ..Config::default() };
+    let mut config = Config {
+        one_in: args.sample,
+        map_budget: map_budget(&args),
+        shortest_run: pagefold_merge::plan::run_pages_min,
+        ..Config::default()
+    };
     if let Some(workers) = args.workers {
         config.workers = workers.into();
     }

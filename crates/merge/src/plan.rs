@@ -72,13 +72,15 @@ pub fn mappings_added(table: &Table, run: &Run) -> i64 {
     edge(left, joins(left, before, pagefold_pool::SLOTS_PER_SEGMENT - 1)) + edge(right, joins(right, after, 0))
 }
 
-/// The shortest run that is worth its mappings when `used` of `budget` mappings are taken.
+/// The shortest run, in pages, that is worth its mappings when `used` of `budget` mappings are taken.
 pub fn run_pages_min(used: u64, budget: u64) -> u64 {
-    match used * 100 / budget.max(1) {
+    if used >= budget {
+        return u64::MAX;
+    }
+    match used.saturating_mul(100) / budget {
         0..50 => 1,
         50..75 => 4,
-        75..100 => 16,
-        _ => u64::MAX,
+        _ => 16,
     }
 }
 

@@ -85,7 +85,7 @@ pub(crate) fn analyse(gathered: Gathered, config: &Config) -> Report {
     report.ksm = twins.ksm(&sources, &report.totals, one_in);
     report.cost.sample_error_bytes = twins.sample_error_bytes(one_in);
     twins.give_slots();
-    twins.take_runs(&sources, config.map_budget, &mut report);
+    twins.take_runs(&sources, config, &mut report);
     twins.bill(&mut report);
     report
 }
@@ -256,7 +256,8 @@ impl Twins {
     }
 
     /// Counts runs, and takes each source's longest up to its budget.
-    fn take_runs(&mut self, sources: &[Found], budget: u64, report: &mut Report) {
+    fn take_runs(&mut self, sources: &[Found], config: &Config, report: &mut Report) {
+        let shortest = |taken: u64| (config.shortest_run)(taken, config.map_budget);
         let one_in = u64::from(report.sample_one_in);
         let mut buckets = Buckets::default();
         for found in sources {
@@ -270,14 +271,15 @@ impl Twins {
             report.runs.pages += pages * one_in;
             let (runs, taken_runs, over) = if one_in == 1 {
                 lengths.iter().for_each(|&length| buckets.add(u64::from(length)));
-                let over = self.take_longest(found, &mut lengths, budget);
-                let runs = lengths.len() as u64;
-                (runs, runs.min(budget), over)
+                let (taken, over) = self.take_longest(found, &mut lengths, shortest);
+                (lengths.len() as u64, taken, over)
             } else {
                 let runs = estimate_runs(pages, pages - lengths.len() as u64, one_in);
                 self.take_all(found);
-                let over = if runs > budget { pages * one_in * (runs - budget) / runs } else { 0 };
-                (runs, runs.min(budget), over)
+                // How long they are is not known in a sample: as long as the mean.
+                let mean = (pages * one_in).checked_div(runs).unwrap_or(0);
+                let taken = first(runs, |taken| shortest(taken) > mean.max(1));
+                (runs, taken, (pages * one_in * (runs - taken)).checked_div(runs).unwrap_or(0))
             };
             report.runs.count += runs;
             report.cost.mappings += taken_runs;
@@ -288,14 +290,16 @@ impl Twins {
         report.runs.histogram = buckets.histogram();
     }
 
-    /// Takes the longest of the runs whose `lengths` are given. Returns how many pages were not taken.
-    fn take_longest(&mut self, found: &Found, lengths: &mut [u32], budget: u64) -> u64 {
+    /// Takes the longest of the runs whose `lengths` are given, as long as they are worth it. Returns how many were taken, and how many
+    /// pages were not.
+    fn take_longest(&mut self, found: &Found, lengths: &mut [u32], shortest: impl Fn(u64) -> u64) -> (u64, u64) {
         // Runs longer than the limit are taken, and of those as long as it the first `at_limit`.
         let (mut limit, mut at_limit) = (0, 0);
-        if lengths.len() as u64 > budget {
-            lengths.sort_unstable_by(|a, b| b.cmp(a));
-            limit = lengths[budget as usize];
-            at_limit = lengths[..budget as usize].iter().filter(|&&length| length == limit).count();
+        lengths.sort_unstable_by(|a, b| b.cmp(a));
+        let taken = first(lengths.len() as u64, |taken| shortest(taken) > u64::from(lengths[taken as usize]));
+        if let Some(&length) = lengths.get(taken as usize) {
+            limit = length;
+            at_limit = lengths[..taken as usize].iter().filter(|&&length| length == limit).count();
         }
         let mut over = 0;
         let mut left = found.records.clone();
@@ -311,7 +315,7 @@ impl Twins {
                 over += u64::from(length);
             }
         }
-        over
+        (taken, over)
     }
 
     fn take_all(&mut self, found: &Found) {
@@ -340,6 +344,16 @@ impl Twins {
         let spent = cost.mapping_bytes + cost.scanned_bytes + cost.shared_bytes;
         cost.net_bytes = net(cost.saved_duplicate_bytes.saturating_add(cost.saved_zero_bytes), spent);
     }
+}
+
+/// The first number below `end` for which `holds`, as for all behind it; `end` if there is none.
+fn first(end: u64, holds: impl Fn(u64) -> bool) -> u64 {
+    let (mut from, mut to) = (0, end);
+    while from < to {
+        let middle = from + (to - from) / 2;
+        if holds(middle) { to = middle } else { from = middle + 1 }
+    }
+    from
 }
 
 /// Bytes of `pages`, as many as can be told: files of holes have exabytes each.

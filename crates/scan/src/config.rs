@@ -11,6 +11,9 @@ pub struct Config {
     pub one_in: u32,
     /// Mappings that a merge may cost each source; longest runs come first.
     pub map_budget: u64,
+    /// The shortest run, in pages, that is worth its mappings when so many of so many (used, budget) are taken: never fewer the more
+    /// are. By default all are until the budget is used up.
+    pub shortest_run: fn(u64, u64) -> u64,
     /// How long one read may take before its source is given up. A process can hold whoever reads a page
     /// that is under its own userfaultfd.
     pub patience: Duration,
@@ -29,6 +32,7 @@ impl Default for Config {
             workers: std::thread::available_parallelism().map_or(1, std::num::NonZero::get),
             one_in: 1,
             map_budget: Config::MAX_MAP_COUNT_DEFAULT / 4,
+            shortest_run: |used, budget| if used < budget { 1 } else { u64::MAX },
             patience: Duration::from_secs(10),
             seed: random(),
         }

@@ -117,7 +117,7 @@ struct Counted {
     ksm_nodes: u64,
 }
 
-fn model(memories: &[Memory], budget: usize) -> Counted {
+fn model(memories: &[Memory], budget: usize, shortest: fn(u64, u64) -> u64) -> Counted {
     let mut counted = Counted::default();
     let all = all_pages(memories);
     let is_zero = |seen: &Seen| seen.content == 0;
@@ -156,8 +156,10 @@ fn model(memories: &[Memory], budget: usize) -> Counted {
         counted.runs.extend(runs.iter().map(|run| run.len() as u64));
         // Longest first, earlier ones first among equals.
         runs.sort_by_key(|run| std::cmp::Reverse(run.len()));
-        counted.over += runs.iter().skip(budget).map(|run| run.len() as u64).sum::<u64>();
-        for seen in runs.iter().take(budget).flatten() {
+        let is_worth = |(used, run): (usize, &Vec<&Seen>)| run.len() as u64 >= shortest(used as u64, budget as u64);
+        let worth = runs.iter().enumerate().take_while(|one| is_worth(*one)).count();
+        counted.over += runs.iter().skip(worth).map(|run| run.len() as u64).sum::<u64>();
+        for seen in runs.iter().take(worth).flatten() {
             *taken.entry((seen.domain, seen.content)).or_default() += 1;
         }
     }
@@ -224,11 +226,17 @@ proptest! {
         memories in prop::collection::vec(memory(), 1..5),
         budget in 0usize..12,
         workers in 1usize..4,
+        reserves in any::<bool>(),
     ) {
-        let config = Config { workers, map_budget: budget as u64, ..Config::default() };
+        let mut config = Config { workers, map_budget: budget as u64, ..Config::default() };
+        if reserves {
+            // The second half is for runs.
+            config.shortest_run = |used, budget| if used * 2 < budget { 1 } else if used < budget { 3 } else { u64::MAX };
+        }
+        let shortest = config.shortest_run;
         let sources = memories.iter().map(|memory| Box::new(memory.clone()) as Box<dyn Source>).collect();
         let report = scan(sources, &config, &mut |_| {});
-        let expected = model(&memories, budget);
+        let expected = model(&memories, budget, shortest);
         let totals = &report.totals;
         let zero_kernel_only = all_pages(&memories).iter().filter(|s| s.content == 0 && s.kind == Kind::KernelOnly).count() as u64;
         let examined = all_pages(&memories).iter().filter(|seen| seen.kind != Kind::Pool).count() as u64;
