@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering;
 const PAGE: u64 = PAGE_SIZE as u64;
 
 impl Domain {
-    /// The `twins` (ascending by address) that are to get slots, beside pages that `known` slots were found for. Where only the
+    /// The `twins` (ascending by address) that are to get slots, beside pages that `known` slots were found for (ascending but for zeros). Where only the
     /// other side has no room the index leads to this one from now on: to the next that comes it is the better twin.
     pub(super) fn affordable(&self, work: &mut Work, twins: Vec<Twin>, known: &[(u64, Goal)]) -> Vec<Twin> {
         if twins.is_empty() {
@@ -40,8 +40,9 @@ impl Domain {
                 has_room[part].fill(fits);
             }
         }
-        let is_known =
-            |addr: u64| known.binary_search_by_key(&addr, |(addr, _)| *addr).is_ok_and(|at| known[at].1.is_some());
+        // Those of zeros come first, and have no mapping to join.
+        let known: Vec<u64> = known.iter().filter(|(_, goal)| goal.is_some()).map(|(addr, _)| *addr).collect();
+        let is_known = |addr: u64| known.binary_search(&addr).is_ok();
         let mut worth = Vec::with_capacity(twins.len());
         let mut letters = Vec::new();
         for part in parts(0..twins.len(), |a| beside(a) && has_room[a - 1] == has_room[a]) {
