@@ -684,12 +684,20 @@ impl Domain {
         }
         let chunks = read(&self.chunks);
         let members = read(&self.members);
+        // Where the run that is being told of goes on.
+        let mut next = None;
         for (entry, slot) in mail {
             let Entry::Candidate { chunk, page } = *entry else { continue };
             let Some(Some(to)) = chunks.refs.get(chunk as usize) else { continue };
             let Some(member) = members.get(&to.client) else { continue };
-            lock(&member.inbox).push((to.addr + u64::from(page) * PAGE_SIZE as u64, *slot));
-            member.claimed.fetch_add(if slot.is_some() { EDGES } else { 0 }, Ordering::Relaxed);
+            let addr = to.addr + u64::from(page) * PAGE_SIZE as u64;
+            lock(&member.inbox).push((addr, *slot));
+            if let Some(slot) = slot {
+                if next != Some((to.client, addr, slot.number())) {
+                    member.claimed.fetch_add(EDGES, Ordering::Relaxed);
+                }
+                next = Some((to.client, addr + PAGE_SIZE as u64, slot.number() + 1));
+            }
             self.hurry(member);
         }
     }

@@ -272,6 +272,20 @@ fn what_the_budget_leaves_out_takes_no_memory() {
     assert!(stats.events.over_vma_budget > 0);
 }
 
+/// What waits for a client is counted by runs, not by pages: long ones take next to nothing of its budget.
+#[test]
+fn long_runs_are_no_claim_on_the_budget() {
+    const PAGES: u32 = 1 << 15;
+    let config = Config { vma_budget: 2000, ..Config::default() };
+    let mut bench = Bench::new(config, Options { pages_max: 1 << 17, ..Options::default() });
+    for _ in 0..2 {
+        bench.add((0..PAGES).map(|page| 2 + page * 2));
+    }
+    bench.periods(10);
+    let stats = bench.domain.stats();
+    assert_eq!((stats.pages_sharing, stats.events.over_vma_budget), (2 * u64::from(PAGES), 0));
+}
+
 /// Who has no mappings left is not in the way of others that have its contents too.
 #[test]
 fn twins_with_room_find_each_other_past_one_without() {
