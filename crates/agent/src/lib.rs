@@ -9,7 +9,7 @@
 //!
 //! `shared` is what the program's threads and ours meet in, with [`guard`] and
 //! [`table`]; `thread`, `seat`, `bell`, `own`, `maps`, `plain`, `arena`, `listing` and `growth` stand on that. The
-//! thread of live merging is `engine`, with [`remap`] and `heap`; that of the
+//! thread of live merging is `engine`, with `remap` and `heap`; that of the
 //! tier is [`cold`]. [`wire`] and [`cold_table`] are what the daemon sees.
 
 #![cfg_attr(feature = "preload", no_std)]
@@ -51,7 +51,7 @@ mod plain;
 #[cfg(not(loom))]
 mod populate;
 #[cfg(not(loom))]
-pub mod remap;
+mod remap;
 #[cfg(not(loom))]
 mod seat;
 #[cfg(not(loom))]

@@ -127,6 +127,13 @@ struct ChunkRefs {
 }
 
 impl ChunkRefs {
+    /// Whose page an entry of a candidate stands for, and where it lies there.
+    fn place(&self, entry: Entry) -> Option<(ClientId, u64)> {
+        let Entry::Candidate { chunk, page } = entry else { return None };
+        let to = self.refs.get(chunk as usize)?.as_ref()?;
+        Some((to.client, to.addr + u64::from(page) * PAGE_SIZE as u64))
+    }
+
     /// A number for what is at `to`.
     fn take(&mut self, to: ChunkRef) -> u32 {
         if let Some(number) = self.free.pop() {
@@ -687,16 +694,14 @@ impl Domain {
         // Where the run that is being told of goes on.
         let mut next = None;
         for (entry, slot) in mail {
-            let Entry::Candidate { chunk, page } = *entry else { continue };
-            let Some(Some(to)) = chunks.refs.get(chunk as usize) else { continue };
-            let Some(member) = members.get(&to.client) else { continue };
-            let addr = to.addr + u64::from(page) * PAGE_SIZE as u64;
+            let Some((client, addr)) = chunks.place(*entry) else { continue };
+            let Some(member) = members.get(&client) else { continue };
             lock(&member.inbox).push((addr, *slot));
             if let Some(slot) = slot {
-                if next != Some((to.client, addr, slot.number())) {
+                if next != Some((client, addr, slot.number())) {
                     member.claimed.fetch_add(EDGES, Ordering::Relaxed);
                 }
-                next = Some((to.client, addr + PAGE_SIZE as u64, slot.number() + 1));
+                next = Some((client, addr + PAGE_SIZE as u64, slot.number() + 1));
             }
             self.hurry(member);
         }

@@ -295,8 +295,12 @@ impl Twins {
     fn take_longest(&mut self, found: &Found, lengths: &mut [u32], shortest: impl Fn(u64) -> u64) -> (u64, u64) {
         // Runs longer than the limit are taken, and of those as long as it the first `at_limit`.
         let (mut limit, mut at_limit) = (0, 0);
-        lengths.sort_unstable_by(|a, b| b.cmp(a));
-        let taken = first(lengths.len() as u64, |taken| shortest(taken) > u64::from(lengths[taken as usize]));
+        let count = lengths.len() as u64;
+        // Where all are worth it their order is of no matter.
+        if count > 0 && shortest(count - 1) > 1 {
+            lengths.sort_unstable_by(|a, b| b.cmp(a));
+        }
+        let taken = first(count, |taken| shortest(taken) > u64::from(lengths[taken as usize]));
         if let Some(&length) = lengths.get(taken as usize) {
             limit = length;
             at_limit = lengths[..taken as usize].iter().filter(|&&length| length == limit).count();

@@ -5,7 +5,7 @@
 //! copy of it. What is left out is tried again as other pages without room are.
 
 use super::fresh::Twin;
-use super::{Domain, EDGES, Entry, Work, read, remap};
+use super::{Domain, EDGES, Work, read, remap};
 use crate::ClientId;
 use crate::plan::{self, Goal};
 use pagefold_agent::wire::Why;
@@ -16,8 +16,9 @@ use std::sync::atomic::Ordering;
 const PAGE: u64 = PAGE_SIZE as u64;
 
 impl Domain {
-    /// The `twins` (ascending by address) that are to get slots, beside pages that `known` slots were found for (ascending but for zeros). Where only the
-    /// other side has no room the index leads to this one from now on: to the next that comes it is the better twin.
+    /// The `twins` (ascending by address) that are to get slots, beside pages that `known` slots were found for (ascending
+    /// but for zeros). Where only the other side has no room the index leads to this one from now on: to the next that comes
+    /// it is the better twin.
     pub(super) fn affordable(&self, work: &mut Work, twins: Vec<Twin>, known: &[(u64, Goal)]) -> Vec<Twin> {
         if twins.is_empty() {
             return twins;
@@ -34,7 +35,7 @@ impl Domain {
             (Some((owner, before)), Some((same, addr))) => beside(a) && owner == same && before + PAGE == addr,
             _ => false,
         };
-        for part in parts(0..twins.len(), follows) {
+        for part in parts(twins.len(), follows) {
             if let Some(claimed) = owners[part.start].and_then(|(owner, _)| claimed.get_mut(&owner)) {
                 let fits = self.affords(part.len() as u64, EDGES, claimed);
                 has_room[part].fill(fits);
@@ -45,7 +46,7 @@ impl Domain {
         let is_known = |addr: u64| known.binary_search(&addr).is_ok();
         let mut worth = Vec::with_capacity(twins.len());
         let mut letters = Vec::new();
-        for part in parts(0..twins.len(), |a| beside(a) && has_room[a - 1] == has_room[a]) {
+        for part in parts(twins.len(), |a| beside(a) && has_room[a - 1] == has_room[a]) {
             let (first, last) = (twins[part.start].addr, twins[part.end - 1].addr);
             let shared_edges = i64::from(is_known(first.wrapping_sub(PAGE))) + i64::from(is_known(last + PAGE));
             let pages = part.len() as u64;
@@ -79,12 +80,7 @@ impl Domain {
     #[allow(clippy::type_complexity)]
     fn owners(&self, twins: &[Twin]) -> (Vec<Option<(ClientId, u64)>>, BTreeMap<ClientId, i64>) {
         let (chunks, members) = (read(&self.chunks), read(&self.members));
-        let owner = |twin: &Twin| {
-            let Entry::Candidate { chunk, page } = twin.entry else { return None };
-            let to = chunks.refs.get(chunk as usize)?.as_ref()?;
-            Some((to.client, to.addr + u64::from(page) * PAGE))
-        };
-        let owners: Vec<_> = twins.iter().map(owner).collect();
+        let owners: Vec<_> = twins.iter().map(|twin| chunks.place(twin.entry)).collect();
         let mut claimed = BTreeMap::new();
         for (client, _) in owners.iter().flatten() {
             if let (false, Some(member)) = (claimed.contains_key(client), members.get(client)) {
@@ -95,15 +91,15 @@ impl Domain {
     }
 }
 
-/// Cuts `all` before each element that does not go on with the one before it.
-fn parts(all: std::ops::Range<usize>, goes_on: impl Fn(usize) -> bool) -> impl Iterator<Item = std::ops::Range<usize>> {
-    let mut at = all.start;
+/// Cuts `len` elements before each that does not go on with the one before it.
+fn parts(len: usize, goes_on: impl Fn(usize) -> bool) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let mut at = 0;
     std::iter::from_fn(move || {
         let start = at;
-        if start >= all.end {
+        if start >= len {
             return None;
         }
-        at = (start + 1..all.end).find(|next| !goes_on(*next)).unwrap_or(all.end);
+        at = (start + 1..len).find(|next| !goes_on(*next)).unwrap_or(len);
         Some(start..at)
     })
 }
