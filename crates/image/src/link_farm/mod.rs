@@ -881,7 +881,7 @@ mod tests {
             // As who ended between two calls leaves it, which hardly any does here.
             fs::hard_link(object(&store, 1), shelf.path.join("staged")).unwrap();
             let mut child = std::process::Command::new(std::env::current_exe().unwrap());
-            child.args(["--exact", "shelf::tests::child_that_mends"]).env("PAGEFOLD_TEST_MENDS", &root);
+            child.args(["--exact", "link_farm::tests::child_that_mends"]).env("PAGEFOLD_TEST_MENDS", &root);
             if builds {
                 child.env("PAGEFOLD_TEST_BUILDS", "");
             }

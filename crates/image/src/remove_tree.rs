@@ -136,7 +136,7 @@ mod tests {
             at = below;
         }
         let mut child = Command::new("sh");
-        child.args(["-c", "ulimit -n 64; exec \"$0\" --exact dirs::tests::child_that_removes"]);
+        child.args(["-c", "ulimit -n 64; exec \"$0\" --exact remove_tree::tests::child_that_removes"]);
         let out = child.arg(std::env::current_exe().unwrap()).env("PAGEFOLD_TEST_REMOVE", &top).output().unwrap();
         assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stdout));
         assert!(!top.exists());

@@ -1,0 +1,6 @@
+//! Formats that are read and written without a store: tar, compressed streams, OCI documents, EROFS.
+
+pub(crate) mod decompress;
+pub mod erofs;
+pub mod oci;
+pub mod tar;
