@@ -18,6 +18,7 @@ mod requests;
 pub(crate) use connect::{REFUSED_MS, TAKEN_MS, device_of, is_lasting, wait_for_answer};
 #[cfg(test)]
 pub(crate) use connect::{alone, one_at_a_time};
+pub(crate) use events::HOLD_MODES;
 #[cfg(feature = "preload")]
 pub(crate) use events::{forget_served, give_owed, wait_served};
 pub(crate) use life::start;

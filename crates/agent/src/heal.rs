@@ -2,7 +2,7 @@
 //! unmerged.
 
 use crate::cold;
-use crate::engine::Agent;
+use crate::engine::{Agent, HOLD_MODES};
 use crate::own::NURSERY_LEN;
 use crate::remap::{MOVE_TRIES, rewatch};
 use crate::thread::yield_now;
@@ -50,7 +50,8 @@ impl Agent {
         let frozen_at = sched::monotonic_ns();
         // Where is the kernel's choice: a place chosen here would be unmapped first, and stay so if the move is refused.
         const ASIDE: libc::c_int = libc::MREMAP_MAYMOVE | libc::MREMAP_DONTUNMAP;
-        let moved = self.hold.register(range, uffd::MODE_MISSING | uffd::MODE_MINOR).and_then(|()| {
+        // The range has these modes, or fewer where a registration failed before. Asking for fewer would be `EBUSY`.
+        let moved = self.hold.register(range, HOLD_MODES).and_then(|()| {
             // SAFETY: the target is free; the source mapping stays in place, empty.
             unsafe { mem::remap(range.start, len, len, ASIDE, 0) }
         });

@@ -247,10 +247,14 @@ impl Uffd {
         &self.0
     }
 
-    /// Watches `range` in `mode`.
+    /// Watches `range` in `mode`, in place of the modes that this descriptor had there.
+    ///
+    /// A mode may be added, not taken away: since Linux 7.3 the kernel refuses to drop write protection from a range
+    /// before it is [unregistered](Self::unregister), because its pages may still carry the mark.
     ///
     /// # Errors
-    /// `EBUSY` if another descriptor has part of it, `EINVAL` if a mapping there cannot be watched.
+    /// `EBUSY` if another descriptor has part of the range, or if `mode` lacks the write protection that part of it has;
+    /// `EINVAL` if a mapping there cannot be watched.
     pub fn register(&self, range: Range, mode: u64) -> Result<()> {
         ioctl(&self.0, REGISTER, &mut Register { range: range.into(), mode, ioctls: 0 })
     }

@@ -17,8 +17,8 @@ use pagefold_os::raw::Errno;
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{Range, mem, pagemap};
 
-/// How what shows the pool is watched.
-const HOLD_MODES: u64 = uffd::MODE_MISSING | uffd::MODE_MINOR | uffd::MODE_WP;
+/// How mappings of the pool are watched.
+pub(crate) const HOLD_MODES: u64 = uffd::MODE_MISSING | uffd::MODE_MINOR | uffd::MODE_WP;
 
 impl Agent {
     /// Takes the guard; serves discards while waiting, for their callers may hold it.
@@ -42,6 +42,8 @@ impl Agent {
 
     /// Has the kernel tell us of discards in `range`, parts of which have just been mapped from the pool: before it is read in, and
     /// so before [`hold_pool`](Self::hold_pool), for in these modes it would be read in page by page, and by us.
+    ///
+    /// A part that already has all of [`HOLD_MODES`] refuses the narrower mode (`EBUSY`): it reports discards as it is.
     pub(crate) fn hear_discards(&self, range: Range) {
         self.register_pool(range, uffd::MODE_MISSING);
     }
