@@ -11,13 +11,14 @@ use crate::{control, http, verify};
 use domains::ring;
 use pagefold_merge::{ClientId, Domain};
 use pagefold_os::fd::{self, Fd};
+use pagefold_os::sync::lock;
 use pagefold_os::wait::Bell;
 use pagefold_os::{sock, uffd};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -280,9 +281,9 @@ impl Daemon {
         if let Some(parent) = path.parent() {
             std::fs::create_dir_all(parent).map_err(|error| said(&parent.display().to_string(), &error))?;
         }
-        let lock = take_lock(&self.lock_path())?;
-        let locked = lock.is_some();
-        *crate::server::lock(&self.lock) = lock;
+        let file = take_lock(&self.lock_path())?;
+        let locked = file.is_some();
+        *lock(&self.lock) = file;
         // One that is stopped takes no connections.
         let connected = sock::connect_within(bytes, control::PATIENCE.as_millis() as u64);
         if !locked || connected.is_ok() {
@@ -421,10 +422,6 @@ fn said(option: &str, error: &io::Error) -> io::Error {
 
 fn for_input(fd: i32) -> libc::pollfd {
     libc::pollfd { fd, events: libc::POLLIN, revents: 0 }
-}
-
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 #[cfg(test)]

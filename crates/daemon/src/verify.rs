@@ -1,9 +1,11 @@
 //! `verify`: does every page that the ledger calls shared really show its slot?
 
-use crate::server::{Daemon, lock};
+use crate::server::Daemon;
+
 use crate::status::Verified;
 use pagefold_merge::page::State;
 use pagefold_merge::{ClientId, Domain};
+use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, Page, Range};
 use pagefold_pool::Slot;
 use std::collections::HashMap;

@@ -18,6 +18,7 @@ use crate::stats::{ClientStats, Counters, DomainStats, add, why_word};
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, Chunk, Indexed, Table};
 use llds::sd_tree::{SdTree, SweepCursor};
 use pagefold_agent::wire::Why;
+use pagefold_os::sync::{lock, read, write};
 use pagefold_os::{PAGE_SIZE, Page, Range};
 use pagefold_pool::{Hold, Key, Pool, Room, SLOTS_PER_SEGMENT, Slot};
 use std::collections::{BTreeMap, BTreeSet};
@@ -887,10 +888,6 @@ const AUDIT_PAUSE: Duration = Duration::from_millis(1);
 /// Bytes of kernel structures per mapping: vm_area_struct, its place in the tree, its link to anonymous memory.
 const MAPPING_BYTES: u64 = 245;
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
 /// What could be had without waiting.
 fn at_once<T>(tried: Result<T, TryLockError<T>>) -> Option<T> {
     match tried {
@@ -898,12 +895,4 @@ fn at_once<T>(tried: Result<T, TryLockError<T>>) -> Option<T> {
         Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
         Err(TryLockError::WouldBlock) => None,
     }
-}
-
-fn read<T>(lock: &RwLock<T>) -> std::sync::RwLockReadGuard<'_, T> {
-    lock.read().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
-fn write<T>(lock: &RwLock<T>) -> std::sync::RwLockWriteGuard<'_, T> {
-    lock.write().unwrap_or_else(|poisoned| poisoned.into_inner())
 }

@@ -8,8 +8,9 @@
 
 use crate::fd::Fd;
 use crate::raw::Result;
+use crate::sync::lock;
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 /// Answers within [`WINDOW_NS`] that make it worth while: each saves one wake or two, 3 % of a processor's time at least.
 const THICK: u32 = 16;
@@ -90,7 +91,7 @@ impl Awake {
             return;
         }
         // Under the lock it is held if and only if there is an end to it: nobody may let go in between, and forget it.
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = lock(&self.held);
         if held.is_none() {
             // Without the right to it everything is as it was, only slower.
             *held = hold().ok();
@@ -105,7 +106,7 @@ impl Awake {
         if until == 0 || now < until {
             return;
         }
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = lock(&self.held);
         if self.until.compare_exchange(until, 0, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
             *held = None;
         }

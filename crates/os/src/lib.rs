@@ -42,6 +42,8 @@ pub mod probe;
 #[cfg(feature = "std")]
 pub mod procfs;
 #[cfg(feature = "std")]
+pub mod sync;
+#[cfg(feature = "std")]
 pub mod text;
 #[cfg(feature = "std")]
 pub mod volume;

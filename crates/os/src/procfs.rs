@@ -1,7 +1,7 @@
 //! What /proc tells about processes and the system.
 
 use crate::Range;
-use crate::maps;
+use crate::{maps, stat};
 use std::fs::{self, File};
 use std::io::{self, Read};
 
@@ -110,7 +110,7 @@ pub fn status(pid: i32) -> String {
 
 /// True if `pid` is stopped by a signal, as by Ctrl-Z.
 pub fn is_stopped(pid: i32) -> bool {
-    fs::read(format!("/proc/{pid}/stat")).is_ok_and(|stat| crate::stat::field(&stat, 3) == Some("T"))
+    stat_line(pid).is_some_and(|stat| stat::field(&stat, STATE) == Some("T"))
 }
 
 /// Processor time that `pid` used, user and system, in nanoseconds; threads that ended included.
@@ -131,12 +131,32 @@ pub fn cpu_ns(pid: i32) -> Option<u64> {
 
 /// Page faults of `pid` so far, with and without I/O; threads that ended included.
 pub fn faults(pid: i32) -> Option<u64> {
-    let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
-    // The name before may hold anything; minflt and majflt are the 8th and the 10th behind it.
-    let behind = stat.rsplit(|byte| *byte == b')').next()?;
-    let mut fields = std::str::from_utf8(behind).ok()?.split_ascii_whitespace().skip(7).step_by(2);
-    let mut next = || fields.next()?.parse::<u64>().ok();
-    Some(next()? + next()?)
+    let stat = stat_line(pid)?;
+    let [minor, major] = [10, 12].map(|number| stat::field(&stat, number)?.parse::<u64>().ok());
+    Some(minor? + major?)
+}
+
+/// Start time of `pid` in clock ticks since boot. With the process id it names a process for good. A process that has ended
+/// and waits to be reaped still has one.
+pub fn start_time(pid: i32) -> Option<u64> {
+    stat::field(&stat_line(pid)?, START_TIME)?.parse().ok()
+}
+
+/// As [`start_time`], but `None` also for a process that has ended and waits to be reaped.
+pub fn start_time_of_running(pid: i32) -> Option<u64> {
+    let stat = stat_line(pid)?;
+    if matches!(stat::field(&stat, STATE)?, "Z" | "X") {
+        return None;
+    }
+    stat::field(&stat, START_TIME)?.parse().ok()
+}
+
+/// Fields of /proc/PID/stat, numbered as in proc_pid_stat(5).
+const STATE: usize = 3;
+const START_TIME: usize = 22;
+
+fn stat_line(pid: i32) -> Option<Vec<u8>> {
+    fs::read(format!("/proc/{pid}/stat")).ok()
 }
 
 /// All process ids.
@@ -175,6 +195,8 @@ mod tests {
         assert!(maps(me).unwrap().iter().any(|map| map.range.start <= here && here < map.range.end));
         assert!(memory(me).unwrap().rss > 0 && rss(me) > 0);
         assert!(cpu_ns(me).is_some());
+        assert!(start_time(me).is_some_and(|time| time > 0) && start_time_of_running(me) == start_time(me));
+        assert_eq!(start_time(-1), None);
         assert!(pids().contains(&me));
         assert_eq!(maps(-1).unwrap_err().kind(), io::ErrorKind::NotFound);
     }
@@ -209,6 +231,19 @@ mod tests {
         let after = faults(me).expect("we are there");
         assert!(after > before, "{after} after {before}");
         assert_eq!(faults(-1), None);
+    }
+
+    #[test]
+    fn a_process_that_waits_to_be_reaped_has_a_start_time_and_does_not_run() {
+        let mut child = std::process::Command::new("/bin/true").spawn().expect("a child");
+        let pid = child.id() as i32;
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        while start_time_of_running(pid).is_some() && std::time::Instant::now() < until {
+            std::thread::yield_now();
+        }
+        assert!(start_time(pid).is_some() && start_time_of_running(pid).is_none());
+        child.wait().expect("it has ended");
+        assert_eq!(start_time(pid), None);
     }
 
     #[test]

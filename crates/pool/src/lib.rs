@@ -41,10 +41,10 @@ use backing::Huge;
 use pagefold_os::Page;
 use pagefold_os::fd::Fd;
 use pagefold_os::gone::Watch;
-use primitive::{AtomicU64, Mutex, MutexGuard, Ordering, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use primitive::{AtomicU64, Mutex, Ordering, RwLock, lock, read, write};
 use segment::{Segment, Standing};
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 
 /// Segments of a pool at most: their slots are numbers of 29 bits in ledgers and indexes.
 const NUMBERS: u32 = u32::MAX / SLOTS_PER_SEGMENT / 8;
@@ -393,7 +393,7 @@ impl Pool {
     }
 
     fn lingering<T>(&self, f: impl FnOnce(&mut Lingering) -> T) -> T {
-        let mut lingering = self.lingering.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lingering = lock(&self.lingering);
         lingering.look();
         f(&mut lingering)
     }
@@ -580,18 +580,6 @@ fn leave_descriptors(newest: i32) -> std::io::Result<()> {
     let limit = pagefold_os::fd::limit()?;
     let left = (limit / DESCRIPTORS_LEFT).min(DESCRIPTORS_LEFT_MAX);
     if newest as u64 + left < limit { Ok(()) } else { Err(std::io::Error::from_raw_os_error(libc::EMFILE)) }
-}
-
-fn read<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
-    lock.read().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
-fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
-    lock.write().unwrap_or_else(|poisoned| poisoned.into_inner())
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 #[cfg(all(test, not(loom)))]

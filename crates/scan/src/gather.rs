@@ -8,10 +8,11 @@ use crate::error::Lost;
 use crate::record::{Printer, Record};
 use crate::source::{Counts, Identity, Pages, Plan, Source, Unit};
 use pagefold_os::PAGE_SIZE;
+use pagefold_os::sync::lock;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Bytes that a worker reads at once.
@@ -237,7 +238,7 @@ impl Collect {
         let mut stuck = Vec::new();
         for (index, worker) in self.workers.iter_mut().enumerate() {
             let beat = worker.beat.load(Ordering::Relaxed);
-            let at = *worker.state.lock().unwrap_or_else(PoisonError::into_inner);
+            let at = *lock(&worker.state);
             if beat != worker.seen || at.is_none() {
                 worker.seen = beat;
                 worker.since = Instant::now();
@@ -319,10 +320,10 @@ fn work(
     loop {
         let task = {
             // Both locks: the watchdog must not see a task that nobody is at.
-            let mut queue = queue.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut queue = lock(&queue);
             let task = queue.pop_front();
             beat.fetch_add(1, Ordering::Relaxed);
-            *state.lock().unwrap_or_else(PoisonError::into_inner) = task;
+            *lock(&state) = task;
             task
         };
         let Some(task) = task else { return };
@@ -338,7 +339,7 @@ fn work(
                 Outcome::Read { index, pages }
             }
         };
-        *state.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *lock(&state) = None;
         if sender.send(Message { worker: id, source: task.source(), outcome }).is_err() {
             return;
         }

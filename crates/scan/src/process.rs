@@ -12,10 +12,11 @@ use crate::smaps::{self, Reason, Verdict};
 use crate::source::{Identity, Pages, Plan, Source, Unit};
 use pagefold_os::fd::Fd;
 use pagefold_os::pagemap::{self, Query, Region};
+use pagefold_os::sync::lock;
 use pagefold_os::{Errno, PAGE_SIZE, Range, procfs};
 use std::ffi::CString;
 use std::os::unix::fs::MetadataExt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// Pages in a unit at least: large enough that handing it out costs nothing, small enough to share out well.
 const UNIT_PAGES: u64 = (32 << 20) / PAGE_SIZE as u64;
@@ -49,7 +50,7 @@ impl Process {
     /// # Errors
     /// [`Lost::Absent`] if there is no such process, [`Lost::Unfit`] if it is a thread of one.
     pub fn new(pid: i32) -> Result<Process, Lost> {
-        let started = start_time(pid).ok_or(Lost::Absent)?;
+        let started = procfs::start_time(pid).ok_or(Lost::Absent)?;
         // Beside its process it would show all of the memory as duplicates.
         if procfs::field(&procfs::status(pid), "Tgid").is_some_and(|process| process != pid as u64) {
             return Err(Lost::Unfit("is a thread; name its process, Tgid in /proc/PID/status"));
@@ -68,7 +69,7 @@ impl Process {
     }
 
     fn files(&self) -> Result<Arc<Files>, Lost> {
-        let mut slot = self.files.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut slot = lock(&self.files);
         if let Some(files) = &*slot {
             return Ok(files.clone());
         }
@@ -79,7 +80,7 @@ impl Process {
         let opened = open("pagemap").and_then(|pagemap| Ok(Files { pagemap, mem: open("mem")? }));
         // The kernel says "no such file" of a process that is gone.
         let files = opened.map_err(|lost| if lost == Lost::Absent { Lost::Vanished } else { lost })?;
-        if start_time(self.pid) != Some(self.started) {
+        if procfs::start_time(self.pid) != Some(self.started) {
             return Err(Lost::Vanished);
         }
         Ok(slot.insert(Arc::new(files)).clone())
@@ -88,18 +89,12 @@ impl Process {
 
 /// Fields of /proc/PID/stat.
 const FLAGS: usize = 9;
-const START_TIME: usize = 22;
 /// A thread of the kernel's, in the flags.
 const PF_KTHREAD: u64 = 0x0020_0000;
 
 fn stat_field(pid: i32, number: usize) -> Option<u64> {
     let text = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
     pagefold_os::stat::field(&text, number)?.parse().ok()
-}
-
-/// When `pid` started, in clock ticks since boot: with the number, it names a process for good.
-fn start_time(pid: i32) -> Option<u64> {
-    stat_field(pid, START_TIME)
 }
 
 impl Source for Process {
@@ -175,7 +170,7 @@ impl Source for Process {
     }
 
     fn close(&self) {
-        *self.files.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *lock(&self.files) = None;
     }
 }
 

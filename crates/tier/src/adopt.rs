@@ -22,6 +22,8 @@ use crate::layout::{
 use crate::tier::Tier;
 use crate::writeback::{Backing, SEGMENT_BYTES};
 use pagefold_os::fd::Fd;
+use pagefold_os::procfs::start_time_of_running;
+use pagefold_os::sync::write;
 use pagefold_os::{Errno, PAGE_SIZE};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -38,19 +40,6 @@ pub struct Adopted {
     pub regions: u64,
     /// Pages whose content cannot be one: lost.
     pub pages_lost: u64,
-}
-
-/// Start time of a process, in clock ticks since boot; `None` if it does not run.
-pub(crate) fn start_time(pid: u32) -> Option<u64> {
-    let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
-    let stat = String::from_utf8_lossy(&stat);
-    // The name in parentheses may hold anything.
-    let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
-    let state = fields.next()?;
-    if state == "Z" || state == "X" {
-        return None;
-    }
-    fields.nth(18)?.parse().ok()
 }
 
 /// A region being put together.
@@ -85,7 +74,9 @@ impl Tier {
         arena.set_bytes_max(bytes_max);
         let check = word(&arena, superblock::CHECK);
         let pid = word(&arena, superblock::OWNER_PID) as u32;
-        if pid != 0 && start_time(pid).is_some_and(|start| start == word(&arena, superblock::OWNER_START)) {
+        if pid != 0
+            && start_time_of_running(pid as i32).is_some_and(|start| start == word(&arena, superblock::OWNER_START))
+        {
             return Err(AdoptError::OwnerAlive { pid });
         }
         let tier = Tier::over(arena, Config { bytes_max, key, ..config }, backing);
@@ -152,7 +143,7 @@ impl Tier {
         adopted.regions = regions.len() as u64;
         adopted.contents = self.counters.contents.load(Ordering::Relaxed);
         self.counters.pages.store(adopted.pages, Ordering::Relaxed);
-        let mut map = self.regions.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut map = write(&self.regions);
         for (id, found) in regions {
             let inside =
                 |pages: u64| found.leaves.iter().all(|(cluster, _)| *cluster < pages.div_ceil(LEAF_PAGES as u64));

@@ -19,19 +19,15 @@ use crate::layout::{
 use pagefold_os::Errno;
 use pagefold_os::fd::Fd;
 use pagefold_os::mem::Mapping;
+use pagefold_os::sync::lock;
 use std::collections::{BTreeSet, HashMap};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Bytes asked from the kernel at once.
 const STEP_BYTES: usize = 16 * 1024;
 /// With fewer free bytes than that behind a slot more are asked for at once.
 const AHEAD_BYTES: usize = 6 * 1024;
-
-/// Locks, whoever died holding it: every critical section here leaves its data whole at each step.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Why there is no slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -17,10 +17,10 @@ mod dense;
 mod walk;
 mod write_back;
 
-use crate::arena::lock;
 use crate::layout::TICK_SHIFT;
 use crate::tier::Tier;
 use crate::writeback::SEGMENT_BYTES;
+use pagefold_os::sync::lock;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 

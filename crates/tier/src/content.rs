@@ -9,8 +9,8 @@
 //! key chooses, and newer pages push older ones out. Losing an entry loses a
 //! chance to save, nothing else. The table grows with the pages entered.
 
-use crate::arena::lock;
 use hashbrown::HashTable;
+use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, Page};
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock};

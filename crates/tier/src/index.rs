@@ -13,6 +13,7 @@
 
 use crate::layout::{LEAF_PAGES, RECORD_CLUSTER, leaf_key, split_key};
 use llds::b_tree::{BTree, Scan};
+use pagefold_os::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -228,7 +229,7 @@ impl Region {
 
     /// Notes that the page came back.
     pub(crate) fn touch(&self, page: u64) {
-        let mut touched = crate::arena::lock(&self.touched);
+        let mut touched = lock(&self.touched);
         let entry = touched.entry(page / 64).or_default();
         entry.ever |= 1 << (page % 64);
         entry.lately |= 1 << (page % 64);
@@ -236,7 +237,7 @@ impl Region {
 
     /// True if the page came back since this was last asked.
     pub(crate) fn spare(&self, page: u64) -> bool {
-        let mut touched = crate::arena::lock(&self.touched);
+        let mut touched = lock(&self.touched);
         let Some(entry) = touched.get_mut(&(page / 64)) else { return false };
         let lately = entry.lately & 1 << (page % 64) != 0;
         entry.lately &= !(1 << (page % 64));
@@ -245,7 +246,7 @@ impl Region {
 
     /// The pages that came back, in order; forgets them.
     pub(crate) fn take_touched(&self) -> Vec<u64> {
-        let touched = std::mem::take(&mut *crate::arena::lock(&self.touched));
+        let touched = std::mem::take(&mut *lock(&self.touched));
         let pages = |(at, bits): (u64, Touched)| {
             (0..64).filter(move |bit| bits.ever & 1 << bit != 0).map(move |bit| at * 64 + bit)
         };
@@ -254,7 +255,7 @@ impl Region {
 
     /// Bytes that it takes outside of the arena.
     pub(crate) fn bytes(&self) -> u64 {
-        self.directory.bytes() + crate::arena::lock(&self.touched).len() as u64 * 36
+        self.directory.bytes() + lock(&self.touched).len() as u64 * 36
     }
 }
 

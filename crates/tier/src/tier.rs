@@ -21,7 +21,7 @@ mod load;
 mod regions;
 mod store;
 
-use crate::arena::{Arena, NoSlot, Purse, lock};
+use crate::arena::{Arena, NoSlot, Purse};
 use crate::codec::{Codec, Coder, Dictionary};
 use crate::config::Config;
 use crate::content::{Contents, Hasher};
@@ -32,12 +32,13 @@ use crate::layout::{
 };
 use crate::stats::{Counters, Stats, count};
 use crate::writeback::{BLOCK_BYTES, Backing, Blocks, Disk};
+use pagefold_os::sync::{lock, read, write};
 use pagefold_os::{Errno, PAGE_SIZE, Page};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use twox_hash::XxHash3_64;
 
 /// Cluster locks.
@@ -230,7 +231,7 @@ impl Tier {
     /// Writes this process down as the owner.
     pub(crate) fn own(&self) {
         let pid = std::process::id();
-        let start = crate::adopt::start_time(pid).unwrap_or(0);
+        let start = pagefold_os::procfs::start_time(pid as i32).unwrap_or(0);
         self.arena.word(superblock::OWNER_START).store(start, Ordering::Relaxed);
         self.arena.word(superblock::OWNER_PID).store(u64::from(pid), Ordering::Release);
     }
@@ -275,7 +276,7 @@ impl Tier {
     }
 
     pub(crate) fn region(&self, region: u32) -> Option<Arc<Region>> {
-        self.regions.read().unwrap_or_else(PoisonError::into_inner).get(&region).cloned()
+        read(&self.regions).get(&region).cloned()
     }
 
     fn region_or_new(&self, id: u32, page: u64, pages: Option<u64>) -> Result<Arc<Region>, StoreError> {
@@ -285,7 +286,7 @@ impl Tier {
         let region = match self.region(id) {
             Some(region) => region,
             None => {
-                let mut regions = self.regions.write().unwrap_or_else(PoisonError::into_inner);
+                let mut regions = write(&self.regions);
                 match regions.get(&id) {
                     Some(region) => region.clone(),
                     None => {
@@ -333,7 +334,7 @@ impl Tier {
         let accounted = usage.leaf_bytes + usage.free_slots + headers + stats.payload_bytes + fixed;
         stats.bytes_rounding = usage.held.saturating_sub(accounted);
         let regions: u64 = {
-            let regions = self.regions.read().unwrap_or_else(PoisonError::into_inner);
+            let regions = read(&self.regions);
             regions.values().map(|region| region.bytes() + size_of::<Region>() as u64).sum()
         };
         let dictionaries: usize = self.dictionaries.iter().filter_map(OnceLock::get).map(|one| one.bytes()).sum();
@@ -358,7 +359,7 @@ impl Tier {
 
     /// Regions of the tier, in order: what a successor finds.
     pub fn region_ids(&self) -> Vec<u32> {
-        let mut ids: Vec<u32> = self.regions.read().unwrap_or_else(PoisonError::into_inner).keys().copied().collect();
+        let mut ids: Vec<u32> = read(&self.regions).keys().copied().collect();
         ids.sort_unstable();
         ids
     }

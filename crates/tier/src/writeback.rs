@@ -9,8 +9,8 @@
 //! A payload that comes back is proven by the content's fingerprint like any
 //! other, so the file needs no checksum of its own.
 
-use crate::arena::lock;
 use pagefold_os::fd::Fd;
+use pagefold_os::sync::lock;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};

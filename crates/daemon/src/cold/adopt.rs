@@ -6,9 +6,10 @@
 use super::client::{Client, Handed, Identity};
 use super::keep::{ARENA, CLIENT, forget};
 use super::{Cold, threads};
-use crate::server::{DomainKey, lock};
+use crate::server::DomainKey;
 use pagefold_os::Errno;
 use pagefold_os::fd::Fd;
+use pagefold_os::sync::lock;
 use pagefold_os::uffd::Uffd;
 use pagefold_tier::keeper::Keeper;
 use pagefold_tier::{Backing, BackingFile, Tier, fd_store};

@@ -2,9 +2,9 @@
 
 use super::Group;
 use super::client::CLUSTER_PAGES;
-use crate::server::lock;
 use pagefold_os::PAGE_SIZE;
 use pagefold_os::sched::{self, Cpus};
+use pagefold_os::sync::lock;
 use std::ops::Range;
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, SyncSender};

@@ -6,7 +6,7 @@
 
 use super::client::Client;
 use super::{Cold, Group};
-use crate::server::lock;
+use pagefold_os::sync::lock;
 use pagefold_tier::fd_store;
 use pagefold_tier::keeper::Keeper;
 use std::io;

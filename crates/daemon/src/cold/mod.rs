@@ -24,13 +24,15 @@ mod status;
 mod store;
 mod threads;
 
-use crate::server::{DomainKey, lock};
+use crate::server::DomainKey;
+
 use client::Client;
 pub use client::FAULT_BUCKETS;
 use hand::Hand;
 use keep::forget;
 use orphans::Orphans;
 use pagefold_os::awake::Awake;
+use pagefold_os::sync::lock;
 use pagefold_os::wait;
 use pagefold_tier::keeper::Keeper;
 use pagefold_tier::{Backing, BackingFile, Tier};

@@ -5,7 +5,7 @@
 //! and by the keeper for as long as they live. A successor holds them too, and no more: it does not know what they have done to
 //! their memory since the fork.
 
-use crate::server::lock;
+use pagefold_os::sync::lock;
 use pagefold_os::uffd::Uffd;
 use pagefold_tier::keeper::Keeper;
 use std::collections::{BTreeMap, BTreeSet};

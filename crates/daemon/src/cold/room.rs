@@ -1,6 +1,6 @@
 //! How much memory a client may still take: the limits of its control groups (both versions), and the host's.
 
-use crate::server::lock;
+use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, procfs};
 use pagefold_tier::policy::stalled_share;
 use std::fs::File;

@@ -6,7 +6,7 @@
 
 use super::link::Channel;
 use super::out::Copied;
-use crate::server::lock;
+use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, Page};
 use pagefold_tier::{Effort, Tier};
 use std::collections::VecDeque;

@@ -3,7 +3,8 @@
 use super::client::Client;
 use super::hand::{Hand, Job};
 use super::{Group, Groups, pump};
-use crate::server::{DOMAIN_REST, lock};
+use crate::server::DOMAIN_REST;
+use pagefold_os::sync::lock;
 use pagefold_os::wait;
 use std::io;
 use std::sync::atomic::Ordering;

@@ -1,9 +1,11 @@
 //! Domains with their workers: made when a client of theirs comes, let go when none has come for long.
 
-use super::{Daemon, DomainKey, lock};
+use super::{Daemon, DomainKey};
+
 use crate::cold::room;
 use pagefold_merge::{Domain, domain};
 use pagefold_os::sched;
+use pagefold_os::sync::lock;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};

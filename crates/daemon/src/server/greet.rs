@@ -1,7 +1,7 @@
 //! Who connects: agents, which become clients, requests, and who is refused and why.
 
 use super::domains::ring;
-use super::{Connected, Daemon, lock};
+use super::{Connected, Daemon};
 use crate::cold::room;
 use crate::control;
 use crate::link::{GreetError, Link};
@@ -9,6 +9,7 @@ use crate::peer::Peer;
 use crate::status::NotCovered;
 use pagefold_agent::wire::{Op, Packet};
 use pagefold_os::fd::Fd;
+use pagefold_os::sync::lock;
 use pagefold_os::{procfs, sock};
 use std::sync::Arc;
 

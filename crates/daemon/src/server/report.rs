@@ -1,10 +1,12 @@
 //! What the daemon tells of itself.
 
-use super::{Daemon, DomainKey, lock};
+use super::{Daemon, DomainKey};
+
 use crate::status::{Client, Status, Totals};
 use pagefold_merge::Domain;
 use pagefold_merge::stats::DomainStats;
 use pagefold_os::procfs;
+use pagefold_os::sync::lock;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 

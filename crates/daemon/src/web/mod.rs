@@ -7,8 +7,9 @@
 pub mod history;
 
 use crate::http::{self, Request, Response};
-use crate::server::{Daemon, lock};
+use crate::server::Daemon;
 use history::History;
+use pagefold_os::sync::lock;
 use std::io;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};

@@ -9,8 +9,9 @@
 //! with others again, and the books know them.
 
 use super::period::within;
-use super::{Domain, Entry, Member, Work, lock, read};
+use super::{Domain, Entry, Member, Work};
 use crate::client::{Gone, PoolMapping};
+use pagefold_os::sync::{lock, read};
 use pagefold_os::{PAGE_SIZE, Range};
 use pagefold_pool::SLOTS_PER_SEGMENT;
 use std::collections::BTreeSet;

@@ -1,10 +1,11 @@
 //! The watch stage: one pass over a client per period.
 
-use super::{Calm, ChunkRef, Domain, Entry, Member, Unmerged, Work, lock, write};
+use super::{Calm, ChunkRef, Domain, Entry, Member, Unmerged, Work};
 use crate::client::{FREEZE_PAGES_MAX, Gone, MAPPINGS_MAX, PoolMapping, Written};
 use crate::page::{State, on_period, on_written};
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, CHUNK_RECORD_BYTES, Chunk, Huge, Indexed, Table};
 use pagefold_os::page::is_zero;
+use pagefold_os::sync::{lock, write};
 use pagefold_os::{PAGE_SIZE, Range, sched};
 use pagefold_pool::{SLOTS_PER_SEGMENT, Slot};
 use std::sync::Arc;

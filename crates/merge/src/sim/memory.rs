@@ -3,6 +3,7 @@
 use super::client::SimClient;
 use super::{Content, Rng, content_of};
 use pagefold_os::fd::Fd;
+use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, Range};
 use pagefold_pool::{Pool, Slot};
 use std::collections::{BTreeMap, BTreeSet};
@@ -994,8 +995,4 @@ impl Memory {
 /// The addresses of a range's pages.
 pub(super) fn pages_of(range: Range) -> impl Iterator<Item = u64> {
     (range.start..range.end).step_by(PAGE_SIZE)
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }

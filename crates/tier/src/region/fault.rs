@@ -8,8 +8,9 @@ use super::decoder::{Patience, make_decoders};
 use super::memory::Shared;
 use pagefold_os::Errno;
 use pagefold_os::signal::{self, Mask};
+use pagefold_os::sync::lock;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 
 /// Regions at once.
 pub(super) const SLOTS: usize = 64;
@@ -36,7 +37,7 @@ static ENTERING: Mutex<()> = Mutex::new(());
 /// Lets the handler find a region, which stays where it is until [`leave`].
 pub(super) fn enter(shared: *const Shared, start: u64, end: u64) -> Result<(), RegionError> {
     install()?;
-    let _one = ENTERING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one = lock(&ENTERING);
     let slot = REGIONS.iter().find(|slot| slot.shared.load(Ordering::Relaxed).is_null()).ok_or(RegionError::TooMany)?;
     slot.end.store(end, Ordering::Relaxed);
     slot.start.store(start, Ordering::Relaxed);
@@ -83,7 +84,7 @@ static BEFORE_ENDED: AtomicBool = AtomicBool::new(false);
 /// Installs the handler, once and for good: others may have chained to it.
 fn install() -> Result<(), RegionError> {
     static INSTALLED: Mutex<bool> = Mutex::new(false);
-    let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut installed = lock(&INSTALLED);
     if *installed {
         return Ok(());
     }

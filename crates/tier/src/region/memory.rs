@@ -20,7 +20,6 @@ mod out;
 
 use super::decoder::Patience;
 use super::{RegionError, RegionStats};
-use crate::arena::lock;
 use crate::index;
 use crate::stats::Stats;
 use crate::tier::Tier;
@@ -28,6 +27,7 @@ pub(super) use handle::Handle;
 use pagefold_os::fd::Fd;
 use pagefold_os::mem::{self, Mapping};
 use pagefold_os::signal::Blocked;
+use pagefold_os::sync::lock;
 use pagefold_os::uffd::Uffd;
 use pagefold_os::{PAGE_SIZE, Range as Addresses};
 use std::ops::Range;

@@ -1,10 +1,10 @@
 //! The domain's dictionaries: sampled, trained, published, loaded.
 
 use super::{SAMPLES, Tier};
-use crate::arena::lock;
 use crate::codec::{self, Dictionary};
 use crate::layout::{self, DICTIONARIES, DICTIONARY_BYTES, MAGIC, superblock};
 use crate::stats::count;
+use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, Page};
 use std::sync::atomic::Ordering;
 use twox_hash::XxHash3_64;

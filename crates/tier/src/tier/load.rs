@@ -1,13 +1,13 @@
 //! Pages out.
 
 use super::{ATTEMPTS, Tier, Unreadable, Worker, with_worker};
-use crate::arena::lock;
 use crate::codec::{self, Codec};
 use crate::error::LoadError;
 use crate::index::Region;
 use crate::layout::{LEAF_PAGES, Shown};
 use crate::stats::count;
 use pagefold_os::Page;
+use pagefold_os::sync::lock;
 use std::ops::Range;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Instant;

@@ -1,11 +1,10 @@
 //! Whole ranges and regions: discard, remove, fork.
 
 use super::Tier;
-use crate::arena::lock;
 use crate::error::StoreError;
 use crate::layout::{LEAF_PAGES, PAGES_MAX, Shown};
+use pagefold_os::sync::{lock, write};
 use std::ops::Range;
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
 impl Tier {
@@ -45,7 +44,7 @@ impl Tier {
     /// The caller sees to it that nobody stores into the region meanwhile.
     pub fn remove_region(&self, region: u32) -> u64 {
         let discarded = self.discard(region, 0..PAGES_MAX);
-        let removed = self.regions.write().unwrap_or_else(PoisonError::into_inner).remove(&region);
+        let removed = write(&self.regions).remove(&region);
         if let Some(leaf) = removed.and_then(|region| region.record.get().copied()) {
             self.arena.leaf_key(leaf).store(0, Ordering::Release);
             self.arena.leaf(leaf)[0].store(0, Ordering::Release);

@@ -1,7 +1,7 @@
 //! Pages in.
 
 use super::{ClusterShard, SAMPLES, Stored, Tier, Worker, with_lent_worker, with_worker};
-use crate::arena::{NoSlot, Purse, lock};
+use crate::arena::{NoSlot, Purse};
 use crate::codec::{self, Codec, PATCH_HEAD, RAW_ABOVE_BYTES};
 use crate::config::Effort;
 use crate::error::StoreError;
@@ -10,6 +10,7 @@ use crate::layout::{self, LEAF_PAGES, Meta, PATCHES_SHIFT, Shown, leaf_key};
 use crate::stats::count;
 use pagefold_os::Page;
 use pagefold_os::sched::{self, Cpus};
+use pagefold_os::sync::lock;
 use std::sync::atomic::Ordering;
 
 /// Which processors each of some threads takes, the caller among them: the kernel may well put threads that live for a

@@ -228,9 +228,9 @@ fn awaited_at(to: u64) -> u64 {
 mod tests {
     use super::super::tests::{FORKING, own};
     use super::*;
-    use crate::server::lock;
     use pagefold_agent::cold_table;
     use pagefold_os::mem::Mapping;
+    use pagefold_os::sync::lock;
     use pagefold_os::uffd::Uffd;
     use pagefold_os::{Page, fd};
 

@@ -225,8 +225,8 @@ mod tests {
     use super::super::tests::own;
     use super::*;
     use crate::cold::room::tests::limited;
-    use crate::server::lock;
     use pagefold_os::sched;
+    use pagefold_os::sync::lock;
 
     /// A fault that has to wait for room counts once, and for as long as it waited.
     #[test]

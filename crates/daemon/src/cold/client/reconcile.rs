@@ -2,8 +2,8 @@
 
 use super::events::AWAITED;
 use super::{Client, PAGE, Service};
-use crate::server::lock;
 use pagefold_agent::cold_table::{self, OUT, PACT_DAEMON};
+use pagefold_os::sync::lock;
 use pagefold_os::{Range, pagemap, sched};
 use pagefold_tier::Tier;
 use std::collections::HashSet;

@@ -7,7 +7,7 @@ use super::super::Group;
 use super::super::place::Place;
 use super::{Ahead, Client, FAULT_BUCKETS, Served};
 use crate::peer::Peer;
-use crate::server::lock;
+use pagefold_os::sync::lock;
 use pagefold_os::{fd, sched};
 use pagefold_tier::Tier;
 use std::sync::Arc;

@@ -6,10 +6,10 @@
 use super::super::Parked;
 use super::super::decoder::Patience;
 use super::{BACK, BATCH, CHUNK, FREEZE, HERE, OUT, Parking, REGION, Shared, for_runs, own};
-use crate::arena::lock;
 use crate::config::Effort;
 use pagefold_os::fd::Fd;
 use pagefold_os::signal::Blocked;
+use pagefold_os::sync::lock;
 use pagefold_os::{Errno, PAGE_SIZE, Page, Range as Addresses, mem, pagemap, syscall, uffd};
 use std::ops::Range;
 use std::sync::atomic::Ordering;
