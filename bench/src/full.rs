@@ -2,7 +2,7 @@
 //! processors for all of them.
 //!
 //! What is slow and far behind (maps under one lock, trees with a node per key, the largest sets) is taken once,
-//! everything else in rounds. Runs that shade in the picture come last, as far as the time reaches on this machine.
+//! everything else in rounds. Runs that only add detail come last, as far as the time reaches on this machine.
 
 use std::time::Duration;
 
@@ -35,8 +35,6 @@ const FAR: &str = "std-hash-lock,std-btree-lock,forrest-ordered,scc-hash-index,s
                    absl-btree-lock,libcuckoo,tbb,liburcu";
 /// Those of which 10^8 keys fit into 7 GiB, with a second structure for batched inserts.
 const FIT: &str = "sd-tree,b-tree,forrest,dashmap,scc-hash-map";
-/// One of each kind: trie, tree, hash tables, and the source's tree without its lock.
-const TLB: &str = "sd-tree,b-tree,forrest,dashmap,rb-tree-bare";
 const ZIPF: &str = "sd-tree,b-tree,forrest,papaya,dashmap,scc-hash-map,congee";
 /// Of the cold tier's index: what needs no node per key, of which 10^7 take minutes.
 const OURS: &str = "flat-array,radix-64,tier-flat,tier-b-tree,b-tree";
@@ -81,10 +79,6 @@ const RUNS: &[Row] = &[
     ("index", "far", "--keys 10000000 --rounds 1 --threads 2 --only", FAR, Some(11)),
     ("zswap", "growth", "--part", "growth", Some(6)),
     ("erofs", "many", "--many", "", Some(1)),
-    ("scan", "full", "--full", "", Some(4)),
-    // Simulated by cachegrind, so with fewer keys.
-    ("index", "tlb", "--keys 1000000 --rounds 1 --tlb --only", TLB, Some(6)),
-    ("index", "content", "--content", "", Some(1)),
     ("index", "growth-trees", "--keys 10000000 --rounds 1 --threads 1 --growth --only", "congee,rb-tree-lock", Some(2)),
     // With 10^7 keys and two threads it did not come to an end here, with 10^6 it takes minutes.
     ("index", "scc-tree", "--keys 100000 --rounds 1 --threads 2 --only", "scc-tree-index", Some(2)),
@@ -106,7 +100,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    const ALL: [&str; 7] = ["erofs", "pagecache", "index", "kv", "pageone", "scan", "zswap"];
+    const ALL: [&str; 6] = ["erofs", "pagecache", "index", "kv", "pageone", "zswap"];
 
     #[test]
     fn no_record_overwrites_another() {

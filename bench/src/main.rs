@@ -1,7 +1,7 @@
 //! The benchmarks of pagefold, side by side with their peers.
 //!
 //! One module per benchmark; each prints a table, or JSON with `--json`, and
-//! ends in seconds with `--quick`. What the sources published stands below its table, and `--plot DIR` draws it.
+//! ends in seconds with `--quick`. What the sources published stands below its table.
 
 mod disk;
 mod full;
@@ -10,13 +10,10 @@ mod guard;
 mod image;
 mod index;
 mod kv;
-mod model;
 mod options;
 mod pageone;
-mod plot;
 mod published;
 mod record;
-mod scan;
 mod undo;
 mod vm;
 mod zswap;
@@ -40,9 +37,7 @@ const BENCHES: &[Bench] = &[
     ("pagecache", "disk images against the kernel's page cache, plain FUSE and qcow2", disk::run),
     ("index", "SD tree and B-tree against other maps", index::run),
     ("kv", "forrest against other maps, LMDB and redis; shared stores", kv::run),
-    ("model", "merging and its index on larger machines, checked against the records", model::run),
     ("pageone", "live memory: merging against the kernel's KSM", pageone::run),
-    ("scan", "dry run against a naive scan and KSM", scan::run),
     ("zswap", "cold tier against zswap, zram and other indexes", zswap::run),
 ];
 
@@ -50,8 +45,7 @@ const BENCHES: &[Bench] = &[
 fn named(name: &str) -> Vec<&'static str> {
     let all = BENCHES.iter().map(|bench| bench.0);
     match name {
-        // The model is no measurement of the product, and wants the records of this source tree.
-        "all" => all.filter(|bench| *bench != "model").collect(),
+        "all" => all.collect(),
         "llds" => vec!["index", "kv"],
         _ => all.filter(|bench| *bench == name).collect(),
     }
@@ -136,13 +130,8 @@ fn keep(dir: &str, name: &str, tag: &str, args: &[String], measured: &Measured) 
     Ok(())
 }
 
-/// Prints what was published beside what was measured, or all of it as JSON, and draws it.
-fn conclude(
-    name: &str,
-    args: &[String],
-    plot: Option<&str>,
-    measured: Vec<(String, Vec<Value>)>,
-) -> Result<(), Box<dyn std::error::Error>> {
+/// Prints what was published beside what was measured, or all of it as JSON.
+fn conclude(name: &str, args: &[String], measured: Vec<(String, Vec<Value>)>) {
     let mut compared = Vec::new();
     let concerned = |definition: &Definition| measured.iter().any(|(bench, _)| definition.reads.contains(bench));
     for definition in published::names().filter_map(published::definition).filter(concerned) {
@@ -152,10 +141,6 @@ fn conclude(
         let lines = definition.compare(&rows);
         if !args.iter().any(|arg| arg == "--json") {
             print!("{}", published::table(&definition, &lines));
-        }
-        if let Some(dir) = plot {
-            let path = plot::write(Path::new(dir), &definition, &rows).map_err(|error| format!("{dir}: {error}"))?;
-            eprintln!("plotted: {}", path.display());
         }
         compared.extend(lines);
     }
@@ -177,58 +162,51 @@ fn conclude(
         });
         println!("{document:#}");
     }
-    Ok(())
 }
 
-fn usage() -> ExitCode {
-    eprintln!("usage: pagefold-bench NAME [--quick|--full] [--json] [--plot DIR] [--record DIR] [options]");
-    for (name, about, _) in BENCHES {
-        eprintln!("  {name:12} {about}");
-    }
-    eprintln!(
-        "NAME may also be llds (index and kv) or all. --full takes every published figure: all of them take two hours at most."
-    );
-    eprintln!(
-        "--record DIR leaves the rows there with machine, kernel, versions and commit; --plot DIR draws them beside what"
-    );
-    eprintln!("was published. `plot DIR` draws from the records, without a run.");
+/// The help text. `.ci/run` takes the names of the benchmarks from the lines that begin with two spaces.
+fn help() -> String {
+    let names: String = BENCHES.iter().map(|(name, about, _)| format!("  {name:12} {about}\n")).collect();
+    format!(
+        "usage: pagefold-bench NAME [--quick|--full] [--json] [--record DIR] [options]\n\
+         {names}\
+         NAME may also be llds (index and kv) or all. NAME --help lists the options of one benchmark.\n\
+         --quick ends in seconds. --full takes every published figure: all of them take two hours at most.\n\
+         --json prints JSON. --record DIR writes the rows there with machine, kernel, versions and commit."
+    )
+}
+
+fn usage_error(message: &str) -> ExitCode {
+    eprintln!("{message}\n{}", help());
     ExitCode::from(2)
 }
 
 fn main() -> ExitCode {
-    // Who reads our tables may leave early.
+    // A pager that reads our tables may close the pipe early.
     // SAFETY: no thread runs yet, and the default action needs nothing of ours.
     unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
     let mut args: Vec<String> = std::env::args().skip(1).collect();
     if args.is_empty() {
-        return usage();
+        return usage_error("pagefold-bench: no benchmark named");
     }
     let name = args.remove(0);
-    if name == "plot" {
-        return plot::run(&args);
-    }
     let chosen = named(&name);
+    let asks_help = |word: &str| ["--help", "-h", "help"].contains(&word);
+    if asks_help(&name) || (chosen.len() > 1 && args.iter().any(|arg| asks_help(arg))) {
+        println!("{}", help());
+        return ExitCode::SUCCESS;
+    }
     if chosen.is_empty() {
-        if !["--help", "-h", "help"].contains(&name.as_str()) {
-            eprintln!("pagefold-bench: no benchmark is called {name}");
-        }
-        return usage();
+        return usage_error(&format!("pagefold-bench: no benchmark is called {name}"));
     }
-    let help = args.iter().any(|arg| arg == "--help" || arg == "-h");
-    if help && chosen.len() > 1 {
-        return usage();
-    }
-    // Who only asks what there is need not wait for the end of another run.
+    // Printing help measures nothing, so it does not wait for another run to end.
+    let help = args.iter().any(|arg| asks_help(arg));
     if let Some(code) = (!help).then(guard::run).flatten() {
         return code;
     }
-    let options = take(&mut args, "--plot").and_then(|plot| Ok((plot, take(&mut args, "--record")?)));
-    let (plot, record) = match options {
-        Ok(options) => options,
-        Err(error) => {
-            eprintln!("pagefold-bench: {error}");
-            return ExitCode::from(2);
-        }
+    let record = match take(&mut args, "--record") {
+        Ok(record) => record,
+        Err(error) => return usage_error(&format!("pagefold-bench: {error}")),
     };
     // A full run of one bench may be several runs of it, each in a process of its own, as if there were several benches.
     let whole = args.iter().all(|arg| arg == "--full" || arg == "--json") && args.iter().any(|arg| arg == "--full");
@@ -253,11 +231,6 @@ fn main() -> ExitCode {
         }
         None => several(&chosen, &args, record.as_deref()),
     };
-    match conclude(&name, &args, plot.as_deref(), measured) {
-        Ok(()) => code,
-        Err(error) => {
-            eprintln!("pagefold-bench {name}: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    conclude(&name, &args, measured);
+    code
 }

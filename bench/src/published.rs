@@ -86,7 +86,7 @@ pub enum Side {
 }
 
 impl Side {
-    /// As tables and plots call it.
+    /// As tables call it.
     pub fn name(self) -> &'static str {
         match self {
             Side::Published => "published",
@@ -96,7 +96,7 @@ impl Side {
     }
 }
 
-/// A figure that can be compared: one panel of the plot.
+/// A figure that can be compared: values that stand beside each other.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Figure {
@@ -307,8 +307,13 @@ pub fn show(value: f64) -> String {
 pub fn table(definition: &Definition, lines: &[Line]) -> String {
     use std::fmt::Write;
     let mut text = format!(
-        "\n{}\n  there: {}\n         {}\n  here:  {}\n",
-        definition.source, definition.workload, definition.machine, definition.here
+        "\n{}: {}\n  there: {}\n         {}\n  here:  {}\n         {}\n",
+        definition.title,
+        definition.source,
+        definition.workload,
+        definition.machine,
+        definition.here,
+        definition.command
     );
     let measured = |figure: &&Figure| {
         lines.iter().any(|line| line.figure == figure.title && line.side != Side::Published && line.value.is_some())

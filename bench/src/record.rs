@@ -1,5 +1,4 @@
-//! What a record of figures must carry to be worth anything later: machine, kernel, versions, commit, command; and how
-//! records of all benches are read as rows of one kind.
+//! What a record of figures must carry to be worth anything later: machine, kernel, versions, commit, command.
 
 use serde_json::{Map, Value, json};
 use std::fs;
@@ -19,7 +18,7 @@ pub struct Measured {
 /// What the bench of this process has measured; `None` in the helper processes that benches start.
 static EMITTED: Mutex<Option<Measured>> = Mutex::new(None);
 
-/// Hands the rows of a bench (or a document that holds them) to whoever prints, records or plots them.
+/// Hands the rows of a bench (or a document that holds them) to the code that prints and records them.
 pub fn emit(document: Value) {
     EMITTED.lock().expect("no bench panics here").get_or_insert_default().rows.extend(rows_of(document));
 }
@@ -85,30 +84,6 @@ fn with(row: Value, about: &Map<String, Value>) -> Value {
     Value::Object(all)
 }
 
-/// The rows of all records of these benches in a directory, oldest record first.
-///
-/// # Errors
-/// The system's, and a line about a file that is not JSON.
-pub fn read_all(dir: &Path, benches: &[String]) -> std::io::Result<Vec<Value>> {
-    let mut records = Vec::new();
-    for entry in fs::read_dir(dir)? {
-        let path = entry?.path();
-        let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        let ours =
-            benches.iter().any(|bench| name.strip_prefix(bench.as_str()).is_some_and(|rest| rest.starts_with('-')));
-        if !ours || !name.ends_with(".json") {
-            continue;
-        }
-        let document: Value = serde_json::from_slice(&fs::read(&path)?)
-            .map_err(|error| std::io::Error::other(format!("{}: {error}", path.display())))?;
-        let date =
-            ["/circumstances/date", "/machine/date", "/date"].iter().find_map(|at| document.pointer(at)?.as_str());
-        records.push((date.unwrap_or_default().to_string(), name, document));
-    }
-    records.sort_by(|a, b| (&a.0, &a.1).cmp(&(&b.0, &b.1)));
-    Ok(records.into_iter().flat_map(|(.., document)| rows_of(document)).collect())
-}
-
 /// The first line a command prints, or nothing where it is not installed.
 pub fn first_line(command: &[&str]) -> Option<String> {
     let out = Command::new(command[0]).args(&command[1..]).output().ok()?;
@@ -141,7 +116,7 @@ pub fn circumstances() -> Value {
 
 /// The arguments without where things were kept, which is this machine's affair.
 fn without_paths(args: &[String]) -> String {
-    let place = |arg: &str| matches!(arg, "--dir" | "--record" | "--inputs" | "--plot");
+    let place = |arg: &str| matches!(arg, "--dir" | "--record" | "--inputs");
     let before = std::iter::once("").chain(args.iter().map(String::as_str));
     let kept = args.iter().zip(before).filter(|(arg, before)| !place(arg) && !place(before));
     kept.map(|(arg, _)| arg.as_str()).collect::<Vec<_>>().join(" ")
@@ -161,21 +136,43 @@ pub fn tag(args: &[String]) -> String {
     tag.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).collect()
 }
 
-/// Writes what was measured with its circumstances to `DIR/BENCH-DATE[-TAG].json`.
+/// The machine's name in paths: the first words of its processor's name, and the kernel's version without its build.
+fn machine(circumstances: &Value) -> String {
+    let text = |field: &str| circumstances[field].as_str().unwrap_or("unknown").replace("(R)", "").replace("(TM)", "");
+    let cpu: Vec<String> = text("cpu").split_whitespace().take(2).map(str::to_lowercase).collect();
+    let kernel = text("kernel").split('-').next().unwrap_or_default().to_string();
+    format!("{}-{kernel}", cpu.join("-"))
+}
+
+/// Writes what was measured with its circumstances to `DIR/CPU-KERNEL/DATE-BENCH[-TAG].json`.
 ///
 /// # Errors
 /// The system's.
 pub fn write(dir: &Path, bench: &str, tag: &str, args: &[String], measured: &Measured) -> std::io::Result<PathBuf> {
-    fs::create_dir_all(dir)?;
+    let circumstances = circumstances();
+    let dir = dir.join(machine(&circumstances));
+    fs::create_dir_all(&dir)?;
     let date = first_line(&["date", "-u", "+%F"]).unwrap_or_else(|| "undated".into());
     let tag = if tag.is_empty() { String::new() } else { format!("-{tag}") };
-    let path = dir.join(format!("{bench}-{date}{tag}.json"));
+    let path = dir.join(format!("{date}-{bench}{tag}.json"));
     let record = json!({
         "command": format!("pagefold bench {bench} {}", without_paths(args)).trim_end(),
-        "circumstances": circumstances(),
+        "circumstances": circumstances,
         "versions": measured.versions,
         "rows": measured.rows,
     });
     fs::write(&path, serde_json::to_string_pretty(&record).expect("plain data") + "\n")?;
     Ok(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_is_named_by_its_processor_and_its_kernel() {
+        let of = |cpu: &str, kernel: &str| machine(&json!({ "cpu": cpu, "kernel": kernel }));
+        assert_eq!(of("Intel(R) Xeon(R) Processor", "6.18.44-fc-v669"), "intel-xeon-6.18.44");
+        assert_eq!(of("AMD EPYC", "6.8.0"), "amd-epyc-6.8.0");
+    }
 }

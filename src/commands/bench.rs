@@ -9,13 +9,11 @@ use std::process::{Command, ExitCode};
 /// Measure pagefold beside its peers
 #[derive(clap::Args)]
 #[command(after_help = "Examples:\n  pagefold bench pageone --quick\n  pagefold bench llds --json\n  \
-    pagefold bench all --full --record bench/record --plot docs/plots\n  \
-    pagefold bench plot docs/plots       # from the records, without a run\n\n\
-    Benchmarks: erofs, pagecache, index, kv, model, pageone, scan, zswap;\n\
-    llds stands for index and kv, all for all but model.\n\
+    pagefold bench all --full --record DIR\n\n\
+    Benchmarks: erofs, pagecache, index, kv, pageone, zswap;\n\
+    llds stands for index and kv, all for all of them. NAME --help lists the options of one.\n\
     Options: --quick ends in seconds, --full takes every published figure (two hours\n\
-    at most), --json prints JSON, --record DIR leaves the rows there, --plot DIR draws\n\
-    them beside what was published.")]
+    at most), --json prints JSON, --record DIR writes the rows there.")]
 pub struct Args {
     /// Benchmark and its options, as `pagefold-bench` takes them
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]

@@ -4,14 +4,12 @@
 //! rounds go through all structures in turn, so that a noisy minute hits all alike. Keys are a
 //! bijection of 0, 1, 2, … and need no memory; hashed peers use one multiplication as hash.
 
-mod content;
 #[cfg(feature = "cpp-peers")]
 pub mod cpp;
 pub mod maps;
 #[cfg(feature = "peers")]
 mod peers;
 pub mod run;
-mod tlb;
 
 use crate::options::{self, Clock, Common};
 use clap::{Parser, ValueEnum};
@@ -35,8 +33,6 @@ pub enum Mix {
     /// Half lookups, half inserts and removals.
     #[value(name = "50")]
     Half,
-    /// Lookups one at a time that hit, and nothing else.
-    Get,
     /// Inserts alone.
     Insert,
     /// Each key removed, a new one inserted, at constant size; then all deleted.
@@ -58,8 +54,7 @@ pub enum Dist {
 #[command(
     name = "pagefold bench index",
     after_help = "Examples:\n  pagefold bench index --quick\n  pagefold bench index --keys 10000000 --threads 1,2 --mix read\n  \
-                  pagefold bench index --growth --only sd-tree,b-tree,std-btree-lock\n  pagefold bench index --tlb --keys 30000000 --rounds 3\n  \
-                  pagefold bench index --content"
+                  pagefold bench index --growth --only sd-tree,b-tree,std-btree-lock"
 )]
 struct Args {
     #[command(flatten)]
@@ -79,12 +74,6 @@ struct Args {
     /// Time per lookup against the number of keys, from 10^3 up to --keys.
     #[arg(long)]
     growth: bool,
-    /// Raw 4 KiB pages as keys: content-keyed tree, fingerprint trees, ordered and hashed peers.
-    #[arg(long)]
-    content: bool,
-    /// What huge pages are worth: one thread on 4 KiB and on 2 MiB pages, with TLB and cache misses per lookup.
-    #[arg(long)]
-    tlb: bool,
 }
 
 /// Runs the benchmark.
@@ -98,11 +87,7 @@ pub fn run(args: &[String]) -> ExitCode {
         println!("{}", serde_json::to_string(&run::measure(&plan)).expect("plain figures"));
         return ExitCode::SUCCESS;
     }
-    if args.content {
-        return content::run(args.common.quick, args.common.json);
-    }
-    let done = if args.tlb { tlb::run(&args) } else { drive(&args) };
-    match done {
+    match drive(&args) {
         Ok(()) => ExitCode::SUCCESS,
         Err(message) => {
             eprintln!("pagefold bench index: {message}");

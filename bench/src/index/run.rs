@@ -192,7 +192,7 @@ pub fn measure(plan: &Plan) -> Figures {
             figures.insert("insert-batch".into(), rate);
         }
     }
-    if all(Mix::Read) || plan.mix == Mix::Get {
+    if all(Mix::Read) {
         // Once before the clock: first touches by this many threads.
         let hits = |thread: usize, samples: &[u32]| {
             let mut sum = 0;
@@ -203,17 +203,7 @@ pub fn measure(plan: &Plan) -> Figures {
             black_box(thread);
         };
         timed(threads, operations, plan.clock, |thread| hits(thread, &samples[thread][..per_thread / 8]));
-        let counters = if plan.mix == Mix::Get { super::tlb::COUNTERS.as_slice() } else { &[] };
-        let counters: Vec<_> = counters
-            .iter()
-            .filter_map(|&(name, kind, config)| Some((name, super::tlb::Counter::open(kind, config)?)))
-            .collect();
         figures.insert("get".into(), timed(threads, operations, plan.clock, |thread| hits(thread, &samples[thread])));
-        for (name, counter) in counters {
-            figures.insert(name.into(), counter.read() as f64 / operations as f64);
-        }
-    }
-    if all(Mix::Read) {
         if map.get_many(&[], &mut []) {
             let rate = timed(threads, operations, plan.clock, |thread| {
                 let mut keys = [0; BATCH];

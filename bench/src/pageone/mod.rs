@@ -56,7 +56,7 @@ pub fn run(args: &[String]) -> ExitCode {
     let result = match args.first().map(String::as_str) {
         Some("--client") => crew::member(&args[1..]),
         Some("--daemon") => engine::daemon(&args[1..]),
-        Some("--help") => {
+        _ if args.iter().any(|arg| arg == "--help" || arg == "-h") => {
             println!("{HELP}");
             Ok(())
         }

@@ -170,6 +170,30 @@ fn known_pages_are_counted_exactly() {
 }
 
 #[test]
+fn runs_in_other_orders_save_what_their_construction_says_with_any_number_of_workers() {
+    const RUN: u64 = 16;
+    // Runs 0 to 19 are in all three processes, each in an order of its own; 4 runs are of each process alone.
+    let layout = |process: u64| {
+        let common = (0..20).map(|run| 1000 + (run * 7 + process * 3) % 20 * RUN);
+        let own = (0..4).map(|run| 100_000 * (process + 1) + run * RUN);
+        common.chain(own).map(|seed| format!("fill:{seed}+{RUN}")).collect::<Vec<_>>().join(" ")
+    };
+    let subjects: Vec<Subject> = (0..3).map(|process| Subject::start(&layout(process))).collect();
+    let expected = 2 * 20 * RUN as i64;
+    let bare: Vec<Subject> = (0..3).map(|_| Subject::start("absent:1")).collect();
+    for workers in [1, 2] {
+        let saved = |subjects: &[Subject]| {
+            let config = Config { workers, ..Config::default() };
+            let report = scan(subjects.iter().map(Subject::source).collect(), &config, &mut |_| {});
+            ((report.cost.saved_duplicate_bytes + report.cost.saved_zero_bytes) / PAGE as u64) as i64
+        };
+        // The processes' own runtime differs by a few pages from run to run.
+        let found = saved(&subjects) - saved(&bare);
+        assert!((found - expected).abs() <= 18, "{workers} workers: {found}, not {expected}");
+    }
+}
+
+#[test]
 fn what_cannot_merge_is_told_with_its_reason() {
     let subject = Subject::start(
         "shared:1+50 dontdump:100+60 locked:200+70 wipe:300+20 readonly:400+30 exec:500+40 fill:100+60 fill:200+70",
