@@ -4,19 +4,19 @@
 
 use libfuzzer_sys::fuzz_target;
 use pagefold_disk::file::Stamp;
-use pagefold_disk::fingerprints::Known;
+use pagefold_disk::fingerprint_file::BlockFingerprints;
 
 fuzz_target!(|data: &[u8]| {
     let stamp = Stamp { size: 64 << 20, mtime: (1, 2), ctime: (3, 4), dev: 5, ino: 6 };
     let key = [9; 32];
-    if let Ok(known) = Known::decode(data, &stamp, &key) {
+    if let Ok(known) = BlockFingerprints::decode(data, &stamp, &key) {
         assert_eq!(known.encode(&stamp, &key), data);
     }
     // The same bytes behind a head and sums that fit, so that the sections are reached: cut and damage a good file.
-    let mut good = Known::default().encode(&stamp, &key);
+    let mut good = BlockFingerprints::default().encode(&stamp, &key);
     for pair in data.chunks_exact(2) {
         let at = pair[0] as usize % good.len();
         good[at] ^= pair[1];
     }
-    let _ = Known::decode(&good, &stamp, &key);
+    let _ = BlockFingerprints::decode(&good, &stamp, &key);
 });

@@ -3,7 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use pagefold_disk::nbd::{Disk, converse};
+use pagefold_disk::nbd::{Disk, serve_stream};
 use std::sync::Mutex;
 
 struct Small(Mutex<Vec<u8>>);
@@ -44,5 +44,5 @@ fuzz_target!(|data: &[u8]| {
     }
     input.extend_from_slice(data);
     let _ =
-        converse(&input[..], std::io::sink(), || vec![b"a".to_vec()], |_| Some(Small(Mutex::new(vec![0; 10_000]))), 0);
+        serve_stream(&input[..], std::io::sink(), || vec![b"a".to_vec()], |_| Some(Small(Mutex::new(vec![0; 10_000]))), 0);
 });

@@ -1,10 +1,10 @@
 //! The control socket of a mount: one line in, one line of JSON out.
 //!
-//! Requests: `status`, `flush`, `stop`; the last is answered by a second line when everything is written back, which
-//! tells what was not. A socket lies in the runtime directory of its user, named after its mount
-//! point; only that user and root are answered. Whoever connects gets two seconds for his line, so nobody can hold
-//! the others up.
+//! Requests: `status`, `flush`, `stop`. `stop` gets a second line after the final write-back, which names data that
+//! could not be written. A socket lies in the runtime directory of its user, named after its mount point. The server
+//! answers only that user and root. A client has two seconds to send its line, so that it cannot delay others.
 
+use crate::error::LostData;
 use crate::stats::Status;
 use pagefold_os::own;
 use pagefold_os::sock::{PATH_BYTES_MAX, in_time, is_served};
@@ -17,12 +17,13 @@ use std::time::Duration;
 
 /// Longest request line.
 const LINE_BYTES_MAX: u64 = 256;
-const PATIENCE: Duration = Duration::from_secs(2);
+/// How long the server waits for a client.
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What a client can ask for.
+/// A client's request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Command {
-    /// What the cache holds and saves.
+    /// Report what the cache holds and saves.
     Status,
     /// Make everything durable.
     Flush,
@@ -52,14 +53,14 @@ impl Command {
 
 /// The directory of this user's sockets: see [`own::runtime_dir`].
 pub fn runtime_dir() -> PathBuf {
-    // Without a current directory a relative name leads nowhere, and whoever goes there says so.
+    // Without a current directory a relative name leads nowhere, and using it fails with an error.
     own::runtime_dir().unwrap_or_else(|_| std::env::var_os("PAGEFOLD_RUNTIME_DIR").unwrap_or_default().into())
 }
 
-/// Makes the directory at `path`, for this user alone, if it is missing. To be called before anything is put there.
+/// Makes the directory at `path`, for this user alone, if it is missing. Callers do this before they create files there.
 ///
 /// # Errors
-/// As [`own::make_own`], and a path too long for a socket's.
+/// As [`own::make_own`], and `InvalidInput` if the path is too long for sockets.
 pub fn make_own(path: &Path) -> io::Result<()> {
     let cure = |error: io::Error| {
         io::Error::new(error.kind(), format!("{error}; set PAGEFOLD_RUNTIME_DIR to another directory"))
@@ -71,7 +72,7 @@ pub fn make_own(path: &Path) -> io::Result<()> {
     own::make_own(path).map_err(cure)
 }
 
-/// Longest directory in which a mount's socket has such a path.
+/// Longest directory path in which a mount's socket path still fits.
 const DIR_BYTES_MAX: usize = PATH_BYTES_MAX - "/disk-0123456789abcdef.sock".len();
 
 /// The socket of the mount at `mountpoint`, which must be absolute and without links.
@@ -92,10 +93,10 @@ pub fn sockets() -> Vec<PathBuf> {
     paths
 }
 
-/// Binds the socket of `mountpoint`, taking the place of one whose process is gone.
+/// Binds the socket of `mountpoint`, and replaces one that a dead process left.
 ///
 /// # Errors
-/// The runtime directory is somebody else's, or another process answers there.
+/// The runtime directory belongs to another user, or another process serves the socket.
 pub fn bind(mountpoint: &Path) -> io::Result<(UnixListener, PathBuf)> {
     make_own(&runtime_dir())?;
     let path = socket_path(mountpoint);
@@ -113,63 +114,40 @@ pub fn bind(mountpoint: &Path) -> io::Result<(UnixListener, PathBuf)> {
 
 /// How a mount ended: the second line of the answer to `stop`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Ended {
-    /// What could not be written back, or not made durable.
-    pub unwritten: Vec<Lost>,
+pub struct StopReport {
+    /// Data that could not be written back, or not made durable.
+    pub unwritten: Vec<LostData>,
 }
 
-/// Data of one image that the disk refused.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Lost {
-    /// The image.
-    pub name: String,
-    /// How many bytes could not be written; 0 if all were, and only to have them made durable failed.
-    pub bytes: u64,
-    /// What the disk said.
-    pub error: String,
-}
-
-impl std::fmt::Display for Lost {
-    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Lost { name, bytes, error } = self;
-        match bytes {
-            0 => {
-                write!(out, "{name} was written, but fsync failed, and a crash may lose what was written last: {error}")
-            }
-            _ => write!(out, "{bytes} bytes of {name} could not be written and are lost: {error}"),
-        }
-    }
-}
-
-impl Ended {
-    /// Tells those who asked the mount to end.
-    pub(crate) fn tell(&self, clients: impl IntoIterator<Item = UnixStream>) {
+impl StopReport {
+    /// Sends the report to the clients that asked the mount to stop.
+    pub(crate) fn send(&self, clients: impl IntoIterator<Item = UnixStream>) {
         let line = serde_json::to_string(self).unwrap_or_default() + "\n";
         for mut client in clients {
-            // Who went away need not know.
+            // A client that has disconnected gets none.
             let _ = client.write_all(line.as_bytes());
         }
     }
 }
 
-/// Gives each connection to `serve`, for as long as the process lives.
+/// Passes each connection to `serve`, as long as the process lives.
 pub(crate) fn accept_all(listener: &UnixListener, mut serve: impl FnMut(UnixStream)) -> ! {
     loop {
         match listener.accept() {
             Ok((stream, _)) => serve(stream),
-            // Descriptors or memory are short, and would be at once again.
+            // Descriptors or memory are short, and would still be on an immediate retry.
             Err(_) => std::thread::sleep(Duration::from_millis(50)),
         }
     }
 }
 
-/// Serves one connection: reads a request, sends what `answer` gives for it, which may keep the connection for more.
+/// Serves one connection: reads a request and sends the result of `answer`, which may duplicate the connection.
 ///
 /// # Errors
-/// The connection's; the server only goes on to the next one.
+/// The connection's.
 pub fn serve(stream: UnixStream, answer: impl FnOnce(Command, &UnixStream) -> String) -> io::Result<()> {
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
+    stream.set_read_timeout(Some(CLIENT_TIMEOUT))?;
+    stream.set_write_timeout(Some(CLIENT_TIMEOUT))?;
     let peer = rustix::net::sockopt::socket_peercred(&stream)?;
     let mut stream = stream;
     if !peer.uid.is_root() && peer.uid != rustix::process::geteuid() {
@@ -185,50 +163,50 @@ pub fn serve(stream: UnixStream, answer: impl FnOnce(Command, &UnixStream) -> St
     stream.write_all(reply.as_bytes())
 }
 
-/// Connects to `socket`; neither that nor a call on it takes longer than `patience`.
-fn connect(socket: &Path, patience: Duration) -> io::Result<UnixStream> {
+/// Connects to `socket`; neither connecting nor a call on the connection takes longer than `timeout`.
+fn connect(socket: &Path, timeout: Duration) -> io::Result<UnixStream> {
     use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
     let stream = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    let patience = patience.min(PATIENCE_MAX);
-    sockopt::set_socket_timeout(&stream, sockopt::Timeout::Send, Some(patience))?;
-    sockopt::set_socket_timeout(&stream, sockopt::Timeout::Recv, Some(patience))?;
-    rustix::net::connect(&stream, &SocketAddrUnix::new(socket)?).map_err(|errno| in_time(errno.into(), patience))?;
+    let timeout = timeout.min(TIMEOUT_MAX);
+    sockopt::set_socket_timeout(&stream, sockopt::Timeout::Send, Some(timeout))?;
+    sockopt::set_socket_timeout(&stream, sockopt::Timeout::Recv, Some(timeout))?;
+    rustix::net::connect(&stream, &SocketAddrUnix::new(socket)?).map_err(|errno| in_time(errno.into(), timeout))?;
     Ok(stream.into())
 }
 
-/// Longer than anybody waits, and no more than the kernel takes.
-const PATIENCE_MAX: Duration = Duration::from_secs(u32::MAX as u64);
+/// The longest timeout that the kernel accepts for a socket.
+const TIMEOUT_MAX: Duration = Duration::from_secs(u32::MAX as u64);
 
-/// Sends a request to the mount behind `socket` and returns its answer.
+/// Sends a request to the mount that serves `socket` and returns its answer.
 ///
 /// # Errors
-/// `ConnectionRefused` when its process is gone; `TimedOut` when it does not answer within `patience`.
-pub fn ask(socket: &Path, command: Command, patience: Duration) -> io::Result<String> {
-    let mut stream = connect(socket, patience)?;
+/// `ConnectionRefused` if its process is dead; `TimedOut` if it does not answer within `timeout`.
+pub fn ask(socket: &Path, command: Command, timeout: Duration) -> io::Result<String> {
+    let mut stream = connect(socket, timeout)?;
     let mut reply = String::new();
     let request = format!("{}\n", command.name());
     let asked = stream.write_all(request.as_bytes()).and_then(|()| stream.read_to_string(&mut reply));
-    asked.map_err(|error| in_time(error, patience))?;
+    asked.map_err(|error| in_time(error, timeout))?;
     Ok(reply)
 }
 
-/// Asks the mount behind `socket` to end and waits until it has, however long it writes back. `None` if it did not say
-/// how it ended.
+/// Asks the mount that serves `socket` to stop and waits until it has, however long it writes back. `None` if it sent no
+/// report.
 ///
 /// # Errors
-/// As [`ask`], as long as it has not agreed.
-pub fn stop(socket: &Path, patience: Duration) -> io::Result<Option<Ended>> {
-    let late = |error| in_time(error, patience);
-    let mut stream = connect(socket, patience)?;
+/// As [`ask`], until the mount has confirmed the request.
+pub fn stop(socket: &Path, timeout: Duration) -> io::Result<Option<StopReport>> {
+    let late = |error| in_time(error, timeout);
+    let mut stream = connect(socket, timeout)?;
     stream.write_all(format!("{}\n", Command::Stop.name()).as_bytes()).map_err(late)?;
     let mut reader = BufReader::new(&stream);
     let mut line = String::new();
     reader.read_line(&mut line).map_err(late)?;
     stream.set_read_timeout(None)?;
-    // The first line may come second where there is nothing to write back. A mount that dies says no more.
+    // The report may come first if there is nothing to write back. A mount that dies sends no report.
     loop {
-        if let Ok(ended) = serde_json::from_str(&line) {
-            return Ok(Some(ended));
+        if let Ok(report) = serde_json::from_str(&line) {
+            return Ok(Some(report));
         }
         line.clear();
         if !matches!(reader.read_line(&mut line), Ok(1..)) {
@@ -237,19 +215,19 @@ pub fn stop(socket: &Path, patience: Duration) -> io::Result<Option<Ended>> {
     }
 }
 
-/// The status of the mount behind `socket`.
+/// The status of the mount that serves `socket`.
 ///
 /// # Errors
-/// As [`ask`], and an answer that is no status.
+/// As [`ask`], and `InvalidData` if the answer is not a status.
 pub fn ask_status(socket: &Path) -> io::Result<Status> {
     let reply = ask(socket, Command::Status, Duration::from_secs(10))?;
     serde_json::from_str(&reply)
         .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, format!("{error}: {reply}")))
 }
 
-/// The statuses of all mounts of this user that answer within `patience` each.
-pub fn statuses(patience: Duration) -> Vec<Status> {
-    let status = |socket: PathBuf| serde_json::from_str(&ask(&socket, Command::Status, patience).ok()?).ok();
+/// The statuses of all mounts of this user; a mount that does not answer within `timeout` is left out.
+pub fn statuses(timeout: Duration) -> Vec<Status> {
+    let status = |socket: PathBuf| serde_json::from_str(&ask(&socket, Command::Status, timeout).ok()?).ok();
     sockets().into_iter().filter_map(status).collect()
 }
 
@@ -258,35 +236,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_written_is_not_called_lost() {
-        let said = |bytes| Lost { name: "a".into(), bytes, error: "EIO".into() }.to_string();
-        assert_eq!(said(4096), "4096 bytes of a could not be written and are lost: EIO");
-        assert_eq!(said(0), "a was written, but fsync failed, and a crash may lose what was written last: EIO");
-    }
-
-    #[test]
-    fn who_says_nothing_is_late_whatever_it_was_asked() {
+    fn a_silent_server_times_out_for_every_request() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("s");
-        let _listener = UnixListener::bind(&path).unwrap();
-        let patience = Duration::from_millis(50);
+        let _silent = UnixListener::bind(&path).unwrap();
+        let timeout = Duration::from_millis(50);
         let late = |asked: io::Result<()>| {
             let error = asked.unwrap_err();
             assert_eq!((error.kind(), error.to_string()), (io::ErrorKind::TimedOut, "no word in 50ms".to_owned()));
         };
-        late(ask(&path, Command::Status, patience).map(drop));
-        late(stop(&path, patience).map(drop));
-        // Nor is the connection waited for.
-        let (_few, few) = (sock_of_few(&dir.path().join("few")), dir.path().join("few"));
+        late(ask(&path, Command::Status, timeout).map(drop));
+        late(stop(&path, timeout).map(drop));
+        // A connection that is not accepted times out, too.
+        let short_queue = dir.path().join("short-queue");
+        let _listener = listen_with_short_queue(&short_queue);
         let mut waiting = Vec::new();
-        while let Ok(connection) = connect(&few, patience) {
+        while let Ok(connection) = connect(&short_queue, timeout) {
             waiting.push(connection);
         }
-        late(ask(&few, Command::Status, patience).map(drop));
+        late(ask(&short_queue, Command::Status, timeout).map(drop));
     }
 
-    /// A listener that has room for few who wait.
-    fn sock_of_few(path: &Path) -> rustix::fd::OwnedFd {
+    /// A listener with a queue of one connection.
+    fn listen_with_short_queue(path: &Path) -> rustix::fd::OwnedFd {
         use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
         let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
         rustix::net::bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
@@ -295,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_is_answered_and_nonsense_is_told_so() {
+    fn a_request_is_answered_and_an_unknown_one_gets_an_error() {
         for (sent, expected) in
             [("status\n", "{\"is\":\"Status\"}\n"), ("stat", "unknown"), (&"x".repeat(5000), "unknown")]
         {

@@ -1,4 +1,4 @@
-//! What disk mounts need here, found by trying.
+//! Checks whether disk mounts work here, by trying what they need.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -8,11 +8,11 @@ use std::path::{Path, PathBuf};
 /// One line of the answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Check {
-    /// What was looked at.
+    /// What was checked.
     pub name: &'static str,
     /// Whether it works.
     pub ok: bool,
-    /// What was seen.
+    /// What was found.
     pub detail: String,
     /// What to do if it does not work; empty if it does.
     pub cure: &'static str,
@@ -25,7 +25,7 @@ fn check(name: &'static str, seen: Result<String, (String, &'static str)>) -> Ch
     }
 }
 
-/// Looks at everything.
+/// Runs all checks.
 pub fn doctor() -> Vec<Check> {
     let root = rustix::process::geteuid().is_root();
     let opened = OpenOptions::new().read(true).write(true).open("/dev/fuse");
@@ -47,13 +47,13 @@ fn device(opened: io::Result<()>) -> Result<String, (String, &'static str)> {
         Err(error) => error,
     };
     Err(match error.kind() {
-        io::ErrorKind::NotFound => ("there is none".to_owned(), "as root: modprobe fuse"),
+        io::ErrorKind::NotFound => ("it does not exist".to_owned(), "as root: modprobe fuse"),
         io::ErrorKind::PermissionDenied => (error.to_string(), "as root: chmod 666 /dev/fuse"),
-        _ => (error.to_string(), "in a container: pass it on (--device /dev/fuse) with CAP_SYS_ADMIN"),
+        _ => (error.to_string(), "in a container: pass it through (--device /dev/fuse) with CAP_SYS_ADMIN"),
     })
 }
 
-/// Root mounts by itself; others need the set-uid helper.
+/// Whether this user may mount. Root mounts directly; other users need the set-uid helper.
 fn mounting(root: bool, helper: Option<PathBuf>) -> Result<String, (String, &'static str)> {
     const CURE: &str = "install fuse3; its fusermount3 must be set-uid root";
     match helper {
@@ -66,15 +66,15 @@ fn mounting(root: bool, helper: Option<PathBuf>) -> Result<String, (String, &'st
     }
 }
 
-/// Whether VMs of other users may read what this user mounts.
+/// Whether VMs of other users may read this user's mounts.
 fn others(root: bool, configuration: &str) -> Result<String, (String, &'static str)> {
     if root {
-        return Ok("root may let others in".to_owned());
+        return Ok("root may give other users access".to_owned());
     }
     if configuration.lines().any(|line| line.trim() == "user_allow_other") {
-        return Ok("/etc/fuse.conf lets users let others in".to_owned());
+        return Ok("/etc/fuse.conf lets users give other users access".to_owned());
     }
-    let seen = "only this user may enter what this user mounts".to_owned();
+    let seen = "only this user may access its mounts".to_owned();
     Err((seen, "as root, if others should: echo user_allow_other >> /etc/fuse.conf"))
 }
 
@@ -84,15 +84,15 @@ fn tools<const N: usize>(tools: [(&str, Option<PathBuf>); N]) -> Result<String, 
     if missing.is_empty() {
         return Ok(names(&there));
     }
-    // Only to look at exports by hand: QEMU itself needs none of them.
-    Err((format!("missing: {}", names(&missing)), "install qemu-utils and libnbd-bin to look at exports by hand"))
+    // For inspecting exports manually; QEMU needs none of them.
+    Err((format!("missing: {}", names(&missing)), "install qemu-utils and libnbd-bin to inspect exports manually"))
 }
 
 fn in_path(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    // Where the helper lies is in no plain user's path on some systems.
-    let places = std::env::split_paths(&path).chain([Path::new("/usr/sbin").into(), Path::new("/usr/bin").into()]);
-    places.map(|place| place.join(name)).find(|path| path.is_file())
+    // On some systems the helper's directory is not in the path of unprivileged users.
+    let directories = std::env::split_paths(&path).chain([Path::new("/usr/sbin").into(), Path::new("/usr/bin").into()]);
+    directories.map(|directory| directory.join(name)).find(|path| path.is_file())
 }
 
 #[cfg(test)]

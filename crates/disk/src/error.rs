@@ -1,5 +1,6 @@
 //! What can go wrong in the cache.
 
+use serde::{Deserialize, Serialize};
 use std::io;
 
 /// Why a request on an image failed.
@@ -14,11 +15,11 @@ pub enum Error {
     /// The image was opened for reading only.
     #[error("the image is read-only")]
     ReadOnly,
-    /// The mount ends, and takes no change any more.
+    /// The mount is ending and accepts no more changes.
     #[error("the mount has ended")]
     Ended,
-    /// Offset and length do not fit a file.
-    #[error("offset {offset} and length {length} go beyond what a file can have")]
+    /// Offset and length do not fit in a file.
+    #[error("offset {offset} and length {length} exceed the largest file size")]
     Range {
         /// First byte.
         offset: u64,
@@ -33,14 +34,14 @@ impl Error {
         match self {
             Self::Io(error) | Self::Full(error) => error.raw_os_error().unwrap_or(libc::EIO),
             Self::ReadOnly => libc::EBADF,
-            // What the kernel says of a mount whose server is gone.
+            // What the kernel reports for a mount without a server.
             Self::Ended => libc::ENOTCONN,
             Self::Range { .. } => libc::EFBIG,
         }
     }
 }
 
-/// Errors of an image's writeback, told once to every handle, as Linux tells them at `fsync`.
+/// Errors of an image's writeback, each reported once to every handle, as Linux reports them at `fsync`.
 #[derive(Default)]
 pub(crate) struct WritebackErrors {
     last: parking_lot::Mutex<Last>,
@@ -50,7 +51,7 @@ pub(crate) struct WritebackErrors {
 struct Last {
     count: u64,
     errno: i32,
-    told: bool,
+    reported: bool,
 }
 
 impl WritebackErrors {
@@ -58,35 +59,58 @@ impl WritebackErrors {
     pub(crate) fn note(&self, error: &io::Error) {
         let errno = error.raw_os_error().unwrap_or(libc::EIO);
         let mut last = self.last.lock();
-        *last = Last { count: last.count + 1, errno, told: false };
+        *last = Last { count: last.count + 1, errno, reported: false };
     }
 
-    /// How many there were.
+    /// How many errors were noted.
     pub(crate) fn count(&self) -> u64 {
         self.last.lock().count
     }
 
-    /// Where a new handle starts: an error nobody was told about yet is still ahead of it.
+    /// Where a new handle starts: an error that no handle has reported yet is still ahead of it.
     pub(crate) fn start(&self) -> u64 {
         let last = self.last.lock();
-        if last.told { last.count } else { last.count.saturating_sub(1) }
+        if last.reported { last.count } else { last.count.saturating_sub(1) }
     }
 
-    /// The last error of all, whoever was told.
+    /// The last error of all, reported or not.
     pub(crate) fn last(&self) -> io::Error {
         let errno = self.last.lock().errno;
         io::Error::from_raw_os_error(if errno == 0 { libc::EIO } else { errno })
     }
 
-    /// The last error, if there was one after the `seen` first ones; moves `seen` on.
+    /// Returns the last error, if one was noted after the first `seen`, and advances `seen`.
     pub(crate) fn take(&self, seen: &mut u64) -> Option<io::Error> {
         let mut last = self.last.lock();
         if last.count == *seen {
             return None;
         }
         *seen = last.count;
-        last.told = true;
+        last.reported = true;
         Some(io::Error::from_raw_os_error(last.errno))
+    }
+}
+
+/// Data of one image that the disk refused when the mount ended.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LostData {
+    /// The image.
+    pub name: String,
+    /// How many bytes could not be written; 0 if all were written and only the sync failed.
+    pub bytes: u64,
+    /// The disk's error.
+    pub error: String,
+}
+
+impl std::fmt::Display for LostData {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { name, bytes, error } = self;
+        match bytes {
+            0 => {
+                write!(out, "{name} was written, but fsync failed, and a crash may lose what was written last: {error}")
+            }
+            _ => write!(out, "{bytes} bytes of {name} could not be written and are lost: {error}"),
+        }
     }
 }
 
@@ -95,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_is_told_once_to_each_and_to_the_first_that_comes() {
+    fn an_error_is_reported_once_to_each_handle_and_to_the_first_later_one() {
         let errors = WritebackErrors::default();
         let (mut a, mut b) = (errors.start(), errors.start());
         assert!(errors.take(&mut a).is_none());
@@ -106,6 +130,13 @@ mod tests {
             assert!(errors.take(seen).is_none());
         }
         let mut later = errors.start();
-        assert!(errors.take(&mut later).is_none(), "somebody was told already");
+        assert!(errors.take(&mut later).is_none(), "an earlier handle has reported it");
+    }
+
+    #[test]
+    fn written_data_is_not_called_lost() {
+        let said = |bytes| LostData { name: "a".into(), bytes, error: "EIO".into() }.to_string();
+        assert_eq!(said(4096), "4096 bytes of a could not be written and are lost: EIO");
+        assert_eq!(said(0), "a was written, but fsync failed, and a crash may lose what was written last: EIO");
     }
 }

@@ -1,13 +1,15 @@
 //! The image file under the cache: the trait the cache asks for, and the host's files.
 
-use rustix::fs::{Advice, FallocateFlags, FlockOperation, OFlags, ResolveFlags};
+use crate::geometry::BLOCK_BYTES;
+use rustix::fs::{Advice, AtFlags, FallocateFlags, FlockOperation, OFlags, ResolveFlags};
 use std::fs::File;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Opens `path` below `dir`, through no link: whoever may change the directory could lead a name out of it.
+/// Opens `path` below `dir` without following a link. A user that may write to the directory could otherwise make a
+/// name lead out of it.
 ///
 /// # Errors
 /// As `openat2(2)`; `ELOOP` at a link.
@@ -16,20 +18,20 @@ pub(crate) fn open_beneath(dir: impl AsFd, path: &Path, flags: OFlags) -> rustix
     rustix::fs::openat2(dir, path, flags | OFlags::CLOEXEC, rustix::fs::Mode::empty(), how)
 }
 
-/// A name in the directory that holds it, for calls that act on names and follow no link at their end.
-pub(crate) struct Place<'a> {
+/// A name and an open directory that holds it, for calls that act on names and do not follow a link at the end.
+pub(crate) struct EntryName<'a> {
     top: BorrowedFd<'a>,
     parent: Option<OwnedFd>,
     /// The last part of the path.
     pub(crate) name: &'a Path,
 }
 
-impl<'a> Place<'a> {
-    /// Finds the directory of `path` below `dir`, through no link.
+impl<'a> EntryName<'a> {
+    /// Opens the directory of `path` below `dir` without following a link.
     ///
     /// # Errors
     /// As [`open_beneath`].
-    pub(crate) fn find(dir: &'a File, path: &'a Path) -> io::Result<Self> {
+    pub(crate) fn resolve(dir: &'a File, path: &'a Path) -> io::Result<Self> {
         let (top, parent) = (dir.as_fd(), path.parent().unwrap_or(Path::new("")));
         if parent.as_os_str().is_empty() {
             return Ok(Self { top, parent: None, name: path });
@@ -45,17 +47,17 @@ impl<'a> Place<'a> {
     }
 }
 
-/// What tells one version of an image file from another.
+/// A version of an image file. Two versions of a file differ in it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Stamp {
     /// Size in bytes.
     pub size: u64,
     /// Last change of content: seconds and nanoseconds.
     pub mtime: (i64, u32),
-    /// Last change of inode or content: seconds and nanoseconds. No call can set it back on a file system that is
-    /// written, and an inode number that is given to another file gets a new one, so it is the file's generation too.
+    /// Last change of inode or content: seconds and nanoseconds. No call on a mounted file system can set it back, and a file
+    /// that reuses an inode number gets a new one, so it serves as the file's generation too.
     pub ctime: (i64, u32),
-    /// Device number; in what [`BlockFile::lasting`] gives, [`pagefold_os::volume::identity`].
+    /// Device number, or in a stamp of [`BlockFile::persistent_stamp`] the file system's identity.
     pub dev: u64,
     /// Inode number.
     pub ino: u64,
@@ -73,20 +75,35 @@ pub(crate) fn stamp_of(file: impl AsFd) -> io::Result<Stamp> {
     })
 }
 
+/// Names a file of the host: device and inode number.
+pub(crate) type FileKey = (u64, u64);
+
+/// The key of an open file.
+pub(crate) fn key_of(file: impl AsFd) -> io::Result<FileKey> {
+    let stat = rustix::fs::fstat(file)?;
+    Ok((stat.st_dev, stat.st_ino))
+}
+
+/// The attributes of `path` below `directory`, those of the link if it is one.
+pub(crate) fn stat_beneath(directory: &File, path: &Path) -> io::Result<rustix::fs::Stat> {
+    let entry = EntryName::resolve(directory, path)?;
+    Ok(rustix::fs::statat(entry.parent(), entry.name, AtFlags::SYMLINK_NOFOLLOW)?)
+}
+
 /// How `allocate` changes a range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Allocate {
     /// Reserve space; content stays.
     Reserve,
-    /// Give space back; the range reads as zeros.
+    /// Free the range's space; it reads as zeros.
     Punch,
-    /// The range reads as zeros; its space stays reserved, and is where there was none.
+    /// The range reads as zeros; its space stays reserved, or is reserved where it was a hole.
     Zero,
 }
 
 /// An image file, as the cache needs it. Offsets and sizes in bytes.
 ///
-/// Reads and writes of whole, aligned blocks are the common case; a write may end unaligned at the end of the file.
+/// Most reads and writes are of whole, aligned blocks; a write may end unaligned at the end of the file.
 pub trait BlockFile: Send + Sync {
     /// Reads into `buffers` from `offset`; returns fewer bytes than asked only at the end of the file.
     ///
@@ -103,7 +120,7 @@ pub trait BlockFile: Send + Sync {
     /// Returns once everything written before is on stable storage.
     ///
     /// # Errors
-    /// The disk's; what was written since the last success may be lost.
+    /// The disk's; data written since the last success may be lost.
     fn sync(&self) -> io::Result<()>;
 
     /// As [`BlockFile::sync`], and mode, owner and times too.
@@ -126,18 +143,18 @@ pub trait BlockFile: Send + Sync {
     /// `EOPNOTSUPP` where the file system cannot.
     fn allocate(&self, how: Allocate, offset: u64, length: u64) -> io::Result<()>;
 
-    /// What this version of the file is.
+    /// The file's version now.
     ///
     /// # Errors
     /// The file system's.
     fn stamp(&self) -> io::Result<Stamp>;
 
-    /// A version of this file, as it may be compared with that of another time: device numbers are given again.
-    fn lasting(&self, stamp: Stamp) -> Stamp {
+    /// `stamp` in a form that may be compared across mounts and reboots, after which device numbers are reused.
+    fn persistent_stamp(&self, stamp: Stamp) -> Stamp {
         stamp
     }
 
-    /// The file on the host, for its attributes: its name may be gone. `None` where there is no such thing.
+    /// The open file of the host, for its attributes: its name may be gone. `None` if it is not a file of the host.
     fn host(&self) -> Option<&File> {
         None
     }
@@ -148,46 +165,46 @@ pub trait BlockFile: Send + Sync {
     /// `ENXIO` when there is none.
     fn seek(&self, offset: u64, data: bool) -> io::Result<u64>;
 
-    /// Whether reads pass by the kernel's page cache.
+    /// Whether reads bypass the kernel's page cache.
     fn direct(&self) -> bool;
 
     /// Whether writes are possible.
     fn writable(&self) -> bool;
 
-    /// Takes the file for the writers of this cache, until [`BlockFile::release`] or the file is closed.
+    /// Claims the file for the writers of this cache, until [`BlockFile::release`] or close.
     ///
     /// # Errors
-    /// `EBUSY` where another cache has it: each would overwrite what the other wrote.
+    /// `EBUSY` if another cache has claimed it: each would overwrite the other's writes.
     fn claim(&self) -> io::Result<()> {
         Ok(())
     }
 
-    /// Leaves the file to the writers of another cache; everything written is in it.
+    /// Gives up the claim. The caller has written everything back.
     fn release(&self) {}
 }
 
-/// A file of the host, read and written with `O_DIRECT` where its file system allows that.
+/// A file of the host, read and written with `O_DIRECT` if its file system allows it.
 pub struct HostFile {
-    /// For unaligned ends, and for everything where direct I/O is refused.
+    /// For unaligned ends, and for everything if direct I/O is refused.
     buffered: File,
     direct: Option<File>,
-    /// Cleared for good when the file system refuses a direct read it accepted the flag for.
+    /// Cleared for good when the file system refuses a direct read although it accepted `O_DIRECT`.
     direct_works: AtomicBool,
     writable: bool,
-    /// Which file system it lies on: see [`pagefold_os::volume`].
+    /// The identity of its file system: see [`pagefold_os::volume`].
     volume: u64,
 }
 
 impl HostFile {
-    /// Opens `path` below `dir` for reading, and for writing where that is allowed and `writable` asks for it.
+    /// Opens `path` below `dir` for reading, and if `writable` for writing too.
     ///
     /// # Errors
-    /// As `open(2)`; `EINVAL` if it is no regular file, `ELOOP` if a link is on the way.
+    /// As `open(2)`; `EINVAL` if it is not a regular file, `ELOOP` if the path has a link.
     pub fn open(dir: impl AsFd, path: &Path, writable: bool) -> io::Result<Self> {
         let access = if writable { OFlags::RDWR } else { OFlags::RDONLY };
         let flags = access | OFlags::NONBLOCK | OFlags::NOATIME;
         let file = File::from(match open_beneath(&dir, path, flags) {
-            // Only the owner may leave the access time alone.
+            // `O_NOATIME` is for the file's owner only.
             Err(rustix::io::Errno::PERM) => open_beneath(&dir, path, flags - OFlags::NOATIME)?,
             other => other?,
         });
@@ -197,14 +214,14 @@ impl HostFile {
         Self::new(file, writable)
     }
 
-    /// Takes a regular file that is open for reading, and for writing if it is `writable`.
+    /// Takes a regular file that is open for reading, and for writing if `writable`.
     ///
     /// # Errors
-    /// The file cannot be looked at.
+    /// The file's flags or its file system cannot be read.
     pub(crate) fn new(buffered: File, writable: bool) -> io::Result<Self> {
         let kept = OFlags::RWMODE | OFlags::NONBLOCK | OFlags::NOATIME;
         let flags = rustix::fs::fcntl_getfl(&buffered)? & kept | OFlags::CLOEXEC | OFlags::DIRECT;
-        // The very file: its name may be another's by now.
+        // Through the descriptor: another file may have its name by now.
         let path = format!("/proc/self/fd/{}", buffered.as_raw_fd());
         let direct = rustix::fs::open(path, flags, rustix::fs::Mode::empty()).ok().map(File::from);
         let direct_works = AtomicBool::new(direct.is_some());
@@ -224,7 +241,7 @@ impl HostFile {
 
 /// Whether every buffer and the offset suit direct I/O on any disk.
 fn aligned<'a>(buffers: impl Iterator<Item = &'a [u8]>, offset: u64) -> bool {
-    let block = crate::BLOCK_BYTES;
+    let block = BLOCK_BYTES;
     offset.is_multiple_of(block as u64)
         && buffers
             .into_iter()
@@ -248,13 +265,13 @@ impl BlockFile for HostFile {
                 Ok(0) => break,
                 Ok(count) => {
                     if direct.is_none() {
-                        // Keep no second copy in the kernel; a hint, so its failure is no error.
+                        // The kernel need not keep a second copy. This is a hint, so its failure is ignored.
                         let length = std::num::NonZeroU64::new(count as u64);
                         let _ = rustix::fs::fadvise(&self.buffered, at, length, Advice::DontNeed);
                     }
                     done += count;
-                    // A short direct read ends unaligned: only at the end of the file.
-                    if direct.is_some() && !count.is_multiple_of(crate::BLOCK_BYTES) {
+                    // A direct read ends unaligned at the end of the file only.
+                    if direct.is_some() && !count.is_multiple_of(BLOCK_BYTES) {
                         break;
                     }
                     IoSliceMut::advance_slices(&mut rest, count);
@@ -273,7 +290,7 @@ impl BlockFile for HostFile {
         let mut at = offset;
         IoSlice::advance_slices(&mut rest, 0);
         while !rest.is_empty() {
-            // Aligned parts go directly, an unaligned end through the page cache; the kernel keeps both coherent.
+            // Aligned parts bypass the page cache, an unaligned end goes through it; the kernel keeps both coherent.
             let front = rest.iter().take_while(|b| aligned(std::iter::once(&***b), at)).count();
             let front = front.min(libc::UIO_MAXIOV as usize);
             let direct = self.direct_file();
@@ -299,7 +316,7 @@ impl BlockFile for HostFile {
     }
 
     fn sync(&self) -> io::Result<()> {
-        // One inode, so one call covers what went through either descriptor.
+        // One call covers writes through both descriptors, because they share the inode.
         Ok(rustix::fs::fdatasync(&self.buffered)?)
     }
 
@@ -324,7 +341,7 @@ impl BlockFile for HostFile {
         stamp_of(&self.buffered)
     }
 
-    fn lasting(&self, stamp: Stamp) -> Stamp {
+    fn persistent_stamp(&self, stamp: Stamp) -> Stamp {
         Stamp { dev: self.volume, ..stamp }
     }
 
@@ -349,7 +366,7 @@ impl BlockFile for HostFile {
     fn claim(&self) -> io::Result<()> {
         match rustix::fs::flock(&self.buffered, FlockOperation::NonBlockingLockExclusive) {
             Err(rustix::io::Errno::WOULDBLOCK) => Err(io::Error::from_raw_os_error(libc::EBUSY)),
-            // A file system without locks: there is nobody to ask.
+            // A file system without locks cannot tell of another cache.
             _ => Ok(()),
         }
     }
@@ -359,9 +376,9 @@ impl BlockFile for HostFile {
     }
 }
 
-/// The aligned whole blocks at the front of a buffer that ends unaligned, if there are any.
+/// The aligned whole blocks at the start of a buffer, if it has any.
 fn whole_blocks(buffer: &[u8], at: u64) -> Option<&[u8]> {
-    let front = &buffer[..buffer.len() / crate::BLOCK_BYTES * crate::BLOCK_BYTES];
+    let front = &buffer[..buffer.len() / BLOCK_BYTES * BLOCK_BYTES];
     (!front.is_empty() && aligned(std::iter::once(front), at)).then_some(front)
 }
 
@@ -370,7 +387,7 @@ mod tests {
     use super::*;
 
     #[repr(align(4096))]
-    struct Aligned([u8; 3 * crate::BLOCK_BYTES]);
+    struct Aligned([u8; 3 * BLOCK_BYTES]);
 
     #[test]
     fn an_unaligned_end_is_written_and_read_back() {
@@ -379,18 +396,18 @@ mod tests {
         std::fs::write(&path, b"").unwrap();
         let handle = File::open(dir.path()).unwrap();
         let file = HostFile::open(&handle, Path::new("image"), true).unwrap();
-        let mut data = Box::new(Aligned([7; 3 * crate::BLOCK_BYTES]));
+        let mut data = Box::new(Aligned([7; 3 * BLOCK_BYTES]));
         data.0[8192..].fill(9);
         file.write_at(&[IoSlice::new(&data.0[..9000])], 0).unwrap();
         assert_eq!(file.stamp().unwrap().size, 9000);
-        let mut back = Box::new(Aligned([0; 3 * crate::BLOCK_BYTES]));
+        let mut back = Box::new(Aligned([0; 3 * BLOCK_BYTES]));
         assert_eq!(file.read_at(&mut [IoSliceMut::new(&mut back.0)], 0).unwrap(), 9000);
         assert_eq!(back.0[..9000], data.0[..9000]);
         file.sync().unwrap();
     }
 
     #[test]
-    fn no_link_leads_out_of_the_directory() {
+    fn a_link_never_leads_out_of_the_directory() {
         let dir = tempfile::tempdir_in("/var/tmp").unwrap();
         let outside = tempfile::tempdir_in("/var/tmp").unwrap();
         std::fs::write(outside.path().join("image"), b"").unwrap();
@@ -400,18 +417,18 @@ mod tests {
         std::os::unix::fs::symlink(outside.path().join("image"), dir.path().join("last")).unwrap();
         let handle = File::open(dir.path()).unwrap();
         HostFile::open(&handle, Path::new("sub/image"), true).unwrap();
-        assert!(Place::find(&handle, Path::new("sub/image")).is_ok());
+        assert!(EntryName::resolve(&handle, Path::new("sub/image")).is_ok());
         let code = |result: Option<io::Error>| result.and_then(|error| error.raw_os_error());
         for name in ["link/image", "last"] {
             assert_eq!(code(HostFile::open(&handle, Path::new(name), true).err()), Some(libc::ELOOP), "{name}");
         }
-        assert_eq!(code(Place::find(&handle, Path::new("link/image")).err()), Some(libc::ELOOP));
+        assert_eq!(code(EntryName::resolve(&handle, Path::new("link/image")).err()), Some(libc::ELOOP));
         let above = Path::new(outside.path().file_name().unwrap());
         assert!(HostFile::open(&handle, &Path::new("..").join(above).join("image"), true).is_err());
     }
 
     #[test]
-    fn a_directory_is_no_image() {
+    fn a_directory_is_refused_as_an_image() {
         let dir = tempfile::tempdir_in("/var/tmp").unwrap();
         std::fs::create_dir(dir.path().join("sub")).unwrap();
         let handle = File::open(dir.path()).unwrap();

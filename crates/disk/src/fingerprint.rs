@@ -1,15 +1,22 @@
-//! What a block's content is called: a keyed 128-bit fingerprint.
+//! The name of a block's content: a keyed 128-bit fingerprint.
 
-use crate::config::FingerprintKey;
+/// The kind of fingerprint, and its key.
+#[derive(Clone, Debug)]
+pub enum FingerprintKey {
+    /// XXH3-128 with a seed: fast. Equal fingerprints are followed by a comparison of the bytes.
+    Fast(u64),
+    /// BLAKE3 with a key, cut to 128 bits: strong enough to stand for the bytes, as fingerprint files require.
+    Strong([u8; 32]),
+}
 
-/// Fingerprint of 4 KiB. Finds equals; proves them only in the strong kind.
+/// Fingerprint of 4 KiB. Equal blocks have equal fingerprints; only the strong kind proves the reverse.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct Fingerprint(pub(crate) u128);
 
 impl Fingerprint {
-    /// A block of zeros, whatever the key; also what no hash of other content is mapped to.
+    /// A block of zeros, whatever the key. No other content has it.
     pub(crate) const ZERO_BLOCK: Self = Self(1);
-    /// Nothing known; never the fingerprint of any block.
+    /// Not known. No block has it.
     pub(crate) const UNKNOWN: Self = Self(0);
 
     /// The key in the content index.
@@ -33,7 +40,7 @@ impl Hasher {
     }
 
     /// Whether equal fingerprints may stand for equal bytes.
-    pub(crate) fn proves(&self) -> bool {
+    pub(crate) fn proves_equality(&self) -> bool {
         matches!(self, Self::Strong(_))
     }
 
@@ -46,14 +53,14 @@ impl Hasher {
                 u128::from_le_bytes(hash.as_bytes()[..16].try_into().expect("a hash has 32 bytes"))
             }
         };
-        // 0 and 1 have a meaning of their own; a hash that falls there moves aside.
+        // 0 and 1 are `UNKNOWN` and `ZERO_BLOCK`.
         Fingerprint(if value < 2 { value + 2 } else { value })
     }
 }
 
 /// Whether `block` holds zeros only.
 pub(crate) fn is_zero(block: &[u8]) -> bool {
-    // Most blocks differ from zero within their first bytes: look there before the whole.
+    // Most blocks differ from zero within their first bytes, so these are compared first.
     let (head, rest) = block.split_at(block.len().min(64));
     head.iter().all(|&b| b == 0) && rest.chunks(256).all(|part| part.iter().fold(0, |or, b| or | b) == 0)
 }

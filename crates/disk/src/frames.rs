@@ -4,21 +4,20 @@
 //! (the live-memory engine, KSM) may merge them with pages of other processes.
 //! This is the only file of the crate with `unsafe`.
 //!
-//! # Who may touch a frame
+//! # Access rule
 //! The mapping outlives every reference, and an index is always in range, so
 //! memory safety rests on one rule only: *no write overlaps another access*.
 //! The cache keeps it by ownership:
-//! * An [`OwnedFrame`] is a frame only its holder knows; the type is not `Clone`.
-//! * A clean frame is never written. It may be read by whoever holds the lock of a chunk
-//!   that refers to it, or the frame's own lock while it stands in the content index.
+//! * An [`OwnedFrame`] is a frame that only its owner can reach; the type is not `Clone`.
+//! * A clean frame is never written. A thread may read it while it holds the lock of a chunk
+//!   that refers to the frame, or the frame's own lock while the content index names the frame.
 //! * A dirty frame belongs to one block; it is written and read under that block's chunk lock.
-//! * A frame in writeback is read by the flusher and by readers, and written by nobody.
+//! * A frame in writeback is read by the flusher and by readers, and never written.
 //!
-//! With debug assertions on, every frame counts its readers and writers and a
-//! breach of the rule panics, so that each test is also a test of the protocol.
+//! With debug assertions on, every frame counts its readers and writers, and a
+//! breach of the rule panics, so that each test is also a test of this rule.
 
-use crate::BLOCK_BYTES;
-use crate::config::CACHE_BYTES_MAX;
+use crate::geometry::{BLOCK_BYTES, FRAMES_MAX};
 use std::io::{IoSlice, IoSliceMut};
 use std::ptr::NonNull;
 
@@ -36,7 +35,7 @@ impl FrameIndex {
     }
 }
 
-/// A frame that only its holder can reach; it must go back to the free list, or into an entry.
+/// A frame that only its owner can reach. It must go to the free list or into an entry.
 #[derive(Debug)]
 #[must_use]
 pub(crate) struct OwnedFrame(pub(crate) FrameIndex);
@@ -48,31 +47,32 @@ impl OwnedFrame {
     }
 }
 
-/// Bytes of a frame that [`Frames::prefetch`] asks for.
+/// Bytes at the start of a frame that [`Frames::prefetch`] loads into the processor's cache.
 const PREFETCH_BYTES: usize = 512;
 
 /// All frames of a cache.
 pub(crate) struct Frames {
     base: NonNull<u8>,
     count: usize,
-    /// Above zero: so many readers; -1: a writer. Checks the rule at the head of this file.
+    /// The number of readers, or -1 for a writer. Checks the access rule of the module head.
     #[cfg(debug_assertions)]
     users: Box<[AtomicI32]>,
 }
 
-// SAFETY: the mapping is plain memory without thread affinity; accesses are ordered by the rule in the module head.
+// SAFETY: the mapping is plain memory without thread affinity, and is unmapped only when `Frames` is dropped.
 unsafe impl Send for Frames {}
-// SAFETY: as above; every method takes `&self` and relies on the callers' locks, never on exclusive access to `Frames`.
+// SAFETY: no method relies on exclusive access to `Frames`; the access rule of the module head keeps a write through one
+// reference from overlapping any other access.
 unsafe impl Sync for Frames {}
 
 impl Frames {
-    /// Maps room for `count` frames; memory is taken when a frame is first touched.
+    /// Maps `count` frames; the kernel provides memory when a frame is first touched.
     ///
     /// # Errors
-    /// The mapping is refused (address space or overcommit limit), or there are more frames than numbers for them.
+    /// The mapping is refused (address space or overcommit limit), or `count` exceeds [`FRAMES_MAX`].
     pub(crate) fn new(count: usize) -> std::io::Result<Self> {
         assert!(count > 0, "a cache has frames");
-        if count > CACHE_BYTES_MAX / BLOCK_BYTES {
+        if count > FRAMES_MAX {
             return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "a cache takes less than 4 TiB"));
         }
         // SAFETY: a fresh anonymous mapping at an address the kernel chooses touches no existing memory.
@@ -89,12 +89,12 @@ impl Frames {
         if base == libc::MAP_FAILED {
             return Err(std::io::Error::last_os_error());
         }
-        // A dying process answers nobody until its core is written: the cache is not worth that wait, nor is it meant
-        // for a file. Where the advice is unknown the core is larger.
+        // While a core is written the dying process answers no request, so the cache is left out of it. It should not be
+        // written to a file either. A kernel that does not know the advice writes a larger core.
         // SAFETY: the range is exactly the new mapping; the advice changes no content.
         unsafe { libc::madvise(base, count * BLOCK_BYTES, libc::MADV_DONTDUMP) };
         Ok(Self {
-            base: NonNull::new(base.cast()).expect("a mapping at address zero is never given"),
+            base: NonNull::new(base.cast()).expect("the kernel never maps at address zero"),
             count,
             #[cfg(debug_assertions)]
             users: (0..count).map(|_| AtomicI32::new(0)).collect(),
@@ -106,15 +106,15 @@ impl Frames {
         self.count
     }
 
-    /// Tells the kernel and the live-memory agent that equal frames may be merged with pages elsewhere.
+    /// Lets the kernel and the live-memory agent merge frames with equal pages of other processes.
     ///
-    /// Goes through the C library's `madvise`, which is where a preloaded agent listens.
+    /// Calls the C library's `madvise`, which a preloaded agent interposes.
     ///
     /// # Errors
-    /// The kernel knows no merging (`EINVAL`).
+    /// The kernel is built without KSM (`EINVAL`).
     pub(crate) fn allow_merging(&self) -> std::io::Result<()> {
-        // Huge pages would be split by the first merge; small ones from the start cost less.
-        // SAFETY: the range is exactly our mapping; NOHUGEPAGE and MERGEABLE change no content.
+        // The first merge would split a huge page; small pages from the start cost less.
+        // SAFETY: the range is exactly the mapping of `new`; NOHUGEPAGE and MERGEABLE change no content.
         let failed = unsafe {
             let base = self.base.as_ptr().cast();
             libc::madvise(base, self.count * BLOCK_BYTES, libc::MADV_NOHUGEPAGE);
@@ -123,14 +123,14 @@ impl Frames {
         if failed { Err(std::io::Error::last_os_error()) } else { Ok(()) }
     }
 
-    /// Asks for huge pages: frames that are neighbours are then neighbours in physical memory too, and copying them
-    /// costs less. The free list gives neighbours in order, so hardly any huge page is half empty.
+    /// Asks for huge pages: neighbouring frames are then neighbours in physical memory too, and copying them costs less.
+    /// The free list hands out neighbours in order, so few huge pages are partly empty.
     pub(crate) fn prefer_huge_pages(&self) {
-        // SAFETY: the range is exactly our mapping; the advice changes no content. Without huge pages all goes on.
+        // SAFETY: the range is exactly the mapping of `new`; the advice changes no content. A refusal is harmless.
         unsafe { libc::madvise(self.base.as_ptr().cast(), self.count * BLOCK_BYTES, libc::MADV_HUGEPAGE) };
     }
 
-    /// Gives the memory of `frames` back to the kernel; they read as zeros when next used. Sorts `frames`.
+    /// Returns the memory of `frames` to the kernel; they read as zeros when next used. Sorts `frames`.
     pub(crate) fn release(&self, frames: &mut [OwnedFrame]) {
         frames.sort_unstable_by_key(OwnedFrame::index);
         for run in frames.chunk_by(|a, b| a.0.0 + 1 == b.0.0) {
@@ -146,19 +146,19 @@ impl Frames {
         self.read(frame, |bytes| into.copy_from_slice(&bytes[offset..offset + into.len()]));
     }
 
-    /// Says that the start of `frame` is read soon: what reads ahead in the processor ends with each page.
+    /// Loads the start of `frame` into the processor's cache: its own prefetcher stops at the end of each page.
     #[inline]
     pub(crate) fn prefetch(&self, frame: FrameIndex) {
         let at = self.address(frame);
         (0..PREFETCH_BYTES).step_by(64).for_each(|byte| llds::prefetch(at.wrapping_add(byte)));
     }
 
-    /// Copies `from` into `frame`, starting at byte `offset`. The caller owns the frame or holds its dirty block's lock.
+    /// Copies `from` into `frame`, starting at byte `offset`. The caller owns the frame or holds the lock of its dirty block.
     pub(crate) fn copy_in(&self, frame: FrameIndex, offset: usize, from: &[u8]) {
         self.write(frame, |bytes| bytes[offset..offset + from.len()].copy_from_slice(from));
     }
 
-    /// Zeroes bytes `range` of `frame`. The caller owns the frame or holds its dirty block's lock.
+    /// Zeroes bytes `range` of `frame`. The caller owns the frame or holds the lock of its dirty block.
     pub(crate) fn zero(&self, frame: FrameIndex, range: std::ops::Range<usize>) {
         self.write(frame, |bytes| bytes[range].fill(0));
     }
@@ -173,53 +173,55 @@ impl Frames {
         self.read(a, |a| self.read(b, |b| a == b))
     }
 
-    /// Gives the bytes of `frame` to `look`; see the module head for who may ask.
+    /// Passes the bytes of `frame` to `look`. The caller keeps the access rule of the module head.
     pub(crate) fn read<R>(&self, frame: FrameIndex, look: impl FnOnce(&[u8]) -> R) -> R {
         let _user = self.user(frame, false);
-        // SAFETY: in range (`address` checks), initialised (anonymous memory is), and not written while `look` runs:
-        // the rule in the module head.
+        // SAFETY: in range (`address` checks), initialised (anonymous memory is), and not written while `look` runs (the
+        // access rule of the module head).
         look(unsafe { std::slice::from_raw_parts(self.address(frame), BLOCK_BYTES) })
     }
 
-    /// Gives the bytes of `count` neighbouring frames to `look`, as one piece; as [`Frames::read`] otherwise.
+    /// As [`Frames::read`], for `count` neighbouring frames in one piece.
     pub(crate) fn read_run<R>(&self, first: FrameIndex, count: usize, look: impl FnOnce(&[u8]) -> R) -> R {
         assert!(first.at() + count <= self.count, "{count} frames from {} of {}", first.0, self.count);
         #[cfg(debug_assertions)]
         let _users: Vec<_> = (0..count as u32).map(|n| self.user(FrameIndex(first.0 + n), false)).collect();
-        // SAFETY: the run is in range (checked above), initialised, and none of its frames is written while `look`
-        // runs: the rule in the module head.
+        // SAFETY: the run is in range (the assertion), initialised (anonymous memory is), and none of its frames is written
+        // while `look` runs (the access rule of the module head).
         look(unsafe { std::slice::from_raw_parts(self.address(first), count * BLOCK_BYTES) })
     }
 
     fn write<R>(&self, frame: FrameIndex, change: impl FnOnce(&mut [u8]) -> R) -> R {
         let _user = self.user(frame, true);
-        // SAFETY: in range, initialised, and reached by nobody else while `change` runs: the rule in the module head.
+        // SAFETY: in range (`address` checks), initialised (anonymous memory is), and no other access overlaps `change` (the
+        // access rule of the module head).
         change(unsafe { std::slice::from_raw_parts_mut(self.address(frame), BLOCK_BYTES) })
     }
 
-    /// Gives `frames`, in their order, as buffers to fill; neighbours in memory become one buffer.
+    /// Passes `frames`, in their order, as buffers to `fill`; neighbours in memory become one buffer.
     pub(crate) fn fill<R>(&self, frames: &mut [OwnedFrame], fill: impl FnOnce(&mut [IoSliceMut<'_>]) -> R) -> R {
         let _users: Vec<_> = frames.iter().map(|frame| self.user(frame.index(), true)).collect();
         let mut buffers: Vec<IoSliceMut<'_>> = frames
             .chunk_by(|a, b| a.0.0 + 1 == b.0.0)
             .map(|run| {
                 let first = self.address(run[0].index());
-                // SAFETY: the run is contiguous and in range, `frames` is borrowed mutably and an owned frame is known
-                // to nobody else, so the buffers are exclusive and (being distinct frames) do not overlap.
+                // SAFETY: the run is contiguous (`chunk_by`) and in range (every index is). `frames` is borrowed mutably and
+                // no other thread can reach an owned frame, so the buffers are exclusive; distinct frames do not overlap.
                 IoSliceMut::new(unsafe { std::slice::from_raw_parts_mut(first, run.len() * BLOCK_BYTES) })
             })
             .collect();
         fill(&mut buffers)
     }
 
-    /// Gives `frames`, in their order and cut to `bytes` in all, as buffers to write out.
+    /// Passes `frames`, in their order and cut to `bytes` in total, as buffers to `out`.
     pub(crate) fn gather<R>(&self, frames: &[FrameIndex], bytes: usize, out: impl FnOnce(&[IoSlice<'_>]) -> R) -> R {
         let _users: Vec<_> = frames.iter().map(|frame| self.user(*frame, false)).collect();
         let mut left = bytes;
         let mut buffers = Vec::new();
         for run in frames.chunk_by(|a, b| a.0 + 1 == b.0) {
             let length = left.min(run.len() * BLOCK_BYTES);
-            // SAFETY: contiguous, in range, initialised; frames in writeback are written by nobody (module head).
+            // SAFETY: contiguous (`chunk_by`), in range (every index is), initialised (anonymous memory is); the caller's
+            // frames are in writeback, and such frames are never written (module head).
             buffers.push(IoSlice::new(unsafe { std::slice::from_raw_parts(self.address(run[0]), length) }));
             left -= length;
         }
@@ -228,7 +230,7 @@ impl Frames {
 
     fn address(&self, frame: FrameIndex) -> *mut u8 {
         assert!(frame.at() < self.count, "frame {} of {}", frame.0, self.count);
-        // SAFETY: the index was checked, so the offset stays inside the mapping.
+        // SAFETY: the assertion keeps the offset inside the mapping.
         unsafe { self.base.as_ptr().add(frame.at() * BLOCK_BYTES) }
     }
 
@@ -254,7 +256,7 @@ impl Frames {
 
 impl Drop for Frames {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and whoever could refer to a frame went before `self`.
+        // SAFETY: the range is exactly the mapping of `new`. References into it borrow `self`, so none is left.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.count * BLOCK_BYTES) };
     }
 }

@@ -1,14 +1,13 @@
 //! An image in the cache: its blocks' entries, its file, its errors.
 //!
 //! Blocks are grouped in chunks of 1 MiB with one lock each. A block is *absent*, *loading*, *clean*, *dirty* or in
-//! *writeback*; `loading` excludes all others, so what a load brings in is never older than what a writer put there.
+//! *writeback*. A loading block cannot be written, so loaded data never replaces newer data.
 
-use crate::BLOCK_BYTES;
-use crate::cache::CHUNK_BLOCKS;
 use crate::error::WritebackErrors;
 use crate::file::{BlockFile, Stamp};
-use crate::fingerprints::Known;
+use crate::fingerprint_file::{self, BlockFingerprints};
 use crate::frames::FrameIndex;
+use crate::geometry::{BLOCK_BYTES, CHUNK_BLOCKS, FRAME_BITS, FRAMES_MAX};
 use crate::stats::ImageCounters;
 use parking_lot::{Condvar, Mutex, RwLock};
 use std::collections::{BTreeSet, HashMap};
@@ -21,7 +20,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Entry(u32);
 
-/// The states of the paper, and absent.
+/// The paper's block states, and absent.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum State {
     Absent,
@@ -31,7 +30,7 @@ pub(crate) enum State {
     Zero,
     /// The frame is this block's own and newer than the disk.
     Dirty(FrameIndex),
-    /// The frame is on its way to the disk: left alone by everybody.
+    /// The frame is being written to the disk: no thread changes it.
     Writeback(FrameIndex),
 }
 
@@ -45,10 +44,9 @@ impl State {
     }
 }
 
-const FRAME_BITS: u32 = 30;
 const FRAME_MASK: u32 = (1 << FRAME_BITS) - 1;
-/// The frame number that stands for zeros.
-const ZERO_FRAME: u32 = FRAME_MASK;
+/// The frame number that stands for zeros: [`FRAMES_MAX`] keeps it free.
+const ZERO_FRAME: u32 = FRAMES_MAX as u32;
 
 impl Entry {
     pub(crate) const ABSENT: Self = Self(0);
@@ -115,11 +113,11 @@ impl Entries {
         self.dirty.into()
     }
 
-    fn idle(&self) -> bool {
+    fn is_idle(&self) -> bool {
         self.live == 0 && self.loading == [0; CHUNK_BLOCKS / 64]
     }
 
-    /// Whether dropping the whole chunk would lose nothing but knowledge of zeros.
+    /// Returns true if dropping the chunk would lose only the knowledge of which blocks are zeros.
     fn only_zeros(&self) -> bool {
         self.loading == [0; CHUNK_BLOCKS / 64]
             && self.entries.iter().all(|e| matches!(e.state(), State::Absent | State::Zero))
@@ -148,9 +146,9 @@ impl Chunk {
         }
     }
 
-    /// Wakes those who wait for a load that ended. The entries' lock must not be held.
+    /// Wakes threads that wait for a load that ended. The entries' lock must not be held.
     pub(crate) fn wake(&self) {
-        // Taken after the loading bits were cleared: a waiter has either seen them clear, or is already waiting.
+        // Taken after the loading bits were cleared: every waiter has seen them clear, or is waiting already.
         let _waiters = self.waiters.lock();
         self.loaded.notify_all();
     }
@@ -158,36 +156,36 @@ impl Chunk {
 
 /// One image file and its blocks in the cache.
 ///
-/// For the order of its locks see [`crate::cache`]; that of the chunk map is never held while another is waited for but
-/// a chunk's.
+/// For the order of its locks see [`crate::cache`]. While a thread holds the chunk map's lock it waits for no lock but a
+/// chunk's.
 pub struct Image {
     pub(crate) id: u32,
     pub(crate) name: Mutex<String>,
-    /// Held for reading by every request, for writing by what changes size or drops blocks.
-    pub(crate) shape: RwLock<()>,
-    /// Held while blocks are in writeback: one flush at a time, so an older write cannot overtake a newer one.
+    /// Guards size and holes: every request holds it for reading, a change of size or holes holds it for writing.
+    pub(crate) layout: RwLock<()>,
+    /// Held while blocks are in writeback. With one flush at a time an older write cannot overtake a newer one.
     pub(crate) flush: Mutex<()>,
-    /// Changes with `known` held, with the file's.
+    /// Changes together with the file's size, with `stamp` locked.
     pub(crate) size: AtomicU64,
     chunks: RwLock<HashMap<u64, Arc<Chunk>>>,
     pub(crate) dirty_chunks: Mutex<BTreeSet<u64>>,
     pub(crate) dirty_blocks: AtomicUsize,
-    /// The block where the periodic flush goes on.
+    /// The block where the next periodic flush starts.
     pub(crate) flushed_to: AtomicU64,
     file: RwLock<Option<Arc<dyn BlockFile>>>,
-    /// The file's version after our own last change; any other version is somebody else's doing.
-    pub(crate) known: Mutex<Stamp>,
-    /// The file was changed by somebody else: clean blocks must go before the next request.
-    pub(crate) changed: AtomicBool,
-    /// Bytes were written that no sync covered yet.
+    /// The file's version after the cache's last change. Any other version was made by another program.
+    pub(crate) stamp: Mutex<Stamp>,
+    /// Another program changed the file: clean blocks must be dropped before the next request.
+    pub(crate) changed_externally: AtomicBool,
+    /// Bytes were written that no sync has covered yet.
     pub(crate) unsynced: AtomicBool,
     pub(crate) errors: WritebackErrors,
-    pub(crate) fingerprints: Mutex<Option<Known>>,
-    /// The fingerprint file that may be there: it goes before the content changes. Locked after `known`.
-    pub(crate) kept: Mutex<Option<PathBuf>>,
+    pub(crate) fingerprints: Mutex<Option<BlockFingerprints>>,
+    /// The fingerprint file that may exist: it is removed before the content changes. Locked after `stamp`.
+    pub(crate) fingerprint_file: Mutex<Option<PathBuf>>,
     pub(crate) counters: ImageCounters,
-    pub(crate) gone: AtomicBool,
-    /// When the last write came, in nanoseconds since 1970; 0 once the file's own times tell it.
+    pub(crate) discarded: AtomicBool,
+    /// When the last write came, in nanoseconds since 1970; 0 once the file's own times show it.
     written_at: AtomicU64,
 }
 
@@ -196,7 +194,7 @@ impl Image {
         Self {
             id,
             name: Mutex::new(name),
-            shape: RwLock::new(()),
+            layout: RwLock::new(()),
             flush: Mutex::new(()),
             size: AtomicU64::new(stamp.size),
             chunks: RwLock::default(),
@@ -204,15 +202,15 @@ impl Image {
             dirty_blocks: AtomicUsize::new(0),
             flushed_to: AtomicU64::new(0),
             file: RwLock::new(Some(file)),
-            known: Mutex::new(stamp),
-            changed: AtomicBool::new(false),
-            // What an earlier image of this file wrote may not be on the disk yet.
+            stamp: Mutex::new(stamp),
+            changed_externally: AtomicBool::new(false),
+            // An earlier image of this file may have written data that no sync has covered yet.
             unsynced: AtomicBool::new(true),
             errors: WritebackErrors::default(),
             fingerprints: Mutex::new(None),
-            kept: Mutex::new(None),
+            fingerprint_file: Mutex::new(None),
             counters: ImageCounters::default(),
-            gone: AtomicBool::new(false),
+            discarded: AtomicBool::new(false),
             written_at: AtomicU64::new(0),
         }
     }
@@ -222,7 +220,7 @@ impl Image {
         self.size.load(Ordering::Acquire)
     }
 
-    /// Bytes that the disk does not have yet.
+    /// Bytes in memory that are newer than the disk.
     pub fn dirty_bytes(&self) -> u64 {
         self.dirty_blocks.load(Ordering::Relaxed) as u64 * BLOCK_BYTES as u64
     }
@@ -232,7 +230,7 @@ impl Image {
         self.name.lock().clone()
     }
 
-    /// Whether reads of the image pass by the kernel's page cache.
+    /// Whether reads of the image bypass the kernel's page cache.
     pub fn direct(&self) -> bool {
         self.file.read().as_ref().is_some_and(|file| file.direct())
     }
@@ -251,7 +249,7 @@ impl Image {
         self.written_at.store(now.as_nanos() as u64, Ordering::Relaxed);
     }
 
-    /// From now on the file's own times count: everything written is in it.
+    /// Makes the file's own times count from now on, because everything written is in the file.
     pub(crate) fn forget_written_at(&self) {
         self.written_at.store(0, Ordering::Relaxed);
     }
@@ -261,7 +259,7 @@ impl Image {
         self.file.read().clone().ok_or_else(|| std::io::Error::from_raw_os_error(libc::EBADF))
     }
 
-    /// Gives the image another file, or none; returns the one it had.
+    /// Replaces the image's file, or takes it away; returns the old one.
     pub(crate) fn set_file(&self, file: Option<Arc<dyn BlockFile>>) -> Option<Arc<dyn BlockFile>> {
         std::mem::replace(&mut *self.file.write(), file)
     }
@@ -270,45 +268,48 @@ impl Image {
         self.file.read().is_some()
     }
 
-    /// Runs one of our own changes of the file's content and notes the version it leads to.
-    pub(crate) fn change<R>(&self, change: impl FnOnce(&dyn BlockFile) -> std::io::Result<R>) -> std::io::Result<R> {
+    /// Changes the file's content and notes the new version.
+    pub(crate) fn change_content<R>(
+        &self,
+        change: impl FnOnce(&dyn BlockFile) -> std::io::Result<R>,
+    ) -> std::io::Result<R> {
         let file = self.file()?;
         let stamp = || file.stamp();
-        self.change_noted(stamp, || {
-            // While `known` is held, so that nobody puts a new one in its place meanwhile.
-            let mut kept = self.kept.lock();
-            if let Some(path) = &*kept {
-                crate::fingerprints::remove(path)?;
-                *kept = None;
+        self.change_metadata(stamp, || {
+            // With `stamp` locked, so that no thread saves a new fingerprint file before the change.
+            let mut file_path = self.fingerprint_file.lock();
+            if let Some(path) = &*file_path {
+                fingerprint_file::remove(path)?;
+                *file_path = None;
             }
-            drop(kept);
+            drop(file_path);
             change(&*file)
         })
     }
 
-    /// As [`Image::change`], for what leaves the content as it is, with the file open or not: `stamp` looks at it.
-    pub(crate) fn change_noted<R>(
+    /// As [`Image::change_content`], for a change of attributes or names. `stamp` reads the file's version.
+    pub(crate) fn change_metadata<R>(
         &self,
         stamp: impl Fn() -> std::io::Result<Stamp>,
         change: impl FnOnce() -> std::io::Result<R>,
     ) -> std::io::Result<R> {
-        let mut known = self.known.lock();
+        let mut known = self.stamp.lock();
         if stamp().is_ok_and(|stamp| stamp != *known) {
-            // Noted before our own change hides it.
-            self.changed.store(true, Ordering::Release);
+            // Noted now, because the change below hides it.
+            self.changed_externally.store(true, Ordering::Release);
         }
         let result = change();
         if let Ok(stamp) = stamp() {
-            // Its times are ours now; another's size is not.
+            // The times are those of the change above, but a different size comes from another program.
             if stamp.size != self.size() {
-                self.changed.store(true, Ordering::Release);
+                self.changed_externally.store(true, Ordering::Release);
             }
             *known = stamp;
         }
         result
     }
 
-    /// The chunk with number `number`, made if it is not there.
+    /// The chunk with number `number`, made if it does not exist.
     pub(crate) fn chunk(&self, number: u64) -> Arc<Chunk> {
         if let Some(chunk) = self.chunks.read().get(&number) {
             return chunk.clone();
@@ -316,7 +317,7 @@ impl Image {
         self.chunks.write().entry(number).or_insert_with(|| Arc::new(Chunk::new())).clone()
     }
 
-    /// The chunk with number `number`, if it is there.
+    /// The chunk with number `number`, if it exists.
     pub(crate) fn existing_chunk(&self, number: u64) -> Option<Arc<Chunk>> {
         self.chunks.read().get(&number).cloned()
     }
@@ -333,16 +334,16 @@ impl Image {
     /// Drops chunks without blocks; with `zeros_too`, also those that only know zeros.
     pub(crate) fn sweep(&self, zeros_too: bool) {
         self.chunks.write().retain(|_, chunk| {
-            // Nobody can get at the chunk while the map is locked, unless he holds it already.
+            // While the map is locked, no thread can reach the chunk but one that holds a reference already.
             let idle = Arc::strong_count(chunk) == 1 && {
                 let entries = chunk.entries.read();
-                entries.idle() || zeros_too && entries.only_zeros()
+                entries.is_idle() || zeros_too && entries.only_zeros()
             };
             !idle
         });
     }
 
-    /// Block states, for tests and the status.
+    /// How many blocks are known to be zeros.
     pub(crate) fn count_zeros(&self) -> u64 {
         let chunks: Vec<Arc<Chunk>> = self.chunks.read().values().cloned().collect();
         let zeros = |chunk: &Arc<Chunk>| {

@@ -45,7 +45,8 @@ pub fn render(mounts: &[Status], out: &mut String) {
         let suffix = head(out, family);
         for mount in mounts {
             let (name, at) = (family.0, escape(&mount.mountpoint));
-            // One that is open and lost its name may share it with who has it now; a collector takes a series once.
+            // An open image without a name may share its old name with another image. A collector accepts a series once,
+            // so the two are added up.
             let mut sums = BTreeMap::<&str, u64>::new();
             mount.images.iter().for_each(|image| *sums.entry(&image.name).or_default() += (family.4)(image));
             for (image, value) in sums {

@@ -1,12 +1,13 @@
 //! The life of a mount: lock the directory, mount, serve, unmount cleanly, and clean up after one that died.
 //!
-//! A FUSE mount whose process is gone does not hang: the kernel closes the connection with the process's last
-//! descriptor, and every call gets `ENOTCONN`. What could hang is a process that lives and does not answer, so a
-//! panic in any thread ends the whole process at once, and nothing in it waits without an end on somebody outside.
+//! A FUSE mount whose process is dead does not hang: the kernel closes the connection with the process's last
+//! descriptor, and every call gets `ENOTCONN`. Only a process that lives and does not answer could make callers hang.
+//! Therefore a panic in any thread aborts the process, and no thread waits without a limit for another process.
 
 use crate::config::Config;
-use crate::control::{self, Command, Ended, Lost};
-use crate::engine::{Engine, Unwritten};
+use crate::control::{self, Command, StopReport};
+use crate::engine::Engine;
+use crate::error::LostData;
 use crate::fuse::DiskFs;
 use crate::nbd;
 use crate::stats::Status;
@@ -27,21 +28,21 @@ use std::time::{Duration, Instant};
 pub struct Options {
     /// The directory with the images.
     pub directory: PathBuf,
-    /// Where to show them.
+    /// Where to mount them.
     pub mountpoint: PathBuf,
     /// The cache.
     pub config: Config,
     /// Threads that answer the kernel.
     pub threads: usize,
-    /// Where to keep fingerprints, if anywhere.
+    /// The directory of fingerprint files; `None` for none.
     pub fingerprints: Option<PathBuf>,
     /// Refuse every change.
     pub read_only: bool,
-    /// Let other users in; the files' own permissions still count.
+    /// Let other users access the mount, within the files' own permissions.
     pub allow_other: bool,
     /// Serve the images over NBD on this Unix socket too.
     pub nbd: Option<PathBuf>,
-    /// How long open files are served after a request to end.
+    /// How long open files are served after a request to stop.
     pub grace: Duration,
 }
 
@@ -56,10 +57,10 @@ pub enum MountError {
         /// Why.
         source: io::Error,
     },
-    /// The directory is one of the kernel's.
-    #[error("{} holds files of the kernel's own, and no images", .0.display())]
+    /// The directory belongs to a pseudo file system.
+    #[error("{} holds files that the kernel generates, not images", .0.display())]
     Pseudo(PathBuf),
-    /// Another mount serves the directory: two caches over the same files would overwrite each other.
+    /// Another mount serves the directory. Two caches over the same files would overwrite each other's writes.
     #[error("{} is mounted already; `pagefold disk status` shows where", .0.display())]
     Busy(PathBuf),
     /// The mount point cannot be used.
@@ -73,7 +74,7 @@ pub enum MountError {
     /// The kernel or `fusermount3` refused.
     #[error("cannot mount: {}; check that /dev/fuse is there and fusermount3 is installed", .0.to_string().trim_end())]
     Fuse(io::Error),
-    /// The cache or its threads cannot be made.
+    /// The cache or its threads cannot be started.
     #[error("cannot start the cache: {0}")]
     Engine(io::Error),
     /// A socket cannot be made.
@@ -84,39 +85,39 @@ pub enum MountError {
         /// Why.
         source: io::Error,
     },
-    /// The session ended before it had begun.
+    /// The session ended before it served a request.
     #[error(
         "cannot serve the mount: {source}; each of its {threads} threads takes a descriptor, see ulimit -n and --workers"
     )]
     Session {
-        /// Threads that were to answer the kernel.
+        /// Threads that should have answered the kernel.
         threads: usize,
         /// Why.
         source: io::Error,
     },
     /// The disk refused data at the end.
     #[error("{0}")]
-    Unwritten(Lost),
+    Unwritten(LostData),
 }
 
-/// The source our mounts show in the mount table, by which they are known.
+/// The source in the mount table by which our mounts are recognised.
 const SOURCE: &str = "pagefold-disk";
 
-/// What the main thread waits for.
+/// An event that the main thread waits for.
 enum Event {
-    /// Asked to end, perhaps by a client who waits to hear how that went.
+    /// A request to stop. A client of the control socket gets the report over its connection.
     Stop(Option<UnixStream>),
-    /// With the error that ended it.
+    /// The FUSE session ended, with its error.
     SessionEnded(Option<io::Error>),
 }
 
-/// Mounts, calls `ready`, serves until it is told to end or unmounted from outside, and writes everything back.
+/// Mounts, calls `ready`, serves until a request to stop or an unmount, and writes everything back.
 ///
 /// # Errors
 /// [`MountError`]; nothing stays mounted.
 pub fn serve(options: &Options, ready: impl FnOnce(&Status)) -> Result<(), MountError> {
     end_the_process_on_panic();
-    // An open image takes two, a connection one. With fewer it works, too.
+    // An open image takes two descriptors, a connection one. The old limit serves fewer of them.
     let _ = pagefold_os::fd::raise_limit();
     let _lock = lock_directory(&options.directory)?;
     let mountpoint = prepare_mountpoint(&options.directory, &options.mountpoint)?;
@@ -134,70 +135,71 @@ pub fn serve(options: &Options, ready: impl FnOnce(&Status)) -> Result<(), Mount
         None => None,
     };
 
-    let (events, happened) = channel();
-    // Before the mount: whoever sees it may send a signal at once.
-    watch_signals(events.clone()).map_err(MountError::Engine)?;
-    // The kernel applies the caller's umask to what he makes; ours must not come on top.
+    let (sender, events) = channel();
+    // Before the mount, because a process that sees the mount may send a signal immediately.
+    watch_signals(sender.clone()).map_err(MountError::Engine)?;
+    // The kernel has applied the umask of the process that creates a file; this process must not apply its own as well.
     rustix::process::umask(Mode::empty());
     let session = start_session(&engine, &mountpoint, options)?;
-    let guard = watch_session(session, events.clone()).map_err(MountError::Engine)?;
-    if let Err(error) = answer_control(listener, engine.clone(), mountpoint.clone(), events) {
+    let guard = watch_session(session, sender.clone()).map_err(MountError::Engine)?;
+    if let Err(error) = answer_control(listener, engine.clone(), mountpoint.clone(), sender) {
         let _ = unmount(&mountpoint, true);
         return Err(MountError::Engine(error));
     }
-    if let Err(source) = first_answer(&mountpoint, &happened) {
+    if let Err(source) = wait_until_served(&mountpoint, &events) {
         let _ = unmount(&mountpoint, true);
         return Err(MountError::Session { threads: options.threads.max(1), source });
     }
     ready(&status(&engine, &mountpoint));
 
-    let mut asked = end(&mountpoint, &happened, options.grace);
-    // A session that will not end has open files; they get ENOTCONN when this process goes.
+    let mut stop_clients = wait_for_end(&mountpoint, &events, options.grace);
+    // A session that has not ended has open files; calls on them get ENOTCONN when this process exits.
     drop(guard);
     let mut unwritten = engine.shut_down();
-    asked.extend(happened.try_iter().filter_map(|event| if let Event::Stop(client) = event { client } else { None }));
-    let lost = |one: &Unwritten| Lost { name: one.name.clone(), bytes: one.bytes, error: one.error.to_string() };
-    Ended { unwritten: unwritten.iter().map(lost).collect() }.tell(asked);
+    let late = events.try_iter().filter_map(|event| if let Event::Stop(client) = event { client } else { None });
+    stop_clients.extend(late);
+    StopReport { unwritten: unwritten.clone() }.send(stop_clients);
     match unwritten.pop() {
         None => Ok(()),
         Some(last) => {
-            unwritten.iter().for_each(|other| say(&lost(other).to_string()));
-            Err(MountError::Unwritten(lost(&last)))
+            unwritten.iter().for_each(|other| print_error(&other.to_string()));
+            Err(MountError::Unwritten(last))
         }
     }
 }
 
-/// Waits for the end and unmounts; open files are served for `grace` after they were asked to go. Returns the clients
-/// who asked for it.
-fn end(mountpoint: &Path, happened: &Receiver<Event>, grace: Duration) -> Vec<UnixStream> {
-    let mut asked = Vec::new();
-    let broke = |error: io::Error| say(&format!("the connection to the kernel broke: {error}"));
-    match happened.recv() {
-        Ok(Event::Stop(client)) => asked.extend(client),
+/// Waits for a request to stop, or for the end of the session, and unmounts. Open files are served for `grace` after the
+/// request. Returns the clients that asked for it.
+fn wait_for_end(mountpoint: &Path, events: &Receiver<Event>, grace: Duration) -> Vec<UnixStream> {
+    let mut stop_clients = Vec::new();
+    let print_cause = |error: io::Error| print_error(&format!("the connection to the kernel broke: {error}"));
+    match events.recv() {
+        Ok(Event::Stop(client)) => stop_clients.extend(client),
         Ok(Event::SessionEnded(error)) => {
-            error.into_iter().for_each(broke);
-            return asked;
+            error.into_iter().for_each(print_cause);
+            return stop_clients;
         }
-        Err(_) => return asked,
+        Err(_) => return stop_clients,
     }
-    // What was written to mappings is the kernel's still; who keeps his would keep it from the disk for good.
+    // Data written through shared mappings is still in the kernel. Without this sync, a program that keeps its mapping
+    // would keep that data from the disk until this process exits, and then it would be lost.
     if let Ok(root) = rustix::fs::open(mountpoint, OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
     {
         let _ = rustix::fs::syncfs(root);
     }
     if unmount(mountpoint, false).is_err() {
-        // In use: out of the name space now, gone for good with the last open file or this process.
+        // In use: removed from the name space now, and completely with the last open file or with this process.
         let _ = unmount(mountpoint, true);
     }
     let deadline = Instant::now() + grace;
     loop {
-        match happened.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        match events.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok(Event::SessionEnded(error)) => {
-                error.into_iter().for_each(broke);
-                return asked;
+                error.into_iter().for_each(print_cause);
+                return stop_clients;
             }
-            Err(RecvTimeoutError::Disconnected | RecvTimeoutError::Timeout) => return asked,
-            Ok(Event::Stop(client)) => asked.extend(client),
+            Err(RecvTimeoutError::Disconnected | RecvTimeoutError::Timeout) => return stop_clients,
+            Ok(Event::Stop(client)) => stop_clients.extend(client),
         }
     }
 }
@@ -206,12 +208,12 @@ fn status(engine: &Engine, mountpoint: &Path) -> Status {
     Status { mountpoint: mountpoint.display().to_string(), ..engine.status() }
 }
 
-/// Tells the operator. Whoever listened may be gone, which must not end the mount as a failed `eprintln!` would.
-fn say(text: &str) {
+/// Prints an error for the operator. A closed standard error must not end the mount, as it would with `eprintln!`.
+fn print_error(text: &str) {
     let _ = std::io::Write::write_all(&mut io::stderr(), format!("pagefold: {text}\n").as_bytes());
 }
 
-/// A thread that is gone can no longer answer the kernel; the process that goes with it lets the kernel answer.
+/// After a panic a thread no longer answers the kernel. If the process ends, the kernel answers instead.
 fn end_the_process_on_panic() {
     let before = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
@@ -220,10 +222,10 @@ fn end_the_process_on_panic() {
     }));
 }
 
-/// What the kernel says of a FUSE mount.
+/// The file system type that the kernel reports for a FUSE mount.
 const FUSE: libc::__fsword_t = 0x6573_5546;
 
-/// Locks the directory against a second mount; the lock goes with the process, however it ends.
+/// Locks the directory against a second mount. The lock ends with the process, however that ends.
 fn lock_directory(path: &Path) -> Result<File, MountError> {
     let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
     let directory = rustix::fs::open(path, flags, Mode::empty())
@@ -241,33 +243,32 @@ fn lock_directory(path: &Path) -> Result<File, MountError> {
 fn prepare_mountpoint(directory: &Path, mountpoint: &Path) -> Result<PathBuf, MountError> {
     let refuse = |why: String| MountError::Mountpoint { path: mountpoint.to_owned(), why };
     let absolute = resolve(mountpoint).map_err(|error| refuse(error.to_string()))?;
-    clean_stale(&absolute)
-        .map_err(|error| refuse(format!("a dead mount lies there and cannot be removed: {error}")))?;
+    clean_stale(&absolute).map_err(|error| refuse(format!("a dead mount is there and cannot be removed: {error}")))?;
     if is_mounted(&absolute) {
-        return Err(refuse("a mount of images lies there; `pagefold disk umount` takes it away".to_owned()));
+        return Err(refuse("images are mounted there already; `pagefold disk umount` unmounts them".to_owned()));
     }
     let metadata = absolute.metadata().map_err(|error| refuse(format!("{error}; create it first")))?;
     if !metadata.is_dir() {
-        return Err(refuse("it is no directory".to_owned()));
+        return Err(refuse("it is not a directory".to_owned()));
     }
     let directory = directory.canonicalize().map_err(|error| refuse(error.to_string()))?;
     if absolute.starts_with(&directory) {
-        // The mount would show itself, and looking at it from inside could wait for itself.
+        // The mount would show itself, and a look into it could wait for itself.
         return Err(refuse("it must not lie inside the directory it shows".to_owned()));
     }
     Ok(absolute)
 }
 
-/// Links that a mount point's name may lead through.
+/// Most links that a mount point's name may lead through.
 const LINKS_MAX: usize = 40;
 
-/// The mount point as the mount table and its socket name it: absolute, links resolved. What is mounted there is not looked
-/// at: a dead mount would answer nothing but `ENOTCONN`.
+/// The mount point as the mount table and its socket name it: absolute, links resolved. Never touches the mount itself: a
+/// dead one would answer with `ENOTCONN`.
 ///
 /// # Errors
-/// Its directory cannot be looked at, or the path has no name at its end.
+/// Its directory cannot be read, or the path does not end in a name.
 pub fn resolve(mountpoint: &Path) -> io::Result<PathBuf> {
-    let no_name = || io::Error::new(io::ErrorKind::InvalidInput, "it has no name of its own");
+    let no_name = || io::Error::new(io::ErrorKind::InvalidInput, "the path does not end in a name");
     let mut path = mountpoint.to_owned();
     for _ in 0..LINKS_MAX {
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -293,7 +294,7 @@ fn start_session(engine: &Arc<Engine>, mountpoint: &Path, options: &Options) -> 
     ];
     config.acl = if options.allow_other { SessionACL::All } else { SessionACL::RootAndOwner };
     if !options.allow_other && !rustix::process::geteuid().is_root() {
-        // For plain users `fusermount3` allows others only where /etc/fuse.conf says so.
+        // `fusermount3` allows it to unprivileged users only if /etc/fuse.conf says so.
         config.acl = SessionACL::Owner;
     }
     config.n_threads = Some(options.threads.max(1));
@@ -302,12 +303,12 @@ fn start_session(engine: &Arc<Engine>, mountpoint: &Path, options: &Options) -> 
     Session::new(fs, mountpoint, &config).and_then(Session::spawn).map_err(MountError::Fuse)
 }
 
-fn watch_signals(events: Sender<Event>) -> io::Result<()> {
+fn watch_signals(sender: Sender<Event>) -> io::Result<()> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
     let mut signals = signal_hook::iterator::Signals::new([SIGTERM, SIGINT, SIGHUP])?;
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         for _ in signals.forever() {
-            if events.send(Event::Stop(None)).is_err() {
+            if sender.send(Event::Stop(None)).is_err() {
                 return;
             }
         }
@@ -315,30 +316,30 @@ fn watch_signals(events: Sender<Event>) -> io::Result<()> {
     Ok(())
 }
 
-/// Tells when the session ended; the session's own clean-up runs then, too.
-fn watch_session(session: BackgroundSession, events: Sender<Event>) -> io::Result<std::thread::JoinHandle<()>> {
-    // Where the thread is refused, the session goes with the closure, and the mount with it.
+/// Sends an event when the session has ended and cleaned up.
+fn watch_session(session: BackgroundSession, sender: Sender<Event>) -> io::Result<std::thread::JoinHandle<()>> {
+    // If the thread cannot be started, the closure is dropped, and the session and the mount with it.
     std::thread::Builder::new().name("session".to_owned()).spawn(move || {
-        // The main thread may be past listening.
-        let _ = events.send(Event::SessionEnded(session.join().err()));
+        // The main thread may have stopped receiving.
+        let _ = sender.send(Event::SessionEnded(session.join().err()));
     })
 }
 
-/// Waits for the session's first answer, which comes behind all descriptors that its threads take.
+/// Waits for the session's first answer. The session opens the descriptors of all its threads before it.
 ///
 /// # Errors
-/// What ended the session.
-fn first_answer(mountpoint: &Path, happened: &Receiver<Event>) -> io::Result<()> {
+/// The session's error, if it has ended.
+fn wait_until_served(mountpoint: &Path, events: &Receiver<Event>) -> io::Result<()> {
     use rustix::io::Errno;
     match rustix::fs::statfs(mountpoint) {
         // The session has ended, and its mount with it.
         Ok(found) if found.f_type != FUSE => {}
         Err(Errno::NOTCONN | Errno::CONNABORTED) => {}
-        // An error is an answer, too.
+        // Any other error is an answer of the session.
         _ => return Ok(()),
     }
-    // Who asks for an end meanwhile gets it.
-    let ended = happened.iter().find_map(|event| if let Event::SessionEnded(why) = event { Some(why) } else { None });
+    // A request to stop is dropped here: the mount ends anyway.
+    let ended = events.iter().find_map(|event| if let Event::SessionEnded(why) = event { Some(why) } else { None });
     Err(ended.flatten().unwrap_or_else(|| io::Error::other("it was unmounted")))
 }
 
@@ -346,13 +347,13 @@ fn answer_control(
     listener: UnixListener,
     engine: Arc<Engine>,
     mountpoint: PathBuf,
-    events: Sender<Event>,
+    sender: Sender<Event>,
 ) -> io::Result<()> {
     let accept = move || {
         control::accept_all(&listener, |stream| {
-            let (engine, mountpoint, events) = (engine.clone(), mountpoint.clone(), events.clone());
+            let (engine, mountpoint, sender) = (engine.clone(), mountpoint.clone(), sender.clone());
             let serve = move || {
-                // A client that went away is his own affair.
+                // An error of the connection concerns that client only.
                 let _ = control::serve(stream, |command, client| match command {
                     Command::Status => serde_json::to_string(&status(&engine, &mountpoint)).unwrap_or_default(),
                     Command::Flush => match engine.sync_all() {
@@ -360,13 +361,13 @@ fn answer_control(
                         Err(error) => serde_json::json!({ "error": error.to_string() }).to_string(),
                     },
                     Command::Stop => {
-                        let _ = events.send(Event::Stop(client.try_clone().ok()));
+                        let _ = sender.send(Event::Stop(client.try_clone().ok()));
                         r#"{"stopping":true}"#.to_owned()
                     }
                 });
             };
-            // One thread each: a client that dawdles must not keep the others waiting. Where there is none for it, its
-            // connection is closed.
+            // A thread for each client, so that a slow one does not delay others. If it cannot be started, the connection
+            // is closed.
             let _ = std::thread::Builder::new().name("control-client".to_owned()).spawn(serve);
         })
     };
@@ -374,7 +375,7 @@ fn answer_control(
     Ok(())
 }
 
-/// Removes a file, if it is there still.
+/// Removes a file when dropped, if the file still exists.
 #[derive(Debug)]
 pub struct RemoveOnDrop(pub PathBuf);
 
@@ -384,12 +385,12 @@ impl Drop for RemoveOnDrop {
     }
 }
 
-/// Whether a mount of ours lies at `mountpoint`, by the mount table: this never touches the mount itself.
+/// Returns true if the mount table has a mount of ours at `mountpoint`. Never touches the mount itself.
 pub fn is_mounted(mountpoint: &Path) -> bool {
     mounted().iter().any(|at| at == mountpoint)
 }
 
-/// Where mounts of ours lie, of all users, dead ones included, by the mount table.
+/// The mount points of our mounts, of all users and dead ones included, by the mount table.
 pub fn mounted() -> Vec<PathBuf> {
     let table = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
     mountinfo::parse(&table)
@@ -398,7 +399,7 @@ pub fn mounted() -> Vec<PathBuf> {
         .collect()
 }
 
-/// Removes a mount of ours whose process is gone; returns whether there was one.
+/// Removes a mount of ours whose process is dead; returns whether there was one.
 ///
 /// # Errors
 /// It cannot be unmounted.
@@ -406,8 +407,8 @@ pub fn clean_stale(mountpoint: &Path) -> io::Result<bool> {
     if !is_mounted(mountpoint) {
         return Ok(false);
     }
-    // A process that lives may not answer, so its socket is asked before the mount is. Attributes would not do: the
-    // kernel believes them for a while, dead or not.
+    // A live process may not answer, so its socket is tried before the mount. Attributes are no test: the kernel caches
+    // them even if the process is dead.
     let alive = UnixStream::connect(control::socket_path(mountpoint)).is_ok();
     if alive || rustix::fs::statvfs(mountpoint).err() != Some(rustix::io::Errno::NOTCONN) {
         return Ok(false);
@@ -424,7 +425,7 @@ pub fn unmount(mountpoint: &Path, lazy: bool) -> io::Result<()> {
     let flags = if lazy { UnmountFlags::DETACH } else { UnmountFlags::empty() };
     match rustix::mount::unmount(mountpoint, flags) {
         Err(rustix::io::Errno::PERM) => {
-            // A plain user's way goes through the set-uid helper.
+            // An unprivileged user unmounts through the set-uid helper.
             let mut helper = std::process::Command::new("fusermount3");
             helper.arg(if lazy { "-uz" } else { "-u" }).arg("--").arg(mountpoint);
             let output = helper.output()?;
@@ -438,19 +439,19 @@ pub fn unmount(mountpoint: &Path, lazy: bool) -> io::Result<()> {
     }
 }
 
-/// Cuts the kernel's connection of the mount at `mountpoint`, for a process that lives and does not answer: every
-/// waiting call returns with an error at once.
+/// Aborts the kernel's connection of the mount at `mountpoint`, whose process lives and does not answer: every waiting
+/// call returns with an error.
 ///
 /// # Errors
-/// Not mounted, or not ours to cut.
+/// Not mounted, or the caller may not abort it.
 pub fn abort(mountpoint: &Path) -> io::Result<()> {
-    // A forced unmount cuts the connection first, and may then find the mount busy all the same.
+    // A forced unmount aborts the connection first; the mount may be busy nevertheless.
     match rustix::mount::unmount(mountpoint, UnmountFlags::FORCE) {
         Ok(()) | Err(rustix::io::Errno::BUSY) => return Ok(()),
         Err(rustix::io::Errno::PERM) => {}
         Err(error) => return Err(error.into()),
     }
-    // A plain user's way is the control file system, where his own connections are his.
+    // An unprivileged user aborts through the control file system, where the user owns the files of its connections.
     let table = std::fs::read("/proc/self/mountinfo")?;
     let mount = mountinfo::parse(&table).find(|mount| mount.at == mountpoint).ok_or(io::ErrorKind::NotFound)?;
     // The connection's name is the minor number of the mount's device.
@@ -463,7 +464,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_mount_point_is_known_by_all_of_its_names() {
+    fn all_names_of_a_mount_point_resolve_to_the_same_path() {
         let dir = tempfile::tempdir().unwrap();
         let base = dir.path().canonicalize().unwrap();
         let link = |to: &str, at: &str| std::os::unix::fs::symlink(to, base.join(at)).unwrap();
@@ -473,7 +474,7 @@ mod tests {
         for name in ["real", "real/", "one", "two", "./two"] {
             assert_eq!(resolve(&base.join(name)).unwrap(), base.join("real"), "{name}");
         }
-        // What is to be made there is somebody else's affair.
+        // The mount point itself need not exist.
         assert_eq!(resolve(&base.join("missing")).unwrap(), base.join("missing"));
         link("round", "round");
         assert_eq!(resolve(&base.join("round")).unwrap_err().raw_os_error(), Some(libc::ELOOP));
@@ -491,7 +492,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_makes_up_is_no_image() {
+    fn a_pseudo_file_system_is_refused() {
         let error = lock_directory(Path::new("/proc/self")).unwrap_err();
         assert!(matches!(error, MountError::Pseudo(_)), "{error}");
     }

@@ -1,26 +1,25 @@
-//! Which frame goes when memory is short: S3-FIFO.
+//! Which frame to evict: S3-FIFO.
 //!
-//! New frames enter a small queue (a tenth of the cache). Those that were not
-//! touched again by the time they reach its end leave, so a long scan passes
-//! through a tenth of the cache only and the rest stays. Those that were
-//! touched go to the main queue, where each touch earns another round. A frame
-//! whose content left the small queue lately comes back straight into the main
-//! one: the ghost table remembers fingerprints, so it does not matter which
-//! image brings the content back.
+//! New frames enter a small queue (a tenth of the cache). A frame that has not
+//! been touched again when it reaches the end of that queue is evicted, so a
+//! long scan passes through a tenth of the cache only. A touched frame moves to
+//! the main queue, where each touch earns another round. New content that was
+//! evicted lately enters the main queue directly. The ghost table remembers it
+//! by fingerprint, so it does not matter which image loads the content again.
 //!
-//! The queues hold frame numbers without owning them: a popped frame may be
-//! dirty, free or already something else by now, and the caller looks.
+//! The queues hold frame numbers without owning the frames. A popped frame may
+//! be dirty, free or reused, so the caller checks its record.
 
 use crate::frames::FrameIndex;
 use std::collections::VecDeque;
 
-/// Touches that count; more do not earn more rounds.
+/// Most touches that are counted: further ones earn no further rounds.
 pub(crate) const TOUCHES_MAX: u8 = 3;
 
 pub(crate) struct Queues {
     small: VecDeque<FrameIndex>,
     main: VecDeque<FrameIndex>,
-    /// Parts of fingerprints that left the small queue, at a place their other bits choose; newer ones overwrite.
+    /// Tags of evicted contents: a part of the fingerprint, at an index chosen by other bits of it. Newer ones overwrite.
     ghost: Box<[u32]>,
 }
 
@@ -33,11 +32,11 @@ impl Queues {
         }
     }
 
-    /// Enters a frame that became clean; `fingerprint_key` names its content.
+    /// Enters a frame that became clean; `fingerprint_key` identifies its content.
     pub(crate) fn push(&mut self, frame: FrameIndex, fingerprint_key: u64) {
-        let (place, tag) = self.ghost_place(fingerprint_key);
-        if self.ghost[place] == tag {
-            self.ghost[place] = 0;
+        let (slot, tag) = self.ghost_slot(fingerprint_key);
+        if self.ghost[slot] == tag {
+            self.ghost[slot] = 0;
             self.main.push_back(frame);
         } else {
             self.small.push_back(frame);
@@ -51,11 +50,11 @@ impl Queues {
 
     /// Remembers content that was evicted.
     pub(crate) fn remember(&mut self, fingerprint_key: u64) {
-        let (place, tag) = self.ghost_place(fingerprint_key);
-        self.ghost[place] = tag;
+        let (slot, tag) = self.ghost_slot(fingerprint_key);
+        self.ghost[slot] = tag;
     }
 
-    /// Takes the next victim out. `touches` reads a frame's count, `set` stores it.
+    /// Removes the next victim. `touches` reads a frame's count, `set` stores it.
     pub(crate) fn pop(
         &mut self,
         touches: impl Fn(FrameIndex) -> u8,
@@ -88,7 +87,7 @@ impl Queues {
         4 * (self.small.capacity() + self.main.capacity() + self.ghost.len())
     }
 
-    fn ghost_place(&self, key: u64) -> (usize, u32) {
+    fn ghost_slot(&self, key: u64) -> (usize, u32) {
         let tag = ((key >> 32) as u32).max(1);
         (key as usize & (self.ghost.len() - 1), tag)
     }

@@ -1,11 +1,12 @@
-//! The dry run: how much equal content a set of images holds, at which granularity, and where alignment destroys it.
+//! The dry run: how much equal content a set of images holds, at which granularity, and where alignment prevents
+//! sharing.
 //!
-//! Reads every image once and changes nothing. Content is compared by a 64-bit hash with a key of this run: for an
-//! estimate that is as good as the bytes.
+//! Reads every image once and changes nothing. Compares content by a 64-bit hash with a random key, which is accurate
+//! enough for an estimate.
 
-use crate::BLOCK_BYTES;
 use crate::config::random_u64;
 use crate::fingerprint::is_zero;
+use crate::geometry::BLOCK_BYTES;
 use rustix::io::ReadWriteFlags;
 use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
@@ -17,7 +18,7 @@ use std::path::{Path, PathBuf};
 /// Granularities that are compared, in bytes.
 pub const GRANULARITIES: [usize; 3] = [BLOCK_BYTES, 4 * BLOCK_BYTES, 16 * BLOCK_BYTES];
 const READ_BYTES: usize = 1 << 20;
-/// Finer than a page: shows what sharing of pages misses where file systems use smaller blocks.
+/// Finer than a page: shows what page sharing misses if file systems use smaller blocks.
 const FINE_BYTES: usize = 1024;
 
 /// How much is equal when compared in pieces of one size.
@@ -42,13 +43,13 @@ pub struct ScannedImage {
     pub size_bytes: u64,
     /// Pages with content.
     pub data_bytes: u64,
-    /// Pages of zeros, holes included: these cost no memory.
+    /// Pages of zeros, holes included: they take no memory.
     pub zero_bytes: u64,
-    /// Pages whose content an image before it, or an earlier page of itself, has too.
+    /// Pages whose content an earlier image, or an earlier page of this one, has too.
     pub repeated_bytes: u64,
 }
 
-/// Something that keeps equal content from being shared, and what to do.
+/// A reason why equal content of an image cannot be shared, and what to do.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Warning {
     /// The image.
@@ -106,7 +107,7 @@ impl Pieces {
     }
 }
 
-/// Scans images; a directory stands for the files in it. `progress` hears the bytes passed so far, and all.
+/// Scans images; a directory stands for the files in it. `progress` gets the bytes scanned so far, and all.
 pub fn scan(paths: &[PathBuf], mut progress: impl FnMut(u64, u64)) -> Report {
     let seed = random_u64();
     let mut report = Report::default();
@@ -120,7 +121,7 @@ pub fn scan(paths: &[PathBuf], mut progress: impl FnMut(u64, u64)) -> Report {
     for path in paths {
         let mut image = ScannedImage { path: path.clone(), ..ScannedImage::default() };
         let mut hash = xxhash_rust::xxh3::Xxh3::with_seed(seed);
-        let result = each_part(&path, |size, at, data| {
+        let result = for_each_part(&path, |size, at, data| {
             image.size_bytes = size;
             hash.update(&at.to_le_bytes());
             hash.update(data);
@@ -145,7 +146,7 @@ pub fn scan(paths: &[PathBuf], mut progress: impl FnMut(u64, u64)) -> Report {
                 if !files.insert(hash.digest()) {
                     whole.saved_bytes += image.data_bytes;
                 }
-                report.warnings.extend(look_inside(&path));
+                report.warnings.extend(alignment_warnings(&path));
                 report.images.push(image);
             }
             Err(error) => report.unreadable.push((path, error.to_string())),
@@ -160,8 +161,8 @@ pub fn scan(paths: &[PathBuf], mut progress: impl FnMut(u64, u64)) -> Report {
     report
 }
 
-/// The files among `paths`, those of directories included, sorted within each. Of the names of one file the first
-/// counts, and of links in a directory none: in a mount these are one image, or not there.
+/// The files among `paths`, those of directories included, sorted within each. A file with several names is listed once,
+/// and links in a directory are skipped, because a mount shows one image for the former and none for the latter.
 fn expand(paths: &[PathBuf], unreadable: &mut Vec<(PathBuf, String)>) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for path in paths {
@@ -180,12 +181,12 @@ fn expand(paths: &[PathBuf], unreadable: &mut Vec<(PathBuf, String)>) -> Vec<Pat
         }
     }
     let mut seen = HashSet::new();
-    // What cannot be looked at is told when it is read.
+    // A file whose attributes cannot be read stays in the list: opening it reports the error.
     files.retain(|path| path.metadata().map_or(true, |metadata| seen.insert((metadata.dev(), metadata.ino()))));
     files
 }
 
-/// Opens a file to be read, and waits for nobody where it is a pipe.
+/// Opens a file for reading. Does not wait for the writer of a pipe.
 fn open(path: &Path) -> io::Result<File> {
     File::options().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)
 }
@@ -194,33 +195,33 @@ fn scan_fine(images: &[ScannedImage], seed: u64) -> Equal {
     let mut fine = Pieces::new(FINE_BYTES);
     let mut saved = 0;
     for image in images {
-        // Read without trouble a moment ago; an image that is gone now only makes the estimate smaller.
-        let _ = each_part(&image.path, |_, _, data| saved += fine.note(data, seed));
+        // The first pass read it without an error; if it no longer exists, the estimate is smaller.
+        let _ = for_each_part(&image.path, |_, _, data| saved += fine.note(data, seed));
     }
     fine.result(saved)
 }
 
-/// Gives every part of a file that holds data to `look`, with the file's size and the part's offset.
-fn each_part(path: &Path, mut look: impl FnMut(u64, u64, &[u8])) -> io::Result<u64> {
+/// Passes every part of a file that holds data to `visit`, with the file's size and the part's offset.
+fn for_each_part(path: &Path, mut visit: impl FnMut(u64, u64, &[u8])) -> io::Result<u64> {
     let file = open(path)?;
     let metadata = file.metadata()?;
     if !metadata.is_file() {
         return Err(io::Error::other("not a regular file"));
     }
-    // For kernels between 6.3 and 6.14, see `read_once`: what comes in goes before what others use.
+    // For kernels from 6.3 on without `RWF_DONTCACHE` (see `read_once`): these pages are evicted before pages in use.
     let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::NoReuse);
     let size = metadata.len();
     let mut buffer = vec![0; READ_BYTES];
     let mut at = 0;
     while at < size {
         match rustix::fs::seek(&file, rustix::fs::SeekFrom::Data(at)) {
-            // In whole parts, so that pieces of every size start where they would in a full read.
+            // Rounded down to a whole part, so that pieces of every size start where they would in a full read.
             Ok(data) => at = at.max(data / READ_BYTES as u64 * READ_BYTES as u64),
             Err(rustix::io::Errno::NXIO) => break,
-            // No such call on this file system: everything counts as data.
+            // The file system does not support it: everything counts as data.
             Err(_) => {}
         }
-        // Up to the size told, though the file may have grown since.
+        // Up to the size read above, although the file may have grown since.
         let wanted = size.saturating_sub(at).min(READ_BYTES as u64) as usize;
         let mut count = 0;
         while count < wanted {
@@ -232,28 +233,28 @@ fn each_part(path: &Path, mut look: impl FnMut(u64, u64, &[u8])) -> io::Result<u
         if count == 0 {
             break;
         }
-        look(size, at, &buffer[..count]);
+        visit(size, at, &buffer[..count]);
         at += count as u64;
     }
     Ok(size)
 }
 
-/// Reads what is read once, so that the kernel does not keep it for that, and keeps what it has: running guests may live
-/// by it.
+/// Reads data that is read once. The kernel does not keep the pages that this read loads, and keeps those it has cached
+/// already, which running guests may use.
 fn read_once(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
-    /// `RWF_DONTCACHE` of Linux 6.14: pages that this read brings in go behind it.
+    /// `RWF_DONTCACHE` of Linux 6.14: the kernel drops the pages that this read loads.
     const DONT_CACHE: ReadWriteFlags = ReadWriteFlags::from_bits_retain(0x80);
     match rustix::io::preadv2(file, &mut [io::IoSliceMut::new(buffer)], offset, DONT_CACHE) {
-        // An older kernel, or a file system that does not know it. Nobody can tell then whose pages they are.
+        // An older kernel, or a file system without support: the pages cannot be told from those in use, and stay.
         Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => file.read_at(buffer, offset),
         read => Ok(read?),
     }
 }
 
-/// Looks for what keeps pages of an image from being equal to those of others.
-fn look_inside(path: &Path) -> Vec<Warning> {
+/// Finds reasons why pages of an image cannot equal those of other images.
+fn alignment_warnings(path: &Path) -> Vec<Warning> {
     let Ok(file) = open(path) else { return Vec::new() };
-    // A little here and there: nothing is to be read ahead.
+    // A few small reads: the kernel need not read ahead.
     let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::Random);
     let mut head = vec![0; 64 << 10];
     let Ok(count) = read_once(&file, &mut head, 0) else { return Vec::new() };
@@ -270,16 +271,16 @@ fn look_inside(path: &Path) -> Vec<Warning> {
     problems.into_iter().map(|(problem, cure)| Warning { path: path.to_owned(), problem, cure }).collect()
 }
 
-/// What is wrong with an image whose first bytes are `head`; `read` gets further ones. Each with its cure.
+/// The problems of an image whose first bytes are `head`, each with its cure. `read` reads further bytes.
 pub fn problems(head: &[u8], read: impl Fn(u64, usize) -> Option<Vec<u8>>) -> Vec<(String, String)> {
     let mut found = Vec::new();
     if head.starts_with(b"QFI\xfb") {
         let bits = head.get(20..24).map_or(16, |bytes| crate::nbd::wire::number(bytes) as u32);
         if bits < 12 {
-            let problem = format!("qcow2 with clusters of {} bytes: data does not lie on page bounds", 1u64 << bits);
+            let problem = format!("qcow2 with clusters of {} bytes: data is not aligned to pages", 1u64 << bits);
             found.push((problem, "qemu-img convert -O qcow2 -o cluster_size=64k OLD NEW".to_owned()));
         }
-        // What is inside a qcow2 lies where its tables say; its clusters are aligned.
+        // Partitions inside a qcow2 cannot be found without its tables; its clusters are aligned.
         return found;
     }
     for start in partition_starts(head, &read) {
@@ -294,8 +295,8 @@ pub fn problems(head: &[u8], read: impl Fn(u64, usize) -> Option<Vec<u8>>) -> Ve
         let block_bits = 10u32.saturating_add(little(24, 4).min(20) as u32);
         if little(56, 2) == 0xef53 && block_bits < 12 {
             let problem = format!(
-                "ext4 with blocks of {} bytes: equal files start at different places within pages, and most of what \
-                 is equal cannot be shared",
+                "ext4 with blocks of {} bytes: equal files start at different offsets within pages, and most equal \
+                 content cannot be shared",
                 1u64 << block_bits
             );
             found.push((
@@ -307,7 +308,7 @@ pub fn problems(head: &[u8], read: impl Fn(u64, usize) -> Option<Vec<u8>>) -> Ve
     found
 }
 
-/// Where the partitions start, in bytes; 0 for an image that is one file system.
+/// The partitions' offsets in bytes; 0 for an image that is one file system.
 fn partition_starts(head: &[u8], read: &impl Fn(u64, usize) -> Option<Vec<u8>>) -> Vec<u64> {
     let little = |bytes: &[u8]| bytes.iter().rev().fold(0u64, |value, &byte| value << 8 | u64::from(byte));
     let mut starts = vec![0];
@@ -370,7 +371,7 @@ mod tests {
         let path = dir.path().join("a");
         std::fs::write(&path, vec![1; READ_BYTES + 100]).unwrap();
         let mut read = 0;
-        let size = each_part(&path, |_, _, data| {
+        let size = for_each_part(&path, |_, _, data| {
             read += data.len();
             std::fs::write(&path, vec![1; 3 * READ_BYTES]).unwrap();
         });
@@ -378,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn small_file_system_blocks_and_odd_partitions_are_told_with_their_cure() {
+    fn small_file_system_blocks_and_unaligned_partitions_are_reported_with_their_cure() {
         let mut image = vec![0; 1 << 20];
         image[510..512].copy_from_slice(&[0x55, 0xaa]);
         image[446 + 4] = 0x83;
@@ -396,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_named_and_the_rest_goes_on() {
+    fn an_unreadable_file_is_reported_and_the_scan_continues() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("a"), page(1)).unwrap();
         std::fs::write(dir.path().join("empty"), b"").unwrap();
@@ -407,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_many_names_is_one_image_and_a_pipe_keeps_nobody() {
+    fn a_file_with_many_names_is_one_image_and_a_pipe_does_not_block_the_scan() {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         std::fs::write(at("a"), page(1)).unwrap();
@@ -419,21 +420,22 @@ mod tests {
         let (done, result) = std::sync::mpsc::channel();
         let paths = [dir.path().to_owned(), at("b"), at("pipe")];
         std::thread::spawn(move || done.send(scan(&paths, |_, _| ())));
-        let report = result.recv_timeout(std::time::Duration::from_secs(120)).expect("it waits for a pipe's writer");
+        let report =
+            result.recv_timeout(std::time::Duration::from_secs(120)).expect("the scan waits for a pipe's writer");
         assert_eq!(report.images.iter().map(|image| image.path.clone()).collect::<Vec<_>>(), [at("a")]);
         assert!(report.equal.iter().all(|equal| equal.saved_bytes == 0), "{:?}", report.equal);
         assert_eq!(report.unreadable, [(at("pipe"), "not a regular file".to_owned())]);
     }
 
     #[test]
-    fn what_the_kernel_had_cached_stays_cached() {
+    fn pages_that_the_kernel_had_cached_stay_cached() {
         let dir = tempfile::tempdir_in("/var/tmp").unwrap();
         let path = dir.path().join("a");
         let file = File::create(&path).unwrap();
-        // In small parts, or the kernel keeps it in folios too large to be dropped in parts.
+        // In small parts, or the kernel caches it in folios too large to be dropped in parts.
         (0..128).for_each(|n| file.write_all_at(&page(1).repeat(16), n << 16).unwrap());
         file.sync_all().unwrap();
-        // How many bytes can be had without the disk.
+        // How many bytes can be read without the disk.
         let cached = || {
             let (file, mut buffer, mut count) = (File::open(&path).unwrap(), vec![0; 64 << 10], 0);
             for at in (0..8 << 20).step_by(64 << 10) {
@@ -452,7 +454,7 @@ mod tests {
                 assert_eq!(cached(), Ok(before));
                 assert!(before > 0);
             }
-            Err(error) => println!("SKIPPED: the file system does not tell what is cached: {error}"),
+            Err(error) => println!("SKIPPED: the file system does not support RWF_NOWAIT: {error}"),
         }
     }
 }

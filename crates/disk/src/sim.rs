@@ -1,16 +1,16 @@
-//! A simulated disk: an image file in memory that keeps a log of what reached it, cuts the power at any point of
-//! that log, and fails on request. For tests, fuzzing and models; nothing in the product uses it.
+//! A simulated disk: an image file in memory. It logs every write, can cut the power at any point of that log, and fails
+//! on request. For tests, fuzzing and models; nothing in the product uses it.
 
-use crate::BLOCK_BYTES;
 use crate::file::{Allocate, BlockFile, Stamp};
+use crate::geometry::BLOCK_BYTES;
 use parking_lot::Mutex;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::time::Duration;
 
-/// Smallest unit a power cut leaves whole.
+/// The smallest unit that a power cut leaves whole.
 pub const SECTOR_BYTES: usize = 512;
 
-/// Something that reached the disk.
+/// A change that reached the disk.
 #[derive(Clone, Debug)]
 pub enum Event {
     /// Bytes at an offset.
@@ -19,16 +19,16 @@ pub enum Event {
     SetLen(u64),
     /// A range that reads as zeros from now on.
     Punch(u64, u64),
-    /// Everything before is on stable storage.
+    /// Everything before it is on stable storage.
     Sync,
 }
 
-/// Errors to come.
+/// Errors and delays of later calls.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Faults {
     /// The error number of every write, while set.
     pub write: Option<i32>,
-    /// Whether writes are not answered, while set.
+    /// Whether writes hang, while set.
     pub hang: bool,
     /// How long each read and write takes, at least.
     pub latency: Duration,
@@ -38,11 +38,11 @@ pub struct Faults {
     pub read: Option<i32>,
     /// The error number of the next sync.
     pub sync_once: Option<i32>,
-    /// The error number of every look at the file's version, while set.
+    /// The error number of every query of the file's version, while set.
     pub stamp: Option<i32>,
-    /// Whether punching and zeroing are refused, as by a file system that cannot.
+    /// Whether punching and zeroing are refused as unsupported.
     pub no_punch: bool,
-    /// The error number of punching and zeroing, which clear the first half then.
+    /// The error number of punching and zeroing, which then clear the first half only.
     pub punch_half: Option<i32>,
 }
 
@@ -66,17 +66,17 @@ impl SimFile {
         Self { state: Mutex::new(state) }
     }
 
-    /// What reads give now.
+    /// The content now.
     pub fn data(&self) -> Vec<u8> {
         self.state.lock().data.clone()
     }
 
-    /// What happened so far.
+    /// All events so far.
     pub fn log(&self) -> Vec<Event> {
         self.state.lock().log.clone()
     }
 
-    /// How many events happened so far.
+    /// How many events there were so far.
     pub fn log_len(&self) -> usize {
         self.state.lock().log.len()
     }
@@ -86,12 +86,12 @@ impl SimFile {
         self.state.lock().reads
     }
 
-    /// Sets the errors to come.
+    /// Sets the errors of later calls.
     pub fn set_faults(&self, faults: Faults) {
         self.state.lock().faults = faults;
     }
 
-    fn wait(&self) {
+    fn delay(&self) {
         let latency = self.state.lock().faults.latency;
         if !latency.is_zero() {
             std::thread::sleep(latency);
@@ -99,15 +99,15 @@ impl SimFile {
     }
 
     /// Changes the data as another program would: the version changes too.
-    pub fn change_behind(&self, change: impl FnOnce(&mut Vec<u8>)) {
+    pub fn change_externally(&self, change: impl FnOnce(&mut Vec<u8>)) {
         let mut state = self.state.lock();
         change(&mut state.data);
         state.version += 1;
     }
 }
 
-/// The disk after a power cut: `before` and the log up to the last sync in `log`, then of the writes after it each
-/// sector that `survives` says yes to.
+/// The disk after a power cut: `before` and the log up to the last sync in `log`, then each later sector for which
+/// `survives` returns true.
 pub fn after_power_cut(before: &[u8], log: &[Event], mut survives: impl FnMut() -> bool) -> Vec<u8> {
     let synced = log.iter().rposition(|event| matches!(event, Event::Sync)).map_or(0, |at| at + 1);
     let mut data = before.to_vec();
@@ -123,7 +123,7 @@ pub fn after_power_cut(before: &[u8], log: &[Event], mut survives: impl FnMut() 
                     }
                 }
             }
-            // Metadata is journalled: whole, or not at all.
+            // Metadata is journalled: it survives whole or not at all.
             _ if survives() => apply(&mut data, event),
             _ => {}
         }
@@ -157,7 +157,7 @@ fn fault(errno: Option<i32>) -> io::Result<()> {
 
 impl BlockFile for SimFile {
     fn read_at(&self, buffers: &mut [IoSliceMut<'_>], offset: u64) -> io::Result<usize> {
-        self.wait();
+        self.delay();
         let mut state = self.state.lock();
         fault(state.faults.read)?;
         let mut done = 0;
@@ -175,7 +175,7 @@ impl BlockFile for SimFile {
         while self.state.lock().faults.hang {
             std::thread::sleep(Duration::from_millis(1));
         }
-        self.wait();
+        self.delay();
         let mut state = self.state.lock();
         fault(state.faults.write)?;
         let bytes: Vec<u8> = buffers.iter().flat_map(|buffer| buffer.iter().copied()).collect();

@@ -1,9 +1,9 @@
-//! Counters, and the status that is made from them.
+//! Counters, and the status made from them.
 
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Counts of one image since it was opened.
+/// Counters of one image since it was opened.
 #[derive(Default)]
 pub(crate) struct ImageCounters {
     pub(crate) hits: AtomicU64,
@@ -14,7 +14,7 @@ pub(crate) struct ImageCounters {
     pub(crate) changed_behind: AtomicU64,
 }
 
-/// Counts of the whole cache.
+/// Counters of the whole cache.
 #[derive(Default)]
 pub(crate) struct Counters {
     pub(crate) breaks: AtomicU64,
@@ -40,7 +40,7 @@ pub(crate) fn get(counter: &AtomicU64) -> u64 {
 /// What a cache holds and saves now. Sizes in bytes; counters since the mount.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Status {
-    /// Where the images are shown.
+    /// The mount point.
     pub mountpoint: String,
     /// The directory that holds them.
     pub directory: String,
@@ -54,9 +54,9 @@ pub struct Status {
     pub resident_bytes: u64,
     /// Memory that the bookkeeping takes on top.
     pub metadata_bytes: u64,
-    /// What the blocks would take beyond `resident_bytes` if every image had its own copy; zero blocks are free.
+    /// Memory that the blocks would take beyond `resident_bytes` if every image had its own copy; zero blocks are free.
     pub memory_saved_bytes: u64,
-    /// Reads that needed no disk because a fingerprint beside the image named content that was here already.
+    /// Reads that needed no disk because a fingerprint file named content that was in memory already.
     pub io_saved_bytes: u64,
     /// Blocks newer than the disk.
     pub dirty_bytes: u64,
@@ -78,11 +78,11 @@ pub struct Status {
     pub disk_written_bytes: u64,
     /// Shared blocks that became private because they were written.
     pub breaks: u64,
-    /// Blocks that found their content present when they were read.
+    /// Blocks whose content was in memory already when they were loaded.
     pub shared_on_load: u64,
-    /// Blocks that found their content present after they were written back.
+    /// Blocks whose content was in memory already when they were written back.
     pub shared_after_writeback: u64,
-    /// Frames that had to go for others.
+    /// Frames that were evicted.
     pub evictions: u64,
     /// Equal fingerprints of unequal blocks: the comparison prevented a false sharing.
     pub collisions: u64,
@@ -92,7 +92,7 @@ pub struct Status {
     pub syncs: u64,
     /// Writebacks that the disk refused.
     pub writeback_errors: u64,
-    /// Reads that passed by the cache because no frame was to be had.
+    /// Reads that bypassed the cache because there was no free frame.
     pub uncached_reads: u64,
     /// Fingerprint files that were stale or damaged, and are rebuilt.
     pub fingerprint_files_rejected: u64,
@@ -129,11 +129,11 @@ pub struct ImageStatus {
     pub disk_written_bytes: u64,
     /// Whether the kernel keeps no second copy.
     pub direct_io: bool,
-    /// Whether somebody has it open.
+    /// Whether a client has it open.
     pub open: bool,
-    /// How often somebody else changed the file, so that its blocks were dropped.
+    /// How often another program changed the file, so that its blocks were dropped.
     pub changed_behind: u64,
-    /// What became of the fingerprint file, where fingerprints are on.
+    /// What happened to the fingerprint file, if fingerprints are on.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub fingerprints: Option<String>,
 }

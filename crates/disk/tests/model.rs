@@ -102,13 +102,13 @@ fn run(seed: u64, steps: usize) -> [u64; 3] {
             }
             94..96 => cache.read_ahead(image, offset..offset + length as u64),
             96..97 => {
-                files[n].change_behind(|data| {
+                files[n].change_externally(|data| {
                     let mid = data.len() / 2;
                     fill(&mut random, &mut data[mid..]);
                 });
                 // Unwritten blocks win over the change; with none, the disk is the truth.
                 assert!(cache.sync(image, 0..u64::MAX));
-                cache.look_behind(image);
+                cache.detect_change(image);
                 *model = files[n].data();
                 let got = cache.read(image, 0, &mut vec![0; model.len()]).unwrap();
                 assert_eq!(got, model.len(), "{}", at());
@@ -320,7 +320,7 @@ fn fingerprints_spare_the_disk_and_never_outlive_a_change() {
         block[..8].copy_from_slice(&(n as u64).to_le_bytes());
     }
     let dir = tempfile::tempdir().unwrap();
-    let store = pagefold_disk::fingerprints::FingerprintDir::open(dir.path()).unwrap();
+    let store = pagefold_disk::fingerprint_file::FingerprintDir::open(dir.path()).unwrap();
     let mut buffer = vec![0; 1 << 20];
     {
         let cache = Cache::new(config.clone()).unwrap();
@@ -344,7 +344,7 @@ fn fingerprints_spare_the_disk_and_never_outlive_a_change() {
     let file = Arc::new(SimFile::new(data.clone()));
     let b2 = cache.add_image("b", file.clone()).unwrap();
     cache.load_fingerprints(&b2, &store);
-    file.change_behind(|data| data[5000] = 77);
+    file.change_externally(|data| data[5000] = 77);
     cache.read(&b2, 0, &mut buffer).unwrap();
     assert_eq!((buffer[5000], file.blocks_read()), (77, 256));
     cache.verify().unwrap();
@@ -356,7 +356,7 @@ fn fingerprints_spare_the_disk_and_never_outlive_a_change() {
 fn a_fingerprint_file_is_gone_before_the_first_change_and_comes_back_only_for_what_is_durable() {
     let config = Config { key: FingerprintKey::Strong([5; 32]), cache_bytes: 16 << 20, ..Config::default() };
     let dir = tempfile::tempdir().unwrap();
-    let store = pagefold_disk::fingerprints::FingerprintDir::open(dir.path()).unwrap();
+    let store = pagefold_disk::fingerprint_file::FingerprintDir::open(dir.path()).unwrap();
     let cache = Cache::new(config).unwrap();
     let file = Arc::new(SimFile::new(vec![3; 1 << 16]));
     let image = cache.add_image("image", file.clone()).unwrap();
@@ -399,7 +399,7 @@ fn growing_an_image_cuts_nothing_off_that_somebody_else_appended() {
     let file = Arc::new(SimFile::new(vec![1; 4096]));
     let cache = Cache::new(config(false)).unwrap();
     let image = cache.add_image("image", file.clone()).unwrap();
-    let grown = |bytes: usize, byte: u8| file.change_behind(|data| data.resize(bytes, byte));
+    let grown = |bytes: usize, byte: u8| file.change_externally(|data| data.resize(bytes, byte));
     grown(3 * 4096, 2);
     cache.write(&image, 4096 + 100, &[3; 100]).unwrap();
     assert!(cache.sync(&image, 0..u64::MAX));
@@ -420,7 +420,7 @@ fn fingerprints_that_are_gone_with_their_directory_keep_nothing_from_the_disk() 
     let dir = tempfile::tempdir().unwrap();
     let kept = dir.path().join("deep/fp");
     std::fs::create_dir(dir.path().join("deep")).unwrap();
-    let store = pagefold_disk::fingerprints::FingerprintDir::open(&kept).unwrap();
+    let store = pagefold_disk::fingerprint_file::FingerprintDir::open(&kept).unwrap();
     let cache = Cache::new(config).unwrap();
     let file = Arc::new(SimFile::new(vec![3; 1 << 16]));
     let image = cache.add_image("image", file.clone()).unwrap();

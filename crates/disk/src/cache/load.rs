@@ -1,77 +1,121 @@
-//! Loading: absent blocks come in, by a fingerprint that another block has in memory already, else from the disk.
+//! Loading absent blocks: from a frame that holds the same content already, else from the disk.
 //!
-//! Whoever loads a block marks it under its chunk's lock and excludes everybody until it is there, so a load is never
-//! older than a write. The reader gets the bytes on the way, also where no frame was to be had.
+//! A loading thread marks its blocks under their chunk's lock. No other thread loads or writes a marked block, so loaded
+//! data never replaces newer data. The reader gets the bytes on the way, even if there was no frame to keep them in.
 
 use super::Cache;
 use super::share::Offered;
-use crate::BLOCK_BYTES;
 use crate::error::Error;
 use crate::file::BlockFile;
 use crate::fingerprint::Fingerprint;
+use crate::frame_table::BlockKey;
 use crate::frames::{FrameIndex, OwnedFrame};
+use crate::geometry::{BLOCK_BYTES, CHUNK_BLOCKS};
 use crate::image::{Chunk, Entries, Image, State};
 use crate::stats::add;
-use crate::table::BlockKey;
 use std::io;
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-/// What a load brought in for one block.
-enum Brought {
-    Nothing,
+/// Blocks of one chunk that are to be loaded.
+pub(super) struct ChunkBlocks<'a> {
+    pub(super) image: &'a Image,
+    pub(super) chunk: &'a Chunk,
+    /// The chunk's number in the image.
+    pub(super) number: u64,
+    /// Positions of the blocks in the chunk.
+    pub(super) blocks: Range<usize>,
+}
+
+/// The buffer of the reader that a load serves.
+pub(super) struct ReaderBuffer<'a> {
+    pub(super) bytes: &'a mut [u8],
+    /// Bytes of the load's first block that precede the buffer.
+    pub(super) skip: usize,
+}
+
+impl ReaderBuffer<'_> {
+    /// Fills the part of the buffer that block `n` of the load covers. `copy` gets an offset in the block, and that part.
+    fn fill(&mut self, n: usize, copy: impl FnOnce(usize, &mut [u8])) {
+        let (from, in_block) = if n == 0 { (0, self.skip) } else { (n * BLOCK_BYTES - self.skip, 0) };
+        if from < self.bytes.len() {
+            let part = (BLOCK_BYTES - in_block).min(self.bytes.len() - from);
+            copy(in_block, &mut self.bytes[from..from + part]);
+        }
+    }
+}
+
+/// What a load found for one block.
+enum LoadedBlock {
+    /// Nothing yet, or nothing at all.
+    Missing,
     Zero,
     Shared(FrameIndex),
     New(OwnedFrame, Fingerprint),
 }
 
-/// Where the bytes of a load go besides the cache: the reader's buffer, and how many bytes of the first block to skip.
-pub(super) type Wanted<'a> = Option<(&'a mut [u8], usize)>;
+/// A load under way. `blocks` are the results, for the image's blocks from `first_block` on.
+struct Load<'a, 'b> {
+    image: &'a Image,
+    first_block: u64,
+    blocks: Vec<LoadedBlock>,
+    /// `None` for a load that serves no reader: read-ahead, or the rest of a partly written block.
+    reader: Option<ReaderBuffer<'b>>,
+}
+
+impl Load<'_, '_> {
+    fn key(&self, n: usize) -> BlockKey {
+        BlockKey { image: self.image.id, block: self.first_block + n as u64 }
+    }
+
+    fn give_reader(&mut self, n: usize, copy: impl FnOnce(usize, &mut [u8])) {
+        if let Some(reader) = &mut self.reader {
+            reader.fill(n, copy);
+        }
+    }
+}
 
 impl Cache {
-    /// Loads absent blocks from `first` up to `limit` of a chunk, stopping at the first that is present or in other
-    /// hands, and returns how many. They are in the cache afterwards unless memory was short, and in `wanted` anyway.
-    #[allow(clippy::too_many_arguments, reason = "the request, spelled out")]
+    /// Loads the absent blocks at the start of `wanted`, up to the first block that is present or being loaded, and
+    /// returns how many. They are in the cache afterwards unless memory was short, and in the reader's buffer anyway.
     pub(super) fn load(
         &self,
-        image: &Image,
-        chunk: &Chunk,
-        base: u64,
-        first: usize,
-        limit: usize,
-        wanted: Wanted<'_>,
+        wanted: &ChunkBlocks<'_>,
+        reader: Option<ReaderBuffer<'_>>,
         spare: &mut Vec<OwnedFrame>,
     ) -> Result<usize, Error> {
+        let (image, chunk, first) = (wanted.image, wanted.chunk, wanted.blocks.start);
         let count = {
             let mut entries = chunk.entries.write();
-            let limit = limit.min(first + self.config.io_blocks_max());
-            let free = |entries: &Entries, at: usize| entries.state(at) == State::Absent && !entries.is_loading(at);
-            let count = (first..limit).take_while(|&at| free(&entries, at)).count();
+            let limit = wanted.blocks.end.min(first + self.config.io_blocks_max());
+            let is_free = |entries: &Entries, at: usize| entries.state(at) == State::Absent && !entries.is_loading(at);
+            let count = (first..limit).take_while(|&at| is_free(&entries, at)).count();
             (first..first + count).for_each(|at| entries.set_loading(at, true));
             count
         };
         if count == 0 {
             return Ok(0);
         }
-        let first_block = base / BLOCK_BYTES as u64 + first as u64;
-        let ahead = wanted.is_none();
-        let mut brought: Vec<Brought> = (0..count).map(|_| Brought::Nothing).collect();
-        let result = self.bring(image, first_block, &mut brought, wanted, spare);
+        let is_read_ahead = reader.is_none();
+        let first_block = wanted.number * CHUNK_BLOCKS as u64 + first as u64;
+        let blocks = (0..count).map(|_| LoadedBlock::Missing).collect();
+        let mut load = Load { image, first_block, blocks, reader };
+        let result = self.find_content(&mut load, spare);
 
         let mut fresh = Vec::new();
         {
             let mut entries = chunk.entries.write();
-            for (n, brought) in brought.into_iter().enumerate() {
+            for (n, block) in std::mem::take(&mut load.blocks).into_iter().enumerate() {
                 let at = first + n;
                 entries.set_loading(at, false);
-                let key = BlockKey { image: image.id, block: first_block + n as u64 };
-                match brought {
-                    Brought::Nothing => {}
-                    Brought::Zero => entries.set(at, State::Zero),
-                    Brought::Shared(frame) => entries.set(at, State::Clean(frame)),
-                    Brought::New(frame, fingerprint) => match self.offer(frame.index(), fingerprint, key) {
+                match block {
+                    LoadedBlock::Missing => {}
+                    LoadedBlock::Zero => entries.set(at, State::Zero),
+                    LoadedBlock::Shared(frame) => entries.set(at, State::Clean(frame)),
+                    LoadedBlock::New(frame, fingerprint) => match self.offer(frame.index(), fingerprint, load.key(n)) {
                         Offered::Kept => {
-                            if ahead {
-                                self.table.mark_ahead(frame.index());
+                            if is_read_ahead {
+                                self.table.mark_read_ahead(frame.index());
                             }
                             entries.set(at, State::Clean(frame.index()));
                             fresh.push((frame.index(), fingerprint));
@@ -90,20 +134,13 @@ impl Cache {
         result.map(|()| count)
     }
 
-    /// Finds the content of `brought.len()` blocks from `first_block` on: by fingerprint, else from the disk.
-    fn bring(
-        &self,
-        image: &Image,
-        first_block: u64,
-        brought: &mut [Brought],
-        mut wanted: Wanted<'_>,
-        spare: &mut Vec<OwnedFrame>,
-    ) -> Result<(), Error> {
-        self.bring_by_fingerprint(image, first_block, brought, &mut wanted);
-        let file = image.file()?;
+    /// Finds the content of the load's blocks: by fingerprint, else from the disk.
+    fn find_content(&self, load: &mut Load<'_, '_>, spare: &mut Vec<OwnedFrame>) -> Result<(), Error> {
+        self.find_by_fingerprint(load);
+        let file = load.image.file()?;
         let mut at = 0;
-        while at < brought.len() {
-            let run = brought[at..].iter().take_while(|b| matches!(b, Brought::Nothing)).count();
+        while at < load.blocks.len() {
+            let run = load.blocks[at..].iter().take_while(|block| matches!(block, LoadedBlock::Missing)).count();
             if run == 0 {
                 at += 1;
                 continue;
@@ -111,119 +148,113 @@ impl Cache {
             if spare.len() < run {
                 self.allocate(run - spare.len(), spare);
             }
-            let offset = (first_block + at as u64) * BLOCK_BYTES as u64;
             if spare.len() < run {
-                self.read_uncached(&*file, image, offset, at, run, &mut wanted)?;
-                at += run;
-                continue;
-            }
-            // The last ones, in their order: fresh frames come in ascending runs, which makes few buffers.
-            let mut frames = spare.split_off(spare.len() - run);
-            let read = self.frames.fill(&mut frames, |buffers| file.read_at(buffers, offset));
-            let read = match read {
-                Ok(read) => read,
-                Err(error) => {
-                    spare.append(&mut frames);
-                    return Err(error.into());
-                }
-            };
-            add(&image.counters.disk_read_bytes, read);
-            if (offset + read as u64) < image.size().min(offset + (run * BLOCK_BYTES) as u64) {
-                // Shorter than it was: somebody cut it. What is missing reads as zeros until the change is accepted.
-                image.changed.store(true, Ordering::Release);
-            }
-            let mut known = Vec::new();
-            for (n, frame) in frames.into_iter().enumerate() {
-                let valid = read.saturating_sub(n * BLOCK_BYTES).min(BLOCK_BYTES);
-                if valid < BLOCK_BYTES {
-                    self.frames.zero(frame.index(), valid..BLOCK_BYTES);
-                }
-                hand_over(&mut wanted, at + n, |skip, into| self.frames.copy_out(frame.index(), skip, into));
-                let fingerprint = self.fingerprint(frame.index());
-                known.push(fingerprint);
-                brought[at + n] = if fingerprint == Fingerprint::ZERO_BLOCK {
-                    spare.push(frame);
-                    Brought::Zero
-                } else {
-                    Brought::New(frame, fingerprint)
-                };
-            }
-            if let Some(fingerprints) = &mut *image.fingerprints.lock() {
-                fingerprints.learn(first_block + at as u64, &known);
+                self.read_uncached(&*file, load, at, run)?;
+            } else {
+                self.read_run(&*file, load, at, run, spare)?;
             }
             at += run;
         }
         Ok(())
     }
 
-    /// Fills in what fingerprints beside the image name and another block has in memory, with no disk I/O.
-    fn bring_by_fingerprint(&self, image: &Image, first_block: u64, brought: &mut [Brought], wanted: &mut Wanted<'_>) {
-        if !self.hasher.proves() {
+    /// Reads `run` blocks of the load, from block `at` on, into frames of `spare`.
+    fn read_run(
+        &self,
+        file: &dyn BlockFile,
+        load: &mut Load<'_, '_>,
+        at: usize,
+        run: usize,
+        spare: &mut Vec<OwnedFrame>,
+    ) -> Result<(), Error> {
+        let image = load.image;
+        let first_block = load.first_block + at as u64;
+        let offset = first_block * BLOCK_BYTES as u64;
+        // The last frames, in their order: fresh frames come in ascending runs, which make few buffers.
+        let mut frames = spare.split_off(spare.len() - run);
+        let read = match self.frames.fill(&mut frames, |buffers| file.read_at(buffers, offset)) {
+            Ok(read) => read,
+            Err(error) => {
+                spare.append(&mut frames);
+                return Err(error.into());
+            }
+        };
+        add(&image.counters.disk_read_bytes, read);
+        if (offset + read as u64) < image.size().min(offset + (run * BLOCK_BYTES) as u64) {
+            // Another program has cut the file. The missing bytes read as zeros until the change is accepted.
+            image.changed_externally.store(true, Ordering::Release);
+        }
+        let mut learnt = Vec::new();
+        for (n, frame) in frames.into_iter().enumerate() {
+            let valid = read.saturating_sub(n * BLOCK_BYTES).min(BLOCK_BYTES);
+            if valid < BLOCK_BYTES {
+                self.frames.zero(frame.index(), valid..BLOCK_BYTES);
+            }
+            load.give_reader(at + n, |skip, into| self.frames.copy_out(frame.index(), skip, into));
+            let fingerprint = self.fingerprint(frame.index());
+            learnt.push(fingerprint);
+            load.blocks[at + n] = if fingerprint == Fingerprint::ZERO_BLOCK {
+                spare.push(frame);
+                LoadedBlock::Zero
+            } else {
+                LoadedBlock::New(frame, fingerprint)
+            };
+        }
+        if let Some(fingerprints) = &mut *image.fingerprints.lock() {
+            fingerprints.learn(first_block, &learnt);
+        }
+        Ok(())
+    }
+
+    /// Finds blocks whose known fingerprint another block in memory has, without disk I/O.
+    fn find_by_fingerprint(&self, load: &mut Load<'_, '_>) {
+        if !self.hasher.proves_equality() {
             return;
         }
+        let image = load.image;
         let known: Vec<Fingerprint> = match &*image.fingerprints.lock() {
-            Some(known) => (0..brought.len() as u64).map(|n| known.get(first_block + n)).collect(),
+            Some(known) => (0..load.blocks.len()).map(|n| known.get(load.first_block + n as u64)).collect(),
             None => return,
         };
-        if known.iter().all(|&f| f == Fingerprint::UNKNOWN) || self.look_behind(image) {
-            // Nothing known, or known of another version: the disk is asked.
+        if known.iter().all(|&fingerprint| fingerprint == Fingerprint::UNKNOWN) || self.detect_change(image) {
+            // Nothing is known, or it is known of an older version: the disk must be read.
             return;
         }
         let mut saved = 0;
         for (n, fingerprint) in known.into_iter().enumerate() {
-            let key = BlockKey { image: image.id, block: first_block + n as u64 };
-            brought[n] = match fingerprint {
+            load.blocks[n] = match fingerprint {
                 Fingerprint::UNKNOWN => continue,
-                Fingerprint::ZERO_BLOCK => Brought::Zero,
-                _ => match self.join(fingerprint, key) {
-                    Some(frame) => Brought::Shared(frame),
+                Fingerprint::ZERO_BLOCK => {
+                    load.give_reader(n, |_, into| into.fill(0));
+                    LoadedBlock::Zero
+                }
+                _ => match self.join(fingerprint, load.key(n)) {
+                    Some(frame) => {
+                        load.give_reader(n, |skip, into| self.frames.copy_out(frame, skip, into));
+                        LoadedBlock::Shared(frame)
+                    }
                     None => continue,
                 },
             };
-            match &brought[n] {
-                Brought::Shared(frame) => {
-                    hand_over(wanted, n, |skip, into| self.frames.copy_out(*frame, skip, into));
-                }
-                _ => hand_over(wanted, n, |_, into| into.fill(0)),
-            }
             saved += 1;
         }
         add(&image.counters.io_saved_bytes, saved * BLOCK_BYTES);
     }
 
-    /// Reads for the caller alone, when no frame is to be had.
-    fn read_uncached(
-        &self,
-        file: &dyn BlockFile,
-        image: &Image,
-        offset: u64,
-        at: usize,
-        run: usize,
-        wanted: &mut Wanted<'_>,
-    ) -> Result<(), Error> {
+    /// Reads `run` blocks of the load for its reader only, because there are no free frames.
+    fn read_uncached(&self, file: &dyn BlockFile, load: &mut Load<'_, '_>, at: usize, run: usize) -> Result<(), Error> {
         add(&self.counters.uncached_reads, run);
-        if wanted.is_none() {
+        if load.reader.is_none() {
             return Ok(());
         }
+        let offset = (load.first_block + at as u64) * BLOCK_BYTES as u64;
         let mut buffer = vec![0; run * BLOCK_BYTES];
         let read = file.read_at(&mut [io::IoSliceMut::new(&mut buffer)], offset)?;
-        add(&image.counters.disk_read_bytes, read);
+        add(&load.image.counters.disk_read_bytes, read);
         buffer[read..].fill(0);
-        for n in 0..run {
-            let block = &buffer[n * BLOCK_BYTES..][..BLOCK_BYTES];
-            hand_over(wanted, at + n, |skip, into| into.copy_from_slice(&block[skip..skip + into.len()]));
+        for (n, block) in buffer.chunks_exact(BLOCK_BYTES).enumerate() {
+            load.give_reader(at + n, |skip, into| into.copy_from_slice(&block[skip..skip + into.len()]));
         }
         Ok(())
-    }
-}
-
-/// Copies block `n` of a load into the reader's buffer, as far as he asked for it.
-fn hand_over(wanted: &mut Wanted<'_>, n: usize, copy: impl FnOnce(usize, &mut [u8])) {
-    let Some((buffer, skip)) = wanted else { return };
-    // Block 0 gives its bytes from `skip` on; the buffer starts there.
-    let (from, in_block) = if n == 0 { (0, *skip) } else { (n * BLOCK_BYTES - *skip, 0) };
-    if from < buffer.len() {
-        let part = (BLOCK_BYTES - in_block).min(buffer.len() - from);
-        copy(in_block, &mut buffer[from..from + part]);
     }
 }

@@ -1,12 +1,13 @@
 //! Reading: by a copy, in place, and ahead.
 //!
-//! A read takes what is there under the chunk's lock and has what is absent loaded, one run at a time. Where the blocks
-//! are neighbours in memory the front end is given the frames themselves.
+//! A read copies present blocks under the chunk's lock and loads absent ones, one run at a time. If the blocks are
+//! neighbours in memory, the front end gets the frames themselves.
 
-use super::{CHUNK_BLOCKS, CHUNK_BYTES, Cache};
-use crate::BLOCK_BYTES;
+use super::Cache;
+use super::load::{ChunkBlocks, ReaderBuffer};
 use crate::error::Error;
 use crate::frames::{FrameIndex, OwnedFrame};
+use crate::geometry::{BLOCK_BYTES, CHUNK_BLOCKS, CHUNK_BYTES};
 use crate::image::{Image, State};
 use crate::stats::add;
 use std::sync::atomic::Ordering;
@@ -18,10 +19,10 @@ impl Cache {
     /// The disk's. What precedes the failing block is not returned.
     pub fn read(&self, image: &Image, offset: u64, buffer: &mut [u8]) -> Result<usize, Error> {
         self.accept_change(image)?;
-        if offset.saturating_add(buffer.len() as u64) > image.size() && self.look_behind(image) {
+        if offset.saturating_add(buffer.len() as u64) > image.size() && self.detect_change(image) {
             self.accept_change(image)?;
         }
-        let _shape = image.shape.read();
+        let _layout = image.layout.read();
         let length = (image.size().saturating_sub(offset)).min(buffer.len() as u64) as usize;
         let mut rest = &mut buffer[..length];
         let mut at = offset;
@@ -31,50 +32,50 @@ impl Cache {
             let (now, later) = rest.split_at_mut(part);
             let result = self.read_in_chunk(image, at, now, &mut spare);
             if result.is_err() {
-                self.give(spare);
+                self.free_frames(spare);
                 return result.map(|()| 0);
             }
             rest = later;
             at += part as u64;
         }
-        self.give(spare);
+        self.free_frames(spare);
         Ok(length)
     }
 
-    /// Gives `length` bytes from `offset` to `give` as they lie in the cache, without a copy, if they are one piece
-    /// there; else returns `give`, and [`Cache::read`] serves. The end of the image cuts what is given.
+    /// Passes `length` bytes from `offset` to `deliver` without a copy, if they lie in one piece in the cache. Otherwise
+    /// returns `deliver`, and the caller uses [`Cache::read`].
     ///
-    /// Images that were read in sequence lie in ascending frames, and so does what shares them: most requests are one
-    /// piece. The chunk stays locked for reading while `give` runs, so `give` must not wait for other requests.
-    pub(crate) fn read_in_place<R, G>(&self, image: &Image, offset: u64, length: usize, give: G) -> Result<R, G>
+    /// Images that were read in sequence lie in ascending frames, and so do the blocks that share them: most requests are
+    /// one piece. The chunk stays locked for reading while `deliver` runs, so `deliver` must not wait for other requests.
+    pub(crate) fn read_in_place<R, D>(&self, image: &Image, offset: u64, length: usize, deliver: D) -> Result<R, D>
     where
-        G: FnOnce(&[u8]) -> R,
+        D: FnOnce(&[u8]) -> R,
     {
-        if image.changed.load(Ordering::Acquire) || offset.saturating_add(length as u64) > image.size() {
-            return Err(give);
+        if image.changed_externally.load(Ordering::Acquire) || offset.saturating_add(length as u64) > image.size() {
+            return Err(deliver);
         }
-        let _shape = image.shape.read();
+        let _layout = image.layout.read();
         if length == 0 || offset.saturating_add(length as u64) > image.size() {
-            return Err(give);
+            return Err(deliver);
         }
         let first = (offset % CHUNK_BYTES) as usize;
         if first + length > CHUNK_BYTES as usize {
-            return Err(give);
+            return Err(deliver);
         }
-        let Some(chunk) = image.existing_chunk(offset / CHUNK_BYTES) else { return Err(give) };
+        let Some(chunk) = image.existing_chunk(offset / CHUNK_BYTES) else { return Err(deliver) };
         let entries = chunk.entries.read();
         let blocks = first / BLOCK_BYTES..(first + length).div_ceil(BLOCK_BYTES);
-        let Some(start) = entries.state(blocks.start).frame() else { return Err(give) };
-        let in_line = |at: usize| {
+        let Some(start) = entries.state(blocks.start).frame() else { return Err(deliver) };
+        let is_next_frame = |at: usize| {
             let expected = FrameIndex(start.0 + (at - blocks.start) as u32);
             entries.state(at).frame() == Some(expected)
         };
-        if !blocks.clone().skip(1).all(in_line) {
-            return Err(give);
+        if !blocks.clone().skip(1).all(is_next_frame) {
+            return Err(deliver);
         }
         (0..blocks.len() as u32).for_each(|n| self.table.touch(FrameIndex(start.0 + n)));
         add(&image.counters.hits, blocks.len());
-        Ok(self.frames.read_run(start, blocks.len(), |bytes| give(&bytes[first % BLOCK_BYTES..][..length])))
+        Ok(self.frames.read_run(start, blocks.len(), |bytes| deliver(&bytes[first % BLOCK_BYTES..][..length])))
     }
 
     fn read_in_chunk(
@@ -84,8 +85,9 @@ impl Cache {
         buffer: &mut [u8],
         spare: &mut Vec<OwnedFrame>,
     ) -> Result<(), Error> {
-        let chunk = image.chunk(offset / CHUNK_BYTES);
-        let base = offset / CHUNK_BYTES * CHUNK_BYTES;
+        let number = offset / CHUNK_BYTES;
+        let chunk = image.chunk(number);
+        let base = number * CHUNK_BYTES;
         let mut done = 0;
         while done < buffer.len() {
             let before = done;
@@ -120,8 +122,9 @@ impl Cache {
                 break;
             }
             let limit = at + (skip + buffer.len() - done).div_ceil(BLOCK_BYTES);
-            let wanted = Some((&mut buffer[done..], skip));
-            match self.load(image, &chunk, base, at, limit, wanted, spare)? {
+            let wanted = ChunkBlocks { image, chunk: &chunk, number, blocks: at..limit };
+            let reader = ReaderBuffer { bytes: &mut buffer[done..], skip };
+            match self.load(&wanted, Some(reader), spare)? {
                 0 => chunk.wait_loaded(at),
                 blocks => {
                     add(&image.counters.misses, blocks);
@@ -132,7 +135,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Whether a block of `range` (in bytes) inside the image is not in memory and not on its way there.
+    /// Returns true if a block of `range` (in bytes) inside the image is neither in memory nor being loaded.
     pub(crate) fn has_absent(&self, image: &Image, range: std::ops::Range<u64>) -> bool {
         let blocks = range.start / BLOCK_BYTES as u64..range.end.min(image.size()).div_ceil(BLOCK_BYTES as u64);
         let mut at = blocks.start;
@@ -149,15 +152,15 @@ impl Cache {
         false
     }
 
-    /// Brings absent blocks of `range` in before they are asked for. Errors are left to the reader who comes for them.
+    /// Loads absent blocks of `range` before they are read. A read of a block that failed here reports its error.
     pub fn read_ahead(&self, image: &Image, range: std::ops::Range<u64>) {
-        let _shape = image.shape.read();
+        let _layout = image.layout.read();
         let end = range.end.min(image.size());
         let mut at = range.start / BLOCK_BYTES as u64 * BLOCK_BYTES as u64;
         let mut spare = Vec::new();
-        while at < end && !image.gone.load(Ordering::Acquire) {
-            let base = at / CHUNK_BYTES * CHUNK_BYTES;
-            let chunk = image.chunk(at / CHUNK_BYTES);
+        while at < end && !image.discarded.load(Ordering::Acquire) {
+            let number = at / CHUNK_BYTES;
+            let (base, chunk) = (number * CHUNK_BYTES, image.chunk(number));
             let first = ((at - base) / BLOCK_BYTES as u64) as usize;
             let limit = ((end - base).div_ceil(BLOCK_BYTES as u64) as usize).min(CHUNK_BLOCKS);
             let absent = {
@@ -168,7 +171,7 @@ impl Cache {
                 at = base + CHUNK_BYTES;
                 continue;
             };
-            match self.load(image, &chunk, base, first, limit, None, &mut spare) {
+            match self.load(&ChunkBlocks { image, chunk: &chunk, number, blocks: first..limit }, None, &mut spare) {
                 Ok(blocks) => {
                     add(&self.counters.read_ahead_blocks, blocks);
                     at = base + ((first + blocks.max(1)) * BLOCK_BYTES) as u64;
@@ -176,7 +179,7 @@ impl Cache {
                 Err(_) => break,
             }
         }
-        self.give(spare);
+        self.free_frames(spare);
     }
 }
 
@@ -188,7 +191,7 @@ mod tests {
     use std::sync::Arc;
 
     #[test]
-    fn bytes_given_in_place_are_the_images() {
+    fn bytes_delivered_in_place_are_the_images() {
         let cache = Cache::new(Config { cache_bytes: 4 << 20, ..Config::default() }).unwrap();
         let mut seed = 1u64;
         let mut random = move |below: usize| {
@@ -196,13 +199,13 @@ mod tests {
             (seed >> 33) as usize % below
         };
         let mut model: Vec<u8> = (0..2 << 20).map(|_| random(256) as u8).collect();
-        // A piece of zeros, which has no frame, and a size that is no multiple of a block.
+        // A piece of zeros, which has no frame, and a size that is not a multiple of a block.
         model[700 << 10..900 << 10].fill(0);
         model.truncate((2 << 20) - 1234);
         let images: Vec<_> =
             (0..2).map(|n| cache.add_image(&format!("{n}"), Arc::new(SimFile::new(model.clone()))).unwrap()).collect();
         let mut models = [model.clone(), model];
-        let (mut in_place, mut elsewhere) = (0, 0);
+        let (mut in_place, mut not_in_place) = (0, 0);
         for step in 0..4000 {
             let n = random(2);
             let (image, model) = (&images[n], &mut models[n]);
@@ -219,20 +222,23 @@ mod tests {
                     cache.read(image, offset as u64, &mut vec![0; length]).unwrap();
                 }
                 _ => {
-                    let given = cache.read_in_place(image, offset as u64, length, <[u8]>::to_vec);
-                    match given {
+                    let delivered = cache.read_in_place(image, offset as u64, length, <[u8]>::to_vec);
+                    match delivered {
                         Ok(bytes) => {
                             assert!(bytes == model[offset..offset + length], "step {step}");
                             in_place += 1;
                         }
-                        Err(_) => elsewhere += 1,
+                        Err(_) => not_in_place += 1,
                     }
                 }
             }
         }
-        assert!(in_place > 100 && elsewhere > 100, "{in_place} in place, {elsewhere} not: both ways must be taken");
+        assert!(in_place > 100 && not_in_place > 100, "{in_place} in place, {not_in_place} not: both must happen");
         let beyond = models[0].len() as u64 - 10;
-        assert!(cache.read_in_place(&images[0], beyond, 20, |_| ()).is_err(), "the end is the other way's business");
+        assert!(
+            cache.read_in_place(&images[0], beyond, 20, |_| ()).is_err(),
+            "a read beyond the end is never in place"
+        );
         cache.verify().unwrap();
     }
 }

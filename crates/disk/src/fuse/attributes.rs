@@ -1,51 +1,58 @@
-//! Attributes: the host's, but for what the cache knows better.
+//! Attributes: the host's, corrected by what the cache knows.
 //!
-//! An open image may have grown, or been written to, or have lost its name; what the host says of it is corrected by
-//! that. A change of attributes goes to the very file that the kernel means, never to another that has its name now.
+//! The host's size and times of an open image may be older than the cache's, and its name may be gone. A change of
+//! attributes goes to the very file that the kernel means, never to another file that has its name now.
 
 use super::DiskFs;
-use crate::engine::{key_of, stat};
 use crate::error::Error;
+use crate::file::{key_of, stat_beneath};
+use crate::geometry::BLOCK_BYTES;
 use fuser::{FileAttr, FileHandle, FileType, INodeNo, TimeOrNow};
 use rustix::fs::{AtFlags, Mode, Stat, Timespec, Timestamps};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::time::{Duration, UNIX_EPOCH};
 
+/// The attributes to change; `None` for those that stay.
+pub(super) struct AttributeChange {
+    pub(super) mode: Option<u32>,
+    pub(super) uid: Option<u32>,
+    pub(super) gid: Option<u32>,
+    pub(super) size: Option<u64>,
+    pub(super) atime: Option<TimeOrNow>,
+    pub(super) mtime: Option<TimeOrNow>,
+}
+
 impl DiskFs {
     pub(super) fn stat_of(&self, number: INodeNo) -> io::Result<Stat> {
         // An open image may have lost its name.
-        if let Some(image) = self.key(number).and_then(|key| self.engine.opened(key))
+        if let Some(image) = self.key(number).and_then(|key| self.engine.open_image(key))
             && let Ok(file) = image.file()
             && let Some(file) = file.host()
         {
             return Ok(rustix::fs::fstat(file)?);
         }
-        stat(self.engine.directory(), &self.path(number)?)
+        stat_beneath(self.engine.directory(), &self.path(number)?)
     }
 
     pub(super) fn attributes(&self, number: u64, stat: &Stat) -> FileAttr {
         let mut attr = attributes(number, stat);
-        if let Some(image) = self.engine.opened((stat.st_dev, stat.st_ino)) {
+        if let Some(image) = self.engine.open_image((stat.st_dev, stat.st_ino)) {
             attr.size = image.size();
-            // What is still on its way to the file has changed it all the same.
+            // A write counts even if its data has not reached the file yet.
             attr.mtime = attr.mtime.max(image.written_at());
         }
         attr
     }
 
-    #[allow(clippy::too_many_arguments, reason = "what the kernel sends")]
+    /// Changes attributes of a file; `handle` is an open handle of it, if the kernel sent one.
     pub(super) fn set_attributes(
         &self,
         number: INodeNo,
-        mode: Option<u32>,
-        uid: Option<u32>,
-        gid: Option<u32>,
-        size: Option<u64>,
-        atime: Option<TimeOrNow>,
-        mtime: Option<TimeOrNow>,
         handle: Option<FileHandle>,
+        change: AttributeChange,
     ) -> Result<FileAttr, Error> {
+        let AttributeChange { mode, uid, gid, size, atime, mtime } = change;
         self.check_changeable()?;
         if let Some(size) = size {
             match handle.and_then(|handle| self.handle(handle).ok()).filter(|handle| handle.writable()) {
@@ -55,15 +62,15 @@ impl DiskFs {
         }
         if mode.is_some() || uid.is_some() || gid.is_some() || atime.is_some() || mtime.is_some() {
             let key = self.key(number).ok_or_else(|| io::Error::from_raw_os_error(libc::ESTALE))?;
-            let image = self.engine.opened(key);
+            let image = self.engine.open_image(key);
             let opened = image.as_ref().and_then(|image| image.file().ok());
             let named;
             let file = match opened.as_ref().and_then(|opened| opened.host()) {
-                // It may have no name any more.
+                // Its name may be gone.
                 Some(file) => file.as_fd(),
                 None => {
-                    // The very file, and no link: its name may be another's since the kernel looked it up.
-                    named = self.engine.named(&self.path(number)?)?;
+                    // The very file, not a link's target: another file may have got the name since the kernel looked it up.
+                    named = self.engine.open_path(&self.path(number)?)?;
                     if key_of(&named)? != key {
                         return Err(io::Error::from_raw_os_error(libc::ESTALE).into());
                     }
@@ -73,11 +80,11 @@ impl DiskFs {
             if let Some(image) = &image
                 && (atime.is_some() || mtime.is_some())
             {
-                // A flush after this would move the times again.
+                // A later flush would change the times again.
                 self.engine.cache().flush_range(image, 0..u64::MAX)?;
                 image.forget_written_at();
             }
-            self.engine.change(file, || {
+            self.engine.change_metadata(file, || {
                 if let Some(mode) = mode {
                     rustix::fs::chmod(format!("/proc/self/fd/{}", file.as_raw_fd()), Mode::from_raw_mode(mode))?;
                 }
@@ -117,7 +124,7 @@ fn attributes(number: u64, stat: &Stat) -> FileAttr {
         uid: stat.st_uid,
         gid: stat.st_gid,
         rdev: stat.st_rdev as u32,
-        blksize: crate::BLOCK_BYTES as u32,
+        blksize: BLOCK_BYTES as u32,
         flags: 0,
     }
 }

@@ -1,17 +1,19 @@
 //! The FUSE front end: the directory's files under their own names, read and written through the cache.
 //!
-//! Data goes with direct I/O, so the kernel keeps no copy of its own; names and attributes are the host's. A file
-//! that is open is found by its inode even when its name is gone. Locks are the kernel's: it keeps them per mount.
+//! Files are opened for direct I/O, so the kernel keeps no copy of the data; names and attributes are the host's. An open
+//! file is found by its inode even if its name is gone. The kernel itself keeps file locks, per mount.
 //!
-//! Here the kernel's requests are answered; they rest on `names`, these on `attributes`, and all on `nodes`.
+//! This file answers the kernel's requests. It uses `names`, which uses `attributes`; all of them use `nodes`.
 
 mod attributes;
 mod names;
 mod nodes;
 
-use crate::engine::{Engine, Handle};
+use crate::engine::Engine;
 use crate::error::Error;
 use crate::file::open_beneath;
+use crate::handle::Handle;
+use attributes::AttributeChange;
 use fuser::{
     Errno, FileHandle, Filesystem, FopenFlags, Generation, INodeNo, InitFlags, KernelConfig, LockOwner, OpenFlags,
     RenameFlags, ReplyAttr, ReplyCreate, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyLseek, ReplyOpen,
@@ -29,10 +31,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
-/// How long the kernel may believe names and attributes. Changes through the mount are seen at once; this bounds
-/// how late changes made in the directory itself are.
-const BELIEVE: Duration = Duration::from_secs(1);
-/// Largest request: the kernel's own limit for FUSE by default.
+/// How long the kernel may cache names and attributes. It sees changes through the mount immediately, and changes in the
+/// directory itself at most this much later.
+const CACHE_TIME: Duration = Duration::from_secs(1);
+/// Largest request: the kernel's default limit for FUSE.
 const REQUEST_BYTES_MAX: u32 = 1 << 20;
 
 /// The file system.
@@ -42,8 +44,8 @@ pub struct DiskFs {
     handles: RwLock<HashMap<u64, Arc<Handle>>>,
     directories: RwLock<HashMap<u64, Arc<Vec<DirEntry>>>>,
     next_handle: AtomicU64,
-    /// Buffers for read replies, which the kernel takes in one piece. The one used last is used next, by whichever
-    /// worker: it is the one that lies in the processor's cache.
+    /// Buffers for read replies, which the kernel takes in one piece. The buffer used last is used next, by any worker,
+    /// because it is still in the processor's cache.
     buffers: Mutex<Vec<Vec<u8>>>,
     is_root: bool,
 }
@@ -52,7 +54,7 @@ impl DiskFs {
     /// Makes the file system of `engine`'s directory.
     ///
     /// # Errors
-    /// The directory cannot be looked at.
+    /// The directory's attributes cannot be read.
     pub fn new(engine: Arc<Engine>) -> io::Result<Self> {
         let root = rustix::fs::fstat(engine.directory())?;
         let root = (root.st_dev, root.st_ino);
@@ -73,7 +75,7 @@ impl DiskFs {
         handle.ok_or_else(|| io::Error::from_raw_os_error(libc::EBADF).into())
     }
 
-    fn keep(&self, handle: Handle) -> FileHandle {
+    fn register(&self, handle: Handle) -> FileHandle {
         let number = self.next_handle.fetch_add(1, Ordering::Relaxed);
         self.handles.write().insert(number, Arc::new(handle));
         FileHandle(number)
@@ -82,8 +84,8 @@ impl DiskFs {
     fn open_number(&self, number: INodeNo, writable: bool) -> io::Result<Handle> {
         match (self.path(number), self.key(number)) {
             (Ok(path), _) => self.engine.open(&path, writable),
-            // Its last name is gone, and it can be reached through a descriptor all the same.
-            (Err(_), Some(key)) => self.engine.open_again(key, writable),
+            // Its last name is gone, but a process can still open it through a descriptor.
+            (Err(_), Some(key)) => self.engine.open_by_key(key, writable),
             (Err(error), None) => Err(error),
         }
     }
@@ -102,7 +104,7 @@ fn code(error: &Error) -> Errno {
     Errno::from_i32(error.errno())
 }
 
-/// Answers with `$reply.$ok(..)`, or with the error.
+/// Evaluates `$ok` with the result's value, or replies with the error.
 macro_rules! answer {
     ($result:expr, $reply:ident, $value:pat => $ok:expr) => {
         match $result {
@@ -116,7 +118,7 @@ impl Filesystem for DiskFs {
     fn init(&mut self, _request: &Request, config: &mut KernelConfig) -> io::Result<()> {
         let wanted = [InitFlags::FUSE_ASYNC_DIO, InitFlags::FUSE_PARALLEL_DIROPS, InitFlags::FUSE_DIRECT_IO_ALLOW_MMAP];
         for flag in wanted {
-            // Each is a convenience: an older kernel without it serves as well.
+            // All are optional: an older kernel without one of them works, too.
             let _ = config.add_capabilities(flag);
         }
         let _ = config.set_max_write(REQUEST_BYTES_MAX);
@@ -129,7 +131,7 @@ impl Filesystem for DiskFs {
     }
 
     fn lookup(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
-        answer!(self.enter(parent, name), reply, attr => reply.entry(&BELIEVE, &attr, Generation(0)));
+        answer!(self.look_up(parent, name), reply, attr => reply.entry(&CACHE_TIME, &attr, Generation(0)));
     }
 
     fn forget(&self, _request: &Request, number: INodeNo, count: u64) {
@@ -138,7 +140,7 @@ impl Filesystem for DiskFs {
 
     fn getattr(&self, _request: &Request, number: INodeNo, _handle: Option<FileHandle>, reply: ReplyAttr) {
         let attr = self.stat_of(number).map(|stat| self.attributes(number.0, &stat));
-        answer!(attr, reply, attr => reply.attr(&BELIEVE, &attr));
+        answer!(attr, reply, attr => reply.attr(&CACHE_TIME, &attr));
     }
 
     fn setattr(
@@ -159,16 +161,17 @@ impl Filesystem for DiskFs {
         _flags: Option<fuser::BsdFileFlags>,
         reply: ReplyAttr,
     ) {
-        match self.set_attributes(number, mode, uid, gid, size, atime, mtime, handle) {
-            Ok(attr) => reply.attr(&BELIEVE, &attr),
+        let change = AttributeChange { mode, uid, gid, size, atime, mtime };
+        match self.set_attributes(number, handle, change) {
+            Ok(attr) => reply.attr(&CACHE_TIME, &attr),
             Err(error) => reply.error(code(&error)),
         }
     }
 
     fn readlink(&self, _request: &Request, number: INodeNo, reply: ReplyData) {
         let target = self.path(number).and_then(|path| {
-            let place = self.engine.place(&path)?;
-            Ok(rustix::fs::readlinkat(place.parent(), place.name, Vec::new())?)
+            let entry = self.engine.entry_name(&path)?;
+            Ok(rustix::fs::readlinkat(entry.parent(), entry.name, Vec::new())?)
         });
         answer!(target, reply, target => reply.data(target.as_bytes()));
     }
@@ -186,18 +189,18 @@ impl Filesystem for DiskFs {
         if mode & libc::S_IFMT != libc::S_IFREG && mode & libc::S_IFMT != 0 {
             return reply.error(Errno::EPERM);
         }
-        let made = self.make(request, parent, name, mode & 0o7777 & !umask, libc::O_EXCL);
-        answer!(made.and_then(|_| self.enter(parent, name)), reply, attr => reply.entry(&BELIEVE, &attr, Generation(0)));
+        let made = self.create_file(request, parent, name, mode & 0o7777 & !umask, libc::O_EXCL);
+        answer!(made.and_then(|_| self.look_up(parent, name)), reply, attr => reply.entry(&CACHE_TIME, &attr, Generation(0)));
     }
 
     fn mkdir(&self, request: &Request, parent: INodeNo, name: &OsStr, mode: u32, umask: u32, reply: ReplyEntry) {
         let made = self.check_changeable().and_then(|()| self.child(parent, name)).and_then(|path| {
-            let place = self.engine.place(&path)?;
-            rustix::fs::mkdirat(place.parent(), place.name, Mode::from_raw_mode(mode & 0o7777 & !umask))?;
-            self.give_to(request, &place)?;
-            self.enter(parent, name)
+            let entry = self.engine.entry_name(&path)?;
+            rustix::fs::mkdirat(entry.parent(), entry.name, Mode::from_raw_mode(mode & 0o7777 & !umask))?;
+            self.set_owner(request, &entry)?;
+            self.look_up(parent, name)
         });
-        answer!(made, reply, attr => reply.entry(&BELIEVE, &attr, Generation(0)));
+        answer!(made, reply, attr => reply.entry(&CACHE_TIME, &attr, Generation(0)));
     }
 
     fn unlink(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
@@ -206,20 +209,20 @@ impl Filesystem for DiskFs {
 
     fn rmdir(&self, _request: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let removed = self.check_changeable().and_then(|()| self.child(parent, name)).and_then(|path| {
-            let place = self.engine.place(&path)?;
-            Ok(rustix::fs::unlinkat(place.parent(), place.name, AtFlags::REMOVEDIR)?)
+            let entry = self.engine.entry_name(&path)?;
+            Ok(rustix::fs::unlinkat(entry.parent(), entry.name, AtFlags::REMOVEDIR)?)
         });
         answer!(removed, reply, () => reply.ok());
     }
 
     fn symlink(&self, request: &Request, parent: INodeNo, name: &OsStr, target: &Path, reply: ReplyEntry) {
         let made = self.check_changeable().and_then(|()| self.child(parent, name)).and_then(|path| {
-            let place = self.engine.place(&path)?;
-            rustix::fs::symlinkat(target, place.parent(), place.name)?;
-            self.give_to(request, &place)?;
-            self.enter(parent, name)
+            let entry = self.engine.entry_name(&path)?;
+            rustix::fs::symlinkat(target, entry.parent(), entry.name)?;
+            self.set_owner(request, &entry)?;
+            self.look_up(parent, name)
         });
-        answer!(made, reply, attr => reply.entry(&BELIEVE, &attr, Generation(0)));
+        answer!(made, reply, attr => reply.entry(&CACHE_TIME, &attr, Generation(0)));
     }
 
     fn rename(
@@ -238,19 +241,19 @@ impl Filesystem for DiskFs {
     fn link(&self, _request: &Request, number: INodeNo, new_parent: INodeNo, new_name: &OsStr, reply: ReplyEntry) {
         let linked = self.check_changeable().and_then(|()| {
             let (from, to) = (self.path(number)?, self.child(new_parent, new_name)?);
-            let (old, new) = (self.engine.place(&from)?, self.engine.place(&to)?);
-            self.engine.change(self.engine.named(&from)?, || {
+            let (old, new) = (self.engine.entry_name(&from)?, self.engine.entry_name(&to)?);
+            self.engine.change_metadata(self.engine.open_path(&from)?, || {
                 Ok(rustix::fs::linkat(old.parent(), old.name, new.parent(), new.name, AtFlags::empty())?)
             })?;
-            self.enter(new_parent, new_name)
+            self.look_up(new_parent, new_name)
         });
-        answer!(linked, reply, attr => reply.entry(&BELIEVE, &attr, Generation(0)));
+        answer!(linked, reply, attr => reply.entry(&CACHE_TIME, &attr, Generation(0)));
     }
 
     fn open(&self, _request: &Request, number: INodeNo, flags: OpenFlags, reply: ReplyOpen) {
         let writable = flags.0 & libc::O_ACCMODE != libc::O_RDONLY;
         let opened = self.open_number(number, writable);
-        answer!(opened, reply, handle => reply.opened(self.keep(handle), open_flags()));
+        answer!(opened, reply, handle => reply.opened(self.register(handle), open_flags()));
     }
 
     fn create(
@@ -263,16 +266,16 @@ impl Filesystem for DiskFs {
         flags: i32,
         reply: ReplyCreate,
     ) {
-        let created = self.make(request, parent, name, mode & 0o7777 & !umask, flags).and_then(|made| {
+        let created = self.create_file(request, parent, name, mode & 0o7777 & !umask, flags).and_then(|made| {
             let (path, writable) = (self.child(parent, name)?, flags & libc::O_ACCMODE != libc::O_RDONLY);
             let handle = match made {
-                Some(file) => self.engine.hold(&path, file, writable)?,
+                Some(file) => self.engine.open_file(&path, file, writable)?,
                 None => self.engine.open(&path, writable)?,
             };
-            Ok((self.enter(parent, name)?, handle))
+            Ok((self.look_up(parent, name)?, handle))
         });
         answer!(created, reply, (attr, handle) => {
-            reply.created(&BELIEVE, &attr, Generation(0), self.keep(handle), open_flags());
+            reply.created(&CACHE_TIME, &attr, Generation(0), self.register(handle), open_flags());
         });
     }
 
@@ -289,7 +292,7 @@ impl Filesystem for DiskFs {
     ) {
         let mut buffer = self.buffers.lock().pop().unwrap_or_default();
         let mut reply = Some(reply);
-        // The kernel copies into pages it holds already, so the answer waits for nobody.
+        // The kernel copies into pages that it holds already, so sending the reply waits for no other request.
         let answer = |bytes: &[u8]| {
             if let Some(reply) = reply.take() {
                 reply.data(bytes);
@@ -319,13 +322,13 @@ impl Filesystem for DiskFs {
     ) {
         let written = self.handle(handle).and_then(|handle| {
             if write_flags.contains(WriteFlags::FUSE_WRITE_CACHE) {
-                // From a shared mapping: the kernel may send it with any handle of the file.
+                // From a shared mapping: the kernel may send the write with any handle of the file.
                 self.engine.cache().write(handle.image(), offset, data)?;
             } else {
                 handle.write(offset, data)?;
             }
             if flags.0 & libc::O_DSYNC != 0 {
-                // O_SYNC is O_DSYNC and one bit more.
+                // O_SYNC is O_DSYNC with one more bit.
                 let attributes = flags.0 & libc::O_SYNC == libc::O_SYNC;
                 handle.sync_range(offset..offset + data.len() as u64, attributes)?;
             }
@@ -345,7 +348,7 @@ impl Filesystem for DiskFs {
         _lock_owner: LockOwner,
         reply: ReplyEmpty,
     ) {
-        // As on any local file system, close is no sync; errors wait for one.
+        // As on any local file system, close does not sync; errors are reported by the next sync.
         reply.ok();
     }
 
@@ -440,7 +443,7 @@ impl Filesystem for DiskFs {
             0 => handle.reserve(offset, length, keep_size),
             libc::FALLOC_FL_PUNCH_HOLE => handle.punch(offset, length),
             libc::FALLOC_FL_ZERO_RANGE => {
-                // What lies beyond the end is reserved; there is nothing to clear.
+                // The range beyond the end is reserved only; there is nothing to clear.
                 if offset.saturating_add(length) > handle.image().size() {
                     handle.reserve(offset, length, keep_size)?;
                 }
@@ -475,7 +478,7 @@ impl Filesystem for DiskFs {
         }
     }
 
-    // What the host's own calls do better: the kernel stops asking after the first answer.
+    // Not implemented: after ENOSYS the kernel no longer sends these requests.
 
     fn getxattr(&self, _request: &Request, _number: INodeNo, _name: &OsStr, _size: u32, reply: fuser::ReplyXattr) {
         reply.error(Errno::ENOSYS);

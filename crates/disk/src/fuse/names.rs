@@ -1,19 +1,19 @@
-//! Names: looked up, listed, made, moved and removed in the host's directory.
+//! Names: looking up, listing, creating, renaming and removing in the host's directory.
 //!
-//! Each is done on the host first, by the engine where an image may be concerned; then the kernel's names follow.
+//! Each change is made on the host first, through the engine if it may concern an image; then the nodes follow.
 
 use super::DiskFs;
 use super::attributes::kind_of;
 use super::nodes::{Node, ROOT};
-use crate::engine::{FileKey, key_of, stat};
-use crate::file::{HostFile, Place, open_beneath};
+use crate::file::{EntryName, FileKey, HostFile, key_of, open_beneath, stat_beneath};
 use fuser::{FileAttr, FileType, INodeNo, RenameFlags, Request};
 use rustix::fs::{AtFlags, Mode, OFlags};
 use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::fd::AsFd;
 
-/// Whether the last name of a file is gone. Asked behind the change that took one: it may have got another meanwhile.
+/// Returns true if a file has no name left. Called after the change that removed one, because the file may have got
+/// another name meanwhile.
 fn has_no_name(file: impl AsFd) -> bool {
     rustix::fs::fstat(file).is_ok_and(|stat| stat.st_nlink == 0)
 }
@@ -26,16 +26,16 @@ pub(super) struct DirEntry {
 }
 
 impl DiskFs {
-    /// Enters a name the kernel asked for; it keeps it until it says forget.
-    pub(super) fn enter(&self, parent: INodeNo, name: &OsStr) -> io::Result<FileAttr> {
+    /// Looks up a name for the kernel, which refers to the node until it sends a forget.
+    pub(super) fn look_up(&self, parent: INodeNo, name: &OsStr) -> io::Result<FileAttr> {
         let path = self.child(parent, name)?;
-        let stat = stat(self.engine.directory(), &path)?;
+        let stat = stat_beneath(self.engine.directory(), &path)?;
         let key = (stat.st_dev, stat.st_ino);
         let mut nodes = self.nodes.write();
         let number = nodes.number(key);
         let node = nodes.by_number.entry(number).or_insert_with(|| Node { names: Vec::new(), key, lookups: 0 });
         node.key = key;
-        node.gain(parent, name);
+        node.add_name(parent, name);
         node.lookups += 1;
         drop(nodes);
         Ok(self.attributes(number, &stat))
@@ -57,16 +57,16 @@ impl DiskFs {
         Ok(entries)
     }
 
-    /// Who a new file is given to, where we may.
-    fn maker(&self, request: &Request) -> Option<(rustix::fs::Uid, rustix::fs::Gid)> {
+    /// The owner to set on a new file; `None` to leave it as created.
+    fn owner_of_new(&self, request: &Request) -> Option<(rustix::fs::Uid, rustix::fs::Gid)> {
         let (uid, gid) = (request.uid(), request.gid());
         let wanted = self.is_root && (uid, gid) != (0, 0);
         wanted.then(|| (rustix::fs::Uid::from_raw(uid), rustix::fs::Gid::from_raw(gid)))
     }
 
-    pub(super) fn give_to(&self, request: &Request, place: &Place<'_>) -> io::Result<()> {
-        if let Some((uid, gid)) = self.maker(request) {
-            rustix::fs::chownat(place.parent(), place.name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)?;
+    pub(super) fn set_owner(&self, request: &Request, entry: &EntryName<'_>) -> io::Result<()> {
+        if let Some((uid, gid)) = self.owner_of_new(request) {
+            rustix::fs::chownat(entry.parent(), entry.name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)?;
         }
         Ok(())
     }
@@ -80,51 +80,51 @@ impl DiskFs {
         self.check_changeable()?;
         let from = self.child(parent, name)?;
         let to = self.child(new_parent, new_name)?;
-        let source = self.engine.named(&from)?;
-        let target = self.engine.named(&to).ok();
+        let source = self.engine.open_path(&from)?;
+        let target = self.engine.open_path(&to).ok();
         let source_key = key_of(&source)?;
         let target_stat = target.as_ref().map(rustix::fs::fstat).transpose()?;
         let host_flags = rustix::fs::RenameFlags::from_bits_retain(flags.bits());
-        let (old, new) = (self.engine.place(&from)?, self.engine.place(&to)?);
+        let (old, new) = (self.engine.entry_name(&from)?, self.engine.entry_name(&to)?);
         let rename = || Ok(rustix::fs::renameat_with(old.parent(), old.name, new.parent(), new.name, host_flags)?);
         match &target {
-            // It loses a name, or gets another.
-            Some(target) => self.engine.change_both(&source, target, rename)?,
-            None => self.engine.change(&source, rename)?,
+            // The target loses its name, or exchanges it.
+            Some(target) => self.engine.change_metadata_of_two(&source, target, rename)?,
+            None => self.engine.change_metadata(&source, rename)?,
         }
         let mut nodes = self.nodes.write();
         let mut moved = |key: FileKey, from: (INodeNo, &OsStr), to: (INodeNo, &OsStr)| {
             let number = nodes.by_key.get(&key).copied();
             if let Some(node) = number.and_then(|number| nodes.by_number.get_mut(&number)) {
-                node.lose(from.0, from.1);
-                node.gain(to.0, to.1);
+                node.remove_name(from.0, from.1);
+                node.add_name(to.0, to.1);
             }
         };
         let exchanged = flags.contains(RenameFlags::RENAME_EXCHANGE);
         let target_key = target_stat.map(|target| (target.st_dev, target.st_ino));
-        // Two names of one file stay as they are.
+        // If both names belong to one file, rename changes nothing.
         if target_key != Some(source_key) {
             moved(source_key, (parent, name), (new_parent, new_name));
             if let (true, Some(key)) = (exchanged, target_key) {
                 moved(key, (new_parent, new_name), (parent, name));
             }
-            // What was replaced has that name no more, though it may be open still.
+            // A replaced file loses the name, although it may still be open.
             let number = target_key.filter(|_| !exchanged).and_then(|key| nodes.by_key.get(&key).copied());
             if let Some(node) = number.and_then(|number| nodes.by_number.get_mut(&number)) {
-                node.lose(new_parent, new_name);
+                node.remove_name(new_parent, new_name);
             }
         }
         drop(nodes);
-        if let Some(image) = self.engine.cached(source_key) {
+        if let Some(image) = self.engine.cached_image(source_key) {
             image.set_name(&to.to_string_lossy());
         }
         match target_key.filter(|key| *key != source_key) {
             Some(key) if exchanged => {
-                if let Some(image) = self.engine.cached(key) {
+                if let Some(image) = self.engine.cached_image(key) {
                     image.set_name(&from.to_string_lossy());
                 }
             }
-            Some(key) if target.is_some_and(has_no_name) => self.engine.unlinked(key),
+            Some(key) if target.is_some_and(has_no_name) => self.engine.note_unlinked(key),
             _ => {}
         }
         Ok(())
@@ -133,24 +133,24 @@ impl DiskFs {
     pub(super) fn remove(&self, parent: INodeNo, name: &OsStr) -> io::Result<()> {
         self.check_changeable()?;
         let path = self.child(parent, name)?;
-        let file = self.engine.named(&path)?;
-        let stat = rustix::fs::fstat(&file).map_err(io::Error::from)?;
-        let key = (stat.st_dev, stat.st_ino);
-        let place = self.engine.place(&path)?;
-        self.engine.change(&file, || Ok(rustix::fs::unlinkat(place.parent(), place.name, AtFlags::empty())?))?;
+        let file = self.engine.open_path(&path)?;
+        let key = key_of(&file)?;
+        let entry = self.engine.entry_name(&path)?;
+        self.engine
+            .change_metadata(&file, || Ok(rustix::fs::unlinkat(entry.parent(), entry.name, AtFlags::empty())?))?;
         if has_no_name(&file) {
-            self.engine.unlinked(key);
+            self.engine.note_unlinked(key);
         }
         let mut nodes = self.nodes.write();
         let number = nodes.by_key.get(&key).copied();
         if let Some(node) = number.and_then(|number| nodes.by_number.get_mut(&number)) {
-            node.lose(parent, name);
+            node.remove_name(parent, name);
         }
         Ok(())
     }
 
-    /// Makes a file and opens it; `None` where it is there already and need not be new.
-    pub(super) fn make(
+    /// Creates a file and opens it; `None` if it exists already and need not be new.
+    pub(super) fn create_file(
         &self,
         request: &Request,
         parent: INodeNo,
@@ -160,17 +160,18 @@ impl DiskFs {
     ) -> io::Result<Option<HostFile>> {
         self.check_changeable()?;
         let path = self.child(parent, name)?;
-        let place = self.engine.place(&path)?;
+        let entry = self.engine.entry_name(&path)?;
         let open = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        // Its maker may write through the open file whatever the mode, and so must we: it is opened twice.
-        let file = match rustix::fs::openat(place.parent(), place.name, open, Mode::from_raw_mode(mode | 0o600)) {
+        // The creating process may write through its descriptor whatever the mode, so this one must be able to. It opens
+        // the file a second time, for which the mode counts.
+        let file = match rustix::fs::openat(entry.parent(), entry.name, open, Mode::from_raw_mode(mode | 0o600)) {
             Err(rustix::io::Errno::EXIST) if flags & libc::O_EXCL == 0 => return Ok(None),
             other => HostFile::new(other?.into(), true)?,
         };
-        if let Some((uid, gid)) = self.maker(request) {
+        if let Some((uid, gid)) = self.owner_of_new(request) {
             rustix::fs::fchown(file.file(), Some(uid), Some(gid))?;
         }
-        // Another owner costs the set-user bit.
+        // A change of owner clears the set-user bit.
         if mode & 0o6600 != 0o600 {
             rustix::fs::fchmod(file.file(), Mode::from_raw_mode(mode))?;
         }
@@ -186,7 +187,7 @@ mod tests {
     use std::path::Path;
 
     #[test]
-    fn what_was_written_stays_when_a_file_gets_another_name_while_one_is_taken_from_it() {
+    fn written_data_survives_if_a_file_gets_a_name_while_another_is_removed() {
         let root = INodeNo(ROOT);
         let (a, new) = (OsStr::new("a"), OsStr::new("new"));
         for replace in [false, true] {
@@ -199,8 +200,8 @@ mod tests {
             handle.write(0, &[2; 4096]).unwrap();
             let image = handle.image().clone();
             std::thread::scope(|scope| {
-                // As while blocks are written back: who takes the name away waits.
-                let changing = image.known.lock();
+                // As during writeback: the thread that removes the name waits.
+                let changing = image.stamp.lock();
                 let taken = scope.spawn(|| match replace {
                     true => fs.rename_node((root, new), (root, a), RenameFlags::empty()),
                     false => fs.remove(root, a),
@@ -212,7 +213,7 @@ mod tests {
             });
             drop(handle);
             assert!(engine.shut_down().is_empty());
-            assert!(std::fs::read(dir.path().join("b")).unwrap() == [2; 4096], "what was written is gone");
+            assert!(std::fs::read(dir.path().join("b")).unwrap() == [2; 4096], "the written data is lost");
         }
     }
 }

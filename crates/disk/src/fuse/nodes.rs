@@ -1,46 +1,47 @@
-//! The files that the kernel knows: their numbers and their names.
+//! The files that the kernel knows: their node numbers and their names.
 //!
-//! A file of the directory's own device has its inode as number, others have numbers made up. The kernel counts its
-//! look-ups and says when it forgets; until then the names kept here are the way to the file.
+//! A file of the directory's own device has its inode number as node number; others get one from a counter. The kernel
+//! counts its look-ups and sends a forget; until then the file is found by the names kept here.
 
 use super::DiskFs;
-use crate::engine::FileKey;
+use crate::file::FileKey;
 use fuser::INodeNo;
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::io;
 use std::path::PathBuf;
 
-/// A file the kernel holds on to.
+/// A file that the kernel refers to.
 pub(super) struct Node {
-    /// Parent and name; with hard links several, the one looked up last at the end.
+    /// Parent and name. A file with hard links has several; the one looked up last is at the end.
     pub(super) names: Vec<(u64, OsString)>,
     pub(super) key: FileKey,
     pub(super) lookups: u64,
 }
 
 impl Node {
-    pub(super) fn gain(&mut self, parent: INodeNo, name: &OsStr) {
-        self.lose(parent, name);
+    pub(super) fn add_name(&mut self, parent: INodeNo, name: &OsStr) {
+        self.remove_name(parent, name);
         self.names.push((parent.0, name.to_owned()));
     }
 
-    pub(super) fn lose(&mut self, parent: INodeNo, name: &OsStr) {
+    pub(super) fn remove_name(&mut self, parent: INodeNo, name: &OsStr) {
         self.names.retain(|(at, own)| (*at, &**own) != (parent.0, name));
     }
 }
 
-/// The names the kernel knows, by node number.
+/// All nodes, by number and by file.
 pub(super) struct Nodes {
     pub(super) by_number: HashMap<u64, Node>,
     pub(super) by_key: HashMap<FileKey, u64>,
-    /// For files of other devices, whose inode numbers may collide with ours.
+    /// For files of other devices, whose inode numbers may equal those of the directory's device.
     pub(super) next_foreign: u64,
     pub(super) root: FileKey,
 }
 
 pub(super) const ROOT: u64 = 1;
-const FOREIGN: u64 = 1 << 62;
+/// Node numbers of files of other devices are greater than this.
+const FIRST_FOREIGN: u64 = 1 << 62;
 
 impl Nodes {
     pub(super) fn number(&mut self, key: FileKey) -> u64 {
@@ -49,11 +50,11 @@ impl Nodes {
         }
         let number = if key == self.root {
             ROOT
-        } else if key.0 == self.root.0 && key.1 > ROOT && key.1 < FOREIGN {
+        } else if key.0 == self.root.0 && key.1 > ROOT && key.1 < FIRST_FOREIGN {
             key.1
         } else {
             self.next_foreign += 1;
-            FOREIGN + self.next_foreign
+            FIRST_FOREIGN + self.next_foreign
         };
         self.by_key.insert(key, number);
         number
@@ -81,7 +82,7 @@ impl DiskFs {
     }
 
     pub(super) fn child(&self, parent: INodeNo, name: &OsStr) -> io::Result<PathBuf> {
-        // No `./name` for the root's: images are known by their paths.
+        // Not `./name` in the root, because images are named by their paths.
         Ok(if parent.0 == ROOT { PathBuf::from(name) } else { self.path(parent)?.join(name) })
     }
 

@@ -1,9 +1,11 @@
-//! Talks NBD to one client: handshake, then requests, several at once.
+//! Serves NBD clients: the handshake, then requests, several of a connection concurrently.
 
-use super::wire::{self, Command, DATA_BYTES_MAX, OPTION_BYTES_MAX, Request, can, option, reply};
+use super::wire::{self, Command, DATA_BYTES_MAX, OPTION_BYTES_MAX, Request, export_flag, option, reply};
 use crate::control::accept_all;
-use crate::engine::{Engine, Handle, is_refusal};
+use crate::engine::{Engine, is_refusal};
 use crate::error::Error;
+use crate::geometry::BLOCK_BYTES;
+use crate::handle::Handle;
 use pagefold_os::sock::{PATH_BYTES_MAX, is_served};
 use parking_lot::{Condvar, Mutex};
 use std::cell::Cell;
@@ -16,21 +18,21 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
-/// Requests of one connection that are worked on at once.
+/// Requests of one connection that are served concurrently.
 const WORKERS: usize = 4;
-/// Connections at once: a flood of them must not take all threads.
+/// Most connections, so that a flood of them does not take all threads.
 const CONNECTIONS_MAX: usize = 256;
-/// Bytes of requests being worked on, over all connections.
+/// Most bytes of requests in flight, over all connections.
 const IN_FLIGHT_MAX: usize = 256 << 20;
-/// A connection with nothing else in flight need not wait for others up to this size: clients that do not take their
-/// replies stop none who sends what a guest's kernel does.
-const OWN_BYTES: usize = 2 << 20;
-/// How long a client may keep us waiting before it has chosen an export, in all. Then it may be idle for ever.
-const HANDSHAKE: Duration = Duration::from_secs(10);
-/// Most that a hint to bring a range into the cache is taken for.
+/// A connection with nothing in flight may always start a request up to this size. Clients that do not read their replies
+/// then delay no client that sends requests of a guest kernel's size.
+const IDLE_ALLOWANCE: usize = 2 << 20;
+/// How long the server waits for a client during the handshake, in total. After it a client may be idle for ever.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Most bytes of a cache hint that are loaded.
 const HINT_BYTES_MAX: u32 = 1 << 20;
 
-/// What a client can do with an export. Errors are error numbers.
+/// An export. Errors are error numbers.
 pub trait Disk: Send + Sync {
     /// Size in bytes.
     fn size(&self) -> u64;
@@ -46,12 +48,12 @@ pub trait Disk: Send + Sync {
     /// # Errors
     /// An error number.
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), i32>;
-    /// Makes a range read as zeros; with `hole`, its disk space may be given back.
+    /// Makes a range read as zeros; with `hole`, its disk space may be freed.
     ///
     /// # Errors
     /// An error number.
     fn zero(&self, offset: u64, length: u64, hole: bool) -> Result<(), i32>;
-    /// Makes what was written durable.
+    /// Makes earlier writes durable.
     ///
     /// # Errors
     /// An error number.
@@ -69,7 +71,7 @@ impl Disk for Handle {
 
     fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), i32> {
         let count = Handle::read(self, offset, buffer).map_err(|error| error.errno())?;
-        // The image was cut after the size was told: what is gone reads as zeros.
+        // The image was cut after the client got its size: the missing bytes read as zeros.
         buffer[count..].fill(0);
         Ok(())
     }
@@ -88,19 +90,19 @@ impl Disk for Handle {
     }
 }
 
-/// Removes the socket at `path` that a process which is gone has left there.
-fn clear(path: &Path) -> io::Result<()> {
+/// Removes a socket at `path` that a dead process has left.
+fn remove_dead_socket(path: &Path) -> io::Result<()> {
     if path.as_os_str().len() > PATH_BYTES_MAX {
         let why = format!("a socket's path has {PATH_BYTES_MAX} bytes at most; name a shorter one");
         return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
     }
-    // Not of our kind, perhaps: a daemon's socket takes packets.
+    // Also finds a socket of another type, for example a daemon's, which takes packets.
     if is_served(path.as_os_str().as_bytes())? {
         return Err(io::Error::new(io::ErrorKind::AddrInUse, "a process serves there already; name another"));
     }
     match std::fs::symlink_metadata(path) {
         Ok(there) if std::os::unix::fs::FileTypeExt::is_socket(&there.file_type()) => std::fs::remove_file(path),
-        Ok(_) => Err(io::Error::new(io::ErrorKind::AlreadyExists, "is there and is no socket; name another")),
+        Ok(_) => Err(io::Error::new(io::ErrorKind::AlreadyExists, "exists and is not a socket; name another")),
         Err(_) => Ok(()),
     }
 }
@@ -108,13 +110,13 @@ fn clear(path: &Path) -> io::Result<()> {
 /// Serves the engine's images on a Unix socket at `path`; returns the path, for removal.
 ///
 /// # Errors
-/// The socket cannot be made; another server answers there.
+/// The socket cannot be made, or another process serves it.
 pub fn listen(engine: Arc<Engine>, path: &Path) -> io::Result<PathBuf> {
-    clear(path)?;
+    remove_dead_socket(path)?;
     let listener = UnixListener::bind(path)?;
     std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
     let connections = Arc::new(AtomicUsize::new(0));
-    let budget = Arc::new(Budget::new(IN_FLIGHT_MAX, OWN_BYTES));
+    let budget = Arc::new(Budget::new(IN_FLIGHT_MAX, IDLE_ALLOWANCE));
     std::thread::Builder::new().name("nbd".to_owned()).spawn(move || {
         accept_all(&listener, |stream| {
             if connections.fetch_add(1, Ordering::AcqRel) >= CONNECTIONS_MAX {
@@ -124,12 +126,12 @@ pub fn listen(engine: Arc<Engine>, path: &Path) -> io::Result<PathBuf> {
             let (engine, served, budget) = (engine.clone(), connections.clone(), budget.clone());
             let serve = move || {
                 let open = |name: &[u8]| open_export(&engine, name);
-                // A client that breaks off or talks nonsense ends its own connection only.
-                let _ = attend(&stream, || list_exports(&engine), open, &budget, HANDSHAKE);
+                // An error, of the connection or of the protocol, ends this connection only.
+                let _ = serve_client(&stream, || list_exports(&engine), open, &budget, HANDSHAKE_TIMEOUT);
                 served.fetch_sub(1, Ordering::AcqRel);
             };
             if std::thread::Builder::new().name("nbd-client".to_owned()).spawn(serve).is_err() {
-                // No thread for it: its connection is closed, the others go on.
+                // Without a thread the connection is closed; the others continue.
                 connections.fetch_sub(1, Ordering::AcqRel);
             }
         })
@@ -145,7 +147,7 @@ fn list_exports(engine: &Engine) -> Vec<Vec<u8>> {
 
 fn open_export(engine: &Arc<Engine>, name: &[u8]) -> Option<Handle> {
     let name = match name {
-        // The default export is there when there is no doubt which.
+        // There is a default export if there is exactly one image.
         b"" => match &list_exports(engine)[..] {
             [only] => only.clone(),
             _ => return None,
@@ -164,64 +166,64 @@ fn open_export(engine: &Arc<Engine>, name: &[u8]) -> Option<Handle> {
 
 /// Memory for requests, shared by all connections.
 struct Budget {
-    taken: Mutex<usize>,
-    given_back: Condvar,
-    most: usize,
-    own: usize,
+    in_flight: Mutex<usize>,
+    released: Condvar,
+    in_flight_max: usize,
+    idle_allowance: usize,
 }
 
 impl Budget {
-    fn new(most: usize, own: usize) -> Self {
-        Self { taken: Mutex::new(0), given_back: Condvar::new(), most, own }
+    fn new(in_flight_max: usize, idle_allowance: usize) -> Self {
+        Self { in_flight: Mutex::new(0), released: Condvar::new(), in_flight_max, idle_allowance }
     }
 }
 
-/// One connection's part of the budget.
-struct Account<'a> {
+/// One connection's share of the budget.
+struct ConnectionBudget<'a> {
     budget: &'a Budget,
     /// Changes with the budget's lock held.
-    held: AtomicUsize,
+    in_flight: AtomicUsize,
 }
 
 /// Bytes taken from a budget until this is dropped.
-struct Held<'a> {
-    account: &'a Account<'a>,
+struct BudgetGuard<'a> {
+    connection: &'a ConnectionBudget<'a>,
     bytes: usize,
 }
 
-impl<'a> Account<'a> {
-    /// Waits until `bytes` may be taken. Only who reads requests waits here: who works on them always goes on, so that
-    /// what the connection holds comes back.
-    fn take(&'a self, bytes: usize) -> Held<'a> {
+impl<'a> ConnectionBudget<'a> {
+    /// Waits until `bytes` may be taken. Only the thread that reads requests waits here. The workers never do, so every
+    /// guard is dropped in the end.
+    fn take(&'a self, bytes: usize) -> BudgetGuard<'a> {
         let budget = self.budget;
-        let mut taken = budget.taken.lock();
-        let idle = || bytes <= budget.own && self.held.load(Ordering::Relaxed) == 0;
-        while bytes > 0 && *taken + bytes > budget.most && !idle() {
-            budget.given_back.wait(&mut taken);
+        let mut in_flight = budget.in_flight.lock();
+        let is_idle = || bytes <= budget.idle_allowance && self.in_flight.load(Ordering::Relaxed) == 0;
+        while bytes > 0 && *in_flight + bytes > budget.in_flight_max && !is_idle() {
+            budget.released.wait(&mut in_flight);
         }
-        *taken += bytes;
-        self.held.fetch_add(bytes, Ordering::Relaxed);
-        Held { account: self, bytes }
+        *in_flight += bytes;
+        self.in_flight.fetch_add(bytes, Ordering::Relaxed);
+        BudgetGuard { connection: self, bytes }
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for BudgetGuard<'_> {
     fn drop(&mut self) {
-        let budget = self.account.budget;
-        let mut taken = budget.taken.lock();
-        *taken -= self.bytes;
-        self.account.held.fetch_sub(self.bytes, Ordering::Relaxed);
-        budget.given_back.notify_all();
+        let budget = self.connection.budget;
+        let mut in_flight = budget.in_flight.lock();
+        *in_flight -= self.bytes;
+        self.connection.in_flight.fetch_sub(self.bytes, Ordering::Relaxed);
+        budget.released.notify_all();
     }
 }
 
-/// A connection whose other side may keep us waiting only for what is `left`.
-struct Timed<'a> {
+/// A connection on which all reads and writes together may wait for `left`.
+struct LimitedStream<'a> {
     stream: &'a UnixStream,
     left: &'a Cell<Duration>,
 }
 
-impl Timed<'_> {
+impl LimitedStream<'_> {
     fn wait<R>(&self, call: impl FnOnce(&UnixStream) -> io::Result<R>) -> io::Result<R> {
         let left = self.left.get();
         if left.is_zero() {
@@ -236,13 +238,13 @@ impl Timed<'_> {
     }
 }
 
-impl Read for Timed<'_> {
+impl Read for LimitedStream<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         self.wait(|mut stream| stream.read(buffer))
     }
 }
 
-impl Write for Timed<'_> {
+impl Write for LimitedStream<'_> {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
         self.wait(|mut stream| stream.write(buffer))
     }
@@ -252,46 +254,52 @@ impl Write for Timed<'_> {
     }
 }
 
-/// Talks to one client among many until it leaves.
-fn attend<D: Disk>(
+/// Serves one client until it disconnects. All waits of the handshake together take at most `timeout`.
+fn serve_client<D: Disk>(
     stream: &UnixStream,
     list: impl Fn() -> Vec<Vec<u8>>,
     open: impl Fn(&[u8]) -> Option<D>,
     budget: &Budget,
-    patience: Duration,
+    timeout: Duration,
 ) -> io::Result<()> {
-    let left = Cell::new(patience);
-    let timed = || Timed { stream, left: &left };
-    let Some(disk) = shake_hands(&mut timed(), &mut timed(), list, open)? else { return Ok(()) };
+    let left = Cell::new(timeout);
+    let limited = || LimitedStream { stream, left: &left };
+    let Some(disk) = negotiate(&mut limited(), &mut limited(), list, open)? else { return Ok(()) };
     stream.set_read_timeout(None)?;
     stream.set_write_timeout(None)?;
     transmit(stream, stream, &disk, WORKERS, budget)
 }
 
-/// Talks to one client until it leaves: `list` names the exports, `open` opens one. With `workers` 0, or where threads
-/// are refused, requests are worked on in their order.
+/// Serves one client until it disconnects: `list` names the exports, `open` opens one. With `workers` 0, or if no thread
+/// can be started, requests are served one after the other.
 ///
 /// # Errors
 /// The connection broke, or the client does not speak NBD.
-pub fn converse<D: Disk>(
+pub fn serve_stream<D: Disk>(
     mut reader: impl Read,
     mut writer: impl Write + Send,
     list: impl Fn() -> Vec<Vec<u8>>,
     open: impl Fn(&[u8]) -> Option<D>,
     workers: usize,
 ) -> io::Result<()> {
-    match shake_hands(&mut reader, &mut writer, list, open)? {
-        Some(disk) => transmit(reader, writer, &disk, workers, &Budget::new(IN_FLIGHT_MAX, OWN_BYTES)),
+    match negotiate(&mut reader, &mut writer, list, open)? {
+        Some(disk) => transmit(reader, writer, &disk, workers, &Budget::new(IN_FLIGHT_MAX, IDLE_ALLOWANCE)),
         None => Ok(()),
     }
 }
 
 fn description(disk: &impl Disk) -> (u64, u16) {
-    let writing = if disk.read_only() { can::READ_ONLY } else { can::FUA | can::TRIM | can::WRITE_ZEROES };
-    (disk.size(), can::HAS_FLAGS | can::FLUSH | can::MULTI_CONN | can::CACHE | writing)
+    let writing = if disk.read_only() {
+        export_flag::READ_ONLY
+    } else {
+        export_flag::FUA | export_flag::TRIM | export_flag::WRITE_ZEROES
+    };
+    let always = export_flag::HAS_FLAGS | export_flag::FLUSH | export_flag::MULTI_CONN | export_flag::CACHE;
+    (disk.size(), always | writing)
 }
 
-fn shake_hands<D: Disk>(
+/// The handshake, up to the client's choice of an export. `None` if the client ended it.
+fn negotiate<D: Disk>(
     reader: &mut impl Read,
     writer: &mut impl Write,
     list: impl Fn() -> Vec<Vec<u8>>,
@@ -301,19 +309,19 @@ fn shake_hands<D: Disk>(
     greeting.extend_from_slice(&wire::OPTION_MAGIC.to_be_bytes());
     greeting.extend_from_slice(&(wire::FIXED_NEWSTYLE | wire::NO_ZEROES).to_be_bytes());
     writer.write_all(&greeting)?;
-    let client_flags = wire::number(&take::<4>(reader)?);
+    let client_flags = wire::number(&read_array::<4>(reader)?);
     if client_flags & !u64::from(wire::FIXED_NEWSTYLE | wire::NO_ZEROES) != 0 {
-        return Err(nonsense("unknown client flags"));
+        return Err(protocol_error("unknown client flags"));
     }
     let no_zeroes = client_flags & u64::from(wire::NO_ZEROES) != 0;
     loop {
-        let head: [u8; 16] = take(reader)?;
+        let head: [u8; 16] = read_array(reader)?;
         if wire::number(&head[..8]) != wire::OPTION_MAGIC {
-            return Err(nonsense("no option where one must be"));
+            return Err(protocol_error("an option was expected"));
         }
         let (asked, length) = (wire::number(&head[8..12]) as u32, wire::number(&head[12..]) as u32);
         if length > OPTION_BYTES_MAX {
-            // Read past it, so that the client hears why.
+            // Skip the data, so that the client can read the reason.
             io::copy(&mut reader.take(length.into()), &mut io::sink())?;
             writer.write_all(&wire::option_reply(asked, reply::TOO_BIG, b""))?;
             continue;
@@ -322,7 +330,7 @@ fn shake_hands<D: Disk>(
         reader.read_exact(&mut data)?;
         match asked {
             option::EXPORT_NAME => {
-                let disk = open(&data).ok_or_else(|| nonsense("no such export"))?;
+                let disk = open(&data).ok_or_else(|| protocol_error("no such export"))?;
                 let (size, flags) = description(&disk);
                 let mut out = size.to_be_bytes().to_vec();
                 out.extend_from_slice(&flags.to_be_bytes());
@@ -361,7 +369,7 @@ fn shake_hands<D: Disk>(
                 export.extend_from_slice(&flags.to_be_bytes());
                 writer.write_all(&wire::option_reply(asked, reply::INFO, &export))?;
                 let mut sizes = 3u16.to_be_bytes().to_vec();
-                for size in [1, crate::BLOCK_BYTES as u32, DATA_BYTES_MAX] {
+                for size in [1, BLOCK_BYTES as u32, DATA_BYTES_MAX] {
                     sizes.extend_from_slice(&size.to_be_bytes());
                 }
                 writer.write_all(&wire::option_reply(asked, reply::INFO, &sizes))?;
@@ -376,11 +384,11 @@ fn shake_hands<D: Disk>(
     }
 }
 
-/// A request with its data, and the memory that it takes.
+/// A request with its data, and its share of the budget.
 struct Job<'a> {
     request: Request,
     data: Vec<u8>,
-    held: Held<'a>,
+    budget: BudgetGuard<'a>,
 }
 
 fn transmit(
@@ -391,20 +399,20 @@ fn transmit(
     budget: &Budget,
 ) -> io::Result<()> {
     let writer = Mutex::new(writer);
-    let account = Account { budget, held: AtomicUsize::new(0) };
+    let connection = ConnectionBudget { budget, in_flight: AtomicUsize::new(0) };
     let (send, receive) = sync_channel::<Job<'_>>(workers);
     let receive = Mutex::new(receive);
     std::thread::scope(|scope| {
-        let spawn = || std::thread::Builder::new().spawn_scoped(scope, || work(disk, &writer, &receive));
+        let spawn = || std::thread::Builder::new().spawn_scoped(scope, || run_worker(disk, &writer, &receive));
         let spawned = (0..workers).filter(|_| spawn().is_ok()).count();
         if spawned == 0 {
-            while let Some(job) = next_request(&mut reader, &account)? {
+            while let Some(job) = next_request(&mut reader, &connection)? {
                 answer(disk, &writer, job)?;
             }
             return Ok(());
         }
         let result = loop {
-            match next_request(&mut reader, &account) {
+            match next_request(&mut reader, &connection) {
                 Ok(Some(next)) => {
                     if send.send(next).is_err() {
                         break Ok(());
@@ -414,63 +422,65 @@ fn transmit(
                 Err(error) => break Err(error),
             }
         };
-        // The workers finish what they have and leave.
+        // The workers finish the queued requests and end.
         drop(send);
         result
     })
 }
 
-fn work(disk: &impl Disk, writer: &Mutex<impl Write>, requests: &Mutex<Receiver<Job<'_>>>) {
+fn run_worker(disk: &impl Disk, writer: &Mutex<impl Write>, requests: &Mutex<Receiver<Job<'_>>>) {
     loop {
         let next = requests.lock().recv();
         let Ok(job) = next else { return };
-        // A reply that cannot be sent: the reader meets the same broken connection and ends it.
+        // If a reply cannot be sent, the reading thread meets the same broken connection and ends it.
         let _ = answer(disk, writer, job);
     }
 }
 
-/// The next request with its data; `None` when the client leaves.
-fn next_request<'a>(reader: &mut impl Read, account: &'a Account<'a>) -> io::Result<Option<Job<'a>>> {
-    let head = match take(reader) {
+/// The next request with its data; `None` if the client disconnects.
+fn next_request<'a>(reader: &mut impl Read, connection: &'a ConnectionBudget<'a>) -> io::Result<Option<Job<'a>>> {
+    let head = match read_array(reader) {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
         head => head?,
     };
-    let request = Request::parse(&head).ok_or_else(|| nonsense("no request where one must be"))?;
+    let request = Request::parse(&head).ok_or_else(|| protocol_error("a request was expected"))?;
     let bytes = match request.command {
         Command::Disconnect => return Ok(None),
-        Command::Write if request.length > DATA_BYTES_MAX => return Err(nonsense("more data than was agreed on")),
+        Command::Write if request.length > DATA_BYTES_MAX => {
+            return Err(protocol_error("more data than the announced maximum"));
+        }
         Command::Read if request.length > DATA_BYTES_MAX => 0,
         Command::Read | Command::Write => request.length,
         Command::Cache => request.length.min(HINT_BYTES_MAX),
         _ => 0,
     };
-    let held = account.take(bytes as usize);
+    let budget = connection.take(bytes as usize);
     let mut data = Vec::new();
     if request.command == Command::Write {
         data.resize(request.length as usize, 0);
         reader.read_exact(&mut data)?;
     }
-    Ok(Some(Job { request, data, held }))
+    Ok(Some(Job { request, data, budget }))
 }
 
 fn answer(disk: &impl Disk, writer: &Mutex<impl Write>, job: Job<'_>) -> io::Result<()> {
-    let Job { request, data, held } = job;
+    let Job { request, data, budget } = job;
     let mut out = Vec::new();
     let result = perform(disk, &request, &data, &mut out);
     let head = wire::reply_head(request.cookie, result.map_or_else(wire::error_code, |()| 0));
     if result.is_err() {
         out = Vec::new();
     }
-    // Only what goes out is kept while the client is slow to take it.
+    // While a slow client reads the reply, only the reply's memory is kept.
     drop(data);
-    let held = (!out.is_empty()).then_some(held);
+    let budget = (!out.is_empty()).then_some(budget);
     let mut writer = writer.lock();
     writer.write_all(&head)?;
     writer.write_all(&out)?;
     writer.flush()?;
     drop(writer);
     drop(out);
-    drop(held);
+    drop(budget);
     Ok(())
 }
 
@@ -495,7 +505,7 @@ fn perform(disk: &impl Disk, request: &Request, data: &[u8], out: &mut Vec<u8>) 
         Command::WriteZeroes => disk.zero(offset, length, !request.no_hole)?,
         Command::Flush => disk.flush()?,
         Command::Cache => {
-            // A hint; a bounded part of it is enough.
+            // This is a hint, so a part of bounded size is enough.
             let mut buffer = vec![0; request.length.min(HINT_BYTES_MAX) as usize];
             disk.read(offset, &mut buffer)?;
         }
@@ -504,13 +514,13 @@ fn perform(disk: &impl Disk, request: &Request, data: &[u8], out: &mut Vec<u8>) 
     if changes && request.fua { disk.flush() } else { Ok(()) }
 }
 
-fn take<const COUNT: usize>(reader: &mut impl Read) -> io::Result<[u8; COUNT]> {
+fn read_array<const COUNT: usize>(reader: &mut impl Read) -> io::Result<[u8; COUNT]> {
     let mut bytes = [0; COUNT];
     reader.read_exact(&mut bytes)?;
     Ok(bytes)
 }
 
-fn nonsense(what: &str) -> io::Error {
+fn protocol_error(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
 }
 
@@ -563,12 +573,12 @@ mod tests {
         input.extend_from_slice(&0u32.to_be_bytes());
         requests.iter().for_each(|request| input.extend_from_slice(request));
         let mut output = Vec::new();
-        converse(&input[..], &mut output, Vec::new, |_| Some(disk.clone()), 0).unwrap();
+        serve_stream(&input[..], &mut output, Vec::new, |_| Some(disk.clone()), 0).unwrap();
         output.split_off(18 + 10)
     }
 
     #[test]
-    fn data_goes_both_ways_and_errors_are_told() {
+    fn data_is_read_and_written_and_errors_are_reported() {
         let disk = Arc::new(Plain(Mutex::new(vec![0; 100])));
         let replies = talk(
             &disk,
@@ -588,7 +598,7 @@ mod tests {
         for error in [28, 28, 22, 28, 22] {
             expected.extend_from_slice(&wire::reply_head(77, error));
         }
-        assert_eq!(replies, expected, "the flush and the FUA write report what the disk said");
+        assert_eq!(replies, expected, "the flush and the FUA write report the disk's error");
     }
 
     #[test]
@@ -600,18 +610,18 @@ mod tests {
     }
 
     #[test]
-    fn a_write_longer_than_agreed_ends_the_connection() {
+    fn a_write_longer_than_announced_ends_the_connection() {
         let disk = Arc::new(Plain(Mutex::new(vec![0; 100])));
         let mut input = 3u32.to_be_bytes().to_vec();
         input.extend_from_slice(&wire::OPTION_MAGIC.to_be_bytes());
         input.extend_from_slice(&option::EXPORT_NAME.to_be_bytes());
         input.extend_from_slice(&0u32.to_be_bytes());
         input.extend_from_slice(&request(1, 0, 0, u32::MAX, b""));
-        let result = converse(&input[..], Vec::new(), Vec::new, |_| Some(disk.clone()), 0);
+        let result = serve_stream(&input[..], Vec::new(), Vec::new, |_| Some(disk.clone()), 0);
         assert_eq!(result.unwrap_err().kind(), io::ErrorKind::InvalidData);
     }
 
-    /// A disk that counts what is asked of it.
+    /// A disk that counts its reads.
     struct Counted(Arc<Plain>, Arc<AtomicUsize>);
 
     impl Disk for Counted {
@@ -645,30 +655,30 @@ mod tests {
         hello
     }
 
-    const PATIENT: Duration = Duration::from_secs(120);
+    const LONG_TIMEOUT: Duration = Duration::from_secs(120);
 
-    /// What the server says to [`choose`].
-    fn chosen(client: &mut UnixStream) {
-        client.set_read_timeout(Some(PATIENT)).unwrap();
+    /// Sends [`choose`] and reads the server's part.
+    fn shake_hands(client: &mut UnixStream) {
+        client.set_read_timeout(Some(LONG_TIMEOUT)).unwrap();
         client.write_all(&choose()).unwrap();
         client.read_exact(&mut [0; 18 + 10]).unwrap();
     }
 
     #[test]
-    fn only_what_nobody_serves_gives_its_place() {
+    fn only_a_dead_socket_is_replaced() {
         let dir = tempfile::tempdir().unwrap();
-        let [packets, gone, file] = ["packets", "gone", "file"].map(|name| dir.path().join(name));
+        let [packets, dead, file] = ["packets", "dead", "file"].map(|name| dir.path().join(name));
         let _daemon = pagefold_os::sock::listen(packets.as_os_str().as_bytes()).unwrap();
-        drop(UnixListener::bind(&gone).unwrap());
+        drop(UnixListener::bind(&dead).unwrap());
         std::fs::write(&file, "precious").unwrap();
-        let refused = [&packets, &file].map(|path| clear(path).unwrap_err().kind());
+        let refused = [&packets, &file].map(|path| remove_dead_socket(path).unwrap_err().kind());
         assert_eq!(refused, [io::ErrorKind::AddrInUse, io::ErrorKind::AlreadyExists]);
-        clear(&gone).unwrap();
-        assert_eq!([packets.exists(), file.exists(), gone.exists()], [true, true, false]);
+        remove_dead_socket(&dead).unwrap();
+        assert_eq!([packets.exists(), file.exists(), dead.exists()], [true, true, false]);
     }
 
     #[test]
-    fn clients_that_take_no_replies_hold_a_bounded_part_and_stop_nobody_else() {
+    fn clients_that_read_no_replies_take_a_bounded_budget_and_delay_no_other_client() {
         const MIB: usize = 1 << 20;
         let plain = Arc::new(Plain(Mutex::new(vec![7; 2 * MIB])));
         let (reads, budget) = (Arc::new(AtomicUsize::new(0)), Budget::new(4 * MIB, 64 << 10));
@@ -678,9 +688,9 @@ mod tests {
                 let (disk, budget) = ((plain.clone(), reads.clone()), &budget);
                 scope.spawn(move || {
                     let open = |_: &[u8]| Some(Counted(disk.0.clone(), disk.1.clone()));
-                    attend(&server, Vec::new, open, budget, PATIENT).unwrap();
+                    serve_client(&server, Vec::new, open, budget, LONG_TIMEOUT).unwrap();
                 });
-                chosen(&mut client);
+                shake_hands(&mut client);
                 client
             };
             let mut stalled: Vec<UnixStream> = (0..4).map(|_| connect()).collect();
@@ -689,11 +699,11 @@ mod tests {
             }
             let began = Instant::now();
             while reads.load(Ordering::SeqCst) < 4 {
-                assert!(began.elapsed() < PATIENT, "nothing is read");
+                assert!(began.elapsed() < LONG_TIMEOUT, "nothing is read");
                 std::thread::sleep(Duration::from_millis(1));
             }
             std::thread::sleep(Duration::from_millis(200));
-            assert_eq!(reads.load(Ordering::SeqCst), 4, "what the budget holds, and no more");
+            assert_eq!(reads.load(Ordering::SeqCst), 4, "as many as the budget allows");
             let mut other = connect();
             for _ in 0..3 {
                 other.write_all(&request(1, 0, MIB as u64, 4096, &[8; 4096])).unwrap();
@@ -701,7 +711,7 @@ mod tests {
                 let mut replies = vec![0; 16 + 16 + 8192];
                 other.read_exact(&mut replies).unwrap();
             }
-            // Each waits for what another holds.
+            // Each waits for budget that another one holds.
             for mut client in stalled {
                 scope.spawn(move || {
                     let mut bytes = vec![0; 16 + MIB];
@@ -712,23 +722,24 @@ mod tests {
                 });
             }
         });
-        assert_eq!(*budget.taken.lock(), 0);
+        assert_eq!(*budget.in_flight.lock(), 0);
     }
 
     #[test]
-    fn who_does_not_get_on_with_the_handshake_is_left_and_who_has_done_it_may_be_idle() {
+    fn a_slow_handshake_times_out_and_a_client_may_be_idle_after_it() {
         let disk = Arc::new(Plain(Mutex::new(vec![0; 100])));
         let budget = Budget::new(1 << 20, 4096);
-        let attend =
-            |server: UnixStream, patience| attend(&server, Vec::new, |_: &[u8]| Some(disk.clone()), &budget, patience);
+        let serve = |server: UnixStream, timeout| {
+            serve_client(&server, Vec::new, |_: &[u8]| Some(disk.clone()), &budget, timeout)
+        };
         let short = Duration::from_secs(1);
         let (mut client, server) = UnixStream::pair().unwrap();
-        assert!(attend(server, short).is_err(), "silent");
+        assert!(serve(server, short).is_err(), "silent");
         client.read_exact(&mut [0; 18]).unwrap();
         std::thread::scope(|scope| {
-            // One that sends a little before each limit of a single wait, and has much to send.
+            // A client that sends a byte before each single wait could time out, and has many to send.
             let (mut client, server) = UnixStream::pair().unwrap();
-            let slow = scope.spawn(|| attend(server, short));
+            let slow = scope.spawn(|| serve(server, short));
             let began = Instant::now();
             let mut head = choose();
             head.truncate(12);
@@ -738,13 +749,13 @@ mod tests {
                 if slow.is_finished() || client.write_all(&[*byte]).is_err() {
                     break;
                 }
-                assert!(began.elapsed() < PATIENT, "it is waited for for ever");
+                assert!(began.elapsed() < LONG_TIMEOUT, "the server waits for ever");
                 std::thread::sleep(short / 100);
             }
             assert!(slow.join().unwrap().is_err());
             let (mut client, server) = UnixStream::pair().unwrap();
-            let idle = scope.spawn(|| attend(server, PATIENT));
-            chosen(&mut client);
+            let idle = scope.spawn(|| serve(server, LONG_TIMEOUT));
+            shake_hands(&mut client);
             std::thread::sleep(short);
             client.write_all(&request(0, 0, 0, 10, b"")).unwrap();
             client.read_exact(&mut [0; 26]).unwrap();

@@ -1,31 +1,31 @@
-//! The bytes of the NBD protocol. Numbers are big endian; every length is checked before it is believed.
+//! Encoding and decoding of the NBD protocol. Numbers are big endian; every length is checked before it is used.
 
-/// Opens the server's greeting.
+/// Starts the server's greeting.
 pub const MAGIC: u64 = 0x4e42_444d_4147_4943;
-/// Opens every option, and ends the server's greeting.
+/// Starts every option, and ends the server's greeting.
 pub const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
-/// Opens every answer to an option.
+/// Starts every reply to an option.
 pub const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-/// Opens every request.
+/// Starts every request.
 pub const REQUEST_MAGIC: u32 = 0x2560_9513;
-/// Opens every reply.
+/// Starts every reply.
 pub const REPLY_MAGIC: u32 = 0x6744_6698;
 
-/// Longest data of a read or write: what QEMU keeps to, and what others are told.
+/// Longest data of a read or write: QEMU's limit, which is announced to every client.
 pub const DATA_BYTES_MAX: u32 = 32 << 20;
 /// Longest option data: an export name has at most 4096 bytes.
 pub const OPTION_BYTES_MAX: u32 = 8192;
 
 /// Server and client both speak fixed newstyle.
 pub const FIXED_NEWSTYLE: u16 = 1;
-/// No 124 zero bytes after an old-fashioned choice of export.
+/// No 124 zero bytes after the reply to `EXPORT_NAME`.
 pub const NO_ZEROES: u16 = 2;
 
-/// What an export can do: flags of its description.
-pub mod can {
-    /// The other flags count.
+/// Transmission flags: what an export supports.
+pub mod export_flag {
+    /// The other flags are valid.
     pub const HAS_FLAGS: u16 = 1 << 0;
-    /// Nothing may be written.
+    /// Writes are refused.
     pub const READ_ONLY: u16 = 1 << 1;
     /// Flush.
     pub const FLUSH: u16 = 1 << 2;
@@ -43,11 +43,11 @@ pub mod can {
 
 /// Options a client may send.
 pub mod option {
-    /// Choose an export, with no way to be refused but a closed connection.
+    /// Choose an export. The server can refuse it only by closing the connection.
     pub const EXPORT_NAME: u32 = 1;
-    /// Go away.
+    /// End the negotiation.
     pub const ABORT: u32 = 2;
-    /// Name all exports.
+    /// List all exports.
     pub const LIST: u32 = 3;
     /// Describe an export.
     pub const INFO: u32 = 6;
@@ -55,7 +55,7 @@ pub mod option {
     pub const GO: u32 = 7;
 }
 
-/// Kinds of answers to options.
+/// Kinds of replies to options.
 pub mod reply {
     /// Done.
     pub const ACK: u32 = 1;
@@ -63,9 +63,9 @@ pub mod reply {
     pub const SERVER: u32 = 2;
     /// Part of a description.
     pub const INFO: u32 = 3;
-    /// Not known to this server.
+    /// The server does not support the option.
     pub const UNSUPPORTED: u32 = (1 << 31) + 1;
-    /// Makes no sense.
+    /// The option's data is invalid.
     pub const INVALID: u32 = (1 << 31) + 3;
     /// No such export.
     pub const UNKNOWN: u32 = (1 << 31) + 6;
@@ -73,37 +73,37 @@ pub mod reply {
     pub const TOO_BIG: u32 = (1 << 31) + 9;
 }
 
-/// What a request asks for.
+/// The command of a request.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Command {
-    /// Send data.
+    /// Read data.
     Read,
-    /// Take data.
+    /// Write data.
     Write,
-    /// Go away.
+    /// Close the connection.
     Disconnect,
-    /// Make durable.
+    /// Make earlier writes durable.
     Flush,
-    /// Data of a range is not needed any more.
+    /// Discard a range.
     Trim,
     /// Read a range ahead.
     Cache,
     /// Make a range zeros.
     WriteZeroes,
-    /// Anything else.
+    /// Any other command.
     Unknown,
 }
 
 /// A request, without its data.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Request {
-    /// What to do.
+    /// The command.
     pub command: Command,
     /// Durable before the reply.
     pub fua: bool,
-    /// Zeros with disk space behind them.
+    /// Write zeros without a hole: disk space stays reserved.
     pub no_hole: bool,
-    /// What the reply names the request by.
+    /// Identifies the request in its reply.
     pub cookie: u64,
     /// First byte.
     pub offset: u64,
@@ -115,7 +115,7 @@ pub struct Request {
 pub const REQUEST_BYTES: usize = 28;
 
 impl Request {
-    /// Reads a request's head; `None` where the magic is wrong, after which nothing can be understood any more.
+    /// Decodes a request's head; `None` if the magic is wrong, after which the stream cannot be decoded any further.
     pub fn parse(bytes: &[u8; REQUEST_BYTES]) -> Option<Self> {
         if number(&bytes[..4]) != u64::from(REQUEST_MAGIC) {
             return None;
@@ -156,7 +156,7 @@ pub fn reply_head(cookie: u64, error: u32) -> [u8; 16] {
     head
 }
 
-/// An answer to an option.
+/// A reply to an option.
 pub fn option_reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
     let mut out = OPTION_REPLY_MAGIC.to_be_bytes().to_vec();
     out.extend_from_slice(&option.to_be_bytes());
@@ -166,7 +166,7 @@ pub fn option_reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
     out
 }
 
-/// The export's name in the data of `INFO` or `GO`; `None` where the lengths do not fit.
+/// The export's name in the data of `INFO` or `GO`; `None` if the lengths do not fit.
 pub fn chosen_name(data: &[u8]) -> Option<&[u8]> {
     let length = usize::try_from(number(data.get(..4)?)).ok()?;
     let name = data.get(4..4usize.checked_add(length)?)?;
@@ -175,7 +175,7 @@ pub fn chosen_name(data: &[u8]) -> Option<&[u8]> {
     (rest.len() == 2 + 2 * count).then_some(name)
 }
 
-/// The NBD error for an error number; the protocol knows few.
+/// The NBD error for an error number; the protocol defines few.
 pub fn error_code(errno: i32) -> u32 {
     match errno {
         libc::EPERM | libc::EBADF | libc::EROFS | libc::EACCES => 1,
@@ -183,7 +183,7 @@ pub fn error_code(errno: i32) -> u32 {
         libc::EINVAL => 22,
         libc::ENOSPC | libc::EFBIG | libc::EDQUOT => 28,
         libc::EOPNOTSUPP => 95,
-        // The server is shutting down.
+        // The mount has ended: `ESHUTDOWN` of the protocol.
         libc::ENOTCONN => 108,
         _ => 5,
     }
@@ -194,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_is_read_field_by_field() {
+    fn a_request_is_decoded_field_by_field() {
         let mut bytes = [0; REQUEST_BYTES];
         bytes[..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
         bytes[5] = 1;
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_is_believed_only_if_its_lengths_fit() {
+    fn a_name_is_accepted_only_if_its_lengths_fit() {
         assert_eq!(chosen_name(b"\0\0\0\x02ab\0\x01\0\x03"), Some(&b"ab"[..]));
         for bad in [&b""[..], b"\0\0\0\x02a", b"\0\0\0\x02ab", b"\0\0\0\x02ab\0\x02\0\0", b"\xff\xff\xff\xffab\0\0"] {
             assert_eq!(chosen_name(bad), None, "{bad:?}");

@@ -1,12 +1,13 @@
-//! The shape of an image: its size and its holes.
+//! Changing an image's size and holes.
 //!
-//! What changes it holds `Image::shape` alone, and `flush` where blocks go, for a writeback on its way would bring them
-//! back. The file on the host changes first; when it refuses, nothing has changed.
+//! Such a change locks `Image::layout` for writing. If it drops blocks it also locks `Image::flush`, because a writeback
+//! under way would write dropped blocks to the file again. The file on the host changes first; if that fails, nothing
+//! has changed.
 
-use super::{CHUNK_BYTES, Cache};
-use crate::BLOCK_BYTES;
+use super::Cache;
 use crate::error::Error;
 use crate::file::Allocate;
+use crate::geometry::{BLOCK_BYTES, CHUNK_BYTES};
 use crate::image::Image;
 use std::sync::atomic::Ordering;
 
@@ -21,15 +22,15 @@ impl Cache {
         if !image.file()?.writable() {
             return Err(Error::ReadOnly);
         }
-        let _shape = image.shape.write();
-        self.refuse_after_end()?;
+        let _layout = image.layout.write();
+        self.check_accepts_changes()?;
         self.set_size_exclusive(image, size)
     }
 
     fn set_size_exclusive(&self, image: &Image, size: u64) -> Result<(), Error> {
-        // No writeback may be on its way to what is cut off: it would bring it back.
+        // A writeback under way to the part that is cut off would write it again.
         let _flush = image.flush.lock();
-        let before = image.change(|file| {
+        let before = image.change_content(|file| {
             file.set_len(size)?;
             Ok(image.size.swap(size, Ordering::AcqRel))
         })?;
@@ -40,7 +41,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Makes `length` bytes from `offset` read as zeros and gives their disk space back; the size stays.
+    /// Makes `length` bytes from `offset` read as zeros and frees their disk space; the size stays.
     ///
     /// # Errors
     /// The disk's.
@@ -62,8 +63,8 @@ impl Cache {
         if !image.file()?.writable() {
             return Err(Error::ReadOnly);
         }
-        let shape = image.shape.write();
-        self.refuse_after_end()?;
+        let layout = image.layout.write();
+        self.check_accepts_changes()?;
         let end = end.min(image.size());
         if offset >= end {
             return Ok(());
@@ -82,9 +83,9 @@ impl Cache {
         }
         {
             let _flush = image.flush.lock();
-            let cleared = image.change(|file| file.allocate(how, first, last - first));
+            let cleared = image.change_content(|file| file.allocate(how, first, last - first));
             image.unsynced.store(true, Ordering::Release);
-            // One that failed may have cleared a part, so what equalled the disk may do so no more.
+            // A failed call may have cleared a part, so clean blocks may differ from the disk now.
             self.drop_blocks(image, first / block, last / block, cleared.is_ok());
             if let Some(fingerprints) = &mut *image.fingerprints.lock() {
                 fingerprints.forget(first / block..last / block);
@@ -95,16 +96,16 @@ impl Cache {
                 Err(error) => return Err(error.into()),
             }
         }
-        drop(shape);
+        drop(layout);
         self.clear_in_pieces(image, first, last.min(end), &zeros)
     }
 
-    /// Clears by writing, where the file system cannot. That takes as long as it takes to write all of it, so others
-    /// are let in between; what they write or cut off meanwhile came first, or later, as with any two requests at once.
+    /// Clears by writing, for a file system that cannot punch. Writing may take long, so the layout is unlocked between
+    /// two pieces. A concurrent write or cut takes effect before or after a piece, as for any two concurrent requests.
     fn clear_in_pieces(&self, image: &Image, from: u64, to: u64, zeros: &[u8; BLOCK_BYTES]) -> Result<(), Error> {
         for at in (from..to).step_by(CHUNK_BYTES as usize) {
-            let _shape = image.shape.read();
-            self.refuse_after_end()?;
+            let _layout = image.layout.read();
+            self.check_accepts_changes()?;
             self.write_zeros(image, at, (at + CHUNK_BYTES).min(to).min(image.size()), zeros)?;
         }
         Ok(())
@@ -123,13 +124,13 @@ impl Cache {
     /// Reserves disk space for `length` bytes from `offset`; grows the image unless `keep_size`.
     ///
     /// # Errors
-    /// The file system's, `ENOSPC` above all.
+    /// The file system's, above all `ENOSPC`.
     pub fn reserve(&self, image: &Image, offset: u64, length: u64, keep_size: bool) -> Result<(), Error> {
         let end = self.range_end(offset, length)?;
         self.accept_change(image)?;
-        let _shape = image.shape.write();
-        self.refuse_after_end()?;
-        image.change(|file| file.allocate(Allocate::Reserve, offset, length))?;
+        let _layout = image.layout.write();
+        self.check_accepts_changes()?;
+        image.change_content(|file| file.allocate(Allocate::Reserve, offset, length))?;
         image.unsynced.store(true, Ordering::Release);
         if !keep_size && end > image.size() {
             self.grow(image, end)?;
@@ -143,7 +144,7 @@ impl Cache {
     /// `ENXIO` when there is none; the disk's when dirty blocks cannot be written first.
     pub fn seek(&self, image: &Image, offset: u64, data: bool) -> Result<u64, Error> {
         if image.dirty_bytes() > 0 {
-            // A dirty block may lie in what is still a hole on the disk.
+            // A dirty block may lie in a range that is still a hole on the disk.
             self.flush_range(image, 0..u64::MAX)?;
         }
         Ok(image.file()?.seek(offset, data)?)
@@ -153,21 +154,21 @@ impl Cache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Config, FingerprintKey};
-    use crate::fingerprint::Fingerprint;
-    use crate::fingerprints::Known;
+    use crate::config::Config;
+    use crate::fingerprint::{Fingerprint, FingerprintKey};
+    use crate::fingerprint_file::BlockFingerprints;
     use crate::sim::{Faults, SimFile};
     use std::sync::Arc;
 
     #[test]
-    fn a_punch_that_fails_half_way_leaves_nothing_that_differs_from_the_disk() {
+    fn a_punch_that_fails_half_way_leaves_no_clean_block_that_differs_from_the_disk() {
         let config =
             Config { cache_bytes: 4 << 20, key: FingerprintKey::Strong([7; 32]), flush_batch: 16, ..Config::default() };
         let cache = Cache::new(config).unwrap();
         for how in [Allocate::Punch, Allocate::Zero] {
             let file = Arc::new(SimFile::new((0..64 * BLOCK_BYTES).map(|at| (at / BLOCK_BYTES) as u8 + 1).collect()));
             let image = cache.add_image("x", file.clone()).unwrap();
-            *image.fingerprints.lock() = Some(Known::default());
+            *image.fingerprints.lock() = Some(BlockFingerprints::default());
             let mut bytes = vec![0; 64 * BLOCK_BYTES];
             cache.read(&image, 0, &mut bytes).unwrap();
             assert!(cache.sync(&image, 0..u64::MAX));
@@ -178,16 +179,16 @@ mod tests {
             let known = |block| image.fingerprints.lock().as_ref().unwrap().get(block);
             assert!((0..64).all(|block| known(block) == Fingerprint::UNKNOWN));
             cache.read(&image, 0, &mut bytes).unwrap();
-            assert_eq!(bytes[..BLOCK_BYTES], [99; BLOCK_BYTES], "what is newer than the disk stays");
+            assert_eq!(bytes[..BLOCK_BYTES], [99; BLOCK_BYTES], "a dirty block stays");
             assert!(bytes[BLOCK_BYTES..] == file.data()[BLOCK_BYTES..]);
-            assert!(image.unsynced.load(Ordering::Acquire), "what was cleared is not durable yet");
+            assert!(image.unsynced.load(Ordering::Acquire), "the cleared part is not durable yet");
             cache.verify().unwrap();
         }
     }
 
-    /// The file system cannot punch, so all of it is written, and the disk is slow.
+    /// The file system cannot punch, so zeros are written, and the disk is slow.
     #[test]
-    fn a_large_punch_lets_others_in() {
+    fn a_large_punch_does_not_delay_readers() {
         let cache = Cache::new(Config { cache_bytes: 4 << 20, ..Config::default() }).unwrap();
         let file = Arc::new(SimFile::new(vec![7; 16 << 20]));
         file.set_faults(Faults { no_punch: true, hang: true, ..Faults::default() });
@@ -195,14 +196,14 @@ mod tests {
         let (done, result) = std::sync::mpsc::channel();
         std::thread::scope(|scope| {
             let punch = scope.spawn(|| cache.punch(&image, 1000, (16 << 20) - 2000));
-            // Once it waits for the disk.
+            // Until it waits for the disk.
             while image.dirty_bytes() < 1 << 20 {
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
             scope.spawn(|| done.send(cache.read(&image, (16 << 20) - 100, &mut [0; 100]).is_ok()));
-            let let_in = result.recv_timeout(std::time::Duration::from_secs(20));
+            let served = result.recv_timeout(std::time::Duration::from_secs(20));
             file.set_faults(Faults { no_punch: true, ..Faults::default() });
-            assert_eq!(let_in, Ok(true), "a reader waits for all that is to be cleared");
+            assert_eq!(served, Ok(true), "a reader waits for the whole punch");
             punch.join().unwrap().unwrap();
         });
         assert!(cache.sync(&image, 0..u64::MAX));

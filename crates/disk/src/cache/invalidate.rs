@@ -1,29 +1,29 @@
-//! Blocks go: dropped by number, cut off with the end of an image, or stale because somebody changed its file.
+//! Dropping blocks: a range of them, those beyond a new end, or stale ones after an external change of the file.
 //!
-//! Whoever drops unwritten blocks holds `shape` and `flush`; blocks that equal the disk may go at any time. A change
-//! behind our back is noted where it is seen and accepted by the next request, which drops what it made stale.
+//! A thread that drops unwritten blocks has `layout` and `flush` locked; blocks that equal the disk may be dropped at any
+//! time. An external change is noted where it is detected and accepted by the next request, which drops stale blocks.
 
-use super::{CHUNK_BLOCKS, Cache};
-use crate::BLOCK_BYTES;
+use super::Cache;
 use crate::error::Error;
+use crate::frame_table::BlockKey;
 use crate::frames::OwnedFrame;
+use crate::geometry::{BLOCK_BYTES, CHUNK_BLOCKS};
 use crate::image::{Entries, Image, State};
 use crate::stats::add;
-use crate::table::BlockKey;
 use std::sync::atomic::Ordering;
 
 impl Cache {
-    /// Drops an image and all its blocks, dirty ones too: for a file that is gone.
+    /// Drops an image and all its blocks, dirty ones too: for a file that no longer exists.
     pub fn discard_image(&self, image: &Image) {
-        let _shape = image.shape.write();
+        let _layout = image.layout.write();
         let _flush = image.flush.lock();
         self.drop_blocks(image, 0, u64::MAX, true);
-        image.gone.store(true, Ordering::Release);
+        image.discarded.store(true, Ordering::Release);
         image.set_file(None);
         self.images.write()[image.id as usize] = None;
     }
 
-    /// Drops blocks `from..to`. With `dirty_too`, unwritten data as well, and `flush` must be held.
+    /// Drops blocks `from..to`. With `dirty_too` drops unwritten ones too, and `flush` must be locked.
     pub(super) fn drop_blocks(&self, image: &Image, from: u64, to: u64, dirty_too: bool) {
         for number in image.chunk_numbers(from / CHUNK_BLOCKS as u64) {
             let first = number * CHUNK_BLOCKS as u64;
@@ -44,7 +44,7 @@ impl Cache {
                 image.dirty_chunks.lock().remove(&number);
             }
             drop(entries);
-            self.give(freed);
+            self.free_frames(freed);
         }
         image.sweep(false);
     }
@@ -60,68 +60,68 @@ impl Cache {
                 self.dirty_blocks.fetch_sub(1, Ordering::Relaxed);
                 image.dirty_blocks.fetch_sub(1, Ordering::Relaxed);
             }
-            State::Writeback(_) => unreachable!("whoever drops unwritten blocks holds the flush lock"),
+            State::Writeback(_) => unreachable!("a thread that drops unwritten blocks holds the flush lock"),
         }
         entries.set(at, State::Absent);
     }
 
-    /// Drops the blocks beyond `size`, and what the last one held there. `shape` and `flush` are held.
+    /// Drops the blocks beyond `size` and clears the last block's bytes there. `layout` and `flush` are locked.
     pub(super) fn cut_blocks(&self, image: &Image, size: u64) {
         let whole = size / BLOCK_BYTES as u64;
         let inside = (size % BLOCK_BYTES as u64) as usize;
-        let mut first_gone = whole;
+        let mut first_dropped = whole;
         if inside > 0 {
-            first_gone += 1;
+            first_dropped += 1;
             let at = whole as usize % CHUNK_BLOCKS;
             if let Some(chunk) = image.existing_chunk(whole / CHUNK_BLOCKS as u64) {
                 let mut entries = chunk.entries.write();
                 if let State::Dirty(frame) = entries.state(at) {
                     self.frames.zero(frame, inside..BLOCK_BYTES);
                 } else {
-                    // It comes again from the disk, with zeros beyond the end.
+                    // It is loaded again from the disk, with zeros beyond the end.
                     let mut freed = Vec::new();
                     self.drop_block(image, &mut entries, at, whole, &mut freed);
                     drop(entries);
-                    self.give(freed);
+                    self.free_frames(freed);
                 }
             }
         }
-        self.drop_blocks(image, first_gone, u64::MAX, true);
+        self.drop_blocks(image, first_dropped, u64::MAX, true);
         if let Some(fingerprints) = &mut *image.fingerprints.lock() {
             fingerprints.forget(whole..u64::MAX);
         }
     }
 
-    /// Whether the file is another version than the one we know; if so, it is noted for the next request.
-    pub fn look_behind(&self, image: &Image) -> bool {
-        let Some(known) = image.known.try_lock() else {
-            // We are changing it ourselves right now.
+    /// Returns true if another program has changed the file, and notes that for the next request.
+    pub fn detect_change(&self, image: &Image) -> bool {
+        let Some(known) = image.stamp.try_lock() else {
+            // The cache itself is changing the file now.
             return false;
         };
         let Ok(file) = image.file() else { return false };
         match file.stamp() {
             Ok(stamp) if stamp != *known => {
-                image.changed.store(true, Ordering::Release);
+                image.changed_externally.store(true, Ordering::Release);
                 true
             }
             _ => false,
         }
     }
 
-    /// Drops what somebody else's change made stale. Unwritten blocks stay: they are newer.
+    /// Drops blocks that a noted external change made stale. Unwritten blocks stay, because they are newer.
     pub(crate) fn accept_change(&self, image: &Image) -> Result<(), Error> {
-        if !image.changed.load(Ordering::Acquire) {
+        if !image.changed_externally.load(Ordering::Acquire) {
             return Ok(());
         }
-        let _shape = image.shape.write();
+        let _layout = image.layout.write();
         let _flush = image.flush.lock();
-        let mut known = image.known.lock();
-        if !image.changed.load(Ordering::Acquire) {
+        let mut known = image.stamp.lock();
+        if !image.changed_externally.load(Ordering::Acquire) {
             return Ok(());
         }
-        // Accepted once it is known what to: where the disk does not tell, nobody reads what is stale.
+        // Accepted only once the new version is known: if the disk does not tell, requests fail instead of reading stale data.
         let stamp = image.file()?.stamp()?;
-        image.changed.store(false, Ordering::Release);
+        image.changed_externally.store(false, Ordering::Release);
         *known = stamp;
         let before = image.size.swap(stamp.size, Ordering::AcqRel);
         drop(known);
@@ -145,14 +145,14 @@ mod tests {
     use std::sync::Arc;
 
     #[test]
-    fn a_change_that_cannot_be_looked_at_is_not_forgotten() {
+    fn a_noted_change_is_kept_until_the_new_version_can_be_read() {
         let cache = Cache::new(Config { cache_bytes: 4 << 20, ..Config::default() }).unwrap();
         let file = Arc::new(SimFile::new(vec![1; 1 << 16]));
         let image = cache.add_image("x", file.clone()).unwrap();
         let mut byte = [0];
         cache.read(&image, 0, &mut byte).unwrap();
-        file.change_behind(|data| data.fill(2));
-        assert!(cache.look_behind(&image));
+        file.change_externally(|data| data.fill(2));
+        assert!(cache.detect_change(&image));
         file.set_faults(Faults { stamp: Some(libc::EIO), ..Faults::default() });
         for _ in 0..2 {
             assert_eq!(cache.read(&image, 0, &mut byte).unwrap_err().errno(), libc::EIO);
@@ -163,23 +163,23 @@ mod tests {
         assert_eq!(byte, [2]);
     }
 
-    /// Others' changes of the size while ours is under way, whose times hide theirs.
+    /// Another program changes the size during a change of our own, whose times hide the other's.
     #[test]
-    fn another_size_is_seen_whatever_we_write_meanwhile() {
+    fn an_external_change_of_size_is_detected_during_a_write() {
         let cache = Cache::new(Config { cache_bytes: 4 << 20, ..Config::default() }).unwrap();
         for size in [1 << 15, 1 << 17] {
             let file = Arc::new(SimFile::new(vec![1; 1 << 16]));
             let image = cache.add_image("x", file.clone()).unwrap();
             cache.read(&image, 0, &mut vec![0; 1 << 16]).unwrap();
-            let changed = image.change(|own| {
-                file.change_behind(|data| data.resize(size, 2));
+            let changed = image.change_content(|own| {
+                file.change_externally(|data| data.resize(size, 2));
                 own.write_at(&[std::io::IoSlice::new(&[3])], 0)
             });
             changed.unwrap();
             let mut bytes = vec![0; 1 << 18];
             assert_eq!(cache.read(&image, 0, &mut bytes).unwrap(), size);
             assert!(bytes[..size] == file.data());
-            // Our own changes of it are no one else's.
+            // The cache's own changes of the size do not count as external.
             let before = cache.status().images[image.id as usize].changed_behind;
             cache.write(&image, 3 << 16, &[4]).unwrap();
             cache.set_size(&image, 5000).unwrap();

@@ -1,4 +1,4 @@
-//! What the cache knows about each frame, and the free frames.
+//! The record of each frame, and the free frames.
 
 use crate::fingerprint::Fingerprint;
 use crate::frames::{FrameIndex, Frames, OwnedFrame};
@@ -13,12 +13,12 @@ pub(crate) struct BlockKey {
     pub(crate) block: u64,
 }
 
-/// What a frame is used for.
+/// How a frame is used.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Use {
-    /// Free, or owned by somebody who fills it.
+pub(crate) enum FrameUse {
+    /// Free, or owned by a thread that fills it.
     None,
-    /// One block's own; written in place, never shared.
+    /// Belongs to one block; written in place, never shared.
     Dirty,
     /// Equal to the disk; never written, may be shared.
     Clean,
@@ -26,8 +26,8 @@ pub(crate) enum Use {
 
 /// The part of a frame's record that its lock guards.
 #[derive(Debug)]
-pub(crate) struct Body {
-    pub(crate) used: Use,
+pub(crate) struct FrameState {
+    pub(crate) used: FrameUse,
     /// Whether the content index names this frame. Only indexed frames gain sharers.
     pub(crate) indexed: bool,
     /// Whether one of the eviction queues holds this frame's number.
@@ -36,14 +36,14 @@ pub(crate) struct Body {
     pub(crate) sharers: Sharers,
 }
 
-impl Body {
-    /// Whether the index names this frame, rightly, for content with `fingerprint`.
-    pub(crate) fn stands_for(&self, fingerprint: Fingerprint) -> bool {
-        self.used == Use::Clean && self.indexed && self.fingerprint == fingerprint
+impl FrameState {
+    /// Returns true if the index names this frame for content with `fingerprint`, and the frame holds that content.
+    pub(crate) fn represents(&self, fingerprint: Fingerprint) -> bool {
+        self.used == FrameUse::Clean && self.indexed && self.fingerprint == fingerprint
     }
 }
 
-/// The blocks a frame stands for. One is the common case and needs no allocation.
+/// The blocks that share a frame. One is the common case and needs no allocation.
 #[derive(Debug, Default)]
 pub(crate) enum Sharers {
     #[default]
@@ -81,7 +81,7 @@ impl Sharers {
                     *self = Self::One(last);
                 }
             }
-            _ => unreachable!("{key:?} is no sharer of this frame"),
+            _ => unreachable!("{key:?} does not share this frame"),
         }
     }
 
@@ -92,27 +92,27 @@ impl Sharers {
 
 struct Record {
     touches: AtomicU8,
-    body: Mutex<Body>,
+    state: Mutex<FrameState>,
 }
 
-/// Set in `touches` for a frame that was read ahead: the reader it was read for does not count as a touch.
-const AHEAD: u8 = 0x80;
+/// Set in `touches` for a frame that was read ahead: the read that it was loaded for does not count as a touch.
+const READ_AHEAD: u8 = 0x80;
 
 /// The records of all frames. Lock order: a chunk before a record; of two records, an owned one may be taken first.
-pub(crate) struct Table {
+pub(crate) struct FrameTable {
     records: Box<[Record]>,
 }
 
-impl Table {
+impl FrameTable {
     /// Makes the records of `frame_count` frames.
     ///
     /// # Errors
-    /// Memory for them is refused.
+    /// There is not enough memory for them.
     pub(crate) fn new(frame_count: usize) -> std::io::Result<Self> {
         let record = || Record {
             touches: AtomicU8::new(0),
-            body: Mutex::new(Body {
-                used: Use::None,
+            state: Mutex::new(FrameState {
+                used: FrameUse::None,
                 indexed: false,
                 queued: false,
                 fingerprint: Fingerprint::UNKNOWN,
@@ -125,15 +125,15 @@ impl Table {
         Ok(Self { records: records.into_boxed_slice() })
     }
 
-    pub(crate) fn lock(&self, frame: FrameIndex) -> MutexGuard<'_, Body> {
-        self.records[frame.at()].body.lock()
+    pub(crate) fn lock(&self, frame: FrameIndex) -> MutexGuard<'_, FrameState> {
+        self.records[frame.at()].state.lock()
     }
 
     /// Counts a reader of `frame`. Racing touches may count once: the count only guides eviction.
     pub(crate) fn touch(&self, frame: FrameIndex) {
         let touches = &self.records[frame.at()].touches;
         match touches.load(Ordering::Relaxed) {
-            AHEAD.. => touches.store(0, Ordering::Relaxed),
+            READ_AHEAD.. => touches.store(0, Ordering::Relaxed),
             n if n < TOUCHES_MAX => touches.store(n + 1, Ordering::Relaxed),
             _ => {}
         }
@@ -143,13 +143,13 @@ impl Table {
         self.records[frame.at()].touches.store(count, Ordering::Relaxed);
     }
 
-    pub(crate) fn mark_ahead(&self, frame: FrameIndex) {
-        self.records[frame.at()].touches.store(AHEAD, Ordering::Relaxed);
+    pub(crate) fn mark_read_ahead(&self, frame: FrameIndex) {
+        self.records[frame.at()].touches.store(READ_AHEAD, Ordering::Relaxed);
     }
 
     /// Touches that count for eviction.
     pub(crate) fn touches(&self, frame: FrameIndex) -> u8 {
-        self.records[frame.at()].touches.load(Ordering::Relaxed) & !AHEAD
+        self.records[frame.at()].touches.load(Ordering::Relaxed) & !READ_AHEAD
     }
 
     /// Bytes of memory the records take, without the lists of sharers.
@@ -158,17 +158,17 @@ impl Table {
     }
 }
 
-/// Free frames keep their memory up to this many; beyond, it goes back to the kernel in batches.
+/// Most free frames that keep their memory. Beyond it the memory of all but [`WARM_KEEP`] goes back to the kernel.
 const WARM_MAX: usize = 1024;
 const WARM_KEEP: usize = 512;
 
-/// The frames nobody uses.
+/// The frames that hold no block.
 pub(crate) struct FreeFrames {
     lists: Mutex<Lists>,
 }
 
 struct Lists {
-    /// Used lately: their memory is still there.
+    /// Used lately: they still have memory.
     warm: Vec<OwnedFrame>,
     /// Without memory; the last one is taken first, so the list runs from high numbers to low.
     cold: Vec<OwnedFrame>,
@@ -190,24 +190,24 @@ impl FreeFrames {
         into.extend(cold.drain(cold.len() - from_cold..).rev());
     }
 
-    /// Takes frames back, and gives memory to the kernel when much of it lies idle.
-    pub(crate) fn give(&self, frames: &Frames, mut back: Vec<OwnedFrame>) {
+    /// Puts frames back, and returns memory to the kernel if many free frames have it.
+    pub(crate) fn put(&self, frames: &Frames, mut freed: Vec<OwnedFrame>) {
         let mut lists = self.lists.lock();
-        lists.warm.append(&mut back);
+        lists.warm.append(&mut freed);
         if lists.warm.len() > WARM_MAX {
             let surplus = lists.warm.len() - WARM_KEEP;
-            let mut cooled: Vec<OwnedFrame> = lists.warm.drain(..surplus).collect();
+            let mut trimmed: Vec<OwnedFrame> = lists.warm.drain(..surplus).collect();
             drop(lists);
-            frames.release(&mut cooled);
-            self.lists.lock().cold.append(&mut cooled);
+            frames.release(&mut trimmed);
+            self.lists.lock().cold.append(&mut trimmed);
         }
     }
 
-    /// Gives the memory of all free frames back.
-    pub(crate) fn cool(&self, frames: &Frames) {
-        let mut cooled = std::mem::take(&mut self.lists.lock().warm);
-        frames.release(&mut cooled);
-        self.lists.lock().cold.append(&mut cooled);
+    /// Returns the memory of all free frames to the kernel.
+    pub(crate) fn trim(&self, frames: &Frames) {
+        let mut trimmed = std::mem::take(&mut self.lists.lock().warm);
+        frames.release(&mut trimmed);
+        self.lists.lock().cold.append(&mut trimmed);
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -215,7 +215,7 @@ impl FreeFrames {
         lists.warm.len() + lists.cold.len()
     }
 
-    /// Free frames that still hold memory.
+    /// How many free frames still have memory.
     #[cfg(test)]
     pub(crate) fn warm_len(&self) -> usize {
         self.lists.lock().warm.len()
@@ -233,10 +233,10 @@ mod tests {
     }
 
     #[test]
-    fn what_was_read_ahead_is_not_touched_by_its_first_reader() {
-        assert_eq!(Table::new(1 << 50).err().map(|e| e.kind()), Some(std::io::ErrorKind::OutOfMemory));
-        let table = Table::new(1).unwrap();
-        table.mark_ahead(FrameIndex(0));
+    fn the_read_that_a_frame_was_read_ahead_for_is_not_a_touch() {
+        assert_eq!(FrameTable::new(1 << 50).err().map(|e| e.kind()), Some(std::io::ErrorKind::OutOfMemory));
+        let table = FrameTable::new(1).unwrap();
+        table.mark_read_ahead(FrameIndex(0));
         table.touch(FrameIndex(0));
         assert_eq!(table.touches(FrameIndex(0)), 0);
         table.touch(FrameIndex(0));
@@ -244,16 +244,16 @@ mod tests {
     }
 
     #[test]
-    fn free_frames_come_back_and_their_memory_goes() {
+    fn freed_frames_can_be_taken_again_and_their_memory_is_trimmed() {
         let frames = Frames::new(2 * WARM_MAX).unwrap();
         let free = FreeFrames::new(frames.count());
         let mut taken = Vec::new();
         free.take(3000, &mut taken);
         assert_eq!((taken.len(), free.len()), (2048, 0));
         assert!(taken.windows(2).all(|w| w[0].index() < w[1].index()), "fresh frames come as one run");
-        free.give(&frames, taken);
+        free.put(&frames, taken);
         assert_eq!((free.len(), free.warm_len()), (2048, WARM_KEEP));
-        free.cool(&frames);
+        free.trim(&frames);
         assert_eq!((free.len(), free.warm_len()), (2048, 0));
     }
 }

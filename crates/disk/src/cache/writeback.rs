@@ -1,13 +1,14 @@
-//! Writing back: dirty blocks go to the disk, and are clean and shareable afterwards.
+//! Writing dirty blocks back to the disk, which makes them clean and shareable.
 
-use crate::BLOCK_BYTES;
-use crate::cache::{CHUNK_BLOCKS, Cache, Offered};
+use super::Cache;
+use super::share::Offered;
 use crate::file::BlockFile;
 use crate::fingerprint::Fingerprint;
+use crate::frame_table::BlockKey;
 use crate::frames::FrameIndex;
+use crate::geometry::{BLOCK_BYTES, CHUNK_BLOCKS};
 use crate::image::{Image, State};
 use crate::stats::add;
-use crate::table::BlockKey;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,21 +16,21 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Blocks taken into writeback at once.
 const BATCH_BLOCKS: usize = 1024;
 
-/// Most runs of one batch that are tried again in halves: a disk that refuses everything is not asked for each block.
-/// What a batch leaves is smaller runs, so the next one gets further.
+/// Most runs of one batch that are retried in halves, so that a disk that refuses everything is not asked once a block.
+/// A batch leaves smaller runs behind, so the next one gets further.
 const RETRIES_MAX: usize = 64;
 
-/// A block on its way to the disk.
+/// A block in writeback.
 #[derive(Clone, Copy)]
-struct Leaving {
+struct InFlight {
     block: u64,
     frame: FrameIndex,
 }
 
-/// Blocks in a row, and what the disk said to them.
-type Written<'a> = (&'a [Leaving], io::Result<()>);
+/// A run of consecutive blocks, and the result of its write.
+type WrittenRun<'a> = (&'a [InFlight], io::Result<()>);
 
-/// What became of one batch, or of several in a row.
+/// The result of one batch, or of several.
 struct Batch {
     written: usize,
     /// Where the next batch starts, if there may be more.
@@ -39,30 +40,30 @@ struct Batch {
 }
 
 impl Cache {
-    /// Writes the dirty blocks of `range` (in blocks) back and makes everything written so far durable. What goes
-    /// wrong is noted in the image, to be told once to each of its handles.
+    /// Writes the dirty blocks of `range` (in blocks) back and makes everything written so far durable. Errors are noted
+    /// in the image, which reports them once to each of its handles.
     ///
-    /// Returns whether nothing went wrong.
+    /// Returns true if there was no error.
     pub fn sync(&self, image: &Image, range: Range<u64>) -> bool {
         self.sync_with(image, range, false)
     }
 
-    /// As [`Cache::sync`]; with `attributes`, also what changed of mode, owner and times.
+    /// As [`Cache::sync`]; with `attributes`, mode, owner and times too.
     pub(crate) fn sync_with(&self, image: &Image, range: Range<u64>, attributes: bool) -> bool {
         let errors_before = image.errors.count();
-        // What the disk refused does not keep the rest from becoming durable.
+        // Even if the disk refused blocks, the others become durable.
         let flushed = self.flush_range(image, range).is_ok();
         let _flush = image.flush.lock();
         if !image.unsynced.swap(false, Ordering::AcqRel) && !attributes {
             return flushed && image.errors.count() == errors_before;
         }
-        // Other flushes wait: whoever syncs after us must not find `unsynced` cleared before the disk has answered.
+        // With `flush` locked, a later sync cannot find `unsynced` cleared before the disk has answered this one.
         add(&self.counters.syncs, 1);
         let result = image.file().and_then(|file| if attributes { file.sync_attributes() } else { file.sync() });
         if let Err(error) = &result {
             add(&self.counters.writeback_errors, 1);
             image.errors.note(error);
-            // Not durable, so the next sync asks the disk again instead of finding nothing to do.
+            // Set again, so that the next sync asks the disk instead of finding nothing to do.
             image.unsynced.store(true, Ordering::Release);
         }
         flushed && result.is_ok() && image.errors.count() == errors_before
@@ -71,17 +72,17 @@ impl Cache {
     /// Writes all dirty blocks of `range` (in blocks) back.
     ///
     /// # Errors
-    /// The first of the disk, after every other block was tried too; it is noted in the image, and the blocks
-    /// concerned stay dirty.
+    /// The disk's first error, after every other block was tried too. It is noted in the image, and the refused blocks
+    /// stay dirty.
     pub fn flush_range(&self, image: &Image, range: Range<u64>) -> io::Result<()> {
         self.flush_up_to(image, usize::MAX, range, false).result
     }
 
-    /// Writes up to `count` dirty blocks back; returns how many. A disk that takes nothing of a batch is asked no
-    /// further: whoever needs frames looks elsewhere.
+    /// Writes up to `count` dirty blocks back; returns how many. Stops at a batch of which the disk accepts nothing, so
+    /// that a caller that needs frames can flush another image.
     ///
     /// # Errors
-    /// The disk's, when it took nothing at all.
+    /// The disk's, if it accepted nothing at all.
     pub(crate) fn flush_some(&self, image: &Image, count: usize) -> io::Result<usize> {
         match self.flush_up_to(image, count, 0..u64::MAX, true) {
             Batch { written: 0, result: Err(error), .. } => Err(error),
@@ -89,16 +90,16 @@ impl Cache {
         }
     }
 
-    /// One pass upwards: it meets everything that is dirty now, once, and ends at the image's end whatever writers do.
-    fn flush_up_to(&self, image: &Image, count: usize, range: Range<u64>, give_up: bool) -> Batch {
+    /// One ascending pass: it meets every block that is dirty now once, and ends at the image's end whatever writers do.
+    fn flush_up_to(&self, image: &Image, count: usize, range: Range<u64>, stop_if_refused: bool) -> Batch {
         let mut all = Batch { written: 0, next: Some(range.start), result: Ok(()) };
         while let Some(from) = all.next.filter(|_| all.written < count) {
             let batch = self.flush_batch(image, (count - all.written).min(BATCH_BLOCKS), from..range.end);
-            let is_vain = batch.result.is_err() && batch.written == 0;
+            let is_refused = batch.result.is_err() && batch.written == 0;
             all.written += batch.written;
             all.next = batch.next;
             all.result = all.result.and(batch.result);
-            if give_up && is_vain {
+            if stop_if_refused && is_refused {
                 break;
             }
         }
@@ -112,12 +113,12 @@ impl Cache {
         if batch.is_empty() {
             return Batch { written: 0, next: None, result: Ok(()) };
         }
-        let runs: Vec<&[Leaving]> =
+        let runs: Vec<&[InFlight]> =
             batch.chunk_by(|a, b| a.block + 1 == b.block).flat_map(|run| run.chunks(CHUNK_BLOCKS)).collect();
-        // Read after the blocks went into writeback: whatever they hold was inside this size.
+        // Read after the blocks went into writeback, so all of their data lies inside this size.
         let size = image.size();
-        let mut results: Vec<Written<'_>> = Vec::new();
-        let changed = image.change(|file| {
+        let mut results: Vec<WrittenRun<'_>> = Vec::new();
+        let changed = image.change_content(|file| {
             results = self.write_runs(file, &runs, size);
             Ok(())
         });
@@ -134,10 +135,10 @@ impl Cache {
                 Ok(()) => {
                     written += run.len();
                     add(&image.counters.disk_written_bytes, run.len() * BLOCK_BYTES);
-                    run.iter().for_each(|leaving| self.arrived(image, *leaving, &mut fresh));
+                    run.iter().for_each(|block| self.complete(image, *block, &mut fresh));
                 }
                 Err(error) => {
-                    run.iter().for_each(|leaving| self.refused(image, *leaving));
+                    run.iter().for_each(|block| self.fail(image, *block));
                     first_error.get_or_insert(error);
                 }
             }
@@ -151,7 +152,7 @@ impl Cache {
     }
 
     /// Moves up to `count` dirty blocks of `range` into writeback, in ascending order.
-    fn take_dirty(&self, image: &Image, count: usize, range: Range<u64>) -> (Vec<Leaving>, Option<u64>) {
+    fn take_dirty(&self, image: &Image, count: usize, range: Range<u64>) -> (Vec<InFlight>, Option<u64>) {
         let chunk_blocks = CHUNK_BLOCKS as u64;
         let first = range.start / chunk_blocks;
         let last = range.end.div_ceil(chunk_blocks);
@@ -169,7 +170,7 @@ impl Cache {
                     && range.contains(&block)
                 {
                     entries.set(at, State::Writeback(frame));
-                    batch.push(Leaving { block, frame });
+                    batch.push(InFlight { block, frame });
                 }
             }
             if entries.dirty() == 0 {
@@ -179,7 +180,7 @@ impl Cache {
         (batch, None)
     }
 
-    fn write_runs<'a>(&self, file: &dyn BlockFile, runs: &[&'a [Leaving]], size: u64) -> Vec<Written<'a>> {
+    fn write_runs<'a>(&self, file: &dyn BlockFile, runs: &[&'a [InFlight]], size: u64) -> Vec<WrittenRun<'a>> {
         let retries = AtomicUsize::new(RETRIES_MAX);
         let next = AtomicUsize::new(0);
         let worker = || {
@@ -189,10 +190,10 @@ impl Cache {
             }
             done
         };
-        // Many small runs: several in flight, or the disk idles between them.
+        // Many small runs are written by several threads, or the disk would idle between them.
         let others = self.config.workers.min(runs.len() / 4).saturating_sub(1);
         let mut results = std::thread::scope(|scope| {
-            // Threads may be refused; this one writes in any case.
+            // The system may refuse threads; this one writes in any case.
             let spawn = |_| std::thread::Builder::new().spawn_scoped(scope, worker).ok();
             let others: Vec<_> = (0..others).filter_map(spawn).collect();
             let mut results = worker();
@@ -205,22 +206,22 @@ impl Cache {
         results
     }
 
-    /// Writes a run of blocks. A refused one is tried again in halves, so that a bad block keeps none of its
-    /// neighbours from the disk.
+    /// Writes a run of blocks. Retries a refused run in halves, so that a bad block keeps no neighbour from the disk.
     fn write_run<'a>(
         &self,
         file: &dyn BlockFile,
-        run: &'a [Leaving],
+        run: &'a [InFlight],
         size: u64,
         retries: &AtomicUsize,
-        done: &mut Vec<Written<'a>>,
+        done: &mut Vec<WrittenRun<'a>>,
     ) {
         let offset = run[0].block * BLOCK_BYTES as u64;
-        let frames: Vec<FrameIndex> = run.iter().map(|leaving| leaving.frame).collect();
+        let frames: Vec<FrameIndex> = run.iter().map(|block| block.frame).collect();
         let bytes = size.saturating_sub(offset).min((run.len() * BLOCK_BYTES) as u64) as usize;
         let result = self.frames.gather(&frames, bytes, |buffers| file.write_at(buffers, offset));
-        let again = || retries.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok();
-        if result.is_err() && run.len() > 1 && again() {
+        let may_retry =
+            || retries.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok();
+        if result.is_err() && run.len() > 1 && may_retry() {
             let (low, high) = run.split_at(run.len() / 2);
             self.write_run(file, low, size, retries, done);
             self.write_run(file, high, size, retries, done);
@@ -229,64 +230,64 @@ impl Cache {
         }
     }
 
-    /// The disk has the block: it is clean, and shared if its content is there already.
-    fn arrived(&self, image: &Image, leaving: Leaving, fresh: &mut Vec<(FrameIndex, Fingerprint)>) {
-        let key = BlockKey { image: image.id, block: leaving.block };
-        let fingerprint = self.fingerprint(leaving.frame);
-        let chunk = image.chunk(leaving.block / CHUNK_BLOCKS as u64);
-        let at = leaving.block as usize % CHUNK_BLOCKS;
+    /// Makes a written block clean, and shared if its content is in memory already.
+    fn complete(&self, image: &Image, written: InFlight, fresh: &mut Vec<(FrameIndex, Fingerprint)>) {
+        let key = BlockKey { image: image.id, block: written.block };
+        let fingerprint = self.fingerprint(written.frame);
+        let chunk = image.chunk(written.block / CHUNK_BLOCKS as u64);
+        let at = written.block as usize % CHUNK_BLOCKS;
         let mut freed = None;
         {
             let mut entries = chunk.entries.write();
-            if entries.state(at) != State::Writeback(leaving.frame) {
-                // Written again meanwhile: the newer content is in another frame.
-                freed = Some(self.disown(leaving.frame));
+            if entries.state(at) != State::Writeback(written.frame) {
+                // Written again since: the newer content is in another frame.
+                freed = Some(self.disown(written.frame));
             } else if fingerprint == Fingerprint::ZERO_BLOCK {
                 entries.set(at, State::Zero);
-                freed = Some(self.disown(leaving.frame));
+                freed = Some(self.disown(written.frame));
             } else {
-                match self.offer(leaving.frame, fingerprint, key) {
+                match self.offer(written.frame, fingerprint, key) {
                     Offered::Kept => {
-                        entries.set(at, State::Clean(leaving.frame));
-                        fresh.push((leaving.frame, fingerprint));
+                        entries.set(at, State::Clean(written.frame));
+                        fresh.push((written.frame, fingerprint));
                     }
                     Offered::SharedWith(other) => {
                         add(&self.counters.shared_after_writeback, 1);
                         entries.set(at, State::Clean(other));
-                        freed = Some(self.disown(leaving.frame));
+                        freed = Some(self.disown(written.frame));
                     }
                 }
                 if let Some(fingerprints) = &mut *image.fingerprints.lock() {
-                    fingerprints.learn(leaving.block, &[fingerprint]);
+                    fingerprints.learn(written.block, &[fingerprint]);
                 }
             }
         }
         self.dirty_blocks.fetch_sub(1, Ordering::Relaxed);
         image.dirty_blocks.fetch_sub(1, Ordering::Relaxed);
-        self.give(freed.into_iter().collect());
+        self.free_frames(freed.into_iter().collect());
     }
 
-    /// The disk refused the block: it stays dirty, unless it was written again and the newer content is what counts.
-    fn refused(&self, image: &Image, leaving: Leaving) {
-        let number = leaving.block / CHUNK_BLOCKS as u64;
+    /// Makes a refused block dirty again, unless it was written again and its newer content is in another frame.
+    fn fail(&self, image: &Image, refused: InFlight) {
+        let number = refused.block / CHUNK_BLOCKS as u64;
         let chunk = image.chunk(number);
-        let at = leaving.block as usize % CHUNK_BLOCKS;
+        let at = refused.block as usize % CHUNK_BLOCKS;
         let mut entries = chunk.entries.write();
-        if entries.state(at) == State::Writeback(leaving.frame) {
-            entries.set(at, State::Dirty(leaving.frame));
+        if entries.state(at) == State::Writeback(refused.frame) {
+            entries.set(at, State::Dirty(refused.frame));
             image.dirty_chunks.lock().insert(number);
         } else {
             drop(entries);
-            let freed = self.disown(leaving.frame);
+            let freed = self.disown(refused.frame);
             self.dirty_blocks.fetch_sub(1, Ordering::Relaxed);
             image.dirty_blocks.fetch_sub(1, Ordering::Relaxed);
-            self.give(vec![freed]);
+            self.free_frames(vec![freed]);
         }
     }
 
-    /// The periodic flush: up to the batch of each image, on from where the last one ended, so that a part that is written
-    /// all the time does not keep the rest from the disk. Where more than the background mark is left, the next one is
-    /// wanted at once. Returns how many blocks were written. Errors are noted in their images.
+    /// The periodic flush: up to `flush_batch` blocks of each image. It continues where the last one ended, so that a part
+    /// that is written all the time does not keep the rest from the disk. If more than the background mark is left, it
+    /// requests the next one. Returns how many blocks were written. Errors are noted in their images.
     pub fn flush_tick(&self) -> usize {
         let mut written = 0;
         for image in self.images().iter().filter(|image| image.dirty_bytes() > 0) {
@@ -302,9 +303,9 @@ impl Cache {
                 }
             }
         }
-        // Disks that take nothing are asked again in time.
+        // If the disks accepted nothing, the next flush comes with the interval only.
         if written > 0 && self.dirty_blocks.load(Ordering::Relaxed) > self.config.dirty_background() {
-            self.want_flush();
+            self.request_flush();
         }
         written
     }
@@ -319,14 +320,14 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn a_flush_goes_on_in_batches_down_to_the_background_mark() {
+    fn flushes_continue_in_batches_down_to_the_background_mark() {
         let config =
             Config { cache_bytes: 4 << 20, flush_batch: 16, dirty_background_percent: 10, ..Config::default() };
         let cache = Cache::new(config).unwrap();
         let file = Arc::new(SimFile::new(vec![0; 4 << 20]));
         let image = cache.add_image("x", file.clone()).unwrap();
         let dirty = || image.dirty_bytes() as usize / BLOCK_BYTES;
-        // The writers ask for a flush; after that nobody writes.
+        // The writes request a flush; no write follows.
         let write = |byte| (0..4).for_each(|n| cache.write(&image, n << 20, &[byte; 100 * BLOCK_BYTES]).unwrap());
         write(7);
         let mut ticks = 0;
@@ -337,7 +338,7 @@ mod tests {
         }
         let mark = cache.config.dirty_background();
         assert!((1..=mark).contains(&dirty()), "{} blocks after {ticks} ticks", dirty());
-        // A disk that takes nothing is left alone until the interval is over.
+        // A disk that accepts nothing is not asked again until the interval is over.
         write(8);
         file.set_faults(Faults { write: Some(libc::EIO), ..Faults::default() });
         assert!(cache.wait_for_flush(Duration::ZERO));
@@ -358,7 +359,7 @@ mod tests {
             assert!(cache.flush_tick() > 0);
         }
         assert_eq!(file.data()[old as usize], 7);
-        // Nor is the beginning left alone: there they go on after the end.
+        // After the end it continues at the beginning.
         assert!(cache.flush_tick() > 0);
         assert_eq!(file.data()[0], 3);
     }

@@ -1,13 +1,12 @@
-//! Fingerprints beside the images: what each block of an image contains, kept over restarts.
+//! Fingerprint files: what each block of an image contains, kept across restarts.
 //!
-//! With them a block whose content some image already brought in is shared without reading the disk. They are a
-//! memory of the disk, never an authority over it: a file is used only while the image is exactly the version it was
-//! made from (size, mtime, ctime, file system, inode), every section carries a checksum keyed with the directory's secret,
-//! and whatever does not fit is said, dropped and learnt anew.
+//! With them a block is shared without reading the disk if another image has loaded its content. A file is used only
+//! while the image is exactly the version it was made from (size, mtime, ctime, file system, inode). Every section
+//! carries a checksum keyed with the directory's secret. A file that does not fit is reported, dropped and learnt again.
 //!
 //! The host commits an image's times later than its data, so after a power cut new data may carry old times. The file
-//! is therefore gone, durably, before the first change of our own, and made anew from what is durable. It is called
-//! after the image's inode: an image may have several names, and get others.
+//! is therefore removed, durably, before the cache's first change of the image, and made again from durable data. It is
+//! named after the image's inode, because an image may have several names and be renamed.
 //!
 //! # Format, version 1 (all numbers little endian)
 //! | bytes | what |
@@ -25,10 +24,9 @@
 //! Sections ascend by chunk number. A checksum is keyed BLAKE3 over the bytes before it (in a section: since its
 //! start), cut to 16 bytes.
 
-use crate::BLOCK_BYTES;
-use crate::cache::CHUNK_BLOCKS;
 use crate::file::Stamp;
 use crate::fingerprint::Fingerprint;
+use crate::geometry::{BLOCK_BYTES, CHUNK_BLOCKS};
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::ops::Range;
@@ -40,11 +38,11 @@ const HEAD_BYTES: usize = 88;
 const SUM_BYTES: usize = 16;
 const SECTION_BYTES: usize = 8 + CHUNK_BLOCKS * 16 + SUM_BYTES;
 
-/// Why a fingerprint file cannot be used. Each is cured by learning anew.
+/// Why a fingerprint file cannot be used. The cache then learns the fingerprints again.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Rejected {
-    /// Not one of ours, or of a version this program does not know.
-    #[error("it is no fingerprint file of version 1 for 4096-byte blocks")]
+    /// Not a fingerprint file, or of a version this program does not know.
+    #[error("it is not a fingerprint file of version 1 for 4096-byte blocks")]
     Foreign,
     /// A checksum or a count does not fit.
     #[error("it is damaged at byte {0}")]
@@ -54,15 +52,15 @@ pub enum Rejected {
     Stale,
 }
 
-/// The fingerprints of an image's blocks, as far as they are known.
+/// The known fingerprints of an image's blocks.
 #[derive(Debug, Default, PartialEq)]
-pub struct Known {
+pub struct BlockFingerprints {
     chunks: BTreeMap<u64, Box<[Fingerprint; CHUNK_BLOCKS]>>,
-    /// What became of the file, for the status.
+    /// What happened to the file, for the status.
     pub(crate) outcome: String,
 }
 
-impl Known {
+impl BlockFingerprints {
     /// The fingerprint of `block`.
     pub(crate) fn get(&self, block: u64) -> Fingerprint {
         let chunk = self.chunks.get(&(block / CHUNK_BLOCKS as u64));
@@ -101,9 +99,9 @@ impl Known {
         }
     }
 
-    /// Bytes of memory they take.
+    /// Bytes of memory that they take.
     pub(crate) fn memory_bytes(&self) -> usize {
-        // A node of the map is two thirds full: number, pointer, and a little more.
+        // The map's nodes are two thirds full: 32 bytes for number, pointer and the unused part.
         self.chunks.len() * (size_of::<[Fingerprint; CHUNK_BLOCKS]>() + 32)
     }
 
@@ -112,7 +110,7 @@ impl Known {
         self.chunks.values().flat_map(|chunk| chunk.iter()).filter(|&&f| f != Fingerprint::UNKNOWN).count()
     }
 
-    /// Makes the file's bytes for the image version `stamp`.
+    /// Encodes the file for the image version `stamp`.
     pub fn encode(&self, stamp: &Stamp, key: &[u8; 32]) -> Vec<u8> {
         let mut out = Vec::with_capacity(HEAD_BYTES + self.chunks.len() * SECTION_BYTES);
         out.extend_from_slice(MAGIC);
@@ -133,7 +131,7 @@ impl Known {
         out
     }
 
-    /// Reads a file's bytes back, for an image that is `stamp` now.
+    /// Decodes a file, for an image whose version is `stamp` now.
     ///
     /// # Errors
     /// [`Rejected`]; nothing of such a file is used.
@@ -189,7 +187,7 @@ fn encode_stamp(stamp: &Stamp) -> [u8; 48] {
 }
 
 fn checksum(bytes: &[u8], key: &[u8; 32]) -> [u8; SUM_BYTES] {
-    // Another use of the key than the blocks' own fingerprints, so another key.
+    // A key of its own, because the blocks' fingerprints use the directory's key.
     let key = blake3::derive_key("pagefold disk fingerprint file checksum v1", key);
     blake3::keyed_hash(&key, bytes).as_bytes()[..SUM_BYTES].try_into().expect("a hash has 32 bytes")
 }
@@ -201,7 +199,7 @@ pub struct FingerprintDir {
 }
 
 impl FingerprintDir {
-    /// Opens `path`, making it and its key where they are missing, but no directory above it: a typing error shall not.
+    /// Opens `path`. Makes it and its key if they are missing, but no directory above it, so that a typing error makes none.
     ///
     /// # Errors
     /// The directory or the key cannot be made or read.
@@ -219,7 +217,7 @@ impl FingerprintDir {
         let key = match key {
             Some(key) => key,
             None => {
-                // Missing or of a wrong length: a new one. Files made with the old one no longer fit, and say so.
+                // Missing, or of a wrong length. Files made with the old key are rejected as damaged.
                 let mut key = [0; 32];
                 std::io::Read::read_exact(&mut std::fs::File::open("/dev/urandom")?, &mut key)?;
                 let new = path.join("key.new");
@@ -239,36 +237,36 @@ impl FingerprintDir {
         self.key
     }
 
-    /// Where the file of the image with inode number `ino` lies.
-    pub(crate) fn file_of(&self, ino: u64) -> PathBuf {
+    /// The path of the file for the image with inode number `ino`.
+    pub(crate) fn file_path(&self, ino: u64) -> PathBuf {
         self.path.join(format!("{ino:016x}.fp"))
     }
 
-    /// Loads what is known about the image that is `stamp` now. The second value tells why a file that is
-    /// there cannot be used.
-    pub fn load(&self, stamp: &Stamp) -> (Known, Option<String>) {
-        let fresh = |outcome: &str| Known { outcome: outcome.to_owned(), ..Known::default() };
-        match std::fs::read(self.file_of(stamp.ino)) {
-            Ok(bytes) => match Known::decode(&bytes, stamp, &self.key) {
+    /// Loads the fingerprints of an image whose version is `stamp` now. The second value says why an existing file
+    /// cannot be used.
+    pub fn load(&self, stamp: &Stamp) -> (BlockFingerprints, Option<String>) {
+        let empty = |outcome: &str| BlockFingerprints { outcome: outcome.to_owned(), ..BlockFingerprints::default() };
+        match std::fs::read(self.file_path(stamp.ino)) {
+            Ok(bytes) => match BlockFingerprints::decode(&bytes, stamp, &self.key) {
                 Ok(mut known) => {
                     known.outcome = format!("{} blocks known", known.block_count());
                     (known, None)
                 }
-                Err(why) => (fresh(&format!("rebuilding: {why}")), Some(why.to_string())),
+                Err(why) => (empty(&format!("rebuilding: {why}")), Some(why.to_string())),
             },
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => (fresh("learning"), None),
-            Err(error) => (fresh(&format!("rebuilding: {error}")), Some(error.to_string())),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => (empty("learning"), None),
+            Err(error) => (empty(&format!("rebuilding: {error}")), Some(error.to_string())),
         }
     }
 
-    /// Writes the bytes of [`Known::encode`] for the image with inode number `ino` beside its file, and returns where:
-    /// renamed to the file's name they count.
+    /// Writes the bytes of [`BlockFingerprints::encode`] to a new file, and returns its path. The caller renames it to
+    /// [`FingerprintDir::file_path`] to make it count.
     ///
     /// # Errors
-    /// The directory is full or read-only; the file that was there is untouched.
-    pub(crate) fn write(&self, ino: u64, bytes: &[u8]) -> std::io::Result<PathBuf> {
+    /// The directory is full or read-only; an existing file is untouched.
+    pub(crate) fn write_new(&self, ino: u64, bytes: &[u8]) -> std::io::Result<PathBuf> {
         use std::os::unix::fs::OpenOptionsExt;
-        let new = self.file_of(ino).with_extension("new");
+        let new = self.file_path(ino).with_extension("new");
         let mut file = std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
         file.write_all(bytes)?;
         file.sync_all()?;
@@ -282,7 +280,7 @@ pub(crate) fn remove(file: &Path) -> std::io::Result<()> {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    // Also where it was gone already, perhaps with its directory: perhaps not durably.
+    // Synced even if the file was missing, because an earlier removal of it, or of its directory, may not be durable.
     for directory in file.ancestors().skip(1) {
         let directory = if directory.as_os_str().is_empty() { Path::new(".") } else { directory };
         match std::fs::File::open(directory) {
@@ -299,8 +297,8 @@ mod tests {
 
     const KEY: [u8; 32] = [7; 32];
 
-    fn sample() -> (Known, Stamp) {
-        let mut known = Known::default();
+    fn sample() -> (BlockFingerprints, Stamp) {
+        let mut known = BlockFingerprints::default();
         known.learn(3, &[Fingerprint(99), Fingerprint::ZERO_BLOCK]);
         known.learn(1000, &[Fingerprint(u128::MAX)]);
         let stamp = Stamp { size: 5 << 20, mtime: (5, 6), ctime: (7, 8), dev: 9, ino: 10 };
@@ -308,9 +306,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_comes_back() {
+    fn encoded_fingerprints_decode_to_the_same() {
         let (known, stamp) = sample();
-        let back = Known::decode(&known.encode(&stamp, &KEY), &stamp, &KEY).unwrap();
+        let back = BlockFingerprints::decode(&known.encode(&stamp, &KEY), &stamp, &KEY).unwrap();
         assert_eq!(back, known);
         assert_eq!(back.get(3), Fingerprint(99));
         assert_eq!(back.get(5), Fingerprint::UNKNOWN);
@@ -329,7 +327,7 @@ mod tests {
             Stamp { ino: 1, ..stamp },
         ];
         for other in others {
-            assert_eq!(Known::decode(&bytes, &other, &KEY), Err(Rejected::Stale), "{other:?}");
+            assert_eq!(BlockFingerprints::decode(&bytes, &other, &KEY), Err(Rejected::Stale), "{other:?}");
         }
     }
 
@@ -340,12 +338,12 @@ mod tests {
         for at in (0..bytes.len()).step_by(7).chain(0..HEAD_BYTES) {
             let mut damaged = bytes.clone();
             damaged[at] ^= 0x10;
-            assert!(Known::decode(&damaged, &stamp, &KEY).is_err(), "byte {at} went unnoticed");
-            assert!(Known::decode(&bytes[..at], &stamp, &KEY).is_err(), "a cut at {at} went unnoticed");
+            assert!(BlockFingerprints::decode(&damaged, &stamp, &KEY).is_err(), "byte {at} went unnoticed");
+            assert!(BlockFingerprints::decode(&bytes[..at], &stamp, &KEY).is_err(), "a cut at {at} went unnoticed");
         }
         let longer = [&bytes[..], &[0]].concat();
-        assert!(Known::decode(&longer, &stamp, &KEY).is_err());
-        assert!(Known::decode(&bytes, &stamp, &[8; 32]).is_err(), "another key");
+        assert!(BlockFingerprints::decode(&longer, &stamp, &KEY).is_err());
+        assert!(BlockFingerprints::decode(&bytes, &stamp, &[8; 32]).is_err(), "another key");
     }
 
     #[test]
@@ -372,20 +370,23 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_keeps_its_key_and_mends_a_bad_one() {
+    fn a_directory_keeps_its_key_and_replaces_a_bad_one() {
         let dir = tempfile::tempdir().unwrap();
         let first = FingerprintDir::open(&dir.path().join("fp")).unwrap();
         let (known, stamp) = sample();
-        let new = first.write(stamp.ino, &known.encode(&stamp, &first.key())).unwrap();
-        std::fs::rename(new, first.file_of(stamp.ino)).unwrap();
+        let new = first.write_new(stamp.ino, &known.encode(&stamp, &first.key())).unwrap();
+        std::fs::rename(new, first.file_path(stamp.ino)).unwrap();
         let second = FingerprintDir::open(&dir.path().join("fp")).unwrap();
         assert_eq!(first.key(), second.key());
         assert_eq!(second.load(&stamp).0.block_count(), 3);
         std::fs::write(dir.path().join("fp/key"), b"short").unwrap();
         let third = FingerprintDir::open(&dir.path().join("fp")).unwrap();
         assert_ne!(first.key(), third.key());
-        assert!(third.load(&stamp).1.is_some(), "what was made with the old key no longer fits");
+        assert!(third.load(&stamp).1.is_some(), "a file made with the old key no longer fits");
         let other = Stamp { ino: 11, ..stamp };
-        assert_eq!(third.load(&other), (Known { outcome: "learning".into(), ..Known::default() }, None));
+        assert_eq!(
+            third.load(&other),
+            (BlockFingerprints { outcome: "learning".into(), ..BlockFingerprints::default() }, None)
+        );
     }
 }

@@ -1,22 +1,23 @@
-//! Room: frames for those who need them, and a bound on what is dirty.
+//! Allocating frames: free ones, then those of evicted clean blocks, then those of flushed dirty blocks.
 //!
-//! Frames are had from the free ones, then by evicting clean blocks, then by flushing dirty ones. All of it is done by
-//! whoever needs the room, with at most `shape` held.
+//! The thread that needs frames evicts and flushes by itself, with at most `layout` locked. It also bounds how many
+//! blocks are dirty.
 
-use super::{CHUNK_BLOCKS, Cache};
+use super::Cache;
 use crate::error::Error;
+use crate::frame_table::{BlockKey, FrameUse};
 use crate::frames::OwnedFrame;
+use crate::geometry::CHUNK_BLOCKS;
 use crate::image::{Image, State};
 use crate::stats::add;
-use crate::table::{BlockKey, Use};
 use std::io;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// How long a write waits for frames that others have, as where a disk hangs.
-const PATIENCE: Duration = Duration::from_secs(30);
-/// How often it looks.
-const PAUSE: Duration = Duration::from_millis(1);
+/// How long a write waits for frames that other requests hold, for example while a disk hangs.
+const WAIT_MAX: Duration = Duration::from_secs(30);
+/// Pause between two tries.
+const RETRY_PAUSE: Duration = Duration::from_millis(1);
 
 impl Cache {
     /// Finds up to `count` frames: free ones, then those of evicted blocks, then of flushed ones.
@@ -27,7 +28,7 @@ impl Cache {
             if into.len() >= goal {
                 return;
             }
-            // A few more than asked, so that the next one need not evict at once.
+            // A few more than needed, so that the next caller need not evict.
             if self.evict(goal - into.len() + 32) == 0 && self.flush_others(None) == 0 {
                 break;
             }
@@ -35,24 +36,24 @@ impl Cache {
         self.free.take(goal - into.len(), into);
     }
 
-    /// Has `spare` hold `count` frames, for who cannot do without. Where there are none they are in the hands of other
-    /// requests, and come back: nobody who waits for them here has any. No lock but `shape` may be held.
+    /// Fills `spare` up to `count` frames, for a caller that cannot continue without them. If there are none, other
+    /// requests hold them and will free them: a thread that waits here holds no frame. No lock but `layout` may be held.
     pub(super) fn allocate_all(&self, count: usize, spare: &mut Vec<OwnedFrame>) -> Result<(), Error> {
         let mut began = None;
         while spare.len() < count {
             self.allocate(count - spare.len(), spare);
             if spare.len() < count {
-                if began.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
+                if began.get_or_insert_with(Instant::now).elapsed() > WAIT_MAX {
                     return Err(Error::Full(io::Error::from_raw_os_error(libc::ENOMEM)));
                 }
-                self.give(std::mem::take(spare));
-                std::thread::sleep(PAUSE);
+                self.free_frames(std::mem::take(spare));
+                std::thread::sleep(RETRY_PAUSE);
             }
         }
         Ok(())
     }
 
-    /// Evicts until `count` frames became free or nothing more can go; returns how many did.
+    /// Evicts until `count` frames are free or no more can be evicted; returns how many were.
     fn evict(&self, count: usize) -> usize {
         let mut freed = Vec::new();
         let mut tries = self.frames.count() * 2;
@@ -61,36 +62,36 @@ impl Cache {
             let victim = self.queues.lock().pop(|f| self.table.touches(f), |f, n| self.table.set_touches(f, n));
             let Some(frame) = victim else { break };
             let sharers: Vec<BlockKey> = {
-                let mut body = self.table.lock(frame);
-                body.queued = false;
-                if body.used != Use::Clean {
+                let mut state = self.table.lock(frame);
+                state.queued = false;
+                if state.used != FrameUse::Clean {
                     continue;
                 }
-                body.sharers.as_slice().to_vec()
+                state.sharers.as_slice().to_vec()
             };
             let fingerprint = self.table.lock(frame).fingerprint;
-            let mut gone = None;
+            let mut evicted = None;
             for key in sharers {
                 let Some(image) = self.image(key.image) else { continue };
                 let Some(chunk) = image.existing_chunk(key.block / CHUNK_BLOCKS as u64) else { continue };
                 let at = key.block as usize % CHUNK_BLOCKS;
                 let mut entries = chunk.entries.write();
                 if entries.state(at) == State::Clean(frame) {
-                    gone = self.leave(frame, key);
+                    evicted = self.leave(frame, key);
                     entries.set(at, State::Absent);
                 }
             }
-            match gone {
+            match evicted {
                 Some(frame) => {
                     self.queues.lock().remember(fingerprint.index_key());
                     freed.push(frame);
                 }
                 None => {
-                    // It gained a sharer meanwhile, or one is just being installed.
+                    // It has gained a sharer since, or a loading thread is about to enter one.
                     let mut queues = self.queues.lock();
-                    let mut body = self.table.lock(frame);
-                    if body.used == Use::Clean && !body.queued {
-                        body.queued = true;
+                    let mut state = self.table.lock(frame);
+                    if state.used == FrameUse::Clean && !state.queued {
+                        state.queued = true;
                         queues.put_back(frame);
                     }
                 }
@@ -98,11 +99,11 @@ impl Cache {
         }
         let count = freed.len();
         add(&self.counters.evictions, count);
-        self.give(freed);
+        self.free_frames(freed);
         count
     }
 
-    /// Flushes some blocks of the image with the most dirty ones whose disk takes them; returns how many went.
+    /// Flushes some blocks of the image with the most dirty ones whose disk accepts them; returns how many.
     fn flush_others(&self, except: Option<&Image>) -> usize {
         let mut images = self.images();
         images.retain(|image| image.dirty_bytes() > 0 && except.is_none_or(|e| e.id != image.id));
@@ -113,13 +114,13 @@ impl Cache {
 
     /// Flushes until `count` more dirty blocks of `image` are allowed.
     ///
-    /// A writer answers for his own image's disk only: where another one refuses its blocks, he goes on with none of
-    /// his own left dirty.
-    pub(super) fn make_room_for_dirty(&self, image: &Image, count: usize) -> Result<(), Error> {
-        let room = self.config.dirty_max().max(count + 1) - count;
-        while self.dirty_blocks.load(Ordering::Relaxed) > room {
+    /// A write fails only if its own image's disk refuses blocks. If another disk does, the write continues once its own
+    /// image has no dirty block left.
+    pub(super) fn limit_dirty(&self, image: &Image, count: usize) -> Result<(), Error> {
+        let dirty_max = self.config.dirty_max().max(count + 1) - count;
+        while self.dirty_blocks.load(Ordering::Relaxed) > dirty_max {
             let own = if image.dirty_bytes() > 0 { self.flush_some(image, 1024) } else { Ok(0) };
-            // Where his own disk takes nothing, others may still make room.
+            // If its own disk accepts nothing, flushing others may still be enough.
             if !matches!(own, Ok(1..)) && self.flush_others(Some(image)) == 0 {
                 return own.map(drop).map_err(Error::Full);
             }
@@ -131,13 +132,13 @@ impl Cache {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::BLOCK_BYTES;
     use crate::config::Config;
+    use crate::geometry::BLOCK_BYTES;
     use crate::sim::{Faults, SimFile};
     use std::sync::Arc;
 
     #[test]
-    fn a_write_waits_for_frames_that_others_have() {
+    fn a_write_waits_for_frames_that_other_requests_hold() {
         let cache = Cache::new(Config { cache_bytes: 4 << 20, ..Config::default() }).unwrap();
         let file = Arc::new(SimFile::new(vec![1; 1 << 20]));
         let image = cache.add_image("x", file.clone()).unwrap();
@@ -147,8 +148,8 @@ mod tests {
             let write = scope.spawn(|| cache.write(&image, 1000, &[2; 100_000]));
             std::thread::sleep(Duration::from_millis(100));
             assert!(!write.is_finished());
-            // One by one: not all that it needs at once.
-            taken.drain(..).for_each(|frame| cache.give(vec![frame]));
+            // One by one: less than it needs each time.
+            taken.drain(..).for_each(|frame| cache.free_frames(vec![frame]));
             write.join().unwrap().unwrap();
         });
         assert!(cache.sync(&image, 0..u64::MAX));
@@ -157,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_block_of_ones_own_is_no_error_where_another_image_has_the_room() {
+    fn a_bad_block_fails_no_write_while_another_image_can_be_flushed() {
         let config = Config { cache_bytes: 4 << 20, dirty_percent: 1, ..Config::default() };
         let cache = Cache::new(config).unwrap();
         let files = [(); 2].map(|()| Arc::new(SimFile::new(vec![1; 1 << 20])));
@@ -169,7 +170,7 @@ mod tests {
         }
         assert!(bad.dirty_bytes() > 0 && full.dirty_bytes() > 0);
         cache.write(&bad, 1 << 16, &[2; BLOCK_BYTES]).unwrap();
-        // Nobody else has room: now it is its own.
+        // No other image can be flushed any more: now the error is reported.
         files[1].set_faults(Faults { write: Some(libc::EIO), ..Faults::default() });
         let refused = (0..64).find_map(|n| cache.write(&bad, n << 12, &[3; BLOCK_BYTES]).err());
         assert_eq!(refused.map(|error| error.errno()), Some(libc::EIO));
