@@ -1,9 +1,9 @@
 //! Two processes that hold the same pages, merged through the library.
 //!
-//! Run `pagefold daemon --period 1s` in one terminal and this example in another:
+//! Run `pagefold daemon --scan-interval 1s` in one terminal and this example in another:
 //!
 //! ```sh
-//! cargo run --release -- daemon --period 1s &
+//! cargo run --release -- daemon --scan-interval 1s &
 //! cargo run --release --example merge_two_processes
 //! ```
 //!

@@ -44,7 +44,7 @@ const SECTIONS: &[Section] = &[
 ];
 
 /// Options that mean nothing without another one.
-const NEEDS: &[(&str, &str, &str)] = &[("run", "tolerance", "cold"), ("run", "tier_max", "cold")];
+const NEEDS: &[(&str, &str, &str)] = &[("run", "refault_budget", "cold"), ("run", "tier_max", "cold")];
 
 /// One setting: the table (empty for shared keys), the option's name, its value as on the command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -141,7 +141,7 @@ fn socket_in_environment(settings: &mut Vec<Setting>) -> Result<(), Error> {
     Ok(())
 }
 
-/// Makes each switch that is a key take a value: `--busy=false` wins over `busy = true` in the file.
+/// Makes each switch that is a key take a value: `--read-only=false` wins over `read_only = true` in the file.
 fn with_values(mut command: Command) -> Command {
     for section in SECTIONS {
         let ids: Vec<String> = keys(&command, section).map(|arg| arg.get_id().to_string()).collect();
@@ -523,20 +523,26 @@ mod tests {
     #[test]
     fn what_is_wrong_is_said_with_line_and_key() {
         for (text, expected) in [
-            ("[daemon]\nperod = 2\n", "f:2: daemon.perod: unknown key; [daemon] has busy, "),
+            ("[daemon]\nperod = 2\n", "f:2: daemon.perod: unknown key; [daemon] has allow_idle_states, "),
             ("\n[demon]\n", "f:2: demon: unknown; there are socket and [daemon], "),
             ("daemon = 3", "f:1: daemon: is a table"),
-            ("[daemon]\nbusy = \"yes\"", "f:2: daemon.busy: takes true or false, not a string"),
-            ("[daemon]\nbusy = 1", "f:2: daemon.busy: takes true or false, not an integer"),
+            (
+                "[daemon]\nkeep_cold_on_exit = \"yes\"",
+                "f:2: daemon.keep_cold_on_exit: takes true or false, not a string",
+            ),
+            ("[daemon]\nkeep_cold_on_exit = 1", "f:2: daemon.keep_cold_on_exit: takes true or false, not an integer"),
             ("[daemon]\npool_max = true", "f:2: daemon.pool_max: takes a size, such as \"512M\", not a boolean"),
             ("[daemon]\npool_max = \"12 bananas\"", "f:2: daemon.pool_max: `12 bananas`: "),
             ("[daemon]\nworkers = 0", "f:2: daemon.workers: `0`: "),
             ("[daemon]\nworkers = -1", "f:2: daemon.workers: `-1`: "),
             ("[daemon]\nworkers = 2.5", "f:2: daemon.workers: takes a whole number, not a float"),
-            ("[daemon]\nperiod = 1979-05-27", "f:2: daemon.period: takes a time, such as \"5s\", not a datetime"),
-            ("[daemon]\n\n\nperiod = \"1ms\"", "f:4: daemon.period: `1ms`: "),
+            (
+                "[daemon]\nscan_interval = 1979-05-27",
+                "f:2: daemon.scan_interval: takes a time, such as \"5s\", not a datetime",
+            ),
+            ("[daemon]\n\n\nscan_interval = \"1ms\"", "f:4: daemon.scan_interval: `1ms`: "),
             ("[daemon]\nmetrics = \"0.0.0.0:9199\"", "f:2: daemon.metrics: `0.0.0.0:9199`: "),
-            ("[daemon]\ntolerance = 99", "f:2: daemon.tolerance: `99`: "),
+            ("[daemon]\nrefault_budget = 99", "f:2: daemon.refault_budget: `99`: "),
             ("[daemon]\nno_keeper = true", "f:2: daemon.no_keeper: unknown key"),
             ("[daemon]\nconfig = \"x\"", "f:2: daemon.config: unknown key"),
             ("[run]\nbackend = \"magic\"", "f:2: run.backend: `magic`: one of "),
@@ -545,8 +551,8 @@ mod tests {
             ("[disk]\nbackground = true", "f:2: disk.background: unknown key"),
             ("[image]\nstore = [1]", "f:2: image.store: takes a string in quotes, not an array"),
             ("socket = 1", "f:1: socket: takes a string in quotes, not an integer"),
-            ("[daemon]\nperiod = \n", "f:2: no TOML: "),
-            ("[daemon]\nperiod = 2\nperiod = 3\n", "f:3: no TOML: "),
+            ("[daemon]\nscan_interval = \n", "f:2: no TOML: "),
+            ("[daemon]\nscan_interval = 2\nscan_interval = 3\n", "f:3: no TOML: "),
         ] {
             let said = wrong(text);
             assert!(said.starts_with(expected), "{text:?}: {said}");
@@ -556,7 +562,7 @@ mod tests {
 
     #[test]
     fn the_command_line_wins_over_the_file_and_the_file_over_what_is_built_in() {
-        let file = "socket = \"/f/s\"\n[daemon]\nworkers = 3\nbusy = true\nperiod = \"7s\"\npool_max = \"1G\"\n\
+        let file = "socket = \"/f/s\"\n[daemon]\nworkers = 3\nkeep_cold_on_exit = true\nscan_interval = \"7s\"\npool_max = \"1G\"\n\
             [run]\ncold = true\n[disk]\ncache_size = \"2G\"\n[image]\ndomain = \"d\"\n";
         let settings = settings_of(&command(), file).expect("good");
         let parse = |args: &[&str]| {
@@ -570,12 +576,12 @@ mod tests {
             }
             below.get_raw(id).and_then(|mut values| values.next()).map(|value| value.to_string_lossy().into_owned())
         };
-        let daemon = parse(&["daemon", "--workers", "5", "--busy=false"]);
+        let daemon = parse(&["daemon", "--workers", "5", "--keep-cold-on-exit=false"]);
         assert_eq!(raw(&daemon, "workers").as_deref(), Some("5"));
-        assert_eq!(raw(&daemon, "busy").as_deref(), Some("false"));
-        assert_eq!(raw(&daemon, "period").as_deref(), Some("7s"));
+        assert_eq!(raw(&daemon, "keep_cold_on_exit").as_deref(), Some("false"));
+        assert_eq!(raw(&daemon, "scan_interval").as_deref(), Some("7s"));
         assert_eq!(raw(&daemon, "pool_max").as_deref(), Some("1G"));
-        assert_eq!(raw(&daemon, "cold_tick").as_deref(), Some("5s"));
+        assert_eq!(raw(&daemon, "cold_scan_interval").as_deref(), Some("5s"));
         assert_eq!(raw(&daemon, "socket").as_deref(), Some("/f/s"));
         assert_eq!(raw(&parse(&["status"]), "socket").as_deref(), Some("/f/s"));
         assert_eq!(raw(&parse(&["status", "--socket", "/x"]), "socket").as_deref(), Some("/x"));
@@ -589,19 +595,24 @@ mod tests {
 
     #[test]
     fn a_successor_works_as_its_predecessor_did() {
-        let settings = settings_of(&command(), "[daemon]\nbusy = true\nperiod = \"7s\"\n").expect("good");
+        let settings =
+            settings_of(&command(), "[daemon]\nkeep_cold_on_exit = true\nscan_interval = \"7s\"\n").expect("good");
         let command = apply(command(), &settings);
         let args = ["pagefold", "daemon", "--workers", "5", "--no-keeper"];
         let matches = command.clone().try_get_matches_from(args).expect("good");
         let (_, daemon) = matches.subcommand().expect("daemon");
         let again = again(&command, daemon);
-        for part in ["--workers=5", "--busy=true", "--period=7s", "--no-keeper", "--cold-manual=false"] {
+        for part in
+            ["--workers=5", "--keep-cold-on-exit=true", "--scan-interval=7s", "--no-keeper", "--cold-policy=auto"]
+        {
             assert!(again.iter().any(|argument| argument == part), "{part} is not in {again:?}");
         }
         // It is a call of the tool without the file.
         let plain = with_values(crate::Cli::command());
         let matches =
             plain.try_get_matches_from(std::iter::once(OsString::from("pagefold")).chain(again)).expect("good");
-        assert!(matches.subcommand().is_some_and(|(_, daemon)| daemon.get_one::<bool>("busy") == Some(&true)));
+        assert!(
+            matches.subcommand().is_some_and(|(_, daemon)| daemon.get_one::<bool>("keep_cold_on_exit") == Some(&true))
+        );
     }
 }

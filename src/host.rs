@@ -140,7 +140,7 @@ fn fnv(bytes: &[u8]) -> u64 {
 /// What a client of the cold tier asks for.
 pub struct Cold {
     /// Share of run time that may be lost to refaults.
-    pub tolerance: Option<f64>,
+    pub refault_budget: Option<f64>,
     /// Limit of its domain's tier, if it is the first there.
     pub tier_max: Option<u64>,
 }
@@ -169,7 +169,7 @@ pub fn environment(
     let mut pairs = vec![
         ("LD_PRELOAD".to_owned(), preload),
         ("PAGEFOLD_SOCKET".to_owned(), socket),
-        ("PAGEFOLD_ALL".to_owned(), u8::from(all).to_string()),
+        ("PAGEFOLD_MANAGE".to_owned(), if all { "all" } else { "marked" }.to_owned()),
     ];
     // AddressSanitizer's library refuses programs in which it is not the first; the agent stands aside there.
     let before = std::env::var("ASAN_OPTIONS").unwrap_or_default();
@@ -178,8 +178,8 @@ pub fn environment(
     pairs.push(("ASAN_OPTIONS".to_owned(), options));
     if let Some(cold) = cold {
         pairs.push(("PAGEFOLD_COLD".to_owned(), "1".to_owned()));
-        if let Some(tolerance) = cold.tolerance {
-            pairs.push(("PAGEFOLD_TOLERANCE".to_owned(), ((tolerance * 1e6) as u64).max(1).to_string()));
+        if let Some(share) = cold.refault_budget {
+            pairs.push(("PAGEFOLD_REFAULT_BUDGET".to_owned(), ((share * 1e6) as u64).max(1).to_string()));
         }
         if let Some(bytes) = cold.tier_max {
             pairs.push(("PAGEFOLD_TIER_MAX".to_owned(), bytes.to_string()));

@@ -87,7 +87,7 @@ fn blocks_of_other_allocators_are_left_to_them() {
         // Found before the C library, and behind what is preloaded.
         let arguments = ["-pthread".as_ref(), "-Wl,--no-as-needed".as_ref(), allocator.as_os_str()];
         let program = compiled(dir.path(), PROGRAM, &arguments);
-        for how in ["--all", "--cold"] {
+        for how in ["--manage=all", "--cold"] {
             let (status, out, err) = finish(daemon.run(&[how]).arg(&program), 240);
             assert!(status.success() && out == "bad 0\n", "{name} {how}: {status}\n{out}{err}");
         }
@@ -182,7 +182,7 @@ fn an_executable_may_bring_its_allocator() {
     }
     let (daemon, dir) = (Daemon::start(&["--no-keeper"]), tempfile::tempdir().expect("a directory"));
     let program = compiled(dir.path(), OWN, &["-fno-builtin".as_ref(), "-rdynamic".as_ref()]);
-    let (status, out, err) = finish(daemon.run(&["--all"]).arg(&program), 240);
+    let (status, out, err) = finish(daemon.run(&["--manage=all"]).arg(&program), 240);
     if status.code() == Some(77) {
         return skipped("bare calls are written for x86-64 only");
     }

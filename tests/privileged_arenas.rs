@@ -100,7 +100,7 @@ fn arenas_that_end_are_left_alone() {
     let two = host.dir.path().join("two");
     std::fs::write(&two, "2\n").expect("a file");
     let script =
-        "mount --bind \"$1\" /proc/sys/vm/overcommit_memory && exec \"$2\" run --all --socket \"$3\" -- \"$4\"";
+        "mount --bind \"$1\" /proc/sys/vm/overcommit_memory && exec \"$2\" run --manage all --socket \"$3\" -- \"$4\"";
     let mut command = Command::new("unshare");
     command.args(["--mount", "sh", "-c", script, "sh"]).arg(&two).arg(common::TOOL).arg(&host.socket).arg(program);
     let mut client = Served::start_of(command);

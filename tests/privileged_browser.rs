@@ -48,7 +48,7 @@ fn a_browser_works_with_all_its_memory_merged_or_cold() {
         return;
     }
     let (daemon, dir) = (Daemon::start(&["--no-keeper"]), place());
-    for how in ["--all", "--cold"] {
+    for how in ["--manage=all", "--cold"] {
         let mut command = daemon.run(&[how]);
         command.arg("chromium").args(OPTIONS).arg("--no-sandbox").arg(page(dir.path()));
         let home = dir.path().join(how);
@@ -92,7 +92,7 @@ fn a_browser_in_its_sandbox_works_the_same() {
         return skipped(&format!("no browser in its sandbox here: {}", err.lines().last().unwrap_or("")));
     }
     let tool = at.join("pagefold").display().to_string();
-    for how in ["--backend=remap", "--all", "--cold"] {
+    for how in ["--backend=agent", "--manage=all", "--cold"] {
         let (status, out, err) = sandboxed(&[&tool, "run", how, "--"]);
         assert!(status.success() && out.contains(SAID), "{how}: {status}\n{out}{err}");
         assert!(!err.contains("CRASHING"), "{how}: {err}");

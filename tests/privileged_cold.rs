@@ -18,7 +18,7 @@ fn what_a_program_does_to_pages_that_are_out_is_what_it_always_was() {
     if !can_merge() || program().is_none() {
         return;
     }
-    let host = Host::start(&["--cold-manual"]);
+    let host = Host::start(&["--cold-policy=manual"]);
     let mut client = Served::start(&host, &[], 16);
     let pid = client.pid();
     let before = resident(pid);
@@ -75,7 +75,7 @@ fn the_programs_own_userfaultfd_comes_first() {
     if !can_merge() || program().is_none() {
         return;
     }
-    let host = Host::start(&["--cold-manual"]);
+    let host = Host::start(&["--cold-policy=manual"]);
     let mut client = Served::start(&host, &[], 16);
     let pid = client.pid();
     for _ in 0..3 {
@@ -95,7 +95,7 @@ fn killed_daemons_are_replaced_and_no_page_is_lost() {
     }
     let rounds: u64 = std::env::var("PAGEFOLD_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(12);
     let mut random = Random::by_clock();
-    let mut host = Host::start(&["--cold-manual"]);
+    let mut host = Host::start(&["--cold-policy=manual"]);
     let mut clients: Vec<Served> = (0..2).map(|_| Served::start(&host, &[], 8)).collect();
     let end = Instant::now() + Duration::from_secs(if rounds > 12 { 3600 } else { 45 });
     for round in 0..rounds {
@@ -150,7 +150,7 @@ fn a_child_reads_no_zeros_when_the_daemon_dies_while_it_is_given_its_pages() {
     if !can_merge() || program().is_none() {
         return;
     }
-    let mut host = Host::start(&["--cold-manual"]);
+    let mut host = Host::start(&["--cold-policy=manual"]);
     let mut client = Served::start(&host, &[], 64);
     client.does("fill");
     for _ in 0..3 {
@@ -173,7 +173,7 @@ fn a_page_that_is_on_the_move_outlives_the_daemon() {
         return;
     }
     let mut random = Random::by_clock();
-    let mut host = Host::start(&["--cold-manual"]);
+    let mut host = Host::start(&["--cold-policy=manual"]);
     let mut client = Served::start(&host, &[], 64);
     client.does("fill");
     for round in 0..6 {
@@ -204,7 +204,7 @@ fn a_taken_address_does_not_keep_the_next_daemon_from_its_clients() {
     }
     let dir = tempfile::tempdir().expect("a directory");
     let metrics = dir.path().join("metrics.sock");
-    let mut host = Host::start(&["--cold-manual", "--metrics", &format!("unix:{}", metrics.display())]);
+    let mut host = Host::start(&["--cold-policy=manual", "--metrics", &format!("unix:{}", metrics.display())]);
     let mut client = Served::start(&host, &[], 16);
     let pid = client.pid();
     host.wait_for_client(pid);
@@ -225,7 +225,7 @@ fn who_cannot_reach_the_next_daemon_is_served_by_it() {
     if !can_merge() || program().is_none() {
         return;
     }
-    let mut host = Host::start(&["--cold-manual"]);
+    let mut host = Host::start(&["--cold-policy=manual"]);
     let mut client = Served::start(&host, &[], 16);
     let pid = client.pid();
     host.wait_for_client(pid);
@@ -249,7 +249,7 @@ fn with_daemon_and_keeper_dead_a_lost_page_is_a_sigbus_and_never_other_bytes() {
     if !can_merge() || program().is_none() {
         return;
     }
-    let mut host = Host::start(&["--cold-manual"]);
+    let mut host = Host::start(&["--cold-policy=manual"]);
     let mut client = Served::start(&host, &[], 4);
     let out = host.park(client.pid());
     assert!(out > 500, "{out}");
@@ -261,7 +261,7 @@ fn with_daemon_and_keeper_dead_a_lost_page_is_a_sigbus_and_never_other_bytes() {
         line.strip_prefix("lost ").and_then(|count| count.parse().ok()).unwrap_or_else(|| panic!("{line:?}"));
     assert_eq!(lost, out, "every page that was out is gone, and no other");
     // Another daemon serves it from now on.
-    host.child = spawn(&host.socket, &["--cold-manual"]);
+    host.child = spawn(&host.socket, &["--cold-policy=manual"]);
     host.wait();
     host.wait_for_client(client.pid());
 }
@@ -271,11 +271,11 @@ fn a_new_daemon_without_the_old_tier_tells_lost_pages_at_once() {
     if !can_merge() || program().is_none() {
         return;
     }
-    let mut host = Host::start(&["--cold-manual", "--no-keeper"]);
+    let mut host = Host::start(&["--cold-policy=manual", "--no-keeper"]);
     let mut client = Served::start(&host, &[], 4);
     let out = host.park(client.pid());
     host.kill_all();
-    host.child = spawn(&host.socket, &["--cold-manual", "--no-keeper"]);
+    host.child = spawn(&host.socket, &["--cold-policy=manual", "--no-keeper"]);
     host.wait();
     host.wait_for_client(client.pid());
     client.send("lost");
@@ -288,7 +288,7 @@ fn a_full_tier_and_a_full_disk_cost_saving_and_nothing_else() {
         return;
     }
     let refused = |host: &Host| host.status()["cold"]["domains"][0]["stores_refused"].as_u64().unwrap_or(0);
-    let host = Host::start(&["--cold-manual", "--tier-max", "4M", "--tier-dir", "none"]);
+    let host = Host::start(&["--cold-policy=manual", "--tier-max", "4M", "--tier-dir", "none"]);
     let mut client = Served::start(&host, &[], 24);
     host.park(client.pid());
     assert!(refused(&host) > 0, "24 MiB went into 4");
@@ -305,7 +305,7 @@ fn a_full_tier_and_a_full_disk_cost_saving_and_nothing_else() {
         return skipped("tmpfs cannot be mounted here");
     }
     let unmount = Unmount(path.clone());
-    let host = Host::start(&["--cold-manual", "--tier-max", "4M", "--tier-dir", &path]);
+    let host = Host::start(&["--cold-policy=manual", "--tier-max", "4M", "--tier-dir", &path]);
     let mut client = Served::start(&host, &[], 24);
     for command in ["check", "storm 200", "write 500", "check"] {
         host.park(client.pid());
@@ -334,7 +334,7 @@ fn what_a_limit_has_no_room_for_is_refused() {
         return;
     }
     let Some(group) = common::group::Group::new() else { return };
-    let host = Host::start(&["--cold-tick", "200ms", "--cold-manual"]);
+    let host = Host::start(&["--cold-scan-interval", "200ms", "--cold-policy=manual"]);
     let mut command = host.run(&[]);
     group.adopt(&mut command);
     let mut client = Served::start_by(command, 96);
@@ -370,7 +370,7 @@ fn a_daemon_at_its_limit_of_memory_parks_less() {
         return;
     }
     let Some(group) = common::group::Group::new() else { return };
-    let host = Host::start(&["--cold-manual", "--tier-dir", "none"]);
+    let host = Host::start(&["--cold-policy=manual", "--tier-dir", "none"]);
     group.take(host.pid());
     let mut client = Served::start(&host, &[], 256);
     group.limit(32 << 20);
@@ -389,7 +389,7 @@ fn who_is_moved_to_another_group_lives_within_its_limit() {
         return;
     }
     let Some(group) = common::group::Group::new() else { return };
-    let host = Host::start(&["--cold-tick", "200ms", "--cold-manual"]);
+    let host = Host::start(&["--cold-scan-interval", "200ms", "--cold-policy=manual"]);
     let mut client = Served::start(&host, &[], 96);
     wait_for("the pages to go", 20, || host.park(client.pid()) > 20_000);
     group.take(client.pid());
@@ -415,7 +415,11 @@ fn host_without_ptrace() -> Option<(tempfile::TempDir, Host)> {
     }
     let host = Host::start_by(|socket| {
         let mut command = Command::new("setpriv");
-        command.args(without).arg(TOOL).args(["daemon", "--cold-manual", "--no-keeper", "--tier-dir"]).arg(dir.path());
+        command
+            .args(without)
+            .arg(TOOL)
+            .args(["daemon", "--cold-policy=manual", "--no-keeper", "--tier-dir"])
+            .arg(dir.path());
         command.arg("--socket").arg(socket).stdin(Stdio::null()).stdout(Stdio::null());
         command.spawn().expect("the daemon starts")
     });
@@ -439,7 +443,7 @@ fn a_child_has_every_page_that_it_inherits() {
     }
     drop((client, host));
     // One that is told brings the pages to a child whose fork nobody saw, who is no client by inheritance.
-    let host = Host::start(&["--cold-manual"]);
+    let host = Host::start(&["--cold-policy=manual"]);
     let mut client = Served::start(&host, &[], 16);
     for command in ["barefork", "clone3"] {
         wait_for("the pages to go", 20, || host.park(client.pid()) > 2000);
@@ -476,7 +480,7 @@ fn sealed_memory_is_right() {
     if !can_merge() || program().is_none() {
         return;
     }
-    let host = Host::start(&["--cold-manual"]);
+    let host = Host::start(&["--cold-policy=manual"]);
     for seal in ["rawseal", "seal"] {
         let mut client = Served::start(&host, &[], 16);
         host.wait_for_client(client.pid());
@@ -555,7 +559,7 @@ impl Manager {
         let mut command = Command::new("sh");
         // The process that the descriptors are for is known only once it is there.
         command.args(["-c", "LISTEN_PID=$$ exec \"$@\"", "sh", TOOL]);
-        command.args(["daemon", "--busy", "--period", "1s", "--socket"]).arg(socket).args(args);
+        command.args(["daemon", "--priority=normal", "--scan-interval", "1s", "--socket"]).arg(socket).args(args);
         command.env("LISTEN_FDS", names.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
         command.env("NOTIFY_SOCKET", notify).stdin(Stdio::null()).stdout(Stdio::null());
         let pass = move || {
@@ -581,7 +585,7 @@ fn with_daemon_and_keeper_dead_the_service_manager_brings_every_page_back() {
     let dir = tempfile::tempdir().expect("a directory");
     let notify = dir.path().join("notify");
     let mut manager = Manager::listen(&notify);
-    let args = ["--cold-manual", "--tier-max", "8M"];
+    let args = ["--cold-policy=manual", "--tier-max", "8M"];
     let mut host = Host::start_by(|socket| manager.start(socket, &notify, &args));
     let mut clients: Vec<Served> = (0..2).map(|_| Served::start(&host, &[], 12)).collect();
     let pids: Vec<i32> = clients.iter().map(Served::pid).collect();

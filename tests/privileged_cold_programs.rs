@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Settings under which pages go out by themselves within a test's time.
-const EAGER: [&str; 4] = ["--cold-tick", "200ms", "--cold-idle", "100ms"];
+const EAGER: [&str; 4] = ["--cold-scan-interval", "200ms", "--cold-idle", "100ms"];
 
 /// Pages of all clients, of now and before, that ever went out.
 fn ever_out(host: &Host) -> u64 {
@@ -24,7 +24,7 @@ fn ever_out(host: &Host) -> u64 {
 fn half_the_memory_is_enough() {
     let Some(python) = common::python().filter(|_| can_merge()) else { return };
     let Some(group) = common::group::Group::new() else { return };
-    let host = Host::start(&["--cold-tick", "200ms", "--cold-manual"]);
+    let host = Host::start(&["--cold-scan-interval", "200ms", "--cold-policy=manual"]);
     let script = "
 import sys, random, mmap
 pages = 24576
@@ -126,7 +126,7 @@ fn redis_with_more_data_than_it_uses_keeps_every_key() {
     if !can_merge() || installed("redis-server").is_none() || installed("redis-cli").is_none() {
         return;
     }
-    let host = Host::start(&["--cold-manual"]);
+    let host = Host::start(&["--cold-policy=manual"]);
     let socket = host.dir.path().join("r");
     let mut command = host.run(&[]);
     command.args(["redis-server", "--port", "0", "--save", "", "--enable-debug-command", "yes", "--unixsocket"]);
@@ -223,7 +223,7 @@ fn a_guest_is_parked_works_on_and_is_unparked() {
     }
     let Some(busybox) = installed("busybox") else { return };
     let Some(kernel) = guest::kernel() else { return };
-    let host = Host::start(&["--cold-manual"]);
+    let host = Host::start(&["--cold-policy=manual"]);
     let data = vec![("data".to_owned(), guest::noise(12 << 20, 0x0f0f_0f0f))];
     let initramfs = guest::initramfs(host.dir.path(), &busybox, INIT, &data);
     let mut command = host.run(&[]);

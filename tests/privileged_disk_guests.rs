@@ -117,7 +117,7 @@ fn a_disk_block_is_one_frame_in_the_host_and_in_every_guest() {
     let Some((kernel, modules)) = kernel() else {
         return skipped("no kernel with modules in /boot (linux-image-cloud-amd64)");
     };
-    let mut daemon = Daemon::start(&["--period", "200ms"]);
+    let mut daemon = Daemon::start(&["--scan-interval", "200ms"]);
     let base = tempfile::tempdir_in("/var/tmp").expect("a directory");
     let (images, mount) = (base.path().join("images"), base.path().join("mnt"));
     std::fs::create_dir_all(&images).and_then(|()| std::fs::create_dir(&mount)).expect("directories");

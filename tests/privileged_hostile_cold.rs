@@ -364,7 +364,7 @@ fn liars_harm_themselves_only() {
     if !can_merge() || program().is_none() {
         return;
     }
-    let mut host = Host::start(&["--cold-tick", "500ms"]);
+    let mut host = Host::start(&["--cold-scan-interval", "500ms"]);
     let daemon = host.pid();
     let mut honest = Served::start(&host, &[], 12);
     wait_for("the honest client's pages to go", 60, || host.park(honest.pid()) > 1000);

@@ -156,7 +156,11 @@ fn containers_of_podman_merge_with_each_other() {
     let daemon = Daemon::start(&[]);
     let dir = daemon.dir.path();
     let Some(program) = silent(dir) else { return };
-    let env = Command::new(TOOL).args(["env", "--all", "--socket"]).arg(&daemon.socket).output().expect("pagefold env");
+    let env = Command::new(TOOL)
+        .args(["env", "--manage=all", "--socket"])
+        .arg(&daemon.socket)
+        .output()
+        .expect("pagefold env");
     assert!(env.status.success(), "{}", String::from_utf8_lossy(&env.stderr));
     std::fs::write(dir.join("env"), env.stdout).expect("a file");
     let mut trial = Command::new("unshare");

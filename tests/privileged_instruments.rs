@@ -71,7 +71,7 @@ fn same_with_and_without(daemon: &Daemon, by: &[&str], program: &Path) {
     if !status.success() || out != SAID {
         return skipped(&format!("{by:?} {}: {status} {err}", program.display()));
     }
-    for how in ["--all", "--cold"] {
+    for how in ["--manage=all", "--cold"] {
         let (status, out, err) = finish(daemon.run(&[how]).args(by).arg(program), 120);
         assert!(status.success() && out == SAID, "{how} {by:?} {}: {status}\n{out}{err}", program.display());
     }
@@ -170,7 +170,7 @@ fn what_another_library_plays_is_seen() {
         assert!(done.status.success(), "cc: {}", String::from_utf8_lossy(&done.stderr));
     }
     let mut plain = Command::new(&program);
-    for command in [&mut plain, daemon.run(&["--all"]).arg(&program), daemon.run(&["--cold"]).arg(&program)] {
+    for command in [&mut plain, daemon.run(&["--manage=all"]).arg(&program), daemon.run(&["--cold"]).arg(&program)] {
         let (status, out, err) = finish(command.env("LD_PRELOAD", &library), 120);
         assert!(status.success(), "{status}\n{out}{err}");
     }

@@ -199,7 +199,7 @@ fn a_guests_memory_is_merged_while_it_writes() {
     if let Err(error) = Kvm::new() {
         return skipped(&format!("/dev/kvm: {error}"));
     }
-    let daemon = Daemon::start(&["--period", "100ms"]);
+    let daemon = Daemon::start(&["--scan-interval", "100ms"]);
     let mut guests: Vec<Guest> = (0..2).map(|_| Guest::start(&daemon)).collect();
     // All but the pages that guests write, in both.
     let still = 2 * (DATA / PAGE - DATA / PAGE / EACH) as i64;

@@ -52,7 +52,7 @@ fn a_merged_client_is_parked_and_comes_back() {
     if !can_merge() || program().is_none() {
         return;
     }
-    let host = Host::start(&["--cold-manual"]);
+    let host = Host::start(&["--cold-policy=manual"]);
     let mut clients: Vec<Served> = MIB.iter().map(|mib| Served::start_live(&host, *mib)).collect();
     let pid = clients[0].pid();
     for command in COMMANDS {
@@ -108,7 +108,7 @@ fn what_gathers_a_range_finds_all_of_it() {
     if !can_merge() || program().is_none() {
         return;
     }
-    let host = Host::start(&["--cold-manual"]);
+    let host = Host::start(&["--cold-policy=manual"]);
     for (before, command) in [("block", "grow"), ("check", "wipe")] {
         let mut client = Served::start_live(&host, 16);
         let pid = client.pid();
@@ -125,7 +125,7 @@ fn a_daemon_killed_meanwhile_is_replaced_by_one_that_knows() {
     if !can_merge() || program().is_none() {
         return;
     }
-    let mut host = Host::start(&["--cold-manual"]);
+    let mut host = Host::start(&["--cold-policy=manual"]);
     let mut clients: Vec<Served> = MIB.iter().map(|mib| Served::start_live(&host, *mib)).collect();
     let pid = clients[0].pid();
     for round in 0..4 {
@@ -157,7 +157,7 @@ fn a_daemon_that_stops_brings_everything_back() {
     if !can_merge() || program().is_none() {
         return;
     }
-    let mut host = Host::start(&["--cold-manual"]);
+    let mut host = Host::start(&["--cold-policy=manual"]);
     let [mut client, mut twin] = MIB.map(|mib| Served::start_live(&host, mib));
     wait_for_merging(&host, client.pid());
     park(&host, client.pid(), 100);
@@ -165,7 +165,7 @@ fn a_daemon_that_stops_brings_everything_back() {
     unsafe { libc::kill(host.pid(), libc::SIGTERM) };
     let _ = host.child.wait();
     client.does("check");
-    host.child = common::cold::spawn(&host.socket, &["--cold-manual"]);
+    host.child = common::cold::spawn(&host.socket, &["--cold-policy=manual"]);
     host.wait();
     [&client, &twin].iter().for_each(|client| wait_for_merging(&host, client.pid()));
     assert!(host.cold(client.pid()).is_none());
@@ -181,9 +181,9 @@ fn what_a_limit_has_no_room_for_stays_parked() {
         return;
     }
     let Some(group) = common::group::Group::new() else { return };
-    let mut host = Host::start(&["--cold-manual"]);
+    let mut host = Host::start(&["--cold-policy=manual"]);
     let mut command = std::process::Command::new(common::TOOL);
-    command.args(["run", "--all", "--socket"]).arg(&host.socket).arg("--").current_dir(host.dir.path());
+    command.args(["run", "--manage=all", "--socket"]).arg(&host.socket).arg("--").current_dir(host.dir.path());
     group.adopt(&mut command);
     let mut client = Served::start_by(command, 96);
     let pid = client.pid();
@@ -200,7 +200,7 @@ fn what_a_limit_has_no_room_for_stays_parked() {
     // SAFETY: a process that this test started.
     unsafe { libc::kill(host.pid(), libc::SIGTERM) };
     let _ = host.child.wait();
-    host.child = common::cold::spawn(&host.socket, &["--cold-manual"]);
+    host.child = common::cold::spawn(&host.socket, &["--cold-policy=manual"]);
     host.wait();
     wait_for("it to be back", 60, || host.cold(pid).is_some_and(|client| client["connected"] == true));
     group.assert_nobody_was_killed();
@@ -223,7 +223,7 @@ fn in_any_order_every_byte_is_right() {
     }
     let turns: u64 = std::env::var("PAGEFOLD_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(60);
     let mut random = Random::by_clock();
-    const DAEMON: [&str; 3] = ["--cold-manual", "--cold-tick", "1s"];
+    const DAEMON: [&str; 3] = ["--cold-policy=manual", "--cold-scan-interval", "1s"];
     let mut host = Host::start(&DAEMON);
     let mut clients: Vec<Served> = MIB.iter().map(|mib| Served::start_live(&host, *mib)).collect();
     clients.iter().for_each(|client| wait_for_merging(&host, client.pid()));
@@ -276,7 +276,7 @@ fn a_discard_that_comes_late_is_still_one() {
         return;
     }
     let rounds: u64 = std::env::var("PAGEFOLD_ROUNDS").ok().and_then(|text| text.parse().ok()).unwrap_or(4);
-    let host = Host::start(&["--cold-manual"]);
+    let host = Host::start(&["--cold-policy=manual"]);
     let mut client = Served::start_live(&host, 16);
     let pid = client.pid();
     wait_for("the client to be known", 20, || live(&host, pid).is_some());

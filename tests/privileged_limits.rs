@@ -58,7 +58,7 @@ fn the_program_gets_its_own_mappings() {
 fn a_limit_of_memory_means_no_failure() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     let Some(group) = common::group::Group::new() else { return };
-    let daemon = Daemon::start(&["--period", "500ms"]);
+    let daemon = Daemon::start(&["--scan-interval", "500ms"]);
     let mut command = daemon.run(&[]);
     group.adopt(&mut command);
     let mut client = Server::start(command, program);
@@ -74,7 +74,7 @@ fn a_limit_of_memory_means_no_failure() {
 fn a_daemon_at_its_limit_of_memory_merges_less() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     let Some(group) = common::group::Group::new() else { return };
-    let daemon = Daemon::start(&["--period", "100ms"]);
+    let daemon = Daemon::start(&["--scan-interval", "100ms"]);
     group.take(daemon.pid());
     // What it keeps of clients fits, and the 16 MiB of theirs do not.
     group.limit(12 << 20);
@@ -92,7 +92,7 @@ fn a_daemon_at_its_limit_of_memory_merges_less() {
 fn a_daemon_at_its_limit_of_memory_takes_nobody_more() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
     let Some(group) = common::group::Group::new() else { return };
-    let daemon = Daemon::start(&["--period", "100ms"]);
+    let daemon = Daemon::start(&["--scan-interval", "100ms"]);
     group.take(daemon.pid());
     group.limit(4 << 20);
     let mut clients: Vec<Server> = (0..60).map(|_| Server::start(daemon.run(&[]), program)).collect();
@@ -115,7 +115,7 @@ fn a_daemon_at_its_limit_of_memory_takes_nobody_more() {
 #[test]
 fn a_limit_of_descriptors_is_named() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
-    let daemon = Daemon::start(&["--period", "500ms"]);
+    let daemon = Daemon::start(&["--scan-interval", "500ms"]);
     let limit = |most: u64| {
         let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
         // SAFETY: writes one limit.

@@ -76,7 +76,7 @@ scenarios! {
     locked_pages_are_right: "lock";
     a_length_that_is_refused_changes_nothing: "lengths";
     what_is_locked_is_left_alone: "locks";
-    what_is_locked_is_left_alone_under_all: "locks" "--all";
+    what_is_locked_is_left_alone_under_all: "locks" "--manage=all";
     locks_outlast_what_was_not_given_back: "locks-at-a-limit";
     children_do_not_inherit_locks: "locks-and-children";
     unmergeable_gives_private_memory: "unmergeable";
@@ -101,7 +101,7 @@ scenarios! {
     handlers_do_what_they_interrupt: "signals-nested";
     a_filter_by_prctl: "seccomp-prctl";
     writers_lose_no_write_to_filters: "seccomp-writers";
-    a_filter_is_the_childrens_too: "seccomp-child" "--all";
+    a_filter_is_the_childrens_too: "seccomp-child" "--manage=all";
     children_have_nothing_of_the_agents: "no-segments-in-children";
     a_filter_for_all_threads: "seccomp-tsync";
     a_sandbox_that_lets_the_agent_work: "sandbox";
@@ -113,7 +113,7 @@ scenarios! {
     a_program_that_is_not_to_be_dumped_is_left_alone: "not-dumpable";
     a_program_may_go_where_there_is_no_proc: "no-proc";
     what_is_given_up_no_thread_keeps: "privileges";
-    what_is_given_up_no_thread_keeps_under_all: "privileges" "--all";
+    what_is_given_up_no_thread_keeps_under_all: "privileges" "--manage=all";
     what_a_handler_gives_up_no_thread_keeps: "privileges-in-handlers";
     landlock_binds_the_agent: "landlock";
     a_program_may_enter_a_user_namespace: "user-namespace";
@@ -122,16 +122,16 @@ scenarios! {
     registered_buffers: "uring";
     registered_buffers_when_the_agent_leaves: "uring-leaving";
     registered_buffers_when_mappings_move: "uring-remap";
-    registered_buffers_when_blocks_grow: "uring-realloc" "--all";
+    registered_buffers_when_blocks_grow: "uring-realloc" "--manage=all";
     system_calls_on_merged_memory: "system-calls";
-    all_memory: "all" "--all";
+    all_memory: "all" "--manage=all";
     memory_of_the_agents_is_left_alone: "all-that-is-listed";
-    all_memory_when_no_place_is_left: "all-after-reservations" "--all";
+    all_memory_when_no_place_is_left: "all-after-reservations" "--manage=all";
     memory_merge_by_prctl: "memory-merge";
-    blocks_of_the_allocator: "blocks" "--all";
-    blocks_that_are_never_freed: "blocks-kept" "--all";
+    blocks_of_the_allocator: "blocks" "--manage=all";
+    blocks_that_are_never_freed: "blocks-kept" "--manage=all";
     blocks_that_end_while_they_are_merged: "marked-blocks";
-    blocks_lie_side_by_side: "side-by-side" "--all";
+    blocks_lie_side_by_side: "side-by-side" "--manage=all";
     memory_of_dead_slots_comes_back: "decay";
     writes_here_and_there_cost_no_mappings: "scatter";
     who_must_be_alone_does_not_count_the_agent: "tasks";
@@ -154,7 +154,7 @@ fn forks_go_on_beside_a_library_that_locks_for_them() {
     };
     compile(&["-shared", "-fPIC", "-DLIBRARY"], &library, None);
     compile(&["-Wl,-rpath,$ORIGIN"], &program, Some(&library));
-    for options in [["--all"], ["--cold"]] {
+    for options in [["--manage=all"], ["--cold"]] {
         let daemon = Daemon::start(&["--no-keeper"]);
         let (status, out, err) = finish(daemon.run(&options).arg(&program), 400);
         assert!(status.success(), "{options:?}: {status}\n{out}{err}");
@@ -178,14 +178,14 @@ fn addresses_are_random_where_the_kernels_are() {
 
 #[test]
 fn huge_pages_lose_no_write_while_they_are_merged_whole() {
-    scenario_under(&["--period", "50ms"], "huge-writers", &[]);
+    scenario_under(&["--scan-interval", "50ms"], "huge-writers", &[]);
 }
 
 /// At most 64 pages are frozen at once, but for huge pages that are merged whole.
 #[test]
 fn huge_pages_that_have_twins_are_merged_whole() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
-    let daemon = Daemon::start(&["--no-keeper", "--period", "100ms"]);
+    let daemon = Daemon::start(&["--no-keeper", "--scan-interval", "100ms"]);
     let (mut client, line) = asked(&daemon, program, "huge-whole");
     if line.starts_with("SKIPPED") {
         return skipped(line.trim());
@@ -202,7 +202,7 @@ fn huge_pages_that_have_twins_are_merged_whole() {
 
 #[test]
 fn a_heap_that_ends_and_grows_again_is_fresh_memory() {
-    scenario_under(&["--period", "20ms"], "heap", &["--all"]);
+    scenario_under(&["--scan-interval", "20ms"], "heap", &["--manage=all"]);
 }
 
 #[test]
@@ -250,7 +250,7 @@ fn what_is_given_up_waits_for_no_daemon_that_stands_still() {
 #[test]
 fn what_is_not_to_be_merged_any_more_is_let_alone_at_once() {
     let Some(program) = semantics().filter(|_| can_merge()) else { return };
-    let daemon = Daemon::start(&["--no-keeper", "--period", "100ms"]);
+    let daemon = Daemon::start(&["--no-keeper", "--scan-interval", "100ms"]);
     let mut command = daemon.run(&[]);
     command.arg(program).arg("memory-merge-ends").stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut client = Reaped(command.spawn().expect("a client"));

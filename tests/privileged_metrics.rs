@@ -116,7 +116,7 @@ fn what_is_told_of_live_memory_follows_the_conventions() {
     if !can_merge() || installed("python3").is_none() {
         return;
     }
-    let _clients = [silent(daemon.run(&["--all"])), silent(daemon.run(&["--all"]))];
+    let _clients = [silent(daemon.run(&["--manage=all"])), silent(daemon.run(&["--manage=all"]))];
     wait_for("pages to merge", 60, || daemon.total("pages_sharing") > 1000);
     check(&socket);
     let (_, open) = get(&socket, OPEN);

@@ -160,7 +160,7 @@ fn guests_work_while_they_are_merged() {
         return;
     }
     let (Some(busybox), Some(kernel)) = (installed("busybox"), guest::kernel()) else { return };
-    let daemon = Daemon::start(&["--period", "200ms", "--no-keeper"]);
+    let daemon = Daemon::start(&["--scan-interval", "200ms", "--no-keeper"]);
     let data = vec![("data".to_owned(), guest::noise(DATA_LEN, u64::MAX))];
     let initramfs = guest::initramfs(daemon.dir.path(), &busybox, INIT, &data);
     let mut guests: Vec<Guest> = (0..2).map(|_| Guest::start(&daemon, &kernel, &initramfs)).collect();

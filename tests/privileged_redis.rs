@@ -1,4 +1,4 @@
-//! Three redis servers with overlapping data under `pagefold run --all`: every key is read back, and a fork's
+//! Three redis servers with overlapping data under `pagefold run --manage all`: every key is read back, and a fork's
 //! snapshot has the digest of what was in memory.
 
 mod common;
@@ -18,7 +18,7 @@ fn server(daemon: &Daemon, number: usize) -> (Reaped, PathBuf) {
     let dir = daemon.dir.path().join(format!("redis-{number}"));
     std::fs::create_dir_all(&dir).expect("a directory");
     let socket = dir.join("r");
-    let mut command = daemon.run(&["--all"]);
+    let mut command = daemon.run(&["--manage=all"]);
     command.args(["redis-server", "--port", "0", "--save", "", "--enable-debug-command", "yes", "--unixsocket"]);
     command.arg(&socket).arg("--dir").arg(&dir).stdout(Stdio::null());
     let server = Reaped(command.spawn().expect("redis-server"));

@@ -32,7 +32,7 @@ fn status_and_park_print_what_their_schemas_say() {
     // A keeper would start another daemon when this one is killed at the end.
     let daemon = Daemon::start(&["--no-keeper"]);
     assert_valid("status", &daemon.status());
-    let (_first, _second) = (client(&daemon, &["--all"]), client(&daemon, &["--all"]));
+    let (_first, _second) = (client(&daemon, &["--manage=all"]), client(&daemon, &["--manage=all"]));
     let cold = client(&daemon, &["--cold"]);
     wait_for("pages to be shared", 60, || daemon.total("pages_sharing") > 1000);
     wait_for("the cold client to be known", 60, || !daemon.status()["cold"]["clients"].as_array().unwrap().is_empty());

@@ -10,7 +10,7 @@ fn stress_ng_finds_no_wrong_bit() {
         return;
     }
     let daemon = Daemon::start(&[]);
-    let mut command = daemon.run(&["--all"]);
+    let mut command = daemon.run(&["--manage=all"]);
     command.args(["stress-ng", "--vm", "2", "--vm-bytes", "96m", "--vm-method", "all", "--vm-hang", "1", "--verify"]);
     let (status, out, err) = finish(command.args(["-t", "12", "--oomable"]), 300);
     assert!(status.success(), "{status}\n{out}{err}");
@@ -39,7 +39,7 @@ for turn in range(6):
     assert digest() == first, 'bytes changed in turn %d' % turn
 ";
     let daemon = Daemon::start(&[]);
-    let (status, out, err) = finish(daemon.run(&["--all"]).args([program, "-c", script]), 300);
+    let (status, out, err) = finish(daemon.run(&["--manage=all"]).args([program, "-c", script]), 300);
     assert!(status.success(), "{status}\n{out}{err}");
     assert!(daemon.total("pages_merged") > 0, "nothing was merged");
 }

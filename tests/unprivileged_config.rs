@@ -37,7 +37,7 @@ fn a_daemon_takes_its_defaults_from_the_users_file_and_the_command_line_wins() {
     let home = tempfile::tempdir().expect("a directory");
     let socket = home.path().join("s");
     let file = home.path().join(".config/pagefold/pagefold.toml");
-    write(&file, &format!("socket = \"{}\"\n[daemon]\nworkers = 3\nperiod = \"7s\"\n", socket.display()));
+    write(&file, &format!("socket = \"{}\"\n[daemon]\nworkers = 3\nscan_interval = \"7s\"\n", socket.display()));
     let mut daemon = tool(home.path());
     daemon.args(["daemon", "--workers", "2", "--no-keeper"]).stdin(Stdio::null()).stdout(Stdio::null());
     let _daemon = Reaped(daemon.spawn().expect("the daemon starts"));
@@ -58,7 +58,7 @@ fn the_environment_names_the_socket_over_the_file_and_the_command_line_over_both
         String::from_utf8_lossy(&output.stderr).into_owned()
     };
     let (environment, given) = (path("of-the-environment"), path("given"));
-    for command in [&["verify"][..], &["pause"], &["unmerge", "1"], &["park", "1"]] {
+    for command in [&["verify"][..], &["pause", "--all"], &["unmerge", "1"], &["park", "1"]] {
         let with = [command, &["--socket", &given]].concat();
         for (args, socket, wanted) in [
             (command, &*environment, &*environment),
@@ -143,7 +143,11 @@ fn a_file_that_is_wrong_is_one_line_with_file_line_and_key() {
     };
     let at = |rest: &str| format!("pagefold: {}:{rest}", file.display());
     refused(&daemon("[daemon]\n\nperod = \"2s\"\n"), 1, &at("3: daemon.perod: unknown key; [daemon] has "));
-    refused(&daemon("[daemon]\nbusy = \"true\"\n"), 1, &at("2: daemon.busy: takes true or false, not a string"));
+    refused(
+        &daemon("[daemon]\nkeep_cold_on_exit = \"true\"\n"),
+        1,
+        &at("2: daemon.keep_cold_on_exit: takes true or false, not a string"),
+    );
     refused(&daemon("[daemon]\ntier_file_max = \"much\"\n"), 1, &at("2: daemon.tier_file_max: `much`: "));
     refused(&daemon("[daemon\n"), 1, &at("1: no TOML: "));
     // Whatever command meets it, and `run` reports what is not its program's fault by its own status.
@@ -232,12 +236,12 @@ fn a_file_that_cannot_be_read_is_one_line() {
 #[test]
 fn options_of_the_cold_tier_need_it_wherever_it_is_asked_for() {
     let home = tempfile::tempdir().expect("a directory");
-    let refused = tool(home.path()).args(["run", "--tolerance", "2", "--", "true"]).output().expect("the tool");
+    let refused = tool(home.path()).args(["run", "--refault-budget", "2", "--", "true"]).output().expect("the tool");
     assert_eq!(refused.status.code(), Some(125));
-    assert!(String::from_utf8_lossy(&refused.stderr).contains("--tolerance needs --cold"));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("--refault-budget needs --cold"));
     // The file may hold such a default for calls that are cold.
     let file = home.path().join("c.toml");
-    write(&file, "[run]\ntolerance = 2\n");
+    write(&file, "[run]\nrefault_budget = 2\n");
     let plain =
         tool(home.path()).args(["status", "--socket", "/nowhere", "--config"]).arg(&file).output().expect("tool");
     assert!(String::from_utf8_lossy(&plain.stderr).starts_with("pagefold: no daemon listens"));

@@ -184,8 +184,17 @@ fn a_daemon_with_clients_and_a_mount() {
     let (socket, web) = (tool.dir.path().join("s").display().to_string(), tool.dir.path().join("w"));
     let place = format!("unix:{}", web.display());
     // A keeper would start another daemon when this one is killed at the end.
-    let mut daemon =
-        tool.command(&["daemon", "--busy", "--no-keeper", "--period", "200ms", "--socket", &socket, "--web", &place]);
+    let mut daemon = tool.command(&[
+        "daemon",
+        "--priority=normal",
+        "--no-keeper",
+        "--scan-interval",
+        "200ms",
+        "--socket",
+        &socket,
+        "--web",
+        &place,
+    ]);
     let mut daemon = Running(daemon.stderr(Stdio::piped()).spawn().expect("the daemon starts"));
     let wait = |what: &str, done: &mut dyn FnMut() -> bool| {
         let began = Instant::now();
@@ -217,7 +226,7 @@ fn a_daemon_with_clients_and_a_mount() {
         let mut ready = [0; 5];
         client.0.stdout.as_mut().expect("a pipe").read_exact(&mut ready).ok().map(|()| client)
     };
-    let (Some(live), Some(_cold)) = (start(&["--all"]), start(&["--cold"])) else {
+    let (Some(live), Some(_cold)) = (start(&["--manage=all"]), start(&["--cold"])) else {
         return skipped("no python3 here to be a client");
     };
     wait("merging", &mut || status("totals")["pages_sharing"].as_u64() >= Some(800));
@@ -230,8 +239,8 @@ fn a_daemon_with_clients_and_a_mount() {
         }
     });
     check("pagefold status", &tool.json(&["status", "--json", "--socket", &socket]));
-    check("pagefold pause", &tool.json(&["pause", "--json", "--socket", &socket]));
-    check("pagefold pause", &tool.json(&["resume", "--json", "--socket", &socket]));
+    check("pagefold pause", &tool.json(&["pause", "--all", "--json", "--socket", &socket]));
+    check("pagefold pause", &tool.json(&["resume", "--all", "--json", "--socket", &socket]));
     check("pagefold park", &tool.json(&["unpark", "--all", "--json", "--socket", &socket]));
     check("pagefold verify", &tool.json(&["verify", "--json", "--socket", &socket]));
     let pid = live.0.id().to_string();

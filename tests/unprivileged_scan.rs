@@ -163,7 +163,7 @@ fn merged_pages_of_clients_are_no_saving() {
     let tool = || Command::new(env!("CARGO_BIN_EXE_pagefold"));
     let mut daemon = tool();
     daemon
-        .args(["daemon", "--busy", "--no-keeper", "--period", "200ms", "--socket"])
+        .args(["daemon", "--priority=normal", "--no-keeper", "--scan-interval", "200ms", "--socket"])
         .arg(&socket)
         .stdout(Stdio::null())
         .stderr(Stdio::null());
@@ -181,7 +181,7 @@ fn merged_pages_of_clients_are_no_saving() {
                    for i in range(2000): m[i*4096:i*4096+32]=hashlib.sha256(b'%d' % i).digest()\ntime.sleep(600)";
     let client = || {
         let mut client = tool();
-        client.args(["run", "--all", "--socket"]).arg(&socket).args(["--", "python3", "-c", program]);
+        client.args(["run", "--manage=all", "--socket"]).arg(&socket).args(["--", "python3", "-c", program]);
         Sleeper(client.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the client starts"))
     };
     let mut clients = [client(), client()];

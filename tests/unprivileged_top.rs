@@ -173,7 +173,7 @@ fn a_client_of_a_real_daemon_is_on_the_screen() {
     let socket = dir.path().join("daemon.sock");
     let mut daemon = pagefold();
     daemon
-        .args(["daemon", "--busy", "--no-keeper", "--period", "200ms", "--socket"])
+        .args(["daemon", "--priority=normal", "--no-keeper", "--scan-interval", "200ms", "--socket"])
         .arg(&socket)
         .stdout(Stdio::null())
         .stderr(Stdio::piped());
@@ -193,7 +193,7 @@ fn a_client_of_a_real_daemon_is_on_the_screen() {
     let program = "import mmap,sys,time\nm=mmap.mmap(-1,4096*800,flags=mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS)\n\
                    m[:]=bytes([7])*len(m)\nprint('ready',flush=True)\ntime.sleep(600)";
     let mut client = pagefold();
-    client.args(["run", "--all", "--socket"]).arg(&socket).args(["--", "python3", "-c", program]);
+    client.args(["run", "--manage=all", "--socket"]).arg(&socket).args(["--", "python3", "-c", program]);
     let mut client = match client.stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn() {
         Ok(child) => Reaped(child),
         Err(error) => {

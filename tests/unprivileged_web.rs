@@ -58,7 +58,10 @@ fn daemon_at_ports<const N: usize>(dir: &Path, options: [&str; N]) -> Option<(Re
 fn try_daemon(dir: &Path, options: &[&str]) -> Result<Reaped, String> {
     let socket = dir.join("daemon.sock");
     let mut command = pagefold();
-    command.args(["daemon", "--busy", "--no-keeper", "--period", "200ms", "--socket"]).arg(&socket).args(options);
+    command
+        .args(["daemon", "--priority=normal", "--no-keeper", "--scan-interval", "200ms", "--socket"])
+        .arg(&socket)
+        .args(options);
     // Its own stores and mounts, not those of who runs the test.
     command.env("PAGEFOLD_STORE", dir.join("images")).env("PAGEFOLD_RUNTIME_DIR", dir.join("run"));
     command.stdout(Stdio::null()).stderr(Stdio::piped());
@@ -239,7 +242,7 @@ fn client(dir: &Path, domain: &str) -> Option<Reaped> {
     let program = "import mmap,time\nm=mmap.mmap(-1,4096*2000,flags=mmap.MAP_PRIVATE|mmap.MAP_ANONYMOUS)\n\
                    m[:]=bytes(range(1,256))*(len(m)//255)+bytes(len(m)%255)\nprint('ready',flush=True)\ntime.sleep(600)";
     let mut command = pagefold();
-    command.args(["run", "--all", "--domain", domain, "--socket"]).arg(dir.join("daemon.sock"));
+    command.args(["run", "--manage=all", "--domain", domain, "--socket"]).arg(dir.join("daemon.sock"));
     command.arg("--").arg(&python).args(["-c", program]);
     let mut client = Reaped(command.stdout(Stdio::piped()).spawn().expect("run starts"));
     let mut ready = [0; 5];

@@ -10,15 +10,26 @@ use std::process::ExitCode;
 
 const PAGE: u64 = pagefold_os::PAGE_SIZE as u64;
 
+/// The clients that a command concerns: some by process id, or all of them.
+#[derive(clap::Args)]
+#[command(group(clap::ArgGroup::new("selected").required(true).args(["clients", "all"])))]
+struct Selected {
+    /// Process ids of clients
+    #[arg(value_name = "PID", value_parser = units::pid)]
+    clients: Vec<i32>,
+    /// All clients
+    #[arg(long)]
+    all: bool,
+}
+
 /// Give a client its private memory back and leave it alone
 #[derive(clap::Args)]
 #[command(
-    after_help = "Examples:\n  pagefold unmerge 4711\n  pagefold unmerge $(pidof redis-server)\n\npagefold resume 4711 lets it merge again."
+    after_help = "Examples:\n  pagefold unmerge 4711\n  pagefold unmerge $(pidof redis-server)\n  pagefold unmerge --all\n\npagefold resume 4711 lets it merge again."
 )]
 pub struct Unmerge {
-    /// Process ids of clients
-    #[arg(required = true, value_name = "PID", value_parser = units::pid)]
-    clients: Vec<i32>,
+    #[command(flatten)]
+    selected: Selected,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -26,15 +37,14 @@ pub struct Unmerge {
     daemon: host::DaemonArg,
 }
 
-/// Stop merging, for one client or for all; what is merged stays
+/// Stop merging a client; merged pages stay merged
 #[derive(clap::Args)]
 #[command(
-    after_help = "Examples:\n  pagefold pause\n  pagefold pause 4711 4712\n\nIt ends with the daemon, and programs that start later are merged."
+    after_help = "Examples:\n  pagefold pause --all\n  pagefold pause 4711 4712\n\nA pause lasts until pagefold resume or the daemon's end. Programs that start later are merged."
 )]
 pub struct Pause {
-    /// Process ids of clients [default: all]
-    #[arg(value_name = "PID", value_parser = units::pid)]
-    clients: Vec<i32>,
+    #[command(flatten)]
+    selected: Selected,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -42,13 +52,12 @@ pub struct Pause {
     daemon: host::DaemonArg,
 }
 
-/// Go on merging
+/// Merge a paused client again
 #[derive(clap::Args)]
-#[command(after_help = "Examples:\n  pagefold resume\n  pagefold resume 4711 4712")]
+#[command(after_help = "Examples:\n  pagefold resume --all\n  pagefold resume 4711 4712")]
 pub struct Resume {
-    /// Process ids of clients [default: all]
-    #[arg(value_name = "PID", value_parser = units::pid)]
-    clients: Vec<i32>,
+    #[command(flatten)]
+    selected: Selected,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -85,21 +94,21 @@ struct Unmerged {
     left: u64,
 }
 
-/// Asks for each of `whom`, which is not empty. One that fails does not keep the others from their turn: it is said, and
-/// the exit status tells; if all fail there is nothing but the error. Who is named twice has one turn.
-pub(super) fn for_each<T, U>(whom: &[T], ask: impl Fn(&T) -> Result<U, Error>) -> Result<(Vec<U>, ExitCode), Error>
+/// Calls `ask` for each of `targets`, once even if a target is named twice. A failure does not stop the others: it is
+/// printed, and the exit status is 1. If all fail, the result is their errors.
+pub(super) fn for_each<T, U>(targets: &[T], ask: impl Fn(&T) -> Result<U, Error>) -> Result<(Vec<U>, ExitCode), Error>
 where
     T: PartialEq,
 {
     let (mut done, mut errors) = (Vec::new(), Vec::new());
-    for (_, one) in whom.iter().enumerate().filter(|(at, one)| !whom[..*at].contains(one)) {
+    for (_, one) in targets.iter().enumerate().filter(|(at, one)| !targets[..*at].contains(one)) {
         match ask(one) {
             Ok(answer) => done.push(answer),
             Err(error) => errors.push(error.to_string()),
         }
     }
     errors.dedup();
-    if done.is_empty() {
+    if done.is_empty() && !errors.is_empty() {
         return Err(errors.join("; ").into());
     }
     for error in &errors {
@@ -108,17 +117,18 @@ where
     Ok((done, if errors.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }))
 }
 
-/// Asks for each of `clients`, or for all if none are named, and prints one count for all.
+/// Sends one request for each selected client, or one for all of them, and prints one count.
 fn done(
     daemon: &host::DaemonArg,
-    clients: Vec<i32>,
+    selected: &Selected,
     request: impl Fn(Option<i32>) -> Request,
     json: bool,
     words: [&str; 2],
 ) -> Result<ExitCode, Error> {
     let socket = daemon.socket()?;
-    let whom: Vec<Option<i32>> = if clients.is_empty() { vec![None] } else { clients.into_iter().map(Some).collect() };
-    let (counts, code) = for_each(&whom, |pid| match host::ask(&socket, &request(*pid))? {
+    let targets: Vec<Option<i32>> =
+        if selected.all { vec![None] } else { selected.clients.iter().copied().map(Some).collect() };
+    let (counts, code) = for_each(&targets, |pid| match host::ask(&socket, &request(*pid))? {
         Answer::Done { count } => Ok(count),
         other => Err(format!("the daemon answered {other:?}").into()),
     })?;
@@ -135,7 +145,11 @@ fn done(
 pub fn unmerge(args: Unmerge) -> Result<ExitCode, Error> {
     let socket = args.daemon.socket()?;
     let healed = |status: &Status| -> u64 { status.domains.iter().map(|one| one.events.healed).sum() };
-    let (counts, code) = for_each(&args.clients, |&pid| {
+    let clients = match args.selected.all {
+        true => host::status(&socket)?.clients.iter().map(|client| client.pid).collect(),
+        false => args.selected.clients,
+    };
+    let (counts, code) = for_each(&clients, |&pid| {
         let shared = |status: &Status| -> u64 {
             status.clients.iter().filter(|one| one.pid == pid).map(|one| one.stats.pages_sharing).sum()
         };
@@ -168,12 +182,12 @@ pub fn unmerge(args: Unmerge) -> Result<ExitCode, Error> {
 
 /// Runs `pause`.
 pub fn pause(args: Pause) -> Result<ExitCode, Error> {
-    done(&args.daemon, args.clients, |pid| Request::Pause { pid }, args.json, ["client paused", "clients paused"])
+    done(&args.daemon, &args.selected, |pid| Request::Pause { pid }, args.json, ["client paused", "clients paused"])
 }
 
 /// Runs `resume`.
 pub fn resume(args: Resume) -> Result<ExitCode, Error> {
-    done(&args.daemon, args.clients, |pid| Request::Resume { pid }, args.json, ["client resumed", "clients resumed"])
+    done(&args.daemon, &args.selected, |pid| Request::Resume { pid }, args.json, ["client resumed", "clients resumed"])
 }
 
 /// Runs `verify`.

@@ -17,7 +17,7 @@ use std::time::Duration;
 #[command(after_help = "\
 Examples:
   pagefold daemon
-  pagefold daemon --workers 4 --period 5s --pool-max 16G
+  pagefold daemon --workers 4 --scan-interval 5s --pool-max 16G
   pagefold daemon --metrics 127.0.0.1:9199
   pagefold daemon --web 127.0.0.1:9200   then open http://127.0.0.1:9200/
   systemctl enable --now pagefold        (with the package's unit)
@@ -33,18 +33,18 @@ pub struct Args {
     /// Worker threads per domain; `auto`: one per processor, at most 8
     #[arg(long, value_name = "N", default_value = "auto", value_parser = workers)]
     workers: Setting<usize>,
-    /// One pass over all memory; pages silent for two passes are merged
-    #[arg(long, value_name = "TIME", default_value = "2s", value_parser = period)]
-    period: Duration,
+    /// How often memory is scanned for writes; pages unwritten for two scans are merged
+    #[arg(long, value_name = "TIME", default_value = "2s", value_parser = scan_interval)]
+    scan_interval: Duration,
     /// Largest size of each domain's pool, 8M at least; `auto`: half of the machine's memory
     #[arg(long, value_name = "SIZE", default_value = "auto", value_parser = pool_max)]
     pool_max: Setting<u64>,
     /// Mappings that merging may add to one client, 524288 at most; `auto`: a quarter of vm.max_map_count
     #[arg(long, value_name = "N", default_value = "auto", value_parser = vma_budget)]
     vma_budget: Setting<u64>,
-    /// Let workers compete like any program instead of taking idle time only
-    #[arg(long)]
-    busy: bool,
+    /// Scheduling of the workers
+    #[arg(long, value_enum, default_value_t = Priority::Idle)]
+    priority: Priority,
     /// Serve OpenMetrics at HOST:PORT (loopback only), unix:PATH or unix:PATH,group=NAME; `none`: nowhere
     #[arg(long, value_name = "ADDRESS", default_value = "none", value_parser = address)]
     metrics: Setting<String>,
@@ -66,30 +66,46 @@ pub struct Args {
     /// Largest size of that file
     #[arg(long, value_name = "SIZE", default_value = "64G", value_parser = units::size)]
     tier_file_max: u64,
-    /// Share of run time that clients may lose to pages coming back, in percent
+    /// Percent of run time that clients may lose to refaults of cold pages
     #[arg(long, value_name = "PERCENT", default_value = "1", value_parser = super::run::percent)]
-    tolerance: f64,
-    /// How often the cold tier looks which pages were written
-    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = cold_tick)]
-    cold_tick: Duration,
-    /// Shortest silence after which a page may go to the cold tier, unless memory is short
+    refault_budget: f64,
+    /// How often the cold tier scans memory for writes
+    #[arg(long, value_name = "TIME", default_value = "5s", value_parser = cold_scan_interval)]
+    cold_scan_interval: Duration,
+    /// Least idle time before a page is evicted, unless memory is short
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = units::duration)]
     cold_idle: Duration,
-    /// Pages go to the cold tier only by `park`, hints and shortage of memory
+    /// What evicts pages to the cold tier
+    #[arg(long, value_enum, default_value_t = ColdPolicy::Auto)]
+    cold_policy: ColdPolicy,
+    /// Let processors enter deep idle states during faults: slower faults, less power
     #[arg(long)]
-    cold_manual: bool,
-    /// Let processors sleep while pages come back one after the other: slower, and cheaper
+    allow_idle_states: bool,
+    /// On an orderly stop, leave cold pages with the keeper for the next daemon (upgrades)
     #[arg(long)]
-    cold_sleep: bool,
-    /// On an orderly stop leave cold pages with the keeper, for a daemon that is about to come (an upgrade)
-    #[arg(long)]
-    hand_over: bool,
+    keep_cold_on_exit: bool,
     /// Start no keeper: cold pages die with this daemon (for measurements)
     #[arg(long, hide = true)]
     no_keeper: bool,
     /// Fingerprint every page instead of predicting a run from its start (for measurements)
     #[arg(long, hide = true)]
     no_predict: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Priority {
+    /// Workers compete with other programs for processor time
+    Normal,
+    /// Workers take only processor time that no other program wants
+    Idle,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum ColdPolicy {
+    /// Idle pages are evicted, within the refault budget
+    Auto,
+    /// Only `park`, hints of programs and shortage of memory evict pages
+    Manual,
 }
 
 /// What is said, or nothing by the word that leaves it to the daemon.
@@ -114,11 +130,11 @@ fn no_shorter(than_ms: u64, text: &str) -> Result<Duration, String> {
     if time >= Duration::from_millis(than_ms) { Ok(time) } else { Err(format!("takes at least {than_ms}ms")) }
 }
 
-fn period(text: &str) -> Result<Duration, String> {
+fn scan_interval(text: &str) -> Result<Duration, String> {
     no_shorter(10, text)
 }
 
-fn cold_tick(text: &str) -> Result<Duration, String> {
+fn cold_scan_interval(text: &str) -> Result<Duration, String> {
     no_shorter(50, text)
 }
 
@@ -189,10 +205,10 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
     let daemon = Daemon::new(Config {
         socket: socket.clone(),
         workers: args.workers.0.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, |n| n.get().min(8))),
-        period: args.period,
+        period: args.scan_interval,
         pool_max_bytes: args.pool_max.0.unwrap_or(total / 2),
         vma_budget: args.vma_budget.0.unwrap_or_else(|| (procfs::mappings_max() / 4).min(VMA_BUDGET_MAX)),
-        idle_priority: !args.busy,
+        idle_priority: args.priority == Priority::Idle,
         idle_exit: args.idle_exit.0.or(args.on_demand.then_some(ON_DEMAND_IDLE)),
         on_demand: args.on_demand,
         metrics: args.metrics.0,
@@ -202,18 +218,18 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
             tier_max_bytes: args.tier_max.0.unwrap_or_else(host::tier_max_auto),
             directory: (args.tier_dir.as_os_str() != "none").then_some(args.tier_dir),
             file_max_bytes: args.tier_file_max,
-            tolerance: args.tolerance,
-            tick: args.cold_tick,
+            tolerance: args.refault_budget,
+            tick: args.cold_scan_interval,
             idle_min: args.cold_idle,
-            automatic: !args.cold_manual,
+            automatic: args.cold_policy == ColdPolicy::Auto,
             keeper: (!args.no_keeper).then(|| vec![program.clone(), "keeper".into()]),
             // Of its own services systemd starts the next one itself.
             successor: match std::env::var("SYSTEMD_EXEC_PID") {
                 Ok(pid) if pid == std::process::id().to_string() => Vec::new(),
                 _ => std::iter::once(program).chain(config::arguments()).collect(),
             },
-            hand_over: args.hand_over,
-            keep_awake: !args.cold_sleep,
+            hand_over: args.keep_cold_on_exit,
+            keep_awake: !args.allow_idle_states,
             ..cold::Config::default()
         },
     });

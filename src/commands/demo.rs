@@ -225,7 +225,7 @@ fn show(rows: &[Row], why_no_ksm: Option<String>) -> Result<(), Error> {
     if let Some(why) = why_no_ksm {
         say!("\n{why}");
     }
-    say!("\nNow yours: pagefold run --all -- YOUR-PROGRAM, a few times, and pagefold status.");
+    say!("\nNow yours: pagefold run --manage all -- YOUR-PROGRAM, a few times, and pagefold status.");
     Ok(())
 }
 
@@ -318,7 +318,15 @@ fn with_pagefold(args: &Args) -> Result<Row, Error> {
     let mut command = Command::new(std::env::current_exe()?);
     command
         // What the file says is for another daemon: its addresses, for instance, are taken.
-        .args(["daemon", "--config", "none", "--busy", "--period", &format!("{}s", SILENCE_S / 2), "--socket"])
+        .args([
+            "daemon",
+            "--config",
+            "none",
+            "--priority=normal",
+            "--scan-interval",
+            &format!("{}s", SILENCE_S / 2),
+            "--socket",
+        ])
         .arg(&socket)
         .env_remove("LD_PRELOAD")
         .stdin(Stdio::null());

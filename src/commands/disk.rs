@@ -82,9 +82,9 @@ struct MountArgs {
     /// Let other users in, as far as the files' permissions allow
     #[arg(long)]
     allow_other: bool,
-    /// How long open files are served after a request to end
+    /// How long open files are still served after a request to end
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = units::duration)]
-    grace: Duration,
+    shutdown_grace: Duration,
 }
 
 fn cache_size(text: &str) -> Result<u64, String> {
@@ -185,7 +185,7 @@ fn run_mount(args: &MountArgs) -> Result<ExitCode, Error> {
         read_only: args.read_only,
         allow_other: args.allow_other,
         nbd: args.nbd.clone(),
-        grace: args.grace,
+        grace: args.shutdown_grace,
     };
     let called = Caller::of_this();
     mount::serve(&options, |status| {

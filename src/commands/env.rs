@@ -7,7 +7,7 @@ use std::process::ExitCode;
 /// Print the environment that makes a program a client, for containers and services
 #[derive(clap::Args)]
 #[command(after_help = "Examples:
-  pagefold env --all > /run/pagefold/web.env
+  pagefold env --manage all > /run/pagefold/web.env
   podman run --env-file /run/pagefold/web.env \\
     -v /run/pagefold:/run/pagefold:ro IMAGE
   env $(pagefold env --domain customer-7) qemu-system-x86_64 -m 2G disk.img
@@ -29,9 +29,14 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         super::run::check_domain(domain)?;
     }
     let socket = args.daemon.socket()?;
-    let cold = args.client.cold.then_some(host::Cold { tolerance: None, tier_max: None });
+    let cold = args.client.cold.then_some(host::Cold { refault_budget: None, tier_max: None });
     let mut text = String::new();
-    for (name, value) in host::environment(&socket, args.client.domain.as_deref(), args.client.all, cold.as_ref())? {
+    for (name, value) in host::environment(
+        &socket,
+        args.client.domain.as_deref(),
+        args.client.manage == super::run::Manage::All,
+        cold.as_ref(),
+    )? {
         if value.contains('\n') {
             return Err(format!("{name} has a line break, which such a file cannot hold").into());
         }

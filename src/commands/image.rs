@@ -93,15 +93,15 @@ enum Action {
     /// Read every object and compare it with its name
     #[command(after_help = "Examples:
   pagefold image verify
-  sudo pagefold image verify --frames app:1
+  sudo pagefold image verify --check-frames app:1
 
 Exit status: 0 if all is whole, 1 if something is damaged, or frames may not be looked at.")]
     Verify {
         /// Images to verify (all by default)
         names: Vec<String>,
-        /// Also prove by page frames (root) that mounted files show the objects' own memory
+        /// Also compare page frames (root): mounted files must map the objects' own memory
         #[arg(long)]
-        frames: bool,
+        check_frames: bool,
         /// One JSON document
         #[arg(long)]
         json: bool,
@@ -235,7 +235,7 @@ struct MountOptions {
     /// Refuse to run programs
     #[arg(long)]
     noexec: bool,
-    /// Do not read ahead what `exec --learn` has noted
+    /// Do not prefetch what `exec --record-profile` has recorded
     #[arg(long)]
     no_prefetch: bool,
 }
@@ -280,9 +280,9 @@ struct MountArgs {
 #[command(after_help = "Examples:
   pagefold image exec app:1 -- /bin/sh
   pagefold image exec app:1 --rw --bind ./data:/data -e HOME=/root -- env
-  sudo pagefold image exec app:1 --learn=20 -- /usr/bin/server
+  sudo pagefold image exec app:1 --record-profile=20 -- /usr/bin/server
 
-What was learned once lets later starts find the disk ahead of them.
+With --record-profile the image remembers what the command read; later starts prefetch it.
 Without a command the image's own is run. It takes this process over: its exit status and signals are passed on.
 Exit status of exec itself: 125 if it fails, 126 if the command cannot be run, 127 if it is not found.")]
 struct ExecArgs {
@@ -299,10 +299,9 @@ struct ExecArgs {
     /// Set an environment variable; a name alone passes the caller's on
     #[arg(long = "env", short = 'e', value_name = "NAME[=VALUE]")]
     env: Vec<String>,
-    /// Note what the command opens and reads until it ends, for SECONDS at most, so that each later mount
-    /// and exec of the image reads that ahead (root)
+    /// Record what the command reads, for at most SECONDS, so that later starts prefetch it (root)
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "60")]
-    learn: Option<u32>,
+    record_profile: Option<u32>,
     /// User to run as, by name in the tree or number (root; the image's own by default)
     #[arg(long, short = 'u', value_name = "USER[:GROUP]", default_value = "", hide_default_value = true)]
     user: String,
@@ -406,8 +405,8 @@ pub fn run(args: Args) -> Result<ExitCode, Error> {
         Action::Stat { names, json } => {
             return stat_images(open_all(&names)?.as_ref(), &args.domain, &names, json);
         }
-        Action::Verify { names, frames, json } => {
-            return verify_images(open_all(&names)?.as_ref(), &names, frames, json);
+        Action::Verify { names, check_frames, json } => {
+            return verify_images(open_all(&names)?.as_ref(), &names, check_frames, json);
         }
         Action::Gc { dry_run, json } => {
             let stats = all()?.map_or(Ok(gc::Stats::default()), |store| gc::collect(&store, dry_run))?;
@@ -477,7 +476,7 @@ fn exec_image(open: impl Fn(&str) -> Result<Store, Error>, args: ExecArgs) -> Er
             user: args.user,
             workdir: args.workdir,
             scratch: args.rw,
-            learn: args.learn.map(|seconds| Duration::from_secs(seconds.into())),
+            learn: args.record_profile.map(|seconds| Duration::from_secs(seconds.into())),
         };
         Ok((store, run))
     };

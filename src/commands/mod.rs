@@ -53,9 +53,9 @@ pub enum Command {
     Man(man::Args),
     /// Move an idle client's memory to the cold tier, now
     Park(park::Park),
-    /// Stop merging, for one client or for all; what is merged stays
+    /// Stop merging a client; merged pages stay merged
     Pause(control::Pause),
-    /// Go on merging
+    /// Merge a paused client again
     Resume(control::Resume),
     /// Run a program and merge its equal pages with those of all others
     Run(run::Args),

@@ -10,9 +10,9 @@ use std::process::{Command, ExitCode};
 /// What kind of client a program becomes.
 #[derive(clap::Args)]
 pub struct ClientArgs {
-    /// Manage every large private anonymous mapping, not only what the program marks mergeable
-    #[arg(long)]
-    pub all: bool,
+    /// Which of the program's memory is merged
+    #[arg(long, value_enum, default_value_t = Manage::Marked)]
+    pub manage: Manage,
     /// Share pages only inside this domain [default: one domain for all of this user]
     #[arg(long, value_name = "NAME")]
     pub domain: Option<String>,
@@ -21,12 +21,21 @@ pub struct ClientArgs {
     pub cold: bool,
 }
 
+/// Which memory of a client is managed.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Manage {
+    /// What the program marks mergeable: MADV_MERGEABLE or prctl(2)
+    Marked,
+    /// Every large private anonymous mapping
+    All,
+}
+
 /// Run a program and merge its equal pages with those of all others
 #[derive(clap::Args)]
 #[command(after_help = "\
 Examples:
   pagefold run -- qemu-system-x86_64 -m 2G disk.img
-  pagefold run --all -- redis-server --port 7001
+  pagefold run --manage all -- redis-server --port 7001
   pagefold run --domain customer-7 -- ./sandbox
   pagefold run --cold --tier-max 2G -- qemu-system-x86_64 -m 4G disk.img
 
@@ -41,13 +50,13 @@ the domain of the one that started it, unless --domain says otherwise.")]
 pub struct Args {
     #[command(flatten)]
     client: ClientArgs,
-    /// With --cold: share of run time that may be lost to pages coming back, in percent, 50 at most [default: the daemon's]
+    /// With --cold: percent of run time it may lose to refaults, at most 50 [default: the daemon's]
     #[arg(long, value_name = "PERCENT", value_parser = percent)]
-    tolerance: Option<f64>,
-    /// With --cold: memory of the tier, the daemon's at most; beyond it pages go to a file (a domain's first client says)
+    refault_budget: Option<f64>,
+    /// With --cold: memory limit of the domain's tier; the domain's first client sets it [default: the daemon's]
     #[arg(long, value_name = "SIZE", value_parser = tier_max)]
     tier_max: Option<u64>,
-    /// How to merge: through the agent, or by the kernel's KSM (for static or sealed programs)
+    /// What merges the program's pages
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     backend: Backend,
     #[command(flatten)]
@@ -59,11 +68,11 @@ pub struct Args {
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Backend {
-    /// Remap if this kernel and user can, else KSM
+    /// The agent if this kernel and user allow it, else KSM
     Auto,
-    /// The agent inside the program remaps pages
-    Remap,
-    /// The kernel's KSM scans the program's memory
+    /// The agent, a thread inside the program, remaps pages
+    Agent,
+    /// The kernel's KSM (for static programs)
     Ksm,
 }
 
@@ -137,7 +146,7 @@ fn prepare(args: &Args) -> Result<Command, Error> {
         (_, Some(lack)) => {
             let who = match args.backend {
                 _ if args.client.cold => "the cold tier",
-                Backend::Remap => "--backend remap",
+                Backend::Agent => "--backend agent",
                 _ => "--domain",
             };
             return Err(
@@ -158,14 +167,15 @@ fn prepare(args: &Args) -> Result<Command, Error> {
         );
     }
     let socket = args.daemon.socket()?;
-    let cold = args.client.cold.then_some(host::Cold { tolerance: args.tolerance, tier_max: args.tier_max });
-    let environment = host::environment(&socket, args.client.domain.as_deref(), args.client.all, cold.as_ref())?;
+    let cold = args.client.cold.then_some(host::Cold { refault_budget: args.refault_budget, tier_max: args.tier_max });
+    let environment =
+        host::environment(&socket, args.client.domain.as_deref(), args.client.manage == Manage::All, cold.as_ref())?;
     host::ensure_daemon(&socket, args.tier_max.filter(|_| args.client.cold))?;
     if let Some(owner) = host::stranger(&socket) {
         note!("pagefold: the daemon at {} is user {owner}'s, and may not serve this program", socket.display());
     }
     // The tier is asked for by each run anew.
-    for name in ["PAGEFOLD_COLD", "PAGEFOLD_TOLERANCE", "PAGEFOLD_TIER_MAX"] {
+    for name in ["PAGEFOLD_COLD", "PAGEFOLD_REFAULT_BUDGET", "PAGEFOLD_TIER_MAX"] {
         command.env_remove(name);
     }
     command.envs(environment);

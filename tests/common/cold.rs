@@ -74,7 +74,7 @@ impl Host {
     /// A command that runs what follows merged live.
     pub fn run_live(&self) -> Command {
         let mut command = Command::new(TOOL);
-        command.args(["run", "--all", "--socket"]).arg(&self.socket).arg("--").current_dir(self.dir.path());
+        command.args(["run", "--manage=all", "--socket"]).arg(&self.socket).arg("--").current_dir(self.dir.path());
         command
     }
 
@@ -171,7 +171,7 @@ pub fn kill(pid: i32) {
 
 pub fn spawn(socket: &Path, args: &[&str]) -> Child {
     let mut command = Command::new(TOOL);
-    command.args(["daemon", "--busy", "--period", "1s", "--socket"]).arg(socket).args(args);
+    command.args(["daemon", "--priority=normal", "--scan-interval", "1s", "--socket"]).arg(socket).args(args);
     command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("the daemon starts")
 }
 
@@ -333,7 +333,7 @@ impl Drop for Parking {
 /// Has all of a program's silent memory go to the tier and come back, lets it fork, and parks and unparks all the time while
 /// it storms over its memory: it reads what it wrote.
 pub fn storm_beside_parking(program: &Path, pages: u64) {
-    let host = Host::start(&["--cold-tick", "200ms", "--cold-idle", "100ms"]);
+    let host = Host::start(&["--cold-scan-interval", "200ms", "--cold-idle", "100ms"]);
     let mut command = host.run(&[]);
     command.arg(program);
     let mut client = Served::start_of(command);

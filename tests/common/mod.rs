@@ -239,10 +239,10 @@ impl Drop for Daemon {
 
 fn spawn_daemon(socket: &Path, args: &[String]) -> Child {
     let mut command = Command::new(TOOL);
-    // Without --busy its workers would wait for idle time, of which a machine that runs tests has none.
-    command.args(["daemon", "--busy", "--socket"]).arg(socket);
-    if !args.iter().any(|arg| arg == "--period") {
-        command.args(["--period", "100ms"]);
+    // Without --priority normal its workers would wait for idle time, of which a machine that runs tests has none.
+    command.args(["daemon", "--priority=normal", "--socket"]).arg(socket);
+    if !args.iter().any(|arg| arg == "--scan-interval") {
+        command.args(["--scan-interval", "100ms"]);
     }
     command.args(args).stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("the daemon starts")
 }

@@ -2788,7 +2788,7 @@ static void system_calls(void) {
     check(&r, "after system calls");
 }
 
-// ---- everything (--all) -----------------------------------------------------------------------------------------
+// ---- all memory (--manage all) -----------------------------------------------------------------------------------------
 
 static void blocks(void) {
     enum { BLOCKS = 24 };

@@ -43,7 +43,7 @@ for name in one two cold user-one user-two; do
 done
 # What services may call at most where their units say so; who calls anything else is killed.
 for name in two cold; do echo 'SystemCallFilter=@system-service' >> "$root/etc/systemd/system/$name.service"; done
-sed -i 's,run --all,run --cold,' "$root/etc/systemd/system/cold.service.d/pagefold.conf"
+sed -i 's,run --manage all,run --cold,' "$root/etc/systemd/system/cold.service.d/pagefold.conf"
 for name in user-one user-two; do
     # The same for a service that gives up root: the daemon of its user.
     sed -i -e 's,pagefold.service,pagefold@daemon.service,; s,/run/pagefold/,/run/pagefold-daemon/,' \

@@ -155,7 +155,7 @@ fn learned(started: &Started, command: &[&str]) -> Result<Option<Vec<OsString>>,
         );
         words
     };
-    let learn = words(&["--learn"]);
+    let learn = words(&["--record-profile"]);
     let said = Command::new(&learn[0]).args(&learn[1..]).stdout(Stdio::null()).stderr(Stdio::null()).status()?;
     let since = Instant::now();
     while Profile::load(started.store, &started.record.digest).is_none() {

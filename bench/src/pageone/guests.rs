@@ -144,7 +144,7 @@ fn once(engine: Engine, boot: &Boot, tool: &Path, image: &Path, count: usize) ->
     let under = match running.socket() {
         Some(socket) => {
             // Beside its guest's memory, which QEMU marks itself, the kernel and the first files that it boots are equal too.
-            let run = ["run", "--all", "--socket"].map(str::to_owned);
+            let run = ["run", "--manage=all", "--socket"].map(str::to_owned);
             [vec![tool.display().to_string()], run.into(), vec![socket.display().to_string(), "--".into()]].concat()
         }
         None => Vec::new(),

@@ -76,7 +76,7 @@ impl Side {
         }
         let socket = dir.join("d");
         let mut command = Command::new(&tool);
-        command.args(["daemon", "--busy", "--no-keeper", "--tier-dir", "none", "--socket"]).arg(&socket);
+        command.args(["daemon", "--priority=normal", "--no-keeper", "--tier-dir", "none", "--socket"]).arg(&socket);
         let (_, daemon) = start(command)?;
         let side = Side::Tier { tool, socket, _daemon: daemon };
         let end = Instant::now() + PATIENCE;

@@ -27,7 +27,7 @@ class NoDaemon(unittest.TestCase):
             pagefold.Daemon("/nowhere/s").status()
 
     def test_whom_is_one(self) -> None:
-        no: Tuple[Dict[str, Any], ...] = ({}, {"pid": 1, "everybody": True}, {"pid": 1, "cgroup": "x"})
+        no: Tuple[Dict[str, Any], ...] = ({}, {"pid": 1, "all": True}, {"pid": 1, "cgroup": "x"})
         for wrong in no:
             with self.assertRaises(TypeError):
                 pagefold.Daemon("/nowhere/s").park(**wrong)
@@ -58,7 +58,7 @@ class WithDaemon(unittest.TestCase):
         directory = tempfile.TemporaryDirectory()
         self.addCleanup(directory.cleanup)
         self.socket = Path(directory.name, "s")
-        options = ["--busy", "--no-keeper", "--period", "200ms"]
+        options = ["--priority=normal", "--no-keeper", "--scan-interval", "200ms"]
         process = subprocess.Popen([TOOL, "daemon", *options, "--socket", str(self.socket)])
         self.addCleanup(self.end, process)
         self.daemon = pagefold.Daemon(self.socket)
@@ -89,7 +89,7 @@ class WithDaemon(unittest.TestCase):
     def test_status_pause_unmerge_verify_stop(self) -> None:
         daemon = self.daemon
         self.assertEqual(daemon.status().pids, [])
-        pid = self.client("--all")
+        pid = self.client("--manage=all")
         self.wait("merging", lambda: daemon.status().totals.pages_sharing >= 800)
         status = daemon.status()
         self.assertEqual(status.pids, [pid])
@@ -99,7 +99,7 @@ class WithDaemon(unittest.TestCase):
         self.assertGreaterEqual(found.pages, 800)
         self.assertEqual((found.wrong, found.wrong_pages), ((), 0))
         self.assertEqual(found.unseen, 0)
-        self.assertEqual((daemon.pause(pid), daemon.resume(), daemon.pause(), daemon.resume(pid)), (1, 1, 1, 1))
+        self.assertEqual((daemon.pause(pid), daemon.resume(all=True), daemon.pause(all=True), daemon.resume(pid)), (1, 1, 1, 1))
         done = daemon.unmerge(pid)
         self.assertGreaterEqual(done.count, 800)
         self.assertEqual(done.left, 0)
@@ -113,7 +113,7 @@ class WithDaemon(unittest.TestCase):
     def test_park_and_unpark(self) -> None:
         daemon = self.daemon
         with self.assertRaisesRegex(pagefold.DaemonError, "there is no client"):
-            daemon.park(everybody=True)
+            daemon.park(all=True)
         pid = self.client("--cold")
 
         def parked() -> bool:
@@ -125,7 +125,7 @@ class WithDaemon(unittest.TestCase):
         self.wait("pages to park", parked)
         cold = daemon.status().cold["clients"][0]
         self.assertEqual((cold["pid"], cold["parked"]), (pid, True))
-        moved = daemon.unpark(everybody=True)
+        moved = daemon.unpark(all=True)
         self.assertEqual(moved.clients, 1)
         self.assertGreater(moved.pages, 0)
 

@@ -1,5 +1,5 @@
 //! Memory that the program takes where no interposed call shows it: blocks that the C library's allocator maps from within, and
-//! the heap. Under `--all` both are managed once they are listed, so somebody must see that there is more to list.
+//! the heap. Under `--manage all` both are managed once they are listed, so somebody must see that there is more to list.
 
 use crate::listing::ALL_MIN;
 use pagefold_os::PAGE_SIZE;
@@ -30,7 +30,7 @@ impl Growth {
         }
     }
 
-    /// True, once, if as much came as `--all` looks at.
+    /// True, once, if as much came as `--manage all` looks at.
     pub(crate) fn is_news(&mut self) -> bool {
         self.pages().is_some_and(|pages| self.has_grown_to(pages))
     }

@@ -1,6 +1,6 @@
 //! Which memory is managed: lists of mappings, for the daemon and for ourselves.
 //!
-//! What the program asked for counts, and with `--all` what is large and whose end is seen: memory that may end unseen is
+//! What the program asked for counts, and with `--manage all` what is large and whose end is seen: memory that may end unseen is
 //! never listed, and what is never listed is never frozen. Notes are read, and blocks of the allocator noted, so the
 //! guard is held.
 
@@ -19,7 +19,7 @@ use pagefold_os::{PAGE_SIZE, Range, maps};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// The smallest mapping that `--all` manages, in bytes.
+/// The smallest mapping that `--manage all` manages, in bytes.
 pub const ALL_MIN: u64 = 1 << 20;
 
 /// Lists the managed plain memory from address `from` on to the channel at `channel`, for the cold tier.

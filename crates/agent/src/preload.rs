@@ -80,13 +80,13 @@ extern "C" fn begin() {
     let Some(socket) = text(c"PAGEFOLD_SOCKET").filter(|_| !is_instrumented()) else { return };
     let domain = text(c"PAGEFOLD_DOMAIN").unwrap_or(b"");
     let cold = text(c"PAGEFOLD_COLD") == Some(b"1");
-    let all = cold || text(c"PAGEFOLD_ALL") == Some(b"1");
+    let all = cold || text(c"PAGEFOLD_MANAGE") == Some(b"all");
     if cold {
         let number = |name: &CStr| {
             let digits = text(name).unwrap_or(b"").iter().take_while(|byte| byte.is_ascii_digit()).take(18);
             digits.fold(0u64, |all, digit| all * 10 + u64::from(digit - b'0'))
         };
-        cold::TOLERANCE_PPM.store(number(c"PAGEFOLD_TOLERANCE"), Ordering::Relaxed);
+        cold::TOLERANCE_PPM.store(number(c"PAGEFOLD_REFAULT_BUDGET"), Ordering::Relaxed);
         cold::TIER_MAX.store(number(c"PAGEFOLD_TIER_MAX"), Ordering::Relaxed);
         cold::COLD.store(true, Ordering::Relaxed);
     }

@@ -137,7 +137,7 @@ impl Daemon {
         }
         let socket = scratch.dir("daemon")?.join("s");
         let mut command = std::process::Command::new(&tool);
-        command.args(["daemon", "--busy", "--period", "500ms", "--socket"]).arg(&socket);
+        command.args(["daemon", "--priority=normal", "--scan-interval", "500ms", "--socket"]).arg(&socket);
         let child = command.stdin(std::process::Stdio::null()).stdout(std::process::Stdio::null()).spawn()?;
         let daemon = Daemon { child, tool, socket };
         let started = Instant::now();

@@ -46,7 +46,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Status:
-    """What the daemon tells about itself: the figures that everybody wants, and all of it in ``raw``."""
+    """What the daemon tells about itself: the common figures, and all of it in ``raw``."""
 
     version: str
     pid: int
@@ -167,7 +167,7 @@ class Daemon:
         return answer
 
     def status(self) -> Status:
-        """Everything about everybody."""
+        """The whole status."""
         raw = self._part({"ask": "status"}, "status")
         try:
             totals = Totals(**{name: raw["totals"][name] for name in Totals.__dataclass_fields__})
@@ -181,21 +181,21 @@ class Daemon:
         done = self._part({"ask": "unmerge", "pid": pid}, "unmerged")
         return Unmerged(count=int(done["count"]), left=int(done["left"]))
 
-    def pause(self, pid: Optional[int] = None) -> int:
-        """Stops merging, for one client or for all; what is merged stays. How many clients that concerned."""
-        return int(self._part({"ask": "pause", "pid": pid}, "done")["count"])
+    def pause(self, pid: Optional[int] = None, *, all: bool = False) -> int:
+        """Stops merging one client, or all of them; merged pages stay merged. Returns how many clients were paused."""
+        return self._one_or_all("pause", pid, all)
 
-    def resume(self, pid: Optional[int] = None) -> int:
-        """Goes on merging."""
-        return int(self._part({"ask": "resume", "pid": pid}, "done")["count"])
+    def resume(self, pid: Optional[int] = None, *, all: bool = False) -> int:
+        """Merges a paused client again, or all of them. Returns how many clients were resumed."""
+        return self._one_or_all("resume", pid, all)
 
-    def park(self, pid: Optional[int] = None, *, cgroup: Optional[str] = None, everybody: bool = False) -> Moved:
+    def park(self, pid: Optional[int] = None, *, cgroup: Optional[str] = None, all: bool = False) -> Moved:
         """Moves idle clients' memory to the cold tier, now: of one process, of a cgroup, or of all."""
-        return self._move("park", pid, cgroup, everybody)
+        return self._move("park", pid, cgroup, all)
 
-    def unpark(self, pid: Optional[int] = None, *, cgroup: Optional[str] = None, everybody: bool = False) -> Moved:
+    def unpark(self, pid: Optional[int] = None, *, cgroup: Optional[str] = None, all: bool = False) -> Moved:
         """Brings it back."""
-        return self._move("unpark", pid, cgroup, everybody)
+        return self._move("unpark", pid, cgroup, all)
 
     def verify(self) -> Verified:
         """Compares every shared page with its slot through the kernel's own page tables."""
@@ -214,9 +214,14 @@ class Daemon:
             _unexpected(answer)
         return part
 
-    def _move(self, what: str, pid: Optional[int], cgroup: Optional[str], everybody: bool) -> Moved:
-        if [pid is not None, cgroup is not None, everybody].count(True) != 1:
-            raise TypeError(f"{what}() takes one of pid, cgroup and everybody=True")
+    def _one_or_all(self, what: str, pid: Optional[int], everyone: bool) -> int:
+        if (pid is not None) == everyone:
+            raise TypeError(f"{what}() takes one of pid and all=True")
+        return int(self._part({"ask": what, "pid": pid}, "done")["count"])
+
+    def _move(self, what: str, pid: Optional[int], cgroup: Optional[str], everyone: bool) -> Moved:
+        if [pid is not None, cgroup is not None, everyone].count(True) != 1:
+            raise TypeError(f"{what}() takes one of pid, cgroup and all=True")
         whom: object = "all"
         if pid is not None:
             whom = {"pid": pid}
@@ -228,12 +233,12 @@ class Daemon:
 
 def scan(
     *sources: Union[int, PathLike],
-    everything: bool = False,
+    all: bool = False,
     sample: Optional[str] = None,
     tool: Optional[PathLike] = None,
 ) -> Dict[str, Any]:
-    """Tells what merging would save, changing nothing: of processes (numbers) and files (paths), or of everything that
-    may be read. ``sample="1/16"`` takes a sixteenth of the memory. The answer is that of ``pagefold scan --json``.
+    """Predicts what merging would save, changing nothing: in processes (numbers) and files (paths), or in all processes
+    that may be read. ``sample="1/16"`` takes a sixteenth of the memory. The answer is that of ``pagefold scan --json``.
 
     :raises DaemonError: if there is no ``pagefold`` program, or something cannot be read.
     """
@@ -241,7 +246,7 @@ def scan(
     if program is None:
         raise DaemonError("the program pagefold is not on the PATH; install it, or name it in PAGEFOLD_TOOL")
     command: List[str] = [program, "scan", "--json"]
-    command += ["--all"] if everything else []
+    command += ["--all"] if all else []
     command += ["--sample", sample] if sample is not None else []
     command += ["--", *_names(sources)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)

@@ -23,7 +23,7 @@ use pagefold_os::{PAGE_SIZE, Range, mem};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// Mappings at least this large are placed in the zone even without `--all`: they are guest memory or alike.
+/// Mappings at least this large are placed in the zone even without `--manage all`: they are guest memory or alike.
 const PLACE_MIN: u64 = 32 << 20;
 
 /// Where the zone begins, and how far it may be shifted at random.

@@ -116,7 +116,7 @@ pub fn doctor() -> Vec<Check> {
             share,
             "needs Linux 7.0 built with EROFS_FS_PAGE_CACHE_SHARE; overlay mounts share the same files without it",
         ),
-        check("image verify --frames", frames, "run as root; without it `stat` still counts residency"),
+        check("image verify --check-frames", frames, "run as root; without it `stat` still counts residency"),
     ]
 }
 

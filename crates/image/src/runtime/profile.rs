@@ -106,13 +106,13 @@ impl Profile {
     fn save(&self, store: &Store, digest: &Digest) -> Result<()> {
         let lease = Lease::new(store)?;
         if !lease.claim_tree(digest)? {
-            return Err(Error::Refused("exec: --learn: the image was removed meanwhile".into()));
+            return Err(Error::Refused("exec: --record-profile: the image was removed meanwhile".into()));
         }
         let staged = store.path("staging").join(lease.id());
         fs::create_dir(&staged).at(&staged)?;
         let (from, to) = (staged.join("start"), store.profile_path(digest));
         let written = serde_json::to_vec(self)
-            .map_err(|error| Error::Refused(format!("exec: --learn: {error}")))
+            .map_err(|error| Error::Refused(format!("exec: --record-profile: {error}")))
             .and_then(|bytes| fs::write(&from, bytes).at(&from))
             .and_then(|()| fs::rename(&from, &to).at(&to));
         if written.is_err() {
@@ -321,7 +321,7 @@ pub(crate) struct Watch {
 /// Without CAP_SYS_ADMIN; the system's.
 pub(crate) fn watch(store: &Store, digest: &Digest, patience: Duration) -> Result<Watch> {
     let refused = |source: std::io::Error| {
-        Error::Refused(format!("exec: --learn: {source}; watching what a program opens (fanotify) needs root"))
+        Error::Refused(format!("exec: --record-profile: {source}; watching what a program opens (fanotify) needs root"))
     };
     let opens = Opens::new().map_err(refused)?;
     for (object, ..) in store.tree_objects(digest)? {
@@ -394,7 +394,7 @@ fn learn(store: &Store, digest: &Digest, opens: &Opens, command: &OwnedFd, patie
         });
     }
     if profile.files.is_empty() {
-        return Err(Error::Refused("exec: --learn: the command opened nothing of the image".into()));
+        return Err(Error::Refused("exec: --record-profile: the command opened nothing of the image".into()));
     }
     profile.save(store, digest)?;
     Ok(profile)
