@@ -79,7 +79,7 @@ impl Map for Store {
     }
 
     fn remove(&self, key: u64, _value: u64) -> bool {
-        self.delete(&key.to_le_bytes()).expect("a seat")
+        self.delete(&key.to_le_bytes()).expect("a thread record")
     }
 
     fn get_many(&self, keys: &[u64], found: &mut [Option<u64>]) -> bool {
@@ -502,7 +502,9 @@ fn records(keys: usize, threads: usize, which: usize) -> Option<f64> {
                 store.get_many(names, |index, value| assert_eq!(value.expect("set above")[..8], names[index]));
             }
         }),
-        _ => timed(threads, keys, |thread| range(thread).for_each(|n| assert!(store.delete(&name(n)).expect("seat")))),
+        _ => timed(threads, keys, |thread| {
+            range(thread).for_each(|n| assert!(store.delete(&name(n)).expect("a thread record")))
+        }),
     })
 }
 

@@ -3,12 +3,12 @@
 
 use forrest::Options;
 use libfuzzer_sys::fuzz_target;
-use llds::arena::{SEATS_MAX, Seat};
+use llds::arena::{THREADS_MAX, ThreadRecord};
 use std::os::unix::fs::FileExt;
 
 const LIMIT: u64 = 1 << 20;
 const HUGE: u64 = 2 << 20;
-const SEAT: u64 = size_of::<Seat>() as u64;
+const SEAT: u64 = size_of::<ThreadRecord>() as u64;
 
 fuzz_target!(|data: &[u8]| {
     let path = std::path::PathBuf::from(format!("/dev/shm/forrest-fuzz-{}", std::process::id()));
@@ -24,7 +24,7 @@ fuzz_target!(|data: &[u8]| {
     let length = file.metadata().expect("just made").len();
     // Header, seats, table of spans and hints; then what the store has of its own: settings, directory, locks.
     let root = length - LIMIT.next_multiple_of(HUGE) - HUGE;
-    let table = 4096 + SEATS_MAX as u64 * SEAT;
+    let table = 4096 + THREADS_MAX as u64 * SEAT;
     let places = [
         (0, 320),
         (4096, 1024),

@@ -14,7 +14,7 @@ fuzz_target!(|data: &[u8]| {
         let value = vec![fill; usize::from(length) * if length > 200 { 40 } else { 1 }];
         match op % 6 {
             0 => assert_eq!(store.set(&key, &value).expect("room"), model.insert(key, value).is_some()),
-            1 => assert_eq!(store.take(&key).expect("seat"), model.remove(&key)),
+            1 => assert_eq!(store.take(&key).expect("a thread record"), model.remove(&key)),
             2 => assert_eq!(store.get(&key).as_deref(), model.get(&key).map(Vec::as_slice)),
             3 => {
                 let fresh = !model.contains_key(&key);

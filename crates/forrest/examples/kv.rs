@@ -10,13 +10,13 @@ fn main() -> Result<(), forrest::Error> {
     store.add(b"visits", 1)?;
     println!("user:7 is {:?}, {} entries", store.get(b"user:7"), store.len());
 
-    // A value is replaced only by who has seen its last state.
+    // Replaces the value only if it did not change since it was read.
     let seen = store.get(b"user:7");
     let done = store.compare_swap(b"user:7", seen.as_deref(), Some(b"Grace"))?;
     println!("swapped: {done}, now {:?}", store.get(b"user:7"));
 
     // Many lookups at once overlap their cache misses.
-    let keys = ["user:7", "visits", "nobody"];
+    let keys = ["user:7", "visits", "missing"];
     store.get_many(&keys, |index, value| println!("{}: {} bytes", keys[index], value.map_or(0, <[u8]>::len)));
 
     // Any process that opens the same name sees the same entries, until the store is removed.

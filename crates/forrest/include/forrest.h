@@ -49,7 +49,7 @@ enum {
     FORREST_SYSTEM = 19, /* The system refused something; errno says what, or is 0. */
     FORREST_INTERNAL = 20, /* An error inside the library. */
     FORREST_NOT_ORDERED = 21, /* The store does not keep its keys in order; a shared one cannot. */
-    FORREST_UNTRUSTED = 22, /* The file of this name is another user's, or others may write it. */
+    FORREST_UNTRUSTED = 22, /* The file of this name belongs to another user, or other users may write it. */
     FORREST_NAMESPACE = 23, /* Processes of another pid or time namespace use the store. */
 };
 
@@ -114,7 +114,7 @@ int forrest_open(const char *name, const forrest_options *options, FORREST **out
  * FORREST_BAD_HANDLE. In a callback it does not wait: FORREST_BUSY if there are any. */
 int forrest_close(FORREST *handle);
 
-/* Removes the shared store called name; who has it open goes on. */
+/* Removes the shared store called name; processes that have it open keep it. */
 int forrest_remove(const char *name);
 
 /* Copies the value of a key into a buffer; stores its length if there is one, also if the buffer is too small. */

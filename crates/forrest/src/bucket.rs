@@ -168,8 +168,8 @@ impl Bucket {
         Mark(self.marks[slot].load(Ordering::Relaxed))
     }
 
-    /// Returns a bit for each slot that `head` says is in use and whose low 48 bits are those of `remainder`; the mark has
-    /// the other four.
+    /// Returns a bit for each slot that is in use according to `head` and matches the low 48 bits of `remainder`; the mark
+    /// has the other four bits.
     #[cfg(any(test, not(target_arch = "x86_64")))]
     #[inline]
     pub fn matches(&self, head: Head, remainder: u64) -> u32 {
@@ -182,7 +182,7 @@ impl Bucket {
         mask & head.used() as u32
     }
 
-    /// The remainder of the entry in a slot that nobody changes.
+    /// The remainder of the entry in a slot that no thread changes.
     #[inline]
     pub fn remainder(&self, slot: usize) -> u64 {
         let high = u64::from(self.mark(slot).0 & 15) << 48;
@@ -199,8 +199,8 @@ impl Bucket {
         self.words[slot].store(word, Ordering::Relaxed);
     }
 
-    /// Writes a slot of a bucket that nobody else sees: the parts of an entry as they lie here, `high` with the mark above
-    /// the 16 bits of the remainder.
+    /// Writes a slot of an unpublished bucket: the parts of an entry as they are stored here, `high` with the mark above the
+    /// 16 bits of the remainder.
     #[inline(always)]
     pub fn put(&self, slot: usize, low: u32, high: u32, word: u64) {
         self.low[slot].store(low, Ordering::Relaxed);

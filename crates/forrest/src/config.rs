@@ -3,7 +3,7 @@
 use crate::hash::Hash;
 pub use llds::arena::{Numa, Pages};
 
-/// How a store is made. What concerns its layout is fixed at creation; opening takes it from the store.
+/// Settings of a store. Those that affect its layout are fixed at creation; opening reads them from the store.
 ///
 /// ```
 /// use forrest::{Hash, Options};
@@ -28,17 +28,16 @@ impl Options {
 
     /// Sets how many bytes entries and table may take; an operation that needs more fails, nothing is evicted.
     ///
-    /// Rounded up to 512 KiB, at most 1023 GiB: more than that is taken as that. The fixed part (1 MiB, and 2 % for
-    /// bookkeeping) comes on top.
+    /// Rounded up to 512 KiB and limited to 1023 GiB. The fixed part (1 MiB, and 2 % for bookkeeping) comes on top.
     pub fn limit_bytes(mut self, bytes: u64) -> Options {
         self.limit_bytes = Some(bytes);
         self
     }
 
-    /// Keeps keys in order too, for [`Store::scan`](crate::Store::scan): a private store only.
+    /// Also keeps keys in order, for [`Store::scan`](crate::Store::scan); only for a private store.
     ///
-    /// Reads cost the same; inserting and deleting a key costs a change of a B-tree more, and each key up to 15 bytes
-    /// about 30 bytes, which the limit does not count. Longer keys are kept in order under one lock.
+    /// Reads cost the same. Inserting or deleting a key also changes a B-tree, and each key up to 15 bytes takes about
+    /// 30 further bytes, which the limit does not count. Longer keys are kept in order under one lock.
     pub fn ordered(mut self) -> Options {
         self.ordered = true;
         self

@@ -27,15 +27,15 @@ pub enum Error {
     NotFound(String),
     /// There is a store of this name already.
     Exists(String),
-    /// The file under the store can be written by others than its user.
+    /// Other users can write the store's file.
     Untrusted {
         /// The file.
         path: String,
         /// What is wrong with it, and what helps.
         why: String,
     },
-    /// The part of the table to which the key's hash leads takes no more, however much memory there is: either the store
-    /// has thousands of millions of entries, or somebody chose keys of like hashes, which [`crate::Hash::Keyed`] has none of.
+    /// The part of the table to which the key's hash leads is full, however much memory there is: either the store has
+    /// thousands of millions of entries, or an attacker chose keys of similar hashes, which [`crate::Hash::Keyed`] prevents.
     Crowded {
         /// Entries there.
         entries: u64,
@@ -58,7 +58,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Whether the store's memory limit is reached, or that of a part of its table, or would be.
+    /// Returns true if the memory limit of the store, or of a part of its table, is reached or would be.
     pub fn is_full(&self) -> bool {
         matches!(self, Error::Crowded { .. } | Error::TooMany { .. } | Error::Arena(llds::arena::Error::Full { .. }))
     }
@@ -81,11 +81,11 @@ impl std::fmt::Display for Error {
             }
             Error::NotFound(name) => write!(f, "there is no store '{name}'; create it first"),
             Error::Exists(name) => write!(f, "there is a store '{name}' already; open it, or remove it first"),
-            Error::Untrusted { path, why } => write!(f, "'{path}' is not to be trusted as a store: {why}"),
+            Error::Untrusted { path, why } => write!(f, "'{path}' cannot be trusted as a store: {why}"),
             Error::Crowded { entries } => write!(
                 f,
-                "the part of the table where keys of this hash lie is full with {entries} entries; if these are not a \
-                 4,096th of all, somebody chose keys of like hashes: delete them, and make the store with Hash::Keyed"
+                "the part of the table for keys of this hash is full with {entries} entries; if these are not a \
+                 4,096th of all, an attacker chose keys of similar hashes: delete them, and make the store with Hash::Keyed"
             ),
             Error::TooMany { entries, entries_max } => write!(
                 f,

@@ -1,17 +1,17 @@
-//! Hashes: MurmurHash64A as libforrest has it, a secret mix over it, and keyed ones against hostile keys.
+//! Hashes: MurmurHash64A as in libforrest, a secret mix over it, and keyed hashes against hostile keys.
 //!
 //! Keys of 8 bytes are hashed by a *bijection*: the mix is one under any
 //! secret, and so is Speck64/128 under any key. Two different keys of 8
-//! bytes therefore never have the same hash, so the table compares the full
-//! key when it compares the full hash, and gives the key back by inverting it.
-//! Keys of any other length may collide; there the bytes are compared.
-//! Where in the table a hash leads is as secret as the store's random numbers.
+//! bytes therefore never have the same hash, so comparing the full hash compares
+//! the full key, and inverting the hash returns the key. Keys of any other length
+//! may collide; there the bytes are compared. The position of a hash in the table
+//! is as secret as the store's random numbers.
 
 /// Multiplier of MurmurHash64A.
 const M: u64 = 0xc6a4_a793_5bd1_e995;
 const R: u32 = 47;
 
-/// The number that an odd one becomes 1 with, modulo 2^64.
+/// The multiplicative inverse of an odd number modulo 2^64.
 const fn inverse(odd: u64) -> u64 {
     // Newton's iteration doubles the correct low bits each time; an odd number is its own inverse modulo 8.
     let mut inverse = odd;
@@ -23,8 +23,8 @@ const fn inverse(odd: u64) -> u64 {
     inverse
 }
 
-/// A secret bijection of 64 bits in few steps: no cipher, but who does not know the secret and sees no hash cannot tell
-/// which words come to lie together.
+/// A secret bijection of 64 bits in few steps. It is no cipher, but without the secret and without any hash an attacker
+/// cannot tell which words land together.
 #[derive(Clone, Copy)]
 pub(crate) struct Mix {
     sum: u64,
@@ -45,7 +45,7 @@ impl Mix {
         (word ^ word >> 32).wrapping_mul(Mix::LAST)
     }
 
-    /// The word of which `mixed` was made. (`x ^ x >> 32` is its own inverse.)
+    /// Inverts `of`. (`x ^ x >> 32` is its own inverse.)
     fn back(self, mixed: u64) -> u64 {
         let word = mixed.wrapping_mul(const { inverse(Mix::LAST) });
         (word ^ word >> 32).wrapping_mul(inverse(self.odd)) ^ self.sum
@@ -166,13 +166,13 @@ impl Speck {
 /// How keys are hashed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hash {
-    /// MurmurHash64A with this seed, as libforrest, whose users take seed 9; keys of 8 bytes go without it. Both are mixed
-    /// with random numbers of the store's own.
+    /// MurmurHash64A with this seed, as in libforrest, where programs use seed 9; not applied to keys of 8 bytes. Both are
+    /// mixed with random numbers of the store.
     Murmur {
         /// The seed.
         seed: u64,
     },
-    /// Keyed with random numbers of the store's own: for keys that a stranger chooses.
+    /// Keyed with random numbers of the store: for keys that a stranger chooses.
     ///
     /// SipHash-1-3, and Speck64/128 for keys of 8 bytes.
     Keyed,
@@ -218,7 +218,7 @@ impl Hasher {
         }
     }
 
-    /// The key of 8 bytes whose first hash is `hash`.
+    /// The key of 8 bytes with the first hash `hash`.
     pub fn word_of(&self, hash: u64) -> [u8; 8] {
         match self {
             Hasher::Murmur { mix, .. } => mix.back(hash),
@@ -237,7 +237,7 @@ impl Hasher {
 /// Returns `N` random words from the system.
 pub(crate) fn random<const N: usize>() -> std::io::Result<[u64; N]> {
     let mut words = [0u64; N];
-    // SAFETY: fills our own array, whose size in bytes is passed.
+    // SAFETY: getrandom writes at most N * 8 bytes, the size of `words`.
     let got = unsafe { libc::getrandom(words.as_mut_ptr().cast(), N * 8, 0) };
     if got == (N * 8) as isize { Ok(words) } else { Err(std::io::Error::last_os_error()) }
 }
@@ -284,7 +284,7 @@ mod tests {
         }
     }
 
-    /// Keys as the source's test makes them; the values come from the hash's C code, compiled apart.
+    /// Keys as in the test of the original source; the values come from the original C code.
     const VECTORS: &[(&str, u64)] = &[
         ("", 0xfbc9_e42e_3a60_c1ae),
         ("key0", 0xd5ab_aea0_efc0_e080),
@@ -326,18 +326,18 @@ mod tests {
             ("digits", &digits),
             ("bits the other way round", &|i| i.reverse_bits()),
         ];
-        // The same secrets each time: by one in 300 keys that differ in their highest bits alone are spread less evenly, so
-        // that their squares add up to 330 to 430 each.
+        // Fixed secrets: with one secret in 300, keys that differ only in their highest bits are spread less evenly, with
+        // sums of squares of 330 to 430 each.
         for mix in 1..=8u64 {
             let mix = [mix, !mix].map(|number| murmur64a(&number.to_le_bytes(), 9));
             let hasher = Hasher::new(Hash::default(), [1, 2], mix);
             for (what, pattern) in &patterns {
-                // The bits by which the table goes: segment, first and second bucket.
+                // The bits that the table uses: segment, first and second bucket.
                 for shift in [52, 40, 20] {
                     let mut counts = vec![0u64; 1 << 12];
                     (0..COUNT)
                         .for_each(|i| counts[(hasher.first(&pattern(i).to_le_bytes()) >> shift & 0xfff) as usize] += 1);
-                    // 16 each, if they fell by chance: their squares would add up to 272 each, give or take a few.
+                    // For random hashes 16 each, with a sum of squares of about 272 each.
                     let squares: u64 = counts.iter().map(|count| count * count).sum();
                     assert!(squares < 330 << 12, "{what}, bits from {shift} on, {mix:x?}: {}", squares >> 12);
                 }

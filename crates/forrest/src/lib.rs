@@ -12,13 +12,13 @@
 //! ```
 //!
 //! # Sharing
-//! [`Store::open`] opens a store by name; several processes use it at once through shared memory, with no daemon.
-//! Any of them may be killed at any instruction: the others go on, readers notice nothing, a writer that meets a
-//! lock of the dead process takes it over, and what it held is put back. The store outlives its processes until
-//! [`Store::remove`]. A store from another version or machine, a truncated or damaged one, is refused.
+//! [`Store::open`] opens a store by name; several processes use it at the same time through shared memory, without a
+//! daemon. Any of them may be killed at any instruction: the others continue, readers notice nothing, a writer that meets
+//! a lock of the dead process takes it over, and what the process held is released. The store outlives its processes
+//! until [`Store::remove`]. A store from another version or machine, a truncated or damaged one, is refused.
 //!
-//! Processes that share a store trust each other: whoever can write its file can write anything into it. A process
-//! that is stopped (not killed) inside an update holds up writers of that one segment, never readers.
+//! Processes that share a store trust each other: any process that can write its file can write anything into it. A
+//! process that is stopped (not killed) inside an update blocks writers of that one segment, never readers.
 //!
 //! # Order
 //! A private store made with [`Options::ordered`] also has [`Store::scan`]: entries by key, both ways.
@@ -28,17 +28,16 @@
 //! instant during the call. Iteration sees each segment at one instant, not the whole store.
 //!
 //! # Keys that a stranger chooses
-//! The default hash is MurmurHash64A with seed 9, as in libforrest, mixed with secret numbers of the store's own; keys of 8 bytes
-//! are only mixed. Whoever knows the seed can choose longer keys of equal hash.
-//! The store bounds what that costs: the ninth key of one hash goes by a second, secret hash. It does not bound all, for
-//! the mix is no cipher: whoever finds its numbers out can fill one of 4,096 parts of the table with two million keys. Each growth of
-//! that part then stops its writers for tens of
-//! milliseconds, and a 4,096th of all other keys cannot be set any more ([`Error::Crowded`]) until they are deleted. Where
-//! keys come from strangers, take [`Hash::Keyed`].
+//! The default hash is MurmurHash64A with seed 9, as in libforrest, mixed with secret random numbers of the store; keys of 8
+//! bytes are only mixed. With the seed, an attacker can choose longer keys of equal hash.
+//! The store bounds the cost of that: the ninth key of one hash goes by a second, secret hash. It does not bound everything,
+//! because the mix is no cipher: an attacker that learns its numbers can fill one of 4,096 parts of the table with two
+//! million keys. Each growth of that part then stops its writers for tens of milliseconds, and a 4,096th of all other keys
+//! cannot be set any more ([`Error::Crowded`]) until they are deleted. Use [`Hash::Keyed`] if keys come from strangers.
 //!
 //! # When not to use it
-//! For small maps of one thread `std`'s `HashMap` is quicker; what must survive
-//! a reboot belongs in a database.
+//! For small maps of one thread `std`'s `HashMap` is faster; data that must
+//! survive a reboot belongs in a database.
 //!
 //! # Limits
 //! Keys to [`KEY_BYTES_MAX`], values to [`VALUE_BYTES_MAX`], 1024 threads over all processes, 1 TiB.

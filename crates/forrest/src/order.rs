@@ -1,11 +1,11 @@
 //! Key order beside the table: which keys there are, sorted, for scans.
 //!
-//! The table holds every entry, so points cost what they cost without order. A B-tree holds the keys of up to
+//! The table holds every entry, so point lookups cost the same as without order. A B-tree holds the keys of up to
 //! [`SHORT_BYTES`] bytes as numbers that sort like the bytes; longer ones lie in an ordered set under a lock. A scan
 //! takes keys from both, a page at a time, and reads their values from the table in batches.
 //!
-//! Table and order must name the same keys: who inserts or deletes a key holds one of [`STRIPES`] locks, chosen by the
-//! key's hash, over both changes. Readers and scans hold none; a scan passes over a key whose entry is gone.
+//! Table and order must name the same keys: a thread that inserts or deletes a key holds one of [`STRIPES`] locks, chosen
+//! by the key's hash, over both changes. Readers and scans hold none; a scan skips a key without an entry.
 
 use crate::error::Error;
 use crate::table::{Change, Table};
@@ -18,7 +18,7 @@ use std::sync::{Mutex, PoisonError, RwLock};
 /// The longest key that the B-tree holds.
 const SHORT_BYTES: usize = 15;
 
-/// Locks of those who insert or delete.
+/// Locks for inserts and deletes.
 const STRIPES: usize = 256;
 
 /// The keys of a store in order.
@@ -48,7 +48,7 @@ fn key(number: u128) -> Vec<u8> {
     bytes[..usize::from(bytes[SHORT_BYTES]).min(SHORT_BYTES)].to_vec()
 }
 
-/// The bound on numbers that a bound on keys is. A long key lies behind every short one that it begins with.
+/// Translates a bound on keys to a bound on numbers. A long key sorts after every short one that it begins with.
 fn number_bound(bound: &KeyBound) -> Bound<u128> {
     let long = |key: &[u8]| number(&key[..SHORT_BYTES]) | 0xff;
     match bound {
@@ -95,7 +95,7 @@ impl Order {
         hash: u64,
         decide: impl FnOnce(Option<&[u8]>) -> Result<Change<'v>, Error>,
     ) -> Result<bool, Error> {
-        // In a forked child it may stay locked for ever.
+        // In a forked child the stripe may stay locked for ever.
         if table.arena.is_forked() {
             return Err(llds::arena::Error::Forked.into());
         }
@@ -114,8 +114,8 @@ impl Order {
         match (before, after) {
             (false, true) => {
                 if let Err(error) = self.add(key) {
-                    // Without its place in the order the key must not stay. Nobody else can have changed it but for
-                    // its value: the stripe is ours.
+                    // A key that is not in the order must not stay in the table. No other thread can have inserted or
+                    // deleted it meanwhile, because this thread holds the stripe.
                     table.modify(key, hash, |_| Ok(Change::Delete))?;
                     return Err(error);
                 }

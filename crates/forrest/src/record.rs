@@ -6,11 +6,11 @@
 //! ```
 //!
 //! A record is written before it is linked and never changes afterwards. A
-//! reader without a guard may look at one that was freed meanwhile: it reads
-//! word by word, trusts no length beyond the arena's end, and checks
-//! afterwards whether the record was linked all the time. One of more than a
-//! page in a shared store is read under a hazard, which keeps it; in a private
-//! one by a reader who was late once, so that he is not late for ever.
+//! reader without a guard may read a record that was freed meanwhile: it reads
+//! word by word, trusts no length beyond the arena's end, and checks afterwards
+//! whether the record was linked all the time. Records of more than a page are
+//! read under a hazard, which keeps them: in a shared store always, in a private
+//! one after the first failed attempt, so that a reader does not retry for ever.
 
 use llds::arena::Arena;
 use llds::prefetch;
@@ -25,17 +25,17 @@ pub fn record_bytes(key_bytes: usize, value_bytes: usize) -> usize {
     8 + key_bytes.next_multiple_of(8) + value_bytes.next_multiple_of(8)
 }
 
-/// A record at a place that was checked to lie inside the arena as a whole.
+/// A record that was checked to lie inside the arena as a whole.
 #[derive(Clone, Copy)]
 pub struct Record<'a> {
-    words: *const AtomicU64,
+    /// All words of the record, from the lengths on.
+    words: &'a [AtomicU64],
     pub key_bytes: usize,
     pub value_bytes: usize,
-    _arena: std::marker::PhantomData<&'a Arena>,
 }
 
 impl<'a> Record<'a> {
-    /// Looks at `offset`. `None` if what is there cannot be a record.
+    /// Reads the lengths at `offset`. `None` if the words there cannot be a record.
     #[inline]
     pub fn at(arena: &'a Arena, offset: u64) -> Option<Record<'a>> {
         let range = arena.data_range();
@@ -43,37 +43,46 @@ impl<'a> Record<'a> {
             return None;
         }
         let words = arena.at(offset).cast::<AtomicU64>().cast_const();
-        // SAFETY: the offset lies in the arena's data and is aligned (checked above); the data is a multiple of 16.
+        // SAFETY: the offset lies in the arena's data range and is a multiple of 16 (checked above); the range's length is
+        // a multiple of 16, and every bit pattern is a valid atomic.
         let lengths = unsafe { (*words).load(Ordering::Relaxed) };
         let (key_bytes, value_bytes) = ((lengths & 0xffff_ffff) as usize, (lengths >> 32) as usize);
-        if record_bytes(key_bytes, value_bytes) as u64 > range.end - offset {
+        let bytes = record_bytes(key_bytes, value_bytes);
+        if bytes as u64 > range.end - offset {
             return None;
         }
-        Some(Record { words, key_bytes, value_bytes, _arena: std::marker::PhantomData })
+        // SAFETY: all `bytes`, a multiple of 8, lie inside the arena's data (just checked), which stays mapped while `arena`
+        // is borrowed; every bit pattern is a valid atomic.
+        let words = unsafe { std::slice::from_raw_parts(words, bytes / 8) };
+        Some(Record { words, key_bytes, value_bytes })
     }
 
-    /// Whether reading it takes so long that it should not be done without a hazard.
+    /// Returns true if reading it takes so long that it should be protected by a hazard.
     #[inline]
     pub fn is_long(&self) -> bool {
         self.key_bytes + self.value_bytes > LONG_BYTES
     }
 
     #[inline]
-    fn word(&self, index: usize) -> u64 {
-        // SAFETY: `at` checked that the whole record lies inside the arena; callers stay below its length.
-        unsafe { (*self.words.add(index)).load(Ordering::Relaxed) }
+    fn key_words(&self) -> &'a [AtomicU64] {
+        &self.words[1..self.value_index()]
     }
 
-    /// Whether the record's key is `key`.
+    #[inline]
+    fn value_words(&self) -> &'a [AtomicU64] {
+        &self.words[self.value_index()..]
+    }
+
+    /// Returns true if the record's key is `key`.
     #[inline]
     pub fn has_key(&self, key: &[u8]) -> bool {
         if self.key_bytes != key.len() {
             return false;
         }
-        key.chunks(8).enumerate().all(|(index, chunk)| {
+        key.chunks(8).zip(self.key_words()).all(|(chunk, word)| {
             let mut padded = [0; 8];
             padded[..chunk.len()].copy_from_slice(chunk);
-            self.word(1 + index) == u64::from_le_bytes(padded).to_le()
+            word.load(Ordering::Relaxed) == u64::from_ne_bytes(padded)
         })
     }
 
@@ -83,46 +92,26 @@ impl<'a> Record<'a> {
 
     /// Appends the record's value to `out`.
     pub fn copy_value(&self, out: &mut Vec<u8>) {
-        self.copy(self.value_index(), self.value_bytes, out);
+        copy(self.value_words(), self.value_bytes, out);
     }
 
-    /// The record's value if it has up to 8 bytes, and zeros behind it.
+    /// The record's value, padded with zeros, if it has up to 8 bytes.
     pub fn short_value(&self) -> Option<[u8; 8]> {
         match self.value_bytes {
             0 => Some([0; 8]),
-            1..=8 => Some(self.word(self.value_index()).to_ne_bytes()),
+            1..=8 => Some(self.value_words()[0].load(Ordering::Relaxed).to_ne_bytes()),
             _ => None,
         }
     }
 
-    /// Copies the record's value to `out`, which has its length.
+    /// Copies the record's value to the beginning of `out`, which must be long enough.
     pub fn copy_value_to(&self, out: &mut [MaybeUninit<u8>]) {
-        self.copy_to(self.value_index(), &mut out[..self.value_bytes]);
+        copy_to(self.value_words(), &mut out[..self.value_bytes]);
     }
 
     /// Appends the record's key to `out`.
     pub fn copy_key(&self, out: &mut Vec<u8>) {
-        self.copy(1, self.key_bytes, out);
-    }
-
-    fn copy(&self, first: usize, bytes: usize, out: &mut Vec<u8>) {
-        out.reserve(bytes);
-        self.copy_to(first, &mut out.spare_capacity_mut()[..bytes]);
-        // SAFETY: as many bytes were written behind its end.
-        unsafe { out.set_len(out.len() + bytes) };
-    }
-
-    /// Fills `out` with the bytes from word `first` on.
-    fn copy_to(&self, first: usize, out: &mut [MaybeUninit<u8>]) {
-        let (whole, rest) = out.as_chunks_mut::<8>();
-        let count = whole.len();
-        for (index, chunk) in whole.iter_mut().enumerate() {
-            *chunk = self.word(first + index).to_ne_bytes().map(MaybeUninit::new);
-        }
-        if !rest.is_empty() {
-            let last = self.word(first + count).to_ne_bytes().map(MaybeUninit::new);
-            rest.copy_from_slice(&last[..rest.len()]);
-        }
+        copy(self.key_words(), self.key_bytes, out);
     }
 
     /// Returns the value in place.
@@ -130,11 +119,12 @@ impl<'a> Record<'a> {
     /// # Safety
     /// The record must be linked, and stay so or be named by a hazard, for all of `'a`.
     pub unsafe fn value(&self) -> &'a [u8] {
-        // SAFETY: inside the arena by `at`; not written any more by the caller's promise.
-        unsafe { std::slice::from_raw_parts(self.words.add(self.value_index()).cast::<u8>(), self.value_bytes) }
+        // SAFETY: `at` checked that the record lies inside the arena; the caller guarantees that it is linked or named by a
+        // hazard for all of `'a`, and linked records are not written.
+        unsafe { std::slice::from_raw_parts(self.value_words().as_ptr().cast::<u8>(), self.value_bytes) }
     }
 
-    /// Asks for the first 64 bytes of the record at `offset`, which may be anything: a writer may just replace it.
+    /// Prefetches the first 64 bytes of the record at `offset`. Any offset is allowed: a writer may be replacing it.
     pub fn prefetch(arena: &Arena, offset: u64) {
         let at = arena.at(0).wrapping_add((offset & 0xff_ffff_fff0) as usize);
         prefetch(at);
@@ -143,13 +133,37 @@ impl<'a> Record<'a> {
     }
 }
 
-/// Writes a record into the block at `offset`, which must be ours and large enough.
-pub fn write(arena: &Arena, offset: u64, key: &[u8], value: &[u8]) {
+/// Appends the first `bytes` bytes of `words` to `out`.
+fn copy(words: &[AtomicU64], bytes: usize, out: &mut Vec<u8>) {
+    out.reserve(bytes);
+    copy_to(words, &mut out.spare_capacity_mut()[..bytes]);
+    // SAFETY: `copy_to` initialised exactly `bytes` bytes after the vector's end, within its capacity.
+    unsafe { out.set_len(out.len() + bytes) };
+}
+
+/// Fills all of `out` with the bytes of `words`, which must not be fewer.
+fn copy_to(words: &[AtomicU64], out: &mut [MaybeUninit<u8>]) {
+    let (whole, rest) = out.as_chunks_mut::<8>();
+    let (words, last) = words.split_at(whole.len());
+    for (chunk, word) in whole.iter_mut().zip(words) {
+        *chunk = word.load(Ordering::Relaxed).to_ne_bytes().map(MaybeUninit::new);
+    }
+    if !rest.is_empty() {
+        let last = last[0].load(Ordering::Relaxed).to_ne_bytes().map(MaybeUninit::new);
+        rest.copy_from_slice(&last[..rest.len()]);
+    }
+}
+
+/// Writes a record into the block at `offset`.
+///
+/// # Safety
+/// The caller allocated the block with at least [`record_bytes`] and has not linked it.
+pub unsafe fn write(arena: &Arena, offset: u64, key: &[u8], value: &[u8]) {
     let words = arena.at(offset).cast::<AtomicU64>();
     let mut index = 0;
     let mut put = |word: u64| {
-        // SAFETY: the block is ours and holds `record_bytes` (the caller allocated that much); atomics, because a
-        // reader of the block's former life may still look.
+        // SAFETY: the caller guarantees `record_bytes` at `offset`, and no more words than that are stored. Atomics, because
+        // a reader may still read an earlier use of the block.
         unsafe { (*words.add(index)).store(word, Ordering::Relaxed) };
         index += 1;
     };

@@ -1,45 +1,45 @@
-//! After a death, and after a doubt: putting back what a killed process held.
+//! Recovery: releases what a killed process held; and checks of a store's layout.
 //!
 //! A writer dies holding at most two segment locks, with at most one block
-//! taken and one unlinked (its intents). Everything it published was whole at
-//! every store, so recovery decides nothing about content: it finds out which
-//! of the intents happened, removes the second copy of an entry that was being
+//! allocated and one unlinked (its intents). Everything it published was whole at
+//! every store, so recovery decides nothing about content: it finds out which of
+//! the intents happened, removes the second copy of an entry that was being
 //! moved, counts again, and unlocks. Each step may be repeated, because the
-//! one who recovers may be killed too: he notes what he does in the dead one's
-//! seat, so that the next one goes on there.
+//! recovering process may be killed too: it records what it does in the dead
+//! thread's record, so that the next recovery continues there.
 
 use crate::bucket::{Head, Kind, SLOTS};
 use crate::record::Record;
-use crate::table::{Dir, Homes, Place, SEGMENTS, Spot, Table};
-use llds::arena::DeadSeat;
+use crate::table::{Candidates, Dir, Place, SEGMENTS, Spot, Table};
+use llds::arena::DeadThread;
 use llds::arena::fault::point;
 use std::collections::HashSet;
 use std::sync::atomic::Ordering;
 
-/// What [`crate::Store::check`] counted.
+/// The counts of [`crate::Store::check`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
     /// Entries.
     pub entries: u64,
-    /// Entries in the first of their two homes.
-    pub at_home: u64,
+    /// Entries in the first of their two candidate buckets.
+    pub in_first_bucket: u64,
     /// Entries under their second hash.
     pub second: u64,
     /// Buckets.
     pub buckets: u64,
-    /// Blocks that are given out but neither linked nor awaiting their end; a death can leave one.
+    /// Blocks that are allocated but neither linked nor retired; a death can leave one.
     pub lost_blocks: u64,
 }
 
 impl Table {
-    /// Cleans up after all dead seats.
+    /// Recovers all dead threads.
     pub fn recover_all(&self) {
-        for owner in self.arena.dead_seats() {
+        for owner in self.arena.dead_threads() {
             self.recover(owner);
         }
     }
 
-    /// Cleans up after the dead owner of a seat, if he is dead and nobody else does it.
+    /// Recovers the owner of a thread record, if it is dead and no other thread recovers it.
     pub fn recover(&self, owner: u64) {
         let Some(dead) = self.arena.begin_recovery(owner) else { return };
         let held: Vec<usize> =
@@ -48,7 +48,8 @@ impl Table {
             self.renew_versions(segment);
             point();
         }
-        // Blocks are linked and unlinked under locks, and what is done for another is noted in his seat, not in one's own.
+        // Blocks are linked and unlinked under locks, and a recovery records its intents in the dead thread's record, not in
+        // its own. So the segments locked by the dead thread tell whether its intents happened.
         let linked = |block: u64| held.iter().any(|&segment| self.is_linked(segment, block));
         let block = dead.alloc_intent();
         if block != 0 && linked(block) {
@@ -76,7 +77,7 @@ impl Table {
         self.arena.end_recovery(dead);
     }
 
-    /// Makes readers start over that read a word just before the dead writer replaced it.
+    /// Makes readers start over that read a value word just before the dead writer replaced it.
     fn renew_versions(&self, segment: usize) {
         let dir = self.dir(segment, Ordering::Acquire);
         for index in 0..dir.buckets() {
@@ -92,11 +93,11 @@ impl Table {
         found
     }
 
-    /// Removes what a dead writer left of an entry it was moving: readers see the first copy, so the second goes.
+    /// Removes the second copy of an entry that the dead writer was moving: readers see the first copy.
     ///
-    /// It is done in the dead one's name: whoever goes on after a death in here finds the intent beside the lock under
-    /// which to resolve it, and nobody else does.
-    fn drop_second_copies(&self, dead: &DeadSeat<'_>, segment: usize) {
+    /// The intent goes to the dead thread's record: after a death in here, the next recovery of that record finds the intent
+    /// beside the lock under which to resolve it, and no other recovery does.
+    fn drop_second_copies(&self, dead: &DeadThread<'_>, segment: usize) {
         let dir = self.dir(segment, Ordering::Acquire);
         let mut entries: Vec<(Place, u64)> = Vec::new();
         self.each_in(segment, |place, remainder| entries.push((place, remainder)));
@@ -106,7 +107,7 @@ impl Table {
                 continue;
             }
             let word = self.bucket(dir, bucket).words[slot].load(Ordering::Relaxed);
-            // An entry that was moving as it was has one and the same record in both places.
+            // An entry that was moved unchanged has the same record in both positions.
             if place.kind.is_record() && place.word != word {
                 dead.intend_retire(place.word);
                 point();
@@ -124,7 +125,7 @@ impl Table {
         point();
     }
 
-    /// Where a reader that looks for the key of `place` finds it.
+    /// The position where a reader finds the key of `place`.
     fn first_copy(&self, dir: Dir, place: Place, remainder: u64) -> (usize, usize) {
         let mut key = Vec::new();
         let word_key = match Record::at(&self.arena, place.word).filter(|_| place.kind.is_record()) {
@@ -134,8 +135,8 @@ impl Table {
             }
             None => true,
         };
-        let homes = Homes::of(remainder, dir.buckets());
-        for index in [homes.first, homes.second] {
+        let candidates = Candidates::of(remainder, dir.buckets());
+        for index in [candidates.first, candidates.second] {
             let bucket = self.bucket(dir, index);
             let used = bucket.head(Ordering::Relaxed).used();
             for slot in (0..SLOTS).filter(|slot| used >> slot & 1 == 1 && bucket.remainder(*slot) == remainder) {
@@ -158,14 +159,14 @@ impl Table {
         (place.bucket, place.slot)
     }
 
-    /// Frees blocks, and memory without any, that a death left without an owner. Nobody else may use the store meanwhile.
+    /// Frees blocks, and spans without a block, that a death left unreachable. No other thread may use the store meanwhile.
     pub fn free_lost(&self) -> Result<u64, crate::Error> {
-        let seat = self.seat()?;
+        let thread = self.thread()?;
         let lost = self.lost_blocks();
         for &block in &lost {
-            self.arena.free(&seat, block);
+            self.arena.free(&thread, block);
         }
-        self.arena.release_lost(&seat);
+        self.arena.release_lost(&thread);
         Ok(lost.len() as u64)
     }
 
@@ -194,13 +195,13 @@ impl Table {
         lost
     }
 
-    /// Checks every promise of the layout. Exact only while nobody writes.
+    /// Checks every invariant of the layout. Exact only while no thread writes.
     pub fn check(&self) -> Result<Report, String> {
         let mut report = Report::default();
         for segment in 0..SEGMENTS {
             let word = self.lock_word(segment).load(Ordering::Acquire);
             if word >> 48 != 0 {
-                return Err(format!("segment {segment} is locked by seat {}", word >> 48));
+                return Err(format!("segment {segment} is locked by thread {}", word >> 48));
             }
             let dir = self.dir(segment, Ordering::Acquire);
             let bytes = (dir.buckets() * crate::bucket::BUCKET_BYTES) as u64;
@@ -238,9 +239,9 @@ impl Table {
         report: &mut Report,
     ) -> Result<(), String> {
         let at = format!("segment {segment}, bucket {}, slot {}", place.bucket, place.slot);
-        let homes = Homes::of(remainder, dir.buckets());
-        if place.bucket != homes.first && place.bucket != homes.second {
-            return Err(format!("{at}: its homes are {} and {}", homes.first, homes.second));
+        let candidates = Candidates::of(remainder, dir.buckets());
+        if place.bucket != candidates.first && place.bucket != candidates.second {
+            return Err(format!("{at}: its candidates are {} and {}", candidates.first, candidates.second));
         }
         if self.first_copy(dir, place, remainder) != (place.bucket, place.slot) {
             return Err(format!("{at}: a second copy"));
@@ -266,7 +267,7 @@ impl Table {
             report.second += u64::from(second);
         }
         report.entries += 1;
-        report.at_home += u64::from(place.bucket == homes.first);
+        report.in_first_bucket += u64::from(place.bucket == candidates.first);
         Ok(())
     }
 }

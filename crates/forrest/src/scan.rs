@@ -21,8 +21,8 @@ pub struct Scan<'a> {
     count: usize,
     front: VecDeque<(Vec<u8>, Value)>,
     back: VecDeque<(Vec<u8>, Value)>,
-    /// Nothing was left between the two ends. What is set there since would come behind keys that one end took from the
-    /// other's.
+    /// Nothing was left between the two ends. Keys set there later are not visited: they would come after keys that one end
+    /// took from the other end's page.
     met: bool,
 }
 
@@ -34,7 +34,7 @@ impl<'a> Scan<'a> {
     /// Takes the next page from one end. False if nothing is left between the two ends.
     fn fill(&mut self, from_back: bool) -> bool {
         loop {
-            // In a forked child the order may stay locked for ever; a scan that came along ends with what it has.
+            // In a forked child the order may stay locked for ever; an inherited scan ends with the entries it has.
             if self.met || self.store.is_forked() {
                 return false;
             }
@@ -66,7 +66,7 @@ impl Iterator for Scan<'_> {
 
     fn next(&mut self) -> Option<(Vec<u8>, Value)> {
         if self.front.is_empty() && !self.fill(false) {
-            // What is left was taken from the other end already.
+            // The remaining entries were already taken from the other end.
             return self.back.pop_back();
         }
         self.front.pop_front()

@@ -2,7 +2,7 @@
 
 use llds::arena::Backing;
 
-/// What a store holds and what it takes.
+/// Contents and memory of a store.
 #[derive(Clone, Copy, Debug)]
 pub struct Stats {
     /// Entries.
@@ -11,19 +11,19 @@ pub struct Stats {
     pub bucket_count: u64,
     /// Bytes in blocks: buckets and records.
     pub allocated_bytes: u64,
-    /// Bytes of memory the blocks lie in; what the limit counts, without free spans kept for reuse.
+    /// Bytes of the spans that the blocks lie in: the memory that the limit counts, without free spans kept for reuse.
     pub held_bytes: u64,
     /// Bytes of free memory kept for reuse.
     pub kept_bytes: u64,
     /// Bytes of directory and locks.
     pub fixed_bytes: u64,
-    /// Bytes of the tree that keeps keys in order, 0 if none does.
+    /// Bytes of the tree that keeps keys in order, 0 without one.
     pub order_bytes: u64,
     /// The memory limit.
     pub limit_bytes: u64,
-    /// Pages the store stands on.
+    /// Pages that the store got.
     pub backing: Backing,
-    /// Threads that have written to it and live.
+    /// Live threads that have written to it.
     pub thread_count: u64,
     /// Deaths of other processes' threads that were cleaned up.
     pub recovery_count: u64,

@@ -8,7 +8,7 @@ use crate::order::{KeyBound, Order};
 use crate::recover::Report;
 use crate::scan::Scan;
 use crate::stats::Stats;
-use crate::table::{Asked, Change, OFFSETS_END, Probe, SEGMENTS, Sink, Table};
+use crate::table::{Change, Lookup, OFFSETS_END, Probe, SEGMENTS, Sink, Table};
 use crate::value::{Guarding, Into, Presence, Ref, RefBytes, Value};
 use llds::arena::{self, Arena, Pages};
 use std::fs::File;
@@ -32,22 +32,22 @@ const SHARED_LIMIT: u64 = 64 << 30;
 /// Highest limit: what the directory can name, less ample room for the fixed part in front.
 const LIMIT_MAX: u64 = OFFSETS_END - (1 << 30);
 
-/// Words that say how the store was made; their checksum follows.
+/// Words of settings, followed by their checksum.
 const SETTINGS: usize = 7;
 
-/// Bytes of the root before the directory: settings, then the cursor of the passing growth.
+/// Bytes of the root before the directory: settings, then the cursor of the incremental growth.
 const ROOT_HEAD: usize = 4096;
 const CURSOR_AT: usize = 1024;
 const ROOT_BYTES: usize = ROOT_HEAD + 2 * SEGMENTS * 8;
 
-/// Lookups that `get_many` keeps in flight: what one part of their work leads to is on its way while it does the others'.
+/// Lookups that `get_many` keeps in flight: the lines that one lookup needs next are prefetched while it works on others.
 const LOOKUPS: usize = 64;
 /// Changes that `set_many` keeps in flight.
 const BATCH: usize = 32;
 
-/// A key-value store in memory. Clones are the same store; all methods may be called by many threads at once.
+/// A key-value store in memory. Clones are the same store; all methods may be called by many threads concurrently.
 ///
-/// Keys and values are bytes. Reads take no lock and wait for nobody; writers of one of 4,096 segments wait for
+/// Keys and values are bytes. Reads take no lock and wait for no other thread; writers of one of 4,096 segments wait for
 /// each other. Every operation on one key takes effect at one instant between its call and its return.
 ///
 /// ```
@@ -67,7 +67,7 @@ pub struct Store {
 }
 
 impl Options {
-    /// Makes a store that only this process sees.
+    /// Makes a store that is private to this process.
     ///
     /// # Errors
     /// [`Error::Arena`] if the address space is not there.
@@ -81,8 +81,8 @@ impl Options {
     /// Opens the shared store `name`, or makes it, for processes of this user.
     ///
     /// # Errors
-    /// [`Error::Name`]; [`Error::Untrusted`] if the file of that name is another user's, or others may write it; or
-    /// why the store there cannot be used.
+    /// [`Error::Name`]; [`Error::Untrusted`] if the file of that name belongs to another user, or other users may write it;
+    /// or the reason why the store there cannot be used.
     pub fn open(&self, name: &str) -> Result<Store, Error> {
         self.open_or_create(&path_of(name)?, Source::Name)
     }
@@ -105,12 +105,12 @@ impl Options {
 
     /// Opens the shared store in the file `path`, or makes it. The file may lie on a tmpfs or a hugetlbfs.
     ///
-    /// It is made for its owner alone (mode 0600). Unlike a store opened by name, one that was opened to a group since is
-    /// accepted, and so is a symbolic link: whoever may write the file, or put another in its place, can end this process
-    /// or change its memory. So give a path in a directory that only trusted users may write.
+    /// A new file gets mode 0600. Unlike a store opened by name, a file that is writable for a group is accepted, and so is
+    /// a symbolic link. Any user that may write the file, or replace it, can end this process or change its memory. So give
+    /// a path in a directory that only trusted users may write.
     ///
     /// # Errors
-    /// The file system's; [`Error::Untrusted`] if it is no regular file; or why the store there cannot be used.
+    /// The file system's; [`Error::Untrusted`] if it is not a regular file; or why the store there cannot be used.
     pub fn open_path(&self, path: &Path) -> Result<Store, Error> {
         self.open_or_create(path, Source::Path)
     }
@@ -125,7 +125,7 @@ impl Options {
             return Err(Error::Exists(path.display().to_string()));
         }
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        // Without a name until it is whole: nobody ever opens half a store.
+        // The file has no name until it is complete, so no process can open half a store.
         let file = File::options().read(true).write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(folder)?;
         lock_file(&file, libc::LOCK_SH)?;
         let arena = Arena::create(above_stdio(&file)?, &self.arena(SHARED_LIMIT))?;
@@ -140,7 +140,7 @@ impl Options {
         }
     }
 
-    /// Opens the shared store in the file `path`, which must be there; whom that trusts, [`Options::open_path`] says.
+    /// Opens the shared store in the file `path`, which must be there. It trusts the same users as [`Options::open_path`].
     ///
     /// # Errors
     /// [`Error::NotFound`] if there is none; otherwise as [`Options::open_path`].
@@ -155,7 +155,7 @@ impl Options {
                 other => return other,
             }
             match self.create_path(path) {
-                // Made by somebody else just now. Not so a link that leads nowhere: it is neither opened nor replaced.
+                // Another process made it just now: open that one. A dangling link is neither opened nor replaced.
                 Err(Error::Exists(_)) if !path.is_symlink() => {}
                 other => return other,
             }
@@ -176,17 +176,18 @@ impl Options {
             Err(error) => return Err(error.into()),
         };
         check_trust(&file, path, source)?;
-        // Every open store holds its file locked as shared, so an exclusive lock says that we are alone.
+        // Every open store holds a shared lock on its file, so an exclusive lock proves that no other process has it open.
         if lock_file(&file, libc::LOCK_EX | libc::LOCK_NB).is_ok() {
             let store = Store::over(Arena::open_alone(file.try_clone()?, KIND, self.pages)?)?;
             store.table.recover_all();
             if !store.table.are_locks_sound() {
-                return Err(arena::Error::Damaged("a segment is locked, though nobody uses the store").into());
+                return Err(arena::Error::Damaged("a segment is locked, though no process uses the store").into());
             }
             if !store.table.arena.is_audited() {
                 store.table.free_lost()?;
             }
-            // Closed here: when the lock becomes a shared one, another may be alone for a moment, and takes any seat.
+            // The handle is closed here: while the lock is converted to a shared one, another process may get the exclusive
+            // lock for a moment, and would treat the owners of all thread records as dead.
         }
         lock_file(&file, libc::LOCK_SH)?;
         let store = Store::over(Arena::open(above_stdio(&file)?, KIND, self.pages)?)?;
@@ -256,7 +257,7 @@ impl Store {
         }
         let root = arena.root();
         let settings: Vec<u64> = (0..=SETTINGS)
-            // SAFETY: the root has ROOT_BYTES; its settings are not written after creation.
+            // SAFETY: the root has ROOT_BYTES (checked above), and its settings are not written after creation.
             .map(|index| unsafe { root.cast::<u64>().add(index).read() })
             .collect();
         if settings[0] != KIND || settings[SETTINGS] != settings_sum(&settings[..SETTINGS]) {
@@ -294,7 +295,7 @@ impl Store {
         self.table.read(key, hash, &mut value).then_some(value)
     }
 
-    /// Gives the value of `key` to `sink`, perhaps in several attempts. False if there is none.
+    /// Passes the value of `key` to `sink`, perhaps in several attempts. Returns false if there is none.
     #[inline]
     pub(crate) fn read(&self, key: &[u8], sink: &mut impl Sink) -> bool {
         let hash = self.table.hasher.first(key);
@@ -311,7 +312,7 @@ impl Store {
         self.table.read(key, hash, sink)
     }
 
-    /// Copies the value of `key` into `out`, replacing what is in it. False, and `out` empty, if there is none.
+    /// Copies the value of `key` into `out`, replacing its content. Returns false, with an empty `out`, if there is none.
     #[inline]
     pub fn get_into(&self, key: &[u8], out: &mut Vec<u8>) -> bool {
         let found = self.read(key, &mut Into(out));
@@ -339,27 +340,27 @@ impl Store {
 
     #[inline(never)]
     fn get_ref_any(&self, key: &[u8], hash: u64) -> Option<Ref<'_>> {
-        let seat = self.table.seat().ok();
-        let hazard = seat.as_ref().and_then(|seat| seat.hazard_free());
+        let thread = self.table.thread().ok();
+        let hazard = thread.as_ref().and_then(|thread| thread.hazard_free());
         let bytes = RefBytes::Short { bytes: [0; 8], length: 0 };
-        let mut sink = Guarding { arena: &self.table.arena, seat, hazard, bytes, offset: 0 };
+        let mut sink = Guarding { arena: &self.table.arena, thread, hazard, bytes, offset: 0 };
         let found = self.table.read(key, hash, &mut sink);
-        if let (Some(seat), Some(hazard)) = (sink.seat, sink.hazard) {
+        if let (Some(thread), Some(hazard)) = (sink.thread, sink.hazard) {
             let record = crate::record::Record::at(sink.arena, sink.offset).filter(|_| found && sink.offset != 0);
             match record {
                 Some(record) => {
-                    // SAFETY: the hazard was set before `read` saw that the record is linked, and stays until the
-                    // guard is dropped.
+                    // SAFETY: `Guarding` set the hazard before `read` checked that the record is still linked, and the
+                    // hazard stays until the guard is dropped.
                     let value = unsafe { record.value() };
-                    return Some(Ref { bytes: RefBytes::Held { value, hazard, seat, arena: sink.arena } });
+                    return Some(Ref { bytes: RefBytes::Held { value, hazard, thread, arena: sink.arena } });
                 }
-                None => seat.hazard_clear(hazard),
+                None => thread.hazard_clear(hazard),
             }
         }
         found.then_some(Ref { bytes: sink.bytes })
     }
 
-    /// Whether there is an entry of `key`.
+    /// Returns true if there is an entry of `key`.
     #[inline]
     pub fn contains(&self, key: &[u8]) -> bool {
         self.read(key, &mut Presence)
@@ -369,23 +370,23 @@ impl Store {
     pub fn get_many<K: AsRef<[u8]>>(&self, keys: &[K], mut each: impl FnMut(usize, Option<&[u8]>)) {
         let table = &*self.table;
         let mut long = Vec::new();
-        let mut asked = [Asked::NONE; LOOKUPS];
+        let mut lookup = [Lookup::NONE; LOOKUPS];
         for (batch, keys) in keys.chunks(LOOKUPS).enumerate() {
-            for (asked, key) in asked.iter_mut().zip(keys) {
-                *asked = table.ask(table.hasher.first(key.as_ref()));
+            for (lookup, key) in lookup.iter_mut().zip(keys) {
+                *lookup = table.begin_lookup(table.hasher.first(key.as_ref()));
             }
-            for asked in &mut asked[..keys.len()] {
-                table.ask_on(asked);
+            for lookup in &mut lookup[..keys.len()] {
+                table.probe_first(lookup);
             }
-            for asked in &mut asked[..keys.len()] {
-                table.ask_farther(asked);
+            for lookup in &mut lookup[..keys.len()] {
+                table.probe_second(lookup);
             }
-            for (asked, _) in asked.iter().zip(keys).filter(|(_, key)| key.as_ref().len() != 8) {
-                table.ask_record(asked);
+            for (lookup, _) in lookup.iter().zip(keys).filter(|(_, key)| key.as_ref().len() != 8) {
+                table.prefetch_record(lookup);
             }
-            for (index, (key, asked)) in keys.iter().zip(&asked).enumerate() {
+            for (index, (key, lookup)) in keys.iter().zip(&lookup).enumerate() {
                 if key.as_ref().len() == 8 {
-                    match table.answer(asked) {
+                    match table.finish_lookup(lookup) {
                         Probe::Inline(bytes, length) => {
                             each(batch * LOOKUPS + index, Some(&bytes[..length]));
                             continue;
@@ -397,7 +398,7 @@ impl Store {
                         Probe::Unclear => {}
                     }
                 }
-                let hash = asked.hash();
+                let hash = lookup.hash();
                 let mut sink = Batched { short: [0; 8], length: 0, long: &mut long, is_long: false };
                 let found = table.read(key.as_ref(), hash, &mut sink);
                 let (short, length, is_long) = (sink.short, sink.length, sink.is_long);
@@ -430,16 +431,16 @@ impl Store {
         self.set_hashed(key, value, self.table.hasher.first(key), false)
     }
 
-    /// `asked` says that what it needs is on its way.
+    /// `prefetched` says that the lines it needs were prefetched.
     #[inline]
-    fn set_hashed(&self, key: &[u8], value: &[u8], hash: u64, asked: bool) -> Result<bool, Error> {
+    fn set_hashed(&self, key: &[u8], value: &[u8], hash: u64, prefetched: bool) -> Result<bool, Error> {
         if key.len() == 8 && value.len() <= 8 && self.order.is_none() {
-            // By the length that most have, so that it is one load and no call of memcpy.
+            // The most common length first, so that it is one load and no call of memcpy.
             let word = match value.try_into() {
                 Ok(bytes) => u64::from_ne_bytes(bytes),
                 Err(_) => short_word(value),
             };
-            if let Some(existed) = self.table.set_word(hash, Kind::inline(value.len()), word, asked) {
+            if let Some(existed) = self.table.set_word(hash, Kind::inline(value.len()), word, prefetched) {
                 return Ok(existed);
             }
         }
@@ -464,7 +465,7 @@ impl Store {
                 table.prefetch_write(*hash);
             }
             for &hash in &hashes[..entries.len()] {
-                table.prefetch_room(hash);
+                table.prefetch_write_values(hash);
             }
             for ((key, value), &hash) in entries.iter().zip(&hashes) {
                 self.set_hashed(key.as_ref(), value.as_ref(), hash, true)?;
@@ -473,7 +474,7 @@ impl Store {
         Ok(())
     }
 
-    /// Sets `key` to `value` if there is no entry of it. Returns whether it did.
+    /// Sets `key` to `value` if there is no entry of it. Returns true if it did.
     ///
     /// # Errors
     /// As [`Store::set`].
@@ -485,10 +486,10 @@ impl Store {
         Ok(!existed)
     }
 
-    /// Deletes the entry of `key`. Returns whether there was one.
+    /// Deletes the entry of `key`. Returns true if there was one.
     ///
     /// # Errors
-    /// [`Error::Arena`] in a forked child, or when no seat is left for this thread.
+    /// [`Error::Arena`] in a forked child, or when too many threads use the store.
     #[inline]
     pub fn delete(&self, key: &[u8]) -> Result<bool, Error> {
         let hash = self.table.hasher.first(key);
@@ -564,20 +565,20 @@ impl Store {
     /// runs without locks and may change the store.
     ///
     /// # Errors
-    /// [`Error::Arena`] in a forked child, or when no seat is left for this thread.
+    /// [`Error::Arena`] in a forked child, or when too many threads use the store.
     pub fn for_each(&self, mut visit: impl FnMut(&[u8], &[u8]) -> bool) -> Result<(), Error> {
         let table = &*self.table;
         let (mut bytes, mut ends) = (Vec::new(), Vec::new());
         for segment in 0..SEGMENTS {
-            // Asked for each time: where `visit` forked, the child must not lock anything in its parent's name.
-            let seat = table.seat()?;
+            // Looked up each time: if `visit` forked, the child must not lock a segment in its parent's name.
+            let thread = table.thread()?;
             if table.dir(segment, Ordering::Relaxed).buckets() == 0 {
                 continue;
             }
             bytes.clear();
             ends.clear();
             {
-                let _held = table.lock(&seat, segment);
+                let _held = table.lock(&thread, segment);
                 table.each_in(segment, |place, remainder| {
                     table.key_of(segment, place, remainder, &mut bytes);
                     let key_end = bytes.len();
@@ -625,7 +626,7 @@ impl Store {
         if self.order.is_none() {
             return Err(Error::NotOrdered);
         }
-        // A part of the order that another thread was writing at the fork stays locked for ever.
+        // In a forked child a part of the order that another thread was writing at the fork stays locked for ever.
         if self.is_forked() {
             return Err(arena::Error::Forked.into());
         }
@@ -644,33 +645,33 @@ impl Store {
 
     /// Makes room for `entries` entries in all, so that inserts up to there copy nothing to grow.
     ///
-    /// The room is taken, and its memory touched, now: about 20 bytes for each entry. Keys and values other than 8 and up to
-    /// 8 bytes take their own memory when they are set. Deletes give room back that a third of would do.
+    /// The memory is allocated and touched now: about 20 bytes for each entry. Entries other than keys of 8 bytes with values
+    /// of up to 8 bytes take further memory when they are set. Deletes shrink the room when a third of it would suffice.
     ///
     /// # Errors
-    /// [`Error::TooMany`] if not even these alone would be within the memory limit, and nothing is done; the memory limit
-    /// ([`Error::is_full`] says of both), and what was made room for until then stays.
+    /// [`Error::TooMany`], with nothing done, if these entries alone would exceed the memory limit. [`Error::Arena`] at the
+    /// memory limit; room made until then stays. [`Error::is_full`] is true for both.
     pub fn reserve(&self, entries: u64) -> Result<(), Error> {
-        self.table.reserve(&self.table.seat()?, entries)
+        self.table.reserve(&self.table.thread()?, entries)
     }
 
-    /// Deletes all entries, and gives their memory and the room made by [`Store::reserve`] back. Returns how many. Entries
-    /// set meanwhile may stay.
+    /// Deletes all entries, and gives back their memory and the room made by [`Store::reserve`]. Returns the number of
+    /// deleted entries. Entries set meanwhile may stay.
     ///
     /// # Errors
     /// As [`Store::delete`].
     pub fn clear(&self) -> Result<u64, Error> {
-        let seat = self.table.seat()?;
-        let clear = || (0..SEGMENTS).map(|segment| self.table.clear_segment(&seat, segment)).sum();
+        let thread = self.table.thread()?;
+        let clear = || (0..SEGMENTS).map(|segment| self.table.clear_segment(&thread, segment)).sum();
         let cleared = match &self.order {
             None => clear(),
             Some(order) => order.clear(&self.table, clear),
         };
-        self.table.arena.trim(&seat);
+        self.table.arena.trim(&thread);
         Ok(cleared)
     }
 
-    /// Returns the number of entries. Exact while nobody writes.
+    /// Returns the number of entries. Exact while no thread writes.
     pub fn len(&self) -> u64 {
         (0..SEGMENTS).map(|segment| self.table.count(segment)).sum()
     }
@@ -680,11 +681,11 @@ impl Store {
         self.len() == 0
     }
 
-    /// Returns what the store holds and takes. Walks all of its memory's bookkeeping.
+    /// Returns the store's contents and memory. Walks the whole table of spans.
     pub fn stats(&self) -> Stats {
         let stats = self.table.arena.stats();
         let arrays = (0..SEGMENTS).map(|s| self.table.dir(s, Ordering::Relaxed)).filter(|dir| dir.buckets() != 0);
-        // Blocks of arrays do not tell their size, so the arena counted 64 bytes for each.
+        // The arena does not know the size of log blocks, so it counted 64 bytes for each array.
         let (bucket_count, array_bytes) = arrays.fold((0, 0), |(count, bytes), dir| {
             let counted = self.table.arena.block_bytes(dir.offset());
             let size = (dir.buckets() * crate::bucket::BUCKET_BYTES) as u64;
@@ -700,7 +701,7 @@ impl Store {
             order_bytes: self.order.as_ref().map_or(0, |order| order.memory_bytes()),
             limit_bytes: self.limit_bytes,
             backing: stats.backing,
-            thread_count: stats.seat_count,
+            thread_count: stats.thread_count,
             recovery_count: stats.recovery_count,
         }
     }
@@ -710,32 +711,32 @@ impl Store {
     /// # Errors
     /// As [`Store::delete`].
     pub fn trim(&self) -> Result<(), Error> {
-        let seat = self.table.seat()?;
-        self.table.arena.trim(&seat);
+        let thread = self.table.thread()?;
+        self.table.arena.trim(&thread);
         Ok(())
     }
 
-    /// Cleans up after processes that were killed while they used this store. Happens by itself wherever a dead
-    /// process is in the way; this looks for all of them.
+    /// Releases what processes held that were killed while they used this store. This happens automatically where a dead
+    /// process blocks another; this call looks for all of them.
     pub fn recover(&self) {
         self.table.recover_all();
     }
 
-    /// In which of 4,096 parts of the table a key lies, for tests: keys of one part share its lock and its buckets.
+    /// Returns the segment of a key, for tests: keys of one segment share its lock and its buckets.
     #[doc(hidden)]
     pub fn segment_of(&self, key: &[u8]) -> usize {
         crate::table::Spot::of(self.table.hasher.first(key)).segment
     }
 
-    /// Checks every promise of the layout, entry by entry. Exact only while nobody writes.
+    /// Checks every invariant of the layout, entry by entry. Exact only while no thread writes.
     ///
     /// # Errors
-    /// The first thing that is wrong, in words.
+    /// A description of the first violation.
     pub fn check(&self) -> Result<Report, String> {
         self.table.check()
     }
 
-    /// Whether this handle was opened before the calling process was forked off: then only reads work.
+    /// Returns true if this handle was opened before the calling process was forked: then only reads work.
     #[inline]
     pub fn is_forked(&self) -> bool {
         self.table.arena.is_forked()
@@ -749,7 +750,7 @@ fn short_word(value: &[u8]) -> u64 {
     u64::from_ne_bytes(bytes)
 }
 
-/// What `get_many` reads one value into.
+/// The sink of one lookup of `get_many`.
 struct Batched<'v> {
     short: [u8; 8],
     length: usize,
@@ -780,7 +781,7 @@ fn init_root(arena: &Arena, hash: Hash) -> Result<(), Error> {
     let settings: [u64; SETTINGS] = [KIND, keyed, seed, key0, key1, mix0, mix1];
     let root = arena.root().cast::<u64>();
     for (index, word) in settings.into_iter().chain([settings_sum(&settings)]).enumerate() {
-        // SAFETY: the root is ours alone until the store is published.
+        // SAFETY: the root has ROOT_BYTES, and no other thread or process reads it before the store is published.
         unsafe { root.add(index).write(word) };
     }
     Ok(())
@@ -798,30 +799,32 @@ fn path_of(name: &str) -> Result<PathBuf, Error> {
     Ok(Path::new(DIRECTORY).join(format!("forrest.{name}")))
 }
 
-/// Who says which file a store is in.
+/// How the caller named the store's file.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Source {
-    /// A name, in a directory where anybody may make files.
+    /// By a name, in a directory where any user may make files.
     Name,
-    /// A path, whose directories and permissions are the caller's choice.
+    /// By a path; the caller chose its directories and permissions.
     Path,
 }
 
-/// Refuses a file that others may have made or may change: what a store's words say is believed.
+/// Refuses a file that other users may have made or may change: the words of a store are trusted.
 fn check_trust(file: &File, path: &Path, source: Source) -> Result<(), Error> {
     let meta = file.metadata()?;
     if !meta.is_file() {
-        return Err(untrusted(path, "it is no regular file; remove it, or choose another name"));
+        return Err(untrusted(path, "it is not a regular file; remove it, or choose another name"));
     }
     if source == Source::Path {
         return Ok(());
     }
-    // SAFETY: only asks who we are.
+    // SAFETY: geteuid takes no arguments and cannot fail.
     let user = unsafe { libc::geteuid() };
     if meta.uid() != user && meta.uid() != 0 {
-        let whose =
-            format!("it belongs to user {}, we are {user}; choose another name, or have it removed", meta.uid());
-        return Err(untrusted(path, &whose));
+        let why = format!(
+            "it belongs to user {}, this process runs as {user}; choose another name, or have it removed",
+            meta.uid()
+        );
+        return Err(untrusted(path, &why));
     }
     if meta.mode() & 0o022 != 0 {
         let mode = meta.mode() & 0o7777;
@@ -847,14 +850,14 @@ fn link(file: &File, path: &Path) -> io::Result<()> {
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Another descriptor of a file, none of the first three: a program that closed those would print into its store.
+/// Returns another descriptor of a file, above the first three: a program that closed those would print into its store.
 fn above_stdio(file: &File) -> io::Result<File> {
     file.try_clone()
 }
 
 fn lock_file(file: &File, how: i32) -> io::Result<()> {
     loop {
-        // SAFETY: flock on an open descriptor touches no memory.
+        // SAFETY: flock takes no pointers; the descriptor is open while `file` is borrowed.
         if unsafe { libc::flock(file.as_raw_fd(), how) } == 0 {
             return Ok(());
         }

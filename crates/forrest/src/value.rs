@@ -2,7 +2,7 @@
 
 use crate::record::Record;
 use crate::table::Sink;
-use llds::arena::{Arena, SeatRef};
+use llds::arena::{Arena, ThreadRef};
 use std::ops::Deref;
 
 /// A value, copied out of the store. Values of up to 8 bytes cost no allocation.
@@ -139,18 +139,17 @@ impl Sink for Presence {
     fn record(&mut self, _record: Record<'_>, _offset: u64) {}
 }
 
-/// A value read in place, not copied: it stays what it was when it was read, whatever happens to its key,
-/// until this guard is dropped.
+/// A value read in place, not copied. It keeps its bytes until this guard is dropped, whatever happens to its key.
 ///
-/// A thread can hold 8 guards on long values at a time; those beyond are copies. A guard that is held keeps the
-/// memory of that one value, and stops nobody.
+/// A thread can hold 8 guards on long values at a time; further ones are copies. A guard keeps the memory of that one
+/// value, and blocks no other thread.
 pub struct Ref<'a> {
     pub(crate) bytes: RefBytes<'a>,
 }
 
 pub(crate) enum RefBytes<'a> {
     Short { bytes: [u8; 8], length: u8 },
-    Held { value: &'a [u8], hazard: usize, seat: SeatRef<'a>, arena: &'a Arena },
+    Held { value: &'a [u8], hazard: usize, thread: ThreadRef<'a>, arena: &'a Arena },
     Copied(Vec<u8>),
 }
 
@@ -169,11 +168,11 @@ impl Deref for Ref<'_> {
 
 impl Drop for Ref<'_> {
     fn drop(&mut self) {
-        // The seat is that of the thread which took the guard; a forked child has only a copy of the guard.
-        if let RefBytes::Held { hazard, seat, arena, .. } = &self.bytes
+        // The record belongs to the thread that took the guard; a forked child has only a copy of the guard.
+        if let RefBytes::Held { hazard, thread, arena, .. } = &self.bytes
             && !arena.is_forked()
         {
-            seat.hazard_clear(*hazard);
+            thread.hazard_clear(*hazard);
         }
     }
 }
@@ -187,14 +186,14 @@ impl std::fmt::Debug for Ref<'_> {
 /// Puts a hazard on the record it is given; `Table::read` then checks that the record was still linked.
 pub(crate) struct Guarding<'a> {
     pub arena: &'a Arena,
-    pub seat: Option<SeatRef<'a>>,
+    pub thread: Option<ThreadRef<'a>>,
     pub hazard: Option<usize>,
     pub bytes: RefBytes<'a>,
     pub offset: u64,
 }
 
 impl Sink for Guarding<'_> {
-    /// It has a hazard of its own, which would be the same.
+    /// This sink sets its own hazard; a second one would be redundant.
     const READS: bool = false;
 
     fn inline(&mut self, bytes: [u8; 8], length: usize) {
@@ -203,9 +202,9 @@ impl Sink for Guarding<'_> {
     }
 
     fn record(&mut self, record: Record<'_>, offset: u64) {
-        match (&self.seat, self.hazard) {
-            (Some(seat), Some(hazard)) => {
-                seat.hazard_set(hazard, offset);
+        match (&self.thread, self.hazard) {
+            (Some(thread), Some(hazard)) => {
+                thread.hazard_set(hazard, offset);
                 self.offset = offset;
             }
             _ => {

@@ -1,14 +1,14 @@
-//! Two buckets compared at once.
+//! Compares two buckets in one step.
 //!
-//! The loads are assembly because others may write what is compared meanwhile: for the language they are opaque reads, for
-//! the processor each word is read at once, and in order with the headers' loads before and after it.
+//! The loads are assembly because other threads may write the compared words meanwhile: for the language they are opaque
+//! reads, for the processor each word is read in one access, in order with the loads of the headers before and after it.
 
 use crate::bucket::{Bucket, Head};
 
-/// A bucket as it was seen.
+/// A bucket and its header as read.
 pub type Side<'t> = (&'t Bucket, Head);
 
-/// A bit for each slot in use, the low eight of `first` and the next of `second`, whose low 48 bits are those of
+/// A bit for each slot in use, the low eight of `first` and the next of `second`, with low 48 bits equal to those of
 /// `remainder`: what [`Bucket::matches`] tells of both. `wide` is what [`has_avx512`] says.
 #[cfg(not(target_arch = "x86_64"))]
 #[inline(always)]
@@ -16,13 +16,13 @@ pub fn matches(_wide: bool, first: Side<'_>, second: Side<'_>, remainder: u64) -
     first.0.matches(first.1, remainder) | second.0.matches(second.1, remainder) << 8
 }
 
-/// A bit for each slot in use, the low eight of `first` and the next of `second`, whose low 48 bits are those of
+/// A bit for each slot in use, the low eight of `first` and the next of `second`, with low 48 bits equal to those of
 /// `remainder`: what [`Bucket::matches`] tells of both. `wide` is what [`has_avx512`] says.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 pub fn matches(wide: bool, first: Side<'_>, second: Side<'_>, remainder: u64) -> u32 {
     if wide {
-        // SAFETY: the processor has what it takes.
+        // SAFETY: `wide` is the result of `has_avx512`, so the processor has AVX-512F, BW and VL.
         unsafe { matches_avx512(first.0, first.1, second.0, second.1, remainder) }
     } else {
         matches_sse2(first.0, first.1, second.0, second.1, remainder)
@@ -46,8 +46,9 @@ pub fn has_avx512() -> bool {
 #[inline(always)]
 unsafe fn matches_avx512(first: &Bucket, first_head: Head, second: &Bucket, second_head: Head, remainder: u64) -> u32 {
     let mask: u32;
-    // SAFETY: aligned reads of two buckets; nothing is written. The registers are named because the compiler hands out none
-    // of these classes to a function without the feature; for the same reason it keeps nothing in them.
+    // SAFETY: aligned reads of two buckets, which the references keep valid; nothing is written. The registers are named
+    // because the compiler does not allocate these classes in a function without the feature; for the same reason it keeps
+    // nothing in them.
     unsafe {
         std::arch::asm!(
             "vpbroadcastd ymm31, {low:e}",

@@ -8,8 +8,8 @@
 //!
 //! Most keys share one segment and come and go in waves, so that its buckets are often full: entries move between buckets,
 //! all workers want one lock, and so clean up after each other. Some values take many spans. A worker has two threads, with keys of their
-//! own, so that two seats die at once. After an injected death those who clean up die as well, one after the other, each
-//! between two stores of it: beside others, and as the only one who has the store open. Half of the time the store is
+//! own, so that two threads die at the same time. After an injected death the recovering processes die as well, one after
+//! the other, each between two stores: beside others, and as the only one with the store open. Half of the time the store is
 //! full but for little: then what is refused has changed nothing.
 //!
 //! Sums are exact: each thread counts by compare-and-swap in a word of its own of one value that all of them change.
@@ -112,7 +112,7 @@ fn unless_full<T>(done: Result<T, Error>) -> Option<T> {
     }
 }
 
-/// Brings a key, which nobody else changes, from one state to another. Whether there was room for it.
+/// Brings a key, which no other thread changes, from one state to another. Returns whether there was room for it.
 fn change(store: &Store, key: &[u8], from: Option<&[u8]>, to: Option<&[u8]>, how: u64) -> bool {
     let done = match (to, how % 4) {
         (_, 0) => unless_full(store.compare_swap(key, from, to)),
@@ -262,7 +262,7 @@ fn settle(store: &Store, journals: &[Journal], slot: usize, seed: u64) {
     }
 }
 
-/// Checks the sum of all writers, who are dead, and settles which of their last additions happened.
+/// Checks the sum of all writers, which are dead, and settles which of their last additions happened.
 fn settle_sum(store: &Store, journals: &[Journal], seed: u64) {
     let counter = store.get(COUNTER).map_or(0, |value| u64::from_le_bytes((&*value).try_into().unwrap()));
     let sum = |of: fn(&Journal) -> &AtomicU64| -> u64 { journals.iter().map(|j| of(j).load(Ordering::SeqCst)).sum() };
@@ -386,7 +386,7 @@ fn main() {
             assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL, "{status:#x}");
             injected += 1;
             kills += 1;
-            // Half of the time nobody else is there who might clean up.
+            // Half of the time no other process is there to recover.
             let others: Vec<usize> = (0..WORKERS).filter(|&other| other != slot).collect();
             let alone = random(&mut seed).is_multiple_of(2);
             for &other in others.iter().filter(|_| alone) {
@@ -406,7 +406,7 @@ fn main() {
         kills += 1;
         settle(&store, journals, slot, first_seed);
         if kills.is_multiple_of(64) || kills % 64 == 1 {
-            // The others must go on although nobody has cleaned up yet.
+            // The others must continue although no process has recovered the dead one yet.
             let other = (slot + 1) % WORKERS * THREADS + random(&mut seed) as usize % THREADS;
             let before = journals[other].operations.load(Ordering::Relaxed);
             let patience = Instant::now() + Duration::from_secs(120);
@@ -417,7 +417,7 @@ fn main() {
             for slot in 0..WORKERS {
                 cleanup.kill(slot);
             }
-            // Cleaned up here, or by who opens the store alone: he may die too, also in the audit that follows.
+            // Recovered here, or by a process that opens the store alone; it may die too, also in the audit that follows.
             if random(&mut seed).is_multiple_of(2) {
                 store.recover();
                 let report = store.check().unwrap_or_else(|wrong| panic!("{wrong}; seed {first_seed}"));
@@ -427,7 +427,7 @@ fn main() {
             while !random(&mut seed).is_multiple_of(4) && recoverer_dies(&cleanup, 1 + random(&mut seed) % 40) {
                 recoverers += 1;
             }
-            // Opened by nobody else, the store also finds what a death between two stores left without an owner.
+            // Opened alone, the store also finds what a death between two stores left unreachable.
             store = options.open_path(&path).unwrap();
             let report = store.check().unwrap_or_else(|wrong| panic!("{wrong} after reopening; seed {first_seed}"));
             assert_eq!(report.lost_blocks, 0, "seed {first_seed}");
@@ -466,7 +466,7 @@ fn main() {
     settle_sum(&store, journals, first_seed);
     let recovered = store.stats().recovery_count;
     assert!(recovered > 0);
-    // All memory comes back, whoever died with some of it.
+    // All memory is freed, whichever process died with some of it.
     drop(store);
     let store = options.open_path(&path).unwrap();
     store.clear().unwrap();

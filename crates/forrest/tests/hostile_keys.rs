@@ -52,7 +52,7 @@ fn keys_of_one_hash_go_by_their_second_hash() {
     assert_eq!(report.entries, count);
     // Eight stay where the attacker sent them; the secret hash spreads the rest.
     assert_eq!(report.second, count - 8);
-    assert!(report.at_home > count / 2, "{report:?}");
+    assert!(report.in_first_bucket > count / 2, "{report:?}");
     for number in (0..count).step_by(2) {
         assert_eq!(store.take(&colliding_key(number)).unwrap(), Some(number.to_le_bytes().to_vec()));
     }
@@ -70,7 +70,7 @@ fn a_keyed_store_does_not_even_notice() {
     assert_eq!(store.check().unwrap().second, 0);
 }
 
-/// A key of 8 bytes whose MurmurHash64A under seed 9 shares the 24 highest bits with all others made here.
+/// A key of 8 bytes with a MurmurHash64A under seed 9 that shares the 24 highest bits with all others made here.
 fn key_of_like_hash(number: u64) -> [u8; 8] {
     let invert = |hash: u64| {
         let hash = (hash ^ hash >> 47).wrapping_mul(inverse(M));

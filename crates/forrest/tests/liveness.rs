@@ -1,4 +1,4 @@
-//! Who is dead: nobody who can still execute an instruction, whatever /proc shows of him, and everybody else.
+//! Liveness: a process counts as dead exactly if it can execute no further instruction, whatever /proc shows of it.
 //!
 //! Other processes are this program again: each runs the test `role` with a part to play, says what it came to on its
 //! standard error, and waits for a line on its standard input where it is asked to.
@@ -220,7 +220,7 @@ fn another_pid_namespace_is_refused_also_before_the_first_write() {
     let store = file.open();
     let line = Actor::start(&PID_NAMESPACE, "open", &file).line();
     assert!(line.contains("another pid or time namespace"), "{line}");
-    // It may take the store over when nobody else uses it; then we are the strangers.
+    // It may take the store over when no other process uses it; then this process is the one in foreign namespaces.
     drop(store);
     let mut other = Actor::start(&PID_NAMESPACE, "write", &file);
     other.expect("wrote");
@@ -339,6 +339,6 @@ fn handles_that_come_and_go_take_nothing_from_each_other() {
     });
     let store = file.open();
     assert_eq!(store.add(b"total", 0).unwrap(), 600);
-    assert_eq!(store.stats().recovery_count, 0, "nobody died");
+    assert_eq!(store.stats().recovery_count, 0, "no process died");
     assert_eq!(store.check().unwrap().lost_blocks, 0);
 }

@@ -101,7 +101,7 @@ fn an_entry_that_changes_its_kind_is_never_missed() {
     });
 }
 
-/// Moves the entry from one of two homes to the other while somebody looks for it, who asks whichever first.
+/// Moves the entry from one candidate bucket to the other while a reader looks for it, which reads either one first.
 fn moves(look_for: fn(&[&Bucket]) -> Option<Option<u64>>) {
     for from in 0..2 {
         loom::model(move || {

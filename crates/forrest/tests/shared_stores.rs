@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::PathBuf;
 
-/// A name of this test's own, whose store is removed at the end, also of a failed test.
+/// A name of this test's own; its store is removed when the test ends, also if it fails.
 struct Name(String);
 
 impl Name {
@@ -184,12 +184,12 @@ fn a_name_that_somebody_else_took_is_refused() {
     for bits in [0o660, 0o606, 0o602] {
         mode(bits);
         refuse("may write it");
-        // Its path is the caller's choice, and so is whom he shares it with.
+        // The caller chose the path, and the users that may write there.
         assert!(options.open_path(&name.path()).is_ok());
     }
     mode(0o644);
     assert!(options.open(&name.0).is_ok());
-    // SAFETY: only asks who we are.
+    // SAFETY: geteuid takes no arguments and cannot fail.
     let own = unsafe { libc::geteuid() };
     if std::os::unix::fs::chown(name.path(), Some(own + 1), None).is_ok() {
         refuse(&format!("belongs to user {}", own + 1));
@@ -349,9 +349,9 @@ fn seats_of_the_dead_are_given_to_the_living() {
     let child = unsafe { libc::fork() };
     if child == 0 {
         let taken = Options::new().open_existing(&name.0).is_ok_and(|store| {
-            let all = std::sync::Barrier::new(llds::arena::SEATS_MAX + 1);
+            let all = std::sync::Barrier::new(llds::arena::THREADS_MAX + 1);
             std::thread::scope(|scope| {
-                for _ in 0..llds::arena::SEATS_MAX {
+                for _ in 0..llds::arena::THREADS_MAX {
                     let (all, store) = (&all, &store);
                     let thread = std::thread::Builder::new().stack_size(64 << 10);
                     let work = move || {
@@ -382,7 +382,7 @@ fn seats_of_the_dead_are_given_to_the_living() {
         println!("SKIPPED: not so many threads to be had");
         return;
     }
-    assert_eq!(store.stats().thread_count, llds::arena::SEATS_MAX as u64);
+    assert_eq!(store.stats().thread_count, llds::arena::THREADS_MAX as u64);
     // A thread without a seat.
     std::thread::scope(|scope| scope.spawn(|| store.set(b"key", b"value").map(drop)).join().unwrap()).unwrap();
     assert!(store.stats().thread_count <= 2);
@@ -447,7 +447,7 @@ fn threads_count_together_and_read_while_others_write() {
     assert_eq!(store.check().unwrap().lost_blocks, 0);
 }
 
-/// Whether the kernel makes a huge page in /dev/shm for whoever asks, now.
+/// Returns true if the kernel makes a huge page in /dev/shm on request, now.
 fn has_huge_shared_pages() -> std::io::Result<()> {
     const HUGE: usize = 2 << 20;
     // SAFETY: a mapping of our own, aligned within twice its size; it ends with the test.

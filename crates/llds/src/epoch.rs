@@ -1,25 +1,25 @@
-//! Epochs: memory that was unlinked is used again only when nobody can still hold it.
+//! Epochs: unlinked memory is reused only when no thread can still hold a reference to it.
 //!
-//! The idea is the classic one of three ages. A thread that is about to follow links *pins*: it
-//! publishes the epoch it saw. The epoch moves from `e` to `e + 1` only when every pinned thread
-//! has published `e`. Memory unlinked and then stamped with `e` can be used again once the epoch
-//! is `e + 2`: whoever pinned before the unlinking has left by then.
+//! This is classic epoch-based reclamation with three ages. A thread that is about to follow links
+//! *pins*: it publishes the epoch it saw. The epoch moves from `e` to `e + 1` only when every pinned
+//! thread has published `e`. Memory unlinked and then stamped with `e` can be reused once the epoch
+//! is `e + 2`: every thread that pinned before the unlinking has unpinned by then.
 //!
-//! This module keeps time and nothing else. It holds no garbage, runs no destructor and allocates
-//! nothing: each structure keeps its own limbo list, stamped with [`Clock::now`], and asks
+//! This module only keeps time. It holds no garbage, runs no destructor and allocates nothing: each
+//! structure keeps its own list of retired memory, stamped with [`Clock::now`], and asks
 //! [`Clock::is_past`]. So a structure may be dropped while threads are pinned elsewhere, and its
-//! memory may lie in a file that several mappings show.
+//! memory may lie in a file that is mapped several times.
 //!
-//! What it does not promise: a thread that stops while pinned stops the clock. Nobody waits for
-//! it, but what is unlinked meanwhile is not used again until it goes on. In a forked child that is for ever, if another
-//! thread of the parent was pinned at the fork: structures stay right there, but use nothing again.
+//! What it does not promise: a thread that stops while pinned stops the clock. No thread waits for
+//! it, but memory unlinked meanwhile is not reused until it continues. In a forked child that is for ever, if another
+//! thread of the parent was pinned at the fork: structures stay correct there, but reuse nothing.
 
 use crate::primitive::{AtomicU64, Ordering, fence};
 
 #[cfg(loom)]
-const PARTICIPANTS: usize = 3;
+const SLOTS: usize = 3;
 #[cfg(not(loom))]
-const PARTICIPANTS: usize = 512;
+const SLOTS: usize = 512;
 
 /// Set in a participant's word by the thread that owns it.
 const OWNED: u64 = 1;
@@ -27,21 +27,21 @@ const OWNED: u64 = 1;
 const PINNED: u64 = 2;
 const EPOCH_SHIFT: u32 = 2;
 
-/// One thread's place on the board. Two cache lines, for the neighbour-line prefetcher.
+/// One thread's slot. Two cache lines, because of the adjacent-line prefetcher.
 #[repr(align(128))]
-struct Participant {
-    /// `epoch << 2 | PINNED | OWNED`. Written by its owner, read by whoever advances the clock.
+struct ThreadSlot {
+    /// `epoch << 2 | PINNED | OWNED`. Written by its owner, read by threads that advance the clock.
     word: AtomicU64,
 }
 
-/// The board of epochs that a set of structures shares.
+/// An epoch clock that a set of structures shares.
 pub struct Clock {
     epoch: AtomicU64,
-    /// Pinned threads that found no place on the board: while there are any, time stands still.
-    unplaced: AtomicU64,
-    /// Places ever taken: how far whoever advances has to look.
-    places: AtomicU64,
-    board: [Participant; PARTICIPANTS],
+    /// Pins of threads without a slot: while there are any, the clock stands still.
+    slotless_pins: AtomicU64,
+    /// Number of slots ever taken: an advance looks at these only.
+    slots_high: AtomicU64,
+    slots: [ThreadSlot; SLOTS],
 }
 
 impl Clock {
@@ -50,9 +50,9 @@ impl Clock {
     pub const fn new() -> Self {
         Self {
             epoch: AtomicU64::new(2),
-            unplaced: AtomicU64::new(0),
-            places: AtomicU64::new(0),
-            board: [const { Participant { word: AtomicU64::new(0) } }; PARTICIPANTS],
+            slotless_pins: AtomicU64::new(0),
+            slots_high: AtomicU64::new(0),
+            slots: [const { ThreadSlot { word: AtomicU64::new(0) } }; SLOTS],
         }
     }
 
@@ -61,20 +61,20 @@ impl Clock {
     pub fn new() -> Self {
         Self {
             epoch: AtomicU64::new(2),
-            unplaced: AtomicU64::new(0),
-            places: AtomicU64::new(0),
-            board: std::array::from_fn(|_| Participant { word: AtomicU64::new(0) }),
+            slotless_pins: AtomicU64::new(0),
+            slots_high: AtomicU64::new(0),
+            slots: std::array::from_fn(|_| ThreadSlot { word: AtomicU64::new(0) }),
         }
     }
 
-    /// Reads the epoch: the stamp for what has just been unlinked.
+    /// Reads the epoch: the stamp for memory that was just unlinked.
     pub fn now(&self) -> u64 {
-        // The caller's unlinking comes before the stamp; pairs with the fence in `announce`.
+        // Orders the caller's unlinking before the read of the stamp; pairs with the SeqCst fence in `announce`.
         fence(Ordering::SeqCst);
         self.epoch.load(Ordering::SeqCst)
     }
 
-    /// Tells whether whatever was unlinked before the stamp was taken can be used again.
+    /// Returns true if everything unlinked before the stamp was taken can be reused.
     pub fn is_past(&self, stamp: u64) -> bool {
         self.epoch.load(Ordering::Acquire) >= stamp + 2
     }
@@ -82,25 +82,25 @@ impl Clock {
     /// Moves the epoch on by one if every pinned thread has seen it; never waits.
     pub fn try_advance(&self) -> bool {
         let epoch = self.epoch.load(Ordering::SeqCst);
-        // Pairs with the fence in `announce`: either we see a thread's word, or it sees all that
-        // was unlinked before this.
+        // Pairs with the SeqCst fence in `announce`: either we see a thread's word, or that thread sees everything unlinked
+        // before this fence.
         fence(Ordering::SeqCst);
-        if self.unplaced.load(Ordering::SeqCst) != 0 || !self.may_advance(epoch) {
+        if self.slotless_pins.load(Ordering::SeqCst) != 0 || !self.may_advance(epoch) {
             return false;
         }
-        // The first look was cheap and may have missed a thread whose word was still on its way; this one does not.
+        // The first check was cheap and may have missed a word that was still in a store buffer; this one does not.
         #[cfg(all(target_arch = "x86_64", target_os = "linux", not(loom), not(miri)))]
-        if light::is_on() && !(light::fence_all() && self.may_advance(epoch)) {
+        if asymmetric::is_on() && !(asymmetric::fence_all() && self.may_advance(epoch)) {
             return false;
         }
         self.epoch.compare_exchange(epoch, epoch + 1, Ordering::SeqCst, Ordering::Relaxed).is_ok()
     }
 
-    /// Whether every pinned thread has seen this epoch.
+    /// Returns true if every pinned thread has published this epoch.
     fn may_advance(&self, epoch: u64) -> bool {
-        let places = self.places.load(Ordering::SeqCst) as usize;
-        for participant in &self.board[..places] {
-            let word = participant.word.load(Ordering::Acquire);
+        let slots_high = self.slots_high.load(Ordering::SeqCst) as usize;
+        for slot in &self.slots[..slots_high] {
+            let word = slot.word.load(Ordering::Acquire);
             if word == 0 {
                 continue;
             }
@@ -111,82 +111,85 @@ impl Clock {
         true
     }
 
-    /// Takes a free place on the board.
+    /// Takes a free slot.
     fn register(&self) -> Option<usize> {
         #[cfg(all(target_arch = "x86_64", target_os = "linux", not(loom), not(miri)))]
-        light::choose();
-        let place = self.board.iter().position(|participant| {
-            participant.word.load(Ordering::Relaxed) == 0
-                && participant.word.compare_exchange(0, OWNED, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+        asymmetric::choose();
+        let index = self.slots.iter().position(|slot| {
+            slot.word.load(Ordering::Relaxed) == 0
+                && slot.word.compare_exchange(0, OWNED, Ordering::AcqRel, Ordering::Relaxed).is_ok()
         })?;
-        // Before the first pin at this place, so that its fence covers this too.
-        self.places.fetch_max(place as u64 + 1, Ordering::SeqCst);
-        Some(place)
+        // Before the first pin in this slot, so that the pin's fence orders this store too.
+        self.slots_high.fetch_max(index as u64 + 1, Ordering::SeqCst);
+        Some(index)
     }
 
-    fn deregister(&self, place: usize) {
-        self.board[place].word.store(0, Ordering::Release);
+    fn deregister(&self, index: usize) {
+        self.slots[index].word.store(0, Ordering::Release);
     }
 
-    fn announce(&self, place: Option<usize>) {
-        match place {
-            Some(place) => {
-                // Acquire: a thread that sees an epoch also sees what was unlinked before the stamps that it made old.
+    fn announce(&self, index: Option<usize>) {
+        match index {
+            Some(index) => {
+                // Acquire, pairs with the compare-exchange in `try_advance`: a thread that sees an epoch also sees all
+                // unlinking before the stamps which that epoch made past.
                 let epoch = self.epoch.load(Ordering::Acquire);
                 #[cfg(all(target_arch = "x86_64", target_os = "linux", not(loom), not(miri)))]
-                if light::is_on() {
-                    // `try_advance` makes this thread pass a full fence, so here the order is the compiler's alone.
-                    self.board[place].word.store(epoch << EPOCH_SHIFT | PINNED | OWNED, Ordering::Relaxed);
+                if asymmetric::is_on() {
+                    // `try_advance` makes this thread execute a full fence (membarrier), so only the compiler's order
+                    // matters here.
+                    self.slots[index].word.store(epoch << EPOCH_SHIFT | PINNED | OWNED, Ordering::Relaxed);
                     std::sync::atomic::compiler_fence(Ordering::SeqCst);
                     return;
                 }
-                // On x86 an exchange is a full fence, and cheaper than one.
+                // On x86 an exchange is a full fence, and cheaper than mfence.
                 if cfg!(all(target_arch = "x86_64", not(loom), not(miri))) {
-                    self.board[place].word.swap(epoch << EPOCH_SHIFT | PINNED | OWNED, Ordering::SeqCst);
+                    self.slots[index].word.swap(epoch << EPOCH_SHIFT | PINNED | OWNED, Ordering::SeqCst);
                     std::sync::atomic::compiler_fence(Ordering::SeqCst);
                     return;
                 }
-                self.board[place].word.store(epoch << EPOCH_SHIFT | PINNED | OWNED, Ordering::Relaxed);
+                self.slots[index].word.store(epoch << EPOCH_SHIFT | PINNED | OWNED, Ordering::Relaxed);
             }
             None => {
-                self.unplaced.fetch_add(1, Ordering::SeqCst);
+                self.slotless_pins.fetch_add(1, Ordering::SeqCst);
             }
         }
-        // Pairs with the fences in `now` and `try_advance`.
+        // Pairs with the SeqCst fences in `now` and `try_advance`.
         fence(Ordering::SeqCst);
     }
 
-    fn withdraw(&self, place: Option<usize>) {
-        match place {
-            // Release: all that was done while pinned comes before whoever sees us gone.
-            Some(place) => self.board[place].word.store(OWNED, Ordering::Release),
+    fn withdraw(&self, index: Option<usize>) {
+        match index {
+            // Release: everything done while pinned happens before an advance that sees us unpinned (acquire load in
+            // `may_advance`).
+            Some(index) => self.slots[index].word.store(OWNED, Ordering::Release),
             None => {
-                self.unplaced.fetch_sub(1, Ordering::Release);
+                self.slotless_pins.fetch_sub(1, Ordering::Release);
             }
         }
     }
 }
 
-/// Pins without a fence: whoever advances the clock makes all threads of the process pass one, by membarrier(2). A pin is
-/// taken with every change of a tree, the clock advances once in thousands of them.
+/// Pins without a fence (asymmetric fences): the thread that advances the clock makes all threads of the process execute
+/// one, by membarrier(2). Every change of a tree takes a pin; the clock advances once in thousands of changes.
 ///
-/// Why a plain store is enough: say a thread is about to follow a link, and its word is still in its store buffer. If the
-/// word was written before the fence that membarrier made it pass, it is visible now, and the clock stands. If after,
-/// the loads that follow it come after the fence too, and see all that was unlinked before the advance. (The processors of
-/// this module keep loads in order among themselves, and stores too.)
+/// Why a plain store is enough: a thread is about to follow a link, and its word may still be in its store buffer. If the
+/// thread wrote the word before the fence that membarrier made it execute, the word is visible now, and the clock stands.
+/// If it wrote the word after that fence, its later loads come after the fence too, and see everything that was unlinked
+/// before the advance. (The processors of this module keep loads in order among themselves, and stores too.)
 #[cfg(all(target_arch = "x86_64", target_os = "linux", not(loom), not(miri)))]
-mod light {
+mod asymmetric {
     use std::sync::atomic::{AtomicU8, Ordering};
 
     const UNKNOWN: u8 = 0;
     const OFF: u8 = 1;
     const ON: u8 = 2;
 
-    /// Chosen before the first pin that finds a place, and never changed after.
+    /// Chosen before the first pin that finds a slot, and never changed afterwards.
     static MODE: AtomicU8 = AtomicU8::new(UNKNOWN);
 
     fn membarrier(command: libc::c_int) -> bool {
-        // SAFETY: membarrier takes no pointers; it touches no memory of ours.
+        // SAFETY: membarrier takes no pointers and changes no memory.
         unsafe { libc::syscall(libc::SYS_membarrier, command, 0, 0) == 0 }
     }
 
@@ -194,7 +197,7 @@ mod light {
     pub(super) fn choose() {
         if MODE.load(Ordering::Acquire) == UNKNOWN {
             let mode = if membarrier(libc::MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED) { ON } else { OFF };
-            // Of threads that ask at once the first one's answer holds.
+            // If several threads ask at the same time, the first answer counts.
             let _ = MODE.compare_exchange(UNKNOWN, mode, Ordering::AcqRel, Ordering::Acquire);
         }
     }
@@ -204,8 +207,8 @@ mod light {
         MODE.load(Ordering::Relaxed) == ON
     }
 
-    /// Makes every running thread of this process pass a full fence. False if the kernel refuses: then nobody may rely
-    /// on it, and the clock stands still.
+    /// Makes every running thread of this process execute a full fence. Returns false if the kernel refuses; then the
+    /// caller must not advance the clock.
     pub(super) fn fence_all() -> bool {
         membarrier(libc::MEMBARRIER_CMD_PRIVATE_EXPEDITED)
     }
@@ -225,23 +228,23 @@ loom::lazy_static! {
     static ref CLOCK: Clock = Clock::new();
 }
 
-/// Gives the clock that all structures of this process share.
+/// Returns the clock that all structures of this process share.
 pub fn clock() -> &'static Clock {
     &CLOCK
 }
 
-/// A thread's registration: its place and how many pins it holds. Without a destructor, so that it is there for pins
-/// that other thread-locals hold or take as the thread ends.
+/// A thread's registration: its slot and how many pins it holds. Without a destructor, so that it stays usable for pins
+/// that other thread-locals hold or take while the thread ends.
 struct Registration {
-    place: std::cell::Cell<Place>,
+    index: std::cell::Cell<Registered>,
     depth: std::cell::Cell<u32>,
 }
 
 #[derive(Clone, Copy)]
-enum Place {
-    Unasked,
+enum Registered {
+    NotYet,
     At(usize),
-    /// The thread is ending: its last pin gives the place up.
+    /// The thread is ending: its last pin releases the slot.
     #[cfg_attr(loom, allow(dead_code))]
     Last(usize),
     None,
@@ -249,45 +252,45 @@ enum Place {
 
 impl Registration {
     const fn new() -> Self {
-        Self { place: std::cell::Cell::new(Place::Unasked), depth: std::cell::Cell::new(0) }
+        Self { index: std::cell::Cell::new(Registered::NotYet), depth: std::cell::Cell::new(0) }
     }
 
     #[inline]
-    fn place(&self) -> Option<usize> {
-        match self.place.get() {
-            Place::At(place) | Place::Last(place) => Some(place),
-            Place::None => None,
-            Place::Unasked => self.register(),
+    fn index(&self) -> Option<usize> {
+        match self.index.get() {
+            Registered::At(index) | Registered::Last(index) => Some(index),
+            Registered::None => None,
+            Registered::NotYet => self.register(),
         }
     }
 
     #[cold]
     fn register(&self) -> Option<usize> {
-        // Who cannot tell that the thread ends keeps no place. Under loom the clock dies with the model's execution,
-        // before the threads' locals.
+        // A thread that can no longer register a destructor gets no slot, since it could not release it. Under loom the
+        // clock is dropped with the model's execution, before the thread-locals.
         #[cfg(not(loom))]
-        let place = ENDING.try_with(|_| clock().register()).unwrap_or(None);
+        let index = ENDING.try_with(|_| clock().register()).unwrap_or(None);
         #[cfg(loom)]
-        let place = clock().register();
-        self.place.set(place.map_or(Place::None, Place::At));
-        place
+        let index = clock().register();
+        self.index.set(index.map_or(Registered::None, Registered::At));
+        index
     }
 
-    /// The last pin of the thread goes.
+    /// Ends the last pin of the thread.
     #[inline]
     fn leave(&self) {
-        match self.place.get() {
-            Place::At(place) => clock().withdraw(Some(place)),
-            Place::Last(place) => {
-                clock().deregister(place);
-                self.place.set(Place::None);
+        match self.index.get() {
+            Registered::At(index) => clock().withdraw(Some(index)),
+            Registered::Last(index) => {
+                clock().deregister(index);
+                self.index.set(Registered::None);
             }
-            Place::None | Place::Unasked => clock().withdraw(None),
+            Registered::None | Registered::NotYet => clock().withdraw(None),
         }
     }
 }
 
-/// Gives the thread's place up as it ends.
+/// Releases the thread's slot when the thread ends.
 #[cfg(not(loom))]
 struct Ending;
 
@@ -295,12 +298,12 @@ struct Ending;
 impl Drop for Ending {
     fn drop(&mut self) {
         REGISTRATION.with(|registration| {
-            if let Place::At(place) = registration.place.get() {
+            if let Registered::At(index) = registration.index.get() {
                 if registration.depth.get() == 0 {
-                    clock().deregister(place);
-                    registration.place.set(Place::None);
+                    clock().deregister(index);
+                    registration.index.set(Registered::None);
                 } else {
-                    registration.place.set(Place::Last(place));
+                    registration.index.set(Registered::Last(index));
                 }
             }
         });
@@ -318,7 +321,7 @@ loom::thread_local! {
     static REGISTRATION: Registration = Registration::new();
 }
 
-/// Proof that this thread is pinned; the last one to be dropped leaves.
+/// Proof that this thread is pinned; dropping the last one unpins the thread.
 pub struct Pin {
     /// A pin belongs to the thread that made it.
     _not_send: std::marker::PhantomData<*const ()>,
@@ -330,7 +333,7 @@ pub fn pin() -> Pin {
         let depth = registration.depth.get();
         registration.depth.set(depth + 1);
         if depth == 0 {
-            clock().announce(registration.place());
+            clock().announce(registration.index());
         }
     });
     Pin { _not_send: std::marker::PhantomData }
@@ -348,15 +351,15 @@ impl Drop for Pin {
     }
 }
 
-/// This thread's place on the board, which no other thread has meanwhile; `None` if there is none left for it.
+/// Returns this thread's slot, which no other thread has meanwhile; `None` if no slot is left.
 #[inline]
-pub(crate) fn thread_place() -> Option<usize> {
-    REGISTRATION.with(Registration::place)
+pub(crate) fn thread_slot() -> Option<usize> {
+    REGISTRATION.with(Registration::index)
 }
 
-/// A small number that tells this thread from most others: which shard of a counter to use.
+/// Returns a small number that differs between most threads, to choose a shard of a counter.
 pub(crate) fn thread_index() -> usize {
-    thread_place().unwrap_or(0)
+    thread_slot().unwrap_or(0)
 }
 
 #[cfg(all(test, not(loom)))]
@@ -366,19 +369,19 @@ mod tests {
     #[test]
     fn pinned_thread_holds_the_clock_and_leaving_frees_it() {
         let clock = Clock::new();
-        let place = clock.register();
-        clock.announce(place);
+        let index = clock.register();
+        clock.announce(index);
         let stamp = clock.now();
         assert!(clock.try_advance(), "a thread pinned at this epoch lets it move once");
         assert!(!clock.try_advance(), "but not twice");
         assert!(!clock.is_past(stamp));
-        clock.withdraw(place);
+        clock.withdraw(index);
         assert!(clock.try_advance());
         assert!(clock.is_past(stamp));
     }
 
     #[test]
-    fn threads_beyond_the_board_still_hold_the_clock() {
+    fn threads_without_a_slot_still_hold_the_clock() {
         let clock = Clock::new();
         while clock.register().is_some() {}
         clock.announce(None);
@@ -389,16 +392,16 @@ mod tests {
 
     #[test]
     fn a_pin_may_end_after_its_thread_s_registration() {
-        /// A pin, its place, and whom to tell what the place says before the pin ends.
+        /// A pin, its slot, and a channel that receives the slot's word before the pin ends.
         type Held = (Pin, usize, std::sync::mpsc::Sender<(u64, usize)>);
         struct Holder(std::cell::RefCell<Option<Held>>);
         impl Drop for Holder {
             fn drop(&mut self) {
-                let Some((pin, place, sender)) = self.0.take() else { return };
+                let Some((pin, index, sender)) = self.0.take() else { return };
                 let gone = ENDING.try_with(|_| ()).is_err();
-                let held = if gone { CLOCK.board[place].word.load(Ordering::SeqCst) } else { 0 };
+                let held = if gone { CLOCK.slots[index].word.load(Ordering::SeqCst) } else { 0 };
                 drop(pin);
-                let _ = sender.send((held, place));
+                let _ = sender.send((held, index));
             }
         }
         thread_local! {
@@ -406,21 +409,21 @@ mod tests {
         }
         let (sender, receiver) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
-            // Locals end in the opposite order of their first use.
+            // Thread-locals are destroyed in the opposite order of their first use.
             HOLDER.with(|holder| {
                 let pin = pin();
-                let place = thread_place().expect("the board has room");
-                *holder.0.borrow_mut() = Some((pin, place, sender));
+                let index = thread_slot().expect("a slot is free");
+                *holder.0.borrow_mut() = Some((pin, index, sender));
             });
         })
         .join()
         .unwrap();
-        let (held, place) = receiver.recv().unwrap();
+        let (held, index) = receiver.recv().unwrap();
         assert_ne!(held & PINNED, 0, "the pin holds the clock to its end");
-        // Others take the place for a while.
-        let patience = std::time::Instant::now() + std::time::Duration::from_secs(60);
-        while CLOCK.board[place].word.load(Ordering::SeqCst) != 0 {
-            assert!(std::time::Instant::now() < patience, "the place is never free again");
+        // Other threads may take the slot for a while.
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(60);
+        while CLOCK.slots[index].word.load(Ordering::SeqCst) != 0 {
+            assert!(std::time::Instant::now() < deadline, "the slot is never free again");
             std::thread::yield_now();
         }
     }
@@ -434,15 +437,15 @@ mod tests {
             }
             let stamp = CLOCK.now();
             drop(first);
-            let place = thread_place().expect("the board has room");
-            assert_ne!(CLOCK.board[place].word.load(Ordering::SeqCst) & PINNED, 0);
+            let index = thread_slot().expect("a slot is free");
+            assert_ne!(CLOCK.slots[index].word.load(Ordering::SeqCst) & PINNED, 0);
             // Other tests advance this clock as well: it moves once at most.
             for _ in 0..3 {
                 CLOCK.try_advance();
             }
             assert!(!CLOCK.is_past(stamp), "the clock passed a pin that is held");
             drop(last);
-            assert_eq!(CLOCK.board[place].word.load(Ordering::SeqCst) & PINNED, 0);
+            assert_eq!(CLOCK.slots[index].word.load(Ordering::SeqCst) & PINNED, 0);
         }
     }
 }

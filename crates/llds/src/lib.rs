@@ -3,7 +3,7 @@
 pub mod arena;
 pub mod b_tree;
 pub mod epoch;
-mod lines;
+mod line_memory;
 mod prefetch;
 mod primitive;
 pub mod sd_tree;

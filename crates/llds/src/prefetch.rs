@@ -1,16 +1,15 @@
 //! A hint to the processor.
 
-/// Asks for the arrival of the line at `address` in the cache, and does not wait for it: a hint that reads nothing and
-/// cannot fault, whatever the address.
+/// Prefetches the cache line at `address`: a hint that does not wait, reads nothing and cannot fault, whatever the address.
 #[inline(always)]
 pub fn prefetch<T>(address: *const T) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: any address is allowed.
+    // SAFETY: a prefetch of any address is allowed; it cannot fault.
     unsafe {
         std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(address.cast());
     }
     #[cfg(all(target_arch = "aarch64", not(miri)))]
-    // SAFETY: any address is allowed; neither memory nor flags change.
+    // SAFETY: a prefetch of any address is allowed; it cannot fault, and changes neither memory nor flags.
     unsafe {
         std::arch::asm!("prfm pldl1keep, [{}]", in(reg) address, options(readonly, nostack, preserves_flags));
     }

@@ -1,8 +1,8 @@
-//! Whether the processor compares eight words at once, and counts the bits that come of it.
+//! Detects whether the processor compares eight words in one instruction and counts the resulting bits.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// Tells whether the processor has AVX-512F, and BMI2 and POPCNT, as all have that have the first; asks it once.
+/// Returns true if the processor has AVX-512F, BMI2 and POPCNT. The answer is cached.
 #[inline(always)]
 pub(crate) fn has_avx512() -> bool {
     /// 0: not asked, 1: no, 2: yes.

@@ -101,7 +101,7 @@ fn random(seed: &mut u64) -> u64 {
     z ^ z >> 31
 }
 
-/// Lets threads work on few keys, records what they ask and hear, and checks every key's history.
+/// Lets threads work on few keys, records their calls and answers, and checks every key's history.
 fn check_histories(
     rounds: u64,
     choose: impl Fn(u64, u64) -> Call + Sync,
@@ -150,7 +150,7 @@ fn sd_tree_histories_have_an_order() {
     let tree = SdTree::with_capacity_hint(0).unwrap();
     let stop = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
-        // Growth and sweeps beside them: other keys come, and die again.
+        // Growth and sweeps run beside them: other keys are inserted and removed.
         scope.spawn(|| {
             let mut seed = 99;
             let mut cursor = SweepCursor::new();
@@ -187,7 +187,7 @@ fn b_tree_histories_have_an_order() {
     let tree = BTree::<u64>::new().unwrap();
     let stop = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
-        // Splits and merges beside them: neighbours come and go.
+        // Splits and merges run beside them: neighbours are inserted and removed.
         scope.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
                 for key in 0..600 {

@@ -25,7 +25,7 @@ fn model(run: impl Fn() + Sync + Send + 'static) {
         builder.preemption_bound = Some(2);
     }
     if builder.max_duration.is_none() {
-        // The bound on preemptions ends most models before this; the others print how far they came.
+        // The bound on preemptions ends most models before this limit; the others print how far they came.
         builder.max_duration = Some(std::time::Duration::from_secs(6));
     }
     // Loom finds no race where the first thread only reads, so readers are spawned; this tells if one is not.
@@ -115,7 +115,7 @@ fn two_deletes_have_one_winner() {
     });
 }
 
-/// A key that is always there is always found: its slot changes under the reader, and is used for another.
+/// A key that is always there is always found: its slot changes during the read, and is reused for another key.
 #[test]
 fn reader_beside_replace_and_reuse_of_the_slot() {
     model(|| {
@@ -167,7 +167,7 @@ fn reader_beside_split() {
     });
 }
 
-/// The check is asked about what was put in, never about the number of the line that takes a leaf's place.
+/// The check is called with inserted values, never with the number of the line that replaces a leaf.
 #[test]
 fn check_beside_split() {
     model(|| {
@@ -246,8 +246,8 @@ fn insert_and_delete_beside_growth() {
     });
 }
 
-/// A child empties, is marked, cut off, handed to the epochs and used again for another split,
-/// while a reader is on its way through it.
+/// A child becomes empty, is marked, cut off, retired and reused for another split, while a reader
+/// descends through it.
 #[test]
 fn reader_beside_reuse_of_a_child() {
     model(|| {
@@ -271,7 +271,7 @@ fn reader_beside_reuse_of_a_child() {
     });
 }
 
-/// What was unlinked is not past while a thread that could hold it is pinned.
+/// Unlinked memory is not past while a thread that could hold it is pinned.
 #[test]
 fn pinned_thread_keeps_what_it_can_reach() {
     use llds::epoch;
@@ -313,7 +313,7 @@ mod b_tree {
         Arc::new(tree)
     }
 
-    /// The optimistic read: entries shift under it, and what it gives was there.
+    /// The optimistic read: entries shift meanwhile, and the value it returns was there.
     #[test]
     fn reader_beside_insert_that_shifts() {
         model(|| {
@@ -341,7 +341,7 @@ mod b_tree {
         });
     }
 
-    /// Removals merge two leaves; the right one is given back and may be used again.
+    /// Removals merge two leaves; the right one is freed and may be reused.
     #[test]
     fn reader_beside_merge() {
         model(|| {

@@ -137,7 +137,7 @@ class Daemon:
     def ask(self, request: Mapping[str, Any]) -> Dict[str, Any]:
         """Sends a request of the control socket and returns its answer.
 
-        :raises DaemonError: if nobody answers, or the answer is an error.
+        :raises DaemonError: if no daemon answers, or the answer is an error.
         """
         # Moving or comparing terabytes takes time; a daemon that dies ends the connection.
         slow = request.get("ask") in ("park", "unpark", "unmerge", "verify")
@@ -260,5 +260,5 @@ def scan(
 
 
 def _names(sources: Sequence[Union[int, PathLike]]) -> List[str]:
-    # A file whose name is a number would be taken for a process.
+    # A file with a number as its name would be taken for a process.
     return [str(source) if isinstance(source, int) else os.path.abspath(source) for source in sources]

@@ -129,7 +129,7 @@ class Store:
 
     @staticmethod
     def remove(name: str) -> None:
-        """Removes the shared store of this name; who has it open goes on."""
+        """Removes the shared store of this name; processes that have it open keep it."""
         _check(lib.load().forrest_remove(os.fsencode(name)))
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class Store:
     def __del__(self) -> None:
         try:
             self.close()
-        except Exception:  # The interpreter may be ending, or this is a child: there is nobody to tell.
+        except Exception:  # The interpreter may be ending, or this is a forked child: no caller can handle an error.
             pass
 
     def __repr__(self) -> str:
@@ -177,7 +177,7 @@ class Store:
                 return None
             if code != TOO_SMALL:
                 _check(code)
-            # Somebody else may make it longer still meanwhile.
+            # Another thread may make the value even longer meanwhile.
             room = size.value
             buffer = ctypes.create_string_buffer(room)
 

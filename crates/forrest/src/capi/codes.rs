@@ -52,7 +52,7 @@ pub const FORREST_INTERNAL: c_int = 20;
 
 /// The store does not keep its keys in order; a shared one cannot.
 pub const FORREST_NOT_ORDERED: c_int = 21;
-/// The file of this name is another user's, or others may write it.
+/// The file of this name belongs to another user, or other users may write it.
 pub const FORREST_UNTRUSTED: c_int = 22;
 /// Processes of another pid or time namespace use the store.
 pub const FORREST_NAMESPACE: c_int = 23;
@@ -93,7 +93,7 @@ fn code_of(error: &Error) -> c_int {
         Error::Arena(error) => match error {
             Arena::Full { .. } => FORREST_FULL,
             Arena::Reserve { .. } | Arena::NoMemory { .. } => FORREST_NO_MEMORY,
-            Arena::Seats => FORREST_BUSY,
+            Arena::TooManyThreads => FORREST_BUSY,
             Arena::Forked => FORREST_FORKED,
             Arena::Foreign => FORREST_FOREIGN,
             Arena::Version { .. } => FORREST_VERSION,

@@ -23,7 +23,8 @@ pub struct llds_result_ent {
     pub result: c_int,
 }
 
-/// A result in memory that the caller frees, with a value that he frees too; NULL, and the value freed, if there is none.
+/// A result in malloc'ed memory, to be freed by the caller together with its value; NULL, with the value freed, if malloc
+/// fails.
 fn result(key: u64, (val, length): (*mut c_void, usize), result: c_int) -> *mut llds_result_ent {
     // SAFETY: malloc'ed memory of the size of what is written to it; a value is from malloc, or NULL.
     unsafe {
@@ -41,7 +42,7 @@ fn result(key: u64, (val, length): (*mut c_void, usize), result: c_int) -> *mut 
 #[unsafe(no_mangle)]
 pub extern "C" fn forrest_alloc() -> *mut FORREST {
     let mut handle = std::ptr::null_mut();
-    // SAFETY: NULL arguments are allowed, `handle` is ours.
+    // SAFETY: NULL is allowed for name and options; `handle` is a local variable.
     unsafe { forrest_open(std::ptr::null(), std::ptr::null(), &raw mut handle) };
     handle
 }
@@ -54,7 +55,7 @@ pub extern "C" fn forrest_alloc() -> *mut FORREST {
 pub unsafe extern "C" fn ft_MurmurHash64A(key: *const c_void, length: c_int, seed: c_uint) -> u64 {
     let hash = || {
         let length = usize::try_from(length).map_err(|_| Code(FORREST_INVALID))?;
-        // SAFETY: the caller's promise.
+        // SAFETY: `# Safety` requires `key` to be NULL or readable for its length; `bytes` refuses NULL.
         Ok::<u64, Code>(crate::murmur64a(unsafe { bytes(key, length) }?, u64::from(seed)))
     };
     catch_unwind(AssertUnwindSafe(hash)).ok().and_then(Result::ok).unwrap_or(0)
@@ -73,7 +74,7 @@ pub unsafe extern "C" fn forrest_insert_key(
 ) -> *mut llds_result_ent {
     let code = with_store(handle, |store| {
         let length = usize::try_from(length).map_err(|_| Code(FORREST_INVALID))?;
-        // SAFETY: the caller's promise.
+        // SAFETY: `# Safety` requires `value` to be readable for `length` bytes; `bytes` refuses NULL.
         store.set(&key.to_le_bytes(), unsafe { bytes(value, length) }?)?;
         Ok(())
     });

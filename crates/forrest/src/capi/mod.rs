@@ -98,17 +98,17 @@ unsafe fn bytes<'a>(data: *const c_void, length: size_t) -> Result<&'a [u8], Cod
     if data.is_null() || length > isize::MAX as usize {
         return Err(Code(FORREST_INVALID));
     }
-    // SAFETY: the caller's promise; NULL and impossible lengths were refused.
+    // SAFETY: `# Safety` requires `length` readable bytes; NULL and lengths above isize::MAX were refused above.
     Ok(unsafe { std::slice::from_raw_parts(data.cast::<u8>(), length) })
 }
 
-/// Stores a result where the caller asked for it, if he did.
+/// Stores a result in the caller's variable, unless that is NULL.
 ///
 /// # Safety
 /// `out` must be NULL or writable.
 unsafe fn give<T>(out: *mut T, value: T) {
     if !out.is_null() {
-        // SAFETY: the caller's promise.
+        // SAFETY: `# Safety` requires `out` to be NULL or writable; NULL was ruled out.
         unsafe { out.write(value) };
     }
 }
@@ -127,11 +127,11 @@ pub unsafe extern "C" fn forrest_open(
         if out.is_null() {
             return Err(Code(FORREST_INVALID));
         }
-        // SAFETY: `out` is not NULL, the caller says it is writable.
+        // SAFETY: NULL was refused above; `# Safety` requires any other `out` to be writable.
         unsafe { out.write(std::ptr::null_mut()) };
         let mut settings = Options::new();
         let mut flags = 0;
-        // SAFETY: NULL or valid by the caller's promise.
+        // SAFETY: `# Safety` requires `options` to be NULL or valid.
         if let Some(options) = unsafe { options.as_ref() } {
             flags = options.flags;
             if options.reserved != 0 || flags & !63 != 0 || flags & 3 == 3 {
@@ -157,7 +157,7 @@ pub unsafe extern "C" fn forrest_open(
         let store = if name.is_null() {
             settings.private()?
         } else {
-            // SAFETY: NUL-terminated by the caller's promise.
+            // SAFETY: `name` is not NULL, and `# Safety` requires it to be NUL-terminated.
             let name = unsafe { CStr::from_ptr(name) }.to_str().map_err(|_| Code(FORREST_BAD_NAME))?;
             if flags & FORREST_CREATE != 0 {
                 settings.create(name)?
@@ -168,13 +168,13 @@ pub unsafe extern "C" fn forrest_open(
             }
         };
         let handle = publish(store)?;
-        // SAFETY: as above.
+        // SAFETY: NULL was refused above; `# Safety` requires any other `out` to be writable.
         unsafe { out.write(handle) };
         Ok(())
     })
 }
 
-/// Removes the shared store called `name`; who has it open goes on.
+/// Removes the shared store called `name`; processes that have it open keep it.
 ///
 /// # Safety
 /// `name` must be NULL or NUL-terminated.
@@ -184,7 +184,7 @@ pub unsafe extern "C" fn forrest_remove(name: *const c_char) -> c_int {
         if name.is_null() {
             return Err(Code(FORREST_INVALID));
         }
-        // SAFETY: NUL-terminated by the caller's promise.
+        // SAFETY: `name` is not NULL, and `# Safety` requires it to be NUL-terminated.
         let name = unsafe { CStr::from_ptr(name) }.to_str().map_err(|_| Code(FORREST_BAD_NAME))?;
         Ok(Store::remove(name)?)
     })
@@ -204,12 +204,12 @@ pub unsafe extern "C" fn forrest_get(
     length: *mut size_t,
 ) -> c_int {
     with_store(handle, |store| {
-        // SAFETY: the caller's promise.
+        // SAFETY: `# Safety` requires `key` and `buffer` to be NULL or valid for their lengths; both calls check for NULL.
         let (key, mut value) = unsafe { (bytes(key, key_length)?, Buffer::new(buffer, capacity)) };
         if !store.read(key, &mut value) {
             return Err(Code(FORREST_NOT_FOUND));
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: `# Safety` requires `length` to be NULL or writable; `give` checks for NULL.
         unsafe { give(length, value.length) };
         if value.length > capacity {
             return Err(Code(FORREST_TOO_SMALL));
@@ -237,11 +237,11 @@ pub unsafe extern "C" fn forrest_get_copy(
         if value.is_null() {
             return Err(Code(FORREST_INVALID));
         }
-        // SAFETY: not NULL, and writable by the caller's promise; likewise below.
+        // SAFETY: NULL was refused above; `# Safety` requires any other `value` to be writable.
         unsafe { value.write(std::ptr::null_mut()) };
-        // SAFETY: the caller's promise.
+        // SAFETY: `# Safety` requires `key` to be NULL or readable for its length; `bytes` refuses NULL.
         let (copy, bytes) = Malloced::of(store, unsafe { bytes(key, key_length) }?)?;
-        // SAFETY: as above.
+        // SAFETY: `value` was checked for NULL above; `# Safety` requires `length` to be NULL or writable.
         unsafe {
             value.write(copy);
             give(length, bytes);
@@ -263,7 +263,7 @@ pub unsafe extern "C" fn forrest_set(
     value_length: size_t,
 ) -> c_int {
     with_store(handle, |store| {
-        // SAFETY: the caller's promise.
+        // SAFETY: `# Safety` requires `key` and `value` to be NULL or readable for their lengths; `bytes` refuses NULL.
         let (key, value) = unsafe { (bytes(key, key_length)?, bytes(value, value_length)?) };
         store.set(key, value)?;
         Ok(())
@@ -283,7 +283,7 @@ pub unsafe extern "C" fn forrest_insert(
     value_length: size_t,
 ) -> c_int {
     with_store(handle, |store| {
-        // SAFETY: the caller's promise.
+        // SAFETY: `# Safety` requires `key` and `value` to be NULL or readable for their lengths; `bytes` refuses NULL.
         let (key, value) = unsafe { (bytes(key, key_length)?, bytes(value, value_length)?) };
         if store.insert(key, value)? { Ok(()) } else { Err(Code(FORREST_EXISTS)) }
     })
@@ -296,7 +296,7 @@ pub unsafe extern "C" fn forrest_insert(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn forrest_delete(handle: *mut FORREST, key: *const c_void, key_length: size_t) -> c_int {
     with_store(handle, |store| {
-        // SAFETY: the caller's promise.
+        // SAFETY: `# Safety` requires `key` to be NULL or readable for its length; `bytes` refuses NULL.
         if store.delete(unsafe { bytes(key, key_length) }?)? { Ok(()) } else { Err(Code(FORREST_NOT_FOUND)) }
     })
 }
@@ -314,9 +314,9 @@ pub unsafe extern "C" fn forrest_add(
     sum: *mut i64,
 ) -> c_int {
     with_store(handle, |store| {
-        // SAFETY: the caller's promise.
+        // SAFETY: `# Safety` requires `key` to be NULL or readable for its length; `bytes` refuses NULL.
         let total = store.add(unsafe { bytes(key, key_length) }?, delta)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: `# Safety` requires `sum` to be NULL or writable; `give` checks for NULL.
         unsafe { give(sum, total) };
         Ok(())
     })
@@ -333,7 +333,7 @@ pub unsafe extern "C" fn forrest_increment(
     key_length: size_t,
     sum: *mut i64,
 ) -> c_int {
-    // SAFETY: passed on.
+    // SAFETY: `# Safety` requires of `key` and `sum` what forrest_add requires.
     unsafe { forrest_add(handle, key, key_length, 1, sum) }
 }
 
@@ -348,7 +348,7 @@ pub unsafe extern "C" fn forrest_decrement(
     key_length: size_t,
     sum: *mut i64,
 ) -> c_int {
-    // SAFETY: passed on.
+    // SAFETY: `# Safety` requires of `key` and `sum` what forrest_add requires.
     unsafe { forrest_add(handle, key, key_length, -1, sum) }
 }
 
@@ -366,10 +366,10 @@ pub unsafe extern "C" fn forrest_compare_swap(
 ) -> c_int {
     with_store(handle, |store| {
         let side = |side: *const forrest_bytes| -> Result<Option<&[u8]>, Code> {
-            // SAFETY: the caller's promise.
+            // SAFETY: `# Safety` requires `expected` and `desired` to be NULL or valid, and their bytes readable.
             unsafe { side.as_ref().map(|side| bytes(side.data, side.length)).transpose() }
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: `# Safety` requires `key` to be NULL or readable for its length; `bytes` refuses NULL.
         let key = unsafe { bytes(key, key_length) }?;
         if store.compare_swap(key, side(expected)?, side(desired)?)? { Ok(()) } else { Err(Code(FORREST_MISMATCH)) }
     })
@@ -378,7 +378,7 @@ pub unsafe extern "C" fn forrest_compare_swap(
 /// Keys as the caller's array has them.
 ///
 /// # Safety
-/// `array` must be readable for `count` elements, whose bytes must be readable.
+/// `array` must be readable for `count` elements, and so must the bytes that they name.
 unsafe fn slices<'a>(array: *const forrest_bytes, count: size_t) -> Result<Vec<&'a [u8]>, Code> {
     if count == 0 {
         return Ok(Vec::new());
@@ -386,9 +386,9 @@ unsafe fn slices<'a>(array: *const forrest_bytes, count: size_t) -> Result<Vec<&
     if array.is_null() || count > isize::MAX as usize / size_of::<forrest_bytes>() {
         return Err(Code(FORREST_INVALID));
     }
-    // SAFETY: the caller's promise; NULL and impossible counts were refused.
+    // SAFETY: `# Safety` requires `count` readable elements; NULL and impossible counts were refused above.
     let array = unsafe { std::slice::from_raw_parts(array, count) };
-    // SAFETY: the caller's promise.
+    // SAFETY: `# Safety` requires the bytes of each element to be readable; `bytes` refuses NULL.
     array.iter().map(|one| unsafe { bytes(one.data, one.length) }).collect()
 }
 
@@ -406,11 +406,11 @@ pub unsafe extern "C" fn forrest_get_many(
 ) -> c_int {
     with_store(handle, |store| {
         let each = each.ok_or(FORREST_INVALID)?;
-        // SAFETY: the caller's promise.
+        // SAFETY: `# Safety` requires the array and the bytes it names to be readable; `slices` refuses NULL.
         let keys = unsafe { slices(keys, count) }?;
         store.get_many(&keys, |index, value| {
             let (data, length) = value.map_or((std::ptr::null(), 0), |value| (value.as_ptr(), value.len()));
-            // SAFETY: the caller's function, called as declared.
+            // SAFETY: the caller's callback has the declared type; the pointers are valid until it returns.
             unsafe { each(argument, index, data.cast(), length) };
         });
         Ok(())
@@ -429,7 +429,7 @@ pub unsafe extern "C" fn forrest_set_many(
     count: size_t,
 ) -> c_int {
     with_store(handle, |store| {
-        // SAFETY: the caller's promise.
+        // SAFETY: `# Safety` requires both arrays and the bytes they name to be readable; `slices` refuses NULL.
         let (keys, values) = unsafe { (slices(keys, count)?, slices(values, count)?) };
         let entries: Vec<(&[u8], &[u8])> = keys.into_iter().zip(values).collect();
         Ok(store.set_many(&entries)?)
@@ -445,7 +445,7 @@ pub unsafe extern "C" fn forrest_for_each(handle: *mut FORREST, visit: forrest_v
     with_store(handle, |store| {
         let visit = visit.ok_or(FORREST_INVALID)?;
         store.for_each(|key, value| {
-            // SAFETY: the caller's function, called as declared.
+            // SAFETY: the caller's callback has the declared type; the pointers are valid until it returns.
             unsafe { visit(argument, key.as_ptr().cast(), key.len(), value.as_ptr().cast(), value.len()) == 0 }
         })?;
         Ok(())
@@ -469,15 +469,15 @@ pub unsafe extern "C" fn forrest_scan(
 ) -> c_int {
     with_store(handle, |store| {
         let visit = visit.ok_or(FORREST_INVALID)?;
-        // SAFETY: NULL or valid by the caller's promise.
+        // SAFETY: `# Safety` requires both bounds to be NULL or valid.
         let (from, to) = unsafe { (from.as_ref(), to.as_ref()) };
-        // SAFETY: as above.
+        // SAFETY: `# Safety` requires the bounds' bytes to be readable; `bytes` refuses NULL.
         let key = |at: &forrest_bytes| unsafe { bytes(at.data, at.length) };
         let low = from.map(key).transpose()?.map_or(Bound::Unbounded, Bound::Included);
         let high = to.map(key).transpose()?.map_or(Bound::Unbounded, Bound::Excluded);
         let mut scan = store.scan::<[u8]>((low, high))?;
         while let Some((key, value)) = if backwards != 0 { scan.next_back() } else { scan.next() } {
-            // SAFETY: the caller's function, called as declared.
+            // SAFETY: the caller's callback has the declared type; the pointers are valid until it returns.
             if unsafe { visit(argument, key.as_ptr().cast(), key.len(), value.as_ptr().cast(), value.len()) } != 0 {
                 break;
             }
@@ -500,7 +500,7 @@ pub extern "C" fn forrest_reserve(handle: *mut FORREST, entries: u64) -> c_int {
 pub unsafe extern "C" fn forrest_clear(handle: *mut FORREST, count: *mut u64) -> c_int {
     with_store(handle, |store| {
         let cleared = store.clear()?;
-        // SAFETY: the caller's promise.
+        // SAFETY: `# Safety` requires `count` to be NULL or writable; `give` checks for NULL.
         unsafe { give(count, cleared) };
         Ok(())
     })
@@ -513,7 +513,7 @@ pub unsafe extern "C" fn forrest_clear(handle: *mut FORREST, count: *mut u64) ->
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn forrest_count(handle: *mut FORREST, count: *mut u64) -> c_int {
     with_store(handle, |store| {
-        // SAFETY: the caller's promise.
+        // SAFETY: `# Safety` requires `count` to be NULL or writable; `give` checks for NULL.
         unsafe { give(count, store.len()) };
         Ok(())
     })
@@ -537,7 +537,7 @@ pub unsafe extern "C" fn forrest_get_stats(handle: *mut FORREST, out: *mut forre
             thread_count: stats.thread_count,
             recovery_count: stats.recovery_count,
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: `# Safety` requires `out` to be NULL or writable; `give` checks for NULL.
         unsafe { give(out, stats) };
         Ok(())
     })

@@ -8,7 +8,7 @@ use libc::{c_void, size_t};
 use std::mem::MaybeUninit;
 use std::ptr::null_mut;
 
-/// Copies what was found in a slot to the beginning of `room`, as far as there is room for all of it.
+/// Copies a slot's value to the beginning of `room`, which is empty or long enough.
 fn copy_slot(bytes: &[u8], room: &mut [MaybeUninit<u8>]) {
     for (to, &from) in room.iter_mut().zip(bytes) {
         to.write(from);
@@ -28,7 +28,7 @@ impl<'b> Buffer<'b> {
         let room = if buffer.is_null() {
             &mut []
         } else {
-            // SAFETY: the caller's promise; no object is larger than `isize::MAX`.
+            // SAFETY: `# Safety` requires `capacity` writable bytes; NULL was ruled out, and no object is larger than `isize::MAX`.
             unsafe { std::slice::from_raw_parts_mut(buffer.cast(), capacity.min(isize::MAX as usize)) }
         };
         Buffer { room, length: 0 }
@@ -69,10 +69,10 @@ impl Malloced {
         if copy.is_null() { Err(Code(FORREST_NO_MEMORY)) } else { Ok((copy, value.length)) }
     }
 
-    /// Room for so many bytes instead of what there was; none if there is no memory.
-    fn room(&mut self, length: usize) -> &mut [MaybeUninit<u8>] {
+    /// Replaces the buffer by one of `length` bytes; empty if there is no memory.
+    fn allocate(&mut self, length: usize) -> &mut [MaybeUninit<u8>] {
         self.length = length;
-        // SAFETY: frees what malloc gave, or nothing, and asks for more; what it gave has so many bytes.
+        // SAFETY: `copy` is NULL or from malloc, and not used after the free; the new block has at least `length` bytes.
         unsafe {
             libc::free(self.copy);
             self.copy = libc::malloc(length.max(1));
@@ -83,20 +83,20 @@ impl Malloced {
 
 impl Drop for Malloced {
     fn drop(&mut self) {
-        // SAFETY: what malloc gave and nobody took, or nothing.
+        // SAFETY: `copy` is NULL or memory from malloc that `of` has not passed on.
         unsafe { libc::free(self.copy) };
     }
 }
 
 impl Sink for Malloced {
     fn inline(&mut self, bytes: [u8; 8], length: usize) {
-        copy_slot(&bytes[..length], self.room(length));
+        copy_slot(&bytes[..length], self.allocate(length));
     }
 
     fn record(&mut self, record: Record<'_>, _offset: u64) {
-        let room = self.room(record.value_bytes);
-        if room.len() == record.value_bytes {
-            record.copy_value_to(room);
+        let buffer = self.allocate(record.value_bytes);
+        if buffer.len() == record.value_bytes {
+            record.copy_value_to(buffer);
         }
     }
 }

@@ -5,7 +5,7 @@ use crate::bucket::SLOTS;
 #[cfg(any(debug_assertions, pagefold_stress))]
 use crate::fault;
 use crate::record::Record;
-use crate::table::{Homes, Place, Spot};
+use crate::table::{Candidates, Place, Spot};
 
 /// A shared store of this test's own, whose file is removed at the end, also of a failed test.
 struct Shared {
@@ -131,8 +131,8 @@ fn entries(store: &Store) -> Vec<(Place, u64)> {
 }
 
 #[cfg(any(debug_assertions, pagefold_stress))]
-fn homes(store: &Store, remainder: u64) -> Homes {
-    Homes::of(remainder, store.table.dir(SEGMENT, Ordering::Relaxed).buckets())
+fn homes(store: &Store, remainder: u64) -> Candidates {
+    Candidates::of(remainder, store.table.dir(SEGMENT, Ordering::Relaxed).buckets())
 }
 
 /// The key of 8 bytes with this remainder.
@@ -171,8 +171,8 @@ fn recoverers_may_be_killed_too() {
         let (shared, counts) = filled("recoverers", 400, |_| vec![1; 100]);
         let store = &shared.store;
         let away = |&(place, remainder): &(Place, u64)| {
-            let homes = homes(store, remainder);
-            place.bucket != homes.first && counts[place.bucket] == SLOTS && counts[homes.first] < SLOTS
+            let candidates = homes(store, remainder);
+            place.bucket != candidates.first && counts[place.bucket] == SLOTS && counts[candidates.first] < SLOTS
         };
         let remainder = entries(store).into_iter().find(away).unwrap().1;
         let moving = key_at(store, remainder);
@@ -239,8 +239,10 @@ fn who_moves_an_entry_may_be_killed() {
             let (shared, counts) = filled("moves", 500, value);
             let store = &shared.store;
             let is_crowded = |remainder: &u64| {
-                let homes = homes(store, *remainder);
-                homes.first != homes.second && counts[homes.first] == SLOTS && counts[homes.second] == SLOTS
+                let candidates = homes(store, *remainder);
+                candidates.first != candidates.second
+                    && counts[candidates.first] == SLOTS
+                    && counts[candidates.second] == SLOTS
             };
             let remainders = (1u64..).map(|number| number.wrapping_mul(0xd6e8_feb8_6659_fd93) >> 12);
             let remainder = { remainders }.find(is_crowded).unwrap();
@@ -667,8 +669,8 @@ fn pages_of_arrays_that_are_gone_go_with_later_writes() {
         store.set(&number.to_le_bytes(), b"").unwrap();
     }
     // As quick deletes do, all within the moment for which pages stay; `Store::clear` would trim.
-    let seat = store.table.seat().unwrap();
-    (0..SEGMENTS).for_each(|segment| assert!(store.table.clear_segment(&seat, segment) < 500_000));
+    let thread = store.table.thread().unwrap();
+    (0..SEGMENTS).for_each(|segment| assert!(store.table.clear_segment(&thread, segment) < 500_000));
     assert!(store.is_empty());
     let patience = std::time::Instant::now() + std::time::Duration::from_secs(60);
     // What is kept for the next who needs some, and what this takes itself.

@@ -1,20 +1,20 @@
-//! Copying: the entries of one array go to another, that nobody sees yet.
+//! Copying: the entries of one array are copied to another, unpublished one.
 //!
-//! A copy is made in two steps, by turns: some hundred entries are taken out of
-//! their buckets and their new homes worked out, eight at a time where the
-//! processor can; then each is written to the emptier of its homes. How full
-//! the new buckets are is counted apart, so that the second step reads nothing
-//! of what it writes, and their headers are written once, at the end.
+//! A copy alternates between two steps. The first reads some hundred entries and
+//! computes their new candidate buckets, eight at a time where the processor can.
+//! The second writes each entry to the emptier candidate. The fill of the new
+//! buckets is counted separately, so that the second step does not read the lines
+//! it writes; the headers are written once, at the end.
 
-use super::{Dir, Homes, Table};
+use super::{Candidates, Dir, Table};
 use crate::bucket::{Bucket, Kind, Mark, SLOTS};
 use std::hint::select_unpredictable;
 use std::sync::atomic::Ordering;
 
-/// Buckets whose entries are taken out at a time: what they hold fits the nearest cache.
+/// Buckets read in one turn: their entries fit the first-level cache.
 const BUCKETS_PER_TURN: usize = 32;
 
-/// Entries on their way. There is room for eight more than there can be, for who writes eight and means fewer.
+/// Entries being copied. The arrays have eight elements more than entries, because the vector code stores eight at a time.
 struct Batch {
     first: [u32; Batch::ROOM],
     second: [u32; Batch::ROOM],
@@ -45,16 +45,16 @@ struct Filling<'t> {
     buckets: &'t [Bucket],
     /// How many entries each bucket has.
     counts: Vec<u8>,
-    /// Entries that found no room in their homes.
-    late: Vec<(Kind, u64, u64)>,
+    /// Entries that found both candidate buckets full.
+    overflow: Vec<(Kind, u64, u64)>,
 }
 
 impl Table {
-    /// Copies all entries of `from` to the unpublished array `to`. False if one does not find room.
+    /// Copies all entries of `from` to the unpublished array `to`. Returns false if one finds no free slot.
     pub(super) fn copy(&self, from: Dir, to: Dir) -> bool {
         let from = self.buckets(from);
-        let mut filling = Filling { buckets: self.buckets(to), counts: vec![0; to.buckets()], late: Vec::new() };
-        // In order, so that the lines come before they are written to here and there.
+        let mut filling = Filling { buckets: self.buckets(to), counts: vec![0; to.buckets()], overflow: Vec::new() };
+        // In order, so that the lines are in the cache before they are written in random order.
         for bucket in filling.buckets {
             bucket.head.store(0, Ordering::Relaxed);
             bucket.words[0].store(0, Ordering::Relaxed);
@@ -67,22 +67,24 @@ impl Table {
         for (bucket, &count) in filling.buckets.iter().zip(&filling.counts) {
             bucket.head.store((1 << count) - 1, Ordering::Relaxed);
         }
-        filling.late.into_iter().all(|(kind, remainder, word)| {
-            let homes = Homes::of(remainder, to.buckets());
-            let Some(room) = self.room(to, homes, None).or_else(|| self.make_room(to, homes)) else { return false };
-            let bucket = self.bucket(to, room.bucket);
-            bucket.fill(room.slot, kind, remainder, word);
-            bucket.head.store(bucket.head(Ordering::Relaxed).with(room.slot).0, Ordering::Relaxed);
+        filling.overflow.into_iter().all(|(kind, remainder, word)| {
+            let candidates = Candidates::of(remainder, to.buckets());
+            let Some(free) = self.free_slot_for(to, candidates, None).or_else(|| self.displace(to, candidates)) else {
+                return false;
+            };
+            let bucket = self.bucket(to, free.bucket);
+            bucket.fill(free.slot, kind, remainder, word);
+            bucket.head.store(bucket.head(Ordering::Relaxed).with(free.slot).0, Ordering::Relaxed);
             true
         })
     }
 
-    /// Puts the entries of up to [`BUCKETS_PER_TURN`] buckets, which nobody changes, into `batch`, with their homes in an
-    /// array of `buckets`. Returns how many.
+    /// Puts the entries of up to [`BUCKETS_PER_TURN`] buckets, which no thread changes, into `batch`, with their candidates
+    /// in an array of `buckets`. Returns their number.
     fn take_out(&self, from: &[Bucket], buckets: usize, batch: &mut Batch) -> usize {
         #[cfg(target_arch = "x86_64")]
         if self.wide {
-            // SAFETY: the processor has what it takes.
+            // SAFETY: `wide` is the result of `has_avx512`, which checks the features that the function enables.
             return unsafe { take_out_avx512(from, buckets, batch) };
         }
         take_out_each(from, buckets, batch)
@@ -90,13 +92,13 @@ impl Table {
 
     /// The array of a segment.
     fn buckets(&self, dir: Dir) -> &[Bucket] {
-        // SAFETY: as for `bucket`, and the array has so many.
+        // SAFETY: as argued in `bucket`, the array lies in the arena, and it has `dir.buckets()` buckets.
         unsafe { std::slice::from_raw_parts(self.bucket(dir, 0), dir.buckets()) }
     }
 }
 
 impl Filling<'_> {
-    /// Writes the first `count` entries of a batch to their homes.
+    /// Writes the first `count` entries of a batch to their emptier candidate buckets.
     fn put_in(&mut self, batch: &Batch, count: usize) {
         for at in 0..count {
             let (first, second) = (batch.first[at] as usize, batch.second[at] as usize);
@@ -105,7 +107,7 @@ impl Filling<'_> {
             let (index, slot) =
                 (select_unpredictable(is_second, second, first), select_unpredictable(is_second, in_second, in_first));
             if usize::from(slot) == SLOTS {
-                self.late.push(batch.entry(at));
+                self.overflow.push(batch.entry(at));
                 continue;
             }
             self.counts[index] = slot + 1;
@@ -114,7 +116,7 @@ impl Filling<'_> {
     }
 }
 
-/// Puts the entries of up to [`BUCKETS_PER_TURN`] buckets into `batch`, one after the other.
+/// Puts the entries of up to [`BUCKETS_PER_TURN`] buckets into `batch`, one at a time.
 fn take_out_each(from: &[Bucket], buckets: usize, batch: &mut Batch) -> usize {
     assert!(from.len() <= BUCKETS_PER_TURN);
     let mut count = 0;
@@ -124,8 +126,8 @@ fn take_out_each(from: &[Bucket], buckets: usize, batch: &mut Batch) -> usize {
             let slot = used.trailing_zeros() as usize;
             used &= used - 1;
             let remainder = bucket.remainder(slot);
-            let homes = Homes::of(remainder, buckets);
-            (batch.first[count], batch.second[count]) = (homes.first as u32, homes.second as u32);
+            let candidates = Candidates::of(remainder, buckets);
+            (batch.first[count], batch.second[count]) = (candidates.first as u32, candidates.second as u32);
             batch.low[count] = remainder as u32;
             batch.high[count] = u32::from(bucket.mark(slot).0) << 16 | (remainder >> 32) as u32 & 0xffff;
             batch.words[count] = bucket.words[slot].load(Ordering::Relaxed);
@@ -153,7 +155,8 @@ fn take_out_avx512(from: &[Bucket], buckets: usize, batch: &mut Batch) -> usize 
         let head = bucket.head(Ordering::Relaxed);
         let used = head.used() as u8;
         let at = std::ptr::from_ref(bucket).cast::<u8>();
-        // SAFETY: all parts of the bucket, which nobody changes.
+        // SAFETY: the offsets are those of the bucket's fields (`repr(C)`), aligned for their vectors; the segment's lock
+        // keeps writers away.
         let (marks, middle, low, words) = unsafe {
             (
                 _mm256_cvtepu8_epi32(_mm_loadl_epi64(at.add(8).cast())),
@@ -162,13 +165,13 @@ fn take_out_avx512(from: &[Bucket], buckets: usize, batch: &mut Batch) -> usize 
                 _mm512_load_si512(at.add(64).cast()),
             )
         };
-        // As `Homes::of` has it: bits 20 to 51 of the remainder, and bits 0 to 31.
+        // As `Candidates::of` has it: bits 20 to 51 of the remainder, and bits 0 to 31.
         let high_part = _mm256_or_si256(
             _mm256_or_si256(_mm256_slli_epi32::<28>(marks), _mm256_slli_epi32::<12>(middle)),
             _mm256_srli_epi32::<20>(low),
         );
         let high = _mm256_or_si256(_mm256_slli_epi32::<16>(marks), middle);
-        // SAFETY: there is room for eight behind the entries that so many buckets can have.
+        // SAFETY: `count` is at most BUCKETS_PER_TURN * SLOTS (length asserted above), and each array has eight more elements.
         unsafe {
             let put = |to: &mut [u32; Batch::ROOM], what: __m256i| {
                 let packed = _mm256_maskz_compress_epi32(used, what);
@@ -212,7 +215,7 @@ mod tests {
             }
             let (mut one, mut eight) = (Batch::new(), Batch::new());
             let count = take_out_each(&from, buckets, &mut one);
-            // SAFETY: the processor has what it takes.
+            // SAFETY: `has_avx512` was checked above.
             prop_assert_eq!(unsafe { take_out_avx512(&from, buckets, &mut eight) }, count);
             let of = |batch: &Batch, at: usize| (batch.first[at], batch.second[at], batch.entry(at));
             prop_assert!((0..count).all(|at| of(&one, at) == of(&eight, at)));

@@ -1,15 +1,15 @@
 //! Growing: each segment is copied to a longer or shorter array on its own, under its lock.
 //!
-//! A segment grows when an entry finds no room. So that memory stays dense,
-//! inserts also earn credit with which they pass over the segments in order
-//! and rebuild those that will be full soon. Readers go on in the old array
-//! until the directory entry tells them to start over.
+//! A segment grows when an entry finds no free slot. To keep memory dense, inserts
+//! also earn credit, with which they pass over the segments in order and rebuild
+//! those that will be full soon. Readers use the old array until the directory
+//! entry tells them to start over.
 
 use super::{COUNT_BITS, Dir, SEGMENTS, Table};
 use crate::bucket::{BUCKET_BYTES, SLOTS};
 use crate::error::Error;
 use llds::arena::fault::point;
-use llds::arena::{LOG_BYTES_MAX, SPAN_BYTES, SeatRef};
+use llds::arena::{LOG_BYTES_MAX, SPAN_BYTES, ThreadRef};
 use std::cell::Cell;
 use std::sync::atomic::Ordering;
 
@@ -19,78 +19,84 @@ const FILL_TO: usize = SLOTS * 73;
 /// A passing insert rebuilds segments above this fill, in hundredths of entries per bucket.
 const FILL_PASS: usize = SLOTS * 84;
 
-/// One insert of so many looks whether the passing growth is due, and earns for all of them. A power of two.
+/// One insert of this many checks whether the incremental growth is due, and earns the credit of all. A power of two.
 const INSERTS_PER_LOOK: u64 = 32;
 
-/// By so many arrays ahead a pass judges an extent.
+/// Arrays ahead that a pass inspects to judge an extent.
 const LOOK_AHEAD: usize = 16;
 
 /// What passing over one segment costs of a thread's credit.
 const CREDIT_PER_SEGMENT: i32 = 1 << 24;
 
-/// The most that a thread keeps, and the most that it is behind. What a small table owes beyond a few segments is let go: it
-/// has little memory to keep dense.
+/// The largest credit and the largest debt of a thread. A small table earns more than that; the excess is dropped, because
+/// it has little memory to keep dense.
 const CREDIT_MAX: i32 = CREDIT_PER_SEGMENT * INSERTS_PER_LOOK as i32;
 
-/// What as many inserts as there are entries earn: four and a half passes over all segments, one each time that the table has
-/// grown by 25 %. Fill rises from 0.73 to 0.91 meanwhile, 19.6 bytes per entry of 16 on average, and an entry is copied four
-/// and a half times on the whole. With more passes more is copied; with fewer, more inserts find both homes full, and arrays
-/// fail before their turn and leave the order in which memory is used again.
+/// The credit earned by as many inserts as there are entries: four and a half passes over all segments, one for each growth
+/// of the table by 25 %. The fill rises from 0.73 to 0.91 between passes, which is 19.6 bytes per entry of 16 on average, and
+/// an entry is copied four and a half times in total. More passes copy more. With fewer passes, more inserts find both
+/// candidate buckets full, and arrays grow before their turn, out of the order in which memory is reused.
 const CREDIT_PER_OWN_SIZE: i32 = CREDIT_PER_SEGMENT / 2 * 9;
 
 /// Buckets of the largest segment.
 const BUCKETS_MAX: usize = (1 << COUNT_BITS) - 1;
 
 thread_local! {
-    /// What this thread owes the passing growth; less than nothing where it deleted.
+    /// This thread's credit for the incremental growth; negative after deletes.
     static CREDIT: Cell<i32> = const { Cell::new(0) };
     /// The extent this thread passed last (a table's address, an offset), and whether it is to be emptied.
     static EXTENT: Cell<((usize, u64), bool)> = const { Cell::new(((0, 0), false)) };
 }
 
 impl Table {
-    /// Makes every segment large enough for its share of `entries`, so that inserts up to there copy none.
-    pub fn reserve(&self, seat: &SeatRef<'_>, entries: u64) -> Result<(), Error> {
-        // Hashes spread them evenly, but for a few deviations; a pass leaves segments alone that are not filled further.
+    /// Makes every segment large enough for its share of `entries`, so that inserts up to that number copy no array.
+    pub fn reserve(&self, thread: &ThreadRef<'_>, entries: u64) -> Result<(), Error> {
+        // Hashes spread the entries evenly up to a few standard deviations; a pass skips segments that are not filled further.
         let share = entries as f64 / SEGMENTS as f64;
         let most = share + 3.0 * share.sqrt();
         let wanted = (most * 100.0 / FILL_PASS as f64).ceil() as usize;
         let buckets_max = BUCKETS_MAX.min(self.arena.capacity_bytes() as usize / (BUCKET_BYTES * SEGMENTS));
         if wanted > buckets_max {
             let most = (buckets_max * FILL_PASS) as f64 / 100.0;
-            // As above, the other way round.
+            // The inverse of `share + 3 * sqrt(share)`.
             let root = (most + 2.25).sqrt() - 1.5;
             return Err(Error::TooMany { entries, entries_max: (root * root * SEGMENTS as f64) as u64 });
         }
         for segment in 0..SEGMENTS {
-            let _held = self.lock(seat, segment);
+            let _held = self.lock(thread, segment);
             if self.dir(segment, Ordering::Relaxed).buckets() < wanted {
-                self.rebuild(seat, segment, wanted, false)?;
+                self.rebuild(thread, segment, wanted, false)?;
             }
         }
         Ok(())
     }
 
-    /// Makes room in a segment that is full.
-    pub(super) fn grow(&self, seat: &SeatRef<'_>, segment: usize) -> Result<(), Error> {
+    /// Grows a full segment.
+    pub(super) fn grow(&self, thread: &ThreadRef<'_>, segment: usize) -> Result<(), Error> {
         let buckets = self.dir(segment, Ordering::Relaxed).buckets();
-        self.check_hope(segment, buckets)?;
+        self.check_spread(segment, buckets)?;
         let wanted = fitting(self.count(segment) as usize + 1).max(buckets + 1 + buckets / 16);
-        self.rebuild(seat, segment, longer(buckets, wanted), true)
+        self.rebuild(thread, segment, longer(buckets, wanted), true)
     }
 
-    /// Refuses a longer array to entries that nearly all want the same few buckets: it would not help them.
-    fn check_hope(&self, segment: usize, buckets: usize) -> Result<(), Error> {
+    /// Refuses a longer array if the entries are crowded in few buckets: a longer array would not help.
+    fn check_spread(&self, segment: usize, buckets: usize) -> Result<(), Error> {
         let entries = self.count(segment);
         if buckets > 16 && entries * 8 < (buckets * SLOTS) as u64 { Err(Error::Crowded { entries }) } else { Ok(()) }
     }
 
     /// Moves a segment to an array of at least `wanted` buckets; to none if it is empty and `wanted` is 0.
     ///
-    /// `alone` says that it is not the next one in order: it must not lie between those that move in order.
-    pub(super) fn rebuild(&self, seat: &SeatRef<'_>, segment: usize, wanted: usize, alone: bool) -> Result<(), Error> {
+    /// `alone` says that the segment is not the next in order: its array must not lie between those rebuilt in order.
+    pub(super) fn rebuild(
+        &self,
+        thread: &ThreadRef<'_>,
+        segment: usize,
+        wanted: usize,
+        alone: bool,
+    ) -> Result<(), Error> {
         let old = self.dir(segment, Ordering::Relaxed);
-        let mut wanted = self.even(seat, wanted, alone);
+        let mut wanted = self.even(thread, wanted, alone);
         let (offset, buckets) = loop {
             if wanted > BUCKETS_MAX {
                 return Err(Error::Crowded { entries: self.count(segment) });
@@ -99,56 +105,56 @@ impl Table {
             if buckets == 0 {
                 break (0, 0);
             }
-            let offset = match self.or_recover(seat, || self.arena.alloc_log(seat, buckets * BUCKET_BYTES, alone)) {
+            let offset = match self.or_recover(thread, || self.arena.alloc_log(thread, buckets * BUCKET_BYTES, alone)) {
                 Ok(offset) => offset,
                 Err(error) => {
-                    seat.settle_alloc();
+                    thread.settle_alloc();
                     return Err(error.into());
                 }
             };
             if self.copy(old, Dir(0).moved(offset, buckets)) {
                 break (offset, buckets);
             }
-            // Struck out before others can take the block: a death in between must not free theirs.
-            seat.settle_alloc();
+            // Cleared before another thread can allocate the block: after a death in between, recovery must not free it.
+            thread.settle_alloc();
             point();
-            self.arena.free(seat, offset);
-            self.check_hope(segment, buckets)?;
+            self.arena.free(thread, offset);
+            self.check_spread(segment, buckets)?;
             wanted = longer(buckets, buckets + 1 + buckets / 8);
         };
         point();
         let new = old.moved(offset, buckets);
         if old.buckets() != 0 {
-            seat.intend_retire(old.offset());
+            thread.intend_retire(old.offset());
             point();
         }
         self.dir_word(segment).store(new.0, Ordering::Release);
         point();
-        seat.settle_alloc();
+        thread.settle_alloc();
         if old.buckets() != 0 {
             point();
-            self.arena.retire_sized(seat, old.offset(), (old.buckets() * BUCKET_BYTES) as u64);
+            self.arena.retire_sized(thread, old.offset(), (old.buckets() * BUCKET_BYTES) as u64);
         }
         Ok(())
     }
 
-    /// About `wanted` buckets, so many that blocks of the size fill the log's present extent to its end.
-    fn even(&self, seat: &SeatRef<'_>, wanted: usize, alone: bool) -> usize {
-        let room = self.arena.log_room(seat, alone) / BUCKET_BYTES;
-        let Some(each) = room.checked_div((room + wanted / 2).checked_div(wanted).unwrap_or(0)) else { return wanted };
-        // Never longer than an array may be for what fills the extent only.
+    /// About `wanted` buckets, chosen so that blocks of that size fill the log's current extent exactly.
+    fn even(&self, thread: &ThreadRef<'_>, wanted: usize, alone: bool) -> usize {
+        let left = self.arena.log_room(thread, alone) / BUCKET_BYTES;
+        let Some(each) = left.checked_div((left + wanted / 2).checked_div(wanted).unwrap_or(0)) else { return wanted };
+        // Filling the extent must not make an array longer than allowed.
         if each.abs_diff(wanted) <= wanted / 16 { each.min(wanted.max(BUCKETS_MAX)) } else { wanted }
     }
 
     /// Moves a segment to a shorter array.
     #[cold]
-    pub(super) fn shrink(&self, seat: &SeatRef<'_>, segment: usize) {
-        // Less memory is a kindness, not a duty: without room for the smaller copy the larger one stays.
-        let _ = self.rebuild(seat, segment, fitting(self.count(segment) as usize), true);
+    pub(super) fn shrink(&self, thread: &ThreadRef<'_>, segment: usize) {
+        // Shrinking is optional: without memory for the smaller copy the larger one stays.
+        let _ = self.rebuild(thread, segment, fitting(self.count(segment) as usize), true);
     }
 
-    /// After an insert into a segment that has `count` entries now: rebuild the next segments in order that will be full
-    /// soon.
+    /// Called after an insert into a segment that has `count` entries now: rebuilds the next segments in order that will be
+    /// full soon.
     #[inline(always)]
     pub(super) fn inserted(&self, hash: u64, count: u64) {
         if hash.is_multiple_of(INSERTS_PER_LOOK) {
@@ -159,19 +165,19 @@ impl Table {
     #[cold]
     #[inline(never)]
     fn pass(&self, count: u64) {
-        let Ok(seat) = self.seat() else { return };
+        let Ok(thread) = self.thread() else { return };
         let mut credit = (CREDIT.get() + earned(count)).min(CREDIT_MAX);
         while credit >= CREDIT_PER_SEGMENT {
             credit -= CREDIT_PER_SEGMENT;
-            self.pass_one(&seat);
+            self.pass_one(&thread);
         }
         CREDIT.set(credit);
     }
 
-    /// After a delete from a segment that has `count` entries now: it takes back most of what an insert earns.
+    /// Called after a delete from a segment that has `count` entries now: takes back most of the credit of an insert.
     ///
-    /// Where entries come and go, fewer arrays are copied that need not become longer. All of it would be too much: the
-    /// passes also empty the extents in which arrays that grew out of order have left holes.
+    /// With balanced inserts and deletes, fewer arrays are copied that need not grow. Taking all credit back would be too
+    /// much: the passes also empty extents with holes left by arrays that grew out of order.
     #[inline(always)]
     pub(super) fn deleted(&self, hash: u64, count: u64) {
         if hash.is_multiple_of(INSERTS_PER_LOOK) {
@@ -180,32 +186,32 @@ impl Table {
         }
     }
 
-    fn pass_one(&self, seat: &SeatRef<'_>) {
-        // SAFETY: the word lies in the root of the arena, which lives as long as `self`.
+    fn pass_one(&self, thread: &ThreadRef<'_>) {
+        // SAFETY: `new` got an aligned word in the arena's root, which is mapped as long as `self`.
         let cursor = unsafe { &*self.cursor };
         let segment = cursor.fetch_add(1, Ordering::Relaxed) as usize % SEGMENTS;
         let look = || (self.count(segment) as usize, self.dir(segment, Ordering::Relaxed).buckets());
         let (count, buckets) = look();
         if is_due(count, buckets) {
-            // Whoever waits for the segment should not wait for memory.
-            self.arena.ready_log(seat, rounded(self.even(seat, fitting(count), false)) * BUCKET_BYTES);
+            // Before the lock: writers that wait for the segment should not also wait for memory.
+            self.arena.ready_log(thread, rounded(self.even(thread, fitting(count), false)) * BUCKET_BYTES);
         }
-        let Some(_held) = self.try_lock(seat, segment) else { return };
+        let Some(_held) = self.try_lock(thread, segment) else { return };
         let (count, buckets) = look();
         if is_due(count, buckets) || (buckets != 0 && self.is_in_the_way(segment)) {
-            // It is only early; a full store finds out at the insert that needs the room.
-            let _ = self.rebuild(seat, segment, fitting(count), false);
+            // This rebuild is early, so its failure is ignored; the insert that needs the room reports a full store.
+            let _ = self.rebuild(thread, segment, fitting(count), false);
         }
     }
 
-    /// Whether a segment's array lies where memory is freed by moving it away.
+    /// Returns true if moving a segment's array away helps to free memory.
     fn is_in_the_way(&self, segment: usize) -> bool {
         let dir = self.dir(segment, Ordering::Relaxed);
         let Some((extent, second)) = self.arena.log_of(dir.offset()) else { return false };
         if second {
             return true;
         }
-        // Neighbours lie in one extent: the verdict over the first holds for all, so that the extent is emptied or not.
+        // Neighbours lie in one extent: the decision for the first holds for all, so that an extent is emptied as a whole.
         let here = (std::ptr::from_ref(self).addr(), extent);
         let (last, mut emptied) = EXTENT.get();
         if last != here {
@@ -216,8 +222,8 @@ impl Table {
         emptied
     }
 
-    /// Whether a quarter or more of the arrays from `segment` on that lie in an extent leave it by themselves: the rest
-    /// would hold all of it until the next pass.
+    /// Returns true if a quarter or more of the arrays from `segment` on in this extent will leave it anyway, because they
+    /// are due to grow: the others would hold the whole extent until the next pass.
     fn is_left(&self, segment: usize, extent: u64) -> bool {
         let (mut due, mut all) = (0, 0);
         for near in segment..SEGMENTS.min(segment + LOOK_AHEAD) {
@@ -231,19 +237,19 @@ impl Table {
     }
 }
 
-/// What [`INSERTS_PER_LOOK`] inserts earn where a segment has `count` entries.
+/// The credit of [`INSERTS_PER_LOOK`] inserts if a segment has `count` entries.
 fn earned(count: u64) -> i32 {
-    // A segment has fewer than 2^22 entries, so that what inserts owe is never rounded to nothing.
+    // A segment has fewer than 2^22 entries, so the credit is never rounded to 0.
     let earned = INSERTS_PER_LOOK * CREDIT_PER_OWN_SIZE as u64 / count.max(1);
     earned.min(CREDIT_MAX as u64) as i32
 }
 
-/// Whether an array of `buckets` with `count` entries will be full soon.
+/// Returns true if an array of `buckets` with `count` entries will be full soon.
 fn is_due(count: usize, buckets: usize) -> bool {
     count * 100 > buckets * FILL_PASS
 }
 
-/// Whether an array of `buckets` is to become shorter when `count` entries are left in it.
+/// Returns true if an array of `buckets` should shrink when `count` entries are left in it.
 #[inline(always)]
 pub(super) fn is_sparse(count: u64, buckets: usize) -> bool {
     count == 0 || (buckets > 2 && (count as usize) * 3 < buckets * SLOTS)
@@ -254,12 +260,12 @@ pub(super) fn fitting(count: usize) -> usize {
     (count * 100).div_ceil(FILL_TO)
 }
 
-/// The `wanted` buckets in place of fewer; the last step that there can be may be a short one.
+/// `wanted` buckets in place of `buckets`, limited to [`BUCKETS_MAX`] unless that is reached already.
 fn longer(buckets: usize, wanted: usize) -> usize {
     if buckets < BUCKETS_MAX { wanted.min(BUCKETS_MAX) } else { wanted }
 }
 
-/// Buckets of the block that the arena gives for `wanted` of them.
+/// Buckets that fit the block which the arena allocates for `wanted` buckets.
 fn rounded(wanted: usize) -> usize {
     let bytes = wanted * BUCKET_BYTES;
     if bytes <= LOG_BYTES_MAX { wanted } else { bytes.next_multiple_of(SPAN_BYTES) / BUCKET_BYTES }

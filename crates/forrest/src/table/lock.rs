@@ -1,10 +1,10 @@
-//! Locks: one word per segment, with the holder's seat and the number of entries.
+//! Locks: one word per segment, with the number of the holder's thread record and the number of entries.
 //!
-//! Writers wait for a living holder only: whoever finds that he is dead cleans
-//! up after him (`recover.rs`) and goes on.
+//! Writers wait for a living holder only: a writer that finds the holder dead
+//! recovers it (`recover.rs`) and continues.
 
 use super::Table;
-use llds::arena::SeatRef;
+use llds::arena::ThreadRef;
 use llds::arena::fault::point;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -12,12 +12,12 @@ const OWNER_SHIFT: u32 = 48;
 const COUNT: u64 = (1 << OWNER_SHIFT) - 1;
 
 /// A held segment lock; dropping it unlocks.
-pub struct Held<'t> {
+pub struct SegmentGuard<'t> {
     table: &'t Table,
     segment: usize,
 }
 
-impl Drop for Held<'_> {
+impl Drop for SegmentGuard<'_> {
     #[inline]
     fn drop(&mut self) {
         self.table.unlock(self.segment, self.table.count(self.segment));
@@ -25,14 +25,14 @@ impl Drop for Held<'_> {
 }
 
 impl Table {
-    /// Locks a segment for writing; waits for a living holder, cleans up after a dead one.
+    /// Locks a segment for writing; waits for a living holder, recovers a dead one.
     #[inline]
-    pub fn lock(&self, seat: &SeatRef<'_>, segment: usize) -> Held<'_> {
-        self.lock_as(seat.owner(), segment);
-        Held { table: self, segment }
+    pub fn lock(&self, thread: &ThreadRef<'_>, segment: usize) -> SegmentGuard<'_> {
+        self.lock_as(thread.owner(), segment);
+        SegmentGuard { table: self, segment }
     }
 
-    /// Locks a segment in the name of the calling thread's seat, and returns how many entries it has.
+    /// Locks a segment for thread record `owner`, the calling thread's, and returns how many entries the segment has.
     /// [`Table::unlock`] must follow.
     #[inline(always)]
     pub(super) fn lock_as(&self, owner: u64, segment: usize) -> u64 {
@@ -56,8 +56,8 @@ impl Table {
     }
 
     /// A lock taken by [`Table::lock_as`].
-    pub(super) fn held(&self, segment: usize) -> Held<'_> {
-        Held { table: self, segment }
+    pub(super) fn held(&self, segment: usize) -> SegmentGuard<'_> {
+        SegmentGuard { table: self, segment }
     }
 
     #[cold]
@@ -83,14 +83,14 @@ impl Table {
         }
     }
 
-    pub(super) fn try_lock(&self, seat: &SeatRef<'_>, segment: usize) -> Option<Held<'_>> {
+    pub(super) fn try_lock(&self, thread: &ThreadRef<'_>, segment: usize) -> Option<SegmentGuard<'_>> {
         let lock = self.lock_word(segment);
         let seen = lock.load(Ordering::Relaxed);
-        let mine = seat.owner() << OWNER_SHIFT;
+        let mine = thread.owner() << OWNER_SHIFT;
         let free = seen >> OWNER_SHIFT == 0
             && lock.compare_exchange(seen, seen | mine, Ordering::Acquire, Ordering::Relaxed).is_ok();
-        // Made only if we hold it: dropping it unlocks.
-        free.then(|| Held { table: self, segment })
+        // Constructed only if this thread holds the lock, because dropping it unlocks.
+        free.then(|| SegmentGuard { table: self, segment })
     }
 
     /// Entries of a segment.

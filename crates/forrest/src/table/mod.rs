@@ -1,47 +1,47 @@
 //! The table: 4,096 segments of buckets, each grown on its own.
 //!
 //! The high 12 bits of a hash choose a segment: one entry of a directory of
-//! 32 KiB, which stays in the cache. A segment is an array of
-//! buckets of any length, and other bits of the hash name two of them as the
-//! *homes* of an entry (`homes.rs`): it lies in one of them, and nowhere else.
-//! Whoever looks for it asks for both at once and compares all their slots at
-//! once, so no lookup waits twice, and none is worse than another.
+//! 32 KiB, which stays in the cache. A segment is an array of buckets of any
+//! length, and other bits of the hash name two of them as the *candidate buckets*
+//! of an entry (`candidate_buckets.rs`): it lies in one of them, and nowhere else.
+//! A lookup prefetches both together and compares all their slots in one step, so
+//! no lookup waits twice, and all lookups cost the same.
 //!
-//! Writers of a segment exclude each other by a lock word that names the
-//! holder's seat, so a lock whose holder was killed is recognised and taken
-//! over (`recover.rs`). Readers take no lock: what they read is valid if the
-//! bucket's header (that there is nothing: both buckets' headers) and the
-//! segment's directory entry are unchanged afterwards.
-//! The arena never unmaps, so reading too late reads garbage. On a tmpfs it
-//! may read a hole, which takes a page, or is a fault if there is none left:
-//! hence hazards for records of more than a page. What is read without one (a
-//! bucket, a record's lengths, a key) is little, and a reader must stop right
-//! there until it was freed, given back and taken by somebody else.
+//! Writers of a segment exclude each other by a lock word that names the holder's
+//! thread record, so a lock of a killed holder is recognised and taken over
+//! (`recover.rs`). Readers take no lock: a value they read is valid if the bucket's
+//! header and the segment's directory entry are unchanged afterwards; the absence
+//! of a key is valid if both buckets' headers are.
+//! The arena never unmaps, so a late read returns garbage. On a tmpfs it may read
+//! a hole, which allocates a page, or faults if none is left: hence hazards for
+//! records of more than a page. Reads without a hazard (a bucket, a record's
+//! lengths, a key) are short: to meet a hole, a reader must be stopped exactly
+//! there until the memory was freed, given back and the system ran out of pages.
 //!
 //! There is no global growth. A segment grows when it is full, and, so that
 //! memory stays dense, inserts also pass over the segments in order and
 //! rebuild those that will be full soon: freed blocks are then neighbours and
 //! their memory is used again.
 
+mod arena_access;
+mod bucket_pair;
+mod candidate_buckets;
 mod copy;
+mod displacement;
 mod grow;
-mod homes;
 mod lock;
 mod read;
-mod room;
-mod seat;
-mod seen;
 mod write;
 
-pub use homes::Homes;
-pub use read::{Asked, Probe, Sink};
+pub use candidate_buckets::Candidates;
+pub use read::{Lookup, Probe, Sink};
 pub use write::Change;
 
 use crate::bucket::{BUCKET_BYTES, Bucket, Kind, REMAINDER_BITS, SLOTS};
 use crate::hash::Hasher;
 use crate::record::Record;
 use crate::wide;
-use llds::arena::{Arena, QuickSeat};
+use llds::arena::{Arena, CachedThread};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 const _: () = assert!(size_of::<Bucket>() == BUCKET_BYTES);
@@ -93,7 +93,7 @@ impl Dir {
     }
 }
 
-/// Where an entry was found by the holder of its segment's lock.
+/// The position of an entry, found under its segment's lock.
 #[derive(Clone, Copy)]
 pub struct Place {
     pub bucket: usize,
@@ -123,20 +123,20 @@ impl Spot {
 /// The table over an arena.
 pub struct Table {
     pub arena: Arena,
-    /// Where the arena begins: kept here, one load closer.
+    /// The arena's first byte, stored here to save a load.
     base: *const u8,
     dir: *const AtomicU64,
     locks: *const AtomicU64,
     cursor: *const AtomicU64,
     pub hasher: Hasher,
-    quick: QuickSeat,
-    /// Whether two buckets are compared by the widest instructions.
+    cached_thread: CachedThread,
+    /// Whether the processor has AVX-512, see [`wide::has_avx512`].
     wide: bool,
 }
 
-// SAFETY: the pointers lead into the arena's mapping, which lives as long as `arena`; all access is atomic.
+// SAFETY: the pointers lead into the arena's mapping, which lives as long as `arena` and is not bound to a thread.
 unsafe impl Send for Table {}
-// SAFETY: as above.
+// SAFETY: the pointers lead into the arena's mapping, which lives as long as `arena`; all accesses are atomic.
 unsafe impl Sync for Table {}
 
 impl Table {
@@ -144,20 +144,20 @@ impl Table {
     pub fn new(arena: Arena, words: [*mut u8; 3], hasher: Hasher) -> Table {
         let [dir, locks, cursor] = words.map(|at| at.cast::<AtomicU64>().cast_const());
         let base = arena.at(0).cast_const();
-        let quick = arena.quick_seat();
-        Table { arena, base, dir, locks, cursor, hasher, quick, wide: wide::has_avx512() }
+        let cached_thread = arena.cached_thread();
+        Table { arena, base, dir, locks, cursor, hasher, cached_thread, wide: wide::has_avx512() }
     }
 
     #[inline]
     pub fn dir_word(&self, segment: usize) -> &AtomicU64 {
         debug_assert!(segment < SEGMENTS);
-        // SAFETY: the directory has SEGMENTS words; the index is masked.
+        // SAFETY: `new` got the first of SEGMENTS directory words; the mask keeps the index below SEGMENTS.
         unsafe { &*self.dir.add(segment & (SEGMENTS - 1)) }
     }
 
     #[inline]
     pub fn lock_word(&self, segment: usize) -> &AtomicU64 {
-        // SAFETY: as for the directory.
+        // SAFETY: `new` got the first of SEGMENTS lock words; the mask keeps the index below SEGMENTS.
         unsafe { &*self.locks.add(segment & (SEGMENTS - 1)) }
     }
 
@@ -170,24 +170,24 @@ impl Table {
     #[inline]
     pub fn bucket(&self, dir: Dir, index: usize) -> &Bucket {
         let at = self.base.wrapping_add(dir.offset() as usize + index * BUCKET_BYTES);
-        // SAFETY: directory entries name places inside the arena (`is_directory_sound` where a store is opened, blocks
-        // ever after) that are 64-byte aligned; the mapping outlives `self`, and buckets consist of atomics, so even a
-        // stale entry leads to readable memory.
+        // SAFETY: a directory entry names a range inside the arena (checked by `is_directory_sound` when a store is opened;
+        // later entries name allocated blocks), aligned to 64 bytes. The mapping outlives `self`, and buckets consist of
+        // atomics, so even a stale entry leads to readable memory.
         unsafe { &*at.cast::<Bucket>() }
     }
 
-    /// Whether each segment lies inside the arena, whatever is written there: nothing else looks again.
+    /// Returns true if each segment lies inside the arena, whatever the file contains: no later code checks it again.
     pub fn is_directory_sound(&self) -> bool {
         let range = self.arena.data_range();
         (0..SEGMENTS).all(|segment| self.dir(segment, Ordering::Acquire).lies_in(&range))
     }
 
-    /// Whether no segment is locked or counts more entries than it has room for. Exact only while nobody writes.
+    /// Returns true if no segment is locked or counts more entries than it has slots. Exact only while no thread writes.
     pub fn are_locks_sound(&self) -> bool {
         (0..SEGMENTS).all(|segment| {
-            let room = self.dir(segment, Ordering::Acquire).buckets() * SLOTS;
-            // With its owner in the high bits a lock that is held is a larger number than any count.
-            self.lock_word(segment).load(Ordering::Acquire) <= room as u64
+            let capacity = self.dir(segment, Ordering::Acquire).buckets() * SLOTS;
+            // A held lock has its owner in the high bits, so it is a larger number than any count.
+            self.lock_word(segment).load(Ordering::Acquire) <= capacity as u64
         })
     }
 

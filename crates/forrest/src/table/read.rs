@@ -1,76 +1,76 @@
 //! Reading: lookups that take no lock and write nothing, one at a time and many in flight.
 //!
-//! What was read holds if the bucket's header and the segment's directory
-//! entry are the same before and after; that there is nothing holds if both
-//! buckets' headers are. Else the reader starts over. A key of
-//! 8 bytes has a path of its own ([`Table::read_word`]) that ends in two
-//! registers; all that it cannot decide goes to [`Table::read`].
-use super::seen::{Both, Seen, ask_for_words};
+//! A value is valid if the bucket's header and the segment's directory entry are
+//! the same before and after; the absence of a key is valid if both buckets'
+//! headers are. Otherwise the reader starts over. A key of 8 bytes has a path of
+//! its own ([`Table::read_word`]) that returns in two registers; what it cannot
+//! decide goes to [`Table::read`].
+use super::bucket_pair::{BucketPair, PairSnapshot, prefetch_values};
 use super::{Dir, Spot, Table};
 use crate::bucket::{Head, Kind, Mark, SLOTS};
 use crate::record::Record;
-use llds::arena::SeatRef;
+use llds::arena::ThreadRef;
 use llds::prefetch;
 use std::hint::select_unpredictable;
 use std::sync::atomic::{Ordering, fence};
 
-/// Takes what a reader found. May be called again when the first finding proves stale.
+/// Receives what a reader found. May be called again if the first result proves stale.
 pub trait Sink {
-    /// Whether [`Sink::record`] copies the record, so that a long one must be kept meanwhile.
+    /// Whether [`Sink::record`] copies the record, so that a long one must be protected meanwhile.
     const READS: bool = true;
 
     fn inline(&mut self, bytes: [u8; 8], length: usize);
     fn record(&mut self, record: Record<'_>, offset: u64);
 }
 
-/// What [`Table::read_word`] came to.
+/// The result of [`Table::read_word`].
 pub enum Probe {
     /// The value's bytes, and how many of the 8 there are.
     Inline([u8; 8], usize),
     /// There is no entry of the key.
     Missing,
-    /// Something that [`Table::read`] must look at: a record, an entry that ended, a change under way.
+    /// [`Table::read`] must decide: a record, an entry that was deleted, a change in progress.
     Unclear,
 }
 
-/// A lookup under way, of many at once.
+/// One of many lookups in flight.
 #[derive(Clone, Copy)]
-pub struct Asked {
+pub struct Lookup {
     dir: Dir,
     hash: u64,
     heads: (Head, Head),
     mask: u32,
 }
 
-impl Asked {
+impl Lookup {
     /// No lookup.
-    pub const NONE: Asked = Asked { dir: Dir(0), hash: 0, heads: (Head(0), Head(0)), mask: 0 };
+    pub const NONE: Lookup = Lookup { dir: Dir(0), hash: 0, heads: (Head(0), Head(0)), mask: 0 };
 
     pub fn hash(&self) -> u64 {
         self.hash
     }
 
-    /// What was seen in both homes.
+    /// What was read of both candidate buckets.
     #[inline(always)]
-    fn seen<'t>(&self, both: Both<'t>) -> Seen<'t> {
-        Seen { first: (both.0, self.heads.0), second: (both.1, self.heads.1), mask: self.mask }
+    fn snapshot<'t>(&self, pair: BucketPair<'t>) -> PairSnapshot<'t> {
+        PairSnapshot { first: (pair.0, self.heads.0), second: (pair.1, self.heads.1), mask: self.mask }
     }
 }
 
-/// A record under a hazard of the calling thread's seat.
-struct Kept<'t> {
-    seat: SeatRef<'t>,
+/// A record protected by a hazard of the calling thread.
+struct HazardGuard<'t> {
+    thread: ThreadRef<'t>,
     hazard: usize,
 }
 
-impl Drop for Kept<'_> {
+impl Drop for HazardGuard<'_> {
     fn drop(&mut self) {
-        self.seat.hazard_clear(self.hazard);
+        self.thread.hazard_clear(self.hazard);
     }
 }
 
 impl Table {
-    /// Looks for an entry in a slot under a key of 8 bytes, whose hash says all that the key says.
+    /// Looks up a key of 8 bytes with a value in the slot; the hash of such a key identifies it.
     #[inline]
     pub fn read_word(&self, hash: u64) -> Probe {
         let spot = Spot::of(hash);
@@ -78,96 +78,96 @@ impl Table {
         if dir.buckets() == 0 {
             return Probe::Missing;
         }
-        let both = self.both(dir, spot.remainder);
-        // One of the two will be wanted, if any; the other costs less than to wait and see.
-        ask_for_words(both);
-        self.tell(spot, dir, self.see(both, spot.remainder, Ordering::Acquire))
+        let pair = self.pair(dir, spot.remainder);
+        // At most one of the two is needed; prefetching both costs less than waiting for the comparison.
+        prefetch_values(pair);
+        self.probe_of(spot, dir, self.snapshot(pair, spot.remainder, Ordering::Acquire))
     }
 
-    /// What the homes of a key of 8 bytes say.
+    /// Evaluates the candidate buckets of a key of 8 bytes.
     #[inline(always)]
-    fn tell(&self, spot: Spot, dir: Dir, seen: Seen<'_>) -> Probe {
+    fn probe_of(&self, spot: Spot, dir: Dir, seen: PairSnapshot<'_>) -> Probe {
         if seen.mask == 0 {
             let unchanged = self.is_unchanged(spot, dir, seen);
             return if unchanged { Probe::Missing } else { Probe::Unclear };
         }
         let ((bucket, head), slot) = seen.found();
         let (mark, value) = (bucket.mark(slot), bucket.words[slot].load(Ordering::Relaxed));
-        // As in `read_as`.
+        // Acquire, as in `read_as`: pairs with the release fence before a writer fills a slot.
         fence(Ordering::Acquire);
         let unchanged = bucket.head(Ordering::Relaxed) == head && self.dir(spot.segment, Ordering::Relaxed) == dir;
         if mark == Mark::new(Kind::inline(8), spot.remainder) && unchanged {
             return Probe::Inline(value.to_ne_bytes(), 8);
         }
-        Table::tell_of(spot, mark, value, unchanged)
+        Table::probe_rare(spot, mark, value, unchanged)
     }
 
-    /// What an entry says that has another kind than most.
+    /// [`Table::probe_of`] for an entry of a rarer kind than an 8-byte value.
     #[cold]
-    fn tell_of(spot: Spot, mark: Mark, value: u64, unchanged: bool) -> Probe {
+    fn probe_rare(spot: Spot, mark: Mark, value: u64, unchanged: bool) -> Probe {
         match mark.kind().inline_length() {
             Some(length) if unchanged && mark.fits(spot.remainder) => Probe::Inline(value.to_ne_bytes(), length),
             _ => Probe::Unclear,
         }
     }
 
-    /// Whether both homes, and where they lie, are what they were when they were seen.
+    /// Returns true if both candidate buckets, and the directory entry, are unchanged since they were read.
     #[inline(always)]
-    fn is_unchanged(&self, spot: Spot, dir: Dir, seen: Seen<'_>) -> bool {
+    fn is_unchanged(&self, spot: Spot, dir: Dir, seen: PairSnapshot<'_>) -> bool {
         fence(Ordering::Acquire);
         seen.is_unchanged() && self.dir(spot.segment, Ordering::Relaxed) == dir
     }
 
-    /// Begins a lookup of many: asks for the first home of a hash. What many lookups ask for in vain costs them more than
-    /// a further step, so the second home waits until the first was looked at.
+    /// Begins one of many lookups: prefetches the first candidate bucket. Useless prefetches cost many lookups more than a
+    /// further step does, so the second bucket is prefetched only after the first was read.
     #[inline]
-    pub fn ask(&self, hash: u64) -> Asked {
+    pub fn begin_lookup(&self, hash: u64) -> Lookup {
         let spot = Spot::of(hash);
         let dir = self.dir(spot.segment, Ordering::Acquire);
-        prefetch(self.both(dir, spot.remainder).0);
-        Asked { dir, hash, ..Asked::NONE }
+        prefetch(self.pair(dir, spot.remainder).0);
+        Lookup { dir, hash, ..Lookup::NONE }
     }
 
-    /// Goes on with a lookup: looks at the first home, and asks for the value, or for the second home.
+    /// Second step of a lookup: reads the first candidate bucket, and prefetches the value or the second bucket.
     #[inline]
-    pub fn ask_on(&self, asked: &mut Asked) {
-        if asked.dir.buckets() == 0 {
+    pub fn probe_first(&self, lookup: &mut Lookup) {
+        if lookup.dir.buckets() == 0 {
             return;
         }
-        let remainder = Spot::of(asked.hash).remainder;
-        let (first, second) = self.both(asked.dir, remainder);
-        asked.heads.0 = first.head(Ordering::Acquire);
-        asked.mask = self.see_one((first, asked.heads.0), remainder);
-        let value = std::ptr::from_ref(&first.words[asked.mask.trailing_zeros() as usize % SLOTS]).cast();
-        prefetch(select_unpredictable(asked.mask == 0, std::ptr::from_ref(second), value));
+        let remainder = Spot::of(lookup.hash).remainder;
+        let (first, second) = self.pair(lookup.dir, remainder);
+        lookup.heads.0 = first.head(Ordering::Acquire);
+        lookup.mask = self.match_one((first, lookup.heads.0), remainder);
+        let value = std::ptr::from_ref(&first.words[lookup.mask.trailing_zeros() as usize % SLOTS]).cast();
+        prefetch(select_unpredictable(lookup.mask == 0, std::ptr::from_ref(second), value));
     }
 
-    /// Goes on with a lookup: looks at the second home if there was nothing in the first one, and asks for the value.
+    /// Third step of a lookup: reads the second candidate bucket if the first had no match, and prefetches the value.
     #[inline]
-    pub fn ask_farther(&self, asked: &mut Asked) {
-        if asked.dir.buckets() == 0 {
+    pub fn probe_second(&self, lookup: &mut Lookup) {
+        if lookup.dir.buckets() == 0 {
             return;
         }
-        let remainder = Spot::of(asked.hash).remainder;
-        let (first, second) = self.both(asked.dir, remainder);
-        let is_second = asked.mask == 0;
+        let remainder = Spot::of(lookup.hash).remainder;
+        let (first, second) = self.pair(lookup.dir, remainder);
+        let is_second = lookup.mask == 0;
         let bucket = select_unpredictable(is_second, second, first);
         let head = bucket.head(Ordering::Acquire);
-        let mask = self.see_one((bucket, head), remainder);
-        // What was in the first home and has gone meanwhile is perhaps in the second, at which nobody looked: no header is
-        // like this one.
-        let (seen, unseen) = (asked.heads.0, Head(u64::MAX));
-        asked.heads = (select_unpredictable(is_second, seen, head), select_unpredictable(is_second, head, unseen));
-        asked.mask = mask << select_unpredictable(is_second, SLOTS, 0);
-        // Where nothing was found this is some line that does no harm.
+        let mask = self.match_one((bucket, head), remainder);
+        // An entry that left the first bucket meanwhile may be in the second, which was not read then. `Head(u64::MAX)`
+        // equals no header, so the lookup cannot conclude absence from it.
+        let (seen, unseen) = (lookup.heads.0, Head(u64::MAX));
+        lookup.heads = (select_unpredictable(is_second, seen, head), select_unpredictable(is_second, head, unseen));
+        lookup.mask = mask << select_unpredictable(is_second, SLOTS, 0);
+        // Without a match this prefetches a harmless line.
         prefetch(&bucket.words[mask.trailing_zeros() as usize % SLOTS]);
     }
 
-    /// Goes on with a lookup by another key than of 8 bytes: asks for the record.
+    /// Further step of a lookup with a key of another length than 8: prefetches the record.
     #[inline]
-    pub fn ask_record(&self, asked: &Asked) {
-        if asked.mask != 0 {
-            let seen = asked.seen(self.both(asked.dir, Spot::of(asked.hash).remainder));
+    pub fn prefetch_record(&self, lookup: &Lookup) {
+        if lookup.mask != 0 {
+            let seen = lookup.snapshot(self.pair(lookup.dir, Spot::of(lookup.hash).remainder));
             let ((bucket, _), slot) = seen.found();
             Record::prefetch(&self.arena, bucket.words[slot].load(Ordering::Relaxed));
         }
@@ -175,19 +175,19 @@ impl Table {
 
     /// Ends a lookup of a key of 8 bytes.
     #[inline]
-    pub fn answer(&self, asked: &Asked) -> Probe {
-        let spot = Spot::of(asked.hash);
-        if asked.dir.buckets() == 0 {
+    pub fn finish_lookup(&self, lookup: &Lookup) -> Probe {
+        let spot = Spot::of(lookup.hash);
+        if lookup.dir.buckets() == 0 {
             return Probe::Missing;
         }
-        // The caller's code ran since, for as long as it liked: of an array that is gone the pages may be too.
-        if self.dir(spot.segment, Ordering::Acquire) != asked.dir {
+        // The caller's code ran meanwhile, for any time: if the array is gone, its pages may be too.
+        if self.dir(spot.segment, Ordering::Acquire) != lookup.dir {
             return Probe::Unclear;
         }
-        self.tell(spot, asked.dir, asked.seen(self.both(asked.dir, spot.remainder)))
+        self.probe_of(spot, lookup.dir, lookup.snapshot(self.pair(lookup.dir, spot.remainder)))
     }
 
-    /// Gives the value of `key`, whose first hash is `hash`, to `sink`. False if there is none.
+    /// Passes the value of `key`, with first hash `hash`, to `sink`. Returns false if there is none.
     #[inline]
     pub fn read(&self, key: &[u8], hash: u64, sink: &mut impl Sink) -> bool {
         let (found, flooded) = self.read_as(key, Spot::of(hash), Kind::RECORD, sink);
@@ -209,7 +209,7 @@ impl Table {
             if buckets == 0 {
                 return (false, dir.flooded());
             }
-            let mut seen = self.see(self.both(dir, spot.remainder), spot.remainder, Ordering::Acquire);
+            let mut seen = self.snapshot(self.pair(dir, spot.remainder), spot.remainder, Ordering::Acquire);
             while seen.mask != 0 {
                 let ((bucket, head), slot) = seen.found();
                 seen.mask &= seen.mask - 1;
@@ -217,13 +217,13 @@ impl Table {
                 if !mark.fits(spot.remainder) {
                     continue;
                 }
-                // Pairs with the release fence before a writer fills a slot or a block: if what we read came
-                // from a later life of this memory, one of the two words below has changed.
+                // Pairs with the release fence before a writer fills a slot or a block: if we read a word of a later
+                // use of this memory, one of the two words below has changed.
                 let unchanged = || {
                     fence(Ordering::Acquire);
                     bucket.head(Ordering::Relaxed) == head && word.load(Ordering::Relaxed) == dir.0
                 };
-                // Acquire: a record that takes another's place is linked by this word alone.
+                // Acquire: a record that replaces another is linked by the release store of this word alone (`put`).
                 let value = bucket.words[slot].load(Ordering::Acquire);
                 if let Some(length) = mark.kind().inline_length() {
                     if key.len() != 8 || record_kind == Kind::SECOND {
@@ -241,12 +241,12 @@ impl Table {
                 let record = Record::at(&self.arena, value);
                 if S::READS
                     && let Some(long) = record.filter(Record::is_long)
-                    && let Some(_kept) = self.keep(value, was_late)
+                    && let Some(_kept) = self.protect(value, was_late)
                 {
                     if !unchanged() {
                         continue 'again;
                     }
-                    // It stays from here on, linked or not: what is read is the value of this instant.
+                    // The record stays from here on, linked or not: the read returns the value of this instant.
                     if !long.has_key(key) {
                         continue;
                     }
@@ -271,17 +271,18 @@ impl Table {
         }
     }
 
-    /// Puts a hazard on a record, so that it stays as it is; the caller must then check that it is still linked. In a shared
-    /// store its pages might go; in a private one writers might change the bucket again and again while it is copied, so
-    /// there for a reader who `was_late` once. `None` for others, or if there is no seat or hazard to be had.
+    /// Sets a hazard on a record, so that it is not freed; the caller must then check that it is still linked. In a shared
+    /// store the record's pages might be given back meanwhile. In a private one writers might change the bucket repeatedly
+    /// while it is copied, so a reader sets the hazard there after it `was_late` once. `None` otherwise, or if the thread
+    /// gets no record or has no free hazard.
     #[cold]
-    fn keep(&self, record: u64, was_late: bool) -> Option<Kept<'_>> {
+    fn protect(&self, record: u64, was_late: bool) -> Option<HazardGuard<'_>> {
         if !was_late && !self.arena.is_shared() {
             return None;
         }
-        let seat = self.seat().ok()?;
-        let hazard = seat.hazard_free()?;
-        seat.hazard_set(hazard, record);
-        Some(Kept { seat, hazard })
+        let thread = self.thread().ok()?;
+        let hazard = thread.hazard_free()?;
+        thread.hazard_set(hazard, record);
+        Some(HazardGuard { thread, hazard })
     }
 }

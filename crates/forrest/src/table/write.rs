@@ -1,34 +1,34 @@
 //! Writing: an entry is set, changed or deleted under its segment's lock.
 //!
-//! Every change shows itself to readers by one store, of a bucket's header or
-//! of a value's word; the order of the stores before it is what lets a reader
-//! find out that he was late, and a death be cleaned up at any of them. A key
-//! of 8 bytes with a short value takes a way of few steps
-//! ([`Table::set_word`], [`Table::delete_word`]), the rest [`Table::modify`].
+//! Every change becomes visible to readers by one store, of a bucket's header or
+//! of a value's word. The order of the stores before it lets a late reader detect
+//! the change, and lets recovery complete a death at any of them. A key of 8
+//! bytes with a short value takes a path of few steps ([`Table::set_word`],
+//! [`Table::delete_word`]), everything else [`Table::modify`].
 
+use super::bucket_pair::{BucketPair, PairSnapshot, prefetch_pair, prefetch_values};
 use super::grow::is_sparse;
-use super::seen::{Seen, ask_for, ask_for_words};
-use super::{Dir, FLOODED, GENERATION, Homes, Place, Spot, Table};
+use super::{Candidates, Dir, FLOODED, GENERATION, Place, Spot, Table};
 use crate::bucket::{Kind, Mark, SLOTS};
 use crate::error::Error;
 use crate::record::{self, Record};
 use crate::{KEY_BYTES_MAX, VALUE_BYTES_MAX};
-use llds::arena::SeatRef;
+use llds::arena::ThreadRef;
 use llds::arena::fault::point;
 use llds::prefetch;
 use std::sync::atomic::{Ordering, fence};
 
-/// Keys of one and the same 64-bit hash in a segment before further ones go by their second hash.
+/// Keys with the same 64-bit hash in a segment before further ones use their second hash.
 const SAME_HASH_MAX: usize = 8;
 
 /// A free slot for an entry.
 #[derive(Clone, Copy)]
-pub(super) struct Room {
+pub(super) struct FreeSlot {
     pub bucket: usize,
     pub slot: usize,
 }
 
-/// What becomes of an entry.
+/// A change of an entry.
 pub enum Change<'v> {
     /// It stays as it is.
     Keep,
@@ -36,42 +36,38 @@ pub enum Change<'v> {
     Put(&'v [u8]),
     /// It gets these 8 bytes.
     Word([u8; 8]),
-    /// It goes.
+    /// It is deleted.
     Delete,
 }
 
 impl Table {
-    /// Asks for what a writer of this hash looks at first.
+    /// Prefetches the lines that a write of this hash reads first.
     #[inline]
     pub fn prefetch_write(&self, hash: u64) {
         let spot = Spot::of(hash);
         prefetch(self.lock_word(spot.segment));
-        ask_for(self.both(self.dir(spot.segment, Ordering::Relaxed), spot.remainder));
+        prefetch_pair(self.pair(self.dir(spot.segment, Ordering::Relaxed), spot.remainder));
     }
 
-    /// Asks for the values beside which a writer of this hash will write, once he has what he asked for first.
+    /// Prefetches the values line that a write of this hash will store to, once the lines of [`Table::prefetch_write`] are
+    /// in the cache.
     #[inline]
-    pub fn prefetch_room(&self, hash: u64) {
+    pub fn prefetch_write_values(&self, hash: u64) {
         let spot = Spot::of(hash);
-        let (first, second) = self.both(self.dir(spot.segment, Ordering::Relaxed), spot.remainder);
+        let (first, second) = self.pair(self.dir(spot.segment, Ordering::Relaxed), spot.remainder);
         let heads = (first.head(Ordering::Relaxed), second.head(Ordering::Relaxed));
-        let seen = Seen { first: (first, heads.0), second: (second, heads.1), mask: 0 };
+        let seen = PairSnapshot { first: (first, heads.0), second: (second, heads.1), mask: 0 };
         prefetch(&seen.emptier().0.words);
     }
 
-    /// Sets the entry of a key of 8 bytes to a value in a slot: what [`Table::modify`] does, where it takes few steps.
-    /// `None` if it takes more, and nothing has changed. `asked` says that what is needed is on its way.
-    #[inline]
-    pub fn set_word(&self, hash: u64, kind: Kind, word: u64, asked: bool) -> Option<bool> {
-        let spot = Spot::of(hash);
-        let dir = self.dir(spot.segment, Ordering::Relaxed);
-        let both = self.both(dir, spot.remainder);
-        if !asked {
-            // All lines that may be written: the stores of one call must be done before the next one's lock is taken.
-            ask_for(both);
-            ask_for_words(both);
-        }
-        let owner = self.quick.owner()?;
+    /// Locks the segment of a key of 8 bytes and reads its candidate buckets: the common beginning of
+    /// [`Table::set_word`] and [`Table::delete_word`]. Returns the segment's count and the snapshot.
+    ///
+    /// `None`, with nothing locked, if the thread's record is not cached, or the segment has no array or another one than
+    /// `dir`.
+    #[inline(always)]
+    fn lock_pair<'t>(&self, spot: Spot, dir: Dir, pair: BucketPair<'t>) -> Option<(u64, PairSnapshot<'t>)> {
+        let owner = self.cached_thread.owner()?;
         if dir.buckets() == 0 {
             return None;
         }
@@ -80,7 +76,22 @@ impl Table {
             self.unlock(spot.segment, count);
             return None;
         }
-        let seen = self.see(both, spot.remainder, Ordering::Relaxed);
+        Some((count, self.snapshot(pair, spot.remainder, Ordering::Relaxed)))
+    }
+
+    /// Sets the entry of a key of 8 bytes to a value in a slot: what [`Table::modify`] does, if it takes few steps.
+    /// Otherwise returns `None`, with nothing changed. `prefetched` says that the needed lines were prefetched.
+    #[inline]
+    pub fn set_word(&self, hash: u64, kind: Kind, word: u64, prefetched: bool) -> Option<bool> {
+        let spot = Spot::of(hash);
+        let dir = self.dir(spot.segment, Ordering::Relaxed);
+        let pair = self.pair(dir, spot.remainder);
+        if !prefetched {
+            // All lines that may be written: the stores of one call must complete before the next call's lock is taken.
+            prefetch_pair(pair);
+            prefetch_values(pair);
+        }
+        let (count, seen) = self.lock_pair(spot, dir, pair)?;
         if seen.mask != 0 {
             let ((bucket, _), slot) = seen.found();
             let is_same = bucket.mark(slot) == Mark::new(kind, spot.remainder);
@@ -92,9 +103,9 @@ impl Table {
         }
         let (bucket, head) = seen.emptier();
         if head.is_full() {
-            return self.set_crowded(hash, dir, kind, word);
+            return self.set_displacing(hash, dir, kind, word);
         }
-        // From here on as in `put`.
+        // Release, as in `put`: a reader that sees a store below also sees the end of the slot's former entry.
         fence(Ordering::Release);
         bucket.fill(head.free_slot(), kind, spot.remainder, word);
         point();
@@ -104,21 +115,21 @@ impl Table {
         Some(false)
     }
 
-    /// Goes on with [`Table::set_word`] where both homes are full, under the lock.
+    /// Continues [`Table::set_word`] if both candidate buckets are full, under the lock.
     #[cold]
     #[inline(never)]
-    fn set_crowded(&self, hash: u64, dir: Dir, kind: Kind, word: u64) -> Option<bool> {
+    fn set_displacing(&self, hash: u64, dir: Dir, kind: Kind, word: u64) -> Option<bool> {
         let spot = Spot::of(hash);
         let count = self.count(spot.segment);
-        let Some(room) = self.make_room(dir, Homes::of(spot.remainder, dir.buckets())) else {
+        let Some(free) = self.displace(dir, Candidates::of(spot.remainder, dir.buckets())) else {
             self.unlock(spot.segment, count);
             return None;
         };
-        let bucket = self.bucket(dir, room.bucket);
+        let bucket = self.bucket(dir, free.bucket);
         fence(Ordering::Release);
-        bucket.fill(room.slot, kind, spot.remainder, word);
+        bucket.fill(free.slot, kind, spot.remainder, word);
         point();
-        bucket.head.store(bucket.head(Ordering::Relaxed).with(room.slot).0, Ordering::Release);
+        bucket.head.store(bucket.head(Ordering::Relaxed).with(free.slot).0, Ordering::Release);
         self.unlock(spot.segment, count + 1);
         self.inserted(hash, count + 1);
         Some(false)
@@ -129,18 +140,9 @@ impl Table {
     pub fn delete_word(&self, hash: u64) -> Option<bool> {
         let spot = Spot::of(hash);
         let dir = self.dir(spot.segment, Ordering::Relaxed);
-        let both = self.both(dir, spot.remainder);
-        ask_for(both);
-        let owner = self.quick.owner()?;
-        if dir.buckets() == 0 {
-            return None;
-        }
-        let count = self.lock_as(owner, spot.segment);
-        if self.dir(spot.segment, Ordering::Relaxed) != dir {
-            self.unlock(spot.segment, count);
-            return None;
-        }
-        let seen = self.see(both, spot.remainder, Ordering::Relaxed);
+        let pair = self.pair(dir, spot.remainder);
+        prefetch_pair(pair);
+        let (count, seen) = self.lock_pair(spot, dir, pair)?;
         if seen.mask == 0 {
             self.unlock(spot.segment, count);
             return Some(false);
@@ -162,20 +164,20 @@ impl Table {
         Some(true)
     }
 
-    /// Ends [`Table::delete_word`] where few entries are left.
+    /// Ends [`Table::delete_word`] if few entries are left.
     #[cold]
     #[inline(never)]
     fn shrink_word(&self, segment: usize) {
         let _held = self.held(segment);
         self.add_count(segment, -1);
         point();
-        if let Ok(seat) = self.seat() {
-            self.shrink(&seat, segment);
+        if let Ok(thread) = self.thread() {
+            self.shrink(&thread, segment);
         }
     }
 
-    /// Changes the entry of `key` as `decide` says, seeing its value; nobody else changes it meanwhile.
-    /// Returns whether the entry was there before.
+    /// Changes the entry of `key` as `decide` says, which gets its value; no other thread changes it meanwhile.
+    /// Returns whether the entry existed before.
     #[inline]
     pub fn modify<'v>(
         &self,
@@ -187,17 +189,17 @@ impl Table {
             return Err(Error::KeyTooLong { bytes: key.len() });
         }
         let spot = Spot::of(hash);
-        // The lines are on their way while we take the lock.
-        ask_for(self.both(self.dir(spot.segment, Ordering::Relaxed), spot.remainder));
-        let seat = self.seat()?;
-        let held = self.lock(&seat, spot.segment);
+        // Prefetch the lines while taking the lock.
+        prefetch_pair(self.pair(self.dir(spot.segment, Ordering::Relaxed), spot.remainder));
+        let thread = self.thread()?;
+        let held = self.lock(&thread, spot.segment);
         let dir = self.dir(spot.segment, Ordering::Relaxed);
         let (place, same) = self.find(dir, key, spot.remainder, Kind::RECORD);
         if place.is_none() && key.len() != 8 && (dir.flooded() || same >= SAME_HASH_MAX) {
             drop(held);
-            return self.modify_flooded(&seat, key, spot, decide);
+            return self.modify_flooded(&thread, key, spot, decide);
         }
-        let grown = self.apply(&seat, spot, Kind::RECORD, key, place, decide)?;
+        let grown = self.apply(&thread, spot, Kind::RECORD, key, place, decide)?;
         drop(held);
         if let Some(count) = grown {
             self.inserted(hash, count);
@@ -209,34 +211,34 @@ impl Table {
     #[cold]
     fn modify_flooded<'v>(
         &self,
-        seat: &SeatRef<'_>,
+        thread: &ThreadRef<'_>,
         key: &[u8],
         spot: Spot,
         decide: impl FnOnce(Option<&[u8]>) -> Result<Change<'v>, Error>,
     ) -> Result<bool, Error> {
         let second = Spot::of(self.hasher.second(key));
-        // Two locks, always in the same order; one if both hashes lead to one segment.
-        let low = self.lock(seat, spot.segment.min(second.segment));
-        let high = (spot.segment != second.segment).then(|| self.lock(seat, spot.segment.max(second.segment)));
+        // Two locks, always in ascending order; one if both hashes lead to the same segment.
+        let low = self.lock(thread, spot.segment.min(second.segment));
+        let high = (spot.segment != second.segment).then(|| self.lock(thread, spot.segment.max(second.segment)));
         let dir = self.dir(spot.segment, Ordering::Relaxed);
         let (place, same) = self.find(dir, key, spot.remainder, Kind::RECORD);
         let existed = if place.is_some() {
-            self.apply(seat, spot, Kind::RECORD, key, place, decide)?;
+            self.apply(thread, spot, Kind::RECORD, key, place, decide)?;
             true
         } else {
             let other = self.dir(second.segment, Ordering::Relaxed);
             let (place, _) = self.find(other, key, second.remainder, Kind::SECOND);
             if place.is_none() && same < SAME_HASH_MAX {
-                self.apply(seat, spot, Kind::RECORD, key, None, decide)?;
+                self.apply(thread, spot, Kind::RECORD, key, None, decide)?;
                 false
             } else {
                 if !dir.flooded() {
-                    // Before the key is there, so that no reader misses it.
+                    // Marked before the key is inserted, so that no reader misses the key.
                     let flooded = Dir(dir.0 | FLOODED).0.wrapping_add(GENERATION);
                     self.dir_word(spot.segment).store(flooded, Ordering::Release);
                     point();
                 }
-                self.apply(seat, second, Kind::SECOND, key, place, decide)?;
+                self.apply(thread, second, Kind::SECOND, key, place, decide)?;
                 place.is_some()
             }
         };
@@ -252,14 +254,14 @@ impl Table {
         if buckets == 0 {
             return (None, 0);
         }
-        let homes = Homes::of(remainder, buckets);
-        let mut seen = self.see(self.both(dir, remainder), remainder, Ordering::Relaxed);
-        if homes.first == homes.second {
+        let candidates = Candidates::of(remainder, buckets);
+        let mut seen = self.snapshot(self.pair(dir, remainder), remainder, Ordering::Relaxed);
+        if candidates.first == candidates.second {
             seen.mask &= (1 << SLOTS) - 1;
         }
         let mut same = 0;
         while seen.mask != 0 {
-            let index = if seen.mask.trailing_zeros() < SLOTS as u32 { homes.first } else { homes.second };
+            let index = if seen.mask.trailing_zeros() < SLOTS as u32 { candidates.first } else { candidates.second };
             let ((bucket, _), slot) = seen.found();
             seen.mask &= seen.mask - 1;
             let mark = bucket.mark(slot);
@@ -282,11 +284,11 @@ impl Table {
         (None, same)
     }
 
-    /// Carries out what `decide` says. Returns the segment's entries if there is one more now.
+    /// Carries out what `decide` says. Returns the segment's count if an entry was added.
     #[inline]
     fn apply<'v>(
         &self,
-        seat: &SeatRef<'_>,
+        thread: &ThreadRef<'_>,
         spot: Spot,
         record_kind: Kind,
         key: &[u8],
@@ -301,7 +303,7 @@ impl Table {
                     inline = place.word.to_ne_bytes();
                     Some(&inline[..length])
                 }
-                // SAFETY: the record is linked and the segment's lock keeps it so until `decide` returns.
+                // SAFETY: the record is linked, and the segment's lock, held until `decide` returns, keeps it linked.
                 None => Record::at(&self.arena, place.word).map(|record| unsafe { record.value() }),
             },
         };
@@ -310,7 +312,7 @@ impl Table {
             Change::Keep => return Ok(None),
             Change::Delete => {
                 if let Some(place) = place {
-                    self.delete(seat, spot.segment, place);
+                    self.delete(thread, spot.segment, place);
                     self.deleted(spot.remainder, self.count(spot.segment));
                 }
                 return Ok(None);
@@ -324,10 +326,10 @@ impl Table {
         if value.len() > VALUE_BYTES_MAX {
             return Err(Error::ValueTooLong { bytes: value.len() });
         }
-        let done = self.put(seat, spot, record_kind, key, place, value);
+        let done = self.put(thread, spot, record_kind, key, place, value);
         if done.is_err() {
-            seat.settle_alloc();
-            seat.settle_retire();
+            thread.settle_alloc();
+            thread.settle_retire();
         }
         done?;
         Ok(if place.is_none() { Some(self.add_count(spot.segment, 1)) } else { None })
@@ -336,7 +338,7 @@ impl Table {
     #[inline]
     fn put(
         &self,
-        seat: &SeatRef<'_>,
+        thread: &ThreadRef<'_>,
         spot: Spot,
         record_kind: Kind,
         key: &[u8],
@@ -358,41 +360,42 @@ impl Table {
                 bucket.words[old.slot].store(u64::from_ne_bytes(bytes), Ordering::Release);
                 return Ok(());
             }
-            let new = self.new_record(seat, key, value)?;
-            seat.intend_retire(old.word);
+            let new = self.new_record(thread, key, value)?;
+            thread.intend_retire(old.word);
             point();
             bucket.words[old.slot].store(new, Ordering::Release);
             point();
             // After the word and before the old record can be freed: a reader that found the old one notices.
             bucket.head.store(bucket.head(Ordering::Relaxed).next().0, Ordering::Release);
             point();
-            seat.settle_alloc();
+            thread.settle_alloc();
             point();
-            self.arena.retire(seat, old.word);
+            self.arena.retire(thread, old.word);
             return Ok(());
         }
-        // Room first: growing and taking a record both use the one intent a seat has.
-        let Room { bucket: index, slot } = loop {
-            let homes = Homes::of(spot.remainder, dir.buckets());
-            if let Some(room) = self.room(dir, homes, place) {
-                break room;
+        // The slot first: growing and allocating a record both use the thread's single alloc intent.
+        let FreeSlot { bucket: index, slot } = loop {
+            let candidates = Candidates::of(spot.remainder, dir.buckets());
+            if let Some(free) = self.free_slot_for(dir, candidates, place) {
+                break free;
             }
-            if dir.buckets() == 0 || self.make_room(dir, homes).is_none() {
-                self.grow(seat, spot.segment)?;
+            if dir.buckets() == 0 || self.displace(dir, candidates).is_none() {
+                self.grow(thread, spot.segment)?;
                 dir = self.dir(spot.segment, Ordering::Relaxed);
             }
             if place.is_some() {
                 place = self.find(dir, key, spot.remainder, record_kind).0;
             }
         };
-        let word = if fits { u64::from_ne_bytes(bytes) } else { self.new_record(seat, key, value)? };
+        let word = if fits { u64::from_ne_bytes(bytes) } else { self.new_record(thread, key, value)? };
         let old_record = place.filter(|old| old.kind.is_record());
         if let Some(old) = old_record {
-            seat.intend_retire(old.word);
+            thread.intend_retire(old.word);
             point();
         }
         let bucket = self.bucket(dir, index);
-        // Whoever sees what we write into the slot also sees that its former entry ended.
+        // Release: a reader that sees a store into the slot also sees the end of the slot's former entry. Pairs with the
+        // acquire fence in `read_as`.
         fence(Ordering::Release);
         bucket.fill(slot, kind, spot.remainder, word);
         point();
@@ -400,7 +403,8 @@ impl Table {
         match place {
             Some(old) if old.bucket == index => bucket.head.store(head.without(old.slot).0, Ordering::Release),
             Some(old) => {
-                // A reader that sees neither looked here before and there after: he finds this header changed.
+                // A reader that sees neither entry read this bucket before and the old one after: it finds this header
+                // changed.
                 bucket.head.store(head.0, Ordering::Release);
                 point();
                 let bucket = self.bucket(dir, old.bucket);
@@ -410,48 +414,50 @@ impl Table {
         }
         point();
         if !fits {
-            seat.settle_alloc();
+            thread.settle_alloc();
         }
         if let Some(old) = old_record {
             point();
-            self.arena.retire(seat, old.word);
+            self.arena.retire(thread, old.word);
         }
         Ok(())
     }
 
-    fn new_record(&self, seat: &SeatRef<'_>, key: &[u8], value: &[u8]) -> Result<u64, Error> {
+    fn new_record(&self, thread: &ThreadRef<'_>, key: &[u8], value: &[u8]) -> Result<u64, Error> {
         let size = record::record_bytes(key.len(), value.len());
-        let offset = self.or_recover(seat, || self.arena.alloc(seat, size))?;
-        record::write(&self.arena, offset, key, value);
+        let offset = self.or_recover(thread, || self.arena.alloc(thread, size))?;
+        // SAFETY: `alloc` just returned a block of at least `size` bytes, which no other thread can reach yet.
+        unsafe { record::write(&self.arena, offset, key, value) };
         point();
         Ok(offset)
     }
 
-    /// Takes an entry out under the segment's lock.
-    pub fn delete(&self, seat: &SeatRef<'_>, segment: usize, place: Place) {
+    /// Removes an entry under the segment's lock.
+    pub fn delete(&self, thread: &ThreadRef<'_>, segment: usize, place: Place) {
         let dir = self.dir(segment, Ordering::Relaxed);
         let bucket = self.bucket(dir, place.bucket);
         let record = place.kind.is_record();
         if record {
-            seat.intend_retire(place.word);
+            thread.intend_retire(place.word);
             point();
         }
         bucket.head.store(bucket.head(Ordering::Relaxed).without(place.slot).0, Ordering::Release);
         point();
         if record {
-            self.arena.retire(seat, place.word);
+            self.arena.retire(thread, place.word);
             point();
         }
         let count = self.add_count(segment, -1);
         point();
         if is_sparse(count, dir.buckets()) {
-            self.shrink(seat, segment);
+            self.shrink(thread, segment);
         }
     }
 
-    /// Forgets every entry of a segment, one by one, so that a death in between loses none of their memory, and its array.
-    pub fn clear_segment(&self, seat: &SeatRef<'_>, segment: usize) -> u64 {
-        let _held = self.lock(seat, segment);
+    /// Deletes every entry of a segment, one by one, so that a death in between loses none of their memory, and then its
+    /// array.
+    pub fn clear_segment(&self, thread: &ThreadRef<'_>, segment: usize) -> u64 {
+        let _held = self.lock(thread, segment);
         let mut cleared = 0;
         while self.count(segment) > 0 {
             let mut places = Vec::new();
@@ -462,16 +468,16 @@ impl Table {
             let dir = self.dir(segment, Ordering::Relaxed);
             for place in places {
                 if self.dir(segment, Ordering::Relaxed) != dir {
-                    // The array shrank under us: look again.
+                    // A delete shrank the array: collect the positions again.
                     break;
                 }
-                self.delete(seat, segment, place);
+                self.delete(thread, segment, place);
                 cleared += 1;
             }
         }
-        // Room that was made and not used.
+        // An array that `reserve` made and no entry uses.
         if self.count(segment) == 0 && self.dir(segment, Ordering::Relaxed).buckets() != 0 {
-            self.shrink(seat, segment);
+            self.shrink(thread, segment);
         }
         cleared
     }

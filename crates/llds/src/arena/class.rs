@@ -4,7 +4,7 @@
 //! at most 1/16 of its size above 256 bytes. Every multiple of 64 up to 2048
 //! is a class of its own: structures made of cache lines waste nothing there.
 
-/// Bytes of a span, the unit in which memory is handed to a class.
+/// Bytes of a span, the unit in which memory is assigned to a class.
 ///
 /// Small under `--cfg pagefold_stress`, so that spans fill, empty and move in every run.
 pub const SPAN_BYTES: usize = if cfg!(pagefold_stress) { 64 << 10 } else { 512 << 10 };
@@ -12,7 +12,7 @@ pub const SPAN_BYTES: usize = if cfg!(pagefold_stress) { 64 << 10 } else { 512 <
 /// Largest block that shares a span; anything larger takes whole spans.
 pub const SMALL_BYTES_MAX: usize = SPAN_BYTES / 2;
 
-/// Number of classes; class 0 is not a block size, it names free spans; the last two are logs.
+/// Number of classes. Class 0 is not a block size: it names free spans. The last two are logs.
 pub const CLASS_COUNT: usize = LOG + 2;
 
 /// The first of two classes of extents that are filled from front to back with blocks of any size.
@@ -24,22 +24,22 @@ pub const LOG_SPANS_MAX: usize = 64;
 /// Largest block that goes into a log extent.
 pub const LOG_BYTES_MAX: usize = LOG_SPANS_MAX * SPAN_BYTES / 4;
 
-/// Spans of a log extent for blocks of `size` bytes: 16 to 32 blocks, so that what is left at its end, and extents that
-/// are partly filled, are a small part of a structure of thousands of blocks, whatever its size. Powers of two: with
-/// their alignment, what one frees another can use.
+/// Spans of a log extent for blocks of `size` bytes. An extent holds 16 to 32 blocks: the unused end, and partly filled
+/// extents, are a small part of a structure of thousands of blocks. Powers of two, aligned to their size: an extent fits
+/// exactly where an earlier one was freed.
 pub const fn log_spans(size: usize) -> usize {
     let spans = (size * 16).div_ceil(SPAN_BYTES).next_power_of_two();
     if spans > LOG_SPANS_MAX { LOG_SPANS_MAX } else { spans }
 }
 
-/// How a log extent of so many spans is cut: lines, of which a block takes any number.
+/// How a log extent of `spans` spans is cut: into cache lines, of which a block takes any number.
 pub const fn log_cut(spans: usize) -> Cut {
     let first = (spans * SPAN_BYTES / 64 / 8).next_multiple_of(64);
     let count = (spans * SPAN_BYTES - first) / 64;
     Cut { block_bytes: 64, first: first as u32, count: count as u32, words: count.div_ceil(64) as u32 }
 }
 
-/// Returns the smallest class whose blocks hold `size` bytes (`size` <= [`SMALL_BYTES_MAX`]).
+/// Returns the smallest class with blocks of at least `size` bytes (`size` <= [`SMALL_BYTES_MAX`]).
 #[inline]
 pub const fn class_of(size: usize) -> usize {
     if size <= 512 {

@@ -1,12 +1,11 @@
-//! Errors: why an arena could not be made or opened, or a block not be given.
+//! Errors: why an arena could not be made or opened, or a block not be allocated.
 //!
-//! Each has the values that tell what was found and expected, and a text that
-//! says what to do about it.
+//! Each error holds the values found and expected, and its text says what to do.
 
-use super::SEATS_MAX;
+use super::THREADS_MAX;
 use std::io;
 
-/// Why an arena could not be made or opened, or a block not be given.
+/// Why an arena could not be made or opened, or a block not be allocated.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Error {
@@ -27,9 +26,9 @@ pub enum Error {
         /// The kernel's reason.
         source: io::Error,
     },
-    /// All seats are taken by living threads.
-    Seats,
-    /// The arena was made before this process was forked off.
+    /// All thread records are taken by living threads.
+    TooManyThreads,
+    /// The handle was made before this process was forked.
     Forked,
     /// The file is not an arena, or of another kind.
     Foreign,
@@ -73,7 +72,7 @@ impl std::fmt::Display for Error {
                 write!(f, "the limit of {limit_bytes} bytes is reached; delete something or choose a larger capacity")
             }
             Error::NoMemory { source } => write!(f, "the system has no memory left for the store: {source}"),
-            Error::Seats => write!(f, "{SEATS_MAX} threads use the store already; end some, or share them"),
+            Error::TooManyThreads => write!(f, "{THREADS_MAX} threads use the store already; end some, or share them"),
             Error::Forked => write!(f, "the store was opened before fork; open it again in the child"),
             Error::Foreign => write!(f, "the file is not a store of this kind; choose another name"),
             Error::Version { found, expected } => write!(

@@ -1,8 +1,8 @@
-//! Kill points: a test asks that the process dies at the n-th store from now.
+//! Kill points: a test lets its process die at the n-th store from now.
 //!
 //! In debug builds and under `--cfg pagefold_stress` the code that changes
-//! shared memory passes a point between any two stores. In release builds a
-//! point is nothing.
+//! shared memory passes a kill point between any two stores. In release builds a
+//! kill point compiles to nothing.
 
 #[cfg(any(debug_assertions, pagefold_stress))]
 mod armed {
@@ -16,22 +16,22 @@ mod armed {
         LEFT.store(count, Ordering::Relaxed);
     }
 
-    /// Runs `work` in a forked child that dies at its `count`-th kill point; says whether it got that far.
+    /// Runs `work` in a forked child that dies at its `count`-th kill point. Returns true if the child got that far.
     ///
     /// # Panics
-    /// If there is no child to be had, or it ended in another way.
+    /// If fork fails, or the child ends in another way.
     pub fn dies(count: u64, work: impl FnOnce()) -> bool {
-        // SAFETY: the child uses memory of its own or that it shares on purpose, and leaves by _exit.
+        // SAFETY: the child uses its own copy of the memory or shares it on purpose, and ends with _exit.
         let child = unsafe { libc::fork() };
         assert!(child >= 0);
         if child == 0 {
             arm(count);
             work();
-            // SAFETY: leaves the child without running destructors of the parent's threads.
+            // SAFETY: _exit ends the child without running destructors of the parent's threads.
             unsafe { libc::_exit(0) };
         }
         let mut status = 0;
-        // SAFETY: waits for the child just made.
+        // SAFETY: waitpid writes only `status`; `child` is the process just forked.
         unsafe { libc::waitpid(child, &raw mut status, 0) };
         assert!(status == 0 || libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGKILL, "{status:#x}");
         status != 0
@@ -41,7 +41,7 @@ mod armed {
     #[inline]
     pub fn point() {
         if LEFT.load(Ordering::Relaxed) != 0 && LEFT.fetch_sub(1, Ordering::Relaxed) == 1 {
-            // SAFETY: sends a signal to ourselves; no memory is touched.
+            // SAFETY: kill takes no pointers; the signal goes to this process.
             unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
             loop {
                 std::hint::spin_loop();

@@ -1,14 +1,13 @@
-//! The layout: where the parts of an arena lie, and the header that says so in a file.
+//! The layout: where the parts of an arena lie, and the header that stores it in a file.
 //!
-//! First the header, then the seats, the table of spans, the hints, the
-//! structure's fixed part, and the spans. The header's first words never
-//! change and carry a checksum, so that a file of another kind, version or
-//! machine is refused.
+//! Order: header, thread records, table of spans, hints, the structure's fixed
+//! part, spans. The header's first words never change and carry a checksum, so
+//! that a file of another kind, version or machine is refused.
 
 use super::Inner;
 use super::class::{CLASS_COUNT, SPAN_BYTES};
-use super::seat::{SEATS_MAX, Seat};
 use super::span;
+use super::thread_record::{THREADS_MAX, ThreadRecord};
 use std::sync::atomic::AtomicU64;
 
 /// First bytes of an arena file.
@@ -17,8 +16,8 @@ pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"lldsaren");
 /// Version of the layout below; any change of it, or of what blocks hold, is a new number.
 pub(super) const VERSION: u32 = 2;
 
-/// Family of processors, byte order and word size; families without a number of their own share one. Pages of other sizes
-/// are no other layout.
+/// Processor family, byte order and word size; families without a number of their own share one. The page size does not
+/// change the layout.
 pub(super) const ARCHITECTURE: u32 = {
     let family = if cfg!(target_arch = "x86_64") {
         1
@@ -41,7 +40,7 @@ pub(super) struct Header {
     kind: u64,
     span_bytes: u64,
     span_count: u64,
-    seat_count: u64,
+    record_count: u64,
     root_bytes: u64,
     file_bytes: u64,
     checksum: u64,
@@ -50,11 +49,11 @@ pub(super) struct Header {
     pub(super) fresh: AtomicU64,
     /// Free spans that still have pages; a hint.
     pub(super) kept: AtomicU64,
-    /// Seats at and above this index were never taken.
-    pub(super) seats_high: AtomicU64,
-    /// Deaths cleaned up.
+    /// Thread records at and above this index were never taken.
+    pub(super) records_high: AtomicU64,
+    /// Number of completed recoveries.
     pub(super) recoveries: AtomicU64,
-    /// The namespaces in which seats' states have meaning; changes only while a process has the file alone.
+    /// The namespaces in which the `state` words of records have meaning; changes only while one process has the file alone.
     pub(super) namespaces: AtomicU64,
     /// `recoveries` when idle spans without a hint were last looked for.
     pub(super) swept: AtomicU64,
@@ -69,7 +68,7 @@ pub(super) const SEALED_WORDS: usize = 8;
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Layout {
     pub(super) spans: usize,
-    pub(super) seats: usize,
+    pub(super) records: usize,
     pub(super) table: usize,
     pub(super) hints: usize,
     pub(super) hint_words: usize,
@@ -81,14 +80,14 @@ pub(super) struct Layout {
 
 impl Layout {
     pub(super) fn new(spans: usize, root_bytes: usize) -> Layout {
-        let seats = 4096;
-        let table = seats + SEATS_MAX * size_of::<Seat>();
+        let records = 4096;
+        let table = records + THREADS_MAX * size_of::<ThreadRecord>();
         let hints = table + spans * size_of::<span::Entry>();
         let hint_words = spans.div_ceil(64);
         let root = (hints + CLASS_COUNT * hint_words * 8).next_multiple_of(2 << 20);
         let data = (root + root_bytes).next_multiple_of(2 << 20);
         let bytes = (data + spans * SPAN_BYTES).next_multiple_of(2 << 20);
-        Layout { spans, seats, table, hints, hint_words, root, root_bytes, data, bytes }
+        Layout { spans, records, table, hints, hint_words, root, root_bytes, data, bytes }
     }
 }
 
@@ -101,12 +100,13 @@ impl Inner {
             kind,
             SPAN_BYTES as u64,
             layout.spans as u64,
-            SEATS_MAX as u64,
+            THREADS_MAX as u64,
             layout.root_bytes as u64,
             layout.bytes as u64,
         ];
         let header = self.map.base().cast::<Header>();
-        // SAFETY: the header is ours alone until the arena is published; the mapping is larger than a header.
+        // SAFETY: no other thread or process has the mapping before `Arena::private` or `Arena::create` returns, and it is
+        // larger than a header.
         unsafe {
             (&raw mut (*header).magic).write(MAGIC);
             (&raw mut (*header).version).write(VERSION);
@@ -114,7 +114,7 @@ impl Inner {
             (&raw mut (*header).kind).write(kind);
             (&raw mut (*header).span_bytes).write(sealed[3]);
             (&raw mut (*header).span_count).write(sealed[4]);
-            (&raw mut (*header).seat_count).write(sealed[5]);
+            (&raw mut (*header).record_count).write(sealed[5]);
             (&raw mut (*header).root_bytes).write(sealed[6]);
             (&raw mut (*header).file_bytes).write(sealed[7]);
             let words = std::slice::from_raw_parts(header.cast::<u64>(), SEALED_WORDS).to_vec();
@@ -124,7 +124,7 @@ impl Inner {
 
     #[inline]
     pub(super) fn header(&self) -> &Header {
-        // SAFETY: the mapping begins with a header; what changes in it after creation is atomic.
+        // SAFETY: the mapping begins with a header; fields that change after creation are atomics.
         unsafe { &*self.map.base().cast::<Header>() }
     }
 }

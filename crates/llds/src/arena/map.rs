@@ -1,7 +1,7 @@
-//! The mapping under an arena: one range of address space, reserved once,
+//! The mapping under an arena: one range of address space, reserved once and
 //! filled with the largest pages the system has.
 
-use super::{Error, Numa, Pages, alive};
+use super::{Error, Numa, Pages, liveness};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, IntoRawFd};
@@ -11,17 +11,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 const MIB_2: usize = 2 << 20;
 const GIB_1: usize = 1 << 30;
-/// What is secured whole although signals come.
+/// Bytes up to which [`Mapping::secure`] is not split when signals interrupt it.
 const SECURE_AT_ONCE: usize = 256 << 10;
 const HUGETLBFS_MAGIC: i64 = 0x9584_58f6;
-/// Of madvise(2), Linux 6.1; the libc crate has it for glibc only.
+/// Advice for madvise(2) since Linux 6.1; the libc crate defines it for glibc only.
 const MADV_COLLAPSE: i32 = 25;
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
-/// How a tmpfs is mounted that gives huge pages to a mapping that asked for them, and none to fallocate.
+/// Mount option of a tmpfs that gives huge pages on a touch of a mapping with MADV_HUGEPAGE, but not on fallocate.
 const HUGE_BY_TOUCH: &str = "huge=advise";
 
-/// The pages an arena really stands on; `stats` says which.
+/// The pages an arena got; `stats` reports them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
     /// Ordinary pages of 4 KiB.
@@ -52,19 +52,20 @@ pub struct Mapping {
     bytes: usize,
     backing: Backing,
     file: Option<File>,
-    /// Whether the file gets huge pages only where it is touched, not where it is allocated.
+    /// Whether the file gets huge pages only on a touch, not on fallocate.
     huge_by_touch: bool,
-    /// Whether the file gets huge pages only where the kernel is told to make them of small ones.
+    /// Whether the file gets huge pages only by MADV_COLLAPSE of small ones.
     huge_by_collapse: AtomicBool,
-    /// Whether rests of huge pages were ever given back.
+    /// Whether parts of huge pages were ever given back.
     has_rests: AtomicBool,
     /// Device and inode of the file, 0 for none.
     inode: (u64, u64),
 }
 
-// SAFETY: the mapping is plain memory; all access to it goes through atomics or is ordered by the arena's protocol.
+// SAFETY: the mapping is plain memory, not bound to a thread; only Drop unmaps it.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: threads reach the mapped memory through atomics or under the arena's protocol; `Mapping` itself changes only its
+// atomic fields through `&self`.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -100,7 +101,7 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Maps the first `bytes` of `file`, shared with whoever else maps it.
+    /// Maps the first `bytes` of `file`, shared with all other processes that map it.
     ///
     /// # Errors
     /// [`Error::Reserve`] as the kernel refused, e.g. a hugetlbfs without enough free pages.
@@ -112,7 +113,7 @@ impl Mapping {
         let align = if huge { block_bytes.max(MIB_2) } else { MIB_2 };
         let hold =
             anonymous_prot(bytes, align, libc::MAP_NORESERVE, Backing::Small, libc::PROT_NONE).map_err(reserve)?;
-        // SAFETY: the range is exactly the reservation we own; MAP_FIXED replaces it.
+        // SAFETY: the range is exactly the reservation `hold`; MAP_FIXED replaces it.
         let base = unsafe {
             libc::mmap(
                 hold.base.as_ptr().cast(),
@@ -145,7 +146,7 @@ impl Mapping {
             mapping.backing = Backing::Transparent;
             *mapping.huge_by_collapse.get_mut() = true;
         }
-        mapping.inode = alive::inode_of(&file)?;
+        mapping.inode = liveness::inode_of(&file)?;
         mapping.file = Some(file);
         Ok(mapping)
     }
@@ -178,14 +179,14 @@ impl Mapping {
         self.backing
     }
 
-    /// Makes sure that pages for `offset..offset+bytes` can be had, so that touching them cannot kill the process.
+    /// Allocates pages for `offset..offset+bytes`, so that touching them cannot kill the process.
     ///
     /// # Errors
     /// [`Error::NoMemory`] with the kernel's reason, e.g. ENOSPC when the tmpfs is full.
     pub fn secure(&self, offset: usize, bytes: usize) -> Result<(), Error> {
         let Some(file) = &self.file else { return Ok(()) };
-        // A program that closes descriptors which are not its own may have put another file here: that must not grow.
-        if alive::inode_of(file)? != self.inode {
+        // A program that closes descriptors it does not own may have reused this number: that other file must not grow.
+        if liveness::inode_of(file)? != self.inode {
             let what =
                 "the program closed the store's descriptor, and another file has its number; open the store again";
             return Err(Error::Io(io::Error::other(what)));
@@ -194,7 +195,7 @@ impl Mapping {
             return Ok(());
         }
         loop {
-            // SAFETY: fallocate on our own descriptor touches no memory of this process.
+            // SAFETY: fallocate takes no pointers; the descriptor refers to the arena's file (inode checked above).
             if unsafe { libc::fallocate(file.as_raw_fd(), 0, offset as i64, bytes as i64) } == 0 {
                 return Ok(());
             }
@@ -202,7 +203,7 @@ impl Mapping {
             if error.kind() != io::ErrorKind::Interrupted {
                 return Err(Error::NoMemory { source: error });
             }
-            // For a signal tmpfs undoes what it has done, so between two signals there may be time for less only.
+            // tmpfs rolls an interrupted fallocate back, so frequent signals would never let a large one finish.
             if bytes > SECURE_AT_ONCE {
                 let half = (bytes / 2).next_multiple_of(4096);
                 self.secure(offset, half)?;
@@ -211,15 +212,15 @@ impl Mapping {
         }
     }
 
-    /// Takes pages as if `offset..offset+bytes` were written to. False if that failed, or there may be too few: it would
-    /// keep those that it got.
+    /// Allocates pages by a write access to `offset..offset+bytes`. Returns false if that failed or there may be too few
+    /// free pages: a partial success would keep the pages it got.
     fn touch(&self, file: &File, offset: usize, bytes: usize) -> bool {
         file_system(file).2 > (bytes + 2 * MIB_2) as u64
             && self.advise(offset, bytes, libc::MADV_POPULATE_WRITE).is_ok()
     }
 
-    /// Makes huge pages of the holes of 2 MiB that `offset..offset+bytes` reaches into, where the file gets them in no other
-    /// way and the kernel has some to give.
+    /// Collapses the 2 MiB holes that `offset..offset+bytes` reaches into to huge pages, if the file gets them in no other
+    /// way and the kernel has some free.
     pub fn make_huge(&self, offset: usize, bytes: usize) {
         let Some(file) = self.file.as_ref().filter(|_| self.huge_by_collapse.load(Ordering::Relaxed)) else { return };
         for huge in (offset / MIB_2 * MIB_2..offset + bytes).step_by(MIB_2) {
@@ -227,26 +228,26 @@ impl Mapping {
             if !is_hole || file_system(file).2 <= 2 * MIB_2 as u64 {
                 continue;
             }
-            // The kernel makes a huge page only where it finds a page: one of the caller's own.
+            // The kernel collapses only where it finds a page: allocate one of the caller's own.
             let own = huge.max(offset);
             let made = self.secure(own, 4096).is_ok()
                 && self.advise(own, 4096, libc::MADV_POPULATE_READ).is_ok()
                 && self.advise(huge, MIB_2, MADV_COLLAPSE).is_ok();
             if !made {
-                // It has none now, or never: this process asks no more.
+                // The kernel has no huge page now, or never will: this process stops asking.
                 self.huge_by_collapse.store(false, Ordering::Relaxed);
                 return;
             }
         }
     }
 
-    /// Whether nothing was written to the 2 MiB from `offset` on. Not by mincore(2): filters that let a service do all that
-    /// services do, as systemd's `@system-service`, end who calls it.
+    /// Returns true if no page of the 2 MiB from `offset` on exists. Does not use mincore(2): seccomp filters such as
+    /// systemd's `@system-service` kill a process that calls it.
     fn is_hole(&self, file: &File, offset: usize) -> bool {
-        if alive::inode_of(file).ok() != Some(self.inode) {
+        if liveness::inode_of(file).ok() != Some(self.inode) {
             return false;
         }
-        // SAFETY: moves the position of our own descriptor, by which nobody reads.
+        // SAFETY: lseek takes no pointers; it moves the position of our own descriptor, which no code uses.
         let data = unsafe { libc::lseek(file.as_raw_fd(), offset as libc::off_t, libc::SEEK_DATA) };
         if data < 0 {
             io::Error::last_os_error().raw_os_error() == Some(libc::ENXIO)
@@ -255,8 +256,9 @@ impl Mapping {
         }
     }
 
-    /// Has pages for `offset..offset+bytes`, of `room` bytes that are the caller's and end with a page, of which those before were had ready unless
-    /// `is_new`. A file's were made sure of by [`Mapping::secure`].
+    /// Faults in the pages of `offset..offset+bytes` of a private mapping. The caller owns `room` bytes from `offset` on,
+    /// which end at a page border; unless `is_new`, the pages before `offset` were faulted in already. Pages of a file were
+    /// allocated by [`Mapping::secure`].
     pub fn ready(&self, offset: usize, bytes: usize, room: usize, is_new: bool) {
         if self.file.is_some() {
             return;
@@ -266,7 +268,7 @@ impl Mapping {
         if matches!(self.backing, Backing::Small) {
             let _ = self.advise(start, end - start, libc::MADV_POPULATE_WRITE);
         } else if is_new || offset.next_multiple_of(MIB_2) < end {
-            // Where the kernel has no huge page to give, the small ones that are in its place.
+            // If the kernel has no huge page, this faults in the small ones in its place.
             let end = end.next_multiple_of(MIB_2).min(offset + room);
             let _ = self.advise(start, end - start, libc::MADV_POPULATE_WRITE);
         }
@@ -275,38 +277,41 @@ impl Mapping {
     /// Gives the pages of `offset..offset+bytes` back to the system; they read as zero afterwards.
     pub fn give_back(&self, offset: usize, bytes: usize) {
         match &self.file {
-            // Explicit huge pages that are given back go to the pool, and from there to anybody: touching them again
-            // would be a fault if it ran dry. The reservation ends with the page, of a private mapping too. They stay.
+            // Explicit huge pages stay. Given back they would return to the system's pool, and the reservation ends with
+            // the page, also of a private mapping: touching the range again would be SIGBUS if the pool ran dry.
             _ if matches!(self.backing, Backing::Huge2M | Backing::Huge1G) => {}
             Some(file) => {
-                // By the mapping, which is ours whatever became of the descriptor; but not where memory is locked.
+                // Punch the hole through the mapping, which is ours even if the descriptor was closed. This fails on locked
+                // memory; then punch it through the descriptor.
                 let given = self.advise(offset, bytes, libc::MADV_REMOVE);
-                if given.is_err() && alive::inode_of(file).is_ok_and(|found| found == self.inode) {
+                if given.is_err() && liveness::inode_of(file).is_ok_and(|found| found == self.inode) {
                     let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-                    // SAFETY: fallocate on our own descriptor; the arena says that no live block is in the range.
+                    // SAFETY: fallocate takes no pointers; the descriptor refers to the arena's file (inode checked above),
+                    // and the arena passes only ranges without a live block.
                     unsafe { libc::fallocate(file.as_raw_fd(), mode, offset as i64, bytes as i64) };
                 }
             }
             None => {
                 let _ = self.advise(offset, bytes, libc::MADV_DONTNEED);
                 if self.has_rests.load(Ordering::Relaxed) {
-                    // Where rests were given back, huge pages are welcome again.
+                    // Undo the MADV_NOHUGEPAGE of `give_back_rest`.
                     let _ = self.advise(offset, bytes, libc::MADV_HUGEPAGE);
                 }
             }
         }
     }
 
-    /// Whether this process's own memory lies on huge pages that the kernel makes as it can.
+    /// Returns true for private memory on transparent huge pages.
     pub fn is_transparent(&self) -> bool {
         self.file.is_none() && matches!(self.backing, Backing::Transparent)
     }
 
-    /// Gives pages back of huge pages that are otherwise in use, of memory that [is transparent](Self::is_transparent).
+    /// Gives back the pages of a part of huge pages that are otherwise in use, in memory that
+    /// [is transparent](Self::is_transparent).
     pub fn give_back_rest(&self, offset: usize, bytes: usize) {
         if bytes > 0 {
             self.has_rests.store(true, Ordering::Relaxed);
-            // Or the kernel makes it a huge page again, within seconds.
+            // Otherwise khugepaged collapses it to a huge page again, within seconds.
             let _ = self.advise(offset, bytes, libc::MADV_NOHUGEPAGE);
             let _ = self.advise(offset, bytes, libc::MADV_DONTNEED);
         }
@@ -314,12 +319,12 @@ impl Mapping {
 
     fn advise(&self, offset: usize, bytes: usize, advice: i32) -> io::Result<()> {
         assert!(offset + bytes <= self.bytes);
-        // SAFETY: the range lies inside our own mapping (asserted above).
+        // SAFETY: the range lies inside this mapping (asserted above); callers pass no advice that drops live data.
         let done = unsafe { libc::madvise(self.base.as_ptr().add(offset).cast(), bytes, advice) };
         if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Asks for pages on all nodes in turn, where there is more than one.
+    /// Interleaves pages over all memory nodes, if requested and there is more than one node.
     fn place(&self, numa: Numa) {
         let nodes = node_mask();
         if numa != Numa::Interleave || nodes.count_ones() < 2 {
@@ -335,10 +340,11 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: base and bytes are what mmap gave us; nobody holds the mapping any more.
+        // SAFETY: base and bytes describe the mapping made by `private` or `shared`; `self` is dropped, so no reference into
+        // it is left.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.bytes) };
-        // The program may have closed our descriptor, and its number be that of a file of its own.
-        if let Some(file) = self.file.take_if(|file| alive::inode_of(file).ok() != Some(self.inode)) {
+        // The program may have closed our descriptor and reused its number for a file of its own: do not close that one.
+        if let Some(file) = self.file.take_if(|file| liveness::inode_of(file).ok() != Some(self.inode)) {
             let _ = file.into_raw_fd();
         }
     }
@@ -351,7 +357,7 @@ fn anonymous(bytes: usize, align: usize, flags: i32, backing: Backing) -> io::Re
 /// Maps `bytes` anonymously, aligned to `align`.
 fn anonymous_prot(bytes: usize, align: usize, flags: i32, backing: Backing, prot: i32) -> io::Result<Mapping> {
     let slack = if flags & libc::MAP_HUGETLB != 0 { 0 } else { align };
-    // SAFETY: a fresh anonymous mapping at an address the kernel chooses.
+    // SAFETY: a fresh anonymous mapping at an address the kernel chooses overlaps no other memory.
     let raw = unsafe {
         libc::mmap(std::ptr::null_mut(), bytes + slack, prot, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | flags, -1, 0)
     };
@@ -370,7 +376,7 @@ fn anonymous_prot(bytes: usize, align: usize, flags: i32, backing: Backing, prot
             libc::munmap((aligned + bytes) as *mut libc::c_void, slack - head);
         }
         let name = c"llds arena";
-        // Names the range in /proc/PID/maps where the kernel can (CONFIG_ANON_VMA_NAME); whoever merges pages skips it.
+        // Names the range in /proc/PID/maps where the kernel can (CONFIG_ANON_VMA_NAME); page merging skips it by name.
         libc::prctl(libc::PR_SET_VMA, libc::PR_SET_VMA_ANON_NAME, aligned, bytes, name.as_ptr());
     }
     let base = NonNull::new(aligned as *mut u8).ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))?;
@@ -393,7 +399,7 @@ fn free_huge_bytes(page_bytes: usize) -> usize {
     text.trim().parse::<usize>().map_or(0, |count| count.saturating_mul(page_bytes))
 }
 
-/// Bytes of free explicit huge pages behind `file`'s hugetlbfs, or none for another file system.
+/// Returns the page size of `file`'s hugetlbfs and the bytes of its free huge pages; `None` for another file system.
 pub fn hugetlbfs_free_bytes(file: &File) -> Option<(usize, usize)> {
     let (magic, block_bytes, _) = file_system(file);
     (magic == HUGETLBFS_MAGIC).then(|| (block_bytes, free_huge_bytes(block_bytes)))
@@ -404,7 +410,7 @@ fn thp_allowed() -> bool {
         .is_ok_and(|text| text.contains("[madvise]") || text.contains("[always]"))
 }
 
-/// Whether the kernel makes huge pages of small ones in a tmpfs for whoever asks, whatever the tmpfs is mounted with (6.1).
+/// Returns true if the kernel (6.1 or later) collapses tmpfs pages to huge ones on request, whatever the mount options.
 fn collapse_allowed() -> bool {
     std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
         .is_ok_and(|text| !text.contains("[deny]"))
@@ -412,9 +418,9 @@ fn collapse_allowed() -> bool {
 
 /// Magic number, block size and free bytes of the file system that `file` lives on.
 fn file_system(file: &File) -> (i64, usize, u64) {
-    // SAFETY: statfs is plain data, for which all zeros is a value.
+    // SAFETY: statfs consists of integers, so all zeros is a valid value.
     let mut stat: libc::statfs = unsafe { std::mem::zeroed() };
-    // SAFETY: the descriptor is open and the buffer is ours.
+    // SAFETY: the descriptor is open while `file` is borrowed; the kernel writes only into `stat`.
     let done = unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut stat) };
     if done != 0 {
         return (0, 4096, 0);

@@ -1,48 +1,49 @@
 //! Arena: memory for large structures.
 //!
 //! One range of address space is reserved once and filled as blocks are asked
-//! for; it never moves, so a block is named by its *offset* from the start,
+//! for. The range never moves, so a block is named by its *offset* from the start,
 //! and the same offsets hold in every process that maps the same arena. The
-//! range stands on the largest pages the system has ([`Pages`]); [`Stats`]
-//! says which it got. Freed memory goes back to the system in units of 2 MiB,
-//! but for explicit huge pages, which stay.
+//! range uses the largest pages the system offers ([`Pages`]); [`Stats`] says
+//! which it got. Freed memory goes back to the system in units of 2 MiB, except
+//! explicit huge pages, which the arena keeps.
 //!
 //! An arena is private to the process, or lies in a file (in /dev/shm, on a
-//! hugetlbfs, or anywhere) that several processes map. A shared arena keeps
-//! everything it knows in the file: when a process is killed at any
-//! instruction, whoever notices takes over what the dead threads held
-//! ([`Arena::dead_seats`], [`Arena::begin_recovery`]). What remains lost is at
-//! most one block per dead thread, which [`Arena::each_block`] finds.
+//! hugetlbfs, or anywhere) that several processes map. A shared arena keeps all
+//! its state in the file. When a process is killed, at any instruction, any other
+//! thread can release what the dead threads held ([`Arena::dead_threads`],
+//! [`Arena::begin_recovery`]). At most one block per dead thread stays lost;
+//! [`Arena::each_block`] finds it.
 //!
 //! What it does not promise: blocks are not zeroed, and the arena does not
-//! know what they hold. It is up to the structure above to say, for each block
-//! a dead thread was about to link or unlink, whether it did.
+//! know what they hold. For each block that a dead thread was about to link or
+//! unlink, the structure above decides whether it was.
 //!
 //! ```
 //! use llds::arena::{Arena, Options};
 //! let arena = Arena::private(&Options::default())?;
-//! let seat = arena.seat()?;
-//! let block = arena.alloc(&seat, 100)?;
-//! // SAFETY: the block is ours and 8-byte aligned.
+//! let thread = arena.thread()?;
+//! let block = arena.alloc(&thread, 100)?;
+//! // SAFETY: the block was just allocated with 100 bytes, aligned to 16.
 //! unsafe { arena.at(block).cast::<u64>().write(7) };
-//! seat.settle_alloc();
-//! arena.free(&seat, block);
+//! thread.settle_alloc();
+//! arena.free(&thread, block);
 //! # Ok::<(), llds::arena::Error>(())
 //! ```
 
-mod alive;
 mod class;
 mod error;
 pub mod fault;
+mod fork_sentinel;
 mod layout;
-mod limbo;
+mod liveness;
 mod map;
 mod open;
+mod process_identity;
 mod recovery;
-mod seat;
-mod sentinel;
+mod registration;
+mod retired;
 mod span;
-mod thread;
+mod thread_record;
 
 #[cfg(test)]
 mod tests;
@@ -50,20 +51,20 @@ mod tests;
 pub use class::{LOG_BYTES_MAX, SMALL_BYTES_MAX, SPAN_BYTES, class_bytes, class_of};
 pub use error::Error;
 pub use map::Backing;
-pub use recovery::DeadSeat;
-pub use seat::{HAZARDS, INTENT_ALLOC, INTENT_RETIRE, SEATS_MAX, Seat};
+pub use recovery::DeadThread;
+pub use registration::{CachedThread, Call, ThreadRef};
 pub use span::SpanStats;
-pub use thread::{Call, QuickSeat, SeatRef};
+pub use thread_record::{HAZARDS, INTENT_ALLOC, INTENT_RETIRE, THREADS_MAX, ThreadRecord};
 
+use fork_sentinel::ForkSentinel;
 use layout::Layout;
-use seat::Identity;
-use sentinel::Sentinel;
+use process_identity::Identity;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-/// Which pages an arena is asked to stand on.
+/// The pages requested for an arena.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Pages {
     /// Explicit 2 MiB pages if enough are free for all of it, else transparent ones, else 4 KiB.
@@ -97,7 +98,7 @@ pub struct Options {
     /// Bytes at [`Arena::root`] for the structure's own fixed part, zero at first.
     pub root_bytes: usize,
     /// What kind of structure it holds; opening with another kind is refused. If the last byte is a digit, it is the
-    /// version of the structure's own layout, and [`Error::Version`] tells of another.
+    /// version of the structure's own layout: a file with another digit gives [`Error::Version`].
     pub kind: u64,
     /// Pages asked for.
     pub pages: Pages,
@@ -111,7 +112,7 @@ impl Default for Options {
     }
 }
 
-/// What an arena stands on and holds.
+/// The pages of an arena and its contents.
 #[derive(Clone, Copy, Debug)]
 pub struct Stats {
     /// Pages under it.
@@ -120,8 +121,8 @@ pub struct Stats {
     pub capacity_bytes: u64,
     /// Spans and blocks.
     pub spans: SpanStats,
-    /// Seats taken.
-    pub seat_count: u64,
+    /// Thread records taken.
+    pub thread_count: u64,
     /// Deaths that were cleaned up since the arena was made.
     pub recovery_count: u64,
 }
@@ -130,14 +131,14 @@ struct Inner {
     id: u64,
     map: map::Mapping,
     layout: Layout,
-    /// Who we are in seats; `None` for a private arena, whose threads cannot die alone.
+    /// This process in thread records; `None` for a private arena, where threads die only with the process.
     identity: Option<Identity>,
-    /// A page the kernel wipes in a forked child: non-zero in the process that made the arena.
-    sentinel: Arc<Sentinel>,
-    /// Seats taken through this handle.
-    taken: Mutex<Vec<u16>>,
-    /// Extents freed through this handle whose pages are still there: since when, first span, spans. Oldest first.
-    late: Mutex<VecDeque<(Instant, usize, usize)>>,
+    /// Tells a forked child from the process that made this handle.
+    sentinel: Arc<ForkSentinel>,
+    /// Numbers of the records taken through this handle.
+    registered: Mutex<Vec<u16>>,
+    /// Extents freed through this handle with pages that are not given back yet: since when, first span, spans. Oldest first.
+    deferred: Mutex<VecDeque<(Instant, usize, usize)>>,
 }
 
 /// A handle to an arena; clones are the same arena.
@@ -149,7 +150,7 @@ pub struct Arena {
 impl Arena {
     /// Returns the address of `offset`; the same block has other addresses in other processes.
     ///
-    /// The offset must lie inside the arena; what is there is the caller's business.
+    /// The offset must lie inside the arena; the caller is responsible for what is there.
     #[inline]
     pub fn at(&self, offset: u64) -> *mut u8 {
         debug_assert!((offset as usize) < self.inner.layout.bytes);
@@ -177,100 +178,101 @@ impl Arena {
         self.inner.layout.data as u64..(self.inner.layout.data + self.inner.layout.spans * SPAN_BYTES) as u64
     }
 
-    /// Whether the calling process is a forked child of the one that made this handle.
+    /// Returns true if the calling process is a forked child of the one that made this handle.
     #[inline]
     pub fn is_forked(&self) -> bool {
-        self.inner.sentinel.is_wiped()
+        self.inner.sentinel.is_forked_child()
     }
 
-    /// Whether other processes can use this arena.
+    /// Returns true if other processes can use this arena.
     #[inline]
     pub fn is_shared(&self) -> bool {
         self.inner.identity.is_some()
     }
 
-    /// Gives out a block of at least `size` bytes, aligned to 16 (to 64 if `size` is a multiple of 64).
+    /// Allocates a block of at least `size` bytes, aligned to 16 (to 64 if `size` is a multiple of 64).
     ///
-    /// The seat notes the intent to link it; [`Seat::settle_alloc`] strikes that out once it is linked.
+    /// The thread's record holds the intent to link it; [`ThreadRecord::settle_alloc`] clears the intent once it is linked.
     ///
     /// # Errors
     /// [`Error::Full`] at the capacity, [`Error::NoMemory`] when the system has none.
     #[inline]
-    pub fn alloc(&self, seat: &SeatRef<'_>, size: usize) -> Result<u64, Error> {
-        self.inner.alloc(seat, seat.owner, size)
+    pub fn alloc(&self, thread: &ThreadRef<'_>, size: usize) -> Result<u64, Error> {
+        self.inner.alloc(thread, thread.owner, size)
     }
 
-    /// Gives out `size` bytes, a multiple of 64, right behind what the thread got by this call before.
+    /// Allocates `size` bytes, a multiple of 64, directly after the thread's previous allocation by this call.
     ///
-    /// For arrays that are copied to grow: blocks of any size lie densely, and their memory comes back when all
-    /// neighbours are gone, so copy them in the order in which they were made. [`Arena::is_log_sparse`] says when a
-    /// block keeps memory for itself. Blocks made out of that order should go to a `second` log, lest they keep the
-    /// first one's memory. Blocks over [`LOG_BYTES_MAX`] are given as by [`Arena::alloc`].
+    /// For arrays that grow by copying: blocks of any size lie densely, and their memory becomes free when all
+    /// neighbours are freed, so copy them in the order in which they were made. [`Arena::is_log_sparse`] tells when a block
+    /// keeps most of an extent's memory in use. Blocks made out of that order should go to a `second` log, so that they do
+    /// not pin the first one's memory. Blocks over [`LOG_BYTES_MAX`] are allocated as by [`Arena::alloc`].
     ///
     /// # Errors
     /// As [`Arena::alloc`].
-    pub fn alloc_log(&self, seat: &SeatRef<'_>, size: usize, second: bool) -> Result<u64, Error> {
-        self.inner.alloc_log(seat, seat.owner, size, second)
+    pub fn alloc_log(&self, thread: &ThreadRef<'_>, size: usize, second: bool) -> Result<u64, Error> {
+        self.inner.alloc_log(thread, thread.owner, size, second)
     }
 
-    /// Has ready what the next [`Arena::alloc_log`] of about `size` bytes needs, of the first log: a fresh page takes a hundred
-    /// microseconds to come, for which nobody should wait who waits for a lock.
-    pub fn ready_log(&self, seat: &SeatRef<'_>, size: usize) {
-        self.inner.ready_log(seat, seat.owner, size);
+    /// Prepares the next [`Arena::alloc_log`] of about `size` bytes from the first log. A fresh huge page takes a hundred
+    /// microseconds to allocate; call this before taking a lock, so that no thread waits for the page with the lock.
+    pub fn ready_log(&self, thread: &ThreadRef<'_>, size: usize) {
+        self.inner.ready_log(thread, thread.owner, size);
     }
 
-    /// Bytes left where [`Arena::alloc_log`] gives next: who may take a little more or less leaves none at the end.
-    pub fn log_room(&self, seat: &SeatRef<'_>, second: bool) -> usize {
-        self.inner.log_room(seat, second)
+    /// Returns the bytes left in the extent that the next [`Arena::alloc_log`] uses. A caller with a flexible size can
+    /// choose one that fills the extent exactly.
+    pub fn log_room(&self, thread: &ThreadRef<'_>, second: bool) -> usize {
+        self.inner.log_room(thread, second)
     }
 
-    /// Returns the extent in which a block from [`Arena::alloc_log`] lies, and whether it is of a second log.
+    /// Returns the extent in which a block from [`Arena::alloc_log`] lies, and whether it belongs to a second log.
     pub fn log_of(&self, block: u64) -> Option<(u64, bool)> {
         self.inner.log_of(block)
     }
 
-    /// Whether a block from [`Arena::alloc_log`] holds memory that few others share, so that moving it frees some.
+    /// Returns true if a block from [`Arena::alloc_log`] is one of few left in its extent, so that moving it frees memory.
     pub fn is_log_sparse(&self, block: u64, size: usize) -> bool {
         self.inner.is_log_sparse(block, size)
     }
 
-    /// Takes a block back at once. Nobody may be able to reach it any more. Where no block begins, nothing is done.
-    pub fn free(&self, seat: &SeatRef<'_>, block: u64) {
-        self.inner.free(block, seat.owner);
+    /// Frees a block immediately. No thread may be able to reach it any more. Does nothing where no block begins.
+    pub fn free(&self, thread: &ThreadRef<'_>, block: u64) {
+        self.inner.free(block, thread.owner);
     }
 
     /// Gives the pages of free memory back to the system.
-    pub fn trim(&self, seat: &SeatRef<'_>) {
-        self.inner.collect(seat, seat.owner);
+    pub fn trim(&self, thread: &ThreadRef<'_>) {
+        self.inner.collect(thread, thread.owner);
         self.collect_left();
-        self.inner.drop_leases(seat, seat.owner);
-        self.inner.trim(seat.owner);
+        self.inner.disown_all(thread, thread.owner);
+        self.inner.trim(thread.owner);
     }
 
-    /// Returns the size of the block at `block` in bytes, 0 if there is none. Log blocks do not tell: 64.
+    /// Returns the size of the block at `block` in bytes, 0 if there is none. The size of a log block is not stored: 64.
     pub fn block_bytes(&self, block: u64) -> u64 {
         self.inner.block_bytes(block)
     }
 
-    /// Whether a block that is given out begins at `block`.
+    /// Returns true if an allocated block begins at `block`.
     pub fn is_allocated(&self, block: u64) -> bool {
         self.inner.is_allocated(block)
     }
 
-    /// Calls `visit` with every block that is given out. Exact only while nobody allocates or frees.
+    /// Calls `visit` with every allocated block. Exact only while no thread allocates or frees.
     pub fn each_block(&self, visit: impl FnMut(u64)) {
         self.inner.each_block(visit);
     }
 
-    /// Returns what the arena stands on and holds. Walks all spans.
+    /// Returns the arena's pages and contents. Walks all spans.
     pub fn stats(&self) -> Stats {
         let inner = &self.inner;
         Stats {
             backing: inner.map.backing(),
             capacity_bytes: self.capacity_bytes(),
             spans: inner.span_stats(),
-            seat_count: (1..=inner.seats_high())
-                .filter(|&owner| inner.seat_at(owner).state.load(Ordering::Relaxed) != 0)
+            thread_count: (1..=inner.records_high())
+                .filter(|&owner| inner.record_at(owner).state.load(Ordering::Relaxed) != 0)
                 .count() as u64,
             recovery_count: inner.header().recoveries.load(Ordering::Relaxed),
         }
@@ -279,21 +281,23 @@ impl Arena {
 
 impl Inner {
     #[inline]
-    fn seat_at(&self, owner: u64) -> &Seat {
+    fn record_at(&self, owner: u64) -> &ThreadRecord {
         let index = owner as usize - 1;
-        assert!(index < SEATS_MAX);
-        // SAFETY: the seats lie inside the mapping, 64-byte aligned, and consist of atomics.
-        unsafe { &*self.map.base().add(self.layout.seats).cast::<Seat>().add(index) }
+        assert!(index < THREADS_MAX);
+        // SAFETY: the layout has THREADS_MAX records inside the mapping (index asserted), 64-byte aligned; a record consists
+        // of atomics, for which every bit pattern is a value.
+        unsafe { &*self.map.base().add(self.layout.records).cast::<ThreadRecord>().add(index) }
     }
 
     #[inline]
     fn word(&self, offset: u64) -> &AtomicU64 {
         debug_assert!(offset.is_multiple_of(8) && (offset as usize) < self.layout.bytes);
-        // SAFETY: offsets come from the layout or from a span's cut, so they lie inside the mapping and are aligned.
+        // SAFETY: callers take offsets from the layout or from a span's cut, so they lie inside the mapping and are
+        // multiples of 8.
         unsafe { &*self.map.base().add(offset as usize).cast::<AtomicU64>() }
     }
 
-    fn seats_high(&self) -> u64 {
-        self.header().seats_high.load(Ordering::Acquire).min(SEATS_MAX as u64)
+    fn records_high(&self) -> u64 {
+        self.header().records_high.load(Ordering::Acquire).min(THREADS_MAX as u64)
     }
 }

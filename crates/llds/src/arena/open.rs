@@ -1,14 +1,15 @@
 //! Making and opening arenas, private ones and those in files.
 //!
-//! Nothing in a file is believed before its header was checked against what
-//! this code writes. From [`Inner::enter`] on the other processes see that ours
-//! uses the file.
+//! Nothing in a file is trusted before its header was checked against what this
+//! code writes. From [`Inner::enter`] on, other processes see that ours uses the
+//! file.
 
 use super::class::SPAN_BYTES;
+use super::fork_sentinel::ForkSentinel;
 use super::layout::{ARCHITECTURE, Layout, MAGIC, SEALED_WORDS, VERSION, checksum};
-use super::seat::{ABANDONED, Identity, SEATS_MAX, SEATS_SPARE, Seat};
-use super::sentinel::Sentinel;
-use super::{Arena, Error, Inner, Options, Pages, alive, map};
+use super::process_identity::Identity;
+use super::thread_record::{ABANDONED, RECORDS_SPARE, THREADS_MAX, ThreadRecord};
+use super::{Arena, Error, Inner, Options, Pages, liveness, map, process_identity};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -17,7 +18,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 impl Arena {
-    /// Makes an arena that only this process sees.
+    /// Makes an arena that is private to this process.
     ///
     /// # Errors
     /// [`Error::Reserve`] when not even a 64th of the capacity can be reserved.
@@ -28,20 +29,20 @@ impl Arena {
             let layout = Layout::new(span_count(capacity), options.root_bytes);
             match map::Mapping::private(layout.bytes, options.pages, options.numa) {
                 Ok(map) => {
-                    // A few words here and there: on huge pages they would take megabytes.
+                    // The arena touches few words of its fixed part; on huge pages they would take megabytes.
                     map.small_pages(layout.data);
                     let arena = Arena::over(map, layout, None)?;
                     arena.inner.format(options.kind);
                     return Ok(arena);
                 }
-                // Strict overcommit counts reservations: take what is given.
+                // Strict overcommit limits reservations: try a smaller one.
                 Err(_) if capacity / 2 >= least => capacity /= 2,
                 Err(error) => return Err(error),
             }
         }
     }
 
-    /// Makes an arena in the empty file `file`. Nobody else may map it before this returns.
+    /// Makes an arena in the empty file `file`. No other process may map the file before this returns.
     ///
     /// # Errors
     /// The file system's, or [`Error::Reserve`].
@@ -59,8 +60,8 @@ impl Arena {
         check_file_limit(layout.bytes as u64)?;
         file.set_len(layout.bytes as u64)?;
         let map = map::Mapping::shared(file, layout.bytes, options.pages)?;
-        // Everything below `data` is touched without asking, so it must not run out.
-        let near = layout.seats + SEATS_SPARE * size_of::<Seat>();
+        // Everything below `data` is written without securing pages first, so allocate its pages now.
+        let near = layout.records + RECORDS_SPARE * size_of::<ThreadRecord>();
         map.secure(0, near)?;
         map.secure(layout.table, layout.root - layout.table)?;
         map.secure(layout.root, layout.root_bytes)?;
@@ -79,9 +80,9 @@ impl Arena {
         Arena::open_as(file, kind, pages, false)
     }
 
-    /// Opens the arena in `file`, which nobody else has open, nor opens before this returns: whoever sat in a seat is
-    /// dead, whatever his id says here, and from now on the arena is used in our namespaces. Looks through its table of
-    /// spans.
+    /// Opens the arena in `file`, which no other process has open or opens before this returns. All owners of its thread
+    /// records are therefore dead, whatever their process ids say here, and the arena moves to our namespaces. Validates
+    /// the table of spans.
     ///
     /// # Errors
     /// As [`Arena::open`].
@@ -122,7 +123,7 @@ impl Arena {
                 _ => Error::Foreign,
             });
         }
-        if word(3) != SPAN_BYTES as u64 || word(5) != SEATS_MAX as u64 {
+        if word(3) != SPAN_BYTES as u64 || word(5) != THREADS_MAX as u64 {
             return Err(Error::Damaged("the geometry is not this version's"));
         }
         let (spans, root_bytes, expected) = (word(4), word(6), word(7));
@@ -157,14 +158,14 @@ impl Arena {
     fn over(map: map::Mapping, layout: Layout, identity: Option<Identity>) -> Result<Arena, Error> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
         let id = NEXT_ID.fetch_add(1, Ordering::Relaxed);
-        let sentinel = Arc::new(Sentinel::new()?);
-        let (taken, late) = Default::default();
-        Ok(Arena { inner: Arc::new(Inner { id, map, layout, identity, sentinel, taken, late }) })
+        let sentinel = Arc::new(ForkSentinel::new()?);
+        let (registered, deferred) = Default::default();
+        Ok(Arena { inner: Arc::new(Inner { id, map, layout, identity, sentinel, registered, deferred }) })
     }
 }
 
 impl Inner {
-    /// Makes this handle one of those that use the file: from here on others see that its process lives.
+    /// Registers this handle as a user of the file: from here on other processes see that its process lives.
     fn enter(&self, alone: bool) -> Result<(), Error> {
         let (Some(identity), Some(file)) = (self.identity, self.map.file()) else { return Ok(()) };
         let (_, namespaces) = own_identity()?;
@@ -173,37 +174,38 @@ impl Inner {
         } else if self.header().namespaces.load(Ordering::SeqCst) != namespaces {
             return Err(Error::Namespace);
         }
-        // Without another handle, seats under our id are of a process before us, or of ours before it called exec.
-        let first = alive::lock_alone(file, identity.pid())?;
-        for owner in 1..=self.seats_high() {
-            let seat = self.seat_at(owner);
+        // Without another handle, records under our process id belong to an earlier process with the same id, or to this
+        // process before it called exec.
+        let first = liveness::lock_alone(file, identity.pid())?;
+        for owner in 1..=self.records_high() {
+            let thread = self.record_at(owner);
             if alone {
-                self.strike_out_strays(seat);
+                self.drop_invalid_retired(thread);
             }
-            let state = &seat.state;
+            let state = &thread.state;
             let found = state.load(Ordering::SeqCst);
             if found != 0 && (alone || (first && Identity::of(found).pid() == identity.pid())) {
-                // Who lost it to a recovery needs nothing more.
+                // If this fails, a recovery took the record, which is as good.
                 let _ = state.compare_exchange(found, ABANDONED, Ordering::SeqCst, Ordering::SeqCst);
             }
         }
-        Ok(alive::lock_shared(file, identity.pid())?)
+        Ok(liveness::lock_shared(file, identity.pid())?)
     }
 }
 
-/// Who we are, and the namespaces in which that has meaning.
+/// Returns the identity of this process, and the namespaces in which it has meaning.
 fn own_identity() -> Result<(Identity, u64), Error> {
-    let own = || Ok((Identity::own()?, alive::own_namespaces()?));
+    let own = || Ok((Identity::own()?, process_identity::own_namespaces()?));
     own().map_err(|error: io::Error| {
         let what = format!("a shared store needs /proc of this pid namespace to notice deaths: {error}");
         Error::Io(io::Error::new(error.kind(), what))
     })
 }
 
-/// Refuses a file that is larger than this process may make: the system would end it, by SIGXFSZ.
+/// Refuses a file larger than RLIMIT_FSIZE: growing it would end the process with SIGXFSZ.
 fn check_file_limit(bytes: u64) -> Result<(), Error> {
     let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: fills in a structure of ours.
+    // SAFETY: getrlimit writes only into `limit`.
     unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &raw mut limit) };
     if limit.rlim_cur == libc::RLIM_INFINITY || bytes <= limit.rlim_cur {
         return Ok(());

@@ -1,14 +1,14 @@
-//! Many lookups in flight: all keys of a group go down a level together.
+//! Many lookups in flight: all keys of a group descend one level together.
 
 use super::node::FixedKey;
 use super::{ANCHOR, BTree};
 use crate::primitive::Ordering;
 
-/// Lookups that go down together.
+/// Lookups that descend together.
 const GROUP: usize = 24;
 
 impl<K: FixedKey> BTree<K> {
-    /// Looks all keys up, two dozen in flight; `found[i]` becomes what `get(keys[i])` gives.
+    /// Looks all keys up with two dozen in flight; `found[i]` becomes the result of `get(keys[i])`.
     ///
     /// # Panics
     /// When the slices differ in length.
@@ -21,8 +21,8 @@ impl<K: FixedKey> BTree<K> {
 
     fn get_group(&self, keys: &[K], found: &mut [Option<u64>]) {
         let pool = &self.pool;
-        // Each lookup's node; its version is read when its lines have arrived, and checked against the
-        // parent's, whose version is kept. A parent of 0 at version 0 is a lookup that lost its way.
+        // Each lookup's node; its version is read when its lines have arrived, and the parent's stored version
+        // is checked afterwards. A parent of 0 at version 0 is a lookup that must be repeated singly.
         let mut nodes = [0u64; GROUP];
         let mut parents = [(0u64, 0u64); GROUP];
         let root = pool.read_version(ANCHOR).map(|version| (version, pool.word(ANCHOR, 1).load(Ordering::Relaxed)));
@@ -34,12 +34,12 @@ impl<K: FixedKey> BTree<K> {
             parents[index] = (ANCHOR, anchor_version);
         }
         let mut left = keys.len();
-        // Lookups that are still on their way down; the others have their answer.
-        let mut on_way: [usize; GROUP] = std::array::from_fn(|index| index);
+        // Lookups that still descend; the others have their answer.
+        let mut descending: [usize; GROUP] = std::array::from_fn(|index| index);
         while left > 0 {
             let mut still = 0;
             for slot in 0..left {
-                let index = on_way[slot];
+                let index = descending[slot];
                 let (key, node, (parent, parent_version)) = (keys[index], nodes[index], parents[index]);
                 let version = pool.read_version(node).filter(|_| pool.is_at(parent, parent_version));
                 let Some(version) = version else {
@@ -60,7 +60,7 @@ impl<K: FixedKey> BTree<K> {
                 pool.prefetch(child);
                 nodes[index] = child;
                 parents[index] = (node, version);
-                on_way[still] = index;
+                descending[still] = index;
                 still += 1;
             }
             left = still;

@@ -27,11 +27,11 @@ impl<K: FixedKey> BTree<K> {
     /// bytes per entry for `u64` keys.
     ///
     /// # Errors
-    /// When the entries are not ascending, or address space lacks.
+    /// When the entries are not ascending, or the address space cannot be reserved.
     pub fn from_sorted(entries: impl IntoIterator<Item = (K, u64)>) -> Result<Self, BuildError> {
         let tree = Self::new()?;
         let pool = &tree.pool;
-        // The nodes of the level at hand, each with the smallest key below it.
+        // The nodes of the current level, each with the smallest key below it.
         let mut level = Vec::new();
         let mut leaf = pool.word(ANCHOR, 1).load(Ordering::Relaxed);
         let mut count = 0;
@@ -43,7 +43,7 @@ impl<K: FixedKey> BTree<K> {
             }
             if count == leaf_capacity::<K>() {
                 leaf = pool.allocate().ok_or(Full)?;
-                pool.bring_to_life(leaf);
+                pool.publish(leaf);
                 count = 0;
             }
             if count == 0 {
@@ -63,7 +63,7 @@ impl<K: FixedKey> BTree<K> {
             let mut rest = &level[..];
             while !rest.is_empty() {
                 let full = inner_capacity::<K>() + 1;
-                // Not one child alone in the last node: it would have no key.
+                // The last node must not get a single child: it would have no key.
                 let take = if rest.len() == full + 1 { full - 1 } else { full.min(rest.len()) };
                 let (children, left) = rest.split_at(take);
                 rest = left;
@@ -75,7 +75,7 @@ impl<K: FixedKey> BTree<K> {
                     }
                 }
                 pool.set_shape(inner, Shape { count: children.len() - 1, level: height });
-                pool.bring_to_life(inner);
+                pool.publish(inner);
                 above.push((children[0].0, inner));
             }
             level = above;

@@ -1,18 +1,18 @@
-//! Inserting and removing, and keeping nodes neither full nor empty.
+//! Inserting, removing, and rebalancing of full and underfull nodes.
 
 use super::node::{CAPACITY_MAX, FixedKey, Shape, inner_capacity, leaf_capacity};
-use super::{ANCHOR, Again, BTree, Full, Place};
+use super::{ANCHOR, Again, BTree, Full, Position};
 use crate::primitive::{Ordering, spin_hint};
 
-/// The entries of one node or of two neighbours, taken out to be dealt out again.
-struct Hand<K> {
+/// The entries of one node or of two neighbours, copied out to be distributed again.
+struct EntryBuffer<K> {
     keys: [K; 2 * CAPACITY_MAX + 1],
     /// Values of a leaf, or children of an inner node.
     below: [u64; 2 * CAPACITY_MAX + 2],
     count: usize,
 }
 
-/// A node that makes room or is filled up: its place, and the neighbour it deals with.
+/// Two neighbouring nodes under one parent.
 struct Pair {
     left: u64,
     right: u64,
@@ -21,7 +21,7 @@ struct Pair {
 }
 
 impl<K: FixedKey> BTree<K> {
-    /// Stores the value with the key and gives the value that was there, in one descent.
+    /// Stores the value with the key and returns the previous value, in one descent.
     ///
     /// # Errors
     /// [`Full`] when the address space is used up.
@@ -29,7 +29,7 @@ impl<K: FixedKey> BTree<K> {
         self.upsert(key, value, true)
     }
 
-    /// Stores the value with the key unless the key is there; gives the value that is.
+    /// Stores the value with the key unless the key is there; returns the existing value.
     ///
     /// # Errors
     /// [`Full`] when the address space is used up.
@@ -54,21 +54,21 @@ impl<K: FixedKey> BTree<K> {
 
     fn try_upsert(&self, key: K, value: u64, replace: bool) -> Result<Result<Option<u64>, Full>, Again> {
         let mut out_of_nodes = false;
-        let descent = self.descend(key, false, |place, shape| {
+        let descent = self.descend(key, false, |position, shape| {
             if shape.count < inner_capacity::<K>() {
                 return Ok(());
             }
             // Full: split before a child may need room for another key here.
-            out_of_nodes = self.make_room(place, shape, key)?.is_err();
+            out_of_nodes = self.make_room(position, shape, key)?.is_err();
             Err(Again)
         });
         if out_of_nodes {
             return Ok(Err(Full));
         }
-        let (place, _) = descent?;
+        let (position, _) = descent?;
         let pool = &self.pool;
-        let leaf = place.leaf;
-        if !pool.lock(leaf, place.leaf_version) {
+        let leaf = position.leaf;
+        if !pool.lock(leaf, position.leaf_version) {
             return Err(Again);
         }
         let shape = pool.shape(leaf);
@@ -85,7 +85,7 @@ impl<K: FixedKey> BTree<K> {
         }
         if shape.count == leaf_capacity::<K>() {
             pool.unlock_unchanged(leaf);
-            return match self.make_room(place, shape, key)? {
+            return match self.make_room(position, shape, key)? {
                 Ok(()) => Err(Again),
                 Err(full) => Ok(Err(full)),
             };
@@ -101,7 +101,7 @@ impl<K: FixedKey> BTree<K> {
         Ok(Ok(None))
     }
 
-    /// Removes the key and gives its value, in one descent.
+    /// Removes the key and returns its value, in one descent.
     pub fn remove(&self, key: K) -> Option<u64> {
         loop {
             match self.try_remove(key) {
@@ -117,10 +117,10 @@ impl<K: FixedKey> BTree<K> {
     }
 
     fn try_remove(&self, key: K) -> Result<Option<u64>, Again> {
-        let (place, _) = self.descend(key, false, |_, _| Ok(()))?;
+        let (position, _) = self.descend(key, false, |_, _| Ok(()))?;
         let pool = &self.pool;
-        let leaf = place.leaf;
-        if !pool.lock(leaf, place.leaf_version) {
+        let leaf = position.leaf;
+        if !pool.lock(leaf, position.leaf_version) {
             return Err(Again);
         }
         let shape = pool.shape(leaf);
@@ -137,8 +137,8 @@ impl<K: FixedKey> BTree<K> {
         let shape = Shape { count: shape.count - 1, ..shape };
         pool.set_shape(leaf, shape);
         pool.unlock(leaf);
-        if Self::is_underfull(shape) && place.parent != ANCHOR {
-            self.relieve(key);
+        if Self::is_underfull(shape) && position.parent != ANCHOR {
+            self.rebalance(key);
         }
         Ok(Some(value))
     }
@@ -147,21 +147,25 @@ impl<K: FixedKey> BTree<K> {
         shape.count < Self::capacity(shape) / 3
     }
 
-    /// Merges or fills up the underfull nodes on the key's path, bottom last. Gives up if others are
-    /// at it: the next removal tries again.
-    fn relieve(&self, key: K) {
+    /// Merges or fills the underfull nodes on the key's path, bottom last. Gives up if other threads
+    /// interfere: the next removal tries again.
+    fn rebalance(&self, key: K) {
         // Each round does a step for one level; a tree has a dozen levels at most.
         for _ in 0..24 {
-            let descent = self.descend(key, false, |place, shape| {
-                if (place.parent == ANCHOR && shape.count == 0) || (place.parent != ANCHOR && Self::is_underfull(shape))
+            let descent = self.descend(key, false, |position, shape| {
+                if (position.parent == ANCHOR && shape.count == 0)
+                    || (position.parent != ANCHOR && Self::is_underfull(shape))
                 {
-                    self.fill_up(place, shape)?;
+                    self.merge_or_borrow(position, shape)?;
                     return Err(Again);
                 }
                 Ok(())
             });
-            if let Ok((place, shape)) = descent {
-                if place.parent != ANCHOR && Self::is_underfull(shape) && self.fill_up(place, shape).is_err() {
+            if let Ok((position, shape)) = descent {
+                if position.parent != ANCHOR
+                    && Self::is_underfull(shape)
+                    && self.merge_or_borrow(position, shape).is_err()
+                {
                     continue;
                 }
                 // A merge may have left the root with one child.
@@ -172,7 +176,7 @@ impl<K: FixedKey> BTree<K> {
         }
     }
 
-    /// Makes the root's only child the root; tells whether it did.
+    /// Makes the root's only child the root; returns true if it did.
     fn lower_root(&self) -> bool {
         let pool = &self.pool;
         let Some(anchor_version) = pool.read_version(ANCHOR) else { return false };
@@ -192,70 +196,70 @@ impl<K: FixedKey> BTree<K> {
         true
     }
 
-    /// Locks the node at a place and its parent, if both are as they were.
-    fn lock_with_parent(&self, place: Place) -> Result<(), Again> {
+    /// Locks the node at a position and its parent, if both are unchanged.
+    fn lock_with_parent(&self, position: Position) -> Result<(), Again> {
         let pool = &self.pool;
-        if !pool.lock(place.parent, place.parent_version) {
+        if !pool.lock(position.parent, position.parent_version) {
             return Err(Again);
         }
-        if !pool.lock(place.leaf, place.leaf_version) {
-            pool.unlock_unchanged(place.parent);
+        if !pool.lock(position.leaf, position.leaf_version) {
+            pool.unlock_unchanged(position.parent);
             return Err(Again);
         }
         Ok(())
     }
 
-    /// Splits a full node, or lets a neighbour take some of a full leaf's entries.
-    fn make_room(&self, place: Place, shape: Shape, key: K) -> Result<Result<(), Full>, Again> {
+    /// Splits a full node, or moves some entries of a full leaf to a neighbour.
+    fn make_room(&self, position: Position, shape: Shape, key: K) -> Result<Result<(), Full>, Again> {
         let pool = &self.pool;
-        self.lock_with_parent(place)?;
-        let node = place.leaf;
-        if place.parent != ANCHOR && shape.level == 0 && self.spill(place, key) {
+        self.lock_with_parent(position)?;
+        let node = position.leaf;
+        if position.parent != ANCHOR && shape.level == 0 && self.shift_to_neighbour(position, key) {
             return Ok(Ok(()));
         }
-        let parent_shape = pool.shape(place.parent);
-        debug_assert!(place.parent == ANCHOR || parent_shape.count < inner_capacity::<K>());
+        let parent_shape = pool.shape(position.parent);
+        debug_assert!(position.parent == ANCHOR || parent_shape.count < inner_capacity::<K>());
         let Some(right) = pool.allocate() else {
             pool.unlock_unchanged(node);
-            pool.unlock_unchanged(place.parent);
+            pool.unlock_unchanged(position.parent);
             return Ok(Err(Full));
         };
-        let new_root = if place.parent == ANCHOR {
+        let new_root = if position.parent == ANCHOR {
             let Some(root) = pool.allocate() else {
                 pool.free(right);
                 pool.unlock_unchanged(node);
-                pool.unlock_unchanged(place.parent);
+                pool.unlock_unchanged(position.parent);
                 return Ok(Err(Full));
             };
             Some(root)
         } else {
             None
         };
-        let mut hand = Hand::new();
-        hand.take(self, node, shape);
-        // Keys that come in order leave full nodes behind them.
-        let left_count = if key > hand.keys[hand.count - 1] {
-            hand.count - 1
-        } else if key < hand.keys[0] {
+        let mut buffer = EntryBuffer::new();
+        buffer.take(self, node, shape);
+        // For keys inserted in order, leave a full node behind.
+        let left_count = if key > buffer.keys[buffer.count - 1] {
+            buffer.count - 1
+        } else if key < buffer.keys[0] {
             1
         } else {
-            hand.count / 2
+            buffer.count / 2
         };
-        let between = hand.deal(self, node, right, shape.level, left_count.max(1));
-        pool.bring_to_life(right);
+        let between = buffer.distribute(self, node, right, shape.level, left_count.max(1));
+        pool.publish(right);
         match new_root {
             Some(root) => {
                 pool.set_shape(root, Shape { count: 1, level: shape.level + 1 });
                 pool.set_key(root, 0, between);
                 pool.set_child::<K>(root, 0, node);
                 pool.set_child::<K>(root, 1, right);
-                pool.bring_to_life(root);
+                pool.publish(root);
                 pool.word(ANCHOR, 1).store(root, Ordering::Relaxed);
             }
-            None => self.insert_child(place.parent, parent_shape, place.index, between, right),
+            None => self.insert_child(position.parent, parent_shape, position.index, between, right),
         }
         pool.unlock(node);
-        pool.unlock(place.parent);
+        pool.unlock(position.parent);
         Ok(Ok(()))
     }
 
@@ -280,109 +284,109 @@ impl<K: FixedKey> BTree<K> {
         pool.set_shape(inner, Shape { count: shape.count - 1, ..shape });
     }
 
-    /// The node at a place with its left or right neighbour under the same parent.
-    fn pair(&self, place: Place, to_the_right: bool) -> Option<Pair> {
+    /// The node at a position with its left or right neighbour under the same parent.
+    fn pair(&self, position: Position, to_the_right: bool) -> Option<Pair> {
         let pool = &self.pool;
-        let parent_count = pool.shape(place.parent).count;
+        let parent_count = pool.shape(position.parent).count;
         if to_the_right {
-            (place.index < parent_count).then(|| Pair {
-                left: place.leaf,
-                right: pool.child::<K>(place.parent, place.index + 1),
-                between: place.index,
+            (position.index < parent_count).then(|| Pair {
+                left: position.leaf,
+                right: pool.child::<K>(position.parent, position.index + 1),
+                between: position.index,
             })
         } else {
-            (place.index > 0).then(|| Pair {
-                left: pool.child::<K>(place.parent, place.index - 1),
-                right: place.leaf,
-                between: place.index - 1,
+            (position.index > 0).then(|| Pair {
+                left: pool.child::<K>(position.parent, position.index - 1),
+                right: position.leaf,
+                between: position.index - 1,
             })
         }
     }
 
-    /// Locks the neighbour in a pair; its parent, which is locked, keeps it where it is.
+    /// Locks the neighbour in a pair; the locked parent keeps it linked.
     fn lock_neighbour(&self, neighbour: u64) -> bool {
         self.pool.read_version(neighbour).is_some_and(|version| self.pool.lock(neighbour, version))
     }
 
-    /// Deals a full leaf's entries out over it and a neighbour with room. Holds and releases the locks of
-    /// parent and leaf if it did; else leaves them.
-    fn spill(&self, place: Place, key: K) -> bool {
+    /// Distributes a full leaf's entries over it and a neighbour with room. Releases the locks of parent
+    /// and leaf if it returns true; otherwise the caller still holds them.
+    fn shift_to_neighbour(&self, position: Position, key: K) -> bool {
         let pool = &self.pool;
         let capacity = leaf_capacity::<K>();
         for to_the_right in [true, false] {
-            let Some(pair) = self.pair(place, to_the_right) else { continue };
+            let Some(pair) = self.pair(position, to_the_right) else { continue };
             let neighbour = if to_the_right { pair.right } else { pair.left };
             if !self.lock_neighbour(neighbour) {
                 continue;
             }
             let neighbour_shape = pool.shape(neighbour);
-            // Worth it if some inserts pass before either is full again; and not where keys come in order,
+            // Worth it if some inserts fit before either is full again; and not for keys inserted in order,
             // since the neighbour would be filled entry by entry.
             let room = capacity - neighbour_shape.count;
-            let ordered = key > pool.key::<K>(place.leaf, capacity - 1) || key < pool.key::<K>(place.leaf, 0);
-            if room < 2 || (ordered && pool.shape(place.parent).count > 0 && room < capacity / 2) {
+            let ordered = key > pool.key::<K>(position.leaf, capacity - 1) || key < pool.key::<K>(position.leaf, 0);
+            if room < 2 || (ordered && pool.shape(position.parent).count > 0 && room < capacity / 2) {
                 pool.unlock_unchanged(neighbour);
                 continue;
             }
-            let mut hand = Hand::new();
-            hand.take(self, pair.left, pool.shape(pair.left));
-            hand.take(self, pair.right, pool.shape(pair.right));
-            let left_count = hand.count / 2;
-            let between = hand.deal(self, pair.left, pair.right, 0, left_count);
-            pool.set_key(place.parent, pair.between, between);
+            let mut buffer = EntryBuffer::new();
+            buffer.take(self, pair.left, pool.shape(pair.left));
+            buffer.take(self, pair.right, pool.shape(pair.right));
+            let left_count = buffer.count / 2;
+            let between = buffer.distribute(self, pair.left, pair.right, 0, left_count);
+            pool.set_key(position.parent, pair.between, between);
             pool.unlock(neighbour);
-            pool.unlock(place.leaf);
-            pool.unlock(place.parent);
+            pool.unlock(position.leaf);
+            pool.unlock(position.parent);
             return true;
         }
         false
     }
 
-    /// Merges an underfull node with a neighbour, or takes some of the neighbour's entries.
-    fn fill_up(&self, place: Place, shape: Shape) -> Result<(), Again> {
+    /// Merges an underfull node with a neighbour, or moves some of the neighbour's entries to it.
+    fn merge_or_borrow(&self, position: Position, shape: Shape) -> Result<(), Again> {
         let pool = &self.pool;
-        self.lock_with_parent(place)?;
+        self.lock_with_parent(position)?;
         let release = |changed: bool| {
-            for node in [place.leaf, place.parent] {
+            for node in [position.leaf, position.parent] {
                 if changed { pool.unlock(node) } else { pool.unlock_unchanged(node) }
             }
         };
-        if place.parent == ANCHOR {
+        if position.parent == ANCHOR {
             release(false);
             self.lower_root();
             return Ok(());
         }
-        let pair = self.pair(place, true).or_else(|| self.pair(place, false));
+        let pair = self.pair(position, true).or_else(|| self.pair(position, false));
         let Some(pair) = pair else {
-            // Its parent has no other child: the parent is relieved first.
+            // Its parent has no other child: the parent is rebalanced first.
             release(false);
             return Ok(());
         };
-        let neighbour = if pair.left == place.leaf { pair.right } else { pair.left };
+        let neighbour = if pair.left == position.leaf { pair.right } else { pair.left };
         if !self.lock_neighbour(neighbour) {
             release(false);
             return Err(Again);
         }
-        let mut hand = Hand::new();
-        hand.take(self, pair.left, pool.shape(pair.left));
+        let mut buffer = EntryBuffer::new();
+        buffer.take(self, pair.left, pool.shape(pair.left));
         if shape.level > 0 {
-            // The key between the two comes down between their children.
-            hand.keys[hand.count] = pool.key(place.parent, pair.between);
-            hand.count += 1;
+            // The parent's key between the two separates their children.
+            buffer.keys[buffer.count] = pool.key(position.parent, pair.between);
+            buffer.count += 1;
         }
-        hand.take(self, pair.right, pool.shape(pair.right));
-        let parent_shape = pool.shape(place.parent);
+        buffer.take(self, pair.right, pool.shape(pair.right));
+        let parent_shape = pool.shape(position.parent);
         let capacity = Self::capacity(shape);
-        if hand.count <= capacity - capacity / 8 {
-            hand.put_all(self, pair.left, shape.level);
-            self.remove_child(place.parent, parent_shape, pair.between);
+        if buffer.count <= capacity - capacity / 8 {
+            buffer.put_all(self, pair.left, shape.level);
+            self.remove_child(position.parent, parent_shape, pair.between);
             pool.unlock(pair.left);
-            pool.unlock(place.parent);
+            pool.unlock(position.parent);
             pool.discard(pair.right);
         } else {
-            let left_count = hand.count / 2;
-            let between = hand.deal(self, pair.left, pair.right, shape.level, left_count);
-            pool.set_key(place.parent, pair.between, between);
+            let left_count = buffer.count / 2;
+            let between = buffer.distribute(self, pair.left, pair.right, shape.level, left_count);
+            pool.set_key(position.parent, pair.between, between);
             pool.unlock(neighbour);
             release(true);
         }
@@ -390,13 +394,13 @@ impl<K: FixedKey> BTree<K> {
     }
 }
 
-impl<K: FixedKey> Hand<K> {
+impl<K: FixedKey> EntryBuffer<K> {
     fn new() -> Self {
         Self { keys: [K::MIN; 2 * CAPACITY_MAX + 1], below: [0; 2 * CAPACITY_MAX + 2], count: 0 }
     }
 
-    /// Adds a node's entries behind those already in the hand. For a second inner node the caller has
-    /// added the key between them.
+    /// Appends a node's entries to the buffer. For a second inner node the caller has added the key between
+    /// them.
     fn take(&mut self, tree: &BTree<K>, node: u64, shape: Shape) {
         let pool = &tree.pool;
         for index in 0..shape.count {
@@ -435,9 +439,9 @@ impl<K: FixedKey> Hand<K> {
         self.put(tree, node, level, 0, self.count);
     }
 
-    /// Deals all entries out over two nodes and gives the key between them. Of an inner node's keys
-    /// that one goes up and into neither.
-    fn deal(&self, tree: &BTree<K>, left: u64, right: u64, level: u32, left_count: usize) -> K {
+    /// Distributes all entries over two nodes and returns the key between them. Of an inner node's keys
+    /// that one goes to the parent and into neither node.
+    fn distribute(&self, tree: &BTree<K>, left: u64, right: u64, level: u32, left_count: usize) -> K {
         let up = usize::from(level > 0);
         let left_count = left_count.min(self.count - 1 - up).max(1);
         self.put(tree, left, level, 0, left_count);

@@ -1,8 +1,8 @@
 //! The B-tree: a concurrent ordered map for keys and values of fixed size.
 //!
 //! Nodes are eight cache lines: 31 pairs in a leaf of `u64` keys, 41 children in an inner node, searched
-//! with AVX-512 where the processor has it. All links are numbers of 32 bits into a reserved range on
-//! huge pages.
+//! with AVX-512 where the processor has it. All links are 32-bit numbers into a reserved range on huge
+//! pages.
 //!
 //! # Why it can be trusted
 //!
@@ -11,7 +11,7 @@
 //! node, then the version again, and on the way down they read the child's version before they check
 //! the parent's for the last time, so that a child's version is always one at which it was linked.
 //! Node memory is never unmapped and a node's version never goes back, not even when the node is freed
-//! and used elsewhere, so an unchanged version proves what was read without any epoch.
+//! and reused, so an unchanged version proves what was read without any epoch.
 //!
 //! Splits are prepared on the way down (a full inner node is split before its child needs room), so a
 //! writer never holds more than three neighbouring nodes. Before a leaf is split, its neighbours take
@@ -19,9 +19,9 @@
 //!
 //! # What it does not promise
 //!
-//! Readers never make a writer wait. But who meets a node that a writer has locked tries again until it
-//! is unlocked: a writer that is stopped for good while it holds a leaf's lock stops what needs that
-//! leaf. Where that must not be, use the [SD tree](crate::sd_tree).
+//! Readers never make a writer wait. But a thread that meets a locked node retries until it is unlocked:
+//! a writer that is stopped for good while it holds a leaf's lock blocks all operations on that leaf.
+//! Where that is not acceptable, use the [SD tree](crate::sd_tree).
 //!
 //! A scan is exact leaf by leaf: each leaf's entries are from one moment, later leaves from later ones.
 
@@ -70,7 +70,7 @@ const SHARDS: usize = 16;
 #[error("the B-tree is full: its address space is used up")]
 pub struct Full;
 
-/// What the tree holds and takes.
+/// Statistics of the tree.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
     /// Entries.
@@ -79,7 +79,7 @@ pub struct Stats {
     pub node_count: u64,
     /// Levels of inner nodes above the leaves.
     pub height: u32,
-    /// Bytes of memory in use, all in, free nodes that were not given back to the system too.
+    /// Bytes of memory in use, including free nodes that were not given back to the system.
     pub memory_bytes: u64,
 }
 
@@ -104,9 +104,9 @@ pub struct BTree<K: FixedKey> {
 #[repr(align(128))]
 struct Count(AtomicU64);
 
-/// Where a descent ended.
+/// The end of a descent.
 #[derive(Clone, Copy)]
-struct Place {
+struct Position {
     /// The leaf's parent, or the anchor.
     parent: u64,
     parent_version: u64,
@@ -116,7 +116,7 @@ struct Place {
     leaf_version: u64,
 }
 
-/// Somebody changed what was read: begin again.
+/// Another thread changed what was read: retry.
 struct Again;
 
 impl<K: FixedKey> BTree<K> {
@@ -145,7 +145,7 @@ impl<K: FixedKey> BTree<K> {
         let tree = Self { pool, counts: (0..SHARDS).map(|_| Count(AtomicU64::new(0))).collect(), _keys: PhantomData };
         let root = tree.pool.allocate().expect("an empty pool has a node");
         tree.pool.set_shape(root, Shape { count: 0, level: 0 });
-        tree.pool.bring_to_life(root);
+        tree.pool.publish(root);
         tree.pool.word(ANCHOR, 1).store(root, Ordering::Relaxed);
         tree.pool.word(ANCHOR, 0).store(VERSION_STEP, Ordering::Release);
         Ok(tree)
@@ -155,7 +155,7 @@ impl<K: FixedKey> BTree<K> {
         if shape.level == 0 { leaf_capacity::<K>() } else { inner_capacity::<K>() }
     }
 
-    /// Goes down to the leaf for the key. With `before` it is the leaf that would hold the keys just below it.
+    /// Descends to the leaf for the key. With `before` it is the leaf that would hold the keys just below it.
     ///
     /// `visit` sees each inner node before its child is read: parent, its version, the node's index in
     /// it, the node, its version, its shape. It may end the descent.
@@ -164,25 +164,25 @@ impl<K: FixedKey> BTree<K> {
         &self,
         key: K,
         before: bool,
-        mut visit: impl FnMut(Place, Shape) -> Result<(), Again>,
-    ) -> Result<(Place, Shape), Again> {
+        mut visit: impl FnMut(Position, Shape) -> Result<(), Again>,
+    ) -> Result<(Position, Shape), Again> {
         let pool = &self.pool;
         let mut parent = ANCHOR;
         let mut parent_version = pool.read_version(ANCHOR).ok_or(Again)?;
         let mut node = pool.word(ANCHOR, 1).load(Ordering::Relaxed);
         let mut index = 0;
-        // The number may be from a torn moment; it is always one of a node in the pool, and checked next.
+        // The number may be stale; it is always that of a node in the pool, and checked next.
         let mut version = pool.read_version(node).ok_or(Again)?;
         if !pool.is_at(parent, parent_version) {
             return Err(Again);
         }
         loop {
             let shape = pool.shape(node);
-            let place = Place { parent, parent_version, index, leaf: node, leaf_version: version };
+            let position = Position { parent, parent_version, index, leaf: node, leaf_version: version };
             if shape.level == 0 {
-                return Ok((place, shape));
+                return Ok((position, shape));
             }
-            visit(place, shape)?;
+            visit(position, shape)?;
             let child_index = pool.count_below(node, shape.count, key, !before);
             let child = pool.child::<K>(node, child_index);
             if !pool.is_at(node, version) {
@@ -198,7 +198,7 @@ impl<K: FixedKey> BTree<K> {
         }
     }
 
-    /// Gives the value of the key.
+    /// Returns the value of the key.
     #[inline]
     pub fn get(&self, key: K) -> Option<u64> {
         loop {
@@ -211,8 +211,8 @@ impl<K: FixedKey> BTree<K> {
 
     #[inline(always)]
     fn try_get(&self, key: K) -> Result<Option<u64>, Again> {
-        let (place, shape) = self.descend(key, false, |_, _| Ok(()))?;
-        self.read_leaf(place.leaf, place.leaf_version, shape, key)
+        let (position, shape) = self.descend(key, false, |_, _| Ok(()))?;
+        self.read_leaf(position.leaf, position.leaf_version, shape, key)
     }
 
     #[inline(always)]
@@ -223,24 +223,24 @@ impl<K: FixedKey> BTree<K> {
         if self.pool.is_at(leaf, version) { Ok(value) } else { Err(Again) }
     }
 
-    /// Tells whether the key is there.
+    /// Returns true if the key is there.
     pub fn contains(&self, key: K) -> bool {
         self.get(key).is_some()
     }
 
-    /// Counts the entries; exact when nobody changes the tree meanwhile.
+    /// Counts the entries; exact while no thread changes the tree.
     pub fn len(&self) -> u64 {
         let sum = self.counts.iter().fold(0u64, |sum, count| sum.wrapping_add(count.0.load(Ordering::Relaxed)));
-        // A shard may see the removals of what another shard counted.
+        // An entry may be counted in one shard and its removal in another, so a sum of racing reads can be negative.
         if (sum as i64) < 0 { 0 } else { sum }
     }
 
-    /// Tells whether there are no entries.
+    /// Returns true if there are no entries.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Reads the tree's figures.
+    /// Reads the tree's statistics.
     pub fn stats(&self) -> Stats {
         let root = self.pool.word(ANCHOR, 1).load(Ordering::Acquire);
         Stats {
@@ -251,7 +251,7 @@ impl<K: FixedKey> BTree<K> {
         }
     }
 
-    /// Bytes of memory that the tree uses, all in.
+    /// Bytes of memory that the tree uses in total.
     pub fn memory_bytes(&self) -> u64 {
         self.pool.touched_bytes()
     }

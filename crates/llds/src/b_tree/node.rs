@@ -1,4 +1,4 @@
-//! A node's words, and how they are read while others write them.
+//! A node's words, and how readers read them while a writer changes them.
 
 use super::pool::Pool;
 use super::{NODE_LINES, OBSOLETE, VERSION_STEP};
@@ -28,7 +28,7 @@ pub trait FixedKey: Copy + Ord + std::fmt::Debug + Send + Sync + sealed::Sealed 
     const MIN: Self;
     /// The largest key.
     const MAX: Self;
-    /// Gives the words, the most significant first; the second is 0 if there is one.
+    /// Returns the words, the most significant first; the second is 0 if `WORDS` is 1.
     fn to_words(self) -> [u64; 2];
     /// Makes the key from its words.
     fn from_words(words: [u64; 2]) -> Self;
@@ -102,7 +102,7 @@ impl Pool {
         self.memory.word(node * NODE_LINES, index)
     }
 
-    /// Asks for all lines of a node.
+    /// Prefetches all lines of a node.
     #[inline(always)]
     pub(super) fn prefetch(&self, node: u64) {
         for line in 0..NODE_LINES {
@@ -110,17 +110,17 @@ impl Pool {
         }
     }
 
-    /// Reads a node's version; `None` if the node is being written or is gone.
+    /// Reads a node's version; `None` if the node is locked or was freed.
     #[inline(always)]
     pub(super) fn read_version(&self, node: u64) -> Option<u64> {
         let version = self.word(node, 0).load(Ordering::Acquire);
         (version & (LOCKED | OBSOLETE) == 0 && version != 0).then_some(version)
     }
 
-    /// Tells whether all that was read since `read_version` was the node at that version.
+    /// Returns true if everything read since `read_version` was the node at that version.
     #[inline(always)]
     pub(super) fn is_at(&self, node: u64, version: u64) -> bool {
-        // Pairs with the fence in `lock`: had we read a writer's word, we would see its lock here.
+        // Pairs with the release fence in `lock`: had we read a word of a writer, we would see its lock here.
         fence(Ordering::Acquire);
         self.word(node, 0).load(Ordering::Relaxed) == version
     }
@@ -132,7 +132,7 @@ impl Pool {
             .word(node, 0)
             .compare_exchange(version, version | LOCKED, Ordering::Acquire, Ordering::Relaxed)
             .is_ok();
-        // Pairs with the fence in `is_at`.
+        // Pairs with the acquire fence in `is_at`.
         fence(Ordering::Release);
         locked
     }
@@ -145,22 +145,22 @@ impl Pool {
         self.word(node, 0).store((version & !(LOCKED | OBSOLETE)) + VERSION_STEP, Ordering::Release);
     }
 
-    /// Unlocks a node that was not changed: whoever read it meanwhile read well.
+    /// Unlocks a node that was not changed: reads of it meanwhile stay valid.
     pub(super) fn unlock_unchanged(&self, node: u64) {
         let version = self.word(node, 0).load(Ordering::Relaxed);
         debug_assert_ne!(version & LOCKED, 0);
         self.word(node, 0).store(version & !LOCKED, Ordering::Release);
     }
 
-    /// Marks a locked node as gone and gives it back.
+    /// Marks a locked node as obsolete and frees it.
     pub(super) fn discard(&self, node: u64) {
         let version = self.word(node, 0).load(Ordering::Relaxed);
         self.word(node, 0).store(((version & !LOCKED) + VERSION_STEP) | OBSOLETE, Ordering::Release);
         self.free(node);
     }
 
-    /// Makes a taken and filled node valid.
-    pub(super) fn bring_to_life(&self, node: u64) {
+    /// Makes an allocated and filled node valid.
+    pub(super) fn publish(&self, node: u64) {
         let version = self.word(node, 0).load(Ordering::Relaxed);
         self.word(node, 0).store((version & !(LOCKED | OBSOLETE)) + VERSION_STEP, Ordering::Release);
     }
@@ -168,7 +168,7 @@ impl Pool {
     #[inline(always)]
     pub(super) fn shape(&self, node: u64) -> Shape {
         let word = self.word(node, 1).load(Ordering::Relaxed);
-        // A stale reader may see anything; a count within the node keeps its search inside.
+        // A stale reader may see any value; clamping the count keeps its search inside the node.
         Shape { count: (word as u16 as usize).min(CAPACITY_MAX), level: (word >> 16) as u8 as u32 }
     }
 
@@ -221,7 +221,7 @@ impl Pool {
         word.store(word.load(Ordering::Relaxed) & !(0xffff_ffff << shift) | child << shift, Ordering::Relaxed);
     }
 
-    /// How many keys are less than `key`, or less than or equal to it. The result is good if the
+    /// How many keys are less than `key`, or less than or equal to it. The result is valid if the
     /// node proves unchanged.
     #[inline(always)]
     pub(super) fn count_below<K: FixedKey>(&self, node: u64, count: usize, key: K, or_equal: bool) -> usize {
@@ -230,8 +230,8 @@ impl Pool {
             use super::search::{KEYS, count_below};
             const { assert!(KEYS <= PAYLOAD_WORDS && inner_capacity::<u64>() <= KEYS) };
             let keys = std::ptr::from_ref(self.word(node, HEAD_WORDS)).cast::<u64>();
-            // SAFETY: the processor has what is asked for; so many words lie in the node, which is mapped as long
-            // as the pool lives.
+            // SAFETY: `has_avx512` was checked; a node has PAYLOAD_WORDS >= KEYS words after its head (asserted above), and
+            // is mapped as long as the pool lives.
             return unsafe { count_below(keys, count, key.to_words()[0], or_equal) };
         }
         let (mut low, mut high) = (0, count.min(inner_capacity::<K>()));

@@ -1,12 +1,12 @@
-//! Nodes: where they come from, and how their memory goes back to the system.
+//! The pool: allocates and frees nodes, and gives their memory back to the system.
 //!
 //! Nodes are numbered and lie in chunks of one huge page. A chunk's state is one word, so that
-//! taking, giving back and releasing are each one compare-and-swap. A chunk whose nodes are all free
-//! goes back to the system. Node memory stays readable for ever, and a node's version never goes
-//! back, so a reader who holds a stale number is told so by the version and needs no epoch.
+//! allocating, freeing and releasing are each one compare-and-swap. A chunk of free nodes only goes
+//! back to the system. Node memory stays readable for ever, and a node's version never goes back, so
+//! a reader with a stale number detects that by the version and needs no epoch.
 
 use super::NODE_LINES;
-use crate::lines::{LINE_BYTES, Memory};
+use crate::line_memory::{LINE_BYTES, Memory};
 use crate::primitive::{AtomicU64, Ordering};
 
 /// Nodes in a chunk: 2 MiB of them.
@@ -35,7 +35,7 @@ impl Chunk {
         self.0 >> 13 & FIELD
     }
 
-    /// Nodes given out at least once since the chunk was last empty.
+    /// Nodes allocated at least once since the chunk was last empty.
     fn touched(self) -> u64 {
         self.0 >> 26 & FIELD
     }
@@ -46,14 +46,14 @@ impl Chunk {
 }
 
 pub(super) struct Pool {
-    /// The nodes, and behind them one word per chunk.
+    /// The nodes, followed by one word per chunk.
     pub(super) memory: Memory,
     chunk_count: u64,
     /// Chunks ever used.
     chunks_touched: AtomicU64,
     /// No chunk below this one has a free node, as far as is known.
     hint: AtomicU64,
-    /// Every node that comes to life anew in released memory starts above this version.
+    /// Every node allocated in released memory starts above this version.
     version_floor: AtomicU64,
     used: AtomicU64,
 }
@@ -86,10 +86,10 @@ impl Pool {
         self.memory.word(node * NODE_LINES, 0)
     }
 
-    /// Takes a node. It is marked obsolete; who takes it sets its version when it is filled.
+    /// Allocates a node. It is marked obsolete; the caller sets its version (`publish`) when it is filled.
     pub(super) fn allocate(&self) -> Option<u64> {
         let start = self.hint.load(Ordering::Relaxed);
-        // Free nodes below the hint are missed only if another gave them back at this moment: then once more.
+        // Nodes below the hint are free only if another thread freed them at this moment: search there last.
         for range in [start..self.chunk_count, 0..start] {
             for chunk in range {
                 if let Some(node) = self.allocate_in(chunk) {
@@ -114,7 +114,7 @@ impl Pool {
             }
             let (node, next) = if chunk.top() != 0 {
                 let node = index * CHUNK_NODES + chunk.top() - 1;
-                // May be in use by now; then the count of changes differs.
+                // The node may be in use by now; then the count of changes differs.
                 let below = self.link(node).load(Ordering::Relaxed) & FIELD;
                 (node, chunk.next(below, chunk.used() + 1, chunk.touched(), 0))
             } else if chunk.touched() < CHUNK_NODES {
@@ -136,7 +136,7 @@ impl Pool {
         }
     }
 
-    /// Gives a node back that is marked obsolete and that no new reader can reach.
+    /// Frees a node that is marked obsolete and that no new reader can reach.
     pub(super) fn free(&self, node: u64) {
         self.used.fetch_sub(1, Ordering::Relaxed);
         let (index, inside) = (node / CHUNK_NODES, node % CHUNK_NODES);

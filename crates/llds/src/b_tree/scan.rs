@@ -5,7 +5,7 @@ use super::{ANCHOR, Again, BTree};
 use crate::primitive::{Ordering, spin_hint};
 use std::ops::{Bound, RangeBounds};
 
-/// The entries of one leaf, as they were at one moment, and the bounds of what it may hold.
+/// The entries of one leaf at one moment, and the bounds of the keys it may hold.
 struct Page<K> {
     entries: [(K, u64); CAPACITY_MAX],
     start: usize,
@@ -23,7 +23,7 @@ pub struct Scan<'a, K: FixedKey> {
     high: Bound<K>,
     front: Option<Box<Page<K>>>,
     back: Option<Box<Page<K>>>,
-    /// No leaf further on in this direction can hold anything of the range.
+    /// No further leaf in this direction can hold a key of the range.
     front_done: bool,
     back_done: bool,
 }
@@ -80,7 +80,7 @@ impl<K: FixedKey> BTree<K> {
                 (index < shape.count).then(|| pool.key::<K>(node, index)),
             );
             let child = pool.child::<K>(node, index);
-            // The neighbour in the direction of the scan will be wanted next.
+            // The scan will read the neighbour in its direction next.
             let next = if before { index.checked_sub(1) } else { (index < shape.count).then_some(index + 1) };
             let next = next.filter(|_| shape.level == 1).map(|next| pool.child::<K>(node, next));
             if !pool.is_at(node, version) {

@@ -1,29 +1,29 @@
-//! Forty keys in twenty instructions.
+//! Searches forty keys in twenty instructions.
 
-/// Keys that are compared at once: those of the largest node.
+/// Keys compared by one search: those of the largest node.
 pub(super) const KEYS: usize = 40;
 
-/// Counts the keys, of the first `count` (at most 255) at `keys`, that are less than `key` (or equal to it).
+/// Counts, among the first `count` (at most 255) keys at `keys`, those less than `key` (or equal to it).
 ///
 /// All [`KEYS`] words are compared, whatever `count` is: a loop that ends at `count` would be
 /// mispredicted at every node, and that would end the overlap with the next search. For the same
 /// reason it is short: a search begins while the one before it waits for its leaf, if the processor
 /// can hold the instructions of both.
 ///
-/// It is assembly, because others may write the keys meanwhile: for the language the loads are opaque
-/// reads, for the processor they are in order with those around them. What a torn view gives is
-/// thrown away with the version.
+/// It is assembly, because other threads may write the keys meanwhile: for the language the loads are
+/// opaque reads, for the processor they are in order with those around them. A result from a torn view
+/// is discarded by the version check.
 ///
 /// # Safety
 /// [`has_avx512`](crate::wide::has_avx512), and [`KEYS`] words at `keys` can be read.
 #[inline(always)]
 pub(super) unsafe fn count_below(keys: *const u64, count: usize, key: u64, or_equal: bool) -> usize {
     let below: usize;
-    // The registers are named because the compiler hands out none of these classes to a function
+    // The registers are named because the compiler does not allocate these classes in a function
     // without the feature; for the same reason it keeps nothing in them.
     macro_rules! count {
         ($predicate:literal) => {
-            // SAFETY: five times eight words can be read; nothing is written.
+            // SAFETY: the caller guarantees AVX-512 and KEYS (five times eight) readable words; nothing is written.
             unsafe {
                 std::arch::asm!(
                     "vpbroadcastq zmm31, {key}",
@@ -79,7 +79,7 @@ mod tests {
             return;
         }
         let keys: Vec<u64> = (0..KEYS as u64).map(|index| index * 3 + u64::MAX / 2).collect();
-        // More than there are is what a torn view of a node may say.
+        // A torn view of a node may give a count above the number of keys.
         for count in (0..KEYS + 24).chain([255]) {
             for key in keys.iter().flat_map(|&key| [key - 1, key, key + 1]).chain([0, u64::MAX]) {
                 for or_equal in [false, true] {
@@ -87,7 +87,7 @@ mod tests {
                         .iter()
                         .filter(|&&other| other < key || (or_equal && other == key))
                         .count();
-                    // SAFETY: checked above; as many words can be read.
+                    // SAFETY: `has_avx512` was checked above; `keys` has KEYS words.
                     let counted = unsafe { super::count_below(keys.as_ptr(), count, key, or_equal) };
                     assert_eq!(counted, expected, "{count} keys");
                 }

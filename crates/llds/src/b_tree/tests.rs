@@ -1,4 +1,4 @@
-//! What must stay true of the B-tree.
+//! Invariants of the B-tree.
 
 use super::*;
 use proptest::prelude::*;

@@ -1,4 +1,4 @@
-//! Many operations in flight at once: a core can wait for a dozen cache lines together.
+//! Many operations in flight: a core can wait for a dozen cache lines at the same time.
 
 use super::search::Attempt;
 use super::word::{self, Control};
@@ -15,14 +15,14 @@ impl SdTree {
         self.memory.prefetch(Self::bucket_line(fingerprint, self.segment_bits(fingerprint)));
     }
 
-    /// Prefetches the child that the search will go to, if it will go to one.
+    /// Prefetches the child that the search will visit, if it will visit one.
     #[inline(always)]
     fn prefetch_child(&self, fingerprint: u64) -> bool {
         let level = self.segment_bits(fingerprint);
         let line = Self::bucket_line(fingerprint, level);
         let control = self.memory.load_control(line);
         if control.has(Control::FROZEN) {
-            // Being moved: the search will go to the next array.
+            // The bucket is being moved: the search will visit the next array.
             if level < self.max_bits {
                 self.memory.prefetch(Self::bucket_line(fingerprint, level + 1));
             }
@@ -30,7 +30,7 @@ impl SdTree {
         }
         let Some(slot) = control.link(Self::half_of(fingerprint, level)) else { return false };
         let link = self.memory.slot(line, slot).load(Ordering::Relaxed);
-        // While moving the slot may hold a leaf; and the line may be released: a prefetch needs a line that exists.
+        // In a moving node the slot may hold a leaf, and a released line may hold anything: prefetch only existing lines.
         let child = word::value(link);
         if !word::is_leaf(link) && child < self.memory.lines() {
             self.memory.prefetch(child);
@@ -38,7 +38,7 @@ impl SdTree {
         true
     }
 
-    /// Looks all fingerprints up, 32 at a time in flight; `found[i]` becomes what `get(fingerprints[i])` gives.
+    /// Looks all fingerprints up with 32 in flight; `found[i]` becomes the result of `get(fingerprints[i])`.
     ///
     /// # Panics
     /// When the slices differ in length.
@@ -48,9 +48,9 @@ impl SdTree {
             self.prefetch_bucket(fingerprint);
         }
         let mut ahead = fingerprints.iter().skip(IN_FLIGHT);
-        // Searches whose key is in a child, which is on its way to us.
-        let mut late = [0usize; IN_FLIGHT];
-        let mut late_count = 0;
+        // Searches that continue in a child, which is being prefetched.
+        let mut pending = [0usize; IN_FLIGHT];
+        let mut pending_count = 0;
         for (index, &fingerprint) in fingerprints.iter().enumerate() {
             if let Some(&next) = ahead.next() {
                 self.prefetch_bucket(next);
@@ -60,20 +60,20 @@ impl SdTree {
                 Attempt::Missing => found[index] = None,
                 Attempt::Again => {
                     self.prefetch_child(fingerprint);
-                    late[late_count] = index;
-                    late_count += 1;
-                    if late_count == IN_FLIGHT {
-                        self.finish_late(fingerprints, found, &late);
-                        late_count = 0;
+                    pending[pending_count] = index;
+                    pending_count += 1;
+                    if pending_count == IN_FLIGHT {
+                        self.finish_pending(fingerprints, found, &pending);
+                        pending_count = 0;
                     }
                 }
             }
         }
-        self.finish_late(fingerprints, found, &late[..late_count]);
+        self.finish_pending(fingerprints, found, &pending[..pending_count]);
     }
 
-    fn finish_late(&self, fingerprints: &[u64], found: &mut [Option<u64>], late: &[usize]) {
-        for &index in late {
+    fn finish_pending(&self, fingerprints: &[u64], found: &mut [Option<u64>], pending: &[usize]) {
+        for &index in pending {
             found[index] = self.get(fingerprints[index]);
         }
     }
@@ -91,15 +91,15 @@ impl SdTree {
         if found.is_none() && control.link(Self::half_of(fingerprint, level)).is_some() {
             return Attempt::Again;
         }
-        // Pairs as in `attempt`.
+        // Pairs with the release of a slot's claim or free, as in `attempt`.
         if self.memory.load_control(line) != control {
             return Attempt::Again;
         }
         found.map_or(Attempt::Missing, |(_, word)| Attempt::Found(word::value(word)))
     }
 
-    /// Inserts as [`SdTree::get_or_insert`] does for each pair in turn, with the lines of the next
-    /// ones on their way; `existing[i]` becomes the outcome of the i-th.
+    /// Inserts as [`SdTree::get_or_insert`] does for each pair in turn, while the lines of the next
+    /// ones are prefetched; `existing[i]` becomes the result of the i-th.
     ///
     /// # Errors
     /// [`Full`] at the first pair that does not fit; `existing` is set for those before it.
@@ -114,7 +114,7 @@ impl SdTree {
             self.prefetch_bucket(fingerprint);
         }
         for (pairs, existing) in pairs.chunks(IN_FLIGHT).zip(existing.chunks_mut(IN_FLIGHT)) {
-            // One pin for a few; not for all, so that a long batch does not hold the clock.
+            // One pin for some pairs; not for all, so that a long batch does not hold the clock.
             let _pin = epoch::pin();
             for (&(fingerprint, value), existing) in pairs.iter().zip(existing) {
                 if let Some(&(next, _)) = buckets.next() {

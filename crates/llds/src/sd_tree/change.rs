@@ -1,18 +1,18 @@
 //! Changing: insert, remove and replace, each decided by one compare-and-swap of a node's control word.
 //!
-//! All three go down to the node that decides about the key and act there; if
-//! the node has changed meanwhile they look again, and if the key's place may
-//! be elsewhere now they begin at the bucket.
+//! All three descend to the node that decides about the key and act there. If the
+//! node has changed meanwhile they look again; if the key may belong to another
+//! node now, they restart at the bucket.
 
-use super::stop::{Point, stop_here};
+use super::stop_points::{Point, stop_here};
 use super::word::{self, Control, State, VALUE_BITS, VALUE_MAX};
-use super::{Full, SdTree, grow, place};
+use super::{Full, SdTree, grow, header};
 use crate::epoch;
 use crate::primitive::{Ordering, spin_hint};
 
 impl SdTree {
-    /// Inserts the value unless a leaf matches the fingerprint. Gives the value of that leaf, or
-    /// `None` if this one went in. Of threads that insert one fingerprint at once exactly one gets `None`.
+    /// Inserts the value unless a leaf matches the fingerprint. Returns the value of that leaf, or
+    /// `None` if this one was inserted. If threads insert one fingerprint concurrently, exactly one gets `None`.
     ///
     /// # Errors
     /// [`Full`] when too many keys share their leading bits; never for well-spread keys.
@@ -23,7 +23,7 @@ impl SdTree {
         self.get_or_insert_with(fingerprint, value, |_| true)
     }
 
-    /// Inserts as [`SdTree::get_or_insert`] does, but takes for equal only what passes `is_same`.
+    /// Inserts as [`SdTree::get_or_insert`] does, but only values that pass `is_same` count as equal.
     ///
     /// # Errors
     /// As [`SdTree::get_or_insert`].
@@ -45,8 +45,8 @@ impl SdTree {
         Ok(existing)
     }
 
-    /// Goes down to the node that decides about the key: the first with a leaf that matches and passes the check, or the
-    /// last of the path. Helps with unfinished work on the way. `act` gets the node and the leaf, if there is one.
+    /// Descends to the node that decides about the key: the first with a leaf that matches and passes the check, or the
+    /// last of the path. Finishes unfinished work on the way. `act` gets the node and the leaf, if there is one.
     #[inline(always)]
     fn descend<T>(
         &self,
@@ -93,7 +93,7 @@ impl SdTree {
         value: u64,
         is_same: &mut impl FnMut(u64) -> bool,
     ) -> Result<Option<u64>, Full> {
-        let mut patience = 10_000;
+        let mut spins_left = 10_000;
         self.descend(fingerprint, is_same, |node, found, is_same| {
             let &Node { line, control, level, depth } = node;
             if let Some((_, found)) = found {
@@ -104,9 +104,9 @@ impl SdTree {
             }
             let Some(slot) = control.free_slot() else {
                 match self.start_move(line, control, depth) {
-                    // Every slot is being written by another thread: a moment, or threads that are stopped.
-                    Err(Full) if control.leaves() == 0 && patience > 0 => {
-                        patience -= 1;
+                    // Every slot is being written by another thread, for a moment or because those threads are stopped.
+                    Err(Full) if control.leaves() == 0 && spins_left > 0 => {
+                        spins_left -= 1;
                         spin_hint();
                     }
                     Err(Full) => return Next::Done(Err(Full)),
@@ -129,7 +129,7 @@ impl SdTree {
         })
     }
 
-    /// Makes the claimed and written slot a leaf, unless an equal key came first.
+    /// Makes the claimed and written slot a leaf, unless an equal key was inserted first.
     fn commit(
         &self,
         line: u64,
@@ -146,7 +146,7 @@ impl SdTree {
             }
             control = self.memory.load_control(line);
             if control.has(Control::FROZEN) {
-                // Whoever took the node's content over did not take a claimed slot.
+                // The thread that moved the node's content did not move a claimed slot.
                 return Commit::Elsewhere;
             }
             if control.has(Control::MOVING) {
@@ -168,7 +168,7 @@ impl SdTree {
         }
     }
 
-    /// Gives a claimed slot back; if the node is frozen it is gone anyway.
+    /// Frees a claimed slot; in a frozen node that is not needed.
     fn unclaim(&self, line: u64, slot: usize) {
         loop {
             let control = self.memory.load_control(line);
@@ -181,7 +181,7 @@ impl SdTree {
         }
     }
 
-    /// Finds the leaf with this fingerprint and value and offers its node and slot to `step` until that says it is done.
+    /// Finds the leaf with this fingerprint and value and calls `step` with its node and slot until `step` returns a result.
     #[inline(always)]
     fn with_leaf<T>(&self, fingerprint: u64, value: u64, mut step: impl FnMut(&Node, usize) -> Option<T>) -> Option<T> {
         self.descend(fingerprint, &mut |found| found == value, |node, found, _| match found {
@@ -191,7 +191,7 @@ impl SdTree {
         })
     }
 
-    /// Removes the leaf with this fingerprint if its value is `expected`; tells whether it was there.
+    /// Removes the leaf with this fingerprint if its value is `expected`; returns true if it was there.
     pub fn remove(&self, fingerprint: u64, expected: u64) -> bool {
         let _pin = epoch::pin();
         let removed = self.with_leaf(fingerprint, expected, |&Node { line, control, .. }, slot| {
@@ -203,8 +203,8 @@ impl SdTree {
         removed.is_some()
     }
 
-    /// Replaces `old_value` by `new_value` in the leaf with this fingerprint, in one step for all who
-    /// look; tells whether it was there. Also `false` if the leaf's bucket has no room for the step and
+    /// Replaces `old_value` by `new_value` in the leaf with this fingerprint, in one step for all
+    /// readers; returns true if it was there. Also `false` if the leaf's bucket has no room for the step and
     /// is at its last level, which needs the same hostile keys as [`Full`].
     ///
     /// # Panics
@@ -220,7 +220,7 @@ impl SdTree {
             if !self.memory.change(line, control, claimed) {
                 return None;
             }
-            // The new leaf knows what the fingerprint tells, which may be more than the old one did.
+            // The new leaf stores bits of the whole fingerprint, which may be more than the old leaf knew.
             self.memory.slot(line, fresh).store(word::leaf(fingerprint, level, new_value), Ordering::Release);
             let swapped = claimed.set_state(fresh, State::Leaf).set_state(slot, State::Free).next_version();
             if self.memory.change(line, claimed, swapped) {
@@ -232,7 +232,7 @@ impl SdTree {
         .unwrap_or(false)
     }
 
-    /// Counts a leaf and gives growing its share of this thread's time. The caller is pinned.
+    /// Counts a leaf and does this thread's share of growing. The caller is pinned.
     #[inline(always)]
     fn count_insert(&self) {
         let inserts = if let Some(line) = self.own_counts() {
@@ -242,7 +242,7 @@ impl SdTree {
             inserts.store(count, Ordering::Relaxed);
             count
         } else {
-            self.memory.word(place::COUNT_SHARED, 0).fetch_add(1, Ordering::Relaxed).wrapping_add(1)
+            self.memory.word(header::COUNT_SHARED, 0).fetch_add(1, Ordering::Relaxed).wrapping_add(1)
         };
         if inserts.is_multiple_of(grow::INSERTS_PER_STEP) {
             self.grow_step();
@@ -250,7 +250,7 @@ impl SdTree {
     }
 }
 
-/// A node on the way of a change, as it was seen: neither moving nor frozen.
+/// A node on the path of a change, as it was read: neither moving nor frozen.
 struct Node {
     line: u64,
     control: Control,
@@ -259,20 +259,20 @@ struct Node {
     depth: u32,
 }
 
-/// What follows on a look at a node.
+/// What to do after a node was examined.
 enum Next<T> {
     Done(T),
     /// The node has changed: look again.
     Again,
-    /// The key's place may be elsewhere now: from the bucket on.
+    /// The key may belong to another node now: restart at the bucket.
     Restart,
 }
 
-/// What came of a commit.
+/// The result of a commit.
 enum Commit {
     Done,
     /// An equal key is there, with this value.
     Exists(u64),
-    /// The key's place is now in another node.
+    /// The key now belongs to another node.
     Elsewhere,
 }

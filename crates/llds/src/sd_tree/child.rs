@@ -1,18 +1,18 @@
 //! Children: splitting a full node, and the life of a child's line.
 
-use super::stop::{Point, stop_here};
+use super::stop_points::{Point, stop_here};
 use super::word::{self, Control, SLOTS, State};
-use super::{DEPTH_MAX, Full, SdTree, place};
+use super::{DEPTH_MAX, Full, SdTree, header};
 use crate::epoch;
 use crate::primitive::Ordering;
 
-/// Children kept back so that a helper never lacks one: more than threads can be in a split at once.
+/// Children held in reserve so that a helper always gets one: more than threads that can be in a split at the same time.
 const RESERVED_CHILDREN: u64 = if cfg!(loom) { 2 } else { 1 << 13 };
 
-/// New children between attempts to use old ones again, while there are few.
+/// New children between attempts to reuse retired ones, while there are few.
 const CHILDREN_PER_ADVANCE: u64 = if cfg!(any(loom, pagefold_stress)) { 1 } else { 16 };
 
-/// One of so many children may wait to be used again.
+/// One of this many children may wait to be reused.
 const CHILDREN_SPARED: u64 = 64;
 
 const LINE_BITS: u32 = word::VALUE_BITS;
@@ -28,11 +28,11 @@ impl SdTree {
         self.memory.lines() - self.first_child_line()
     }
 
-    /// Makes room in a full node: chooses the half with more leaves and begins to hand it to a
+    /// Makes room in a full node: chooses the half with more leaves and begins to move it to a
     /// child. `depth` is the node's distance from its bucket. The caller is pinned and looks again.
     pub(super) fn start_move(&self, line: u64, control: Control, depth: u32) -> Result<(), Full> {
         if depth >= DEPTH_MAX
-            || self.shared(place::CHILDREN).load(Ordering::Relaxed) + RESERVED_CHILDREN > self.child_limit()
+            || self.shared(header::CHILDREN).load(Ordering::Relaxed) + RESERVED_CHILDREN > self.child_limit()
         {
             return Err(Full);
         }
@@ -66,12 +66,12 @@ impl SdTree {
         Ok(())
     }
 
-    /// Finishes a split: whoever meets a moving node does this before anything else. Pinned.
+    /// Finishes a split: a thread that meets a moving node does this before anything else. Pinned.
     ///
     /// All helpers see the same leaves, because a moving node cannot change otherwise. Each builds a
     /// child of its own; the first to put its link over the leaf in the link's slot wins. That slot
     /// holds the same leaf again only after the link was removed, which the sweep does only when
-    /// everybody who was pinned at the split has left: no late helper can mistake it.
+    /// every thread that was pinned at the split has unpinned: no late helper can mistake it.
     pub(super) fn finish_move(&self, line: u64, control: Control) {
         let (half, link_slot) = control.moving();
         let mut next = control.without(Control::MOVING).set_state(link_slot, State::Link).next_version();
@@ -89,7 +89,7 @@ impl SdTree {
             if slot != link_slot {
                 next = next.set_state(slot, State::Free);
             }
-            // A leaf without known bits is never in a moving half; if the node has changed meanwhile it may look so.
+            // A leaf without known bits is never in a moving half; it can only seem so if the node has changed meanwhile.
             if word::known_bits(word) > 0 {
                 leaves[count] = word::down(word);
                 count += 1;
@@ -116,43 +116,43 @@ impl SdTree {
         self.memory.change(line, control, next);
     }
 
-    /// Takes a line for a child: one that was freed, one whose epoch is over, or a new one.
+    /// Takes a line for a child: a freed one, a retired one that is past its epoch, or a new one.
     fn allocate_child(&self) -> Option<u64> {
         if let Some(line) = self.pop_free() {
             return Some(line);
         }
-        // Advancing the clock costs microseconds and interrupts others, a new line nothing: only now and then.
-        let ever = self.shared(place::CHILDREN).load(Ordering::Relaxed);
+        // Advancing the clock costs microseconds and interrupts other threads, a new line costs nothing: try it rarely.
+        let ever = self.shared(header::CHILDREN).load(Ordering::Relaxed);
         let between = (ever / CHILDREN_SPARED).next_power_of_two().max(CHILDREN_PER_ADVANCE);
         let due = ever.is_multiple_of(between) || ever + RESERVED_CHILDREN > self.child_limit();
         if due
-            && self.drain_limbo()
+            && self.reclaim_retired()
             && let Some(line) = self.pop_free()
         {
             return Some(line);
         }
-        let count = self.shared(place::CHILDREN).fetch_add(1, Ordering::Relaxed);
+        let count = self.shared(header::CHILDREN).fetch_add(1, Ordering::Relaxed);
         if count >= self.child_limit() {
-            self.shared(place::CHILDREN).fetch_sub(1, Ordering::Relaxed);
+            self.shared(header::CHILDREN).fetch_sub(1, Ordering::Relaxed);
             return None;
         }
         Some(self.first_child_line() + count)
     }
 
     fn pop_free(&self) -> Option<u64> {
-        let head = self.shared(place::FREE);
+        let head = self.shared(header::FREE);
         let mut word = head.load(Ordering::Acquire);
         loop {
             let line = word & LINE_MASK;
             if line == 0 {
                 return None;
             }
-            // May be another owner's leaf by now; then the count of changes above the line differs.
+            // This may be a leaf by now, if another thread took the line; then the count of changes above the line differs.
             let next = self.memory.slot(line, 0).load(Ordering::Acquire) & LINE_MASK;
             let changed = ((word >> LINE_BITS) + 1) << LINE_BITS | next;
             match head.compare_exchange(word, changed, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => {
-                    self.shared(place::FREE_COUNT).fetch_sub(1, Ordering::Relaxed);
+                    self.shared(header::FREE_COUNT).fetch_sub(1, Ordering::Relaxed);
                     return Some(line);
                 }
                 Err(seen) => word = seen,
@@ -160,10 +160,10 @@ impl SdTree {
         }
     }
 
-    /// Puts a line that nobody else can reach into the free list.
+    /// Puts a line that no other thread can reach into the free list.
     fn free_child(&self, line: u64) {
-        self.shared(place::FREE_COUNT).fetch_add(1, Ordering::Relaxed);
-        let head = self.shared(place::FREE);
+        self.shared(header::FREE_COUNT).fetch_add(1, Ordering::Relaxed);
+        let head = self.shared(header::FREE);
         let mut word = head.load(Ordering::Acquire);
         loop {
             self.memory.slot(line, 0).store(word & LINE_MASK, Ordering::Release);
@@ -175,14 +175,14 @@ impl SdTree {
         }
     }
 
-    /// Removes the link to a child that a sweep froze. Anybody who meets such a child does this.
+    /// Removes the link to a child that a sweep froze. Any thread that meets such a child does this.
     pub(super) fn cut(&self, parent: u64, half: usize, child: u64) {
         loop {
             let child_control = self.memory.load_control(child);
             let control = self.memory.load_control(parent);
             let frozen_by_sweep = child_control.has(Control::PENDING) && child_control.has(Control::FROZEN);
             if control.has(Control::FROZEN) || !frozen_by_sweep {
-                // The parent moves on with the child's (empty) content; or the child was frozen with its bucket.
+                // The parent is moved together with the child's (empty) content; or the child was frozen with its bucket.
                 return;
             }
             if control.has(Control::MOVING) {
@@ -205,17 +205,17 @@ impl SdTree {
         }
     }
 
-    /// Hands an unlinked, frozen child to the epochs. The caller is pinned.
+    /// Retires an unlinked, frozen child until its epoch is past. The caller is pinned.
     ///
-    /// The bag is chosen by the epoch modulo 3, so what an older bag of the same place holds is at
-    /// least three epochs old. The chain runs through a slot that no stopped claimer can still write.
+    /// The bag is chosen by the epoch modulo 3, so older content of the same bag is at least three
+    /// epochs old. The chain runs through a slot that no stopped claimer can still write.
     pub(super) fn retire_child(&self, line: u64) {
         let Some(slot) = self.memory.load_control(line).quiet_slot() else {
             // Every slot is claimed by a stopped thread: the line is lost, not reused under it.
             return;
         };
         let now = epoch::clock().now();
-        let bag = self.shared(place::LIMBO + (now % 3) as usize);
+        let bag = self.shared(header::RETIRED + (now % 3) as usize);
         loop {
             let word = bag.load(Ordering::Acquire);
             let same_epoch = word >> LINE_BITS == now & STAMP_MASK;
@@ -231,16 +231,16 @@ impl SdTree {
         }
     }
 
-    /// Moves children whose epoch is over to the free list; tells whether there were any.
-    pub(super) fn drain_limbo(&self) -> bool {
-        let full = (0..3).any(|bag| self.shared(place::LIMBO + bag).load(Ordering::Relaxed) & LINE_MASK != 0);
+    /// Moves retired children that are past their epoch to the free list; returns true if there were any.
+    pub(super) fn reclaim_retired(&self) -> bool {
+        let full = (0..3).any(|bag| self.shared(header::RETIRED + bag).load(Ordering::Relaxed) & LINE_MASK != 0);
         if !full {
             return false;
         }
         epoch::clock().try_advance();
         let mut drained = false;
         for bag in 0..3 {
-            let bag = self.shared(place::LIMBO + bag);
+            let bag = self.shared(header::RETIRED + bag);
             let word = bag.load(Ordering::Acquire);
             let line = word & LINE_MASK;
             let age = epoch::clock().now().wrapping_sub(word >> LINE_BITS) & STAMP_MASK;

@@ -1,11 +1,11 @@
-//! Counting: leaves by thread, and the tree's figures.
+//! Counting: leaves per thread, and the tree's statistics.
 //!
-//! A thread with a place of its own counts in a line that only it writes; the
-//! others share one. Sums are exact when nobody changes the tree meanwhile.
+//! A thread with an epoch slot below `OWN_COUNTS` counts in a line that only it writes; all
+//! other threads share one line. Sums are exact while no thread changes the tree.
 
-use super::{OWN_COUNTS, SEGMENTS, SdTree, place};
+use super::{OWN_COUNTS, SEGMENTS, SdTree, header};
 use crate::epoch;
-use crate::lines::LINE_BYTES;
+use crate::line_memory::LINE_BYTES;
 use crate::primitive::Ordering;
 
 /// What the tree holds and takes.
@@ -17,7 +17,7 @@ pub struct Stats {
     pub bucket_count: u64,
     /// Children in use.
     pub child_count: u64,
-    /// Bytes of memory in use, all in: buckets, children (free ones too) and the tree's own words.
+    /// Bytes of memory in use: buckets, children (free ones too) and the tree's own words.
     pub memory_bytes: u64,
     /// Leading key bits that choose the bucket in the smallest and the largest segment.
     pub level_min: u32,
@@ -26,11 +26,11 @@ pub struct Stats {
 }
 
 impl SdTree {
-    /// Counts the leaves; exact when nobody changes the tree meanwhile.
+    /// Counts the leaves; exact while no thread changes the tree.
     pub fn len(&self) -> u64 {
-        let sum = (place::COUNTS..=place::COUNT_SHARED)
+        let sum = (header::COUNTS..=header::COUNT_SHARED)
             .fold(0u64, |sum, line| sum.wrapping_add(self.memory.word(line, 0).load(Ordering::Relaxed)));
-        // One thread may remove what another has counted.
+        // One thread may remove leaves that another counted, so a sum of racing reads can be negative.
         if (sum as i64) < 0 { 0 } else { sum }
     }
 
@@ -39,16 +39,16 @@ impl SdTree {
         self.len() == 0
     }
 
-    /// Bytes of memory that the tree uses, all in.
+    /// Bytes of memory that the tree uses in total.
     pub fn memory_bytes(&self) -> u64 {
         self.stats().memory_bytes
     }
 
-    /// Reads the tree's figures.
+    /// Reads the tree's statistics.
     pub fn stats(&self) -> Stats {
-        let bucket_count = self.shared(place::BUCKETS).load(Ordering::Relaxed);
-        let children_ever = self.shared(place::CHILDREN).load(Ordering::Relaxed);
-        let children_free = self.shared(place::FREE_COUNT).load(Ordering::Relaxed);
+        let bucket_count = self.shared(header::BUCKETS).load(Ordering::Relaxed);
+        let children_ever = self.shared(header::CHILDREN).load(Ordering::Relaxed);
+        let children_free = self.shared(header::FREE_COUNT).load(Ordering::Relaxed);
         let (mut level_min, mut level_max) = (u32::MAX, 0);
         for segment in 0..SEGMENTS {
             let bits = self.segment_word(segment).load(Ordering::Relaxed) as u32;
@@ -59,17 +59,17 @@ impl SdTree {
             leaf_count: self.len(),
             bucket_count,
             child_count: children_ever.saturating_sub(children_free),
-            memory_bytes: (bucket_count + children_ever + place::END) * LINE_BYTES as u64,
+            memory_bytes: (bucket_count + children_ever + header::END) * LINE_BYTES as u64,
             level_min,
             level_max,
         }
     }
 
-    /// The line in which this thread alone counts, if it has one. A place is one thread's until that ends, and who takes
-    /// it then sees all that it wrote.
+    /// The line that only this thread writes, if it has one. An epoch slot belongs to one thread until that thread ends;
+    /// the next owner of the slot sees all that it wrote (release in `deregister`, acquire in `register`).
     #[inline(always)]
     pub(super) fn own_counts(&self) -> Option<u64> {
-        epoch::thread_place().filter(|&place| place < OWN_COUNTS).map(|place| place::COUNTS + place as u64)
+        epoch::thread_slot().filter(|&slot| slot < OWN_COUNTS).map(|slot| header::COUNTS + slot as u64)
     }
 
     #[inline(always)]
@@ -78,7 +78,7 @@ impl SdTree {
             let leaves = self.memory.word(line, 0);
             leaves.store(leaves.load(Ordering::Relaxed).wrapping_sub(removals), Ordering::Relaxed);
         } else {
-            self.memory.word(place::COUNT_SHARED, 0).fetch_sub(removals, Ordering::Relaxed);
+            self.memory.word(header::COUNT_SHARED, 0).fetch_sub(removals, Ordering::Relaxed);
         }
     }
 }

@@ -1,11 +1,11 @@
-//! Growing the static part: a segment at a time, by whoever inserts, without stopping anybody.
+//! Growing the static part: a segment at a time, by the inserting threads, without stopping any thread.
 //!
-//! Each helper takes buckets of its own, so that helpers do not do the same work; what a helper took and left undone is
-//! done by whoever finds nothing else to take, so that nobody waits for it.
+//! Each helper claims different buckets, so that helpers do not repeat work. Buckets that a helper claimed and left undone
+//! are moved by a helper that finds none left to claim, so no thread waits for another.
 
-use super::stop::{Point, stop_here};
+use super::stop_points::{Point, stop_here};
 use super::word::{self, Control, SLOTS, State};
-use super::{DOUBLINGS_MAX, SEGMENT_BITS, SEGMENTS, SdTree, place};
+use super::{DOUBLINGS_MAX, SEGMENT_BITS, SEGMENTS, SdTree, header};
 use crate::epoch;
 use crate::primitive::{AtomicU64, Ordering};
 use std::ops::Range;
@@ -14,12 +14,12 @@ use std::ops::Range;
 pub(super) const INSERTS_PER_STEP: u64 = if cfg!(loom) { 1 } else { 16 };
 /// Buckets moved in a step. Sixteen inserts fill three buckets, so growing stays ahead of filling.
 const BUCKETS_PER_STEP: u64 = 24;
-/// Buckets by which the position is counted on at most in a step: what several helpers moved meanwhile.
+/// Buckets by which the position advances at most in a step: as many as several helpers moved meanwhile.
 const COUNTED_PER_STEP: u64 = 8 * BUCKETS_PER_STEP;
-/// Lines in a huge page: the piece in which memory goes back.
-const LINES_PER_HUGE_PAGE: u64 = (2 << 20) / crate::lines::LINE_BYTES as u64;
+/// Lines in a huge page: the unit in which memory goes back to the system.
+const LINES_PER_HUGE_PAGE: u64 = (2 << 20) / crate::line_memory::LINE_BYTES as u64;
 
-/// Attempts to give memory back while so much is outgrown as goes back at once.
+/// Attempts to release memory while one release unit is outgrown.
 const TRIES_PER_RELEASE: u64 = 8;
 
 /// Bits of a release word that stand for array parts, from the smallest array on.
@@ -28,7 +28,7 @@ const PARTS: u64 = (1 << PART_BITS) - 1;
 
 const _: () = assert!(DOUBLINGS_MAX <= PART_BITS);
 
-/// The growth under way, packed into one word so that everybody agrees on it.
+/// The current growth, packed into one word so that all threads agree on it.
 #[derive(Clone, Copy)]
 struct Growth {
     segment: u64,
@@ -46,7 +46,7 @@ impl Growth {
         Some(Self { segment: word >> 48, bits: (word >> 40) as u8 as u32, position: word & ((1 << 40) - 1) })
     }
 
-    /// Whether it is the same growth, however far each is.
+    /// Returns true if both are the same growth, whatever their positions.
     fn is_same(&self, other: &Growth) -> bool {
         (self.segment, self.bits) == (other.segment, other.bits)
     }
@@ -57,19 +57,19 @@ impl Growth {
     }
 }
 
-/// Segments whose parts of the array of `bits` leading bits go back together: memory goes by whole huge pages.
+/// Segments that release their parts of the array of `bits` leading bits together: memory is released in whole huge pages.
 fn segments_per_release(bits: u32) -> u64 {
     (LINES_PER_HUGE_PAGE >> (bits - SEGMENT_BITS)).clamp(1, SEGMENTS)
 }
 
 impl SdTree {
     fn release_word(&self, segment: u64) -> &AtomicU64 {
-        self.memory.word(place::RELEASES + segment / 8, (segment % 8) as usize)
+        self.memory.word(header::RELEASES + segment / 8, (segment % 8) as usize)
     }
 
-    /// Gives growing a little of this thread's time, and begins it if the tree is loaded. Pinned.
+    /// Does a small share of the current growth, and begins one if the tree is loaded. Pinned.
     pub(super) fn grow_step(&self) {
-        let active = self.shared(place::ACTIVE);
+        let active = self.shared(header::ACTIVE);
         let mut budget = BUCKETS_PER_STEP;
         while budget > 0 {
             let seen = active.load(Ordering::Acquire);
@@ -77,12 +77,12 @@ impl SdTree {
                 budget -= self.grow_on(seen, growth, budget);
                 continue;
             }
-            let bucket_count = self.shared(place::BUCKETS).load(Ordering::Relaxed);
+            let bucket_count = self.shared(header::BUCKETS).load(Ordering::Relaxed);
             if self.len() * 10 <= bucket_count * self.load_tenths {
                 return;
             }
             let Some(growth) = self.next_growth() else { return };
-            // It takes two steps of the clock: so it is tried some times while as much again is outgrown.
+            // A release needs two steps of the clock, so try it several times while the next unit is outgrown.
             if growth.segment.is_multiple_of((segments_per_release(growth.bits) / TRIES_PER_RELEASE).max(1)) {
                 self.release_arrays();
             }
@@ -97,12 +97,12 @@ impl SdTree {
         (bits < self.max_bits).then_some(Growth { segment: smallest, bits, position: 0 })
     }
 
-    /// Moves up to `budget` buckets, finishes the growth if they were the last, and gives their number (at least 1).
+    /// Moves up to `budget` buckets, finishes the growth if they were the last, and returns their number (at least 1).
     fn grow_on(&self, seen: u64, growth: Growth, budget: u64) -> u64 {
-        let active = self.shared(place::ACTIVE);
+        let active = self.shared(header::ACTIVE);
         let segment = self.segment_word(growth.segment);
         if segment.load(Ordering::Acquire) != u64::from(growth.bits) {
-            // Finished by another, who has not yet said so.
+            // Another thread finished it but has not yet cleared `ACTIVE`.
             let _ = active.compare_exchange(seen, 0, Ordering::AcqRel, Ordering::Relaxed);
             return 1;
         }
@@ -112,14 +112,14 @@ impl SdTree {
         for position in mine.clone() {
             self.migrate(start + position, growth.bits);
         }
-        // The position is counted on by whoever has the first buckets that were not counted: others' lines are far away, and
-        // are to be looked at once. If nobody has them any more, whoever finds nothing to claim does.
+        // Only the helper with the first uncounted buckets advances the position: lines that other threads wrote are far
+        // away, so they should be read once. If no helper has those buckets any more, a helper without a claim advances it.
         let seen = if is_claimed { active.load(Ordering::Acquire) } else { seen };
         let Some(growth) = Growth::unpack(seen).filter(|now| now.is_same(&growth)) else { return step };
         if is_claimed && mine.start != growth.position {
             return step;
         }
-        // Whoever counts the position on has seen all buckets before it done, its own and others'.
+        // A helper that advances the position has seen `DONE` in all buckets before it, its own and those of others.
         let most = (growth.position + COUNTED_PER_STEP).min(growth.bucket_count());
         let done = |position: &u64| self.memory.load_control(start + position).has(Control::DONE);
         let end = growth.position + (growth.position..most).take_while(done).count() as u64;
@@ -130,17 +130,17 @@ impl SdTree {
         }
         let grown = u64::from(growth.bits) + 1;
         if segment.compare_exchange(u64::from(growth.bits), grown, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-            self.shared(place::BUCKETS).fetch_add(growth.bucket_count(), Ordering::Relaxed);
+            self.shared(header::BUCKETS).fetch_add(growth.bucket_count(), Ordering::Relaxed);
             self.release_later(growth.segment, growth.bits);
         }
         let _ = active.compare_exchange(seen, 0, Ordering::AcqRel, Ordering::Relaxed);
         step
     }
 
-    /// Takes up to `budget` buckets that no other helper took; if there are none, the first that are not counted as done, and
-    /// false.
+    /// Claims up to `budget` buckets that no other helper claimed, and returns true with them; if none are left, returns the
+    /// first that are not counted as done, and false.
     fn claim(&self, growth: Growth, budget: u64) -> (Range<u64>, bool) {
-        let claims = self.memory.word(place::CLAIMS, 0);
+        let claims = self.memory.word(header::CLAIMS, 0);
         loop {
             let seen = claims.load(Ordering::Relaxed);
             let taken = Growth::unpack(seen).filter(|claim| claim.is_same(&growth)).map_or(0, |claim| claim.position);
@@ -155,22 +155,22 @@ impl SdTree {
         }
     }
 
-    /// Notes an outgrown array part that is to be released. Those of the segment that wait already wait as long as it.
+    /// Marks an outgrown array part for release. Parts of the segment that wait already get the same, later stamp.
     fn release_later(&self, segment: u64, bits: u32) {
         let part = 1 << (bits - self.first_bits);
-        // Read after the word, so that the stamp is never older than what is there.
+        // The clock is read after the word, so the stamp is never older than the one it replaces.
         let noted = |seen: u64| Some(epoch::clock().now() << PART_BITS | seen & PARTS | part);
         let _ = self.release_word(segment).fetch_update(Ordering::AcqRel, Ordering::Acquire, noted);
     }
 
-    /// The outgrown array parts of a segment that nobody can write any more: one bit each.
+    /// The outgrown array parts of a segment that no thread can write any more: one bit each.
     fn past_parts(&self, segment: u64) -> u64 {
         let word = self.release_word(segment).load(Ordering::Acquire);
         if word & PARTS != 0 && epoch::clock().is_past(word >> PART_BITS) { word & PARTS } else { 0 }
     }
 
-    /// Gives back the memory of outgrown array parts that nobody can write any more. Costs a system call, and is in vain
-    /// before the parts that lie in one huge page are all outgrown.
+    /// Releases the memory of outgrown array parts that no thread can write any more. Costs a system call, and has no effect
+    /// before all parts in one huge page are outgrown.
     pub(super) fn release_arrays(&self) {
         let waiting = |segment| self.release_word(segment).load(Ordering::Acquire) & PARTS;
         let mut parts = (0..SEGMENTS).fold(0, |parts, segment| parts | waiting(segment));
@@ -188,7 +188,7 @@ impl SdTree {
         }
     }
 
-    /// Gives back the parts that some segments have of the array of `bits` leading bits, if all of them may go.
+    /// Releases the parts of a group of segments in the array of `bits` leading bits, if all of them may be released.
     fn release_group(&self, group: Range<u64>, bits: u32) {
         let bit = 1 << (bits - self.first_bits);
         if !group.clone().all(|segment| self.past_parts(segment) & bit != 0) {
@@ -199,15 +199,15 @@ impl SdTree {
             let start = Self::segment_start(group.start, bits);
             self.memory.release(start..start + lines);
         }
-        // A part is outgrown once: who is late, or not alone, takes out nothing but this one.
+        // A part is outgrown once: a late or concurrent helper clears the same bit and no other.
         for segment in group {
             self.release_word(segment).fetch_and(!bit, Ordering::Relaxed);
         }
     }
 
-    /// Makes sure that a frozen node does not hold its finder up. A bucket's content is moved on; a
-    /// child that a sweep froze is cut off. A child that was frozen with its bucket needs nothing: the
-    /// search begins again at the bucket.
+    /// Resolves a frozen node for a thread that met it. A bucket's content is moved; a child that a
+    /// sweep froze is cut off. A child that was frozen with its bucket needs nothing: the search
+    /// restarts at the bucket.
     pub(super) fn unblock(&self, line: u64, parent: Option<(u64, usize)>) {
         match parent {
             Some((parent, half)) => self.cut(parent, half, line),
@@ -216,7 +216,7 @@ impl SdTree {
         }
     }
 
-    /// Freezes a node and gives its last control word. The caller is pinned.
+    /// Freezes a node and returns its last control word. The caller is pinned.
     pub(super) fn freeze(&self, line: u64) -> Control {
         loop {
             let control = self.memory.load_control(line);
@@ -234,12 +234,12 @@ impl SdTree {
         }
     }
 
-    /// Moves a bucket to its two successors in the next array; anybody may do or finish it. Pinned.
+    /// Moves a bucket to its two successors in the next array; any thread may do or finish it. Pinned.
     ///
-    /// A half that has a child *is* that child, one level down: its words are taken over as they are.
-    /// Otherwise the half's leaves go down one bit. What a helper writes depends on frozen nodes alone,
-    /// so all write the same, and only over zeros: a word is never zero again once it was filled, so a
-    /// late helper changes nothing.
+    /// A half that has a child *is* that child, one level down: its words are copied as they are.
+    /// Otherwise the half's leaves go down one bit. The words that helpers write depend on frozen nodes
+    /// only, so all helpers write the same, and only over zeros: a word is never zero again once it was
+    /// filled, so a late helper changes nothing.
     pub(super) fn migrate(&self, line: u64, bits: u32) {
         let control = self.freeze(line);
         if control.has(Control::DONE) {

@@ -82,8 +82,8 @@ const LANES: [u64; 4] = [0x9e37_79b9_7f4a_7c15, 0xd1b5_4a32_d192_ed03, 0xaaaa_aa
 
 /// Reads each byte once and gives 64 evenly spread bits that depend on the seed.
 ///
-/// Four lanes of multiply-and-fold. An attacker who does not know the seed cannot aim keys at a
-/// bucket; it is no cryptographic hash, and equality is never taken from it.
+/// Four lanes of multiply-and-fold. Without the seed an attacker cannot aim keys at a bucket. It is
+/// not a cryptographic hash, and equality is never derived from it.
 pub fn fingerprint_bytes(bytes: &[u8], seed: u64) -> u64 {
     const K: [u64; 4] = LANES;
     let fold = |a: u64, b: u64| {
@@ -104,7 +104,7 @@ pub fn fingerprint_bytes(bytes: &[u8], seed: u64) -> u64 {
         }
     }
     for (index, chunk) in blocks.remainder().chunks(8).enumerate() {
-        // The seed in both factors: who knows one that is 0 forgets all that was read before it.
+        // The seed is in both factors: a factor that an attacker makes 0 would erase everything read before it.
         let factor = word(chunk) ^ K[index % 4] ^ seed;
         lanes[index % 4] = fold(factor, lanes[index % 4] ^ seed.rotate_left(32) ^ index as u64);
     }
@@ -113,9 +113,9 @@ pub fn fingerprint_bytes(bytes: &[u8], seed: u64) -> u64 {
     fold(low ^ K[2], high.rotate_left(29) ^ K[0])
 }
 
-/// Knows the key behind a value, so that a probable match can be proven.
+/// Finds the key of a value, so that a probable match can be proven.
 pub trait Resolve {
-    /// Hands the bytes of the key that was stored with `value` to `read`.
+    /// Calls `read` with the bytes of the key that was stored with `value`.
     fn with_key<T>(&self, value: u64, read: impl FnOnce(&[u8]) -> T) -> T;
 }
 
@@ -136,7 +136,7 @@ pub struct KeyReads {
     pub false_matches: u64,
 }
 
-/// An [`SdTree`] whose matches are proven: equal means equal in every byte.
+/// An [`SdTree`] with proven matches: equal means equal in every byte.
 pub struct Exact<R> {
     tree: SdTree,
     resolver: R,
@@ -207,7 +207,7 @@ mod tests {
 
     #[test]
     fn no_ending_makes_all_keys_equal() {
-        // What stands in the code for all to read, in each lane behind whole blocks and without any.
+        // Keys made from the public lane constants, in each lane, after whole blocks and without any.
         let ending: Vec<u8> = LANES.iter().flat_map(|lane| lane.to_le_bytes()).collect();
         for length in [0, 8, 64, 128] {
             for seed in 1..100u64 {

@@ -1,33 +1,32 @@
 //! The SD tree: a lock-free map from fingerprints to page numbers, one cache line per search.
 //!
-//! *Static* is an array of 64-byte buckets, chosen by the leading bits of the key. *Dynamic* are
-//! the children: a bucket that overflows hands one half of its keys, those whose next bit is 0 or
-//! those where it is 1, to a child in another line, and so on down. On the way down each key bit
-//! is used once: the leading bits choose the bucket, one bit per level the half, and the leaf's
-//! tag holds the bits that come next. A search touches 1.1 to 1.3 lines on average.
+//! The *static* part is an array of 64-byte buckets, chosen by the leading bits of the key. The
+//! *dynamic* part are the children: a bucket that overflows moves one half of its keys, those with a
+//! next bit of 0 or those with a 1, to a child in another line, and so on down. On the way down each
+//! key bit is used once: the leading bits choose the bucket, one bit per level the half, and the
+//! leaf's tag holds the bits that come next. A search touches 1.1 to 1.3 lines on average.
 //!
-//! The static array whose buckets are chosen by `k` leading bits lies at the memory's lines
-//! `2^k .. 2^(k+1)`: a bucket's line is the key's leading bits with a one in front, so growing needs
-//! no allocation and no table. The lines below the smallest array hold the tree's own words, the
-//! children lie behind the largest.
+//! The static array with `k` leading bits lies at the memory's lines `2^k .. 2^(k+1)`: a bucket's line
+//! is the key's leading bits with a one in front, so growing needs no allocation and no table. The
+//! lines below the smallest array hold the tree's header, the children lie after the largest array.
 //!
 //! # Why it can be trusted
 //!
 //! A node is one control word and seven slots. *Every change of a node is one compare-and-swap of
 //! its control word*, which carries a version: an insert claims a free slot, writes the leaf, and
-//! commits against the very version under which it found no equal key. So two inserts of one
-//! fingerprint agree on one winner, although they may have picked different slots. Delete is one
+//! commits against the version under which it found no equal key. So two inserts of one fingerprint
+//! agree on one winner, although they may have picked different slots. Delete is one
 //! compare-and-swap. A leaf needs no allocation and no reclamation.
 //!
 //! Readers write nothing, not even an epoch. They read the control word, the slots, and the
-//! control word again. Versions never go back, not even when a child's line is used again, so an
-//! unchanged control word proves what was read between.
+//! control word again. Versions never go back, not even when a child's line is reused, so an
+//! unchanged control word proves what was read in between.
 //!
-//! A full node is split in three steps that anybody can finish: `MOVING` in the control word, the
+//! A full node is split in three steps that any thread can finish: `MOVING` in the control word, the
 //! link in place of a leaf, the new control word. The static array grows a segment (1/256 of the
 //! keys) at a time into the array of twice the size: a bucket is frozen, its two successors are
-//! filled word by word from what can no longer change (all helpers write the same), and `DONE` is
-//! set. No thread waits for another: who meets unfinished work finishes it.
+//! filled word by word from words that can no longer change (all helpers write the same), and `DONE`
+//! is set. No thread waits for another: a thread that meets unfinished work finishes it.
 //!
 //! # What it does not promise
 //!
@@ -38,19 +37,19 @@
 //!   [`Exact`](key::Exact) wraps that up for any kind of key.
 //! - Keys must be spread evenly: a hash, keyed where an attacker chooses the content. If they are
 //!   not, depth still ends at 8 levels below the array; after that an insert fails with [`Full`].
-//! - A thread that stops in the middle of an insert holds its claimed slot, and what is unlinked
-//!   meanwhile is not used again until it goes on (see [`crate::epoch`]). Nobody waits for it.
+//! - A thread that stops in the middle of an insert holds its claimed slot, and memory unlinked
+//!   meanwhile is not reused until it continues (see [`crate::epoch`]). No thread waits for it.
 
 mod batch;
 mod change;
 mod child;
 mod count;
+mod create;
 mod grow;
+mod header;
 pub mod key;
-mod make;
-mod place;
 mod search;
-mod stop;
+mod stop_points;
 mod sweep;
 #[cfg(all(target_arch = "x86_64", not(loom), not(miri)))]
 mod wide;
@@ -64,11 +63,11 @@ pub use search::Trace;
 pub use sweep::SweepCursor;
 pub use word::{VALUE_BITS, VALUE_MAX};
 
-use crate::lines::Memory;
+use crate::line_memory::Memory;
 use crate::primitive::Ordering;
 use word::{Control, SLOTS};
 
-/// Independent parts that grow one at a time.
+/// Independent parts of the static array that grow one at a time.
 #[cfg(all(not(loom), not(pagefold_stress)))]
 const SEGMENT_BITS: u32 = 8;
 #[cfg(all(not(loom), pagefold_stress))]
@@ -77,7 +76,7 @@ const SEGMENT_BITS: u32 = 2;
 const SEGMENT_BITS: u32 = 0;
 const SEGMENTS: u64 = 1 << SEGMENT_BITS;
 
-/// The smallest static array; the lines below it hold the tree's own words.
+/// Leading bits of the smallest static array; the lines below it hold the tree's header.
 #[cfg(all(not(loom), not(pagefold_stress)))]
 const FIRST_BITS_MIN: u32 = 8;
 #[cfg(all(not(loom), pagefold_stress))]
@@ -104,7 +103,7 @@ const _: () = assert!(DOUBLINGS_MAX + DEPTH_MAX < word::TAG_KEY_BITS);
 /// Keys per static bucket, in tenths, above which the next segment grows: one bucket in twenty overflows.
 const LOAD_TENTHS: u64 = match SLOTS {
     7 => 40,
-    // Shrunken for tests: growing comes at once.
+    // Smaller for tests: the array grows early.
     3 => 21,
     _ => 3,
 };
@@ -112,14 +111,14 @@ const LOAD_TENTHS: u64 = match SLOTS {
 /// The same for a dense tree: one bucket in six overflows.
 const DENSE_LOAD_TENTHS: u64 = if SLOTS == 7 { 52 } else { LOAD_TENTHS };
 
-/// Counters of leaves that one thread each has for itself, so that counting needs no locked instruction; the others
-/// share one more.
+/// Leaf counters with one writing thread each, so that counting needs no locked instruction; all other threads share one
+/// more.
 #[cfg(not(loom))]
 const OWN_COUNTS: usize = 31;
 #[cfg(loom)]
 const OWN_COUNTS: usize = 0;
 
-const _: () = assert!(place::END <= 1 << FIRST_BITS_MIN);
+const _: () = assert!(header::END <= 1 << FIRST_BITS_MIN);
 
 /// The tree cannot take the key: more keys share their leading bits than its depth allows, or
 /// its address space is used up.
@@ -152,7 +151,7 @@ pub struct SdTree {
 
 impl SdTree {
     fn shared(&self, word: usize) -> &crate::primitive::AtomicU64 {
-        self.memory.word(place::SHARED, word)
+        self.memory.word(header::SHARED, word)
     }
 
     /// The line of a segment's array part: where it begins in the array of `bits` leading bits.
@@ -168,7 +167,7 @@ impl SdTree {
 
     #[inline(always)]
     fn segment_word(&self, segment: u64) -> &crate::primitive::AtomicU64 {
-        self.memory.word(place::SEGMENTS + segment / 8, (segment % 8) as usize)
+        self.memory.word(header::SEGMENTS + segment / 8, (segment % 8) as usize)
     }
 
     /// The leading bits that choose this key's bucket now.
@@ -177,7 +176,7 @@ impl SdTree {
         self.segment_word(Self::segment_of(fingerprint)).load(Ordering::Acquire) as u32
     }
 
-    /// The leading bits of a segment's first array part, whose untouched buckets are valid and empty.
+    /// The leading bits of a segment's first array part; untouched buckets there are valid and empty.
     #[inline(always)]
     fn initial_bits(&self, segment: u64) -> u32 {
         self.first_bits + u32::from(segment < self.ahead)

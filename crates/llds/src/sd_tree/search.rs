@@ -1,7 +1,7 @@
-//! Searching: lookups that write nothing, and the steps down the tree that changes take too.
+//! Searching: lookups that write nothing, and the steps down the tree that changes use too.
 //!
-//! A lookup reads a node's control word, its slots, and the control word
-//! again. One that meets unfinished work finishes it and begins anew.
+//! A lookup reads a node's control word, its slots, and the control word again. A
+//! lookup that meets unfinished work finishes it and restarts.
 
 use super::SdTree;
 #[cfg(all(target_arch = "x86_64", not(loom), not(miri)))]
@@ -21,24 +21,24 @@ pub struct Trace {
     pub tag_bits: u32,
 }
 
-/// What one attempt to search came to.
+/// The result of one attempt to search.
 pub(super) enum Attempt {
     Found(u64),
     Missing,
-    /// Somebody changed what was read, or left work unfinished: try again, after helping.
+    /// Another thread changed what was read, or left work unfinished: help, then try again.
     Again,
 }
 
 impl SdTree {
-    /// Gives the value of a leaf that matches the fingerprint, very probably its own.
+    /// Returns the value of a leaf that matches the fingerprint, very probably its own.
     #[inline]
     pub fn get(&self, fingerprint: u64) -> Option<u64> {
         self.get_with(fingerprint, |_| true)
     }
 
-    /// Gives the value of a leaf that matches the fingerprint and passes `is_same`, which is asked
-    /// for each matching leaf (nearly always at most one) and should compare the full keys. It may be asked about a value
-    /// that others are just putting in or have just taken out, and about no other.
+    /// Returns the value of a leaf that matches the fingerprint and passes `is_same`, which is called
+    /// for each matching leaf (nearly always at most one) and should compare the full keys. It may be called for a value
+    /// that another thread is just inserting or has just removed, and for no other.
     #[inline]
     pub fn get_with(&self, fingerprint: u64, mut is_same: impl FnMut(u64) -> bool) -> Option<u64> {
         loop {
@@ -50,7 +50,7 @@ impl SdTree {
         }
     }
 
-    /// Finishes whatever unfinished work lies on the key's path.
+    /// Finishes all unfinished work on the key's path.
     #[cold]
     fn settle(&self, fingerprint: u64) {
         let _pin = epoch::pin();
@@ -88,7 +88,7 @@ impl SdTree {
         while hits != 0 {
             let slot = hits.trailing_zeros() as usize;
             let word = self.memory.slot(line, slot).load(Ordering::Acquire);
-            // By now it may be another's, or a link: nobody is to be asked about the number of a line.
+            // By now the slot may hold another leaf, or a link: `is_same` must not be called with the number of a line.
             if word::matches(word, key) && is_same(word::value(word)) {
                 return Some((slot, word));
             }
@@ -97,12 +97,12 @@ impl SdTree {
         None
     }
 
-    /// One bit per slot whose word matches, whatever it is.
+    /// One bit per slot with a matching word, whatever the slot holds.
     #[inline(always)]
     fn matching_slots(&self, line: u64, key: u64) -> u64 {
         #[cfg(all(target_arch = "x86_64", not(loom), not(miri)))]
         if crate::wide::has_avx512() {
-            // SAFETY: the processor has AVX-512, and a line's eight words are mapped and aligned.
+            // SAFETY: `has_avx512` was checked, and a line's eight words are mapped and 64-byte aligned.
             let words = unsafe { wide::matching_words(std::ptr::from_ref(self.memory.control(line)).cast(), key) };
             return words >> 1;
         }
@@ -114,7 +114,7 @@ impl SdTree {
         hits
     }
 
-    /// One search without a write and without a pin; see the head of `sd_tree` for why it is sound.
+    /// One search without a write and without a pin; the head of `sd_tree` argues why it is sound.
     #[inline(always)]
     fn attempt(&self, fingerprint: u64, is_same: &mut impl FnMut(u64) -> bool) -> Attempt {
         let mut level = self.segment_bits(fingerprint);
@@ -129,7 +129,7 @@ impl SdTree {
             control = self.memory.load_control(line);
         }
         if control.0 == 0 {
-            // An untouched first bucket is empty; any other zero is memory that was released under us.
+            // An untouched first bucket is empty; any other zero is memory that was released during the search.
             let segment = Self::segment_of(fingerprint);
             let untouched = level == self.initial_bits(segment) && self.segment_bits(fingerprint) == level;
             return if untouched { Attempt::Missing } else { Attempt::Again };
@@ -144,7 +144,7 @@ impl SdTree {
                 None => control.link(Self::half_of(fingerprint, level)),
             };
             let Some(slot) = link else {
-                // Pairs with the release of whoever claimed or freed a slot: had a slot changed under us,
+                // Pairs with the release compare-exchange that claimed or freed a slot: had a slot changed meanwhile,
                 // its new word could only be seen together with a new control word.
                 if self.memory.load_control(line) != control {
                     return Attempt::Again;
@@ -157,7 +157,7 @@ impl SdTree {
             }
             let child = word::value(link);
             let child_control = self.memory.load_control(child);
-            // Still linked after its control word was read: that was the child's own.
+            // Still linked after its control word was read: so that word was this child's.
             if self.memory.load_control(line) != control {
                 return Attempt::Again;
             }
@@ -165,7 +165,7 @@ impl SdTree {
         }
     }
 
-    /// The bucket that now stands for the key, and its level. The caller is pinned.
+    /// The bucket that now holds the key, and its level. The caller is pinned.
     pub(super) fn root(&self, fingerprint: u64) -> (u64, u32) {
         loop {
             let bits = self.segment_bits(fingerprint);
@@ -193,9 +193,9 @@ impl SdTree {
         Some((self.memory.load_control(line) == control).then(|| word::value(link)))
     }
 
-    /// Tells what a search for the fingerprint reads: lines, and bits of the key.
+    /// Returns what a search for the fingerprint reads: lines, and bits of the key.
     ///
-    /// A bit counts each time it is looked at: once by the path, and by the tag window of each line.
+    /// A bit counts each time it is used: once by the path, and by the tag window of each line.
     pub fn trace(&self, fingerprint: u64) -> Trace {
         let _pin = epoch::pin();
         let (mut line, mut level) = self.root(fingerprint);

@@ -1,11 +1,11 @@
-//! The sweep: dead leaves go, and empty children with them, a few buckets at a time.
+//! The sweep: removes dead leaves and empty children, a few buckets at a time.
 
 use super::word::{self, Control, SLOTS, State};
-use super::{SdTree, place};
+use super::{SdTree, header};
 use crate::epoch;
 use crate::primitive::Ordering;
 
-/// Where a sweep stands, between its steps. It survives growing, since it is a place among the keys.
+/// The position of a sweep between its steps. It is a position among the keys, so it stays valid while the tree grows.
 #[derive(Clone, Debug, Default)]
 pub struct SweepCursor {
     /// The leading bits of the next bucket's keys; lower bits are zero.
@@ -26,13 +26,13 @@ impl SweepCursor {
 }
 
 impl SdTree {
-    /// Looks at the next `bucket_count` buckets and removes the leaves whose value `keep` rejects.
-    /// Gives the number of removed leaves. Others read and write meanwhile.
+    /// Visits the next `bucket_count` buckets and removes the leaves with a value that `keep` rejects.
+    /// Returns the number of removed leaves. Other threads may read and write meanwhile.
     ///
-    /// Every second pass marks children that are empty, the others cut off those that still are, so
-    /// their memory comes back. `keep` may be asked several times for one leaf, and not at all for one that
-    /// is inserted or moved meanwhile. What goes was rejected as it is: a pair that others removed and
-    /// inserted again meanwhile is another leaf.
+    /// Every second pass marks empty children; the passes in between cut off those that are still
+    /// empty, so their memory can be reused. `keep` may be called several times for one leaf, and not at
+    /// all for one that is inserted or moved meanwhile. A removed leaf is exactly one that `keep` rejected:
+    /// a pair that another thread removed and inserted again meanwhile counts as another leaf.
     pub fn retain(&self, cursor: &mut SweepCursor, bucket_count: usize, mut keep: impl FnMut(u64) -> bool) -> u64 {
         epoch::clock().try_advance();
         let mut removed = 0;
@@ -81,12 +81,12 @@ impl SdTree {
         removed
     }
 
-    /// Removes the leaf of a slot if `keep` rejects it, and tells whether it did. If the node changes meanwhile the slot may
-    /// hold another leaf of the same word: it is asked about anew.
+    /// Removes the leaf of a slot if `keep` rejects it, and returns true if it did. If the node changes meanwhile, the slot
+    /// may hold another leaf with the same word, so `keep` is called again.
     fn sweep_leaf(&self, line: u64, slot: usize, keep: &mut impl FnMut(u64) -> bool) -> bool {
         loop {
             let control = self.memory.load_control(line);
-            // On its way elsewhere: the next pass meets it there.
+            // The leaf is being moved: the next pass meets it at its new place.
             if control.has(Control::FROZEN | Control::MOVING) || control.state(slot) != State::Leaf {
                 return false;
             }
@@ -105,14 +105,14 @@ impl SdTree {
 
     /// Marks an empty child, or cuts off one that was marked long ago and is still empty.
     ///
-    /// Between mark and cut all who were pinned at the mark must have left: among them is every late
-    /// helper of the split that made this link, who still expects the old leaf in the link's slot.
+    /// Between mark and cut all threads pinned at the mark must have unpinned: among them is every late
+    /// helper of the split that made this link, which still expects the old leaf in the link's slot.
     fn sweep_empty(&self, line: u64, parent: u64, half: usize, cutting: bool) {
         let control = self.memory.load_control(line);
         if !control.is_empty() || control.has(Control::FROZEN | Control::MOVING) {
             return;
         }
-        let marked = self.memory.word(place::HEAD, place::MARKED);
+        let marked = self.memory.word(header::HEAD, header::MARKED);
         if cutting && control.has(Control::PENDING) {
             // Read after the mark was seen: the latest mark's epoch covers this one.
             if !epoch::clock().is_past(marked.load(Ordering::Acquire)) {

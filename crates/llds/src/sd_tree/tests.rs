@@ -1,13 +1,13 @@
-//! What must stay true, shown from inside: with stops in the middle of operations and shrunken trees.
+//! Invariants tested from inside: with stop points inside operations, and with small trees.
 
 #![cfg(not(loom))]
 
-use super::stop::{Point, STOP};
+use super::stop_points::{Point, STOP};
 use super::*;
 use std::collections::HashMap;
 use std::sync::Mutex;
 
-/// The epochs are the process's: tests that need them to move, and tests that stop them, take turns.
+/// All tests share the process's clock: tests that need it to move, and tests that stop it, take turns.
 static TURN: Mutex<()> = Mutex::new(());
 
 /// A well-spread sequence of fingerprints (splitmix64).
@@ -53,7 +53,7 @@ fn dense_tree_holds_the_same_in_fewer_buckets() {
         }
         assert!((0..300_000).all(|index| tree.get_with(spread(index), |value| value == index) == Some(index)));
     }
-    // Not bytes: children are used again only as other tests let the epochs go on.
+    // Not bytes: children are reused only as other tests let the epochs advance.
     let [dense, quick] = trees.map(|tree| tree.stats().bucket_count);
     assert!(dense * 5 < quick * 4, "{dense} and {quick} buckets");
 }
@@ -133,7 +133,7 @@ fn churn_beside_growth_keeps_every_threads_keys() {
                 }
             });
         }
-        // A sweep that finds nothing dead runs beside them, and cuts empty children off.
+        // A sweep that finds no dead leaf runs beside them, and cuts empty children off.
         let tree = &tree;
         scope.spawn(move || {
             let mut cursor = SweepCursor::new();
@@ -181,10 +181,10 @@ fn sweep_removes_the_dead_and_gives_children_back() {
         let found = tree.get_with(spread(index), |value| value == index);
         assert_eq!(found, (index % 10 == 0).then_some(index));
     }
-    // Threads of other tests are pinned for moments, and children go only when they are not.
+    // Threads of other tests are pinned for moments, and children are reused only when they are not.
     for _ in 0..100_000 {
         tree.retain(&mut cursor, 100, |_| true);
-        tree.drain_limbo();
+        tree.reclaim_retired();
         if tree.stats().child_count < before.child_count / 2 {
             break;
         }
@@ -195,7 +195,7 @@ fn sweep_removes_the_dead_and_gives_children_back() {
 }
 
 #[test]
-fn hostile_keys_end_in_full_and_harm_nobody() {
+fn hostile_keys_end_in_full_and_harm_no_other_key() {
     let tree = SdTree::with_capacity_hint(1000).unwrap();
     let mut fitted = 0;
     let refused = (0..100_000u64).find(|&index| {
@@ -252,7 +252,7 @@ fn with_stopped_thread(point: Point, work: impl FnOnce() + Send, meanwhile: impl
 }
 
 #[test]
-fn thread_stopped_in_the_middle_blocks_nobody() {
+fn a_stopped_thread_blocks_no_other() {
     let _turn = TURN.lock();
     use Point::*;
     for point in [Claimed, Written, Moving, Linked, Frozen, HalfCopied] {
@@ -273,7 +273,7 @@ fn thread_stopped_in_the_middle_blocks_nobody() {
                     let value = tree.get_with(spread(index), exactly(index)).expect("inserted");
                     assert!(tree.replace(spread(index), value, 2 << 30 | index));
                 }
-                // Growing keeps up, though the stopped thread has taken buckets and moves them no further.
+                // Growing keeps up, although the stopped thread claimed buckets that it does not move.
                 let stats = tree.stats();
                 assert!(stats.bucket_count * LOAD_TENTHS >= stats.leaf_count * 9, "{point:?} {stats:?}");
                 let mut cursor = SweepCursor::new();
@@ -293,7 +293,7 @@ fn thread_stopped_in_the_middle_blocks_nobody() {
     }
 }
 
-/// A thread that stays pinned while the array doubles twice: both parts go back when it goes on.
+/// A thread stays pinned while the array doubles twice: both parts are released when it continues.
 #[test]
 fn array_parts_that_wait_for_one_pin_are_all_released() {
     let _turn = TURN.lock();
@@ -313,9 +313,9 @@ fn array_parts_that_wait_for_one_pin_are_all_released() {
     let held = |bits: u32| (1u64 << bits..2 << bits).filter(|&line| tree.memory.load_control(line).0 != 0).count();
     assert_eq!((held(15), held(16)), (1 << 15, 1 << 16), "released under a pin");
     drop(pin);
-    let patience = std::time::Instant::now() + std::time::Duration::from_secs(60);
+    let spins_left = std::time::Instant::now() + std::time::Duration::from_secs(60);
     while (held(15), held(16)) != (0, 0) {
-        assert!(std::time::Instant::now() < patience, "{} and {} buckets are kept", held(15), held(16));
+        assert!(std::time::Instant::now() < spins_left, "{} and {} buckets are kept", held(15), held(16));
         tree.release_arrays();
         std::thread::yield_now();
     }
@@ -326,9 +326,9 @@ fn array_parts_that_wait_for_one_pin_are_all_released() {
 fn one_memory_at_two_addresses_is_one_tree() {
     use std::os::fd::AsFd;
     let file = tempfile::tempfile().unwrap();
-    // SAFETY: an empty file, which nobody else has; both handles are in this process.
+    // SAFETY: the file is empty and only this test has it; both handles are in this process.
     let first = unsafe { SdTree::create_in(file.as_fd(), 100) }.unwrap();
-    // SAFETY: as above.
+    // SAFETY: only this test has the file; both handles are in this process.
     let second = unsafe { SdTree::attach(file.as_fd()) }.unwrap();
     assert_ne!(first.memory.control(0) as *const _, second.memory.control(0) as *const _);
     std::thread::scope(|scope| {
@@ -354,15 +354,15 @@ fn one_memory_at_two_addresses_is_one_tree() {
 fn foreign_memory_is_refused() {
     use std::os::fd::AsFd;
     let file = tempfile::tempfile().unwrap();
-    // SAFETY: nobody else has the file.
+    // SAFETY: only this test has the file.
     assert!(unsafe { SdTree::attach(file.as_fd()) }.is_err(), "empty");
     file.set_len(1 << 20).unwrap();
-    // SAFETY: as above.
+    // SAFETY: only this test has the file; both handles are in this process.
     assert!(unsafe { SdTree::attach(file.as_fd()) }.is_err(), "zeros");
-    // SAFETY: as above, and all of it is zeros.
+    // SAFETY: only this test has the file, and all of it is zeros.
     let tree = unsafe { SdTree::create_in(file.as_fd(), 100) }.unwrap();
-    tree.memory.word(place::HEAD, 1).store(0xffff, Ordering::Relaxed);
-    // SAFETY: as above.
+    tree.memory.word(header::HEAD, 1).store(0xffff, Ordering::Relaxed);
+    // SAFETY: only this test has the file; both handles are in this process.
     assert!(unsafe { SdTree::attach(file.as_fd()) }.is_err(), "geometry out of range");
 }
 
@@ -380,7 +380,7 @@ mod keys {
 
     fn page(index: u64) -> [u8; 4096] {
         let mut page = [0; 4096];
-        // Equal in all but eight bytes at the end: what costs a tree over content most.
+        // Equal in all but eight bytes at the end: the most expensive case for a tree over content.
         page[4088..].copy_from_slice(&spread(index).to_le_bytes());
         page
     }
@@ -516,7 +516,7 @@ mod properties {
                         }
                     }
                     Step::InsertMany(keys) => {
-                        // Without a check a match may be another key's; then the value that came back says whose.
+                        // Without a check a match may belong to another key; the returned value tells which.
                         let pairs: Vec<_> = keys.iter().enumerate().map(|(at, &key)| (key, (owner.len() + at) as u64)).collect();
                         owner.extend(&keys);
                         let mut existing = vec![None; pairs.len()];
@@ -543,7 +543,7 @@ mod properties {
                         let fresh = owner.len() as u64;
                         owner.push(key);
                         match oracle.get_mut(&key) {
-                            // Refused only for want of room; then nothing has changed.
+                            // Refused only for lack of room; then nothing has changed.
                             Some(value) => {
                                 if tree.replace(key, *value, fresh) {
                                     *value = fresh;

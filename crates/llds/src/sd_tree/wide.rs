@@ -1,22 +1,22 @@
-//! A whole line compared at once.
+//! Compares all words of a line in one instruction.
 
 use super::word::VALUE_MAX;
 
-/// One bit per word of the line whose known tag bits equal the key's: what [`matches`](super::word::matches)
+/// One bit per word of the line with known tag bits equal to the key's: what [`matches`](super::word::matches)
 /// tells, for all eight words (the first is the control word: its bit means nothing).
 ///
-/// The load is assembly because others may write the words meanwhile: for the language it is an opaque
-/// read, for the processor each word is read at once and in order with the control word's loads before
-/// and after it.
+/// The load is assembly because other threads may write the words meanwhile: for the language it is an
+/// opaque read, for the processor each word is read in one access and in order with the control word's
+/// loads before and after it.
 ///
 /// # Safety
 /// The processor has AVX-512F; eight words at `line` are mapped, and the address is a multiple of 64.
 #[inline(always)]
 pub(super) unsafe fn matching_words(line: *const u64, key: u64) -> u64 {
     let mask: u32;
-    // SAFETY: one aligned read of eight mapped words; nothing is written. The registers are named because
-    // the compiler hands out none of these classes to a function without the feature; for the same reason
-    // it keeps nothing in them.
+    // SAFETY: one aligned read of eight mapped words (required of the caller); nothing is written. The
+    // registers are named because the compiler does not allocate these classes in a function without the
+    // feature; for the same reason it keeps nothing in them.
     unsafe {
         std::arch::asm!(
             "vmovdqa64 zmm31, [{line}]",
@@ -65,7 +65,7 @@ mod tests {
                     *word = word::leaf(key ^ (*word & 1) << 50, level, *word & word::VALUE_MAX);
                 }
             }
-            // SAFETY: checked above; the line is aligned.
+            // SAFETY: `has_avx512` was checked above; the line is aligned.
             let seen = unsafe { super::matching_words(line.0.as_ptr(), key << level) };
             for (index, &word) in line.0.iter().enumerate() {
                 prop_assert_eq!(seen >> index & 1 == 1, word::matches(word, key << level), "word {}", index);

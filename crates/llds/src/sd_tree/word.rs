@@ -3,7 +3,7 @@
 //! A slot that holds a leaf is `tag << 40 | value`. The tag is up to 23 key bits, those that
 //! follow the bits which the path has used, then a one, then zeros: the lowest set bit says how
 //! many key bits are known. A leaf that moves one level down loses its first known bit to the
-//! path, by one shift, and nobody needs to know its key. A slot that holds a link has no tag.
+//! path, by one shift, and no thread needs to know its key. A slot that holds a link has no tag.
 
 /// Bits of a value: 2^40 pages are 4 PiB.
 pub const VALUE_BITS: u32 = 40;
@@ -66,9 +66,9 @@ pub(super) fn down(leaf: u64) -> u64 {
 /// What a slot holds, two bits of the control word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
-    /// Nothing. Whoever changes it to `Claimed` may write the slot.
+    /// Nothing. The thread that changes it to `Claimed` may write the slot.
     Free = 0,
-    /// A leaf that one thread is writing; nobody else sees it.
+    /// A leaf that one thread is writing; no other thread reads it.
     Claimed = 1,
     Leaf = 2,
     /// The line of a child that holds all keys of one half.
@@ -94,14 +94,14 @@ const HIGH_SHIFT: u32 = 7;
 const STATE_LOW: u64 = (1 << SLOTS) - 1;
 
 impl Control {
-    /// Set by who moves the node's content to the next static array or unlinks the node: nothing
-    /// may change any more. Never cleared while the node is linked.
+    /// Set by a thread that moves the node's content to the next static array or unlinks the node: the
+    /// content must not change any more. Never cleared while the node is linked.
     pub(super) const FROZEN: u64 = 1 << FLAG_SHIFT;
     /// Set when a frozen bucket's content is complete in the next static array.
     pub(super) const DONE: u64 = 2 << FLAG_SHIFT;
     /// Set when a node holds its first content; a bucket of a new static array lacks it.
     pub(super) const READY: u64 = 4 << FLAG_SHIFT;
-    /// Set while one leaf gives way to a link; whoever meets it helps first.
+    /// Set while a link replaces one leaf; a thread that meets it helps first.
     pub(super) const MOVING: u64 = 8 << FLAG_SHIFT;
     /// Set by the sweep on a child that is empty; cleared by the next insert.
     pub(super) const PENDING: u64 = 16 << FLAG_SHIFT;
@@ -122,7 +122,7 @@ impl Control {
         Self(self.0.wrapping_add(1 << VERSION_SHIFT))
     }
 
-    /// A ready and empty node whose version follows this one's.
+    /// A ready and empty node with the version after this one's.
     pub(super) fn reborn(self) -> Self {
         Self((self.next_version().0 >> VERSION_SHIFT) << VERSION_SHIFT | Self::READY)
     }
@@ -175,7 +175,7 @@ impl Control {
         Self(self.0 & !(7 << shift) | code << shift)
     }
 
-    /// The half and the slot that are on the way from leaves to a link.
+    /// The half that is moving from leaves to a link, and the slot of that link.
     pub(super) fn moving(self) -> (usize, usize) {
         debug_assert!(self.has(Self::MOVING));
         for half in 0..2 {

@@ -1,18 +1,18 @@
-//! Claiming: free spans become somebody's, one at a time or as many neighbours as a large block needs.
+//! Claiming: a thread takes free spans, one at a time or as many adjacent ones as a large block needs.
 //!
-//! A span is claimed by a compare-and-swap of its `meta` word and gets its
-//! pages before anybody writes to it; where there are none, that is an error
-//! and not a fault.
+//! A span is claimed by a compare-and-swap of its `meta` word and gets its pages
+//! before any thread writes to it. A lack of pages is therefore an error, not a
+//! fault.
 
 use super::give_back::count_taken;
 use super::{FREE, HOLE, LARGE, Meta, REST, UNUSED};
 use crate::arena::class::SPAN_BYTES;
-use crate::arena::seat::{INTENT_ALLOC, Seat};
+use crate::arena::thread_record::{INTENT_ALLOC, ThreadRecord};
 use crate::arena::{Error, Inner, fault};
 use std::sync::atomic::Ordering;
 
 impl Inner {
-    /// Takes a free span: one that was used before, else a fresh one. It stays in state FREE under `owner`.
+    /// Claims a free span: one that was used before, else a fresh one. It stays in state FREE, owned by `owner`.
     pub(super) fn claim_span(&self, owner: u64) -> Result<usize, Error> {
         let words = self.fresh().div_ceil(64);
         let mut refused = None;
@@ -23,7 +23,7 @@ impl Inner {
                 let bit = bits.trailing_zeros();
                 bits &= bits - 1;
                 let span = index * 64 + bit as usize;
-                // One hole that gets no pages is asked for all of them. It keeps its hint.
+                // If one hole got no pages, do not try further holes. They keep their hints.
                 if refused.is_some() && Meta::of(self.entry(span).meta.load(Ordering::SeqCst)).state == HOLE {
                     continue;
                 }
@@ -57,8 +57,8 @@ impl Inner {
         }
     }
 
-    /// Takes a free span that no hint names: an aligned extent passed over it, somebody held it only for a moment, or he
-    /// died before he hinted. All others get their hints, so that the next claims need not look everywhere.
+    /// Claims a free span that no hint names. Such spans exist: an aligned extent skipped them, a thread held them for a
+    /// moment, or a thread died before it set the hint. All other free spans get hints, so that later claims find them.
     #[cold]
     fn claim_unhinted(&self, owner: u64) -> Result<usize, Error> {
         let (mut claimed, mut refused) = (None, None);
@@ -84,7 +84,7 @@ impl Inner {
         Error::Full { limit_bytes: (self.layout.spans * SPAN_BYTES) as u64 }
     }
 
-    /// Takes `span`, seen claimable as `meta`, and makes sure it has pages. False if somebody else was quicker.
+    /// Claims `span`, seen claimable as `meta`, and allocates its pages. Returns false if another thread was quicker.
     fn claim(&self, span: usize, meta: Meta, owner: u64) -> Result<bool, Error> {
         let held = Meta { owner, ..meta };
         if !self.swap_meta(span, meta.word(), held.word()) {
@@ -97,7 +97,7 @@ impl Inner {
             let offset = self.span_offset(span) as usize;
             self.map.make_huge(offset, SPAN_BYTES);
             if let Err(error) = self.map.secure(offset, SPAN_BYTES) {
-                // UNUSED stays UNUSED, a hole stays a hole: the next try asks for pages again.
+                // UNUSED stays UNUSED, a hole stays a hole: the next claim tries to get pages again.
                 self.entry(span).meta.store(Meta { owner: 0, ..meta }.word(), Ordering::SeqCst);
                 if meta.state == HOLE {
                     self.hint(0, span);
@@ -110,12 +110,12 @@ impl Inner {
         Ok(true)
     }
 
-    pub(super) fn alloc_large(&self, seat: &Seat, owner: u64, count: usize) -> Result<u64, Error> {
+    pub(super) fn alloc_large(&self, thread: &ThreadRecord, owner: u64, count: usize) -> Result<u64, Error> {
         let start = self.claim_extent(count, 1, owner)?;
         let block = self.span_offset(start);
-        seat.intents[INTENT_ALLOC].store(block, Ordering::Release);
+        thread.intents[INTENT_ALLOC].store(block, Ordering::Release);
         fault::point();
-        // From here the block is given out; the rest of its spans follow, by us or by our recoverer.
+        // From here the block is allocated. Its further spans are marked by this thread, or by its recovery.
         let head = Meta { state: LARGE, class: 0, owner: 0, spans: count as u64 };
         self.entry(start).meta.store(head.word(), Ordering::SeqCst);
         for span in start + 1..start + count {
@@ -125,7 +125,7 @@ impl Inner {
         Ok(block)
     }
 
-    /// Claims `count` neighbouring spans from a multiple of `align` on; they stay in state FREE under `owner`.
+    /// Claims `count` adjacent spans from a multiple of `align` on; they stay in state FREE, owned by `owner`.
     pub(super) fn claim_extent(&self, count: usize, align: usize, owner: u64) -> Result<usize, Error> {
         match self.try_claim_extent(count, align, owner) {
             Err(_) if self.sweep(owner) => self.try_claim_extent(count, align, owner),
@@ -136,7 +136,7 @@ impl Inner {
     fn try_claim_extent(&self, count: usize, align: usize, owner: u64) -> Result<usize, Error> {
         let (mut start, mut refused) = (0, None);
         while start + count <= self.layout.spans {
-            // Once there were no pages for one, only spans that have theirs will do.
+            // Once a span got no pages, only spans that have pages qualify.
             let taken = |span: &usize| {
                 let meta = Meta::of(self.entry(*span).meta.load(Ordering::Relaxed));
                 !meta.claimable() || (refused.is_some() && meta.state != FREE)
@@ -159,8 +159,8 @@ impl Inner {
         Err(refused.unwrap_or_else(|| self.full()))
     }
 
-    /// Claims `count` spans from `start`, or none of them and returns the one that was taken by somebody else, or for
-    /// which there are no pages.
+    /// Claims `count` spans from `start`, or none. On failure returns the span that another thread took, or that got no
+    /// pages.
     fn claim_run(&self, start: usize, count: usize, owner: u64) -> Result<(), (usize, Option<Error>)> {
         for span in start..start + count {
             let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));

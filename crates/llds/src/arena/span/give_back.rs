@@ -1,13 +1,14 @@
 //! Giving back: the pages of free spans go back to the system, by groups that fill 2 MiB.
 //!
-//! A few free spans keep their pages for whoever needs some next. Those of
+//! A few free spans keep their pages for the next claims. The pages of freed
 //! extents in a file stay for a moment, because readers of arrays may be late:
-//! then they go with what the process takes back next, or when it closes.
+//! they go back with the next memory that the process frees, or when it closes.
 //!
-//! Of a small private arena a huge page is a large part. There the rests go too
-//! when a thread ends that took as much: free spans, and what lies before and
-//! behind the blocks of extents that nobody fills, in a huge page of which
-//! something else is in use. That lies on small pages until all of it is free.
+//! In a small private arena a huge page is a large part of the memory. There,
+//! parts of a huge page go back too when a thread ends that claimed at least
+//! 2 MiB: free spans, and the space before and after the blocks of unowned
+//! extents. The rest of such a huge page lies on small pages until all of it is
+//! free.
 
 use super::{FREE, HOLE, LOG, Meta, SMALL, UNUSED, tail_mask};
 use crate::arena::class::SPAN_BYTES;
@@ -23,25 +24,25 @@ const GROUP: usize = (2 << 20) / SPAN_BYTES;
 /// Free spans kept with their pages before any are given back.
 const KEEP_SPANS: u64 = 4;
 
-/// Spans of the largest arena of which rests are given back: 32 huge pages.
+/// Used spans up to which an arena gives partly used huge pages back in part: 32 huge pages.
 const RESTS_SPANS_MAX: usize = 32 * GROUP;
 
 thread_local! {
-    /// Spans that this thread has taken.
+    /// Spans that this thread has claimed.
     static TAKEN: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Counts a span that the calling thread takes.
+/// Counts a span that the calling thread claims.
 pub(super) fn count_taken() {
     TAKEN.set(TAKEN.get() + 1);
 }
 
-/// How long the pages of a freed extent stay in a file. Who reads an array takes no hazard, so he may come late; a day in
-/// tests, so that none of them depends on the hour.
-const LATE: Duration = if cfg!(test) { Duration::from_secs(86_400) } else { Duration::from_millis(100) };
+/// How long the pages of a freed extent stay in a file. Readers of an array take no hazard, so a reader may be late. A day
+/// in tests, so that no test depends on timing.
+const DEFERRAL: Duration = if cfg!(test) { Duration::from_secs(86_400) } else { Duration::from_millis(100) };
 
 impl Inner {
-    /// Makes a span that `owner` holds free, and may give pages back when enough free spans are kept.
+    /// Frees a span that `owner` owns, and may give pages back when enough free spans are kept.
     pub(super) fn make_free(&self, span: usize, owner: u64, give_back: bool) {
         let entry = self.entry(span);
         entry.meta.store(Meta::free(FREE, owner), Ordering::SeqCst);
@@ -55,24 +56,24 @@ impl Inner {
         self.hint(0, span);
     }
 
-    /// Counts free spans that are not kept any more.
+    /// Subtracts free spans that are not kept any more.
     pub(super) fn keep_less(&self, count: u64) {
         let kept = &self.header().kept;
         let _ = kept.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |n| Some(n.saturating_sub(count)));
     }
 
-    /// Whether more free spans have pages than are kept for the next who need some.
+    /// Returns true if more free spans have pages than are kept for the next claims.
     fn keeps_enough(&self) -> bool {
         self.header().kept.load(Ordering::Relaxed) > KEEP_SPANS + (self.fresh() / 64) as u64
     }
 
-    /// Gives the pages of extents back that this process freed long enough before `now`, or ever.
-    pub(in crate::arena) fn give_back_late(&self, now: Option<Instant>, owner: u64) {
+    /// Gives back the pages of extents that this process freed long enough before `now`; without `now`, of all of them.
+    pub(in crate::arena) fn give_back_deferred(&self, now: Option<Instant>, owner: u64) {
         let due: Vec<_> = {
-            let mut late = self.late.lock().unwrap_or_else(PoisonError::into_inner);
-            let is_due = |since: Instant| now.is_none_or(|now| now.duration_since(since) >= LATE);
-            let count = late.iter().take_while(|extent| is_due(extent.0)).count();
-            late.drain(..count).collect()
+            let mut deferred = self.deferred.lock().unwrap_or_else(PoisonError::into_inner);
+            let is_due = |since: Instant| now.is_none_or(|now| now.duration_since(since) >= DEFERRAL);
+            let count = deferred.iter().take_while(|extent| is_due(extent.0)).count();
+            deferred.drain(..count).collect()
         };
         for (_, span, spans) in due {
             for first in (span / GROUP * GROUP..span + spans).step_by(GROUP) {
@@ -83,7 +84,7 @@ impl Inner {
         }
     }
 
-    /// Gives the 2 MiB around `span`, held free by `owner`, back to the system if its neighbours are free too.
+    /// Gives the 2 MiB around `span`, which is free and owned by `owner`, back to the system if its neighbours are free too.
     fn give_back_group(&self, span: usize, owner: u64) {
         let first = span / GROUP * GROUP;
         let last = (first + GROUP).min(self.layout.spans);
@@ -126,21 +127,21 @@ impl Inner {
         self.give_back_rests(owner);
     }
 
-    /// What a thread does that ends: gives rests back, if it has taken as much as a huge page.
+    /// Called when a thread ends: gives parts of huge pages back, if the thread claimed at least a huge page.
     pub(in crate::arena) fn give_back_rests_at_end(&self, owner: u64) {
         if TAKEN.get() >= GROUP {
             self.give_back_rests(owner);
         }
     }
 
-    /// Gives the rests of huge pages back, of a small arena.
+    /// Gives back the unused parts of huge pages of a small arena.
     fn give_back_rests(&self, owner: u64) {
         if !self.map.is_transparent() || self.fresh() > RESTS_SPANS_MAX {
             return;
         }
         for first in (0..self.fresh()).step_by(GROUP) {
             let group = first..(first + GROUP).min(self.layout.spans);
-            // What is all free went when it became so, or is kept.
+            // A group that is entirely free was given back when it became free, or is kept.
             if group.clone().all(|span| Meta::of(self.entry(span).meta.load(Ordering::SeqCst)).claimable()) {
                 continue;
             }
@@ -150,7 +151,7 @@ impl Inner {
         }
     }
 
-    /// Gives back the pages of a span that is free, or those before and behind what is left in an extent that nobody leases.
+    /// Gives back the pages of a free span, or those before and after the remaining blocks of an unowned extent.
     fn give_back_rest(&self, span: usize, owner: u64) {
         let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
         let is_idle_log = meta.state == SMALL && meta.class >= LOG && meta.owner == 0;
@@ -164,7 +165,7 @@ impl Inner {
             let cut = &meta.cut();
             let begin = offset + cut.first as usize;
             let filled = cut.count - self.lines_left(span, cut);
-            // How long a block is that begins somewhere, nobody here knows; but none lies before the first.
+            // The lengths of the blocks are not stored; but no block lies before the first one.
             let first = (0..cut.words).find_map(|index| {
                 let bits = self.bitmap(span, cut, index).load(Ordering::SeqCst) & !tail_mask(cut, index);
                 (bits != 0).then(|| index * 64 + bits.trailing_zeros())
@@ -174,7 +175,7 @@ impl Inner {
                 let end = (begin + lines.end as usize * 64) & !4095;
                 self.map.give_back_rest(start, end.saturating_sub(start));
             }
-            self.drop_lease(span, owner);
+            self.disown_span(span, owner);
             return;
         }
         self.map.give_back_rest(offset, SPAN_BYTES);
@@ -190,7 +191,7 @@ impl Inner {
 
     /// Gives the 2 MiB from `first` on back to the system if all of it is free.
     fn trim_group(&self, first: usize, owner: u64) {
-        // Holes too: a reader that was late may have filled one again.
+        // Holes too: a late reader may have faulted pages in again.
         let used = (first..(first + GROUP).min(self.layout.spans)).find_map(|span| {
             let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
             (meta.claimable() && meta.state != UNUSED).then_some((span, meta))

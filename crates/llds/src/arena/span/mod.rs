@@ -1,15 +1,15 @@
-//! Spans: how blocks are given out and taken back.
+//! Spans: how blocks are allocated and freed.
 //!
 //! Memory is cut into spans of [`SPAN_BYTES`]. A span is free, or holds blocks
-//! of one class under a bitmap, or is part of a large block. A thread leases a
-//! span per class: only the lease holder sets bits of its bitmap, anybody
-//! clears them. The `meta` word of a span, changed by compare-and-swap, is the
-//! truth; the per-class bitmaps of spans with room are hints, and may be
-//! wrong in both directions without harm. A log extent is leased likewise; it
-//! knows itself how far it is filled, so that the next one goes on there.
+//! of one class under a bitmap, or is part of a large block. A thread owns one span
+//! per class: only the owner sets bits of the span's bitmap, any thread clears
+//! them. The `meta` word of a span, changed by compare-and-swap, is the truth. The
+//! per-class bitmaps of spans with room are hints and may be wrong in both
+//! directions without harm. A log extent is owned in the same way; it stores how
+//! far it is filled, so that its next owner continues there.
 //!
-//! Orders are chosen so that a death between two stores loses at most one
-//! block until the next audit, and never gives one block out twice.
+//! Stores are ordered so that a death between two of them loses at most one
+//! block until the next audit, and never allocates one block twice.
 
 mod claim;
 mod give_back;
@@ -19,7 +19,7 @@ mod repair;
 mod small;
 
 use super::class::{CUTS, Cut, LOG, LOG_SPANS_MAX, SMALL_BYTES_MAX, SPAN_BYTES, class_of, log_cut, log_spans};
-use super::seat::Seat;
+use super::thread_record::ThreadRecord;
 use super::{Error, Inner};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -42,9 +42,9 @@ const LOG_ARENA_SPANS_MIN: usize = 128;
 /// A span's table entry.
 #[repr(C)]
 pub(super) struct Entry {
-    /// State, class, owner seat (plus one), and length of a large block in spans.
+    /// State, class, number of the owner's thread record (0 for none), and length of a large block in spans.
     pub meta: AtomicU64,
-    /// The bitmap of a class with at most 64 blocks per span; of a log extent, the line at which it is filled next.
+    /// The bitmap of a class with at most 64 blocks per span; of a log extent, the line up to which it is filled.
     pub bits: AtomicU64,
 }
 
@@ -89,9 +89,9 @@ impl Meta {
 /// What the spans of an arena hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SpanStats {
-    /// Bytes in blocks that are given out.
+    /// Bytes in allocated blocks.
     pub allocated_bytes: u64,
-    /// Blocks that are given out.
+    /// Allocated blocks.
     pub block_count: u64,
     /// Bytes of spans that have pages: in use, leased or kept for reuse.
     pub held_bytes: u64,
@@ -100,65 +100,65 @@ pub struct SpanStats {
 }
 
 impl Inner {
-    /// Gives out a block of at least `size` bytes and writes the intent to link it into `seat`.
-    pub(super) fn alloc(&self, seat: &Seat, owner: u64, size: usize) -> Result<u64, Error> {
+    /// Allocates a block of at least `size` bytes and stores the intent to link it in `thread`.
+    pub(super) fn alloc(&self, thread: &ThreadRecord, owner: u64, size: usize) -> Result<u64, Error> {
         let block = if size <= SMALL_BYTES_MAX {
-            self.alloc_small(seat, owner, class_of(size))?
+            self.alloc_small(thread, owner, class_of(size))?
         } else {
-            self.alloc_large(seat, owner, size.div_ceil(SPAN_BYTES))?
+            self.alloc_large(thread, owner, size.div_ceil(SPAN_BYTES))?
         };
-        // A reader that still looks at this block's former life must, once it sees our stores, also see
-        // that life's end: pairs with the acquire fence before such a reader's last check.
+        // A reader may still look at an earlier use of this block. Once it sees a store of ours, it must also see the end of
+        // that use: pairs with the acquire fence before the reader's last check.
         std::sync::atomic::fence(Ordering::Release);
         Ok(block)
     }
 
     /// Spans of the log extents in which blocks of `size` bytes lie; `None` if they lie in none.
     fn log_extent(&self, size: usize) -> Option<usize> {
-        // No extent is too large a part of the arena; what is left in those of a small one would be.
+        // An extent is at most a 16th of the arena: in a small arena the unused parts of extents would be too much of it.
         let spans = log_spans(size).min((self.layout.spans / 16 + 1).next_power_of_two() / 2);
         (size <= spans * SPAN_BYTES / 4 && self.layout.spans >= LOG_ARENA_SPANS_MIN).then_some(spans)
     }
 
-    /// Gives out `size` bytes (a multiple of 64) right behind what this thread got here last.
-    pub(super) fn alloc_log(&self, seat: &Seat, owner: u64, size: usize, second: bool) -> Result<u64, Error> {
+    /// Allocates `size` bytes (a multiple of 64) directly after this thread's previous allocation by this function.
+    pub(super) fn alloc_log(&self, thread: &ThreadRecord, owner: u64, size: usize, second: bool) -> Result<u64, Error> {
         let units = (size.div_ceil(64) as u32).max(1);
-        let Some(spans) = self.log_extent(size) else { return self.alloc(seat, owner, size) };
+        let Some(spans) = self.log_extent(size) else { return self.alloc(thread, owner, size) };
         let class = LOG + usize::from(second);
         loop {
-            let leased = seat.leases[class].load(Ordering::Relaxed);
-            if leased != 0 {
-                let block = self.take_lines(seat, leased as usize - 1, units);
-                // The intent names the block, whoever leases the extent.
+            let owned = thread.owned_spans[class].load(Ordering::Relaxed);
+            if owned != 0 {
+                let block = self.take_lines(thread, owned as usize - 1, units);
+                // The intent names the block, whichever thread owns the extent.
                 if block.is_none() || self.are_logs_shared(spans) {
-                    self.end_lease(seat, owner, class);
+                    self.disown(thread, owner, class);
                 }
                 if let Some(block) = block {
                     std::sync::atomic::fence(Ordering::Release);
                     return Ok(block);
                 }
             }
-            // Not enough free spans in a row, or no pages for them: any extent with room, else any block of the size, will do.
+            // Not enough adjacent free spans, or no pages for them: use any extent with room, else any block of the size.
             let span = self.take_or_cut_log(owner, class, spans, units).or_else(|| self.take_any_log(owner, units));
-            let Some(span) = span else { return self.alloc(seat, owner, size) };
-            seat.leases[class].store(span as u32 + 1, Ordering::Relaxed);
+            let Some(span) = span else { return self.alloc(thread, owner, size) };
+            thread.owned_spans[class].store(span as u32 + 1, Ordering::Relaxed);
         }
     }
 
-    /// Does for the next block of `size` bytes of the first log what takes time: leases an extent that has room for it, and
-    /// has the memory ready. Only so far as that succeeds.
-    pub(super) fn ready_log(&self, seat: &Seat, owner: u64, size: usize) {
+    /// Does the slow part of the next allocation of `size` bytes from the first log: takes an extent with room for it and
+    /// faults its pages in. Stops silently where that fails.
+    pub(super) fn ready_log(&self, thread: &ThreadRecord, owner: u64, size: usize) {
         let units = (size.div_ceil(64) as u32).max(1);
         let Some(spans) = self.log_extent(size).filter(|spans| !self.are_logs_shared(*spans)) else { return };
-        let is_new = self.log_room(seat, false) < units as usize * 64;
+        let is_new = self.log_room(thread, false) < units as usize * 64;
         if is_new {
-            self.end_lease(seat, owner, LOG);
+            self.disown(thread, owner, LOG);
             let Some(span) = self.take_or_cut_log(owner, LOG, spans, units) else { return };
-            seat.leases[LOG].store(span as u32 + 1, Ordering::Relaxed);
+            thread.owned_spans[LOG].store(span as u32 + 1, Ordering::Relaxed);
         }
-        let span = seat.leases[LOG].load(Ordering::Relaxed) as usize - 1;
+        let span = thread.owned_spans[LOG].load(Ordering::Relaxed) as usize - 1;
         let cut = &Meta::of(self.entry(span).meta.load(Ordering::Relaxed)).cut();
-        let room = self.log_room(seat, false);
+        let room = self.log_room(thread, false);
         let end = self.span_offset(span) as usize + cut.first as usize + cut.count as usize * 64;
         self.map.ready(end - room, size, room, is_new);
     }
@@ -167,7 +167,7 @@ impl Inner {
         self.take_log(owner, class, spans, units).or_else(|| self.cut_log(owner, class, spans).ok())
     }
 
-    /// The number of the block that begins at `block` in a span that is cut as `cut`.
+    /// Returns the number of the block that begins at `block` in a span cut as `cut`.
     #[inline]
     fn number_of(&self, block: u64, span: usize, cut: &Cut) -> Option<u32> {
         let inside = (block.checked_sub(self.span_offset(span))? as u32).checked_sub(cut.first)?;
@@ -175,7 +175,7 @@ impl Inner {
         (inside.is_multiple_of(cut.block_bytes) && number < cut.count).then_some(number)
     }
 
-    /// The span in which the block at `block` is accounted for, and its meta word.
+    /// Returns the span with the entry that describes the block at `block`, and its meta word.
     #[inline]
     fn head_of(&self, block: u64) -> Option<(usize, Meta)> {
         let mut span = self.span_of(block)?;
@@ -190,7 +190,7 @@ impl Inner {
         Some((span, meta))
     }
 
-    /// Whether `block` is the start of a block that is given out.
+    /// Returns true if an allocated block begins at `block`.
     pub(super) fn is_allocated(&self, block: u64) -> bool {
         let Some((span, meta)) = self.head_of(block) else { return false };
         match meta.state {
@@ -205,7 +205,7 @@ impl Inner {
         }
     }
 
-    /// Bytes of the block that begins at `block`, 0 if there is none; at least 64 for a log block.
+    /// Returns the bytes of the block that begins at `block`, 0 if there is none, 64 for a log block.
     pub(super) fn block_bytes(&self, block: u64) -> u64 {
         let Some((span, meta)) = self.head_of(block) else { return 0 };
         let _ = span;
@@ -216,7 +216,7 @@ impl Inner {
         }
     }
 
-    /// Calls `visit` with every block that is given out.
+    /// Calls `visit` with every allocated block.
     pub(super) fn each_block(&self, mut visit: impl FnMut(u64)) {
         for span in 0..self.fresh() {
             let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
@@ -262,7 +262,7 @@ impl Inner {
         (self.header().fresh.load(Ordering::SeqCst) as usize).min(self.layout.spans)
     }
 
-    /// Lines at the end of the log extent at `span` that were not given out yet.
+    /// Returns how many lines at the end of the log extent at `span` were never allocated.
     #[inline]
     fn lines_left(&self, span: usize, cut: &Cut) -> u32 {
         u64::from(cut.count).saturating_sub(self.entry(span).bits.load(Ordering::Relaxed)) as u32
@@ -272,7 +272,7 @@ impl Inner {
         self.entry(span).meta.compare_exchange(from, to, Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }
 
-    /// Word `index` of the bitmap of a span that is cut as `cut`.
+    /// Returns word `index` of the bitmap of a span cut as `cut`.
     #[inline]
     fn bitmap(&self, span: usize, cut: &Cut, index: u32) -> &AtomicU64 {
         if cut.words == 1 { &self.entry(span).bits } else { self.word(self.span_offset(span) + u64::from(index) * 8) }
@@ -286,7 +286,7 @@ impl Inner {
         (0..cut.words).all(|index| self.bitmap(span, cut, index).load(Ordering::SeqCst) == tail_mask(cut, index))
     }
 
-    /// Notes that `span` has room for `class`, or is free for class 0.
+    /// Sets the hint that `span` has room for `class`, or is free (class 0).
     fn hint(&self, class: usize, span: usize) {
         let word = self.hints(class, span / 64);
         let mask = 1 << (span % 64);
@@ -302,8 +302,8 @@ impl Inner {
     fn entry(&self, span: usize) -> &Entry {
         assert!(span < self.layout.spans);
         let offset = self.layout.table + span * size_of::<Entry>();
-        // SAFETY: the table holds `spans` entries (asserted), lies inside the mapping, is 64-byte aligned, and
-        // consists of atomics for which every bit pattern is a value.
+        // SAFETY: the table holds `spans` entries (index asserted), lies inside the mapping, is 64-byte aligned, and consists
+        // of atomics, for which every bit pattern is a value.
         unsafe { &*self.map.base().add(offset).cast::<Entry>() }
     }
 

@@ -1,7 +1,7 @@
-//! Releasing: blocks are taken back, leases end, and spans that are empty then become free.
+//! Releasing: blocks are freed, ownership of spans ends, and empty spans become free.
 //!
-//! Whoever clears the last bit of a span that nobody leases frees the span;
-//! while it is leased that is left to the end of the lease.
+//! The thread that clears the last bit of an unowned span frees the span. While a
+//! span is owned, its owner checks that when it gives up the ownership.
 
 use super::{LARGE, Meta, REST, SMALL, tail_mask};
 use crate::arena::class::LOG;
@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 impl Inner {
-    /// Takes a block back, and nothing if none begins there. `owner` names the seat on whose behalf.
+    /// Frees a block; does nothing if none begins there. `owner` is the record of the thread for which this is done.
     pub(in crate::arena) fn free(&self, block: u64, owner: u64) {
         let Some((span, meta)) = self.head_of(block) else {
             debug_assert!(false, "free of an offset outside the spans");
@@ -27,7 +27,7 @@ impl Inner {
     fn free_small(&self, block: u64, span: usize, meta: Meta, owner: u64) {
         let class = meta.class;
         let cut = &meta.cut();
-        // Its callers may be wrong: what is no block of this span must not become a bit outside its bitmap.
+        // A caller may be wrong (a damaged file): an offset that is no block must not change a bit outside the bitmap.
         let Some(number) = self.number_of(block, span, cut) else {
             debug_assert!(false, "free of {block:#x}, where no block begins");
             return;
@@ -39,7 +39,8 @@ impl Inner {
             return;
         }
         fault::point();
-        // SeqCst: pairs with `drop_lease`.
+        // SeqCst, after the SeqCst clear of the bit: pairs with the fence in `disown_span`, which orders its store of `meta`
+        // before its reads of the bitmap. Either we see the span unowned, or its former owner sees the cleared bit.
         let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
         if meta.state != SMALL || meta.owner != 0 || meta.class != class {
             return;
@@ -56,7 +57,7 @@ impl Inner {
         let meta = Meta::of(self.entry(head).meta.load(Ordering::SeqCst));
         // The block shrinks from its end, so that a death leaves a shorter block, not a torn one.
         for rest in (1..meta.spans).rev() {
-            // Ours before it is out of the block, so that whoever cleans up after us finds it.
+            // Owned before it leaves the block, so that a recovery of this thread finds it.
             self.entry(head + rest as usize).meta.store(Meta::free(REST, owner), Ordering::SeqCst);
             fault::point();
             let shorter = Meta { owner, spans: rest, ..meta };
@@ -67,7 +68,7 @@ impl Inner {
         self.make_free(head, owner, give_back);
     }
 
-    /// Makes an empty, unowned span that was seen as `meta` free, unless somebody leases it first.
+    /// Frees an empty, unowned span that was seen as `meta`, unless another thread takes it first.
     fn release_span(&self, span: usize, meta: Meta, owner: u64) {
         let (cut, spans) = (&meta.cut(), meta.spans);
         let idle = Meta { owner: 0, ..meta };
@@ -79,25 +80,25 @@ impl Inner {
             // An empty extent is an empty large block.
             self.entry(span).meta.store(Meta { state: LARGE, class: 0, owner, spans }.word(), Ordering::SeqCst);
             fault::point();
-            let late = self.identity.is_some();
-            self.free_large(span, owner, !late);
-            if late {
-                self.late.lock().unwrap_or_else(PoisonError::into_inner).push_back((
+            let deferred = self.identity.is_some();
+            self.free_large(span, owner, !deferred);
+            if deferred {
+                self.deferred.lock().unwrap_or_else(PoisonError::into_inner).push_back((
                     Instant::now(),
                     span,
                     spans as usize,
                 ));
-                self.give_back_late(Some(Instant::now()), owner);
+                self.give_back_deferred(Some(Instant::now()), owner);
             }
         } else if self.is_empty(span, cut) {
             self.make_free(span, owner, true);
         } else {
-            self.drop_lease(span, owner);
+            self.disown_span(span, owner);
         }
     }
 
-    /// Ends a lease, and sees to it that the span is found again if it has room.
-    pub(in crate::arena) fn drop_lease(&self, span: usize, owner: u64) {
+    /// Ends the ownership of a span, and publishes a hint if the span has room.
+    pub(in crate::arena) fn disown_span(&self, span: usize, owner: u64) {
         let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
         if meta.state != SMALL || meta.owner != owner {
             return;
@@ -105,17 +106,17 @@ impl Inner {
         fault::point();
         self.entry(span).meta.store(Meta { owner: 0, ..meta }.word(), Ordering::SeqCst);
         fault::point();
-        // Whoever freed a block while we held the span left the hint to us; SeqCst on both sides means
-        // that one of the two sees the other.
+        // A thread that freed a block while we owned the span left the hint to us. Pairs with the SeqCst operations in
+        // `free_small`: either that thread sees `meta` without an owner, or we see its cleared bit below.
         std::sync::atomic::fence(Ordering::SeqCst);
-        self.find_again(span, meta, owner);
+        self.publish_room(span, meta, owner);
     }
 
-    /// Sees to it that a span that nobody leases is found by who can use it: all of it if it is empty.
-    pub(super) fn find_again(&self, span: usize, meta: Meta, owner: u64) {
+    /// Makes an unowned span findable: publishes a hint if it has room, and frees it if it is empty.
+    pub(super) fn publish_room(&self, span: usize, meta: Meta, owner: u64) {
         let cut = &meta.cut();
         let has_room = match meta.class {
-            // For less than a block of those that it was made for, nobody need look here.
+            // Less than one block of the size it was made for is not worth a hint.
             LOG.. => self.lines_left(span, cut) >= (cut.count / 32).max(1),
             _ => self.has_room(span, cut),
         };

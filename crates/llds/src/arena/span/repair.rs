@@ -1,8 +1,8 @@
-//! Repair: what a death left undone among the spans.
+//! Repair: completes what a death left undone among the spans.
 //!
-//! What a dead seat held is put back when it is cleaned up. What no seat names
-//! any more, a span without its hint or the torn rest of a block, is found by
-//! going over all spans: when there is no room otherwise, or in an audit.
+//! Spans that a dead thread owned are released by its recovery. A span without its
+//! hint, or the torn rest of a block, has no owner: a walk over all spans finds it,
+//! when no room is found otherwise, or in an audit.
 
 use super::{FREE, HOLE, LARGE, Meta, REST, SMALL, UNUSED};
 use crate::arena::class::{CLASS_COUNT, LOG, LOG_SPANS_MAX};
@@ -10,7 +10,8 @@ use crate::arena::{Inner, fault};
 use std::sync::atomic::Ordering;
 
 impl Inner {
-    /// Whether all that the table says of spans can be, whoever died: cuts, bitmaps and blocks are found by it.
+    /// Returns true if every entry of the table is possible, whichever threads died: cuts, bitmaps and blocks are found by
+    /// the table.
     pub(in crate::arena) fn is_table_sound(&self) -> bool {
         (0..self.layout.spans).all(|span| {
             let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
@@ -25,15 +26,15 @@ impl Inner {
         })
     }
 
-    /// Makes the table say something else of a span.
+    /// Overwrites a span's `meta` word.
     #[cfg(test)]
     pub(in crate::arena) fn damage(&self, span: usize, meta: u64) {
         self.entry(span).meta.store(meta, Ordering::SeqCst);
     }
 
-    /// Puts back every span a dead seat held.
+    /// Releases every span that a dead thread owned.
     pub(in crate::arena) fn release_spans_of(&self, owner: u64) {
-        // All of them: who claims many moves `fresh` on only when he has them all.
+        // All spans of the arena: a thread that claims an extent advances `fresh` only after it claimed all of it.
         for span in 0..self.layout.spans {
             let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
             if meta.owner != owner {
@@ -41,21 +42,22 @@ impl Inner {
             }
             match meta.state {
                 SMALL => {
-                    // An extent is whole before another fills it: its maker may have died before the rest was written.
+                    // The dead thread may have died before it marked all spans of the extent; complete that before another
+                    // thread can own it.
                     for rest in 1..meta.spans as usize {
                         self.entry(span + rest).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
                         fault::point();
                     }
-                    self.drop_lease(span, owner);
+                    self.disown_span(span, owner);
                 }
                 LARGE => self.free_large(span, owner, true),
                 _ if self.inside_large(span) => {
                     self.entry(span).meta.store(Meta::free(REST, 0), Ordering::SeqCst);
                 }
-                // The end of a block that it was freeing.
+                // The end of a block that the dead thread was freeing.
                 REST => self.make_free(span, owner, true),
-                // It may have died before it secured the pages, or right after: a hole asks for them again, and `trim`
-                // gives back what there is.
+                // The dead thread may have died before it secured the pages, or right after. As a hole the span gets pages
+                // again when claimed, and `trim` gives back those it has.
                 UNUSED | FREE | HOLE => {
                     self.header().fresh.fetch_max(span as u64 + 1, Ordering::SeqCst);
                     self.entry(span).meta.store(Meta::free(HOLE, 0), Ordering::SeqCst);
@@ -66,19 +68,19 @@ impl Inner {
         }
     }
 
-    /// Puts back spans that a death left where nobody looks: the rest of a block that is gone, and idle ones with room
-    /// that no hint names. Nobody else may use the arena meanwhile.
+    /// Makes spans findable that a death left unreachable: the rest of a block that is gone, and unowned spans with room
+    /// that no hint names. No other thread may use the arena meanwhile.
     pub(in crate::arena) fn release_lost(&self, owner: u64) {
         self.each_orphan(|span| self.make_free(span, owner, true));
-        self.find_all_again(owner);
+        self.publish_all_room(owner);
     }
 
-    /// Finds again what deaths hid from those who look for room: idle spans that lost their hint, and empty ones that were
-    /// to become free. False if nobody died since the last time.
+    /// Restores what deaths hid from allocations: hints of unowned spans, and empty spans that were about to become free.
+    /// Returns false if no death was recovered since the last sweep.
     ///
-    /// A hint goes before the span is leased and comes after the lease ended, so a death between loses it. That death is
-    /// counted when its seat is cleaned up, which is later; so is the death of one who cleans up. Who dies in here leaves
-    /// the note as it was, and the next one looks at all of them again.
+    /// A hint is cleared before a span is owned and set after the ownership ended, so a death in between loses it. That
+    /// death is counted later, when its record is recovered; the same holds for the death of a recovering thread. A death
+    /// inside this function leaves `swept` as it was, so the next sweep walks over all spans again.
     #[cold]
     pub(super) fn sweep(&self, owner: u64) -> bool {
         let header = self.header();
@@ -86,22 +88,22 @@ impl Inner {
         if header.swept.load(Ordering::SeqCst) == deaths {
             return false;
         }
-        self.find_all_again(owner);
+        self.publish_all_room(owner);
         header.swept.store(deaths, Ordering::SeqCst);
         true
     }
 
-    fn find_all_again(&self, owner: u64) {
+    fn publish_all_room(&self, owner: u64) {
         for span in 0..self.fresh() {
             let meta = Meta::of(self.entry(span).meta.load(Ordering::SeqCst));
             if meta.state == SMALL && meta.owner == 0 {
-                self.find_again(span, meta, owner);
+                self.publish_room(span, meta, owner);
             }
         }
     }
 
-    /// Calls `visit` with every further span of a large block that no block reaches. Exact only while nobody allocates
-    /// or frees.
+    /// Calls `visit` with every span marked as a further span of a large block that no block reaches. Exact only while no
+    /// thread allocates or frees.
     pub(in crate::arena) fn each_orphan(&self, mut visit: impl FnMut(usize)) {
         let mut end = 0;
         for span in 0..self.layout.spans {
@@ -115,7 +117,7 @@ impl Inner {
         }
     }
 
-    /// Whether `span` belongs to the large block that begins at or before it.
+    /// Returns true if `span` belongs to the large block or extent that begins before it.
     fn inside_large(&self, span: usize) -> bool {
         for head in (0..span).rev() {
             let meta = Meta::of(self.entry(head).meta.load(Ordering::SeqCst));
@@ -130,7 +132,7 @@ impl Inner {
         false
     }
 
-    /// Makes the large block at `block` shorter by a span that nobody knows of then.
+    /// Makes the large block at `block` shorter by one span, which then belongs to no block.
     #[cfg(test)]
     pub(in crate::arena) fn orphan_tail(&self, block: u64) {
         let Some((head, meta)) = self.head_of(block) else { return };

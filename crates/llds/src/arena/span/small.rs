@@ -1,50 +1,50 @@
-//! Small blocks: spans of one class each, leased by the thread that takes blocks there.
+//! Small blocks: spans of one class each, owned by the thread that allocates there.
 //!
-//! A block is a bit: who leases the span finds a free one and sets it. When
-//! no span is free, room is sought wherever there is some, up to the arrays.
+//! A block is a bit: the owner of the span finds a clear one and sets it. When no
+//! span is free, larger classes and then log extents serve the block.
 
 use super::{Meta, SMALL, tail_mask};
 use crate::arena::class::{CUTS, LOG};
-use crate::arena::seat::{INTENT_ALLOC, Seat};
+use crate::arena::thread_record::{INTENT_ALLOC, ThreadRecord};
 use crate::arena::{Error, Inner, fault};
 use std::sync::atomic::Ordering;
 
 impl Inner {
-    pub(super) fn alloc_small(&self, seat: &Seat, owner: u64, class: usize) -> Result<u64, Error> {
+    pub(super) fn alloc_small(&self, thread: &ThreadRecord, owner: u64, class: usize) -> Result<u64, Error> {
         loop {
-            let leased = seat.leases[class].load(Ordering::Relaxed);
-            if leased != 0 {
-                let span = leased as usize - 1;
-                if let Some(block) = self.take_block(seat, span, class) {
+            let owned = thread.owned_spans[class].load(Ordering::Relaxed);
+            if owned != 0 {
+                let span = owned as usize - 1;
+                if let Some(block) = self.take_block(thread, span, class) {
                     return Ok(block);
                 }
-                seat.leases[class].store(0, Ordering::Relaxed);
-                self.drop_lease(span, owner);
+                thread.owned_spans[class].store(0, Ordering::Relaxed);
+                self.disown_span(span, owner);
             }
-            match self.take_lease(owner, class) {
+            match self.own_span(owner, class) {
                 Ok(span) => {
-                    seat.cursors[class].store(0, Ordering::Relaxed);
-                    seat.leases[class].store(span as u32 + 1, Ordering::Relaxed);
+                    thread.cursors[class].store(0, Ordering::Relaxed);
+                    thread.owned_spans[class].store(span as u32 + 1, Ordering::Relaxed);
                 }
-                Err(error) => return self.alloc_tight(seat, owner, class).ok_or(error),
+                Err(error) => return self.alloc_tight(thread, owner, class).ok_or(error),
             }
         }
     }
 
-    /// Finds a block when no span is free: in a span this thread leases and does not need, else in a larger class, else
-    /// among the arrays.
+    /// Allocates a block when no span is free: in an empty span that this thread owns, else in a larger class, else in a
+    /// log extent.
     #[cold]
-    fn alloc_tight(&self, seat: &Seat, owner: u64, class: usize) -> Option<u64> {
-        for lease in seat.leases.iter().skip(1) {
-            let leased = lease.load(Ordering::Relaxed);
-            let meta = Meta::of(self.entry((leased as usize).saturating_sub(1)).meta.load(Ordering::Relaxed));
-            if leased != 0 && self.is_empty(leased as usize - 1, &meta.cut()) {
-                lease.store(0, Ordering::Relaxed);
-                self.drop_lease(leased as usize - 1, owner);
-                let span = self.take_lease(owner, class).ok()?;
-                seat.cursors[class].store(0, Ordering::Relaxed);
-                seat.leases[class].store(span as u32 + 1, Ordering::Relaxed);
-                return self.take_block(seat, span, class);
+    fn alloc_tight(&self, thread: &ThreadRecord, owner: u64, class: usize) -> Option<u64> {
+        for entry in thread.owned_spans.iter().skip(1) {
+            let owned = entry.load(Ordering::Relaxed);
+            let meta = Meta::of(self.entry((owned as usize).saturating_sub(1)).meta.load(Ordering::Relaxed));
+            if owned != 0 && self.is_empty(owned as usize - 1, &meta.cut()) {
+                entry.store(0, Ordering::Relaxed);
+                self.disown_span(owned as usize - 1, owner);
+                let span = self.own_span(owner, class).ok()?;
+                thread.cursors[class].store(0, Ordering::Relaxed);
+                thread.owned_spans[class].store(span as u32 + 1, Ordering::Relaxed);
+                return self.take_block(thread, span, class);
             }
         }
         let lines = CUTS[class].block_bytes.is_multiple_of(64);
@@ -52,40 +52,40 @@ impl Inner {
             if lines && !cut.block_bytes.is_multiple_of(64) {
                 continue;
             }
-            let leased = seat.leases[larger].load(Ordering::Relaxed);
-            if leased != 0
-                && let Some(block) = self.take_block(seat, leased as usize - 1, larger)
+            let owned = thread.owned_spans[larger].load(Ordering::Relaxed);
+            if owned != 0
+                && let Some(block) = self.take_block(thread, owned as usize - 1, larger)
             {
                 return Some(block);
             }
             if let Some(span) = self.take_partial(owner, larger) {
-                if leased != 0 {
-                    self.drop_lease(leased as usize - 1, owner);
+                if owned != 0 {
+                    self.disown_span(owned as usize - 1, owner);
                 }
-                seat.cursors[larger].store(0, Ordering::Relaxed);
-                seat.leases[larger].store(span as u32 + 1, Ordering::Relaxed);
-                return self.take_block(seat, span, larger);
+                thread.cursors[larger].store(0, Ordering::Relaxed);
+                thread.owned_spans[larger].store(span as u32 + 1, Ordering::Relaxed);
+                return self.take_block(thread, span, larger);
             }
         }
         let units = CUTS[class].block_bytes.div_ceil(64);
-        let leased = &seat.leases[LOG..];
-        let ours = leased.iter().map(|lease| lease.load(Ordering::Relaxed)).filter(|&leased| leased != 0);
-        if let Some(block) = ours.into_iter().find_map(|leased| self.take_lines(seat, leased as usize - 1, units)) {
+        let owned = &thread.owned_spans[LOG..];
+        let ours = owned.iter().map(|owned| owned.load(Ordering::Relaxed)).filter(|&owned| owned != 0);
+        if let Some(block) = ours.into_iter().find_map(|owned| self.take_lines(thread, owned as usize - 1, units)) {
             return Some(block);
         }
         let span = self.take_any_log(owner, units)?;
-        let before = leased[0].swap(span as u32 + 1, Ordering::Relaxed);
+        let before = owned[0].swap(span as u32 + 1, Ordering::Relaxed);
         if before != 0 {
-            self.drop_lease(before as usize - 1, owner);
+            self.disown_span(before as usize - 1, owner);
         }
-        self.take_lines(seat, span, units)
+        self.take_lines(thread, span, units)
     }
 
-    /// Takes a free block of a span this thread leases.
+    /// Allocates a block of a span that this thread owns.
     #[inline]
-    fn take_block(&self, seat: &Seat, span: usize, class: usize) -> Option<u64> {
+    fn take_block(&self, thread: &ThreadRecord, span: usize, class: usize) -> Option<u64> {
         let cut = &CUTS[class];
-        let start = seat.cursors[class].load(Ordering::Relaxed);
+        let start = thread.cursors[class].load(Ordering::Relaxed);
         for step in 0..cut.words {
             let index = if start + step < cut.words { start + step } else { start + step - cut.words };
             let word = self.bitmap(span, cut, index);
@@ -96,26 +96,26 @@ impl Inner {
             let bit = bits.trailing_ones();
             let number = u64::from(index * 64 + bit);
             let block = self.span_offset(span) + u64::from(cut.first) + number * u64::from(cut.block_bytes);
-            seat.intents[INTENT_ALLOC].store(block, Ordering::Release);
+            thread.intents[INTENT_ALLOC].store(block, Ordering::Release);
             fault::point();
-            // SeqCst: pairs with the look at `meta` in `free_small`.
+            // SeqCst, like the load of `meta` in `free_small`, so that a thread which frees this block later sees our `meta`.
             word.fetch_or(1 << bit, Ordering::SeqCst);
             fault::point();
-            seat.cursors[class].store(index, Ordering::Relaxed);
+            thread.cursors[class].store(index, Ordering::Relaxed);
             return Some(block);
         }
         None
     }
 
-    /// Leases a span of `class` with room, or a free one that it cuts for the class.
-    fn take_lease(&self, owner: u64, class: usize) -> Result<usize, Error> {
-        match self.try_lease(owner, class) {
-            Err(_) if self.sweep(owner) => self.try_lease(owner, class),
+    /// Takes an unowned span of `class` with room, or claims a free one and cuts it for the class.
+    fn own_span(&self, owner: u64, class: usize) -> Result<usize, Error> {
+        match self.try_own_span(owner, class) {
+            Err(_) if self.sweep(owner) => self.try_own_span(owner, class),
             done => done,
         }
     }
 
-    fn try_lease(&self, owner: u64, class: usize) -> Result<usize, Error> {
+    fn try_own_span(&self, owner: u64, class: usize) -> Result<usize, Error> {
         if let Some(span) = self.take_partial(owner, class) {
             return Ok(span);
         }
@@ -129,7 +129,7 @@ impl Inner {
         Ok(span)
     }
 
-    /// Leases a span of `class` that nobody leases and that has room.
+    /// Takes an unowned span of `class` that has room.
     fn take_partial(&self, owner: u64, class: usize) -> Option<usize> {
         let words = self.fresh().div_ceil(64);
         for index in 0..words {
@@ -149,7 +149,7 @@ impl Inner {
                 if self.has_room(span, &CUTS[class]) {
                     return Some(span);
                 }
-                self.drop_lease(span, owner);
+                self.disown_span(span, owner);
             }
         }
         None

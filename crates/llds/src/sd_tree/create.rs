@@ -1,16 +1,16 @@
-//! Making a tree, in memory of its own or in a file, and opening one that another handle made.
+//! Creating a tree, in private memory or in a file, and opening one that another handle created.
 //!
 //! The first static array is as large as the expected leaves need; address
-//! space is reserved for some doublings more. In a file the first words tell
-//! the geometry, so that a tree of other constants is refused.
+//! space is reserved for some further doublings. In a file the first words store
+//! the geometry, so that a tree with other constants is refused.
 
 use super::word::SLOTS;
 use super::{
-    BITS_MAX, DENSE_LOAD_TENTHS, DOUBLINGS_MAX, FIRST_BITS_MIN, LOAD_TENTHS, SEGMENT_BITS, SEGMENTS, SdTree, place,
+    BITS_MAX, DENSE_LOAD_TENTHS, DOUBLINGS_MAX, FIRST_BITS_MIN, LOAD_TENTHS, SEGMENT_BITS, SEGMENTS, SdTree, header,
 };
 #[cfg(not(loom))]
-use crate::lines::LINE_BYTES;
-use crate::lines::Memory;
+use crate::line_memory::LINE_BYTES;
+use crate::line_memory::Memory;
 use crate::primitive::Ordering;
 use std::io;
 
@@ -58,14 +58,14 @@ impl SdTree {
         }
     }
 
-    /// Makes an empty tree in a file of zeros, whose length it sets; others of this process can
+    /// Makes an empty tree in a file of zeros and sets the file's length; other handles of this process can
     /// [`attach`](SdTree::attach) to it.
     ///
     /// # Errors
     /// When the file cannot be extended or mapped.
     ///
     /// # Safety
-    /// What the file has must be zeros, since links in it are followed; otherwise as [`SdTree::attach`].
+    /// The file must contain only zeros, since links in it are followed; otherwise as [`SdTree::attach`].
     #[cfg(not(loom))]
     pub unsafe fn create_in(file: std::os::fd::BorrowedFd<'_>, capacity: usize) -> io::Result<Self> {
         use std::os::fd::AsRawFd;
@@ -73,27 +73,27 @@ impl SdTree {
         let (first_bits, ahead) = Self::geometry(capacity as u64, load_tenths);
         let max_bits = (first_bits + DOUBLINGS_MAX).min(BITS_MAX);
         let lines = Self::line_count(max_bits);
-        // SAFETY: the descriptor is borrowed for the call; ftruncate touches no memory of ours.
+        // SAFETY: ftruncate takes no pointers; the descriptor is open while `file` is borrowed.
         if unsafe { libc::ftruncate(file.as_raw_fd(), (lines as usize * LINE_BYTES) as libc::off_t) } != 0 {
             return Err(io::Error::last_os_error());
         }
         Ok(Self { memory: Memory::map(file, lines)?, first_bits, ahead, max_bits, load_tenths }.format())
     }
 
-    /// Opens the tree that [`SdTree::create_in`] made in this file, at whatever address it lands.
+    /// Opens the tree that [`SdTree::create_in`] made in this file, at any address.
     ///
     /// # Errors
     /// When the file cannot be mapped or holds no tree of this version.
     ///
     /// # Safety
-    /// All handles that change the tree must be in one process, since they share its epochs; the
-    /// file must not be truncated or written by others while a handle exists.
+    /// All handles that change the tree must be in one process, since they share its epochs; no other
+    /// code may truncate or write the file while a handle exists.
     #[cfg(not(loom))]
     pub unsafe fn attach(file: std::os::fd::BorrowedFd<'_>) -> io::Result<Self> {
         use std::os::fd::AsRawFd;
-        // SAFETY: an all-zero stat is a valid one to be overwritten.
+        // SAFETY: stat consists of integers, so all zeros is a valid value.
         let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-        // SAFETY: the descriptor is borrowed for the call and `stat` is ours.
+        // SAFETY: the descriptor is open while `file` is borrowed, and the kernel writes only into `stat`.
         if unsafe { libc::fstat(file.as_raw_fd(), &mut stat) } != 0 {
             return Err(io::Error::last_os_error());
         }
@@ -103,10 +103,10 @@ impl SdTree {
             return Err(refuse("it is too short"));
         }
         let memory = Memory::map(file, lines)?;
-        if memory.word(place::HEAD, 0).load(Ordering::Acquire) != MAGIC {
+        if memory.word(header::HEAD, 0).load(Ordering::Acquire) != MAGIC {
             return Err(refuse("another version, or not a tree"));
         }
-        let geometry = memory.word(place::HEAD, 1).load(Ordering::Acquire);
+        let geometry = memory.word(header::HEAD, 1).load(Ordering::Acquire);
         let (first_bits, max_bits) = (geometry as u8 as u32, (geometry >> 8) as u8 as u32);
         let (ahead, load_tenths) = (geometry >> 16 & 0xffff, geometry >> 32);
         let sane = (FIRST_BITS_MIN..=BITS_MAX).contains(&first_bits)
@@ -120,7 +120,7 @@ impl SdTree {
         Ok(Self { memory, first_bits, ahead, max_bits, load_tenths })
     }
 
-    /// The first array for so many leaves: leading bits, and how many segments start one bit ahead.
+    /// The first array for `capacity` leaves: leading bits, and how many segments start with one bit more.
     fn geometry(capacity: u64, load_tenths: u64) -> (u32, u64) {
         let buckets = (capacity * 10).div_ceil(load_tenths).max(1 << FIRST_BITS_MIN);
         let first_bits = buckets.ilog2().min(BITS_MAX - 1);
@@ -141,11 +141,11 @@ impl SdTree {
             self.segment_word(segment).store(self.initial_bits(segment).into(), Ordering::Relaxed);
         }
         let buckets = (1 << self.first_bits) + (self.ahead << (self.first_bits - SEGMENT_BITS));
-        self.shared(place::BUCKETS).store(buckets, Ordering::Relaxed);
+        self.shared(header::BUCKETS).store(buckets, Ordering::Relaxed);
         let geometry =
             u64::from(self.first_bits) | u64::from(self.max_bits) << 8 | self.ahead << 16 | self.load_tenths << 32;
-        self.memory.word(place::HEAD, 1).store(geometry, Ordering::Relaxed);
-        self.memory.word(place::HEAD, 0).store(MAGIC, Ordering::Release);
+        self.memory.word(header::HEAD, 1).store(geometry, Ordering::Relaxed);
+        self.memory.word(header::HEAD, 0).store(MAGIC, Ordering::Release);
         self
     }
 }

@@ -1,9 +1,9 @@
-//! Stops: places in the middle of a change where a test can hold a thread.
+//! Stop points: places inside a change where a test can hold a thread.
 //!
-//! They are between the steps that others must be able to finish. In any
-//! other build they are nothing.
+//! They lie between the steps that other threads must be able to finish. Outside
+//! of tests they compile to nothing.
 
-/// Places where a test can stop a thread to show that nobody waits for it.
+/// Places where a test can stop a thread to show that no other thread waits for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[cfg_attr(not(all(test, not(loom))), allow(dead_code))]
 pub(super) enum Point {
@@ -26,7 +26,7 @@ type StopHook = Box<dyn Fn(Point)>;
 
 #[cfg(all(test, not(loom)))]
 thread_local! {
-    /// What this thread does at such a place.
+    /// Called by this thread at every stop point.
     pub(super) static STOP: std::cell::RefCell<Option<StopHook>> = const { std::cell::RefCell::new(None) };
 }
 

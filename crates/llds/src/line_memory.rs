@@ -1,9 +1,9 @@
-//! The memory of the lock-free structures: one range of cache lines, reserved once, filled as it
-//! is touched.
+//! The memory of the lock-free structures: one range of cache lines, reserved once, with pages that come at the first
+//! touch.
 //!
-//! Lines are named by number, never by address, so the same memory works at any address and at
-//! several at once. It is never unmapped while its owner lives: who reads a line that was given
-//! back reads zeros, and a structure takes a zero for "gone".
+//! Lines are named by number, never by address, so the same memory works at any address and at several
+//! addresses at the same time. It is never unmapped while its owner lives: a read of a released line
+//! gives zeros, and the structures treat a zero control word as "gone".
 
 use crate::primitive::AtomicU64;
 use std::io;
@@ -22,22 +22,22 @@ pub(crate) struct Memory {
     lines: u64,
 }
 
-// SAFETY: the memory is reached through atomics alone and unmapped only by Drop.
+// SAFETY: the memory is not bound to a thread; it is accessed only through atomics and unmapped only by Drop.
 #[cfg(not(loom))]
 unsafe impl Send for Memory {}
-// SAFETY: as above.
+// SAFETY: the memory is accessed only through atomics and unmapped only by Drop.
 #[cfg(not(loom))]
 unsafe impl Sync for Memory {}
 
 #[cfg(not(loom))]
 impl Memory {
     /// Reserves address space for `lines` lines of zeros. Physical memory comes with the first
-    /// touch, in huge pages behind the first 2 MiB if `huge` and the system has them.
+    /// touch; after the first 2 MiB in huge pages, if `huge` is set and the system has them.
     pub(crate) fn reserve(lines: u64, huge: bool) -> io::Result<Self> {
         let bytes = lines as usize * LINE_BYTES;
         // One huge page more, so that the base can be aligned to it.
         let padded = bytes + HUGE_BYTES;
-        // SAFETY: a fresh private mapping at an address of the kernel's choice touches nobody's memory.
+        // SAFETY: a fresh private mapping at an address of the kernel's choice overlaps no other memory.
         let raw = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -63,9 +63,9 @@ impl Memory {
             }
         }
         let memory = Self { base: aligned as *mut AtomicU64, lines };
-        // An index must not itself become a candidate for merging, and a crash dump of terabytes helps nobody.
-        // Huge pages are a wish: a kernel without them refuses, and ordinary pages do.
-        // SAFETY: advice on our own mapping; none of these changes its content.
+        // An index must not become a candidate for page merging itself, and a core dump of terabytes is useless.
+        // A kernel without huge pages refuses the last advice, which is harmless.
+        // SAFETY: the range is the mapping made above; none of these advices changes its content.
         unsafe {
             libc::madvise(raw_at(aligned), bytes, libc::MADV_UNMERGEABLE);
             libc::madvise(raw_at(aligned), bytes, libc::MADV_DONTDUMP);
@@ -77,10 +77,10 @@ impl Memory {
         Ok(memory)
     }
 
-    /// Maps `lines` lines of a file that is long enough, shared with all who map it.
+    /// Maps `lines` lines of a file that is long enough, shared with all other mappings of it.
     pub(crate) fn map(file: std::os::fd::BorrowedFd<'_>, lines: u64) -> io::Result<Self> {
         use std::os::fd::AsRawFd;
-        // SAFETY: a fresh mapping at an address of the kernel's choice touches nobody's memory.
+        // SAFETY: a fresh mapping at an address of the kernel's choice overlaps no other memory.
         let raw = unsafe {
             libc::mmap(
                 std::ptr::null_mut(),
@@ -97,16 +97,17 @@ impl Memory {
         Ok(Self { base: raw.cast(), lines })
     }
 
-    /// The word `index` from the start of a line: one of its eight, or one of a line behind it.
+    /// Returns word `index` from the start of a line: one of its eight words, or one of a later line.
     #[inline(always)]
     pub(crate) fn word(&self, line: u64, index: usize) -> &AtomicU64 {
         debug_assert!(line + (index as u64) / 8 < self.lines, "line {line}, word {index}, of {} lines", self.lines);
-        // SAFETY: the word lies in the mapping, which lives as long as self; the kernel fills it with
-        // zeros, which are valid atomics, and everybody reaches it through atomics.
+        // SAFETY: callers derive line and index from the structure's geometry, so the word lies in the mapping (checked
+        // in debug builds), which lives as long as `self`; fresh pages are zeros, which are valid atomics, and all
+        // accesses go through atomics.
         unsafe { &*self.base.add(line as usize * 8 + index) }
     }
 
-    /// Asks for a line's arrival in the cache and does not wait for it.
+    /// Prefetches a line.
     #[inline(always)]
     pub(crate) fn prefetch(&self, line: u64) {
         debug_assert!(line < self.lines);
@@ -118,8 +119,8 @@ impl Memory {
         debug_assert!(lines.end <= self.lines);
         let start = self.base as usize + lines.start as usize * LINE_BYTES;
         let bytes = (lines.end - lines.start) as usize * LINE_BYTES;
-        // SAFETY: the range is ours; the tree releases only lines that no pinned thread can write, and readers
-        // take a zero control word for "gone".
+        // SAFETY: the range lies in the mapping; the structures release only lines that no thread can write any more, and
+        // their readers treat a zero control word as "gone".
         unsafe {
             // REMOVE punches the hole in a shared file; on private memory it is refused and DONTNEED does it.
             if libc::madvise(raw_at(start), bytes, libc::MADV_REMOVE) != 0 {
@@ -137,7 +138,7 @@ fn raw_at(address: usize) -> *mut libc::c_void {
 #[cfg(not(loom))]
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours and nobody can hold a reference into it any more.
+        // SAFETY: `reserve` or `map` made the mapping; references into it borrow `self`, so none is left.
         unsafe {
             libc::munmap(self.base.cast(), self.lines as usize * LINE_BYTES);
         }
