@@ -1,12 +1,12 @@
 //! What `--full` stands for: the runs of each benchmark that together take every published figure, within two hours on two
 //! processors for all of them.
 //!
-//! What is slow and far behind (maps under one lock, trees with a node per key, the largest sets) is taken once,
-//! everything else in rounds. Runs that only add detail come last, as far as the time reaches on this machine.
+//! Slow structures far behind (maps under one lock, trees with a node per key, the largest sets) run once, everything else in
+//! rounds. Runs that only add detail come last, as far as the time reaches on this machine.
 
 use std::time::Duration;
 
-/// All runs together take no longer.
+/// The longest time for all runs together.
 const LIMIT: Duration = Duration::from_secs(2 * 60 * 60);
 
 /// A run of a benchmark.
@@ -17,32 +17,32 @@ pub struct Run {
     pub tag: &'static str,
     /// Its arguments.
     pub args: Vec<&'static str>,
-    /// How long it takes on a busy host of two processors, for one that is left out where less is left.
+    /// For a run that is left out when time is short: how long it takes on a busy host of two processors.
     last: Option<Duration>,
 }
 
 impl Run {
-    /// True if it can be done by the end of the limit, `elapsed` after the first run began.
+    /// True if it ends within the limit, `elapsed` after the first run began.
     pub fn fits(&self, elapsed: Duration) -> bool {
         self.last.is_none_or(|takes| elapsed + takes <= LIMIT)
     }
 }
 
-/// The structures whose figures stand close to each other.
+/// The fast structures.
 const NEAR: &str = "sd-tree,sd-tree-grown,b-tree,forrest,std-hash-sharded,papaya,dashmap,scc-hash-map,congee";
-/// Those far behind.
+/// The slow ones.
 const FAR: &str = "std-hash-lock,std-btree-lock,forrest-ordered,scc-hash-index,skiplist,masstree,rb-tree-lock,\
                    absl-btree-lock,libcuckoo,tbb,liburcu";
-/// Those of which 10^8 keys fit into 7 GiB, with a second structure for batched inserts.
+/// Structures of which 10^8 keys fit into 7 GiB, with a second copy for batched inserts.
 const FIT: &str = "sd-tree,b-tree,forrest,dashmap,scc-hash-map";
 const ZIPF: &str = "sd-tree,b-tree,forrest,papaya,dashmap,scc-hash-map,congee";
-/// Of the cold tier's index: what needs no node per key, of which 10^7 take minutes.
+/// Structures of the cold tier's index without a node per key: with such nodes 10^7 keys take minutes.
 const OURS: &str = "flat-array,radix-64,tier-flat,tier-b-tree,b-tree";
 
-/// Benchmark, tag, arguments, the value of the last of them, and for what comes last its minutes.
+/// Benchmark, tag, arguments, the value of the last argument, and for optional runs the minutes.
 type Row = (&'static str, &'static str, &'static str, &'static str, Option<u64>);
 
-/// In their order; of those that come last the dearest first.
+/// In the order in which they run; of the optional ones the most important first.
 const RUNS: &[Row] = &[
     ("erofs", "full", "--full", "", None),
     ("pagecache", "full", "--full", "", None),
@@ -60,7 +60,6 @@ const RUNS: &[Row] = &[
     ),
     ("kv", "source-small", "--keys 1000000 --rounds 3 --tables", "source", None),
     ("kv", "shared", "--keys 10000000 --rounds 1 --tables", "shared", None),
-    ("kv", "values", "--keys 1000000 --rounds 3 --tables", "values", None),
     ("pageone", "merge", "--only merge --rounds", "5", None),
     // The published test's processes, a thirty-second of their size.
     ("pageone", "merge-large", "--only merge --layout files --full --rounds", "1", None),
@@ -77,10 +76,9 @@ const RUNS: &[Row] = &[
     ("pageone", "merge-largest", "--only merge --layout files --processes 12 --mib 1024 --rounds", "1", Some(6)),
     ("kv", "source", "--keys 10000000 --rounds 1 --tables", "source", Some(11)),
     ("index", "far", "--keys 10000000 --rounds 1 --threads 2 --only", FAR, Some(11)),
-    ("zswap", "growth", "--part", "growth", Some(6)),
     ("erofs", "many", "--many", "", Some(1)),
     ("index", "growth-trees", "--keys 10000000 --rounds 1 --threads 1 --growth --only", "congee,rb-tree-lock", Some(2)),
-    // With 10^7 keys and two threads it did not come to an end here, with 10^6 it takes minutes.
+    // With 10^7 keys and two threads it did not end here, with 10^6 it takes minutes.
     ("index", "scc-tree", "--keys 100000 --rounds 1 --threads 2 --only", "scc-tree-index", Some(2)),
 ];
 
@@ -110,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_end_too_late_is_left_out() {
+    fn a_run_that_would_end_too_late_is_left_out() {
         let runs = runs(&["kv"]);
         let (first, last) = (&runs[0], &runs[runs.len() - 1]);
         assert!(first.fits(LIMIT) && last.fits(Duration::ZERO) && !last.fits(LIMIT - Duration::from_secs(60)));

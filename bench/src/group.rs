@@ -1,47 +1,48 @@
 //! Control groups with a limit of memory, of either version.
 
+use crate::process::wait_for;
 use std::fs;
 use std::io;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
-/// How long the kernel may take to bring what is in use down to a limit.
+/// How long the kernel may take to reclaim memory down to a limit.
 const SETTLE: Duration = Duration::from_secs(60);
 
-/// Where memory control groups are: the directory, the file of the limit, and this process's group there.
+/// Where memory control groups are: the directory and the file of the limit.
 ///
 /// # Errors
-/// If there are none, or their limits may not be set.
-pub fn root() -> io::Result<(PathBuf, &'static str, String)> {
-    let groups = fs::read_to_string("/proc/self/cgroup")?;
-    let home = |mark: &str| groups.lines().find_map(|line| line.split_once(mark)).map(|(_, home)| home.to_owned());
+/// There are none, or their limits may not be set.
+fn root() -> io::Result<(PathBuf, &'static str)> {
     let unified = Path::new("/sys/fs/cgroup");
     let controllers = fs::read_to_string(unified.join("cgroup.controllers")).unwrap_or_default();
     if controllers.contains("memory") {
         fs::write(unified.join("cgroup.subtree_control"), "+memory")?;
-        return Ok((unified.to_owned(), "memory.max", home("0::").unwrap_or_default()));
+        return Ok((unified.to_owned(), "memory.max"));
     }
     if unified.join("memory/memory.limit_in_bytes").exists() {
-        return Ok((unified.join("memory"), "memory.limit_in_bytes", home(":memory:").unwrap_or_default()));
+        return Ok((unified.join("memory"), "memory.limit_in_bytes"));
     }
     Err(io::Error::other("no memory control groups"))
 }
 
-/// Refuses groups of version 2: there zswap's pool counts against the limit of who was swapped out, and what the cold
-/// tier holds counts for its daemon. One limit would not be the same for both.
+/// Refuses groups of version 2: there zswap's pool counts against the limit of the swapped group, and the cold tier's memory
+/// counts for its daemon. One limit would not be the same for both.
 ///
 /// # Errors
 /// As [`root`], or on version 2.
 pub fn zswap_lies_outside() -> io::Result<()> {
     match root()? {
-        (_, "memory.max", _) => Err(io::Error::other(
+        (_, "memory.max") => Err(io::Error::other(
             "control groups v2 count zswap's pool inside the limit and ours outside: boot with v1",
         )),
         _ => Ok(()),
     }
 }
 
-/// A memory control group, gone with this value.
+/// A memory control group, removed with this value.
 pub struct Group {
     /// Its directory.
     pub path: PathBuf,
@@ -54,24 +55,18 @@ impl Group {
     /// # Errors
     /// As [`root`], or if it cannot be made.
     pub fn new(name: &str) -> io::Result<Group> {
-        let (root, limit, _) = root()?;
+        let (root, limit) = root()?;
         let path = root.join(format!("pagefold-bench-{}-{name}", std::process::id()));
         fs::create_dir(&path)?;
         Ok(Group { limit: path.join(limit), path })
     }
 
-    /// Sets the limit; the kernel brings what is in use down to it first, which may take it a few turns.
+    /// Sets the limit; the kernel reclaims memory down to it first, which may take several attempts.
     ///
     /// # Errors
-    /// If that does not come about within a minute.
+    /// The kernel does not get there within a minute.
     pub fn limit(&self, bytes: u64) -> io::Result<()> {
-        let end = Instant::now() + SETTLE;
-        loop {
-            match fs::write(&self.limit, bytes.to_string()) {
-                Err(_) if Instant::now() < end => std::thread::sleep(Duration::from_millis(10)),
-                done => return done,
-            }
-        }
+        wait_for("a control group's limit", SETTLE, || fs::write(&self.limit, bytes.to_string()).ok())
     }
 
     /// Says how readily the kernel swaps memory of this group instead of dropping its file cache.
@@ -108,11 +103,23 @@ impl Group {
 impl Drop for Group {
     fn drop(&mut self) {
         // Its processes were waited for; the kernel may need a moment for the last of their memory.
-        for _ in 0..100 {
-            if fs::remove_dir(&self.path).is_ok() {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(50));
-        }
+        let _ = wait_for("the group's end", Duration::from_secs(5), || fs::remove_dir(&self.path).ok());
+    }
+}
+
+/// Makes `command` start as a member of the control group in `group`.
+pub fn join(command: &mut Command, group: &Path) {
+    let path =
+        std::ffi::CString::new(group.join("cgroup.procs").display().to_string()).expect("a path has no zero byte");
+    // SAFETY: the closure runs between fork and exec and only calls open, write and close, which are async-signal-safe; the
+    // path was made before the fork.
+    unsafe {
+        command.pre_exec(move || {
+            let fd = libc::open(path.as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
+            let done = fd >= 0 && libc::write(fd, b"0".as_ptr().cast(), 1) == 1;
+            let error = std::io::Error::last_os_error();
+            libc::close(fd);
+            if done { Ok(()) } else { Err(error) }
+        });
     }
 }

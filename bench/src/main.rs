@@ -4,28 +4,34 @@
 //! ends in seconds with `--quick`. What the sources published stands below its table.
 
 mod disk;
+mod files;
 mod full;
 mod group;
-mod guard;
 mod image;
 mod index;
 mod kv;
 mod options;
 mod pageone;
+mod process;
 mod published;
 mod record;
-mod undo;
+mod redis;
+mod restore;
+mod stats;
+mod table;
+mod tool;
 mod vm;
 mod zswap;
 
+use process::Failure;
 use published::Definition;
 use record::Measured;
 use serde_json::{Value, json};
 use std::path::Path;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{ExitCode, Stdio};
 use std::time::Instant;
 
-/// Where a bench that was started by another leaves its rows.
+/// Where a bench that another one has started leaves its rows.
 const ROWS: &str = "PAGEFOLD_BENCH_ROWS";
 
 /// A benchmark: its name, one line about it, and its entry point, which gets the remaining arguments.
@@ -41,7 +47,7 @@ const BENCHES: &[Bench] = &[
     ("zswap", "cold tier against zswap, zram and other indexes", zswap::run),
 ];
 
-/// Names of the benchmarks that `name` stands for.
+/// The benchmarks that `name` stands for.
 fn named(name: &str) -> Vec<&'static str> {
     let all = BENCHES.iter().map(|bench| bench.0);
     match name {
@@ -51,7 +57,7 @@ fn named(name: &str) -> Vec<&'static str> {
     }
 }
 
-/// Takes `--name VALUE` out of the arguments.
+/// Removes `--name VALUE` from the arguments.
 fn take(args: &mut Vec<String>, name: &str) -> Result<Option<String>, String> {
     let Some(at) = args.iter().position(|arg| arg == name) else { return Ok(None) };
     match args.get(at + 1).filter(|value| !value.starts_with("--")).cloned() {
@@ -63,7 +69,7 @@ fn take(args: &mut Vec<String>, name: &str) -> Result<Option<String>, String> {
     }
 }
 
-/// Runs several benchmarks, each in a process of its own, all of them even if one fails.
+/// Runs several benchmarks, each in a process of its own; a failure does not stop the others.
 fn several(names: &[&str], args: &[String], record: Option<&str>) -> (Vec<(String, Vec<Value>)>, ExitCode) {
     let mut measured = Vec::new();
     let mut failed = Vec::new();
@@ -89,7 +95,7 @@ fn several(names: &[&str], args: &[String], record: Option<&str>) -> (Vec<(Strin
                 run(planned.bench, planned.tag, &words);
             } else {
                 let alone = format!("pagefold bench {} {}", planned.bench, words.join(" "));
-                eprintln!("SKIPPED: two hours would not be enough for {alone}");
+                eprintln!("SKIPPED: two hours are not enough for {alone}");
             }
         }
     }
@@ -100,19 +106,19 @@ fn several(names: &[&str], args: &[String], record: Option<&str>) -> (Vec<(Strin
     (measured, ExitCode::FAILURE)
 }
 
-fn one(name: &str, args: &[String], record: Option<&str>, tag: &str) -> Result<Vec<Value>, Box<dyn std::error::Error>> {
-    let measured = apart(name, args)?;
+fn one(name: &str, args: &[String], record: Option<&str>, tag: &str) -> Result<Vec<Value>, Failure> {
+    let measured = in_child(name, args)?;
     if let Some(dir) = record {
         keep(dir, name, tag, args, &measured)?;
     }
     Ok(measured.rows)
 }
 
-/// Runs a benchmark in a process of its own and gives what it measured; with `--json` it prints no table.
-fn apart(name: &str, args: &[String]) -> Result<Measured, Box<dyn std::error::Error>> {
+/// Runs a benchmark in a process of its own and returns what it measured; with `--json` it prints no table.
+fn in_child(name: &str, args: &[String]) -> Result<Measured, Failure> {
     let rows = tempfile::NamedTempFile::new()?;
-    let mut command = Command::new(std::env::current_exe()?);
-    command.arg(name).args(args).env(ROWS, rows.path());
+    let mut command = process::own(name)?;
+    command.args(args).env(ROWS, rows.path());
     if args.iter().any(|arg| arg == "--json") {
         command.stdout(Stdio::null());
     }
@@ -123,7 +129,7 @@ fn apart(name: &str, args: &[String]) -> Result<Measured, Box<dyn std::error::Er
     Ok(serde_json::from_slice(&std::fs::read(rows.path())?)?)
 }
 
-/// Records in `dir` what was measured, with machine, kernel, versions and commit.
+/// Records the rows in `dir`, with machine, kernel, versions and commit.
 fn keep(dir: &str, name: &str, tag: &str, args: &[String], measured: &Measured) -> Result<(), String> {
     let path = record::write(Path::new(dir), name, tag, args, measured).map_err(|error| format!("{dir}: {error}"))?;
     eprintln!("recorded in {}", path.display());
@@ -149,7 +155,7 @@ fn conclude(name: &str, args: &[String], measured: Vec<(String, Vec<Value>)>) {
             .into_iter()
             .flat_map(|(bench, rows)| {
                 rows.into_iter().map(move |mut row| {
-                    // Rows of `erofs` say by `bench` what was measured.
+                    // Rows of `erofs` have a field `bench` of their own.
                     if let Some(row) = row.as_object_mut() {
                         row.entry("bench").or_insert_with(|| bench.clone().into());
                     }
@@ -201,21 +207,21 @@ fn main() -> ExitCode {
     }
     // Printing help measures nothing, so it does not wait for another run to end.
     let help = args.iter().any(|arg| asks_help(arg));
-    if let Some(code) = (!help).then(guard::run).flatten() {
+    if let Some(code) = (!help).then(restore::guarded).flatten() {
         return code;
     }
     let record = match take(&mut args, "--record") {
         Ok(record) => record,
         Err(error) => return usage_error(&format!("pagefold-bench: {error}")),
     };
-    // A full run of one bench may be several runs of it, each in a process of its own, as if there were several benches.
+    // A full run of one bench may be several runs of it, each in a process of its own.
     let whole = args.iter().all(|arg| arg == "--full" || arg == "--json") && args.iter().any(|arg| arg == "--full");
     let whole = whole && std::env::var_os(ROWS).is_none();
     let alone = BENCHES.iter().find(|bench| chosen == [bench.0] && !(whole && full::runs(&[bench.0]).len() > 1));
     let (measured, code) = match alone {
         Some((_, _, run)) => {
             let code = run(&args);
-            // Nothing is emitted by the helper processes that benches start, nor where the options were wrong.
+            // Helper processes of benches emit nothing, nor does a bench with wrong options.
             let Some(measured) = record::emitted() else { return code };
             if let Some(path) = std::env::var_os(ROWS) {
                 let written = std::fs::write(&path, json!(measured).to_string());

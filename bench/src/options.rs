@@ -1,24 +1,25 @@
-//! What the benches of indexes and stores have in common: options and sizes.
+//! Options that several benches have, and how they are parsed.
 
+use crate::process::Failure;
 use clap::{Args, Parser, ValueEnum};
 use std::process::ExitCode;
 
-/// What a rate is taken by.
+/// The clock of a rate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Clock {
-    /// Time on the wall: for a machine of one's own.
+    /// Wall-clock time: for a quiet machine.
     Wall,
-    /// Time on a processor: for a machine that others use meanwhile.
+    /// Processor time: for a busy machine.
     Cpu,
 }
 
-/// A number of things of which one at least is wanted.
+/// A number of things, at least one.
 fn positive(text: &str) -> Result<usize, String> {
-    text.parse().ok().filter(|number| *number > 0).ok_or_else(|| "a whole number, 1 at least".to_owned())
+    text.parse().ok().filter(|number| *number > 0).ok_or_else(|| "a whole number, at least 1".to_owned())
 }
 
-/// Options that mean the same wherever they stand.
+/// Options of the benches of indexes and stores.
 #[derive(Args, Debug)]
 pub struct Common {
     /// Keys in the structure.
@@ -30,7 +31,7 @@ pub struct Common {
     /// Rounds; the median and the spread are shown.
     #[arg(long, value_name = "N", value_parser = positive)]
     pub rounds: Option<usize>,
-    /// Rates by time on the wall or by time on a processor.
+    /// Rates by wall-clock time or by processor time.
     #[arg(long, value_enum, default_value = "wall")]
     pub clock: Clock,
     /// A minute: 200,000 keys, one round.
@@ -48,7 +49,7 @@ pub struct Common {
 }
 
 impl Common {
-    /// Keys, where nothing else is said: `full` of them with --full.
+    /// The number of keys; without --keys, `full` with --full.
     pub fn keys(&self, full: usize) -> usize {
         self.keys.unwrap_or(if self.quick {
             200_000
@@ -59,7 +60,7 @@ impl Common {
         })
     }
 
-    /// Rounds, where nothing else is said.
+    /// The number of rounds.
     pub fn rounds(&self) -> usize {
         self.rounds.unwrap_or(if self.quick { 1 } else { 5 })
     }
@@ -73,27 +74,15 @@ pub fn parse<T: Parser>(name: &str, args: &[String]) -> Result<T, ExitCode> {
     })
 }
 
-/// Answers `--help`, and options and words that a bench does not know, before it measures anything: `None` if all are known.
-///
-/// `flags` stand alone, `valued` take the next word, `words` are parts of the bench.
-pub fn refuse(usage: &str, args: &[String], flags: &[&str], valued: &[&str], words: &[&str]) -> Option<ExitCode> {
-    if args.iter().any(|arg| arg == "--help" || arg == "-h") {
-        println!("{usage}");
-        return Some(ExitCode::SUCCESS);
-    }
-    let mut rest = args.iter().map(String::as_str);
-    while let Some(arg) = rest.next() {
-        if valued.contains(&arg) {
-            if rest.next().is_none() {
-                eprintln!("{arg} wants a value\n{usage}");
-                return Some(ExitCode::from(2));
-            }
-        } else if !flags.contains(&arg) && !words.contains(&arg) {
-            eprintln!("{arg}: not known here\n{usage}");
-            return Some(ExitCode::from(2));
+/// The exit code of a bench; a failure is printed.
+pub fn exit_code(name: &str, outcome: Result<(), Failure>) -> ExitCode {
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("pagefold bench {name}: {error}");
+            ExitCode::FAILURE
         }
     }
-    None
 }
 
 #[cfg(test)]
@@ -107,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_measured_of_nothing() {
+    fn a_measurement_of_nothing_is_refused() {
         let parsed = |option: &str, value: &str| {
             let args = [option.to_owned(), value.to_owned()];
             parse::<Bench>("kv", &args).map(|bench| bench.common.keys(7))

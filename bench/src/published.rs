@@ -4,6 +4,8 @@
 //! for each comparable figure where our record has its value. A published figure that the source does not print as
 //! such (a speed per thread, a ratio) is a formula over published rows, so that anyone can follow it.
 
+use crate::stats::Spread;
+use crate::table::digits;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -49,9 +51,9 @@ pub struct Definition {
 pub struct Published {
     /// Name in formulas.
     pub id: String,
-    /// Whose row.
+    /// The system measured.
     pub system: String,
-    /// Of what.
+    /// What was measured.
     pub what: String,
     /// The number.
     pub value: f64,
@@ -73,7 +75,7 @@ pub enum Better {
     Less,
 }
 
-/// Whose value a bar shows.
+/// The owner of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Side {
@@ -116,7 +118,7 @@ pub struct Figure {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Bar {
-    /// Whose value.
+    /// The owner of the value.
     pub side: Side,
     /// Its label.
     pub name: String,
@@ -153,7 +155,7 @@ pub struct Line {
     pub unit: String,
     /// Which way is good.
     pub better: Better,
-    /// Whose value.
+    /// The owner of the value.
     pub side: Side,
     /// Its label.
     pub name: String,
@@ -284,22 +286,11 @@ fn same(a: &Value, b: &Value) -> bool {
 fn spread(value: &Value) -> [Option<f64>; 3] {
     match value {
         Value::Array(rounds) => {
-            let mut rounds: Vec<f64> = rounds.iter().filter_map(Value::as_f64).collect();
-            rounds.sort_by(f64::total_cmp);
-            [rounds.get(rounds.len() / 2).copied(), rounds.first().copied(), rounds.last().copied()]
+            let spread = Spread::of(rounds.iter().filter_map(Value::as_f64));
+            [spread.median, spread.low, spread.high].map(|value| Some(value).filter(|value| value.is_finite()))
         }
         Value::Object(spread) => ["median", "low", "high"].map(|name| spread.get(name).and_then(Value::as_f64)),
         number => [number.as_f64(), None, None],
-    }
-}
-
-/// A number with as many digits as it deserves.
-pub fn show(value: f64) -> String {
-    match value.abs() {
-        size if size >= 1000.0 => format!("{value:.0}"),
-        size if size >= 100.0 => format!("{value:.0}"),
-        size if size >= 10.0 => format!("{value:.1}"),
-        _ => format!("{value:.2}"),
     }
 }
 
@@ -334,9 +325,9 @@ pub fn table(definition: &Definition, lines: &[Line]) -> String {
     for figure in shown {
         let _ = writeln!(text, "  {}, {} ({:?} is better)", figure.title, figure.unit, figure.better);
         for line in lines.iter().filter(|line| line.figure == figure.title) {
-            let value = line.value.map_or("not in these rows".into(), show);
+            let value = line.value.map_or("not in these rows".into(), digits);
             let range = line.low.zip(line.high).filter(|(low, high)| low != high);
-            let range = range.map(|(low, high)| format!("  ({} to {})", show(low), show(high))).unwrap_or_default();
+            let range = range.map(|(low, high)| format!("  ({} to {})", digits(low), digits(high))).unwrap_or_default();
             let _ = writeln!(text, "    {:10} {:36} {value:>9}{range}", line.side.name(), line.name);
         }
         if let Some(note) = &figure.note {

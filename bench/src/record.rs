@@ -1,5 +1,6 @@
-//! What a record of figures must carry to be worth anything later: machine, kernel, versions, commit, command.
+//! What a record of figures carries: the rows, with machine, kernel, versions, commit and command.
 
+use crate::table;
 use serde_json::{Map, Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,9 +19,15 @@ pub struct Measured {
 /// What the bench of this process has measured; `None` in the helper processes that benches start.
 static EMITTED: Mutex<Option<Measured>> = Mutex::new(None);
 
-/// Hands the rows of a bench (or a document that holds them) to the code that prints and records them.
-pub fn emit(document: Value) {
-    EMITTED.lock().expect("no bench panics here").get_or_insert_default().rows.extend(rows_of(document));
+/// Hands rows to the code that prints and records them.
+pub fn emit(rows: Vec<Value>) {
+    EMITTED.lock().expect("no bench panics here").get_or_insert_default().rows.extend(rows);
+}
+
+/// Prints rows as a table of these columns (see [`table`]) and emits them.
+pub fn table(title: &str, columns: &str, rows: Vec<Value>) {
+    table::print(title, columns, &rows);
+    emit(rows);
 }
 
 /// Names the versions of the peers for the record: an object. The rows must be emitted too.
@@ -33,55 +40,6 @@ pub fn emit_versions(versions: Value) {
 /// All that was emitted so far, or `None` where no bench ran.
 pub fn emitted() -> Option<Measured> {
     EMITTED.lock().expect("no bench panics here").clone()
-}
-
-/// A line of a table: to standard output, or to standard error where that is taken by JSON.
-macro_rules! table {
-    ($($line:tt)*) => {
-        match std::env::args().any(|arg| arg == "--json") {
-            true => eprintln!($($line)*),
-            false => println!($($line)*),
-        }
-    };
-}
-pub(crate) use table;
-
-/// The rows in a document. An array is its rows. What an object says beside its `rows` holds for each of them. In other
-/// objects each array of objects is a table, and its name goes into each row as `part`.
-pub fn rows_of(document: Value) -> Vec<Value> {
-    let mut object = match document {
-        Value::Array(rows) => return rows,
-        Value::Object(object) => object,
-        _ => return Vec::new(),
-    };
-    // Circumstances concern the record, not its rows.
-    for about in ["machine", "circumstances", "versions", "command"] {
-        object.remove(about);
-    }
-    match object.remove("rows") {
-        Some(Value::Array(rows)) => rows.into_iter().map(|row| with(row, &object)).collect(),
-        _ => object.into_iter().flat_map(|(name, value)| tables(name, value)).collect(),
-    }
-}
-
-fn tables(name: String, value: Value) -> Vec<Value> {
-    match value {
-        Value::Object(_) => rows_of(value),
-        Value::Array(rows) if name == "runs" => rows.into_iter().flat_map(rows_of).collect(),
-        Value::Array(rows) if rows.iter().all(Value::is_object) => {
-            let part = Map::from_iter([("part".to_string(), Value::String(name))]);
-            rows.into_iter().map(|row| with(row, &part)).collect()
-        }
-        _ => Vec::new(),
-    }
-}
-
-/// A row with what is known about it from outside; its own fields stay.
-fn with(row: Value, about: &Map<String, Value>) -> Value {
-    let Value::Object(own) = row else { return row };
-    let mut all = about.clone();
-    all.extend(own);
-    Value::Object(all)
 }
 
 /// The first line a command prints, or nothing where it is not installed.
@@ -114,7 +72,7 @@ pub fn circumstances() -> Value {
     })
 }
 
-/// The arguments without where things were kept, which is this machine's affair.
+/// The arguments without paths of this machine.
 fn without_paths(args: &[String]) -> String {
     let place = |arg: &str| matches!(arg, "--dir" | "--record" | "--inputs");
     let before = std::iter::once("").chain(args.iter().map(String::as_str));
@@ -122,7 +80,7 @@ fn without_paths(args: &[String]) -> String {
     kept.map(|(arg, _)| arg.as_str()).collect::<Vec<_>>().join(" ")
 }
 
-/// What tells this run of a bench from others of the same day: its part, else its first flag.
+/// The name of this run among those of the same bench and day: its part, else its first flag.
 pub fn tag(args: &[String]) -> String {
     let part = args.windows(2).find(|pair| ["--only", "--part", "--tables", "--pair"].contains(&pair[0].as_str()));
     let tag = match part {

@@ -1,16 +1,14 @@
-//! Real guests: QEMU boots the distribution's kernel with a busybox root and does what it is told over its console.
+//! Real guests: QEMU boots the distribution's kernel with a busybox root, whose shell runs commands from the console.
 
+use crate::process::{Failure, Running};
 use std::io::{Read, Write};
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::process::{ChildStdin, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-type Failure = Box<dyn std::error::Error>;
-
-/// A guest that says nothing for so long is broken: emulation on a busy machine is slow, but not that slow.
-const PATIENCE: Duration = Duration::from_secs(240);
+/// A guest that is silent for this long is broken: emulation on a busy machine is slow, but not that slow.
+const SILENCE_MAX: Duration = Duration::from_secs(240);
 
 /// What guests boot from.
 pub struct Boot {
@@ -125,7 +123,7 @@ pub struct Setup {
 
 /// A guest that runs.
 pub struct Guest {
-    child: Child,
+    process: Running,
     input: ChildStdin,
     said: Arc<Mutex<String>>,
     commands: usize,
@@ -150,22 +148,24 @@ impl Guest {
         }
         command.args(&setup.extra).envs(setup.env.iter().cloned());
         if let Some(group) = &setup.group {
-            join_group(&mut command, group);
+            crate::group::join(&mut command, group);
         }
         let errors =
             if std::env::var_os("PAGEFOLD_BENCH_VERBOSE").is_some() { Stdio::inherit() } else { Stdio::null() };
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(errors).spawn()?;
-        let input = child.stdin.take().ok_or("no pipe")?;
-        let mut output = child.stdout.take().ok_or("no pipe")?;
+        let mut process = Running::start(command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(errors))?;
+        let input = process.0.stdin.take().ok_or("no pipe")?;
+        let mut output = process.0.stdout.take().ok_or("no pipe")?;
         let said = Arc::new(Mutex::new(String::new()));
         let to = said.clone();
         std::thread::spawn(move || {
             let mut bytes = [0; 4096];
             while let Ok(got @ 1..) = output.read(&mut bytes) {
-                to.lock().expect("nobody panics with it").push_str(&String::from_utf8_lossy(&bytes[..got]));
+                to.lock()
+                    .expect("no thread panics while it holds the lock")
+                    .push_str(&String::from_utf8_lossy(&bytes[..got]));
             }
         });
-        Ok(Guest { child, input, said, commands: 0 })
+        Ok(Guest { process, input, said, commands: 0 })
     }
 
     /// Waits until the guest has booted.
@@ -194,15 +194,15 @@ impl Guest {
         let started = Instant::now();
         loop {
             {
-                let said = self.said.lock().expect("nobody panics with it");
+                let said = self.said.lock().expect("no thread panics while it holds the lock");
                 if let Some(at) = said.find(&mark)
                     && let Some(line) = said[at + mark.len()..].split_once('\n')
                 {
                     return Ok(line.0.trim().to_owned());
                 }
             }
-            if self.child.try_wait()?.is_some() || started.elapsed() > PATIENCE {
-                let said = self.said.lock().expect("nobody panics with it");
+            if self.process.0.try_wait()?.is_some() || started.elapsed() > SILENCE_MAX {
+                let said = self.said.lock().expect("no thread panics while it holds the lock");
                 let tail: String = said.chars().rev().take(400).collect::<Vec<_>>().into_iter().rev().collect();
                 return Err(format!("a guest is gone or silent; it said last: {tail}").into());
             }
@@ -221,38 +221,26 @@ impl Guest {
 
     /// QEMU's process.
     pub fn pid(&self) -> i32 {
-        self.child.id() as i32
+        self.process.pid()
     }
 }
 
-impl Drop for Guest {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+/// Whether all guests said the same, and something.
+///
+/// # Errors
+/// They did not.
+pub fn same(said: &[String]) -> Result<(), Failure> {
+    match said.windows(2).all(|pair| pair[0] == pair[1]) && !said.iter().any(String::is_empty) {
+        true => Ok(()),
+        false => Err(format!("guests read different things: {said:?}").into()),
     }
 }
 
-/// Runs one command on all guests at once and returns what each said.
+/// Runs one command on all guests at the same time and returns what each said.
 ///
 /// # Errors
 /// As [`Guest::wait`].
 pub fn all(guests: &mut [Guest], command: &str) -> Result<Vec<String>, Failure> {
     guests.iter_mut().try_for_each(|guest| guest.begin(command))?;
     guests.iter_mut().map(Guest::wait).collect()
-}
-
-/// Makes `command` start as a member of the control group in `group`.
-pub fn join_group(command: &mut Command, group: &Path) {
-    let path =
-        std::ffi::CString::new(group.join("cgroup.procs").display().to_string()).expect("a path has no zero byte");
-    // SAFETY: open, write and close may be called between fork and exec; the path was made before.
-    unsafe {
-        command.pre_exec(move || {
-            let fd = libc::open(path.as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
-            let done = fd >= 0 && libc::write(fd, b"0".as_ptr().cast(), 1) == 1;
-            let error = std::io::Error::last_os_error();
-            libc::close(fd);
-            if done { Ok(()) } else { Err(error) }
-        });
-    }
 }

@@ -1,23 +1,29 @@
 //! Warm reads.
 
-use super::files::{mib, middle, random_file, read_through, xorshift};
-use super::server::Server;
-use super::{Failure, ReadRow, Results, SLICES, Scratch, Size};
+use super::args::Size;
+use super::scratch::Scratch;
+use super::server::{Mount, Server};
+use crate::files::{random_file, read_through};
+use crate::process::Failure;
+use crate::record;
+use crate::stats::{Random, quartiles};
+use serde_json::{Value, json};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-pub(super) fn random_reads(path: &Path, time: Duration) -> Result<f64, Failure> {
+/// Slices of the time for warm reads.
+const SLICES: usize = 60;
+
+fn random_reads(path: &Path, time: Duration) -> Result<f64, Failure> {
     let file = File::open(path)?;
     let blocks = file.metadata()?.len() / 4096;
-    let mut state = 0x1234_5678_9abc_def1;
-    let mut buffer = [0; 4096];
-    let started = Instant::now();
-    let mut count = 0u64;
+    let (mut random, mut buffer) = (Random(0x1234_5678_9abc_def1), [0; 4096]);
+    let (started, mut count) = (Instant::now(), 0u64);
     while started.elapsed() < time {
         for _ in 0..64 {
-            file.read_exact_at(&mut buffer, xorshift(&mut state) % blocks * 4096)?;
+            file.read_exact_at(&mut buffer, random.next() % blocks * 4096)?;
         }
         count += 64;
     }
@@ -28,22 +34,20 @@ fn sequential_reads(path: &Path, time: Duration) -> Result<f64, Failure> {
     let file = File::open(path)?;
     let size = file.metadata()?.len();
     let mut buffer = vec![0; 1 << 20];
-    let started = Instant::now();
-    let (mut at, mut bytes) = (0, 0u64);
+    let (started, mut at, mut count) = (Instant::now(), 0, 0u64);
     while started.elapsed() < time {
         file.read_exact_at(&mut buffer, at)?;
         at = (at + (1 << 20)) % size;
-        bytes += 1 << 20;
+        count += 1;
     }
-    Ok(mib(bytes) / started.elapsed().as_secs_f64())
+    Ok(count as f64 / started.elapsed().as_secs_f64())
 }
 
 /// Reads a file in single blocks in a random order, so that no two neighbours lie beside each other in a cache.
 fn read_in_pieces(path: &Path) -> Result<(), Failure> {
     let file = File::open(path)?;
     let blocks = file.metadata()?.len() / 4096;
-    let mut buffer = [0; 4096];
-    let mut at = 0;
+    let (mut buffer, mut at) = ([0; 4096], 0);
     for _ in 0..blocks {
         // A step without a common divisor with the count passes by every block once.
         at = (at + 7_368_787) % blocks;
@@ -52,13 +56,15 @@ fn read_in_pieces(path: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-pub(super) fn reads(scratch: &Scratch, size: &Size, results: &mut Results) -> Result<(), Failure> {
+pub(super) fn reads(scratch: &Scratch, size: &Size) -> Result<(), Failure> {
     let directory = scratch.dir("reads")?;
     let path = directory.join("image");
     random_file(&path, size.file_mib, 7)?;
-    let ours = Server::start(scratch, "cache", &directory, size.file_mib + 64, None)?;
-    let plain = Server::start(scratch, "plain", &directory, 0, None)?;
-    let scattered = Server::start_at(scratch, "scattered", &scratch.clone_of(&directory)?, size.file_mib + 64)?;
+    let cache_mib = size.file_mib + 64;
+    let ours = Server::start(scratch, Mount { cache_mib, ..Mount::cache(&directory) })?;
+    let plain = Server::start(scratch, Mount { kind: "plain".into(), ..Mount::cache(&directory) })?;
+    let clone = scratch.clone_of(&directory)?;
+    let scattered = Server::start(scratch, Mount { cache_mib, name: "scattered".into(), ..Mount::cache(&clone) })?;
     read_in_pieces(&scattered.at.join("image"))?;
     let places = [
         ("plain file, kernel's page cache", path.clone()),
@@ -66,9 +72,9 @@ pub(super) fn reads(scratch: &Scratch, size: &Size, results: &mut Results) -> Re
         ("pagefold disk", ours.at.join("image")),
         ("pagefold disk, blocks brought in at random", scattered.at.join("image")),
     ];
-    let sums: Vec<u64> = places.iter().map(|(_, place)| read_through(place)).collect::<Result<_, _>>()?;
+    let sums = places.iter().map(|(_, place)| read_through(place)).collect::<Result<Vec<_>, _>>()?;
     if sums.windows(2).any(|pair| pair[0] != pair[1]) {
-        return Err("the three ways give different bytes".into());
+        return Err("the mounts give different bytes".into());
     }
     let mut samples = places.each_ref().map(|_| (Vec::new(), Vec::new()));
     // In turn and in short slices, so that a disturbance hits all of them, and few slices of each.
@@ -79,16 +85,28 @@ pub(super) fn reads(scratch: &Scratch, size: &Size, results: &mut Results) -> Re
             samples.1.push(sequential_reads(place, slice)?);
         }
     }
-    for ((name, _), (random, sequential)) in places.into_iter().zip(samples) {
-        let (random_4k_per_s, random_spread_percent) = middle(random);
-        let (sequential_mib_per_s, sequential_spread_percent) = middle(sequential);
-        results.reads.push(ReadRow {
-            name: name.to_owned(),
-            random_4k_per_s,
-            random_spread_percent,
-            sequential_mib_per_s,
-            sequential_spread_percent,
-        });
+    let rows = places.into_iter().zip(samples).map(|((name, _), (random, sequential))| {
+        let (random, sequential) = (quartiles(random), quartiles(sequential));
+        json!({
+            "part": "reads", "name": name, "random_4k_per_s": random.0, "random_spread_percent": random.1,
+            "sequential_mib_per_s": sequential.0, "sequential_spread_percent": sequential.1,
+        })
+    });
+    let mut rows: Vec<Value> = rows.collect();
+    for field in ["random_4k_per_s", "sequential_mib_per_s"] {
+        let plain = rows[1][field].as_f64().unwrap_or(f64::NAN);
+        for row in &mut rows {
+            row[format!("{field}_against_fuse")] = json!(row[field].as_f64().map(|rate| rate / plain));
+        }
     }
+    record::table(
+        &format!(
+            "Warm reads of one file, one thread: median of {SLICES} slices, half between the quartiles, of plain FUSE's"
+        ),
+        "name|4 KiB random/s=random_4k_per_s:0|+-=random_spread_percent:1 %|of FUSE=random_4k_per_s_against_fuse:2 x|\
+         1 MiB sequential, MiB/s=sequential_mib_per_s:0|+-=sequential_spread_percent:1 %|\
+         of FUSE=sequential_mib_per_s_against_fuse:2 x",
+        rows,
+    );
     Ok(())
 }

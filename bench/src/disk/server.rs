@@ -1,6 +1,7 @@
 //! The servers: pagefold's mount and a plain pass-through, each in a process of its own.
 
-use super::{Failure, Scratch, THREADS};
+use super::scratch::Scratch;
+use crate::process::{self, Failure, wait_for};
 use fuser::{
     Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, KernelConfig, OpenFlags,
     ReplyAttr, ReplyData, ReplyEntry, ReplyOpen, Request,
@@ -8,15 +9,46 @@ use fuser::{
 use pagefold_disk::mount;
 use pagefold_disk::mount::Options;
 use pagefold_disk::{Config, Status, control};
+use pagefold_os::procfs;
+use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant, UNIX_EPOCH};
+use std::time::{Duration, UNIX_EPOCH};
 
-/// A mount in another process, gone with this value.
+const THREADS: usize = 8;
+
+/// What a server mounts, and how.
+#[derive(Clone, Default, Serialize, Deserialize)]
+pub(super) struct Mount {
+    /// `cache`, or `plain` for the pass-through.
+    pub(super) kind: String,
+    /// Part of the mount point's name, for a second mount of a kind.
+    pub(super) name: String,
+    /// The directory whose files it shows.
+    pub(super) directory: PathBuf,
+    pub(super) cache_mib: usize,
+    /// Where fingerprints are kept, if anywhere.
+    pub(super) fingerprints: Option<PathBuf>,
+    /// A socket for NBD.
+    pub(super) nbd: Option<PathBuf>,
+    /// The control group that the server is charged to.
+    pub(super) group: Option<PathBuf>,
+    /// Words of a program that runs the server.
+    pub(super) under: Vec<String>,
+}
+
+impl Mount {
+    /// The deduplicated cache over this directory.
+    pub(super) fn cache(directory: &Path) -> Mount {
+        Mount { kind: "cache".into(), directory: directory.to_owned(), ..Mount::default() }
+    }
+}
+
+/// A mount in another process, unmounted with this value.
 pub(super) struct Server {
     pub(super) child: Child,
     pub(super) at: PathBuf,
@@ -24,100 +56,34 @@ pub(super) struct Server {
 }
 
 impl Server {
-    pub(super) fn start(
-        scratch: &Scratch,
-        kind: &str,
-        directory: &Path,
-        cache_mib: usize,
-        fingerprints: Option<&Path>,
-    ) -> Result<Self, Failure> {
-        Self::start_in(scratch, kind, directory, cache_mib, fingerprints, None)
-    }
-
-    /// Another cache beside the first, at a mount point named `name`.
-    pub(super) fn start_at(scratch: &Scratch, name: &str, directory: &Path, cache_mib: usize) -> Result<Self, Failure> {
-        let inner = Scratch(scratch.dir(name)?);
-        let server = Self::start(&inner, "cache", directory, cache_mib, None);
-        // Its directory goes with the outer one, after the mount.
-        std::mem::forget(inner);
-        server
-    }
-
-    /// The cache, with a socket for NBD.
-    pub(super) fn start_with_nbd(
-        scratch: &Scratch,
-        directory: &Path,
-        cache_mib: usize,
-        nbd: &Path,
-    ) -> Result<Self, Failure> {
-        Self::start_as(scratch, "cache", directory, cache_mib, None, None, Some(nbd), &[])
-    }
-
-    /// The cache, run by `under`.
-    pub(super) fn start_under(
-        scratch: &Scratch,
-        directory: &Path,
-        cache_mib: usize,
-        under: &[String],
-    ) -> Result<Self, Failure> {
-        Self::start_as(scratch, "cache", directory, cache_mib, None, None, None, under)
-    }
-
-    /// The same, charged to a control group.
-    pub(super) fn start_in(
-        scratch: &Scratch,
-        kind: &str,
-        directory: &Path,
-        cache_mib: usize,
-        fingerprints: Option<&Path>,
-        group: Option<&Path>,
-    ) -> Result<Self, Failure> {
-        Self::start_as(scratch, kind, directory, cache_mib, fingerprints, group, None, &[])
-    }
-
-    #[allow(clippy::too_many_arguments, reason = "the settings of a mount, spelled out")]
-    pub(super) fn start_as(
-        scratch: &Scratch,
-        kind: &str,
-        directory: &Path,
-        cache_mib: usize,
-        fingerprints: Option<&Path>,
-        group: Option<&Path>,
-        nbd: Option<&Path>,
-        under: &[String],
-    ) -> Result<Self, Failure> {
-        let at = scratch.dir(&format!("mnt-{kind}"))?;
+    pub(super) fn start(scratch: &Scratch, mount: Mount) -> Result<Self, Failure> {
+        let at = scratch.dir(&format!("mnt-{}{}", mount.kind, mount.name))?;
         let runtime = scratch.dir("run")?;
-        let text = |path: Option<&Path>| path.map_or(String::new(), |path| path.display().to_string());
-        let (fingerprints, nbd) = (text(fingerprints), text(nbd));
-        let own = std::env::current_exe()?;
-        let mut command = match under.split_first() {
-            None => Command::new(own),
+        let own = process::own("pagecache")?;
+        let mut command = match mount.under.split_first() {
+            None => own,
             Some((program, args)) => {
                 let mut command = Command::new(program);
-                command.args(args).arg(own);
+                command.args(args).arg(own.get_program()).args(own.get_args());
                 command
             }
         };
-        command.args(["pagecache", "--serve", kind]).args([directory, &at]).args([
-            cache_mib.to_string(),
-            fingerprints,
-            nbd,
-        ]);
-        if let Some(group) = group {
-            crate::vm::join_group(&mut command, group);
+        command.arg("--serve").arg(serde_json::to_string(&(&mount, &at))?);
+        if let Some(group) = &mount.group {
+            crate::group::join(&mut command, group);
         }
         let child = command.env("PAGEFOLD_RUNTIME_DIR", &runtime).stdin(Stdio::null()).spawn()?;
         let mut server = Self { child, at, runtime };
         let device = server.at.parent().ok_or("no parent")?.metadata()?.dev();
-        let started = Instant::now();
-        while server.at.metadata()?.dev() == device || (kind == "cache" && server.status().is_err()) {
-            if server.child.try_wait()?.is_some() || started.elapsed() > Duration::from_secs(20) {
-                return Err(format!("the {kind} server does not come up").into());
-            }
-            std::thread::sleep(Duration::from_millis(10));
+        wait_for(&format!("the {} server", mount.kind), Duration::from_secs(20), || {
+            let ended = server.child.try_wait().is_ok_and(|status| status.is_some());
+            let is_mounted = server.at.metadata().is_ok_and(|at| at.dev() != device);
+            (ended || is_mounted && (mount.kind == "plain" || server.status().is_ok())).then_some(())
+        })?;
+        match server.child.try_wait()? {
+            Some(status) => Err(format!("the {} server ended: {status}", mount.kind).into()),
+            None => Ok(server),
         }
-        Ok(server)
     }
 
     pub(super) fn pid(&self) -> i32 {
@@ -130,55 +96,48 @@ impl Server {
         Ok(control::ask_status(&self.runtime.join(name))?)
     }
 
-    /// Memory of the process beyond what an idle one has: resident anonymous bytes.
+    /// Resident anonymous bytes of the process.
     pub(super) fn anonymous_bytes(&self) -> Result<u64, Failure> {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id()))?;
-        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).ok_or("no RssAnon")?;
-        Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? << 10)
+        Ok(procfs::field(&procfs::status(self.pid()), "RssAnon").ok_or("no RssAnon")? << 10)
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // The signal that asks: fingerprints are kept at a clean end.
-        // SAFETY: the child is ours and not reaped yet, so its id is still its own.
-        unsafe { libc::kill(self.child.id() as i32, libc::SIGTERM) };
+        // By a signal that asks: fingerprints are kept at a clean end.
+        // SAFETY: kill takes numbers only; the child is not reaped yet, so the id is still its own.
+        unsafe { libc::kill(self.pid(), libc::SIGTERM) };
         let _ = self.child.wait();
         let _ = mount::unmount(&self.at, true);
     }
 }
 
-pub(super) fn serve(
-    kind: &str,
-    directory: &Path,
-    at: &Path,
-    cache_mib: usize,
-    fingerprints: &str,
-    nbd: &str,
-) -> Result<(), Failure> {
-    if kind == "plain" {
-        return serve_plain(directory, at);
+/// The server's process.
+pub(super) fn serve(mount: &str) -> Result<(), Failure> {
+    let (mount, mountpoint): (Mount, PathBuf) = serde_json::from_str(mount)?;
+    if mount.kind == "plain" {
+        return serve_plain(&mount.directory, &mountpoint);
     }
     let options = Options {
-        directory: directory.to_owned(),
-        mountpoint: at.to_owned(),
+        directory: mount.directory,
+        mountpoint,
         config: Config {
-            cache_bytes: cache_mib << 20,
+            cache_bytes: mount.cache_mib << 20,
             // Under `pagefold run`, as the tool's own mount does.
             merge: std::env::var_os("PAGEFOLD_SOCKET").is_some(),
             ..Config::default()
         },
         threads: THREADS,
-        fingerprints: (!fingerprints.is_empty()).then(|| PathBuf::from(fingerprints)),
+        fingerprints: mount.fingerprints,
         read_only: false,
         allow_other: false,
-        nbd: (!nbd.is_empty()).then(|| PathBuf::from(nbd)),
+        nbd: mount.nbd,
         grace: Duration::from_secs(1),
     };
     Ok(mount::serve(&options, |_| ())?)
 }
 
-/// The plain peer: hands every read on to the file below, with the same threads and flags.
+/// The plain peer: passes every read on to the file below, with the same threads and flags.
 struct Plain {
     files: Vec<(std::ffi::OsString, File)>,
 }

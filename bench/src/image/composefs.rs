@@ -1,6 +1,6 @@
 //! The peer by the same mechanism.
 
-use super::Error;
+use crate::process::{Failure, output};
 use crate::record;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -32,24 +32,18 @@ impl Composefs {
         command
     }
 
-    fn run(command: &mut Command) -> Result<(), Error> {
-        let out = command.output()?;
-        if out.status.success() {
-            return Ok(());
-        }
-        Err(format!("{command:?}: {}", String::from_utf8_lossy(&out.stderr).trim()).into())
-    }
-
-    pub(super) fn build(&self, objects: &Path, dir: &Path, image: &Path) -> Result<(), Error> {
+    pub(super) fn build(&self, objects: &Path, dir: &Path, image: &Path) -> Result<(), Failure> {
         let mut store = std::ffi::OsString::from("--digest-store=");
         store.push(objects);
-        Self::run(self.command("mkcomposefs").arg(store).arg(dir).arg(image))
+        output(self.command("mkcomposefs").arg(store).arg(dir).arg(image))?;
+        Ok(())
     }
 
-    pub(super) fn mount(&self, objects: &Path, image: &Path, at: &Path) -> Result<(), Error> {
+    pub(super) fn mount(&self, objects: &Path, image: &Path, at: &Path) -> Result<(), Failure> {
         let mut base = std::ffi::OsString::from("basedir=");
         base.push(objects);
-        Self::run(self.command("mount.composefs").arg("-o").arg(base).arg(image).arg(at))
+        output(self.command("mount.composefs").arg("-o").arg(base).arg(image).arg(at))?;
+        Ok(())
     }
 
     pub(super) fn version(&self) -> String {

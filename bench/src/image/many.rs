@@ -1,17 +1,18 @@
 //! Many images in one store.
 
-use super::{Error, Scratch};
+use super::scratch::Scratch;
+use crate::process::{self, Failure};
 use pagefold_image::store::Store;
 use pagefold_image::tree::{Inode, Kind, Meta, Tree};
 use pagefold_image::{gc, stat};
+use pagefold_os::procfs;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
-use std::process::Command;
 use std::time::Instant;
 
 /// Makes a store of `images` images over `bases` bases: 200 files of each base, 3 of each image's own.
-fn fill(root: &Path, images: u32, bases: u32) -> Result<Store, Error> {
+fn fill(root: &Path, images: u32, bases: u32) -> Result<Store, Failure> {
     let store = Store::open(root, "default")?.without_sync();
     let (base_files, own_files) = (200, 3);
     let file = |data| Inode { meta: Meta { mode: 0o644, ..Meta::default() }, kind: Kind::File(data) };
@@ -38,7 +39,7 @@ fn fill(root: &Path, images: u32, bases: u32) -> Result<Store, Error> {
 }
 
 /// One look at a store, in a process of its own so that its memory is its own: a count, and its peak memory in KiB.
-pub(super) fn look(what: &str, root: &Path) -> Result<(u64, u64), Error> {
+pub(super) fn look(what: &str, root: &Path) -> Result<(u64, u64), Failure> {
     let store = Store::open(root, "default")?;
     let count = match what {
         "list" => store.images()?.len() as u64,
@@ -46,40 +47,36 @@ pub(super) fn look(what: &str, root: &Path) -> Result<(u64, u64), Error> {
         "gc" => gc::collect(&store, false)?.objects_removed,
         _ => 0,
     };
-    // Of this program alone: what wait4 tells a parent begins with the parent's own size.
+    // Of this program alone: the peak that wait4 reports to a parent begins with the parent's own size.
     let status = fs::read_to_string("/proc/self/status")?;
-    let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).ok_or("no VmHWM")?;
-    Ok((count, peak.trim().trim_end_matches(" kB").parse()?))
+    Ok((count, procfs::field(&status, "VmHWM").ok_or("no VmHWM")?))
 }
 
 /// Runs [`look`] as a child; returns its count, seconds, and peak memory in MiB.
-fn look_apart(what: &str, root: &Path) -> Result<(u64, f64, f64), Error> {
+fn look_in_child(what: &str, root: &Path) -> Result<(u64, f64, f64), Failure> {
     let start = Instant::now();
-    let out = Command::new(std::env::current_exe()?).args(["erofs", "--look", what]).arg(root).output()?;
+    let text = process::output(process::own("erofs")?.args(["--look", what]).arg(root))?;
     let seconds = start.elapsed().as_secs_f64();
-    let text = String::from_utf8_lossy(&out.stdout);
-    let (count, peak_kib) = text
-        .trim()
-        .split_once(' ')
-        .ok_or_else(|| format!("{what} of {}: {}", root.display(), String::from_utf8_lossy(&out.stderr).trim()))?;
+    let (count, peak_kib) =
+        text.trim().split_once(' ').ok_or_else(|| format!("{what} of {}: {text}", root.display()))?;
     Ok((count.parse()?, seconds, peak_kib.parse::<f64>()? / 1024.0))
 }
 
 /// Many images over few bases: list, stat, gc, and what memory each takes at its peak.
-pub(super) fn many_images(scratch: &Scratch, images: u32, bases: u32, out: &mut Vec<Value>) -> Result<(), Error> {
+pub(super) fn many_images(scratch: &Scratch, images: u32, bases: u32, out: &mut Vec<Value>) -> Result<(), Failure> {
     let root = scratch.dir.join(format!("many-{images}"));
     let start = Instant::now();
     let store = fill(&root, images, bases)?;
     let built = start.elapsed().as_secs_f64();
-    let (_, _, nothing) = look_apart("nothing", &root)?;
-    let (count, list_s, list_mib) = look_apart("list", &root)?;
-    let (objects, stat_s, stat_mib) = look_apart("stat", &root)?;
+    let (_, _, nothing) = look_in_child("nothing", &root)?;
+    let (count, list_s, list_mib) = look_in_child("list", &root)?;
+    let (objects, stat_s, stat_mib) = look_in_child("stat", &root)?;
     // Every tenth image of each base, so that only their own files go.
     let gone: Vec<u32> = (0..images).filter(|image| image / bases % 10 == 1).collect();
     for image in &gone {
         store.remove(&format!("image-{image}"))?;
     }
-    let (removed, gc_s, gc_mib) = look_apart("gc", &root)?;
+    let (removed, gc_s, gc_mib) = look_in_child("gc", &root)?;
     if (count, removed) != (images.into(), gone.len() as u64 * 3) {
         return Err(format!("{count} images listed, {removed} objects collected").into());
     }

@@ -1,8 +1,9 @@
 //! What trees hold in memory: all of them read, and their programs run.
 
 use super::composefs::Composefs;
+use super::scratch::Scratch;
 use super::trees::*;
-use super::{Error, Scratch};
+use crate::process::{Failure, sh};
 use pagefold_image::mount::{self, Options};
 use pagefold_image::progress::Progress;
 use pagefold_image::stat::resident_bytes;
@@ -65,7 +66,7 @@ pub(super) fn memory_of_pair(
     pair: &Pair,
     composefs: Option<&Composefs>,
     out: &mut Vec<Value>,
-) -> Result<(Store, [PathBuf; 2], [Record; 2]), Error> {
+) -> Result<(Store, [PathBuf; 2], [Record; 2]), Failure> {
     let name = pair.name;
     let lists = [files(&pair.plain[0]), files(&pair.plain[1])];
     let predicted = scan::trees(&pair.plain, &Progress::silent())?;
@@ -192,8 +193,7 @@ pub(super) fn memory_of_pair(
         return Err(format!("{name}: the mounts gave {read:?} bytes, the directories {expected:?}").into());
     }
     let (objects, metadata) = pagefold_memory(&store, &mounts);
-    let inline_plain: u64 = 0;
-    row("pagefold", objects + inline_plain, metadata, plain);
+    row("pagefold", objects, metadata, plain);
     let (total, _) = stat::stat(&store, &[])?;
     out.push(json!({ "bench": "stat", "pair": name, "memory_saved_bytes": total.memory_saved_bytes,
         "plain_minus_pagefold_bytes": plain.saturating_sub(objects + metadata) }));
@@ -210,11 +210,11 @@ pub(super) fn run_time(
     store: &Store,
     records: &[Record; 2],
     out: &mut Vec<Value>,
-) -> Result<(), Error> {
+) -> Result<(), Failure> {
     let Some((_, workload)) = WORKLOADS.iter().find(|(name, _)| *name == pair.name) else { return Ok(()) };
     let upper = scratch.sub(&format!("run-{}", pair.name))?;
     sh(&format!("mount -t tmpfs tmpfs {}", upper.display()))?;
-    let run = |root: &Path| -> Result<(), Error> {
+    let run = |root: &Path| -> Result<(), Failure> {
         sh(&format!(
             "mount -t proc proc {0}/proc && mount --bind /dev {0}/dev && mount -t tmpfs tmpfs {0}/tmp",
             root.display()

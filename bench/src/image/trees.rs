@@ -1,6 +1,6 @@
-//! Trees of files as the parts of the bench handle them: read, built, mounted, counted in memory, and taken out of it.
+//! Trees of files as the parts of the bench handle them: read, built, mounted, counted in the page cache, and evicted from it.
 
-use super::Error;
+use crate::process::{Failure, sh};
 use pagefold_image::build;
 use pagefold_image::ingest::Notes;
 use pagefold_image::progress::Progress;
@@ -11,16 +11,7 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::{Duration, Instant};
-
-pub(super) fn sh(script: &str) -> Result<(), Error> {
-    let out = Command::new("sh").args(["-ec", script]).output()?;
-    if out.status.success() {
-        return Ok(());
-    }
-    Err(format!("{script}: {}", String::from_utf8_lossy(&out.stderr).trim()).into())
-}
 
 /// All regular files below `root`, each inode once.
 pub(super) fn files(root: &Path) -> Vec<(PathBuf, u64)> {
@@ -40,15 +31,10 @@ pub(super) fn files(root: &Path) -> Vec<(PathBuf, u64)> {
 }
 
 pub(super) fn evict(paths: impl IntoIterator<Item = PathBuf>) {
-    for path in paths {
-        if let Ok(file) = File::open(&path) {
-            // SAFETY: posix_fadvise takes a descriptor and numbers and touches no memory of ours.
-            unsafe { libc::posix_fadvise(std::os::fd::AsRawFd::as_raw_fd(&file), 0, 0, libc::POSIX_FADV_DONTNEED) };
-        }
-    }
+    paths.into_iter().filter_map(|path| File::open(path).ok()).for_each(|file| crate::files::evict(&file));
 }
 
-pub(super) fn read_all(list: &[(PathBuf, u64)]) -> Result<u64, Error> {
+pub(super) fn read_all(list: &[(PathBuf, u64)]) -> Result<u64, Failure> {
     let (mut buffer, mut total) = (vec![0; 1 << 20], 0);
     for (path, _) in list {
         let mut file = File::open(path)?;
@@ -67,26 +53,21 @@ pub(super) fn resident(list: impl IntoIterator<Item = PathBuf>, mapped: bool) ->
 }
 
 /// Mounts a self-contained EROFS image from its plain file, without caching the file a second time.
-pub(super) fn mount_erofs(file: &Path, at: &Path) -> Result<(), Error> {
+pub(super) fn mount_erofs(file: &Path, at: &Path) -> Result<(), Failure> {
     use std::os::unix::ffi::OsStrExt;
     let path = |path: &Path| std::ffi::CString::new(path.as_os_str().as_bytes());
     let (source, target) = (path(file)?, path(at)?);
-    // SAFETY: all four strings live across the call.
+    // SAFETY: all strings are NUL-terminated and live across the call.
     let result = unsafe {
         libc::mount(source.as_ptr(), target.as_ptr(), c"erofs".as_ptr(), libc::MS_RDONLY, c"directio".as_ptr().cast())
     };
     if result == 0 {
         return Ok(());
     }
-    sh(&format!("mount -t erofs -o ro,loop {} {}", file.display(), at.display()))
+    Ok(sh(&format!("mount -t erofs -o ro,loop {} {}", file.display(), at.display()))?)
 }
 
-pub(super) fn median(mut values: Vec<f64>) -> (f64, f64, f64) {
-    values.sort_by(f64::total_cmp);
-    (values[values.len() / 2], values[0], values[values.len() - 1])
-}
-
-pub(super) fn build_tree(store: &Store, name: &str, dir: &Path) -> Result<(Record, Duration), Error> {
+pub(super) fn build_tree(store: &Store, name: &str, dir: &Path) -> Result<(Record, Duration), Failure> {
     let start = Instant::now();
     let (building, mut notes) = (store.build()?, Notes::default());
     let tree = build::from_directory(&building, dir, Default::default(), &mut notes, &Progress::silent())?;

@@ -4,50 +4,20 @@
 //! rounds go through all structures in turn, so that a noisy minute hits all alike. Keys are a
 //! bijection of 0, 1, 2, … and need no memory; hashed peers use one multiplication as hash.
 
-#[cfg(feature = "cpp-peers")]
-pub mod cpp;
-pub mod maps;
-#[cfg(feature = "peers")]
-mod peers;
+pub mod forrest;
+pub mod registry;
 pub mod run;
 
 use crate::options::{self, Clock, Common};
-use clap::{Parser, ValueEnum};
-use run::{Figures, Plan};
+use crate::process::{self, Running, wait_for};
+use crate::table::{self, Column, counted};
+use clap::Parser;
+use run::{Dist, Figures, Mix, Plan};
+use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::IsTerminal;
-use std::process::{Command, ExitCode, Stdio};
-use std::time::{Duration, Instant};
-
-/// Which operations to measure.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Mix {
-    /// Everything below.
-    All,
-    /// Lookups: hits one at a time and in batches, misses, scans.
-    Read,
-    /// 95 % lookups, 5 % inserts and removals.
-    #[value(name = "95")]
-    Mostly,
-    /// Half lookups, half inserts and removals.
-    #[value(name = "50")]
-    Half,
-    /// Inserts alone.
-    Insert,
-    /// Each key removed, a new one inserted, at constant size; then all deleted.
-    Churn,
-}
-
-/// How keys are chosen for lookups.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Dist {
-    /// Each as often as any other.
-    Uniform,
-    /// By Zipf's law with exponent 0.99.
-    Zipf,
-}
+use std::process::{ExitCode, Stdio};
+use std::time::Duration;
 
 /// Indexes and their peers: lookups, inserts, churn, memory.
 #[derive(Parser, Debug)]
@@ -87,16 +57,10 @@ pub fn run(args: &[String]) -> ExitCode {
         println!("{}", serde_json::to_string(&run::measure(&plan)).expect("plain figures"));
         return ExitCode::SUCCESS;
     }
-    match drive(&args) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(message) => {
-            eprintln!("pagefold bench index: {message}");
-            ExitCode::from(1)
-        }
-    }
+    options::exit_code("index", drive(&args).map_err(Into::into))
 }
 
-/// No structure is measured for longer.
+/// The longest time for one measurement.
 const MEASURE_MAX: Duration = Duration::from_secs(600);
 
 /// The values of one figure over the rounds.
@@ -116,7 +80,7 @@ struct Row {
 fn drive(args: &Args) -> Result<(), String> {
     let keys = args.common.keys(30_000_000);
     let rounds = args.common.rounds();
-    let known = maps::all();
+    let known = registry::all();
     for name in &args.only {
         if !known.iter().any(|maker| maker.0 == name) {
             let names: Vec<_> = known.iter().map(|maker| maker.0).collect();
@@ -159,9 +123,38 @@ fn drive(args: &Args) -> Result<(), String> {
             }
         }
     }
+    measure_rows(args, rounds, &mut rows);
+    rows.retain(|row| !row.figures.is_empty());
+    if rows.is_empty() {
+        return Err("nothing was measured".into());
+    }
+    let rows: Vec<Value> = rows
+        .iter()
+        .map(|row| {
+            let mut row = json!(row);
+            for (name, value) in
+                [("mix", json!(args.mix)), ("dist", json!(args.dist)), ("clock", json!(args.common.clock))]
+            {
+                row[name] = value;
+            }
+            row["bench"] = "index".into();
+            row["rounds"] = rounds.into();
+            row
+        })
+        .collect();
+    if !args.common.json {
+        eprint!("\r{:70}\r", "");
+    }
+    print_tables(&rows, args.common.clock);
+    crate::record::emit(rows);
+    Ok(())
+}
+
+/// Measures all rows, round by round.
+fn measure_rows(args: &Args, rounds: usize, rows: &mut [Row]) {
     let mut left_out: Vec<String> = Vec::new();
     for round in 0..rounds {
-        for row in &mut rows {
+        for row in rows.iter_mut() {
             if left_out.contains(&row.structure) {
                 continue;
             }
@@ -178,7 +171,7 @@ fn drive(args: &Args) -> Result<(), String> {
             };
             let figures = match in_child(&plan) {
                 Ok(figures) => figures,
-                // One that fails or never ends must not take the others' rows with it.
+                // A structure that fails or never ends must not take the others' rows with it.
                 Err(message) => {
                     eprintln!("\nLEFT OUT: {message}");
                     left_out.push(row.structure.clone());
@@ -199,97 +192,41 @@ fn drive(args: &Args) -> Result<(), String> {
             }
         }
     }
-    rows.retain(|row| !row.figures.is_empty());
-    if rows.is_empty() {
-        return Err("nothing was measured".into());
-    }
-    crate::record::emit(serde_json::json!({
-        "bench": "index", "mix": args.mix, "dist": args.dist, "clock": args.common.clock, "rounds": rounds,
-        "rows": rows,
-    }));
-    if !args.common.json {
-        eprint!("\r{:70}\r", "");
-        print_tables(&rows, rounds, args.common.clock);
-    }
-    Ok(())
 }
 
 /// Measures in a process of its own and gives its figures.
 fn in_child(plan: &Plan) -> Result<Figures, String> {
-    let program = std::env::current_exe().map_err(|error| format!("cannot find this program: {error}"))?;
-    let mut command = Command::new(program);
-    command.args(["index", "--child", &serde_json::to_string(plan).expect("a plain plan")]);
+    let what = format!("{} with {} keys and {} threads", plan.structure, plan.keys, plan.threads);
+    let mut command = process::own("index").map_err(|error| format!("cannot find this program: {error}"))?;
+    command.args(["--child", &serde_json::to_string(plan).expect("a plain plan")]);
     // glibc 2.35 and later: malloc asks for huge pages (1) or does not (0).
     command.env("GLIBC_TUNABLES", if plan.huge { "glibc.malloc.hugetlb=1" } else { "glibc.malloc.hugetlb=0" });
-    let mut child = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::inherit())
-        .spawn()
+    let mut child = Running::start(command.stdin(Stdio::null()).stdout(Stdio::piped()))
         .map_err(|error| format!("cannot start the measuring process: {error}"))?;
-    let what = format!("{} with {} keys and {} threads", plan.structure, plan.keys, plan.threads);
-    let began = Instant::now();
-    // What it prints fits into the pipe: it need not be read before it ends.
-    let status = loop {
-        match child.try_wait().map_err(|error| format!("{what}: {error}"))? {
-            Some(status) => break status,
-            None if began.elapsed() > MEASURE_MAX => {
-                let _ = child.kill();
-                let _ = child.wait();
-                return Err(format!("{what} did not end within {} s", MEASURE_MAX.as_secs()));
-            }
-            None => std::thread::sleep(Duration::from_millis(20)),
-        }
-    };
+    // Its output fits into the pipe, so it can be read after the end.
+    let status = wait_for(&what, MEASURE_MAX, || child.0.try_wait().transpose()).map_err(|error| error.to_string())?;
+    let status = status.map_err(|error| format!("{what}: {error}"))?;
     if !status.success() {
         return Err(format!("measuring {what} failed: {status}"));
     }
-    let printed = child.stdout.take().expect("it is piped");
+    let printed = child.0.stdout.take().expect("it is piped");
     serde_json::from_reader(printed).map_err(|error| format!("measuring {what} gave no figures: {error}"))
 }
 
-/// The middle value, and half the distance between the extremes in percent of it.
-pub fn median_and_spread(values: &[f64]) -> (f64, f64) {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    let median = sorted[sorted.len() / 2];
-    let spread = if median > 0.0 { 50.0 * (sorted[sorted.len() - 1] - sorted[0]) / median } else { 0.0 };
-    (median, spread)
-}
-
-fn print_tables(rows: &[Row], rounds: usize, clock: Clock) {
-    let mut groups: Vec<(usize, usize, &str)> = rows.iter().map(|row| (row.keys, row.threads, row.pages)).collect();
-    groups.dedup();
+fn print_tables(rows: &[Value], clock: Clock) {
+    let group = |row: &Value| (row["keys"].clone(), row["threads"].clone(), row["pages"].clone());
     let by = if clock == Clock::Cpu { " of processor time" } else { "" };
-    println!(
-        "Million operations per second{by}, median of {rounds} rounds (+-: half the spread, in percent); bytes per key by RSS."
-    );
-    for (keys, threads, pages) in groups {
-        let rows: Vec<_> =
-            rows.iter().filter(|row| (row.keys, row.threads, row.pages) == (keys, threads, pages)).collect();
-        let mut columns: Vec<&str> = Vec::new();
-        for name in run::COLUMNS {
-            if rows.iter().any(|row| row.figures.contains_key(*name)) {
-                columns.push(name);
-            }
+    for rows in rows.chunk_by(|a, b| group(a) == group(b)) {
+        let mut columns = vec![Column::new("structure", "/structure".into())];
+        for name in run::COLUMNS.iter().filter(|name| rows.iter().any(|row| row["figures"].get(name).is_some())) {
+            columns.push(Column::new(name, format!("/figures/{}", name.replace('/', "~1"))));
         }
-        println!("\n{keys} keys, {threads} thread{}, {pages} pages", if threads == 1 { "" } else { "s" });
-        print!("{:18}", "");
-        columns.iter().for_each(|column| print!("{column:>13}"));
-        println!();
-        for row in rows {
-            print!("{:18}", row.structure);
-            for column in &columns {
-                match row.figures.get(*column) {
-                    Some(values) => {
-                        let (median, spread) = median_and_spread(values);
-                        let spread = if rounds > 1 { format!(" +-{spread:.0}") } else { String::new() };
-                        print!("{:>13}", format!("{median:.2}{spread}"));
-                    }
-                    None => print!("{:>13}", "-"),
-                }
-            }
-            println!();
-        }
+        let (keys, threads, pages) = group(&rows[0]);
+        let threads = counted(threads.as_u64().unwrap_or(0), "thread");
+        let title = format!(
+            "{keys} keys, {threads}, {} pages: million operations per second{by}; bytes per key by RSS",
+            pages.as_str().unwrap_or_default()
+        );
+        table::print_columns(&title, &columns, rows);
     }
 }

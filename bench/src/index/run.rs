@@ -1,12 +1,44 @@
 //! One structure measured in this process.
 
-use super::maps::{self, Map};
-use super::{Dist, Mix};
+use super::registry;
 use crate::options::Clock;
+use bench_peers::Map;
+use clap::ValueEnum;
+use pagefold_os::procfs;
 use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::sync::Barrier;
 use std::time::Instant;
+
+/// Which operations to measure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mix {
+    /// Everything below.
+    All,
+    /// Lookups: hits one at a time and in batches, misses, scans.
+    Read,
+    /// 95 % lookups, 5 % inserts and removals.
+    #[value(name = "95")]
+    Mostly,
+    /// Half lookups, half inserts and removals.
+    #[value(name = "50")]
+    Half,
+    /// Inserts alone.
+    Insert,
+    /// Each key removed, a new one inserted, at constant size; then all deleted.
+    Churn,
+}
+
+/// How keys are chosen for lookups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Dist {
+    /// Each as often as any other.
+    Uniform,
+    /// By Zipf's law with exponent 0.99.
+    Zipf,
+}
 
 /// What to measure.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
@@ -105,17 +137,14 @@ fn samples(plan: &Plan, thread: usize, count: usize) -> Vec<u32> {
     }
 }
 
-/// Counted page by page: what `statm` tells may be off by some dozen pages for each processor.
-fn resident_bytes() -> f64 {
-    let memory = std::fs::read_to_string("/proc/self/smaps_rollup").expect("Linux");
-    let resident = memory.lines().find_map(|line| line.strip_prefix("Rss:")).expect("its second line");
-    let kib: f64 = resident.trim().trim_end_matches(" kB").parse().expect("a number");
-    kib * 1024.0
+/// Counted page by page: the number in `statm` may be off by some dozen pages for each processor.
+pub fn resident_bytes() -> f64 {
+    procfs::memory(std::process::id() as i32).expect("Linux").rss as f64
 }
 
-/// Runs `work(thread)` in all threads at once and gives million operations per second: by the wall from
-/// the first thread's start to the last one's end; or, on a machine that others use too, by the time the
-/// threads had a processor (which spares locking peers the time they sleep).
+/// Runs `work(thread)` in all threads at the same time and returns million operations per second: by the wall from
+/// the first thread's start to the last one's end; or, on a busy machine, by the time the
+/// threads had a processor (which leaves out the time that locking peers sleep).
 pub fn timed(threads: usize, operations: usize, clock: Clock, work: impl Fn(usize) + Sync) -> f64 {
     let barrier = Barrier::new(threads);
     let times: Vec<(Instant, Instant, f64)> = std::thread::scope(|scope| {
@@ -145,112 +174,126 @@ pub fn timed(threads: usize, operations: usize, clock: Clock, work: impl Fn(usiz
 
 /// Processor time of this thread.
 pub fn thread_seconds() -> f64 {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the clock exists on every Linux and `time` is ours.
-    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut time) };
-    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+    pagefold_os::sched::thread_cpu_ns() as f64 / 1e9
 }
 
-/// Measures what the plan says. Every answer is checked, so that all structures do the same work.
-pub fn measure(plan: &Plan) -> Figures {
-    let maker = maps::all().into_iter().find(|maker| maker.0 == plan.structure).expect("the driver knows the names");
-    let mut figures = Figures::new();
-    let threads = plan.threads;
-    let all = |mix: Mix| plan.mix == mix || plan.mix == Mix::All;
-    let per_thread = plan.operations / threads;
-    let operations = per_thread * threads;
-    let samples: Vec<Vec<u32>> = (0..threads).map(|thread| samples(plan, thread, per_thread)).collect();
+/// A filled structure, and what its phases share.
+struct Run<'a> {
+    plan: &'a Plan,
+    map: &'a dyn Map,
+    /// Indexes that each thread looks up.
+    samples: Vec<Vec<u32>>,
+    per_thread: usize,
+    /// Keys of a thread.
+    share: usize,
+    figures: Figures,
+}
 
-    let before = resident_bytes();
-    let map = (maker.2)(plan.keys, plan.huge);
-    let map: &dyn Map = &*map;
-    let share = plan.keys.div_ceil(threads);
-    let range = |thread: usize| thread * share..((thread + 1) * share).min(plan.keys);
-    let insert = timed(threads, plan.keys, plan.clock, |thread| {
-        let mut failed = 0;
-        for index in range(thread) {
-            failed += usize::from(!map.insert(key(index as u64), index as u64));
-        }
-        check_few(failed, share, "inserts found a key that was not there");
-    });
-    figures.insert("bytes/key".into(), (resident_bytes() - before) / plan.keys as f64);
-    if all(Mix::Insert) {
-        figures.insert("insert".into(), insert);
-        let other = (maker.2)(plan.keys, plan.huge);
-        if other.insert_many(&[(key(0), 0)]) {
-            let rate = timed(threads, plan.keys, plan.clock, |thread| {
-                let mut pairs = Vec::with_capacity(BATCH);
-                for index in range(thread) {
-                    pairs.push((key(index as u64), index as u64));
-                    if pairs.len() == BATCH {
-                        other.insert_many(&pairs);
-                        pairs.clear();
-                    }
-                }
-                other.insert_many(&pairs);
-            });
-            figures.insert("insert-batch".into(), rate);
-        }
+impl Run<'_> {
+    fn wants(&self, mix: Mix) -> bool {
+        self.plan.mix == mix || self.plan.mix == Mix::All
     }
-    if all(Mix::Read) {
-        // Once before the clock: first touches by this many threads.
-        let hits = |thread: usize, samples: &[u32]| {
+
+    fn range(&self, thread: usize) -> std::ops::Range<usize> {
+        thread * self.share..((thread + 1) * self.share).min(self.plan.keys)
+    }
+
+    fn timed(&self, operations: usize, work: impl Fn(usize) + Sync) -> f64 {
+        timed(self.plan.threads, operations, self.plan.clock, work)
+    }
+
+    /// Operations of a phase, over all threads.
+    fn operations(&self) -> usize {
+        self.per_thread * self.plan.threads
+    }
+
+    fn note(&mut self, name: &str, figure: f64) {
+        self.figures.insert(name.into(), figure);
+    }
+
+    fn insert(&self) -> f64 {
+        self.timed(self.plan.keys, |thread| {
+            let failed = self.range(thread).filter(|&index| !self.map.insert(key(index as u64), index as u64)).count();
+            check_few(failed, self.share, "inserts found a key that was not there");
+        })
+    }
+
+    fn insert_batches(&mut self, other: &dyn Map) {
+        if !other.insert_many(&[(key(0), 0)]) {
+            return;
+        }
+        let rate = self.timed(self.plan.keys, |thread| {
+            let mut pairs = Vec::with_capacity(BATCH);
+            for index in self.range(thread) {
+                pairs.push((key(index as u64), index as u64));
+                if pairs.len() == BATCH {
+                    other.insert_many(&pairs);
+                    pairs.clear();
+                }
+            }
+            other.insert_many(&pairs);
+        });
+        self.note("insert-batch", rate);
+    }
+
+    fn reads(&mut self) {
+        let (map, operations) = (self.map, self.operations());
+        let hits = |samples: &[u32]| {
             let mut sum = 0;
             for &index in samples {
                 sum += map.get(key(index.into())).map_or(1 << 40, |value| value ^ u64::from(index));
             }
-            check_few((sum >> 40) as usize + usize::from(sum & 0xff_ffff != 0), share, "lookups went wrong");
-            black_box(thread);
+            check_few((sum >> 40) as usize + usize::from(sum & 0xff_ffff != 0), self.share, "lookups went wrong");
         };
-        timed(threads, operations, plan.clock, |thread| hits(thread, &samples[thread][..per_thread / 8]));
-        figures.insert("get".into(), timed(threads, operations, plan.clock, |thread| hits(thread, &samples[thread])));
-        if map.get_many(&[], &mut []) {
-            let rate = timed(threads, operations, plan.clock, |thread| {
-                let mut keys = [0; BATCH];
-                let mut found = [None; BATCH];
-                let mut wrong = 0;
-                for indexes in samples[thread].chunks(BATCH) {
-                    for (key_at, &index) in keys.iter_mut().zip(indexes) {
-                        *key_at = key(index.into());
-                    }
-                    map.get_many(&keys[..indexes.len()], &mut found[..indexes.len()]);
-                    for (found, &index) in found.iter().zip(indexes) {
-                        wrong += usize::from(*found != Some(index.into()));
-                    }
-                }
-                check_few(wrong, per_thread, "batched lookups went wrong");
-            });
-            figures.insert("get-batch".into(), rate);
-        }
-        let rate = timed(threads, operations, plan.clock, |thread| {
-            let mut wrong = 0;
-            for &index in &samples[thread] {
-                wrong += usize::from(map.get(key(u64::from(index) + (1 << 40))).is_some());
-            }
-            check_few(wrong, per_thread, "misses were hits");
+        // Once before the clock: first touches by this many threads.
+        self.timed(operations, |thread| hits(&self.samples[thread][..self.per_thread / 8]));
+        let get = self.timed(operations, |thread| hits(&self.samples[thread]));
+        let misses = self.timed(operations, |thread| {
+            let samples = self.samples[thread].iter();
+            let wrong = samples.filter(|&&index| map.get(key(u64::from(index) + (1 << 40))).is_some()).count();
+            check_few(wrong, self.per_thread, "misses were hits");
         });
-        figures.insert("get-miss".into(), rate);
+        self.note("get", get);
+        self.note("get-miss", misses);
+        self.read_batches();
         if map.scan(0, 1).is_some() {
-            let scans = (operations / SCAN_ENTRIES / threads).max(1);
-            let rate = timed(threads, scans * threads * SCAN_ENTRIES, plan.clock, |thread| {
+            let scans = (operations / SCAN_ENTRIES / self.plan.threads).max(1);
+            let rate = self.timed(scans * self.plan.threads * SCAN_ENTRIES, |thread| {
                 let mut sum = 0u64;
-                for &index in &samples[thread][..scans] {
+                for &index in &self.samples[thread][..scans] {
                     sum = sum.wrapping_add(map.scan(key(index.into()), SCAN_ENTRIES).expect("ordered"));
                 }
                 black_box(sum);
             });
-            figures.insert("scan".into(), rate);
+            self.note("scan", rate);
         }
     }
-    for (mix, name, one_in) in [(Mix::Mostly, "95/5", 20), (Mix::Half, "50/50", 2)] {
-        if !all(mix) {
-            continue;
+
+    fn read_batches(&mut self) {
+        if !self.map.get_many(&[], &mut []) {
+            return;
         }
-        let rate = timed(threads, operations, plan.clock, |thread| {
-            let mut wrong = 0;
+        let rate = self.timed(self.operations(), |thread| {
+            let (mut keys, mut found, mut wrong) = ([0; BATCH], [None; BATCH], 0);
+            for indexes in self.samples[thread].chunks(BATCH) {
+                for (key_at, &index) in keys.iter_mut().zip(indexes) {
+                    *key_at = key(index.into());
+                }
+                self.map.get_many(&keys[..indexes.len()], &mut found[..indexes.len()]);
+                wrong += found.iter().zip(indexes).filter(|(found, index)| **found != Some(u64::from(**index))).count();
+            }
+            check_few(wrong, self.per_thread, "batched lookups went wrong");
+        });
+        self.note("get-batch", rate);
+    }
+
+    /// Lookups with one insert or removal in `one_in` operations.
+    fn mix(&mut self, name: &str, one_in: u64) {
+        let map = self.map;
+        let rate = self.timed(self.operations(), |thread| {
+            let (mut wrong, mut inserted) = (0, false);
             let mut fresh = (thread as u64 + 1) << 41 | one_in << 56;
-            let mut inserted = false;
-            for (at, &index) in samples[thread].iter().enumerate() {
+            for (at, &index) in self.samples[thread].iter().enumerate() {
                 if !(at as u64).is_multiple_of(one_in) {
                     wrong += usize::from(map.get(key(index.into())) != Some(index.into()));
                 } else if inserted {
@@ -261,48 +304,76 @@ pub fn measure(plan: &Plan) -> Figures {
                     inserted = map.insert(key(fresh), fresh & 0xffff_ffff);
                 }
             }
-            check_few(wrong, per_thread, "operations of the mix went wrong");
+            check_few(wrong, self.per_thread, "operations of the mix went wrong");
             if inserted {
                 map.remove(key(fresh), fresh & 0xffff_ffff);
             }
         });
-        figures.insert(name.into(), rate);
+        self.note(name, rate);
     }
-    if all(Mix::Churn) {
-        let pairs = (per_thread / 2).min(share / 2);
-        let keys = plan.keys as u64;
-        let newer = |thread: usize, at: usize| keys + (thread * share + at) as u64;
-        let rate = timed(threads, 2 * pairs * threads, plan.clock, |thread| {
+
+    /// Each key removed and a new one inserted, then all deleted.
+    fn churn(&mut self) {
+        let (map, keys) = (self.map, self.plan.keys as u64);
+        let pairs = (self.per_thread / 2).min(self.share / 2);
+        let newer = |thread: usize, at: usize| keys + (thread * self.share + at) as u64;
+        let churn = self.timed(2 * pairs * self.plan.threads, |thread| {
             let mut wrong = 0;
-            for (at, index) in range(thread).take(pairs).enumerate() {
-                wrong += usize::from(!map.remove(key(index as u64), index as u64));
+            for (at, index) in self.range(thread).take(pairs).enumerate() {
                 let fresh = newer(thread, at);
+                wrong += usize::from(!map.remove(key(index as u64), index as u64));
                 wrong += usize::from(!map.insert(key(fresh), fresh));
             }
             check_few(wrong, pairs, "operations of the churn went wrong");
         });
-        figures.insert("churn".into(), rate);
-        let rate = timed(threads, plan.keys, plan.clock, |thread| {
+        let delete = self.timed(self.plan.keys, |thread| {
             let mut wrong = 0;
-            for (at, index) in range(thread).enumerate() {
+            for (at, index) in self.range(thread).enumerate() {
                 let index = if at < pairs { newer(thread, at) } else { index as u64 };
                 wrong += usize::from(!map.remove(key(index), index));
             }
-            check_few(wrong, share, "deletes went wrong");
+            check_few(wrong, self.share, "deletes went wrong");
         });
-        figures.insert("delete".into(), rate);
-        // SAFETY: malloc_trim takes no pointer and keeps the heap whole.
-        unsafe { libc::malloc_trim(0) };
-        figures.insert("bytes-after".into(), ((resident_bytes() - before) / plan.keys as f64).max(0.0));
+        self.note("churn", churn);
+        self.note("delete", delete);
     }
-    if let Some(bytes) = map.memory_bytes() {
-        black_box(bytes);
-    }
-    figures
 }
 
-/// A structure that finds by fingerprint may be wrong once in a hundred thousand; no other may be wrong at all,
-/// but a bench is no test: this only makes sure that all do the work.
+/// Measures what the plan says. Every answer is checked, so that all structures do the same work.
+pub fn measure(plan: &Plan) -> Figures {
+    let known = registry::all();
+    let maker = known.iter().find(|maker| maker.0 == plan.structure).expect("the driver knows the names");
+    let per_thread = plan.operations / plan.threads;
+    let samples = (0..plan.threads).map(|thread| samples(plan, thread, per_thread)).collect();
+    let before = resident_bytes();
+    let map = (maker.2)(plan.keys, plan.huge);
+    let share = plan.keys.div_ceil(plan.threads);
+    let mut run = Run { plan, map: &*map, samples, per_thread, share, figures: Figures::new() };
+    let insert = run.insert();
+    run.note("bytes/key", (resident_bytes() - before) / plan.keys as f64);
+    if run.wants(Mix::Insert) {
+        run.note("insert", insert);
+        run.insert_batches(&*(maker.2)(plan.keys, plan.huge));
+    }
+    if run.wants(Mix::Read) {
+        run.reads();
+    }
+    for (mix, name, one_in) in [(Mix::Mostly, "95/5", 20), (Mix::Half, "50/50", 2)] {
+        if run.wants(mix) {
+            run.mix(name, one_in);
+        }
+    }
+    if run.wants(Mix::Churn) {
+        run.churn();
+        // SAFETY: malloc_trim takes no pointer and keeps every allocation.
+        unsafe { libc::malloc_trim(0) };
+        run.note("bytes-after", ((resident_bytes() - before) / plan.keys as f64).max(0.0));
+    }
+    run.figures
+}
+
+/// A structure that finds by fingerprint may be wrong once in a hundred thousand, others never. A bench is not a test: this
+/// only makes sure that all structures do the work.
 fn check_few(wrong: usize, of: usize, what: &str) {
     assert!(wrong <= of / 10_000 + 2, "{wrong} of {of} {what}");
 }

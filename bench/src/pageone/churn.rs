@@ -1,48 +1,43 @@
-//! Shared pages that are written again and again: what an engine spends on them, and how much stays one copy meanwhile.
+//! Shared pages that are written again and again: what an engine spends on them, and how much memory stays saved.
 
-use super::crew::{Layout, Shape};
+use super::args::Args;
 use super::engine::Running;
-use super::{Failure, Options, PERIOD, QUIET, Report, Spread, settle};
+use super::settle::{PERIOD, QUIET, settle};
+use super::workload::{Layout, Shape};
+use crate::process::Failure;
+use crate::record;
+use crate::stats::Spread;
 use serde_json::json;
 use std::time::Duration;
 
-/// Writes anywhere in merged memory, at rates that grow; a write leaves the content as it was, so each breaks a page that
-/// could be merged again at once.
-pub fn churn(options: &Options, report: &mut Report) -> Result<(), Failure> {
-    let (processes, mib, time, rates): (u64, u64, u64, &[u64]) = match options.quick {
+/// Writes anywhere in merged memory, at growing rates; a write leaves the content as it was, so each breaks a page that
+/// could be merged again immediately.
+pub fn churn(args: &Args) -> Result<(), Failure> {
+    let (processes, mib, time, rates): (u64, u64, u64, &[u64]) = match args.quick {
         true => (2, 40, 2, &[0, 1000]),
         false => (4, 120, 10, &[0, 100, 1000, 10_000, 100_000]),
     };
     let (shape, time) = (Shape { layout: Layout::Files, processes, mib }, Duration::from_secs(time));
-    crate::record::table!("churn: {processes} processes of {mib} MiB, merged, then written to anywhere for {time:?}");
-    crate::record::table!(
-        "{:22} {:>9} {:>9} {:>20} {:>20} {:>20}",
-        "engine",
-        "writes/s",
-        "reached",
-        "processor, %",
-        "saved meanwhile, %",
-        "write p99, ns"
-    );
+    let mut rows = Vec::new();
     for &rate in rates {
-        for engine in options.pair() {
+        for engine in args.pair().into_iter().rev() {
             let (mut reached, mut busy, mut saved, mut p99) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-            for _ in 0..options.rounds {
+            for _ in 0..args.rounds() {
                 let running = Running::start(engine, PERIOD)?;
-                let mut crew = running.crew(shape)?;
-                crew.fill()?;
-                let before = crew.pss();
+                let mut workload = running.workload(shape)?;
+                workload.fill()?;
+                let before = workload.pss();
                 settle(&running, QUIET)?;
-                let merged = crew.pss();
+                let merged = workload.pss();
                 let from = running.look();
                 let mut now = merged;
-                // Looked at shortly before the end, by the kernel's account: counters of an engine know of a break later.
-                let (writes, longest) = crew.churn(rate, time, |crew| {
+                // Measured shortly before the end, from the kernel's counters: an engine's own learn of a break later.
+                let (writes, longest) = workload.churn(rate, time, |workload| {
                     std::thread::sleep(time * 9 / 10);
-                    now = crew.pss();
+                    now = workload.pss();
                 })?;
                 let to = running.look();
-                crew.check()?;
+                workload.check()?;
                 let seconds = (to.at - from.at).as_secs_f64();
                 reached.push(writes as f64 / time.as_secs_f64());
                 busy.push((to.cpu_ns - from.cpu_ns) as f64 / 1e7 / seconds);
@@ -50,20 +45,18 @@ pub fn churn(options: &Options, report: &mut Report) -> Result<(), Failure> {
                 p99.push(longest as f64);
             }
             let [reached, busy, saved, p99] = [reached, busy, saved, p99].map(Spread::of);
-            crate::record::table!(
-                "{:22} {rate:>9} {:>9.0} {:>20} {:>20} {:>20}",
-                engine.name(),
-                reached.median,
-                busy.show(2),
-                saved.show(1),
-                p99.show(0)
-            );
-            report.rows.push(json!({
+            rows.push(json!({
                 "part": "churn", "engine": engine.name(), "processes": processes, "mib_each": mib, "writes_per_s": rate,
-                "writes_per_s_reached": reached.json(), "processor_percent": busy.json(),
-                "saved_percent": saved.json(), "write_p99_ns": p99.json(),
+                "writes_per_s_reached": reached, "processor_percent": busy,
+                "saved_percent": saved, "write_p99_ns": p99,
             }));
         }
     }
+    record::table(
+        &format!("churn: {processes} processes of {mib} MiB, merged, then written to anywhere for {time:?}"),
+        "engine|writes/s=writes_per_s|reached=writes_per_s_reached:0|processor=processor_percent:2 %|\
+         saved meanwhile=saved_percent:1 %|write p99 ns=write_p99_ns:0",
+        rows,
+    );
     Ok(())
 }

@@ -1,21 +1,21 @@
-//! Who merges: pagefold's daemon, or the kernel's KSM; started, let go, and asked the same questions.
+//! The engines: pagefold's daemon and the kernel's KSM, started, resumed and queried in the same way.
 
-use super::Failure;
-use super::crew::{Crew, Shape};
+use super::workload::{Shape, Workload};
+use crate::process::{self, Failure, wait_for};
 use pagefold_agent::wire::freeze_bucket_end;
 use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::status::Status;
 use pagefold_daemon::{Config, Daemon, VMA_BUDGET_MAX};
 use pagefold_os::{ksm, procfs};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
+use std::process::Child;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// An engine and how it is set.
+/// An engine and its settings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Engine {
-    /// pagefold with so many workers; `predict` as the daemon does by default.
+    /// pagefold with this many workers; `predict` as the daemon does by default.
     Ours { workers: usize, predict: bool },
     /// KSM at full speed, with this `smart_scan`.
     Ksm { smart_scan: i64 },
@@ -39,11 +39,11 @@ impl Engine {
 pub struct Look {
     /// When.
     pub at: Instant,
-    /// Places that show a shared page or were zero and are dropped, the first of each content counted.
+    /// Places that show a shared page, the first of each content included, or were zero and are dropped.
     pub merged: u64,
     /// Processor time spent so far, in nanoseconds: daemon and agents, or ksmd.
     pub cpu_ns: u64,
-    /// A number that grows as long as it works: steps are long, and places are counted when they end.
+    /// Grows as long as the engine works: steps are long, and places are counted at their end.
     pub activity: u64,
 }
 
@@ -52,9 +52,9 @@ pub struct Look {
 pub struct Passes {
     /// How many.
     pub count: f64,
-    /// As in [`Look`]: all that the engine spent, whatever for.
+    /// As in [`Look`]: all processor time of the engine.
     pub cpu_ns: u64,
-    /// How long our watch stage took by the clock on the wall, all processes together; KSM does not tell.
+    /// Wall time of our watch stage, all processes together; KSM has no such counter.
     pub watch_ns: Option<u64>,
 }
 
@@ -73,32 +73,24 @@ impl Passes {
 pub enum Running {
     /// The daemon's process and socket.
     Ours(Child, PathBuf),
-    /// What is to be restored, the scanner's process, and what was merged before.
+    /// The settings to restore, the scanner's process, and the pages merged before.
     Ksm(ksm::Settings, i32, u64),
 }
 
 impl Running {
-    /// Starts the engine; KSM stands still until [`Running::go`].
+    /// Starts the engine; KSM does not run before [`Running::go`].
     pub fn start(engine: Engine, period: Duration) -> Result<Running, Failure> {
         match engine {
             Engine::Ours { workers, predict } => {
-                // There may be two at once.
+                // Two daemons may run at the same time.
                 static NUMBER: AtomicU32 = AtomicU32::new(0);
                 let (pid, number) = (std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
                 let socket = std::env::temp_dir().join(format!("pagefold-bench-{pid}-{number}.sock"));
-                let child = Command::new(std::env::current_exe()?)
-                    .args(["pageone", "--daemon"])
-                    .arg(&socket)
-                    .args([workers.to_string(), u8::from(predict).to_string(), period.as_millis().to_string()])
-                    .spawn()?;
-                let running = Running::Ours(child, socket);
-                let began = Instant::now();
-                while running.status().is_err() {
-                    if began.elapsed() > Duration::from_secs(10) {
-                        return Err("the daemon does not listen".into());
-                    }
-                    std::thread::sleep(Duration::from_millis(10));
-                }
+                let mut command = process::own("pageone")?;
+                command.arg("--daemon").arg(&socket);
+                command.args([workers.to_string(), u8::from(predict).to_string(), period.as_millis().to_string()]);
+                let running = Running::Ours(command.spawn()?, socket);
+                wait_for("the daemon", Duration::from_secs(10), || running.status().ok())?;
                 Ok(running)
             }
             Engine::Ksm { smart_scan } => {
@@ -106,7 +98,7 @@ impl Running {
                 for (name, value) in [("run", 2), ("pages_to_scan", 1_000_000), ("sleep_millisecs", 0), ("run", 0)] {
                     ksm::write(name, value)?;
                 }
-                // Older kernels have neither.
+                // Older kernels lack both.
                 let _ = ksm::write("use_zero_pages", 1);
                 let _ = ksm::write("smart_scan", smart_scan);
                 let scanner = procfs::pids().into_iter().find(|pid| procfs::name(*pid).as_deref() == Some("ksmd"));
@@ -120,39 +112,35 @@ impl Running {
         }
     }
 
-    /// Makes a crew whose memory this engine may merge, but does not before [`Running::go`].
-    pub fn crew(&self, shape: Shape) -> Result<Crew, Failure> {
+    /// Starts a workload whose memory this engine may merge, but not before [`Running::go`].
+    pub fn workload(&self, shape: Shape) -> Result<Workload, Failure> {
         match self {
             Running::Ours(_, socket) => {
-                let crew = Crew::start(shape, Some(socket))?;
-                self.hold(&crew.pids())?;
-                Ok(crew)
+                let workload = Workload::start(shape, Some(socket))?;
+                self.hold(&workload.pids())?;
+                Ok(workload)
             }
             Running::Ksm(..) => {
-                let mut crew = Crew::start(shape, None)?;
-                crew.tell("merge", "merging")?;
-                Ok(crew)
+                let mut workload = Workload::start(shape, None)?;
+                workload.tell("merge", "merging")?;
+                Ok(workload)
             }
         }
     }
 
-    /// Lets these processes be for now; KSM stands still anyway.
+    /// Pauses these processes; KSM does not run yet anyway.
     pub fn hold(&self, pids: &[i32]) -> Result<(), Failure> {
         let Running::Ours(_, socket) = self else { return Ok(()) };
         for pid in pids {
-            let began = Instant::now();
-            // A process is a client a moment after it has greeted.
-            while !matches!(control::ask(socket, &Request::Pause { pid: Some(*pid) }), Ok(Answer::Done { count: 1 })) {
-                if began.elapsed() > Duration::from_secs(10) {
-                    return Err(format!("process {pid} is no client").into());
-                }
-                std::thread::sleep(Duration::from_millis(2));
-            }
+            // A process becomes a client a moment after its greeting.
+            let pause = || control::ask(socket, &Request::Pause { pid: Some(*pid) });
+            let is_paused = || matches!(pause(), Ok(Answer::Done { count: 1 })).then_some(());
+            wait_for(&format!("process {pid} as a client"), Duration::from_secs(10), is_paused)?;
         }
         Ok(())
     }
 
-    /// Lets it merge.
+    /// Starts merging.
     pub fn go(&self) -> Result<(), Failure> {
         match self {
             Running::Ours(_, socket) => {
@@ -162,7 +150,7 @@ impl Running {
         }
     }
 
-    /// How far it is; one question to the daemon, for answering costs what is measured.
+    /// How far it is, by one request to the daemon: answering costs processor time that is measured.
     pub fn look(&self) -> Look {
         let at = Instant::now();
         match self {
@@ -224,7 +212,7 @@ impl Running {
         }
     }
 
-    /// 99 % of freezes were shorter than this, in microseconds; KSM freezes nobody.
+    /// 99 % of freezes were shorter than this, in microseconds; KSM does not freeze.
     pub fn freeze_us_p99(&self) -> Option<f64> {
         let Running::Ours(..) = self else { return None };
         let clients = self.status().ok()?.clients;
@@ -292,10 +280,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pass_takes_the_processor_time_of_all_that_was_spent() {
+    fn a_pass_counts_all_processor_time_of_the_engine() {
         let mut status = Status { domains: vec![Default::default()], ..Status::default() };
         let before = Passes::of(&status, 2);
-        // Time on the wall that passed while it looked says nothing about the processor.
+        // Wall time of the watch stage is not processor time.
         status.domains[0].events.watch_ns = 7_000_000;
         assert_eq!(Passes::of(&status, 2).cpu_ns, before.cpu_ns);
         status.totals.cpu_ns = 1_000_000;

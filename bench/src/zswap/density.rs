@@ -1,15 +1,12 @@
 //! Memory held per byte of real pages.
 
 use super::kernel::{Zswap, zram_bytes};
-use super::{Row, median};
+use super::measure::{Area, Spent, as_pages};
+use super::row::Row;
+use crate::stats::median;
 use pagefold_tier::{Config, Effort, Tier};
 use std::io;
 use std::time::{Duration, Instant};
-
-/// Pages of a set, whole.
-pub fn as_pages(set: &[u8]) -> Vec<(u64, &[u8; 4096])> {
-    (0..).zip(set.as_chunks::<4096>().0).collect()
-}
 
 fn config(set: &[u8]) -> Config {
     Config { bytes_max: (set.len() as u64 * 5 / 4).max(64 << 20), ..Config::default() }
@@ -24,7 +21,7 @@ fn tier(set: &[u8], effort: Effort, patches: bool) -> Row {
     let refused = results.iter().filter(|result| result.is_err()).count();
     assert_eq!(refused, 0, "the tier refused pages");
     let stats = tier.stats();
-    // The sum of all: no figure of a set that does not come back.
+    // A set that does not come back has no figure.
     let mut back = [0; 4096];
     let step = (pages.len() / 2000).max(1);
     for (page, data) in pages.iter().step_by(step) {
@@ -37,38 +34,6 @@ fn tier(set: &[u8], effort: Effort, patches: bool) -> Row {
         (Effort::Dense, true) => "tier, zstd + dictionary + patches",
     };
     row(name, set, (stats.bytes_held + stats.bytes_metadata) as f64, &spent)
-}
-
-/// What storing a set took, and nothing else: not what is made for it before, nor given up after.
-#[derive(Default)]
-pub struct Spent {
-    /// By the clock on the wall.
-    seconds: f64,
-    /// Of the processors.
-    cpu_s: f64,
-}
-
-impl Spent {
-    /// Adds what `act` takes.
-    pub fn on<T>(&mut self, act: impl FnOnce() -> T) -> T {
-        let (start, cpu) = (Instant::now(), cpu_s());
-        let result = act();
-        self.seconds += start.elapsed().as_secs_f64();
-        self.cpu_s += cpu_s() - cpu;
-        result
-    }
-}
-
-/// Processor time of this process, in seconds.
-fn cpu_s() -> f64 {
-    // SAFETY: all-zero is a valid rusage, and the kernel fills it.
-    let usage = unsafe {
-        let mut usage: libc::rusage = std::mem::zeroed();
-        libc::getrusage(libc::RUSAGE_SELF, &raw mut usage);
-        usage
-    };
-    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 / 1e6;
-    seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
 fn row(name: &str, set: &[u8], held: f64, spent: &Spent) -> Row {
@@ -87,11 +52,11 @@ fn row(name: &str, set: &[u8], held: f64, spent: &Spent) -> Row {
     }
 }
 
-/// Puts the set out by MADV_PAGEOUT with zswap on; returns the bytes of the pool and what going out took.
+/// Evicts the set by MADV_PAGEOUT with zswap on; returns the bytes of the pool and the time of eviction.
 fn zswap(set: &[u8]) -> io::Result<(f64, Spent)> {
     let _zswap = Zswap::start(set.len() as u64 + (256 << 20))?;
     let before = Zswap::bytes();
-    let mut memory = super::latency::Area::new(set.len())?;
+    let mut memory = Area::new(set.len())?;
     memory.bytes_mut().copy_from_slice(set);
     let mut spent = Spent::default();
     let end = Instant::now() + Duration::from_secs(120);
@@ -106,15 +71,15 @@ fn zswap(set: &[u8]) -> io::Result<(f64, Spent)> {
     }
     let after = Zswap::bytes();
     if left > set.len() / 50 {
-        return Err(io::Error::other(format!("{left} of {} bytes would not go out", set.len())));
+        return Err(io::Error::other(format!("{left} of {} bytes were not evicted", set.len())));
     }
     Ok((after.0 - before.0, spent))
 }
 
-/// The medians of so many rounds.
+/// The medians of the rounds.
 fn of_rounds(rounds: usize, once: impl Fn() -> io::Result<Row>) -> io::Result<Row> {
     let mut runs = (0..rounds).map(|_| once()).collect::<io::Result<Vec<Row>>>()?;
-    let column = |index: usize| median(&mut runs.iter().map(|row| row.figures[index].1).collect::<Vec<f64>>());
+    let column = |index: usize| median(runs.iter().map(|row| row.figures[index].1));
     let figures: Vec<f64> = (0..runs[0].figures.len()).map(column).collect();
     let mut first = runs.swap_remove(0);
     first.figures.iter_mut().zip(figures).for_each(|(figure, median)| figure.1 = median);

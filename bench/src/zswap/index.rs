@@ -1,14 +1,17 @@
 //! Page offsets in and out of maps: insert, lookup, replace, erase, in random order.
 //!
-//! *dense*: the offsets 0 to n, as of a region that went out whole. *sparse*: one page here and there in 2^33, as of
+//! *dense*: the offsets 0 to n, as of a mapping that was evicted whole. *sparse*: single pages scattered over 2^33, as of
 //! large mappings with few cold pages. The tier's own indexes are here as they are used there: a leaf of eight
 //! words, found through a flat array or through the B-tree.
 
-use super::{Row, median};
-use crate::index::maps::{self, Map};
+use super::row::Row;
+use crate::index::{registry, run::resident_bytes};
+use crate::process;
+use crate::stats::{Spread, median};
+use bench_peers::Map;
 use llds::b_tree::BTree;
 use std::alloc::Layout;
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use std::time::Instant;
 
@@ -93,13 +96,13 @@ impl Node {
                 match slot.compare_exchange(child, made, Ordering::AcqRel, Ordering::Acquire) {
                     Ok(_) => child = made,
                     Err(other) => {
-                        // SAFETY: `made` was made above and published to nobody.
+                        // SAFETY: `made` was made above and never published.
                         drop(unsafe { Box::from_raw(made) });
                         child = other;
                     }
                 }
             }
-            // SAFETY: a child is made by `Box::into_raw` above and freed by nobody but `Radix::drop`.
+            // SAFETY: a child is made by `Box::into_raw` above and freed by `Radix::drop` only.
             node = unsafe { &*child };
         }
         Some(&node.0[key as usize % 64])
@@ -109,7 +112,7 @@ impl Node {
         for slot in self.0.iter().filter(|_| level > 0) {
             let child = slot.load(Ordering::Relaxed);
             if !child.is_null() {
-                // SAFETY: as in `slot`; the tree is being dropped, so nobody else holds the child.
+                // SAFETY: a child is made by `Box::into_raw` in `slot`; the tree is being dropped, so no other reference to it exists.
                 let child = unsafe { Box::from_raw(child) };
                 child.free(level - 1);
             }
@@ -144,7 +147,7 @@ impl Map for Radix {
     }
 }
 
-/// The tier's way: leaves of eight words, found by cluster.
+/// The tier's structure: leaves of eight words, found by cluster.
 struct Leaves {
     flat: Vec<AtomicU32>,
     tree: Option<BTree<u64>>,
@@ -158,7 +161,7 @@ impl Leaves {
         Leaves {
             flat: if flat { zeroed(leaves) } else { Vec::new() },
             tree: (!flat).then(|| BTree::new().expect("address space")),
-            // Two threads that make the same leaf take two numbers: room for those.
+            // Two threads that make the same leaf take two numbers: there are words for both.
             words: zeroed(8 * (leaves + leaves / 8 + 1024)),
             next: AtomicU32::new(1),
         }
@@ -202,7 +205,7 @@ impl Map for Leaves {
     fn remove(&self, key: u64, _: u64) -> bool {
         let Some(at) = self.leaf(key) else { return false };
         let there = self.words[at].swap(0, Ordering::AcqRel) != 0;
-        // The tier gives an empty leaf back, and its key with it.
+        // The tier frees an empty leaf and removes its key.
         if let Some(tree) = &self.tree {
             let leaf = &self.words[at / 8 * 8..at / 8 * 8 + 8];
             if leaf.iter().all(|word| word.load(Ordering::Relaxed) == 0) {
@@ -217,14 +220,14 @@ impl Map for Leaves {
     }
 }
 
-/// Words that are zero when all their bytes are.
+/// Words whose zero is all-zero bytes.
 ///
 /// # Safety
-/// They are.
+/// All-zero bytes are a valid value.
 unsafe trait Zero {}
-// SAFETY: a number's zero has no other form.
+// SAFETY: an all-zero AtomicU32 is the number zero.
 unsafe impl Zero for AtomicU32 {}
-// SAFETY: as above.
+// SAFETY: an all-zero AtomicU64 is the number zero.
 unsafe impl Zero for AtomicU64 {}
 
 /// Zeroed words, which take no memory before they are touched.
@@ -233,18 +236,13 @@ fn zeroed<T: Zero>(len: usize) -> Vec<T> {
         return Vec::new();
     }
     let layout = Layout::array::<T>(len).expect("fits into memory");
-    // SAFETY: the layout is not empty.
+    // SAFETY: `len` is not 0 and T is a word, so the layout has a size.
     let words = unsafe { std::alloc::alloc_zeroed(layout) }.cast::<T>();
     if words.is_null() {
         std::alloc::handle_alloc_error(layout);
     }
     // SAFETY: as many words as were allocated, by the allocator and with the layout of a vector, and all are zero.
     unsafe { Vec::from_raw_parts(words, len, len) }
-}
-
-fn resident_bytes() -> f64 {
-    let statm = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
-    statm.split(' ').nth(1).and_then(|pages| pages.parse::<f64>().ok()).unwrap_or(f64::NAN) * 4096.0
 }
 
 fn make(name: &str, entries: usize, dense: bool) -> Option<Box<dyn Map>> {
@@ -256,7 +254,7 @@ fn make(name: &str, entries: usize, dense: bool) -> Option<Box<dyn Map>> {
         "tier-b-tree" => Box::new(Leaves::new(entries, dense, false)),
         "radix-64" => Box::new(Radix { root: Node::new() }),
         _ => {
-            let maker = maps::all().into_iter().find(|maker| maker.0 == name)?;
+            let maker = registry::all().into_iter().find(|maker| maker.0 == name)?;
             maker.2(entries, true)
         }
     })
@@ -318,15 +316,14 @@ pub fn run_cell(cell: &str) -> ExitCode {
 
 /// The structures that this build has.
 pub fn names() -> impl Iterator<Item = &'static str> {
-    let known: Vec<&str> = maps::all().iter().map(|maker| maker.0).collect();
+    let known: Vec<&str> = registry::all().iter().map(|maker| maker.0).collect();
     OWN.iter().chain(ORDERED.iter().filter(move |name| known.contains(name))).copied()
 }
 
 /// Measures the structures that `only` names, all if it names none, each in a process of its own, rounds in turn.
 ///
-/// `clock` is "wall", or "cpu" for machines on which others work too: the processor time of the slowest thread.
+/// `clock` is "wall", or "cpu" for busy machines: the processor time of the slowest thread.
 pub fn measure(entries: usize, rounds: usize, clock: &str, only: &[String]) -> Vec<Row> {
-    let Ok(program) = std::env::current_exe() else { return Vec::new() };
     let wanted = |name: &&str| only.is_empty() || only.iter().any(|only| only == name);
     let mut cells: Vec<(String, Vec<[f64; 5]>)> = Vec::new();
     for kind in ["dense", "sparse"] {
@@ -343,8 +340,11 @@ pub fn measure(entries: usize, rounds: usize, clock: &str, only: &[String]) -> V
     }
     for _ in 0..rounds {
         for (cell, figures) in &mut cells {
-            let output = Command::new(&program).args(["zswap", "--cell", cell]).output();
-            let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
+            let command = process::own("zswap").map(|mut command| {
+                command.args(["--cell", cell]);
+                command
+            });
+            let text = command.and_then(|mut command| process::output(&mut command)).unwrap_or_default();
             let values: Vec<f64> = text.split_ascii_whitespace().filter_map(|value| value.parse().ok()).collect();
             match values.try_into() {
                 Ok(values) => figures.push(values),
@@ -356,15 +356,10 @@ pub fn measure(entries: usize, rounds: usize, clock: &str, only: &[String]) -> V
         let parts: Vec<&str> = cell.split(',').collect();
         let column = |index: usize| -> Vec<f64> { figures.iter().map(|row| row[index]).collect() };
         let mut columns: Vec<(&'static str, f64)> =
-            PHASES.iter().enumerate().map(|(index, name)| (*name, median(&mut column(index)))).collect();
-        columns.push(("bytes/entry", median(&mut column(4))));
-        let mut lookups = column(1);
-        lookups.sort_by(f64::total_cmp);
-        let spread = match (lookups.first(), lookups.last()) {
-            (Some(low), Some(high)) => (high - low) / high * 100.0,
-            _ => f64::NAN,
-        };
-        columns.push(("spread %", spread));
+            PHASES.iter().enumerate().map(|(index, name)| (*name, median(column(index)))).collect();
+        let lookups = Spread::of(column(1));
+        columns.push(("bytes/entry", median(column(4))));
+        columns.push(("spread %", (lookups.high - lookups.low) / lookups.high * 100.0));
         Row {
             part: "index",
             name: parts[0].to_owned(),

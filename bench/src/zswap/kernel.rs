@@ -1,9 +1,7 @@
-//! The kernel's side: zswap behind a swap file, and zram; made for the run, undone when dropped.
+//! The kernel's backends: zswap over a swap file, and zram; made for the run, undone when dropped.
 
-use super::density::Spent;
-use super::latency::Area;
-use crate::guard;
-use crate::undo::{SwapFile, Undo};
+use super::measure::{Area, Spent};
+use crate::restore::{SwapFile, Undo, remove_zram};
 use std::fs;
 use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -19,7 +17,7 @@ pub struct Zswap {
 impl Zswap {
     /// Switches zswap on over a swap file of `bytes`.
     ///
-    /// Refuses if there is swap already: its pages would be counted with ours.
+    /// Refuses if there is swap already: its pages would count as ours.
     pub fn start(bytes: u64) -> io::Result<Zswap> {
         if fs::read_to_string("/proc/swaps")?.lines().count() > 1 {
             return Err(io::Error::other("there is swap already"));
@@ -38,7 +36,7 @@ impl Zswap {
         fs::read_to_string("/sys/module/zswap/parameters/compressor").unwrap_or_default().trim().to_owned()
     }
 
-    /// Sets how many pages a fault brings back, as a power of two.
+    /// Sets how many pages a fault swaps in, as a power of two.
     pub fn page_cluster(power: u32) -> io::Result<()> {
         fs::write(PAGE_CLUSTER, power.to_string())
     }
@@ -53,7 +51,7 @@ impl Zswap {
         (field("Zswap:"), field("Zswapped:"))
     }
 
-    /// Pages that came back from zswap's pool since the machine started.
+    /// Pages faulted in from zswap's pool since the machine started.
     pub fn pages_in() -> f64 {
         let text = fs::read_to_string("/proc/vmstat").unwrap_or_default();
         let count = text.lines().find_map(|line| line.strip_prefix("zswpin ")?.parse().ok());
@@ -61,14 +59,14 @@ impl Zswap {
     }
 }
 
-/// Bytes of memory that zram with `algorithm` holds for `pages`, and what writing them took.
+/// Bytes of memory that zram with `algorithm` holds for `pages`, and the time of writing them.
 ///
-/// Past the page cache: no second copy is made, and this process does the work itself. Making the device, and giving it up,
-/// is not what is measured.
+/// Written past the page cache: no second copy is made, and this process does the work itself. Making and removing the device
+/// is not measured.
 pub fn zram_bytes(pages: &[u8], algorithm: &str) -> io::Result<(f64, Spent)> {
     let number: u32 =
         fs::read_to_string("/sys/class/zram-control/hot_add")?.trim().parse().map_err(io::Error::other)?;
-    let _device = Undo::later(move || guard::remove_zram(&number.to_string()));
+    let _device = Undo::later(move || remove_zram(&number.to_string()));
     let system = |name: &str| format!("/sys/block/zram{number}/{name}");
     fs::write(system("comp_algorithm"), algorithm)?;
     fs::write(system("disksize"), (pages.len() + (1 << 20)).to_string())?;

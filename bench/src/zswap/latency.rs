@@ -1,91 +1,20 @@
 //! A page out, and in again: the tier alone, the tier behind userfaultfd, and zswap.
 
-use super::density::as_pages;
 use super::kernel::Zswap;
-use super::{Row, quantile};
+use super::measure::{Area, Busy, as_pages, timed, to_io};
+use super::row::Row;
+use crate::stats::Random;
+use pagefold_os::Range;
 use pagefold_os::uffd::{self, Uffd};
-use pagefold_os::{Range, mem::Mapping};
 use pagefold_tier::region::ColdRegion;
 use pagefold_tier::{BackingFile, Config, Effort, Tier};
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Anonymous memory on small pages.
-pub struct Area(Mapping);
-
-fn to_io(errno: pagefold_os::Errno) -> io::Error {
-    io::Error::from_raw_os_error(errno.0)
-}
-
-impl Area {
-    pub fn new(len: usize) -> io::Result<Area> {
-        Mapping::anonymous(len).map(Area).map_err(to_io)
-    }
-
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the mapping is ours, readable and writable, of that length, and borrowed mutably for as long.
-        unsafe { std::slice::from_raw_parts_mut(self.0.as_ptr(), self.0.len()) }
-    }
-
-    /// Reads one byte of a page, whatever that brings.
-    fn touch(&self, page: usize) -> u8 {
-        assert!(page * 4096 < self.0.len());
-        // SAFETY: inside the mapping, as just checked; volatile, because the read is what counts.
-        unsafe { self.0.as_ptr().add(page * 4096).read_volatile() }
-    }
-
-    pub fn page_out(&self) {
-        // SAFETY: the range is ours; the advice changes nothing that can be read.
-        let _ = unsafe { pagefold_os::mem::advise(self.0.addr(), self.0.len() as u64, libc::MADV_PAGEOUT) };
-    }
-
-    fn forget(&self) {
-        // SAFETY: the range is ours, and what was in it is not read again.
-        let _ = unsafe { pagefold_os::mem::advise(self.0.addr(), self.0.len() as u64, libc::MADV_DONTNEED) };
-    }
-
-    pub fn resident_bytes(&self) -> io::Result<usize> {
-        let pages = self.0.len() / 4096;
-        let file = std::fs::File::open("/proc/self/pagemap")?;
-        let mut entries = vec![0; pages * 8];
-        std::os::unix::fs::FileExt::read_exact_at(&file, &mut entries, self.0.addr() / 4096 * 8)?;
-        Ok(entries.as_chunks::<8>().0.iter().filter(|entry| entry[7] & 0x80 != 0).count() * 4096)
-    }
-}
-
-/// Pages 0 to `count` in random order.
-/// The numbers below `count` in an order that looks random and is always the same.
-pub fn shuffled(count: usize) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..count).collect();
-    let mut state = 7_u64;
-    for at in (1..count).rev() {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        order.swap(at, (state >> 33) as usize % (at + 1));
-    }
-    order
-}
-
-fn row(name: &str, mut us: Vec<f64>, pages: usize) -> Row {
-    let sum: f64 = us.iter().sum();
-    us.sort_by(f64::total_cmp);
-    Row {
-        part: "latency",
-        name: name.to_owned(),
-        on: format!("{pages} pages"),
-        figures: vec![("p50 us", quantile(&us, 0.5)), ("p99 us", quantile(&us, 0.99)), ("us/page", sum / pages as f64)],
-    }
-}
-
-/// Microseconds of each of `count` acts.
-pub fn timed(count: usize, mut act: impl FnMut(usize)) -> Vec<f64> {
-    let time = |at| {
-        let start = Instant::now();
-        act(at);
-        start.elapsed().as_secs_f64() * 1e6
-    };
-    (0..count).map(time).collect()
+fn row(name: &str, us: Vec<f64>) -> Row {
+    let on = format!("{} pages", us.len());
+    Row::of_times("latency", name, on, us)
 }
 
 /// Measures on the first `count` pages of a set.
@@ -95,7 +24,7 @@ pub fn measure(set: &[u8], count: usize) -> Vec<Row> {
     let pages: Vec<&[u8; 4096]> = pages.iter().step_by(step).take(count).map(|(_, page)| *page).collect();
     let count = pages.len();
     let mut rows = Vec::new();
-    let order = shuffled(count);
+    let order = Random(7).order(count);
     for (label, effort, patches) in [
         ("LZ4", Effort::Fast, false),
         ("zstd + dictionary", Effort::Dense, false),
@@ -111,13 +40,13 @@ pub fn measure(set: &[u8], count: usize) -> Vec<Row> {
             tier.train_on(&samples);
         }
         let store = timed(count, |at| drop(tier.store(1, at as u64, pages[at], effort)));
-        rows.push(row(&format!("store, {label}"), store, count));
+        rows.push(row(&format!("store, {label}"), store));
         let mut data = [0; 4096];
         let load = timed(count, |at| {
             tier.load(1, order[at] as u64, &mut data).expect("stored");
             assert!(data[0] == pages[order[at]][0]);
         });
-        rows.push(row(&format!("load, {label}"), load, count));
+        rows.push(row(&format!("load, {label}"), load));
         if !patches {
             let here = served_here(&pages, effort, &order);
             for found in [here, served(&tier, count, &order).map_err(|error| error.to_string())] {
@@ -134,7 +63,7 @@ pub fn measure(set: &[u8], count: usize) -> Vec<Row> {
             let written = tier.write_back_now(u64::MAX);
             assert!(written > 0, "nothing was written back");
             let read = timed(count.min(2000), |at| drop(tier.load(1, order[at] as u64, &mut data)));
-            rows.push(row("load from the file (O_DIRECT)", read, count.min(2000)));
+            rows.push(row("load from the file (O_DIRECT)", read));
         }
     }
     match zswap(&pages, &order) {
@@ -142,38 +71,6 @@ pub fn measure(set: &[u8], count: usize) -> Vec<Row> {
         Err(error) => eprintln!("SKIPPED: zswap: {error}"),
     }
     rows
-}
-
-/// Every processor has something to do while this lives.
-pub struct Busy {
-    stop: Arc<AtomicBool>,
-    threads: Vec<std::thread::JoinHandle<()>>,
-}
-
-impl Busy {
-    /// Starts a thread for each processor.
-    pub fn start() -> Busy {
-        let stop = Arc::new(AtomicBool::new(false));
-        let spin = || {
-            let stop = stop.clone();
-            std::thread::spawn(move || {
-                while !stop.load(Ordering::Relaxed) {
-                    std::hint::spin_loop();
-                }
-            })
-        };
-        let threads = (0..std::thread::available_parallelism().map_or(1, usize::from)).map(|_| spin()).collect();
-        Busy { stop, threads }
-    }
-}
-
-impl Drop for Busy {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        for thread in self.threads.drain(..) {
-            let _ = thread.join();
-        }
-    }
 }
 
 fn zswap(pages: &[&[u8; 4096]], order: &[usize]) -> io::Result<Vec<Row>> {
@@ -196,20 +93,20 @@ fn zswap(pages: &[&[u8; 4096]], order: &[usize]) -> io::Result<Vec<Row>> {
     let touch = timed(count, |at| {
         area.touch(order[at]);
     });
-    rows.push(row(&format!("zswap touch, {compressor}, random"), touch, count));
+    rows.push(row(&format!("zswap touch, {compressor}, random"), touch));
     area.page_out();
     let busy = Busy::start();
     let touch = timed(count, |at| {
         area.touch(order[at]);
     });
     drop(busy);
-    rows.push(row(&format!("zswap touch, {compressor}, random, cores busy"), touch, count));
+    rows.push(row(&format!("zswap touch, {compressor}, random, cores busy"), touch));
     area.page_out();
     Zswap::page_cluster(3)?;
     let touch = timed(count, |at| {
         area.touch(at);
     });
-    rows.push(row(&format!("zswap touch, {compressor}, in order, clusters of 8"), touch, count));
+    rows.push(row(&format!("zswap touch, {compressor}, in order, clusters of 8"), touch));
     Ok(rows)
 }
 
@@ -233,7 +130,7 @@ fn copy_in(fd: i32, dst: u64, pages: &[[u8; 4096]]) {
     unsafe { libc::ioctl(fd, UFFDIO_COPY, &raw mut copy) };
 }
 
-/// Faults that the faulting thread serves itself, through the library: at random, and in order.
+/// Faults that the faulting thread serves itself, through the library: at random and in order.
 fn served_here(pages: &[&[u8; 4096]], effort: Effort, order: &[usize]) -> Result<Vec<Row>, String> {
     let count = pages.len();
     let config = Config { bytes_max: 1 << 30, patches: false, ..Config::default() };
@@ -247,7 +144,7 @@ fn served_here(pages: &[&[u8; 4096]], effort: Effort, order: &[usize]) -> Result
         let parked = parker.park(0..count * 4096, effort);
         assert!(parked.pages + parked.busy == count as u64, "{parked:?}");
     };
-    // Beside each other: what a touch is compared with must not be a miss of its own.
+    // Densely packed, so that comparing a touched byte does not miss the cache itself.
     let firsts: Vec<u8> = pages.iter().map(|page| page[0]).collect();
     let touch = |page: usize| assert!(region[page * 4096] == firsts[page]);
     park();
@@ -263,10 +160,10 @@ fn served_here(pages: &[&[u8; 4096]], effort: Effort, order: &[usize]) -> Result
     std::thread::spawn(move || hand.work());
     let helped = timed(count, touch);
     Ok(vec![
-        row("fault in the faulting thread", random, count),
-        row("fault in the faulting thread, cores busy", beside, count),
-        row("fault in the faulting thread, in order", in_order, count),
-        row("fault in the faulting thread, in order, a second hand", helped, count),
+        row("fault in the faulting thread", random),
+        row("fault in the faulting thread, cores busy", beside),
+        row("fault in the faulting thread, in order", in_order),
+        row("fault in the faulting thread, in order, a second hand", helped),
     ])
 }
 
@@ -299,7 +196,7 @@ fn served(tier: &Tier, count: usize, order: &[usize]) -> io::Result<Vec<Row>> {
                     }
                 }
             });
-            // The thread is there before the clock runs.
+            // The thread runs before the clock starts.
             std::thread::sleep(Duration::from_millis(5));
             let touch = match cluster {
                 1 => timed(count, |at| {
@@ -309,7 +206,7 @@ fn served(tier: &Tier, count: usize, order: &[usize]) -> io::Result<Vec<Row>> {
                     area.touch(at);
                 }),
             };
-            rows.push(row(name, touch, count));
+            rows.push(row(name, touch));
             stop.store(true, Ordering::Relaxed);
             Ok(())
         })?;

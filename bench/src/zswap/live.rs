@@ -1,29 +1,22 @@
-//! The cold tier behind a live client: parked, touched page by page and in order, brought back, left idle.
+//! The cold tier of a live client: parked, touched page by page and in order, faulted in, left idle.
 //!
-//! What went out lately is LZ4, and Zstandard or a patch after a while; a daemon makes all of it dense at once when it was
-//! parked. So pages are touched twice: made dense, and, behind a daemon of its own that leaves them alone, as LZ4.
+//! Pages evicted lately are LZ4, older ones Zstandard or a patch; after `park` a daemon makes all of them dense immediately. So
+//! touches are measured twice: of dense pages, and, with a daemon that never recompresses, of LZ4 pages.
 //!
-//! Daemon and client are processes of their own (this program again), so that memory and processor time are each one's.
+//! Daemon and client are processes of their own (this program again), so that memory and processor time are counted apart.
 
-use super::{Row, quantile};
+use super::measure::Busy;
+use super::row::Row;
+use crate::process::{self, Failure, Running, wait_for};
+use crate::stats::{Random, quantile};
 use pagefold_agent::client::{Client, ColdOptions, Region};
 use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::{Config, Daemon, cold};
 use pagefold_os::procfs;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
+use std::process::{ChildStdin, ChildStdout, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
-
-/// A process that ends with its owner.
-struct Owned(Child);
-
-impl Drop for Owned {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
 
 /// Runs one of the two processes.
 pub fn run_process(words: &[String]) -> ExitCode {
@@ -33,18 +26,10 @@ pub fn run_process(words: &[String]) -> ExitCode {
         [kind, socket, file] if kind == "client" => client(socket.as_ref(), file.as_ref()),
         _ => Err("daemon SOCKET, daemon-lz4 SOCKET, or client SOCKET FILE".into()),
     };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("zswap: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    crate::options::exit_code("zswap", result)
 }
 
-type Failure = Box<dyn std::error::Error>;
-
-/// When a daemon makes dense what was parked.
+/// When a daemon makes parked pages dense.
 #[derive(Clone, Copy)]
 enum Cleaner {
     AtOnce,
@@ -64,7 +49,7 @@ impl Cleaner {
         let config = cold::Config { automatic: false, ..cold::Config::default() };
         match self {
             Cleaner::AtOnce => config,
-            // Its ticks are what pages grow old by; none comes while a benchmark lasts.
+            // Pages age by its ticks; none comes while a benchmark lasts.
             Cleaner::Never => cold::Config { park_densely: false, tick: Duration::from_secs(86_400), ..config },
         }
     }
@@ -81,13 +66,13 @@ fn client(socket: &Path, file: &Path) -> Result<(), Failure> {
     let mut region = Region::new(&client, len)?;
     std::fs::File::open(file)?.read_exact(&mut region[..len])?;
     let pages = len / 4096;
-    let order = super::latency::shuffled(pages);
+    let order = Random(7).order(pages);
     println!("ready");
     let region: &[u8] = &region;
-    // Volatile: the touch itself is what is timed.
+    // Volatile, because the touch itself is timed.
     let touch = |page: usize| {
         let began = Instant::now();
-        // SAFETY: inside the region.
+        // SAFETY: `page` is below the number of pages of the region.
         unsafe { std::ptr::read_volatile(region.as_ptr().add(page * 4096)) };
         began.elapsed().as_secs_f64() * 1e6
     };
@@ -96,33 +81,23 @@ fn client(socket: &Path, file: &Path) -> Result<(), Failure> {
             "random" => order.iter().map(|page| touch(*page)).collect(),
             "order" => (0..pages).map(touch).collect(),
             "first" => vec![touch(order[0])],
-            other => match other.strip_prefix("paced ").and_then(|rate| rate.parse().ok()) {
-                Some(rate) => paced(rate, &order, touch),
-                None => break,
-            },
+            _ => break,
         };
         let sum: f64 = us.iter().sum();
         us.sort_by(f64::total_cmp);
-        println!("{} {} {}", quantile(&us, 0.5), quantile(&us, 0.99), sum / us.len() as f64);
+        println!(
+            "{} {} {}",
+            quantile(&us, 0.5).unwrap_or(0.0),
+            quantile(&us, 0.99).unwrap_or(0.0),
+            sum / us.len() as f64
+        );
     }
     Ok(())
 }
 
-/// Touches pages at a rate, each second, for two seconds or as long as there are pages.
-fn paced(rate: f64, order: &[usize], touch: impl Fn(usize) -> f64) -> Vec<f64> {
-    let began = Instant::now();
-    let count = ((rate * 2.0) as usize).min(order.len());
-    let at = |number: usize| began + Duration::from_secs_f64(number as f64 / rate);
-    let turn = |(number, page): (usize, &usize)| {
-        std::thread::sleep(at(number).saturating_duration_since(Instant::now()));
-        touch(*page)
-    };
-    order[..count].iter().enumerate().map(turn).collect()
-}
-
 struct Live {
-    daemon: Owned,
-    client: Owned,
+    daemon: Running,
+    client: Running,
     input: ChildStdin,
     output: BufReader<ChildStdout>,
     socket: PathBuf,
@@ -144,7 +119,7 @@ impl Live {
         }
     }
 
-    /// Puts everything out; returns the pages and the seconds.
+    /// Evicts everything; returns the pages and the seconds.
     fn park(&self) -> io::Result<(f64, f64)> {
         let began = Instant::now();
         let pages = self.moved(&Request::Park { whom: cold::Whom::All })?;
@@ -163,27 +138,28 @@ impl Live {
         Ok(self.tiers()?.iter().map(|tier| tier.held_bytes).sum::<u64>() as f64)
     }
 
-    /// What the client answers to `word` with everything out as LZ4, beside busy processors or not.
+    /// The client's answer to `word` with everything evicted as LZ4, with busy processors or without.
     ///
     /// # Errors
-    /// Some of it was dense before, or was made so meanwhile.
+    /// Some pages were dense before, or became dense meanwhile.
     fn ask_of_lz4(&mut self, word: &str, is_busy: bool) -> io::Result<Vec<f64>> {
         self.park()?;
         let kept = self.tiers()?;
-        let busy = is_busy.then(super::latency::Busy::start);
+        let busy = is_busy.then(Busy::start);
         let answer = self.ask(word)?;
         drop(busy);
         let contents: u64 = kept.iter().map(|tier| tier.contents).sum();
         let dense: u64 = kept.iter().map(|tier| tier.contents_dense).sum();
         let recompressed: u64 = self.tiers()?.iter().map(|tier| tier.recompressed).sum();
         if contents == 0 || dense + recompressed > 0 {
-            let what = format!("{contents} contents are out, {dense} of them dense, and {recompressed} were made so");
+            let what =
+                format!("{contents} contents are evicted, {dense} of them dense, and {recompressed} were recompressed");
             return Err(io::Error::other(format!("not all of it was LZ4: {what}")));
         }
         Ok(answer)
     }
 
-    /// Waits until the cleaner has made dense what was parked; returns what is held then, and the seconds.
+    /// Waits until the cleaner has made parked pages dense; returns the bytes held then, and the seconds.
     fn settled(&self) -> io::Result<(f64, f64)> {
         let began = Instant::now();
         let (mut held, mut since) = (self.held()?, began);
@@ -197,7 +173,7 @@ impl Live {
         Ok((held, since.duration_since(began).as_secs_f64()))
     }
 
-    /// Puts everything out, made dense.
+    /// Evicts everything and waits until it is dense.
     fn park_densely(&self) -> io::Result<()> {
         self.park()?;
         self.settled().map(drop)
@@ -205,35 +181,29 @@ impl Live {
 
     /// Processor time of daemon and client, in nanoseconds.
     fn cpu_ns(&self) -> io::Result<u64> {
-        let of = |process: &Owned| procfs::cpu_ns(process.0.id() as i32);
+        let of = |process: &Running| procfs::cpu_ns(process.pid());
         let both = of(&self.daemon).zip(of(&self.client));
         both.map(|(daemon, client)| daemon + client).ok_or_else(|| io::Error::other("daemon or client ended"))
     }
 }
 
 fn start(file: &Path, cleaner: Cleaner) -> io::Result<Live> {
-    let program = std::env::current_exe()?;
     let socket = std::env::temp_dir().join(format!("pagefold-bench-live-{}", std::process::id()));
-    let process = |words: &[&std::ffi::OsStr]| {
-        let mut command = Command::new(&program);
-        command.arg("zswap");
+    let process = |words: &[&std::ffi::OsStr]| -> io::Result<Command> {
+        let mut command = process::own("zswap")?;
         for word in words {
             let mut option = std::ffi::OsString::from("--process=");
             option.push(word);
             command.arg(option);
         }
-        command
+        Ok(command)
     };
-    let daemon = Owned(process(&[cleaner.daemon().as_ref(), socket.as_ref()]).stdin(Stdio::null()).spawn()?);
-    let end = Instant::now() + Duration::from_secs(20);
-    while control::ask(&socket, &Request::Status {}).is_err() {
-        if Instant::now() > end {
-            return Err(io::Error::other("the daemon does not listen"));
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    let mut command = process(&["client".as_ref(), socket.as_ref(), file.as_ref()]);
-    let mut client = Owned(command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?);
+    let mut command = process(&[cleaner.daemon().as_ref(), socket.as_ref()])?;
+    let daemon = Running::start(command.stdin(Stdio::null()))?;
+    let limit = Duration::from_secs(20);
+    wait_for("the daemon", limit, || control::ask(&socket, &Request::Status {}).ok())?;
+    let mut command = process(&["client".as_ref(), socket.as_ref(), file.as_ref()])?;
+    let mut client = Running::start(command.stdin(Stdio::piped()).stdout(Stdio::piped()))?;
     let (Some(input), Some(output)) = (client.0.stdin.take(), client.0.stdout.take()) else {
         return Err(io::Error::other("no pipes"));
     };
@@ -247,12 +217,7 @@ fn start(file: &Path, cleaner: Cleaner) -> io::Result<Live> {
         Ok(Answer::Status(status)) => status.cold.clients.iter().any(|client| client.connected),
         _ => false,
     };
-    while !connected(&live) {
-        if Instant::now() > end {
-            return Err(io::Error::other("the client does not connect"));
-        }
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    wait_for("the client's connection", limit, || connected(&live).then_some(()))?;
     Ok(live)
 }
 
@@ -263,26 +228,6 @@ fn start_with(set: &[u8], cleaner: Cleaner) -> io::Result<Live> {
     let live = start(&file, cleaner);
     let _ = std::fs::remove_file(&file);
     live
-}
-
-/// What a fault takes, and daemon and client of a processor, when a live client faults so many times a second.
-pub fn by_rate(on: &str, set: &[u8]) -> io::Result<Vec<Row>> {
-    let mut live = start_with(set, Cleaner::AtOnce)?;
-    let mut rows = Vec::new();
-    for rate in [100, 1000, 10_000] {
-        live.park_densely()?;
-        std::thread::sleep(Duration::from_millis(500));
-        let (began, before) = (Instant::now(), live.cpu_ns()?);
-        let touched = live.ask(&format!("paced {rate}"))?;
-        let cpu = (live.cpu_ns()? - before) as f64 / began.elapsed().as_nanos() as f64;
-        rows.push(Row {
-            part: "growth",
-            name: format!("faults at {rate} a second"),
-            on: on.to_owned(),
-            figures: vec![("p50 us", touched[0]), ("p99 us", touched[1]), ("cpu %", cpu * 100.0)],
-        });
-    }
-    Ok(rows)
 }
 
 /// Figures of touches, as the client answers.
@@ -312,7 +257,7 @@ pub fn measure(on: &str, set: &[u8], idle: Duration) -> io::Result<Vec<Row>> {
             ("after s", dense_s),
         ],
     );
-    // Two ticks of the cleaner pass, which look at what came in.
+    // Two ticks of the cleaner pass, which look at new pages.
     let settle_ms = if idle.as_secs() > 5 { 12_000 } else { 500 };
     std::thread::sleep(Duration::from_millis(settle_ms));
     let before = live.cpu_ns()?;
@@ -322,7 +267,7 @@ pub fn measure(on: &str, set: &[u8], idle: Duration) -> io::Result<Vec<Row>> {
     let touched = live.ask("random")?;
     row("touch, random", of_touches(&touched));
     live.park_densely()?;
-    let busy = super::latency::Busy::start();
+    let busy = Busy::start();
     let touched = live.ask("random")?;
     drop(busy);
     row("touch, random, cores busy", of_touches(&touched));
@@ -353,7 +298,7 @@ pub fn measure(on: &str, set: &[u8], idle: Duration) -> io::Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// What touches cost while pages are still LZ4, on a live client that has these.
+/// Measures touches of LZ4 pages, on a live client that has these.
 pub fn measure_lz4(on: &str, set: &[u8]) -> io::Result<Vec<Row>> {
     let mut live = start_with(set, Cleaner::Never)?;
     let mut row = |name: &str, word: &str, is_busy: bool| -> io::Result<Row> {

@@ -1,38 +1,17 @@
-//! Real pages: what live programs and guests hold in memory.
+//! Real pages: the memory of live programs and guests.
 
-use crate::undo::Undo;
+use crate::files::data_ranges;
+use crate::process::Running;
+use crate::redis::Redis;
+use crate::restore::{Undo, folder};
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::process::{ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// A program of ours; it ends, and its file goes, when this is dropped.
-struct Program {
-    pid: u32,
-    stdin: Option<ChildStdin>,
-    stdout: Option<ChildStdout>,
-    file: PathBuf,
-    _end: Undo,
-}
-
-impl Program {
-    fn start(command: &mut Command, file: PathBuf) -> io::Result<Program> {
-        let name = command.get_program().to_string_lossy().into_owned();
-        let mut child = command.spawn().map_err(|error| io::Error::new(error.kind(), format!("{name}: {error}")))?;
-        let (pid, stdin, stdout) = (child.id(), child.stdin.take(), child.stdout.take());
-        let gone = file.clone();
-        let end = Undo::later(move || {
-            let _ = child.kill();
-            let _ = child.wait();
-            let _ = fs::remove_file(gone);
-        });
-        Ok(Program { pid, stdin, stdout, file, _end: end })
-    }
-}
-
-/// Anonymous memory of a process that is in memory, up to `bytes_max` bytes.
+/// Present anonymous memory of a process, up to `bytes_max` bytes.
 fn memory_of(pid: u32, bytes_max: usize) -> io::Result<Vec<u8>> {
     let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
     let memory = File::open(format!("/proc/{pid}/mem"))?;
@@ -52,7 +31,7 @@ fn memory_of(pid: u32, bytes_max: usize) -> io::Result<Vec<u8>> {
             if pages.len() >= bytes_max || pagemap.read_exact_at(&mut entry, at / 4096 * 8).is_err() {
                 break;
             }
-            // Only what is present: pages never touched are no one's memory.
+            // Only present pages: others hold nothing.
             if u64::from_le_bytes(entry) >> 63 != 0 && memory.read_exact_at(&mut page, at).is_ok() {
                 pages.extend_from_slice(&page);
             }
@@ -70,12 +49,12 @@ pub fn unrelated(bytes: usize) -> io::Result<Vec<u8>> {
     let rows = (bytes / 2 / 600).to_string();
     let mut command = Command::new("python3");
     command.args(["-c", program, &rows]).stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut python = Program::start(&mut command, PathBuf::new())?;
+    let mut python = Running::start(&mut command)?;
     let mut line = String::new();
-    if let Some(output) = python.stdout.take() {
+    if let Some(output) = python.0.stdout.take() {
         BufReader::new(output).read_line(&mut line)?;
     }
-    let mut pages = memory_of(python.pid, bytes / 2)?;
+    let mut pages = memory_of(python.0.id(), bytes / 2)?;
     drop(python);
     match redis(bytes / 2) {
         Ok(found) => pages.extend(found),
@@ -85,45 +64,25 @@ pub fn unrelated(bytes: usize) -> io::Result<Vec<u8>> {
 }
 
 fn redis(bytes: usize) -> io::Result<Vec<u8>> {
-    let socket = std::env::temp_dir().join(format!("pagefold-bench-redis-{}", std::process::id()));
-    let path = socket.to_string_lossy().into_owned();
-    let args = ["--port", "0", "--unixsocket", &path, "--save", "", "--appendonly", "no"];
-    let mut command = Command::new("redis-server");
-    command.args(args).stdout(Stdio::null()).stderr(Stdio::null());
-    let server = Program::start(&mut command, socket.clone())?;
-    let end = Instant::now() + Duration::from_secs(10);
-    let mut stream = loop {
-        match std::os::unix::net::UnixStream::connect(&socket) {
-            Ok(stream) => break stream,
-            Err(error) if Instant::now() > end => return Err(error),
-            Err(_) => std::thread::sleep(Duration::from_millis(20)),
-        }
-    };
+    let (dir, _gone) = folder("redis")?;
+    let redis = Redis::start(Command::new("redis-server"), &dir)?;
     // Values as caches hold them: a few hundred bytes of text with numbers in it.
-    let count = bytes / 700;
-    for first in (0..count).step_by(1000) {
-        let mut request = String::new();
-        for key in first..(first + 1000).min(count) {
-            let value = format!(
-                "{{\"session\":\"{:016x}\",\"user\":{key},\"path\":\"/shop/item/{}\",\"cart\":[{},{},{}],\"agent\":\"Mozilla/5.0 (X11; \
-                 Linux x86_64) AppleWebKit/537.36 (KHTML, like Gecko) Chrome/12{}.0.0.0 Safari/537.36\",\"seen\":{}}}",
-                (key as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15),
-                key % 977,
-                key % 13,
-                key % 101,
-                key % 7,
-                key % 9,
-                1_700_000_000 + key * 37
-            )
-            .repeat(2);
-            let name = format!("session:{key}");
-            request += &format!("*3\r\n$3\r\nSET\r\n${}\r\n{name}\r\n${}\r\n{value}\r\n", name.len(), value.len());
-        }
-        stream.write_all(request.as_bytes())?;
-        let mut answers = vec![0; 5 * (first + 1000).min(count).saturating_sub(first)];
-        stream.read_exact(&mut answers)?;
-    }
-    memory_of(server.pid, bytes)
+    let entry = |key: usize| {
+        let value = format!(
+            "{{\"session\":\"{:016x}\",\"user\":{key},\"path\":\"/shop/item/{}\",\"cart\":[{},{},{}],\"agent\":\"Mozilla/5.0 (X11; \
+             Linux x86_64) AppleWebKit/537.36 (KHTML, like Gecko) Chrome/12{}.0.0.0 Safari/537.36\",\"seen\":{}}}",
+            (key as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15),
+            key % 977,
+            key % 13,
+            key % 101,
+            key % 7,
+            key % 9,
+            1_700_000_000 + key * 37
+        );
+        (format!("session:{key}"), value.repeat(2))
+    };
+    redis.set((0..bytes / 700).map(entry))?;
+    memory_of(redis.process.0.id(), bytes)
 }
 
 /// Memory of guests that were booted apart from one kernel and one initial file system, under emulation.
@@ -137,63 +96,34 @@ pub fn guests(count: usize) -> io::Result<Vec<u8>> {
     let mut running = Vec::new();
     for number in 0..count {
         let memory = PathBuf::from(format!("/dev/shm/pagefold-bench-guest-{}-{number}", std::process::id()));
+        let gone = Undo::remove(memory.clone());
         let mut command = Command::new("qemu-system-x86_64");
-        command
-            .args([
-                "-accel",
-                "tcg",
-                "-cpu",
-                "max",
-                "-smp",
-                "1",
-                "-m",
-                "512",
-                "-nographic",
-                "-no-reboot",
-                "-net",
-                "none",
-            ])
-            .arg("-object")
-            .arg(format!("memory-backend-file,id=m,size=512M,mem-path={},share=on", memory.display()))
-            .args(["-machine", "pc,memory-backend=m"])
-            .arg("-kernel")
-            .arg(&kernel)
-            .arg("-initrd")
-            .arg(&initrd)
-            .args(["-append", "console=ttyS0 quiet break=premount"])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null());
-        running.push(Program::start(&mut command, memory)?);
+        command.args("-accel tcg -cpu max -smp 1 -m 512 -nographic -no-reboot -net none".split(' ')).arg("-object");
+        command.arg(format!("memory-backend-file,id=m,size=512M,mem-path={},share=on", memory.display()));
+        command.args(["-machine", "pc,memory-backend=m", "-kernel"]).arg(&kernel).arg("-initrd").arg(&initrd);
+        command.args(["-append", "console=ttyS0 quiet break=premount"]);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        running.push((Running::start(&mut command)?, memory, gone));
     }
-    let mut pages = Vec::new();
-    for (number, guest) in running.iter_mut().enumerate() {
+    for (number, (guest, ..)) in running.iter_mut().enumerate() {
         wait_for_shell(guest, number)?;
     }
-    for guest in &running {
-        let file = File::open(&guest.file)?;
+    let mut pages = Vec::new();
+    for (_, memory, _) in &running {
+        let file = File::open(memory)?;
         let mut page = [0; 4096];
-        let mut offset = 0;
-        // Only pages that the guest ever touched: the rest of the file are holes.
-        while offset < file.metadata()?.size() {
-            // SAFETY: numbers only.
-            let data = unsafe { libc::lseek64(std::os::fd::AsRawFd::as_raw_fd(&file), offset as i64, libc::SEEK_DATA) };
-            // SAFETY: as above.
-            let hole = unsafe { libc::lseek64(std::os::fd::AsRawFd::as_raw_fd(&file), data.max(0), libc::SEEK_HOLE) };
-            let (Ok(data), Ok(hole)) = (u64::try_from(data), u64::try_from(hole)) else { break };
-            for at in (data..hole).step_by(4096) {
-                file.read_exact_at(&mut page, at)?;
-                pages.extend_from_slice(&page);
-            }
-            offset = hole;
+        // Pages that the guest never touched are holes of the file.
+        for at in data_ranges(&file).into_iter().flat_map(|range| range.step_by(4096)) {
+            file.read_exact_at(&mut page, at)?;
+            pages.extend_from_slice(&page);
         }
     }
     Ok(pages)
 }
 
-/// Waits for the shell of the initial file system, then lets it read all files in an order of its own.
-fn wait_for_shell(guest: &mut Program, number: usize) -> io::Result<()> {
-    let Some(output) = guest.stdout.take() else { return Err(io::Error::other("no console")) };
+/// Waits for the shell of the initial file system, then has it read the files.
+fn wait_for_shell(guest: &mut Running, number: usize) -> io::Result<()> {
+    let Some(output) = guest.0.stdout.take() else { return Err(io::Error::other("no console")) };
     let (send, receive) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
         let mut output = output;
@@ -213,7 +143,7 @@ fn wait_for_shell(guest: &mut Program, number: usize) -> io::Result<()> {
     let timeout = Duration::from_secs(180);
     let silent = || io::Error::other("a guest did not reach its shell in time");
     receive.recv_timeout(timeout).map_err(|_| silent())?;
-    if let Some(input) = &mut guest.stdin {
+    if let Some(input) = &mut guest.0.stdin {
         // Each guest copies another part of the files, so that their memories differ as guests' do.
         let script = format!(
             "n=0; find /usr /lib /bin -type f 2>/dev/null | while read f; do n=$((n+1)); \

@@ -1,45 +1,33 @@
 //! The ways from a guest to the host: the mounted file, NBD, vhost-user.
 
-use super::{FrontEndRow, GUEST_MIB, Results, Size, cpu_s, plain_setup, raw_drive};
-use crate::disk::files::summary;
-use crate::disk::server::Server;
-use crate::disk::{Failure, Scratch};
+use super::machines::{GUEST_MIB, cpu_s, plain_setup, raw_drive};
+use crate::disk::args::GuestSize;
+use crate::disk::scratch::Scratch;
+use crate::disk::server::{Mount, Server};
+use crate::process::Failure;
+use crate::process::{Running, wait_for};
+use crate::record;
+use crate::stats::Spread;
 use crate::vm::{Boot, Guest, Setup};
+use serde_json::json;
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// A server of QEMU's own, gone with this value.
-struct StorageDaemon(std::process::Child);
-
-impl StorageDaemon {
-    fn start(image: &Path, export: &str, socket: &Path) -> Result<StorageDaemon, Failure> {
-        let mut command = std::process::Command::new("qemu-storage-daemon");
-        command.arg("--blockdev").arg(format!("driver=file,node-name=f,locking=off,filename={}", image.display()));
-        if export == "nbd" {
-            command.arg("--nbd-server").arg(format!("addr.type=unix,addr.path={}", socket.display()));
-            command.args(["--export", "type=nbd,id=e,node-name=f,name=disk,writable=on"]);
-        } else {
-            let address = format!("addr.type=unix,addr.path={}", socket.display());
-            command.arg("--export").arg(format!("type={export},id=e,node-name=f,{address},writable=on"));
-        }
-        let child = command.stdin(std::process::Stdio::null()).spawn()?;
-        let mut daemon = StorageDaemon(child);
-        let started = Instant::now();
-        while !socket.exists() {
-            if daemon.0.try_wait()?.is_some() || started.elapsed() > Duration::from_secs(20) {
-                return Err("qemu-storage-daemon does not come up".into());
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        Ok(daemon)
+/// QEMU's own storage daemon, which exports `image` on a socket.
+fn storage_daemon(image: &Path, export: &str, socket: &Path) -> Result<Running, Failure> {
+    let mut command = Command::new("qemu-storage-daemon");
+    command.arg("--blockdev").arg(format!("driver=file,node-name=f,locking=off,filename={}", image.display()));
+    if export == "nbd" {
+        command.arg("--nbd-server").arg(format!("addr.type=unix,addr.path={}", socket.display()));
+        command.args(["--export", "type=nbd,id=e,node-name=f,name=disk,writable=on"]);
+    } else {
+        let address = format!("addr.type=unix,addr.path={}", socket.display());
+        command.arg("--export").arg(format!("type={export},id=e,node-name=f,{address},writable=on"));
     }
-}
-
-impl Drop for StorageDaemon {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
+    let daemon = Running::start(command.stdin(Stdio::null()))?;
+    wait_for("qemu-storage-daemon", Duration::from_secs(20), || socket.exists().then_some(()))?;
+    Ok(daemon)
 }
 
 /// 4 KiB reads past the guest's own cache, each waiting for the one before: round trips, nothing else.
@@ -48,16 +36,15 @@ pub(super) fn front_ends(
     boot: &Boot,
     directory: &Path,
     image: &Path,
-    size: &Size,
-    results: &mut Results,
-    skipped: &mut Vec<String>,
+    size: &GuestSize,
 ) -> Result<(), Failure> {
     let reads: usize = if size.all_peers { 4000 } else { 500 };
     let sockets = scratch.dir("sockets")?;
     let (ours_nbd, nbd, rings) = (sockets.join("ours"), sockets.join("nbd"), sockets.join("rings"));
-    let server = Server::start_with_nbd(scratch, directory, size.cache_mib(), &ours_nbd)?;
-    let daemons = StorageDaemon::start(image, "nbd", &nbd)
-        .and_then(|first| Ok((first, StorageDaemon::start(image, "vhost-user-blk", &rings)?)));
+    let mount = Mount { cache_mib: size.cache_mib(), nbd: Some(ours_nbd.clone()), ..Mount::cache(directory) };
+    let server = Server::start(scratch, mount)?;
+    let daemons = storage_daemon(image, "nbd", &nbd)
+        .and_then(|first| Ok((first, storage_daemon(image, "vhost-user-blk", &rings)?)));
     let name = image.file_name().and_then(|name| name.to_str()).ok_or("no name")?;
     let socket_drive =
         |socket: &Path, name: &str| format!("file=nbd+unix:///{name}?socket={},format=raw", socket.display());
@@ -70,10 +57,10 @@ pub(super) fn front_ends(
         ("pagefold disk, NBD", with_drive(socket_drive(&ours_nbd, name)), vec![server.pid()]),
     ];
     match &daemons {
-        Err(error) => skipped.push(format!("vhost-user-blk against NBD: {error}")),
+        Err(error) => eprintln!("SKIPPED: vhost-user-blk against NBD: {error}"),
         Ok((by_nbd, by_rings)) => {
             let setup = with_drive(socket_drive(&nbd, "disk"));
-            rows.push(("QEMU's storage daemon, NBD", setup, vec![by_nbd.0.id() as i32]));
+            rows.push(("QEMU's storage daemon, NBD", setup, vec![by_nbd.pid()]));
             let extra = [
                 "-object".to_owned(),
                 format!("memory-backend-memfd,id=m,size={GUEST_MIB}M,share=on"),
@@ -85,7 +72,7 @@ pub(super) fn front_ends(
                 "vhost-user-blk-pci,chardev=c".to_owned(),
             ];
             let setup = Setup { extra: extra.into(), ..plain_setup() };
-            rows.push(("QEMU's storage daemon, vhost-user-blk", setup, vec![by_rings.0.id() as i32]));
+            rows.push(("QEMU's storage daemon, vhost-user-blk", setup, vec![by_rings.pid()]));
         }
     }
     let command = format!("dd if=/dev/vda of=/dev/null bs=4k count={reads} iflag=direct 2> /dev/null && echo done");
@@ -108,15 +95,20 @@ pub(super) fn front_ends(
             }
         }
     }
-    for ((name, setup, _), (rates, cpu)) in rows.iter().zip(samples) {
-        let (reads_per_s, spread_percent) = summary(rates);
-        results.front_ends.push(FrontEndRow {
-            name: (*name).to_owned(),
-            reads_per_s,
-            spread_percent,
-            cpu_us_per_read: summary(cpu).0,
-            guest_memory_private: setup.extra.is_empty(),
-        });
-    }
+    let rows = rows.iter().zip(samples).map(|((name, setup, _), (rates, cpu))| {
+        let rates = Spread::of(rates);
+        json!({
+            "part": "front_ends", "name": name, "reads_per_s": rates.median,
+            "spread_percent": rates.half_range_percent(), "cpu_us_per_read": Spread::of(cpu).median,
+            // Merging needs private memory.
+            "guest_memory_private": setup.extra.is_empty(),
+        })
+    });
+    record::table(
+        "4 KiB reads of one guest past its cache, one at a time: median of rounds",
+        "name|reads/s=reads_per_s:0|+-=spread_percent:1 %|CPU us a read=cpu_us_per_read:1|\
+         guest memory private, can merge=guest_memory_private",
+        rows.collect(),
+    );
     Ok(())
 }

@@ -1,20 +1,23 @@
 //! Memory for one: guests that read independent copies of one file.
 
-use super::{PressureRow, Results, Size, boot_all, raw_drive, same, through};
-use crate::disk::files::{drop_cached, random_file, read_through};
-use crate::disk::server::Server;
-use crate::disk::{Failure, Scratch};
+use super::machines::{boot_all, raw_drive, through};
+use crate::disk::args::GuestSize;
+use crate::disk::scratch::Scratch;
+use crate::disk::server::{Mount, Server};
+use crate::files::{drop_cached, random_file, read_through};
 use crate::group::Group;
-use crate::undo::SwapFile;
-use crate::vm;
-use crate::vm::{Boot, Guest, Setup};
+use crate::process::Failure;
+use crate::record;
+use crate::restore::SwapFile;
+use crate::vm::{self, Boot, Guest, Setup, same};
 use pagefold_os::ksm;
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-pub(super) const READERS: usize = 4;
-pub(super) const PASSES: usize = 3;
-/// Small guests: what they cannot keep they ask the host for again.
+const READERS: usize = 4;
+const PASSES: usize = 3;
+/// Guests so small that they cannot keep the file and read it from the host again.
 const SMALL_MIB: usize = 96;
 /// What QEMU takes beyond its guest's memory, with a small buffer for translated code.
 const QEMU_MIB: usize = 56;
@@ -31,13 +34,7 @@ fn process_reads(pid: i32) -> u64 {
     io.lines().find_map(|line| line.strip_prefix("read_bytes: ")?.trim().parse().ok()).unwrap_or(0)
 }
 
-pub(super) fn pressure(
-    scratch: &Scratch,
-    boot: &Boot,
-    size: &Size,
-    results: &mut Results,
-    skipped: &mut Vec<String>,
-) -> Result<(), Failure> {
+pub(super) fn pressure(scratch: &Scratch, boot: &Boot, size: &GuestSize) -> Result<(), Failure> {
     let directory = scratch.dir("guest-copies")?;
     let copies: Vec<PathBuf> = (0..READERS).map(|n| directory.join(format!("copy{n}.raw"))).collect();
     random_file(&copies[0], size.file_mib, 17)?;
@@ -45,7 +42,7 @@ pub(super) fn pressure(
     let swap = match SwapFile::new(scratch.0.join("swap"), 1 << 30) {
         Ok(swap) => swap,
         Err(error) => {
-            skipped.push(format!("memory for one: no swap file: {error}"));
+            eprintln!("SKIPPED: memory for one: no swap file: {error}");
             return Ok(());
         }
     };
@@ -56,7 +53,7 @@ pub(super) fn pressure(
     let plain_files = Pressed { name: "plain files, kernel's page cache", ..Pressed::default() };
     let cached = Pressed { name: "pagefold disk", cached: true, ..Pressed::default() };
     let known = Some(&*fingerprints);
-    let mut plain = (0, 0);
+    let (mut plain, mut rows) = ((0.0, 0.0), Vec::new());
     for how in [
         plain_files,
         Pressed { name: "the same, KSM on the guests (its default rate)", with_ksm: true, long: true, ..plain_files },
@@ -71,36 +68,45 @@ pub(super) fn pressure(
         }
         eprintln!("pagecache: memory for one: {}", how.name);
         copies.iter().try_for_each(|copy| drop_cached(copy))?;
-        let under_pressure = match read_under_pressure(scratch, boot, size, &directory, &copies, &how)? {
-            Ok(under_pressure) => under_pressure,
+        let mut row = match read_under_pressure(scratch, boot, size, &directory, &copies, &how)? {
+            Ok(row) => row,
             Err(why) => {
-                skipped.push(format!("memory for one: {}: {why}", how.name));
+                eprintln!("SKIPPED: memory for one: {}: {why}", how.name);
                 continue;
             }
         };
-        let UnderPressure { swapped, read, peak_bytes, limit_bytes, seconds } = under_pressure;
+        let number = |field: &str| row[field].as_f64().unwrap_or(f64::NAN);
+        let (swapped, read) = (number("swap_bytes"), number("disk_read_bytes"));
         if !how.cached && !how.with_ksm {
             plain = (swapped, read);
         }
-        let (swap_plain, read_plain) = plain;
-        results.pressure.push(PressureRow {
-            name: how.name.to_owned(),
-            swap_bytes: swapped,
-            disk_read_bytes: read,
-            swap_change_percent: 100.0 * (swapped as f64 / (swap_plain as f64).max(1.0) - 1.0),
-            disk_change_percent: 100.0 * (read as f64 / (read_plain as f64).max(1.0) - 1.0),
-            peak_bytes,
-            limit_bytes,
-            seconds,
-        });
+        row["swap_change_percent"] = json!(100.0 * (swapped / plain.0.max(1.0) - 1.0));
+        row["disk_change_percent"] = json!(100.0 * (read / plain.1.max(1.0) - 1.0));
+        rows.push(row);
     }
+    record::table(
+        &format!(
+            "{READERS} guests read an independent copy of one file {PASSES} times, memory for the guests and one copy"
+        ),
+        "name|swap MiB=swap_bytes:M1|change=swap_change_percent:1 %|disk MiB=disk_read_bytes:M1|\
+         change=disk_change_percent:1 %|peak MiB=peak_bytes:M1|limit MiB=limit_bytes:M0|s=seconds:1",
+        rows,
+    );
     drop(swap);
     Ok(std::fs::remove_dir_all(directory)?)
 }
 
 /// Reads all copies through a mount once, so that their fingerprints are there.
-fn learn(scratch: &Scratch, directory: &Path, copies: &[PathBuf], size: &Size, store: &Path) -> Result<(), Failure> {
-    let server = Server::start(scratch, "cache", directory, size.file_mib + 64, Some(store))?;
+fn learn(
+    scratch: &Scratch,
+    directory: &Path,
+    copies: &[PathBuf],
+    size: &GuestSize,
+    store: &Path,
+) -> Result<(), Failure> {
+    let fingerprints = Some(store.to_owned());
+    let server =
+        Server::start(scratch, Mount { cache_mib: size.file_mib + 64, fingerprints, ..Mount::cache(directory) })?;
     for copy in copies {
         read_through(&server.at.join(copy.file_name().ok_or("no name")?))?;
     }
@@ -116,29 +122,18 @@ struct Pressed<'a> {
     with_ksm: bool,
     /// Fingerprints.
     store: Option<&'a Path>,
-    /// How readily the kernel swaps the guests instead of dropping file cache, where it is not its default (60).
+    /// How readily the kernel swaps the guests instead of dropping file cache, where that is not the default (60).
     swappiness: Option<u64>,
     /// Not in the quick run.
     long: bool,
 }
 
-/// What four guests did to the host.
-struct UnderPressure {
-    /// Bytes swapped in and out.
-    swapped: u64,
-    /// Bytes of images read from disk.
-    read: u64,
-    peak_bytes: u64,
-    limit_bytes: u64,
-    seconds: f64,
-}
-
-/// KSM as the kernel sets it when it is turned on, until this value goes; an error if it cannot be had so.
+/// KSM as the kernel sets it when it is turned on, until this value is dropped.
 fn ksm_by_default() -> std::io::Result<ksm::Settings> {
     let settings = ksm::Settings::take()?;
     ksm::write("sleep_millisecs", 20)?;
     ksm::write("pages_to_scan", 100)?;
-    // Older kernels have neither.
+    // Older kernels lack both.
     for (name, value) in [("use_zero_pages", 0), ("smart_scan", 1)] {
         if ksm::read(name).is_ok() {
             ksm::write(name, value)?;
@@ -148,15 +143,15 @@ fn ksm_by_default() -> std::io::Result<ksm::Settings> {
     Ok(settings)
 }
 
-/// One row, or why what it is called cannot be had.
+/// One row, or why it cannot be measured here.
 fn read_under_pressure(
     scratch: &Scratch,
     boot: &Boot,
-    size: &Size,
+    size: &GuestSize,
     directory: &Path,
     copies: &[PathBuf],
     how: &Pressed,
-) -> Result<Result<UnderPressure, String>, Failure> {
+) -> Result<Result<Value, String>, Failure> {
     // The guests, and one copy of the file with a quarter to spare; the server's own memory comes out of that quarter.
     let limit_mib = READERS * (SMALL_MIB + QEMU_MIB) + size.file_mib + size.file_mib / 4;
     let group = Group::new(if how.cached { "disk" } else { "plain" })?;
@@ -164,7 +159,7 @@ fn read_under_pressure(
     if how.swappiness.is_some_and(|swappiness| group.set_swappiness(swappiness).is_err()) {
         return Ok(Err("these control groups have no swappiness".to_owned()));
     }
-    // First: what is dropped last goes on until the guests are gone.
+    // Declared before the guests, so that it is dropped after them.
     let settings = match how.with_ksm.then(ksm_by_default).transpose() {
         Ok(settings) => settings,
         Err(error) => return Ok(Err(error.to_string())),
@@ -173,7 +168,10 @@ fn read_under_pressure(
     setup.accel = Some("tcg,tb-size=16".to_owned());
     let cache_mib = size.file_mib + size.file_mib / 16;
     let server = match how.cached {
-        true => Some(Server::start_in(scratch, "cache", directory, cache_mib, how.store, Some(&group.path))?),
+        true => {
+            let (fingerprints, group) = (how.store.map(Path::to_owned), Some(group.path.clone()));
+            Some(Server::start(scratch, Mount { cache_mib, fingerprints, group, ..Mount::cache(directory) })?)
+        }
         false => None,
     };
     let mut guests = match &server {
@@ -191,16 +189,13 @@ fn read_under_pressure(
     let swapped_in = swap_after.0 - swap_before.0;
     // What came back from swap is no read of an image.
     let read = (reads() - read_before).saturating_sub(swapped_in);
-    // Of the first kind of groups; the second tells it elsewhere.
+    // Each version of groups has its own name for it.
     let peak_bytes = group.number(&["memory.max_usage_in_bytes", "memory.peak"]).unwrap_or(0);
     drop(guests);
     drop(server);
     drop(settings);
-    Ok(Ok(UnderPressure {
-        swapped: swapped_in + swap_after.1 - swap_before.1,
-        read,
-        peak_bytes,
-        limit_bytes: (limit_mib as u64) << 20,
-        seconds,
-    }))
+    Ok(Ok(json!({
+        "part": "pressure", "name": how.name, "swap_bytes": swapped_in + swap_after.1 - swap_before.1,
+        "disk_read_bytes": read, "peak_bytes": peak_bytes, "limit_bytes": limit_mib << 20, "seconds": seconds,
+    })))
 }

@@ -1,11 +1,17 @@
 //! What is shared: pages saved by the host's cache, by one pool for cache and guests, and by KSM.
 
-use super::{MOUNT, READ_TREE, Results, SharingRow, Size, boot_all, cpu_s, plain_setup, raw_drive, same, through};
-use crate::disk::files::{cached_bytes, drop_cached};
-use crate::disk::server::Server;
-use crate::disk::{Failure, Scratch};
-use crate::vm::{self, Boot, Guest, Setup};
+use super::machines::{MOUNT, READ_TREE, boot_all, cpu_s, plain_setup, raw_drive, through};
+use crate::disk::args::GuestSize;
+use crate::disk::scratch::Scratch;
+use crate::disk::server::{Mount, Server};
+use crate::files::{cached_bytes, drop_cached};
+use crate::process::Failure;
+use crate::record;
+use crate::tool::Daemon;
+use crate::vm::{self, Boot, Guest, Setup, same};
+use pagefold_disk::Status;
 use pagefold_os::{ksm, procfs};
+use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -14,48 +20,83 @@ pub(super) fn sharing(
     boot: &Boot,
     directory: &Path,
     images: &[PathBuf],
-    size: &Size,
-    results: &mut Results,
-    skipped: &mut Vec<String>,
+    size: &GuestSize,
 ) -> Result<(), Failure> {
-    let count = images.len();
-    let server = Server::start(scratch, "cache", directory, size.cache_mib(), None)?;
+    let mut rows = Vec::new();
+    for &count in size.guests {
+        let images = &images[..count];
+        let (scanned, seconds) = by_cache(scratch, boot, directory, images, size, &mut rows)?;
+        if let Err(error) = one_pool(scratch, boot, directory, images, size, &mut rows) {
+            eprintln!("SKIPPED: guests and mount in one pool: {error}");
+        }
+        if let Err(error) = by_ksm(boot, images, size, scanned, seconds, &mut rows) {
+            eprintln!("SKIPPED: KSM on {count} guests: {error}");
+        }
+    }
+    record::table(
+        "Guests read a kernel tree, one image each, installed apart",
+        "name|guests|pages saved|looked at=pages_scanned|CPU s=cpu_s:2|host cache MiB=host_cache_bytes:M1|s=seconds:1",
+        rows,
+    );
+    Ok(())
+}
+
+/// Pages that a mount has looked at.
+fn scanned(status: &Status) -> u64 {
+    status.misses + status.read_ahead_blocks
+}
+
+/// Calls `saved` until it has grown by less than a hundredth for five seconds, or for `limit`.
+fn settle(limit: Duration, mut saved: impl FnMut() -> Result<u64, Failure>) -> Result<(), Failure> {
+    let (started, mut last) = (Instant::now(), (0, Instant::now()));
+    while started.elapsed() < limit && last.1.elapsed() < Duration::from_secs(5) {
+        std::thread::sleep(Duration::from_millis(250));
+        let now = saved()?;
+        if now > last.0 + last.0 / 100 {
+            last = (now, Instant::now());
+        }
+    }
+    Ok(())
+}
+
+/// The host's cache alone; returns how many pages it looked at, and in how many seconds.
+fn by_cache(
+    scratch: &Scratch,
+    boot: &Boot,
+    directory: &Path,
+    images: &[PathBuf],
+    size: &GuestSize,
+    rows: &mut Vec<Value>,
+) -> Result<(u64, f64), Failure> {
+    let server = Server::start(scratch, Mount { cache_mib: size.cache_mib(), ..Mount::cache(directory) })?;
     let mut guests = boot_all(boot, through(&server, images), &plain_setup())?;
     same(&vm::all(&mut guests, MOUNT)?)?;
     let (started, cpu) = (Instant::now(), cpu_s([server.pid()]));
     same(&vm::all(&mut guests, READ_TREE)?)?;
-    let seconds = started.elapsed().as_secs_f64();
-    let status = server.status()?;
-    let scanned = status.misses + status.read_ahead_blocks;
-    let ours = status.memory_saved_bytes / 4096;
-    results.sharing.push(SharingRow {
-        guests: count,
-        name: "pagefold disk (host's cache)".to_owned(),
-        pages_saved: ours,
-        pages_scanned: scanned,
-        cpu_s: cpu_s([server.pid()]) - cpu,
-        host_cache_bytes: status.resident_bytes + status.metadata_bytes,
-        seconds,
-    });
-    drop(guests);
-    drop(server);
+    let (seconds, status) = (started.elapsed().as_secs_f64(), server.status()?);
+    rows.push(json!({
+        "part": "sharing", "guests": images.len(), "name": "pagefold disk (host's cache)",
+        "pages_saved": status.memory_saved_bytes / 4096, "pages_scanned": scanned(&status),
+        "cpu_s": cpu_s([server.pid()]) - cpu, "host_cache_bytes": status.resident_bytes + status.metadata_bytes,
+        "seconds": seconds,
+    }));
+    Ok((scanned(&status), seconds))
+}
 
-    if let Err(error) = one_pool(scratch, boot, directory, images, size, results) {
-        skipped.push(format!("guests and mount in one pool: {error}"));
-    }
-
-    // The same guests on the plain files, with KSM on their memory.
+/// The same guests on the plain files, with KSM on their memory: with as many pages looked at as the cache looked at, in the
+/// same time, and then until it finds nothing more.
+fn by_ksm(
+    boot: &Boot,
+    images: &[PathBuf],
+    size: &GuestSize,
+    scanned: u64,
+    seconds: f64,
+    rows: &mut Vec<Value>,
+) -> Result<(), Failure> {
     images.iter().try_for_each(|image| drop_cached(image))?;
     let ksmd = procfs::pids().into_iter().find(|pid| procfs::name(*pid).as_deref() == Some("ksmd"));
-    let taken = ksm::Settings::take()
-        .and_then(|settings| Ok((settings, ksmd.ok_or_else(|| std::io::Error::other("ksmd is not to be seen"))?)));
-    let (mut settings, ksmd) = match taken {
-        Ok(taken) => taken,
-        Err(error) => {
-            skipped.push(format!("KSM on the guests: {error}"));
-            return Ok(());
-        }
-    };
+    let ksmd = ksmd.ok_or("ksmd is not to be seen")?;
+    let mut settings = ksm::Settings::take()?;
     ksm::write("run", 2)?;
     ksm::write("run", 0)?;
     let mut guests = boot_all(boot, images.iter().map(|image| raw_drive(image, "writeback")), &plain_setup())?;
@@ -75,104 +116,37 @@ pub(super) fn sharing(
     ksm::write("run", 0)?;
     let budget = read("pages_scanned")? - scanned_before;
     if budget > scanned + scanned / 4 {
-        // Its counters and settings are the machine's: somebody else turned it on again.
-        skipped.push(format!(
-            "KSM on {count} guests: it scanned {budget} pages of {scanned}; somebody else drives it too"
-        ));
-        guests.iter_mut().try_for_each(|guest| guest.wait().map(drop))?;
-        return Ok(());
+        // Its counters and settings are the machine's: another program has turned it on again.
+        return Err(format!("it scanned {budget} pages of {scanned}; another program drives it too").into());
     }
     same(&guests.iter_mut().map(Guest::wait).collect::<Result<Vec<_>, _>>()?)?;
     let kept: u64 = images.iter().map(|image| cached_bytes(image)).sum::<Result<u64, _>>()?;
-    let mut row = |name: String, pages_scanned: u64, cpu: f64, since: Instant| -> Result<(), Failure> {
-        results.sharing.push(SharingRow {
-            guests: count,
-            name,
-            pages_saved: read("pages_sharing")?,
-            pages_scanned,
-            cpu_s: cpu,
-            host_cache_bytes: kept,
-            seconds: since.elapsed().as_secs_f64(),
-        });
+    let mut row = |name: &str, since: Instant| -> Result<(), Failure> {
+        rows.push(json!({
+            "part": "sharing", "guests": images.len(), "name": name, "pages_saved": read("pages_sharing")?,
+            "pages_scanned": read("pages_scanned")? - scanned_before, "cpu_s": cpu_s([ksmd]) - cpu_before,
+            "host_cache_bytes": kept, "seconds": since.elapsed().as_secs_f64(),
+        }));
         Ok(())
     };
-    row("plain files, KSM on the guests, equal scan budget".to_owned(), budget, cpu_s([ksmd]) - cpu_before, started)?;
+    row("plain files, KSM on the guests, equal scan budget", started)?;
     // With all the budget it wants, until it finds nothing more: what the equal budget costs it.
     ksm::write("sleep_millisecs", 10)?;
     ksm::write("pages_to_scan", 5000)?;
     ksm::write("run", 1)?;
     let started = Instant::now();
-    let mut last = (0, Instant::now());
-    while started.elapsed() < size.ksm_alone && last.1.elapsed() < Duration::from_secs(5) {
-        std::thread::sleep(Duration::from_millis(250));
-        let now = read("pages_sharing")?;
-        if now > last.0 + last.0 / 100 {
-            last = (now, Instant::now());
-        }
-    }
+    settle(size.ksm_alone, || Ok(read("pages_sharing")?))?;
     ksm::write("run", 0)?;
-    let scanned_alone = read("pages_scanned")? - scanned_before;
-    row(
-        "the same, KSM going on until nothing more comes".to_owned(),
-        scanned_alone,
-        cpu_s([ksmd]) - cpu_before,
-        started,
-    )?;
+    row("the same, KSM going on until nothing more comes", started)?;
     settings.restore();
     Ok(())
 }
 
-/// The tool's daemon, gone with this value.
-struct Daemon {
-    child: std::process::Child,
-    tool: PathBuf,
-    socket: PathBuf,
-}
-
-impl Daemon {
-    fn start(scratch: &Scratch) -> Result<Daemon, Failure> {
-        let tool = std::env::current_exe()?.with_file_name("pagefold");
-        if !tool.exists() {
-            return Err(format!("{} is not built: cargo build --release", tool.display()).into());
-        }
-        let socket = scratch.dir("daemon")?.join("s");
-        let mut command = std::process::Command::new(&tool);
-        command.args(["daemon", "--priority=normal", "--scan-interval", "500ms", "--socket"]).arg(&socket);
-        let child = command.stdin(std::process::Stdio::null()).stdout(std::process::Stdio::null()).spawn()?;
-        let daemon = Daemon { child, tool, socket };
-        let started = Instant::now();
-        while daemon.totals().is_err() {
-            if started.elapsed() > Duration::from_secs(20) {
-                return Err("the daemon does not come up".into());
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        Ok(daemon)
-    }
-
-    /// What makes a program a client.
-    fn run(&self) -> Vec<String> {
-        [&*self.tool.display().to_string(), "run", "--socket", &self.socket.display().to_string(), "--"]
-            .map(str::to_owned)
-            .into()
-    }
-
-    /// Bytes saved net of the pool, and processor seconds of daemon and agents.
-    fn totals(&self) -> Result<(u64, f64), Failure> {
-        let mut command = std::process::Command::new(&self.tool);
-        let output = command.args(["status", "--json", "--socket"]).arg(&self.socket).output()?;
-        let status: serde_json::Value = serde_json::from_slice(&output.stdout)?;
-        let number = |name: &str| status["totals"][name].as_u64().ok_or(format!("totals have no {name}"));
-        let saved = number("saved_bytes")?.saturating_sub(number("pool_bytes")?);
-        Ok((saved, number("cpu_ns")? as f64 / 1e9))
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+/// Bytes that a daemon saves net of its pool, and processor seconds of daemon and agents.
+fn totals(daemon: &Daemon) -> Result<(u64, f64), Failure> {
+    let status = daemon.status()?;
+    let number = |name: &str| status["totals"][name].as_u64().ok_or(format!("totals have no {name}"));
+    Ok((number("saved_bytes")?.saturating_sub(number("pool_bytes")?), number("cpu_ns")? as f64 / 1e9))
 }
 
 /// Guests and mount under `pagefold run`: the guests' own copies and the host's are one frame.
@@ -181,37 +155,27 @@ fn one_pool(
     boot: &Boot,
     directory: &Path,
     images: &[PathBuf],
-    size: &Size,
-    results: &mut Results,
+    size: &GuestSize,
+    rows: &mut Vec<Value>,
 ) -> Result<(), Failure> {
-    let daemon = Daemon::start(scratch)?;
-    let server = Server::start_under(scratch, directory, size.cache_mib(), &daemon.run())?;
-    let setup = Setup { under: daemon.run(), ..plain_setup() };
-    let mut guests = boot_all(boot, through(&server, images), &setup)?;
+    let daemon = Daemon::start(&scratch.dir("daemon")?, &["--priority=normal", "--scan-interval", "500ms"])?;
+    let under = daemon.run(&[]);
+    let mount = Mount { cache_mib: size.cache_mib(), under: under.clone(), ..Mount::cache(directory) };
+    let server = Server::start(scratch, mount)?;
+    let mut guests = boot_all(boot, through(&server, images), &Setup { under, ..plain_setup() })?;
     same(&vm::all(&mut guests, MOUNT)?)?;
-    let (cpu, cpu_merging, started) = (cpu_s([server.pid()]), daemon.totals()?.1, Instant::now());
+    let (cpu, cpu_merging, started) = (cpu_s([server.pid()]), totals(&daemon)?.1, Instant::now());
     same(&vm::all(&mut guests, READ_TREE)?)?;
-    let mut last = (0, Instant::now());
-    while started.elapsed() < size.ksm_alone && last.1.elapsed() < Duration::from_secs(5) {
-        std::thread::sleep(Duration::from_millis(250));
-        let now = daemon.totals()?.0;
-        if now > last.0 + last.0 / 100 {
-            last = (now, Instant::now());
-        }
-    }
-    let (saved, cpu_merged) = daemon.totals()?;
-    let status = server.status()?;
-    results.sharing.push(SharingRow {
-        guests: images.len(),
-        name: "the same in one pool: guests and mount under run".to_owned(),
-        pages_saved: (status.memory_saved_bytes + saved) / 4096,
-        pages_scanned: status.misses + status.read_ahead_blocks,
+    settle(size.ksm_alone, || Ok(totals(&daemon)?.0))?;
+    let ((saved, cpu_merged), status) = (totals(&daemon)?, server.status()?);
+    rows.push(json!({
+        "part": "sharing", "guests": images.len(), "name": "the same in one pool: guests and mount under run",
+        "pages_saved": (status.memory_saved_bytes + saved) / 4096, "pages_scanned": scanned(&status),
         // The server's own agent is in both: too much rather than too little.
-        cpu_s: cpu_s([server.pid()]) - cpu + cpu_merged - cpu_merging,
-        host_cache_bytes: status.resident_bytes + status.metadata_bytes,
-        seconds: started.elapsed().as_secs_f64(),
-    });
-    // Still one truth for all of them.
+        "cpu_s": cpu_s([server.pid()]) - cpu + cpu_merged - cpu_merging,
+        "host_cache_bytes": status.resident_bytes + status.metadata_bytes, "seconds": started.elapsed().as_secs_f64(),
+    }));
+    // The guests still read the same bytes.
     same(&vm::all(&mut guests, "find /mnt -type f | sort | xargs cat | md5sum")?)?;
     Ok(())
 }

@@ -2,10 +2,10 @@
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
-    #[cfg(feature = "cpp-peers")]
+    #[cfg(feature = "cpp")]
     {
-        println!("cargo:rerun-if-changed=peers/index_peers.cc");
-        cc::Build::new().cpp(true).std("c++17").opt_level(3).file("peers/index_peers.cc").compile("index_peers");
+        println!("cargo:rerun-if-changed=src/maps.cc");
+        cc::Build::new().cpp(true).std("c++17").opt_level(3).file("src/maps.cc").compile("maps");
         for library in
             ["tbb", "absl_throw_delegate", "absl_raw_logging_internal", "urcu-cds", "urcu-memb", "urcu-common"]
         {

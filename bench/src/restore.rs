@@ -1,13 +1,15 @@
-//! Puts back what a run touched, however the run ends.
+//! Puts back what a run changed, however the run ends.
 //!
-//! The bench itself runs in a child; this process only waits. When the child has ended, by itself, by a signal or by
-//! SIGKILL, settings have their old values again, and swap files, control groups, mounts, block devices and files of the
-//! run are gone. Where this process itself is killed so, the bench ends at once with all processes that it has started, and the
-//! next run does the rest before it begins: what there was is written down as long as a run is under way.
+//! Two floors. [`Undo`] and [`SwapFile`] put a single change back when they are dropped. [`guarded`] covers a run that is
+//! killed: the bench itself runs in a child while this process, the guard, only waits. When the child has ended, by itself, by a
+//! signal or by SIGKILL, the guard gives settings their old values and removes the run's swap files, control groups, mounts,
+//! block devices and files. If the guard is killed by SIGKILL, the bench and all processes that it started end immediately, and
+//! the next run puts back the rest before it begins: a note holds the machine's state as long as a run is under way.
 
+use crate::process;
 use pagefold_os::mountinfo;
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::os::unix::process::CommandExt;
@@ -16,14 +18,14 @@ use std::process::{Child, Command, ExitCode};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
-/// Another each time that the machine starts.
+/// Changes each time that the machine starts.
 const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 /// Set for the child, and for all that it starts.
 const GUARDED: &str = "PAGEFOLD_BENCH_GUARDED";
-/// What all things of a run are named by.
+/// Part of the name of everything that a run makes.
 const NAME: &str = "pagefold-bench";
 /// Switches that some bench sets; KSM's `run` last, when its other settings are back.
-pub const SETTINGS: &[&str] = &[
+const SETTINGS: &[&str] = &[
     "/proc/sys/vm/max_map_count",
     "/proc/sys/vm/page-cluster",
     "/sys/module/zswap/parameters/enabled",
@@ -36,19 +38,87 @@ pub const SETTINGS: &[&str] = &[
     "/sys/kernel/mm/ksm/use_zero_pages",
     "/sys/kernel/mm/ksm/run",
 ];
-/// Where runs keep files, beside the folder of their own that they take for the temporary one.
+/// Where runs keep files, besides the temporary folder of their own.
 const FOLDERS: &[&str] = &["/var/tmp", "/dev/shm"];
-/// How long a bench that was asked to end may take for it.
-const PATIENCE: Duration = Duration::from_secs(10);
+const GROUPS: &[&str] = &["/sys/fs/cgroup", "/sys/fs/cgroup/memory"];
+/// How long a bench may take to end after SIGTERM.
+const TERM_MAX: Duration = Duration::from_secs(10);
 
+/// The signal that asked the guard to end; 0 before.
 static ASKED: AtomicI32 = AtomicI32::new(0);
 
 extern "C" fn on_signal(signal: libc::c_int) {
     ASKED.store(signal, Ordering::Relaxed);
 }
 
+/// An act that runs when this is dropped.
+pub struct Undo(Option<Box<dyn FnOnce()>>);
+
+impl Undo {
+    /// Keeps `act` for later.
+    pub fn later(act: impl FnOnce() + 'static) -> Undo {
+        Undo(Some(Box::new(act)))
+    }
+
+    /// Sets a switch of the kernel that [`SETTINGS`] lists; dropping this restores the old value.
+    ///
+    /// # Errors
+    /// There is no such switch, or it refuses.
+    pub fn set(path: &'static str, value: &str) -> io::Result<Undo> {
+        debug_assert!(SETTINGS.contains(&path), "{path} would stay as it is after a kill");
+        let old = setting(path).ok_or_else(|| io::Error::other(format!("{path}: no such switch")))?;
+        fs::write(path, value)?;
+        Ok(Undo::later(move || drop(fs::write(path, old))))
+    }
+
+    /// Removes a file or a directory, and all that is in it.
+    pub fn remove(path: PathBuf) -> Undo {
+        Undo::later(move || drop(fs::remove_file(&path).or_else(|_| fs::remove_dir_all(&path))))
+    }
+}
+
+impl Drop for Undo {
+    fn drop(&mut self) {
+        if let Some(act) = self.0.take() {
+            act();
+        }
+    }
+}
+
+/// A new folder in the run's temporary one, removed when this is dropped.
+///
+/// # Errors
+/// The system's.
+pub fn folder(name: &str) -> io::Result<(PathBuf, Undo)> {
+    let path = std::env::temp_dir().join(format!("{NAME}-{name}-{}", std::process::id()));
+    fs::create_dir_all(&path)?;
+    Ok((path.clone(), Undo::remove(path)))
+}
+
+/// A swap file, in use while this lives.
+pub struct SwapFile {
+    _on: Undo,
+    _file: Undo,
+}
+
+impl SwapFile {
+    /// Makes a file of `bytes` at `path`, and has the kernel swap to it.
+    ///
+    /// # Errors
+    /// A tool is missing or refuses: not root, no space, a file system without swap files.
+    pub fn new(path: PathBuf, bytes: u64) -> io::Result<SwapFile> {
+        let name = path.to_string_lossy().into_owned();
+        let file = Undo::remove(path);
+        process::run("fallocate", &["-l", &bytes.to_string(), &name])?;
+        fs::set_permissions(&name, std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
+        process::run("mkswap", &[&name])?;
+        process::run("swapon", &[&name])?;
+        Ok(SwapFile { _on: Undo::later(move || drop(process::run("swapoff", &[&name]))), _file: file })
+    }
+}
+
 /// The value of a switch; a choice shows the chosen one in brackets.
-pub fn value(path: &str) -> Option<String> {
+fn setting(path: &str) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     let chosen = text.split_ascii_whitespace().find_map(|word| word.strip_prefix('[')?.strip_suffix(']'));
     Some(chosen.unwrap_or(text.trim()).to_owned())
@@ -64,8 +134,6 @@ fn mounts() -> Vec<String> {
     mountinfo::parse(&table).filter_map(|mount| mount.at.into_os_string().into_string().ok()).collect()
 }
 
-const GROUPS: &[&str] = &["/sys/fs/cgroup", "/sys/fs/cgroup/memory"];
-
 /// What lies in these folders.
 fn entries(folders: &[&str]) -> Vec<String> {
     let entries = folders.iter().flat_map(fs::read_dir).flatten().flatten();
@@ -78,7 +146,7 @@ fn zrams() -> Vec<String> {
     paths.iter().filter_map(|path| path.strip_prefix("/sys/block/zram").map(str::to_owned)).collect()
 }
 
-/// Takes a zram device away, and what is in it.
+/// Removes a zram device and its content.
 pub fn remove_zram(number: &str) {
     let _ = fs::write(format!("/sys/block/zram{number}/reset"), "1");
     let _ = fs::write("/sys/class/zram-control/hot_remove", number);
@@ -87,7 +155,7 @@ pub fn remove_zram(number: &str) {
 /// The machine as it was.
 #[derive(serde::Serialize, serde::Deserialize)]
 struct Before {
-    /// The start of the machine that this is about: the next one has settings of its own.
+    /// The boot that this is about: the next one has settings of its own.
     boot: String,
     /// The run's own folder.
     own: Option<PathBuf>,
@@ -102,9 +170,9 @@ struct Before {
 impl Before {
     fn look(own: Option<PathBuf>) -> Before {
         Before {
-            boot: value(BOOT).unwrap_or_default(),
+            boot: setting(BOOT).unwrap_or_default(),
             own,
-            settings: SETTINGS.iter().filter_map(|path| Some(((*path).to_owned(), value(path)?))).collect(),
+            settings: SETTINGS.iter().filter_map(|path| Some(((*path).to_owned(), setting(path)?))).collect(),
             swap_files: swap_files(),
             mounts: mounts(),
             groups: entries(GROUPS),
@@ -117,12 +185,11 @@ impl Before {
         let new = |all: Vec<String>, old: &[String]| -> Vec<String> {
             all.into_iter().filter(|name| name.contains(NAME) && !old.contains(name)).collect()
         };
-        let run = |program: &str, args: &[&str]| drop(Command::new(program).args(args).output());
         new(swap_files(), &self.swap_files).iter().for_each(|file| {
-            run("swapoff", &[file]);
+            let _ = process::run("swapoff", &[file]);
             let _ = fs::remove_file(file);
         });
-        new(mounts(), &self.mounts).iter().rev().for_each(|at| run("umount", &["-l", at]));
+        new(mounts(), &self.mounts).iter().rev().for_each(|at| drop(process::run("umount", &["-l", at])));
         for group in new(entries(GROUPS), &self.groups) {
             let end = Instant::now() + Duration::from_secs(2);
             while Path::new(&group).exists() && fs::remove_dir(&group).is_err() && Instant::now() < end {
@@ -132,14 +199,14 @@ impl Before {
         for number in zrams().iter().filter(|number| !self.zrams.contains(number)) {
             remove_zram(number);
         }
-        // Not what is still mounted, should that be so: its files are not ours.
+        // A file system that is still mounted there keeps its files: they are not ours.
         let mounts = mounts();
         let kept = |file: &String| mounts.iter().any(|at| Path::new(at).starts_with(file));
         for file in new(entries(FOLDERS), &self.files).iter().filter(|file| !kept(file)) {
             let _ = fs::remove_file(file).or_else(|_| fs::remove_dir_all(file));
         }
         for (path, old) in self.settings.iter().filter(|(path, _)| SETTINGS.contains(&&**path)) {
-            if value(path).is_some_and(|now| now != *old) && fs::write(path, old).is_err() {
+            if setting(path).is_some_and(|now| now != *old) && fs::write(path, old).is_err() {
                 eprintln!("{NAME}: {path} was {old}, and is not any more: set it back");
             }
         }
@@ -154,18 +221,18 @@ impl Before {
         file.write_all(serde_json::to_string(self)?.as_bytes())
     }
 
-    /// What a run wrote down that did not come to put it back.
+    /// The note of a run that was killed before it put anything back.
     fn left() -> Option<Before> {
         let mut file =
             fs::File::options().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(note()).ok()?;
-        // Anybody may put a file there: ours tells what to write where.
+        // Any user may put a file there, and the note says what to write where: only our own counts.
         if file.metadata().ok()?.uid() != user() {
             return None;
         }
         let mut text = String::new();
         file.read_to_string(&mut text).ok()?;
         let left: Before = serde_json::from_str(&text).ok()?;
-        (Some(&left.boot) == value(BOOT).as_ref()).then_some(left)
+        (Some(&left.boot) == setting(BOOT).as_ref()).then_some(left)
     }
 }
 
@@ -175,7 +242,7 @@ fn note() -> PathBuf {
 }
 
 fn user() -> u32 {
-    // SAFETY: takes nothing and cannot fail.
+    // SAFETY: getuid takes nothing and cannot fail.
     unsafe { libc::getuid() }
 }
 
@@ -193,14 +260,14 @@ fn wait(child: &mut Child) -> Option<i32> {
                 tell(libc::SIGTERM);
                 asked = Some(Instant::now());
             }
-            (_, Some(at)) if at.elapsed() > PATIENCE => drop(tell(libc::SIGKILL)),
+            (_, Some(at)) if at.elapsed() > TERM_MAX => drop(tell(libc::SIGKILL)),
             _ => {}
         }
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
-/// Waits until no other run of this user's is under way: it would be measured too, and see our settings as its own.
+/// Waits for another run of this user to end: it would be measured too, and would take our settings for the machine's.
 fn wait_alone() -> Option<fs::File> {
     let path = std::env::temp_dir().join(format!("{NAME}-{}.lock", user()));
     let file = fs::File::options().create(true).truncate(false).write(true).open(path).ok()?;
@@ -211,27 +278,27 @@ fn wait_alone() -> Option<fs::File> {
     Some(file)
 }
 
-/// Ends all that the run has started, and itself, when who watches is gone: it holds the other end of this pipe, of which
-/// `number` is a descriptor.
+/// Kills the run's process group, this process included, when the guard is gone: the guard holds the other end of the pipe of
+/// which `number` is a descriptor.
 fn end_with_guard(number: i32) {
-    // SAFETY: a number only. What was not handed to us for this is no pipe that ends.
+    // SAFETY: fcntl takes numbers only; a descriptor that is not the guard's pipe only gets closed on exec.
     unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) };
     std::thread::spawn(move || {
-        // SAFETY: who has started us left it open, for us alone.
+        // SAFETY: the guard left this descriptor open for this process, and nothing else here uses its number.
         let mut pipe = unsafe { fs::File::from_raw_fd(number) };
         if matches!(pipe.read(&mut [0]), Ok(0)) {
-            // SAFETY: the guard made us the leader of a group.
+            // SAFETY: kill takes numbers only; the guard made this process the leader of a group of its own.
             unsafe { libc::kill(0, libc::SIGKILL) };
         }
     });
 }
 
-/// Runs this program again, watched; `None` in the one that is watched, which goes on.
-pub fn run() -> Option<ExitCode> {
+/// Runs this program again under a guard and returns its exit code; `None` in the guarded child, which goes on.
+pub fn guarded() -> Option<ExitCode> {
     if let Some(guarded) = std::env::var_os(GUARDED) {
-        // What it starts is guarded as well, by the same guard.
+        // Children of the guarded process are in its group, under the same guard.
         if let Some(number) = guarded.to_str().and_then(|text| text.parse().ok()) {
-            // SAFETY: no thread runs yet.
+            // SAFETY: `main` calls this before it starts a thread.
             unsafe { std::env::set_var(GUARDED, "yes") };
             end_with_guard(number);
         }
@@ -250,7 +317,7 @@ pub fn run() -> Option<ExitCode> {
         eprintln!("{NAME}: {}: {error}: should this process be killed, nothing puts settings back", note().display());
     }
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT] {
-        // SAFETY: the handler only stores to an atomic.
+        // SAFETY: the handler only stores to an atomic, which is safe in a signal handler.
         unsafe { libc::signal(signal, on_signal as *const () as libc::sighandler_t) };
     }
     let (ends, _lives) = std::io::pipe().ok()?;
@@ -260,7 +327,7 @@ pub fn run() -> Option<ExitCode> {
     if let Some(own) = &own {
         command.env("TMPDIR", own);
     }
-    // SAFETY: one system call between fork and exec.
+    // SAFETY: between fork and exec the closure makes one system call, which is async-signal-safe.
     unsafe {
         command.pre_exec(move || {
             libc::fcntl(ends_fd, libc::F_SETFD, 0);
@@ -269,8 +336,8 @@ pub fn run() -> Option<ExitCode> {
     }
     let mut child = command.spawn().ok()?;
     let code = wait(&mut child);
-    // What the run left in its group.
-    // SAFETY: numbers only; a group without members is an error and nothing else.
+    // Processes that the run left in its group.
+    // SAFETY: kill takes numbers only; a group without members is an error without effect.
     unsafe { libc::kill(-(child.id() as i32), libc::SIGKILL) };
     before.restore();
     let _ = fs::remove_file(note());
@@ -280,4 +347,21 @@ pub fn run() -> Option<ExitCode> {
         Some(code) => ExitCode::from(code as u8),
         None => ExitCode::FAILURE,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+    use std::rc::Rc;
+
+    #[test]
+    fn an_act_runs_once_when_dropped() {
+        let runs = Rc::new(Cell::new(0));
+        let seen = Rc::clone(&runs);
+        let undo = Undo::later(move || seen.set(seen.get() + 1));
+        assert_eq!(runs.get(), 0);
+        drop(undo);
+        assert_eq!(runs.get(), 1);
+    }
 }

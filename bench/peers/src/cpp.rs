@@ -1,9 +1,9 @@
-//! Maps in C++ and C, through `peers/index_peers.cc`.
+//! Maps in C++ and C, through `maps.cc`.
 
-use super::maps::{Maker, Map};
+use crate::{Maker, Map};
 use std::ffi::c_void;
 
-/// The table of functions that each peer fills; as in `index_peers.cc`.
+/// The table of functions that each peer fills; as in `maps.cc`.
 #[repr(C)]
 struct Functions {
     create: extern "C" fn() -> *mut c_void,
@@ -16,12 +16,12 @@ struct Functions {
 }
 
 unsafe extern "C" {
-    static index_peer_std_map: Functions;
-    static index_peer_std_map_bare: Functions;
-    static index_peer_absl_btree: Functions;
-    static index_peer_cuckoo: Functions;
-    static index_peer_tbb: Functions;
-    static index_peer_urcu: Functions;
+    static peer_std_map: Functions;
+    static peer_std_map_bare: Functions;
+    static peer_absl_btree: Functions;
+    static peer_cuckoo: Functions;
+    static peer_tbb: Functions;
+    static peer_urcu: Functions;
 
     fn source_tree_create() -> *mut c_void;
     fn source_tree_destroy(tree: *mut c_void);
@@ -32,34 +32,40 @@ unsafe extern "C" {
 /// The user-space side of the source's test: a red-black tree under one lock, values allocated one by one.
 pub struct SourceTree(*mut c_void);
 
-// SAFETY: the tree is locked on the other side.
+// SAFETY: every function of the tree takes its pthread_rwlock.
 unsafe impl Send for SourceTree {}
-// SAFETY: as above.
+// SAFETY: every function of the tree takes its pthread_rwlock.
 unsafe impl Sync for SourceTree {}
+
+impl Default for SourceTree {
+    fn default() -> Self {
+        Self::new()
+    }
+}
 
 impl SourceTree {
     /// Makes an empty tree.
     pub fn new() -> Self {
-        // SAFETY: takes nothing, gives a tree that is ours.
+        // SAFETY: the function takes nothing and returns a new tree that only this value owns.
         Self(unsafe { source_tree_create() })
     }
 
-    /// Inserts a value under a key that is not there.
+    /// Inserts a value under an absent key.
     pub fn put(&self, key: u64, value: &[u8]) {
         // SAFETY: the tree lives as long as self; the text is copied within the call.
         unsafe { source_tree_insert(self.0, key, value.as_ptr(), value.len() as u32) }
     }
 
-    /// Tells whether the key has this value.
+    /// Returns true if the key has this value.
     pub fn holds(&self, key: u64, value: &[u8]) -> bool {
-        // SAFETY: as for `put`; the text is compared within the call.
+        // SAFETY: the tree lives as long as self; the text is only read within the call.
         unsafe { source_tree_holds(self.0, key, value.as_ptr(), value.len() as u32) }
     }
 }
 
 impl Drop for SourceTree {
     fn drop(&mut self) {
-        // SAFETY: nobody else has the tree.
+        // SAFETY: this value owns the tree, and no call of it is under way during drop.
         unsafe { source_tree_destroy(self.0) }
     }
 }
@@ -69,9 +75,9 @@ struct Peer {
     map: *mut c_void,
 }
 
-// SAFETY: each peer is a concurrent map or is locked on the other side; the driver gives the bare one to one thread.
+// SAFETY: each peer is a concurrent map or takes a lock in C++; the driver gives the bare one to one thread only.
 unsafe impl Send for Peer {}
-// SAFETY: as above.
+// SAFETY: each peer is a concurrent map or takes a lock in C++; the driver gives the bare one to one thread only.
 unsafe impl Sync for Peer {}
 
 impl Peer {
@@ -112,20 +118,20 @@ impl Map for Peer {
     }
 }
 
-/// The peers of feature `cpp-peers`.
+/// The peers of feature `cpp`.
 pub fn all() -> Vec<Maker> {
-    // SAFETY: the tables are constants on the other side.
+    // SAFETY: the tables are constants of `maps.cc`.
     macro_rules! peer {
         ($table:ident) => {
             |_, _| Peer::boxed(unsafe { &$table })
         };
     }
     vec![
-        ("rb-tree-lock", "C++ std::map (red-black), pthread_rwlock", peer!(index_peer_std_map)),
-        ("rb-tree-bare", "the same without a lock: one thread only", peer!(index_peer_std_map_bare)),
-        ("absl-btree-lock", "absl::btree_map, pthread_rwlock", peer!(index_peer_absl_btree)),
-        ("libcuckoo", "libcuckoo cuckoohash_map", peer!(index_peer_cuckoo)),
-        ("tbb", "TBB concurrent_hash_map", peer!(index_peer_tbb)),
-        ("liburcu", "liburcu cds_lfht", peer!(index_peer_urcu)),
+        ("rb-tree-lock", "C++ std::map (red-black), pthread_rwlock", peer!(peer_std_map)),
+        ("rb-tree-bare", "the same without a lock: one thread only", peer!(peer_std_map_bare)),
+        ("absl-btree-lock", "absl::btree_map, pthread_rwlock", peer!(peer_absl_btree)),
+        ("libcuckoo", "libcuckoo cuckoohash_map", peer!(peer_cuckoo)),
+        ("tbb", "TBB concurrent_hash_map", peer!(peer_tbb)),
+        ("liburcu", "liburcu cds_lfht", peer!(peer_urcu)),
     ]
 }

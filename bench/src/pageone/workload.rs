@@ -1,11 +1,12 @@
-//! Processes that hold known data: what is merged, and who proves that it is still theirs.
+//! Processes that hold known data: they are merged, and they prove that their data stays theirs.
 
-use super::{Failure, quantile};
+use crate::process::{self, Failure, Running};
+use crate::stats::{Random, quantile};
 use pagefold_agent::client::{Client, Region};
 use pagefold_os::{PAGE_SIZE, procfs};
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{ChildStdin, ChildStdout, Stdio};
 use std::time::{Duration, Instant};
 
 /// Pages in one synthetic file: 20 MB.
@@ -56,10 +57,10 @@ impl Layout {
     }
 }
 
-/// What a crew holds.
+/// The size of a workload.
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
-    /// How.
+    /// How the data lies.
     pub layout: Layout,
     /// Processes.
     pub processes: u64,
@@ -75,48 +76,48 @@ impl Shape {
 }
 
 struct Member {
-    child: Child,
+    process: Running,
     input: ChildStdin,
     output: BufReader<ChildStdout>,
 }
 
 impl Member {
-    fn hear(&mut self) -> Result<String, Failure> {
+    fn answer(&mut self) -> Result<String, Failure> {
         let mut line = String::new();
         match self.output.read_line(&mut line)? {
-            0 => Err("a process of the crew ended".into()),
+            0 => Err("a process of the workload ended".into()),
             _ => Ok(line.trim_end().to_owned()),
         }
     }
 
     fn expect(&mut self, wanted: &str) -> Result<(), Failure> {
-        let said = self.hear()?;
+        let said = self.answer()?;
         if said == wanted { Ok(()) } else { Err(format!("a process said {said:?} instead of {wanted}").into()) }
     }
 }
 
-/// Processes that hold data and do what they are told.
-pub struct Crew(Vec<Member>);
+/// Processes that hold data and obey the driver.
+pub struct Workload(Vec<Member>);
 
-impl Crew {
-    /// Starts the processes; each has its memory, managed through `socket` if there is one, and nothing in it yet.
-    pub fn start(shape: Shape, socket: Option<&Path>) -> Result<Crew, Failure> {
-        let mut crew = Crew(Vec::new());
+impl Workload {
+    /// Starts the processes; each has memory, managed through `socket` if there is one, with nothing in it yet.
+    pub fn start(shape: Shape, socket: Option<&Path>) -> Result<Workload, Failure> {
+        let mut workload = Workload(Vec::new());
         for number in 0..shape.processes {
-            let mut command = Command::new(std::env::current_exe()?);
-            command.args(["pageone", "--client", &shape.layout.name(), &shape.mib.to_string(), &number.to_string()]);
+            let mut command = process::own("pageone")?;
+            command.args(["--client", &shape.layout.name(), &shape.mib.to_string(), &number.to_string()]);
             if let Some(socket) = socket {
                 command.arg(socket);
             }
-            let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
-            let (input, output) = child.stdin.take().zip(child.stdout.take()).ok_or("no pipes")?;
-            crew.0.push(Member { child, input, output: BufReader::new(output) });
-            crew.0.last_mut().ok_or("no process")?.expect("made")?;
+            let mut process = Running::start(command.stdin(Stdio::piped()).stdout(Stdio::piped()))?;
+            let (input, output) = process.0.stdin.take().zip(process.0.stdout.take()).ok_or("no pipes")?;
+            workload.0.push(Member { process, input, output: BufReader::new(output) });
+            workload.0.last_mut().ok_or("no process")?.expect("made")?;
         }
-        Ok(crew)
+        Ok(workload)
     }
 
-    /// Fills all memory, one process after the other: filling is not what is measured, and two would only disturb each other.
+    /// Fills all memory, one process after the other: filling is not what is measured, and two would disturb each other.
     pub fn fill(&mut self) -> Result<(), Failure> {
         self.0.iter_mut().try_for_each(|member| {
             writeln!(member.input, "fill")?;
@@ -136,19 +137,24 @@ impl Crew {
 
     /// Has the processes write to pages anywhere for `time`, `rate` writes a second in all; content stays as it is. Calls
     /// `meanwhile` while they do, and returns how many writes there were and the longest of their 99 % times, in nanoseconds.
-    pub fn churn(&mut self, rate: u64, time: Duration, meanwhile: impl FnOnce(&Crew)) -> Result<(u64, u64), Failure> {
+    pub fn churn(
+        &mut self,
+        rate: u64,
+        time: Duration,
+        meanwhile: impl FnOnce(&Workload),
+    ) -> Result<(u64, u64), Failure> {
         let each = rate as f64 / self.0.len() as f64;
         self.order(&format!("churn {each} {}", time.as_millis()))?;
         meanwhile(self);
         self.0.iter_mut().try_fold((0, 0), |(writes, longest), member| {
-            let said = member.hear()?;
+            let said = member.answer()?;
             let (count, p99) = said.split_once(' ').ok_or("no count of writes")?;
             Ok((writes + count.parse::<u64>()?, longest.max(p99.parse()?)))
         })
     }
 
-    /// Has each process take a page fault every few milliseconds for `time`, in memory that is nobody's business; calls
-    /// `meanwhile` while they do.
+    /// Has each process take a page fault every few milliseconds for `time`, in memory that is not managed; calls `meanwhile`
+    /// while they do.
     pub fn fault_elsewhere<T>(&mut self, time: Duration, meanwhile: impl FnOnce() -> T) -> Result<T, Failure> {
         self.order(&format!("fault {}", time.as_millis()))?;
         let result = meanwhile();
@@ -160,7 +166,7 @@ impl Crew {
     pub fn write_to(&mut self, pages: u64) -> Result<Vec<u64>, Failure> {
         let member = self.0.first_mut().ok_or("no process")?;
         writeln!(member.input, "write {pages}")?;
-        let said = member.hear()?;
+        let said = member.answer()?;
         let mut times = said.split_whitespace().map(str::parse).collect::<Result<Vec<u64>, _>>()?;
         times.sort_unstable();
         Ok(times)
@@ -173,7 +179,7 @@ impl Crew {
 
     /// The processes.
     pub fn pids(&self) -> Vec<i32> {
-        self.0.iter().map(|member| member.child.id() as i32).collect()
+        self.0.iter().map(|member| member.process.pid()).collect()
     }
 
     /// Sum of the processes' proportional memory, in bytes.
@@ -182,34 +188,25 @@ impl Crew {
     }
 }
 
-impl Drop for Crew {
-    fn drop(&mut self) {
-        for member in &mut self.0 {
-            let _ = member.child.kill();
-            let _ = member.child.wait();
-        }
-    }
-}
-
-enum Held {
+enum Memory {
     Ours(Region),
     Plain(pagefold_os::mem::Mapping),
 }
 
-/// A process of the crew.
+/// A process of the workload.
 pub fn member(args: &[String]) -> Result<(), Failure> {
     let [layout, mib, number, socket @ ..] = args else { return Err("--client LAYOUT MIB NUMBER [SOCKET]".into()) };
     let layout = Layout::parse(layout).ok_or("no such layout")?;
     let (mib, number): (u64, u64) = (mib.parse()?, number.parse()?);
     let pages = mib * 256;
     let len = pages as usize * PAGE_SIZE;
-    let mut held = match socket.first() {
-        Some(socket) => Held::Ours(Region::new(&Client::connect(Path::new(socket), "bench")?, len)?),
-        None => Held::Plain(pagefold_os::mem::Mapping::anonymous(len)?),
+    let mut memory = match socket.first() {
+        Some(socket) => Memory::Ours(Region::new(&Client::connect(Path::new(socket), "bench")?, len)?),
+        None => Memory::Plain(pagefold_os::mem::Mapping::anonymous(len)?),
     };
     if layout == Layout::Huge {
-        let bytes = bytes(&mut held);
-        // SAFETY: the range is ours; the advice changes no byte.
+        let bytes = bytes(&mut memory);
+        // SAFETY: the range is the whole mapping, which `bytes` borrows; the advice changes no byte.
         unsafe { pagefold_os::mem::advise(bytes.as_ptr() as u64, bytes.len() as u64, libc::MADV_HUGEPAGE) }?;
     }
     let order = order(layout, pages, number);
@@ -218,7 +215,7 @@ pub fn member(args: &[String]) -> Result<(), Failure> {
     println!("made");
     for line in std::io::stdin().lock().lines() {
         let line = line?;
-        let bytes = bytes(&mut held);
+        let bytes = bytes(&mut memory);
         match line.split_whitespace().collect::<Vec<_>>().as_slice() {
             ["fill"] => {
                 for (place, id) in order.iter().enumerate() {
@@ -227,7 +224,7 @@ pub fn member(args: &[String]) -> Result<(), Failure> {
                 println!("full");
             }
             ["merge"] => {
-                // SAFETY: the range is ours; merging keeps its content.
+                // SAFETY: the range is the whole mapping, which `bytes` borrows; merging keeps its content.
                 unsafe { pagefold_os::mem::advise(bytes.as_ptr() as u64, bytes.len() as u64, libc::MADV_MERGEABLE) }?;
                 println!("merging");
             }
@@ -237,7 +234,7 @@ pub fn member(args: &[String]) -> Result<(), Failure> {
                 for place in 0..written {
                     let byte = &raw mut bytes[place * PAGE_SIZE];
                     let began = Instant::now();
-                    // SAFETY: inside the region; volatile, so that it is written right here.
+                    // SAFETY: the pointer is into `bytes`, by the index just checked; volatile, so that the write happens here.
                     unsafe { byte.write_volatile(!byte.read_volatile()) };
                     times.push_str(&format!("{} ", began.elapsed().as_nanos()));
                 }
@@ -245,14 +242,14 @@ pub fn member(args: &[String]) -> Result<(), Failure> {
             }
             ["churn", rate, millis] => {
                 let (rate, time) = (rate.parse::<f64>()?, Duration::from_millis(millis.parse()?));
-                let (mut times, mut random) = (Vec::new(), seed(number));
+                let (mut times, mut random) = (Vec::new(), random(number));
                 let began = Instant::now();
                 while began.elapsed() < time {
                     while (times.len() as f64) < began.elapsed().min(time).as_secs_f64() * rate {
-                        let place = (next(&mut random) % pages) as usize;
+                        let place = (random.next() % pages) as usize;
                         let byte = &raw mut bytes[place * PAGE_SIZE];
                         let before = Instant::now();
-                        // SAFETY: inside the region; volatile, so that it is written although nothing changes.
+                        // SAFETY: the pointer is into `bytes`, by the index just checked; volatile, so that it is written although nothing changes.
                         unsafe { byte.write_volatile(byte.read_volatile()) };
                         times.push(before.elapsed().as_nanos() as u64);
                         if began.elapsed() > time {
@@ -262,13 +259,13 @@ pub fn member(args: &[String]) -> Result<(), Failure> {
                     std::thread::sleep(Duration::from_millis(1));
                 }
                 times.sort_unstable();
-                println!("{} {}", times.len(), quantile(&times, 0.99));
+                println!("{} {}", times.len(), quantile(&times, 0.99).unwrap_or(0));
             }
             ["fault", millis] => {
                 let (time, began) = (Duration::from_millis(millis.parse()?), Instant::now());
                 let elsewhere = pagefold_os::mem::Mapping::anonymous(PAGE_SIZE)?;
                 while began.elapsed() < time {
-                    // SAFETY: a page of our own that nobody looks at.
+                    // SAFETY: the mapping is ours and one page long; no reference to it exists.
                     unsafe {
                         elsewhere.as_ptr().write_volatile(1);
                         pagefold_os::mem::advise(elsewhere.addr(), PAGE_SIZE as u64, libc::MADV_DONTNEED)?;
@@ -294,42 +291,28 @@ pub fn member(args: &[String]) -> Result<(), Failure> {
     Ok(())
 }
 
-fn bytes(held: &mut Held) -> &mut [u8] {
-    match held {
-        Held::Ours(region) => region,
-        // SAFETY: the mapping is ours and lives as long as `held`.
-        Held::Plain(map) => unsafe { std::slice::from_raw_parts_mut(map.as_ptr(), map.len()) },
+fn bytes(memory: &mut Memory) -> &mut [u8] {
+    match memory {
+        Memory::Ours(region) => region,
+        // SAFETY: the mapping is readable, writable and `len` bytes long, and is borrowed mutably through `memory`.
+        Memory::Plain(map) => unsafe { std::slice::from_raw_parts_mut(map.as_ptr(), map.len()) },
     }
 }
 
-fn seed(number: u64) -> u64 {
-    (number + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1
-}
-
-fn next(random: &mut u64) -> u64 {
-    *random ^= *random << 13;
-    *random ^= *random >> 7;
-    *random ^= *random << 17;
-    *random
+fn random(number: u64) -> Random {
+    Random((number + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1)
 }
 
 /// Which page's content lies at each place.
 fn order(layout: Layout, pages: u64, number: u64) -> Vec<u64> {
     let unit = layout.unit();
-    let mut units: Vec<u64> = (0..pages.div_ceil(unit)).collect();
-    let mut random = seed(number);
-    for index in (1..units.len()).rev() {
-        units.swap(index, (next(&mut random) % (index as u64 + 1)) as usize);
-    }
-    units.iter().flat_map(|first| first * unit..(first * unit + unit).min(pages)).collect()
+    let units = random(number).order(pages.div_ceil(unit) as usize);
+    units.into_iter().flat_map(|first| first as u64 * unit..(first as u64 * unit + unit).min(pages)).collect()
 }
 
 /// Writes the content of page `id`: random, after a prefix of zeros (0 to 256 bytes) if `zero`.
 fn fill(page: &mut [u8], id: u64, zero: bool) {
-    let mut random = seed(id);
-    for word in page.chunks_exact_mut(8) {
-        word.copy_from_slice(&next(&mut random).to_le_bytes());
-    }
+    random(id).fill(page);
     if zero {
         let prefix = (id.wrapping_mul(0xD134_2543_DE82_EF95) >> 40) as usize % 257;
         page[..prefix].fill(0);

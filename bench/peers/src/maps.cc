@@ -250,11 +250,11 @@ template <class Peer> static constexpr Functions hashed() {
 }
 
 extern "C" {
-extern const Functions index_peer_std_map, index_peer_std_map_bare, index_peer_absl_btree, index_peer_cuckoo, index_peer_tbb, index_peer_urcu;
-const Functions index_peer_std_map = ordered<Locked<std::map<uint64_t, uint64_t>>>();
-const Functions index_peer_std_map_bare = ordered<Bare<std::map<uint64_t, uint64_t>>>();
-const Functions index_peer_absl_btree = ordered<Locked<absl::btree_map<uint64_t, uint64_t>>>();
-const Functions index_peer_cuckoo = hashed<Cuckoo>();
-const Functions index_peer_tbb = hashed<Tbb>();
-const Functions index_peer_urcu = hashed<Urcu>();
+extern const Functions peer_std_map, peer_std_map_bare, peer_absl_btree, peer_cuckoo, peer_tbb, peer_urcu;
+const Functions peer_std_map = ordered<Locked<std::map<uint64_t, uint64_t>>>();
+const Functions peer_std_map_bare = ordered<Bare<std::map<uint64_t, uint64_t>>>();
+const Functions peer_absl_btree = ordered<Locked<absl::btree_map<uint64_t, uint64_t>>>();
+const Functions peer_cuckoo = hashed<Cuckoo>();
+const Functions peer_tbb = hashed<Tbb>();
+const Functions peer_urcu = hashed<Urcu>();
 }

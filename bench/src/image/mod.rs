@@ -1,86 +1,99 @@
 //! `pagefold bench erofs`: the memory that image trees save, and what the mounts cost.
 //!
 //! Memory is counted on the files themselves (cachestat, or mincore through a mount), every inode once, never by the
-//! system's `Cached` line. Between two readings the counted files are taken out of the page cache by fadvise.
+//! system's `Cached` line. Between two readings the counted files are evicted from the page cache by fadvise.
 //!
 //! Peers: plain directories, overlayfs with a shared base layer, a hard-linked store, self-contained EROFS images, and
 //! composefs' own mkcomposefs and mount.composefs where they are installed or `bench/fetch-images.sh` has put them.
-//!
-//! `--quick` makes two versions of a tree from local system directories. `--full` takes the real pairs that
-//! `bench/fetch-images.sh` has fetched, each laid over one Debian base, and runs their programs from the mounts; `--counts`
-//! leaves out what is timed, for machines that are busy, and `--timed` all else. `--many` fills a store with 10,000 images.
-//! Needs root.
 
 mod composefs;
 mod many;
 mod memory;
-mod show;
+mod scratch;
+mod table;
 mod times;
 mod trees;
 
+use crate::process::{self, Failure, sh};
+use crate::stats::Random;
 use crate::{options, record};
+use clap::Parser;
 use composefs::Composefs;
 use many::{look, many_images};
 use memory::{Pair, memory_of_pair, run_time};
 use pagefold_image::mount::{self, Options};
 use pagefold_image::store::Store;
-use pagefold_os::mountinfo;
+use scratch::Scratch;
 use serde_json::{Value, json};
-use show::print_table;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use times::{Started, build_speed, cold_start, throughput};
-use trees::{build_tree, files, sh};
+use trees::{build_tree, files};
 
-type Error = Box<dyn std::error::Error>;
+/// Image trees: page cache shared by content, against other ways. Needs root.
+#[derive(Parser, Debug)]
+#[command(
+    name = "pagefold bench erofs",
+    after_help = "Examples:\n  pagefold bench erofs --quick\n  pagefold bench erofs --full --pair redis"
+)]
+struct Args {
+    /// Two versions of a tree, made of this machine's own directories (the default).
+    #[arg(long, conflicts_with_all = ["full", "many"])]
+    quick: bool,
+    /// The pairs that bench/fetch-images.sh fetches, each over one Debian base, and their programs run from the mounts.
+    #[arg(long)]
+    full: bool,
+    /// With --full: this pair only.
+    #[arg(long, value_name = "NAME")]
+    pair: Option<String>,
+    /// With --full: without times, for busy machines.
+    #[arg(long, conflicts_with = "timed")]
+    counts: bool,
+    /// With --full: times only.
+    #[arg(long)]
+    timed: bool,
+    /// A store of 10,000 images over 100 bases: list, stat, gc.
+    #[arg(long, conflicts_with = "full")]
+    many: bool,
+    /// Where bench/fetch-images.sh puts its images.
+    #[arg(long, value_name = "DIR")]
+    inputs: Option<PathBuf>,
+    /// Where trees and stores are made.
+    #[arg(long, value_name = "SCRATCH")]
+    dir: Option<PathBuf>,
+    /// Keep trees and stores.
+    #[arg(long)]
+    keep: bool,
+    /// JSON instead of tables.
+    #[arg(long)]
+    json: bool,
+    /// One look at a store (used by the driver).
+    #[arg(long, hide = true, num_args = 2, value_names = ["WHAT", "STORE"])]
+    look: Vec<String>,
+}
 
-const USAGE: &str = "usage: pagefold bench erofs [--quick | --full [--inputs DIR] [--pair NAME] [--counts|--timed] | --many]
-                            [--dir SCRATCH] [--keep] [--json]
-  --quick   two versions made of this machine's own directories
-  --full    the pairs that bench/fetch-images.sh makes, made if need be; --counts leaves out what is timed, --timed all else
-  --many    10,000 images over 100 bases: list, stat, gc";
-
-/// The source's figures for the same pairs: read-all and run time, per cent.
-const SOURCE: [(&str, u32, u32); 6] = [
-    ("redis", 33, 4),
-    ("postgres", 28, 37),
-    ("tensorflow", 16, 10),
-    ("mariadb", 21, 11),
-    ("nginx", 44, 26),
-    ("tomcat", 49, 47),
+/// The pairs of the source, each with a program of it that is started cold.
+const PAIRS: [(&str, &[&str]); 6] = [
+    // Builds are measured with this one, before anything is removed: see there.
+    ("postgres", &["/opt/postgres/bin/postgres", "--version"]),
+    ("redis", &["/usr/bin/redis-server", "--version"]),
+    (
+        "tensorflow",
+        &[
+            "/usr/bin/env",
+            "LD_LIBRARY_PATH=/opt/python/lib",
+            "/opt/python/bin/python3.10",
+            "-c",
+            "import json, email, http.client, decimal",
+        ],
+    ),
+    ("mariadb", &["/usr/sbin/mariadbd", "--version"]),
+    ("nginx", &["/usr/sbin/nginx", "-v"]),
+    ("tomcat", &["/usr/lib/jvm/java/bin/java", "-version"]),
 ];
 
-/// The pair of which builds are measured.
-const BUILT: &str = "postgres";
-
-struct Scratch {
-    dir: PathBuf,
-    keep: bool,
-}
-
-impl Scratch {
-    fn sub(&self, name: &str) -> Result<PathBuf, Error> {
-        let path = self.dir.join(name);
-        fs::create_dir_all(&path)?;
-        Ok(path)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let table = fs::read("/proc/self/mountinfo").unwrap_or_default();
-        let ours: Vec<_> = mountinfo::parse(&table).filter(|mount| mount.at.starts_with(&self.dir)).collect();
-        for mount in ours.iter().rev() {
-            let _ = Command::new("umount").arg("-l").arg(&mount.at).status();
-        }
-        if !self.keep {
-            let _ = fs::remove_dir_all(&self.dir);
-        }
-    }
-}
-
-fn quick(scratch: &Scratch, composefs: Option<&Composefs>, out: &mut Vec<Value>) -> Result<(), Error> {
+fn quick(scratch: &Scratch, composefs: Option<&Composefs>, out: &mut Vec<Value>) -> Result<(), Failure> {
     let plain = [scratch.sub("plain-1")?, scratch.sub("plain-2")?];
     let sources = ["/usr/lib/python3", "/usr/lib/python3.11", "/usr/share/perl"];
     for dir in &plain {
@@ -96,13 +109,8 @@ fn quick(scratch: &Scratch, composefs: Option<&Composefs>, out: &mut Vec<Value>)
             dir.display()
         ))?;
     }
-    let mut seed = 1u64;
-    let noise: Vec<u8> = std::iter::repeat_with(|| {
-        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        (seed >> 56) as u8
-    })
-    .take(48 << 20)
-    .collect();
+    let mut noise = vec![0; 48 << 20];
+    Random(1).fill(&mut noise);
     for dir in &plain {
         fs::write(dir.join("large"), &noise)?;
     }
@@ -134,7 +142,7 @@ fn quick(scratch: &Scratch, composefs: Option<&Composefs>, out: &mut Vec<Value>)
 }
 
 /// Makes the inputs of the full bench: some ten minutes, by the package managers of this system.
-fn fetch(cache: &Path) -> Result<(), Error> {
+fn fetch(cache: &Path) -> Result<(), Failure> {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/fetch-images.sh");
     eprintln!("bench erofs: {}: no inputs there; {script} makes them", cache.display());
     let status = Command::new(script).arg(cache).stdout(Stdio::null()).status();
@@ -145,31 +153,18 @@ fn fetch(cache: &Path) -> Result<(), Error> {
     }
 }
 
-/// Which part of the full bench to run.
-#[derive(Clone, Copy, PartialEq)]
-enum Part {
-    All,
-    /// Without what is timed.
-    Counts,
-    /// Only what is timed.
-    Timed,
-}
-
 fn full(
     scratch: &Scratch,
     cache: &Path,
-    only: Option<&str>,
-    part: Part,
+    args: &Args,
     composefs: Option<&Composefs>,
     out: &mut Vec<Value>,
-) -> Result<(), Error> {
+) -> Result<(), Failure> {
     let base = cache.join("base");
-    let mut first = true;
-    // Builds are measured before anything was removed: see there.
-    let (builds, others): (Vec<_>, Vec<_>) = SOURCE.into_iter().partition(|(name, ..)| *name == BUILT);
-    for (name, ..) in builds.into_iter().chain(others) {
+    let mut measured = 0;
+    for (name, start) in PAIRS {
         let layers = [base.clone(), cache.join(format!("layers/{name}-1")), cache.join(format!("layers/{name}-2"))];
-        if only.is_some_and(|only| only != name) || !layers[1].is_dir() || !layers[2].is_dir() {
+        if args.pair.as_ref().is_some_and(|only| only != name) || !layers[1].is_dir() || !layers[2].is_dir() {
             eprintln!("bench erofs: {name}: left out");
             continue;
         }
@@ -188,10 +183,10 @@ fn full(
         }
         sh(&format!("sync -f {}", scratch.dir.display()))?;
         let pair = Pair { name, plain: [plain.remove(0), plain.remove(0)], layers: Some(layers) };
-        if part != Part::Counts && name == BUILT {
+        if !args.counts && name == PAIRS[0].0 {
             build_speed(scratch, &pair.plain[0], composefs, 5, out)?;
         }
-        let (store, mounts, record) = if part == Part::Timed {
+        let (store, mounts, record) = if args.timed {
             let store = Store::open(&scratch.dir.join(format!("store-{name}")), "default")?;
             let (record, _) = build_tree(&store, "1", &pair.plain[0])?;
             let at = scratch.sub(&format!("mnt-{name}-1"))?;
@@ -205,21 +200,7 @@ fn full(
             let [record, _] = records;
             (store, mounts.to_vec(), record)
         };
-        if part != Part::Counts {
-            let start = match name {
-                "redis" => &["/usr/bin/redis-server", "--version"][..],
-                "postgres" => &["/opt/postgres/bin/postgres", "--version"],
-                "tensorflow" => &[
-                    "/usr/bin/env",
-                    "LD_LIBRARY_PATH=/opt/python/lib",
-                    "/opt/python/bin/python3.10",
-                    "-c",
-                    "import json, email, http.client, decimal",
-                ],
-                "tomcat" => &["/usr/lib/jvm/java/bin/java", "-version"],
-                "mariadb" => &["/usr/sbin/mariadbd", "--version"],
-                _ => &["/usr/sbin/nginx", "-v"],
-            };
+        if !args.counts {
             let started = Started { plain: &pair.plain[0], mounted: &mounts[0], store: &store, record: &record };
             cold_start(scratch, &started, composefs, start, 21, out)?;
             if name == "tensorflow" {
@@ -232,92 +213,61 @@ fn full(
         for dir in pair.plain.iter().chain([&store.root().to_path_buf()]) {
             sh(&format!("rm -rf {}", dir.display()))?;
         }
-        first = false;
+        measured += 1;
     }
-    if first {
+    if measured == 0 {
         return Err("no pair was there to measure".into());
     }
     Ok(())
 }
 
-/// Runs the bench.
+/// Entry point.
 pub fn run(args: &[String]) -> ExitCode {
-    let value = |name: &str| args.iter().position(|arg| arg == name).and_then(|at| args.get(at + 1)).cloned();
-    let has = |name: &str| args.iter().any(|arg| arg == name);
-    if let [first, what, root, ..] = args
-        && first == "--look"
-    {
-        return match look(what, Path::new(root)) {
-            Ok((count, peak_kib)) => {
-                println!("{count} {peak_kib}");
-                ExitCode::SUCCESS
-            }
-            Err(error) => {
-                eprintln!("bench erofs: {error}");
-                ExitCode::FAILURE
-            }
-        };
+    let args: Args = match options::parse("erofs", args) {
+        Ok(args) => args,
+        Err(code) => return code,
+    };
+    if let [what, root] = &args.look[..] {
+        let looked = look(what, Path::new(root)).map(|(count, peak_kib)| println!("{count} {peak_kib}"));
+        return options::exit_code("erofs", looked);
     }
-    let flags = ["--quick", "--full", "--many", "--counts", "--timed", "--keep", "--json"];
-    if let Some(code) = options::refuse(USAGE, args, &flags, &["--inputs", "--pair", "--dir"], &[]) {
-        return code;
-    }
-    // SAFETY: geteuid takes nothing and cannot fail.
-    if unsafe { libc::geteuid() } != 0 {
+    options::exit_code("erofs", measure(&args))
+}
+
+fn measure(args: &Args) -> Result<(), Failure> {
+    record::emit(Vec::new());
+    if !process::is_root() {
         eprintln!("SKIPPED: bench erofs needs root to mount");
-        record::emit(Value::Array(Vec::new()));
-        return ExitCode::SUCCESS;
+        return Ok(());
     }
     let target = PathBuf::from(std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into()));
-    let parent = value("--dir").map_or_else(|| target.clone(), PathBuf::from);
+    let parent = args.dir.as_ref().unwrap_or(&target);
     let dir = parent.join(format!("pagefold-bench-{}-erofs", std::process::id()));
-    if let Err(error) = fs::create_dir_all(&dir) {
-        eprintln!("bench erofs: {}: {error}", dir.display());
-        return ExitCode::FAILURE;
-    }
-    let scratch = Scratch { dir: dir.canonicalize().unwrap_or(dir), keep: has("--keep") };
-    let mut rows = Vec::new();
-    let inputs = value("--inputs").map_or_else(|| target.join("bench-images"), PathBuf::from);
+    fs::create_dir_all(&dir).map_err(|error| format!("{}: {error}", dir.display()))?;
+    let scratch = Scratch { dir: dir.canonicalize().unwrap_or(dir), keep: args.keep };
+    let inputs = args.inputs.clone().unwrap_or_else(|| target.join("bench-images"));
     // The file that the script writes last.
-    if has("--full")
-        && !inputs.join("versions").exists()
-        && let Err(error) = fetch(&inputs)
-    {
-        eprintln!("bench erofs: {error}");
-        return ExitCode::FAILURE;
+    if args.full && !inputs.join("versions").exists() {
+        fetch(&inputs)?;
     }
     let composefs = Composefs::find(&inputs);
     if composefs.is_none() {
-        eprintln!(
-            "bench erofs: composefs' tools are not here (bench/fetch-composefs.sh gets them); their rows are left out"
-        );
+        eprintln!("SKIPPED: composefs' tools are not here (bench/fetch-composefs.sh gets them)");
     }
-    let result = if has("--full") {
-        let part = match (has("--counts"), has("--timed")) {
-            (true, _) => Part::Counts,
-            (_, true) => Part::Timed,
-            _ => Part::All,
-        };
-        full(&scratch, &inputs, value("--pair").as_deref(), part, composefs.as_ref(), &mut rows)
-    } else if has("--many") {
+    let (mut rows, tools) = (Vec::new(), composefs.as_ref());
+    let result = if args.full {
+        full(&scratch, &inputs, args, tools, &mut rows)
+    } else if args.many {
         many_images(&scratch, 1_000, 100, &mut rows).and_then(|()| many_images(&scratch, 10_000, 100, &mut rows))
     } else {
-        quick(&scratch, composefs.as_ref(), &mut rows)
+        quick(&scratch, tools, &mut rows)
     };
     record::emit_versions(json!({
-        "composefs": composefs.as_ref().map(Composefs::version),
+        "composefs": tools.map(Composefs::version),
         "mkfs.erofs": record::first_line(&["mkfs.erofs", "--version"]),
         "inputs": fs::read_to_string(inputs.join("versions")).unwrap_or_default().lines().collect::<Vec<_>>(),
     }));
-    record::emit(Value::Array(rows.clone()));
-    if !has("--json") {
-        print_table(&rows);
-    }
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("bench erofs: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    table::print(&rows);
+    record::emit(rows);
+    result
 }

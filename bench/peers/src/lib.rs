@@ -1,0 +1,79 @@
+//! The peers that the benchmarks race, in a crate of their own: the harness builds without them in seconds.
+//!
+//! Without features there are none; `registry` adds maps from the registry and LMDB, `cpp` maps in C++ and C.
+
+#[cfg(feature = "cpp")]
+mod cpp;
+#[cfg(feature = "registry")]
+pub mod lmdb;
+#[cfg(feature = "registry")]
+mod registry;
+#[cfg(feature = "cpp")]
+pub use cpp::SourceTree;
+
+use std::hash::{BuildHasherDefault, Hasher};
+
+/// A map from 64-bit keys to 64-bit values that several threads use.
+pub trait Map: Send + Sync {
+    /// Returns the key's value.
+    fn get(&self, key: u64) -> Option<u64>;
+    /// Stores an absent key; returns whether it was absent.
+    fn insert(&self, key: u64, value: u64) -> bool;
+    /// Removes a key; returns whether it was present. `value` is the stored value.
+    fn remove(&self, key: u64, value: u64) -> bool;
+    /// Replaces the value `old` of a present key, in one step if the structure can; returns whether the key was present.
+    fn replace(&self, key: u64, old: u64, value: u64) -> bool {
+        self.remove(key, old) && self.insert(key, value)
+    }
+    /// Looks up many keys in one call; returns false if the structure cannot.
+    fn get_many(&self, _keys: &[u64], _found: &mut [Option<u64>]) -> bool {
+        false
+    }
+    /// Inserts many pairs in one call; returns false if the structure cannot.
+    fn insert_many(&self, _pairs: &[(u64, u64)]) -> bool {
+        false
+    }
+    /// Sums the values of up to `count` entries from the key on, if the structure is ordered.
+    fn scan(&self, _from: u64, _count: usize) -> Option<u64> {
+        None
+    }
+}
+
+/// One multiplication and a shift: the keys are random, and a costly hash would only slow the hashed peers down.
+#[derive(Default, Clone, Copy)]
+pub struct FastHasher(u64);
+
+impl Hasher for FastHasher {
+    fn finish(&self) -> u64 {
+        self.0
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.write_u64(u64::from(byte));
+        }
+    }
+
+    fn write_u64(&mut self, word: u64) {
+        let wide = u128::from(self.0 ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
+        self.0 = (wide >> 64) as u64 ^ wide as u64;
+    }
+}
+
+/// The hasher of all hashed peers.
+pub type FastBuild = BuildHasherDefault<FastHasher>;
+
+/// How to make a structure: its name, what it is, and the call with the number of keys and whether to use huge pages.
+/// Structures that allocate with malloc get huge pages through a tunable of the C library.
+pub type Maker = (&'static str, &'static str, fn(usize, bool) -> Box<dyn Map>);
+
+/// The peers of this build.
+pub fn all() -> Vec<Maker> {
+    #[allow(unused_mut, reason = "without features nothing is added")]
+    let mut makers: Vec<Maker> = Vec::new();
+    #[cfg(feature = "registry")]
+    makers.extend(registry::all());
+    #[cfg(feature = "cpp")]
+    makers.extend(cpp::all());
+    makers
+}

@@ -1,0 +1,110 @@
+//! Disk images under real guests: what is shared beside KSM, what it costs the guests, and what it saves when the host
+//! has memory for one copy of what four guests read.
+
+mod front_ends;
+mod machines;
+mod overhead;
+mod pressure;
+mod sharing;
+
+use super::args::{GuestSize, Part};
+use super::scratch::Scratch;
+use crate::files::{copy_files, drop_cached, ext4};
+use crate::process::{self, Failure};
+use crate::record;
+use crate::vm::Boot;
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Measures the wanted parts. A part that fails does not take the others' rows with it.
+pub(super) fn measure(scratch: &Scratch, size: &GuestSize, wanted: &dyn Fn(Part) -> bool) -> Result<(), Failure> {
+    let parts = [Part::Sharing, Part::Overhead, Part::FrontEnds, Part::MemoryForOne].map(|part| (part, wanted(part)));
+    if parts.iter().all(|(_, wanted)| !wanted) {
+        return Ok(());
+    }
+    let boot = match Boot::prepare(&scratch.dir("boot")?) {
+        Ok(boot) => boot,
+        Err(error) => {
+            eprintln!("SKIPPED: guests: {error}");
+            return Ok(());
+        }
+    };
+    record::emit_versions(json!({ "guest_kernel": boot.version }));
+    let most = size.guests.iter().copied().max().unwrap_or(0);
+    let (directory, images) = tree_images(scratch, size.tree_mib, most)?;
+    let mut failed = Vec::new();
+    for (part, _) in parts.into_iter().filter(|(_, wanted)| *wanted) {
+        eprintln!("pagecache: {part:?}");
+        let outcome = match part {
+            Part::Sharing => sharing::sharing(scratch, &boot, &directory, &images, size),
+            Part::Overhead => {
+                let count = if size.all_peers { 2 } else { 1 };
+                overhead::overhead(scratch, &boot, &directory, &images[..count.min(most)], size)
+            }
+            Part::FrontEnds => front_ends::front_ends(scratch, &boot, &directory, &images[0], size),
+            _ => pressure::pressure(scratch, &boot, size),
+        };
+        failed.extend(outcome.err().map(|error| format!("{part:?}: {error}")));
+    }
+    if failed.is_empty() { Ok(()) } else { Err(failed.join("; ").into()) }
+}
+
+/// A tree of kernel sources of this machine, or other files of the system, and what it is.
+fn kernel_tree() -> PathBuf {
+    let sources = std::fs::read_dir("/usr/src").into_iter().flatten().flatten().map(|entry| entry.path());
+    let mut found: Vec<PathBuf> = sources
+        .filter(|path| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            path.is_dir() && name.starts_with("linux-") && (name.ends_with("-common") || !name.contains("headers"))
+        })
+        .collect();
+    found.sort();
+    found.pop().unwrap_or_else(|| PathBuf::from("/usr/include"))
+}
+
+/// Makes `count` images that were installed apart: each its own file system with the same tree.
+fn tree_images(scratch: &Scratch, tree_mib: u64, count: usize) -> Result<(PathBuf, Vec<PathBuf>), Failure> {
+    let tree = scratch.dir("kernel-tree")?;
+    copy_files(&[kernel_tree()], &tree, tree_mib, false)?;
+    if let Err(error) = add_compiler(&tree.join("build")) {
+        eprintln!("pagecache: no compiler for the guests: {error}");
+    }
+    let directory = scratch.dir("guest-images")?;
+    let images: Vec<PathBuf> = (0..count).map(|n| directory.join(format!("guest{n}.raw"))).collect();
+    for image in &images {
+        ext4(&tree, image, tree_mib * 3 / 2 + 96)?;
+        drop_cached(image)?;
+    }
+    std::fs::remove_dir_all(tree)?;
+    Ok((directory, images))
+}
+
+/// Leaves this machine's C compiler, a program of this project, the headers it asks for and a script in `build`.
+fn add_compiler(build: &Path) -> Result<(), Failure> {
+    const PROGRAM: &str = include_str!("../../../../tests/programs/semantics.c");
+    std::fs::create_dir_all(build)?;
+    let source = build.join("main.c");
+    std::fs::write(&source, PROGRAM)?;
+    let say = |program: &str, args: &[&str]| process::output(Command::new(program).args(args));
+    let compiler = say("gcc", &["-print-prog-name=cc1"])?.trim().to_owned();
+    std::fs::copy(&compiler, build.join("cc1"))?;
+    for word in say("ldd", &[&compiler])?.split_whitespace().filter(|word| word.starts_with('/')) {
+        let name = Path::new(word).file_name().ok_or("no name")?;
+        let name = if word.contains("ld-linux") { "ld.so".as_ref() } else { name };
+        std::fs::copy(word, build.join(name))?;
+    }
+    let wanted = say("gcc", &["-M", &source.display().to_string()])?;
+    for header in wanted.split_whitespace().filter(|word| word.starts_with('/') && word.ends_with(".h")) {
+        let target = build.join(format!("root{header}"));
+        std::fs::create_dir_all(target.parent().ok_or("no parent")?)?;
+        std::fs::copy(header, target)?;
+    }
+    let own = say("gcc", &["-print-file-name=include"])?;
+    let places = [own.trim(), "/usr/include/x86_64-linux-gnu", "/usr/include"];
+    let places: String = places.iter().map(|place| format!(" -isystem root{place}")).collect();
+    let run = format!(
+        "cd /mnt/build\n./ld.so --library-path . ./cc1 -quiet -O1 -nostdinc{places} main.c -o /asm && md5sum < /asm\n"
+    );
+    Ok(std::fs::write(build.join("run"), run)?)
+}

@@ -1,0 +1,53 @@
+//! Disk images through the deduplicated cache, beside plain files in the kernel's page cache, a plain FUSE
+//! pass-through, and qcow2 overlays on one base.
+//!
+//! On the host: how fast warm reads are, and how much memory images take that differ by one package upgrade. Every read is
+//! checked against the content by a checksum, so no row can win by reading something else. With guests: see [`guests`].
+
+mod args;
+mod guests;
+mod memory;
+mod reads;
+mod scratch;
+mod server;
+
+use crate::process::{self, Failure};
+use crate::{options, record};
+use args::{Args, Part, Size};
+use scratch::Scratch;
+use serde_json::json;
+use std::path::Path;
+use std::process::ExitCode;
+
+/// Entry point.
+pub fn run(args: &[String]) -> ExitCode {
+    let args: Args = match options::parse("pagecache", args) {
+        Ok(args) => args,
+        Err(code) => return code,
+    };
+    let outcome = match &args.serve {
+        Some(mount) => server::serve(mount),
+        None => measure(&args),
+    };
+    options::exit_code("pagecache", outcome)
+}
+
+fn measure(args: &Args) -> Result<(), Failure> {
+    // A run that cannot measure anything has rows, too: none.
+    record::emit(Vec::new());
+    if !process::is_root() || !Path::new("/dev/fuse").exists() {
+        eprintln!("SKIPPED: mounting needs root and /dev/fuse");
+        return Ok(());
+    }
+    record::emit_versions(json!({ "qemu": record::first_line(&["qemu-system-x86_64", "--version"]) }));
+    let size = Size::of(args);
+    let scratch = Scratch::new()?;
+    let wanted = |part: Part| args.part.is_empty() || args.part.contains(&part);
+    if wanted(Part::Reads) {
+        reads::reads(&scratch, &size)?;
+    }
+    if wanted(Part::Memory) {
+        memory::memory(&scratch, &size, args.inputs.as_deref())?;
+    }
+    guests::measure(&scratch, &size.guests, &wanted)
+}

@@ -1,0 +1,111 @@
+//! Options, and the sizes that follow from them.
+
+use super::engine::Engine;
+use super::workload::{Layout, Shape};
+use crate::process::Failure;
+use clap::{Parser, ValueEnum};
+use pagefold_os::procfs;
+
+/// A part of the benchmark, in the order in which they run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Part {
+    /// Time and memory per merged page.
+    Merge,
+    /// Two daemons that share nothing, against one.
+    TwoDaemons,
+    /// The first write to shared pages.
+    Breaks,
+    /// From duplicates to one copy.
+    Delay,
+    /// A pass with nothing to do.
+    Idle,
+    /// Shared pages that are written again and again.
+    Churn,
+    /// Costs against pages, clients, workers, length of runs.
+    Growth,
+    /// QEMU guests.
+    Guests,
+}
+
+/// Live memory: merging against the kernel's KSM.
+#[derive(Parser, Debug)]
+#[command(
+    name = "pagefold bench pageone",
+    after_help = "Examples:\n  pagefold bench pageone --quick\n  pagefold bench pageone --only merge --layout files --full --rounds 3"
+)]
+pub struct Args {
+    /// This part only; without it all but guests (with --full: all).
+    #[arg(long, value_enum)]
+    pub only: Option<Part>,
+    /// merge: files, zero, scattered, huge or runs-N only.
+    #[arg(long, value_name = "NAME", value_parser = parse_layout)]
+    pub layout: Option<Layout>,
+    /// merge: the engine of that name in the table, or all whose names begin with it.
+    #[arg(long, value_name = "NAME")]
+    pub engine: Option<String>,
+    /// merge: the number of processes.
+    #[arg(long, value_name = "N")]
+    pub processes: Option<u64>,
+    /// merge: MiB of each process.
+    #[arg(long, value_name = "N")]
+    pub mib: Option<u64>,
+    /// Runs of each row (growth, guests: at most 3); the median and the spread are shown.
+    #[arg(long, value_name = "N")]
+    rounds: Option<usize>,
+    /// Without the peer.
+    #[arg(long)]
+    pub no_ksm: bool,
+    /// Seconds: small processes, one round.
+    #[arg(long, conflicts_with = "full")]
+    pub quick: bool,
+    /// Processes of the published test, a thirty-second of their size.
+    #[arg(long)]
+    pub full: bool,
+    /// JSON instead of tables.
+    #[arg(long)]
+    pub json: bool,
+    /// A process of the workload (used by the driver).
+    #[arg(long, hide = true, num_args = 3..=4)]
+    pub client: Vec<String>,
+    /// A daemon (used by the driver).
+    #[arg(long, hide = true, num_args = 4)]
+    pub daemon: Vec<String>,
+}
+
+fn parse_layout(name: &str) -> Result<Layout, String> {
+    Layout::parse(name).ok_or_else(|| "no such layout".into())
+}
+
+impl Args {
+    /// Runs of each row.
+    pub fn rounds(&self) -> usize {
+        self.rounds.filter(|rounds| *rounds > 0).unwrap_or(if self.quick { 1 } else { 5 })
+    }
+
+    /// Whether a part is to be measured.
+    pub fn wants(&self, part: Part) -> bool {
+        self.only.map_or(part != Part::Guests || self.full, |only| only == part)
+    }
+
+    /// The workload of the merge part.
+    pub fn shape(&self, layout: Layout) -> Result<Shape, Failure> {
+        let (processes, mib) = match (self.quick, self.full) {
+            (true, _) => (3, 40),
+            (_, true) => (12, 512),
+            _ => (8, 160),
+        };
+        let shape = Shape { layout, processes: self.processes.unwrap_or(processes), mib: self.mib.unwrap_or(mib) };
+        let (available, _) = procfs::available_and_total();
+        if shape.pages() * 4096 > available / 10 * 9 {
+            let (processes, mib, available) = (shape.processes, shape.mib, available >> 20);
+            return Err(format!("{processes} processes of {mib} MiB do not fit into {available} MiB").into());
+        }
+        Ok(shape)
+    }
+
+    /// The engines that are compared where one of each is enough, the peer first.
+    pub fn pair(&self) -> Vec<Engine> {
+        let ours = Engine::Ours { workers: 1, predict: true };
+        if self.no_ksm { vec![ours] } else { vec![Engine::Ksm { smart_scan: 1 }, ours] }
+    }
+}

@@ -1,0 +1,160 @@
+//! Single latencies: the first write to a shared page, the way from duplicates to one copy, a pass with nothing to do.
+
+use super::args::Args;
+use super::engine::{Engine, Running};
+use super::settle::{PERIOD, QUIET, settle};
+use super::workload::{Layout, Shape};
+use crate::process::Failure;
+use crate::record;
+use crate::stats::{Spread, quantile};
+use serde_json::json;
+use std::time::{Duration, Instant};
+
+/// First write to each of many shared pages.
+pub fn breaks(args: &Args) -> Result<(), Failure> {
+    let shape = Shape { layout: Layout::Files, processes: 2, mib: if args.quick { 40 } else { 160 } };
+    let pages = shape.mib * 256 / 2;
+    let (mut peer, mut rows): (Option<(f64, f64)>, _) = (None, Vec::new());
+    for engine in args.pair() {
+        let (mut p50, mut p99) = (Vec::new(), Vec::new());
+        for _ in 0..args.rounds() {
+            let running = Running::start(engine, PERIOD)?;
+            let mut workload = running.workload(shape)?;
+            workload.fill()?;
+            settle(&running, QUIET)?;
+            let times = workload.write_to(pages)?;
+            p50.push(quantile(&times, 0.5).unwrap_or(0) as f64);
+            p99.push(quantile(&times, 0.99).unwrap_or(0) as f64);
+            workload.check()?;
+        }
+        let (p50, p99) = (Spread::of(p50), Spread::of(p99));
+        let against = peer.map(|peer| (p50.median / peer.0, p99.median / peer.1));
+        rows.push(json!({
+            "part": "breaks", "engine": engine.name(), "pages": pages, "p50_ns": p50, "p99_ns": p99,
+            "p50_against_ksm": against.map(|both| both.0), "p99_against_ksm": against.map(|both| both.1),
+        }));
+        peer.get_or_insert((p50.median, p99.median));
+    }
+    record::table(
+        &format!("breaks: the first write to each of {pages} shared pages, in nanoseconds"),
+        "engine|p50=p50_ns:0|p99=p99_ns:0|p50 against KSM=p50_against_ksm:2 x|p99 against KSM=p99_against_ksm:2 x",
+        rows,
+    );
+    Ok(())
+}
+
+/// From the last duplicate written to nine tenths of them merged.
+pub fn delay(args: &Args) -> Result<(), Failure> {
+    let shape = Shape { layout: Layout::Files, processes: 2, mib: if args.quick { 40 } else { 512 } };
+    let (period, mut rows) = (Duration::from_secs(1), Vec::new());
+    for engine in args.pair().into_iter().rev() {
+        let mut times = Vec::new();
+        for _ in 0..args.rounds() {
+            let running = Running::start(engine, period)?;
+            let mut workload = running.workload(shape)?;
+            running.go()?;
+            workload.fill()?;
+            let began = Instant::now();
+            while running.look().merged * 10 < shape.pages() * 9 {
+                if began.elapsed() > Duration::from_secs(120) {
+                    return Err(format!("{}: not merged within two minutes", engine.name()).into());
+                }
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            times.push(began.elapsed().as_secs_f64());
+            workload.check()?;
+        }
+        let times = Spread::of(times);
+        rows.push(
+            json!({ "part": "delay", "engine": engine.name(), "mib": shape.processes * shape.mib, "seconds": times }),
+        );
+    }
+    record::table(
+        &format!("delay: from {} MiB of duplicates written to 90 % merged, period 1 s", shape.processes * shape.mib),
+        "engine|seconds:2",
+        rows,
+    );
+    Ok(())
+}
+
+/// The longest time for the passes of one measurement.
+const PASS_MAX: Duration = Duration::from_secs(120);
+
+/// Passes of one measurement: in this many each client is looked at once at least.
+const PASSES: f64 = 16.0;
+
+/// Processor time of a pass over memory that was examined already: of daemon and agents, or of ksmd. Our daemon skips a process
+/// that has no page fault, so passes that look at every process are measured as well.
+pub fn idle(args: &Args) -> Result<(), Failure> {
+    let shape = match (args.quick, args.full) {
+        (true, _) => Shape { layout: Layout::Files, processes: 2, mib: 128 },
+        (_, true) => Shape { layout: Layout::Files, processes: 2, mib: 2048 },
+        _ => Shape { layout: Layout::Files, processes: 2, mib: 1024 },
+    };
+    let gib = (shape.processes * shape.mib) as f64 / 1024.0;
+    let (mut peer, mut rows): (Option<f64>, _) = (None, Vec::new());
+    for engine in args.pair() {
+        let ours = matches!(engine, Engine::Ours { .. });
+        let (mut rest, mut looks) = (Passes::default(), Passes::default());
+        for _ in 0..args.rounds() {
+            let running = Running::start(engine, PERIOD)?;
+            let mut workload = running.workload(shape)?;
+            workload.fill()?;
+            settle(&running, QUIET)?;
+            rest.add(&running, shape.processes, gib, if ours { PASSES } else { 1.0 }, args.quick)?;
+            if ours {
+                // Longer than the measurement, so that its last pass still meets processes with faults.
+                let time = PERIOD * 30;
+                workload.fault_elsewhere(time, || {
+                    std::thread::sleep(2 * PERIOD);
+                    looks.add(&running, shape.processes, gib, PASSES, args.quick)
+                })??;
+            }
+            workload.check()?;
+        }
+        let names = [engine.name(), format!("{}, faults elsewhere", engine.name())];
+        for (name, passes) in names.into_iter().zip([rest, looks]).take(1 + usize::from(ours)) {
+            let (times, watching) = (Spread::of(passes.times), Spread::of(passes.watching));
+            let share = peer.map(|peer| times.median / peer);
+            rows.push(json!({
+                "part": "idle", "engine": name, "gib": gib, "us_per_gib": times, "of_ksm": share,
+                "watch_wall_us_per_gib": watching,
+            }));
+            peer.get_or_insert(times.median);
+        }
+    }
+    record::table(
+        &format!("idle: processor time of one pass over {gib} GiB in which nothing changed, in microseconds per GiB"),
+        "engine|us per GiB:0|of KSM's=of_ksm:4|watching, wall us=watch_wall_us_per_gib:0",
+        rows,
+    );
+    Ok(())
+}
+
+/// Times of passes, in microseconds per GiB.
+#[derive(Default)]
+struct Passes {
+    times: Vec<f64>,
+    watching: Vec<f64>,
+}
+
+impl Passes {
+    /// Waits for `passes` passes and notes the time of one.
+    fn add(&mut self, running: &Running, processes: u64, gib: f64, passes: f64, quick: bool) -> Result<(), Failure> {
+        let (began, before) = (Instant::now(), running.passes(processes)?);
+        let after = loop {
+            std::thread::sleep(Duration::from_secs(if quick { 2 } else { 5 }));
+            let after = running.passes(processes)?;
+            if after.count >= before.count + passes {
+                break after;
+            }
+            if began.elapsed() > PASS_MAX {
+                return Err(format!("no {passes} passes within {PASS_MAX:?}").into());
+            }
+        };
+        let per_gib = |ns: u64| ns as f64 / 1000.0 / (after.count - before.count) / gib;
+        self.times.push(per_gib(after.cpu_ns - before.cpu_ns));
+        self.watching.extend(after.watch_ns.zip(before.watch_ns).map(|(after, before)| per_gib(after - before)));
+        Ok(())
+    }
+}

@@ -1,0 +1,155 @@
+//! Merging: time per page, memory, and the longest waits; and how the costs grow.
+
+use super::args::Args;
+use super::engine::{Engine, Running};
+use super::settle::{PERIOD, Pace, QUIET, pace, settle};
+use super::workload::{Layout, Shape};
+use crate::process::Failure;
+use crate::record;
+use crate::stats::Spread;
+use serde_json::json;
+
+/// One run of an engine over a workload, until nothing more is merged.
+struct Merged {
+    pages: u64,
+    pace: Pace,
+    cpu_s: f64,
+    before_mib: f64,
+    /// Sum of the processes' proportional memory, plus all memory of the engine.
+    after_mib: f64,
+    metadata_mib: f64,
+    freeze_us_p99: Option<f64>,
+}
+
+fn merge_once(engine: Engine, shape: Shape) -> Result<Merged, Failure> {
+    let running = Running::start(engine, PERIOD)?;
+    let mut workload = running.workload(shape)?;
+    workload.fill()?;
+    let before = workload.pss();
+    let samples = settle(&running, QUIET)?;
+    let last = samples[samples.len() - 1];
+    let after = workload.pss() + running.own_bytes(shape.pages());
+    workload.check()?;
+    Ok(Merged {
+        pages: last.merged,
+        pace: pace(&samples),
+        cpu_s: (last.cpu_ns - samples[0].cpu_ns) as f64 / 1e9,
+        before_mib: before as f64 / 1048576.0,
+        after_mib: after as f64 / 1048576.0,
+        metadata_mib: running.metadata_bytes(shape.pages()) as f64 / 1048576.0,
+        freeze_us_p99: running.freeze_us_p99(),
+    })
+}
+
+impl Merged {
+    fn cpu_us(&self) -> f64 {
+        self.cpu_s * 1e6 / self.pages.max(1) as f64
+    }
+}
+
+fn spread(runs: &[Merged], of: impl Fn(&Merged) -> Option<f64>) -> Spread {
+    Spread::of(runs.iter().filter_map(of))
+}
+
+/// The engines of the table.
+fn engines(args: &Args) -> Vec<Engine> {
+    let mut engines = vec![
+        Engine::Ours { workers: 1, predict: true },
+        Engine::Ours { workers: 2, predict: true },
+        Engine::Ours { workers: 1, predict: false },
+    ];
+    if !args.no_ksm {
+        engines.extend([Engine::Ksm { smart_scan: 1 }, Engine::Ksm { smart_scan: 0 }]);
+    }
+    if let Some(name) = &args.engine {
+        let whole = engines.iter().any(|engine| engine.name() == *name);
+        engines.retain(|engine| if whole { engine.name() == *name } else { engine.name().starts_with(name) });
+    }
+    engines
+}
+
+/// Measures merging, a table for each layout.
+pub fn merge(args: &Args) -> Result<(), Failure> {
+    for layout in args.layout.map_or_else(|| Layout::ALL.to_vec(), |layout| vec![layout]) {
+        let shape = args.shape(layout)?;
+        let mut runs: Vec<(Engine, Vec<Merged>)> =
+            engines(args).into_iter().map(|engine| (engine, Vec::new())).collect();
+        for round in 0..args.rounds() {
+            for (engine, runs) in &mut runs {
+                runs.push(merge_once(*engine, shape)?);
+            }
+            eprintln!("{}: round {} of {}", layout.name(), round + 1, args.rounds());
+        }
+        let peer = runs.iter().find(|(engine, _)| matches!(engine, Engine::Ksm { .. }));
+        let peer = peer.map(|(_, runs)| spread(runs, |run| Some(run.cpu_us())).median);
+        let rows = runs.iter().map(|(engine, runs)| {
+            let median = |of: &dyn Fn(&Merged) -> f64| spread(runs, |run| Some(of(run))).median;
+            let cpu = spread(runs, |run| Some(run.cpu_us()));
+            json!({
+                "part": "merge", "layout": layout.name(), "engine": engine.name(), "processes": shape.processes,
+                "mib_each": shape.mib, "pages_merged": median(&|run| run.pages as f64), "cpu_us_per_page": cpu,
+                "speed_against_ksm": peer.map(|peer| peer / cpu.median),
+                "wall_us_per_page": spread(runs, |run| run.pace.merging_us),
+                "wall_us_per_page_from_start": spread(runs, |run| Some(run.pace.from_start_us)),
+                "memory_before_mib": median(&|run| run.before_mib), "memory_after_mib": median(&|run| run.after_mib),
+                "records_mib": median(&|run| run.metadata_mib),
+                "freeze_us_p99": runs[0].freeze_us_p99.map(|_| spread(runs, |run| run.freeze_us_p99)),
+            })
+        });
+        record::table(
+            "merging: time per merged page, on the wall between the first and the last of them and from the request to merge;\n\
+             memory; and the longest 1 % of waits",
+            "layout|engine|merged=pages_merged:0|CPU us/page=cpu_us_per_page:2|speed=speed_against_ksm:2 x|\
+             wall us/page=wall_us_per_page:2|from the request=wall_us_per_page_from_start:2|\
+             before MiB=memory_before_mib:0|after MiB=memory_after_mib:0|records MiB=records_mib:1|\
+             wait p99 us=freeze_us_p99:0",
+            rows.collect(),
+        );
+    }
+    Ok(())
+}
+
+/// Measures costs against the number of pages, clients and workers, and the length of runs.
+pub fn growth(args: &Args) -> Result<(), Failure> {
+    let (processes, mib) = if args.quick { (2, 40) } else { (4, 120) };
+    let base = Shape { layout: Layout::Files, processes, mib };
+    let list = |all: &'static [u64], quick: &'static [u64]| if args.quick { quick } else { all };
+    let mut shapes: Vec<(&str, u64, Shape, usize)> = Vec::new();
+    for by in list(&[1, 2, 4, 8], &[1, 2]) {
+        let shape = Shape { mib: base.mib / 2 * by, ..base };
+        shapes.push(("pages", shape.pages(), shape, 1));
+    }
+    for &processes in list(&[2, 4, 8, 16], &[2, 4]) {
+        shapes.push(("clients", processes, Shape { processes, ..base }, 1));
+    }
+    shapes.extend([1, 2, 4].map(|workers| ("workers", workers as u64, base, workers)));
+    for &run in list(&[1, 2, 4, 8, 16, 64, 256, 1024], &[2, 64]) {
+        shapes.push(("run length", run, Shape { layout: Layout::Runs(run), ..base }, 1));
+    }
+    let mut rows = Vec::new();
+    for (what, to, shape, workers) in shapes {
+        let (mut ours, mut peer) = (Vec::new(), Vec::new());
+        for _ in 0..args.rounds().min(3) {
+            ours.push(merge_once(Engine::Ours { workers, predict: true }, shape)?);
+            if !args.no_ksm && what != "workers" {
+                peer.push(merge_once(Engine::Ksm { smart_scan: 1 }, shape)?);
+            }
+        }
+        let cpu = |runs: &[Merged]| spread(runs, |run| Some(run.cpu_us()));
+        rows.push(json!({
+            "part": "growth", "grows": what, "to": to, "processes": shape.processes, "mib_each": shape.mib,
+            "layout": shape.layout.name(), "workers": workers, "cpu_us_per_page": cpu(&ours),
+            "ksm_cpu_us_per_page": (!peer.is_empty()).then(|| cpu(&peer)),
+            "wall_us_per_page": spread(&ours, |run| run.pace.merging_us),
+            "wall_us_per_page_from_start": spread(&ours, |run| Some(run.pace.from_start_us)),
+            "freeze_us_p99": spread(&ours, |run| run.freeze_us_p99),
+        }));
+    }
+    record::table(
+        &format!("growth: {processes} processes of {mib} MiB in files of 20 MB, but for the first column"),
+        "grows|to|CPU us/page=cpu_us_per_page:2|KSM=ksm_cpu_us_per_page:2|wall us/page=wall_us_per_page:2|\
+         wait p99 us=freeze_us_p99:0",
+        rows,
+    );
+    Ok(())
+}

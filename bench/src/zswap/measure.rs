@@ -1,0 +1,127 @@
+//! Memory and clocks of the parts.
+
+use crate::process::cpu_s;
+use pagefold_os::mem::Mapping;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+/// Anonymous memory on small pages.
+pub struct Area(pub Mapping);
+
+pub fn to_io(errno: pagefold_os::Errno) -> io::Error {
+    io::Error::from_raw_os_error(errno.0)
+}
+
+impl Area {
+    /// Maps `len` bytes.
+    pub fn new(len: usize) -> io::Result<Area> {
+        Mapping::anonymous(len).map(Area).map_err(to_io)
+    }
+
+    /// All of it.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the mapping is readable, writable and of that length, and is borrowed mutably as long as the slice.
+        unsafe { std::slice::from_raw_parts_mut(self.0.as_ptr(), self.0.len()) }
+    }
+
+    /// Reads one byte of a page, which may fault it in.
+    pub fn touch(&self, page: usize) -> u8 {
+        assert!(page * 4096 < self.0.len());
+        // SAFETY: inside the mapping, as just checked; volatile, because the read is what counts.
+        unsafe { self.0.as_ptr().add(page * 4096).read_volatile() }
+    }
+
+    /// Asks the kernel to evict all pages.
+    pub fn page_out(&self) {
+        // SAFETY: the range is this mapping; the advice changes no byte that can be read.
+        let _ = unsafe { pagefold_os::mem::advise(self.0.addr(), self.0.len() as u64, libc::MADV_PAGEOUT) };
+    }
+
+    /// Discards all pages.
+    pub fn forget(&self) {
+        // SAFETY: the range is this mapping, whose content is not read again.
+        let _ = unsafe { pagefold_os::mem::advise(self.0.addr(), self.0.len() as u64, libc::MADV_DONTNEED) };
+    }
+
+    /// Bytes that are present.
+    pub fn resident_bytes(&self) -> io::Result<usize> {
+        let pages = self.0.len() / 4096;
+        let file = std::fs::File::open("/proc/self/pagemap")?;
+        let mut entries = vec![0; pages * 8];
+        std::os::unix::fs::FileExt::read_exact_at(&file, &mut entries, self.0.addr() / 4096 * 8)?;
+        Ok(entries.as_chunks::<8>().0.iter().filter(|entry| entry[7] & 0x80 != 0).count() * 4096)
+    }
+}
+
+/// The pages of a set, with their numbers.
+pub fn as_pages(set: &[u8]) -> Vec<(u64, &[u8; 4096])> {
+    (0..).zip(set.as_chunks::<4096>().0).collect()
+}
+
+/// Time of storing a set, without the preparation before and the cleaning up after.
+#[derive(Default)]
+pub struct Spent {
+    /// Wall time.
+    pub seconds: f64,
+    /// Processor time.
+    pub cpu_s: f64,
+}
+
+impl Spent {
+    /// Adds the time of `act`.
+    pub fn on<T>(&mut self, act: impl FnOnce() -> T) -> T {
+        let (start, cpu) = (Instant::now(), process_cpu_s());
+        let result = act();
+        self.seconds += start.elapsed().as_secs_f64();
+        self.cpu_s += process_cpu_s() - cpu;
+        result
+    }
+}
+
+fn process_cpu_s() -> f64 {
+    cpu_s(libc::RUSAGE_SELF)
+}
+
+/// Microseconds of each of `count` acts.
+pub fn timed(count: usize, mut act: impl FnMut(usize)) -> Vec<f64> {
+    let time = |at| {
+        let start = Instant::now();
+        act(at);
+        start.elapsed().as_secs_f64() * 1e6
+    };
+    (0..count).map(time).collect()
+}
+
+/// Keeps every processor busy while this lives.
+pub struct Busy {
+    stop: Arc<AtomicBool>,
+    threads: Vec<std::thread::JoinHandle<()>>,
+}
+
+impl Busy {
+    /// Starts a thread for each processor.
+    pub fn start() -> Busy {
+        let stop = Arc::new(AtomicBool::new(false));
+        let spin = || {
+            let stop = stop.clone();
+            std::thread::spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            })
+        };
+        let threads = (0..std::thread::available_parallelism().map_or(1, usize::from)).map(|_| spin()).collect();
+        Busy { stop, threads }
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
