@@ -6,17 +6,12 @@
 //! be killed at any instant: clients keep what is merged,
 //! for the kernel holds it, and greet the next daemon.
 
+mod clients;
 pub mod cold;
-pub mod control;
-pub mod http;
-mod lease;
-pub mod link;
-pub mod metrics;
-pub mod peer;
-pub mod server;
+mod memory_limits;
+mod service;
 pub mod status;
-mod verify;
-pub mod web;
 
 pub use pagefold_merge::client::VMA_BUDGET_MAX;
-pub use server::{Config, Daemon};
+pub use service::listener::{Config, Daemon};
+pub use service::{control, http, metrics, web};

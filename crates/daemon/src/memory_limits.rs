@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Mutex, OnceLock};
 
 /// Above this share of its limit a client's memory goes out whether it is silent or not.
-pub(super) const SHORT: f64 = 0.945;
+pub(crate) const SHORT: f64 = 0.945;
 /// From this share of a limit on it is asked how much of the memory in use is only the file cache.
-pub(super) const TIGHT: f64 = 0.75;
+pub(crate) const TIGHT: f64 = 0.75;
 /// Share of a limit that pages which come back may fill; the rest is for what the program takes itself, and nobody can
 /// make room for that in time: the kernel kills at a limit, it does not ask us.
 const FILLED: f64 = 0.965;
@@ -20,6 +20,9 @@ const FILLED: f64 = 0.965;
 const FLOOR: u64 = 4 << 20;
 /// Pages that come back between two looks, where there is no limit near: one may be set at any time.
 const PAGES_BETWEEN: u64 = 256;
+/// Bytes that the daemon's own control group must have left for it to accept another client: at its limit the kernel would
+/// kill the daemon. A new client takes a tenth of them at first.
+pub(crate) const CLIENT_BYTES: u64 = 1 << 20;
 /// Numbers from here on mean "no limit" in version 1.
 const NO_LIMIT: u64 = 1 << 60;
 
@@ -247,11 +250,11 @@ impl Room {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use super::*;
 
     /// What is left of so many MiB of which so many are used.
-    pub(in crate::cold) fn limited(dir: &Path, used: u64, limit: u64) -> Room {
+    pub(crate) fn limited(dir: &Path, used: u64, limit: u64) -> Room {
         let [used, limit] = [used, limit].map(|mib| (mib << 20).to_string());
         let files =
             [("memory.usage_in_bytes", &*used), ("memory.limit_in_bytes", &*limit), ("memory.stat", "cache 1\n")];

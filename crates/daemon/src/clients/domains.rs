@@ -1,8 +1,8 @@
 //! Domains with their workers: made when a client of theirs comes, let go when none has come for long.
 
-use super::{Daemon, DomainKey};
+use crate::service::listener::{Daemon, DomainKey};
 
-use crate::cold::room;
+use crate::memory_limits;
 use pagefold_merge::{Domain, domain};
 use pagefold_os::sched;
 use pagefold_os::sync::lock;
@@ -19,23 +19,23 @@ const NAP: Duration = Duration::from_secs(1);
 /// Processors, by number, among which a worker looks for one without another worker.
 const CPUS_TRIED: u64 = 64;
 /// Most domains at once: each has threads, an index and a pool.
-pub(super) const DOMAINS_MAX: usize = 256;
+pub(crate) const DOMAINS_MAX: usize = 256;
 
 pub(crate) struct Group {
     pub(crate) domain: Arc<Domain>,
-    pub(super) wake: Arc<(Mutex<u64>, Condvar)>,
+    pub(crate) wake: Arc<(Mutex<u64>, Condvar)>,
     /// Its workers end.
-    pub(super) over: Arc<AtomicBool>,
+    pub(crate) over: Arc<AtomicBool>,
     /// Clients that are about to be added.
-    pub(super) joining: usize,
+    pub(crate) joining: usize,
     /// When its last client was seen.
-    last_busy: Instant,
+    pub(crate) last_busy: Instant,
 }
 
 impl Daemon {
     /// The domain of `key`, which stays until who joins is added; made, with its workers, if there is none.
     #[allow(clippy::type_complexity)]
-    pub(super) fn join(self: &Arc<Daemon>, key: &DomainKey) -> io::Result<(Arc<Domain>, Arc<(Mutex<u64>, Condvar)>)> {
+    pub(crate) fn join(self: &Arc<Daemon>, key: &DomainKey) -> io::Result<(Arc<Domain>, Arc<(Mutex<u64>, Condvar)>)> {
         let mut groups = lock(&self.groups);
         if let Some(group) = groups.get_mut(key) {
             group.joining += 1;
@@ -48,7 +48,7 @@ impl Daemon {
             name: key.1.clone(),
             period_ns: self.config.period.as_nanos() as u64,
             pool_max_bytes: self.config.pool_max_bytes,
-            room: pagefold_pool::Room::new(|bytes| room::own().has(bytes)),
+            room: pagefold_pool::Room::new(|bytes| memory_limits::own().has(bytes)),
             vma_budget: self.config.vma_budget,
             predict: self.config.predict,
             ..domain::Config::default()
@@ -152,7 +152,7 @@ impl Daemon {
 }
 
 /// Wakes the workers of a domain; who is about to sleep sees that the number changed.
-pub(super) fn ring(wake: &(Mutex<u64>, Condvar)) {
+pub(crate) fn ring(wake: &(Mutex<u64>, Condvar)) {
     *lock(&wake.0) += 1;
     wake.1.notify_all();
 }
@@ -160,8 +160,8 @@ pub(super) fn ring(wake: &(Mutex<u64>, Condvar)) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::server::Config;
-    use crate::server::tests::daemon;
+    use crate::service::listener::Config;
+    use crate::service::listener::tests::daemon;
     use pagefold_os::PAGE_SIZE;
 
     /// Else a domain of the same name would have the whole of its pool's largest size once more.

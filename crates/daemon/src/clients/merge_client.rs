@@ -6,7 +6,7 @@
 //! fingerprinted. A client that does not answer in time, or answers what
 //! cannot be, is gone.
 
-use crate::peer::Peer;
+use crate::clients::connection::Peer;
 use pagefold_agent::wire::{
     self, CHANNEL_COUNTERS, CHANNEL_IN, CHANNEL_LEN, CHANNEL_OUT, CHANNEL_PAGES, Counters, LIST_MAX, Op, PIECE_ZERO,
     Packet, RegionEntry, SEGMENTS_HELD, SEGMENTS_PER_REQUEST, Why,
@@ -589,7 +589,7 @@ impl Drop for Link {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::peer::tests::serves_who_sends_what_is_slow_to_close;
+    use crate::clients::connection::tests::serves_who_sends_what_is_slow_to_close;
 
     #[test]
     fn who_sends_what_is_slow_to_close_is_gone_at_once() {

@@ -3,7 +3,7 @@
 //! Nothing that stands in the channel is believed: pages are copied before they are stored, and whether a page left the
 //! client is read from the table, under the pact.
 
-use crate::peer::Peer;
+use crate::clients::connection::Peer;
 use pagefold_agent::wire::{
     CHANNEL_IN, CHANNEL_LEN, CHANNEL_OUT, CHANNEL_PAGES, DROP_BUSY, DropEntry, FETCH_PAGES_MAX, LIST_MAX, Op, Packet,
     RegionEntry,
@@ -23,16 +23,16 @@ const REGIONS_MAX: usize = 1 << 20;
 
 /// The agent does not answer, or not sensibly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Gone;
+pub(crate) struct Gone;
 
 /// Memory that agent and daemon share.
-pub(super) struct Channel {
+pub(crate) struct Channel {
     fd: Fd,
     map: Mapping,
 }
 
 impl Channel {
-    pub(super) fn new() -> Result<Channel, Errno> {
+    pub(crate) fn new() -> Result<Channel, Errno> {
         let fd = memfd::create(c"pagefold-cold-channel", CHANNEL_LEN as u64)?;
         memfd::add_seals(&fd, memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_SEAL)?;
         let prot = libc::PROT_READ | libc::PROT_WRITE;
@@ -41,7 +41,7 @@ impl Channel {
     }
 
     /// Copies what lies in place `place` to memory of ours: nothing is done with bytes that may change meanwhile.
-    pub(super) fn read(&self, place: u32, page: &mut Page) {
+    pub(crate) fn read(&self, place: u32, page: &mut Page) {
         let place = place as usize;
         assert!(place < FETCH_PAGES_MAX);
         // SAFETY: the page lies in the channel. The other side may write meanwhile; then we have a torn copy, which will
@@ -54,7 +54,7 @@ impl Channel {
 
     /// Puts a page there, as the agent does.
     #[cfg(test)]
-    pub(super) fn write(&self, place: u32, page: &Page) {
+    pub(crate) fn write(&self, place: u32, page: &Page) {
         assert!((place as usize) < FETCH_PAGES_MAX);
         // SAFETY: the place lies in the channel.
         unsafe {
@@ -72,7 +72,7 @@ impl Channel {
 }
 
 /// A connection to an agent.
-pub(super) struct ColdLink {
+pub(crate) struct ColdLink {
     pub socket: Arc<Peer>,
     channel: Arc<Channel>,
     /// Places of the channel, from the first on, whose memory is there.
@@ -82,18 +82,18 @@ pub(super) struct ColdLink {
 }
 
 impl ColdLink {
-    pub(super) fn new(socket: Arc<Peer>) -> Result<ColdLink, Errno> {
+    pub(crate) fn new(socket: Arc<Peer>) -> Result<ColdLink, Errno> {
         let channel = Arc::new(Channel::new()?);
         sock::set_timeout(&socket, ANSWER_MS_MAX)?;
         Ok(ColdLink { socket, channel, room: 0, sequence: 0, agent_cpu_ns: 0 })
     }
 
-    pub(super) fn channel_fd(&self) -> &Fd {
+    pub(crate) fn channel_fd(&self) -> &Fd {
         &self.channel.fd
     }
 
     /// Where the pages lie that were copied last.
-    pub(super) fn channel(&self) -> &Arc<Channel> {
+    pub(crate) fn channel(&self) -> &Arc<Channel> {
         &self.channel
     }
 
@@ -125,7 +125,7 @@ impl ColdLink {
     }
 
     /// The managed ranges of plain memory, in order.
-    pub(super) fn regions(&mut self) -> Result<Vec<Range>, Gone> {
+    pub(crate) fn regions(&mut self) -> Result<Vec<Range>, Gone> {
         let mut all: Vec<Range> = Vec::new();
         loop {
             let from = all.last().map_or(0, |last| last.end);
@@ -149,12 +149,12 @@ impl ColdLink {
     }
 
     /// Ends the agent's part for the tier, for a client that parted from live merging.
-    pub(super) fn leave(&mut self) {
+    pub(crate) fn leave(&mut self) {
         let _ = self.ask(Op::Leave, 0);
     }
 
     /// Watches ranges for writes.
-    pub(super) fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
+    pub(crate) fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
         for batch in ranges.chunks(LIST_MAX / 2) {
             batch.iter().enumerate().for_each(|(index, range)| self.put(index, *range));
             self.ask(Op::Watch, batch.len())?;
@@ -163,7 +163,7 @@ impl ColdLink {
     }
 
     /// Absent pages of these ranges are the kernel's again, where nothing is out.
-    pub(super) fn release(&mut self, ranges: &[Range]) -> Result<(), Gone> {
+    pub(crate) fn release(&mut self, ranges: &[Range]) -> Result<(), Gone> {
         for batch in ranges.chunks(LIST_MAX / 2) {
             batch.iter().enumerate().for_each(|(index, range)| self.put(index, *range));
             self.ask(Op::ColdRelease, batch.len())?;
@@ -173,7 +173,7 @@ impl ColdLink {
 
     /// Has the agent copy the pages of `runs` to the channel, at most `count_max` of them, from place `first` on; says of
     /// each whether it lies there.
-    pub(super) fn copy(&mut self, runs: &[Range], first: usize, count_max: usize) -> Result<Vec<bool>, Gone> {
+    pub(crate) fn copy(&mut self, runs: &[Range], first: usize, count_max: usize) -> Result<Vec<bool>, Gone> {
         runs.iter().enumerate().for_each(|(index, range)| {
             self.put(index, RegionEntry { start: range.start, end: range.end, inode: 0, slot: 0 });
         });
@@ -181,7 +181,7 @@ impl ColdLink {
         let pages = (runs.iter().map(Range::pages).sum::<u64>()).min(room as u64) as usize;
         let behind = first + pages;
         if behind > self.room {
-            if !crate::link::populate(&self.channel.map, self.room..behind) {
+            if !crate::clients::merge_client::populate(&self.channel.map, self.room..behind) {
                 return Ok(Vec::new());
             }
             self.room = behind;
@@ -192,7 +192,7 @@ impl ColdLink {
 
     /// Has the agent take these pages away, if they equal what was copied last. Returns the places of pages that could
     /// not be moved and are worth another attempt.
-    pub(super) fn drop_pages(&mut self, entries: &[DropEntry]) -> Result<Vec<u32>, Gone> {
+    pub(crate) fn drop_pages(&mut self, entries: &[DropEntry]) -> Result<Vec<u32>, Gone> {
         entries.iter().enumerate().for_each(|(index, entry)| self.put(index, *entry));
         if self.ask_with(Op::ColdDrop, entries.len(), sched::quick_monotonic_ns(), 0)? == 0 {
             return Ok(Vec::new());

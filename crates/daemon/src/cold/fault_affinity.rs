@@ -94,7 +94,7 @@ impl Choice {
 
 /// The place of the thread that serves a client.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(crate) struct Place {
     client: i32,
     /// Where the thread may run.
     cpus: Cpus,

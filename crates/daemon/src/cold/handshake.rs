@@ -3,12 +3,13 @@
 //! Nothing that it hands over is believed before it was looked at. Its descriptors are with the keeper, and its thread
 //! runs, before the answer lets its first page go out; who cannot be kept or served is refused, and keeps its memory.
 
-use super::client::{Client, Handed, Identity};
-use super::link::ColdLink;
-use super::{Cold, Group, Whom, random, room, threads};
-use crate::link::{GreetError, receive_ready};
-use crate::peer::Peer;
-use crate::server::{CLIENT_BYTES, DomainKey};
+use crate::clients::connection::Peer;
+use crate::clients::merge_client::{GreetError, receive_ready};
+use crate::cold::agent_connection::ColdLink;
+use crate::cold::client::{Client, Handed, Identity};
+use crate::cold::{Cold, Group, Whom, random, threads};
+use crate::memory_limits::{self, CLIENT_BYTES};
+use crate::service::listener::DomainKey;
 use pagefold_agent::wire::{HELLO_AWAY, Op, Packet};
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
@@ -116,7 +117,7 @@ impl Cold {
             known => known,
         };
         // Who comes with pages out is served all the same.
-        if bare && room::own().free_apart(&new.room) < CLIENT_BYTES {
+        if bare && memory_limits::own().free_apart(&new.room) < CLIENT_BYTES {
             return Err(Errno(libc::ENOMEM));
         }
         // Whoever is in a namespace that we do not see has no number.
@@ -188,9 +189,9 @@ fn same_file(a: &Fd, b: &Fd) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::keep::tests::with_keeper;
-    use super::super::{Config, client};
     use super::*;
+    use crate::cold::handover::keeper::tests::with_keeper;
+    use crate::cold::{Config, client};
     use pagefold_tier::keeper::Keeper;
 
     /// What the agent of one that greets has taken before.

@@ -9,33 +9,28 @@
 //! A client comes by `greet` or, from a dead daemon, by `adopt`; both leave it with the keeper (`keep`) and give it its
 //! thread (`threads`).
 
-mod adopt;
-mod client;
-mod greet;
-mod hand;
-mod keep;
-mod link;
-mod orphans;
-mod out;
-mod place;
-mod pump;
-pub(crate) mod room;
+mod agent_connection;
+pub(crate) mod client;
+mod evict;
+mod fault_affinity;
+mod handover;
+mod handshake;
+mod prefetcher;
 mod status;
-mod store;
 mod threads;
 
-use crate::server::DomainKey;
+use crate::service::listener::DomainKey;
 
 use client::Client;
 pub use client::FAULT_BUCKETS;
-use hand::Hand;
-use keep::forget;
-use orphans::Orphans;
+use handover::keeper::forget;
+use handover::pending_children::Orphans;
 use pagefold_os::awake::Awake;
 use pagefold_os::sync::lock;
 use pagefold_os::wait;
 use pagefold_tier::keeper::Keeper;
 use pagefold_tier::{Backing, BackingFile, Tier};
+use prefetcher::Hand;
 use serde::{Deserialize, Serialize};
 pub use status::{ColdClient, ColdDomain, ColdStatus};
 use std::collections::{BTreeMap, HashSet};
@@ -105,52 +100,52 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A domain's tier and its clients.
 pub(crate) struct Group {
-    key: DomainKey,
-    tier: Tier,
+    pub(crate) key: DomainKey,
+    pub(crate) tier: Tier,
     /// Tells arenas apart.
-    id: u64,
-    clients: Mutex<BTreeMap<u32, Arc<Client>>>,
+    pub(crate) id: u64,
+    pub(crate) clients: Mutex<BTreeMap<u32, Arc<Client>>>,
     /// Processor time of agents whose clients are gone; changes while `clients` is held.
-    past_cpu_ns: AtomicU64,
-    next_region: AtomicU32,
-    config: Config,
-    keeper: Arc<Mutex<Option<Keeper>>>,
-    awake: Arc<Awake>,
-    closing: Arc<AtomicBool>,
-    orphans: Arc<Orphans>,
-    hand: Arc<Hand>,
+    pub(crate) past_cpu_ns: AtomicU64,
+    pub(crate) next_region: AtomicU32,
+    pub(crate) config: Config,
+    pub(crate) keeper: Arc<Mutex<Option<Keeper>>>,
+    pub(crate) awake: Arc<Awake>,
+    pub(crate) closing: Arc<AtomicBool>,
+    pub(crate) orphans: Arc<Orphans>,
+    pub(crate) hand: Arc<Hand>,
     /// Changes when the pump has something to do that no hint tells it.
-    bell: AtomicU32,
+    pub(crate) bell: AtomicU32,
     /// The cleaner's: changes when something was parked.
-    parked: AtomicU32,
+    pub(crate) parked: AtomicU32,
     /// When its last client was seen, or somebody was about to be one.
-    last_busy: Mutex<Instant>,
+    pub(crate) last_busy: Mutex<Instant>,
     /// It was let go: its threads end, and nobody becomes its client. Changes while `clients` is held.
-    over: AtomicBool,
+    pub(crate) over: AtomicBool,
 }
 
 /// The groups that there are.
 #[derive(Default)]
-struct Groups {
-    all: Mutex<BTreeMap<DomainKey, Arc<Group>>>,
+pub(crate) struct Groups {
+    pub(crate) all: Mutex<BTreeMap<DomainKey, Arc<Group>>>,
     /// Processor time of agents whose groups are gone; changes while `all` is held.
-    past_cpu_ns: AtomicU64,
+    pub(crate) past_cpu_ns: AtomicU64,
 }
 
 /// The tiers of all domains.
 pub(crate) struct Cold {
-    config: Config,
-    groups: Arc<Groups>,
-    keeper: Arc<Mutex<Option<Keeper>>>,
-    keeper_path: PathBuf,
+    pub(crate) config: Config,
+    pub(crate) groups: Arc<Groups>,
+    pub(crate) keeper: Arc<Mutex<Option<Keeper>>>,
+    pub(crate) keeper_path: PathBuf,
     /// Children that wait as long as they live.
-    orphans: Arc<Orphans>,
-    awake: Arc<Awake>,
+    pub(crate) orphans: Arc<Orphans>,
+    pub(crate) awake: Arc<Awake>,
     /// The daemon stops in good order: nothing goes out any more. Looked at under each client's link.
-    closing: Arc<AtomicBool>,
+    pub(crate) closing: Arc<AtomicBool>,
     /// That there is no keeper was said, and there was none since.
-    is_keeper_missed: AtomicBool,
-    patience: Duration,
+    pub(crate) is_keeper_missed: AtomicBool,
+    pub(crate) patience: Duration,
 }
 
 /// Whom a command is about.
@@ -183,7 +178,7 @@ impl Whom {
     }
 }
 
-fn random() -> u64 {
+pub(crate) fn random() -> u64 {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(std::process::id()).max(1)
 }
@@ -208,7 +203,7 @@ impl Cold {
     }
 
     /// What a tier is made by whose first client names `bytes_max`, 0 for as much as it may have.
-    fn tier_config(&self, bytes_max: u64) -> pagefold_tier::Config {
+    pub(crate) fn tier_config(&self, bytes_max: u64) -> pagefold_tier::Config {
         let most = self.config.tier_max_bytes;
         let bytes_max = if bytes_max == 0 { most } else { bytes_max.min(most) };
         pagefold_tier::Config {
@@ -218,7 +213,7 @@ impl Cold {
         }
     }
 
-    fn group_of(&self, key: DomainKey, tier: Tier, id: u64) -> Arc<Group> {
+    pub(crate) fn group_of(&self, key: DomainKey, tier: Tier, id: u64) -> Arc<Group> {
         let (hand, jobs) = Hand::new();
         let group = Arc::new(Group {
             key,
@@ -242,7 +237,7 @@ impl Cold {
         group
     }
 
-    fn group(&self, key: &DomainKey, bytes_max: u64) -> Result<Arc<Group>, String> {
+    pub(crate) fn group(&self, key: &DomainKey, bytes_max: u64) -> Result<Arc<Group>, String> {
         let mut groups = lock(&self.groups.all);
         if let Some(group) = groups.get(key) {
             *lock(&group.last_busy) = Instant::now();
@@ -273,11 +268,11 @@ impl Cold {
         Ok(group)
     }
 
-    fn all_groups(&self) -> Vec<Arc<Group>> {
+    pub(crate) fn all_groups(&self) -> Vec<Arc<Group>> {
         lock(&self.groups.all).values().cloned().collect()
     }
 
-    fn clients_of(&self, whom: &Whom) -> Vec<(Arc<Group>, Arc<Client>)> {
+    pub(crate) fn clients_of(&self, whom: &Whom) -> Vec<(Arc<Group>, Arc<Client>)> {
         let of = |group: &Arc<Group>| -> Vec<(Arc<Group>, Arc<Client>)> {
             let clients = lock(&group.clients);
             clients.values().filter(|client| whom.has(client.pid)).map(|one| (group.clone(), one.clone())).collect()
@@ -290,7 +285,7 @@ impl Cold {
         let clients = self.clients_of(whom);
         let mut pages = 0;
         for (group, client) in &clients {
-            pages += pump::park(group, client).unwrap_or(0);
+            pages += evict::evictor::park(group, client).unwrap_or(0);
         }
         if self.config.park_densely {
             // When all are out: before that the processors are wanted for parking.
@@ -314,7 +309,7 @@ impl Cold {
     /// merged live as well; as [`park`](Self::park).
     pub(crate) fn unpark(&self, whom: &Whom) -> Option<(u64, u64)> {
         let clients = self.clients_of(whom);
-        let pages = clients.iter().map(|(group, client)| pump::unpark(group, client)).sum();
+        let pages = clients.iter().map(|(group, client)| evict::evictor::unpark(group, client)).sum();
         processes(&clients).map(|count| (count, pages))
     }
 
@@ -393,7 +388,7 @@ fn processes(clients: &[(Arc<Group>, Arc<Client>)]) -> Option<u64> {
 
 impl Groups {
     /// Lets go of a group that has had no client for `rest`: its name may never come again. True if it is gone.
-    fn let_go(&self, group: &Group, rest: Duration) -> bool {
+    pub(crate) fn let_go(&self, group: &Group, rest: Duration) -> bool {
         let mut all = lock(&self.all);
         let clients = lock(&group.clients);
         let mut last_busy = lock(&group.last_busy);
@@ -418,29 +413,29 @@ impl Groups {
 
 impl Group {
     /// Has the cleaner make dense at once what is out.
-    fn densify(&self) {
+    pub(crate) fn densify(&self) {
         self.parked.fetch_add(1, Ordering::Release);
         wait::wake(&self.parked);
     }
 
     /// Has the pump look at once.
-    fn ring(&self) {
+    pub(crate) fn ring(&self) {
         self.bell.fetch_add(1, Ordering::Release);
         wait::wake(&self.bell);
     }
 
     /// True once its threads shall end.
-    fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)
     }
 
     /// True when nothing may go out any more: `unpark` is under way or done for who holds a client's link.
-    fn is_closing(&self) -> bool {
+    pub(crate) fn is_closing(&self) -> bool {
         self.closing.load(Ordering::SeqCst)
     }
 
     /// A client has ended.
-    fn remove(&self, region: u32) {
+    pub(crate) fn remove(&self, region: u32) {
         let mut clients = lock(&self.clients);
         let Some(client) = clients.remove(&region) else { return };
         self.past_cpu_ns.fetch_add(client.counters.agent_cpu_ns.load(Ordering::Relaxed), Ordering::Relaxed);
@@ -457,7 +452,7 @@ impl Group {
 
 #[cfg(test)]
 mod tests {
-    use super::keep::tests::with_keeper;
+    use super::handover::keeper::tests::with_keeper;
     use super::*;
 
     /// A tier with a group, and the directory of its keeper's socket.
@@ -535,7 +530,7 @@ mod tests {
         for hand_over in [false, true] {
             let Some((mut client, memory)) = client::tests::own(0, 2) else { return };
             let (dir, cold, group) = with_group(Config { hand_over, ..Config::default() });
-            client.room = room::tests::limited(dir.path(), 999, 1000);
+            client.room = crate::memory_limits::tests::limited(dir.path(), 999, 1000);
             let [to, from] = [memory.addr() + 4096, 1 << 30];
             group.tier.store(client.region, from / 4096, &[7; 4096], pagefold_tier::Effort::Fast).unwrap();
             client::tests::await_moved(&client, from, to);

@@ -1,7 +1,7 @@
 //! The second hand of a group: brings back halves of windows beside the clients' own threads.
 
-use super::Group;
-use super::client::CLUSTER_PAGES;
+use crate::cold::Group;
+use crate::cold::client::CLUSTER_PAGES;
 use pagefold_os::PAGE_SIZE;
 use pagefold_os::sched::{self, Cpus};
 use pagefold_os::sync::lock;
@@ -11,13 +11,13 @@ use std::sync::mpsc::{self, Receiver, SyncSender};
 use std::sync::{Mutex, Weak};
 
 /// Pages of a client that the second hand shall bring back.
-pub(super) struct Job {
+pub(crate) struct Job {
     region: u32,
     pages: Range<u64>,
 }
 
 /// The way to the second hand.
-pub(super) struct Hand {
+pub(crate) struct Hand {
     jobs: SyncSender<Job>,
     /// Its thread; 0 before it runs.
     thread: AtomicI32,

@@ -2,7 +2,7 @@
 //!
 //! Counters are read one by one, without a lock over all: sums may be a moment apart.
 
-use super::{Cold, Group};
+use crate::cold::{Cold, Group};
 use pagefold_os::sync::lock;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;

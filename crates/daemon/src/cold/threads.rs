@@ -1,9 +1,10 @@
 //! The threads of a group: one per client, a second hand, the pump and the cleaner.
 
-use super::client::Client;
-use super::hand::{Hand, Job};
-use super::{Group, Groups, pump};
-use crate::server::DOMAIN_REST;
+use crate::clients::domains::DOMAIN_REST;
+use crate::cold::client::Client;
+use crate::cold::evict::evictor;
+use crate::cold::prefetcher::{Hand, Job};
+use crate::cold::{Group, Groups};
 use pagefold_os::sync::lock;
 use pagefold_os::wait;
 use std::io;
@@ -31,20 +32,20 @@ fn start(name: String, stack_bytes: usize, body: impl FnOnce() + Send + 'static)
 ///
 /// # Errors
 /// No thread is to be had: a client that has pages out, or gets them out, would wait for ever.
-pub(super) fn start_client(group: &Arc<Group>, client: &Arc<Client>) -> io::Result<()> {
+pub(crate) fn start_client(group: &Arc<Group>, client: &Arc<Client>) -> io::Result<()> {
     let name = format!("cold-{}", client.pid);
     let (group, client) = (group.clone(), client.clone());
     thread::Builder::new().name(name).stack_size(SMALL_BYTES).spawn(move || client.run(&group)).map(drop)
 }
 
 /// The second hand, until the group is gone.
-pub(super) fn start_hand(group: &Arc<Group>, jobs: mpsc::Receiver<Job>) {
+pub(crate) fn start_hand(group: &Arc<Group>, jobs: mpsc::Receiver<Job>) {
     let group = Arc::downgrade(group);
     start("cold-ahead".into(), SMALL_BYTES, move || Hand::run(&jobs, &group));
 }
 
 /// Those who move pages out, and make them dense.
-pub(super) fn start_movers(group: &Arc<Group>, groups: &Arc<Groups>) {
+pub(crate) fn start_movers(group: &Arc<Group>, groups: &Arc<Groups>) {
     let (pump, cleaner, groups) = (group.clone(), group.clone(), groups.clone());
     start("cold-pump".into(), LARGE_BYTES, move || run_pump(&pump));
     start("cold-clean".into(), LARGE_BYTES, move || run_cleaner(&cleaner, &groups));
@@ -59,7 +60,7 @@ fn run_pump(group: &Group) {
             clients.iter().map(|client| client.table.head().hinted.load(Ordering::Acquire)).collect();
         let (mut more, mut tight) = (false, false);
         for client in &clients {
-            let step = pump::step(group, client);
+            let step = evictor::step(group, client);
             more |= step.more;
             tight |= step.tight;
         }

@@ -1,11 +1,11 @@
 //! Who connects: agents, which become clients, requests, and who is refused and why.
 
-use super::domains::ring;
-use super::{Connected, Daemon};
-use crate::cold::room;
-use crate::control;
-use crate::link::{GreetError, Link};
-use crate::peer::Peer;
+use super::listener::{Connected, Daemon};
+use crate::clients::connection::Peer;
+use crate::clients::domains::ring;
+use crate::clients::merge_client::{GreetError, Link};
+use crate::memory_limits::{self, CLIENT_BYTES};
+use crate::service::control;
 use crate::status::NotCovered;
 use pagefold_agent::wire::{Op, Packet};
 use pagefold_os::fd::Fd;
@@ -17,15 +17,12 @@ use std::sync::Arc;
 const LINKS_MAX: usize = 4;
 /// Processes remembered that could not be managed.
 const NOT_COVERED_MAX: usize = 64;
-/// Room in the daemon's own control group without which it takes nobody more: the kernel would end it. What it keeps of a
-/// client to begin with is a tenth of that.
-pub(crate) const CLIENT_BYTES: u64 = 1 << 20;
 const NO_ROOM: &str = "the daemon is near the memory limit of its control group: raise it (MemoryMax=)";
 const TOO_MANY_LINKS: &str = "it is connected several times already";
 
 impl Daemon {
     /// Finds out who connected: an agent, or somebody with a control request.
-    pub(super) fn greet(self: &Arc<Daemon>, socket: Fd) {
+    pub(crate) fn greet(self: &Arc<Daemon>, socket: Fd) {
         let mut buffer = vec![0; 64 << 10];
         if sock::set_timeout(&socket, 5_000).is_err() {
             return;
@@ -67,7 +64,7 @@ impl Daemon {
         if self.has_all_links(&lock(&self.connected), cred.pid) {
             return self.note_not_covered(cred.pid, TOO_MANY_LINKS.into());
         }
-        if !room::own().has(CLIENT_BYTES) {
+        if !memory_limits::own().has(CLIENT_BYTES) {
             return self.note_not_covered(cred.pid, NO_ROOM.into());
         }
         let socket = Arc::new(Peer::from(socket));
@@ -142,8 +139,8 @@ impl Daemon {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::server::domains::DOMAINS_MAX;
-    use crate::server::tests::{connected, daemon, pair};
+    use crate::clients::domains::DOMAINS_MAX;
+    use crate::service::listener::tests::{connected, daemon, pair};
 
     #[test]
     fn domains_and_links_of_one_process_have_an_end() {

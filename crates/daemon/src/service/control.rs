@@ -1,7 +1,7 @@
 //! The control socket: one JSON request per connection, one JSON answer.
 
 use crate::cold::Whom;
-use crate::server::Daemon;
+use crate::service::listener::Daemon;
 use crate::status::{Status, Verified};
 use pagefold_os::fd::Fd;
 use pagefold_os::{procfs, sock};

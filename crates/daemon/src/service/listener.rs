@@ -1,14 +1,10 @@
 //! The daemon: begins, listens, sees who is gone, ends.
 
-mod domains;
-mod greet;
-mod report;
-
-use crate::link::Shared;
-use crate::peer::Peer;
+use crate::clients::connection::Peer;
+use crate::clients::domains::ring;
+use crate::clients::merge_client::Shared;
+use crate::service::{control, http, verify};
 use crate::status::{NotCovered, Totals};
-use crate::{control, http, verify};
-use domains::ring;
 use pagefold_merge::{ClientId, Domain};
 use pagefold_os::fd::{self, Fd};
 use pagefold_os::sync::lock;
@@ -22,8 +18,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-pub(crate) use domains::{DOMAIN_REST, Group};
-pub(crate) use greet::CLIENT_BYTES;
+use crate::clients::domains::Group;
 
 /// How a daemon works.
 #[derive(Clone, Debug)]
@@ -89,7 +84,7 @@ pub(crate) struct Connected {
     pub(crate) key: DomainKey,
     pub(crate) id: ClientId,
     pub(crate) shared: Arc<Shared>,
-    socket: Arc<Peer>,
+    pub(crate) socket: Arc<Peer>,
 }
 
 /// The daemon's state.
@@ -97,29 +92,29 @@ pub struct Daemon {
     pub(crate) config: Config,
     pub(crate) groups: Mutex<BTreeMap<DomainKey, Group>>,
     pub(crate) connected: Mutex<Vec<Connected>>,
-    not_covered: Mutex<VecDeque<NotCovered>>,
-    device: Option<Fd>,
-    started: Instant,
+    pub(crate) not_covered: Mutex<VecDeque<NotCovered>>,
+    pub(crate) device: Option<Fd>,
+    pub(crate) started: Instant,
     pub(crate) stopping: AtomicBool,
     /// Rings for who listens when we stop, and for the monitor when we stop or somebody connects.
-    bells: [Bell; 2],
-    connections: AtomicU64,
+    pub(crate) bells: [Bell; 2],
+    pub(crate) connections: AtomicU64,
     /// Processor time of agents whose clients are gone.
-    past_cpu_ns: AtomicU64,
+    pub(crate) past_cpu_ns: AtomicU64,
     /// What domains that are gone have counted.
-    past: Mutex<Totals>,
-    last_busy: Mutex<Instant>,
+    pub(crate) past: Mutex<Totals>,
+    pub(crate) last_busy: Mutex<Instant>,
     /// Processors on which workers take steps now.
-    seats: Mutex<Vec<u64>>,
+    pub(crate) seats: Mutex<Vec<u64>>,
     pub(crate) more_metrics: std::sync::OnceLock<MoreMetrics>,
     pub(crate) more_status: std::sync::OnceLock<MoreStatus>,
     pub(crate) cold: crate::cold::Cold,
     /// How far `verify` is: pages, and of how many.
     pub(crate) verified: [AtomicU64; 2],
     /// Held for as long as we are the daemon of our socket.
-    lock: Mutex<Option<std::fs::File>>,
+    pub(crate) lock: Mutex<Option<std::fs::File>>,
     /// Names of the sockets for metrics and the page.
-    served: Mutex<Vec<http::Name>>,
+    pub(crate) served: Mutex<Vec<http::Name>>,
 }
 
 /// Appends the metrics of other parts, as OpenMetrics families.
@@ -232,10 +227,10 @@ impl Daemon {
             thread::Builder::new().name("monitor".into()).spawn(move || daemon.monitor())?
         };
         if let Some(at) = &self.config.metrics {
-            self.may_lack(crate::metrics::serve(self.clone(), at).map_err(|error| said("--metrics", &error)))?;
+            self.may_lack(crate::service::metrics::serve(self.clone(), at).map_err(|error| said("--metrics", &error)))?;
         }
         if let Some(at) = &self.config.web {
-            self.may_lack(crate::web::serve(self.clone(), at).map_err(|error| said("--web", &error)))?;
+            self.may_lack(crate::service::web::serve(self.clone(), at).map_err(|error| said("--web", &error)))?;
         }
         Ok(monitor)
     }
@@ -349,7 +344,7 @@ impl Daemon {
         }
     }
 
-    fn forget(&self, which: impl Fn(&Connected) -> bool) {
+    pub(crate) fn forget(&self, which: impl Fn(&Connected) -> bool) {
         let mut out = Vec::new();
         lock(&self.connected).retain(|client| {
             let gone = which(client);
@@ -433,7 +428,7 @@ pub(crate) mod tests {
         Daemon::new(Config { pool_max_bytes: 64 << 20, ..Config::default() })
     }
 
-    pub(super) fn pair() -> (Fd, Fd) {
+    pub(crate) fn pair() -> (Fd, Fd) {
         let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
         (std::os::fd::OwnedFd::from(ours).into(), std::os::fd::OwnedFd::from(theirs).into())
     }

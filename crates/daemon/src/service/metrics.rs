@@ -1,8 +1,8 @@
 //! OpenMetrics text, over loopback or a Unix socket, off unless asked for.
 
 use crate::cold::{ColdClient, ColdDomain};
-use crate::http::{self, Request, Response};
-use crate::server::Daemon;
+use crate::service::http::{self, Request, Response};
+use crate::service::listener::Daemon;
 use crate::status::Status;
 use pagefold_agent::wire::freeze_bucket_end;
 use pagefold_merge::stats::DomainStats;

@@ -5,7 +5,7 @@
 //! writes through one bit per page, so they take turns.
 
 use crate::cold::Whom;
-use crate::server::Daemon;
+use crate::service::listener::Daemon;
 use pagefold_merge::domain::{ClientId, Domain};
 use std::time::{Duration, Instant};
 
@@ -73,7 +73,7 @@ impl Daemon {
 #[cfg(test)]
 mod tests {
     use crate::cold::Whom;
-    use crate::server::tests::{connected, daemon};
+    use crate::service::listener::tests::{connected, daemon};
 
     /// Many programs end while all are parked: a command that names none of them has not failed for that.
     #[test]

@@ -1,6 +1,6 @@
 //! What the daemon tells of itself.
 
-use super::{Daemon, DomainKey};
+use super::listener::{Daemon, DomainKey};
 
 use crate::status::{Client, Status, Totals};
 use pagefold_merge::Domain;
@@ -87,7 +87,7 @@ impl Daemon {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::server::tests::{connected, daemon};
+    use crate::service::listener::tests::{connected, daemon};
     use std::sync::atomic::{AtomicBool, AtomicU64};
     use std::thread;
 
@@ -106,7 +106,7 @@ mod tests {
         let most = || 4 * procfs::cpu_ns(me).unwrap();
         let status = daemon.status();
         assert!((1..=most()).contains(&status.totals.cpu_ns), "{}", status.totals.cpu_ns);
-        crate::metrics::render(&status);
+        crate::service::metrics::render(&status);
         daemon.forget(|_| true);
         let later = daemon.status().totals.cpu_ns;
         assert!((status.totals.cpu_ns..=most()).contains(&later), "{later}");

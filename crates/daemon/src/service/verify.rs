@@ -1,6 +1,6 @@
 //! `verify`: does every page that the ledger calls shared really show its slot?
 
-use crate::server::Daemon;
+use crate::service::listener::Daemon;
 
 use crate::status::Verified;
 use pagefold_merge::page::State;

@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering;
 const LOSSES_TOLD: u64 = 16;
 
 /// True if memory was short for the read: nothing is wrong with the bytes.
-pub(super) fn is_passing(error: &LoadError) -> bool {
+pub(crate) fn is_passing(error: &LoadError) -> bool {
     let errno = match error {
         LoadError::ReadBack { source, .. } => source.raw_os_error(),
         _ => None,
@@ -24,7 +24,7 @@ pub(super) fn is_passing(error: &LoadError) -> bool {
 impl Client {
     /// Brings back what of `pages`, at most [`super::CLUSTER_PAGES`], is out; beside the client's own thread. What cannot
     /// be brought now is left to its own fault.
-    pub(in crate::cold) fn bring_ahead(&self, tier: &Tier, pages: std::ops::Range<u64>, buffer: &mut [Page]) {
+    pub(crate) fn bring_ahead(&self, tier: &Tier, pages: std::ops::Range<u64>, buffer: &mut [Page]) {
         let leaving = self.leaving.load(Ordering::SeqCst);
         // Loading needs no lock: what is true at the end counts.
         let load = |(page, place): (u64, &mut Page)| {
@@ -43,7 +43,7 @@ impl Client {
 
     /// Copies those of `pages` to the client that were loaded into `buffer` and are still out; true if all came. The
     /// caller holds `service` and the pact.
-    pub(in crate::cold) fn copy_loaded(
+    pub(crate) fn copy_loaded(
         &self,
         tier: &Tier,
         pages: std::ops::Range<u64>,
@@ -70,7 +70,7 @@ impl Client {
     }
 
     /// Copies pages `start..end`, which are out, to the client and settles the books; returns the part that is done.
-    pub(super) fn copy_run(&self, tier: &Tier, start: u64, end: u64, source: u64) -> std::ops::Range<u64> {
+    pub(crate) fn copy_run(&self, tier: &Tier, start: u64, end: u64, source: u64) -> std::ops::Range<u64> {
         let mut at = start;
         // A copy stays within one mapping; a run may lie in several. Then page by page.
         let mut single = false;
@@ -108,14 +108,14 @@ impl Client {
         start..at
     }
 
-    pub(super) fn settle(&self, tier: &Tier, start: u64, end: u64) {
+    pub(crate) fn settle(&self, tier: &Tier, start: u64, end: u64) {
         self.set(start * PAGE, end * PAGE, RESIDENT);
         tier.discard(self.region, start..end);
         self.counters.pages_back.fetch_add(end - start, Ordering::Relaxed);
     }
 
     /// A page cannot be brought back: SIGBUS for who touches it, never other bytes. Who has to wait for memory only waits.
-    pub(super) fn lose(&self, tier: &Tier, addr: u64, error: &LoadError) -> Served {
+    pub(crate) fn lose(&self, tier: &Tier, addr: u64, error: &LoadError) -> Served {
         if is_passing(error) {
             return self.starve();
         }

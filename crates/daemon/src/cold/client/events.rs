@@ -18,13 +18,13 @@ const EVENTS: usize = uffd::EVENTS_MAX;
 /// In place of an address under which the tier has a page: it has none.
 const NOWHERE: u64 = !(PAGE - 1);
 /// The tier has pages that are awaited under where they are awaited, and so much further on, where no memory can be.
-pub(super) const AWAITED: u64 = 1 << 47;
+pub(crate) const AWAITED: u64 = 1 << 47;
 /// How often what moved is tried to be brought in, a millisecond apart: who moved it may wait for a processor.
 const MOVED_TRIES: u32 = 1000;
 
 impl Client {
     /// Reads what events there are, obeys those that take pages away, and keeps the faults.
-    pub(super) fn read_events(&self, service: &mut Service, tier: &Tier) -> usize {
+    pub(crate) fn read_events(&self, service: &mut Service, tier: &Tier) -> usize {
         let mut events = [Event::Other(0); EVENTS];
         let got = self.uffd.read_events(&mut events).unwrap_or(0);
         let events = &events[..got];
@@ -55,12 +55,12 @@ impl Client {
     }
 
     /// Tells the agent how many pages are on the move.
-    pub(super) fn tell_moving(&self, service: &Service) {
+    pub(crate) fn tell_moving(&self, service: &Service) {
         self.table.head().moving.store(service.moving.len() as u32, Ordering::SeqCst);
     }
 
     /// The pages of `range` are the program's nothing from now on.
-    pub(super) fn forget(&self, service: &mut Service, tier: &Tier, range: Range) {
+    pub(crate) fn forget(&self, service: &mut Service, tier: &Tier, range: Range) {
         if range.is_empty() {
             return;
         }
@@ -78,7 +78,7 @@ impl Client {
     }
 
     /// The pages of `from` are at `to` now; those that are out must come in there.
-    pub(super) fn moved(&self, service: &mut Service, tier: &Tier, from: Range, to: u64) {
+    pub(crate) fn moved(&self, service: &mut Service, tier: &Tier, from: Range, to: u64) {
         let head = self.table.head();
         // First: who sees that they are not out any more shall see this.
         head.moving.fetch_add(1, Ordering::SeqCst);
@@ -89,7 +89,7 @@ impl Client {
     }
 
     /// Does what a daemon before us had left to do of an mremap(2).
-    pub(super) fn finish_move(&self, service: &mut Service, tier: &Tier) {
+    pub(crate) fn finish_move(&self, service: &mut Service, tier: &Tier) {
         match self.table.head().begun_move() {
             None => {}
             Some((from, to, true)) => self.take_along(service, tier, from, to),
@@ -146,7 +146,7 @@ impl Client {
     }
 
     /// What a daemon before us had not brought in yet where it was moved.
-    pub(super) fn find_moving(&self, service: &mut Service, tier: &Tier) {
+    pub(crate) fn find_moving(&self, service: &mut Service, tier: &Tier) {
         let mut from = AWAITED / PAGE;
         while let stored = tier.neighbours(self.region, from, 4096)
             && let Some(last) = stored.last()
@@ -158,7 +158,7 @@ impl Client {
 
     /// Brings in what moved, beside the client's own thread; false if some of it must wait for long. Until it is in, nobody may
     /// have absent pages there read zeros.
-    pub(in crate::cold) fn bring_all_moved(&self, tier: &Tier) -> bool {
+    pub(crate) fn bring_all_moved(&self, tier: &Tier) -> bool {
         for _ in 0..MOVED_TRIES {
             let mut service = self.take_service();
             if service.is_moving() && self.take_pact(2000) {
@@ -175,7 +175,7 @@ impl Client {
     }
 
     /// Brings in what moved; what must wait stays in the list.
-    pub(super) fn bring_moved(&self, service: &mut Service, tier: &Tier) {
+    pub(crate) fn bring_moved(&self, service: &mut Service, tier: &Tier) {
         if !service.is_moving() {
             return;
         }
@@ -490,7 +490,7 @@ mod tests {
     /// A program near its limit moves more than that has room for.
     #[test]
     fn what_was_moved_waits_for_room() {
-        use crate::cold::room::tests::limited;
+        use crate::memory_limits::tests::limited;
         let Some((mut client, memory)) = own(0, 2) else { return };
         let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
         let dir = tempfile::tempdir().unwrap();

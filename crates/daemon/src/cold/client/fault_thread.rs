@@ -3,10 +3,10 @@
 //! A thread that found work looks for more for a while, for waking it is dearer than a page. One that follows the
 //! faulting thread from processor to processor does not (`place`).
 
-use super::super::Group;
-use super::super::place::Place;
 use super::{Ahead, Client, FAULT_BUCKETS, Served};
-use crate::peer::Peer;
+use crate::clients::connection::Peer;
+use crate::cold::Group;
+use crate::cold::fault_affinity::Place;
 use pagefold_os::sync::lock;
 use pagefold_os::{fd, sched};
 use pagefold_tier::Tier;
@@ -20,7 +20,7 @@ const SPIN_NS: u64 = 30_000;
 
 impl Client {
     /// The client's thread: serves faults until the client has ended.
-    pub(in crate::cold) fn run(self: &Arc<Client>, group: &Arc<Group>) {
+    pub(crate) fn run(self: &Arc<Client>, group: &Arc<Group>) {
         let mut patience = 8u32;
         let mut ahead = Ahead::default();
         let mut place = Place::new(self.pid);
@@ -115,7 +115,7 @@ impl Client {
     }
 
     /// Reads and serves what waits; returns how many faults and events that were, and the thread that faulted last.
-    pub(in crate::cold) fn serve(&self, tier: &Tier, ahead: &mut Ahead) -> (usize, i32) {
+    pub(crate) fn serve(&self, tier: &Tier, ahead: &mut Ahead) -> (usize, i32) {
         // A mutex is not fair: who comes again and again gets it again and again.
         if self.waiting.load(Ordering::Relaxed) > 0 {
             let patience = sched::quick_monotonic_ns() + SPIN_NS;
@@ -164,12 +164,12 @@ impl Client {
 
 #[cfg(test)]
 mod tests {
-    use super::super::super::{Cold, Config};
     use super::super::PAGE;
     use super::super::Pending;
     use super::super::tests::{await_moved, own};
     use super::*;
-    use crate::cold::room::tests::limited;
+    use crate::cold::{Cold, Config};
+    use crate::memory_limits::tests::limited;
     use pagefold_os::PAGE_SIZE;
     use pagefold_tier::Effort;
 

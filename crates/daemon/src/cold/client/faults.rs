@@ -18,7 +18,7 @@ const AHEAD_AT_ONCE: usize = 8;
 ///
 /// Loading needs no lock; that nothing left in the meantime and that a page is still out is looked at when it is used.
 #[derive(Default)]
-pub(in crate::cold) struct Ahead {
+pub(crate) struct Ahead {
     /// What the next fault will probably want.
     wanted: std::ops::Range<u64>,
     /// The first page that is here.
@@ -40,7 +40,7 @@ impl Ahead {
 }
 
 impl Client {
-    pub(super) fn serve_fault(
+    pub(crate) fn serve_fault(
         &self,
         service: &mut Service,
         tier: &Tier,
@@ -120,7 +120,7 @@ impl Client {
     ///
     /// Who holds up all that could go out until they are back would wait for itself: it gets them, and is told what room
     /// there is.
-    pub(super) fn grant(&self, want: u64) -> u64 {
+    pub(crate) fn grant(&self, want: u64) -> u64 {
         let granted = self.room.grant(want);
         let head = self.table.head();
         head.set_room(self.room.free());
@@ -129,7 +129,7 @@ impl Client {
 
     /// The kernel gives the client no memory, or would soon: its limit is reached. The access waits until something else
     /// went out.
-    pub(super) fn starve(&self) -> Served {
+    pub(crate) fn starve(&self) -> Served {
         self.starved.store(true, Ordering::Relaxed);
         Served::Again
     }
@@ -199,7 +199,7 @@ impl Client {
     }
 
     /// Loads what the next fault will probably want, until somebody waits.
-    pub(super) fn load_ahead(&self, tier: &Tier, ahead: &mut Ahead) {
+    pub(crate) fn load_ahead(&self, tier: &Tier, ahead: &mut Ahead) {
         let wanted = std::mem::take(&mut ahead.wanted);
         if wanted.is_empty() {
             return;
@@ -224,7 +224,7 @@ impl Client {
 mod tests {
     use super::super::tests::own;
     use super::*;
-    use crate::cold::room::tests::limited;
+    use crate::memory_limits::tests::limited;
     use pagefold_os::sched;
     use pagefold_os::sync::lock;
 

@@ -8,7 +8,7 @@
 
 use super::copy_in::is_passing;
 use super::{Client, LOST_MAX, PAGE, Service};
-use crate::cold::orphans::{Kept, Orphans};
+use crate::cold::handover::pending_children::{Kept, Orphans};
 use pagefold_agent::cold_table::{FROZEN, OUT};
 use pagefold_agent::wire::FETCH_PAGES_MAX;
 use pagefold_os::fd::Fd;
@@ -202,7 +202,7 @@ fn made(fd: i32) -> Uffd {
 
 impl Client {
     /// The program forked by a call that nobody saw.
-    pub(super) fn forked(&self, service: &mut Service, tier: &Tier, fd: i32) {
+    pub(crate) fn forked(&self, service: &mut Service, tier: &Tier, fd: i32) {
         let Service { moving, cluster, .. } = service;
         let page = &mut cluster[0];
         let child = made(fd);

@@ -19,17 +19,17 @@
 
 mod copy_in;
 mod events;
-mod faults;
+mod fault_thread;
+pub(crate) mod faults;
 mod fork;
 mod reconcile;
-mod serve;
 
-use super::hand::Hand;
-use super::link::ColdLink;
-use super::orphans::Orphans;
-use super::room::Room;
-use crate::peer::Peer;
-pub(super) use faults::Ahead;
+use crate::clients::connection::Peer;
+use crate::cold::agent_connection::ColdLink;
+use crate::cold::handover::pending_children::Orphans;
+use crate::cold::prefetcher::Hand;
+use crate::memory_limits::Room;
+pub(crate) use faults::Ahead;
 use pagefold_agent::cold_table::{self, PACT_DAEMON, Table};
 use pagefold_os::fd::Fd;
 use pagefold_os::mem::Mapping;
@@ -45,7 +45,7 @@ use std::time::Duration;
 
 const PAGE: u64 = PAGE_SIZE as u64;
 /// Most pages that one fault brings back.
-pub(super) const CLUSTER_PAGES: usize = 64;
+pub(crate) const CLUSTER_PAGES: usize = 64;
 /// Pages out that a table may claim beyond those that the tier has.
 const LOST_MAX: u64 = 1 << 16;
 /// Pages that lie beside each other and are fresh zeros are made at once up to this many.
@@ -56,7 +56,7 @@ const SERVICE_TRIES: u32 = 10_000;
 pub const FAULT_BUCKETS: usize = 16;
 
 /// A fault that waits to be answered.
-pub(super) struct Pending {
+pub(crate) struct Pending {
     /// The page's address.
     addr: u64,
     /// It was a write.
@@ -68,7 +68,7 @@ pub(super) struct Pending {
 }
 
 /// What is being served of a client.
-pub(super) struct Service {
+pub(crate) struct Service {
     /// Faults that wait.
     pending: Vec<Pending>,
     /// Who faulted last, by its own namespace's number.
@@ -83,18 +83,18 @@ pub(super) struct Service {
 
 impl Service {
     /// Whether page `page` of the tier is still to be brought to where it was moved.
-    pub(super) fn is_awaited(&self, page: u64) -> bool {
+    pub(crate) fn is_awaited(&self, page: u64) -> bool {
         self.moving.values().any(|from| from / PAGE == page)
     }
 
     /// True while entries lie under addresses that are no longer theirs.
-    pub(super) fn is_moving(&self) -> bool {
+    pub(crate) fn is_moving(&self) -> bool {
         !self.moving.is_empty()
     }
 
     /// The pages of `range` that are not to be stored, by their addresses: those whose entries are another page's still, and
     /// those that are awaited.
-    pub(super) fn moving_in(&self, range: Range) -> HashSet<u64> {
+    pub(crate) fn moving_in(&self, range: Range) -> HashSet<u64> {
         let entries = self.moving.values().copied().filter(|from| (range.start..range.end).contains(from));
         entries.chain(self.moving.range(range.start..range.end).map(|(to, _)| *to)).collect()
     }
@@ -102,7 +102,7 @@ impl Service {
 
 /// Counters of a client.
 #[derive(Debug, Default)]
-pub(super) struct Counters {
+pub(crate) struct Counters {
     pub pages_out_ever: AtomicU64,
     pub refaults: AtomicU64,
     pub pages_back: AtomicU64,
@@ -114,7 +114,7 @@ pub(super) struct Counters {
 }
 
 /// A client.
-pub(super) struct Client {
+pub(crate) struct Client {
     pub region: u32,
     pub token: u64,
     pub pid: i32,
@@ -148,7 +148,7 @@ pub(super) struct Client {
     pub called: AtomicBool,
     /// What was moved comes in whether there is room or not: nobody could bring it later.
     pub moved_at_once: AtomicBool,
-    pub policy: Mutex<super::pump::Policy>,
+    pub policy: Mutex<crate::cold::evict::evictor::Policy>,
     pub room: Room,
     /// Counts requests that pages be taken away, before each: what was loaded earlier may be old.
     pub leaving: AtomicU64,
@@ -160,7 +160,7 @@ pub(super) struct Client {
 
 /// Who a client is.
 #[derive(Clone, Copy)]
-pub(super) struct Identity {
+pub(crate) struct Identity {
     /// Its number in the tier.
     pub region: u32,
     /// Tells it from others that had the number.
@@ -170,14 +170,14 @@ pub(super) struct Identity {
 }
 
 /// What a client handed over.
-pub(super) struct Handed {
+pub(crate) struct Handed {
     pub uffd: Uffd,
     pub table: Fd,
     pub pagemap: Fd,
 }
 
 /// What became of a fault.
-enum Served {
+pub(crate) enum Served {
     Done,
     /// The agent has the page in hand, and wakes whoever waits.
     Left,
@@ -190,7 +190,7 @@ impl Client {
     ///
     /// # Errors
     /// `EPROTO` if its table is none.
-    pub(super) fn new(who: Identity, handed: Handed, hand: Arc<Hand>, orphans: Arc<Orphans>) -> Result<Client, Errno> {
+    pub(crate) fn new(who: Identity, handed: Handed, hand: Arc<Hand>, orphans: Arc<Orphans>) -> Result<Client, Errno> {
         let Identity { region, token, pid, uid } = who;
         let Handed { uffd, table: table_fd, pagemap } = handed;
         // First: of a file that is none of memory its owner could have us wait for the rest.
@@ -248,28 +248,28 @@ impl Client {
     }
 
     /// How many of its pages are out: no more than the tier has of it, whatever the client wrote into its table.
-    pub(super) fn pages_out(&self, tier: &Tier) -> u64 {
+    pub(crate) fn pages_out(&self, tier: &Tier) -> u64 {
         self.table.head().out.load(Ordering::Relaxed).min(tier.region_pages(self.region))
     }
 
     /// It was parked and not unparked since, by this daemon or one before it.
-    pub(super) fn is_parked(&self) -> bool {
+    pub(crate) fn is_parked(&self) -> bool {
         self.table.head().parked.load(Ordering::Relaxed) != 0
     }
 
     /// It is parked, or no more.
-    pub(super) fn set_parked(&self, is_parked: bool) {
+    pub(crate) fn set_parked(&self, is_parked: bool) {
         self.table.head().parked.store(is_parked.into(), Ordering::Relaxed);
     }
 
     /// The agent says that it has taken `said` nanoseconds of processor time since it began.
-    pub(super) fn note_agent_cpu(&self, said: u64) {
+    pub(crate) fn note_agent_cpu(&self, said: u64) {
         let before = self.cpu_before_ns.get().copied().unwrap_or(0);
-        crate::link::note_cpu_ns(&self.counters.agent_cpu_ns, self.pid, said.saturating_sub(before));
+        crate::clients::merge_client::note_cpu_ns(&self.counters.agent_cpu_ns, self.pid, said.saturating_sub(before));
     }
 
     /// Tries for about `us` microseconds to take the pact.
-    pub(super) fn take_pact(&self, us: u64) -> bool {
+    pub(crate) fn take_pact(&self, us: u64) -> bool {
         let end = sched::quick_monotonic_ns() + us * 1000;
         let mut turn = 0;
         loop {
@@ -285,7 +285,7 @@ impl Client {
     }
 
     /// Takes `service`, as somebody beside the client's own thread, which lets it go for moments only and is asked to wait.
-    pub(super) fn take_service(&self) -> MutexGuard<'_, Service> {
+    pub(crate) fn take_service(&self) -> MutexGuard<'_, Service> {
         self.waiting.fetch_add(1, Ordering::Relaxed);
         let soon = (0..SERVICE_TRIES).find_map(|_| {
             std::hint::spin_loop();
@@ -304,7 +304,7 @@ impl Client {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use super::*;
     use pagefold_os::uffd;
 

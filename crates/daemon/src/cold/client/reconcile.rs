@@ -18,7 +18,7 @@ impl Client {
     ///
     /// Entries of pages that are not out are discarded; pages that are out and here are here; everybody who waits for an
     /// event that died with its reader faults again.
-    pub(in crate::cold) fn reconcile(&self, tier: &Tier) -> bool {
+    pub(crate) fn reconcile(&self, tier: &Tier) -> bool {
         let mut service = lock(&self.service);
         // A dead daemon may have held it. An agent that holds it will give it back soon.
         let head = self.table.head();
@@ -67,7 +67,7 @@ impl Client {
 
     /// A discard of the program's, of which the event may have died with its reader, is obeyed when it is done, or when it
     /// is `late`; false if one is under way that is not done.
-    pub(super) fn obey_void(&self, service: &mut Service, tier: &Tier, late: bool) -> bool {
+    pub(crate) fn obey_void(&self, service: &mut Service, tier: &Tier, late: bool) -> bool {
         let Some((range, is_done)) = self.table.head().void() else { return true };
         if is_done || late {
             self.forget(service, tier, range);

@@ -4,8 +4,8 @@
 //! Whoever is free takes what comes next, so nobody waits for who shares a processor with others. Agent and talker never
 //! work at the same moment: together with a thread for each other processor they fill all, and none has two.
 
-use super::link::Channel;
-use super::out::Copied;
+use crate::cold::agent_connection::Channel;
+use crate::cold::evict::transfer::Copied;
 use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, Page};
 use pagefold_tier::{Effort, Tier};
@@ -22,7 +22,7 @@ const STORERS_MAX: usize = 8;
 const TOGETHER: usize = 16;
 
 /// Copied pages that are being stored.
-pub(super) struct Batch {
+pub(crate) struct Batch {
     pages: Vec<Copied>,
     effort: Effort,
     stored: Vec<AtomicBool>,
@@ -108,7 +108,7 @@ impl Drop for Watch<'_> {
 
 /// Where copies go.
 #[derive(Clone, Copy)]
-pub(super) struct Target<'a> {
+pub(crate) struct Target<'a> {
     pub tier: &'a Tier,
     pub region: u32,
     pub channel: &'a Channel,
@@ -116,7 +116,7 @@ pub(super) struct Target<'a> {
 
 impl Target<'_> {
     /// Stores the copy of a page, by way of `buffer`; false if it is refused.
-    pub(super) fn store(&self, one: &Copied, buffer: &mut Page, effort: Effort) -> bool {
+    pub(crate) fn store(&self, one: &Copied, buffer: &mut Page, effort: Effort) -> bool {
         self.channel.read(one.place, buffer);
         self.tier.store(self.region, one.page, buffer, effort).is_ok()
     }
@@ -136,7 +136,7 @@ impl Target<'_> {
 }
 
 /// The threads; they end when this is dropped.
-pub(super) struct Storers<'a> {
+pub(crate) struct Storers<'a> {
     shared: Arc<Shared>,
     target: Target<'a>,
     buffer: Box<Page>,
@@ -144,7 +144,7 @@ pub(super) struct Storers<'a> {
 
 impl<'a> Storers<'a> {
     /// Starts one for each processor but the caller's, or as many as there are to be had.
-    pub(super) fn start<'scope>(scope: &'scope Scope<'scope, '_>, target: Target<'a>) -> Storers<'a>
+    pub(crate) fn start<'scope>(scope: &'scope Scope<'scope, '_>, target: Target<'a>) -> Storers<'a>
     where
         'a: 'scope,
     {
@@ -159,7 +159,7 @@ impl<'a> Storers<'a> {
     }
 
     /// Has copied pages stored, behind all others.
-    pub(super) fn store(&self, pages: Vec<Copied>, effort: Effort) -> Arc<Batch> {
+    pub(crate) fn store(&self, pages: Vec<Copied>, effort: Effort) -> Arc<Batch> {
         let stored = pages.iter().map(|_| AtomicBool::new(false)).collect();
         let batch = Arc::new(Batch { left: AtomicUsize::new(pages.len()), pages, effort, stored });
         if !batch.pages.is_empty() {
@@ -170,7 +170,7 @@ impl<'a> Storers<'a> {
     }
 
     /// Stores until a batch is done; returns the pages of it that were stored.
-    pub(super) fn finish(&mut self, batch: Arc<Batch>) -> Vec<Copied> {
+    pub(crate) fn finish(&mut self, batch: Arc<Batch>) -> Vec<Copied> {
         let mut queue = lock(&self.shared.queue);
         while batch.left.load(Ordering::Acquire) > 0 {
             assert!(!queue.is_over, "a storer ended before us");

@@ -2,7 +2,7 @@
 //!
 //! One thread per domain. It only *stores* pages that are resident and *asks*
 //! agents to let go of them; what comes back by itself is
-//! [the client's](super::client) affair.
+//! [the client's](crate::cold::client) affair.
 //!
 //! **Probation is the first cooling.** A page that was not written for long is
 //! stored by LZ4 and leaves the client; a read brings it back, and it must then
@@ -10,11 +10,11 @@
 //! the price of a fault, as they would be if the page only lay aside, but the
 //! memory is free meanwhile. What stays silent is made denser by `Tier::tick`.
 
-use super::Group;
-use super::client::{Ahead, CLUSTER_PAGES, Client};
-use super::link::{ColdLink, Gone};
-use super::out::{Run, put_all};
-use super::room::{SHORT, TIGHT};
+use crate::cold::Group;
+use crate::cold::agent_connection::{ColdLink, Gone};
+use crate::cold::client::{Ahead, CLUSTER_PAGES, Client};
+use crate::cold::evict::transfer::{Run, put_all};
+use crate::memory_limits::{SHORT, TIGHT};
 use pagefold_agent::cold_table::{CHUNK_BYTES, CHUNK_PAGES, OUT};
 use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, Range, pagemap, sched};
@@ -58,7 +58,7 @@ fn moment() -> u16 {
 
 /// What the pump knows of a client.
 #[derive(Default)]
-pub(super) struct Policy {
+pub(crate) struct Policy {
     governor: Option<Governor>,
     stepped: Option<Instant>,
     /// When memory was short last.
@@ -67,7 +67,7 @@ pub(super) struct Policy {
     regions: Vec<Range>,
     chunks: HashMap<u64, Box<Ages>>,
     touched: Vec<u64>,
-    pub(super) pace: Option<Pace>,
+    pub(crate) pace: Option<Pace>,
     /// Where the last turn of putting out ended.
     hand: u64,
     /// How long pages stayed out that came back lately, in moments.
@@ -286,7 +286,7 @@ impl Policy {
 
 /// What a look at a client says about the next.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Step {
+pub(crate) struct Step {
     /// There is more to do at once.
     pub more: bool,
     /// Memory may soon be short.
@@ -295,7 +295,7 @@ pub(super) struct Step {
 
 /// One look at one client: what is silent goes out at its governor's pace, more if memory is short. One that somebody else
 /// is at work on is passed by.
-pub(super) fn step(group: &Group, client: &Arc<Client>) -> Step {
+pub(crate) fn step(group: &Group, client: &Arc<Client>) -> Step {
     let mut held = match client.link.try_lock() {
         Ok(held) => held,
         Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
@@ -421,7 +421,7 @@ fn obey_hints(group: &Group, client: &Arc<Client>, link: &mut ColdLink, policy: 
 
 /// Puts everything of a client out that can go; returns the pages that went. What is quickest comes first: the cleaner
 /// makes dense what is out.
-pub(super) fn park(group: &Group, client: &Arc<Client>) -> Option<u64> {
+pub(crate) fn park(group: &Group, client: &Arc<Client>) -> Option<u64> {
     let mut held = lock(&client.link);
     let link = held.as_mut().filter(|_| !group.is_closing())?;
     client.set_parked(true);
@@ -448,7 +448,7 @@ pub(super) fn park(group: &Group, client: &Arc<Client>) -> Option<u64> {
 
 /// Brings everything of a client back that there is room for, the pages touched last time first, and lets one go that is
 /// merged live as well if that is all; returns the pages that came.
-pub(super) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
+pub(crate) fn unpark(group: &Group, client: &Arc<Client>) -> u64 {
     client.set_parked(false);
     // Nothing goes out meanwhile: what was loaded must still be what is out when it is copied.
     let mut held = lock(&client.link);
@@ -572,9 +572,9 @@ fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::room::tests::limited;
-    use super::super::{Cold, Config};
     use super::*;
+    use crate::cold::{Cold, Config};
+    use crate::memory_limits::tests::limited;
     use pagefold_os::Errno;
     use pagefold_os::fd::Fd;
     use pagefold_os::mem::Mapping;
@@ -582,7 +582,7 @@ mod tests {
 
     #[test]
     fn hints_cost_what_there_is_and_not_what_they_name() {
-        let Some((client, memory)) = super::super::client::tests::own(0, 4) else { return };
+        let Some((client, memory)) = crate::cold::client::tests::own(0, 4) else { return };
         let place = memory.addr() / PAGE;
         let source = [7_u8; PAGE_SIZE];
         // SAFETY: the source is ours.
@@ -626,7 +626,7 @@ mod tests {
 
     /// A client that is this process and has a link, with the other end of it.
     fn linked(pages: u64) -> Option<(Arc<Client>, Mapping, Fd)> {
-        let (client, memory) = super::super::client::tests::own(0, pages)?;
+        let (client, memory) = crate::cold::client::tests::own(0, pages)?;
         let (ours, agent) = std::os::unix::net::UnixDatagram::pair().unwrap();
         // SAFETY: each descriptor has one owner.
         let [ours, agent] = [ours, agent].map(|one| unsafe { Fd::from_raw(one.into_raw_fd()) });
@@ -683,7 +683,7 @@ mod tests {
         let (_cold, group) = group();
         let [to, from] = [memory.addr() + PAGE, 1 << 30];
         group.tier.store(client.region, from / PAGE, &[7; PAGE_SIZE], Effort::Fast).unwrap();
-        super::super::client::tests::await_moved(&client, from, to);
+        crate::cold::client::tests::await_moved(&client, from, to);
         client.leased.store(true, Ordering::Relaxed);
         let is_there = std::thread::scope(|scope| {
             let asked = scope.spawn(|| {

@@ -4,10 +4,10 @@
 //! equals its copy. Several batches are on their way, each in a part of the channel of its own: while some are stored the
 //! agent takes away those before and copies those behind.
 
-use super::client::Client;
-use super::link::{ColdLink, Gone};
-use super::room;
-use super::store::{Storers, Target};
+use crate::cold::agent_connection::{ColdLink, Gone};
+use crate::cold::client::Client;
+use crate::cold::evict::compress_workers::{Storers, Target};
+use crate::memory_limits;
 use pagefold_agent::cold_table::{OUT, RESIDENT};
 use pagefold_agent::wire::{DropEntry, FETCH_PAGES_MAX, LIST_MAX};
 use pagefold_os::sync::lock;
@@ -22,7 +22,7 @@ const PAGE: u64 = PAGE_SIZE as u64;
 const BARREN_MAX: u32 = 4;
 
 /// A run to put out, and the managed range around it.
-pub(super) type Run = (Range, Range);
+pub(crate) type Run = (Range, Range);
 
 /// Batches that may be on their way, each in a part of the channel of its own.
 const BATCHES: usize = 4;
@@ -35,11 +35,11 @@ const ROOM_KEPT: u64 = 16 << 20;
 
 /// A page that was copied.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Copied {
+pub(crate) struct Copied {
     /// Its number.
-    pub(super) page: u64,
+    pub(crate) page: u64,
     /// Where its copy lies in the channel.
-    pub(super) place: u32,
+    pub(crate) place: u32,
     /// The managed range that it lies in.
     around: Range,
 }
@@ -103,7 +103,7 @@ struct Mover<'a> {
 
 /// Puts runs out, by LZ4, or with the effort `crowded` where the tier has not much room left; returns how many pages
 /// went. Ends early when the tier takes no more.
-pub(super) fn put_all(
+pub(crate) fn put_all(
     client: &Client,
     link: &mut ColdLink,
     tier: &Tier,
@@ -138,7 +138,7 @@ impl Mover<'_> {
         const BATCH: u64 = BATCH_PAGES as u64;
         if self.room < BATCH {
             // The nearer the limit, the sooner the next look: there are other clients.
-            let free = room::own().free_apart(&self.client.room).saturating_sub(ROOM_KEPT);
+            let free = memory_limits::own().free_apart(&self.client.room).saturating_sub(ROOM_KEPT);
             self.room = (free / PAGE / 4).min(ROOM_PAGES);
         }
         let has = self.room >= BATCH;
@@ -288,8 +288,8 @@ impl Mover<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::link::Channel;
     use super::*;
+    use crate::cold::agent_connection::Channel;
     use pagefold_agent::wire::Packet;
     use pagefold_os::fd::Fd;
     use pagefold_os::{Page, sock};
@@ -325,7 +325,7 @@ mod tests {
     /// that came back meanwhile is not.
     #[test]
     fn a_page_that_is_moved_while_it_goes_out_is_kept() {
-        use super::super::client::tests;
+        use crate::cold::client::tests;
         let Some((client, memory)) = tests::own(0, 4) else { return };
         let tier =
             Tier::create(pagefold_tier::Config { bytes_max: 8 << 20, ..Default::default() }, None).expect("memory");
@@ -367,7 +367,7 @@ mod tests {
     /// Where memory is short what was moved waits until something else went out.
     #[test]
     fn what_is_on_the_move_keeps_nothing_else() {
-        use super::super::client::tests;
+        use crate::cold::client::tests;
         let Some((client, _memory)) = tests::own(0, 1) else { return };
         let tier =
             Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).expect("memory");
@@ -390,7 +390,7 @@ mod tests {
     /// A page that has just come back, and whose entry is not discarded yet: one that is stored now would be discarded for it.
     #[test]
     fn a_page_that_comes_back_is_stored_when_its_entry_is_gone() {
-        use super::super::client::tests;
+        use crate::cold::client::tests;
         use std::time::Duration;
         // So many are looked at before it.
         const BEFORE: u64 = 1 << 20;

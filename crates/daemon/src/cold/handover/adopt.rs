@@ -3,10 +3,10 @@
 //! What it cannot learn or fetch it does not drop: it asks for a while, and then does not start. What nobody can ever take
 //! over is forgotten. Clients are reconciled with the tier before they are served.
 
-use super::client::{Client, Handed, Identity};
-use super::keep::{ARENA, CLIENT, forget};
-use super::{Cold, threads};
-use crate::server::DomainKey;
+use crate::cold::client::{Client, Handed, Identity};
+use crate::cold::handover::keeper::{ARENA, CLIENT, forget};
+use crate::cold::{Cold, threads};
+use crate::service::listener::DomainKey;
 use pagefold_os::Errno;
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
@@ -232,9 +232,9 @@ fn patiently<T>(end: Instant, mut ask: impl FnMut() -> io::Result<T>) -> io::Res
 
 #[cfg(test)]
 mod tests {
-    use super::super::keep::tests::{with_keeper, with_keeper_that_gives};
-    use super::super::{Config, client};
     use super::*;
+    use crate::cold::handover::keeper::tests::{with_keeper, with_keeper_that_gives};
+    use crate::cold::{Config, client};
     use pagefold_agent::cold_table::OUT;
     use pagefold_os::uffd;
 

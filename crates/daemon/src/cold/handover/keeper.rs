@@ -4,8 +4,8 @@
 //! successor whose they are. The service manager, if there is one, is left the same. A keeper that is gone is replaced
 //! with the next greeting, and is given everything anew.
 
-use super::client::Client;
-use super::{Cold, Group};
+use crate::cold::client::Client;
+use crate::cold::{Cold, Group};
 use pagefold_os::sync::lock;
 use pagefold_tier::fd_store;
 use pagefold_tier::keeper::Keeper;
@@ -14,14 +14,14 @@ use std::sync::atomic::Ordering;
 use std::thread;
 
 /// The keeper's names of what a tier and a client left with it.
-pub(super) const ARENA: &str = "arena";
-pub(super) const CLIENT: &str = "client";
+pub(crate) const ARENA: &str = "arena";
+pub(crate) const CLIENT: &str = "client";
 /// Most descriptors under one name: a client's.
 const DESCRIPTORS_MAX: usize = 3;
 
 impl Cold {
     /// The keeper, started if there is none.
-    pub(super) fn ensure_keeper(&self) {
+    pub(crate) fn ensure_keeper(&self) {
         let Some(command) = &self.config.keeper else { return };
         let mut held = lock(&self.keeper);
         // The one that was told to end needs no other.
@@ -72,11 +72,11 @@ fn lives(keeper: &Keeper) -> bool {
 }
 
 impl Group {
-    pub(super) fn arena_name(&self) -> String {
+    pub(crate) fn arena_name(&self) -> String {
         format!("{ARENA}:{:x}:{}:{}", self.id, self.key.0, self.key.1)
     }
 
-    pub(super) fn deposit_arena(&self, keeper: &Keeper) {
+    pub(crate) fn deposit_arena(&self, keeper: &Keeper) {
         // Who lets go of it has it forgotten behind that.
         if self.is_over() {
             return;
@@ -90,7 +90,7 @@ impl Group {
         leave(&name, &fds);
     }
 
-    pub(super) fn name_of(&self, client: &Client) -> String {
+    pub(crate) fn name_of(&self, client: &Client) -> String {
         format!("{CLIENT}:{:x}:{}:{:x}:{}:{}", self.id, client.region, client.token, client.pid, client.uid)
     }
 
@@ -99,7 +99,7 @@ impl Group {
     /// # Errors
     /// The keeper holds as much as it can, and a new client's pages would die with us. One that is gone is no error: it is
     /// replaced with the next greeting.
-    pub(super) fn deposit(&self, keeper: &Keeper, client: &Client) -> io::Result<()> {
+    pub(crate) fn deposit(&self, keeper: &Keeper, client: &Client) -> io::Result<()> {
         let fds = [client.uffd.fd().raw(), client.table_fd.raw(), client.pagemap.raw()];
         if let Err(error) = keeper.put(&self.name_of(client), &fds) {
             eprintln!("pagefold: the keeper does not take {} ({}): {error}", client.name, client.pid);
@@ -120,15 +120,15 @@ fn leave(name: &str, fds: &[i32]) {
 }
 
 /// Nobody needs what is held under the name: not the keeper, not the service manager.
-pub(super) fn forget(keeper: &Keeper, name: &str) {
+pub(crate) fn forget(keeper: &Keeper, name: &str) {
     let _ = keeper.forget(name);
     let _ = fd_store::remove(name, DESCRIPTORS_MAX);
 }
 
 #[cfg(test)]
-pub(super) mod tests {
-    use super::super::{Cold, Config};
+pub(crate) mod tests {
     use super::*;
+    use crate::cold::{Cold, Config};
     use pagefold_os::fd::Fd;
     use pagefold_os::sock;
     use std::os::unix::ffi::OsStrExt;

@@ -18,7 +18,7 @@ const CHILD: &str = "child:";
 const BUNDLE_MAX: usize = 200;
 
 /// Those that wait.
-pub(super) struct Orphans {
+pub(crate) struct Orphans {
     keeper: Arc<Mutex<Option<Keeper>>>,
     /// Tells our names from those that a daemon before us gave.
     id: u64,
@@ -28,7 +28,7 @@ pub(super) struct Orphans {
 }
 
 /// That the keeper has a child, until this is dropped.
-pub(super) struct Kept<'a> {
+pub(crate) struct Kept<'a> {
     orphans: &'a Orphans,
     name: String,
 }
@@ -42,8 +42,8 @@ impl Drop for Kept<'_> {
 }
 
 impl Orphans {
-    pub(super) fn new(keeper: Arc<Mutex<Option<Keeper>>>) -> Orphans {
-        Orphans { keeper, id: super::random(), count: AtomicU64::new(0), held: Mutex::default() }
+    pub(crate) fn new(keeper: Arc<Mutex<Option<Keeper>>>) -> Orphans {
+        Orphans { keeper, id: crate::cold::random(), count: AtomicU64::new(0), held: Mutex::default() }
     }
 
     fn name(&self) -> String {
@@ -51,7 +51,7 @@ impl Orphans {
     }
 
     /// Leaves a child with the keeper. One that does not take it is no reason to leave the child without its pages.
-    pub(super) fn keep(&self, child: &Uffd) -> Kept<'_> {
+    pub(crate) fn keep(&self, child: &Uffd) -> Kept<'_> {
         let name = self.name();
         if let Some(keeper) = lock(&self.keeper).as_ref() {
             let _ = keeper.put_soon(&name, &[child.fd().raw()]);
@@ -60,7 +60,7 @@ impl Orphans {
     }
 
     /// Has these wait for as long as they live: a process costs a descriptor, which is less than one that greets.
-    pub(super) fn hold(&self, children: impl Iterator<Item = Uffd>) {
+    pub(crate) fn hold(&self, children: impl Iterator<Item = Uffd>) {
         let keeper = lock(&self.keeper);
         let mut held = lock(&self.held);
         prune(keeper.as_ref(), &mut held);
@@ -77,12 +77,12 @@ impl Orphans {
     }
 
     /// Leaves all with a keeper that has none of them.
-    pub(super) fn deposit(&self, keeper: &Keeper) {
+    pub(crate) fn deposit(&self, keeper: &Keeper) {
         lock(&self.held).iter().for_each(|(name, bundle)| put(keeper, name, bundle));
     }
 
     /// Holds those that a predecessor left, among what the keeper has under `names`. What cannot be had now stays with it.
-    pub(super) fn adopt(&self, keeper: &Keeper, names: &[String]) {
+    pub(crate) fn adopt(&self, keeper: &Keeper, names: &[String]) {
         let mut held = lock(&self.held);
         for name in names.iter().filter(|name| name.starts_with(CHILD)) {
             if let Ok(fds) = keeper.get(name) {
@@ -97,18 +97,18 @@ impl Orphans {
     }
 
     /// How many wait; those that have ended are let go, and their names.
-    pub(super) fn count(&self, keeper: Option<&Keeper>) -> usize {
+    pub(crate) fn count(&self, keeper: Option<&Keeper>) -> usize {
         self.let_go_of_ended(keeper);
         lock(&self.held).values().map(Vec::len).sum()
     }
 
     /// Lets go of those that have ended, and of their names.
-    pub(super) fn let_go_of_ended(&self, keeper: Option<&Keeper>) {
+    pub(crate) fn let_go_of_ended(&self, keeper: Option<&Keeper>) {
         prune(keeper, &mut lock(&self.held));
     }
 
     /// True if the keeper's `name` is that of one.
-    pub(super) fn is_name(name: &str) -> bool {
+    pub(crate) fn is_name(name: &str) -> bool {
         name.starts_with(CHILD)
     }
 }
@@ -136,9 +136,9 @@ fn prune(keeper: Option<&Keeper>, held: &mut BTreeMap<String, Vec<Uffd>>) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::client::tests;
-    use super::super::keep::tests::with_keeper;
     use super::*;
+    use crate::cold::client::tests;
+    use crate::cold::handover::keeper::tests::with_keeper;
 
     /// From before it is given its pages until it has ended.
     #[test]

@@ -6,8 +6,8 @@
 
 pub mod history;
 
-use crate::http::{self, Request, Response};
-use crate::server::Daemon;
+use crate::service::http::{self, Request, Response};
+use crate::service::listener::Daemon;
 use history::History;
 use pagefold_os::sync::lock;
 use std::io;
