@@ -14,6 +14,8 @@ fn main() {
         "crates/agent/src",
         "crates/agent/Cargo.toml",
         "crates/os/src",
+        "crates/protocol/src",
+        "crates/protocol/Cargo.toml",
         "crates/os/Cargo.toml",
         "Cargo.lock",
         "build.rs",

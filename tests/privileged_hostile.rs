@@ -3,17 +3,17 @@
 mod common;
 
 use common::{Daemon, Reaped, can_merge, semantics, wait_for};
-use pagefold_agent::wire::{self, Op, Packet, RegionEntry};
 use pagefold_os::fd::Fd;
-use pagefold_os::mem::Mapping;
 use pagefold_os::sock;
+use pagefold_protocol::channel::Channel;
+use pagefold_protocol::message::{Op, Packet, RegionEntry};
 use std::os::unix::ffi::OsStrExt;
 use std::process::Stdio;
 
 /// A greeting that was accepted: the socket and the channel.
 struct Accepted {
     socket: Fd,
-    channel: Mapping,
+    channel: Channel,
 }
 
 /// Who asks nothing for so long, in milliseconds, will not.
@@ -45,18 +45,12 @@ fn try_to_greet(daemon: &Daemon) -> Option<Accepted> {
     let (_, mut fds) = sock::receive(&socket, &mut buffer, 0).ok()?;
     sock::set_timeout(&socket, SILENCE_MS).expect("a timeout");
     let channel = fds.take(0)?;
-    let prot = libc::PROT_READ | libc::PROT_WRITE;
-    let channel = Mapping::file(channel.raw(), 0, wire::CHANNEL_LEN, prot, libc::MAP_SHARED).expect("mapped");
+    let channel = Channel::open(channel).expect("mapped");
     sock::send(&socket, Packet::new(Op::Ready).bytes(), &[]).expect("ready");
     Some(Accepted { socket, channel })
 }
 
 impl Accepted {
-    fn put<T: Copy>(&self, index: usize, value: T) {
-        // SAFETY: inside the channel's second list, whose entries are 32 bytes.
-        unsafe { self.channel.as_ptr().add(wire::CHANNEL_OUT + index * 32).cast::<T>().write_volatile(value) }
-    }
-
     /// Answers every request by `answer` until the daemon hangs up, or `most` requests; returns how many came.
     fn serve(&self, most: usize, mut answer: impl FnMut(&Accepted, Packet) -> Packet) -> usize {
         let mut buffer = [0; size_of::<Packet>()];
@@ -81,7 +75,7 @@ fn regions(entries: &[(u64, u64)]) -> impl FnMut(&Accepted, Packet) -> Packet {
             return Packet { count: 0, ..request };
         }
         for (index, (start, end)) in entries.iter().enumerate() {
-            me.put(index, RegionEntry { start: *start, end: *end, inode: 0, slot: 0 });
+            me.channel.put_answer(index, RegionEntry { start: *start, end: *end, inode: 0, slot: 0 });
         }
         Packet { count: entries.len() as u64, ..request }
     }

@@ -7,12 +7,13 @@ mod common;
 
 use common::cold::{Host, Served, program};
 use common::{Reaped, TOOL, can_merge, wait_for};
-use pagefold_agent::cold_table::{self, FROZEN, OUT, PACT_AGENT, Table};
-use pagefold_agent::wire::{self, Op, Packet, RegionEntry};
 use pagefold_os::fd::Fd;
 use pagefold_os::mem::Mapping;
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{PAGE_SIZE, Range, memfd, sock};
+use pagefold_protocol::channel::Channel;
+use pagefold_protocol::message::{self, Op, Packet, RegionEntry};
+use pagefold_protocol::residency_map::{self, EVICTED, FROZEN, OWNER_AGENT, ResidencyMap};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
@@ -26,22 +27,22 @@ const PAGES: usize = 512;
 /// What a liar has: its side of a greeting.
 struct Liar {
     socket: Fd,
-    channel: Mapping,
+    channel: Channel,
     device: Option<Fd>,
     memory: Mapping,
 }
 
 /// A table as the agent makes it, of `len` bytes and sealed as told.
-fn table(len: usize, seals: i32) -> (Fd, Option<(Mapping, Table)>) {
-    let fd = memfd::create(cold_table::NAME, len as u64).expect("a table");
+fn table(len: usize, seals: i32) -> (Fd, Option<(Mapping, ResidencyMap)>) {
+    let fd = memfd::create(residency_map::FILE_NAME, len as u64).expect("a table");
     memfd::add_seals(&fd, seals).expect("seals");
-    if len < cold_table::LEN {
+    if len < residency_map::FILE_BYTES {
         return (fd, None);
     }
     let prot = libc::PROT_READ | libc::PROT_WRITE;
     let map = Mapping::file(fd.raw(), 0, len, prot, libc::MAP_SHARED).expect("mapped");
     // SAFETY: that long, and kept beside it.
-    let table = unsafe { Table::at(map.addr()) };
+    let table = unsafe { ResidencyMap::at(map.addr()) };
     (fd, Some((map, table)))
 }
 
@@ -52,13 +53,12 @@ impl Liar {
         let socket = sock::connect(socket).expect("the daemon listens");
         sock::set_timeout(&socket, 20_000).expect("a timeout");
         let pagemap = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).expect("pagemap");
-        let hello = Packet { a: wire::HELLO_ALL | wire::HELLO_COLD, ..Packet::new(Op::Hello) };
+        let hello = Packet { a: message::HELLO_ALL | message::HELLO_COLD, ..Packet::new(Op::Hello) };
         sock::send(&socket, hello.bytes(), &[pagemap.raw()]).expect("hello");
         let mut buffer = [0; size_of::<Packet>()];
         let (_, mut fds) = sock::receive(&socket, &mut buffer, 0).expect("welcome");
         let channel = fds.take(0).expect("a channel");
-        let prot = libc::PROT_READ | libc::PROT_WRITE;
-        let channel = Mapping::file(channel.raw(), 0, wire::CHANNEL_LEN, prot, libc::MAP_SHARED).expect("mapped");
+        let channel = Channel::open(channel).expect("mapped");
         let memory = Mapping::anonymous(PAGES * PAGE_SIZE).expect("memory");
         Liar { socket, channel, device: fds.take(1), memory }
     }
@@ -81,27 +81,22 @@ impl Liar {
     }
 
     /// A greeting that is accepted: a true descriptor and a table, which `forge` has written into.
-    fn accepted(&self, forge: impl FnOnce(Table)) -> (Uffd, Table) {
+    fn accepted(&self, forge: impl FnOnce(ResidencyMap)) -> (Uffd, ResidencyMap) {
         let uffd = self.uffd();
-        let (fd, map) = table(cold_table::LEN, SEALS);
+        let (fd, map) = table(residency_map::FILE_BYTES, SEALS);
         let (map, table) = map.expect("long enough");
         std::mem::forget(map);
-        table.begin();
+        table.initialize();
         forge(table);
         assert_eq!(self.ready(true, &[uffd.fd().raw(), fd.raw()]), Some(0), "the greeting was refused");
         (uffd, table)
     }
 
     /// A greeting that is accepted, and the memory registered as the agent does it.
-    fn registered(&self) -> (Uffd, Table) {
+    fn registered(&self) -> (Uffd, ResidencyMap) {
         let (uffd, table) = self.accepted(|_| ());
         uffd.register(self.range(), uffd::MODE_MISSING | uffd::MODE_WP).expect("registered");
         (uffd, table)
-    }
-
-    fn put<T: Copy>(&self, index: usize, value: T) {
-        // SAFETY: inside the channel's second list, whose entries are 32 bytes.
-        unsafe { self.channel.as_ptr().add(wire::CHANNEL_OUT + index * 32).cast::<T>().write_volatile(value) }
     }
 
     /// Answers what is asked by `answer` until the daemon hangs up.
@@ -120,28 +115,28 @@ impl Liar {
     fn yes(&self, request: Packet) -> Packet {
         if request.op == Op::Regions as u32 {
             let range = self.range();
-            self.put(0, RegionEntry { start: range.start, end: range.end, inode: 0, slot: 0 });
+            self.channel.put_answer(0, RegionEntry { start: range.start, end: range.end, inode: 0, slot: 0 });
             return Packet { count: 1, ..request };
         }
-        // SAFETY: one byte for each place, inside the channel's second list.
-        unsafe { self.channel.as_ptr().add(wire::CHANNEL_OUT).write_bytes(1, wire::FETCH_PAGES_MAX) };
-        let count = if request.op == Op::ColdCopy as u32 { wire::FETCH_PAGES_MAX as u64 } else { request.count };
+        (0..message::FETCH_PAGES_MAX).for_each(|place| self.channel.put_answer_of_page(place, 1));
+        let count = if request.op == Op::ColdCopy as u32 { message::FETCH_PAGES_MAX as u64 } else { request.count };
         Packet { count, ..request }
     }
 }
 
 /// Says that everything is out: of its own memory, of addresses that it does not have, and of all that the table can name.
-fn claim_everything(table: Table, own: Range) {
-    for chunk in (own.start / cold_table::CHUNK_BYTES..=own.end / cold_table::CHUNK_BYTES).chain([0, 1 << 26, 1 << 34])
+fn claim_everything(table: ResidencyMap, own: Range) {
+    for chunk in
+        (own.start / residency_map::CHUNK_BYTES..=own.end / residency_map::CHUNK_BYTES).chain([0, 1 << 26, 1 << 34])
     {
-        if table.find_or_add(chunk * cold_table::CHUNK_BYTES).is_some() {
-            for page in 0..cold_table::CHUNK_PAGES as u64 {
-                table.set_state(chunk * cold_table::CHUNK_BYTES + page * PAGE, OUT);
+        if table.find_or_add(chunk * residency_map::CHUNK_BYTES).is_some() {
+            for page in 0..residency_map::CHUNK_PAGES as u64 {
+                table.set_state(chunk * residency_map::CHUNK_BYTES + page * PAGE, EVICTED);
             }
         }
     }
-    table.head().out.store(u64::MAX, Ordering::Relaxed);
-    table.head().set_void(Range { start: 0, end: u64::MAX }, true);
+    table.head().evicted.store(u64::MAX, Ordering::Relaxed);
+    table.head().set_discarding(Range { start: 0, end: u64::MAX }, true);
     for (start, end) in [(0, u64::MAX), (u64::MAX - 1, u64::MAX), (own.start | 1, own.end)] {
         for advice in [libc::MADV_COLD, libc::MADV_PAGEOUT, libc::MADV_WILLNEED, 12345] {
             table.hint(start, end, advice);
@@ -180,26 +175,28 @@ fn liar() {
         "a table that is none" => refused(true, &[liar.uffd().fd().raw(), null.raw()]),
         "a table that is too small" => refused(true, &[liar.uffd().fd().raw(), table(PAGE_SIZE, SEALS).0.raw()]),
         "a table that can shrink" => {
-            let (fd, map) = table(cold_table::LEN, memfd::SEAL_GROW);
-            map.expect("long enough").1.begin();
+            let (fd, map) = table(residency_map::FILE_BYTES, memfd::SEAL_GROW);
+            map.expect("long enough").1.initialize();
             refused(true, &[liar.uffd().fd().raw(), fd.raw()]);
         }
-        "a table without its mark" => refused(true, &[liar.uffd().fd().raw(), table(cold_table::LEN, SEALS).0.raw()]),
+        "a table without its mark" => {
+            refused(true, &[liar.uffd().fd().raw(), table(residency_map::FILE_BYTES, SEALS).0.raw()])
+        }
         "a userfaultfd that is none" | "one that is none, made by an earlier daemon" => {
-            let (fd, map) = table(cold_table::LEN, SEALS);
-            map.expect("long enough").1.begin();
+            let (fd, map) = table(residency_map::FILE_BYTES, SEALS);
+            map.expect("long enough").1.initialize();
             refused(what == "a userfaultfd that is none", &[null.raw(), fd.raw()]);
         }
         "the pact, from the start" => {
-            let (fd, map) = table(cold_table::LEN, SEALS);
+            let (fd, map) = table(residency_map::FILE_BYTES, SEALS);
             let (_map, table) = map.expect("long enough");
-            table.begin();
-            table.head().pact.store(PACT_AGENT, Ordering::SeqCst);
+            table.initialize();
+            table.head().owner.store(OWNER_AGENT, Ordering::SeqCst);
             refused(true, &[liar.uffd().fd().raw(), fd.raw()]);
         }
         "somebody else's region" => {
             liar.accepted(|table| {
-                table.head().region.store(1, Ordering::Relaxed);
+                table.head().client_id.store(1, Ordering::Relaxed);
                 table.head().token.store(1, Ordering::Relaxed);
                 table.head().arena.store(1, Ordering::Relaxed);
             });
@@ -224,7 +221,7 @@ fn liar() {
         }
         "the pact, for ever" => {
             let (_uffd, table) = liar.registered();
-            while !table.wait_pact(1000) {}
+            while !table.lock_within(1000) {}
             std::thread::scope(|scope| {
                 scope.spawn(|| touch(liar.range()));
                 liar.serve(Liar::yes);
@@ -239,7 +236,7 @@ fn liar() {
                     for round in 0.. {
                         for addr in (own.start..own.end).step_by(PAGE_SIZE) {
                             table.find_or_add(addr);
-                            table.set_state(addr, [OUT, FROZEN, 0, 77][(round + addr as usize / PAGE_SIZE) % 4]);
+                            table.set_state(addr, [EVICTED, FROZEN, 0, 77][(round + addr as usize / PAGE_SIZE) % 4]);
                         }
                         table.head().epoch.fetch_add(1, Ordering::Relaxed);
                     }
@@ -293,7 +290,7 @@ fn liar() {
         "regions that cannot be" => {
             liar.accepted(|_| ());
             liar.serve(|me, request| {
-                me.put(0, RegionEntry { start: 0x9001, end: 0x1000, inode: 0, slot: 0 });
+                me.channel.put_answer(0, RegionEntry { start: 0x9001, end: 0x1000, inode: 0, slot: 0 });
                 Packet { count: 1, ..request }
             });
         }

@@ -4,14 +4,14 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use pagefold_agent::wire::{MAGIC, Packet, VERSION, Why};
+use pagefold_protocol::message::{MAGIC, Packet, VERSION, RefusalReason};
 use pagefold_os::maps::{for_each_line, parse_line};
 
 fuzz_target!(|data: &[u8]| {
     if let Some(packet) = Packet::parse(data) {
         assert_eq!(packet.bytes()[..], *data, "a packet is its bytes");
         assert_eq!((packet.magic, packet.version), (MAGIC, VERSION));
-        let _ = Why::from_number(packet.op);
+        let _ = RefusalReason::from_number(packet.op);
     }
     if let Some(map) = parse_line(data) {
         assert!(map.range.start <= map.range.end);

@@ -2,11 +2,11 @@
 
 use super::workload::{Shape, Workload};
 use crate::process::{self, Failure, wait_for};
-use pagefold_agent::wire::freeze_bucket_end;
 use pagefold_daemon::control::{self, Answer, Request};
 use pagefold_daemon::status::Status;
 use pagefold_daemon::{Config, Daemon, VMA_BUDGET_MAX};
 use pagefold_os::{ksm, procfs};
+use pagefold_protocol::wait_histogram;
 use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -225,7 +225,7 @@ impl Running {
             seen += count;
             seen as f64 >= total as f64 * 0.99
         });
-        at.map(|bucket| freeze_bucket_end(bucket) as f64)
+        at.map(|bucket| wait_histogram::bucket_end(bucket) as f64)
     }
 
     /// The daemon's socket, if it is ours.

@@ -13,7 +13,7 @@
 //! differ, and those that the kernel will not move (pinned, shared by a fork),
 //! stay.
 //!
-//! Guard, then pact (see [`cold_table`](crate::cold_table)): in this order.
+//! Guard, then pact (see [`residency_map`](pagefold_protocol::residency_map)): in this order.
 //!
 //! The rooms: `serve` is the thread and its connection, `take` how pages leave, `back` how they come back, `calls` what the
 //! program's own calls need of the tier, `lease` who has the plain memory of a merged client, `lost` the end of pages that
@@ -34,16 +34,16 @@ pub(crate) use calls::{after_fork_child, before_fork, before_leaving, before_mov
 pub(crate) use lease::{ask_end_of_lease, is_leased, threads};
 #[cfg(feature = "preload")]
 pub(crate) use lease::{end_lease, stand_by};
-pub use lost::{KEEPER_SUFFIX, poison_out};
 pub(crate) use serve::{lease, run};
 
 use crate::bell::Bell;
-use crate::cold_table::{OUT, Table};
 use crate::maps::Maps;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use pagefold_os::fd::Fd;
 use pagefold_os::mem;
 use pagefold_os::uffd::Uffd;
+use pagefold_protocol::channel::Channel;
+use pagefold_protocol::residency_map::{EVICTED, ResidencyMap};
 
 /// Set before the thread starts: this process's cold pages go to the tier.
 pub static COLD: AtomicBool = AtomicBool::new(false);
@@ -58,11 +58,11 @@ pub(crate) static BELL: Bell = Bell::new();
 /// Where the table is mapped in this process, 0 if it is not.
 static TABLE: AtomicU64 = AtomicU64::new(0);
 
-fn table() -> Option<Table> {
+fn table() -> Option<ResidencyMap> {
     match TABLE.load(Ordering::Acquire) {
         0 => None,
         // SAFETY: stored once the mapping is there, which stays as long as the guard is held; who asks holds that.
-        base => Some(unsafe { Table::at(base) }),
+        base => Some(unsafe { ResidencyMap::at(base) }),
     }
 }
 
@@ -80,17 +80,16 @@ struct Cold {
     mover: Option<Uffd>,
     staging: Option<mem::Mapping>,
     table_fd: Fd,
-    table: Table,
+    table: ResidencyMap,
 }
 
 struct Connection {
     socket: Fd,
-    channel_fd: Fd,
-    channel: mem::Mapping,
+    channel: Channel,
     epoch: u32,
 }
 
 /// True if the page at `addr` is in the tier.
 pub(crate) fn is_out(addr: u64) -> bool {
-    table().is_some_and(|table| table.state(addr) == OUT)
+    table().is_some_and(|table| table.state(addr) == EVICTED)
 }

@@ -15,7 +15,7 @@ mod events;
 mod life;
 mod requests;
 
-pub(crate) use connect::{REFUSED_MS, TAKEN_MS, device_of, is_lasting, wait_for_answer};
+pub(crate) use connect::{REFUSED_MS, TAKEN_MS, is_lasting, wait_for_answer};
 #[cfg(test)]
 pub(crate) use connect::{alone, one_at_a_time};
 pub(crate) use events::HOLD_MODES;
@@ -27,7 +27,6 @@ pub(crate) use life::{REST, ask_to_leave_giving_back, stop, stop_giving_back, wa
 
 use crate::arena;
 use crate::bell::Bell;
-use crate::channel::{input, write_out};
 use crate::growth::Growth;
 use crate::heap::Heap;
 use crate::maps::Maps;
@@ -37,12 +36,13 @@ use crate::seat::Seat;
 use crate::shared::{AGENT, SHARED};
 use crate::voids;
 use crate::whole::HUGE_PAGES;
-use crate::wire::{CHANNEL_COUNTERS, Counters, SEGMENTS_HELD};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::Result;
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{PAGE_SIZE, Page, Range, mem, sched};
+use pagefold_protocol::channel::{Channel, Counters};
+use pagefold_protocol::message::SEGMENTS_HELD;
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -59,8 +59,7 @@ struct Segment {
 
 /// The agent at work: everything that one connection to a daemon needs.
 pub(crate) struct Agent {
-    channel_fd: Fd,
-    channel: mem::Mapping,
+    channel: Channel,
     /// Watches for writes; sends no events.
     pub(crate) watch: Uffd,
     /// Holds frozen and merged ranges; tells of discards.
@@ -179,24 +178,13 @@ impl Agent {
         Ok(base)
     }
 
-    pub(crate) fn counters(&self) -> &'static Counters {
-        // SAFETY: the channel begins with the counters, lives until the process ends or the agent is dropped with
-        // no reference left in use, and atomics bear that the daemon writes there too.
-        unsafe { &*((self.channel.addr() + CHANNEL_COUNTERS as u64) as *const Counters) }
+    pub(crate) const fn counters(&self) -> &Counters {
+        self.channel.counters()
     }
 
     /// Tells the daemon what our work for it costs.
     fn tell_cpu_time(&self) {
         let ns = sched::thread_cpu_ns().saturating_sub(self.cpu_before_ns);
         self.counters().cpu_ns.store(ns, Ordering::Relaxed);
-    }
-
-    /// Entry `index` of the daemon's list, copied.
-    fn input<T: Copy>(&self, index: usize) -> T {
-        input(self.channel.addr(), index)
-    }
-
-    fn output<T: Copy>(&self, index: usize, value: T) {
-        write_out(self.channel.addr(), index, value);
     }
 }

@@ -6,13 +6,13 @@ use crate::engine::{Agent, HOLD_MODES};
 use crate::own::NURSERY_LEN;
 use crate::remap::{MOVE_TRIES, rewatch};
 use crate::thread::yield_now;
-use crate::wire::FREEZE_PAGES_MAX;
 use pagefold_os::fd::Fd;
 use pagefold_os::page::is_zero;
 use pagefold_os::pagemap::{self, Query};
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd;
 use pagefold_os::{PAGE_SIZE, Range, mem, sched};
+use pagefold_protocol::message::FREEZE_PAGES_MAX;
 
 const PAGE: u64 = PAGE_SIZE as u64;
 

@@ -10,7 +10,7 @@
 //! `shared` is what the program's threads and ours meet in, with [`guard`] and
 //! [`table`]; `thread`, `seat`, `bell`, `own`, `maps`, `plain`, `arena`, `listing` and `growth` stand on that. The
 //! thread of live merging is `engine`, with `remap` and `heap`; that of the
-//! tier is [`cold`]. [`wire`] and [`cold_table`] are what the daemon sees.
+//! tier is [`cold`]. [`wire`] and [`residency_map`] are what the daemon sees.
 
 #![cfg_attr(feature = "preload", no_std)]
 
@@ -19,15 +19,11 @@ mod arena;
 #[cfg(not(loom))]
 mod bell;
 #[cfg(not(loom))]
-mod channel;
-#[cfg(not(loom))]
 mod chores;
 #[cfg(all(not(feature = "preload"), not(loom)))]
 pub mod client;
 #[cfg(not(loom))]
 pub mod cold;
-#[cfg(not(loom))]
-pub mod cold_table;
 #[cfg(not(loom))]
 mod engine;
 #[cfg(not(loom))]
@@ -45,7 +41,6 @@ mod listing;
 mod maps;
 #[cfg(not(loom))]
 mod own;
-pub mod pins;
 #[cfg(not(loom))]
 mod plain;
 #[cfg(not(loom))]
@@ -64,7 +59,6 @@ mod thread;
 mod voids;
 #[cfg(not(loom))]
 mod whole;
-pub mod wire;
 
 #[cfg(all(feature = "preload", not(loom)))]
 mod preload;

@@ -5,27 +5,27 @@
 //! guard is held.
 
 use crate::arena::{Finder, Head};
-use crate::channel::write_out;
 use crate::heap;
 use crate::maps::{Maps, POOL_NAME};
 use crate::own::{first_own, is_nursery};
 use crate::shared::{COLD_AGENT, SHARED};
 use crate::table::Table;
-use crate::wire::{LIST_MAX, RegionEntry};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::Result;
 use pagefold_os::{PAGE_SIZE, Range, maps};
+use pagefold_protocol::channel::Channel;
+use pagefold_protocol::message::{LIST_MAX, RegionEntry};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
 /// The smallest mapping that `--manage all` manages, in bytes.
 pub const ALL_MIN: u64 = 1 << 20;
 
-/// Lists the managed plain memory from address `from` on to the channel at `channel`, for the cold tier.
-pub(crate) fn list_plain(maps: &Maps, channel: u64, from: u64) -> Result<usize> {
+/// Lists the managed plain memory from address `from` on to `channel`, for the cold tier.
+pub(crate) fn list_plain(maps: &Maps, channel: &Channel, from: u64) -> Result<usize> {
     let held = SHARED.guard.lock(COLD_AGENT);
-    list(maps, SHARED.tables(&held).table, Listed::Plain, from, |index, entry| write_out(channel, index, entry))
+    list(maps, SHARED.tables(&held).table, Listed::Plain, from, |index, entry| channel.put_answer(index, entry))
 }
 
 /// Calls `f` with each managed range of plain memory.

@@ -12,9 +12,9 @@ use crate::shared::{NOTHING, SHARED};
 use crate::table::Table;
 use crate::thread::{STACK_LEN, Thread};
 use crate::whole::HUGE_LEN;
-use crate::wire::{FETCH_PAGES_MAX, FREEZE_PAGES_MAX};
 use core::sync::atomic::{AtomicU64, Ordering};
 use pagefold_os::{PAGE_SIZE, Range, mem};
+use pagefold_protocol::message::{FETCH_PAGES_MAX, FREEZE_PAGES_MAX};
 
 #[cfg(feature = "preload")]
 const PAGE: u64 = PAGE_SIZE as u64;

@@ -21,13 +21,14 @@ use crate::shared::SHARED;
 use crate::thread::yield_now;
 use crate::voids;
 use crate::whole::HUGE_PAGES;
-use crate::wire::{self, FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, Why};
 use core::sync::atomic::Ordering;
 use pagefold_os::page::is_zero;
 use pagefold_os::pagemap::{self, Query};
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{PAGE_SIZE, Page, Range, mem, sched};
+use pagefold_protocol::message::{FREEZE_PAGES_MAX, Outcome, PIECE_ZERO, Piece, RefusalReason};
+use pagefold_protocol::wait_histogram;
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -38,7 +39,7 @@ pub(crate) const MOVE_TRIES: u32 = 64;
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
     /// Still where it was: pinned, or refused.
-    Left(Why),
+    Left(RefusalReason),
     /// In the staging area.
     Staged,
     /// Nothing was there.
@@ -53,7 +54,7 @@ impl Agent {
     pub(crate) fn remap_span(&mut self, pieces: &[Piece], outcomes: &mut [Outcome]) {
         let (Some(first), Some(last)) = (pieces.first(), pieces.last()) else { return };
         let span = Range { start: first.addr, end: last.addr + u64::from(last.pages) * PAGE };
-        outcomes.fill(Outcome { merged: 0, why: Why::NotPlain as u32 });
+        outcomes.fill(Outcome { merged: 0, reason: RefusalReason::NotAnonymous as u32 });
         if span.is_empty() || span.pages() > FREEZE_PAGES_MAX as u64 || !span.start.is_multiple_of(PAGE) {
             return;
         }
@@ -164,13 +165,13 @@ impl Agent {
                     tries += 1;
                     None
                 }
-                Some(Errno(libc::EAGAIN | libc::EBUSY)) => Some(Why::Pinned),
-                Some(Errno(libc::ENOENT)) => Some(Why::Absent),
+                Some(Errno(libc::EAGAIN | libc::EBUSY)) => Some(RefusalReason::Pinned),
+                Some(Errno(libc::ENOENT)) => Some(RefusalReason::Absent),
                 Some(_) if at + PAGE < part.end => {
                     len = half(part.end - at);
                     None
                 }
-                Some(_) => Some(Why::NotPlain),
+                Some(_) => Some(RefusalReason::NotAnonymous),
             };
             if let Some(why) = left {
                 states[((at - span.start) / PAGE) as usize] = State::Left(why);
@@ -188,24 +189,26 @@ impl Agent {
 
     /// Step 3: how many pages of `piece` equal their slots, from the first on.
     fn compare(&self, span: Range, piece: &Piece, states: &mut [State]) -> Outcome {
-        let Some(slots) = self.slots_of(piece) else { return Outcome { merged: 0, why: Why::NotPlain as u32 } };
+        let Some(slots) = self.slots_of(piece) else {
+            return Outcome { merged: 0, reason: RefusalReason::NotAnonymous as u32 };
+        };
         let first = ((piece.addr - span.start) / PAGE) as usize;
         for page in 0..piece.pages as usize {
             let merged = page as u32;
             let why = match states[first + page] {
                 State::Left(why) => why,
-                State::Equal => Why::NotPlain,
+                State::Equal => RefusalReason::NotAnonymous,
                 // A hole may also be a swapped-out page, so it never counts as zero.
-                State::Hole => Why::Absent,
-                State::Staged if self.shows(first + page, slots, page) => Why::Done,
-                State::Staged => Why::Changed,
+                State::Hole => RefusalReason::Absent,
+                State::Staged if self.shows(first + page, slots, page) => RefusalReason::Done,
+                State::Staged => RefusalReason::Changed,
             };
-            if why != Why::Done {
-                return Outcome { merged, why: why as u32 };
+            if why != RefusalReason::Done {
+                return Outcome { merged, reason: why as u32 };
             }
             states[first + page] = State::Equal;
         }
-        Outcome { merged: piece.pages, why: Why::Done as u32 }
+        Outcome { merged: piece.pages, reason: RefusalReason::Done as u32 }
     }
 
     /// Whether all of `piece`, which is in memory in `pages` of the span, equals its slots.
@@ -331,7 +334,7 @@ impl Agent {
             let rest = first + void..equal.end;
             states[rest.clone()].fill(State::Staged);
             self.move_back(span, rest);
-            *outcome = Outcome { merged: void as u32, why: Why::Discarded as u32 };
+            *outcome = Outcome { merged: void as u32, reason: RefusalReason::Discarded as u32 };
             if void == 0 {
                 return;
             }
@@ -341,18 +344,18 @@ impl Agent {
             let run = first..first + outcome.merged as usize;
             states[run.clone()].fill(State::Staged);
             self.move_back(span, run);
-            *outcome = Outcome { merged: 0, why: why as u32 };
+            *outcome = Outcome { merged: 0, reason: why as u32 };
         }
     }
 
     /// Maps the slots of `piece`, all of whose pages are in our hands and equal them. Of one of zeros nothing is to be mapped.
-    pub(crate) fn map_slots(&mut self, piece: &Piece) -> Result<(), Why> {
+    pub(crate) fn map_slots(&mut self, piece: &Piece) -> Result<(), RefusalReason> {
         let range = Range::pages_from(piece.addr, u64::from(piece.pages));
         if piece.segment == PIECE_ZERO {
             self.mapped_to = range.end;
             return Ok(());
         }
-        let Some(fd) = self.segment_fd(piece.segment) else { return Err(Why::NotPlain) };
+        let Some(fd) = self.segment_fd(piece.segment) else { return Err(RefusalReason::NotAnonymous) };
         let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
         let rights = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: the range was plain anonymous memory a moment ago (UFFDIO_MOVE proved it), its pages are in our
@@ -367,9 +370,9 @@ impl Agent {
             }
             Err(Errno(libc::EPERM)) => {
                 self.note_sealed(range);
-                Err(Why::NotPlain)
+                Err(RefusalReason::NotAnonymous)
             }
-            Err(_) => Err(Why::Limit),
+            Err(_) => Err(RefusalReason::Limit),
         }
     }
 
@@ -389,7 +392,7 @@ impl Agent {
         }
         for run in runs(states, |state| *state != State::Equal) {
             let range = Range { start: span.start + run.start as u64 * PAGE, end: span.start + run.end as u64 * PAGE };
-            if states[run.clone()].contains(&State::Left(Why::NotPlain)) {
+            if states[run.clone()].contains(&State::Left(RefusalReason::NotAnonymous)) {
                 self.watch_parts(range);
             } else {
                 self.watch_part(range);
@@ -458,7 +461,7 @@ impl Agent {
         let counters = self.counters();
         counters.freezes.fetch_add(1, Ordering::Relaxed);
         counters.freeze_ns_max.fetch_max(ns, Ordering::Relaxed);
-        counters.freeze_us[wire::freeze_bucket(ns / 1000)].fetch_add(1, Ordering::Relaxed);
+        counters.freeze_us[wait_histogram::bucket(ns / 1000)].fetch_add(1, Ordering::Relaxed);
     }
 }
 

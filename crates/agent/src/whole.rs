@@ -9,11 +9,11 @@ use crate::engine::Agent;
 use crate::own::{WHOLE, mark_own};
 use crate::populate;
 use crate::remap::rewatch;
-use crate::wire::{Outcome, PIECE_ZERO, Piece, Why};
 use core::sync::atomic::Ordering;
 use pagefold_os::pagemap::{self, Query};
 use pagefold_os::raw::Errno;
 use pagefold_os::{PAGE_SIZE, Range, mem, sched, uffd};
+use pagefold_protocol::message::{Outcome, PIECE_ZERO, Piece, RefusalReason};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -57,7 +57,7 @@ impl Agent {
         }
         let Ok(heap) = self.heap.hold(span, &self.watch) else { return false };
         let frozen_at = sched::monotonic_ns();
-        outcomes.fill(Outcome { merged: 0, why: Why::NotPlain as u32 });
+        outcomes.fill(Outcome { merged: 0, reason: RefusalReason::NotAnonymous as u32 });
         self.begin_freeze(WHOLE.load(Ordering::Relaxed));
         let _ = self.watch.unregister(span);
         let held = self.hold.register(span, uffd::MODE_MISSING).is_ok();
@@ -193,16 +193,17 @@ impl Agent {
             }
             let pages: u32 = pieces[done..joined].iter().map(|piece| piece.pages).sum();
             let why = match self.map_slots(&Piece { pages, ..*first }) {
-                Ok(()) => Why::Done,
+                Ok(()) => RefusalReason::Done,
                 Err(why) => why,
             };
             for (piece, outcome) in pieces[done..joined].iter().zip(&mut outcomes[done..joined]) {
-                *outcome = Outcome { merged: if why == Why::Done { piece.pages } else { 0 }, why: why as u32 };
+                *outcome =
+                    Outcome { merged: if why == RefusalReason::Done { piece.pages } else { 0 }, reason: why as u32 };
             }
-            if why != Why::Done {
+            if why != RefusalReason::Done {
                 let from = ((first.addr - span.start) / PAGE) as usize;
                 self.put_back(span, from..HUGE_PAGES);
-                outcomes[joined..].fill(Outcome { merged: 0, why: why as u32 });
+                outcomes[joined..].fill(Outcome { merged: 0, reason: why as u32 });
                 return done > 0;
             }
             if first.segment != PIECE_ZERO {
@@ -344,7 +345,9 @@ mod tests {
                 assert_eq!(written.unwrap().0, 0, "it is not watched as before");
             }
             assert!(agent.remap_whole(&pieces, &mut outcomes));
-            assert!(outcomes.iter().all(|outcome| outcome.merged == 64 && outcome.why == Why::Done as u32));
+            assert!(
+                outcomes.iter().all(|outcome| outcome.merged == 64 && outcome.reason == RefusalReason::Done as u32)
+            );
             assert_eq!(agent.rights_of_pool(span), Some(libc::PROT_READ | libc::PROT_WRITE));
             assert!((0..HUGE_PAGES).all(|page| shown(at, page) == content(page)));
             assert_eq!(agent.hold.register(span, uffd::MODE_MISSING), Ok(()));

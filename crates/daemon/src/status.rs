@@ -57,7 +57,7 @@ pub struct Client {
     pub freezes: u64,
     /// Longest freeze, in nanoseconds.
     pub freeze_ns_max: u64,
-    /// Freezes by duration: entry `i` counts those below [`freeze_bucket_end`](pagefold_agent::wire::freeze_bucket_end)`(i)`
+    /// Freezes by duration: entry `i` counts those below [`wait_histogram::bucket_end`](pagefold_protocol::wait_histogram::bucket_end)`(i)`
     /// microseconds that no earlier entry counts, four entries to an octave.
     pub freeze_us: Vec<u64>,
 }

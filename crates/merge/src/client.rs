@@ -3,20 +3,20 @@
 //! A live process behind its agent is one implementer (in the daemon), the
 //! simulated process of [`crate::sim`] the other.
 
-use pagefold_agent::wire::Why;
 use pagefold_os::{Page, Range};
 use pagefold_pool::{Pool, Slot};
+use pagefold_protocol::message::RefusalReason;
 
 /// The client is no longer there, or broke the protocol: it is dropped, and nobody else is touched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gone;
 
 /// Pages that one [`Client::fetch`] copies at most.
-pub const FETCH_PAGES_MAX: usize = pagefold_agent::wire::FETCH_PAGES_MAX;
+pub const FETCH_PAGES_MAX: usize = pagefold_protocol::message::FETCH_PAGES_MAX;
 /// Pages that are frozen together at most.
-pub const FREEZE_PAGES_MAX: u64 = pagefold_agent::wire::FREEZE_PAGES_MAX as u64;
+pub const FREEZE_PAGES_MAX: u64 = pagefold_protocol::message::FREEZE_PAGES_MAX as u64;
 /// Pieces of one [`Client::remap`] at most.
-pub const PIECES_MAX: usize = pagefold_agent::wire::LIST_MAX / 2;
+pub const PIECES_MAX: usize = pagefold_protocol::message::LIST_MAX / 2;
 /// Pool mappings that one client may have.
 pub const MAPPINGS_MAX: usize = 1 << 20;
 /// The largest budget of mappings: what a program cuts in pieces itself comes on top, and forked children have their parent's.
@@ -54,7 +54,7 @@ pub struct Outcome {
     /// Pages merged.
     pub merged: u32,
     /// `Done`, or the reason of the first page that was not.
-    pub why: Why,
+    pub why: RefusalReason,
 }
 
 /// A mapping of pool slots that a client has.

@@ -17,10 +17,10 @@ use crate::plan::Run;
 use crate::stats::{ClientStats, Counters, DomainStats, add, why_word};
 use crate::table::{CHUNK_LEN, CHUNK_PAGES, Chunk, Indexed, Table};
 use llds::sd_tree::{SdTree, SweepCursor};
-use pagefold_agent::wire::Why;
 use pagefold_os::sync::{lock, read, write};
 use pagefold_os::{PAGE_SIZE, Page, Range};
 use pagefold_pool::{Hold, Key, Pool, Room, SLOTS_PER_SEGMENT, Slot};
+use pagefold_protocol::message::RefusalReason;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
@@ -217,7 +217,7 @@ struct Work {
     /// Pages per fetch: small after a hit (the rest is predicted), larger after misses.
     block: usize,
     breaks: u64,
-    refused: BTreeMap<Why, u64>,
+    refused: BTreeMap<RefusalReason, u64>,
 }
 
 /// A client in which a look changed nothing.
@@ -848,7 +848,7 @@ impl Domain {
         wrong
     }
 
-    fn refuse(work: &mut Work, why: Why) {
+    fn refuse(work: &mut Work, why: RefusalReason) {
         *work.refused.entry(why).or_default() += 1;
     }
 

@@ -6,8 +6,8 @@
 //!              \----> (all zero) -> Zero
 //! ```
 
-use pagefold_agent::wire::Why;
 use pagefold_pool::Slot;
+use pagefold_protocol::message::RefusalReason;
 
 /// Silent periods after which a page is a candidate.
 pub const SILENT_PERIODS: u32 = 2;
@@ -61,7 +61,7 @@ pub enum State {
     /// Could not be merged; tried again after `periods`.
     Refused {
         /// Why.
-        why: Why,
+        why: RefusalReason,
         /// Periods left.
         periods: u32,
     },
@@ -109,7 +109,7 @@ impl Packed {
             3 => State::Candidate { indexed: value & 1 != 0, backoff: value >> 4 & 7 },
             4 => State::Shared(Slot::from_number(value)),
             5 => State::Broken { age: value >> 4, backoff: value & 7 },
-            6 => State::Refused { why: Why::from_number(value & 0xff), periods: value >> 8 },
+            6 => State::Refused { why: RefusalReason::from_number(value & 0xff), periods: value >> 8 },
             _ => match value & 3 {
                 0 => State::Unknown,
                 1 => State::Zero,
@@ -173,7 +173,7 @@ mod tests {
                 states.extend((0..3).map(|silent| State::Armed { silent, backoff, fresh: flag }));
             }
         }
-        states.extend(Why::ALL.map(|why| State::Refused { why, periods: 60 }));
+        states.extend(RefusalReason::ALL.map(|why| State::Refused { why, periods: 60 }));
         for state in states {
             assert_eq!(state.pack().get(), state);
         }

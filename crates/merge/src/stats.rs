@@ -1,6 +1,6 @@
 //! Counters, under KSM's names where the meaning is the same.
 
-use pagefold_agent::wire::Why;
+use pagefold_protocol::message::RefusalReason;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -104,15 +104,15 @@ pub struct ClientStats {
 }
 
 /// The word for a reason, as shown to people.
-pub fn why_word(why: Why) -> &'static str {
+pub fn why_word(why: RefusalReason) -> &'static str {
     match why {
-        Why::Done => "done",
-        Why::Changed => "changed meanwhile",
-        Why::Pinned => "pinned or shared by fork",
-        Why::NotPlain => "not plain private memory",
-        Why::Absent => "not in memory",
-        Why::Limit => "mapping limit",
-        Why::Discarded => "discarded",
+        RefusalReason::Done => "done",
+        RefusalReason::Changed => "changed meanwhile",
+        RefusalReason::Pinned => "pinned or shared by fork",
+        RefusalReason::NotAnonymous => "not plain private memory",
+        RefusalReason::Absent => "not in memory",
+        RefusalReason::Limit => "mapping limit",
+        RefusalReason::Discarded => "discarded",
     }
 }
 

@@ -6,13 +6,13 @@
 
 use super::table;
 use crate::chores::leave_if_alone;
-use crate::cold_table::{OUT, Table};
 use crate::maps::Maps;
 use crate::shared::{COLD_AGENT, MAY_START, SHARED};
 use crate::thread::{Thread, begin_thread, exit_thread, yield_now};
 use core::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{PAGE_SIZE, Range, mem, syscall};
+use pagefold_protocol::residency_map::{EVICTED, ResidencyMap};
 
 /// How often what is out by the table and was touched is looked at again, about a millisecond apart: the daemon may have to hear
 /// first that it is elsewhere.
@@ -192,22 +192,22 @@ pub(super) fn bring_all() {
 ///
 /// # Errors
 /// `ENOMEM` if a limit of memory has no room for all of it; what came stays.
-pub(super) fn bring_back<F: Fn(u64, u64) -> (u64, bool)>(table: &Table, wanted: &Wanted<F>) -> Result<()> {
+pub(super) fn bring_back<F: Fn(u64, u64) -> (u64, bool)>(table: &ResidencyMap, wanted: &Wanted<F>) -> Result<()> {
     /// Between two looks at the room; what is kept free beyond it is far more.
     const STEP: usize = STEP_PAGES * PAGE_SIZE;
     let head = table.head();
     // In this order: what is moved is on the move before it is out no more.
-    if head.out.load(Ordering::Acquire) == 0 && head.moving.load(Ordering::SeqCst) == 0 {
+    if head.evicted.load(Ordering::Acquire) == 0 && head.moving_pages.load(Ordering::SeqCst) == 0 {
         return Ok(());
     }
     let epoch = head.epoch.load(Ordering::SeqCst);
-    let has_no_room = || !wanted.whatever_it_takes && head.room() < STEP_PAGES as u64;
+    let has_no_room = || !wanted.whatever_it_takes && head.headroom() < STEP_PAGES as u64;
     let mut is_full = false;
     // True if something is out that was touched: the table says so a moment longer, and until the daemon has heard of a bare
     // call that took it elsewhere.
     let mut touch = || {
         let mut again = false;
-        table.for_each_run(wanted.range.start, wanted.range.end, OUT, |mut start, run_end| {
+        table.for_each_run(wanted.range.start, wanted.range.end, EVICTED, |mut start, run_end| {
             while start < run_end && !is_full {
                 let (end, stays) = (wanted.stretch)(start, run_end.min(start + STEP as u64));
                 let step = Range { start, end };
@@ -219,14 +219,14 @@ pub(super) fn bring_back<F: Fn(u64, u64) -> (u64, bool)>(table: &Table, wanted: 
                 if touched.is_err() {
                     read_in_parts(step);
                 }
-                again |= matches!(touched, Ok(()) | Err(Errno(libc::ENOMEM))) && table.has(step, OUT);
+                again |= matches!(touched, Ok(()) | Err(Errno(libc::ENOMEM))) && table.has(step, EVICTED);
                 // Behind the step: what was true at the last fault long ago would be no news.
                 is_full = has_no_room();
             }
         });
         again && !is_full
     };
-    head.bringing.fetch_add(1, Ordering::SeqCst);
+    head.paused_evictions.fetch_add(1, Ordering::SeqCst);
     let mut turn = 0;
     while touch() && turn < UNHEARD_TRIES && head.epoch.load(Ordering::SeqCst) == epoch {
         turn += 1;
@@ -237,10 +237,10 @@ pub(super) fn bring_back<F: Fn(u64, u64) -> (u64, bool)>(table: &Table, wanted: 
         }
     }
     // What moved comes in by itself; a daemon that takes over says how many it still knows of.
-    while !is_full && head.moving.load(Ordering::SeqCst) > 0 {
+    while !is_full && head.moving_pages.load(Ordering::SeqCst) > 0 {
         let _ = pagefold_os::fd::poll(&mut [], 1);
         is_full = has_no_room();
     }
-    head.bringing.fetch_sub(1, Ordering::SeqCst);
+    head.paused_evictions.fetch_sub(1, Ordering::SeqCst);
     if is_full { Err(Errno(libc::ENOMEM)) } else { Ok(()) }
 }

@@ -7,11 +7,11 @@
 use super::back::{EVERYTHING, Wanted, all, bring_back, forget_bringer};
 use super::lease::{LEASE, SECOND};
 use super::{TABLE, table};
-use crate::cold_table::OUT;
 use crate::thread::yield_now;
 use core::sync::atomic::Ordering;
 use pagefold_os::Range;
 use pagefold_os::raw::Result;
+use pagefold_protocol::residency_map::EVICTED;
 
 /// Before a fork, with the guard held: the child cannot ask for pages, so all are brought back but those that it will not
 /// have anyway: `dont_fork` says how far (to an end at most) an address is of one kind, and whether of that.
@@ -48,17 +48,17 @@ pub(crate) fn before_move(range: Range) -> Result<()> {
 pub(crate) fn voiding<T>(range: Range, call: impl FnOnce() -> Result<T>) -> Result<T> {
     let Some(table) = table().filter(|_| !range.is_empty()) else { return call() };
     // Not 0 if a signal handler has come into another.
-    let (outer, outer_is_done) = table.head().set_void(range, false);
+    let (outer, outer_is_done) = table.head().set_discarding(range, false);
     let result = call();
     if result.is_ok() {
-        table.head().set_void(range, true);
+        table.head().set_discarding(range, true);
     }
     let mut turn = 0;
     // A child that a signal handler forked meanwhile goes on here, too, and has no table.
     while result.is_ok()
         && let Some(table) = self::table()
-        && table.head().out.load(Ordering::Acquire) > 0
-        && table.has(range, OUT)
+        && table.head().evicted.load(Ordering::Acquire) > 0
+        && table.has(range, EVICTED)
     {
         turn += 1;
         if turn < 16 {
@@ -68,7 +68,7 @@ pub(crate) fn voiding<T>(range: Range, call: impl FnOnce() -> Result<T>) -> Resu
         }
     }
     if let Some(table) = self::table() {
-        table.head().set_void(outer, outer_is_done);
+        table.head().set_discarding(outer, outer_is_done);
     }
     result
 }

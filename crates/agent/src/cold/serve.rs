@@ -6,24 +6,25 @@
 
 use super::back::{bring_all, bring_aside, dismiss};
 use super::lease::{LEASE, SECOND, ask_end_of_lease, is_leased};
-use super::lost::{Vigil, poison_out};
+use super::lost::Vigil;
 use super::{BELL, Cold, Connection, TABLE, TIER_MAX, TOLERANCE_PPM};
 use crate::bell::Bell;
-use crate::channel::{input, write_out};
 use crate::chores::{leave_if_alone, look_around};
-use crate::cold_table::{self, OUT, PACT_AGENT, Table};
-use crate::engine::{REFUSED_MS, TAKEN_MS, device_of, is_lasting, wait_for_answer};
+use crate::engine::{REFUSED_MS, TAKEN_MS, is_lasting, wait_for_answer};
 use crate::listing::{for_each_plain, list_plain};
 use crate::maps::Maps;
 use crate::own::{COLD_STAGING, mark_own};
 use crate::shared::{COLD_AGENT, SHARED, read_settings};
 use crate::thread::{begin_thread, exit_thread};
-use crate::wire::{self, CHANNEL_LEN, FETCH_PAGES_MAX, LIST_MAX, Op, Packet};
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{PAGE_SIZE, Range, mem, memfd, sched, sock, syscall};
+use pagefold_protocol::channel::Channel;
+use pagefold_protocol::handshake::{receive, receive_welcome, send_hello, send_unable, take_welcome};
+use pagefold_protocol::message::{self, FETCH_PAGES_MAX, LIST_MAX, Op, Packet};
+use pagefold_protocol::residency_map::{self, EVICTED, OWNER_AGENT, ResidencyMap, poison_evicted};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -113,22 +114,23 @@ fn serve_while(phase: &AtomicU32) {
 }
 
 /// What the tables of earlier leases knew of discards: who was told that his is heard may act in the lease behind.
-static REMOVALS: [AtomicU64; cold_table::OTHERS] = [const { AtomicU64::new(0) }; cold_table::OTHERS];
+static REMOVALS: [AtomicU64; residency_map::DISCARD_SLOTS] =
+    [const { AtomicU64::new(0) }; residency_map::DISCARD_SLOTS];
 
 fn make(device: Option<&Fd>) -> Result<Cold> {
     let maps = Maps::open()?;
     let pagemap = Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?;
     let hold = Uffd::bare(device)?;
-    let table_fd = memfd::create(cold_table::NAME, cold_table::LEN as u64)?;
+    let table_fd = memfd::create(residency_map::FILE_NAME, residency_map::FILE_BYTES as u64)?;
     memfd::add_seals(&table_fd, memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_SEAL)?;
     let prot = libc::PROT_READ | libc::PROT_WRITE;
-    let map = mem::Mapping::file(table_fd.raw(), 0, cold_table::LEN, prot, libc::MAP_SHARED)?;
+    let map = mem::Mapping::file(table_fd.raw(), 0, residency_map::FILE_BYTES, prot, libc::MAP_SHARED)?;
     mark_own(&map);
     // SAFETY: the file cannot shrink, and the mapping is kept for good.
-    let table = unsafe { Table::at(map.addr()) };
+    let table = unsafe { ResidencyMap::at(map.addr()) };
     core::mem::forget(map);
-    table.begin();
-    for (other, removal) in table.head().others.iter().zip(&REMOVALS) {
+    table.initialize();
+    for (other, removal) in table.head().shared_discards.iter().zip(&REMOVALS) {
         other.store(removal.load(Ordering::Relaxed), Ordering::Relaxed);
     }
     // SAFETY: takes nothing.
@@ -158,27 +160,27 @@ fn connect(cold: &mut Option<Cold>, phase: &AtomicU32) -> core::result::Result<C
 /// Greets the daemon at `socket`; makes what is missing.
 fn greet(socket: Fd, cold: &mut Option<Cold>, phase: &AtomicU32) -> core::result::Result<Connection, Failure> {
     let mut hello = Packet::new(Op::Hello);
-    hello.a = wire::HELLO_ALL | wire::HELLO_COLD;
+    hello.a = message::HELLO_ALL | message::HELLO_COLD;
     if is_leased() {
-        hello.a |= wire::HELLO_AWAY;
+        hello.a |= message::HELLO_LENT;
     }
     hello.b = TOLERANCE_PPM.load(Ordering::Relaxed);
     hello.count = TIER_MAX.load(Ordering::Relaxed);
     hello.text = *read_settings().1;
     let pagemap = Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?;
     sock::set_timeout(&socket, 10_000)?;
-    sock::send(&socket, hello.bytes(), &[pagemap.raw()])?;
+    send_hello(&socket, &hello, &pagemap)?;
     drop(pagemap);
-    let (welcome, mut fds) = receive(&socket, Op::Welcome, phase)?;
-    if welcome.status != 0 {
-        return Err(Errno(welcome.status).into());
-    }
-    let mut ready = Packet::new(Op::Ready);
-    let (device, channel_fd, channel) = match set_up_by(cold, &mut fds) {
+    wait_for_answer(&socket, None, phase)?;
+    let mut fds = receive_welcome(&socket)?;
+    let made = take_welcome(&mut fds).and_then(|(channel, device)| {
+        set_up(cold, &channel, device.as_ref())?;
+        Ok((channel, device))
+    });
+    let (channel, device) = match made {
         Ok(made) => made,
         Err(errno) => {
-            ready.status = errno.0;
-            let _ = sock::send(&socket, ready.bytes(), &[]);
+            let _ = send_unable(&socket, errno);
             // Not what hangs on an earlier connection; and who asked us to leave meanwhile gets what he asked for.
             if is_lasting(errno) && cold.as_ref().is_none_or(|cold| cold.bare) {
                 let _ = phase.compare_exchange(1, 3, Ordering::AcqRel, Ordering::Acquire);
@@ -187,11 +189,12 @@ fn greet(socket: Fd, cold: &mut Option<Cold>, phase: &AtomicU32) -> core::result
         }
     };
     let cold = cold.as_mut().ok_or(Errno(libc::EPROTO))?;
-    ready.a = u64::from(cold.bare);
     // Of which an earlier daemon has heard.
-    ready.b = sched::thread_cpu_ns();
+    let b = sched::thread_cpu_ns();
+    let ready = Packet { a: u64::from(cold.bare), b, ..Packet::new(Op::Ready) };
     sock::send(&socket, ready.bytes(), &[cold.hold.fd().raw(), cold.table_fd.raw()])?;
-    let go = receive(&socket, Op::ColdGo, phase).map_err(Failure::from).and_then(|(go, _)| match go.status {
+    let go = wait_for_answer(&socket, None, phase).and_then(|()| receive(&socket, Op::ColdStart));
+    let go = go.map_err(Failure::from).and_then(|(go, _)| match go.status {
         0 => Ok(go),
         errno => Err(Failure { errno: Errno(errno), rests: !matches!(errno, libc::EAGAIN | libc::ETIMEDOUT) }),
     });
@@ -203,33 +206,11 @@ fn greet(socket: Fd, cold: &mut Option<Cold>, phase: &AtomicU32) -> core::result
     cold.bare = false;
     TABLE.store(cold.table.base(), Ordering::Release);
     sock::set_timeout(&socket, 0)?;
-    Ok(Connection { socket, channel_fd, channel, epoch: go.a as u32 })
+    Ok(Connection { socket, channel, epoch: go.a as u32 })
 }
 
-fn receive(socket: &Fd, op: Op, phase: &AtomicU32) -> Result<(Packet, sock::Fds)> {
-    wait_for_answer(socket, None, phase)?;
-    let mut buffer = [0u8; size_of::<Packet>()];
-    let (got, fds) = sock::receive(socket, &mut buffer, 0)?;
-    let packet = Packet::parse(&buffer[..got]).filter(|packet| packet.op == op as u32);
-    Ok((packet.ok_or(Errno(libc::EPROTO))?, fds))
-}
-
-/// As [`set_up`], of what came with the daemon's answer.
-fn set_up_by(cold: &mut Option<Cold>, fds: &mut sock::Fds) -> Result<(Option<Fd>, Fd, mem::Mapping)> {
-    let device = device_of(fds)?;
-    let channel_fd = fds.take(0).ok_or(Errno(libc::EPROTO))?;
-    let channel = set_up(cold, &channel_fd, device.as_ref())?;
-    Ok((device, channel_fd, channel))
-}
-
-fn set_up(cold: &mut Option<Cold>, channel_fd: &Fd, device: Option<&Fd>) -> Result<mem::Mapping> {
-    let (len, _) = memfd::len_and_inode(channel_fd.raw())?;
-    if len < CHANNEL_LEN as u64 || memfd::seals(channel_fd)? & memfd::SEAL_SHRINK == 0 {
-        return Err(Errno(libc::EPROTO));
-    }
-    let prot = libc::PROT_READ | libc::PROT_WRITE;
-    let channel = mem::Mapping::file(channel_fd.raw(), 0, CHANNEL_LEN, prot, libc::MAP_SHARED)?;
-    mark_own(&channel);
+fn set_up(cold: &mut Option<Cold>, channel: &Channel, device: Option<&Fd>) -> Result<()> {
+    mark_own(channel.mapping());
     if cold.is_none() {
         *cold = Some(make(device)?);
     }
@@ -246,7 +227,7 @@ fn set_up(cold: &mut Option<Cold>, channel_fd: &Fd, device: Option<&Fd>) -> Resu
         cold.mover = Some(mover);
         cold.staging = Some(staging);
     }
-    Ok(channel)
+    Ok(())
 }
 
 impl Cold {
@@ -295,15 +276,15 @@ impl Cold {
         const REGIONS: u32 = Op::Regions as u32;
         const WATCH: u32 = Op::Watch as u32;
         const COPY: u32 = Op::ColdCopy as u32;
-        const DROP: u32 = Op::ColdDrop as u32;
-        const RELEASE: u32 = Op::ColdRelease as u32;
+        const DROP: u32 = Op::ColdEvict as u32;
+        const RELEASE: u32 = Op::ColdUnregister as u32;
         match request.op {
-            REGIONS => list_plain(&self.maps, connection.channel.addr(), request.b),
+            REGIONS => list_plain(&self.maps, &connection.channel, request.b),
             WATCH => {
                 for index in 0..count {
-                    let range: Range = input(connection.channel.addr(), index);
+                    let range: Range = connection.channel.request(index);
                     let status = self.hold.register(range, uffd::MODE_WP).map_or_else(|errno| errno.0, |()| 0);
-                    write_out(connection.channel.addr(), index, status);
+                    connection.channel.put_answer(index, status);
                 }
                 Ok(count)
             }
@@ -311,9 +292,9 @@ impl Cold {
             DROP => self.drop_pages(connection, count, request.a),
             RELEASE => {
                 for index in 0..count {
-                    let range: Range = input(connection.channel.addr(), index);
+                    let range: Range = connection.channel.request(index);
                     let status = self.release(range).map_or_else(|errno| errno.0, |()| 0);
-                    write_out(connection.channel.addr(), index, status);
+                    connection.channel.put_answer(index, status);
                 }
                 Ok(count)
             }
@@ -333,12 +314,12 @@ impl Cold {
         let mut settles = self.settle();
         if settles {
             // What cannot be read for now (hidden, and its rights cannot be changed) would read zeros later.
-            poison_out(&self.hold, &self.table);
-            self.table.free_pact();
+            poison_evicted(&self.hold, &self.table);
+            self.table.unlock();
         }
         // Who did not give it away once is not waited for again.
         let mut take_pact = || {
-            settles = if settles { self.table.wait_pact(1000) } else { self.table.try_pact(PACT_AGENT) };
+            settles = if settles { self.table.lock_within(1000) } else { self.table.try_lock(OWNER_AGENT) };
             settles
         };
         self.answer_bell();
@@ -347,33 +328,33 @@ impl Cold {
             // A page is here a moment before the table says so; the daemon lets go of the pact behind that.
             let settled = take_pact();
             // What could not be brought back shall not read as zeros.
-            if !self.table.has(range, OUT) {
+            if !self.table.has(range, EVICTED) {
                 let _ = self.hold.unregister(range);
             }
             if settled {
-                self.table.free_pact();
+                self.table.unlock();
             }
         });
         if take_pact() {
             self.hear_the_last();
-            self.table.free_pact();
+            self.table.unlock();
         }
         // Tells the daemon that the end of the connection is no accident.
-        self.table.head().region.store(0, Ordering::Release);
+        self.table.head().client_id.store(0, Ordering::Release);
         self.answer_bell();
         // Who looks at the table holds the guard.
         let held = SHARED.guard.lock(COLD_AGENT);
         TABLE.store(0, Ordering::Release);
         drop(held);
         // SAFETY: the mapping that `make` kept, which nobody can find any more.
-        let _ = unsafe { mem::unmap(self.table.base(), cold_table::LEN as u64) };
+        let _ = unsafe { mem::unmap(self.table.base(), residency_map::FILE_BYTES as u64) };
         // Closing the descriptors ends all watching.
     }
 
     /// Has everything back as long as anybody is there who brings it; what is out then is lost.
     fn bring_all(&self) {
         let head = self.table.head();
-        let is_out = || head.out.load(Ordering::Acquire) > 0 || head.moving.load(Ordering::SeqCst) > 0;
+        let is_out = || head.evicted.load(Ordering::Acquire) > 0 || head.moving_pages.load(Ordering::SeqCst) > 0;
         let mut vigil = Vigil::over(&self.table);
         let mut watch = || {
             self.answer_bell();
@@ -398,7 +379,7 @@ impl Cold {
         let mut vigil = Vigil::over(&self.table);
         for _ in 0..SETTLE_TRIES {
             self.answer_bell();
-            if self.table.wait_pact(SETTLE_MS) {
+            if self.table.lock_within(SETTLE_MS) {
                 return true;
             }
             if vigil.is_over(&self.table) {
@@ -419,7 +400,7 @@ impl Cold {
     fn hear_the_last(&self) {
         while let Ok(Some(event)) = self.hold.read_event() {
             match event {
-                uffd::Event::Remove(range) => self.table.note_removed(range, sched::monotonic_ns()),
+                uffd::Event::Remove(range) => self.table.note_discard(range, sched::monotonic_ns()),
                 uffd::Event::PageFault { addr, .. } => {
                     let _ = self.hold.wake(Range::pages_from(addr & !(PAGE - 1), 1));
                 }
@@ -428,7 +409,7 @@ impl Cold {
                 _ => {}
             }
         }
-        for (kept, removal) in REMOVALS.iter().zip(self.table.removals()) {
+        for (kept, removal) in REMOVALS.iter().zip(self.table.last_discards()) {
             kept.store(removal, Ordering::Relaxed);
         }
     }
@@ -437,9 +418,9 @@ impl Cold {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cold_table::{FROZEN, PACT_DAEMON, RESIDENT};
     use crate::shared::MAY_START;
-    use crate::wire::{CHANNEL_IN, DropEntry};
+    use pagefold_protocol::message::{EVICT_BUSY, EvictEntry};
+    use pagefold_protocol::residency_map::{FROZEN, OWNER_DAEMON, RESIDENT};
     use std::sync::atomic::AtomicBool;
     use std::sync::{Arc, Mutex, PoisonError, mpsc};
     use std::thread;
@@ -457,13 +438,12 @@ mod tests {
     }
 
     fn connected_with(events: u64) -> Option<(Cold, Connection, mem::Mapping)> {
-        let channel_fd = memfd::create(c"channel", CHANNEL_LEN as u64).unwrap();
-        memfd::add_seals(&channel_fd, memfd::SEAL_SHRINK).unwrap();
+        let channel = Channel::create(c"channel").unwrap();
         let mut cold = None;
-        let Ok(channel) = set_up(&mut cold, &channel_fd, uffd::open_device().ok().as_ref()) else {
+        if set_up(&mut cold, &channel, uffd::open_device().ok().as_ref()).is_err() {
             eprintln!("SKIPPED: no userfaultfd for us");
             return None;
-        };
+        }
         let cold = cold.unwrap();
         let features = uffd::FEATURE_PAGEFAULT_FLAG_WP
             | uffd::FEATURE_WP_ASYNC
@@ -479,7 +459,7 @@ mod tests {
         let (socket, _) = std::os::unix::net::UnixStream::pair().unwrap();
         // SAFETY: the descriptor has one owner.
         let socket = unsafe { Fd::from_raw(std::os::fd::IntoRawFd::into_raw_fd(socket)) };
-        Some((cold, Connection { socket, channel_fd, channel, epoch: 0 }, memory))
+        Some((cold, Connection { socket, channel, epoch: 0 }, memory))
     }
 
     /// What is wrong with a channel is a daemon's affair; a userfaultfd that may not be is the kernel's, for good.
@@ -488,11 +468,9 @@ mod tests {
         let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
         let phase = AtomicU32::new(1);
         let mut cold = None;
-        // Greets a daemon whose channel has so many bytes; tells what came of it, and what the daemon heard.
-        let mut greeted = |channel_len: usize| {
+        // Greets a daemon that sends this as the channel; tells what came of it, and what the daemon heard.
+        let mut greeted = |channel: Fd| {
             let (ours, theirs) = sock::pair().unwrap();
-            let channel = memfd::create(c"channel", channel_len as u64).unwrap();
-            memfd::add_seals(&channel, memfd::SEAL_SHRINK).unwrap();
             let daemon = move || {
                 let mut said = [0; size_of::<Packet>()];
                 sock::receive(&theirs, &mut said, 0).unwrap();
@@ -500,7 +478,7 @@ mod tests {
                 sock::receive(&theirs, &mut said, 0).unwrap();
                 let status = Packet::parse(&said).unwrap().status;
                 if status == 0 {
-                    sock::send(&theirs, Packet::new(Op::ColdGo).bytes(), &[]).unwrap();
+                    sock::send(&theirs, Packet::new(Op::ColdStart).bytes(), &[]).unwrap();
                 }
                 status
             };
@@ -510,9 +488,11 @@ mod tests {
                 (failure.map(|failure| (failure.errno, failure.rests)), daemon.join().unwrap())
             })
         };
-        assert_eq!(greeted(PAGE_SIZE), (Some((Errno(libc::EPROTO), true)), libc::EPROTO));
+        let short = memfd::create(c"channel", PAGE_SIZE as u64).unwrap();
+        memfd::add_seals(&short, memfd::SEAL_SHRINK).unwrap();
+        assert_eq!(greeted(short), (Some((Errno(libc::EPROTO), true)), libc::EPROTO));
         assert_eq!(phase.load(Ordering::Relaxed), 1, "it has given up");
-        let (failure, status) = greeted(CHANNEL_LEN);
+        let (failure, status) = greeted(Channel::create(c"channel").unwrap().fd().duplicate().unwrap());
         if status != 0 {
             assert_eq!(phase.load(Ordering::Relaxed), 3, "{failure:?}");
             return eprintln!("SKIPPED: no userfaultfd for us");
@@ -527,7 +507,7 @@ mod tests {
         let _alone = LEAVING.lock().unwrap_or_else(PoisonError::into_inner);
         let Some((cold, _connection, memory)) = connected() else { return };
         cold.table.find_or_add(memory.addr()).unwrap();
-        cold.table.set_state(memory.addr(), OUT);
+        cold.table.set_state(memory.addr(), EVICTED);
         TABLE.store(cold.table.base(), Ordering::Release);
         let (say, said) = mpsc::channel();
         thread::spawn(move || {
@@ -545,7 +525,7 @@ mod tests {
         let Some((cold, _connection, memory)) = connected() else { return };
         let table = cold.table;
         table.find_or_add(memory.addr()).unwrap();
-        table.set_state(memory.addr(), OUT);
+        table.set_state(memory.addr(), EVICTED);
         TABLE.store(table.base(), Ordering::Release);
         super::super::back::stand_by();
         MAY_START.store(false, Ordering::Release);
@@ -555,8 +535,8 @@ mod tests {
             say.send(())
         });
         // A daemon that serves, until the page is touched.
-        while table.head().bringing.load(Ordering::SeqCst) == 0 {
-            table.head().beat.fetch_add(1, Ordering::Release);
+        while table.head().paused_evictions.load(Ordering::SeqCst) == 0 {
+            table.head().heartbeat.fetch_add(1, Ordering::Release);
             thread::sleep(Duration::from_millis(1));
         }
         let left = said.recv_timeout(LONG);
@@ -566,16 +546,16 @@ mod tests {
     }
 
     /// Does `act` beside a daemon that lives and has mapped the table too.
-    fn with_a_daemon<T>(table_fd: &Fd, act: impl FnOnce(&cold_table::Head) -> T) -> T {
+    fn with_a_daemon<T>(table_fd: &Fd, act: impl FnOnce(&residency_map::Head) -> T) -> T {
         let prot = libc::PROT_READ | libc::PROT_WRITE;
-        let map = mem::Mapping::file(table_fd.raw(), 0, cold_table::LEN, prot, libc::MAP_SHARED).unwrap();
+        let map = mem::Mapping::file(table_fd.raw(), 0, residency_map::FILE_BYTES, prot, libc::MAP_SHARED).unwrap();
         // SAFETY: of that length, and mapped beyond the call.
-        let head = unsafe { Table::at(map.addr()) }.head();
+        let head = unsafe { ResidencyMap::at(map.addr()) }.head();
         let over = AtomicBool::new(false);
         thread::scope(|scope| {
             scope.spawn(|| {
                 while !over.load(Ordering::Acquire) {
-                    head.beat.fetch_add(1, Ordering::Release);
+                    head.heartbeat.fetch_add(1, Ordering::Release);
                     thread::sleep(Duration::from_millis(1));
                 }
             });
@@ -592,12 +572,12 @@ mod tests {
         let Some((cold, _connection, memory)) = connected() else { return };
         // SAFETY: numbers only; the copy has one owner.
         let hold = Uffd::from_fd(unsafe { Fd::from_raw(libc::dup(cold.hold.fd().raw())) });
-        cold.table.head().moving.store(1, Ordering::SeqCst);
+        cold.table.head().moving_pages.store(1, Ordering::SeqCst);
         TABLE.store(cold.table.base(), Ordering::Release);
         let table_fd = cold.table_fd.duplicate().unwrap();
         let (waits, came) = with_a_daemon(&table_fd, |head| {
             let leaves = thread::spawn(move || cold.leave());
-            while !leaves.is_finished() && head.bringing.load(Ordering::SeqCst) == 0 {
+            while !leaves.is_finished() && head.paused_evictions.load(Ordering::SeqCst) == 0 {
                 thread::sleep(Duration::from_millis(1));
             }
             // Another daemon takes over, and knows of it.
@@ -606,7 +586,7 @@ mod tests {
             let waits = !leaves.is_finished();
             // SAFETY: the bytes are ours.
             let came = unsafe { hold.copy(memory.addr(), [7u8; PAGE_SIZE].as_ptr() as u64, PAGE, 0) };
-            head.moving.store(0, Ordering::SeqCst);
+            head.moving_pages.store(0, Ordering::SeqCst);
             leaves.join().unwrap();
             (waits, came)
         });
@@ -624,7 +604,7 @@ mod tests {
         let target = mem::Mapping::anonymous(PAGE_SIZE).unwrap();
         let to = target.addr();
         table.find_or_add(from).unwrap();
-        table.set_state(from, OUT);
+        table.set_state(from, EVICTED);
         TABLE.store(table.base(), Ordering::Release);
         let moves = thread::spawn(move || {
             let fixed = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
@@ -636,17 +616,17 @@ mod tests {
         let table_fd = cold.table_fd.duplicate().unwrap();
         with_a_daemon(&table_fd, |head| {
             let leaves = thread::spawn(move || cold.leave());
-            while !leaves.is_finished() && head.bringing.load(Ordering::SeqCst) == 0 {
+            while !leaves.is_finished() && head.paused_evictions.load(Ordering::SeqCst) == 0 {
                 thread::yield_now();
             }
             thread::sleep(Duration::from_millis(20));
             if matches!(hold.read_event_at_once(), Ok(Some(uffd::Event::Remap { .. }))) {
-                head.moving.store(1, Ordering::SeqCst);
+                head.moving_pages.store(1, Ordering::SeqCst);
                 table.set_state(from, RESIDENT);
                 moves.join().unwrap();
                 // SAFETY: the bytes are ours.
                 unsafe { hold.copy(to, [7u8; PAGE_SIZE].as_ptr() as u64, PAGE, 0) };
-                head.moving.store(0, Ordering::SeqCst);
+                head.moving_pages.store(0, Ordering::SeqCst);
             }
             leaves.join().unwrap();
         });
@@ -671,12 +651,12 @@ mod tests {
             return eprintln!("SKIPPED: this kernel seals no memory");
         }
         cold.table.find_or_add(memory.addr()).unwrap();
-        cold.table.set_state(memory.addr(), OUT);
+        cold.table.set_state(memory.addr(), EVICTED);
         TABLE.store(cold.table.base(), Ordering::Release);
         // SAFETY: numbers only; the copy has one owner.
         let hold = Uffd::from_fd(unsafe { Fd::from_raw(libc::dup(cold.hold.fd().raw())) });
         with_a_daemon(&cold.table_fd, |_| cold.bring_all());
-        assert_eq!(cold.table.state(memory.addr()), OUT, "it came");
+        assert_eq!(cold.table.state(memory.addr()), EVICTED, "it came");
         cold.leave_now();
         // Registered again it takes nothing in where a mark is.
         let range = Range::pages_from(memory.addr(), 1);
@@ -689,23 +669,18 @@ mod tests {
     #[test]
     fn who_holds_up_what_goes_out_does_not_wait_for_it() {
         let Some((cold, connection, memory)) = connected() else { return };
-        let channel = connection.channel.addr();
-        let entry = DropEntry {
+        let entry = EvictEntry {
             start: memory.addr(),
             around_start: memory.addr(),
             around_end: memory.addr() + PAGE,
             pages: 1,
             place: 0,
         };
-        let out = channel + crate::wire::CHANNEL_OUT as u64;
-        // SAFETY: inside the channel.
-        unsafe {
-            core::ptr::write_volatile((channel + CHANNEL_IN as u64) as *mut DropEntry, entry);
-            core::ptr::write_volatile(out as *mut u8, crate::wire::DROP_BUSY);
-        }
-        let bringing = || cold.table.head().bringing.load(Ordering::SeqCst);
+        connection.channel.put_request(0, entry);
+        connection.channel.put_answer_of_page(0, EVICT_BUSY);
+        let bringing = || cold.table.head().paused_evictions.load(Ordering::SeqCst);
         let asked = thread::scope(|scope| {
-            let makes = scope.spawn(|| cold.make_exclusive(channel, 1, out as *mut u8));
+            let makes = scope.spawn(|| cold.make_exclusive(&connection.channel, 1));
             let mut polls = [libc::pollfd { fd: cold.hold.fd().raw(), events: libc::POLLIN, revents: 0 }];
             assert_eq!(pagefold_os::fd::poll(&mut polls, 60_000), Ok(1), "no fault");
             let asked = bringing();
@@ -722,8 +697,8 @@ mod tests {
     #[test]
     fn nothing_goes_out_before_the_daemon_has_heard_what_was_unmapped() {
         let Some((mut cold, connection, memory)) = connected_with(uffd::FEATURE_EVENT_UNMAP) else { return };
-        let (channel, page) = (connection.channel.addr(), memory.addr() + PAGE);
-        let run = DropEntry { start: page, around_start: page, around_end: page + PAGE, pages: 1, place: 0 };
+        let page = memory.addr() + PAGE;
+        let run = EvictEntry { start: page, around_start: page, around_end: page + PAGE, pages: 1, place: 0 };
         let went = thread::scope(|scope| {
             scope.spawn(|| {
                 // SAFETY: memory of ours that nobody uses.
@@ -733,15 +708,15 @@ mod tests {
             assert_eq!(pagefold_os::fd::poll(&mut polls, 60_000), Ok(1), "no event");
             let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
             let mut went = || {
-                // SAFETY: where nothing is any more; what is written lies there and inside the channel.
+                // SAFETY: where nothing is any more.
                 unsafe {
                     assert_eq!(mem::map(page, PAGE, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0), Ok(page));
                     (page as *mut u8).write_bytes(8, PAGE_SIZE);
-                    ((channel + CHANNEL_IN as u64) as *mut DropEntry).write(run);
-                    ((channel + crate::wire::CHANNEL_PAGES as u64) as *mut u8).write_bytes(8, PAGE_SIZE);
                 }
+                connection.channel.put_request(0, run);
+                connection.channel.write_page(0, &[8; PAGE_SIZE]);
                 let _ = cold.drop_pages(&connection, 1, sched::monotonic_ns());
-                cold.table.state(page) == OUT
+                cold.table.state(page) == EVICTED
             };
             let went = went();
             while cold.hold.is_changing() {
@@ -760,18 +735,15 @@ mod tests {
         const DAY_NS: u64 = 86_400_000_000_000;
         const NOTED: u64 = 400 * DAY_NS;
         let Some((mut cold, connection, memory)) = connected() else { return };
-        let (channel, page) = (connection.channel.addr(), memory.addr() + PAGE);
-        let run = DropEntry { start: page, around_start: page, around_end: page + PAGE, pages: 1, place: 0 };
-        // SAFETY: inside the channel.
-        unsafe {
-            ((channel + CHANNEL_IN as u64) as *mut DropEntry).write(run);
-            ((channel + crate::wire::CHANNEL_PAGES as u64) as *mut u8).write_bytes(7, PAGE_SIZE);
-        }
+        let page = memory.addr() + PAGE;
+        let run = EvictEntry { start: page, around_start: page, around_end: page + PAGE, pages: 1, place: 0 };
+        connection.channel.put_request(0, run);
+        connection.channel.write_page(0, &[7; PAGE_SIZE]);
         cold.table.find_or_add(page).unwrap();
         let mut goes = |noted: u64, asked: u64| {
-            cold.table.note_removed(Range::pages_from(page, 1), noted);
+            cold.table.note_discard(Range::pages_from(page, 1), noted);
             cold.drop_pages(&connection, 1, asked).unwrap();
-            cold.table.state(page) == OUT
+            cold.table.state(page) == EVICTED
         };
         assert!(!goes(NOTED, NOTED + 900_000_000), "too early by the daemon's clock");
         assert!(!goes(sched::monotonic_ns(), NOTED + DAY_NS), "too early by our own");
@@ -788,7 +760,7 @@ mod tests {
         let first = memory.addr();
         // SAFETY: numbers only; the copy has one owner.
         let _kept = unsafe { Fd::from_raw(libc::dup(cold.hold.fd().raw())) };
-        assert!(cold.table.try_pact(PACT_DAEMON));
+        assert!(cold.table.try_lock(OWNER_DAEMON));
         TABLE.store(cold.table.base(), Ordering::Release);
         let (say, said) = mpsc::channel();
         thread::spawn(move || {
@@ -809,7 +781,7 @@ mod tests {
         let bell = mem::Mapping::anonymous(PAGE_SIZE).unwrap();
         let mover = cold.mover.as_ref().unwrap();
         mover.register(Range::pages_from(bell.addr(), 1), uffd::MODE_MISSING).unwrap();
-        assert!(cold.table.try_pact(PACT_DAEMON));
+        assert!(cold.table.try_lock(OWNER_DAEMON));
         let rung = AtomicBool::new(false);
         let (end, rung) = (Instant::now() + LONG, &rung);
         thread::scope(|scope| {
@@ -835,9 +807,8 @@ mod tests {
         let (table, first) = (cold.table, memory.addr());
         // It differs from its copy.
         let run =
-            DropEntry { start: first + PAGE, around_start: first, around_end: first + 2 * PAGE, pages: 1, place: 0 };
-        // SAFETY: inside the channel.
-        unsafe { ((connection.channel.addr() + CHANNEL_IN as u64) as *mut DropEntry).write(run) };
+            EvictEntry { start: first + PAGE, around_start: first, around_end: first + 2 * PAGE, pages: 1, place: 0 };
+        connection.channel.put_request(0, run);
         // SAFETY: memory of ours that nobody uses.
         let discards = thread::spawn(move || unsafe { mem::advise(first, PAGE, libc::MADV_DONTNEED) });
         let mut polls = [libc::pollfd { fd: cold.hold.fd().raw(), events: libc::POLLIN, revents: 0 }];
@@ -847,7 +818,7 @@ mod tests {
             let over = over.clone();
             move || {
                 while !over.load(Ordering::Relaxed)
-                    && (table.state(first + PAGE) != FROZEN || !table.try_pact(PACT_DAEMON))
+                    && (table.state(first + PAGE) != FROZEN || !table.try_lock(OWNER_DAEMON))
                 {
                     thread::yield_now();
                 }
@@ -856,7 +827,7 @@ mod tests {
         let dies = thread::spawn(dies);
         let (say, said) = mpsc::channel();
         thread::spawn(move || {
-            assert!(cold.table.wait_pact(1000));
+            assert!(cold.table.lock_within(1000));
             say.send((cold.drop_with_pact(&connection, 1, sched::monotonic_ns()), cold))
         });
         let (dropped, cold) = said.recv_timeout(LONG).expect("it waits for a daemon");

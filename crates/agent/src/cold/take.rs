@@ -6,16 +6,16 @@
 
 use super::lost::Vigil;
 use super::{Cold, Connection};
-use crate::channel::input;
-use crate::cold_table::{FROZEN, OUT, RESIDENT, VOID};
 use crate::own::is_left_alone;
 use crate::populate;
 use crate::shared::{COLD_AGENT, SHARED};
 use crate::thread::yield_now;
-use crate::wire::{CHANNEL_OUT, CHANNEL_PAGES, DROP_BUSY, DropEntry, FETCH_PAGES_MAX, RegionEntry};
 use core::sync::atomic::Ordering;
 use pagefold_os::raw::{Errno, Result};
-use pagefold_os::{PAGE_SIZE, Page, Range, mem, sched, syscall, uffd};
+use pagefold_os::{PAGE_SIZE, Page, Range, mem, sched, uffd};
+use pagefold_protocol::channel::Channel;
+use pagefold_protocol::message::{EVICT_BUSY, EVICT_DONE, EvictEntry, FETCH_PAGES_MAX, RegionEntry};
+use pagefold_protocol::residency_map::{DISCARDED, EVICTED, FROZEN, RESIDENT};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -26,37 +26,19 @@ const REMOVED_NS: u64 = 1_000_000_000;
 const MOVE_TRIES: u32 = 64;
 
 impl Cold {
-    /// Copies pages to the channel by pwrite(2): a page that is gone is an error here and not a fault in the program.
+    /// Copies pages to the channel.
     /// Page `n` of all runs together lies in place `first + n`, and the byte of that place in the answer says whether it
     /// was copied. Returns the place behind the last.
     pub(super) fn copy(&self, connection: &Connection, count: usize, first: usize) -> Result<usize> {
-        let out = connection.channel.addr() + CHANNEL_OUT as u64;
+        let channel = &connection.channel;
         let mut place = first.min(FETCH_PAGES_MAX);
         for index in 0..count {
-            let run: RegionEntry = input(connection.channel.addr(), index);
+            let run: RegionEntry = channel.request(index);
             let range = Range { start: run.start, end: run.end };
             let pages = if range.is_empty() { 0 } else { (range.pages() as usize).min(FETCH_PAGES_MAX - place) };
-            let mut copied = 0;
-            while copied < pages {
-                let to = CHANNEL_PAGES + (place + copied) * PAGE_SIZE;
-                // SAFETY: the kernel reads from the program's memory and reports what it cannot read.
-                let wrote = unsafe {
-                    syscall!(
-                        libc::SYS_pwrite64,
-                        connection.channel_fd.raw(),
-                        range.start + (copied * PAGE_SIZE) as u64,
-                        (pages - copied) * PAGE_SIZE,
-                        to
-                    )
-                };
-                match wrote {
-                    Ok(bytes) if bytes >= PAGE_SIZE => copied += bytes / PAGE_SIZE,
-                    _ => break,
-                }
-            }
+            let copied = channel.copy_in(range, place) / PAGE_SIZE;
             for page in 0..pages {
-                // SAFETY: at most 512 bytes from the start of the answer's list, inside the channel.
-                unsafe { core::ptr::write_volatile((out as *mut u8).add(place + page), u8::from(page < copied)) };
+                channel.put_answer_of_page(place + page, u8::from(page < copied));
             }
             place += pages;
         }
@@ -70,13 +52,13 @@ impl Cold {
         // Of what a bare call has unmapped or moved the daemon hears first: else it would take what is there now, and goes
         // out, for what was there before.
         for _ in 0..MOVE_TRIES {
-            if !self.table.wait_pact(200) {
+            if !self.table.lock_within(200) {
                 return Err(Errno(libc::EBUSY));
             }
             if !self.hold.is_changing() {
                 return self.drop_with_pact(connection, count, asked);
             }
-            self.table.free_pact();
+            self.table.unlock();
             yield_now();
         }
         Err(Errno(libc::EAGAIN))
@@ -84,17 +66,15 @@ impl Cold {
 
     /// As [`drop_pages`](Self::drop_pages), with guard and pact held; that is free then.
     pub(super) fn drop_with_pact(&mut self, connection: &Connection, count: usize, asked: u64) -> Result<usize> {
-        let channel = connection.channel.addr();
-        let out = (channel + CHANNEL_OUT as u64) as *mut u8;
-        // SAFETY: inside the channel.
-        unsafe { core::ptr::write_bytes(out, 0, FETCH_PAGES_MAX) };
+        let channel = &connection.channel;
+        (0..FETCH_PAGES_MAX).for_each(|place| channel.put_answer_of_page(place, 0));
         if self.table.head().epoch.load(Ordering::Relaxed) != connection.epoch {
             // Another daemon has taken over, and does not know what this request is about.
-            self.table.free_pact();
+            self.table.unlock();
             return Err(Errno(libc::ESTALE));
         }
         for index in 0..count {
-            let run: DropEntry = input(channel, index);
+            let run: EvictEntry = channel.request(index);
             let (pages, place) = (run.pages as usize, run.place as usize);
             let range = Range::pages_from(run.start, u64::from(run.pages));
             let around = Range { start: run.around_start, end: run.around_end };
@@ -107,13 +87,13 @@ impl Cold {
                 self.drop_run(range, around, place, connection, asked);
             }
         }
-        self.table.free_pact();
+        self.table.unlock();
         // Who waited for a page that stayed, or whose fault was read while it was frozen.
         for index in 0..count {
-            let run: DropEntry = input(channel, index);
+            let run: EvictEntry = channel.request(index);
             let _ = self.hold.wake(Range::pages_from(run.start, u64::from(run.pages.min(FETCH_PAGES_MAX as u32))));
         }
-        self.make_exclusive(channel, count, out);
+        self.make_exclusive(channel, count);
         let Some(staging) = &self.staging else { return Ok(0) };
         // SAFETY: the staging area is ours; what is there is out, or void.
         let _ = unsafe { mem::advise(staging.addr(), staging.len() as u64, libc::MADV_DONTNEED) };
@@ -125,16 +105,14 @@ impl Cold {
     ///
     /// Without the pact: a page that is gone meanwhile is a fault that the daemon answers. It must not wait for room, which
     /// nobody makes before we have answered.
-    pub(super) fn make_exclusive(&self, channel: u64, count: usize, out: *mut u8) {
+    pub(super) fn make_exclusive(&self, channel: &Channel, count: usize) {
         for index in 0..count {
-            let run: DropEntry = input(channel, index);
+            let run: EvictEntry = channel.request(index);
             let pages = run.pages as usize;
             if run.place as usize + pages > FETCH_PAGES_MAX {
                 continue;
             }
-            // SAFETY: inside the channel's list, as was just checked.
-            let busy =
-                |page: usize| unsafe { core::ptr::read_volatile(out.add(run.place as usize + page)) } == DROP_BUSY;
+            let busy = |page: usize| channel.answer_of_page(run.place as usize + page) == EVICT_BUSY;
             let mut page = 0;
             while page < pages {
                 let from = page;
@@ -143,7 +121,7 @@ impl Cold {
                 }
                 if from < page {
                     let start = run.start + (from * PAGE_SIZE) as u64;
-                    let bringing = &self.table.head().bringing;
+                    let bringing = &self.table.head().paused_evictions;
                     bringing.fetch_add(1, Ordering::SeqCst);
                     // SAFETY: changes no bytes.
                     let _ =
@@ -156,8 +134,7 @@ impl Cold {
     }
 
     fn drop_run(&self, range: Range, around: Range, place: usize, connection: &Connection, asked: u64) {
-        let channel = connection.channel.addr();
-        let out = (channel + CHANNEL_OUT as u64) as *mut u8;
+        let channel = &connection.channel;
         let (Some(mover), Some(staging)) = (&self.mover, &self.staging) else { return };
         let held = SHARED.guard.lock(COLD_AGENT);
         if is_left_alone(SHARED.tables(&held).table, range) {
@@ -166,10 +143,10 @@ impl Cold {
         // The note is by the daemon's clock or by ours, which a time namespace may have set apart.
         let now = [asked, sched::monotonic_ns()];
         let is_calm = |index| {
-            let removed = self.table.removed(index).load(Ordering::Relaxed);
+            let removed = self.table.last_discard(index).load(Ordering::Relaxed);
             now.iter().all(|now| now.abs_diff(removed) > REMOVED_NS)
         };
-        if !self.table.enter(range, is_calm) {
+        if !self.table.add_range(range, is_calm) {
             return;
         }
         // In missing mode from here on: an access to an absent page of the region waits for the daemon.
@@ -200,8 +177,7 @@ impl Cold {
                 Some(Errno(errno)) => {
                     if errno == libc::EBUSY {
                         let page = (at - range.start) as usize / PAGE_SIZE;
-                        // SAFETY: inside the channel's list.
-                        unsafe { core::ptr::write_volatile(out.add(place + page), DROP_BUSY) };
+                        channel.put_answer_of_page(place + page, EVICT_BUSY);
                     }
                     at += PAGE;
                     tries = 0;
@@ -212,13 +188,10 @@ impl Cold {
         populate::each_present(Range::pages_from(base, range.pages()), &self.pagemap, |page| {
             // SAFETY: the page is resident in the staging area, where nobody else writes.
             let frozen = unsafe { &*((base + (page * PAGE_SIZE) as u64) as *const Page) };
-            // SAFETY: inside the channel; whoever writes there meanwhile is the daemon, which waits for our answer.
-            let copy = unsafe { &*((channel + (CHANNEL_PAGES + (place + page) * PAGE_SIZE) as u64) as *const Page) };
-            if frozen == copy {
+            if channel.holds_page(place + page, frozen) {
                 back[page] = false;
-                self.table.set_state(range.start + (page * PAGE_SIZE) as u64, OUT);
-                // SAFETY: inside the channel's list.
-                unsafe { core::ptr::write_volatile(out.add(place + page), 1) };
+                self.table.set_state(range.start + (page * PAGE_SIZE) as u64, EVICTED);
+                channel.put_answer_of_page(place + page, EVICT_DONE);
             }
         });
         let mut page = 0;
@@ -276,10 +249,10 @@ impl Cold {
     /// Gives the pact away for a moment, so that the daemon reads the events that wait; drops pages discarded by them. Where
     /// nobody is left to read them we do, and have the pact whoever took it.
     fn let_events_pass(&self, dst: u64, src: u64, pages: u64, vigil: &mut Vigil) {
-        self.table.free_pact();
+        self.table.unlock();
         yield_now();
         let mut alone = vigil.is_over(&self.table);
-        while !alone && !self.table.wait_pact(100) {
+        while !alone && !self.table.lock_within(100) {
             alone = vigil.is_over(&self.table);
         }
         if alone {
@@ -287,7 +260,7 @@ impl Cold {
             self.hear();
         }
         for page in 0..pages {
-            if self.table.state(dst + page * PAGE) == VOID {
+            if self.table.state(dst + page * PAGE) == DISCARDED {
                 // SAFETY: the staging area is ours; the program declared the page void.
                 let _ = unsafe { mem::advise(src + page * PAGE, PAGE, libc::MADV_DONTNEED) };
             }
@@ -297,15 +270,15 @@ impl Cold {
     /// Ends the missing mode of `range` if no page of it is out; new pages cost nothing of ours again.
     pub(super) fn release(&self, range: Range) -> Result<()> {
         let _held = SHARED.guard.lock(COLD_AGENT);
-        if !self.table.wait_pact(200) {
+        if !self.table.lock_within(200) {
             return Err(Errno(libc::EBUSY));
         }
-        let result = if self.table.has(range, OUT) {
+        let result = if self.table.has(range, EVICTED) {
             Err(Errno(libc::EBUSY))
         } else {
             self.hold.unregister(range).and_then(|()| self.hold.register(range, uffd::MODE_WP))
         };
-        self.table.free_pact();
+        self.table.unlock();
         result
     }
 }

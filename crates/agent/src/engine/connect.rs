@@ -14,13 +14,15 @@ use crate::own::{STAGING, WHOLE, mark_own};
 use crate::seat::Seat;
 use crate::shared::{AGENT, SHARED, read_settings};
 use crate::whole::HUGE_PAGES;
-use crate::wire::{self, CHANNEL_LEN, FREEZE_PAGES_MAX, Op, Packet, SEGMENTS_HELD};
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicU32, Ordering};
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::{self, Uffd};
-use pagefold_os::{PAGE_SIZE, Range, mem, memfd, sched, sock, syscall};
+use pagefold_os::{PAGE_SIZE, Range, mem, sched, sock, syscall};
+use pagefold_protocol::channel::Channel;
+use pagefold_protocol::handshake::{receive_welcome, send_hello, send_unable, take_welcome};
+use pagefold_protocol::message::{self, FREEZE_PAGES_MAX, Op, Packet, SEGMENTS_HELD};
 
 /// And before it tries again when it could not set itself up.
 pub(crate) const REFUSED_MS: i32 = 10_000;
@@ -88,11 +90,8 @@ pub(super) fn hold_what_is_merged(left: &mut Option<Agent>) {
     let none = SHARED.tables(&held).merged.is_empty();
     drop(held);
     if !none {
-        let channel = memfd::create(c"pagefold-alone", CHANNEL_LEN as u64);
-        let made = channel.and_then(|channel| {
-            memfd::add_seals(&channel, memfd::SEAL_SHRINK)?;
-            set_up(channel, open_files()?, uffd::open_device().ok().as_ref(), left)
-        });
+        let made = Channel::create(c"pagefold-alone")
+            .and_then(|channel| set_up(channel, open_files()?, uffd::open_device().ok().as_ref(), left));
         *left = made.ok();
     }
 }
@@ -108,30 +107,22 @@ pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
     let (path, domain) = read_settings();
     let socket = sock::connect_within(path, TAKEN_MS)?;
     let mut hello = Packet::new(Op::Hello);
-    hello.a = if SHARED.all.load(Ordering::Relaxed) { wire::HELLO_ALL } else { 0 };
+    hello.a = if SHARED.all.load(Ordering::Relaxed) { message::HELLO_ALL } else { 0 };
     if SHARED.forked.load(Ordering::Relaxed) {
-        hello.a |= wire::HELLO_FORKED;
+        hello.a |= message::HELLO_FORKED;
     }
     let away = cold::is_leased();
     if away {
-        hello.a |= wire::HELLO_AWAY;
+        hello.a |= message::HELLO_LENT;
     }
     hello.text = *domain;
     let files = open_files()?;
     sock::set_timeout(&socket, ANSWERED_MS[0])?;
-    sock::send(&socket, hello.bytes(), &[files.0.raw()])?;
+    send_hello(&socket, &hello, &files.0)?;
     wait_for_answer(&socket, left.as_ref(), &SHARED.phase)?;
-    let mut buffer = [0u8; size_of::<Packet>()];
-    let (got, mut fds) = sock::receive(&socket, &mut buffer, 0)?;
-    let welcome = Packet::parse(&buffer[..got]).filter(|packet| packet.op == Op::Welcome as u32);
-    let welcome = welcome.ok_or(Errno(libc::EPROTO))?;
-    if welcome.status != 0 {
-        return Err(Errno(welcome.status));
-    }
-    let made = device_of(&mut fds).and_then(|device| {
-        let channel_fd = fds.take(0).ok_or(Errno(libc::EPROTO))?;
-        Ok((set_up(channel_fd, files, device.as_ref(), left)?, device))
-    });
+    let mut fds = receive_welcome(&socket)?;
+    let made = take_welcome(&mut fds)
+        .and_then(|(channel, device)| Ok((set_up(channel, files, device.as_ref(), left)?, device)));
     match made {
         Ok((mut agent, device)) => {
             (agent.device, agent.away) = (device, away);
@@ -146,9 +137,7 @@ pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
             Ok((agent, socket))
         }
         Err(errno) => {
-            let mut ready = Packet::new(Op::Ready);
-            ready.status = errno.0;
-            let told = sock::send(&socket, ready.bytes(), &[]);
+            let told = send_unable(&socket, errno);
             drop(socket);
             if left.is_none() && is_lasting(errno) {
                 give_up();
@@ -157,21 +146,6 @@ pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
             }
             told.and(Err(errno))
         }
-    }
-}
-
-/// /dev/userfaultfd, from the daemon's answer or opened, if we may have it.
-///
-/// # Errors
-/// `EMFILE` and the like: who took that for a refusal would be refused for good by the call that needs no device.
-pub(crate) fn device_of(answer: &mut sock::Fds) -> Result<Option<Fd>> {
-    if answer.is_cut() {
-        return Err(Errno(libc::EMFILE));
-    }
-    match answer.take(1).map_or_else(uffd::open_device, Ok) {
-        Ok(device) => Ok(Some(device)),
-        Err(errno @ Errno(libc::EMFILE | libc::ENFILE | libc::ENOMEM)) => Err(errno),
-        Err(_) => Ok(None),
     }
 }
 
@@ -185,14 +159,13 @@ pub(crate) fn is_lasting(errno: Errno) -> bool {
     matches!(errno.0, libc::EPERM | libc::EACCES | libc::ENOSYS | libc::EINVAL | libc::ENOTTY | libc::EOPNOTSUPP)
 }
 
-fn set_up(channel_fd: Fd, (pagemap, maps): (Fd, Maps), device: Option<&Fd>, left: &mut Option<Agent>) -> Result<Agent> {
-    let (len, _) = memfd::len_and_inode(channel_fd.raw())?;
-    if len < CHANNEL_LEN as u64 || memfd::seals(&channel_fd)? & memfd::SEAL_SHRINK == 0 {
-        return Err(Errno(libc::EPROTO));
-    }
-    let channel =
-        mem::Mapping::file(channel_fd.raw(), 0, CHANNEL_LEN, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED)?;
-    mark_own(&channel);
+fn set_up(
+    channel: Channel,
+    (pagemap, maps): (Fd, Maps),
+    device: Option<&Fd>,
+    left: &mut Option<Agent>,
+) -> Result<Agent> {
+    mark_own(channel.mapping());
     let hold_features = WATCH_FEATURES
         | uffd::FEATURE_WP_HUGETLBFS_SHMEM
         | uffd::FEATURE_EVENT_REMOVE
@@ -212,7 +185,6 @@ fn set_up(channel_fd: Fd, (pagemap, maps): (Fd, Maps), device: Option<&Fd>, left
     // From here on nothing fails: merged ranges hang on it.
     let hold = new.or_else(|| left.take().map(|agent| agent.hold)).ok_or(Errno(libc::EBADF))?;
     let agent = Agent {
-        channel_fd,
         channel,
         watch,
         hold,
@@ -273,10 +245,9 @@ pub(crate) fn one_at_a_time() -> std::sync::MutexGuard<'static, ()> {
 /// For tests: an agent without a daemon, which has `segment` as the first; `None` if there is no userfaultfd.
 #[cfg(test)]
 pub(crate) fn alone(segment: Fd) -> Option<Agent> {
-    let channel = memfd::create(c"channel", CHANNEL_LEN as u64).ok()?;
-    memfd::add_seals(&channel, memfd::SEAL_SHRINK).ok()?;
+    let channel = Channel::create(c"channel").ok()?;
     let mut agent = set_up(channel, open_files().ok()?, uffd::open_device().ok().as_ref(), &mut None).ok()?;
-    let (len, _) = memfd::len_and_inode(segment.raw()).ok()?;
+    let (len, _) = pagefold_os::memfd::len_and_inode(segment.raw()).ok()?;
     let map = mem::Mapping::file(segment.raw(), 0, len as usize, libc::PROT_READ, libc::MAP_SHARED).ok()?;
     agent.segments[0] = Some(super::Segment { id: 0, fd: segment, map, pages: (len / PAGE_SIZE as u64) as u32 });
     Some(agent)
@@ -291,8 +262,7 @@ mod tests {
     fn what_an_agent_costs_is_told_once() {
         let _one = one_at_a_time();
         let connect = || {
-            let channel = memfd::create(c"channel", CHANNEL_LEN as u64).unwrap();
-            memfd::add_seals(&channel, memfd::SEAL_SHRINK).unwrap();
+            let channel = Channel::create(c"channel").unwrap();
             set_up(channel, open_files().unwrap(), uffd::open_device().ok().as_ref(), &mut None)
         };
         let mut told = 0;

@@ -11,11 +11,11 @@ use crate::plain::{keep_attributes, replace_merged};
 use crate::shared::{AGENT, SHARED};
 use crate::voids;
 use crate::whole::HUGE_LEN;
-use crate::wire::Counters;
 use core::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use pagefold_os::raw::Errno;
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{Range, mem, pagemap};
+use pagefold_protocol::channel::Counters;
 
 /// How mappings of the pool are watched.
 pub(crate) const HOLD_MODES: u64 = uffd::MODE_MISSING | uffd::MODE_MINOR | uffd::MODE_WP;

@@ -13,12 +13,12 @@ use crate::cold;
 use crate::seat;
 use crate::shared::{ALL_LOCKED, MAY_START, SHARED};
 use crate::thread::{begin_thread, exit_thread};
-use crate::wire::{FREEZE_PAGES_MAX, SEGMENTS_HELD};
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use pagefold_os::raw::Errno;
 #[cfg(feature = "preload")]
 use pagefold_os::syscall;
 use pagefold_os::{PAGE_SIZE, Range};
+use pagefold_protocol::message::{FREEZE_PAGES_MAX, SEGMENTS_HELD};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 

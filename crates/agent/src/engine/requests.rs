@@ -7,7 +7,6 @@
 use super::connect::{WATCH_FEATURES, give_up, watch_staging};
 use super::events::serve_events;
 use super::{Agent, PAGE, Segment};
-use crate::channel::write_out;
 use crate::chores::look_around;
 use crate::cold;
 use crate::listing::{Listed, list};
@@ -15,14 +14,15 @@ use crate::own::mark_own;
 use crate::plain::watch_plain;
 use crate::shared::{AGENT, MAY_START, SHARED};
 use crate::whole::pieces_of_one;
-use crate::wire::{
-    self, CHANNEL_PAGES, FETCH_PAGES_MAX, FREEZE_PAGES_MAX, LIST_MAX, Op, Outcome, Packet, Piece, SEGMENTS_HELD,
-};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::uffd::Uffd;
-use pagefold_os::{Range, mem, memfd, sched, sock, syscall};
+use pagefold_os::{PAGE_SIZE, Range, mem, memfd, sched, sock};
+use pagefold_protocol::message::{
+    FETCH_PAGES_MAX, FREEZE_PAGES_MAX, LIST_MAX, Op, Outcome, Packet, Piece, RefusalReason, SEGMENTS_HELD,
+    SEGMENTS_PER_REQUEST,
+};
 
 /// How long the agent waits for requests before it looks whether the program changed its mappings or wants it to leave:
 /// while something happens, and after [`BUSY_NS`] without anything.
@@ -97,16 +97,16 @@ impl Agent {
         const WATCH: u32 = Op::Watch as u32;
         const FETCH: u32 = Op::Fetch as u32;
         const REMAP: u32 = Op::Remap as u32;
-        const HEAL: u32 = Op::Heal as u32;
-        const FORGET: u32 = Op::Forget as u32;
-        const PART: u32 = Op::Part as u32;
+        const HEAL: u32 = Op::Unshare as u32;
+        const FORGET: u32 = Op::CloseSegments as u32;
+        const PART: u32 = Op::Lend as u32;
         match request.op {
             REGIONS => self.regions(request.a == 1, request.b),
             WATCH => {
                 for index in 0..count {
-                    let range: Range = self.input(index);
+                    let range: Range = self.channel.request(index);
                     let status = watch_plain(&self.watch, range).map_or_else(|errno| errno.0, |()| 0);
-                    self.output(index, status);
+                    self.channel.put_answer(index, status);
                 }
                 Ok(count)
             }
@@ -119,15 +119,15 @@ impl Agent {
             }
             HEAL => {
                 for index in 0..count {
-                    let range: Range = self.input(index);
+                    let range: Range = self.channel.request(index);
                     let status = self.heal(range).map_or_else(|errno| errno.0, |()| 0);
-                    self.output(index, status);
+                    self.channel.put_answer(index, status);
                 }
                 Ok(count)
             }
             FORGET => {
                 for index in 0..count {
-                    let id: u32 = self.input(index);
+                    let id: u32 = self.channel.request(index);
                     let place = &mut self.segments[id as usize % SEGMENTS_HELD];
                     if place.as_ref().is_some_and(|held| held.id == id) {
                         *place = None;
@@ -167,10 +167,10 @@ impl Agent {
         let mut at = 0;
         let mut whole = true;
         while at < count {
-            let first: Piece = self.input(at);
+            let first: Piece = self.channel.request(at);
             // Each is copied before it is looked at, and not read again.
             let ahead = pieces.iter_mut().zip(at..count).map(|(piece, index)| {
-                *piece = self.input(index);
+                *piece = self.channel.request(index);
                 *piece
             });
             let huge = pieces_of_one(ahead).filter(|_| first.follows == 0 || whole);
@@ -179,7 +179,7 @@ impl Agent {
                 _ => self.remap_first(at..count, whole, &mut pieces, &mut outcomes),
             };
             for (index, outcome) in outcomes[..len].iter().enumerate() {
-                self.output(at + index, *outcome);
+                self.channel.put_answer(at + index, *outcome);
             }
             whole = outcomes[len - 1].merged == pieces[len - 1].pages;
             at += len;
@@ -195,10 +195,10 @@ impl Agent {
         pieces: &mut [Piece; FREEZE_PAGES_MAX],
         outcomes: &mut [Outcome; FREEZE_PAGES_MAX],
     ) -> usize {
-        let first: Piece = self.input(left.start);
+        let first: Piece = self.channel.request(left.start);
         let mut len = 0;
         for index in left.take(pieces.len()) {
-            let piece: Piece = self.input(index);
+            let piece: Piece = self.channel.request(index);
             if piece.span != first.span {
                 break;
             }
@@ -210,43 +210,22 @@ impl Agent {
             pair[0].addr + u64::from(pair[0].pages) * PAGE <= pair[1].addr && pair[0].pages > 0 && pair[1].pages > 0
         });
         if first.follows == 1 && !whole {
-            outcomes.fill(Outcome { merged: 0, why: wire::Why::Changed as u32 });
+            outcomes.fill(Outcome { merged: 0, reason: RefusalReason::Changed as u32 });
         } else if ascending {
             self.remap_span(pieces, outcomes);
         } else {
-            outcomes.fill(Outcome { merged: 0, why: wire::Why::NotPlain as u32 });
+            outcomes.fill(Outcome { merged: 0, reason: RefusalReason::NotAnonymous as u32 });
         }
         len
     }
 
-    /// Copies runs of pages to the channel by pwrite(2): the kernel reads them, so a page that is gone is an
-    /// error here and not a fault in the program.
+    /// Copies runs of pages to the channel.
     fn fetch(&mut self, count: usize) -> Result<usize> {
-        let mut room = FETCH_PAGES_MAX as u64;
-        let mut to = CHANNEL_PAGES as u64;
+        let mut place = 0;
         for index in 0..count {
-            let range: Range = self.input(index);
-            let pages = range.pages().min(room);
-            let mut copied = 0u64;
-            while copied < pages * PAGE {
-                // SAFETY: the kernel reads from the program's memory and reports what it cannot read.
-                let wrote = unsafe {
-                    syscall!(
-                        libc::SYS_pwrite64,
-                        self.channel_fd.raw(),
-                        range.start + copied,
-                        pages * PAGE - copied,
-                        to + copied
-                    )
-                };
-                match wrote {
-                    Ok(0) | Err(_) => break,
-                    Ok(bytes) => copied += bytes as u64,
-                }
-            }
-            to += pages * PAGE;
-            room -= pages;
-            self.output(index, copied / PAGE);
+            let range: Range = self.channel.request(index);
+            self.channel.put_answer(index, (self.channel.copy_in(range, place) / PAGE_SIZE) as u64);
+            place += if range.is_empty() { 0 } else { range.pages().min((FETCH_PAGES_MAX - place) as u64) as usize };
         }
         Ok(count)
     }
@@ -258,16 +237,16 @@ impl Agent {
         }
         // Reading the table needs the guard, reading maps does not; both are short.
         let held = self.lock_guard();
-        let (channel, table) = (self.channel.addr(), SHARED.tables(&held).table);
+        let table = SHARED.tables(&held).table;
         // Merged and plain memory lie in few ranges together.
         let (what, from) = if pool { (Listed::Pool, from) } else { (Listed::Managed, 0) };
-        list(&self.maps, table, what, from, |index, entry| write_out(channel, index, entry))
+        list(&self.maps, table, what, from, |index, entry| self.channel.put_answer(index, entry))
     }
 
     fn take_segments(&mut self, ids: u64, fds: &mut sock::Fds) {
         // The ids of the descriptors stand at the end of the input list.
-        for index in 0..(ids as usize).min(fds.len()).min(wire::SEGMENTS_PER_REQUEST) {
-            let id: u32 = self.input(LIST_MAX - 1 - index);
+        for index in 0..(ids as usize).min(fds.len()).min(SEGMENTS_PER_REQUEST) {
+            let id: u32 = self.channel.request(LIST_MAX - 1 - index);
             // Whatever becomes of the new one: what has the place may be an older segment of the same id.
             self.segments[id as usize % SEGMENTS_HELD] = None;
             let Some(fd) = fds.take(index) else { continue };

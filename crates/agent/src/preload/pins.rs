@@ -1,9 +1,9 @@
-//! The program's pins, as its own thread sees them (see [`pins`](crate::pins)).
+//! The program's pins, as its own thread sees them (see [`pinning_devices`](pagefold_protocol::pinning_devices)).
 
-use crate::pins::may_hold_pages;
 use core::ffi::CStr;
 use pagefold_os::fd::Fd;
 use pagefold_os::syscall;
+use pagefold_protocol::pinning_devices::may_pin_pages;
 
 /// True if memory is held for good, as buffers that were registered are. Where /proc is out of reach nobody can tell, and the
 /// kernel could not be asked for copies in place either: what is not given back then is nobody's to look after.
@@ -56,7 +56,7 @@ fn file_may_hold(dir: &Fd, name: &CStr) -> bool {
     // SAFETY: the kernel fills at most as much as there is.
     let len = unsafe { syscall!(libc::SYS_readlinkat, dir.raw(), name.as_ptr(), target.as_mut_ptr(), target.len()) };
     flags & libc::O_DIRECT as usize != 0
-        || may_hold_pages(&target[..len.unwrap_or(0)]) && kind(number) != Some(libc::S_IFBLK)
+        || may_pin_pages(&target[..len.unwrap_or(0)]) && kind(number) != Some(libc::S_IFBLK)
 }
 
 /// What kind of file the descriptor is.

@@ -7,15 +7,15 @@
 //! cannot be, is gone.
 
 use crate::clients::connection::Peer;
-use pagefold_agent::wire::{
-    self, CHANNEL_COUNTERS, CHANNEL_IN, CHANNEL_LEN, CHANNEL_OUT, CHANNEL_PAGES, Counters, LIST_MAX, Op, PIECE_ZERO,
-    Packet, RegionEntry, SEGMENTS_HELD, SEGMENTS_PER_REQUEST, Why,
-};
 use pagefold_merge::client::{Client, FETCH_PAGES_MAX, Gone, MAPPINGS_MAX, Outcome, Piece, PoolMapping, Written};
 use pagefold_os::fd::Fd;
-use pagefold_os::mem::Mapping;
-use pagefold_os::{PAGE_SIZE, Page, Range, memfd, pagemap, sched, sock};
+use pagefold_os::{PAGE_SIZE, Page, Range, pagemap, sched, sock};
 use pagefold_pool::Pool;
+use pagefold_protocol::channel::{Channel, Counters};
+use pagefold_protocol::handshake::{receive, send_welcome};
+use pagefold_protocol::message::{
+    self, LIST_MAX, Op, PIECE_ZERO, Packet, RefusalReason, RegionEntry, SEGMENTS_HELD, SEGMENTS_PER_REQUEST,
+};
 use std::fs;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -44,7 +44,7 @@ pub struct Shared {
     pub uid: u32,
     /// Command name.
     pub name: String,
-    channel: Mapping,
+    channel: Channel,
     /// The most that was known of its agent's processor time.
     cpu_ns: AtomicU64,
 }
@@ -61,7 +61,7 @@ impl Shared {
     /// Of a process that has no link.
     #[cfg(test)]
     pub(crate) fn of(pid: i32) -> Shared {
-        let channel = Mapping::anonymous(CHANNEL_LEN).expect("memory");
+        let channel = Channel::create(c"channel").expect("memory");
         Shared { pid, uid: 0, name: "test".into(), channel, cpu_ns: AtomicU64::new(0) }
     }
 
@@ -72,18 +72,8 @@ impl Shared {
 
     /// The agent's counters, as it keeps them; a hostile agent may keep nonsense.
     pub fn counters(&self) -> &Counters {
-        // SAFETY: the channel is mapped as long as `self` lives, begins with the counters, cannot shrink (sealed), and
-        // atomics bear whatever the other side writes.
-        unsafe { &*(self.channel.addr() as usize as *const u8).add(CHANNEL_COUNTERS).cast() }
+        self.channel.counters()
     }
-}
-
-/// Has the channel's memory for these pages there before the agent writes to it: it shall count as the daemon's, for a
-/// client at the limit of its control group would be killed over it. False if there is none.
-pub(crate) fn populate(channel: &Mapping, pages: std::ops::Range<usize>) -> bool {
-    let at = channel.addr() + (CHANNEL_PAGES + pages.start * PAGE_SIZE) as u64;
-    // SAFETY: a part of our own mapping; its bytes stay what they are.
-    unsafe { pagefold_os::mem::advise(at, (pages.len() * PAGE_SIZE) as u64, libc::MADV_POPULATE_WRITE) }.is_ok()
 }
 
 /// A client process.
@@ -138,16 +128,13 @@ impl From<pagefold_os::Errno> for GreetError {
 
 /// What the client says to its welcome, with its descriptors.
 pub(crate) fn receive_ready(socket: &Fd) -> Result<(Packet, sock::Fds), GreetError> {
-    let mut buffer = [0; size_of::<Packet>()];
-    let (got, fds) = sock::receive(socket, &mut buffer, 0)?;
-    if got == 0 {
-        return Err(GreetError::HungUp);
-    }
+    let (ready, fds) = receive(socket, Op::Ready).map_err(|errno| match errno.0 {
+        libc::EPROTO => GreetError::Protocol,
+        _ => errno.into(),
+    })?;
     if fds.is_cut() {
         return Err(GreetError::NoDescriptor);
     }
-    let ready = Packet::parse(&buffer[..got]).filter(|packet| packet.op == Op::Ready as u32);
-    let ready = ready.ok_or(GreetError::Protocol)?;
     if ready.status != 0 {
         return Err(GreetError::ClientCannot(pagefold_os::Errno(ready.status)));
     }
@@ -167,14 +154,9 @@ impl Link {
     ) -> Result<Link, GreetError> {
         let cred = sock::peer(&socket)?;
         let pagemap = fds.take(0).filter(pagemap::is_one).ok_or(GreetError::Protocol)?;
-        let channel_fd = memfd::create(c"pagefold-channel", CHANNEL_LEN as u64)?;
-        memfd::add_seals(&channel_fd, memfd::SEAL_SHRINK | memfd::SEAL_GROW | memfd::SEAL_SEAL)?;
-        let prot = libc::PROT_READ | libc::PROT_WRITE;
-        let channel = Mapping::file(channel_fd.raw(), 0, CHANNEL_LEN, prot, libc::MAP_SHARED)?;
+        let channel = Channel::create(c"pagefold-channel")?;
         sock::set_timeout(&socket, ANSWER_MS_MAX)?;
-        let mut pass = vec![channel_fd.raw()];
-        pass.extend(device.map(Fd::raw));
-        sock::send(&socket, Packet::new(Op::Welcome).bytes(), &pass)?;
+        send_welcome(&socket, &channel, device)?;
         receive_ready(&socket)?;
         let name = pagefold_os::procfs::name(cred.pid).unwrap_or_else(|| "?".into());
         Ok(Link {
@@ -186,7 +168,7 @@ impl Link {
             released: 0,
             scan: vec![pagemap::Region::default(); SCAN_REGIONS],
             room: 0,
-            away: hello.a & wire::HELLO_AWAY != 0,
+            away: hello.a & message::HELLO_LENT != 0,
         })
     }
 
@@ -221,22 +203,6 @@ impl Link {
         Ok(if answer.status == 0 { Ok(answer.count as usize) } else { Err(pagefold_os::Errno(answer.status)) })
     }
 
-    fn put<T: Copy>(&self, index: usize, value: T) {
-        const { assert!(size_of::<T>() <= 32) };
-        assert!(index < LIST_MAX);
-        let at = CHANNEL_IN + index * 32;
-        // SAFETY: inside the channel; volatile, because the other side may look at any time.
-        unsafe { core::ptr::write_volatile(self.shared.channel.as_ptr().add(at).cast(), value) }
-    }
-
-    fn get<T: Copy>(&self, index: usize) -> T {
-        const { assert!(size_of::<T>() <= 32) };
-        assert!(index < LIST_MAX);
-        let at = CHANNEL_OUT + index * 32;
-        // SAFETY: inside the channel; the callers read integers only, for which any bytes are valid.
-        unsafe { core::ptr::read_volatile(self.shared.channel.as_ptr().add(at).cast()) }
-    }
-
     /// Brings segment `id` again with the next request for it: the agent may not have it. If it has, it is told to forget it
     /// all the same.
     fn doubt(&mut self, id: u32) {
@@ -248,7 +214,7 @@ impl Link {
 
     /// Has room for `pages` pages in the channel; false if there is none.
     fn make_room(&mut self, pages: usize) -> bool {
-        let there = pages <= self.room || populate(&self.shared.channel, self.room..pages);
+        let there = pages <= self.room || self.shared.channel.populate(self.room..pages);
         if there {
             self.room = self.room.max(pages);
         }
@@ -286,7 +252,7 @@ impl Link {
         loop {
             let Ok(count) = self.ask_for(Op::Regions, 0, u64::from(pool), from, &[])? else { return Ok(None) };
             for index in 0..count {
-                let entry: RegionEntry = self.get(index);
+                let entry: RegionEntry = self.shared.channel.answer(index);
                 let aligned = entry.start.is_multiple_of(PAGE) && entry.end.is_multiple_of(PAGE);
                 let ascending = all.last().is_none_or(|last| last.end <= entry.start);
                 if !aligned || !ascending || entry.start >= entry.end || entry.end > ADDRESS_MAX || entry.slot > 1 << 24
@@ -337,7 +303,7 @@ impl Link {
 fn is_device_that_may_pin(target: &str) -> bool {
     use std::os::unix::fs::FileTypeExt;
     let block = || fs::metadata(target).is_ok_and(|meta| meta.file_type().is_block_device());
-    pagefold_agent::pins::may_hold_pages(target.as_bytes()) && !block()
+    pagefold_protocol::pinning_devices::may_pin_pages(target.as_bytes()) && !block()
 }
 
 impl Client for Link {
@@ -361,7 +327,7 @@ impl Client for Link {
 
     fn watch(&mut self, ranges: &[Range]) -> Result<(), Gone> {
         for batch in ranges.chunks(LIST_MAX / 2) {
-            batch.iter().enumerate().for_each(|(index, range)| self.put(index, *range));
+            batch.iter().enumerate().for_each(|(index, range)| self.shared.channel.put_request(index, *range));
             // A range that cannot be watched is never reported as written: it is simply not merged.
             self.ask(Op::Watch, batch.len(), 0, 0, &[])?;
         }
@@ -428,19 +394,15 @@ impl Client for Link {
         if !self.make_room(pages as usize) {
             return Ok(());
         }
-        runs.iter().enumerate().for_each(|(index, range)| self.put(index, *range));
+        runs.iter().enumerate().for_each(|(index, range)| self.shared.channel.put_request(index, *range));
         let count = self.ask(Op::Fetch, runs.len(), 0, 0, &[])?;
         let mut at = 0;
         for (index, range) in runs.iter().enumerate() {
             let wanted = range.pages() as usize;
-            let copied = if index < count { (self.get::<u64>(index) as usize).min(wanted) } else { 0 };
+            let copied =
+                if index < count { (self.shared.channel.answer::<u64>(index) as usize).min(wanted) } else { 0 };
             for page in at..at + copied {
-                // SAFETY: the source lies in the channel's page area (`at + copied` is at most FETCH_PAGES_MAX), the
-                // target is ours. The other side may write meanwhile; then we have a torn copy, which is as good as any.
-                unsafe {
-                    let from = self.shared.channel.as_ptr().add(CHANNEL_PAGES + page * PAGE_SIZE);
-                    core::ptr::copy_nonoverlapping(from, out[page].as_mut_ptr(), PAGE_SIZE);
-                }
+                self.shared.channel.read_page(page, &mut out[page]);
                 readable[page] = true;
             }
             at += wanted;
@@ -478,15 +440,15 @@ impl Client for Link {
                 end += 1;
             }
             if end == at {
-                out.push(Outcome { merged: 0, why: Why::NotPlain });
+                out.push(Outcome { merged: 0, why: RefusalReason::NotAnonymous });
                 at += 1;
                 continue;
             }
             for (index, piece) in pieces[at..end].iter().enumerate() {
                 let (segment, slot) = piece.slot.map_or((PIECE_ZERO, 0), |slot| (slot.segment(), slot.index()));
-                self.put(
+                self.shared.channel.put_request(
                     index,
-                    wire::Piece {
+                    message::Piece {
                         addr: piece.range.start,
                         pages: piece.range.pages() as u32,
                         segment,
@@ -497,7 +459,7 @@ impl Client for Link {
                 );
             }
             for (index, (id, inode)) in ids.iter().enumerate() {
-                self.put(LIST_MAX - 1 - index, *id);
+                self.shared.channel.put_request(LIST_MAX - 1 - index, *id);
                 self.held[*id as usize % SEGMENTS_HELD] = (*id, *inode);
             }
             let raw: Vec<i32> = fds.iter().map(|fd| fd.raw()).collect();
@@ -507,13 +469,18 @@ impl Client for Link {
             }
             let count = answer.unwrap_or(0);
             for (index, piece) in pieces[at..end].iter().enumerate() {
-                let outcome = if index < count { self.get::<wire::Outcome>(index) } else { wire::Outcome::default() };
+                let outcome =
+                    if index < count { self.shared.channel.answer(index) } else { message::Outcome::default() };
                 let pages = piece.range.pages() as u32;
                 if outcome.merged > pages {
                     return Err(Gone);
                 }
-                let why = if outcome.merged == pages { Why::Done } else { Why::from_number(outcome.why) };
-                if let Some(slot) = piece.slot.filter(|_| outcome.merged == 0 && why == Why::NotPlain) {
+                let why = if outcome.merged == pages {
+                    RefusalReason::Done
+                } else {
+                    RefusalReason::from_number(outcome.reason)
+                };
+                if let Some(slot) = piece.slot.filter(|_| outcome.merged == 0 && why == RefusalReason::NotAnonymous) {
                     // As it says, too, when it has no such segment: no descriptor or no mapping was left for it.
                     self.doubt(slot.segment());
                 }
@@ -530,9 +497,9 @@ impl Client for Link {
             return Ok(());
         }
         for batch in ranges.chunks(LIST_MAX / 2) {
-            batch.iter().enumerate().for_each(|(index, range)| self.put(index, *range));
-            let count = self.ask(Op::Heal, batch.len(), 0, 0, &[])?;
-            out.extend((0..batch.len()).map(|index| index < count && self.get::<i32>(index) == 0));
+            batch.iter().enumerate().for_each(|(index, range)| self.shared.channel.put_request(index, *range));
+            let count = self.ask(Op::Unshare, batch.len(), 0, 0, &[])?;
+            out.extend((0..batch.len()).map(|index| index < count && self.shared.channel.answer::<i32>(index) == 0));
         }
         Ok(())
     }
@@ -548,18 +515,18 @@ impl Client for Link {
             let (id, inode) = self.held[place];
             if id != NONE && pool.segment_inode(id) != Some(inode) {
                 self.held[place] = (NONE, 0);
-                self.put(gone, id);
+                self.shared.channel.put_request(gone, id);
                 gone += 1;
             }
         }
         if gone > 0 {
-            self.ask(Op::Forget, gone, 0, 0, &[])?;
+            self.ask(Op::CloseSegments, gone, 0, 0, &[])?;
         }
         Ok(())
     }
 
     fn part(&mut self, away: bool) -> Result<bool, Gone> {
-        Ok(self.ask_for(Op::Part, 0, u64::from(away), 0, &[])?.is_ok())
+        Ok(self.ask_for(Op::Lend, 0, u64::from(away), 0, &[])?.is_ok())
     }
 
     fn is_away(&self) -> bool {
@@ -568,9 +535,7 @@ impl Client for Link {
 
     fn rest(&mut self) {
         if std::mem::take(&mut self.room) > 0 {
-            let at = self.shared.channel.addr() + CHANNEL_PAGES as u64;
-            // SAFETY: a part of our own mapping of a shared file, of which nothing is read before the next fetch.
-            let _ = unsafe { pagefold_os::mem::advise(at, (CHANNEL_LEN - CHANNEL_PAGES) as u64, libc::MADV_REMOVE) };
+            self.shared.channel.release_pages();
         }
     }
 

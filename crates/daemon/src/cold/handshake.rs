@@ -10,11 +10,12 @@ use crate::cold::client::{Client, Handed, Identity};
 use crate::cold::{Cold, Group, Whom, random, threads};
 use crate::memory_limits::{self, CLIENT_BYTES};
 use crate::service::listener::DomainKey;
-use pagefold_agent::wire::{HELLO_AWAY, Op, Packet};
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
 use pagefold_os::uffd::{self, Uffd};
 use pagefold_os::{Errno, pagemap, sock};
+use pagefold_protocol::handshake::send_welcome;
+use pagefold_protocol::message::{HELLO_LENT, Op, Packet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -43,9 +44,7 @@ impl Cold {
         self.ensure_keeper();
         let socket = Arc::new(Peer::from(socket));
         let link = ColdLink::new(socket.clone())?;
-        let mut pass = vec![link.channel_fd().raw()];
-        pass.extend(device.map(Fd::raw));
-        sock::send(&socket, Packet::new(Op::Welcome).bytes(), &pass)?;
+        send_welcome(&socket, link.channel(), device)?;
         let (ready, mut fds) = receive_ready(&socket)?;
         let (Some(uffd), Some(table)) = (fds.take(0), fds.take(1)) else {
             return Err(GreetError::Protocol);
@@ -56,7 +55,7 @@ impl Cold {
         let group = self.group(&key, hello.count).map_err(GreetError::Cold)?;
         let result = self.attach(&group, who, handed, link, &ready, hello);
         result.map_err(|errno| {
-            match sock::send(&socket, Packet { status: errno.0, ..Packet::new(Op::ColdGo) }.bytes(), &[]) {
+            match sock::send(&socket, Packet { status: errno.0, ..Packet::new(Op::ColdStart) }.bytes(), &[]) {
                 Err(Errno(libc::EPIPE | libc::ECONNRESET)) => GreetError::HungUp,
                 _ => GreetError::Cold(format!("the cold tier cannot serve it: {errno}")),
             }
@@ -97,7 +96,7 @@ impl Cold {
         let mut new = Client::new(who, handed, group.hand.clone(), group.orphans.clone())?;
         let head = new.table.head();
         let (region, token, arena) = (
-            head.region.load(Ordering::Acquire),
+            head.client_id.load(Ordering::Acquire),
             head.token.load(Ordering::Relaxed),
             head.arena.load(Ordering::Relaxed),
         );
@@ -128,11 +127,11 @@ impl Cold {
             Some(client) => client,
             None => {
                 // Of another tier, which is gone, or of a daemon that never was: what is out is lost.
-                let _ = head.pact.compare_exchange(2, 0, Ordering::AcqRel, Ordering::Relaxed);
+                let _ = head.owner.compare_exchange(2, 0, Ordering::AcqRel, Ordering::Relaxed);
                 head.end_move();
-                if head.out.load(Ordering::Relaxed) > 0 && new.take_pact(1_000_000) {
-                    let lost = pagefold_agent::cold::poison_out(&new.uffd, &new.table);
-                    new.table.free_pact();
+                if head.evicted.load(Ordering::Relaxed) > 0 && new.take_pact(1_000_000) {
+                    let lost = pagefold_protocol::residency_map::poison_evicted(&new.uffd, &new.table);
+                    new.table.unlock();
                     eprintln!("pagefold: {} ({}): {lost} pages died with an earlier tier", new.name, new.pid);
                 }
                 let region = group.next_region.fetch_add(1, Ordering::Relaxed);
@@ -148,11 +147,11 @@ impl Cold {
                 drop(clients);
                 head.token.store(client.token, Ordering::Relaxed);
                 head.arena.store(group.id, Ordering::Relaxed);
-                head.region.store(u64::from(region), Ordering::Release);
+                head.client_id.store(u64::from(region), Ordering::Release);
                 let kept = lock(&self.keeper).as_ref().map_or(Ok(()), |keeper| group.deposit(keeper, &client));
                 if let Err(error) = kept.and_then(|()| threads::start_client(group, &client)) {
                     // It keeps its memory, and may ask again.
-                    head.region.store(0, Ordering::Release);
+                    head.client_id.store(0, Ordering::Release);
                     group.remove(region);
                     return Err(Errno(error.raw_os_error().unwrap_or(libc::EAGAIN)));
                 }
@@ -162,14 +161,14 @@ impl Cold {
         // Once: one whose connection broke tells the same daemon what it takes all in all.
         client.cpu_before_ns.get_or_init(|| ready.b);
         client.tolerance_ppm.store(hello.b, Ordering::Relaxed);
-        client.leased.store(hello.a & HELLO_AWAY != 0, Ordering::Relaxed);
+        client.leased.store(hello.a & HELLO_LENT != 0, Ordering::Relaxed);
         // A link that broke is given up by whoever holds it.
         let mut held = lock(&client.link);
         if !client.reconcile(&group.tier) {
             return Err(Errno(libc::ETIMEDOUT));
         }
         // While we hold the link: the answer to the greeting comes before any request of the pump's.
-        let go = Packet { a: u64::from(head_epoch(&client)), ..Packet::new(Op::ColdGo) };
+        let go = Packet { a: u64::from(head_epoch(&client)), ..Packet::new(Op::ColdStart) };
         sock::send(&link.socket, go.bytes(), &[])?;
         *lock(&client.socket) = Some(link.socket.clone());
         *held = Some(link);

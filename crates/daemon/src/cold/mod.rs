@@ -186,7 +186,7 @@ pub(crate) fn random() -> u64 {
 impl Cold {
     pub(crate) fn new(config: Config, socket: &std::path::Path) -> Cold {
         let mut keeper_path = socket.as_os_str().to_owned();
-        keeper_path.push(std::ffi::OsStr::from_bytes(pagefold_agent::cold::KEEPER_SUFFIX));
+        keeper_path.push(std::ffi::OsStr::from_bytes(pagefold_protocol::message::KEEPER_SUFFIX));
         let awake = Arc::new(Awake::new(config.keep_awake));
         let keeper = Arc::default();
         Cold {
@@ -554,7 +554,7 @@ mod tests {
         let page = memory.addr() / 4096;
         group.tier.store(client.region, page, &[7; 4096], pagefold_tier::Effort::Fast).unwrap();
         client.table.find_or_add(memory.addr()).unwrap();
-        client.table.set_state(memory.addr(), pagefold_agent::cold_table::OUT);
+        client.table.set_state(memory.addr(), pagefold_protocol::residency_map::EVICTED);
         assert_eq!(client.pages_out(&group.tier), 1);
         lock(&group.clients).insert(client.region, Arc::new(client));
         assert_eq!(stop(&cold), (true, true));
@@ -603,7 +603,7 @@ mod tests {
     fn pages_that_a_client_says_are_out_keep_nobody() {
         let Some((client, _memory)) = client::tests::own(0, 1) else { return };
         let (_dir, cold, group) = with_group(Config::default());
-        client.table.head().out.store(u64::MAX, Ordering::Relaxed);
+        client.table.head().evicted.store(u64::MAX, Ordering::Relaxed);
         assert_eq!(client.pages_out(&group.tier), 0);
         lock(&group.clients).insert(client.region, Arc::new(client));
         assert_eq!(stop(&cold), (true, true));

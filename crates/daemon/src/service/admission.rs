@@ -7,10 +7,11 @@ use crate::clients::merge_client::{GreetError, Link};
 use crate::memory_limits::{self, CLIENT_BYTES};
 use crate::service::control;
 use crate::status::NotCovered;
-use pagefold_agent::wire::{Op, Packet};
 use pagefold_os::fd::Fd;
 use pagefold_os::sync::lock;
 use pagefold_os::{procfs, sock};
+use pagefold_protocol::handshake::refuse_hello;
+use pagefold_protocol::message::{Op, Packet};
 use std::sync::Arc;
 
 /// Most connections of one process: a new one may come before the end of the one before is seen.
@@ -36,9 +37,7 @@ impl Daemon {
         match Packet::parse(bytes).filter(|packet| packet.op == Op::Hello as u32) {
             Some(hello) => self.add_client(socket, &hello, fds),
             None => {
-                let mut refusal = Packet::new(Op::Welcome);
-                refusal.status = libc::EPROTO;
-                let _ = sock::send(&socket, refusal.bytes(), &[]);
+                refuse_hello(&socket, pagefold_os::Errno(libc::EPROTO));
             }
         }
     }
@@ -54,7 +53,7 @@ impl Daemon {
         if fds.is_cut() {
             return self.note_not_greeted(cred.pid, &GreetError::NoDescriptor);
         }
-        if hello.a & pagefold_agent::wire::HELLO_COLD != 0 {
+        if hello.a & pagefold_protocol::message::HELLO_COLD != 0 {
             let key = (cred.uid, name);
             return match self.cold.greet(socket, hello, fds, self.device.as_ref(), key) {
                 Ok(()) => self.forget_not_covered(cred.pid),
@@ -181,7 +180,7 @@ mod tests {
             daemon.greet(ours);
             daemon.why_not_covered(me)
         };
-        for flags in [0, pagefold_agent::wire::HELLO_COLD] {
+        for flags in [0, pagefold_protocol::message::HELLO_COLD] {
             // After its greeting, and before it was looked at.
             assert_eq!([&here, &ended].map(|pagemap| greeted(flags, pagemap)), [None, None]);
         }

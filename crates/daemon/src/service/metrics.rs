@@ -4,8 +4,8 @@ use crate::cold::{ColdClient, ColdDomain};
 use crate::service::http::{self, Request, Response};
 use crate::service::listener::Daemon;
 use crate::status::Status;
-use pagefold_agent::wire::freeze_bucket_end;
 use pagefold_merge::stats::DomainStats;
+use pagefold_protocol::wait_histogram;
 use std::collections::HashSet;
 use std::fmt::Write as _;
 use std::io;
@@ -150,7 +150,7 @@ pub fn render(status: &Status) -> String {
     // Frozen pages make their program wait; four entries to an octave are more than a graph needs.
     head(&mut out, "freeze_seconds", "histogram", "seconds", "Times that pages of a client were frozen.");
     for (labels, client) in rows(&status.clients, |c| of_process(c.uid, &c.domain, c.pid, &c.name)) {
-        let end = |bucket| freeze_bucket_end(bucket) as f64 / 1e6;
+        let end = |bucket| wait_histogram::bucket_end(bucket) as f64 / 1e6;
         buckets(&mut out, "freeze_seconds", &labels, &client.freeze_us, end, |bucket| bucket % 4 == 3);
     }
     families(&mut out, OF_TIERS, &rows(&status.cold.domains, |t| domain(t.uid, &t.name)));

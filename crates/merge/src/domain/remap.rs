@@ -5,8 +5,8 @@ use crate::client::{Gone, Outcome, PIECES_MAX, Piece};
 use crate::page::{BACKOFF_MAX, State};
 use crate::plan::{self, Goal, Run};
 use crate::table::Huge;
-use pagefold_agent::wire::Why;
 use pagefold_os::{PAGE_SIZE, Range, sched};
+use pagefold_protocol::message::RefusalReason;
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -72,7 +72,7 @@ impl Domain {
             if !self.fits(work, &run, &mut used) {
                 left += 1;
                 for addr in (run.range.start..run.range.end).step_by(PAGE_SIZE) {
-                    Self::refuse(work, Why::Limit);
+                    Self::refuse(work, RefusalReason::Limit);
                     put_off(work, addr);
                 }
                 continue;
@@ -169,9 +169,10 @@ impl Domain {
             }
             work.calm = None;
             let result = work.client.remap(&self.pool, &pieces[at..end], &mut outcomes);
-            outcomes.resize(end - at, Outcome { merged: 0, why: Why::NotPlain });
+            outcomes.resize(end - at, Outcome { merged: 0, why: RefusalReason::NotAnonymous });
             for (piece, outcome) in pieces[at..end].iter().zip(&outcomes) {
-                let outcome = if result.is_ok() { *outcome } else { Outcome { merged: 0, why: Why::NotPlain } };
+                let outcome =
+                    if result.is_ok() { *outcome } else { Outcome { merged: 0, why: RefusalReason::NotAnonymous } };
                 merged += self.settle(work, piece, outcome, predicted, &mut rest);
             }
             if let Err(gone) = result {
@@ -251,7 +252,7 @@ impl Domain {
         self.unreserve(piece, merged);
         let failed = piece.range.start + u64::from(merged) * PAGE;
         let whole = Run { range: piece.range, goal: piece.slot };
-        if outcome.why == Why::Limit {
+        if outcome.why == RefusalReason::Limit {
             work.rest_until = work.period + REST_PERIODS;
         }
         if predicted {
@@ -262,7 +263,7 @@ impl Domain {
         }
         Self::refuse(work, outcome.why);
         let state = match outcome.why {
-            Why::Done | Why::Changed | Why::Discarded => {
+            RefusalReason::Done | RefusalReason::Changed | RefusalReason::Discarded => {
                 self.count(|c| &c.compare_failed, 1);
                 let backoff = match work.table.state(failed) {
                     State::Candidate { backoff, .. } => backoff,
@@ -272,8 +273,10 @@ impl Domain {
                 let backoff = (backoff + 1).min(BACKOFF_MAX);
                 State::Armed { silent: 0, backoff, fresh: false }
             }
-            Why::Absent => State::Unknown,
-            Why::Pinned | Why::NotPlain | Why::Limit => State::Refused { why: outcome.why, periods: REFUSED_PERIODS },
+            RefusalReason::Absent => State::Unknown,
+            RefusalReason::Pinned | RefusalReason::NotAnonymous | RefusalReason::Limit => {
+                State::Refused { why: outcome.why, periods: REFUSED_PERIODS }
+            }
         };
         work.table.set(failed, state);
         if failed + PAGE < piece.range.end {
@@ -287,7 +290,7 @@ impl Domain {
 /// Leaves the candidate at `addr` alone for long: there is no room for it now.
 pub(super) fn put_off(work: &mut Work, addr: u64) {
     if let State::Candidate { .. } = work.table.state(addr) {
-        work.table.set(addr, State::Refused { why: Why::Limit, periods: PUT_OFF_PERIODS });
+        work.table.set(addr, State::Refused { why: RefusalReason::Limit, periods: PUT_OFF_PERIODS });
     }
 }
 

@@ -8,8 +8,8 @@ use super::fresh::Twin;
 use super::{Domain, EDGES, Work, read, remap};
 use crate::ClientId;
 use crate::plan::{self, Goal};
-use pagefold_agent::wire::Why;
 use pagefold_os::{PAGE_SIZE, Range};
+use pagefold_protocol::message::RefusalReason;
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
@@ -58,7 +58,7 @@ impl Domain {
             self.count(|c| &c.over_vma_budget, 1);
             for twin in &twins[part] {
                 if !takes_over {
-                    Self::refuse(work, Why::Limit);
+                    Self::refuse(work, RefusalReason::Limit);
                     remap::put_off(work, twin.addr);
                 } else if self.index.replace(twin.fingerprint, twin.entry.value(), twin.mine) {
                     letters.push((twin.entry, None));

@@ -3,9 +3,9 @@
 use super::memory::{Backing, Entry, File, Frame, HUGE, Memory, OnFork, PAGE, Process, Shared, pages_of};
 use super::page_of;
 use crate::client::{Client, FETCH_PAGES_MAX, FREEZE_PAGES_MAX, Gone, Outcome, Piece, PoolMapping, Written};
-use pagefold_agent::wire::Why;
 use pagefold_os::{PAGE_SIZE, Page, Range};
 use pagefold_pool::{Pool, Slot};
+use pagefold_protocol::message::RefusalReason;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, MutexGuard};
 
@@ -22,7 +22,7 @@ type Held = BTreeMap<u32, Arc<File>>;
 /// What the freeze found at a page.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Found {
-    Left(Why),
+    Left(RefusalReason),
     Staged,
     Hole,
     Equal,
@@ -229,14 +229,14 @@ impl Client for SimClient {
             if let Some(len) = huge
                 && remap_span(&mut memory, shared, held, &pieces[at..at + len], true, out)?
             {
-                whole = out[out.len() - len..].iter().all(|outcome| outcome.why == Why::Done);
+                whole = out[out.len() - len..].iter().all(|outcome| outcome.why == RefusalReason::Done);
                 at += len;
                 continue;
             }
             let len = pieces[at..].iter().take_while(|piece| piece.span == pieces[at].span).count();
             let span = &pieces[at..at + len];
             if wrong {
-                out.extend(span.iter().map(|_| Outcome { merged: 0, why: Why::Changed }));
+                out.extend(span.iter().map(|_| Outcome { merged: 0, why: RefusalReason::Changed }));
             } else {
                 remap_span(&mut memory, shared, held, span, false, out)?;
             }
@@ -312,13 +312,13 @@ fn remap_span(
     let whole = pieces.iter().all(|piece| !piece.range.is_empty() && piece.range.start % PAGE == 0);
     if !ascending || !whole || !as_whole && span.pages() > FREEZE_PAGES_MAX {
         shared.fail(format!("pieces that no agent accepts: {pieces:?}"));
-        out.extend(pieces.iter().map(|_| Outcome { merged: 0, why: Why::NotPlain }));
+        out.extend(pieces.iter().map(|_| Outcome { merged: 0, why: RefusalReason::NotAnonymous }));
         return Ok(true);
     }
     // What the daemon has listed may have been excluded since.
     if memory.entries.range(span.start..span.end).any(|(_, entry)| entry.excluded) {
         if !as_whole {
-            out.extend(pieces.iter().map(|_| Outcome { merged: 0, why: Why::NotPlain }));
+            out.extend(pieces.iter().map(|_| Outcome { merged: 0, why: RefusalReason::NotAnonymous }));
         }
         return Ok(!as_whole);
     }
@@ -363,7 +363,7 @@ fn remap_span(
     for (piece, outcome) in mapped.iter().zip(&mut outcomes) {
         let equal = pages_of(piece.range).take_while(|addr| found[addr] == Found::Equal).count() as u32;
         if equal < outcome.merged {
-            *outcome = Outcome { merged: equal, why: Why::Discarded };
+            *outcome = Outcome { merged: equal, why: RefusalReason::Discarded };
         }
         let mapped = piece.range.start + u64::from(outcome.merged) * PAGE;
         for addr in pages_of(Range { start: mapped, end: piece.range.end }).filter(|addr| found[addr] == Found::Equal) {
@@ -393,14 +393,14 @@ fn remap_span(
 }
 
 fn freeze(memory: &mut Memory, addr: u64) -> Found {
-    let Some(entry) = memory.entries.get_mut(&addr) else { return Found::Left(Why::Absent) };
+    let Some(entry) = memory.entries.get_mut(&addr) else { return Found::Left(RefusalReason::Absent) };
     if !matches!(entry.backing, Backing::Anon) {
-        return Found::Left(Why::NotPlain);
+        return Found::Left(RefusalReason::NotAnonymous);
     }
     let found = match entry.frame {
-        _ if entry.pinned => return Found::Left(Why::Pinned),
+        _ if entry.pinned => return Found::Left(RefusalReason::Pinned),
         Frame::Own { exclusive: false, .. } | Frame::Swapped { exclusive: false, .. } => {
-            return Found::Left(Why::Pinned);
+            return Found::Left(RefusalReason::Pinned);
         }
         // What is in swap is moved as well, but nobody looks at it.
         Frame::None | Frame::Swapped { .. } => Found::Hole,
@@ -413,13 +413,13 @@ fn freeze(memory: &mut Memory, addr: u64) -> Found {
 fn compare(memory: &Memory, shared: &Shared, held: &Held, piece: &Piece, found: &mut BTreeMap<u64, Found>) -> Outcome {
     let file = piece.slot.and_then(|slot| held.get(&slot.segment()));
     if piece.slot.is_some() && file.is_none() {
-        return Outcome { merged: 0, why: Why::NotPlain };
+        return Outcome { merged: 0, why: RefusalReason::NotAnonymous };
     }
     for (page, addr) in pages_of(piece.range).enumerate() {
         let why = match found[&addr] {
             Found::Left(why) => why,
-            Found::Equal => Why::NotPlain,
-            Found::Hole => Why::Absent,
+            Found::Equal => RefusalReason::NotAnonymous,
+            Found::Hole => RefusalReason::Absent,
             Found::Staged => {
                 let content = match memory.staged.get(&addr) {
                     Some(Frame::Own { content, .. }) => *content,
@@ -429,15 +429,19 @@ fn compare(memory: &Memory, shared: &Shared, held: &Held, piece: &Piece, found: 
                     (Some(file), Some(slot)) => file.content(slot.index() + page as u32),
                     _ => Some(0),
                 };
-                if wanted == Some(content) || !shared.options.compare { Why::Done } else { Why::Changed }
+                if wanted == Some(content) || !shared.options.compare {
+                    RefusalReason::Done
+                } else {
+                    RefusalReason::Changed
+                }
             }
         };
-        if why != Why::Done {
+        if why != RefusalReason::Done {
             return Outcome { merged: page as u32, why };
         }
         found.insert(addr, Found::Equal);
     }
-    Outcome { merged: piece.range.pages() as u32, why: Why::Done }
+    Outcome { merged: piece.range.pages() as u32, why: RefusalReason::Done }
 }
 
 /// Reads the events of discards: what is staged of their ranges is void, and the discarding threads go on.
@@ -511,7 +515,7 @@ fn map_piece(memory: &mut Memory, shared: &Shared, held: &Held, piece: &Piece, o
         pages_of(range).for_each(|addr| drop(memory.entries.remove(&addr)));
         memory.entries.extend(before);
         pages_of(range).for_each(|addr| put_back(memory, addr));
-        *outcome = Outcome { merged: 0, why: Why::Limit };
+        *outcome = Outcome { merged: 0, why: RefusalReason::Limit };
         return;
     }
     pages_of(range).for_each(|addr| forget(memory, addr));
@@ -679,7 +683,7 @@ impl Client for Hostile {
                 0 => out.clear(),
                 1 => out.extend(out.clone()),
                 2 => out.iter_mut().for_each(|outcome| outcome.merged = u32::MAX),
-                _ => out.iter_mut().for_each(|outcome| *outcome = Outcome { merged: 0, why: Why::Done }),
+                _ => out.iter_mut().for_each(|outcome| *outcome = Outcome { merged: 0, why: RefusalReason::Done }),
             }
         }
         Ok(())

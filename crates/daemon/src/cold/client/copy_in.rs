@@ -4,8 +4,8 @@
 //! has loaded. A page that cannot be had is poisoned, never replaced.
 
 use super::{Client, PAGE, Served};
-use pagefold_agent::cold_table::{OUT, RESIDENT};
 use pagefold_os::{Errno, Page, Range};
+use pagefold_protocol::residency_map::{EVICTED, RESIDENT};
 use pagefold_tier::{LoadError, Tier};
 use std::sync::atomic::Ordering;
 
@@ -28,7 +28,7 @@ impl Client {
         let leaving = self.leaving.load(Ordering::SeqCst);
         // Loading needs no lock: what is true at the end counts.
         let load = |(page, place): (u64, &mut Page)| {
-            self.table.state(page * PAGE) == OUT && tier.load_quietly(self.region, page, place)
+            self.table.state(page * PAGE) == EVICTED && tier.load_quietly(self.region, page, place)
         };
         let loaded: Vec<bool> = pages.clone().zip(&mut *buffer).map(load).collect();
         let _service = self.take_service();
@@ -37,7 +37,7 @@ impl Client {
             if self.leaving.load(Ordering::SeqCst) == leaving {
                 self.copy_loaded(tier, pages, &loaded, buffer);
             }
-            self.table.free_pact();
+            self.table.unlock();
         }
     }
 
@@ -51,7 +51,7 @@ impl Client {
         buffer: &[Page],
     ) -> bool {
         let place = |page: u64| (page - pages.start) as usize;
-        let ready = |page: u64| loaded[place(page)] && self.table.state(page * PAGE) == OUT;
+        let ready = |page: u64| loaded[place(page)] && self.table.state(page * PAGE) == EVICTED;
         let mut all = true;
         let mut page = pages.start;
         while page < pages.end {
@@ -132,14 +132,14 @@ impl Client {
             _ => {}
         }
         // What was moved may have been there all along.
-        let is_there = result == Some(Errno(libc::EEXIST)) && self.table.state(addr) != OUT;
+        let is_there = result == Some(Errno(libc::EEXIST)) && self.table.state(addr) != EVICTED;
         if !is_there && self.counters.lost.load(Ordering::Relaxed) < LOSSES_TOLD {
             eprintln!(
                 "pagefold: {} ({}): the page at {addr:#x} is lost ({error}); an access to it ends in SIGBUS",
                 self.name, self.pid
             );
         }
-        if self.table.set_state(addr, RESIDENT) == OUT {
+        if self.table.set_state(addr, RESIDENT) == EVICTED {
             tier.discard(self.region, addr / PAGE..addr / PAGE + 1);
         }
         let _ = self.uffd.wake(Range::pages_from(addr, 1));
@@ -168,11 +168,11 @@ mod tests {
             tier.store(client.region, page, &content, pagefold_tier::Effort::Fast).unwrap();
         };
         client.table.find_or_add(memory.addr()).unwrap();
-        client.table.set_state(memory.addr(), OUT);
+        client.table.set_state(memory.addr(), EVICTED);
         // Who brings it gives up soon if somebody takes the processor meanwhile: many times.
         for _ in 0..1000 {
             store(1);
-            assert!(client.table.try_pact(pagefold_agent::cold_table::PACT_AGENT));
+            assert!(client.table.try_lock(pagefold_protocol::residency_map::OWNER_AGENT));
             std::thread::scope(|scope| {
                 let brings = scope.spawn(|| client.bring_ahead(&tier, page..page + 1, &mut [[0; PAGE_SIZE]; 1]));
                 // It has loaded it when it has this.
@@ -182,9 +182,9 @@ mod tests {
                 // As pump and agent do with a page that came back and was written.
                 store(2);
                 client.leaving.fetch_add(1, Ordering::SeqCst);
-                client.table.free_pact();
+                client.table.unlock();
             });
-            assert_eq!(client.table.state(memory.addr()), OUT, "the page has the content that it had before");
+            assert_eq!(client.table.state(memory.addr()), EVICTED, "the page has the content that it had before");
         }
     }
 
@@ -195,7 +195,7 @@ mod tests {
         let page = memory.addr() / PAGE;
         tier.store(client.region, page, &[7; PAGE_SIZE], pagefold_tier::Effort::Fast).unwrap();
         client.table.find_or_add(memory.addr()).unwrap();
-        client.table.set_state(memory.addr(), OUT);
+        client.table.set_state(memory.addr(), EVICTED);
         let lose = |errno| {
             let source = io::Error::from_raw_os_error(errno);
             let error = LoadError::ReadBack { region: client.region, page, source };
@@ -213,14 +213,14 @@ mod tests {
         let Some((client, memory)) = own(0, 1) else { return };
         let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
         client.table.find_or_add(memory.addr()).unwrap();
-        client.table.set_state(memory.addr(), OUT);
+        client.table.set_state(memory.addr(), EVICTED);
         let error = LoadError::NotStored { region: client.region, page: memory.addr() / PAGE };
         let lost = |result| {
             let waits = matches!(client.lost(&tier, memory.addr(), &error, result), Served::Again);
             (waits, client.table.state(memory.addr()), client.counters.lost.load(Ordering::Relaxed))
         };
-        assert_eq!(lost(Some(Errno(libc::ENOMEM))), (true, OUT, 0));
-        assert_eq!(lost(Some(Errno(libc::EAGAIN))), (true, OUT, 0));
+        assert_eq!(lost(Some(Errno(libc::ENOMEM))), (true, EVICTED, 0));
+        assert_eq!(lost(Some(Errno(libc::EAGAIN))), (true, EVICTED, 0));
         assert_eq!(lost(None), (false, RESIDENT, 1));
     }
 }

@@ -4,10 +4,10 @@
 //! obeyed before any fault of the same batch is served.
 
 use super::{Client, LOST_MAX, PAGE, Pending, Served, Service};
-use pagefold_agent::cold_table::{FROZEN, OUT, RESIDENT, VOID};
-use pagefold_agent::wire::FETCH_PAGES_MAX;
 use pagefold_os::uffd::{self, Event};
 use pagefold_os::{Errno, PAGE_SIZE, Range, sched};
+use pagefold_protocol::message::FETCH_PAGES_MAX;
+use pagefold_protocol::residency_map::{DISCARDED, EVICTED, FROZEN, RESIDENT};
 use pagefold_tier::Tier;
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -56,7 +56,7 @@ impl Client {
 
     /// Tells the agent how many pages are on the move.
     pub(crate) fn tell_moving(&self, service: &Service) {
-        self.table.head().moving.store(service.moving.len() as u32, Ordering::SeqCst);
+        self.table.head().moving_pages.store(service.moving.len() as u32, Ordering::SeqCst);
     }
 
     /// The pages of `range` are the program's nothing from now on.
@@ -64,9 +64,9 @@ impl Client {
         if range.is_empty() {
             return;
         }
-        self.table.note_removed(range, sched::quick_monotonic_ns());
-        self.table.for_each_run(range.start, range.end, FROZEN, |start, end| self.set(start, end, VOID));
-        self.table.for_each_run(range.start, range.end, OUT, |start, end| {
+        self.table.note_discard(range, sched::quick_monotonic_ns());
+        self.table.for_each_run(range.start, range.end, FROZEN, |start, end| self.set(start, end, DISCARDED));
+        self.table.for_each_run(range.start, range.end, EVICTED, |start, end| {
             self.set(start, end, RESIDENT);
             tier.discard(self.region, start / PAGE..end / PAGE);
         });
@@ -81,7 +81,7 @@ impl Client {
     pub(crate) fn moved(&self, service: &mut Service, tier: &Tier, from: Range, to: u64) {
         let head = self.table.head();
         // First: who sees that they are not out any more shall see this.
-        head.moving.fetch_add(1, Ordering::SeqCst);
+        head.moving_pages.fetch_add(1, Ordering::SeqCst);
         head.begin_move(from, to, false);
         // Whatever was known of the target's addresses is of an earlier mapping.
         self.forget(service, tier, Range { start: to, end: to.saturating_add(from.len()) });
@@ -110,7 +110,7 @@ impl Client {
                 most -= 1;
                 let kept = tier.lose_page(self.region, awaited_at(new(addr)) / PAGE).map(|()| awaited_at(new(addr)));
                 service.moving.insert(new(addr), kept.unwrap_or(NOWHERE));
-                self.table.set_state(addr, VOID);
+                self.table.set_state(addr, DISCARDED);
             }
         });
         for (was, at) in take_range(&mut service.moving, from) {
@@ -129,7 +129,7 @@ impl Client {
         }
         // A table may claim far more than there is.
         let mut most = (tier.region_pages(self.region) + LOST_MAX).saturating_sub(service.moving.len() as u64);
-        self.table.for_each_run(from.start, from.end, OUT, |start, end| {
+        self.table.for_each_run(from.start, from.end, EVICTED, |start, end| {
             for addr in (start..end).step_by(PAGE_SIZE).take(most as usize) {
                 most -= 1;
                 let (page, kept) = (addr / PAGE, awaited_at(new(addr)));
@@ -163,7 +163,7 @@ impl Client {
             let mut service = self.take_service();
             if service.is_moving() && self.take_pact(2000) {
                 self.bring_moved(&mut service, tier);
-                self.table.free_pact();
+                self.table.unlock();
             }
             if !service.is_moving() {
                 return true;
@@ -228,11 +228,11 @@ fn awaited_at(to: u64) -> u64 {
 mod tests {
     use super::super::tests::{FORKING, own};
     use super::*;
-    use pagefold_agent::cold_table;
     use pagefold_os::mem::Mapping;
     use pagefold_os::sync::lock;
     use pagefold_os::uffd::Uffd;
     use pagefold_os::{Page, fd};
+    use pagefold_protocol::residency_map;
 
     /// Forks a child that ends with what `work` gives, while another thread reads the client's events; whether it ended by
     /// itself, and with what.
@@ -277,7 +277,7 @@ mod tests {
             tier.store(client.region, addr / PAGE, &page, pagefold_tier::Effort::Fast).unwrap();
         }
         client.table.find_or_add(page_at(1)).unwrap();
-        client.table.set_state(page_at(1), OUT);
+        client.table.set_state(page_at(1), EVICTED);
         lock(&client.service).moving.insert(page_at(2), elsewhere);
         let seen = forked(&client, &tier, || {
             // SAFETY: mapped and readable.
@@ -330,7 +330,7 @@ mod tests {
             let page: Page = std::array::from_fn(|at| if at % 2 == 0 { number as u8 | 1 } else { at as u8 });
             tier.store(client.region, page_at(number) / PAGE, &page, pagefold_tier::Effort::Fast).unwrap();
             client.table.find_or_add(page_at(number)).unwrap();
-            client.table.set_state(page_at(number), OUT);
+            client.table.set_state(page_at(number), EVICTED);
         }
         let target = Mapping::anonymous(PAGES as usize * PAGE_SIZE).unwrap();
         let wrong = forked(&client, &tier, || {
@@ -410,11 +410,11 @@ mod tests {
         let Some((client, memory)) = own(uffd::FEATURE_EVENT_REMAP, 3) else { return };
         let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
         let target = Mapping::anonymous(2 * PAGE_SIZE).unwrap();
-        let told = || client.table.head().moving.load(std::sync::atomic::Ordering::SeqCst);
+        let told = || client.table.head().moving_pages.load(std::sync::atomic::Ordering::SeqCst);
         let moved = memory.addr() + PAGE;
         for addr in [moved, moved + PAGE] {
             client.table.find_or_add(addr).unwrap();
-            client.table.set_state(addr, OUT);
+            client.table.set_state(addr, EVICTED);
             tier.store(client.region, addr / PAGE, &[7; PAGE_SIZE], pagefold_tier::Effort::Fast).unwrap();
         }
         let before = std::thread::scope(|scope| {
@@ -452,7 +452,7 @@ mod tests {
             for number in 0..2 {
                 let page = [7 + number as u8; PAGE_SIZE];
                 tier.store(first.region, page_at(number) / PAGE, &page, pagefold_tier::Effort::Fast).unwrap();
-                first.table.set_state(page_at(number), OUT);
+                first.table.set_state(page_at(number), EVICTED);
             }
             first.table.set_state(page_at(2), FROZEN);
             let successor = |client: Client| {
@@ -537,12 +537,12 @@ mod tests {
         let Some((client, _memory)) = own(0, 1) else { return };
         let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
         let from = Range { start: 1 << 40, end: (1 << 40) + 2 * LOST_MAX * PAGE };
-        for addr in (from.start..from.end).step_by(cold_table::CHUNK_BYTES as usize) {
+        for addr in (from.start..from.end).step_by(residency_map::CHUNK_BYTES as usize) {
             client.table.find_or_add(addr).unwrap();
         }
         let mut service = lock(&client.service);
         for turn in 1..3 {
-            client.set(from.start, from.end, OUT);
+            client.set(from.start, from.end, EVICTED);
             client.moved(&mut service, &tier, from, turn << 41);
             assert_eq!(service.moving.len() as u64, LOST_MAX);
         }
@@ -562,7 +562,7 @@ mod tests {
         assert_eq!(copied, PAGE);
         let mut service = lock(&client.service);
         client.moved(&mut service, &tier, Range::pages_from(page_at(0), 2), page_at(2));
-        assert_eq!([0, 1].map(|number| client.table.state(page_at(number))), [VOID; 2], "they would be put back");
+        assert_eq!([0, 1].map(|number| client.table.state(page_at(number))), [DISCARDED; 2], "they would be put back");
         client.bring_moved(&mut service, &tier);
         assert!(!service.is_moving());
         // There: so nobody gets another page there.
@@ -579,7 +579,7 @@ mod tests {
         let target = Mapping::anonymous(PAGE_SIZE).unwrap();
         for number in [0, 3] {
             client.table.find_or_add(memory.addr() + number * PAGE).unwrap();
-            client.table.set_state(memory.addr() + number * PAGE, OUT);
+            client.table.set_state(memory.addr() + number * PAGE, EVICTED);
         }
         let moved = memory.addr() + 3 * PAGE;
         let lost = std::thread::scope(|scope| {
@@ -590,7 +590,7 @@ mod tests {
             });
             let mut polls = [libc::pollfd { fd: client.uffd.fd().raw(), events: libc::POLLIN, revents: 0 }];
             assert_eq!(fd::poll(&mut polls, 60_000), Ok(1), "no move");
-            pagefold_agent::cold::poison_out(&client.uffd, &client.table)
+            pagefold_protocol::residency_map::poison_evicted(&client.uffd, &client.table)
         });
         let there = |addr| client.uffd.zero(Range::pages_from(addr, 1), 0).1 == Some(Errno(libc::EEXIST));
         assert_eq!((lost, there(memory.addr()), there(target.addr())), (2, true, true));

@@ -25,7 +25,7 @@ impl Client {
         let mut ahead = Ahead::default();
         let mut place = Place::new(self.pid);
         while !self.gone.load(Ordering::Acquire) {
-            self.table.head().beat.fetch_add(1, Ordering::Release);
+            self.table.head().heartbeat.fetch_add(1, Ordering::Release);
             let socket = lock(&self.socket).clone();
             let mut polls = [
                 libc::pollfd { fd: self.uffd.fd().raw(), events: libc::POLLIN, revents: 0 },
@@ -40,7 +40,7 @@ impl Client {
                 let service = lock(&self.service);
                 !service.pending.is_empty()
                     || service.is_moving()
-                    || self.table.head().void().is_some_and(|(_, is_done)| is_done)
+                    || self.table.head().discarding().is_some_and(|(_, is_done)| is_done)
             };
             let ready = fd::poll(&mut polls, if waiting { 1 } else { group.awake.pause_ms(500) });
             if ready == Ok(0) {
@@ -108,7 +108,7 @@ impl Client {
                 *current = None;
             }
         }
-        let left = self.table.head().region.load(Ordering::Acquire) == 0;
+        let left = self.table.head().client_id.load(Ordering::Acquire) == 0;
         if left || !self.uffd.is_alive() {
             group.remove(self.region);
         }
@@ -152,7 +152,7 @@ impl Client {
         // All of them waiting for memory: no use in asking again at once.
         let stuck = count > 0 && waiting.len() == count && got == 0;
         service.pending.append(&mut waiting);
-        self.table.free_pact();
+        self.table.unlock();
         if stuck {
             drop(service);
             std::thread::sleep(Duration::from_micros(200));
@@ -185,7 +185,7 @@ mod tests {
         let client = Arc::new(client);
         std::thread::scope(|scope| {
             scope.spawn(|| client.run(&group));
-            while client.table.head().beat.load(Ordering::Relaxed) < 100 {
+            while client.table.head().heartbeat.load(Ordering::Relaxed) < 100 {
                 std::thread::yield_now();
             }
             client.gone.store(true, Ordering::Release);
@@ -205,7 +205,7 @@ mod tests {
         let client = Arc::new(client);
         let came = std::thread::scope(|scope| {
             scope.spawn(|| client.run(&group));
-            while client.table.head().beat.load(Ordering::Relaxed) == 0 {
+            while client.table.head().heartbeat.load(Ordering::Relaxed) == 0 {
                 std::thread::yield_now();
             }
             await_moved(&client, from, to);

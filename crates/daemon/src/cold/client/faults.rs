@@ -4,8 +4,8 @@
 //! the second hand (`hand`). While the program walks through them the thread loads what comes next (`Ahead`).
 
 use super::{CLUSTER_PAGES, Client, PAGE, Pending, Served, Service};
-use pagefold_agent::cold_table::{FROZEN, OUT, RESIDENT, VOID};
 use pagefold_os::{Errno, PAGE_SIZE, Page, Range, fd};
+use pagefold_protocol::residency_map::{DISCARDED, EVICTED, FROZEN, RESIDENT};
 use pagefold_tier::Tier;
 use std::sync::atomic::Ordering;
 
@@ -52,8 +52,8 @@ impl Client {
             return Served::Again;
         }
         match self.table.state(addr) {
-            OUT => self.bring_fault(service, tier, ahead, fault),
-            FROZEN | VOID => Served::Left,
+            EVICTED => self.bring_fault(service, tier, ahead, fault),
+            FROZEN | DISCARDED => Served::Left,
             _ => self.bring_zero(service, fault),
         }
     }
@@ -123,8 +123,8 @@ impl Client {
     pub(crate) fn grant(&self, want: u64) -> u64 {
         let granted = self.room.grant(want);
         let head = self.table.head();
-        head.set_room(self.room.free());
-        if head.bringing.load(Ordering::SeqCst) > 0 { want } else { granted }
+        head.set_headroom(self.room.free());
+        if head.paused_evictions.load(Ordering::SeqCst) > 0 { want } else { granted }
     }
 
     /// The kernel gives the client no memory, or would soon: its limit is reached. The access waits until something else
@@ -169,7 +169,7 @@ impl Client {
             ahead.loaded.clear();
         }
         while at < end {
-            let ready = ahead.run(at, |page| page < end && self.table.state(page * PAGE) == OUT);
+            let ready = ahead.run(at, |page| page < end && self.table.state(page * PAGE) == EVICTED);
             if !ready.is_empty() {
                 let len = ready.len() as u64;
                 if self.copy_run(tier, at, at + len, ready.as_ptr() as u64).end < at + len {
@@ -181,7 +181,7 @@ impl Client {
             // Entries of pages that are not out are nobody's. One that cannot be read waits for its own fault.
             let mut len = 0;
             while at + len < end
-                && self.table.state((at + len) * PAGE) == OUT
+                && self.table.state((at + len) * PAGE) == EVICTED
                 && tier.load_quietly(self.region, at + len, &mut service.cluster[len as usize])
             {
                 len += 1;
@@ -215,7 +215,7 @@ impl Client {
                     return;
                 }
             }
-            ahead.loaded.push(self.table.state(page * PAGE) == OUT && tier.load_quietly(self.region, page, place));
+            ahead.loaded.push(self.table.state(page * PAGE) == EVICTED && tier.load_quietly(self.region, page, place));
         }
     }
 }

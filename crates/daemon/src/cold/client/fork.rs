@@ -9,11 +9,11 @@
 use super::copy_in::is_passing;
 use super::{Client, LOST_MAX, PAGE, Service};
 use crate::cold::handover::pending_children::{Kept, Orphans};
-use pagefold_agent::cold_table::{FROZEN, OUT};
-use pagefold_agent::wire::FETCH_PAGES_MAX;
 use pagefold_os::fd::Fd;
 use pagefold_os::uffd::{Event, Uffd};
 use pagefold_os::{Errno, PAGE_SIZE, Page, Range};
+use pagefold_protocol::message::FETCH_PAGES_MAX;
+use pagefold_protocol::residency_map::{EVICTED, FROZEN};
 use pagefold_tier::Tier;
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -208,7 +208,7 @@ impl Client {
         let child = made(fd);
         let everything = Range { start: 0, end: u64::MAX >> 1 };
         // It lacks nothing: the keeper need not be asked to have it.
-        if moving.is_empty() && !self.table.has(everything, OUT) && !self.table.has(everything, FROZEN) {
+        if moving.is_empty() && !self.table.has(everything, EVICTED) && !self.table.has(everything, FROZEN) {
             return;
         }
         let mut family = Family::of(child, &self.orphans);
@@ -226,7 +226,7 @@ impl Client {
         };
         // A table may claim far more than there is.
         let mut most = tier.region_pages(self.region) + LOST_MAX;
-        self.table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| {
+        self.table.for_each_run(0, u64::MAX >> 1, EVICTED, |start, end| {
             let end = end.min(start + most * PAGE);
             most -= (end - start) / PAGE;
             (start..end).step_by(PAGE_SIZE).for_each(|addr| give(addr, addr));

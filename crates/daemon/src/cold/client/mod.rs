@@ -3,7 +3,7 @@
 //! One thread per client waits for its userfaultfd, so that a client that
 //! faults in a storm takes its own share of the processor and nobody else's.
 //! Everything that touches a page's state is done in one order, under the
-//! client's `service` lock and the pact (see `agent::cold_table`):
+//! client's `service` lock and the pact (see `agent::residency_map`):
 //!
 //! - a page comes back: copied in, then *resident* in the table, then its entry
 //!   is discarded;
@@ -30,12 +30,12 @@ use crate::cold::handover::pending_children::Orphans;
 use crate::cold::prefetcher::Hand;
 use crate::memory_limits::Room;
 pub(crate) use faults::Ahead;
-use pagefold_agent::cold_table::{self, PACT_DAEMON, Table};
 use pagefold_os::fd::Fd;
 use pagefold_os::mem::Mapping;
 use pagefold_os::sync::lock;
 use pagefold_os::uffd::Uffd;
 use pagefold_os::{Errno, PAGE_SIZE, Page, Range, sched};
+use pagefold_protocol::residency_map::{self, OWNER_DAEMON, ResidencyMap};
 use pagefold_tier::Tier;
 use pagefold_tier::policy::Window;
 use std::collections::{BTreeMap, HashSet};
@@ -121,7 +121,7 @@ pub(crate) struct Client {
     pub uid: u32,
     pub name: String,
     pub uffd: Uffd,
-    pub table: Table,
+    pub table: ResidencyMap,
     /// Keeps the table where it is.
     _map: Mapping,
     pub table_fd: Fd,
@@ -198,14 +198,14 @@ impl Client {
         let (len, _) = pagefold_os::memfd::len_and_inode(table_fd.raw())?;
         // Of ordinary pages: huge ones may run out under whoever maps them, and that is SIGBUS.
         let small = pagefold_os::memfd::page_size(table_fd.raw())? == PAGE;
-        if len < cold_table::LEN as u64 || seals & pagefold_os::memfd::SEAL_SHRINK == 0 || !small {
+        if len < residency_map::FILE_BYTES as u64 || seals & pagefold_os::memfd::SEAL_SHRINK == 0 || !small {
             return Err(Errno(libc::EPROTO));
         }
         let prot = libc::PROT_READ | libc::PROT_WRITE;
-        let map = Mapping::file(table_fd.raw(), 0, cold_table::LEN, prot, libc::MAP_SHARED)?;
+        let map = Mapping::file(table_fd.raw(), 0, residency_map::FILE_BYTES, prot, libc::MAP_SHARED)?;
         // SAFETY: the file is sealed against shrinking, and the mapping lives as long as the client.
-        let table = unsafe { Table::at(map.addr()) };
-        if !table.is_table() {
+        let table = unsafe { ResidencyMap::at(map.addr()) };
+        if !table.is_valid() {
             return Err(Errno(libc::EPROTO));
         }
         Ok(Client {
@@ -249,7 +249,7 @@ impl Client {
 
     /// How many of its pages are out: no more than the tier has of it, whatever the client wrote into its table.
     pub(crate) fn pages_out(&self, tier: &Tier) -> u64 {
-        self.table.head().out.load(Ordering::Relaxed).min(tier.region_pages(self.region))
+        self.table.head().evicted.load(Ordering::Relaxed).min(tier.region_pages(self.region))
     }
 
     /// It was parked and not unparked since, by this daemon or one before it.
@@ -273,7 +273,7 @@ impl Client {
         let end = sched::quick_monotonic_ns() + us * 1000;
         let mut turn = 0;
         loop {
-            if self.table.try_pact(PACT_DAEMON) {
+            if self.table.try_lock(OWNER_DAEMON) {
                 return true;
             }
             if sched::quick_monotonic_ns() > end {
@@ -313,12 +313,12 @@ pub(crate) mod tests {
 
     /// What this process would hand over, and the table's mapping.
     pub(crate) fn handed(uffd: Uffd) -> (Handed, Mapping) {
-        let table = pagefold_os::memfd::create(cold_table::NAME, cold_table::LEN as u64).unwrap();
+        let table = pagefold_os::memfd::create(residency_map::FILE_NAME, residency_map::FILE_BYTES as u64).unwrap();
         pagefold_os::memfd::add_seals(&table, pagefold_os::memfd::SEAL_SHRINK).unwrap();
         let prot = libc::PROT_READ | libc::PROT_WRITE;
-        let map = Mapping::file(table.raw(), 0, cold_table::LEN, prot, libc::MAP_SHARED).unwrap();
+        let map = Mapping::file(table.raw(), 0, residency_map::FILE_BYTES, prot, libc::MAP_SHARED).unwrap();
         // SAFETY: of that length, and mapped beyond the call.
-        unsafe { Table::at(map.addr()) }.begin();
+        unsafe { ResidencyMap::at(map.addr()) }.initialize();
         let pagemap = Fd::open(c"/proc/self/pagemap", libc::O_RDONLY, 0).unwrap();
         (Handed { uffd, table, pagemap }, map)
     }

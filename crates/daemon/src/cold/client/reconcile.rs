@@ -2,9 +2,9 @@
 
 use super::events::AWAITED;
 use super::{Client, PAGE, Service};
-use pagefold_agent::cold_table::{self, OUT, PACT_DAEMON};
 use pagefold_os::sync::lock;
 use pagefold_os::{Range, pagemap, sched};
+use pagefold_protocol::residency_map::{self, EVICTED, OWNER_DAEMON};
 use pagefold_tier::Tier;
 use std::collections::HashSet;
 use std::sync::atomic::Ordering;
@@ -22,7 +22,7 @@ impl Client {
         let mut service = lock(&self.service);
         // A dead daemon may have held it. An agent that holds it will give it back soon.
         let head = self.table.head();
-        let _ = head.pact.compare_exchange(PACT_DAEMON, 0, Ordering::AcqRel, Ordering::Relaxed);
+        let _ = head.owner.compare_exchange(OWNER_DAEMON, 0, Ordering::AcqRel, Ordering::Relaxed);
         if !self.take_pact(2_000_000) {
             return false;
         }
@@ -49,17 +49,17 @@ impl Client {
         {
             from = last + 1;
             for page in stored {
-                if self.table.state(page * PAGE) != OUT && !awaited.contains(&page) {
+                if self.table.state(page * PAGE) != EVICTED && !awaited.contains(&page) {
                     tier.discard(self.region, page..page + 1);
                 }
             }
         }
         // The count may have been between two stores.
         let mut out = 0;
-        self.table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| out += (end - start) / PAGE);
-        head.out.store(out, Ordering::Relaxed);
+        self.table.for_each_run(0, u64::MAX >> 1, EVICTED, |start, end| out += (end - start) / PAGE);
+        head.evicted.store(out, Ordering::Relaxed);
         self.tell_moving(&service);
-        self.table.free_pact();
+        self.table.unlock();
         drop(service);
         self.wake_all();
         true
@@ -68,7 +68,7 @@ impl Client {
     /// A discard of the program's, of which the event may have died with its reader, is obeyed when it is done, or when it
     /// is `late`; false if one is under way that is not done.
     pub(crate) fn obey_void(&self, service: &mut Service, tier: &Tier, late: bool) -> bool {
-        let Some((range, is_done)) = self.table.head().void() else { return true };
+        let Some((range, is_done)) = self.table.head().discarding() else { return true };
         if is_done || late {
             self.forget(service, tier, range);
         }
@@ -87,7 +87,7 @@ impl Client {
         let mut found = [pagemap::Region::default(); 64];
         let mut failed = false;
         // Run by run: a table may claim more of them than we want to hold.
-        self.table.for_each_run(0, u64::MAX >> 1, OUT, |start, end| {
+        self.table.for_each_run(0, u64::MAX >> 1, EVICTED, |start, end| {
             let mut start = start;
             while start < end && !failed {
                 let Ok((count, walked)) = pagemap::scan(&self.pagemap, Range { start, end }, query, &mut found) else {
@@ -108,7 +108,7 @@ impl Client {
     /// Wakes everybody who waits in memory of ours; who must go on waiting faults again.
     fn wake_all(&self) {
         self.table.for_each_chunk(|base, _| {
-            let _ = self.uffd.wake(Range { start: base, end: base + cold_table::CHUNK_BYTES });
+            let _ = self.uffd.wake(Range { start: base, end: base + residency_map::CHUNK_BYTES });
         });
         // Fresh memory of registered ranges may lie in chunks that the table does not have.
         let everything = Range { start: 1 << 20, end: (1 << 47) - PAGE };
@@ -132,22 +132,22 @@ mod tests {
         for addr in pages {
             tier.store(client.region, addr / PAGE, &[7; PAGE_SIZE], pagefold_tier::Effort::Fast).unwrap();
             client.table.find_or_add(addr).unwrap();
-            client.table.set_state(addr, OUT);
+            client.table.set_state(addr, EVICTED);
         }
         let both = Range::pages_from(pages[0], 2);
-        client.table.head().set_void(both, false);
+        client.table.head().set_discarding(both, false);
         std::thread::scope(|scope| {
             let fails = scope.spawn(|| {
                 // SAFETY: memory of ours that nobody uses.
                 let _ = unsafe { pagefold_os::mem::advise(pages[0], PAGE, libc::MADV_DONTNEED) };
-                client.table.head().set_void(Range { start: 0, end: 0 }, false);
+                client.table.head().set_discarding(Range { start: 0, end: 0 }, false);
             });
             assert!(client.reconcile(&tier));
             while !fails.is_finished() {
                 client.serve(&tier, &mut Ahead::default());
             }
         });
-        let is_out = |addr| client.table.state(addr) == OUT && tier.contains(client.region, addr / PAGE);
+        let is_out = |addr| client.table.state(addr) == EVICTED && tier.contains(client.region, addr / PAGE);
         assert_eq!(pages.map(is_out), [false, true]);
     }
 
@@ -158,12 +158,12 @@ mod tests {
         let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
         let page = Range::pages_from(memory.addr(), 1);
         client.table.find_or_add(page.start).unwrap();
-        client.table.set_state(page.start, OUT);
-        client.table.head().set_void(page, false);
+        client.table.set_state(page.start, EVICTED);
+        client.table.head().set_discarding(page, false);
         client.serve(&tier, &mut Ahead::default());
         let under_way = client.table.state(page.start);
-        client.table.head().set_void(page, true);
+        client.table.head().set_discarding(page, true);
         client.serve(&tier, &mut Ahead::default());
-        assert_eq!((under_way, client.table.state(page.start)), (OUT, cold_table::RESIDENT));
+        assert_eq!((under_way, client.table.state(page.start)), (EVICTED, residency_map::RESIDENT));
     }
 }

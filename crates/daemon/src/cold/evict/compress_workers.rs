@@ -4,10 +4,10 @@
 //! Whoever is free takes what comes next, so nobody waits for who shares a processor with others. Agent and talker never
 //! work at the same moment: together with a thread for each other processor they fill all, and none has two.
 
-use crate::cold::agent_connection::Channel;
 use crate::cold::evict::transfer::Copied;
 use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, Page};
+use pagefold_protocol::channel::Channel;
 use pagefold_tier::{Effort, Tier};
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -117,7 +117,7 @@ pub(crate) struct Target<'a> {
 impl Target<'_> {
     /// Stores the copy of a page, by way of `buffer`; false if it is refused.
     pub(crate) fn store(&self, one: &Copied, buffer: &mut Page, effort: Effort) -> bool {
-        self.channel.read(one.place, buffer);
+        self.channel.read_page(one.place as usize, buffer);
         self.tier.store(self.region, one.page, buffer, effort).is_ok()
     }
 

@@ -15,9 +15,9 @@ use crate::cold::agent_connection::{ColdLink, Gone};
 use crate::cold::client::{Ahead, CLUSTER_PAGES, Client};
 use crate::cold::evict::transfer::{Run, put_all};
 use crate::memory_limits::{SHORT, TIGHT};
-use pagefold_agent::cold_table::{CHUNK_BYTES, CHUNK_PAGES, OUT};
 use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, Range, pagemap, sched};
+use pagefold_protocol::residency_map::{CHUNK_BYTES, CHUNK_PAGES, EVICTED};
 use pagefold_tier::policy::{Governor, Limits, Pace, Seen};
 use pagefold_tier::{Effort, Tier};
 use std::collections::{HashMap, VecDeque};
@@ -514,7 +514,7 @@ fn pages_out(tier: &Tier, client: &Client, range: Range) -> Vec<u64> {
         && let Some(last) = stored.last()
     {
         from = last + 1;
-        pages.extend(stored.into_iter().filter(|page| *page < end && client.table.state(page * PAGE) == OUT));
+        pages.extend(stored.into_iter().filter(|page| *page < end && client.table.state(page * PAGE) == EVICTED));
     }
     pages
 }
@@ -539,7 +539,7 @@ fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
         // Loading needs no lock: what is true at the end counts.
         let loaded: Vec<bool> = (start..end)
             .map(|page| {
-                client.table.state(page * PAGE) == OUT
+                client.table.state(page * PAGE) == EVICTED
                     && tier.load(client.region, page, &mut buffer[(page - start) as usize]).is_ok()
             })
             .collect();
@@ -554,7 +554,7 @@ fn bring_back(group: &Group, client: &Client, pages: &[u64]) {
                 continue;
             }
             again |= !client.copy_loaded(tier, start..end, &loaded, &buffer);
-            client.table.free_pact();
+            client.table.unlock();
             drop(service);
         }
         if again && refused < 1000 {
@@ -599,7 +599,7 @@ mod tests {
         let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
         for chunk in 1..200 {
             let index = client.table.find_or_add(chunk * CHUNK_BYTES).unwrap();
-            client.table.states(index).iter().for_each(|state| state.store(OUT, Ordering::Relaxed));
+            client.table.states(index).iter().for_each(|state| state.store(EVICTED, Ordering::Relaxed));
         }
         let stored = [600, 5_000, 60_000];
         for page in stored {
@@ -711,7 +711,7 @@ mod tests {
         let page = memory.addr() / PAGE;
         group.tier.store(client.region, page, &[7; PAGE_SIZE], Effort::Fast).unwrap();
         client.table.find_or_add(memory.addr()).unwrap();
-        client.table.set_state(memory.addr(), OUT);
+        client.table.set_state(memory.addr(), EVICTED);
         let asks = beside_agent(&agent, || {
             [(); 2].map(|()| {
                 let came = unpark(&group, &client);

@@ -8,10 +8,10 @@ use crate::cold::agent_connection::{ColdLink, Gone};
 use crate::cold::client::Client;
 use crate::cold::evict::compress_workers::{Storers, Target};
 use crate::memory_limits;
-use pagefold_agent::cold_table::{OUT, RESIDENT};
-use pagefold_agent::wire::{DropEntry, FETCH_PAGES_MAX, LIST_MAX};
 use pagefold_os::sync::lock;
 use pagefold_os::{PAGE_SIZE, Range};
+use pagefold_protocol::message::{EvictEntry, FETCH_PAGES_MAX, LIST_MAX};
+use pagefold_protocol::residency_map::{EVICTED, RESIDENT};
 use pagefold_tier::{Effort, Tier};
 use std::collections::VecDeque;
 use std::iter::Peekable;
@@ -239,7 +239,7 @@ impl Mover<'_> {
 
     /// Has the agent take those pages away that still equal their copies, which are stored.
     fn take_away(&mut self, stored: &[Copied], taken: &mut Taken) -> Result<(), Gone> {
-        let mut entries: Vec<DropEntry> = Vec::new();
+        let mut entries: Vec<EvictEntry> = Vec::new();
         for Copied { page, place, around } in stored {
             match entries.last_mut() {
                 Some(last)
@@ -249,7 +249,7 @@ impl Mover<'_> {
                 {
                     last.pages += 1;
                 }
-                _ => entries.push(DropEntry {
+                _ => entries.push(EvictEntry {
                     start: page * PAGE,
                     around_start: around.start,
                     around_end: around.end,
@@ -274,7 +274,7 @@ impl Mover<'_> {
             }
             // The table says what happened. A page that went and came back already has no entry any more.
             // One that went out and was moved away by mremap(2) is still needed where it moved.
-            if client.table.state(page * PAGE) == OUT || service.is_awaited(*page) {
+            if client.table.state(page * PAGE) == EVICTED || service.is_awaited(*page) {
                 gone += 1;
             } else {
                 self.tier.discard(client.region, *page..page + 1);
@@ -289,10 +289,10 @@ impl Mover<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cold::agent_connection::Channel;
-    use pagefold_agent::wire::Packet;
     use pagefold_os::fd::Fd;
     use pagefold_os::{Page, sock};
+    use pagefold_protocol::channel::Channel;
+    use pagefold_protocol::message::Packet;
     use std::os::fd::IntoRawFd;
     use std::sync::Arc;
 
@@ -347,7 +347,7 @@ mod tests {
                 let mut request = [0; size_of::<Packet>()];
                 sock::receive(&agent, &mut request, 0).expect("a request");
                 for one in &stored {
-                    client.table.set_state(one.page * PAGE, OUT);
+                    client.table.set_state(one.page * PAGE, EVICTED);
                 }
                 tests::moved(&client, &tier, Range::pages_from(first * PAGE, 1), (first + 3) * PAGE);
                 client.table.set_state((first + 1) * PAGE, RESIDENT);
@@ -406,7 +406,7 @@ mod tests {
         let mover = mover(&client, &mut link, &tier);
         for round in 0..10 {
             tier.store(client.region, page, &[7; PAGE_SIZE], Effort::Fast).expect("room");
-            client.table.set_state(addr, OUT);
+            client.table.set_state(addr, EVICTED);
             let (tell, told) = std::sync::mpsc::channel();
             std::thread::scope(|scope| {
                 let (client, tier) = (&client, &tier);
@@ -435,7 +435,7 @@ mod tests {
         let tier =
             Tier::create(pagefold_tier::Config { bytes_max: 8 << 20, ..Default::default() }, None).expect("memory");
         let around = Range { start: 0, end: 1 << 40 };
-        let channel = Channel::new().expect("memory");
+        let channel = Channel::create(c"channel").expect("memory");
         std::thread::scope(|scope| {
             let mut storers = Storers::start(scope, Target { tier: &tier, region: 1, channel: &channel });
             // Batch after batch, several at once, until the tier is full: noise, so that each page takes room.
@@ -457,7 +457,7 @@ mod tests {
                             page
                         })
                         .collect();
-                    pages.iter().enumerate().for_each(|(at, page)| channel.write(place(at), page));
+                    pages.iter().enumerate().for_each(|(at, page)| channel.write_page(place(at) as usize, page));
                     let batch = (0..count)
                         .rev()
                         .map(|at| Copied { page: (first + part * BATCH_PAGES + at) as u64, place: place(at), around })

@@ -235,8 +235,8 @@ mod tests {
     use super::*;
     use crate::cold::handover::keeper::tests::{with_keeper, with_keeper_that_gives};
     use crate::cold::{Config, client};
-    use pagefold_agent::cold_table::OUT;
     use pagefold_os::uffd;
+    use pagefold_protocol::residency_map::EVICTED;
 
     /// What came of it, and what the keeper was asked.
     type Adopted = (io::Result<()>, Vec<Vec<u8>>);
@@ -301,7 +301,7 @@ mod tests {
         let tier = Tier::create(pagefold_tier::Config { bytes_max: 4 << 20, ..Default::default() }, None).unwrap();
         tier.store(1, memory.addr() / 4096, &[7; 4096], pagefold_tier::Effort::Fast).unwrap();
         parent.table.find_or_add(memory.addr()).unwrap();
-        parent.table.set_state(memory.addr(), OUT);
+        parent.table.set_state(memory.addr(), EVICTED);
         // SAFETY: a copy of ours.
         let arena = unsafe { Fd::from_raw(libc::dup(tier.fds().0)) };
         drop(tier);

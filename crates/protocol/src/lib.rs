@@ -1,0 +1,20 @@
+//! What the agent inside a client and the daemon agree on: messages, shared memory and their meaning.
+//!
+//! Agent, daemon, merge policy, tests and fuzz targets depend on this crate; it depends only on [`pagefold_os`] and decides
+//! nothing. It neither allocates nor panics on what the other side sends.
+//!
+//! * [`message`]: the packets of the socket and the entries of lists.
+//! * [`channel`]: the shared memory file that carries lists and page contents.
+//! * [`handshake`]: the first packets of a connection, which live merging and the cold tier share.
+//! * [`residency_map`]: where each page of a cold client is, with the lock that owns it.
+//! * [`wait_histogram`]: the buckets in which the agent counts how long accesses waited.
+//! * [`pinning_devices`]: which open files may pin memory of a process.
+
+#![cfg_attr(not(test), no_std)]
+
+pub mod channel;
+pub mod handshake;
+pub mod message;
+pub mod pinning_devices;
+pub mod residency_map;
+pub mod wait_histogram;
