@@ -16,11 +16,11 @@
 //! pages from being away at that moment. [`Region::discard`] is there for what
 //! `MADV_DONTNEED` does.
 
+use crate::address_space::anonymous::replace_merged;
+use crate::address_space::maps::Maps;
 use crate::cold;
-use crate::engine::start;
-use crate::maps::Maps;
-use crate::plain::replace_merged;
-use crate::shared::SHARED;
+use crate::live::start;
+use crate::state::SHARED;
 use core::ops::{Deref, DerefMut};
 use core::sync::atomic::Ordering;
 use pagefold_os::{Errno, PAGE_SIZE, Range, mem};

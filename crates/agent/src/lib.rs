@@ -1,66 +1,44 @@
-//! The few lines that live inside a client.
+//! The agent: the part of pagefold that runs inside a client.
 //!
-//! The agent is one thread that does what only the process itself can do:
-//! freeze pages, compare them with pool slots, and map the slots in their
-//! place. It comes in by the preloaded library (feature `preload`), which also
-//! follows the program's own memory calls, or through [`client`], for programs
-//! that opt in by code. It does not allocate, does not panic, and keeps its
-//! descriptors to itself.
+//! The agent is one thread that does what only the process itself can do: it freezes pages, compares them with pool slots, and
+//! maps the slots in their place. It enters a process as the preloaded library (feature `preload`), which also follows the
+//! program's own memory calls, or through [`client`], for programs that opt in by code. It does not allocate, does not panic,
+//! and keeps its descriptors to itself. What it and the daemon say to each other is [`pagefold_protocol`].
 //!
-//! `shared` is what the program's threads and ours meet in, with [`guard`] and
-//! [`table`]; `thread`, `seat`, `bell`, `own`, `maps`, `plain`, `arena`, `listing` and `growth` stand on that. The
-//! thread of live merging is `engine`, with `remap` and `heap`; that of the
-//! tier is [`cold`]. [`wire`] and [`residency_map`] are what the daemon sees.
+//! Each layer uses only those above it in this list:
+//!
+//! * `limits`, `owned_ranges`, [`mapping_lock`]: constants, our own ranges, and the lock on mappings.
+//! * `runtime`: our threads and signals. [`range_attributes`] and `state`: what the program's threads and ours share.
+//! * `address_space`: which mappings there are, and which of them are managed.
+//! * [`cold`]: the thread and calls of a client of the cold tier.
+//! * `live`: the thread of live merging.
+//! * `preload`: the interposed functions.
 
 #![cfg_attr(feature = "preload", no_std)]
 
+pub mod mapping_lock;
+
 #[cfg(not(loom))]
-mod arena;
-#[cfg(not(loom))]
-mod bell;
-#[cfg(not(loom))]
-mod chores;
+mod address_space;
 #[cfg(all(not(feature = "preload"), not(loom)))]
 pub mod client;
 #[cfg(not(loom))]
 pub mod cold;
 #[cfg(not(loom))]
-mod engine;
+mod limits;
 #[cfg(not(loom))]
-pub mod filter;
+mod live;
 #[cfg(not(loom))]
-mod growth;
-pub mod guard;
-#[cfg(not(loom))]
-mod heal;
-#[cfg(not(loom))]
-mod heap;
-#[cfg(not(loom))]
-mod listing;
-#[cfg(not(loom))]
-mod maps;
-#[cfg(not(loom))]
-mod own;
-#[cfg(not(loom))]
-mod plain;
-#[cfg(not(loom))]
-mod populate;
-#[cfg(not(loom))]
-mod remap;
-#[cfg(not(loom))]
-mod seat;
-#[cfg(not(loom))]
-mod shared;
-#[cfg(not(loom))]
-pub mod table;
-#[cfg(not(loom))]
-mod thread;
-#[cfg(not(loom))]
-mod voids;
-#[cfg(not(loom))]
-mod whole;
-
+mod owned_ranges;
 #[cfg(all(feature = "preload", not(loom)))]
 mod preload;
 #[cfg(all(feature = "preload", not(loom)))]
 mod process;
+#[cfg(not(loom))]
+pub mod range_attributes;
+#[cfg(not(loom))]
+mod runtime;
+#[cfg(not(loom))]
+pub mod seccomp_filter;
+#[cfg(not(loom))]
+mod state;

@@ -3,14 +3,15 @@
 //! A process may be forked by a call that nobody saw, so it is told apart by a page that the kernel wipes in children. One that
 //! shares its parent's memory, as vfork(2) makes them, is told apart by its number: the agent there is the parent's.
 
+use crate::owned_ranges::{self, Owned};
 use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64, Ordering};
-use pagefold_os::{PAGE_SIZE, mem, syscall};
+use pagefold_os::{PAGE_SIZE, Range, mem, syscall};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
 /// A word of its own page, 1 in the process that made it; the kernel wipes it in a child, by whatever call that was forked.
 /// 0 before there is one.
-pub(crate) static ORIGIN: AtomicU64 = AtomicU64::new(0);
+static ORIGIN: AtomicU64 = AtomicU64::new(0);
 
 fn origin() -> Option<&'static AtomicU32> {
     match ORIGIN.load(Ordering::Acquire) {
@@ -45,6 +46,7 @@ pub(crate) fn mark_origin() {
     let Ok(page) = mem::Mapping::anonymous(PAGE_SIZE) else { return };
     // SAFETY: changes no bytes of this process.
     if unsafe { mem::advise(page.addr(), PAGE, libc::MADV_WIPEONFORK) }.is_ok() {
+        owned_ranges::register(Owned::Origin, Range::pages_from(page.addr(), 1));
         ORIGIN.store(page.addr(), Ordering::Release);
         core::mem::forget(page);
         is_new_child();

@@ -6,7 +6,7 @@
 
 use loom::cell::UnsafeCell;
 use loom::thread;
-use pagefold_agent::guard::Guard;
+use pagefold_agent::mapping_lock::Guard;
 use std::sync::Arc;
 
 /// What the guard protects; loom objects if two touch it at once, or if one does not see what the other did.

@@ -6,20 +6,12 @@
 //!
 //! The memory is the first thread's again only when the word says 0: who asks for the end has it no sooner.
 
-use super::back::BRINGER;
-use crate::thread::Thread;
-use core::sync::atomic::{AtomicU32, Ordering};
-
-/// The thread of a lease.
-pub(super) static SECOND: Thread = Thread::new();
-
-/// 0 no lease, 1 leased, 2 asked to end.
-pub(super) static LEASE: AtomicU32 = AtomicU32::new(0);
-
-/// True while the plain memory is the tier's.
-pub(crate) fn is_leased() -> bool {
-    LEASE.load(Ordering::Acquire) != 0
-}
+#[cfg(feature = "preload")]
+use super::session::{BELL, COLD};
+use crate::state::LEASE;
+#[cfg(feature = "preload")]
+use crate::state::{LEASE_THREAD, SHARED, is_leased};
+use core::sync::atomic::Ordering;
 
 /// Asks for the memory back; the generation changes when it is.
 pub(crate) fn ask_end_of_lease() {
@@ -30,22 +22,17 @@ pub(crate) fn ask_end_of_lease() {
 #[cfg(feature = "preload")]
 pub(crate) fn end_lease() {
     ask_end_of_lease();
-    if !SECOND.is_gone() {
-        super::BELL.ring();
+    if !LEASE_THREAD.is_gone() {
+        BELL.ring();
     }
-    SECOND.wait();
+    LEASE_THREAD.wait();
 }
 
 /// No thread may be started from now on: who could bring everything back when the agent leaves is started before.
 #[cfg(feature = "preload")]
 pub(crate) fn stand_by() {
-    let runs = crate::shared::SHARED.phase.load(Ordering::Acquire) == 1;
-    if is_leased() || runs && super::COLD.load(Ordering::Relaxed) {
-        super::back::stand_by();
+    let runs = SHARED.phase.load(Ordering::Acquire) == 1;
+    if is_leased() || runs && COLD.load(Ordering::Relaxed) {
+        super::fault_in::stand_by();
     }
-}
-
-/// The tier's threads beside the only one of a client that is not leased.
-pub(crate) fn threads() -> [&'static Thread; 2] {
-    [&SECOND, &BRINGER]
 }

@@ -4,16 +4,16 @@
 //! to leave. Neither happens in the frame that holds the guard for a fork. And this is where the agent leaves a program that says
 //! too much of its memory to be followed.
 
-use super::away::{AWAY, START, leave_for_good};
 use super::c_library::me;
-use super::privileges;
+use super::credentials;
+use super::suspend::{AWAY, START, leave_for_good};
+use crate::address_space::discarded_ranges;
 use crate::cold;
-use crate::engine::forget_served;
+use crate::live::forget_served;
 use crate::process::{is_new_child, mark_process};
-use crate::seat;
-use crate::shared::{ALL_LOCKED, SHARED};
-use crate::table::CROWDED;
-use crate::voids;
+use crate::range_attributes::CROWDED;
+use crate::runtime::affinity;
+use crate::state::{ALL_LOCKED, SHARED};
 use core::sync::atomic::{AtomicBool, Ordering};
 
 pub(super) static ACTIVE: AtomicBool = AtomicBool::new(false);
@@ -26,7 +26,7 @@ pub(super) fn active() -> bool {
         begin_child(me());
     }
     if active {
-        privileges::renew_if_due();
+        credentials::renew_if_due();
         leave_if_crowded();
     }
     active
@@ -50,11 +50,11 @@ pub(super) fn begin_child(goes_on: usize) -> bool {
     SHARED.guard.reset(goes_on);
     AWAY.reset(goes_on);
     START.store(false, Ordering::Relaxed);
-    privileges::forget_due();
+    credentials::forget_due();
     cold::after_fork_child();
-    voids::after_fork_child();
+    discarded_ranges::after_fork_child();
     forget_served();
-    seat::forget();
+    affinity::forget();
     SHARED.thread.forget();
     SHARED.holds.store(false, Ordering::Relaxed);
     let phase = SHARED.phase.load(Ordering::Relaxed);

@@ -5,16 +5,16 @@
 //! what replaces the memory later has them, too.
 
 use super::active::active;
-use super::alone::without_thread;
-use super::away::wanted;
 use super::c_library::{me, returned};
-use super::mapping::range_of;
+use super::ranges::{for_each_mapped, range_of};
+use super::suspend::wanted;
 use super::unmerge::{gather_ending, gather_unwritable, unmerge};
+use super::without_agent::without_thread;
+use crate::address_space::anonymous::{keep_attributes, replace_merged};
+use crate::address_space::maps::{Maps, pool_mappings};
 use crate::cold;
-use crate::maps::{Maps, pool_mappings};
-use crate::plain::{keep_attributes, replace_merged};
-use crate::shared::SHARED;
-use crate::table::Note;
+use crate::range_attributes::{Note, Table};
+use crate::state::SHARED;
 use core::ffi::{c_int, c_void};
 use core::sync::atomic::Ordering;
 use pagefold_os::raw::{Errno, Result};
@@ -64,15 +64,54 @@ fn wipe(range: Range) -> Result<()> {
     result
 }
 
-/// Calls `act` with what is mapped of `range`.
-pub(super) fn for_each_mapped(range: Range, mut act: impl FnMut(Range)) -> Result<()> {
-    // On the stack, small as that may be: what was mapped for it might lie in a hole of the range.
-    let mut buffer = [0u8; 2 << 10];
-    Maps::open()?.for_each(&mut buffer, |map| {
-        if map.range.overlaps(&range) {
-            act(Range { start: map.range.start.max(range.start), end: map.range.end.min(range.end) });
-        }
-    })
+/// Discards `range`, parts of which are merged, as `call` does by `advice`; the mapping lock is held.
+fn discard_merged(range: Range, advice: c_int, table: &mut Table, call: impl Fn(c_int) -> Result<()>) -> Result<()> {
+    // A pool mapping would show its old bytes again: put fresh memory in its place first. Where it is locked the kernel
+    // gets no further.
+    let locked = table.first_locked(range).filter(|_| advice != libc::MADV_DONTNEED_LOCKED);
+    let reached = Range { start: range.start, end: locked.unwrap_or(range.end) };
+    // Of what is sealed the kernel discards only what may be written to.
+    let mut sealed = false;
+    let refused = |_, prot, errno| sealed |= errno == Errno(libc::EPERM) && prot & libc::PROT_WRITE == 0;
+    let replaced = Maps::open().and_then(|maps| replace_merged(&maps, reached, None, Some(table), refused));
+    // Who cannot see the mappings (a root directory without /proc, no descriptors left) or replace them (a bare call has
+    // sealed them, no memory for another one) leaves it to the agent, which hears of the discard, but does not know the
+    // table meanwhile.
+    let seen = match replaced {
+        Ok(_) => true,
+        Err(errno) if sealed => return Err(errno),
+        Err(_) if SHARED.holds.load(Ordering::Acquire) => false,
+        Err(errno) => return Err(errno),
+    };
+    SHARED.changed();
+    // What lies between may be out.
+    if seen {
+        cold::voiding(range, || call(advice))
+    } else {
+        // The agent has heard of it when this returns (as of a discard, which the other may be), and has done it when
+        // the pages can be read.
+        let advice = if advice == libc::MADV_FREE { libc::MADV_DONTNEED } else { advice };
+        let result = cold::voiding(range, || call(advice));
+        cold::read_in(range);
+        keep_attributes(range, table, true);
+        result
+    }
+}
+
+/// What `advice` changes in the attributes of a range.
+fn mark_of(advice: c_int) -> Option<fn(&mut Note)> {
+    match advice {
+        libc::MADV_MERGEABLE => Some(|note| (note.mergeable, note.excluded) = (true, false)),
+        libc::MADV_UNMERGEABLE => Some(|note| (note.mergeable, note.excluded) = (false, true)),
+        libc::MADV_DONTFORK => Some(|note| note.dont_fork = true),
+        libc::MADV_DOFORK => Some(|note| note.dont_fork = false),
+        libc::MADV_KEEPONFORK => Some(|note| note.wipe_on_fork = false),
+        libc::MADV_DONTDUMP => Some(|note| note.dont_dump = true),
+        libc::MADV_DODUMP => Some(|note| note.dont_dump = false),
+        libc::MADV_HUGEPAGE => Some(|note| (note.huge, note.small) = (true, false)),
+        libc::MADV_NOHUGEPAGE => Some(|note| (note.huge, note.small) = (false, true)),
+        _ => None,
+    }
 }
 
 fn advise(range: Range, advice: c_int) -> Result<()> {
@@ -90,37 +129,7 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
     let merged = SHARED.tables(&held).merged.may_overlap(range);
     let result = match advice {
         libc::MADV_DONTNEED | MADV_FREE | libc::MADV_DONTNEED_LOCKED if merged => {
-            // A pool mapping would show its old bytes again: put fresh memory in its place first. Where it is locked the kernel
-            // gets no further.
-            let table = SHARED.tables(&held).table;
-            let locked = table.first_locked(range).filter(|_| advice != libc::MADV_DONTNEED_LOCKED);
-            let reached = Range { start: range.start, end: locked.unwrap_or(range.end) };
-            // Of what is sealed the kernel discards only what may be written to.
-            let mut sealed = false;
-            let refused = |_, prot, errno| sealed |= errno == Errno(libc::EPERM) && prot & libc::PROT_WRITE == 0;
-            let replaced = Maps::open().and_then(|maps| replace_merged(&maps, reached, None, Some(table), refused));
-            // Who cannot see the mappings (a root directory without /proc, no descriptors left) or replace them (a bare call has
-            // sealed them, no memory for another one) leaves it to the agent, which hears of the discard, but does not know the
-            // table meanwhile.
-            let seen = match replaced {
-                Ok(_) => true,
-                Err(errno) if sealed => return Err(errno),
-                Err(_) if SHARED.holds.load(Ordering::Acquire) => false,
-                Err(errno) => return Err(errno),
-            };
-            SHARED.changed();
-            // What lies between may be out.
-            if seen {
-                cold::voiding(range, || call(advice))
-            } else {
-                // The agent has heard of it when this returns (as of a discard, which the other may be), and has done it when
-                // the pages can be read.
-                let advice = if advice == MADV_FREE { libc::MADV_DONTNEED } else { advice };
-                let result = cold::voiding(range, || call(advice));
-                cold::read_in(range);
-                keep_attributes(range, table, true);
-                result
-            }
+            discard_merged(range, advice, SHARED.tables(&held).table, call)
         }
         libc::MADV_UNMERGEABLE if merged => {
             unmerge(range)?;
@@ -149,18 +158,7 @@ fn advise(range: Range, advice: c_int) -> Result<()> {
         }
         _ => call(advice),
     };
-    let mark: Option<fn(&mut Note)> = match advice {
-        libc::MADV_MERGEABLE => Some(|note| (note.mergeable, note.excluded) = (true, false)),
-        libc::MADV_UNMERGEABLE => Some(|note| (note.mergeable, note.excluded) = (false, true)),
-        libc::MADV_DONTFORK => Some(|note| note.dont_fork = true),
-        libc::MADV_DOFORK => Some(|note| note.dont_fork = false),
-        libc::MADV_KEEPONFORK => Some(|note| note.wipe_on_fork = false),
-        libc::MADV_DONTDUMP => Some(|note| note.dont_dump = true),
-        libc::MADV_DODUMP => Some(|note| note.dont_dump = false),
-        libc::MADV_HUGEPAGE => Some(|note| (note.huge, note.small) = (true, false)),
-        libc::MADV_NOHUGEPAGE => Some(|note| (note.huge, note.small) = (false, true)),
-        _ => None,
-    };
+    let mark = mark_of(advice);
     let merging = matches!(advice, libc::MADV_MERGEABLE | libc::MADV_UNMERGEABLE);
     if let Some(mark) = mark
         && (merging || matches!(result, Ok(()) | Err(Errno(libc::ENOMEM))))

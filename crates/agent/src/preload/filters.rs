@@ -3,13 +3,14 @@
 //! Our threads have the filter too, so a call of theirs that it forbids may end the process. What cannot be read is taken for a
 //! filter that forbids all.
 
-use super::away::{Away, is_in_the_way, leave_for_good};
+use super::suspend::{Away, is_in_the_way, leave_for_good};
 use crate::cold;
-use crate::engine::{start, wait_begun};
-use crate::filter;
+use crate::live::{start, wait_begun};
 use crate::process::is_own_process;
-use crate::seat;
-use crate::shared::{CHILD_FILTERED, MAY_BLOCK, MAY_START, SHARED};
+use crate::runtime::affinity;
+use crate::runtime::signals::{CHILD_FILTERED, MAY_BLOCK};
+use crate::seccomp_filter;
+use crate::state::{MAY_START, SHARED};
 use core::sync::atomic::Ordering;
 use pagefold_os::fd::Fd;
 use pagefold_os::mem;
@@ -35,7 +36,7 @@ pub(super) fn meet_filter(at: u64, all: bool) {
         MAY_START.store(false, Ordering::Release);
     }
     if !verdict.follow {
-        seat::forbid(SHARED.thread.number());
+        affinity::forbid(SHARED.thread.number());
     }
 }
 
@@ -49,7 +50,7 @@ pub(super) fn leave_for_filter() {
 }
 
 /// What the filter of the program's at `at` says about us; nothing if it cannot be read, which the kernel will say too.
-fn filter_at(at: u64) -> Option<filter::Verdict> {
+fn filter_at(at: u64) -> Option<seccomp_filter::Verdict> {
     // Through the kernel: the program may pass anything.
     let memory = Fd::open(c"/proc/thread-self/mem", libc::O_RDONLY, 0).ok()?;
     let mut head = [0u8; size_of::<libc::sock_fprog>()];
@@ -57,7 +58,7 @@ fn filter_at(at: u64) -> Option<filter::Verdict> {
     // SAFETY: plain integers and a pointer that is not followed; the array is as long, and need not be aligned.
     let head: libc::sock_fprog = unsafe { core::ptr::read_unaligned(head.as_ptr().cast()) };
     let count = usize::from(head.len);
-    if count == 0 || count > filter::INSTRUCTIONS_MAX {
+    if count == 0 || count > seccomp_filter::INSTRUCTIONS_MAX {
         return None;
     }
     let room = mem::Mapping::anonymous(count * size_of::<libc::sock_filter>()).ok()?;
@@ -66,5 +67,5 @@ fn filter_at(at: u64) -> Option<filter::Verdict> {
     (memory.read_at(bytes, head.filter as u64) == Ok(bytes.len())).then_some(())?;
     // SAFETY: page aligned, `count` instructions long, and any bytes are instructions of integers.
     let program = unsafe { core::slice::from_raw_parts(room.as_ptr() as *const libc::sock_filter, count) };
-    Some(filter::judge(program))
+    Some(seccomp_filter::judge(program))
 }

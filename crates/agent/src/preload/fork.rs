@@ -5,14 +5,15 @@
 //! has its parent's tables and neither its threads nor its descriptors: its agent starts anew.
 
 use super::active::{ACTIVE, active, begin_child};
-use super::away::{Away, start_unless_away};
 use super::c_library::{fail, me, next};
+use super::suspend::{Away, start_unless_away};
+use crate::address_space::discarded_ranges;
+use crate::address_space::maps::Maps;
 use crate::cold;
-use crate::engine::{give_owed, stop, wait_served};
-use crate::maps::Maps;
+use crate::live::stop;
+use crate::live::{give_owed, wait_served};
 use crate::process::is_new_child;
-use crate::shared::SHARED;
-use crate::voids;
+use crate::state::SHARED;
 use core::ffi::{c_char, c_int, c_long, c_void};
 use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use pagefold_os::raw::{Errno, Result};
@@ -98,10 +99,10 @@ fn prepare_fork(whatever_it_takes: bool) -> Result<()> {
     wait_served();
     give_owed(&held);
     // Zeros that are not there yet, in place of which the child would find the slots.
-    if !voids::is_empty()
+    if !discarded_ranges::is_empty()
         && let Ok(maps) = Maps::open()
     {
-        voids::for_each(&maps, |void| _ = cold::read_in(void));
+        discarded_ranges::for_each(&maps, |void| _ = cold::read_in(void));
     }
     core::mem::forget(held);
     Ok(())

@@ -4,8 +4,9 @@
 use super::active::active;
 use super::c_library::{me, returned};
 use super::locks::settle;
-use super::mapping::{mprotect, range_of};
-use crate::shared::SHARED;
+use super::mapping::mprotect;
+use super::ranges::range_of;
+use crate::state::SHARED;
 use core::ffi::{c_int, c_void};
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{Range, syscall};

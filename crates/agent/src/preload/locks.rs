@@ -2,15 +2,16 @@
 //! and left alone until it is unlocked.
 
 use super::active::active;
-use super::alone::without_thread;
-use super::away::wanted;
 use super::c_library::{me, returned};
-use super::mapping::{note, range_of};
+use super::mapping::note;
+use super::ranges::range_of;
+use super::suspend::wanted;
 use super::unmerge::{EVERYTHING, unmerge};
+use super::without_agent::without_thread;
+use crate::address_space::maps::pool_mappings;
 use crate::cold;
-use crate::maps::pool_mappings;
-use crate::shared::{ALL_LOCKED, SHARED};
-use crate::table::Note;
+use crate::range_attributes::Note;
+use crate::state::{ALL_LOCKED, SHARED};
 use core::ffi::{c_int, c_uint, c_void};
 use core::sync::atomic::Ordering;
 use pagefold_os::raw::Result;

@@ -6,10 +6,10 @@
 use super::active::active;
 use super::c_library::{fail, first, glibc, glibc_version, me, next, next_with};
 use super::unmerge::gather;
-use crate::arena;
+use crate::address_space::glibc_arenas;
 use crate::cold;
-use crate::guard::Held;
-use crate::shared::SHARED;
+use crate::mapping_lock::Held;
+use crate::state::SHARED;
 use core::ffi::{c_char, c_int, c_void};
 use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use pagefold_os::raw::Errno;
@@ -117,7 +117,7 @@ pub(super) fn look_at_allocator() {
     let sees = sees_blocks();
     SHARED.blocks.store(sees, Ordering::Relaxed);
     if sees {
-        arena::begin(glibc_version().unwrap_or(c"").to_bytes());
+        glibc_arenas::begin(glibc_version().unwrap_or(c"").to_bytes());
     }
 }
 

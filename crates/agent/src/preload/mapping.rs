@@ -6,16 +6,17 @@
 //! something else while its pages are in our hands.
 
 use super::active::{active, managed_all};
-use super::advice::for_each_mapped;
-use super::away::wanted;
 use super::c_library::{fail, me, returned};
+use super::ranges::{for_each_mapped, range_of};
+use super::suspend::wanted;
 use super::unmerge::{gather, gather_each};
+use crate::address_space::maps::pool_mappings;
 use crate::cold;
-use crate::guard::Held;
-use crate::listing::ALL_MIN;
-use crate::maps::pool_mappings;
-use crate::shared::{NOTHING, SHARED};
-use crate::table::Note;
+use crate::limits::ALL_MIN;
+use crate::limits::NOTHING;
+use crate::mapping_lock::Held;
+use crate::range_attributes::Note;
+use crate::state::SHARED;
 use core::ffi::{c_int, c_void};
 use core::sync::atomic::{AtomicU64, Ordering};
 use pagefold_os::raw::{Errno, Result};
@@ -31,13 +32,6 @@ pub(super) const ZONE_START: u64 = 0x1000_0000_0000;
 const ZONE_END: u64 = 0x5000_0000_0000;
 
 pub(super) static ZONE_NEXT: AtomicU64 = AtomicU64::new(0);
-
-/// The pages of `len` bytes at `addr`; nothing where the kernel refuses that address or length, and changes nothing.
-pub(super) fn range_of(addr: *mut c_void, len: usize) -> Option<Range> {
-    let start = addr as u64;
-    let end = start.checked_add((len as u64).checked_next_multiple_of(PAGE)?)?;
-    start.is_multiple_of(PAGE).then_some(Range { start, end })
-}
 
 /// Where in the zone a block of `len` bytes is to be; nothing if there is no room. What asks for more than that uses up none.
 ///

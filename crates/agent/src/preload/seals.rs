@@ -4,7 +4,7 @@
 use super::active::active;
 use super::c_library::returned;
 use super::locks::settle;
-use super::mapping::range_of;
+use super::ranges::range_of;
 use core::ffi::{c_int, c_ulong, c_void};
 use pagefold_os::syscall;
 

@@ -6,12 +6,12 @@
 
 use super::c_library::me;
 use super::pins;
+use crate::address_space::anonymous::keep_attributes;
+use crate::address_space::discarded_ranges;
+use crate::address_space::maps::{Maps, POOL_NAME, pool_mappings};
 use crate::cold;
-use crate::heal::copy_of;
-use crate::maps::{Maps, POOL_NAME, pool_mappings};
-use crate::plain::keep_attributes;
-use crate::shared::SHARED;
-use crate::voids;
+use crate::live::copy_of;
+use crate::state::SHARED;
 use core::ffi::c_int;
 use pagefold_os::raw::{Errno, Result};
 use pagefold_os::{PAGE_SIZE, Range, mem};
@@ -68,7 +68,7 @@ fn gather_unless(range: Range, pinned: impl Fn() -> bool) -> Result<()> {
     if pinned() {
         return Err(Errno(libc::ENOMEM));
     }
-    if voids::overlap(range) {
+    if discarded_ranges::overlap(range) {
         // Zeros that are not there yet, which the copy would not wait for.
         cold::read_in(range);
     }

@@ -4,11 +4,11 @@
 //! plain memory before it is asked for again, and left alone until the program has let go of it.
 
 use super::active::active;
-use super::alone::without_thread;
 use super::c_library::{fail, me};
 use super::unmerge::gather_unwritable;
-use crate::maps::pool_mappings;
-use crate::shared::SHARED;
+use super::without_agent::without_thread;
+use crate::address_space::maps::pool_mappings;
+use crate::state::SHARED;
 use core::ffi::{c_int, c_ulong, c_void};
 use core::sync::atomic::{AtomicUsize, Ordering};
 use pagefold_os::raw::{Errno, Result};

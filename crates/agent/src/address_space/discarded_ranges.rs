@@ -1,0 +1,255 @@
+//! Pages of the pool's mappings that the program discarded and that could not be made fresh memory: a bare call has sealed the
+//! mapping (mseal(2)), or the kernel has no room for another one.
+//!
+//! The mapping stays then and would show the slot again, so what was discarded is remembered. Pages come back there by faults
+//! that the agent's thread answers, with zeros. Only that thread changes the list; a forked child inherits it with the mappings.
+//! What was once in it and is no mapping of the pool's any more does no harm.
+
+use crate::address_space::maps::Maps;
+use crate::runtime::thread::yield_now;
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
+use pagefold_os::raw::Errno;
+use pagefold_os::uffd::Uffd;
+use pagefold_os::{PAGE_SIZE, Page, Range, syscall};
+
+/// Ranges that are told apart at most: as many as mappings, by default. Costs no memory before it is used.
+const VOIDS_MAX: usize = 1 << 16;
+/// How often a page is tried that cannot be put.
+const TRIES_MAX: usize = 100_000;
+/// How often what was discarded is gone through, at most, if there is ever more.
+const PASSES_MAX: usize = 8;
+/// Pages that one fault brings at most.
+const STEP_PAGES: u64 = 64;
+
+/// Disjoint, in order of address.
+static VOIDS: [[AtomicU64; 2]; VOIDS_MAX] = [const { [const { AtomicU64::new(0) }; 2] }; VOIDS_MAX];
+static LEN: AtomicUsize = AtomicUsize::new(0);
+
+/// Odd while the list changes.
+static CHANGES: AtomicUsize = AtomicUsize::new(0);
+
+static ZEROS: Page = [0; PAGE_SIZE];
+
+fn get(index: usize) -> Range {
+    let [start, end] = &VOIDS[index];
+    Range { start: start.load(Ordering::Relaxed), end: end.load(Ordering::Relaxed) }
+}
+
+fn set(index: usize, range: Range) {
+    VOIDS[index][0].store(range.start, Ordering::Relaxed);
+    VOIDS[index][1].store(range.end, Ordering::Relaxed);
+}
+
+/// How many of them satisfy `is_before`, which the first do.
+fn count_while(is_before: impl Fn(Range) -> bool) -> usize {
+    let (mut low, mut high) = (0, LEN.load(Ordering::Acquire));
+    while low < high {
+        let middle = low + (high - low) / 2;
+        if is_before(get(middle)) { low = middle + 1 } else { high = middle }
+    }
+    low
+}
+
+/// `range` reads zero where nobody has written since.
+pub(crate) fn add(range: Range) {
+    change(|| {
+        // With what touches it, so that one discard after another takes one place.
+        let first = count_while(|void| void.end < range.start);
+        let behind = count_while(|void| void.start <= range.end);
+        let joined = if first < behind {
+            Range { start: range.start.min(get(first).start), end: range.end.max(get(behind - 1).end) }
+        } else {
+            range
+        };
+        replace(first, behind, &[joined]);
+    });
+}
+
+/// Puts `with` in place of those from `first` to before `behind`.
+fn replace(first: usize, behind: usize, with: &[Range]) {
+    let len = LEN.load(Ordering::Relaxed);
+    let (to, new_len) = (first + with.len(), len - (behind - first) + with.len());
+    if new_len > VOIDS_MAX {
+        // Old bytes where zeros belong would be the other way.
+        // SAFETY: ends the process.
+        let _ = unsafe { syscall!(libc::SYS_kill, libc::getpid(), libc::SIGABRT) };
+        return;
+    }
+    if to > behind {
+        LEN.store(new_len, Ordering::Release);
+        (behind..len).rev().for_each(|index| set(index + to - behind, get(index)));
+    } else if to < behind {
+        (behind..len).for_each(|index| set(index + to - behind, get(index)));
+        LEN.store(new_len, Ordering::Release);
+    }
+    with.iter().enumerate().for_each(|(index, range)| set(first + index, *range));
+}
+
+/// What `range` shows is right: it was mapped anew.
+pub(crate) fn remove(range: Range) {
+    if !overlap(range) {
+        return;
+    }
+    change(|| {
+        let first = count_while(|void| void.end <= range.start);
+        let behind = count_while(|void| void.start < range.end);
+        let left = Range { start: get(first).start, end: range.start };
+        let right = Range { start: range.end, end: get(behind - 1).end };
+        let rest = [left, right];
+        let (from, to) = (usize::from(left.start >= left.end), 1 + usize::from(right.start < right.end));
+        replace(first, behind, &rest[from..to]);
+    });
+}
+
+/// The first part of `range` that was discarded.
+fn first_in(range: Range) -> Option<Range> {
+    loop {
+        let before = CHANGES.load(Ordering::Acquire);
+        let first = count_while(|void| void.end <= range.start);
+        let found = (first < LEN.load(Ordering::Relaxed)).then(|| get(first));
+        fence(Ordering::Acquire);
+        if before.is_multiple_of(2) && before == CHANGES.load(Ordering::Relaxed) {
+            let part = found.map(|void| Range { start: void.start.max(range.start), end: void.end.min(range.end) });
+            return part.filter(|part| part.start < part.end);
+        }
+        yield_now();
+    }
+}
+
+/// True if part of `range` was discarded.
+pub(crate) fn overlap(range: Range) -> bool {
+    first_in(range).is_some()
+}
+
+/// True if nothing was discarded that is known here.
+#[cfg(feature = "preload")]
+pub(crate) fn is_empty() -> bool {
+    LEN.load(Ordering::Acquire) == 0
+}
+
+/// Calls `act` with each part of a mapping of the pool's that was discarded, with some more than once if the list changes
+/// meanwhile: what a thread goes on discarding beside is not waited for without end. `maps` is used for nothing else here.
+pub(crate) fn for_each(maps: &Maps, mut act: impl FnMut(Range)) {
+    for _ in 0..PASSES_MAX {
+        let before = CHANGES.load(Ordering::Acquire);
+        let everything = Range { start: 0, end: u64::MAX };
+        let Some(first) = first_in(everything) else { return };
+        // One look at the mappings, of which there may be as many as ranges.
+        let _ = maps.pools(Range { start: first.start, ..everything }, |part, _| {
+            let mut rest = part;
+            while let Some(void) = first_in(rest) {
+                act(void);
+                rest.start = void.end;
+            }
+            false
+        });
+        if before == CHANGES.load(Ordering::Acquire) {
+            return;
+        }
+    }
+}
+
+/// In a forked child, where nobody ends a change that the parent's thread had begun.
+#[cfg(feature = "preload")]
+pub(crate) fn after_fork_child() {
+    CHANGES.store(0, Ordering::Release);
+}
+
+/// Changes the list; who looks something up meanwhile does so again.
+fn change(act: impl FnOnce()) {
+    CHANGES.fetch_add(1, Ordering::AcqRel);
+    act();
+    CHANGES.fetch_add(1, Ordering::Release);
+}
+
+/// Answers a fault at `page` by zeros, which the pool's mapping has not; false if it was not discarded. Who waits is to be woken.
+pub(crate) fn answer(hold: &Uffd, page: Range) -> bool {
+    let step = Range::pages_from(page.start, STEP_PAGES);
+    let Some(Range { end, .. }) = first_in(step).filter(|void| void.start == page.start) else { return false };
+    // All of it may lie in several mappings.
+    if hold.zero(Range { start: page.start, end }, 0).0 == 0 {
+        fill_page(hold, page);
+    }
+    true
+}
+
+/// Puts zeros wherever nothing is in `range`, which is one mapping of the pool's and was discarded. While a discard is under way,
+/// or memory is short, nothing can be put: `serve` answers what waits.
+pub(crate) fn fill(hold: &Uffd, range: Range, serve: impl Fn()) {
+    let (mut at, mut tries) = (range.start, 0);
+    while at < range.end {
+        let (done, error) = hold.zero(Range { start: at, end: range.end }, 0);
+        at += done;
+        if error.is_none() {
+            continue;
+        }
+        let error = fill_page(hold, Range::pages_from(at, 1));
+        if matches!(error, Some(Errno(libc::EAGAIN | libc::ENOMEM))) && tries < TRIES_MAX {
+            tries += 1;
+            serve();
+            yield_now();
+        } else {
+            at += PAGE_SIZE as u64;
+        }
+    }
+}
+
+/// Puts zeros into one page if nothing is there, and says why it could not.
+fn fill_page(hold: &Uffd, page: Range) -> Option<Errno> {
+    match hold.zero(page, 0).1 {
+        // Nothing may be there but a mark of write protection, on which only a copy is put.
+        // SAFETY: the kernel reads the page of zeros.
+        Some(Errno(libc::EEXIST)) => unsafe { hold.copy(page.start, ZEROS.as_ptr() as u64, PAGE_SIZE as u64, 0) }.1,
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_discarded_is_known_until_it_is_mapped_anew() {
+        let pages = |start: u64, end: u64| Range { start: start << 12, end: end << 12 };
+        let known = || (0..100).filter(|&page| overlap(pages(page, page + 1))).collect::<Vec<_>>();
+        assert!(known().is_empty());
+        add(pages(10, 20));
+        add(pages(30, 31));
+        add(pages(20, 22));
+        assert_eq!((known(), LEN.load(Ordering::Relaxed)), ((10..22).chain([30]).collect(), 2));
+        // Across both.
+        add(pages(21, 30));
+        assert_eq!((known(), LEN.load(Ordering::Relaxed)), ((10..31).collect(), 1));
+        assert_eq!((first_in(pages(5, 20)), first_in(pages(20, 20))), (Some(pages(10, 20)), None));
+        remove(pages(12, 14));
+        remove(pages(30, 40));
+        remove(pages(50, 60));
+        assert_eq!((known(), LEN.load(Ordering::Relaxed)), ((10..12).chain(14..30).collect(), 2));
+        remove(pages(0, 100));
+        assert!(known().is_empty());
+        // Any, beside a map of pages.
+        let mut seed = 5u64;
+        let mut model = [false; 100];
+        for _ in 0..20_000 {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            let (start, len) = ((seed >> 33) % 90, 1 + (seed >> 50) % 9);
+            if seed >> 63 == 0 {
+                add(pages(start, start + len))
+            } else {
+                remove(pages(start, start + len))
+            }
+            model[start as usize..(start + len) as usize].fill(seed >> 63 == 0);
+            assert!((0..100).all(|page| overlap(pages(page, page + 1)) == model[page as usize]));
+            let apart = (1..LEN.load(Ordering::Relaxed)).all(|index| get(index - 1).end < get(index).start);
+            assert!(apart, "{:?}", known());
+        }
+        remove(pages(0, 100));
+        // Each apart, as where a guest gives every other page back.
+        (0..8_000).for_each(|page| add(pages(2 * page, 2 * page + 1)));
+        assert!(
+            LEN.load(Ordering::Relaxed) == 8_000 && overlap(pages(15_998, 15_999)) && !overlap(pages(15_999, 16_000))
+        );
+        remove(pages(0, 16_000));
+        assert_eq!(LEN.load(Ordering::Relaxed), 0);
+    }
+}

@@ -1,0 +1,83 @@
+//! Memory that the program takes where no interposed call shows it: blocks that the C library's allocator maps from within, and
+//! the heap. Under `--manage all` both are managed once they are listed, so somebody must see that there is more to list.
+
+use crate::limits::ALL_MIN;
+use pagefold_os::PAGE_SIZE;
+use pagefold_os::fd::Fd;
+
+/// How much private writable memory the process has, against what it had when its mappings were listed.
+#[derive(Debug)]
+pub(crate) struct Growth {
+    /// Kept open, for the program may move to where no /proc is. Nothing is seen where none was at the start.
+    statm: Option<Fd>,
+    /// Pages when the mappings were listed, or fewer since.
+    listed: u64,
+}
+
+impl Growth {
+    /// Begins with what there is now.
+    pub(crate) fn begin() -> Growth {
+        let mut growth =
+            Growth { statm: Fd::open(c"/proc/thread-self/statm", libc::O_RDONLY, 0).ok(), listed: u64::MAX };
+        growth.note_listed();
+        growth
+    }
+
+    /// What there is now is about to be listed.
+    pub(crate) fn note_listed(&mut self) {
+        if let Some(pages) = self.pages() {
+            self.listed = pages;
+        }
+    }
+
+    /// True, once, if as much came as `--manage all` looks at.
+    pub(crate) fn is_news(&mut self) -> bool {
+        self.pages().is_some_and(|pages| self.has_grown_to(pages))
+    }
+
+    fn has_grown_to(&mut self, pages: u64) -> bool {
+        let grown = pages.saturating_sub(self.listed) >= ALL_MIN / PAGE_SIZE as u64;
+        // What goes makes room for what comes.
+        if grown || pages < self.listed {
+            self.listed = pages;
+        }
+        grown
+    }
+
+    /// The sixth number: private writable memory. Mapped files and reservations come and go without concerning us.
+    fn pages(&self) -> Option<u64> {
+        let mut text = [0u8; 128];
+        let got = self.statm.as_ref()?.read_at(&mut text, 0).ok()?;
+        let pages = str::from_utf8(text.get(..got)?).ok()?.split_ascii_whitespace().nth(5)?.parse().ok()?;
+        // Without memory: the process is about to end.
+        (pages > 0).then_some(pages)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn growth_is_news_once() {
+        let mut growth = Growth { statm: None, listed: 1000 };
+        assert!(!growth.is_news(), "nothing is seen without /proc");
+        assert!(!growth.has_grown_to(1000) && !growth.has_grown_to(1255));
+        assert!(growth.has_grown_to(1256) && !growth.has_grown_to(1256));
+        // Less, and then what there was before: that is other memory.
+        assert!(!growth.has_grown_to(500) && growth.has_grown_to(1000) && !growth.has_grown_to(1000));
+        // By and by.
+        assert_eq!((1000..1600).filter(|&pages| growth.has_grown_to(pages)).collect::<Vec<_>>(), [1256, 1512]);
+    }
+
+    #[test]
+    fn a_mapping_is_growth() {
+        let growth = Growth::begin();
+        let before = growth.pages().expect("a file of /proc");
+        // Far more than other tests take meanwhile.
+        let more = pagefold_os::mem::Mapping::anonymous(16 << 30).expect("a mapping");
+        let pages = growth.pages().expect("a file of /proc");
+        assert!(pages > before + (8 << 30) / PAGE_SIZE as u64, "{before} {pages}");
+        drop(more);
+    }
+}

@@ -1,0 +1,284 @@
+//! How pages leave: copied while the program runs, later frozen, compared with the copy, and let go.
+//!
+//! Guard and pact are held from the freeze until each page is out or back where it was: no page may be in the staging area
+//! when either is free for good. Where a discard by a raw call waits for its event, the pact is given away for a moment, so the
+//! states in the table say at any time which pages are in our hands.
+
+use super::daemon_liveness::Vigil;
+use super::session::{Cold, Connection};
+use crate::address_space::prefault;
+use crate::address_space::regions::is_left_alone;
+use crate::runtime::thread::yield_now;
+use crate::state::{COLD_AGENT, SHARED};
+use core::sync::atomic::Ordering;
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::{PAGE_SIZE, Page, Range, mem, sched, uffd};
+use pagefold_protocol::channel::Channel;
+use pagefold_protocol::message::{EVICT_BUSY, EVICT_DONE, EvictEntry, FETCH_PAGES_MAX, RegionEntry};
+use pagefold_protocol::residency_map::{DISCARDED, EVICTED, FROZEN, RESIDENT};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// A chunk from which the program discarded pages is left alone for so long, in nanoseconds: the thread that does it
+/// through a raw system call acts a moment after the daemon heard of it.
+const REMOVED_NS: u64 = 1_000_000_000;
+/// How often a move that says "try again" is tried again before the page counts as pinned.
+const MOVE_TRIES: u32 = 64;
+
+impl Cold {
+    /// Copies pages to the channel.
+    /// Page `n` of all runs together lies in place `first + n`, and the byte of that place in the answer says whether it
+    /// was copied. Returns the place behind the last.
+    pub(super) fn copy(&self, connection: &Connection, count: usize, first: usize) -> Result<usize> {
+        let channel = &connection.channel;
+        let mut place = first.min(FETCH_PAGES_MAX);
+        for index in 0..count {
+            let run: RegionEntry = channel.request(index);
+            let range = Range { start: run.start, end: run.end };
+            let pages = if range.is_empty() { 0 } else { (range.pages() as usize).min(FETCH_PAGES_MAX - place) };
+            let copied = channel.copy_in(range, place) / PAGE_SIZE;
+            for page in 0..pages {
+                channel.put_answer_of_page(place + page, u8::from(page < copied));
+            }
+            place += pages;
+        }
+        Ok(place)
+    }
+
+    /// Takes those pages away that still equal their copies; byte `n` of the answer says whether page `n` is out. It is
+    /// `asked` now by the daemon's clock.
+    pub(super) fn drop_pages(&mut self, connection: &Connection, count: usize, asked: u64) -> Result<usize> {
+        let _held = SHARED.guard.lock(COLD_AGENT);
+        // Of what a bare call has unmapped or moved the daemon hears first: else it would take what is there now, and goes
+        // out, for what was there before.
+        for _ in 0..MOVE_TRIES {
+            if !self.table.lock_within(200) {
+                return Err(Errno(libc::EBUSY));
+            }
+            if !self.hold.is_changing() {
+                return self.drop_with_pact(connection, count, asked);
+            }
+            self.table.unlock();
+            yield_now();
+        }
+        Err(Errno(libc::EAGAIN))
+    }
+
+    /// As [`drop_pages`](Self::drop_pages), with guard and pact held; that is free then.
+    pub(super) fn drop_with_pact(&mut self, connection: &Connection, count: usize, asked: u64) -> Result<usize> {
+        let channel = &connection.channel;
+        (0..FETCH_PAGES_MAX).for_each(|place| channel.put_answer_of_page(place, 0));
+        if self.table.head().epoch.load(Ordering::Relaxed) != connection.epoch {
+            // Another daemon has taken over, and does not know what this request is about.
+            self.table.unlock();
+            return Err(Errno(libc::ESTALE));
+        }
+        for index in 0..count {
+            let run: EvictEntry = channel.request(index);
+            let (pages, place) = (run.pages as usize, run.place as usize);
+            let range = Range::pages_from(run.start, u64::from(run.pages));
+            let around = Range { start: run.around_start, end: run.around_end };
+            let inside = around.start <= range.start && range.end <= around.end;
+            if pages == 0 || place + pages > FETCH_PAGES_MAX || !range.start.is_multiple_of(PAGE) || !inside {
+                continue;
+            }
+            // The pact may have been away for a moment, and with it the daemon that asked.
+            if self.table.head().epoch.load(Ordering::Relaxed) == connection.epoch {
+                self.drop_run(range, around, place, connection, asked);
+            }
+        }
+        self.table.unlock();
+        // Who waited for a page that stayed, or whose fault was read while it was frozen.
+        for index in 0..count {
+            let run: EvictEntry = channel.request(index);
+            let _ = self.hold.wake(Range::pages_from(run.start, u64::from(run.pages.min(FETCH_PAGES_MAX as u32))));
+        }
+        self.make_exclusive(channel, count);
+        let Some(staging) = &self.staging else { return Ok(0) };
+        // SAFETY: the staging area is ours; what is there is out, or void.
+        let _ = unsafe { mem::advise(staging.addr(), staging.len() as u64, libc::MADV_DONTNEED) };
+        Ok(count)
+    }
+
+    /// Makes pages that the kernel would not move the process's own, as the next write would: a page that a fork shared
+    /// counts as shared until then, also when the child is long gone. The daemon may ask again.
+    ///
+    /// Without the pact: a page that is gone meanwhile is a fault that the daemon answers. It must not wait for room, which
+    /// nobody makes before we have answered.
+    pub(super) fn make_exclusive(&self, channel: &Channel, count: usize) {
+        for index in 0..count {
+            let run: EvictEntry = channel.request(index);
+            let pages = run.pages as usize;
+            if run.place as usize + pages > FETCH_PAGES_MAX {
+                continue;
+            }
+            let busy = |page: usize| channel.answer_of_page(run.place as usize + page) == EVICT_BUSY;
+            let mut page = 0;
+            while page < pages {
+                let from = page;
+                while page < pages && busy(page) {
+                    page += 1;
+                }
+                if from < page {
+                    let start = run.start + (from * PAGE_SIZE) as u64;
+                    let bringing = &self.table.head().paused_evictions;
+                    bringing.fetch_add(1, Ordering::SeqCst);
+                    // SAFETY: changes no bytes.
+                    let _ =
+                        unsafe { mem::advise(start, ((page - from) * PAGE_SIZE) as u64, libc::MADV_POPULATE_WRITE) };
+                    bringing.fetch_sub(1, Ordering::SeqCst);
+                }
+                page += 1;
+            }
+        }
+    }
+
+    fn drop_run(&self, range: Range, around: Range, place: usize, connection: &Connection, asked: u64) {
+        let channel = &connection.channel;
+        let (Some(mover), Some(staging)) = (&self.mover, &self.staging) else { return };
+        let held = SHARED.guard.lock(COLD_AGENT);
+        if is_left_alone(SHARED.tables(&held).table, range) {
+            return;
+        }
+        // The note is by the daemon's clock or by ours, which a time namespace may have set apart.
+        let now = [asked, sched::monotonic_ns()];
+        let is_calm = |index| {
+            let removed = self.table.last_discard(index).load(Ordering::Relaxed);
+            now.iter().all(|now| now.abs_diff(removed) > REMOVED_NS)
+        };
+        if !self.table.add_range(range, is_calm) {
+            return;
+        }
+        // In missing mode from here on: an access to an absent page of the region waits for the daemon.
+        if self.hold.register(around, uffd::MODE_MISSING | uffd::MODE_WP).is_err()
+            && self.hold.register(range, uffd::MODE_MISSING | uffd::MODE_WP).is_err()
+        {
+            return;
+        }
+        let pages = range.pages() as usize;
+        let base = staging.addr() + (place * PAGE_SIZE) as u64;
+        // So that nobody takes an absent page for one that never was, should the pact be away before it is back.
+        for addr in (range.start..range.end).step_by(PAGE_SIZE) {
+            self.table.set_state(addr, FROZEN);
+        }
+        let mut at = range.start;
+        let mut tries = 0;
+        // A move stays within one mapping; a run may lie in several. Then page by page.
+        let mut single = false;
+        while at < range.end {
+            let mode = uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE;
+            let end = if single { at + PAGE } else { range.end };
+            let (moved, error) = mover.move_pages(base + (at - range.start), Range { start: at, end }, mode);
+            at += moved;
+            match error {
+                None => {}
+                Some(Errno(libc::EAGAIN)) if tries < MOVE_TRIES => tries += 1,
+                Some(Errno(libc::EINVAL)) if !single => single = true,
+                Some(Errno(errno)) => {
+                    if errno == libc::EBUSY {
+                        let page = (at - range.start) as usize / PAGE_SIZE;
+                        channel.put_answer_of_page(place + page, EVICT_BUSY);
+                    }
+                    at += PAGE;
+                    tries = 0;
+                }
+            }
+        }
+        let mut back = [true; FETCH_PAGES_MAX];
+        prefault::each_present(Range::pages_from(base, range.pages()), &self.pagemap, |page| {
+            // SAFETY: the page is resident in the staging area, where nobody else writes.
+            let frozen = unsafe { &*((base + (page * PAGE_SIZE) as u64) as *const Page) };
+            if channel.holds_page(place + page, frozen) {
+                back[page] = false;
+                self.table.set_state(range.start + (page * PAGE_SIZE) as u64, EVICTED);
+                channel.put_answer_of_page(place + page, EVICT_DONE);
+            }
+        });
+        let mut page = 0;
+        while page < pages {
+            let from = page;
+            while page < pages && back[page] {
+                page += 1;
+            }
+            if from < page {
+                let start = (from * PAGE_SIZE) as u64;
+                self.move_back(range.start + start, base + start, (page - from) as u64);
+                for addr in (range.start + start..range.start + (page * PAGE_SIZE) as u64).step_by(PAGE_SIZE) {
+                    self.table.set_state(addr, RESIDENT);
+                }
+            }
+            page += 1;
+        }
+    }
+
+    /// Moves staged pages back to where they were; holes are skipped. The pact is held before and after.
+    fn move_back(&self, dst: u64, src: u64, pages: u64) {
+        let end = src + pages * PAGE;
+        let mut vigil = Vigil::default();
+        let mut at = src;
+        let mut single = false;
+        while at < end {
+            let target = dst + (at - src);
+            let mode = uffd::MOVE_ALLOW_SRC_HOLES | uffd::DONTWAKE;
+            let stop = if single { at + PAGE } else { end };
+            let (moved, error) = self.hold.move_pages(target, Range { start: at, end: stop }, mode);
+            at += moved;
+            let target = dst + (at - src);
+            match error {
+                None => {}
+                // The program discards something through a raw call: its event must be read before anything moves.
+                Some(Errno(libc::EAGAIN)) => self.let_events_pass(target, at, (end - at) / PAGE, &mut vigil),
+                Some(Errno(libc::ENOMEM | libc::EBUSY)) => yield_now(),
+                // The run lies in several mappings.
+                Some(Errno(errno)) if !single && errno != libc::EEXIST => single = true,
+                // The place is marked for write protection, which a move does not take for empty, but a copy does; or its
+                // rights have changed by a raw call. Where nothing was there zeros are right too.
+                Some(_) => {
+                    // SAFETY: the page is in the staging area.
+                    let (_, error) = unsafe { self.hold.copy(target, at, PAGE, uffd::DONTWAKE) };
+                    match error {
+                        Some(Errno(libc::EAGAIN)) => self.let_events_pass(target, at, (end - at) / PAGE, &mut vigil),
+                        Some(Errno(libc::ENOMEM)) => yield_now(),
+                        _ => at += PAGE,
+                    }
+                }
+            }
+        }
+    }
+
+    /// Gives the pact away for a moment, so that the daemon reads the events that wait; drops pages discarded by them. Where
+    /// nobody is left to read them we do, and have the pact whoever took it.
+    fn let_events_pass(&self, dst: u64, src: u64, pages: u64, vigil: &mut Vigil) {
+        self.table.unlock();
+        yield_now();
+        let mut alone = vigil.is_over(&self.table);
+        while !alone && !self.table.lock_within(100) {
+            alone = vigil.is_over(&self.table);
+        }
+        if alone {
+            self.force_pact();
+            self.hear();
+        }
+        for page in 0..pages {
+            if self.table.state(dst + page * PAGE) == DISCARDED {
+                // SAFETY: the staging area is ours; the program declared the page void.
+                let _ = unsafe { mem::advise(src + page * PAGE, PAGE, libc::MADV_DONTNEED) };
+            }
+        }
+    }
+
+    /// Ends the missing mode of `range` if no page of it is out; new pages cost nothing of ours again.
+    pub(super) fn release(&self, range: Range) -> Result<()> {
+        let _held = SHARED.guard.lock(COLD_AGENT);
+        if !self.table.lock_within(200) {
+            return Err(Errno(libc::EBUSY));
+        }
+        let result = if self.table.has(range, EVICTED) {
+            Err(Errno(libc::EBUSY))
+        } else {
+            self.hold.unregister(range).and_then(|()| self.hold.register(range, uffd::MODE_WP))
+        };
+        self.table.unlock();
+        result
+    }
+}

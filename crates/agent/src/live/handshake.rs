@@ -1,0 +1,251 @@
+//! How the agent greets a daemon, and what it sets up for that.
+//!
+//! Merged ranges hang on one userfaultfd, `hold`, and while a daemon takes its time, refuses us or is gone, somebody may wait for
+//! us: so the agent that an earlier connection left answers meanwhile, and each step hands its hold on or keeps it. What can
+//! fail comes before that is taken.
+
+use super::session::{Agent, BELL};
+use crate::address_space::heap::Heap;
+use crate::address_space::maps::Maps;
+use crate::address_space::rss_watch::Growth;
+use crate::limits::{HUGE_PAGES, NOTHING};
+use crate::owned_ranges::{self, Owned, hide};
+use crate::runtime::affinity::Seat;
+use crate::runtime::connection::{ACCEPT_MS, ANSWER_MS, REFUSED_MS, is_lasting, wait_for_answer};
+use crate::runtime::housekeeping::leave_if_alone;
+use crate::state::{AGENT, SHARED, is_leased, read_settings};
+use core::ffi::CStr;
+use core::sync::atomic::Ordering;
+use pagefold_os::fd::Fd;
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::uffd::{self, Uffd};
+use pagefold_os::{PAGE_SIZE, Range, mem, sched, sock, syscall};
+use pagefold_protocol::channel::Channel;
+use pagefold_protocol::handshake::{receive_welcome, send_hello, send_unable, take_welcome};
+use pagefold_protocol::message::{self, FREEZE_PAGES_MAX, Op, Packet, SEGMENTS_HELD};
+
+pub(super) const WATCH_FEATURES: u64 = uffd::FEATURE_PAGEFAULT_FLAG_WP | uffd::FEATURE_WP_ASYNC | uffd::FEATURE_MOVE;
+
+pub(super) fn wait_or_leave(left: Option<&Agent>, ms: i32) {
+    let began = sched::monotonic_ns();
+    leave_if_alone();
+    while SHARED.phase.load(Ordering::Acquire) == 1 && sched::monotonic_ns() - began < ms as u64 * 1_000_000 {
+        let Some(agent) = left else {
+            let timeout = libc::timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+            // SAFETY: the word outlives the call; [`stop`] wakes us.
+            let _ = unsafe {
+                syscall!(
+                    libc::SYS_futex,
+                    SHARED.phase.as_ptr(),
+                    libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
+                    1,
+                    core::ptr::from_ref(&timeout)
+                )
+            };
+            continue;
+        };
+        let fd = agent.hold.fd().raw();
+        let _ = pagefold_os::fd::poll(&mut [libc::pollfd { fd, events: libc::POLLIN, revents: 0 }], 20);
+        agent.serve_alone();
+    }
+}
+
+/// Takes charge, without a daemon yet, of merged pages that nobody looks after: a forked child's, or after an agent that left.
+/// One that may not make a userfaultfd gets it from the daemon.
+pub(super) fn hold_what_is_merged(left: &mut Option<Agent>) {
+    if left.is_some() {
+        // Nor is the guard ours to wait for: who has it may wait for a page that only what is left answers for.
+        return;
+    }
+    let held = SHARED.guard.lock(AGENT);
+    let none = SHARED.tables(&held).merged.is_empty();
+    drop(held);
+    if !none {
+        let made = Channel::create(c"pagefold-alone")
+            .and_then(|channel| set_up(channel, open_files()?, uffd::open_device().ok().as_ref(), left));
+        *left = made.ok();
+    }
+}
+
+fn open_files() -> Result<(Fd, Maps)> {
+    Ok((Fd::open(c"/proc/thread-self/pagemap", libc::O_RDONLY, 0)?, Maps::open()?))
+}
+
+/// Greets the daemon and sets everything up; the socket is the daemon's.
+///
+/// `left` is what an earlier connection left: its hold is taken over, for merged ranges hang on it.
+pub(super) fn connect(left: &mut Option<Agent>) -> Result<(Agent, Fd)> {
+    let (path, domain) = read_settings();
+    let socket = sock::connect_within(path, ACCEPT_MS)?;
+    let mut hello = Packet::new(Op::Hello);
+    hello.a = if SHARED.all.load(Ordering::Relaxed) { message::HELLO_ALL } else { 0 };
+    if SHARED.forked.load(Ordering::Relaxed) {
+        hello.a |= message::HELLO_FORKED;
+    }
+    let away = is_leased();
+    if away {
+        hello.a |= message::HELLO_LENT;
+    }
+    hello.text = *domain;
+    let files = open_files()?;
+    sock::set_timeout(&socket, ANSWER_MS)?;
+    send_hello(&socket, &hello, &files.0)?;
+    let hold = left.as_ref().map_or(-1, |agent| agent.hold.fd().raw());
+    wait_for_answer(&socket, &SHARED.phase, hold, || left.iter().for_each(Agent::serve_alone))?;
+    let mut fds = receive_welcome(&socket)?;
+    let made = take_welcome(&mut fds)
+        .and_then(|(channel, device)| Ok((set_up(channel, files, device.as_ref(), left)?, device)));
+    match made {
+        Ok((mut agent, device)) => {
+            (agent.device, agent.away) = (device, away);
+            // From now on we wait for requests as long as it takes.
+            let told =
+                sock::send(&socket, Packet::new(Op::Ready).bytes(), &[]).and_then(|()| sock::set_timeout(&socket, 0));
+            if let Err(errno) = told {
+                // Its hold is the one that merged ranges hang on.
+                *left = Some(agent);
+                return Err(errno);
+            }
+            Ok((agent, socket))
+        }
+        Err(errno) => {
+            let told = send_unable(&socket, errno);
+            drop(socket);
+            if left.is_none() && is_lasting(errno) {
+                give_up();
+            } else {
+                wait_or_leave(left.as_ref(), REFUSED_MS);
+            }
+            told.and(Err(errno))
+        }
+    }
+}
+
+/// The agent ends for good. Who has asked it to leave meanwhile gets what he asked for first.
+pub(super) fn give_up() {
+    let _ = SHARED.phase.compare_exchange(1, 3, Ordering::AcqRel, Ordering::Acquire);
+}
+
+fn set_up(
+    channel: Channel,
+    (pagemap, maps): (Fd, Maps),
+    device: Option<&Fd>,
+    left: &mut Option<Agent>,
+) -> Result<Agent> {
+    hide(channel.mapping());
+    let hold_features = WATCH_FEATURES
+        | uffd::FEATURE_WP_HUGETLBFS_SHMEM
+        | uffd::FEATURE_EVENT_REMOVE
+        | uffd::FEATURE_MISSING_SHMEM
+        | uffd::FEATURE_MINOR_SHMEM;
+    let watch = Uffd::new(device, WATCH_FEATURES)?;
+    let new = if left.is_none() { Some(Uffd::new(device, hold_features)?) } else { None };
+    let staging = mem::Mapping::anonymous(FREEZE_PAGES_MAX * PAGE_SIZE)?;
+    // What a child shares cannot be moved back.
+    hide(&staging);
+    watch_staging(&watch, &staging)?;
+    let heap = Heap::new(device)?;
+    let is_new = new.is_some();
+    owned_ranges::register(Owned::Staging, Range::pages_from(staging.addr(), FREEZE_PAGES_MAX as u64));
+    // What an agent before this one had is unmapped.
+    owned_ranges::register(Owned::HugeStaging, NOTHING);
+    // From here on nothing fails: merged ranges hang on it.
+    let hold = new.or_else(|| left.take().map(|agent| agent.hold)).ok_or(Errno(libc::EBADF))?;
+    let agent = Agent {
+        channel,
+        watch,
+        hold,
+        heap,
+        device: None,
+        away: false,
+        room: staging.addr(),
+        staging,
+        whole: None,
+        mapped_to: 0,
+        nursery: None,
+        segments: [const { None }; SEGMENTS_HELD],
+        pagemap,
+        maps,
+        growth: Growth::begin(),
+        seat: Seat::home(),
+        cpu_before_ns: sched::thread_cpu_ns(),
+        voids: [false; HUGE_PAGES],
+    };
+    if is_new {
+        BELL.hang(&agent.hold);
+    }
+    agent.hold_merged(is_new);
+    dump_merged_pages();
+    Ok(agent)
+}
+
+/// A move wants its target to be ours. Not in missing mode: who touches all memory (mlockall(2), a debugger) would wait there
+/// for ever.
+pub(super) fn watch_staging(watch: &Uffd, staging: &mem::Mapping) -> Result<()> {
+    watch.register(Range::pages_from(staging.addr(), FREEZE_PAGES_MAX as u64), uffd::MODE_WP)
+}
+
+/// Core dumps must contain merged pages: to the kernel they are private file pages, which it leaves out by default.
+fn dump_merged_pages() {
+    // A thread's directory has no such file; where the first thread has ended this was done before, or is not done.
+    const PATH: &CStr = c"/proc/self/coredump_filter";
+    let Ok(file) = Fd::open(PATH, libc::O_RDWR, 0) else { return };
+    let mut text = [0u8; 16];
+    let Ok(got) = file.read(&mut text) else { return };
+    let digits = text[..got].iter().map_while(|&b| (b as char).to_digit(16));
+    let filter = digits.fold(0u32, |all, digit| all << 4 | digit) | 1 << 2;
+    let mut out = *b"0x00000000";
+    for (index, byte) in out[2..].iter_mut().enumerate() {
+        let nibble = (filter >> (28 - 4 * index)) & 15;
+        *byte = b"0123456789abcdef"[nibble as usize];
+    }
+    let _ = file.write(&out);
+}
+
+/// For tests: there is one agent in a process.
+#[cfg(test)]
+pub(crate) fn one_at_a_time() -> std::sync::MutexGuard<'static, ()> {
+    static ONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    ONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// For tests: an agent without a daemon, which has `segment` as the first; `None` if there is no userfaultfd.
+#[cfg(test)]
+pub(crate) fn alone(segment: Fd) -> Option<Agent> {
+    let channel = Channel::create(c"channel").ok()?;
+    let mut agent = set_up(channel, open_files().ok()?, uffd::open_device().ok().as_ref(), &mut None).ok()?;
+    let (len, _) = pagefold_os::memfd::len_and_inode(segment.raw()).ok()?;
+    let map = mem::Mapping::file(segment.raw(), 0, len as usize, libc::PROT_READ, libc::MAP_SHARED).ok()?;
+    agent.segments[0] =
+        Some(super::session::Segment { id: 0, fd: segment, map, pages: (len / PAGE_SIZE as u64) as u32 });
+    Some(agent)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A thread that connects again has told the daemon before what it took until then.
+    #[test]
+    fn what_an_agent_costs_is_told_once() {
+        let _one = one_at_a_time();
+        let connect = || {
+            let channel = Channel::create(c"channel").unwrap();
+            set_up(channel, open_files().unwrap(), uffd::open_device().ok().as_ref(), &mut None)
+        };
+        let mut told = 0;
+        let began = sched::thread_cpu_ns();
+        for _ in 0..2 {
+            let Ok(agent) = connect() else {
+                eprintln!("SKIPPED: no userfaultfd for us");
+                return;
+            };
+            let before = sched::thread_cpu_ns();
+            while sched::thread_cpu_ns() - before < 50_000_000 {}
+            agent.tell_cpu_time();
+            told += agent.counters().cpu_ns.load(Ordering::Relaxed);
+        }
+        let took = sched::thread_cpu_ns() - began;
+        assert!(told >= 100_000_000 && told <= took, "{told} of {took} ns");
+    }
+}

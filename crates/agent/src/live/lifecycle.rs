@@ -1,0 +1,203 @@
+//! How the agent's thread begins, is asked to leave, and ends.
+//!
+//! Its phase is one word: 0 not started, 1 running, 2 asked to leave, 3 given up for good. Who asks it to leave may have a range
+//! given back first; what was merged elsewhere stays as it is, and a thread that is started later takes charge of that.
+//!
+//! The thread may wait for the guard: who holds that must not wait for its end.
+
+use super::handshake::{connect, hold_what_is_merged, wait_or_leave};
+use super::session::Agent;
+#[cfg(feature = "preload")]
+use super::session::BELL;
+use crate::cold;
+use crate::runtime::affinity;
+use crate::runtime::thread::{begin_thread, exit_thread};
+use crate::state::{ALL_LOCKED, MAY_START, SHARED};
+use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use pagefold_os::raw::Errno;
+#[cfg(feature = "preload")]
+use pagefold_os::syscall;
+use pagefold_os::{PAGE_SIZE, Range};
+use pagefold_protocol::message::{FREEZE_PAGES_MAX, SEGMENTS_HELD};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// How long the agent waits before it tries to reach a daemon that is gone, in milliseconds.
+const RECONNECT_MS: i32 = 500;
+
+/// How old a process must be whose memory is all managed before its agent greets, in milliseconds.
+const ALL_START_MS: i32 = 60;
+
+/// The next thread rests before it greets: what replaced one may soon be replaced.
+pub(crate) static REST: AtomicBool = AtomicBool::new(false);
+
+/// The agent's thread has made the calls with which it starts.
+static BEGUN: AtomicBool = AtomicBool::new(false);
+
+/// Starts the agent's thread if it does not run; returns false if it cannot be started.
+pub(crate) fn start() -> bool {
+    if !SHARED.is_configured() || !MAY_START.load(Ordering::Acquire) || ALL_LOCKED.load(Ordering::Acquire) {
+        return false;
+    }
+    match SHARED.phase.compare_exchange(0, 1, Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => {
+            let started = spawn();
+            if !started {
+                not_started();
+            }
+            started
+        }
+        Err(phase) => phase == 1,
+    }
+}
+
+/// For a lack that may go away, and that children need not have: they are in another namespace of processes, say.
+fn not_started() {
+    let _ = SHARED.phase.compare_exchange(1, 0, Ordering::AcqRel, Ordering::Acquire);
+}
+
+/// Waits until the thread that was started is past its start; at most a second.
+#[cfg(feature = "preload")]
+pub(crate) fn wait_begun() {
+    for _ in 0..1000 {
+        if SHARED.phase.load(Ordering::Acquire) != 1 || BEGUN.load(Ordering::Acquire) {
+            return;
+        }
+        let _ = pagefold_os::fd::poll(&mut [], 1);
+    }
+}
+
+/// Asks the agent's thread to leave and waits until it has; merged pages stay as they are.
+/// `final_phase` is 0 if it may be started again, 3 if not.
+#[cfg(feature = "preload")]
+pub(crate) fn stop(final_phase: u32) {
+    // What is lent comes back first.
+    cold::end_lease();
+    ask_to_leave();
+    // Whichever the thread waits for.
+    BELL.ring();
+    cold::BELL.ring();
+    // Asked by us, by the frame that we interrupted, or about to end by itself.
+    SHARED.thread.wait();
+    // Who gave up meanwhile has given up for good.
+    let _ = SHARED.phase.fetch_update(Ordering::AcqRel, Ordering::Acquire, |phase| (phase != 3).then_some(final_phase));
+}
+
+#[cfg(feature = "preload")]
+fn ask_to_leave() {
+    if SHARED.phase.compare_exchange(1, 2, Ordering::AcqRel, Ordering::Acquire).is_ok() {
+        // SAFETY: wakes who waits on a word of ours.
+        let _ = unsafe {
+            syscall!(libc::SYS_futex, SHARED.phase.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX)
+        };
+    }
+}
+
+/// The range that becomes plain memory before the agent leaves, as start and end; empty if none.
+static GIVE_BACK: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
+
+fn give_back() -> Range {
+    Range { start: GIVE_BACK[0].load(Ordering::Relaxed), end: GIVE_BACK[1].load(Ordering::Relaxed) }
+}
+
+/// As [`stop`], but what `range` shows from the pool is plain memory first, with no write of another thread lost. What that
+/// cannot be done for stays as it is.
+#[cfg(feature = "preload")]
+pub(crate) fn stop_giving_back(range: Range, final_phase: u32) {
+    GIVE_BACK[0].store(range.start, Ordering::Relaxed);
+    GIVE_BACK[1].store(range.end, Ordering::Relaxed);
+    stop(final_phase);
+    GIVE_BACK[1].store(0, Ordering::Relaxed);
+}
+
+/// Asks the agent's threads to leave, with `range` plain, and does not wait for that. They start again after a [`stop`].
+#[cfg(feature = "preload")]
+pub(crate) fn ask_to_leave_giving_back(range: Range) {
+    GIVE_BACK[0].store(range.start, Ordering::Relaxed);
+    GIVE_BACK[1].store(range.end, Ordering::Relaxed);
+    cold::ask_end_of_lease();
+    ask_to_leave();
+}
+
+fn spawn() -> bool {
+    BEGUN.store(false, Ordering::Release);
+    SHARED.thread.start(thread_main)
+}
+
+/// Body of the agent's thread.
+extern "C" fn thread_main() -> ! {
+    affinity::forget();
+    let apart = begin_thread(c"pagefold-agent");
+    if !apart {
+        not_started();
+    }
+    BEGUN.store(true, Ordering::Release);
+    if !apart {
+        exit_thread();
+    }
+    // Discards of merged pages must be answered whether there is a daemon or not.
+    let mut left: Option<Agent> = None;
+    hold_what_is_merged(&mut left);
+    // Most processes that begin are soon another program or gone: those with nothing merged yet need not greet.
+    let rests = REST.swap(false, Ordering::AcqRel) || SHARED.all.load(Ordering::Relaxed);
+    if rests && !SHARED.forked.load(Ordering::Relaxed) {
+        wait_or_leave(left.as_ref(), ALL_START_MS);
+    }
+    if cold::COLD.load(Ordering::Relaxed) {
+        cold::run();
+    }
+    // The daemon shall not see us go before all is given back.
+    let mut socket = None;
+    while SHARED.phase.load(Ordering::Acquire) == 1 {
+        hold_what_is_merged(&mut left);
+        match connect(&mut left) {
+            Ok((mut agent, fresh)) => {
+                let _ = agent.serve(socket.insert(fresh));
+                agent.seat.leave();
+                agent.segments = [const { None }; SEGMENTS_HELD];
+                left = Some(agent);
+            }
+            Err(Errno(errno)) => SHARED.error.store(errno, Ordering::Relaxed),
+        }
+        // The daemon is gone or refused us. What is merged stays merged; a new daemon may come.
+        wait_or_leave(left.as_ref(), RECONNECT_MS);
+    }
+    // Who has rung need not wait for what comes now.
+    left.iter().for_each(Agent::serve_alone);
+    if SHARED.phase.load(Ordering::Acquire) == 2 && !give_back().is_empty() {
+        // Who was asked to leave before it began has merged memory to give back all the same, whether there is a daemon or not.
+        if MAY_START.load(Ordering::Acquire) {
+            hold_what_is_merged(&mut left);
+            if left.is_none()
+                && let Ok((agent, fresh)) = connect(&mut left)
+            {
+                (left, socket) = (Some(agent), Some(fresh));
+            }
+        }
+        left.iter_mut().for_each(Agent::leave_plain);
+    }
+    left.iter().for_each(Agent::fill_voids);
+    // The kernel says that a thread has ended before it closes what that had open, on a busy machine long before; and a range
+    // is nobody else's as long as our userfaultfd is open.
+    SHARED.holds.store(false, Ordering::Release);
+    // What was discarded by who still saw that.
+    left.iter().for_each(Agent::fill_voids);
+    // And what attributes are owed for that.
+    left.iter().for_each(|agent| drop(agent.lock_guard()));
+    drop((left, socket));
+    exit_thread()
+}
+
+impl Agent {
+    /// Gives back what [`stop_giving_back`] asked for. Merges nothing any more.
+    fn leave_plain(&mut self) {
+        let mut rest = give_back();
+        while let Some(first) = self.maps.first_pool(rest) {
+            for start in (first.start..first.end).step_by(FREEZE_PAGES_MAX * PAGE_SIZE) {
+                let end = first.end.min(start + FREEZE_PAGES_MAX as u64 * PAGE);
+                let _ = self.heal(Range { start, end });
+            }
+            rest.start = first.end;
+        }
+    }
+}

@@ -1,0 +1,27 @@
+//! Live merging: the agent's thread answers the daemon's requests, one at a time.
+//!
+//! A raw clone(2) makes the thread: it shares the program's memory but has its own table of descriptors. So the program
+//! neither sees our descriptors nor closes them, and we hold none of the program's. The thread has no thread-local storage:
+//! everything that it calls must do without `errno`. Only the kernel ends it, with the process or at exec(2); it never dies
+//! alone, so pages never stay in the staging area.
+//!
+//! `lifecycle` starts the thread and ends it, `handshake` connects it to a daemon, `requests` answers the daemon, and `events`
+//! answers the kernel about merged memory. `freeze` takes pages away from the program for the comparison; `remap` and
+//! `remap_huge` map slots in their place, and `unshare` replaces slots by private memory.
+
+mod events;
+mod handshake;
+mod lifecycle;
+mod remap;
+mod remap_huge;
+mod requests;
+mod session;
+mod unshare;
+
+#[cfg(feature = "preload")]
+pub(crate) use events::{forget_served, give_owed, wait_served};
+pub(crate) use lifecycle::start;
+#[cfg(feature = "preload")]
+pub(crate) use lifecycle::{REST, ask_to_leave_giving_back, stop, stop_giving_back, wait_begun};
+#[cfg(feature = "preload")]
+pub(crate) use unshare::copy_of;

@@ -1,0 +1,267 @@
+//! What the daemon asks for, one request at a time.
+//!
+//! Lists and pages go through the channel, a file that the daemon can write to at any time: entries are copied before they are
+//! looked at, and every number in them may be any. Pages are copied by the kernel, so that one which is gone is an error and not
+//! a fault in the program. Between two requests the events of merged memory are answered, with the guard held.
+
+use super::events::serve_events;
+use super::handshake::{WATCH_FEATURES, give_up, watch_staging};
+use super::session::{Agent, PAGE, Segment};
+use crate::address_space::anonymous::watch_plain;
+use crate::address_space::regions::{Listed, list};
+use crate::cold;
+use crate::live::remap_huge::pieces_of_one;
+use crate::owned_ranges::hide;
+use crate::runtime::housekeeping::look_around;
+use crate::state::{AGENT, MAY_START, SHARED, is_leased};
+use core::sync::atomic::Ordering;
+use pagefold_os::fd::Fd;
+use pagefold_os::raw::{Errno, Result};
+use pagefold_os::uffd::Uffd;
+use pagefold_os::{PAGE_SIZE, Range, mem, memfd, sched, sock};
+use pagefold_protocol::message::{
+    FETCH_PAGES_MAX, FREEZE_PAGES_MAX, LIST_MAX, Op, Outcome, Packet, Piece, RefusalReason, SEGMENTS_HELD,
+    SEGMENTS_PER_REQUEST,
+};
+
+/// How long the agent waits for requests before it looks whether the program changed its mappings or wants it to leave:
+/// while something happens, and after [`BUSY_NS`] without anything.
+const PAUSES_MS: [i32; 2] = [100, 500];
+const BUSY_NS: u64 = 3_000_000_000;
+
+impl Agent {
+    /// Answers requests until the daemon is gone or we are asked to leave.
+    pub(super) fn serve(&mut self, socket: &Fd) -> Result<()> {
+        let mut looked = 0;
+        let (mut busy, mut told) = (0, 0);
+        loop {
+            let looks = look_around(&mut looked, AGENT, Some(&self.watch));
+            if looks && SHARED.all.load(Ordering::Relaxed) && self.growth.is_news() {
+                SHARED.changed();
+            }
+            // Who asked before there was a bell did not ring.
+            if SHARED.phase.load(Ordering::Acquire) != 1 {
+                return Ok(());
+            }
+            let now = sched::monotonic_ns();
+            let pause_ms = if now - busy < BUSY_NS { PAUSES_MS[0] } else { PAUSES_MS[1] };
+            let mut polls = [
+                libc::pollfd { fd: socket.raw(), events: libc::POLLIN, revents: 0 },
+                libc::pollfd { fd: self.hold.fd().raw(), events: libc::POLLIN, revents: 0 },
+            ];
+            let ready = pagefold_os::fd::poll(&mut polls, pause_ms)?;
+            let generation = SHARED.generation.load(Ordering::Acquire);
+            self.counters().generation.store(generation, Ordering::Release);
+            if ready != 0 || generation != told {
+                (busy, told) = (now, generation);
+            }
+            // A lease that ended by itself: the daemon learns it from the next greeting.
+            if SHARED.phase.load(Ordering::Acquire) != 1 || self.away && !is_leased() {
+                return Ok(());
+            }
+            if ready == 0 {
+                continue;
+            }
+            if polls[1].revents != 0 {
+                // With the guard nobody maps something else where a discard is being answered.
+                let _held = self.lock_guard();
+                serve_events(&self.hold, &self.maps, &self.watch, self.counters());
+            }
+            if polls[0].revents == 0 {
+                continue;
+            }
+            let mut buffer = [0u8; size_of::<Packet>()];
+            let (got, mut fds) = sock::receive(socket, &mut buffer, libc::MSG_DONTWAIT)?;
+            let Some(request) = Packet::parse(&buffer[..got]) else { return Err(Errno(libc::EPROTO)) };
+            if let Some(cpu) = request.cpu.checked_sub(1) {
+                // It waits for the answer, so its processor is free.
+                self.seat.follow(cpu);
+            }
+            let mut answer = Packet { status: 0, count: 0, ..request };
+            if request.op == Op::Leave as u32 {
+                give_up();
+                return sock::send(socket, answer.bytes(), &[]);
+            }
+            match self.answer(&request, &mut fds) {
+                Ok(count) => answer.count = count as u64,
+                Err(Errno(errno)) => answer.status = errno,
+            }
+            self.tell_cpu_time();
+            sock::send(socket, answer.bytes(), &[])?;
+        }
+    }
+
+    fn answer(&mut self, request: &Packet, fds: &mut sock::Fds) -> Result<usize> {
+        let count = (request.count as usize).min(LIST_MAX);
+        const REGIONS: u32 = Op::Regions as u32;
+        const WATCH: u32 = Op::Watch as u32;
+        const FETCH: u32 = Op::Fetch as u32;
+        const REMAP: u32 = Op::Remap as u32;
+        const HEAL: u32 = Op::Unshare as u32;
+        const FORGET: u32 = Op::CloseSegments as u32;
+        const PART: u32 = Op::Lend as u32;
+        match request.op {
+            REGIONS => self.regions(request.a == 1, request.b),
+            WATCH => {
+                for index in 0..count {
+                    let range: Range = self.channel.request(index);
+                    let status = watch_plain(&self.watch, range).map_or_else(|errno| errno.0, |()| 0);
+                    self.channel.put_answer(index, status);
+                }
+                Ok(count)
+            }
+            FETCH => self.fetch(count),
+            PART => self.part(request.a == 1).map(|()| 0),
+            REMAP => {
+                // In any case: the daemon does not bring them again.
+                self.take_segments(request.a, fds);
+                if is_leased() { Err(Errno(libc::EBUSY)) } else { self.remap(count) }
+            }
+            HEAL => {
+                for index in 0..count {
+                    let range: Range = self.channel.request(index);
+                    let status = self.heal(range).map_or_else(|errno| errno.0, |()| 0);
+                    self.channel.put_answer(index, status);
+                }
+                Ok(count)
+            }
+            FORGET => {
+                for index in 0..count {
+                    let id: u32 = self.channel.request(index);
+                    let place = &mut self.segments[id as usize % SEGMENTS_HELD];
+                    if place.as_ref().is_some_and(|held| held.id == id) {
+                        *place = None;
+                    }
+                }
+                Ok(count)
+            }
+            _ => Err(Errno(libc::ENOSYS)),
+        }
+    }
+
+    /// Leaves the plain memory to the cold tier, which a second thread is the client of, or asks for it back. The thread tells
+    /// when it is ours again, by changing the generation.
+    fn part(&mut self, away: bool) -> Result<()> {
+        if !away {
+            self.away = false;
+            cold::ask_end_of_lease();
+            return Ok(());
+        }
+        if !MAY_START.load(Ordering::Acquire) {
+            return Err(Errno(libc::EPERM));
+        }
+        // The thread that is started has our place.
+        self.seat.leave();
+        cold::lease(|| {
+            // Watches nothing: the kernel takes a range from one descriptor only.
+            self.watch = Uffd::new(self.device.as_ref(), WATCH_FEATURES)?;
+            self.forget_whole();
+            watch_staging(&self.watch, &self.staging)
+        })
+    }
+
+    /// Splits the list of pieces into spans, and merges them one by one; those that cover a huge page at once, if that goes.
+    fn remap(&mut self, count: usize) -> Result<usize> {
+        let mut pieces = [Piece::default(); FREEZE_PAGES_MAX];
+        let mut outcomes = [Outcome::default(); FREEZE_PAGES_MAX];
+        let mut at = 0;
+        let mut whole = true;
+        while at < count {
+            let first: Piece = self.channel.request(at);
+            // Each is copied before it is looked at, and not read again.
+            let ahead = pieces.iter_mut().zip(at..count).map(|(piece, index)| {
+                *piece = self.channel.request(index);
+                *piece
+            });
+            let huge = pieces_of_one(ahead).filter(|_| first.follows == 0 || whole);
+            let len = match huge {
+                Some(len) if self.remap_whole(&pieces[..len], &mut outcomes[..len]) => len,
+                _ => self.remap_first(at..count, whole, &mut pieces, &mut outcomes),
+            };
+            for (index, outcome) in outcomes[..len].iter().enumerate() {
+                self.channel.put_answer(at + index, *outcome);
+            }
+            whole = outcomes[len - 1].merged == pieces[len - 1].pages;
+            at += len;
+        }
+        Ok(count)
+    }
+
+    /// Merges the first span of the pieces `left`, those before which are merged as a `whole` or not; returns how many pieces it has.
+    fn remap_first(
+        &mut self,
+        left: core::ops::Range<usize>,
+        whole: bool,
+        pieces: &mut [Piece; FREEZE_PAGES_MAX],
+        outcomes: &mut [Outcome; FREEZE_PAGES_MAX],
+    ) -> usize {
+        let first: Piece = self.channel.request(left.start);
+        let mut len = 0;
+        for index in left.take(pieces.len()) {
+            let piece: Piece = self.channel.request(index);
+            if piece.span != first.span {
+                break;
+            }
+            pieces[len] = piece;
+            len += 1;
+        }
+        let (pieces, outcomes) = (&pieces[..len], &mut outcomes[..len]);
+        let ascending = pieces.windows(2).all(|pair| {
+            pair[0].addr + u64::from(pair[0].pages) * PAGE <= pair[1].addr && pair[0].pages > 0 && pair[1].pages > 0
+        });
+        if first.follows == 1 && !whole {
+            outcomes.fill(Outcome { merged: 0, reason: RefusalReason::Changed as u32 });
+        } else if ascending {
+            self.remap_span(pieces, outcomes);
+        } else {
+            outcomes.fill(Outcome { merged: 0, reason: RefusalReason::NotAnonymous as u32 });
+        }
+        len
+    }
+
+    /// Copies runs of pages to the channel.
+    fn fetch(&mut self, count: usize) -> Result<usize> {
+        let mut place = 0;
+        for index in 0..count {
+            let range: Range = self.channel.request(index);
+            self.channel.put_answer(index, (self.channel.copy_in(range, place) / PAGE_SIZE) as u64);
+            place += if range.is_empty() { 0 } else { range.pages().min((FETCH_PAGES_MAX - place) as u64) as usize };
+        }
+        Ok(count)
+    }
+
+    /// Lists the managed ranges, or (`pool`) the mappings of pool files from address `from` on.
+    fn regions(&mut self, pool: bool, from: u64) -> Result<usize> {
+        if !pool {
+            self.growth.note_listed();
+        }
+        // Reading the table needs the guard, reading maps does not; both are short.
+        let held = self.lock_guard();
+        let table = SHARED.tables(&held).table;
+        // Merged and plain memory lie in few ranges together.
+        let (what, from) = if pool { (Listed::Pool, from) } else { (Listed::Managed, 0) };
+        list(&self.maps, table, what, from, |index, entry| self.channel.put_answer(index, entry))
+    }
+
+    fn take_segments(&mut self, ids: u64, fds: &mut sock::Fds) {
+        // The ids of the descriptors stand at the end of the input list.
+        for index in 0..(ids as usize).min(fds.len()).min(SEGMENTS_PER_REQUEST) {
+            let id: u32 = self.channel.request(LIST_MAX - 1 - index);
+            // Whatever becomes of the new one: what has the place may be an older segment of the same id.
+            self.segments[id as usize % SEGMENTS_HELD] = None;
+            let Some(fd) = fds.take(index) else { continue };
+            let Ok((len, _)) = memfd::len_and_inode(fd.raw()) else { continue };
+            // A file that can shrink could kill the program by SIGBUS: refuse it.
+            let sealed = memfd::seals(&fd).is_ok_and(|seals| {
+                seals & memfd::SEAL_SHRINK != 0 && seals & (memfd::SEAL_WRITE | memfd::SEAL_FUTURE_WRITE) != 0
+            });
+            if !sealed {
+                continue;
+            }
+            let flags = libc::MAP_SHARED;
+            let Ok(map) = mem::Mapping::file(fd.raw(), 0, len as usize, libc::PROT_READ, flags) else { continue };
+            hide(&map);
+            self.segments[id as usize % SEGMENTS_HELD] = Some(Segment { id, fd, map, pages: (len / PAGE) as u32 });
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! What the thread of live merging keeps over a connection, and what the steps of a merge ask of it.
+
+use crate::address_space::anonymous::keep_attributes;
+use crate::address_space::discarded_ranges;
+use crate::address_space::glibc_arenas;
+use crate::address_space::heap::Heap;
+use crate::address_space::maps::Maps;
+use crate::address_space::regions::is_left_alone;
+use crate::address_space::rss_watch::Growth;
+use crate::limits::HUGE_PAGES;
+use crate::limits::NURSERY_LEN;
+use crate::owned_ranges::{self, Owned};
+use crate::runtime::affinity::Seat;
+use crate::runtime::wakeup::Bell;
+use crate::state::{AGENT, SHARED};
+use core::sync::atomic::Ordering;
+use pagefold_os::fd::Fd;
+use pagefold_os::raw::Result;
+use pagefold_os::uffd::{self, Uffd};
+use pagefold_os::{PAGE_SIZE, Page, Range, mem, sched};
+use pagefold_protocol::channel::{Channel, Counters};
+use pagefold_protocol::message::SEGMENTS_HELD;
+
+pub(super) const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Wakes the agent's thread where it waits for the daemon and for events.
+pub(crate) static BELL: Bell = Bell::new(Owned::Wakeup);
+
+/// A pool segment that is mapped for comparing.
+pub(super) struct Segment {
+    pub(super) id: u32,
+    pub(super) fd: Fd,
+    pub(super) map: mem::Mapping,
+    pub(super) pages: u32,
+}
+
+/// The agent at work: everything that one connection to a daemon needs.
+pub(crate) struct Agent {
+    pub(super) channel: Channel,
+    /// Watches for writes; sends no events.
+    pub(crate) watch: Uffd,
+    /// Holds frozen and merged ranges; tells of discards.
+    pub(crate) hold: Uffd,
+    /// Watches the end of the heap while part of that is frozen.
+    pub(crate) heap: Heap,
+    /// /dev/userfaultfd, if we have it.
+    pub(super) device: Option<Fd>,
+    /// We greeted this daemon while the plain memory was the cold tier's.
+    pub(super) away: bool,
+    /// Where frozen pages wait.
+    pub(crate) staging: mem::Mapping,
+    /// Where a huge page waits that is frozen whole; `None` before there was one.
+    pub(crate) whole: Option<mem::Mapping>,
+    /// Where the pages of the span that is frozen wait: one of these two.
+    pub(crate) room: u64,
+    /// The end of what was mapped of it.
+    pub(crate) mapped_to: u64,
+    /// Where memory that is given back is made, if that can be had; `None` before it is needed.
+    pub(super) nursery: Option<Option<u64>>,
+    pub(super) segments: [Option<Segment>; SEGMENTS_HELD],
+    /// The process's page map.
+    pub(crate) pagemap: Fd,
+    /// Its mappings.
+    pub(crate) maps: Maps,
+    /// Whether there are more of them than were listed.
+    pub(super) growth: Growth,
+    /// Where it runs.
+    pub(super) seat: Seat,
+    /// Processor time of this thread before the connection: earlier ones have told of it.
+    pub(super) cpu_before_ns: u64,
+    /// Pages of the frozen span that the program discarded meanwhile.
+    pub(crate) voids: [bool; HUGE_PAGES],
+}
+
+impl Agent {
+    /// Where the slots `slot..slot + pages` of `segment` can be read, if we hold it.
+    pub(crate) fn slots(&self, segment: u32, slot: u32, pages: u32) -> Option<*const Page> {
+        let held = self.segments[segment as usize % SEGMENTS_HELD].as_ref().filter(|held| held.id == segment)?;
+        let end = slot.checked_add(pages)?;
+        (end <= held.pages).then(|| (held.map.addr() + u64::from(slot) * PAGE) as *const Page)
+    }
+
+    pub(crate) fn segment_fd(&self, segment: u32) -> Option<i32> {
+        let held = self.segments[segment as usize % SEGMENTS_HELD].as_ref().filter(|held| held.id == segment)?;
+        Some(held.fd.raw())
+    }
+
+    /// Puts the attributes that the program gave to `range` onto the mapping that replaced it: `plain` memory, or the pool's.
+    pub(crate) fn keep_attributes(&self, range: Range, plain: bool) {
+        let held = SHARED.guard.lock(AGENT);
+        keep_attributes(range, SHARED.tables(&held).table, plain);
+    }
+
+    /// True if the program has asked for part of `range` to be left alone, perhaps after the daemon planned.
+    pub(crate) fn is_excluded(&self, range: Range) -> bool {
+        let held = SHARED.guard.lock(AGENT);
+        is_left_alone(SHARED.tables(&held).table, range)
+    }
+
+    /// True if the mappings of `range` cannot be replaced: the program has locked, sealed or keyed part of it, or discarded what cannot
+    /// be told from the slots where it is, or may map it anew unseen.
+    pub(crate) fn keeps_mapping(&self, range: Range) -> bool {
+        let held = SHARED.guard.lock(AGENT);
+        let table = SHARED.tables(&held).table;
+        table.keeps_mapping(range) || glibc_arenas::may_end(table, range) || discarded_ranges::overlap(range)
+    }
+
+    /// Notes that a bare call has sealed `range`, as the kernel has just told us.
+    pub(crate) fn note_sealed(&self, range: Range) {
+        let held = SHARED.guard.lock(AGENT);
+        SHARED.tables(&held).table.change(range, |note| note.sealed = true);
+    }
+
+    pub(crate) fn remember_merged(&self, range: Range) {
+        let held = SHARED.guard.lock(AGENT);
+        SHARED.tables(&held).merged.add(range);
+    }
+
+    /// What the program may do in `range`, if that lies in one mapping of a pool file.
+    pub(crate) fn rights_of_pool(&self, range: Range) -> Option<i32> {
+        let mut rights = None;
+        let visit = |part: Range, prot| {
+            rights = (part == range).then_some(prot);
+            true
+        };
+        self.maps.pools(range, visit).ok().and(rights)
+    }
+
+    /// Where memory that is given back is made, see [`Agent::heal`].
+    pub(crate) fn nursery(&mut self) -> Option<u64> {
+        if self.nursery.is_none() {
+            self.nursery = Some(self.find_nursery().ok());
+        }
+        self.nursery.flatten()
+    }
+
+    fn find_nursery(&self) -> Result<u64> {
+        let mut base = owned_ranges::range_of(Owned::Nursery).start;
+        if base == 0 {
+            // Between two pages that nobody may touch, so that it never joins what lies beside it.
+            let (len, flags) = (NURSERY_LEN + 2 * PAGE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
+            // SAFETY: the kernel chooses a free range.
+            let addr = unsafe { mem::map(mem::wish(len), len, libc::PROT_NONE, flags, -1, 0) }?;
+            base = addr + PAGE;
+            // SAFETY: the range is ours.
+            if let Err(errno) = unsafe { mem::protect(base, NURSERY_LEN, libc::PROT_READ | libc::PROT_WRITE) } {
+                // SAFETY: the same range.
+                let _ = unsafe { mem::unmap(addr, len) };
+                return Err(errno);
+            }
+            owned_ranges::register(Owned::Nursery, Range { start: base, end: base + NURSERY_LEN });
+        }
+        // Its pages come by `UFFDIO_COPY` one by one, never as a huge page.
+        self.hold.register(Range { start: base, end: base + NURSERY_LEN }, uffd::MODE_MISSING)?;
+        Ok(base)
+    }
+
+    pub(crate) const fn counters(&self) -> &Counters {
+        self.channel.counters()
+    }
+
+    /// Tells the daemon what our work for it costs.
+    pub(super) fn tell_cpu_time(&self) {
+        let ns = sched::thread_cpu_ns().saturating_sub(self.cpu_before_ns);
+        self.counters().cpu_ns.store(ns, Ordering::Relaxed);
+    }
+}

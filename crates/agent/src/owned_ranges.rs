@@ -1,0 +1,83 @@
+//! The agent's own memory among the program's: stacks, staging areas, the nursery and the like.
+//!
+//! The program may give advice on this memory, as a program does that advises everything in its list of mappings. The agent must
+//! never manage it: an agent that freezes its own stack waits for itself. So each module that makes such memory registers it
+//! here, and lists and freezes leave it out. A forked child inherits the registry with the memory.
+
+use core::sync::atomic::{AtomicU64, Ordering};
+use pagefold_os::{PAGE_SIZE, Range, mem};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// What the agent has at most one range for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Owned {
+    /// Stack of the thread of live merging, or of a cold client's only thread.
+    Stack,
+    /// Stack of the thread that serves the cold tier during a lease.
+    LeaseStack,
+    /// Stack of the thread that faults pages in.
+    FaultInStack,
+    /// Where frozen pages wait.
+    Staging,
+    /// Where a huge page waits that is frozen whole.
+    HugeStaging,
+    /// Where pages wait that are being evicted.
+    ColdStaging,
+    /// Where memory for unshared pages is made.
+    Nursery,
+    /// The page that wakes the thread of live merging.
+    Wakeup,
+    /// The page that wakes the thread of the cold tier.
+    ColdWakeup,
+    /// The page that the kernel wipes in forked children.
+    #[cfg(feature = "preload")]
+    Origin,
+    /// The library's zero-initialized statics.
+    #[cfg(feature = "preload")]
+    Statics,
+}
+
+const COUNT: usize = 11;
+
+/// Bits of a word that count the pages of a range; the number of its first page is above them.
+const PAGES_BITS: u32 = 24;
+
+/// The range of each [`Owned`] in one word, so that a reader never combines the parts of two ranges; 0 if there is none.
+static RANGES: [AtomicU64; COUNT] = [const { AtomicU64::new(0) }; COUNT];
+
+/// Registers `range` in the place of the range before; an empty range if the memory is gone.
+pub(crate) fn register(owned: Owned, range: Range) {
+    let word = if range.is_empty() { 0 } else { range.start / PAGE << PAGES_BITS | range.pages() };
+    RANGES[owned as usize].store(word, Ordering::Release);
+}
+
+/// The range of `owned`, empty if there is none.
+pub(crate) fn range_of(owned: Owned) -> Range {
+    unpack(&RANGES[owned as usize])
+}
+
+fn unpack(word: &AtomicU64) -> Range {
+    let word = word.load(Ordering::Acquire);
+    Range::pages_from((word >> PAGES_BITS) * PAGE, word & ((1 << PAGES_BITS) - 1))
+}
+
+/// The first range of the agent's that overlaps `range`.
+pub(crate) fn first_in(range: Range) -> Option<Range> {
+    let overlapping = RANGES.iter().map(unpack).filter(|owned| !owned.is_empty() && owned.overlaps(&range));
+    overlapping.min_by_key(|owned| owned.start)
+}
+
+/// Returns true if `addr` lies in the nursery.
+pub(crate) fn is_in_nursery(addr: u64) -> bool {
+    let nursery = range_of(Owned::Nursery);
+    (nursery.start..nursery.end).contains(&addr)
+}
+
+/// Leaves a mapping of the agent's out of forked children and core dumps.
+pub(crate) fn hide(map: &mem::Mapping) {
+    for advice in [libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
+        // SAFETY: the advice changes no bytes of this process.
+        let _ = unsafe { mem::advise(map.addr(), map.len() as u64, advice) };
+    }
+}

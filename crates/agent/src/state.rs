@@ -1,0 +1,149 @@
+//! What the program's threads and the agent's share: one state per process.
+//!
+//! The words are atomic. The tables are reached by who holds the guard, and by nobody else; socket and domain are written before
+//! the agent's first thread and never again.
+
+use crate::mapping_lock::{Guard, Held};
+use crate::owned_ranges::Owned;
+use crate::range_attributes::{MergedChunks, Table};
+use crate::runtime::thread::Thread;
+use core::cell::UnsafeCell;
+use core::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+
+/// `me` of the agent's thread for the guard, and of the cold tier's; no thread pointer has these values.
+pub(crate) const AGENT: usize = 1;
+pub(crate) const COLD_AGENT: usize = 2;
+
+/// What program threads and the agent's thread share; one per process.
+pub struct Shared {
+    /// Held while mappings change.
+    pub guard: Guard,
+    /// Counts changes of the managed ranges.
+    pub generation: AtomicU64,
+    /// 0 not started, 1 running, 2 asked to leave, 3 given up.
+    pub phase: AtomicU32,
+    /// The agent's thread.
+    pub thread: Thread,
+    /// Manage every large private anonymous mapping.
+    pub all: AtomicBool,
+    /// `malloc` is the C library's, and `free` comes by us: blocks that it mapped for themselves can be managed.
+    pub blocks: AtomicBool,
+    /// The agent's thread answers discards of merged pages.
+    pub holds: AtomicBool,
+    /// Forked from a process that had merged pages.
+    pub forked: AtomicBool,
+    /// Errno that made the agent give up, for the curious.
+    pub error: AtomicI32,
+    socket_len: AtomicUsize,
+    socket: UnsafeCell<[u8; 108]>,
+    domain: UnsafeCell<[u8; 64]>,
+}
+
+// SAFETY: the cells are written before the thread starts.
+unsafe impl Sync for Shared {}
+
+/// What the guard protects; zeros at first, so that it takes no room in the library's file.
+struct Guarded {
+    table: UnsafeCell<Table>,
+    merged: UnsafeCell<MergedChunks>,
+}
+
+// SAFETY: reached by who holds the guard, and by nobody else.
+unsafe impl Sync for Guarded {}
+
+static GUARDED: Guarded =
+    Guarded { table: UnsafeCell::new(Table::new()), merged: UnsafeCell::new(MergedChunks::new()) };
+
+/// The one state of this process.
+pub static SHARED: Shared = Shared {
+    guard: Guard::new(),
+    generation: AtomicU64::new(1),
+    phase: AtomicU32::new(0),
+    thread: Thread::new(Owned::Stack),
+    all: AtomicBool::new(false),
+    blocks: AtomicBool::new(false),
+    holds: AtomicBool::new(false),
+    forked: AtomicBool::new(false),
+    error: AtomicI32::new(0),
+    socket_len: AtomicUsize::new(0),
+    socket: UnsafeCell::new([0; 108]),
+    domain: UnsafeCell::new([0; 64]),
+};
+
+/// Access to what the guard protects.
+pub struct Tables<'a> {
+    _held: &'a Held<'a>,
+    /// Ranges and notes.
+    pub table: &'a mut Table,
+    /// Chunks with merged pages.
+    pub merged: &'a mut MergedChunks,
+}
+
+impl Shared {
+    /// Sets where the daemon listens and which domain we belong to; false if either is too long.
+    /// Call before [`start`](crate::live::start).
+    pub fn configure(&self, socket: &[u8], domain: &[u8], all: bool) -> bool {
+        if socket.len() >= 108 || domain.len() > 64 || self.phase.load(Ordering::Acquire) != 0 {
+            return false;
+        }
+        // SAFETY: no thread of ours runs yet (phase 0), and the caller is the only one to configure.
+        unsafe {
+            (&mut *self.socket.get())[..socket.len()].copy_from_slice(socket);
+            *self.domain.get() = [0; 64];
+            (&mut *self.domain.get())[..domain.len()].copy_from_slice(domain);
+        }
+        self.socket_len.store(socket.len(), Ordering::Release);
+        self.all.store(all, Ordering::Relaxed);
+        true
+    }
+
+    /// True if [`configure`](Self::configure) was called.
+    pub fn is_configured(&self) -> bool {
+        self.socket_len.load(Ordering::Acquire) > 0
+    }
+
+    /// The tables, for who holds the guard.
+    pub fn tables<'a>(&'a self, held: &'a Held<'a>) -> Tables<'a> {
+        // SAFETY: the guard is held, so nobody else has the tables. A frame of the same thread further out may hold the guard
+        // too (a signal handler interrupted it): no signal comes while the table changes, and what such a frame has read
+        // of it are copies.
+        unsafe { Tables { _held: held, table: &mut *GUARDED.table.get(), merged: &mut *GUARDED.merged.get() } }
+    }
+
+    /// Tells the daemon, at its next look, that the managed ranges changed.
+    pub fn changed(&self) {
+        self.generation.fetch_add(1, Ordering::Release);
+    }
+}
+
+/// The daemon's socket and the domain's name, padded with zeros.
+pub(crate) fn read_settings() -> (&'static [u8], &'static [u8; 64]) {
+    let len = SHARED.socket_len.load(Ordering::Acquire);
+    // SAFETY: written before the thread started.
+    unsafe { (&(&*SHARED.socket.get())[..len], &*SHARED.domain.get()) }
+}
+
+/// The program has locked all its memory: there is nothing for the agent to do.
+pub(crate) static ALL_LOCKED: AtomicBool = AtomicBool::new(false);
+
+/// What filters of the program's leave the agent (see [`filter`](crate::seccomp_filter)).
+pub(crate) static MAY_START: AtomicBool = AtomicBool::new(true);
+pub(crate) static MAY_FOLLOW: AtomicBool = AtomicBool::new(true);
+
+/// The thread that serves the cold tier during a lease.
+pub(crate) static LEASE_THREAD: Thread = Thread::new(Owned::LeaseStack);
+/// The thread that faults in everything that is evicted when the agent leaves.
+pub(crate) static FAULT_IN_THREAD: Thread = Thread::new(Owned::FaultInStack);
+
+/// How many threads of the agent there are.
+pub(crate) fn count_threads() -> usize {
+    [&SHARED.thread, &LEASE_THREAD, &FAULT_IN_THREAD].into_iter().filter(|thread| !thread.is_gone()).count()
+}
+
+/// The lease of a merged client's anonymous memory to the cold tier: 0 none, 1 leased, 2 asked to end.
+pub(crate) static LEASE: AtomicU32 = AtomicU32::new(0);
+
+/// Returns true while the anonymous memory is leased to the tier.
+pub(crate) fn is_leased() -> bool {
+    LEASE.load(Ordering::Acquire) != 0
+}
