@@ -1,4 +1,4 @@
-//! Merged memory behaves as anonymous memory does: each test runs one scenario of `programs/semantics.c` under
+//! Merged memory behaves as anonymous memory does: each test runs one scenario of `programs/semantics/` under
 //! `pagefold run`; the program waits until its pages are merged and then compares every byte.
 
 mod common;

@@ -7,6 +7,7 @@ pub mod group;
 pub mod guest;
 
 use serde_json::Value;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Output, Stdio};
@@ -119,25 +120,33 @@ pub fn installed(program: &str) -> Option<PathBuf> {
     found
 }
 
-/// The compiled C program, once per test binary.
+/// The compiled C program with the scenarios; `None` after saying that there is no compiler.
 pub fn semantics() -> Option<&'static Path> {
-    static BUILT: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
-    let built = BUILT.get_or_init(|| {
-        installed("cc")?;
-        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
-        let program = dir.path().join("semantics");
-        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/programs/semantics.c");
-        let done = Command::new("cc")
-            .args(["-O2", "-Wall", "-Werror", "-pthread", "-o"])
-            .arg(&program)
-            .arg(source)
-            .output()
-            .expect("cc runs");
+    static BUILT: OnceLock<Option<PathBuf>> = OnceLock::new();
+    BUILT.get_or_init(|| installed("cc").map(|cc| build_semantics(&cc))).as_deref()
+}
+
+/// Builds the program once for each state of its sources: all test binaries use the same one.
+fn build_semantics(cc: &Path) -> PathBuf {
+    let sources = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/programs/semantics");
+    let entries = std::fs::read_dir(sources).expect("the sources");
+    let mut files: Vec<PathBuf> = entries.map(|entry| entry.expect("an entry").path()).collect();
+    files.sort();
+    let mut state = DefaultHasher::new();
+    files.iter().for_each(|file| std::fs::read(file).expect("a source").hash(&mut state));
+    let builds = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let dir = builds.join(format!("semantics-{:016x}", state.finish()));
+    if !dir.exists() {
+        let new = tempfile::tempdir_in(builds).expect("a directory");
+        let mut command = Command::new(cc);
+        command.args(["-O2", "-Wall", "-Werror", "-pthread", "-o"]).arg(new.path().join("semantics"));
+        command.args(files.iter().filter(|file| file.extension().is_some_and(|extension| extension == "c")));
+        let done = command.output().expect("cc runs");
         assert!(done.status.success(), "cc: {}", String::from_utf8_lossy(&done.stderr));
-        Some((dir, program))
-    });
-    // The directory of a static is not dropped; what lies there is one small program in the build directory.
-    built.as_ref().map(|(_, program)| program.as_path())
+        // If another test binary was faster, this fails and its program is used.
+        let _ = std::fs::rename(new.path(), &dir);
+    }
+    dir.join("semantics")
 }
 
 /// Python as distributions install it, not a wrapper of somebody's; `None` after saying that there is none.

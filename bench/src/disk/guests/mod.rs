@@ -80,12 +80,22 @@ fn tree_images(scratch: &Scratch, tree_mib: u64, count: usize) -> Result<(PathBu
     Ok((directory, images))
 }
 
+/// A C program of this project in one text; its header is copied to `build`.
+fn program(build: &Path) -> Result<String, Failure> {
+    let sources = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/programs/semantics"));
+    std::fs::copy(sources.join("common.h"), build.join("common.h"))?;
+    let entries = std::fs::read_dir(sources)?.map(|entry| Ok(entry?.path()));
+    let mut files: Vec<PathBuf> = entries.collect::<Result<_, Failure>>()?;
+    files.retain(|file| file.extension().is_some_and(|extension| extension == "c"));
+    files.sort();
+    files.iter().map(|file| Ok(std::fs::read_to_string(file)?)).collect()
+}
+
 /// Leaves this machine's C compiler, a program of this project, the headers it asks for and a script in `build`.
 fn add_compiler(build: &Path) -> Result<(), Failure> {
-    const PROGRAM: &str = include_str!("../../../../tests/programs/semantics.c");
     std::fs::create_dir_all(build)?;
     let source = build.join("main.c");
-    std::fs::write(&source, PROGRAM)?;
+    std::fs::write(&source, program(build)?)?;
     let say = |program: &str, args: &[&str]| process::output(Command::new(program).args(args));
     let compiler = say("gcc", &["-print-prog-name=cc1"])?.trim().to_owned();
     std::fs::copy(&compiler, build.join("cc1"))?;
