@@ -4,9 +4,9 @@ mod common;
 
 use common::cold::{Host, Parking};
 use common::{Reaped, can_merge, finish, guest, installed, wait_for};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 use std::time::Duration;
 
 /// Settings under which pages go out by themselves within a test's time.
@@ -202,7 +202,7 @@ fn stress_ng_finds_no_wrong_bit() {
 }
 
 /// The guest's first program: compares the file with its first digest for as long as it lives.
-const INIT: &str = "#!/bin/busybox sh
+const INIT: &str = "\
 b=/bin/busybox
 first=$($b md5sum /data)
 n=0
@@ -218,31 +218,19 @@ done
 
 #[test]
 fn a_guest_is_parked_works_on_and_is_unparked() {
-    if !can_merge() || installed("qemu-system-x86_64").is_none() || installed("cpio").is_none() {
-        return;
-    }
-    let Some(busybox) = installed("busybox") else { return };
-    let Some(kernel) = guest::kernel() else { return };
+    let Some(boot) = guest::needs(&[]).filter(|_| can_merge()) else { return };
     let host = Host::start(&["--cold-policy=manual"]);
     let data = vec![("data".to_owned(), guest::noise(12 << 20, 0x0f0f_0f0f))];
-    let initramfs = guest::initramfs(host.dir.path(), &busybox, INIT, &data);
+    let initramfs = guest::initramfs(host.dir.path(), &boot, INIT, &data);
     let mut command = host.run(&[]);
     command.args(["qemu-system-x86_64", "-accel", "tcg,thread=multi", "-m", "192", "-nodefaults", "-no-reboot"]);
     command.args(["-display", "none", "-serial", "stdio", "-append", "console=ttyS0 quiet panic=-1", "-kernel"]);
-    command.arg(kernel).arg("-initrd").arg(initramfs).stdin(Stdio::piped()).stdout(Stdio::piped());
+    command.arg(&boot.0.path).arg("-initrd").arg(initramfs).stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut qemu = Reaped(command.stderr(Stdio::null()).spawn().expect("qemu"));
     let mut input = qemu.0.stdin.take().expect("a pipe");
-    let mut output = qemu.0.stdout.take().expect("a pipe");
-    let said = Arc::new(Mutex::new(String::new()));
-    let to = said.clone();
-    std::thread::spawn(move || {
-        let mut bytes = [0; 4096];
-        while let Ok(got @ 1..) = output.read(&mut bytes) {
-            to.lock().expect("no panic").push_str(&String::from_utf8_lossy(&bytes[..got]));
-        }
-    });
+    let console = common::boot::Console::read(qemu.0.stdout.take().expect("a pipe"));
     let rounds = || {
-        let said = said.lock().expect("no panic").clone();
+        let said = console.text();
         assert!(!said.contains("PAGEFOLD-WRONG"), "the guest read wrong bytes:\n{said}");
         said.matches("PAGEFOLD-ROUND").count()
     };

@@ -3,56 +3,26 @@
 
 mod common;
 
-use common::{Daemon, Reaped, TOOL, can_merge, guest, installed, skipped, wait_for};
+use common::boot::{Console, DISK};
+use common::{Daemon, Reaped, TOOL, can_merge, guest, skipped, wait_for};
 use std::collections::{HashMap, HashSet};
-use std::io::Read;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex};
 
 const IMAGE_LEN: usize = 8 << 20;
 const GUESTS: usize = 3;
 
-/// Newest kernel with modules for a virtio disk, and those modules in the order to load them.
-fn kernel() -> Option<(PathBuf, Vec<PathBuf>)> {
-    let mut kernels: Vec<PathBuf> = std::fs::read_dir("/boot").ok()?.flatten().map(|entry| entry.path()).collect();
-    kernels.sort();
-    kernels.into_iter().rev().find_map(|kernel| {
-        let version = kernel.file_name()?.to_str()?.strip_prefix("vmlinuz-")?.to_owned();
-        let home = Path::new("/lib/modules").join(version);
-        let table = std::fs::read_to_string(home.join("modules.dep")).ok()?;
-        let mut modules = Vec::new();
-        for driver in ["virtio_pci.ko", "virtio_blk.ko"] {
-            let found = table.lines().find(|line| line.split(':').next().is_some_and(|name| name.ends_with(driver)));
-            for name in found.unwrap_or_default().split([':', ' ']).filter(|part| !part.is_empty()).rev() {
-                let module = home.join(name);
-                if !modules.contains(&module) {
-                    modules.push(module);
-                }
-            }
-        }
-        (!modules.is_empty()).then_some((kernel, modules))
-    })
-}
-
-/// A first program that reads the whole disk into the guest's page cache, says its digest, and rests.
-fn initramfs(dir: &Path, busybox: &Path, modules: &[PathBuf]) -> PathBuf {
-    let mut init = "#!/bin/busybox sh\nb=/bin/busybox\n$b mount -t devtmpfs none /dev\n".to_owned();
-    let mut files = Vec::new();
-    for (n, module) in modules.iter().enumerate() {
-        files.push((format!("{n}.ko"), std::fs::read(module).expect("a module")));
-        init.push_str(&format!("$b insmod /{n}.ko\n"));
-    }
-    init.push_str("while ! [ -b /dev/vda ]; do $b sleep 0.1; done\n");
-    init.push_str("echo PAGEFOLD-SUM $($b md5sum < /dev/vda)\n");
-    init.push_str("while :; do $b sleep 1000; done\n");
-    guest::initramfs(dir, busybox, &init, &files)
-}
+/// Reads the whole disk into the guest's page cache, prints its digest, and rests.
+const INIT: &str = "
+while ! [ -b /dev/vda ]; do /bin/busybox sleep 0.1; done
+echo PAGEFOLD-SUM $(/bin/busybox md5sum < /dev/vda)
+while :; do /bin/busybox sleep 1000; done
+";
 
 struct Guest {
     qemu: Reaped,
-    said: Arc<Mutex<String>>,
+    console: Console,
 }
 
 impl Guest {
@@ -63,23 +33,14 @@ impl Guest {
         command.arg("-kernel").arg(kernel).arg("-initrd").arg(initramfs).arg("-drive");
         command.arg(format!("file={},format=raw,if=virtio,cache=none", disk.display()));
         let mut qemu = Reaped(command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().expect("qemu"));
-        let mut output = qemu.0.stdout.take().expect("a pipe");
-        let said = Arc::new(Mutex::new(String::new()));
-        let to = said.clone();
-        std::thread::spawn(move || {
-            let mut bytes = [0; 4096];
-            while let Ok(got @ 1..) = output.read(&mut bytes) {
-                to.lock().expect("no panic").push_str(&String::from_utf8_lossy(&bytes[..got]));
-            }
-        });
-        Guest { qemu, said }
+        let console = Console::read(qemu.0.stdout.take().expect("a pipe"));
+        Guest { qemu, console }
     }
 
     fn sum(&mut self) -> Option<String> {
-        let said = self.said.lock().expect("no panic").clone();
-        assert!(self.qemu.0.try_wait().expect("wait").is_none(), "a guest ended:\n{said}");
-        let (_, rest) = said.split_once("PAGEFOLD-SUM ")?;
-        rest.split_once([' ', '\r', '\n']).map(|(sum, _)| sum.to_owned())
+        assert!(self.qemu.0.try_wait().expect("wait").is_none(), "a guest ended:\n{}", self.console.text());
+        let sum = self.console.after("PAGEFOLD-SUM ")?;
+        sum.split(' ').next().map(str::to_owned)
     }
 }
 
@@ -110,25 +71,12 @@ fn a_disk_block_is_one_frame_in_the_host_and_in_every_guest() {
     if unsafe { libc::geteuid() } != 0 || !Path::new("/dev/fuse").exists() {
         return skipped("mounting and looking at frames needs root and /dev/fuse");
     }
-    if !can_merge() || installed("qemu-system-x86_64").is_none() || installed("cpio").is_none() {
-        return;
-    }
-    let Some(busybox) = installed("busybox") else { return };
-    let Some((kernel, modules)) = kernel() else {
-        return skipped("no kernel with modules in /boot (linux-image-cloud-amd64)");
-    };
+    let Some(boot) = guest::needs(&DISK).filter(|_| can_merge()) else { return };
     let mut daemon = Daemon::start(&["--scan-interval", "200ms"]);
     let base = tempfile::tempdir_in("/var/tmp").expect("a directory");
     let (images, mount) = (base.path().join("images"), base.path().join("mnt"));
     std::fs::create_dir_all(&images).and_then(|()| std::fs::create_dir(&mount)).expect("directories");
-    let mut seed = 0x9E37_79B9_7F4A_7C15u64;
-    let words = (0..IMAGE_LEN / 8).flat_map(|_| {
-        seed ^= seed << 13;
-        seed ^= seed >> 7;
-        seed ^= seed << 17;
-        seed.to_ne_bytes()
-    });
-    let data: Vec<u8> = words.collect();
+    let data = guest::noise(IMAGE_LEN, u64::MAX);
     for n in 0..GUESTS {
         std::fs::write(images.join(format!("{n}.raw")), &data).expect("an image");
     }
@@ -142,8 +90,8 @@ fn a_disk_block_is_one_frame_in_the_host_and_in_every_guest() {
     let server = Reaped(command.spawn().expect("the mount"));
     wait_for("the images to be shown", 30, || mount.join("0.raw").exists());
 
-    let archive = initramfs(base.path(), &busybox, &modules);
-    let start = |n: usize| Guest::start(&daemon, &kernel, &archive, &mount.join(format!("{n}.raw")));
+    let archive = guest::initramfs(base.path(), &boot, INIT, &[]);
+    let start = |n: usize| Guest::start(&daemon, &boot.0.path, &archive, &mount.join(format!("{n}.raw")));
     let mut guests: Vec<Guest> = (0..GUESTS).map(start).collect();
     wait_for("the guests to read their disks", 400, || guests.iter_mut().all(|guest| guest.sum().is_some()));
     for guest in &mut guests {

@@ -3,18 +3,18 @@
 
 mod common;
 
-use common::{Daemon, Reaped, can_merge, guest, installed, wait_for};
+use common::boot::Console;
+use common::{Daemon, Reaped, can_merge, guest, wait_for};
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, Lines, Read, Write};
+use std::io::{BufRead, BufReader, Lines, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdin, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// The guest's first program: compares the file with its first digest and with a fresh copy until told to stop.
-const INIT: &str = "#!/bin/busybox sh
+const INIT: &str = "\
 b=/bin/busybox
 first=$($b md5sum /data)
 echo PAGEFOLD-READY
@@ -75,7 +75,7 @@ impl Monitor {
 struct Guest {
     qemu: Reaped,
     input: ChildStdin,
-    said: Arc<Mutex<String>>,
+    console: Console,
     monitor: PathBuf,
 }
 
@@ -100,16 +100,8 @@ impl Guest {
             .stdout(Stdio::piped());
         let mut qemu = Reaped(command.spawn().expect("qemu"));
         let input = qemu.0.stdin.take().expect("a pipe");
-        let mut output = qemu.0.stdout.take().expect("a pipe");
-        let said = Arc::new(Mutex::new(String::new()));
-        let to = said.clone();
-        std::thread::spawn(move || {
-            let mut bytes = [0; 4096];
-            while let Ok(got @ 1..) = output.read(&mut bytes) {
-                to.lock().expect("no panic").push_str(&String::from_utf8_lossy(&bytes[..got]));
-            }
-        });
-        Guest { qemu, input, said, monitor }
+        let console = Console::read(qemu.0.stdout.take().expect("a pipe"));
+        Guest { qemu, input, console, monitor }
     }
 
     /// Saves the guest's memory while it works on: QEMU tracks its writes by a userfaultfd of its own.
@@ -142,12 +134,8 @@ impl Guest {
         monitor
     }
 
-    fn said(&self) -> String {
-        self.said.lock().expect("no panic").clone()
-    }
-
     fn rounds(&mut self) -> usize {
-        let said = self.said();
+        let said = self.console.text();
         assert!(!said.contains("PAGEFOLD-WRONG"), "a guest read wrong bytes:\n{said}");
         assert!(self.qemu.0.try_wait().expect("wait").is_none(), "a guest ended:\n{said}");
         said.matches("PAGEFOLD-ROUND").count()
@@ -156,14 +144,12 @@ impl Guest {
 
 #[test]
 fn guests_work_while_they_are_merged() {
-    if !can_merge() || installed("qemu-system-x86_64").is_none() || installed("cpio").is_none() {
-        return;
-    }
-    let (Some(busybox), Some(kernel)) = (installed("busybox"), guest::kernel()) else { return };
+    let Some(boot) = guest::needs(&[]).filter(|_| can_merge()) else { return };
     let daemon = Daemon::start(&["--scan-interval", "200ms", "--no-keeper"]);
     let data = vec![("data".to_owned(), guest::noise(DATA_LEN, u64::MAX))];
-    let initramfs = guest::initramfs(daemon.dir.path(), &busybox, INIT, &data);
-    let mut guests: Vec<Guest> = (0..2).map(|_| Guest::start(&daemon, &kernel, &initramfs)).collect();
+    let initramfs = guest::initramfs(daemon.dir.path(), &boot, INIT, &data);
+    let kernel = &boot.0.path;
+    let mut guests: Vec<Guest> = (0..2).map(|_| Guest::start(&daemon, kernel, &initramfs)).collect();
     wait_for("the guests to boot", 400, || guests.iter_mut().all(|guest| guest.rounds() > 0));
     // A quarter of the file that both have, at least.
     let wanted = (DATA_LEN / 4096 / 4) as i64;
@@ -198,7 +184,7 @@ fn guests_work_while_they_are_merged() {
     wait_for("the guests' file to be shared again", 120, || daemon.total("pages_sharing") > wanted);
     // The other one moves to another QEMU, and both work on.
     let by = daemon.dir.path().join("move");
-    let moved = Guest::start_by(&daemon, &kernel, &initramfs, &["-incoming", &format!("unix:{}", by.display())]);
+    let moved = Guest::start_by(&daemon, kernel, &initramfs, &["-incoming", &format!("unix:{}", by.display())]);
     wait_for("it to wait", 20, || by.exists());
     guests[1].move_to(&moved, &by);
     guests[1] = moved;
@@ -215,6 +201,6 @@ fn guests_work_while_they_are_merged() {
             status = guest.qemu.0.try_wait().expect("wait");
             status.is_some()
         });
-        assert!(status.is_some_and(|status| status.success()), "{status:?}\n{}", guest.said());
+        assert!(status.is_some_and(|status| status.success()), "{status:?}\n{}", guest.console.text());
     }
 }

@@ -1,45 +1,28 @@
-//! What guests of QEMU boot from.
+//! Guests of QEMU.
 
-use super::skipped;
-use std::io::Write;
-use std::os::unix::fs::PermissionsExt;
+use super::boot::{self, Kernel};
+use super::{installed, skipped};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
-/// A kernel of this machine that may be read, or `None` after saying that there is none.
-pub fn kernel() -> Option<PathBuf> {
-    let entries = std::fs::read_dir("/boot").into_iter().flatten().flatten();
-    let found = entries.map(|entry| entry.path()).find(|path| {
-        path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz"))
-            && std::fs::File::open(path).is_ok()
-    });
-    if found.is_none() {
+/// A kernel with modules for `drivers` and the path of busybox; `None` after saying what is missing for guests.
+pub fn needs(drivers: &[&str]) -> Option<(Kernel, PathBuf)> {
+    installed("qemu-system-x86_64").and(installed("cpio"))?;
+    let busybox = installed("busybox")?;
+    let kernel = boot::kernel(drivers);
+    if kernel.is_none() {
         skipped("no kernel to boot in /boot (linux-image-cloud-amd64)");
     }
-    found
+    Some((kernel?, busybox))
 }
 
-/// Makes an initial file system in `dir`: busybox, `init` as the first program, and `files` by name.
-pub fn initramfs(dir: &Path, busybox: &Path, init: &str, files: &[(String, Vec<u8>)]) -> PathBuf {
-    let root = dir.join("root");
-    for name in ["bin", "dev"] {
-        std::fs::create_dir_all(root.join(name)).expect("a directory");
-    }
-    std::fs::copy(busybox, root.join("bin/busybox")).expect("busybox");
-    std::fs::write(root.join("init"), init).expect("init");
-    std::fs::set_permissions(root.join("init"), PermissionsExt::from_mode(0o755)).expect("permissions");
-    let mut names = ".\nbin\nbin/busybox\ndev\ninit\n".to_owned();
-    for (name, content) in files {
-        std::fs::write(root.join(name), content).expect("a file");
-        names.push_str(&format!("{name}\n"));
-    }
-    let archive = dir.join("initramfs");
-    let mut command = Command::new("cpio");
-    command.args(["--quiet", "-o", "-H", "newc"]).current_dir(&root).stdin(Stdio::piped());
-    let mut child = command.stdout(std::fs::File::create(&archive).expect("a file")).spawn().expect("cpio");
-    child.stdin.take().expect("a pipe").write_all(names.as_bytes()).expect("names");
-    assert!(child.wait().expect("cpio ends").success());
-    archive
+/// An initial file system in `dir` with the shell script `init` as its first program.
+pub fn initramfs(
+    dir: &Path,
+    (kernel, busybox): &(Kernel, PathBuf),
+    init: &str,
+    files: &[(String, Vec<u8>)],
+) -> PathBuf {
+    boot::initramfs(dir, busybox, &kernel.modules, init, files).expect("an initial file system")
 }
 
 /// `len` bytes that look random; only the bits of `mask` are set in each word.

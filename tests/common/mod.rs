@@ -2,6 +2,7 @@
 
 #![allow(dead_code)]
 
+pub mod boot;
 pub mod cold;
 pub mod group;
 pub mod guest;

@@ -3,12 +3,15 @@
 //! The images are independent copies; the host keeps one. With merging on, the guests' own copies and the host's
 //! become one physical frame: the kernel's page map says so.
 
+#[path = "../../../tests/common/boot.rs"]
+mod boot;
 mod common;
 
+use boot::{Console, DISK};
 use common::{Mount, Random, Setup, has};
 use std::collections::HashSet;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -19,99 +22,61 @@ fn the_process_that_serves() {
 
 const IMAGE_MIB: usize = 16;
 
-/// What a guest needs: a kernel and its disk driver's modules.
-fn kernel() -> Option<(PathBuf, Vec<PathBuf>)> {
-    let mut kernels: Vec<PathBuf> = std::fs::read_dir("/boot").ok()?.flatten().map(|entry| entry.path()).collect();
-    kernels.retain(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz-")));
-    kernels.sort();
-    for kernel in kernels.into_iter().rev() {
-        let version = kernel.file_name()?.to_string_lossy().trim_start_matches("vmlinuz-").to_owned();
-        let modules = Path::new("/lib/modules").join(version);
-        let table = std::fs::read_to_string(modules.join("modules.dep")).unwrap_or_default();
-        let mut wanted = Vec::new();
-        for driver in ["virtio_pci.ko", "virtio_blk.ko"] {
-            let Some(line) = table.lines().find(|line| line.split(':').next().is_some_and(|n| n.ends_with(driver)))
-            else {
-                continue;
-            };
-            // What it depends on comes after the colon, the last one first to load.
-            let files: Vec<&str> = line.split([':', ' ']).filter(|part| !part.is_empty()).collect();
-            wanted.extend(
-                files.iter().rev().map(|file| modules.join(file)).filter(|f| !wanted.contains(f)).collect::<Vec<_>>(),
-            );
-        }
-        if !wanted.is_empty() {
-            return Some((kernel, wanted));
-        }
-    }
-    None
-}
-
-/// Makes an initial file system whose init reads the disk twice, writes to it, and waits.
-fn initramfs(base: &Path, modules: &[PathBuf]) -> PathBuf {
-    let root = base.join("initramfs");
-    for directory in ["bin", "dev", "proc", "sys", "lib"] {
-        std::fs::create_dir_all(root.join(directory)).unwrap();
-    }
-    std::fs::copy("/bin/busybox", root.join("bin/busybox")).unwrap();
-    std::os::unix::fs::symlink("busybox", root.join("bin/sh")).unwrap();
-    let mut init = "#!/bin/busybox sh\nexport PATH=/bin\nbusybox mount -t proc none /proc\n\
-                    busybox mount -t devtmpfs none /dev\n"
-        .to_owned();
-    for (n, module) in modules.iter().enumerate() {
-        std::fs::copy(module, root.join(format!("lib/{n}.ko"))).unwrap();
-        init.push_str(&format!("busybox insmod /lib/{n}.ko\n"));
-    }
-    init.push_str(
-        "while ! [ -b /dev/vda ]; do busybox sleep 0.1; done\n\
-         echo SUM $(busybox md5sum < /dev/vda)\n\
-         echo guest-was-here | busybox dd of=/dev/vda bs=4096 seek=1000 conv=fsync,notrunc 2>/dev/null\n\
-         busybox sync\necho WRITTEN\nbusybox cat /dev/vda > /dev/null\necho READY\nbusybox sleep 100000\n",
-    );
-    let path = root.join("init");
-    std::fs::write(&path, init).unwrap();
-    std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-    let archive = base.join("initramfs.cpio");
-    let script = format!("cd {} && find . | cpio -o -H newc > {} 2>/dev/null", root.display(), archive.display());
-    common::run("sh", &["-c", &script]);
-    archive
-}
+/// Reads the disk twice, writes to it, and waits.
+const INIT: &str = "export PATH=/bin
+while ! [ -b /dev/vda ]; do busybox sleep 0.1; done
+echo SUM $(busybox md5sum < /dev/vda)
+echo guest-was-here | busybox dd of=/dev/vda bs=4096 seek=1000 conv=fsync,notrunc 2>/dev/null
+busybox sync
+echo WRITTEN
+busybox cat /dev/vda > /dev/null
+echo READY
+busybox sleep 100000
+";
 
 struct Guest {
     child: Child,
-    log: PathBuf,
+    console: Console,
 }
 
 impl Guest {
-    fn start(kernel: &Path, initramfs: &Path, disk: &Path, log: PathBuf) -> Self {
-        let child = Command::new("qemu-system-x86_64")
-            .args(["-accel", "tcg", "-m", "128", "-nographic", "-no-reboot", "-nodefaults", "-machine", "mem-merge=on"])
+    fn start(kernel: &Path, initramfs: &Path, disk: &Path) -> Self {
+        let mut child = Command::new("qemu-system-x86_64")
+            .args([
+                "-accel",
+                "tcg",
+                "-m",
+                "128",
+                "-display",
+                "none",
+                "-no-reboot",
+                "-nodefaults",
+                "-machine",
+                "mem-merge=on",
+            ])
             .arg("-kernel")
             .arg(kernel)
             .arg("-initrd")
             .arg(initramfs)
-            .args(["-append", "console=ttyS0 quiet panic=-1 no_timer_check tsc=unstable", "-serial"])
-            .arg(format!("file:{}", log.display()))
+            .args(["-append", "console=ttyS0 quiet panic=-1 no_timer_check tsc=unstable", "-serial", "stdio"])
             .arg("-drive")
             .arg(format!("file={},format=raw,if=virtio,cache=none", disk.display()))
             .stdin(Stdio::null())
-            .stdout(Stdio::null())
+            .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        Self { child, log }
+        let console = Console::read(child.stdout.take().unwrap());
+        Self { child, console }
     }
 
     fn said(&mut self, word: &str) -> String {
         let started = Instant::now();
         loop {
-            let text = std::fs::read_to_string(&self.log).unwrap_or_default();
-            // A line counts when it is all there: the guest's console writes a few bytes at a time. The firmware
-            // leaves its escape sequences on the same line.
-            let whole = &text[..text.rfind('\n').map_or(0, |at| at + 1)];
-            if let Some(line) = whole.lines().find_map(|line| line.find(word).map(|at| &line[at..])) {
-                return line.trim().to_owned();
+            if let Some(line) = self.console.after(word) {
+                return line;
             }
+            let text = self.console.text();
             assert!(self.child.try_wait().unwrap().is_none(), "the guest ended: {text}");
             assert!(started.elapsed() < Duration::from_secs(150), "the guest never says {word}: {text}");
             std::thread::sleep(Duration::from_millis(50));
@@ -177,7 +142,7 @@ fn physical_frames(pid: u32) -> HashSet<u64> {
 #[test]
 fn guests_read_equal_images_from_one_copy_and_share_its_frames() {
     skip_unless_mountable!();
-    let Some((kernel, modules)) = kernel().filter(|_| has("qemu-system-x86_64") && has("cpio")) else {
+    let Some(kernel) = boot::kernel(&DISK).filter(|_| has("qemu-system-x86_64") && has("cpio")) else {
         println!(
             "SKIPPED: needs qemu-system-x86_64, cpio and a kernel with modules in /boot (linux-image-cloud-amd64)"
         );
@@ -193,17 +158,15 @@ fn guests_read_equal_images_from_one_copy_and_share_its_frames() {
     mount.start();
     let mut data = vec![0; IMAGE_MIB << 20];
     Random::new(11).fill(&mut data);
-    let archive = initramfs(mount.base.path(), &modules);
+    let archive = boot::initramfs(mount.base.path(), Path::new("/bin/busybox"), &kernel.modules, INIT, &[]).unwrap();
     let names = ["a.raw", "b.raw", "c.raw"];
     for name in names {
         std::fs::write(mount.dir().join(name), &data).unwrap();
     }
     let expected = common::run("md5sum", &[mount.dir().join("a.raw").to_str().unwrap()]);
     let expected = expected.split_whitespace().next().unwrap().to_owned();
-    let mut guests: Vec<Guest> = names
-        .iter()
-        .map(|name| Guest::start(&kernel, &archive, &mount.path(name), mount.base.path().join(format!("{name}.log"))))
-        .collect();
+    let mut guests: Vec<Guest> =
+        names.iter().map(|name| Guest::start(&kernel.path, &archive, &mount.path(name))).collect();
     for guest in &mut guests {
         let sum = guest.said("SUM");
         assert!(sum.contains(&expected), "a guest read other bytes: {sum} for {expected}");
