@@ -1,11 +1,14 @@
 //! Real guests: QEMU boots the distribution's kernel with a busybox root, whose shell runs commands from the console.
 
 use crate::process::{Failure, Running};
-use std::io::{Read, Write};
+use boot::Console;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{ChildStdin, Command, Stdio};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+
+#[path = "../../tests/common/boot.rs"]
+mod boot;
 
 /// A guest that is silent for this long is broken: emulation on a busy machine is slow, but not that slow.
 const SILENCE_MAX: Duration = Duration::from_secs(240);
@@ -33,74 +36,27 @@ impl Boot {
                 return Err(format!("guests need {program} ({package})").into());
             }
         }
-        let (kernel, version, modules) =
-            find_kernel().ok_or("guests need a kernel with modules (linux-image-cloud-amd64)")?;
-        let initramfs = initramfs(dir, &modules)?;
-        Ok(Boot { kernel, initramfs, version })
+        let kernel = boot::kernel(&DRIVERS).ok_or("guests need a kernel with modules (linux-image-cloud-amd64)")?;
+        let initramfs = boot::initramfs(dir, Path::new("/bin/busybox"), &kernel.modules, INIT, &[])?;
+        Ok(Boot { kernel: kernel.path, initramfs, version: kernel.version })
     }
 }
 
-/// The newest kernel in /boot whose modules are there, and the modules for an ext4 file system on a virtio disk.
-fn find_kernel() -> Option<(PathBuf, String, Vec<PathBuf>)> {
-    let mut kernels: Vec<PathBuf> = std::fs::read_dir("/boot").ok()?.flatten().map(|entry| entry.path()).collect();
-    kernels.sort();
-    kernels.into_iter().rev().find_map(|kernel| {
-        let version = kernel.file_name()?.to_str()?.strip_prefix("vmlinuz-")?.to_owned();
-        let home = Path::new("/lib/modules").join(&version);
-        let table = std::fs::read_to_string(home.join("modules.dep")).ok()?;
-        let mut modules: Vec<PathBuf> = Vec::new();
-        // The checksum is looked up by name at mount time, so no dependency names its module.
-        for driver in ["virtio_pci.ko", "virtio_blk.ko", "crc32c_generic.ko", "ext4.ko"] {
-            // A driver that is built in has no line.
-            let Some(line) = table.lines().find(|line| line.split(':').next().is_some_and(|n| n.ends_with(driver)))
-            else {
-                continue;
-            };
-            // What it depends on comes after the colon, the last one first to load.
-            for name in line.split([':', ' ']).filter(|part| !part.is_empty()).rev() {
-                let module = home.join(name);
-                if !modules.contains(&module) {
-                    modules.push(module);
-                }
-            }
-        }
-        (!modules.is_empty()).then_some((kernel, version, modules))
-    })
-}
+/// A shell that runs each line it reads and says when it is done.
+const INIT: &str = "/bin/busybox --install /bin
+export PATH=/bin
+mount -t proc none /proc
+while ! [ -b /dev/vda ]; do sleep 0.1; done
+stty -echo
+echo GUEST-DONE 0 up
+while read -r line; do
+  said=$(eval \"$line\" 2>&1 | tail -n 1)
+  echo GUEST-DONE $((n += 1)) $said
+done
+";
 
-/// Makes the initial file system: a shell that runs each line it reads and says when it is done.
-fn initramfs(dir: &Path, modules: &[PathBuf]) -> Result<PathBuf, Failure> {
-    let root = dir.join("guest-root");
-    for name in ["bin", "dev", "proc", "sys", "lib", "mnt"] {
-        std::fs::create_dir_all(root.join(name))?;
-    }
-    std::fs::copy("/bin/busybox", root.join("bin/busybox"))?;
-    let mut init = "#!/bin/busybox sh\n/bin/busybox --install /bin\nexport PATH=/bin\nmount -t proc none /proc\n\
-                    mount -t devtmpfs none /dev\n"
-        .to_owned();
-    for (n, module) in modules.iter().enumerate() {
-        std::fs::copy(module, root.join(format!("lib/{n}.ko")))?;
-        init.push_str(&format!("insmod /lib/{n}.ko\n"));
-    }
-    init.push_str(
-        "while ! [ -b /dev/vda ]; do sleep 0.1; done\nstty -echo\necho GUEST-DONE 0 up\n\
-         while read -r line; do\n  said=$(eval \"$line\" 2>&1 | tail -n 1)\n  echo GUEST-DONE $((n += 1)) $said\ndone\n",
-    );
-    let path = root.join("init");
-    std::fs::write(&path, init)?;
-    std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
-    let archive = dir.join("guest-root.cpio");
-    let mut cpio = Command::new("cpio");
-    cpio.args(["--quiet", "-o", "-H", "newc"]).current_dir(&root).stdin(Stdio::piped());
-    let mut child = cpio.stdout(std::fs::File::create(&archive)?).spawn()?;
-    let mut names = ".\nbin\nbin/busybox\ndev\nproc\nsys\nlib\nmnt\ninit\n".to_owned();
-    (0..modules.len()).for_each(|n| names.push_str(&format!("lib/{n}.ko\n")));
-    child.stdin.take().ok_or("no pipe")?.write_all(names.as_bytes())?;
-    if !child.wait()?.success() {
-        return Err("cpio failed".into());
-    }
-    Ok(archive)
-}
+/// Modules for an ext4 file system on a virtio disk. The checksum's is looked up at mount time: no dependency names it.
+const DRIVERS: [&str; 4] = ["virtio_pci.ko", "virtio_blk.ko", "crc32c_generic.ko", "ext4.ko"];
 
 /// How a guest is set up.
 #[derive(Clone, Debug, Default)]
@@ -125,7 +81,7 @@ pub struct Setup {
 pub struct Guest {
     process: Running,
     input: ChildStdin,
-    said: Arc<Mutex<String>>,
+    console: Console,
     commands: usize,
 }
 
@@ -154,18 +110,8 @@ impl Guest {
             if std::env::var_os("PAGEFOLD_BENCH_VERBOSE").is_some() { Stdio::inherit() } else { Stdio::null() };
         let mut process = Running::start(command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(errors))?;
         let input = process.0.stdin.take().ok_or("no pipe")?;
-        let mut output = process.0.stdout.take().ok_or("no pipe")?;
-        let said = Arc::new(Mutex::new(String::new()));
-        let to = said.clone();
-        std::thread::spawn(move || {
-            let mut bytes = [0; 4096];
-            while let Ok(got @ 1..) = output.read(&mut bytes) {
-                to.lock()
-                    .expect("no thread panics while it holds the lock")
-                    .push_str(&String::from_utf8_lossy(&bytes[..got]));
-            }
-        });
-        Ok(Guest { process, input, said, commands: 0 })
+        let console = Console::read(process.0.stdout.take().ok_or("no pipe")?);
+        Ok(Guest { process, input, console, commands: 0 })
     }
 
     /// Waits until the guest has booted.
@@ -193,16 +139,11 @@ impl Guest {
         let mark = format!("GUEST-DONE {} ", self.commands);
         let started = Instant::now();
         loop {
-            {
-                let said = self.said.lock().expect("no thread panics while it holds the lock");
-                if let Some(at) = said.find(&mark)
-                    && let Some(line) = said[at + mark.len()..].split_once('\n')
-                {
-                    return Ok(line.0.trim().to_owned());
-                }
+            if let Some(line) = self.console.after(&mark) {
+                return Ok(line);
             }
             if self.process.0.try_wait()?.is_some() || started.elapsed() > SILENCE_MAX {
-                let said = self.said.lock().expect("no thread panics while it holds the lock");
+                let said = self.console.text();
                 let tail: String = said.chars().rev().take(400).collect::<Vec<_>>().into_iter().rev().collect();
                 return Err(format!("a guest is gone or silent; it said last: {tail}").into());
             }
