@@ -1,4 +1,4 @@
-// Programs under `--all` or PR_SET_MEMORY_MERGE, and the allocator and the heap there.
+// Programs under `--manage all` or PR_SET_MEMORY_MERGE, and the allocator and the heap there.
 #include "common.h"
 
 #include <malloc.h>
