@@ -5,8 +5,8 @@ use crate::output::{Style, Table, clean, on_stdout, print, print_json};
 use crate::units::{self, show_count, show_counted, show_size};
 use crate::{begun, note, say};
 use pagefold_image::Error as ImageError;
+use pagefold_image::build::{Omissions, apply_tar};
 use pagefold_image::config::Limits;
-use pagefold_image::ingest::{Notes, apply_tar};
 use pagefold_image::mount::{self, Kind};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::{DamagedImage, Record, Records, RunConfig, Store, check_domain, check_name, default_root};
@@ -585,7 +585,7 @@ fn is_stdin(path: &Path) -> Result<bool, Error> {
 }
 
 fn build_image(store: &Store, args: BuildArgs, stdin: bool) -> Result<(), Error> {
-    let (mut notes, limits) = (Notes::default(), Limits::default());
+    let (mut notes, limits) = (Omissions::default(), Limits::default());
     let source = args.path.display().to_string();
     let building = store.build()?;
     let progress = Progress::new("build");
@@ -623,12 +623,12 @@ fn build_image(store: &Store, args: BuildArgs, stdin: bool) -> Result<(), Error>
     if args.native {
         export::make_native(store, &record.digest, &Progress::new("native"))?;
     }
-    report_built(&record, &building.stats, args.json)
+    report_built(&record, building.stats(), args.json)
 }
 
 fn import_image(store: &Store, args: ImportArgs, stdin: bool) -> Result<(), Error> {
     let limits = Limits { bytes: args.max_bytes, entries: args.max_entries, ..Limits::default() };
-    let mut notes = Notes::default();
+    let mut notes = Omissions::default();
     let building = store.build()?;
     let progress = Progress::new("import");
     let source = args.path.display().to_string();
@@ -638,7 +638,7 @@ fn import_image(store: &Store, args: ImportArgs, stdin: bool) -> Result<(), Erro
         imported.map_err(|error| of_input(error, &source, "a plain directory or archive is for image build"))?;
     drop(progress);
     let record = building.publish(&args.name, &tree, &source, config, notes.lines())?;
-    report_built(&record, &building.stats, args.json)
+    report_built(&record, building.stats(), args.json)
 }
 
 /// Names what could not be read, and says how that ends.

@@ -2,7 +2,7 @@
 
 use crate::process::{Failure, sh};
 use pagefold_image::build;
-use pagefold_image::ingest::Notes;
+use pagefold_image::build::Omissions;
 use pagefold_image::progress::Progress;
 use pagefold_image::stat::resident_bytes;
 use pagefold_image::store::{Record, Store};
@@ -69,7 +69,7 @@ pub(super) fn mount_erofs(file: &Path, at: &Path) -> Result<(), Failure> {
 
 pub(super) fn build_tree(store: &Store, name: &str, dir: &Path) -> Result<(Record, Duration), Failure> {
     let start = Instant::now();
-    let (building, mut notes) = (store.build()?, Notes::default());
+    let (building, mut notes) = (store.build()?, Omissions::default());
     let tree = build::from_directory(&building, dir, Default::default(), &mut notes, &Progress::silent())?;
     let record = building.publish(name, &tree, "bench", Default::default(), notes.lines())?;
     Ok((record, start.elapsed()))

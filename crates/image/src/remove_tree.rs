@@ -1,18 +1,15 @@
-//! Directories on the disk, whatever is in them: what they take there, and how they are removed.
+//! The removal of directory trees of any depth and with any modes.
 
 use crate::error::{At, Result};
-use crate::shelf;
 use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags};
 use rustix::io::Errno;
-use std::collections::HashSet;
 use std::ffi::CStr;
-use std::fs;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// Removes a directory whose directories may forbid it, and which may be deeper than a path may be long, or a process may
-/// have files open: what lies deeper is moved up, so that two directories are open at a time and names are enough.
+/// Removes a directory tree. Modes of its directories may forbid it, and it may be deeper than a path can be long or a
+/// process can have files open: deeper directories are moved up, so that two directories are open at a time and names
+/// suffice.
 pub(crate) fn remove_tree(path: &Path) -> Result<()> {
     let remove = || -> rustix::io::Result<()> {
         rustix::fs::chmod(path, Mode::RWXU)?;
@@ -28,12 +25,12 @@ pub(crate) fn remove_tree(path: &Path) -> Result<()> {
                 if !is_dir {
                     return rustix::fs::unlinkat(&dir, name, AtFlags::empty());
                 }
-                // A directory that goes to another is written to.
+                // Moving a directory into another writes its `..`.
                 rustix::fs::chmodat(&dir, name, Mode::RWXU, AtFlags::empty())?;
                 loop {
                     number += 1;
                     match rustix::fs::renameat(&dir, name, &top, number.to_string()) {
-                        // The name is the tree's own.
+                        // The tree itself has a file of that name.
                         Err(Errno::EXIST | Errno::NOTEMPTY | Errno::NOTDIR) => {}
                         other => break other,
                     }
@@ -46,40 +43,11 @@ pub(crate) fn remove_tree(path: &Path) -> Result<()> {
     remove().at(path)
 }
 
-/// What a file, or a directory and all below it, takes on the disk, bytes. What is gone, or not for this user to look at, is
-/// left out, and so is what is mounted there.
-pub(crate) fn disk_bytes(path: &Path) -> u64 {
-    let Ok(top) = fs::symlink_metadata(path) else { return 0 };
-    let (mut bytes, mut todo, mut linked) = (0, vec![path.to_path_buf()], HashSet::new());
-    while let Some(path) = todo.pop() {
-        let Ok(meta) = fs::symlink_metadata(&path) else { continue };
-        // All names of a file lead to the same blocks.
-        if meta.dev() != top.dev() || !meta.is_dir() && meta.nlink() > 1 && !linked.insert(meta.ino()) {
-            continue;
-        }
-        bytes += meta.blocks() * 512;
-        if meta.is_dir() {
-            todo.extend(fs::read_dir(&path).into_iter().flatten().flatten().map(|entry| entry.path()));
-        }
-    }
-    bytes
-}
-
-/// The same of what a build or mount has staged. On a shelf the objects' blocks are theirs.
-pub(crate) fn staged_bytes(path: &Path) -> u64 {
-    let shelf = path.join(shelf::END);
-    if !shelf.exists() {
-        return disk_bytes(path);
-    }
-    let parts = fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path());
-    parts.map(|part| if part == shelf { shelf::disk_bytes(&part) } else { disk_bytes(&part) }).sum()
-}
-
 fn open_dir(at: impl AsFd, name: impl rustix::path::Arg) -> rustix::io::Result<OwnedFd> {
     rustix::fs::openat(at, name, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())
 }
 
-/// Has `take` take each entry out of a directory, with its name and whether it is a directory, until there is none.
+/// Calls `take` with the name of each entry and whether it is a directory, until `take` has removed all entries.
 fn drain(dir: &OwnedFd, mut take: impl FnMut(&CStr, bool) -> rustix::io::Result<()>) -> rustix::io::Result<()> {
     loop {
         let mut empty = true;
@@ -98,7 +66,7 @@ fn drain(dir: &OwnedFd, mut take: impl FnMut(&CStr, bool) -> rustix::io::Result<
             take(name, kind == FileType::Directory)?;
             empty = false;
         }
-        // What is added while a directory is read may be missing from what was read.
+        // Entries added while a directory is read may be missing from the list.
         if empty {
             return Ok(());
         }
@@ -108,6 +76,7 @@ fn drain(dir: &OwnedFd, mut take: impl FnMut(&CStr, bool) -> rustix::io::Result<
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
     use std::process::Command;
 
     /// In a child process with few descriptors: removes the tree.
@@ -124,7 +93,7 @@ mod tests {
         fs::create_dir(&top).unwrap();
         let mut at = open_dir(CWD, &top).unwrap();
         for depth in 0..3000u32 {
-            // Names that removing gives, too.
+            // Names that the removal itself gives, too.
             let (name, mode) = (format!("{}", depth % 7), Mode::from_raw_mode(0o700));
             for name in [&name, "9"] {
                 rustix::fs::mkdirat(&at, name, mode).unwrap();

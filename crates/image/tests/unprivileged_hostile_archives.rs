@@ -1,7 +1,7 @@
 //! Archives that attack: each gets one clear line, nothing is written outside the store, and what was stored stays.
 
+use pagefold_image::build::{Omissions, apply_tar};
 use pagefold_image::config::Limits;
-use pagefold_image::ingest::{Notes, apply_tar};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
 use pagefold_image::tree::{Kind, ROOT, Tree};
@@ -22,7 +22,7 @@ impl Bench {
     }
 
     fn read_with(&self, archive: &[u8], limits: Limits) -> Result<(Tree, Vec<String>), Error> {
-        let (build, mut tree, mut notes) = (self.store.build()?, Tree::default(), Notes::default());
+        let (build, mut tree, mut notes) = (self.store.build()?, Tree::default(), Omissions::default());
         apply_tar(&build, &mut tree, unpack(archive, limits)?, false, limits, &mut notes, &Progress::silent())?;
         Ok((tree, notes.lines()))
     }
@@ -327,7 +327,7 @@ fn labels_of_another_systems_policy_come_by_no_layer() {
     };
     let dir = tempfile::tempdir().unwrap();
     layout(dir.path(), &[&bytes], |_| ());
-    let (build, mut notes, silent) = (bench.store.build().unwrap(), Notes::default(), Progress::silent());
+    let (build, mut notes, silent) = (bench.store.build().unwrap(), Omissions::default(), Progress::silent());
     let (tree, _) = oci::import(&build, dir.path(), None, Limits::default(), &mut notes, &silent).unwrap();
     assert_eq!([has(&tree, b""), has(&tree, b"f")], [["user.a"], ["user.a"]]);
     assert!(notes.lines().len() == 1 && notes.lines()[0].contains("SELinux labels of layers were left out (2; "));
@@ -400,7 +400,8 @@ fn layout(dir: &Path, layers: &[&[u8]], spoil: impl Fn(&mut serde_json::Value)) 
 
 fn import(bench: &Bench, path: &Path) -> Result<Tree, Error> {
     let build = bench.store.build()?;
-    oci::import(&build, path, None, Limits::default(), &mut Notes::default(), &Progress::silent()).map(|(tree, _)| tree)
+    oci::import(&build, path, None, Limits::default(), &mut Omissions::default(), &Progress::silent())
+        .map(|(tree, _)| tree)
 }
 
 #[test]
@@ -509,7 +510,7 @@ fn archives_come_through_pipes_and_with_hard_links() {
     let feeder = std::thread::spawn(move || writer.write_all(&bytes));
     let pipe = PathBuf::from(format!("/proc/self/fd/{}", reader.as_raw_fd()));
     let (build, limits) = (bench.store.build().unwrap(), Limits { bytes: 4000, ..Limits::default() });
-    let error = oci::import(&build, &pipe, None, limits, &mut Notes::default(), &Progress::silent()).unwrap_err();
+    let error = oci::import(&build, &pipe, None, limits, &mut Omissions::default(), &Progress::silent()).unwrap_err();
     assert!(error.to_string().contains("more than the limit's 4000 bytes"), "{error}");
     drop(reader);
     let _ = feeder.join();
@@ -619,7 +620,7 @@ fn an_image_is_found_by_its_tag_as_docker_writes_it_and_by_digest() {
     let dir = tempfile::tempdir().unwrap();
     let take = |reference: Option<&str>| -> Result<Vec<String>, String> {
         let build = bench.store.build().unwrap();
-        let (mut notes, silent) = (Notes::default(), Progress::silent());
+        let (mut notes, silent) = (Omissions::default(), Progress::silent());
         let (tree, _) = oci::import(&build, dir.path(), reference, Limits::default(), &mut notes, &silent)
             .map_err(|error| error.to_string())?;
         let mut names = Vec::new();
@@ -704,7 +705,8 @@ fn the_limit_of_bytes_is_for_all_layers_together() {
     for path in [dir.path(), &docker] {
         let import = |bytes| {
             let (build, limits) = (bench.store.build().unwrap(), Limits { bytes, ..Limits::default() });
-            oci::import(&build, path, None, limits, &mut Notes::default(), &Progress::silent()).map(|(tree, _)| tree)
+            oci::import(&build, path, None, limits, &mut Omissions::default(), &Progress::silent())
+                .map(|(tree, _)| tree)
         };
         assert!(import(300_000).unwrap().find(b"c").is_some());
         let text = import(299_999).unwrap_err().to_string();
@@ -727,7 +729,7 @@ fn what_stays_in_memory_is_limited_for_all_layers_together() {
     layout(dir.path(), &[&layer, &layer], |_| ());
     let import = |entries, names_bytes| {
         let (build, limits) = (bench.store.build().unwrap(), Limits { entries, names_bytes, ..Limits::default() });
-        let imported = oci::import(&build, dir.path(), None, limits, &mut Notes::default(), &Progress::silent());
+        let imported = oci::import(&build, dir.path(), None, limits, &mut Omissions::default(), &Progress::silent());
         imported.map(|_| ()).map_err(|error| error.to_string())
     };
     // Extended headers are entries, too.
@@ -752,7 +754,7 @@ fn the_paths_of_an_images_archive_are_limited() {
     std::fs::write(&path, [(0..5).flat_map(long).collect(), layout_archive(dir.path(), false)].concat()).unwrap();
     let import = |names_bytes| {
         let (build, limits) = (bench.store.build().unwrap(), Limits { names_bytes, ..Limits::default() });
-        let imported = oci::import(&build, &path, None, limits, &mut Notes::default(), &Progress::silent());
+        let imported = oci::import(&build, &path, None, limits, &mut Omissions::default(), &Progress::silent());
         imported.map(|_| ()).map_err(|error| error.to_string())
     };
     import(5 * 4001 + 1000).unwrap();

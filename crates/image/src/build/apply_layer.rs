@@ -1,79 +1,40 @@
 //! Archives into trees: one layer applied over what is there, as a container engine would unpack it, but
 //! into memory and the store only.
 
+use super::Build;
+use super::omissions::{Omissions, WHITEOUT, clean_xattrs, is_whiteout};
 use crate::config::{Limits, Used};
-use crate::erofs;
 use crate::error::{Error, Result, input};
+use crate::format::erofs;
+use crate::format::tar::{Entry, EntryKind, Reader};
 use crate::progress::Progress;
-use crate::store::Build;
-use crate::tar::{Entry, EntryKind, Reader};
-use crate::tree::{self, Id, Inode, Kind, Meta, ROOT, Tree, Xattrs, show};
+use crate::tree::{Id, Inode, Kind, Meta, ROOT, Tree, show};
 use std::collections::{BTreeMap, HashSet};
 use std::io::Read;
 use std::path::Path;
 
-/// What was left out of an image, counted by reason.
-#[derive(Debug, Default)]
-pub struct Notes(BTreeMap<&'static str, (u64, String)>);
-
-impl Notes {
-    /// Counts one more thing left out for `reason`, `example` being the first seen.
-    pub fn add(&mut self, reason: &'static str, example: &[u8]) {
-        self.0.entry(reason).or_insert_with(|| (0, show(example))).0 += 1;
-    }
-
-    /// One line per reason.
-    pub fn lines(&self) -> Vec<String> {
-        self.0.iter().map(|(reason, (count, example))| format!("{reason} ({count}; first: {example})")).collect()
-    }
-}
-
-/// Takes away the attributes that no image can carry, and notes them.
-pub(crate) fn clean_xattrs(xattrs: &mut Xattrs, path: &[u8], notes: &mut Notes) {
-    for _ in 0..tree::drop_overlay_xattrs(xattrs) {
-        notes.add("attributes that steer overlayfs or EROFS were left out", path);
-    }
-    let mut total = 0;
-    xattrs.retain(|name, value| {
-        let room = name.len() + value.len() + 8;
-        // Linux reads no longer names. Half the format's room, so that our own attributes always fit.
-        let fits = name.len() <= 255 && erofs::xattr_fits(name, value) && total + room < 1 << 17;
-        if fits {
-            total += room;
-        } else {
-            notes.add("attributes with a name or size that EROFS cannot hold were left out", path);
-        }
-        fits
-    });
-}
-
-/// Whether overlayfs would take the file for its own mark of a deleted name.
-pub(crate) fn is_whiteout(kind: &Kind) -> bool {
-    matches!(kind, Kind::Char(0, 0))
-}
-
-/// What a layer has done so far that its whiteouts go by.
+/// What the layer has done so far, by which its whiteouts act.
 #[derive(Default)]
 struct Layer {
-    /// Names that it has placed: what whiteouts must not remove.
+    /// Names that this layer has placed: its whiteouts must not remove them.
     fresh: HashSet<(Id, Vec<u8>)>,
-    /// Directories that are empty of what lower layers brought, with all below them: nothing of it can come back.
+    /// Directories from which everything of lower layers was removed, at any depth: nothing of it can come back.
     cleared: HashSet<Id>,
-    /// Names that were looked at to clear directories.
+    /// Names looked at to clear directories.
     #[cfg(test)]
     looked_at: u64,
 }
 
 impl Layer {
-    /// Empties `dir` of what lower layers brought.
+    /// Removes from `dir`, at any depth, what lower layers brought.
     fn clear(&mut self, tree: &mut Tree, dir: Id) {
         let is_dir = |tree: &Tree, id| matches!(tree.inode(id).kind, Kind::Dir(_));
-        // However often an archive says it, each directory is walked once.
+        // Each directory is walked once, however often the archive names it.
         let mut is_new = |tree: &Tree, id| is_dir(tree, id) && self.cleared.insert(id);
         if !is_new(tree, dir) {
             return;
         }
-        // Parents first; taken from the end, what is in a directory is gone before it is looked at from above.
+        // Parents come first in the list. It is worked off from its end: a directory is emptied before its parent is.
         let (mut dirs, mut next) = (vec![dir], 0);
         while next < dirs.len() {
             dirs.extend(tree.children(dirs[next]).map(|(_, id)| id).filter(|&id| is_new(tree, id)));
@@ -94,6 +55,7 @@ impl Layer {
         }
     }
 
+    /// Removes what lower layers have under `name` in `dir`.
     fn remove(&mut self, tree: &mut Tree, dir: Id, name: &[u8]) {
         let Some(id) = tree.child(dir, name) else { return };
         self.clear(tree, id);
@@ -104,8 +66,20 @@ impl Layer {
     }
 }
 
+/// An archive being applied.
+struct Apply<'a, 'b, R> {
+    build: &'a Build<'b>,
+    tree: &'a mut Tree,
+    reader: Reader<R>,
+    /// Whether names that begin with `.wh.` delete, as in OCI layers.
+    whiteouts: bool,
+    layer: Layer,
+    omissions: &'a mut Omissions,
+    progress: &'a Progress,
+}
+
 /// Reads a tar archive over `tree`; with `whiteouts`, names that begin with `.wh.` delete, as in OCI layers.
-/// Returns what it has taken of the limits.
+/// Returns what the archive used of the limits.
 ///
 /// # Errors
 /// A bad archive, a full store.
@@ -115,26 +89,31 @@ pub fn apply_tar(
     source: impl Read,
     whiteouts: bool,
     limits: Limits,
-    notes: &mut Notes,
+    omissions: &mut Omissions,
     progress: &Progress,
 ) -> Result<Used> {
-    let mut layer = Layer::default();
-    let mut reader = Reader::new(source, limits);
-    let mut next = reader.next_entry().map_err(Error::foreign)?;
+    let reader = Reader::new(source, limits);
+    let mut apply = Apply { build, tree, reader, whiteouts, layer: Layer::default(), omissions, progress };
+    let mut next = apply.reader.next_entry().map_err(Error::foreign)?;
     while let Some(entry) = next {
-        apply_entry(build, tree, &mut reader, entry, whiteouts, &mut layer, notes, progress)?;
-        next = reader.next_entry()?;
+        apply.entry(entry)?;
+        next = apply.reader.next_entry()?;
     }
-    // Of a layer a digest says whether it is whole, and some are packed without a mark.
+    // A layer's digest shows whether it is whole, and some layers are packed without an end mark.
     if !whiteouts {
-        reader.check_end()?;
+        apply.reader.check_end()?;
     }
-    // What follows the end mark would be a second archive to other readers.
-    let used = reader.used();
-    let (mut rest, mut buffer) = (reader.into_inner(), vec![0; 1 << 16]);
+    let used = apply.reader.used();
+    check_rest(apply.reader.into_inner())?;
+    Ok(used)
+}
+
+/// Refuses data after the end mark: other readers would take it for a second archive.
+fn check_rest(mut rest: impl Read) -> Result<()> {
+    let mut buffer = vec![0; 1 << 16];
     loop {
         match rest.read(&mut buffer) {
-            Ok(0) => return Ok(used),
+            Ok(0) => return Ok(()),
             Ok(count) if buffer[..count].iter().all(|&byte| byte == 0) => {}
             Ok(_) => return Err(input!("tar: more data behind the archive's end")),
             Err(error) => return Err(input!("tar: {error}")),
@@ -142,122 +121,127 @@ pub fn apply_tar(
     }
 }
 
-#[expect(clippy::too_many_arguments, reason = "the loop body of apply_tar, apart for its length")]
-fn apply_entry(
-    build: &Build,
-    tree: &mut Tree,
-    reader: &mut Reader<impl Read>,
-    mut entry: Entry,
-    whiteouts: bool,
-    layer: &mut Layer,
-    notes: &mut Notes,
-    progress: &Progress,
-) -> Result<()> {
-    if entry.left_out {
-        notes.add("ACLs or SELinux labels in a form that is not read were left out", &entry.path);
+impl<R: Read> Apply<'_, '_, R> {
+    /// Applies one entry.
+    fn entry(&mut self, mut entry: Entry) -> Result<()> {
+        if entry.left_out {
+            self.omissions.add("ACLs or SELinux labels in a form that is not read were left out", &entry.path);
+        }
+        // A layer's labels belong to the policy of the system where it was packed. An archive of a tree may have been built
+        // on this system, and keeps them.
+        if self.whiteouts && entry.xattrs.remove(&b"security.selinux"[..]).is_some() {
+            self.omissions.add("SELinux labels of layers were left out", &entry.path);
+        }
+        let Some((dir, name)) = self.resolve_parent(&entry.path)? else { return self.root(entry) };
+        if self.whiteouts && name.starts_with(b".wh.") {
+            return self.whiteout(&entry.path, dir, &name);
+        }
+        if let EntryKind::HardLink(target) = &entry.kind {
+            return self.hard_link(&entry.path, target, dir, name);
+        }
+        let kind = self.kind(&entry)?;
+        if is_whiteout(&kind) {
+            self.omissions.add(WHITEOUT, &entry.path);
+            return Ok(());
+        }
+        let meta = self.meta(entry);
+        self.tree.put_in(dir, &name, Inode { meta, kind })?;
+        self.layer.fresh.insert((dir, name));
+        Ok(())
     }
-    // They are of the policy where the layer was packed. An archive of a tree may be one that was built here, and keeps them.
-    if whiteouts && entry.xattrs.remove(&b"security.selinux"[..]).is_some() {
-        notes.add("SELinux labels of layers were left out", &entry.path);
+
+    /// The directory and last name of `path`, `None` for the root. Missing directories are made, and count.
+    fn resolve_parent(&mut self, path: &[u8]) -> Result<Option<(Id, Vec<u8>)>> {
+        let (inodes, steps) = (self.tree.inode_count(), self.tree.step_count());
+        // A layer is a tree of its own, laid over the lower ones: its directories hide their files.
+        let is_lower = |dir, name: &[u8]| self.whiteouts && !self.layer.fresh.contains(&(dir, name.to_vec()));
+        let parent = self.tree.resolve_parent_over(path, true, is_lower)?;
+        self.reader.count_implied(path, (self.tree.inode_count() - inodes) as u64)?;
+        self.reader.count_steps(path, self.tree.step_count() - steps)?;
+        Ok(parent)
     }
-    let (inodes, steps) = (tree.inode_count(), tree.step_count());
-    // A layer is a tree of its own, laid over the lower ones: its directories hide their files.
-    let is_lower = |dir, name: &[u8]| whiteouts && !layer.fresh.contains(&(dir, name.to_vec()));
-    let parent = tree.resolve_parent_over(&entry.path, true, is_lower)?;
-    reader.count_implied(&entry.path, (tree.inode_count() - inodes) as u64)?;
-    reader.count_steps(&entry.path, tree.step_count() - steps)?;
-    let Some((dir, name)) = parent else {
+
+    /// Gives the root the entry's metadata.
+    fn root(&mut self, entry: Entry) -> Result<()> {
         if entry.kind != EntryKind::Dir {
             return Err(input!("{:?}: the root of the tree must be a directory", show(&entry.path)));
         }
-        let mut xattrs = entry.xattrs;
-        clean_xattrs(&mut xattrs, b"/", notes);
-        let Entry { mode, uid, gid, mtime_s, mtime_ns, .. } = entry;
-        tree.inode_mut(ROOT).meta = Meta { mode, uid, gid, mtime_s, mtime_ns, xattrs };
-        return Ok(());
-    };
-    if whiteouts && name.starts_with(b".wh.") {
+        self.tree.inode_mut(ROOT).meta = self.meta(Entry { path: b"/".to_vec(), ..entry });
+        Ok(())
+    }
+
+    /// Deletes what the whiteout `name` in `dir` marks as deleted.
+    fn whiteout(&mut self, path: &[u8], dir: Id, name: &[u8]) -> Result<()> {
         if name == b".wh..wh..opq" {
-            layer.clear(tree, dir);
+            self.layer.clear(self.tree, dir);
         } else if !name.starts_with(b".wh..wh.") {
             let deleted = &name[4..];
             if deleted.is_empty() || deleted == b"." || deleted == b".." {
-                return Err(input!("tar: {}: a whiteout of no file", show(&entry.path)));
+                return Err(input!("tar: {}: a whiteout of no file", show(path)));
             }
-            layer.remove(tree, dir, deleted);
+            self.layer.remove(self.tree, dir, deleted);
         }
-        return Ok(());
+        Ok(())
     }
-    let kind = match entry.kind {
-        EntryKind::File(size) => {
-            let path = show(&entry.path);
-            erofs::check_size(size, || format!("tar: {path}"))?;
-            let data = build.put_reader(reader, Path::new(&path), |bytes| progress.add(bytes, false));
-            let data = data.map_err(|error| match error {
-                // It was the archive that failed, in the middle of this file.
-                Error::Io { path: at, source } if at == Path::new(&path) => input!("tar: {path}: {source}"),
-                other => other,
-            })?;
-            if data.size() != size {
-                return Err(input!("tar: {path}: {} bytes of {size}", data.size()));
-            }
-            progress.add(0, true);
-            Kind::File(data)
+
+    /// Makes `name` in `dir` another name of the file at `target`.
+    fn hard_link(&mut self, path: &[u8], target: &[u8], dir: Id, name: Vec<u8>) -> Result<()> {
+        let steps = self.tree.step_count();
+        let id = self.tree.link_target(path, target)?;
+        self.reader.count_steps(path, self.tree.step_count() - steps)?;
+        self.tree.link(dir, &name, id)?;
+        self.layer.fresh.insert((dir, name));
+        Ok(())
+    }
+
+    /// What the entry is; a file's bytes go into the store.
+    fn kind(&mut self, entry: &Entry) -> Result<Kind> {
+        let kind = match &entry.kind {
+            EntryKind::File(size) => self.file(&entry.path, *size)?,
+            EntryKind::HardLink(_) => unreachable!("hard links are other names, not inodes"),
+            EntryKind::Symlink(target) => Kind::Symlink(target.as_slice().into()),
+            EntryKind::Char(major, minor) => Kind::Char(*major, *minor),
+            EntryKind::Block(major, minor) => Kind::Block(*major, *minor),
+            EntryKind::Dir => Kind::Dir(BTreeMap::new()),
+            EntryKind::Fifo => Kind::Fifo,
+        };
+        if let Kind::Char(major, minor) | Kind::Block(major, minor) = kind
+            && (major > 0xfff || minor > 0xf_ffff)
+        {
+            return Err(input!("tar: {}: device {major}:{minor} is out of range", show(&entry.path)));
         }
-        EntryKind::HardLink(target) => {
-            let steps = tree.step_count();
-            let id = tree.link_target(&entry.path, &target)?;
-            reader.count_steps(&entry.path, tree.step_count() - steps)?;
-            tree.link(dir, &name, id)?;
-            layer.fresh.insert((dir, name));
-            return Ok(());
+        Ok(kind)
+    }
+
+    /// Stores the bytes of the entry last read.
+    fn file(&mut self, path: &[u8], size: u64) -> Result<Kind> {
+        let path = show(path);
+        erofs::check_size(size, || format!("tar: {path}"))?;
+        let progress = self.progress;
+        let data = self.build.put_reader(&mut self.reader, Path::new(&path), |bytes| progress.add(bytes, false));
+        let data = data.map_err(|error| match error {
+            // The archive failed, in the middle of this file.
+            Error::Io { path: at, source } if at == Path::new(&path) => input!("tar: {path}: {source}"),
+            other => other,
+        })?;
+        if data.size() != size {
+            return Err(input!("tar: {path}: {} bytes of {size}", data.size()));
         }
-        EntryKind::Symlink(target) => Kind::Symlink(target.into()),
-        EntryKind::Char(major, minor) => Kind::Char(major, minor),
-        EntryKind::Block(major, minor) => Kind::Block(major, minor),
-        EntryKind::Dir => Kind::Dir(BTreeMap::new()),
-        EntryKind::Fifo => Kind::Fifo,
-    };
-    if let Kind::Char(major, minor) | Kind::Block(major, minor) = kind
-        && (major > 0xfff || minor > 0xf_ffff)
-    {
-        return Err(input!("tar: {}: device {major}:{minor} is out of range", show(&entry.path)));
+        progress.add(0, true);
+        Ok(Kind::File(data))
     }
-    if is_whiteout(&kind) {
-        notes.add("character devices 0:0, overlayfs's mark of a deleted file, were left out", &entry.path);
-        return Ok(());
+
+    /// The entry's metadata, with the attributes that an image can carry.
+    fn meta(&mut self, entry: Entry) -> Meta {
+        let Entry { path, mut xattrs, mode, uid, gid, mtime_s, mtime_ns, .. } = entry;
+        clean_xattrs(&mut xattrs, &path, self.omissions);
+        Meta { mode, uid, gid, mtime_s, mtime_ns, xattrs }
     }
-    let mut xattrs = entry.xattrs;
-    clean_xattrs(&mut xattrs, &entry.path, notes);
-    let Entry { mode, uid, gid, mtime_s, mtime_ns, .. } = entry;
-    tree.put_in(dir, &name, Inode { meta: Meta { mode, uid, gid, mtime_s, mtime_ns, xattrs }, kind })?;
-    layer.fresh.insert((dir, name));
-    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn an_attribute_that_does_not_fit_takes_no_room_from_others() {
-        let mut xattrs = Xattrs::new();
-        let long = |length: usize| [&b"user."[..], &vec![b'n'; length - 5]].concat();
-        for (name, size) in [
-            (b"user.a".to_vec(), 100_000),
-            (b"user.b".to_vec(), 60_000),
-            (long(255), 1),
-            (long(256), 1),
-            (b"user.z".to_vec(), 60_000),
-        ] {
-            xattrs.insert(name.into(), vec![0; size].into());
-        }
-        let mut notes = Notes::default();
-        clean_xattrs(&mut xattrs, b"file", &mut notes);
-        let kept: Vec<&[u8]> = xattrs.keys().map(|name| &**name).collect();
-        assert_eq!(kept, [&b"user.b"[..], &long(255), b"user.z"]);
-        assert!(notes.lines()[0].contains("cannot hold were left out (2; first: "), "{:?}", notes.lines());
-    }
 
     #[test]
     fn clearing_goes_as_deep_as_any_tree() {

@@ -1,6 +1,17 @@
-//! Builds: trees from directories and from layers, with their files in a store.
+//! Builds: trees from directories, archives and OCI images, with their files in a store.
 
-pub mod apply_layer;
+mod apply_layer;
 mod directory;
+mod import;
+mod omissions;
+mod publish;
+mod read_files;
+mod source;
+mod walk;
 
-pub use directory::{Options, from_directory};
+pub use apply_layer::apply_tar;
+pub use directory::from_directory;
+pub use import::import;
+pub use omissions::Omissions;
+pub use publish::Build;
+pub use walk::Options;

@@ -1,11 +1,13 @@
 //! Images out again: as a tar archive, an OCI layout, or a self-contained EROFS image.
 
 use crate::digest::Digest;
-use crate::erofs;
 use crate::error::{At, Error, OUTPUT, Result};
+use crate::format::erofs;
+use crate::format::oci::architecture;
+use crate::format::tar::{self, Entry, EntryKind};
 use crate::progress::Progress;
-use crate::store::{Record, Store, random_id};
-use crate::tar::{self, Entry, EntryKind};
+use crate::random_id::random_id;
+use crate::store::{Record, Store};
 use crate::tree::{Data, Id, Kind, Tree, show};
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -207,7 +209,7 @@ pub fn make_native(store: &Store, digest: &Digest, progress: &Progress) -> Resul
         return Ok(());
     }
     let build = store.build()?;
-    let staged = build.scratch_path();
+    let staged = build.staging().scratch_path();
     let mut file = File::create_new(&staged).at(&staged)?;
     erofs_full(store, &store.tree(digest)?, &mut file, progress)
         .map_err(|error| error.of_output(&staged).in_store())?;
@@ -278,14 +280,9 @@ fn layout(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &Pr
         fs::write(&path, &bytes).at_output(&path)?;
         Ok((digest, bytes.len()))
     };
-    let architecture = match std::env::consts::ARCH {
-        "x86_64" => "amd64",
-        "aarch64" => "arm64",
-        other => other,
-    };
     let run = &record.config;
     let (config, config_size) = put(serde_json::json!({
-        "architecture": architecture,
+        "architecture": architecture(),
         "os": "linux",
         "config": {
             "Env": run.env, "Entrypoint": run.entrypoint, "Cmd": run.cmd, "WorkingDir": run.working_dir, "User": run.user,

@@ -1,24 +1,27 @@
-//! The collector: takes what no image, no mount and no build needs, and only that.
+//! The collector: removes what no image, no mount and no build needs, and only that.
 //!
 //! It reads the roots under the domain lock, marks without it, and deletes in
-//! batches under the lock exclusive. Before each batch it reads again what may have changed since: the leases (small)
+//! batches under the exclusive lock. Before each batch it reads again what may have changed since: the leases (small)
 //! and the tail of the publish log. A digest that is in use at that moment stays, so neither a build nor a mount has to
 //! wait for the whole run, and none loses an object it has seen.
 
+use super::disk_usage::{disk_bytes, staged_bytes};
 use crate::digest::Digest;
-use crate::dirs::{disk_bytes, remove_tree, staged_bytes};
 use crate::error::{At, Error, Result};
-use crate::mounts::{self, Held, held_by_kernel};
-use crate::shelf;
-use crate::store::{DamagedImage, ROOT_DIRECTORY, SHELVED, Store, USER_DIRECTORY, random_id};
-use rustix::fs::FlockOperation;
-use rustix::mount::UnmountFlags;
+use crate::in_use::InUse;
+use crate::link_farm;
+use crate::random_id::random_id;
+use crate::remove_tree::remove_tree;
+use crate::runtime::mounts::{self, View, image_in_use};
+use crate::store::{
+    DamagedImage, FARM_SUFFIX, ROOT_DIRECTORY, Store, USER_DIRECTORY, entries, open_lease, remove_dead_builds,
+    unless_gone,
+};
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::{OsStr, OsString};
-use std::fs::{self, File};
-use std::io::{self, ErrorKind, Read};
+use std::fs;
+use std::io::{ErrorKind, Read};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -28,8 +31,8 @@ const BATCH: usize = if cfg!(pagefold_stress) { 2 } else { 1024 };
 /// How long the stat cache of a directory is of use: 30 days.
 const CACHE_AGE: Duration = Duration::from_secs(30 * 24 * 60 * 60);
 
-/// Lines that tell of what could not be removed, at most.
-const MOST_FAILED: usize = 16;
+/// Most lines about what could not be removed.
+const FAILED_LINES_MAX: usize = 16;
 
 /// What a collection did.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -63,289 +66,289 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// Whether something was removed. That one thing resists keeps nobody from removing the next: it is noted.
+    /// Returns true if something was removed. A file that cannot be removed is counted and noted, and the collection goes
+    /// on.
     fn removed(&mut self, result: Result<()>) -> bool {
         match result {
             Ok(()) => return true,
             Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => {}
-            Err(error) => {
-                self.failures += 1;
-                if self.failed.len() < MOST_FAILED {
-                    self.failed.push(error.to_string());
-                }
-            }
+            Err(error) => self.failed(&error),
         }
         false
     }
-}
 
-/// The entries of a directory, all of them: what an error hides would pass for what is not there.
-fn entries(dir: &Path) -> Result<Vec<fs::DirEntry>> {
-    fs::read_dir(dir).at(dir)?.map(|entry| entry.at(dir)).collect()
-}
-
-/// What came of something at `path`, unless that has gone meanwhile. What only cannot be reached is still there.
-fn unless_gone<T>(result: io::Result<T>, path: &Path) -> Result<Option<T>> {
-    match result {
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-        other => other.map(Some).at(path),
-    }
-}
-
-/// Opens a lease, unless it has gone. One that is closed to us is left from when root could build in a user's store; what it
-/// stands on nobody but he can tell.
-fn open_lease(path: &Path) -> Result<Option<File>> {
-    match File::open(path) {
-        Err(error) if error.kind() == ErrorKind::PermissionDenied => {
-            let owner = fs::symlink_metadata(path).map_or("another user".into(), |meta| format!("user {}", meta.uid()));
-            Err(Error::Refused(format!(
-                "gc: {}: a build or mount of {owner} has left it; remove it if none is running, and run gc again",
-                path.display()
-            )))
+    fn failed(&mut self, error: &Error) {
+        self.failures += 1;
+        if self.failed.len() < FAILED_LINES_MAX {
+            self.failed.push(error.to_string());
         }
-        other => unless_gone(other, path),
-    }
-}
-
-/// The digests that builds and mounts in progress stand on, all but `dead` ones.
-fn leased(store: &Store, dead: &HashSet<OsString>) -> Result<HashSet<u128>> {
-    let mut all = HashSet::new();
-    for entry in entries(&store.path("leases"))? {
-        let path = entry.path();
-        if dead.contains(&entry.file_name()) {
-            continue;
-        }
-        if let Some(mut file) = open_lease(&path)? {
-            let mut bytes = Vec::new();
-            file.read_to_end(&mut bytes).at(&path)?;
-            all.extend(bytes.chunks_exact(32).map(|raw| Digest(raw.try_into().expect("32 bytes")).key()));
-        }
-    }
-    Ok(all)
-}
-
-/// Removes leases nobody holds and what their builds had staged. A dry run only says which leases that would be.
-fn remove_dead_builds(store: &Store, dry_run: bool, stats: &mut Stats) -> Result<HashSet<OsString>> {
-    let (leases, staging) = (store.path("leases"), store.path("staging"));
-    let mut dead = HashSet::new();
-    for entry in entries(&leases)? {
-        let path = entry.path();
-        let Some(file) = open_lease(&path)? else { continue };
-        if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok() {
-            if dry_run {
-                stats.builds_removed += 1;
-                dead.insert(entry.file_name());
-                continue;
-            }
-            // Ours now: whoever created it and has not locked it yet will find it gone, and try again. Its owner may
-            // have ended well between our two looks.
-            stats.builds_removed += u64::from(stats.removed(fs::remove_file(&path).at(&path)));
-        }
-    }
-    for entry in entries(&staging)? {
-        // A staging directory is made after its lease and removed before it.
-        let lease = leases.join(entry.file_name());
-        if dead.contains(&entry.file_name()) || !lease.try_exists().at(&lease)? {
-            let (path, bytes) = (entry.path(), staged_bytes(&entry.path()));
-            let remove = || {
-                let _ = rustix::mount::unmount(path.join("meta"), UnmountFlags::DETACH);
-                remove_tree(&path)
-            };
-            if dry_run || stats.removed(remove()) {
-                stats.other_bytes_removed += bytes;
-            }
-        }
-    }
-    Ok(dead)
-}
-
-/// Removes what builds have left that died, for the next that needs the room. What resists is for the collector to tell.
-pub(crate) fn clear_dead_builds(store: &Store) {
-    let _ = remove_dead_builds(store, false, &mut Stats::default());
-}
-
-/// Removes the stat caches of directories that were not built for long: each build writes its own anew.
-fn remove_old_caches(store: &Store, dry_run: bool, stats: &mut Stats) -> Result<()> {
-    for entry in entries(&store.path("cache"))? {
-        let age = entry.metadata().ok().and_then(|meta| meta.modified().ok()?.elapsed().ok());
-        if age.is_some_and(|age| age > CACHE_AGE) {
-            let bytes = bytes_of(&entry);
-            if dry_run || stats.removed(fs::remove_file(entry.path()).at(entry.path())) {
-                stats.other_bytes_removed += bytes;
-            }
-        }
-    }
-    Ok(())
-}
-
-struct Live {
-    trees: HashSet<Digest>,
-    objects: HashSet<u128>,
-}
-
-impl Live {
-    /// Marks a tree and its objects.
-    fn mark(&mut self, store: &Store, digest: Digest) -> Result<()> {
-        if self.trees.insert(digest) {
-            // Without the list nobody knows what the image needs: then nothing may go.
-            let objects = store.tree_objects(&digest).map_err(|error| {
-                let names = store.names_of(&digest);
-                Error::Damaged(format!("gc removes nothing while an image cannot be read ({names}): {error}, or forget it (`pagefold image rm`)"))
-            })?;
-            self.objects.extend(objects.iter().map(|object| object.0.key()));
-        }
-        Ok(())
     }
 }
 
 /// Collects a domain.
 ///
 /// # Errors
-/// A second collector at work; an image whose object list cannot be read; the system's.
+/// Another collection at work; an image whose object list cannot be read; the system's.
 pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
     let Some(_only) = store.lock_collector()? else {
         return Err(Error::Refused("gc: another collection is running; wait for it".into()));
     };
-    let mut stats = Stats::default();
-    let dead = remove_dead_builds(store, dry_run, &mut stats)?;
-    remove_old_caches(store, dry_run, &mut stats)?;
-
-    let mut live = Live { trees: HashSet::new(), objects: HashSet::new() };
-    let log_path = store.path("published");
-    let lock = store.lock(true)?;
-    let records = store.records()?;
-    (stats.images, stats.damaged) = (records.images.len() as u64, records.damaged);
-    let mut roots: Vec<Digest> = records.images.iter().map(|image| image.digest).collect();
-    // Leases before mounts: who mounts holds his lease until the mount is in the table, and nobody takes a new one
-    // while we hold the lock.
-    let leases = leased(store, &dead)?;
-    let mounted = mounts::view(store)?;
-    if mounted.silent > 0 {
-        return Err(Error::Refused(format!(
-            "gc: {} processes do not answer in /proc, and what they have mounted is unknown; try again, or end them (state D in ps)",
-            mounted.silent
-        )));
+    let mut run = Collection::new(store, dry_run);
+    run.remove_dead_builds()?;
+    run.remove_old_caches()?;
+    for digest in run.collect_trees()? {
+        run.mark(digest)?;
     }
-    roots.extend(mounted.mounts.iter().map(|mount| mount.digest));
-    let trees = store.path("trees");
-    let named: HashSet<Digest> = roots.iter().copied().collect();
-    let (mut forms, mut remains) = (BTreeMap::<Digest, Vec<fs::DirEntry>>::new(), Vec::new());
-    // Metadata directories of a kind that no mount asks for any more, and such mounts as there are show in a table.
-    let mut outdated = Vec::new();
-    let in_use = |digest: &Digest| {
-        mounted.partial || leases.contains(&digest.key()) || mounted.mounts.iter().any(|mount| mount.digest == *digest)
-    };
-    for entry in entries(&trees)? {
-        let name = entry.file_name();
-        let Some(digest) = name.as_bytes().get(..64).and_then(Digest::from_hex) else { continue };
-        if name.as_bytes().ends_with(DOOMED.as_bytes()) {
-            // What a collector that died has left.
-            remains.push(entry.path());
-        } else if !named.contains(&digest) {
-            forms.entry(digest).or_default().push(entry);
-        } else if is_outdated(&trees, name.as_bytes()) && !in_use(&digest) {
-            outdated.push(entry);
+    run.stats.trees_kept = run.live_trees.len() as u64;
+    run.sweep_objects()?;
+    Ok(run.stats)
+}
+
+/// A collection in progress.
+struct Collection<'a> {
+    store: &'a Store,
+    dry_run: bool,
+    /// Leases without an owner, in a dry run.
+    dead_leases: HashSet<OsString>,
+    live_trees: HashSet<Digest>,
+    live_objects: HashSet<u128>,
+    /// Entries of the publish log that the marked trees include already: a dry run leaves the log as it is.
+    log_from: usize,
+    stats: Stats,
+}
+
+/// The files under `trees/` that may be removed.
+#[derive(Default)]
+struct TreeFiles {
+    /// Files of trees that no name, lease or mount table names.
+    unnamed: BTreeMap<Digest, Vec<fs::DirEntry>>,
+    /// Directories that a collector has renamed to be removed, this one or one that was killed.
+    remains: Vec<PathBuf>,
+    /// Metadata directories of a kind that this version no longer mounts; existing mounts of them show in a table.
+    outdated: Vec<fs::DirEntry>,
+}
+
+impl<'a> Collection<'a> {
+    fn new(store: &'a Store, dry_run: bool) -> Self {
+        Self {
+            store,
+            dry_run,
+            dead_leases: HashSet::new(),
+            live_trees: HashSet::new(),
+            live_objects: HashSet::new(),
+            log_from: 0,
+            stats: Stats::default(),
         }
     }
-    let mut doomed = Vec::new();
-    for (digest, files) in forms {
-        // Nobody but the tables knows of a mount by a metadata directory.
-        let unseen = || mounted.partial && files.iter().any(|file| is_dir(file) && !is_shelf(&file.file_name()));
-        // Any tree may be what a damaged record names. Without its metadata image it is nobody's any more.
-        let tree = store.tree_path(&digest);
-        let may_be_named = !stats.damaged.is_empty() && tree.try_exists().at(&tree)?;
-        let known = may_be_named || leases.contains(&digest.key());
-        let held = if known { Held::Yes } else { held_by_kernel(store, &digest)? };
-        match held {
-            Held::No if !unseen() => doomed.push(files),
-            held => {
-                stats.trees_unseen += u64::from(held != Held::Yes);
-                roots.push(digest);
+
+    /// Removes leases without an owner and what their builds had staged.
+    fn remove_dead_builds(&mut self) -> Result<()> {
+        let dead = remove_dead_builds(self.store, self.dry_run, staged_bytes)?;
+        self.stats.builds_removed = dead.count;
+        self.stats.other_bytes_removed += dead.staged_bytes;
+        dead.errors.iter().for_each(|error| self.stats.failed(error));
+        self.dead_leases = dead.leases;
+        Ok(())
+    }
+
+    /// Removes the stat caches of directories that were not built for long: each build writes its own anew.
+    fn remove_old_caches(&mut self) -> Result<()> {
+        for entry in entries(&self.store.path("cache"))? {
+            let age = entry.metadata().ok().and_then(|meta| meta.modified().ok()?.elapsed().ok());
+            if age.is_some_and(|age| age > CACHE_AGE) {
+                let bytes = bytes_of(&entry);
+                if self.dry_run || self.stats.removed(fs::remove_file(entry.path()).at(entry.path())) {
+                    self.stats.other_bytes_removed += bytes;
+                }
             }
         }
+        Ok(())
     }
-    // From here on the log tells of what is published; all before is in `roots`.
-    let log_from = if dry_run { read_log(store)?.len() } else { 0 };
-    if !dry_run {
-        fs::write(&log_path, b"").at(&log_path)?;
-        remove_image_files(&outdated, &mut remains, &mut stats);
-        doomed.retain(|files| remove_image_files(files, &mut remains, &mut stats));
-    }
-    drop(lock);
-    stats.trees_removed = doomed.len() as u64;
-    if dry_run {
-        stats.other_bytes_removed += outdated.iter().chain(doomed.iter().flatten()).map(bytes_of).sum::<u64>();
-    }
-    for path in remains {
-        let bytes = bytes_below(&path);
-        if dry_run || stats.removed(remove_tree(&path)) {
-            stats.other_bytes_removed += bytes;
-        }
-    }
-    for digest in roots {
-        live.mark(store, digest)?;
-    }
-    stats.trees_kept = live.trees.len() as u64;
 
-    let mut batch: Vec<(u128, u64, PathBuf)> = Vec::new();
-    let objects = store.objects_dir();
-    for shard in entries(&objects)? {
-        let prefix = shard.file_name().to_string_lossy().into_owned();
-        for entry in entries(&shard.path())? {
-            let name = format!("{prefix}{}", entry.file_name().to_string_lossy());
-            let Some(digest) = Digest::from_hex(name.as_bytes()) else { continue };
-            if live.objects.contains(&digest.key()) {
-                stats.objects_kept += 1;
+    /// Removes the trees that nothing needs, with all that was made of them. Returns the other trees, from which objects
+    /// are marked.
+    fn collect_trees(&mut self) -> Result<Vec<Digest>> {
+        let lock = self.store.lock(true)?;
+        let records = self.store.records()?;
+        (self.stats.images, self.stats.damaged) = (records.images.len() as u64, records.damaged);
+        let mut roots: Vec<Digest> = records.images.iter().map(|image| image.digest).collect();
+        // Leases before mounts: a mount holds its lease until it is in the table, and no new lease can be claimed with under
+        // this lock.
+        let leases = self.leased()?;
+        let mounted = self.view_mounts()?;
+        roots.extend(mounted.mounts.iter().map(|mount| mount.digest));
+        let mut files = self.tree_files(&roots, &leases, &mounted)?;
+        let (mut doomed, kept) = self.choose_doomed(std::mem::take(&mut files.unnamed), &leases, &mounted)?;
+        roots.extend(kept);
+        if self.dry_run {
+            self.log_from = read_log(self.store)?.len();
+        } else {
+            // From here on the log lists what is published; everything earlier is in `roots`.
+            let log = self.store.path("published");
+            fs::write(&log, b"").at(&log)?;
+            remove_image_files(&files.outdated, &mut files.remains, &mut self.stats);
+            doomed.retain(|image| remove_image_files(image, &mut files.remains, &mut self.stats));
+        }
+        drop(lock);
+        self.stats.trees_removed = doomed.len() as u64;
+        if self.dry_run {
+            let bytes = files.outdated.iter().chain(doomed.iter().flatten()).map(bytes_of).sum::<u64>();
+            self.stats.other_bytes_removed += bytes;
+        }
+        for path in files.remains {
+            let bytes = bytes_below(&path);
+            if self.dry_run || self.stats.removed(remove_tree(&path)) {
+                self.stats.other_bytes_removed += bytes;
+            }
+        }
+        Ok(roots)
+    }
+
+    /// The digests that builds and mounts in progress rely on. Leases of dead builds do not count.
+    fn leased(&self) -> Result<HashSet<u128>> {
+        let mut all = HashSet::new();
+        for entry in entries(&self.store.path("leases"))? {
+            let path = entry.path();
+            if self.dead_leases.contains(&entry.file_name()) {
                 continue;
             }
-            let size = entry.metadata().map_or(0, |meta| meta.len());
-            batch.push((digest.key(), size, entry.path()));
-            if batch.len() >= BATCH {
-                delete(store, &mut live, &mut batch, dry_run.then_some(log_from), &dead, &mut stats)?;
+            if let Some(mut file) = open_lease(&path)? {
+                let mut bytes = Vec::new();
+                file.read_to_end(&mut bytes).at(&path)?;
+                all.extend(bytes.as_chunks().0.iter().map(|raw| Digest(*raw).key()));
             }
         }
+        Ok(all)
     }
-    delete(store, &mut live, &mut batch, dry_run.then_some(log_from), &dead, &mut stats)?;
-    Ok(stats)
+
+    fn view_mounts(&self) -> Result<View> {
+        let mounted = mounts::view(self.store)?;
+        if mounted.silent > 0 {
+            return Err(Error::Refused(format!(
+                "gc: {} processes do not answer in /proc, and what they have mounted is unknown; try again, or end them (state D in ps)",
+                mounted.silent
+            )));
+        }
+        Ok(mounted)
+    }
+
+    /// Sorts the files under `trees/`.
+    fn tree_files(&self, roots: &[Digest], leases: &HashSet<u128>, mounted: &View) -> Result<TreeFiles> {
+        let trees = self.store.path("trees");
+        let named: HashSet<&Digest> = roots.iter().collect();
+        let in_use = |digest: &Digest| {
+            mounted.partial
+                || leases.contains(&digest.key())
+                || mounted.mounts.iter().any(|mount| mount.digest == *digest)
+        };
+        let mut files = TreeFiles::default();
+        for entry in entries(&trees)? {
+            let name = entry.file_name();
+            let Some(digest) = name.as_bytes().get(..64).and_then(Digest::from_hex) else { continue };
+            if name.as_bytes().ends_with(DOOMED.as_bytes()) {
+                files.remains.push(entry.path());
+            } else if !named.contains(&digest) {
+                files.unnamed.entry(digest).or_default().push(entry);
+            } else if is_outdated(&trees, name.as_bytes()) && !in_use(&digest) {
+                files.outdated.push(entry);
+            }
+        }
+        Ok(files)
+    }
+
+    /// Splits trees without a name: returns the files of those to remove, and the trees to keep.
+    fn choose_doomed(
+        &mut self,
+        unnamed: BTreeMap<Digest, Vec<fs::DirEntry>>,
+        leases: &HashSet<u128>,
+        mounted: &View,
+    ) -> Result<(Vec<Vec<fs::DirEntry>>, Vec<Digest>)> {
+        let (mut doomed, mut kept) = (Vec::new(), Vec::new());
+        for (digest, files) in unnamed {
+            // A damaged record may name any tree that has its metadata image.
+            let tree = self.store.tree_path(&digest);
+            let may_be_named = !self.stats.damaged.is_empty() && tree.try_exists().at(&tree)?;
+            let needed = may_be_named || leases.contains(&digest.key());
+            let use_ = if needed { InUse::Yes } else { image_in_use(self.store, &digest)? };
+            // Only mount tables show a mount by a metadata directory.
+            let may_be_mounted =
+                || mounted.partial && files.iter().any(|file| is_dir(file) && !is_farm(&file.file_name()));
+            if use_ == InUse::No && !may_be_mounted() {
+                doomed.push(files);
+            } else {
+                self.stats.trees_unseen += u64::from(use_ != InUse::Yes);
+                kept.push(digest);
+            }
+        }
+        Ok((doomed, kept))
+    }
+
+    /// Marks a tree and its objects as live.
+    fn mark(&mut self, digest: Digest) -> Result<()> {
+        if self.live_trees.insert(digest) {
+            // Without the list it is unknown what the image needs: then nothing may be removed.
+            let objects = self.store.tree_objects(&digest).map_err(|error| {
+                let names = self.store.names_of(&digest);
+                Error::Damaged(format!("gc removes nothing while an image cannot be read ({names}): {error}, or forget it (`pagefold image rm`)"))
+            })?;
+            self.live_objects.extend(objects.iter().map(|object| object.0.key()));
+        }
+        Ok(())
+    }
+
+    /// Removes the objects that are not live.
+    fn sweep_objects(&mut self) -> Result<()> {
+        let mut batch: Vec<(u128, u64, PathBuf)> = Vec::new();
+        for shard in entries(&self.store.objects_dir())? {
+            let prefix = shard.file_name().to_string_lossy().into_owned();
+            for entry in entries(&shard.path())? {
+                let name = format!("{prefix}{}", entry.file_name().to_string_lossy());
+                let Some(digest) = Digest::from_hex(name.as_bytes()) else { continue };
+                if self.live_objects.contains(&digest.key()) {
+                    self.stats.objects_kept += 1;
+                    continue;
+                }
+                let size = entry.metadata().map_or(0, |meta| meta.len());
+                batch.push((digest.key(), size, entry.path()));
+                if batch.len() >= BATCH {
+                    self.delete(&mut batch)?;
+                }
+            }
+        }
+        self.delete(&mut batch)
+    }
+
+    /// Deletes a batch of objects, except those that became live since they were marked.
+    fn delete(&mut self, batch: &mut Vec<(u128, u64, PathBuf)>) -> Result<()> {
+        let _exclusive = self.store.lock(true)?;
+        let leased = self.leased()?;
+        for digest in read_log(self.store)?.into_iter().skip(self.log_from) {
+            // The log is written just before the name: a build killed between them leaves a digest without an image.
+            let tree = self.store.tree_path(&digest);
+            if tree.try_exists().at(&tree)? {
+                self.mark(digest)?;
+            }
+        }
+        for (key, size, path) in batch.drain(..) {
+            if self.live_objects.contains(&key) || leased.contains(&key) {
+                self.stats.objects_kept += 1;
+                continue;
+            }
+            if !self.dry_run && !self.stats.removed(fs::remove_file(&path).at(&path)) {
+                continue;
+            }
+            self.stats.objects_removed += 1;
+            self.stats.bytes_removed += size;
+        }
+        Ok(())
+    }
 }
 
 /// The digests published since the log was last emptied.
 fn read_log(store: &Store) -> Result<Vec<Digest>> {
     let path = store.path("published");
     let log = unless_gone(fs::read(&path), &path)?.unwrap_or_default();
-    Ok(log.chunks_exact(32).map(|raw| Digest(raw.try_into().expect("32 bytes"))).collect())
-}
-
-fn delete(
-    store: &Store,
-    live: &mut Live,
-    batch: &mut Vec<(u128, u64, PathBuf)>,
-    dry_run: Option<usize>,
-    dead: &HashSet<OsString>,
-    stats: &mut Stats,
-) -> Result<()> {
-    let _exclusive = store.lock(true)?;
-    let leased = leased(store, dead)?;
-    // A dry run leaves the log as it is and starts where it ended.
-    for digest in read_log(store)?.into_iter().skip(dry_run.unwrap_or(0)) {
-        // The log is written just before the name: a build killed between them leaves a digest without image.
-        let tree = store.tree_path(&digest);
-        if tree.try_exists().at(&tree)? {
-            live.mark(store, digest)?;
-        }
-    }
-    for (key, size, path) in batch.drain(..) {
-        if live.objects.contains(&key) || leased.contains(&key) {
-            stats.objects_kept += 1;
-            continue;
-        }
-        if dry_run.is_none() && !stats.removed(fs::remove_file(&path).at(&path)) {
-            continue;
-        }
-        stats.objects_removed += 1;
-        stats.bytes_removed += size;
-    }
-    Ok(())
+    Ok(log.as_chunks().0.iter().map(|raw| Digest(*raw)).collect())
 }
 
 /// What an entry takes: a directory with all below it.
@@ -353,35 +356,35 @@ fn bytes_of(file: &fs::DirEntry) -> u64 {
     if is_dir(file) { bytes_below(&file.path()) } else { file.metadata().map_or(0, |meta| meta.len()) }
 }
 
-/// What a directory takes with all below it; a shelf's objects are counted under their own names.
+/// What a directory takes with all below it. A link farm's objects are counted under their own names.
 fn bytes_below(path: &Path) -> u64 {
-    if is_shelf(path.file_name().unwrap_or_default()) { shelf::disk_bytes(path) } else { disk_bytes(path) }
+    if is_farm(path.file_name().unwrap_or_default()) { link_farm::disk_bytes(path) } else { disk_bytes(path) }
 }
 
-/// Whether a name is a shelf's, or of what is left of one.
-fn is_shelf(name: &OsStr) -> bool {
+/// Returns true if a name is that of a link farm, or of its remains.
+fn is_farm(name: &OsStr) -> bool {
     let end = name.as_bytes().get(64..).unwrap_or_default();
-    end.split(|byte| *byte == b'.').nth(1) == Some(shelf::END.as_bytes())
+    end.split(|byte| *byte == b'.').nth(1) == Some(link_farm::SUFFIX.as_bytes())
 }
 
-/// Whether a name is that of a metadata directory that is no longer mounted: one for all mappings of ids, or one that leads to
-/// the objects' digests where there is one that leads to the shelf.
+/// Returns true if a name is that of a metadata directory that is no longer mounted: one for all id mappings, or one that
+/// leads to the objects' digests where another one leads to the link farm.
 fn is_outdated(trees: &Path, name: &[u8]) -> bool {
     let kind = name[64..].strip_prefix(b".").filter(|kind| !kind.contains(&b'.')).unwrap_or_default();
     let is_directory = [ROOT_DIRECTORY, USER_DIRECTORY].iter().any(|start| kind.starts_with(start.as_bytes()));
-    let shelved = || trees.join(OsStr::from_bytes(&[name, SHELVED.as_bytes()].concat())).exists();
-    is_directory && !kind.ends_with(SHELVED.as_bytes()) && (kind == USER_DIRECTORY.as_bytes() || shelved())
+    let has_farm_form = || trees.join(OsStr::from_bytes(&[name, FARM_SUFFIX.as_bytes()].concat())).exists();
+    is_directory && !kind.ends_with(FARM_SUFFIX.as_bytes()) && (kind == USER_DIRECTORY.as_bytes() || has_farm_form())
 }
 
 fn is_dir(file: &fs::DirEntry) -> bool {
     file.file_type().map_or(true, |kind| kind.is_dir())
 }
 
-/// The end of the names of metadata directories that are being removed.
+/// The end of the names of directories that are being removed.
 const DOOMED: &str = ".doomed";
 
-/// Removes the files of an image, after its metadata directories were taken out of their names in one step: half a directory
-/// is never taken for all of it. They are for `remove_tree`, later. Says whether nothing is left under a name.
+/// Removes the files of an image. Its directories are only renamed, each in one step, so that half a directory is never taken
+/// for a whole one; the caller removes what `remains`. Returns true if nothing is left under its own name.
 fn remove_image_files(files: &[fs::DirEntry], remains: &mut Vec<PathBuf>, stats: &mut Stats) -> bool {
     let (dirs, files): (Vec<_>, Vec<_>) = files.iter().partition(|file| is_dir(file));
     let doom = |path: PathBuf| -> Result<PathBuf> {

@@ -1,4 +1,4 @@
-//! Images in use: mounts, programs that run in them, and what a start reads.
+//! Images in use: mounts, programs that run in them, and the start profiles of those.
 
 pub mod doctor;
 pub mod exec;

@@ -1,18 +1,18 @@
-//! Who has images mounted, by the mount tables of all namespaces.
+//! Mounts of images, by the mount tables of all namespaces.
 //!
-//! A mount names its store, domain and image in the mount table: there is no record of ours to go stale. Tables are
-//! other people's, so that a name in them is a claim: it may keep an image that the store has, and do nothing else.
+//! A mount names its store, domain and image in the mount table: there is no record of ours to go stale. Tables can be
+//! written by other users, so a name in them is a claim: it may keep an image that the store has, and do nothing else.
 
 use crate::digest::Digest;
 use crate::error::{At, Result};
-use crate::shelf::Shelf;
+use crate::in_use::{InUse, in_use};
+use crate::link_farm::LinkFarm;
 use crate::store::Store;
-use crate::sys;
 use pagefold_os::mountinfo::{self, Mount};
 use rustix::process::geteuid;
 use std::collections::{BTreeSet, HashSet};
 use std::ffi::OsStr;
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-/// A mount of ours, as the mount tables show it.
+/// A mount of an image, as the mount tables show it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 pub struct MountEntry {
     /// The image.
@@ -29,43 +29,45 @@ pub struct MountEntry {
     pub mountpoint: PathBuf,
     /// The mount's device number; binds of one mount share it.
     pub device: String,
-    /// The mount namespace it is seen in, by inode number; 0 where that is kept from us.
+    /// The mount namespace it is seen in, by inode number; 0 where that is hidden.
     pub namespace: u64,
     /// Whether changes are laid over the image.
     pub writable: bool,
+    /// Whether it is a native mount, whose files have page cache of their own.
+    pub native: bool,
 }
 
-/// All mounts of a store and domain, in every mount namespace we may look into.
+/// All mounts of a store and domain, in every mount namespace that this process may look into.
 #[derive(Clone, Debug, Default)]
 pub struct View {
     /// The mounts.
     pub mounts: Vec<MountEntry>,
-    /// Processes that kept their table from us by not answering, or by an answer that says nothing.
+    /// Processes whose table is unknown: they did not answer, or the answer says nothing.
     pub silent: usize,
-    /// Whether there may be mounts that nobody shows us: all processes of some namespace have a part of it as their root
-    /// (chroot), a process of this user's in another user namespace keeps its own from us, or we are in a PID or user
-    /// namespace of our own, and do not see what goes on outside.
+    /// Whether there may be mounts that no process shows: all processes of some namespace have a part of it as their root
+    /// (chroot), a process of this user's in another user namespace hides its own, or this process is in a PID or user
+    /// namespace of its own and does not see what happens outside.
     pub partial: bool,
 }
 
 /// How long one process's /proc entries may take: a process stuck in the kernel can make them wait with it.
 const PROC_PATIENCE: Duration = Duration::from_secs(3);
 
-/// How often the processes are listed at most: who ends before it was looked at may have left a child that was not
-/// there yet.
+/// How often the processes are listed at most: a process that ends before it was looked at may have left a child that did
+/// not exist yet.
 const LISTS: u32 = 8;
 
 /// What a process shows.
 enum Look {
-    /// It has ended.
+    /// The process has ended.
     Gone,
-    /// It cannot be known what it shows: some error that says nothing about the process.
+    /// Unknown: some error that says nothing about the process.
     Unknown,
-    /// Not ours to see, or a namespace that is known.
+    /// Nothing that matters: a namespace that is known, or one that this user cannot see.
     Nothing,
-    /// Ours, and yet not to be seen.
+    /// The process is this user's, and yet its namespace cannot be seen.
     Hidden,
-    /// The mount table as far as it goes from some root or other, which is not ours to see; `hidden` if it may be a part.
+    /// The mount table as seen from the process's root, which is unknown; `hidden` if it may be a part of the whole.
     Denied { hidden: bool, table: Vec<u8> },
     /// The mount table of its namespace; `whole` if the process has the namespace's own root.
     Table { namespace: u64, whole: bool, table: Vec<u8> },
@@ -91,17 +93,17 @@ fn look(pid: &Path, seen: &Mutex<BTreeSet<u64>>) -> Look {
     })
 }
 
-/// Threads that are in another mount namespace than their process, which is in its first thread's, or may be: one may leave by
-/// itself (unshare(2), setns(2)), and may outlive the first.
+/// Threads that are, or may be, in another mount namespace than their process, which shows its first thread's: a thread can
+/// leave by itself (unshare(2), setns(2)), and can outlive the first.
 fn strays(pid: &Path) -> Vec<PathBuf> {
     let tasks = pid.join("task");
-    // A thread is a directory there: most processes have one, beside the two links that every directory has.
+    // Each thread is a subdirectory: most processes have one, beside the two links that every directory has.
     if fs::metadata(&tasks).is_ok_and(|meta| meta.nlink() == 3) {
         return Vec::new();
     }
     let namespace = |at: &Path| fs::metadata(at.join("ns/mnt")).map(|meta| meta.ino());
     let own = match namespace(pid) {
-        // They would say no more than the process.
+        // The threads would show no more than the process.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Vec::new(),
         own => own.ok(),
     };
@@ -109,18 +111,18 @@ fn strays(pid: &Path) -> Vec<PathBuf> {
     threads.filter(|thread| own.is_none() || namespace(thread).ok() != own).collect()
 }
 
-/// What to make of a process of which looking has brought `errno`.
+/// What an error says about a process.
 fn unseen(errno: Option<i32>) -> Look {
     match errno {
-        // The last is the mount table's of who has left his namespace already.
+        // EINVAL comes from the mount table of a process that has left its namespace already.
         Some(libc::ENOENT | libc::ESRCH | libc::EINVAL) => Look::Gone,
         _ => Look::Unknown,
     }
 }
 
-/// Looks at a process that keeps its namespace and root from us, but as a rule not its mount table. Every user has such
-/// processes of his own: they cannot be dumped, or have a capability more. In our user namespace they are nothing to
-/// worry about: there, only root could have mounted anything.
+/// Looks at a process that hides its namespace and root, but usually not its mount table. Every user has such
+/// processes: they cannot be dumped, or have one capability more. In this process's user namespace they do not matter:
+/// there, only root could have mounted anything.
 fn look_denied(pid: &Path) -> Look {
     let me = geteuid();
     let own = match fs::metadata(pid) {
@@ -146,20 +148,20 @@ fn look_denied(pid: &Path) -> Look {
     })
 }
 
-/// What looking at some processes has brought.
+/// What a look at some processes found.
 #[derive(Default)]
 struct Looked {
-    /// Who did not answer.
+    /// Processes that did not answer.
     silent: Vec<PathBuf>,
-    /// Threads that are to be looked at by themselves.
+    /// Threads to look at by themselves.
     strays: Vec<PathBuf>,
-    /// Whether somebody had ended.
+    /// Whether a process had ended.
     gone: bool,
-    /// Whether somebody of ours did not show himself.
+    /// Whether a process of this user's did not show its namespace.
     hidden: bool,
 }
 
-/// Looks at `pids` once, and gives each table to `each` with its namespace, if it is told, and whether it is the whole of it.
+/// Looks at `pids` once. Calls `each` with each table, its namespace if that is known, and whether it is the whole table.
 fn look_at(
     pids: Vec<PathBuf>,
     seen: &Arc<Mutex<BTreeSet<u64>>>,
@@ -170,7 +172,7 @@ fn look_at(
     while next < pids.len() {
         let (sender, answers) = mpsc::channel();
         let (list, known, from) = (pids.clone(), seen.clone(), next);
-        // A worker of its own, left behind with the process that holds it up.
+        // A worker of its own: if a process holds it up, it is left behind and another one goes on.
         std::thread::spawn(move || {
             list[from..].iter().try_for_each(|pid| sender.send((look(pid, &known), strays(pid))))
         });
@@ -201,8 +203,8 @@ fn look_at(
     looked
 }
 
-/// Gives the mount tables of all processes that `list` names to `each`, as [`look_at`] does. Silent is who did not answer
-/// in time, twice: on a busy machine one may only have been slow, or on its way out.
+/// Calls `each` with the mount tables of all processes that `list` names, as [`look_at`] does. A process is silent if it did
+/// not answer in time twice: on a busy machine it may only have been slow, or about to end.
 fn each_table(
     mut list: impl FnMut() -> io::Result<Vec<PathBuf>>,
     mut each: impl FnMut(Option<u64>, bool, &[u8]),
@@ -231,8 +233,8 @@ fn each_table(
     Ok(looked)
 }
 
-/// Whether /proc has all processes, and they show us what they have mounted: in a PID namespace of our own others have none
-/// there, and in a user namespace we have no right to look at those outside of it.
+/// Returns true if /proc has all processes and they show what they have mounted: a PID namespace hides the processes outside
+/// of it, and in a user namespace this process has no right to look at those outside.
 fn sees_all() -> bool {
     // PID_NS_INIT_INO and USER_NS_INIT_INO of linux/nsfs.h.
     let first =
@@ -240,7 +242,7 @@ fn sees_all() -> bool {
     first("pid", 0xEFFF_FFFC) && first("user", 0xEFFF_FFFD)
 }
 
-/// The processes there are, this one first.
+/// All processes, this one first.
 fn processes() -> io::Result<Vec<PathBuf>> {
     let digits = |name: &OsStr| name.as_bytes().iter().all(u8::is_ascii_digit);
     let mut all = vec![PathBuf::from("/proc/self")];
@@ -251,7 +253,7 @@ fn processes() -> io::Result<Vec<PathBuf>> {
     Ok(all)
 }
 
-/// The image that a mount says it is of.
+/// The image that a mount names.
 fn claimed(mount: &Mount, prefix: &[u8], trees: &Path) -> Option<Digest> {
     let source = mount.source.as_os_str().as_bytes();
     if mount.kind == "overlay" {
@@ -280,15 +282,16 @@ pub fn view(store: &Store) -> Result<View> {
         let namespace = namespace.unwrap_or(0);
         for mount in mountinfo::parse(table) {
             let Some(digest) = claimed(&mount, prefix.as_bytes(), &trees) else { continue };
-            // What the store does not have nobody can have mounted from it.
+            // An image that the store does not have cannot be mounted from it.
             if store.knows(&digest) {
-                let (writable, mountpoint, device) = (mount.has_option("upperdir"), mount.at, mount.device);
-                found.insert(MountEntry { digest, mountpoint, device, namespace, writable });
+                let (writable, native) = (mount.has_option("upperdir"), mount.kind == "erofs");
+                let (mountpoint, device) = (mount.at, mount.device);
+                found.insert(MountEntry { digest, mountpoint, device, namespace, writable, native });
             }
         }
     });
     let looked = looked.at("/proc")?;
-    // Most are in a namespace that others show.
+    // Most of these mounts are in a namespace that other processes show.
     nowhere.retain(|mount: &MountEntry| {
         !found.iter().any(|known: &MountEntry| MountEntry { namespace: 0, ..known.clone() } == *mount)
     });
@@ -297,7 +300,7 @@ pub fn view(store: &Store) -> Result<View> {
     Ok(View { mounts: found.into_iter().collect(), silent: looked.silent.len(), partial })
 }
 
-/// All mounts of this store and domain, in every mount namespace we may look into.
+/// All mounts of this store and domain, in every mount namespace that this process may look into.
 ///
 /// # Errors
 /// /proc is not readable.
@@ -305,40 +308,15 @@ pub fn mounts(store: &Store) -> Result<Vec<MountEntry>> {
     Ok(view(store)?.mounts)
 }
 
-/// What the kernel says of an image's metadata.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Held {
-    /// Nobody has it open.
-    No,
-    /// Somebody has: a mount that no mount table shows, such as one attached nowhere, or in a namespace without processes.
-    Yes,
-    /// Its file system does not tell: it has no leases (NFS), or the file is another user's.
-    Unknown,
-}
-
-/// Whether somebody has the file open, a kernel mount included; a file that is not there nobody has.
-pub(crate) fn is_held(path: &Path) -> Result<Held> {
-    match File::open(path) {
-        Ok(file) => Ok(match sys::is_open_elsewhere(&file) {
-            Ok(true) => Held::Yes,
-            Ok(false) => Held::No,
-            Err(_) => Held::Unknown,
-        }),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Held::No),
-        // Found damaged before, and closed to its owner: none but root can have mounted it.
-        Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !geteuid().is_root() => Ok(Held::No),
-        Err(error) => Err(error).at(path),
-    }
-}
-
-/// Whether the kernel holds the image's metadata open. Root's view; others see their own mounts in the tables.
-pub(crate) fn held_by_kernel(store: &Store, digest: &Digest) -> Result<Held> {
-    let mut all = Held::No;
-    for path in [store.tree_path(digest), Shelf::of(store, digest).metadata(), store.full_path(digest)] {
-        match is_held(&path)? {
-            Held::Yes => return Ok(Held::Yes),
-            Held::Unknown => all = Held::Unknown,
-            Held::No => {}
+/// Asks the kernel whether the image's metadata is open elsewhere. Only root is told; other users see their own mounts in
+/// the tables.
+pub(crate) fn image_in_use(store: &Store, digest: &Digest) -> Result<InUse> {
+    let mut all = InUse::No;
+    for path in [store.tree_path(digest), LinkFarm::of(store, digest).metadata(), store.full_path(digest)] {
+        match in_use(&path)? {
+            InUse::Yes => return Ok(InUse::Yes),
+            InUse::Unknown => all = InUse::Unknown,
+            InUse::No => {}
         }
     }
     Ok(all)
@@ -361,9 +339,9 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_does_not_answer_holds_nobody_up() {
+    fn a_process_that_does_not_answer_does_not_block_the_others() {
         let dir = tempfile::tempdir().unwrap();
-        // A pipe that nobody writes stands for a /proc entry that waits with its process.
+        // A pipe without a writer stands for a /proc entry that waits with its process.
         let stuck = process(&dir.path().join("1"), "a", "/");
         let good = process(&dir.path().join("2"), "b", "/");
         rustix::fs::mknodat(CWD, stuck.join("mountinfo"), FileType::Fifo, Mode::RUSR, 0).unwrap();
@@ -377,7 +355,7 @@ mod tests {
     fn a_process_that_cannot_be_read_has_not_ended() {
         let dir = tempfile::tempdir().unwrap();
         let process = process(&dir.path().join("1"), "a", "/");
-        // A link to itself stands for want of memory or descriptors: no answer, and not for lack of permission.
+        // A link to itself stands for a lack of memory or descriptors: no answer, and no missing permission.
         symlink("mountinfo", process.join("mountinfo")).unwrap();
         assert_eq!(each_table(|| Ok(vec![process.clone()]), |_, _, _| unreachable!()).unwrap().silent.len(), 1);
         fs::remove_file(process.join("mountinfo")).unwrap();
@@ -385,12 +363,12 @@ mod tests {
     }
 
     #[test]
-    fn a_namespace_is_known_by_whoever_has_all_of_it() {
+    fn a_namespace_is_known_by_any_process_with_the_whole_table() {
         let dir = tempfile::tempdir().unwrap();
         let jailed = process(&dir.path().join("1"), "a", "/jail");
         let whole = process(&dir.path().join("2"), "a", "/");
         let third = process(&dir.path().join("3"), "a", "/");
-        // Nobody has this one's table any more when it is looked at; its child is listed the next time only.
+        // This process has ended when it is looked at; its child is listed the next time only.
         let ended = dir.path().join("4");
         let child = process(&dir.path().join("5"), "b", "/");
         for pid in [&jailed, &whole, &third, &child] {

@@ -1,7 +1,7 @@
 //! Start profiles: what a program of an image opened when it started, and which parts of it it read.
 //!
 //! A program that starts from cold caches waits for the disk a hundred times, for one name or page after the other.
-//! `exec` notes once what it waits for, where it is told to ([`crate::exec::Run::learn`]); whoever mounts the image later asks for all of that at once,
+//! `exec` notes once what it waits for, where it is told to ([`crate::runtime::exec::Run::learn`]); whoever mounts the image later asks for all of that at once,
 //! several requests under way, while the program takes its first steps. The kernel tells what is opened (fanotify(7),
 //! root only), and mincore(2) which parts of it came into memory.
 //!
@@ -10,8 +10,9 @@
 
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
+use crate::layout::{is_place, placed_objects};
+use crate::link_farm::LinkFarm;
 use crate::progress::note;
-use crate::shelf::{self, Shelf};
 use crate::store::{Lease, Store};
 use crate::sys::{self, Map, Opens, PAGE};
 use crate::tree::{Data, Id, Kind, ROOT, Tree};
@@ -125,8 +126,8 @@ impl Profile {
     /// Has the kernel read the objects' parts: all at once, and returns when they were asked for; or `in_pieces`, so that a
     /// program that starts meanwhile is served between them, and returns when they are there.
     pub(crate) fn read_objects(&self, store: &Store, digest: &Digest, in_pieces: bool) {
-        let shelf = Shelf::of(store, digest);
-        let open = |entry: &Entry| entry.open(store, &shelf);
+        let farm = LinkFarm::of(store, digest);
+        let open = |entry: &Entry| entry.open(store, &farm);
         self.each(|entry| {
             if let Some(file) = open(entry) {
                 ask_heads(&file, &entry.parts);
@@ -146,8 +147,8 @@ impl Profile {
         let is_small = self.files.len() <= FIRST && self.bytes() <= FIRST_BYTES;
         // It takes its time to come about, in which the disk would rest.
         let ahead = if is_small { None } else { self.in_background(store, digest).ok() };
-        let shelf = Shelf::of(store, digest);
-        let open = |entry| Some((Entry::open(entry, store, &shelf)?, &entry.parts));
+        let farm = LinkFarm::of(store, digest);
+        let open = |entry| Some((Entry::open(entry, store, &farm)?, &entry.parts));
         let first: Vec<_> = self.files.iter().take(FIRST).filter_map(open).collect();
         for (file, parts) in &first {
             ask_heads(file, parts);
@@ -227,12 +228,12 @@ impl Profile {
 
 impl Entry {
     /// Opens its object.
-    fn open(&self, store: &Store, shelf: &Shelf) -> Option<File> {
+    fn open(&self, store: &Store, farm: &LinkFarm) -> Option<File> {
         let object = self.object.as_ref().and_then(|hex| Digest::from_hex(hex.as_bytes()))?;
         // As the program will find it, so that the names are in memory for that too.
-        let place = self.place.as_ref().filter(|place| shelf::is_place(place));
-        let on_shelf = place.and_then(|place| File::open(shelf.object(place)).ok());
-        on_shelf.or_else(|| File::open(store.object_path(&object)).ok())
+        let place = self.place.as_ref().filter(|place| is_place(place));
+        let in_farm = place.and_then(|place| File::open(farm.object(place)).ok());
+        in_farm.or_else(|| File::open(store.object_path(&object)).ok())
     }
 }
 
@@ -353,7 +354,7 @@ impl Watch {
 
 fn learn(store: &Store, digest: &Digest, opens: &Opens, command: &OwnedFd, patience: Duration) -> Result<Profile> {
     let tree = store.tree(digest)?;
-    let places: HashMap<Digest, String> = shelf::placed(&tree).collect();
+    let places: HashMap<Digest, String> = placed_objects(&tree).collect();
     // Held open until the end: the mount may be gone with the command.
     let most = pagefold_os::fd::raise_limit().unwrap_or(256).saturating_sub(64).min(MOST as u64) as usize;
     let (start, mut seen, mut found) = (Instant::now(), HashSet::<Vec<u8>>::new(), Vec::<(Vec<u8>, File)>::new());

@@ -1,9 +1,9 @@
-//! Which objects were found damaged: a hint, so that who mounts an image is told of what it shows.
+//! Which objects were found damaged: a hint, from which a mount tells the operator that the image shows damaged files.
 //!
-//! The mark itself are the permissions that an object has lost. They keep builds from relying on it, and nobody from reading
-//! it through a mount: who mounts is root, or root of a user namespace.
+//! The mark itself is the permission that an object has lost, see [`super::objects`].
 
-use super::{Store, is_marked};
+use super::Store;
+use super::objects::is_marked;
 use crate::digest::Digest;
 use crate::error::{At, Result};
 use std::collections::BTreeSet;
@@ -12,10 +12,10 @@ use std::fs;
 const LIST: &str = "damaged";
 
 impl Store {
-    /// Notes objects that were found damaged or missing, `in_all` images or some: then what was noted before stays, unless
-    /// it is whole by now.
+    /// Notes objects that were found damaged or missing. Unless all images were looked at (`in_all`), objects noted before
+    /// stay noted until they are whole.
     pub(crate) fn note_damaged(&self, found: impl Iterator<Item = Digest>, in_all: bool) -> Result<()> {
-        let before = self.noted();
+        let before = self.noted_damage();
         let mut all: BTreeSet<Digest> = found.collect();
         all.extend(before.iter().filter(|object| !in_all && self.is_damaged(object)));
         if all == before {
@@ -31,9 +31,9 @@ impl Store {
         fs::rename(&staged, &path).at(&path)
     }
 
-    /// How many objects of an image were found damaged or missing and are so still.
+    /// How many objects of an image were found damaged or missing, and still are.
     pub(crate) fn count_damaged(&self, image: &Digest) -> usize {
-        let noted = self.noted();
+        let noted = self.noted_damage();
         if noted.is_empty() {
             return 0;
         }
@@ -41,7 +41,7 @@ impl Store {
         objects.iter().filter(|(object, ..)| noted.contains(object) && self.is_damaged(object)).count()
     }
 
-    fn noted(&self) -> BTreeSet<Digest> {
+    fn noted_damage(&self) -> BTreeSet<Digest> {
         let text = fs::read_to_string(self.path(LIST)).unwrap_or_default();
         text.lines().filter_map(|line| Digest::from_hex(line.as_bytes())).collect()
     }

@@ -1,14 +1,15 @@
-//! Leases: what builds and mounts in progress stand on, written down for the collector.
+//! Leases: what builds and mounts in progress rely on, written down for the collector.
 //!
-//! Whoever relies on an object or a tree first writes its digest into his
-//! lease and then looks whether it is there, under the domain lock shared. The
-//! lease's file is locked as long as its owner lives; an unlocked one is a
-//! dead owner's.
+//! A build or mount first writes the digest of an object or tree into its
+//! lease, and then looks whether it exists, under the shared domain lock. The
+//! lease's file is locked as long as its owner lives; an unlocked lease belongs
+//! to a dead owner.
 
 use super::lock::lock_target;
-use super::{Record, Store, random_id};
+use super::{Record, Records, Store};
 use crate::digest::Digest;
 use crate::error::{At, Error, Result};
+use crate::random_id::random_id;
 use rustix::fs::FlockOperation;
 use std::fs::{self, File};
 use std::io::Write;
@@ -17,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 impl Store {
-    /// The record of image `name`, and a lease that keeps the image from the collector, whatever becomes of the name.
+    /// The record of image `name`, and a lease that keeps the image from the collector even if the name is removed.
     ///
     /// # Errors
     /// [`Error::NoImage`]; a damaged record.
@@ -27,23 +28,24 @@ impl Store {
     }
 }
 
-/// What a build or a mount in progress stands on. The file is locked as long as its owner lives.
+/// What a build or a mount in progress relies on. The file is locked as long as its owner lives.
 ///
-/// Where there is no room to write it down, or nothing may be written, a mount keeps the collector out as long as the lease lives:
-/// that is not long, and images can be mounted from a full disk. Its owner must not take the domain lock exclusive.
+/// Images can be mounted from a full disk, or where nothing may be written: where a claim cannot be written down, a mount
+/// keeps the collector out by holding the domain lock as long as the lease lives, which is not long. The lease's owner
+/// must not take the domain lock exclusively: it would wait for itself.
 #[derive(Debug)]
 pub struct Lease<'a> {
     store: &'a Store,
-    pub(super) id: String,
+    id: String,
     path: PathBuf,
     claims: Mutex<Claims>,
-    /// The domain lock, held shared for each claim; its own open file so that threads of one build share it in turn.
+    /// The domain lock, held shared during each claim. Its own open file, so that threads of one build take turns.
     lock: File,
 }
 
 #[derive(Debug)]
 struct Claims {
-    /// None where none could be made.
+    /// The lease's file; none where none could be made.
     file: Option<File>,
     /// Whether the domain lock is held until the end, since something could not be written.
     is_held: bool,
@@ -51,19 +53,13 @@ struct Claims {
     may_hold: bool,
 }
 
-/// Whether nothing more can be written here.
-pub(crate) fn is_full_or_fixed(error: &Error) -> bool {
-    let is_fixed = |source: &std::io::Error| source.raw_os_error() == Some(libc::EROFS);
-    matches!(error, Error::Full { .. }) || matches!(error, Error::Io { source, .. } if is_fixed(source))
-}
-
 impl<'a> Lease<'a> {
-    /// Takes a new lease, for who needs no room.
+    /// Takes a new lease for an owner that can work without writing: a mount, a query.
     pub(crate) fn new(store: &'a Store) -> Result<Self> {
         Self::take(store, true)
     }
 
-    /// Takes a new lease, for who will need room.
+    /// Takes a new lease for an owner that has to write: a build.
     pub(super) fn written(store: &'a Store) -> Result<Self> {
         Self::take(store, false)
     }
@@ -71,13 +67,13 @@ impl<'a> Lease<'a> {
     fn take(store: &'a Store, may_hold: bool) -> Result<Self> {
         let lock_path = store.path("lock");
         let lock = match lock_target(&lock_path) {
-            Err(error) if may_hold && is_full_or_fixed(&error) => File::open(&lock_path).at(&lock_path)?,
+            Err(error) if may_hold && error.is_full_or_read_only() => File::open(&lock_path).at(&lock_path)?,
             other => other?,
         };
         let id = random_id()?;
         let path = store.path("leases").join(&id);
         let (file, is_held) = match make(&path) {
-            Err(error) if may_hold && is_full_or_fixed(&error) => {
+            Err(error) if may_hold && error.is_full_or_read_only() => {
                 rustix::fs::flock(&lock, FlockOperation::LockShared).at(&lock_path)?;
                 (None, true)
             }
@@ -86,7 +82,8 @@ impl<'a> Lease<'a> {
         Ok(Self { store, id, path, claims: Mutex::new(Claims { file, is_held, may_hold }), lock })
     }
 
-    /// Makes sure that the lease is written down: nobody else takes the staging directory of its id for a dead owner's.
+    /// Makes sure that the lease has a file. Without it, another process would take the staging directory with the lease's
+    /// id for a dead owner's.
     pub(crate) fn write_down(&self) -> Result<()> {
         let mut claims = self.claims.lock().expect("no panic while held");
         if claims.file.is_none() {
@@ -95,12 +92,12 @@ impl<'a> Lease<'a> {
         Ok(())
     }
 
-    /// Whether the domain lock is held, so that nobody gets it exclusive, its owner neither.
+    /// Returns true if the domain lock is held: no process can take it exclusively, the lease's owner included.
     pub(crate) fn is_held(&self) -> bool {
         self.claims.lock().expect("no panic while held").is_held
     }
 
-    /// Claims `digests`, then tells which of `paths` exist, in one step against the collector.
+    /// Claims `digests`, then calls `look`, in one step against the collector. Returns what `look` returned.
     pub(super) fn claim<T>(&self, digests: &[Digest], look: impl FnOnce() -> T) -> Result<T> {
         let mut claims = self.claims.lock().expect("no panic while held");
         let (file, may_hold) = match &mut *claims {
@@ -111,7 +108,7 @@ impl<'a> Lease<'a> {
         let mut bytes = Vec::with_capacity(digests.len() * 32);
         digests.iter().for_each(|digest| bytes.extend(digest.0));
         match file.write_all(&bytes).at(&self.path) {
-            Err(error) if may_hold && is_full_or_fixed(&error) => {
+            Err(error) if may_hold && error.is_full_or_read_only() => {
                 claims.is_held = true;
                 Ok(look())
             }
@@ -128,21 +125,39 @@ impl<'a> Lease<'a> {
         &self.id
     }
 
-    /// Claims a tree (and with it the tree's objects); says whether it is there.
+    /// Claims a tree, and with it the tree's objects. Returns true if the tree exists.
     pub(crate) fn claim_tree(&self, digest: &Digest) -> Result<bool> {
         let path = self.store.tree_path(digest);
         self.claim(&[*digest], || path.try_exists())?.at(&path)
     }
 
-    /// Claims what `name` stands for.
+    /// Claims the image that `name` stands for.
     pub(crate) fn claim_image(&self, name: &str) -> Result<Record> {
         loop {
             let record = self.store.image(name)?;
-            // What is not there was collected after the name was given to another, or is missing.
+            // A missing tree was collected after the name was given to another image, or is lost.
             if self.claim_tree(&record.digest)? || self.store.image(name)?.digest == record.digest {
                 return Ok(record);
             }
         }
+    }
+}
+
+impl Lease<'_> {
+    /// All images, each claimed: while the lease is held nothing of them is collected. Each of `names` must be among them.
+    pub(crate) fn claim_images(&self, names: &[String]) -> Result<Records> {
+        let mut all = self.store.records()?;
+        for name in names.iter().filter(|name| !all.damaged.iter().any(|record| record.name == **name)) {
+            self.store.image(name)?;
+        }
+        for image in std::mem::take(&mut all.images) {
+            match self.claim_image(&image.name) {
+                // Removed since the records were read.
+                Err(Error::NoImage { .. }) => {}
+                other => all.images.push(other?),
+            }
+        }
+        Ok(all)
     }
 }
 
@@ -151,7 +166,7 @@ fn make(path: &Path) -> Result<File> {
     loop {
         let file = File::options().append(true).read(true).create_new(true).mode(0o600).open(path).at(path)?;
         rustix::fs::flock(&file, FlockOperation::LockExclusive).at(path)?;
-        // A collector may have taken the file for a dead build's before the lock was ours.
+        // Before this process had locked the file, a collector may have taken it for a dead build's and removed it.
         if rustix::fs::fstat(&file).at(path)?.st_nlink > 0 {
             return Ok(file);
         }
@@ -160,9 +175,9 @@ fn make(path: &Path) -> Result<File> {
 
 impl Drop for Lease<'_> {
     fn drop(&mut self) {
-        // Left behind, it is a dead build's lease, and the collector removes it.
+        // If this fails, the file is a dead build's lease, and the collector removes it.
         let _ = fs::remove_file(&self.path);
-        // A child that is just forked has a copy of the open file, and would hold the lock on.
+        // A child that another thread is forking has a copy of the open file, and would keep the lock held.
         let _ = rustix::fs::flock(&self.lock, FlockOperation::Unlock);
     }
 }

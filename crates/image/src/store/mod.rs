@@ -6,77 +6,67 @@
 //!     objects/xx/yyyy…           file contents by SHA-256, never changed once there
 //!     trees/DIGEST.erofs         metadata images, named by their own SHA-256 (the image digest)
 //!     trees/DIGEST.objects       the objects of each, for a fast mark
-//!     trees/DIGEST.shelf/        the objects by the tree's order, and the form of the metadata that is mounted
-//!     trees/DIGEST.unshelved     which object has no room for a name on a shelf, if one has none
+//!     trees/DIGEST.shelf/        the image's link farm: the objects in the tree's order, and the mounted metadata
+//!     trees/DIGEST.unshelved     which object cannot have another hard link, if one cannot
 //!     images/NAME                a name's record: digest, counts, configuration (JSON)
-//!     leases/ID                  what a build or mount in progress stands on; locked while it lives
+//!     leases/ID                  what a build or mount in progress relies on; locked while its owner lives
 //!     staging/ID/                what a build has written and not yet published
 //!     cache/                     stat caches of source directories: digests of unchanged files
-//!     mnt/                       empty: where `exec` mounts, in a namespace of its own
+//!     mnt/                       empty: `exec` mounts here, in a private namespace
 //!     lock, gc.lock, shelf.lock, published   see below
 //! ```
 //!
 //! *Nothing half.* An object is written under `staging/`, made durable by one syncfs for
-//! the whole batch, and only then renamed to its name: what has a name is complete. An
+//! the whole batch, and only then renamed to its name: a file that has its name is complete. An
 //! image's record is renamed into place last. A build that dies leaves a staging directory
 //! and an unlocked lease, and the next collection removes both.
 //!
-//! *Nothing lost.* Whoever relies on an object writes its digest into his lease and then
-//! looks whether it is there, under the domain lock shared (microseconds). The collector
-//! deletes in batches under the domain lock exclusive, and only what no image, no mount and no
+//! *Nothing lost.* A build or mount writes the digest of an object it relies on into its lease, and then
+//! looks whether the object exists, under the shared domain lock (microseconds). The collector
+//! deletes in batches under the exclusive domain lock, and only objects that no image, no mount and no
 //! lease names at that moment. Neither waits for the other's whole run.
 //!
 //! *No shared secrets.* A domain is a directory of its own: nothing is shared across domains,
-//! and the store is closed to other users (mode 0700); overlayfs reads it with the rights of who mounted.
+//! and the store is closed to other users (mode 0700); overlayfs reads it with the rights of the mounting process.
+//!
+//! The store calls nothing above it: it only notes that link farms need a repair, and the builds and mounts that use it
+//! run the repair.
 
+mod builds;
 mod damage;
+mod format_file;
 mod lease;
 mod lock;
 mod names;
+mod objects;
 mod publish;
+mod repair_note;
+mod staging;
+mod stat_cache;
 mod trees;
 
+pub(crate) use builds::{entries, open_lease, remove_dead_builds, unless_gone};
+pub use format_file::FORMAT;
 pub use lease::Lease;
-pub(crate) use lease::is_full_or_fixed;
-pub use names::{DamagedImage, Record, Records, RunConfig, check_name};
-pub use publish::{Build, BuildStats};
+pub use names::{DamagedImage, Record, Records, check_name};
+pub(crate) use objects::is_marked;
+pub use staging::BuildStats;
+pub(crate) use staging::Staging;
+pub(crate) use stat_cache::{FileState, StatCache, StatEntry};
 pub use trees::decode_objects;
+pub(crate) use trees::{FARM_SUFFIX, ROOT_DIRECTORY, USER_DIRECTORY};
+
+pub use crate::run_config::RunConfig;
 
 use crate::digest::Digest;
 use crate::error::{At, Error, Result, input};
-use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-/// The newest store format this program reads.
-pub const FORMAT: u64 = 2;
-/// The one it begins with: the next is for shelves, which an older collector would not know to be mounted.
-const FIRST_FORMAT: u64 = 1;
-/// The permission that an object found damaged has lost.
-const OWNER_MAY_READ: u32 = 0o400;
-/// What a metadata directory's name has behind the image's digest.
-pub(crate) const ROOT_DIRECTORY: &str = "rootdir";
-/// The same in a user namespace; there follows which.
-pub(crate) const USER_DIRECTORY: &str = "userdir";
-/// The end of the name if its files lead to the image's shelf.
-pub(crate) const SHELVED: &str = "-shelved";
 /// Where `exec` mounts.
 const EXEC_PLACE: &str = "mnt";
-const FORMAT_FILE: &str = "pagefold-image-store";
-
-#[derive(Serialize, Deserialize)]
-struct Format {
-    format: u64,
-    id: String,
-}
-
-/// Whether a file has the mark of [`Store::condemn`].
-pub(crate) fn is_marked(meta: &fs::Metadata) -> bool {
-    meta.mode() & OWNER_MAY_READ == 0
-}
 
 /// One domain of a store, open.
 #[derive(Debug)]
@@ -106,7 +96,7 @@ fn make_dir(path: &Path, mode: u32) -> Result<()> {
     fs::DirBuilder::new().recursive(true).mode(mode).create(path).at(path)
 }
 
-/// Refuses a store that is there and no directory.
+/// Refuses a store path at which there is a file.
 fn refuse_file(root: &Path) -> Result<()> {
     if fs::metadata(root).is_ok_and(|meta| !meta.is_dir()) {
         return Err(Error::Refused(format!("{}: not a directory; give --store another place", root.display())));
@@ -126,114 +116,43 @@ pub fn check_domain(domain: &str) -> Result<()> {
     Ok(())
 }
 
-/// An id no other process uses: 64 random bits, hexadecimal.
-pub(crate) fn random_id() -> Result<String> {
-    let mut bytes = [0u8; 8];
-    File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes)).at("/dev/urandom")?;
-    Ok(format!("{:016x}", u64::from_le_bytes(bytes)))
-}
-
-/// Refuses the store of another user: he could not use what we make in it, nor could our collector see what his builds stand
-/// on, and his links would lead us. Whose it is tells the file that made it a store: the directory may be another's, or of
-/// many. A server may give all files one owner; then ours are his.
-fn check_owner(root: &Path, format: &Path) -> Result<()> {
-    let owner = fs::symlink_metadata(format).at(format)?.uid();
-    let ours = || -> Result<u32> {
-        let probe = root.join(format!(".{}", random_id()?));
-        let file = File::options().write(true).create_new(true).mode(0o600).open(&probe).at(&probe)?;
-        fs::remove_file(&probe).at(&probe)?;
-        Ok(file.metadata().at(&probe)?.uid())
-    };
-    if owner == rustix::process::geteuid().as_raw() || ours().is_ok_and(|uid| uid == owner) {
-        return Ok(());
-    }
-    Err(Error::Refused(format!(
-        "{}: a store of user {owner}'s; run as that user, or give --store another directory",
-        root.display()
-    )))
-}
-
 #[cfg(test)]
 thread_local! {
-    /// What this thread's tests do while the disk would be waited for.
-    pub(crate) static AT_SETTLE: std::cell::RefCell<Option<Box<dyn Fn()>>> = const { std::cell::RefCell::new(None) };
+    /// What this thread's tests do whenever written data would be made durable.
+    pub(crate) static ON_SYNC: std::cell::RefCell<Option<Box<dyn Fn()>>> = const { std::cell::RefCell::new(None) };
 }
 
 impl Store {
     /// Opens domain `domain` of the store at `root`, making both where they are missing.
     ///
     /// # Errors
-    /// A store of a newer format or of another user, a domain name that is no name, the system's.
+    /// A store of a newer format or of another user, a domain name that is not a name, the system's.
     pub fn open(root: &Path, domain: &str) -> Result<Self> {
         check_domain(domain)?;
-        let format_path = root.join(FORMAT_FILE);
         refuse_file(root)?;
         make_dir(root, 0o700)?;
         let root = &root.canonicalize().at(root)?;
-        if !format_path.exists() {
-            // A first user beside us links the format before anything else, so entries without it are a stranger's.
-            let mut entries = fs::read_dir(root).at(root)?.flatten();
-            // A file system of its own has a directory from the start.
-            let foreign = entries.any(|entry| {
-                let name = entry.file_name();
-                !name.as_encoded_bytes().starts_with(b".") && name != "lost+found"
-            });
-            if foreign && !format_path.exists() {
-                return Err(Error::Refused(format!(
-                    "{}: neither empty nor an image store; give --store another directory",
-                    root.display()
-                )));
-            }
-            let text = serde_json::to_vec(&Format { format: FIRST_FORMAT, id: random_id()? }).expect("plain data");
-            let staged = root.join(format!(".{}", random_id()?));
-            let mut file = File::options().write(true).create_new(true).mode(0o600).open(&staged).at(&staged)?;
-            file.write_all(&text).and_then(|()| file.sync_all()).at(&staged)?;
-            // Two first users at once: the first link wins, the other reads it.
-            match fs::hard_link(&staged, &format_path) {
-                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error).at(&format_path),
-                _ => fs::remove_file(&staged).at(&staged)?,
-            }
-        }
-        check_owner(root, &format_path)?;
-        let text = fs::read(&format_path).at(&format_path)?;
-        let bad = |error| Error::Damaged(format!("{}: {error}; restore it from another copy", format_path.display()));
-        // Only the number must be readable in a store from the future.
-        let number: serde_json::Value = serde_json::from_slice(&text).map_err(bad)?;
-        let found = number["format"].as_u64().unwrap_or(u64::MAX);
-        if found > FORMAT {
-            return Err(Error::Newer { path: root.into(), found, known: FORMAT });
-        }
-        let format: Format = serde_json::from_slice(&text).map_err(bad)?;
+        format_file::create(root)?;
+        format_file::check_owner(root)?;
+        let format = format_file::read(root)?;
         let dir = root.join("domains").join(domain);
         for part in ["objects", "trees", "images", "leases", "staging", "cache"] {
             make_dir(&dir.join(part), 0o700)?;
         }
         match make_dir(&dir.join(EXEC_PLACE), 0o700) {
-            // A store of a version before, where nothing can be written: there is another place for who needs it.
-            Err(error) if is_full_or_fixed(&error) => {}
+            // A store of an earlier version where nothing can be written: `exec_place` has another place.
+            Err(error) if error.is_full_or_read_only() => {}
             made => made?,
         }
         Ok(Self { root: root.into(), domain: domain.into(), dir, id: format.id, sync: true })
     }
 
-    /// Closes the store to versions that do not know what this one is about to make in it.
+    /// Closes the store to versions that do not know link farms, before the first one is made.
     pub(crate) fn upgrade(&self) -> Result<()> {
-        let path = self.root.join(FORMAT_FILE);
-        let text = fs::read(&path).at(&path)?;
-        if serde_json::from_slice(&text).is_ok_and(|now: Format| now.format >= FORMAT) {
-            return Ok(());
-        }
-        let text = serde_json::to_vec(&Format { format: FORMAT, id: self.id.clone() }).expect("plain data");
-        let staged = self.root.join(format!(".{}", random_id()?));
-        let mut file = File::options().write(true).create_new(true).mode(0o600).open(&staged).at(&staged)?;
-        let written = file.write_all(&text).and_then(|()| file.sync_all()).and_then(|()| fs::rename(&staged, &path));
-        if written.is_err() {
-            let _ = fs::remove_file(&staged);
-        }
-        written.at(&path)
+        format_file::upgrade(&self.root, &self.id)
     }
 
-    /// Opens domain `domain` of the store at `root`, if it is there: who only asks makes none.
+    /// Opens domain `domain` of the store at `root` if it exists; a query must not make one.
     ///
     /// # Errors
     /// As [`Store::open`].
@@ -266,12 +185,14 @@ impl Store {
         self
     }
 
-    /// Makes what was written to the file system of `disk`, the directory `path`, durable, unless durability is the
-    /// system's affair. An open file hears of the writes that were lost since it was opened, and of no earlier ones:
-    /// it must have been open before the first.
-    pub(crate) fn settle(&self, disk: &File, path: &Path) -> Result<()> {
+    /// Makes everything written to the file system of `disk`, the directory `path`, durable, unless the store leaves
+    /// durability to the system.
+    ///
+    /// An open file reports writes that were lost since it was opened, and no earlier ones: `disk` must have been open
+    /// before the first write.
+    pub(crate) fn sync_disk(&self, disk: &File, path: &Path) -> Result<()> {
         #[cfg(test)]
-        AT_SETTLE.with_borrow(|hook| hook.iter().for_each(|hook| hook()));
+        ON_SYNC.with_borrow(|hook| hook.iter().for_each(|hook| hook()));
         if self.sync { rustix::fs::syncfs(disk).at(path) } else { Ok(()) }
     }
 
@@ -290,89 +211,13 @@ impl Store {
         self.dir.join(part)
     }
 
-    /// A directory to mount on in a namespace of one's own, where nobody else sees what it hides.
+    /// A directory to mount on in a private mount namespace, where no other process sees what the mount hides.
     pub(crate) fn exec_place(&self) -> PathBuf {
         let place = self.path(EXEC_PLACE);
         if place.is_dir() { place } else { self.path("images") }
     }
 
-    /// The directory of the objects: overlayfs's data-only layer.
-    pub fn objects_dir(&self) -> PathBuf {
-        self.path("objects")
-    }
-
-    /// The file that holds object `digest`.
-    pub fn object_path(&self, digest: &Digest) -> PathBuf {
-        self.path("objects").join(digest.object_path())
-    }
-
-    /// Marks an object or a self-contained image as damaged, by its permissions: no build relies on it any more, and the
-    /// next that has its content puts it in its place.
-    pub(crate) fn condemn(&self, path: &Path) -> Result<()> {
-        fs::set_permissions(path, fs::Permissions::from_mode(0o000)).at(path)
-    }
-
-    /// Takes the mark of [`Store::condemn`] away.
-    pub(crate) fn restore(&self, path: &Path) -> Result<()> {
-        fs::set_permissions(path, fs::Permissions::from_mode(0o600)).at(path)
-    }
-
-    /// The metadata image of `digest`.
-    pub fn tree_path(&self, digest: &Digest) -> PathBuf {
-        self.path("trees").join(format!("{}.erofs", digest.hex()))
-    }
-
-    /// The self-contained image of `digest`, where one was written.
-    pub fn full_path(&self, digest: &Digest) -> PathBuf {
-        self.path("trees").join(format!("{}.full.erofs", digest.hex()))
-    }
-
-    /// Whether there is a self-contained image of `digest` that was not found damaged.
-    pub(crate) fn has_full(&self, digest: &Digest) -> bool {
-        fs::symlink_metadata(self.full_path(digest)).is_ok_and(|meta| !is_marked(&meta))
-    }
-
-    /// What programs of `digest` need at their start, where somebody has looked.
-    pub(crate) fn profile_path(&self, digest: &Digest) -> PathBuf {
-        self.path("trees").join(format!("{}.start", digest.hex()))
-    }
-
-    /// The metadata of `digest` as a directory; its files have the owners of whatever ids the user namespace `mapping`
-    /// stands for, or all of them. They lead to the objects' digests, or if `shelved` to the image's shelf.
-    pub(crate) fn directory_path(&self, digest: &Digest, mapping: Option<&str>, shelved: bool) -> PathBuf {
-        let kind = mapping.map_or(ROOT_DIRECTORY.to_string(), |mapping| format!("{USER_DIRECTORY}-{mapping}"));
-        let end = if shelved { SHELVED } else { "" };
-        self.path("trees").join(format!("{}.{kind}{end}", digest.hex()))
-    }
-
-    /// The metadata directories there are.
-    pub(crate) fn directories(&self) -> Result<BTreeMap<Digest, Vec<PathBuf>>> {
-        let (trees, mut all) = (self.path("trees"), BTreeMap::<Digest, Vec<PathBuf>>::new());
-        for entry in fs::read_dir(&trees).at(&trees)? {
-            let entry = entry.at(&trees)?;
-            let name = entry.file_name();
-            let Some((hex, kind)) = name.as_encoded_bytes().split_at_checked(64) else { continue };
-            // What has a further end are notes, or remains.
-            let kind = kind.strip_prefix(b".").filter(|kind| !kind.contains(&b'.')).unwrap_or_default();
-            let whole = [ROOT_DIRECTORY, USER_DIRECTORY].iter().any(|start| kind.starts_with(start.as_bytes()));
-            if let (true, Some(digest)) = (whole, Digest::from_hex(hex)) {
-                all.entry(digest).or_default().push(entry.path());
-            }
-        }
-        Ok(all)
-    }
-
-    /// Whether there is anything of image `digest` here, or may be.
-    pub(crate) fn knows(&self, digest: &Digest) -> bool {
-        let paths = [self.tree_path(digest), self.sidecar_path(digest), self.full_path(digest)];
-        paths.iter().any(|path| path.try_exists().unwrap_or(true))
-    }
-
-    fn sidecar_path(&self, digest: &Digest) -> PathBuf {
-        self.path("trees").join(format!("{}.objects", digest.hex()))
-    }
-
-    /// What a mount of `digest` is called in the mount table, so that every mount names its store itself.
+    /// The source of a mount of `digest` in the mount table, so that every mount names its store itself.
     pub(crate) fn mount_source(&self, digest: &Digest) -> String {
         format!("{}{}", self.mount_source_prefix(), digest.hex())
     }

@@ -1,22 +1,23 @@
 //! Images by name: the record of each, and what a name may be.
 //!
 //! A record is a file of JSON under `images/`, renamed into place as the last
-//! step of a build. To remove a name is to remove that file; what nothing
-//! needs any more is the collector's.
+//! step of a build. Removing a name removes that file; the collector removes
+//! what nothing needs any more.
 
 use super::Store;
 use crate::digest::Digest;
 use crate::error::{At, Error, Result, input};
+use crate::run_config::RunConfig;
 use serde::{Deserialize, Serialize};
 use std::fmt::{self, Display};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The cure of a damaged metadata image, where it is not said by name.
+/// The cure of a damaged metadata image, in messages that do not name the image.
 pub(super) const AGAIN: &str = "; build the image again";
 
-/// Names that a message has at most.
+/// Most names in a message.
 const SHOWN: usize = 4;
 
 /// What an image's name stands for.
@@ -50,7 +51,7 @@ pub struct Record {
     pub notes: Vec<String>,
 }
 
-/// An image that cannot be read: its record, and nobody knows what its name stands for, or its metadata.
+/// An image that cannot be read: its record, so that it is unknown what the name stands for, or its metadata.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DamagedImage {
     /// The image.
@@ -67,7 +68,7 @@ impl DamagedImage {
         Self { name, path: path.display().to_string(), what }
     }
 
-    /// One whose metadata image, and list of objects, `error` has been said of.
+    /// An image whose metadata image and list of objects cannot be read because of `error`.
     pub(crate) fn by_tree(record: &Record, store: &Store, error: &str) -> Self {
         let path = store.tree_path(&record.digest);
         let what = error.strip_prefix(&format!("{}: ", path.display())).unwrap_or(error);
@@ -90,33 +91,7 @@ pub struct Records {
     pub damaged: Vec<DamagedImage>,
 }
 
-/// How an image wants to be run.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RunConfig {
-    /// Environment, NAME=VALUE.
-    #[serde(default)]
-    pub env: Vec<String>,
-    /// Entry point, before the command.
-    #[serde(default)]
-    pub entrypoint: Vec<String>,
-    /// Command.
-    #[serde(default)]
-    pub cmd: Vec<String>,
-    /// Directory to start in.
-    #[serde(default)]
-    pub working_dir: String,
-    /// User to run as, as the image names it.
-    #[serde(default)]
-    pub user: String,
-}
-
-impl RunConfig {
-    fn is_empty(&self) -> bool {
-        *self == Self::default()
-    }
-}
-
-/// Refuses what cannot be an image's name; a build that asks first is not for nothing.
+/// Refuses what cannot be an image's name. Callers check before they build.
 ///
 /// # Errors
 /// A name that is empty, too long, or has control characters.
@@ -195,7 +170,7 @@ impl Store {
         damaged.first().map_or(Ok(images), |record| Err(Error::Damaged(record.to_string())))
     }
 
-    /// All images, and what can be said of those whose records cannot be read.
+    /// All images, and those whose records cannot be read.
     ///
     /// # Errors
     /// The system's.
@@ -206,7 +181,7 @@ impl Store {
             let entry = entry.at(&dir)?;
             let path = entry.path();
             let read = match fs::read(&path) {
-                // Removed meanwhile.
+                // Removed since the directory was read.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 read => read.map_err(|error| error.to_string()),
             };
@@ -223,7 +198,7 @@ impl Store {
         Ok(all)
     }
 
-    /// The names that stand for an image, for messages; its digest where there is none.
+    /// The names that stand for an image, for messages; its digest if it has none.
     pub(crate) fn names_of(&self, digest: &Digest) -> String {
         let images = self.records().unwrap_or_default().images;
         let mut names: Vec<&str> =
@@ -235,7 +210,7 @@ impl Store {
         if names.is_empty() { digest.to_string() } else { names.join(", ") }
     }
 
-    /// Forgets the name; the collector takes what nothing needs any more.
+    /// Removes the name; the collector takes what nothing needs any more.
     ///
     /// # Errors
     /// [`Error::NoImage`].
@@ -260,7 +235,7 @@ mod tests {
         for name in ["app", "app:1", ".hidden", "a/b c%41", "\u{fc}"] {
             assert_eq!(image_name(file_name(name).as_bytes()), name);
         }
-        // What no name gives is shown as it is.
+        // A file name that no image name gives is shown as it is.
         assert_eq!(image_name(b"%+1%4"), "%+1%4");
     }
 }

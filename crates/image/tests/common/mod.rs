@@ -1,7 +1,7 @@
 //! What the tests of images share.
 
 use pagefold_image::build;
-use pagefold_image::ingest::Notes;
+use pagefold_image::build::Omissions;
 use pagefold_image::progress::Progress;
 use pagefold_image::store::{Record, RunConfig, Store};
 use pagefold_image::{Result, stat};
@@ -14,7 +14,7 @@ pub fn build_dir(store: &Store, name: &str, dir: &Path) -> Result<Record> {
 
 /// Like [`build_dir`], with the settings that `exec` reads from the record.
 pub fn build_to_run(store: &Store, name: &str, dir: &Path, config: RunConfig) -> Result<Record> {
-    let (build, mut notes) = (store.build()?, Notes::default());
+    let (build, mut notes) = (store.build()?, Omissions::default());
     let tree = build::from_directory(&build, dir, Default::default(), &mut notes, &Progress::silent())?;
     build.publish(name, &tree, "test", config, notes.lines())
 }

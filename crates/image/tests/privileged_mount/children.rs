@@ -2,7 +2,7 @@
 
 use crate::common::damaged;
 use crate::fixture::{noise, umount};
-use pagefold_image::ingest::Notes;
+use pagefold_image::build::Omissions;
 use pagefold_image::mount::Options;
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
@@ -139,9 +139,9 @@ pub fn child_that_imports() {
     let Ok(arguments) = std::env::var("PAGEFOLD_TEST_IMPORT") else { return };
     let [root, tar] = arguments.split('\n').collect::<Vec<_>>()[..] else { panic!("two arguments") };
     let store = Store::open(Path::new(root), "default").unwrap();
-    let (build, mut tree, mut notes) = (store.build().unwrap(), Default::default(), Notes::default());
+    let (build, mut tree, mut notes) = (store.build().unwrap(), Default::default(), Omissions::default());
     let limits = Default::default();
     let file = fs::File::open(tar).unwrap();
-    pagefold_image::ingest::apply_tar(&build, &mut tree, file, false, limits, &mut notes, &Progress::silent()).unwrap();
+    pagefold_image::build::apply_tar(&build, &mut tree, file, false, limits, &mut notes, &Progress::silent()).unwrap();
     build.publish("user", &tree, "tar", Default::default(), notes.lines()).unwrap();
 }

@@ -3,7 +3,7 @@
 use crate::common::build_dir;
 use crate::fixture::{Fixture, Scratch, by, noise, sample, umount};
 use pagefold_image::digest::Digest;
-use pagefold_image::ingest::Notes;
+use pagefold_image::build::Omissions;
 use pagefold_image::mount::{Kind, Options};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
@@ -77,7 +77,7 @@ fn mount_points_become_directories_and_kernel_file_systems_are_left_empty() {
     mount(&["-t", "tmpfs", "-o", "mode=1757", "none"], "sub/tmp");
     fs::write(tree.join("sub/tmp/x"), "x").unwrap();
     let build = |one_file_system| {
-        let (build, mut notes) = (store.build().unwrap(), Notes::default());
+        let (build, mut notes) = (store.build().unwrap(), Omissions::default());
         let options = build::Options { one_file_system, ..Default::default() };
         let built = build::from_directory(&build, &tree, options, &mut notes, &Progress::silent());
         built.map(|tree| (tree, notes.lines()))
@@ -159,7 +159,7 @@ fn a_self_contained_image_carries_data_and_fingerprints() {
     assert_eq!(fs::read(at.join("bin/same")).unwrap(), noise(1, 300_000));
     // Fingerprints belong to EROFS and are not part of the tree.
     let again = Store::open(&scratch.dir("again"), "default").unwrap();
-    let (build, mut notes) = (again.build().unwrap(), Notes::default());
+    let (build, mut notes) = (again.build().unwrap(), Omissions::default());
     let read = build::from_directory(&build, &at, Default::default(), &mut notes, &Progress::silent()).unwrap();
     assert_eq!(build.publish("x", &read, "t", Default::default(), vec![]).unwrap().digest, record.digest);
     rustix::mount::unmount(&at, rustix::mount::UnmountFlags::empty()).unwrap();

@@ -3,7 +3,7 @@
 use crate::common::{build_dir, damaged};
 use crate::fixture::{Fixture, Scratch, alone, by, drop_cache, inodes, noise, umount, use_all_inodes};
 use pagefold_image::digest::Digest;
-use pagefold_image::ingest::Notes;
+use pagefold_image::build::Omissions;
 use pagefold_image::mount::{Kind, Options};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::{Record, Store};
@@ -38,7 +38,7 @@ pub fn shelved(scratch: &Scratch) -> (PathBuf, Store, Record, PathBuf) {
 pub fn shows(scratch: &Scratch, store: &Store, record: &Record, kind: Kind) -> bool {
     let at = scratch.dir("mnt-shows");
     mount::mount(store, record, &at, &by(kind)).unwrap();
-    let (build, mut notes) = (store.build().unwrap(), Notes::default());
+    let (build, mut notes) = (store.build().unwrap(), Omissions::default());
     let options = build::Options { rehash: true, ..Default::default() };
     let read = build::from_directory(&build, &at, options, &mut notes, &Progress::silent());
     let same = read.is_ok_and(|tree| {
@@ -177,7 +177,7 @@ fn a_build_that_replaces_an_object_links_it_into_shelves() {
     assert!(fs::read(at.join("6/6")).is_err());
     assert_eq!(fs::read(at.join("0/7")).unwrap(), noise(7, 500));
     umount(&at);
-    let (build, mut notes) = (store.build().unwrap(), Notes::default());
+    let (build, mut notes) = (store.build().unwrap(), Omissions::default());
     let options = build::Options { rehash: true, ..Default::default() };
     let built = build::from_directory(&build, &tree, options, &mut notes, &Progress::silent()).unwrap();
     build.publish("again", &built, "test", Default::default(), vec![]).unwrap();

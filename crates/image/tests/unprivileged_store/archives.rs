@@ -4,7 +4,7 @@ use crate::common::build_dir;
 use crate::fixture::{Fixture, sample};
 use pagefold_image::config::Limits;
 use pagefold_image::digest::Digest;
-use pagefold_image::ingest::{Notes, apply_tar};
+use pagefold_image::build::{Omissions, apply_tar};
 use pagefold_image::progress::Progress;
 use pagefold_image::tree::Tree;
 use pagefold_image::{Result, export, oci};
@@ -26,7 +26,7 @@ fn a_whiteout_name_of_a_real_file_is_not_exported() {
     // A plain archive has no whiteouts.
     let mut tar = Vec::new();
     export::tar(&store, &read, &mut tar, &Progress::silent()).unwrap();
-    let (build, mut back, mut notes) = (store.build().unwrap(), Tree::default(), Notes::default());
+    let (build, mut back, mut notes) = (store.build().unwrap(), Tree::default(), Omissions::default());
     apply_tar(&build, &mut back, &tar[..], false, Limits::default(), &mut notes, &Progress::silent()).unwrap();
     assert!(back.find(b"sub/.wh.file").is_some());
 }
@@ -59,7 +59,7 @@ fn archives_by_skopeo_are_read() {
         assert!(oci::is_image(&path).unwrap());
         let build = store.build().unwrap();
         let (tree, _) =
-            oci::import(&build, &path, None, Limits::default(), &mut Notes::default(), &Progress::silent()).unwrap();
+            oci::import(&build, &path, None, Limits::default(), &mut Omissions::default(), &Progress::silent()).unwrap();
         let again = build.publish("again", &tree, "skopeo", Default::default(), vec![]).unwrap();
         assert_eq!(again.digest, record.digest, "{to}");
     }
@@ -108,7 +108,7 @@ fn archives_by_buildah_are_read() {
         buildah(&["commit", "-q", &second, &format!("{format}{}:name:1", path.display())]).unwrap();
         let build = store.build().unwrap();
         let (found, _) =
-            oci::import(&build, &path, None, Limits::default(), &mut Notes::default(), &Progress::silent()).unwrap();
+            oci::import(&build, &path, None, Limits::default(), &mut Omissions::default(), &Progress::silent()).unwrap();
         let record = build.publish(&number.to_string(), &found, "buildah", Default::default(), vec![]).unwrap();
         let out = dir.path().join(format!("out{number}"));
         fs::create_dir(&out).unwrap();
@@ -150,7 +150,7 @@ fn an_export_that_stopped_at_a_damaged_object_is_no_archive() {
     fs::write(store.object_path(&Digest::of(&vec![3; 8192])), vec![4; 8192]).unwrap();
     let (mut cut, silent) = (Vec::new(), Progress::silent());
     export::tar(&store, &store.tree(&record.digest).unwrap(), &mut cut, &silent).unwrap_err();
-    let (build, mut tree, mut notes) = (store.build().unwrap(), Tree::default(), Notes::default());
+    let (build, mut tree, mut notes) = (store.build().unwrap(), Tree::default(), Omissions::default());
     let error = apply_tar(&build, &mut tree, &cut[..], false, Limits::default(), &mut notes, &silent).unwrap_err();
     assert!(error.to_string().contains("no end mark after"), "{error}");
 }

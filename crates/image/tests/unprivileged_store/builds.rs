@@ -3,7 +3,7 @@
 use crate::common::{build_dir, damaged};
 use crate::fixture::{Fixture, sample, wait_for_old_times};
 use pagefold_image::config::Limits;
-use pagefold_image::ingest::{Notes, apply_tar};
+use pagefold_image::build::{Omissions, apply_tar};
 use pagefold_image::progress::Progress;
 use pagefold_image::store::Store;
 use pagefold_image::tree::Tree;
@@ -36,7 +36,7 @@ fn the_same_input_gives_the_same_digest() {
     // Out as a tar and in again: the same image.
     let mut tar = Vec::new();
     export::tar(&a, &read, &mut tar, &Progress::silent()).unwrap();
-    let (building, mut back, mut notes) = (b.build().unwrap(), Tree::default(), Notes::default());
+    let (building, mut back, mut notes) = (b.build().unwrap(), Tree::default(), Omissions::default());
     apply_tar(&building, &mut back, &tar[..], false, Limits::default(), &mut notes, &Progress::silent()).unwrap();
     assert_eq!(building.publish("back", &back, "tar", Default::default(), vec![]).unwrap().digest, first.digest);
 
@@ -55,9 +55,9 @@ fn an_unchanged_file_is_not_read_and_a_changed_one_is() {
     build_dir(&store, "a", &tree).unwrap();
     let again = |options| {
         let build = store.build().unwrap();
-        let tree = build::from_directory(&build, &tree, options, &mut Notes::default(), &Progress::silent()).unwrap();
+        let tree = build::from_directory(&build, &tree, options, &mut Omissions::default(), &Progress::silent()).unwrap();
         let record = build.publish("a", &tree, "t", Default::default(), vec![]).unwrap();
-        (record, build.stats.files_unchanged.load(std::sync::atomic::Ordering::Relaxed))
+        (record, build.stats().files_unchanged.load(std::sync::atomic::Ordering::Relaxed))
     };
     let (_, unchanged) = again(build::Options::default());
     assert_eq!(unchanged, 3, "tool, copy and big");
@@ -95,10 +95,10 @@ fn writes_through_a_mapping_are_not_taken_for_unchanged() {
     let store = store.without_sync();
     wait_for_old_times();
     let build = || {
-        let (build, mut notes) = (store.build().unwrap(), Notes::default());
+        let (build, mut notes) = (store.build().unwrap(), Omissions::default());
         let tree = build::from_directory(&build, &tree, Default::default(), &mut notes, &Progress::silent()).unwrap();
         let digest = build.publish("x", &tree, "t", Default::default(), vec![]).unwrap().digest;
-        (digest, build.stats.files_unchanged.load(std::sync::atomic::Ordering::Relaxed))
+        (digest, build.stats().files_unchanged.load(std::sync::atomic::Ordering::Relaxed))
     };
     let (first, _) = build();
     assert_eq!(build(), (first, 1), "an unchanged file is not read again");
@@ -206,7 +206,7 @@ fn unread_attributes_are_reported() {
         header.set_cksum();
         archive.append_data(&mut header, "file", &b""[..]).unwrap();
         let bytes = archive.into_inner().unwrap();
-        let (build, mut tree, mut notes) = (store.build().unwrap(), Tree::default(), Notes::default());
+        let (build, mut tree, mut notes) = (store.build().unwrap(), Tree::default(), Omissions::default());
         apply_tar(&build, &mut tree, &bytes[..], false, Limits::default(), &mut notes, &Progress::silent()).unwrap();
         let lines = notes.lines();
         assert!(

@@ -3,7 +3,7 @@
 //! Images come from our own store and are hashed before they are read, but the
 //! reader trusts nothing: every offset is checked and every inode read once.
 
-use super::*;
+use super::on_disk::*;
 use crate::digest::Digest;
 use crate::error::{Result, input};
 use crate::tree::{Data, Id, Inode, Kind, Meta, ROOT, Tree, Xattrs, show};

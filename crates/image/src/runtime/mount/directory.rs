@@ -1,11 +1,13 @@
-//! Metadata as a directory of empty files with overlay attributes, for who may not mount EROFS: made once per image and mapping of
-//! ids, and looked over by `verify`.
+//! Mounts of a metadata directory: metadata as a directory of empty files with overlay attributes, for users that cannot mount
+//! EROFS. It is made once per image and id mapping, and checked by `verify`.
 
+use super::options::{Kind, Mounted};
+use super::request::Request;
 use crate::digest::Digest;
-use crate::dirs::remove_tree;
 use crate::error::{At, Error, Result};
-use crate::shelf;
-use crate::store::{Lease, SHELVED, Store};
+use crate::layout::placed_objects;
+use crate::remove_tree::remove_tree;
+use crate::store::{FARM_SUFFIX, Lease, Store};
 use crate::tree::{Data, Id, Kind as FileKind, Tree, show, show_start};
 use rustix::fs::{AtFlags, CWD, FileType, Mode, Timespec, Timestamps, XattrFlags};
 use rustix::io::Errno;
@@ -13,16 +15,36 @@ use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+
+/// Mounts a metadata directory.
+pub(super) fn by_directory(request: &Request) -> Result<(OwnedFd, Mounted)> {
+    let Request { store, digest, lease, in_user_namespace, .. } = *request;
+    let (mut objects, uses_farm) = (request.objects.clone(), request.farm.is_some());
+    let made = metadata_directory(store, digest, lease, in_user_namespace, uses_farm);
+    let (meta, notes) = match made {
+        // There may be a directory from before there was a link farm.
+        Err(error) if uses_farm && error.is_full_or_read_only() => {
+            if !objects.contains(&store.objects_dir()) {
+                objects.push(store.objects_dir());
+            }
+            metadata_directory(store, digest, lease, in_user_namespace, false).map_err(|_| error)?
+        }
+        made => made?,
+    };
+    let fd = request.overlay(&meta, &objects, in_user_namespace)?;
+    Ok((fd, request.mounted(Kind::Directory, notes)))
+}
 
 /// What was left out, one line each.
 pub(super) fn note_lines(notes: &BTreeMap<&'static str, u64>) -> Vec<String> {
     notes.iter().map(|(what, count)| format!("{what} ({count})")).collect()
 }
 
-/// A name for the ids that this process's user namespace has: who has others makes files of other owners.
+/// A name for the id mapping of this process's user namespace: another mapping makes files with other owners.
 fn mapping() -> Result<String> {
     let mut maps = Vec::new();
     for map in ["/proc/self/uid_map", "/proc/self/gid_map"] {
@@ -33,17 +55,17 @@ fn mapping() -> Result<String> {
     Ok(name)
 }
 
-/// The image's metadata as a directory of files without data, made once per image and mapping of ids; `shelved` if they lead
-/// to its shelf.
+/// The image's metadata as a directory of files without data, made once per image and id mapping. With `uses_farm` its files
+/// lead to the image's link farm. Returns the directory, and what is not as in the image.
 pub(super) fn metadata_directory(
     store: &Store,
     digest: &Digest,
     lease: &Lease,
     user: bool,
-    shelved: bool,
+    uses_farm: bool,
 ) -> Result<(PathBuf, Vec<String>)> {
     let mapping = if user { Some(mapping()?) } else { None };
-    let target = store.directory_path(digest, mapping.as_deref(), shelved);
+    let target = store.directory_path(digest, mapping.as_deref(), uses_farm);
     let mut notes_path = target.clone().into_os_string();
     notes_path.push(".notes");
     let notes_path = PathBuf::from(notes_path);
@@ -55,30 +77,30 @@ pub(super) fn metadata_directory(
     lease.write_down()?;
     let staged = store.path("staging").join(lease.id());
     fs::create_dir_all(&staged).at(&staged)?;
-    let made = make_directory(store, &tree, &staged, user, shelved, &target, &notes_path);
-    // Empty if all went well.
+    let made = make_directory(store, &tree, &staged, user, uses_farm, &target, &notes_path);
+    // The directory is empty unless the making failed.
     let _ = remove_tree(&staged);
     Ok((target, made?))
 }
 
-/// Writes the metadata directory of `tree` below `staged`, which nobody else sees, and gives it the name `target`. Returns
-/// what is not as in the image, as it is under `notes_path`.
+/// Writes the metadata directory of `tree` below `staged`, which no other process uses, and gives it the name `target`.
+/// Returns what is not as in the image, which is written to `notes_path` too.
 fn make_directory(
     store: &Store,
     tree: &Tree,
     staged: &Path,
     user: bool,
-    shelved: bool,
+    uses_farm: bool,
     target: &Path,
     notes_path: &Path,
 ) -> Result<Vec<String>> {
-    // Before the first write, of whose loss it is to hear.
+    // Opened before the first write: it is to report the loss of any of them.
     let disk = File::open(staged).at(staged)?;
     let place = staged.join("tree");
     fs::create_dir(&place).at(&place)?;
     without_xattrs(&place)?;
     let mut notes = BTreeMap::new();
-    write_directory(tree, &place, user, &Redirects::new(tree, shelved), &mut notes).map_err(|error| match error {
+    write_directory(tree, &place, user, &Redirects::new(tree, uses_farm), &mut notes).map_err(|error| match error {
         Error::Io { path, source } if source.raw_os_error() == Some(libc::ENAMETOOLONG) => {
             too_long(store, &place, &path)
         }
@@ -87,8 +109,9 @@ fn make_directory(
     let lines = note_lines(&notes);
     let notes_staged = staged.join("notes");
     fs::write(&notes_staged, lines.join("\n")).at(&notes_staged)?;
-    // What has its name is complete, after a power cut too; and two who make it at once write the same.
-    store.settle(&disk, staged)?;
+    // A directory that has its name is complete, after a power cut too. Two processes that make it concurrently write the
+    // same.
+    store.sync_disk(&disk, staged)?;
     fs::rename(&notes_staged, notes_path).at(notes_path)?;
     match fs::rename(&place, target) {
         Err(error) if !target.exists() => Err(error).at(target),
@@ -96,7 +119,7 @@ fn make_directory(
     }
 }
 
-/// What is wrong with `path` in the metadata directory `place`; whoever has such a path does not want to read it.
+/// The error for a `path` that is too long in the metadata directory `place`. The message shows only its start.
 fn too_long(store: &Store, place: &Path, path: &Path) -> Error {
     let inside = path.strip_prefix(place).unwrap_or(path).as_os_str().as_bytes();
     Error::Refused(format!(
@@ -107,8 +130,8 @@ fn too_long(store: &Store, place: &Path, path: &Path) -> Error {
     ))
 }
 
-/// Takes away a directory's attributes: access control lists that a new one has inherited, and would hand on to all that is
-/// made in it, and what it has of another image.
+/// Removes a directory's attributes: access control lists that a new one has inherited, and would hand on to all files made
+/// in it, and attributes of another image's root.
 pub(super) fn without_xattrs(dir: &Path) -> Result<()> {
     let mut names = vec![0; 1 << 16];
     let count = match rustix::fs::listxattr(dir, &mut names[..]) {
@@ -117,7 +140,7 @@ pub(super) fn without_xattrs(dir: &Path) -> Result<()> {
     };
     for name in names[..count].split(|&byte| byte == 0).filter(|name| !name.is_empty()) {
         match rustix::fs::removexattr(dir, name) {
-            // What the system's policy has put there stays.
+            // Attributes set by the system's policy stay.
             Err(Errno::NODATA | Errno::NOTSUP | Errno::PERM | Errno::ACCESS) => {}
             other => other.at(dir)?,
         }
@@ -125,20 +148,20 @@ pub(super) fn without_xattrs(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// What is no loss to who has a /dev of his own.
+/// What is no loss to a program that gets a /dev of its own.
 pub(crate) const NO_DEV_NODES: &str = "device nodes are missing in /dev: making them needs root";
 
 /// Where overlayfs finds an object.
 enum Redirects {
     /// By its digest, in the directory of all objects.
     Digests,
-    /// On the image's shelf. What is told so fits into ext4's inodes: a digest takes each a block of its own.
+    /// By its place in the image's link farm. A place fits into ext4's inode; a digest takes each file a block of its own.
     Places(HashMap<Digest, String>),
 }
 
 impl Redirects {
-    fn new(tree: &Tree, shelved: bool) -> Self {
-        if shelved { Self::Places(shelf::placed(tree).collect()) } else { Self::Digests }
+    fn new(tree: &Tree, uses_farm: bool) -> Self {
+        if uses_farm { Self::Places(placed_objects(tree).collect()) } else { Self::Digests }
     }
 
     fn of(&self, digest: &Digest) -> String {
@@ -149,7 +172,7 @@ impl Redirects {
     }
 }
 
-/// Writes `tree` below `place`, which nobody else sees yet: all names are new, so no link can be followed.
+/// Writes `tree` below `place`, which no other process uses yet: all names are new, so no link can be followed.
 fn write_directory(
     tree: &Tree,
     place: &Path,
@@ -167,7 +190,7 @@ fn write_directory(
         }
     });
     result?;
-    // Modes and times of directories last: what is made in them changes both.
+    // Modes and times of directories last: making files in them changes both.
     for (path, id) in dirs.into_iter().rev() {
         set_meta(tree, &path, id, user, notes)?;
     }
@@ -191,7 +214,7 @@ fn write_one(
     if !matches!(inode.kind, FileKind::Dir(_)) {
         match made.get(&id).map(|first| fs::hard_link(first, &full)) {
             Some(Err(error)) if error.raw_os_error() == Some(libc::EMLINK) => {
-                // One more file that leads to the same object, or has the same bytes.
+                // Instead, another file leads to the same object, or has the same bytes.
                 *notes
                     .entry("hard links are files of their own: more than the store's file system has")
                     .or_default() += 1;
@@ -253,18 +276,19 @@ fn write_one(
     Ok(())
 }
 
-/// Whether the disk of `path` has no room for what an inode may need: an attribute may have 64 KiB, whatever the size of blocks.
+/// Returns true if the disk of `path` has less space than an inode may need: an attribute can have 64 KiB, whatever the block
+/// size is.
 fn is_full(path: &Path) -> Result<bool> {
     let dir = path.parent().unwrap_or(path);
     let room = rustix::fs::statvfs(dir).at(dir)?;
     Ok(room.f_bavail < 32 || room.f_bavail.saturating_mul(room.f_frsize) < 128 << 10)
 }
 
-/// What in a metadata directory is not as in the image: the first such thing. Owners, modes, times and attributes are left
-/// aside, which a user may not have; so is what this user may not or cannot look at.
+/// The first difference between a metadata directory and the image, if there is one. Owners, modes, times and attributes do
+/// not count, since users cannot set all of them; neither do files that this user cannot look at.
 pub(crate) fn difference(tree: &Tree, place: &Path) -> Option<String> {
-    let shelved = place.as_os_str().as_bytes().ends_with(SHELVED.as_bytes());
-    let (redirects, mut found) = (Redirects::new(tree, shelved), None);
+    let uses_farm = place.as_os_str().as_bytes().ends_with(FARM_SUFFIX.as_bytes());
+    let (redirects, mut found) = (Redirects::new(tree, uses_farm), None);
     tree.walk(|path, id| {
         if found.is_some() {
             return;
@@ -272,7 +296,7 @@ pub(crate) fn difference(tree: &Tree, place: &Path) -> Option<String> {
         let full = if path.is_empty() { place.to_path_buf() } else { place.join(OsStr::from_bytes(path)) };
         let what = match differs(&tree.inode(id).kind, &full, &redirects) {
             Ok(what) => what.map(str::to_string),
-            // The directory has a longer name than it was written under.
+            // The directory's path is longer than the one under which it was written.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EACCES | libc::EPERM | libc::ENAMETOOLONG)) => None,
             Err(error) => Some(error.to_string()),
         };
@@ -281,10 +305,10 @@ pub(crate) fn difference(tree: &Tree, place: &Path) -> Option<String> {
     found
 }
 
-/// What one file of a metadata directory has that the image has not, if anything.
+/// How one file of a metadata directory differs from the image's, if it does.
 fn differs(kind: &FileKind, path: &Path, redirects: &Redirects) -> io::Result<Option<&'static str>> {
     let meta = match fs::symlink_metadata(path) {
-        // A user may not make them.
+        // Making them needs root.
         Err(error)
             if error.kind() == io::ErrorKind::NotFound && matches!(kind, FileKind::Char(..) | FileKind::Block(..)) =>
         {
@@ -327,6 +351,7 @@ fn differs(kind: &FileKind, path: &Path, redirects: &Redirects) -> io::Result<Op
     Ok((!same).then_some("not what the image has"))
 }
 
+/// Gives a file the owner, attributes, mode and times of inode `id`. What this user or file system cannot set is noted.
 pub(super) fn set_meta(
     tree: &Tree,
     path: &Path,
@@ -348,7 +373,7 @@ pub(super) fn set_meta(
             Err(Errno::PERM | Errno::NOTSUP | Errno::ACCESS | Errno::INVAL) => {
                 *notes.entry("attributes are missing: setting them needs root").or_default() += 1;
             }
-            // A full disk passes, and what was left out would be missing for good.
+            // A disk does not stay full, but the attribute would be missing for good.
             Err(errno @ Errno::NOSPC) if is_full(path)? => return Err(errno).at(path),
             // ext4 keeps all of an inode's attributes in one block.
             Err(Errno::NOSPC | Errno::TOOBIG | Errno::RANGE) => {

@@ -1,14 +1,13 @@
-//! The kernel's side of a mount: file systems that are configured, mounted detached, and put in place.
+//! The kernel's side of a mount: file systems are configured, mounted detached, and attached.
 
-use super::Options;
 use crate::error::{At, Error, Result};
-use rustix::fs::{CWD, Mode, OFlags};
+use crate::proc_fd::{open_path, proc_fd_path};
+use rustix::fs::CWD;
 use rustix::io::Errno;
-use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags};
+use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags};
 use std::ffi::OsStr;
 use std::fs;
-use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 pub(super) fn failed(what: impl Into<String>) -> impl FnOnce(Errno) -> Error {
@@ -20,7 +19,7 @@ pub(super) fn failed(what: impl Into<String>) -> impl FnOnce(Errno) -> Error {
 pub(super) struct Context {
     pub(super) fd: OwnedFd,
     name: &'static str,
-    /// What paths by descriptor stand for, until the mount is made.
+    /// Directories that paths by descriptor lead to, held open until the mount is made.
     held: Vec<OwnedFd>,
 }
 
@@ -51,15 +50,15 @@ impl Context {
             .map_err(|errno| self.explain(key, errno))
     }
 
-    /// A path of any length: one that is too long for an option goes by its directory's descriptor, so that the mount
-    /// table still has the name.
+    /// Sets an option to a path of any length: a path that is too long goes by its directory's descriptor, so that the mount
+    /// table still has its last name.
     pub(super) fn path(&mut self, key: &str, path: &Path) -> Result<()> {
         if path.as_os_str().len() <= OPTION_MAX {
             return self.string(key, path);
         }
         let (dir, name) = path.parent().zip(path.file_name()).unwrap_or((path, OsStr::new("")));
         let fd = open_path(dir).at(dir)?;
-        self.string(key, by_descriptor(&fd).join(name))?;
+        self.string(key, proc_fd_path(&fd).join(name))?;
         self.held.push(fd);
         Ok(())
     }
@@ -75,26 +74,23 @@ impl Context {
     }
 }
 
-/// Whether this process stands in the first user namespace, where EROFS may be mounted and `trusted.*` be set.
+/// Returns true if this process is in the initial user namespace, where EROFS can be mounted and `trusted.*` be set.
 pub(crate) fn in_initial_namespace() -> bool {
     let map = fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
     map.split_ascii_whitespace().eq(["0", "0", "4294967295"])
 }
 
-/// Whether the kernel's EROFS knows `inode_share`.
-pub(crate) fn has_inode_share() -> bool {
-    Context::new("erofs").is_ok_and(|context| context.flag("inode_share").is_ok())
-}
-
-/// Mounts the EROFS image `path`, detached. What the kernel reads of large directories it reads past the file's own pages,
-/// or it would have them twice, unless they are `cached` there already.
+/// Mounts the EROFS image `path`, detached; with `share`, its files share page cache with other images of that domain.
+///
+/// The kernel reads metadata directly, not through the page cache of the image file, or it would have the blocks twice,
+/// unless they are `cached` there already.
 pub(crate) fn erofs_mount(path: &Path, share: Option<&str>, cached: bool) -> Result<OwnedFd> {
     let attempt = |direct: bool| {
         let mut context = Context::new("erofs")?;
         if share.is_none() {
             context.path("source", path)?;
         } else {
-            // By this name the mount table tells of the image.
+            // This name in the mount table identifies the image.
             context.string("source", path)?;
         }
         context.flag("ro")?;
@@ -116,11 +112,10 @@ pub(crate) fn overlay_mount(
     meta: &Path,
     objects: &[PathBuf],
     user: bool,
-    options: &Options,
+    upper: Option<&Path>,
     attributes: MountAttrFlags,
 ) -> Result<OwnedFd> {
-    // Since 6.16 the layers alone say it; before, data-only layers want metacopy, and with an upper layer metacopy
-    // also keeps sharing across a chmod. `userxattr` and metacopy exclude each other.
+    // Before 6.16 data-only layers need metacopy; with an upper layer, metacopy also keeps sharing across a chmod. `userxattr` and metacopy exclude each other.
     let attempt = |metacopy: bool| {
         let mut context = Context::new("overlay")?;
         context.string("source", source)?;
@@ -133,9 +128,9 @@ pub(crate) fn overlay_mount(
         }
         if metacopy {
             context.string("metacopy", "on")?;
-            context.string("redirect_dir", if options.upper.is_some() { "on" } else { "follow" })?;
+            context.string("redirect_dir", if upper.is_some() { "on" } else { "follow" })?;
         }
-        match &options.upper {
+        match upper {
             Some(upper) => {
                 context.path("upperdir", &upper.join("upper"))?;
                 context.path("workdir", &upper.join("work"))?;
@@ -147,18 +142,14 @@ pub(crate) fn overlay_mount(
     if user { attempt(false) } else { attempt(true).or_else(|first| attempt(false).map_err(|_| first)) }
 }
 
-/// Puts a detached mount at `target`.
+/// Attaches a detached mount at `target`.
 pub(crate) fn attach(mount: &OwnedFd, target: &Path) -> Result<()> {
     rustix::mount::move_mount(mount, "", CWD, target, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
         .map_err(failed(target.display().to_string()))
 }
 
-/// A name for an open file.
-pub(crate) fn by_descriptor(file: &OwnedFd) -> PathBuf {
-    format!("/proc/self/fd/{}", file.as_raw_fd()).into()
-}
-
-/// Opens a directory only to pass it on.
-pub(crate) fn open_path(path: &Path) -> io::Result<OwnedFd> {
-    Ok(rustix::fs::open(path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?)
+/// A detached clone of a mount, of the same file system.
+pub(super) fn clone_mount(mount: &OwnedFd) -> Result<OwnedFd> {
+    let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_EMPTY_PATH;
+    rustix::mount::open_tree(mount, "", flags).map_err(failed("clone of a mount"))
 }

@@ -1,4 +1,4 @@
-//! The directory that holds a mount's changes: whose they are, and that two mounts never have one.
+//! The directory that holds a mount's changes: it belongs to one image, and to one mount at a time.
 
 use super::directory::{note_lines, set_meta, without_xattrs};
 use super::kernel::{Context, failed};
@@ -13,13 +13,13 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// How long a mount that is just ending may still have its upper directory.
+/// How long an ending mount may still use its upper directory.
 const END_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Whether some mount, in whatever namespace, has its changes in `upper`: overlayfs knows, and refuses such a layer to who
-/// wants an index. It looks at that first, and at a work directory that is the same directory next, which it refuses in
-/// any case: before it has written anything, and before it finds that a user namespace has no index. Each refusal
-/// is a line in the kernel's log.
+/// Returns true if some mount, in any namespace, has its changes in `upper`. Overlayfs knows, and refuses such a layer to a
+/// mount with an index. The try never mounts: overlayfs checks this first, and next refuses a work directory that is the upper
+/// directory itself, before it writes anything and before it finds that a user namespace has no index. Each refusal is a line
+/// in the kernel's log.
 fn in_use(upper: &Path, user: bool) -> bool {
     let layer = upper.join("upper");
     let attempt = || -> Result<()> {
@@ -33,7 +33,7 @@ fn in_use(upper: &Path, user: bool) -> bool {
         context.string("index", "on")?;
         rustix::mount::fsconfig_create(context.fd.as_fd()).map_err(failed("overlay"))
     };
-    // Whatever else is wrong the mount itself will tell.
+    // The mount itself reports every other error.
     let is_busy = |error| matches!(error, Error::Mount { source, .. } if source.raw_os_error() == Some(libc::EBUSY));
     attempt().is_err_and(is_busy)
 }
@@ -46,19 +46,21 @@ fn make_upper(upper: &Path) -> Result<()> {
     })
 }
 
-/// Makes the directories of `upper`, and notes in it whose changes it has: over another image they would be taken for
-/// changes of that one's files, and an old size and mode be shown over new bytes. Two mounts at once would not know of
-/// each other's changes, so the second is refused. So are changes over the image's shelf where that is not `shelved`: of a
-/// file whose mode was changed there is nothing else that says where its content is. Returns the directory, locked, and what
-/// the root lacks.
+/// Makes the directories of `upper`, and notes in it to which image its changes belong. Returns the directory, locked, and
+/// what the root lacks.
+///
+/// Over another image the changes would be taken for changes of that image's files, and an old size and mode would be shown
+/// over new bytes. Two concurrent mounts would not see each other's changes, so the second one is refused. Changes that were
+/// made over a link farm are refused without one (`uses_farm`): for a file whose mode was changed, only the farm says where
+/// its content is.
 pub(super) fn prepare_upper(
     store: &Store,
     digest: &Digest,
     upper: &Path,
     user: bool,
-    shelved: bool,
+    uses_farm: bool,
 ) -> Result<(File, Vec<String>)> {
-    let (root, note, shelf_note) = (upper.join("upper"), upper.join("image"), upper.join("shelved"));
+    let (root, note, farm_note) = (upper.join("upper"), upper.join("image"), upper.join("shelved"));
     make_upper(upper)?;
     let lock = File::open(upper).at(upper)?;
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).at(upper)?;
@@ -81,13 +83,13 @@ pub(super) fn prepare_upper(
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         other => Some(other.at(&note)?),
     };
-    // Without changes it is anybody's.
+    // Without changes it belongs to no image.
     let empty = fs::read_dir(&root).at(&root)?.next().is_none();
     let own = there && noted.as_deref().map(str::trim_end) == Some(&digest.to_string());
-    if own && !shelved && !empty && shelf_note.exists() {
+    if own && !uses_farm && !empty && farm_note.exists() {
         return Err(Error::Refused(format!(
-            "mount: {} has changes that lead to the image's shelf, and there is none and none can be made (no room in the \
-             store, or nothing may be written); give it room, or give --upper another directory",
+            "mount: {} has changes that lead to the image's link farm (.shelf), and there is none and none can be made (no \
+             space in the store, or nothing may be written); free some, or give --upper another directory",
             upper.display()
         )));
     }
@@ -105,16 +107,16 @@ pub(super) fn prepare_upper(
         // The root of the mount is the upper directory: it must look as the image's root does.
         set_meta(&store.tree(digest)?, &root, ROOT, user, &mut notes)?;
     }
-    // Before the first change, and durable before it.
-    let shelf_noted = match (shelved, shelf_note.exists()) {
-        (true, false) => File::create(&shelf_note).and_then(|_| lock.sync_all()),
-        (false, true) => fs::remove_file(&shelf_note),
+    // Noted durably before the first change.
+    let farm_noted = match (uses_farm, farm_note.exists()) {
+        (true, false) => File::create(&farm_note).and_then(|_| lock.sync_all()),
+        (false, true) => fs::remove_file(&farm_note),
         _ => Ok(()),
     };
-    match shelf_noted {
-        // Changes of a version before, perhaps on a full disk: they can be mounted without a note as well.
-        Err(_) if own && shelved => {}
-        noted => noted.at_output(&shelf_note)?,
+    match farm_noted {
+        // Changes of an earlier version, perhaps on a full disk: they can be mounted without a note too.
+        Err(_) if own && uses_farm => {}
+        noted => noted.at_output(&farm_note)?,
     }
     if own {
         return Ok((lock, Vec::new()));
@@ -124,7 +126,7 @@ pub(super) fn prepare_upper(
     writeln!(file, "{digest}").and_then(|()| file.sync_all()).at_output(&staged)?;
     fs::rename(&staged, &note).at_output(&note)?;
     lock.sync_all().at_output(upper)?;
-    // A user's metadata directory has the same, and says it.
+    // A user's metadata directory lacks the same, and its notes say so.
     Ok((lock, if user { Vec::new() } else { note_lines(&notes) }))
 }
 

@@ -1,0 +1,74 @@
+//! What an image cannot carry, and what was left out of one.
+
+use crate::format::erofs;
+use crate::tree::{self, Kind, Xattrs, show};
+use std::collections::BTreeMap;
+
+/// What was left out of an image, counted by reason.
+#[derive(Debug, Default)]
+pub struct Omissions(BTreeMap<&'static str, (u64, String)>);
+
+impl Omissions {
+    /// Counts one more thing left out for `reason`; the first `example` is kept.
+    pub fn add(&mut self, reason: &'static str, example: &[u8]) {
+        self.0.entry(reason).or_insert_with(|| (0, show(example))).0 += 1;
+    }
+
+    /// One line per reason.
+    pub fn lines(&self) -> Vec<String> {
+        self.0.iter().map(|(reason, (count, example))| format!("{reason} ({count}; first: {example})")).collect()
+    }
+}
+
+/// Removes the attributes that no image can carry, and counts them.
+pub(super) fn clean_xattrs(xattrs: &mut Xattrs, path: &[u8], omissions: &mut Omissions) {
+    for _ in 0..tree::drop_overlay_xattrs(xattrs) {
+        omissions.add("attributes that steer overlayfs or EROFS were left out", path);
+    }
+    let mut total = 0;
+    xattrs.retain(|name, value| {
+        let size = name.len() + value.len() + 8;
+        // Linux reads no names longer than 255 bytes. Half of the format's space, so that the attributes that lead to an
+        // object always fit.
+        let fits = name.len() <= 255 && erofs::xattr_fits(name, value) && total + size < 1 << 17;
+        if fits {
+            total += size;
+        } else {
+            omissions.add("attributes with a name or size that EROFS cannot hold were left out", path);
+        }
+        fits
+    });
+}
+
+/// The reason for leaving out what [`is_whiteout`] finds.
+pub(super) const WHITEOUT: &str = "character devices 0:0, overlayfs's mark of a deleted file, were left out";
+
+/// Returns true if overlayfs would take the file for its own mark of a deleted name.
+pub(super) fn is_whiteout(kind: &Kind) -> bool {
+    matches!(kind, Kind::Char(0, 0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_attribute_that_does_not_fit_takes_no_room_from_others() {
+        let mut xattrs = Xattrs::new();
+        let long = |length: usize| [&b"user."[..], &vec![b'n'; length - 5]].concat();
+        for (name, size) in [
+            (b"user.a".to_vec(), 100_000),
+            (b"user.b".to_vec(), 60_000),
+            (long(255), 1),
+            (long(256), 1),
+            (b"user.z".to_vec(), 60_000),
+        ] {
+            xattrs.insert(name.into(), vec![0; size].into());
+        }
+        let mut omissions = Omissions::default();
+        clean_xattrs(&mut xattrs, b"file", &mut omissions);
+        let kept: Vec<&[u8]> = xattrs.keys().map(|name| &**name).collect();
+        assert_eq!(kept, [&b"user.b"[..], &long(255), b"user.z"]);
+        assert!(omissions.lines()[0].contains("cannot hold were left out (2; first: "), "{:?}", omissions.lines());
+    }
+}

@@ -1,0 +1,146 @@
+//! A build in progress: files go into the store, link farms are repaired where objects were replaced, and the image is
+//! published last.
+
+use crate::digest::Digest;
+use crate::error::Result;
+use crate::link_farm;
+use crate::run_config::RunConfig;
+use crate::store::{BuildStats, Record, Staging, Store};
+use crate::tree::{Data, Tree};
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+/// A build in progress; dropping it undoes what it has not published.
+pub struct Build<'a> {
+    staging: Staging<'a>,
+}
+
+impl Store {
+    /// Starts a build: takes a lease and makes a place to stage in. Remains of dead builds are removed.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn build(&self) -> Result<Build<'_>> {
+        Ok(Build { staging: Staging::new(self)? })
+    }
+}
+
+impl<'a> Build<'a> {
+    /// The store that the build writes to.
+    pub fn store(&self) -> &'a Store {
+        self.staging.store()
+    }
+
+    /// What was done so far.
+    pub fn stats(&self) -> &BuildStats {
+        &self.staging.stats
+    }
+
+    pub(crate) fn staging(&self) -> &Staging<'a> {
+        &self.staging
+    }
+
+    /// Returns true if the store has object `digest`; if it has, the object stays until this build ends.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn has(&self, digest: &Digest, size: u64) -> Result<bool> {
+        self.staging.has(digest, size)
+    }
+
+    /// [`Build::has`] for many objects, in steps that keep the collector waiting for a short time each.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn has_all(&self, wanted: &[(Digest, u64)]) -> Result<Vec<bool>> {
+        self.staging.has_all(wanted)
+    }
+
+    /// A file without a name, for input that must be read twice; gone when closed.
+    pub(crate) fn spool(&self) -> Result<File> {
+        self.staging.spool()
+    }
+
+    /// Stores a file's bytes.
+    ///
+    /// # Errors
+    /// The system's; [`Error::Full`](crate::Error::Full).
+    pub fn put_bytes(&self, bytes: &[u8]) -> Result<Data> {
+        let data = self.staging.put_bytes(bytes)?;
+        self.flush_if_full()?;
+        Ok(data)
+    }
+
+    /// Stores everything that `reader` gives, without holding it in memory. Calls `tick` with the size of each piece.
+    ///
+    /// # Errors
+    /// The reader's, the system's; [`Error::Full`](crate::Error::Full).
+    pub fn put_reader(&self, reader: &mut impl Read, what: &Path, tick: impl FnMut(u64)) -> Result<Data> {
+        let data = self.staging.put_reader(reader, what, tick)?;
+        self.flush_if_full()?;
+        Ok(data)
+    }
+
+    fn flush_if_full(&self) -> Result<()> {
+        let mut batch = self.staging.batch();
+        if batch.is_full() && self.staging.flush(&mut batch)? {
+            link_farm::repair(self.store())?;
+        }
+        Ok(())
+    }
+
+    /// Publishes `tree` under `name`.
+    ///
+    /// # Errors
+    /// The system's; [`Error::Full`](crate::Error::Full). The name then still stands for what it stood for before, unless
+    /// the error says that the image is stored.
+    pub fn publish(
+        &self,
+        name: &str,
+        tree: &Tree,
+        source: &str,
+        config: RunConfig,
+        notes: Vec<String>,
+    ) -> Result<Record> {
+        let publication = self.staging.stage_image(name, tree, source, config, notes)?;
+        {
+            let mut batch = self.staging.batch();
+            if self.staging.flush(&mut batch)? {
+                link_farm::repair(self.store())?;
+            }
+        }
+        if self.staging.name_tree(&publication)? {
+            link_farm::repair(self.store())?;
+        }
+        self.staging.name_record(publication)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::ON_SYNC;
+    use crate::tree::{Inode, Kind, Meta};
+    use std::cell::Cell;
+
+    #[test]
+    fn a_build_that_waits_for_the_disk_holds_no_domain_lock() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(&dir.path().join("s"), "default").unwrap();
+        let build = store.build().unwrap();
+        let mut tree = Tree::default();
+        let data = build.put_bytes(&[1; 5000]).unwrap();
+        tree.put(b"file", Inode { meta: Meta::default(), kind: Kind::File(data) }).unwrap();
+        let (lock, looks) = (store.path("lock"), std::rc::Rc::new(Cell::new(0)));
+        let count = looks.clone();
+        ON_SYNC.set(Some(Box::new(move || {
+            let file = File::open(&lock).unwrap();
+            rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive).unwrap();
+            count.set(count.get() + 1);
+        })));
+        build.publish("x", &tree, "t", RunConfig::default(), vec![]).unwrap();
+        ON_SYNC.set(None);
+        assert_eq!(looks.get(), 2, "objects, and the names that the record relies on");
+    }
+}

@@ -1,0 +1,109 @@
+//! The manifest that a tag, a digest or this machine asks for, among several.
+
+use super::blobs::Blobs;
+use super::documents::{Descriptor, Index, Manifest, Platform, architecture, blob_path};
+use crate::config::Limits;
+use crate::digest::Digest;
+use crate::error::{Result, input};
+use std::collections::HashSet;
+
+/// Most tags and digests in a message.
+const SHOWN: usize = 20;
+
+/// The names to choose from, for a message.
+pub(super) fn list<T: AsRef<str>>(names: &[T]) -> String {
+    let shown: Vec<&str> = names.iter().take(SHOWN).map(AsRef::as_ref).collect();
+    shown.join(", ") + if names.len() > SHOWN { ", …" } else { "" }
+}
+
+/// How well a tag matches a wanted one: 2 in full, 1 without the registry or path before it (`redis:7` for
+/// `docker.io/library/redis:7`), else 0.
+pub(super) fn fit(tag: &str, wanted: &str) -> u8 {
+    match tag.strip_suffix(wanted) {
+        Some("") => 2,
+        Some(rest) if rest.ends_with('/') => 1,
+        _ => 0,
+    }
+}
+
+/// The items of `all` that fit best by the score `how`; none if all scores are 0.
+pub(super) fn best<T>(all: Vec<T>, how: impl Fn(&T) -> u8) -> Vec<T> {
+    let most = all.iter().map(&how).max().unwrap_or(0);
+    all.into_iter().filter(|one| most > 0 && how(one) == most).collect()
+}
+
+impl Descriptor {
+    /// The manifest's names: docker (from 25) writes the tag alone to the first annotation, the whole name to the second.
+    fn names(&self) -> impl Iterator<Item = &str> {
+        let keys = ["org.opencontainers.image.ref.name", "io.containerd.image.name"];
+        keys.into_iter().filter_map(|key| self.annotations.get(key)).map(String::as_str)
+    }
+
+    fn is_index(&self) -> bool {
+        self.media_type.contains("index") || self.media_type.contains("manifest.list")
+    }
+
+    fn show(&self) -> String {
+        let platform = self.platform.as_ref().map(|platform| {
+            let variant = platform.variant.as_ref().map_or(String::new(), |variant| format!("/{variant}"));
+            format!(" for {}/{}{variant}", platform.os, platform.architecture)
+        });
+        let (name, platform) = (self.names().last().unwrap_or_default(), platform.unwrap_or_default());
+        if name.is_empty() {
+            format!("{}{platform}", self.digest)
+        } else {
+            format!("{name} = {}{platform}", self.digest)
+        }
+    }
+}
+
+/// Finds the manifest that `reference`, a tag or a digest, or this machine asks for.
+pub(super) fn choose(
+    blobs: &Blobs,
+    index: Index,
+    reference: Option<&str>,
+    limits: Limits,
+    depth: u32,
+) -> Result<Manifest> {
+    if depth > 4 {
+        return Err(input!("index.json: indexes in indexes, deeper than 4"));
+    }
+    let all: Vec<String> = index.manifests.iter().map(Descriptor::show).collect();
+    let mut fits: Vec<&Descriptor> = index.manifests.iter().collect();
+    let mut below = None;
+    if let Some(wanted) = reference {
+        let how = |one: &&Descriptor| {
+            let by_digest = if one.digest == wanted { 2 } else { 0 };
+            one.names().map(|name| fit(name, wanted)).chain([by_digest]).max().unwrap_or(0)
+        };
+        let found = best(fits.clone(), how);
+        if found.is_empty() && Digest::parse(wanted).is_ok() {
+            // The manifest may be listed by a nested index.
+            fits.retain(|one| one.is_index());
+            below = reference;
+        } else {
+            fits = found;
+        }
+    }
+    // One image may have several tags.
+    let mut seen = HashSet::new();
+    fits.retain(|one| seen.insert(&one.digest));
+    if fits.len() > 1 {
+        let ours = |platform: &Platform| platform.architecture == architecture() && platform.os == "linux";
+        fits.retain(|one| one.platform.as_ref().is_none_or(ours));
+    }
+    let [descriptor] = fits[..] else {
+        return Err(input!(
+            "index.json: {} images fit{}; choose one with --ref, by tag or digest (there are: {})",
+            fits.len(),
+            reference.map(|wanted| format!(" {wanted:?}")).unwrap_or_default(),
+            list(&all)
+        ));
+    };
+    let (path, digest) = blob_path(&descriptor.digest)?;
+    let expect = Some((digest, descriptor.size));
+    if descriptor.is_index() {
+        return choose(blobs, blobs.json(&path, expect, limits)?, below, limits, depth + 1);
+    }
+    blobs.json(&path, expect, limits)
+}
