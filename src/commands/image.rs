@@ -768,9 +768,13 @@ fn stat_images(store: Option<&Store>, domain: &str, names: &[String], json: bool
         "in memory: {} resident, {} of it shared; {} {} of memory",
         show_size(total.resident_bytes),
         show_size(total.shared_bytes),
-        show_counted(total.mounts, "mount saves", "mounts save"),
+        show_counted(total.mounts - total.native_mounts, "mount saves", "mounts save"),
         show_size(total.memory_saved_bytes)
     );
+    if total.native_mounts > 0 {
+        let mounts = show_counted(total.native_mounts, "native mount", "native mounts");
+        say!("not counted: the memory of {mounts}");
+    }
     Ok(complain_of(&total.damaged))
 }
 

@@ -1,6 +1,6 @@
-//! The limits that hostile input runs into before it runs into the machine's.
+//! The limits that stop hostile input before the machine's own limits do.
 
-/// What one import may ask of us.
+/// What one import may use.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Most entries, of all layers together, counting directories that only paths name; 10^7 by default.
@@ -23,7 +23,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// What is left for the layers above one that has taken `used`.
+    /// What is left for the layers above one that has used `used`.
     pub(crate) fn without(self, used: Used) -> Self {
         Self {
             entries: self.entries - used.entries,
@@ -34,7 +34,7 @@ impl Limits {
     }
 }
 
-/// What an archive has taken of the [`Limits`] for all layers.
+/// What an archive has used of the [`Limits`] for all layers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Used {
     /// Entries, counting directories that only paths name.

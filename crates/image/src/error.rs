@@ -84,7 +84,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// What breaks the format from the start is something else.
+    /// Input that breaks the format from the start is of another kind.
     pub(crate) fn foreign(self) -> Self {
         match self {
             Error::Input(what) => Error::Foreign(what),
@@ -92,7 +92,7 @@ impl Error {
         }
     }
 
-    /// The error of what is written out, which has no name where it is written, with the one that it has for its user.
+    /// Gives an error on output, which has no path where it is written, the path that the operator knows.
     pub fn of_output(self, name: impl Into<PathBuf>) -> Self {
         match self {
             Error::Io { path, source } if path == Path::new(OUTPUT) => Error::Io { path: name.into(), source },
@@ -117,7 +117,7 @@ impl Error {
     }
 }
 
-/// What a stream is called that an image is written to.
+/// The path of output in errors, before [`Error::of_output`].
 pub(crate) const OUTPUT: &str = "output";
 
 /// What this crate's functions return.
@@ -128,7 +128,7 @@ pub(crate) trait At<T> {
     /// Names `path` in the error; a full disk becomes [`Error::Full`].
     fn at(self, path: impl AsRef<Path>) -> Result<T>;
 
-    /// The same for what is written elsewhere: that its disk is full is no affair of the store's.
+    /// The same for files outside of the store: their full disk is not the store's.
     fn at_output(self, path: impl AsRef<Path>) -> Result<T>;
 }
 

@@ -1,4 +1,4 @@
-//! Image trees whose equal files share page cache.
+//! Image trees: equal files of all of them share page cache.
 //!
 //! A [`store::Store`] keeps file contents by SHA-256 and trees as small EROFS
 //! metadata images. A mount shows a tree with its own names, owners and modes through overlayfs, while the bytes come

@@ -1,4 +1,4 @@
-//! Progress on standard error when it is a terminal: what is done, how fast, how long still.
+//! Progress on standard error when it is a terminal: what is done, how fast, and the time left.
 
 use pagefold_os::text::clean;
 use std::io::{IsTerminal, Write};
@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Writes a note to standard error, with `?` for control letters: images and their files have a say in some.
+/// Writes a note to standard error, with `?` for control characters: some of the text comes from images and their files.
 pub(crate) fn note(text: &str) {
     let _ = writeln!(std::io::stderr(), "pagefold: note: {}", clean(text));
 }
@@ -45,12 +45,12 @@ impl Progress {
         Self::make("", false)
     }
 
-    /// Tells how much there is to do in all, bytes; 0 when nobody knows.
+    /// Sets how much there is to do in all, bytes; 0 if unknown.
     pub fn expect(&self, bytes: u64) {
         self.total_bytes.store(bytes, Ordering::Relaxed);
     }
 
-    /// Counts what is read from `source` as done.
+    /// Counts bytes read from `source` as done.
     pub fn watch<R: std::io::Read>(&self, source: R) -> Watched<'_, R> {
         Watched { source, progress: self }
     }
@@ -70,7 +70,7 @@ impl Progress {
     }
 }
 
-/// A source whose bytes count as done; see [`Progress::watch`].
+/// A source of bytes that count as done; see [`Progress::watch`].
 pub struct Watched<'a, R> {
     source: R,
     progress: &'a Progress,
@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_line_tells_rate_and_time_left() {
+    fn the_line_shows_rate_and_time_left() {
         let text = line("build", 3, 10 << 20, 40 << 20, Duration::from_secs(2));
         assert_eq!(text, "build: 3 files, 10 MiB of 40 (25 %), 5 MiB/s, 0:06 left");
         assert_eq!(

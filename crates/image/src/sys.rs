@@ -44,12 +44,12 @@ fn cachestat(file: impl AsFd) -> io::Result<Cachestat> {
 /// Counts the pages of `file` that are in the page cache: cachestat(2), Linux 6.5.
 ///
 /// # Errors
-/// ENOSYS on older kernels; EPERM when the file is not ours.
+/// ENOSYS on older kernels; EPERM for another user's file.
 pub fn cached_pages(file: impl AsFd) -> io::Result<u64> {
     Ok(cachestat(file)?.nr_cache)
 }
 
-/// Whether pages of `file` wait to be written to the disk.
+/// Returns true if pages of `file` wait to be written to the disk.
 ///
 /// # Errors
 /// As [`cached_pages`].
@@ -57,28 +57,28 @@ pub fn is_dirty(file: impl AsFd) -> io::Result<bool> {
     Ok(cachestat(file)?.nr_dirty > 0)
 }
 
-/// Has the kernel begin to write what waits of `file`: whoever has it mapped writes on only after it has other times.
+/// Starts the writeback of dirty pages of `file`: a later write through a mapping then faults and changes the file's times.
 pub fn write_out(file: impl AsFd) {
     let how = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE;
-    // SAFETY: the call takes numbers; the descriptor is borrowed for it.
+    // SAFETY: sync_file_range takes integers and no pointer; the descriptor is borrowed for the call.
     unsafe { libc::sync_file_range(file.as_fd().as_raw_fd(), 0, 0, how) };
 }
 
-/// Whether someone else has `file` open, a kernel mount included: a write lease would conflict.
+/// Returns true if `file` is open elsewhere, in a kernel mount too: a write lease would conflict.
 ///
 /// # Errors
-/// EACCES when the file is neither ours nor are we privileged.
+/// EACCES if the file belongs to another user and this process has no privilege.
 pub fn is_open_elsewhere(file: &File) -> io::Result<bool> {
     const F_SETSIG: libc::c_int = 10;
-    // Who opens the file while the lease is ours sends us a signal; SIGIO, the usual one, would end this process.
-    // SAFETY: F_SETSIG takes an integer and touches no memory of ours.
+    // An open of the file while this process has the lease sends it a signal; SIGIO, the default one, would end it.
+    // SAFETY: F_SETSIG takes an integer and no pointer.
     if unsafe { libc::fcntl(file.as_raw_fd(), F_SETSIG, libc::SIGURG) } != 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: F_SETLEASE takes an integer and touches no memory of ours.
+    // SAFETY: F_SETLEASE takes an integer and no pointer.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK) };
     if result == 0 {
-        // SAFETY: as above.
+        // SAFETY: F_SETLEASE takes an integer and no pointer.
         unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_UNLCK) };
         return Ok(false);
     }
@@ -99,26 +99,26 @@ pub fn unshare(flags: libc::c_int) -> io::Result<()> {
     if unsafe { libc::unshare(flags) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// A process on its way to be nobody's child.
+/// A background process that is being detached from this one: its parent is an intermediate child that ends immediately.
 #[must_use]
-pub struct Leaving {
-    /// Its parent, which ends at once.
+pub struct Detaching {
+    /// The intermediate child.
     child: libc::pid_t,
 }
 
-impl Leaving {
-    /// Waits until it is; says whether there is one.
+impl Detaching {
+    /// Waits until the process is detached.
     ///
     /// # Errors
-    /// No process was to be had.
+    /// The process could not be made.
     pub fn wait(self) -> io::Result<()> {
         let mut status = 0;
-        // SAFETY: the child is ours, and `status` lives across the call.
+        // SAFETY: `status` lives across the call, which writes nothing else.
         while unsafe { libc::waitpid(self.child, &mut status, 0) } < 0 {
             let error = io::Error::last_os_error();
             match error.raw_os_error() {
                 Some(libc::EINTR) => {}
-                // It has ended: who started us has children of ours left to nobody (SIGCHLD ignored).
+                // The child has ended and was reaped by the kernel: this process was started with SIGCHLD ignored.
                 Some(libc::ECHILD) => break,
                 _ => return Err(error),
             }
@@ -127,29 +127,28 @@ impl Leaving {
     }
 }
 
-/// Does `work` in a process of its own that nobody waits for, with the descriptors `keep` open and nothing else, but
-/// standard error if it `says` something; this process must have one thread, and becomes no other before [`Leaving::wait`].
-/// What `work` owns is not dropped.
+/// Does `work` in a detached process of its own, with only the descriptors `keep` open, and standard error if it `reports`
+/// something. This process must have one thread, and must not exec before [`Detaching::wait`]. What `work` owns is not dropped.
 ///
 /// # Errors
-/// No process is to be had.
-pub fn in_background(keep: &[RawFd], says: bool, work: impl FnOnce()) -> io::Result<Leaving> {
+/// The process cannot be made.
+pub fn in_background(keep: &[RawFd], reports: bool, work: impl FnOnce()) -> io::Result<Detaching> {
     // SAFETY: this process has one thread, so the child may do whatever the parent may.
     match unsafe { libc::fork() } {
         -1 => return Err(io::Error::last_os_error()),
         0 => {}
-        child => return Ok(Leaving { child }),
+        child => return Ok(Detaching { child }),
     }
-    // The child's child is nobody's: whoever this process becomes gets no child that it did not start.
-    // SAFETY: as above; _exit ends the process without running what belongs to the parent, and the descriptors that are
-    // closed are not used again.
+    // The child's child is detached: a program that this process becomes gets no child that it did not start.
+    // SAFETY: the child is a copy of a process with one thread, so no lock is held by a thread that it lacks. _exit ends it
+    // without running the parent's destructors, and the descriptors that are closed are not used again.
     unsafe {
         match libc::fork() {
             -1 => libc::_exit(1),
             0 => {}
             _ => libc::_exit(0),
         }
-        // A terminal's signals are the command's.
+        // A terminal's signals are for the command only.
         libc::setsid();
         let mut keep: Vec<RawFd> = keep.to_vec();
         keep.sort_unstable();
@@ -164,36 +163,36 @@ pub fn in_background(keep: &[RawFd], says: bool, work: impl FnOnce()) -> io::Res
         let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
         libc::dup2(null, 0);
         libc::dup2(null, 1);
-        if !says {
-            // Who waits for the end of the command's output does not wait for us.
+        if !reports {
+            // A reader of the command's output must not wait for this process to close it.
             libc::dup2(null, 2);
         }
     }
     let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
-    // SAFETY: as above.
+    // SAFETY: _exit ends the process without running the parent's destructors.
     unsafe { libc::_exit(i32::from(done.is_err())) }
 }
 
-/// Hears what is opened in a mount: fanotify(7).
+/// Reports files that are opened in a mount: fanotify(7).
 pub struct Opens(OwnedFd);
 
 impl Opens {
-    /// Hears nothing yet.
+    /// Watches no mount yet.
     ///
     /// # Errors
     /// EPERM without CAP_SYS_ADMIN; ENOSYS.
     pub fn new() -> io::Result<Self> {
         let how = libc::FAN_CLASS_NOTIF | libc::FAN_CLOEXEC | libc::FAN_NONBLOCK;
-        // The kernel opens what it tells of once more, for us: a pipe must not make that wait.
+        // The kernel opens each reported file for the reader of the event: a pipe must not make that wait.
         let files = libc::O_RDONLY | libc::O_CLOEXEC | libc::O_LARGEFILE | libc::O_NONBLOCK;
-        // SAFETY: the call takes numbers; the descriptor it returns is new, and ours.
+        // SAFETY: fanotify_init takes integers; the descriptor it returns is new, so this process owns it.
         unsafe {
             let fd = libc::fanotify_init(how, files as libc::c_uint);
             if fd < 0 { Err(io::Error::last_os_error()) } else { Ok(Self(OwnedFd::from_raw_fd(fd))) }
         }
     }
 
-    /// Hears of the mount at `path` from here on.
+    /// Watches the mount at `path` from here on.
     ///
     /// # Errors
     /// The kernel's.
@@ -201,12 +200,12 @@ impl Opens {
         let path = CString::new(path.as_os_str().as_bytes())?;
         let flags = libc::FAN_MARK_ADD | libc::FAN_MARK_MOUNT;
         let mask = libc::FAN_OPEN | libc::FAN_ONDIR;
-        // SAFETY: the path lives across the call, and the descriptor is ours.
+        // SAFETY: the path lives across the call, and `self` keeps the descriptor open.
         let result = unsafe { libc::fanotify_mark(self.0.as_raw_fd(), flags, mask, libc::AT_FDCWD, path.as_ptr()) };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Waits until something was opened, `process` has ended, or for `patience`; says whether it has ended.
+    /// Waits until a file was opened, `process` has ended, or `patience` is over. Returns true if the process has ended.
     ///
     /// # Errors
     /// The kernel's.
@@ -219,7 +218,8 @@ impl Opens {
         }
     }
 
-    /// What was opened since the last call, opened for us; at most some hundred at once, and nothing if nothing is left.
+    /// Files that were opened since the last call, opened again for this process: at most some hundred, and none if none are
+    /// left.
     ///
     /// # Errors
     /// The kernel's.
@@ -235,7 +235,7 @@ impl Opens {
             // SAFETY: the kernel has written whole events, each of at least this size; the copy needs no alignment.
             let event = unsafe { rest.as_ptr().cast::<libc::fanotify_event_metadata>().read_unaligned() };
             if event.fd >= 0 {
-                // SAFETY: the kernel has opened the descriptor for who reads the event, which is us.
+                // SAFETY: the kernel has opened the descriptor for the reader of the event, so this process owns it.
                 files.push(unsafe { File::from_raw_fd(event.fd) });
             }
             rest = rest.get((event.event_len as usize).max(EVENT)..).unwrap_or_default();
@@ -275,7 +275,8 @@ struct LoopConfig {
     reserved: [u64; 8],
 }
 
-/// Binds `file` to a free loop device, read-only, which frees itself when its last user goes; returns the device.
+/// Binds `file` to a free loop device, read-only. The device frees itself with its last user. Returns its path, and the device
+/// held open.
 ///
 /// # Errors
 /// Without privilege, or without loop devices.
@@ -322,7 +323,7 @@ impl Map {
     /// The kernel's.
     pub fn new(file: &File, size: u64) -> io::Result<Self> {
         let size = usize::try_from(size).map_err(|_| io::Error::from(io::ErrorKind::FileTooLarge))?.max(1);
-        // SAFETY: a new mapping at an address of the kernel's choice, read-only, of a file we hold open.
+        // SAFETY: a new read-only mapping at an address of the kernel's choice: it replaces no other mapping.
         let start =
             unsafe { rustix::mm::mmap(std::ptr::null_mut(), size, ProtFlags::READ, MapFlags::SHARED, file, 0)? };
         Ok(Self { start, size })
@@ -334,7 +335,7 @@ impl Map {
     /// The kernel's.
     pub fn resident(&self) -> io::Result<Vec<bool>> {
         let mut flags = vec![0u8; self.size.div_ceil(PAGE as usize)];
-        // SAFETY: the range is our mapping; the vector has one byte per page of it.
+        // SAFETY: the range is the mapping that `self` owns; the vector has one byte per page of it.
         let result = unsafe { libc::mincore(self.start, self.size, flags.as_mut_ptr()) };
         if result != 0 {
             return Err(io::Error::last_os_error());
@@ -347,11 +348,11 @@ impl Map {
     /// # Errors
     /// The kernel's.
     pub fn resident_pages(&self) -> io::Result<u64> {
-        // The kernel tells it by a byte for each page: of a file with large holes they would be many.
+        // In parts, since the kernel writes a byte for each page: for a file with large holes these would be many.
         let (mut flags, mut count) = (vec![0u8; 1 << 18], 0);
         for from in (0..self.size).step_by(flags.len() * PAGE as usize) {
             let part = (self.size - from).min(flags.len() * PAGE as usize);
-            // SAFETY: the range is in our mapping, and the vector has a byte for each page of it.
+            // SAFETY: the range is in the mapping that `self` owns, and the vector has a byte for each page of it.
             if unsafe { libc::mincore(self.start.byte_add(from), part, flags.as_mut_ptr()) } != 0 {
                 return Err(io::Error::last_os_error());
             }
@@ -360,13 +361,13 @@ impl Map {
         Ok(count)
     }
 
-    /// The physical frame under each page, 0 where none is mapped or we may not know (needs CAP_SYS_ADMIN).
+    /// The physical frame under each page, 0 where none is mapped or this user may not know it (needs CAP_SYS_ADMIN).
     /// Pages are mapped first by MADV_POPULATE_READ, which answers a short file with an error, not a signal.
     ///
     /// # Errors
     /// The kernel's.
     pub fn frames(&self) -> io::Result<Vec<u64>> {
-        // SAFETY: the range is our mapping, and reading it in changes nothing.
+        // SAFETY: the range is the mapping that `self` owns, and reading it in changes no byte.
         if unsafe { libc::madvise(self.start, self.size, libc::MADV_POPULATE_READ) } != 0 {
             return Err(io::Error::last_os_error());
         }
@@ -381,7 +382,7 @@ impl Map {
 
 impl Drop for Map {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours and nothing refers to it any more.
+        // SAFETY: `self` owns the mapping, and no reference to its bytes is ever made.
         let _ = unsafe { rustix::mm::munmap(self.start, self.size) };
     }
 }
@@ -398,7 +399,7 @@ pub fn try_mount_in_user_namespace(target: &std::ffi::CStr, data: &std::ffi::CSt
         return Err(io::Error::last_os_error());
     }
     if child == 0 {
-        // SAFETY: as above; the strings live until _exit.
+        // SAFETY: unshare, mount and _exit are async-signal-safe; the strings live until _exit.
         unsafe {
             let overlay = c"overlay".as_ptr();
             let failed = libc::unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNS) != 0
@@ -407,7 +408,7 @@ pub fn try_mount_in_user_namespace(target: &std::ffi::CStr, data: &std::ffi::CSt
         }
     }
     let mut status = 0;
-    // SAFETY: the child is ours, and `status` lives across the call.
+    // SAFETY: `status` lives across the call, which writes nothing else.
     while unsafe { libc::waitpid(child, &mut status, 0) } < 0 {
         let error = io::Error::last_os_error();
         if error.kind() != io::ErrorKind::Interrupted {
@@ -426,10 +427,10 @@ mod tests {
     use std::process::Command;
     use std::time::Instant;
 
-    /// In a child process: leaves a process behind that ends when the file is there.
+    /// In a child process: starts a detached process that ends when the file exists.
     #[test]
-    fn child_that_leaves_one_behind() {
-        let Some(file) = std::env::var_os("PAGEFOLD_TEST_BEHIND") else { return };
+    fn child_that_detaches_a_process() {
+        let Some(file) = std::env::var_os("PAGEFOLD_TEST_DETACH") else { return };
         if std::env::var_os("PAGEFOLD_TEST_NO_CHILDREN").is_some() {
             // SAFETY: no handler is set, and this process waits for no child that it needs to hear of.
             unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
@@ -441,17 +442,19 @@ mod tests {
             }
             std::fs::write(Path::new(&file).join("ended"), "").unwrap();
         })
-        .and_then(Leaving::wait)
+        .and_then(Detaching::wait)
         .unwrap();
     }
 
     #[test]
-    fn nobody_waits_for_the_output_of_what_is_left_behind() {
+    fn a_detached_process_does_not_hold_its_parents_output_open() {
         for without in [false, true] {
             let dir = tempfile::tempdir().unwrap();
             let (go, ended) = (dir.path().join("go"), dir.path().join("ended"));
             let mut child = Command::new(std::env::current_exe().unwrap());
-            child.args(["--exact", "sys::tests::child_that_leaves_one_behind"]).env("PAGEFOLD_TEST_BEHIND", dir.path());
+            child
+                .args(["--exact", "sys::tests::child_that_detaches_a_process"])
+                .env("PAGEFOLD_TEST_DETACH", dir.path());
             if without {
                 child.env("PAGEFOLD_TEST_NO_CHILDREN", "");
             }

@@ -99,7 +99,7 @@ pub struct Inode {
     pub kind: Kind,
 }
 
-/// A whole tree; inodes that no name reaches any more are ignored by everyone.
+/// A whole tree; inodes that no name reaches any more are ignored.
 #[derive(Clone, Debug)]
 pub struct Tree {
     inodes: Vec<Inode>,
@@ -149,7 +149,7 @@ impl Tree {
         self.inodes.len()
     }
 
-    /// How many steps all paths so far have taken to resolve: names on the way, those in symbolic links included.
+    /// How many steps the resolution of all paths so far has taken: names on the way, including those in symbolic links.
     pub fn step_count(&self) -> u64 {
         self.steps
     }
@@ -174,10 +174,10 @@ impl Tree {
         (self.inodes.len() - 1) as Id
     }
 
-    /// Gives inode `id` the name `name` in directory `dir`, in place of what had it.
+    /// Gives inode `id` the name `name` in directory `dir`, replacing the inode that had it.
     ///
     /// # Errors
-    /// A name that no file can have; a `dir` that is none.
+    /// A name that no file can have; a `dir` that is not a directory.
     pub fn link(&mut self, dir: Id, name: &[u8], id: Id) -> Result<()> {
         check_name(name)?;
         if self.dir(dir).is_none() {
@@ -214,7 +214,7 @@ impl Tree {
         self.resolve_parent_over(path, make, |_, _| false)
     }
 
-    /// The same; a file on the way gives its place to a directory if `gives_way` says so of its directory and name.
+    /// The same; a file on the way is replaced by a directory if `gives_way` returns true for its directory and name.
     pub(crate) fn resolve_parent_over(
         &mut self,
         path: &[u8],
@@ -239,7 +239,7 @@ impl Tree {
                 }
                 continue;
             }
-            // A short path comes this deep by way of links.
+            // Links can lead a short path this deep.
             if stack.len() >= DEPTH_MAX {
                 return Err(too_deep());
             }
@@ -340,7 +340,7 @@ impl Tree {
     pub fn walk(&self, mut visit: impl FnMut(&[u8], Id)) {
         let mut path = Vec::new();
         visit(&path, ROOT);
-        // One path for all: many names far below would be many long paths.
+        // One path buffer for all: many deep names would be many long paths.
         let mut open = vec![(0, self.children(ROOT))];
         while let Some((length, names)) = open.last_mut() {
             let Some((name, id)) = names.next() else {

@@ -1,6 +1,6 @@
 //! Directories into trees: walked by descriptor, read on all processors, unchanged files taken from the stat cache.
 //!
-//! *The stat cache.* A file whose file system, inode, size, mtime and ctime are those of the last build has the digest
+//! *The stat cache.* A file with the file system, inode, size, mtime and ctime of the last build has the digest
 //! of the last build: ctime cannot be set back without setting the clock. The exception is a ctime stored in a disk image,
 //! and there the file system's identity changes with each mount ([`pagefold_os::volume`]). A file that changed within the last
 //! two seconds before its build is not remembered, because a later change could carry the same times. A write through a
@@ -66,7 +66,7 @@ pub fn from_directory(
 /// Found files, and the identities of their file systems.
 struct Volumes {
     present: Vec<FoundFile>,
-    /// Files whose file system cannot be identified, because they are gone.
+    /// Files on a file system that cannot be identified, because they are gone.
     gone: Vec<FoundFile>,
     /// Identities by device number.
     ids: HashMap<u64, u64>,
@@ -88,7 +88,7 @@ fn identify_volumes(source: &Source, files: Vec<FoundFile>) -> Result<Volumes> {
     Ok(volumes)
 }
 
-/// Fills in the files that the cache knows and whose objects the store has. Returns the files that must be read.
+/// Fills in the files that the cache knows, if the store has their objects. Returns the files that must be read.
 fn take_unchanged(
     build: &Build,
     mut files: Vec<FoundFile>,

@@ -1,4 +1,4 @@
-//! Compressed streams: what they are is decided by their first bytes, how far they may grow by the limits.
+//! Compressed streams: their first bytes decide the format, and the limits how far they may grow.
 
 use crate::config::Limits;
 use crate::error::{Result, input};
@@ -8,7 +8,7 @@ use std::io::{self, BufRead, BufReader, Read};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Counts the bytes that pass, where others can see it.
+/// Counts the bytes that pass, in a shared counter.
 struct Counting<R> {
     inner: R,
     count: Arc<AtomicU64>,
@@ -52,7 +52,7 @@ impl<R: Read> Read for Bounded<R> {
     }
 }
 
-/// Zstandard frames one after another, skippable ones passed over.
+/// Zstandard frames one after another; skippable frames are skipped.
 struct Zstd<R> {
     source: R,
     decoder: FrameDecoder,
@@ -99,7 +99,7 @@ impl<R: BufRead> Read for Zstd<R> {
             if count > 0 {
                 return Ok(count);
             }
-            // The decoder reads the frame's checksum; comparing it is left to us.
+            // The decoder reads the frame's checksum and leaves the comparison to its caller.
             let stored = self.decoder.get_checksum_from_data();
             if stored.is_some() && stored != self.decoder.get_calculated_checksum() {
                 return Err(io::Error::other("zstd: the content does not match its checksum; fetch or pack it again"));
@@ -114,7 +114,7 @@ enum Packing {
     None,
     Gzip,
     Zstd,
-    /// By something that is known and not read.
+    /// A known format that is not read.
     Other,
 }
 
@@ -130,7 +130,7 @@ fn packing(magic: &[u8]) -> Packing {
     }
 }
 
-/// Whether a stream that begins with `magic`, its first five bytes, is packed.
+/// Returns true if a stream that begins with `magic`, its first five bytes, is packed.
 pub(crate) fn is_packed(magic: &[u8]) -> bool {
     !matches!(packing(magic), Packing::None)
 }
@@ -138,7 +138,7 @@ pub(crate) fn is_packed(magic: &[u8]) -> bool {
 /// Unpacks `source` by what its first bytes say: gzip, zstd, or nothing to unpack.
 ///
 /// # Errors
-/// A compression we do not read; the source's errors.
+/// A compression that is not read; the source's errors.
 pub fn unpack<'a>(source: impl Read + 'a, limits: Limits) -> Result<Box<dyn Read + 'a>> {
     let count = Arc::new(AtomicU64::new(0));
     let mut source = BufReader::with_capacity(1 << 17, Counting { inner: source, count: count.clone() });

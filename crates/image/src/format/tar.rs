@@ -1,10 +1,10 @@
 //! A strict tar reader: ustar, PAX and GNU long names, and nothing it does not understand.
 //!
 //! Readers that differ about where an entry ends let one archive be two archives.
-//! This one refuses what is ambiguous instead of choosing: a PAX size is the size,
-//! an entry of any size where none can be, a length that is no number, an unknown
-//! type, a sparse file, a header whose checksum is wrong, an end in the middle.
-//! It never writes anything; it hands out entries and their bytes.
+//! This one refuses what is ambiguous instead of choosing: two sizes that differ,
+//! data in an entry that can have none, a length that is not a number, an unknown
+//! type, a sparse file, a wrong header checksum, an end in the middle.
+//! It never writes anything; it returns entries and their bytes.
 
 use crate::config::{Limits, Used};
 use crate::error::{Result, input};
@@ -12,14 +12,14 @@ use crate::tree::{Xattrs, show, show_start};
 use std::io::{self, Read};
 
 const BLOCK: usize = 512;
-/// Directories that only paths name cost an archive two bytes each: it has this many free,
+/// An archive may name directories only by paths, at a cost of two bytes each: this many are allowed,
 const IMPLIED_FREE: u64 = 65_536;
-/// and this many more for each of its entries.
+/// plus this many for each of its entries.
 const IMPLIED_PER_ENTRY: u64 = 4;
-/// A path of a few bytes may lead by symbolic links through tens of thousands of names: the paths of an archive have this
-/// many steps free,
+/// A path of a few bytes may lead by symbolic links through tens of thousands of names: the paths of an archive may take this
+/// many steps,
 const STEPS_FREE: u64 = 1 << 20;
-/// and this many more for each entry.
+/// plus this many for each entry.
 const STEPS_PER_ENTRY: u64 = 64;
 
 /// What an entry is.
@@ -60,7 +60,7 @@ pub struct Entry {
     pub mtime_ns: u32,
     /// Extended attributes.
     pub xattrs: Xattrs,
-    /// Whether there are more of them, in a form that is not read: ACLs as text, SELinux labels.
+    /// Whether there are more attributes, in a form that is not read: ACLs as text, SELinux labels.
     pub left_out: bool,
 }
 
@@ -113,12 +113,12 @@ impl<R: Read> Reader<R> {
         }
     }
 
-    /// What the entries so far have taken of the limits.
+    /// What the entries so far have used of the limits.
     pub fn used(&self) -> Used {
         Used { entries: self.entries + self.implied, names_bytes: self.names, bytes: self.content }
     }
 
-    /// Refuses an archive without the mark of its end, if it was read to the end: it may have been cut off between two entries.
+    /// Refuses an archive without an end mark, after it was read to the end: it may have been cut off between two entries.
     ///
     /// # Errors
     /// There is no mark.
@@ -132,7 +132,7 @@ impl<R: Read> Reader<R> {
         ))
     }
 
-    /// Counts the directories that `path` has brought without entries of their own: in memory they are as large.
+    /// Counts the directories that `path` has made without entries of their own: in memory they are as large.
     ///
     /// # Errors
     /// More than the limit of entries, or than an honest archive has.
@@ -172,7 +172,7 @@ impl<R: Read> Reader<R> {
         Ok(())
     }
 
-    /// The stream, for whoever wants to read behind the archive's end.
+    /// The stream, to read what follows the archive's end.
     pub fn into_inner(self) -> R {
         self.inner
     }
@@ -201,57 +201,20 @@ impl<R: Read> Reader<R> {
         Ok(bytes)
     }
 
-    /// Passes over the bytes of the entry last returned by `pass`, which moves the stream by so many, instead of reading them.
+    /// Skips the bytes of the entry last returned: `pass` moves the stream forward by that many bytes without reading them.
     pub(crate) fn pass_over(&mut self, pass: impl FnOnce(&mut R, u64) -> io::Result<()>) -> Result<()> {
         let rest = std::mem::take(&mut self.left) + std::mem::take(&mut self.padding);
         pass(&mut self.inner, rest).map_err(|error| input!("tar: {error}, after {} entries", self.entries))
     }
 
-    /// The next entry; bytes of the last one that were not read are passed over.
+    /// The next entry. Unread bytes of the last one are skipped.
     ///
     /// # Errors
     /// Anything that is not plainly one archive.
     pub fn next_entry(&mut self) -> Result<Option<Entry>> {
-        let mut skip = [0u8; 1 << 14];
-        while self.left > 0 {
-            let count = self.left.min(skip.len() as u64) as usize;
-            self.fill(&mut skip[..count], "a file")?;
-            self.left -= count as u64;
-        }
-        let padding = std::mem::take(&mut self.padding) as usize;
-        self.fill(&mut skip[..padding], "a file's padding")?;
-        let (mut local, mut long_name, mut long_link) = (None::<Pax>, None, None);
-        while !self.done {
-            let mut header = [0u8; BLOCK];
-            let mut filled = 0;
-            while filled < BLOCK {
-                match self.inner.read(&mut header[filled..]) {
-                    Ok(0) => break,
-                    Ok(count) => filled += count,
-                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                    Err(error) => return Err(input!("tar: {error}, after {} entries", self.entries)),
-                }
-            }
-            if filled == 0 || header == [0; BLOCK] {
-                if local.is_some() || long_name.is_some() || long_link.is_some() {
-                    return Err(input!("tar: ends after an extended header that belongs to no entry"));
-                }
-                if filled == 0 && self.entries == 0 {
-                    return Err(input!("tar: empty, not even an end mark"));
-                }
-                (self.done, self.marked) = (true, filled > 0);
-                break;
-            }
-            if filled < BLOCK {
-                return Err(input!("tar: cut off in a header, after {} entries", self.entries));
-            }
-            self.entries += 1;
-            if self.entries + self.implied > self.limits.entries {
-                return Err(input!(
-                    "tar: more than {} entries, all that the limit leaves room for",
-                    self.limits.entries
-                ));
-            }
+        self.skip_rest()?;
+        let mut extended = Extended::default();
+        while let Some(header) = self.next_header()? {
             check_sum(&header)?;
             let size = number(&header[124..136], "size")?;
             match header[156] {
@@ -259,64 +222,106 @@ impl<R: Read> Reader<R> {
                     let records = self.take(size, "a PAX header")?;
                     let mut pax = self.global.clone();
                     parse_pax(&records, &mut pax)?;
-                    if local.replace(pax).is_some() {
+                    if extended.pax.replace(pax).is_some() {
                         return Err(input!("tar: two PAX headers before one entry"));
                     }
                 }
                 b'g' => {
                     let records = self.take(size, "a PAX header")?;
-                    let mut pax = std::mem::take(&mut self.global);
-                    parse_pax(&records, &mut pax)?;
-                    if pax.path.is_some() || pax.linkpath.is_some() || pax.size.is_some() {
-                        return Err(input!("tar: a global header that names one file"));
-                    }
-                    // Every entry would have a copy of them.
-                    if !pax.xattrs.is_empty() {
-                        return Err(input!(
-                            "tar: a global header with attributes; give them to the files they are for"
-                        ));
-                    }
-                    self.global = pax;
+                    self.global_header(&records)?;
                 }
                 b'L' | b'K' => {
                     let mut name = self.take(size, "a GNU long name")?;
                     while name.last() == Some(&0) {
                         name.pop();
                     }
-                    let slot = if header[156] == b'L' { &mut long_name } else { &mut long_link };
-                    if slot.replace(name).is_some() {
+                    let of_kind = if header[156] == b'L' { &mut extended.path } else { &mut extended.link };
+                    if of_kind.replace(name).is_some() {
                         return Err(input!("tar: two GNU long names before one entry"));
                     }
                 }
-                kind => {
-                    let pax = local.take().unwrap_or_else(|| self.global.clone());
-                    return self.entry(&header, kind, size, pax, long_name, long_link).map(Some);
-                }
+                kind => return self.entry(&header, kind, size, extended).map(Some),
             }
+        }
+        if extended.pax.is_some() || extended.path.is_some() || extended.link.is_some() {
+            return Err(input!("tar: ends after an extended header that belongs to no entry"));
         }
         Ok(None)
     }
 
-    fn entry(
-        &mut self,
-        header: &[u8; BLOCK],
-        kind: u8,
-        header_size: u64,
-        pax: Pax,
-        long_name: Option<Vec<u8>>,
-        long_link: Option<Vec<u8>>,
-    ) -> Result<Entry> {
+    /// Reads to the end of the entry last returned.
+    fn skip_rest(&mut self) -> Result<()> {
+        let mut skip = [0u8; 1 << 14];
+        while self.left > 0 {
+            let count = self.left.min(skip.len() as u64) as usize;
+            self.fill(&mut skip[..count], "a file")?;
+            self.left -= count as u64;
+        }
+        let padding = std::mem::take(&mut self.padding) as usize;
+        self.fill(&mut skip[..padding], "a file's padding")
+    }
+
+    /// The next header, counted as an entry; `None` at the end of the archive.
+    fn next_header(&mut self) -> Result<Option<[u8; BLOCK]>> {
+        if self.done {
+            return Ok(None);
+        }
+        let mut header = [0u8; BLOCK];
+        let mut filled = 0;
+        while filled < BLOCK {
+            match self.inner.read(&mut header[filled..]) {
+                Ok(0) => break,
+                Ok(count) => filled += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(input!("tar: {error}, after {} entries", self.entries)),
+            }
+        }
+        if filled == 0 && self.entries == 0 {
+            return Err(input!("tar: empty, not even an end mark"));
+        }
+        if filled == 0 || header == [0; BLOCK] {
+            (self.done, self.marked) = (true, filled > 0);
+            return Ok(None);
+        }
+        if filled < BLOCK {
+            return Err(input!("tar: cut off in a header, after {} entries", self.entries));
+        }
+        self.entries += 1;
+        if self.entries + self.implied > self.limits.entries {
+            return Err(input!("tar: more than {} entries, all that the limit leaves room for", self.limits.entries));
+        }
+        Ok(Some(header))
+    }
+
+    /// Reads a PAX header for all entries after it.
+    fn global_header(&mut self, records: &[u8]) -> Result<()> {
+        let mut pax = std::mem::take(&mut self.global);
+        parse_pax(records, &mut pax)?;
+        if pax.path.is_some() || pax.linkpath.is_some() || pax.size.is_some() {
+            return Err(input!("tar: a global header that names one file"));
+        }
+        // Every entry would have a copy of the attributes.
+        if !pax.xattrs.is_empty() {
+            return Err(input!("tar: a global header with attributes; give them to the files they are for"));
+        }
+        self.global = pax;
+        Ok(())
+    }
+
+    /// The entry of a header, with what the extended headers before it say.
+    fn entry(&mut self, header: &[u8; BLOCK], kind: u8, header_size: u64, extended: Extended) -> Result<Entry> {
         let mut path = text(&header[..100]).to_vec();
         if &header[257..263] == b"ustar\0" && header[345] != 0 {
             path = [text(&header[345..500]), b"/", &path].concat();
         }
-        if (long_name.is_some() && pax.path.is_some()) || (long_link.is_some() && pax.linkpath.is_some()) {
+        let mut pax = extended.pax.unwrap_or_else(|| self.global.clone());
+        if (extended.path.is_some() && pax.path.is_some()) || (extended.link.is_some() && pax.linkpath.is_some()) {
             return Err(input!("tar: {} has a GNU and a PAX name", show(&path)));
         }
-        let path = pax.path.or(long_name).unwrap_or(path);
-        let link = pax.linkpath.or(long_link).unwrap_or_else(|| text(&header[157..257]).to_vec());
-        // POSIX: the extended size replaces the header's. A header that names another size, neither the
-        // same nor 0, is read differently by other readers, and refused.
+        let path = pax.path.take().or(extended.path).unwrap_or(path);
+        let link = pax.linkpath.take().or(extended.link).unwrap_or_else(|| text(&header[157..257]).to_vec());
+        // POSIX: the extended size replaces the header's. Other readers differ about a header with another size, neither the
+        // same nor 0: it is refused.
         let size = match pax.size {
             Some(size) if header_size != size && header_size != 0 && header_size != 0o77777777777 => {
                 return Err(input!("tar: {}: size {header_size} in its header, {size} in its PAX header", show(&path)));
@@ -324,62 +329,14 @@ impl<R: Read> Reader<R> {
             Some(size) => size,
             None => header_size,
         };
-        let device = |field: &[u8], what| {
-            let value = number(field, what)?;
-            u32::try_from(value).map_err(|_| input!("tar: {}: {what} {value}", show(&path)))
-        };
-        let entry_kind = match kind {
-            // Before ustar directories were known by their names, and some programs go on so: GNU tar and bsdtar take them for
-            // what they are whatever format the header has.
-            b'0' | 0 | b'7' if path.last() == Some(&b'/') => EntryKind::Dir,
-            b'0' | 0 | b'7' => EntryKind::File(size),
-            b'1' => EntryKind::HardLink(link),
-            b'2' => EntryKind::Symlink(link),
-            b'3' => EntryKind::Char(device(&header[329..337], "major")?, device(&header[337..345], "minor")?),
-            b'4' => EntryKind::Block(device(&header[329..337], "major")?, device(&header[337..345], "minor")?),
-            b'5' => EntryKind::Dir,
-            b'6' => EntryKind::Fifo,
-            b'S' => {
-                return Err(input!("tar: {}: a GNU sparse file; pack it with tar --hole-detection off", show(&path)));
-            }
-            other => return Err(input!("tar: {}: entry type {:?} is not known", show(&path), other as char)),
-        };
-        if size != 0 && !matches!(entry_kind, EntryKind::File(_)) {
-            return Err(input!("tar: {}: {size} bytes of data in an entry that can have none", show(&path)));
-        }
-        if let EntryKind::File(size) = entry_kind {
-            let room = self.limits.bytes - self.content;
-            if size > room {
-                return Err(input!("tar: {}: {size} bytes of content, the limit leaves room for {room}", show(&path)));
-            }
-            self.content += size;
-            self.left = size;
-            self.padding = (BLOCK as u64 - size % BLOCK as u64) % BLOCK as u64;
-        }
-        let target =
-            if let EntryKind::Symlink(target) | EntryKind::HardLink(target) = &entry_kind { target } else { &[][..] };
-        let name = path.rsplit(|&byte| byte == b'/').find(|part| !part.is_empty()).unwrap_or_default();
-        let attributes = pax.xattrs.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>();
-        self.names += (name.len() + target.len() + attributes) as u64;
-        if self.names > self.limits.names_bytes {
-            return Err(input!(
-                "tar: {}: with its name, link target and attributes there are more than the limit's {} bytes of them",
-                show_start(&path),
-                self.limits.names_bytes
-            ));
-        }
-        if let EntryKind::Symlink(target) = &entry_kind
-            && (target.is_empty() || target.len() > 4095 || target.contains(&0))
-        {
-            return Err(input!("tar: {}: a link target of {} bytes", show(&path), target.len()));
-        }
+        let kind = entry_kind(header, kind, &path, link, size)?;
+        self.count_content(&path, &kind)?;
+        self.count_names(&path, &kind, &pax.xattrs)?;
         let id = |value: Option<u64>, field: &[u8], what| {
             let value = value.map_or_else(|| number(field, what), Ok)?;
             // The last one means "no owner" to the kernel.
-            u32::try_from(value)
-                .ok()
-                .filter(|id| *id != u32::MAX)
-                .ok_or_else(|| input!("tar: {}: {what} {value}", show(&path)))
+            let id = u32::try_from(value).ok().filter(|id| *id != u32::MAX);
+            id.ok_or_else(|| input!("tar: {}: {what} {value}", show(&path)))
         };
         let (mtime_s, mtime_ns) = match pax.mtime {
             Some(time) => time,
@@ -393,13 +350,83 @@ impl<R: Read> Reader<R> {
             mtime_ns,
             xattrs: pax.xattrs,
             left_out: pax.left_out,
-            kind: entry_kind,
+            kind,
             path,
         })
     }
+
+    /// Counts a file's content against the limit; the reader then returns it.
+    fn count_content(&mut self, path: &[u8], kind: &EntryKind) -> Result<()> {
+        let &EntryKind::File(size) = kind else { return Ok(()) };
+        let left = self.limits.bytes - self.content;
+        if size > left {
+            return Err(input!("tar: {}: {size} bytes of content, the limit leaves room for {left}", show(path)));
+        }
+        self.content += size;
+        self.left = size;
+        self.padding = (BLOCK as u64 - size % BLOCK as u64) % BLOCK as u64;
+        Ok(())
+    }
+
+    /// Counts name, link target and attributes, which stay in memory, against the limit.
+    fn count_names(&mut self, path: &[u8], kind: &EntryKind, xattrs: &Xattrs) -> Result<()> {
+        let target = if let EntryKind::Symlink(target) | EntryKind::HardLink(target) = kind { target } else { &[][..] };
+        let name = path.rsplit(|&byte| byte == b'/').find(|part| !part.is_empty()).unwrap_or_default();
+        let attributes = xattrs.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>();
+        self.names += (name.len() + target.len() + attributes) as u64;
+        if self.names > self.limits.names_bytes {
+            return Err(input!(
+                "tar: {}: with its name, link target and attributes there are more than the limit's {} bytes of them",
+                show_start(path),
+                self.limits.names_bytes
+            ));
+        }
+        if matches!(kind, EntryKind::Symlink(_)) && (target.is_empty() || target.len() > 4095 || target.contains(&0)) {
+            return Err(input!("tar: {}: a link target of {} bytes", show(path), target.len()));
+        }
+        Ok(())
+    }
 }
 
-/// Gives the bytes of the entry last returned.
+/// What extended headers say about the entry after them.
+#[derive(Default)]
+struct Extended {
+    pax: Option<Pax>,
+    /// The GNU long path.
+    path: Option<Vec<u8>>,
+    /// The GNU long link target.
+    link: Option<Vec<u8>>,
+}
+
+/// The kind of the entry at `path`, of type `kind` in its header, with `size` bytes of data.
+fn entry_kind(header: &[u8; BLOCK], kind: u8, path: &[u8], link: Vec<u8>, size: u64) -> Result<EntryKind> {
+    let device = |field: &[u8], what| {
+        let value = number(field, what)?;
+        u32::try_from(value).map_err(|_| input!("tar: {}: {what} {value}", show(path)))
+    };
+    let kind = match kind {
+        // Before ustar, a slash at the end of the name marked a directory, and some programs still write archives this way.
+        // GNU tar and bsdtar read them as directories in every format.
+        b'0' | 0 | b'7' if path.last() == Some(&b'/') => EntryKind::Dir,
+        b'0' | 0 | b'7' => EntryKind::File(size),
+        b'1' => EntryKind::HardLink(link),
+        b'2' => EntryKind::Symlink(link),
+        b'3' => EntryKind::Char(device(&header[329..337], "major")?, device(&header[337..345], "minor")?),
+        b'4' => EntryKind::Block(device(&header[329..337], "major")?, device(&header[337..345], "minor")?),
+        b'5' => EntryKind::Dir,
+        b'6' => EntryKind::Fifo,
+        b'S' => {
+            return Err(input!("tar: {}: a GNU sparse file; pack it with tar --hole-detection off", show(path)));
+        }
+        other => return Err(input!("tar: {}: entry type {:?} is not known", show(path), other as char)),
+    };
+    if size != 0 && !matches!(kind, EntryKind::File(_)) {
+        return Err(input!("tar: {}: {size} bytes of data in an entry that can have none", show(path)));
+    }
+    Ok(kind)
+}
+
+/// Reads the bytes of the entry last returned.
 impl<R: Read> Read for Reader<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let want = self.left.min(buffer.len() as u64) as usize;
@@ -494,7 +521,7 @@ fn parse_pax(mut records: &[u8], pax: &mut Pax) -> Result<()> {
             _ if key.starts_with(b"GNU.sparse.") => {
                 return Err(input!("tar: a GNU sparse file; pack it with tar --hole-detection off"));
             }
-            // Text with users' and groups' names, which a tree does not have to know; a label of another system's policy.
+            // ACLs as text have names of users and groups, which the tree need not know; labels belong to another system's policy.
             _ if key.starts_with(b"SCHILY.acl.") || key == b"RHT.security.selinux" => pax.left_out = true,
             _ => {
                 // LIBARCHIVE.xattr values are in base64 and come beside SCHILY ones.
@@ -512,7 +539,7 @@ fn parse_pax(mut records: &[u8], pax: &mut Pax) -> Result<()> {
     Ok(())
 }
 
-/// An attribute's name as a PAX keyword can hold it, which ends at its first `=`; GNU tar's way.
+/// An attribute's name as a PAX keyword, which ends at its first `=`; escaped as GNU tar does.
 fn encode_keyword(name: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(name.len());
     for &byte in name {
@@ -579,7 +606,7 @@ fn time(text: &[u8]) -> Option<(i64, u32)> {
     })
 }
 
-/// Writes one entry's headers, PAX where ustar has no room; the caller appends the data and [`pad`]s it.
+/// Writes one entry's headers, PAX where ustar's fields are too small; the caller appends the data and [`pad`]s it.
 pub(crate) fn write_header(out: &mut Vec<u8>, entry: &Entry) {
     let mut records = Vec::new();
     let mut record = |key: &[u8], value: &[u8]| {
@@ -630,38 +657,40 @@ pub(crate) fn write_header(out: &mut Vec<u8>, entry: &Entry) {
     for (name, value) in &entry.xattrs {
         record(&[b"SCHILY.xattr.", &encode_keyword(name)[..]].concat(), value);
     }
-    let header = |path: &[u8], kind: u8, size: u64, link: &[u8]| {
-        let mut block = [0u8; BLOCK];
-        let octal = |block: &mut [u8; BLOCK], at: usize, width: usize, value: u64| {
-            let most = (1u64 << (3 * (width - 1))) - 1;
-            let digits = format!("{:0width$o}", if value > most { 0 } else { value }, width = width - 1);
-            block[at..at + digits.len()].copy_from_slice(digits.as_bytes());
-        };
-        let count = path.len().min(100);
-        block[..count].copy_from_slice(&path[..count]);
-        octal(&mut block, 100, 8, entry.mode.into());
-        octal(&mut block, 108, 8, entry.uid.into());
-        octal(&mut block, 116, 8, entry.gid.into());
-        octal(&mut block, 124, 12, size);
-        octal(&mut block, 136, 12, entry.mtime_s.max(0) as u64);
-        block[156] = kind;
-        let count = link.len().min(100);
-        block[157..157 + count].copy_from_slice(&link[..count]);
-        block[257..265].copy_from_slice(b"ustar\x0000");
-        octal(&mut block, 329, 8, device.0.into());
-        octal(&mut block, 337, 8, device.1.into());
-        block[148..156].fill(b' ');
-        let sum: u64 = block.iter().map(|&byte| u64::from(byte)).sum();
-        let digits = format!("{sum:06o}\0 ");
-        block[148..156].copy_from_slice(digits.as_bytes());
-        block
-    };
     if !records.is_empty() {
-        out.extend(header(b"pax", b'x', records.len() as u64, b""));
+        out.extend(header_block(entry, b"pax", b'x', records.len() as u64, b"", device));
         out.extend(&records);
         pad(out, records.len() as u64);
     }
-    out.extend(header(&entry.path, kind, size, link));
+    out.extend(header_block(entry, &entry.path, kind, size, link, device));
+}
+
+/// One header block, with the mode, owner and time of `entry`.
+fn header_block(entry: &Entry, path: &[u8], kind: u8, size: u64, link: &[u8], device: (u32, u32)) -> [u8; BLOCK] {
+    let mut block = [0u8; BLOCK];
+    let octal = |block: &mut [u8; BLOCK], at: usize, width: usize, value: u64| {
+        let most = (1u64 << (3 * (width - 1))) - 1;
+        let digits = format!("{:0width$o}", if value > most { 0 } else { value }, width = width - 1);
+        block[at..at + digits.len()].copy_from_slice(digits.as_bytes());
+    };
+    let count = path.len().min(100);
+    block[..count].copy_from_slice(&path[..count]);
+    octal(&mut block, 100, 8, entry.mode.into());
+    octal(&mut block, 108, 8, entry.uid.into());
+    octal(&mut block, 116, 8, entry.gid.into());
+    octal(&mut block, 124, 12, size);
+    octal(&mut block, 136, 12, entry.mtime_s.max(0) as u64);
+    block[156] = kind;
+    let count = link.len().min(100);
+    block[157..157 + count].copy_from_slice(&link[..count]);
+    block[257..265].copy_from_slice(b"ustar\x0000");
+    octal(&mut block, 329, 8, device.0.into());
+    octal(&mut block, 337, 8, device.1.into());
+    block[148..156].fill(b' ');
+    let sum: u64 = block.iter().map(|&byte| u64::from(byte)).sum();
+    let digits = format!("{sum:06o}\0 ");
+    block[148..156].copy_from_slice(digits.as_bytes());
+    block
 }
 
 /// Fills up to a whole block after `size` bytes of data.

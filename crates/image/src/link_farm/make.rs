@@ -114,7 +114,7 @@ fn link_object(store: &Store, digest: &Digest, object: &Digest, link: &Path) -> 
     }
 }
 
-/// Makes an existing link farm again whose metadata is damaged, as in a copy of a store.
+/// Makes an existing link farm with damaged metadata again, as in a copy of a store.
 fn replace(store: &Store, digest: &Digest, tree: &Tree, staged: &Path) -> Result<()> {
     let (farm, path) = (LinkFarm::of(store, digest), staged.join("meta.erofs"));
     let _lock = store.lock_farms(true)?;

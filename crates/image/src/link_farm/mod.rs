@@ -345,7 +345,7 @@ mod tests {
         }
     }
 
-    /// The collector runs at any moment of a mount whose image has lost its name.
+    /// The collector runs at any moment of a mount of an image that has lost its name.
     #[test]
     fn the_collector_leaves_what_a_link_farm_is_made_of() {
         let dir = tempfile::tempdir().unwrap();

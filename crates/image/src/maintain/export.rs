@@ -1,4 +1,4 @@
-//! Images out again: as a tar archive, an OCI layout, or a self-contained EROFS image.
+//! Exports of images: as a tar archive, an OCI layout, or a self-contained EROFS image.
 
 use crate::digest::Digest;
 use crate::error::{At, Error, OUTPUT, Result};
@@ -15,9 +15,8 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, fchown};
 use std::path::{Path, PathBuf};
 
-/// Has `write` fill the file `path`, which gets its name when it is whole: an export that ends early, by whatever, leaves what
-/// had the name, and if it was killed a file `NAME.….part` beside it. What is no plain file there (a pipe, a device, a link) is
-/// written to as it is.
+/// Calls `write` to fill the file `path`, which gets its name when it is whole. An export that ends early leaves the file that
+/// had the name, and if it was killed, a file `NAME.….part` beside it. A pipe, device or link at `path` is written to directly.
 ///
 /// # Errors
 /// Those of `write`; the system's.
@@ -36,12 +35,12 @@ pub fn to_file(path: &Path, write: impl FnOnce(&mut File) -> Result<()>) -> Resu
     let mut file = File::options().write(true).create_new(true).mode(mode).open(&part).at_output(path)?;
     let finish = || -> Result<()> {
         if let Some(there) = there {
-            // Whose it was it stays, where that can be.
+            // The old file's owner stays, if this user may set it.
             let _ = fchown(&file, Some(there.uid()), Some(there.gid()));
             file.set_permissions(there.permissions()).at_output(path)?;
         }
         write(&mut file).map_err(|error| error.of_output(path))?;
-        // Some disks tell only now that they are full.
+        // Some file systems report only now that they are full.
         file.sync_all().at_output(path)?;
         fs::rename(&part, path).at_output(path)
     };
@@ -60,7 +59,7 @@ pub fn tar(store: &Store, tree: &Tree, out: &mut impl Write, progress: &Progress
     let names = tree.reachable().1;
     let mut first: HashMap<Id, Vec<u8>> = HashMap::new();
     let mut result = Ok(());
-    // Name by name: the paths of a deep tree are longer together than all that it holds.
+    // Name by name: all paths of a deep tree together are larger than its content.
     tree.walk(|path, id| {
         if result.is_ok() {
             result = tar_entry(store, tree, (path, id), names[id as usize], &mut first, out, progress);
@@ -70,7 +69,7 @@ pub fn tar(store: &Store, tree: &Tree, out: &mut impl Write, progress: &Progress
     out.write_all(&[0; 1024]).and_then(|()| out.flush()).at_output(OUTPUT)
 }
 
-/// Writes the entry of one of the `names` of an inode; `first` has the path by which a file of several was written.
+/// Writes the entry of one of the `names` of an inode; `first` holds the path by which a file with several names was written.
 fn tar_entry(
     store: &Store,
     tree: &Tree,
@@ -90,7 +89,7 @@ fn tar_entry(
         Kind::Char(major, minor) => EntryKind::Char(*major, *minor),
         Kind::Block(major, minor) => EntryKind::Block(*major, *minor),
         Kind::Fifo => EntryKind::Fifo,
-        // tar has no sockets; programs make theirs when they start.
+        // tar has no sockets; programs make their own when they start.
         Kind::Socket => return Ok(()),
     };
     if !is_dir && names > 1 {
@@ -120,7 +119,7 @@ fn tar_entry(
     Ok(())
 }
 
-/// Copies a file's bytes to `out`; they must be as many and the very ones its digest says.
+/// Copies a file's bytes to `out`; their number and digest must be right.
 fn copy_data(store: &Store, data: &Data, out: &mut impl Write) -> Result<()> {
     let (digest, size) = match data {
         Data::Inline(bytes) => return out.write_all(bytes).at_output(OUTPUT),
@@ -147,7 +146,7 @@ fn copy_data(store: &Store, data: &Data, out: &mut impl Write) -> Result<()> {
     hashing.finish(&path.display().to_string(), *digest).map_err(|_| damaged())
 }
 
-/// Writes `tree` as an EROFS image with all its data and the fingerprints that `inode_share` goes by.
+/// Writes `tree` as an EROFS image with all its data and the fingerprints that `inode_share` uses.
 ///
 /// # Errors
 /// A damaged object, the system's.
@@ -163,8 +162,8 @@ pub fn erofs_full(store: &Store, tree: &Tree, out: &mut impl Write, progress: &P
     out.flush().at_output(OUTPUT)
 }
 
-/// Whether `file` is, byte for byte, what [`erofs_full`] writes of `tree`: what follows from the tree needs no digest of
-/// its own.
+/// Returns true if `file` is, byte for byte, what [`erofs_full`] writes for `tree`: the tree determines the bytes, so they need no
+/// digest.
 pub(crate) fn is_erofs_full(mut file: impl Read, tree: &Tree) -> Result<io::Result<bool>> {
     use sha2::Digest as _;
     let image = erofs::write(tree, erofs::Layout::Full)?;
@@ -199,7 +198,7 @@ pub(crate) fn is_erofs_full(mut file: impl Read, tree: &Tree) -> Result<io::Resu
     })
 }
 
-/// Makes the image's self-contained form in the store, for native mounts; one that was found damaged is replaced.
+/// Makes the image's self-contained form in the store, for native mounts. A damaged one is replaced.
 ///
 /// # Errors
 /// A damaged object, a full store.
@@ -238,7 +237,7 @@ pub fn oci(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &P
     }
     let is_new = !dir.exists();
     if is_new {
-        // And none above it: a typing error shall not.
+        // No directory above it is made: a typing error must not make one.
         fs::create_dir(dir).at_output(dir)?;
     }
     if fs::read_dir(dir).at_output(dir)?.next().is_some() {
@@ -246,7 +245,7 @@ pub fn oci(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &P
     }
     let written = layout(store, record, tree, dir, progress);
     if written.is_err() {
-        // A half is of no use, and in the way of the next try.
+        // Half a layout is of no use, and would hinder the next try.
         let _ = fs::remove_dir_all(dir.join("blobs"));
         for name in ["oci-layout", "index.json"] {
             let _ = fs::remove_file(dir.join(name));
@@ -258,7 +257,7 @@ pub fn oci(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &P
     written
 }
 
-/// Fills the directory of a layout. What makes it one comes last: one that was killed has left none.
+/// Fills the directory of a layout. The files that make it a layout come last: an export that was killed leaves none.
 fn layout(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &Progress) -> Result<()> {
     let blobs = dir.join("blobs/sha256");
     fs::create_dir_all(&blobs).at_output(&blobs)?;
@@ -266,7 +265,7 @@ fn layout(store: &Store, record: &Record, tree: &Tree, dir: &Path, progress: &Pr
     let (layer, layer_size) = {
         let mut file = io::BufWriter::new(File::create_new(&staged).at_output(&staged)?);
         tar(store, tree, &mut file, progress).map_err(|error| error.of_output(&staged))?;
-        // Some disks tell only now that they are full.
+        // Some file systems report only now that they are full.
         file.get_ref().sync_all().at_output(&staged)?;
         drop(file);
         let mut file = File::open(&staged).at_output(&staged)?;

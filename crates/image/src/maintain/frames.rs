@@ -17,7 +17,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// How often pages whose frames differ are looked at: the kernel moves pages to make room (compaction), rarely twice.
+/// How often pages with different frames are looked at: the kernel moves pages to make room (compaction), rarely twice.
 const FRAME_LOOKS: u32 = 8;
 
 /// What the comparison found.
@@ -47,7 +47,7 @@ pub(super) fn compare_frames(store: &Store, lease: &Lease) -> Result<Frames> {
     Ok(found)
 }
 
-/// Compares the files of one mount, whose root is `top`.
+/// Compares the files of the mount with the root `top`.
 fn compare_mount(store: &Store, mount: &MountEntry, top: &OwnedFd, found: &mut Frames) -> Result<()> {
     let tree = store.tree(&mount.digest)?;
     let (mut result, mut seen) = (Ok(()), HashSet::new());

@@ -41,8 +41,8 @@ pub struct Stats {
     pub images: u64,
     /// Metadata images kept: by a name, a mount or a lease.
     pub trees_kept: u64,
-    /// Of those, the ones that are kept because it cannot be seen from here whether somebody has them mounted: by a
-    /// metadata directory, or on a file system that does not tell who has a file open.
+    /// Of those, the ones that are kept because this process cannot see whether they are mounted: by a metadata directory, or
+    /// on a file system that does not report open files.
     pub trees_unseen: u64,
     /// Metadata images removed.
     pub trees_removed: u64,
@@ -55,13 +55,13 @@ pub struct Stats {
     /// Bytes of all else that was removed, or would be: metadata images, what was made of them, what dead builds had staged,
     /// stat caches of long ago.
     pub other_bytes_removed: u64,
-    /// Builds that had died, whose remains were removed.
+    /// Dead builds that left remains, which were removed.
     pub builds_removed: u64,
     /// Files and trees that were to be removed and could not be: all else was collected.
     pub failures: u64,
-    /// Why, one line each, for the first of them.
+    /// Why, one line each, for the first few.
     pub failed: Vec<String>,
-    /// Images whose records cannot be read. While there are any every tree is kept, with its objects: it may be theirs.
+    /// Images with records that cannot be read. While there are any, every tree is kept with its objects: it may be theirs.
     pub damaged: Vec<DamagedImage>,
 }
 
@@ -88,7 +88,7 @@ impl Stats {
 /// Collects a domain.
 ///
 /// # Errors
-/// Another collection at work; an image whose object list cannot be read; the system's.
+/// Another collection at work; an image with an unreadable object list; the system's.
 pub fn collect(store: &Store, dry_run: bool) -> Result<Stats> {
     let Some(_only) = store.lock_collector()? else {
         return Err(Error::Refused("gc: another collection is running; wait for it".into()));

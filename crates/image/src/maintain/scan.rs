@@ -48,7 +48,7 @@ pub struct Scan {
     pub page_4k: Level,
     /// Bytes of the files in the page cache before the scan.
     pub resident_bytes: u64,
-    /// Of those, bytes that equal files hold again: saved at once if these trees were mounted from a store.
+    /// Of those, bytes that equal files hold again: saved immediately if these trees were mounted from a store.
     pub resident_duplicate_bytes: u64,
     /// Per directory: path, files, bytes.
     pub trees: Vec<Tree>,
@@ -78,18 +78,18 @@ fn key(bytes: &[u8]) -> Key {
 /// Most keys of one set, 56 GiB of different pages: with one more its table would be twice as large.
 const MOST_KEYS: usize = 14 << 20;
 
-/// Pieces seen at one level. Beyond a number of them only each second key is kept, then each fourth, chosen by the key
-/// itself; it stands for as many.
+/// Pieces seen at one level. Beyond a number of them only every second key is kept, then every fourth, chosen by the key
+/// itself; each kept key counts for as many pieces.
 #[derive(Default)]
 struct Keys {
     seen: HashSet<Key>,
     shift: u32,
-    /// Whether a whole piece of zeros was seen: the one piece that a file has by the billion, and that is counted exactly.
+    /// Whether a whole piece of zeros was seen: a file can have billions of this piece, and it is counted exactly.
     zeros: bool,
 }
 
 impl Keys {
-    /// Adds a piece; returns how many pieces that were there before it stands for. At most `most` keys are kept.
+    /// Adds a piece; returns how many earlier pieces it repeats. At most `most` keys are kept.
     fn add(&mut self, key: Key, most: usize) -> u64 {
         let kept =
             |key: &Key, shift| u64::from_le_bytes(key[..8].try_into().expect("8 bytes")).trailing_zeros() >= shift;
@@ -99,7 +99,7 @@ impl Keys {
         if self.seen.contains(&key) {
             return 1 << self.shift;
         }
-        // Before the one that would make the table twice as large.
+        // Before the insertion that would double the table.
         while self.seen.len() >= most {
             self.shift += 1;
             self.seen.retain(|key| kept(key, self.shift));
@@ -229,14 +229,14 @@ impl Whole {
 /// File system type of overlayfs, as statfs(2) tells it.
 const OVERLAYFS_MAGIC: rustix::fs::FsWord = 0x794c_7630;
 
-/// Bytes of a file in the page cache, where the kernel says it.
+/// Bytes of a file in the page cache, if the kernel says so.
 fn resident(file: &File, meta: &Metadata) -> Option<u64> {
-    // The cache of a file on overlayfs belongs to another file; asked of this one it is empty.
+    // The cache of a file on overlayfs belongs to another file: this one's is empty.
     if rustix::fs::fstatfs(file).ok()?.f_type == OVERLAYFS_MAGIC {
         return None;
     }
     let pages = match sys::cached_pages(file) {
-        // mincore answers that all is there when it is asked about another user's file.
+        // For another user's file mincore answers that everything is resident.
         Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => {
             let user = rustix::process::geteuid();
             if !user.is_root() && user.as_raw() != meta.uid() {
@@ -254,7 +254,7 @@ fn next_data(file: &File, at: u64, size: u64) -> u64 {
     match rustix::fs::seek(file, SeekFrom::Data(at)) {
         Ok(data) => data,
         Err(Errno::NXIO) => size,
-        // File systems that tell nothing of holes.
+        // File systems that do not report holes.
         Err(_) => at,
     }
 }
@@ -264,11 +264,11 @@ fn read_file(path: &Path, buffer: &mut [u8], sets: &Mutex<Sets>, progress: &Prog
     let file = File::options().read(true).custom_flags(flags).open(path).at(path)?;
     let meta = file.metadata().at(path)?;
     let size = meta.len();
-    // Before the reading makes everything resident.
+    // Asked before the reading makes everything resident.
     let resident = resident(&file, &meta);
     let (mut whole, mut at, mut pages) = (Whole::default(), 0, Vec::new());
     loop {
-        // What says that it is empty may have something to read, as in /proc.
+        // A file of size 0 may have something to read, as in /proc.
         if at < size {
             let data = next_data(&file, at, size);
             let start = if data < size { data - data % (CHUNK_PAGES * PAGE) } else { size };

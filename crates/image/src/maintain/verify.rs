@@ -30,7 +30,7 @@ pub struct Verified {
     pub damaged: Vec<Damage>,
     /// What was marked as damaged and is whole: the mark was taken away.
     pub restored: u64,
-    /// Pages of mounted files whose frame was compared with the object's frame; 0 when not asked or not root. Of a
+    /// Pages of mounted files that were compared, by frame, with the object's; 0 when not asked or not root. Of a
     /// writable mount only the files that show their objects count.
     pub frames_compared: u64,
     /// Of those, equal ones.

@@ -1,6 +1,6 @@
 //! Mounts of images, by the mount tables of all namespaces.
 //!
-//! A mount names its store, domain and image in the mount table: there is no record of ours to go stale. Tables can be
+//! A mount names its store, domain and image in the mount table: there is no separate record that could go stale. Tables can be
 //! written by other users, so a name in them is a claim: it may keep an image that the store has, and do nothing else.
 
 use crate::digest::Digest;
@@ -33,7 +33,7 @@ pub struct MountEntry {
     pub namespace: u64,
     /// Whether changes are laid over the image.
     pub writable: bool,
-    /// Whether it is a native mount, whose files have page cache of their own.
+    /// Whether it is a native mount: its files have page cache of their own.
     pub native: bool,
 }
 
@@ -42,7 +42,7 @@ pub struct MountEntry {
 pub struct View {
     /// The mounts.
     pub mounts: Vec<MountEntry>,
-    /// Processes whose table is unknown: they did not answer, or the answer says nothing.
+    /// Processes with an unknown table: they did not answer, or the answer says nothing.
     pub silent: usize,
     /// Whether there may be mounts that no process shows: all processes of some namespace have a part of it as their root
     /// (chroot), a process of this user's in another user namespace hides its own, or this process is in a PID or user

@@ -1,9 +1,9 @@
-//! Start profiles: what a program of an image opened when it started, and which parts of it it read.
+//! Start profiles: files that a program of an image opened when it started, and the parts of them that it read.
 //!
-//! A program that starts from cold caches waits for the disk a hundred times, for one name or page after the other.
-//! `exec` notes once what it waits for, where it is told to ([`crate::runtime::exec::Run::learn`]); whoever mounts the image later asks for all of that at once,
-//! several requests under way, while the program takes its first steps. The kernel tells what is opened (fanotify(7),
-//! root only), and mincore(2) which parts of it came into memory.
+//! A program that starts with cold caches waits for the disk a hundred times, for one name or page after the other.
+//! `exec` can record once what it waits for ([`crate::runtime::exec::Run::learn`]). Later mounts ask for all of that up front,
+//! with several requests in flight, while the program takes its first steps. The kernel reports opened files (fanotify(7),
+//! root only), and mincore(2) which parts of them came into memory.
 //!
 //! A profile is a hint beside the metadata image (`trees/DIGEST.start`): one that is missing, damaged or of another
 //! version costs the time it would have saved, and nothing else.
@@ -32,50 +32,51 @@ use std::time::{Duration, Instant};
 /// The one format there is.
 const FORMAT: u32 = 1;
 
-/// Files and directories a profile names at most: each is held open while a program is watched.
-const MOST: usize = 16_384;
+/// Most files and directories of a profile: each is held open while a program is watched.
+const FILES_MAX: usize = 16_384;
 
-/// Bytes of a profile that are read at most.
-const MOST_BYTES: u64 = 16 << 20;
+/// Most bytes of a profile that are read.
+const PROFILE_BYTES_MAX: u64 = 16 << 20;
 
-/// Requests for the disk that are under way at once.
-const HANDS: usize = 4;
+/// Requests to the disk in flight at the same time.
+const WORKERS: usize = 4;
 
-/// Files that `exec` asks for itself, before there is somebody else to do it.
+/// Files that `exec` asks for itself, before the background process can.
 const FIRST: usize = 24;
 
-/// Bytes of a profile up to which it asks for all of it itself, if there are no more files than that.
+/// Bytes of a profile up to which `exec` asks for everything itself, if it has no more than [`FIRST`] files.
 const FIRST_BYTES: u64 = 24 << 20;
 
-/// Bytes that are asked of every part before more is asked of any: who waits for a small file shall not wait for large ones.
+/// Bytes asked for of every part before more is asked for of any: a program that waits for a small file must not wait for
+/// large ones.
 const HEAD: u64 = 128 << 10;
 
-/// Bytes that are asked for at once beyond that, each piece when the last is there: what the program itself asks for meanwhile
-/// stands behind few of them.
+/// Bytes of a piece beyond that. The next piece is asked for when the last one has arrived, so that requests of the program
+/// itself queue behind few of them.
 const PIECE: u64 = 1 << 20;
 
-/// Parts closer than this are asked for as one: reading what lies between costs less than a second request.
+/// Parts closer than this are asked for as one: reading the gap costs less than a second request.
 const NEAR: u64 = 64 << 10;
 
 /// File system type of EROFS, as statfs(2) tells it.
 const EROFS_MAGIC: rustix::fs::FsWord = 0xE0F5_E1E2;
 
-/// What a program needs at its start, in the order in which it asked.
+/// What a program needs at its start, in the order of its requests.
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Profile {
     format: u32,
     files: Vec<Entry>,
 }
 
-/// A file or directory it opened.
+/// A file or directory that the program opened.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 struct Entry {
-    /// Path in the tree, each byte as the character of that number: JSON knows no other bytes.
+    /// Path in the tree, each byte as the character with that number: JSON strings cannot hold other bytes.
     path: String,
-    /// Its content, in hexadecimal digits; none for a directory, and for a file inside the metadata image.
+    /// The file's object, in hexadecimal digits; none for a directory, or for a file inside the metadata image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     object: Option<String>,
-    /// Where the image's shelf has it.
+    /// The object's place in the image's link farm.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     place: Option<String>,
     /// Parts that were read: offset and length in bytes.
@@ -83,22 +84,22 @@ struct Entry {
 }
 
 impl Profile {
-    /// The image's profile, where there is one that can be read.
+    /// The image's profile, if there is one that can be read.
     pub fn load(store: &Store, digest: &Digest) -> Option<Self> {
         let path = store.profile_path(digest);
-        if fs::metadata(&path).ok()?.len() > MOST_BYTES {
+        if fs::metadata(&path).ok()?.len() > PROFILE_BYTES_MAX {
             return None;
         }
         let profile: Self = serde_json::from_slice(&fs::read(path).ok()?).ok()?;
-        (profile.format == FORMAT && profile.files.len() <= MOST).then_some(profile)
+        (profile.format == FORMAT && profile.files.len() <= FILES_MAX).then_some(profile)
     }
 
-    /// Files and directories it names.
+    /// How many files and directories the profile names.
     pub fn files(&self) -> usize {
         self.files.len()
     }
 
-    /// Bytes it asks for.
+    /// How many bytes the profile asks for.
     pub fn bytes(&self) -> u64 {
         self.files.iter().flat_map(|file| &file.parts).fold(0, |sum, part| sum.saturating_add(part.1))
     }
@@ -123,8 +124,8 @@ impl Profile {
         written
     }
 
-    /// Has the kernel read the objects' parts: all at once, and returns when they were asked for; or `in_pieces`, so that a
-    /// program that starts meanwhile is served between them, and returns when they are there.
+    /// Makes the kernel read the objects' parts. Returns when all were asked for; or `in_pieces`, so that requests of a starting
+    /// program are served between them, when they have arrived.
     pub(crate) fn read_objects(&self, store: &Store, digest: &Digest, in_pieces: bool) {
         let farm = LinkFarm::of(store, digest);
         let open = |entry: &Entry| entry.open(store, &farm);
@@ -141,12 +142,12 @@ impl Profile {
         });
     }
 
-    /// Reads ahead for a command that this process becomes, which must have one thread. What is needed first, or is little in all, is
-    /// asked for here; for the rest, and the names, there is a process that belongs to nobody.
-    pub(crate) fn read_ahead(&self, store: &Store, digest: &Digest) -> Option<Ahead> {
+    /// Reads ahead for a command that this process, which must have one thread, becomes. Files that are needed first, or a profile
+    /// that is small, are asked for here; the rest, and the names, by a detached process.
+    pub(crate) fn read_ahead(&self, store: &Store, digest: &Digest) -> Option<ReadAhead> {
         let is_small = self.files.len() <= FIRST && self.bytes() <= FIRST_BYTES;
-        // It takes its time to come about, in which the disk would rest.
-        let ahead = if is_small { None } else { self.in_background(store, digest).ok() };
+        // Starting the process takes time in which the disk would rest: it is started first.
+        let read_ahead = if is_small { None } else { self.in_background(store, digest).ok() };
         let farm = LinkFarm::of(store, digest);
         let open = |entry| Some((Entry::open(entry, store, &farm)?, &entry.parts));
         let first: Vec<_> = self.files.iter().take(FIRST).filter_map(open).collect();
@@ -156,29 +157,29 @@ impl Profile {
         for (file, parts) in first.iter().filter(|_| is_small) {
             rests(parts).for_each(|(offset, bytes)| ask(file, offset, bytes));
         }
-        ahead
+        read_ahead
     }
 
-    /// Starts who reads the objects at once, and walks to the names when he hears of the mount.
-    fn in_background(&self, store: &Store, digest: &Digest) -> std::io::Result<Ahead> {
+    /// Starts a process that reads the objects immediately, and looks up the names when it receives the mount.
+    fn in_background(&self, store: &Store, digest: &Digest) -> std::io::Result<ReadAhead> {
         let (socket, theirs) = sock::pair()?;
         let work = || {
             std::thread::scope(|scope| {
                 let objects =
                     std::thread::Builder::new().spawn_scoped(scope, || self.read_objects(store, digest, true));
-                // Without one the command does not start.
+                // Without a mount the command does not start.
                 let tree = sock::receive(&theirs, &mut [0], 0).ok().and_then(|(_, mut fds)| fds.take(0));
                 if let (Ok(_), Some(tree)) = (objects, tree) {
                     self.look_up(&tree.into());
                 }
             });
         };
-        let leaving = sys::in_background(&[theirs.as_raw_fd()], false, work)?;
-        Ok(Ahead { socket, leaving })
+        let detaching = sys::in_background(&[theirs.as_raw_fd()], false, work)?;
+        Ok(ReadAhead { socket, detaching })
     }
 
-    /// Walks to each name of the mount whose root is `tree`, so that names and inodes are in memory; and has the
-    /// kernel read the parts where the mount's files are not the objects.
+    /// Looks up each name in the mount with the root `tree`, so that names and inodes are in memory. Where the mount's files are
+    /// not the objects, the kernel is asked to read their parts too.
     pub(crate) fn look_up(&self, tree: &OwnedFd) {
         let own_files = rustix::fs::fstatfs(tree).is_ok_and(|found| found.f_type == EROFS_MAGIC);
         self.each(|entry| {
@@ -186,7 +187,7 @@ impl Profile {
                 return;
             };
             let path = path.strip_prefix(b"/").unwrap_or(&path);
-            // A profile never leads to what opening could wait for or change: devices and pipes are looked up only.
+            // Opening a device or a pipe could wait or act on it: only files and directories are opened.
             let at = |flags: OFlags| {
                 let flags = flags | OFlags::CLOEXEC | OFlags::NOFOLLOW;
                 rustix::fs::openat2(tree, path, flags, Mode::empty(), ResolveFlags::IN_ROOT)
@@ -210,12 +211,12 @@ impl Profile {
         });
     }
 
-    /// Does `work` for all files, a few at a time.
+    /// Calls `work` for all files, a few at a time.
     fn each(&self, work: impl Fn(&Entry) + Sync) {
         let next = AtomicUsize::new(0);
         std::thread::scope(|scope| {
-            for _ in 0..HANDS.min(self.files.len()) {
-                // One hand fewer where no thread is to be had: the others do its part.
+            for _ in 0..WORKERS.min(self.files.len()) {
+                // If a thread cannot be started, the others do its part.
                 let _ = std::thread::Builder::new().spawn_scoped(scope, || {
                     while let Some(entry) = self.files.get(next.fetch_add(1, Ordering::Relaxed)) {
                         work(entry);
@@ -227,35 +228,35 @@ impl Profile {
 }
 
 impl Entry {
-    /// Opens its object.
+    /// Opens the object.
     fn open(&self, store: &Store, farm: &LinkFarm) -> Option<File> {
         let object = self.object.as_ref().and_then(|hex| Digest::from_hex(hex.as_bytes()))?;
-        // As the program will find it, so that the names are in memory for that too.
+        // By the path that the program's mount will use, so that its names are in memory too.
         let place = self.place.as_ref().filter(|place| is_place(place));
         let in_farm = place.and_then(|place| File::open(farm.object(place)).ok());
         in_farm.or_else(|| File::open(store.object_path(&object)).ok())
     }
 }
 
-/// Has the kernel read a part of a file; does not wait.
+/// Asks the kernel to read a part of a file; does not wait.
 fn ask(file: &File, offset: u64, bytes: u64) {
     if let Some(bytes) = NonZeroU64::new(bytes) {
         let _ = rustix::fs::fadvise(file, offset, Some(bytes), Advice::WillNeed);
     }
 }
 
-/// Has the kernel read the beginning of each part of a file.
+/// Asks the kernel to read the start of each part of a file.
 fn ask_heads(file: &File, parts: &[(u64, u64)]) {
     parts.iter().for_each(|&(offset, bytes)| ask(file, offset, bytes.min(HEAD)));
 }
 
-/// What is left of the parts behind their beginnings.
+/// The parts without their starts.
 fn rests(parts: &[(u64, u64)]) -> impl Iterator<Item = (u64, u64)> {
     let large = parts.iter().filter(|part| part.1 > HEAD);
     large.map(|&(offset, bytes)| (offset.saturating_add(HEAD), bytes - HEAD))
 }
 
-/// Has the kernel read a part of a file, two pieces at a time; returns when it is there.
+/// Makes the kernel read a part of a file, two pieces at a time; returns when it has arrived.
 fn ask_in_pieces(file: &File, offset: u64, bytes: u64) {
     let size = file.metadata().map_or(0, |meta| meta.len());
     let end = offset.saturating_add(bytes).min(size);
@@ -273,21 +274,21 @@ fn ask_in_pieces(file: &File, offset: u64, bytes: u64) {
     }
 }
 
-/// Somebody who reads ahead.
-pub(crate) struct Ahead {
+/// The background process that reads ahead.
+pub(crate) struct ReadAhead {
     socket: Fd,
-    leaving: sys::Leaving,
+    detaching: sys::Detaching,
 }
 
-impl Ahead {
-    /// Has him walk to the names in the mount whose root is `tree`; from here on he is nobody's child.
+impl ReadAhead {
+    /// Sends the process the mount with the root `tree`, in which it looks up the names; the process is detached from here on.
     pub(crate) fn look_up(self, tree: &OwnedFd) {
         let _ = sock::send(&self.socket, &[0], &[tree.as_raw_fd()]);
-        let _ = self.leaving.wait();
+        let _ = self.detaching.wait();
     }
 }
 
-/// The parts of a file that are in memory, those that are near each other as one.
+/// The parts of a file that are in memory; parts near each other count as one.
 fn parts(file: &File) -> Result<Vec<(u64, u64)>> {
     let size = file.metadata().at("a file of the image")?.len();
     if size == 0 {
@@ -310,13 +311,14 @@ fn find(tree: &Tree, path: &[u8]) -> Option<Id> {
     names.try_fold(ROOT, |dir, name| matches!(tree.inode(dir).kind, Kind::Dir(_)).then(|| tree.child(dir, name))?)
 }
 
-/// Somebody who notes what the command that this process becomes will open.
+/// The watch over the files that the command, which this process becomes, will open.
 pub(crate) struct Watch {
     opens: Opens,
 }
 
-/// Takes the image's objects out of the page cache, so that what comes in is the command's, and leaves a process behind
-/// that watches until this one ends, or for `patience`, and then writes the profile. This process must have one thread.
+/// Drops the image's objects from the page cache, so that pages that come in are those of the command, and starts a detached
+/// process that watches until this one ends, or for `patience`, and then writes the profile. This process must have one
+/// thread.
 ///
 /// # Errors
 /// Without CAP_SYS_ADMIN; the system's.
@@ -340,23 +342,24 @@ pub(crate) fn watch(store: &Store, digest: &Digest, patience: Duration) -> Resul
         }
         Err(error) => note(&format!("nothing learned: {error}")),
     })
-    .and_then(sys::Leaving::wait)
+    .and_then(sys::Detaching::wait)
     .map_err(refused)?;
     Ok(Watch { opens })
 }
 
 impl Watch {
-    /// Notes from here on what is opened in the mount at `place`.
+    /// Records files opened in the mount at `place` from here on.
     pub(crate) fn begin(&self, place: &Path) -> Result<()> {
         self.opens.mark(place).at(place)
     }
 }
 
+/// Records opened files until `command` ends or `patience` is over, and writes the profile.
 fn learn(store: &Store, digest: &Digest, opens: &Opens, command: &OwnedFd, patience: Duration) -> Result<Profile> {
     let tree = store.tree(digest)?;
     let places: HashMap<Digest, String> = placed_objects(&tree).collect();
     // Held open until the end: the mount may be gone with the command.
-    let most = pagefold_os::fd::raise_limit().unwrap_or(256).saturating_sub(64).min(MOST as u64) as usize;
+    let most = pagefold_os::fd::raise_limit().unwrap_or(256).saturating_sub(64).min(FILES_MAX as u64) as usize;
     let (start, mut seen, mut found) = (Instant::now(), HashSet::<Vec<u8>>::new(), Vec::<(Vec<u8>, File)>::new());
     loop {
         let left = patience.saturating_sub(start.elapsed());
@@ -380,7 +383,7 @@ fn learn(store: &Store, digest: &Digest, opens: &Opens, command: &OwnedFd, patie
     }
     let mut profile = Profile { format: FORMAT, files: Vec::new() };
     for (path, file) in found {
-        // What the command made itself, or what is mounted over the tree, is not the image's.
+        // A file that the command made itself, or that is mounted over the tree, is not the image's.
         let Some(id) = find(&tree, &path) else { continue };
         let (object, parts) = match &tree.inode(id).kind {
             Kind::File(Data::Object(object, _)) => (Some(object), parts(&file)?),

@@ -68,7 +68,7 @@ impl DamagedImage {
         Self { name, path: path.display().to_string(), what }
     }
 
-    /// An image whose metadata image and list of objects cannot be read because of `error`.
+    /// An image with a metadata image and a list of objects that cannot be read because of `error`.
     pub(crate) fn by_tree(record: &Record, store: &Store, error: &str) -> Self {
         let path = store.tree_path(&record.digest);
         let what = error.strip_prefix(&format!("{}: ", path.display())).unwrap_or(error);
@@ -121,7 +121,7 @@ fn file_name(name: &str) -> String {
     file
 }
 
-/// The image whose record has this name.
+/// The image that a record of this name belongs to.
 fn image_name(file: &[u8]) -> String {
     let (mut name, mut rest) = (Vec::new(), file);
     while let Some((&first, after)) = rest.split_first() {
@@ -170,7 +170,7 @@ impl Store {
         damaged.first().map_or(Ok(images), |record| Err(Error::Damaged(record.to_string())))
     }
 
-    /// All images, and those whose records cannot be read.
+    /// All images, and the records that cannot be read.
     ///
     /// # Errors
     /// The system's.

@@ -23,7 +23,7 @@ pub(crate) struct Publication {
     staged_record: PathBuf,
 }
 
-/// The record of image `name` with the metadata image `image`, whose tree is `tree`.
+/// The record of image `name` with the metadata image `image` of `tree`.
 fn record(name: &str, tree: &Tree, image: &[u8], source: &str, config: RunConfig, notes: Vec<String>) -> Record {
     let objects = tree.objects();
     let (mut entries, mut bytes) = (0, 0);

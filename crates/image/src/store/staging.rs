@@ -40,11 +40,11 @@ pub struct BuildStats {
     pub objects_new: AtomicU64,
     /// Their bytes.
     pub bytes_new: AtomicU64,
-    /// Files whose object was there already.
+    /// Files with an object that was there already.
     pub objects_found: AtomicU64,
     /// Bytes read and hashed.
     pub bytes_hashed: AtomicU64,
-    /// Files whose digest the stat cache knew.
+    /// Files with a digest that the stat cache knew.
     pub files_unchanged: AtomicU64,
 }
 

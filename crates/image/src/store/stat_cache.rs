@@ -1,6 +1,6 @@
 //! The stat cache of a source directory: digests of its files at the last build, by what stat said of them.
 //!
-//! A file whose file system, inode, size, mtime and ctime are those of the last build has the digest of the last build.
+//! A file with the file system, inode, size, mtime and ctime of the last build has the digest of the last build.
 
 use super::Store;
 use super::staging::Staging;

@@ -44,7 +44,7 @@ pub(super) enum Body {
     None,
     /// These bytes after the inode.
     Tail(Vec<u8>),
-    /// A directory whose entries fit after the inode, of that many bytes.
+    /// A directory with entries that fit after the inode, of that many bytes.
     TailDir(usize),
     /// Blocks of the second area.
     Blocks {

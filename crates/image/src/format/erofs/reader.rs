@@ -1,6 +1,6 @@
 //! The reader: bytes that may be anything, to a tree or one clear refusal.
 //!
-//! Images come from our own store and are hashed before they are read, but the
+//! Images come from the store and are hashed before they are read, but the
 //! reader trusts nothing: every offset is checked and every inode read once.
 
 use super::on_disk::*;
@@ -9,7 +9,7 @@ use crate::error::{Result, input};
 use crate::tree::{Data, Id, Inode, Kind, Meta, ROOT, Tree, Xattrs, show};
 use std::collections::{BTreeMap, HashMap};
 
-/// What an image may ask of us.
+/// What an image may use.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Most inodes.
@@ -194,7 +194,7 @@ pub fn read(bytes: &[u8], limits: Limits) -> Result<Tree> {
     *tree.inode_mut(ROOT) = inode;
     known.insert(root, ROOT);
     let mut todo = vec![(ROOT, entries)];
-    // Every name takes 13 bytes: more names than that are one block shown many times.
+    // Every name takes 13 bytes at least: more names mean that one block is used many times.
     let mut names_left = bytes.len() / 13;
     while let Some((dir, entries)) = todo.pop() {
         names_left = names_left.checked_sub(entries.len()).ok_or_else(|| input!("image: directories overlap"))?;

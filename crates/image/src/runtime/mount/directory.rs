@@ -172,7 +172,18 @@ impl Redirects {
     }
 }
 
-/// Writes `tree` below `place`, which no other process uses yet: all names are new, so no link can be followed.
+/// A metadata directory being written. No other process uses it yet: all names are new, so no link can be followed.
+struct Writer<'a> {
+    tree: &'a Tree,
+    place: &'a Path,
+    user: bool,
+    redirects: &'a Redirects,
+    /// The first name of each file.
+    made: HashMap<Id, PathBuf>,
+    notes: &'a mut BTreeMap<&'static str, u64>,
+}
+
+/// Writes `tree` below `place`.
 fn write_directory(
     tree: &Tree,
     place: &Path,
@@ -180,13 +191,18 @@ fn write_directory(
     redirects: &Redirects,
     notes: &mut BTreeMap<&'static str, u64>,
 ) -> Result<()> {
-    let prefix = if user { "user.overlay." } else { "trusted.overlay." };
-    let mut made: HashMap<Id, PathBuf> = HashMap::new();
-    let mut dirs = Vec::new();
-    let mut result = Ok(());
+    let mut writer = Writer { tree, place, user, redirects, made: HashMap::new(), notes };
+    let (mut dirs, mut result) = (Vec::new(), Ok(()));
     tree.walk(|path, id| {
-        if result.is_ok() {
-            result = write_one(tree, place, path, id, prefix, redirects, &mut made, &mut dirs, notes);
+        if result.is_err() {
+            return;
+        }
+        if matches!(tree.inode(id).kind, FileKind::Dir(_)) {
+            let full = writer.full(path);
+            result = if path.is_empty() { Ok(()) } else { fs::create_dir(&full).at(&full) };
+            dirs.push((full, id));
+        } else {
+            result = writer.write_file(path, id);
         }
     });
     result?;
@@ -197,83 +213,75 @@ fn write_directory(
     Ok(())
 }
 
-#[expect(clippy::too_many_arguments, reason = "the loop body of write_directory, apart for its length")]
-fn write_one(
-    tree: &Tree,
-    place: &Path,
-    path: &[u8],
-    id: Id,
-    prefix: &str,
-    redirects: &Redirects,
-    made: &mut HashMap<Id, PathBuf>,
-    dirs: &mut Vec<(PathBuf, Id)>,
-    notes: &mut BTreeMap<&'static str, u64>,
-) -> Result<()> {
-    let full = if path.is_empty() { place.to_path_buf() } else { place.join(OsStr::from_bytes(path)) };
-    let inode = tree.inode(id);
-    if !matches!(inode.kind, FileKind::Dir(_)) {
-        match made.get(&id).map(|first| fs::hard_link(first, &full)) {
+impl Writer<'_> {
+    fn full(&self, path: &[u8]) -> PathBuf {
+        if path.is_empty() { self.place.to_path_buf() } else { self.place.join(OsStr::from_bytes(path)) }
+    }
+
+    fn note(&mut self, what: &'static str) {
+        *self.notes.entry(what).or_default() += 1;
+    }
+
+    /// Writes a file of any kind but a directory, or one more name of it.
+    fn write_file(&mut self, path: &[u8], id: Id) -> Result<()> {
+        let full = self.full(path);
+        match self.made.get(&id).map(|first| fs::hard_link(first, &full)) {
+            // Instead, another file leads to the same object, or has the same bytes.
             Some(Err(error)) if error.raw_os_error() == Some(libc::EMLINK) => {
-                // Instead, another file leads to the same object, or has the same bytes.
-                *notes
-                    .entry("hard links are files of their own: more than the store's file system has")
-                    .or_default() += 1;
+                self.note("hard links are files of their own: more than the store's file system has");
             }
             Some(linked) => return linked.at(&full),
             None => {}
         }
-        made.insert(id, full.clone());
+        let is_made = match &self.tree.inode(id).kind {
+            FileKind::Dir(_) => unreachable!("directories are made by the walk"),
+            FileKind::File(data) => self.regular(&full, data).map(|()| true)?,
+            FileKind::Symlink(target) => {
+                rustix::fs::symlink(OsStr::from_bytes(target), &full).map(|()| true).at(&full)?
+            }
+            FileKind::Char(major, minor) => self.node(path, id, FileType::CharacterDevice, (*major, *minor))?,
+            FileKind::Block(major, minor) => self.node(path, id, FileType::BlockDevice, (*major, *minor))?,
+            FileKind::Fifo => self.node(path, id, FileType::Fifo, (0, 0))?,
+            FileKind::Socket => self.node(path, id, FileType::Socket, (0, 0))?,
+        };
+        if is_made {
+            set_meta(self.tree, &full, id, self.user, self.notes)?;
+            self.made.insert(id, full);
+        } else {
+            self.made.remove(&id);
+        }
+        Ok(())
     }
-    let device = |kind: FileType, major: u32, minor: u32, notes: &mut BTreeMap<&'static str, u64>| {
-        let device = rustix::fs::makedev(major, minor);
-        match rustix::fs::mknodat(CWD, &full, kind, Mode::from_raw_mode(inode.meta.mode.into()), device) {
+
+    /// Writes a regular file: its bytes, or its size and the attributes that lead to its object.
+    fn regular(&self, full: &Path, data: &Data) -> Result<()> {
+        let mut file = File::options().write(true).create_new(true).open(full).at(full)?;
+        let (digest, size) = match data {
+            Data::Inline(bytes) => return file.write_all(bytes).at(full),
+            Data::Object(digest, size) => (digest, *size),
+        };
+        file.set_len(size).at(full)?;
+        let prefix = if self.user { "user.overlay." } else { "trusted.overlay." };
+        let redirect = self.redirects.of(digest);
+        for (name, value) in [("metacopy", ""), ("redirect", redirect.as_str())] {
+            rustix::fs::fsetxattr(&file, format!("{prefix}{name}"), value.as_bytes(), XattrFlags::empty()).at(full)?;
+        }
+        Ok(())
+    }
+
+    /// Makes a device node, pipe or socket. Returns false if this user may not.
+    fn node(&mut self, path: &[u8], id: Id, kind: FileType, (major, minor): (u32, u32)) -> Result<bool> {
+        let full = self.full(path);
+        let mode = Mode::from_raw_mode(self.tree.inode(id).meta.mode.into());
+        match rustix::fs::mknodat(CWD, &full, kind, mode, rustix::fs::makedev(major, minor)) {
             Err(Errno::PERM) => {
                 let in_dev = path.starts_with(b"dev/");
-                let what = if in_dev { NO_DEV_NODES } else { "device nodes are missing: making them needs root" };
-                *notes.entry(what).or_default() += 1;
+                self.note(if in_dev { NO_DEV_NODES } else { "device nodes are missing: making them needs root" });
                 Ok(false)
             }
             other => other.map(|()| true).at(&full),
         }
-    };
-    let there = match &inode.kind {
-        FileKind::Dir(_) => {
-            if !path.is_empty() {
-                fs::create_dir(&full).at(&full)?;
-            }
-            dirs.push((full, id));
-            return Ok(());
-        }
-        FileKind::File(data) => {
-            let mut file = File::options().write(true).create_new(true).open(&full).at(&full)?;
-            match data {
-                Data::Inline(bytes) => file.write_all(bytes).at(&full)?,
-                Data::Object(digest, size) => {
-                    file.set_len(*size).at(&full)?;
-                    let redirect = redirects.of(digest);
-                    for (name, value) in [("metacopy", ""), ("redirect", redirect.as_str())] {
-                        let name = format!("{prefix}{name}");
-                        rustix::fs::fsetxattr(&file, name, value.as_bytes(), XattrFlags::empty()).at(&full)?;
-                    }
-                }
-            }
-            true
-        }
-        FileKind::Symlink(target) => {
-            rustix::fs::symlink(OsStr::from_bytes(target), &full).at(&full)?;
-            true
-        }
-        FileKind::Char(major, minor) => device(FileType::CharacterDevice, *major, *minor, notes)?,
-        FileKind::Block(major, minor) => device(FileType::BlockDevice, *major, *minor, notes)?,
-        FileKind::Fifo => device(FileType::Fifo, 0, 0, notes)?,
-        FileKind::Socket => device(FileType::Socket, 0, 0, notes)?,
-    };
-    if there {
-        set_meta(tree, &full, id, prefix.starts_with("user"), notes)?;
-    } else {
-        made.remove(&id);
     }
-    Ok(())
 }
 
 /// Returns true if the disk of `path` has less space than an inode may need: an attribute can have 64 KiB, whatever the block

@@ -1,4 +1,4 @@
-//! Native mounts: the self-contained EROFS image, whose files share page cache by their fingerprints.
+//! Native mounts: the self-contained EROFS image; its files share page cache by their fingerprints.
 //!
 //! Some kernels parse the option for that and do not have the feature: Debian's 7.0 has no EROFS_FS_PAGE_CACHE_SHARE. Such a
 //! mount succeeds and shares nothing. Only the mount table shows whether the option took effect.

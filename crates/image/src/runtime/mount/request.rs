@@ -54,8 +54,8 @@ impl<'a> Request<'a> {
             None => (store.tree_path(digest), vec![store.objects_dir()]),
         };
         if options.upper.is_some() {
-            // For a file whose mode was changed, the upper layer says where its content is, in the layer of the mount that
-            // changed it.
+            // For a file with a changed mode, the upper layer says where its content is, in the layer of the mount that changed
+            // it.
             for other in [LinkFarm::of(store, digest).objects(), store.objects_dir()] {
                 if !objects.contains(&other) && other.is_dir() {
                     objects.push(other);

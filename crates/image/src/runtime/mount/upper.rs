@@ -46,12 +46,28 @@ fn make_upper(upper: &Path) -> Result<()> {
     })
 }
 
+/// Waits until no mount has its changes in `upper`: one may be just ending.
+fn wait_until_unused(upper: &Path, user: bool) -> Result<()> {
+    let (began, mut pause) = (Instant::now(), Duration::from_millis(20));
+    while in_use(upper, user) {
+        if began.elapsed() > END_PATIENCE {
+            return Err(Error::Refused(format!(
+                "mount: {} is in use by another mount; unmount that one, or give --upper another directory",
+                upper.display()
+            )));
+        }
+        std::thread::sleep(pause);
+        pause *= 2;
+    }
+    Ok(())
+}
+
 /// Makes the directories of `upper`, and notes in it to which image its changes belong. Returns the directory, locked, and
 /// what the root lacks.
 ///
 /// Over another image the changes would be taken for changes of that image's files, and an old size and mode would be shown
 /// over new bytes. Two concurrent mounts would not see each other's changes, so the second one is refused. Changes that were
-/// made over a link farm are refused without one (`uses_farm`): for a file whose mode was changed, only the farm says where
+/// made over a link farm are refused without one (`uses_farm`): for a file with a changed mode, only the farm says where
 /// its content is.
 pub(super) fn prepare_upper(
     store: &Store,
@@ -65,16 +81,8 @@ pub(super) fn prepare_upper(
     let lock = File::open(upper).at(upper)?;
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).at(upper)?;
     let there = root.exists();
-    let (began, mut pause) = (Instant::now(), Duration::from_millis(20));
-    while there && in_use(upper, user) {
-        if began.elapsed() > END_PATIENCE {
-            return Err(Error::Refused(format!(
-                "mount: {} is in use by another mount; unmount that one, or give --upper another directory",
-                upper.display()
-            )));
-        }
-        std::thread::sleep(pause);
-        pause *= 2;
+    if there {
+        wait_until_unused(upper, user)?;
     }
     for part in [&root, &upper.join("work")] {
         fs::create_dir_all(part).at_output(part)?;
