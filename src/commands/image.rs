@@ -749,7 +749,7 @@ fn stat_images(store: Option<&Store>, domain: &str, names: &[String], json: bool
     let objects = show_counted(total.objects, "object", "objects");
     let mut parts = format!("{objects}, metadata {}", show_size(total.metadata_bytes));
     let others = [
-        ("shelves", beside.shelf_bytes),
+        ("link farms", beside.shelf_bytes),
         ("native", beside.native_bytes),
         ("directories", beside.directory_bytes),
         ("indexes", beside.index_bytes),

@@ -72,7 +72,7 @@ pub struct Beside {
     pub native_bytes: u64,
     /// What the metadata directories take on the disk.
     pub directory_bytes: u64,
-    /// What the shelves take: the metadata as it is mounted, and directories that lead to the objects in its order.
+    /// What the link farms take: the mounted metadata, and directories that lead to the objects in its order.
     pub shelf_bytes: u64,
     /// Bytes of the lists of objects, start profiles and stat caches.
     pub index_bytes: u64,
