@@ -115,7 +115,8 @@ pub(crate) fn overlay_mount(
     upper: Option<&Path>,
     attributes: MountAttrFlags,
 ) -> Result<OwnedFd> {
-    // Before 6.16 data-only layers need metacopy; with an upper layer, metacopy also keeps sharing across a chmod. `userxattr` and metacopy exclude each other.
+    // Before 6.16 data-only layers need metacopy; with an upper layer, metacopy also keeps sharing across a chmod.
+    // `userxattr` and metacopy exclude each other.
     let attempt = |metacopy: bool| {
         let mut context = Context::new("overlay")?;
         context.string("source", source)?;
