@@ -1,4 +1,4 @@
-//! Shared stores: names, settings, refusals, several handles at once, memory that comes back.
+//! Shared stores: names, settings, refusals, several handles at the same time, memory that is given back.
 
 use forrest::{Error, Hash, Options, Store};
 use std::collections::HashMap;
@@ -50,7 +50,7 @@ fn a_store_outlives_its_handles_until_removed() {
 }
 
 #[test]
-fn a_guard_is_its_own_process_s() {
+fn a_guard_belongs_to_its_process() {
     let name = Name::new("guard");
     let store = Options::new().limit_bytes(64 << 20).create(&name.0).unwrap();
     store.set(b"key", &[5; 300]).unwrap();
@@ -59,10 +59,10 @@ fn a_guard_is_its_own_process_s() {
     let child = unsafe { libc::fork() };
     if child == 0 {
         drop(held);
-        // SAFETY: leaves the child without running destructors of the parent's threads.
+        // SAFETY: _exit ends the child without running destructors of the parent's threads.
         unsafe { libc::_exit(0) };
     }
-    // SAFETY: waits for the child just made.
+    // SAFETY: waitpid writes only the status; the child was just forked.
     unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
     for round in 0..1000u32 {
         store.set(b"key", &[round as u8; 300]).unwrap();
@@ -72,7 +72,7 @@ fn a_guard_is_its_own_process_s() {
 }
 
 #[test]
-fn a_child_that_a_visitor_forked_is_refused_the_rest() {
+fn a_child_forked_by_a_visitor_cannot_continue_the_iteration() {
     let name = Name::new("visitor");
     let store = Options::new().limit_bytes(64 << 20).create(&name.0).unwrap();
     for number in 0..1000u64 {
@@ -89,17 +89,17 @@ fn a_child_that_a_visitor_forked_is_refused_the_rest() {
     });
     if child == 0 {
         let refused = done.is_err_and(|error| error.to_string().contains("fork"));
-        // SAFETY: leaves the child without running destructors of the parent's threads.
+        // SAFETY: _exit ends the child without running destructors of the parent's threads.
         unsafe { libc::_exit(i32::from(!refused)) };
     }
     let mut status = 0;
-    // SAFETY: waits for the child just made.
+    // SAFETY: waitpid writes only the status; the child was just forked.
     unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert_eq!((status, visited), (0, 1000), "{done:?}");
 }
 
 #[test]
-fn a_store_is_never_where_a_program_prints() {
+fn a_store_never_uses_the_standard_descriptors() {
     let name = Name::new("stdio");
     // SAFETY: the child opens a store, looks at its first descriptors and leaves by _exit.
     let child = unsafe { libc::fork() };
@@ -115,11 +115,11 @@ fn a_store_is_never_where_a_program_prints() {
         let after_making = (0..3).any(is_open);
         let opened = options.open(&name.0);
         let sound = made.is_ok() && opened.is_ok() && !after_making && !(0..3).any(is_open);
-        // SAFETY: leaves the child without running destructors of the parent's threads.
+        // SAFETY: _exit ends the child without running destructors of the parent's threads.
         unsafe { libc::_exit(i32::from(!sound)) };
     }
     let mut status = 0;
-    // SAFETY: waits for the child just made.
+    // SAFETY: waitpid writes only the status; the child was just forked.
     unsafe { libc::waitpid(child, &raw mut status, 0) };
     assert_eq!(status, 0);
 }
@@ -137,7 +137,7 @@ fn names_and_settings_are_checked() {
 }
 
 #[test]
-fn what_is_not_a_sound_store_is_refused() {
+fn damaged_or_foreign_files_are_refused() {
     use std::os::unix::fs::FileExt;
     let name = Name::new("refused");
     let options = Options::new().limit_bytes(32 << 20);
@@ -168,7 +168,7 @@ fn what_is_not_a_sound_store_is_refused() {
 }
 
 #[test]
-fn a_name_that_somebody_else_took_is_refused() {
+fn a_name_taken_by_another_user_is_refused() {
     let name = Name::new("squat");
     let options = Options::new().limit_bytes(16 << 20);
     let refuse = |what: &str| {
@@ -212,12 +212,12 @@ fn a_name_that_somebody_else_took_is_refused() {
     let path = std::ffi::CString::new(name.path().to_str().unwrap()).unwrap();
     // SAFETY: a NUL-terminated path.
     assert_eq!(unsafe { libc::mkfifo(path.as_ptr(), 0o600) }, 0);
-    refuse("no regular file");
+    refuse("not a regular file");
     assert!(matches!(options.open_path(&name.path()), Err(Error::Untrusted { .. })));
 }
 
 #[test]
-fn a_link_that_leads_nowhere_is_an_error() {
+fn a_dangling_link_is_an_error() {
     let name = Name::new("dangling");
     std::os::unix::fs::symlink(name.path().with_extension("nowhere"), name.path()).unwrap();
     let options = Options::new().limit_bytes(16 << 20);
@@ -270,7 +270,7 @@ fn the_limit_is_an_error_and_nothing_is_lost() {
 /// Where buckets are full and no array may grow, a change happens as a whole or not at all: also one that needs another slot,
 /// and room for it. Deletes need none.
 #[test]
-fn changes_that_a_full_store_refuses_change_nothing() {
+fn changes_refused_by_a_full_store_change_nothing() {
     let store = Options::new().limit_bytes(4 << 20).private().unwrap();
     let mut model: HashMap<u64, Vec<u8>> = HashMap::new();
     let mut number = 0u64;
@@ -342,8 +342,8 @@ fn values_that_were_replaced_do_not_fill_a_small_store() {
 }
 
 #[test]
-fn seats_of_the_dead_are_given_to_the_living() {
-    let name = Name::new("seats");
+fn thread_records_of_dead_processes_are_reused() {
+    let name = Name::new("records");
     let store = Options::new().limit_bytes(64 << 20).create(&name.0).unwrap();
     // SAFETY: the child opens the store for itself, and leaves by a signal or by _exit.
     let child = unsafe { libc::fork() };
@@ -357,12 +357,12 @@ fn seats_of_the_dead_are_given_to_the_living() {
                     let work = move || {
                         let done = store.for_each(|_, _| true);
                         all.wait();
-                        // All of them hold their seats when they die.
+                        // All of them hold their thread records when they die.
                         all.wait();
                         drop(done);
                     };
                     if thread.spawn_scoped(scope, work).is_err() {
-                        // SAFETY: leaves the child without running destructors of the parent's threads.
+                        // SAFETY: _exit ends the child without running destructors of the parent's threads.
                         unsafe { libc::_exit(1) };
                     }
                 }
@@ -372,18 +372,18 @@ fn seats_of_the_dead_are_given_to_the_living() {
             });
             true
         });
-        // SAFETY: as above.
+        // SAFETY: _exit ends the child without running destructors of the parent's threads.
         unsafe { libc::_exit(i32::from(!taken)) };
     }
     let mut status = 0;
-    // SAFETY: waits for the child just made.
+    // SAFETY: waitpid writes only the status; the child was just forked.
     unsafe { libc::waitpid(child, &raw mut status, 0) };
     if !libc::WIFSIGNALED(status) {
-        println!("SKIPPED: not so many threads to be had");
+        println!("SKIPPED: the system does not allow so many threads");
         return;
     }
     assert_eq!(store.stats().thread_count, llds::arena::THREADS_MAX as u64);
-    // A thread without a seat.
+    // A thread without a record.
     std::thread::scope(|scope| scope.spawn(|| store.set(b"key", b"value").map(drop)).join().unwrap()).unwrap();
     assert!(store.stats().thread_count <= 2);
 }
@@ -394,7 +394,7 @@ fn short_lives_do_not_fill_a_small_store() {
     let store = Options::new().limit_bytes(64 << 20).create(&name.0).unwrap();
     for number in 0..300u64 {
         let one = || store.set(&number.to_le_bytes(), b"value").map(drop);
-        // Joining waits for the end of the thread itself, where its seat is given up.
+        // Joining waits for the end of the thread itself, where its record is released.
         std::thread::scope(|scope| scope.spawn(one).join().unwrap()).unwrap();
     }
     for number in 300..600u64 {
@@ -407,11 +407,11 @@ fn short_lives_do_not_fill_a_small_store() {
                 // SAFETY: ends this process alone.
                 done && unsafe { libc::kill(libc::getpid(), libc::SIGKILL) } == 0
             });
-            // SAFETY: as above.
+            // SAFETY: _exit ends the child without running destructors of the parent's threads.
             unsafe { libc::_exit(i32::from(!done)) };
         }
         let mut status = 0;
-        // SAFETY: waits for the child just made.
+        // SAFETY: waitpid writes only the status; the child was just forked.
         unsafe { libc::waitpid(child, &raw mut status, 0) };
         assert!(libc::WIFSIGNALED(status), "process {number} found no room");
     }
@@ -490,4 +490,37 @@ fn a_shared_store_stands_on_huge_pages_of_a_plain_tmpfs() {
     store.trim().unwrap();
     let left = std::fs::metadata(name.path()).unwrap().blocks() * 512;
     assert!(left + (4 << 20) < held, "{left} bytes of {held} are left");
+}
+
+/// Several writers set and delete values of many sizes. They share the spans of each size while the store is small, so it
+/// takes about a span for each size and not one for each size and writer.
+#[test]
+fn values_of_many_sizes_do_not_fill_a_store_early() {
+    const WRITERS: u64 = 8;
+    const SIZES: u64 = 600;
+    let name = Name::new("sizes");
+    let store = &Options::new().limit_bytes(64 << 20).create(&name.0).unwrap();
+    std::thread::scope(|scope| {
+        for writer in 0..WRITERS {
+            scope.spawn(move || {
+                let mut random = (writer + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+                for _ in 0..20_000 {
+                    random ^= random << 13;
+                    random ^= random >> 7;
+                    random ^= random << 17;
+                    let key = format!("s{}", random % 2000).into_bytes();
+                    let value = vec![writer as u8; (random >> 20) as usize % SIZES as usize];
+                    if random >> 50 & 1 == 0 {
+                        store.delete(&key).unwrap();
+                    } else if let Err(error) = store.set(&key, &value) {
+                        panic!("{error}: {:?}", store.stats());
+                    }
+                }
+            });
+        }
+    });
+    let stats = store.stats();
+    // Records of 16 to 624 bytes are of 36 sizes; then two logs, and what two threads claim at the same time.
+    assert!(stats.held_bytes < 48 << 20, "{stats:?}");
+    store.check().unwrap();
 }

@@ -69,7 +69,11 @@ impl std::fmt::Display for Error {
                 "cannot reserve {bytes} bytes of address space: {source}; choose a smaller capacity, or raise ulimit -v"
             ),
             Error::Full { limit_bytes } => {
-                write!(f, "the limit of {limit_bytes} bytes is reached; delete something or choose a larger capacity")
+                write!(
+                    f,
+                    "the limit of {limit_bytes} bytes is reached: no span is free, and no used one has room for a block of \
+                     this size; delete entries of this size or larger, or choose a larger limit"
+                )
             }
             Error::NoMemory { source } => write!(f, "the system has no memory left for the store: {source}"),
             Error::TooManyThreads => write!(f, "{THREADS_MAX} threads use the store already; end some, or share them"),

@@ -2,8 +2,9 @@
 //!
 //! Memory is cut into spans of [`SPAN_BYTES`]. A span is free, or holds blocks
 //! of one class under a bitmap, or is part of a large block. A thread owns one span
-//! per class: only the owner sets bits of the span's bitmap, any thread clears
-//! them. The `meta` word of a span, changed by compare-and-swap, is the truth. The
+//! per class, or in a small arena none beyond an allocation: only the owner sets
+//! bits of the span's bitmap, any thread clears them. The `meta` word of a span,
+//! changed by compare-and-swap, is the truth. The
 //! per-class bitmaps of spans with room are hints and may be wrong in both
 //! directions without harm. A log extent is owned in the same way; it stores how
 //! far it is filled, so that its next owner continues there.
@@ -93,7 +94,7 @@ pub struct SpanStats {
     pub allocated_bytes: u64,
     /// Allocated blocks.
     pub block_count: u64,
-    /// Bytes of spans that have pages: in use, leased or kept for reuse.
+    /// Bytes of spans that have pages: in use, owned or kept for reuse.
     pub held_bytes: u64,
     /// Bytes of free spans kept with their pages.
     pub kept_bytes: u64,

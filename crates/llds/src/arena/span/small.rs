@@ -1,7 +1,9 @@
 //! Small blocks: spans of one class each, owned by the thread that allocates there.
 //!
-//! A block is a bit: the owner of the span finds a clear one and sets it. When no
-//! span is free, larger classes and then log extents serve the block.
+//! A block is a bit: the owner of the span finds a clear one and sets it. While
+//! owned spans would be a large part of the arena, threads share spans instead:
+//! each owns one only for the time of an allocation. When no span is free, larger
+//! classes and then log extents serve the block.
 
 use super::{Meta, SMALL, tail_mask};
 use crate::arena::class::{CUTS, LOG};
@@ -21,7 +23,16 @@ impl Inner {
                 thread.owned_spans[class].store(0, Ordering::Relaxed);
                 self.disown_span(span, owner);
             }
+            let shared = self.are_spans_shared(thread);
             match self.own_span(owner, class) {
+                Ok(span) if shared => {
+                    let block = self.take_block(thread, span, class);
+                    // The intent names the block, whichever thread owns the span.
+                    self.disown_span(span, owner);
+                    if let Some(block) = block {
+                        return Ok(block);
+                    }
+                }
                 Ok(span) => {
                     thread.cursors[class].store(0, Ordering::Relaxed);
                     thread.owned_spans[class].store(span as u32 + 1, Ordering::Relaxed);
@@ -29,6 +40,16 @@ impl Inner {
                 Err(error) => return self.alloc_tight(thread, owner, class).ok_or(error),
             }
         }
+    }
+
+    /// Returns true if this thread must not own a further span beyond an allocation: if all threads owned as many, owned
+    /// spans could be more than a quarter of those in use, most of them nearly empty. A single thread shares nothing.
+    fn are_spans_shared(&self, thread: &ThreadRecord) -> bool {
+        let owned = thread.owned_spans[..LOG].iter().filter(|owned| owned.load(Ordering::Relaxed) != 0).count();
+        let kept = self.header().kept.load(Ordering::Relaxed) as usize;
+        let used = self.fresh().saturating_sub(kept);
+        let threads = self.records_high() as usize;
+        threads > 1 && (owned + 1) * threads > used / 4
     }
 
     /// Allocates a block when no span is free: in an empty span that this thread owns, else in a larger class, else in a
@@ -59,12 +80,10 @@ impl Inner {
                 return Some(block);
             }
             if let Some(span) = self.take_partial(owner, larger) {
-                if owned != 0 {
-                    self.disown_span(owned as usize - 1, owner);
-                }
-                thread.cursors[larger].store(0, Ordering::Relaxed);
-                thread.owned_spans[larger].store(span as u32 + 1, Ordering::Relaxed);
-                return self.take_block(thread, span, larger);
+                let block = self.take_block(thread, span, larger);
+                // Other threads may need the rest.
+                self.disown_span(span, owner);
+                return block;
             }
         }
         let units = CUTS[class].block_bytes.div_ceil(64);
